@@ -1,0 +1,125 @@
+# shellcheck shell=bash
+#
+# What every script of the kit shares: words for people, refusals, and where things are.
+#
+# Sourced, never run; it only defines. A script of scripts/ begins like this, so that it also works
+# through a symbolic link and from any folder:
+#
+#   set -euo pipefail
+#   # shellcheck source=scripts/lib/common.bash
+#   source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/lib/common.bash"
+#
+# Settings it reads: QUIET=1 silences log, DRY_RUN=1 makes run show its command and not run it.
+
+# Exit codes have one meaning in the whole kit. Any other is the first failing rank's own.
+# shellcheck disable=SC2034  # they are for those who source this file
+{
+  EXIT_USAGE=2         # wrong call or wrong config
+  EXIT_UNFIT=69        # a node cannot be reached, or is not fit
+  EXIT_STOPPED=75      # stopped on request with a checkpoint written: run again to go on
+  EXIT_GAVE_UP=124     # gave up waiting
+  EXIT_INTERRUPTED=130 # Ctrl-C
+  EXIT_TERMINATED=143  # TERM
+}
+
+PROGRAM=${0##*/}                       # the name it was called by
+PROGRAM_FILE=$(readlink -f -- "$0")    # the script itself, whatever folder we go to later
+KIT=$(readlink -f -- "${BASH_SOURCE[0]}")
+KIT=${KIT%/scripts/lib/*}              # root of the repository, absolute, symbolic links resolved
+
+
+# Tell a person what happens.
+log() { # <message...>
+  [[ ${QUIET:-0} == 1 ]] || printf '%s: %s\n' "$PROGRAM" "$*" >&2
+}
+
+
+warn() { # <message...>
+  printf '%s: warning: %s\n' "$PROGRAM" "$*" >&2
+}
+
+
+# End the script: who, what, the value, what to do.
+die() { # <message...>
+  die_with 1 "$@"
+}
+
+
+die_with() { # <exit code> <message...>
+  printf '%s: %s\n' "$PROGRAM" "${*:2}" >&2
+  exit "$1"
+}
+
+
+# Refuse a wrong call.
+die_usage() { # <message...>
+  printf '%s: %s\nTry: %s --help\n' "$PROGRAM" "$*" "$PROGRAM" >&2
+  exit "$EXIT_USAGE"
+}
+
+
+# Refuse an option that came last without its value: need_value "$@"
+need_value() { # <option> [value] [rest...]
+  (($# >= 2)) || die_usage "$1 needs a value"
+}
+
+
+# The opening comment of the script is its help.
+usage() {
+  sed -nE -e '1,2{/^#(!.*)?$/d}' -e '/^#( |$)/!q' -e 's/^# ?//p' -- "$PROGRAM_FILE"
+}
+
+
+# Print words as one line that a shell reads back as the same words.
+quote() { # <word...>
+  (($# > 0)) || return 0
+  local line
+  printf -v line '%q ' "$@"
+  printf '%s\n' "${line% }"
+}
+
+
+# Show a command that changes something, then run it.
+run() { # <command...>
+  printf '+ %s\n' "$(quote "$@")" >&2
+  if [[ ${DRY_RUN:-0} != 1 ]]; then
+    "$@"
+  fi
+}
+
+
+# Set PYTHON, absolute: the one asked for, else the active virtual environment's, else the one of
+# .venv in the working folder, else python3. Refuses what is not there or older than 3.10.
+pick_python() { # [value of --python]
+  local python origin
+  if [[ ${1-} ]]; then
+    python=$1 origin=--python
+  elif [[ ${VIRTUAL_ENV-} ]]; then
+    python=$VIRTUAL_ENV/bin/python origin="the active virtual environment"
+  elif [[ -e .venv || -L .venv ]]; then
+    python=$PWD/.venv/bin/python origin="the working folder"
+  else
+    python=python3 origin=PATH
+  fi
+  check_python "$python" "$origin"
+}
+
+
+check_python() { # <path or name> <where it came from>
+  PYTHON=$(type -P -- "$1") || die_usage "no Python at '$1' (from $2): name another with --python PATH"
+  # Not resolved further: the link itself is what tells Python its virtual environment.
+  [[ $PYTHON == /* ]] || PYTHON=$PWD/$PYTHON
+  local version
+  version=$("$PYTHON" --version 2>&1) || true
+  [[ $version =~ ^Python\ ([0-9]+)\.([0-9]+) ]] ||
+    die_usage "'$PYTHON' (from $2) does not run as Python: name another with --python PATH"
+  ((BASH_REMATCH[1] * 1000 + BASH_REMATCH[2] >= 3010)) ||
+    die_usage "'$PYTHON' (from $2) is $version, older than 3.10: name another with --python PATH"
+}
+
+
+# Run a module of distributed/ with $PYTHON. The working folder becomes KIT, so paths among the
+# arguments must be absolute; an installed Dask (also "distributed") is then never picked up.
+kit_python() { # <module> [argument...]
+  (cd -- "$KIT" && unset PYTHONSAFEPATH && exec "$PYTHON" -m "distributed.$1" "${@:2}")
+}
