@@ -1,0 +1,1 @@
+"""Muster's Python package: place, launch, watch and checkpoint distributed PyTorch training."""
