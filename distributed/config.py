@@ -1,0 +1,359 @@
+"""One YAML file and `section.key=value` words become checked settings.
+
+    settings = from_command_line(sys.argv[1:])       # --config config/quickstart.yaml train.steps=100
+
+An unknown key, a wrong type or a contradiction is a `ConfigError` whose every line names the place, the key, the
+value and what to do. Paths in the settings are relative to the folder of the caller, not to the file.
+
+Try it: python -m distributed.config --nproc 2 --config config/quickstart.yaml train.learning_rate=3e-4
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import sys
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Optional
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+
+class ConfigError(ValueError):
+    """The settings are wrong; each line of the message is one fault with its remedy."""
+
+
+# ---------------------------------------------------------------- the settings
+
+
+class Section(BaseModel):
+    """What all sections share: nothing unknown, nothing changed later, no True where a number belongs."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True, protected_namespaces=())
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_as_number(cls, value: Any, info: Any) -> Any:
+        if isinstance(value, bool) and cls.model_fields[info.field_name].annotation in (int, float, Optional[int]):
+            raise ValueError("a number is wanted, not true or false")
+        return value
+
+
+class Model(Section):
+    """The GPT. GPT-2 124M is 12 layers, 12 heads, width 768, block 1024, vocabulary 50304."""
+
+    n_layer: int = Field(4, ge=1)
+    n_head: int = Field(4, ge=1)
+    n_embd: int = Field(128, ge=1)
+    block_size: int = Field(128, ge=1)  # tokens a window; the longest context
+    vocab_size: Optional[int] = Field(None, ge=2)  # null: 256 for text; must be given for .bin token files
+    dropout: float = Field(0.0, ge=0.0, lt=1.0)
+    bias: bool = False
+
+    @model_validator(mode="after")
+    def _heads_divide_width(self) -> Model:
+        if self.n_embd % self.n_head:
+            raise ValueError(f"n_embd={self.n_embd} does not divide by n_head={self.n_head}: change one of them")
+        return self
+
+
+class Data(Section):
+    """What to train on. Without a path: the Python language reference that ships with the interpreter."""
+
+    path: Optional[Path] = None  # a text file, a folder of text files, a .bin token file, or a folder with train.bin
+    domains: Optional[list[str]] = None  # of the embedded text; null: all
+    held_out: float = Field(0.1, gt=0.0, lt=1.0)  # share kept for the held-out loss
+    workers: int = Field(0, ge=0)  # data loading processes a rank
+
+    @field_validator("path")
+    @classmethod
+    def _exists(cls, path: Optional[Path]) -> Optional[Path]:
+        if path is not None and not path.expanduser().exists():
+            raise ValueError(f"there is no such file or folder (looked in {Path.cwd()})")
+        return path and path.expanduser().absolute()
+
+
+class Train(Section):
+    """How long, in what steps, at what rate."""
+
+    steps: Optional[int] = Field(None, ge=1)
+    epochs: Optional[float] = Field(None, gt=0)
+    batch_size: Optional[int] = Field(None, ge=1)  # windows a step over all ranks
+    batch_size_per_device: Optional[int] = Field(None, ge=1)  # windows a step on each rank
+    accumulation: int = Field(1, ge=1)  # micro-batches into which each rank cuts its share
+    learning_rate: float = Field(3e-4, gt=0)
+    min_learning_rate: float = Field(0.0, ge=0)  # where the cosine ends
+    warmup_steps: int = Field(0, ge=0)
+    weight_decay: float = Field(0.1, ge=0)
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.95, ge=0, lt=1)
+    grad_clip: float = Field(1.0, ge=0)  # largest norm of all gradients; 0: no clipping
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"  # auto: bf16 where the GPU has it, else fp32
+    compile: bool = False
+    gradient_checkpointing: bool = False
+    evaluate_every: int = Field(100, ge=0)  # steps between held-out losses; 0: only at the end
+    seed: int = Field(1337, ge=0)
+
+    @model_validator(mode="after")
+    def _one_way_to_say_it(self) -> Train:
+        _exactly_one(self, "steps", "epochs")
+        _exactly_one(self, "batch_size", "batch_size_per_device")
+        if self.min_learning_rate > self.learning_rate:
+            raise ValueError(
+                f"min_learning_rate={self.min_learning_rate} is above learning_rate={self.learning_rate}: "
+                "the cosine falls from the second to the first"
+            )
+        return self
+
+
+class Distributed(Section):
+    """How the ranks work together."""
+
+    strategy: Literal["auto", "single", "dp", "ddp", "fsdp"] = "auto"
+    backend: Literal["auto", "nccl", "gloo"] = "auto"
+    timeout: float = Field(600.0, gt=0)  # seconds that joining, and each collective, may take
+    find_unused_parameters: bool = False
+
+
+class Checkpoint(Section):
+    """Where the state is kept, how often, and whether to go on from it."""
+
+    dir: Optional[Path] = None  # null: in the folder of the run, so that another launch starts anew
+    every: int = Field(100, ge=0)  # steps between checkpoints; 0: only at the end and when stopped
+    keep: int = Field(3, ge=1)  # the newest N stay, and the best one
+    resume: Literal["auto", "never"] = "auto"  # auto: from the newest good one in dir, if there is one
+
+    @field_validator("dir")
+    @classmethod
+    def _absolute(cls, path: Optional[Path]) -> Optional[Path]:
+        return path and path.expanduser().absolute()
+
+
+class Logging(Section):
+    """What rank 0 tells."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    every: int = Field(10, ge=1)  # steps between two progress lines
+    sample: int = Field(300, ge=0)  # tokens of text to write at the end
+    tensorboard: bool = False
+    wandb: Literal["disabled", "online", "offline"] = "disabled"
+    project: str = "muster"  # of wandb
+
+
+class Settings(Section):
+    """All that a training run can be told."""
+
+    model: Model = Field(default_factory=Model)
+    data: Data = Field(default_factory=Data)
+    train: Train
+    distributed: Distributed = Field(default_factory=Distributed)
+    checkpoint: Checkpoint = Field(default_factory=Checkpoint)
+    logging: Logging = Field(default_factory=Logging)
+
+
+def _exactly_one(section: BaseModel, first: str, second: str) -> None:
+    given = [name for name in (first, second) if getattr(section, name) is not None]
+    if len(given) != 1:
+        raise ValueError(f"{'both' if given else 'none'} of {first} and {second} given: give one of the two")
+
+
+# ---------------------------------------------------------------- global batch arithmetic
+
+
+@dataclass(frozen=True)
+class Batch:
+    """How the global batch is cut: size = micro x accumulation x world (windows of block tokens)."""
+
+    size: int
+    micro: int
+    accumulation: int
+    world: int
+    block: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens a step over all ranks."""
+        return self.size * self.block
+
+    def __str__(self) -> str:
+        return (
+            f"{self.micro} windows x {self.accumulation} micro-batch{'es' * (self.accumulation > 1)} x "
+            f"{self.world} rank{'s' * (self.world > 1)} = {self.size} windows a step "
+            f"x {self.block} tokens = {self.tokens:,} tokens a step"
+        )
+
+
+def batch(settings: Settings, world: int) -> Batch:
+    """Cut the global batch for a world of that many ranks.
+
+    Raises:
+        ConfigError: it does not divide.
+    """
+    train = settings.train
+    size = train.batch_size or (train.batch_size_per_device or 0) * world
+    parts = world * train.accumulation
+    if size % parts:
+        near = max(size // parts, 1) * parts
+        given = f"train.batch_size={size}" if train.batch_size else f"batch_size_per_device={size // world}"
+        raise ConfigError(
+            f"{given} does not divide by {world} rank(s) x {train.accumulation} micro-batch(es) "
+            f"(train.accumulation): {near} or {near + parts} windows a step would"
+        )
+    return Batch(size, size // parts, train.accumulation, world, settings.model.block_size)
+
+
+# ---------------------------------------------------------------- reading
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML as people mean it: 3e-4 is a number, and a key given twice is a mistake."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.MarkedYAMLError(problem=f"key {key.value!r} is given twice", problem_mark=key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d[\d_]*)(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
+def read(path: Path | None, overrides: Sequence[str] = ()) -> Settings:
+    """Read a YAML file, lay the `section.key=value` words over it, and check the whole.
+
+    Raises:
+        ConfigError: each line names the file or word, the key, the value and the remedy.
+    """
+    tree = _read_file(path) if path else {}
+    for word in overrides:
+        _override(tree, word)
+    try:
+        return Settings.model_validate(tree)
+    except ValidationError as error:
+        place = str(path) if path else "settings"
+        raise ConfigError("\n".join(f"{place}: {line}" for line in _explain(error))) from None
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        tree = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # noqa: S506 (a SafeLoader)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"{path}: cannot read it ({reason}); looked in {Path.cwd()}") from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise ConfigError(f"{path}{where}: no valid YAML: {error.problem}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: no valid YAML: {str(error).splitlines()[0]}") from None
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: holds a {type(tree).__name__}; sections are wanted: {', '.join(Settings.model_fields)}")
+    return tree
+
+
+def _override(tree: dict[str, Any], word: str) -> None:
+    key, equals, text = word.partition("=")
+    section, dot, name = key.partition(".")
+    if not (equals and dot and section and name) or "." in name:
+        raise ConfigError(f"{word!r}: not understood; write section.key=value, for example train.steps=100")
+    try:
+        value = yaml.load(text, _Loader)  # noqa: S506 (a SafeLoader)
+    except yaml.YAMLError:
+        value = text
+    inner = tree.setdefault(section, {})
+    if inner is None:
+        inner = tree[section] = {}
+    if not isinstance(inner, dict):
+        raise ConfigError(f"{word!r}: section {section!r} of the file holds {inner!r}, not keys")
+    inner[name] = value
+
+
+def _explain(error: ValidationError) -> Iterator[str]:
+    for fault in error.errors():
+        place = [str(part) for part in fault["loc"]]
+        key = ".".join(place) or "settings"
+        if fault["type"] == "extra_forbidden":
+            yield f"{key}: unknown key; {_nearest(place)}"
+        elif fault["type"] == "missing":
+            yield f"{key}: missing; add it (see config/quickstart.yaml)"
+        else:
+            value = "" if isinstance(fault["input"], (Mapping, BaseModel)) else f"={fault['input']!r}"
+            yield f"{key}{value}: {fault['msg'].removeprefix('Value error, ')}"
+
+
+def _nearest(place: Sequence[str]) -> str:
+    """The known key most like the unknown one: in its own section first, then in any."""
+    sections = {name: list(_section(name).model_fields) for name in Settings.model_fields}
+    own = sections.get(place[0], list(sections)) if len(place) > 1 else list(sections)
+    close = difflib.get_close_matches(place[-1], own, n=1)
+    if close:
+        return f"did you mean {'.'.join([*place[:-1], close[0]])}?"
+    elsewhere = [f"{name}.{place[-1]}" for name, keys in sections.items() if place[-1] in keys]
+    return f"did you mean {elsewhere[0]}?" if elsewhere else f"known are {', '.join(own)}"
+
+
+def _section(name: str) -> type[BaseModel]:
+    kind = Settings.model_fields[name].annotation
+    assert isinstance(kind, type) and issubclass(kind, BaseModel)
+    return kind
+
+
+# ---------------------------------------------------------------- command line
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """The options that every trainer of the kit takes."""
+    options = argparse.ArgumentParser(description=description, allow_abbrev=False)
+    options.add_argument("--config", "--config_path", "--config-path", type=Path, metavar="FILE", help="YAML settings")
+    options.add_argument("--distributed-backend", metavar="NAME", help="the same as distributed.backend=NAME")
+    options.add_argument("--log-level", metavar="LEVEL", help="the same as logging.level=LEVEL")
+    # torch.distributed.launch passes it; the environment says it too, and better.
+    options.add_argument("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)
+    options.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that win over the file")
+    return options
+
+
+def from_options(options: argparse.Namespace) -> Settings:
+    """The settings that the parsed options of `parser` ask for.
+
+    Raises:
+        ConfigError: see `read`.
+    """
+    overrides = list(options.overrides)
+    if options.distributed_backend:
+        overrides.append(f"distributed.backend={options.distributed_backend}")
+    if options.log_level:
+        overrides.append(f"logging.level={options.log_level.lower()}")
+    return read(options.config, overrides)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Check settings without starting anything, and print them whole."""
+    options = parser("Check settings and print them whole.")
+    options.add_argument("--nproc", type=int, default=1, metavar="N", help="ranks to cut the global batch for")
+    options.add_argument("--quiet", action="store_true", help="print nothing when all is well")
+    given = options.parse_intermixed_args(words)
+    try:
+        settings = from_options(given)
+        cut = batch(settings, given.nproc)
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    if not given.quiet:
+        text = yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+        sys.stdout.write(f"# {cut}\n{text}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
