@@ -79,9 +79,15 @@ quote() { # <word...>
 }
 
 
+# Show a command as it can be pasted.
+show() { # <command...>
+  printf '+ %s\n' "$(quote "$@")" >&2
+}
+
+
 # Show a command that changes something, then run it.
 run() { # <command...>
-  printf '+ %s\n' "$(quote "$@")" >&2
+  show "$@"
   if [[ ${DRY_RUN:-0} != 1 ]]; then
     "$@"
   fi

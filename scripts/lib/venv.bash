@@ -1,0 +1,115 @@
+# shellcheck shell=bash
+#
+# The kit's own virtual environment, $KIT/.venv: made when it is missing, filled when the requirements
+# have changed, made anew when an installation was cut short. Sourced after common.bash.
+
+VENV=$KIT/.venv
+
+
+# After this $VENV holds what the requirement files (names in KIT) ask for.
+provide_venv() { # <value of --python, may be empty> <requirement file...>
+  if venv_holds "${@:2}"; then
+    return
+  fi
+  base_python "$1"
+  if [[ ${DRY_RUN:-0} == 1 ]]; then
+    show "$PYTHON" -m venv "$VENV"
+    show "$VENV/bin/python" -m pip install "${@/#/-r}"
+  else
+    build_venv "${@:2}" 9>>"$VENV.lock"
+  fi
+}
+
+
+# Each file that was installed has left a stamp: with which Python, and which checksum it had.
+venv_holds() { # <requirement file...>
+  local file
+  [[ -x $VENV/bin/python && ! -e $VENV/unfinished ]] || return
+  for file; do
+    [[ -f $VENV/$file.stamp && $(<"$VENV/$file.stamp") == "$(stamp "$file")" ]] || return
+  done
+}
+
+
+stamp() { # <requirement file>
+  "$VENV/bin/python" --version && sha256sum <"$KIT/$1"
+}
+
+
+# Set PYTHON to the one to build on, which is never the one of the environment being built.
+base_python() { # <value of --python, may be empty>
+  if [[ $1 ]]; then
+    check_python "$1" --python
+  else
+    check_python python3 PATH
+  fi
+  if [[ ${PYTHON%/*} -ef $VENV/bin ]]; then
+    PYTHON=$(readlink -f -- "$PYTHON")
+  fi
+}
+
+
+# One at a time: the second to come finds the work done. Descriptor 9 holds the lock.
+build_venv() ( # <requirement file...>
+  cd -- "$KIT" || exit
+  flock --nonblock 9 || { log "waiting for another installation into $VENV" && flock 9; }
+  if ! venv_holds "$@"; then
+    clear_broken_venv
+    make_venv
+    fill_venv "$@"
+  fi
+)
+
+
+clear_broken_venv() {
+  if [[ -e $VENV/unfinished ]]; then
+    log "an installation into $VENV was cut short: making it anew"
+  elif [[ -e $VENV || -L $VENV ]] && ! "$VENV/bin/python" --version &>/dev/null; then
+    log "the Python of $VENV does not run any more: making it anew"
+  else
+    return 0
+  fi
+  run rm -rf -- "$VENV"
+}
+
+
+# pip comes from ensurepip, which Debian packs apart from Python, or else from a pip that is there.
+make_venv() {
+  if [[ -e $VENV ]]; then
+    return
+  fi
+  "$PYTHON" -m ensurepip --version &>/dev/null || "$PYTHON" -m pip --version &>/dev/null ||
+    die_with "$EXIT_UNFIT" "'$PYTHON' has neither ensurepip nor pip to fill a virtual environment with:" \
+      "sudo apt-get install python3-venv (Debian, Ubuntu), then run this again"
+  run "$PYTHON" -m venv --without-pip "$VENV"
+}
+
+
+# "unfinished" stays behind when the installer is killed: nobody can say then what is half written.
+fill_venv() { # <requirement file...>
+  local file install=("$VENV/bin/python" -m pip install "${@/#/-r}")
+  trap 'exit "$EXIT_INTERRUPTED"' INT
+  log "installing $*: minutes, the first time (to follow it: tail -f $(quote "$VENV/install.log"))"
+  show "${install[@]}"
+  : >"$VENV/unfinished"
+  { provide_pip && "${install[@]}"; } >"$VENV/install.log" 2>&1 || not_installed
+  for file; do
+    stamp "$file" >"$VENV/$file.stamp"
+  done
+  rm -- "$VENV/unfinished"
+}
+
+
+provide_pip() {
+  "$VENV/bin/python" -m pip --version ||
+    "$VENV/bin/python" -m ensurepip ||
+    "$PYTHON" -m pip --python "$VENV/bin/python" install pip
+}
+
+
+not_installed() {
+  rm -- "$VENV/unfinished"
+  tail -n 20 -- "$VENV/install.log" >&2
+  die "pip failed, its last words stand above and all of them in $VENV/install.log:" \
+    "mend the cause and run this again"
+}

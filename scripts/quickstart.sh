@@ -1,0 +1,128 @@
+#!/usr/bin/env bash
+#
+# From a fresh clone to a trained model: make .venv, install, train, say what to run next.
+#
+# Usage: scripts/quickstart.sh [options] [-- KEY=VALUE...]
+#
+#   --fresh         train anew, into a checkpoint folder of its own; without it a second call
+#                   goes on from the checkpoint of the first
+#   --python PATH   the Python, 3.10 or newer, to make .venv from (default: python3)
+#   --dry-run       show what would be run, and run nothing
+#   --help          show this
+#
+# Trains config/quickstart.yaml, with one process a GPU, or two on a machine without a GPU.
+# KEY=VALUE changes a setting, as in: scripts/quickstart.sh -- train.steps=100
+#
+# Everything stays in this folder: packages in .venv, which is filled again only when
+# requirements.txt has changed, runs in logs, models in checkpoints.
+set -euo pipefail
+# shellcheck source=scripts/lib/common.bash
+source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/lib/common.bash"
+# shellcheck source=scripts/lib/venv.bash
+source "$KIT/scripts/lib/venv.bash"
+
+LAUNCH=scripts/ssh/launch_singlenode.sh
+CONFIG=config/quickstart.yaml
+BASE_PYTHON=
+FRESH=
+OVERRIDES=() # what the caller says, after ours
+SETTINGS=()
+NPROC=2
+
+
+parse_args() { # <argument...>
+  while (($# > 0)); do
+    case $1 in
+      --fresh) FRESH=1 ;;
+      --python) need_value "$@" && BASE_PYTHON=$2 && shift ;;
+      --dry-run) DRY_RUN=1 ;;
+      --help | -h) usage && exit ;;
+      --) OVERRIDES=("${@:2}") && return ;;
+      *) die_usage "unknown argument '$1': settings stand behind a --, as in: -- train.steps=100" ;;
+    esac
+    shift
+  done
+}
+
+
+
+count_gpus() {
+  local gpus
+  gpus=$(timeout 20 nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU') || true
+  if ((gpus > 0)) && [[ ${CUDA_VISIBLE_DEVICES+set} ]]; then
+    gpus=$(grep -cE '^[^-]' <<<"${CUDA_VISIBLE_DEVICES//,/$'\n'}") || true
+  fi
+  printf '%s\n' "$gpus"
+}
+
+
+# The global batch must divide by the number of processes: 16 windows for each, as in the file.
+choose_settings() {
+  local gpus
+  gpus=$(count_gpus)
+  if ((gpus > 0)); then
+    NPROC=$gpus
+    SETTINGS+=("train.batch_size=$((16 * gpus))")
+    log "training on the GPUs, one process on each: $gpus"
+  else
+    log "training on the CPU with $NPROC processes: no GPU is visible"
+  fi
+  if [[ $FRESH ]]; then
+    SETTINGS+=("checkpoint.dir=checkpoints/quickstart-$(date +%Y%m%d-%H%M%S)")
+  fi
+  SETTINGS+=("${OVERRIDES[@]}")
+}
+
+
+train() {
+  local words=("$LAUNCH" --python "$VENV/bin/python" "$CONFIG" "$NPROC")
+  if ((${#SETTINGS[@]} > 0)); then
+    words+=(-- "${SETTINGS[@]}")
+  fi
+  show "${words[@]}"
+  if [[ ${DRY_RUN:-0} != 1 ]]; then
+    wait_for "${words[@]}"
+  fi
+}
+
+
+# Ctrl-C reaches the launcher by itself; a TERM that was meant for us is handed on to it.
+wait_for() { # <command...>
+  local child status=0
+  (trap - INT && exec "$@") <&0 &
+  child=$!
+  trap : INT
+  trap 'kill -TERM "$child"' TERM
+  while kill -0 "$child" 2>/dev/null; do
+    status=0
+    wait "$child" || status=$?
+  done
+  trap - INT TERM
+  return "$status"
+}
+
+
+say_what_next() {
+  cat <<END
+
+What to do next:
+  scripts/doctor.sh                                      # is this machine fit for more
+  scripts/test_distributed.sh $NPROC                            # are collectives right, and how fast
+  $LAUNCH $CONFIG $NPROC -- train.steps=1000   # train on
+  $LAUNCH --script YOURS.py - $NPROC              # your own script
+The run, to look at: logs/latest/report.html
+END
+}
+
+
+main() {
+  parse_args "$@"
+  cd -- "$KIT"
+  provide_venv "$BASE_PYTHON" requirements.txt
+  choose_settings
+  train
+  [[ ${DRY_RUN:-0} == 1 ]] || say_what_next
+}
+
+
+main "$@"

@@ -1,0 +1,266 @@
+#!/usr/bin/env bats
+#
+# scripts/quickstart.sh: a newcomer's first command. What it installs, it installs once; what breaks on
+# the way, the next call repairs; and it leaves nothing behind where it had to refuse.
+#
+# A stand-in for Python notes what it is asked for, so that nothing is downloaded here.
+
+bats_require_minimum_version 1.5.0
+
+
+setup() {
+  KIT="$BATS_TEST_TMPDIR/it's a \"kit\" & more"
+  export CALLS="$BATS_TEST_TMPDIR/calls"
+  : >"$CALLS"
+  mkdir -p "$KIT/scripts/lib" "$KIT/scripts/ssh" "$BATS_TEST_TMPDIR/bin"
+  cp "$BATS_TEST_DIRNAME"/../scripts/lib/{common,venv}.bash "$KIT/scripts/lib"
+  cp "$BATS_TEST_DIRNAME"/../scripts/quickstart.sh "$KIT/scripts"
+  echo 'torch==2.13.0' >"$KIT/requirements.txt"
+  stand_in_python "$BATS_TEST_TMPDIR/bin/python3"
+  stand_in_launcher "$KIT/scripts/ssh/launch_singlenode.sh"
+  PATH="$BATS_TEST_TMPDIR/bin:$PATH"
+  unset CUDA_VISIBLE_DEVICES VIRTUAL_ENV
+  no_gpus
+}
+
+
+# VERSION, PIP_FAILS, NO_PIP and PIP_WAITS=FIFO in the environment make it an awkward one.
+stand_in_python() { # <path>
+  cat >"$1" <<'END'
+#!/usr/bin/env bash
+printf '%s\n' "$*" >>"$CALLS"
+case "$*" in
+  --version) echo "Python ${VERSION:-3.11.7}" ;;
+  "-m ensurepip --version" | "-m pip --version") [[ ! ${NO_PIP-} ]] ;;
+  "-m venv "*) mkdir -p "${@: -1}/bin" && cp -- "$0" "${@: -1}/bin/python" ;;
+  "-m pip install "*)
+    if [[ ${PIP_WAITS-} ]]; then
+      trap 'exit 1' INT
+      echo begun >"$PIP_WAITS"
+      read -r _ <"$PIP_WAITS.go"
+    fi
+    [[ ! ${PIP_FAILS-} ]] || { echo "ERROR: no matching distribution"; exit 1; }
+    ;;
+  *) echo "unexpected: $*" >&2; exit 99 ;;
+esac
+END
+  chmod +x "$1"
+}
+
+
+stand_in_launcher() { # <path>
+  cat >"$1" <<'END'
+#!/usr/bin/env bash
+printf 'launch'; printf ' <%s>' "$@"; printf ' in <%s>\n' "$PWD"
+if [[ ${LAUNCH_WAITS-} ]]; then
+  trap 'echo "the launcher got TERM"; exit 75' TERM
+  echo begun >"$LAUNCH_WAITS"
+  sleep 60 & wait; kill $!
+fi
+exit "${LAUNCH_EXIT:-0}"
+END
+  chmod +x "$1"
+}
+
+
+no_gpus() {
+  printf '#!/bin/sh\nexit 9\n' >"$BATS_TEST_TMPDIR/bin/nvidia-smi"
+  chmod +x "$BATS_TEST_TMPDIR/bin/nvidia-smi"
+}
+
+
+gpus() { # <number>
+  printf '#!/bin/sh\nseq -f "GPU %%g: Nice" %s\n' "$1" >"$BATS_TEST_TMPDIR/bin/nvidia-smi"
+}
+
+
+quickstart() {
+  run --separate-stderr "$KIT/scripts/quickstart.sh" "$@"
+}
+
+
+installations() {
+  grep -c '^-m pip install' "$CALLS"
+}
+
+
+@test "the first call makes .venv, installs, trains with two processes and says what to do next" {
+  quickstart
+  [ "$status" -eq 0 ]
+  [ "$(grep -v -e --version "$CALLS")" = "\
+-m venv --without-pip $KIT/.venv
+-m pip install -rrequirements.txt" ]
+  [ "${lines[0]}" = "launch <--python> <$KIT/.venv/bin/python> <config/quickstart.yaml> <2> in <$KIT>" ]
+  [[ "$output" == *"What to do next:"*"scripts/test_distributed.sh 2"* ]]
+}
+
+
+@test "the second call installs nothing" {
+  quickstart
+  quickstart
+  [ "$status" -eq 0 ]
+  [ "$(installations)" -eq 1 ]
+  [[ "$stderr" != *pip* ]]
+}
+
+
+@test "changed requirements are installed into the .venv that is there" {
+  quickstart
+  echo 'rich' >>"$KIT/requirements.txt"
+  quickstart
+  [ "$(installations)" -eq 2 ]
+  [ "$(grep -c '^-m venv' "$CALLS")" -eq 1 ]
+}
+
+
+@test "an installer that was killed leaves a .venv that the next call makes anew" {
+  export PIP_WAITS="$BATS_TEST_TMPDIR/pip"
+  mkfifo "$PIP_WAITS" "$PIP_WAITS.go"
+  setsid "$KIT/scripts/quickstart.sh" 2>/dev/null 3>&- &
+  read -r _ <"$PIP_WAITS"
+  kill -KILL -- "-$!"
+  touch "$KIT/.venv/half-written"
+  unset PIP_WAITS
+  quickstart
+  [ "$status" -eq 0 ]
+  [ ! -e "$KIT/.venv/half-written" ]
+  [[ "$stderr" == *"was cut short: making it anew"* ]]
+}
+
+
+@test "Ctrl-C during the installation ends it, and the next call makes .venv anew" {
+  export PIP_WAITS="$BATS_TEST_TMPDIR/pip"
+  mkfifo "$PIP_WAITS" "$PIP_WAITS.go"
+  setsid env --default-signal=INT "$KIT/scripts/quickstart.sh" >"$BATS_TEST_TMPDIR/out" 2>&1 3>&- &
+  read -r _ <"$PIP_WAITS"
+  kill -INT -- "-$!"
+  wait $! || status=$?
+  [ "$status" -eq 130 ]
+  run ! grep launch "$BATS_TEST_TMPDIR/out"
+  unset PIP_WAITS
+  quickstart
+  [ "$status" -eq 0 ]
+  [[ "$stderr" == *"was cut short: making it anew"* ]]
+}
+
+
+@test "a failed installation shows pip's last words, and the next call tries again" {
+  PIP_FAILS=1 quickstart
+  [ "$status" -eq 1 ]
+  [[ "$stderr" == *"ERROR: no matching distribution"*"$KIT/.venv/install.log"* ]]
+  [[ "$output" != *launch* ]]
+  quickstart
+  [ "$status" -eq 0 ]
+  [ "$(grep -c '^-m venv' "$CALLS")" -eq 1 ]
+}
+
+
+@test "a .venv whose Python is gone is made anew" {
+  quickstart
+  rm "$KIT/.venv/bin/python"
+  ln -s /nowhere/python3.9 "$KIT/.venv/bin/python"
+  quickstart
+  [ "$status" -eq 0 ]
+  [[ "$stderr" == *"does not run any more: making it anew"* ]]
+  [ "$(installations)" -eq 2 ]
+}
+
+
+@test "two calls at the same time install once" {
+  export PIP_WAITS="$BATS_TEST_TMPDIR/pip"
+  mkfifo "$PIP_WAITS" "$PIP_WAITS.go" "$BATS_TEST_TMPDIR/second"
+  "$KIT/scripts/quickstart.sh" >/dev/null 2>&1 3>&- &
+  first=$!
+  read -r _ <"$PIP_WAITS"
+  "$KIT/scripts/quickstart.sh" 2>"$BATS_TEST_TMPDIR/second" >/dev/null 3>&- &
+  second=$!
+  exec 4<>"$BATS_TEST_TMPDIR/second" # keeps it open when we have read enough
+  until [[ "$line" == *"waiting for another installation"* ]]; do read -r line <&4; done
+  echo >"$PIP_WAITS.go"
+  wait "$first"
+  wait "$second"
+  [ "$(installations)" -eq 1 ]
+}
+
+
+@test "a Python without ensurepip and pip is refused with the command that mends it" {
+  NO_PIP=1 quickstart
+  [ "$status" -eq 69 ]
+  [[ "$stderr" == *"neither ensurepip nor pip"*"apt-get install python3-venv"* ]]
+  [ ! -e "$KIT/.venv" ]
+}
+
+
+@test "a Python that is too old is refused before anything is written" {
+  VERSION=3.9.18 quickstart
+  [ "$status" -eq 2 ]
+  [[ "$stderr" == *"Python 3.9.18, older than 3.10: name another with --python PATH"* ]]
+  [ "$(ls -A "$KIT")" = "$(printf 'requirements.txt\nscripts')" ]
+}
+
+
+@test "when the training ends badly its exit code is ours and no next step is named" {
+  LAUNCH_EXIT=75 quickstart
+  [ "$status" -eq 75 ]
+  [[ "$output" != *"What to do next"* ]]
+}
+
+
+@test "a TERM reaches the launcher, whose answer is ours" {
+  quickstart
+  export LAUNCH_WAITS="$BATS_TEST_TMPDIR/launch"
+  mkfifo "$LAUNCH_WAITS"
+  "$KIT/scripts/quickstart.sh" >"$BATS_TEST_TMPDIR/out" 2>&1 3>&- &
+  read -r _ <"$LAUNCH_WAITS"
+  kill -TERM $!
+  wait $! || status=$?
+  [ "$status" -eq 75 ]
+  grep -q "the launcher got TERM" "$BATS_TEST_TMPDIR/out"
+}
+
+
+@test "one process a GPU, with a batch that divides by them" {
+  gpus 3
+  quickstart
+  [[ "$output" == *"<config/quickstart.yaml> <3> <--> <train.batch_size=48>"* ]]
+  CUDA_VISIBLE_DEVICES=2 quickstart
+  [[ "$output" == *"<config/quickstart.yaml> <1> <--> <train.batch_size=16>"* ]]
+  CUDA_VISIBLE_DEVICES=-1 quickstart
+  [[ "$output" == *"<config/quickstart.yaml> <2> in"* ]]
+  CUDA_VISIBLE_DEVICES='' quickstart
+  [[ "$output" == *"<config/quickstart.yaml> <2> in"* ]]
+}
+
+
+@test "--fresh names a checkpoint folder of its own, and settings pass through untouched" {
+  quickstart --fresh -- "data.path=a b's" train.steps=3
+  [[ "$output" == *"<2> <--> <checkpoint.dir=checkpoints/quickstart-"[0-9]*"> <data.path=a b's> <train.steps=3>"* ]]
+}
+
+
+@test "--dry-run shows everything and writes nothing" {
+  quickstart --dry-run
+  [ "$status" -eq 0 ]
+  [[ "$stderr" == *"-m venv "*"-m pip install "*"launch_singlenode.sh --python "* ]]
+  [ -z "$output" ]
+  [ "$(ls -A "$KIT")" = "$(printf 'requirements.txt\nscripts')" ]
+}
+
+
+@test "it can be called through a symbolic link from another folder" {
+  ln -s "$KIT/scripts/quickstart.sh" "$BATS_TEST_TMPDIR/begin"
+  cd /
+  run --separate-stderr "$BATS_TEST_TMPDIR/begin"
+  [ "$status" -eq 0 ]
+  [[ "$output" == *" in <$KIT>"* ]]
+}
+
+
+@test "an argument that is not one is refused" {
+  quickstart train.steps=3
+  [ "$status" -eq 2 ]
+  [[ "$stderr" == *"unknown argument 'train.steps=3'"*"Try: quickstart.sh --help" ]]
+  quickstart --python
+  [ "$status" -eq 2 ]
+  [[ "$stderr" == *"--python needs a value"* ]]
+}
