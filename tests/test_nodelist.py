@@ -1,0 +1,492 @@
+"""A launch goes to the nodes a person or SLURM named, in that order, and to no other.
+
+A list that unfolds to the wrong names trains on the wrong machines, and one that unfolds in another order
+than SLURM's gives two nodes the same rank. So scontrol itself is asked about thousands of lists, and what
+cannot be understood is refused where the fault stands.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distributed import nodelist
+from distributed.nodelist import (
+    Node,
+    NodeListError,
+    exclude,
+    expand,
+    fold,
+    parse,
+    parse_hostfile,
+    tasks_per_node,
+)
+
+# --- what SLURM means ----------------------------------------------------------------------------------
+
+SLURM_LISTS = {
+    "n1": ["n1"],
+    "a,b7": ["a", "b7"],
+    "a[3,1-2]": ["a3", "a1", "a2"],
+    "n[08-10,12]": ["n08", "n09", "n10", "n12"],
+    "n[000-002]": ["n000", "n001", "n002"],
+    "n[8-010]": ["n8", "n9", "n10"],
+    "n[08-9]": ["n08", "n09"],
+    "n[99-101]": ["n99", "n100", "n101"],
+    "n[1,1]": ["n1", "n1"],
+    "[1-3]": ["1", "2", "3"],
+    "10.0.0.[1-2]": ["10.0.0.1", "10.0.0.2"],
+    "rack[1-2]-n[08-10],x7": [f"rack{rack}-n{node}" for rack in "12" for node in ("08", "09", "10")] + ["x7"],
+    "a[1-2]b[1-2]c[1-2]": [f"a{a}b{b}c{c}" for b in "12" for a in "12" for c in "12"],
+}
+
+
+class Scontrol:
+    """The real scontrol, asked about many lists in one process. It needs no cluster, only a configuration."""
+
+    def __init__(self, folder: Path) -> None:
+        self._conf = folder / "slurm.conf"
+        self._conf.write_text("ClusterName=none\nSlurmctldHost=localhost\nNodeName=localhost\n")
+
+    def hostnames(self, lists: Iterable[str]) -> list[list[str]]:
+        """For each list what `scontrol show hostnames` prints; nothing where it refuses."""
+        questions = "".join(f"show hostnames {text}\nshow hostnames next-list\n" for text in lists)
+        answer = subprocess.run(
+            ["scontrol"],
+            input=questions,
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, "SLURM_CONF": str(self._conf), "TERM": "dumb", "COLUMNS": "100000"},
+        )
+        lines = (line for line in answer.stdout.splitlines() if not line.startswith("scontrol:"))
+        names = "\n".join(line for line in lines if not line.startswith("Invalid hostlist"))
+        return [part.split() for part in names.split("next-list")[:-1]]
+
+
+@pytest.fixture(scope="module")
+def scontrol(tmp_path_factory: pytest.TempPathFactory) -> Scontrol:
+    return Scontrol(tmp_path_factory.mktemp("scontrol"))
+
+
+@pytest.mark.parametrize(("hostlist", "names"), SLURM_LISTS.items())
+def test_a_list_of_slurm_unfolds_in_its_order(hostlist: str, names: list[str]) -> None:
+    assert expand(hostlist) == names
+
+
+def test_the_table_is_what_scontrol_says(scontrol: Scontrol) -> None:
+    assert scontrol.hostnames(SLURM_LISTS) == list(SLURM_LISTS.values())
+
+
+def some_range(chance: random.Random) -> str:
+    low = chance.choice([0, 1, 7, 9, 95, 998])
+    high = low + chance.choice([0, 1, 3, 12])
+    width = chance.randrange(5)
+    padded = f"{low:0{width}d}"
+    return padded if high == low else f"{padded}-{high:0{chance.choice([0, len(padded)])}d}"
+
+
+def some_item(chance: random.Random) -> str:
+    """A name with any number of brackets, the last of which ends it, or with none."""
+    words = ["n", "rack", "gpu-", "a.b", "x_", "7", "-", "0"]
+    brackets = chance.choices([0, 1, 2, 3, 4], weights=[3, 6, 3, 2, 1])[0]
+    item = chance.choice(words[:4])
+    for place in range(brackets):
+        inner = ",".join(some_range(chance) for _ in range(chance.randint(1, 3)))
+        item += ("" if place == 0 else chance.choice([*words, ""])) + f"[{inner}]"
+    return item
+
+
+def test_thousands_of_random_lists_unfold_as_scontrol_unfolds_them(scontrol: Scontrol) -> None:
+    chance = random.Random(2)
+    lists = [",".join(some_item(chance) for _ in range(chance.randint(1, 3))) for _ in range(3000)]
+    lists = [text for text in lists if len(expand(text)) <= 300]
+    assert len(lists) > 2000
+    for text, names in zip(lists, scontrol.hostnames(lists), strict=True):
+        assert expand(text) == names, text
+
+
+def test_what_is_accepted_of_random_scribble_scontrol_reads_the_same_way(scontrol: Scontrol) -> None:
+    chance = random.Random(3)
+    scribbles = ["".join(chance.choices("n12[]-,0", k=chance.randint(1, 9))) for _ in range(20_000)]
+    accepted = [text for text in scribbles if not refused(text) and not re.search(r"\][^,\[]", text)]
+    assert len(accepted) > 1000
+    for text, names in zip(accepted, scontrol.hostnames(accepted), strict=True):
+        assert expand(text) == names, text
+
+
+def refused(hostlist: str) -> bool:
+    try:
+        expand(hostlist)
+    except NodeListError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize(
+    ("counts", "tasks"),
+    [("1", [1]), ("2(x3),1", [2, 2, 2, 1]), ("8(x2)", [8, 8]), ("3,1(x2),3", [3, 1, 1, 3])],
+)
+def test_tasks_per_node_of_slurm(counts: str, tasks: list[int]) -> None:
+    assert tasks_per_node(counts) == tasks
+
+
+@pytest.mark.parametrize(
+    ("counts", "column"),
+    [("", 0), ("2(x3", 0), ("2(x3),", 6), ("2,x", 2), ("-1", 0), ("1(x9999999)", 0), ("1(x" + "9" * 5000, 0)],
+)
+def test_tasks_per_node_that_slurm_would_not_write(counts: str, column: int) -> None:
+    with pytest.raises(NodeListError) as caught:
+        tasks_per_node(counts)
+    assert caught.value.at == column
+
+
+# --- what a person writes ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "nodes"),
+    [
+        ("node1", [Node("node1")]),
+        ("user@node1", [Node("node1", user="user")]),
+        ("node1:4", [Node("node1", slots=4)]),
+        ("u.x@n[1-2]:8", [Node("n1", "u.x", 8), Node("n2", "u.x", 8)]),
+        ("node[1-2,10]", [Node("node1"), Node("node2"), Node("node10")]),
+        ("gpu[1-2].lab.lan", [Node("gpu1.lab.lan"), Node("gpu2.lab.lan")]),
+        ("10.0.0.7:2", [Node("10.0.0.7", slots=2)]),
+        ("b,u@a:2", [Node("b"), Node("a", "u", 2)]),
+        (["node9", "node[1-2]", "a"], [Node("node9"), Node("node1"), Node("node2"), Node("a")]),
+    ],
+)
+def test_words_name_nodes_in_their_order(words: str | list[str], nodes: list[Node]) -> None:
+    assert parse(words) == nodes
+
+
+@pytest.mark.parametrize("word", ["node1", "user@node1", "node1:4", "user@node1:4"])
+def test_a_node_is_written_as_the_word_that_names_it(word: str) -> None:
+    assert [str(node) for node in parse(word)] == [word]
+
+
+MALFORMED = [  # word, the index of the fault in it, what the message must say
+    ("", 0, "a name is missing"),
+    (",a", 0, "a name is missing"),
+    ("a,,b", 2, "a name is missing"),
+    ("a,", 2, "a name is missing"),
+    ("node[1-", 4, "never closed"),
+    ("a,node[1-3],b[2", 13, "never closed"),
+    ("node]", 4, "closes nothing"),
+    ("node[1-2]]", 9, "closes nothing"),
+    ("node[1-[2-3]]", 7, "a bracket inside a bracket"),
+    ("node[3-1]", 5, "write 1-3"),
+    ("node[1,10-09]", 7, "runs backwards"),
+    ("node[a-b]", 5, "'a-b' is no range"),
+    ("node[]", 5, "'' is no range"),
+    ("node[1,,2]", 7, "'' is no range"),
+    ("node[1-]", 5, "'1-' is no range"),
+    ("node[1-2-3]", 5, "'1-2-3' is no range"),
+    ("node[1, 2]", 7, "' 2' is no range"),
+    ("node[1:3]", 5, "'1:3' is no range"),
+    ("node[²]", 5, "'²' is no range"),
+    ("node[1-99999999999]", 5, "more than 250,000 names"),
+    ("node[1-200000,1-200000]", 14, "more than 250,000 names"),
+    ("n[1-1000]x[1-1000]", 0, "more than 250,000 names"),
+    ("n[1-" + "9" * 5000 + "]", 2, "at most 253 characters"),
+    ("n" * 254, 0, "at most 253 characters"),
+    ("n" * 250 + "[1-9]x[100]", 0, "at most 253 characters"),
+    ("a b", 1, "' ' cannot stand"),
+    ("a\nb", 1, "'\\n' cannot stand"),
+    ("nod\u00e9", 3, "cannot stand"),
+    ("n%s", 1, "cannot stand"),
+    ("n;reboot", 1, "cannot stand"),
+    ("n{1-2}", 1, "cannot stand"),
+    ("../n", 0, "begins with a letter"),
+    ("-oProxyCommand=x", 0, "begins with a letter"),
+    ("-n", 0, "begins with a letter"),
+    ("user@", 5, "begins with a letter"),
+    ("@node1", 0, "'' is no user name"),
+    ("-l@node1", 0, "'-l' is no user name"),
+    ("user[1-2]@node1", 0, "is no user name"),
+    ("a@b@c", 3, "'@' cannot stand"),
+    ("node1:", 6, "'' is no number of processes"),
+    ("node1:0", 6, "'0' is no number of processes"),
+    ("node1:four", 6, "'four' is no number of processes"),
+    ("node1:2222", 6, "an ssh port belongs in ~/.ssh/config"),
+    ("[fe80::1]", 5, "IPv6"),
+    ("user@fe80::1", 9, "IPv6"),
+]
+
+
+@pytest.mark.parametrize(("word", "at", "message"), MALFORMED)
+def test_a_malformed_word_is_refused_where_the_fault_stands(word: str, at: int, message: str) -> None:
+    with pytest.raises(NodeListError, match=re.escape(message)) as caught:
+        parse(["good", word])
+    assert (caught.value.text, caught.value.at) == (word, at)
+    assert f"character {at + 1}: " in str(caught.value)
+
+
+def test_a_message_is_one_line_that_shows_what_stands_around_the_fault() -> None:
+    long = ",".join(f"n{number}" for number in range(10_000))
+    with pytest.raises(NodeListError) as caught:
+        parse(f"{long},here[\n,{long}")
+    message = str(caught.value)
+    assert "n9999,here[\\n,n0" in message
+    assert len(message) < 250
+    assert len(message.splitlines()) == 1
+
+
+def test_a_list_for_slurm_has_names_alone() -> None:
+    for word in ("user@node1", "node1:4"):
+        with pytest.raises(NodeListError, match="cannot stand in a host name"):
+            expand(word)
+
+
+def test_no_word_at_all_is_no_node() -> None:
+    with pytest.raises(NodeListError, match="no node is named"):
+        parse([])
+
+
+@pytest.mark.parametrize(
+    ("words", "places"),
+    [
+        (["a", "b", "a"], ("word 1 ('a')", "word 3 ('a')")),
+        (["node[1-3],x", "u@node2:4"], ("word 1 ('node[1-3]')", "word 2 ('u@node2:4')")),
+        (["n[1,1]"], ("word 1 ('n[1,1]')", "word 1 ('n[1,1]')")),
+    ],
+)
+def test_a_node_named_twice_is_an_error_that_names_both_places(
+    words: list[str], places: tuple[str, str]
+) -> None:
+    with pytest.raises(NodeListError, match="is named twice") as caught:
+        parse(words)
+    assert f"in {places[0]} and in {places[1]}" in str(caught.value)
+
+
+def test_every_name_of_a_hundred_thousand_is_there() -> None:
+    assert expand("n[1-100000]") == [f"n{number}" for number in range(1, 100_001)]
+    assert expand("n[1-1000]x[1-100]") == [f"n{n}x{x}" for n in range(1, 1001) for x in range(1, 101)]
+
+
+def test_too_many_words_are_refused_before_they_fill_the_memory() -> None:
+    endless = (f"n{number}x[1-100000]" for number in range(1_000_000))
+    with pytest.raises(NodeListError, match="more than 250,000 names"):
+        parse(endless)
+    assert next(endless) == "n3x[1-100000]"
+
+
+# --- a hostfile ----------------------------------------------------------------------------------------
+
+HOSTFILE = """\
+# the machines of the third floor
+node1 slots=4
+node[2-3]   slots=2  # two GPUs each
+
+user@node4
+node5:8\r
+"""
+
+
+def test_a_hostfile_in_the_style_of_deepspeed() -> None:
+    assert parse_hostfile(HOSTFILE) == [
+        Node("node1", slots=4),
+        Node("node2", slots=2),
+        Node("node3", slots=2),
+        Node("node4", user="user"),
+        Node("node5", slots=8),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a\nb slots=x\n", "hosts, line 2, 'slots=x', character 7: 'x' is no number of processes"),
+        ("a slots=0", "hosts, line 1, 'slots=0', character 7: '0' is no number"),
+        (
+            "a max_slots=2",
+            "hosts, line 1, 'a max_slots=2': this line is not understood: write it as in node1 slots=4",
+        ),
+        ("a slots=1 b", "hosts, line 1, 'a slots=1 b': this line is not understood"),
+        ("a b", "hosts, line 1, 'a b': this line is not understood"),
+        ("a:2 slots=2", "hosts, line 1, 'a:2 slots=2': the number of processes is given twice"),
+        ("\n\na[1-", "hosts, line 3, 'a[1-', character 2: this '[' is never closed"),
+        ("a[1-2] slots=2\nb\na2", "a2 is named twice, in hosts, line 1 and in hosts, line 3"),
+        ("# nobody\n", "hosts: no node is named"),
+        ("", "hosts: no node is named"),
+    ],
+)
+def test_a_hostfile_is_refused_with_its_line(text: str, message: str) -> None:
+    with pytest.raises(NodeListError) as caught:
+        parse_hostfile(text, "hosts")
+    assert str(caught.value).startswith(message)
+
+
+# --- leaving nodes out ---------------------------------------------------------------------------------
+
+
+def test_excluded_nodes_are_left_out_and_the_order_stays() -> None:
+    nodes = parse(["u@n3:2", "n[1-2]", "n4"])
+    assert exclude(nodes, "n[1,4]") == [Node("n3", "u", 2), Node("n2")]
+
+
+@pytest.mark.parametrize(
+    ("hostlist", "message"),
+    [
+        ("n9", "n9 cannot be excluded: it is not among n[1-3]"),
+        ("n[1-3]", "no node is left without 'n[1-3]'"),
+        ("n[1", "never closed"),
+    ],
+)
+def test_an_exclusion_that_cannot_be_meant_is_refused(hostlist: str, message: str) -> None:
+    with pytest.raises(NodeListError, match=re.escape(message)):
+        exclude(parse("n[1-3]"), hostlist)
+
+
+# --- folding -------------------------------------------------------------------------------------------
+
+FOLDED = [
+    ([], ""),
+    (["a"], "a"),
+    (["n1", "n2"], "n[1-2]"),
+    (["n3", "n1", "n2"], "n[3,1-2]"),
+    (["n3", "n2", "n1"], "n[3,2,1]"),
+    (["n08", "n09", "n10", "n12"], "n[08-10,12]"),
+    (["n08", "n9", "n10"], "n[08,9-10]"),
+    (["n9", "n10", "m", "n11"], "n[9-10],m,n11"),
+    (["10.0.0.1", "10.0.0.2"], "10.0.0.[1-2]"),
+    (["gpu1.lan", "gpu2.lan"], "gpu[1-2].lan"),
+    (["r1-n08", "r1-n09", "r2-n08", "r2-n09"], "r[1-2]-n[08-09]"),
+    (["r1-n1", "r1-n2", "r2-n1", "r2-n3"], "r1-n[1-2],r2-n[1,3]"),
+    (["n1-r1", "n2-r1", "n1-r2", "n2-r2"], "n[1-2]-r1,n[1-2]-r2"),
+    (["r1-n1", "r2-n2"], "r1-n1,r2-n2"),
+    (
+        [Node("n1", "u", 4), Node("n2", "u", 4), Node("n3", "u"), Node("n4", "u"), "n5"],
+        "u@n[1-2]:4,u@n[3-4],n5",
+    ),
+]
+
+
+@pytest.mark.parametrize(("nodes", "folded"), FOLDED)
+def test_neighbours_fold_into_a_range(nodes: list[Node | str], folded: str) -> None:
+    assert fold(nodes) == folded
+
+
+@pytest.mark.parametrize("name", ["", "a,b", "n[1-2]", "-n", "u@n", "n1:4"])
+def test_what_is_no_name_does_not_fold(name: str) -> None:
+    with pytest.raises(NodeListError):
+        fold(["n1", name])
+
+
+# Few words and few numbers, so that names are often neighbours.
+words = st.sampled_from(["n", "rack", "-", ".lan", "x_"])
+numbers = st.one_of(st.integers(0, 12).map(str), st.sampled_from(["08", "09", "010", "000"]))
+names = st.tuples(words.filter(str.isalpha), st.lists(st.one_of(words, numbers), max_size=5)).map(
+    lambda parts: parts[0] + "".join(parts[1])
+)
+
+
+@given(st.lists(names, min_size=1, max_size=30))
+def test_what_was_folded_unfolds_to_the_same(names: list[str]) -> None:
+    assert expand(fold(names)) == names
+    assert len(fold(names).split(",")) <= len(names)
+
+
+@given(
+    st.lists(names, max_size=3, unique=True),
+    st.integers(0, 20),
+    st.integers(1, 20),
+    st.sampled_from(["n", "r1-"]),
+)
+def test_a_run_of_numbers_folds_into_one_range(rest: list[str], low: int, more: int, stem: str) -> None:
+    high = low + more
+    run = [f"{stem}{number:03d}" for number in range(low, high + 1)]
+    assert fold(run) == f"{stem}[{low:03d}-{high:03d}]"
+
+
+@given(st.lists(st.builds(Node, names, st.sampled_from([None, "u"]), st.sampled_from([None, 2])), min_size=1))
+def test_nodes_that_were_folded_are_parsed_to_the_same(nodes: list[Node]) -> None:
+    nodes = list({node.name: node for node in nodes}.values())
+    assert parse(fold(nodes)) == nodes
+
+
+def test_scontrol_reads_what_was_folded(scontrol: Scontrol) -> None:
+    chance = random.Random(4)
+    stems = ["n", "gpu0", "rack1-n", "rack2-n"]
+    many = [
+        [
+            f"{stem}{number:0{chance.choice([1, 3])}d}"
+            for stem in chance.sample(stems, 3)
+            for number in range(8)
+        ]
+        for _ in range(500)
+    ]
+    assert scontrol.hostnames(fold(names) for names in many) == many
+
+
+# --- the command ---------------------------------------------------------------------------------------
+
+
+def test_the_command_prints_one_node_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert nodelist.main(["n[3,1]", "u@n2:4", "--exclude", "n1"]) == 0
+    assert capsys.readouterr() == ("n3\nu@n2:4\n", "")
+
+
+def test_the_command_folds(capsys: pytest.CaptureFixture[str]) -> None:
+    assert nodelist.main(["--fold", "n1", "n2", "n3"]) == 0
+    assert capsys.readouterr() == ("n[1-3]\n", "")
+
+
+def test_the_command_reads_a_hostfile_whatever_its_comments_hold(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_bytes("\ufeffn1 slots=2 # ".encode() + b"caf\xe9\nn2\n")
+    assert nodelist.main(["--hostfile", str(hosts)]) == 0
+    assert capsys.readouterr() == ("n1:2\nn2\n", "")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["node[3-1]"], "nodelist: 'node[3-1]', character 6: the range 3-1 runs backwards: write 1-3\n"),
+        ([""], "nodelist: '', character 1: a name is missing: write it as in node1,node2 or node[1-8]\n"),
+        ([], "nodelist: no node is named: give at least one, as in node1 or node[1-8]\n"),
+        (
+            ["--hostfile", "/no/hosts"],
+            "nodelist: /no/hosts: No such file or directory: name a hostfile to read\n",
+        ),
+        (["--hostfile", "/"], "nodelist: /: Is a directory: name a hostfile to read\n"),
+        (
+            ["a", "--hostfile", "/no"],
+            "nodelist: nodes are given both as words and by --hostfile: leave one out\n",
+        ),
+    ],
+)
+def test_wrong_input_is_one_line_and_exit_code_2(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert nodelist.main(argv) == 2
+    assert capsys.readouterr() == ("", message)
+
+
+def test_a_reader_that_has_seen_enough_is_no_fault() -> None:
+    program = subprocess.Popen(
+        [sys.executable, "-m", "distributed.nodelist", "n[1-100000]"],
+        cwd=Path(nodelist.__file__).parents[1],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert program.stdout is not None and program.stderr is not None
+    assert program.stdout.readline() == "n1\n"
+    program.stdout.close()
+    assert program.stderr.read() == ""
+    program.stderr.close()
+    program.wait()
