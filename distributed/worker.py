@@ -1,0 +1,188 @@
+"""A worker that is a fork of one warm process, and cannot be told from a fresh `python script.py`.
+
+Importing PyTorch costs a second of one core, and torchrun pays it once more for every rank. Here Python's own fork
+server imports it once; each rank is a fork of that server. `become_main` undoes what marks such a process as a
+child, and `work` ends it as an interpreter ends.
+
+What stays different: PyTorch is already imported when the script begins, so what it reads only then (OMP_NUM_THREADS)
+must be in the environment of the launch, not be set by the script.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib.machinery
+import json
+import multiprocessing
+import os
+import random
+import runpy
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from multiprocessing import forkserver
+from pathlib import Path
+from types import ModuleType, TracebackType
+
+PRELOAD = ["torch.distributed.run", "torch.distributed.fsdp", "torch.nn.parallel"]
+
+
+def warm_up() -> None:
+    """Start the server that workers are forked from. It imports PyTorch while the caller goes on."""
+    multiprocessing.set_forkserver_preload(PRELOAD)
+    forkserver.ensure_running()
+
+
+@dataclass(frozen=True)
+class Script:
+    """What a worker runs, and with which words. Not a string: torchrun would replace ${local_rank} in it."""
+
+    name: str  # a path as the person gave it, or a module
+    words: tuple[str, ...]
+    is_module: bool
+    path: tuple[str, ...]  # sys.path of a fresh interpreter, without its first entry
+
+
+def work(script: Script) -> None:
+    """Be `python script words...` in this process, to its end. Returns only when it ended well."""
+    try:
+        become_main(script)
+        _run(script)
+    except SystemExit as leaving:
+        code = _exit_code(leaving.code)
+    except BaseException as error:
+        code = _report(error)
+    else:
+        code = 0
+    _shut_down()
+    if code:
+        os._exit(code)
+
+
+# ---------------------------------------------------------------- begin as a fresh interpreter begins
+
+
+def become_main(script: Script) -> None:
+    """Make this fork look like a fresh interpreter that is about to run the script."""
+    sys.argv = [script.name, *script.words]
+    first = os.getcwd() if script.is_module else os.path.dirname(os.path.realpath(script.name))
+    sys.path[:] = [*([] if getattr(sys.flags, "safe_path", False) else [first]), *script.path]
+    _forget_ours()
+    _forget_multiprocessing()
+    for number in (signal.SIGTERM, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    random.seed()
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()  # a fork inherits NumPy's global generator
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # one line, one write
+
+
+def _forget_ours() -> None:
+    """The kit's own modules: with `import distributed` a script may mean Dask's, or another version of ours."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "distributed"]:
+        del sys.modules[name]
+    sys.modules.pop("__mp_main__", None)
+    sys.modules["__main__"] = ModuleType("__main__")
+
+
+def _forget_multiprocessing() -> None:
+    """That this is a child: its name, its parent, and that a start method was chosen."""
+    current = multiprocessing.current_process()
+    current._name, current._identity, current._parent_pid = "MainProcess", (), None  # type: ignore[attr-defined]
+    multiprocessing.process._parent_process = None  # type: ignore[attr-defined]
+    multiprocessing.set_start_method(None, force=True)  # type: ignore[arg-type]
+
+
+def _run(script: Script) -> None:
+    if script.is_module:
+        runpy._run_module_as_main(script.name)  # type: ignore[attr-defined]  # what `python -m` itself calls
+        return
+    file = os.path.abspath(script.name)
+    loader = importlib.machinery.SourceFileLoader("__main__", file)
+    names = sys.modules["__main__"].__dict__
+    names.update(__file__=file, __loader__=loader, __spec__=None, __cached__=None, __builtins__=__builtins__)
+    exec(loader.source_to_code(Path(file).read_bytes(), file), names)  # noqa: S102
+
+
+# ---------------------------------------------------------------- end as an interpreter ends
+
+
+def _exit_code(code: object) -> int:
+    """What the interpreter makes of sys.exit(code)."""
+    if code is None or isinstance(code, int):
+        return (code or 0) & 0xFF
+    sys.stderr.write(f"{code}\n")
+    return 1
+
+
+def _report(error: BaseException) -> int:
+    """Show the traceback as the interpreter would, without our frames, and keep it for the verdict."""
+    trace = _without_ours(error.__traceback__)
+    sys.excepthook(type(error), error.with_traceback(trace), trace)
+    code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    _keep_for_torchrun(error)
+    _write_account(code, error)
+    return code
+
+
+def _without_ours(trace: TracebackType | None) -> TracebackType | None:
+    ours = (__file__, runpy.__file__, "<frozen runpy>")
+    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename in ours:
+        trace = trace.tb_next
+    return trace
+
+
+def _keep_for_torchrun(error: BaseException) -> None:
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    if isinstance(error, Exception):
+        get_error_handler().record_exception(error)
+
+
+def _write_account(code: int, error: BaseException) -> None:
+    """errors/rank_<rank>.json in the folder of the run: this rank's own account of its end."""
+    run = os.environ.get("MUSTER_RUN_DIR")
+    if not run:
+        return
+    rank = int(os.environ["RANK"])
+    account = {
+        "rank": rank,
+        "local_rank": int(os.environ["LOCAL_RANK"]),
+        "node": node_name(),
+        "pid": os.getpid(),
+        "time": time.time(),
+        "exit_code": code,
+        "exception": type(error).__name__,
+        "message": str(error),
+        "traceback": "".join(traceback.format_exception(type(error), error, error.__traceback__)),
+    }
+    write_json(Path(run, "errors", f"rank_{rank}.json"), account)
+
+
+def _shut_down() -> None:
+    """What an interpreter does at its end, and a multiprocessing child does not."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+# ---------------------------------------------------------------- shared with the agent
+
+
+def node_name() -> str:
+    """What this node is called in logs and verdicts."""
+    return os.environ.get("MUSTER_NODE") or socket.gethostname()
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write beside and rename: a reader sees the whole or nothing."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    beside.replace(path)

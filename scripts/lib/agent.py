@@ -1,0 +1,36 @@
+"""Start the kit's agent from any folder: the same words as torchrun's.
+
+Usage: python agent.py --nproc-per-node N [torchrun's other options] SCRIPT|-m MODULE [WORDS...]
+"""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+
+def share_cores(words: list[str]) -> None:
+    """Give each rank its share of the cores, before PyTorch reads OMP_NUM_THREADS (torchrun: 1 for each)."""
+    for option, value in zip(words, words[1:]):
+        if option == "--nproc-per-node" and value.isdigit():
+            cores = len(os.sched_getaffinity(0))
+            os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // max(1, int(value)))))
+
+
+if __name__ == "__main__":  # a worker imports this file too, under another name
+    kit = str(Path(__file__).resolve().parents[2])
+    if getattr(sys.flags, "safe_path", False):
+        sys.path.insert(0, kit)
+    else:
+        sys.path[0] = kit
+    share_cores(sys.argv[1:])
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts its background jobs with it ignored
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # meant for the workers
+
+    from distributed.worker import warm_up
+
+    warm_up()  # before the agent's own import of PyTorch: the two run side by side
+
+    from distributed.agent import main
+
+    sys.exit(main(sys.argv[1:]))
