@@ -86,22 +86,6 @@ train() {
 }
 
 
-# Ctrl-C reaches the launcher by itself; a TERM that was meant for us is handed on to it.
-wait_for() { # <command...>
-  local child status=0
-  (trap - INT && exec "$@") <&0 &
-  child=$!
-  trap : INT
-  trap 'kill -TERM "$child"' TERM
-  while kill -0 "$child" 2>/dev/null; do
-    status=0
-    wait "$child" || status=$?
-  done
-  trap - INT TERM
-  return "$status"
-}
-
-
 say_what_next() {
   cat <<END
 

@@ -94,6 +94,24 @@ run() { # <command...>
 }
 
 
+# Run a program to its end and return its status. Ctrl-C reaches it by itself, and a TERM that was meant
+# for us is handed on to it; INTERRUPTED then says which of the two it was.
+wait_for() { # <program> [argument...]
+  local child status=0
+  INTERRUPTED=
+  (trap - INT && exec "$@") <&0 &
+  child=$!
+  trap 'INTERRUPTED=INT' INT
+  trap 'INTERRUPTED=TERM; kill -TERM "$child"' TERM
+  while kill -0 "$child" 2>/dev/null; do
+    status=0
+    wait "$child" || status=$?
+  done
+  trap - INT TERM
+  return "$status"
+}
+
+
 # Set PYTHON, absolute: the one asked for, else the active virtual environment's, else the one of
 # .venv in the working folder, else python3. Refuses what is not there or older than 3.10.
 pick_python() { # [value of --python]
@@ -128,4 +146,18 @@ check_python() { # <path or name> <where it came from>
 # arguments must be absolute; an installed Dask (also "distributed") is then never picked up.
 kit_python() { # <module> [argument...]
   (cd -- "$KIT" && unset PYTHONSAFEPATH && exec "$PYTHON" -m "distributed.$1" "${@:2}")
+}
+
+
+# Start a command in the background that reads from a pipe, of which this shell holds the only writing
+# end: when the shell is gone, by whatever way, the command reads the end of its input.
+# Its process id is in $! afterwards.
+pipe_into() { # <variable for the file descriptor> <command...>
+  local folder
+  folder=$(mktemp -d)
+  mkfifo -- "$folder/pipe"
+  "${@:2}" <"$folder/pipe" &
+  exec {PIPE_END}>"$folder/pipe"
+  rm -r -- "$folder"
+  printf -v "$1" '%s' "$PIPE_END"
 }

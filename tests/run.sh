@@ -1,0 +1,186 @@
+#!/usr/bin/env bash
+#
+# The one test command: provide what the tests need, then run them all.
+#
+# Usage: tests/run.sh [options] [FILE...]
+#
+#   FILE            only this one: a pytest file (or FILE::TEST) or a bats file; then no linters
+#   --lint          only the linters: ruff, mypy, shellcheck
+#   --soak          also the tests marked soak, for which a quarter of an hour is too short
+#   --python PATH   the Python, 3.10 or newer, to make .venv from (default: python3)
+#   --help          show this
+#
+# Python packages go into .venv. System packages are installed with apt-get by root; for anyone else
+# the command to give to an administrator is printed, and that is the end (exit code 69).
+#
+# The last line adds up what the runners counted, where each linter is one:
+#
+#   Muster: 143 passed, 0 failed, 2 skipped
+#
+# Exit code: 0 when all passed, 1 when something failed, 2 for a wrong call.
+set -euo pipefail
+# shellcheck source=scripts/lib/common.bash
+source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/../scripts/lib/common.bash"
+# shellcheck source=scripts/lib/venv.bash
+source "$KIT/scripts/lib/venv.bash"
+
+# What the tests call, and the Debian package that has it.
+TOOLS=(bats:bats shellcheck:shellcheck scontrol:slurm-wlm munged:munge ip:iproute2 ps:procps)
+
+REQUIREMENTS=(requirements.txt requirements-trackers.txt requirements-test.txt)
+WHAT=all # or files, or linters
+SOAK=
+BASE_PYTHON=
+PYTEST=() # files to give to pytest
+BATS=()   # files to give to bats
+PASSED=0
+FAILED=0
+SKIPPED=0
+
+
+parse_args() { # <argument...>
+  while (($# > 0)); do
+    case $1 in
+      --lint) WHAT=linters ;;
+      --soak) SOAK=1 ;;
+      --python) need_value "$@" && BASE_PYTHON=$2 && shift ;;
+      --help | -h) usage && exit ;;
+      -*) die_usage "unknown option '$1'" ;;
+      *) choose_file "$1" ;;
+    esac
+    shift
+  done
+  if [[ $WHAT == all ]]; then
+    PYTEST=(tests)
+    BATS=("$KIT"/tests/*.bats)
+  fi
+}
+
+
+# The caller names it from the folder he is in, which we leave later.
+choose_file() { # <file, or file::test>
+  local file name=${1%%::*}
+  [[ -f $name ]] || die_usage "no file '$name' in $PWD"
+  file=$(readlink -f -- "$name")
+  case $file in
+    *.bats) BATS+=("$file") ;;
+    *.py) PYTEST+=("$file${1#"$name"}") ;;
+    *) die_usage "'$name' is neither a .py nor a .bats file" ;;
+  esac
+  WHAT=files
+}
+
+
+provide_system_packages() {
+  local tool missing=()
+  for tool in "${TOOLS[@]}"; do
+    type -P "${tool%:*}" >/dev/null || missing+=("${tool#*:}")
+  done
+  if ((${#missing[@]} == 0)); then
+    return
+  fi
+  local install=(apt-get install -y --no-install-recommends "${missing[@]}")
+  if [[ $(id -u) != 0 ]] || ! type -P apt-get >/dev/null; then
+    die_with "$EXIT_UNFIT" "the tests call programs that are not here, an administrator can install them:" \
+      $'\n'"  sudo $(quote "${install[@]}")"
+  fi
+  run apt-get update -q
+  DEBIAN_FRONTEND=noninteractive run "${install[@]}" -q -o DPkg::Lock::Timeout=600
+}
+
+
+# The programs under test find the Python that a person with an active environment would use.
+activate_venv() {
+  export VIRTUAL_ENV=$VENV PATH="$VENV/bin:$PATH"
+}
+
+
+# Show a runner's command and set STATUS to its exit status. Who interrupts it ends the whole run.
+runner() { # <program> [argument...]
+  show "$@"
+  STATUS=0
+  wait_for "$@" || STATUS=$?
+  case $INTERRUPTED in
+    INT) exit "$EXIT_INTERRUPTED" ;;
+    TERM) exit "$EXIT_TERMINATED" ;;
+  esac
+}
+
+
+# A runner that ends badly without naming a failed test has crashed, and that is a failure.
+add_up() { # <runner> <passed> <failed> <skipped>
+  local failed=$3
+  if ((STATUS != 0 && failed == 0)); then
+    warn "$1 ended with $STATUS"
+    failed=1
+  fi
+  PASSED=$((PASSED + $2)) FAILED=$((FAILED + failed)) SKIPPED=$((SKIPPED + $4))
+}
+
+
+occurrences() { # <pattern> <file, may be missing>
+  { grep -oE -- "$1" "$2" 2>/dev/null || true; } | wc -l
+}
+
+
+lint() { # <name> <command...>
+  runner "${@:2}"
+  add_up "$1" "$((STATUS == 0))" 0 0
+}
+
+
+run_linters() {
+  lint ruff "$VENV/bin/python" -m ruff check .
+  lint mypy flock pyproject.toml "$VENV/bin/python" -m mypy # two at once break its cache
+  local files
+  mapfile -d '' files < <(sources -name '*.sh' -o -name '*.bash' -o -path .ci/run)
+  lint shellcheck shellcheck -x "${files[@]}"
+  # In bats each test is a subshell, and its run sets variables.
+  mapfile -d '' files < <(sources -name '*.bats')
+  lint shellcheck shellcheck -x --exclude SC2030,SC2031,SC2154 "${files[@]}"
+}
+
+
+sources() { # <find's words for the names>
+  find .ci scripts tests config benchmarks \( "$@" \) -print0 2>/dev/null || true
+}
+
+
+run_bats() { # <file...>
+  local report=$RESULTS/report.tap skipped
+  local options=(--print-output-on-failure --report-formatter tap --output "$RESULTS")
+  [[ $SOAK ]] || options+=(--filter-tags '!soak')
+  runner bats "${options[@]}" "$@"
+  skipped=$(occurrences '^ok [0-9]+ .* # skip' "$report")
+  add_up bats $(($(occurrences '^ok ' "$report") - skipped)) "$(occurrences '^not ok ' "$report")" "$skipped"
+}
+
+
+run_pytest() { # <file...>
+  local report=$RESULTS/pytest.xml
+  local options=(--junitxml "$report")
+  [[ ! $SOAK ]] || options+=(-m '')
+  runner "$VENV/bin/python" -m pytest "${options[@]}" "$@"
+  add_up pytest "$(occurrences '<testcase [^>]*/>' "$report")" \
+    "$(occurrences '<(failure|error) ' "$report")" "$(occurrences '<skipped ' "$report")"
+}
+
+
+main() {
+  parse_args "$@"
+  cd -- "$KIT"
+  provide_system_packages
+  provide_venv "$BASE_PYTHON" "${REQUIREMENTS[@]}"
+  activate_venv
+  RESULTS=$(mktemp -d)
+  trap 'rm -rf -- "$RESULTS"' EXIT
+  export BATS_TEST_TIMEOUT=300
+  [[ $WHAT == files ]] || run_linters
+  ((${#BATS[@]} == 0)) || run_bats "${BATS[@]}"
+  ((${#PYTEST[@]} == 0)) || run_pytest "${PYTEST[@]}"
+  printf 'Muster: %d passed, %d failed, %d skipped\n' "$PASSED" "$FAILED" "$SKIPPED"
+  ((FAILED == 0))
+}
+
+
+main "$@"
