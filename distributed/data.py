@@ -20,9 +20,11 @@ import itertools
 import os
 import platform
 import signal
-import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from multiprocessing.sharedctypes import RawValue
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, Literal
 
@@ -418,12 +420,14 @@ class Stream:
         seed: int = 0,
         start: int = 0,
     ) -> None:
+        if min(windows, batch, size) < 1 or start < 0 or not 0 <= rank < size or batch % size:
+            raise ValueError(
+                f"no stream of {windows=} {batch=} {rank=} {size=} {start=}: batch divides by size"
+            )
         share = batch // size
         micro = share if micro is None else micro
-        if min(windows, batch, size, micro) < 1 or start < 0 or not 0 <= rank < size:
-            raise ValueError(f"{windows=} {batch=} {micro=} {start=} {rank=} {size=} make no stream")
-        if batch % size or share % micro:
-            raise ValueError(f"{batch=} does not divide into {size} rank(s) x micro-batches of {micro}")
+        if micro < 1 or share % micro:
+            raise ValueError(f"{micro=}: a rank's share of {share} windows does not divide into it")
         self.windows, self.batch, self.share, self.micro = windows, batch, share, micro
         self.seed, self.first = seed, start + rank * share
         self._epoch, self._order = -1, torch.empty(0, dtype=torch.long)
@@ -491,7 +495,7 @@ def loader(
         num_workers=workers,
         persistent_workers=workers > 0,
         pin_memory=pin_memory,
-        worker_init_fn=_heed_the_trainer_alone,
+        worker_init_fn=_until_the_trainer_leaves() if workers else None,
         generator=torch.Generator().manual_seed(seed),
     )
 
@@ -500,19 +504,18 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-def _heed_the_trainer_alone(worker: int) -> None:
-    """In a worker: do not leave on a stop signal that was sent to every process of the job.
+def _until_the_trainer_leaves() -> Callable[[int], None]:
+    """What a worker does first: not to leave on a stop signal that was sent to every process of the job.
 
     Ctrl-C and SLURM signal workers too, and a trainer that loses a worker fails before its last checkpoint.
+    But at the trainer's exit multiprocessing sends them SIGTERM and waits: then they must go.
     """
+    leaving = RawValue("b", 0)
+    Finalize(None, setattr, args=(leaving, "value", 1), exitpriority=0)  # runs before those signals are sent
+    return partial(_stay_until, leaving)
+
+
+def _stay_until(leaving: Any, worker: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    threading.Thread(target=_end_with_the_trainer, daemon=True).start()
-
-
-def _end_with_the_trainer() -> None:
-    """Leave on the trainer's own SIGTERM: so a DataLoader ends a worker that does not answer."""
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
-        pass
-    os._exit(0)
+    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0) if leaving.value else None)
