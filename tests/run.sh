@@ -135,9 +135,9 @@ run_linters() {
   local files
   mapfile -d '' files < <(sources -name '*.sh' -o -name '*.bash' -o -path .ci/run)
   lint shellcheck shellcheck -x "${files[@]}"
-  # In bats each test is a subshell, and its run sets variables.
+  # In bats a test is a subshell, run sets variables, and quoted source text is what we test with.
   mapfile -d '' files < <(sources -name '*.bats')
-  lint shellcheck shellcheck -x --exclude SC2030,SC2031,SC2154 "${files[@]}"
+  lint shellcheck shellcheck -x --exclude SC2016,SC2030,SC2031,SC2154 "${files[@]}"
 }
 
 

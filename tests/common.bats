@@ -1,0 +1,214 @@
+#!/usr/bin/env bats
+#
+# scripts/lib/common.bash: what every script leans on. It must hold whatever the names of folders are,
+# through symbolic links, and from any folder.
+
+bats_require_minimum_version 1.5.0
+
+
+setup() {
+  KIT="$BATS_TEST_TMPDIR/a 'kit' & \"more\" \$HOME"
+  mkdir -p "$KIT/scripts/lib" "$KIT/distributed" "$BATS_TEST_TMPDIR/elsewhere"
+  cp "$BATS_TEST_DIRNAME"/../scripts/lib/common.bash "$KIT/scripts/lib"
+  unset VIRTUAL_ENV QUIET DRY_RUN
+}
+
+
+# A script of the kit with this body; runs as "$SCRIPT".
+script() { # <body on standard input>
+  SCRIPT="$KIT/scripts/do_it.sh"
+  {
+    cat <<'END'
+#!/usr/bin/env bash
+#
+# Do it.
+#
+# Usage: do_it.sh [options] WHAT
+#   --fast   in a hurry
+set -euo pipefail
+# shellcheck source=scripts/lib/common.bash
+source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/lib/common.bash"
+END
+    cat
+  } >"$SCRIPT"
+  chmod +x "$SCRIPT"
+}
+
+
+# Something that answers like Python VERSION, or that does not answer like Python.
+python() { # <path> <answer to --version>
+  mkdir -p "$(dirname "$1")"
+  printf '#!/bin/sh\necho "%s"\n' "$2" >"$1"
+  chmod +x "$1"
+}
+
+
+@test "sourcing it says nothing and runs nothing" {
+  script </dev/null
+  run "$SCRIPT"
+  [ "$status" -eq 0 ]
+  [ -z "$output" ]
+}
+
+
+@test "the opening comment of the script is its help, and the help ends with it" {
+  script <<<'cd /; usage'
+  cd "$KIT/scripts"
+  run --separate-stderr ./do_it.sh
+  [ "$output" = "\
+Do it.
+
+Usage: do_it.sh [options] WHAT
+  --fast   in a hurry" ]
+}
+
+
+@test "KIT is the root of the repository, also through a chain of symbolic links" {
+  script <<<'printf "%s\n" "$KIT"; usage'
+  ln -s "$SCRIPT" "$BATS_TEST_TMPDIR/elsewhere/first"
+  ln -s first "$BATS_TEST_TMPDIR/elsewhere/second"
+  cd "$BATS_TEST_TMPDIR"
+  CDPATH=/tmp:/ run --separate-stderr elsewhere/second
+  [ "${lines[0]}" = "$KIT" ]
+  [ "${lines[1]}" = "Do it." ]
+}
+
+
+@test "a person hears of it on standard error, and log is silent with QUIET=1" {
+  script <<<'log said; warn warned'
+  run --separate-stderr "$SCRIPT"
+  [ -z "$output" ]
+  [ "$stderr" = $'do_it.sh: said\ndo_it.sh: warning: warned' ]
+  QUIET=1 run --separate-stderr "$SCRIPT"
+  [ "$stderr" = 'do_it.sh: warning: warned' ]
+}
+
+
+@test "die ends with 1, die_with with its code, and a wrong call with 2 and where to look" {
+  script <<<'die "node7: gone"; echo still here'
+  run -1 --separate-stderr "$SCRIPT"
+  [ "$stderr" = 'do_it.sh: node7: gone' ]
+  [ -z "$output" ]
+  script <<<'die_with "$EXIT_UNFIT" "node7: gone"'
+  run -69 "$SCRIPT"
+  script <<<'die_usage "NPROC is '"'zero'"'"'
+  run -2 --separate-stderr "$SCRIPT"
+  [ "$stderr" = $'do_it.sh: NPROC is \'zero\'\nTry: do_it.sh --help' ]
+}
+
+
+@test "an option that came last without its value is refused" {
+  script <<<'need_value "$@"; echo "$2"'
+  run -0 "$SCRIPT" --python ''
+  run -2 "$SCRIPT" --python
+  [ "${lines[0]}" = 'do_it.sh: --python needs a value' ]
+}
+
+
+@test "a quoted command is read back as the same words" {
+  script <<<'quote "$@"'
+  local words=(plain 'a b' "it's" '"' '$HOME' '`id`' '*' '' '~' 'a\b' $'two\nlines' 'ends in blank ' '#x' '!' 'ü' '&&')
+  eval "read_back=($("$SCRIPT" "${words[@]}"))"
+  [ "${#read_back[@]}" -eq "${#words[@]}" ]
+  for i in "${!words[@]}"; do
+    [ "${read_back[i]}" = "${words[i]}" ]
+  done
+  run "$SCRIPT"
+  [ -z "$output" ]
+}
+
+
+@test "run shows the command, runs it and keeps its exit status" {
+  script <<<'run sh -c "echo \$1; exit 7" - "a b"'
+  run -7 --separate-stderr "$SCRIPT"
+  [ "$output" = "a b" ]
+  [ "$stderr" = '+ sh -c echo\ \$1\;\ exit\ 7 - a\ b' ]
+}
+
+
+@test "with DRY_RUN=1 run only shows it" {
+  script <<<'run touch "$KIT/made"; echo on'
+  DRY_RUN=1 run -0 "$SCRIPT"
+  [ "${lines[1]}" = on ]
+  [ ! -e "$KIT/made" ]
+}
+
+
+@test "wait_for returns the program's status and lets it read" {
+  script <<<'status=0; wait_for sh -c "read -r x; echo got \$x; exit 9" || status=$?; echo $status-$INTERRUPTED'
+  run "$SCRIPT" <<<word
+  [ "$output" = $'got word\n9-' ]
+}
+
+
+@test "wait_for hands a TERM on and waits for the answer" {
+  mkfifo "$BATS_TEST_TMPDIR/ready"
+  script <<'END'
+wait_for bash -c 'trap "echo saved; exit 75" TERM; echo >"$1"; while :; do sleep 0.01; done' - "$1" || echo $?-$INTERRUPTED
+END
+  "$SCRIPT" "$BATS_TEST_TMPDIR/ready" >"$BATS_TEST_TMPDIR/out" 3>&- &
+  read -r _ <"$BATS_TEST_TMPDIR/ready"
+  kill -TERM $!
+  wait $!
+  [ "$(<"$BATS_TEST_TMPDIR/out")" = $'saved\n75-TERM' ]
+}
+
+
+@test "Python is the one asked for, else the active environment's, else .venv's, else python3" {
+  script <<<'pick_python "${1-}"; printf "%s\n" "$PYTHON"'
+  cd "$BATS_TEST_TMPDIR/elsewhere"
+  python "$BATS_TEST_TMPDIR/path/python3" 'Python 3.13.0'
+  PATH="$BATS_TEST_TMPDIR/path:$PATH"
+  [ "$("$SCRIPT")" = "$BATS_TEST_TMPDIR/path/python3" ]
+  python .venv/bin/python 'Python 3.10.1'
+  [ "$("$SCRIPT")" = "$PWD/.venv/bin/python" ]
+  python "it's active/bin/python" 'Python 3.12.1'
+  [ "$(VIRTUAL_ENV="$PWD/it's active" "$SCRIPT")" = "$PWD/it's active/bin/python" ]
+  python mine/python 'Python 3.11.1'
+  [ "$(VIRTUAL_ENV=$PWD/active "$SCRIPT" mine/python)" = "$PWD/mine/python" ]
+  [ "$("$SCRIPT" python3)" = "$BATS_TEST_TMPDIR/path/python3" ]
+}
+
+
+@test "the link of a virtual environment is not followed, for it is what makes it one" {
+  script <<<'pick_python; printf "%s\n" "$PYTHON"'
+  cd "$BATS_TEST_TMPDIR/elsewhere"
+  python "$BATS_TEST_TMPDIR/real/python" 'Python 3.12.1'
+  mkdir -p .venv/bin
+  ln -s "$BATS_TEST_TMPDIR/real/python" .venv/bin/python
+  [ "$("$SCRIPT")" = "$PWD/.venv/bin/python" ]
+}
+
+
+@test "a Python that is missing, broken or too old is refused in one line that says where it came from" {
+  script <<<'pick_python "${1-}"'
+  cd "$BATS_TEST_TMPDIR/elsewhere"
+  run -2 "$SCRIPT" /nowhere/python
+  [ "${lines[0]}" = "do_it.sh: no Python at '/nowhere/python' (from --python): name another with --python PATH" ]
+  VIRTUAL_ENV=/gone run -2 "$SCRIPT"
+  [[ "${lines[0]}" == "do_it.sh: no Python at '/gone/bin/python' (from the active virtual environment)"* ]]
+  mkdir .venv
+  run -2 "$SCRIPT"
+  [[ "${lines[0]}" == *"no Python at '$PWD/.venv/bin/python' (from the working folder)"* ]]
+  python old 'Python 3.9.18'
+  run -2 "$SCRIPT" ./old
+  [[ "${lines[0]}" == *"old' (from --python) is Python 3.9.18, older than 3.10"* ]]
+  python old 'Python 2.7.18'
+  run -2 "$SCRIPT" ./old
+  python odd 'command not found'
+  run -2 "$SCRIPT" ./odd
+  [[ "${lines[0]}" == *"odd' (from --python) does not run as Python"* ]]
+  [ "${#lines[@]}" -eq 2 ]
+}
+
+
+@test "a module of ours is run from the root, wherever we are and whatever is set" {
+  script <<<'pick_python "$1"; kit_python where "a b" c'
+  touch "$KIT/distributed/__init__.py"
+  echo 'import os, sys; print(os.getcwd(), sys.argv[1:])' >"$KIT/distributed/where.py"
+  mkdir -p "$BATS_TEST_TMPDIR/elsewhere/distributed"
+  touch "$BATS_TEST_TMPDIR/elsewhere/distributed/__init__.py"
+  cd "$BATS_TEST_TMPDIR/elsewhere"
+  PYTHONSAFEPATH=1 PYTHONPATH=$PWD run -0 "$SCRIPT" python3
+  [ "$output" = "$KIT ['a b', 'c']" ]
+}
