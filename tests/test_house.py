@@ -1,0 +1,239 @@
+"""The house stands as it was drawn.
+
+Modules know only those below them, what must run on a bare node needs nothing installed, every script
+explains itself and refuses what it does not know. Modules and scripts are found here by looking, so that
+the next one is held to the same; a new module of distributed/ is refused until it has its line below.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+KIT = Path(__file__).resolve().parent.parent
+
+# Who may import whom of ours: a module, and those below it that it may know.
+BELOW: dict[str, set[str]] = {
+    "__init__": set(),
+    "agent": {"nodelist", "torch", "worker"},
+    "checkpoint": set(),
+    "config": set(),
+    "data": set(),
+    "doctor": {"facts", "nodelist"},
+    "facts": set(),
+    "nodelist": set(),
+    "report": set(),
+    "run_folder": set(),
+    "smoke": {"nodelist", "smoke_report", "torch"},
+    "smoke_report": set(),
+    "stop": set(),
+    "torch": {"nodelist"},
+    "tracking": set(),
+    "verdict": set(),
+    "worker": set(),
+}
+KNOW_PYTORCH = {"agent", "checkpoint", "data", "smoke", "stop", "torch", "tracking", "worker"}
+# They run on nodes before anything is installed.
+STANDARD_LIBRARY_ALONE = {"doctor", "facts", "nodelist", "report", "run_folder", "verdict"}
+WHERE_IT_IS_THERE = {"psutil", "pynvml"}  # inside a try
+
+SCRIPTS = sorted(
+    path
+    for path in [*KIT.glob("scripts/**/*.sh"), *KIT.glob("scripts/**/*.py"), KIT / "tests/run.sh"]
+    if "lib" not in path.relative_to(KIT).parts
+)
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import statement of a file."""
+
+    name: str  # distributed.torch
+    line: int
+    relative: bool
+    in_try: bool
+
+    @property
+    def top(self) -> str:
+        return self.name.partition(".")[0]
+
+    @property
+    def ours(self) -> str | None:
+        """Our module that it brings, "torch" of distributed.torch."""
+        return [*self.name.split("."), "__init__"][1] if self.top == "distributed" else None
+
+
+def imports(path: Path) -> list[Import]:
+    """Every import of a file, also those inside functions."""
+    return list(_imports(ast.parse(path.read_text()), in_try=False))
+
+
+def _imports(node: ast.AST, in_try: bool) -> Iterator[Import]:
+    if isinstance(node, ast.Import):
+        for alias in node.names:
+            yield Import(alias.name, node.lineno, False, in_try)
+    elif isinstance(node, ast.ImportFrom):
+        for alias in node.names:
+            # `from distributed import torch` brings a module, `from distributed.torch import World` a name.
+            name = f"distributed.{alias.name}" if node.module == "distributed" else node.module or alias.name
+            yield Import(name, node.lineno, node.level > 0, in_try)
+    for child in ast.iter_child_nodes(node):
+        yield from _imports(child, in_try or isinstance(node, ast.Try))
+
+
+def modules() -> list[Path]:
+    return sorted((KIT / "distributed").glob("**/*.py"))
+
+
+def name_of(path: Path) -> str:
+    return ".".join(path.relative_to(KIT / "distributed").with_suffix("").parts)
+
+
+def every_module(argument: str = "path") -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(argument, [pytest.param(path, id=name_of(path)) for path in modules()])
+
+
+def every_script() -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("path", [pytest.param(p, id=str(p.relative_to(KIT))) for p in SCRIPTS])
+
+
+def said(path: Path, found: Import) -> str:
+    return f"{path.relative_to(KIT)}:{found.line}: import of {found.name}"
+
+
+def test_who_may_import_whom_goes_only_downward() -> None:
+    """The table itself has no circle."""
+    height: dict[str, int] = {}
+
+    def climb(module: str, above: tuple[str, ...] = ()) -> int:
+        assert module not in above, f"a circle: {' -> '.join([*above, module])}"
+        if module not in height:
+            height[module] = 1 + max((climb(below, (*above, module)) for below in BELOW[module]), default=0)
+        return height[module]
+
+    for module in BELOW:
+        climb(module)
+
+
+@every_module()
+def test_a_module_imports_only_those_below_it(path: Path) -> None:
+    name = name_of(path)
+    assert name in BELOW, f"{path.name} has no place: say in tests/test_house.py whom it may import"
+    for found in imports(path):
+        assert not found.relative, f"{said(path, found)} is relative: write distributed.{found.name}"
+        assert found.ours is None or found.ours in BELOW[name], f"{said(path, found)} is not below {name}"
+
+
+@every_module()
+def test_only_some_know_pytorch(path: Path) -> None:
+    if name_of(path) not in KNOW_PYTORCH:
+        assert not [said(path, found) for found in imports(path) if found.top == "torch"]
+
+
+@every_module()
+def test_what_runs_on_a_bare_node_needs_the_standard_library_alone(path: Path) -> None:
+    if name_of(path) not in STANDARD_LIBRARY_ALONE:
+        return
+    for found in imports(path):
+        standard = found.top in sys.stdlib_module_names or found.top == "__future__"
+        ours = found.ours in STANDARD_LIBRARY_ALONE
+        optional = found.top in WHERE_IT_IS_THERE and found.in_try
+        assert standard or ours or optional, f"{said(path, found)} is not there on a bare node"
+
+
+@every_module()
+def test_a_module_is_never_run_as_a_file(path: Path) -> None:
+    """As a file, its folder comes first on sys.path and `import torch` finds our torch.py."""
+    text = path.read_text()
+    assert not text.startswith("#!")
+    assert not path.stat().st_mode & stat.S_IXUSR
+    assert "sys.path.insert" not in text
+
+
+def test_nothing_is_installable() -> None:
+    """An installed `distributed` would shadow, or be shadowed by, another one of that name."""
+    assert "[project]" not in (KIT / "pyproject.toml").read_text()
+    assert "[build-system]" not in (KIT / "pyproject.toml").read_text()
+    assert not (KIT / "setup.py").exists()
+
+
+def test_the_tests_are_flat() -> None:
+    """tests/distributed/__init__.py would be found in place of our package."""
+    assert not (KIT / "tests/distributed").exists()
+    assert not list((KIT / "tests").glob("**/__init__.py"))
+    assert not [path for path in KIT.glob("tests/**/test_*.py") if path.parent != KIT / "tests"]
+
+
+def shell(ending: str) -> list[Path]:
+    folders = ("scripts", "tests", "benchmarks")
+    return sorted(path for folder in folders for path in KIT.glob(f"{folder}/**/*{ending}"))
+
+
+def test_programs_end_in_sh_and_can_be_run() -> None:
+    for path in shell(".sh"):
+        assert os.access(path, os.X_OK), f"chmod +x {path.relative_to(KIT)}"
+        assert path.read_text().startswith("#!/usr/bin/env bash\n#\n# "), f"{path}: shebang, then what it is"
+        assert "\nset -euo pipefail\n" in path.read_text(), f"{path}: not strict"
+
+
+def test_what_is_sourced_ends_in_bash_and_cannot_be_run() -> None:
+    for path in shell(".bash"):
+        assert not os.access(path, os.X_OK), f"chmod -x {path.relative_to(KIT)}"
+        assert path.read_text().startswith("# shellcheck shell=bash\n#\n# "), f"{path}: what it is"
+
+
+def call(path: Path, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, path] if path.suffix == ".py" else [path]
+    return subprocess.run([*words, *arguments], cwd=cwd, capture_output=True, text=True, check=False)
+
+
+def opening_comment(path: Path) -> str:
+    """What stands between the shebang and the first line that is no comment."""
+    lines = path.read_text().splitlines()[2:]
+    end = next(number for number, line in enumerate(lines) if line != "#" and not line.startswith("# "))
+    return "".join(line[2:] + "\n" for line in lines[:end])
+
+
+@every_script()
+def test_a_script_explains_itself_by_its_opening_comment(path: Path, tmp_path: Path) -> None:
+    answer = call(path, "--help", cwd=tmp_path)
+    assert (answer.returncode, answer.stderr) == (0, "")
+    if path.suffix == ".sh":
+        assert answer.stdout == opening_comment(path)
+    assert f"{path.name} " in answer.stdout, "its usage line names it"
+
+
+@every_script()
+def test_a_script_refuses_an_option_it_does_not_know(path: Path, tmp_path: Path) -> None:
+    answer = call(path, "--no-such-option", cwd=tmp_path)
+    assert answer.returncode == 2
+    assert "--no-such-option" in answer.stderr
+    assert "--help" in answer.stderr or "usage:" in answer.stderr
+    assert not answer.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def sources() -> Iterator[Path]:
+    yield from (path for path in KIT.iterdir() if path.suffix in {".md", ".py", ".toml", ".txt"})
+    for folder in (".ci", "benchmarks", "config", "distributed", "scripts", "tests"):
+        yield from (path for path in (KIT / folder).glob("**/*") if path.is_file() and path.suffix != ".pyc")
+
+
+def test_nothing_names_the_machine_it_was_written_on() -> None:
+    private = re.compile(rf"/(?:work|root|Users)/|{re.escape(str(KIT))}")
+    named = [
+        f"{path.relative_to(KIT)}:{number}: {line.strip()}"
+        for path in sources()
+        for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1)
+        if private.search(line) and path != Path(__file__).resolve()
+    ]
+    assert not named, "\n".join(named)
