@@ -86,20 +86,31 @@ train() {
 }
 
 
+# Commands that work as they stand, from where the caller is and with the Python he has active.
 say_what_next() {
+  local here=("$LAUNCH" "$CONFIG" "$NPROC" -- "${SETTINGS[@]}")
+  printf '\nWhat to do next:\n\n'
+  [[ $CALLER -ef $KIT ]] || printf '  cd %s\n' "$(quote "$KIT")"
+  [[ ! ${VIRTUAL_ENV-} || $VIRTUAL_ENV -ef $VENV ]] || printf '  source .venv/bin/activate\n'
   cat <<END
+  # look at this training: open logs/latest/report.html, or
+  tail -n 3 logs/latest/metrics.jsonl
 
-What to do next:
-  scripts/doctor.sh                                      # is this machine fit for more
-  scripts/test_distributed.sh $NPROC                            # are collectives right, and how fast
-  $LAUNCH $CONFIG $NPROC -- train.steps=1000   # train on
-  $LAUNCH --script YOURS.py - $NPROC              # your own script
-The run, to look at: logs/latest/report.html
+  # train on, from where it ended
+  $(quote "${here[@]}" train.steps=1000)
+
+  # is this machine fit, and do processes exchange their results right and fast?
+  scripts/doctor.sh
+  scripts/test_distributed.sh $NPROC
+
+  # your own script, unchanged
+  $LAUNCH --script YOURS.py - $NPROC
 END
 }
 
 
 main() {
+  CALLER=$PWD
   parse_args "$@"
   cd -- "$KIT"
   provide_venv "$BASE_PYTHON" requirements.txt

@@ -238,6 +238,19 @@ installations() {
 }
 
 
+@test "the next commands work from where the caller is, with the Python he has active" {
+  cd "$KIT"
+  quickstart
+  [[ "$output" != *"  cd "* && "$output" != *activate* ]]
+  cd /
+  VIRTUAL_ENV=/another quickstart --fresh
+  eval "$(grep '^  cd ' <<<"$output")"
+  [ "$PWD" = "$KIT" ]
+  [[ "$output" == *"  source .venv/bin/activate"* ]]
+  [[ "$output" == *"launch_singlenode.sh config/quickstart.yaml 2 -- checkpoint.dir=checkpoints/quickstart-"* ]]
+}
+
+
 @test "--dry-run shows everything and writes nothing" {
   quickstart --dry-run
   [ "$status" -eq 0 ]
