@@ -46,20 +46,10 @@ parse_args() { # <argument...>
 
 
 
-count_gpus() {
-  local gpus
-  gpus=$(timeout 20 nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU') || true
-  if ((gpus > 0)) && [[ ${CUDA_VISIBLE_DEVICES+set} ]]; then
-    gpus=$(grep -cE '^[^-]' <<<"${CUDA_VISIBLE_DEVICES//,/$'\n'}") || true
-  fi
-  printf '%s\n' "$gpus"
-}
-
-
 # The global batch must divide by the number of processes: 16 windows for each, as in the file.
 choose_settings() {
   local gpus
-  gpus=$(count_gpus)
+  gpus=$(scripts/doctor.sh --gpus)
   if ((gpus > 0)); then
     NPROC=$gpus
     SETTINGS+=("train.batch_size=$((16 * gpus))")

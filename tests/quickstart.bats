@@ -19,8 +19,8 @@ setup() {
   stand_in_python "$BATS_TEST_TMPDIR/bin/python3"
   stand_in_launcher "$KIT/scripts/ssh/launch_singlenode.sh"
   PATH="$BATS_TEST_TMPDIR/bin:$PATH"
-  unset CUDA_VISIBLE_DEVICES VIRTUAL_ENV
-  no_gpus
+  unset VIRTUAL_ENV
+  gpus 0
 }
 
 
@@ -63,14 +63,9 @@ END
 }
 
 
-no_gpus() {
-  printf '#!/bin/sh\nexit 9\n' >"$BATS_TEST_TMPDIR/bin/nvidia-smi"
-  chmod +x "$BATS_TEST_TMPDIR/bin/nvidia-smi"
-}
-
-
 gpus() { # <number>
-  printf '#!/bin/sh\nseq -f "GPU %%g: Nice" %s\n' "$1" >"$BATS_TEST_TMPDIR/bin/nvidia-smi"
+  printf '#!/bin/sh\n[ "$1" = --gpus ] && echo %s\n' "$1" >"$KIT/scripts/doctor.sh"
+  chmod +x "$KIT/scripts/doctor.sh"
 }
 
 
@@ -223,12 +218,14 @@ installations() {
   gpus 3
   quickstart
   [[ "$output" == *"<config/quickstart.yaml> <3> <--> <train.batch_size=48>"* ]]
-  CUDA_VISIBLE_DEVICES=2 quickstart
-  [[ "$output" == *"<config/quickstart.yaml> <1> <--> <train.batch_size=16>"* ]]
-  CUDA_VISIBLE_DEVICES=-1 quickstart
-  [[ "$output" == *"<config/quickstart.yaml> <2> in"* ]]
-  CUDA_VISIBLE_DEVICES='' quickstart
-  [[ "$output" == *"<config/quickstart.yaml> <2> in"* ]]
+}
+
+
+@test "GPUs that cannot be counted are not taken for none" {
+  printf '#!/bin/sh\nexit 1\n' >"$KIT/scripts/doctor.sh"
+  quickstart
+  [ "$status" -eq 1 ]
+  [[ "$output" != *launch* ]]
 }
 
 
