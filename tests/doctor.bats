@@ -1,0 +1,115 @@
+#!/usr/bin/env bats
+#
+# doctor.sh as a person meets it: from any folder, with any Python or none, on a terminal and in a pipe.
+
+setup() {
+  DOCTOR=$BATS_TEST_DIRNAME/../scripts/doctor.sh
+  PROJECT="$BATS_TEST_TMPDIR/my project"
+  STUBS=$BATS_TEST_TMPDIR/stubs
+  mkdir -p "$PROJECT" "$STUBS"
+  cd "$PROJECT" || return
+  unset VIRTUAL_ENV CUDA_VISIBLE_DEVICES
+  bats_require_minimum_version 1.5.0
+}
+
+
+stub() { # <name>, its text on standard input
+  cat > "$STUBS/$1"
+  chmod +x "$STUBS/$1"
+}
+
+
+@test "the opening comment is the help" {
+  run -0 "$DOCTOR" --help
+  [[ ${lines[1]} == "Usage: doctor.sh [options]" ]]
+  [[ $output != *"#!"* ]]
+}
+
+
+@test "a wrong call is refused with 2 and names the word" {
+  run -2 "$DOCTOR" --jsom
+  [[ $output == *"no option '--jsom'"*"Try: doctor.sh --help" ]]
+  run -2 "$DOCTOR" node1
+  [[ $output == *"unexpected word 'node1'"* ]]
+  run -2 "$DOCTOR" --python
+  [[ $output == *"--python needs a value"* ]]
+  run -2 "$DOCTOR" --python /no/python
+  [[ $output == *"no Python at '/no/python'"* ]]
+  run -2 "$DOCTOR" --master-port 70000
+  [[ $output == *"'70000' is not a port"* ]]
+}
+
+
+@test "in a folder with blanks, through a link, each line has its level and the last one counts them" {
+  ln -s "$DOCTOR" "$STUBS/fit"
+  run "$STUBS/fit"
+  local line faults=0
+  for line in "${lines[@]}"; do
+    [[ $line =~ ^(ok|warning|fault)\ |^\ {9}|:\ [0-9]+\ faults? ]]
+    [[ $line != fault* ]] || faults=$((faults + 1))
+  done
+  [[ ${lines[-1]} =~ fit\ for\ training:\ $faults\ fault ]]
+  ((status == (faults > 0)))
+  [[ $output == *"disk "*"working folder"* ]]
+}
+
+
+@test "the Python of .venv of the working folder is taken, and why is said" {
+  python3 -m venv --without-pip .venv
+  run -1 "$DOCTOR"
+  [[ $output == *".venv of the working folder: $PROJECT/.venv/bin/python"* ]]
+  [[ $output == *"fault    torch"*"PyTorch is not installed"*"$ '$PROJECT/.venv/bin/python' -m pip install -r "* ]]
+}
+
+
+@test "no Python, and one that is too old, are faults with the remedy" {
+  stub python3 <<'STUB'
+#!/bin/sh
+# Stub: an old Python.
+echo Python 3.8.10
+STUB
+  PATH=$STUBS:$PATH run -1 "$DOCTOR"
+  [[ $output == "fault    python"*"Python 3.8.10, older than 3.10"*"install Python 3.10 or newer"*"1 fault"* ]]
+  VIRTUAL_ENV=/gone run -1 "$DOCTOR"
+  [[ $output == "fault    python"*"no Python at '/gone/bin/python'"*"1 fault"* ]]
+}
+
+
+@test "the facts are JSON" {
+  "$DOCTOR" --json --log-dir runs > facts.json
+  run -0 python3 -c 'import json; facts = json.load(open("facts.json")); print(facts["folder"], facts["disks"][1]["path"])'
+  [[ $output == "$PROJECT $PROJECT/runs" ]]
+}
+
+
+@test "a GPU in use names who uses it and the GPUs that are idle" {
+  stub nvidia-smi <<STUB
+#!/bin/sh
+# Stub: answers as nvidia-smi does with --format=csv,noheader,nounits.
+case \$* in
+  *query-gpu*)
+    echo "0, GPU-aa, 580.65.06, 81920, 81000, Enabled, Disabled, 0, Default, NVIDIA A100-SXM4-80GB"
+    echo "1, GPU-bb, 580.65.06, 81920, 4, Enabled, Disabled, 0, Default, NVIDIA A100-SXM4-80GB" ;;
+  *query-compute-apps*) echo "GPU-aa, $$, 80000, python" ;;
+esac
+STUB
+  PATH=$STUBS:$PATH run -1 "$DOCTOR"
+  [[ $output == *"GPUs "*"2 x NVIDIA A100-SXM4-80GB, 80.0 GiB, driver 580.65.06"* ]]
+  [[ $output == *"fault    GPU 0"*"79.1 GiB of 80.0 GiB in use, $(id -un): python (pid $$)"* ]]
+  [[ $output == *"$ export CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=1"* ]]
+}
+
+
+@test "on a terminal faults are coloured and lines fit, in a pipe and with NO_COLOR they are plain" {
+  local shell=(env TERM=xterm COLUMNS=60 script -qec)
+  "${shell[@]}" "'$DOCTOR'" /dev/null > seen || true
+  grep -q $'\e\[' seen
+  local line
+  while read -r line; do
+    ((${#line} <= 60)) || [[ $line == *'$ '* || $line == */*/* ]]  # only commands and paths may be longer
+  done < <(sed -E $'s/\e\\[[0-9;]*m//g; s/\r//' seen)
+  NO_COLOR=1 "${shell[@]}" "'$DOCTOR'" /dev/null > seen || true
+  run -1 grep $'\e\[' seen
+  "$DOCTOR" > seen || true
+  run -1 grep $'\e\[' seen
+}
