@@ -17,7 +17,7 @@ import sys
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Optional
+from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -38,7 +38,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _no_truth_as_number(cls, value: Any, info: Any) -> Any:
-        if isinstance(value, bool) and cls.model_fields[info.field_name].annotation in (int, float, Optional[int]):
+        if isinstance(value, bool) and cls.model_fields[info.field_name].annotation in (int, float, int | None):
             raise ValueError("a number is wanted, not true or false")
         return value
 
@@ -50,7 +50,7 @@ class Model(Section):
     n_head: int = Field(4, ge=1)
     n_embd: int = Field(128, ge=1)
     block_size: int = Field(128, ge=1)  # tokens a window; the longest context
-    vocab_size: Optional[int] = Field(None, ge=2)  # null: 256 for text; must be given for .bin token files
+    vocab_size: int | None = Field(None, ge=2)  # null: 256 for text; must be given for .bin token files
     dropout: float = Field(0.0, ge=0.0, lt=1.0)
     bias: bool = False
 
@@ -64,14 +64,14 @@ class Model(Section):
 class Data(Section):
     """What to train on. Without a path: the Python language reference that ships with the interpreter."""
 
-    path: Optional[Path] = None  # a text file, a folder of text files, a .bin token file, or a folder with train.bin
-    domains: Optional[list[str]] = None  # of the embedded text; null: all
+    path: Path | None = None  # a text file, a folder of text files, a .bin token file, or a folder with train.bin
+    domains: list[str] | None = None  # of the embedded text; null: all
     held_out: float = Field(0.1, gt=0.0, lt=1.0)  # share kept for the held-out loss
     workers: int = Field(0, ge=0)  # data loading processes a rank
 
     @field_validator("path")
     @classmethod
-    def _exists(cls, path: Optional[Path]) -> Optional[Path]:
+    def _exists(cls, path: Path | None) -> Path | None:
         if path is not None and not path.expanduser().exists():
             raise ValueError(f"there is no such file or folder (looked in {Path.cwd()})")
         return path and path.expanduser().absolute()
@@ -80,10 +80,10 @@ class Data(Section):
 class Train(Section):
     """How long, in what steps, at what rate."""
 
-    steps: Optional[int] = Field(None, ge=1)
-    epochs: Optional[float] = Field(None, gt=0)
-    batch_size: Optional[int] = Field(None, ge=1)  # windows a step over all ranks
-    batch_size_per_device: Optional[int] = Field(None, ge=1)  # windows a step on each rank
+    steps: int | None = Field(None, ge=1)
+    epochs: float | None = Field(None, gt=0)
+    batch_size: int | None = Field(None, ge=1)  # windows a step over all ranks
+    batch_size_per_device: int | None = Field(None, ge=1)  # windows a step on each rank
     accumulation: int = Field(1, ge=1)  # micro-batches into which each rank cuts its share
     learning_rate: float = Field(3e-4, gt=0)
     min_learning_rate: float = Field(0.0, ge=0)  # where the cosine ends
@@ -122,14 +122,14 @@ class Distributed(Section):
 class Checkpoint(Section):
     """Where the state is kept, how often, and whether to go on from it."""
 
-    dir: Optional[Path] = None  # null: in the folder of the run, so that another launch starts anew
+    dir: Path | None = None  # null: in the folder of the run, so that another launch starts anew
     every: int = Field(100, ge=0)  # steps between checkpoints; 0: only at the end and when stopped
     keep: int = Field(3, ge=1)  # the newest N stay, and the best one
     resume: Literal["auto", "never"] = "auto"  # auto: from the newest good one in dir, if there is one
 
     @field_validator("dir")
     @classmethod
-    def _absolute(cls, path: Optional[Path]) -> Optional[Path]:
+    def _absolute(cls, path: Path | None) -> Path | None:
         return path and path.expanduser().absolute()
 
 
@@ -244,7 +244,7 @@ def read(path: Path | None, overrides: Sequence[str] = ()) -> Settings:
 
 def _read_file(path: Path) -> dict[str, Any]:
     try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # noqa: S506 (a SafeLoader)
+        tree = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"{path}: cannot read it ({reason}); looked in {Path.cwd()}") from None
@@ -257,7 +257,8 @@ def _read_file(path: Path) -> dict[str, Any]:
     if tree is None:
         return {}
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: holds a {type(tree).__name__}; sections are wanted: {', '.join(Settings.model_fields)}")
+        sections = ", ".join(Settings.model_fields)
+        raise ConfigError(f"{path}: holds a {type(tree).__name__}; sections are wanted: {sections}")
     return tree
 
 
@@ -267,7 +268,7 @@ def _override(tree: dict[str, Any], word: str) -> None:
     if not (equals and dot and section and name) or "." in name:
         raise ConfigError(f"{word!r}: not understood; write section.key=value, for example train.steps=100")
     try:
-        value = yaml.load(text, _Loader)  # noqa: S506 (a SafeLoader)
+        value = yaml.load(text, _Loader)
     except yaml.YAMLError:
         value = text
     inner = tree.setdefault(section, {})

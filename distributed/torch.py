@@ -31,6 +31,10 @@ from distributed.nodelist import expand, tasks_per_node
 
 PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 MASTER = ("MASTER_ADDR", "MASTER_PORT")
+STEP = (
+    *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"),
+    *("SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST"),
+)
 STRATEGIES = ("auto", "single", "dp", "ddp", "fsdp")
 # SLURM numbers the batch script, the interactive step and the like downwards from here: they are no job steps.
 FIRST_SPECIAL_STEP = 4_294_967_000
@@ -390,8 +394,7 @@ def explain(world: World, env: Mapping[str, str] = os.environ) -> str:
     sources = {
         "torchrun": (*PLACE, "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "TORCHELASTIC_RUN_ID"),
         "environment": (*PLACE, "LOCAL_WORLD_SIZE", "NODE_RANK"),
-        "slurm": ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_NUM_TASKS")
-        + ("SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST", *MASTER),
+        "slurm": (*STEP, *MASTER),
         "single": (),
     }[world.launcher]
     meeting = f"{world.master_addr}:{world.master_port}" if world.master_addr else "none needed"

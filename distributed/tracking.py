@@ -48,7 +48,7 @@ class Tracker:
 
     def __init__(self, run: Path, settings: Mapping[str, Any]) -> None:
         """Open the places: files in the folder `run`; `settings["logging"]` says which trackers."""
-        self._file = open(run / "metrics.jsonl", "a", encoding="utf-8", buffering=1)
+        self._file = (run / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
         self._ends: list[Callable[[], object]] = [self._file.close]
         self._scalars: list[Callable[[Scalars, int], object]] = []
         if settings["logging"]["tensorboard"]:
@@ -74,11 +74,11 @@ class Tracker:
     def _open_tensorboard(self, run: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        writer = SummaryWriter(str(run / "tensorboard"))  # type: ignore[no-untyped-call]
+        writer = SummaryWriter(str(run / "tensorboard"))
 
         def write(values: Scalars, step: int) -> None:
             for name, value in values.items():
-                writer.add_scalar(name, value, step)  # type: ignore[no-untyped-call]
+                writer.add_scalar(name, value, step)
 
         self._scalars.append(write)
         self._ends.append(writer.close)

@@ -54,7 +54,7 @@ def work(script: Script) -> None:
         _run(script)
     except SystemExit as leaving:
         code = _exit_code(leaving.code)
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 (whatever a script raises)
         code = _report(error)
     else:
         code = 0
@@ -107,7 +107,7 @@ def _run(script: Script) -> None:
     loader = importlib.machinery.SourceFileLoader("__main__", file)
     names = sys.modules["__main__"].__dict__
     names.update(__file__=file, __loader__=loader, __spec__=None, __cached__=None, __builtins__=__builtins__)
-    exec(loader.source_to_code(Path(file).read_bytes(), file), names)  # noqa: S102
+    exec(loader.source_to_code(Path(file).read_bytes(), file), names)
 
 
 # ---------------------------------------------------------------- end as an interpreter ends

@@ -3,6 +3,7 @@
 Usage: python agent.py --nproc-per-node N [torchrun's other options] SCRIPT|-m MODULE [WORDS...]
 """
 
+import itertools
 import os
 import signal
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 
 def share_cores(words: list[str]) -> None:
     """Give each rank its share of the cores, before PyTorch reads OMP_NUM_THREADS (torchrun: 1 for each)."""
-    for option, value in zip(words, words[1:]):
+    for option, value in itertools.pairwise(words):
         if option == "--nproc-per-node" and value.isdigit():
             cores = len(os.sched_getaffinity(0))
             os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // max(1, int(value)))))

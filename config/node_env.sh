@@ -1,0 +1,9 @@
+# shellcheck shell=bash
+#
+# Sourced on every node before a training starts: what your machines need. A config/node_env.sh in the
+# working folder takes the place of this one. Nothing is set by default; examples:
+#
+#   module load cuda/12.8
+#   source /opt/conda/etc/profile.d/conda.sh && conda activate train
+#   export NCCL_SOCKET_IFNAME=ib0
+#   export TORCH_NCCL_TRACE_BUFFER_SIZE=2000

@@ -1,0 +1,287 @@
+# shellcheck shell=bash
+#
+# What all launchers share: the common options, the folder of a run, starting nodes, and the verdict.
+#
+# Sourced behind common.bash, never run. A launcher's main reads as the story:
+#
+#   parse_options "$@"; set -- "${POSITIONAL[@]}"
+#   check_script; check_config "$CONFIG" RANKS
+#   open_run NODE...; start_node NODE COMMAND...; wait_for_node; judge
+
+SCRIPT='' MODULE=''      # what to train: a file, or a module
+MASTER_PORT=''
+ENVIRONMENT=()           # NAME=VALUE words for the ranks
+MAX_RESTARTS=0
+LOG_DIR=logs
+AGENT=fast
+PREFLIGHT=1 DETACH=0
+GRACE=${MUSTER_GRACE:-8} # seconds to write a checkpoint when asked to stop
+CONFIG_ARGS=() USER_ARGS=() POSITIONAL=()
+ASKED_PYTHON=''
+SIGNAL=''                # the one that asked us to stop
+CALL=()                  # this launcher's own command line
+
+
+# Split the words into options, POSITIONAL and, behind --, USER_ARGS.
+# shellcheck disable=SC2034 # some are read by the launchers alone
+parse_options() { # <word...>
+  CALL=("$0" "$@")
+  while (($#)); do
+    case $1 in
+      --script) need_value "$@"; SCRIPT=$2; shift ;;
+      -m) need_value "$@"; MODULE=$2; shift ;;
+      --python) need_value "$@"; ASKED_PYTHON=$2; shift ;;
+      --master-port) need_value "$@"; MASTER_PORT=$2; shift ;;
+      --env) need_value "$@"; add_environment --env "$2"; shift ;;
+      --env-file) need_value "$@"; read_env_file "$2"; shift ;;
+      --max-restarts) need_value "$@"; MAX_RESTARTS=$2; shift ;;
+      --log-dir) need_value "$@"; LOG_DIR=$2; shift ;;
+      --agent) need_value "$@"; AGENT=$2; shift ;;
+      --no-preflight) PREFLIGHT=0 ;;
+      --detach) DETACH=1 ;;
+      --dry-run) DRY_RUN=1 ;;
+      --quiet) QUIET=1 ;;
+      --help | -h) usage; exit ;;
+      --) USER_ARGS=("${@:2}"); break ;;
+      -?*) die_usage "$1: unknown option" ;;
+      *) POSITIONAL+=("$1") ;;
+    esac
+    shift
+  done
+  check_options
+}
+
+
+check_options() {
+  [[ ! $SCRIPT || ! $MODULE ]] || die_usage "--script '$SCRIPT' and -m '$MODULE': give one of the two"
+  [[ $AGENT == fast || $AGENT == torchrun ]] || die_usage "--agent '$AGENT': fast or torchrun is wanted"
+  is_count "$MAX_RESTARTS" || die_usage "--max-restarts '$MAX_RESTARTS': a whole number is wanted"
+  is_count "$GRACE" || die_usage "MUSTER_GRACE='$GRACE': a whole number of seconds is wanted"
+  [[ ! $MASTER_PORT ]] || { is_count "$MASTER_PORT" && ((MASTER_PORT >= 1 && MASTER_PORT <= 65535)); } ||
+    die_usage "--master-port '$MASTER_PORT': a port is a number from 1 to 65535"
+}
+
+
+is_count() { # <word>
+  [[ $1 =~ ^[0-9]{1,9}$ && ! $1 =~ ^0[0-9] ]]
+}
+
+
+add_environment() { # <where from> <NAME=VALUE>
+  [[ $2 =~ ^[A-Za-z_][A-Za-z_0-9]*= ]] || die_usage "$1 '$2': NAME=VALUE is wanted"
+  ENVIRONMENT+=("$2")
+}
+
+
+# One NAME=VALUE a line, taken as it stands; empty lines and lines that begin with # do not count.
+read_env_file() { # <file>
+  [[ -r $1 && ! -d $1 ]] || die_usage "--env-file '$1': cannot read it (looked in $PWD)"
+  local line number=0
+  while IFS= read -r line || [[ $line ]]; do
+    number=$((number + 1))
+    [[ ! $line || $line == '#'* ]] || add_environment "--env-file '$1', line $number:" "$line"
+  done <"$1"
+}
+
+
+# ---------------------------------------------------------------- is it a call that can work?
+
+# Set WORK, the words that name what each rank runs.
+check_script() {
+  if [[ $MODULE ]]; then
+    WORK=(-m "$MODULE")
+    return
+  fi
+  WORK=("${SCRIPT:-$KIT/train.py}")
+  [[ -e ${WORK[0]} ]] || die_usage "--script '$SCRIPT': there is no such file (looked in $PWD)"
+  [[ -f ${WORK[0]} && -r ${WORK[0]} ]] || die_usage "--script '$SCRIPT': cannot be read as a file"
+}
+
+
+# CONFIG reaches the script as --config CONFIG; - passes nothing. What the kit's own trainer will read is
+# checked to the last key before anything starts.
+check_config() { # <CONFIG> <number of ranks>
+  [[ $1 != - ]] || return 0
+  [[ -f $1 && -r $1 ]] || die_usage "CONFIG '$1': there is no such file (looked in $PWD); - stands for none"
+  CONFIG_ARGS=(--config "$1")
+  if [[ ! $MODULE && ! $SCRIPT ]]; then
+    "$PYTHON" "$KIT/scripts/lib/config.py" --quiet --nproc "$2" \
+      --config "$1" "${USER_ARGS[@]}" || exit "$EXIT_USAGE"
+  fi
+}
+
+
+# A search for the package, not an import: that takes a second.
+check_torch() {
+  "$PYTHON" -c 'import importlib.util, sys; sys.exit(not importlib.util.find_spec("torch"))' ||
+    die_usage "'$PYTHON' has no PyTorch: activate your virtual environment, or name another with --python PATH"
+}
+
+
+# How many GPUs this machine offers; a rank needs one for itself where there are any.
+check_gpus() { # <number of ranks on this machine>
+  local gpus
+  ((PREFLIGHT)) || return 0
+  gpus=$(env "${ENVIRONMENT[@]}" "$KIT/scripts/doctor.sh" --python "$PYTHON" --gpus) || die "cannot count the GPUs"
+  ((gpus == 0 || $1 <= gpus)) || die_usage "NPROC $1: this machine has $gpus GPU(s), and each process needs its own"
+}
+
+
+check_port() {
+  [[ $MASTER_PORT ]] && ((PREFLIGHT)) || return 0
+  kit_python doctor --port-free "$MASTER_PORT" ||
+    die_usage "--master-port $MASTER_PORT: in use on this machine; name another, or leave it out"
+}
+
+
+# ---------------------------------------------------------------- the folder of the run
+
+open_run() { # <number of ranks> <node...>
+  local name=${MODULE:-${WORK[0]##*/}}
+  RUN=$(kit_python run_folder create --logs "$(absolute "$LOG_DIR")" --name "${name%.py}" --nproc "$1" \
+    --nodes "${@:2}" --script "${MODULE:-${WORK[0]}}" --config "${CONFIG_ARGS[1]:--}" --cwd "$PWD" \
+    --python "$PYTHON" -- "${CALL[@]}") || exit
+  tell "run ${RUN##*/}: $1 process(es) on $(printf '%s ' "${@:2}")"
+}
+
+
+absolute() { # <path>
+  [[ $1 == /* ]] && printf '%s\n' "$1" || printf '%s\n' "$PWD/$1"
+}
+
+
+# What happens, for the person and for launcher.log.
+tell() { # <message...>
+  log "$@"
+  printf '%(%F %T)T %s\n' -1 "$*" >>"$RUN/launcher.log" || true
+}
+
+
+# ---------------------------------------------------------------- start, wait, judge
+
+# The words that start the agent: torchrun's options, then the script.
+agent_command() { # <torchrun's options...>
+  local agent=("$KIT/scripts/lib/agent.py") fresh=()
+  if [[ $AGENT == torchrun ]]; then
+    agent=(-m torch.distributed.run)
+    fresh=(PYTHONUNBUFFERED=1)
+  fi
+  COMMAND=()
+  if ((${#ENVIRONMENT[@]} + ${#fresh[@]})); then
+    COMMAND=(env "${fresh[@]}" "${ENVIRONMENT[@]}")
+  fi
+  COMMAND+=("$PYTHON" "${agent[@]}" "$@" --tee 3 "${WORK[@]}" "${CONFIG_ARGS[@]}" "${USER_ARGS[@]}")
+}
+
+
+# The console shows rank 0 as it speaks, and what the agent says of itself; the log has everybody.
+show_rank_0() { # <node>
+  trap '' INT TERM HUP
+  exec sed -un -e "s/^\[$1:0\] //p;t" -e "/^\[$1:[0-9]*\] /!p"
+}
+
+
+start_node() { # <node> <command...>
+  local node=$1 console
+  pipe_into console show_rank_0 "$node"
+  CONSOLE=$!
+  pipe_into SWITCH "$KIT/scripts/lib/node.sh" --run "$RUN" --node "$node" --grace "$GRACE" \
+    --source "$(node_env)" -- "${@:2}" >&"$console" 2>&1
+  NODE=$!
+  exec {console}>&-
+}
+
+
+# config/node_env.sh of the working folder, else of the kit.
+node_env() {
+  if [[ -e config/node_env.sh ]]; then
+    absolute config/node_env.sh
+  else
+    printf '%s\n' "$KIT/config/node_env.sh"
+  fi
+}
+
+
+# Set STATUS. `wait` returns early when a signal arrives: then wait again.
+wait_for_node() {
+  while true; do
+    wait "$NODE" && STATUS=0 || STATUS=$?
+    kill -0 "$NODE" 2>/dev/null || break
+  done
+  exec {SWITCH}>&-
+  wait "$CONSOLE" || true
+}
+
+
+# A person, or the system, asks us to stop: the node is told, and told again when we are.
+interrupted() { # <signal>
+  SIGNAL=$1
+  tell "$1: stopping; up to $GRACE s to write a checkpoint, once more $1 to end at once"
+  kill -TERM "$NODE" 2>/dev/null || true
+}
+
+
+watch_signals() {
+  local name
+  for name in INT TERM HUP; do
+    # shellcheck disable=SC2064
+    trap "interrupted $name" "$name"
+  done
+}
+
+
+# Whose failure came first, and the exit code of it all in CODE.
+judge() {
+  local asked=()
+  case $SIGNAL in
+    INT) asked=(--exit-code "$EXIT_INTERRUPTED") ;;
+    TERM | HUP) asked=(--exit-code "$EXIT_TERMINATED") ;;
+    *) asked=(--exit-code "$STATUS") ;;
+  esac
+  kit_python verdict "$RUN" "${asked[@]}" && CODE=0 || CODE=$?
+  if [[ -e $RUN/metrics.jsonl ]]; then
+    kit_python report "$RUN" >/dev/null || warn "$RUN/report.html: could not be written"
+  fi
+}
+
+
+# Whether the failure is one that another try may mend: not a wrong call, and nobody asked us to stop.
+may_restart() {
+  [[ ! $SIGNAL ]] && ((CODE != 0 && CODE != EXIT_USAGE && CODE != EXIT_STOPPED && RESTARTS < MAX_RESTARTS))
+}
+
+
+# Keep what the failed try left, and make room for the next.
+next_try() {
+  RESTARTS=$((RESTARTS + 1))
+  mkdir -- "$RUN/try_$RESTARTS"
+  mv -- "$RUN/errors" "$RUN/ranks" "$RUN/verdict.json" "$RUN/try_$RESTARTS/"
+  mkdir -- "$RUN/errors" "$RUN/ranks"
+  tell "exit code $CODE: starting again, $RESTARTS of $MAX_RESTARTS, from the newest good checkpoint"
+}
+
+
+# Start the node, wait, judge; again while --max-restarts allows it. Sets CODE.
+run_node() { # <node> <command...>
+  RESTARTS=0
+  watch_signals
+  while true; do
+    start_node "$@"
+    wait_for_node
+    judge
+    may_restart || break
+    next_try
+  done
+}
+
+
+# Start this very launcher once more, apart from the terminal, and return.
+detach() {
+  local words=() word
+  for word in "${CALL[@]}"; do
+    [[ $word == --detach ]] || words+=("$word")
+  done
+  mkdir -p -- "$LOG_DIR"
+  setsid "${words[@]}" </dev/null >"$LOG_DIR/detached.log" 2>&1 &
+  log "started in the background, process $!: watch $LOG_DIR/detached.log and $LOG_DIR/latest; stop with: kill $!"
+}

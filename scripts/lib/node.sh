@@ -1,0 +1,212 @@
+#!/usr/bin/env bash
+#
+# Run one command on this node for a launcher, and leave nothing behind.
+#
+# Usage: node.sh --run DIR --node NAME [--source FILE] [--grace SECONDS] -- COMMAND [WORD...]
+#        node.sh --sweep --run DIR --node NAME
+#
+#   --run DIR        folder of the run: gets node_NAME.log, node_NAME.pid and node_NAME.exit
+#   --node NAME      what this node is called
+#   --source FILE    shell script that is sourced before COMMAND starts
+#   --grace SECONDS  time between the request to stop and KILL (default: 8)
+#   --sweep          only end what an earlier node.sh of this run left on this node
+#
+# COMMAND runs in a process group of its own. Its output goes to node_NAME.log and to standard output.
+# Standard input is the dead man's switch: when it closes, the launcher is gone. Then, as on TERM and INT,
+# COMMAND gets TERM, and after the grace its group gets KILL. A second signal means KILL at once.
+# Exits with COMMAND's own status.
+#
+set -euo pipefail
+# shellcheck source=scripts/lib/common.bash
+source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/common.bash"
+
+RUN='' NODE='' NODE_ENV='' GRACE=8 SWEEP=0 COMMAND=()
+AGENT='' # process id of COMMAND, and of its group
+STOPPING=0
+LAST_BREATH=1 # seconds between TERM and KILL for what COMMAND left behind
+
+
+parse_args() { # <word...>
+  while (($#)); do
+    case $1 in
+      --run) need_value "$@"; RUN=$2; shift 2 ;;
+      --node) need_value "$@"; NODE=$2; shift 2 ;;
+      --source) need_value "$@"; NODE_ENV=$2; shift 2 ;;
+      --grace) need_value "$@"; GRACE=$2; shift 2 ;;
+      --sweep) SWEEP=1; shift ;;
+      --help) usage; exit ;;
+      --) shift; COMMAND=("$@"); break ;;
+      *) die_usage "$1: not understood" ;;
+    esac
+  done
+  [[ -d $RUN ]] || die_usage "--run '$RUN': there is no such folder"
+  [[ $NODE ]] || die_usage "--node is missing"
+  [[ $GRACE =~ ^[0-9]+$ ]] || die_usage "--grace '$GRACE': a whole number of seconds is wanted"
+  [[ ! $NODE_ENV || -r $NODE_ENV ]] || die_usage "--source '$NODE_ENV': cannot read it"
+  ((SWEEP || ${#COMMAND[@]})) || die_usage "there is no command behind --"
+}
+
+
+# Everything that is printed from here on goes to the log as well. tee outlives signals meant for us.
+log_everything() {
+  local log
+  pipe_into log tee_log
+  TEE=$!
+  exec 4>&1 >&"$log" 2>&1 {log}>&-
+}
+
+
+tee_log() {
+  trap '' INT TERM HUP
+  exec 3<&- tee -ap -- "$RUN/node_$NODE.log"
+}
+
+
+# What another launch left in the environment must not reach this one: PET_* even changes torchrun's options.
+forget_other_launches() {
+  unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK NODE_RANK MASTER_ADDR MASTER_PORT
+  unset "${!PET_@}" "${!TORCHELASTIC_@}"
+}
+
+
+# What a person wants to happen on every node before training: modules, conda, NCCL settings.
+source_node_env() {
+  [[ $NODE_ENV ]] || return 0
+  set +eu
+  # shellcheck disable=SC1090
+  source "$NODE_ENV"
+  set -eu
+}
+
+
+start() {
+  exec 3<&0
+  log_everything
+  forget_other_launches
+  source_node_env
+  set -m # a process group for COMMAND, with SIGINT as it should be
+  MUSTER_RUN_DIR=$RUN MUSTER_NODE=$NODE TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE="[$NODE:\${rank}] " \
+    "${COMMAND[@]}" </dev/null 3<&- 4>&- &
+  AGENT=$!
+  set +m
+  write_beside "$RUN/node_$NODE.pid" "$AGENT"
+  watch_launcher &
+  WATCHER=$!
+}
+
+
+watch_launcher() {
+  trap - TERM INT HUP
+  exec >/dev/null 2>&1 4>&-
+  while read -r -u 3; do :; done
+  kill -TERM $$
+}
+
+
+# TERM first, so that a checkpoint can be written; KILL when the grace is over, or when asked again.
+stop() {
+  if ((STOPPING)); then
+    kill_group KILL
+    return
+  fi
+  STOPPING=1
+  kill -TERM "$AGENT" 2>/dev/null || true
+  kill_later >/dev/null 2>&1 3<&- 4>&- &
+  KILLER=$!
+}
+
+
+kill_later() {
+  trap - TERM INT HUP
+  read -r -t "$GRACE" <> <(:) || true # sleeps without a child that would outlive us: nobody writes there
+  kill_group KILL
+}
+
+
+# `wait` returns early when a signal arrives: then wait again.
+wait_for_agent() {
+  STATUS=0
+  while true; do
+    wait "$AGENT" 2>/dev/null && STATUS=0 || STATUS=$?
+    kill -0 "$AGENT" 2>/dev/null || break
+  done
+}
+
+
+kill_group() { # <signal>
+  [[ $AGENT ]] && kill "-$1" -- "-$AGENT" 2>/dev/null
+}
+
+
+# What COMMAND left in its group, and what left the group but still carries our mark.
+sweep() {
+  local name
+  for name in TERM KILL; do
+    kill_group "$name" || true
+    end_marked "$name"
+    someone_left || return 0
+    wait_until_gone
+  done
+}
+
+
+someone_left() {
+  kill_group 0 || [[ $(marked) ]]
+}
+
+
+wait_until_gone() {
+  local turns=$((LAST_BREATH * 20))
+  while someone_left && ((turns-- > 0)); do
+    sleep 0.05
+  done
+}
+
+
+end_marked() { # <signal>
+  local pid
+  for pid in $(marked); do
+    kill "-$1" "$pid" 2>/dev/null || true
+  done
+}
+
+
+# Processes whose environment says that they belong to this run on this node.
+marked() {
+  local file
+  for file in $(grep -lsFxz -- "MUSTER_RUN_DIR=$RUN" /proc/[0-9]*/environ 2>/dev/null || true); do
+    grep -qsFxz -- "MUSTER_NODE=$NODE" "$file" 2>/dev/null && printf '%s\n' "${file//[!0-9]/}"
+  done
+  return 0
+}
+
+
+write_beside() { # <file> <text>
+  printf '%s\n' "$2" >"$1.writing" && mv -f -- "$1.writing" "$1"
+}
+
+
+finish() {
+  kill "$WATCHER" ${KILLER:+"$KILLER"} 2>/dev/null || true
+  sweep
+  write_beside "$RUN/node_$NODE.exit" "$STATUS" || warn "$RUN: cannot write node_$NODE.exit"
+  exec >&4 2>&4 4>&- # the log is complete when tee has seen the end of it
+  wait "$TEE" 2>/dev/null || true
+}
+
+
+main() {
+  parse_args "$@"
+  if ((SWEEP)); then
+    sweep # by our mark alone: the process id of then may be somebody else's by now
+    return
+  fi
+  trap stop TERM INT HUP
+  start
+  wait_for_agent
+  trap '' TERM INT HUP
+  finish
+  exit "$STATUS"
+}
+
+main "$@"

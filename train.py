@@ -1,0 +1,641 @@
+#!/usr/bin/env python3
+"""Train a GPT on text, on one process or many. Read it top to bottom; copy it and make it yours.
+
+    python train.py --config config/quickstart.yaml                        one process
+    scripts/ssh/launch_singlenode.sh config/quickstart.yaml 2              two processes on this machine
+    torchrun --nproc-per-node 2 train.py --config config/quickstart.yaml   the same, by hand
+
+Every setting of the file can be said again behind it: train.steps=100 model.n_layer=6. Started again with the same
+checkpoint.dir, it goes on where it stopped, and ends with the same weights as if it had never stopped.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from distributed import data, report, tracking
+from distributed.checkpoint import CheckpointError, Checkpoints, Found, random_state, set_random_state
+from distributed.config import Batch, ConfigError, Settings, batch, from_options, parser
+from distributed.config import Model as ModelSettings
+from distributed.data import DataError
+from distributed.run_folder import create as create_run_folder
+from distributed.stop import STOPPED, Ballots, Outcome, stop_signals
+from distributed.torch import World, WorldError, device, gradient_sync, process_group, resolve, seed, unwrap, wrap
+
+log = logging.getLogger("muster")
+
+# ---------------------------------------------------------------- the model
+
+
+class Attention(nn.Module):
+    """Causal self-attention of several heads."""
+
+    def __init__(self, m: ModelSettings) -> None:
+        super().__init__()
+        self.n_head, self.dropout = m.n_head, m.dropout
+        self.qkv = nn.Linear(m.n_embd, 3 * m.n_embd, bias=m.bias)
+        self.proj = nn.Linear(m.n_embd, m.n_embd, bias=m.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, time, width] -> the same."""
+        b, t, c = x.shape
+        q, k, v = (part.view(b, t, self.n_head, c // self.n_head).transpose(1, 2) for part in self.qkv(x).split(c, 2))
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=True)
+        return F.dropout(self.proj(y.transpose(1, 2).reshape(b, t, c)), self.dropout, self.training)
+
+
+class Block(nn.Module):
+    """Attention, then a feed-forward layer, each behind a normalisation and beside the residual stream."""
+
+    def __init__(self, m: ModelSettings) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(m.n_embd, bias=m.bias)
+        self.attention = Attention(m)
+        self.norm2 = nn.LayerNorm(m.n_embd, bias=m.bias)
+        self.up = nn.Linear(m.n_embd, 4 * m.n_embd, bias=m.bias)
+        self.down = nn.Linear(4 * m.n_embd, m.n_embd, bias=m.bias)
+        self.dropout = m.dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, time, width] -> the same."""
+        x = x + self.attention(self.norm1(x))
+        return x + F.dropout(self.down(F.gelu(self.up(self.norm2(x)))), self.dropout, self.training)
+
+
+class GPT(nn.Module):
+    """A GPT-2 shaped language model with tied input and output embeddings."""
+
+    def __init__(self, m: ModelSettings, vocab_size: int, gradient_checkpointing: bool = False) -> None:
+        super().__init__()
+        self.block_size, self.dropout, self.gradient_checkpointing = m.block_size, m.dropout, gradient_checkpointing
+        self.tokens = nn.Embedding(vocab_size, m.n_embd)
+        self.positions = nn.Embedding(m.block_size, m.n_embd)
+        self.blocks = nn.ModuleList(Block(m) for _ in range(m.n_layer))
+        self.norm = nn.LayerNorm(m.n_embd, bias=m.bias)
+        self.head = nn.Linear(m.n_embd, vocab_size, bias=False)
+        self.head.weight = self.tokens.weight
+        for name, parameter in self.named_parameters():
+            if parameter.dim() > 1:  # the residual stream sums 2 n_layer terms: each begins that much smaller (GPT-2)
+                residual = name.endswith(("proj.weight", "down.weight"))
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * m.n_layer) if residual else 0.02)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+
+    def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Logits [batch, time, vocabulary]; with targets, the mean loss of each window [batch] in nats a token."""
+        x = self.tokens(inputs) + self.positions(torch.arange(inputs.shape[1], device=inputs.device))
+        x = F.dropout(x, self.dropout, self.training)
+        for block in self.blocks:
+            again = self.gradient_checkpointing and self.training  # compute it again, in place of keeping it
+            x = checkpoint(block, x, use_reentrant=False) if again else block(x)
+        logits: Tensor = self.head(self.norm(x))
+        if targets is None:
+            return logits
+        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+        return losses.view_as(targets).mean(1)
+
+
+@torch.no_grad()
+def sample(model: nn.Module, prompt: Tensor, length: int, block_size: int, temperature: float = 0.8) -> Tensor:
+    """Write on from a prompt [time]: that many tokens more. Every rank does the same; fsdp needs them all."""
+    draw = torch.Generator(device=prompt.device).manual_seed(0)
+    written = prompt
+    for _ in range(length):
+        logits = model(written[None, -block_size:])[0, -1] / temperature
+        written = torch.cat([written, torch.multinomial(logits.float().softmax(0), 1, generator=draw)])
+    return written
+
+
+# ---------------------------------------------------------------- how it learns
+
+
+def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
+    """AdamW in one fused kernel; matrices decay, norms and biases do not."""
+    train = settings.train
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": train.weight_decay},
+        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=train.learning_rate, betas=(train.beta1, train.beta2), fused=True)
+
+
+def learning_rate(step: int, steps: int, settings: Settings) -> float:
+    """Linear warm-up, then half a cosine from learning_rate down to min_learning_rate at the last step."""
+    train = settings.train
+    if step < train.warmup_steps:
+        return train.learning_rate * (step + 1) / train.warmup_steps
+    done = (step - train.warmup_steps) / max(1, steps - train.warmup_steps)
+    height = train.learning_rate - train.min_learning_rate
+    return train.min_learning_rate + height * (1 + math.cos(math.pi * done)) / 2
+
+
+def choose_precision(asked: str, strategy: str, here: torch.device) -> torch.dtype:
+    """The type of the matrix products."""
+    if asked == "auto":
+        return torch.bfloat16 if here.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
+    if asked == "fp16" and strategy == "fsdp":
+        raise ConfigError(
+            "train.precision=fp16 with distributed.strategy=fsdp: one rank alone would see an overflow; "
+            "set train.precision=bf16"
+        )
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[asked]
+
+
+class OwnTime:
+    """How long this rank computes in a step before it begins to wait for the others: a straggler is seen by it."""
+
+    def __init__(self, here: torch.device) -> None:
+        self.cuda = here.type == "cuda"
+        self._spans: list[tuple[Any, Any]] = []
+        self._begun: Any = None
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._begun = self._now()
+
+    def end(self) -> None:
+        """The last thing that needs nobody else is done (or, on a GPU, queued)."""
+        self._spans.append((self._begun, self._now()))
+
+    def mean(self) -> float:
+        """Mean seconds a step since the last call."""
+        if self.cuda:
+            self._spans[-1][1].synchronize()
+            seconds = [begun.elapsed_time(ended) / 1000 for begun, ended in self._spans]
+        else:
+            seconds = [ended - begun for begun, ended in self._spans]
+        self._spans.clear()
+        return sum(seconds) / len(seconds)
+
+    def _now(self) -> Any:
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+# ---------------------------------------------------------------- the training
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this training runs: the same on all ranks but for the world."""
+
+    world: World
+    here: torch.device
+    hosts: list[str]  # of each rank
+    run: Path  # the folder of the run
+    asked_to_stop: threading.Event
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank is the one that speaks."""
+        return self.world.rank == 0
+
+
+class Training:
+    """The state of a training: model, optimizer, scaler, and how far it has come."""
+
+    def __init__(self, settings: Settings, cut: Batch, place: Place, corpus: data.Corpus) -> None:
+        self.settings, self.cut, self.place, self.corpus = settings, cut, place, corpus
+        world, train = place.world, settings.train
+        self.strategy = resolve(settings.distributed.strategy, world)
+        self.dtype = choose_precision(train.precision, self.strategy, place.here)
+        self.vocab_size = settings.model.vocab_size or corpus.vocab_size or 256
+        self.windows = data.Windows(corpus.train, settings.model.block_size)
+        self.held_out = data.Windows(corpus.held_out, settings.model.block_size)
+        self.steps = train.steps or math.ceil((train.epochs or 0) * len(self.windows) / cut.size)
+
+        seed(train.seed)  # the same on every rank, so that all begin with the same weights
+        model = GPT(settings.model, self.vocab_size, train.gradient_checkpointing).to(place.here)
+        self.parameters = sum(parameter.numel() for parameter in model.parameters())
+        if train.compile:
+            model.compile()
+        self.model = wrap(
+            model, self.strategy, world,
+            find_unused_parameters=settings.distributed.find_unused_parameters,
+            dtype=self.dtype if self.dtype == torch.bfloat16 else None,
+        )  # fmt: skip
+        self.optimizer = make_optimizer(self.model, settings)
+        self.scaler = torch.amp.GradScaler(place.here.type, enabled=self.dtype == torch.float16)
+        seed(train.seed, world.rank)  # from here on ranks draw differently
+
+        self.step = 0  # steps done
+        self.items = 0  # windows consumed by all ranks: the position in the data
+        self.own_time = OwnTime(place.here)
+        self.ballots = Ballots(world.rank, world.size, place.here)
+
+    # -------- one step
+
+    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Micro-batches of this rank, for ever, from where the training stands."""
+        stream = data.Stream(
+            len(self.windows), self.cut.size, micro=self.cut.micro, rank=self.place.world.rank,
+            size=self.place.world.size, seed=self.settings.train.seed, start=self.items,
+        )  # fmt: skip
+        return iter(self._loader(self.windows, stream))
+
+    def _loader(self, windows: data.Windows, batches: Any) -> Any:
+        pin = self.place.here.type == "cuda"
+        return data.loader(windows, batches, workers=self.settings.data.workers, pin_memory=pin,
+                           seed=self.settings.train.seed)  # fmt: skip
+
+    def autocast(self) -> torch.autocast:
+        """Matrix products in the chosen type, what needs float32 in float32."""
+        return torch.autocast(self.place.here.type, self.dtype, enabled=self.dtype != torch.float32)
+
+    def learn(self, batches: Iterator[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """One step: this rank's mean loss and the norm of all gradients, both scalars on the device."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(self.step, self.steps, self.settings)
+        self.own_time.begin()
+        total = torch.zeros((), device=self.place.here)
+        for micro in range(self.cut.accumulation):
+            last = micro == self.cut.accumulation - 1
+            inputs, targets = (part.to(self.place.here, non_blocking=True) for part in next(batches))
+            with gradient_sync(self.model, on=last):
+                with self.autocast():
+                    loss = self.model(inputs, targets).mean() / self.cut.accumulation
+                if last:
+                    self.own_time.end()
+                self.scaler.scale(loss).backward()
+            total += loss.detach()
+        self.scaler.unscale_(self.optimizer)
+        limit = self.settings.train.grad_clip or math.inf
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        self.items += self.cut.size
+        return total, norm
+
+    def evaluate(self) -> float:
+        """Held-out loss: every held-out window once, shared out over the ranks, in nats a token."""
+        world = self.place.world
+        sums = torch.zeros(2, dtype=torch.float64, device=self.place.here)
+        parts = list(data.held_out_batches(len(self.held_out), self.cut.micro, world.rank, world.size))
+        self.model.eval()
+        with torch.no_grad(), self.autocast():
+            loaded = self._loader(self.held_out, [indices.tolist() for indices, _ in parts])
+            for (inputs, targets), (_, weights) in zip(loaded, parts, strict=True):
+                losses = self.model(inputs.to(self.place.here), targets.to(self.place.here))
+                weight = weights.to(self.place.here)
+                sums += torch.stack([(losses.double() * weight).sum(), weight.double().sum()])
+        self.model.train()
+        dist.all_reduce(sums)
+        return float(sums[0] / sums[1])
+
+    # -------- keep and go on
+
+    def state(self) -> dict[str, Any]:
+        """All that the rest of the training depends on, but for random states and what `facts` says."""
+        model, optimizer = get_state_dict(unwrap(self.model), self.optimizer)
+        return {"model": model, "optimizer": optimizer, "scaler": self.scaler.state_dict()}
+
+    def facts(self) -> dict[str, Any]:
+        """What a checkpoint is of: readable without loading it."""
+        return {
+            "model": {**self.settings.model.model_dump(), "vocab_size": self.vocab_size},
+            "corpus": self.corpus.name,
+            "items": self.items,
+            "batch": self.cut.size,
+            "world": self.place.world.size,
+            "seed": self.settings.train.seed,
+            "steps": self.steps,
+        }
+
+    def go_on_from(self, found: Found, checkpoints: Checkpoints) -> None:
+        """Take up the state of a checkpoint.
+
+        Raises:
+            ConfigError: it is of another model.
+            CheckpointError: it does not fit.
+        """
+        refuse_another_model(found, self.facts()["model"])
+        for name, meaning in CHANGEABLE.items():
+            if found.facts[name] != (ours := self.facts()[name]):
+                log.warning(f"{name} was {found.facts[name]} in {found.path}, now it is {ours}: {meaning}")
+        state = checkpoints.load(found, self.state())
+        set_state_dict(
+            unwrap(self.model), self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
+        self.scaler.load_state_dict(state["scaler"])
+        if (random_states := checkpoints.load_own(found)) is not None:
+            set_random_state(random_states)
+        self.step, self.items = found.step, found.facts["items"]
+
+
+# What may differ between a checkpoint and the run that goes on from it, and what follows.
+CHANGEABLE = {
+    "world": "the same data in the same order, sums rounded differently; dropout draws other numbers",
+    "batch": "going on at the same place in the data",
+    "corpus": "going on at that place in other data",
+    "seed": "the data comes in another order from here on",
+    "steps": "the learning rate follows the new length from here on",
+}
+
+
+def refuse_another_model(found: Found, ours: dict[str, Any]) -> None:
+    """A checkpoint of another model cannot be loaded: say which keys differ."""
+    theirs = found.facts["model"]
+    differ = [f"model.{key}={ours[key]} (there {theirs.get(key)})" for key in ours if ours[key] != theirs.get(key)]
+    if differ:
+        raise ConfigError(
+            f"{found.path} is of another model: {', '.join(differ)}; "
+            "give these keys its values, or name another checkpoint.dir"
+        )
+
+
+# ---------------------------------------------------------------- what rank 0 says
+
+
+class Progress:
+    """Measures, and lets rank 0 speak. Every rank calls it: some figures are gathered from all."""
+
+    def __init__(self, training: Training, tracker: tracking.Tracker | None) -> None:
+        self.training, self.tracker = training, tracker
+        self.score: float | None = None  # the newest held-out loss
+        self.tokens_per_second = 0.0
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        """What has passed up to here is not the time of steps."""
+        self._from_step, self._from_time = self.training.step, time.perf_counter()
+
+    def event(self, name: str, **more: Any) -> None:
+        """Note for the report that something happened at this step."""
+        if self.tracker:
+            self.tracker.log(self.training.step, event=name, **more)
+
+    def step(self, outcome: Outcome, norm: Tensor) -> None:
+        """A progress line. Collective."""
+        training = self.training
+        rank_seconds = gather(training.own_time.mean(), training.place)
+        gradient_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        steps = training.step - self._from_step
+        seconds = (time.perf_counter() - self._from_time) / max(steps, 1)
+        if steps:
+            self.tokens_per_second = training.cut.tokens / seconds
+        rate = learning_rate(training.step - 1, training.steps, training.settings)
+        left = seconds * (training.steps - training.step)
+        log.info(
+            f"step {training.step:>{len(str(training.steps))}}/{training.steps}  loss {outcome.loss:.4f}  "
+            f"lr {rate:.2e}  grad {gradient_norm:.2f}  {self.tokens_per_second:,.0f} tokens/s  {clock(left)} left"
+        )
+        if self.tracker:
+            self.tracker.log(
+                training.step, loss=outcome.loss, lr=rate, grad_norm=gradient_norm,
+                tokens_per_second=self.tokens_per_second, step_seconds=seconds, rank_seconds=rank_seconds,
+            )  # fmt: skip
+        self.restart_clock()
+
+    def held_out(self) -> float:
+        """The held-out loss now. Collective."""
+        self.score = self.training.evaluate()
+        bits = self.score / math.log(2)
+        log.info(f"held-out loss {self.score:.4f} ({bits:.3f} bits a token)")
+        if self.tracker:
+            self.tracker.log(self.training.step, held_out_loss=self.score)
+        return self.score
+
+    def stopped(self) -> int:
+        """Asked to stop, with a checkpoint written."""
+        log.info(f"stopped on request at step {self.training.step} with a checkpoint written: run again to go on")
+        self.event("stop")
+        return STOPPED
+
+    def finished(self) -> int:
+        """All steps done: the held-out loss, a sample, the speed. Collective."""
+        score = self.held_out() if self.score is None else self.score
+        text = write_sample(self.training)
+        if text:
+            log.info("a sample:\n\n" + "\n".join(f"    {line}" for line in text.splitlines()) + "\n")
+        speed = f", {self.tokens_per_second:,.0f} tokens/s" if self.tokens_per_second else ", nothing left to do"
+        log.info(f"finished: {self.training.steps} steps, held-out loss {score:.4f}{speed}")
+        self.event("finish")
+        return 0
+
+
+def gather(seconds: float, place: Place) -> list[float]:
+    """One number of each rank, on every rank."""
+    every = torch.zeros(place.world.size, device=place.here)
+    every[place.world.rank] = seconds
+    dist.all_reduce(every)
+    return [round(each, 6) for each in every.tolist()]
+
+
+def clock(seconds: float) -> str:
+    """Seconds as h:mm:ss."""
+    minutes, seconds = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
+
+
+def write_sample(training: Training) -> str:
+    """Text that the model writes, where tokens can be read as text. Collective."""
+    length = training.settings.logging.sample
+    if not length or training.corpus.kind != "bytes":
+        return ""
+    prompt = training.corpus.encode("\n").to(training.place.here)
+    training.model.eval()
+    with training.autocast():
+        written = sample(unwrap(training.model), prompt, length, training.settings.model.block_size)
+    training.model.train()
+    return training.corpus.decode(written).strip()
+
+
+# ---------------------------------------------------------------- from the first step to the last
+
+
+@dataclass(frozen=True)
+class Due:
+    """What follows a step."""
+
+    log: bool
+    evaluate: bool
+    save: bool
+
+    @classmethod
+    def after(cls, step: int, steps: int, settings: Settings) -> Due:
+        """Everything is due behind the last step."""
+
+        def due(every: int) -> bool:
+            return step == steps or (every > 0 and step % every == 0)
+
+        return cls(due(settings.logging.every), due(settings.train.evaluate_every), due(settings.checkpoint.every))
+
+    def anything(self) -> bool:
+        """Whether all ranks must know now how the step went."""
+        return self.log or self.evaluate or self.save
+
+
+def run(training: Training, checkpoints: Checkpoints, tracker: tracking.Tracker | None) -> int:
+    """Train to the end, or until asked to stop. Returns the exit code."""
+    progress = Progress(training, tracker)
+    progress.event("resume" if training.step else "start")
+    first, stop = training.step, False
+    batches = training.batches() if first < training.steps else iter(())
+    while training.step < training.steps and not stop:
+        loss, norm = training.learn(batches)
+        due = Due.after(training.step, training.steps, training.settings)
+        outcomes = vote(training, checkpoints, loss, now=due.anything())
+        stop = any(outcome.stop for outcome in outcomes) and training.step < training.steps
+        if due.log:
+            progress.step(outcomes[-1], norm)
+        score = progress.held_out() if due.evaluate else None
+        if due.save or stop:
+            checkpoints.save(
+                training.step, training.state(), own=random_state(), facts=training.facts(), score=score
+            )
+        if due.evaluate or due.save or training.step == first + 1:
+            progress.restart_clock()
+    checkpoints.wait()
+    return progress.stopped() if stop else progress.finished()
+
+
+def vote(training: Training, checkpoints: Checkpoints, loss: Tensor, now: bool) -> list[Outcome]:
+    """How the last steps went on all ranks. When one of them cannot go on, all raise, at the same step."""
+    place, broken = training.place, checkpoints.failed()
+    training.ballots.cast(training.step, loss, stop=place.asked_to_stop.is_set(), failed=broken is not None)
+    outcomes = training.ballots.settle(now)
+    if any(outcome.stop for outcome in outcomes):
+        outcomes += training.ballots.settle(now=True)
+    for outcome in outcomes:
+        outcome.raise_for(place.world.rank, broken, place.hosts)
+    return outcomes
+
+
+def train(settings: Settings, world: World, cut: Batch, asked_to_stop: threading.Event) -> int:
+    """Set the stage, take up an earlier checkpoint, and train. Returns the exit code."""
+    here = device(world, settings.distributed.backend)
+    torch.set_float32_matmul_precision("high")
+    place = Place(world, here, share(socket.gethostname(), world), run_folder(settings, world), asked_to_stop)
+    said = settings.data
+    corpus = data.load(said.path, domains=said.domains, held_out=said.held_out, vocab_size=settings.model.vocab_size)
+    training = Training(settings, cut, place, corpus)
+    with take_over_checkpoints(training) as checkpoints:
+        introduce(training)
+        if not place.first:
+            return run(training, checkpoints, None)
+        try:
+            with tracking.Tracker(place.run, settings.model_dump(mode="json")) as tracker:
+                return run(training, checkpoints, tracker)
+        finally:
+            log.info(f"report {report.write(place.run)}")
+
+
+def take_over_checkpoints(training: Training) -> Checkpoints:
+    """The folder of the checkpoints, and the training set to the newest good one.
+
+    Raises:
+        ConfigError: another run holds the folder, or what is there does not fit.
+    """
+    said, place = training.settings.checkpoint, training.place
+    folder, sharded = said.dir or place.run / "checkpoints", training.strategy == "fsdp"
+    try:
+        checkpoints = Checkpoints(
+            folder, keep=said.keep, rank=place.world.rank, size=place.world.size, sharded=sharded
+        )
+        found = checkpoints.newest()
+        if found and said.resume == "never":
+            raise ConfigError(f"checkpoint.resume=never, but {found.path} is there: name another checkpoint.dir")
+        if found:
+            training.go_on_from(found, checkpoints)
+            log.info(f"going on from {found.path}")
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from error
+    return checkpoints
+
+
+def introduce(training: Training) -> None:
+    """What is about to happen, on the console and in settings.json."""
+    place, settings = training.place, training.settings
+    world, kind = place.world, str(training.dtype).removeprefix("torch.")
+    for note in world.notes:
+        log.warning(note)
+    if not place.first:
+        return
+    facts = {"size": world.size, "nodes": len(set(place.hosts)), "strategy": training.strategy,
+             "backend": dist.get_backend(), "device": str(place.here.type)}  # fmt: skip
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    machine = {**tracking.describe_machine(), "torch": torch.__version__, "gpus": gpus}
+    tracking.write_settings(
+        place.run, settings.model_dump(mode="json"), world=facts, machine=machine,
+        model={"parameters": training.parameters, "precision": kind},
+    )  # fmt: skip
+    log.info(f"model  {training.parameters:,} parameters, {kind}, {training.strategy} on {world.size} "
+             f"x {place.here.type} ({facts['backend']})")  # fmt: skip
+    log.info(f"data   {training.corpus}")
+    log.info(f"batch  {training.cut}")
+    epochs = training.steps * training.cut.size / len(training.windows)
+    log.info(f"steps  {training.steps:,} ({epochs:.1f} epochs of {len(training.windows):,} windows)")
+
+
+def share(value: Any, world: World) -> list[Any]:
+    """One object of each rank, on every rank."""
+    values: list[Any] = [None] * world.size
+    dist.all_gather_object(values, value)
+    return values
+
+
+def run_folder(settings: Settings, world: World) -> Path:
+    """The launcher's folder of this run; without a launcher of the kit, rank 0 makes one."""
+    given = os.environ.get("MUSTER_RUN_DIR")
+    if given is None and world.rank == 0:
+        given = create_run_folder(
+            "logs", "train", nodes=[socket.gethostname()], nproc=world.local_size, script=__file__, config=None,
+            cwd=os.getcwd(), python=sys.executable, command=sys.argv,
+        )  # fmt: skip
+    return Path(share(given, world)[0])
+
+
+def refuse(error: Exception) -> int:
+    """A wrong call: one line a fault, said by one rank. Returns the exit code."""
+    if os.environ.get("RANK", "0") == "0":
+        sys.stderr.write("".join(f"train.py: {line}\n" for line in str(error).splitlines()))
+    return 2
+
+
+@record
+def main() -> int:
+    """Read the settings, join the others, train. Returns the exit code."""
+    options = parser("Train a GPT on text, on one process or many.").parse_intermixed_args()
+    try:
+        settings = from_options(options)
+        world = World.from_env()
+        cut = batch(settings, world.size)
+        tracking.check(settings.model_dump())
+        logging.basicConfig(
+            format="%(message)s", stream=sys.stdout,
+            level=settings.logging.level.upper() if world.rank == 0 else logging.ERROR,
+        )  # fmt: skip
+        said = settings.distributed
+        with stop_signals() as asked_to_stop, process_group(world, said.backend, said.timeout):
+            return train(settings, world, cut, asked_to_stop)
+    except (ConfigError, WorldError, DataError, tracking.TrackerMissing) as error:
+        return refuse(error)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
