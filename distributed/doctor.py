@@ -75,7 +75,7 @@ def check_python(facts: Facts) -> Iterator[Line]:
         yield warning(
             "python",
             f"{python.version} of {python.path} ({python.why}), not the active conda {python.unused_conda}",
-            "is that meant? If not:",
+            "if that is not meant:",
             f"scripts/doctor.sh --python {shlex.quote(python.unused_conda + '/bin/python')}",
         )
     else:
@@ -188,9 +188,7 @@ def check_architecture(torch: Torch) -> Iterator[Line]:
             "install a build that has: https://pytorch.org/get-started/locally",
         )
     elif not torch.nccl and not torch.hip:
-        yield warning(
-            "cuda", f"torch {torch.version} is built without NCCL: GPUs would talk through gloo, slowly"
-        )
+        yield warning("cuda", f"torch {torch.version} is built without NCCL: GPUs would talk through gloo, slowly")
 
 
 def has_code(archs: Sequence[str], gpu: str) -> bool:
@@ -207,9 +205,7 @@ def has_code(archs: Sequence[str], gpu: str) -> bool:
 
 
 def newest_cuda(driver: str) -> str:
-    return str(
-        max((major for major, oldest in OLDEST_DRIVER.items() if numbers(driver) >= oldest), default=11)
-    )
+    return str(max((major for major, oldest in OLDEST_DRIVER.items() if numbers(driver) >= oldest), default=11))
 
 
 # ---------------------------------------------------------------- judge: GPUs
@@ -244,9 +240,7 @@ def driver_remedy(error: str) -> str:
     if "version mismatch" in error:
         return "the driver was updated while loaded: restart the machine, or unload and load its modules"
     if "Insufficient Permissions" in error:
-        return (
-            "ask for access to /dev/nvidia*: the group 'video' or 'render' may have it (ls -l /dev/nvidia*)"
-        )
+        return "ask for access to /dev/nvidia*: the group 'video' or 'render' may have it (ls -l /dev/nvidia*)"
     return "restart the machine; when that does not help, reinstall NVIDIA's driver"
 
 
@@ -278,37 +272,29 @@ def describe(gpus: Sequence[Gpu], driver: str) -> str:
 
 
 def check_gpu_use(facts: Facts) -> Iterator[Line]:
-    """Somebody else's processes on the GPUs this shell would use."""
+    """Processes on the GPUs this shell would use."""
     seen = visible(facts.environment.get("CUDA_VISIBLE_DEVICES"), facts.gpus.devices)
     idle = [gpu for gpu in facts.gpus.devices if not gpu.busy]
-    for gpu in seen:
-        if gpu.busy:
-            full = gpu.memory_used > 0.9 * gpu.memory
-            yield Line(
-                "fault" if full else "warning",
-                f"GPU {gpu.index}",
-                f"{size(gpu.memory_used)} of {size(gpu.memory)} in use, {users(gpu)}",
-                "" if idle else "no GPU is idle: wait, ask, or end what is yours",
-                choose_idle(idle),
-            )
+    full = [gpu for gpu in seen if gpu.busy and gpu.memory_used > 0.9 * gpu.memory]
+    shared = [gpu for gpu in seen if gpu.busy and gpu not in full]
+    remedy = "take the idle ones:" if idle else "no GPU is idle: wait, ask, or end what is yours"
+    for level, gpus in (("warning", shared), ("fault", full)):
+        if gpus:
+            fact = "; ".join(describe_use(gpu) for gpu in gpus)
+            yield Line(level, "GPU use", fact, remedy, take(idle))
 
 
-def users(gpu: Gpu) -> str:
-    if not gpu.processes:
-        return "by a process that cannot be seen from here"
-    return "; ".join(
-        f"{process.user or 'another container'}: {process.name} (pid {process.pid})"
-        for process in gpu.processes
-    )
+def describe_use(gpu: Gpu) -> str:
+    users = [f"{user.name} of {user.user or 'somebody unseen'} (pid {user.pid})" for user in gpu.processes]
+    by = ", ".join(users) or "a process that cannot be seen from here"
+    return f"GPU {gpu.index}: {size(gpu.memory_used)} of {size(gpu.memory)} by {by}"
 
 
-def choose_idle(idle: Sequence[Gpu]) -> str:
+def take(idle: Sequence[Gpu]) -> str:
     """nvidia-smi counts by PCI bus, CUDA by speed unless it is told."""
     if not idle:
         return ""
-    return (
-        f"export CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES={','.join(str(gpu.index) for gpu in idle)}"
-    )
+    return f"export CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES={','.join(str(gpu.index) for gpu in idle)}"
 
 
 def check_gpu_health(facts: Facts) -> Iterator[Line]:
@@ -369,9 +355,7 @@ def check_memory(facts: Facts) -> Iterator[Line]:
     bound = ", the limit of this container or job" if total < memory.total else ""
     fact = f"{size(available)} of {size(total)} free{bound}, {swap}"
     if available < GIB:
-        yield fault(
-            "memory", f"{fact}: not enough for two ranks", "end what uses it:", "ps aux --sort=-rss | head"
-        )
+        yield fault("memory", f"{fact}: not enough for two ranks", "end what uses it:", "ps aux --sort=-rss | head")
     elif available < 4 * GIB:
         yield warning(
             "memory",
@@ -397,7 +381,7 @@ def check_disk(disk: Space) -> Iterator[Line]:
         yield fault(
             "disk",
             f"{disk.purpose}: {disk.path} cannot be written",
-            "choose another folder, or:",
+            "choose another folder, or change who may write it:",
             f"ls -ld {path}",
         )
     elif not disk.inodes_free:
@@ -520,9 +504,7 @@ def check_port(facts: Facts) -> Iterator[Line]:
     """The port at which the ranks meet."""
     port, (low, high) = facts.port, facts.port.ephemeral
     if port.loopback_error:
-        yield fault(
-            "port", f"nothing can listen on 127.0.0.1: {port.loopback_error}", "", "sudo ip link set lo up"
-        )
+        yield fault("port", f"nothing can listen on 127.0.0.1: {port.loopback_error}", "", "sudo ip link set lo up")
     elif not port.free:
         yield fault(
             "port",
@@ -555,8 +537,8 @@ def check_names(facts: Facts) -> Iterator[Line]:
     elif names.outward and all(address.startswith("127.") or address == "::1" for address in forward.answers):
         yield warning(
             "names",
-            f"{names.host} is {', '.join(forward.answers)} here: good for one machine, a trap for several",
-            f"in /etc/hosts, let {names.host} stand on a line with {names.outward} and on none with 127.",
+            f"{names.host} is {', '.join(forward.answers)}: fine for one machine, a trap for several",
+            f"in /etc/hosts, name {names.host} beside {names.outward} instead",
         )
     elif forward.seconds < 0.5:
         yield ok("names", f"{names.host} is {', '.join(forward.answers)}")
@@ -587,9 +569,7 @@ def check_environment(facts: Facts) -> Iterator[Line]:
 
 def leftovers(env: Mapping[str, str]) -> Iterator[Line]:
     place = [
-        name
-        for name in env
-        if re.fullmatch(r"((LOCAL_|GROUP_)?(RANK|WORLD_SIZE)|NODE_RANK|MASTER_(ADDR|PORT))", name)
+        name for name in env if re.fullmatch(r"((LOCAL_|GROUP_)?(RANK|WORLD_SIZE)|NODE_RANK|MASTER_(ADDR|PORT))", name)
     ]
     agent = [name for name in env if name.startswith(("TORCHELASTIC_", "PET_"))]
     if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -612,11 +592,7 @@ def missing_interfaces(facts: Facts) -> Iterator[Line]:
         value = facts.environment.get(name, "")
         words = [word for word in value.lstrip("=").split(",") if word]
         exact = name.startswith("GLOO") or value.startswith("=")
-        found = [
-            word
-            for word in words
-            if any(i == word if exact else i.startswith(word) for i in facts.interfaces)
-        ]
+        found = [word for word in words if any(i == word if exact else i.startswith(word) for i in facts.interfaces)]
         if not value.startswith("^") and words and (not found or (exact and len(found) < len(words))):
             yield fault(
                 "shell",
@@ -636,9 +612,7 @@ def odd_settings(facts: Facts) -> Iterator[Line]:
         )
     for name in ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE"):
         if facts.gpus.devices and env.get(name) == "1":
-            yield warning(
-                "shell", f"{name}=1 makes GPUs talk to each other more slowly", command=f"unset {name}"
-            )
+            yield warning("shell", f"{name}=1 makes GPUs talk to each other more slowly", command=f"unset {name}")
 
 
 def check_shadows(facts: Facts) -> Iterator[Line]:
@@ -665,9 +639,7 @@ def check_clock(facts: Facts) -> Iterator[Line]:
             "sudo timedatectl set-ntp true",
         )
     elif clock.synchronised is False and not facts.container:
-        yield warning(
-            "clock", f"{now}, not synchronised: other nodes drift away", "", "sudo timedatectl set-ntp true"
-        )
+        yield warning("clock", f"{now}, not synchronised: other nodes drift away", "", "sudo timedatectl set-ntp true")
     else:
         yield ok("clock", now + (", synchronised" if clock.synchronised else ""))
 
@@ -745,16 +717,19 @@ def render(lines: Sequence[Line], host: str, width: int | None = None, colour: b
         width: of the terminal, in characters; None does not break lines.
     """
     column = max(len(line.topic) for line in lines) + 2
-    ranked = sorted(lines, key=lambda line: LEVELS.index(line.level))
-    text = [row for line in ranked for row in rows(line, column, width, colour)]
+    good = [line for line in lines if line.level == "ok"]
+    bad = sorted((line for line in lines if line not in good), key=lambda line: LEVELS.index(line.level))
+    blocks = [
+        "\n".join(row for line in block for row in rows(line, column, width, colour)) for block in (good, bad) if block
+    ]
+    return "\n\n".join([*blocks, summary(lines, host)]) + "\n"
+
+
+def summary(lines: Sequence[Line], host: str) -> str:
     counts = Counter(line.level for line in lines)
     faults, warnings = counts["fault"], counts["warning"]
     verdict = "not fit for training" if faults else "fit for training"
-    text += [
-        "",
-        f"{host} is {verdict}: {plural(faults, 'fault')}, {plural(warnings, 'warning')}, {counts['ok']} ok",
-    ]
-    return "\n".join(text) + "\n"
+    return f"{host} is {verdict}: {plural(faults, 'fault')}, {plural(warnings, 'warning')}, {counts['ok']} ok"
 
 
 def rows(line: Line, column: int, width: int | None, colour: bool) -> Iterator[str]:
@@ -763,9 +738,9 @@ def rows(line: Line, column: int, width: int | None, colour: bool) -> Iterator[s
         level = f"\033[{COLOURS[line.level]}m{level}\033[0m"
     indent = " " * (9 + column)
     first, *rest = wrap(line.fact, width, len(indent))
+    fix = wrap(f"fix: {line.fix}", width, len(indent)) if line.fix else []
     yield f"{level}{line.topic:<{column}}{first}"
-    for words in (*rest, *(wrap(line.fix, width, len(indent)) if line.fix else ())):
-        yield indent + words
+    yield from (indent + words for words in (*rest, *fix))
     if line.command:
         yield f"{indent}$ {line.command}"
 
@@ -812,14 +787,10 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     answer = parser.add_mutually_exclusive_group()
     answer.add_argument("--json", action="store_true", help="print the facts, judge nothing")
     answer.add_argument("--gpus", action="store_true", help="print how many GPUs this shell may use")
-    answer.add_argument(
-        "--port-free", type=port_number, metavar="PORT", help="exit with 0 when PORT is free, else 1"
-    )
+    answer.add_argument("--port-free", type=port_number, metavar="PORT", help="exit with 0 when PORT is free, else 1")
     parser.add_argument("--folder", type=Path, default=Path.cwd(), help="the working folder of the launch")
     parser.add_argument("--log-dir", type=Path, help="default: logs in the working folder")
-    parser.add_argument(
-        "--master-port", type=port_number, default=MASTER_PORT, help=f"default: {MASTER_PORT}"
-    )
+    parser.add_argument("--master-port", type=port_number, default=MASTER_PORT, help=f"default: {MASTER_PORT}")
     return parser.parse_args(words)
 
 

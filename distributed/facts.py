@@ -369,9 +369,7 @@ def installed(package: str) -> str:
 def required_packages(requirements: Path) -> tuple[Package, ...]:
     """What requirements.txt names, apart from torch."""
     found = re.findall(r"^([\w.-]+)(?:.*?>=([\w.]+))?", read(requirements), re.MULTILINE)
-    return tuple(
-        Package(name, oldest, installed(name)) for name, oldest in found if name not in ("torch", "-r")
-    )
+    return tuple(Package(name, oldest, installed(name)) for name, oldest in found if name not in ("torch", "-r"))
 
 
 def find_shadows(folder: Path, pythonpath: str) -> tuple[str, ...]:
@@ -379,9 +377,7 @@ def find_shadows(folder: Path, pythonpath: str) -> tuple[str, ...]:
     names = {"torch", "numpy", "yaml", *sys.stdlib_module_names}
     own = [str(path) for path in folder.glob("*.py") if path.stem in names]
     places = [Path(word) for word in pythonpath.split(os.pathsep) if word]
-    foreign = [
-        str(place / "distributed") for place in places if place != KIT and (place / "distributed").is_dir()
-    ]
+    foreign = [str(place / "distributed") for place in places if place != KIT and (place / "distributed").is_dir()]
     hollow = [str(place / "torch") for place in (folder, *places) if is_hollow_torch(place / "torch")]
     return tuple(sorted(own) + foreign + hollow)
 
@@ -485,9 +481,7 @@ def owner(pid: int, proc: Path = PROC) -> str:
 def nvidia_cards(sys_folder: Path) -> int:
     """NVIDIA's display and compute cards on the PCI bus, whether a driver knows them or not."""
     devices = sys_folder.glob("bus/pci/devices/*")
-    return sum(
-        read(card / "vendor") == "0x10de" and read(card / "class").startswith("0x03") for card in devices
-    )
+    return sum(read(card / "vendor") == "0x10de" and read(card / "class").startswith("0x03") for card in devices)
 
 
 def xids(kernel_log: str) -> tuple[str, ...]:
@@ -543,9 +537,7 @@ def named(word: str, gpus: Sequence[Gpu]) -> Gpu | None:
 
 
 def look_at_memory(proc: Path = PROC, sys_folder: Path = SYS) -> Memory:
-    table = {
-        name: int(number) * 1024 for name, number in re.findall(r"(\w+):\s+(\d+) kB", read(proc / "meminfo"))
-    }
+    table = {name: int(number) * 1024 for name, number in re.findall(r"(\w+):\s+(\d+) kB", read(proc / "meminfo"))}
     total = table.get("MemTotal", 0)
     limit = cgroup_limit("memory", ("memory.max", "memory.limit_in_bytes"), proc, sys_folder)
     return Memory(
@@ -581,10 +573,7 @@ def cpu_quota(proc: Path, sys_folder: Path) -> float | None:
     """In cores: quota / period, both in microseconds."""
     quotas = []
     for folder in cgroup_folders("cpu", proc, sys_folder):
-        text = (
-            read(folder / "cpu.max")
-            or f"{read(folder / 'cpu.cfs_quota_us')} {read(folder / 'cpu.cfs_period_us')}"
-        )
+        text = read(folder / "cpu.max") or f"{read(folder / 'cpu.cfs_quota_us')} {read(folder / 'cpu.cfs_period_us')}"
         if share := re.fullmatch(r"(\d+) (\d+)", text):
             quotas.append(int(share[1]) / int(share[2]))
     return min(quotas, default=None)
@@ -712,9 +701,7 @@ def reverse_lookup(address: str) -> tuple[str, ...]:
     return (socket.getnameinfo((address, 0), 0)[0],)
 
 
-def look_up(
-    questions: Mapping[str, Callable[[], tuple[str, ...]]], limit: float = LOOKUP_LIMIT
-) -> list[Lookup]:
+def look_up(questions: Mapping[str, Callable[[], tuple[str, ...]]], limit: float = LOOKUP_LIMIT) -> list[Lookup]:
     """Ask everything at once, in threads that are left alone when they take longer than `limit` seconds."""
     done: dict[str, Lookup] = {}
 

@@ -81,9 +81,7 @@ def change(**paths: Any) -> Facts:
     changed = HEALTHY
     for path, value in paths.items():
         part, _, key = path.partition("__")
-        changed = replace(
-            changed, **{part: replace(getattr(changed, part), **{key: value}) if key else value}
-        )
+        changed = replace(changed, **{part: replace(getattr(changed, part), **{key: value}) if key else value})
     return changed
 
 
@@ -150,9 +148,10 @@ BROKEN = [
     ("a GPU that is not there", {"environment": {"CUDA_VISIBLE_DEVICES": "0,7,1"}},
      "fault GPUs", "names 3 GPUs, of which CUDA takes 1: there are 4, 0 to 3", "unset CUDA_VISIBLE_DEVICES"),
     ("a GPU in use", {"gpus__devices": (BUSY, *GPUS[1:])},
-     "warning GPU 0", "70.0 GiB of 80.0 GiB in use, bob: python (pid 4711)",
+     "warning GPU use", "GPU 0: 70.0 GiB of 80.0 GiB by python of bob (pid 4711)",
      "export CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=1,2,3"),
-    ("all GPUs full", {"gpus__devices": FULL}, "fault GPU 3", "79.0 GiB of 80.0 GiB", "no GPU is idle"),
+    ("all GPUs full", {"gpus__devices": FULL},
+     "fault GPU use", "GPU 3: 79.0 GiB of 80.0 GiB", "no GPU is idle"),
     ("GPU memory faults", {"gpus__devices": (*GPUS[:3], replace(GPUS[3], ecc_errors=2))},
      "fault GPU 3", "2 uncorrected memory errors", "nvidia-smi --gpu-reset --id=3"),
     ("GPU forbidden", {"gpus__devices": (*GPUS[:3], replace(GPUS[3], compute_mode="Prohibited"))},
@@ -199,7 +198,8 @@ BROKEN = [
      "fault port", "127.0.0.1: unreachable", "ip link set lo up"),
     ("name unknown", {"names": NAMELESS},
      "warning names", "node1 does not resolve", "echo '10.0.0.5 node1' | sudo tee"),
-    ("name on loopback", {"names": LOOPBACK}, "warning names", "node1 is 127.0.1.1 here", "with 10.0.0.5"),
+    ("name on loopback", {"names": LOOPBACK},
+     "warning names", "node1 is 127.0.1.1: fine for one", "node1 beside 10.0.0.5"),
     ("slow resolver", {"names": SLOW}, "fault resolver", "looking up 10.0.0.5 takes 5.0 s", "/etc/hosts"),
     ("stale rank", {"environment": {"RANK": "3", "MASTER_ADDR": "n1", "PET_NNODES": "2"}},
      "warning shell", "RANK=3, MASTER_ADDR=n1, PET_NNODES=2", "unset RANK MASTER_ADDR PET_NNODES"),
@@ -226,12 +226,8 @@ BROKEN = [
 # fmt: on
 
 
-@pytest.mark.parametrize(
-    ("broken", "line", "fact", "fix"), [pytest.param(*row[1:], id=row[0]) for row in BROKEN]
-)
-def test_what_is_broken_is_said_with_its_remedy(
-    broken: dict[str, Any], line: str, fact: str, fix: str
-) -> None:
+@pytest.mark.parametrize(("broken", "line", "fact", "fix"), [pytest.param(*row[1:], id=row[0]) for row in BROKEN])
+def test_what_is_broken_is_said_with_its_remedy(broken: dict[str, Any], line: str, fact: str, fix: str) -> None:
     level, topic = line.split(" ", 1)
     found = [said for said in problems(change(**broken)) if (said.level, said.topic) == (level, topic)]
     assert any(fact in said.fact and fix in f"{said.fix} {said.command}" for said in found), found
@@ -284,6 +280,7 @@ def test_the_worst_stands_last_above_the_counts() -> None:
     lines = [doctor.fault("torch", "is gone"), doctor.ok("port", "29500"), doctor.warning("cores", "few")]
     assert render(lines, "node1").splitlines() == [
         "ok       port   29500",
+        "",
         "warning  cores  few",
         "fault    torch  is gone",
         "",
@@ -386,9 +383,7 @@ def test_a_driver_that_does_not_answer_is_told_in_its_own_words(path_folder: Pat
         "nvidia-smi",
         "#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch'; exit 18\n",
     )
-    assert (
-        facts.look_at_gpus().error == "nvidia-smi: Failed to initialize NVML: Driver/library version mismatch"
-    )
+    assert facts.look_at_gpus().error == "nvidia-smi: Failed to initialize NVML: Driver/library version mismatch"
 
 
 def test_no_devices_is_no_error(path_folder: Path) -> None:
@@ -403,9 +398,7 @@ def test_without_nvidia_smi_the_device_files_are_counted(path_folder: Path, tmp_
 
 
 def test_errors_of_programs_are_not_taken_for_errors_of_gpus() -> None:
-    log = "\n".join(
-        f"[1.0] NVRM: Xid (PCI:0000:3b:00): {code}, pid=7, name=python" for code in (31, 79, 79, 13)
-    )
+    log = "\n".join(f"[1.0] NVRM: Xid (PCI:0000:3b:00): {code}, pid=7, name=python" for code in (31, 79, 79, 13))
     assert facts.xids(log) == ("PCI:0000:3b:00 79",)
 
 
@@ -426,9 +419,7 @@ def test_cards_without_a_driver_are_found_on_the_bus(tmp_path: Path) -> None:
 
 
 def test_a_program_that_hangs_is_given_up() -> None:
-    reply = facts.ask(
-        [sys.executable, "-c", "import sys; sys.stdin = None; __import__('time').sleep(600)"], 0.2
-    )
+    reply = facts.ask([sys.executable, "-c", "import sys; sys.stdin = None; __import__('time').sleep(600)"], 0.2)
     assert reply.code is None
     assert "no answer within" in reply.error
 
@@ -533,9 +524,7 @@ def test_files_that_stand_before_a_library_are_found(tmp_path: Path) -> None:
         },
     )
     path = f"{tmp_path}/sources:{tmp_path}/site::{facts.KIT}"
-    found = [
-        Path(name).relative_to(tmp_path).as_posix() for name in facts.find_shadows(tmp_path / "project", path)
-    ]
+    found = [Path(name).relative_to(tmp_path).as_posix() for name in facts.find_shadows(tmp_path / "project", path)]
     assert found == ["project/random.py", "project/torch.py", "site/distributed", "sources/torch"]
 
 
@@ -552,19 +541,12 @@ def test_the_rule_that_picked_this_python_is_named(env: dict[str, str], why: str
 
 
 def test_python_of_the_working_folder_is_named(tmp_path: Path) -> None:
-    assert (
-        facts.which_python(f"{tmp_path}/.venv/bin/python", tmp_path, {}).why == ".venv of the working folder"
-    )
+    assert facts.which_python(f"{tmp_path}/.venv/bin/python", tmp_path, {}).why == ".venv of the working folder"
 
 
 def test_an_active_conda_environment_that_is_not_used_is_a_fact() -> None:
-    assert (
-        facts.which_python("/v/bin/python", Path("/work"), {"CONDA_PREFIX": "/conda"}).unused_conda
-        == "/conda"
-    )
-    assert (
-        facts.which_python("/conda/bin/python", Path("/work"), {"CONDA_PREFIX": "/conda"}).unused_conda == ""
-    )
+    assert facts.which_python("/v/bin/python", Path("/work"), {"CONDA_PREFIX": "/conda"}).unused_conda == "/conda"
+    assert facts.which_python("/conda/bin/python", Path("/work"), {"CONDA_PREFIX": "/conda"}).unused_conda == ""
 
 
 @pytest.mark.parametrize(
@@ -576,17 +558,13 @@ def test_an_active_conda_environment_that_is_not_used_is_a_fact() -> None:
         ("exec sleep 600", "no answer within 1 s"),
     ],
 )
-def test_a_torch_that_cannot_be_imported_is_a_fact_and_not_a_crash(
-    tmp_path: Path, python: str, error: str
-) -> None:
+def test_a_torch_that_cannot_be_imported_is_a_fact_and_not_a_crash(tmp_path: Path, python: str, error: str) -> None:
     stub(tmp_path, "python", f"#!/bin/sh\n# Stub: a Python whose torch is broken.\n{python}\n")
     assert error in facts.ask_torch(str(tmp_path / "python"), limit=1).error
 
 
 def test_required_packages_come_from_requirements_txt(tmp_path: Path) -> None:
-    (tmp_path / "requirements.txt").write_text(
-        "# why\ntorch==2.13.0\nnumpy>=1.26,<3\nno-such-thing\n-r more.txt\n"
-    )
+    (tmp_path / "requirements.txt").write_text("# why\ntorch==2.13.0\nnumpy>=1.26,<3\nno-such-thing\n-r more.txt\n")
     numpy, absent = facts.required_packages(tmp_path / "requirements.txt")
     assert (numpy.name, numpy.oldest, bool(numpy.installed)) == ("numpy", "1.26", True)
     assert absent == Package("no-such-thing", "", "")
@@ -631,9 +609,7 @@ def test_a_bare_python_is_enough_and_told_what_it_lacks(tmp_path: Path) -> None:
 
 
 def test_the_facts_as_json_hold_every_part(tmp_path: Path) -> None:
-    told = json.loads(
-        ask_doctor("--folder", str(tmp_path), "--json", MASTER_ADDR="n1", SECRET_TOKEN="s").stdout
-    )
+    told = json.loads(ask_doctor("--folder", str(tmp_path), "--json", MASTER_ADDR="n1", SECRET_TOKEN="s").stdout)
     assert set(told) == {part.name for part in fields(Facts)}
     assert told["torch"]["gloo"] is True
     assert told["environment"]["MASTER_ADDR"] == "n1"
@@ -664,9 +640,7 @@ def test_the_launcher_can_ask_whether_a_port_is_free(server: socket.socket) -> N
     assert ask_doctor("--port-free", str(port)).returncode == 0
 
 
-@pytest.mark.parametrize(
-    "words", [("--port-free", "0"), ("--port-free", "x"), ("--gpus", "--json"), ("node1",)]
-)
+@pytest.mark.parametrize("words", [("--port-free", "0"), ("--port-free", "x"), ("--gpus", "--json"), ("node1",)])
 def test_a_wrong_call_is_refused(words: tuple[str, ...]) -> None:
     reply = ask_doctor(*words)
     assert reply.returncode == 2
