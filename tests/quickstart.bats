@@ -84,7 +84,7 @@ installations() {
   [ "$status" -eq 0 ]
   [ "$(grep -v -e --version "$CALLS")" = "\
 -m venv --without-pip $KIT/.venv
--m pip install -rrequirements.txt" ]
+-m pip install --requirement=requirements.txt" ]
   [ "${lines[0]}" = "launch <--python> <$KIT/.venv/bin/python> <config/quickstart.yaml> <2> in <$KIT>" ]
   [[ "$output" == *"What to do next:"*"scripts/test_distributed.sh 2"* ]]
 }

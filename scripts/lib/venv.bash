@@ -14,7 +14,7 @@ provide_venv() { # <value of --python, may be empty> <requirement file...>
   base_python "$1"
   if [[ ${DRY_RUN:-0} == 1 ]]; then
     show "$PYTHON" -m venv "$VENV"
-    show "$VENV/bin/python" -m pip install "${@/#/-r}"
+    show "$VENV/bin/python" -m pip install "${@/#/--requirement=}"
   else
     build_venv "${@:2}" 9>>"$VENV.lock"
   fi
@@ -87,7 +87,7 @@ make_venv() {
 
 # "unfinished" stays behind when the installer is killed: nobody can say then what is half written.
 fill_venv() { # <requirement file...>
-  local file install=("$VENV/bin/python" -m pip install "${@/#/-r}")
+  local file install=("$VENV/bin/python" -m pip install "${@/#/--requirement=}")
   trap 'exit "$EXIT_INTERRUPTED"' INT
   log "installing $*: minutes, the first time (to follow it: tail -f $(quote "$VENV/install.log"))"
   show "${install[@]}"
