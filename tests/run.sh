@@ -130,8 +130,8 @@ lint() { # <name> <command...>
 
 
 run_linters() {
-  lint ruff "$VENV/bin/python" -m ruff check .
-  lint mypy flock pyproject.toml "$VENV/bin/python" -m mypy # two at once break its cache
+  lint ruff "$PYTHON" -m ruff check .
+  lint mypy flock pyproject.toml "$PYTHON" -m mypy # two at once break its cache
   local files
   mapfile -d '' files < <(sources -name '*.sh' -o -name '*.bash' -o -path .ci/run)
   lint shellcheck shellcheck -x "${files[@]}"
@@ -160,7 +160,7 @@ run_pytest() { # <file...>
   local report=$RESULTS/pytest.xml
   local options=(--junitxml "$report")
   [[ ! $SOAK ]] || options+=(-m '')
-  runner "$VENV/bin/python" -m pytest "${options[@]}" "$@"
+  runner "$PYTHON" -m pytest "${options[@]}" "$@"
   add_up pytest "$(occurrences '<testcase [^>]*/>' "$report")" \
     "$(occurrences '<(failure|error) ' "$report")" "$(occurrences '<skipped ' "$report")"
 }

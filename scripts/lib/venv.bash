@@ -6,18 +6,19 @@
 VENV=$KIT/.venv
 
 
-# After this $VENV holds what the requirement files (names in KIT) ask for.
+# After this $VENV holds what the requirement files (names in KIT) ask for, and PYTHON is its Python;
+# in a dry run, where there is no $VENV yet, the one it would be made from.
 provide_venv() { # <value of --python, may be empty> <requirement file...>
-  if venv_holds "${@:2}"; then
-    return
-  fi
-  base_python "$1"
-  if [[ ${DRY_RUN:-0} == 1 ]]; then
-    show "$PYTHON" -m venv "$VENV"
-    show "$VENV/bin/python" -m pip install "${@/#/--requirement=}"
-  else
+  if ! venv_holds "${@:2}"; then
+    base_python "$1"
+    if [[ ${DRY_RUN:-0} == 1 ]]; then
+      show "$PYTHON" -m venv "$VENV"
+      show "$VENV/bin/python" -m pip install "${@/#/--requirement=}"
+      return
+    fi
     build_venv "${@:2}" 9>>"$VENV.lock"
   fi
+  PYTHON=$VENV/bin/python
 }
 
 
