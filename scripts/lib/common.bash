@@ -101,14 +101,24 @@ wait_for() { # <program> [argument...]
   INTERRUPTED=
   (trap - INT && exec "$@") <&0 &
   child=$!
-  trap 'INTERRUPTED=INT' INT
-  trap 'INTERRUPTED=TERM; kill -TERM "$child"' TERM
-  while kill -0 "$child" 2>/dev/null; do
-    status=0
-    wait "$child" || status=$?
-  done
+  trap 'SIGNALLED=1 INTERRUPTED=INT' INT
+  trap 'SIGNALLED=1 INTERRUPTED=TERM; kill -TERM "$child"' TERM
+  join "$child" || status=$?
   trap - INT TERM
   return "$status"
+}
+
+
+# Wait for a child to its very end and return its own status. `wait` alone returns early when a trap runs:
+# a trap that may run meanwhile says so with SIGNALLED=1.
+join() { # <process id>
+  local status=127 latest # `wait` also answers 127 when it has told us of the child before
+  while true; do
+    SIGNALLED=
+    wait "$1" 2>/dev/null && latest=0 || latest=$?
+    ((latest == 127)) || status=$latest
+    [[ $SIGNALLED ]] || return "$status"
+  done
 }
 
 

@@ -118,11 +118,19 @@ check_torch() {
 }
 
 
+give_environment() {
+  local word
+  for word in "${ENVIRONMENT[@]}"; do
+    export "${word?}"
+  done
+}
+
+
 # How many GPUs this machine offers; a rank needs one for itself where there are any.
 check_gpus() { # <number of ranks on this machine>
   local gpus
   ((PREFLIGHT)) || return 0
-  gpus=$(env "${ENVIRONMENT[@]}" "$KIT/scripts/doctor.sh" --python "$PYTHON" --gpus) || die "cannot count the GPUs"
+  gpus=$(give_environment && kit_python doctor --gpus) || die "cannot count the GPUs: see the line above"
   ((gpus == 0 || $1 <= gpus)) || die_usage "NPROC $1: this machine has $gpus GPU(s), and each process needs its own"
 }
 
@@ -202,12 +210,10 @@ node_env() {
 }
 
 
-# Set STATUS. `wait` returns early when a signal arrives: then wait again.
+# Set STATUS.
 wait_for_node() {
-  while true; do
-    wait "$NODE" && STATUS=0 || STATUS=$?
-    kill -0 "$NODE" 2>/dev/null || break
-  done
+  STATUS=0
+  join "$NODE" || STATUS=$?
   exec {SWITCH}>&-
   wait "$CONSOLE" || true
 }
@@ -215,7 +221,7 @@ wait_for_node() {
 
 # A person, or the system, asks us to stop: the node is told, and told again when we are.
 interrupted() { # <signal>
-  SIGNAL=$1
+  SIGNAL=$1 SIGNALLED=1
   tell "$1: stopping; up to $GRACE s to write a checkpoint, once more $1 to end at once"
   kill -TERM "$NODE" 2>/dev/null || true
 }

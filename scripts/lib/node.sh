@@ -105,9 +105,10 @@ watch_launcher() {
 
 # TERM first, so that a checkpoint can be written; KILL when the grace is over, or when asked again.
 stop() {
+  SIGNALLED=1
   if ((STOPPING)); then
-    kill_group KILL
-    return
+    kill_group KILL || true
+    return 0 # a bare `return` in a trap gives the status of the `wait` that it interrupted
   fi
   STOPPING=1
   kill -TERM "$AGENT" 2>/dev/null || true
@@ -120,16 +121,6 @@ kill_later() {
   trap - TERM INT HUP
   read -r -t "$GRACE" <> <(:) || true # sleeps without a child that would outlive us: nobody writes there
   kill_group KILL
-}
-
-
-# `wait` returns early when a signal arrives: then wait again.
-wait_for_agent() {
-  STATUS=0
-  while true; do
-    wait "$AGENT" 2>/dev/null && STATUS=0 || STATUS=$?
-    kill -0 "$AGENT" 2>/dev/null || break
-  done
 }
 
 
@@ -203,7 +194,8 @@ main() {
   fi
   trap stop TERM INT HUP
   start
-  wait_for_agent
+  STATUS=0
+  join "$AGENT" || STATUS=$?
   trap '' TERM INT HUP
   finish
   exit "$STATUS"

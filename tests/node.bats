@@ -1,0 +1,170 @@
+#!/usr/bin/env bats
+#
+# scripts/lib/node.sh: it runs one command, tells how it ended, and leaves nothing behind - whatever happens to
+# the command, to itself, or to the launcher that holds its standard input open.
+
+bats_require_minimum_version 1.5.0
+
+
+setup() {
+  NODE_SH=$BATS_TEST_DIRNAME/../scripts/lib/node.sh
+  RUN="$BATS_TEST_TMPDIR/a 'run'"
+  mkdir -p "$RUN"
+  mkfifo "$BATS_TEST_TMPDIR/switch"
+}
+
+
+teardown() {
+  exec {SWITCH}>&- || true
+  "$NODE_SH" --sweep --run "$RUN" --node n1
+}
+
+
+# Start node.sh as a launcher does: it lives as long as we hold SWITCH open.
+start() { # <word...>
+  "$NODE_SH" --run "$RUN" --node n1 "$@" <"$BATS_TEST_TMPDIR/switch" >"$BATS_TEST_TMPDIR/out" 2>&1 3>&- &
+  NODE=$!
+  exec {SWITCH}>"$BATS_TEST_TMPDIR/switch"
+}
+
+
+wait_for_line() { # <text>
+  timeout 20 grep -qF -m1 -- "$1" <(tail -n +1 -F "$RUN/node_n1.log" 2>/dev/null)
+}
+
+
+status_of_node() {
+  wait "$NODE" && status=0 || status=$?
+}
+
+
+# How many processes carry the mark of this run.
+left() {
+  grep -lsFxz -- "MUSTER_RUN_DIR=$RUN" /proc/[0-9]*/environ | wc -l
+}
+
+
+@test "the status, the output and the log are the command's own" {
+  start -- sh -c 'echo out; echo err >&2; exit 42'
+  status_of_node
+  [ "$status" -eq 42 ]
+  [ "$(cat "$RUN/node_n1.exit")" = 42 ]
+  [ "$(sort "$RUN/node_n1.log")" = $'err\nout' ]
+  [ "$(sort "$BATS_TEST_TMPDIR/out")" = $'err\nout' ]
+}
+
+
+@test "words arrive byte for byte" {
+  words=("a b" "c'd\"e" '$HOME `x`; exit' $'new\nline' 'ünïcode' '' '*')
+  start -- sh -c 'printf "%s\0" "$@" >"$MUSTER_RUN_DIR/words"' sh "${words[@]}"
+  status_of_node
+  [ "$status" -eq 0 ]
+  printf '%s\0' "${words[@]}" | cmp - "$RUN/words"
+}
+
+
+@test "what another launch left in the environment does not reach the command" {
+  export RANK=3 WORLD_SIZE=8 PET_NNODES=2 TORCHELASTIC_USE_AGENT_STORE=True MASTER_ADDR=old
+  start -- sh -c 'env | grep -E "^(RANK|WORLD_SIZE|PET_|MASTER_|TORCHELASTIC_USE)" | sort'
+  status_of_node
+  [ -z "$(cat "$RUN/node_n1.log")" ]
+}
+
+
+@test "children that the command leaves behind are ended, also one that left its process group" {
+  start -- bash -c 'sleep 300 & setsid sleep 300 & exit 0'
+  status_of_node
+  [ "$status" -eq 0 ]
+  [ "$(left)" -eq 0 ]
+}
+
+
+@test "TERM reaches the command, which may still write a checkpoint and choose its status" {
+  start -- bash -c 'trap "echo saved; exit 75" TERM; echo ready; while :; do sleep 0.1; done'
+  wait_for_line ready
+  kill -TERM "$NODE"
+  status_of_node
+  [ "$status" -eq 75 ]
+  grep -qx saved "$RUN/node_n1.log"
+  [ "$(left)" -eq 0 ]
+}
+
+
+@test "when the launcher is gone the command is stopped" {
+  start -- bash -c 'trap "echo saved; exit 75" TERM; echo ready; while :; do sleep 0.1; done'
+  wait_for_line ready
+  exec {SWITCH}>&-
+  status_of_node
+  [ "$status" -eq 75 ]
+  [ "$(left)" -eq 0 ]
+}
+
+
+@test "a command that will not stop is killed when the grace is over" {
+  start --grace 1 -- bash -c 'trap "" TERM; echo ready; while :; do sleep 0.1; done'
+  wait_for_line ready
+  exec {SWITCH}>&-
+  status_of_node
+  [ "$status" -eq 137 ]
+  [ "$(left)" -eq 0 ]
+}
+
+
+@test "asked twice, it does not wait for the grace" {
+  start --grace 600 -- bash -c 'trap "echo got it" TERM; echo ready; while :; do sleep 0.1; done'
+  wait_for_line ready
+  kill -TERM "$NODE"
+  wait_for_line "got it"
+  kill -TERM "$NODE"
+  status_of_node
+  [ "$status" -eq 137 ]
+  [ "$(left)" -eq 0 ]
+}
+
+
+@test "what a killed node.sh left is found by its mark, and nobody else's is touched" {
+  sleep 300 3>&- &
+  bystander=$!
+  start -- bash -c 'echo ready; exec sleep 300'
+  wait_for_line ready
+  kill -KILL "$NODE"
+  [ "$(left)" -gt 0 ]
+  "$NODE_SH" --sweep --run "$RUN" --node n1
+  [ "$(left)" -eq 0 ]
+  kill -0 "$bystander"
+  kill "$bystander"
+}
+
+
+@test "config/node_env.sh is sourced before the command" {
+  echo 'export FROM_NODE_ENV="a b"; false; unset_variable=$NOT_SET' >"$BATS_TEST_TMPDIR/env.sh"
+  start --source "$BATS_TEST_TMPDIR/env.sh" -- sh -c 'echo "$FROM_NODE_ENV"'
+  status_of_node
+  [ "$status" -eq 0 ]
+  [ "$(cat "$RUN/node_n1.log")" = "a b" ]
+}
+
+
+@test "a full disk under the log does not stop the command" {
+  [ "$(id -u)" -eq 0 ] || skip "needs root to mount a small filesystem"
+  small="$BATS_TEST_TMPDIR/small"
+  mkdir "$small"
+  mount -t tmpfs -o size=64k tmpfs "$small"
+  RUN=$small
+  start -- sh -c 'i=0; while [ $i -lt 3000 ]; do echo "line $i, long enough to fill a small disk"; i=$((i+1)); done; exit 7'
+  status_of_node
+  umount "$small"
+  [ "$status" -eq 7 ]
+  grep -q "line 2999" "$BATS_TEST_TMPDIR/out"
+}
+
+
+@test "a wrong call is refused with 2 and starts nothing" {
+  for call in "--run $BATS_TEST_TMPDIR/nix --node n1 -- true" "--node n1 -- true" "--bad"; do
+    # shellcheck disable=SC2086
+    run -2 "$NODE_SH" $call
+  done
+  run -2 "$NODE_SH" --run "$RUN" --node n1
+  run -2 "$NODE_SH" --run "$RUN" --node n1 --grace soon -- true
+  [ -z "$(ls "$RUN")" ]
+}
