@@ -1,0 +1,276 @@
+"""What a run left behind, as values: its files read, its steps in order, its ranks compared.
+
+    run = read(Path("logs/latest"))
+    run.history.series("loss")    ->  [(10.0, 2.31), (20.0, 2.2), ...]
+    compare(run, run.history.rank_seconds())  ->  [Rank(rank=0, host="node1", median=0.05, ...), ...]
+
+Every file may be missing, cut short or not what it should be: what cannot be read is left out and named in
+`notes`. Standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone, tzinfo
+from pathlib import Path
+from typing import Any
+
+Point = tuple[float, float]  # step, value; the value is NaN where it was none
+
+SLOW = 1.15  # a rank that needs this many times the median of all ranks is a straggler
+BOUND = 1e100  # beyond it a number is as good as infinite: sums and scales stay finite below it
+
+
+@dataclass
+class History:
+    """The lines of metrics.jsonl that still count, each kind by rising step."""
+
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    held_out: list[dict[str, Any]] = field(default_factory=list)
+    events: list[dict[str, Any]] = field(default_factory=list)  # in the order of the file
+
+    def add(self, line: dict[str, Any]) -> None:
+        """Take the next line of the file. Going back to a step, a resumed run takes back what came after it."""
+        step = line["step"]
+        if "event" in line:
+            self.events.append(line)
+            if line["event"] == "resume":
+                self._go_back_to(step)
+            return
+        if "held_out_loss" in line:
+            _append(self.held_out, line)
+        if set(line) - {"step", "time", "held_out_loss"}:
+            self._go_back_to(step)
+            _append(self.steps, line)
+
+    def _go_back_to(self, step: float) -> None:
+        for lines in (self.steps, self.held_out):
+            while lines and lines[-1]["step"] > step:
+                lines.pop()
+
+    def series(self, key: str) -> list[Point]:
+        """The values of one key over steps."""
+        return [(line["step"], number(line[key])) for line in self.steps if key in line]
+
+    def held_out_losses(self) -> list[Point]:
+        """Held-out loss over steps, in nats a token."""
+        return [(line["step"], number(line["held_out_loss"])) for line in self.held_out]
+
+    def rank_seconds(self) -> list[tuple[float, list[float]]]:
+        """Each rank's own compute seconds over steps, of as many ranks as the run last had."""
+        lines = [(line["step"], line["rank_seconds"]) for line in self.steps if _is_list(line, "rank_seconds")]
+        size = len(lines[-1][1]) if lines else 0
+        return [(step, [number(value) for value in values]) for step, values in lines if len(values) == size]
+
+    def last_event(self, *names: str) -> dict[str, Any] | None:
+        """The newest event of one of these names."""
+        return next((event for event in reversed(self.events) if event["event"] in names), None)
+
+    def span(self) -> tuple[float, float] | None:
+        """Unix seconds of the first and the last line that say when they were written."""
+        lines = (*self.steps, *self.held_out, *self.events)
+        times = [time for line in lines if math.isfinite(time := number(line.get("time")))]
+        return (min(times), max(times)) if times else None
+
+
+def _append(lines: list[dict[str, Any]], line: dict[str, Any]) -> None:
+    while lines and lines[-1]["step"] >= line["step"]:
+        lines.pop()
+    lines.append(line)
+
+
+def _is_list(line: Mapping[str, Any], key: str) -> bool:
+    return isinstance(line.get(key), list) and bool(line[key])
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run folder."""
+
+    name: str
+    about: dict[str, Any]  # run.json
+    setup: dict[str, Any]  # settings.json
+    verdict: dict[str, Any]
+    history: History
+    notes: list[str]  # what could not be read
+
+    def fact(self, section: str, key: str) -> Any:
+        """A value of settings.json, or None."""
+        return mapping(self.setup.get(section)).get(key)
+
+    def setting(self, section: str, key: str) -> Any:
+        """A value of the settings, or None."""
+        return mapping(mapping(self.setup.get("settings")).get(section)).get(key)
+
+    @property
+    def nodes(self) -> list[str]:
+        """The hosts that were asked for, in the order of their node ranks."""
+        nodes = self.about.get("nodes")
+        return [str(node) for node in nodes] if isinstance(nodes, list) else []
+
+    def host_of(self, rank: int, size: int) -> str | None:
+        """The host of a rank where every node runs as many ranks as the others."""
+        each = size // len(self.nodes) if self.nodes else 0
+        return self.nodes[rank // each] if each and each * len(self.nodes) == size else None
+
+    def seconds(self) -> float | None:
+        """From the launch, or the first line that says when, to the last sign of life."""
+        span = self.history.span()
+        signs = [time for time in (started(self), number(self.verdict.get("time")), *(span or ())) if is_time(time)]
+        return max(signs) - min(signs) if len(signs) > 1 else None
+
+
+def started(run: Run) -> float:
+    """Unix seconds of the launch; NaN when nobody wrote it down."""
+    launch = _launch(run)
+    return launch.timestamp() if launch else math.nan
+
+
+def zone(run: Run) -> tzinfo:
+    """The zone in which the launch was written down, else UTC."""
+    return getattr(_launch(run), "tzinfo", None) or timezone.utc
+
+
+def _launch(run: Run) -> datetime | None:
+    try:
+        launch = datetime.fromisoformat(str(run.about.get("started")))
+    except ValueError:
+        return None
+    return launch if launch.tzinfo else launch.replace(tzinfo=timezone.utc)
+
+
+def is_time(value: float) -> bool:
+    """Whether a calendar knows these Unix seconds."""
+    return math.isfinite(value) and 0 < value < 253_000_000_000
+
+
+# ---------------------------------------------------------------- reading
+
+
+def read(folder: Path) -> Run:
+    """Read a run folder. Raises OSError when the folder itself cannot be read."""
+    folder = folder.resolve(strict=True)
+    notes: list[str] = []
+    about, setup, verdict = (_object(folder / name, notes) for name in ("run.json", "settings.json", "verdict.json"))
+    history = _history(folder / "metrics.jsonl", notes)
+    name = about.get("run")
+    return Run(name if isinstance(name, str) and name else folder.name, about, setup, verdict, history, notes)
+
+
+def _object(path: Path, notes: list[str]) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        notes.append(f"{path.name} cannot be read and is left out: {error}")
+        return {}
+    if not isinstance(value, dict):
+        notes.append(f"{path.name} is left out: it holds a {type(value).__name__}, an object is wanted")
+        return {}
+    return value
+
+
+def _history(path: Path, notes: list[str]) -> History:
+    history, faulty, cut = History(), 0, False
+    try:
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            for text in lines:
+                line = _line(text)
+                faulty, cut = faulty + (line is None), line is None and not text.endswith("\n")
+                if line:
+                    history.add(line)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        notes.append(f"{path.name} cannot be read further: {error.strerror}")
+    if faulty - cut:  # a last line without an end is a run that was cut off, and no fault
+        notes.append(f"{path.name}: {faulty - cut} line(s) hold no object with a step and are left out")
+    return history
+
+
+def _line(text: str) -> dict[str, Any] | None:
+    try:
+        line = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(line, dict) or not math.isfinite(step := number(line.get("step"))):
+        return None
+    return line | {"step": step}
+
+
+def number(value: Any) -> float:
+    """A float; NaN for what is no number, infinite, or as good as infinite."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return math.nan
+    return float(value) if -BOUND < value < BOUND else math.nan
+
+
+def mapping(value: Any) -> Mapping[str, Any]:
+    """The value where it is an object, else an empty one."""
+    return value if isinstance(value, Mapping) else {}
+
+
+# ---------------------------------------------------------------- the ranks compared
+
+
+@dataclass(frozen=True)
+class Rank:
+    """How long one rank computes in a step, in seconds, before it waits for the others."""
+
+    rank: int
+    host: str | None
+    median: float  # over all logged steps
+    low: float  # of ten logged steps one is faster
+    high: float  # of ten logged steps one is slower
+    ratio: float  # its median through the median of all ranks
+
+    @property
+    def slow(self) -> bool:
+        """Whether the others wait for this one."""
+        return self.ratio > SLOW
+
+
+def compare(run: Run, rows: Sequence[tuple[float, Sequence[float]]]) -> list[Rank]:
+    """The ranks of a run that have a finite time in `rows` (see History.rank_seconds), by rank.
+
+    Of an even number of ranks the lower median is the measure, so that of two ranks one can be slow.
+    """
+    by_rank = zip(*(seconds for _, seconds in rows), strict=True)
+    columns = [sorted(filter(math.isfinite, column)) for column in by_rank]
+    medians = [statistics.median(column) for column in columns if column]
+    usual = statistics.median_low(medians) if medians else math.nan
+    return [_rank(run, rank, len(columns), column, usual) for rank, column in enumerate(columns) if column]
+
+
+def _rank(run: Run, rank: int, size: int, seconds: list[float], usual: float) -> Rank:
+    median = statistics.median(seconds)
+    low, high = (seconds[round(share * (len(seconds) - 1))] for share in (0.1, 0.9))
+    return Rank(rank, run.host_of(rank, size), median, low, high, median / usual if usual > 0 else math.nan)
+
+
+def stragglers(ranks: Iterable[Rank]) -> list[Rank]:
+    """The slow ones, the slowest first."""
+    return sorted((rank for rank in ranks if rank.slow), key=lambda rank: -rank.ratio)
+
+
+def fold(numbers: Iterable[int]) -> str:
+    """0-3, 7: rising numbers as people write them."""
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in _stretches(numbers))
+
+
+def _stretches(numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
+    first = last = None
+    for value in numbers:
+        if first is None or last is None:
+            first = value
+        elif value != last + 1:
+            yield first, last
+            first = value
+        last = value
+    if first is not None and last is not None:
+        yield first, last

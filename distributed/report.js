@@ -1,0 +1,58 @@
+// The values under the pointer. The page says everything without it, too.
+"use strict";
+
+const SVG = "http://www.w3.org/2000/svg";
+
+function readable(value) {
+  const size = Math.abs(value);
+  if (size >= 1000) return value.toLocaleString("en", { maximumFractionDigits: 0 });
+  if (size > 0 && size < 1e-3) return value.toExponential(2).replace(/\.?0+e/, "e");
+  return String(Number(value.toPrecision(4)));
+}
+
+function nearest(points, x) {
+  let low = 0, high = points.length - 1;
+  while (high - low > 1) {
+    const middle = (low + high) >> 1;
+    if (points[middle][0] < x) low = middle; else high = middle;
+  }
+  return Math.abs(points[low][0] - x) < Math.abs(points[high][0] - x) ? points[low] : points[high];
+}
+
+function place([low, high, start, end, log], value) {
+  const scale = log ? Math.log10 : Number;
+  return start + (scale(value) - scale(low)) / (scale(high) - scale(low)) * (end - start);
+}
+
+function drawn(name, attributes) {
+  const element = document.createElementNS(SVG, name);
+  for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
+  return element;
+}
+
+function follow(figure) {
+  const svg = figure.querySelector("svg.lines"), output = figure.querySelector(".readout");
+  const { x, y, lines } = JSON.parse(figure.querySelector("script").textContent);
+  const shown = lines.filter((line) => line.points.length);
+  const layer = svg.appendChild(drawn("g", {}));
+
+  svg.addEventListener("pointermove", (event) => {
+    const at = new DOMPoint(event.clientX, event.clientY).matrixTransform(svg.getScreenCTM().inverse()).x;
+    const wanted = x[0] + (at - x[2]) / (x[3] - x[2]) * (x[1] - x[0]);
+    const found = shown.map((line) => ({ line, point: nearest(line.points, wanted) }));
+    const step = found[0].point[0];
+    layer.replaceChildren(drawn("path", { class: "pointer", d: `M${place(x, step)} ${y[2]}V${y[3]}` }));
+    output.replaceChildren(`step ${readable(Math.round(step))}`);
+    for (const { line, point } of found.slice(0, 8)) {
+      layer.append(drawn("circle", { class: `at ${line.style}`, r: 4, cx: place(x, point[0]), cy: place(y, point[1]) }));
+      const value = document.createElement("b");
+      value.className = line.style;
+      value.textContent = `${shown.length > 1 ? line.name + " " : ""}${readable(point[1])}`;
+      output.append(value);
+    }
+  });
+  svg.addEventListener("pointerleave", () => { layer.replaceChildren(); output.replaceChildren(); });
+}
+
+for (const figure of document.querySelectorAll("figure:has(svg.lines)")) follow(figure);
+addEventListener("beforeprint", () => document.querySelectorAll("details").forEach((part) => { part.open = true; }));
