@@ -1,0 +1,205 @@
+"""A state that FSDP shards, saved and loaded through torch.distributed.checkpoint.
+
+All ranks plan together, on the main thread. Then each writes its own file, on a thread that calls no
+collective: a rank that is done says so by a file in the folder that is being written, and rank 0 waits for
+those files. So the nodes must share that folder, as anybody must who is to read all the shards again.
+
+The files are torch's own format, and its tools read them; for example, all weights into one file:
+
+    python -m torch.distributed.checkpoint.format_utils dcp_to_torch step_00000120 all.pt
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan
+
+from distributed.ranks import Ranks
+from distributed.step_folder import CheckpointError, FileNotes, written
+
+POLL = 0.05  # seconds between two looks at a file that another rank will write
+SHARED_WITHIN = 10.0  # seconds in which a new folder must be seen on every node
+
+METADATA = "torch.distributed.checkpoint.metadata"
+HARMLESS = {
+    *((METADATA, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")),
+    *((METADATA, f"{name}StorageMetadata") for name in ("Bytes", "Chunk", "Tensor")),
+    (METADATA, "TensorProperties"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.distributed.checkpoint.storage", "WriteResult"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),
+}
+
+
+# ---- saving ----
+
+
+class Part:
+    """This rank's part of one checkpoint: planned with all ranks, written without them."""
+
+    def __init__(self, folder: Path, state: Mapping[str, Any], ranks: Ranks) -> None:
+        """A collective. `folder` is there already. Raises CheckpointError where a node does not see it."""
+        if unseen := next(filter(None, ranks.everyone(_unseen(folder, ranks.rank))), None):
+            raise CheckpointError(unseen)
+        self._folder, self._rank = folder, ranks.rank
+        self._planner = _PlannerOfCopies()
+        self._writer = dcp.FileSystemWriter(folder, thread_count=1, per_thread_copy_ahead=0)
+        self._writer.fs = self._files = _HashedFiles()
+        self._planner.set_up_planner(dict(state), self._writer.storage_meta(), ranks.rank == 0)
+        self._writer.set_up_storage_writer(ranks.rank == 0)
+        plans = ranks.gather(self._planner.create_local_plan())
+        self._plan = self._planner.finish_plan(ranks.decide(lambda: self._plan_all(plans))[ranks.rank])
+
+    def _plan_all(self, plans: list[SavePlan]) -> list[SavePlan]:
+        plans, self._metadata = self._planner.create_global_plan(plans)
+        return self._writer.prepare_global_plan(plans)
+
+    def write(self, copy: Mapping[str, Any]) -> None:
+        """Write this rank's shards: `copy` is the state that was planned, with its local tensors."""
+        self._planner.take_from(dict(copy))
+        self._results = self._writer.write_data(self._plan, self._planner).wait()
+        if self._rank != 0:
+            self._leave_note(self._file(self._rank, "done"), (self._files.notes, self._results))
+
+    def give_up(self, cause: BaseException) -> None:
+        """Tell rank 0. On a full disk an empty note must do."""
+        with suppress(OSError):
+            self._file(self._rank, "failed").write_text(f"rank {self._rank}: {cause}")
+
+    def collect(self, size: int, late: Callable[[], bool]) -> FileNotes:
+        """Wait for all ranks, complete the folder, and return its files. For rank 0."""
+        noted = [self._note_of(rank, late) for rank in range(1, size)]
+        self._writer.finish(self._metadata, [self._results, *(results for _, results in noted)])
+        notes = self._files.notes
+        for rank, (theirs, _) in enumerate(noted, start=1):
+            notes |= theirs
+            self._file(rank, "done").unlink()
+        notes[".metadata"] = notes.pop(".metadata.tmp")
+        return notes
+
+    def _note_of(self, rank: int, late: Callable[[], bool]) -> tuple[FileNotes, list[Any]]:
+        done, failed = self._file(rank, "done"), self._file(rank, "failed")
+        while not done.exists():
+            if failed.exists():
+                raise CheckpointError(failed.read_text() or f"rank {rank}: it could not write its shard")
+            if late():
+                raise CheckpointError(f"rank {rank}: nothing came of its shard in time")
+            time.sleep(POLL)
+        notes, results = _unpickle(done.read_bytes())
+        return notes, results
+
+    def _leave_note(self, file: Path, content: object) -> None:
+        beside = file.with_suffix(".half")
+        beside.write_bytes(pickle.dumps(content))
+        os.rename(beside, file)
+
+    def _file(self, rank: int, outcome: str) -> Path:
+        return self._folder / f"rank_{rank}.{outcome}"
+
+
+class _PlannerOfCopies(DefaultSavePlanner):
+    """Plans with the training's tensors, and hands out their copies."""
+
+    def take_from(self, copy: dict[str, Any]) -> None:
+        flat = DefaultSavePlanner()
+        flat.set_up_planner(copy)
+        self.state_dict = flat.state_dict
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return self.state_dict[index.fqn]
+
+
+class _HashedFiles(FileSystem):
+    """The writer's files, with their checksums."""
+
+    def __init__(self) -> None:
+        self.notes: FileNotes = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        assert mode == "wb", mode
+        with written(Path(path), self.notes) as stream:
+            yield stream
+
+
+def _unseen(folder: Path, rank: int) -> str | None:
+    """Network filesystems show a new folder late; one that is not shared never does."""
+    start = time.monotonic()
+    while not folder.is_dir():
+        if time.monotonic() - start > SHARED_WITHIN:
+            return (
+                f"rank {rank} on {socket.gethostname()} does not see {folder}, which rank 0 made: "
+                f"fsdp needs a checkpoint folder that all nodes share"
+            )
+        time.sleep(POLL)
+    return None
+
+
+# ---- loading ----
+
+
+def load(folder: Path, state: dict[str, Any]) -> None:
+    """Fill the state in place, its sharded tensors included, whatever the world size was that saved it.
+
+    Raises CheckpointError when a tensor of either is missing in the other, or has another shape.
+    """
+    try:
+        dcp.load(state, storage_reader=_SafeReader(folder), planner=_StrictPlanner())
+    except dcp.CheckpointException as error:
+        cause = next(iter(error.failures.values()))[0]
+        raise CheckpointError(f"{folder} does not fit this training: {cause}") from error
+
+
+class _SafeReader(dcp.FileSystemReader):
+    """Reads the metadata, which is a pickle, without running what a pickle could run."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        metadata: Metadata = _unpickle(Path(self.path, ".metadata").read_bytes())
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _StrictPlanner(DefaultLoadPlanner):
+    """Reads no pickle that could run code, and leaves no saved tensor out."""
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
+        saved = self.metadata.state_dict_metadata.items()
+        tensors = {name for name, kind in saved if isinstance(kind, TensorStorageMetadata)}
+        if surplus := sorted(tensors - set(self.state_dict)):
+            raise ValueError(f"it has {surplus[0]}, and this training has no such tensor ({len(surplus)} in all)")
+        return super().create_local_plan()
+
+    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
+        torch.load(value, weights_only=True)  # what this accepts is safe to read as the parent class does
+        value.seek(0)
+        super().load_bytes(read_item, value)
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in HARMLESS or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint needs: do not trust it")
+
+
+def _unpickle(content: bytes) -> Any:
+    return _Unpickler(io.BytesIO(content)).load()

@@ -1,0 +1,334 @@
+"""A checkpoint on the disk: whole, or not there.
+
+A checkpoint is a folder, `step_00000120/`. Its manifest.json holds the SHA-256 of every file and of itself.
+It is written beside, as `step_00000120.writing-<host>-<pid>`, brought to the disk, and renamed. So under its
+final name a checkpoint is whole, and one that the disk damaged later is told by its checksums and skipped.
+
+Standard library alone.
+
+Try it: python -m distributed.step_folder FOLDER    lists the checkpoints of a folder and checks every byte
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import io
+import json
+import logging
+import os
+import re
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+STEP = re.compile(r"step_(\d{8,})(\.old)?")
+LEFTOVER = re.compile(r"step_\d{8,}\.(?:writing|removing)-(?P<host>.+)-(?P<pid>\d+)")
+MIB = 2**20
+SILENCE = 3600.0  # seconds without a change, after which another host's leftover counts as abandoned
+# What a filesystem answers that has no locks, or that cannot bring a folder to the disk.
+UNSUPPORTED = {errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
+
+FileNotes = dict[str, dict[str, Any]]  # file name -> {"bytes", "sha256"}
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written, read or used; the message says which, why, and what to do."""
+
+
+# ---- finding ----
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint as its manifest describes it."""
+
+    path: Path
+    step: int
+    score: float | None  # lower is better: the held-out loss, say
+    ranks: int  # world size of the run that wrote it
+    sharded: bool
+    written: str  # ISO 8601 with zone
+    facts: Mapping[str, Any]
+    files: Mapping[str, Mapping[str, Any]]  # name -> {"bytes", "sha256"}
+
+    @classmethod
+    def read(cls, path: Path) -> Found:
+        """Read the manifest, and no other file. Raises CheckpointError when it is missing or damaged."""
+        file = path / "manifest.json"
+        fields = ("step", "score", "ranks", "sharded", "written", "facts", "files")
+        try:
+            manifest = json.loads(file.read_bytes())
+            checksum = manifest.pop("sha256")
+            found = cls(path, **{field: manifest[field] for field in fields})
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{file}: cannot be read: {error!r}") from error
+        if checksum != _checksum(manifest):
+            raise CheckpointError(f"{file}: its checksum does not match: it is damaged")
+        return found
+
+    @property
+    def bytes(self) -> int:
+        """Of all its files but the manifest."""
+        return sum(file["bytes"] for file in self.files.values())
+
+    def fault(self) -> str | None:
+        """What is wrong with its files, or None. Reads every byte, several files at once."""
+        with ThreadPoolExecutor() as pool:
+            return next(filter(None, pool.map(self._fault_of, self.files)), None)
+
+    def _fault_of(self, name: str) -> str | None:
+        file, noted = self.path / name, self.files[name]
+        try:
+            if (size := file.stat().st_size) != noted["bytes"]:
+                return f"{file}: {size} bytes instead of {noted['bytes']}: it was cut short or overwritten"
+            if _sha256(file) != noted["sha256"]:
+                return f"{file}: its checksum does not match: it is damaged"
+        except OSError as error:
+            return f"{file}: cannot be read: {error}"
+        return None
+
+
+def newest(folder: Path) -> Found | None:
+    """The newest good checkpoint, every byte checked; what is skipped is named in a warning."""
+    return _first_good(described(folder))
+
+
+def best(folder: Path) -> Found | None:
+    """The good checkpoint with the lowest score; the newest of equals."""
+    return _first_good(sorted(described(folder), key=_score))
+
+
+def _first_good(candidates: Iterable[Found]) -> Found | None:
+    for found in candidates:
+        fault = found.fault()
+        if fault is None:
+            return found
+        log.warning("skipping a checkpoint: %s", fault)
+    return None
+
+
+def described(folder: Path) -> Iterator[Found]:
+    """The checkpoints whose manifest is whole, newest first; the others are named in a warning."""
+    for path in step_folders(folder):
+        try:
+            yield Found.read(path)
+        except CheckpointError as error:
+            log.warning("skipping a checkpoint: %s", error)
+
+
+def step_folders(folder: Path) -> list[Path]:
+    """Newest first. An `.old` one stands in while the same step is being published again."""
+    named = [(match, path) for path in folder.glob("step_*") if (match := STEP.fullmatch(path.name))]
+    return [path for _, path in sorted(named, key=lambda pair: (-int(pair[0][1]), pair[0][2] is not None))]
+
+
+def _score(found: Found) -> float:
+    return float("inf") if found.score is None else found.score
+
+
+def _sha256(file: Path) -> str:
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(4 * MIB))
+    with file.open("rb", buffering=0) as stream:
+        while count := stream.readinto(buffer):
+            digest.update(buffer[:count])
+    return digest.hexdigest()
+
+
+def _checksum(manifest: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+# ---- writing ----
+
+
+class HashedFile(io.FileIO):
+    """A new file that knows the SHA-256 of what was written to it."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "xb")
+        self._sha256, self._bytes = hashlib.sha256(), 0
+
+    def write(self, data: Any) -> int:
+        """Write all of `data`. Other threads run meanwhile: hashing and writing let go of Python's lock."""
+        rest = memoryview(data).cast("B")
+        self._sha256.update(rest)
+        self._bytes += (count := rest.nbytes)
+        while rest:
+            rest = rest[super().write(rest) :]
+        return count
+
+    def note(self) -> dict[str, Any]:
+        """What a manifest says of it."""
+        return {"bytes": self._bytes, "sha256": self._sha256.hexdigest()}
+
+
+@contextmanager
+def written(file: Path, notes: FileNotes) -> Iterator[HashedFile]:
+    """A new file; left well, it is on the disk, and noted."""
+    with HashedFile(file) as stream:
+        yield stream
+        os.fsync(stream.fileno())
+    notes[file.name] = stream.note()
+
+
+def final_folder(folder: Path, step: int) -> Path:
+    """Where the checkpoint of a step is published."""
+    return folder / f"step_{step:08d}"
+
+
+def new_folder(final: Path) -> Path:
+    """Make the folder beside, to write in before publishing."""
+    writing = final.with_name(f"{final.name}.writing-{_me()}")
+    shutil.rmtree(writing, ignore_errors=True)
+    writing.mkdir()
+    return writing
+
+
+def publish(writing: Path, final: Path, manifest: Mapping[str, Any]) -> None:
+    """Seal the folder with its manifest and give it its name.
+
+    Where the step was published before, one of the two is found at every moment.
+    """
+    text = json.dumps({**manifest, "sha256": _checksum(manifest)}, indent=2, sort_keys=True)
+    with written(writing / "manifest.json", {}) as stream:
+        stream.write(f"{text}\n".encode())
+    _sync_folder(writing)
+    old = final.with_name(f"{final.name}.old")
+    if final.exists():
+        remove(old)
+        os.rename(final, old)
+    os.rename(writing, final)
+    _sync_folder(final.parent)
+    remove(old)
+
+
+def prune(folder: Path, step: int, keep: int) -> None:
+    """Leave the newest `keep` up to this step, and the best. Later steps are another life's: left alone."""
+    ours = [found for found in described(folder) if found.step <= step]
+    best_one = min((found for found in ours if found.score is not None), key=_score, default=None)
+    for found in ours[keep:]:
+        if found is not best_one:
+            try:
+                remove(found.path)
+            except OSError as error:
+                log.warning("%s: cannot be removed: %s", found.path, error)
+
+
+def remove(path: Path) -> None:
+    """Rename, then delete: what is half deleted does not bear a checkpoint's name."""
+    if path.exists():
+        going = path.with_name(f"{path.name.removesuffix('.old')}.removing-{_me()}")
+        shutil.rmtree(going, ignore_errors=True)
+        os.rename(path, going)
+        shutil.rmtree(going)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+# ---- one writer a folder ----
+
+
+def take_over(folder: Path) -> io.TextIOWrapper | None:
+    """Make the folder, lock it, and remove what dead runs left half done.
+
+    Returns the lock: close it to give the folder back; None where the filesystem has no locks.
+    Raises CheckpointError when another run holds the folder, or it cannot be written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = _lock(folder)
+    except OSError as error:
+        raise CheckpointError(f"{folder}: checkpoints cannot be kept here: {error}") from error
+    for leftover in filter(_abandoned, folder.glob("step_*")):
+        shutil.rmtree(leftover, ignore_errors=True)
+    return lock
+
+
+def _lock(folder: Path) -> io.TextIOWrapper | None:
+    """The kernel frees it when this process dies. Not flock: a forked data worker would hold that one too."""
+    lock = (folder / ".lock").open("a+")
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        with lock:
+            if error.errno not in UNSUPPORTED:
+                lock.seek(0)
+                raise CheckpointError(
+                    f"{folder}: another run ({lock.read().strip()}) writes its checkpoints here: "
+                    f"wait for it, stop it, or give this run a folder of its own"
+                ) from error
+        log.warning("%s: this filesystem has no locks: see to it that no second run writes here", folder)
+        return None
+    lock.truncate(0)
+    lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    lock.flush()
+    return lock
+
+
+def _abandoned(leftover: Path) -> bool:
+    """Whether nobody writes it any more: its process is gone; another host's was silent for long."""
+    match = LEFTOVER.fullmatch(leftover.name)
+    if match is None:
+        return False
+    if match["host"] == socket.gethostname():
+        return int(match["pid"]) == os.getpid() or not _alive(int(match["pid"]))
+    with suppress(FileNotFoundError):
+        return max(path.stat().st_mtime for path in (leftover, *leftover.iterdir())) < time.time() - SILENCE
+    return False
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _me() -> str:
+    return f"{socket.gethostname()}-{os.getpid()}"
+
+
+def main(words: list[str], say: Callable[[str], object] = print) -> int:
+    """List a folder's checkpoints. 0: all are good; 1: one is not, or there is none; 2: no such folder."""
+    if len(words) != 1 or not Path(words[0]).is_dir():
+        sys.stderr.write(f"no folder {' '.join(words)!r}: python -m distributed.step_folder FOLDER\n")
+        return 2
+    faults = []
+    for path in step_folders(Path(words[0])):
+        try:
+            found = Found.read(path)
+            faults.append(found.fault())
+            score = "" if found.score is None else f"  score {found.score:g}"
+            say(f"{path}  {found.bytes / 1e6:.1f} MB  {found.written}{score}  {faults[-1] or 'good'}")
+        except CheckpointError as error:
+            faults.append(str(error))
+            say(f"{path}  {error}")
+    return 0 if faults and not any(faults) else 1
+
+
+if __name__ == "__main__":
+    logging.basicConfig(format="%(message)s")
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,77 @@
+"""Run a function in processes that have PyTorch already: ranks of a world, or one that is to be killed.
+
+They are forked from a server that imported it once, and never from pytest itself, whose threads a fork would
+lose. The function must stand at the top of its file.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+PATIENCE = 60.0  # seconds
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "distributed.checkpoint", "distributed.shards"])
+
+
+def ranks(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """What `function(rank, size, *args)` returns on each rank of a gloo world; an error there is one here."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = Path(folder, "store")
+        started = [_start(_as_rank, rank, size, store, function, args) for rank in range(size)]
+        answers = []
+        for rank, (_, pipe) in enumerate(started):
+            answers.append(pipe.recv() if pipe.poll(PATIENCE) else AssertionError(f"rank {rank} hangs"))
+        for process, _ in started:
+            if any(isinstance(answer, Exception) for answer in answers):
+                process.kill()
+            process.join()
+    for answer in answers:
+        if isinstance(answer, Exception):
+            raise answer
+    return answers
+
+
+@contextmanager
+def running(function: Callable[..., Any], *args: Any) -> Iterator[tuple[BaseProcess, Connection]]:
+    """A process that calls `function(pipe, *args)`, and our end of the pipe; killed when the block is left."""
+    process, pipe = _start(function, *args)
+    try:
+        yield process, pipe
+    finally:
+        process.kill()
+        process.join()
+
+
+def _start(function: Callable[..., Any], *args: Any) -> tuple[BaseProcess, Connection]:
+    ours, theirs = _context.Pipe()
+    process = _context.Process(target=function, args=(theirs, *args))
+    process.start()
+    theirs.close()
+    return process, ours
+
+
+def _as_rank(
+    pipe: Connection, rank: int, size: int, store: Path, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    import torch.distributed as dist
+
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+        answer = function(rank, size, *args)
+        dist.barrier()
+        dist.destroy_process_group()
+        pipe.send(answer)
+    except BaseException:
+        pipe.send(AssertionError(f"rank {rank}:\n{traceback.format_exc()}"))
+        raise
