@@ -80,7 +80,7 @@ class Corpus:
     held_out: Tokens
     vocab_size: int
     domains: tuple[str, ...] = ()  # of the embedded text only
-    skipped: int = 0  # entries of a folder that are hidden, binary, empty or no files
+    skipped: int = 0  # entries of a folder that are hidden, binary, empty, or no files of its own
 
     def __str__(self) -> str:
         parts = f"{len(self.train):,} {self.kind} to train on, {len(self.held_out):,} held out"
@@ -132,9 +132,7 @@ def load(
     if path is None:
         return _embedded(domains, held_out, _byte_vocabulary(vocab_size))
     if domains is not None:
-        raise DataError(
-            f"data.domains={list(domains)} and data.path={path}: only the embedded text has domains"
-        )
+        raise DataError(f"data.domains={list(domains)} and data.path={path}: only the embedded text has domains")
     if not (path.is_file() or path.is_dir()):
         what = "neither a file nor a folder" if path.exists() else "it does not exist"
         raise DataError(f"data.path={path}: {what}")
@@ -272,7 +270,8 @@ def _tensor(parts: Sequence[bytes]) -> Tensor:
 
 def _text_files(path: Path, share: float, vocab_size: int) -> Corpus:
     files = _files(path) if path.is_dir() else [path]
-    texts = [text for text in map(_text, files) if text]
+    shown = [file for file in files if file == path or not file.name.startswith(".")]
+    texts = [text for text in map(_text, shown) if text]
     if not texts:
         what = f"no text among {len(files)} entries" if path.is_dir() else "no text in this file"
         raise DataError(
@@ -284,22 +283,22 @@ def _text_files(path: Path, share: float, vocab_size: int) -> Corpus:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Every file below the folder, by name; a hidden folder stands for all that is in it."""
+    """Every file below the folder, by name; a hidden or linked folder stands for all that is in it."""
 
     def refuse(fault: OSError) -> None:
         raise DataError(f"cannot read {fault.filename}: {fault.strerror}") from fault
 
     found = []
     for here, folders, files in os.walk(folder, onerror=refuse):
-        hidden = [name for name in folders if name.startswith(".")]
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [Path(here, name) for name in files + hidden]
+        closed = [name for name in folders if name.startswith(".") or Path(here, name).is_symlink()]
+        folders[:] = [name for name in folders if name not in closed]
+        found += [Path(here, name) for name in files + closed]
     return sorted(found)
 
 
 def _text(file: Path) -> bytes:
-    """The bytes of a text file; nothing for what is hidden, binary, empty, or no file (a pipe, a device)."""
-    if file.name.startswith(".") or (file.exists() and not file.is_file()):
+    """The bytes of a text file; nothing for what is binary, empty, or no file (a pipe, a linked folder)."""
+    if file.exists() and not file.is_file():
         return b""
     try:
         data = file.read_bytes()
@@ -421,9 +420,7 @@ class Stream:
         start: int = 0,
     ) -> None:
         if min(windows, batch, size) < 1 or start < 0 or not 0 <= rank < size or batch % size:
-            raise ValueError(
-                f"no stream of {windows=} {batch=} {rank=} {size=} {start=}: batch divides by size"
-            )
+            raise ValueError(f"no stream of {windows=} {batch=} {rank=} {size=} {start=}: batch divides by size")
         share = batch // size
         micro = share if micro is None else micro
         if micro < 1 or share % micro:
@@ -459,9 +456,7 @@ def permutation(windows: int, seed: int, epoch: int) -> Tensor:
     return torch.randperm(windows, generator=torch.Generator().manual_seed(int.from_bytes(mixed, "big")))
 
 
-def held_out_batches(
-    windows: int, batch: int, rank: int = 0, size: int = 1
-) -> Iterator[tuple[Tensor, Tensor]]:
+def held_out_batches(windows: int, batch: int, rank: int = 0, size: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
     """Every window exactly once over all ranks, in equally many equal batches, as collectives need them.
 
     Yields (indices, weights), [batch] each: a window that only fills a batch up weighs 0, every other 1. The

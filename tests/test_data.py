@@ -173,11 +173,17 @@ def test_a_folder_is_read_in_the_order_of_names_each_file_held_out_at_its_end(tm
     }.items():
         (tmp_path / name).write_bytes(content)
     os.mkfifo(tmp_path / "pipe")  # reading it would wait for ever
+    (tmp_path / "b" / "loop").symlink_to(tmp_path)
     corpus = load(tmp_path, held_out=0.25)
     assert text_of(corpus.train) == b"aaa\n\n\nbbb\n\n\nccc"
     assert text_of(corpus.held_out) == b"A\n\n\nB\n\n\nC"
-    assert corpus.skipped == 5
-    assert str(corpus).endswith("skipped what is hidden, binary or empty: 5")
+    assert corpus.skipped == 6
+    assert str(corpus).endswith("skipped what is hidden, binary or empty: 6")
+
+
+def test_a_hidden_file_that_is_asked_for_is_read(tmp_path: Path) -> None:
+    (tmp_path / ".notes").write_text("abcd")
+    assert text_of(load(tmp_path / ".notes", held_out=0.25).train) == b"abc"
 
 
 def test_bytes_that_are_no_utf8_are_trained_on_and_shown_with_a_replacement(tmp_path: Path) -> None:
@@ -206,9 +212,7 @@ def test_ids_of_token_files_are_written_and_read_as_numbers(tmp_path: Path) -> N
 
 
 @given(ids=st.lists(st.integers(0, 65535), min_size=20, max_size=60))
-def test_a_token_file_comes_back_token_by_token(
-    ids: list[int], tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_a_token_file_comes_back_token_by_token(ids: list[int], tmp_path_factory: pytest.TempPathFactory) -> None:
     corpus = load(write_bin(tmp_path_factory.mktemp("bin") / "tokens.bin", ids), vocab_size=65536)
     kept = int(len(ids) * 0.1)
     assert corpus.train.ids.tolist() == ids[: len(ids) - kept]
@@ -238,9 +242,7 @@ def test_a_token_file_is_mapped_not_read(tmp_path: Path) -> None:
 
 
 def test_a_mapped_file_travels_to_a_worker_as_its_name(tmp_path: Path) -> None:
-    windows = Windows(
-        load(write_bin(tmp_path / "t.bin", list(range(50_000))), vocab_size=50_000).held_out, 100
-    )
+    windows = Windows(load(write_bin(tmp_path / "t.bin", list(range(50_000))), vocab_size=50_000).held_out, 100)
     parcel = pickle.dumps(windows)
     assert len(parcel) < 1000
     assert torch.equal(pickle.loads(parcel).batch([3])[0], windows.batch([3])[0])
@@ -251,9 +253,7 @@ def test_a_token_outside_the_vocabulary_is_named_with_file_value_and_position(tm
     ids[195] = 99
     corpus = load(write_bin(tmp_path / "train.bin", ids), vocab_size=99)
     assert len(Windows(corpus.train, 10).batch([0, 16])[0]) == 2
-    with pytest.raises(
-        DataError, match=r"train\.bin: token 99 at position 195, but model\.vocab_size=99: set it"
-    ):
+    with pytest.raises(DataError, match=r"train\.bin: token 99 at position 195, but model\.vocab_size=99: set it"):
         Windows(corpus.held_out, 5).batch([1, 2])
 
 
@@ -287,28 +287,18 @@ def test_a_batch_is_the_windows_asked_for_in_that_order() -> None:
 
 # ---------------------------------------------------------------- the stream
 
-LAYOUTS = st.tuples(
-    st.integers(1, 4), st.integers(1, 3), st.integers(1, 4)
-)  # ranks, micro-batch, micro-batches
+LAYOUTS = st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 4))  # ranks, micro-batch, micro-batches
 
 
 def seen(windows: int, batch: int, steps: int, ranks: int = 1, micro: int = 1, **more: int) -> list[int]:
     """The windows of so many steps, in each step rank by rank, of each rank its micro-batches in order."""
     streams = [iter(Stream(windows, batch, rank=r, size=ranks, micro=micro, **more)) for r in range(ranks)]
     pieces = batch // ranks // micro
-    return [
-        window
-        for _ in range(steps)
-        for stream in streams
-        for piece in islice(stream, pieces)
-        for window in piece
-    ]
+    return [window for _ in range(steps) for stream in streams for piece in islice(stream, pieces) for window in piece]
 
 
 @given(windows=st.integers(1, 40), layout=LAYOUTS, seed=st.integers(0, 2**40))
-def test_every_epoch_shows_every_window_exactly_once(
-    windows: int, layout: tuple[int, int, int], seed: int
-) -> None:
+def test_every_epoch_shows_every_window_exactly_once(windows: int, layout: tuple[int, int, int], seed: int) -> None:
     ranks, micro, pieces = layout
     batch = ranks * micro * pieces  # often greater than the windows of an epoch
     shown = seen(windows, batch, -(-3 * windows // batch), ranks, micro, seed=seed)
@@ -371,9 +361,7 @@ def test_a_stream_that_does_not_divide_is_refused(wrong: dict[str, int]) -> None
 
 
 @given(windows=st.integers(1, 60), batch=st.integers(1, 9), size=st.integers(1, 5))
-def test_the_held_out_windows_count_once_each_in_equally_many_batches(
-    windows: int, batch: int, size: int
-) -> None:
+def test_the_held_out_windows_count_once_each_in_equally_many_batches(windows: int, batch: int, size: int) -> None:
     ranks = [list(held_out_batches(windows, batch, rank, size)) for rank in range(size)]
     weight: Counter[int] = Counter()
     for indices, weights in (pair for of_rank in ranks for pair in of_rank):
@@ -394,9 +382,7 @@ def test_the_rest_of_the_held_out_windows_is_shared_among_the_ranks() -> None:
 
 def first_batches(workers: int, count: int = 12) -> list[torch.Tensor]:
     windows = Windows(load(domains=["strings"]).train, 64)
-    return [
-        torch.cat(pair) for pair in islice(loader(windows, Stream(len(windows), 8), workers=workers), count)
-    ]
+    return [torch.cat(pair) for pair in islice(loader(windows, Stream(len(windows), 8), workers=workers), count)]
 
 
 def test_workers_bring_the_same_batches_in_the_same_order() -> None:
@@ -458,9 +444,7 @@ sys.exit(trainer.exitcode)
 
 @pytest.mark.parametrize("who", ["trainer", "trainer of an agent"])
 def test_workers_leave_with_the_trainer(who: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", LEAVES, who], cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=120
-    )
+    done = subprocess.run([sys.executable, "-c", LEAVES, who], cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=120)
     workers = done.stdout.split()
     assert done.returncode == 3
     assert len(workers) == 2
