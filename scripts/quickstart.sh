@@ -27,6 +27,7 @@ BASE_PYTHON=
 FRESH=
 OVERRIDES=() # what the caller says, after ours
 SETTINGS=()
+MORE=(train.steps=1000) # the file says 400
 NPROC=2
 
 
@@ -61,6 +62,9 @@ choose_settings() {
     SETTINGS+=("checkpoint.dir=checkpoints/quickstart-$(date +%Y%m%d-%H%M%S)")
   fi
   SETTINGS+=("${OVERRIDES[@]}")
+  if [[ " ${OVERRIDES[*]}" == *" train."@(steps|epochs)=* ]]; then
+    MORE=() # the caller knows how long
+  fi
 }
 
 
@@ -71,14 +75,19 @@ train() {
   fi
   show "${words[@]}"
   if [[ ${DRY_RUN:-0} != 1 ]]; then
-    wait_for "${words[@]}"
+    wait_for "${words[@]}" || not_finished $? "${words[@]}"
   fi
+}
+
+
+not_finished() { # <exit code> <command...>
+  [[ $1 != "$EXIT_STOPPED" ]] || log "to go on: $(quote "${@:2}")"
+  exit "$1"
 }
 
 
 # Commands that work as they stand, from where the caller is and with the Python he has active.
 say_what_next() {
-  local here=("$LAUNCH" "$CONFIG" "$NPROC" -- "${SETTINGS[@]}")
   printf '\nWhat to do next:\n\n'
   [[ $CALLER -ef $KIT ]] || printf '  cd %s\n' "$(quote "$KIT")"
   [[ ! ${VIRTUAL_ENV-} || $VIRTUAL_ENV -ef $VENV ]] || printf '  source .venv/bin/activate\n'
@@ -86,8 +95,9 @@ say_what_next() {
   # look at this training: open logs/latest/report.html, or
   tail -n 3 logs/latest/metrics.jsonl
 
-  # train on, from where it ended
-  $(quote "${here[@]}" train.steps=1000)
+  # train on, from where it ended; or anew
+  $(quote "$LAUNCH" "$CONFIG" "$NPROC" -- "${SETTINGS[@]}" "${MORE[@]}")
+  scripts/quickstart.sh --fresh
 
   # is this machine fit, and do processes exchange their results right and fast?
   scripts/doctor.sh

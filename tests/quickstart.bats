@@ -189,9 +189,16 @@ installations() {
 
 
 @test "when the training ends badly its exit code is ours and no next step is named" {
-  LAUNCH_EXIT=75 quickstart
+  LAUNCH_EXIT=139 quickstart
+  [ "$status" -eq 139 ]
+  [[ "$output" != *"What to do next"* && "$stderr" != *"to go on"* ]]
+}
+
+
+@test "a training that was stopped is gone on with, also one that was begun with --fresh" {
+  LAUNCH_EXIT=75 quickstart --fresh
   [ "$status" -eq 75 ]
-  [[ "$output" != *"What to do next"* ]]
+  [[ "${stderr_lines[-1]}" == *"to go on: "*"launch_singlenode.sh"*" -- checkpoint.dir=checkpoints/quickstart-"* ]]
 }
 
 
