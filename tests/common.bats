@@ -107,7 +107,8 @@ Usage: do_it.sh [options] WHAT
 
 @test "a quoted command is read back as the same words" {
   script <<<'quote "$@"'
-  local words=(plain 'a b' "it's" '"' '$HOME' '`id`' '*' '' '~' 'a\b' $'two\nlines' 'ends in blank ' '#x' '!' 'ü' '&&')
+  local words=(plain 'a b' "it's" '"' '$HOME' '`id`' '*' '' '~' 'a\b' $'two\nlines' 'ends in blank ')
+  words+=('#x' '!' 'ü' '&&' -n)
   eval "read_back=($("$SCRIPT" "${words[@]}"))"
   [ "${#read_back[@]}" -eq "${#words[@]}" ]
   for i in "${!words[@]}"; do
@@ -135,7 +136,7 @@ Usage: do_it.sh [options] WHAT
 
 
 @test "wait_for returns the program's status and lets it read" {
-  script <<<'status=0; wait_for sh -c "read -r x; echo got \$x; exit 9" || status=$?; echo $status-$INTERRUPTED'
+  script <<<'wait_for sh -c "read -r x; echo got \$x; exit 9" || echo $?-$INTERRUPTED'
   run "$SCRIPT" <<<word
   [ "$output" = $'got word\n9-' ]
 }
@@ -144,7 +145,8 @@ Usage: do_it.sh [options] WHAT
 @test "wait_for hands a TERM on and waits for the answer" {
   mkfifo "$BATS_TEST_TMPDIR/ready"
   script <<'END'
-wait_for bash -c 'trap "echo saved; exit 75" TERM; echo >"$1"; while :; do sleep 0.01; done' - "$1" || echo $?-$INTERRUPTED
+program='trap "echo saved; exit 75" TERM; echo >"$1"; while :; do sleep 0.01; done'
+wait_for bash -c "$program" - "$1" || echo $?-$INTERRUPTED
 END
   "$SCRIPT" "$BATS_TEST_TMPDIR/ready" >"$BATS_TEST_TMPDIR/out" 3>&- &
   read -r _ <"$BATS_TEST_TMPDIR/ready"
@@ -184,7 +186,8 @@ END
   script <<<'pick_python "${1-}"'
   cd "$BATS_TEST_TMPDIR/elsewhere"
   run -2 "$SCRIPT" /nowhere/python
-  [ "${lines[0]}" = "do_it.sh: no Python at '/nowhere/python' (from --python): name another with --python PATH" ]
+  [ "${lines[0]}" = "do_it.sh: no Python at '/nowhere/python' (from --python): name another with \
+--python PATH" ]
   VIRTUAL_ENV=/gone run -2 "$SCRIPT"
   [[ "${lines[0]}" == "do_it.sh: no Python at '/gone/bin/python' (from the active virtual environment)"* ]]
   mkdir .venv

@@ -87,7 +87,8 @@ without() { # <program...>
 @test "failed and skipped tests are counted, and the exit code is 1" {
   bats_says 1 $'1..4\nok 1 fine\nnot ok 2 bad\n# ok 9 only output\nok 3 later # skip no GPU\nok 4 fine'
   pytest_says 1 '<testcase name="a" /><testcase name="b"><failure message="&lt;skipped "></failure></testcase>
-<testcase name="c"><skipped type="x"></skipped></testcase><testcase name="d"><error message="x"></error></testcase>'
+<testcase name="c"><skipped type="x"></skipped></testcase>
+<testcase name="d"><error message="x"></error></testcase>'
   run_sh
   [ "$status" -eq 1 ]
   [ "${lines[-1]}" = "Muster: 7 passed, 3 failed, 2 skipped" ]

@@ -25,10 +25,10 @@ KIT = Path(__file__).resolve().parent.parent
 # Who may import whom of ours; a module without a line here knows none of them.
 BELOW: dict[str, set[str]] = {
     "agent": {"nodelist", "torch", "worker"},
-    "checkpoint": {"ranks", "shards"},
+    "checkpoint": {"ranks", "shards", "step_folder"},
     "doctor": {"facts", "nodelist"},
     "report": {"charts", "history"},
-    "shards": {"ranks"},
+    "shards": {"ranks", "step_folder"},
     "smoke": {"nodelist", "smoke_report", "torch"},
     "torch": {"nodelist"},
 }
