@@ -47,7 +47,7 @@ __all__ = [
     "set_random_state",
 ]
 
-Place = tuple[object, ...]  # the keys that lead to a value in a state
+Place = tuple[object, ...]  # the keys that lead to a value: ("state", "model", "weight")
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
 GRACE = 5.0  # seconds that rank 0 waits for other ranks' shards when the run ends with an error
 
@@ -89,16 +89,16 @@ class Snapshot:
         self._sharded = sharded
         self._memory: dict[Place, torch.Tensor] = {}
 
-    def take(self, state: Mapping[str, Any]) -> dict[str, Any]:
+    def take(self, state: Any, name: str = "state") -> Any:
         """The same nested dicts, lists and scalars, with every tensor copied; tied tensors stay tied.
 
-        Of a sharded tensor it holds this rank's shard. Valid until the next take().
+        Of a sharded tensor it holds this rank's shard. Valid until the next take(). `name` is for errors.
         Raises CheckpointError for what `torch.load(weights_only=True)` would refuse to give back.
         """
         self._copies: dict[object, torch.Tensor] = {}  # identity of the original -> its copy
         self._taken: dict[Place, torch.Tensor] = {}
         self._devices: set[torch.device] = set()
-        copy: dict[str, Any] = self._copy(state, ())
+        copy = self._copy(state, (name,))
         for device in self._devices:
             torch.cuda.synchronize(device)
         self._memory = self._taken
@@ -149,7 +149,7 @@ class Snapshot:
 
 
 def _name(place: Place) -> str:
-    return "state" + "".join(f"[{key!r}]" for key in place)
+    return f"{place[0]}" + "".join(f"[{key!r}]" for key in place[1:])
 
 
 # ---- saving and loading ----
@@ -232,7 +232,7 @@ class Checkpoints:
         """
         manifest = self._manifest(step, facts or {}, score)
         self.wait()
-        owns = self.ranks.gather(Snapshot().take({"own": own})["own"])
+        owns = self.ranks.gather(Snapshot().take(own, "own"))
         if self.ranks.rank != 0 and not self.sharded:
             return
         final = step_folder.final_folder(self.folder, step)
@@ -378,8 +378,8 @@ class Checkpoints:
 
 def _misfits(loaded: Any, state: Any) -> Iterator[str]:
     """The tensors of `state` that `loaded` has not, or in another shape."""
-    for place, tensor in _tensors(state, ()):
-        saved = _value_at(loaded, place)
+    for place, tensor in _tensors(state, ("state",)):
+        saved = _value_at(loaded, place[1:])
         if not isinstance(saved, torch.Tensor):
             yield f"it has no {_name(place)}"
         elif saved.shape != tensor.shape:

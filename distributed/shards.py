@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan
 
 from distributed.ranks import Ranks
-from distributed.step_folder import CheckpointError, FileNotes, written
+from distributed.step_folder import CheckpointError, FileNotes, HashedFile
 
 POLL = 0.05  # seconds between two looks at a file that another rank will write
 SHARED_WITHIN = 10.0  # seconds in which a new folder must be seen on every node
@@ -127,7 +127,7 @@ class _PlannerOfCopies(DefaultSavePlanner):
 
 
 class _HashedFiles(FileSystem):
-    """The writer's files, with their checksums."""
+    """The writer's files, with their checksums; the writer itself brings them to the disk."""
 
     def __init__(self) -> None:
         self.notes: FileNotes = {}
@@ -135,8 +135,9 @@ class _HashedFiles(FileSystem):
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
         assert mode == "wb", mode
-        with written(Path(path), self.notes) as stream:
+        with HashedFile(Path(path)) as stream:
             yield stream
+        self.notes[Path(path).name] = stream.note()
 
 
 def _unseen(folder: Path, rank: int) -> str | None:

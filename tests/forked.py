@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
@@ -20,7 +21,8 @@ from typing import Any
 PATIENCE = 60.0  # seconds
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "distributed.checkpoint", "distributed.shards"])
+# torch._dynamo: the first fully_shard() brings it.
+_context.set_forkserver_preload(["pytest", "torch", "torch._dynamo", "distributed.checkpoint", "distributed.shards"])
 
 
 def ranks(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -28,9 +30,7 @@ def ranks(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder, "store")
         started = [_start(_as_rank, rank, size, store, function, args) for rank in range(size)]
-        answers = []
-        for rank, (_, pipe) in enumerate(started):
-            answers.append(pipe.recv() if pipe.poll(PATIENCE) else AssertionError(f"rank {rank} hangs"))
+        answers = [_answer(rank, pipe) for rank, (_, pipe) in enumerate(started)]
         for process, _ in started:
             if any(isinstance(answer, Exception) for answer in answers):
                 process.kill()
@@ -52,6 +52,13 @@ def running(function: Callable[..., Any], *args: Any) -> Iterator[tuple[BaseProc
         process.join()
 
 
+def _answer(rank: int, pipe: Connection) -> Any:
+    try:
+        return pickle.loads(pipe.recv_bytes()) if pipe.poll(PATIENCE) else AssertionError(f"rank {rank} hangs")
+    except EOFError:
+        return AssertionError(f"rank {rank} died")
+
+
 def _start(function: Callable[..., Any], *args: Any) -> tuple[BaseProcess, Connection]:
     ours, theirs = _context.Pipe()
     process = _context.Process(target=function, args=(theirs, *args))
@@ -63,15 +70,16 @@ def _start(function: Callable[..., Any], *args: Any) -> tuple[BaseProcess, Conne
 def _as_rank(
     pipe: Connection, rank: int, size: int, store: Path, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
+    import torch
     import torch.distributed as dist
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
     try:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
         answer = function(rank, size, *args)
         dist.barrier()
         dist.destroy_process_group()
-        pipe.send(answer)
-    except BaseException:
-        pipe.send(AssertionError(f"rank {rank}:\n{traceback.format_exc()}"))
-        raise
+        pipe.send_bytes(pickle.dumps(answer))  # send() would lend a tensor's memory, which goes with us
+    except Exception:  # noqa: BLE001  # whatever it is, it is the test's to raise
+        pipe.send_bytes(pickle.dumps(AssertionError(f"rank {rank}:\n{traceback.format_exc()}")))
