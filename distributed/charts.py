@@ -22,6 +22,7 @@ Point = tuple[float, float]  # x, y; a y that is NaN is a gap
 COLUMNS = 400  # a long line is drawn with at most two points for each of so many columns
 MANY = 60  # points from which on a smooth line is drawn over the raw one
 LOG_RATIO = 20.0  # values that span more than this are drawn on a logarithmic axis
+TINY = 1e-100  # what is nearer to zero is drawn as zero
 LETTER = 6.2  # width of a letter of the labels, pixels
 
 
@@ -29,7 +30,7 @@ LETTER = 6.2  # width of a letter of the labels, pixels
 
 
 def figure(value: float) -> str:
-    """Four digits, thousands separated: 12,346  2.313  3e-4."""
+    """Four digits, thousands separated: 12,346  2.313  0.0003  3e-5."""
     if not math.isfinite(value):
         return "not finite"
     size = abs(value)
@@ -103,12 +104,15 @@ def _even_ticks(low: float, high: float, step: float) -> list[tuple[float, str]]
 
 
 def _log_ticks(low: float, high: float, count: int) -> list[tuple[float, str]]:
+    """1, 2 and 5 of every power of ten where there is room for them, else 1 of every power or every few."""
     first, last = math.floor(math.log10(low) + 1e-9), math.ceil(math.log10(high) - 1e-9)
-    digits = (1, 2, 5) if (last - first) * 3 <= 2 * count else (1,)
-    every = max(1, math.ceil((last - first) / count))
-    powers = range(math.ceil(first / every) * every, last + 1, every)
-    values = [digit * 10.0**power for power in powers for digit in digits]
-    return [(v, _tick_text(v, v)) for v in values if low * (1 - 1e-9) <= v <= high * (1 + 1e-9)]
+    for digits, every in (((1, 2, 5), 1), *(((1,), every) for every in range(1, last - first + 1))):
+        powers = range(math.ceil(first / every) * every, last + 1, every)
+        values = [digit * 10.0**power for power in powers for digit in digits]
+        ticks = [(v, _tick_text(v, v)) for v in values if low * (1 - 1e-9) <= v <= high * (1 + 1e-9)]
+        if len(ticks) <= 2 * count + 1:
+            break
+    return ticks
 
 
 def step_scale(xs: Iterable[float], start: float, end: float) -> Scale:
@@ -120,7 +124,7 @@ def step_scale(xs: Iterable[float], start: float, end: float) -> Scale:
 def value_scale(ys: Iterable[float], start: float, end: float, *, zero: bool, count: int = 4) -> Scale:
     """A scale that ends on ticks; from zero where asked, logarithmic where the values span much."""
     low, high = _extent(ys)
-    if not zero and low > 0 and high / low > LOG_RATIO:
+    if not zero and low > TINY and high / low > LOG_RATIO:
         return Scale(_log_border(low, math.floor), _log_border(high, math.ceil), start, end, log=True)
     if zero:
         low, high = min(low, 0.0), max(high, 0.0)
@@ -137,7 +141,7 @@ def _extent(values: Iterable[float]) -> Point:
 
 
 def _apart(low: float, high: float) -> bool:
-    return high - low > 1e-9 * max(abs(low), abs(high))
+    return high - low > max(TINY, 1e-9 * max(abs(low), abs(high)))
 
 
 def _log_border(value: float, rounded: Callable[[float], int]) -> float:
@@ -174,6 +178,7 @@ def _extremes(points: Sequence[Point]) -> list[Point]:
 def smooth(points: Sequence[Point], columns: int = COLUMNS) -> list[Point]:
     """The running mean. Its window grows from the first point on, so that a steep beginning stays steep."""
     means = [_mean(column) for column in _columns(points, columns)]
+    means[0], means[-1] = (points[0][0], means[0][1]), (points[-1][0], means[-1][1])
     widest = max(2, len(means) // 40)
     return [(x, _window(means, n, widest)) for n, (x, _) in enumerate(means)]
 
@@ -277,7 +282,7 @@ def lines(
     zero: the axis of values begins at zero. notes: marks get their text, and not only when pointed at.
     Without one finite value: a sentence that says so.
     """
-    drawn = [replace(line, points=thin(line.points)) for line in drawn if line.points]
+    drawn = [replace(line, points=thin(line.points, min(COLUMNS, width // 2))) for line in drawn if line.points]
     values = [y for line in drawn for _, y in line.points if math.isfinite(y)]
     values += [y for _, *pair in (band.points if band else ()) for y in pair]
     if not values:
@@ -300,6 +305,7 @@ def lines(
 
 def _svg(box: Box, parts: Iterable[str], style: str) -> str:
     size = f'viewBox="0 0 {_px(box.width)} {_px(box.height)}" style="max-width:{_px(box.width * 1.5)}px"'
+    style += " wide" if box.width > 700 else ""
     return f'<svg class="{style}" role="img" {size}>{"".join(parts)}</svg>'
 
 
@@ -325,7 +331,8 @@ def _grid(box: Box, y: Scale) -> Iterator[str]:
 
 def _steps(box: Box, x: Scale) -> Iterator[str]:
     yield f'<path class="axis" d="M{_px(box.left)} {_px(box.floor)}H{_px(box.end)}"/>'
-    ticks = [(v, text) for v, text in x.ticks(max(2, int((box.end - box.left) / 56))) if v == round(v)]
+    count = max(2, int((box.end - box.left) / 56))
+    ticks = replace(x, step=max(1.0, nice_step(x.high - x.low, count))).ticks(count)
     for n, (value, text) in enumerate(ticks):
         last = n == len(ticks) - 1
         yield f'<path class="axis" d="M{_px(x(value))} {_px(box.floor)}v4"/>'

@@ -198,7 +198,7 @@ def _line(text: str) -> dict[str, Any] | None:
         line = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(line, dict) or not math.isfinite(step := number(line.get("step"))):
+    if not isinstance(line, dict) or not abs(step := number(line.get("step"))) < 2**53:
         return None
     return line | {"step": step}
 

@@ -37,17 +37,19 @@ function follow(figure) {
   const layer = svg.appendChild(drawn("g", {}));
 
   svg.addEventListener("pointermove", (event) => {
-    const at = new DOMPoint(event.clientX, event.clientY).matrixTransform(svg.getScreenCTM().inverse()).x;
-    const wanted = x[0] + (at - x[2]) / (x[3] - x[2]) * (x[1] - x[0]);
+    const at = new DOMPoint(event.clientX, event.clientY).matrixTransform(svg.getScreenCTM().inverse());
+    const wanted = x[0] + (at.x - x[2]) / (x[3] - x[2]) * (x[1] - x[0]);
     const found = shown.map((line) => ({ line, point: nearest(line.points, wanted) }));
-    const step = found[0].point[0];
+    const step = found[0].point[0], away = ({ point }) => Math.abs(place(y, point[1]) - at.y);
+    if (found.length > 4) found.sort((one, other) => away(one) - away(other));
     layer.replaceChildren(drawn("path", { class: "pointer", d: `M${place(x, step)} ${y[2]}V${y[3]}` }));
     output.replaceChildren(`step ${readable(Math.round(step))}`);
-    for (const { line, point } of found.slice(0, 8)) {
+    for (const { line, point } of found.slice(0, found.length > 4 ? 3 : 4)) {
       layer.append(drawn("circle", { class: `at ${line.style}`, r: 4, cx: place(x, point[0]), cy: place(y, point[1]) }));
       const value = document.createElement("b");
       value.className = line.style;
       value.textContent = `${shown.length > 1 ? line.name + " " : ""}${readable(point[1])}`;
+      if (Math.abs(place(x, point[0]) - place(x, step)) > 2) value.textContent += ` at ${readable(point[0])}`;
       output.append(value);
     }
   });

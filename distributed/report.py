@@ -19,7 +19,7 @@ import statistics
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from html import escape
 from pathlib import Path
@@ -169,10 +169,12 @@ def _collateral(fault: Any) -> str:
     facts = mapping(fault)
     if not facts:
         return plain(fault)
-    who = [f"{name} {plain(facts[name])}" for name in ("node", "rank") if facts.get(name) is not None]
+    rank, node, code = (facts.get(name) for name in ("rank", "node", "exit_code"))
+    who = [f"rank {plain(rank)}" if rank is not None else "", f"on {plain(node)}" if node is not None else ""]
     rest = [plain(value) for name, value in facts.items() if name in ("exception", "message", "cause") and value]
-    code = [f"exit code {plain(facts['exit_code'])}"] if facts.get("exit_code") is not None else []
-    return ", ".join(who + code) + (": " + ": ".join(rest) if rest else "")
+    return " ".join(filter(None, [*who, f"(exit code {plain(code)})" if code is not None else ""])) + (
+        ": " + ": ".join(rest) if rest else ""
+    )
 
 
 def folded(title: str, text: str) -> str:
@@ -424,7 +426,8 @@ def rank_lines(rows: Sequence[Row], ranks: Sequence[Rank]) -> list[Line]:
         name = f"rank {rank.rank}"
         style = "slow" if rank.slow else f"rank{rank.rank}" if few else "usual"
         points = [(step, values[rank.rank]) for step, values in rows]
-        drawn += charts.smoothed(Line(name, points, style, name if few or rank.slow else ""))[-1:]
+        *_, line = charts.smoothed(Line(name, points, style, name if few or rank.slow else ""))
+        drawn.append(replace(line, name=name))
     return sorted(drawn, key=lambda line: line.style == "slow")
 
 
