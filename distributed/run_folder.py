@@ -195,9 +195,7 @@ def _versions_of(python: str) -> dict[str, str | None]:
     words = [python, "-m", "distributed.run_folder", "versions"]
     env = _environment_without("PYTHONSAFEPATH")  # with it, -m would not find us in the working folder
     try:
-        answer = subprocess.check_output(
-            words, cwd=KIT, env=env, stderr=subprocess.DEVNULL, timeout=PYTHON_SECONDS
-        )
+        answer = subprocess.check_output(words, cwd=KIT, env=env, stderr=subprocess.DEVNULL, timeout=PYTHON_SECONDS)
         return dict(json.loads(answer))
     except (OSError, subprocess.SubprocessError, ValueError):
         return {"python": None, "torch": None}
