@@ -254,12 +254,10 @@ class Training:
             len(self.windows), self.cut.size, micro=self.cut.micro, rank=self.place.world.rank,
             size=self.place.world.size, seed=self.settings.train.seed, start=self.items,
         )  # fmt: skip
-        return iter(self._loader(self.windows, stream))
-
-    def _loader(self, windows: data.Windows, batches: Any) -> Any:
-        pin = self.place.here.type == "cuda"
-        return data.loader(windows, batches, workers=self.settings.data.workers, pin_memory=pin,
-                           seed=self.settings.train.seed)  # fmt: skip
+        return iter(data.loader(
+            self.windows, stream, workers=self.settings.data.workers,
+            pin_memory=self.place.here.type == "cuda", seed=self.settings.train.seed,
+        ))  # fmt: skip
 
     def autocast(self) -> torch.autocast:
         """Matrix products in the chosen type, what needs float32 in float32."""
@@ -292,17 +290,16 @@ class Training:
         return total, norm
 
     def evaluate(self) -> float:
-        """Held-out loss: every held-out window once, shared out over the ranks, in nats a token."""
+        """Held-out loss in nats a token: every held-out window counts once, shared out over the ranks. Collective."""
         world = self.place.world
         sums = torch.zeros(2, dtype=torch.float64, device=self.place.here)
-        parts = list(data.held_out_batches(len(self.held_out), self.cut.micro, world.rank, world.size))
+        count = min(len(self.held_out), self.settings.train.evaluate_windows or len(self.held_out))
         self.model.eval()
         with torch.no_grad(), self.autocast():
-            loaded = self._loader(self.held_out, [indices.tolist() for indices, _ in parts])
-            for (inputs, targets), (_, weights) in zip(loaded, parts, strict=True):
-                losses = self.model(inputs.to(self.place.here), targets.to(self.place.here))
-                weight = weights.to(self.place.here)
-                sums += torch.stack([(losses.double() * weight).sum(), weight.double().sum()])
+            for indices, weights in data.held_out_batches(count, self.cut.micro, world.rank, world.size):
+                inputs, targets = (part.to(self.place.here) for part in self.held_out.batch(indices))
+                losses, weights = self.model(inputs, targets).double(), weights.to(self.place.here)
+                sums += torch.stack([(losses * weights).sum(), weights.sum()])
         self.model.train()
         dist.all_reduce(sums)
         return float(sums[0] / sums[1])
@@ -318,7 +315,7 @@ class Training:
         """What a checkpoint is of: readable without loading it."""
         return {
             "model": {**self.settings.model.model_dump(), "vocab_size": self.vocab_size},
-            "corpus": self.corpus.name,
+            "corpus": str(self.corpus),
             "items": self.items,
             "batch": self.cut.size,
             "world": self.place.world.size,
@@ -533,6 +530,7 @@ def train(settings: Settings, world: World, cut: Batch, asked_to_stop: threading
     place = Place(world, here, share(socket.gethostname(), world), run_folder(settings, world), asked_to_stop)
     said = settings.data
     corpus = data.load(said.path, domains=said.domains, held_out=said.held_out, vocab_size=settings.model.vocab_size)
+    refuse_other_data(share(str(corpus), world), place.hosts)
     training = Training(settings, cut, place, corpus)
     with take_over_checkpoints(training) as checkpoints:
         introduce(training)
@@ -543,6 +541,16 @@ def train(settings: Settings, world: World, cut: Batch, asked_to_stop: threading
                 return run(training, checkpoints, tracker)
         finally:
             log.info(f"report {report.write(place.run)}")
+
+
+def refuse_other_data(corpora: list[str], hosts: list[str]) -> None:
+    """Ranks that read different data would drift apart without a word, as with two versions of Python they do."""
+    for rank, corpus in enumerate(corpora):
+        if corpus != corpora[0]:
+            raise DataError(
+                f"rank {rank} on {hosts[rank]} reads other data than rank 0 on {hosts[0]}: {corpus} there, "
+                f"{corpora[0]} here; give all nodes the same files and the same Python"
+            )
 
 
 def take_over_checkpoints(training: Training) -> Checkpoints:

@@ -96,6 +96,7 @@ class Train(Section):
     compile: bool = False
     gradient_checkpointing: bool = False
     evaluate_every: int = Field(100, ge=0)  # steps between held-out losses; 0: only at the end
+    evaluate_windows: int | None = Field(None, ge=1)  # at most so many; null: all that is held out
     seed: int = Field(1337, ge=0)
 
     @model_validator(mode="after")

@@ -1,0 +1,369 @@
+"""train.py is what people copy and trust with weeks of GPU time.
+
+Held here: any number of processes learns the same; a run killed at any step and started again ends with bit for bit
+the weights of one never stopped; a stop request ends with a checkpoint and exit code 75; a loss that is not finite
+stops all ranks at that step and names the culprit; a full disk costs nothing but the newest checkpoint; and every
+wrong setting is refused with 2, one line and no trace.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from distributed.step_folder import Found, newest
+
+KIT = Path(__file__).resolve().parents[1]
+TINY = """
+model: {n_layer: 1, n_head: 2, n_embd: 16, block_size: 32, dropout: 0.1}
+train: {steps: 12, batch_size: 8, learning_rate: 1e-2, evaluate_every: 6, warmup_steps: 2}
+checkpoint: {dir: checkpoints, every: 1}
+logging: {every: 1, sample: 20}
+"""
+SECONDS = 120  # after which a test run counts as hanging
+
+
+class Bench:
+    """A folder in which trainings are run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "text.txt").write_bytes(bytes(range(32, 127)) * 40)
+        (folder / "tiny.yaml").write_text(TINY + f"data: {{path: {json.dumps(str(folder / 'text.txt'))}}}\n")
+        self.env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+        self.env.update(OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore::FutureWarning")
+
+    def command(self, nproc: int, *words: str, wrapper: str = "") -> list[str]:
+        script = [*([wrapper] if wrapper else []), str(KIT / "train.py"), "--config", "tiny.yaml", *words]
+        if nproc == 1:
+            return [sys.executable, *script]
+        agent = [sys.executable, str(KIT / "scripts/lib/agent.py"), "--standalone", "--nproc-per-node", str(nproc)]
+        return [*agent, *script]
+
+    def wrapper(self, text: str) -> str:
+        """A script that runs another, with something added."""
+        (self.folder / "wrapper.py").write_text(text)
+        return str(self.folder / "wrapper.py")
+
+    def run(self, nproc: int, *words: str, wrapper: str = "", **env: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            self.command(nproc, *words, wrapper=wrapper), cwd=self.folder, env={**self.env, **env}, timeout=SECONDS,
+            text=True, capture_output=True, check=False,
+        )  # fmt: skip
+
+    def start(self, nproc: int, *words: str, wrapper: str = "", **env: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            self.command(nproc, *words, wrapper=wrapper), cwd=self.folder, env={**self.env, **env}, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+
+    def losses(self, run: str = "latest") -> dict[int, float]:
+        """The losses that a run wrote down, by step."""
+        folder = max(self.folder.glob("logs/train-*"), key=lambda path: path.stat().st_mtime_ns)
+        lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+        return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path)
+
+
+def found(folder: Path) -> Found:
+    checkpoint = newest(folder)
+    assert checkpoint is not None
+    return checkpoint
+
+
+def weights(folder: Path) -> bytes:
+    """Everything of the newest checkpoint but its random states, as bytes that compare bit for bit."""
+    checkpoint = found(folder)
+    if checkpoint.sharded:
+        return b"".join((checkpoint.path / name).read_bytes() for name in sorted(checkpoint.files) if "distcp" in name)
+    state = torch.load(checkpoint.path / "state.pt", weights_only=True)
+    return b"".join(bytes(tensor.contiguous().view(-1).view(torch.uint8).tolist()) for tensor in tensors(state))
+
+
+def tensors(value: object) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for key in sorted(value, key=str):
+            yield from tensors(value[key])
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors(item)
+
+
+def lines_of(process: subprocess.Popen[str]) -> Iterator[str]:
+    assert process.stdout is not None
+    return iter(process.stdout.readline, "")
+
+
+def wait_for(process: subprocess.Popen[str], text: str) -> str:
+    for line in lines_of(process):
+        if text in line:
+            return line
+    raise AssertionError(f"it ended without {text!r}")
+
+
+# ---------------------------------------------------------------- the same on any number of processes
+
+
+@pytest.mark.parametrize("words", [(), ("train.accumulation=2",), ("train.gradient_checkpointing=true",)])
+def test_two_processes_learn_what_one_learns(bench: Bench, words: tuple[str, ...]) -> None:
+    said = ("model.dropout=0", "checkpoint.dir=null", *words)
+    assert bench.run(1, *said).returncode == 0
+    one = bench.losses()
+    assert bench.run(2, *said).returncode == 0
+    two = bench.losses()
+    assert one.keys() == two.keys() == set(range(1, 13))
+    assert one == pytest.approx(two, rel=1e-4)
+    assert one[12] < one[1] - 0.3
+
+
+def test_fsdp_learns_what_ddp_learns(bench: Bench) -> None:
+    assert bench.run(2, "model.dropout=0", "checkpoint.dir=null").returncode == 0
+    ddp = bench.losses()
+    assert bench.run(2, "model.dropout=0", "checkpoint.dir=null", "distributed.strategy=fsdp").returncode == 0
+    assert bench.losses() == pytest.approx(ddp, rel=1e-4)
+
+
+def test_bf16_and_compile_learn_too(bench: Bench) -> None:
+    done = bench.run(1, "train.precision=bf16", "checkpoint.dir=null")
+    assert done.returncode == 0, done.stderr
+    losses = bench.losses()
+    assert losses[12] < losses[1] - 0.3
+
+
+# ---------------------------------------------------------------- stopped and started again
+
+
+STRATEGIES = {"one": (1, "single"), "ddp": (2, "ddp"), "dp": (1, "dp"), "fsdp": (2, "fsdp")}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_killed_at_any_step_it_ends_as_if_never_stopped(bench: Bench, name: str) -> None:
+    nproc, strategy = STRATEGIES[name]
+    said = (f"distributed.strategy={strategy}",)
+    assert bench.run(nproc, *said, "checkpoint.dir=whole").returncode == 0
+    for victim in (3, 7):
+        process = bench.start(nproc, *said)
+        wait_for(process, f"step {victim:>2}/12")
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate(timeout=SECONDS)
+    last = bench.run(nproc, *said)
+    assert last.returncode == 0, last.stderr
+    assert "going on from" in last.stdout
+    assert found(bench.folder / "checkpoints").step == 12
+    assert weights(bench.folder / "checkpoints") == weights(bench.folder / "whole")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR2])
+def test_a_request_to_stop_ends_with_a_checkpoint_and_75(bench: Bench, number: signal.Signals) -> None:
+    said = ("train.steps=2000", "checkpoint.every=0", "train.evaluate_every=0")
+    process = bench.start(1, *said)
+    wait_for(process, "step    3/2000")
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=SECONDS)
+    assert process.returncode == 75, output
+    assert "run again to go on" in output
+    step = found(bench.folder / "checkpoints").step
+    assert 3 <= step < 2000
+    again = bench.run(1, "train.steps=2000", f"train.steps={step + 1}")
+    assert f"step {step + 1}/{step + 1}" in again.stdout
+
+
+WITH_PID = """
+import os, runpy, sys
+open("pid_" + os.environ["RANK"], "w").write(str(os.getpid()))
+sys.path.insert(0, {kit!r})
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_all_ranks_stop_at_the_same_step_when_one_is_asked(bench: Bench) -> None:
+    script = bench.wrapper(WITH_PID.format(kit=str(KIT)))
+    process = bench.start(2, "train.steps=2000", "checkpoint.every=0", "train.evaluate_every=0", wrapper=script)
+    wait_for(process, "step    3/2000")
+    os.kill(int((bench.folder / "pid_1").read_text()), signal.SIGTERM)
+    output, _ = process.communicate(timeout=SECONDS)
+    assert process.returncode == 75, output
+    assert found(bench.folder / "checkpoints").ranks == 2
+
+
+def test_a_finished_training_stays_finished(bench: Bench) -> None:
+    assert bench.run(1).returncode == 0
+    before = weights(bench.folder / "checkpoints")
+    again = bench.run(1)
+    assert again.returncode == 0
+    assert "nothing left to do" in again.stdout
+    assert weights(bench.folder / "checkpoints") == before
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_another_world_size_goes_on_from_the_same_checkpoint(bench: Bench, strategy: str) -> None:
+    said = ("model.dropout=0", f"distributed.strategy={strategy}")
+    assert bench.run(2, *said, "checkpoint.dir=whole").returncode == 0
+    whole = bench.losses()
+    assert bench.run(2, *said, "train.steps=6").returncode == 0
+    # The learning rate follows the length: only the position in the data and the state are the same.
+    more = bench.run(1, *said)
+    assert more.returncode == 0, more.stderr
+    assert "world was 2" in more.stdout
+    assert bench.losses().keys() == set(range(7, 13))
+    assert whole[7] == pytest.approx(bench.losses()[7], rel=0.05)
+
+
+# ---------------------------------------------------------------- what goes wrong while it runs
+
+
+POISON = """
+import os, runpy, sys
+import torch
+sys.path.insert(0, {kit!r})
+sys.argv = sys.argv[1:]
+from distributed import data
+fetch, count, loss_of = data.Windows.__getitems__, [0], torch.nn.functional.cross_entropy
+def poisoned(self, indices):
+    count[0] += 1
+    if os.environ["RANK"] == {rank!r} and count[0] == 4:
+        torch.nn.functional.cross_entropy = lambda *a, **k: loss_of(*a, **k) * {value}
+    return fetch(self, indices)
+data.Windows.__getitems__ = poisoned
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("value", ["float('nan')", "float('inf')"])
+def test_a_loss_that_is_not_finite_stops_all_ranks_and_names_the_culprit(bench: Bench, value: str) -> None:
+    (bench.folder / "run/errors").mkdir(parents=True)
+    script = bench.wrapper(POISON.format(kit=str(KIT), rank="1", value=value))
+    done = bench.run(2, wrapper=script, MUSTER_RUN_DIR=str(bench.folder / "run"))
+    assert done.returncode == 1
+    accounts = {
+        rank: json.loads((bench.folder / f"run/errors/rank_{rank}.json").read_text()) for rank in (0, 1)
+    }
+    assert accounts[1]["exception"] == "NonFiniteLoss"
+    assert accounts[0]["exception"] == "PeerFailed"
+    assert all("rank 1 on" in account["message"] and "step 4" in account["message"] for account in accounts.values())
+    assert found(bench.folder / "checkpoints").step == 3  # of the bad step nothing is kept
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount a small filesystem")
+def test_a_full_disk_ends_the_run_and_keeps_the_old_checkpoint(
+    bench: Bench, mount: Callable[[Path, str], None]
+) -> None:
+    mount(bench.folder / "checkpoints", "360k")
+    done = bench.run(1, "checkpoint.keep=100", "model.n_embd=32")
+    assert done.returncode == 1
+    assert "No space left on device" in done.stderr
+    kept = found(bench.folder / "checkpoints")
+    assert 1 <= kept.step < 12
+    assert kept.fault() is None
+
+
+@pytest.fixture
+def mount() -> Iterator[Callable[[Path, str], None]]:
+    mounted: list[Path] = []
+
+    def mount_here(folder: Path, size: str) -> None:
+        folder.mkdir()
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], check=True)
+        mounted.append(folder)
+
+    yield mount_here
+    for folder in mounted:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+# ---------------------------------------------------------------- wrong calls
+
+
+WRONG = {
+    "train.batch_szie=4": "did you mean train.batch_size?",
+    "train.steps=many": "train.steps='many'",
+    "data.path=nowhere.txt": "nowhere.txt",
+    "distributed.strategy=dpp": "distributed.strategy='dpp'",
+    "model.block_size=100000": "text.txt",
+    "data.held_out=2": "data.held_out=2",
+}
+
+
+@pytest.mark.parametrize("word", WRONG)
+def test_a_wrong_setting_is_refused_in_one_line(bench: Bench, word: str) -> None:
+    done = bench.run(1, word, "checkpoint.dir=other")
+    assert done.returncode == 2
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+    assert WRONG[word] in done.stderr
+    assert not (bench.folder / "other").exists()
+
+
+def test_a_batch_that_does_not_divide_is_refused_by_one_rank_for_all(bench: Bench) -> None:
+    done = bench.run(2, "train.batch_size=7")
+    assert done.returncode == 2
+    assert done.stderr.count("train.batch_size=7 does not divide by 2 rank(s)") == 1
+    assert not (bench.folder / "logs").exists()
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_the_keys_that_differ(bench: Bench) -> None:
+    assert bench.run(1, "train.steps=2").returncode == 0
+    done = bench.run(1, "model.n_embd=32")
+    assert done.returncode == 2
+    assert "model.n_embd=32 (there 16)" in done.stderr
+    assert found(bench.folder / "checkpoints").step == 2
+
+
+def test_resume_never_does_not_mix_two_trainings(bench: Bench) -> None:
+    assert bench.run(1, "train.steps=2").returncode == 0
+    done = bench.run(1, "checkpoint.resume=never")
+    assert done.returncode == 2
+    assert "checkpoint.resume=never" in done.stderr
+
+
+def test_two_runs_do_not_write_into_one_folder(bench: Bench) -> None:
+    process = bench.start(1, "train.steps=2000")
+    wait_for(process, "step    1/2000")
+    second = bench.run(1, "train.steps=2000")
+    process.kill()
+    process.communicate(timeout=SECONDS)
+    assert second.returncode == 2
+    assert "another run" in second.stderr
+
+
+# ---------------------------------------------------------------- what it writes down
+
+
+def test_the_run_folder_says_what_happened(bench: Bench) -> None:
+    done = bench.run(2)
+    assert done.returncode == 0
+    folder = next(bench.folder.glob("logs/train-*"))
+    assert (folder / "report.html").stat().st_size > 1000
+    settings = json.loads((folder / "settings.json").read_text())
+    assert settings["world"]["size"] == 2
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["event"] for line in lines if "event" in line] == ["start", "finish"]
+    steps = [line for line in lines if "loss" in line]
+    assert all(len(line["rank_seconds"]) == 2 and min(line["rank_seconds"]) > 0 for line in steps)
+    held_out = [line for line in lines if "held_out_loss" in line]
+    assert [line["step"] for line in held_out] == [6, 12]
+    assert all(math.isfinite(line["held_out_loss"]) for line in held_out)
+
+
+def test_the_held_out_loss_is_the_same_on_any_number_of_ranks(bench: Bench) -> None:
+    scores = []
+    for nproc in (1, 2, 3):
+        done = bench.run(nproc, "train.steps=1", "train.batch_size=6", "model.dropout=0", "checkpoint.dir=null")
+        assert done.returncode == 0, done.stderr
+        scores.append(next(line for line in done.stdout.splitlines() if line.startswith("held-out loss")))
+    assert scores[0] == scores[1] == scores[2]
