@@ -156,6 +156,19 @@ END
 }
 
 
+@test "Ctrl-C ends a program that wait_for waits for" {
+  mkfifo "$BATS_TEST_TMPDIR/ready"
+  script <<'END'
+wait_for sh -c 'echo >"$1"; while :; do sleep 0.01; done' - "$1" || echo $?-$INTERRUPTED
+END
+  setsid env --default-signal=INT "$SCRIPT" "$BATS_TEST_TMPDIR/ready" >"$BATS_TEST_TMPDIR/out" 3>&- &
+  read -r _ <"$BATS_TEST_TMPDIR/ready"
+  kill -INT -- "-$!"
+  wait $!
+  [ "$(<"$BATS_TEST_TMPDIR/out")" = 130-INT ]
+}
+
+
 @test "Python is the one asked for, else the active environment's, else .venv's, else python3" {
   script <<<'pick_python "${1-}"; printf "%s\n" "$PYTHON"'
   cd "$BATS_TEST_TMPDIR/elsewhere"

@@ -131,6 +131,13 @@ without() { # <program...>
 }
 
 
+@test "the programs under test find the Python of .venv" {
+  printf '#!/bin/sh\necho "$VIRTUAL_ENV" "$(command -v python)" >"$CALLS"\n' >"$BATS_TEST_TMPDIR/bin/bats"
+  run_sh "$KIT/tests/a.bats"
+  [ "$(<"$CALLS")" = "$KIT/.venv $KIT/.venv/bin/python" ]
+}
+
+
 @test "only the linters" {
   run_sh --lint
   [ "${lines[-1]}" = "Muster: 4 passed, 0 failed, 0 skipped" ]
