@@ -227,30 +227,25 @@ class Rank:
     median: float  # over all logged steps
     low: float  # of ten logged steps one is faster
     high: float  # of ten logged steps one is slower
-    ratio: float  # its median through the median of all ranks
-
-    @property
-    def slow(self) -> bool:
-        """Whether the others wait for this one."""
-        return self.ratio > SLOW
+    ratio: float  # its median through the lower median of all ranks: of two, through that of the faster one
+    slow: bool  # whether the others wait for this one
 
 
 def compare(run: Run, rows: Sequence[tuple[float, Sequence[float]]]) -> list[Rank]:
-    """The ranks of a run that have a finite time in `rows` (see History.rank_seconds), by rank.
-
-    Of an even number of ranks the lower median is the measure, so that of two ranks one can be slow.
-    """
+    """The ranks of a run that have a finite time in `rows` (see History.rank_seconds), by rank."""
     by_rank = zip(*(seconds for _, seconds in rows), strict=True)
     columns = [sorted(filter(math.isfinite, column)) for column in by_rank]
     medians = [statistics.median(column) for column in columns if column]
-    usual = statistics.median_low(medians) if medians else math.nan
-    return [_rank(run, rank, len(columns), column, usual) for rank, column in enumerate(columns) if column]
+    return [_rank(run, rank, columns, medians) for rank, column in enumerate(columns) if column]
 
 
-def _rank(run: Run, rank: int, size: int, seconds: list[float], usual: float) -> Rank:
+def _rank(run: Run, rank: int, columns: Sequence[Sequence[float]], medians: Sequence[float]) -> Rank:
+    seconds, usual = columns[rank], statistics.median_low(medians)
     median = statistics.median(seconds)
     low, high = (seconds[round(share * (len(seconds) - 1))] for share in (0.1, 0.9))
-    return Rank(rank, run.host_of(rank, size), median, low, high, median / usual if usual > 0 else math.nan)
+    ratio = median / usual if usual > 0 else math.nan
+    slow = median > SLOW * statistics.median(medians) > 0
+    return Rank(rank, run.host_of(rank, len(columns)), median, low, high, ratio, slow)
 
 
 def stragglers(ranks: Iterable[Rank]) -> list[Rank]:

@@ -366,13 +366,12 @@ def all_is_well(ranks: Sequence[Rank]) -> str:
 
 def comparison(ranks: Sequence[Rank]) -> str:
     """Who is slow, in words."""
-    slow = stragglers(ranks)
+    slow, usual = stragglers(ranks), "the other one" if len(ranks) == 2 else "the median"
     if not slow:
         slowest = max(ranks, key=lambda rank: rank.median)
         if slowest.ratio < 1.02:
-            return "No straggler: the ranks keep pace, the slowest within 2 % of the median."
-        return f"No straggler: the slowest, rank {slowest.rank}, takes {times(slowest.ratio)} the median."
-    usual = "the other one" if len(ranks) == 2 else "the median"
+            return "No straggler: the ranks keep pace, the slowest within 2 % of the others."
+        return f"No straggler: the slowest, rank {slowest.rank}, takes {times(slowest.ratio)} as long as {usual}."
     if len(slow) == 1:
         return f"{named(slow)} is {times(slow[0].ratio)} slower than {usual}; every step waits for it."
     return (
@@ -405,10 +404,11 @@ def rank_charts(run: Run, rows: Sequence[Row], ranks: Sequence[Rank]) -> str:
         return many_ranks(rows, ranks, events, unit)
     if len(ranks) == 1:
         return card("Own compute", unit, charts.lines(rank_lines(rows, ranks), events, height=200, zero=True))
+    name = "the faster one" if len(ranks) == 2 else "median"
     height = 180 if len(ranks) <= 4 else max(260, 20 * len(ranks))
     over_steps = charts.lines(rank_lines(rows, ranks), events, width=488, height=height, zero=True)
     side_by_side = charts.bars(
-        [rank_bar(rank, factor) for rank in ranks], usual * factor, f"median {figure(usual * factor)}", height=height
+        [rank_bar(rank, factor) for rank in ranks], usual * factor, f"{name} {figure(usual * factor)}", height=height
     )
     return (
         f'{all_is_well(ranks)}<div class="two">\n'
@@ -516,18 +516,23 @@ def legend() -> str:
 # ---------------------------------------------------------------- tables
 
 
+ORDER = ("model", "data", "train", "distributed", "checkpoint", "logging")  # as a person thinks of them
+
+
 def settings_tables(run: Run) -> str:
     """All settings, a table for each section."""
     settings = mapping(run.setup.get("settings"))
     loose = {key: value for key, value in settings.items() if not isinstance(value, Mapping)}
     sections = {key: value for key, value in settings.items() if isinstance(value, Mapping)}
-    tables = [table(name, values.items()) for name, values in ({"": loose} | sections).items() if values]
+    order = sorted(sections, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
+    tables = [table(name, sections[name].items()) for name in order if sections[name]]
+    tables += [table("", loose.items())] if loose else []
     return f'<div class="tables">\n{chr(10).join(tables)}\n</div>' if tables else ""
 
 
 def table(title: str, rows: Iterable[tuple[str, Any]]) -> str:
     """Names and values."""
-    lines = "".join(f"<tr><th>{escape(str(key))}</th><td>{cell(value)}</td></tr>" for key, value in rows)
+    lines = "".join(f"<tr><th><span>{escape(str(key))}</span></th><td>{cell(value)}</td></tr>" for key, value in rows)
     caption = f"<caption>{escape(title)}</caption>" if title else ""
     return f'<table class="card">{caption}<tbody>{lines}</tbody></table>'
 
@@ -559,7 +564,8 @@ def machine(run: Run) -> str:
         "PyTorch": facts.get("torch") or versions.get("torch"),
         "system": facts.get("platform"),
     }
-    groups = {"hardware": hardware, "software": software, "world": dict(world)}
+    model = mapping(run.setup.get("model"))
+    groups = {"hardware": hardware, "software": software, "ranks": dict(world), "model": dict(model)}
     tables = [table(name, known(rows)) for name, rows in groups.items() if known(rows)]
     return f'<div class="tables">\n{chr(10).join(tables)}\n</div>' if tables else ""
 

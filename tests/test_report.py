@@ -322,8 +322,9 @@ def ranks_of(place: Path, *seconds: float, nodes: Iterable[str] = ("node1",)) ->
         ([0.1] * 5 + [0.15, 0.2, 0.1, 0.3], "Ranks 5-6, 8 (node1) are 1.5× to 3.0× slower than the median; "
          "every step waits for the slowest, rank 8."),
         ([0.1, 0.1, 0.117], "Rank 2 (node1) is 1.17× slower than the median; every step waits for it."),
-        ([0.1, 0.1, 0.11], "No straggler: the slowest, rank 2, takes 1.10× the median."),
-        ([0.1, 0.1], "No straggler: the ranks keep pace, the slowest within 2 % of the median."),
+        ([0.1, 0.1, 0.11], "No straggler: the slowest, rank 2, takes 1.10× as long as the median."),
+        ([0.1, 0.13], "No straggler: the slowest, rank 1, takes 1.3× as long as the other one."),
+        ([0.1, 0.1], "No straggler: the ranks keep pace, the slowest within 2 % of the others."),
     ],
 )  # fmt: skip
 def test_the_straggler_is_named(tmp_path: Path, seconds: list[float], sentence: str) -> None:
@@ -551,7 +552,7 @@ FACTS = {
 }
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(lines=st.lists(METRICS, max_size=12), data=st.data())
 def test_whatever_the_files_hold_there_is_a_page(lines: list[Json], data: st.DataObject) -> None:
     files = {name: data.draw(st.dictionaries(st.sampled_from(keys), VALUES)) for name, keys in FACTS.items()}
