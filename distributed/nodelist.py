@@ -199,9 +199,7 @@ def _end_of_item(text: str, start: int) -> int:
     assert match is not None  # it matches the empty text
     end = match.end()
     if text[end : end + 1] == "]":
-        raise NodeListError(
-            "this ']' closes nothing: remove it, or write the '[' before the numbers", text, end
-        )
+        raise NodeListError("this ']' closes nothing: remove it, or write the '[' before the numbers", text, end)
     if text[end : end + 1] == "[":
         raise _unclosed(text, end)
     return end
@@ -210,9 +208,7 @@ def _end_of_item(text: str, start: int) -> int:
 def _unclosed(text: str, opening: int) -> NodeListError:
     inner = re.compile(r"[][]").search(text, opening + 1)
     if inner:
-        return NodeListError(
-            "a bracket inside a bracket: write the ranges as in node[1-8,10]", text, inner.start()
-        )
+        return NodeListError("a bracket inside a bracket: write the ranges as in node[1-8,10]", text, inner.start())
     return NodeListError("this '[' is never closed: write it as in node[1-8]", text, opening)
 
 
@@ -289,9 +285,7 @@ def _plain(text: str, start: int, end: int) -> str:
     """text[start:end], which may only hold what a host name holds."""
     wrong = _NOT_IN_A_NAME.search(text, start, end)
     if wrong:
-        raise NodeListError(
-            f"{wrong[0]!r} cannot stand in a host name: write it as in node1", text, wrong.start()
-        )
+        raise NodeListError(f"{wrong[0]!r} cannot stand in a host name: write it as in node1", text, wrong.start())
     return text[start:end]
 
 

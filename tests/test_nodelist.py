@@ -262,9 +262,7 @@ def test_no_word_at_all_is_no_node() -> None:
         (["n[1,1]"], ("word 1 ('n[1,1]')", "word 1 ('n[1,1]')")),
     ],
 )
-def test_a_node_named_twice_is_an_error_that_names_both_places(
-    words: list[str], places: tuple[str, str]
-) -> None:
+def test_a_node_named_twice_is_an_error_that_names_both_places(words: list[str], places: tuple[str, str]) -> None:
     with pytest.raises(NodeListError, match="is named twice") as caught:
         parse(words)
     assert f"in {places[0]} and in {places[1]}" in str(caught.value)
@@ -420,11 +418,7 @@ def test_scontrol_reads_what_was_folded(scontrol: Scontrol) -> None:
     chance = random.Random(4)
     stems = ["n", "gpu0", "rack1-n", "rack2-n"]
     many = [
-        [
-            f"{stem}{number:0{chance.choice([1, 3])}d}"
-            for stem in chance.sample(stems, 3)
-            for number in range(8)
-        ]
+        [f"{stem}{number:0{chance.choice([1, 3])}d}" for stem in chance.sample(stems, 3) for number in range(8)]
         for _ in range(500)
     ]
     assert scontrol.hostnames(fold(names) for names in many) == many

@@ -45,6 +45,8 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SlurmdParameters=config_overrides
 ReturnToService=2
+# Jobs of several components wait for the backfill scheduler: let it look every second.
+SchedulerParameters=bf_interval=1
 KillWait=1
 LaunchParameters=use_interactive_step
 GresTypes=gpu
@@ -176,7 +178,7 @@ end_daemon() { # <folder> <pid file>
 
 
 runs_for() { # <folder> <pid>
-  [[ $(ps -o args= -p "$2") == *"$1/"* ]]
+  [[ $(ps -ww -o args= -p "$2") == *"$1/"* ]]
 }
 
 

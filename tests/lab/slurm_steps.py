@@ -1,0 +1,196 @@
+"""What SLURM tells each process, for every way a step may be started: asked of a real SLURM, and recorded.
+
+Each way is a command that starts tell.sh some times, which writes down its host and its environment. Where
+the processes really are says what World.from_env must answer. Needs SLURM_CONF of slurm_one_node.sh up.
+
+Try it: python tests/lab/slurm_steps.py tests/slurm_environments.json   (records them anew)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+TORCHRUN = f"""PORT=$((10000 + RANDOM % 10000)) srun -N2 --ntasks-per-node=1 sh -c '
+  {shlex.quote(sys.executable)} -m torch.distributed.run --nnodes=2 --node-rank=$SLURM_NODEID \\
+    --nproc-per-node=2 --master-addr=n08 --master-port=$PORT --no-python TELL'"""
+TELL = Path(__file__).resolve().with_name("tell.sh")
+STALE = "RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 MASTER_ADDR=old MASTER_PORT=29500"
+
+_OF_A_LAUNCHER = re.compile(
+    r"SLURM_(STEP|TASK|NODE|NTASKS|NNODES|NPROCS|PROC|LOCAL|GTIDS|DIST|ARBITRARY|HET|JOB_(ID|NODE|NUM)|RESTART)\w*"
+    r"|SLURMD_NODENAME|SLURM_LAUNCH_NODE_IPADDR|CUDA_VISIBLE_DEVICES"
+    r"|RANK|WORLD_SIZE|(MASTER|LOCAL|GROUP|ROLE|TORCHELASTIC)_\w+"
+)
+
+# What World.from_env answers: each process's place, one process alone, or (any other text) a refusal.
+PLACES, ALONE = "places", "alone"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One way to start processes under SLURM."""
+
+    name: str
+    command: str
+    answer: str = PLACES
+
+
+STEPS = [
+    Step("two tasks on each of three nodes", "srun -N3 --ntasks-per-node=2 TELL"),
+    Step("one task", "srun -n1 TELL"),
+    Step("more tasks on the first node", "srun -N3 -n5 TELL"),
+    Step("cyclic", "srun -N3 --ntasks-per-node=2 -m cyclic TELL"),
+    Step("plane", "srun -N2 --ntasks-per-node=3 -m plane=2 TELL"),
+    Step("nodes named backwards", "srun -w n10,n08 -n3 TELL"),
+    Step("one GPU a task", "srun -N2 --ntasks-per-node=2 --gpus-per-task=1 TELL"),
+    Step("all GPUs for each task", "srun -N2 --ntasks-per-node=2 --gres=gpu:2 TELL"),
+    Step("one node of a job", "salloc -Q -N3 --ntasks-per-node=2 srun -N1 -w n09 -n2 TELL"),
+    Step(
+        "the last two nodes of a cyclic job",
+        "salloc -Q -N3 --ntasks-per-node=2 -m cyclic srun -N2 -n4 -r1 TELL",
+    ),
+    Step("fewer tasks than the job", "salloc -Q -N3 --ntasks-per-node=2 srun -N2 -n3 TELL"),
+    Step("srun in the batch script", "sbatch -Q -W -o /dev/null -N2 -n3 --wrap 'srun TELL'"),
+    Step("srun in a batch script without -n", "sbatch -Q -W -o /dev/null -N2 --wrap 'srun TELL'"),
+    Step("two components of a job", "salloc -Q -w n08 -n2 : -w n09 -n1 srun --het-group=0,1 TELL"),
+    Step(
+        "two components, the second on earlier nodes",
+        "salloc -Q -w n10 -n2 : -w n[08-09] -n3 srun --het-group=0,1 TELL",
+    ),
+    Step(
+        "the last two of three components", "salloc -Q -w n10 -n1 : -w n09 -n2 : -w n08 -n1 srun --het-group=1,2 TELL"
+    ),
+    Step("MASTER_ADDR and MASTER_PORT given", "env MASTER_ADDR=n09 MASTER_PORT=29500 srun -w n09,n10 -n2 TELL"),
+    Step("torchrun on each of two nodes", TORCHRUN),
+    Step("arbitrary, on one node", "srun -m arbitrary -w n10,n10 -n2 TELL"),
+    Step("arbitrary, by -w", "srun -m arbitrary -w n10,n08,n10 -n3 TELL", "host of task 0 is not known"),
+    Step(
+        "arbitrary, in a job that was arbitrary in another order",
+        "salloc -Q -m arbitrary -w n10,n08 -n2 srun -n2 -m arbitrary -w n10,n08 TELL",
+        "host of task 0 is not known",
+    ),
+    Step(
+        "block, in a job that was arbitrary",
+        "salloc -Q -m arbitrary -w n10,n08 -n2 srun -N2 -n2 -m block TELL",
+    ),
+    Step("stale ranks exported", f"env {STALE} srun -n2 TELL", "left over from another launch"),
+    Step("a stale RANK exported", "env RANK=0 srun -n2 TELL", "RANK=0 is set, but not"),
+    Step("by hand in salloc", "salloc -Q -N2 -n3 TELL", ALONE),
+    Step("by hand in the shell that salloc opens on a node", "script -qec 'salloc -Q -N2 -n3' /dev/null", ALONE),
+    Step("by hand in the batch script", "sbatch -Q -W -o /dev/null -N2 --wrap TELL", ALONE),
+    Step("by hand in a batch script with -n", "sbatch -Q -W -o /dev/null -N2 -n3 --wrap TELL", ALONE),
+]
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of a process, as the hosts where the processes were found show it."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    node_rank: int
+    nodes: int
+    master_addr: str
+
+
+@dataclass(frozen=True)
+class Told:
+    """What one process was told, and where it ran."""
+
+    host: str
+    environment: dict[str, str]
+
+
+def ask(step: Step) -> list[Told]:
+    """Start the step on the SLURM of SLURM_CONF; what its processes were told, by rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {name: value for name, value in os.environ.items() if not _OF_A_LAUNCHER.fullmatch(name)}
+        subprocess.run(
+            ["bash", "-c", step.command.replace("TELL", shlex.quote(str(TELL)))],
+            env={**environment, "TELL": folder},
+            input=f"{shlex.quote(str(TELL))}; exit\n",  # for the one that opens a shell
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=120,
+        )
+        return sorted((_told(file.read_text()) for file in Path(folder).iterdir()), key=_rank)
+
+
+def _told(written: str) -> Told:
+    host, _, environment = written.partition("\n")
+    return Told(host, dict(entry.split("=", 1) for entry in environment.split("\0") if entry))
+
+
+def places(told: list[Told]) -> list[Place]:
+    """Where the processes of a step are, by rank; only the numbering of the ranks is the launcher's own."""
+    hosts = [process.host for process in told]
+    numbered = list(dict.fromkeys(hosts))
+    return [
+        Place(
+            rank=rank,
+            size=len(hosts),
+            local_rank=hosts[:rank].count(host),
+            local_size=Counter(hosts)[host],
+            node_rank=numbered.index(host),
+            nodes=len(numbered),
+            master_addr=hosts[0],
+        )
+        for rank, host in enumerate(hosts)
+    ]
+
+
+def _rank(process: Told) -> int:
+    told = process.environment
+    return int(told["RANK"] if "TORCHELASTIC_RUN_ID" in told else told.get("SLURM_PROCID", "0"))
+
+
+# --- recording ---------------------------------------------------------------------------------------
+
+_OF_THIS_MACHINE = re.compile(r"SLURM_(TASK_PID|STEP_LAUNCHER_PORT|NODE_ALIASES\w*|\w+_PACK_GROUP_\d)")
+
+
+def recorded(step: Step) -> dict[str, object]:
+    """The step as a record: what is common to its processes once, then what each was told besides."""
+    told = ask(step)
+    environments = [_worth_keeping(process.environment) for process in told]
+    common = dict(set.intersection(*(set(environment.items()) for environment in environments)))
+    processes = [
+        {"environment": {name: value for name, value in environment.items() if name not in common}}
+        | ({"place": asdict(place)} if step.answer == PLACES else {})
+        for environment, place in zip(environments, places(told), strict=True)
+    ]
+    command = step.command.replace(sys.executable, "python")
+    asked = {"name": step.name, "command": command, "answer": step.answer}
+    return {**asked, "common": common, "processes": processes}
+
+
+def _worth_keeping(environment: Mapping[str, str]) -> dict[str, str]:
+    """The launchers' variables, without paths, ports, users and the like."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if _OF_A_LAUNCHER.fullmatch(name) and not _OF_THIS_MACHINE.fullmatch(name) and "/" not in value
+    }
+
+
+def record(path: Path) -> None:
+    beside = path.with_name(path.name + ".new")
+    beside.write_text(json.dumps([recorded(step) for step in STEPS], indent=1, sort_keys=True) + "\n")
+    os.replace(beside, path)
+
+
+if __name__ == "__main__":
+    record(Path(sys.argv[1]))

@@ -1,0 +1,156 @@
+"""A process that a real SLURM started knows its place: which rank of how many, on which node, whom to meet.
+
+SLURM says it in some twenty variables that contradict each other: some describe the job and some the step,
+some are left over from the shell. So real steps are started in every way a person starts them, and the
+answer is held against where the processes really are.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from lab.slurm_steps import ALONE, PLACES, STEPS, Step, Told, ask, places
+
+from distributed.torch import World, WorldError
+
+ROOT = Path(__file__).resolve().parents[1]
+LAB = ROOT / "tests/lab/slurm_one_node.sh"
+RECORDS = json.loads((ROOT / "tests/slurm_environments.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """SLURM_CONF of a real SLURM with three nodes, up for the tests of this file."""
+    if not os.environ.get("CI") and (os.geteuid() != 0 or not shutil.which("slurmctld")):
+        pytest.skip("a real SLURM can be raised by root alone, where slurm-wlm is installed: tests/run.sh says how")
+    folder = str(tmp_path_factory.mktemp("slurm") / "lab")
+    conf = subprocess.run([LAB, "up", folder], check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SLURM_CONF", conf)
+        yield conf
+    subprocess.run([LAB, "down", folder], check=True)
+
+
+@pytest.fixture(scope="module")
+def asked(slurm: str) -> Iterator[dict[str, Future[list[Told]]]]:
+    """The answers of SLURM to all steps, which are asked side by side."""
+    with ThreadPoolExecutor(6) as pool:
+        yield {step.name: pool.submit(ask, step) for step in STEPS}
+
+
+def steps(answer: str | None = None) -> pytest.MarkDecorator:
+    """All steps with this answer; without one, all that are to be refused."""
+    chosen = [step for step in STEPS if (step.answer == answer if answer else step.answer not in (PLACES, ALONE))]
+    return pytest.mark.parametrize("step", chosen, ids=lambda step: step.name)
+
+
+@steps(PLACES)
+def test_every_process_knows_its_place(step: Step, asked: dict[str, Future[list[Told]]]) -> None:
+    told = asked[step.name].result()
+    worlds = [asdict(World.from_env(process.environment)) for process in told]
+    expected = [asdict(place) for place in places(told)]
+    assert [{key: world[key] for key in expected[0]} for world in worlds] == expected
+
+
+@steps(PLACES)
+def test_all_processes_meet_at_one_port(step: Step, asked: dict[str, Future[list[Told]]]) -> None:
+    worlds = [World.from_env(process.environment) for process in asked[step.name].result()]
+    assert len({world.master_port for world in worlds}) == 1
+    assert 1024 < (worlds[0].master_port or 0) < 65536
+
+
+@steps(ALONE)
+def test_python_by_hand_in_a_job_is_one_process_and_is_told_so(
+    step: Step, asked: dict[str, Future[list[Told]]]
+) -> None:
+    (told,) = asked[step.name].result()
+    world = World.from_env(told.environment)
+    assert (world.rank, world.size, world.nodes, world.launcher) == (0, 1, 1, "single")
+    assert f"inside SLURM job {told.environment['SLURM_JOB_ID']}" in world.notes[0]
+    assert "srun" in world.notes[0]
+
+
+@steps()
+def test_what_cannot_be_known_is_refused(step: Step, asked: dict[str, Future[list[Told]]]) -> None:
+    told = asked[step.name].result()
+    assert told
+    for process in told:
+        with pytest.raises(WorldError, match=step.answer):
+            World.from_env(process.environment)
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record["name"])
+def test_the_record_is_of_the_step_as_it_is_asked_today(record: dict[str, object]) -> None:
+    (step,) = (step for step in STEPS if step.name == record["name"])
+    assert record["command"] == step.command.replace(sys.executable, "python")
+    assert record["answer"] == step.answer
+
+
+def test_every_step_is_recorded() -> None:
+    assert [record["name"] for record in RECORDS] == [step.name for step in STEPS]
+
+
+MEET = """
+import torch, torch.distributed as dist
+from distributed.torch import process_group
+with process_group(backend="gloo", timeout=60) as world:
+    total = torch.tensor([world.rank + 1.0])
+    dist.all_reduce(total)
+    open(f"{world.rank}.sum", "w").write(f"{total.item():g} on {world.nodes}")
+"""
+
+
+def test_the_tasks_of_two_nodes_meet_and_add_up(slurm: str, tmp_path: Path) -> None:
+    subprocess.run(
+        ["srun", "-w", "n09,n10", "-n2", "--kill-on-bad-exit=1", sys.executable, "-c", MEET],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        check=True,
+        timeout=120,
+    )
+    sums = {file.name: file.read_text() for file in tmp_path.glob("*.sum")}
+    assert sums == {f"{rank}.sum": "3 on 2" for rank in range(2)}
+
+
+def test_the_laboratory_leaves_no_trace(slurm: str, tmp_path: Path) -> None:
+    folder = tmp_path / "lab"
+    conf = subprocess.run([LAB, "up", folder], check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+    again = subprocess.run([LAB, "up", folder], check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+    assert conf == again == f"{folder}/slurm.conf"
+    environment = {**os.environ, "SLURM_CONF": conf}
+    job = subprocess.Popen(["srun", "-N3", "bash", "-c", "echo here; exec sleep 1000"], env=environment, stdout=-1)
+    assert job.stdout is not None
+    assert job.stdout.readline() == b"here\n"
+    pids = [int(file.read_text()) for file in folder.glob("*.pid")]
+    assert len(pids) == 5
+    subprocess.run([LAB, "down", folder], check=True)
+    subprocess.run([LAB, "down", folder], check=True)
+    assert job.wait(timeout=30) != 0
+    job.stdout.close()
+    assert not folder.exists()
+    assert not [pid for pid in pids if command(pid)]
+
+
+def command(pid: int) -> bytes:
+    """The command line of a process; nothing when it has ended, reaped or not."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except FileNotFoundError:
+        return b""
+
+
+def test_the_laboratory_refuses_a_folder_that_is_not_its_own(tmp_path: Path) -> None:
+    (tmp_path / "thesis").touch()
+    refused = subprocess.run([LAB, "down", tmp_path], capture_output=True, text=True)
+    assert refused.returncode == 2
+    assert "was not made by this script" in refused.stderr
+    assert (tmp_path / "thesis").exists()
