@@ -182,10 +182,10 @@ agent_command() { # <torchrun's options...>
 }
 
 
-# The console shows rank 0 as it speaks, and what the agent says of itself; the log has everybody.
+# The console shows rank 0 as it speaks; what the agent says of itself goes to stderr. The log has everybody.
 show_rank_0() { # <node>
   trap '' INT TERM HUP
-  exec sed -un -e "s/^\[$1:0\] //p;t" -e "/^\[$1:[0-9]*\] /!p"
+  exec sed -un -e "s/^\[$1:0\] //p;t" -e "/^\[$1:[0-9]*\] /!w /dev/stderr"
 }
 
 

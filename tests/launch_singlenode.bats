@@ -1,0 +1,327 @@
+#!/usr/bin/env bats
+#
+# scripts/ssh/launch_singlenode.sh, and run_ddp.sh on one machine: any script runs unchanged, its words arrive byte
+# for byte, the exit code is that of the rank that failed first, the verdict names it, nothing is left running
+# whoever is killed, and a wrong call starts and writes nothing.
+
+bats_require_minimum_version 1.5.0
+
+
+setup() {
+  KIT=$(readlink -f "$BATS_TEST_DIRNAME/..")
+  LAUNCH=$KIT/scripts/ssh/launch_singlenode.sh
+  export VIRTUAL_ENV=${VIRTUAL_ENV:-$KIT/.venv} MUSTER_GRACE=8
+  WORK="$BATS_TEST_TMPDIR/my 'work'"
+  mkdir -p "$WORK"
+  cd "$WORK" || return
+}
+
+
+teardown() {
+  local log
+  for log in "$WORK"/logs/*/; do
+    [ -d "$log" ] || continue
+    "$KIT/scripts/lib/node.sh" --sweep --run "${log%/}" --node "$(uname -n)"
+  done
+}
+
+
+# A script of the user's, that knows nothing of us.
+script() { # <body on standard input>
+  {
+    cat <<'END'
+import os, sys, time
+import torch.distributed as dist
+rank = int(os.environ["RANK"])
+END
+    cat
+  } >"my script.py"
+}
+
+
+# Start in the background with its own process group, as a terminal does; wait until the ranks are at work.
+start() { # <word...>
+  : >out
+  set -m
+  "$LAUNCH" "$@" >out 2>&1 3>&- &
+  LAUNCHER=$!
+  set +m
+}
+
+
+wait_for_line() { # <text>
+  timeout 60 grep -qF -m1 -- "$1" <(tail -n +1 -F out 2>/dev/null)
+}
+
+
+status_of_launcher() {
+  wait "$LAUNCHER" && status=0 || status=$?
+}
+
+
+left() {
+  grep -lsz -- "^MUSTER_RUN_DIR=$WORK" /proc/[0-9]*/environ | wc -l
+}
+
+
+@test "a script that is not ours runs unchanged, with its words byte for byte" {
+  words=("a b" "c'd\"e" '$HOME `x`; exit' $'new\nline' 'ünïcode' '' '${local_rank}')
+  script <<<'open(f"words_{rank}", "w").write("".join(word + "\0" for word in sys.argv[1:]))'
+  run "$LAUNCH" --script "my script.py" - 2 -- "${words[@]}"
+  [ "$status" -eq 0 ]
+  printf '%s\0' "${words[@]}" | cmp - words_0
+  printf '%s\0' "${words[@]}" | cmp - words_1
+}
+
+
+@test "the run folder has all its parts, and the console shows rank 0 alone" {
+  script <<<'print(f"I am rank {rank}")'
+  run --separate-stderr "$LAUNCH" --script "my script.py" - 2
+  [ "$status" -eq 0 ]
+  [ "$output" = "I am rank 0" ]
+  node=$(uname -n)
+  [ -f logs/latest/run.json ] && [ -d logs/latest/errors ] && [ -f logs/latest/verdict.json ]
+  [ "$(cat "logs/latest/node_$node.exit")" = 0 ]
+  grep -qxF "[$node:0] I am rank 0" "logs/node_$node.log"
+  grep -qxF "[$node:1] I am rank 1" "logs/node_$node.log"
+  grep -q "2 process(es)" logs/latest/launcher.log
+}
+
+
+@test "the kit's trainer gets CONFIG and settings, and leaves a report" {
+  cat >tiny.yaml <<'END'
+model: {n_layer: 1, n_head: 1, n_embd: 8, block_size: 16}
+train: {steps: 3, batch_size: 4}
+logging: {every: 1}
+END
+  run "$LAUNCH" tiny.yaml 2 -- train.steps=2
+  [ "$status" -eq 0 ]
+  [[ "$output" == *"step 2/2"* ]]
+  [ -s logs/latest/report.html ]
+  [ "$(wc -l <logs/latest/metrics.jsonl)" -gt 2 ]
+}
+
+
+@test "environment, a module, and the plain agent" {
+  printf 'import os, sys\nprint(os.environ["A"], os.environ["B"], sys.argv[1:], os.environ["LOCAL_WORLD_SIZE"])\n' >mod.py
+  printf '# a comment\nB=from a file $x\n' >env.txt
+  run --separate-stderr "$LAUNCH" --agent torchrun --env 'A=1 2' --env-file env.txt -m mod - 2 -- 'x y'
+  [ "$status" -eq 0 ]
+  [ "$output" = "1 2 from a file \$x ['x y'] 2" ]
+}
+
+
+@test "the exit code is the first failing rank's own, and the verdict names it" {
+  script <<<'
+dist.init_process_group("gloo")
+if rank == 1: raise ValueError("boom")
+dist.barrier()'
+  run "$LAUNCH" --script "my script.py" - 2
+  [ "$status" -eq 1 ]
+  [[ "$output" == *"rank 1 on $(uname -n) raised ValueError: boom"* ]]
+  grep -q '"rank": 1' logs/latest/verdict.json
+  for agent in fast torchrun; do
+    script <<<'
+dist.init_process_group("gloo")
+if rank == 1: os._exit(42)
+dist.barrier()'
+    run "$LAUNCH" --agent "$agent" --script "my script.py" - 2
+    [ "$status" -eq 42 ]
+    [[ "$output" == *"rank 1 on"*"42"* ]]
+  done
+}
+
+
+@test "a killed rank: 137, the others are ended, and nothing is left" {
+  script <<<'
+dist.init_process_group("gloo")
+if rank == 0: os.kill(os.getpid(), 9)
+time.sleep(300)'
+  run "$LAUNCH" --script "my script.py" - 2
+  [ "$status" -eq 137 ]
+  [[ "$output" == *"rank 0 on"*"SIGKILL"* ]]
+  [ "$(left)" -eq 0 ]
+}
+
+
+@test "Ctrl-C ends a script that knows nothing of it with 130, TERM with 143" {
+  script <<<'print("at work", flush=True); time.sleep(300)'
+  start --script "my script.py" - 2
+  wait_for_line "at work"
+  kill -INT -- "-$LAUNCHER" # as a terminal does: to the whole foreground group
+  status_of_launcher
+  [ "$status" -eq 130 ]
+  [ "$(left)" -eq 0 ]
+  start --script "my script.py" - 2
+  wait_for_line "at work"
+  kill -TERM "$LAUNCHER"
+  status_of_launcher
+  [ "$status" -eq 143 ]
+  [ "$(left)" -eq 0 ]
+}
+
+
+@test "Ctrl-C in the middle of a training: a checkpoint, 75, and the same command goes on" {
+  cat >tiny.yaml <<'END'
+model: {n_layer: 1, n_head: 1, n_embd: 8, block_size: 16}
+train: {steps: 100000, batch_size: 4, evaluate_every: 0}
+checkpoint: {dir: "check points", every: 0}
+logging: {every: 1, sample: 0}
+END
+  start tiny.yaml 2
+  wait_for_line "step      3/100000"
+  kill -INT -- "-$LAUNCHER"
+  status_of_launcher
+  [ "$status" -eq 75 ]
+  grep -q "run again to go on" out
+  [ "$(left)" -eq 0 ]
+  step=$(find "check points" -name 'step_*' -printf '%f' | sed 's/step_0*//')
+  run "$LAUNCH" tiny.yaml 2 -- train.steps=$((step + 1))
+  [ "$status" -eq 0 ]
+  [[ "$output" == *"going on from"*"step $((step + 1))/$((step + 1))"* ]]
+}
+
+
+@test "SIGKILL of the launcher, or of its agent, leaves nothing behind" {
+  script <<<'
+import signal
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("at work", flush=True); time.sleep(300)'
+  export MUSTER_GRACE=1
+  start --script "my script.py" - 2
+  wait_for_line "at work"
+  [ "$(left)" -gt 2 ]
+  kill -KILL "$LAUNCHER"
+  timeout 15 sh -c 'while grep -qsz -- "^MUSTER_RUN_DIR=$1" /proc/[0-9]*/environ; do sleep 0.1; done' sh "$WORK"
+  [ "$(left)" -eq 0 ]
+  start --script "my script.py" - 2
+  wait_for_line "at work"
+  kill -KILL "$(cat logs/latest/node_*.pid)"
+  status_of_launcher
+  [ "$status" -eq 137 ]
+  [ "$(left)" -eq 0 ]
+}
+
+
+@test "--max-restarts starts again, and keeps what the failed try left" {
+  script <<<'
+if not os.path.exists("tried"):
+    if rank == 0: open("tried", "w")
+    sys.exit(3)
+print("second try")'
+  run "$LAUNCH" --max-restarts 2 --script "my script.py" - 1
+  [ "$status" -eq 0 ]
+  [[ "$output" == *"starting again, 1 of 2"*"second try"* ]]
+  grep -q '"exit_code": 3' logs/latest/try_1/verdict.json
+}
+
+
+@test "two launches at once do not meet" {
+  script <<<'dist.init_process_group("gloo"); dist.barrier(); print("met")'
+  start --script "my script.py" - 2
+  run "$LAUNCH" --script "my script.py" - 2
+  [ "$status" -eq 0 ]
+  status_of_launcher
+  [ "$status" -eq 0 ]
+  [ "$(find logs -maxdepth 1 -name 'my-script-*' | wc -l)" -eq 2 ]
+}
+
+
+@test "--detach returns at once, and the run goes on" {
+  script <<<'print("at work", flush=True); time.sleep(1); open("done", "w")'
+  run "$LAUNCH" --detach --script "my script.py" - 1
+  [ "$status" -eq 0 ]
+  [[ "$output" == *"stop with: kill"* ]]
+  timeout 60 sh -c 'until [ -e done ]; do sleep 0.1; done'
+  launcher=${output##*kill }
+  timeout 30 tail -f --pid="$launcher" /dev/null
+  [ "$(left)" -eq 0 ]
+}
+
+
+@test "--dry-run prints the command that would run, and writes nothing" {
+  script <<<''
+  run --separate-stderr "$LAUNCH" --dry-run --env 'A=1 2' --script "my script.py" - 4 -- 'a b'
+  [ "$status" -eq 0 ]
+  [[ "$output" == *"--nproc-per-node 4"*'my\ script.py a\ b'* ]]
+  [[ "$output" == *'A=1\ 2'* ]]
+  [ ! -e logs ]
+}
+
+
+@test "run_ddp.sh is the same on this machine" {
+  cat >tiny.yaml <<'END'
+model: {n_layer: 1, n_head: 1, n_embd: 8, block_size: 16}
+train: {steps: 1, batch_size: 4}
+END
+  run "$KIT/scripts/run_ddp.sh" -n 2 -c tiny.yaml -l warning
+  [ "$status" -eq 0 ]
+  [[ "$output" != *"step 1/1"* ]]
+  [ -s logs/latest/report.html ]
+  run "$KIT/scripts/run_ddp.sh" -n 2 --dry-run --script "$KIT/train.py" -c - -- 'a b'
+  [ "$status" -eq 0 ]
+  [[ "$output" == *"train.py a\\ b"* ]]
+}
+
+
+# ---------------------------------------------------------------- wrong calls
+
+
+refused() { # <what the line must name> <word...>
+  run "$LAUNCH" "${@:2}"
+  [ "$status" -eq 2 ] || { echo "status $status of: ${*:2}" && return 1; }
+  [[ "$output" == *"$1"* ]] || { echo "$output" && return 1; }
+  [ ! -e logs ]
+}
+
+
+@test "a wrong call is refused with 2, names what is wrong, and leaves no trace" {
+  script <<<''
+  printf 'train: {steps: 1, batch_size: 3}\n' >odd.yaml
+  printf 'train: {stepz: 1, batch_size: 4}\n' >typo.yaml
+  printf 'train: {steps: [1\n' >broken.yaml
+  refused "CONFIG and NPROC are wanted"
+  refused "'nix.yaml'" nix.yaml 2
+  refused "did you mean train.steps" typo.yaml 2
+  refused "broken.yaml, line" broken.yaml 2
+  refused "train.batch_size=3 does not divide by 2" odd.yaml 2
+  refused "NPROC '0'" odd.yaml 0
+  refused "NPROC 'two'" odd.yaml two
+  refused "-1" --script "my script.py" - '-1'
+  refused "'nix.py'" --script nix.py - 2
+  refused "--bad" --bad - 2
+  refused "--agent 'slow'" --agent slow - 2
+  refused "--master-port '99999'" --master-port 99999 - 2
+  refused "--env 'NOVALUE'" --env NOVALUE - 2
+  refused "--env-file 'nix'" --env-file nix - 2
+  refused "--max-restarts 'x'" --max-restarts x - 2
+  refused "'/nix/python'" --python /nix/python - 2
+  refused "has no PyTorch" --python /usr/bin/python3 --script "my script.py" - 2
+  refused "give one of the two" --script "my script.py" -m os - 2
+}
+
+
+@test "a port in use is refused" {
+  script <<<''
+  python3 -c '
+import socket, sys
+with socket.create_server(("", 0)) as server:
+    print(server.getsockname()[1], flush=True)
+    sys.stdin.read()' < <(sleep 30) >port 3>&- &
+  timeout 20 sh -c 'until [ -s port ]; do sleep 0.05; done'
+  refused "--master-port $(cat port)" --master-port "$(cat port)" --script "my script.py" - 2
+  kill %1
+}
+
+
+@test "more processes than GPUs are refused (a stub of nvidia-smi: there is no GPU here)" {
+  script <<<''
+  mkdir stub
+  cat >stub/nvidia-smi <<'END'
+#!/bin/sh
+# Stub: answers as nvidia-smi does with --format=csv,noheader,nounits.
+case $* in *query-gpu*) echo "0, GPU-aa, 580.65.06, 81920, 4, Enabled, Disabled, 0, Default, STUB" ;; esac
+END
+  chmod +x stub/nvidia-smi
+  PATH="$WORK/stub:$PATH" refused "NPROC 2: this machine has 1 GPU" --script "my script.py" - 2
+}
