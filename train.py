@@ -376,10 +376,12 @@ class Progress:
         self.score: float | None = None  # the newest held-out loss
         self.tokens_per_second = 0.0
         self.restart_clock()
+        self.warming_up = True  # the first step allocates and compiles: it does not count
 
     def restart_clock(self) -> None:
         """What has passed up to here is not the time of steps."""
         self._from_step, self._from_time = self.training.step, time.perf_counter()
+        self.warming_up = False
 
     def event(self, name: str, **more: Any) -> None:
         """Note for the report that something happened at this step."""
@@ -491,24 +493,31 @@ def run(training: Training, checkpoints: Checkpoints, tracker: tracking.Tracker 
     """Train to the end, or until asked to stop. Returns the exit code."""
     progress = Progress(training, tracker)
     progress.event("resume" if training.step else "start")
-    first, stop = training.step, False
-    batches = training.batches() if first < training.steps else iter(())
+    stop = False
+    batches = training.batches() if training.step < training.steps else iter(())
     while training.step < training.steps and not stop:
-        loss, norm = training.learn(batches)
-        due = Due.after(training.step, training.steps, training.settings)
-        outcomes = vote(training, checkpoints, loss, now=due.anything())
-        stop = any(outcome.stop for outcome in outcomes) and training.step < training.steps
-        if due.log:
-            progress.step(outcomes[-1], norm)
-        score = progress.held_out() if due.evaluate else None
-        if due.save or stop:
-            checkpoints.save(
-                training.step, training.state(), own=random_state(), facts=training.facts(), score=score
-            )
-        if due.evaluate or due.save or training.step == first + 1:
-            progress.restart_clock()
+        stop = advance(training, batches, checkpoints, progress)
     checkpoints.wait()
     return progress.stopped() if stop else progress.finished()
+
+
+def advance(
+    training: Training, batches: Iterator[tuple[Tensor, Tensor]], checkpoints: Checkpoints, progress: Progress
+) -> bool:
+    """One step, and what is due behind it. Returns whether to stop before the last one."""
+    loss, norm = training.learn(batches)
+    due = Due.after(training.step, training.steps, training.settings)
+    outcomes = vote(training, checkpoints, loss, now=due.anything())
+    stop = any(outcome.stop for outcome in outcomes) and training.step < training.steps
+    if due.log:
+        progress.step(outcomes[-1], norm)
+    score = progress.held_out() if due.evaluate else None
+    if due.save or stop:
+        checkpoints.save(training.step, training.state(), own=random_state(), facts=training.facts(), score=score)
+        progress.event("checkpoint")
+    if due.evaluate or due.save or progress.warming_up:
+        progress.restart_clock()
+    return stop
 
 
 def vote(training: Training, checkpoints: Checkpoints, loss: Tensor, now: bool) -> list[Outcome]:

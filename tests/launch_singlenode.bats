@@ -67,6 +67,7 @@ left() {
 @test "a script that is not ours runs unchanged, with its words byte for byte" {
   words=("a b" "c'd\"e" '$HOME `x`; exit' $'new\nline' 'ünïcode' '' '${local_rank}')
   script <<<'open(f"words_{rank}", "w").write("".join(word + "\0" for word in sys.argv[1:]))'
+  words+=(--run --log -- --nproc-per-node 7 -m)
   run "$LAUNCH" --script "my script.py" - 2 -- "${words[@]}"
   [ "$status" -eq 0 ]
   printf '%s\0' "${words[@]}" | cmp - words_0

@@ -178,7 +178,8 @@ agent_command() { # <torchrun's options...>
   if ((${#ENVIRONMENT[@]} + ${#fresh[@]})); then
     COMMAND=(env "${fresh[@]}" "${ENVIRONMENT[@]}")
   fi
-  COMMAND+=("$PYTHON" "${agent[@]}" "$@" --tee 3 "${WORK[@]}" "${CONFIG_ARGS[@]}" "${USER_ARGS[@]}")
+  # The -- keeps torchrun from taking the script's own words for (abbreviated) options.
+  COMMAND+=("$PYTHON" "${agent[@]}" "$@" --tee 3 ${MODULE:+-m} -- "${MODULE:-${WORK[0]}}" "${CONFIG_ARGS[@]}" "${USER_ARGS[@]}")
 }
 
 
