@@ -33,12 +33,15 @@ class ConfigError(ValueError):
 class Section(BaseModel):
     """What all sections share: nothing unknown, nothing changed later, no True where a number belongs."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, coerce_numbers_to_str=True, allow_inf_nan=False, protected_namespaces=()
+    )
 
     @field_validator("*", mode="before")
     @classmethod
     def _no_truth_as_number(cls, value: Any, info: Any) -> Any:
-        if isinstance(value, bool) and cls.model_fields[info.field_name].annotation in (int, float, int | None):
+        numbers = (int, float, int | None, float | None)
+        if isinstance(value, bool) and cls.model_fields[info.field_name].annotation in numbers:
             raise ValueError("a number is wanted, not true or false")
         return value
 
@@ -72,9 +75,10 @@ class Data(Section):
     @field_validator("path")
     @classmethod
     def _exists(cls, path: Path | None) -> Path | None:
-        if path is not None and not path.expanduser().exists():
+        full = path and _absolute(path)
+        if full and not full.exists():
             raise ValueError(f"there is no such file or folder (looked in {Path.cwd()})")
-        return path and path.expanduser().absolute()
+        return full
 
 
 class Train(Section):
@@ -130,8 +134,8 @@ class Checkpoint(Section):
 
     @field_validator("dir")
     @classmethod
-    def _absolute(cls, path: Path | None) -> Path | None:
-        return path and path.expanduser().absolute()
+    def _from_the_callers_folder(cls, path: Path | None) -> Path | None:
+        return path and _absolute(path)
 
 
 class Logging(Section):
@@ -154,6 +158,14 @@ class Settings(Section):
     distributed: Distributed = Field(default_factory=Distributed)
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
     logging: Logging = Field(default_factory=Logging)
+
+
+def _absolute(path: Path) -> Path:
+    """Of the caller's folder, where it is relative; ~ is the home folder."""
+    try:
+        return path.expanduser().absolute()
+    except RuntimeError:
+        raise ValueError(f"there is no user {path.parts[0].removeprefix('~')!r} with a home folder here") from None
 
 
 def _exactly_one(section: BaseModel, first: str, second: str) -> None:
@@ -198,30 +210,43 @@ def batch(settings: Settings, world: int) -> Batch:
     size = train.batch_size or (train.batch_size_per_device or 0) * world
     parts = world * train.accumulation
     if size % parts:
-        near = max(size // parts, 1) * parts
-        given = f"train.batch_size={size}" if train.batch_size else f"batch_size_per_device={size // world}"
-        raise ConfigError(
-            f"{given} does not divide by {world} rank(s) x {train.accumulation} micro-batch(es) "
-            f"(train.accumulation): {near} or {near + parts} windows a step would"
-        )
+        raise ConfigError(_does_not_divide(train, world))
     return Batch(size, size // parts, train.accumulation, world, settings.model.block_size)
+
+
+def _does_not_divide(train: Train, world: int) -> str:
+    """The key that was given, and the two values nearest to its own that do divide."""
+    key, given, parts, by = "batch_size_per_device", train.batch_size_per_device or 0, train.accumulation, ""
+    if train.batch_size:
+        key, given, parts, by = "batch_size", train.batch_size, world * parts, f"{world} rank(s) x "
+    near = max(given // parts, 1) * parts
+    return (
+        f"train.{key}={given} does not divide by {by}{train.accumulation} micro-batch(es) (train.accumulation): "
+        f"{near} or {near + parts} would"
+    )
 
 
 # ---------------------------------------------------------------- reading
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML as people mean it: 3e-4 is a number, and a key given twice is a mistake."""
+    """YAML as people mean it: 3e-4 is a number, 2026-11-21 is a name, and a key given twice is a mistake."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.MarkedYAMLError(problem="a key is a name", problem_mark=key.start_mark)
             if key.value in seen:
                 raise yaml.MarkedYAMLError(problem=f"key {key.value!r} is given twice", problem_mark=key.start_mark)
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 
 
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d[\d_]*)(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
 )
@@ -260,7 +285,7 @@ def _read_file(path: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         sections = ", ".join(Settings.model_fields)
         raise ConfigError(f"{path}: holds a {type(tree).__name__}; sections are wanted: {sections}")
-    return tree
+    return {name: {} if section is None else section for name, section in tree.items()}
 
 
 def _override(tree: dict[str, Any], word: str) -> None:
@@ -273,8 +298,6 @@ def _override(tree: dict[str, Any], word: str) -> None:
     except yaml.YAMLError:
         value = text
     inner = tree.setdefault(section, {})
-    if inner is None:
-        inner = tree[section] = {}
     if not isinstance(inner, dict):
         raise ConfigError(f"{word!r}: section {section!r} of the file holds {inner!r}, not keys")
     inner[name] = value
@@ -346,6 +369,8 @@ def main(words: Sequence[str] | None = None) -> int:
     options.add_argument("--quiet", action="store_true", help="print nothing when all is well")
     given = options.parse_intermixed_args(words)
     try:
+        if given.nproc < 1:
+            raise ConfigError(f"--nproc {given.nproc}: a number of ranks, 1 or more, is wanted")
         settings = from_options(given)
         cut = batch(settings, given.nproc)
     except ConfigError as error:

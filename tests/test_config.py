@@ -1,0 +1,363 @@
+"""Settings are checked whole before anything starts.
+
+Held here: what a person means is what is read (3e-4 is a number, 2026-11-21 the name of a folder, ~ the home
+folder); whatever is wrong is one line that names the place, the value and the remedy, with exit code 2 and never a
+trace; the global batch is cut without a rest, and what is proposed instead does divide.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from distributed.config import Batch, ConfigError, Settings, batch, from_options, main, parser, read
+
+KIT = Path(__file__).resolve().parents[1]
+patient = hypothesis_settings(deadline=None)
+TRAIN = "train: {steps: 1, batch_size: 4}\n"
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def settings(*overrides: str, file: str | bytes = TRAIN) -> Settings:
+    """What is read from a file f.yaml with this text, and these words over it."""
+    Path("f.yaml").write_bytes(file if isinstance(file, bytes) else file.encode())
+    return read(Path("f.yaml"), overrides)
+
+
+def fault(*overrides: str, file: str | bytes = TRAIN) -> str:
+    """The message with which it is refused."""
+    with pytest.raises(ConfigError) as refused:
+        settings(*overrides, file=file)
+    return str(refused.value)
+
+
+# ---------------------------------------------------------------- what a person means
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [
+        ("train.learning_rate=3e-4", 3e-4),
+        ("train.learning_rate=3E-4", 3e-4),
+        ("train.learning_rate=1e3", 1000.0),
+        ("train.learning_rate=3E4", 30_000.0),
+        ("train.learning_rate=.5", 0.5),
+        ("train.learning_rate=+1.5e-2", 0.015),
+        ("train.weight_decay=0", 0.0),
+        ("train.steps=1e3", 1000),
+        ("train.steps=1_000", 1000),
+        ("train.steps='7'", 7),
+        ("train.compile=yes", True),
+        ("train.compile=false", False),
+        ("logging.project=my first one", "my first one"),
+        ("logging.project=a=b", "a=b"),
+        ("logging.project==", "="),
+        ("logging.project='null'", "null"),
+        ("logging.project=124", "124"),
+        ("logging.project=2026-11-21", "2026-11-21"),
+        ("logging.project=2026-99-99", "2026-99-99"),
+        ("logging.project=a: b: c", "a: b: c"),
+        ("logging.project=[", "["),
+        ("logging.project=größer", "größer"),
+        ("data.domains=[a, 'b c']", ["a", "b c"]),
+        ("data.domains=null", None),
+        ("data.domains=", None),
+    ],
+)
+def test_a_word_means_what_it_says(word: str, value: object) -> None:
+    section, name = word.partition("=")[0].split(".")
+    assert getattr(getattr(settings(word), section), name) == value
+
+
+def test_a_word_wins_over_the_file_and_the_last_word_over_all() -> None:
+    assert settings("train.steps=2", "train.steps=3").train.steps == 3
+    assert settings("train.epochs=2", "train.steps=null").train.epochs == 2.0
+
+
+def test_words_alone_are_enough() -> None:
+    assert read(None, ["train.steps=1", "train.batch_size=4"]) == settings()
+
+
+@pytest.mark.parametrize("text", ["checkpoint:\n", "checkpoint: {}\n", "checkpoint: null\n", "# checkpoint:\n"])
+def test_a_section_with_nothing_in_it_is_its_defaults(text: str) -> None:
+    assert settings(file=TRAIN + text) == settings()
+    assert settings("checkpoint.every=7", file=TRAIN + text).checkpoint.every == 7
+
+
+def test_paths_are_of_the_callers_folder_and_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/f.yaml").write_text(TRAIN + "data: {path: f.txt}\ncheckpoint: {dir: 2026-11-21}\n")
+    (tmp_path / "f.txt").touch()
+    read_from_here = read(Path("elsewhere/f.yaml"))
+    assert read_from_here.data.path == tmp_path / "f.txt"
+    assert read_from_here.checkpoint.dir == tmp_path / "2026-11-21"
+    assert settings("checkpoint.dir=~/kept").checkpoint.dir == tmp_path / "home/kept"
+
+
+def test_settings_survive_being_written_and_read_again() -> None:
+    first = settings("data.domains=[a]", "checkpoint.dir=x")
+    assert settings(file=yaml.safe_dump(first.model_dump(mode="json"))) == first
+
+
+# ---------------------------------------------------------------- what is wrong, and what to do
+
+
+@pytest.mark.parametrize(
+    ("word", "line"),
+    [
+        ("train.stepz=3", "f.yaml: train.stepz: unknown key; did you mean train.steps?"),
+        ("trian.steps=3", "f.yaml: trian: unknown key; did you mean train?"),
+        ("train.n_layer=3", "f.yaml: train.n_layer: unknown key; did you mean model.n_layer?"),
+        ("zzz.x=3", "f.yaml: zzz: unknown key; known are model, data, train"),
+        ("checkpoint.zzzz=3", "f.yaml: checkpoint.zzzz: unknown key; known are dir, every, keep, resume"),
+        ("train.steps=abc", "f.yaml: train.steps='abc': Input should be a valid integer"),
+        ("train.steps=1.5", "f.yaml: train.steps=1.5: Input should be a valid integer"),
+        ("train.steps=0", "f.yaml: train.steps=0: Input should be greater than or equal to 1"),
+        ("train.steps=true", "f.yaml: train.steps=True: a number is wanted, not true or false"),
+        ("train.epochs=true", "f.yaml: train.epochs=True: a number is wanted, not true or false"),
+        ("train.grad_clip=false", "f.yaml: train.grad_clip=False: a number is wanted, not true or false"),
+        ("train.learning_rate=.nan", "f.yaml: train.learning_rate=nan: "),
+        ("train.learning_rate=.inf", "f.yaml: train.learning_rate=inf: Input should be a finite number"),
+        ("distributed.timeout=.inf", "f.yaml: distributed.timeout=inf: Input should be a finite number"),
+        ("train.compile=maybe", "f.yaml: train.compile='maybe': Input should be a valid boolean"),
+        ("logging.level=loud", "f.yaml: logging.level='loud': Input should be 'debug', 'info', 'warning' or 'error'"),
+        ("logging.project={a: b}", "f.yaml: logging.project: Input should be a valid string"),
+        ("train.epochs=2", "f.yaml: train: both of steps and epochs given: give one of the two"),
+        ("train.steps=null", "f.yaml: train: none of steps and epochs given: give one of the two"),
+        ("train.batch_size=null", "f.yaml: train: none of batch_size and batch_size_per_device given"),
+        ("train.batch_size_per_device=2", "f.yaml: train: both of batch_size and batch_size_per_device given"),
+        ("train.min_learning_rate=1", "f.yaml: train: min_learning_rate=1.0 is above learning_rate=0.0003"),
+        ("model.n_head=3", "f.yaml: model: n_embd=128 does not divide by n_head=3: change one of them"),
+        ("data.path=/nix", "f.yaml: data.path='/nix': there is no such file or folder (looked in "),
+        ("checkpoint.dir=~nobody-here/x", "f.yaml: checkpoint.dir='~nobody-here/x': there is no user 'nobody-here'"),
+        *(
+            (word, f"{word!r}: not understood; write section.key=value, for example train.steps=100")
+            for word in ("train.steps", "steps=3", "=3", "train.=3", ".steps=3", "train.steps.x=3", "", "=")
+        ),
+    ],
+)
+def test_a_wrong_word_is_one_line(word: str, line: str) -> None:
+    message = fault(word)
+    assert message.startswith(line)
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("", "f.yaml: train: missing; add it (see config/quickstart.yaml)"),
+        ("# nothing yet\n", "f.yaml: train: missing"),
+        ("train:\n", "f.yaml: train: none of steps and epochs given"),
+        ("train: 5", "f.yaml: train=5: "),
+        ("- train\n- model\n", "f.yaml: holds a list; sections are wanted: model, data, train, distributed"),
+        ("just words", "f.yaml: holds a str; sections are wanted"),
+        ("train: [1", "f.yaml, line 1, column 10: no valid YAML: expected ',' or ']'"),
+        ("train:\n\tsteps: 1\n", "f.yaml, line 2, column 1: no valid YAML: found character '\\t'"),
+        ("train:\n  steps: 1: 2\n", "f.yaml, line 2, column 11: no valid YAML: mapping values are not allowed here"),
+        (TRAIN + TRAIN, "f.yaml, line 2, column 1: no valid YAML: key 'train' is given twice"),
+        ("train:\n  steps: 1\n  steps: 2\n", "f.yaml, line 3, column 3: no valid YAML: key 'steps' is given twice"),
+        (TRAIN + "[a]: b\n", "f.yaml, line 2, column 1: no valid YAML: a key is a name"),
+        (TRAIN + "? {a: b}\n: c\n", "f.yaml, line 2, column 3: no valid YAML: a key is a name"),
+        (TRAIN + "1: 2\n", "f.yaml: 1=1: Keys should be strings"),
+        (TRAIN + "---\na: b\n", "f.yaml, line 2, column 1: no valid YAML: but found another document"),
+        (TRAIN + "a: !!python/name:os.system\n", "f.yaml, line 2, column 4: no valid YAML: could not determine"),
+        (b"\xff\xfe\x00", "f.yaml: cannot read it (it is not UTF-8 text); looked in "),
+        (b"\x00\x01", "f.yaml: no valid YAML: unacceptable character"),
+    ],
+)
+def test_a_wrong_file_is_one_line(text: str | bytes, line: str) -> None:
+    message = fault(file=text)
+    assert message.startswith(line)
+    assert "\n" not in message
+
+
+def test_every_fault_has_its_line() -> None:
+    message = fault("train.steps=x", "model.layers=3", "logging.every=0")
+    assert re.findall(r"^f\.yaml: ([\w.]+)", message, re.MULTILINE) == ["model.layers", "train.steps", "logging.every"]
+
+
+def test_a_section_that_holds_no_keys_cannot_be_overridden() -> None:
+    assert fault("data.workers=3", file=TRAIN + "data: [1]\n") == (
+        "'data.workers=3': section 'data' of the file holds [1], not keys"
+    )
+
+
+def test_a_file_that_cannot_be_read_names_why_and_where(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"^nix.yaml: cannot read it \\(No such file or directory\\).*{tmp_path}"):
+        read(Path("nix.yaml"))
+    with pytest.raises(ConfigError, match=r"cannot read it \(Is a directory\)"):
+        read(tmp_path)
+
+
+SCRAPS = st.lists(
+    st.sampled_from([*"[]{}:,-&*!?|>'\"#%@`\n\t =.~<0a", ": ", "- ", "train", "<<: ", "1e9", "2026-11-31"])
+)
+
+
+@patient
+@given(st.one_of(st.binary(max_size=60), SCRAPS.map(lambda scraps: "".join(scraps).encode())))
+def test_no_file_whatsoever_brings_a_trace(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+    file = tmp_path_factory.getbasetemp() / "any.yaml"
+    file.write_bytes(content)
+    with pytest.raises(ConfigError):
+        read(file)
+
+
+# ---------------------------------------------------------------- the global batch
+
+numbers = st.integers(1, 300)
+
+
+def cut(world: int, **train: int) -> Batch:
+    return batch(Settings.model_validate({"train": {"steps": 1, **train}}), world)
+
+
+@patient
+@given(size=numbers, world=numbers, accumulation=st.integers(1, 20))
+def test_the_global_batch_is_cut_without_a_rest(size: int, world: int, accumulation: int) -> None:
+    try:
+        found = cut(world, batch_size=size, accumulation=accumulation)
+    except ConfigError as error:
+        assert size % (world * accumulation)
+        for proposed in proposals(error, f"train.batch_size={size}"):
+            assert cut(world, batch_size=proposed, accumulation=accumulation).size == proposed
+    else:
+        assert found.size == size == found.micro * found.accumulation * found.world
+        assert (found.world, found.accumulation) == (world, accumulation)
+
+
+@patient
+@given(share=numbers, world=numbers, accumulation=st.integers(1, 20))
+def test_a_batch_size_for_each_device_is_cut_without_a_rest(share: int, world: int, accumulation: int) -> None:
+    try:
+        found = cut(world, batch_size_per_device=share, accumulation=accumulation)
+    except ConfigError as error:
+        assert share % accumulation
+        for proposed in proposals(error, f"train.batch_size_per_device={share}"):
+            assert cut(world, batch_size_per_device=proposed, accumulation=accumulation).size == proposed * world
+    else:
+        assert found.size == share * world == found.micro * found.accumulation * found.world
+
+
+def proposals(error: ConfigError, start: str) -> list[int]:
+    """The nearest sizes below (where there is one) and above, of which the message speaks."""
+    found = re.fullmatch(rf"{re.escape(start)} does not divide by .*: (\d+) or (\d+) would", str(error))
+    assert found
+    return [int(number) for number in found.groups()]
+
+
+def test_the_arithmetic_can_be_read() -> None:
+    assert str(Batch(480, 12, 5, 8, 1024)) == (
+        "12 windows x 5 micro-batches x 8 ranks = 480 windows a step x 1024 tokens = 491,520 tokens a step"
+    )
+    assert str(Batch(4, 4, 1, 1, 128)) == (
+        "4 windows x 1 micro-batch x 1 rank = 4 windows a step x 128 tokens = 512 tokens a step"
+    )
+
+
+# ---------------------------------------------------------------- the command line
+
+
+def options(*words: str) -> argparse.Namespace:
+    return parser("A trainer.").parse_intermixed_args(words)
+
+
+@pytest.mark.parametrize("option", ["--config", "--config_path", "--config-path"])
+def test_the_file_has_three_names(option: str) -> None:
+    Path("f.yaml").write_text(TRAIN)
+    assert from_options(options(option, "f.yaml")) == settings()
+    assert from_options(options(f"{option}=f.yaml")) == settings()
+
+
+def test_what_other_trainers_and_launchers_pass_is_understood() -> None:
+    Path("f.yaml").write_text(TRAIN)
+    file = ("--config", "f.yaml")
+    assert from_options(options(*file, "--distributed-backend", "gloo")).distributed.backend == "gloo"
+    assert from_options(options(*file, "--log-level", "WARNING")).logging.level == "warning"
+    assert from_options(options(*file, "--local-rank=1")) == settings()
+    assert from_options(options(*file, "--local_rank", "1")) == settings()
+
+
+def test_settings_stand_anywhere_between_the_options() -> None:
+    Path("f.yaml").write_text(TRAIN)
+    found = from_options(options("train.steps=5", "--config", "f.yaml", "logging.every=3", "--log-level=debug"))
+    assert (found.train.steps, found.logging.every, found.logging.level) == (5, 3, "debug")
+
+
+def test_an_option_wins_over_the_file() -> None:
+    Path("f.yaml").write_text(TRAIN + "distributed: {backend: nccl}\n")
+    assert from_options(options("--config", "f.yaml", "--distributed-backend", "gloo")).distributed.backend == "gloo"
+
+
+def test_what_is_checked_is_printed_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("f.yaml").write_text(TRAIN)
+    assert main(["--config", "f.yaml", "--nproc", "2", "train.learning_rate=1e-3"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("# 2 windows x 1 micro-batch x 2 ranks = 4 windows a step")
+    assert settings(file=text) == settings("train.learning_rate=1e-3")
+    assert main(["--config", "f.yaml", "--quiet"]) == 0
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--nproc", "3"], "train.batch_size=4 does not divide by 3 rank(s) x 1 micro-batch(es) "),
+        (["--nproc", "0"], "--nproc 0: a number of ranks, 1 or more, is wanted"),
+        (["--nproc", "-1"], "--nproc -1: a number of ranks, 1 or more, is wanted"),
+        (["train.stepz=3"], "f.yaml: train.stepz: unknown key; did you mean train.steps?"),
+        (["--distributed-backend", "mpi"], "f.yaml: distributed.backend='mpi': Input should be 'auto', 'nccl'"),
+        (["--config", "nix.yaml"], "nix.yaml: cannot read it (No such file or directory)"),
+    ],
+)
+def test_a_wrong_call_exits_with_2_and_one_line(
+    words: list[str], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("f.yaml").write_text(TRAIN)
+    assert main(["--config", "f.yaml", *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(line)
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("entry", [["-m", "distributed.config"], [str(KIT / "scripts/lib/config.py")]])
+def test_as_a_program_it_exits_with_2_and_one_line(entry: list[str]) -> None:
+    answer = subprocess.run(
+        [sys.executable, *entry, "train.steps=1", "train.batch=4"],
+        env={**os.environ, "PYTHONPATH": str(KIT)}, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert (answer.returncode, answer.stdout) == (2, "")
+    assert answer.stderr == "settings: train.batch: unknown key; did you mean train.batch_size?\n"
+
+
+# ---------------------------------------------------------------- the kit's own
+
+
+@pytest.mark.parametrize("file", sorted((KIT / "config").glob("*.yaml")), ids=lambda file: file.name)
+def test_the_kits_own_settings_are_valid_for_the_ranks_they_speak_of(file: Path) -> None:
+    text = file.read_text()
+    tree: dict[str, Any] = yaml.safe_load(text)
+    if "path" in tree.get("data", {}):
+        Path(tree["data"]["path"]).mkdir(parents=True)
+    ranks = re.search(r"x (\d+) ranks", text) or re.search(rf"{re.escape(file.name)} (\d+)\n", text)
+    assert ranks, "its opening comment says for how many ranks it is"
+    found = batch(read(file), int(ranks[1]))
+    assert "windows x" not in text or str(found) in text, "the arithmetic of its opening comment is this one"
