@@ -28,6 +28,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 from types import ModuleType, TracebackType
 
+PLACE = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID"}  # torchrun's name, srun's name
 PRELOAD = ["torch.distributed.run", "torch.distributed.fsdp", "torch.nn.parallel"]
 
 
@@ -153,10 +154,10 @@ def _write_account(code: int, error: BaseException) -> None:
     run = os.environ.get("MUSTER_RUN_DIR")
     if not run:
         return
-    rank = int(os.environ["RANK"])
+    rank, local_rank = (int(os.environ.get(name) or os.environ[slurms]) for name, slurms in PLACE.items())
     account = {
         "rank": rank,
-        "local_rank": int(os.environ["LOCAL_RANK"]),
+        "local_rank": local_rank,
         "node": node_name(),
         "pid": os.getpid(),
         "time": time.time(),

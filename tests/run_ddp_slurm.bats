@@ -1,0 +1,69 @@
+#!/usr/bin/env bats
+#
+# scripts/run_ddp.sh inside an allocation of a real SLURM (tests/lab raises one): srun starts the processes, SLURM
+# names their ranks, and the run folder, the verdict and the exit code are those of every launcher.
+
+bats_require_minimum_version 1.5.0
+
+
+setup_file() {
+  [ "$(id -u)" -eq 0 ] || skip "raising a SLURM needs root"
+  export KIT SLURM_CONF
+  KIT=$(readlink -f "$BATS_TEST_DIRNAME/..")
+  SLURM_CONF=$("$KIT/tests/lab/slurm_one_node.sh" up "$BATS_FILE_TMPDIR/slurm")
+}
+
+
+teardown_file() {
+  [ "$(id -u)" -eq 0 ] || return 0
+  "$KIT/tests/lab/slurm_one_node.sh" down "$BATS_FILE_TMPDIR/slurm"
+}
+
+
+setup() {
+  export VIRTUAL_ENV=${VIRTUAL_ENV:-$KIT/.venv} OMP_NUM_THREADS=1
+  cd "$BATS_TEST_TMPDIR" || return
+}
+
+
+in_allocation() { # <word...>
+  run timeout 120 salloc -Q -N2 -n3 "$KIT/scripts/run_ddp.sh" "$@"
+}
+
+
+@test "the trainer runs on the allocation" {
+  cat >tiny.yaml <<'END'
+model: {n_layer: 1, n_head: 1, n_embd: 8, block_size: 16}
+train: {steps: 2, batch_size: 3, evaluate_windows: 3}
+logging: {every: 1, sample: 0}
+END
+  in_allocation -n 3 -c tiny.yaml
+  [ "$status" -eq 0 ]
+  [[ "$output" == *"ddp on 3 x cpu"*"step 2/2"*"finished"* ]]
+  [ -s logs/latest/report.html ]
+  grep -q '"nodes": 2' logs/latest/settings.json
+}
+
+
+@test "a task that fails ends the others, and its own code is the exit code" {
+  printf 'import os, sys, time\nif os.environ["SLURM_PROCID"] == "2": raise ValueError("boom")\ntime.sleep(100)\n' >fails.py
+  in_allocation -n 3 -c - --script fails.py
+  [ "$status" -eq 1 ]
+  [[ "$output" == *"rank 2"*"raised ValueError: boom"* ]]
+  grep -q '^\[slurm:2\] ValueError: boom' logs/latest/node_slurm.log
+}
+
+
+@test "inside a job step it is refused: every task would start all of them" {
+  run timeout 60 srun -Q -n1 "$KIT/scripts/run_ddp.sh" -n 1 -c - --script /dev/null
+  [ "$status" -eq 2 ]
+  [[ "$output" == *"not through srun"* ]]
+}
+
+
+@test "--dry-run prints the srun line and runs nothing" {
+  in_allocation -n 3 -c - --script "$KIT/train.py" --dry-run --env 'A=1 2' -- 'x y'
+  [ "$status" -eq 0 ]
+  [[ "$output" == *"--ntasks 3 --cpus-per-task"*"train.py x\\ y"* ]]
+  [ ! -e logs ]
+}
