@@ -65,7 +65,9 @@ def main() -> int:
             sides = commands(folder / "first.py", ranks)
             for command in sides.values():
                 seconds_to_first(command, folder)  # warm the page cache
-            turns = [{side: seconds_to_first(words, folder) for side, words in sides.items()} for _ in range(given.turns)]
+            turns = [
+                {side: seconds_to_first(words, folder) for side, words in sides.items()} for _ in range(given.turns)
+            ]
             for side in sides:
                 ratios = [turn[side] / turn["torchrun"] for turn in turns]
                 seconds = statistics.median(turn[side] for turn in turns)

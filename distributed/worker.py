@@ -100,7 +100,7 @@ def _forget_multiprocessing() -> None:
     current = multiprocessing.current_process()
     current._name, current._identity, current._parent_pid = "MainProcess", (), None  # type: ignore[attr-defined]
     multiprocessing.process._parent_process = None  # type: ignore[attr-defined]
-    multiprocessing.set_start_method(None, force=True)  # type: ignore[arg-type]
+    multiprocessing.set_start_method(None, force=True)
 
 
 def _run(script: Script) -> None:

@@ -352,7 +352,8 @@ def test_any_number_of_ranks_has_its_picture(tmp_path: Path, size: int) -> None:
 
 
 def test_after_a_change_of_world_the_last_one_is_compared(tmp_path: Path) -> None:
-    lines = [step_line(10, [0.1, 0.9, 0.1]), step_line(20, [0.1, 0.1]), step_line(30, [0.1, None])]
+    lost: list[Any] = [0.1, None]
+    lines = [step_line(10, [0.1, 0.9, 0.1]), step_line(20, [0.1, 0.1]), step_line(30, lost)]
     run = history.read(folder(tmp_path, lines))
     assert [rank.median for rank in history.compare(run, run.history.rank_seconds())] == [0.1, 0.1]
 
@@ -555,7 +556,7 @@ FACTS = {
 @settings(max_examples=60, deadline=None)
 @given(lines=st.lists(METRICS, max_size=12), data=st.data())
 def test_whatever_the_files_hold_there_is_a_page(lines: list[Json], data: st.DataObject) -> None:
-    files = {name: data.draw(st.dictionaries(st.sampled_from(keys), VALUES)) for name, keys in FACTS.items()}
+    files: dict[str, Any] = {name: data.draw(st.dictionaries(st.sampled_from(keys), VALUES)) for name, keys in FACTS.items()}
     with tempfile.TemporaryDirectory() as place:
         seen(folder(Path(place), lines, **files))
 

@@ -222,6 +222,7 @@ wait_for_node() {
 
 # A person, or the system, asks us to stop: the node is told, and told again when we are.
 interrupted() { # <signal>
+  # shellcheck disable=SC2034 # join reads SIGNALLED
   SIGNAL=$1 SIGNALLED=1
   tell "$1: stopping; up to $GRACE s to write a checkpoint, once more $1 to end at once"
   kill -TERM "$NODE" 2>/dev/null || true
