@@ -556,7 +556,9 @@ FACTS = {
 @settings(max_examples=60, deadline=None)
 @given(lines=st.lists(METRICS, max_size=12), data=st.data())
 def test_whatever_the_files_hold_there_is_a_page(lines: list[Json], data: st.DataObject) -> None:
-    files: dict[str, Any] = {name: data.draw(st.dictionaries(st.sampled_from(keys), VALUES)) for name, keys in FACTS.items()}
+    files: dict[str, Any] = {
+        name: data.draw(st.dictionaries(st.sampled_from(keys), VALUES)) for name, keys in FACTS.items()
+    }
     with tempfile.TemporaryDirectory() as place:
         seen(folder(Path(place), lines, **files))
 
