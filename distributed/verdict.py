@@ -119,7 +119,7 @@ _LOST_THE_OTHERS = re.compile(
     | client\ socket\ has\ (failed|timed\ out) | connection\ to\ the\ C10d\ store\ has\ failed
     | wait\ timeout\ after\ \d+ms | Timed\ out\ after\ \d+\ seconds\ waiting\ for\ clients
     | [Ww]atchdog\ caught\ collective\ operation\ timeout | NCCL\ timeout | NCCL\ communicator\ was\ aborted
-    | remote\ process\ exited\ or\ there\ was\ a\ network\ error | unexpected\ exit\ of\ a\ remote\ peer
+    | remote\ process\ exited\ or\ there\ was\ a\ network\ error
     | killed\ by\ signal:\ Terminated
     """,
     re.VERBOSE,
@@ -240,10 +240,9 @@ def _order(failure: Failure) -> tuple[Kind, float, str, int]:
 def accused(evidence: Evidence) -> Iterator[Failure]:
     """The ranks that others name as missing, though they say nothing of that themselves."""
     for failure in evidence.failures:
-        names = _NAMES_A_RANK.search(failure.message) if kind(failure) is Kind.COLLATERAL else None
-        if names:
+        if names := _NAMES_A_RANK.search(failure.message):
             rank = int(next(filter(None, names.groups())))
-            witness = f"{who(failure)} says: {_short(failure.message)}"
+            witness = f"{who(failure)} says: {_short(what(failure))}"
             yield replace(failure, rank=rank, node=_home(rank, evidence), witness=witness)
 
 
@@ -542,7 +541,7 @@ def _from_log(node: str, code: int, log: Log) -> list[Failure]:
 
 def _agent_failure(node: str, code: int, lines: Sequence[Line]) -> Failure:
     said = last_words(lines)
-    if said is None or said.exception == "ChildFailedError":
+    if said is None:
         texts = [line.text for line in lines if line.text.strip()]
         said = Said(None, texts[-1] if texts and code < 128 else "", "")
     return Failure(node, exit_code=code, **said._asdict())

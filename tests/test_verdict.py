@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distributed import verdict
@@ -88,6 +88,12 @@ INNOCENT = [
     ("DistBackendError", WATCHDOG),
     ("DistBackendError", f"NCCL communicator was aborted on rank 0.  Original reason for failure was: {WATCHDOG}"),
     ("RendezvousConnectionError", "The connection to the C10d store has failed. See inner exception for details."),
+    ("DistBackendError", "NCCL communicator was aborted on rank 1. "),
+    ("DistBackendError", "NCCL timeout in communicator initialization."),
+    ("RuntimeError", "Socket Timeout"),
+    ("RuntimeError", "wait timeout after 5000ms, keys: /default_pg/0//cpu//0/1"),
+    ("RuntimeError", GLOO + "socket.cc:80] connect [127.0.0.1]:1: Connection refused"),
+    ("RuntimeError", "Timed out after 3 seconds waiting for clients. 1/2 clients joined."),
     ("PeerFailed", "rank 1 on n2 failed at step 7: stopping with it"),
     ("RuntimeError", "DataLoader worker (pid 4711) is killed by signal: Terminated. "),
 ]
@@ -207,6 +213,7 @@ _guilty = st.one_of(
 )
 
 
+@settings(deadline=None)
 @given(st.lists(st.one_of(_innocents, _ended), max_size=12), _guilty, st.randoms())
 def test_the_guilty_one_wins_whoever_reports_first(others: list[Failure], guilty: Failure, shuffle: Any) -> None:
     failures = [*others, guilty]
@@ -217,6 +224,7 @@ def test_the_guilty_one_wins_whoever_reports_first(others: list[Failure], guilty
     assert len(said.collateral) == len(others)
 
 
+@settings(deadline=None)
 @given(st.lists(_guilty, min_size=2, max_size=6), st.randoms())
 def test_among_causes_the_earliest_wins(causes: list[Failure], shuffle: Any) -> None:
     timed = [replace(cause, rank=rank, time=T0 + rank) for rank, cause in enumerate(causes)]
@@ -244,6 +252,8 @@ def test_the_one_rank_that_said_nothing_is_where_to_look() -> None:
     assert said.cause.endswith("; rank 2 on n2 alone reported nothing: look there first")
     two_said_nothing = verdict.judge(Evidence((*waited[:2], hung), nodes=("n1", "n2"), nproc=2))
     assert "look there" not in two_said_nothing.cause
+    rank_out_of_place = verdict.judge(Evidence((replace(waited[0], rank=5),), nodes=("n1",), nproc=2))
+    assert "look there" not in rank_out_of_place.cause
 
 
 @pytest.mark.parametrize(
@@ -313,7 +323,7 @@ ACCIDENT = (died(139, rank=0), BY_AGENT)
         ((BY_AGENT,), {"n1": 143}, 130, ("stopped", 130)),
         ((told("RuntimeError", CLOSED, rank=0), BY_AGENT), {"n1": 1}, 143, ("stopped", 143)),
         ((told("KeyboardInterrupt", exit_code=130),), {"n1": 130}, 130, ("stopped", 130)),
-        ((told("RuntimeError", CLOSED), Failure("n2")), {"n1": 1}, None, ("failed", 1)),
+        ((told("RuntimeError", CLOSED, exit_code=3), Failure("n2")), {"n1": 3}, None, ("failed", 3)),
         ((BY_AGENT, Failure("n2")), {"n1": 143}, 69, ("failed", 69)),
     ],
 )
@@ -431,6 +441,8 @@ def test_a_node_that_left_nothing_is_the_likelier_cause_than_those_who_lost_it(r
     said = run.decide()
     assert (said.node, said.rank, said.exit_code) == ("n2", None, 1)
     assert said.cause == "n2 left nothing behind: it lost power or network, or was killed whole"
+    (run.path / "node_n1.exit").unlink()
+    assert run.decide().rank == 0, "where no node leaves an exit status, none of them is lost"
 
 
 def test_garbage_and_half_written_files_are_passed_over_with_a_warning(run: Run) -> None:
@@ -486,6 +498,7 @@ _files = st.sampled_from(
 )
 
 
+@settings(deadline=None)
 @given(st.dictionaries(_files, _json | st.text(), max_size=5), st.sampled_from([None, 0, 1, 130]))
 def test_nothing_that_stands_in_the_files_can_stop_the_verdict(files: dict[str, Any], launcher: int | None) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -568,7 +581,40 @@ def test_torchrun_blames_the_abort_where_an_exception_was_first(run: Run) -> Non
     said = run.decide()
     assert (said.rank, said.exit_code, said.exception) == (1, 1, "ValueError")
     assert said.message == "the data is bad\nsecond line"
+    assert said.time is not None and said.time.is_integer(), "the time is torchrun's"
     assert said.traceback.startswith("Traceback (most recent call last):\n  File ")
+
+
+def test_of_two_accounts_of_one_rank_the_better_one_counts(run: Run) -> None:
+    run.file("node_n1.log", RAISED_IN_LOG + TORCHRUN)
+    run.torchrun("n1/none_ab/attempt_0/1", "ValueError", "from torchrun's file")
+    assert (run.decide().rank, run.decide().message, run.decide().exit_code) == (1, "from torchrun's file", 42)
+    run.deaths("n1", r1=(3, False))
+    assert run.decide().exit_code == 3
+    run.rank(1, "ValueError", "from the rank's file", exit_code=4)
+    assert (run.decide().message, run.decide().exit_code) == ("from the rank's file", 4)
+
+
+def test_the_last_of_two_lists_of_failures_counts(run: Run) -> None:
+    before = TORCHRUN.replace("rank      : 0", "rank      : 5").replace("-15", "7")
+    run.file("node_n1.log", before + TORCHRUN)
+    assert [failure.exit_code for failure in verdict.gather(run.path).failures] == [143, 42]
+
+
+def test_a_rank_that_torchrun_ended_is_innocent_whatever_its_exit_code(run: Run) -> None:
+    log = TORCHRUN.replace("exitcode  : -15", "exitcode  : 5").replace("exitcode  : 42", "exitcode  : 1")
+    run.file("node_n1.log", log)
+    assert (run.decide().rank, run.decide().exit_code) == (1, 1)
+
+
+def test_a_chain_of_exceptions_in_the_log_is_read_from_its_first(run: Run) -> None:
+    """Seen: an error, then a barrier in `finally`, which waits in vain."""
+    lines = trace(("ValueError", "own"), ("RuntimeError", WAITED)).splitlines()
+    marked = "".join(f"[n1:1] [rank1]: {line}\n" if line else "[n1:1] \n" for line in lines)
+    run.file("node_n1.log", LOST_IN_LOG + "[n1:1] step 19\n" + marked)
+    run.deaths("n1", r0=(1, False), r1=(1, False))
+    said = run.decide()
+    assert (said.rank, said.exception, said.message, said.traceback) == (1, "ValueError", "own", "\n".join(lines))
 
 
 def test_an_innocent_rank_that_was_aborted_after_its_message_stays_innocent(run: Run) -> None:
@@ -581,7 +627,8 @@ def test_an_innocent_rank_that_was_aborted_after_its_message_stays_innocent(run:
 
 def test_an_abort_by_the_watchdog_of_nccl_is_no_cause(run: Run) -> None:
     thrown = f"terminate called after throwing an instance of 'c10::DistBackendError'\n  what():  {WATCHDOG}\n"
-    log = "".join(f"[n1:0] {line}\n" for line in thrown.splitlines())
+    before = "terminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc\n"
+    log = "".join(f"[n1:0] {line}\n" for line in (before + thrown).splitlines())
     run.file("node_n1.log", log + "[n1:0] frame #0: c10::Error::Error (libc10.so)\n")
     run.deaths("n1", r0=(134, False), r1=(139, False))
     said = run.decide()
@@ -638,6 +685,7 @@ def test_only_the_end_of_a_large_log_is_read(run: Run, monkeypatch: pytest.Monke
     run.file("node_n1.log", LOST_IN_LOG + "[n1:0] step\n" * 1000 + RAISED_IN_LOG)
     log = verdict.read_log(run.path / "node_n1.log", "n1")
     assert {line.text for line in log[0]} == {"step"} and len(log[1]) == 5
+    assert [line.text for line in log[None]] == [""], "the line that was cut is left out"
 
 
 # ---------------------------------------------------------------- what a person reads, and the program
@@ -681,6 +729,21 @@ def test_the_verdict_in_words(run: Run) -> None:
 )
 def test_the_likely_meaning_is_told(tmp_path: Path, failure: Failure, hint: str) -> None:
     assert hint in verdict.in_words(verdict.judge(Evidence((failure,))), tmp_path)
+
+
+def test_frames_of_libraries_are_shown_when_there_are_no_others(run: Run) -> None:
+    stack = (
+        'Traceback (most recent call last):\n  File "/lib/python3.11/runpy.py", line 3, in f\n    f()\nValueError: x\n'
+    )
+    run.rank(0, "ValueError", "x", traceback=stack)
+    assert "runpy.py" in verdict.in_words(run.decide(), run.path)
+
+
+def test_a_witness_is_quoted_once(run: Run) -> None:
+    run.rank(0, "RuntimeError", "[Rank 0]: Rank 1 failed to pass monitoredBarrier in 2000 ms")
+    assert verdict.in_words(run.decide(), run.path).splitlines()[-1] == (
+        "  RuntimeError: [Rank 0]: Rank 1 failed to pass monitoredBarrier in 2000 ms"
+    )
 
 
 def call(*words: object) -> subprocess.CompletedProcess[str]:
