@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -64,7 +64,7 @@ MIXED = 8  # and the sum of 8 of them (184) is exact in every type, added in any
 
 GROWTH = 4  # from one message size to the next
 LARGEST = {"cpu": 64 * 2**20, "cuda": 2**30}  # bytes; GPUs' links need larger messages to fill
-MAX_ITERATIONS = 1000
+MAX_ITERATIONS = 1024
 
 ROUNDS = 20  # in a pass
 ROUND_SECONDS = 0.025
@@ -73,7 +73,7 @@ SLOW = {"cpu": 2.0, "cuda": 1.5}  # times the others' time; a CPU is shared with
 
 GRACE = 5.0  # seconds between the first and the last rank that give up waiting for the same thing
 LEAVING = 4 * GRACE  # seconds for handing in, reading, speaking and leaving
-SOURCE_LINE = r"^\[[^ \]]*:[0-9]+\] "  # "[/pytorch/third_party/gloo/.../pair.cc:553] "
+SOURCE_LINE = r"^\[[^\]]*:[0-9]+\] "  # "[/pytorch/third_party/gloo/.../pair.cc:553] "
 BEFORE_WATCHDOG = 0.9  # NCCL's watchdog ends the process at the group's timeout: speak before it does
 
 
@@ -328,12 +328,13 @@ def measure_bandwidth(here: Here, sizes: Sequence[int], seconds: float) -> list[
 
 
 def measure(name: str, message: Message, here: Here, seconds: float) -> Speed:
-    """Warm up, agree with the other ranks how often the message fits into `seconds`, time it that often."""
+    """Warm up, then send it once, twice, four times ... until the ranks agree that it lasted long enough."""
     elapsed(name, message, here, 1)
-    once = agreed(elapsed(name, message, here, 2), dist.ReduceOp.MAX, here) / 2
-    iterations = min(MAX_ITERATIONS, max(1, int(seconds / once)))
-    took = agreed(elapsed(name, message, here, iterations), dist.ReduceOp.MAX, here) / iterations
-    return speed(name, here.world.size, message.whole.nbytes, iterations, took)
+    iterations, took = 1, agreed(elapsed(name, message, here, 1), dist.ReduceOp.MAX, here)
+    while took < seconds / 2 and iterations < MAX_ITERATIONS:
+        iterations *= 2
+        took = agreed(elapsed(name, message, here, iterations), dist.ReduceOp.MAX, here)
+    return speed(name, here.world.size, message.whole.nbytes, iterations, took / iterations)
 
 
 def elapsed(name: str, message: Message, here: Here, iterations: int) -> float:
@@ -359,16 +360,15 @@ def agreed(seconds: float, op: Any, here: Here) -> float:
 def measure_pace(here: Here) -> list[Pace]:
     """Let every rank do the same work by itself between barriers. Who seems slow is measured again."""
     suspects = set(range(here.world.size))
-    with one_thread():
-        work = Work.fitting(here)
-        for attempt in range(PASSES):
-            here.begin(f"pace, pass {attempt + 1}")
-            computing, waiting = gathered([work.round() for _ in range(ROUNDS)], here)
-            good = [good_round(own) for own in computing]
-            factors, late = slowness(good), lateness(waiting)
-            suspects &= {rank for rank, factor in enumerate(factors) if factor > SLOW[here.device.type]}
-            if not suspects:
-                break
+    work = Work.fitting(here)
+    for attempt in range(PASSES):
+        here.begin(f"pace, pass {attempt + 1}")
+        computing, waiting = gathered([work.round() for _ in range(ROUNDS)], here)
+        good = [good_round(own) for own in computing]
+        factors, late = slowness(good), lateness(waiting)
+        suspects &= {rank for rank, factor in enumerate(factors) if factor > SLOW[here.device.type]}
+        if not suspects:
+            break
     return [Pace(rank, good[rank], factors[rank], late[rank], rank in suspects) for rank in range(here.world.size)]
 
 
@@ -384,9 +384,8 @@ class Work:
     def fitting(cls, here: Here) -> Work:
         """Enough products to keep the fastest rank busy for ROUND_SECONDS."""
         side, dtype = (4096, torch.bfloat16) if here.device.type == "cuda" else (256, torch.float32)
-        few = cls(here, torch.full((side, side), 1e-3, dtype=dtype, device=here.device), products=10)
-        few.seconds()
-        fastest = agreed(few.seconds(), dist.ReduceOp.MIN, here) / few.products
+        few = cls(here, torch.full((side, side), 1e-3, dtype=dtype, device=here.device), products=2)
+        fastest = agreed(min(few.seconds() for _ in range(20)), dist.ReduceOp.MIN, here) / few.products
         return cls(here, few.matrix, max(1, round(ROUND_SECONDS / fastest)))
 
     def seconds(self) -> float:
@@ -414,17 +413,6 @@ def gathered(rounds: Sequence[tuple[float, float]], here: Here) -> tuple[list[li
     return table[:, 0].tolist(), table[:, 1].tolist()
 
 
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Ranks that take all cores each would measure one another."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 # ---------------------------------------------------------------- one rank's way through it
 
 NEED_TWO = ("point_to_point", "bandwidth", "pace")
@@ -440,20 +428,31 @@ PROVED = {
 
 def examine(here: Here, sizes: Sequence[int], seconds: float) -> tuple[Findings, Measured]:
     """Check and measure. A collective that raises ends it: the group is of no more use."""
-    findings, measured = Findings(here.world.rank, here.host, device_label(here.device)), Measured()
+    findings = Findings(here.world.rank, here.host, device_label(here.device), done=["answer"])
+    measured = Measured()
     try:
         for name in CHECKS:
             if enter(name, here, findings) and (fault := first_fault(name, here)):
                 findings.faults.append(fault)
-        if enter("bandwidth", here, findings):
-            measured.bandwidth = measure_bandwidth(here, sizes, seconds)
-        if enter("pace", here, findings):
-            measured.pace = measure_pace(here)
+        if all_sound(here, findings):
+            if enter("bandwidth", here, findings):
+                measured.bandwidth = measure_bandwidth(here, sizes, seconds)
+            if enter("pace", here, findings):
+                measured.pace = measure_pace(here)
         here.begin("report")
     except RuntimeError as error:
         findings.broken = True
         findings.faults.append(unanswered(here, findings.done[-1], error))
     return findings, measured
+
+
+def all_sound(here: Here, findings: Findings) -> bool:
+    """Whether no rank has found a fault: to measure, ranks must agree by collectives that can be trusted."""
+    here.begin("agree")
+    keys = [f"sound/{rank}" for rank in range(here.world.size)]
+    here.store.set(keys[findings.rank], str(not findings.faults))
+    here.store.wait(keys, timedelta(seconds=here.timeout))
+    return all(here.store.get(key) == b"True" for key in keys)
 
 
 def enter(name: str, here: Here, findings: Findings) -> bool:
@@ -568,46 +567,64 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def launch_facts(world: World, where: torch.device) -> dict[str, Any]:
-    return {
-        "size": world.size,
-        "nodes": world.nodes,
-        "launcher": world.launcher,
-        "backend": "nccl" if where.type == "cuda" else "gloo",
-        "torch": torch.__version__,
-    }
+@dataclass(frozen=True)
+class Voice:
+    """How this rank speaks: for all, or for itself when there is no way to agree with the others."""
+
+    world: World
+    device: torch.device
+    host: str
+    options: argparse.Namespace
+
+    @property
+    def launch(self) -> dict[str, Any]:
+        return {
+            "size": self.world.size,
+            "nodes": self.world.nodes,
+            "launcher": self.world.launcher,
+            "backend": "nccl" if self.device.type == "cuda" else "gloo",
+            "torch": torch.__version__,
+        }
+
+    @property
+    def meeting(self) -> str:
+        return f"the store at {self.world.master_addr}:{self.world.master_port}"
+
+    def speak(self, report: Mapping[str, Any]) -> None:
+        if self.options.json_file:
+            write(report, self.options.json_file)
+        else:
+            show(report, self.options.json)
+
+    def apart(self, check: str, expected: str, got: str) -> NoReturn:
+        """Say what is wrong, and leave at once."""
+        fault = Fault(check, self.world.rank, self.host, expected, got)
+        if self.world.rank == 0 or self.options.json_file:
+            self.speak(alone(self.launch, fault))
+        if self.world.rank > 0:
+            sys.stderr.write(f"distributed.smoke: {fault}\n")
+            sys.stderr.flush()
+            time.sleep(1)  # the first rank to leave ends the others: let rank 0 speak
+        os._exit(1)
+
+    def out_of_time(self, step: str, seconds: float) -> NoReturn:
+        got = f"no end in {seconds:g} s: {self.meeting} or its host is frozen or cut off"
+        self.apart("answer", f"{step} to end", got)
 
 
-def together(here: Here, launch: Mapping[str, Any], options: argparse.Namespace) -> int:
-    """Examine, hand in, and let one rank speak for all."""
+def together(here: Here, voice: Voice) -> int:
+    """Examine, hand in, and let one rank speak for all. Returns the exit code."""
     here.store.set(f"host/{here.world.rank}", here.host)
+    options = voice.options
     largest = options.max_bytes or max(options.min_bytes, LARGEST[here.device.type])
     findings, measured = examine(here, message_sizes(options.min_bytes, largest), options.seconds)
     answered = exchange(findings, here)
     absent = absences(here, answered)
-    report = summarise(launch, PROVED, answered, measured, absent)
-    take_turns(here, answered, lambda: speak(report, options))
+    report = summarise(voice.launch, PROVED, answered, measured, absent)
+    take_turns(here, answered, lambda: voice.speak(report))
     if absent or any(one.broken for one in answered.values()):
         os._exit(1)  # saying goodbye would wait for ranks that are gone
     return 0 if report["verdict"] == "ok" else 1
-
-
-def apart(fault: Fault, launch: Mapping[str, Any], options: argparse.Namespace) -> NoReturn:
-    """Speak for this rank alone, and leave at once: there is no way to agree with the others."""
-    if fault.rank == 0 or options.json_file:
-        speak(alone(launch, fault), options)
-    if fault.rank > 0:
-        sys.stderr.write(f"distributed.smoke: {fault}\n")
-        sys.stderr.flush()
-        time.sleep(1)  # the first rank to leave ends the others: let rank 0 speak
-    os._exit(1)
-
-
-def speak(report: Mapping[str, Any], options: argparse.Namespace) -> None:
-    if options.json_file:
-        write(report, options.json_file)
-    else:
-        show(report, options.json)
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -618,31 +635,22 @@ def main(words: Sequence[str] | None = None) -> int:
     except WorldError as error:
         sys.stderr.write(f"distributed.smoke: {error}\n")
         return 2
+    torch.set_num_threads(1)  # ranks that take all cores each would measure one another
     where = device(world, options.backend)
     host = os.environ.get("MUSTER_NODE") or socket.gethostname()
-    launch = launch_facts(world, where)
-
-    meeting = f"the store at {world.master_addr}:{world.master_port}"
-
-    def lost(check: str, expected: str, got: str) -> NoReturn:
-        apart(Fault(check, world.rank, host, expected, got), launch, options)
-
-    watch = Watch(
-        lambda step, seconds: lost(
-            "answer", f"{step} to end", f"no end in {seconds:g} s: {meeting} or its host is frozen or cut off"
-        )
-    )
+    voice = Voice(world, where, host, options)
+    watch = Watch(voice.out_of_time)
     watch.restart("join", options.timeout + LEAVING)
     with ExitStack() as group:
         try:
             group.enter_context(process_group(world, options.backend, options.timeout))
         except RuntimeError as error:
-            lost("join", f"{world.size} ranks that meet", brief(error))
+            voice.apart("join", f"{world.size} ranks that meet", brief(error))
         store = PrefixStore("smoke", _get_default_store())
         try:
-            return together(Here(world, where, host, store, options.timeout, watch), launch, options)
+            return together(Here(world, where, host, store, options.timeout, watch), voice)
         except dist.DistError as error:
-            lost("answer", meeting, brief(error))
+            voice.apart("answer", voice.meeting, brief(error))
 
 
 if __name__ == "__main__":

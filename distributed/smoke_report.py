@@ -213,7 +213,7 @@ def why_not(name: str, findings: Findings) -> str | None:
     """Why a rank did not make a check, None when it did."""
     if name in findings.done:
         return None
-    return findings.skipped.get(name, "a check before it broke the group")
+    return findings.skipped.get(name, "a check before it failed")
 
 
 def told_shortly(faults: Sequence[Fault], at_most: int = 3) -> str:
