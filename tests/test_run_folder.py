@@ -48,9 +48,7 @@ def run_json(folder: Path) -> dict[str, Any]:
     return found
 
 
-def call(
-    logs: Path, *words: str, cwd: str = "/", before: tuple[str, ...] = ()
-) -> subprocess.CompletedProcess[str]:
+def call(logs: Path, *words: str, cwd: str = "/", before: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     """The program as a launcher calls it."""
     program = [*before, sys.executable, "-m", "distributed.run_folder", "create", "--logs", str(logs)]
     options = ["--name", "train", "--nodes", "n1", "n2", "--nproc", "2", "--script", "train.py"]
@@ -266,9 +264,7 @@ def test_the_commit_of_the_working_folder_and_whether_it_differs(tmp_path: Path)
     assert run_json(create(tmp_path, cwd=str(work)))["git"] == {"commit": commit, "dirty": True}
 
 
-def test_a_git_that_does_not_answer_is_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_git_that_does_not_answer_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / ".git").mkdir()
     (tmp_path / "git").write_text("#!/bin/sh\nexec sleep 60\n")
     (tmp_path / "git").chmod(0o755)
@@ -277,9 +273,7 @@ def test_a_git_that_does_not_answer_is_not_waited_for(
     assert run_json(create(tmp_path, cwd=str(tmp_path)))["git"] is None
 
 
-def test_a_hook_s_git_variables_do_not_name_another_repository(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hook_s_git_variables_do_not_name_another_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("hooked", "work"):
         (tmp_path / name).mkdir()
         git(tmp_path / name, "init", "-q")
