@@ -151,8 +151,9 @@ def _take_our_place(script: Script) -> None:
 
     torchrun.elastic_launch = launch  # type: ignore[assignment, misc]
     launcher.LocalElasticAgent = Agent  # type: ignore[misc]
-    # It would print the traceback of a failed worker a second time.
-    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+    # They would print a failed worker's traceback a second time, and that somebody asked us to stop.
+    for name in ("multiprocessing.api", "agent.server.api"):
+        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
 
 
 def _fresh_path() -> tuple[str, ...]:

@@ -15,16 +15,19 @@ Nothing is loaded that could run code (`weights_only=True`), and what could not 
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import json
+import os
 import random
 import shutil
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -49,6 +52,9 @@ __all__ = [
 
 Place = tuple[object, ...]  # the keys that lead to a value: ("state", "model", "weight")
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
+Piece = tuple[int, int, int]  # where to, where from, bytes
+PIECE = 4 * 2**20  # bytes that a thread copies at once
+THREADS = min(4, len(os.sched_getaffinity(0)))  # as many as fill a memory bus
 GRACE = 5.0  # seconds that rank 0 waits for other ranks' shards when the run ends with an error
 
 
@@ -85,8 +91,9 @@ class Snapshot:
     The first copy allocates that memory, which takes several times as long as a later copy.
     """
 
-    def __init__(self, sharded: bool = False) -> None:
-        self._sharded = sharded
+    def __init__(self, sharded: bool = False, threads: ThreadPoolExecutor | None = None) -> None:
+        """threads: idle ones that help to copy."""
+        self._sharded, self._threads = sharded, threads
         self._memory: dict[Place, torch.Tensor] = {}
 
     def take(self, state: Any, name: str = "state") -> Any:
@@ -98,7 +105,9 @@ class Snapshot:
         self._copies: dict[object, torch.Tensor] = {}  # identity of the original -> its copy
         self._taken: dict[Place, torch.Tensor] = {}
         self._devices: set[torch.device] = set()
+        self._pieces: deque[Piece] = deque()
         copy = self._copy(state, (name,))
+        self._move_pieces()
         for device in self._devices:
             torch.cuda.synchronize(device)
         self._memory = self._taken
@@ -135,10 +144,13 @@ class Snapshot:
     def _copy_of(self, tensor: torch.Tensor, place: Place) -> torch.Tensor:
         identity = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if identity not in self._copies:
-            memory = self._taken[place] = self._memory_for(tensor, place)
-            self._copies[identity] = memory.copy_(tensor, non_blocking=True)
+            self._copies[identity] = self._taken[place] = memory = self._memory_for(tensor, place)
             if tensor.is_cuda:
                 self._devices.add(tensor.device)
+            if _is_laid_out_as(tensor, memory):
+                self._pieces += _pieces(tensor, memory)
+            else:
+                memory.copy_(tensor, non_blocking=True)
         return self._copies[identity]
 
     def _memory_for(self, tensor: torch.Tensor, place: Place) -> torch.Tensor:
@@ -146,6 +158,29 @@ class Snapshot:
         if memory is not None and memory.shape == tensor.shape and memory.dtype == tensor.dtype:
             return memory
         return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+
+    def _move_pieces(self) -> None:
+        """Each thread the next piece; torch's own threads would wait for each other after every tensor."""
+        helpers = [self._threads.submit(_move, self._pieces) for _ in range(THREADS - 1)] if self._threads else []
+        _move(self._pieces)
+        wait(helpers)
+
+
+def _is_laid_out_as(tensor: torch.Tensor, memory: torch.Tensor) -> bool:
+    """Whether the bytes of one are those of the other. `memory` is dense."""
+    return tensor.is_cpu and tensor.stride() == memory.stride() and not (tensor.is_conj() or tensor.is_neg())
+
+
+def _pieces(tensor: torch.Tensor, memory: torch.Tensor) -> Iterator[Piece]:
+    source, target = tensor.data_ptr(), memory.data_ptr()
+    for start in range(0, tensor.nbytes, PIECE):
+        yield target + start, source + start, min(PIECE, tensor.nbytes - start)
+
+
+def _move(pieces: deque[Piece]) -> None:
+    with suppress(IndexError):  # another thread took the last one
+        while True:
+            ctypes.memmove(*pieces.popleft())  # lets other threads run
 
 
 def _name(place: Place) -> str:
@@ -202,8 +237,8 @@ class Checkpoints:
             raise ValueError(f"keep is {keep}: the newest checkpoint at least must stay: say 1 or more")
         self.folder, self.keep, self.sharded, self.patience = Path(folder).absolute(), keep, sharded, patience
         self.ranks = Ranks(rank, size)
-        self._snapshot = Snapshot(sharded)
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="checkpoint")
+        self._snapshot = Snapshot(sharded, self._threads)
         self._write: Future[None] | None = None
         self._leaving = threading.Event()
         self._lock: Any = None
@@ -241,7 +276,7 @@ class Checkpoints:
         whole: dict[str, Any] = {} if self.ranks.rank != 0 else {"ranks.pt": owns}
         if not self.sharded:
             whole["state.pt"] = copy
-        self._write = self._thread.submit(self._bring, _Job(final, manifest, whole, copy, part, writing))
+        self._write = self._threads.submit(self._bring, _Job(final, manifest, whole, copy, part, writing))
 
     def failed(self) -> BaseException | None:
         """Why the write behind failed on this rank, or None. Cheap: ask at each step, and stop the run."""
@@ -362,7 +397,7 @@ class Checkpoints:
     def _leave(self) -> None:
         """Finish this rank's write and give the folder back; no collective."""
         self._leaving.set()
-        self._thread.shutdown(wait=True)
+        self._threads.shutdown(wait=True)
         if self._lock is not None:
             self._lock.close()
 

@@ -15,10 +15,11 @@ import os
 import random
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,8 +28,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from distributed.nodelist import expand, tasks_per_node
+from distributed.nodelist import NodeListError, expand, tasks_per_node
 
+T = TypeVar("T")
 PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 MASTER = ("MASTER_ADDR", "MASTER_PORT")
 STEP = (
@@ -104,17 +106,17 @@ def _from_torchrun(env: Mapping[str, str]) -> World:
         node_rank=_int(env, "GROUP_RANK"),
         nodes=_int(env, "GROUP_WORLD_SIZE"),
         master_addr=env["MASTER_ADDR"],
-        master_port=_int(env, "MASTER_PORT"),
+        master_port=_port(env),
         launcher="torchrun",
     )
 
 
 def _from_complete(env: Mapping[str, str]) -> World:
-    rank, size = _int(env, "RANK"), _int(env, "WORLD_SIZE")
+    rank, size = _int(env, "RANK"), _int(env, "WORLD_SIZE", least=1)
     _refuse_stale_ranks(env, rank, size)
     notes: tuple[str, ...] = ()
     if env.get("LOCAL_WORLD_SIZE"):
-        local_size = _int(env, "LOCAL_WORLD_SIZE")
+        local_size = _int(env, "LOCAL_WORLD_SIZE", least=1)
     else:
         local_size = size
         notes = ("LOCAL_WORLD_SIZE is not set: taking all ranks to be on this node",)
@@ -128,7 +130,7 @@ def _from_complete(env: Mapping[str, str]) -> World:
         node_rank=node_rank,
         nodes=nodes,
         master_addr=env["MASTER_ADDR"],
-        master_port=_int(env, "MASTER_PORT"),
+        master_port=_port(env),
         launcher="environment",
         notes=notes,
     )
@@ -149,7 +151,7 @@ def _refuse_stale_ranks(env: Mapping[str, str], rank: int, size: int) -> None:
 def _from_slurm(env: Mapping[str, str]) -> World:
     """Only the step's variables are true: inside `srun -N1 -w n9` the others still describe the job."""
     node_rank = _int(env, "SLURM_NODEID")
-    counts = tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE") or env["SLURM_TASKS_PER_NODE"])
+    counts = _unfold(tasks_per_node, env, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     if node_rank >= len(counts):
         raise WorldError(
             f"SLURM_NODEID={node_rank}, but SLURM_STEP_TASKS_PER_NODE={env.get('SLURM_STEP_TASKS_PER_NODE')!r} "
@@ -160,11 +162,11 @@ def _from_slurm(env: Mapping[str, str]) -> World:
         rank=_int(env, "SLURM_PROCID"),
         size=size,
         local_rank=_int(env, "SLURM_LOCALID"),
-        local_size=counts[node_rank],
+        local_size=len(env["SLURM_GTIDS"].split(",")) if env.get("SLURM_GTIDS") else counts[node_rank],
         node_rank=node_rank,
         nodes=len(counts),
         master_addr=env.get("MASTER_ADDR") or _first_task_host(env),
-        master_port=_int(env, "MASTER_PORT") if env.get("MASTER_PORT") else slurm_port(env),
+        master_port=_port(env) if env.get("MASTER_PORT") else slurm_port(env),
         launcher="slurm",
     )
 
@@ -172,7 +174,7 @@ def _from_slurm(env: Mapping[str, str]) -> World:
 def in_job_step(env: Mapping[str, str] = os.environ) -> bool:
     """Whether srun started this process: the batch script and an salloc shell have a job, but no step."""
     step = env.get("SLURM_STEP_ID", "")
-    return step.isdigit() and int(step) < FIRST_SPECIAL_STEP and bool(env.get("SLURM_PROCID"))
+    return step.isdecimal() and int(step) < FIRST_SPECIAL_STEP and bool(env.get("SLURM_PROCID"))
 
 
 def slurm_port(env: Mapping[str, str]) -> int:
@@ -185,16 +187,29 @@ def _step_size(env: Mapping[str, str]) -> int:
 
 
 def _first_task_host(env: Mapping[str, str]) -> str:
-    """The host of task 0. Only with `-m arbitrary` it need not be the first of the step's list."""
-    hosts = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "")
-    if env.get("SLURM_DISTRIBUTION") == "arbitrary":
-        hosts = env.get("SLURM_ARBITRARY_NODELIST", "")
-    if not hosts:
+    """The first host of the step, in the order of the job's components if it has several."""
+    hosts = _unfold(expand, env, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
+    if env.get("SLURM_DISTRIBUTION") == "arbitrary" and len(hosts) > 1:
         raise WorldError(
-            "the host of task 0 is not known (distribution "
-            f"{env.get('SLURM_DISTRIBUTION') or 'unknown'}): export MASTER_ADDR=<host of task 0> before srun"
+            "the host of task 0 is not known (distribution arbitrary, and SLURM_ARBITRARY_NODELIST is sorted): "
+            "export MASTER_ADDR=<host of task 0> before srun"
         )
-    return expand(hosts)[0]
+    return next((host for host in _hosts_of_components(env) if host in hosts), hosts[0])
+
+
+def _hosts_of_components(env: Mapping[str, str]) -> list[str]:
+    """Of a heterogeneous job, whose tasks are numbered component by component; SLURM sorts the step's list."""
+    lists = [f"SLURM_JOB_NODELIST_HET_GROUP_{number}" for number in range(int(env.get("SLURM_HET_SIZE") or 0))]
+    return [host for name in lists if env.get(name) for host in _unfold(expand, env, name)]
+
+
+def _unfold(unfold: Callable[[str], list[T]], env: Mapping[str, str], *names: str) -> list[T]:
+    """The list that the first of these variables stands for."""
+    name = next((name for name in names if env.get(name)), names[0])
+    try:
+        return unfold(_said(env, name))
+    except NodeListError as error:
+        raise WorldError(f"{name}: {error}") from None
 
 
 def _alone_in_an_allocation(env: Mapping[str, str]) -> tuple[str, ...]:
@@ -206,13 +221,25 @@ def _alone_in_an_allocation(env: Mapping[str, str]) -> tuple[str, ...]:
     )
 
 
-def _int(env: Mapping[str, str], name: str) -> int:
-    value = env.get(name)
-    if not value:
-        raise WorldError(f"{name} is not set, though other variables of its launcher are: start from a clean shell")
-    if not value.isdigit():
-        raise WorldError(f"{name}={value!r} is not a number: unset it, or start this process with torchrun or srun")
+def _int(env: Mapping[str, str], name: str, least: int = 0) -> int:
+    value = _said(env, name)
+    if not value.isdecimal() or int(value) < least:
+        wanted = f"a number from {least} up" if least else "a number"
+        raise WorldError(f"{name}={value!r} is not {wanted}: unset it, or start this process with torchrun or srun")
     return int(value)
+
+
+def _port(env: Mapping[str, str]) -> int:
+    port = _int(env, "MASTER_PORT", least=1)
+    if port > 65_535:
+        raise WorldError(f"MASTER_PORT={port} is no port: the highest is 65535")
+    return port
+
+
+def _said(env: Mapping[str, str], name: str) -> str:
+    if not env.get(name):
+        raise WorldError(f"{name} is not set, though other variables of its launcher are: start from a clean shell")
+    return env[name]
 
 
 def _names(given: Mapping[str, str]) -> str:

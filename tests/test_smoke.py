@@ -286,12 +286,9 @@ def brake(pid: int) -> None:
     program = (
         "import os, signal, sys, time\n"
         "pid = int(sys.argv[1])\n"
-        "try:\n"
-        "    while True:\n"
-        "        os.kill(pid, signal.SIGSTOP); time.sleep(0.04)\n"
-        "        os.kill(pid, signal.SIGCONT); time.sleep(0.01)\n"
-        "except ProcessLookupError:\n"
-        "    pass\n"
+        "while os.getppid() == pid:\n"
+        "    os.kill(pid, signal.SIGSTOP); time.sleep(0.04)\n"
+        "    os.kill(pid, signal.SIGCONT); time.sleep(0.01)\n"
     )
     subprocess.Popen([sys.executable, "-S", "-c", program, str(pid)])
 

@@ -29,7 +29,7 @@ train: {steps: 12, batch_size: 8, learning_rate: 1e-2, evaluate_every: 6, warmup
 checkpoint: {dir: checkpoints, every: 1}
 logging: {every: 1, sample: 20}
 """
-SECONDS = 120  # after which a test run counts as hanging
+SECONDS = 240  # after which a test run counts as hanging
 
 
 class Bench:
@@ -138,11 +138,21 @@ def test_fsdp_learns_what_ddp_learns(bench: Bench) -> None:
     assert bench.losses() == pytest.approx(ddp, rel=1e-4)
 
 
-def test_bf16_and_compile_learn_too(bench: Bench) -> None:
-    done = bench.run(1, "train.precision=bf16", "checkpoint.dir=null")
+COMPILED = pytest.param("train.compile=true", marks=[pytest.mark.soak, pytest.mark.timeout(600)])  # minutes of g++
+
+
+@pytest.mark.parametrize("word", ["train.precision=bf16", "train.precision=fp16", COMPILED])
+def test_other_precisions_and_compiled_models_learn_too(bench: Bench, word: str) -> None:
+    done = bench.run(1, word, "checkpoint.dir=null", "data.workers=1")
     assert done.returncode == 0, done.stderr
     losses = bench.losses()
     assert losses[12] < losses[1] - 0.3
+
+
+def test_fp16_is_refused_where_one_rank_alone_would_see_an_overflow(bench: Bench) -> None:
+    done = bench.run(1, "train.precision=fp16", "distributed.strategy=fsdp")
+    assert done.returncode == 2
+    assert "train.precision=fp16 with distributed.strategy=fsdp" in done.stderr
 
 
 # ---------------------------------------------------------------- stopped and started again
