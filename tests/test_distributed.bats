@@ -1,0 +1,129 @@
+#!/usr/bin/env bats
+#
+# scripts/test_distributed.sh: the question of anyone who has just got a machine. Its answer must be one
+# report on standard output, and its exit code must say what the report says; a wrong call starts nothing.
+
+bats_require_minimum_version 1.5.0
+
+
+setup() {
+  KIT=$(readlink -f "$BATS_TEST_DIRNAME/..")
+  TEST_DISTRIBUTED=$KIT/scripts/test_distributed.sh
+  export VIRTUAL_ENV=${VIRTUAL_ENV:-$KIT/.venv} GLOO_SOCKET_IFNAME=lo
+  export TMPDIR="$BATS_TEST_TMPDIR/it's temporary"
+  mkdir -- "$TMPDIR" "$BATS_TEST_TMPDIR/it's a folder"
+  cd -- "$BATS_TEST_TMPDIR/it's a folder" || return
+}
+
+
+# Small enough for a busy machine.
+quick() { # <option or N...>
+  "$TEST_DISTRIBUTED" --quiet --max-bytes 4K --seconds 0.1 --timeout 120 "$@"
+}
+
+
+field() { # <name> <file>: a field of the one JSON object in a file
+  "$VIRTUAL_ENV/bin/python" -c 'import json, sys; print(json.load(open(sys.argv[2]))[sys.argv[1]])' "$@"
+}
+
+
+@test "two processes: the report is the answer, the launcher's words are not" {
+  run --separate-stderr quick 2
+  [[ $status == 0 ]]
+  [[ ${lines[0]} == "smoke test: 2 rank(s) on 1 node(s), gloo, torch "* ]]
+  [[ ${lines[-1]} == "verdict: ok, 2 rank(s) work together as they should" ]]
+  [[ $output == *"  ok      all_reduce "* ]]
+  [[ $output == *"bus bandwidth, GB/s"* ]]
+  run ! grep -q 'FAULT' <<<"$output"
+}
+
+
+@test "--json prints one object and nothing else, from any folder" {
+  quick --json 2 >report.json
+  [[ $(field verdict report.json) == ok ]]
+  [[ $(field world report.json) == *"'size': 2"* ]]
+  [[ -e logs/latest/run.json ]]
+}
+
+
+@test "a check that fails is in the report and in the exit code" {
+  run --separate-stderr quick --json --timeout 20 --env GLOO_SOCKET_IFNAME=none0 2
+  [[ $status == 1 ]]
+  printf '%s' "$output" >report.json
+  [[ $(field verdict report.json) == fault ]]
+  [[ $(field checks report.json) == *"'name': 'join', "*"2 ranks that meet"* ]]
+}
+
+
+@test "every agent of the launcher can start the ranks" {
+  run --separate-stderr quick --agent torchrun 1
+  [[ $status == 0 ]]
+  [[ ${lines[-1]} == "verdict: ok, 1 rank(s) work together as they should" ]]
+}
+
+
+@test "a wrong call is refused in one line, and nothing is started" {
+  while IFS='|' read -r words says; do
+    # shellcheck disable=SC2086
+    run --separate-stderr "$TEST_DISTRIBUTED" $words
+    [[ $status == 2 ]] || { echo "$words: exit code $status"; false; }
+    [[ -z $output ]] || { echo "$words: $output"; false; }
+    # shellcheck disable=SC2154
+    [[ ${stderr_lines[0]} == "test_distributed.sh: $says"* ]] || { echo "$words: $stderr"; false; }
+    [[ ${stderr_lines[1]} == "Try: test_distributed.sh --help" ]]
+  done <<'END'
+0|N '0': a number of processes, 1 or more, is wanted
+-1|N '-1': a number of processes
+abc|N 'abc': a number of processes
+2.5|N '2.5': a number of processes
+02|N '02': a number of processes
+|one N, the number of processes, is wanted: ''
+2 3|one N, the number of processes, is wanted: '2 3'
+--no-such-option 2|--no-such-option: unknown option
+--max-bytes 3Q 2|--max-bytes '3Q': a size in bytes is wanted
+--max-bytes 512 2|--max-bytes '512': less than --min-bytes, 1K
+--seconds 0 2|--seconds '0': a number of seconds above 0 is wanted
+--timeout soon 2|--timeout 'soon': a number of seconds above 0 is wanted
+--backend mpi 2|--backend 'mpi': auto, nccl or gloo is wanted
+2 --seconds|--seconds needs a value
+--python /nowhere/python 2|no Python at '/nowhere/python'
+END
+  [[ -z $(ls -A) ]]
+}
+
+
+@test "more processes than GPUs are refused (a stub of nvidia-smi: there is no GPU here)" {
+  mkdir stub
+  cat >stub/nvidia-smi <<'END'
+#!/usr/bin/env bash
+# Stub: answers as nvidia-smi does with --format=csv,noheader,nounits.
+case $* in *query-gpu*) echo "0, GPU-aa, 580.65.06, 81920, 4, Enabled, Disabled, 0, Default, STUB" ;; esac
+END
+  chmod +x stub/nvidia-smi
+  PATH=$PWD/stub:$PATH run --separate-stderr "$TEST_DISTRIBUTED" 2
+  [[ $status == 2 && -z $output ]]
+  [[ $stderr == *"NPROC 2: this machine has 1 GPU(s), and each process needs its own"* ]]
+  [[ ! -e logs ]]
+}
+
+
+@test "--dry-run prints what would run, and runs nothing" {
+  run --separate-stderr "$TEST_DISTRIBUTED" --dry-run --backend gloo --max-bytes 1M 3
+  [[ $status == 0 ]]
+  [[ $output == *"--nproc-per-node 3 "*" distributed.smoke --backend gloo --min-bytes 1K --max-bytes 1M "* ]]
+  [[ -z $(ls -A) && -z $(ls -A "$TMPDIR") ]]
+}
+
+
+@test "TERM ends everything, and the report's folder is gone" {
+  set -m
+  "$TEST_DISTRIBUTED" --seconds 300 2 2>said 3>&- &
+  test=$!
+  set +m
+  timeout 60 bash -c 'until compgen -G "logs/latest/ranks/*/*" >/dev/null; do sleep 0.1; done' # the agent's own
+  kill -TERM "$test"
+  wait "$test" && status=0 || status=$?
+  [[ $status == 143 ]]
+  run ! pgrep -f -- "json-file $TMPDIR"
+  [[ -z $(ls -A "$TMPDIR") ]]
+}
