@@ -263,7 +263,7 @@ may_restart() {
 next_try() {
   RESTARTS=$((RESTARTS + 1))
   mkdir -- "$RUN/try_$RESTARTS"
-  mv -- "$RUN/errors" "$RUN/ranks" "$RUN/verdict.json" "$RUN/try_$RESTARTS/"
+  mv -- "$RUN/errors" "$RUN/ranks" "$RUN/verdict.json" "$RUN"/node_* "$RUN/try_$RESTARTS/"
   mkdir -- "$RUN/errors" "$RUN/ranks"
   tell "exit code $CODE: starting again, $RESTARTS of $MAX_RESTARTS, from the newest good checkpoint"
 }
