@@ -199,7 +199,8 @@ def _first_task_host(env: Mapping[str, str]) -> str:
 
 def _hosts_of_components(env: Mapping[str, str]) -> list[str]:
     """Of a heterogeneous job, whose tasks are numbered component by component; SLURM sorts the step's list."""
-    lists = [f"SLURM_JOB_NODELIST_HET_GROUP_{number}" for number in range(int(env.get("SLURM_HET_SIZE") or 0))]
+    components = _int(env, "SLURM_HET_SIZE") if env.get("SLURM_HET_SIZE") else 0
+    lists = [f"SLURM_JOB_NODELIST_HET_GROUP_{number}" for number in range(components)]
     return [host for name in lists if env.get(name) for host in _unfold(expand, env, name)]
 
 
