@@ -95,6 +95,8 @@ class Tracker:
 
 
 def _finite_or_none(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_finite_or_none(one) for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
