@@ -116,11 +116,20 @@ class Here:
         Raises:
             RuntimeError: it has not, within the timeout.
         """
-        if self.device.type != "cuda":
-            return
+        if self.device.type == "cuda":
+            self.poll(torch.cuda.current_stream(self.device).query)
+
+    def meet(self) -> None:
+        """Wait until every rank is here; unlike a plain barrier of NCCL it gives up in time to say so."""
+        work = dist.barrier(async_op=True)
+        if self.device.type == "cuda":
+            self.poll(work.is_completed)
+        work.wait()
+
+    def poll(self, done: Callable[[], bool]) -> None:
         limit = BEFORE_WATCHDOG * self.timeout
         deadline = time.monotonic() + limit
-        while not torch.cuda.current_stream(self.device).query():
+        while not done():
             if time.monotonic() > deadline:
                 raise RuntimeError(f"no answer in {limit:g} s")
 
@@ -338,8 +347,7 @@ def measure(name: str, message: Message, here: Here, seconds: float) -> Speed:
 
 
 def elapsed(name: str, message: Message, here: Here, iterations: int) -> float:
-    dist.barrier()
-    here.settle()
+    here.meet()
     start = time.perf_counter()
     for _ in range(iterations):
         MOVES[name](message)
@@ -351,6 +359,7 @@ def agreed(seconds: float, op: Any, here: Here) -> float:
     """The MAX (the slowest) or MIN (the fastest) of all ranks' seconds."""
     everyones = torch.tensor([seconds], dtype=torch.float64, device=here.device)
     dist.all_reduce(everyones, op=op)
+    here.settle()
     return everyones.item()
 
 
@@ -397,10 +406,10 @@ class Work:
 
     def round(self) -> tuple[float, float]:
         """Seconds of computing, and of waiting for the others."""
-        dist.barrier()
+        self.here.meet()
         computing = self.seconds()
         start = time.perf_counter()
-        dist.barrier()
+        self.here.meet()
         return computing, time.perf_counter() - start
 
 
@@ -409,6 +418,7 @@ def gathered(rounds: Sequence[tuple[float, float]], here: Here) -> tuple[list[li
     mine = torch.tensor(rounds, dtype=torch.float64, device=here.device).T.flatten()
     everyones = mine.new_zeros(here.world.size * mine.numel())
     all_gather_single(everyones, mine)
+    here.settle()
     table = everyones.view(here.world.size, 2, len(rounds)).cpu()
     return table[:, 0].tolist(), table[:, 1].tolist()
 
@@ -442,13 +452,14 @@ def examine(here: Here, sizes: Sequence[int], seconds: float) -> tuple[Findings,
         here.begin("report")
     except RuntimeError as error:
         findings.broken = True
-        findings.faults.append(unanswered(here, findings.done[-1], error))
+        name = here.step if here.step in PROVED else findings.done[-1]
+        findings.faults.append(unanswered(here, name, error))
     return findings, measured
 
 
 def all_sound(here: Here, findings: Findings) -> bool:
     """Whether no rank has found a fault: to measure, ranks must agree by collectives that can be trusted."""
-    here.begin("agree")
+    here.begin("answer")
     keys = [f"sound/{rank}" for rank in range(here.world.size)]
     here.store.set(keys[findings.rank], str(not findings.faults))
     here.store.wait(keys, timedelta(seconds=here.timeout))
@@ -528,6 +539,9 @@ def take_turns(here: Here, answered: Mapping[int, Findings], speak: Callable[[],
     here.store.set(f"left/{here.world.rank}", "")
     if here.world.rank == 0:
         arrived(here.store, [f"left/{rank}" for rank in answered], GRACE)
+
+
+# ---------------------------------------------------------------- speak and leave
 
 
 def byte_size(text: str) -> int:
