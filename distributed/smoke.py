@@ -48,6 +48,7 @@ from distributed.smoke_report import (
     slowness,
     speed,
     summarise,
+    verdict_line,
     write,
 )
 from distributed.torch import World, WorldError, device, process_group
@@ -607,6 +608,7 @@ class Voice:
     def speak(self, report: Mapping[str, Any]) -> None:
         if self.options.json_file:
             write(report, self.options.json_file)
+            sys.stderr.write(f"distributed.smoke: {verdict_line(report)}\n")
         else:
             show(report, self.options.json)
 
