@@ -279,6 +279,7 @@ def process_group(world: World | None = None, backend: str = "auto", timeout: fl
         torch.cuda.set_device(here)
     limit = timedelta(seconds=timeout)
     store = _meet(world, limit)
+    _call_the_roll(world, store, limit)
     if here.type == "cuda":
         refuse_shared_devices(_device_owners(world, here, store))
     dist.init_process_group(
@@ -300,7 +301,23 @@ def _meet(world: World, limit: timedelta) -> dist.Store:
         return store
     if world.master_addr is None or world.master_port is None:
         return dist.HashStore()
-    return dist.TCPStore(world.master_addr, world.master_port, world.size, world.rank == 0, limit)
+    return dist.TCPStore(
+        world.master_addr, world.master_port, world.size, world.rank == 0, limit, wait_for_workers=False
+    )
+
+
+def _call_the_roll(world: World, store: dist.Store, limit: timedelta) -> None:
+    """Wait until every rank is here, and say who is not: a group that fails to form names nobody."""
+    store.set(f"here/{world.rank}", "")
+    keys = [f"here/{rank}" for rank in range(world.size)]
+    try:
+        store.wait(keys, limit)
+    except dist.DistStoreError:
+        missing = ", ".join(str(rank) for rank, key in enumerate(keys) if not store.check([key]))
+        raise WorldError(
+            f"rank(s) {missing} of {world.size} did not come within {limit.total_seconds():g} s: see in their own "
+            f"output why, and whether they reach {world.master_addr}:{world.master_port}"
+        ) from None
 
 
 def _device_owners(world: World, here: torch.device, store: dist.Store) -> dict[int, tuple[str, str]]:
