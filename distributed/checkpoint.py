@@ -1,8 +1,8 @@
 """Save behind the training's back; resume where it was.
 
-save() stops the training only while it copies the state into memory that it keeps for that. A thread brings
-the copy to the disk, whole or not at all (distributed/step_folder.py), and when that fails the run is told.
-The thread calls no collective: those belong to the thread that trains.
+save() stops the training only while the state is copied (distributed/snapshot.py). A thread brings the copy
+to the disk, whole or not at all (distributed/step_folder.py), and when that fails the run is told. The thread
+calls no collective: those belong to the thread that trains.
 
     step_00000120/
         state.pt               the state, written by rank 0: `torch.load` reads it
@@ -15,28 +15,28 @@ Nothing is loaded that could run code (`weights_only=True`), and what could not 
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import json
-import os
 import random
 import shutil
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from distributed import step_folder
 from distributed.ranks import Ranks
+from distributed.snapshot import THREADS, Place, Snapshot, name_of
 from distributed.step_folder import CheckpointError, FileNotes, Found
 
 if TYPE_CHECKING:
@@ -50,11 +50,6 @@ __all__ = [
     "set_random_state",
 ]
 
-Place = tuple[object, ...]  # the keys that lead to a value: ("state", "model", "weight")
-PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
-Piece = tuple[int, int, int]  # where to, where from, bytes
-PIECE = 4 * 2**20  # bytes that a thread copies at once
-THREADS = min(4, len(os.sched_getaffinity(0)))  # as many as fill a memory bus
 GRACE = 5.0  # seconds that rank 0 waits for other ranks' shards when the run ends with an error
 
 
@@ -80,111 +75,6 @@ def set_random_state(state: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
     if "numpy" in state:
         importlib.import_module("numpy").random.set_state(state["numpy"])
-
-
-# ---- the copy that the training waits for ----
-
-
-class Snapshot:
-    """Copies states into CPU memory (page-locked for CUDA tensors), the same memory each time.
-
-    The first copy allocates that memory, which takes several times as long as a later copy.
-    """
-
-    def __init__(self, sharded: bool = False, threads: ThreadPoolExecutor | None = None) -> None:
-        """threads: idle ones that help to copy."""
-        self._sharded, self._threads = sharded, threads
-        self._memory: dict[Place, torch.Tensor] = {}
-
-    def take(self, state: Any, name: str = "state") -> Any:
-        """The same nested dicts, lists and scalars, with every tensor copied; tied tensors stay tied.
-
-        Of a sharded tensor it holds this rank's shard. Valid until the next take(). `name` is for errors.
-        Raises CheckpointError for what `torch.load(weights_only=True)` would refuse to give back.
-        """
-        self._copies: dict[object, torch.Tensor] = {}  # identity of the original -> its copy
-        self._taken: dict[Place, torch.Tensor] = {}
-        self._devices: set[torch.device] = set()
-        self._pieces: deque[Piece] = deque()
-        copy = self._copy(state, (name,))
-        self._move_pieces()
-        for device in self._devices:
-            torch.cuda.synchronize(device)
-        self._memory = self._taken
-        return copy
-
-    def _copy(self, value: Any, place: Place) -> Any:
-        if isinstance(value, torch.Tensor):
-            return self._copy_of(self._local(value.detach(), place), place)
-        if isinstance(value, Mapping):
-            return {self._key(key, place): self._copy(item, (*place, key)) for key, item in value.items()}
-        if type(value) in (list, tuple):
-            return type(value)(self._copy(item, (*place, i)) for i, item in enumerate(value))
-        if type(value) in PLAIN:
-            return value
-        raise CheckpointError(
-            f"{_name(place)} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be loaded "
-            f"again without running code: save tensors, numbers, strings, and lists and dicts of them"
-        )
-
-    def _key(self, key: object, place: Place) -> object:
-        if type(key) is str or (type(key) is int and not self._sharded):
-            return key
-        wanted = "a string" if self._sharded else "a string or an int"
-        raise CheckpointError(f"{_name(place)} has the key {key!r}: a key must be {wanted}")
-
-    def _local(self, tensor: torch.Tensor, place: Place) -> torch.Tensor:
-        if not hasattr(tensor, "to_local"):
-            return tensor
-        if not self._sharded:
-            raise CheckpointError(f"{_name(place)} is sharded: Checkpoints needs sharded=True for fsdp")
-        local: torch.Tensor = tensor.to_local()
-        return local
-
-    def _copy_of(self, tensor: torch.Tensor, place: Place) -> torch.Tensor:
-        identity = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        if identity not in self._copies:
-            self._copies[identity] = self._taken[place] = memory = self._memory_for(tensor, place)
-            if tensor.is_cuda:
-                self._devices.add(tensor.device)
-            if _is_laid_out_as(tensor, memory):
-                self._pieces += _pieces(tensor, memory)
-            else:
-                memory.copy_(tensor, non_blocking=True)
-        return self._copies[identity]
-
-    def _memory_for(self, tensor: torch.Tensor, place: Place) -> torch.Tensor:
-        memory = self._memory.get(place)
-        if memory is not None and memory.shape == tensor.shape and memory.dtype == tensor.dtype:
-            return memory
-        return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-
-    def _move_pieces(self) -> None:
-        """Each thread the next piece; torch's own threads would wait for each other after every tensor."""
-        helpers = [self._threads.submit(_move, self._pieces) for _ in range(THREADS - 1)] if self._threads else []
-        _move(self._pieces)
-        wait(helpers)
-
-
-def _is_laid_out_as(tensor: torch.Tensor, memory: torch.Tensor) -> bool:
-    """Whether the bytes of one are those of the other. `memory` is dense."""
-    return tensor.is_cpu and tensor.stride() == memory.stride() and not (tensor.is_conj() or tensor.is_neg())
-
-
-def _pieces(tensor: torch.Tensor, memory: torch.Tensor) -> Iterator[Piece]:
-    source, target = tensor.data_ptr(), memory.data_ptr()
-    for start in range(0, tensor.nbytes, PIECE):
-        yield target + start, source + start, min(PIECE, tensor.nbytes - start)
-
-
-def _move(pieces: deque[Piece]) -> None:
-    with suppress(IndexError):  # another thread took the last one
-        while True:
-            ctypes.memmove(*pieces.popleft())  # lets other threads run
-
-
-def _name(place: Place) -> str:
-    return f"{place[0]}" + "".join(f"[{key!r}]" for key in place[1:])
 
 
 # ---- saving and loading ----
@@ -240,6 +130,7 @@ class Checkpoints:
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="checkpoint")
         self._snapshot = Snapshot(sharded, self._threads)
         self._write: Future[None] | None = None
+        self._hooks: dict[Optimizer, RemovableHandle] = {}
         self._leaving = threading.Event()
         self._lock: Any = None
         self.ranks.decide(self._take_over)
@@ -257,12 +148,15 @@ class Checkpoints:
         own: Any = None,
         facts: Mapping[str, Any] | None = None,
         score: float | None = None,
+        until: Optimizer | None = None,
     ) -> None:
         """Copy the state and return; it is written behind. The write before is waited for.
 
         own: something small that is each rank's own, its random states say; every rank's is kept.
         facts: what made this checkpoint, as JSON: read from the manifest before anything is loaded.
         score: the lowest is the best.
+        until: an optimizer, whose tensors are copied after save() has returned, while the next gradients are
+            computed; its next step() waits for that. Nothing else may change them meanwhile.
         Raises CheckpointError when the write before failed on any rank, or the state could not be loaded again.
         """
         manifest = self._manifest(step, facts or {}, score)
@@ -272,11 +166,18 @@ class Checkpoints:
             return
         final = step_folder.final_folder(self.folder, step)
         writing, part = self._planned(final, state) if self.sharded else (None, None)
-        copy = self._snapshot.take(state)
+        copy = self._copy(state, until)
         whole: dict[str, Any] = {} if self.ranks.rank != 0 else {"ranks.pt": owns}
         if not self.sharded:
             whole["state.pt"] = copy
         self._write = self._threads.submit(self._bring, _Job(final, manifest, whole, copy, part, writing))
+
+    def _copy(self, state: Mapping[str, Any], until: Optimizer | None) -> dict[str, Any]:
+        if until is None:
+            return self._snapshot.take(state)
+        if until not in self._hooks:
+            self._hooks[until] = until.register_step_pre_hook(lambda *_: self._snapshot.finish())
+        return self._snapshot.begin(state, until=until)
 
     def failed(self) -> BaseException | None:
         """Why the write behind failed on this rank, or None. Cheap: ask at each step, and stop the run."""
@@ -315,6 +216,7 @@ class Checkpoints:
         """Bring one checkpoint to the disk."""
         writing = job.writing
         try:
+            self._snapshot.finish()
             writing = writing or step_folder.new_folder(job.final)
             with _without_crc32():
                 self._write_files(job, writing)
@@ -398,6 +300,8 @@ class Checkpoints:
         """Finish this rank's write and give the folder back; no collective."""
         self._leaving.set()
         self._threads.shutdown(wait=True)
+        for hook in self._hooks.values():
+            hook.remove()
         if self._lock is not None:
             self._lock.close()
 
@@ -416,9 +320,9 @@ def _misfits(loaded: Any, state: Any) -> Iterator[str]:
     for place, tensor in _tensors(state, ("state",)):
         saved = _value_at(loaded, place[1:])
         if not isinstance(saved, torch.Tensor):
-            yield f"it has no {_name(place)}"
+            yield f"it has no {name_of(place)}"
         elif saved.shape != tensor.shape:
-            yield f"its {_name(place)} has the shape {tuple(saved.shape)}, and ours {tuple(tensor.shape)}"
+            yield f"its {name_of(place)} has the shape {tuple(saved.shape)}, and ours {tuple(tensor.shape)}"
 
 
 def _tensors(value: Any, place: Place) -> Iterator[tuple[Place, torch.Tensor]]:

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan
 
 from distributed.ranks import Ranks
-from distributed.step_folder import CheckpointError, FileNotes, HashedFile
+from distributed.step_folder import CheckpointError, FileNotes, written
 
 POLL = 0.05  # seconds between two looks at a file that another rank will write
 SHARED_WITHIN = 10.0  # seconds in which a new folder must be seen on every node
@@ -60,7 +60,7 @@ class Part:
             raise CheckpointError(unseen)
         self._folder, self._rank = folder, ranks.rank
         self._planner = _PlannerOfCopies()
-        self._writer = dcp.FileSystemWriter(folder, thread_count=1, per_thread_copy_ahead=0)
+        self._writer = dcp.FileSystemWriter(folder, thread_count=1, per_thread_copy_ahead=0, sync_files=False)
         self._writer.fs = self._files = _HashedFiles()
         self._planner.set_up_planner(dict(state), self._writer.storage_meta(), ranks.rank == 0)
         self._writer.set_up_storage_writer(ranks.rank == 0)
@@ -127,7 +127,7 @@ class _PlannerOfCopies(DefaultSavePlanner):
 
 
 class _HashedFiles(FileSystem):
-    """The writer's files, with their checksums; the writer itself brings them to the disk."""
+    """The writer's files, with their checksums."""
 
     def __init__(self) -> None:
         self.notes: FileNotes = {}
@@ -135,9 +135,8 @@ class _HashedFiles(FileSystem):
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
         assert mode == "wb", mode
-        with HashedFile(Path(path)) as stream:
+        with written(Path(path), self.notes) as stream:
             yield stream
-        self.notes[Path(path).name] = stream.note()
 
 
 def _unseen(folder: Path, rank: int) -> str | None:

@@ -8,6 +8,7 @@ was never stopped.
 
 from __future__ import annotations
 
+import copy
 import os
 import pickle
 import random
@@ -29,14 +30,8 @@ import torch
 from torch import Tensor, nn
 
 from distributed import step_folder
-from distributed.checkpoint import (
-    CheckpointError,
-    Checkpoints,
-    Found,
-    Snapshot,
-    random_state,
-    set_random_state,
-)
+from distributed.checkpoint import CheckpointError, Checkpoints, Found, random_state, set_random_state
+from distributed.snapshot import Snapshot
 
 
 def same(ours: Any, theirs: Any) -> bool:
@@ -57,6 +52,17 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().flatten().view(torch.uint8)
 
 
+def plain(value: Any) -> Any:
+    """As a checkpoint gives it back: parameters are tensors, ordered dicts are dicts."""
+    if isinstance(value, Tensor):
+        return value.detach()
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    return value
+
+
 def state_of(step: int, size: int = 1000) -> dict[str, Any]:
     weight = torch.randn(size, generator=torch.Generator().manual_seed(step))
     return {"model": {"weight": weight, "tied": weight}, "step": step, "moments": [weight * 2, weight * 3]}
@@ -70,9 +76,9 @@ def newest(checkpoints: Checkpoints) -> Found:
 
 @contextmanager
 def held_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """The write behind does not begin before the event is set."""
-    go, new_folder = threading.Event(), step_folder.new_folder
-    monkeypatch.setattr(step_folder, "new_folder", lambda final: (go.wait(), new_folder(final))[1])
+    """The thread behind does nothing before the event is set."""
+    go, bring = threading.Event(), Checkpoints._bring
+    monkeypatch.setattr(Checkpoints, "_bring", lambda *job: (go.wait(), bring(*job)))
     try:
         yield go
     finally:
@@ -105,17 +111,8 @@ def test_what_is_saved_comes_back_to_the_bit(tmp_path: Path, state: dict[str, An
         checkpoints.save(7, state)
         checkpoints.wait()
         loaded = checkpoints.load(newest(checkpoints), state)
-    assert same(detached(state), loaded)
+    assert same(plain(state), loaded)
     assert newest(checkpoints).bytes < 20_000
-
-
-def detached(value: Any) -> Any:
-    """Without what a checkpoint does not keep: parameters are tensors, ordered dicts are dicts."""
-    if isinstance(value, Tensor):
-        return value.detach()
-    if isinstance(value, dict):
-        return {key: detached(item) for key, item in value.items()}
-    return value
 
 
 def test_the_file_is_read_by_torch_alone(tmp_path: Path) -> None:
@@ -240,6 +237,76 @@ def test_training_goes_on_while_the_state_is_written_as_it_was(tmp_path: Path, m
         go.set()
         checkpoints.wait()
         assert same(checkpoints.load(newest(checkpoints), {}), state_of(1))
+
+
+class Small:
+    """A training that is small, and its state: the optimizer's, a buffer, and an average of the weights."""
+
+    def __init__(self) -> None:
+        self.linear = nn.Linear(2, 3)
+        self.model = nn.Sequential(self.linear, nn.BatchNorm1d(3))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.average = torch.ones(3)
+        self.compute_gradients()
+        self.optimizer.step()
+
+    def compute_gradients(self) -> None:
+        self.model(torch.randn(4, 2)).square().sum().backward()
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "average": self.average,
+            "turned": self.linear.weight.t(),
+        }
+
+
+def test_the_step_of_an_optimizer_waits_for_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Small()
+    with held_back(monkeypatch) as go, Checkpoints(tmp_path) as checkpoints:
+        for step in (1, 2):
+            before = copy.deepcopy(plain(training.state()))
+            go.clear()
+            checkpoints.save(step, training.state(), until=training.optimizer)
+            assert checkpoints._snapshot._pieces.qsize() >= 12  # not copied yet: four tensors, two moments of each
+            training.average += 1
+            training.compute_gradients()
+            training.optimizer.step()
+            assert not same(before, plain(training.state()))
+            go.set()
+            checkpoints.wait()
+            assert same(checkpoints.load(newest(checkpoints), {}), before)
+        assert len(training.optimizer._optimizer_step_pre_hooks) == 1
+    assert not training.optimizer._optimizer_step_pre_hooks
+
+
+def test_without_another_step_the_copy_is_made_behind(tmp_path: Path) -> None:
+    training = Small()
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, training.state(), until=training.optimizer)
+        checkpoints.wait()
+        assert same(checkpoints.load(newest(checkpoints), {}), plain(training.state()))
+
+
+def test_a_change_that_is_no_step_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Small()
+    with held_back(monkeypatch) as go, Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, training.state(), until=training.optimizer)
+        with torch.no_grad():
+            training.linear.bias.zero_()
+        go.set()
+        with pytest.raises(CheckpointError, match="the state was changed while it was copied"):
+            checkpoints.wait()
+        assert checkpoints.newest() is None
+
+
+def test_what_a_refused_state_left_is_not_copied_into_the_next() -> None:
+    snapshot, state = Snapshot(), {"a": torch.zeros(3)}
+    with pytest.raises(CheckpointError):
+        snapshot.take({**state, "b": {1, 2}})
+    state["a"] += 1
+    assert same(snapshot.take(state), {"a": torch.ones(3)})
 
 
 def test_leaving_waits_for_the_last_save_also_after_an_error(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def save(rank: int, size: int, folder: Path) -> dict[str, Tensor]:
     with opened(folder, rank, size) as checkpoints:
         for step in (1, 2):
             training.learn(step)
-            checkpoints.save(step, training.state(), own=f"rank {rank}")
+            checkpoints.save(step, training.state(), own=f"rank {rank}", until=training.optimizer)
         saved = training.whole()
         training.learn(3)  # while step 2 is written
     return saved

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import random
+import resource
 import signal
 import sys
 import tempfile
@@ -84,6 +86,53 @@ def memory() -> Iterator[Path]:
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.name != ".lock")
+
+
+# ---- files ----
+
+BLOCK = 4 * step_folder.MIB
+SIZES = [0, 1, 4095, 4096, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 4097]
+
+
+def write_in_parts(file: Path, content: bytes, spoil: bool = False) -> FileNotes:
+    notes, source, start = FileNotes(), random.Random(len(content)), 0
+    with written(file, notes) as stream:
+        if spoil:  # direct I/O refuses memory that is not aligned, as some filesystems refuse it altogether
+            stream._block = memoryview(bytearray(BLOCK + 1))[1:]
+        while start < len(content):
+            start += stream.write(content[start : start + source.choice([1, 70, 5_000, BLOCK // 2, 2 * BLOCK])])
+            assert stream.tell() == start
+    return notes
+
+
+@pytest.mark.parametrize("where", ["disk", "memory", "refuses"])
+def test_a_file_is_what_was_written_and_so_is_its_checksum(tmp_path: Path, memory: Path, where: str) -> None:
+    for size in SIZES:
+        content = random.Random(size).randbytes(size)
+        file = (memory if where == "memory" else tmp_path) / f"{size}"
+        notes = write_in_parts(file, content, spoil=where == "refuses")
+        assert file.read_bytes() == content
+        assert notes == {f"{size}": {"bytes": size, "sha256": hashlib.sha256(content).hexdigest()}}
+
+
+def test_a_new_file_never_overwrites(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(FileExistsError), written(tmp_path / "file", FileNotes()):
+        pass
+
+
+def write_more_than_is_allowed(pipe: Connection, file: Path) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (BLOCK + 5_000, BLOCK + 5_000))
+    try:
+        write_in_parts(file, bytes(3 * BLOCK))
+    except OSError as error:
+        pipe.send(error.errno)
+
+
+def test_a_write_that_was_cut_short_is_an_error(tmp_path: Path) -> None:
+    with forked.running(write_more_than_is_allowed, tmp_path / "file") as (_, pipe):
+        assert pipe.poll(forked.PATIENCE)
+        assert pipe.recv() == errno.EFBIG
 
 
 # ---- damage ----
@@ -216,7 +265,7 @@ def publish_and_die(folder: Path, moment: int) -> None:
     disk = {"open", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "shutil.rmtree"}
     sys.addaudithook(lambda event, _: count() if event in disk else None)
     os.fsync = counted(os.fsync)
-    step_folder.HashedFile.write = counted(step_folder.HashedFile.write)  # type: ignore[method-assign]
+    step_folder.HashedFile._put = counted(step_folder.HashedFile._put)  # type: ignore[method-assign]
     with take_over(folder) or pytest.fail("there is no lock"):
         keep_a_checkpoint(folder, 2, life=1, keep=2)
         keep_a_checkpoint(folder, 3, life=1, keep=2)
