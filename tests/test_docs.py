@@ -1,0 +1,516 @@
+"""What the guides say is so.
+
+People paste from them, and search in them. Held here: commands run (or run dry, or, where they need what not every
+machine has, name scripts and options that exist); the messages that TROUBLESHOOTING.md explains stand in the sources;
+tables of settings, options, files and exit codes agree with the code; links lead somewhere; the example script trains
+and goes on; each config does the arithmetic that it shows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import itertools
+import math
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+import yaml
+from test_house import imports, modules, name_of
+
+from distributed import config
+
+KIT = Path(__file__).resolve().parents[1]
+GUIDES = ("README.md", "LAUNCH_GUIDE.md", "TROUBLESHOOTING.md", "CONTRIBUTING.md", "CHANGELOG.md")
+RUN = ("README.md", "LAUNCH_GUIDE.md")  # their commands are run, as far as any machine can
+CONFIGS = sorted(path.name for path in (KIT / "config").glob("*.yaml"))
+SECONDS = 120  # after which a command counts as hanging
+
+STARTERS = ("launch_singlenode.sh", "run_ddp.sh", "test_distributed.sh", "quickstart.sh")  # they know --dry-run
+AS_THEY_STAND = ("config", "torch", "step_folder", "verdict", "report")  # modules that start nothing
+OTHERS = {
+    *("df", "env", "export", "git", "less", "ls", "mkdir", "mv", "nvidia-smi", "python", "salloc", "scancel", "source"),
+    *("srun", "ss", "sudo", "tail", "tensorboard", "torchrun", "unset", "wandb"),
+}
+
+
+# ---------------------------------------------------------------- reading the guides
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command of a guide."""
+
+    file: str
+    line: int
+    text: str
+    needs: str = ""  # what not every machine has
+    exit_code: int = 0  # as the guide shows it
+    output: tuple[str, ...] = ()  # as the guide shows it
+
+    @property
+    def words(self) -> list[str]:
+        """Without the variables that stand before the program."""
+        words = shlex.split(self.text, comments=True)
+        return words[len(self.variables) :]
+
+    @property
+    def variables(self) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for word in shlex.split(self.text, comments=True):
+            name, equals, value = word.partition("=")
+            if not equals or not name.isidentifier():
+                break
+            found[name] = value
+        return found
+
+    @property
+    def script(self) -> str | None:
+        """Our script that it calls, also behind another program's words."""
+        return next((word for word in self.words if word.endswith(".sh") and word.startswith("scripts/")), None)
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.text}"
+
+
+@cache
+def text_of(name: str) -> str:
+    return (KIT / name).read_text()
+
+
+def blocks(name: str, *languages: str) -> Iterator[tuple[int, list[str]]]:
+    """The fenced blocks of a guide: the number of their first line, and their lines."""
+    lines, inside = text_of(name).splitlines(), None
+    for number, line in enumerate(lines, 1):
+        if not line.startswith("```"):
+            continue
+        if inside is None:
+            inside = number
+        else:
+            if lines[inside - 1][3:] in languages:
+                yield inside + 1, lines[inside : number - 1]
+            inside = None
+    assert inside is None, f"{name}:{inside}: this block does not end"
+
+
+def commands(name: str) -> Iterator[Command]:
+    for first, lines in blocks(name, "bash"):
+        needs = lines[0] if lines[0].startswith("# Needs ") else ""
+        for number, line in enumerate(lines, first):
+            if line and not line.startswith("#"):
+                yield Command(name, number, line, needs)
+    for first, lines in blocks(name, "console"):
+        yield from transcript(name, first, lines)
+
+
+def transcript(name: str, first: int, lines: list[str]) -> Iterator[Command]:
+    """The commands behind a $, what they print, and the exit code where `echo $?` follows."""
+    starts = [index for index, line in enumerate(lines) if line.startswith("$ ")]
+    for start, end in itertools.pairwise([*starts, len(lines)]):
+        asks = lines[end : end + 2]
+        code = int(asks[1]) if asks[:1] == ["$ echo $?"] else 0
+        if lines[start] != "$ echo $?":
+            yield Command(name, first + start, lines[start][2:], "", code, tuple(lines[start + 1 : end]))
+
+
+def every_command(*names: str) -> list[Command]:
+    """Each once, whatever guides it stands in."""
+    found = {(one.text, one.output): one for name in reversed(names) for one in commands(name)}
+    return sorted(found.values(), key=lambda one: (one.file, one.line))
+
+
+def table(name: str, heading: str) -> list[list[str]]:
+    """The rows of the first table below a heading, without its own two lines."""
+    text = text_of(name)
+    start = re.search(rf"^#+ {re.escape(heading)}$", text, re.MULTILINE)
+    assert start, f"{name} has no heading {heading!r}"
+    rows = re.search(r"(?:^\|.*\n)+", text[start.end() :], re.MULTILINE)
+    assert rows, f"{name}: no table below {heading!r}"
+    # A | inside a cell is written \|
+    return [
+        [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", row)[1:-1]]
+        for row in rows[0].splitlines()[2:]
+    ]
+
+
+def literal(cell: str) -> str:
+    return cell.strip("`")
+
+
+# ---------------------------------------------------------------- commands run
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The kit's folder as a newcomer has it, with a training behind him and files of his own."""
+    folder = tmp_path_factory.mktemp("desk")
+    for name in ("scripts", "config", "distributed", "train.py", "README.md", "requirements-trackers.txt"):
+        (folder / name).symlink_to(KIT / name)
+    (folder / "my_train.py").write_text(example())
+    (folder / "my.yaml").write_text("{}\n")
+    for corpus in ("books", "data/openwebtext", "data/tokens"):
+        (folder / corpus).mkdir(parents=True)
+    training = "scripts/ssh/launch_singlenode.sh config/quickstart.yaml 2"
+    assert training in {one.text for one in every_command("README.md")}
+    little = ["train.steps=2", "train.evaluate_windows=8", "logging.sample=0"]
+    done = call(folder, [*training.split(), "--", *little])
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def call(folder: Path, words: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a command as somebody with this Python's environment active, on a machine without a GPU."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "MUSTER_"))}
+    path = f"{Path(sys.executable).parent}:{kept['PATH']}"
+    env = kept | {"VIRTUAL_ENV": sys.prefix, "PATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        words, cwd=folder, env=env | variables, capture_output=True, text=True, timeout=SECONDS, check=False
+    )
+
+
+def harmless(words: list[str]) -> list[str] | None:
+    """The command so that it starts no training and installs nothing; None when there is no such way."""
+    if Path(words[0]).name in STARTERS:
+        return [words[0], "--dry-run", *words[1:]]
+    if words[0] == "scripts/doctor.sh" or module_of(words) in AS_THEY_STAND:
+        return words
+    return None
+
+
+def module_of(words: list[str]) -> str | None:
+    """Our module that a Python is to run."""
+    starts = words[:2] == ["python", "-m"] and words[2].startswith("distributed.")
+    return words[2].removeprefix("distributed.") if starts else None
+
+
+RUNNABLE = [one for one in every_command(*RUN) if not one.needs and harmless(one.words)]
+
+
+@pytest.mark.parametrize("command", RUNNABLE, ids=str)
+def test_a_command_does_what_the_guide_says(command: Command, desk: Path) -> None:
+    words = harmless(command.words)
+    assert words
+    if "--dry-run" in command.words:
+        words.remove("--dry-run")
+    done = call(desk, words, **command.variables)
+    if command.exit_code == 2:  # a refusal comes before anything starts, so that it is the same when run dry
+        assert done.returncode == 2
+        assert done.stderr.splitlines() == list(command.output)
+    elif words[0] != "scripts/doctor.sh":  # whose answer is about this machine
+        assert done.returncode == 0, done.stderr
+
+
+def test_most_commands_of_the_guides_are_run() -> None:
+    """So that a change of the reading above does not silently leave them out."""
+    assert len(RUNNABLE) > 20
+    assert len(RUNNABLE) > 0.5 * len(every_command(*RUN))
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_what_is_left_out_says_why(name: str) -> None:
+    """A block that is only read begins with `# Needs ...`, which tells a person too; or it is a tool of the system."""
+    for one in commands(name):
+        known = one.script or module_of(one.words) or {"train.py", "torchrun"} & set(one.words)
+        assert one.needs or known or one.words[0] in OTHERS, f"{one}: not run, not looked up, and no `# Needs`"
+
+
+@pytest.mark.parametrize("name", GUIDES)
+def test_a_command_names_what_is_there(name: str) -> None:
+    for one in commands(name):
+        assert one.script or one.words[0] in OTHERS or (KIT / one.words[0]).exists() or is_python(one), f"{one}: what?"
+        if one.script:
+            assert os.access(KIT / one.script, os.X_OK), f"{one}: no such script"
+            unknown = options_of(one) - options_in(help_of(one.script))
+            assert not unknown, f"{one}: {one.script} --help knows no {', '.join(sorted(unknown))}"
+        if module := module_of(one.words):
+            assert (KIT / f"distributed/{module}.py").exists(), f"{one}: no such module"
+
+
+def is_python(command: Command) -> bool:
+    return command.words[0] == ".venv/bin/python"
+
+
+def options_of(command: Command) -> set[str]:
+    """The options that a command gives to our script; the words behind -- are somebody else's."""
+    words = command.words[command.words.index(str(command.script)) + 1 :]
+    words = words[: words.index("--")] if "--" in words else words
+    return {word.partition("=")[0] for word in words if re.match(r"--?[a-zA-Z]", word)}
+
+
+@cache
+def help_of(script: str) -> str:
+    """The launcher's options are those of run_ddp.sh too, as its help says."""
+    text = subprocess.run([KIT / script, "--help"], capture_output=True, text=True, check=True).stdout
+    return text if script.endswith("launch_singlenode.sh") else text + common(script)
+
+
+def common(script: str) -> str:
+    return help_of("scripts/ssh/launch_singlenode.sh") if script.endswith(("run_ddp.sh", "test_distributed.sh")) else ""
+
+
+def options_in(text: str) -> set[str]:
+    return set(re.findall(r"(?<![\w-])--?[a-zA-Z][\w-]*", text))
+
+
+TORCHRUN = [one for one in every_command(*RUN) if one.words[0] == "torchrun" or "train.py" in one.words]
+
+
+@pytest.mark.parametrize("command", TORCHRUN, ids=str)
+def test_a_training_without_launchers_is_one_that_could_start(
+    command: Command, desk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.distributed.run import get_args_parser
+
+    monkeypatch.chdir(desk)
+    program, *words = command.words
+    nproc = 1
+    if program == "torchrun":
+        said: argparse.Namespace = get_args_parser().parse_args(words)
+        nproc = int(said.nproc_per_node) * int(said.nnodes.split(":")[-1])
+        words = [said.training_script, *said.training_script_args]
+    assert words[0] == "train.py"
+    assert config.main(["--quiet", "--nproc", str(nproc), *words[1:]]) == 0
+
+
+# ---------------------------------------------------------------- the example script
+
+
+def example() -> str:
+    """The script that LAUNCH_GUIDE.md shows."""
+    [(_, lines)] = blocks("LAUNCH_GUIDE.md", "python")
+    return "\n".join(lines) + "\n"
+
+
+def test_the_example_script_learns_and_goes_on_where_it_was(desk: Path) -> None:
+    script, text = desk / "my_train.py", example()
+    script.write_text(text.replace("STEPS = 300", "STEPS = 100"))
+    launch = "scripts/ssh/launch_singlenode.sh --script my_train.py - 2"
+    assert launch in text_of("LAUNCH_GUIDE.md")
+    first = call(desk, launch.split())
+    script.write_text(text)
+    second = call(desk, launch.split())
+    assert (first.returncode, second.returncode) == (0, 0), second.stderr
+    losses = [float(loss) for loss in re.findall(r"^step \d00: loss (.+)$", first.stdout + second.stdout, re.MULTILINE)]
+    assert len(losses) == 3, "each hundredth step once"
+    assert losses[2] < 0.5 * losses[0]
+
+
+# ---------------------------------------------------------------- tables
+
+
+@pytest.mark.parametrize("section", list(config.Settings.model_fields))
+def test_the_table_of_settings_is_what_the_trainer_knows(section: str) -> None:
+    kind = config.Settings.model_fields[section].annotation
+    assert kind is not None
+    fields = kind.model_fields
+    rows = table("LAUNCH_GUIDE.md", section)
+    assert [literal(key) for key, _, _ in rows] == list(fields)
+    for key, default, meaning in rows:
+        field = fields[literal(key)]
+        assert yaml.safe_load(literal(default)) == field.default, f"{section}.{key}"
+        for choice in getattr(field.annotation, "__args__", ()):
+            assert not isinstance(choice, str) or f"`{choice}`" in meaning + default, f"{section}.{key}: {choice}"
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "scripts/quickstart.sh",
+        "scripts/ssh/launch_singlenode.sh",
+        "scripts/run_ddp.sh",
+        "scripts/test_distributed.sh",
+        "scripts/doctor.sh",
+    ],
+)
+def test_the_table_of_options_is_what_the_script_says_of_itself(script: str) -> None:
+    listed = [literal(row[0]).split()[0] for row in table("LAUNCH_GUIDE.md", script)]
+    own = subprocess.run([KIT / script, "--help"], capture_output=True, text=True, check=True).stdout
+    explained = re.findall(r"^ {2,3}(--?[a-z][\w-]*)", own, re.MULTILINE)
+    assert listed == explained
+
+
+def test_the_table_of_exit_codes_is_the_kit_s() -> None:
+    listed = {int(row[0]) for row in table("LAUNCH_GUIDE.md", "Exit codes") if row[0].isdigit()}
+    codes = re.findall(r"^ +EXIT_\w+=(\d+)", text_of("scripts/lib/common.bash"), re.MULTILINE)
+    assert listed == {0, *map(int, codes)}
+
+
+def test_the_table_of_files_is_what_a_run_leaves(desk: Path) -> None:
+    listed = [literal(row[0]).rstrip("/") for row in table("LAUNCH_GUIDE.md", "The folder of a run")]
+    patterns = {name: re.compile(re.escape(name).replace("<name>", ".+").replace("<n>", r"\d+")) for name in listed}
+    found = [path.name for path in next(desk.glob("logs/train-*")).iterdir()]
+    strange = [name for name in found if not any(pattern.fullmatch(name) for pattern in patterns.values())]
+    assert not strange, "files of a run that the guide does not explain"
+    missing = {name for name, pattern in patterns.items() if not any(map(pattern.fullmatch, found))}
+    assert missing == {"checkpoints", "tensorboard", "wandb", "try_<n>"}, "made only when asked for"
+
+
+def test_the_variables_of_the_guide_are_read_or_written_somewhere() -> None:
+    code = "".join(path.read_text() for path in sources())
+    for variable, _ in table("LAUNCH_GUIDE.md", "Environment variables"):
+        assert literal(variable) in code, f"nothing knows {variable}"
+
+
+def test_the_house_of_the_guide_is_the_one_that_stands() -> None:
+    """Every module has its row, with those that it imports."""
+    rows = table("CONTRIBUTING.md", "The house")
+    told = {literal(name): set(re.findall(r"`(\w+)`", knows)) for name, _, knows in rows}
+    stand = {
+        name_of(path): {found.ours for found in imports(path) if found.ours}
+        for path in modules()
+        if name_of(path) != "__init__"
+    }
+    assert told == stand
+
+
+# ---------------------------------------------------------------- links and names
+
+
+@pytest.mark.parametrize("name", GUIDES)
+def test_links_lead_somewhere(name: str) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", text_of(name)):
+        if target.startswith(("http://", "https://")):
+            continue
+        file, _, anchor = target.partition("#")
+        assert (KIT / (file or name)).exists(), f"{name}: {target}"
+        assert not anchor or anchor in anchors(file or name), f"{name}: no heading {target}"
+
+
+def anchors(name: str) -> set[str]:
+    """As GitHub makes them of headings."""
+    headings = re.findall(r"^#+ (.+)$", text_of(name), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("name", GUIDES)
+def test_files_that_are_named_are_there(name: str) -> None:
+    rooms = r"(?:scripts|config|distributed|tests|benchmarks|\.ci)/"
+    for word in re.findall(rf"`({rooms}[\w./-]*|[\w.-]+\.(?:md|toml|txt))`", text_of(name)):
+        assert (KIT / word).exists() or word in ABSENT, f"{name}: there is no {word}"
+
+
+ABSENT = {"launcher.log", "tests/distributed/__init__.py"}  # made by a run; never to be made
+
+
+# ---------------------------------------------------------------- messages
+
+GAP = "\0"  # what differs from case to case
+FOREIGN = "PyTorch, CUDA and NCCL"  # the section of messages that are not ours
+
+
+def sources() -> list[Path]:
+    folders = ("distributed/*.py", "scripts/**/*.py", "scripts/**/*.sh", "scripts/**/*.bash")
+    return [KIT / "train.py", KIT / "tests/run.sh", *(path for each in folders for path in KIT.glob(each))]
+
+
+@cache
+def templates() -> tuple[str, ...]:
+    """All texts of the sources, with a GAP for each value."""
+    return tuple(
+        text
+        for path in sources()
+        for text in (_texts_of_python if path.suffix == ".py" else _texts_of_bash)(path.read_text())
+    )
+
+
+def _texts_of_python(code: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(str(part.value) if isinstance(part, ast.Constant) else GAP for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value.replace("%s", GAP)
+
+
+def _texts_of_bash(code: str) -> Iterator[str]:
+    code = re.sub(r"\$\([^()]*\)|\$\{[^}]*\}|\$\w+|\$\*", GAP, code)
+    code = re.sub(r'"\s*\\\n\s*"', " ", code)  # words of one message on two lines
+    yield from (text.replace('\\"', '"') for text in re.findall(r'"((?:[^"\\]|\\.)*)"', code))
+
+
+def agreement(template: str, message: str) -> float:
+    """The share of the message that the template says, letter by letter; a GAP on either side stands for any text.
+
+    Negative when the two contradict each other.
+    """
+    best = [0.0] * (len(template) + 1)  # before the message, the template may say anything
+    for letter in message:
+        before, best = best, [best[0] + (0.0 if letter == GAP else -math.inf)]
+        for place, other in enumerate(template):
+            any_text = max(before[place + 1], best[place]) if GAP in (letter, other) else -math.inf
+            best.append(max(any_text, before[place] + 1 if letter == other != GAP else -math.inf))
+    return best[-1] / len(message.replace(GAP, ""))
+
+
+@cache
+def is_printed(message: str) -> bool:
+    """Whether one of our texts says at least half of it, and eight letters."""
+    message = GAP + message.replace("...", GAP)
+    alike = (text for text in templates() if any(len(part) >= 5 and part[:8] in message for part in text.split(GAP)))
+    least = max(0.5, 8 / len(message))
+    return any(agreement(GAP + template, message) >= least for template in alike)
+
+
+def headings() -> list[str]:
+    ours, found, _ = text_of("TROUBLESHOOTING.md").partition(f"## {FOREIGN}")
+    assert found
+    return re.findall(r"^### `(.+)`$", ours, re.MULTILINE)
+
+
+@pytest.mark.parametrize("heading", headings())
+def test_a_message_that_is_explained_is_one_that_we_print(heading: str) -> None:
+    assert is_printed(heading)
+
+
+@pytest.mark.parametrize(
+    "strange",
+    [
+        "NPROC ...: this machine has ... TPU(s), and each process needs its own",
+        "train.batch_size=... is divisible by ...",
+        "... died of boredom, and nobody knows ...",
+    ],
+)
+def test_an_explained_message_that_we_do_not_print_would_be_found(strange: str) -> None:
+    assert not is_printed(strange)
+
+
+def test_every_heading_is_a_message_and_stands_once() -> None:
+    every = re.findall(r"^### (.+)$", text_of("TROUBLESHOOTING.md"), re.MULTILINE)
+    assert all(heading.startswith("`") and heading.endswith("`") for heading in every)
+    assert len(set(every)) == len(every)
+
+
+# ---------------------------------------------------------------- configs
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_config_shows_its_launch_its_arithmetic_and_what_to_expect(
+    name: str, desk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(desk)
+    comment = re.sub(r"^# ?", "", re.match(r"(?:#.*\n)+", text_of(f"config/{name}"))[0], flags=re.MULTILINE)  # type: ignore[index]
+    launch = re.search(rf"^  (scripts/.+config/{re.escape(name)}.*)$", comment, re.MULTILINE)
+    assert launch, "it opens with its launch line"
+    words = launch[1].split()
+    ranks = int(words[words.index("-n") + 1] if "-n" in words else words[-1])
+    settings = config.read(Path("config") / name)
+    cut = config.batch(settings, ranks)
+    assert f"\n{cut}\n" in comment
+    sums = r"^([\d,]+) steps x ([\d,]+) tokens = ([\d,]+) tokens"
+    for steps, tokens, total in re.findall(sums, comment, re.MULTILINE):
+        assert number(steps) == settings.train.steps
+        assert number(tokens) == cut.tokens
+        assert number(total) == number(steps) * number(tokens)
+    assert re.search(r"^Expect: ", comment, re.MULTILINE)
+    assert f"(config/{name})" in text_of("README.md"), "the README lists it"
+
+
+def number(text: str) -> int:
+    return int(text.replace(",", ""))
