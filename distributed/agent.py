@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -66,12 +66,12 @@ class Agent(LocalElasticAgent):
         """Whether every rank that ended did so on request, with a checkpoint written."""
         return {death.exit_code for death in self.deaths.values()} == {STOPPED}
 
-    def note_deaths(self, ended_by_agent: bool = False) -> None:
-        """Look which ranks have died since the last look, and write it down."""
+    def note_deaths(self, ended_by_agent: bool = False, among: Collection[int] | None = None) -> None:
+        """Look which ranks (among these local ones) have died since the last look, and write it down."""
         news = [
             self._death(local_rank, process, ended_by_agent)
             for local_rank, process in enumerate(self._processes())
-            if process.exitcode and local_rank not in self.deaths
+            if process.exitcode and local_rank not in self.deaths and (among is None or local_rank in among)
         ]
         self.deaths.update((death.local_rank, death) for death in news)
         if news:
@@ -87,7 +87,12 @@ class Agent(LocalElasticAgent):
         self.note_deaths()
         if self.deaths:
             self._end_the_others()
-        return super()._monitor_workers(worker_group)
+        result = super()._monitor_workers(worker_group)
+        if result.failures and not self.deaths:
+            # One died between our look and torchrun's, which then has ended the others.
+            self.note_deaths(among=[failure.local_rank for failure in result.failures.values()])
+            self.note_deaths(ended_by_agent=True)
+        return result
 
     # -------- ours
 

@@ -11,6 +11,7 @@ must be in the environment of the launch, not be set by the script.
 from __future__ import annotations
 
 import atexit
+import builtins
 import importlib.machinery
 import json
 import multiprocessing
@@ -30,6 +31,8 @@ from types import ModuleType, TracebackType
 
 PLACE = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID"}  # torchrun's name, srun's name
 PRELOAD = ["torch.distributed.run", "torch.distributed.fsdp", "torch.nn.parallel"]
+IMPORTLIB = ("<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>")
+BEFORE_THE_SCRIPT = (__file__, runpy.__file__, "<frozen runpy>", *IMPORTLIB)  # the first frames of a traceback
 
 
 def warm_up() -> None:
@@ -80,9 +83,7 @@ def become_main(script: Script) -> None:
     for number in (signal.SIGTERM, signal.SIGUSR2):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    random.seed()
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed()  # a fork inherits NumPy's global generator
+    _forget_random_numbers()
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # one line, one write
 
@@ -91,8 +92,10 @@ def _forget_ours() -> None:
     """The kit's own modules: with `import distributed` a script may mean Dask's, or another version of ours."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "distributed"]:
         del sys.modules[name]
-    sys.modules.pop("__mp_main__", None)
-    sys.modules["__main__"] = ModuleType("__main__")
+    main = ModuleType("__main__")
+    vars(main)["__builtins__"] = builtins
+    # The second name is what spawned processes call a script by, in what they send back.
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = main
 
 
 def _forget_multiprocessing() -> None:
@@ -103,14 +106,23 @@ def _forget_multiprocessing() -> None:
     multiprocessing.set_start_method(None, force=True)
 
 
+def _forget_random_numbers() -> None:
+    """A fork inherits every global generator: with the same numbers all ranks would shuffle alike."""
+    random.seed()
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.seed()
+
+
 def _run(script: Script) -> None:
     if script.is_module:
         runpy._run_module_as_main(script.name)  # type: ignore[attr-defined]  # what `python -m` itself calls
         return
-    file = os.path.abspath(script.name)
+    file = os.path.join(os.getcwd(), script.name)
     loader = importlib.machinery.SourceFileLoader("__main__", file)
     names = sys.modules["__main__"].__dict__
-    names.update(__file__=file, __loader__=loader, __spec__=None, __cached__=None, __builtins__=__builtins__)
+    names.update(__file__=file, __loader__=loader, __spec__=None, __cached__=None)
     exec(loader.source_to_code(Path(file).read_bytes(), file), names)
 
 
@@ -136,16 +148,15 @@ def _report(error: BaseException) -> int:
 
 
 def _without_ours(trace: TracebackType | None) -> TracebackType | None:
-    ours = (__file__, runpy.__file__, "<frozen runpy>")
-    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename in ours:
+    while trace is not None and trace.tb_frame.f_code.co_filename in BEFORE_THE_SCRIPT:
         trace = trace.tb_next
     return trace
 
 
 def _keep_for_torchrun(error: BaseException) -> None:
-    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+    if isinstance(error, Exception) and "TORCHELASTIC_ERROR_FILE" in os.environ:
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-    if isinstance(error, Exception):
         get_error_handler().record_exception(error)
 
 
@@ -173,8 +184,9 @@ def _shut_down() -> None:
     """What an interpreter does at its end, and a multiprocessing child does not."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (getattr(sys, "stdout", None), getattr(sys, "stderr", None)):
+        if stream is not None and not getattr(stream, "closed", False):
+            stream.flush()
 
 
 # ---------------------------------------------------------------- shared with the agent

@@ -1,0 +1,573 @@
+"""A script must not be able to tell that it was started by the kit's agent, and a launch must end as its ranks did.
+
+The agent forks its workers from one warm process, which saves seconds and could betray itself in a hundred ways. Held
+here: against a fresh interpreter and against torchrun itself, a script finds the same; its words arrive byte for
+byte; it ends as Python ends; and when a rank dies, its exit code is the agent's, the others are ended, and errors/
+says who died of what.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distributed.agent import Agent, Death
+
+KIT = Path(__file__).resolve().parents[1]
+FAST = [sys.executable, str(KIT / "scripts/lib/agent.py"), "--standalone"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+# What each of the agent's forks does, in an interpreter without PyTorch: it is quick, and any trace of ours shows.
+WORK = """
+import sys
+_, kit, *words = sys.argv
+path, sys.path[0] = tuple(sys.path[1:]), kit
+from distributed.worker import Script, work
+is_module = words[0] == "-m"
+name, *words = words[1:] if is_module else words
+work(Script(name, tuple(words), is_module, path))
+"""
+WORKER = [sys.executable, "-c", WORK, str(KIT)]
+SECONDS = 120  # after which a launch counts as hanging
+PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clean(monkeypatch, tmp_path)
+
+
+def clean(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """What a launcher gives its agent: a working folder, and the environment of no other launch."""
+    monkeypatch.chdir(folder)
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "TORCHELASTIC_", "MUSTER_", *PLACE))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def run(*words: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        words, env={**os.environ, **env}, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SECONDS,
+        check=False,
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------- what a script can see
+
+LOOK = '''
+"""What a script sees of the way it was started."""
+names = set(globals())
+import faulthandler, gc, json, locale, logging, multiprocessing, os, pickle, random, resource, signal, sys, threading
+import warnings
+
+class Mine:
+    """Is to be found by its name when it is unpickled."""
+
+def same(value):
+    return type(pickle.loads(pickle.dumps(value))) is type(value)
+
+process = multiprocessing.current_process()
+seen = {
+    "argv": sys.argv, "path": sys.path, "__file__": __file__, "__name__": __name__, "__doc__": __doc__,
+    "__spec__": __spec__ and __spec__.name, "__package__": __package__, "__cached__": __cached__,
+    "__loader__": [type(__loader__).__name__, __loader__.name, os.path.abspath(__loader__.path)],
+    "builtins": type(__builtins__).__name__,
+    "names": sorted(names), "cwd": os.getcwd(), "environment": sorted(os.environ),
+    "place": {name: os.environ.get(name) for name in PLACE},
+    "main": sys.modules["__main__"].__dict__ is globals() and sys.modules["__mp_main__"] is sys.modules["__main__"],
+    "pickled": [same(Mine()), Mine.__module__],
+    "ours": [name for name in sys.modules if name.partition(".")[0] == "distributed"],
+    "process": [process.name, process.daemon, process.pid == os.getpid(), process._identity],
+    "parent": str(multiprocessing.parent_process()), "children": multiprocessing.active_children(),
+    "start method": multiprocessing.get_start_method(allow_none=True),
+    "threads": [thread.name for thread in threading.enumerate()],
+    "main thread": threading.current_thread() is threading.main_thread() and threading.get_native_id() == os.getpid(),
+    "handlers": {
+        number.name: str(signal.getsignal(number)).split(" at ")[0]
+        for number in signal.valid_signals() if isinstance(number, signal.Signals)
+    },
+    "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])), "wakeup": signal.set_wakeup_fd(-1),
+    "stdin": sys.stdin.read(), "streams": [sys.stdout is sys.__stdout__, sys.stdout.encoding, sys.stdout.errors],
+    "logging": [logging.root.handlers, logging.root.level, logging.root.manager.disable],
+    "hooks": [sys.excepthook is sys.__excepthook__, sys.displayhook is sys.__displayhook__,
+              threading.excepthook is threading.__excepthook__, sys.gettrace(), sys.getprofile()],
+    "finders": [str(finder).split(" at ")[0] for finder in [*sys.meta_path, *sys.path_hooks]],
+    "gc": [gc.isenabled(), gc.get_threshold(), gc.get_freeze_count()], "flags": [str(sys.flags), sys.warnoptions],
+    "limits": [sys.getrecursionlimit(), sys.getswitchinterval(), resource.getrlimit(resource.RLIMIT_NOFILE)],
+    "locale": locale.setlocale(locale.LC_ALL), "umask": os.umask(0o22), "nice": os.nice(0),
+}
+try:
+    import distributed
+except ModuleNotFoundError as error:
+    seen["distributed"] = error.name
+seen["random"] = [random.random()]
+if "torch" in sys.argv:
+    import numpy, torch, torch.distributed
+    seen["random"] += [numpy.random.random(), torch.rand(1).item()]
+    seen["torch"] = [torch.get_num_threads(), torch.is_grad_enabled(), torch.cuda.is_initialized()]
+    seen["logging of torch"] = [str(logging.root.handlers), logging.root.level]
+    seen["filters"] = sorted({str(entry) for entry in warnings.filters})
+with open(os.environ["SEEN"] + os.environ.get("RANK", "0"), "w") as file:
+    json.dump(seen, file)
+'''.replace("PLACE", repr(PLACE))
+
+# What is known to differ, and why nobody minds.
+EXPLAINED = {
+    "names": "__annotations__ comes into being with the first annotation",
+    "environment": "TORCHELASTIC_SIGNALS_TO_HANDLE is what torchrun tells itself",
+    "filters": "FSDP is imported already, and brings a filter of SymPy's",
+    "flags": "torchrun starts Python with -u; the kit's workers write every line at once",
+}
+
+
+def look(prefix: str, *words: str | Path, **env: str) -> dict[str, Any]:
+    """What rank 0 saw, and in "ranks" what all of them drew at random."""
+    Path("look.py").write_text(LOOK)
+    done = run(*words, SEEN=prefix, **env)
+    assert done.returncode == 0, done.stderr
+    seen: list[dict[str, Any]] = [json.loads(file.read_text()) for file in sorted(Path.cwd().glob(f"{prefix}[0-9]"))]
+    return {**seen[0], "random": [one["random"] for one in seen]}
+
+
+@pytest.fixture(scope="module")
+def looked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """What a script saw of the kit's agent, and of torchrun."""
+    with pytest.MonkeyPatch.context() as patch:
+        clean(patch, tmp_path_factory.mktemp("looked"))
+        words = ("--nproc-per-node", "2", "look.py", "torch", "a b", "")
+        yield look("fast", *FAST, *words), look("torchrun", *TORCHRUN, *words)
+
+
+def test_a_script_sees_what_it_sees_under_torchrun(looked: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    fast, torchrun = looked
+    assert fast.keys() == torchrun.keys()
+    for fact in torchrun.keys() - EXPLAINED.keys() - {"random"}:
+        assert fast[fact] == torchrun[fact], fact
+
+
+def test_what_differs_from_torchrun_is_known(looked: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    fast, torchrun = looked
+    for fact, difference in {
+        "names": {"__annotations__"} if sys.version_info < (3, 14) else set(),
+        "environment": {"TORCHELASTIC_SIGNALS_TO_HANDLE"},
+    }.items():
+        assert set(torchrun[fact]) ^ set(fast[fact]) == difference
+    assert set(torchrun["filters"]) <= set(fast["filters"])
+    assert fast["flags"][0] == torchrun["flags"][0].replace("unbuffered=1", "unbuffered=0")
+
+
+def test_every_rank_has_random_numbers_of_its_own(looked: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    """Of Python, NumPy and PyTorch: with equal ones every rank would shuffle alike and train on the same data."""
+    for seen in looked:
+        for generator in zip(*seen["random"], strict=True):
+            assert len(set(generator)) == 2, generator
+            assert len(generator) == 2
+
+
+@pytest.mark.parametrize("words", [["look.py"], ["sub/../look.py", "a b", "", "-x"], ["linked.py"], ["-m", "look"]])
+def test_a_script_sees_what_it_sees_in_a_fresh_interpreter(words: list[str]) -> None:
+    Path("sub").mkdir()
+    Path("elsewhere").mkdir()
+    Path("elsewhere/look.py").write_text(LOOK)
+    Path("linked.py").symlink_to("elsewhere/look.py")
+    worker, fresh = look("worker", *WORKER, *words), look("fresh", sys.executable, *words)
+    for fact in fresh.keys() - {"random", "names"}:
+        assert worker[fact] == fresh[fact], fact
+    assert set(fresh["names"]) - set(worker["names"]) <= {"__annotations__"}
+
+
+def test_a_script_may_have_a_distributed_of_its_own() -> None:
+    """Dask's package has that name."""
+    Path("distributed").mkdir()
+    Path("distributed/__init__.py").write_text("name = 'not Muster'\n")
+    Path("script.py").write_text("import distributed\nprint(distributed.name)\n")
+    assert run(*WORKER, "script.py").stdout == "not Muster\n"
+
+
+# ---------------------------------------------------------------- what a script does with processes
+
+LOADERS = """
+import json, os
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+class Item:
+    def __init__(self, value):
+        self.value = value
+
+class Items(Dataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, index):
+        return Item(index * index)
+
+def collate(items):
+    return Item([item.value for item in items] + [os.environ["RANK"]])
+
+if __name__ == "__main__":
+    found = {}
+    for method in (None, "spawn", "fork"):
+        loader = DataLoader(Items(), 2, num_workers=2, collate_fn=collate, multiprocessing_context=method)
+        found[str(method)] = [batch.value for batch in loader if type(batch) is Item]
+    with open("loaded.json", "w") as file:
+        json.dump(found, file)
+"""
+
+
+def test_data_loaders_work_with_classes_of_the_script() -> None:
+    """Also what a spawned worker sends back: there the script is called __mp_main__."""
+    Path("loaders.py").write_text(LOADERS)
+    done = run(*FAST, "--nproc-per-node", "1", "loaders.py")
+    assert done.returncode == 0, done.stderr
+    batches = [[0, 1, "0"], [4, 9, "0"]]
+    assert json.loads(Path("loaded.json").read_text()) == {"None": batches, "spawn": batches, "fork": batches}
+
+
+# ---------------------------------------------------------------- words
+
+WORDS: list[bytes] = [
+    b"", b" ", b"--", b"-h", b"--help", b"-m", b"--nproc-per-node=3", b"--nnodes", b"${local_rank}", b"${rank}",
+    b"`id`", b"$HOME", b"%(prog)s", b"{}", b"{0}", b"@file", b"~", b"*", b"a\nb", b"\r\n", b"\t", b"'", b'"', b"\\",
+    b"\\n", "größer".encode(), "🚀".encode(), b"\xff\xfe", b"\x1b[31m", b"a=b", b"#", b"!!", b";", b"&&", b"|", b"x" * 10_000,
+]  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None, database=None)
+@given(st.one_of(st.binary(), st.text().map(lambda text: text.encode("utf-8", "surrogatepass"))))
+def collect(word: bytes) -> None:
+    WORDS.append(word.replace(b"\0", b""))
+
+
+def test_words_arrive_byte_for_byte() -> None:
+    """Hundreds of strings in one launch, to a module."""
+    collect()
+    Path("echo.py").write_text(
+        "import os, sys\n"
+        "open('words', 'wb').write(b''.join(os.fsencode(word) + b'\\0' for word in sys.argv[1:]))\n"
+        "open('zeroth', 'w').write(sys.argv[0])\n"
+    )  # fmt: skip
+    done = run(*FAST, "--nproc-per-node", "1", "-m", "echo", *map(os.fsdecode, WORDS))
+    assert done.returncode == 0, done.stderr
+    assert Path("words").read_bytes().split(b"\0")[:-1] == WORDS
+    assert Path("zeroth").read_text() == str(Path("echo.py").absolute())
+
+
+# ---------------------------------------------------------------- ends as Python ends
+
+ENDS = {
+    "nothing": "",
+    "exit 0": "import sys; sys.exit(0)",
+    "exit None": "import sys; sys.exit()",
+    "exit 3": "import sys; sys.exit(3)",
+    "exit -1": "import sys; sys.exit(-1)",
+    "exit 256": "import sys; sys.exit(256)",
+    "exit True": "import sys; sys.exit(True)",
+    "exit text": "import sys; sys.exit('a text')",
+    "exit tuple": "raise SystemExit((1, 2))",
+    "os._exit": "import os; os._exit(42)",
+    "SIGKILL": "import os; os.kill(os.getpid(), 9)",
+    "SIGSEGV": "import os; os.kill(os.getpid(), 11)",
+    "exception": "def f():\n    raise ValueError('bö')\nf()",
+    "chained": "try:\n    1 / 0\nexcept ZeroDivisionError as error:\n    raise ValueError('x') from error",
+    "syntax": "x = (",
+    "no module": "import nosuchmodule",
+    "own hook": "import sys\nsys.excepthook = lambda kind, error, trace: print('mine', error)\n1 / 0",
+    "atexit": "import atexit\natexit.register(print, 'first')\natexit.register(print, 'last')\nprint('main')",
+    "atexit after exit": "import atexit, sys\natexit.register(print, 'bye')\nsys.exit(3)",
+    "atexit after exception": "import atexit\natexit.register(print, 'bye')\n1 / 0",
+    "thread": "import threading\ndef late():\n    threading.main_thread().join()\n    print('the thread ends')\n"
+    "threading.Thread(target=late).start()\nimport atexit\natexit.register(print, 'atexit')\nprint('main')",
+    "thread fails": "import threading\nthread = threading.Thread(target=lambda: 1 / 0, name='t')\nthread.start()",
+    "unflushed": "import sys; sys.stdout.write('no newline')",
+    "stdout closed": "import sys; sys.stdout.close(); sys.exit(3)",
+    "stdout gone": "import sys; sys.stdout = None",
+    "stderr closed": "import sys; sys.stderr.close()",
+}
+
+
+@pytest.mark.parametrize("body", ENDS.values(), ids=ENDS.keys())
+def test_a_script_ends_as_in_a_fresh_interpreter(body: str) -> None:
+    Path("script.py").write_text(body + "\n", encoding="utf-8")
+    ours, fresh = run(*WORKER, "script.py"), run(sys.executable, "script.py")
+    assert (ours.returncode, ours.stdout, ours.stderr) == (fresh.returncode, fresh.stdout, fresh.stderr)
+
+
+def test_ctrl_c_is_130() -> None:
+    Path("script.py").write_text("raise KeyboardInterrupt\n")
+    assert run(*WORKER, "script.py").returncode == 130
+
+
+def test_an_exception_is_kept_for_the_verdict(tmp_path: Path) -> None:
+    """Without PyTorch: the exception may be that it cannot be imported."""
+    Path("errors").mkdir()
+    Path("torch.py").write_text("raise ImportError('libcudart.so is missing')\n")
+    Path("script.py").write_text("def f():\n    import torch\nf()\n")
+    done = run(*WORKER, "script.py", MUSTER_RUN_DIR=str(tmp_path), MUSTER_NODE="n7", RANK="3", LOCAL_RANK="1")
+    assert done.returncode == 1
+    account = json.loads(Path("errors/rank_3.json").read_text())
+    assert (account["rank"], account["local_rank"], account["node"]) == (3, 1, "n7")
+    assert (account["exit_code"], account["exception"]) == (1, "ImportError")
+    assert account["message"] == "libcudart.so is missing"
+    assert account["traceback"] == done.stderr
+    assert account.keys() == {
+        "rank", "local_rank", "node", "pid", "time", "exit_code", "exception", "message", "traceback",
+    }  # fmt: skip
+
+
+# ---------------------------------------------------------------- ends of a launch
+
+
+def command(ranks: int, body: str, agent: list[str]) -> list[str]:
+    """The words that start this script in a run folder that is the current one."""
+    Path("errors").mkdir()
+    Path("script.py").write_text("import os, signal, sys\nrank = int(os.environ['RANK'])\n" + body)
+    return [*agent, "--nproc-per-node", str(ranks), "--log-dir", "ranks", "--tee", "3", "script.py"]
+
+
+def launch(ranks: int, body: str, agent: list[str] = FAST) -> subprocess.CompletedProcess[str]:
+    """A launch of this script by the agent, on node n7."""
+    return run(*command(ranks, body, agent), MUSTER_RUN_DIR=os.getcwd(), MUSTER_NODE="n7")
+
+
+@contextmanager
+def started(ranks: int, body: str, agent: list[str] = FAST, **env: str) -> Iterator[subprocess.Popen[bytes]]:
+    """The same, while it runs. Each rank is to write its number into the named pipe `ready` when it is at work."""
+    os.mkfifo("ready")
+    ready = os.open("ready", os.O_RDWR)
+    words = command(ranks, body, agent)
+    with subprocess.Popen(words, env={**os.environ, **env}, stdin=subprocess.PIPE) as process:
+        try:
+            for _ in range(ranks):
+                os.read(ready, 1)
+            yield process
+        finally:
+            process.kill()
+            os.close(ready)
+
+
+def alive(pid: int) -> bool:
+    """Whether it runs; nobody may have asked yet how it ended."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def deaths() -> list[tuple[int, int, bool]]:
+    """(rank, exit code, ended by the agent), as the agent wrote it down."""
+    written = json.loads(Path("errors/node_n7.json").read_text())
+    assert written.keys() == {"node", "deaths"}
+    assert written["node"] == "n7"
+    for death in written["deaths"]:
+        assert death.keys() == {"rank", "local_rank", "pid", "time", "exit_code", "ended_by_agent"}
+    return [(death["rank"], death["exit_code"], death["ended_by_agent"]) for death in written["deaths"]]
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        ("sys.exit(3)", 3),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", 139),
+    ],
+)
+def test_the_exit_code_is_the_ranks_own(body: str, code: int) -> None:
+    done = launch(1, body)
+    assert done.returncode == code
+    assert deaths() == [(0, code, False)]
+    assert f"agent: rank 0 (pid {pid_of(0)}) ended with exit code {code}\n" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def pid_of(rank: int) -> int:
+    written = json.loads(Path("errors/node_n7.json").read_text())
+    pids: dict[int, int] = {death["rank"]: death["pid"] for death in written["deaths"]}
+    return pids[rank]
+
+
+SURVIVORS = """
+def at_work(read, write):
+    # Each says so on a pipe with a name; rank 1 goes on when both have.
+    if rank == 1:
+        open(read).read()
+    else:
+        open(write, "w").close()
+if rank == 0:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+at_work("zero", "zero") if rank != 2 else None
+at_work("two", "two") if rank != 0 else None
+if rank == 1:
+    os._exit(42)
+while True:
+    signal.pause()
+"""
+
+
+def test_when_one_dies_the_others_are_ended_and_it_is_told_who_died_of_what() -> None:
+    os.mkfifo("zero")
+    os.mkfifo("two")
+    done = launch(3, SURVIVORS)
+    assert done.returncode == 42
+    assert deaths() == [(0, 137, True), (1, 42, False), (2, 143, True)]
+    assert done.stderr.count("ended with exit code") == 1, "only who died by itself is told of"
+    assert [file.name for file in Path("errors").iterdir()] == ["node_n7.json"]
+    assert not [rank for rank in range(3) if alive(pid_of(rank))]
+
+
+def test_an_exception_is_written_by_the_rank_itself_and_by_torchruns_rules() -> None:
+    os.mkfifo("go")
+    done = launch(
+        2, "open('go', 'w' if rank else 'r').close()\nif rank:\n    raise ValueError('boom')\nsignal.pause()\n"
+    )
+    assert done.returncode == 1
+    assert deaths() == [(0, 143, True), (1, 1, False)]
+    account = json.loads(Path("errors/rank_1.json").read_text())
+    assert (account["node"], account["pid"], account["exception"]) == ("n7", pid_of(1), "ValueError")
+    assert account["traceback"].splitlines()[1:] == [
+        f'  File "{os.getcwd()}/script.py", line 5, in <module>', "    raise ValueError('boom')", "ValueError: boom",
+    ]  # fmt: skip
+    assert done.stderr.count("ValueError: boom") == 1
+    assert not Path("errors/rank_0.json").exists()
+    (torchruns,) = Path("ranks").glob("**/1/error.json")
+    assert json.loads(torchruns.read_text())["message"]["message"] == "ValueError: boom"
+
+
+RACE = """
+import runpy, sys
+from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
+
+def wait(self, timeout):
+    MultiprocessContext.wait = before
+    open("go", "w").close()
+    self._pc.processes[1].join()
+    return before(self, timeout)
+
+if __name__ == "__main__":
+    before, MultiprocessContext.wait = MultiprocessContext.wait, wait
+    del sys.argv[0]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_a_rank_that_dies_while_torchrun_looks_is_no_other_case() -> None:
+    """The moment is made certain: the rank goes when torchrun's look begins, which ends when the rank has."""
+    os.mkfifo("go")
+    Path("race.py").write_text(RACE)
+    agent = [FAST[0], "race.py", *FAST[1:]]
+    done = launch(2, "if rank:\n    open('go').close()\n    os._exit(42)\nsignal.pause()\n", agent)
+    assert done.returncode == 42
+    assert deaths() == [(0, 143, True), (1, 42, False)]
+
+
+# Rank 1 goes first, and rank 0 when it has gone: were it asked again then, it would count that.
+STOPPED_ON_REQUEST = """
+read, write = os.pipe()
+os.set_blocking(write, False)
+signal.set_wakeup_fd(write)
+signal.signal(signal.SIGTERM, lambda number, frame: None)
+end = open("end", "w" if rank else "r")
+with open("ready", "w") as ready:
+    ready.write(str(rank))
+asked = os.read(read, 1)
+if not rank:
+    end.read()
+os.set_blocking(read, False)
+try:
+    asked += os.read(read, 9)
+except BlockingIOError:
+    pass
+with open(f"asked_{rank}", "wb") as file:
+    file.write(asked)
+sys.exit(75)
+"""
+
+
+def test_a_stop_request_reaches_each_rank_once_and_75_from_all_is_75() -> None:
+    os.mkfifo("end")
+    with started(2, STOPPED_ON_REQUEST, MUSTER_RUN_DIR=os.getcwd(), MUSTER_NODE="n7") as agent:
+        agent.terminate()
+        assert agent.wait(SECONDS) == 75
+    assert [list(Path(f"asked_{rank}").read_bytes()) for rank in range(2)] == [[signal.SIGTERM]] * 2
+    assert {code for _, code, _ in deaths()} == {75}
+
+
+STUBBORN = """
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+with open(f"pid_{rank}", "w") as file:
+    file.write(str(os.getpid()))
+with open("ready", "w") as ready:
+    ready.write(str(rank))
+while True:
+    signal.pause()
+"""
+
+
+def test_when_the_agent_is_killed_no_rank_is_left() -> None:
+    """Under node.sh, as launchers start it, and with ranks that would not end when asked."""
+    node = [str(KIT / "scripts/lib/node.sh"), "--run", os.getcwd(), "--node", "n7", "--"]
+    with started(2, STUBBORN, [*node, *FAST]) as launcher:
+        pids = [int(Path(f"pid_{rank}").read_text()) for rank in range(2)]
+        assert all(map(alive, pids))
+        os.kill(int(Path("node_n7.pid").read_text()), signal.SIGKILL)
+        assert launcher.wait(SECONDS) == 137
+    assert not any(map(alive, pids))
+
+
+# ---------------------------------------------------------------- what is decided without a process
+
+
+@pytest.mark.parametrize(
+    ("told", "code", "stopped"),
+    [
+        ([], 1, False),
+        ([(1.0, 42, False)], 42, False),
+        ([(2.0, 3, False), (1.0, 42, False)], 42, False),
+        ([(2.0, 3, False), (1.0, 143, True)], 3, False),
+        ([(2.0, 75, False), (1.0, 75, False)], 75, True),
+        ([(2.0, 75, False), (1.0, 75, True)], 75, True),
+        ([(2.0, 75, False), (1.0, 1, False)], 1, False),
+    ],
+)
+def test_the_code_of_a_launch_is_that_of_the_first_that_died_by_itself(
+    told: list[tuple[float, int, bool]], code: int, stopped: bool
+) -> None:
+    agent = object.__new__(Agent)
+    agent.deaths = {rank: Death(rank, rank, 100 + rank, *death) for rank, death in enumerate(told)}
+    assert agent.exit_code() == code
+    assert agent.all_stopped() == stopped
+
+
+@pytest.mark.parametrize(
+    ("words", "before", "after"),
+    [
+        (["--nproc-per-node", "4", "script.py"], None, "2"),
+        (["--nproc-per-node", "3", "script.py", "--nproc-per-node", "1"], None, "2"),
+        (["--nproc-per-node", "64", "script.py"], None, "1"),
+        (["--nproc-per-node", "4", "script.py"], "7", "7"),
+        (["--nproc-per-node", "gpu", "script.py"], None, None),
+        (["script.py"], None, None),
+    ],
+)
+def test_each_rank_gets_its_share_of_the_cores(
+    words: list[str], before: str | None, after: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stub of a machine with 8 cores."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    if before:
+        monkeypatch.setenv("OMP_NUM_THREADS", before)
+    runpy.run_path(str(KIT / "scripts/lib/agent.py"))["share_cores"](words)
+    assert os.environ.get("OMP_NUM_THREADS") == after
