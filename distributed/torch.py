@@ -120,7 +120,7 @@ def _from_complete(env: Mapping[str, str]) -> World:
     else:
         local_size = size
         notes = ("LOCAL_WORLD_SIZE is not set: taking all ranks to be on this node",)
-    nodes = -(-size // local_size)
+    nodes = _int(env, "NNODES", least=1) if env.get("NNODES") else -(-size // local_size)
     node_rank = _int(env, "NODE_RANK") if env.get("NODE_RANK") else min(rank // local_size, nodes - 1)
     return World(
         rank=rank,
@@ -134,6 +134,21 @@ def _from_complete(env: Mapping[str, str]) -> World:
         launcher="environment",
         notes=notes,
     )
+
+
+def as_env(world: World) -> dict[str, str]:
+    """The place in the words that scripts written for torchrun read."""
+    words = {
+        "RANK": world.rank,
+        "WORLD_SIZE": world.size,
+        "LOCAL_RANK": world.local_rank,
+        "LOCAL_WORLD_SIZE": world.local_size,
+        "NODE_RANK": world.node_rank,
+        "NNODES": world.nodes,
+        "MASTER_ADDR": world.master_addr or "127.0.0.1",
+        "MASTER_PORT": world.master_port or 0,
+    }
+    return {name: str(value) for name, value in words.items()}
 
 
 def _refuse_stale_ranks(env: Mapping[str, str], rank: int, size: int) -> None:
@@ -231,7 +246,7 @@ def _int(env: Mapping[str, str], name: str, least: int = 0) -> int:
 
 
 def _port(env: Mapping[str, str]) -> int:
-    port = _int(env, "MASTER_PORT", least=1)
+    port = _int(env, "MASTER_PORT")
     if port > 65_535:
         raise WorldError(f"MASTER_PORT={port} is no port: the highest is 65535")
     return port
@@ -438,7 +453,7 @@ def explain(world: World, env: Mapping[str, str] = os.environ) -> str:
     """Which rank this is and how that was decided, in a few lines."""
     sources = {
         "torchrun": (*PLACE, "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "TORCHELASTIC_RUN_ID"),
-        "environment": (*PLACE, "LOCAL_WORLD_SIZE", "NODE_RANK"),
+        "environment": (*PLACE, "LOCAL_WORLD_SIZE", "NODE_RANK", "NNODES"),
         "slurm": (*STEP, *MASTER),
         "single": (),
     }[world.launcher]

@@ -69,6 +69,7 @@ cores_a_task() {
 
 
 on_the_allocation() {
+  ((!DETACH)) || die_usage "--detach: inside an allocation the run ends with it; use sbatch to leave the terminal"
   pick_python "$ASKED_PYTHON"
   check_torch
   check_script

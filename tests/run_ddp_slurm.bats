@@ -46,11 +46,43 @@ END
 
 
 @test "a task that fails ends the others, and its own code is the exit code" {
-  printf 'import os, sys, time\nif os.environ["SLURM_PROCID"] == "2": raise ValueError("boom")\ntime.sleep(100)\n' >fails.py
+  printf 'import os, sys, time\nif os.environ["RANK"] == "2": raise ValueError("boom")\ntime.sleep(100)\n' >fails.py
   in_allocation -n 3 -c - --script fails.py
   [ "$status" -eq 1 ]
   [[ "$output" == *"rank 2"*"raised ValueError: boom"* ]]
   grep -q '^\[slurm:2\] ValueError: boom' logs/latest/node_slurm.log
+}
+
+
+@test "TERM reaches the tasks, which write a checkpoint, and 75 is the exit code" {
+  cat >tiny.yaml <<'END'
+model: {n_layer: 1, n_head: 1, n_embd: 8, block_size: 16}
+train: {steps: 100000, batch_size: 3, evaluate_every: 0}
+checkpoint: {dir: checkpoints, every: 0}
+logging: {every: 1, sample: 0}
+END
+  salloc -Q -N2 -n3 "$KIT/scripts/run_ddp.sh" -n 3 -c tiny.yaml >out 2>&1 3>&- &
+  salloc=$!
+  timeout 60 grep -qF -m1 "step      3/100000" <(tail -n +1 -F out 2>/dev/null)
+  kill -TERM "$(pgrep -f -o "^bash $KIT/scripts/run_ddp.sh -n 3 -c tiny.yaml")"
+  wait "$salloc" && status=0 || status=$?
+  [ "$status" -eq 75 ] || { tail -n 20 out && return 1; }
+  ls -d checkpoints/step_*
+}
+
+
+@test "a script that knows torchrun's words alone runs on the allocation" {
+  cat >foreign.py <<'END'
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+print("sum", int(total), flush=True)
+dist.destroy_process_group()
+END
+  in_allocation -n 3 -c - --script foreign.py
+  [ "$status" -eq 0 ]
+  [[ "$output" == *"sum 3"* ]]
 }
 
 
