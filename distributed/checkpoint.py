@@ -28,7 +28,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
@@ -132,7 +132,7 @@ class Checkpoints:
         self._write: Future[None] | None = None
         self._hooks: dict[Optimizer, RemovableHandle] = {}
         self._leaving = threading.Event()
-        self._lock: Any = None
+        self._lock: IO[str] | None = None
         self.ranks.decide(self._take_over)
 
     def _take_over(self) -> None:

@@ -185,7 +185,6 @@ class HashedFile(io.FileIO):
         """Bring what is left, and all, to the disk."""
         if not self.closed:
             try:
-                self._go_direct(False)  # the last block is not full
                 self._put()
                 os.fsync(self.fileno())
             finally:

@@ -10,9 +10,10 @@ import multiprocessing
 import os
 import pickle
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -27,14 +28,11 @@ _context.set_forkserver_preload(["pytest", "torch", "torch._dynamo", "distribute
 
 def ranks(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """What `function(rank, size, *args)` returns on each rank of a gloo world; an error there is one here."""
-    with tempfile.TemporaryDirectory() as folder:
+    end = time.monotonic() + PATIENCE
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         store = Path(folder, "store")
-        started = [_start(_as_rank, rank, size, store, function, args) for rank in range(size)]
-        answers = [_answer(rank, pipe) for rank, (_, pipe) in enumerate(started)]
-        for process, _ in started:
-            if any(isinstance(answer, Exception) for answer in answers):
-                process.kill()
-            process.join()
+        started = [stack.enter_context(running(_as_rank, rank, size, store, function, args)) for rank in range(size)]
+        answers = [_answer(rank, pipe, end) for rank, (_, pipe) in enumerate(started)]
     for answer in answers:
         if isinstance(answer, Exception):
             raise answer
@@ -44,27 +42,23 @@ def ranks(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
 @contextmanager
 def running(function: Callable[..., Any], *args: Any) -> Iterator[tuple[BaseProcess, Connection]]:
     """A process that calls `function(pipe, *args)`, and our end of the pipe; killed when the block is left."""
-    process, pipe = _start(function, *args)
+    ours, theirs = _context.Pipe()
+    process = _context.Process(target=function, args=(theirs, *args), daemon=True)
+    process.start()
+    theirs.close()
     try:
-        yield process, pipe
+        yield process, ours
     finally:
         process.kill()
         process.join()
 
 
-def _answer(rank: int, pipe: Connection) -> Any:
+def _answer(rank: int, pipe: Connection, end: float) -> Any:
     try:
-        return pickle.loads(pipe.recv_bytes()) if pipe.poll(PATIENCE) else AssertionError(f"rank {rank} hangs")
+        in_time = pipe.poll(max(0.0, end - time.monotonic()))
+        return pickle.loads(pipe.recv_bytes()) if in_time else AssertionError(f"rank {rank} hangs")
     except EOFError:
         return AssertionError(f"rank {rank} died")
-
-
-def _start(function: Callable[..., Any], *args: Any) -> tuple[BaseProcess, Connection]:
-    ours, theirs = _context.Pipe()
-    process = _context.Process(target=function, args=(theirs, *args))
-    process.start()
-    theirs.close()
-    return process, ours
 
 
 def _as_rank(

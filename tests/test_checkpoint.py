@@ -29,9 +29,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from distributed import step_folder
+from distributed import snapshot, step_folder
 from distributed.checkpoint import CheckpointError, Checkpoints, Found, random_state, set_random_state
-from distributed.snapshot import Snapshot
 
 
 def same(ours: Any, theirs: Any) -> bool:
@@ -98,6 +97,7 @@ ODD = {
     "not contiguous": {"a": torch.arange(12).reshape(3, 4).t(), "b": torch.arange(12)[::3]},
     "channels last": {"a": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)},
     "expanded": {"a": torch.arange(3).expand(4, 3)},
+    "larger than a piece": {"a": torch.arange(1_500_001), "b": torch.arange(2 * snapshot.PIECE).to(torch.uint8)},
     "part of a larger one": {"a": torch.arange(1_000_000)[5:8]},
     "sizes and dtypes": {"a": torch.Size([2, 3]), "b": torch.float16, "c": torch.device("cpu")},
     "a parameter": {"a": nn.Parameter(torch.randn(3))},
@@ -112,7 +112,9 @@ def test_what_is_saved_comes_back_to_the_bit(tmp_path: Path, state: dict[str, An
         checkpoints.wait()
         loaded = checkpoints.load(newest(checkpoints), state)
     assert same(plain(state), loaded)
-    assert newest(checkpoints).bytes < 20_000
+    assert newest(checkpoints).bytes < 20_000 + sum(
+        tensor.nbytes for tensor in state.values() if torch.is_tensor(tensor)
+    )
 
 
 def test_the_file_is_read_by_torch_alone(tmp_path: Path) -> None:
@@ -302,11 +304,11 @@ def test_a_change_that_is_no_step_is_not_saved(tmp_path: Path, monkeypatch: pyte
 
 
 def test_what_a_refused_state_left_is_not_copied_into_the_next() -> None:
-    snapshot, state = Snapshot(), {"a": torch.zeros(3)}
+    copies, state = snapshot.Snapshot(), {"a": torch.zeros(3)}
     with pytest.raises(CheckpointError):
-        snapshot.take({**state, "b": {1, 2}})
+        copies.take({**state, "b": {1, 2}})
     state["a"] += 1
-    assert same(snapshot.take(state), {"a": torch.ones(3)})
+    assert same(copies.take(state), {"a": torch.ones(3)})
 
 
 def test_leaving_waits_for_the_last_save_also_after_an_error(tmp_path: Path) -> None:
@@ -321,14 +323,45 @@ def test_leaving_waits_for_the_last_save_also_after_an_error(tmp_path: Path) -> 
     assert found is not None and found.step == 1
 
 
+def test_leaving_tells_of_a_write_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def save_and_leave() -> None:
+        with held_back(monkeypatch) as go, Checkpoints(tmp_path / "here") as checkpoints:
+            checkpoints.save(1, state_of(1))
+            (tmp_path / "here").rename(tmp_path / "gone")
+            go.set()
+
+    with pytest.raises(CheckpointError, match="cannot write"):
+        save_and_leave()
+
+
+def try_to_take_over(pipe: Connection, folder: Path) -> None:
+    try:
+        pipe.send(step_folder.take_over(folder) is not None)
+    except CheckpointError:
+        pipe.send(False)
+
+
+def is_free(folder: Path) -> bool:
+    """For another process."""
+    with forked.running(try_to_take_over, folder) as (_, pipe):
+        assert pipe.poll(forked.PATIENCE)
+        return bool(pipe.recv())
+
+
+def test_the_folder_is_given_back_on_leaving(tmp_path: Path) -> None:
+    with Checkpoints(tmp_path):
+        assert not is_free(tmp_path)
+    assert is_free(tmp_path)
+
+
 def test_the_memory_of_a_snapshot_is_used_again() -> None:
-    snapshot = Snapshot()
-    first = snapshot.take(state_of(1))
+    copies = snapshot.Snapshot()
+    first = copies.take(state_of(1))
     place = first["model"]["weight"].data_ptr(), first["moments"][1].data_ptr()
-    second = snapshot.take(state_of(2))
+    second = copies.take(state_of(2))
     assert place == (second["model"]["weight"].data_ptr(), second["moments"][1].data_ptr())
     assert same(second, state_of(2))
-    assert same(snapshot.take(state_of(3, size=10)), state_of(3, size=10))
+    assert same(copies.take(state_of(3, size=10)), state_of(3, size=10))
 
 
 def test_a_failed_write_is_told_at_the_next_step_and_the_next_save(
