@@ -240,7 +240,8 @@ def test_data_loaders_work_with_classes_of_the_script() -> None:
 WORDS: list[bytes] = [
     b"", b" ", b"--", b"-h", b"--help", b"-m", b"--nproc-per-node=3", b"--nnodes", b"${local_rank}", b"${rank}",
     b"`id`", b"$HOME", b"%(prog)s", b"{}", b"{0}", b"@file", b"~", b"*", b"a\nb", b"\r\n", b"\t", b"'", b'"', b"\\",
-    b"\\n", "größer".encode(), "🚀".encode(), b"\xff\xfe", b"\x1b[31m", b"a=b", b"#", b"!!", b";", b"&&", b"|", b"x" * 10_000,
+    b"\\n", "größer".encode(), "🚀".encode(), b"\xff\xfe", b"\x1b[31m", b"a=b", b"#", b"!!", b";", b"&&", b"|",
+    b"x" * 10_000,
 ]  # fmt: skip
 
 
