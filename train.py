@@ -374,7 +374,7 @@ class Progress:
     def __init__(self, training: Training, tracker: tracking.Tracker | None) -> None:
         self.training, self.tracker = training, tracker
         self.score: float | None = None  # the newest held-out loss
-        self.tokens_per_second = 0.0
+        self.steps, self.seconds = 0, 0.0  # measured so far
         self.restart_clock()
         self.warming_up = True  # the first step allocates and compiles: it does not count
 
@@ -395,18 +395,18 @@ class Progress:
         gradient_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         steps = training.step - self._from_step
         seconds = (time.perf_counter() - self._from_time) / max(steps, 1)
-        if steps:
-            self.tokens_per_second = training.cut.tokens / seconds
+        self.steps, self.seconds = self.steps + steps, self.seconds + steps * seconds
+        speed = training.cut.tokens / seconds
         rate = learning_rate(training.step - 1, training.steps, training.settings)
         left = seconds * (training.steps - training.step)
         log.info(
             f"step {training.step:>{len(str(training.steps))}}/{training.steps}  loss {outcome.loss:.4f}  "
-            f"lr {rate:.2e}  grad {gradient_norm:.2f}  {self.tokens_per_second:,.0f} tokens/s  {clock(left)} left"
+            f"lr {rate:.2e}  grad {gradient_norm:.2f}  {speed:,.0f} tokens/s  {clock(left)} left"
         )
         if self.tracker:
             self.tracker.log(
                 training.step, loss=outcome.loss, lr=rate, grad_norm=gradient_norm,
-                tokens_per_second=self.tokens_per_second, step_seconds=seconds, rank_seconds=rank_seconds,
+                tokens_per_second=speed, step_seconds=seconds, rank_seconds=rank_seconds,
             )  # fmt: skip
         self.restart_clock()
 
@@ -431,8 +431,9 @@ class Progress:
         text = write_sample(self.training)
         if text:
             log.info("a sample:\n\n" + "\n".join(f"    {line}" for line in text.splitlines()) + "\n")
-        speed = f", {self.tokens_per_second:,.0f} tokens/s" if self.tokens_per_second else ", nothing left to do"
-        log.info(f"finished: {self.training.steps} steps, held-out loss {score:.4f}{speed}")
+        tokens = self.training.cut.tokens * self.steps
+        speed = f"{tokens / self.seconds:,.0f} tokens/s" if tokens else "nothing left to do"
+        log.info(f"finished: {self.training.steps} steps, held-out loss {score:.4f}, {speed}")
         self.event("finish")
         return 0
 

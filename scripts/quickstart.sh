@@ -27,7 +27,7 @@ BASE_PYTHON=
 FRESH=
 OVERRIDES=() # what the caller says, after ours
 SETTINGS=()
-MORE=(train.steps=1000) # the file says 400
+MORE=(train.steps=3000) # the file says 1200
 NPROC=2
 
 
@@ -47,7 +47,7 @@ parse_args() { # <argument...>
 
 
 
-# The global batch must divide by the number of processes: 16 windows for each, as in the file.
+# The global batch must divide by the number of processes: 16 windows for each GPU.
 choose_settings() {
   local gpus
   gpus=$(kit_python doctor --gpus)
