@@ -54,10 +54,16 @@ class Snapshot:
     The first copy allocates that memory, which takes several times as long as a later one.
     """
 
+    # Of the copy in the making:
+    _copies: dict[object, Tensor]  # identity of the original -> its copy
+    _taken: dict[Place, Tensor]  # memory of this copy
+    _later: set[int] | None  # addresses of what may be moved after begin(); None: of everything
+    _devices: set[torch.device]  # that copy to page-locked memory
+
     def __init__(self, sharded: bool = False, threads: ThreadPoolExecutor | None = None) -> None:
         """threads: idle ones that help with take()."""
         self._sharded, self._threads = sharded, threads
-        self._memory: dict[Place, Tensor] = {}
+        self._memory: dict[Place, Tensor] = {}  # of the copy before
         self._pieces: queue.Queue[Piece] = queue.Queue()
         self._changed = False
 
@@ -79,10 +85,8 @@ class Snapshot:
 
         until: copy all but this optimizer's tensors now; its step must not come before finish().
         """
-        self._copies: dict[object, Tensor] = {}  # identity of the original -> its copy
-        self._taken: dict[Place, Tensor] = {}
+        self._copies, self._taken, self._devices = {}, {}, set()
         self._later = None if until is None else _addresses(until)
-        self._devices: set[torch.device] = set()
         self._pieces, self._changed = queue.Queue(), False
         copy = self._copy(state, (name,))
         for device in self._devices:
