@@ -514,7 +514,10 @@ def advance(
         progress.step(outcomes[-1], norm)
     score = progress.held_out() if due.evaluate else None
     if due.save or stop:
-        checkpoints.save(training.step, training.state(), own=random_state(), facts=training.facts(), score=score)
+        checkpoints.save(
+            training.step, training.state(), own=random_state(), facts=training.facts(), score=score,
+            until=training.optimizer,
+        )  # fmt: skip
         progress.event("checkpoint")
     if due.evaluate or due.save or progress.warming_up:
         progress.restart_clock()
