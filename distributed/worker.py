@@ -29,7 +29,6 @@ from multiprocessing import forkserver
 from pathlib import Path
 from types import ModuleType, TracebackType
 
-PLACE = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID"}  # torchrun's name, srun's name
 PRELOAD = ["torch.distributed.run", "torch.distributed.fsdp", "torch.nn.parallel"]
 IMPORTLIB = ("<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>")
 BEFORE_THE_SCRIPT = (__file__, runpy.__file__, "<frozen runpy>", *IMPORTLIB)  # the first frames of a traceback
@@ -109,8 +108,8 @@ def _forget_multiprocessing() -> None:
 def _forget_random_numbers() -> None:
     """A fork inherits every global generator: with the same numbers all ranks would shuffle alike."""
     random.seed()
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed()
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
     if "torch" in sys.modules:
         sys.modules["torch"].default_generator.seed()
 
@@ -165,7 +164,7 @@ def _write_account(code: int, error: BaseException) -> None:
     run = os.environ.get("MUSTER_RUN_DIR")
     if not run:
         return
-    rank, local_rank = (int(os.environ.get(name) or os.environ[slurms]) for name, slurms in PLACE.items())
+    rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     account = {
         "rank": rank,
         "local_rank": local_rank,

@@ -176,6 +176,20 @@ def test_every_rank_has_random_numbers_of_its_own(looked: tuple[dict[str, Any], 
             assert len(generator) == 2
 
 
+SEEDED = """
+import random, sys
+import numpy
+for generator in (random, numpy.random):
+    generator.seed(1)
+""" + WORK  # fmt: skip
+
+
+def test_generators_that_are_there_before_the_script_start_anew() -> None:
+    Path("script.py").write_text("import random, numpy\nprint(random.random(), numpy.random.random())\n")
+    draws = [run(sys.executable, "-c", SEEDED, str(KIT), "script.py").stdout.split() for _ in range(2)]
+    assert [len(set(generator)) for generator in zip(*draws, strict=True)] == [2, 2]
+
+
 @pytest.mark.parametrize("words", [["look.py"], ["sub/../look.py", "a b", "", "-x"], ["linked.py"], ["-m", "look"]])
 def test_a_script_sees_what_it_sees_in_a_fresh_interpreter(words: list[str]) -> None:
     Path("sub").mkdir()
@@ -327,6 +341,24 @@ def test_an_exception_is_kept_for_the_verdict(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+def test_a_task_of_srun_is_told_its_place_as_torchrun_tells_it(tmp_path: Path) -> None:
+    step = {
+        "SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NODEID": "2",
+        "SLURM_STEP_NUM_TASKS": "6", "SLURM_STEP_TASKS_PER_NODE": "2(x3)", "SLURM_STEP_NODELIST": "n[08-10]",
+    }  # fmt: skip
+    place = {
+        "RANK": "5", "WORLD_SIZE": "6", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "n08",
+        "MASTER_PORT": "20001",
+    }  # fmt: skip
+    Path("errors").mkdir()
+    Path("script.py").write_text(f"import os\nassert {place}.items() <= os.environ.items()\nraise ValueError('boom')\n")
+    task = [sys.executable, KIT / "scripts/lib/task.py", "script.py"]
+    done = run(*task, MUSTER_RUN_DIR=str(tmp_path), MUSTER_NODE="not-this-one", **step)
+    assert done.stderr.endswith("ValueError: boom\n")
+    account = json.loads(Path("errors/rank_5.json").read_text())
+    assert (account["rank"], account["local_rank"], account["node"]) == (5, 1, os.uname().nodename)
+
+
 # ---------------------------------------------------------------- ends of a launch
 
 
@@ -443,6 +475,34 @@ def test_an_exception_is_written_by_the_rank_itself_and_by_torchruns_rules() -> 
     assert not Path("errors/rank_0.json").exists()
     (torchruns,) = Path("ranks").glob("**/1/error.json")
     assert json.loads(torchruns.read_text())["message"]["message"] == "ValueError: boom"
+
+
+LAST_WORDS = """
+end = open("end", "w" if rank else "r")
+if rank:
+    os._exit(42)
+end.read()
+raise RuntimeError("Connection closed by peer")
+"""
+PATIENT = f"""
+import runpy, sys
+if __name__ == "__main__":
+    sys.path.insert(0, {str(KIT)!r})
+    import distributed.agent
+    distributed.agent.FAREWELL = {SECONDS}
+    del sys.argv[0], sys.path[0]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_the_others_get_a_moment_to_say_what_became_of_them() -> None:
+    """A long one here, and the launch ends as soon as all have spoken."""
+    os.mkfifo("end")
+    Path("patient.py").write_text(PATIENT)
+    done = launch(2, LAST_WORDS, [FAST[0], "patient.py", *FAST[1:]])
+    assert done.returncode == 42
+    assert deaths() == [(0, 1, False), (1, 42, False)]
+    assert json.loads(Path("errors/rank_0.json").read_text())["message"] == "Connection closed by peer"
 
 
 RACE = """
