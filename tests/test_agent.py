@@ -352,7 +352,7 @@ def test_a_task_of_srun_is_told_its_place_as_torchrun_tells_it(tmp_path: Path) -
     }  # fmt: skip
     Path("errors").mkdir()
     Path("script.py").write_text(f"import os\nassert {place}.items() <= os.environ.items()\nraise ValueError('boom')\n")
-    task = [sys.executable, KIT / "scripts/lib/task.py", "script.py"]
+    task = [sys.executable, str(KIT / "scripts/lib/task.py"), "script.py"]
     done = run(*task, MUSTER_RUN_DIR=str(tmp_path), MUSTER_NODE="not-this-one", **step)
     assert done.stderr.endswith("ValueError: boom\n")
     account = json.loads(Path("errors/rank_5.json").read_text())
