@@ -30,7 +30,10 @@ from distributed.checkpoint import Checkpoints  # noqa: E402
 from distributed.config import batch, read  # noqa: E402
 from distributed.torch import device, process_group  # noqa: E402
 
-QUIET = ("data.path=null", "train.evaluate_every=0", "checkpoint.every=0", "logging.level=warning", "train.steps=1000000")
+QUIET = (
+    *("data.path=null", "train.steps=1000000"),
+    *("train.evaluate_every=0", "checkpoint.every=0", "logging.level=warning"),
+)
 WARM_UP = 5  # steps that compile and allocate
 
 
