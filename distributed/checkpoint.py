@@ -134,6 +134,8 @@ class Checkpoints:
         self._leaving = threading.Event()
         self._lock: IO[str] | None = None
         self.ranks.decide(self._take_over)
+        if sharded:
+            importlib.import_module("distributed.shards")  # takes half a second: now, and not at the first save
 
     def _take_over(self) -> None:
         self._lock = step_folder.take_over(self.folder)
@@ -160,8 +162,7 @@ class Checkpoints:
         Raises CheckpointError when the write before failed on any rank, or the state could not be loaded again.
         """
         manifest = self._manifest(step, facts or {}, score)
-        self.wait()
-        owns = self.ranks.gather(Snapshot().take(own, "own"))
+        owns = self._settle(Snapshot().take(own, "own"))
         if self.ranks.rank != 0 and not self.sharded:
             return
         final = step_folder.final_folder(self.folder, step)
@@ -185,11 +186,16 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Until the last save is published, on every rank. Raises CheckpointError with the cause."""
+        self._settle()
+
+    def _settle(self, own: Any = None) -> list[Any]:
+        """wait(), and what every rank gave."""
         write, self._write = self._write, None
         failure = write.exception() if write is not None else None
-        reasons = self.ranks.everyone(None if failure is None else str(failure))
-        if reason := next(filter(None, reasons), None):
+        told = self.ranks.everyone((None if failure is None else str(failure), own))
+        if reason := next(filter(None, (reason for reason, _ in told)), None):
             raise CheckpointError(reason) from failure
+        return [own for _, own in told]
 
     def _manifest(self, step: int, facts: Mapping[str, Any], score: float | None) -> dict[str, Any]:
         manifest = {
@@ -206,7 +212,8 @@ class Checkpoints:
             raise CheckpointError(f"facts {facts!r} or score {score!r} cannot be written as JSON: {error}") from error
 
     def _planned(self, final: Path, state: Mapping[str, Any]) -> tuple[Path, Part]:
-        shards = importlib.import_module("distributed.shards")
+        from distributed import shards
+
         writing = self.ranks.decide(lambda: step_folder.new_folder(final))
         return writing, shards.Part(writing, state, self.ranks)
 
@@ -275,7 +282,9 @@ class Checkpoints:
                 f"that wrote it, or start anew in another folder"
             )
         if self.sharded:
-            importlib.import_module("distributed.shards").load(found.path, state)
+            from distributed import shards
+
+            shards.load(found.path, state)
             return state
         loaded: dict[str, Any] = self.ranks.load(found.path / "state.pt")
         if misfit := next(_misfits(loaded, state), None):
