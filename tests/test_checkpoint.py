@@ -29,7 +29,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from distributed import snapshot, step_folder
+from distributed import ranks, snapshot, step_folder
 from distributed.checkpoint import CheckpointError, Checkpoints, Found, random_state, set_random_state
 
 
@@ -283,6 +283,33 @@ def test_the_step_of_an_optimizer_waits_for_the_copy(tmp_path: Path, monkeypatch
     assert not training.optimizer._optimizer_step_pre_hooks
 
 
+def test_the_step_waits_for_what_another_thread_is_copying(monkeypatch: pytest.MonkeyPatch) -> None:
+    training, copies, move = Small(), snapshot.Snapshot(), snapshot.Piece.move
+    taken, go, stepped = threading.Event(), threading.Event(), threading.Event()
+
+    def slowly(piece: snapshot.Piece) -> bool:
+        taken.set()
+        return go.wait() and move(piece)
+
+    copies.begin({"a": training.linear.weight}, until=training.optimizer)
+    monkeypatch.setattr(snapshot.Piece, "move", slowly)
+    behind = threading.Thread(target=copies.finish)
+    behind.start()
+    taken.wait()
+
+    def wait_and_step() -> None:
+        copies.finish()
+        stepped.set()
+
+    step = threading.Thread(target=wait_and_step)
+    step.start()
+    waited = not stepped.wait(0.05)
+    go.set()
+    behind.join()
+    step.join()
+    assert waited
+
+
 def test_without_another_step_the_copy_is_made_behind(tmp_path: Path) -> None:
     training = Small()
     with Checkpoints(tmp_path) as checkpoints:
@@ -522,6 +549,7 @@ def save_on_ranks(rank: int, size: int, folder: Path) -> None:
 
 
 def load_on_ranks(rank: int, size: int, folder: Path) -> tuple[int, int, bool, Any]:
+    ranks.PIECE = 1000  # sent in many pieces
     with Checkpoints(folder / f"node{rank}", rank=rank, size=size) as checkpoints:
         found = newest(checkpoints)
         whole = same(checkpoints.load(found, state_of(0)), state_of(2))
