@@ -25,19 +25,20 @@ KIT = Path(__file__).resolve().parent.parent
 # Who may import whom of ours; a module without a line here knows none of them.
 BELOW: dict[str, set[str]] = {
     "agent": {"nodelist", "torch", "worker"},
-    "checkpoint": {"ranks", "shards", "step_folder"},
+    "checkpoint": {"ranks", "shards", "snapshot", "step_folder"},
     "doctor": {"facts", "nodelist"},
     "report": {"charts", "history"},
     "shards": {"ranks", "step_folder"},
+    "snapshot": {"step_folder"},
     "smoke": {"nodelist", "smoke_report", "torch"},
     "torch": {"nodelist"},
 }
 KNOW_PYTORCH = {
-    "agent", "checkpoint", "data", "ranks", "shards", "smoke", "stop", "torch", "tracking", "worker",
+    "agent", "checkpoint", "data", "ranks", "shards", "smoke", "snapshot", "stop", "torch", "tracking", "worker",
 }  # fmt: skip
 # They run on nodes before anything is installed.
 STANDARD_LIBRARY_ALONE = {
-    "charts", "doctor", "facts", "history", "nodelist", "report", "run_folder", "verdict",
+    "charts", "doctor", "facts", "history", "nodelist", "report", "run_folder", "step_folder", "verdict",
 }  # fmt: skip
 WHERE_IT_IS_THERE = {"psutil", "pynvml"}  # inside a try
 
