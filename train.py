@@ -34,11 +34,11 @@ from torch.utils.checkpoint import checkpoint
 
 from distributed import data, report, tracking
 from distributed.checkpoint import CheckpointError, Checkpoints, Found, random_state, set_random_state
-from distributed.config import Batch, ConfigError, Settings, batch, from_options, parser
+from distributed.config import Batch, ConfigError, Settings, batch, from_options, parser, refuse_misfits
 from distributed.config import Model as ModelSettings
 from distributed.data import DataError
 from distributed.run_folder import create as create_run_folder
-from distributed.stop import STOPPED, Ballots, Outcome, stop_signals
+from distributed.stop import STOPPED, Ballots, NonFiniteLoss, Outcome, stop_signals
 from distributed.torch import World, WorldError, device, gradient_sync, process_group, resolve, seed, unwrap, wrap
 
 log = logging.getLogger("muster")
@@ -149,15 +149,10 @@ def learning_rate(step: int, steps: int, settings: Settings) -> float:
     return train.min_learning_rate + height * (1 + math.cos(math.pi * done)) / 2
 
 
-def choose_precision(asked: str, strategy: str, here: torch.device) -> torch.dtype:
+def choose_precision(asked: str, here: torch.device) -> torch.dtype:
     """The type of the matrix products."""
     if asked == "auto":
         return torch.bfloat16 if here.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
-    if asked == "fp16" and strategy == "fsdp":
-        raise ConfigError(
-            "train.precision=fp16 with distributed.strategy=fsdp: one rank alone would see an overflow; "
-            "set train.precision=bf16"
-        )
     return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[asked]
 
 
@@ -221,7 +216,7 @@ class Training:
         self.settings, self.cut, self.place, self.corpus = settings, cut, place, corpus
         world, train = place.world, settings.train
         self.strategy = resolve(settings.distributed.strategy, world)
-        self.dtype = choose_precision(train.precision, self.strategy, place.here)
+        self.dtype = choose_precision(train.precision, place.here)
         self.vocab_size = settings.model.vocab_size or corpus.vocab_size or 256
         self.windows = data.Windows(corpus.train, settings.model.block_size)
         self.held_out = data.Windows(corpus.held_out, settings.model.block_size)
@@ -305,6 +300,19 @@ class Training:
         return float(sums[0] / sums[1])
 
     # -------- keep and go on
+
+    def refuse_ruined_weights(self) -> None:
+        """The loss of a step is that of the weights before it: what the step made of them nobody has seen yet.
+
+        Raises:
+            NonFiniteLoss: on every rank alike; the checkpoints from before stay the newest.
+        """
+        norm = whole(nn.utils.get_total_norm(self.model.parameters()))
+        if not math.isfinite(norm):
+            raise NonFiniteLoss(
+                f"the weights are not finite (NaN or inf) after step {self.step}: no checkpoint is written of them. "
+                "Lower the learning rate; started again, it goes on from the newest checkpoint"
+            )
 
     def state(self) -> dict[str, Any]:
         """All that the rest of the training depends on, but for random states and what `facts` says."""
@@ -392,7 +400,7 @@ class Progress:
         """A progress line. Collective."""
         training = self.training
         rank_seconds = gather(training.own_time.mean(), training.place)
-        gradient_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        gradient_norm = whole(norm)
         steps = training.step - self._from_step
         seconds = (time.perf_counter() - self._from_time) / max(steps, 1)
         self.steps, self.seconds = self.steps + steps, self.seconds + steps * seconds
@@ -436,6 +444,11 @@ class Progress:
         log.info(f"finished: {self.training.steps} steps, held-out loss {score:.4f}, {speed}")
         self.event("finish")
         return 0
+
+
+def whole(norm: Tensor) -> float:
+    """The number that a norm is, also one of sharded tensors: then collective."""
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
 def gather(seconds: float, place: Place) -> list[float]:
@@ -514,9 +527,10 @@ def advance(
         progress.step(outcomes[-1], norm)
     score = progress.held_out() if due.evaluate else None
     if due.save or stop:
+        training.refuse_ruined_weights()
         checkpoints.save(
-            training.step, training.state(), own=random_state(), facts=training.facts(), score=score,
-            until=training.optimizer,
+            training.step, training.state(), own=random_state(), facts=training.facts(),
+            score=score if score is not None and math.isfinite(score) else None, until=training.optimizer,
         )  # fmt: skip
         progress.event("checkpoint")
     if due.evaluate or due.save or progress.warming_up:
@@ -632,9 +646,10 @@ def run_folder(settings: Settings, world: World) -> Path:
 
 
 def refuse(error: Exception) -> int:
-    """A wrong call: one line a fault, said by one rank. Returns the exit code."""
-    if os.environ.get("RANK", "0") == "0":
-        sys.stderr.write("".join(f"train.py: {line}\n" for line in str(error).splitlines()))
+    """A wrong call: one line a fault. Every rank says its own: a file may be missing on one node. Returns the code."""
+    rank = os.environ.get("RANK", "0")
+    name = "train.py" if rank == "0" else f"train.py, rank {rank}"
+    sys.stderr.write("".join(f"{name}: {line}\n" for line in str(error).splitlines()))
     return 2
 
 
@@ -645,6 +660,7 @@ def main() -> int:
     try:
         settings = from_options(options)
         world = World.from_env()
+        refuse_misfits(settings, world.size)
         cut = batch(settings, world.size)
         tracking.check(settings.model_dump())
         logging.basicConfig(

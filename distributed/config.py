@@ -226,6 +226,25 @@ def _does_not_divide(train: Train, world: int) -> str:
     )
 
 
+def refuse_misfits(settings: Settings, world: int) -> None:
+    """Refuse what is right by itself, but not together, or not with so many ranks.
+
+    Raises:
+        ConfigError: names both settings, or the setting and the world size, and the remedy.
+    """
+    strategy = settings.distributed.strategy
+    if strategy in ("single", "dp") and world > 1:
+        raise ConfigError(
+            f"distributed.strategy={strategy} is for one process, but there are {world}: "
+            "start one process, or set distributed.strategy=ddp"
+        )
+    if settings.train.precision == "fp16" and strategy == "fsdp":
+        raise ConfigError(
+            "train.precision=fp16 with distributed.strategy=fsdp: one rank alone would see an overflow; "
+            "set train.precision=bf16"
+        )
+
+
 # ---------------------------------------------------------------- reading
 
 
@@ -372,6 +391,7 @@ def main(words: Sequence[str] | None = None) -> int:
         if given.nproc < 1:
             raise ConfigError(f"--nproc {given.nproc}: a number of ranks, 1 or more, is wanted")
         settings = from_options(given)
+        refuse_misfits(settings, given.nproc)
         cut = batch(settings, given.nproc)
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")

@@ -289,6 +289,8 @@ def process_group(world: World | None = None, backend: str = "auto", timeout: fl
     """
     world = World.from_env() if world is None else world
     backend = ("nccl" if torch.cuda.is_available() else "gloo") if backend == "auto" else backend
+    if backend == "nccl" and not torch.cuda.is_available():
+        raise WorldError("backend nccl needs a GPU, and PyTorch sees none: use gloo, or distributed.backend=auto")
     here = device(world, backend)
     if here.type == "cuda":
         torch.cuda.set_device(here)

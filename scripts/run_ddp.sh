@@ -26,7 +26,7 @@ COMMON=() BEHIND=() # words for the launcher: its options, and those behind --
 
 
 parse_args() { # <word...>
-  local call=("$0" "$@")
+  local call=("$PROGRAM_FILE" "$@")
   while (($#)); do
     case $1 in
       -n) need_value "$@"; NPROC=$2; shift ;;

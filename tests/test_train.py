@@ -319,11 +319,37 @@ def test_a_wrong_setting_is_refused_in_one_line(bench: Bench, word: str) -> None
     assert not (bench.folder / "other").exists()
 
 
-def test_a_batch_that_does_not_divide_is_refused_by_one_rank_for_all(bench: Bench) -> None:
-    done = bench.run(2, "train.batch_size=7")
+@pytest.mark.parametrize(
+    ("word", "fault"),
+    [
+        ("train.batch_size=7", "train.batch_size=7 does not divide by 2 rank(s)"),
+        ("distributed.strategy=single", "distributed.strategy=single is for one process, but there are 2"),
+    ],
+)
+def test_what_does_not_fit_the_world_is_refused_by_each_rank(bench: Bench, word: str, fault: str) -> None:
+    done = bench.run(2, word)
     assert done.returncode == 2
-    assert done.stderr.count("train.batch_size=7 does not divide by 2 rank(s)") == 1
+    assert f"train.py: {fault}" in done.stderr
+    assert f"train.py, rank 1: {fault}" in done.stderr
     assert not (bench.folder / "logs").exists()
+
+
+def test_a_step_that_ruins_the_weights_leaves_no_checkpoint_of_them(bench: Bench) -> None:
+    assert bench.run(1, "train.steps=2").returncode == 0
+    ruined = bench.run(1, "train.learning_rate=1e38", "train.warmup_steps=0")
+    assert ruined.returncode == 1
+    assert "the weights are not finite (NaN or inf) after step 3" in ruined.stderr
+    assert found(bench.folder / "checkpoints").step == 2
+    assert bench.run(1).returncode == 0
+    assert found(bench.folder / "checkpoints").step == 12
+
+
+def test_a_backend_without_its_device_is_refused(bench: Bench) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    done = bench.run(1, "distributed.backend=nccl")
+    assert done.returncode == 2
+    assert "backend nccl needs a GPU" in done.stderr
 
 
 def test_a_checkpoint_of_another_model_is_refused_with_the_keys_that_differ(bench: Bench) -> None:
@@ -362,7 +388,7 @@ def test_the_run_folder_says_what_happened(bench: Bench) -> None:
     settings = json.loads((folder / "settings.json").read_text())
     assert settings["world"]["size"] == 2
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [line["event"] for line in lines if "event" in line] == ["start", "finish"]
+    assert [line["event"] for line in lines if "event" in line] == ["start", *["checkpoint"] * 12, "finish"]
     steps = [line for line in lines if "loss" in line]
     assert all(len(line["rank_seconds"]) == 2 and min(line["rank_seconds"]) > 0 for line in steps)
     held_out = [line for line in lines if "held_out_loss" in line]

@@ -58,9 +58,10 @@ die_usage() { # <message...>
 }
 
 
-# Refuse an option that came last without its value: need_value "$@"
+# Refuse an option that came last without its value, or with an empty one (often a variable that is not set):
+# need_value "$@"
 need_value() { # <option> [value] [rest...]
-  (($# >= 2)) || die_usage "$1 needs a value"
+  [[ ${2-} ]] || die_usage "$1 needs a value"
 }
 
 

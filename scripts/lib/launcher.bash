@@ -25,7 +25,7 @@ CALL=()                  # this launcher's own command line
 # Split the words into options, POSITIONAL and, behind --, USER_ARGS.
 # shellcheck disable=SC2034 # some are read by the launchers alone
 parse_options() { # <word...>
-  CALL=("$0" "$@")
+  CALL=("$PROGRAM_FILE" "$@")
   while (($#)); do
     case $1 in
       --script) need_value "$@"; SCRIPT=$2; shift ;;
@@ -105,8 +105,8 @@ check_config() { # <CONFIG> <number of ranks>
   [[ -f $1 && -r $1 ]] || die_usage "CONFIG '$1': there is no such file (looked in $PWD); - stands for none"
   CONFIG_ARGS=(--config "$1")
   if [[ ! $MODULE && ! $SCRIPT ]]; then
-    "$PYTHON" "$KIT/scripts/lib/config.py" --quiet --nproc "$2" \
-      --config "$1" "${USER_ARGS[@]}" || exit "$EXIT_USAGE"
+    "$PYTHON" "$KIT/scripts/lib/config.py" --quiet \
+      --config "$1" "${USER_ARGS[@]}" --nproc "$2" || exit "$EXIT_USAGE"
   fi
 }
 
@@ -149,7 +149,7 @@ open_run() { # <number of ranks> <node...>
   RUN=$(kit_python run_folder create --logs "$(absolute "$LOG_DIR")" --name "${name%.py}" --nproc "$1" \
     --nodes "${@:2}" --script "${MODULE:-${WORK[0]}}" --config "${CONFIG_ARGS[1]:--}" --cwd "$PWD" \
     --python "$PYTHON" -- "${CALL[@]}") || exit
-  tell "run ${RUN##*/}: $1 process(es) on $(printf '%s ' "${@:2}")"
+  tell "run ${RUN##*/}: $1 process(es) on ${*:2}"
 }
 
 
@@ -186,7 +186,7 @@ agent_command() { # <torchrun's options...>
 # The console shows rank 0 as it speaks; what the agent says of itself goes to stderr. The log has everybody.
 show_rank_0() { # <node>
   trap '' INT TERM HUP
-  exec sed -un -e "s/^\[$1:0\] //p;t" -e "/^\[$1:[0-9]*\] /!w /dev/stderr"
+  exec stdbuf -oL sed -n -e "s/^\[$1:0\] //p;t" -e "/^\[$1:[0-9]*\] /!w /dev/stderr"
 }
 
 
@@ -285,11 +285,12 @@ run_node() { # <node> <command...>
 
 # Start this very launcher once more, apart from the terminal, and return.
 detach() {
-  local words=() word
-  for word in "${CALL[@]}"; do
+  local words=() word out
+  for word in "${CALL[@]:0:${#CALL[@]}-${#USER_ARGS[@]}}"; do
     [[ $word == --detach ]] || words+=("$word")
   done
   mkdir -p -- "$LOG_DIR"
-  setsid "${words[@]}" </dev/null >"$LOG_DIR/detached.log" 2>&1 &
-  log "started in the background, process $!: watch $LOG_DIR/detached.log and $LOG_DIR/latest; stop with: kill $!"
+  out=$(mktemp -- "$LOG_DIR/detached-XXXXXX.log")
+  setsid "${words[@]}" "${USER_ARGS[@]}" </dev/null >"$out" 2>&1 &
+  log "started in the background, process $!: watch $out and $LOG_DIR/latest; stop with: kill $!"
 }

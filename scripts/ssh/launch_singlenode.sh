@@ -38,7 +38,8 @@ source "$KIT/scripts/lib/launcher.bash"
 
 parse_args() { # <word...>
   parse_options "$@"
-  ((${#POSITIONAL[@]} == 2)) || die_usage "CONFIG and NPROC are wanted, got: $(quote "${POSITIONAL[@]}")"
+  ((${#POSITIONAL[@]} == 2)) || die_usage "CONFIG and NPROC are wanted, got: $(quote "${POSITIONAL[@]}")" \
+    "(words for the script stand behind --)"
   CONFIG=${POSITIONAL[0]} NPROC=${POSITIONAL[1]}
   if ! is_count "$NPROC" || [[ $NPROC == 0 ]]; then
     die_usage "NPROC '$NPROC': a number of processes, 1 or more, is wanted"
