@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from torch.distributed.launcher import api as launcher
 from distributed.worker import Script, node_name, work, write_json
 
 STOPPED = 75  # exit code of a rank that stopped on request with a checkpoint written
+LOOK = 0.1  # seconds between two looks at ranks of which none dies
 FAREWELL = 1.0  # seconds that the others get to report after one rank has failed
 TERM_GRACE = 3.0  # seconds between TERM and KILL after one rank has failed
 STOP_GRACE = 30.0  # seconds that the others get to write their part when one rank has stopped on request
@@ -84,6 +86,8 @@ class Agent(LocalElasticAgent):
         return super()._start_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        # A death is seen when it happens: of two that die a moment apart, the first is told from the second.
+        connection.wait([process.sentinel for process in self._processes() if process.is_alive()], LOOK)
         self.note_deaths()
         if self.deaths:
             self._end_the_others()
@@ -134,6 +138,7 @@ def main(words: Sequence[str]) -> int:
     """Run torchrun's command line. Returns 0, or the exit code of the first rank that failed."""
     options = torchrun.parse_args(words)
     options.start_method = "forkserver"
+    options.monitor_interval = 0.001  # the waiting is done by the agent itself, which wakes when a rank dies
     if options.max_restarts:
         # With the shared store, recovery seldom works (torch 2.13: 12 of 34 tries; with its own, 23 of 23).
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"

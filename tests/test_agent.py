@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import runpy
 import signal
 import subprocess
@@ -390,6 +391,31 @@ def started(ranks: int, body: str, agent: list[str] = FAST, **env: str) -> Itera
             os.close(ready)
 
 
+MEDDLED = """
+import runpy, sys
+
+def first(self, *words):
+    OWNER.METHOD = method
+    ACTION
+    return method(self, *words)
+
+if __name__ == "__main__":
+    sys.path.insert(0, KIT)
+    from distributed.agent import Agent, LocalElasticAgent
+    method, OWNER.METHOD = OWNER.METHOD, first
+    del sys.argv[0], sys.path[0]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def meddled(method: str, action: str) -> list[str]:
+    """The agent, which before its first call of the method does this as well: it makes a moment certain."""
+    owner, _, name = method.partition(".")
+    names = {"OWNER": owner, "METHOD": name, "ACTION": action, "KIT": repr(str(KIT))}
+    Path("meddled.py").write_text(re.sub("[A-Z]{3,}", lambda word: names[word[0]], MEDDLED))
+    return [FAST[0], "meddled.py", *FAST[1:]]
+
+
 def alive(pid: int) -> bool:
     """Whether it runs; nobody may have asked yet how it ended."""
     try:
@@ -478,55 +504,27 @@ def test_an_exception_is_written_by_the_rank_itself_and_by_torchruns_rules() -> 
 
 
 LAST_WORDS = """
-end = open("end", "w" if rank else "r")
 if rank:
     os._exit(42)
-end.read()
+open("now").close()
 raise RuntimeError("Connection closed by peer")
 """
-PATIENT = f"""
-import runpy, sys
-if __name__ == "__main__":
-    sys.path.insert(0, {str(KIT)!r})
-    import distributed.agent
-    distributed.agent.FAREWELL = {SECONDS}
-    del sys.argv[0], sys.path[0]
-    runpy.run_path(sys.argv[0], run_name="__main__")
-"""
 
 
-def test_the_others_get_a_moment_to_say_what_became_of_them() -> None:
+def test_a_death_wakes_the_agent_and_the_others_get_a_moment_to_say_what_became_of_them() -> None:
     """A long one here, and the launch ends as soon as all have spoken."""
-    os.mkfifo("end")
-    Path("patient.py").write_text(PATIENT)
-    done = launch(2, LAST_WORDS, [FAST[0], "patient.py", *FAST[1:]])
+    os.mkfifo("now")
+    agent = meddled("Agent._wait", f"open('now', 'w').close(); words = ({SECONDS},)")
+    done = launch(2, LAST_WORDS, [*agent, "--monitor-interval", "3600"])
     assert done.returncode == 42
     assert deaths() == [(0, 1, False), (1, 42, False)]
     assert json.loads(Path("errors/rank_0.json").read_text())["message"] == "Connection closed by peer"
 
 
-RACE = """
-import runpy, sys
-from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
-
-def wait(self, timeout):
-    MultiprocessContext.wait = before
-    open("go", "w").close()
-    self._pc.processes[1].join()
-    return before(self, timeout)
-
-if __name__ == "__main__":
-    before, MultiprocessContext.wait = MultiprocessContext.wait, wait
-    del sys.argv[0]
-    runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-
 def test_a_rank_that_dies_while_torchrun_looks_is_no_other_case() -> None:
     """The moment is made certain: the rank goes when torchrun's look begins, which ends when the rank has."""
     os.mkfifo("go")
-    Path("race.py").write_text(RACE)
-    agent = [FAST[0], "race.py", *FAST[1:]]
+    agent = meddled("LocalElasticAgent._monitor_workers", "open('go', 'w').close(); self._processes()[1].join()")
     done = launch(2, "if rank:\n    open('go').close()\n    os._exit(42)\nsignal.pause()\n", agent)
     assert done.returncode == 42
     assert deaths() == [(0, 143, True), (1, 42, False)]
@@ -557,7 +555,10 @@ sys.exit(75)
 
 def test_a_stop_request_reaches_each_rank_once_and_75_from_all_is_75() -> None:
     os.mkfifo("end")
-    with started(2, STOPPED_ON_REQUEST, MUSTER_RUN_DIR=os.getcwd(), MUSTER_NODE="n7") as agent:
+    os.mkfifo("started")
+    words = meddled("Agent._monitor_workers", "open('started', 'w').close()")
+    with started(2, STOPPED_ON_REQUEST, words, MUSTER_RUN_DIR=os.getcwd(), MUSTER_NODE="n7") as agent:
+        Path("started").read_text()  # while it still starts the ranks, it has none yet to hand a signal to
         agent.terminate()
         assert agent.wait(SECONDS) == 75
     assert [list(Path(f"asked_{rank}").read_bytes()) for rank in range(2)] == [[signal.SIGTERM]] * 2
