@@ -20,12 +20,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-TORCHRUN = """PORT=$((10000 + RANDOM % 10000)) srun -N2 --ntasks-per-node=1 sh -c '
-  python -m torch.distributed.run --nnodes=2 --node-rank=$SLURM_NODEID \\
+TORCHRUN = f"""PORT=$((10000 + RANDOM % 10000)) srun -N2 --ntasks-per-node=1 sh -c '
+  {shlex.quote(sys.executable)} -m torch.distributed.run --nnodes=2 --node-rank=$SLURM_NODEID \\
     --nproc-per-node=2 --master-addr=n08 --master-port=$PORT --no-python TELL'"""
 TELL = Path(__file__).resolve().with_name("tell.sh")
-# Found by name, so that no quoting within quoting depends on the folder of the checkout.
-PATH = f"{TELL.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}"
 STALE = "RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 MASTER_ADDR=old MASTER_PORT=29500"
 
 _OF_A_LAUNCHER = re.compile(
@@ -120,9 +118,9 @@ def ask(step: Step) -> list[Told]:
     with tempfile.TemporaryDirectory() as folder:
         environment = {name: value for name, value in os.environ.items() if not _OF_A_LAUNCHER.fullmatch(name)}
         subprocess.run(
-            ["bash", "-c", step.command.replace("TELL", TELL.name)],
-            env={**environment, "TELL": folder, "PATH": PATH},
-            input=f"{TELL.name}; exit\n",  # for the one that opens a shell
+            ["bash", "-c", step.command.replace("TELL", shlex.quote(str(TELL)))],
+            env={**environment, "TELL": folder},
+            input=f"{shlex.quote(str(TELL))}; exit\n",  # for the one that opens a shell
             capture_output=True,
             text=True,
             check=True,
@@ -174,7 +172,8 @@ def recorded(step: Step) -> dict[str, object]:
         | ({"place": asdict(place)} if step.answer == PLACES else {})
         for environment, place in zip(environments, places(told), strict=True)
     ]
-    asked = {"name": step.name, "command": step.command, "answer": step.answer}
+    command = step.command.replace(sys.executable, "python")
+    asked = {"name": step.name, "command": command, "answer": step.answer}
     return {**asked, "common": common, "processes": processes}
 
 
