@@ -99,7 +99,7 @@ Usage: do_it.sh [options] WHAT
 
 @test "an option that came last without its value is refused" {
   script <<<'need_value "$@"; echo "$2"'
-  run -0 "$SCRIPT" --python ''
+  run -2 "$SCRIPT" --python ''
   run -2 "$SCRIPT" --python
   [ "${lines[0]}" = 'do_it.sh: --python needs a value' ]
 }
