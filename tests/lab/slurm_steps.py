@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -20,8 +19,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-TORCHRUN = f"""PORT=$((10000 + RANDOM % 10000)) srun -N2 --ntasks-per-node=1 sh -c '
-  {shlex.quote(sys.executable)} -m torch.distributed.run --nnodes=2 --node-rank=$SLURM_NODEID \\
+TORCHRUN = """PORT=$((10000 + RANDOM % 10000)) srun -N2 --ntasks-per-node=1 sh -c '
+  "$PYTHON" -m torch.distributed.run --nnodes=2 --node-rank=$SLURM_NODEID \\
     --nproc-per-node=2 --master-addr=n08 --master-port=$PORT --no-python TELL'"""
 TELL = Path(__file__).resolve().with_name("tell.sh")
 STALE = "RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 MASTER_ADDR=old MASTER_PORT=29500"
@@ -86,7 +85,11 @@ STEPS = [
     Step("stale ranks exported", f"env {STALE} srun -n2 TELL", "left over from another launch"),
     Step("a stale RANK exported", "env RANK=0 srun -n2 TELL", "RANK=0 is set, but not"),
     Step("by hand in salloc", "salloc -Q -N2 -n3 TELL", ALONE),
-    Step("by hand in the shell that salloc opens on a node", "script -qec 'salloc -Q -N2 -n3' /dev/null", ALONE),
+    Step(
+        "by hand in the shell that salloc opens on a node",
+        "script -qec 'env SHELL=TELL salloc -Q -N2 -n3' /dev/null </dev/null",
+        ALONE,
+    ),
     Step("by hand in the batch script", "sbatch -Q -W -o /dev/null -N2 --wrap TELL", ALONE),
     Step("by hand in a batch script with -n", "sbatch -Q -W -o /dev/null -N2 -n3 --wrap TELL", ALONE),
 ]
@@ -115,18 +118,20 @@ class Told:
 
 def ask(step: Step) -> list[Told]:
     """Start the step on the SLURM of SLURM_CONF; what its processes were told, by rank."""
+    environment = {name: value for name, value in os.environ.items() if not _OF_A_LAUNCHER.fullmatch(name)}
     with tempfile.TemporaryDirectory() as folder:
-        environment = {name: value for name, value in os.environ.items() if not _OF_A_LAUNCHER.fullmatch(name)}
+        told = Path(folder, "told")
+        told.mkdir()
+        tell = Path(folder, "tell.sh")  # a name that stays one word through the shells of a command
+        tell.symlink_to(TELL)
         subprocess.run(
-            ["bash", "-c", step.command.replace("TELL", shlex.quote(str(TELL)))],
-            env={**environment, "TELL": folder},
-            input=f"{shlex.quote(str(TELL))}; exit\n",  # for the one that opens a shell
-            capture_output=True,
-            text=True,
+            ["bash", "-c", step.command.replace("TELL", str(tell))],
+            env={**environment, "TOLD": str(told), "PYTHON": sys.executable},
+            stdout=subprocess.PIPE,
             check=True,
             timeout=120,
         )
-        return sorted((_told(file.read_text()) for file in Path(folder).iterdir()), key=_rank)
+        return sorted((_told(file.read_text()) for file in told.iterdir()), key=_rank)
 
 
 def _told(written: str) -> Told:
@@ -172,8 +177,7 @@ def recorded(step: Step) -> dict[str, object]:
         | ({"place": asdict(place)} if step.answer == PLACES else {})
         for environment, place in zip(environments, places(told), strict=True)
     ]
-    command = step.command.replace(sys.executable, "python")
-    asked = {"name": step.name, "command": command, "answer": step.answer}
+    asked = {"name": step.name, "command": step.command, "answer": step.answer}
     return {**asked, "common": common, "processes": processes}
 
 

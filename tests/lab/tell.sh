@@ -1,4 +1,4 @@
 #!/bin/sh
 #
-# Write down this process's host and environment, in a new file of the folder $TELL.
-{ uname -n && env -0; } >"$(mktemp "$TELL/XXXXXX")"
+# Write down this process's host and environment, in a new file of the folder $TOLD.
+{ uname -n && env -0; } >"$(mktemp "$TOLD/XXXXXX")"
