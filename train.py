@@ -34,7 +34,7 @@ from torch.utils.checkpoint import checkpoint
 
 from distributed import data, report, tracking
 from distributed.checkpoint import CheckpointError, Checkpoints, Found, random_state, set_random_state
-from distributed.config import Batch, ConfigError, Settings, batch, from_options, parser, refuse_misfits
+from distributed.config import Batch, ConfigError, Settings, for_ranks, parser
 from distributed.config import Model as ModelSettings
 from distributed.data import DataError
 from distributed.run_folder import create as create_run_folder
@@ -658,10 +658,8 @@ def main() -> int:
     """Read the settings, join the others, train. Returns the exit code."""
     options = parser("Train a GPT on text, on one process or many.").parse_intermixed_args()
     try:
-        settings = from_options(options)
         world = World.from_env()
-        refuse_misfits(settings, world.size)
-        cut = batch(settings, world.size)
+        settings, cut = for_ranks(options, world.size)
         tracking.check(settings.model_dump())
         logging.basicConfig(
             format="%(message)s", stream=sys.stdout,

@@ -78,6 +78,8 @@ class Data(Section):
         full = path and _absolute(path)
         if full and not full.exists():
             raise ValueError(f"there is no such file or folder (looked in {Path.cwd()})")
+        if full and full.is_file() and full.stat().st_size == 0:
+            raise ValueError("the file is empty: there is nothing to train on")
         return full
 
 
@@ -283,8 +285,7 @@ def read(path: Path | None, overrides: Sequence[str] = ()) -> Settings:
     try:
         return Settings.model_validate(tree)
     except ValidationError as error:
-        place = str(path) if path else "settings"
-        raise ConfigError("\n".join(f"{place}: {line}" for line in _explain(error))) from None
+        raise ConfigError("\n".join(_explain(error, str(path or "settings"), overrides))) from None
 
 
 def _read_file(path: Path) -> dict[str, Any]:
@@ -322,17 +323,22 @@ def _override(tree: dict[str, Any], word: str) -> None:
     inner[name] = value
 
 
-def _explain(error: ValidationError) -> Iterator[str]:
+def _explain(error: ValidationError, source: str, overrides: Sequence[str]) -> Iterator[str]:
+    """One line a fault: where it was said (the source, or the command line over it), the key, what is wrong."""
+    said_here = {word.partition("=")[0] for word in overrides}
+    sections_said_here = {key.partition(".")[0] for key in said_here}
     for fault in error.errors():
         place = [str(part) for part in fault["loc"]]
         key = ".".join(place) or "settings"
-        if fault["type"] == "extra_forbidden":
-            yield f"{key}: unknown key; {_nearest(place)}"
+        unknown = fault["type"] == "extra_forbidden"
+        said = "command line" if key in said_here or (unknown and key in sections_said_here) else source
+        if unknown:
+            yield f"{said}: {key}: unknown key; {_nearest(place)}"
         elif fault["type"] == "missing":
-            yield f"{key}: missing; add it (see config/quickstart.yaml)"
+            yield f"{said}: {key}: missing; add it (see config/quickstart.yaml)"
         else:
             value = "" if isinstance(fault["input"], (Mapping, BaseModel)) else f"={fault['input']!r}"
-            yield f"{key}{value}: {fault['msg'].removeprefix('Value error, ')}"
+            yield f"{said}: {key}{value}: {fault['msg'].removeprefix('Value error, ')}"
 
 
 def _nearest(place: Sequence[str]) -> str:
@@ -355,9 +361,9 @@ def _section(name: str) -> type[BaseModel]:
 # ---------------------------------------------------------------- command line
 
 
-def parser(description: str) -> argparse.ArgumentParser:
-    """The options that every trainer of the kit takes."""
-    options = argparse.ArgumentParser(description=description, allow_abbrev=False)
+def parser(description: str, program: str | None = None) -> argparse.ArgumentParser:
+    """The options that every trainer of the kit takes; errors begin with the program, by default the running one."""
+    options = argparse.ArgumentParser(program, description=description, allow_abbrev=False)
     options.add_argument("--config", "--config_path", "--config-path", type=Path, metavar="FILE", help="YAML settings")
     options.add_argument("--distributed-backend", metavar="NAME", help="the same as distributed.backend=NAME")
     options.add_argument("--log-level", metavar="LEVEL", help="the same as logging.level=LEVEL")
@@ -381,24 +387,31 @@ def from_options(options: argparse.Namespace) -> Settings:
     return read(options.config, overrides)
 
 
+def for_ranks(options: argparse.Namespace, world: int) -> tuple[Settings, Batch]:
+    """The settings that the options ask for, and the global batch as so many ranks cut it.
+
+    Raises:
+        ConfigError: the settings are wrong, do not fit each other, or do not fit so many ranks.
+    """
+    settings = from_options(options)
+    refuse_misfits(settings, world)
+    return settings, batch(settings, world)
+
+
 def main(words: Sequence[str] | None = None) -> int:
     """Check settings without starting anything, and print them whole."""
     options = parser("Check settings and print them whole.")
     options.add_argument("--nproc", type=int, default=1, metavar="N", help="ranks to cut the global batch for")
-    options.add_argument("--quiet", action="store_true", help="print nothing when all is well")
     given = options.parse_intermixed_args(words)
     try:
         if given.nproc < 1:
             raise ConfigError(f"--nproc {given.nproc}: a number of ranks, 1 or more, is wanted")
-        settings = from_options(given)
-        refuse_misfits(settings, given.nproc)
-        cut = batch(settings, given.nproc)
+        settings, cut = for_ranks(given, given.nproc)
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return 2
-    if not given.quiet:
-        text = yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-        sys.stdout.write(f"# {cut}\n{text}")
+    text = yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    sys.stdout.write(f"# {cut}\n{text}")
     return 0
 
 

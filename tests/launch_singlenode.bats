@@ -281,24 +281,42 @@ refused() { # <what the line must name> <word...>
   printf 'train: {steps: 1, batch_size: 3}\n' >odd.yaml
   printf 'train: {stepz: 1, batch_size: 4}\n' >typo.yaml
   printf 'train: {steps: [1\n' >broken.yaml
+  printf 'train: {steps: 1, batch_size: 4}\n' >right.yaml
+  printf 'A=1\nB=2\r\n' >windows.env
+  : >empty.txt
   refused "CONFIG and NPROC are wanted"
   refused "'nix.yaml'" nix.yaml 2
   refused "did you mean train.steps" typo.yaml 2
   refused "broken.yaml, line" broken.yaml 2
   refused "train.batch_size=3 does not divide by 2" odd.yaml 2
+  refused "data.path='empty.txt': the file is empty" right.yaml 2 -- data.path=empty.txt
+  refused "unrecognized arguments: --quiet" right.yaml 2 -- --quiet
   refused "NPROC '0'" odd.yaml 0
   refused "NPROC 'two'" odd.yaml two
   refused "-1" --script "my script.py" - '-1'
   refused "'nix.py'" --script nix.py - 2
+  refused "'nix.py'" --script=nix.py - 2
+  refused "'.': cannot be read as a file" . 2
+  refused "-m 'nix.trainer': " -m nix.trainer - 2
+  refused "-m 'os.json': " -m os.json - 2
   refused "--bad" --bad - 2
   refused "--agent 'slow'" --agent slow - 2
   refused "--master-port '99999'" --master-port 99999 - 2
   refused "--env 'NOVALUE'" --env NOVALUE - 2
   refused "--env-file 'nix'" --env-file nix - 2
+  refused "line 2: ends with a carriage return" --env-file windows.env - 2
   refused "--max-restarts 'x'" --max-restarts x - 2
   refused "'/nix/python'" --python /nix/python - 2
   refused "has no PyTorch" --python /usr/bin/python3 --script "my script.py" - 2
   refused "give one of the two" --script "my script.py" -m os - 2
+}
+
+
+@test "what may be a slip is done, with a warning" {
+  script <<<''
+  run --separate-stderr "$LAUNCH" --dry-run --script="my script.py" - 999
+  [ "$status" -eq 0 ]
+  [[ "$stderr" == *"warning: NPROC 999: many for $(nproc) CPU core"* ]]
 }
 
 

@@ -31,6 +31,7 @@ TRAIN = "train: {steps: 1, batch_size: 4}\n"
 @pytest.fixture(autouse=True)
 def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("empty").touch()
 
 
 def settings(*overrides: str, file: str | bytes = TRAIN) -> Settings:
@@ -104,7 +105,7 @@ def test_paths_are_of_the_callers_folder_and_the_home_folder(tmp_path: Path, mon
     (tmp_path / "home").mkdir()
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere/f.yaml").write_text(TRAIN + "data: {path: f.txt}\ncheckpoint: {dir: 2026-11-21}\n")
-    (tmp_path / "f.txt").touch()
+    (tmp_path / "f.txt").write_text("x")
     read_from_here = read(Path("elsewhere/f.yaml"))
     assert read_from_here.data.path == tmp_path / "f.txt"
     assert read_from_here.checkpoint.dir == tmp_path / "2026-11-21"
@@ -122,31 +123,32 @@ def test_settings_survive_being_written_and_read_again() -> None:
 @pytest.mark.parametrize(
     ("word", "line"),
     [
-        ("train.stepz=3", "f.yaml: train.stepz: unknown key; did you mean train.steps?"),
-        ("trian.steps=3", "f.yaml: trian: unknown key; did you mean train?"),
-        ("train.n_layer=3", "f.yaml: train.n_layer: unknown key; did you mean model.n_layer?"),
-        ("zzz.x=3", "f.yaml: zzz: unknown key; known are model, data, train"),
-        ("checkpoint.zzzz=3", "f.yaml: checkpoint.zzzz: unknown key; known are dir, every, keep, resume"),
-        ("train.steps=abc", "f.yaml: train.steps='abc': Input should be a valid integer"),
-        ("train.steps=1.5", "f.yaml: train.steps=1.5: Input should be a valid integer"),
-        ("train.steps=0", "f.yaml: train.steps=0: Input should be greater than or equal to 1"),
-        ("train.steps=true", "f.yaml: train.steps=True: a number is wanted, not true or false"),
-        ("train.epochs=true", "f.yaml: train.epochs=True: a number is wanted, not true or false"),
-        ("train.grad_clip=false", "f.yaml: train.grad_clip=False: a number is wanted, not true or false"),
-        ("train.learning_rate=.nan", "f.yaml: train.learning_rate=nan: "),
-        ("train.learning_rate=.inf", "f.yaml: train.learning_rate=inf: Input should be a finite number"),
-        ("distributed.timeout=.inf", "f.yaml: distributed.timeout=inf: Input should be a finite number"),
-        ("train.compile=maybe", "f.yaml: train.compile='maybe': Input should be a valid boolean"),
-        ("logging.level=loud", "f.yaml: logging.level='loud': Input should be 'debug', 'info', 'warning' or 'error'"),
-        ("logging.project={a: b}", "f.yaml: logging.project: Input should be a valid string"),
+        ("train.stepz=3", "command line: train.stepz: unknown key; did you mean train.steps?"),
+        ("trian.steps=3", "command line: trian: unknown key; did you mean train?"),
+        ("train.n_layer=3", "command line: train.n_layer: unknown key; did you mean model.n_layer?"),
+        ("zzz.x=3", "command line: zzz: unknown key; known are model, data, train"),
+        ("checkpoint.zzzz=3", "command line: checkpoint.zzzz: unknown key; known are dir, every, keep, resume"),
+        ("train.steps=abc", "command line: train.steps='abc': Input should be a valid integer"),
+        ("train.steps=1.5", "command line: train.steps=1.5: Input should be a valid integer"),
+        ("train.steps=0", "command line: train.steps=0: Input should be greater than or equal to 1"),
+        ("train.steps=true", "command line: train.steps=True: a number is wanted, not true or false"),
+        ("train.epochs=true", "command line: train.epochs=True: a number is wanted, not true or false"),
+        ("train.grad_clip=false", "command line: train.grad_clip=False: a number is wanted, not true or false"),
+        ("train.learning_rate=.nan", "command line: train.learning_rate=nan: "),
+        ("train.learning_rate=.inf", "command line: train.learning_rate=inf: Input should be a finite number"),
+        ("distributed.timeout=.inf", "command line: distributed.timeout=inf: Input should be a finite number"),
+        ("train.compile=maybe", "command line: train.compile='maybe': Input should be a valid boolean"),
+        ("logging.level=loud", "command line: logging.level='loud': Input should be 'debug', 'info', 'warning' "),
+        ("logging.project={a: b}", "command line: logging.project: Input should be a valid string"),
         ("train.epochs=2", "f.yaml: train: both of steps and epochs given: give one of the two"),
         ("train.steps=null", "f.yaml: train: none of steps and epochs given: give one of the two"),
         ("train.batch_size=null", "f.yaml: train: none of batch_size and batch_size_per_device given"),
         ("train.batch_size_per_device=2", "f.yaml: train: both of batch_size and batch_size_per_device given"),
         ("train.min_learning_rate=1", "f.yaml: train: min_learning_rate=1.0 is above learning_rate=0.0003"),
         ("model.n_head=3", "f.yaml: model: n_embd=128 does not divide by n_head=3: change one of them"),
-        ("data.path=/nix", "f.yaml: data.path='/nix': there is no such file or folder (looked in "),
-        ("checkpoint.dir=~nobody-here/x", "f.yaml: checkpoint.dir='~nobody-here/x': there is no user 'nobody-here'"),
+        ("data.path=/nix", "command line: data.path='/nix': there is no such file or folder (looked in "),
+        ("data.path=empty", "command line: data.path='empty': the file is empty: there is nothing to train on"),
+        ("checkpoint.dir=~nobody-here/x", "command line: checkpoint.dir='~nobody-here/x': there is no user "),
         *(
             (word, f"{word!r}: not understood; write section.key=value, for example train.steps=100")
             for word in ("train.steps", "steps=3", "=3", "train.=3", ".steps=3", "train.steps.x=3", "", "=")
@@ -189,8 +191,9 @@ def test_a_wrong_file_is_one_line(text: str | bytes, line: str) -> None:
 
 
 def test_every_fault_has_its_line() -> None:
-    message = fault("train.steps=x", "model.layers=3", "logging.every=0")
-    assert re.findall(r"^f\.yaml: ([\w.]+)", message, re.MULTILINE) == ["model.layers", "train.steps", "logging.every"]
+    message = fault("train.steps=x", "model.layers=3", file=TRAIN + "logging: {every: 0}\n")
+    said = ["command line: model.layers", "command line: train.steps", "f.yaml: logging.every"]
+    assert re.findall(r"^([\w. ]+: [\w.]+)", message, re.MULTILINE) == said
 
 
 def test_a_section_that_holds_no_keys_cannot_be_overridden() -> None:
@@ -312,8 +315,6 @@ def test_what_is_checked_is_printed_whole(capsys: pytest.CaptureFixture[str]) ->
     text = capsys.readouterr().out
     assert text.startswith("# 2 windows x 1 micro-batch x 2 ranks = 4 windows a step")
     assert settings(file=text) == settings("train.learning_rate=1e-3")
-    assert main(["--config", "f.yaml", "--quiet"]) == 0
-    assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize(
@@ -322,8 +323,8 @@ def test_what_is_checked_is_printed_whole(capsys: pytest.CaptureFixture[str]) ->
         (["--nproc", "3"], "train.batch_size=4 does not divide by 3 rank(s) x 1 micro-batch(es) "),
         (["--nproc", "0"], "--nproc 0: a number of ranks, 1 or more, is wanted"),
         (["--nproc", "-1"], "--nproc -1: a number of ranks, 1 or more, is wanted"),
-        (["train.stepz=3"], "f.yaml: train.stepz: unknown key; did you mean train.steps?"),
-        (["--distributed-backend", "mpi"], "f.yaml: distributed.backend='mpi': Input should be 'auto', 'nccl'"),
+        (["train.stepz=3"], "command line: train.stepz: unknown key; did you mean train.steps?"),
+        (["--distributed-backend", "mpi"], "command line: distributed.backend='mpi': Input should be 'auto', 'nccl'"),
         (["--config", "nix.yaml"], "nix.yaml: cannot read it (No such file or directory)"),
     ],
 )
@@ -338,14 +339,28 @@ def test_a_wrong_call_exits_with_2_and_one_line(
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("entry", [["-m", "distributed.config"], [str(KIT / "scripts/lib/config.py")]])
-def test_as_a_program_it_exits_with_2_and_one_line(entry: list[str]) -> None:
-    answer = subprocess.run(
-        [sys.executable, *entry, "train.steps=1", "train.batch=4"],
+def program(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *words],
         env={**os.environ, "PYTHONPATH": str(KIT)}, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
+
+
+LAUNCHERS_CHECK = [str(KIT / "scripts/lib/config.py"), "2"]
+
+
+@pytest.mark.parametrize("entry", [["-m", "distributed.config"], LAUNCHERS_CHECK])
+def test_as_a_program_it_exits_with_2_and_one_line(entry: list[str]) -> None:
+    answer = program(*entry, "train.steps=1", "train.batch=4")
     assert (answer.returncode, answer.stdout) == (2, "")
-    assert answer.stderr == "settings: train.batch: unknown key; did you mean train.batch_size?\n"
+    assert answer.stderr == "command line: train.batch: unknown key; did you mean train.batch_size?\n"
+
+
+@pytest.mark.parametrize(("words", "code"), [([], 0), (["--help"], 0), (["--nproc", "2"], 2), (["--quiet"], 2)])
+def test_the_launchers_check_takes_the_trainers_words_and_no_others(words: list[str], code: int) -> None:
+    answer = program(*LAUNCHERS_CHECK, "train.steps=1", "train.batch_size=4", *words)
+    assert (answer.returncode, answer.stdout) == (code, "")
+    assert ("train.py: error: unrecognized arguments" in answer.stderr) == (code == 2)
 
 
 # ---------------------------------------------------------------- the kit's own

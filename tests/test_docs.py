@@ -277,7 +277,7 @@ def test_a_training_without_launchers_is_one_that_could_start(
         nproc = int(said.nproc_per_node) * int(said.nnodes.split(":")[-1])
         words = [said.training_script, *said.training_script_args]
     assert words[0] == "train.py"
-    assert config.main(["--quiet", "--nproc", str(nproc), *words[1:]]) == 0
+    config.for_ranks(config.parser("").parse_intermixed_args(words[1:]), nproc)
 
 
 # ---------------------------------------------------------------- the example script

@@ -1,10 +1,19 @@
-"""Check settings from any folder: `python -m distributed.config`, where paths stay relative to the caller."""
+"""Refuse what the kit's trainer would refuse, before anything is started: one line a fault, exit code 2.
+
+Usage: python config.py NPROC [WORD...]     the words are the trainer's own
+"""
 
 import sys
 from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from distributed.config import main  # noqa: E402
+from distributed.config import ConfigError, for_ranks, parser  # noqa: E402
 
-sys.exit(main())
+nproc, *words = sys.argv[1:]
+if not {"--help", "-h"} & set(words):  # to these the trainer itself has the answer
+    try:
+        for_ranks(parser("", "train.py").parse_intermixed_args(words), int(nproc))
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        sys.exit(2)

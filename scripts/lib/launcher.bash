@@ -28,6 +28,10 @@ parse_options() { # <word...>
   CALL=("$PROGRAM_FILE" "$@")
   while (($#)); do
     case $1 in
+      --script=* | --python=* | --master-port=* | --env=* | --env-file=* | --max-restarts=* | --log-dir=* | --agent=*)
+        set -- "${1%%=*}" "${1#*=}" "${@:2}"
+        continue
+        ;;
       --script) need_value "$@"; SCRIPT=$2; shift ;;
       -m) need_value "$@"; MODULE=$2; shift ;;
       --python) need_value "$@"; ASKED_PYTHON=$2; shift ;;
@@ -79,6 +83,8 @@ read_env_file() { # <file>
   local line number=0
   while IFS= read -r line || [[ $line ]]; do
     number=$((number + 1))
+    [[ $line != *$'\r' ]] || die_usage "--env-file '$1', line $number: ends with a carriage return, as files from" \
+      "Windows have it; without them: tr -d '\\r' <old >new"
     [[ ! $line || $line == '#'* ]] || add_environment "--env-file '$1', line $number:" "$line"
   done <"$1"
 }
@@ -90,6 +96,8 @@ read_env_file() { # <file>
 check_script() {
   if [[ $MODULE ]]; then
     WORK=(-m "$MODULE")
+    "$PYTHON" "$KIT/scripts/lib/find.py" "$MODULE" ||
+      die_usage "-m '$MODULE': '$PYTHON' has no such module (looked in $PWD too)"
     return
   fi
   WORK=("${SCRIPT:-$KIT/train.py}")
@@ -102,18 +110,17 @@ check_script() {
 # checked to the last key before anything starts.
 check_config() { # <CONFIG> <number of ranks>
   [[ $1 != - ]] || return 0
-  [[ -f $1 && -r $1 ]] || die_usage "CONFIG '$1': there is no such file (looked in $PWD); - stands for none"
+  [[ -e $1 ]] || die_usage "CONFIG '$1': there is no such file (looked in $PWD); - stands for none"
+  [[ -f $1 && -r $1 ]] || die_usage "CONFIG '$1': cannot be read as a file"
   CONFIG_ARGS=(--config "$1")
   if [[ ! $MODULE && ! $SCRIPT ]]; then
-    "$PYTHON" "$KIT/scripts/lib/config.py" --quiet \
-      --config "$1" "${USER_ARGS[@]}" --nproc "$2" || exit "$EXIT_USAGE"
+    "$PYTHON" "$KIT/scripts/lib/config.py" "$2" --config "$1" "${USER_ARGS[@]}" || exit "$EXIT_USAGE"
   fi
 }
 
 
-# A search for the package, not an import: that takes a second.
 check_torch() {
-  "$PYTHON" -c 'import importlib.util, sys; sys.exit(not importlib.util.find_spec("torch"))' ||
+  "$PYTHON" "$KIT/scripts/lib/find.py" torch ||
     die_usage "'$PYTHON' has no PyTorch: activate your virtual environment, or name another with --python PATH"
 }
 
@@ -131,6 +138,7 @@ check_gpus() { # <number of ranks on this machine>
   local gpus
   ((PREFLIGHT)) || return 0
   gpus=$(give_environment && kit_python doctor --gpus) || die "cannot count the GPUs: see the line above"
+  ((gpus > 0 || $1 <= 4 * $(nproc))) || warn "NPROC $1: many for $(nproc) CPU core(s), which they will have to share"
   ((gpus == 0 || $1 <= gpus)) || die_usage "NPROC $1: this machine has $gpus GPU(s), and each process needs its own"
 }
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])
+    is_module = sys.argv[1:2] == ["-m"]
+    name, *words = sys.argv[2:] if is_module else sys.argv[1:]
 
     from distributed.torch import World, WorldError, as_env
     from distributed.worker import Script, work
@@ -19,8 +21,7 @@ if __name__ == "__main__":
     try:
         os.environ.update(as_env(World.from_env()))
     except WorldError as error:
-        sys.exit(f"task.py: {error}")
+        sys.stderr.write(f"task.py: {error}\n")
+        sys.exit(2)
     os.environ.pop("MUSTER_NODE", None)  # the launcher's; this task may run on another node
-    is_module = sys.argv[1] == "-m"
-    name, *words = sys.argv[2:] if is_module else sys.argv[1:]
     work(Script(name, tuple(words), is_module, tuple(sys.path[1:])))
