@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from distributed import doctor, facts
-from distributed.doctor import Line, judge, numbers, render
+from distributed import facts, fitness
+from distributed.doctor import render
 from distributed.facts import (
     GIB,
     MIB,
@@ -39,6 +39,7 @@ from distributed.facts import (
     Space,
     Torch,
 )
+from distributed.fitness import Line, judge, numbers
 
 A100 = "NVIDIA A100-SXM4-80GB"
 GPUS = tuple(Gpu(index, f"GPU-{index}{index}aa-bb", A100, 80 * GIB, 4 * MIB) for index in range(4))
@@ -277,7 +278,7 @@ def test_versions_are_compared_by_their_numbers(version: str, found: tuple[int, 
 
 
 def test_the_worst_stands_last_above_the_counts() -> None:
-    lines = [doctor.fault("torch", "is gone"), doctor.ok("port", "29500"), doctor.warning("cores", "few")]
+    lines = [fitness.fault("torch", "is gone"), fitness.ok("port", "29500"), fitness.warning("cores", "few")]
     assert render(lines, "node1").splitlines() == [
         "ok       port   29500",
         "",
@@ -289,7 +290,7 @@ def test_the_worst_stands_last_above_the_counts() -> None:
 
 
 def test_words_are_broken_at_the_width_and_commands_never() -> None:
-    line = doctor.warning("disk", "so little room " * 9, "make some " * 9, f"du {'/long' * 30}")
+    line = fitness.warning("disk", "so little room " * 9, "make some " * 9, f"du {'/long' * 30}")
     *table, command, _, _ = render([line], "node1", width=80).splitlines()
     assert len(table) > 3
     assert max(map(len, table)) <= 80
@@ -297,7 +298,7 @@ def test_words_are_broken_at_the_width_and_commands_never() -> None:
 
 
 def test_colour_is_only_there_when_asked_for() -> None:
-    lines = [doctor.fault("torch", "is gone")]
+    lines = [fitness.fault("torch", "is gone")]
     assert "\033" not in render(lines, "node1")
     assert render(lines, "node1", colour=True).startswith("\033[31;1mfault    \033[0mtorch")
 
@@ -596,7 +597,7 @@ def test_this_machine_is_judged_and_the_exit_code_agrees_with_the_counts(tmp_pat
     reply = ask_doctor("--folder", str(tmp_path))
     levels = [row.split()[0] for row in reply.stdout.splitlines()[:-2] if row[:1].strip()]
     assert reply.stderr == ""
-    assert set(levels) <= set(doctor.LEVELS)
+    assert set(levels) <= set(fitness.LEVELS)
     assert reply.returncode == (1 if "fault" in levels else 0)
     assert f": {levels.count('fault')} fault" in reply.stdout.splitlines()[-1]
     assert f"{sys.executable}" in reply.stdout

@@ -26,19 +26,22 @@ KIT = Path(__file__).resolve().parent.parent
 BELOW: dict[str, set[str]] = {
     "agent": {"nodelist", "torch", "worker"},
     "checkpoint": {"ranks", "shards", "snapshot", "step_folder"},
-    "doctor": {"facts", "nodelist"},
+    "doctor": {"facts", "fitness"},
+    "fitness": {"facts"},
     "report": {"charts", "history"},
     "shards": {"ranks", "step_folder"},
     "snapshot": {"step_folder"},
     "smoke": {"nodelist", "smoke_report", "torch"},
     "torch": {"nodelist"},
+    "verdict": {"evidence"},
 }
 KNOW_PYTORCH = {
     "agent", "checkpoint", "data", "ranks", "shards", "smoke", "snapshot", "stop", "torch", "tracking", "worker",
 }  # fmt: skip
 # They run on nodes before anything is installed.
 STANDARD_LIBRARY_ALONE = {
-    "charts", "doctor", "facts", "history", "nodelist", "report", "run_folder", "step_folder", "verdict",
+    "charts", "doctor", "evidence", "facts", "fitness", "history", "nodelist", "report", "run_folder", "step_folder",
+    "verdict",
 }  # fmt: skip
 WHERE_IT_IS_THERE = {"psutil", "pynvml"}  # inside a try
 

@@ -24,7 +24,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distributed import verdict
-from distributed.verdict import Evidence, Failure, Kind, kind
+from distributed.evidence import Evidence, Failure, gather, read_log
+from distributed.verdict import Kind, kind
 
 KIT = Path(__file__).resolve().parent.parent
 T0 = 1_700_000_000.25  # when things go wrong, in unix seconds
@@ -454,7 +455,7 @@ def test_garbage_and_half_written_files_are_passed_over_with_a_warning(run: Run)
     run.file("node_n2.exit", "")
     run.file("run.json", "")
     run.deaths("n1", r0=(139, False))
-    evidence = verdict.gather(run.path)
+    evidence = gather(run.path)
     assert [failure.rank for failure in evidence.failures] == [0]
     for name in ("rank_5.json", "rank_6.json", "node_n2.json", "node_n2.exit", "run.json"):
         assert sum(name in warning for warning in evidence.warnings) == 1
@@ -598,7 +599,7 @@ def test_of_two_accounts_of_one_rank_the_better_one_counts(run: Run) -> None:
 def test_the_last_of_two_lists_of_failures_counts(run: Run) -> None:
     before = TORCHRUN.replace("rank      : 0", "rank      : 5").replace("-15", "7")
     run.file("node_n1.log", before + TORCHRUN)
-    assert [failure.exit_code for failure in verdict.gather(run.path).failures] == [143, 42]
+    assert [failure.exit_code for failure in gather(run.path).failures] == [143, 42]
 
 
 def test_a_rank_that_torchrun_ended_is_innocent_whatever_its_exit_code(run: Run) -> None:
@@ -681,9 +682,9 @@ def test_without_an_agent_the_ranks_in_the_log_of_a_failed_node_count(run: Run) 
 
 
 def test_only_the_end_of_a_large_log_is_read(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verdict, "LOG_TAIL", 2000)
+    monkeypatch.setattr("distributed.evidence.LOG_TAIL", 2000)
     run.file("node_n1.log", LOST_IN_LOG + "[n1:0] step\n" * 1000 + RAISED_IN_LOG)
-    log = verdict.read_log(run.path / "node_n1.log", "n1")
+    log = read_log(run.path / "node_n1.log", "n1")
     assert {line.text for line in log[0]} == {"step"} and len(log[1]) == 5
     assert [line.text for line in log[None]] == [""], "the line that was cut is left out"
 
@@ -831,7 +832,7 @@ def test_torchrun_and_gloo_of_today_are_understood(run: Run) -> None:
     with (run.path / "node_n1.log").open("wb") as log:
         status = subprocess.run([*agent, *words], env=env, stdout=log, stderr=log, check=False).returncode
     run.file("node_n1.exit", f"{status}\n")
-    evidence = verdict.gather(run.path)
+    evidence = gather(run.path)
     said = verdict.judge(evidence)
     assert (said.exit_code, said.cause) == (137, "rank 1 on n1 died of SIGKILL")
     assert {kind(failure) for failure in evidence.failures if failure.rank == 0} <= {Kind.COLLATERAL, Kind.ENDED}

@@ -1,0 +1,400 @@
+"""What a run left behind about its end, read into one account of each rank, agent and node that failed.
+
+The folder of a run holds, where they came so far: what workers wrote of themselves (errors/rank_<rank>.json), what
+the kit's agent saw (errors/node_<name>.json), torchrun's error files (ranks/), the nodes' exit statuses and their
+logs. Any of them may be missing, cut short or damaged; what can be read counts.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import signal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+STOPPED = 75  # exit code: stopped on request with a checkpoint written, run again to go on
+LOG_TAIL = 1 << 20  # bytes at the end of a node's log that are looked at
+LAST_LINES = 30  # a traceback with more output of its rank behind it was not the end of the rank
+
+Json = dict[str, Any]
+
+
+# ---------------------------------------------------------------- what is known
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How a rank, an agent or a node ended, as one of them tells it."""
+
+    node: str
+    rank: int | None = None  # None: the node's agent, or the node as a whole
+    local_rank: int | None = None
+    pid: int | None = None
+    time: float | None = None  # unix seconds
+    exit_code: int | None = None  # 128+n for a signal; None for an agent: it left nothing behind
+    exception: str | None = None  # name of its class
+    message: str = ""
+    traceback: str = ""
+    ended_by_agent: bool = False  # it got TERM or KILL, after another one had failed
+    witness: str = ""  # who names this rank as missing, and in which words
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """All that a run left behind about its end."""
+
+    failures: tuple[Failure, ...] = ()
+    exits: Mapping[str, int] = field(default_factory=dict)  # node -> exit status of its agent
+    nodes: tuple[str, ...] = ()  # by node rank
+    nproc: int = 0  # processes on each node; 0 when not known
+    warnings: tuple[str, ...] = ()
+
+
+# ---------------------------------------------------------------- the exceptions of a traceback
+
+_CHAIN = re.compile(
+    r"\n+(?:During handling of the above exception, another exception occurred"
+    r"|The above exception was the direct cause of the following exception):\n+"
+)
+
+
+class Said(NamedTuple):
+    """One exception of those that a traceback chains."""
+
+    exception: str | None
+    message: str
+    traceback: str
+
+
+def blocks(traceback: str) -> list[str]:
+    """The parts of a traceback, one for each exception that it chains, in the order in which they were raised."""
+    return _CHAIN.split(traceback)
+
+
+def exception_of(block: str) -> Said:
+    """What stands behind the last frame of a traceback: Class: message."""
+    lines = block.splitlines()
+    frames = [number for number, line in enumerate(lines) if line.startswith('  File "')]
+    rest = lines[frames[-1] + 1 :] if frames else lines
+    while rest and rest[0].startswith("  "):
+        del rest[0]
+    name, _, message = "\n".join(rest).strip().partition(": ")
+    return Said(_class_name(name), message, block)
+
+
+def _class_name(name: str) -> str:
+    """torch.distributed.DistStoreError and c10::DistStoreError are DistStoreError."""
+    return re.split(r"\.|::", name)[-1]
+
+
+# ---------------------------------------------------------------- reading what the run left
+
+
+def gather(run: Path) -> Evidence:
+    """Read all accounts in the folder of a run, and join those about one rank."""
+    warnings: list[str] = []
+    facts = _read_json(run / "run.json", warnings)
+    nodes = tuple(name for name in _list(facts.get("nodes")) if isinstance(name, str))
+    known = Evidence(exits=_exits(run, warnings), nodes=nodes, nproc=max(0, _int(facts.get("nproc")) or 0))
+    logs = {path.name[5:-4]: read_log(path, path.name[5:-4]) for path in sorted(run.glob("node_*.log"))}
+    # Of two accounts the better one stands to the right.
+    ends = _by_rank(_summaries(logs)) | _by_rank(_deaths(run, warnings))
+    written = _by_rank(_torchrun_accounts(run, ends, known, warnings)) | _by_rank(_rank_accounts(run, warnings))
+    told = _by_rank(_log_accounts(logs, ends)) | written
+    failures = [_joined(told[key], ends[key]) for key in sorted(told.keys() & ends.keys())]
+    failures += [(told | ends)[key] for key in sorted(told.keys() ^ ends.keys())]
+    failures += _failed_agents(known.exits, logs, failures)
+    failures += _lost_nodes(known, failures)
+    return replace(known, failures=tuple(failures), warnings=tuple(warnings))
+
+
+Ranks = dict[tuple[str, int], Failure]
+
+
+def _by_rank(failures: Iterable[Failure]) -> Ranks:
+    return {(failure.node, failure.rank): failure for failure in failures if failure.rank is not None}
+
+
+def _joined(told: Failure, end: Failure) -> Failure:
+    """What a rank told, with what its agent saw of its end."""
+    if told.pid and end.pid and told.pid != end.pid:
+        return end  # it told so before the agent started it again
+    code = told.exit_code
+    if code is None:
+        # Python's exit code is 1. That PyTorch's threads then aborted the process is no news.
+        code = 1 if told.exception and told.traceback and (end.exit_code or 0) > 128 else end.exit_code
+    return replace(
+        told,
+        local_rank=end.local_rank,
+        pid=end.pid,
+        time=end.time if told.time is None else told.time,
+        exit_code=code,
+        ended_by_agent=end.ended_by_agent,
+    )
+
+
+def _rank_accounts(run: Path, warnings: list[str]) -> Iterator[Failure]:
+    """errors/rank_<rank>.json: what a worker writes of itself."""
+    for path in sorted(run.glob("errors/rank_*.json")):
+        if failure := _failure(_read_json(path, warnings), node="?"):
+            yield failure
+
+
+def _deaths(run: Path, warnings: list[str]) -> Iterator[Failure]:
+    """errors/node_<name>.json: the ranks that the kit's agent saw end."""
+    for path in sorted(run.glob("errors/node_*.json")):
+        account = _read_json(path, warnings)
+        node = _text(account.get("node")) or path.name[5:-5]
+        for death in _list(account.get("deaths")):
+            if isinstance(death, dict) and (failure := _failure(death, node)):
+                yield failure
+
+
+def _failure(account: Json, node: str) -> Failure | None:
+    """None when it does not even say which rank it is about."""
+    rank = _int(account.get("rank"))
+    if rank is None:
+        return None
+    return Failure(
+        node=_text(account.get("node")) or node,
+        rank=rank,
+        local_rank=_int(account.get("local_rank")),
+        pid=_int(account.get("pid")),
+        time=_seconds(account.get("time")),
+        exit_code=_code(account.get("exit_code")),
+        exception=_text(account.get("exception")) or None,
+        message=_text(account.get("message")),
+        traceback=_text(account.get("traceback")),
+        ended_by_agent=account.get("ended_by_agent") is True,
+    )
+
+
+def _torchrun_accounts(run: Path, ends: Ranks, known: Evidence, warnings: list[str]) -> Iterator[Failure]:
+    """ranks/<node>/<...>/attempt_<k>/<local rank>/error.json, of each node's last attempt."""
+    for folder in sorted(run.glob("ranks/*")):
+        attempts = sorted(folder.glob("**/attempt_*"), key=_attempt_order)
+        for path in sorted(attempts[-1].glob("*/error.json")) if attempts else []:
+            local_rank = int(path.parent.name) if path.parent.name.isdecimal() else 0
+            said = _torchrun_said(_read_json(path, warnings))
+            if said:
+                rank = _rank_at(folder.name, local_rank, ends, known)
+                yield replace(said, node=folder.name, rank=rank, local_rank=local_rank)
+
+
+def _attempt_order(attempt: Path) -> tuple[float, int]:
+    """By launch, then by number: attempt_10 comes after attempt_9."""
+    number = attempt.name.removeprefix("attempt_")
+    return attempt.parent.stat().st_mtime, int(number) if number.isdecimal() else -1
+
+
+def _torchrun_said(account: Json) -> Failure | None:
+    message = account.get("message")
+    if isinstance(message, str):
+        return Failure("", message=message, time=_seconds(account.get("timestamp")))
+    if not isinstance(message, dict):
+        return None
+    extra = message.get("extraInfo")
+    extra = extra if isinstance(extra, dict) else {}
+    name, _, text = _text(message.get("message")).partition(": ")
+    trace = _text(extra.get("py_callstack"))
+    return Failure("", exception=name, message=text, traceback=trace, time=_seconds(extra.get("timestamp")))
+
+
+def _rank_at(node: str, local_rank: int, ends: Ranks, known: Evidence) -> int:
+    for (name, rank), end in ends.items():
+        if name == node and end.local_rank == local_rank:
+            return rank
+    return (known.nodes.index(node) * known.nproc if node in known.nodes else 0) + local_rank
+
+
+def _exits(run: Path, warnings: list[str]) -> dict[str, int]:
+    exits = {}
+    for path in sorted(run.glob("node_*.exit")):
+        try:
+            exits[path.name[5:-5]] = range(256)[int(path.read_text())]
+        except (OSError, ValueError, IndexError) as error:
+            warnings.append(f"{path}: passed over, there is no exit status in it ({error})")
+    return exits
+
+
+def _failed_agents(exits: Mapping[str, int], logs: Logs, failures: Sequence[Failure]) -> list[Failure]:
+    """Where an agent ended badly and nobody wrote why, its log is all there is."""
+    told = {failure.node for failure in failures}
+    silent = [node for node, code in exits.items() if code and node not in told]
+    return [failure for node in silent for failure in _from_log(node, exits[node], logs.get(node, {}))]
+
+
+def _from_log(node: str, code: int, log: Log) -> list[Failure]:
+    told = [(rank, last_words(lines)) for rank, lines in log.items() if rank is not None]
+    ranks = [Failure(node, rank, exit_code=code, **said._asdict()) for rank, said in told if said]
+    return ranks or [_agent_failure(node, code, log.get(None, []))]
+
+
+def _agent_failure(node: str, code: int, lines: Sequence[Line]) -> Failure:
+    said = last_words(lines)
+    if said is None:
+        texts = [line.text for line in lines if line.text.strip()]
+        said = Said(None, texts[-1] if texts and code < 128 else "", "")
+    return Failure(node, exit_code=code, **said._asdict())
+
+
+def _lost_nodes(known: Evidence, failures: Sequence[Failure]) -> list[Failure]:
+    heard = {*known.exits, *(failure.node for failure in failures)}
+    return [Failure(node) for node in known.nodes if known.exits and node not in heard]
+
+
+def _read_json(path: Path, warnings: list[str]) -> Json:
+    """Empty when there is nothing to be had from it."""
+    try:
+        value = json.loads(path.read_bytes())
+        if isinstance(value, dict):
+            return value
+        warnings.append(f"{path}: passed over, it is not an account of anything")
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, RecursionError) as error:
+        warnings.append(f"{path}: passed over, it was not written to its end or is damaged ({error})")
+    return {}
+
+
+def _int(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _code(value: object) -> int | None:
+    """An exit code; -9 of a process killed by signal 9 becomes 137."""
+    code = _int(value)
+    return code if code is None else (128 - code if code < 0 else code) & 0xFF
+
+
+def _seconds(value: object) -> float | None:
+    try:
+        seconds = float(value) if isinstance(value, int | float | str) else math.nan
+    except (ValueError, OverflowError):
+        return None
+    return seconds if math.isfinite(seconds) else None
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def _list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+# ---------------------------------------------------------------- reading a node's log
+
+
+class Line(NamedTuple):
+    """A line of one rank, without the marks in front of it."""
+
+    text: str
+    marked: bool  # [rank0]: stood there, which PyTorch puts before each line of an exception
+
+
+Log = dict[int | None, list[Line]]  # the lines of each rank; under None what nobody marked, the agent's own
+Logs = dict[str, Log]
+
+_MARK = re.compile(r"\[rank(\d{1,9})\]: ?")
+_SUMMARY = re.compile(
+    r"time +: (\S+)\n.*\n +rank +: (\d{1,9}) \(local_rank: (\d{1,9})\)"
+    r"\n +exitcode +: (-?\d{1,9}) \(pid: (\d{1,9})\)"
+)
+_TRACEBACK = "Traceback (most recent call last):"
+FATAL = "Fatal Python error: "
+_THROWN = re.compile(r"^terminate called after throwing an instance of '(.+)'\n +what\(\): +(.*)", re.MULTILINE)
+
+
+def read_log(path: Path, node: str) -> Log:
+    """The end of a node's log, by rank."""
+    prefix = re.compile(rf"\[{re.escape(node)}:(?:(\d{{1,9}})|[^\]\s]*)\] ?")
+    log: Log = {}
+    for text in _tail(path):
+        rank: int | None = None
+        if found := prefix.match(text):
+            text, rank = text[found.end() :], int(found[1]) if found[1] else None
+        if marked := _MARK.match(text):
+            text, rank = text[marked.end() :], int(marked[1]) if rank is None else rank
+        log.setdefault(rank, []).append(Line(text.rstrip(), bool(marked)))
+    return log
+
+
+def _tail(path: Path) -> list[str]:
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - LOG_TAIL))
+            return file.read().decode(errors="replace").split("\n")[size > LOG_TAIL :]
+    except OSError:
+        return []
+
+
+def _summaries(logs: Logs) -> Iterator[Failure]:
+    """The list of failures that torchrun's agent prints at its end."""
+    for node, log in logs.items():
+        text = "\n".join(line.text for line in log.get(None, []))
+        ended = {int(pid) for pid in re.findall(r"Sending process (\d{1,9}) closing signal", text)}
+        for when, *numbers in _SUMMARY.findall(text[text.rfind("\nFailures:") :]):
+            rank, local_rank, code, pid = map(int, numbers)
+            yield Failure(node, rank, local_rank, pid, _local_time(when), _code(code), ended_by_agent=pid in ended)
+
+
+def _local_time(text: str) -> float | None:
+    """2025-01-02_03:04:05, in the node's time zone, which is taken to be ours."""
+    try:
+        return datetime.fromisoformat(text.replace("_", "T")).timestamp()
+    except (ValueError, OverflowError):
+        return None
+
+
+def _log_accounts(logs: Logs, ends: Ranks) -> Iterator[Failure]:
+    """What a rank printed last. Of one that was killed, or stopped on request, that is not why it ended."""
+    for (node, rank), end in ends.items():
+        killed = end.exit_code == 128 + signal.SIGKILL and not end.ended_by_agent
+        said = None if killed or end.exit_code == STOPPED else last_words(logs.get(node, {}).get(rank, []))
+        if said:
+            yield Failure(node, rank, **said._asdict())
+
+
+def last_words(lines: Sequence[Line]) -> Said | None:
+    """The traceback, or what native code says of its end. None when the lines end with something else."""
+    return _python_words(lines) or _native_words(lines)
+
+
+def _python_words(lines: Sequence[Line]) -> Said | None:
+    starts = [number for number, line in enumerate(lines) if line.text == _TRACEBACK]
+    if not starts:
+        return None
+    end = _end_of_traceback(lines, starts[-1])
+    if len(lines) - end > LAST_LINES:
+        return None
+    begin = starts.pop()
+    while starts and _CHAIN.search("\n".join(line.text for line in lines[starts[-1] : begin + 1])):
+        begin = starts.pop()
+    trace = "\n".join(line.text for line in lines[begin:end])
+    return exception_of(blocks(trace)[-1])._replace(traceback=trace)
+
+
+def _end_of_traceback(lines: Sequence[Line], start: int) -> int:
+    """Behind the message: where the marks end or, without marks, at an empty line."""
+    end = start + 1
+    while end < len(lines) and lines[end].marked == lines[start].marked and (lines[end].marked or lines[end].text):
+        end += 1
+    return end
+
+
+def _native_words(lines: Sequence[Line]) -> Said | None:
+    """Of a C++ exception that nobody caught, or the stack that Python prints when it dies of a signal."""
+    text = "\n".join(line.text for line in lines)
+    thrown = _THROWN.findall(text)
+    if thrown:
+        return Said(_class_name(thrown[-1][0]), thrown[-1][1], "")
+    fatal = text.rfind(FATAL)
+    return None if fatal < 0 else Said(None, "", text[fatal:])
