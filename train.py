@@ -441,7 +441,7 @@ class Progress:
             log.info("a sample:\n\n" + "\n".join(f"    {line}" for line in text.splitlines()) + "\n")
         tokens = self.training.cut.tokens * self.steps
         speed = f"{tokens / self.seconds:,.0f} tokens/s" if tokens else "nothing left to do"
-        log.info(f"finished: {self.training.steps} steps, held-out loss {score:.4f}, {speed}")
+        log.info(f"finished: {self.training.step} steps, held-out loss {score:.4f}, {speed}")
         self.event("finish")
         return 0
 

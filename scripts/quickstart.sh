@@ -27,7 +27,6 @@ BASE_PYTHON=
 FRESH=
 OVERRIDES=() # what the caller says, after ours
 SETTINGS=()
-MORE=(train.steps=3000) # the file says 1200
 NPROC=2
 
 
@@ -62,9 +61,17 @@ choose_settings() {
     SETTINGS+=("checkpoint.dir=checkpoints/quickstart-$(date +%Y%m%d-%H%M%S)")
   fi
   SETTINGS+=("${OVERRIDES[@]}")
-  if [[ " ${OVERRIDES[*]}" == *" train."@(steps|epochs)=* ]]; then
-    MORE=() # the caller knows how long
-  fi
+}
+
+
+# What makes the next training longer than this one.
+longer() {
+  local word steps=1500 # the file says 1200
+  for word in "${OVERRIDES[@]}"; do
+    [[ $word != train.epochs=* ]] || return 0 # the caller knows how long
+    [[ ! $word =~ ^train\.steps=([1-9][0-9]*)$ ]] || steps=${BASH_REMATCH[1]}
+  done
+  printf 'train.steps=%d\n' $((steps < 1500 ? 3000 : 2 * steps))
 }
 
 
@@ -88,6 +95,8 @@ not_finished() { # <exit code> <command...>
 
 # Commands that work as they stand, from where the caller is and with the Python he has active.
 say_what_next() {
+  local more
+  mapfile -t more < <(longer)
   printf '\nWhat to do next:\n\n'
   [[ $CALLER -ef $KIT ]] || printf '  cd %s\n' "$(quote "$KIT")"
   [[ ! ${VIRTUAL_ENV-} || $VIRTUAL_ENV -ef $VENV ]] || printf '  source .venv/bin/activate\n'
@@ -96,7 +105,7 @@ say_what_next() {
   tail -n 3 logs/latest/metrics.jsonl
 
   # train on, from where it ended; or anew
-  $(quote "$LAUNCH" "$CONFIG" "$NPROC" -- "${SETTINGS[@]}" "${MORE[@]}")
+  $(quote "$LAUNCH" "$CONFIG" "$NPROC" -- "${SETTINGS[@]}" "${more[@]}")
   scripts/quickstart.sh --fresh
 
   # is this machine fit, and do processes exchange their results right and fast?

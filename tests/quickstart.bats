@@ -247,6 +247,16 @@ installations() {
 }
 
 
+@test "to train on is to train longer than this time" {
+  quickstart
+  [[ "$output" == *"quickstart.yaml 2 -- train.steps=3000"$'\n'* ]]
+  quickstart -- train.steps=50
+  [[ "$output" == *" -- train.steps=50 train.steps=3000"$'\n'* ]]
+  quickstart -- train.steps=4000
+  [[ "$output" == *" -- train.steps=4000 train.steps=8000"$'\n'* ]]
+}
+
+
 @test "--dry-run shows everything and writes nothing" {
   quickstart --dry-run
   [ "$status" -eq 0 ]
