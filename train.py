@@ -37,6 +37,7 @@ from distributed.checkpoint import CheckpointError, Checkpoints, Found, random_s
 from distributed.config import Batch, ConfigError, Settings, for_ranks, parser
 from distributed.config import Model as ModelSettings
 from distributed.data import DataError
+from distributed.resume import refuse_misfit
 from distributed.run_folder import create as create_run_folder
 from distributed.stop import STOPPED, Ballots, NonFiniteLoss, Outcome, stop_signals
 from distributed.torch import World, WorldError, device, gradient_sync, process_group, resolve, seed, unwrap, wrap
@@ -332,13 +333,7 @@ class Training:
         }
 
     def go_on_from(self, found: Found, checkpoints: Checkpoints) -> None:
-        """Take up the state of a checkpoint.
-
-        Raises:
-            ConfigError: it is of another model.
-            CheckpointError: it does not fit.
-        """
-        refuse_another_model(found, self.facts()["model"])
+        """Take up the state of a checkpoint. Raises CheckpointError when it does not fit."""
         for name, meaning in CHANGEABLE.items():
             if found.facts[name] != (ours := self.facts()[name]):
                 log.warning(f"{name} was {found.facts[name]} in {found.path}, now it is {ours}: {meaning}")
@@ -360,17 +355,6 @@ CHANGEABLE = {
     "seed": "the data comes in another order from here on",
     "steps": "the learning rate follows the new length from here on",
 }
-
-
-def refuse_another_model(found: Found, ours: dict[str, Any]) -> None:
-    """A checkpoint of another model cannot be loaded: say which keys differ."""
-    theirs = found.facts["model"]
-    differ = [f"model.{key}={ours[key]} (there {theirs.get(key)})" for key in ours if ours[key] != theirs.get(key)]
-    if differ:
-        raise ConfigError(
-            f"{found.path} is of another model: {', '.join(differ)}; "
-            "give these keys its values, or name another checkpoint.dir"
-        )
 
 
 # ---------------------------------------------------------------- what rank 0 says
@@ -589,13 +573,10 @@ def take_over_checkpoints(training: Training) -> Checkpoints:
     said, place = training.settings.checkpoint, training.place
     folder, sharded = said.dir or place.run / "checkpoints", training.strategy == "fsdp"
     try:
-        checkpoints = Checkpoints(
-            folder, keep=said.keep, rank=place.world.rank, size=place.world.size, sharded=sharded
-        )
+        checkpoints = Checkpoints(folder, keep=said.keep, rank=place.world.rank, size=place.world.size, sharded=sharded)
         found = checkpoints.newest()
-        if found and said.resume == "never":
-            raise ConfigError(f"checkpoint.resume=never, but {found.path} is there: name another checkpoint.dir")
         if found:
+            refuse_misfit(found, training.settings, training.vocab_size)
             training.go_on_from(found, checkpoints)
             log.info(f"going on from {found.path}")
     except CheckpointError as error:

@@ -14,16 +14,18 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing import connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import tail_log
 from torch.distributed.elastic.multiprocessing.api import MultiprocessContext, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher import api as launcher
@@ -89,6 +91,7 @@ class Agent(LocalElasticAgent):
         # A death is seen when it happens: of two that die a moment apart, the first is told from the second.
         connection.wait([process.sentinel for process in self._processes() if process.is_alive()], LOOK)
         self.note_deaths()
+        self._take_silence_for_success()
         if self.deaths:
             self._end_the_others()
         result = super()._monitor_workers(worker_group)
@@ -99,6 +102,12 @@ class Agent(LocalElasticAgent):
         return result
 
     # -------- ours
+
+    def _take_silence_for_success(self) -> None:
+        """torchrun waits for what workers return: one that left by os._exit(0), or became another program, does not."""
+        for local_rank, process in enumerate(self._processes()):
+            if process.exitcode == 0:
+                self._pcontext._return_values.setdefault(local_rank, None)  # type: ignore[union-attr]
 
     def _processes(self) -> list[Any]:
         context = self._pcontext
@@ -154,16 +163,44 @@ def main(words: Sequence[str]) -> int:
 
 
 def _take_our_place(script: Script) -> None:
-    """torchrun offers no argument for what is launched and by which agent, so its two names for them become ours."""
+    """torchrun offers no argument for what is launched, by which agent, and how logs are followed: its names for them
+    become ours."""
 
     def launch(config: launcher.LaunchConfig, entrypoint: object) -> Any:
         return lambda *words: launcher.launch_agent(config, work, [script])
 
     torchrun.elastic_launch = launch  # type: ignore[assignment, misc]
     launcher.LocalElasticAgent = Agent  # type: ignore[misc]
+    tail_log.tail_logfile = follow
     # They would print a failed worker's traceback a second time, and that somebody asked us to stop.
     for name in ("multiprocessing.api", "agent.server.api"):
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
+
+
+def follow(
+    header: str, file: str, dst: TextIO, finished: threading.Event, interval_sec: float, *_: object, **__: object
+) -> None:
+    """Pass on the lines of a rank's output, with the header, until finished: each when it is whole.
+
+    torchrun passes on what is there, and when two ranks have unfinished lines the one becomes the end of the other.
+    """
+    line = ""
+    while not os.path.exists(file):
+        if finished.wait(interval_sec):
+            return
+    with open(file, errors="replace") as output:
+        while True:
+            last = finished.is_set()
+            line += output.readline()
+            if line.endswith("\n"):
+                dst.write(f"{header}{line}")
+                line = ""
+            elif last:
+                break
+            else:
+                finished.wait(interval_sec)
+    if line:
+        dst.write(f"{header}{line}\n")
 
 
 def _fresh_path() -> tuple[str, ...]:

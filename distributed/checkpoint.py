@@ -275,12 +275,7 @@ class Checkpoints:
             returned, and the world may have another size than the one that saved.
         Raises CheckpointError when the two do not fit.
         """
-        if found.sharded != self.sharded:
-            was, now = ("in shards", "whole") if found.sharded else ("whole", "in shards")
-            raise CheckpointError(
-                f"{found.path} was written {was}, and this run reads and writes {now}: resume with the strategy "
-                f"that wrote it, or start anew in another folder"
-            )
+        found.refuse_other_form(self.sharded)
         if self.sharded:
             from distributed import shards
 

@@ -68,7 +68,7 @@ class Data(Section):
     """What to train on. Without a path: the Python language reference that ships with the interpreter."""
 
     path: Path | None = None  # a text file, a folder of text files, a .bin token file, or a folder with train.bin
-    domains: list[str] | None = None  # of the embedded text; null: all
+    domains: list[str] | None = Field(None, min_length=1)  # of the embedded text; null: all
     held_out: float = Field(0.1, gt=0.0, lt=1.0)  # share kept for the held-out loss
     workers: int = Field(0, ge=0)  # data loading processes a rank
 
@@ -78,6 +78,8 @@ class Data(Section):
         full = path and _absolute(path)
         if full and not full.exists():
             raise ValueError(f"there is no such file or folder (looked in {Path.cwd()})")
+        if full and not (full.is_file() or full.is_dir()):
+            raise ValueError("neither a file nor a folder")
         if full and full.is_file() and full.stat().st_size == 0:
             raise ValueError("the file is empty: there is nothing to train on")
         return full
@@ -86,7 +88,7 @@ class Data(Section):
 class Train(Section):
     """How long, in what steps, at what rate."""
 
-    steps: int | None = Field(None, ge=1)
+    steps: int | None = Field(None, ge=1, le=10**12)
     epochs: float | None = Field(None, gt=0)
     batch_size: int | None = Field(None, ge=1)  # windows a step over all ranks
     batch_size_per_device: int | None = Field(None, ge=1)  # windows a step on each rank
@@ -103,7 +105,7 @@ class Train(Section):
     gradient_checkpointing: bool = False
     evaluate_every: int = Field(100, ge=0)  # steps between held-out losses; 0: only at the end
     evaluate_windows: int | None = Field(None, ge=1)  # at most so many; null: all that is held out
-    seed: int = Field(1337, ge=0)
+    seed: int = Field(1337, ge=0, lt=2**63)
 
     @model_validator(mode="after")
     def _one_way_to_say_it(self) -> Train:
@@ -122,7 +124,7 @@ class Distributed(Section):
 
     strategy: Literal["auto", "single", "dp", "ddp", "fsdp"] = "auto"
     backend: Literal["auto", "nccl", "gloo"] = "auto"
-    timeout: float = Field(600.0, gt=0)  # seconds that joining, and each collective, may take
+    timeout: float = Field(600.0, gt=0, le=1e8)  # seconds that joining, and each collective, may take
     find_unused_parameters: bool = False
 
 
@@ -137,7 +139,10 @@ class Checkpoint(Section):
     @field_validator("dir")
     @classmethod
     def _from_the_callers_folder(cls, path: Path | None) -> Path | None:
-        return path and _absolute(path)
+        full = path and _absolute(path)
+        if full and full.exists() and not full.is_dir():
+            raise ValueError("not a folder: checkpoints need one of their own")
+        return full
 
 
 class Logging(Section):

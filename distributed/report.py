@@ -642,6 +642,8 @@ def main(words: Sequence[str]) -> int:
     folder = parser.parse_args(words).run
     if not folder.is_dir():
         parser.error(f"{folder}: there is no such run folder: name one of logs/, or logs/latest")
+    if not any((folder / name).is_file() for name in ("run.json", "metrics.jsonl")):
+        parser.error(f"{folder}: not the folder of a run, it has neither run.json nor metrics.jsonl")
     try:
         print(write(folder))
     except OSError as error:

@@ -83,6 +83,15 @@ class Found:
         """Of all its files but the manifest."""
         return sum(file["bytes"] for file in self.files.values())
 
+    def refuse_other_form(self, sharded: bool) -> None:
+        """Raise CheckpointError when it is in shards and this run reads whole ones, or the other way."""
+        if self.sharded != sharded:
+            was, now = ("in shards", "whole") if self.sharded else ("whole", "in shards")
+            raise CheckpointError(
+                f"{self.path} was written {was}, and this run reads and writes {now}: resume with the strategy "
+                f"that wrote it, or start anew in another folder"
+            )
+
     def fault(self) -> str | None:
         """What is wrong with its files, or None. Reads every byte, several files at once."""
         with ThreadPoolExecutor() as pool:

@@ -17,6 +17,7 @@
 #   --master-port PORT   the port at which ranks will meet (default 29500)
 #   --log-dir DIR        where runs will be logged (default logs)
 #   --json               print the facts as JSON instead, and judge nothing
+#   --dry-run            print the command that would look, and look at nothing
 #   --help               print this
 #
 # Exit codes: 0 no fault, 1 a fault, 2 wrong call.
@@ -33,7 +34,12 @@ main() {
     find_python
   fi
   pick_python "$ASKED_PYTHON"
-  kit_python doctor --folder "$PWD" "${QUESTIONS[@]}"
+  set -- doctor --folder "$PWD" "${QUESTIONS[@]}"
+  if [[ ${DRY_RUN:-0} == 1 ]]; then
+    quote "$PYTHON" -m "distributed.$1" "${@:2}"
+  else
+    kit_python "$@"
+  fi
 }
 
 
@@ -47,6 +53,7 @@ parse_args() { # <argument...>
       --master-port) need_value "$@"; QUESTIONS+=("$1" "$2"); shift 2 ;;
       --log-dir) need_value "$@"; QUESTIONS+=("$1" "$(realpath -m -- "$2")"); shift 2 ;;
       --json) QUESTIONS+=("$1"); shift ;;
+      --dry-run) DRY_RUN=1; shift ;;
       -*) die_usage "there is no option '$1'" ;;
       *) die_usage "unexpected word '$1': it looks at the machine it runs on, so run it there" ;;
     esac

@@ -41,9 +41,8 @@ parse_args() { # <word...>
   parse_options "${COMMON[@]}" -- "${BEHIND[@]}"
   CALL=("${call[@]}")
   ((${#POSITIONAL[@]} == 0)) || die_usage "not understood: $(quote "${POSITIONAL[@]}")"
-  if ! is_count "$NPROC" || [[ $NPROC == 0 ]]; then
-    die_usage "-n '$NPROC': a number of processes, 1 or more, is wanted"
-  fi
+  [[ $NPROC ]] || die_usage "-n N is missing: how many processes?"
+  [[ $NPROC =~ ^[1-9][0-9]{0,8}$ ]] || die_usage "-n '$NPROC': a number of processes, 1 or more, is wanted"
   [[ ! $LEVEL || $LEVEL =~ ^(debug|info|warning|error)$ ]] ||
     die_usage "-l '$LEVEL': debug, info, warning or error is wanted"
 }

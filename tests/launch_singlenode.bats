@@ -180,6 +180,10 @@ END
   run "$LAUNCH" tiny.yaml 2 -- train.steps=$((step + 1))
   [ "$status" -eq 0 ]
   [[ "$output" == *"going on from"*"step $((step + 1))/$((step + 1))"* ]]
+  rm -r logs
+  refused "is of another model: model.n_embd=16 (there 8)" tiny.yaml 2 -- model.n_embd=16
+  refused "checkpoint.resume=never, but" tiny.yaml 2 -- checkpoint.resume=never
+  refused "was written whole, and this run reads and writes in shards" tiny.yaml 2 -- distributed.strategy=fsdp
 }
 
 
@@ -283,6 +287,7 @@ refused() { # <what the line must name> <word...>
   printf 'train: {steps: [1\n' >broken.yaml
   printf 'train: {steps: 1, batch_size: 4}\n' >right.yaml
   printf 'A=1\nB=2\r\n' >windows.env
+  printf 'A=\0x\n' >nul.env
   : >empty.txt
   refused "CONFIG and NPROC are wanted"
   refused "'nix.yaml'" nix.yaml 2
@@ -293,7 +298,10 @@ refused() { # <what the line must name> <word...>
   refused "unrecognized arguments: --quiet" right.yaml 2 -- --quiet
   refused "NPROC '0'" odd.yaml 0
   refused "NPROC 'two'" odd.yaml two
-  refused "-1" --script "my script.py" - '-1'
+  refused "NPROC '1025': a number of processes from 1 to 1024" --script "my script.py" - 1025
+  refused "NPROC '-1'" --script "my script.py" - -1
+  refused "got: nothing"
+  refused "holds a NUL byte" --env-file nul.env - 2
   refused "'nix.py'" --script nix.py - 2
   refused "'nix.py'" --script=nix.py - 2
   refused "'.': cannot be read as a file" . 2

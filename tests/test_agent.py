@@ -450,6 +450,30 @@ def test_the_exit_code_is_the_ranks_own(body: str, code: int) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("end", ["os._exit(0)", "os.execlp('true', 'true')"])
+def test_a_rank_that_leaves_without_a_word_has_ended_well(end: str) -> None:
+    done = launch(2, f"if rank == 1:\n    {end}\n")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_line_is_passed_on_when_it_is_whole(tmp_path: Path) -> None:
+    os.mkfifo("go")
+    body = """
+if rank == 0:
+    print("loading... ", end="", flush=True)
+    open("go", "w").close()
+    print("done")
+else:
+    open("go").close()
+    print("hello")
+    print("no newline", end="")
+"""
+    done = launch(2, body)
+    assert done.returncode == 0
+    lines = ["[default0]:loading... done", "[default1]:hello", "[default1]:no newline"]
+    assert sorted(done.stdout.splitlines()) == lines
+
+
 def pid_of(rank: int) -> int:
     written = json.loads(Path("errors/node_n7.json").read_text())
     pids: dict[int, int] = {death["rank"]: death["pid"] for death in written["deaths"]}

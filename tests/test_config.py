@@ -147,6 +147,12 @@ def test_settings_survive_being_written_and_read_again() -> None:
         ("train.min_learning_rate=1", "f.yaml: train: min_learning_rate=1.0 is above learning_rate=0.0003"),
         ("model.n_head=3", "f.yaml: model: n_embd=128 does not divide by n_head=3: change one of them"),
         ("data.path=/nix", "command line: data.path='/nix': there is no such file or folder (looked in "),
+        ("data.path=/dev/null", "command line: data.path='/dev/null': neither a file nor a folder"),
+        ("data.domains=[]", "command line: data.domains=[]: List should have at least 1 item"),
+        ("checkpoint.dir=empty", "command line: checkpoint.dir='empty': not a folder: checkpoints need one"),
+        ("train.seed=99999999999999999999", "command line: train.seed=99999999999999999999: Input should be less than"),
+        ("train.steps=99999999999999999999", "command line: train.steps=99999999999999999999: Input should be less"),
+        ("distributed.timeout=1e30", "command line: distributed.timeout=1e+30: Input should be less than or equal to"),
         ("data.path=empty", "command line: data.path='empty': the file is empty: there is nothing to train on"),
         ("checkpoint.dir=~nobody-here/x", "command line: checkpoint.dir='~nobody-here/x': there is no user "),
         *(

@@ -403,7 +403,7 @@ ABSENT = {"launcher.log", "tests/distributed/__init__.py"}  # made by a run; nev
 # ---------------------------------------------------------------- messages
 
 GAP = "\0"  # what differs from case to case
-FOREIGN = "PyTorch, CUDA and NCCL"  # the section of messages that are not ours
+FOREIGN = "PyTorch, CUDA, NCCL and the shell"  # the section of messages that are not ours
 
 
 def sources() -> list[Path]:

@@ -29,6 +29,7 @@ BELOW: dict[str, set[str]] = {
     "doctor": {"facts", "fitness"},
     "fitness": {"facts"},
     "report": {"charts", "history"},
+    "resume": {"config", "step_folder"},
     "shards": {"ranks", "step_folder"},
     "snapshot": {"step_folder"},
     "smoke": {"nodelist", "smoke_report", "torch"},

@@ -572,12 +572,13 @@ def program(*words: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_program_prints_where_the_page_is(tmp_path: Path) -> None:
     (tmp_path / "latest").symlink_to(tmp_path)
+    (tmp_path / "run.json").write_text("{}")
     done = program(str(tmp_path / "latest"))
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{tmp_path}/latest/report.html\n", "")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "report.html"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "report.html", "run.json"]
 
 
-@pytest.mark.parametrize("words", [[], ["/nowhere/at-all"], ["a", "b"]])
+@pytest.mark.parametrize("words", [[], ["/nowhere/at-all"], ["a", "b"], ["/"]])
 def test_a_wrong_call_exits_2(words: list[str]) -> None:
     done = program(*words)
     assert (done.returncode, done.stdout) == (2, "")
@@ -586,6 +587,7 @@ def test_a_wrong_call_exits_2(words: list[str]) -> None:
 
 def test_a_page_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "report.html").mkdir()
+    (tmp_path / "run.json").write_text("{}")
     done = program(str(tmp_path))
     assert done.returncode == 1 and "cannot write the report" in done.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "run.json"]

@@ -9,11 +9,16 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from distributed.config import ConfigError, for_ranks, parser  # noqa: E402
+from distributed.resume import refuse_misfit  # noqa: E402
+from distributed.step_folder import CheckpointError, described  # noqa: E402
 
 nproc, *words = sys.argv[1:]
 if not {"--help", "-h"} & set(words):  # to these the trainer itself has the answer
     try:
-        for_ranks(parser("", "train.py").parse_intermixed_args(words), int(nproc))
-    except ConfigError as error:
+        settings, _ = for_ranks(parser("", "train.py").parse_intermixed_args(words), int(nproc))
+        newest = next(described(settings.checkpoint.dir), None) if settings.checkpoint.dir else None
+        if newest:
+            refuse_misfit(newest, settings, settings.model.vocab_size)
+    except (ConfigError, CheckpointError) as error:
         sys.stderr.write(f"{error}\n")
         sys.exit(2)

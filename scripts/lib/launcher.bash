@@ -15,6 +15,7 @@ MAX_RESTARTS=0
 LOG_DIR=logs
 AGENT=fast
 PREFLIGHT=1 DETACH=0
+MAX_NPROC=1024           # on one machine: more is a slip of the finger
 GRACE=${MUSTER_GRACE:-8} # seconds to write a checkpoint when asked to stop
 CONFIG_ARGS=() USER_ARGS=() POSITIONAL=()
 ASKED_PYTHON=''
@@ -47,7 +48,7 @@ parse_options() { # <word...>
       --quiet) QUIET=1 ;;
       --help | -h) usage; exit ;;
       --) USER_ARGS=("${@:2}"); break ;;
-      -?*) die_usage "$1: unknown option" ;;
+      -[!0-9]*) die_usage "$1: unknown option" ;;
       *) POSITIONAL+=("$1") ;;
     esac
     shift
@@ -66,6 +67,11 @@ check_options() {
 }
 
 
+is_nproc() { # <word>
+  is_count "$1" && (($1 >= 1 && $1 <= MAX_NPROC))
+}
+
+
 is_count() { # <word>
   [[ $1 =~ ^[0-9]{1,9}$ && ! $1 =~ ^0[0-9] ]]
 }
@@ -81,6 +87,7 @@ add_environment() { # <where from> <NAME=VALUE>
 read_env_file() { # <file>
   [[ -r $1 && ! -d $1 ]] || die_usage "--env-file '$1': cannot read it (looked in $PWD)"
   local line number=0
+  (($(tr -d '\0' <"$1" | wc -c) == $(wc -c <"$1"))) || die_usage "--env-file '$1': holds a NUL byte: no text file"
   while IFS= read -r line || [[ $line ]]; do
     number=$((number + 1))
     [[ $line != *$'\r' ]] || die_usage "--env-file '$1', line $number: ends with a carriage return, as files from" \

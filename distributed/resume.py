@@ -1,0 +1,37 @@
+"""May a run with these settings go on from that checkpoint?
+
+Its manifest tells, so it is known before anything is loaded, or even started.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from distributed.config import ConfigError, Settings
+from distributed.step_folder import Found
+
+
+def refuse_misfit(found: Found, settings: Settings, vocab_size: int | None) -> None:
+    """Refuse a checkpoint that the settings do not want, or cannot use.
+
+    Args:
+        vocab_size: None when only the data can tell it, and that has not been looked at yet.
+
+    Raises:
+        ConfigError, CheckpointError: names the checkpoint, the setting, both values, and what to do.
+    """
+    if settings.checkpoint.resume == "never":
+        raise ConfigError(f"checkpoint.resume=never, but {found.path} is there: name another checkpoint.dir")
+    found.refuse_other_form(sharded=settings.distributed.strategy == "fsdp")
+    _refuse_another_model(found, {**settings.model.model_dump(), "vocab_size": vocab_size})
+
+
+def _refuse_another_model(found: Found, ours: dict[str, Any]) -> None:
+    theirs = found.facts.get("model", {})
+    said = {key: value for key, value in ours.items() if key != "vocab_size" or value is not None}
+    differ = [f"model.{key}={said[key]} (there {theirs.get(key)})" for key in said if said[key] != theirs.get(key)]
+    if differ:
+        raise ConfigError(
+            f"{found.path} is of another model: {', '.join(differ)}; "
+            "give these keys its values, or name another checkpoint.dir"
+        )

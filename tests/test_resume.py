@@ -1,0 +1,48 @@
+"""A checkpoint that the settings do not want, or cannot use, is known by its manifest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distributed.config import ConfigError, Settings
+from distributed.resume import refuse_misfit
+from distributed.step_folder import CheckpointError, Found
+
+MODEL = {"n_layer": 2, "n_head": 1, "n_embd": 8, "block_size": 16}
+THERE = {**Settings(model=MODEL, train={"steps": 1, "batch_size": 1}).model.model_dump(), "vocab_size": 256}
+
+
+def settings(**sections: dict[str, Any]) -> Settings:
+    return Settings.model_validate({"model": MODEL, "train": {"steps": 1, "batch_size": 1}, **sections})
+
+
+def found(sharded: bool = False, **facts: Any) -> Found:
+    return Found(Path("c/step_00000007"), 7, None, 1, sharded, "", {"model": THERE, **facts}, {})
+
+
+@pytest.mark.parametrize("vocab_size", [None, 256])
+def test_what_fits_is_taken(vocab_size: int | None) -> None:
+    refuse_misfit(found(), settings(), vocab_size)
+    refuse_misfit(found(sharded=True), settings(distributed={"strategy": "fsdp"}), vocab_size)
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "sections", "vocab_size", "words"),
+    [
+        (found(), {"checkpoint": {"resume": "never"}}, None, "checkpoint.resume=never, but c/step_00000007 is there"),
+        (found(), {"model": {**MODEL, "n_layer": 3}}, None, "of another model: model.n_layer=3 (there 2); give"),
+        (found(), {}, 300, "of another model: model.vocab_size=300 (there 256); give"),
+        (found(model={}), {}, None, "model.n_layer=2 (there None)"),
+        (found(sharded=True), {}, None, "was written in shards, and this run reads and writes whole"),
+        (found(), {"distributed": {"strategy": "fsdp"}}, None, "was written whole, and this run reads and writes in"),
+    ],
+)
+def test_what_does_not_is_refused(
+    checkpoint: Found, sections: dict[str, Any], vocab_size: int | None, words: str
+) -> None:
+    with pytest.raises((ConfigError, CheckpointError)) as refused:
+        refuse_misfit(checkpoint, settings(**sections), vocab_size)
+    assert words in str(refused.value)
