@@ -81,7 +81,7 @@ on_the_allocation() {
     return
   fi
   open_run "$NPROC" slurm
-  run_node slurm "${COMMAND[@]}"
+  run_nodes start_node slurm "${COMMAND[@]}"
   exit "$CODE"
 }
 

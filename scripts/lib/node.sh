@@ -2,25 +2,26 @@
 #
 # Run one command on this node for a launcher, and leave nothing behind.
 #
-# Usage: node.sh --run DIR --node NAME [--source FILE] [--grace SECONDS] -- COMMAND [WORD...]
+# Usage: node.sh --run DIR --node NAME [--source FILE] [--grace SECONDS] [--patience SECONDS] -- COMMAND [WORD...]
 #        node.sh --sweep --run DIR --node NAME
 #
 #   --run DIR        folder of the run: gets node_NAME.log, node_NAME.pid and node_NAME.exit
 #   --node NAME      what this node is called
 #   --source FILE    shell script that is sourced before COMMAND starts
 #   --grace SECONDS  time between the request to stop and KILL (default: 8)
+#   --patience SECONDS  the launcher is also gone when nothing came from it for so long (default: never)
 #   --sweep          only end what an earlier node.sh of this run left on this node
 #
 # COMMAND runs in a process group of its own. Its output goes to node_NAME.log and to standard output.
-# Standard input is the dead man's switch: when it closes, the launcher is gone. Then, as on TERM and INT,
-# COMMAND gets TERM, and after the grace its group gets KILL. A second signal means KILL at once.
-# Exits with COMMAND's own status.
+# Standard input is the dead man's switch: when it closes, the launcher is gone. Then, as on the line `stop` and on
+# TERM and INT, COMMAND gets TERM, and after the grace its group gets KILL. The line `kill`, or a second signal,
+# means KILL at once. Other lines only say that the launcher is there. Exits with COMMAND's own status.
 #
 set -euo pipefail
 # shellcheck source=scripts/lib/common.bash
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/common.bash"
 
-RUN='' NODE='' NODE_ENV='' GRACE=8 SWEEP=0 COMMAND=()
+RUN='' NODE='' NODE_ENV='' GRACE=8 PATIENCE='' SWEEP=0 COMMAND=()
 AGENT='' # process id of COMMAND, and of its group
 STOPPING=0
 LAST_BREATH=1 # seconds between TERM and KILL for what COMMAND left behind
@@ -33,6 +34,7 @@ parse_args() { # <word...>
       --node) need_value "$@"; NODE=$2; shift 2 ;;
       --source) need_value "$@"; NODE_ENV=$2; shift 2 ;;
       --grace) need_value "$@"; GRACE=$2; shift 2 ;;
+      --patience) need_value "$@"; PATIENCE=$2; shift 2 ;;
       --sweep) SWEEP=1; shift ;;
       --help) usage; exit ;;
       --) shift; COMMAND=("$@"); break ;;
@@ -42,6 +44,7 @@ parse_args() { # <word...>
   [[ -d $RUN ]] || die_usage "--run '$RUN': there is no such folder"
   [[ $NODE ]] || die_usage "--node is missing"
   [[ $GRACE =~ ^[0-9]+$ ]] || die_usage "--grace '$GRACE': a whole number of seconds is wanted"
+  [[ $PATIENCE =~ ^([1-9][0-9]*)?$ ]] || die_usage "--patience '$PATIENCE': a whole number of seconds is wanted"
   [[ ! $NODE_ENV || -r $NODE_ENV ]] || die_usage "--source '$NODE_ENV': cannot read it"
   ((SWEEP || ${#COMMAND[@]})) || die_usage "there is no command behind --"
 }
@@ -98,18 +101,36 @@ start() {
 watch_launcher() {
   trap - TERM INT HUP
   exec >/dev/null 2>&1 4>&-
-  while read -r -u 3; do :; done
-  kill -TERM $$
+  local order
+  while read -r ${PATIENCE:+-t "$PATIENCE"} -u 3 order; do
+    case $order in
+      stop) kill -HUP $$ ;;
+      kill) kill -USR1 $$ ;;
+    esac
+  done
+  kill -HUP $$
 }
 
 
 # TERM first, so that a checkpoint can be written; KILL when the grace is over, or when asked again.
+stop_or_kill() {
+  if ((STOPPING)); then
+    kill_now
+  else
+    stop
+  fi
+}
+
+
+kill_now() {
+  SIGNALLED=1
+  kill_group KILL || true
+}
+
+
 stop() {
   SIGNALLED=1
-  if ((STOPPING)); then
-    kill_group KILL || true
-    return 0 # a bare `return` in a trap gives the status of the `wait` that it interrupted
-  fi
+  ((!STOPPING)) || return 0 # a bare `return` in a trap gives the status of the `wait` that it interrupted
   STOPPING=1
   kill -TERM "$AGENT" 2>/dev/null || true
   kill_later >/dev/null 2>&1 3<&- 4>&- &
@@ -192,11 +213,13 @@ main() {
     sweep # by our mark alone: the process id of then may be somebody else's by now
     return
   fi
-  trap stop TERM INT HUP
+  trap stop_or_kill TERM INT
+  trap stop HUP
+  trap kill_now USR1
   start
   STATUS=0
   join "$AGENT" || STATUS=$?
-  trap '' TERM INT HUP
+  trap '' TERM INT HUP USR1
   finish
   exit "$STATUS"
 }

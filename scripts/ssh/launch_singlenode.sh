@@ -82,7 +82,7 @@ main() {
   fi
   open_run "$NPROC" "$node"
   agent_command "${meeting[@]}" --nproc-per-node "$NPROC" --log-dir "$RUN/ranks/$node"
-  run_node "$node" "${COMMAND[@]}"
+  run_nodes start_node "$node" "${COMMAND[@]}"
   exit "$CODE"
 }
 

@@ -1,0 +1,50 @@
+# shellcheck shell=bash
+#
+# The kit's door to other nodes: OpenSSH's own client, with the person's own configuration.
+#
+# Sourced behind common.bash, never run. One connection a node serves all calls of one launch:
+#
+#   open_connections; trap close_connections EXIT
+#   on_node NODE COMMAND [WORD...]
+
+declare -A ADDRESS=() # of each node: [user@]name, as ssh is to be called
+
+
+# One folder of sockets for each launch, short enough for a socket's name (ssh takes 90 bytes, 41 of them its own).
+open_connections() {
+  SOCKETS=$(mktemp -d "${XDG_RUNTIME_DIR:-/tmp}/muster-XXXXXX")
+  ((${#SOCKETS} <= 45)) || { rmdir -- "$SOCKETS" && SOCKETS=$(mktemp -d /tmp/muster-XXXXXX); }
+}
+
+
+close_connections() {
+  local node
+  for node in "${!ADDRESS[@]}"; do
+    call_ssh -O exit "${ADDRESS[$node]}" >/dev/null 2>&1 &
+  done
+  wait
+  rm -rf -- "$SOCKETS"
+}
+
+
+call_ssh() { # <ssh's words...>
+  ssh -F "$KIT/scripts/lib/ssh_config" -o ControlPath="$SOCKETS/%C" "$@"
+}
+
+
+# Run a command in the working folder of a node, with its standard input and output.
+# Ends with the command's own status, or with 255 when the node cannot be reached or is lost.
+on_node() { # <node> <command> [word...]
+  trap '' INT TERM HUP TSTP # the connection carries the node's last words, whatever ends us
+  call_ssh -- "${ADDRESS[$1]}" "$(for_any_shell "${@:2}")"
+}
+
+
+# ssh joins its words with blanks, and the login shell of the person parses them again: it may be any shell. So it gets
+# one line that all shells understand alike, and hands the words to bash as they were.
+# shellcheck disable=SC2016 # what it holds is for the other side
+for_any_shell() { # <command> [word...]
+  local line
+  line="cd -- $(quote "$PWD") || exit $EXIT_UNFIT; exec $(quote "$@")"
+  printf 'exec bash -c '\''eval "$(printf %%s "$0" | base64 -d)"'\'' %s\n' "$(base64 -w 0 <<<"$line")"
+}
