@@ -98,12 +98,13 @@ run() { # <command...>
 # Run a program to its end and return its status. Ctrl-C reaches it by itself, and a TERM that was meant
 # for us is handed on to it; INTERRUPTED then says which of the two it was.
 wait_for() { # <program> [argument...]
-  local child status=0
+  local child='' status=0
   INTERRUPTED=
-  (trap - INT && exec "$@") <&0 &
-  child=$!
   trap 'SIGNALLED=1 INTERRUPTED=INT' INT
-  trap 'SIGNALLED=1 INTERRUPTED=TERM; kill -TERM "$child"' TERM
+  trap 'SIGNALLED=1 INTERRUPTED=TERM; [[ ! $child ]] || kill -TERM "$child"' TERM
+  (trap - INT TERM && exec "$@") <&0 &
+  child=$!
+  [[ $INTERRUPTED != TERM ]] || kill -TERM "$child" # it came before there was a child
   join "$child" || status=$?
   trap - INT TERM
   return "$status"
@@ -113,11 +114,13 @@ wait_for() { # <program> [argument...]
 # Wait for a child to its very end and return its own status. `wait` alone returns early when a trap runs:
 # a trap that may run meanwhile says so with SIGNALLED=1.
 join() { # <process id>
-  local status=127 latest # `wait` also answers 127 when it has told us of the child before
+  # `wait` also answers 127 when it has told us of the child before, and -1 (bash 5.2) when the child ended in the very
+  # moment in which the trap ran: then what it said last stands, 128 and the signal.
+  local status=127 latest
   while true; do
     SIGNALLED=
     wait "$1" 2>/dev/null && latest=0 || latest=$?
-    ((latest == 127)) || status=$latest
+    ((latest == 127 || latest < 0)) || status=$latest
     [[ $SIGNALLED ]] || return "$status"
   done
 }
