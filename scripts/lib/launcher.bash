@@ -15,6 +15,7 @@ MAX_RESTARTS=0
 LOG_DIR=logs
 AGENT=fast
 PREFLIGHT=1 DETACH=0
+HOSTFILE='' EXCLUDE='' SYNC=0 # for launchers over several nodes
 MAX_NPROC=1024           # on one machine: more is a slip of the finger
 GRACE=${MUSTER_GRACE:-8} # seconds to write a checkpoint when asked to stop
 CONFIG_ARGS=() USER_ARGS=() POSITIONAL=()
@@ -29,7 +30,8 @@ parse_options() { # <word...>
   CALL=("$PROGRAM_FILE" "$@")
   while (($#)); do
     case $1 in
-      --script=* | --python=* | --master-port=* | --env=* | --env-file=* | --max-restarts=* | --log-dir=* | --agent=*)
+      --script=* | --python=* | --master-port=* | --env=* | --env-file=* | --max-restarts=* | --log-dir=* | --agent=* | \
+        --hostfile=* | --exclude=*)
         set -- "${1%%=*}" "${1#*=}" "${@:2}"
         continue
         ;;
@@ -42,6 +44,9 @@ parse_options() { # <word...>
       --max-restarts) need_value "$@"; MAX_RESTARTS=$2; shift ;;
       --log-dir) need_value "$@"; LOG_DIR=$2; shift ;;
       --agent) need_value "$@"; AGENT=$2; shift ;;
+      --hostfile) need_value "$@"; HOSTFILE=$2; shift ;;
+      --exclude) need_value "$@"; EXCLUDE=$2; shift ;;
+      --sync) SYNC=1 ;;
       --no-preflight) PREFLIGHT=0 ;;
       --detach) DETACH=1 ;;
       --dry-run) DRY_RUN=1 ;;

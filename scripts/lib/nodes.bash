@@ -1,0 +1,109 @@
+# shellcheck shell=bash
+#
+# Several nodes at once, over ssh: which they are, whether they are fit, and what each of them runs.
+#
+# Sourced behind launcher.bash and ssh.bash, never run.
+
+NODES=()            # names, by node rank
+declare -A NPROC=() # of each node: how many processes
+RANKS=0             # of all
+MASTER_ADDR=''
+
+
+# Set NODES, NPROC and RANKS from words of the node grammar, or from --hostfile.
+name_nodes() { # <processes on a node that does not say so itself> [node...]
+  local options=() lines line name
+  [[ ! $HOSTFILE ]] || options+=(--hostfile "$(absolute "$HOSTFILE")")
+  [[ ! $EXCLUDE ]] || options+=(--exclude "$EXCLUDE")
+  lines=$(kit_python nodelist "${options[@]}" -- "${@:2}") || exit "$EXIT_USAGE"
+  while read -r line; do
+    name=${line#*@} name=${name%:*}
+    NODES+=("$name")
+    ADDRESS[$name]=${line%:*}
+    NPROC[$name]=$1
+    [[ $line != *:* ]] || NPROC[$name]=${line##*:}
+    RANKS=$((RANKS + NPROC[$name]))
+  done <<<"$lines"
+}
+
+
+# ---------------------------------------------------------------- are they fit?
+
+# Ask all nodes at once; refuse them with one line for each fault, or set MASTER_ADDR and MASTER_PORT.
+check_nodes() {
+  ANSWERS=$(mktemp -d)
+  local node files=("${CONFIG_ARGS[@]:1}") words=() meeting
+  [[ $MODULE ]] || files+=("${WORK[0]}")
+  ask_nodes "${files[@]}"
+  for node in "${NODES[@]}"; do
+    words+=("$node:${NPROC[$node]}")
+  done
+  meeting=$(kit_python preflight judge --port "${MASTER_PORT:-0}" "$ANSWERS" "${words[@]}") || exit
+  rm -r -- "$ANSWERS"
+  read -r MASTER_ADDR MASTER_PORT <<<"$meeting"
+}
+
+
+ask_nodes() { # <file to compare...>
+  local node asked=()
+  for node in "${NODES[@]}"; do
+    ask_node "$node" "$@" &
+    asked+=($!)
+  done
+  show_waiting "preflight" "$ANSWERS" code &
+  wait "${asked[@]}" || true
+  kill $! 2>/dev/null || true
+}
+
+
+ask_node() { # <node> <file to compare...>
+  local code=0
+  on_node "$1" "$PYTHON" "$KIT/scripts/lib/preflight.py" look --port "${MASTER_PORT:-0}" --master "${NODES[0]}" \
+    -- "${@:2}" </dev/null >"$ANSWERS/$1.out" 2>"$ANSWERS/$1.err" || code=$?
+  echo "$code" >"$ANSWERS/$1.code"
+}
+
+
+# Every few seconds: which nodes have not left their file yet.
+show_waiting() { # <what for> <folder> <suffix>
+  local node begun=$SECONDS missing
+  while sleep 5; do
+    missing=()
+    for node in "${NODES[@]}"; do
+      [[ -e $2/$node.$3 ]] || missing+=("$node")
+    done
+    ((${#missing[@]})) || return 0
+    log "$1: $((${#NODES[@]} - ${#missing[@]})) of ${#NODES[@]} nodes answered, waiting for ${missing[*]}, $((SECONDS - begun)) s"
+  done
+}
+
+
+# ---------------------------------------------------------------- what runs there
+
+# The agent's words on one of the nodes, in COMMAND. Static rendezvous: node ranks are as the nodes were given.
+agent_on() { # <node> <folder of the run>
+  local rank=0
+  while [[ ${NODES[rank]} != "$1" ]]; do
+    rank=$((rank + 1))
+  done
+  agent_command --nnodes "${#NODES[@]}" --node-rank "$rank" --nproc-per-node "${NPROC[$1]}" \
+    --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" --log-dir "$2/ranks/$1"
+}
+
+
+start_nodes() {
+  local node
+  for node in "${NODES[@]}"; do
+    agent_on "$node" "$RUN"
+    start_node "$node" "${COMMAND[@]}"
+  done
+}
+
+
+show_commands() {
+  local node
+  for node in "${NODES[@]}"; do
+    agent_on "$node" "$LOG_DIR/<run>"
+    printf '%s: %s\n' "$node" "$(quote "${COMMAND[@]}")"
+  done
+}

@@ -1,0 +1,102 @@
+#!/usr/bin/env bash
+#
+# Start one training on several nodes over SSH, from one place.
+#
+# Usage: launch_torchrun_auto.sh [options] CONFIG NPROC NODE...
+#
+#   CONFIG               settings file, reaches the script as --config CONFIG; - passes nothing
+#   NPROC                number of processes on each node; one a GPU where there are GPUs
+#   NODE...              node1 user@node2 node[3-8,10] node9:4 (that one's own number of processes);
+#                        their order is the order of node ranks, and the ranks meet at the first
+#
+#   --hostfile FILE      lines such as `node1 slots=4` in place of NODE...
+#   --exclude NODES      leave these out
+#   --script PATH        what to run (default: the kit's train.py)
+#   -m MODULE            run a module in its place
+#   --python PATH        default: the active virtual environment, then .venv here, then python3;
+#                        on all nodes the same path
+#   --agent fast|torchrun  fast: workers forked from one warm process; torchrun: the plain one
+#   --master-port PORT   default: a free one of the first node
+#   --env NAME=VALUE     environment of the processes, repeatable
+#   --env-file FILE      the same, one NAME=VALUE a line
+#   --max-restarts N     after a failure start again, up to N times (default: 0)
+#   --log-dir DIR        where the folder of the run is made (default: logs)
+#   --no-preflight       do not ask the nodes whether they are fit
+#   --detach             run in the background, apart from this terminal
+#   --dry-run            print what would run on which node, and run nothing
+#   --quiet              no lines of the launcher's own
+#   --help               show this
+#
+# Words behind -- go to the script untouched. The nodes share this folder and the kit's, under the
+# same names. Your own ssh_config decides how they are reached; nothing is asked on the way.
+#
+# Exit codes: 0 all is well, 2 wrong call or config, 69 a node cannot be reached or is not fit,
+# 75 stopped with a checkpoint written (run again to go on), 130 Ctrl-C, 143 TERM, otherwise the
+# first failing rank's own.
+#
+#   launch_torchrun_auto.sh config/large_multinode.yaml 8 node[1-4]
+#   launch_torchrun_auto.sh --script my_train.py - 2 node1 node2 -- --lr 3e-4
+#
+set -euo pipefail
+# shellcheck source=scripts/lib/common.bash
+source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/../lib/common.bash"
+# shellcheck source=scripts/lib/launcher.bash
+source "$KIT/scripts/lib/launcher.bash"
+# shellcheck source=scripts/lib/ssh.bash
+source "$KIT/scripts/lib/ssh.bash"
+# shellcheck source=scripts/lib/nodes.bash
+source "$KIT/scripts/lib/nodes.bash"
+
+PATIENCE=20 # seconds
+
+
+parse_args() { # <word...>
+  parse_options "$@"
+  local least=3
+  [[ ! $HOSTFILE ]] || least=2
+  ((${#POSITIONAL[@]} >= least)) ||
+    die_usage "CONFIG, NPROC and NODE... are wanted, got: $(quote "${POSITIONAL[@]:-nothing}")"
+  CONFIG=${POSITIONAL[0]}
+  is_nproc "${POSITIONAL[1]}" ||
+    die_usage "NPROC '${POSITIONAL[1]}': a number of processes from 1 to $MAX_NPROC is wanted"
+}
+
+
+check() {
+  pick_python "$ASKED_PYTHON"
+  name_nodes "${POSITIONAL[@]:1}"
+  check_script
+  check_config "$CONFIG" "$RANKS"
+}
+
+
+find_meeting_point() {
+  if ((PREFLIGHT)); then
+    check_nodes
+  else
+    MASTER_ADDR=${NODES[0]} MASTER_PORT=${MASTER_PORT:-29500}
+  fi
+}
+
+
+main() {
+  parse_args "$@"
+  check
+  if [[ ${DRY_RUN:-0} == 1 ]]; then
+    MASTER_ADDR=${NODES[0]} MASTER_PORT=${MASTER_PORT:-<a free port of ${NODES[0]}>}
+    show_commands
+    return
+  fi
+  if ((DETACH)); then
+    detach
+    return
+  fi
+  open_connections
+  trap close_connections EXIT
+  find_meeting_point
+  open_run "$RANKS" "${NODES[@]}"
+  run_nodes start_nodes
+  exit "$CODE"
+}
+
+main "$@"
