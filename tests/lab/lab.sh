@@ -90,11 +90,13 @@ hosts() {
 
 
 slurm_conf() {
+  local second
+  IFS=. read -r _ second _ < <(net)
   cat <<CONF
 ClusterName=lab
 SlurmctldHost=localhost($(address_of_this_side))
-# Only on the address above: another SLURM may have the same ports on its own.
-CommunicationParameters=NoCtldInAddrAny
+# It listens on every address of this machine, where another laboratory's has another port.
+SlurmctldPort=$((7000 + second))
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
@@ -556,13 +558,19 @@ forget_names() {
 }
 
 
-# srun on this side goes when its job is cancelled, and would wait for a node that falls silent.
+# An srun on this side ends with its job, and would wait for a node that falls silent.
 end_jobs() {
   local -x SLURM_CONF=$LAB/slurm.conf
   local jobs
-  jobs=$(timeout 5 squeue --noheader --format=%A 2>/dev/null) || return 0
+  jobs=$(timeout 5 squeue --noheader --format=%A 2>/dev/null) && [[ $jobs ]] || return 0
   # shellcheck disable=SC2086  # a list of numbers
-  [[ ! $jobs ]] || timeout 5 scancel $jobs || true
+  timeout 5 scancel $jobs || true
+  wait_until 3 no_jobs || true # those on a node that is cut off stay, until all ends
+}
+
+
+no_jobs() {
+  [[ ! $(timeout 5 squeue --noheader 2>/dev/null) ]]
 }
 
 
@@ -621,6 +629,13 @@ status() {
   for node in $(all_nodes); do
     echo "$node $(address "$node") $(state "$node") $(pid_in "$LAB/$node/sshd.pid" || echo -)"
   done
+}
+
+
+log_in() { # <node> [word...]; ssh would join the words, and the node's shell part them elsewhere
+  local command=()
+  (($# == 1)) || command=("$(quote "${@:2}")")
+  exec ssh "$1" "${command[@]}"
 }
 
 
@@ -744,7 +759,7 @@ main() {
     ssh)
       (($# > 0)) || die_usage "ssh takes a node"
       enter_node "$1"
-      exec ssh "$1" "$(quote "${@:2}")"
+      log_in "$@"
       ;;
     cut | freeze | heal | kill)
       need_words "a node" 1 "$@"
