@@ -20,7 +20,8 @@
 #
 # A node has an address, a host name, an /etc/hosts and an sshd of its own; files, /tmp, /dev/shm and process
 # ids are those of this machine, as with a shared file system. `ssh node1` works here and on every node.
-# A state is up, slow, frozen, cut or dead. Everything lies in MUSTER_LAB (default: /run/muster-lab).
+# A state is up, slow, frozen, cut or dead. Everything lies in MUSTER_LAB (default: /run/muster-lab), also
+# the file bashrc, empty at first, that the nodes have in place of root's ~/.bashrc.
 #
 #   tests/lab/lab.sh up 3
 #   ssh node2 hostname
@@ -199,7 +200,7 @@ check_programs() {
 
 
 need_program() { # <program> <Debian package>
-  type -P "$1" >/dev/null || die_with "$EXIT_UNFIT" "no program '$1': apt-get install $2"
+  [[ -x $(type -P "$1") ]] || die_with "$EXIT_UNFIT" "no program '$1': apt-get install $2"
 }
 
 
@@ -266,6 +267,7 @@ write_files() {
   ssh-keygen -q -t ed25519 -N '' -C "laboratory" -f "$LAB/id"
   sshd_config >"$LAB/sshd_config"
   hosts >"$LAB/hosts"
+  : >"$LAB/bashrc"
   # An sshd without PAM refuses the root of Ubuntu, whose password is locked.
   (umask 077 && sed 's/^root:!/root:*/' /etc/shadow >"$LAB/shadow")
   if [[ ! -e $SSHD_FOLDER ]]; then
@@ -319,7 +321,7 @@ make_node() { # <node>
   local folder=$LAB/$1 folders=("${PRIVATE[@]/#/"$LAB/$1/private"}")
   mkdir -p -- "$folder" "${folders[@]}"
   if [[ ! -e $folder/host_key.pub ]]; then
-    ssh-keygen -q -t ed25519 -N '' -C "$1" -f "$folder/host_key" 
+    ssh-keygen -q -t ed25519 -N '' -C "$1" -f "$folder/host_key"
     echo "$1,$(address "$1") $(cat -- "$folder/host_key.pub")" >>"$LAB/known_hosts"
   fi
   new_network "$folder/net"
@@ -338,6 +340,8 @@ link set eth0 up
 LINKS
   mount --bind -- "$LAB/hosts" /etc/hosts
   mount --bind -- "$LAB/shadow" /etc/shadow
+  # A node may lose its power at any moment: not while it runs what somebody does at each login of his own.
+  [[ ! -e ~root/.bashrc ]] || mount --bind -- "$LAB/bashrc" ~root/.bashrc
   for folder in "${PRIVATE[@]}"; do
     mount --bind -- "$LAB/$1/private$folder" "$folder"
   done
@@ -625,9 +629,11 @@ daemons() { # <program...>; process ids of those that this side runs for the lab
 # ---- the rest ----
 
 status() {
-  local node
+  local node pid
   for node in $(all_nodes); do
-    echo "$node $(address "$node") $(state "$node") $(pid_in "$LAB/$node/sshd.pid" || echo -)"
+    pid=-
+    ! runs_on "$node" sshd || pid=$(pid_in "$LAB/$node/sshd.pid")
+    echo "$node $(address "$node") $(state "$node") $pid"
   done
 }
 
@@ -774,6 +780,7 @@ main() {
       enter
       start_node "$1"
       ;;
+    '') die_usage "say what to do" ;;
     *) die_usage "unknown verb '$VERB'" ;;
   esac
 }
