@@ -325,7 +325,14 @@ make_node() { # <node>
     echo "$1,$(address "$1") $(cat -- "$folder/host_key.pub")" >>"$LAB/known_hosts"
   fi
   new_network "$folder/net"
-  in_switch ip link add "$1" master switch up type veth peer name eth0 netns "$folder/net"
+  in_switch ip link add "$1" master switch up type veth \
+    peer name eth0 address "$(hardware_address "$1")" netns "$folder/net"
+}
+
+
+# The same after power was off: the others remember it.
+hardware_address() { # <node>
+  printf '02:00:00:00:00:%02d\n' "${1#"$PREFIX"}"
 }
 
 
