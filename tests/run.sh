@@ -25,7 +25,11 @@ source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/../scripts/lib/com
 source "$KIT/scripts/lib/venv.bash"
 
 # What the tests call, and the Debian package that has it.
-TOOLS=(bats:bats shellcheck:shellcheck scontrol:slurm-wlm munged:munge ip:iproute2 ps:procps g++:g++)
+TOOLS=(
+  bats:bats shellcheck:shellcheck g++:g++ ps:procps
+  scontrol:slurm-wlm munged:munge
+  ip:iproute2 ssh:openssh-client /usr/sbin/sshd:openssh-server pdsh:pdsh rsync:rsync
+)
 
 REQUIREMENTS=(requirements.txt requirements-trackers.txt requirements-test.txt)
 WHAT=all # or files, or linters

@@ -1,0 +1,384 @@
+#!/usr/bin/env bats
+#
+# tests/lab/lab.sh: its nodes are such as a cluster has, each fault does what its name says and nothing else, and
+# whatever happened before, nothing is left behind.
+
+bats_require_minimum_version 1.5.0
+
+
+setup() {
+  [ "$(id -u)" -eq 0 ] || skip "raising nodes needs root"
+  export MUSTER_LAB=$BATS_TEST_TMPDIR/lab
+  PREFIX=$(tr 0-9 a-j <<<"$$") # so that no other laboratory on this machine has it
+  N1=${PREFIX}1 N2=${PREFIX}2 N3=${PREFIX}3
+}
+
+
+teardown() {
+  [ "$(id -u)" -eq 0 ] || return 0
+  lab down
+}
+
+
+lab() { # <word...>
+  "$BATS_TEST_DIRNAME/lab/lab.sh" "$@" 3>&-
+}
+
+
+up() { # <option...>
+  lab up 3 --prefix "$PREFIX" "$@"
+}
+
+
+state() { # <node>
+  lab status | awk -v node="$1" '$1 == node { print $3 }'
+}
+
+
+processes_on() { # <node>
+  local network
+  network=$(readlink "/proc/$(lab status | awk -v node="$1" '$1 == node { print $4 }')/ns/net")
+  processes_in "$network"
+}
+
+
+processes_in() { # <network namespace>
+  find /proc/[0-9]*/ns/net -maxdepth 0 -lname "${1//[/\\[}" 2>/dev/null | cut -d/ -f3
+}
+
+
+wait_until() { # <command...>
+  timeout 20 bash -c 'until "$@"; do sleep 0.02; done' bash "$@"
+}
+
+
+# Whatever of the laboratory can be seen on this machine.
+traces() {
+  ip -brief link | grep -F "muster-$PREFIX " || true
+  ip route | grep -F "muster-$PREFIX " || true
+  grep -F "$MUSTER_LAB" /proc/self/mounts || true
+  grep -lrF "$MUSTER_LAB" /etc/ssh || true
+  pgrep -af -- "$MUSTER_LAB" || true
+  find "$MUSTER_LAB" 2>/dev/null || true
+}
+
+
+# Open a connection to a node, whose other end returns what it is told.
+connect() { # <ssh's words>
+  coproc ECHO { exec ssh "$@" cat 3>&- 2>"$BATS_TEST_TMPDIR/connection"; }
+  answers first
+}
+
+
+answers() { # <text>
+  local line
+  echo "$1" >&"${ECHO[1]}"
+  read -r -t 20 line <&"${ECHO[0]}"
+  [ "$line" = "$1" ]
+}
+
+
+is_silent() {
+  local line
+  echo unheard >&"${ECHO[1]}"
+  run read -r -t 0.5 line <&"${ECHO[0]}"
+  [ "$status" -gt 128 ] # it ran out of time; the end of the connection would be 1
+}
+
+
+was_heard() {
+  local line
+  read -r -t 20 line <&"${ECHO[0]}"
+  [ "$line" = unheard ]
+}
+
+
+milliseconds_for() { # <command...>
+  local before=${EPOCHREALTIME/./}
+  "$@"
+  echo $(((${EPOCHREALTIME/./} - before) / 1000))
+}
+
+
+# 100 kB are 0.8 s at 1000 kbit/s.
+send() {
+  head -c 100000 /dev/urandom | ssh "$N1" 'cat >/dev/null'
+}
+
+
+receive() {
+  ssh "$N1" 'head -c 100000 /dev/urandom' >/dev/null
+}
+
+
+@test "three nodes have names of their own, and reach each other by them" {
+  up
+  for node in "$N1" "$N2" "$N3"; do
+    [ "$(ssh "$node" hostname)" = "$node" ]
+  done
+  [ "$(ssh "$N1" ssh "$N2" ssh "$N3" hostname)" = "$N3" ]
+  address=$(lab status | awk 'NR == 1 { print $2 }')
+  for node in "$N1" "$N3"; do
+    [ "$(lab ssh "$node" getent hosts "$N1" | xargs)" = "$address $N1" ]
+  done
+  [ "$(hostname)" != "$N3" ]
+}
+
+
+@test "pdsh reaches all of them" {
+  up
+  [ "$(PDSH_RCMD_TYPE=ssh pdsh -S -w "${PREFIX}[1-3]" hostname 2>/dev/null | sort)" = "$N1: $N1
+$N2: $N2
+$N3: $N3" ]
+}
+
+
+@test "the words of a command arrive as they are" {
+  up
+  [ "$(lab ssh "$N2" printf '<%s>' 'a  b' '$HOME' "it's")" = "<a  b><\$HOME><it's>" ]
+  run lab ssh "$N2" sh -c 'exit 42'
+  [ "$status" -eq 42 ]
+}
+
+
+@test "up twice is harmless, and other settings are refused" {
+  up
+  before=$(lab status)
+  up
+  [ "$(lab status)" = "$before" ]
+  run lab up 2 --prefix "$PREFIX"
+  [ "$status" -eq 1 ]
+  [[ "$output" == *"other settings is up in $MUSTER_LAB ($N1 $N2 $N3)"* ]]
+  [ "$(lab status)" = "$before" ]
+}
+
+
+@test "cut silences an open connection without ending it, and heal lets it go on" {
+  up
+  connect "$N1"
+  lab cut "$N1"
+  [ "$(state "$N1")" = cut ]
+  is_silent
+  run lab ssh "$N2" timeout 0.3 bash -c ": </dev/tcp/$N1/22"
+  [ "$status" -eq 124 ]
+  lab heal "$N1"
+  was_heard
+  answers again
+  [ "$(state "$N1")" = up ]
+}
+
+
+@test "freeze stops everything on the node, a daemon too, and heal lets it go on" {
+  up
+  connect "$N1"
+  ssh "$N1" 'setsid sleep 300 </dev/null >/dev/null 2>&1 &'
+  lab freeze "$N1"
+  [ "$(state "$N1")" = frozen ]
+  is_silent
+  mapfile -t processes < <(processes_on "$N1")
+  [ "$(ps -o comm= -p "${processes[*]}" | grep -cx sleep)" -eq 1 ]
+  [ "$(ps -o stat= -p "${processes[*]}" | cut -c1 | sort -u)" = T ]
+  [ "$(ssh "$N2" hostname)" = "$N2" ]
+  lab heal "$N1"
+  was_heard
+  [ "$(state "$N1")" = up ]
+}
+
+
+@test "slow limits what goes to the node and what comes from it" {
+  up
+  lab slow "$N1" 1000
+  [ "$(state "$N1")" = slow ]
+  sent=$(milliseconds_for send)
+  received=$(milliseconds_for receive)
+  lab heal "$N1"
+  [ "$(state "$N1")" = up ]
+  echo "sent in $sent ms, received in $received ms"
+  [ "$sent" -ge 750 ]
+  [ "$received" -ge 750 ]
+  [ "$(milliseconds_for send)" -lt "$sent" ]
+}
+
+
+@test "kill leaves no process on the node, and the others are not told" {
+  up
+  ssh "$N1" 'setsid sleep 300 </dev/null >/dev/null 2>&1 &'
+  connect "$N2" ssh "$N1"
+  network=$(readlink "/proc/$(lab status | awk 'NR == 1 { print $4 }')/ns/net")
+  address=$(lab status | awk 'NR == 1 { print $2 }')
+  [ -n "$(processes_in "$network")" ]
+  lab kill "$N1"
+  [ -z "$(processes_in "$network")" ]
+  [ "$(state "$N1")" = dead ]
+  is_silent
+  [ "$(ssh "$N2" ss --no-header --tcp state established dst "$address" | wc -l)" -eq 1 ]
+  run lab heal "$N1"
+  [ "$status" -eq 1 ]
+  [[ "$output" == *"$N1 is dead"* ]]
+}
+
+
+@test "up raises a killed node again, with its keys, and heals the others" {
+  up
+  second=$(lab status | sed -n 2p)
+  lab kill "$N1"
+  lab cut "$N2"
+  lab slow "$N3" 100
+  up
+  [ "$(lab status | awk '{ print $3 }' | xargs)" = "up up up" ]
+  [ "$(lab status | sed -n 2p)" = "$second" ]
+  [ "$(ssh "$N1" ssh "$N2" ssh "$N1" hostname)" = "$N1" ]
+}
+
+
+@test "a private folder is another one on every node, and outlives its power" {
+  folder="$BATS_TEST_TMPDIR/a folder"
+  mkdir "$folder"
+  touch "$folder/here"
+  up --private "$folder"
+  lab ssh "$N1" touch "$folder/one" "$BATS_TEST_TMPDIR/shared"
+  [ "$(lab ssh "$N1" ls "$folder")" = one ]
+  [ -z "$(lab ssh "$N2" ls "$folder")" ]
+  [ "$(ls "$folder")" = here ]
+  lab ssh "$N2" test -e "$BATS_TEST_TMPDIR/shared"
+  lab kill "$N1"
+  up --private "$folder"
+  [ "$(lab ssh "$N1" ls "$folder")" = one ]
+}
+
+
+@test "with --slurm, srun reaches the nodes, and each task gets its own GPU" {
+  SLURM_CONF=$(up --slurm --gpus 2)
+  export SLURM_CONF
+  [ "$(srun -N3 hostname | sort | xargs)" = "$N1 $N2 $N3" ]
+  devices=$(srun -N3 --ntasks-per-node=2 --gres=gpu:2 --gpus-per-task=1 printenv SLURMD_NODENAME CUDA_VISIBLE_DEVICES)
+  [ "$(grep -cx 0 <<<"$devices") $(grep -cx 1 <<<"$devices") $(grep -cx "$N2" <<<"$devices")" = "3 3 2" ]
+  [ "$(ssh "$N2" srun -w "$N3" hostname)" = "$N3" ]
+  lab kill "$N2"
+  [ "$(up --slurm --gpus 2)" = "$SLURM_CONF" ]
+  [ "$(srun -N3 hostname | sort | xargs)" = "$N1 $N2 $N3" ]
+  lab down
+  [ -z "$(traces)" ]
+}
+
+
+@test "down leaves no trace, whatever the nodes are doing, and may be repeated" {
+  [ -z "$(traces)" ]
+  up
+  [ "$(traces | grep -cF -e "muster-$PREFIX" -e /etc/ssh -e sshd -e "$MUSTER_LAB/id.pub")" -ge 6 ]
+  mapfile -t networks < <(for node in "$N1" "$N2" "$N3"; do readlink "/proc/$(processes_on "$node" | head -n 1)/ns/net"; done)
+  for node in "$N1" "$N2" "$N3"; do
+    ssh "$node" 'setsid sleep 300 </dev/null >/dev/null 2>&1 &'
+  done
+  connect "$N1"
+  lab cut "$N1"
+  lab freeze "$N2"
+  lab down
+  [ -z "$(traces)" ]
+  for network in "${networks[@]}"; do
+    [ -z "$(processes_in "$network")" ]
+  done
+  lab down
+  run lab status
+  [ "$status" -eq 1 ]
+  [[ "$output" == *"no laboratory is up in $MUSTER_LAB"* ]]
+}
+
+
+@test "after a crash in the middle of up, up and down find their way" {
+  for moment in settings switch "$N3/sshd.pid"; do
+    "$BATS_TEST_DIRNAME/lab/lab.sh" up 3 --prefix "$PREFIX" 3>&- &
+    wait_until test -e "$MUSTER_LAB/$moment"
+    kill -KILL $! || true
+    wait $! || true
+    up
+    [ "$(ssh "$N3" hostname)" = "$N3" ]
+    lab down
+    [ -z "$(traces)" ]
+  done
+}
+
+
+@test "who stops up with TERM finds nothing of it" {
+  "$BATS_TEST_DIRNAME/lab/lab.sh" up 3 --prefix "$PREFIX" 3>&- &
+  wait_until test -e "$MUSTER_LAB/$N1"
+  kill -TERM $!
+  wait $! || true
+  [ -z "$(traces)" ] || [ "$(lab status | grep -c ' up ')" -eq 3 ] # it may have been too late
+}
+
+
+@test "a second laboratory stands beside the first, but not with its names" {
+  up
+  first=$MUSTER_LAB
+  MUSTER_LAB=$BATS_TEST_TMPDIR/other
+  run up
+  [ "$status" -eq 1 ]
+  [[ "$output" == *"$N1 is a node of the laboratory in $first: name yours with --prefix"* ]]
+  [ ! -e "$MUSTER_LAB" ]
+  lab up 1 --prefix "${PREFIX}x"
+  [ "$(ssh "${PREFIX}x1" hostname)" = "${PREFIX}x1" ]
+  run ssh "${PREFIX}x1" ssh "$N1" true
+  [ "$status" -eq 255 ]
+  lab down
+  MUSTER_LAB=$first
+  [ "$(ssh "$N1" hostname)" = "$N1" ]
+}
+
+
+@test "a wrong call is refused, and leaves no trace" {
+  refused_with() { # <text> <word...>
+    run lab "${@:2}"
+    [ "$status" -eq 2 ]
+    [[ "$output" == *"$1"*"Try: lab.sh --help"* ]]
+  }
+  refused_with "say what to do"
+  refused_with "unknown verb 'fly'" fly
+  refused_with "needs the number of nodes" up
+  refused_with "'0' is not a number of nodes from 1 to 64" up 0
+  refused_with "'65' is not a number" up 65
+  refused_with "not also '4'" up 3 4
+  refused_with "--gpus needs a value" up 3 --slurm --gpus
+  refused_with "--gpus 'two'" up 3 --slurm --gpus two
+  refused_with "add --slurm" up 3 --gpus 2
+  refused_with "--prefix 'n1'" up 3 --prefix n1
+  refused_with "unknown option '--fast'" up 3 --fast
+  refused_with "'/no/such' is not a folder" up 3 --private /no/such
+  refused_with "would hide the laboratory" up 3 --private "$BATS_TEST_TMPDIR"
+  refused_with "not 'all'" down all
+  refused_with "takes a node, not ''" cut
+  refused_with "'fast' is not a number of kbit/s" slow node1 fast
+  [ -z "$(traces)" ]
+  mkdir "$MUSTER_LAB"
+  touch "$MUSTER_LAB/mine"
+  refused_with "was not made by this script" down
+  [ -e "$MUSTER_LAB/mine" ]
+  rm -r "$MUSTER_LAB"
+}
+
+
+@test "a name that is no node's is refused" {
+  up
+  run lab cut "${PREFIX}4"
+  [ "$status" -eq 2 ]
+  [[ "$output" == *"'${PREFIX}4' is not one of the nodes: $N1 $N2 $N3"* ]]
+}
+
+
+@test "a machine where it cannot work is told what to do" {
+  unfit() { # <text>
+    [ "$status" -eq 69 ]
+    [[ "$output" == *"$1"* ]]
+    [ -z "$(traces)" ]
+  }
+  without() { # <file>
+    run unshare --mount -- bash -c 'mount --bind /dev/null "$1" && exec "${@:2}"' bash "$1" \
+      "$BATS_TEST_DIRNAME/lab/lab.sh" up 3 --prefix "$PREFIX"
+  }
+  without /etc/ssh/ssh_config
+  unfit "add the line 'Include /etc/ssh/ssh_config.d/*.conf'"
+  without "$(type -P ssh-keygen)"
+  unfit "no program 'ssh-keygen': apt-get install openssh-client"
+  run unshare --user -- "$BATS_TEST_DIRNAME/lab/lab.sh" up 3 --prefix "$PREFIX"
+  unfit "run it with sudo"
+}
