@@ -185,8 +185,8 @@ UNREACHED = {
     "Permission denied": "does not let you in without a password ({said}); give it your key: ssh-copy-id {name}",
 }
 UNFIT_SIGNS = {
-    ": cd: ": "has no such folder as here ({said}): share the folder between the nodes, or copy it with --sync",
-    "preflight.py": "does not have the kit ({said}): share its folder between the nodes, or copy it with --sync",
+    ": cd: ": "has no such folder as here ({said}): share the folder between the nodes",
+    "preflight.py": "does not have the kit ({said}): share its folder between the nodes",
     ": exec: ": "has no such Python ({said}): name one that all nodes have with --python",
 }
 
@@ -226,9 +226,9 @@ def other_files(looks: Mapping[str, Look], file: str) -> Iterator[tuple[str, str
     usual = Counter(found.files[file] for found in looks.values()).most_common(1)[0][0]
     for name, found in looks.items():
         if found.files[file] is None:
-            yield name, f"has no file '{file}' to read: share the folder between the nodes, or copy it with --sync"
+            yield name, f"has no file '{file}' to read: share the folder between the nodes"
         elif found.files[file] != usual:
-            yield name, f"its '{file}' is another than elsewhere: copy it with --sync"
+            yield name, f"its '{file}' is another than elsewhere: make them the same"
 
 
 def minor(version: str) -> str:

@@ -165,7 +165,7 @@ time.sleep(300)'
 @test "Ctrl-C in the middle of a training: a checkpoint, 75, and the same command goes on" {
   cat >tiny.yaml <<'END'
 model: {n_layer: 1, n_head: 1, n_embd: 8, block_size: 16}
-train: {steps: 100000, batch_size: 4, evaluate_every: 0}
+train: {steps: 100000, batch_size: 4, evaluate_every: 0, evaluate_windows: 4}
 checkpoint: {dir: "check points", every: 0}
 logging: {every: 1, sample: 0}
 END
@@ -308,6 +308,7 @@ refused() { # <what the line must name> <word...>
   refused "-m 'nix.trainer': " -m nix.trainer - 2
   refused "-m 'os.json': " -m os.json - 2
   refused "--bad" --bad - 2
+  refused "this launcher asks for none" --hostfile hosts --script "my script.py" - 2
   refused "--agent 'slow'" --agent slow - 2
   refused "--master-port '99999'" --master-port 99999 - 2
   refused "--env 'NOVALUE'" --env NOVALUE - 2

@@ -93,8 +93,10 @@ provide_system_packages() {
 }
 
 
-# The programs under test find the Python that a person with an active environment would use.
+# The programs under test find the Python that a person with an active environment would use, and no help of ours:
+# with PYTHONUNBUFFERED a line that they keep back would not be noticed.
 activate_venv() {
+  unset PYTHONUNBUFFERED
   export VIRTUAL_ENV=$VENV PATH="$VENV/bin:$PATH"
 }
 

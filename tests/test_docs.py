@@ -34,11 +34,12 @@ RUN = ("README.md", "LAUNCH_GUIDE.md")  # their commands are run, as far as any 
 CONFIGS = sorted(path.name for path in (KIT / "config").glob("*.yaml"))
 SECONDS = 120  # after which a command counts as hanging
 
-STARTERS = ("launch_singlenode.sh", "run_ddp.sh", "test_distributed.sh", "quickstart.sh")  # they know --dry-run
+# They know --dry-run.
+STARTERS = ("launch_singlenode.sh", "launch_torchrun_auto.sh", "run_ddp.sh", "test_distributed.sh", "quickstart.sh")
 AS_THEY_STAND = ("config", "torch", "step_folder", "verdict", "report")  # modules that start nothing
 OTHERS = {
     *("df", "env", "export", "git", "less", "ls", "mkdir", "mv", "nvidia-smi", "python", "salloc", "scancel", "source"),
-    *("srun", "ss", "sudo", "tail", "tensorboard", "torchrun", "unset", "wandb"),
+    *("srun", "ss", "ssh", "sudo", "tail", "tensorboard", "torchrun", "unset", "wandb"),
 }
 
 
@@ -156,6 +157,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).symlink_to(KIT / name)
     (folder / "my_train.py").write_text(example())
     (folder / "my.yaml").write_text("{}\n")
+    (folder / "my_hosts").write_text("node1 slots=4\nnode2\n")
     for corpus in ("books", "data/openwebtext", "data/tokens"):
         (folder / corpus).mkdir(parents=True)
     training = "scripts/ssh/launch_singlenode.sh config/quickstart.yaml 2"

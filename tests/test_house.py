@@ -28,6 +28,7 @@ BELOW: dict[str, set[str]] = {
     "checkpoint": {"ranks", "shards", "snapshot", "step_folder"},
     "doctor": {"facts", "fitness"},
     "fitness": {"facts"},
+    "preflight": {"facts", "run_folder"},
     "report": {"charts", "history"},
     "resume": {"config", "step_folder"},
     "shards": {"ranks", "step_folder"},
@@ -41,8 +42,8 @@ KNOW_PYTORCH = {
 }  # fmt: skip
 # They run on nodes before anything is installed.
 STANDARD_LIBRARY_ALONE = {
-    "charts", "doctor", "evidence", "facts", "fitness", "history", "nodelist", "report", "run_folder", "step_folder",
-    "verdict",
+    "charts", "doctor", "evidence", "facts", "fitness", "history", "nodelist", "preflight", "report", "run_folder",
+    "step_folder", "verdict",
 }  # fmt: skip
 WHERE_IT_IS_THERE = {"psutil", "pynvml"}  # inside a try
 

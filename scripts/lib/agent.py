@@ -25,6 +25,8 @@ if __name__ == "__main__":  # a worker imports this file too, under another name
     else:
         sys.path[0] = kit
     share_cores(sys.argv[1:])
+    # Into a pipe Python would keep back what ranks say until there is much of it.
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts its background jobs with it ignored
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # meant for the workers
 

@@ -15,7 +15,7 @@ MAX_RESTARTS=0
 LOG_DIR=logs
 AGENT=fast
 PREFLIGHT=1 DETACH=0
-HOSTFILE='' EXCLUDE='' SYNC=0 # for launchers over several nodes
+HOSTFILE='' EXCLUDE=''   # for launchers over several nodes
 MAX_NPROC=1024           # on one machine: more is a slip of the finger
 GRACE=${MUSTER_GRACE:-8} # seconds to write a checkpoint when asked to stop
 CONFIG_ARGS=() USER_ARGS=() POSITIONAL=()
@@ -46,7 +46,6 @@ parse_options() { # <word...>
       --agent) need_value "$@"; AGENT=$2; shift ;;
       --hostfile) need_value "$@"; HOSTFILE=$2; shift ;;
       --exclude) need_value "$@"; EXCLUDE=$2; shift ;;
-      --sync) SYNC=1 ;;
       --no-preflight) PREFLIGHT=0 ;;
       --detach) DETACH=1 ;;
       --dry-run) DRY_RUN=1 ;;
@@ -63,6 +62,8 @@ parse_options() { # <word...>
 
 
 check_options() {
+  [[ ! $HOSTFILE$EXCLUDE ]] || declare -F name_nodes >/dev/null ||
+    die_usage "--hostfile and --exclude name nodes, and this launcher asks for none"
   [[ ! $SCRIPT || ! $MODULE ]] || die_usage "--script '$SCRIPT' and -m '$MODULE': give one of the two"
   [[ $AGENT == fast || $AGENT == torchrun ]] || die_usage "--agent '$AGENT': fast or torchrun is wanted"
   is_count "$MAX_RESTARTS" || die_usage "--max-restarts '$MAX_RESTARTS': a whole number is wanted"
@@ -286,7 +287,7 @@ ended() { # <node> <status>
   exec {switch}>&-
   unset "CLIENT[$1]" "SWITCH[$1]"
   if (($2 != 0 && STATUS == 0)); then
-    STATUS=$2
+    STATUS=$(($2 == 255 ? EXIT_UNFIT : $2)) # 255: ssh has lost the node
     [[ $DEADLINE ]] || next_order $(($2 == EXIT_STOPPED ? 30 : 0)) stop # who stops with a checkpoint may still write
   fi
 }
@@ -308,10 +309,10 @@ press_on() {
 
 
 order() { # <stop or kill>
-  local node
-  for node in "${!SWITCH[@]}"; do
-    echo "$1" >&"${SWITCH[$node]}" || true
-  done
+  local switch
+  for switch in "${SWITCH[@]}"; do
+    echo "$1" >&"$switch" || true # it may just have ended
+  done 2>/dev/null
 }
 
 

@@ -1,0 +1,297 @@
+#!/usr/bin/env bats
+#
+# scripts/ssh/launch_torchrun_auto.sh on the laboratory cluster: any script runs on several nodes as it would on one, its
+# words arrive byte for byte, the verdict names the host and rank that failed first, what cannot work is refused before
+# it starts, and nothing is left on any node, whoever is killed, cut off or frozen.
+
+bats_require_minimum_version 1.5.0
+
+
+setup_file() {
+  [ "$(id -u)" -eq 0 ] || skip "raising nodes needs root"
+  export KIT LAUNCH PREFIX MUSTER_LAB VIRTUAL_ENV
+  KIT=$(readlink -f "$BATS_TEST_DIRNAME/..")
+  LAUNCH=$KIT/scripts/ssh/launch_torchrun_auto.sh
+  VIRTUAL_ENV=${VIRTUAL_ENV:-$KIT/.venv}
+  PREFIX=t$(tr 0-9 a-j <<<"$$") # so that no other laboratory on this machine has it
+  MUSTER_LAB=$BATS_FILE_TMPDIR/lab
+  lab up 3 --prefix "$PREFIX"
+}
+
+
+teardown_file() {
+  [ "$(id -u)" -eq 0 ] || return 0
+  lab down
+}
+
+
+setup() {
+  N1=${PREFIX}1 N2=${PREFIX}2 N3=${PREFIX}3
+  export OMP_NUM_THREADS=1
+  WORK="$BATS_TEST_TMPDIR/my 'work'"
+  mkdir -p "$WORK"
+  cd "$WORK" || return
+}
+
+
+teardown() {
+  local run node
+  lab heal "$N3" >/dev/null 2>&1 || true
+  for run in "$WORK"/logs/*/; do
+    [ -d "$run" ] || continue
+    for node in "$N1" "$N2" "$N3"; do
+      "$KIT/scripts/lib/node.sh" --sweep --run "${run%/}" --node "$node"
+    done
+  done
+}
+
+
+lab() { # <word...>
+  "$BATS_TEST_DIRNAME/lab/lab.sh" "$@" 3>&-
+}
+
+
+# A script of the user's, that knows nothing of us.
+script() { # <body on standard input>
+  {
+    cat <<'END'
+import os, socket, sys, time
+import torch
+import torch.distributed as dist
+rank = int(os.environ["RANK"])
+dist.init_process_group("gloo")
+END
+    cat
+  } >"my script.py"
+}
+
+
+# One that is at work until somebody ends it.
+working_script() {
+  script <<'END'
+dist.barrier()
+if rank == 0:
+    print("at work", flush=True)
+while True:
+    dist.all_reduce(torch.ones(1))
+END
+}
+
+
+# Start in the background with its own process group, as a terminal does; wait until the ranks are at work.
+start() { # <word...>
+  : >out
+  set -m
+  "$LAUNCH" --script "my script.py" "$@" >out 2>&1 3>&- &
+  LAUNCHER=$!
+  set +m
+  timeout 120 grep -qF -m1 "at work" <(tail -n +1 -F out 2>/dev/null)
+}
+
+
+status_of_launcher() {
+  wait "$LAUNCHER" && status=0 || status=$?
+}
+
+
+left() {
+  grep -lsz -- "^MUSTER_RUN_DIR=$WORK" /proc/[0-9]*/environ 2>/dev/null | wc -l
+}
+
+
+nothing_left_within() { # <seconds>
+  timeout "$1" sh -c 'while grep -qsz -- "^MUSTER_RUN_DIR=$1" /proc/[0-9]*/environ; do sleep 0.1; done' sh "$WORK"
+}
+
+
+@test "a script that is not ours runs on three nodes, with its words byte for byte" {
+  script <<'END'
+total = torch.tensor(rank)
+dist.all_reduce(total)
+for turn in range(dist.get_world_size()):
+    dist.barrier()
+    if turn == rank:
+        open("told", "ab").write(f"{rank} {socket.gethostname()} {total.item()} ".encode()
+                                 + b"|".join(os.fsencode(w) for w in sys.argv[1:])
+                                 + b"|" + os.environb[b"SAID"] + b"\n\n")
+if rank == 0:
+    print("finished")
+END
+  words=("it's" '$HOME `id` "x"' $'two\nlines' 'é; exit 3' $'\x80\xff' '' '*' '%h %n' '!x' '--' 'a\b')
+  said=$'a "b" $c \x80'
+  run --separate-stderr "$LAUNCH" --env "SAID=$said" --script "my script.py" - 1 "${PREFIX}[2,1]" "$N3:2" -- "${words[@]}"
+  [ "$status" -eq 0 ]
+  grep -qx finished <<<"$output"
+  line=$(IFS='|' && printf '%s' "${words[*]}|$said")
+  for place in "0 $N2" "1 $N1" "2 $N3" "3 $N3"; do
+    printf '%s 6 %s\n\n' "$place" "$line"
+  done >expected
+  cmp told expected
+  for node in "$N1" "$N2" "$N3"; do
+    [ "$(<"logs/latest/node_$node.exit")" = 0 ]
+  done
+  grep -q "verdict: ok" <<<"$stderr"
+}
+
+
+@test "the verdict names the host and the rank that failed first, whoever complains first" {
+  script <<'END'
+dist.barrier()
+if rank == 2:
+    raise ValueError("boom")
+dist.all_reduce(torch.ones(1))
+END
+  run "$LAUNCH" --script "my script.py" - 1 "$N1" "$N2" "$N3"
+  [ "$status" -eq 1 ]
+  [[ "$output" == *"verdict: failed: rank 2 on $N3 raised ValueError: boom"* ]]
+  [ "$(left)" -eq 0 ]
+}
+
+
+@test "the exit code is the failing rank's own, also of one that is killed, and the others end within seconds" {
+  script <<'END'
+dist.barrier()
+if rank == 1:
+    os.kill(os.getpid(), 9)
+time.sleep(300)
+END
+  run timeout 60 "$LAUNCH" --script "my script.py" - 1 "$N1" "$N2"
+  [ "$status" -eq 137 ]
+  [[ "$output" == *"verdict: failed: rank 1 on $N2 died of SIGKILL"* ]]
+  [ "$(left)" -eq 0 ]
+}
+
+
+@test "Ctrl-C in the middle of a training: one checkpoint, 75, and the same command goes on" {
+  cat >tiny.yaml <<'END'
+model: {n_layer: 1, n_head: 1, n_embd: 8, block_size: 16}
+train: {steps: 100000, batch_size: 4, evaluate_every: 0, evaluate_windows: 4}
+checkpoint: {dir: "check points", every: 0}
+logging: {every: 1, sample: 0}
+END
+  set -m
+  "$LAUNCH" tiny.yaml 1 "$N1" "$N2" >out 2>&1 3>&- &
+  LAUNCHER=$!
+  set +m
+  timeout 120 grep -qF -m1 "step      3/100000" <(tail -n +1 -F out 2>/dev/null)
+  kill -INT -- "-$LAUNCHER"
+  status_of_launcher
+  [ "$status" -eq 75 ]
+  [ "$(left)" -eq 0 ]
+  step=$(find "check points" -name 'step_*' -printf '%f' | sed 's/step_0*//')
+  run "$LAUNCH" tiny.yaml 1 "$N1" "$N2" -- train.steps=$((step + 1))
+  [ "$status" -eq 0 ]
+  [[ "$output" == *"going on from"*"step $((step + 1))/$((step + 1))"* ]]
+}
+
+
+@test "SIGKILL of the launcher leaves nothing on any node" {
+  working_script
+  start - 1 "$N1" "$N2" "$N3"
+  kill -KILL "$LAUNCHER"
+  nothing_left_within 10
+}
+
+
+@test "a node that is cut off ends the run with 69, and when it comes back nothing runs there" {
+  working_script
+  start - 1 "$N1" "$N2" "$N3"
+  lab cut "$N3"
+  SECONDS=0
+  status_of_launcher
+  ((SECONDS <= 25)) # 12 to notice, 10 to end the others, and a busy machine
+  [ "$status" -eq 69 ]
+  grep -q "verdict: failed: $N3 left nothing behind" out
+  lab heal "$N3"
+  nothing_left_within 10
+}
+
+
+@test "a node that is frozen ends the run, and when it thaws nothing runs there" {
+  working_script
+  start - 1 "$N1" "$N3"
+  lab freeze "$N3"
+  status_of_launcher
+  [ "$status" -eq 69 ]
+  grep -q "verdict: failed: $N3 left nothing behind" out
+  lab heal "$N3"
+  nothing_left_within 10
+}
+
+
+@test "--max-restarts starts all nodes again" {
+  script <<'END'
+dist.barrier()
+if rank == 1 and not os.path.exists("tried"):
+    open("tried", "w").close()
+    sys.exit(5)
+dist.barrier()
+END
+  run "$LAUNCH" --max-restarts 1 --script "my script.py" - 1 "$N1" "$N2"
+  [ "$status" -eq 0 ]
+  [[ "$output" == *"verdict: failed: rank 1 on $N2"*"starting again, 1 of 1"*"verdict: ok"* ]]
+}
+
+
+@test "two launches at once on the same nodes do not meet" {
+  script <<'END'
+total = torch.ones(1)
+dist.all_reduce(total)
+print(f"sum {total.item()}")
+END
+  "$LAUNCH" --script "my script.py" - 1 "$N1" "$N2" >one 2>&1 3>&- &
+  run "$LAUNCH" --script "my script.py" - 1 "$N2" "$N1"
+  wait $!
+  [ "$status" -eq 0 ]
+  grep -q "sum 2.0" one
+  [[ "$output" == *"sum 2.0"* ]]
+}
+
+
+refused() { # <exit code> <what the line must name> <word...>
+  run "$LAUNCH" "${@:3}"
+  [ "$status" -eq "$1" ] || { echo "status $status: $output" && return 1; }
+  [[ "$output" == *"$2"* ]] || { echo "$output" && return 1; }
+  [ ! -e logs ]
+}
+
+
+@test "what cannot work is refused before it starts, with the node and the remedy" {
+  script <<<''
+  refused 2 "CONFIG, NPROC and NODE... are wanted" - 2
+  refused 2 "named twice" --script "my script.py" - 2 "$N1" "$N1"
+  refused 2 "NPROC 'two'" --script "my script.py" - two "$N1"
+  refused 2 "there is no such file" --script nix.py - 2 "$N1"
+  refused 2 "hosts" --hostfile hosts --script "my script.py" - 2
+  refused 69 "nix: cannot be reached (" --script "my script.py" - 1 "$N1" nix
+  refused 69 "ssh-copy-id $N2" --script "my script.py" - 1 "$N1" "nobody@$N2"
+  mkdir "only here"
+  printf 'apart = True\n' >"$MUSTER_LAB/other.py"
+  lab freeze "$N3"
+  refused 69 "$N3: cannot be reached (" --script "my script.py" - 1 "$N1" "$N3"
+}
+
+
+@test "a port that is taken on the first node is refused, there and not here" {
+  script <<<''
+  "$BATS_TEST_DIRNAME/lab/lab.sh" ssh "$N2" python3 -c '
+import socket, time
+with socket.create_server(("", 29123)):
+    print("listening", flush=True)
+    time.sleep(60)' >port 3>&- &
+  timeout 20 grep -q -m1 listening <(tail -n +1 -F port 2>/dev/null)
+  refused 69 "$N2: port 29123 is taken" --master-port 29123 --script "my script.py" - 1 "$N2" "$N1"
+  kill $!
+}
+
+
+@test "--dry-run prints what would run on which node, and touches none" {
+  script <<<''
+  printf '%s\n' '# ours' 'a1 slots=4' b2 c3 >hosts
+  run "$LAUNCH" --dry-run --hostfile hosts --exclude c3 --script "my script.py" - 2 -- 'x y'
+  [ "$status" -eq 0 ]
+  [ "${#lines[@]}" -eq 2 ]
+  [[ "${lines[0]}" == "a1: "*"--nnodes 2 --node-rank 0 --nproc-per-node 4 --master-addr a1 "*"my\\ script.py x\\ y" ]]
+  [[ "${lines[1]}" == "b2: "*"--node-rank 1 --nproc-per-node 2 "* ]]
+  [ ! -e logs ]
+}
