@@ -9,6 +9,7 @@ Try it: python3 -m distributed.doctor --json
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import pwd
@@ -17,6 +18,7 @@ import resource
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -31,6 +33,7 @@ from typing import Any
 KIT = Path(__file__).resolve().parents[1]
 MIB, GIB = 2**20, 2**30
 PROC, SYS = Path("/proc"), Path("/sys")
+SIOCGIFADDR = 0x8915  # linux/sockios.h: the address of an interface
 LOOKUP_LIMIT = 6.0  # seconds; a resolver that drops one packet answers after 5
 TORCH_LIMIT = 120.0  # seconds for `import torch`, which a cold network disk makes long
 NVIDIA_LIMIT = 20.0  # seconds; a driver without persistence mode takes some for each GPU
@@ -690,6 +693,26 @@ def outward_address() -> str:
             return str(probe.getsockname()[0])
     except OSError:
         return ""
+
+
+def interface_to(host: str) -> str:
+    """The network interface on the way to a host; empty when there is none, or it cannot be told (IPv6)."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 9))  # sends nothing
+            own = socket.inet_aton(probe.getsockname()[0])
+        except OSError:
+            return ""
+        return next((name for _, name in socket.if_nameindex() if interface_address(probe, name) == own), "")
+
+
+def interface_address(probe: socket.socket, name: str) -> bytes:
+    """The IPv4 address of an interface, 4 bytes; empty when it has none."""
+    try:
+        answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+    except OSError:
+        return b""
+    return answer[20:24]
 
 
 def forward_lookup(host: str) -> tuple[str, ...]:

@@ -248,6 +248,21 @@ END
 }
 
 
+@test "nodes whose own names are 127.0.1.1, as Debian has it, meet all the same" {
+  script <<'END'
+total = torch.ones(1)
+dist.all_reduce(total)
+print(f"sum {total.item()}")
+END
+  cp -- "$MUSTER_LAB/hosts" hosts
+  { printf '127.0.1.1 %s %s\n' "$N1" "$N2" && cat hosts; } >"$MUSTER_LAB/hosts"
+  run timeout 60 "$LAUNCH" --script "my script.py" - 1 "$N1" "$N2"
+  cat hosts >"$MUSTER_LAB/hosts"
+  [ "$status" -eq 0 ]
+  [[ "$output" == *"sum 2.0"* ]]
+}
+
+
 refused() { # <exit code> <what the line must name> <word...>
   run "$LAUNCH" "${@:3}"
   [ "$status" -eq "$1" ] || { echo "status $status: $output" && return 1; }
@@ -279,9 +294,10 @@ import socket, time
 with socket.create_server(("", 29123)):
     print("listening", flush=True)
     time.sleep(60)' >port 3>&- &
+  local holder=$!
   timeout 20 grep -q -m1 listening <(tail -n +1 -F port 2>/dev/null)
   refused 69 "$N2: port 29123 is taken" --master-port 29123 --script "my script.py" - 1 "$N2" "$N1"
-  kill $!
+  kill "$holder"
 }
 
 

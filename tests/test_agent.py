@@ -655,5 +655,6 @@ def test_each_rank_gets_its_share_of_the_cores(
     monkeypatch.delenv("OMP_NUM_THREADS")
     if before:
         monkeypatch.setenv("OMP_NUM_THREADS", before)
-    runpy.run_path(str(KIT / "scripts/lib/agent.py"))["share_cores"](words)
+    entry = runpy.run_path(str(KIT / "scripts/lib/agent.py"))
+    entry["share_cores"](entry["said"](words))
     assert os.environ.get("OMP_NUM_THREADS") == after

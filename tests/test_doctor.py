@@ -550,6 +550,11 @@ def test_an_active_conda_environment_that_is_not_used_is_a_fact() -> None:
     assert facts.which_python("/conda/bin/python", Path("/work"), {"CONDA_PREFIX": "/conda"}).unused_conda == ""
 
 
+def test_the_interface_on_the_way_to_a_host_is_known() -> None:
+    assert facts.interface_to("127.0.0.1") == "lo"
+    assert facts.interface_to("no-such-name.invalid") == ""
+
+
 @pytest.mark.parametrize(
     ("python", "error"),
     [
