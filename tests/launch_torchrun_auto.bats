@@ -219,6 +219,7 @@ END
 }
 
 
+# bats test_tags=soak
 @test "--max-restarts starts all nodes again" {
   script <<'END'
 dist.barrier()
@@ -233,6 +234,7 @@ END
 }
 
 
+# bats test_tags=soak
 @test "two launches at once on the same nodes do not meet" {
   script <<'END'
 total = torch.ones(1)

@@ -165,8 +165,6 @@ run_bats() { # <file...>
 run_pytest() { # <file...>
   local report=$RESULTS/pytest.xml
   local options=(--junitxml "$report")
-  # Two files at a time, for ranks wait for each other more than they compute; the longest one begins.
-  [[ $WHAT != all ]] || options+=(-n 2 --dist loadfile tests/test_train.py)
   [[ ! $SOAK ]] || options+=(-m '')
   runner "$PYTHON" -m pytest "${options[@]}" "$@"
   add_up pytest "$(occurrences '<testcase [^>]*/>' "$report")" \
