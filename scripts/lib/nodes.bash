@@ -5,7 +5,9 @@
 # Sourced behind launcher.bash and ssh.bash, never run.
 
 NODES=()            # names, by node rank
-declare -A NPROC=() # of each node: how many processes
+# shellcheck disable=SC2034 # ssh.bash calls by it
+declare -A ADDRESS=() # of each node: [user@]name, as ssh is to be called
+declare -A NPROC=()   # of each node: how many processes
 RANKS=0             # of all
 MASTER_ADDR=''
 
@@ -19,6 +21,7 @@ name_nodes() { # <processes on a node that does not say so itself> [node...]
   while read -r line; do
     name=${line#*@} name=${name%:*}
     NODES+=("$name")
+    # shellcheck disable=SC2034
     ADDRESS[$name]=${line%:*}
     NPROC[$name]=$1
     [[ $line != *:* ]] || NPROC[$name]=${line##*:}

@@ -2,12 +2,11 @@
 #
 # The kit's door to other nodes: OpenSSH's own client, with the person's own configuration.
 #
-# Sourced behind common.bash, never run. One connection a node serves all calls of one launch:
+# Sourced behind common.bash, never run; nodes.bash says who the nodes are. One connection a node serves all
+# calls of one launch:
 #
 #   open_connections; trap close_connections EXIT
 #   on_node NODE COMMAND [WORD...]
-
-declare -A ADDRESS=() # of each node: [user@]name, as ssh is to be called
 
 
 # One folder of sockets for each launch, short enough for a socket's name (ssh takes 90 bytes, 41 of them its own).
