@@ -207,6 +207,7 @@ END
 }
 
 
+# bats test_tags=soak
 @test "a node that is frozen ends the run, and when it thaws nothing runs there" {
   working_script
   start - 1 "$N1" "$N3"

@@ -167,7 +167,7 @@ def test_fp16_is_refused_where_one_rank_alone_would_see_an_overflow(bench: Bench
 STRATEGIES = {"one": (1, "single"), "ddp": (2, "ddp"), "dp": (1, "dp"), "fsdp": (2, "fsdp")}
 
 
-@pytest.mark.parametrize("name", ["one", "ddp", soak("dp"), "fsdp"])
+@pytest.mark.parametrize("name", [soak("one"), "ddp", soak("dp"), "fsdp"])
 def test_killed_at_any_step_it_ends_as_if_never_stopped(bench: Bench, name: str) -> None:
     nproc, strategy = STRATEGIES[name]
     said = (f"distributed.strategy={strategy}",)
