@@ -283,8 +283,6 @@ refused() { # <exit code> <what the line must name> <word...>
   refused 2 "hosts" --hostfile hosts --script "my script.py" - 2
   refused 69 "nix: cannot be reached (" --script "my script.py" - 1 "$N1" nix
   refused 69 "ssh-copy-id $N2" --script "my script.py" - 1 "$N1" "nobody@$N2"
-  mkdir "only here"
-  printf 'apart = True\n' >"$MUSTER_LAB/other.py"
   lab freeze "$N3"
   refused 69 "$N3: cannot be reached (" --script "my script.py" - 1 "$N1" "$N3"
 }

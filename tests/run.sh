@@ -28,7 +28,7 @@ source "$KIT/scripts/lib/venv.bash"
 TOOLS=(
   bats:bats shellcheck:shellcheck g++:g++ ps:procps
   scontrol:slurm-wlm munged:munge
-  ip:iproute2 ssh:openssh-client /usr/sbin/sshd:openssh-server pdsh:pdsh rsync:rsync
+  ip:iproute2 ssh:openssh-client /usr/sbin/sshd:openssh-server pdsh:pdsh
 )
 
 REQUIREMENTS=(requirements.txt requirements-trackers.txt requirements-test.txt)

@@ -4,11 +4,11 @@
 #
 # Sourced behind launcher.bash and ssh.bash, never run.
 
-NODES=()            # names, by node rank
+NODES=()              # names, by node rank
 # shellcheck disable=SC2034 # ssh.bash calls by it
 declare -A ADDRESS=() # of each node: [user@]name, as ssh is to be called
 declare -A NPROC=()   # of each node: how many processes
-RANKS=0             # of all
+RANKS=0               # of all
 MASTER_ADDR=''
 
 
@@ -34,7 +34,7 @@ name_nodes() { # <processes on a node that does not say so itself> [node...]
 
 # Ask all nodes at once; refuse them with one line for each fault, or set MASTER_ADDR and MASTER_PORT.
 check_nodes() {
-  ANSWERS=$(mktemp -d)
+  ANSWERS=$(mktemp -d "$SOCKETS/answers-XXXXXX") # goes when the connections go
   local node files=("${CONFIG_ARGS[@]:1}") words=() meeting
   [[ $MODULE ]] || files+=("${WORK[0]}")
   ask_nodes "${files[@]}"
@@ -42,7 +42,6 @@ check_nodes() {
     words+=("$node:${NPROC[$node]}")
   done
   meeting=$(kit_python preflight judge --port "${MASTER_PORT:-0}" "$ANSWERS" "${words[@]}") || exit
-  rm -r -- "$ANSWERS"
   read -r MASTER_ADDR MASTER_PORT <<<"$meeting"
 }
 
@@ -53,7 +52,7 @@ ask_nodes() { # <file to compare...>
     ask_node "$node" "$@" &
     asked+=($!)
   done
-  show_waiting "preflight" "$ANSWERS" code &
+  show_waiting &
   wait "${asked[@]}" || true
   kill $! 2>/dev/null || true
 }
@@ -67,16 +66,16 @@ ask_node() { # <node> <file to compare...>
 }
 
 
-# Every few seconds: which nodes have not left their file yet.
-show_waiting() { # <what for> <folder> <suffix>
+# Every few seconds: which nodes have not answered yet.
+show_waiting() {
   local node begun=$SECONDS missing
-  while sleep 5; do
+  while ! read -r -t 5 <> <(:); do # sleeps without a child that would outlive us: nobody writes there
     missing=()
     for node in "${NODES[@]}"; do
-      [[ -e $2/$node.$3 ]] || missing+=("$node")
+      [[ -e $ANSWERS/$node.code ]] || missing+=("$node")
     done
     ((${#missing[@]})) || return 0
-    log "$1: $((${#NODES[@]} - ${#missing[@]})) of ${#NODES[@]} nodes answered, waiting for ${missing[*]}, $((SECONDS - begun)) s"
+    log "preflight: $((${#NODES[@]} - ${#missing[@]})) of ${#NODES[@]} nodes answered, waiting for ${missing[*]}, $((SECONDS - begun)) s"
   done
 }
 
@@ -84,29 +83,26 @@ show_waiting() { # <what for> <folder> <suffix>
 # ---------------------------------------------------------------- what runs there
 
 # The agent's words on one of the nodes, in COMMAND. Static rendezvous: node ranks are as the nodes were given.
-agent_on() { # <node> <folder of the run>
-  local rank=0
-  while [[ ${NODES[rank]} != "$1" ]]; do
-    rank=$((rank + 1))
-  done
-  agent_command --nnodes "${#NODES[@]}" --node-rank "$rank" --nproc-per-node "${NPROC[$1]}" \
-    --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" --log-dir "$2/ranks/$1"
+agent_on() { # <node rank> <folder of the run>
+  local node=${NODES[$1]}
+  agent_command --nnodes "${#NODES[@]}" --node-rank "$1" --nproc-per-node "${NPROC[$node]}" \
+    --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" --log-dir "$2/ranks/$node"
 }
 
 
 start_nodes() {
-  local node
-  for node in "${NODES[@]}"; do
-    agent_on "$node" "$RUN"
-    start_node "$node" "${COMMAND[@]}"
+  local rank
+  for rank in "${!NODES[@]}"; do
+    agent_on "$rank" "$RUN"
+    start_node "${NODES[rank]}" "${COMMAND[@]}"
   done
 }
 
 
 show_commands() {
-  local node
-  for node in "${NODES[@]}"; do
-    agent_on "$node" "$LOG_DIR/<run>"
-    printf '%s: %s\n' "$node" "$(quote "${COMMAND[@]}")"
+  local rank
+  for rank in "${!NODES[@]}"; do
+    agent_on "$rank" "$LOG_DIR/<run>"
+    printf '%s: %s\n' "${NODES[rank]}" "$(quote "${COMMAND[@]}")"
   done
 }

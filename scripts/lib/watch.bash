@@ -1,0 +1,224 @@
+# shellcheck shell=bash
+#
+# Nodes while they run: start them, wait for the first that ends badly, end the others, judge, try again.
+#
+# Sourced by launcher.bash, never run.
+
+# Every node has a client: here the process that runs node.sh, with ssh the one that talks to the node. Its standard
+# input is the node's dead man's switch, through which it is also told to stop; how it ended comes through EVENTS.
+declare -A CLIENT=() SWITCH=() # of each node that has not ended: its process, the switch
+CONSOLES=()                    # processes that show what nodes say
+STATUS=0                       # of the first node that ended badly
+PATIENCE=''                    # seconds without a word of the launcher after which a node gives it up
+HURRY=5                        # seconds between the request to stop and the order to end, when a node has failed
+
+
+# Run a command with its words on a node; a launcher over ssh has a door of its own.
+on_node() { # <node> <command> [word...]
+  "${@:2}"
+}
+
+
+start_node() { # <node> <command...>
+  local console switch
+  pipe_into console show_rank_0 "$1"
+  CONSOLES+=($!)
+  pipe_into switch tell_end "$1" on_node "$1" "$KIT/scripts/lib/node.sh" --run "$RUN" --node "$1" --grace "$GRACE" \
+    ${PATIENCE:+--patience "$PATIENCE"} --source "$(node_env)" -- "${@:2}" >&"$console" 2>&1
+  CLIENT[$1]=$! SWITCH[$1]=$switch
+  exec {console}>&-
+}
+
+
+# The console shows rank 0 as it speaks; what the agent says of itself goes to stderr. The log has everybody.
+show_rank_0() { # <node>
+  trap '' INT TERM HUP TSTP
+  let_go_of_switches
+  exec stdbuf -oL sed -n -e "s/^\[$1:0\] //p;t" -e "/^\[$1:[0-9]*\] /!w /dev/stderr"
+}
+
+
+tell_end() { # <node> <command...>
+  local status=0
+  trap : TERM HUP # not ignored: node.sh has a use for them
+  let_go_of_switches
+  "${@:2}" || status=$?
+  echo "$1 $status" >&"$EVENTS"
+}
+
+
+# What runs beside the launcher must hold no node's switch: else that node would not notice that the launcher is gone.
+let_go_of_switches() {
+  local switch
+  for switch in "${SWITCH[@]}"; do
+    exec {switch}>&-
+  done
+}
+
+
+# config/node_env.sh of the working folder, else of the kit.
+node_env() {
+  if [[ -e config/node_env.sh ]]; then
+    absolute config/node_env.sh
+  else
+    printf '%s\n' "$KIT/config/node_env.sh"
+  fi
+}
+
+
+# To the last node's end. The first that ends badly ends all the others.
+wait_for_nodes() {
+  local node status
+  while ((${#CLIENT[@]})); do
+    if read -r -t 0.5 -u "$EVENTS" node status; then
+      ended "$node" "$status"
+    fi
+    if [[ $DEADLINE ]] && ((SECONDS >= DEADLINE)); then
+      press_on
+    fi
+  done
+  wait "${CONSOLES[@]}" || true
+  CONSOLES=()
+}
+
+
+ended() { # <node> <status>
+  local switch=${SWITCH[$1]}
+  exec {switch}>&-
+  unset "CLIENT[$1]" "SWITCH[$1]"
+  if (($2 != 0 && STATUS == 0)); then
+    STATUS=$(($2 == 255 ? EXIT_UNFIT : $2)) # 255: ssh has lost the node
+    [[ $DEADLINE ]] || next_order $(($2 == EXIT_STOPPED ? 30 : 0)) stop # who stops with a checkpoint may still write
+  fi
+}
+
+
+# What is said to the nodes that are left when the time has come: stop, then kill, then nothing more.
+next_order() { # <seconds from now> <order>
+  DEADLINE=$((SECONDS + $1)) ORDER=$2
+}
+
+
+press_on() {
+  case $ORDER in
+    stop) order stop; next_order "$HURRY" kill ;;
+    kill) order kill; next_order "$HURRY" abandon ;;
+    abandon) abandon ;;
+  esac
+}
+
+
+order() { # <stop or kill>
+  local switch
+  for switch in "${SWITCH[@]}"; do
+    echo "$1" >&"$switch" || true # it may just have ended
+  done 2>/dev/null
+}
+
+
+# A node that does not answer: it ends its processes by itself when it has not heard of us for a while.
+abandon() {
+  local node
+  for node in "${!CLIENT[@]}"; do
+    tell "$node does not answer; what runs there ends when it notices that nobody is here any more"
+    kill -KILL "${CLIENT[$node]}" 2>/dev/null || true
+    ended "$node" "$EXIT_UNFIT"
+  done
+}
+
+
+# A person, or the system, asks us to stop: the nodes are told, and told again when we are.
+interrupted() { # <signal>
+  if [[ $SIGNAL ]]; then
+    order kill
+    next_order "$HURRY" abandon
+    return
+  fi
+  SIGNAL=$1
+  tell "$1: stopping; up to $GRACE s to write a checkpoint, once more $1 to end at once"
+  order stop
+  next_order $((GRACE + HURRY)) abandon # a node keeps the grace itself
+}
+
+
+watch_signals() {
+  local name
+  trap '' PIPE # a node may end while it is told something
+  for name in INT TERM HUP; do
+    # shellcheck disable=SC2064
+    trap "interrupted $name" "$name"
+  done
+}
+
+
+# A word to each node every few seconds, as long as this shell lives: by its silence a node knows that it is cut off.
+keep_company() {
+  local switch status
+  trap '' INT TERM HUP TSTP PIPE
+  while true; do
+    read -r -t $((PATIENCE / 4)) _ && status=0 || status=$?
+    ((status > 128)) || return 0
+    for switch in "${SWITCH[@]}"; do
+      echo >&"$switch" || true
+    done
+  done 2>/dev/null
+}
+
+
+# Whose failure came first, and the exit code of it all in CODE.
+judge() {
+  local asked=()
+  case $SIGNAL in
+    INT) asked=(--exit-code "$EXIT_INTERRUPTED") ;;
+    TERM | HUP) asked=(--exit-code "$EXIT_TERMINATED") ;;
+    *) asked=(--exit-code "$STATUS") ;;
+  esac
+  kit_python verdict "$RUN" "${asked[@]}" && CODE=0 || CODE=$?
+  if [[ -e $RUN/metrics.jsonl ]]; then
+    kit_python report "$RUN" >/dev/null || warn "$RUN/report.html: could not be written"
+  fi
+}
+
+
+# Whether the failure is one that another try may mend: not a wrong call, and nobody asked us to stop.
+may_restart() {
+  [[ ! $SIGNAL ]] && ((CODE != 0 && CODE != EXIT_USAGE && CODE != EXIT_STOPPED && RESTARTS < MAX_RESTARTS))
+}
+
+
+# Keep what the failed try left, and make room for the next.
+next_try() {
+  RESTARTS=$((RESTARTS + 1))
+  mkdir -- "$RUN/try_$RESTARTS"
+  mv -- "$RUN/errors" "$RUN/ranks" "$RUN/verdict.json" "$RUN"/node_* "$RUN/try_$RESTARTS/"
+  mkdir -- "$RUN/errors" "$RUN/ranks"
+  tell "exit code $CODE: starting again, $RESTARTS of $MAX_RESTARTS, from the newest good checkpoint"
+}
+
+
+# Start the nodes, wait, judge; again while --max-restarts allows it. Sets CODE.
+run_nodes() { # <function that starts them> [its words...]
+  RESTARTS=0
+  open_events
+  watch_signals
+  while true; do
+    STATUS=0 DEADLINE='' ORDER=''
+    "$@"
+    [[ ! $PATIENCE ]] || pipe_into COMPANY keep_company
+    wait_for_nodes
+    [[ ! $PATIENCE ]] || exec {COMPANY}>&-
+    judge
+    may_restart || break
+    next_try
+  done
+}
+
+
+# Both ends in one: who tells of his end never waits for a reader.
+open_events() {
+  local folder
+  folder=$(mktemp -d)
+  mkfifo -- "$folder/pipe"
+  exec {EVENTS}<>"$folder/pipe"
+  rm -r -- "$folder"
+}
