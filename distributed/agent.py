@@ -2,14 +2,15 @@
 
 Options, rendezvous, environment and restarts are torchrun's (`torch.distributed.run`). What differs: workers are
 forked from one warm process (`distributed.worker`), every rank that dies is noted with its exit code and time in
-errors/node_<name>.json, the others are ended within seconds (torchrun: 30), and the exit code is the first one's
-(torchrun: always 1).
+errors/node_<name>.json, the others are ended within seconds (torchrun: 30), also on the other nodes (torchrun: not at
+all), and the exit code is the first one's (torchrun: always 1).
 
 Try it: python scripts/lib/agent.py --nproc-per-node 2 train.py --config config/quickstart.yaml
 """
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import signal
@@ -19,18 +20,22 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing import connection
-from pathlib import Path
 from typing import Any, TextIO
 
+from torch.distributed import DistError
 from torch.distributed import run as torchrun
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import tail_log
 from torch.distributed.elastic.multiprocessing.api import MultiprocessContext, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.launcher import api as launcher
 
-from distributed.worker import Script, node_name, work, write_json
+from distributed import accounts
+from distributed.meeting import Meeting, say
+from distributed.peers import End, NotMet, Peers
+from distributed.worker import Script, work
 
 STOPPED = 75  # exit code of a rank that stopped on request with a checkpoint written
 LOOK = 0.1  # seconds between two looks at ranks of which none dies
@@ -52,19 +57,51 @@ class Death:
 
 
 class Agent(LocalElasticAgent):
-    """torchrun's agent, that also notes deaths, and does not wait long for those who survive."""
+    """torchrun's agent, that also notes deaths, does not wait long for those who survive, and knows the other nodes."""
 
     latest: Agent | None = None  # the one that torchrun made
+    script: Script
+    meeting: Meeting | None = None  # of several nodes
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, spec: WorkerSpec, *args: Any, **options: Any) -> None:
+        super().__init__(spec, *args, **options)
         self.deaths: dict[int, Death] = {}
+        if isinstance(spec.rdzv_handler, StaticTCPRendezvous) and spec.rdzv_handler.world_size > 1:
+            spec.rdzv_handler = self.meeting = Meeting(spec.rdzv_handler, self.script)
         Agent.latest = self
 
+    @property
+    def peers(self) -> Peers | None:
+        """The agents of the other nodes, once they have met."""
+        return self.meeting.peers if self.meeting else None
+
+    def ended(self) -> End | None:
+        """Why the run of several nodes cannot go on, here or elsewhere."""
+        return self.peers.end() if self.peers else None
+
     def exit_code(self) -> int:
-        """Of the first rank that died by itself."""
-        own = [death for death in self.deaths.values() if not death.ended_by_agent]
-        return min(own, key=lambda death: death.time).exit_code if own else 1
+        """Of the first rank that died by itself, here or elsewhere."""
+        if end := self.ended():
+            return end.exit_code
+        return self._first_death().exit_code if self._own_deaths() else 1
+
+    def failed(self) -> int:
+        """Tell the other nodes how it was here, keep what they tell, and return the exit code of it all."""
+        if self.peers and (end := self.peers.end()):
+            self._write_account(end.node if end.lost else None)
+            self.peers.last_words(accounts.of_this_node(death.rank for death in self.deaths.values()))
+            for told in self.peers.accounts.values():
+                accounts.keep(told)
+        return self.exit_code()
+
+    def stopped_by(self, number: int) -> int:
+        """Somebody sent us this signal, and the ranks have ended: the others need not wait. Returns the exit code."""
+        self.note_deaths(ended_by_agent=True)
+        code = STOPPED if self.all_stopped() else 128 + number
+        if self.peers:
+            self.peers.tell_end(End(accounts.node_name(), code, f"{signal.Signals(number).name} came"))
+            self.peers.leave()
+        return code
 
     def all_stopped(self) -> bool:
         """Whether every rank that ended did so on request, with a checkpoint written."""
@@ -79,7 +116,7 @@ class Agent(LocalElasticAgent):
         ]
         self.deaths.update((death.local_rank, death) for death in news)
         if news:
-            self._write_deaths()
+            self._write_account()
 
     # -------- torchrun's own steps
 
@@ -92,8 +129,12 @@ class Agent(LocalElasticAgent):
         connection.wait([process.sentinel for process in self._processes() if process.is_alive()], LOOK)
         self.note_deaths()
         self._take_silence_for_success()
-        if self.deaths:
-            self._end_the_others()
+        if self._own_deaths():
+            self._tell_of_death()
+            self._end_the_others(self.all_stopped())
+        elif not self.deaths and (end := self.ended()):
+            say(f"{end.node} {'fell silent' if end.lost else f'ends the run ({end.reason})'}: ending here too")
+            self._end_the_others(end.exit_code == STOPPED)
         result = super()._monitor_workers(worker_group)
         if result.failures and not self.deaths:
             # One died between our look and torchrun's, which then has ended the others.
@@ -101,7 +142,28 @@ class Agent(LocalElasticAgent):
             self.note_deaths(ended_by_agent=True)
         return result
 
+    def _exit_barrier(self) -> None:
+        if self.peers:
+            self.peers.part()
+        else:
+            super()._exit_barrier()
+
     # -------- ours
+
+    def _own_deaths(self) -> list[Death]:
+        return [death for death in self.deaths.values() if not death.ended_by_agent]
+
+    def _first_death(self) -> Death:
+        return min(self._own_deaths(), key=lambda death: death.time)
+
+    def _tell_of_death(self) -> None:
+        death = self._first_death()
+        if self.peers:
+            reason = f"rank {death.rank} ended with exit code {death.exit_code}"
+            self.peers.tell_end(End(accounts.node_name(), death.exit_code, reason))
+
+    def _write_account(self, lost: str | None = None) -> None:
+        accounts.write_of_node([asdict(death) for _, death in sorted(self.deaths.items())], lost)
 
     def _take_silence_for_success(self) -> None:
         """torchrun waits for what workers return: one that left by os._exit(0), or became another program, does not."""
@@ -120,14 +182,9 @@ class Agent(LocalElasticAgent):
             sys.stderr.write(f"agent: rank {rank} (pid {process.pid}) ended with exit code {code}\n")
         return Death(rank, local_rank, process.pid, time.time(), code, ended_by_agent)
 
-    def _write_deaths(self) -> None:
-        if run := os.environ.get("MUSTER_RUN_DIR"):
-            deaths = [asdict(death) for _, death in sorted(self.deaths.items())]
-            write_json(Path(run, "errors", f"node_{node_name()}.json"), {"node": node_name(), "deaths": deaths})
-
-    def _end_the_others(self) -> None:
+    def _end_the_others(self, stopping: bool) -> None:
         """Time for a last word, then TERM, then KILL. Ranks that stop on request may still be writing."""
-        self._wait(STOP_GRACE if self.all_stopped() else FAREWELL)
+        self._wait(STOP_GRACE if stopping else FAREWELL)
         self.note_deaths()
         for number in (signal.SIGTERM, signal.SIGKILL):
             for process in self._processes():
@@ -152,14 +209,23 @@ def main(words: Sequence[str]) -> int:
         # With the shared store, recovery seldom works (torch 2.13: 12 of 34 tries; with its own, 23 of 23).
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     _take_our_place(Script(options.training_script, tuple(options.training_script_args), options.module, _fresh_path()))
+    return _run(options)
+
+
+def _run(options: argparse.Namespace) -> int:
     try:
         torchrun.run(options)
-    except ChildFailedError:
-        return _agent().exit_code()
     except SignalException as error:
-        _agent().note_deaths(ended_by_agent=True)
-        return STOPPED if _agent().all_stopped() else 128 + int(error.sigval)
-    return 0
+        return _agent().stopped_by(int(error.sigval))
+    except NotMet as unmet:
+        say(str(unmet))
+        return unmet.exit_code
+    except ChildFailedError:
+        return _agent().failed()
+    except DistError:  # a store that is gone, because the others have ended
+        if not _agent().ended():
+            raise
+    return _agent().failed() if _agent().ended() else 0
 
 
 def _take_our_place(script: Script) -> None:
@@ -170,6 +236,7 @@ def _take_our_place(script: Script) -> None:
         return lambda *words: launcher.launch_agent(config, work, [script])
 
     torchrun.elastic_launch = launch  # type: ignore[assignment, misc]
+    Agent.script = script
     launcher.LocalElasticAgent = Agent  # type: ignore[misc]
     tail_log.tail_logfile = follow
     # They would print a failed worker's traceback a second time, and that somebody asked us to stop.

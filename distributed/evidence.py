@@ -12,6 +12,7 @@ import math
 import os
 import re
 import signal
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 STOPPED = 75  # exit code: stopped on request with a checkpoint written, run again to go on
+NOT_REACHED = 69  # exit code: this, or another node, cannot be reached
 LOG_TAIL = 1 << 20  # bytes at the end of a node's log that are looked at
 LAST_LINES = 30  # a traceback with more output of its rank behind it was not the end of the rank
 
@@ -102,15 +104,16 @@ def gather(run: Path) -> Evidence:
     facts = _read_json(run / "run.json", warnings)
     nodes = tuple(name for name in _list(facts.get("nodes")) if isinstance(name, str))
     known = Evidence(exits=_exits(run, warnings), nodes=nodes, nproc=max(0, _int(facts.get("nproc")) or 0))
+    seen = [_read_json(path, warnings) | {"file": path.name} for path in sorted(run.glob("errors/node_*.json"))]
     logs = {path.name[5:-4]: read_log(path, path.name[5:-4]) for path in sorted(run.glob("node_*.log"))}
     # Of two accounts the better one stands to the right.
-    ends = _by_rank(_summaries(logs)) | _by_rank(_deaths(run, warnings))
+    ends = _by_rank(_summaries(logs)) | _by_rank(_deaths(seen))
     written = _by_rank(_torchrun_accounts(run, ends, known, warnings)) | _by_rank(_rank_accounts(run, warnings))
     told = _by_rank(_log_accounts(logs, ends)) | written
     failures = [_joined(told[key], ends[key]) for key in sorted(told.keys() & ends.keys())]
     failures += [(told | ends)[key] for key in sorted(told.keys() ^ ends.keys())]
     failures += _failed_agents(known.exits, logs, failures)
-    failures += _lost_nodes(known, failures)
+    failures += _lost_nodes(run, known, failures, seen)
     return replace(known, failures=tuple(failures), warnings=tuple(warnings))
 
 
@@ -146,11 +149,10 @@ def _rank_accounts(run: Path, warnings: list[str]) -> Iterator[Failure]:
             yield failure
 
 
-def _deaths(run: Path, warnings: list[str]) -> Iterator[Failure]:
+def _deaths(seen: Iterable[Json]) -> Iterator[Failure]:
     """errors/node_<name>.json: the ranks that the kit's agent saw end."""
-    for path in sorted(run.glob("errors/node_*.json")):
-        account = _read_json(path, warnings)
-        node = _text(account.get("node")) or path.name[5:-5]
+    for account in seen:
+        node = _text(account.get("node")) or account["file"][5:-5]
         for death in _list(account.get("deaths")):
             if isinstance(death, dict) and (failure := _failure(death, node)):
                 yield failure
@@ -244,9 +246,21 @@ def _agent_failure(node: str, code: int, lines: Sequence[Line]) -> Failure:
     return Failure(node, exit_code=code, **said._asdict())
 
 
-def _lost_nodes(known: Evidence, failures: Sequence[Failure]) -> list[Failure]:
+def _lost_nodes(run: Path, known: Evidence, failures: Sequence[Failure], seen: Sequence[Json]) -> list[Failure]:
+    """The nodes of which nothing is there while there is of others, and those that could not be heard any more."""
     heard = {*known.exits, *(failure.node for failure in failures)}
-    return [Failure(node) for node in known.nodes if known.exits and node not in heard]
+    silent = {node for node in known.nodes if known.exits and node not in heard}
+    cut_off = {path.name[5:-5] for path in run.glob("node_*.lost")}  # from the launcher
+    return [Failure(node) for node in sorted(silent | (cut_off or _not_heard(known, seen)))]
+
+
+def _not_heard(known: Evidence, seen: Sequence[Json]) -> set[str]:
+    """Where a network breaks in two, each side does not hear the other: the larger one is believed, then the first."""
+    told = Counter(lost for account in seen if (lost := _text(account.get("lost"))))
+    by_rank = {node: rank for rank, node in enumerate(known.nodes)}
+    likely = max(told, key=lambda node: (told[node], by_rank.get(node, 0)), default="")
+    # What ended by something else had ended before it was missed.
+    return {likely} if likely and known.exits.get(likely, NOT_REACHED) == NOT_REACHED else set()
 
 
 def _read_json(path: Path, warnings: list[str]) -> Json:

@@ -5,7 +5,7 @@ the death. So causes are told from consequences by what each account says, and o
 
     a rank that raised an error of its own, died of a signal, or exited by itself
     an agent that could not go on, though no rank of its node had failed
-    a node that left nothing behind while the others did
+    a node that fell silent
     what may be a cause or not: exit 1 without a word, a broken connection that is not PyTorch's
     a rank that another one names as missing
     a rank that lost the others or waited for them in vain: then the cause was not recorded
@@ -34,6 +34,7 @@ from pathlib import Path
 
 from distributed.evidence import (
     FATAL,
+    NOT_REACHED,
     STOPPED,
     Evidence,
     Failure,
@@ -221,7 +222,7 @@ def judge(evidence: Evidence, launcher: int | None = None) -> Verdict:
     said = decisive(culprit)
     return Verdict(
         outcome="stopped" if worth is Kind.ENDED else "failed",
-        exit_code=culprit.exit_code or [*codes, launcher or 1][0],
+        exit_code=culprit.exit_code or [*([NOT_REACHED] if worth is Kind.LOST_NODE else codes), launcher or 1][0],
         cause=_SENTENCES[worth](culprit) + _remarks(culprit, evidence),
         node=culprit.node,
         rank=culprit.rank,
@@ -263,7 +264,7 @@ def decide(run: Path, launcher: int | None = None) -> Verdict:
 _SENTENCES: dict[Kind, Callable[[Failure], str]] = {
     Kind.OWN: lambda one: f"{who(one)} {_did(one)}",
     Kind.AGENT: lambda one: f"{who(one)} could not go on: {_short(what(one))}",
-    Kind.LOST_NODE: lambda one: f"{one.node} left nothing behind: it lost power or network, or was killed whole",
+    Kind.LOST_NODE: lambda one: f"{one.node} fell silent: it lost power or network, or was killed whole",
     Kind.UNSURE: lambda one: f"{who(one)} {_did(one)}; nothing clearer was recorded",
     Kind.ACCUSED: lambda one: f"{who(one)} did not come: {one.witness}",
     Kind.COLLATERAL: lambda one: f"the cause was not recorded; {who(one)} lost the others first: {_short(what(one))}",

@@ -13,21 +13,19 @@ from __future__ import annotations
 import atexit
 import builtins
 import importlib.machinery
-import json
 import multiprocessing
 import os
 import random
 import runpy
 import signal
-import socket
 import sys
 import threading
-import time
-import traceback
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from pathlib import Path
 from types import ModuleType, TracebackType
+
+from distributed import accounts
 
 PRELOAD = ["torch.distributed.run", "torch.distributed.fsdp", "torch.nn.parallel"]
 IMPORTLIB = ("<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>")
@@ -142,7 +140,7 @@ def _report(error: BaseException) -> int:
     sys.excepthook(type(error), error.with_traceback(trace), trace)
     code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     _keep_for_torchrun(error)
-    _write_account(code, error)
+    accounts.write_of_rank(code, error)
     return code
 
 
@@ -159,26 +157,6 @@ def _keep_for_torchrun(error: BaseException) -> None:
         get_error_handler().record_exception(error)
 
 
-def _write_account(code: int, error: BaseException) -> None:
-    """errors/rank_<rank>.json in the folder of the run: this rank's own account of its end."""
-    run = os.environ.get("MUSTER_RUN_DIR")
-    if not run:
-        return
-    rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
-    account = {
-        "rank": rank,
-        "local_rank": local_rank,
-        "node": node_name(),
-        "pid": os.getpid(),
-        "time": time.time(),
-        "exit_code": code,
-        "exception": type(error).__name__,
-        "message": str(error),
-        "traceback": "".join(traceback.format_exception(type(error), error, error.__traceback__)),
-    }
-    write_json(Path(run, "errors", f"rank_{rank}.json"), account)
-
-
 def _shut_down() -> None:
     """What an interpreter does at its end, and a multiprocessing child does not."""
     threading._shutdown()  # type: ignore[attr-defined]
@@ -186,18 +164,3 @@ def _shut_down() -> None:
     for stream in (getattr(sys, "stdout", None), getattr(sys, "stderr", None)):
         if stream is not None and not getattr(stream, "closed", False):
             stream.flush()
-
-
-# ---------------------------------------------------------------- shared with the agent
-
-
-def node_name() -> str:
-    """What this node is called in logs and verdicts."""
-    return os.environ.get("MUSTER_NODE") or socket.gethostname()
-
-
-def write_json(path: Path, value: object) -> None:
-    """Write beside and rename: a reader sees the whole or nothing."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    beside.replace(path)

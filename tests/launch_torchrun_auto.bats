@@ -201,7 +201,7 @@ END
   status_of_launcher
   ((SECONDS <= 25)) # 12 to notice, 10 to end the others, and a busy machine
   [ "$status" -eq 69 ]
-  grep -q "verdict: failed: $N3 left nothing behind" out
+  grep -q "verdict: failed: $N3 fell silent" out
   lab heal "$N3"
   nothing_left_within 10
 }
@@ -214,7 +214,7 @@ END
   lab freeze "$N3"
   status_of_launcher
   [ "$status" -eq 69 ]
-  grep -q "verdict: failed: $N3 left nothing behind" out
+  grep -q "verdict: failed: $N3 fell silent" out
   lab heal "$N3"
   nothing_left_within 10
 }

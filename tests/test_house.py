@@ -24,10 +24,12 @@ KIT = Path(__file__).resolve().parent.parent
 
 # Who may import whom of ours; a module without a line here knows none of them.
 BELOW: dict[str, set[str]] = {
-    "agent": {"nodelist", "torch", "worker"},
+    "agent": {"accounts", "meeting", "peers", "worker"},
     "checkpoint": {"ranks", "shards", "snapshot", "step_folder"},
     "doctor": {"facts", "fitness"},
     "fitness": {"facts"},
+    "meeting": {"accounts", "peers", "worker"},
+    "peers": {"accounts"},
     "preflight": {"facts", "run_folder"},
     "report": {"charts", "history"},
     "resume": {"config", "step_folder"},
@@ -36,14 +38,16 @@ BELOW: dict[str, set[str]] = {
     "smoke": {"nodelist", "smoke_report", "torch"},
     "torch": {"nodelist"},
     "verdict": {"evidence"},
+    "worker": {"accounts"},
 }
 KNOW_PYTORCH = {
-    "agent", "checkpoint", "data", "ranks", "shards", "smoke", "snapshot", "stop", "torch", "tracking", "worker",
+    "agent", "checkpoint", "data", "meeting", "peers", "ranks", "shards", "smoke", "snapshot", "stop", "torch",
+    "tracking", "worker",
 }  # fmt: skip
 # They run on nodes before anything is installed.
 STANDARD_LIBRARY_ALONE = {
-    "charts", "doctor", "evidence", "facts", "fitness", "history", "nodelist", "preflight", "report", "run_folder",
-    "step_folder", "verdict",
+    "accounts", "charts", "doctor", "evidence", "facts", "fitness", "history", "nodelist", "preflight", "report",
+    "run_folder", "step_folder", "verdict",
 }  # fmt: skip
 WHERE_IT_IS_THERE = {"psutil", "pynvml"}  # inside a try
 

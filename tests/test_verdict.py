@@ -324,7 +324,7 @@ ACCIDENT = (died(139, rank=0), BY_AGENT)
         ((BY_AGENT,), {"n1": 143}, 130, ("stopped", 130)),
         ((told("RuntimeError", CLOSED, rank=0), BY_AGENT), {"n1": 1}, 143, ("stopped", 143)),
         ((told("KeyboardInterrupt", exit_code=130),), {"n1": 130}, 130, ("stopped", 130)),
-        ((told("RuntimeError", CLOSED, exit_code=3), Failure("n2")), {"n1": 3}, None, ("failed", 3)),
+        ((told("RuntimeError", CLOSED, exit_code=3), Failure("n2")), {"n1": 3}, None, ("failed", 69)),
         ((BY_AGENT, Failure("n2")), {"n1": 143}, 69, ("failed", 69)),
     ],
 )
@@ -440,10 +440,32 @@ def test_a_node_that_left_nothing_is_the_likelier_cause_than_those_who_lost_it(r
     run.deaths("n1", r0=(1, False), r1=(143, True))
     run.file("node_n1.exit", "1\n")
     said = run.decide()
-    assert (said.node, said.rank, said.exit_code) == ("n2", None, 1)
-    assert said.cause == "n2 left nothing behind: it lost power or network, or was killed whole"
+    assert (said.node, said.rank, said.exit_code) == ("n2", None, 69)
+    assert said.cause == "n2 fell silent: it lost power or network, or was killed whole"
     (run.path / "node_n1.exit").unlink()
     assert run.decide().rank == 0, "where no node leaves an exit status, none of them is lost"
+
+
+@pytest.mark.parametrize(
+    ("not_heard", "lost"),
+    [
+        ({"n1": "n3", "n2": "n3", "n3": "n1"}, "n3"),
+        ({"n1": "n2", "n2": "n1", "n3": "n1"}, "n1"),
+        ({"n1": "n2", "n2": "n1"}, "n2"),  # the first node is where the others are missed
+        ({"n1": "n2"}, "n2"),
+    ],
+)
+def test_of_nodes_that_do_not_hear_each_other_the_lonelier_one_is_lost(
+    run: Run, not_heard: dict[str, str], lost: str
+) -> None:
+    run.start(*not_heard)
+    for node, other in not_heard.items():
+        run.file(f"errors/node_{node}.json", json.dumps({"node": node, "deaths": [], "lost": other}))
+        run.file(f"node_{node}.exit", "69\n")
+    said = run.decide()
+    assert (said.outcome, said.node, said.exit_code) == ("failed", lost, 69)
+    run.file(f"node_{lost}.exit", "137\n")
+    assert "fell silent" not in run.decide().cause, "it ended by something else, and was missed only then"
 
 
 def test_garbage_and_half_written_files_are_passed_over_with_a_warning(run: Run) -> None:

@@ -86,6 +86,7 @@ ended() { # <node> <status>
   local switch=${SWITCH[$1]}
   exec {switch}>&-
   unset "CLIENT[$1]" "SWITCH[$1]"
+  (($2 != 255)) || : >"$RUN/node_$1.lost" # for the verdict: whatever that node thinks, we have lost it
   if (($2 != 0 && STATUS == 0)); then
     STATUS=$(($2 == 255 ? EXIT_UNFIT : $2)) # 255: ssh has lost the node
     [[ $DEADLINE ]] || next_order $(($2 == EXIT_STOPPED ? 30 : 0)) stop # who stops with a checkpoint may still write
@@ -122,7 +123,7 @@ abandon() {
   for node in "${!CLIENT[@]}"; do
     tell "$node does not answer; what runs there ends when it notices that nobody is here any more"
     kill -KILL "${CLIENT[$node]}" 2>/dev/null || true
-    ended "$node" "$EXIT_UNFIT"
+    ended "$node" 255
   done
 }
 

@@ -1,0 +1,92 @@
+"""What the processes of a run write about their end, for the verdict: errors/ in the folder of the run.
+
+rank_<rank>.json is a rank's own account, with its traceback; node_<name>.json is what the agent saw of its ranks.
+Without a folder (MUSTER_RUN_DIR is not set) nothing is written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Accounts = Mapping[str, Mapping[str, Any]]  # name of a file in errors/ -> what stands in it
+
+
+def node_name() -> str:
+    """What this node is called in logs and verdicts."""
+    return os.environ.get("MUSTER_NODE") or socket.gethostname()
+
+
+def write_of_rank(code: int, error: BaseException) -> None:
+    """This rank's own account: it ends with this exit code because of this error."""
+    if not _folder():
+        return
+    rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+    account = {
+        "rank": rank,
+        "local_rank": local_rank,
+        "node": node_name(),
+        "pid": os.getpid(),
+        "time": time.time(),
+        "exit_code": code,
+        "exception": type(error).__name__,
+        "message": str(error),
+        "traceback": "".join(traceback.format_exception(type(error), error, error.__traceback__)),
+    }
+    _write(f"rank_{rank}.json", account)
+
+
+def write_of_node(deaths: Sequence[Mapping[str, Any]], lost: str | None = None) -> None:
+    """What this node's agent saw of its ranks, and which node it could not hear any more."""
+    account = {"node": node_name(), "deaths": list(deaths)}
+    _write(f"node_{node_name()}.json", account | ({"lost": lost} if lost else {}))
+
+
+def of_this_node(ranks: Iterable[int]) -> Accounts:
+    """The accounts that were written here, of the node and of these ranks."""
+    names = [f"node_{node_name()}.json", *(f"rank_{rank}.json" for rank in ranks)]
+    return {name: account for name in names if (account := _read(name))}
+
+
+def keep(accounts: Accounts) -> None:
+    """Write down what other nodes have told. What they have written here themselves, in a shared folder, stays."""
+    for name, account in accounts.items():
+        _write(name, account, os.link)
+
+
+def _folder() -> Path | None:
+    run = os.environ.get("MUSTER_RUN_DIR")
+    return Path(run, "errors") if run else None
+
+
+def _read(name: str) -> dict[str, Any]:
+    folder = _folder()
+    try:
+        return json.loads((folder / name).read_bytes()) if folder else {}
+    except (OSError, ValueError):
+        return {}
+
+
+def _write(name: str, account: object, put: Callable[[Path, Path], object] = os.replace) -> None:
+    """Write beside, then put it into its place: a reader sees the whole or nothing. A full disk is told, no more."""
+    folder = _folder()
+    if not folder:
+        return
+    beside = folder / f".{name}.{os.getpid()}"
+    try:
+        beside.write_text(json.dumps(account, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        put(beside, folder / name)
+    except FileExistsError:
+        pass
+    except OSError as error:
+        sys.stderr.write(f"cannot write {folder / name}: {error.strerror}\n")
+    with contextlib.suppress(OSError):
+        beside.unlink(missing_ok=True)
