@@ -89,7 +89,7 @@ class Agent(LocalElasticAgent):
         """Tell the other nodes how it was here, keep what they tell, and return the exit code of it all."""
         if self.peers and (end := self.peers.end()):
             self._write_account(end.node if end.lost else None)
-            self.peers.last_words(accounts.of_this_node(death.rank for death in self.deaths.values()))
+            self.peers.last_words(self._accounts())
             for told in self.peers.accounts.values():
                 accounts.keep(told)
         return self.exit_code()
@@ -100,7 +100,7 @@ class Agent(LocalElasticAgent):
         code = STOPPED if self.all_stopped() else 128 + number
         if self.peers:
             self.peers.tell_end(End(accounts.node_name(), code, f"{signal.Signals(number).name} came"))
-            self.peers.leave()
+            self.peers.leave(self._accounts())
         return code
 
     def all_stopped(self) -> bool:
@@ -162,6 +162,9 @@ class Agent(LocalElasticAgent):
             reason = f"rank {death.rank} ended with exit code {death.exit_code}"
             self.peers.tell_end(End(accounts.node_name(), death.exit_code, reason))
 
+    def _accounts(self) -> accounts.Accounts:
+        return accounts.of_this_node(death.rank for death in self.deaths.values())
+
     def _write_account(self, lost: str | None = None) -> None:
         accounts.write_of_node([asdict(death) for _, death in sorted(self.deaths.items())], lost)
 
@@ -202,14 +205,30 @@ class Agent(LocalElasticAgent):
 
 def main(words: Sequence[str]) -> int:
     """Run torchrun's command line. Returns 0, or the exit code of the first rank that failed."""
-    options = torchrun.parse_args(words)
+    options = _parse(words)
     options.start_method = "forkserver"
     options.monitor_interval = 0.001  # the waiting is done by the agent itself, which wakes when a rank dies
     if options.max_restarts:
         # With the shared store, recovery seldom works (torch 2.13: 12 of 34 tries; with its own, 23 of 23).
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    _take_our_place(Script(options.training_script, tuple(options.training_script_args), options.module, _fresh_path()))
+    _take_our_place(
+        Script(
+            options.training_script,
+            tuple(options.training_script_args),
+            options.module,
+            _fresh_path(),
+            options.pass_local_rank,
+        )
+    )
     return _run(options)
+
+
+def _parse(words: Sequence[str]) -> argparse.Namespace:
+    parser = torchrun.get_args_parser()
+    parser.add_argument(
+        "--pass-local-rank", action="store_true", help="--local-rank=N before the script's own words, as of old"
+    )
+    return parser.parse_args(words)
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -115,11 +115,12 @@ class Peers:
         self._leaving = True
         self._say(f"accounts/{self.rank}", accounts)
         self._wait(lambda: self._living() <= {self.rank, *self.accounts}, LAST_WORDS)
-        self.leave()
+        self.leave(accounts)
 
-    def leave(self) -> None:
+    def leave(self, accounts: Accounts | None = None) -> None:
         """Say goodbye; the first node, which has the store, goes last. Takes GOODBYE seconds at most."""
         self._leaving = True
+        self._say(f"accounts/{self.rank}", accounts or {})
         self._say(f"bye/{self.rank}", True)
         self._wait(lambda: self._gone, GOODBYE)
         self.close()
@@ -172,7 +173,8 @@ class Peers:
 
     def _collect(self) -> None:
         for rank in set(self.cards) - {self.rank, *self.accounts}:
-            if accounts := ask(self._store, f"accounts/{rank}"):
+            accounts = ask(self._store, f"accounts/{rank}")
+            if accounts is not None:
                 self.accounts[rank] = accounts
 
     # ---------------------------------------------------------------- small words

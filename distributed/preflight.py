@@ -185,8 +185,8 @@ UNREACHED = {
     "Permission denied": "does not let you in without a password ({said}); give it your key: ssh-copy-id {name}",
 }
 UNFIT_SIGNS = {
-    ": cd: ": "has no such folder as here ({said}): share the folder between the nodes",
-    "preflight.py": "does not have the kit ({said}): share its folder between the nodes",
+    ": cd: ": "has no such folder as here ({said}): share it between the nodes, or use --sync",
+    "preflight.py": "does not have the kit ({said}): share its folder between the nodes, or use --sync",
     ": exec: ": "has no such Python ({said}): name one that all nodes have with --python",
 }
 
@@ -226,7 +226,10 @@ def other_files(looks: Mapping[str, Look], file: str) -> Iterator[tuple[str, str
     usual = Counter(found.files[file] for found in looks.values()).most_common(1)[0][0]
     for name, found in looks.items():
         if found.files[file] is None:
-            yield name, f"has no file '{file}' to read: share the folder between the nodes"
+            yield (
+                name,
+                f"has no file '{file}' to read: share its folder between the nodes, or use --sync",
+            )
         elif found.files[file] != usual:
             yield name, f"its '{file}' is another than elsewhere: make them the same"
 
@@ -253,23 +256,54 @@ def no_meeting_point(master: str, looks: Mapping[str, Look]) -> str:
     )
 
 
+# ---------------------------------------------------------------- for one that is started by hand
+
+
+def place(master: str, node_rank: int, found: str, own: Sequence[str]) -> tuple[str, str]:
+    """MASTER_ADDR as this node is to use it, and what speaks against it; one of the two is empty.
+
+    found: the address this node has for it, empty for none. own: this node's addresses, without loopback.
+    """
+    said = f"MASTER_ADDR '{master}'"
+    if not found:
+        return "", f"{said}: this node finds no address for it: mend the name, or give the address of node rank 0"
+    here = found in own or ipaddress.ip_address(found).is_loopback
+    if node_rank and here:
+        return "", f"{said} is {found}, this node itself, but node rank 0 is what it has to name"
+    if not node_rank and not here:
+        return (
+            "",
+            f"{said} is {found}, no address of this node ({', '.join(own)}), but node rank 0 is what it has to name",
+        )
+    if node_rank or found in own:
+        return master, ""
+    reachable = [address for address in own if ipaddress.ip_address(address).version == 4]
+    if len(reachable) == 1:
+        return reachable[0], ""  # its own name is 127.0.1.1, as Debian has it
+    return "", f"{said} is {found}, where no other node finds it: give an address of this node ({', '.join(own)})"
+
+
 # ---------------------------------------------------------------- the program
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """`look` on a node, `judge` at home. Returns 0, or UNFIT."""
+    """`look` on a node, `judge` at home; `place` when nobody looks at all. Returns 0, or UNFIT."""
     options = _parse(words)
+    if options.verb == "place":
+        address, fault = place(options.master, options.node_rank, address_of(options.master), own_addresses())
+        print(address) if address else sys.stderr.write(f"preflight: {fault}\n")
+        return 0 if address else UNFIT
     port = options.port or None
     if options.verb == "look":
         print(MARK + json.dumps(asdict(look(options.files, options.master, port))))
         return 0
     nodes = [_read(options.folder, word) for word in options.nodes]
-    faults, warnings, place = judge(nodes, port)
+    faults, warnings, meeting = judge(nodes, port)
     sys.stderr.write("".join(f"preflight: warning: {line}\n" for line in warnings))
     sys.stderr.write("".join(f"preflight: {line}\n" for line in faults))
     if faults:
         return UNFIT
-    print(place)
+    print(meeting)
     return 0
 
 
@@ -282,6 +316,9 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
     at_home = verbs.add_parser("judge", help="compare the answers")
     at_home.add_argument("folder", type=Path, help="holds NODE.out, NODE.err and NODE.code")
     at_home.add_argument("nodes", nargs="+", help="NAME:PROCESSES")
+    by_hand = verbs.add_parser("place", help="print the address at which to meet")
+    by_hand.add_argument("master", help="MASTER_ADDR")
+    by_hand.add_argument("--node-rank", type=int, required=True)
     for verb in (on_node, at_home):
         verb.add_argument("--port", type=int, default=0, help="the one to meet at; 0: any")
     return parser.parse_args(words)

@@ -46,6 +46,7 @@ class Script:
     words: tuple[str, ...]
     is_module: bool
     path: tuple[str, ...]  # sys.path of a fresh interpreter, without its first entry
+    pass_local_rank: bool = False  # as a word, for scripts written for torch.distributed.launch
 
 
 def work(script: Script) -> None:
@@ -69,7 +70,8 @@ def work(script: Script) -> None:
 
 def become_main(script: Script) -> None:
     """Make this fork look like a fresh interpreter that is about to run the script."""
-    sys.argv = [script.name, *script.words]
+    told = [f"--local-rank={os.environ['LOCAL_RANK']}"] if script.pass_local_rank else []
+    sys.argv = [script.name, *told, *script.words]
     first = os.getcwd() if script.is_module else os.path.dirname(os.path.realpath(script.name))
     sys.path[:] = [*([] if getattr(sys.flags, "safe_path", False) else [first]), *script.path]
     _forget_ours()

@@ -17,7 +17,9 @@ ENVIRONMENT=()           # NAME=VALUE words for the ranks
 MAX_RESTARTS=0
 LOG_DIR=logs
 AGENT=fast
-PREFLIGHT=1 DETACH=0
+PLAIN_AGENT=torch.distributed.run # with --agent torchrun
+FAST_OPTIONS=()                   # of the kit's own agent
+PREFLIGHT=1 DETACH=0 SYNC=0
 HOSTFILE='' EXCLUDE=''   # for launchers over several nodes
 MAX_NPROC=1024           # on one machine: more is a slip of the finger
 GRACE=${MUSTER_GRACE:-8} # seconds to write a checkpoint when asked to stop
@@ -49,6 +51,7 @@ parse_options() { # <word...>
       --agent) need_value "$@"; AGENT=$2; shift ;;
       --hostfile) need_value "$@"; HOSTFILE=$2; shift ;;
       --exclude) need_value "$@"; EXCLUDE=$2; shift ;;
+      --sync) SYNC=1 ;;
       --no-preflight) PREFLIGHT=0 ;;
       --detach) DETACH=1 ;;
       --dry-run) DRY_RUN=1 ;;
@@ -65,13 +68,13 @@ parse_options() { # <word...>
 
 
 check_options() {
-  [[ ! $HOSTFILE$EXCLUDE ]] || declare -F name_nodes >/dev/null ||
-    die_usage "--hostfile and --exclude name nodes, and this launcher asks for none"
+  [[ ! $HOSTFILE$EXCLUDE && $SYNC == 0 ]] || declare -F name_nodes >/dev/null ||
+    die_usage "--hostfile, --exclude and --sync are about other nodes, and this launcher asks for none"
   [[ ! $SCRIPT || ! $MODULE ]] || die_usage "--script '$SCRIPT' and -m '$MODULE': give one of the two"
   [[ $AGENT == fast || $AGENT == torchrun ]] || die_usage "--agent '$AGENT': fast or torchrun is wanted"
   is_count "$MAX_RESTARTS" || die_usage "--max-restarts '$MAX_RESTARTS': a whole number is wanted"
   is_count "$GRACE" || die_usage "MUSTER_GRACE='$GRACE': a whole number of seconds is wanted"
-  [[ ! $MASTER_PORT ]] || { is_count "$MASTER_PORT" && ((MASTER_PORT >= 1 && MASTER_PORT <= 65535)); } ||
+  [[ ! $MASTER_PORT ]] || is_port "$MASTER_PORT" ||
     die_usage "--master-port '$MASTER_PORT': a port is a number from 1 to 65535"
 }
 
@@ -83,6 +86,11 @@ is_nproc() { # <word>
 
 is_count() { # <word>
   [[ $1 =~ ^[0-9]{1,9}$ && ! $1 =~ ^0[0-9] ]]
+}
+
+
+is_port() { # <word>
+  is_count "$1" && (($1 >= 1 && $1 <= 65535))
 }
 
 
@@ -191,19 +199,27 @@ tell() { # <message...>
 
 # ---------------------------------------------------------------- what runs
 
-# The words that start the agent: torchrun's options, then the script.
+# The words that start the agent, in COMMAND: torchrun's options stand between AGENT_WORDS and SCRIPT_WORDS.
 agent_command() { # <torchrun's options...>
-  local agent=("$KIT/scripts/lib/agent.py") fresh=()
+  agent_words
+  # shellcheck disable=SC2034 # it is for the caller
+  COMMAND=("${AGENT_WORDS[@]}" "$@" "${SCRIPT_WORDS[@]}")
+}
+
+
+agent_words() {
+  local agent=("$KIT/scripts/lib/agent.py" "${FAST_OPTIONS[@]}") fresh=()
   if [[ $AGENT == torchrun ]]; then
-    agent=(-m torch.distributed.run)
+    agent=(-m "$PLAIN_AGENT")
     fresh=(PYTHONUNBUFFERED=1)
   fi
-  COMMAND=()
+  AGENT_WORDS=()
   if ((${#ENVIRONMENT[@]} + ${#fresh[@]})); then
-    COMMAND=(env "${fresh[@]}" "${ENVIRONMENT[@]}")
+    AGENT_WORDS=(env "${fresh[@]}" "${ENVIRONMENT[@]}")
   fi
+  AGENT_WORDS+=("$PYTHON" "${agent[@]}")
   # The -- keeps torchrun from taking the script's own words for (abbreviated) options.
-  COMMAND+=("$PYTHON" "${agent[@]}" "$@" --tee 3 ${MODULE:+-m} -- "${MODULE:-${WORK[0]}}" "${CONFIG_ARGS[@]}" "${USER_ARGS[@]}")
+  SCRIPT_WORDS=(--tee 3 ${MODULE:+-m} -- "${MODULE:-${WORK[0]}}" "${CONFIG_ARGS[@]}" "${USER_ARGS[@]}")
 }
 
 

@@ -3,13 +3,16 @@
 # Run one command on this node for a launcher, and leave nothing behind.
 #
 # Usage: node.sh --run DIR --node NAME [--source FILE] [--grace SECONDS] [--patience SECONDS] -- COMMAND [WORD...]
+#        node.sh --order stop|kill --run DIR --node NAME
 #        node.sh --sweep --run DIR --node NAME
 #
-#   --run DIR        folder of the run: gets node_NAME.log, node_NAME.pid and node_NAME.exit
+#   --run DIR        folder of the run: gets node_NAME.log, node_NAME.pid and node_NAME.exit; made where it
+#                    is not shared with the launcher
 #   --node NAME      what this node is called
 #   --source FILE    shell script that is sourced before COMMAND starts
 #   --grace SECONDS  time between the request to stop and KILL (default: 8)
 #   --patience SECONDS  the launcher is also gone when nothing came from it for so long (default: never)
+#   --order WORD     hand this to the node.sh that runs here for this run, where its standard input cannot
 #   --sweep          only end what an earlier node.sh of this run left on this node
 #
 # COMMAND runs in a process group of its own. Its output goes to node_NAME.log and to standard output.
@@ -21,7 +24,7 @@ set -euo pipefail
 # shellcheck source=scripts/lib/common.bash
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/common.bash"
 
-RUN='' NODE='' NODE_ENV='' GRACE=8 PATIENCE='' SWEEP=0 COMMAND=()
+RUN='' NODE='' NODE_ENV='' GRACE=8 PATIENCE='' SWEEP=0 ORDER='' COMMAND=()
 AGENT='' # process id of COMMAND, and of its group
 STOPPING=0
 LAST_BREATH=1 # seconds between TERM and KILL for what COMMAND left behind
@@ -35,18 +38,20 @@ parse_args() { # <word...>
       --source) need_value "$@"; NODE_ENV=$2; shift 2 ;;
       --grace) need_value "$@"; GRACE=$2; shift 2 ;;
       --patience) need_value "$@"; PATIENCE=$2; shift 2 ;;
+      --order) need_value "$@"; ORDER=$2; shift 2 ;;
       --sweep) SWEEP=1; shift ;;
       --help) usage; exit ;;
       --) shift; COMMAND=("$@"); break ;;
       *) die_usage "$1: not understood" ;;
     esac
   done
-  [[ -d $RUN ]] || die_usage "--run '$RUN': there is no such folder"
+  [[ $RUN ]] || die_usage "--run is missing"
   [[ $NODE ]] || die_usage "--node is missing"
   [[ $GRACE =~ ^[0-9]+$ ]] || die_usage "--grace '$GRACE': a whole number of seconds is wanted"
   [[ $PATIENCE =~ ^([1-9][0-9]*)?$ ]] || die_usage "--patience '$PATIENCE': a whole number of seconds is wanted"
   [[ ! $NODE_ENV || -r $NODE_ENV ]] || die_usage "--source '$NODE_ENV': cannot read it"
-  ((SWEEP || ${#COMMAND[@]})) || die_usage "there is no command behind --"
+  [[ ! $ORDER || $ORDER == stop || $ORDER == kill ]] || die_usage "--order '$ORDER': stop or kill is wanted"
+  ((SWEEP || ${#COMMAND[@]})) || [[ $ORDER ]] || die_usage "there is no command behind --"
 }
 
 
@@ -84,6 +89,7 @@ source_node_env() {
 
 start() {
   exec 3<&0
+  mkdir -p -- "$RUN/errors" "$RUN/ranks" || die "--run '$RUN': cannot be made on this node"
   log_everything
   forget_other_launches
   source_node_env
@@ -103,12 +109,26 @@ watch_launcher() {
   exec >/dev/null 2>&1 4>&-
   local order
   while read -r ${PATIENCE:+-t "$PATIENCE"} -u 3 order; do
-    case $order in
-      stop) kill -HUP $$ ;;
-      kill) kill -USR1 $$ ;;
-    esac
+    obey "$order" $$
   done
   kill -HUP $$
+}
+
+
+obey() { # <order> <process id of node.sh>
+  case $1 in
+    stop) kill -HUP "$2" ;;
+    kill) kill -USR1 "$2" ;;
+  esac
+}
+
+
+# The parent of COMMAND is the node.sh that started it, if COMMAND still is of this run.
+hand_on() { # <order>
+  local command
+  read -r command 2>/dev/null <"$RUN/node_$NODE.pid" || return 0
+  [[ " $(marked | tr '\n' ' ')" == *" $command "* ]] || return 0
+  obey "$1" "$(ps -o ppid= -p "$command")"
 }
 
 
@@ -209,6 +229,10 @@ finish() {
 
 main() {
   parse_args "$@"
+  if [[ $ORDER ]]; then
+    hand_on "$ORDER"
+    return
+  fi
   if ((SWEEP)); then
     sweep # by our mark alone: the process id of then may be somebody else's by now
     return

@@ -2,7 +2,9 @@
 #
 # Several nodes at once, over ssh: which they are, whether they are fit, and what each of them runs.
 #
-# Sourced behind launcher.bash and ssh.bash, never run.
+# Sourced behind launcher.bash and ssh.bash, never run. A launcher on several nodes is one call:
+#
+#   launch_on_nodes FUNCTION-THAT-STARTS-THEM "$@"
 
 NODES=()              # names, by node rank
 # shellcheck disable=SC2034 # ssh.bash calls by it
@@ -80,6 +82,16 @@ show_waiting() {
 }
 
 
+# Where the ranks meet, in MASTER_ADDR and MASTER_PORT.
+find_meeting_point() {
+  if ((PREFLIGHT)); then
+    check_nodes
+  else
+    MASTER_ADDR=${NODES[0]} MASTER_PORT=${MASTER_PORT:-29500}
+  fi
+}
+
+
 # ---------------------------------------------------------------- what runs there
 
 # The agent's words on one of the nodes, in COMMAND. Static rendezvous: node ranks are as the nodes were given.
@@ -105,4 +117,49 @@ show_commands() {
     agent_on "$rank" "$LOG_DIR/<run>"
     printf '%s: %s\n' "${NODES[rank]}" "$(quote "${COMMAND[@]}")"
   done
+}
+
+
+# ---------------------------------------------------------------- the whole of a launch
+
+parse_args() { # <word...>
+  parse_options "$@"
+  local least=3
+  [[ ! $HOSTFILE ]] || least=2
+  ((${#POSITIONAL[@]} >= least)) ||
+    die_usage "CONFIG, NPROC and NODE... are wanted, got: $(quote "${POSITIONAL[@]:-nothing}")"
+  CONFIG=${POSITIONAL[0]}
+  is_nproc "${POSITIONAL[1]}" ||
+    die_usage "NPROC '${POSITIONAL[1]}': a number of processes from 1 to $MAX_NPROC is wanted"
+}
+
+
+check() {
+  pick_python "$ASKED_PYTHON"
+  name_nodes "${POSITIONAL[@]:1}"
+  check_script
+  check_config "$CONFIG" "$RANKS"
+}
+
+
+launch_on_nodes() { # <function that starts them> <word...>
+  parse_args "${@:2}"
+  check
+  if [[ ${DRY_RUN:-0} == 1 ]]; then
+    MASTER_ADDR=${NODES[0]} MASTER_PORT=${MASTER_PORT:-<a free port of ${NODES[0]}>}
+    show_commands
+    return
+  fi
+  open_connections
+  trap close_connections EXIT
+  ((!SYNC)) || sync_nodes
+  find_meeting_point
+  if ((DETACH)); then
+    detach # what can be refused has been
+    return
+  fi
+  open_run "$RANKS" "${NODES[@]}"
+  run_nodes "$1"
+  # shellcheck disable=SC2153 # run_nodes sets it
+  exit "$CODE"
 }

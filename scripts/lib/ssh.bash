@@ -34,16 +34,19 @@ call_ssh() { # <ssh's words...>
 # Run a command in the working folder of a node, with its standard input and output.
 # Ends with the command's own status, or with 255 when the node cannot be reached or is lost.
 on_node() { # <node> <command> [word...]
+  line_on_node "$1" "cd -- $(quote "$PWD") || exit $EXIT_UNFIT; exec $(quote "${@:2}")"
+}
+
+
+line_on_node() { # <node> <line for bash>
   trap '' INT TERM HUP TSTP # the connection carries the node's last words, whatever ends us
-  call_ssh -- "${ADDRESS[$1]}" "$(for_any_shell "${@:2}")"
+  call_ssh -- "${ADDRESS[$1]}" "$(for_any_shell "$2")"
 }
 
 
 # ssh joins its words with blanks, and the login shell of the person parses them again: it may be any shell. So it gets
 # one line that all shells understand alike, and hands the words to bash as they were.
 # shellcheck disable=SC2016 # what it holds is for the other side
-for_any_shell() { # <command> [word...]
-  local line
-  line="cd -- $(quote "$PWD") || exit $EXIT_UNFIT; exec $(quote "$@")"
-  printf 'exec bash -c '\''eval "$(printf %%s "$0" | base64 -d)"'\'' %s\n' "$(base64 -w 0 <<<"$line")"
+for_any_shell() { # <line for bash>
+  printf 'exec bash -c '\''eval "$(echo "$1" | base64 -d)"'\'' muster %s\n' "$(base64 -w 0 <<<"$1")"
 }

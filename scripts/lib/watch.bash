@@ -19,22 +19,39 @@ on_node() { # <node> <command> [word...]
 }
 
 
+# What nodes that share no folder with us have written; such a launcher knows how to get it.
+bring_home() {
+  :
+}
+
+
+put_away() { # <folder for an earlier try>
+  :
+}
+
+
 start_node() { # <node> <command...>
+  start_client "$1" "$1" on_node "$1" "$KIT/scripts/lib/node.sh" --run "$RUN" --node "$1" --grace "$GRACE" \
+    ${PATIENCE:+--patience "$PATIENCE"} --source "$(node_env)" -- "${@:2}"
+}
+
+
+start_client() { # <its name> <node whose rank 0 is shown, if it has it> <command...>
   local console switch
-  pipe_into console show_rank_0 "$1"
+  pipe_into console show_rank_0 "$2"
   CONSOLES+=($!)
-  pipe_into switch tell_end "$1" on_node "$1" "$KIT/scripts/lib/node.sh" --run "$RUN" --node "$1" --grace "$GRACE" \
-    ${PATIENCE:+--patience "$PATIENCE"} --source "$(node_env)" -- "${@:2}" >&"$console" 2>&1
+  pipe_into switch tell_end "$1" "${@:3}" >&"$console" 2>&1
   CLIENT[$1]=$! SWITCH[$1]=$switch
   exec {console}>&-
 }
 
 
-# The console shows rank 0 as it speaks; what the agent says of itself goes to stderr. The log has everybody.
+# The console shows rank 0 as it speaks; what agents say goes to stderr, but not what pdsh thinks of Ctrl-C, which is
+# not for it to handle. The log has everybody.
 show_rank_0() { # <node>
   trap '' INT TERM HUP TSTP
   let_go_of_switches
-  exec stdbuf -oL sed -n -e "s/^\[$1:0\] //p;t" -e "/^\[$1:[0-9]*\] /!w /dev/stderr"
+  exec stdbuf -oL sed -n -e "s/^\[$1:0\] //p;t" -e '/^pdsh@.*\(interrupt\|\^Z\|command in progress\)/d' -e '/^\[[^]: ]*:[0-9]*\] /!w /dev/stderr'
 }
 
 
@@ -193,6 +210,7 @@ next_try() {
   mkdir -- "$RUN/try_$RESTARTS"
   mv -- "$RUN/errors" "$RUN/ranks" "$RUN/verdict.json" "$RUN"/node_* "$RUN/try_$RESTARTS/"
   mkdir -- "$RUN/errors" "$RUN/ranks"
+  put_away "try_$RESTARTS"
   tell "exit code $CODE: starting again, $RESTARTS of $MAX_RESTARTS, from the newest good checkpoint"
 }
 
@@ -208,6 +226,7 @@ run_nodes() { # <function that starts them> [its words...]
     [[ ! $PATIENCE ]] || pipe_into COMPANY keep_company
     wait_for_nodes
     [[ ! $PATIENCE ]] || exec {COMPANY}>&-
+    bring_home
     judge
     may_restart || break
     next_try

@@ -21,14 +21,15 @@
 #   --env-file FILE      the same, one NAME=VALUE a line
 #   --max-restarts N     after a failure start again, up to N times (default: 0)
 #   --log-dir DIR        where the folder of the run is made (default: logs)
+#   --sync               copy the working folder and the kit to nodes that do not share them
 #   --no-preflight       do not ask the nodes whether they are fit
 #   --detach             run in the background, apart from this terminal
 #   --dry-run            print what would run on which node, and run nothing
 #   --quiet              no lines of the launcher's own
 #   --help               show this
 #
-# Words behind -- go to the script untouched. The nodes share this folder and the kit's, under the
-# same names. Your own ssh_config decides how they are reached; nothing is asked on the way.
+# Words behind -- go to the script untouched. The nodes see this folder and the kit's under the same
+# names: they share them, or get a copy by --sync. Your own ssh_config decides how they are reached; nothing is asked on the way.
 #
 # Exit codes: 0 all is well, 2 wrong call or config, 69 a node cannot be reached or is not fit,
 # 75 stopped with a checkpoint written (run again to go on), 130 Ctrl-C, 143 TERM, otherwise the
@@ -47,56 +48,10 @@ source "$KIT/scripts/lib/ssh.bash"
 # shellcheck source=scripts/lib/nodes.bash
 source "$KIT/scripts/lib/nodes.bash"
 
+# shellcheck source=scripts/lib/sync.bash
+source "$KIT/scripts/lib/sync.bash"
+
+# shellcheck disable=SC2034 # watch.bash hands it to the nodes
 PATIENCE=20 # seconds
 
-
-parse_args() { # <word...>
-  parse_options "$@"
-  local least=3
-  [[ ! $HOSTFILE ]] || least=2
-  ((${#POSITIONAL[@]} >= least)) ||
-    die_usage "CONFIG, NPROC and NODE... are wanted, got: $(quote "${POSITIONAL[@]:-nothing}")"
-  CONFIG=${POSITIONAL[0]}
-  is_nproc "${POSITIONAL[1]}" ||
-    die_usage "NPROC '${POSITIONAL[1]}': a number of processes from 1 to $MAX_NPROC is wanted"
-}
-
-
-check() {
-  pick_python "$ASKED_PYTHON"
-  name_nodes "${POSITIONAL[@]:1}"
-  check_script
-  check_config "$CONFIG" "$RANKS"
-}
-
-
-find_meeting_point() {
-  if ((PREFLIGHT)); then
-    check_nodes
-  else
-    MASTER_ADDR=${NODES[0]} MASTER_PORT=${MASTER_PORT:-29500}
-  fi
-}
-
-
-main() {
-  parse_args "$@"
-  check
-  if [[ ${DRY_RUN:-0} == 1 ]]; then
-    MASTER_ADDR=${NODES[0]} MASTER_PORT=${MASTER_PORT:-<a free port of ${NODES[0]}>}
-    show_commands
-    return
-  fi
-  if ((DETACH)); then
-    detach
-    return
-  fi
-  open_connections
-  trap close_connections EXIT
-  find_meeting_point
-  open_run "$RANKS" "${NODES[@]}"
-  run_nodes start_nodes
-  exit "$CODE"
-}
-
-main "$@"
+launch_on_nodes start_nodes "$@"

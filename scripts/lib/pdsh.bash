@@ -1,0 +1,70 @@
+# shellcheck shell=bash
+#
+# All nodes through one pdsh: one client for all of them, in place of one ssh each.
+#
+# Sourced behind nodes.bash and ssh.bash, never run. pdsh gives all nodes the same words, and only says to each at which
+# place of the list it stands; so the words hold what differs as a table. It gives them an open standard input for as
+# long as it lives, and nothing comes through: that is their dead man's switch, but orders go over ssh.
+
+check_pdsh() {
+  type -P pdsh >/dev/null || die "there is no pdsh on this machine: install it, or use launch_torchrun_auto.sh"
+}
+
+
+start_all() {
+  start_client pdsh "${NODES[0]}" run_pdsh "$PWD"
+}
+
+
+# Runs until all nodes have ended. Orders come on standard input; its end means that the launcher is gone.
+run_pdsh() { # <folder>
+  local pdsh status=0
+  trap '' INT TERM HUP TSTP # it carries the nodes' last words, whatever ends us
+  exec 3<&0
+  cd -- "$KIT/scripts/lib" || return # pdsh splits what it adds to ssh's words at blanks: no path with one in them
+  PDSH_RCMD_TYPE=${PDSH_RCMD_TYPE:-ssh} PDSH_SSH_ARGS_APPEND="-F ssh_config -o ControlPath=$SOCKETS/%C" \
+    pdsh -S -N -f "${#NODES[@]}" -w "$(all_addresses)" "$(for_any_shell "$(line_for_all "$1")") %n" </dev/null 3<&- &
+  pdsh=$!
+  hand_on_orders "$pdsh" <&3 &
+  join "$pdsh" || status=$?
+  kill -KILL $! 2>/dev/null || true
+  return $((status == 255 ? EXIT_UNFIT : status)) # which node is lost, the others know
+}
+
+
+hand_on_orders() { # <process id of pdsh>
+  local order node
+  while read -r order; do
+    for node in "${NODES[@]}"; do
+      on_node "$node" "$KIT/scripts/lib/node.sh" --order "$order" --run "$RUN" --node "$node" </dev/null &
+    done
+  done
+  kill -KILL "$1"
+}
+
+
+all_addresses() {
+  local node addresses=()
+  for node in "${NODES[@]}"; do
+    addresses+=("${ADDRESS[$node]}")
+  done
+  (IFS=, && printf '%s\n' "${addresses[*]}")
+}
+
+
+# The line that each node runs; its node rank comes behind it, as $2.
+line_for_all() { # <folder>
+  local node counts=()
+  for node in "${NODES[@]}"; do
+    counts+=("${NPROC[$node]}")
+  done
+  agent_words
+  # shellcheck disable=SC2016 # it is for the other side
+  printf '%s' \
+    "nodes=($(quote "${NODES[@]}")) nprocs=(${counts[*]}); node=\${nodes[\$2]}; " \
+    "cd -- $(quote "$1") || exit $EXIT_UNFIT; " \
+    "exec $(quote "$KIT/scripts/lib/node.sh" --run "$RUN" --grace "$GRACE" --source "$(node_env)") --node \"\$node\" -- " \
+    "$(quote "${AGENT_WORDS[@]}" --nnodes "${#NODES[@]}" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT") " \
+    "--node-rank \"\$2\" --nproc-per-node \"\${nprocs[\$2]}\" --log-dir $(quote "$RUN/ranks/")\"\$node\" " \
+    "$(quote "${SCRIPT_WORDS[@]}")"
+}

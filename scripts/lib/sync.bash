@@ -1,0 +1,90 @@
+# shellcheck shell=bash
+#
+# Nodes that share no folder with this machine: what they need is copied there, what they wrote is brought home.
+#
+# Sourced behind nodes.bash and ssh.bash, never run.
+
+# Neither what git ignores, nor what runs and checkpoints leave: a copy is what a colleague would get by `git clone`.
+NOT_COPIED=(--exclude=/.git --exclude=/logs --exclude=/checkpoints --filter=':- .gitignore')
+FETCHED=() # nodes whose part of the run's folder was brought home
+
+
+# ---------------------------------------------------------------- there
+
+# Copy the working folder, and the kit when it lies elsewhere, to every node that does not see ours. Nothing is deleted.
+sync_nodes() {
+  local folder
+  type -P rsync >/dev/null || die "--sync: there is no rsync on this machine: install it"
+  for folder in "$PWD" "$KIT"; do
+    [[ $folder == "$KIT" && $PWD/ == "$KIT"/* ]] || sync_folder "$folder"
+  done
+}
+
+
+sync_folder() { # <folder>
+  local node mark copying=() failed=()
+  mark=$(mktemp -- "$1/.muster-XXXXXX") || die "--sync: cannot write into $1"
+  for node in "${NODES[@]}"; do
+    copy_unless_shared "$node" "$1" "${mark##*/}" &
+    copying+=($!)
+  done
+  for node in "${!copying[@]}"; do
+    wait "${copying[node]}" || failed+=("${NODES[node]}")
+  done
+  rm -f -- "$mark"
+  ((${#failed[@]} == 0)) || die_with "$EXIT_UNFIT" "--sync: $1 could not be copied to ${failed[*]}: see the lines above"
+}
+
+
+copy_unless_shared() { # <node> <folder> <name of a file that is in ours>
+  local answer
+  answer=$(line_on_node "$1" "mkdir -p -- $(quote "$2") && cd -- $(quote "$2") && if test -e $3; then echo shared $3;
+    else echo apart $3; fi" </dev/null) || return
+  case $answer in
+    *"shared $3"*) ;;
+    *) copy "$@" ;;
+  esac
+}
+
+
+# rsync splits its -e at blanks, so ssh_config is named from where its path has none.
+copy() { # <node> <folder> <file that is only a mark>
+  log "--sync: copying $2 to $1"
+  cd -- "$KIT/scripts/lib" || return
+  rsync --archive --compress --protect-args --exclude="/$3" "${NOT_COPIED[@]}" \
+    -e "ssh -F ssh_config -o ControlPath=$SOCKETS/%C" -- "$2/" "${ADDRESS[$1]}:$2/" </dev/null
+}
+
+
+# ---------------------------------------------------------------- and back
+
+# What is not here yet of each node's part of the run's folder; checkpoints stay where they are.
+bring_home() {
+  local node fetching=()
+  FETCHED=()
+  for node in "${NODES[@]}"; do
+    if [[ ! -e $RUN/node_$node.exit && ! -e $RUN/node_$node.lost ]]; then
+      FETCHED+=("$node")
+      fetch "$node" &
+      fetching+=($!)
+    fi
+  done
+  ((${#fetching[@]} == 0)) || wait "${fetching[@]}" || true
+}
+
+
+fetch() { # <node>
+  line_on_node "$1" "cd -- $(quote "$RUN") && tar -cf - --exclude=./checkpoints ." </dev/null |
+    tar -xf - --skip-old-files --no-same-owner -C "$RUN" ||
+    warn "$1: its part of $RUN could not be brought here; it may still be there"
+}
+
+
+# An earlier try's files make room there too, so that they are not brought as the next one's.
+put_away() { # <folder for them>
+  local node
+  for node in "${FETCHED[@]}"; do
+    line_on_node "$node" "cd -- $(quote "$RUN") && mkdir -p $1 && mv errors ranks node_* $1/" </dev/null ||
+      warn "$node: $RUN could not be tidied up there"
+  done
+}

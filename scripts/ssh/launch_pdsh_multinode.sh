@@ -1,0 +1,55 @@
+#!/usr/bin/env bash
+#
+# Start one training on several nodes with pdsh, from one place.
+#
+# Usage: launch_pdsh_multinode.sh [options] CONFIG NPROC NODE...
+#
+# As launch_torchrun_auto.sh, with the same options, for who knows his nodes through pdsh: it alone
+# starts the processes, on all nodes at once however many they are, over ssh. With PDSH_RCMD_TYPE set it
+# goes that way; the questions before the start (--no-preflight leaves them out) always go over ssh.
+#
+#   CONFIG               settings file, reaches the script as --config CONFIG; - passes nothing
+#   NPROC                number of processes on each node; one a GPU where there are GPUs
+#   NODE...              node1 user@node2 node[3-8,10] node9:4 (that one's own number of processes);
+#                        their order is the order of node ranks, and the ranks meet at the first
+#
+#   --hostfile FILE      lines such as `node1 slots=4` in place of NODE...
+#   --exclude NODES      leave these out
+#   --script PATH        what to run (default: the kit's train.py)
+#   -m MODULE            run a module in its place
+#   --python PATH        default: the active virtual environment, then .venv here, then python3;
+#                        on all nodes the same path
+#   --agent fast|torchrun  fast: workers forked from one warm process; torchrun: the plain one, which
+#                        does not know when another node has failed
+#   --master-port PORT   default: a free one of the first node
+#   --env NAME=VALUE     environment of the processes, repeatable
+#   --env-file FILE      the same, one NAME=VALUE a line
+#   --max-restarts N     after a failure start again, up to N times (default: 0)
+#   --log-dir DIR        where the folder of the run is made (default: logs)
+#   --sync               copy the working folder and the kit to nodes that do not share them
+#   --no-preflight       do not ask the nodes whether they are fit
+#   --detach             run in the background, apart from this terminal
+#   --dry-run            print what would run on which node, and run nothing
+#   --quiet              no lines of the launcher's own
+#   --help               show this
+#
+# Words behind -- go to the script untouched. Exit codes are those of launch_torchrun_auto.sh.
+#
+#   launch_pdsh_multinode.sh config/large_multinode.yaml 8 node[1-40]
+#
+set -euo pipefail
+# shellcheck source=scripts/lib/common.bash
+source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/../lib/common.bash"
+# shellcheck source=scripts/lib/launcher.bash
+source "$KIT/scripts/lib/launcher.bash"
+# shellcheck source=scripts/lib/ssh.bash
+source "$KIT/scripts/lib/ssh.bash"
+# shellcheck source=scripts/lib/nodes.bash
+source "$KIT/scripts/lib/nodes.bash"
+# shellcheck source=scripts/lib/sync.bash
+source "$KIT/scripts/lib/sync.bash"
+# shellcheck source=scripts/lib/pdsh.bash
+source "$KIT/scripts/lib/pdsh.bash"
+
+[[ " $* " == *" --help "* ]] || check_pdsh
+launch_on_nodes start_all "$@"

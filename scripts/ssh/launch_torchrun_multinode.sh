@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+#
+# Start this node's part of a training on several nodes, by hand on each of them.
+#
+# Usage: launch_torchrun_multinode.sh [options] CONFIG NPROC NNODES NODE_RANK MASTER_ADDR [MASTER_PORT]
+#
+#   CONFIG               settings file, reaches the script as --config CONFIG; - passes nothing
+#   NPROC                number of processes on this node; one a GPU where there are GPUs
+#   NNODES               number of nodes
+#   NODE_RANK            which of them this is, from 0
+#   MASTER_ADDR          name or address of the node with NODE_RANK 0, where the ranks meet
+#   MASTER_PORT          default: 29500
+#
+#   --script PATH        what to run (default: the kit's train.py)
+#   -m MODULE            run a module in its place
+#   --python PATH        default: the active virtual environment, then .venv here, then python3
+#   --agent fast|torchrun  fast: workers forked from one warm process; torchrun: the plain one, which
+#                        does not know when another node has failed
+#   --env NAME=VALUE     environment of the processes, repeatable
+#   --env-file FILE      the same, one NAME=VALUE a line
+#   --max-restarts N     after a failure start again, up to N times (default: 0); say the same on all
+#                        nodes: a failure on one of them ends all
+#   --log-dir DIR        where the folder of the run is made (default: logs)
+#   --no-preflight       do not check GPUs, MASTER_ADDR and port
+#   --detach             run in the background, apart from this terminal
+#   --dry-run            print what would run, and run nothing
+#   --quiet              no lines of the launcher's own
+#   --help               show this
+#
+# Words behind -- go to the script untouched. The first node says who is still missing. Exit codes are
+# those of launch_singlenode.sh; besides, 69: a node fell silent, or does not fit to the first (another
+# PyTorch, script, CONFIG or NNODES); 124: not all nodes came within 10 minutes.
+#
+#   node1$ launch_torchrun_multinode.sh config/large_multinode.yaml 8 2 0 node1
+#   node2$ launch_torchrun_multinode.sh config/large_multinode.yaml 8 2 1 node1
+#
+set -euo pipefail
+# shellcheck source=scripts/lib/common.bash
+source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/../lib/common.bash"
+# shellcheck source=scripts/lib/launcher.bash
+source "$KIT/scripts/lib/launcher.bash"
+# shellcheck source=scripts/lib/by_hand.bash
+source "$KIT/scripts/lib/by_hand.bash"
+
+launch_by_hand "$@"
