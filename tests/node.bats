@@ -159,11 +159,32 @@ left() {
 }
 
 
+@test "orders that do not come on standard input reach the node.sh of that run alone" {
+  start -- sh -c 'trap "exit 7" TERM; echo up; while true; do sleep 1 & wait $!; done'
+  wait_for_line up
+  "$NODE_SH" --order stop --run "$RUN-2" --node n1
+  "$NODE_SH" --order stop --run "$RUN" --node n2
+  kill -0 "$NODE"
+  "$NODE_SH" --order stop --run "$RUN" --node n1
+  status_of_node
+  [ "$status" -eq 7 ]
+}
+
+
+@test "a folder of the run that is not there, as on a node that shares none, is made" {
+  RUN=$BATS_TEST_TMPDIR/not/yet
+  start -- true
+  status_of_node
+  [ "$status" -eq 0 ]
+  [ "$(<"$RUN/node_n1.exit")" = 0 ]
+  [ -d "$RUN/errors" ]
+}
+
+
 @test "a wrong call is refused with 2 and starts nothing" {
-  for call in "--run $BATS_TEST_TMPDIR/nix --node n1 -- true" "--node n1 -- true" "--bad"; do
-    # shellcheck disable=SC2086
-    run -2 "$NODE_SH" $call
-  done
+  run -2 "$NODE_SH" --node n1 -- true
+  run -2 "$NODE_SH" --bad
+  run -2 "$NODE_SH" --order wait --run "$RUN" --node n1
   run -2 "$NODE_SH" --run "$RUN" --node n1
   run -2 "$NODE_SH" --run "$RUN" --node n1 --grace soon -- true
   [ -z "$(ls "$RUN")" ]
