@@ -65,7 +65,7 @@ def slow_node(node: str, nodes: Sequence[str], links: Sequence[Link]) -> Slow | 
     """Even its best link is much slower than the best of the others. Of two nodes nobody can say whose fault it is."""
     best = {one: max(speeds_of(one, links)) for one in nodes}
     others = [speed for one, speed in best.items() if one != node]
-    if len(nodes) < 3 or best[node] * SLOWER > (usual := median(others)):
+    if best[node] * SLOWER > (usual := median(others)):
         return None
     own = sorted((link for link in links if node in (link.one, link.other)), key=lambda link: link.gb_per_second)
     told = ", ".join(f"{speed(link.gb_per_second)} to {link.to(node)}" for link in own[:SHOWN])

@@ -209,7 +209,7 @@ def slow_ranks(measured: Measured, answered: Mapping[int, Findings]) -> list[Fau
             slow_on.setdefault(on[one.rank], []).append(one)
     found = []
     for host, paces in slow_on.items():
-        whole = 1 < len(paces) == list(on.values()).count(host)
+        whole = len(paces) == list(on.values()).count(host)
         found += [slow_rank(one, host, len(paces) if whole else 1) for one in (paces[:1] if whole else paces)]
     return found
 

@@ -17,7 +17,7 @@ from test_doctor import GPUS, HEALTHY
 from distributed.answers import framed
 from distributed.cluster import Cluster, heard, main, tell
 from distributed.comparison import differences
-from distributed.facts import GIB, Facts, Gpus, Limits, Memory, Torch
+from distributed.facts import GIB, Facts, Gpus, Limits, Lookup, Memory, Run, Torch
 from distributed.members import Member, Route, look, of_answer
 from distributed.reach import Gap
 
@@ -154,6 +154,20 @@ def test_lines_that_differ_in_figures_alone_are_said_once_and_whose_they_are() -
     text = tell(cluster(members))
     assert text.count("others are at work here") == 1
     assert "all nodes (figures of node1)\nwarning  cores  64 of 64 may be used, load 101.0" in text
+
+
+def test_a_line_that_names_its_node_is_said_once_too() -> None:
+    names = {name: replace(HEALTHY.names, forward=Lookup(name, ("127.0.1.1",)), host=name) for name in ("ada", "bob")}
+    text = tell(cluster({name: member(number, names=names[name]) for number, name in enumerate(names, 1)}))
+    assert text.count("a trap for several") == 1
+    assert "all nodes (figures of ada)\nwarning  names  ada is 127.0.1.1: fine for one" in text
+
+
+def test_what_is_to_be_pasted_is_said_for_each() -> None:
+    members = {name: member(number, runs=(Run("/logs/a", (number,)),)) for number, name in enumerate(NODES, 1)}
+    assert [line.strip() for line in tell(cluster(members)).splitlines() if "$" in line] == [
+        "$ kill 1", "$ kill 2", "$ kill 3",
+    ]  # fmt: skip
 
 
 def test_who_differs_without_a_fault_is_named_in_the_sum_of_it() -> None:

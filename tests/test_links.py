@@ -36,6 +36,7 @@ def links(count: int, fast: float = 10.0, **other: float) -> list[Link]:
         (links(2, 0.001), []),  # nothing to compare it with
         (links(5), []),
         (links(4, _2_3=4.0, _1=8.0), []),  # some are always slower than others
+        (links(4, _3=4.0, _1_3=1.5), []),  # by what the slower of its ends has to others
         (links(3, _3=0.9), ["node3: 0.9 GB/s to node1, 0.9 GB/s to node2; the others have 10.0 GB/s among themselves"]),
         (links(3, _1=0.0025), ["node1: 2.5 MB/s to node2, 2.5 MB/s to node3; the others have 10.0 GB/s among thems"]),
         (links(6, _4=0.9), ["node4: 0.9 GB/s to node1, 0.9 GB/s to node2, 0.9 GB/s to node3; the others have 10.0"]),
