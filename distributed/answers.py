@@ -49,10 +49,15 @@ UNREACHED = {
     "Host key verification failed": "its host key is not known: log in by hand once, and compare it: ssh {name}",
     "Permission denied": "does not let you in without a password ({said}); give it your key: ssh-copy-id {name}",
 }
-UNFIT_SIGNS = {
+NO_PYTHON = "has no such Python ({said}): name one that all nodes have with --python"
+NO_KIT = "does not have the kit ({said}): share its folder between the nodes"
+UNFIT_SIGNS = {  # what bash and Python say
     ": cd: ": "has no such folder as here ({said}): share the folder between the nodes",
-    "can't open file": "does not have the kit ({said}): share its folder between the nodes",
-    ": exec: ": "has no such Python ({said}): name one that all nodes have with --python",
+    "in_node_env.sh: line": NO_PYTHON,
+    "in_node_env.sh": NO_KIT,
+    "can't open file": NO_KIT,
+    ": exec: ": NO_PYTHON,
+    "bash: line 1: /": NO_PYTHON,
 }
 
 

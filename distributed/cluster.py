@@ -20,7 +20,7 @@ from pathlib import Path
 
 from distributed.answers import UNFIT, Answer, read
 from distributed.comparison import differences, usable_cores
-from distributed.doctor import plural, render, rows, terminal
+from distributed.doctor import plural, render, rows, terminal, wrap
 from distributed.fitness import LEVELS, Line, fault, judge, size
 from distributed.members import Member, of_answer
 from distributed.nodelist import fold
@@ -136,7 +136,6 @@ COLUMNS: dict[str, Callable[[Member], str]] = {
     "python": lambda member: member.facts.interpreter.version,
     "torch": lambda member: member.facts.torch.version or "none",
     "GPUs": lambda member: gpus(member) or "none",
-    "driver": lambda member: member.facts.gpus.driver or "-",
     "cores": lambda member: f"{usable_cores(member):g}",
     "memory": lambda member: size(member.facts.memory.total),
     "network": lambda member: member.route.interface or "-",
@@ -167,7 +166,7 @@ def tell(cluster: Cluster, width: int | None = None, colour: bool = False) -> st
     lines = judged(cluster)
     parts = [table(cluster.members)] if cluster.members else []
     parts += [list(block_rows(block, cluster, width, colour)) for block in blocks(lines)]
-    return "\n\n".join("\n".join(part) for part in [*parts, summary(cluster, lines)]) + "\n"
+    return "\n\n".join("\n".join(part) for part in [*parts, wrap(summary(cluster, lines), width, 0)]) + "\n"
 
 
 def block_rows(block: Block, cluster: Cluster, width: int | None, colour: bool) -> Iterator[str]:
@@ -178,7 +177,7 @@ def block_rows(block: Block, cluster: Cluster, width: int | None, colour: bool) 
         yield from rows(line, column, width, colour)
 
 
-def summary(cluster: Cluster, lines: Mapping[str, Sequence[Line]]) -> list[str]:
+def summary(cluster: Cluster, lines: Mapping[str, Sequence[Line]]) -> str:
     """How many are fit, who is not and in what, and who is but differs."""
     unfit = by_topics((node, line) for node, own in lines.items() for line in own if line.level == "fault")
     differing = by_topics((node, line) for node, line in unlike(cluster) if line.level == "warning")
@@ -188,7 +187,7 @@ def summary(cluster: Cluster, lines: Mapping[str, Sequence[Line]]) -> list[str]:
         said.append("each can connect to every other")
     said += [f"{fold(nodes)} {'is' if len(nodes) == 1 else 'are'} not: {topics}" for topics, nodes in unfit.items()]
     said += [f"{fold(nodes)} differ{'s' * (len(nodes) == 1)}: {topics}" for topics, nodes in differing.items()]
-    return [f"{plural(len(cluster.nodes), 'node')}: {'; '.join(said)}"]
+    return f"{plural(len(cluster.nodes), 'node')}: {'; '.join(said)}"
 
 
 def by_topics(lines: Iterable[tuple[str, Line]]) -> dict[str, list[str]]:

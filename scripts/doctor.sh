@@ -115,18 +115,17 @@ find_python() {
 look_at_nodes() {
   pick_python "$ASKED_PYTHON"
   name_nodes 1 "${WORDS[@]}"
-  local answers look
-  look=("$PYTHON" "$KIT/scripts/lib/module.py" members --folder "$PWD" --log-dir "$LOG_DIR"
-    --master-port "${MASTER_PORT:-29500}" "${NODES[@]}")
+  local answers
+  module_as_ranks members --folder "$PWD" --log-dir "$LOG_DIR" --master-port "${MASTER_PORT:-29500}" "${NODES[@]}"
   if [[ ${DRY_RUN:-0} == 1 ]]; then
-    printf '%s: %s\n' "${NODES[*]}" "$(quote "${look[@]}")"
+    printf '%s: %s\n' "${NODES[*]}" "$(quote "${COMMAND[@]}")"
     return
   fi
   open_connections
   trap close_connections EXIT
   answers=$SOCKETS/answers
   mkdir -p -- "$answers/looking"
-  ask_nodes "$answers/looking" "${look[@]}"
+  ask_nodes "$answers/looking" "${COMMAND[@]}"
   connect_those_that_answered "$answers"
   kit_python cluster "${TELL[@]}" "$answers" "${NODES[@]}"
 }

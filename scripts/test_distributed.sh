@@ -69,8 +69,9 @@ parse_args() { # <word...>
       --exclude) need_value "$@"; EXCLUDE=$2; shift ;;
       --python) need_value "$@"; ASKED_PYTHON=$2; shift ;;
       --log-dir) need_value "$@"; LOG_DIR=$(absolute "$2"); shift ;;
-      --env-file) need_value "$@"; LAUNCH+=("$1" "$(absolute "$2")"); shift ;;
-      --agent | --master-port | --env) need_value "$@"; LAUNCH+=("$1" "$2"); shift ;;
+      --env-file) need_value "$@"; read_env_file "$2"; LAUNCH+=("$1" "$(absolute "$2")"); shift ;;
+      --env) need_value "$@"; add_environment "$1" "$2"; LAUNCH+=("$1" "$2"); shift ;;
+      --agent | --master-port) need_value "$@"; LAUNCH+=("$1" "$2"); shift ;;
       --no-preflight) LAUNCH+=("$1") ;;
       --quiet) LAUNCH+=("$1"); QUIET=1 ;;
       --dry-run) DRY_RUN=1 ;;
@@ -158,10 +159,9 @@ test_connections() {
 test_ranks() {
   local code=0 run
   MUSTER_RUN_FILE=$FOLDER/run wait_for "$STARTER" "${LAUNCH[@]}" >&2 || code=$?
-  run=$(cat "$FOLDER/run" 2>/dev/null) || exit "$code" # it was not even begun
-  if [[ ! -e $run/smoke.json ]] && ((code == 0)); then
-    die "no rank wrote a report: look into $run"
-  fi
+  [[ -s $FOLDER/run ]] || exit "$code" # it was not even begun
+  run=$(<"$FOLDER/run")
+  [[ -e $run/smoke.json ]] || ((code)) || die "no rank wrote a report: look into $run"
   show_report "$run/smoke.json" "$code"
 }
 

@@ -120,8 +120,8 @@ def test_where_nobody_finds_the_first_node_nobody_can_meet() -> None:
 
 def test_nodes_that_are_well_are_one_row_and_one_line() -> None:
     assert tell(cluster(three())).splitlines() == [
-        "           python  torch   GPUs                driver     cores  memory     network",
-        "node[1-3]  3.11.2  2.13.0  4 x A100-SXM4-80GB  580.65.06  64     512.0 GiB  eth0",
+        "           python  torch   GPUs                cores  memory     network",
+        "node[1-3]  3.11.2  2.13.0  4 x A100-SXM4-80GB  64     512.0 GiB  eth0",
         "",
         "3 nodes: all fit for training; each can connect to every other",
     ]
@@ -175,6 +175,12 @@ def test_who_differs_without_a_fault_is_named_in_the_sum_of_it() -> None:
     assert text.splitlines()[-1] == (
         "3 nodes: all fit for training; each can connect to every other; node3 differs: MTU"
     )
+
+
+def test_on_a_terminal_every_line_fits() -> None:
+    members = three(route=Route("eth0", 1500, 0), torch__version="2.12.0", gpus__driver="575.1")
+    gap = Gap(("node1", "node2"), "node3", "10.0.0.3", "no answer within 3 s")
+    assert max(map(len, tell(cluster(members, (gap,)), width=80).splitlines())) <= 80
 
 
 def test_the_port_of_the_first_node_is_the_one_that_counts() -> None:

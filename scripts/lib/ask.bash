@@ -38,3 +38,11 @@ show_waiting() { # <folder for the answers>
     log "$((${#NODES[@]} - ${#missing[@]})) of ${#NODES[@]} nodes answered, waiting for ${missing[*]}, $((SECONDS - begun)) s"
   done
 }
+
+
+# In COMMAND, the words that run a module of the package on a node, in the environment that ranks will have there.
+module_as_ranks() { # <module> [word...]
+  COMMAND=("$KIT/scripts/lib/in_node_env.sh" "$(node_env)")
+  ((${#ENVIRONMENT[@]} == 0)) || COMMAND+=(env "${ENVIRONMENT[@]}")
+  COMMAND+=("$PYTHON" "$KIT/scripts/lib/module.py" "$@")
+}

@@ -11,7 +11,8 @@ try_all_pairs() { # <new folder>
   mkdir -p -- "$1/listening" "$1/trying"
   listen_everywhere "$1/listening"
   mapfile -t places < <(kit_python reach places "$1/listening" "${NODES[@]}")
-  ask_nodes "$1/trying" "$PYTHON" "$KIT/scripts/lib/module.py" reach try "${places[@]}"
+  module_as_ranks reach try "${places[@]}"
+  ask_nodes "$1/trying" "${COMMAND[@]}"
   exec {LISTENING}>&- # they read the end of their input
   wait
 }
@@ -21,8 +22,9 @@ try_all_pairs() { # <new folder>
 listen_everywhere() { # <folder for the answers>
   local node
   mkfifo -- "$1/until"
+  module_as_ranks reach listen "${NODES[@]}"
   for node in "${NODES[@]}"; do
-    ask_node "$1" "$node" "$PYTHON" "$KIT/scripts/lib/module.py" reach listen "${NODES[@]}" <"$1/until" &
+    ask_node "$1" "$node" "${COMMAND[@]}" <"$1/until" &
   done
   exec {LISTENING}>"$1/until" # opened when all are forked: none of them holds the writing end
   for node in "${NODES[@]}"; do

@@ -45,5 +45,5 @@ on_node() { # <node> <command> [word...]
 for_any_shell() { # <command> [word...]
   local line
   line="cd -- $(quote "$PWD") || exit $EXIT_UNFIT; exec $(quote "$@")"
-  printf 'exec bash -c '\''eval "$(printf %%s "$0" | base64 -d)"'\'' %s\n' "$(base64 -w 0 <<<"$line")"
+  printf 'exec bash -c '\''eval "$(printf %%s "$1" | base64 -d)"'\'' bash %s\n' "$(base64 -w 0 <<<"$line")"
 }
