@@ -70,6 +70,13 @@ def wrap(text: str, width: int | None, indent: int) -> list[str]:
     return textwrap.wrap(text, max(20, width - indent), break_long_words=False, break_on_hyphens=False)
 
 
+def terminal() -> tuple[int | None, bool]:
+    """The width of the terminal that we print on, None for a pipe; and whether it wants colours."""
+    if not sys.stdout.isatty():
+        return None, False
+    return shutil.get_terminal_size().columns, not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
 def plural(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
@@ -89,10 +96,7 @@ def main(words: Sequence[str] | None = None) -> int:
         print(json.dumps(asdict(facts), indent=2, sort_keys=True))
         return 0
     lines = judge(facts)
-    terminal = sys.stdout.isatty()
-    colour = terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    width = shutil.get_terminal_size().columns if terminal else None
-    sys.stdout.write(render(lines, facts.names.host, width, colour))
+    sys.stdout.write(render(lines, facts.names.host, *terminal()))
     return 1 if any(line.level == "fault" for line in lines) else 0
 
 

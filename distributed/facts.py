@@ -33,7 +33,7 @@ from typing import Any
 KIT = Path(__file__).resolve().parents[1]
 MIB, GIB = 2**20, 2**30
 PROC, SYS = Path("/proc"), Path("/sys")
-SIOCGIFADDR = 0x8915  # linux/sockios.h: the address of an interface
+SIOCGIFADDR, SIOCGIFMTU = 0x8915, 0x8921  # linux/sockios.h: the address of an interface, and its MTU
 LOOKUP_LIMIT = 6.0  # seconds; a resolver that drops one packet answers after 5
 TORCH_LIMIT = 120.0  # seconds for `import torch`, which a cold network disk makes long
 NVIDIA_LIMIT = 20.0  # seconds; a driver without persistence mode takes some for each GPU
@@ -686,33 +686,43 @@ def look_up_names() -> Names:
 
 
 def outward_address() -> str:
-    """The address other machines see. Connecting a datagram socket sends nothing; 192.0.2.1 is nobody's."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect(("192.0.2.1", 9))
-            return str(probe.getsockname()[0])
-    except OSError:
-        return ""
+    """The address other machines see; 192.0.2.1 is nobody's."""
+    return address_towards("192.0.2.1")
+
+
+def address_towards(host: str) -> str:
+    """The IPv4 address of this machine on the way to a host; empty when there is none, or it cannot be told (IPv6)."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 9))  # sends nothing
+        except OSError:
+            return ""
+        return str(probe.getsockname()[0])
 
 
 def interface_to(host: str) -> str:
     """The network interface on the way to a host; empty when there is none, or it cannot be told (IPv6)."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((host, 9))  # sends nothing
-            own = socket.inet_aton(probe.getsockname()[0])
-        except OSError:
-            return ""
-        return next((name for _, name in socket.if_nameindex() if interface_address(probe, name) == own), "")
+    own = address_towards(host)
+    return next((name for _, name in socket.if_nameindex() if own and address_of_interface(name) == own), "")
 
 
-def interface_address(probe: socket.socket, name: str) -> bytes:
-    """The IPv4 address of an interface, 4 bytes; empty when it has none."""
-    try:
-        answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-    except OSError:
-        return b""
-    return answer[20:24]
+def address_of_interface(name: str) -> str:
+    """Its IPv4 address; empty when it has none."""
+    answer = ask_interface(name, SIOCGIFADDR)
+    return socket.inet_ntoa(answer[20:24]) if answer else ""
+
+
+def mtu_of_interface(name: str) -> int:
+    """The most bytes that it sends in a packet; 0 when that is not known."""
+    answer = ask_interface(name, SIOCGIFMTU)
+    return int(struct.unpack_from("i", answer, 16)[0]) if answer else 0
+
+
+def ask_interface(name: str, question: int) -> bytes:
+    """What the kernel says of it, a struct ifreq; empty when it says nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+        return fcntl.ioctl(probe.fileno(), question, struct.pack("256s", name.encode()[:15]))
+    return b""
 
 
 def forward_lookup(host: str) -> tuple[str, ...]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import ipaddress
-import json
 import os
 import random
 import re
@@ -25,12 +24,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Protocol
 
+from distributed.answers import UNFIT, Answer, framed, read
 from distributed.facts import ephemeral_range, listener, look_at_gpus, port_is_free, visible
 from distributed.run_folder import versions
 
-MARK = "muster-preflight "  # before the answer: a login shell may have printed something too
-UNFIT = 69  # exit code: a node cannot be reached, or is not fit
 PORTS = range(20_000, 30_000)  # to choose from; below the usual ephemeral ones
 SLOW = 1.0  # seconds for a look-up
 
@@ -59,9 +58,7 @@ class Node:
 
     name: str
     nproc: int
-    code: int
-    out: str
-    err: str
+    answer: Answer
 
 
 # ---------------------------------------------------------------- on each node
@@ -162,33 +159,8 @@ def judge(nodes: Sequence[Node], port: int | None) -> tuple[list[str], list[str]
 
 def answer_of(node: Node) -> Look | str:
     """What the node found, or why there is no answer, and what to do."""
-    for line in node.out.splitlines():
-        if line.startswith(MARK):
-            return Look(**json.loads(line.removeprefix(MARK)))
-    said = " ".join(node.err.split()) or f"exit code {node.code}"
-    if node.code == 255:
-        return next((what for sign, what in UNREACHED.items() if sign in said), NOT_REACHED).format(
-            name=node.name, said=said
-        )
-    return next((what for sign, what in UNFIT_SIGNS.items() if sign in said), "{said}").format(
-        name=node.name, said=said
-    )
-
-
-NOT_REACHED = "cannot be reached ({said}); try: ssh {name} true"
-UNREACHED = {
-    "REMOTE HOST IDENTIFICATION HAS CHANGED": (
-        "its host key has changed: somebody may be in between. If you know why it has, forget the old one: "
-        "ssh-keygen -R {name}"
-    ),
-    "Host key verification failed": "its host key is not known: log in by hand once, and compare it: ssh {name}",
-    "Permission denied": "does not let you in without a password ({said}); give it your key: ssh-copy-id {name}",
-}
-UNFIT_SIGNS = {
-    ": cd: ": "has no such folder as here ({said}): share it between the nodes, or use --sync",
-    "preflight.py": "does not have the kit ({said}): share its folder between the nodes, or use --sync",
-    ": exec: ": "has no such Python ({said}): name one that all nodes have with --python",
-}
+    found = node.answer.value()
+    return node.answer.why_none() if found is None else Look(**found)
 
 
 def misfits(nodes: Sequence[Node], looks: Mapping[str, Look]) -> Iterator[tuple[str, str]]:
@@ -239,7 +211,18 @@ def minor(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
 
-def meeting_point(master: str, looks: Mapping[str, Look]) -> str:
+class Findable(Protocol):
+    """What is to be known of a node to meet there."""
+
+    @property
+    def addresses(self) -> tuple[str, ...]: ...
+    @property
+    def ssh_address(self) -> str: ...
+    @property
+    def master(self) -> str: ...
+
+
+def meeting_point(master: str, looks: Mapping[str, Findable]) -> str:
     """An address of the first node that all others find for it; else the one at which ssh reached it."""
     own = looks[master].addresses
     found = {other.master for name, other in looks.items() if name != master} or {looks[master].master}
@@ -248,7 +231,7 @@ def meeting_point(master: str, looks: Mapping[str, Look]) -> str:
     return looks[master].ssh_address if looks[master].ssh_address in own else ""
 
 
-def no_meeting_point(master: str, looks: Mapping[str, Look]) -> str:
+def no_meeting_point(master: str, looks: Mapping[str, Findable]) -> str:
     found = ", ".join(f"{name} finds {other.master or 'nothing'}" for name, other in looks.items() if name != master)
     return (
         f"{master}: no address at which the others could meet it (for '{master}' {found}; its own are "
@@ -295,7 +278,7 @@ def main(words: Sequence[str] | None = None) -> int:
         return 0 if address else UNFIT
     port = options.port or None
     if options.verb == "look":
-        print(MARK + json.dumps(asdict(look(options.files, options.master, port))))
+        sys.stdout.write(framed(asdict(look(options.files, options.master, port))))
         return 0
     nodes = [_read(options.folder, word) for word in options.nodes]
     faults, warnings, meeting = judge(nodes, port)
@@ -326,8 +309,7 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
 
 def _read(folder: Path, word: str) -> Node:
     name, _, nproc = word.rpartition(":")
-    out, err, code = ((folder / f"{name}.{kind}").read_text(errors="replace") for kind in ("out", "err", "code"))
-    return Node(name, int(nproc), int(code), out, err)
+    return Node(name, int(nproc), read(folder, name))
 
 
 if __name__ == "__main__":

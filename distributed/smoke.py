@@ -34,6 +34,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store
 
+from distributed.links import Link, rounds, slow
 from distributed.smoke_report import (
     Fault,
     Findings,
@@ -66,6 +67,10 @@ MIXED = 8  # and the sum of 8 of them (184) is exact in every type, added in any
 GROWTH = 4  # from one message size to the next
 LARGEST = {"cpu": 64 * 2**20, "cuda": 2**30}  # bytes; GPUs' links need larger messages to fill
 MAX_ITERATIONS = 1024
+
+SMALLEST_LINK = 64 * 1024  # bytes
+LINK_SECONDS = 0.25  # for two nodes to exchange messages
+MOST_ROUNDS = 32  # in which nodes meet: more nodes do not meet all others
 
 ROUNDS = 20  # in a pass
 ROUND_SECONDS = 0.025
@@ -364,6 +369,67 @@ def agreed(seconds: float, op: Any, here: Here) -> float:
     return everyones.item()
 
 
+# ---------------------------------------------------------------- how fast between nodes?
+
+
+def measure_links(here: Here, largest: int) -> list[Link]:
+    """Let the first ranks of the nodes exchange messages, two by two. When a link seems slow, all do so again."""
+    leaders = [rank for rank, first in enumerate(gathered_numbers(here.world.local_rank == 0, here)) if first]
+    hosts = [here.store.get(f"host/{rank}").decode() for rank in leaders]
+    speeds = torch.zeros(len(leaders), len(leaders), dtype=torch.float64, device=here.device)
+    for attempt in range(PASSES):
+        here.begin(f"links, pass {attempt + 1}", lasting=MOST_ROUNDS * LINK_SECONDS)
+        for pairs in rounds(len(leaders))[:MOST_ROUNDS]:
+            here.meet()
+            for one, other in pairs:
+                partner = {leaders[one]: leaders[other], leaders[other]: leaders[one]}.get(here.world.rank)
+                if partner is not None:
+                    speeds[one, other] = max(speeds[one, other].item(), speed_to(partner, largest, here))
+        dist.all_reduce(speeds, op=dist.ReduceOp.MAX)
+        here.settle()
+        links = [Link(hosts[one], hosts[other], speeds[one, other].item()) for one, other in speeds.nonzero().tolist()]
+        if not slow(links):
+            break
+    return links
+
+
+def speed_to(partner: int, largest: int, here: Here) -> float:
+    """GB/s each way of the best of growing messages, until one takes its share of a round."""
+    size, best = min(SMALLEST_LINK, largest), 0.0
+    swap(partner, torch.zeros(1, device=here.device), here)  # the connection, where it is made at first use
+    while True:
+        message = torch.zeros(max(1, size // torch.float32.itemsize), device=here.device)
+        seconds = swap(partner, torch.tensor([swapping(partner, message, here)], device=here.device), here)
+        best = max(best, message.nbytes / seconds / 1e9)
+        if seconds > LINK_SECONDS / GROWTH or size * GROWTH > largest:
+            return best
+        size *= GROWTH
+
+
+def swapping(partner: int, message: Tensor, here: Here) -> float:
+    start = time.perf_counter()
+    swap(partner, message, here)
+    return time.perf_counter() - start
+
+
+def swap(partner: int, mine: Tensor, here: Here) -> float:
+    """Send and receive at once. Returns the larger of both first numbers, so that both ranks decide alike."""
+    theirs = torch.empty_like(mine)
+    both = [dist.P2POp(dist.isend, mine, partner), dist.P2POp(dist.irecv, theirs, partner)]
+    for work in dist.batch_isend_irecv(both):
+        work.wait()
+    here.settle()
+    return max(mine[0].item(), theirs[0].item())
+
+
+def gathered_numbers(mine: float, here: Here) -> list[float]:
+    """Every rank's number."""
+    everyones = torch.zeros(here.world.size, device=here.device)
+    all_gather_single(everyones, torch.tensor([float(mine)], device=here.device))
+    here.settle()
+    return everyones.tolist()
+
+
 # ---------------------------------------------------------------- who is slow?
 
 
@@ -426,12 +492,13 @@ def gathered(rounds: Sequence[tuple[float, float]], here: Here) -> tuple[list[li
 
 # ---------------------------------------------------------------- one rank's way through it
 
-NEED_TWO = ("point_to_point", "bandwidth", "pace")
+NEED_TWO = ("point_to_point", "links", "bandwidth", "pace")
 # Every check in its order, and what is known when it found no fault.
 PROVED = {
     "answer": "every rank joined, finished and reported",
     **dict.fromkeys(CHECKS, f"{', '.join(map(short, UNIT))}; {COUNTS[0]} to {COUNTS[-1]:,} elements"),
     "barrier": "nobody came through early",
+    "links": "no node, and no link between two, is clearly slower than the others",
     "bandwidth": "see the table",
     "pace": "no rank is clearly slower than the others",
 }
@@ -446,6 +513,8 @@ def examine(here: Here, sizes: Sequence[int], seconds: float) -> tuple[Findings,
             if enter(name, here, findings) and (fault := first_fault(name, here)):
                 findings.faults.append(fault)
         if all_sound(here, findings):
+            if enter("links", here, findings):
+                measured.links = measure_links(here, sizes[-1])
             if enter("bandwidth", here, findings):
                 measured.bandwidth = measure_bandwidth(here, sizes, seconds)
             if enter("pace", here, findings):
@@ -468,9 +537,12 @@ def all_sound(here: Here, findings: Findings) -> bool:
 
 
 def enter(name: str, here: Here, findings: Findings) -> bool:
-    """Begin a step, unless it needs a second rank."""
+    """Begin a step, unless it needs a second rank or node."""
     if here.world.size == 1 and name in NEED_TWO:
         findings.skipped[name] = "needs two ranks"
+        return False
+    if here.world.nodes == 1 and name == "links":
+        findings.skipped[name] = "needs two nodes"
         return False
     here.begin(name)
     findings.done.append(name)
@@ -568,7 +640,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("distributed.smoke", description=__doc__.splitlines()[0], allow_abbrev=False)
     option = parser.add_argument
     option("--json", action="store_true", help="print one JSON object instead of the report for people")
-    option("--json-file", type=Path, metavar="PATH", help="write the JSON object here and print nothing")
+    option("--json-file", type=Path, metavar="PATH", help="write it here, relative to the run's folder; print nothing")
     option("--backend", choices=("auto", "nccl", "gloo"), default="auto", help="default: nccl on GPUs, else gloo")
     option("--min-bytes", type=byte_size, default=1024, metavar="SIZE", help="smallest message; default: 1K")
     option("--max-bytes", type=byte_size, metavar="SIZE", help="largest message; default: 64M, on GPUs 1G")
@@ -607,7 +679,7 @@ class Voice:
 
     def speak(self, report: Mapping[str, Any]) -> None:
         if self.options.json_file:
-            write(report, self.options.json_file)
+            write(report, Path(os.environ.get("MUSTER_RUN_DIR", ""), self.options.json_file))
             sys.stderr.write(f"distributed.smoke: {verdict_line(report)}\n")
         else:
             show(report, self.options.json)

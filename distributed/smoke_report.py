@@ -18,10 +18,15 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
+from distributed.links import Link, slow
+from distributed.links import speed as speed_label
+
 REMEDY = {
+    "reach": "open TCP between the nodes, on all ports above 1023 (firewall, security group, network policy)",
     "join": "see that every rank was started, and reaches the master's address and port",
     "answer": "look at that rank's own output: it may have died, be stopped, or wait for its GPU or a disk",
     "bandwidth": "look at the ranks' own output, and at the network between the nodes",
+    "links": "look at cable, switch port and MTU there, and at which interface NCCL takes (NCCL_DEBUG=INFO)",
     "pace": "look at what else runs there (top, nvidia-smi), at its clocks and heat, or leave that node out",
 }
 MANGLED = (
@@ -40,8 +45,11 @@ class Fault:
     expected: str
     got: str
     case: str = ""  # "float32, 1009 elements, element 3"
+    said: str = ""  # all of it, where it reads better in other words
 
     def __str__(self) -> str:
+        if self.said:
+            return self.said
         case = f" ({self.case})" if self.case else ""
         return f"rank {self.rank} on {self.host}{case}: expected {self.expected}, got {self.got}"
 
@@ -96,6 +104,7 @@ class Measured:
 
     bandwidth: list[Speed] = field(default_factory=list)
     pace: list[Pace] = field(default_factory=list)
+    links: list[Link] = field(default_factory=list)
 
 
 # ---------------------------------------------------------------- figures from seconds
@@ -159,7 +168,8 @@ def summarise(
         absent: a fault for each rank that has not answered.
     """
     findings = [answered[rank] for rank in sorted(answered)]
-    faults = [*absent, *(fault for one in findings for fault in one.faults), *slow_ranks(measured, answered)]
+    faults = [*absent, *(fault for one in findings for fault in one.faults)]
+    faults += [*slow_links(measured, answered), *slow_ranks(measured, answered)]
     paces = {one.rank: asdict(one) for one in measured.pace}
     return {
         "verdict": "fault" if faults else "ok",
@@ -169,6 +179,7 @@ def summarise(
             for name, known in proved.items()
         ],
         "bandwidth": [asdict(one) for one in measured.bandwidth],
+        "links": [asdict(one) for one in measured.links],
         "ranks": [
             {"rank": one.rank, "host": one.host, "device": one.device, **paces.get(one.rank, {})} for one in findings
         ],
@@ -180,24 +191,41 @@ def alone(launch: Mapping[str, Any], fault: Fault) -> dict[str, Any]:
     return summarise(launch, {fault.check: ""}, {}, Measured(), [fault])
 
 
-def slow_ranks(measured: Measured, answered: Mapping[int, Findings]) -> list[Fault]:
+def slow_links(measured: Measured, answered: Mapping[int, Findings]) -> list[Fault]:
+    first = {one.host: rank for rank, one in sorted(answered.items(), reverse=True)}
     return [
-        Fault(
-            "pace",
-            one.rank,
-            answered[one.rank].host,
-            f"{one.compute_seconds / one.factor * 1e3:.1f} ms of computing a round, as the others",
-            f"{one.compute_seconds * 1e3:.1f} ms: {one.factor:.1f} times as long",
-        )
-        for one in measured.pace
-        if one.slow and one.rank in answered
+        Fault("links", first[one.node], one.node, speed_label(one.expected), speed_label(one.got), said=one.said)
+        for one in slow(measured.links)
+        if one.node in first
     ]
+
+
+def slow_ranks(measured: Measured, answered: Mapping[int, Findings]) -> list[Fault]:
+    """Each slow rank; one fault for a node of which all are."""
+    on = {rank: one.host for rank, one in answered.items()}
+    slow_on: dict[str, list[Pace]] = {}
+    for one in measured.pace:
+        if one.slow and one.rank in on:
+            slow_on.setdefault(on[one.rank], []).append(one)
+    found = []
+    for host, paces in slow_on.items():
+        whole = len(paces) == list(on.values()).count(host)
+        found += [slow_rank(one, host, len(paces) if whole else 1) for one in (paces[:1] if whole else paces)]
+    return found
+
+
+def slow_rank(one: Pace, host: str, ranks: int) -> Fault:
+    """ranks: how many of this host this one stands for."""
+    expected = f"{one.compute_seconds / one.factor * 1e3:.1f} ms of computing a round, as the others"
+    got = f"{one.compute_seconds * 1e3:.1f} ms: {one.factor:.1f} times as long"
+    said = f"all {ranks} ranks on {host}: expected {expected}, got {got} (rank {one.rank})" if ranks > 1 else ""
+    return Fault("pace", one.rank, host, expected, got, said=said)
 
 
 def check_report(name: str, known: str, findings: Sequence[Findings], faults: Sequence[Fault]) -> dict[str, Any]:
     status, summary = "ok", known
     if faults:
-        status, summary = "fault", told_shortly(faults)
+        status, summary = "fault", "; ".join(told_each(faults))
     elif why := [reason for one in findings if (reason := why_not(name, one))]:
         status, summary = "skipped", why[0]
     return {
@@ -216,9 +244,9 @@ def why_not(name: str, findings: Findings) -> str | None:
     return findings.skipped.get(name, "a check before it failed")
 
 
-def told_shortly(faults: Sequence[Fault], at_most: int = 3) -> str:
+def told_each(faults: Sequence[Fault], at_most: int = 3) -> list[str]:
     more = [f"and {len(faults) - at_most} more"] if len(faults) > at_most else []
-    return "; ".join([*map(str, faults[:at_most]), *more])
+    return [*map(str, faults[:at_most]), *more]
 
 
 def to_json(report: Mapping[str, Any]) -> str:
@@ -243,6 +271,7 @@ def render(report: Mapping[str, Any]) -> str:
         [f"smoke test: {where}, {world['backend']}, torch {world['torch']}"],
         [line for check in report["checks"] for line in check_lines(check)],
         bandwidth_lines(report["bandwidth"]),
+        link_lines(report["links"]),
         pace_lines([one for one in report["ranks"] if "factor" in one]),
         [verdict_line(report)],
     ]
@@ -250,9 +279,11 @@ def render(report: Mapping[str, Any]) -> str:
 
 
 def check_lines(check: Mapping[str, Any]) -> list[str]:
+    """What is known, or a line a fault, and the remedy."""
     word = "FAULT" if check["status"] == "fault" else check["status"]
-    line = f"  {word:<8}{check['name']:<16}{check['summary']}"
-    return [line, f"{'':<10}-> {check['remedy']}"] if check["remedy"] else [line]
+    said = told_each([Fault(**fault) for fault in check["faults"]]) or [check["summary"]]
+    lines = [f"  {word:<8}{check['name']:<16}{said[0]}", *(f"{'':<26}{more}" for more in said[1:])]
+    return [*lines, f"{'':<10}-> {check['remedy']}"] if check["remedy"] else lines
 
 
 def bandwidth_lines(speeds: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -268,6 +299,14 @@ def bandwidth_lines(speeds: Sequence[Mapping[str, Any]]) -> list[str]:
         bus = [bus_bandwidth(cells.get((size, name))) for name in names]
         lines.append(f"  {size_label(size):>7}{time:>13}" + "".join(f"{one:>15}" for one in bus))
     return lines
+
+
+def link_lines(links: Sequence[Mapping[str, Any]], at_most: int = 8) -> list[str]:
+    if not links:
+        return []
+    slowest_first = sorted(links, key=lambda one: one["gb_per_second"])[:at_most]
+    lines = [f"  between nodes, the slowest {len(slowest_first)} of {len(links)}", f"  {'GB/s':>7}   where"]
+    return lines + [f"  {one['gb_per_second']:7.3f}   {one['one']} - {one['other']}" for one in slowest_first]
 
 
 def milliseconds(speed: Mapping[str, Any] | None) -> str:

@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
 #
-# Is this machine fit for training, and what is to be done when it is not?
+# Is this machine fit for training, or are these nodes, and what is to be done when not?
 #
-# Usage: doctor.sh [options]
+# Usage: doctor.sh [options] [NODE...]
+#
+#   NODE...              node1 user@node2 node[3-8,10]: look at these, over ssh, in place of this machine
 #
 # Run it in the folder you would launch from. It looks at Python and PyTorch, GPUs and who uses them,
 # memory, disk, /dev/shm, cores and limits, the master port, name resolution, leftovers in the shell's
@@ -11,53 +13,87 @@
 # Each line is ok, a warning (training works, but ...) or a fault (training will fail), with the fix:
 # in words, or behind a $ as a command to paste. The worst stands last, above the prompt.
 #
-# Options:
+# Several nodes are asked at once, try to connect to each other, and are compared: who differs from
+# most of the others is named, with both values. What they have in common is said once, and nothing
+# of what is ok.
+#
+#   --hostfile FILE      lines such as `node1 slots=4` in place of NODE...
+#   --exclude NODES      leave these out
 #   --python PATH        look at this Python; default: the active virtual environment,
 #                        then .venv of the working folder, then python3
 #   --master-port PORT   the port at which ranks will meet (default 29500)
 #   --log-dir DIR        where runs will be logged (default logs)
 #   --json               print the facts as JSON instead, and judge nothing
 #   --dry-run            print the command that would look, and look at nothing
+#   --quiet              do not say which nodes are still waited for
 #   --help               print this
 #
-# Exit codes: 0 no fault, 1 a fault, 2 wrong call.
+# Exit codes: 0 no fault, 1 a fault, 2 wrong call, 69 a node cannot be asked.
 #
-# On another machine: ssh NODE 'cd FOLDER && scripts/doctor.sh'
+#   doctor.sh
+#   doctor.sh node[1-4]
+#
 set -euo pipefail
 # shellcheck source=scripts/lib/common.bash
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/lib/common.bash"
+# shellcheck source=scripts/lib/launcher.bash
+source "$KIT/scripts/lib/launcher.bash" # for what nodes.bash asks of it
+# shellcheck source=scripts/lib/ssh.bash
+source "$KIT/scripts/lib/ssh.bash"
+# shellcheck source=scripts/lib/nodes.bash
+source "$KIT/scripts/lib/nodes.bash"
+# shellcheck source=scripts/lib/reach.bash
+source "$KIT/scripts/lib/reach.bash"
+
+WORDS=()  # nodes, as they were given
+TELL=()   # words for who tells
 
 
 main() {
   parse_args "$@"
-  if [[ ! $ASKED_PYTHON && ${QUESTIONS[*]} != *--json* ]]; then
-    find_python
-  fi
-  pick_python "$ASKED_PYTHON"
-  set -- doctor --folder "$PWD" "${QUESTIONS[@]}"
-  if [[ ${DRY_RUN:-0} == 1 ]]; then
-    quote "$PYTHON" -m "distributed.$1" "${@:2}"
+  if [[ ${WORDS[*]-}$HOSTFILE ]]; then
+    look_at_nodes
   else
-    kit_python "$@"
+    look_here
   fi
 }
 
 
 parse_args() { # <argument...>
-  ASKED_PYTHON=''
-  QUESTIONS=()
   while (($# > 0)); do
     case $1 in
       --help | -h) usage; exit 0 ;;
       --python) need_value "$@"; ASKED_PYTHON=$2; shift 2 ;;
-      --master-port) need_value "$@"; QUESTIONS+=("$1" "$2"); shift 2 ;;
-      --log-dir) need_value "$@"; QUESTIONS+=("$1" "$(realpath -m -- "$2")"); shift 2 ;;
-      --json) QUESTIONS+=("$1"); shift ;;
+      --master-port) need_value "$@"; MASTER_PORT=$2; shift 2 ;;
+      --log-dir) need_value "$@"; LOG_DIR=$2; shift 2 ;;
+      --hostfile) need_value "$@"; HOSTFILE=$2; shift 2 ;;
+      --exclude) need_value "$@"; EXCLUDE=$2; shift 2 ;;
+      --json) TELL=(--json); shift ;;
       --dry-run) DRY_RUN=1; shift ;;
+      --quiet) QUIET=1; shift ;;
       -*) die_usage "there is no option '$1'" ;;
-      *) die_usage "unexpected word '$1': it looks at the machine it runs on, so run it there" ;;
+      *) WORDS+=("$1"); shift ;;
     esac
   done
+  LOG_DIR=$(realpath -m -- "$LOG_DIR")
+  check_options
+  [[ ! $EXCLUDE || ${WORDS[*]-}$HOSTFILE ]] || die_usage "--exclude '$EXCLUDE': from which nodes? name them"
+}
+
+
+# ---------------------------------------------------------------- this machine
+
+look_here() {
+  if [[ ! $ASKED_PYTHON && ! ${TELL[*]-} ]]; then
+    find_python
+  fi
+  pick_python "$ASKED_PYTHON"
+  set -- doctor "${TELL[@]}" --folder "$PWD" --log-dir "$LOG_DIR" --master-port "${MASTER_PORT:-29500}"
+  if [[ ${DRY_RUN:-0} == 1 ]]; then
+    quote "$PYTHON" -m "distributed.$1" "${@:2}"
+  else
+    kit_python "$@"
+  fi
 }
 
 
@@ -70,6 +106,39 @@ find_python() {
     printf '                   %s\n' 'or install Python 3.10 or newer, on a cluster perhaps: module load python'
     printf '\n%s is not fit for training: 1 fault, nothing else was looked at\n' "$(uname -n)"
     exit 1
+  fi
+}
+
+
+# ---------------------------------------------------------------- nodes
+
+look_at_nodes() {
+  pick_python "$ASKED_PYTHON"
+  name_nodes 1 "${WORDS[@]}"
+  local answers
+  module_as_ranks members --folder "$PWD" --log-dir "$LOG_DIR" --master-port "${MASTER_PORT:-29500}" "${NODES[@]}"
+  if [[ ${DRY_RUN:-0} == 1 ]]; then
+    printf '%s: %s\n' "${NODES[*]}" "$(quote "${COMMAND[@]}")"
+    return
+  fi
+  open_connections
+  trap close_connections EXIT
+  answers=$SOCKETS/answers
+  mkdir -p -- "$answers/looking"
+  ask_nodes "$answers/looking" "${COMMAND[@]}"
+  connect_those_that_answered "$answers"
+  kit_python cluster "${TELL[@]}" "$answers" "${NODES[@]}"
+}
+
+
+connect_those_that_answered() { # <folder of the answers>
+  local node there=()
+  for node in "${NODES[@]}"; do
+    (($(<"$1/looking/$node.code") != 0)) || there+=("$node")
+  done
+  if ((${#there[@]} > 1)); then
+    local NODES=("${there[@]}")
+    try_all_pairs "$1"
   fi
 }
 

@@ -1,16 +1,22 @@
 #!/usr/bin/env bash
 #
-# Do N processes on this machine compute together, how fast, and is one of them slow?
+# Do N processes, on this machine or on each of several, compute together, how fast, and who is slow?
 #
-# Usage: test_distributed.sh [options] N
+# Usage: test_distributed.sh [options] N [NODE...]
 #
-#   N                    number of processes; one a GPU where there are GPUs
+#   N                    number of processes on each node; one a GPU where there are GPUs
+#   NODE...              node1 user@node2 node[3-8,10] node9:4 (that one's own number of processes),
+#                        over ssh; without them, this machine
 #
 # Checks that each collective that training uses gives the right result on every rank (all_reduce,
 # broadcast, all_gather, reduce_scatter, all_to_all, point to point, barrier), measures the bus
 # bandwidth by message size as nccl-tests do, refuses two ranks on one GPU, and names a rank that is
-# slow, frozen or missing. The report goes to standard output, all else to standard error.
+# slow, frozen or missing. Of several nodes it first sees whether each can connect to every other, and
+# it measures each link between two: a pair that cannot talk, a slow node and a slow link are named.
+# The report goes to standard output, all else to standard error.
 #
+#   --hostfile FILE      lines such as `node1 slots=4` in place of NODE...
+#   --exclude NODES      leave these out
 #   --json               one JSON object in place of the report for people
 #   --backend BACKEND    auto, nccl or gloo (default: nccl where there are GPUs, else gloo)
 #   --min-bytes SIZE     smallest message, such as 1024, 64K, 16M or 1G (default: 1K)
@@ -20,22 +26,34 @@
 #   --quiet              no lines of the launcher's own
 #   --help               show this
 #
-# The launcher's --python, --agent, --master-port, --env, --env-file, --log-dir, --no-preflight and
+# The launchers' --python, --agent, --master-port, --env, --env-file, --log-dir, --no-preflight and
 # --dry-run are understood too: see scripts/ssh/launch_singlenode.sh --help.
 #
-# Exit codes: 0 all is well, 1 a check failed, 2 wrong call, 130 Ctrl-C, 143 TERM.
+# Exit codes: 0 all is well, 1 a check failed, 2 wrong call, 69 a node cannot be reached or is not
+# fit, 130 Ctrl-C, 143 TERM.
 #
 #   test_distributed.sh 2
+#   test_distributed.sh 8 node[1-4]
 #   test_distributed.sh --json --max-bytes 1M 8 | jq .verdict
 #
 set -euo pipefail
 # shellcheck source=scripts/lib/common.bash
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/lib/common.bash"
+# shellcheck source=scripts/lib/launcher.bash
+source "$KIT/scripts/lib/launcher.bash" # for what nodes.bash asks of it
+# shellcheck source=scripts/lib/ssh.bash
+source "$KIT/scripts/lib/ssh.bash"
+# shellcheck source=scripts/lib/nodes.bash
+source "$KIT/scripts/lib/nodes.bash"
+# shellcheck source=scripts/lib/reach.bash
+source "$KIT/scripts/lib/reach.bash"
 
 SMOKE=()             # words for the test itself
 LAUNCH=()            # words for the launcher
 TELL=()              # words for the report
-ASKED_PYTHON='' LOG_DIR=$PWD/logs NPROC='' BACKEND=auto MIN_BYTES=1K MAX_BYTES=''
+WORDS=()             # nodes, as they were given
+STARTER=scripts/ssh/launch_singlenode.sh
+LOG_DIR=$PWD/logs PROCESSES='' BACKEND=auto MIN_BYTES=1K MAX_BYTES=''
 
 
 parse_args() { # <word...>
@@ -47,11 +65,15 @@ parse_args() { # <word...>
       --max-bytes) need_value "$@"; check_size "$@"; MAX_BYTES=$2; shift ;;
       --seconds | --timeout) need_value "$@"; check_seconds "$@"; SMOKE+=("$1" "$2"); shift ;;
       --backend) need_value "$@"; BACKEND=$2; shift ;;
+      --hostfile) need_value "$@"; HOSTFILE=$(absolute "$2"); shift ;;
+      --exclude) need_value "$@"; EXCLUDE=$2; shift ;;
       --python) need_value "$@"; ASKED_PYTHON=$2; shift ;;
       --log-dir) need_value "$@"; LOG_DIR=$(absolute "$2"); shift ;;
-      --env-file) need_value "$@"; LAUNCH+=("$1" "$(absolute "$2")"); shift ;;
-      --agent | --master-port | --env) need_value "$@"; LAUNCH+=("$1" "$2"); shift ;;
-      --no-preflight | --quiet) LAUNCH+=("$1") ;;
+      --env-file) need_value "$@"; read_env_file "$2"; LAUNCH+=("$1" "$(absolute "$2")"); shift ;;
+      --env) need_value "$@"; add_environment "$1" "$2"; LAUNCH+=("$1" "$2"); shift ;;
+      --agent | --master-port) need_value "$@"; LAUNCH+=("$1" "$2"); shift ;;
+      --no-preflight) LAUNCH+=("$1") ;;
+      --quiet) LAUNCH+=("$1"); QUIET=1 ;;
       --dry-run) DRY_RUN=1 ;;
       --help | -h) usage; exit ;;
       -*[!0-9]*) die_usage "$1: unknown option" ;;
@@ -59,9 +81,21 @@ parse_args() { # <word...>
     esac
     shift
   done
-  ((${#positional[@]} == 1)) || die_usage "one N, the number of processes, is wanted: '${positional[*]}'"
-  NPROC=${positional[0]}
-  [[ $NPROC =~ ^[1-9][0-9]{0,4}$ ]] || die_usage "N '$NPROC': a number of processes, 1 or more, is wanted"
+  ((${#positional[@]} >= 1)) || die_usage "N, the number of processes, is wanted"
+  PROCESSES=${positional[0]} WORDS=("${positional[@]:1}")
+  is_nproc "$PROCESSES" || die_usage "N '$PROCESSES': a number of processes from 1 to $MAX_NPROC is wanted"
+  if [[ ${WORDS[*]-}$HOSTFILE ]]; then
+    STARTER=scripts/ssh/launch_torchrun_auto.sh
+    [[ ! $HOSTFILE ]] || LAUNCH+=(--hostfile "$HOSTFILE")
+    [[ ! $EXCLUDE ]] || LAUNCH+=(--exclude "$EXCLUDE")
+  else
+    [[ ! $EXCLUDE ]] || die_usage "--exclude '$EXCLUDE': from which nodes? name them"
+  fi
+}
+
+
+on_several_nodes() {
+  [[ $STARTER == *auto.sh ]]
 }
 
 
@@ -85,11 +119,15 @@ check_smoke() {
       die_usage "--max-bytes '$MAX_BYTES': less than --min-bytes, $MIN_BYTES"
     SMOKE+=(--max-bytes "$MAX_BYTES")
   fi
+  [[ $BACKEND =~ ^(auto|nccl|gloo)$ ]] || die_usage "--backend '$BACKEND': auto, nccl or gloo is wanted"
+  on_several_nodes || check_backend_here
+}
+
+
+check_backend_here() {
   case $BACKEND in
-    auto) ;;
     nccl) (($(kit_python doctor --gpus) > 0)) || die_usage "--backend nccl: there is no GPU here; use gloo" ;;
     gloo) LAUNCH+=(--no-preflight) ;; # on the CPU there may be more processes than GPUs
-    *) die_usage "--backend '$BACKEND': auto, nccl or gloo is wanted" ;;
   esac
 }
 
@@ -99,22 +137,39 @@ bytes() { # <size>
 }
 
 
-absolute() { # <path>
-  if [[ $1 == /* ]]; then printf '%s\n' "$1"; else printf '%s\n' "$PWD/$1"; fi
+# Ranks on nodes that cannot connect to each other would wait for each other in silence.
+test_connections() {
+  local node words=() code=0
+  open_connections
+  trap 'close_connections; rm -rf -- "$FOLDER"' EXIT
+  name_nodes "$PROCESSES" "${WORDS[@]}"
+  try_all_pairs "$SOCKETS/answers"
+  for node in "${NODES[@]}"; do
+    words+=("$node:${NPROC[$node]}")
+  done
+  kit_python reach judge --report "$FOLDER/report" "$SOCKETS/answers" "${words[@]}" || code=$?
+  close_connections
+  trap 'rm -rf -- "$FOLDER"' EXIT
+  ((code == 0)) || show_report "$FOLDER/report" "$code"
+  log "each of ${#NODES[@]} node(s) can connect to every other"
 }
 
 
 # What the launcher and the ranks say is not the answer: the answer is the report.
 test_ranks() {
-  local code=0 report
-  FOLDER=$(mktemp -d)
-  trap 'rm -rf -- "$FOLDER"' EXIT
-  report=$FOLDER/report.json
-  wait_for scripts/ssh/launch_singlenode.sh "${LAUNCH[@]}" "$report" >&2 || code=$?
-  if [[ -e $report ]]; then
-    kit_python smoke_report "${TELL[@]}" "$report" || ((code)) || code=$?
-  elif ((code == 0)); then
-    die "no rank wrote a report: look into $LOG_DIR/latest"
+  local code=0 run
+  MUSTER_RUN_FILE=$FOLDER/run wait_for "$STARTER" "${LAUNCH[@]}" >&2 || code=$?
+  [[ -s $FOLDER/run ]] || exit "$code" # it was not even begun
+  run=$(<"$FOLDER/run")
+  [[ -e $run/smoke.json ]] || ((code)) || die "no rank wrote a report: look into $run"
+  show_report "$run/smoke.json" "$code"
+}
+
+
+show_report() { # <report> <exit code, where the report is missing or good>
+  local code=$2
+  if [[ -e $1 ]]; then
+    kit_python smoke_report "${TELL[@]}" "$1" || ((code)) || code=$?
   fi
   exit "$code"
 }
@@ -126,9 +181,14 @@ main() {
   check_smoke
   cd -- "$KIT" # the package is found from here alone
   LAUNCH+=(--python "$PYTHON" --log-dir "$LOG_DIR" -m distributed.smoke
-    - "$NPROC" -- "${SMOKE[@]}" --json-file)
+    - "$PROCESSES" "${WORDS[@]}" -- "${SMOKE[@]}" --json-file smoke.json)
   if [[ ${DRY_RUN:-0} == 1 ]]; then
-    exec scripts/ssh/launch_singlenode.sh --dry-run "${LAUNCH[@]}" "<report>"
+    exec "$STARTER" --dry-run "${LAUNCH[@]}"
+  fi
+  FOLDER=$(mktemp -d)
+  trap 'rm -rf -- "$FOLDER"' EXIT
+  if on_several_nodes; then
+    test_connections
   fi
   test_ranks
 }

@@ -21,7 +21,7 @@ stub() { # <name>, its text on standard input
 
 @test "the opening comment is the help" {
   run -0 "$DOCTOR" --help
-  [[ ${lines[1]} == "Usage: doctor.sh [options]" ]]
+  [[ ${lines[1]} == "Usage: doctor.sh [options] [NODE...]" ]]
   [[ $output != *"#!"* ]]
 }
 
@@ -29,14 +29,16 @@ stub() { # <name>, its text on standard input
 @test "a wrong call is refused with 2 and names the word" {
   run -2 "$DOCTOR" --jsom
   [[ $output == *"no option '--jsom'"*"Try: doctor.sh --help" ]]
-  run -2 "$DOCTOR" node1
-  [[ $output == *"unexpected word 'node1'"* ]]
+  run -2 "$DOCTOR" 'node[1-'
+  [[ $output == *"this '[' is never closed"* ]]
+  run -2 "$DOCTOR" --exclude node1
+  [[ $output == *"--exclude 'node1': from which nodes?"* ]]
   run -2 "$DOCTOR" --python
   [[ $output == *"--python needs a value"* ]]
   run -2 "$DOCTOR" --python /no/python
   [[ $output == *"no Python at '/no/python'"* ]]
   run -2 "$DOCTOR" --master-port 70000
-  [[ $output == *"'70000' is not a port"* ]]
+  [[ $output == *"--master-port '70000': a port is a number from 1 to 65535"* ]]
 }
 
 

@@ -72,13 +72,14 @@ field() { # <name> <file>: a field of the one JSON object in a file
     [[ ${stderr_lines[0]} == "test_distributed.sh: $says"* ]] || { echo "$words: $stderr"; false; }
     [[ ${stderr_lines[1]} == "Try: test_distributed.sh --help" ]]
   done <<'END'
-0|N '0': a number of processes, 1 or more, is wanted
+0|N '0': a number of processes from 1 to 1024 is wanted
 -1|N '-1': a number of processes
 abc|N 'abc': a number of processes
 2.5|N '2.5': a number of processes
 02|N '02': a number of processes
-|one N, the number of processes, is wanted: ''
-2 3|one N, the number of processes, is wanted: '2 3'
+|N, the number of processes, is wanted
+9999|N '9999': a number of processes
+2 --exclude node1|--exclude 'node1': from which nodes? name them
 --no-such-option 2|--no-such-option: unknown option
 --max-bytes 3Q 2|--max-bytes '3Q': a size in bytes is wanted
 --max-bytes 512 2|--max-bytes '512': less than --min-bytes, 1K
@@ -115,7 +116,17 @@ END
 }
 
 
-@test "TERM ends everything, and the report's folder is gone" {
+@test "--dry-run over several nodes shows what each would run, and asks none" {
+  printf 'node1 slots=4\nnode2\nnode3\n' >hosts
+  run --separate-stderr "$TEST_DISTRIBUTED" --dry-run --hostfile hosts --exclude node3 2
+  [[ $status == 0 ]]
+  [[ ${lines[0]} == "node1: "*" --nproc-per-node 4 "*" distributed.smoke "*" --json-file smoke.json" ]]
+  [[ ${lines[1]} == "node2: "*" --node-rank 1 --nproc-per-node 2 "* ]]
+  [[ ${#lines[@]} == 2 && ! -e logs ]]
+}
+
+
+@test "TERM ends everything, and nothing is left of it" {
   set -m
   "$TEST_DISTRIBUTED" --seconds 300 2 2>said 3>&- &
   test=$!
@@ -124,6 +135,6 @@ END
   kill -TERM "$test"
   wait "$test" && status=0 || status=$?
   [[ $status == 143 ]]
-  run ! pgrep -f -- "json-file $TMPDIR"
+  run ! grep -lsz -- "^MUSTER_RUN_DIR=$PWD" /proc/[0-9]*/environ
   [[ -z $(ls -A "$TMPDIR") ]]
 }

@@ -26,16 +26,21 @@ KIT = Path(__file__).resolve().parent.parent
 BELOW: dict[str, set[str]] = {
     "agent": {"accounts", "meeting", "peers", "worker"},
     "checkpoint": {"ranks", "shards", "snapshot", "step_folder"},
+    "cluster": {"answers", "comparison", "doctor", "fitness", "members", "nodelist", "reach", "smoke_report"},
+    "comparison": {"fitness", "members", "nodelist", "preflight"},
     "doctor": {"facts", "fitness"},
     "fitness": {"facts"},
     "meeting": {"accounts", "peers", "worker"},
+    "members": {"answers", "facts", "preflight"},
     "peers": {"accounts"},
-    "preflight": {"facts", "run_folder"},
+    "preflight": {"answers", "facts", "run_folder"},
+    "reach": {"answers", "facts", "nodelist", "run_folder", "smoke_report"},
     "report": {"charts", "history"},
     "resume": {"config", "step_folder"},
     "shards": {"ranks", "step_folder"},
     "snapshot": {"step_folder"},
-    "smoke": {"nodelist", "smoke_report", "torch"},
+    "smoke": {"links", "smoke_report", "torch"},
+    "smoke_report": {"links"},
     "torch": {"nodelist"},
     "verdict": {"evidence"},
     "worker": {"accounts"},
@@ -46,10 +51,11 @@ KNOW_PYTORCH = {
 }  # fmt: skip
 # They run on nodes before anything is installed.
 STANDARD_LIBRARY_ALONE = {
-    "accounts", "charts", "doctor", "evidence", "facts", "fitness", "history", "nodelist", "preflight", "report",
-    "run_folder", "step_folder", "verdict",
+    "accounts", "answers", "charts", "cluster", "comparison", "doctor", "evidence", "facts", "fitness", "history",
+    "links", "members", "nodelist", "preflight", "reach", "report", "run_folder", "smoke_report", "step_folder",
+    "verdict",
 }  # fmt: skip
-WHERE_IT_IS_THERE = {"psutil", "pynvml"}  # inside a try
+WHERE_IT_IS_THERE = {"psutil", "pynvml", "rich"}  # inside a try
 
 SCRIPTS = sorted(
     path

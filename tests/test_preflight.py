@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from distributed.preflight import MARK, Look, Node, address_of, free_port, judge, look, main, own_addresses
+from distributed.answers import MARK, Answer
+from distributed.preflight import Look, Node, address_of, free_port, judge, look, main, own_addresses
 
 GOOD = Look(
     python="3.11.7", torch="2.13.0", files={"a.py": "11"}, gpus=0, gpu_error="", machine="", addresses=("10.0.0.1",),
@@ -25,9 +26,8 @@ def node(number: int, nproc: int = 2, code: int = 0, err: str = "", out: str | N
     """node1, node2, ... that answers, differing in some things."""
     here = f"10.0.0.{number}"
     found = replace(GOOD, **{"machine": here, "addresses": (here,), "ssh_address": here, **other})  # type: ignore[arg-type]
-    return Node(
-        f"node{number}", nproc, code, f"Welcome!\n{MARK}{json.dumps(asdict(found))}\n" if out is None else out, err
-    )
+    said = f"Welcome!\n{MARK}{json.dumps(asdict(found))}\n" if out is None else out
+    return Node(f"node{number}", nproc, Answer(f"node{number}", code, said, err))
 
 
 def faults(*nodes: Node, port: int | None = None) -> list[str]:
@@ -87,6 +87,9 @@ def test_what_does_not_fit_is_one_line(nodes: list[Node], fault: str) -> None:
         (255, "u@node2: Permission denied (publickey,password).", "does not let you in without a password (u@node2:"),
         (69, "bash: line 1: cd: /w: No such file or directory", "has no such folder as here (bash: line 1: cd: /w: No"),
         (127, "bash: line 1: exec: /x/python: not found", "has no such Python (bash: line 1: exec: /x/python: not"),
+        (127, "bash: line 1: /x/python: No such file or directory", "has no such Python (bash: line 1: /x/python: No"),
+        (127, "/k/scripts/lib/in_node_env.sh: line 18: /x/python: No such", "has no such Python (/k/scripts/lib/in_n"),
+        (127, "bash: line 1: /k/scripts/lib/in_node_env.sh: No such file", "does not have the kit (bash: line 1: /k"),
         (2, "/x/python: can't open file '/k/scripts/lib/preflight.py': [Errno 2]", "does not have the kit (/x/python"),
         (1, "Traceback\n  boom", "Traceback boom"),
         (1, "", "exit code 1"),
@@ -133,7 +136,7 @@ def test_a_port_is_chosen_below_those_that_the_kernel_gives_away() -> None:
 
 def test_as_a_program_it_prints_the_place_or_the_faults(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for one in (node(1), node(2)):
-        for kind, text in {"out": one.out, "err": one.err, "code": str(one.code)}.items():
+        for kind, text in {"out": one.answer.out, "err": one.answer.err, "code": str(one.answer.code)}.items():
             (tmp_path / f"{one.name}.{kind}").write_text(text)
     assert main(["judge", str(tmp_path), "node1:2", "node2:2"]) == 0
     assert capsys.readouterr() == ("10.0.0.1 23456\n", "")

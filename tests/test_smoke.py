@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -30,8 +31,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distributed import smoke, smoke_report
+from distributed.links import Link
 from distributed.smoke_report import Fault, Findings, Measured, Pace
-from distributed.torch import refuse_shared_devices
+from distributed.torch import World, refuse_shared_devices
 
 KIT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
@@ -39,7 +41,7 @@ CPU = torch.device("cpu")
 multiprocessing.set_forkserver_preload(["distributed.checkpoint", "distributed.shards", "distributed.smoke"])
 
 QUICK = ("--max-bytes", "4K", "--seconds", "0.1", "--timeout", "120")
-NAMES = ["answer", *smoke.CHECKS, "bandwidth", "pace"]
+NAMES = ["answer", *smoke.CHECKS, "links", "bandwidth", "pace"]
 
 
 # ---------------------------------------------------------------- real ranks
@@ -165,12 +167,13 @@ def test_two_ranks_that_are_well(start: Callable[..., Run]) -> None:
     assert [one.code for one in told.values()] == [0, 0], told
     assert told[1].out == "", "one rank speaks"
     report = told[0].report
-    assert set(report) == {"verdict", "world", "checks", "bandwidth", "ranks"}
+    assert set(report) == {"verdict", "world", "checks", "bandwidth", "links", "ranks"}
     assert report["verdict"] == "ok"
     assert report["world"] == {
         "size": 2, "nodes": 1, "launcher": "environment", "backend": "gloo", "torch": torch.__version__,
     }  # fmt: skip
-    assert [(check["name"], check["status"]) for check in report["checks"]] == [(name, "ok") for name in NAMES]
+    statuses = [(name, "skipped" if name == "links" else "ok") for name in NAMES]
+    assert [(check["name"], check["status"]) for check in report["checks"]] == statuses
     assert [(one["rank"], one["host"], one["device"]) for one in report["ranks"]] == [
         (0, "host0", "cpu"),
         (1, "host1", "cpu"),
@@ -405,6 +408,48 @@ def test_two_ranks_on_one_gpu_are_refused(start: Callable[..., Run], tmp_path: P
     assert list(tmp_path.iterdir()) == [file], "written beside and renamed"
 
 
+# ---------------------------------------------------------------- between nodes
+
+
+def on_a_node_of_its_own(rank: int) -> None:
+    no_pace()
+    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "NODE_RANK": str(rank), "NNODES": "3"}
+
+
+def on_a_slow_node(rank: int) -> None:
+    """Whatever rank 2 sends comes late."""
+    on_a_node_of_its_own(rank)
+    if rank == 2:
+        right = dist.batch_isend_irecv
+
+        def late(both: list[dist.P2POp]) -> list[dist.Work]:
+            time.sleep(0.1 if both[0].tensor.numel() >= smoke.SMALLEST_LINK // 4 else 0)
+            return right(both)
+
+        dist.batch_isend_irecv = late  # type: ignore[assignment]
+
+
+def test_each_link_between_nodes_is_measured_and_a_slow_node_named(start: Callable[..., Run], tmp_path: Path) -> None:
+    told = start(3, "--json", "--max-bytes", "64K", "--seconds", "0.1", trouble=on_a_slow_node).told()
+    assert [one.code for one in told.values()] == [1, 1, 1], told
+    report = told[0].report
+    assert [(one["one"], one["other"]) for one in report["links"]] == [
+        ("host0", "host1"), ("host0", "host2"), ("host1", "host2"),
+    ]  # fmt: skip
+    (fault,) = told[0].check("links")["faults"]
+    assert (fault["rank"], fault["host"]) == (2, "host2")
+    assert told[0].check("bandwidth")["status"] == "ok", "it is measured all the same"
+
+
+def test_on_several_nodes_the_report_goes_into_the_folder_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    voice = smoke.Voice(World(), CPU, "host0", smoke.parse(["--json-file", "smoke.json"]))
+    monkeypatch.setenv("MUSTER_RUN_DIR", str(tmp_path))
+    voice.speak(smoke_report.summarise(LAUNCH, PROVED, {0: finding(0)}, Measured()))
+    assert [path.name for path in tmp_path.iterdir()] == ["smoke.json"]
+
+
 # ---------------------------------------------------------------- wrong calls
 
 
@@ -625,6 +670,29 @@ def test_a_slow_rank_is_told_with_its_factor() -> None:
     ) in text
     table = text[text.index("computing alone") :].splitlines()
     assert [line.split()[0] for line in table[2:4]] == ["1", "0"], "the slowest comes first"
+
+
+def test_a_node_of_which_all_ranks_are_slow_is_told_once() -> None:
+    """Ranks 2 and 3 are all of node2; of node1 only rank 0 is slow."""
+    answered = {rank: replace(finding(rank), host="node1" if rank < 2 else "node2") for rank in range(4)}
+    measured = Measured(pace=[pace(0, True), pace(1, False), pace(2, True), pace(3, True)])
+    (_, check) = smoke_report.summarise(LAUNCH, PROVED, answered, measured)["checks"]
+    assert [(fault["rank"], fault["host"], fault["said"]) for fault in check["faults"]] == [
+        (0, "node1", ""),
+        (2, "node2", "all 2 ranks on node2: expected 25.0 ms of computing a round, as the others, got 100.0 ms: "
+         "4.0 times as long (rank 2)"),
+    ]  # fmt: skip
+
+
+def test_links_are_told_the_slowest_first() -> None:
+    links = [Link("node1", "node2", 9.8), Link("node1", "node3", 0.9), Link("node2", "node3", 1.1)]
+    answered = {rank: finding(rank) for rank in range(3)}
+    report = smoke_report.summarise(LAUNCH, {"links": "alike"}, answered, Measured(links=links))
+    lines = smoke_report.render(report).splitlines()
+    said = "node3: 0.9 GB/s to node1, 1.1 GB/s to node2; the others have 9.8 GB/s among themselves"
+    assert f"  FAULT   links           {said}" in lines
+    start = lines.index("  between nodes, the slowest 3 of 3")
+    assert lines[start + 2 : start + 4] == ["    0.900   node1 - node3", "    1.100   node2 - node3"]
 
 
 def test_many_faults_are_told_shortly_and_kept_wholly() -> None:

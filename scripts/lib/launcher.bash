@@ -182,6 +182,9 @@ open_run() { # <number of ranks> <node...>
     --nodes "${@:2}" --script "${MODULE:-${WORK[0]}}" --config "${CONFIG_ARGS[1]:--}" --cwd "$PWD" \
     --python "$PYTHON" -- "${CALL[@]}") || exit
   tell "run ${RUN##*/}: $1 process(es) on ${*:2}"
+  # Who calls a launcher may name a file in which to be told the folder.
+  [[ ! ${MUSTER_RUN_FILE-} ]] || printf '%s\n' "$RUN" >"$MUSTER_RUN_FILE"
+  unset MUSTER_RUN_FILE
 }
 
 

@@ -6,6 +6,9 @@
 #
 #   launch_on_nodes FUNCTION-THAT-STARTS-THEM "$@"
 
+# shellcheck source=scripts/lib/ask.bash
+source "$KIT/scripts/lib/ask.bash"
+
 NODES=()              # names, by node rank
 # shellcheck disable=SC2034 # ssh.bash calls by it
 declare -A ADDRESS=() # of each node: [user@]name, as ssh is to be called
@@ -39,46 +42,13 @@ check_nodes() {
   ANSWERS=$(mktemp -d "$SOCKETS/answers-XXXXXX") # goes when the connections go
   local node files=("${CONFIG_ARGS[@]:1}") words=() meeting
   [[ $MODULE ]] || files+=("${WORK[0]}")
-  ask_nodes "${files[@]}"
+  ask_nodes "$ANSWERS" "$PYTHON" "$KIT/scripts/lib/preflight.py" look --port "${MASTER_PORT:-0}" \
+    --master "${NODES[0]}" -- "${files[@]}"
   for node in "${NODES[@]}"; do
     words+=("$node:${NPROC[$node]}")
   done
   meeting=$(kit_python preflight judge --port "${MASTER_PORT:-0}" "$ANSWERS" "${words[@]}") || exit
   read -r MASTER_ADDR MASTER_PORT <<<"$meeting"
-}
-
-
-ask_nodes() { # <file to compare...>
-  local node asked=()
-  for node in "${NODES[@]}"; do
-    ask_node "$node" "$@" &
-    asked+=($!)
-  done
-  show_waiting &
-  wait "${asked[@]}" || true
-  kill $! 2>/dev/null || true
-}
-
-
-ask_node() { # <node> <file to compare...>
-  local code=0
-  on_node "$1" "$PYTHON" "$KIT/scripts/lib/preflight.py" look --port "${MASTER_PORT:-0}" --master "${NODES[0]}" \
-    -- "${@:2}" </dev/null >"$ANSWERS/$1.out" 2>"$ANSWERS/$1.err" || code=$?
-  echo "$code" >"$ANSWERS/$1.code"
-}
-
-
-# Every few seconds: which nodes have not answered yet.
-show_waiting() {
-  local node begun=$SECONDS missing
-  while ! read -r -t 5 <> <(:); do # sleeps without a child that would outlive us: nobody writes there
-    missing=()
-    for node in "${NODES[@]}"; do
-      [[ -e $ANSWERS/$node.code ]] || missing+=("$node")
-    done
-    ((${#missing[@]})) || return 0
-    log "preflight: $((${#NODES[@]} - ${#missing[@]})) of ${#NODES[@]} nodes answered, waiting for ${missing[*]}, $((SECONDS - begun)) s"
-  done
 }
 
 

@@ -48,5 +48,5 @@ line_on_node() { # <node> <line for bash>
 # one line that all shells understand alike, and hands the words to bash as they were.
 # shellcheck disable=SC2016 # what it holds is for the other side
 for_any_shell() { # <line for bash>
-  printf 'exec bash -c '\''eval "$(echo "$1" | base64 -d)"'\'' muster %s\n' "$(base64 -w 0 <<<"$1")"
+  printf 'exec bash -c '\''eval "$(echo "$1" | base64 -d)"'\'' bash %s\n' "$(base64 -w 0 <<<"$1")"
 }

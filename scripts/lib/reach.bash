@@ -1,0 +1,35 @@
+# shellcheck shell=bash
+#
+# Let every node try to connect to every other, over ssh: distributed.reach says what comes of it.
+#
+# Sourced behind nodes.bash, never run.
+
+
+# What each of NODES finds is in FOLDER/trying, where each listened in FOLDER/listening.
+try_all_pairs() { # <new folder>
+  local places
+  mkdir -p -- "$1/listening" "$1/trying"
+  listen_everywhere "$1/listening"
+  mapfile -t places < <(kit_python reach places "$1/listening" "${NODES[@]}")
+  module_as_ranks reach try "${places[@]}"
+  ask_nodes "$1/trying" "${COMMAND[@]}"
+  exec {LISTENING}>&- # they read the end of their input
+  wait
+}
+
+
+# Start a listener on each node, and wait until each has said where it listens, or has ended.
+listen_everywhere() { # <folder for the answers>
+  local node
+  mkfifo -- "$1/until"
+  module_as_ranks reach listen "${NODES[@]}"
+  for node in "${NODES[@]}"; do
+    ask_node "$1" "$node" "${COMMAND[@]}" <"$1/until" &
+  done
+  exec {LISTENING}>"$1/until" # opened when all are forked: none of them holds the writing end
+  for node in "${NODES[@]}"; do
+    until [[ -e $1/$node.code ]] || grep -qs '^muster-answer ' "$1/$node.out"; do
+      read -r -t 0.05 <> <(:) || true
+    done
+  done
+}

@@ -1,0 +1,143 @@
+#!/usr/bin/env bats
+#
+# doctor.sh and test_distributed.sh asked about several nodes, on the laboratory cluster: the node that differs, the one
+# that cannot be asked, the pair that cannot talk and the slow one are named, and nobody waits in silence for them.
+
+bats_require_minimum_version 1.5.0
+
+
+setup_file() {
+  [ "$(id -u)" -eq 0 ] || skip "raising nodes needs root"
+  export KIT PREFIX MUSTER_LAB VIRTUAL_ENV PRIVATE
+  KIT=$(readlink -f "$BATS_TEST_DIRNAME/..")
+  VIRTUAL_ENV=${VIRTUAL_ENV:-$KIT/.venv}
+  PREFIX=a$(tr 0-9 a-j <<<"$$") # so that no other laboratory on this machine has it
+  MUSTER_LAB=$BATS_FILE_TMPDIR/lab
+  PRIVATE=$BATS_FILE_TMPDIR/private
+  mkdir -p "$PRIVATE/own"
+  lab up 3 --prefix "$PREFIX" --private "$PRIVATE"
+  python3 -m venv --without-pip "$BATS_FILE_TMPDIR/bare" # without PyTorch a node is asked in a moment
+}
+
+
+teardown_file() {
+  [ "$(id -u)" -eq 0 ] || return 0
+  lab down
+}
+
+
+setup() {
+  N1=${PREFIX}1 N2=${PREFIX}2 N3=${PREFIX}3
+  export OMP_NUM_THREADS=1
+  unset CUDA_VISIBLE_DEVICES
+  mkdir -p "$BATS_TEST_TMPDIR/my 'work'"
+  cd "$BATS_TEST_TMPDIR/my 'work'" || return
+}
+
+
+teardown() {
+  lab heal "$N3" >/dev/null 2>&1 || true
+  lab ssh "$N2" ip link set eth0 mtu 1500
+  lab ssh "$N2" iptables -F INPUT
+  : >"$MUSTER_LAB/bashrc"
+}
+
+
+lab() { # <word...>
+  "$BATS_TEST_DIRNAME/lab/lab.sh" "$@" 3>&-
+}
+
+
+# From N3 no connection to N2 comes about, while both reach N1, and N2 reaches N3.
+drop_connections_to_2() {
+  lab ssh "$N2" iptables -A INPUT -s "$(lab ssh "$N3" hostname -I | cut -d' ' -f1)" -p tcp -m tcp --syn -j DROP
+}
+
+
+quickly() { # <option, N or node...>
+  "$KIT/scripts/test_distributed.sh" --max-bytes 64K --seconds 0.2 "$@" 3>&-
+}
+
+
+@test "the doctor says once what nodes have in common, and that each can connect to every other" {
+  run --separate-stderr "$KIT/scripts/doctor.sh" --quiet "${PREFIX}[1-3]"
+  [ "$status" -eq 0 ]
+  [[ ${lines[0]} == *" python "*" torch "*" cores "*" network" ]]
+  [[ ${lines[1]} == "${PREFIX}[1-3]  3."*" eth0" ]]
+  [[ ${lines[-1]} == "3 nodes: all fit for training; each can connect to every other"* ]]
+  [[ -z $stderr ]]
+}
+
+
+@test "the doctor names who differs, who cannot be connected to, and who cannot be asked" {
+  lab ssh "$N2" ip link set eth0 mtu 1400
+  drop_connections_to_2
+  echo 'echo "Welcome to $(uname -n)!"' >"$MUSTER_LAB/bashrc"
+  mkdir config
+  echo '[[ $(uname -n) != *3 ]] || export NCCL_IB_DISABLE=1' >config/node_env.sh
+  run --separate-stderr "$KIT/scripts/doctor.sh" --python "$BATS_FILE_TMPDIR/bare/bin/python" "$N1" "$N2" "$N3" nowhere
+  [ "$status" -eq 69 ]
+  [ "$(grep -c "PyTorch is not installed" <<<"$output")" -eq 1 ]
+  [[ $output == *$'\n'"$N2"$'\n'"warning  MTU  1400 bytes, but 1500 bytes on ${PREFIX}[1,3]"$'\n'* ]]
+  [[ $output == *$'\n'"$N3"$'\n'"warning  NCCL   NCCL_IB_DISABLE=1 is set, but nothing is set on ${PREFIX}[1-2]"$'\n'* ]]
+  [[ $output == *"fault    reach  cannot connect to $N2 ("*"): no answer within 3 s: a firewall between them?"* ]]
+  [[ $output == *$'\n'"nowhere"$'\n'"fault    ssh  cannot be reached (ssh: Could not resolve hostname nowhere: "* ]]
+  [[ ${lines[-1]} == "4 nodes: none fit for training; ${PREFIX}[1-2] are not: torch; $N3 is not: torch, reach; nowhere is not: ssh; $N2 differs: MTU; $N3 differs: NCCL" ]]
+}
+
+
+@test "the doctor names a node that has no such folder, and tells the facts of the others" {
+  local node
+  for node in "$N1" "$N2"; do
+    lab ssh "$node" mkdir -p "$PRIVATE/own"
+  done
+  cd "$PRIVATE/own"
+  "$KIT/scripts/doctor.sh" --json --python "$BATS_FILE_TMPDIR/bare/bin/python" "${PREFIX}[1-3]" >"$BATS_TEST_TMPDIR/facts" &&
+    status=0 || status=$?
+  [ "$status" -eq 69 ]
+  run -0 python3 -c 'import json, sys
+for node, found in json.load(open(sys.argv[1])).items(): print(found.get("silent") or found["facts"]["folder"])' \
+    "$BATS_TEST_TMPDIR/facts"
+  [[ ${lines[0]} == "$PRIVATE/own" && ${lines[1]} == "$PRIVATE/own" ]]
+  [[ ${lines[2]} == "has no such folder as here (bash: line 1: cd: $PRIVATE/own: "*"): share the folder between the nodes" ]]
+}
+
+
+@test "a pair that cannot talk is named before anything is started" {
+  drop_connections_to_2
+  run --separate-stderr quickly 1 "${PREFIX}[1-3]"
+  [ "$status" -eq 1 ]
+  [[ $output == *"  FAULT   reach           $N3 cannot connect to $N2 ("*"): no answer within 3 s: a firewall between them?"* ]]
+  [[ ${lines[-1]} == "verdict: FAULT in reach" ]]
+  [ ! -e logs ]
+  run --separate-stderr quickly 1 "$N1" nowhere
+  [ "$status" -eq 69 ]
+  [[ $stderr == *"reach: nowhere: cannot be reached (ssh: Could not resolve hostname nowhere: "* && -z $output ]]
+}
+
+
+@test "a slow node is named, with its figures and those of the others, in the folder of the run too" {
+  lab slow "$N3" 20000
+  quickly --json --quiet 1 "${PREFIX}[1-3]" >report.json && status=0 || status=$?
+  [ "$status" -eq 1 ]
+  cmp report.json logs/latest/smoke.json
+  run -0 "$VIRTUAL_ENV/bin/python" -c 'import json
+report = json.load(open("report.json"))
+print(report["world"]["size"], report["world"]["nodes"], *(rank["host"] for rank in report["ranks"]))
+print(*(link["one"] + "-" + link["other"] for link in report["links"]))
+print(*(check["summary"] for check in report["checks"] if check["status"] == "fault"), sep="\n")'
+  [[ ${lines[0]} == "3 3 $N1 $N2 $N3" ]]
+  [[ ${lines[1]} == "$N1-$N2 $N1-$N3 $N2-$N3" ]]
+  [[ ${lines[2]} =~ ^"$N3: "[0-9.]+" MB/s to ${PREFIX}"[12]", "[0-9.]+" MB/s to ${PREFIX}"[12]"; the others have "[0-9.]+" "[GM]"B/s among themselves"$ ]]
+  [[ ${#lines[@]} -eq 3 ]]
+}
+
+
+# bats test_tags=soak
+@test "two nodes that are well, one with two ranks, get a report without a fault" {
+  run --separate-stderr quickly 1 "$N1" "$N2:2"
+  [ "$status" -eq 0 ]
+  [[ ${lines[0]} == "smoke test: 3 rank(s) on 2 node(s), gloo, torch "* ]]
+  [[ $output == *"  ok      links           "*"  between nodes, the slowest 1 of 1"$'\n'*" $N1 - $N2"$'\n'* ]]
+  [[ ${lines[-1]} == "verdict: ok, 3 rank(s) work together as they should" ]]
+}
