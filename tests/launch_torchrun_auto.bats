@@ -5,102 +5,36 @@
 # it starts, and nothing is left on any node, whoever is killed, cut off or frozen.
 
 bats_require_minimum_version 1.5.0
+# shellcheck source=tests/lab/nodes.bash
+source "$BATS_TEST_DIRNAME/lab/nodes.bash"
 
 
 setup_file() {
-  [ "$(id -u)" -eq 0 ] || skip "raising nodes needs root"
-  export KIT LAUNCH PREFIX MUSTER_LAB VIRTUAL_ENV
-  KIT=$(readlink -f "$BATS_TEST_DIRNAME/..")
-  LAUNCH=$KIT/scripts/ssh/launch_torchrun_auto.sh
-  VIRTUAL_ENV=${VIRTUAL_ENV:-$KIT/.venv}
-  PREFIX=t$(tr 0-9 a-j <<<"$$") # so that no other laboratory on this machine has it
-  MUSTER_LAB=$BATS_FILE_TMPDIR/lab
-  lab up 3 --prefix "$PREFIX"
+  export LAUNCH=$BATS_TEST_DIRNAME/../scripts/ssh/launch_torchrun_auto.sh
+  raise_nodes 3
 }
 
 
 teardown_file() {
-  [ "$(id -u)" -eq 0 ] || return 0
-  lab down
+  lower_nodes
 }
 
 
 setup() {
-  N1=${PREFIX}1 N2=${PREFIX}2 N3=${PREFIX}3
-  export OMP_NUM_THREADS=1
-  WORK="$BATS_TEST_TMPDIR/my 'work'"
-  mkdir -p "$WORK"
-  cd "$WORK" || return
+  enter_work
 }
 
 
 teardown() {
-  local run node
   lab heal "$N3" >/dev/null 2>&1 || true
-  for run in "$WORK"/logs/*/; do
-    [ -d "$run" ] || continue
-    for node in "$N1" "$N2" "$N3"; do
-      "$KIT/scripts/lib/node.sh" --sweep --run "${run%/}" --node "$node"
-    done
-  done
+  leave_work
 }
 
 
-lab() { # <word...>
-  "$BATS_TEST_DIRNAME/lab/lab.sh" "$@" 3>&-
-}
-
-
-# A script of the user's, that knows nothing of us.
-script() { # <body on standard input>
-  {
-    cat <<'END'
-import os, socket, sys, time
-import torch
-import torch.distributed as dist
-rank = int(os.environ["RANK"])
-dist.init_process_group("gloo")
-END
-    cat
-  } >"my script.py"
-}
-
-
-# One that is at work until somebody ends it.
-working_script() {
-  script <<'END'
-dist.barrier()
-if rank == 0:
-    print("at work", flush=True)
-while True:
-    dist.all_reduce(torch.ones(1))
-END
-}
-
-
-# Start in the background with its own process group, as a terminal does; wait until the ranks are at work.
-start() { # <word...>
-  : >out
-  set -m
-  "$LAUNCH" --script "my script.py" "$@" >out 2>&1 3>&- &
-  LAUNCHER=$!
-  set +m
-  timeout 120 grep -qF -m1 "at work" <(tail -n +1 -F out 2>/dev/null)
-}
-
-
-status_of_launcher() {
-  wait "$LAUNCHER" && status=0 || status=$?
-}
-
-
-left() {
-  grep -lsz -- "^MUSTER_RUN_DIR=$WORK" /proc/[0-9]*/environ 2>/dev/null | wc -l
-}
-
-
-nothing_left_within() { # <seconds>
-  timeout "$1" sh -c 'while grep -qsz -- "^MUSTER_RUN_DIR=$1" /proc/[0-9]*/environ; do sleep 0.1; done' sh "$WORK"
+# Start my script.py in the background, and wait until its ranks are at work.
+start_work() { # <word...>
+  start out "$LAUNCH" --script "my script.py" "$@"
+  wait_for_line out "at work"
 }
 
 
@@ -169,13 +103,10 @@ train: {steps: 100000, batch_size: 4, evaluate_every: 0, evaluate_windows: 4}
 checkpoint: {dir: "check points", every: 0}
 logging: {every: 1, sample: 0}
 END
-  set -m
-  "$LAUNCH" tiny.yaml 1 "$N1" "$N2" >out 2>&1 3>&- &
-  LAUNCHER=$!
-  set +m
-  timeout 120 grep -qF -m1 "step      3/100000" <(tail -n +1 -F out 2>/dev/null)
+  start out "$LAUNCH" tiny.yaml 1 "$N1" "$N2"
+  wait_for_line out "step      3/100000"
   kill -INT -- "-$LAUNCHER"
-  status_of_launcher
+  status_of "$LAUNCHER"
   [ "$status" -eq 75 ]
   [ "$(left)" -eq 0 ]
   step=$(find "check points" -name 'step_*' -printf '%f' | sed 's/step_0*//')
@@ -187,7 +118,7 @@ END
 
 @test "SIGKILL of the launcher leaves nothing on any node" {
   working_script
-  start - 1 "$N1" "$N2" "$N3"
+  start_work - 1 "$N1" "$N2" "$N3"
   kill -KILL "$LAUNCHER"
   nothing_left_within 10
 }
@@ -195,10 +126,10 @@ END
 
 @test "a node that is cut off ends the run with 69, and when it comes back nothing runs there" {
   working_script
-  start - 1 "$N1" "$N2" "$N3"
+  start_work - 1 "$N1" "$N2" "$N3"
   lab cut "$N3"
   SECONDS=0
-  status_of_launcher
+  status_of "$LAUNCHER"
   ((SECONDS <= 25)) # 12 to notice, 10 to end the others, and a busy machine
   [ "$status" -eq 69 ]
   grep -q "verdict: failed: $N3 fell silent" out
@@ -210,9 +141,9 @@ END
 # bats test_tags=soak
 @test "a node that is frozen ends the run, and when it thaws nothing runs there" {
   working_script
-  start - 1 "$N1" "$N3"
+  start_work - 1 "$N1" "$N3"
   lab freeze "$N3"
-  status_of_launcher
+  status_of "$LAUNCHER"
   [ "$status" -eq 69 ]
   grep -q "verdict: failed: $N3 fell silent" out
   lab heal "$N3"

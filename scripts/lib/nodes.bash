@@ -42,7 +42,7 @@ check_nodes() {
   ANSWERS=$(mktemp -d "$SOCKETS/answers-XXXXXX") # goes when the connections go
   local node files=("${CONFIG_ARGS[@]:1}") words=() meeting
   [[ $MODULE ]] || files+=("${WORK[0]}")
-  ask_nodes "$ANSWERS" "$PYTHON" "$KIT/scripts/lib/preflight.py" look --port "${MASTER_PORT:-0}" \
+  ask_nodes "$ANSWERS" "$PYTHON" "$KIT/scripts/lib/module.py" preflight look --port "${MASTER_PORT:-0}" \
     --master "${NODES[0]}" -- "${files[@]}"
   for node in "${NODES[@]}"; do
     words+=("$node:${NPROC[$node]}")

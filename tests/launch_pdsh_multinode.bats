@@ -1,0 +1,126 @@
+#!/usr/bin/env bats
+#
+# launch_pdsh_multinode.sh with a real pdsh on the laboratory: one pdsh for all nodes, the words arrive, exit codes are
+# the ranks' own, and whoever is killed or cut off, nothing is left.
+
+bats_require_minimum_version 1.5.0
+# shellcheck source=tests/lab/nodes.bash
+source "$BATS_TEST_DIRNAME/lab/nodes.bash"
+
+
+setup_file() {
+  export LAUNCH=$BATS_TEST_DIRNAME/../scripts/ssh/launch_pdsh_multinode.sh
+  raise_nodes 3
+}
+
+
+teardown_file() {
+  lower_nodes
+}
+
+
+setup() {
+  enter_work
+}
+
+
+teardown() {
+  lab heal "$N3" >/dev/null 2>&1 || true
+  leave_work
+}
+
+
+start_work() { # <word...>
+  start out "$LAUNCH" --script "my script.py" "$@"
+  wait_for_line out "at work"
+}
+
+
+@test "pdsh starts all nodes at once, each with its own number of processes, and the words arrive" {
+  script <<'END'
+total = torch.tensor(rank)
+dist.all_reduce(total)
+with open(f"told.{rank}", "w") as file:
+    file.write(f"{socket.gethostname()} {total.item()} {sys.argv[1:]} {os.environ['SAID']}")
+if rank == 0:
+    print("finished")
+END
+  export FANOUT=1 # pdsh's own setting would leave the second node waiting for ever
+  run --separate-stderr "$LAUNCH" --env "SAID=%n \$c 'd'" --script "my script.py" - 1 "$N2" "root@$N1:2" "$N3" \
+    -- '%h %n' 'x  y' $'a\nb'
+  [ "$status" -eq 0 ]
+  grep -qx finished <<<"$output"
+  hosts=("$N2" "$N1" "$N1" "$N3")
+  for number in 0 1 2 3; do
+    [ "$(<"told.$number")" = "${hosts[number]} 6 ['%h %n', 'x  y', 'a\\nb'] %n \$c 'd'" ]
+  done
+  [ "$(cat logs/latest/node_*.exit | sort -u)" = 0 ]
+  [[ "$stderr" == *"verdict: ok"* ]]
+}
+
+
+@test "the exit code is the failing rank's own, and pdsh says on which node" {
+  script <<'END'
+dist.barrier()
+if rank == 2:
+    sys.exit(42)
+time.sleep(300)
+END
+  run "$LAUNCH" --script "my script.py" - 1 "$N1" "$N2" "$N3"
+  [ "$status" -eq 42 ]
+  [[ "$output" == *"$N3: ssh exited with exit code 42"* ]]
+  [[ "$output" == *"verdict: failed: rank 2 on $N3 exited with code 42"* ]]
+  [ "$(left)" -eq 0 ]
+}
+
+
+@test "Ctrl-C reaches the ranks, which write a checkpoint: 75" {
+  cat >tiny.yaml <<'END'
+model: {n_layer: 1, n_head: 1, n_embd: 8, block_size: 16}
+train: {steps: 100000, batch_size: 4, evaluate_every: 0, evaluate_windows: 4}
+checkpoint: {dir: "check points", every: 0}
+logging: {every: 1, sample: 0}
+END
+  start out "$LAUNCH" tiny.yaml 1 "$N1" "$N2"
+  wait_for_line out "step      3/100000"
+  kill -INT -- "-$LAUNCHER"
+  status_of "$LAUNCHER"
+  [ "$status" -eq 75 ]
+  [ "$(find "check points" -maxdepth 1 -name 'step_*' | wc -l)" -eq 1 ]
+  run ! grep -q interrupt out # pdsh would have its say
+  [ "$(left)" -eq 0 ]
+}
+
+
+@test "SIGKILL of the launcher takes pdsh along, and leaves nothing on any node" {
+  working_script
+  start_work - 1 "$N1" "$N2" "$N3"
+  [ "$(pgrep -cf "pdsh -S .*$N1")" -eq 1 ]
+  kill -KILL "$LAUNCHER"
+  nothing_left_within 10
+  run ! pgrep -f "pdsh -S .*$N1"
+}
+
+
+@test "a node that is cut off ends the run with 69, and its own processes by itself" {
+  working_script
+  start_work - 1 "$N1" "$N2" "$N3"
+  lab cut "$N3"
+  SECONDS=0
+  status_of "$LAUNCHER"
+  ((SECONDS <= 30)) # 12 to notice, 10 to end the others, and a busy machine
+  [ "$status" -eq 69 ]
+  grep -q "verdict: failed: $N3 fell silent" out
+  nothing_left_within 25
+}
+
+
+@test "without pdsh the launcher says so, and what to use" {
+  mkdir bin
+  for tool in bash dirname readlink env; do
+    ln -s "$(type -P "$tool")" bin/
+  done
+  PATH=$PWD/bin run "$LAUNCH" - 1 "$N1"
+  [ "$status" -eq 1 ]
+  [[ "$output" == *"there is no pdsh on this machine: install it, or use launch_torchrun_auto.sh"* ]]
+}

@@ -1,0 +1,180 @@
+#!/usr/bin/env bats
+#
+# launch_torchrun_multinode.sh and launch_multinode.sh, started by hand on each node of the laboratory: people see who is
+# missing, the agents know of each other's end without a launcher above them, and each node's verdict is the same.
+
+bats_require_minimum_version 1.5.0
+# shellcheck source=tests/lab/nodes.bash
+source "$BATS_TEST_DIRNAME/lab/nodes.bash"
+
+
+setup_file() {
+  raise_nodes 3
+}
+
+
+teardown_file() {
+  lower_nodes
+}
+
+
+setup() {
+  enter_work
+  PORT=$((20000 + RANDOM % 9000))
+}
+
+
+teardown() {
+  lab heal "$N3" >/dev/null 2>&1 || true
+  leave_work
+}
+
+
+# Type the command on a node; its output is in the file out.NODE_RANK.
+by_hand() { # <node> <launcher> <NODE_RANK> <word...> - the words hold NODE_RANK as such
+  local words=("${@:4}")
+  start "out.$3" lab ssh "$1" env "WHERE=$WORK" OMP_NUM_THREADS=1 bash -c 'cd -- "$WHERE" && exec "$@"' bash \
+    "$KIT/scripts/ssh/$2" --python "$VIRTUAL_ENV/bin/python" "${words[@]//NODE_RANK/$3}"
+  PIDS[$3]=$LAUNCHER
+}
+
+
+@test "by hand on three nodes: who is missing is told, and the words arrive" {
+  script <<'END'
+total = torch.tensor(rank)
+dist.all_reduce(total)
+with open(f"told.{rank}", "w") as file:
+    file.write(f"{socket.gethostname()} {total.item()} {sys.argv[1:]} {os.environ['SAID']}")
+END
+  words=(--env "SAID=a 'b' \$c" --script "my script.py" - 1 3 NODE_RANK "$N1" "$PORT" -- 'x  y' '*' $'a\nb' '')
+  by_hand "$N2" launch_torchrun_multinode.sh 1 "${words[@]}"
+  by_hand "$N1" launch_torchrun_multinode.sh 0 "${words[@]}"
+  wait_for_line out.0 "agent: 2 of 3 nodes joined, waiting for node rank 2, "
+  by_hand "$N3" launch_torchrun_multinode.sh 2 "${words[@]}"
+  for number in 0 1 2; do
+    status_of "${PIDS[number]}"
+    [ "$status" -eq 0 ]
+    [ "$(<"told.$number")" = "${PREFIX}$((number + 1)) 3 ['x  y', '*', 'a\\nb', ''] a 'b' \$c" ]
+  done
+}
+
+
+@test "a rank that fails on one node ends all, and every node tells the same verdict and code" {
+  script <<'END'
+dist.barrier()
+if rank == 2:
+    raise ValueError("boom")
+time.sleep(300)
+END
+  words=(--script "my script.py" - 1 3 NODE_RANK "$N1" "$PORT")
+  for number in 0 1 2; do
+    by_hand "${PREFIX}$((number + 1))" launch_multinode.sh "$number" "${words[@]}"
+  done
+  for number in 0 1 2; do
+    status_of "${PIDS[number]}"
+    [ "$status" -eq 1 ]
+    grep -q "verdict: failed: rank 2 on $N3 raised ValueError: boom" "out.$number"
+    grep -q 'File ".*my script.py", line 8' "out.$number"
+  done
+  [ "$(left)" -eq 0 ]
+}
+
+
+@test "a node that is cut off is named by the others, ends its own ranks, and all end with 69" {
+  working_script
+  words=(--script "my script.py" - 1 3 NODE_RANK "$N1" "$PORT")
+  for number in 0 1 2; do
+    by_hand "${PREFIX}$((number + 1))" launch_torchrun_multinode.sh "$number" "${words[@]}"
+  done
+  wait_for_line out.0 "at work"
+  lab cut "$N3"
+  SECONDS=0
+  for number in 0 1; do
+    wait_for_line "out.$number" "agent: $N3 fell silent: ending here too"
+    ((SECONDS <= 16))
+  done
+  nothing_left_within 25 # on the cut node as well, without its coming back
+  lab heal "$N3"
+  for number in 0 1; do
+    status_of "${PIDS[number]}"
+    [ "$status" -eq 69 ]
+    grep -q "verdict: failed: $N3 fell silent: it lost power or network, or was killed whole" "out.$number"
+  done
+}
+
+
+@test "Ctrl-C on one node: all write one checkpoint, and end with 75" {
+  cat >tiny.yaml <<'END'
+model: {n_layer: 1, n_head: 1, n_embd: 8, block_size: 16}
+train: {steps: 100000, batch_size: 4, evaluate_every: 0, evaluate_windows: 4}
+checkpoint: {dir: "check points", every: 0}
+logging: {every: 1, sample: 0}
+END
+  by_hand "$N1" launch_torchrun_multinode.sh 0 tiny.yaml 1 2 0 "$N1" "$PORT"
+  by_hand "$N2" launch_torchrun_multinode.sh 1 tiny.yaml 1 2 1 "$N1" "$PORT"
+  wait_for_line out.0 "step      3/100000"
+  run=$(grep -o "run [^ :]*" out.1 | cut -d' ' -f2)
+  "$KIT/scripts/lib/node.sh" --order stop --run "$WORK/logs/$run" --node "$N2"
+  for number in 0 1; do
+    status_of "${PIDS[number]}"
+    [ "$status" -eq 75 ]
+  done
+  [ "$(find "check points" -maxdepth 1 -name 'step_*' | wc -l)" -eq 1 ]
+  [ "$(left)" -eq 0 ]
+}
+
+
+@test "nodes that do not fit together are refused by the first, with both values" {
+  script <<<''
+  cp "my script.py" "other.py"
+  echo "# newer" >>other.py
+  by_hand "$N1" launch_torchrun_multinode.sh 0 --script "my script.py" - 1 2 0 "$N1" "$PORT"
+  by_hand "$N2" launch_torchrun_multinode.sh 1 --script other.py - 1 2 1 "$N1" "$PORT"
+  for number in 0 1; do
+    status_of "${PIDS[number]}"
+    [ "$status" -eq 69 ]
+    grep -q "agent: $N2: the script sha256 .*, but sha256 .* on $N1: make them the same" "out.$number"
+  done
+}
+
+
+@test "launch_multinode.sh gives --local-rank to the script, by either agent" {
+  echo 'import sys; print(*sys.argv[1:], file=open(sys.argv[-1], "a"))' >old.py
+  run "$KIT/scripts/ssh/launch_multinode.sh" --script old.py - 2 1 0 localhost "$PORT" -- --lr 1 told
+  [ "$status" -eq 0 ]
+  run "$KIT/scripts/ssh/launch_multinode.sh" --agent torchrun --script old.py - 2 1 0 localhost "$PORT" -- --lr 1 told
+  [ "$status" -eq 0 ]
+  [ "$(sort told)" = "$(printf -- '--local-rank=%s --lr 1 told\n' 0 0 1 1)" ]
+}
+
+
+refused() { # <exit code> <what the line must name> <word...>
+  run "$KIT/scripts/ssh/launch_torchrun_multinode.sh" "${@:3}"
+  [ "$status" -eq "$1" ] || { echo "status $status: $output" && return 1; }
+  [[ "$output" == *"$2"* ]] || { echo "$output" && return 1; }
+  [ ! -e logs ]
+}
+
+
+@test "what cannot work is refused before it starts, with the value and the remedy" {
+  script <<<''
+  refused 2 "NPROC, NNODES, NODE_RANK, MASTER_ADDR and perhaps MASTER_PORT are wanted" - 1 2 0
+  refused 2 "NNODES '0'" --script "my script.py" - 1 0 0 "$N1"
+  refused 2 "NODE_RANK '2': with NNODES 2, one of 0 to 1 is wanted" --script "my script.py" - 1 2 2 "$N1"
+  refused 2 "MASTER_PORT '99999'" --script "my script.py" - 1 2 0 "$N1" 99999
+  refused 2 "give one of the two" --master-port 1234 --script "my script.py" - 1 2 0 "$N1" 4321
+  refused 2 "launcher asks for none" --sync --script "my script.py" - 1 2 0 "$N1"
+  refused 69 "MASTER_ADDR 'nix': this node finds no address for it" --script "my script.py" - 1 2 0 nix
+  refused 69 "no address of this node" --script "my script.py" - 1 2 0 192.0.2.1
+  refused 69 "is 127.0.0.1, this node itself, but node rank 0 is what it has to name" --script "my script.py" - 1 2 1 localhost
+}
+
+
+@test "--dry-run prints what would run here, and touches nothing" {
+  script <<<''
+  run "$KIT/scripts/ssh/launch_torchrun_multinode.sh" --no-preflight --dry-run --script "my script.py" - 4 2 1 a1 -- 'x y'
+  [ "$status" -eq 0 ]
+  [[ "$output" == "$(uname -n): "*"--nnodes 2 --node-rank 1 --nproc-per-node 4 --master-addr a1 --master-port 29500 "* ]]
+  [[ "$output" == *" -- my\\ script.py x\\ y" ]]
+  [ ! -e logs ]
+}

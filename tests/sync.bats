@@ -1,0 +1,78 @@
+#!/usr/bin/env bats
+#
+# Nodes that share no folder with the launcher: --sync takes there what they need and nothing else, and what they write
+# comes home, also of a failed run, so that the verdict knows who failed first.
+
+bats_require_minimum_version 1.5.0
+# shellcheck source=tests/lab/nodes.bash
+source "$BATS_TEST_DIRNAME/lab/nodes.bash"
+
+
+setup_file() {
+  export APART=$BATS_FILE_TMPDIR/apart LAUNCH=$BATS_TEST_DIRNAME/../scripts/ssh/launch_torchrun_auto.sh
+  mkdir "$APART"
+  raise_nodes 2 --private "$APART"
+}
+
+
+teardown_file() {
+  lower_nodes
+}
+
+
+setup() {
+  WORK="$APART/my 'work' $BATS_TEST_NUMBER"
+  enter_work
+}
+
+
+teardown() {
+  leave_work
+}
+
+
+@test "what is needed is copied, what git ignores is not, and the run's folder comes home whole" {
+  script <<'END'
+dist.barrier()
+open(os.path.join(os.environ["MUSTER_RUN_DIR"], f"of rank {rank}"), "w").write(open("da ta/it").read())
+END
+  mkdir "da ta" .git
+  echo sample >"da ta/it"
+  printf '%s\n' '*.secret' >.gitignore
+  touch a.secret .git/index
+  run "$LAUNCH" --script "my script.py" - 1 "$N1" "$N2"
+  [ "$status" -eq 69 ]
+  [[ "$output" == *"has no such folder as here ("*"or use --sync"* ]]
+  run "$LAUNCH" --sync --script "my script.py" - 1 "$N1" "$N2"
+  [ "$status" -eq 0 ]
+  [[ "$output" == *"--sync: copying $WORK to $N2"* ]]
+  [ "$(cat "logs/latest/of rank 0" "logs/latest/of rank 1")" = $'sample\nsample' ]
+  [ "$(cat logs/latest/node_*.exit)" = $'0\n0' ]
+  run lab ssh "$N2" ls -A "$WORK"
+  [ "$(sort <<<"$output")" = "$(printf '%s\n' .gitignore 'da ta' logs 'my script.py' | sort)" ]
+  run ! compgen -G "$WORK/.muster-*"
+}
+
+
+@test "a rank that fails there is named with its traceback, also in the second try, and words arrive through pdsh" {
+  script <<'END'
+dist.barrier()
+if rank == 1:
+    raise ValueError(f"boom {len(os.listdir(os.environ['MUSTER_RUN_DIR'] + '/errors'))}")
+time.sleep(300)
+END
+  run "${LAUNCH/torchrun_auto/pdsh_multinode}" --sync --max-restarts 1 --script "my script.py" - 1 "$N1" "$N2"
+  [ "$status" -eq 1 ]
+  [ "$(grep -c "verdict: failed: rank 1 on $N2 raised ValueError: boom 0" <<<"$output")" -eq 2 ]
+  [ -e logs/latest/try_1/errors/rank_1.json ]
+  grep -q boom logs/latest/node_"$N2".log
+}
+
+
+@test "a shared folder is not copied" {
+  cd "$BATS_TEST_TMPDIR"
+  echo 'print("ran")' >plain.py
+  run "$LAUNCH" --sync --script plain.py - 1 "$N1"
+  [ "$status" -eq 0 ]
+  [[ "$output" != *copying* ]]
+}
