@@ -36,8 +36,8 @@ SECONDS = 120  # after which a command counts as hanging
 
 # They know --dry-run.
 STARTERS = (
-    "launch_singlenode.sh", "launch_torchrun_auto.sh", "run_ddp.sh", "quickstart.sh", "test_distributed.sh",
-    "doctor.sh",
+    "launch_singlenode.sh", "launch_torchrun_auto.sh", "launch_torchrun_multinode.sh", "launch_multinode.sh",
+    "launch_pdsh_multinode.sh", "run_ddp.sh", "quickstart.sh", "test_distributed.sh", "doctor.sh",
 )  # fmt: skip
 AS_THEY_STAND = ("config", "torch", "step_folder", "verdict", "report")  # modules that start nothing
 OTHERS = {
@@ -159,6 +159,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("scripts", "config", "distributed", "train.py", "README.md", "requirements-trackers.txt"):
         (folder / name).symlink_to(KIT / name)
     (folder / "my_train.py").write_text(example())
+    (folder / "my_old_train.py").touch()
     (folder / "my.yaml").write_text("{}\n")
     (folder / "my_hosts").write_text("node1 slots=4\nnode2\n")
     for corpus in ("books", "data/openwebtext", "data/tokens"):
@@ -186,7 +187,9 @@ def harmless(words: list[str]) -> list[str] | None:
     if words == ["scripts/doctor.sh"] or module_of(words) in AS_THEY_STAND:
         return words
     if Path(words[0]).name in STARTERS:
-        return [words[0], "--dry-run", *words[1:]]
+        # The names of nodes that are not there are nothing to look up.
+        known = ["--no-preflight"] if "--no-preflight" in help_of(words[0]) else []
+        return [words[0], "--dry-run", *known, *words[1:]]
     return None
 
 
