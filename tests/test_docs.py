@@ -39,6 +39,7 @@ STARTERS = (
     "launch_singlenode.sh", "launch_torchrun_auto.sh", "run_ddp.sh", "quickstart.sh", "test_distributed.sh",
     "doctor.sh",
 )  # fmt: skip
+ASKERS = ("scripts/status.sh", "scripts/stop.sh")  # of a run that has ended, as they stand
 AS_THEY_STAND = ("config", "torch", "step_folder", "verdict", "report")  # modules that start nothing
 OTHERS = {
     *("df", "env", "export", "git", "ip", "less", "ls", "mkdir", "mv", "nvidia-smi", "python", "salloc", "scancel"),
@@ -183,7 +184,7 @@ def call(folder: Path, words: list[str], **variables: str) -> subprocess.Complet
 
 def harmless(words: list[str]) -> list[str] | None:
     """The command so that it starts no training and installs nothing; None when there is no such way."""
-    if words == ["scripts/doctor.sh"] or module_of(words) in AS_THEY_STAND:
+    if words == ["scripts/doctor.sh"] or words[0] in ASKERS or module_of(words) in AS_THEY_STAND:
         return words
     if Path(words[0]).name in STARTERS:
         return [words[0], "--dry-run", *words[1:]]
@@ -331,6 +332,8 @@ def test_the_table_of_settings_is_what_the_trainer_knows(section: str) -> None:
         "scripts/quickstart.sh",
         "scripts/ssh/launch_singlenode.sh",
         "scripts/run_ddp.sh",
+        "scripts/status.sh",
+        "scripts/stop.sh",
         "scripts/test_distributed.sh",
         "scripts/doctor.sh",
     ],
