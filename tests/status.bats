@@ -102,7 +102,11 @@ left() { # <run>
     ((${#line} <= 80))
   done
   run -0 "$STATUS" --stacks "$one"
-  [[ "$output" == *"rank 1 on $N2, process "*"(my script.py:9)"* ]]
+  if [ -x "$VIRTUAL_ENV/bin/py-spy" ] || type -P py-spy; then
+    [[ "$output" == *"rank 1 on $N2, process "*"(my script.py:9)"* ]]
+  else
+    [[ "$output" == *"rank 1 on $N2, process "*"main thread "*"-m pip install py-spy"* ]]
+  fi
 
   pid=$(pid_of 1 "$one")
   kill -STOP "$pid"
