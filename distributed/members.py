@@ -20,7 +20,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from distributed.answers import framed
 from distributed.facts import KIT, SYS, Facts, address_towards, gather, interface_to, mtu_of_interface, read
-from distributed.preflight import address_of, checksum, machine, own_addresses
+from distributed.preflight import address_of, checksum, own_addresses
+from distributed.run_folder import machine
 
 RUN_BY_RANKS = ("train.py", "distributed/*.py", "scripts/lib/*")  # of the kit: what must be the same on all nodes
 

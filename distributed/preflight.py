@@ -28,7 +28,7 @@ from typing import Protocol
 
 from distributed.answers import UNFIT, Answer, framed, read
 from distributed.facts import ephemeral_range, listener, look_at_gpus, port_is_free, visible
-from distributed.run_folder import versions
+from distributed.run_folder import machine, versions
 
 PORTS = range(20_000, 30_000)  # to choose from; below the usual ephemeral ones
 SLOW = 1.0  # seconds for a look-up
@@ -92,11 +92,6 @@ def checksum(file: Path) -> str | None:
         return hashlib.sha256(file.read_bytes()).hexdigest()
     except OSError:
         return None
-
-
-def machine() -> str:
-    """The boot, and the network within it: containers and network namespaces are machines of their own."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/net")
 
 
 def address_of(name: str) -> str:

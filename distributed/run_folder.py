@@ -43,23 +43,32 @@ def create(
     cwd: str,
     python: str,
     command: Sequence[str],
+    places: Sequence[str] = (),
+    launcher: int = 0,
+    grace: int = 8,
 ) -> str:
     """Make a new run folder in `logs` and return its absolute path.
 
     config: None when the script gets none. python: the interpreter that the ranks will run with.
+    places: for each node [user@]name:processes, as ssh is called; none when all is on this machine.
+    launcher: its process id. grace: seconds that it gives to ranks that are asked to stop.
     Raises OSError when the folder cannot be written; nothing half-made is left then.
     """
     folder = _new_folder(os.path.abspath(logs), name)
     facts = {
         "run": os.path.basename(folder),
+        "folder": folder,  # as processes of the run carry it in MUSTER_RUN_DIR
         "command": list(command),
         "started": _iso(time.time()),
         "nodes": list(nodes),
+        "places": _places(nodes, nproc, places),
+        "launcher": _launcher(launcher or os.getppid(), grace),
         "nproc": nproc,
         "script": script,
         "config": config,
         "cwd": cwd,
-        "user": _user(),
+        "python": python,
+        "user": user(),
         "versions": versions() if _is_this_python(python) else _versions_of(python),
         "git": _git(cwd),
     }
@@ -153,7 +162,39 @@ def _iso(seconds: float) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(seconds)) + f"{zone[:3]}:{zone[3:]}"
 
 
-def _user() -> str:
+def _places(nodes: Sequence[str], nproc: int, words: Sequence[str]) -> list[dict[str, object]]:
+    """Each node, how to reach it over ssh (None: it is the launcher's own machine), and its number of processes."""
+    if not words:
+        return [{"node": node, "address": None, "processes": nproc} for node in nodes]
+    parts = [word.rpartition(":") for word in words]
+    return [
+        {"node": node, "address": address, "processes": int(processes)}
+        for node, (address, _, processes) in zip(nodes, parts, strict=True)
+    ]
+
+
+def _launcher(pid: int, grace: int) -> dict[str, object]:
+    """By which another terminal finds this launcher again, and none that has got its number since."""
+    return {"host": os.uname().nodename, "pid": pid, "since": since(pid), "machine": machine(), "grace": grace}
+
+
+def machine() -> str:
+    """The boot, and the network within it: containers and network namespaces are machines of their own."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return file.read().strip() + os.readlink("/proc/self/ns/net")
+
+
+def since(pid: int) -> int | None:
+    """When this process was started, in clock ticks since the machine was; None when there is none."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            state, *fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return None if state in b"ZX" else int(fields[18])
+
+
+def user() -> str:
     """The name of who runs this; the number where a container knows no names."""
     import pwd
 
@@ -273,6 +314,9 @@ def _parse(words: Sequence[str]) -> dict[str, Any]:
     parser.add_argument("--name", required=True, help="what is run; date, time and a number are added")
     parser.add_argument("--nodes", required=True, nargs="+", metavar="NODE", type=_node)
     parser.add_argument("--nproc", required=True, type=int, metavar="N", help="processes on each node")
+    parser.add_argument("--places", nargs="+", metavar="ADDRESS:N", default=(), help="of each node over ssh")
+    parser.add_argument("--launcher", type=int, metavar="PID", default=0, help="default: the caller")
+    parser.add_argument("--grace", type=int, metavar="SECONDS", default=8)
     parser.add_argument("--script", required=True)
     parser.add_argument("--config", required=True, help="- for none")
     parser.add_argument("--cwd", required=True, metavar="DIR", help="working folder of the ranks")

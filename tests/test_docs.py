@@ -39,6 +39,7 @@ STARTERS = (
     "launch_singlenode.sh", "launch_torchrun_auto.sh", "launch_torchrun_multinode.sh", "launch_multinode.sh",
     "launch_pdsh_multinode.sh", "run_ddp.sh", "quickstart.sh", "test_distributed.sh", "doctor.sh",
 )  # fmt: skip
+ASKERS = ("scripts/status.sh", "scripts/stop.sh")  # of a run that has ended, as they stand
 AS_THEY_STAND = ("config", "torch", "step_folder", "verdict", "report")  # modules that start nothing
 OTHERS = {
     *("df", "env", "export", "git", "ip", "less", "ls", "mkdir", "mv", "nvidia-smi", "python", "salloc", "scancel"),
@@ -184,7 +185,7 @@ def call(folder: Path, words: list[str], **variables: str) -> subprocess.Complet
 
 def harmless(words: list[str]) -> list[str] | None:
     """The command so that it starts no training and installs nothing; None when there is no such way."""
-    if words == ["scripts/doctor.sh"] or module_of(words) in AS_THEY_STAND:
+    if words == ["scripts/doctor.sh"] or words[0] in ASKERS or module_of(words) in AS_THEY_STAND:
         return words
     if Path(words[0]).name in STARTERS:
         # The names of nodes that are not there are nothing to look up.
@@ -197,6 +198,17 @@ def module_of(words: list[str]) -> str | None:
     """Our module that a Python is to run."""
     starts = words[:2] == ["python", "-m"] and words[2].startswith("distributed.")
     return words[2].removeprefix("distributed.") if starts else None
+
+
+@cache
+def help_of(script: str) -> str:
+    """The launcher's options are those of run_ddp.sh too, as its help says."""
+    text = subprocess.run([KIT / script, "--help"], capture_output=True, text=True, check=True).stdout
+    return text if script.endswith("launch_singlenode.sh") else text + common(script)
+
+
+def common(script: str) -> str:
+    return help_of("scripts/ssh/launch_singlenode.sh") if script.endswith(("run_ddp.sh", "test_distributed.sh")) else ""
 
 
 RUNNABLE = [one for one in every_command(*RUN) if harmless(one.words)]
@@ -251,17 +263,6 @@ def options_of(command: Command) -> set[str]:
     words = command.words[command.words.index(str(command.script)) + 1 :]
     words = words[: words.index("--")] if "--" in words else words
     return {word.partition("=")[0] for word in words if re.match(r"--?[a-zA-Z]", word)}
-
-
-@cache
-def help_of(script: str) -> str:
-    """The launcher's options are those of run_ddp.sh too, as its help says."""
-    text = subprocess.run([KIT / script, "--help"], capture_output=True, text=True, check=True).stdout
-    return text if script.endswith("launch_singlenode.sh") else text + common(script)
-
-
-def common(script: str) -> str:
-    return help_of("scripts/ssh/launch_singlenode.sh") if script.endswith(("run_ddp.sh", "test_distributed.sh")) else ""
 
 
 def options_in(text: str) -> set[str]:
@@ -334,6 +335,8 @@ def test_the_table_of_settings_is_what_the_trainer_knows(section: str) -> None:
         "scripts/quickstart.sh",
         "scripts/ssh/launch_singlenode.sh",
         "scripts/run_ddp.sh",
+        "scripts/status.sh",
+        "scripts/stop.sh",
         "scripts/test_distributed.sh",
         "scripts/doctor.sh",
     ],

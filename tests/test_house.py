@@ -30,8 +30,9 @@ BELOW: dict[str, set[str]] = {
     "comparison": {"fitness", "members", "nodelist", "preflight"},
     "doctor": {"facts", "fitness"},
     "fitness": {"facts"},
+    "look": {"answers", "facts"},
     "meeting": {"accounts", "peers", "worker"},
-    "members": {"answers", "facts", "preflight"},
+    "members": {"answers", "facts", "preflight", "run_folder"},
     "peers": {"accounts"},
     "preflight": {"answers", "facts", "run_folder"},
     "reach": {"answers", "facts", "nodelist", "run_folder", "smoke_report"},
@@ -41,8 +42,11 @@ BELOW: dict[str, set[str]] = {
     "snapshot": {"step_folder"},
     "smoke": {"links", "smoke_report", "torch"},
     "smoke_report": {"links"},
+    "status": {"answers", "look", "pulse", "run_folder", "visit", "whereabouts"},
     "torch": {"nodelist"},
     "verdict": {"evidence"},
+    "visit": {"answers", "look", "whereabouts"},
+    "whereabouts": {"run_folder"},
     "worker": {"accounts"},
 }
 KNOW_PYTORCH = {
@@ -52,8 +56,8 @@ KNOW_PYTORCH = {
 # They run on nodes before anything is installed.
 STANDARD_LIBRARY_ALONE = {
     "accounts", "answers", "charts", "cluster", "comparison", "doctor", "evidence", "facts", "fitness", "history",
-    "links", "members", "nodelist", "preflight", "reach", "report", "run_folder", "smoke_report", "step_folder",
-    "verdict",
+    "links", "look", "members", "nodelist", "preflight", "pulse", "reach", "report", "run_folder", "smoke_report",
+    "status", "step_folder", "verdict", "visit", "whereabouts",
 }  # fmt: skip
 WHERE_IT_IS_THERE = {"psutil", "pynvml", "rich"}  # inside a try
 

@@ -267,9 +267,7 @@ def test_a_loss_that_is_not_finite_stops_all_ranks_and_names_the_culprit(bench: 
     script = bench.wrapper(POISON.format(kit=str(KIT), rank="1", value=value))
     done = bench.run(2, wrapper=script, MUSTER_RUN_DIR=str(bench.folder / "run"))
     assert done.returncode == 1
-    accounts = {
-        rank: json.loads((bench.folder / f"run/errors/rank_{rank}.json").read_text()) for rank in (0, 1)
-    }
+    accounts = {rank: json.loads((bench.folder / f"run/errors/rank_{rank}.json").read_text()) for rank in (0, 1)}
     assert accounts[1]["exception"] == "NonFiniteLoss"
     assert accounts[0]["exception"] == "PeerFailed"
     assert all("rank 1 on" in account["message"] and "step 4" in account["message"] for account in accounts.values())

@@ -27,6 +27,7 @@ CONFIG_ARGS=() USER_ARGS=() POSITIONAL=()
 ASKED_PYTHON=''
 SIGNAL=''                # the one that asked us to stop
 CALL=()                  # this launcher's own command line
+PLACES=()                # of each node over ssh: [user@]name:processes
 
 
 # Split the words into options, POSITIONAL and, behind --, USER_ARGS.
@@ -179,8 +180,9 @@ check_port() {
 open_run() { # <number of ranks> <node...>
   local name=${MODULE:-${WORK[0]##*/}}
   RUN=$(kit_python run_folder create --logs "$(absolute "$LOG_DIR")" --name "${name%.py}" --nproc "$1" \
-    --nodes "${@:2}" --script "${MODULE:-${WORK[0]}}" --config "${CONFIG_ARGS[1]:--}" --cwd "$PWD" \
-    --python "$PYTHON" -- "${CALL[@]}") || exit
+    --nodes "${@:2}" ${PLACES:+--places "${PLACES[@]}"} --launcher $$ --grace "$GRACE" \
+    --script "${MODULE:-${WORK[0]}}" --config "${CONFIG_ARGS[1]:--}" --cwd "$PWD" --python "$PYTHON" \
+    -- "${CALL[@]}") || exit
   tell "run ${RUN##*/}: $1 process(es) on ${*:2}"
   # Who calls a launcher may name a file in which to be told the folder.
   [[ ! ${MUSTER_RUN_FILE-} ]] || printf '%s\n' "$RUN" >"$MUSTER_RUN_FILE"

@@ -4,7 +4,7 @@
 #
 # Usage: node.sh --run DIR --node NAME [--source FILE] [--grace SECONDS] [--patience SECONDS] -- COMMAND [WORD...]
 #        node.sh --order stop|kill --run DIR --node NAME
-#        node.sh --sweep --run DIR --node NAME
+#        node.sh --sweep --run DIR --node NAME [--grace SECONDS]
 #
 #   --run DIR        folder of the run: gets node_NAME.log, node_NAME.pid and node_NAME.exit; made where it
 #                    is not shared with the launcher
@@ -13,7 +13,7 @@
 #   --grace SECONDS  time between the request to stop and KILL (default: 8)
 #   --patience SECONDS  the launcher is also gone when nothing came from it for so long (default: never)
 #   --order WORD     hand this to the node.sh that runs here for this run, where its standard input cannot
-#   --sweep          only end what an earlier node.sh of this run left on this node
+#   --sweep          only end what of this run is on this node; with a grace only if one is named
 #
 # COMMAND runs in a process group of its own. Its output goes to node_NAME.log and to standard output.
 # Standard input is the dead man's switch: when it closes, the launcher is gone. Then, as on the line `stop` and on
@@ -24,7 +24,7 @@ set -euo pipefail
 # shellcheck source=scripts/lib/common.bash
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/common.bash"
 
-RUN='' NODE='' NODE_ENV='' GRACE=8 PATIENCE='' SWEEP=0 ORDER='' COMMAND=()
+RUN='' NODE='' NODE_ENV='' GRACE='' PATIENCE='' SWEEP=0 ORDER='' COMMAND=()
 AGENT='' # process id of COMMAND, and of its group
 STOPPING=0
 LAST_BREATH=1 # seconds between TERM and KILL for what COMMAND left behind
@@ -47,6 +47,7 @@ parse_args() { # <word...>
   done
   [[ $RUN ]] || die_usage "--run is missing"
   [[ $NODE ]] || die_usage "--node is missing"
+  [[ $GRACE ]] || GRACE=$((SWEEP ? 0 : 8))
   [[ $GRACE =~ ^[0-9]+$ ]] || die_usage "--grace '$GRACE': a whole number of seconds is wanted"
   [[ $PATIENCE =~ ^([1-9][0-9]*)?$ ]] || die_usage "--patience '$PATIENCE': a whole number of seconds is wanted"
   [[ ! $NODE_ENV || -r $NODE_ENV ]] || die_usage "--source '$NODE_ENV': cannot read it"
@@ -177,7 +178,7 @@ sweep() {
     kill_group "$name" || true
     end_marked "$name"
     someone_left || return 0
-    wait_until_gone
+    wait_until_gone "$LAST_BREATH"
   done
 }
 
@@ -187,8 +188,24 @@ someone_left() {
 }
 
 
-wait_until_gone() {
-  local turns=$((LAST_BREATH * 20))
+# TERM to those whom none of us has started: the agent, who tells its ranks, or ranks that have lost theirs.
+ask_to_stop() {
+  local pid pids
+  pids=$(marked)
+  for pid in $pids; do
+    grep -qxF -- "$(parent_of "$pid")" <<<"$pids" || kill -TERM "$pid" 2>/dev/null || true
+  done
+  wait_until_gone "$GRACE"
+}
+
+
+parent_of() { # <process id>
+  sed -n 's/^PPid:\t//p' "/proc/$1/status" 2>/dev/null || true
+}
+
+
+wait_until_gone() { # <seconds>
+  local turns=$(($1 * 20))
   while someone_left && ((turns-- > 0)); do
     sleep 0.05
   done
@@ -234,6 +251,7 @@ main() {
     return
   fi
   if ((SWEEP)); then
+    ((GRACE == 0)) || ask_to_stop
     sweep # by our mark alone: the process id of then may be somebody else's by now
     return
   fi

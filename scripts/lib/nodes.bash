@@ -30,6 +30,7 @@ name_nodes() { # <processes on a node that does not say so itself> [node...]
     ADDRESS[$name]=${line%:*}
     NPROC[$name]=$1
     [[ $line != *:* ]] || NPROC[$name]=${line##*:}
+    PLACES+=("${ADDRESS[$name]}:${NPROC[$name]}")
     RANKS=$((RANKS + NPROC[$name]))
   done <<<"$lines"
 }

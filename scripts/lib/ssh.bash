@@ -27,7 +27,7 @@ close_connections() {
 
 
 call_ssh() { # <ssh's words...>
-  ssh -F "$KIT/scripts/lib/ssh_config" -o ControlPath="$SOCKETS/%C" "$@"
+  ${ANSWER_WITHIN:+timeout -s KILL "$ANSWER_WITHIN"} ssh -F "$KIT/scripts/lib/ssh_config" -o ControlPath="$SOCKETS/%C" "$@"
 }
 
 

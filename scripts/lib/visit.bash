@@ -1,0 +1,98 @@
+# shellcheck shell=bash
+#
+# Find a run that somebody has started, perhaps elsewhere, and ask its nodes: all at once, each over one connection.
+#
+# Sourced behind common.bash and ssh.bash, never run.
+#
+#   open_connections; trap close_connections EXIT
+#   find_run RUN; ask_nodes look_at --seconds 1
+
+LOG_DIR=logs
+ASKED_PYTHON=''
+
+RUN=''                # folder of the run
+MARK=''               # the same, as its processes carry it in MUSTER_RUN_DIR
+RUN_PYTHON=''         # interpreter of its ranks
+LAUNCHER_IS=''        # here, gone or elsewhere
+LAUNCHER_HOST='' LAUNCHER=0 LAUNCHER_SINCE='' # where it was started, its process id there, and its start
+RUN_GRACE=0           # seconds that it gives to ranks that are asked to stop
+NODES=()
+declare -A ADDRESS=() # of the nodes that are reached over ssh
+declare -A COUNT=() FIRST_RANK=() # of each node: how many ranks, and which is the first
+ANSWERS=''            # folder: NODE.out, NODE.err and NODE.code
+
+
+# Take an option that all have who look for a run.
+# shellcheck disable=SC2034 # pick_python is called by who sources this
+take_common_option() { # <option> [value...]
+  need_value "$@"
+  case $1 in
+    --log-dir) LOG_DIR=$2 ;;
+    --python) ASKED_PYTHON=$2 ;;
+  esac
+}
+
+
+# shellcheck disable=SC2034 # some are read by who sources this alone
+find_run() { # <RUN>
+  local words
+  ANSWERS=$(mktemp -d "$SOCKETS/answers-XXXXXX") # goes when the connections go
+  kit_python whereabouts --from "$PWD" --log-dir "$LOG_DIR" -- "$1" >"$ANSWERS/whereabouts" 2>"$ANSWERS/refusal" ||
+    die_usage "$(<"$ANSWERS/refusal")"
+  mapfile -d '' words <"$ANSWERS/whereabouts"
+  RUN=${words[0]} MARK=${words[1]} RUN_PYTHON=${words[2]}
+  LAUNCHER_IS=${words[3]} LAUNCHER_HOST=${words[4]} LAUNCHER=${words[5]} LAUNCHER_SINCE=${words[6]}
+  RUN_GRACE=${words[7]}
+  set -- "${words[@]:8}"
+  while (($#)); do
+    NODES+=("$1")
+    [[ ! $2 ]] || ADDRESS[$1]=$2
+    COUNT[$1]=$3 FIRST_RANK[$1]=$4
+    shift 4
+  done
+  cd / # a folder that is everywhere: on_node goes where we are
+}
+
+
+# The same process, not one that has its number now.
+launcher_lives() {
+  local stat fields
+  [[ $LAUNCHER_IS == here ]] && read -r stat 2>/dev/null <"/proc/$LAUNCHER/stat" || return 1
+  read -r -a fields <<<"${stat##*) }"
+  [[ ${fields[0]} != Z && ${fields[19]} == "$LAUNCHER_SINCE" ]]
+}
+
+
+# Run a command on a node of the run, wherever that is.
+visit() { # <node> <command...>
+  if [[ ${ADDRESS[$1]-} ]]; then
+    on_node "$@"
+  else
+    "${@:2}"
+  fi
+}
+
+
+# Run a function for every node at once; what came of it is in ANSWERS.
+ask_nodes() { # <function> [its words, behind the node...]
+  local node asked=()
+  rm -f -- "$ANSWERS"/*.code
+  for node in "${NODES[@]}"; do
+    ask_node "$1" "$node" "${@:2}" &
+    asked+=($!)
+  done
+  wait "${asked[@]}" || true
+}
+
+
+ask_node() { # <function> <node> [words...]
+  local code=0
+  "$@" </dev/null >"$ANSWERS/$2.out" 2>"$ANSWERS/$2.err" || code=$?
+  echo "$code" >"$ANSWERS/$2.code"
+}
+
+
+look_at() { # <node> [more of look's options...]
+  visit "$1" "$RUN_PYTHON" "$KIT/scripts/lib/module.py" look --run "$MARK" --node "$1" \
+    --count "${COUNT[$1]}" --first-rank "${FIRST_RANK[$1]}" "${@:2}"
+}

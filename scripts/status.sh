@@ -1,0 +1,107 @@
+#!/usr/bin/env bash
+#
+# How is that run? Each rank on each node: alive or not, what it uses, and what it last said.
+#
+# Usage: status.sh [options] [RUN]
+#
+#   RUN            folder of a run, or its name below logs (default: latest)
+#
+#   --watch        again every 2 seconds, in place, until the run has ended or Ctrl-C
+#   --stacks       also where each rank stands: its Python stack where py-spy is installed, else
+#                  what the kernel knows
+#   --json         print the facts as one JSON object
+#   --log-dir DIR  where a name is looked for (default: logs)
+#   --python PATH  default: the active virtual environment, then .venv here, then python3
+#   --help         show this
+#
+# It may be called from any terminal, also on another machine that shares the folder of the run, and
+# changes nothing. "looks hung" is said, with the facts, when nothing has moved.
+#
+# Exit codes: 0 the run goes on, or has ended well; 1 it failed, looks hung, or has left processes
+# behind; 2 wrong call; 69 nothing is known to be wrong, but a node could not be asked; 130 Ctrl-C.
+#
+set -euo pipefail
+# shellcheck source=scripts/lib/common.bash
+source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/lib/common.bash"
+# shellcheck source=scripts/lib/ssh.bash
+source "$KIT/scripts/lib/ssh.bash"
+# shellcheck source=scripts/lib/visit.bash
+source "$KIT/scripts/lib/visit.bash"
+
+EVERY=2    # seconds between two looks
+LOOK=1     # seconds for which the use of the CPU is measured
+WATCH=0 STACKS=0 HOW=() WORD=''
+
+
+parse_args() { # <word...>
+  while (($#)); do
+    case $1 in
+      --watch) WATCH=1 ;;
+      --stacks) STACKS=1 ;;
+      --json) HOW=(--json) ;;
+      --log-dir | --python) take_common_option "$@"; shift ;;
+      --help | -h) usage; exit ;;
+      -*) die_usage "$1: unknown option" ;;
+      *)
+        [[ ! $WORD ]] || die_usage "one RUN is wanted, got: $(quote "$WORD" "$1")"
+        WORD=$1
+        ;;
+    esac
+    shift
+  done
+  ((!WATCH || ${#HOW[@]} == 0)) || die_usage "--watch is for people, and --json for programs: give one of the two"
+}
+
+
+# The launcher first: what the nodes saw before it ended would look like left behind.
+look_once() {
+  local words=(--seconds "$LOOK")
+  ((!STACKS)) || words+=(--stacks)
+  [[ $LAUNCHER_IS != here ]] || launcher_lives || LAUNCHER_IS=gone
+  ask_nodes look_at "${words[@]}"
+  kit_python status "${HOW[@]}" --launcher "$LAUNCHER_IS" --state "$ANSWERS/state" "$RUN" "$ANSWERS"
+}
+
+
+# On a screen of its own; the last look stays.
+watch_run() {
+  local status
+  ANSWER_WITHIN=5
+  trap 'exit "$EXIT_INTERRUPTED"' INT
+  if [[ -t 1 ]]; then
+    HOW=(--in-place)
+    printf '\e[?1049h\e[2J'
+    trap 'printf "\e[?1049l"; close_connections' EXIT
+  fi
+  while true; do
+    look_once && status=0 || status=$?
+    [[ $(<"$ANSWERS/state") != ended ]] || break
+    read -r -t $((EVERY - LOOK)) <> <(:) || true # sleeps without a child: nobody writes there
+  done
+  [[ ! -t 1 ]] || show_last
+  exit "$status"
+}
+
+
+show_last() {
+  printf '\e[?1049l'
+  HOW=()
+  look_once || true
+}
+
+
+main() {
+  parse_args "$@"
+  pick_python "$ASKED_PYTHON"
+  open_connections
+  trap close_connections EXIT
+  find_run "${WORD:-latest}"
+  ANSWER_WITHIN=$((STACKS ? 60 : 15))
+  if ((WATCH)); then
+    watch_run
+  else
+    look_once
+  fi
+}
+
+main "$@"

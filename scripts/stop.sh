@@ -1,0 +1,165 @@
+#!/usr/bin/env bash
+#
+# Stop one run and no other, and prove that nothing of it is left on any of its nodes.
+#
+# Usage: stop.sh [options] RUN
+#
+#   RUN            folder of a run, or its name below logs; latest is the newest
+#
+#   --now          end the processes at once: no time to write a checkpoint
+#   --log-dir DIR  where a name is looked for (default: logs)
+#   --python PATH  default: the active virtual environment, then .venv here, then python3
+#   --quiet        only the proof
+#   --help         show this
+#
+# Its launcher is asked to stop, as by kill: the ranks get the time to write a checkpoint that the
+# launcher gives them (MUSTER_GRACE). Where the launcher is gone, or does not end, the run's processes
+# are ended on each node. Whatever the case, every node is then asked what is left of this run. A run
+# that has ended already is only asked about.
+#
+# Exit codes: 0 nothing is left; 1 something is; 2 wrong call; 69 a node could not be asked.
+#
+set -euo pipefail
+# shellcheck source=scripts/lib/common.bash
+source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/lib/common.bash"
+# shellcheck source=scripts/lib/ssh.bash
+source "$KIT/scripts/lib/ssh.bash"
+# shellcheck source=scripts/lib/visit.bash
+source "$KIT/scripts/lib/visit.bash"
+
+NOW=0 WORD='' PROOF=''
+ASK_WITHIN=15 # seconds in which a node must say what is left
+FAREWELL=15   # seconds that a launcher gets beside the grace: to end its nodes, to judge, to write its report
+
+
+parse_args() { # <word...>
+  while (($#)); do
+    case $1 in
+      --now) NOW=1 ;;
+      --quiet) QUIET=1 ;;
+      --log-dir | --python) take_common_option "$@"; shift ;;
+      --help | -h) usage; exit ;;
+      -*) die_usage "$1: unknown option" ;;
+      *)
+        [[ ! $WORD ]] || die_usage "one RUN is wanted, got: $(quote "$WORD" "$1")"
+        WORD=$1
+        ;;
+    esac
+    shift
+  done
+  [[ $WORD ]] || die_usage "RUN is missing: which run? For the newest: $PROGRAM latest"
+}
+
+
+# Two of us must not ask twice: for the launcher that means to end all at once.
+take_turns() {
+  exec {LOCK}<>"$RUN/run.json"
+  if ! flock -n "$LOCK"; then
+    log "another $PROGRAM is stopping $RUN: waiting for it"
+    flock "$LOCK"
+  fi
+}
+
+
+# ---------------------------------------------------------------- the launcher
+
+# On a machine that shares the folder: there it can be asked, and reaches its nodes as it did. Returns when that fails.
+hand_over() {
+  local status=0 words=("$KIT/scripts/stop.sh" --python "$RUN_PYTHON")
+  ((!NOW)) || words+=(--now)
+  [[ ${QUIET:-0} == 0 ]] || words+=(--quiet)
+  log "$RUN: its launcher is on $LAUNCHER_HOST: stopping it from there"
+  call_ssh -- "$LAUNCHER_HOST" "$(for_any_shell "exec $(quote "${words[@]}" "$MARK")")" </dev/null || status=$?
+  case $status in
+    0 | 1 | "$EXIT_UNFIT") exit "$status" ;;
+  esac
+  warn "$LAUNCHER_HOST: cannot be asked (exit code $status); going to the nodes without the launcher"
+}
+
+
+end_launcher() {
+  launcher_lives || return 0
+  log "$RUN: asking its launcher, process $LAUNCHER, to stop; $(grace_in_words)"
+  kill -TERM "$LAUNCHER" 2>/dev/null || true
+  kill -CONT "$LAUNCHER" 2>/dev/null || true # one that is stopped would not hear it
+  ((!NOW)) || sweep_nodes 0
+  wait_for_launcher $((RUN_GRACE + FAREWELL)) || give_up_launcher
+}
+
+
+grace_in_words() {
+  ((NOW)) && echo "its processes are ended at once" || echo "up to $RUN_GRACE s to write a checkpoint"
+}
+
+
+wait_for_launcher() { # <seconds>
+  local turns=$(($1 * 10))
+  while launcher_lives; do
+    ((turns-- > 0)) || return 1
+    sleep 0.1
+  done
+}
+
+
+give_up_launcher() {
+  warn "process $LAUNCHER, the launcher, does not end: ending its nodes without it"
+  sweep_nodes 0
+  wait_for_launcher 5 || kill -KILL "$LAUNCHER"
+}
+
+
+# ---------------------------------------------------------------- the nodes
+
+# End what is left, and ask again.
+clear_nodes() {
+  local code=0
+  ask_left || code=$?
+  if ((code == 1)); then
+    log "$RUN: processes are left on its nodes; $(grace_in_words)"
+    sweep_nodes $((NOW ? 0 : RUN_GRACE))
+    code=0
+    ask_left || code=$?
+  fi
+  printf '%s\n' "$PROOF"
+  return "$code"
+}
+
+
+ask_left() {
+  ANSWER_WITHIN=$ASK_WITHIN
+  ask_nodes look_at
+  PROOF=$(kit_python visit "$RUN" "$ANSWERS")
+}
+
+
+sweep_nodes() { # <seconds between the request to stop and the end>
+  ANSWER_WITHIN=$(($1 + ASK_WITHIN))
+  ask_nodes sweep_node "$1"
+}
+
+
+sweep_node() { # <node> <seconds>
+  visit "$1" "$KIT/scripts/lib/node.sh" --sweep --run "$MARK" --node "$1" --grace "$2"
+}
+
+
+main() {
+  parse_args "$@"
+  pick_python "$ASKED_PYTHON"
+  open_connections
+  trap close_connections EXIT
+  find_run "$WORD"
+  [[ $LAUNCHER_IS != elsewhere ]] || hand_over
+  take_turns
+  if [[ $LAUNCHER_IS == gone ]]; then
+    log "$RUN: its launcher has ended already"
+  fi
+  end_launcher
+  clear_nodes
+  if [[ $LAUNCHER_IS == elsewhere ]]; then
+    die_with "$EXIT_UNFIT" "$LAUNCHER_HOST: could not be asked whether the launcher, process $LAUNCHER, is still there;" \
+      "with --max-restarts it would start the run again"
+  fi
+}
+
+main "$@"

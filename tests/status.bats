@@ -1,0 +1,202 @@
+#!/usr/bin/env bats
+#
+# scripts/status.sh and scripts/stop.sh on the laboratory cluster: from any terminal, folder and machine, each rank of a
+# run is seen where it is; what does not move is named; one run is stopped and no other, with the time to write a
+# checkpoint; and what is said to be gone is gone.
+
+bats_require_minimum_version 1.5.0
+
+
+setup_file() {
+  [ "$(id -u)" -eq 0 ] || skip "raising nodes needs root"
+  export KIT LAUNCH STATUS STOP PREFIX MUSTER_LAB VIRTUAL_ENV
+  KIT=$(readlink -f "$BATS_TEST_DIRNAME/..")
+  LAUNCH=$KIT/scripts/ssh/launch_torchrun_auto.sh STATUS=$KIT/scripts/status.sh STOP=$KIT/scripts/stop.sh
+  VIRTUAL_ENV=${VIRTUAL_ENV:-$KIT/.venv}
+  PREFIX=s$(tr 0-9 a-j <<<"$$") # so that no other laboratory on this machine has it
+  MUSTER_LAB=$BATS_FILE_TMPDIR/lab
+  lab up 3 --prefix "$PREFIX"
+}
+
+
+teardown_file() {
+  [ "$(id -u)" -eq 0 ] || return 0
+  lab down
+}
+
+
+setup() {
+  N1=${PREFIX}1 N2=${PREFIX}2 N3=${PREFIX}3
+  export OMP_NUM_THREADS=1
+  WORK="$BATS_TEST_TMPDIR/my 'work'"
+  mkdir -p "$WORK"
+  cd "$WORK" || return
+  cat >"my script.py" <<'END'
+import os, signal, sys, time
+def leave(*_):
+    time.sleep(1.5)  # as a checkpoint takes its time
+    open("saved " + os.environ["RANK"] + " " + sys.argv[1], "w").close()
+    sys.exit(75)
+signal.signal(signal.SIGTERM, leave)
+print("at work as", sys.argv[1], flush=True)
+while True:
+    time.sleep(0.1)
+END
+}
+
+
+teardown() {
+  local run node
+  [ "${BATS_TEST_COMPLETED-}" ] || tail -n 30 "$WORK"/out* "$WORK"/logs/*/*.log
+  lab heal "$N3" >/dev/null 2>&1 || true
+  for run in "$WORK"/logs/*/; do
+    [ -d "$run" ] || continue
+    for node in "$N1" "$N2" "$N3"; do
+      "$KIT/scripts/lib/node.sh" --sweep --run "${run%/}" --node "$node"
+    done
+  done
+}
+
+
+lab() { # <word...>
+  "$BATS_TEST_DIRNAME/lab/lab.sh" "$@" 3>&-
+}
+
+
+# Start a run in the background that is called so; sets LAUNCHER and RUN when all its ranks are at work.
+start() { # <name> <number of ranks> <word...>
+  "$LAUNCH" --script "my script.py" - 1 "${@:3}" -- "$1" >"out $1" 2>&1 3>&- &
+  LAUNCHER=$!
+  timeout 120 grep -qF -m1 "at work" <(tail -n +1 -F "out $1" 2>/dev/null)
+  RUN=$WORK/logs/$(sed -n 's/.*: run \([^:]*\): .*/\1/p' "out $1")
+  timeout 60 sh -c 'until [ "$(grep -hs "at work as $2" "$1"/node_*.log | wc -l)" -eq "$3" ]; do sleep 0.1; done' \
+    sh "$RUN" "$1" "$2"
+}
+
+
+pid_of() { # <rank> <run>
+  "$STATUS" --json "$2" | "$VIRTUAL_ENV/bin/python" -c '
+import json, sys
+ranks = [rank for one in json.load(sys.stdin)["nodes"] for rank in one["look"]["ranks"]]
+print(next(rank["pid"] for rank in ranks if rank["rank"] == int(sys.argv[1])))' "$1"
+}
+
+
+left() { # <run>
+  grep -lsFxz -- "MUSTER_RUN_DIR=$1" /proc/[0-9]*/environ 2>/dev/null | wc -l
+}
+
+
+@test "every rank is shown where it is, a stopped one looks hung, stop.sh ends this run and no other" {
+  start one 2 "$N1" "$N2"
+  one=$RUN one_launcher=$LAUNCHER
+  start two 2 "$N2" "$N3"
+  two=$RUN two_launcher=$LAUNCHER
+
+  cd /
+  COLUMNS=80 run -0 "$STATUS" "$one"
+  [[ "${lines[0]}" == "${one##*/}: running for "* ]]
+  [[ "$output" == *"$N1 "*" 0 "*"at work as one"*"$N2 "*" 1 "*"at work as one"* ]]
+  [[ "$output" != *"as two"* ]]
+  for line in "${lines[@]}"; do
+    ((${#line} <= 80))
+  done
+  run -0 "$STATUS" --stacks "$one"
+  if [ -x "$VIRTUAL_ENV/bin/py-spy" ] || type -P py-spy; then
+    [[ "$output" == *"rank 1 on $N2, process "*"(my script.py:9)"* ]]
+  else
+    [[ "$output" == *"rank 1 on $N2, process "*"main thread "*"-m pip install py-spy"* ]]
+  fi
+
+  pid=$(pid_of 1 "$one")
+  kill -STOP "$pid"
+  run -1 "$STATUS" "$one"
+  [[ "$output" == *"looks hung: rank 1 on $N2 is stopped (state T)"*"kill -CONT $pid"*"STOPPED"* ]]
+  kill -CONT "$pid"
+
+  cd "$WORK"
+  run -0 --separate-stderr "$STOP" "${one##*/}"
+  [ "$output" = "$N1: nothing of this run is left"$'\n'"$N2: nothing of this run is left" ]
+  [ "$(left "$one")" -eq 0 ]
+  wait "$one_launcher" && status=0 || status=$?
+  [ "$status" -eq 75 ]
+  [ -e "saved 0 one" ] && [ -e "saved 1 one" ]
+  run -0 "$STATUS" "$one"
+  [[ "${lines[0]}" == *": ended after "* ]]
+  run -0 "$STOP" "$one"
+  [[ "$output" == *"has ended already"*"$N2: nothing of this run is left"* ]]
+
+  "$STATUS" --watch >watched 3>&- &
+  watcher=$!
+  timeout 60 sh -c 'until [ "$(grep -c "^$1: running for" watched)" -ge 2 ]; do sleep 0.1; done' sh "${two##*/}"
+  run -0 "$STOP" --now latest
+  [[ "$output" == *"$N3: nothing of this run is left"* ]]
+  wait "$watcher" || true
+  grep -q "^${two##*/}: ended after" watched
+  wait "$two_launcher" && status=0 || status=$?
+  [ "$status" -ne 0 ]
+  [ "$(left "$two")" -eq 0 ]
+}
+
+
+@test "what outlived launcher and node.sh is found, said to be left behind, and ended" {
+  start one 2 "$N1" "$N2"
+  node_sh=$(pgrep -f -- "node.sh --run $RUN --node $N2" | head -1)
+  kill -STOP "$node_sh"
+  kill -KILL "$LAUNCHER"
+  kill -KILL "$node_sh"
+  timeout 20 sh -c 'while grep -qsFxz -- "MUSTER_NODE=$1" $(grep -lsFxz -- "MUSTER_RUN_DIR=$2" /proc/[0-9]*/environ); do sleep 0.1; done' sh "$N1" "$RUN"
+  run -1 "$STATUS"
+  [[ "$output" == *"left behind"*"the launcher is gone, but processes are left on $N2"*"scripts/stop.sh"* ]]
+  run -0 --separate-stderr "$STOP" latest
+  [ "$output" = "$N1: nothing of this run is left"$'\n'"$N2: nothing of this run is left" ]
+  [ -e "saved 1 one" ]
+  [ "$(left "$RUN")" -eq 0 ]
+}
+
+
+@test "on a machine that only shares the folder: the launcher is named, and stopped from there" {
+  lab ssh "$N1" sh -c 'cd "$1" && exec "$2" --python "$3/bin/python" --script "my script.py" - 1 "$4" -- one' \
+    sh "$WORK" "$LAUNCH" "$VIRTUAL_ENV" "$N2" >"out one" 2>&1 3>&- &
+  timeout 120 grep -qF -m1 "at work" <(tail -n +1 -F "out one" 2>/dev/null)
+  run -0 "$STATUS"
+  [[ "${lines[0]}" == *": running for "* ]]
+  [[ "$output" == *"at work as one"*"the launcher is process "*" on $N1, and cannot be seen from here"* ]]
+  run -0 "$STOP" latest
+  [[ "$output" == *"its launcher is on $N1"*"$N2: nothing of this run is left"* ]]
+  [ -e "saved 0 one" ]
+  run -0 "$STATUS"
+  [[ "${lines[0]}" == *": ended after "* ]]
+}
+
+
+# bats test_tags=soak
+@test "a node that is cut off is named with the reason, and nothing is claimed of it" {
+  start one 2 "$N1" "$N3"
+  lab cut "$N3"
+  run -69 "$STATUS"
+  [[ "$output" == *"$N3: cannot be reached ("*"ssh $N3 true"* ]]
+  run -69 "$STOP" latest
+  [[ "$output" == *"$N1: nothing of this run is left"*"$N3: cannot be reached ("*"ends by itself within 20 s"* ]]
+  lab heal "$N3"
+  timeout 20 sh -c 'while grep -qsFxz -- "MUSTER_RUN_DIR=$1" /proc/[0-9]*/environ; do sleep 0.1; done' sh "$RUN"
+  run -0 "$STOP" latest
+}
+
+
+@test "a run that is not there is refused with 2, and what is there is named" {
+  run -2 "$STATUS"
+  [[ "$output" == *"RUN 'latest': there is no such run, and none at all in $WORK/logs"* ]]
+  run -2 "$STOP"
+  [[ "$output" == *"RUN is missing"* ]]
+  mkdir -p logs/train-1
+  run -2 "$STOP" logs/train-1
+  [[ "$output" == *"it has no run.json"* ]]
+  echo '{}' >logs/train-1/run.json
+  run -2 "$STOP" nix
+  [[ "$output" == *"RUN 'nix': there is no such run; the newest in $WORK/logs: train-1"* ]]
+  run -2 "$STOP" train-1
+  [[ "$output" == *"an older version of the kit wrote it"* ]]
+  run -2 "$STATUS" one two
+  run -2 "$STATUS" --watch --json
+}
