@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import forked
 import pytest
@@ -124,12 +123,7 @@ def tensors(value: object) -> Iterator[torch.Tensor]:
 # ---------------------------------------------------------------- the same on any number of processes
 
 
-def soak(*value: object) -> Any:
-    """A case for which a quarter of an hour is too short: it has a sister that is always run."""
-    return pytest.param(*value, marks=pytest.mark.soak)
-
-
-@pytest.mark.parametrize("words", [("train.accumulation=2",), soak(()), soak(("train.gradient_checkpointing=true",))])
+@pytest.mark.parametrize("words", [(), ("train.accumulation=2",), ("train.gradient_checkpointing=true",)])
 def test_two_processes_learn_what_one_learns(bench: Bench, words: tuple[str, ...]) -> None:
     said = ("model.dropout=0", "checkpoint.dir=null", *words)
     assert bench.run(1, *said).returncode == 0
@@ -171,7 +165,7 @@ def test_fp16_is_refused_where_one_rank_alone_would_see_an_overflow(bench: Bench
 STRATEGIES = {"one": (1, "single"), "ddp": (2, "ddp"), "dp": (1, "dp"), "fsdp": (2, "fsdp")}
 
 
-@pytest.mark.parametrize("name", [soak("one"), "ddp", soak("dp"), "fsdp"])
+@pytest.mark.parametrize("name", STRATEGIES)
 def test_killed_at_any_step_it_ends_as_if_never_stopped(bench: Bench, name: str) -> None:
     nproc, strategy = STRATEGIES[name]
     said = (f"distributed.strategy={strategy}",)
@@ -220,7 +214,7 @@ def test_a_finished_training_stays_finished(bench: Bench) -> None:
     assert weights(bench.folder / "checkpoints") == before
 
 
-@pytest.mark.parametrize("strategy", [soak("ddp"), "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_another_world_size_goes_on_from_the_same_checkpoint(bench: Bench, strategy: str) -> None:
     said = ("model.dropout=0", f"distributed.strategy={strategy}")
     assert bench.run(2, *said, "checkpoint.dir=whole").returncode == 0
