@@ -1,7 +1,7 @@
-"""Run a function in processes that have PyTorch already: ranks of a world, or one that is to be killed.
+"""Run things in processes that have PyTorch already: ranks of a world, a training, or one that is to be killed.
 
 They are forked from a server that imported it once, and never from pytest itself, whose threads a fork would
-lose. The function must stand at the top of its file.
+lose. A function must stand at the top of its file.
 """
 
 from __future__ import annotations
@@ -9,21 +9,25 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import socket
+import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 PATIENCE = 60.0  # seconds
+NOTHING: Mapping[str, str] = {}
 
 _context = multiprocessing.get_context("forkserver")
 # torch._dynamo: the first fully_shard() brings it.
-_context.set_forkserver_preload(["pytest", "torch", "torch._dynamo", "distributed.checkpoint", "distributed.shards"])
+_context.set_forkserver_preload(["pytest", "hypothesis", "torch", "torch._dynamo", "train", "distributed.smoke"])
 
 
 def ranks(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -43,7 +47,7 @@ def ranks(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
 def running(function: Callable[..., Any], *args: Any) -> Iterator[tuple[BaseProcess, Connection]]:
     """A process that calls `function(pipe, *args)`, and our end of the pipe; killed when the block is left."""
     ours, theirs = _context.Pipe()
-    process = _context.Process(target=function, args=(theirs, *args), daemon=True)
+    process = _context.Process(target=function, args=(theirs, *args))
     process.start()
     theirs.close()
     try:
@@ -77,3 +81,110 @@ def _as_rank(
         pipe.send_bytes(pickle.dumps(answer))  # send() would lend a tensor's memory, which goes with us
     except Exception:  # noqa: BLE001  # whatever it is, it is the test's to raise
         pipe.send_bytes(pickle.dumps(AssertionError(f"rank {rank}:\n{traceback.format_exc()}")))
+
+
+# ---------------------------------------------------------------- ranks as a launcher starts them
+
+
+@dataclass(frozen=True)
+class Told:
+    """What one rank said, and how it ended."""
+
+    code: int | None  # -n for a signal
+    out: str
+    err: str
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Ranks that have been started, and what they say."""
+
+    folder: Path
+    ranks: dict[int, BaseProcess]
+
+    def told(self, *but: int) -> dict[int, Told]:
+        """What all have said; waits for them, but for those that are known never to end."""
+        for rank, process in self.ranks.items():
+            if rank not in but:
+                process.join(150)
+        return {rank: Told(process.exitcode, self.out(rank), self.err(rank)) for rank, process in self.ranks.items()}
+
+    def out(self, rank: int = 0) -> str:
+        """What a rank has said up to now."""
+        return Path(self.folder, f"{rank}.out").read_text()
+
+    def err(self, rank: int = 0) -> str:
+        return Path(self.folder, f"{rank}.err").read_text()
+
+    def wait_for(self, text: str) -> None:
+        """Until rank 0 has said that."""
+        end = time.monotonic() + PATIENCE
+        while text not in self.out():
+            assert self.ranks[0].is_alive(), f"it ended without {text!r}: {self.out()}{self.err()}"
+            assert time.monotonic() < end, f"no {text!r} in {PATIENCE} s: {self.out()}{self.err()}"
+            time.sleep(0.01)
+
+    def signal(self, number: int, *some: int) -> None:
+        """Send it to these ranks, or to all."""
+        for rank in some or self.ranks:
+            pid = self.ranks[rank].pid
+            assert pid is not None
+            os.kill(pid, number)
+
+
+@contextmanager
+def launched(
+    size: int, function: Callable[..., None], *args: Any, only: Sequence[int] = (), env: Mapping[str, str] = NOTHING
+) -> Iterator[Launch]:
+    """Ranks (only these, or all) that call `function(rank, *args)`, in this working folder and with the environment
+    that torchrun would give them on one machine. Those that still run are killed when the block is left."""
+    port = _free_port()
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        started = {}
+        for rank in only or range(size):
+            place = {**_place(rank, size, port), **env}
+            begun = running(_as_launched, Path(folder), os.getcwd(), place, function, args)
+            started[rank], pipe = stack.enter_context(begun)
+            assert pipe.recv() == "ready"
+        yield Launch(Path(folder), started)
+
+
+def _as_launched(
+    pipe: Connection, folder: Path, cwd: str, env: Mapping[str, str], function: Callable[..., None], args: Sequence[Any]
+) -> None:
+    for name, number in (("out", 1), ("err", 2)):
+        os.dup2(os.open(folder / f"{env['RANK']}.{name}", os.O_CREAT | os.O_WRONLY), number)
+    os.environ.update(env)
+    os.chdir(cwd)
+    pipe.send("ready")
+    function(int(env["RANK"]), *args)
+
+
+def script(rank: int, name: str, *words: str) -> None:
+    """For launched(): be `python NAME WORDS...`, as the kit's agent makes it of a warm process."""
+    import torch
+
+    from distributed.worker import Script, work
+
+    torch.set_num_threads(1)
+    work(Script(name, words, is_module=False, path=tuple(sys.path[1:])))
+
+
+def _place(rank: int, size: int, port: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "MUSTER_NODE": f"host{rank}",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port

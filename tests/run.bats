@@ -25,12 +25,19 @@ setup() {
 stand_ins() {
   cat >"$BATS_TEST_TMPDIR/bin/python3" <<'END'
 #!/usr/bin/env bash
+wait_for_ctrl_c() {
+  trap 'echo "pytest is interrupted" >>"$CALLS"; exit 2' INT
+  echo >"$ANSWERS/pytest.waits"
+  while :; do sleep 0.01; done
+}
 case "$*" in
   --version) echo "Python 3.11.7" ;;
   "-m venv "*) mkdir -p "${@: -1}/bin" && cp -- "$0" "${@: -1}/bin/python" ;;
   "-m pip "* | "-m ensurepip "*) ;;
   "-m pytest --junitxml "*)
     echo "pytest ${*:4}" >>"$CALLS"
+    echo "pytest speaks"
+    [[ ! -p $ANSWERS/pytest.waits ]] || wait_for_ctrl_c
     cat "$ANSWERS/pytest.report" >"$4" 2>/dev/null
     exit "$(<"$ANSWERS/pytest")" ;;
   *) echo "${*:2}" >>"$CALLS"; exit "$(cat "$ANSWERS/$2" 2>/dev/null || echo 0)" ;;
@@ -39,6 +46,7 @@ END
   cat >"$BATS_TEST_TMPDIR/bin/bats" <<'END'
 #!/usr/bin/env bash
 echo "bats ${*: -1}" >>"$CALLS"
+echo "bats speaks"
 while [[ $1 != --output ]]; do shift; done
 cat "$ANSWERS/bats.report" >"$2/report.tap"
 exit "$(<"$ANSWERS/bats")"
@@ -178,7 +186,7 @@ apt-get install -y --no-install-recommends slurm-wlm -q -o DPkg::Lock::Timeout=6
 
 
 @test "Ctrl-C ends the run, not only the runner of the moment" {
-  mkfifo "$BATS_TEST_TMPDIR/ready"
+  mkfifo "$BATS_TEST_TMPDIR/ready" "$ANSWERS/pytest.waits"
   cat >"$BATS_TEST_TMPDIR/bin/bats" <<'END'
 #!/usr/bin/env bash
 trap 'exit 1' INT
@@ -186,11 +194,30 @@ echo >"$ANSWERS/../ready"
 while :; do sleep 0.01; done
 END
   setsid env --default-signal=INT "$KIT/tests/run.sh" >"$BATS_TEST_TMPDIR/out" 2>&1 3>&- &
+  read -r _ <"$ANSWERS/pytest.waits"
   read -r _ <"$BATS_TEST_TMPDIR/ready"
   kill -INT -- "-$!"
   wait $! || status=$?
   [ "$status" -eq 130 ]
-  run ! grep ^pytest "$CALLS"
+  grep -qx "pytest is interrupted" "$CALLS"
+  run ! grep "^Muster:" "$BATS_TEST_TMPDIR/out"
+}
+
+
+@test "TERM ends pytest, which runs beside the others" {
+  mkfifo "$ANSWERS/pytest.waits"
+  setsid "$KIT/tests/run.sh" "$KIT/tests/test_a.py" >"$BATS_TEST_TMPDIR/out" 2>&1 3>&- &
+  read -r _ <"$ANSWERS/pytest.waits"
+  kill -TERM $!
+  wait $! || status=$?
+  [ "$status" -eq 143 ]
+  run ! pgrep -f -- "$BATS_TEST_TMPDIR.*pytest"
+}
+
+
+@test "what pytest said is shown in one piece, behind what bats said" {
+  run_sh
+  [[ "$output" == "bats speaks"$'\n'"pytest speaks"$'\n'"Muster: "* ]]
 }
 
 

@@ -13,6 +13,8 @@
 # Python packages go into .venv. System packages are installed with apt-get by root; for anyone else
 # the command to give to an administrator is printed, and that is the end (exit code 69).
 #
+# pytest works while the linters and bats do, and what it says is shown when they are done.
+#
 # The last line adds up what the runners counted, where each linter is one:
 #
 #   Muster: 143 passed, 0 failed, 2 skipped
@@ -37,6 +39,8 @@ SOAK=
 BASE_PYTHON=
 PYTEST=() # files to give to pytest
 BATS=()   # files to give to bats
+PYTEST_COMMAND=()
+PYTEST_RUNS='' # its process id
 PASSED=0
 FAILED=0
 SKIPPED=0
@@ -101,14 +105,13 @@ activate_venv() {
 }
 
 
-# Show a runner's command and set STATUS to its exit status. Who interrupts it ends the whole run.
+# Run a program and set STATUS to its exit status. Who interrupts it ends the whole run.
 runner() { # <program> [argument...]
-  show "$@"
   STATUS=0
   wait_for "$@" || STATUS=$?
   case $INTERRUPTED in
-    INT) exit "$EXIT_INTERRUPTED" ;;
-    TERM) exit "$EXIT_TERMINATED" ;;
+    INT) end_pytest INT && exit "$EXIT_INTERRUPTED" ;;
+    TERM) end_pytest TERM && exit "$EXIT_TERMINATED" ;;
   esac
 }
 
@@ -130,6 +133,7 @@ occurrences() { # <pattern> <file, may be missing>
 
 
 lint() { # <name> <command...>
+  show "${@:2}"
   runner "${@:2}"
   add_up "$1" "$((STATUS == 0))" 0 0
 }
@@ -156,19 +160,41 @@ run_bats() { # <file...>
   local report=$RESULTS/report.tap skipped
   local options=(--print-output-on-failure --report-formatter tap --output "$RESULTS")
   [[ $SOAK ]] || options+=(--filter-tags '!soak')
+  show bats "${options[@]}" "$@"
   runner bats "${options[@]}" "$@"
   skipped=$(occurrences '^ok [0-9]+ .* # skip' "$report")
   add_up bats $(($(occurrences '^ok ' "$report") - skipped)) "$(occurrences '^not ok ' "$report")" "$skipped"
 }
 
 
-run_pytest() { # <file...>
+# Beside the others: where they wait, it computes, and the other way round.
+start_pytest() { # <file...>
+  PYTEST_COMMAND=("$PYTHON" -m pytest --junitxml "$RESULTS/pytest.xml")
+  [[ ! $SOAK ]] || PYTEST_COMMAND+=(-m '')
+  [[ ! -t 1 ]] || PYTEST_COMMAND+=(--color yes)
+  PYTEST_COMMAND+=("$@")
+  (trap - INT && exec "${PYTEST_COMMAND[@]}") >"$RESULTS/pytest.log" 2>&1 &
+  PYTEST_RUNS=$!
+}
+
+
+# Show what pytest has said, and what it still says, to its end.
+finish_pytest() {
   local report=$RESULTS/pytest.xml
-  local options=(--junitxml "$report")
-  [[ ! $SOAK ]] || options+=(-m '')
-  runner "$PYTHON" -m pytest "${options[@]}" "$@"
+  show "${PYTEST_COMMAND[@]}"
+  runner tail -n +1 -f -s 0.1 --pid "$PYTEST_RUNS" -- "$RESULTS/pytest.log"
+  STATUS=0
+  join "$PYTEST_RUNS" || STATUS=$?
   add_up pytest "$(occurrences '<testcase [^>]*/>' "$report")" \
     "$(occurrences '<(failure|error) ' "$report")" "$(occurrences '<skipped ' "$report")"
+}
+
+
+# Ctrl-C has reached it too; a TERM was meant for us alone.
+end_pytest() { # <INT or TERM>
+  [[ $PYTEST_RUNS ]] || return 0
+  [[ $1 == INT ]] || kill -s "$1" "$PYTEST_RUNS" 2>/dev/null || true
+  join "$PYTEST_RUNS" || true
 }
 
 
@@ -181,9 +207,10 @@ main() {
   RESULTS=$(mktemp -d)
   trap 'rm -rf -- "$RESULTS"' EXIT
   export BATS_TEST_TIMEOUT=300
+  ((${#PYTEST[@]} == 0)) || start_pytest "${PYTEST[@]}"
   [[ $WHAT == files ]] || run_linters
   ((${#BATS[@]} == 0)) || run_bats "${BATS[@]}"
-  ((${#PYTEST[@]} == 0)) || run_pytest "${PYTEST[@]}"
+  ((${#PYTEST[@]} == 0)) || finish_pytest
   printf 'Muster: %d passed, %d failed, %d skipped\n' "$PASSED" "$FAILED" "$SKIPPED"
   ((FAILED == 0))
 }

@@ -7,11 +7,11 @@ store; wrapped models exchange exactly what they should; an error inside the pro
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import random
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -19,6 +19,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import forked
 import numpy as np
 import psutil
 import pytest
@@ -26,7 +27,9 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from distributed import torch as ours
 from distributed.torch import PLACE, STRATEGIES, World, WorldError, process_group, refuse_shared_devices, slurm_port
@@ -407,79 +410,83 @@ def test_seeds_differ_between_ranks_and_repeat_between_runs() -> None:
         assert one != other
 
 
-# ---------------------------------------------------------------- two ranks, started by the agent
+# ---------------------------------------------------------------- two ranks, as the agent starts them
 
-TWO_RANKS = """
-import copy, json, os
-import torch, torch.distributed as dist
-from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-from distributed.torch import World, explain, gradient_sync, process_group, unwrap, wrap
-
-def whole(gradient):
-    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-
-def gradients(model):
-    return [None if p.grad is None else whole(p.grad).flatten().tolist() for p in model.parameters()]
 
 class Net(nn.Module):
-    def __init__(self):
+    """Two blocks."""
+
+    def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(3, 3, bias=False) for _ in range(2))
-    def forward(self, x):
+
+    def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = torch.tanh(block(x))
         return x.sum()
 
-with process_group(timeout=60) as world:
-    found = {"place": [world.rank, world.size, world.local_rank, world.launcher], "backend": dist.get_backend()}
-    torch.manual_seed(1)
-    plain = Net()
-    batches = torch.randn(world.size, 2, 2, 3)[world.rank]  # this rank's: two micro-batches of two windows of three
 
-    # What each rank adds up by itself, and the mean of that over the ranks.
-    (plain(batches[0]) + plain(batches[1])).backward()
-    found["own"] = gradients(plain)
-    for p in plain.parameters():
-        dist.all_reduce(p.grad, dist.ReduceOp.AVG if dist.get_backend() == "nccl" else dist.ReduceOp.SUM)
-        p.grad /= world.size
-    found["mean"] = gradients(plain)
-    plain.zero_grad()
+def whole(gradient: Tensor) -> Tensor:
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
-    for strategy in ("ddp", "fsdp"):
-        inner = copy.deepcopy(plain)
-        model = wrap(inner, strategy, world)
-        with gradient_sync(model, on=False):
-            model(batches[0]).backward()
-        alone = gradients(model)
-        with gradient_sync(model, on=True):
-            model(batches[1]).backward()
-        found[strategy] = {
-            "alone": alone, "together": gradients(model), "unwrapped": unwrap(model) is inner,
-            "sharded": [p.to_local().numel() for p in model.parameters() if isinstance(p, DTensor)],
-            "blocks": [isinstance(block, FSDPModule) for block in unwrap(model).blocks],
-        }
-    found["auto"] = type(wrap(plain, "auto", world)).__name__
-    (plain(batches[0])).backward()
-    found["first alone"] = gradients(plain)
-found["left"] = not dist.is_initialized()
-with open(f"rank_{world.rank}.json", "w") as file:
-    json.dump(found, file)
-"""
+
+def gradients(model: nn.Module) -> list[list[float] | None]:
+    return [None if p.grad is None else whole(p.grad).flatten().tolist() for p in model.parameters()]
+
+
+def look_around(rank: int, folder: Path) -> None:
+    """Write down where this rank is, and what gradients it gets."""
+    with process_group(timeout=60) as world:
+        found: dict[str, Any] = {"place": [world.rank, world.size, world.local_rank, world.launcher]}
+        torch.manual_seed(1)
+        plain = Net()
+        batches = torch.randn(world.size, 2, 2, 3)[rank]  # this rank's: two micro-batches of two windows of three
+
+        # What each rank adds up by itself, and the mean of that over the ranks.
+        (plain(batches[0]) + plain(batches[1])).backward()
+        found["own"] = gradients(plain)
+        for p in plain.parameters():
+            assert p.grad is not None
+            dist.all_reduce(p.grad)
+            p.grad /= world.size
+        found["mean"] = gradients(plain)
+        plain.zero_grad()
+
+        for strategy in ("ddp", "fsdp"):
+            found[strategy] = exchange(plain, strategy, world, batches)
+        found["auto"] = type(ours.wrap(plain, "auto", world)).__name__
+        plain(batches[0]).backward()
+        found["first alone"] = gradients(plain)
+    found["left"] = not dist.is_initialized()
+    (folder / f"rank_{rank}.json").write_text(json.dumps(found))
+
+
+def exchange(plain: Net, strategy: str, world: World, batches: Tensor) -> dict[str, Any]:
+    """Gradients of the first micro-batch, without exchange, and of both, with it."""
+    inner = copy.deepcopy(plain)
+    model = ours.wrap(inner, strategy, world)
+    with ours.gradient_sync(model, on=False):
+        model(batches[0]).backward()
+    alone = gradients(model)
+    with ours.gradient_sync(model, on=True):
+        model(batches[1]).backward()
+    return {
+        "alone": alone,
+        "together": gradients(model),
+        "unwrapped": ours.unwrap(model) is inner,
+        "sharded": [p.to_local().numel() for p in model.parameters() if isinstance(p, DTensor)],
+        "blocks": [isinstance(block, FSDPModule) for block in inner.blocks],
+    }
 
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two ranks found."""
     folder = tmp_path_factory.mktemp("two_ranks")
-    (folder / "two_ranks.py").write_text(TWO_RANKS)
-    done = subprocess.run(
-        [sys.executable, KIT / "scripts/lib/agent.py", "--standalone", "--nproc-per-node", "2", "two_ranks.py"],
-        cwd=folder, env={**without(os.environ, *TORCHRUN), "PYTHONPATH": str(KIT), "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=SECONDS, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    torchruns = {"TORCHELASTIC_RUN_ID": "none", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
+    with forked.launched(2, look_around, folder, env=torchruns) as launch:
+        ends = launch.told()
+    assert [end.code for end in ends.values()] == [0, 0], ends
     return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(2)]
 
 
@@ -512,13 +519,6 @@ def test_each_block_is_sharded_by_itself(told: list[dict[str, Any]]) -> None:
     assert [found["ddp"]["sharded"] for found in told] == [[], []]
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        number: int = listener.getsockname()[1]
-    return number
-
-
 FAILING = """
 import torch, torch.distributed as dist
 from distributed.torch import process_group
@@ -530,22 +530,13 @@ with process_group(backend="gloo") as world:
 """
 
 
-def test_an_error_inside_the_group_keeps_its_traceback_and_nobody_waits_for_the_timeout() -> None:
-    """By hand, with nobody who would end the other one; a collective may take ten minutes."""
-    port = free_port()
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", FAILING],
-            env={
-                **without(os.environ, *TORCHRUN), "PYTHONPATH": str(KIT), "OMP_NUM_THREADS": "1", "RANK": str(rank),
-                "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-            },
-            stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    errors = [process.communicate(timeout=SECONDS)[1] for process in started]
-    assert [process.returncode for process in started] == [1, 1], errors
-    assert re.search(r"line 7, in <module>\n(\[rank1\]: )?ValueError: the data of rank 1 is broken$", errors[1].strip())
-    assert "ValueError" not in errors[0]
-    assert "all_reduce" in errors[0]
+def test_an_error_inside_the_group_keeps_its_traceback_and_nobody_waits_for_the_timeout(tmp_path: Path) -> None:
+    """With nobody who would end the other one; a collective may take ten minutes."""
+    (tmp_path / "failing.py").write_text(FAILING)
+    with forked.launched(2, forked.script, str(tmp_path / "failing.py")) as launch:
+        told = launch.told()
+    assert [told[rank].code for rank in range(2)] == [1, 1], told
+    error = told[1].err.strip()
+    assert re.search(r"line 7, in <module>\n.*\n(\[rank1\]: )?ValueError: the data of rank 1 is broken$", error)
+    assert "ValueError" not in told[0].err
+    assert "all_reduce" in told[0].err

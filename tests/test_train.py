@@ -15,9 +15,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+import forked
 import pytest
 import torch
 
@@ -33,6 +35,15 @@ logging: {every: 1, sample: 20}
 SECONDS = 240  # after which a test run counts as hanging
 
 
+@dataclass(frozen=True)
+class Done:
+    """How a training ended, which all of its ranks do alike."""
+
+    returncode: int
+    stdout: str  # of rank 0
+    stderr: str  # of all
+
+
 class Bench:
     """A folder in which trainings are run."""
 
@@ -40,42 +51,46 @@ class Bench:
         self.folder = folder
         (folder / "text.txt").write_bytes(bytes(range(32, 127)) * 40)
         (folder / "tiny.yaml").write_text(TINY + f"data: {{path: {json.dumps(str(folder / 'text.txt'))}}}\n")
-        self.env = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-        self.env.update(OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore::FutureWarning")
 
-    def command(self, nproc: int, *words: str, wrapper: str = "") -> list[str]:
-        script = [*([wrapper] if wrapper else []), str(KIT / "train.py"), "--config", "tiny.yaml", *words]
-        if nproc == 1:
-            return [sys.executable, *script]
-        agent = [sys.executable, str(KIT / "scripts/lib/agent.py"), "--standalone", "--nproc-per-node", str(nproc)]
-        return [*agent, *script]
+    def script(self, *words: str, wrapper: str = "") -> list[str]:
+        return [*([wrapper] if wrapper else []), str(KIT / "train.py"), "--config", "tiny.yaml", *words]
 
     def wrapper(self, text: str) -> str:
         """A script that runs another, with something added."""
         (self.folder / "wrapper.py").write_text(text)
         return str(self.folder / "wrapper.py")
 
-    def run(self, nproc: int, *words: str, wrapper: str = "", **env: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            self.command(nproc, *words, wrapper=wrapper), cwd=self.folder, env={**self.env, **env}, timeout=SECONDS,
-            text=True, capture_output=True, check=False,
-        )  # fmt: skip
+    def run(self, nproc: int, *words: str, wrapper: str = "", **env: str) -> Done:
+        with self.start(nproc, *words, wrapper=wrapper, **env) as training:
+            return done(training)
 
-    def start(self, nproc: int, *words: str, wrapper: str = "", **env: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            self.command(nproc, *words, wrapper=wrapper), cwd=self.folder, env={**self.env, **env}, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
+    def start(self, nproc: int, *words: str, wrapper: str = "", **env: str) -> AbstractContextManager[forked.Launch]:
+        """Its ranks as the kit's agent forks them, from a process that has PyTorch already."""
+        return forked.launched(nproc, forked.script, *self.script(*words, wrapper=wrapper), env=env)
 
-    def losses(self, run: str = "latest") -> dict[int, float]:
-        """The losses that a run wrote down, by step."""
+    def run_by_hand(self, *starter: str | Path) -> subprocess.CompletedProcess[str]:
+        """As a person starts it, with nothing of ours around it."""
+        words = [sys.executable, *starter, *self.script()]
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        return subprocess.run(words, env=env, timeout=SECONDS, text=True, capture_output=True, check=False)
+
+    def losses(self) -> dict[int, float]:
+        """The losses that the newest run wrote down, by step."""
         folder = max(self.folder.glob("logs/train-*"), key=lambda path: path.stat().st_mtime_ns)
         lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
         return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
 
+def done(training: forked.Launch) -> Done:
+    told = training.told()
+    (code,) = {rank.code for rank in told.values()}
+    assert code is not None, "it hangs"
+    return Done(code, told[0].out, "".join(rank.err for rank in told.values()))
+
+
 @pytest.fixture
-def bench(tmp_path: Path) -> Bench:
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    monkeypatch.chdir(tmp_path)
     return Bench(tmp_path)
 
 
@@ -105,27 +120,10 @@ def tensors(value: object) -> Iterator[torch.Tensor]:
             yield from tensors(item)
 
 
-def lines_of(process: subprocess.Popen[str]) -> Iterator[str]:
-    assert process.stdout is not None
-    return iter(process.stdout.readline, "")
-
-
-def wait_for(process: subprocess.Popen[str], text: str) -> str:
-    for line in lines_of(process):
-        if text in line:
-            return line
-    raise AssertionError(f"it ended without {text!r}")
-
-
 # ---------------------------------------------------------------- the same on any number of processes
 
 
-def soak(*value: object) -> Any:
-    """A case for which a quarter of an hour is too short: it has a sister that is always run."""
-    return pytest.param(*value, marks=pytest.mark.soak)
-
-
-@pytest.mark.parametrize("words", [("train.accumulation=2",), soak(()), soak(("train.gradient_checkpointing=true",))])
+@pytest.mark.parametrize("words", [(), ("train.accumulation=2",), ("train.gradient_checkpointing=true",)])
 def test_two_processes_learn_what_one_learns(bench: Bench, words: tuple[str, ...]) -> None:
     said = ("model.dropout=0", "checkpoint.dir=null", *words)
     assert bench.run(1, *said).returncode == 0
@@ -149,16 +147,16 @@ COMPILED = pytest.param("train.compile=true", marks=[pytest.mark.soak, pytest.ma
 
 @pytest.mark.parametrize("word", ["train.precision=bf16", "train.precision=fp16", COMPILED])
 def test_other_precisions_and_compiled_models_learn_too(bench: Bench, word: str) -> None:
-    done = bench.run(1, word, "checkpoint.dir=null", "data.workers=1")
-    assert done.returncode == 0, done.stderr
+    ended = bench.run(1, word, "checkpoint.dir=null", "data.workers=1")
+    assert ended.returncode == 0, ended.stderr
     losses = bench.losses()
     assert losses[12] < losses[1] - 0.3
 
 
 def test_fp16_is_refused_where_one_rank_alone_would_see_an_overflow(bench: Bench) -> None:
-    done = bench.run(1, "train.precision=fp16", "distributed.strategy=fsdp")
-    assert done.returncode == 2
-    assert "train.precision=fp16 with distributed.strategy=fsdp" in done.stderr
+    ended = bench.run(1, "train.precision=fp16", "distributed.strategy=fsdp")
+    assert ended.returncode == 2
+    assert "train.precision=fp16 with distributed.strategy=fsdp" in ended.stderr
 
 
 # ---------------------------------------------------------------- stopped and started again
@@ -167,16 +165,15 @@ def test_fp16_is_refused_where_one_rank_alone_would_see_an_overflow(bench: Bench
 STRATEGIES = {"one": (1, "single"), "ddp": (2, "ddp"), "dp": (1, "dp"), "fsdp": (2, "fsdp")}
 
 
-@pytest.mark.parametrize("name", [soak("one"), "ddp", soak("dp"), "fsdp"])
+@pytest.mark.parametrize("name", STRATEGIES)
 def test_killed_at_any_step_it_ends_as_if_never_stopped(bench: Bench, name: str) -> None:
     nproc, strategy = STRATEGIES[name]
     said = (f"distributed.strategy={strategy}",)
     assert bench.run(nproc, *said, "checkpoint.dir=whole").returncode == 0
     for victim in (3, 7):
-        process = bench.start(nproc, *said)
-        wait_for(process, f"step {victim:>2}/12")
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate(timeout=SECONDS)
+        with bench.start(nproc, *said) as training:
+            training.wait_for(f"step {victim:>2}/12")
+            training.signal(signal.SIGKILL)
     last = bench.run(nproc, *said)
     assert last.returncode == 0, last.stderr
     assert "going on from" in last.stdout
@@ -187,39 +184,29 @@ def test_killed_at_any_step_it_ends_as_if_never_stopped(bench: Bench, name: str)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR2])
 def test_a_request_to_stop_ends_with_a_checkpoint_and_75(bench: Bench, number: signal.Signals) -> None:
     said = ("train.steps=2000", "checkpoint.every=0", "train.evaluate_every=0")
-    process = bench.start(1, *said)
-    wait_for(process, "step    3/2000")
-    process.send_signal(number)
-    output, _ = process.communicate(timeout=SECONDS)
-    assert process.returncode == 75, output
-    assert "run again to go on" in output
+    with bench.start(1, *said) as training:
+        training.wait_for("step    3/2000")
+        training.signal(number)
+        stopped = done(training)
+    assert stopped.returncode == 75, stopped
+    assert "run again to go on" in stopped.stdout
     step = found(bench.folder / "checkpoints").step
     assert 3 <= step < 2000
     again = bench.run(1, "train.steps=2000", f"train.steps={step + 1}")
     assert f"step {step + 1}/{step + 1}" in again.stdout
 
 
-WITH_PID = """
-import os, runpy, sys
-open("pid_" + os.environ["RANK"], "w").write(str(os.getpid()))
-sys.path.insert(0, {kit!r})
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-
 def test_all_ranks_stop_at_the_same_step_when_one_is_asked(bench: Bench) -> None:
-    script = bench.wrapper(WITH_PID.format(kit=str(KIT)))
-    process = bench.start(2, "train.steps=2000", "checkpoint.every=0", "train.evaluate_every=0", wrapper=script)
-    wait_for(process, "step    3/2000")
-    os.kill(int((bench.folder / "pid_1").read_text()), signal.SIGTERM)
-    output, _ = process.communicate(timeout=SECONDS)
-    assert process.returncode == 75, output
+    with bench.start(2, "train.steps=2000", "checkpoint.every=0", "train.evaluate_every=0") as training:
+        training.wait_for("step    3/2000")
+        training.signal(signal.SIGTERM, 1)
+        stopped = done(training)
+    assert stopped.returncode == 75, stopped
     assert found(bench.folder / "checkpoints").ranks == 2
 
 
 def test_a_finished_training_stays_finished(bench: Bench) -> None:
-    assert bench.run(1).returncode == 0
+    assert bench.run_by_hand().returncode == 0
     before = weights(bench.folder / "checkpoints")
     again = bench.run(1)
     assert again.returncode == 0
@@ -227,7 +214,7 @@ def test_a_finished_training_stays_finished(bench: Bench) -> None:
     assert weights(bench.folder / "checkpoints") == before
 
 
-@pytest.mark.parametrize("strategy", [soak("ddp"), "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_another_world_size_goes_on_from_the_same_checkpoint(bench: Bench, strategy: str) -> None:
     said = ("model.dropout=0", f"distributed.strategy={strategy}")
     assert bench.run(2, *said, "checkpoint.dir=whole").returncode == 0
@@ -265,8 +252,8 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 def test_a_loss_that_is_not_finite_stops_all_ranks_and_names_the_culprit(bench: Bench, value: str) -> None:
     (bench.folder / "run/errors").mkdir(parents=True)
     script = bench.wrapper(POISON.format(kit=str(KIT), rank="1", value=value))
-    done = bench.run(2, wrapper=script, MUSTER_RUN_DIR=str(bench.folder / "run"))
-    assert done.returncode == 1
+    ended = bench.run(2, wrapper=script, MUSTER_RUN_DIR=str(bench.folder / "run"))
+    assert ended.returncode == 1
     accounts = {rank: json.loads((bench.folder / f"run/errors/rank_{rank}.json").read_text()) for rank in (0, 1)}
     assert accounts[1]["exception"] == "NonFiniteLoss"
     assert accounts[0]["exception"] == "PeerFailed"
@@ -279,9 +266,9 @@ def test_a_full_disk_ends_the_run_and_keeps_the_old_checkpoint(
     bench: Bench, mount: Callable[[Path, str], None]
 ) -> None:
     mount(bench.folder / "checkpoints", "360k")
-    done = bench.run(1, "checkpoint.keep=100", "model.n_embd=32")
-    assert done.returncode == 1
-    assert "No space left on device" in done.stderr
+    ended = bench.run(1, "checkpoint.keep=100", "model.n_embd=32")
+    assert ended.returncode == 1
+    assert "No space left on device" in ended.stderr
     kept = found(bench.folder / "checkpoints")
     assert 1 <= kept.step < 12
     assert kept.fault() is None
@@ -316,10 +303,10 @@ WRONG = {
 
 @pytest.mark.parametrize("word", WRONG)
 def test_a_wrong_setting_is_refused_in_one_line(bench: Bench, word: str) -> None:
-    done = bench.run(1, word, "checkpoint.dir=other")
-    assert done.returncode == 2
-    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
-    assert WRONG[word] in done.stderr
+    ended = bench.run(1, word, "checkpoint.dir=other")
+    assert ended.returncode == 2
+    assert len(ended.stderr.strip().splitlines()) == 1, ended.stderr
+    assert WRONG[word] in ended.stderr
     assert not (bench.folder / "other").exists()
 
 
@@ -331,10 +318,10 @@ def test_a_wrong_setting_is_refused_in_one_line(bench: Bench, word: str) -> None
     ],
 )
 def test_what_does_not_fit_the_world_is_refused_by_each_rank(bench: Bench, word: str, fault: str) -> None:
-    done = bench.run(2, word)
-    assert done.returncode == 2
-    assert f"train.py: {fault}" in done.stderr
-    assert f"train.py, rank 1: {fault}" in done.stderr
+    ended = bench.run(2, word)
+    assert ended.returncode == 2
+    assert f"train.py: {fault}" in ended.stderr
+    assert f"train.py, rank 1: {fault}" in ended.stderr
     assert not (bench.folder / "logs").exists()
 
 
@@ -351,32 +338,30 @@ def test_a_step_that_ruins_the_weights_leaves_no_checkpoint_of_them(bench: Bench
 def test_a_backend_without_its_device_is_refused(bench: Bench) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    done = bench.run(1, "distributed.backend=nccl")
-    assert done.returncode == 2
-    assert "backend nccl needs a GPU" in done.stderr
+    ended = bench.run(1, "distributed.backend=nccl")
+    assert ended.returncode == 2
+    assert "backend nccl needs a GPU" in ended.stderr
 
 
 def test_a_checkpoint_of_another_model_is_refused_with_the_keys_that_differ(bench: Bench) -> None:
     assert bench.run(1, "train.steps=2").returncode == 0
-    done = bench.run(1, "model.n_embd=32")
-    assert done.returncode == 2
-    assert "model.n_embd=32 (there 16)" in done.stderr
+    ended = bench.run(1, "model.n_embd=32")
+    assert ended.returncode == 2
+    assert "model.n_embd=32 (there 16)" in ended.stderr
     assert found(bench.folder / "checkpoints").step == 2
 
 
 def test_resume_never_does_not_mix_two_trainings(bench: Bench) -> None:
     assert bench.run(1, "train.steps=2").returncode == 0
-    done = bench.run(1, "checkpoint.resume=never")
-    assert done.returncode == 2
-    assert "checkpoint.resume=never" in done.stderr
+    ended = bench.run(1, "checkpoint.resume=never")
+    assert ended.returncode == 2
+    assert "checkpoint.resume=never" in ended.stderr
 
 
 def test_two_runs_do_not_write_into_one_folder(bench: Bench) -> None:
-    process = bench.start(1, "train.steps=2000")
-    wait_for(process, "step    1/2000")
-    second = bench.run(1, "train.steps=2000")
-    process.kill()
-    process.communicate(timeout=SECONDS)
+    with bench.start(1, "train.steps=2000") as training:
+        training.wait_for("step    1/2000")
+        second = bench.run(1, "train.steps=2000")
     assert second.returncode == 2
     assert "another run" in second.stderr
 
@@ -385,8 +370,8 @@ def test_two_runs_do_not_write_into_one_folder(bench: Bench) -> None:
 
 
 def test_the_run_folder_says_what_happened(bench: Bench) -> None:
-    done = bench.run(2)
-    assert done.returncode == 0
+    agent = (KIT / "scripts/lib/agent.py", "--standalone", "--nproc-per-node", "2")
+    assert bench.run_by_hand(*agent).returncode == 0
     folder = next(bench.folder.glob("logs/train-*"))
     assert (folder / "report.html").stat().st_size > 1000
     settings = json.loads((folder / "settings.json").read_text())
@@ -403,7 +388,7 @@ def test_the_run_folder_says_what_happened(bench: Bench) -> None:
 def test_the_held_out_loss_is_the_same_on_any_number_of_ranks(bench: Bench) -> None:
     scores = []
     for nproc in (1, 2, 3):
-        done = bench.run(nproc, "train.steps=1", "train.batch_size=6", "model.dropout=0", "checkpoint.dir=null")
-        assert done.returncode == 0, done.stderr
-        scores.append(next(line for line in done.stdout.splitlines() if line.startswith("held-out loss")))
+        ended = bench.run(nproc, "train.steps=1", "train.batch_size=6", "model.dropout=0", "checkpoint.dir=null")
+        assert ended.returncode == 0, ended.stderr
+        scores.append(next(line for line in ended.stdout.splitlines() if line.startswith("held-out loss")))
     assert scores[0] == scores[1] == scores[2]

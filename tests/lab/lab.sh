@@ -725,7 +725,7 @@ enter() { # the laboratory that is up
 
 enter_node() { # <node>
   enter
-  all_nodes | grep -qxF -- "$1" || die_usage "'$1' is not one of the nodes: $(all_nodes | xargs)"
+  grep -qxF -- "$1" <<<"$(all_nodes)" || die_usage "'$1' is not one of the nodes: $(all_nodes | xargs)"
 }
 
 
