@@ -86,6 +86,7 @@ END
   kill -INT -- "-$LAUNCHER"
   status_of "$LAUNCHER"
   [ "$status" -eq 75 ]
+  grep -q "^stopped on request at step" out # the last words come through
   [ "$(find "check points" -maxdepth 1 -name 'step_*' | wc -l)" -eq 1 ]
   run ! grep -q interrupt out # pdsh would have its say
   [ "$(left)" -eq 0 ]

@@ -108,6 +108,7 @@ END
   kill -INT -- "-$LAUNCHER"
   status_of "$LAUNCHER"
   [ "$status" -eq 75 ]
+  grep -q "^stopped on request at step" out # the last words come through
   [ "$(left)" -eq 0 ]
   step=$(find "check points" -name 'step_*' -printf '%f' | sed 's/step_0*//')
   run "$LAUNCH" tiny.yaml 1 "$N1" "$N2" -- train.steps=$((step + 1))

@@ -26,8 +26,9 @@ close_connections() {
 }
 
 
+# In a session of its own: Ctrl-C is for us to handle, and ssh would not let itself be told to ignore it.
 call_ssh() { # <ssh's words...>
-  ${ANSWER_WITHIN:+timeout -s KILL "$ANSWER_WITHIN"} ssh -F "$KIT/scripts/lib/ssh_config" -o ControlPath="$SOCKETS/%C" "$@"
+  setsid --wait ${ANSWER_WITHIN:+timeout -s KILL "$ANSWER_WITHIN"} ssh -F "$KIT/scripts/lib/ssh_config" -o ControlPath="$SOCKETS/%C" "$@"
 }
 
 
@@ -39,7 +40,6 @@ on_node() { # <node> <command> [word...]
 
 
 line_on_node() { # <node> <line for bash>
-  trap '' INT TERM HUP TSTP # the connection carries the node's last words, whatever ends us
   call_ssh -- "${ADDRESS[$1]}" "$(for_any_shell "$2")"
 }
 
