@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 STOPPED = 75  # exit code: stopped on request with a checkpoint written, run again to go on
 NOT_REACHED = 69  # exit code: this, or another node, cannot be reached
+MOST_RANKS = 1 << 20  # of a node: more is no number of processes
 LOG_TAIL = 1 << 20  # bytes at the end of a node's log that are looked at
 LAST_LINES = 30  # a traceback with more output of its rank behind it was not the end of the rank
 
@@ -53,8 +54,7 @@ class Evidence:
 
     failures: tuple[Failure, ...] = ()
     exits: Mapping[str, int] = field(default_factory=dict)  # node -> exit status of its agent
-    nodes: tuple[str, ...] = ()  # by node rank
-    nproc: int = 0  # processes on each node; 0 when not known
+    ranks: Mapping[str, range] = field(default_factory=dict)  # of each node, by node rank
     warnings: tuple[str, ...] = ()
 
 
@@ -102,8 +102,7 @@ def gather(run: Path) -> Evidence:
     """Read all accounts in the folder of a run, and join those about one rank."""
     warnings: list[str] = []
     facts = _read_json(run / "run.json", warnings)
-    nodes = tuple(name for name in _list(facts.get("nodes")) if isinstance(name, str))
-    known = Evidence(exits=_exits(run, warnings), nodes=nodes, nproc=max(0, _int(facts.get("nproc")) or 0))
+    known = Evidence(exits=_exits(run, warnings), ranks=_ranks(facts))
     seen = [_read_json(path, warnings) | {"file": path.name} for path in sorted(run.glob("errors/node_*.json"))]
     logs = {path.name[5:-4]: read_log(path, path.name[5:-4]) for path in sorted(run.glob("node_*.log"))}
     # Of two accounts the better one stands to the right.
@@ -212,7 +211,17 @@ def _rank_at(node: str, local_rank: int, ends: Ranks, known: Evidence) -> int:
     for (name, rank), end in ends.items():
         if name == node and end.local_rank == local_rank:
             return rank
-    return (known.nodes.index(node) * known.nproc if node in known.nodes else 0) + local_rank
+    return known.ranks.get(node, range(0)).start + local_rank
+
+
+def _ranks(facts: Json) -> dict[str, range]:
+    """Which ranks each node has, as run.json tells."""
+    ranks = {}
+    for place in _list(facts.get("places")):
+        if isinstance(place, dict) and (node := _text(place.get("node"))):
+            first = _int(place.get("first_rank")) or 0
+            ranks[node] = range(first, first + min(_int(place.get("processes")) or 0, MOST_RANKS))
+    return ranks
 
 
 def _exits(run: Path, warnings: list[str]) -> dict[str, int]:
@@ -249,7 +258,7 @@ def _agent_failure(node: str, code: int, lines: Sequence[Line]) -> Failure:
 def _lost_nodes(run: Path, known: Evidence, failures: Sequence[Failure], seen: Sequence[Json]) -> list[Failure]:
     """The nodes of which nothing is there while there is of others, and those that could not be heard any more."""
     heard = {*known.exits, *(failure.node for failure in failures)}
-    silent = {node for node in known.nodes if known.exits and node not in heard}
+    silent = {node for node in known.ranks if known.exits and node not in heard}
     cut_off = {path.name[5:-5] for path in run.glob("node_*.lost")}  # from the launcher
     return [Failure(node) for node in sorted(silent | (cut_off or _not_heard(known, seen)))]
 
@@ -257,7 +266,7 @@ def _lost_nodes(run: Path, known: Evidence, failures: Sequence[Failure], seen: S
 def _not_heard(known: Evidence, seen: Sequence[Json]) -> set[str]:
     """Where a network breaks in two, each side does not hear the other: the larger one is believed, then the first."""
     told = Counter(lost for account in seen if (lost := _text(account.get("lost"))))
-    by_rank = {node: rank for rank, node in enumerate(known.nodes)}
+    by_rank = {node: rank for rank, node in enumerate(known.ranks)}
     likely = max(told, key=lambda node: (told[node], by_rank.get(node, 0)), default="")
     # What ended by something else had ended before it was missed.
     return {likely} if likely and known.exits.get(likely, NOT_REACHED) == NOT_REACHED else set()

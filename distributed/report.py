@@ -287,10 +287,8 @@ def size_tile(run: Run) -> Tile | None:
 
 def world_size(run: Run) -> int:
     """Ranks of the run; 0 when nobody wrote it down."""
-    size, each = number(run.fact("world", "size")), number(run.about.get("nproc"))
-    if size > 0:
-        return int(size)
-    return int(each * len(run.nodes)) if each > 0 else 0
+    told = number(run.fact("world", "size")), number(run.about.get("nproc"))
+    return next((int(size) for size in told if size > 0), 0)
 
 
 # ---------------------------------------------------------------- charts of the training

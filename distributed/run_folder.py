@@ -44,13 +44,15 @@ def create(
     python: str,
     command: Sequence[str],
     places: Sequence[str] = (),
+    first_rank: int = 0,
     launcher: int = 0,
     grace: int = 8,
 ) -> str:
     """Make a new run folder in `logs` and return its absolute path.
 
     config: None when the script gets none. python: the interpreter that the ranks will run with.
-    places: for each node [user@]name:processes, as ssh is called; none when all is on this machine.
+    nproc: processes in all. places: for each node [user@]name:processes, as ssh is called; none when all is on this
+    machine. first_rank: the lowest one of the first node; 0, unless other nodes have runs of their own.
     launcher: its process id. grace: seconds that it gives to ranks that are asked to stop.
     Raises OSError when the folder cannot be written; nothing half-made is left then.
     """
@@ -61,7 +63,7 @@ def create(
         "command": list(command),
         "started": _iso(time.time()),
         "nodes": list(nodes),
-        "places": _places(nodes, nproc, places),
+        "places": _places(nodes, nproc, places, first_rank),
         "launcher": _launcher(launcher or os.getppid(), grace),
         "nproc": nproc,
         "script": script,
@@ -162,15 +164,16 @@ def _iso(seconds: float) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(seconds)) + f"{zone[:3]}:{zone[3:]}"
 
 
-def _places(nodes: Sequence[str], nproc: int, words: Sequence[str]) -> list[dict[str, object]]:
-    """Each node, how to reach it over ssh (None: it is the launcher's own machine), and its number of processes."""
-    if not words:
-        return [{"node": node, "address": None, "processes": nproc} for node in nodes]
+def _places(nodes: Sequence[str], nproc: int, words: Sequence[str], first_rank: int) -> list[dict[str, object]]:
+    """Each node, how to reach it over ssh (None: it is the launcher's own machine), and which ranks it has."""
     parts = [word.rpartition(":") for word in words]
-    return [
-        {"node": node, "address": address, "processes": int(processes)}
-        for node, (address, _, processes) in zip(nodes, parts, strict=True)
-    ]
+    told = [(address, int(processes)) for address, _, processes in parts]
+    reached: Sequence[tuple[str | None, int]] = told or [(None, nproc)] * len(nodes)
+    places: list[dict[str, object]] = []
+    for node, (address, processes) in zip(nodes, reached, strict=True):
+        places.append({"node": node, "address": address, "processes": processes, "first_rank": first_rank})
+        first_rank += processes
+    return places
 
 
 def _launcher(pid: int, grace: int) -> dict[str, object]:
@@ -313,7 +316,8 @@ def _parse(words: Sequence[str]) -> dict[str, Any]:
     parser.add_argument("--logs", required=True, metavar="DIR", help="where the folders of runs are")
     parser.add_argument("--name", required=True, help="what is run; date, time and a number are added")
     parser.add_argument("--nodes", required=True, nargs="+", metavar="NODE", type=_node)
-    parser.add_argument("--nproc", required=True, type=int, metavar="N", help="processes on each node")
+    parser.add_argument("--nproc", required=True, type=int, metavar="N", help="processes in all")
+    parser.add_argument("--first-rank", type=int, metavar="N", default=0, help="of the first node")
     parser.add_argument("--places", nargs="+", metavar="ADDRESS:N", default=(), help="of each node over ssh")
     parser.add_argument("--launcher", type=int, metavar="PID", default=0, help="default: the caller")
     parser.add_argument("--grace", type=int, metavar="SECONDS", default=8)

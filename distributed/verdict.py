@@ -203,8 +203,7 @@ def _home(rank: int, evidence: Evidence) -> str:
     for failure in evidence.failures:
         if failure.rank == rank:
             return failure.node
-    index = rank // evidence.nproc if evidence.nproc else 0
-    return evidence.nodes[index] if index < len(evidence.nodes) else "?"
+    return next((node for node, ranks in evidence.ranks.items() if rank in ranks), "?")
 
 
 def judge(evidence: Evidence, launcher: int | None = None) -> Verdict:
@@ -236,7 +235,7 @@ def judge(evidence: Evidence, launcher: int | None = None) -> Verdict:
 
 def _all_well(evidence: Evidence) -> bool:
     """Every agent ended well: accounts of failures are then those of attempts before the last."""
-    return bool(evidence.exits) and {evidence.exits.get(node) for node in (*evidence.exits, *evidence.nodes)} == {0}
+    return bool(evidence.exits) and {evidence.exits.get(node) for node in (*evidence.exits, *evidence.ranks)} == {0}
 
 
 def _nothing_failed(evidence: Evidence, launcher: int | None) -> Verdict:
@@ -337,7 +336,7 @@ def _too_close(one: Failure, other: Failure) -> bool:
 
 def _silent(evidence: Evidence) -> str:
     """When all but one have waited in vain, the one is where to look."""
-    size = len(evidence.nodes) * evidence.nproc
+    size = sum(map(len, evidence.ranks.values()))
     told = {one.rank for one in evidence.failures if one.rank is not None and kind(one) is not Kind.ENDED}
     if size < 2 or len(told) != size - 1 or max(told) >= size:
         return ""

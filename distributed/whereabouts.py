@@ -85,10 +85,9 @@ def read(folder: Path) -> Run:
     launcher = facts["launcher"]
     where = seen(launcher["host"], launcher["machine"], launcher["pid"], launcher["since"])
     home = launcher["host"] if where == ELSEWHERE else ""
-    places, ranks = [], 0
-    for one in facts["places"]:
-        places.append(Place(one["node"], one["address"] or home, one["processes"], ranks))
-        ranks += one["processes"]
+    places = [
+        Place(one["node"], one["address"] or home, one["processes"], one["first_rank"]) for one in facts["places"]
+    ]
     return Run(
         folder=folder,
         mark=facts["folder"],

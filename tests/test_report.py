@@ -310,7 +310,7 @@ def test_events_are_marked(tmp_path: Path) -> None:
 def ranks_of(place: Path, *seconds: float, nodes: Iterable[str] = ("node1",)) -> list[history.Rank]:
     nodes = list(nodes)
     lines = [step_line(step, seconds) for step in (10, 20, 30)]
-    run = history.read(folder(place, lines, run=about(nodes=nodes, nproc=len(seconds) // len(nodes))))
+    run = history.read(folder(place, lines, run=about(nodes=nodes, nproc=len(seconds))))
     return history.compare(run, run.history.rank_seconds())
 
 

@@ -117,6 +117,9 @@ def told(exception: str | None, message: str = "", **more: Any) -> Failure:
     return Failure(exception=exception, message=message, **facts)
 
 
+TWO_NODES = {"n1": range(2), "n2": range(2, 4)}
+
+
 def died(code: int, **more: Any) -> Failure:
     facts: dict[str, Any] = {"node": "n1", "rank": 1, "time": T0, "exit_code": code} | more
     return Failure(**facts)
@@ -249,11 +252,11 @@ def test_only_consequences_are_told_as_such() -> None:
 def test_the_one_rank_that_said_nothing_is_where_to_look() -> None:
     waited = [told("RuntimeError", WAITED, rank=rank, node="n1") for rank in (0, 1, 3)]
     hung = died(143, rank=2, node="n2", ended_by_agent=True)
-    said = verdict.judge(Evidence((*waited, hung), nodes=("n1", "n2"), nproc=2))
+    said = verdict.judge(Evidence((*waited, hung), ranks=TWO_NODES))
     assert said.cause.endswith("; rank 2 on n2 alone reported nothing: look there first")
-    two_said_nothing = verdict.judge(Evidence((*waited[:2], hung), nodes=("n1", "n2"), nproc=2))
+    two_said_nothing = verdict.judge(Evidence((*waited[:2], hung), ranks=TWO_NODES))
     assert "look there" not in two_said_nothing.cause
-    rank_out_of_place = verdict.judge(Evidence((replace(waited[0], rank=5),), nodes=("n1",), nproc=2))
+    rank_out_of_place = verdict.judge(Evidence((replace(waited[0], rank=5),), ranks={"n1": range(2)}))
     assert "look there" not in rank_out_of_place.cause
 
 
@@ -273,7 +276,7 @@ def test_the_one_rank_that_said_nothing_is_where_to_look() -> None:
 )  # fmt: skip
 def test_a_message_that_names_another_rank_points_at_it(exception: str, message: str) -> None:
     accuser, other = told(exception, message, rank=0), told("RuntimeError", CLOSED, rank=1, time=T0 - 1)
-    said = verdict.judge(Evidence((accuser, other), nodes=("n1", "n2"), nproc=2))
+    said = verdict.judge(Evidence((accuser, other), ranks=TWO_NODES))
     assert (said.node, said.rank, said.exit_code) == ("n2", 3, 1)
     assert said.cause.startswith("rank 3 on n2 did not come: rank 0 on n1 says: ")
     own = verdict.judge(Evidence((accuser, other, died(139, rank=1, node="n1"))))
@@ -331,7 +334,7 @@ ACCIDENT = (died(139, rank=0), BY_AGENT)
 def test_outcome_and_exit_code(
     failures: tuple[Failure, ...], exits: dict[str, int], launcher: int | None, expected: tuple[str, int]
 ) -> None:
-    said = verdict.judge(Evidence(failures, exits, nodes=("n1",), nproc=2), launcher)
+    said = verdict.judge(Evidence(failures, exits, ranks={"n1": range(2)}), launcher)
     assert (said.outcome, said.exit_code) == expected
 
 
@@ -351,7 +354,8 @@ class Run:
         return path
 
     def start(self, *nodes: str, nproc: int = 2) -> None:
-        self.file("run.json", {"nodes": nodes, "nproc": nproc})
+        places = [{"node": n, "first_rank": k * nproc, "processes": nproc} for k, n in enumerate(nodes)]
+        self.file("run.json", {"places": places})
 
     def rank(self, rank: int, exception: str, message: str, node: str = "n1", **more: Any) -> None:
         facts = {"rank": rank, "local_rank": rank, "node": node, "pid": 100 + rank, "time": T0, "exit_code": 1}
@@ -499,8 +503,9 @@ _keys = st.sampled_from(
         "extraInfo",
         "timestamp",
         "py_callstack",
-        "nodes",
-        "nproc",
+        "places",
+        "processes",
+        "first_rank",
     ]
 )
 _json = st.recursive(

@@ -64,6 +64,8 @@ launch_by_hand() { # <word...>
     detach
     return
   fi
+  # shellcheck disable=SC2034 # open_run writes it down; as good as can be known from here
+  FIRST_RANK=$((NODE_RANK * NPROC))
   open_run "$NPROC" "$(uname -n)"
   agent_here "$RUN"
   ((!NODE_RANK)) || log "rank 0 speaks on the first node; what is said here: tail -f $RUN/node_$(uname -n).log"
