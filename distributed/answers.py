@@ -50,9 +50,9 @@ UNREACHED = {
     "Permission denied": "does not let you in without a password ({said}); give it your key: ssh-copy-id {name}",
 }
 NO_PYTHON = "has no such Python ({said}): name one that all nodes have with --python"
-NO_KIT = "does not have the kit ({said}): share its folder between the nodes, or use --sync"
+NO_KIT = "does not have the kit ({said}): share its folder between the nodes, or launch with --sync"
 UNFIT_SIGNS = {  # what bash and Python say
-    ": cd: ": "has no such folder as here ({said}): share it between the nodes, or use --sync",
+    ": cd: ": "has no such folder as here ({said}): share it between the nodes, or launch with --sync",
     "in_node_env.sh: line": NO_PYTHON,
     "in_node_env.sh": NO_KIT,
     "can't open file": NO_KIT,

@@ -195,7 +195,7 @@ def other_files(looks: Mapping[str, Look], file: str) -> Iterator[tuple[str, str
         if found.files[file] is None:
             yield (
                 name,
-                f"has no file '{file}' to read: share its folder between the nodes, or use --sync",
+                f"has no file '{file}' to read: share its folder between the nodes, or launch with --sync",
             )
         elif found.files[file] != usual:
             yield name, f"its '{file}' is another than elsewhere: make them the same"

@@ -99,7 +99,7 @@ quickly() { # <option, N or node...>
 for node, found in json.load(open(sys.argv[1])).items(): print(found.get("silent") or found["facts"]["folder"])' \
     "$BATS_TEST_TMPDIR/facts"
   [[ ${lines[0]} == "$PRIVATE/own" && ${lines[1]} == "$PRIVATE/own" ]]
-  [[ ${lines[2]} == "has no such folder as here (bash: line 1: cd: $PRIVATE/own: "*"): share the folder between the nodes" ]]
+  [[ ${lines[2]} == "has no such folder as here (bash: line 1: cd: $PRIVATE/own: "*"): share it between the nodes, or launch with --sync" ]]
 }
 
 

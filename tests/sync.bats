@@ -42,7 +42,7 @@ END
   touch a.secret .git/index
   run "$LAUNCH" --script "my script.py" - 1 "$N1" "$N2"
   [ "$status" -eq 69 ]
-  [[ "$output" == *"has no such folder as here ("*"or use --sync"* ]]
+  [[ "$output" == *"has no such folder as here ("*"or launch with --sync"* ]]
   run "$LAUNCH" --sync --script "my script.py" - 1 "$N1" "$N2"
   [ "$status" -eq 0 ]
   [[ "$output" == *"--sync: copying $WORK to $N2"* ]]
