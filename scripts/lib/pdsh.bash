@@ -52,7 +52,7 @@ all_addresses() {
 }
 
 
-# The line that each node runs; its node rank comes behind it, as $2.
+# The line that each node runs; its node rank comes behind it, as $3.
 line_for_all() { # <folder>
   local node counts=()
   for node in "${NODES[@]}"; do
@@ -61,10 +61,10 @@ line_for_all() { # <folder>
   agent_words
   # shellcheck disable=SC2016 # it is for the other side
   printf '%s' \
-    "nodes=($(quote "${NODES[@]}")) nprocs=(${counts[*]}); node=\${nodes[\$2]}; " \
+    "nodes=($(quote "${NODES[@]}")) nprocs=(${counts[*]}); node=\${nodes[\$3]}; " \
     "cd -- $(quote "$1") || exit $EXIT_UNFIT; " \
     "exec $(quote "$KIT/scripts/lib/node.sh" --run "$RUN" --grace "$GRACE" --source "$(node_env)") --node \"\$node\" -- " \
     "$(quote "${AGENT_WORDS[@]}" --nnodes "${#NODES[@]}" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT") " \
-    "--node-rank \"\$2\" --nproc-per-node \"\${nprocs[\$2]}\" --log-dir $(quote "$RUN/ranks/")\"\$node\" " \
+    "--node-rank \"\$3\" --nproc-per-node \"\${nprocs[\$3]}\" --log-dir $(quote "$RUN/ranks/")\"\$node\" " \
     "$(quote "${SCRIPT_WORDS[@]}")"
 }

@@ -16,12 +16,8 @@ open_connections() {
 }
 
 
+# The connections themselves end when nobody has used them for a few seconds: telling each one to would take longer.
 close_connections() {
-  local node
-  for node in "${!ADDRESS[@]}"; do
-    call_ssh -O exit "${ADDRESS[$node]}" >/dev/null 2>&1 &
-  done
-  wait
   rm -rf -- "$SOCKETS"
 }
 
@@ -45,8 +41,14 @@ line_on_node() { # <node> <line for bash>
 
 
 # ssh joins its words with blanks, and the login shell of the person parses them again: it may be any shell. So it gets
-# one line that all shells understand alike, and hands the words to bash as they were.
+# one word that all shells leave as it is, and hands it to bash: what a shell, or pdsh, would change stands there as =XX.
 # shellcheck disable=SC2016 # what it holds is for the other side
 for_any_shell() { # <line for bash>
-  printf 'exec bash -c '\''eval "$(echo "$1" | base64 -d)"'\'' bash %s\n' "$(base64 -w 0 <<<"$1")"
+  local LC_ALL=C line=${1//=/=3D} strange code
+  while [[ $line =~ [^]A-Za-z0-9_./:,+@{}\(\)\[\;\$\&\|\<\>\"\*\?\~\#\^\ =-] ]]; do
+    strange=${BASH_REMATCH[0]}
+    printf -v code '=%02X' "'$strange"
+    line=${line//"$strange"/$code}
+  done
+  printf "exec bash -c 'eval \"\$(printf %%b \"\${1//=/\$2}\")\"' bash '%s' '\\\\x'\\n" "$line"
 }
