@@ -227,6 +227,19 @@ print("second try")'
 }
 
 
+@test "--max-restarts gives up when three restarts have come no further" {
+  script <<<'
+run = os.environ["MUSTER_RUN_DIR"]
+tries = len([name for name in os.listdir(run) if name.startswith("try_")])
+print("{\"step\": %d}" % min(5 + tries, 6), file=open(run + "/metrics.jsonl", "a"))
+sys.exit(3)'
+  run "$LAUNCH" --max-restarts 9 --script "my script.py" - 1
+  [ "$status" -eq 3 ]
+  [[ "$output" == *"exit code 3: the last 3 restarts came no further than step 6: not trying again"* ]]
+  [ -e logs/latest/try_4 ] && [ ! -e logs/latest/try_5 ]
+}
+
+
 @test "two launches at once do not meet" {
   script <<<'dist.init_process_group("gloo"); dist.barrier(); print("met")'
   start --script "my script.py" - 2

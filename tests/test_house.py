@@ -56,8 +56,8 @@ KNOW_PYTORCH = {
 # They run on nodes before anything is installed.
 STANDARD_LIBRARY_ALONE = {
     "accounts", "answers", "charts", "cluster", "comparison", "doctor", "evidence", "facts", "fitness", "history",
-    "links", "look", "members", "nodelist", "preflight", "pulse", "reach", "report", "run_folder", "smoke_report",
-    "status", "step_folder", "verdict", "visit", "whereabouts",
+    "links", "look", "members", "nodelist", "preflight", "progress", "pulse", "reach", "report", "run_folder",
+    "smoke_report", "status", "step_folder", "verdict", "visit", "whereabouts",
 }  # fmt: skip
 WHERE_IT_IS_THERE = {"psutil", "pynvml", "rich"}  # inside a try
 

@@ -10,6 +10,8 @@ declare -A CLIENT=() SWITCH=() # of each node that has not ended: its process, t
 CONSOLES=()                    # processes that show what nodes say
 STATUS=0                       # of the first node that ended badly
 PATIENCE=''                    # seconds without a word of the launcher after which a node gives it up
+MOST_VAIN=3                    # restarts that came no further, one after the other, before giving up
+MINUTES=300                    # seconds after which a failure is no longer one of the start
 HURRY=5                        # seconds between the request to stop and the order to end, when a node has failed
 
 
@@ -198,9 +200,30 @@ judge() {
 }
 
 
-# Whether the failure is one that another try may mend: not a wrong call, and nobody asked us to stop.
+# Whether the failure is one that another try may mend: not a wrong call, nobody asked us to stop, and the last restarts
+# were not in vain.
 may_restart() {
-  [[ ! $SIGNAL ]] && ((CODE != 0 && CODE != EXIT_USAGE && CODE != EXIT_STOPPED && RESTARTS < MAX_RESTARTS))
+  [[ ! $SIGNAL ]] && ((CODE != 0 && CODE != EXIT_USAGE && CODE != EXIT_STOPPED && RESTARTS < MAX_RESTARTS)) || return 1
+  if came_further || ((RESTARTS == 0)); then
+    VAIN=0
+  else
+    VAIN=$((VAIN + 1))
+  fi
+  ((VAIN < MOST_VAIN)) && return
+  tell "exit code $CODE: the last $VAIN restarts came no further${FURTHEST:+ than step $FURTHEST}: not trying again"
+  return 1
+}
+
+
+# By the steps that the script has logged; of one that logs none, by its having worked for minutes.
+came_further() {
+  local before=$FURTHEST
+  FURTHEST=$(kit_python progress "$RUN") || FURTHEST=''
+  if [[ $FURTHEST ]]; then
+    ((FURTHEST > ${before:--1}))
+  else
+    ((SECONDS - BEGUN >= MINUTES))
+  fi
 }
 
 
@@ -217,11 +240,11 @@ next_try() {
 
 # Start the nodes, wait, judge; again while --max-restarts allows it. Sets CODE.
 run_nodes() { # <function that starts them> [its words...]
-  RESTARTS=0
+  RESTARTS=0 VAIN=0 FURTHEST=''
   open_events
   watch_signals
   while true; do
-    STATUS=0 DEADLINE='' ORDER=''
+    STATUS=0 DEADLINE='' ORDER='' BEGUN=$SECONDS
     "$@"
     [[ ! $PATIENCE ]] || pipe_into COMPANY keep_company
     wait_for_nodes
