@@ -383,6 +383,12 @@ def test_the_house_of_the_guide_is_the_one_that_stands() -> None:
     assert told == stand
 
 
+def test_what_the_scripts_share_is_told_file_by_file() -> None:
+    rows = re.findall(r"^\| (`[^|]+) \| [^|]+ \|$", text_of("CONTRIBUTING.md"), re.MULTILINE)
+    told = [name for row in rows for name in re.findall(r"`([\w.]+)`", row) if "." in name or name == "ssh_config"]
+    assert sorted(told) == sorted(path.name for path in (KIT / "scripts/lib").iterdir() if path.is_file())
+
+
 # ---------------------------------------------------------------- links and names
 
 
