@@ -26,6 +26,7 @@ QUICK = 0.02  # the same, while they meet and part
 LOST = 12.0  # seconds of silence after which a node is given up
 TELL = 5.0  # seconds between two words about who is missing
 LAST_WORDS = 4.0  # seconds in which all nodes give their accounts
+CLOSING = 1.0  # seconds for the thread to end
 GOODBYE = 2.0  # seconds that the first node waits for the others to go
 UNFIT = 69  # exit code: a node cannot be reached, or is not fit
 GAVE_UP = 124  # exit code: gave up waiting
@@ -71,7 +72,8 @@ class Peers:
         self._heard = time.monotonic()
         self._outbox: queue.SimpleQueue[tuple[str, object]] = queue.SimpleQueue()
         self._wake = threading.Event()
-        threading.Thread(target=self._exchange, daemon=True, name="peers").start()
+        self._thread = threading.Thread(target=self._exchange, daemon=True, name="peers")
+        self._thread.start()
 
     # ---------------------------------------------------------------- what the agent asks
 
@@ -126,8 +128,10 @@ class Peers:
         self.close()
 
     def close(self) -> None:
-        """Fall silent."""
+        """Fall silent. A thread that is in the store's code when Python ends would abort the process."""
         self._closed = True
+        self._wake.set()
+        self._thread.join(CLOSING)
 
     # ---------------------------------------------------------------- what the thread does
 
