@@ -272,7 +272,7 @@ def follow(
     """
     line = ""
     while not os.path.exists(file):
-        if finished.wait(interval_sec):
+        if finished.wait(interval_sec) and not os.path.exists(file):  # a short life may have been meanwhile
             return
     with open(file, errors="replace") as output:
         while True:
