@@ -196,10 +196,10 @@ def accused(evidence: Evidence) -> Iterator[Failure]:
             rank = int(next(filter(None, names.groups())))
             witness = f"{who(failure)} says: {_short(what(failure))}"
             yield replace(failure, rank=rank, node=_home(rank, evidence), witness=witness)
-    if (rank := _only_silent_rank(evidence)) is not None:
+    if (silent := _only_silent_rank(evidence)) is not None:
         waited = first(failure for failure in evidence.failures if failure.rank is not None)
         witness = f"it alone reported nothing; {who(waited)} says: {_short(what(waited))}"
-        yield replace(waited, rank=rank, node=_home(rank, evidence), witness=witness)
+        yield replace(waited, rank=silent, node=_home(silent, evidence), witness=witness)
 
 
 def _only_silent_rank(evidence: Evidence) -> int | None:

@@ -28,6 +28,7 @@ main() { # <door> <where> <command...>
   if [[ $1 == login ]]; then
     exec "$2" -c "$(for_any_shell "exec $(quote "${@:3}")")"
   fi
+  # shellcheck disable=SC2034 # ssh.bash reads it
   ADDRESS=(["$2"]="$2")
   open_connections
   trap close_connections EXIT

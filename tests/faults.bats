@@ -30,7 +30,7 @@ teardown_file() {
 
 
 setup() {
-  N1=${PREFIX}1 N2=${PREFIX}2 N3=${PREFIX}3
+  N1=${PREFIX}1 N2=${PREFIX}2
   export OMP_NUM_THREADS=1
   WORK="$BATS_TEST_TMPDIR/my 'work'"
   mkdir -p "$WORK"
@@ -42,9 +42,9 @@ setup() {
 teardown() {
   local file
   tmux -L "$PREFIX" kill-server 2>/dev/null || true
-  for file in $(grep -lsz -- "^MUSTER_RUN_DIR=$BATS_RUN_TMPDIR" /proc/[0-9]*/environ); do
-    kill -KILL "$(tr -dc 0-9 <<<"$file")" || true
-  done
+  while read -r file; do
+    kill -KILL "${file//[!0-9]/}" || true
+  done < <(grep -lsz -- "^MUSTER_RUN_DIR=$BATS_RUN_TMPDIR" /proc/[0-9]*/environ)
 }
 
 
@@ -139,23 +139,23 @@ nothing_left_within() { # <seconds>
 seen_within() { # <seconds> <node>
   python3 -c '
 import json, sys
-seen = json.load(open(f"logs/latest/errors/node_{sys.argv[2]}.json"))["deaths"][0]["time"]
-took = seen - float(open("logs/latest/moment").read())
+deaths = json.load(open(f"logs/latest/errors/node_{sys.argv[2]}.json"))["deaths"]
+took = min(death["time"] for death in deaths) - float(open("logs/latest/moment").read())
 sys.exit(0 if took <= float(sys.argv[1]) else f"seen after {took:.2f} s")' "$@"
 }
 
 
-verdict_of() { # <exit code> <node> <words of the verdict> <word of the launcher...>
-  run timeout 90 "$LAUNCH" --script "my script.py" - 1 "${@:4}"
+verdict_of() { # <exit code> <words of the verdict> <word of the launcher...>
+  run timeout 90 "$LAUNCH" --script "my script.py" - 1 "${@:3}"
   [ "$status" -eq "$1" ] || { echo "status $status: $output" && return 1; }
-  [[ "$output" == *"verdict: failed: $3"* ]] || { echo "$output" && return 1; }
+  [[ "$output" == *"verdict: failed: $2"* ]] || { echo "$output" && return 1; }
   nothing_left_within 10
 }
 
 
 @test "rank 0 is killed, on the node where all meet" {
   faulty_script
-  verdict_of 137 "$N1" "rank 0 on $N1 died of SIGKILL" "$N1" "$N2" -- killed 0
+  verdict_of 137 "rank 0 on $N1 died of SIGKILL" "$N1" "$N2" -- killed 0
   seen_within 1 "$N1"
 }
 
@@ -164,12 +164,14 @@ verdict_of() { # <exit code> <node> <words of the verdict> <word of the launcher
   training_script <<'END'
 for number in range(3, 200):  # as when it is dying slowly: the others lose it
     with contextlib.suppress(OSError):
-        socket.socket(fileno=os.dup(number)).shutdown(socket.SHUT_RDWR)
+        line = socket.socket(fileno=os.dup(number))
+        line.getpeername()
+        line.shutdown(socket.SHUT_RDWR)
 while not os.path.exists(f"{os.environ['MUSTER_RUN_DIR']}/errors/rank_0.json"):
     time.sleep(0.02)
 os._exit(42)
 END
-  verdict_of 42 "$N2" "rank 1 on $N2 exited with code 42" "$N1" "$N2"
+  verdict_of 42 "rank 1 on $N2 exited with code 42" "$N1" "$N2"
 }
 
 
@@ -177,7 +179,7 @@ END
   training_script <<'END'
 time.sleep(1000)
 END
-  verdict_of 1 "$N2" "rank 1 on $N2 did not come: it alone reported nothing; rank " "$N1:1" "$N2:2"
+  verdict_of 1 "rank 1 on $N2 did not come: it alone reported nothing; rank " "$N1:1" "$N2:2"
 }
 
 
@@ -186,18 +188,18 @@ END
   training_script <<'END'
 os._exit(0)
 END
-  verdict_of 1 "$N2" "rank 1 on $N2 did not come: it alone reported nothing; rank " "$N1:1" "$N2:2"
+  verdict_of 1 "rank 1 on $N2 did not come: it alone reported nothing; rank " "$N1:1" "$N2:2"
 }
 
 
 # bats test_tags=soak
 @test "a segmentation fault, an exit code, an exception" {
   faulty_script
-  verdict_of 139 "$N2" "rank 1 on $N2 died of SIGSEGV" "$N1" "$N2" -- segfault 1
+  verdict_of 139 "rank 1 on $N2 died of SIGSEGV" "$N1" "$N2" -- segfault 1
   seen_within 1 "$N2"
-  verdict_of 42 "$N2" "rank 1 on $N2 exited with code 42" "$N1" "$N2" -- 42 1
+  verdict_of 42 "rank 1 on $N2 exited with code 42" "$N1" "$N2" -- 42 1
   seen_within 1 "$N2"
-  verdict_of 1 "$N2" "rank 2 on $N2 raised ValueError: boom" "$N1" "$N2:2" -- raises 2
+  verdict_of 1 "rank 2 on $N2 raised ValueError: boom" "$N1" "$N2:2" -- raises 2
   seen_within 1 "$N2"
 }
 
@@ -213,13 +215,41 @@ END
 }
 
 
+# bats test_tags=soak
+@test "the agent of the first node, where all meet, is killed" {
+  faulty_script
+  start - 1 "$N1" "$N2"
+  kill -KILL "$(<"logs/latest/node_$N1.pid")"
+  status_of_launcher
+  [ "$status" -eq 137 ]
+  grep -q "verdict: failed: the agent on $N1 died of SIGKILL" out
+  nothing_left_within 10
+}
+
+
+# bats test_tags=soak
+@test "the port is taken between the check and the start" {
+  faulty_script
+  lab ssh "$N1" python3 -c '
+import socket, time
+with socket.create_server(("", 29500)):
+    print("listening", flush=True)
+    time.sleep(60)' >port &
+  local holder=$!
+  wait_for_line listening port
+  verdict_of 1 "the agent on $N1 could not go on: DistNetworkError: " --no-preflight "$N1" "$N2"
+  [[ "$output" == *"another process has this port on $N1: --master-port takes another"* ]]
+  kill "$holder"
+}
+
+
 @test "a closed terminal ends its run as TERM does, and touches no other on the same nodes" {
   faulty_script
   mkdir neighbour
   cp "my script.py" neighbour
-  cd neighbour
+  cd neighbour || return
   start - 1 "$N1" "$N2"
-  cd ..
+  cd "$WORK" || return
   tmux -L "$PREFIX" -f /dev/null new-session -d -- "$LAUNCH" --script "my script.py" - 1 "$N1" "$N2"
   wait_for_line "at work" "logs/latest/node_$N2.log"
   tmux -L "$PREFIX" kill-server
@@ -255,7 +285,7 @@ END
   chmod +x python
   : >"my script.py"
   FANOUT=8 run timeout 120 "$KIT/scripts/ssh/launch_pdsh_multinode.sh" --no-preflight --python ./python \
-    --script "my script.py" - 1 "$PREFIX[1-40]"
+    --script "my script.py" - 1 "${PREFIX}[1-40]"
   [ "$status" -eq 0 ]
   [[ "$output" == *"verdict: ok"* ]]
   [ "$(cat logs/latest/node_*.exit | sort | uniq -c)" = "     40 0" ]

@@ -29,7 +29,7 @@ setup() {
   N1=${PREFIX}1 N2=${PREFIX}2 N3=${PREFIX}3 N4=${PREFIX}4
   export OMP_NUM_THREADS=1
   cd "$BATS_TEST_TMPDIR" || return
-  mkdir -m 700 -p home/.ssh
+  mkdir -p home/.ssh
   : >script.py
 }
 

@@ -22,9 +22,10 @@ TESTS = Path(__file__).resolve().parent
 SHELLS = [shell for shell in ("sh", "bash", "dash", "zsh", "fish", "tcsh", "ksh", "mksh") if shutil.which(shell)]
 TELL = 'import os, sys; open(__file__ + ".told", "wb").write(b"".join(os.fsencode(w) + b"\\0" for w in sys.argv))\n'
 
-SPECIAL = [b"", b"-n", b"--", b"--help", b"%n", b"%h%u%%", b"~", b"*", b"=", b"=3D", b"\\", b"a\\\\", b"\\x41", b"'", b'"',
-           b"\n", b"\r\n", b"a\n\n", b"$HOME", b"$(id)", b"`id`", b"!!", b"a!b", b"{a,b}", b"&&", b";exit 3", b"#", b"\xc3\xa9",
-           b"\xff\x80", b"\xf0\x9f", b" ", b"\t", b"\x7f\x1b[0m", b"\x01", b"&", b"\\&", b"|", b"<", b"?", b"^", b"[a]"]  # fmt: skip
+SPECIAL = [b"", b"-n", b"--", b"--help", b"%n", b"%h%u%%", b"~", b"*", b"=", b"=3D", b"\\", b"a\\\\", b"\\x41", b"'",
+           b'"', b"\n", b"\r\n", b"a\n\n", b"$HOME", b"$(id)", b"`id`", b"!!", b"a!b", b"{a,b}", b"&&", b"&", b"\\&",
+           b"|", b"<", b"?", b"^", b"[a]", b";exit 3", b"#", b" ", b"\t", b"\x01", b"\x7f\x1b[0m", b"\xc3\xa9",
+           b"\xff\x80", b"\xf0\x9f"]  # fmt: skip
 words = st.lists(
     st.one_of(
         st.binary(max_size=8),
@@ -54,7 +55,7 @@ def told(folder: Path, door: str, where: str, sent: list[bytes]) -> list[bytes]:
     """The words that arrive."""
     program = folder / "tell it's.py"
     program.write_text(TELL, encoding="utf-8")
-    call = [str(TESTS / "door.sh"), door, where, sys.executable, str(program), "--", *sent]
+    call: list[str | bytes] = [str(TESTS / "door.sh"), door, where, sys.executable, str(program), "--", *sent]
     subprocess.run(call, cwd=folder, check=True, timeout=60)
     _, *arrived = Path(f"{program}.told").read_bytes().split(b"\0")[:-1]
     return arrived[arrived.index(b"--") + 1 :]
@@ -87,9 +88,10 @@ def test_a_script_and_its_environment(node: str, tmp_path: Path) -> None:
     sent = [*SPECIAL, *(bytes(some.choices(range(1, 256), k=some.randrange(9))) for _ in range(400))]
     script = tmp_path / "tell.py"
     script.write_text(TELL.replace("sys.argv", 'sys.argv + [os.environ["SAID"]]'), encoding="utf-8")
-    launch = [str(TESTS.parent / "scripts" / "ssh" / "launch_pdsh_multinode.sh"), "--no-preflight", "--python"]
+    launcher = str(TESTS.parent / "scripts" / "ssh" / "launch_pdsh_multinode.sh")
     said = b"".join(sent)
-    options = [sys.executable, "--env", b"SAID=" + said, "--script", str(script), "-", "1", node, "--", *sent]
-    done = subprocess.run([*launch, *options], cwd=tmp_path, capture_output=True, timeout=120)
+    options: list[str | bytes] = ["--no-preflight", "--python", sys.executable, "--env", b"SAID=" + said]
+    call = [launcher, *options, "--script", str(script), "-", "1", node, "--", *sent]
+    done = subprocess.run(call, cwd=tmp_path, capture_output=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert Path(f"{script}.told").read_bytes().split(b"\0")[1:-1] == [*sent, said]
