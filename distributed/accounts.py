@@ -87,6 +87,7 @@ def _write(name: str, account: object, put: Callable[[Path, Path], object] = os.
     except FileExistsError:
         pass
     except OSError as error:
-        sys.stderr.write(f"cannot write {folder / name}: {error.strerror}\n")
+        with contextlib.suppress(OSError):  # a rank's own words may go to that disk too
+            sys.stderr.write(f"cannot write {folder / name}: {error.strerror}\n")
     with contextlib.suppress(OSError):
         beside.unlink(missing_ok=True)

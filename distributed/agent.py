@@ -235,16 +235,27 @@ def _run(options: argparse.Namespace) -> int:
     try:
         torchrun.run(options)
     except SignalException as error:
+        _let_nobody_disturb()
         return _agent().stopped_by(int(error.sigval))
     except NotMet as unmet:
         say(str(unmet))
         return unmet.exit_code
     except ChildFailedError:
-        return _agent().failed()
+        pass
     except DistError:  # a store that is gone, because the others have ended
         if not _agent().ended():
             raise
-    return _agent().failed() if _agent().ended() else 0
+    else:
+        if not _agent().ended():
+            return 0
+    _let_nobody_disturb()
+    return _agent().failed()
+
+
+def _let_nobody_disturb() -> None:
+    """All ranks have ended, and so do we: who asks us to stop now must not cut the accounts short."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _take_our_place(script: Script) -> None:
@@ -272,7 +283,7 @@ def follow(
     """
     line = ""
     while not os.path.exists(file):
-        if finished.wait(interval_sec):
+        if finished.wait(interval_sec) and not os.path.exists(file):  # a short life may have been meanwhile
             return
     with open(file, errors="replace") as output:
         while True:

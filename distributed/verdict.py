@@ -7,7 +7,7 @@ the death. So causes are told from consequences by what each account says, and o
     an agent that could not go on, though no rank of its node had failed
     a node that fell silent
     what may be a cause or not: exit 1 without a word, a broken connection that is not PyTorch's
-    a rank that another one names as missing
+    a rank that another one names as missing, or that alone said nothing while all others waited in vain
     a rank that lost the others or waited for them in vain: then the cause was not recorded
     what stopped on request, what was ended from outside
 
@@ -190,12 +190,25 @@ def _order(failure: Failure) -> tuple[Kind, float, str, int]:
 
 
 def accused(evidence: Evidence) -> Iterator[Failure]:
-    """The ranks that others name as missing, though they say nothing of that themselves."""
+    """The ranks that others miss, though they say nothing of that themselves."""
     for failure in evidence.failures:
         if names := _NAMES_A_RANK.search(failure.message):
             rank = int(next(filter(None, names.groups())))
             witness = f"{who(failure)} says: {_short(what(failure))}"
             yield replace(failure, rank=rank, node=_home(rank, evidence), witness=witness)
+    if (silent := _only_silent_rank(evidence)) is not None:
+        waited = first(failure for failure in evidence.failures if failure.rank is not None)
+        witness = f"it alone reported nothing; {who(waited)} says: {_short(what(waited))}"
+        yield replace(waited, rank=silent, node=_home(silent, evidence), witness=witness)
+
+
+def _only_silent_rank(evidence: Evidence) -> int | None:
+    """The one that has told nothing, when all others lost it, or waited for it in vain."""
+    told = {one.rank: kind(one) for one in evidence.failures if one.rank is not None and kind(one) is not Kind.ENDED}
+    size = sum(map(len, evidence.ranks.values()))
+    if set(told.values()) != {Kind.COLLATERAL} or len(told) != size - 1 or max(told) >= size:
+        return None
+    return sum(range(size)) - sum(told)
 
 
 def _home(rank: int, evidence: Evidence) -> str:
@@ -316,8 +329,6 @@ def _short(text: str) -> str:
 
 def _remarks(culprit: Failure, evidence: Evidence) -> str:
     """Who else it may have been."""
-    if kind(culprit) is Kind.COLLATERAL:
-        return _silent(evidence)
     others = [one for one in evidence.failures if one != culprit and kind(one) is kind(culprit) is Kind.OWN]
     same = [one for one in others if what(one) == what(culprit)]
     if same:
@@ -332,16 +343,6 @@ def _too_close(one: Failure, other: Failure) -> bool:
         return True
     coarse = one.node != other.node or one.time.is_integer() or other.time.is_integer()
     return abs(one.time - other.time) <= CLOCK_DOUBT * coarse
-
-
-def _silent(evidence: Evidence) -> str:
-    """When all but one have waited in vain, the one is where to look."""
-    size = sum(map(len, evidence.ranks.values()))
-    told = {one.rank for one in evidence.failures if one.rank is not None and kind(one) is not Kind.ENDED}
-    if size < 2 or len(told) != size - 1 or max(told) >= size:
-        return ""
-    rank = sum(range(size)) - sum(told)
-    return f"; rank {rank} on {_home(rank, evidence)} alone reported nothing: look there first"
 
 
 # ---------------------------------------------------------------- what a person reads

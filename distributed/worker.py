@@ -29,6 +29,7 @@ from distributed import accounts
 
 PRELOAD = ["torch.distributed.run", "torch.distributed.fsdp", "torch.nn.parallel"]
 IMPORTLIB = ("<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>")
+LOST_OUTPUT = 120  # exit code of an interpreter that could not write what was printed
 BEFORE_THE_SCRIPT = (__file__, runpy.__file__, "<frozen runpy>", *IMPORTLIB)  # the first frames of a traceback
 
 
@@ -60,9 +61,9 @@ def work(script: Script) -> None:
         code = _report(error)
     else:
         code = 0
-    _shut_down()
-    if code:
-        os._exit(code)
+    lost = _shut_down()
+    if code or lost:
+        os._exit(code or LOST_OUTPUT)
 
 
 # ---------------------------------------------------------------- begin as a fresh interpreter begins
@@ -156,13 +157,21 @@ def _keep_for_torchrun(error: BaseException) -> None:
     if isinstance(error, Exception) and "TORCHELASTIC_ERROR_FILE" in os.environ:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-        get_error_handler().record_exception(error)
+        try:
+            get_error_handler().record_exception(error)
+        except OSError:  # a full disk; about half a file torchrun's agent would raise an error of its own
+            Path(os.environ["TORCHELASTIC_ERROR_FILE"]).unlink(missing_ok=True)
 
 
-def _shut_down() -> None:
-    """What an interpreter does at its end, and a multiprocessing child does not."""
+def _shut_down() -> bool:
+    """What an interpreter does at its end, and a multiprocessing child does not. Whether some output is lost."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
+    lost = False
     for stream in (getattr(sys, "stdout", None), getattr(sys, "stderr", None)):
         if stream is not None and not getattr(stream, "closed", False):
-            stream.flush()
+            try:
+                stream.flush()
+            except OSError:  # a full disk
+                lost = True
+    return lost

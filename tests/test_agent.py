@@ -8,6 +8,7 @@ says who died of what.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -15,6 +16,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +27,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distributed.agent import Agent, Death
+from distributed.agent import Agent, Death, follow
 
 KIT = Path(__file__).resolve().parents[1]
 FAST = [sys.executable, str(KIT / "scripts/lib/agent.py"), "--standalone"]
@@ -474,6 +476,21 @@ else:
     assert sorted(done.stdout.splitlines()) == lines
 
 
+def test_what_a_rank_said_that_lived_but_a_moment_is_passed_on(tmp_path: Path) -> None:
+    output, shown = tmp_path / "stdout.log", io.StringIO()
+
+    class Ended(threading.Event):
+        """While somebody waits, the rank begins, speaks, and ends."""
+
+        def wait(self, timeout: float | None = None) -> bool:
+            output.write_text("last words\n")
+            self.set()
+            return True
+
+    follow("[n1:0] ", str(output), shown, Ended(), 0.1)
+    assert shown.getvalue() == "[n1:0] last words\n"
+
+
 def pid_of(rank: int) -> int:
     written = json.loads(Path("errors/node_n7.json").read_text())
     pids: dict[int, int] = {death["rank"]: death["pid"] for death in written["deaths"]}
@@ -575,6 +592,13 @@ with open(f"asked_{rank}", "wb") as file:
     file.write(asked)
 sys.exit(75)
 """
+
+
+def test_who_asks_to_stop_while_the_end_is_told_does_not_change_it() -> None:
+    agent = meddled("Agent.failed", "import os, signal; os.kill(os.getpid(), signal.SIGTERM)")
+    done = launch(1, "sys.exit(42)", agent)
+    assert done.returncode == 42
+    assert "SignalException" not in done.stderr
 
 
 def test_a_stop_request_reaches_each_rank_once_and_75_from_all_is_75() -> None:

@@ -249,15 +249,18 @@ def test_only_consequences_are_told_as_such() -> None:
     )
 
 
-def test_the_one_rank_that_said_nothing_is_where_to_look() -> None:
+def test_the_one_rank_that_said_nothing_while_all_others_waited_did_not_come() -> None:
     waited = [told("RuntimeError", WAITED, rank=rank, node="n1") for rank in (0, 1, 3)]
     hung = died(143, rank=2, node="n2", ended_by_agent=True)
     said = verdict.judge(Evidence((*waited, hung), ranks=TWO_NODES))
-    assert said.cause.endswith("; rank 2 on n2 alone reported nothing: look there first")
+    assert (said.node, said.rank, said.exit_code) == ("n2", 2, 1)
+    assert said.cause.startswith("rank 2 on n2 did not come: it alone reported nothing; rank 0 on n1 says: RuntimeErr")
+    left = verdict.judge(Evidence(tuple(waited), ranks={"n1": range(1), "n2": range(1, 4)}))
+    assert (left.node, left.rank) == ("n2", 2), "by the numbers of ranks: it left nothing behind at all"
     two_said_nothing = verdict.judge(Evidence((*waited[:2], hung), ranks=TWO_NODES))
-    assert "look there" not in two_said_nothing.cause
+    assert "alone" not in two_said_nothing.cause
     rank_out_of_place = verdict.judge(Evidence((replace(waited[0], rank=5),), ranks={"n1": range(2)}))
-    assert "look there" not in rank_out_of_place.cause
+    assert "alone" not in rank_out_of_place.cause
 
 
 @pytest.mark.parametrize(

@@ -28,14 +28,14 @@ KIT=$(readlink -f -- "${BASH_SOURCE[0]}")
 KIT=${KIT%/scripts/lib/*}              # root of the repository, absolute, symbolic links resolved
 
 
-# Tell a person what happens.
+# Tell a person what happens. Who does not listen any more (a closed terminal, `| head`) is no reason to end.
 log() { # <message...>
-  [[ ${QUIET:-0} == 1 ]] || printf '%s: %s\n' "$PROGRAM" "$*" >&2
+  [[ ${QUIET:-0} == 1 ]] || printf '%s: %s\n' "$PROGRAM" "$*" >&2 || true
 }
 
 
 warn() { # <message...>
-  printf '%s: warning: %s\n' "$PROGRAM" "$*" >&2
+  printf '%s: warning: %s\n' "$PROGRAM" "$*" >&2 || true
 }
 
 

@@ -155,6 +155,7 @@ interrupted() { # <signal>
     return
   fi
   SIGNAL=$1
+  [[ $1 != HUP ]] || exec >>"$RUN/launcher.log" 2>&1 # the terminal is gone
   tell "$1: stopping; up to $GRACE s to write a checkpoint, once more $1 to end at once"
   order stop
   next_order $((GRACE + HURRY)) abandon # a node keeps the grace itself

@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+#
+# For the tests: run a command of these very words as the launchers would run it elsewhere.
+#
+# Usage: door.sh ssh NODE COMMAND [WORD...]           through scripts/lib/ssh.bash
+#        door.sh pdsh NODE PROGRAM FILE -- [WORD...]  through scripts/lib/pdsh.bash; options come before the --
+#        door.sh login SHELL COMMAND [WORD...]        here, by the line that ssh would give to this login shell
+set -euo pipefail
+# shellcheck source=scripts/lib/common.bash
+source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/../scripts/lib/common.bash"
+for part in launcher ssh nodes pdsh; do
+  # shellcheck disable=SC1090
+  source "$KIT/scripts/lib/$part.bash"
+done
+
+
+# shellcheck disable=SC2034 # pdsh.bash reads them
+through_pdsh() { # <node> <program> <its file> [word...]
+  NODES=("$1") NPROC=(["$1"]=1) MASTER_ADDR=$1 MASTER_PORT=29500
+  AGENT_WORDS=("${@:2:2}") SCRIPT_WORDS=("${@:4}")
+  agent_words() { :; } # they stand above
+  RUN=$(mktemp -d "$SOCKETS/run-XXXXXX")
+  run_pdsh "$PWD" <> <(:) # for as long as it is open, nobody is gone
+}
+
+
+main() { # <door> <where> <command...>
+  if [[ $1 == login ]]; then
+    exec "$2" -c "$(for_any_shell "exec $(quote "${@:3}")")"
+  fi
+  # shellcheck disable=SC2034 # ssh.bash reads it
+  ADDRESS=(["$2"]="$2")
+  open_connections
+  trap close_connections EXIT
+  case $1 in
+    ssh) on_node "${@:2}" </dev/null ;;
+    pdsh) through_pdsh "${@:2}" ;;
+  esac
+}
+
+main "$@"
