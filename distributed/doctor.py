@@ -20,8 +20,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
 
-from distributed.facts import Gpus, gather, listener, look_at_gpus, port_is_free, visible
+from distributed.facts import gather
 from distributed.fitness import LEVELS, MASTER_PORT, Line, judge
+from distributed.gpus import Gpus, look_at_gpus, visible
+from distributed.network import listener, port_is_free
 
 COLOURS = {"ok": "32", "warning": "33", "fault": "31;1"}
 
