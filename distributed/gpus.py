@@ -1,13 +1,17 @@
 """Which GPUs are here, who uses them, and which of them a process sees.
 
 nvidia-smi tells; without it the kernel's files at least say how many there are. The standard library is enough.
+
+Try it: python3 -m distributed.gpus
 """
 
 from __future__ import annotations
 
+import os
 import pwd
 import re
 import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -202,3 +206,16 @@ def named(word: str, gpus: Sequence[Gpu]) -> Gpu | None:
     else:
         found = [gpu for gpu in gpus if str(gpu.index) == word]
     return found[0] if found else None
+
+
+def main() -> int:
+    """Print how many GPUs this shell may use."""
+    gpus = look_at_gpus()
+    if gpus.error:
+        sys.stderr.write(f"{gpus.error}\n")
+    print(len(visible(os.environ.get("CUDA_VISIBLE_DEVICES"), gpus.devices)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -471,7 +471,7 @@ def test_the_facts_as_json_hold_every_part(tmp_path: Path) -> None:
     assert all(set(told[part]) == {key.name for key in fields(getattr(HEALTHY, part))} for part in parts)
 
 
-@pytest.mark.parametrize("words", [("--port-free", "0"), ("--port-free", "x"), ("--gpus", "--json"), ("node1",)])
+@pytest.mark.parametrize("words", [("--master-port", "0"), ("--master-port", "x"), ("node1",)])
 def test_a_wrong_call_is_refused(words: tuple[str, ...]) -> None:
     reply = ask_doctor(*words)
     assert reply.returncode == 2

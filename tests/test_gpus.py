@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from distributed import doctor
-from distributed.gpus import Gpu, GpuProcess, look_at_gpus, nvidia_cards, owner, visible, xids
+from distributed.gpus import Gpu, GpuProcess, look_at_gpus, main, nvidia_cards, owner, visible, xids
 from distributed.probe import GIB, MIB
 
 A100 = "NVIDIA A100-SXM4-80GB"
@@ -134,10 +133,10 @@ def test_the_launcher_can_ask_how_many_gpus_there_are(
 ) -> None:
     stub(path_folder, "nvidia-smi", STUB_NVIDIA_SMI.format(pid=os.getpid()))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert doctor.main(["--gpus"]) == 0
+    assert main() == 0
     for setting in ("1", ""):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", setting)
-        assert doctor.main(["--gpus"]) == 0
+        assert main() == 0
     assert capsys.readouterr() == ("2\n1\n0\n", "")
 
 
@@ -145,5 +144,5 @@ def test_a_driver_that_does_not_answer_counts_as_no_gpu_and_is_not_hidden(
     path_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stub(path_folder, "nvidia-smi", "#!/bin/sh\necho 'GPU is lost'; exit 15\n")
-    assert doctor.main(["--gpus"]) == 0
+    assert main() == 0
     assert capsys.readouterr() == ("0\n", "nvidia-smi: GPU is lost\n")

@@ -29,7 +29,7 @@ BELOW: dict[str, set[str]] = {
     "checkpoint": {"ranks", "shards", "snapshot", "step_folder"},
     "cluster": {"answers", "comparison", "doctor", "fitness", "members", "nodelist", "reach", "smoke_report"},
     "comparison": {"fitness", "members", "nodelist", "preflight"},
-    "doctor": {"facts", "fitness", "gpus", "network"},
+    "doctor": {"facts", "fitness"},
     "facts": {"gpus", "interpreter", "names", "network", "probe", "resources"},
     "fitness": {"facts", "gpus", "interpreter", "probe", "resources"},
     "gpus": {"probe"},

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from distributed import doctor
 from distributed.names import look_up
 from distributed.network import (
     address_of,
@@ -18,6 +17,7 @@ from distributed.network import (
     free_port,
     interface_to,
     listener,
+    main,
     own_addresses,
     port_is_free,
 )
@@ -80,7 +80,7 @@ def test_a_machine_that_shows_nothing_is_no_crash(tmp_path: Path) -> None:
 
 def test_the_launcher_can_ask_whether_a_port_is_free(server: socket.socket, capsys: pytest.CaptureFixture[str]) -> None:
     port = server.getsockname()[1]
-    assert doctor.main(["--port-free", str(port)]) == 1
+    assert main([str(port)]) == 1
     assert capsys.readouterr().err.startswith(f"port {port} is taken by pid {os.getpid()} (")
     server.close()
-    assert doctor.main(["--port-free", str(port)]) == 0
+    assert main([str(port)]) == 0
