@@ -20,7 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
 
-from distributed.facts import Gpus, gather, listener, look_at_gpus, port_is_free, visible
+from distributed.facts import gather
 from distributed.fitness import LEVELS, MASTER_PORT, Line, judge
 
 COLOURS = {"ok": "32", "warning": "33", "fault": "31;1"}
@@ -85,12 +85,8 @@ def plural(number: int, noun: str) -> str:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """0: fit, or yes; 1: a fault, or no; 2: wrong call."""
+    """0: fit; 1: a fault; 2: wrong call."""
     call = parse(words)
-    if call.gpus:
-        return say_how_many_gpus(look_at_gpus())
-    if call.port_free is not None:
-        return say_whether_free(call.port_free)
     facts = gather(call.folder, call.log_dir or call.folder / "logs", call.master_port)
     if call.json:
         print(json.dumps(asdict(facts), indent=2, sort_keys=True))
@@ -107,10 +103,7 @@ class Parser(argparse.ArgumentParser):
 
 def parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog="doctor", description="Is this machine fit for training?", allow_abbrev=False)
-    answer = parser.add_mutually_exclusive_group()
-    answer.add_argument("--json", action="store_true", help="print the facts, judge nothing")
-    answer.add_argument("--gpus", action="store_true", help="print how many GPUs this shell may use")
-    answer.add_argument("--port-free", type=port_number, metavar="PORT", help="exit with 0 when PORT is free, else 1")
+    parser.add_argument("--json", action="store_true", help="print the facts, judge nothing")
     parser.add_argument("--folder", type=Path, default=Path.cwd(), help="the working folder of the launch")
     parser.add_argument("--log-dir", type=Path, help="default: logs in the working folder")
     parser.add_argument("--master-port", type=port_number, default=MASTER_PORT, help=f"default: {MASTER_PORT}")
@@ -121,21 +114,6 @@ def port_number(word: str) -> int:
     if not word.isdigit() or not 1 <= int(word) <= 65535:
         raise argparse.ArgumentTypeError(f"{word!r} is not a port: give a number from 1 to 65535")
     return int(word)
-
-
-def say_how_many_gpus(gpus: Gpus) -> int:
-    if gpus.error:
-        sys.stderr.write(f"{gpus.error}\n")
-    print(len(visible(os.environ.get("CUDA_VISIBLE_DEVICES"), gpus.devices)))
-    return 0
-
-
-def say_whether_free(port: int) -> int:
-    if port_is_free(port):
-        return 0
-    holder = listener(port)
-    sys.stderr.write(f"port {port} is taken{holder and f' by {holder}'}\n")
-    return 1
 
 
 if __name__ == "__main__":

@@ -13,16 +13,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from distributed.facts import (
-    GIB,
-    MIB,
-    Facts,
-    Gpu,
-    Gpus,
-    Space,
-    Torch,
-    visible,
-)
+from distributed.facts import Facts
+from distributed.gpus import Gpu, Gpus, visible
+from distributed.interpreter import Torch
+from distributed.probe import GIB, MIB
+from distributed.resources import Space
 
 OLDEST_PYTHON = (3, 10)
 OLDEST_TORCH = (2, 10)  # below it a checkpoint can run code: CVE-2025-32434, CVE-2026-24747

@@ -22,8 +22,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from distributed import facts
 from distributed.answers import framed
+from distributed.gpus import count, mebibytes, query, table
+from distributed.probe import PROC, ask, read
 
 TAIL = 8192  # bytes at the end of a rank's output that its last line is looked for in
 STACK_SECONDS = 15.0  # for py-spy, which stops a process while it reads its stacks
@@ -86,7 +87,7 @@ class Look:
 # ---------------------------------------------------------------- processes
 
 
-def processes_of(run: str, node: str, proc: Path = facts.PROC) -> list[Process]:
+def processes_of(run: str, node: str, proc: Path = PROC) -> list[Process]:
     """All processes that carry the mark of this run on this node."""
     marks = {f"MUSTER_RUN_DIR={run}".encode(errors="surrogateescape"), f"MUSTER_NODE={node}".encode()}
     output = re.compile(OUTPUT.format(node=re.escape(node)))
@@ -189,22 +190,22 @@ def look_at_gpus() -> tuple[dict[str, Gpu], list[tuple[str, int]], str]:
     """GPUs by uuid, which process uses which, and what went wrong. Without a driver there are none."""
     if not shutil.which("nvidia-smi"):
         return {}, [], ""
-    reply = facts.query("gpu", GPU_FIELDS)
+    reply = query("gpu", GPU_FIELDS)
     if reply.code != 0:
         return {}, [], "nvidia-smi: " + " ".join((reply.out + reply.error).split())
-    users = facts.table(facts.query("compute-apps", "gpu_uuid,pid").out, "gpu_uuid,pid")
-    gpus = {row["uuid"]: gpu_from(row) for row in facts.table(reply.out, GPU_FIELDS)}
-    return gpus, [(row["gpu_uuid"], facts.count(row["pid"])) for row in users], ""
+    users = table(query("compute-apps", "gpu_uuid,pid").out, "gpu_uuid,pid")
+    gpus = {row["uuid"]: gpu_from(row) for row in table(reply.out, GPU_FIELDS)}
+    return gpus, [(row["gpu_uuid"], count(row["pid"])) for row in users], ""
 
 
 def gpu_from(row: Mapping[str, str]) -> Gpu:
     return Gpu(
-        index=facts.count(row["index"]),
+        index=count(row["index"]),
         name=row["name"],
-        use=facts.count(row["utilization.gpu"]),
+        use=count(row["utilization.gpu"]),
         watts=decimal(row["power.draw"]),
-        memory_used=facts.mebibytes(row["memory.used"]),
-        memory=facts.mebibytes(row["memory.total"]),
+        memory_used=mebibytes(row["memory.used"]),
+        memory=mebibytes(row["memory.total"]),
     )
 
 
@@ -230,7 +231,7 @@ def stands(one: Process) -> str:
         return f"{threads(one)}\nfor the lines of Python: '{sys.executable}' -m pip install py-spy"
     # One that is stopped need not, and must not, be stopped once more.
     calm = ["--nonblocking"] if one.state in "Tt" else []
-    reply = facts.ask([py_spy, "dump", "--pid", str(one.pid), *calm], STACK_SECONDS)
+    reply = ask([py_spy, "dump", "--pid", str(one.pid), *calm], STACK_SECONDS)
     if reply.code == 0:
         return own_frames(reply.out)
     return f"{threads(one)}\npy-spy: {' '.join((reply.error or reply.out).split())}"
@@ -251,16 +252,14 @@ def find_py_spy() -> str | None:
     return str(beside) if os.access(beside, os.X_OK) else shutil.which("py-spy")
 
 
-def threads(one: Process, proc: Path = facts.PROC) -> str:
+def threads(one: Process, proc: Path = PROC) -> str:
     """A line for each thread: its state, and the function of the kernel in which it waits."""
     lines = []
     for folder in sorted(proc.glob(f"{one.pid}/task/[0-9]*"), key=lambda path: int(path.name)):
-        state = facts.read(folder / "stat").rpartition(")")[2][1:2]
-        waits = facts.read(folder / "wchan").strip("0")
+        state = read(folder / "stat").rpartition(")")[2][1:2]
+        waits = read(folder / "wchan").strip("0")
         main = "main thread" if folder.name == str(one.pid) else "thread"
-        lines.append(
-            f"{main} {folder.name} {facts.read(folder / 'comm')}: {state}{f', waits in {waits}' if waits else ''}"
-        )
+        lines.append(f"{main} {folder.name} {read(folder / 'comm')}: {state}{f', waits in {waits}' if waits else ''}")
     return "\n".join(lines)
 
 

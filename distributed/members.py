@@ -19,9 +19,12 @@ from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from distributed.answers import framed
-from distributed.facts import KIT, SYS, Facts, address_towards, gather, interface_to, mtu_of_interface, read
-from distributed.preflight import address_of, checksum, own_addresses
+from distributed.facts import Facts, gather
+from distributed.interpreter import KIT
+from distributed.network import address_of, address_towards, interface_to, mtu_of_interface, own_addresses
+from distributed.probe import SYS, read
 from distributed.run_folder import machine
+from distributed.survey import checksum
 
 RUN_BY_RANKS = ("train.py", "distributed/*.py", "scripts/lib/*")  # of the kit: what must be the same on all nodes
 

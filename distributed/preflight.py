@@ -1,6 +1,6 @@
 """Can these nodes train together? Asked of all of them at once, before anything is started.
 
-On each node `look` writes down what it finds, in one call and within tenths of a second; on the launching side `judge`
+Each node writes down what it finds (survey), in one call and within tenths of a second; on the launching side `judge`
 compares the answers, names each fault with its remedy, and chooses where the ranks will meet.
 
     node1: 2 processes, but 1 GPU: start fewer there (node1:1)
@@ -12,25 +12,15 @@ Standard library only: nothing else need be there.
 from __future__ import annotations
 
 import argparse
-import hashlib
-import ipaddress
-import os
-import random
-import re
-import socket
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from distributed.answers import UNFIT, Answer, framed, read
-from distributed.facts import ephemeral_range, listener, look_at_gpus, port_is_free, visible
-from distributed.run_folder import machine, versions
+from distributed.answers import UNFIT, Answer, read
 
-PORTS = range(20_000, 30_000)  # to choose from; below the usual ephemeral ones
 SLOW = 1.0  # seconds for a look-up
 
 
@@ -61,66 +51,7 @@ class Node:
     answer: Answer
 
 
-# ---------------------------------------------------------------- on each node
-
-
-def look(files: Sequence[str], master: str, port: int | None, env: Mapping[str, str] = os.environ) -> Look:
-    """Look around on this node. port: the one to meet at, or None for any."""
-    gpus = look_at_gpus()
-    begun = time.monotonic()
-    address = address_of(master)
-    seconds = time.monotonic() - begun
-    found = versions()
-    return Look(
-        python=str(found["python"]),
-        torch=found["torch"],
-        files={file: checksum(Path(file)) for file in files},
-        gpus=len(visible(env.get("CUDA_VISIBLE_DEVICES"), gpus.devices)),
-        gpu_error=gpus.error,
-        machine=machine(),
-        addresses=own_addresses(),
-        ssh_address=(env.get("SSH_CONNECTION", "").split() + [""] * 3)[2],
-        master=address,
-        seconds=seconds,
-        port=port or free_port(),
-        holder=None if port is None or port_is_free(port) else listener(port),
-    )
-
-
-def checksum(file: Path) -> str | None:
-    try:
-        return hashlib.sha256(file.read_bytes()).hexdigest()
-    except OSError:
-        return None
-
-
-def address_of(name: str) -> str:
-    try:
-        return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
-    except OSError:
-        return ""
-
-
-def own_addresses(proc: Path = Path("/proc/net")) -> tuple[str, ...]:
-    """IPv4 and IPv6 addresses of this node, but for loopback."""
-    found = set()
-    try:
-        for entry in re.findall(r"\|-- (\S+)\n\s+/32 host LOCAL", (proc / "fib_trie").read_text()):
-            found.add(entry)
-        for line in (proc / "if_inet6").read_text().splitlines():
-            found.add(str(ipaddress.IPv6Address(int(line.split()[0], 16))))
-    except OSError:
-        pass  # a kernel without IPv6 has no if_inet6
-    return tuple(sorted(address for address in found if not ipaddress.ip_address(address).is_loopback))
-
-
-def free_port() -> int:
-    """One of PORTS that is free, outside the range that the kernel gives to connections."""
-    low, high = ephemeral_range()
-    return next(port for port in random.sample(PORTS, len(PORTS)) if not low <= port <= high and port_is_free(port))
-
-
-# ---------------------------------------------------------------- on the launching side
+# ---------------------------------------------------------------- when all have answered
 
 
 def judge(nodes: Sequence[Node], port: int | None) -> tuple[list[str], list[str], str]:
@@ -234,72 +165,23 @@ def no_meeting_point(master: str, looks: Mapping[str, Findable]) -> str:
     )
 
 
-# ---------------------------------------------------------------- for one that is started by hand
-
-
-def place(master: str, node_rank: int, found: str, own: Sequence[str]) -> tuple[str, str]:
-    """MASTER_ADDR as this node is to use it, and what speaks against it; one of the two is empty.
-
-    found: the address this node has for it, empty for none. own: this node's addresses, without loopback.
-    """
-    said = f"MASTER_ADDR '{master}'"
-    if not found:
-        return "", f"{said}: this node finds no address for it: mend the name, or give the address of node rank 0"
-    here = found in own or ipaddress.ip_address(found).is_loopback
-    if node_rank and here:
-        return "", f"{said} is {found}, this node itself, but node rank 0 is what it has to name"
-    if not node_rank and not here:
-        return (
-            "",
-            f"{said} is {found}, no address of this node ({', '.join(own)}), but node rank 0 is what it has to name",
-        )
-    if node_rank or found in own:
-        return master, ""
-    reachable = [address for address in own if ipaddress.ip_address(address).version == 4]
-    if len(reachable) == 1:
-        return reachable[0], ""  # its own name is 127.0.1.1, as Debian has it
-    return "", f"{said} is {found}, where no other node finds it: give an address of this node ({', '.join(own)})"
-
-
 # ---------------------------------------------------------------- the program
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """`look` on a node, `judge` at home; `place` when nobody looks at all. Returns 0, or UNFIT."""
-    options = _parse(words)
-    if options.verb == "place":
-        address, fault = place(options.master, options.node_rank, address_of(options.master), own_addresses())
-        print(address) if address else sys.stderr.write(f"preflight: {fault}\n")
-        return 0 if address else UNFIT
-    port = options.port or None
-    if options.verb == "look":
-        sys.stdout.write(framed(asdict(look(options.files, options.master, port))))
-        return 0
-    nodes = [_read(options.folder, word) for word in options.nodes]
-    faults, warnings, meeting = judge(nodes, port)
+    """Print the faults, or where to meet. Returns 0, or UNFIT."""
+    parser = argparse.ArgumentParser(prog="preflight", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--port", type=int, default=0, help="the one to meet at; 0: any")
+    parser.add_argument("folder", type=Path, help="holds the answers: NODE.out, NODE.err and NODE.code")
+    parser.add_argument("nodes", nargs="+", help="NAME:PROCESSES")
+    options = parser.parse_args(words)
+    faults, warnings, meeting = judge([_read(options.folder, word) for word in options.nodes], options.port or None)
     sys.stderr.write("".join(f"preflight: warning: {line}\n" for line in warnings))
     sys.stderr.write("".join(f"preflight: {line}\n" for line in faults))
     if faults:
         return UNFIT
     print(meeting)
     return 0
-
-
-def _parse(words: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="preflight", description=__doc__, allow_abbrev=False)
-    verbs = parser.add_subparsers(dest="verb", required=True)
-    on_node = verbs.add_parser("look", help="print what this node finds")
-    on_node.add_argument("--master", required=True, help="name of the first node")
-    on_node.add_argument("files", nargs="*", help="what the ranks will read")
-    at_home = verbs.add_parser("judge", help="compare the answers")
-    at_home.add_argument("folder", type=Path, help="holds NODE.out, NODE.err and NODE.code")
-    at_home.add_argument("nodes", nargs="+", help="NAME:PROCESSES")
-    by_hand = verbs.add_parser("place", help="print the address at which to meet")
-    by_hand.add_argument("master", help="MASTER_ADDR")
-    by_hand.add_argument("--node-rank", type=int, required=True)
-    for verb in (on_node, at_home):
-        verb.add_argument("--port", type=int, default=0, help="the one to meet at; 0: any")
-    return parser.parse_args(words)
 
 
 def _read(folder: Path, word: str) -> Node:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distributed.answers import UNFIT, framed, read
-from distributed.facts import address_of_interface, address_towards
+from distributed.network import address_of_interface, address_towards
 from distributed.nodelist import fold
 from distributed.run_folder import versions
 from distributed.smoke_report import Fault, Measured, summarise, write

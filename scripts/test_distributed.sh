@@ -126,7 +126,7 @@ check_smoke() {
 
 check_backend_here() {
   case $BACKEND in
-    nccl) (($(kit_python doctor --gpus) > 0)) || die_usage "--backend nccl: there is no GPU here; use gloo" ;;
+    nccl) (($(kit_python gpus) > 0)) || die_usage "--backend nccl: there is no GPU here; use gloo" ;;
     gloo) LAUNCH+=(--no-preflight) ;; # on the CPU there may be more processes than GPUs
   esac
 }

@@ -12,14 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_doctor import GPUS, HEALTHY
+from test_doctor import HEALTHY
+from test_gpus import GPUS
 
 from distributed.answers import framed
 from distributed.cluster import Cluster, heard, main, tell
 from distributed.comparison import differences
-from distributed.facts import GIB, Facts, Gpus, Limits, Lookup, Memory, Run, Torch
+from distributed.facts import Facts, Run
+from distributed.gpus import Gpus
+from distributed.interpreter import Torch
 from distributed.members import Member, Route, look, of_answer
+from distributed.names import Lookup
+from distributed.probe import GIB
 from distributed.reach import Gap
+from distributed.resources import Limits, Memory
 
 WAY = Route("eth0", 9000, 100_000)
 NODES = ("node1", "node2", "node3")

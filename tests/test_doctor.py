@@ -1,48 +1,46 @@
 """The doctor finds what will make training fail, says it with the remedy, and is quiet on a good machine.
 
-Broken machines are facts made by hand, files of /proc and /sys a folder made by hand, and nvidia-smi is a
-stub that answers in the documented form of csv,noheader,nounits. The last tests look at this very machine.
+Broken machines are facts made by hand, and files of /proc and /sys a folder made by hand. The last tests look at this
+very machine.
 """
 
 import json
 import os
-import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from test_gpus import GPUS
 
-from distributed import facts, fitness
+from distributed import fitness
 from distributed.doctor import render
-from distributed.facts import (
-    GIB,
-    MIB,
-    Clock,
-    Cores,
-    Facts,
-    Gpu,
-    GpuProcess,
-    Gpus,
-    Interpreter,
-    Limits,
-    Lookup,
-    Memory,
-    Names,
-    Package,
-    Port,
-    Run,
-    Space,
-    Torch,
-)
+from distributed.facts import Clock, Facts, Port, Run, find_runs
 from distributed.fitness import Line, judge, numbers
-
-A100 = "NVIDIA A100-SXM4-80GB"
-GPUS = tuple(Gpu(index, f"GPU-{index}{index}aa-bb", A100, 80 * GIB, 4 * MIB) for index in range(4))
+from distributed.gpus import GpuProcess, Gpus
+from distributed.interpreter import (
+    KIT,
+    Interpreter,
+    Package,
+    Torch,
+    ask_torch,
+    find_shadows,
+    required_packages,
+    which_python,
+)
+from distributed.names import Lookup, Names
+from distributed.probe import GIB, MIB, ask
+from distributed.resources import (
+    Cores,
+    Limits,
+    Memory,
+    Space,
+    look_at_cores,
+    look_at_limits,
+    look_at_memory,
+)
 
 HEALTHY = Facts(
     kit="/opt/muster",
@@ -303,130 +301,17 @@ def test_colour_is_only_there_when_asked_for() -> None:
     assert render(lines, "node1", colour=True).startswith("\033[31;1mfault    \033[0mtorch")
 
 
-# ---------------------------------------------------------------- gathering: GPUs
-
-
-@pytest.mark.parametrize(
-    ("setting", "seen"),
-    [
-        (None, [0, 1, 2, 3]),
-        ("", []),
-        ("-1", []),
-        ("2", [2]),
-        ("3,1", [3, 1]),
-        ("0,9,1", [0]),
-        ("1,1", []),
-        (" 2 , 3", [2, 3]),
-        ("GPU-11aa-bb,GPU-0", [1, 0]),
-        ("NoDevFiles", []),
-    ],
-)
-def test_visible_devices_are_read_as_cuda_reads_them(setting: str | None, seen: list[int]) -> None:
-    assert [gpu.index for gpu in facts.visible(setting, GPUS)] == seen
-
-
-def test_a_process_sees_one_slice_where_mig_is_on() -> None:
-    sliced = tuple(replace(gpu, mig=True) for gpu in GPUS)
-    assert len(facts.visible(None, sliced)) == 1
-    assert len(facts.visible("MIG-5c89,MIG-77aa", sliced)) == 1
-    assert facts.visible("MIG-5c89", GPUS) == ()
-
-
-STUB_NVIDIA_SMI = """#!/bin/sh
-# Stub: answers as nvidia-smi does with --format=csv,noheader,nounits.
-case $* in
-  *--query-gpu=index,uuid,driver_version,*,name\\ --format=csv,noheader,nounits)
-    echo "0, GPU-aa, 550.54.14, 81920, 71680, Enabled, Disabled, 0, Default, NVIDIA A100-SXM4-80GB"
-    echo "1, GPU-bb, 550.54.14, 24576, 4, Disabled, [N/A], [N/A], Exclusive_Process, NVIDIA T4" ;;
-  *--query-compute-apps=gpu_uuid,pid,used_memory,process_name\\ --format=csv,noheader,nounits)
-    echo "GPU-aa, {pid}, 71000, /usr/bin/python3"
-    echo "GPU-aa, 4194305, [N/A], a, b" ;;
-  *) echo "Field is not a valid field to query." ; exit 2 ;;
-esac
-"""
-
-
-def stub(folder: Path, name: str, text: str) -> None:
-    (folder / name).write_text(text)
-    (folder / name).chmod(0o755)
-
-
-@pytest.fixture
-def path_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that comes first on PATH."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
-    return folder
-
-
-def test_gpus_and_their_users_are_read_from_nvidia_smi(path_folder: Path) -> None:
-    stub(path_folder, "nvidia-smi", STUB_NVIDIA_SMI.format(pid=os.getpid()))
-    stub(
-        path_folder,
-        "dmesg",
-        "#!/bin/sh\necho '[1.2] NVRM: Xid (PCI:0000:3b:00): 79, pid=1, GPU has fallen off'\n",
-    )
-    found = facts.look_at_gpus()
-    me = facts.owner(os.getpid())
-    assert found.driver == "550.54.14"
-    assert found.xids == ("PCI:0000:3b:00 79",)
-    users = GpuProcess(os.getpid(), me, "python3", 71000 * MIB), GpuProcess(4194305, "", "a, b", 0)
-    assert found.devices == (
-        Gpu(0, "GPU-aa", A100, 80 * GIB, 70 * GIB, processes=users),
-        Gpu(1, "GPU-bb", "NVIDIA T4", 24 * GIB, 4 * MIB, False, compute_mode="Exclusive_Process"),
-    )
-
-
-def test_a_driver_that_does_not_answer_is_told_in_its_own_words(path_folder: Path) -> None:
-    stub(
-        path_folder,
-        "nvidia-smi",
-        "#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch'; exit 18\n",
-    )
-    assert facts.look_at_gpus().error == "nvidia-smi: Failed to initialize NVML: Driver/library version mismatch"
-
-
-def test_no_devices_is_no_error(path_folder: Path) -> None:
-    stub(path_folder, "nvidia-smi", "#!/bin/sh\necho No devices were found; exit 6\n")
-    assert facts.look_at_gpus().error == ""
-
-
-def test_without_nvidia_smi_the_device_files_are_counted(path_folder: Path, tmp_path: Path) -> None:
-    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
-        (tmp_path / name).touch()
-    assert [gpu.index for gpu in facts.look_at_gpus(dev=tmp_path).devices] == [0, 1]
-
-
-def test_errors_of_programs_are_not_taken_for_errors_of_gpus() -> None:
-    log = "\n".join(f"[1.0] NVRM: Xid (PCI:0000:3b:00): {code}, pid=7, name=python" for code in (31, 79, 79, 13))
-    assert facts.xids(log) == ("PCI:0000:3b:00 79",)
-
-
-def test_cards_without_a_driver_are_found_on_the_bus(tmp_path: Path) -> None:
-    for name, vendor, kind in (
-        ("3b", "0x10de", "0x030200"),
-        ("3c", "0x10de", "0x040300"),
-        ("00", "0x8086", "0x030000"),
-    ):
-        card = tmp_path / "bus/pci/devices" / name
-        card.mkdir(parents=True)
-        (card / "vendor").write_text(f"{vendor}\n")
-        (card / "class").write_text(f"{kind}\n")
-    assert facts.nvidia_cards(tmp_path) == 1
-
-
-# ---------------------------------------------------------------- gathering: the rest
+# ---------------------------------------------------------------- gathering
 
 
 def test_a_program_that_hangs_is_given_up() -> None:
-    reply = facts.ask([sys.executable, "-c", "import sys; sys.stdin = None; __import__('time').sleep(600)"], 0.2)
+    reply = ask([sys.executable, "-c", "import sys; sys.stdin = None; __import__('time').sleep(600)"], 0.2)
     assert reply.code is None
     assert "no answer within" in reply.error
 
 
 def test_a_program_that_is_not_there_is_no_crash() -> None:
-    assert facts.ask(["no-such-program"], 1).code is None
+    assert ask(["no-such-program"], 1).code is None
 
 
 def write(root: Path, files: dict[str, str]) -> None:
@@ -448,9 +333,9 @@ def test_limits_of_version_2_control_groups_bind_from_any_height(tmp_path: Path)
             "fs/cgroup/slurm/pids.max": "300\n",
         },
     )
-    assert facts.look_at_memory(tmp_path, tmp_path) == Memory(64 * GIB, 32 * GIB, 8 * GIB, 8192, 4096)
-    assert facts.look_at_cores(tmp_path, tmp_path).quota == 2.5
-    assert facts.look_at_limits(tmp_path, tmp_path).processes == 300
+    assert look_at_memory(tmp_path, tmp_path) == Memory(64 * GIB, 32 * GIB, 8 * GIB, 8192, 4096)
+    assert look_at_cores(tmp_path, tmp_path).quota == 2.5
+    assert look_at_limits(tmp_path, tmp_path).processes == 300
 
 
 def test_limits_of_version_1_control_groups_are_read(tmp_path: Path) -> None:
@@ -466,49 +351,15 @@ def test_limits_of_version_1_control_groups_are_read(tmp_path: Path) -> None:
             "meminfo": "MemTotal:  67108864 kB\n",
         },
     )
-    assert facts.look_at_memory(tmp_path, tmp_path).limit == GIB
-    assert facts.look_at_cores(tmp_path, tmp_path).quota == 4.0
+    assert look_at_memory(tmp_path, tmp_path).limit == GIB
+    assert look_at_cores(tmp_path, tmp_path).quota == 4.0
 
 
 def test_a_machine_that_shows_nothing_is_no_crash(tmp_path: Path) -> None:
     nothing = tmp_path / "nothing"
-    assert facts.look_at_memory(nothing, nothing).total == 0
-    assert facts.ephemeral_range(nothing) == (32768, 60999)
-    assert facts.listener(29500, nothing) == ""
-    assert facts.find_runs(nothing) == ()
-    assert facts.required_packages(nothing) == ()
-
-
-@pytest.fixture
-def server() -> Iterator[socket.socket]:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        yield listening
-
-
-def test_a_port_is_taken_by_who_listens_on_it(server: socket.socket) -> None:
-    port = server.getsockname()[1]
-    assert not facts.port_is_free(port)
-    assert f"pid {os.getpid()} (" in facts.listener(port)
-    server.close()
-    assert facts.port_is_free(port)
-    assert facts.listener(port) == ""
-
-
-def test_a_resolver_that_does_not_answer_is_not_waited_for() -> None:
-    never = threading.Event()
-
-    def refuse() -> tuple[str, ...]:
-        raise OSError(-2, "Name or service not known")
-
-    def hang() -> tuple[str, ...]:
-        never.wait()
-        return ()
-
-    good, bad, late = facts.look_up({"a": lambda: ("10.0.0.1",), "b": refuse, "c": hang}, limit=0.2)
-    never.set()
-    assert good.answers == ("10.0.0.1",)
-    assert bad.error == "Name or service not known"
-    assert (late.seconds, late.error) == (0.2, "no answer within 0.2 s")
+    assert look_at_memory(nothing, nothing).total == 0
+    assert find_runs(nothing) == ()
+    assert required_packages(nothing) == ()
 
 
 def test_files_that_stand_before_a_library_are_found(tmp_path: Path) -> None:
@@ -524,8 +375,8 @@ def test_files_that_stand_before_a_library_are_found(tmp_path: Path) -> None:
             "site/distributed/__init__.py": "",
         },
     )
-    path = f"{tmp_path}/sources:{tmp_path}/site::{facts.KIT}"
-    found = [Path(name).relative_to(tmp_path).as_posix() for name in facts.find_shadows(tmp_path / "project", path)]
+    path = f"{tmp_path}/sources:{tmp_path}/site::{KIT}"
+    found = [Path(name).relative_to(tmp_path).as_posix() for name in find_shadows(tmp_path / "project", path)]
     assert found == ["project/random.py", "project/torch.py", "site/distributed", "sources/torch"]
 
 
@@ -538,21 +389,16 @@ def test_files_that_stand_before_a_library_are_found(tmp_path: Path) -> None:
     ],
 )
 def test_the_rule_that_picked_this_python_is_named(env: dict[str, str], why: str) -> None:
-    assert facts.which_python("/v/bin/python", Path("/work"), env).why == why
+    assert which_python("/v/bin/python", Path("/work"), env).why == why
 
 
 def test_python_of_the_working_folder_is_named(tmp_path: Path) -> None:
-    assert facts.which_python(f"{tmp_path}/.venv/bin/python", tmp_path, {}).why == ".venv of the working folder"
+    assert which_python(f"{tmp_path}/.venv/bin/python", tmp_path, {}).why == ".venv of the working folder"
 
 
 def test_an_active_conda_environment_that_is_not_used_is_a_fact() -> None:
-    assert facts.which_python("/v/bin/python", Path("/work"), {"CONDA_PREFIX": "/conda"}).unused_conda == "/conda"
-    assert facts.which_python("/conda/bin/python", Path("/work"), {"CONDA_PREFIX": "/conda"}).unused_conda == ""
-
-
-def test_the_interface_on_the_way_to_a_host_is_known() -> None:
-    assert facts.interface_to("127.0.0.1") == "lo"
-    assert facts.interface_to("no-such-name.invalid") == ""
+    assert which_python("/v/bin/python", Path("/work"), {"CONDA_PREFIX": "/conda"}).unused_conda == "/conda"
+    assert which_python("/conda/bin/python", Path("/work"), {"CONDA_PREFIX": "/conda"}).unused_conda == ""
 
 
 @pytest.mark.parametrize(
@@ -565,13 +411,14 @@ def test_the_interface_on_the_way_to_a_host_is_known() -> None:
     ],
 )
 def test_a_torch_that_cannot_be_imported_is_a_fact_and_not_a_crash(tmp_path: Path, python: str, error: str) -> None:
-    stub(tmp_path, "python", f"#!/bin/sh\n# Stub: a Python whose torch is broken.\n{python}\n")
-    assert error in facts.ask_torch(str(tmp_path / "python"), limit=1).error
+    (tmp_path / "python").write_text(f"#!/bin/sh\n# Stub: a Python whose torch is broken.\n{python}\n")
+    (tmp_path / "python").chmod(0o755)
+    assert error in ask_torch(str(tmp_path / "python"), limit=1).error
 
 
 def test_required_packages_come_from_requirements_txt(tmp_path: Path) -> None:
     (tmp_path / "requirements.txt").write_text("# why\ntorch==2.13.0\nnumpy>=1.26,<3\nno-such-thing\n-r more.txt\n")
-    numpy, absent = facts.required_packages(tmp_path / "requirements.txt")
+    numpy, absent = required_packages(tmp_path / "requirements.txt")
     assert (numpy.name, numpy.oldest, bool(numpy.installed)) == ("numpy", "1.26", True)
     assert absent == Package("no-such-thing", "", "")
 
@@ -579,7 +426,7 @@ def test_required_packages_come_from_requirements_txt(tmp_path: Path) -> None:
 def test_a_run_is_known_by_its_marker(tmp_path: Path) -> None:
     environ = "HOME=/root\0MUSTER_RUN_DIR=/logs/train-1\0RANK=0\0"
     write(tmp_path, {"12/environ": environ, "7/environ": environ, "8/environ": "NOT_MUSTER_RUN_DIR=/x\0"})
-    assert facts.find_runs(tmp_path) == (Run("/logs/train-1", (7, 12)),)
+    assert find_runs(tmp_path) == (Run("/logs/train-1", (7, 12)),)
 
 
 # ---------------------------------------------------------------- this machine
@@ -590,7 +437,7 @@ def ask_doctor(
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*python, "-m", "distributed.doctor", *words],
-        cwd=facts.KIT,
+        cwd=KIT,
         env=os.environ | env,
         capture_output=True,
         text=True,
@@ -624,29 +471,7 @@ def test_the_facts_as_json_hold_every_part(tmp_path: Path) -> None:
     assert all(set(told[part]) == {key.name for key in fields(getattr(HEALTHY, part))} for part in parts)
 
 
-def test_the_launcher_can_ask_how_many_gpus_there_are(path_folder: Path) -> None:
-    stub(path_folder, "nvidia-smi", STUB_NVIDIA_SMI.format(pid=os.getpid()))
-    assert ask_doctor("--gpus").stdout == "2\n"
-    assert ask_doctor("--gpus", CUDA_VISIBLE_DEVICES="1").stdout == "1\n"
-    assert ask_doctor("--gpus", CUDA_VISIBLE_DEVICES="").stdout == "0\n"
-
-
-def test_a_driver_that_does_not_answer_counts_as_no_gpu_and_is_not_hidden(path_folder: Path) -> None:
-    stub(path_folder, "nvidia-smi", "#!/bin/sh\necho 'GPU is lost'; exit 15\n")
-    reply = ask_doctor("--gpus")
-    assert (reply.stdout, reply.stderr) == ("0\n", "nvidia-smi: GPU is lost\n")
-
-
-def test_the_launcher_can_ask_whether_a_port_is_free(server: socket.socket) -> None:
-    port = server.getsockname()[1]
-    taken = ask_doctor("--port-free", str(port))
-    assert taken.returncode == 1
-    assert taken.stderr.startswith(f"port {port} is taken by pid {os.getpid()} (")
-    server.close()
-    assert ask_doctor("--port-free", str(port)).returncode == 0
-
-
-@pytest.mark.parametrize("words", [("--port-free", "0"), ("--port-free", "x"), ("--gpus", "--json"), ("node1",)])
+@pytest.mark.parametrize("words", [("--master-port", "0"), ("--master-port", "x"), ("node1",)])
 def test_a_wrong_call_is_refused(words: tuple[str, ...]) -> None:
     reply = ask_doctor(*words)
     assert reply.returncode == 2

@@ -25,24 +25,32 @@ KIT = Path(__file__).resolve().parent.parent
 # Who may import whom of ours; a module without a line here knows none of them.
 BELOW: dict[str, set[str]] = {
     "agent": {"accounts", "meeting", "peers", "worker"},
+    "by_hand": {"answers", "network"},
     "checkpoint": {"ranks", "shards", "snapshot", "step_folder"},
     "cluster": {"answers", "comparison", "doctor", "fitness", "members", "nodelist", "reach", "smoke_report"},
     "comparison": {"fitness", "members", "nodelist", "preflight"},
     "doctor": {"facts", "fitness"},
-    "fitness": {"facts"},
-    "look": {"answers", "facts"},
+    "facts": {"gpus", "interpreter", "names", "network", "probe", "resources"},
+    "fitness": {"facts", "gpus", "interpreter", "probe", "resources"},
+    "gpus": {"probe"},
+    "interpreter": {"probe"},
+    "look": {"answers", "gpus", "probe"},
     "meeting": {"accounts", "peers", "worker"},
-    "members": {"answers", "facts", "preflight", "run_folder"},
+    "members": {"answers", "facts", "interpreter", "network", "probe", "run_folder", "survey"},
+    "names": {"network"},
+    "network": {"probe"},
     "peers": {"accounts"},
-    "preflight": {"answers", "facts", "run_folder"},
-    "reach": {"answers", "facts", "nodelist", "run_folder", "smoke_report"},
+    "preflight": {"answers"},
+    "reach": {"answers", "network", "nodelist", "run_folder", "smoke_report"},
     "report": {"charts", "history"},
+    "resources": {"probe"},
     "resume": {"config", "step_folder"},
     "shards": {"ranks", "step_folder"},
     "snapshot": {"step_folder"},
     "smoke": {"links", "smoke_report", "torch"},
     "smoke_report": {"links"},
     "status": {"answers", "look", "pulse", "run_folder", "visit", "whereabouts"},
+    "survey": {"answers", "gpus", "network", "preflight", "run_folder"},
     "torch": {"nodelist"},
     "verdict": {"evidence"},
     "visit": {"answers", "look", "whereabouts"},
@@ -55,9 +63,10 @@ KNOW_PYTORCH = {
 }  # fmt: skip
 # They run on nodes before anything is installed.
 STANDARD_LIBRARY_ALONE = {
-    "accounts", "answers", "charts", "cluster", "comparison", "doctor", "evidence", "facts", "fitness", "history",
-    "links", "look", "members", "nodelist", "preflight", "progress", "pulse", "reach", "report", "run_folder",
-    "smoke_report", "status", "step_folder", "verdict", "visit", "whereabouts",
+    "accounts", "answers", "by_hand", "charts", "cluster", "comparison", "doctor", "evidence", "facts", "fitness",
+    "gpus", "history", "interpreter", "links", "look", "members", "names", "network", "nodelist", "preflight", "probe",
+    "progress", "pulse", "reach", "report", "resources", "run_folder", "smoke_report", "status", "step_folder",
+    "survey", "verdict", "visit", "whereabouts",
 }  # fmt: skip
 WHERE_IT_IS_THERE = {"psutil", "pynvml", "rich"}  # inside a try
 

@@ -27,7 +27,7 @@ def share_cores(options: dict[str, str]) -> None:
 
 def choose_interface(options: dict[str, str]) -> None:
     """Gloo listens at the address of the node's own name, often 127.0.1.1: on several nodes, name the interface."""
-    from distributed.facts import interface_to
+    from distributed.network import interface_to
 
     master = options.get("--master-addr")
     if master and options.get("--nnodes", "1") != "1" and (interface := interface_to(master)):

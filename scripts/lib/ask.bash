@@ -8,9 +8,10 @@
 
 # Ask all NODES the same, and wait for the last of them.
 ask_nodes() { # <folder for the answers> <command> [word...]
-  local node asked=()
+  local node question asked=()
+  question=$(for_nodes "${@:2}")
   for node in "${NODES[@]}"; do
-    ask_node "$1" "$node" "${@:2}" </dev/null &
+    ask_node "$1" "$node" "$question" </dev/null &
     asked+=($!)
   done
   show_waiting "$1" &
@@ -19,9 +20,9 @@ ask_nodes() { # <folder for the answers> <command> [word...]
 }
 
 
-ask_node() { # <folder for the answers> <node> <command> [word...]
+ask_node() { # <folder for the answers> <node> <what for_nodes wrote>
   local code=0
-  on_node "${@:2}" >"$1/$2.out" 2>"$1/$2.err" || code=$?
+  say_to_node "$2" "$3" >"$1/$2.out" 2>"$1/$2.err" || code=$?
   echo "$code" >"$1/$2.code"
 }
 

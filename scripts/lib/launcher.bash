@@ -163,7 +163,7 @@ give_environment() {
 check_gpus() { # <number of ranks on this machine>
   local gpus
   ((PREFLIGHT)) || return 0
-  gpus=$(give_environment && kit_python doctor --gpus) || die "cannot count the GPUs: see the line above"
+  gpus=$(give_environment && kit_python gpus) || die "cannot count the GPUs: see the line above"
   ((gpus > 0 || $1 <= 4 * $(nproc))) || warn "NPROC $1: many for $(nproc) CPU core(s), which they will have to share"
   ((gpus == 0 || $1 <= gpus)) || die_usage "NPROC $1: this machine has $gpus GPU(s), and each process needs its own"
 }
@@ -171,7 +171,7 @@ check_gpus() { # <number of ranks on this machine>
 
 check_port() {
   [[ $MASTER_PORT ]] && ((PREFLIGHT)) || return 0
-  kit_python doctor --port-free "$MASTER_PORT" ||
+  kit_python network "$MASTER_PORT" ||
     die_usage "--master-port $MASTER_PORT: in use on this machine; name another, or leave it out"
 }
 

@@ -43,12 +43,12 @@ check_nodes() {
   ANSWERS=$(mktemp -d "$SOCKETS/answers-XXXXXX") # goes when the connections go
   local node files=("${CONFIG_ARGS[@]:1}") words=() meeting
   [[ $MODULE ]] || files+=("${WORK[0]}")
-  ask_nodes "$ANSWERS" "$PYTHON" "$KIT/scripts/lib/module.py" preflight look --port "${MASTER_PORT:-0}" \
+  ask_nodes "$ANSWERS" "$PYTHON" "$KIT/scripts/lib/module.py" survey --port "${MASTER_PORT:-0}" \
     --master "${NODES[0]}" -- "${files[@]}"
   for node in "${NODES[@]}"; do
     words+=("$node:${NPROC[$node]}")
   done
-  meeting=$(kit_python preflight judge --port "${MASTER_PORT:-0}" "$ANSWERS" "${words[@]}") || exit
+  meeting=$(kit_python preflight --port "${MASTER_PORT:-0}" "$ANSWERS" "${words[@]}") || exit
   read -r MASTER_ADDR MASTER_PORT <<<"$meeting"
 }
 

@@ -20,11 +20,12 @@ try_all_pairs() { # <new folder>
 
 # Start a listener on each node, and wait until each has said where it listens, or has ended.
 listen_everywhere() { # <folder for the answers>
-  local node
+  local node question
   mkfifo -- "$1/until"
   module_as_ranks reach listen "${NODES[@]}"
+  question=$(for_nodes "${COMMAND[@]}")
   for node in "${NODES[@]}"; do
-    ask_node "$1" "$node" "${COMMAND[@]}" <"$1/until" &
+    ask_node "$1" "$node" "$question" <"$1/until" &
   done
   exec {LISTENING}>"$1/until" # opened when all are forked: none of them holds the writing end
   for node in "${NODES[@]}"; do

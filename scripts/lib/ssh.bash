@@ -31,12 +31,23 @@ call_ssh() { # <ssh's words...>
 # Run a command in the working folder of a node, with its standard input and output.
 # Ends with the command's own status, or with 255 when the node cannot be reached or is lost.
 on_node() { # <node> <command> [word...]
-  line_on_node "$1" "cd -- $(quote "$PWD") || exit $EXIT_UNFIT; exec $(quote "${@:2}")"
+  say_to_node "$1" "$(for_nodes "${@:2}")"
 }
 
 
 line_on_node() { # <node> <line for bash>
-  call_ssh -- "${ADDRESS[$1]}" "$(for_any_shell "$2")"
+  say_to_node "$1" "$(for_any_shell "$2")"
+}
+
+
+# Who says the same to many nodes writes it once.
+say_to_node() { # <node> <what for_nodes or for_any_shell wrote>
+  call_ssh -- "${ADDRESS[$1]}" "$2"
+}
+
+
+for_nodes() { # <command> [word...]
+  for_any_shell "cd -- $(quote "$PWD") || exit $EXIT_UNFIT; exec $(quote "$@")"
 }
 
 
