@@ -23,7 +23,6 @@ main() { # <true or preflight> <node...>
     NODES+=("$node") NPROC[$node]=1 ADDRESS[$node]=$node
   done
   open_connections
-  trap close_connections EXIT
   WORK=("$KIT/train.py")
   case $1 in
     true) ask_nodes "$SOCKETS" true ;;

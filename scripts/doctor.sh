@@ -122,7 +122,6 @@ look_at_nodes() {
     return
   fi
   open_connections
-  trap close_connections EXIT
   answers=$SOCKETS/answers
   mkdir -p -- "$answers/looking"
   ask_nodes "$answers/looking" "${COMMAND[@]}"

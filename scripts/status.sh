@@ -71,7 +71,7 @@ watch_run() {
   if [[ -t 1 ]]; then
     HOW=(--in-place)
     printf '\e[?1049h\e[2J'
-    trap 'printf "\e[?1049l"; close_connections' EXIT
+    trap 'printf "\e[?1049l"' EXIT
   fi
   while true; do
     look_once && status=0 || status=$?
@@ -94,7 +94,6 @@ main() {
   parse_args "$@"
   pick_python "$ASKED_PYTHON"
   open_connections
-  trap close_connections EXIT
   find_run "${WORD:-latest}"
   ANSWER_WITHIN=$((STACKS ? 60 : 15))
   if ((WATCH)); then

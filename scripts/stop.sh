@@ -147,7 +147,6 @@ main() {
   parse_args "$@"
   pick_python "$ASKED_PYTHON"
   open_connections
-  trap close_connections EXIT
   find_run "$WORD"
   [[ $LAUNCHER_IS != elsewhere ]] || hand_over
   take_turns

@@ -141,15 +141,12 @@ bytes() { # <size>
 test_connections() {
   local node words=() code=0
   open_connections
-  trap 'close_connections; rm -rf -- "$FOLDER"' EXIT
   name_nodes "$PROCESSES" "${WORDS[@]}"
   try_all_pairs "$SOCKETS/answers"
   for node in "${NODES[@]}"; do
     words+=("$node:${NPROC[$node]}")
   done
   kit_python reach judge --report "$FOLDER/report" "$SOCKETS/answers" "${words[@]}" || code=$?
-  close_connections
-  trap 'rm -rf -- "$FOLDER"' EXIT
   ((code == 0)) || show_report "$FOLDER/report" "$code"
   log "each of ${#NODES[@]} node(s) can connect to every other"
 }

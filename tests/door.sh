@@ -31,7 +31,6 @@ main() { # <door> <where> <command...>
   # shellcheck disable=SC2034 # ssh.bash reads it
   ADDRESS=(["$2"]="$2")
   open_connections
-  trap close_connections EXIT
   case $1 in
     ssh) on_node "${@:2}" </dev/null ;;
     pdsh) through_pdsh "${@:2}" ;;

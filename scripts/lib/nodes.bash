@@ -122,7 +122,6 @@ launch_on_nodes() { # <function that starts them> <word...>
     return
   fi
   open_connections
-  trap close_connections EXIT
   ((!SYNC)) || sync_nodes
   find_meeting_point
   if ((DETACH)); then

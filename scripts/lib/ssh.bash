@@ -5,20 +5,29 @@
 # Sourced behind common.bash, never run; nodes.bash says who the nodes are. One connection a node serves all
 # calls of one launch:
 #
-#   open_connections; trap close_connections EXIT
+#   open_connections
 #   on_node NODE COMMAND [WORD...]
 
 
-# One folder of sockets for each launch, short enough for a socket's name (ssh takes 90 bytes, 41 of them its own).
+# One folder of sockets for each launch, short enough for a socket's name (ssh takes 90 bytes, 41 of them its own). It
+# goes when we do; the connections themselves end when nobody has used them for a few seconds.
 open_connections() {
   SOCKETS=$(mktemp -d "${XDG_RUNTIME_DIR:-/tmp}/muster-XXXXXX")
   ((${#SOCKETS} <= 45)) || { rmdir -- "$SOCKETS" && SOCKETS=$(mktemp -d /tmp/muster-XXXXXX); }
+  pipe_into CONNECTIONS remove_later "$SOCKETS"
 }
 
 
-# The connections themselves end when nobody has used them for a few seconds: telling each one to would take longer.
-close_connections() {
-  rm -rf -- "$SOCKETS"
+# Not by a trap, which SIGKILL would not run; and by nobody's child, for whom we might wait.
+remove_later() { # <folder>
+  remove_at_end_of_input "$1" <&0 >/dev/null 2>&1 &
+}
+
+
+remove_at_end_of_input() { # <folder>
+  trap '' INT TERM HUP TSTP
+  read -r _ || true
+  rm -rf -- "$1"
 }
 
 

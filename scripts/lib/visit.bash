@@ -4,7 +4,7 @@
 #
 # Sourced behind common.bash and ssh.bash, never run.
 #
-#   open_connections; trap close_connections EXIT
+#   open_connections
 #   find_run RUN; ask_nodes look_at --seconds 1
 
 LOG_DIR=logs
