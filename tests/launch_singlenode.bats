@@ -358,3 +358,4 @@ END
   chmod +x stub/nvidia-smi
   PATH="$WORK/stub:$PATH" refused "NPROC 2: this machine has 1 GPU" --script "my script.py" - 2
 }
+

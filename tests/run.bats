@@ -169,6 +169,7 @@ without() { # <program...>
   without bats scontrol
   run_sh
   [ "$status" -eq 69 ]
+  [[ "$stderr" == *"the tests call programs that are not here, an administrator can install them:"* ]]
   [[ "$stderr" == *$'\n'"  sudo apt-get install -y --no-install-recommends bats slurm-wlm" ]]
   [ ! -e "$CALLS" ]
   [ ! -e "$KIT/.venv" ]

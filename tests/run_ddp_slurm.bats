@@ -106,3 +106,13 @@ END
   [[ "$output" == *"--ntasks 3 --cpus-per-task"*"train.py x\\ y"* ]]
   [ ! -e logs ]
 }
+
+
+@test "without srun on the PATH that is said" {
+  mkdir bin
+  for tool in bash readlink dirname env; do
+    ln -s "$(type -P "$tool")" bin/
+  done
+  PATH=$PWD/bin run -2 "$KIT/scripts/lib/srun.sh" true
+  [[ "$output" == *"srun is not on the PATH: this is no SLURM machine"* ]]
+}

@@ -76,3 +76,15 @@ END
   [ "$status" -eq 0 ]
   [[ "$output" != *copying* ]]
 }
+
+
+@test "a node on which the folder cannot be made is named, and nothing starts" {
+  lab ssh "$N2" touch "$APART/in the way"
+  mkdir -p "$APART/in the way/work"
+  cd "$APART/in the way/work"
+  echo 'print("ran")' >plain.py
+  run "$LAUNCH" --sync --script plain.py - 1 "$N1" "$N2"
+  [ "$status" -eq 69 ]
+  [[ "$output" == *"--sync: $PWD could not be copied to $N2: see the lines above"* ]]
+  [ ! -e logs ]
+}

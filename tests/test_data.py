@@ -248,6 +248,13 @@ def test_a_mapped_file_travels_to_a_worker_as_its_name(tmp_path: Path) -> None:
     assert torch.equal(pickle.loads(parcel).batch([3])[0], windows.batch([3])[0])
 
 
+@pytest.mark.parametrize(("size", "what"), [(0, "is empty"), (7, "has 7 bytes, an odd number")])
+def test_a_file_that_cannot_hold_tokens_is_refused(tmp_path: Path, size: int, what: str) -> None:
+    (tmp_path / "train.bin").write_bytes(b"x" * size)
+    with pytest.raises(DataError, match=f"{what}: a .bin file is uint16 tokens, two bytes each"):
+        load(tmp_path / "train.bin", vocab_size=256)
+
+
 def test_a_token_outside_the_vocabulary_is_named_with_file_value_and_position(tmp_path: Path) -> None:
     ids = [7] * 200
     ids[195] = 99

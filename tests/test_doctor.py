@@ -174,7 +174,7 @@ BROKEN = [
     ("no inodes", {"disks": (replace(ROOT, inodes_free=False),)},
      "fault disk", "inodes", "df -i '/data/log s'"),
     ("docker's shm", {"shm": Space("/dev/shm", "/dev/shm", 64 * MIB, 64 * MIB), "container": True},
-     "fault /dev/shm", "64 MiB in all", "--shm-size=8g or --ipc=host"),
+     "fault /dev/shm", "64 MiB in all: NCCL and data loader workers die of a bus error", "--shm-size=8g or --ipc=host"),
     ("small shm without a container", {"shm": Space("/dev/shm", "/dev/shm", 512 * MIB, 512 * MIB)},
      "warning /dev/shm", "512 MiB in all", "mount -o remount,size=50% /dev/shm"),
     ("full shm", {"shm__free": MIB}, "fault /dev/shm", "1 MiB of 256.0 GiB free", "ls -lt /dev/shm"),

@@ -249,6 +249,17 @@ def test_only_consequences_are_told_as_such() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("code", "cause"),
+    [
+        (135, "rank 0 on n1 died of SIGBUS"),
+        (1, "rank 0 on n1 exited with code 1; nothing clearer was recorded"),
+    ],
+)
+def test_what_is_said_of_one_that_ended_without_a_word(code: int, cause: str) -> None:
+    assert verdict.judge(Evidence((died(code, rank=0),), ranks={"n1": range(1)})).cause == cause
+
+
 def test_the_one_rank_that_said_nothing_while_all_others_waited_did_not_come() -> None:
     waited = [told("RuntimeError", WAITED, rank=rank, node="n1") for rank in (0, 1, 3)]
     hung = died(143, rank=2, node="n2", ended_by_agent=True)
