@@ -4,34 +4,26 @@
 # that cannot be asked, the pair that cannot talk and the slow one are named, and nobody waits in silence for them.
 
 bats_require_minimum_version 1.5.0
+# shellcheck source=tests/lab/nodes.bash
+source "$BATS_TEST_DIRNAME/lab/nodes.bash"
 
 
 setup_file() {
-  [ "$(id -u)" -eq 0 ] || skip "raising nodes needs root"
-  export KIT PREFIX MUSTER_LAB VIRTUAL_ENV PRIVATE
-  KIT=$(readlink -f "$BATS_TEST_DIRNAME/..")
-  VIRTUAL_ENV=${VIRTUAL_ENV:-$KIT/.venv}
-  PREFIX=a$(tr 0-9 a-j <<<"$$") # so that no other laboratory on this machine has it
-  MUSTER_LAB=$BATS_FILE_TMPDIR/lab
-  PRIVATE=$BATS_FILE_TMPDIR/private
+  export PRIVATE=$BATS_FILE_TMPDIR/private
   mkdir -p "$PRIVATE/own"
-  lab up 3 --prefix "$PREFIX" --private "$PRIVATE"
+  raise_nodes 3 --private "$PRIVATE"
   python3 -m venv --without-pip "$BATS_FILE_TMPDIR/bare" # without PyTorch a node is asked in a moment
 }
 
 
 teardown_file() {
-  [ "$(id -u)" -eq 0 ] || return 0
-  lab down
+  lower_nodes
 }
 
 
 setup() {
-  N1=${PREFIX}1 N2=${PREFIX}2 N3=${PREFIX}3
-  export OMP_NUM_THREADS=1
   unset CUDA_VISIBLE_DEVICES
-  mkdir -p "$BATS_TEST_TMPDIR/my 'work'"
-  cd "$BATS_TEST_TMPDIR/my 'work'" || return
+  enter_work
 }
 
 
@@ -40,11 +32,6 @@ teardown() {
   lab ssh "$N2" ip link set eth0 mtu 1500
   lab ssh "$N2" iptables -F INPUT
   : >"$MUSTER_LAB/bashrc"
-}
-
-
-lab() { # <word...>
-  "$BATS_TEST_DIRNAME/lab/lab.sh" "$@" 3>&-
 }
 
 

@@ -5,36 +5,27 @@
 # the first failing rank's own, a death is seen within a second, and 10 seconds later nothing of the run is left.
 
 bats_require_minimum_version 1.5.0
+# shellcheck source=tests/lab/nodes.bash
+source "$BATS_TEST_DIRNAME/lab/nodes.bash"
 
 
 setup_file() {
-  [ "$(id -u)" -eq 0 ] || skip "raising nodes needs root"
-  export KIT LAUNCH PREFIX MUSTER_LAB VIRTUAL_ENV
-  KIT=$(readlink -f "$BATS_TEST_DIRNAME/..")
-  LAUNCH=$KIT/scripts/ssh/launch_torchrun_auto.sh
-  VIRTUAL_ENV=${VIRTUAL_ENV:-$KIT/.venv}
-  PREFIX=f$(tr 0-9 a-j <<<"$$") # so that no other laboratory on this machine has it
-  MUSTER_LAB=$BATS_FILE_TMPDIR/lab
+  export LAUNCH=$BATS_TEST_DIRNAME/../scripts/ssh/launch_torchrun_auto.sh
   export SMALL_DISK=$BATS_FILE_TMPDIR/small # before the nodes, which then share it
   mkdir "$SMALL_DISK"
   mount -t tmpfs -o size=200k tmpfs "$SMALL_DISK"
-  lab up 40 --prefix "$PREFIX"
+  raise_nodes 40
 }
 
 
 teardown_file() {
-  [ "$(id -u)" -eq 0 ] || return 0
-  lab down
+  lower_nodes
   ! mountpoint -q "$SMALL_DISK" || umount --lazy "$SMALL_DISK"
 }
 
 
 setup() {
-  N1=${PREFIX}1 N2=${PREFIX}2
-  export OMP_NUM_THREADS=1
-  WORK="$BATS_TEST_TMPDIR/my 'work'"
-  mkdir -p "$WORK"
-  cd "$WORK" || return
+  enter_work
 }
 
 
@@ -45,11 +36,6 @@ teardown() {
   while read -r file; do
     kill -KILL "${file//[!0-9]/}" || true
   done < <(grep -lsz -- "^MUSTER_RUN_DIR=$BATS_RUN_TMPDIR" /proc/[0-9]*/environ)
-}
-
-
-lab() { # <word...>
-  "$BATS_TEST_DIRNAME/lab/lab.sh" "$@" 3>&-
 }
 
 

@@ -30,12 +30,6 @@ teardown() {
 }
 
 
-start_work() { # <word...>
-  start out "$LAUNCH" --script "my script.py" "$@"
-  wait_for_line out "at work"
-}
-
-
 @test "pdsh starts all nodes at once, each with its own number of processes, and the words arrive" {
   script <<'END'
 total = torch.tensor(rank)
@@ -75,12 +69,7 @@ END
 
 
 @test "Ctrl-C reaches the ranks, which write a checkpoint: 75" {
-  cat >tiny.yaml <<'END'
-model: {n_layer: 1, n_head: 1, n_embd: 8, block_size: 16}
-train: {steps: 100000, batch_size: 4, evaluate_every: 0, evaluate_windows: 4}
-checkpoint: {dir: "check points", every: 0}
-logging: {every: 1, sample: 0}
-END
+  endless_training >tiny.yaml
   start out "$LAUNCH" tiny.yaml 1 "$N1" "$N2"
   wait_for_line out "step      3/100000"
   kill -INT -- "-$LAUNCHER"

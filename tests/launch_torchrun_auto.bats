@@ -31,13 +31,6 @@ teardown() {
 }
 
 
-# Start my script.py in the background, and wait until its ranks are at work.
-start_work() { # <word...>
-  start out "$LAUNCH" --script "my script.py" "$@"
-  wait_for_line out "at work"
-}
-
-
 @test "a script that is not ours runs on three nodes, with its words byte for byte" {
   script <<'END'
 total = torch.tensor(rank)
@@ -97,12 +90,7 @@ END
 
 
 @test "Ctrl-C in the middle of a training: one checkpoint, 75, and the same command goes on" {
-  cat >tiny.yaml <<'END'
-model: {n_layer: 1, n_head: 1, n_embd: 8, block_size: 16}
-train: {steps: 100000, batch_size: 4, evaluate_every: 0, evaluate_windows: 4}
-checkpoint: {dir: "check points", every: 0}
-logging: {every: 1, sample: 0}
-END
+  endless_training >tiny.yaml
   start out "$LAUNCH" tiny.yaml 1 "$N1" "$N2"
   wait_for_line out "step      3/100000"
   kill -INT -- "-$LAUNCHER"
@@ -195,14 +183,6 @@ END
   cat hosts >"$MUSTER_LAB/hosts"
   [ "$status" -eq 0 ]
   [[ "$output" == *"sum 2.0"* ]]
-}
-
-
-refused() { # <exit code> <what the line must name> <word...>
-  run "$LAUNCH" "${@:3}"
-  [ "$status" -eq "$1" ] || { echo "status $status: $output" && return 1; }
-  [[ "$output" == *"$2"* ]] || { echo "$output" && return 1; }
-  [ ! -e logs ]
 }
 
 

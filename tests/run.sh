@@ -30,7 +30,8 @@ source "$KIT/scripts/lib/venv.bash"
 TOOLS=(
   bats:bats shellcheck:shellcheck g++:g++ ps:procps
   scontrol:slurm-wlm munged:munge
-  ip:iproute2 ssh:openssh-client /usr/sbin/sshd:openssh-server pdsh:pdsh
+  ip:iproute2 /usr/sbin/iptables:iptables ssh:openssh-client /usr/sbin/sshd:openssh-server
+  pdsh:pdsh rsync:rsync tmux:tmux
 )
 
 REQUIREMENTS=(requirements.txt requirements-trackers.txt requirements-test.txt)

@@ -5,37 +5,27 @@
 # do not fit together are refused, all at once, each with its remedy.
 
 bats_require_minimum_version 1.5.0
+# shellcheck source=tests/lab/nodes.bash
+source "$BATS_TEST_DIRNAME/lab/nodes.bash"
 
 
 setup_file() {
-  [ "$(id -u)" -eq 0 ] || skip "raising nodes needs root"
-  export KIT LAUNCH PREFIX MUSTER_LAB VIRTUAL_ENV
-  KIT=$(readlink -f "$BATS_TEST_DIRNAME/..")
-  LAUNCH=$KIT/scripts/ssh/launch_torchrun_auto.sh
-  VIRTUAL_ENV=${VIRTUAL_ENV:-$KIT/.venv}
-  PREFIX=s$(tr 0-9 a-j <<<"$$") # so that no other laboratory on this machine has it
-  MUSTER_LAB=$BATS_FILE_TMPDIR/lab
-  lab up 4 --prefix "$PREFIX"
+  export LAUNCH=$BATS_TEST_DIRNAME/../scripts/ssh/launch_torchrun_auto.sh
+  raise_nodes 4
 }
 
 
 teardown_file() {
-  [ "$(id -u)" -eq 0 ] || return 0
-  lab down
+  lower_nodes
 }
 
 
 setup() {
-  N1=${PREFIX}1 N2=${PREFIX}2 N3=${PREFIX}3 N4=${PREFIX}4
-  export OMP_NUM_THREADS=1
-  cd "$BATS_TEST_TMPDIR" || return
+  WORK=$BATS_TEST_TMPDIR
+  enter_work
+  N4=${PREFIX}4
   mkdir -p home/.ssh
   : >script.py
-}
-
-
-lab() { # <word...>
-  "$BATS_TEST_DIRNAME/lab/lab.sh" "$@" 3>&-
 }
 
 

@@ -5,32 +5,25 @@
 # checkpoint; and what is said to be gone is gone.
 
 bats_require_minimum_version 1.5.0
+# shellcheck source=tests/lab/nodes.bash
+source "$BATS_TEST_DIRNAME/lab/nodes.bash"
 
 
 setup_file() {
-  [ "$(id -u)" -eq 0 ] || skip "raising nodes needs root"
-  export KIT LAUNCH STATUS STOP PREFIX MUSTER_LAB VIRTUAL_ENV
-  KIT=$(readlink -f "$BATS_TEST_DIRNAME/..")
-  LAUNCH=$KIT/scripts/ssh/launch_torchrun_auto.sh STATUS=$KIT/scripts/status.sh STOP=$KIT/scripts/stop.sh
-  VIRTUAL_ENV=${VIRTUAL_ENV:-$KIT/.venv}
-  PREFIX=s$(tr 0-9 a-j <<<"$$") # so that no other laboratory on this machine has it
-  MUSTER_LAB=$BATS_FILE_TMPDIR/lab
-  lab up 3 --prefix "$PREFIX"
+  export LAUNCH STATUS STOP
+  LAUNCH=$BATS_TEST_DIRNAME/../scripts/ssh/launch_torchrun_auto.sh
+  STATUS=$BATS_TEST_DIRNAME/../scripts/status.sh STOP=$BATS_TEST_DIRNAME/../scripts/stop.sh
+  raise_nodes 3
 }
 
 
 teardown_file() {
-  [ "$(id -u)" -eq 0 ] || return 0
-  lab down
+  lower_nodes
 }
 
 
 setup() {
-  N1=${PREFIX}1 N2=${PREFIX}2 N3=${PREFIX}3
-  export OMP_NUM_THREADS=1
-  WORK="$BATS_TEST_TMPDIR/my 'work'"
-  mkdir -p "$WORK"
-  cd "$WORK" || return
+  enter_work
   cat >"my script.py" <<'END'
 import os, signal, sys, time
 def leave(*_):
@@ -46,25 +39,14 @@ END
 
 
 teardown() {
-  local run node
   [ "${BATS_TEST_COMPLETED-}" ] || tail -n 30 "$WORK"/out* "$WORK"/logs/*/*.log
   lab heal "$N3" >/dev/null 2>&1 || true
-  for run in "$WORK"/logs/*/; do
-    [ -d "$run" ] || continue
-    for node in "$N1" "$N2" "$N3"; do
-      "$KIT/scripts/lib/node.sh" --sweep --run "${run%/}" --node "$node"
-    done
-  done
-}
-
-
-lab() { # <word...>
-  "$BATS_TEST_DIRNAME/lab/lab.sh" "$@" 3>&-
+  leave_work
 }
 
 
 # Start a run in the background that is called so; sets LAUNCHER and RUN when all its ranks are at work.
-start() { # <name> <number of ranks> <word...>
+start_run() { # <name> <number of ranks> <word...>
   "$LAUNCH" --script "my script.py" - 1 "${@:3}" -- "$1" >"out $1" 2>&1 3>&- &
   LAUNCHER=$!
   timeout 120 grep -qF -m1 "at work" <(tail -n +1 -F "out $1" 2>/dev/null)
@@ -88,9 +70,9 @@ left() { # <run>
 
 
 @test "every rank is shown where it is, a stopped one looks hung, stop.sh ends this run and no other" {
-  start one 2 "$N1" "$N2"
+  start_run one 2 "$N1" "$N2"
   one=$RUN one_launcher=$LAUNCHER
-  start two 2 "$N2" "$N3"
+  start_run two 2 "$N2" "$N3"
   two=$RUN two_launcher=$LAUNCHER
 
   cd /
@@ -140,7 +122,7 @@ left() { # <run>
 
 
 @test "what outlived launcher and node.sh is found, said to be left behind, and ended" {
-  start one 2 "$N1" "$N2"
+  start_run one 2 "$N1" "$N2"
   node_sh=$(pgrep -f -- "node.sh --run $RUN --node $N2" | head -1)
   kill -STOP "$node_sh"
   kill -KILL "$LAUNCHER"
@@ -172,7 +154,7 @@ left() { # <run>
 
 # bats test_tags=soak
 @test "a node that is cut off is named with the reason, and nothing is claimed of it" {
-  start one 2 "$N1" "$N3"
+  start_run one 2 "$N1" "$N3"
   lab cut "$N3"
   run -69 "$STATUS"
   [[ "$output" == *"$N3: cannot be reached ("*"ssh $N3 true"* ]]

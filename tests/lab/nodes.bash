@@ -4,7 +4,7 @@
 #
 # Sourced by a bats file that calls raise_nodes N [option...] in setup_file, lower_nodes in teardown_file, enter_work in
 # setup and leave_work in teardown. A test then has nodes N1, N2, N3 and a working folder WORK of its own.
-# shellcheck disable=SC2034 # what it sets is for the tests
+# shellcheck disable=SC2034,SC2153,SC2154 # what it sets is for the tests, and what run sets for it
 
 
 raise_nodes() { # <how many> [lab.sh's options...]
@@ -76,6 +76,24 @@ END
 }
 
 
+# Start my script.py with LAUNCH in the background, and wait until its ranks are at work.
+start_work() { # <word...>
+  start out "$LAUNCH" --script "my script.py" "$@"
+  wait_for_line out "at work"
+}
+
+
+# Settings of a training that goes on until it is stopped, with the least of everything.
+endless_training() {
+  cat <<'END'
+model: {n_layer: 1, n_head: 1, n_embd: 8, block_size: 16}
+train: {steps: 100000, batch_size: 4, evaluate_every: 0, evaluate_windows: 4}
+checkpoint: {dir: "check points", every: 0}
+logging: {every: 1, sample: 0}
+END
+}
+
+
 # Start in the background with its own process group, as a terminal does.
 start() { # <file for its output> <command...>
   : >"$1"
@@ -104,4 +122,13 @@ left() {
 # shellcheck disable=SC2016 # the inner shell is to expand it
 nothing_left_within() { # <seconds>
   timeout "$1" sh -c 'while grep -qsz -- "^MUSTER_RUN_DIR=$1" /proc/[0-9]*/environ; do sleep 0.1; done' sh "$WORK"
+}
+
+
+# Called with these words, LAUNCH says so, and has begun nothing.
+refused() { # <exit code> <what the line must name> <word...>
+  run "$LAUNCH" "${@:3}"
+  [ "$status" -eq "$1" ] || { echo "status $status: $output" && return 1; }
+  [[ "$output" == *"$2"* ]] || { echo "$output" && return 1; }
+  [ ! -e logs ]
 }
