@@ -22,7 +22,7 @@ from torch.distributed import PrefixStore, Store
 from distributed.accounts import Accounts
 
 TURN = 0.5  # seconds between two exchanges with the store
-QUICK = 0.02  # the same, while they meet and part
+QUICK = 0.05  # the same, while they meet and part; a node whose ranks are done may wait long for the others
 LOST = 12.0  # seconds of silence after which a node is given up
 TELL = 5.0  # seconds between two words about who is missing
 LAST_WORDS = 4.0  # seconds in which all nodes give their accounts
