@@ -125,6 +125,9 @@ class Peers:
         self._say(f"accounts/{self.rank}", accounts or {})
         self._say(f"bye/{self.rank}", True)
         self._wait(lambda: self._gone, GOODBYE)
+        if self._host and not self._gone:
+            self._say("closing", True)
+            self._wait(lambda: False, 2 * TURN)
         self.close()
 
     def close(self) -> None:
@@ -167,6 +170,7 @@ class Peers:
         self._all_done = self._all_done or bool(ask(self._store, "all done"))
         if self._end and self._leaving:
             self._collect()
+        self._closed = self._closed or (not self._host and bool(ask(self._store, "closing")))  # it would only complain
 
     def _deliver(self, key: str, value: object) -> None:
         if key == "end":
@@ -199,7 +203,7 @@ class Peers:
 
     def _wait(self, come: Callable[[], bool], patience: float) -> None:
         until = time.monotonic() + patience
-        while not come() and time.monotonic() < until and time.monotonic() - self._heard < LOST:
+        while not (come() or self._closed) and time.monotonic() < until and time.monotonic() - self._heard < LOST:
             time.sleep(QUICK)
 
 

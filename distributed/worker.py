@@ -1,8 +1,8 @@
 """A worker that is a fork of one warm process, and cannot be told from a fresh `python script.py`.
 
-Importing PyTorch costs a second of one core, and torchrun pays it once more for every rank. Here Python's own fork
-server imports it once; each rank is a fork of that server. `become_main` undoes what marks such a process as a
-child, and `work` ends it as an interpreter ends.
+Importing PyTorch costs a second of one core, and torchrun pays it once more for every rank. Here it is imported once:
+Python's own fork server is a fork of the agent, and each rank a fork of that server. `become_main` undoes what marks
+such a process as a child, and `work` ends it as an interpreter ends.
 
 What stays different: PyTorch is already imported when the script begins, so what it reads only then (OMP_NUM_THREADS)
 must be in the environment of the launch, not be set by the script.
@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import atexit
 import builtins
+import contextlib
+import importlib
 import importlib.machinery
 import multiprocessing
 import os
@@ -20,10 +22,12 @@ import runpy
 import signal
 import sys
 import threading
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
 from types import ModuleType, TracebackType
+from typing import Any, NoReturn
 
 from distributed import accounts
 
@@ -34,9 +38,50 @@ BEFORE_THE_SCRIPT = (__file__, runpy.__file__, "<frozen runpy>", *IMPORTLIB)  # 
 
 
 def warm_up() -> None:
-    """Start the server that workers are forked from. It imports PyTorch while the caller goes on."""
+    """Start the server that workers are forked from, as a fork of this process: PyTorch is imported once for all.
+
+    To be called before this process has threads of its own.
+    """
+    importlib.import_module(PRELOAD[0])  # the caller's as well; the rest the server imports while the caller goes on
     multiprocessing.set_forkserver_preload(PRELOAD)
-    forkserver.ensure_running()
+    resource_tracker.ensure_running()  # that one is an interpreter of its own
+    with _forks_in_place_of_interpreters():
+        forkserver.ensure_running()
+
+
+@contextlib.contextmanager
+def _forks_in_place_of_interpreters() -> Iterator[None]:
+    """What multiprocessing would run as `python -c SOURCE`, with these files open alone, runs in a fork of ours."""
+    fresh = util.spawnv_passfds
+
+    def fork(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
+        pid = os.fork()
+        util.spawnv_passfds = fresh  # on both sides
+        if pid == 0:
+            _run_source(args[-1], passfds)
+        return pid
+
+    util.spawnv_passfds = fork
+    try:
+        yield
+    finally:
+        util.spawnv_passfds = fresh
+
+
+def _run_source(source: str, passed: Collection[int]) -> NoReturn:
+    try:
+        _close_all_but({0, 1, 2, *passed})
+        exec(source, {"__name__": "__main__"})
+    finally:
+        os._exit(1)
+
+
+def _close_all_but(kept: Collection[int]) -> None:
+    """Above all the pipe by whose end the server is to learn that its caller is gone."""
+    for number in map(int, os.listdir("/proc/self/fd")):
+        if number not in kept:
+            with contextlib.suppress(OSError):  # the one with which the list was read
+                os.close(number)
 
 
 @dataclass(frozen=True)

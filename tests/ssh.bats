@@ -44,6 +44,9 @@ on() { # <node> <command...>: in its network and with its files
 second_sshd() { # <node> <port> <option...>
   on "$1" "$(type -P sshd || echo /usr/sbin/sshd)" -f "$MUSTER_LAB/sshd_config" -h "$MUSTER_LAB/$1/host_key" -p "$2" \
     -o PidFile=none "${@:3}" 3>&-
+  # It has gone into the background before it listens.
+  timeout 20 nsenter --target "$(<"$MUSTER_LAB/$1/sshd.pid")" --net -- \
+    bash -c 'until (exec 3<>"/dev/tcp/127.0.0.1/$1") 2>/dev/null; do sleep 0.05; done' bash "$2" 3>&-
 }
 
 

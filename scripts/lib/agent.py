@@ -7,7 +7,6 @@ import itertools
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 
@@ -34,17 +33,6 @@ def choose_interface(options: dict[str, str]) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
-def quiet_agent() -> Callable[[Sequence[str]], int]:
-    """The agent says itself what is wrong; PyTorch's own warnings of its connections would only stand around it."""
-    spoken = os.environ.get("TORCH_CPP_LOG_LEVEL")
-    os.environ["TORCH_CPP_LOG_LEVEL"] = spoken or "ERROR"
-    from distributed.agent import main  # PyTorch reads it once, when it is imported
-
-    if spoken is None:
-        del os.environ["TORCH_CPP_LOG_LEVEL"]  # for the ranks all is as it was
-    return main
-
-
 if __name__ == "__main__":  # a worker imports this file too, under another name
     kit = str(Path(__file__).resolve().parents[2])
     if getattr(sys.flags, "safe_path", False):
@@ -60,7 +48,8 @@ if __name__ == "__main__":  # a worker imports this file too, under another name
 
     from distributed.worker import warm_up
 
-    warm_up()  # before the agent's own import of PyTorch: the two run side by side
+    warm_up()
 
-    main = quiet_agent()
+    from distributed.agent import main
+
     sys.exit(main(sys.argv[1:]))
