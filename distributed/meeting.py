@@ -7,6 +7,7 @@ nodes that do not fit together are told so, and from then on the agents know of 
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 import threading
 import time
@@ -38,7 +39,8 @@ class Meeting(StaticTCPRendezvous):
     def next_rendezvous(self) -> RendezvousInfo:
         """Meet the other nodes. Raises NotMet when they do not come, or do not fit together."""
         store = PrefixStore(self.run_id, self._connected())
-        self.peers = Peers(store, self.rank, self.world_size, card(self.script, self.world_size))
+        names = os.environ.get("MUSTER_NODES", "").split()
+        self.peers = Peers(store, self.rank, self.world_size, card(self.script, self.world_size), names)
         self.peers.meet(self.timeout.total_seconds(), say)
         return RendezvousInfo(
             store, self.rank, self.world_size, RendezvousStoreInfo(self.master_addr, self.master_port)

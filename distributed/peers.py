@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -59,11 +59,16 @@ class Peers:
     must not keep the agent from ending its workers.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, card: Card) -> None:
-        """rank: of this node, among size nodes. card: its name under "node", and what must be the same on all."""
+    def __init__(self, store: Store, rank: int, size: int, card: Card, names: Sequence[str] = ()) -> None:
+        """rank: of this node, among size nodes. card: its name under "node", and what must be the same on all.
+
+        names: of all nodes, where they are known before they come.
+        """
         self.rank, self.size = rank, size
         self.cards: dict[int, Card] = {}  # of the nodes that have joined, as far as told
         self.accounts: dict[int, Accounts] = {}  # of the others, once the run has ended badly
+        self._names = dict(enumerate(names))
+        self._absent = list(range(size))  # who has not come, by node rank
         self._card = {**card, "process": uuid.uuid4().hex}
         self._store = PrefixStore("muster", store.clone())  # type: ignore[attr-defined]
         self._host = Host(self._store, size) if rank == 0 else None
@@ -87,7 +92,7 @@ class Peers:
             if end := self.end():
                 self.leave()
                 raise NotMet(f"{end.node}: {end.reason}", end.exit_code)
-            if self.rank == 0 and now - told >= TELL:
+            if self._absent and (self._host or not self._names) and now - told >= TELL:  # else somebody hears all of us
                 told = now
                 say(f"{self._missing()}, {now - begun:.0f} s")
             time.sleep(QUICK)
@@ -163,6 +168,8 @@ class Peers:
             self._host.look_around()
             self.cards = self._host.cards
             self._gone = self._leaving and self._host.is_alone(self._living() - {0})
+        if not self._met:
+            self._absent = ask(self._store, "absent") or []
         if not self._met and (cards := ask(self._store, "cards")):
             self.cards = {int(rank): card for rank, card in cards.items()}
             self._met = True
@@ -192,9 +199,7 @@ class Peers:
         self._wake.set()
 
     def _missing(self) -> str:
-        if not self._host:
-            return "the first node has not seen all others"
-        missing = [f"node rank {rank}" for rank in range(self.size) if rank not in self.cards]
+        missing = [self._names.get(rank, f"node rank {rank}") for rank in self._absent]
         return f"{self.size - len(missing)} of {self.size} nodes joined, waiting for {', '.join(missing)}"
 
     def _living(self) -> set[int]:
@@ -234,6 +239,7 @@ class Host:
                 self.cards[rank] = card
                 if misfit := self._misfit(card):
                     self._end_it(misfit)
+        self._store.set("absent", json.dumps(sorted(set(range(self._size)) - set(self.cards))))
         if len(self.cards) == self._size and not read_end(self._store):
             self._store.set("cards", json.dumps(self.cards))
 

@@ -92,12 +92,17 @@ def answer_of(node: Node) -> Look | str:
 def misfits(nodes: Sequence[Node], looks: Mapping[str, Look]) -> Iterator[tuple[str, str]]:
     """What keeps a node from working with the others."""
     yield from odd_ones(looks, lambda found: f"Python {minor(found.python)}", "use the same on all")
-    yield from odd_ones(looks, lambda found: f"PyTorch {found.torch}", "install the same on all")
+    yield from odd_ones(looks, lambda found: found.torch and f"PyTorch {found.torch}", "install the same on all")
     for file in looks[nodes[0].name].files:
         yield from other_files(looks, file)
     seen: dict[str, str] = {}
     for node in nodes:
         found = looks[node.name]
+        if found.torch is None:
+            yield (
+                node.name,
+                "has no PyTorch: install it for that Python, or name another with --python",
+            )
         if found.gpu_error:
             yield node.name, f"its GPUs cannot be counted ({found.gpu_error}): ssh {node.name} nvidia-smi"
         elif found.gpus != 0 and node.nproc > found.gpus:

@@ -18,7 +18,6 @@ from distributed.whereabouts import HERE, NoRun, Place, Run, read
 KILLED = 137  # ssh's exit code when it took too long
 SLURM = "slurm"  # run_ddp.sh calls all nodes of an allocation so; only the one with the launcher can be asked
 SHOWN = 3  # processes of a node
-ENDS_BY_ITSELF = 20  # seconds without a word of the launcher, see PATIENCE of the launchers over ssh
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ def prove(run: Run, found: Sequence[Visit]) -> tuple[list[str], int]:
     lines = []
     for one in found:
         if one.look is None:
-            ends = "" if run.launcher.where == HERE else f"; what runs there ends by itself within {ENDS_BY_ITSELF} s"
+            ends = "" if run.launcher.where == HERE else "; what runs there ends when it finds itself alone: ask again"
             lines.append(f"{one.place.node}: {one.why}{ends}")
         elif one.look.processes:
             lines.append(f"{one.place.node}: still has {left_on(one.look)}")

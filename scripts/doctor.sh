@@ -31,7 +31,7 @@
 # Exit codes: 0 no fault, 1 a fault, 2 wrong call, 69 a node cannot be asked.
 #
 #   doctor.sh
-#   doctor.sh node[1-4]
+#   doctor.sh 'node[1-4]'
 #
 set -euo pipefail
 # shellcheck source=scripts/lib/common.bash

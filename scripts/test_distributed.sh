@@ -33,7 +33,7 @@
 # fit, 130 Ctrl-C, 143 TERM.
 #
 #   test_distributed.sh 2
-#   test_distributed.sh 8 node[1-4]
+#   test_distributed.sh 8 'node[1-4]'
 #   test_distributed.sh --json --max-bytes 1M 8 | jq .verdict
 #
 set -euo pipefail

@@ -51,6 +51,7 @@ END
   by_hand "$N2" launch_torchrun_multinode.sh 1 "${words[@]}"
   by_hand "$N1" launch_torchrun_multinode.sh 0 "${words[@]}"
   wait_for_line out.0 "agent: 2 of 3 nodes joined, waiting for node rank 2, "
+  wait_for_line out.1 "agent: 2 of 3 nodes joined, waiting for node rank 2, "
   by_hand "$N3" launch_torchrun_multinode.sh 2 "${words[@]}"
   for number in 0 1 2; do
     status_of "${PIDS[number]}"

@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -36,8 +36,8 @@ def join(store: TCPStore) -> Iterator[Join]:
     """A function by which a node joins a run of 3."""
     joined = []
 
-    def join(rank: int, size: int = 3, **card: str) -> Peers:
-        joined.append(Peers(store, rank, size, {"node": f"node{rank + 1}", "PyTorch": "2.13.0", **card}))
+    def join(rank: int, size: int = 3, names: Sequence[str] = (), **card: str) -> Peers:
+        joined.append(Peers(store, rank, size, {"node": f"node{rank + 1}", "PyTorch": "2.13.0", **card}, names))
         return joined[-1]
 
     yield join
@@ -76,12 +76,26 @@ def test_all_nodes_meet_and_know_each_others_names(join: Join) -> None:
 def test_who_waits_says_for_whom_and_gives_up(join: Join, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "TELL", 0.1)
     said: list[str] = []
-    first = join(0)
+    first = join(0, names=["ada", "bob", "eve"])
     join(2)
-    with pytest.raises(NotMet, match="waiting for node rank 1: gave up after 1 s") as unmet:
+    with pytest.raises(NotMet, match="waiting for bob: gave up after 1 s") as unmet:
         first.meet(1.0, said.append)
     assert unmet.value.exit_code == 124
-    assert said[-1].startswith("2 of 3 nodes joined, waiting for node rank 1, ")
+    assert said[-1].startswith("2 of 3 nodes joined, waiting for bob, ")
+
+
+def test_every_node_says_who_is_missing_but_where_one_hears_them_all_the_first_alone(
+    join: Join, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "TELL", 0.1)
+    join(0)
+    said: dict[str, list[str]] = {"by hand": [], "from one place": []}
+    for how, names in (("by hand", ()), ("from one place", ("ada", "bob", "eve"))):
+        one = join(1 if how == "by hand" else 2, names=names)
+        with pytest.raises(NotMet):
+            one.meet(1.0, said[how].append)
+    assert said["by hand"][-1].startswith("2 of 3 nodes joined, waiting for node rank 2, ")
+    assert said["from one place"] == []
 
 
 def test_a_node_that_does_not_fit_ends_the_meeting_everywhere_with_both_values(join: Join) -> None:

@@ -98,6 +98,10 @@ is_port() { # <word>
 
 add_environment() { # <where from> <NAME=VALUE>
   [[ $2 =~ ^[A-Za-z_][A-Za-z_0-9]*= ]] || die_usage "$1 '$2': NAME=VALUE is wanted"
+  case ${2%%=*} in
+    MUSTER_RUN_DIR | MUSTER_NODE | MUSTER_NODES | RANK | WORLD_SIZE | LOCAL_RANK | MASTER_ADDR | MASTER_PORT | TORCHELASTIC_* | PET_*)
+      die_usage "$1 '${2%%=*}': that is for the launcher to say" ;;
+  esac
   ENVIRONMENT+=("$2")
 }
 
@@ -229,14 +233,23 @@ agent_words() {
 }
 
 
-# Start this very launcher once more, apart from the terminal, and return.
+# Start this very launcher once more, apart from the terminal, and return when it has a folder for the run.
 detach() {
-  local words=() word out
+  local words=() word out child told
   for word in "${CALL[@]:0:${#CALL[@]}-${#USER_ARGS[@]}}"; do
     [[ $word == --detach ]] || words+=("$word")
   done
   mkdir -p -- "$LOG_DIR"
   out=$(mktemp -- "$LOG_DIR/detached-XXXXXX.log")
-  setsid "${words[@]}" "${USER_ARGS[@]}" </dev/null >"$out" 2>&1 &
-  log "started in the background, process $!: watch $out and $LOG_DIR/latest; stop with: kill $!"
+  told=$(mktemp)
+  MUSTER_RUN_FILE=$told setsid "${words[@]}" "${USER_ARGS[@]}" </dev/null >"$out" 2>&1 &
+  child=$!
+  until [[ -s $told ]] || ! kill -0 "$child" 2>/dev/null; do
+    sleep 0.05
+  done
+  RUN=$(<"$told")
+  rm -f -- "$told"
+  [[ $RUN ]] || { cat -- "$out" >&2 && wait "$child"; }
+  log "run ${RUN##*/} goes on in the background: $KIT/scripts/status.sh $(quote "$RUN") shows it, stop.sh stops it," \
+    "$out has what it says"
 }

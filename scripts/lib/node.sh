@@ -81,10 +81,14 @@ forget_other_launches() {
 # What a person wants to happen on every node before training: modules, conda, NCCL settings.
 source_node_env() {
   [[ $NODE_ENV ]] || return 0
+  local folder=$PWD
+  trap 'warn "$NODE_ENV has ended this node: it is sourced, and must not exit"' EXIT
   set +eu
   # shellcheck disable=SC1090
   source "$NODE_ENV"
   set -eu
+  trap - EXIT
+  cd -- "$folder"
 }
 
 

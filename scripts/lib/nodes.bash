@@ -4,7 +4,7 @@
 #
 # Sourced behind launcher.bash and ssh.bash, never run. A launcher on several nodes is one call:
 #
-#   launch_on_nodes FUNCTION-THAT-STARTS-THEM "$@"
+#   launch_on_nodes FUNCTION-THAT-LOOKS-FOR-TOOLS FUNCTION-THAT-STARTS-THEM "$@"
 
 # shellcheck source=scripts/lib/ask.bash
 source "$KIT/scripts/lib/ask.bash"
@@ -33,6 +33,7 @@ name_nodes() { # <processes on a node that does not say so itself> [node...]
     PLACES+=("${ADDRESS[$name]}:${NPROC[$name]}")
     RANKS=$((RANKS + NPROC[$name]))
   done <<<"$lines"
+  ENVIRONMENT+=("MUSTER_NODES=${NODES[*]}") # for the agents, who can then call each other by name
 }
 
 
@@ -43,8 +44,8 @@ check_nodes() {
   ANSWERS=$(mktemp -d "$SOCKETS/answers-XXXXXX") # goes when the connections go
   local node files=("${CONFIG_ARGS[@]:1}") words=() meeting
   [[ $MODULE ]] || files+=("${WORK[0]}")
-  ask_nodes "$ANSWERS" "$PYTHON" "$KIT/scripts/lib/module.py" survey --port "${MASTER_PORT:-0}" \
-    --master "${NODES[0]}" -- "${files[@]}"
+  module_as_ranks survey --port "${MASTER_PORT:-0}" --master "${NODES[0]}" -- "${files[@]}"
+  ask_nodes "$ANSWERS" "${COMMAND[@]}"
   for node in "${NODES[@]}"; do
     words+=("$node:${NPROC[$node]}")
   done
@@ -73,7 +74,12 @@ agent_on() { # <node rank> <folder of the run>
 }
 
 
-start_nodes() {
+need_ssh() {
+  type -P ssh >/dev/null || die "there is no ssh on this machine: install OpenSSH's client"
+}
+
+
+start_by_ssh() {
   local rank
   for rank in "${!NODES[@]}"; do
     agent_on "$rank" "$RUN"
@@ -113,8 +119,9 @@ check() {
 }
 
 
-launch_on_nodes() { # <function that starts them> <word...>
-  parse_args "${@:2}"
+launch_on_nodes() { # <function that looks for tools> <function that starts the nodes> <word...>
+  parse_args "${@:3}"
+  "$1"
   check
   if [[ ${DRY_RUN:-0} == 1 ]]; then
     MASTER_ADDR=${NODES[0]} MASTER_PORT=${MASTER_PORT:-<a free port of ${NODES[0]}>}
@@ -129,7 +136,7 @@ launch_on_nodes() { # <function that starts them> <word...>
     return
   fi
   open_run "$RANKS" "${NODES[@]}"
-  run_nodes "$1"
+  run_nodes "$2"
   # shellcheck disable=SC2153 # run_nodes sets it
   exit "$CODE"
 }

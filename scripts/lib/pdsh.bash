@@ -6,12 +6,12 @@
 # place of the list it stands; so the words hold what differs as a table. It gives them an open standard input for as
 # long as it lives, and nothing comes through: that is their dead man's switch, but orders go over ssh.
 
-check_pdsh() {
+need_pdsh() {
   type -P pdsh >/dev/null || die "there is no pdsh on this machine: install it, or use launch_torchrun_auto.sh"
 }
 
 
-start_all() {
+start_by_pdsh() {
   start_client pdsh "${NODES[0]}" run_pdsh "$PWD"
 }
 
@@ -23,23 +23,57 @@ run_pdsh() { # <folder>
   exec 3<&0
   cd -- "$KIT/scripts/lib" || return # pdsh splits what it adds to ssh's words at blanks: no path with one in them
   PDSH_RCMD_TYPE=${PDSH_RCMD_TYPE:-ssh} PDSH_SSH_ARGS_APPEND="-F ssh_config -o ControlPath=$SOCKETS/%C" \
-    pdsh -S -N -f "${#NODES[@]}" -w "$(all_addresses)" "$(for_any_shell "$(line_for_all "$1")") %n" </dev/null 3<&- &
+    pdsh -S -N -f "${#NODES[@]}" -w "$(all_addresses)" "$(for_any_shell "$(line_for_all "$1")") %n" \
+    </dev/null 2> >(hear_pdsh) 3<&- &
   pdsh=$!
   hand_on_orders "$pdsh" <&3 &
   join "$pdsh" || status=$?
   kill -KILL $! 2>/dev/null || true
-  return $((status == 255 ? EXIT_UNFIT : status)) # which node is lost, the others know
+  return $((status == 255 ? EXIT_UNFIT : status))
+}
+
+
+# What pdsh says itself: how nodes ended, the first badly of which ends the others. What it thinks of Ctrl-C is not
+# passed on: that is not for it to handle.
+hear_pdsh() {
+  local line first=''
+  while IFS= read -r line; do
+    [[ ! $line =~ ^pdsh@.*(interrupt|\^Z|command in progress) ]] || continue
+    printf '%s\n' "$line" >&2
+    [[ $line =~ ^pdsh@[^:]*:\ ([^:]+):\ ssh\ exited\ with\ exit\ code\ ([0-9]+)$ ]] || continue
+    ((BASH_REMATCH[2] != 255)) || lost "${BASH_REMATCH[1]}"
+    ((BASH_REMATCH[2] == EXIT_STOPPED)) || first=${first:-now}
+    if [[ $first == now ]]; then
+      first=told
+      end_all &
+    fi
+  done
+}
+
+
+# Agents of the kit have ended by themselves before that.
+end_all() {
+  order_all stop
+  read -r -t "$HURRY" <> <(:) || true # sleeps without a child that would outlive us: nobody writes there
+  order_all kill
 }
 
 
 hand_on_orders() { # <process id of pdsh>
-  local order node
+  local order
   while read -r order; do
-    for node in "${NODES[@]}"; do
-      on_node "$node" "$KIT/scripts/lib/node.sh" --order "$order" --run "$RUN" --node "$node" </dev/null &
-    done
+    order_all "$order"
   done
   kill -KILL "$1"
+}
+
+
+order_all() { # <stop or kill>
+  local node
+  for node in "${NODES[@]}"; do
+    [[ -e $RUN/node_$node.lost ]] ||
+      on_node "$node" "$KIT/scripts/lib/node.sh" --order "$1" --run "$RUN" --node "$node" </dev/null &
+  done
 }
 
 

@@ -48,12 +48,11 @@ start_client() { # <its name> <node whose rank 0 is shown, if it has it> <comman
 }
 
 
-# The console shows rank 0 as it speaks; what agents say goes to stderr, but not what pdsh thinks of Ctrl-C, which is
-# not for it to handle. The log has everybody.
+# The console shows rank 0 as it speaks; what agents say goes to stderr. The log has everybody.
 show_rank_0() { # <node>
   trap '' INT TERM HUP TSTP
   let_go_of_switches
-  exec stdbuf -oL sed -n -e "s/^\[$1:0\] //p;t" -e '/^pdsh@.*\(interrupt\|\^Z\|command in progress\)/d' -e '/^\[[^]: ]*:[0-9]*\] /!w /dev/stderr'
+  exec stdbuf -oL sed -n -e "s/^\[$1:0\] //p;t" -e '/^\[[^]: ]*:[0-9]*\] /!w /dev/stderr'
 }
 
 
@@ -105,11 +104,18 @@ ended() { # <node> <status>
   local switch=${SWITCH[$1]}
   exec {switch}>&-
   unset "CLIENT[$1]" "SWITCH[$1]"
-  (($2 != 255)) || : >"$RUN/node_$1.lost" # for the verdict: whatever that node thinks, we have lost it
+  (($2 != 255)) || lost "$1"
   if (($2 != 0 && STATUS == 0)); then
     STATUS=$(($2 == 255 ? EXIT_UNFIT : $2)) # 255: ssh has lost the node
     [[ $DEADLINE ]] || next_order $(($2 == EXIT_STOPPED ? 30 : 0)) stop # who stops with a checkpoint may still write
   fi
+}
+
+
+# For the verdict as well: whatever that node thinks, we have lost it.
+lost() { # <node>
+  : >"$RUN/node_$1.lost"
+  tell "$1: the connection to it is lost: ending the others"
 }
 
 

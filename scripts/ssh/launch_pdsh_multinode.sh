@@ -19,8 +19,7 @@
 #   -m MODULE            run a module in its place
 #   --python PATH        default: the active virtual environment, then .venv here, then python3;
 #                        on all nodes the same path
-#   --agent fast|torchrun  fast: workers forked from one warm process; torchrun: the plain one, which
-#                        does not know when another node has failed
+#   --agent fast|torchrun  fast: workers forked from one warm process; torchrun: the plain one
 #   --master-port PORT   default: a free one of the first node
 #   --env NAME=VALUE     environment of the processes, repeatable
 #   --env-file FILE      the same, one NAME=VALUE a line
@@ -35,7 +34,7 @@
 #
 # Words behind -- go to the script untouched. Exit codes are those of launch_torchrun_auto.sh.
 #
-#   launch_pdsh_multinode.sh config/large_multinode.yaml 8 node[1-40]
+#   launch_pdsh_multinode.sh config/large_multinode.yaml 8 'node[1-40]'
 #
 set -euo pipefail
 # shellcheck source=scripts/lib/common.bash
@@ -51,5 +50,4 @@ source "$KIT/scripts/lib/sync.bash"
 # shellcheck source=scripts/lib/pdsh.bash
 source "$KIT/scripts/lib/pdsh.bash"
 
-[[ " $* " == *" --help "* ]] || check_pdsh
-launch_on_nodes start_all "$@"
+launch_on_nodes need_pdsh start_by_pdsh "$@"

@@ -35,7 +35,7 @@
 # 75 stopped with a checkpoint written (run again to go on), 130 Ctrl-C, 143 TERM, otherwise the
 # first failing rank's own.
 #
-#   launch_torchrun_auto.sh config/large_multinode.yaml 8 node[1-4]
+#   launch_torchrun_auto.sh config/large_multinode.yaml 8 'node[1-4]'
 #   launch_torchrun_auto.sh --script my_train.py - 2 node1 node2 -- --lr 3e-4
 #
 set -euo pipefail
@@ -54,4 +54,4 @@ source "$KIT/scripts/lib/sync.bash"
 # shellcheck disable=SC2034 # watch.bash hands it to the nodes
 PATIENCE=20 # seconds
 
-launch_on_nodes start_nodes "$@"
+launch_on_nodes need_ssh start_by_ssh "$@"
