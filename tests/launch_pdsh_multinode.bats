@@ -53,20 +53,19 @@ END
 }
 
 
-@test "the exit code is the failing rank's own, and pdsh says on which node" {
+@test "torchrun's own agents know nothing of each other: the first node that ends badly ends the others" {
   script <<'END'
 dist.barrier()
 if rank == 2:
     sys.exit(42)
 time.sleep(300)
 END
-  run "$LAUNCH" --script "my script.py" - 1 "$N1" "$N2" "$N3"
+  run timeout 100 "$LAUNCH" --agent torchrun --script "my script.py" - 1 "$N1" "$N2" "$N3"
   [ "$status" -eq 42 ]
-  [[ "$output" == *"$N3: ssh exited with exit code 42"* ]]
+  [[ "$output" == *"$N3: ssh exited with exit code 1"* ]]
   [[ "$output" == *"verdict: failed: rank 2 on $N3 exited with code 42"* ]]
   [ "$(left)" -eq 0 ]
 }
-
 
 @test "Ctrl-C reaches the ranks, which write a checkpoint: 75" {
   endless_training >tiny.yaml
@@ -100,6 +99,7 @@ END
   status_of "$LAUNCHER"
   ((SECONDS <= 30)) # 12 to notice, 10 to end the others, and a busy machine
   [ "$status" -eq 69 ]
+  grep -q "$N3: the connection to it is lost: ending the others" logs/latest/launcher.log
   grep -q "verdict: failed: $N3 fell silent" out
   nothing_left_within 25
 }

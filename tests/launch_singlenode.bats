@@ -255,9 +255,9 @@ sys.exit(3)'
   script <<<'print("at work", flush=True); time.sleep(1); open("done", "w")'
   run "$LAUNCH" --detach --script "my script.py" - 1
   [ "$status" -eq 0 ]
-  [[ "$output" == *"run my-script-"*" goes on in the background: "*"/scripts/status.sh $PWD/logs/my-script-"* ]]
+  [[ "$output" == *"run my-script-"*" goes on in the background, process "*"/scripts/status.sh "*"/logs/my-script-"* ]]
   timeout 60 sh -c 'until [ -e done ]; do sleep 0.1; done'
-  launcher=${output##*kill }
+  launcher=${output##*process } launcher=${launcher%%:*}
   timeout 30 tail -f --pid="$launcher" /dev/null
   [ "$(left)" -eq 0 ]
 }

@@ -145,6 +145,22 @@ left() {
 }
 
 
+@test "a node_env.sh that exits is named, and one that goes elsewhere does not take the command along" {
+  echo 'exit 3' >"$BATS_TEST_TMPDIR/env.sh"
+  start --source "$BATS_TEST_TMPDIR/env.sh" -- touch "$RUN/ran"
+  status_of_node
+  [ "$status" -eq 3 ]
+  [ ! -e "$RUN/ran" ]
+  grep -q "env.sh has ended this node: it is sourced, and must not exit" "$BATS_TEST_TMPDIR/out"
+  exec {SWITCH}>&-
+  echo 'cd /' >"$BATS_TEST_TMPDIR/env.sh"
+  cd "$RUN"
+  start --source "$BATS_TEST_TMPDIR/env.sh" -- pwd
+  status_of_node
+  [ "$(tail -n 1 "$RUN/node_n1.log")" = "$RUN" ]
+}
+
+
 @test "a full disk under the log does not stop the command" {
   [ "$(id -u)" -eq 0 ] || skip "needs root to mount a small filesystem"
   small="$BATS_TEST_TMPDIR/small"

@@ -250,6 +250,6 @@ detach() {
   RUN=$(<"$told")
   rm -f -- "$told"
   [[ $RUN ]] || { cat -- "$out" >&2 && wait "$child"; }
-  log "run ${RUN##*/} goes on in the background: $KIT/scripts/status.sh $(quote "$RUN") shows it, stop.sh stops it," \
+  log "run ${RUN##*/} goes on in the background, process $child: $KIT/scripts/status.sh $(quote "$RUN") shows it, stop.sh stops it," \
     "$out has what it says"
 }
