@@ -64,7 +64,7 @@ def prove(run: Run, found: Sequence[Visit]) -> tuple[list[str], int]:
     lines = []
     for one in found:
         if one.look is None:
-            ends = "" if run.launcher.where == HERE else "; what runs there ends when it finds itself alone: ask again"
+            ends = "" if run.launcher.where == HERE else "; what runs there ends when it is alone: ask again"
             lines.append(f"{one.place.node}: {one.why}{ends}")
         elif one.look.processes:
             lines.append(f"{one.place.node}: still has {left_on(one.look)}")

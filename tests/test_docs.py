@@ -500,7 +500,7 @@ def test_an_explained_message_that_we_do_not_print_would_be_found(strange: str) 
 
 
 @cache
-def tests_say() -> str:
+def said_by_tests() -> str:
     """What stands in the tests, without marks of quotation, and texts on two lines joined."""
     files = [*KIT.glob("tests/test_*.py"), *KIT.glob("tests/*.bats")]
     text = "".join(path.read_text() for path in files if path != Path(__file__))
@@ -512,7 +512,7 @@ def test_a_message_that_is_explained_is_one_that_a_test_provokes(heading: str) -
     """At least ten letters of it are expected somewhere: so that no entry explains what never comes."""
     parts = [re.sub(r"""["'\\`]""", "", part) for part in heading.split("...")]
     pieces = [part[start : start + 10] for part in parts for start in range(len(part) - 9)]
-    assert not pieces or any(piece in tests_say() for piece in pieces)
+    assert not pieces or any(piece in said_by_tests() for piece in pieces)
 
 
 def test_every_heading_is_a_message_and_stands_once() -> None:

@@ -159,7 +159,7 @@ def test_the_proof_has_a_line_for_each_node_and_never_takes_silence_for_good_new
     gone = launched(GONE)
     assert visit.prove(gone, [here("n1", DEAD)]) == (["n1: nothing of this run is left"], 0)
     lines, code = visit.prove(gone, [here("n1", DEAD), lost("n2")])
-    assert code == 69 and "n2: cannot be reached" in lines[1] and lines[1].endswith("ends when it finds itself alone: ask again")
+    assert code == 69 and "n2: cannot be reached" in lines[1] and lines[1].endswith("ends when it is alone: ask again")
     lines, code = visit.prove(gone, [here("n1", RANK, processes=4), lost("n2")])
     assert code == 1
     assert lines[0].startswith("n1: still has 4 processes of this run: 100 python my script.py, 100 ")
