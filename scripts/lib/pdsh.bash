@@ -12,18 +12,17 @@ need_pdsh() {
 
 
 start_by_pdsh() {
-  start_client pdsh "${NODES[0]}" run_pdsh "$PWD"
+  start_client pdsh "${NODES[0]}" run_pdsh
 }
 
 
 # Runs until all nodes have ended. Orders come on standard input; its end means that the launcher is gone.
-run_pdsh() { # <folder>
+run_pdsh() {
   local pdsh status=0
   trap '' INT TERM HUP TSTP # it carries the nodes' last words, whatever ends us
   exec 3<&0
-  cd -- "$KIT/scripts/lib" || return # pdsh splits what it adds to ssh's words at blanks: no path with one in them
-  PDSH_RCMD_TYPE=${PDSH_RCMD_TYPE:-ssh} PDSH_SSH_ARGS_APPEND="-F ssh_config -o ControlPath=$SOCKETS/%C" \
-    pdsh -S -N -f "${#NODES[@]}" -w "$(all_addresses)" "$(for_any_shell "$(line_for_all "$1")") %n" \
+  PDSH_RCMD_TYPE=${PDSH_RCMD_TYPE:-ssh} PDSH_SSH_ARGS_APPEND="${SSH_OPTIONS[*]}" \
+    pdsh -S -N -f "${#NODES[@]}" -w "$(all_addresses)" "$(for_any_shell "$(line_for_all)") %n" \
     </dev/null 2> >(hear_pdsh) 3<&- &
   pdsh=$!
   hand_on_orders "$pdsh" <&3 &
@@ -87,7 +86,7 @@ all_addresses() {
 
 
 # The line that each node runs; its node rank comes behind it, as $3.
-line_for_all() { # <folder>
+line_for_all() {
   local node counts=()
   for node in "${NODES[@]}"; do
     counts+=("${NPROC[$node]}")
@@ -96,7 +95,7 @@ line_for_all() { # <folder>
   # shellcheck disable=SC2016 # it is for the other side
   printf '%s' \
     "nodes=($(quote "${NODES[@]}")) nprocs=(${counts[*]}); node=\${nodes[\$3]}; " \
-    "cd -- $(quote "$1") || exit $EXIT_UNFIT; " \
+    "cd -- $(quote "$PWD") || exit $EXIT_UNFIT; " \
     "exec $(quote "$KIT/scripts/lib/node.sh" --run "$RUN" --grace "$GRACE" --source "$(node_env)") --node \"\$node\" -- " \
     "$(quote "${AGENT_WORDS[@]}" --nnodes "${#NODES[@]}" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT") " \
     "--node-rank \"\$3\" --nproc-per-node \"\${nprocs[\$3]}\" --log-dir $(quote "$RUN/ranks/")\"\$node\" " \

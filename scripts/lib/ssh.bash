@@ -9,11 +9,17 @@
 #   on_node NODE COMMAND [WORD...]
 
 
-# One folder of sockets for each launch, short enough for a socket's name (ssh takes 90 bytes, 41 of them its own). It
-# goes when we do; the connections themselves end when nobody has used them for a few seconds.
+# One folder of sockets for each launch, short enough for a socket's name (ssh takes 90 bytes, 41 of them its own). The
+# kit's ssh_config is called by a name in it, as ssh (for ProxyJump), rsync and pdsh take a blank in a path for its end.
+# It goes when we do; the connections themselves end when nobody has used them for a few seconds.
 open_connections() {
   SOCKETS=$(mktemp -d "${XDG_RUNTIME_DIR:-/tmp}/muster-XXXXXX")
-  ((${#SOCKETS} <= 45)) || { rmdir -- "$SOCKETS" && SOCKETS=$(mktemp -d /tmp/muster-XXXXXX); }
+  if ((${#SOCKETS} > 45)) || [[ $SOCKETS == *[[:space:]]* ]]; then
+    rmdir -- "$SOCKETS"
+    SOCKETS=$(mktemp -d /tmp/muster-XXXXXX)
+  fi
+  ln -s -- "$KIT/scripts/lib/ssh_config" "$SOCKETS/config"
+  SSH_OPTIONS=(-F "$SOCKETS/config" -o ControlPath="$SOCKETS/%C")
   pipe_into CONNECTIONS remove_later "$SOCKETS"
 }
 
@@ -33,8 +39,7 @@ remove_at_end_of_input() { # <folder>
 
 # In a session of its own: Ctrl-C is for us to handle, and ssh would not let itself be told to ignore it.
 call_ssh() { # <ssh's words...>
-  setsid --wait ${ANSWER_WITHIN:+timeout -s KILL "$ANSWER_WITHIN"} \
-    ssh -F "$KIT/scripts/lib/ssh_config" -o ControlPath="$SOCKETS/%C" "$@"
+  setsid --wait ${ANSWER_WITHIN:+timeout -s KILL "$ANSWER_WITHIN"} ssh "${SSH_OPTIONS[@]}" "$@"
 }
 
 

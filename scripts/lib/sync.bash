@@ -47,12 +47,10 @@ copy_unless_shared() { # <node> <folder> <name of a file that is in ours>
 }
 
 
-# rsync splits its -e at blanks, so ssh_config is named from where its path has none.
 copy() { # <node> <folder> <file that is only a mark>
   log "--sync: copying $2 to $1"
-  cd -- "$KIT/scripts/lib" || return
   rsync --archive --compress --protect-args --exclude="/$3" "${NOT_COPIED[@]}" \
-    -e "ssh -F ssh_config -o ControlPath=$SOCKETS/%C" -- "$2/" "${ADDRESS[$1]}:$2/" </dev/null
+    -e "ssh ${SSH_OPTIONS[*]}" -- "$2/" "${ADDRESS[$1]}:$2/" </dev/null
 }
 
 
