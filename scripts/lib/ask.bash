@@ -36,7 +36,8 @@ show_waiting() { # <folder for the answers>
       [[ -e $1/$node.code ]] || missing+=("$node")
     done
     ((${#missing[@]})) || return 0
-    log "$((${#NODES[@]} - ${#missing[@]})) of ${#NODES[@]} nodes answered, waiting for ${missing[*]}, $((SECONDS - begun)) s"
+    log "$((${#NODES[@]} - ${#missing[@]})) of ${#NODES[@]} nodes answered, waiting for ${missing[*]}," \
+      "$((SECONDS - begun)) s"
   done
 }
 

@@ -99,7 +99,8 @@ is_port() { # <word>
 add_environment() { # <where from> <NAME=VALUE>
   [[ $2 =~ ^[A-Za-z_][A-Za-z_0-9]*= ]] || die_usage "$1 '$2': NAME=VALUE is wanted"
   case ${2%%=*} in
-    MUSTER_RUN_DIR | MUSTER_NODE | MUSTER_NODES | RANK | WORLD_SIZE | LOCAL_RANK | MASTER_ADDR | MASTER_PORT | TORCHELASTIC_* | PET_*)
+    MUSTER_RUN_DIR | MUSTER_NODE | MUSTER_NODES | RANK | WORLD_SIZE | LOCAL_RANK | MASTER_ADDR | MASTER_PORT | \
+      TORCHELASTIC_* | PET_*)
       die_usage "$1 '${2%%=*}': that is for the launcher to say" ;;
   esac
   ENVIRONMENT+=("$2")
@@ -250,6 +251,6 @@ detach() {
   RUN=$(<"$told")
   rm -f -- "$told"
   [[ $RUN ]] || { cat -- "$out" >&2 && wait "$child"; }
-  log "run ${RUN##*/} goes on in the background, process $child: $KIT/scripts/status.sh $(quote "$RUN") shows it, stop.sh stops it," \
-    "$out has what it says"
+  log "run ${RUN##*/} goes on in the background, process $child:" \
+    "$KIT/scripts/status.sh $(quote "$RUN") shows it, stop.sh stops it, $out has what it says"
 }

@@ -29,7 +29,8 @@
 #   --help               show this
 #
 # Words behind -- go to the script untouched. The nodes see this folder and the kit's under the same
-# names: they share them, or get a copy by --sync. Your own ssh_config decides how they are reached; nothing is asked on the way.
+# names: they share them, or get a copy by --sync. Your own ssh_config decides how they are reached;
+# nothing is asked on the way.
 #
 # Exit codes: 0 all is well, 2 wrong call or config, 69 a node cannot be reached or is not fit,
 # 75 stopped with a checkpoint written (run again to go on), 130 Ctrl-C, 143 TERM, otherwise the
@@ -47,7 +48,6 @@ source "$KIT/scripts/lib/launcher.bash"
 source "$KIT/scripts/lib/ssh.bash"
 # shellcheck source=scripts/lib/nodes.bash
 source "$KIT/scripts/lib/nodes.bash"
-
 # shellcheck source=scripts/lib/sync.bash
 source "$KIT/scripts/lib/sync.bash"
 
