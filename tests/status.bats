@@ -159,7 +159,7 @@ left() { # <run>
   run -69 "$STATUS"
   [[ "$output" == *"$N3: cannot be reached ("*"ssh $N3 true"* ]]
   run -69 "$STOP" latest
-  [[ "$output" == *"$N1: nothing of this run is left"*"$N3: cannot be reached ("*"ends by itself within 20 s"* ]]
+  [[ "$output" == *"$N1: nothing of this run is left"*"$N3: cannot be reached ("*"ends when it is alone: ask again"* ]]
   lab heal "$N3"
   timeout 20 sh -c 'while grep -qsFxz -- "MUSTER_RUN_DIR=$1" /proc/[0-9]*/environ; do sleep 0.1; done' sh "$RUN"
   run -0 "$STOP" latest
