@@ -259,7 +259,7 @@ def _lost_nodes(run: Path, known: Evidence, failures: Sequence[Failure], seen: S
     """The nodes of which nothing is there while there is of others, and those that could not be heard any more."""
     heard = {*known.exits, *(failure.node for failure in failures)}
     silent = {node for node in known.ranks if known.exits and node not in heard}
-    cut_off = {path.name[5:-5] for path in run.glob("node_*.lost")}  # from the launcher
+    cut_off = {path.name[5:-5] for path in run.glob("node_*.lost")} & set(known.ranks)  # from the launcher
     return [Failure(node) for node in sorted(silent | (cut_off or _not_heard(known, seen)))]
 
 

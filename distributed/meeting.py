@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch.distributed import DistError, DistNetworkError, PrefixStore, TCPStore
+from torch.distributed import DistError, PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
@@ -59,7 +59,7 @@ class Meeting(StaticTCPRendezvous):
                     wait_for_workers=False,  # we do that ourselves, and say for whom
                     multi_tenant=True,
                 )
-        except (DistError, DistNetworkError) as error:
+        except DistError as error:
             if self.rank == 0:
                 raise
             waited = f"{time.monotonic() - begun:.0f} s"

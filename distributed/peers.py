@@ -122,18 +122,13 @@ class Peers:
         self._leaving = True
         self._say(f"accounts/{self.rank}", accounts)
         self._wait(lambda: self._living() <= {self.rank, *self.accounts}, LAST_WORDS)
-        self.leave(accounts)
+        self._say_goodbye()
 
     def leave(self, accounts: Accounts | None = None) -> None:
-        """Say goodbye; the first node, which has the store, goes last. Takes GOODBYE seconds at most."""
+        """Go without waiting for what the others have to tell. Takes GOODBYE seconds at most."""
         self._leaving = True
         self._say(f"accounts/{self.rank}", accounts or {})
-        self._say(f"bye/{self.rank}", True)
-        self._wait(lambda: self._gone, GOODBYE)
-        if self._host and not self._gone:
-            self._say("closing", True)
-            self._wait(lambda: False, 2 * TURN)
-        self.close()
+        self._say_goodbye()
 
     def close(self) -> None:
         """Fall silent. A thread that is in the store's code when Python ends would abort the process."""
@@ -197,6 +192,15 @@ class Peers:
     def _say(self, key: str, value: object) -> None:
         self._outbox.put((key, value))
         self._wake.set()
+
+    def _say_goodbye(self) -> None:
+        """The first node, which has the store, goes last."""
+        self._say(f"bye/{self.rank}", True)
+        self._wait(lambda: self._gone, GOODBYE)
+        if self._host and not self._gone:
+            self._say("closing", True)
+            self._wait(lambda: False, 2 * TURN)
+        self.close()
 
     def _missing(self) -> str:
         missing = [self._names.get(rank, f"node rank {rank}") for rank in self._absent]

@@ -227,6 +227,14 @@ print("second try")'
 }
 
 
+@test "a rank that exits with 255 is no lost connection" {
+  script <<<'sys.exit(255)'
+  run "$LAUNCH" --script "my script.py" - 1
+  [ "$status" -eq 255 ]
+  [[ "$output" == *"verdict: failed: rank 0 on "*" exited with code 255"* && "$output" != *"connection"* ]]
+}
+
+
 @test "--max-restarts gives up when three restarts have come no further" {
   script <<<'
 run = os.environ["MUSTER_RUN_DIR"]

@@ -101,13 +101,16 @@ wait_for_nodes() {
 
 
 ended() { # <node> <status>
-  local switch=${SWITCH[$1]}
+  local switch=${SWITCH[$1]} status=$2
   exec {switch}>&-
   unset "CLIENT[$1]" "SWITCH[$1]"
-  (($2 != 255)) || lost "$1"
-  if (($2 != 0 && STATUS == 0)); then
-    STATUS=$(($2 == 255 ? EXIT_UNFIT : $2)) # 255: ssh has lost the node
-    [[ $DEADLINE ]] || next_order $(($2 == EXIT_STOPPED ? 30 : 0)) stop # who stops with a checkpoint may still write
+  if ((status == 255)) && ! grep -qsx 255 "$RUN/node_$1.exit"; then # ssh's word for a lost node, unless it is its own
+    status=$EXIT_UNFIT
+    lost "$1"
+  fi
+  if ((status != 0 && STATUS == 0)); then
+    STATUS=$status
+    [[ $DEADLINE ]] || next_order $((status == EXIT_STOPPED ? 30 : 0)) stop # who stops with a checkpoint may still write
   fi
 }
 
