@@ -7,6 +7,7 @@
         node_<name>.log   node_<name>.exit   metrics.jsonl   verdict.json   ... (written by the run)
     logs/latest           -> the newest run
     logs/node_<name>.log  -> the node's log in the newest run
+    logs/slurm-<job>      -> the run of this job
 
 This runs before every launch, so it imports little, and that late. Standard library only.
 
@@ -47,6 +48,8 @@ def create(
     first_rank: int = 0,
     launcher: int = 0,
     grace: int = 8,
+    again: str | None = None,
+    slurm_job: Sequence[str] = (),
 ) -> str:
     """Make a new run folder in `logs` and return its absolute path.
 
@@ -54,9 +57,11 @@ def create(
     nproc: processes in all. places: for each node [user@]name:processes, as ssh is called; none when all is on this
     machine. first_rank: the lowest one of the first node; 0, unless other nodes have runs of their own.
     launcher: its process id. grace: seconds that it gives to ranks that are asked to stop.
+    again: the folder of the same run before SLURM started it anew, to go on in.
+    slurm_job: its number and, of an array's element, its other name, as in 17_3.
     Raises OSError when the folder cannot be written; nothing half-made is left then.
     """
-    folder = _new_folder(os.path.abspath(logs), name)
+    folder = again or _new_folder(os.path.abspath(logs), name)
     facts = {
         "run": os.path.basename(folder),
         "folder": folder,  # as processes of the run carry it in MUSTER_RUN_DIR
@@ -65,6 +70,7 @@ def create(
         "nodes": list(nodes),
         "places": _places(nodes, nproc, places, first_rank),
         "launcher": _launcher(launcher or os.getppid(), grace),
+        "slurm_job": slurm_job[0] if slurm_job else None,
         "nproc": nproc,
         "script": script,
         "config": config,
@@ -75,19 +81,21 @@ def create(
         "git": _git(cwd),
     }
     try:
-        os.mkdir(os.path.join(folder, "errors"))
-        os.mkdir(os.path.join(folder, "ranks"))
+        os.makedirs(os.path.join(folder, "errors"), exist_ok=bool(again))
+        os.makedirs(os.path.join(folder, "ranks"), exist_ok=bool(again))
         _write_json(os.path.join(folder, "run.json"), facts)
     except OSError:
-        _unmake(folder)
+        if not again:
+            _unmake(folder)
         raise
     return folder
 
 
-def point_to(folder: str, nodes: Sequence[str]) -> list[str]:
-    """Move logs/latest and logs/node_<name>.log to this run. Returns what stood in the way, as sentences."""
+def point_to(folder: str, nodes: Sequence[str], slurm_job: Sequence[str] = ()) -> list[str]:
+    """Move logs/latest, logs/node_<name>.log and logs/slurm-<job> to this run. Returns what stood in the way."""
     logs, run = os.path.split(folder)
-    links = {"latest": run} | {f"node_{node}.log": os.path.join(run, f"node_{node}.log") for node in nodes}
+    links = {"latest": run} | {f"slurm-{job}": run for job in slurm_job}
+    links |= {f"node_{node}.log": os.path.join(run, f"node_{node}.log") for node in nodes}
     return [fault for name, target in links.items() if (fault := _point(os.path.join(logs, name), target))]
 
 
@@ -296,7 +304,7 @@ def main(words: Sequence[str]) -> int:
         place = error.filename or options["logs"]
         _say(f"cannot make a run folder: {place}: {error.strerror}: name another place with --log-dir")
         return 2
-    for fault in point_to(folder, options["nodes"]):
+    for fault in point_to(folder, options["nodes"], options["slurm_job"]):
         _say(fault)
     sys.stdout.buffer.write(os.fsencode(folder) + b"\n")
     return 0
@@ -321,6 +329,8 @@ def _parse(words: Sequence[str]) -> dict[str, Any]:
     parser.add_argument("--places", nargs="+", metavar="ADDRESS:N", default=(), help="of each node over ssh")
     parser.add_argument("--launcher", type=int, metavar="PID", default=0, help="default: the caller")
     parser.add_argument("--grace", type=int, metavar="SECONDS", default=8)
+    parser.add_argument("--again", metavar="RUN", help="go on in this folder, of the same run before")
+    parser.add_argument("--slurm-job", nargs="+", metavar="NAME", default=(), help="its number, and its other names")
     parser.add_argument("--script", required=True)
     parser.add_argument("--config", required=True, help="- for none")
     parser.add_argument("--cwd", required=True, metavar="DIR", help="working folder of the ranks")

@@ -125,8 +125,7 @@ def become_main(script: Script) -> None:
     torch_mp = sys.modules.get("torch.multiprocessing")
     if torch_mp is not None:  # it asked for SIGINT at the death of the agent: that would look like Ctrl-C
         torch_mp._prctl_pr_set_pdeathsig(signal.SIGTERM)
-    for number in (signal.SIGTERM, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _forget_random_numbers()
     for stream in (sys.stdout, sys.stderr):

@@ -20,6 +20,8 @@ set -euo pipefail
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/lib/common.bash"
 # shellcheck source=scripts/lib/launcher.bash
 source "$KIT/scripts/lib/launcher.bash"
+# shellcheck source=scripts/lib/slurm.bash
+source "$KIT/scripts/lib/slurm.bash"
 
 NPROC='' CONFIG=$KIT/config/quickstart.yaml LEVEL=''
 COMMON=() BEHIND=() # words for the launcher: its options, and those behind --
@@ -48,41 +50,8 @@ parse_args() { # <word...>
 }
 
 
-in_allocation() {
-  [[ ${SLURM_JOB_ID-} ]] || return 1
-  [[ ! ${SLURM_STEP_ID-} ]] || ((SLURM_STEP_ID > 4294967000)) ||
-    die_usage "this is task ${SLURM_PROCID-} of a job step: call it from the salloc shell or the batch script, not through srun"
-}
-
-
 on_this_machine() {
   exec "$KIT/scripts/ssh/launch_singlenode.sh" "${COMMON[@]}" "$CONFIG" "$NPROC" -- "${USER_ARGS[@]}"
-}
-
-
-# Each task needs its share of the cores said again: srun does not take it over from sbatch or salloc.
-cores_a_task() {
-  local cores=$((${SLURM_CPUS_ON_NODE:-1} * ${SLURM_JOB_NUM_NODES:-1} / NPROC))
-  printf '%s\n' "${SLURM_CPUS_PER_TASK:-$((cores > 0 ? cores : 1))}"
-}
-
-
-on_the_allocation() {
-  ((!DETACH)) || die_usage "--detach: inside an allocation the run ends with it; use sbatch to leave the terminal"
-  pick_python "$ASKED_PYTHON"
-  check_torch
-  check_script
-  check_config "$CONFIG" "$NPROC"
-  COMMAND=(env "${ENVIRONMENT[@]}" "$KIT/scripts/lib/srun.sh"
-    --ntasks "$NPROC" --cpus-per-task "$(cores_a_task)" --kill-on-bad-exit=1
-    "$PYTHON" -u "$KIT/scripts/lib/task.py" "${WORK[@]}" "${CONFIG_ARGS[@]}" "${USER_ARGS[@]}")
-  if [[ ${DRY_RUN:-0} == 1 ]]; then
-    quote "${COMMAND[@]}"
-    return
-  fi
-  open_run "$NPROC" slurm
-  run_nodes start_node slurm "${COMMAND[@]}"
-  exit "$CODE"
 }
 
 
@@ -90,7 +59,8 @@ main() {
   parse_args "$@"
   [[ ! $LEVEL ]] || USER_ARGS+=(--log-level "$LEVEL")
   if in_allocation; then
-    on_the_allocation
+    launch_on_allocation "$CONFIG" "$NPROC"
+    exit "$CODE"
   else
     on_this_machine
   fi

@@ -175,3 +175,10 @@ pipe_into() { # <variable for the file descriptor> <command...>
   rm -r -- "$folder"
   printf -v "$1" '%s' "$PIPE_END"
 }
+
+
+# What another launch left in the environment must not reach this one: PET_* even changes torchrun's options.
+forget_other_launches() {
+  unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK NODE_RANK MASTER_ADDR MASTER_PORT
+  unset "${!PET_@}" "${!TORCHELASTIC_@}"
+}

@@ -29,6 +29,8 @@ SIGNAL=''                # the one that asked us to stop
 CALL=()                  # this launcher's own command line
 PLACES=()                # of each node over ssh: [user@]name:processes
 FIRST_RANK=0             # on the first of the nodes
+AGAIN=''                 # folder of the same run before SLURM started it anew
+SLURM_JOB=()             # names of the job that this is, its number first
 
 
 # Split the words into options, POSITIONAL and, behind --, USER_ARGS.
@@ -187,6 +189,7 @@ open_run() { # <number of ranks> <node...>
   local name=${MODULE:-${WORK[0]##*/}}
   RUN=$(kit_python run_folder create --logs "$(absolute "$LOG_DIR")" --name "${name%.py}" --nproc "$1" \
     --nodes "${@:2}" ${PLACES:+--places "${PLACES[@]}"} --first-rank "$FIRST_RANK" --launcher $$ --grace "$GRACE" \
+    ${AGAIN:+--again "$AGAIN"} ${SLURM_JOB:+--slurm-job "${SLURM_JOB[@]}"} \
     --script "${MODULE:-${WORK[0]}}" --config "${CONFIG_ARGS[1]:--}" --cwd "$PWD" --python "$PYTHON" \
     -- "${CALL[@]}") || exit
   tell "run ${RUN##*/}: $1 process(es) on ${*:2}"

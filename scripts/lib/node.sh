@@ -71,13 +71,6 @@ tee_log() {
 }
 
 
-# What another launch left in the environment must not reach this one: PET_* even changes torchrun's options.
-forget_other_launches() {
-  unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK NODE_RANK MASTER_ADDR MASTER_PORT
-  unset "${!PET_@}" "${!TORCHELASTIC_@}"
-}
-
-
 # What a person wants to happen on every node before training: modules, conda, NCCL settings.
 source_node_env() {
   [[ $NODE_ENV ]] || return 0

@@ -1,27 +1,63 @@
-"""Run a script as one task of srun: as `python SCRIPT`, in the environment that torchrun would give it.
+"""One task of srun: a rank, or the agent of its node, guarded by this process.
 
-SLURM says in words of its own which task this is; here they become RANK, WORLD_SIZE, MASTER_ADDR and so on, so that
-a script written for torchrun runs unchanged. An error is kept for the verdict.
+Usage: python task.py rank RUN GRACE SCRIPT|-m MODULE [WORD...]
+       python task.py agent RUN GRACE COUNTS AGENT-WORD... -- SCRIPT-WORD...
 
-Usage: python task.py SCRIPT|-m MODULE [WORDS...]
+SLURM says in words of its own which task this is; for a rank they become RANK, WORLD_SIZE, MASTER_ADDR and so on, so
+that a script written for torchrun runs unchanged. COUNTS are the ranks of each node, as in 2,2,1.
 """
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
-if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).resolve().parents[2])
-    is_module = sys.argv[1:2] == ["-m"]
-    name, *words = sys.argv[2:] if is_module else sys.argv[1:]
+KIT = str(Path(__file__).resolve().parents[2])
+
+
+def become_rank(words: Sequence[str]) -> NoReturn:
+    """Be `python SCRIPT`, in the environment that torchrun would give it."""
+    is_module = words[0] == "-m"
+    name, *rest = words[1:] if is_module else words
+    os.environ.setdefault("OMP_NUM_THREADS", os.environ.get("SLURM_CPUS_PER_TASK", "1"))  # read by PyTorch's import
 
     from distributed.torch import World, WorldError, as_env
     from distributed.worker import Script, work
 
     try:
-        os.environ.update(as_env(World.from_env()))
+        world = World.from_env()
     except WorldError as error:
         sys.stderr.write(f"task.py: {error}\n")
         sys.exit(2)
-    os.environ.pop("MUSTER_NODE", None)  # the launcher's; this task may run on another node
-    work(Script(name, tuple(words), is_module, tuple(sys.path[1:])))
+    os.environ.update(as_env(world))
+    choose_interface(world.nodes, world.master_addr)
+    work(Script(name, tuple(rest), is_module, tuple(sys.path[1:])))
+    sys.exit()
+
+
+def choose_interface(nodes: int, master: str | None) -> None:
+    """Gloo listens at the address of the node's own name, often 127.0.1.1: name the interface that others reach."""
+    from distributed.network import interface_to
+    from distributed.nodelist import expand
+
+    hosts = expand(os.environ["SLURM_STEP_NODELIST"])
+    other = next((host for host in (master, *hosts) if host and host != os.environ["SLURMD_NODENAME"]), None)
+    if nodes > 1 and other and (interface := interface_to(other)):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+
+
+def main(kind: str, run: str, grace: str, *words: str) -> int:
+    from distributed import task
+
+    here = task.Task.from_env(Path(run), os.environ, agent=kind == "agent")
+    if kind == "rank":
+        return task.run(here, float(grace), lambda: become_rank(words))
+    counts = [int(count) for count in words[0].split(",")]
+    options = task.agent_options(here, counts, os.environ)
+    return task.run(here, float(grace), lambda: task.start_agent(here, words[1:], options))
+
+
+if __name__ == "__main__":
+    sys.path[0] = KIT
+    sys.exit(main(*sys.argv[1:]))

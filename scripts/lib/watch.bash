@@ -240,17 +240,32 @@ came_further() {
 # Keep what the failed try left, and make room for the next.
 next_try() {
   RESTARTS=$((RESTARTS + 1))
-  mkdir -- "$RUN/try_$RESTARTS"
-  mv -- "$RUN/errors" "$RUN/ranks" "$RUN/verdict.json" "$RUN"/node_* "$RUN/try_$RESTARTS/"
-  mkdir -- "$RUN/errors" "$RUN/ranks"
-  put_away "try_$RESTARTS"
+  put_try_away "$RUN"
+  put_away "try_$TRIES"
   tell "exit code $CODE: starting again, $RESTARTS of $MAX_RESTARTS, from the newest good checkpoint"
+}
+
+
+# Into the next try_<n>, in TRIES: all that a try leaves, but for what goes on with the run.
+put_try_away() { # <folder of the run>
+  local file
+  TRIES=1
+  while [[ -e $1/try_$TRIES ]]; do
+    TRIES=$((TRIES + 1))
+  done
+  mkdir -- "$1/try_$TRIES"
+  cp -p -- "$1/run.json" "$1/try_$TRIES/"
+  for file in "$1"/{errors,ranks,verdict.json} "$1"/node_*; do
+    [[ ! -e $file ]] || mv -- "$file" "$1/try_$TRIES/"
+  done
+  mkdir -- "$1/errors" "$1/ranks"
 }
 
 
 # Start the nodes, wait, judge; again while --max-restarts allows it. Sets CODE.
 run_nodes() { # <function that starts them> [its words...]
   RESTARTS=0 VAIN=0 FURTHEST=''
+  [[ ! -e $RUN/metrics.jsonl ]] || FURTHEST=$(kit_python progress "$RUN")
   open_events
   watch_signals
   while true; do

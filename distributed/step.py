@@ -1,0 +1,300 @@
+"""A job step from the launcher's side: srun, what its tasks report, and their silence.
+
+srun runs as a child, in a session of its own: Ctrl-C is for the launcher to handle. Through its standard input the
+tasks hear that the launcher is there, and its orders; through its standard output they report (distributed/task.py).
+From the reports come the files that agents write elsewhere: errors/node_<name>.json, node_<name>.exit and, of a node
+that falls silent, node_<name>.lost. The first task that ends badly ends the others. Standard library only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from distributed.task import BEAT, PATIENCE, REPORT
+
+STOPPED = 75  # exit code: stopped on request with a checkpoint written
+LOST = 69  # a node is
+HURRY = 5.0  # seconds between the request to stop and the order to end, when a task has failed
+CHECKPOINT = 30.0  # seconds that the others get when one has stopped with a checkpoint
+FAREWELL = 10.0  # seconds for srun to end when its tasks have
+IMPATIENCE = 10.0  # seconds after which it is said which nodes have not begun; then twice as many, and so on
+SRUN = "srun"  # what it says is kept as if it were a node: node_srun.log
+
+Json = dict[str, Any]
+
+
+@dataclass
+class Node:
+    """What is known of a node while the step runs."""
+
+    name: str
+    tasks: int
+    heard: float | None = None  # when; None: it has not begun
+    ends: list[Json] = field(default_factory=list)  # of its tasks, as they came
+    lost: bool = False
+
+    @property
+    def ended(self) -> bool:
+        return self.lost or len(self.ends) == self.tasks
+
+    @property
+    def exit_code(self) -> int:
+        """Of the first task that ended badly."""
+        return next((code for code in map(code_of, self.ends) if code), 0)
+
+
+def code_of(end: Mapping[str, Any]) -> int:
+    """128+n for a signal."""
+    code = int(end["exit_code"])
+    return code if code >= 0 else 128 - code
+
+
+# ---------------------------------------------------------------- what comes through srun
+
+
+class Stream:
+    """srun's output, parted into words for the console and reports, also where one comes amid the other."""
+
+    def __init__(self) -> None:
+        self._begun = b""
+
+    def feed(self, words: bytes) -> Iterator[bytes | Json]:
+        self._begun += words
+        while self._begun:
+            plain, mark, rest = self._begun.partition(REPORT)
+            if plain:
+                yield plain
+            told, end, rest = rest.partition(b"\n")
+            if mark and not end:
+                self._begun = mark + told
+                return
+            self._begun = rest
+            with suppress(ValueError):
+                report = json.loads(told) if mark else None
+                if isinstance(report, dict) and "node" in report:
+                    yield report
+
+
+# ---------------------------------------------------------------- the step
+
+
+class Step:
+    """srun and its tasks, until the last one has ended."""
+
+    def __init__(self, run: Path, nodes: Sequence[Node], command: Sequence[str]) -> None:
+        self.run = run
+        self.nodes = {node.name: node for node in nodes}
+        self.code = 0  # of the first that ended badly
+        self._step = ""  # its id, as its tasks tell it
+        self._due: list[tuple[float, Callable[[], None]]] = []  # what is to be done, and when
+        self._begun = time.monotonic()
+        self._complain = self._begun + IMPATIENCE
+        self._said_of_srun = (run / f"node_{SRUN}.log").open("ab", buffering=0)
+        self._srun = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            env={**os.environ, "MUSTER_RUN_DIR": str(run)},
+        )
+        self._stream = Stream()
+
+    # ---- what comes in
+
+    def watch(self) -> int:
+        """To the end of srun. Returns the exit code of it all."""
+        assert self._srun.stdout and self._srun.stderr
+        channels = selectors.DefaultSelector()
+        channels.register(self._srun.stdout, selectors.EVENT_READ, self.hear)
+        channels.register(self._srun.stderr, selectors.EVENT_READ, self.hear_srun)
+        channels.register(0, selectors.EVENT_READ, self.hand_on)
+        beat = 0.0
+        while any(key.data != self.hand_on for key in channels.get_map().values()):
+            for key, _ in channels.select(BEAT / 4):
+                words = os.read(key.fd, 65536)
+                key.data(words)
+                if not words:
+                    channels.unregister(key.fileobj)
+            if time.monotonic() - beat > BEAT:
+                self.tell("")
+                beat = time.monotonic()
+            self.look_at_the_clock()
+        self._srun.wait()
+        return self.settle()
+
+    def hear(self, words: bytes) -> None:
+        for word in self._stream.feed(words):
+            if isinstance(word, bytes):
+                sys.stdout.buffer.write(word)
+                sys.stdout.buffer.flush()
+            elif word["node"] in self.nodes:
+                self.note(self.nodes[word["node"]], word)
+
+    def hear_srun(self, words: bytes) -> None:
+        sys.stderr.buffer.write(words)
+        sys.stderr.buffer.flush()
+        with suppress(OSError):
+            self._said_of_srun.write(words)
+
+    def hand_on(self, words: bytes) -> None:
+        """The launcher's orders; its end is an order too."""
+        for order in words.decode().split():
+            self.tell(order)
+        if not words:
+            self.leave()
+
+    # ---- what follows
+
+    def note(self, node: Node, report: Json) -> None:
+        node.heard = time.monotonic()
+        self._step = report.get("step") or self._step
+        if end := report.get("end"):
+            node.ends.append(end)
+            self.ended(code_of(end))
+            if node.ended:
+                self.write_down(node)
+        if all(one.ended for one in self.nodes.values()):
+            self.leave()
+
+    def ended(self, code: int) -> None:
+        if code and not self.code:
+            self.code = code
+            patience = CHECKPOINT if code == STOPPED else 0.0
+            self.later(patience, lambda: self.tell("stop"))
+            self.later(patience + HURRY, lambda: self.tell("kill"))
+            self.later(patience + 2 * HURRY, self.leave)
+
+    def later(self, seconds: float, action: Callable[[], None]) -> None:
+        self._due.append((time.monotonic() + seconds, action))
+
+    def look_at_the_clock(self) -> None:
+        now = time.monotonic()
+        due, self._due = [one for one in self._due if one[0] <= now], [one for one in self._due if one[0] > now]
+        for _, action in due:
+            action()
+        for node in self.nodes.values():
+            if node.heard is not None and now - node.heard > PATIENCE and not node.ended:
+                self.lose(node)
+        if now > self._complain:
+            self.complain(now)
+
+    def lose(self, node: Node) -> None:
+        node.lost = True
+        with suppress(OSError):
+            (self.run / f"node_{node.name}.lost").touch()
+        self.say(f"{node.name}: nothing was heard of it for {PATIENCE:.0f} s: ending the others")
+        self.ended(LOST)
+        if all(one.ended for one in self.nodes.values()):
+            self.leave()
+
+    def complain(self, now: float) -> None:
+        """Who has not begun, while others wait for him."""
+        missing = [node.name for node in self.nodes.values() if node.heard is None]
+        if missing:
+            total = len(self.nodes)
+            self.say(
+                f"{total - len(missing)} of {total} nodes joined, waiting for {', '.join(missing)}, "
+                f"{now - self._begun:.0f} s"
+            )
+        self._complain = now + (now - self._begun)
+
+    def tell(self, order: str) -> None:
+        """All tasks that can hear it."""
+        assert self._srun.stdin
+        with suppress(OSError, ValueError):  # srun has ended, or we have left
+            self._srun.stdin.write(f"{order}\n".encode())
+            self._srun.stdin.flush()
+
+    def leave(self) -> None:
+        """Tasks that have been heard may go, others have to; where srun does not end by that, it is ended."""
+        assert self._srun.stdin
+        if not self._srun.stdin.closed:
+            with suppress(OSError):
+                self._srun.stdin.close()
+            self.later(FAREWELL, self.cancel)
+            self.later(2 * FAREWELL, self._srun.kill)
+
+    def cancel(self) -> None:
+        if self._step:
+            subprocess.Popen(["scancel", self._step], stdin=subprocess.DEVNULL)
+
+    # ---- what is written
+
+    def write_down(self, node: Node) -> None:
+        """As agents do it: how the ranks of a node ended, and the exit code of it all."""
+        deaths = [end for end in node.ends if end["rank"] is not None and end["exit_code"]]
+        if deaths:
+            write(self.run / "errors" / f"node_{node.name}.json", json_of({"node": node.name, "deaths": deaths}))
+        write(self.run / f"node_{node.name}.exit", f"{node.exit_code}\n")
+
+    def settle(self) -> int:
+        """srun has ended: what it says of tasks that did not."""
+        silent = [node for node in self.nodes.values() if not node.ended]
+        if not silent:
+            return self.code
+        if all(node.heard is None for node in silent) and len(silent) == len(self.nodes):
+            code = self._srun.returncode
+            code = (128 - code if code < 0 else code) or LOST
+            write(self.run / f"node_{SRUN}.exit", f"{code}\n")
+            return code
+        for node in silent:
+            if node.ends:
+                self.write_down(node)
+            if not self.code or not node.ends:
+                self.lose(node)
+        return self.code
+
+    def say(self, words: str) -> None:
+        sys.stderr.write(f"step: {words}\n")
+        sys.stderr.flush()
+
+
+def json_of(value: object) -> str:
+    return json.dumps(value, indent=2, sort_keys=True) + "\n"
+
+
+def write(path: Path, text: str) -> None:
+    """Whole or not at all; a full disk is told, no more."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(path)
+    except OSError as error:
+        sys.stderr.write(f"step: cannot write {path}: {error.strerror}\n")
+
+
+# ---------------------------------------------------------------- the program
+
+
+def node_of(word: str) -> Node:
+    name, _, tasks = word.rpartition(":")
+    return Node(name, int(tasks))
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run srun to its end. Returns the exit code of the first task that ended badly."""
+    parser = argparse.ArgumentParser(prog="step", description=str(__doc__).splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--run", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--nodes", nargs="+", type=node_of, required=True, metavar="NODE:TASKS")
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- SRUN...")
+    options = parser.parse_args(words)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # orders come through standard input
+    return Step(options.run, options.nodes, options.command[1:]).watch()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

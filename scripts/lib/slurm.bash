@@ -1,0 +1,160 @@
+# shellcheck shell=bash
+#
+# A training on the SLURM allocation that this shell is in: on all of its nodes, started by srun.
+#
+# Sourced behind launcher.bash, never run.
+#
+#   in_allocation && launch_on_allocation [RANKS]
+#
+# Settings from the environment: LAUNCHER, srun (one task a rank) or torchrun (one agent a node); CONTAINER, words
+# before Python on the nodes, or options of srun; SRUN_ARGS, more options of srun.
+
+LAUNCHER=${LAUNCHER:-srun}
+NODES=()            # of the allocation, by node rank
+TASKS=()            # of each node: how many ranks
+RANKS=0             # of all
+CORES=0             # of each rank; 0: there are fewer than ranks
+NODE_CORES=1        # of the node that has the fewest
+PORT=''             # where the ranks meet, on the first node; - is not known yet
+IN_CONTAINER=()     # words before Python
+SRUN_OPTIONS=()     # the person's own
+RANK_PYTHON=''
+
+
+# The shell of salloc or a batch script, not a task of srun.
+in_allocation() {
+  [[ ${SLURM_JOB_ID-} ]] || return 1
+  [[ ! ${SLURM_STEP_ID-} ]] || ((SLURM_STEP_ID > 4294967000)) ||
+    die_usage "this is task ${SLURM_PROCID-} of a job step: call it from the salloc shell or the batch script, not through srun"
+}
+
+
+# ---------------------------------------------------------------- what is there
+
+check_slurm_settings() {
+  [[ $LAUNCHER == srun || $LAUNCHER == torchrun ]] || die_usage "LAUNCHER='$LAUNCHER': srun or torchrun is wanted"
+  type -P srun >/dev/null || die_usage "srun is not on the PATH: this is no SLURM machine"
+  local words
+  mapfile -t SRUN_OPTIONS < <(split_words "${SRUN_ARGS-}")
+  mapfile -t words < <(split_words "${CONTAINER-}")
+  if [[ ${words[0]-} == -* ]]; then
+    SRUN_OPTIONS=("${words[@]}" "${SRUN_OPTIONS[@]}")
+  else
+    IN_CONTAINER=("${words[@]}")
+  fi
+}
+
+
+split_words() { # <a line with quotes as a shell has them>
+  [[ ! $1 ]] || xargs -n 1 printf '%s\n' <<<"$1" || die_usage "'$1': its quotes do not match"
+}
+
+
+# What the image holds cannot be looked at from here.
+pick_pythons() {
+  if [[ ${CONTAINER-} ]]; then
+    pick_python ''
+    RANK_PYTHON=${ASKED_PYTHON:-python3}
+  else
+    pick_python "$ASKED_PYTHON"
+    check_torch
+    RANK_PYTHON=$PYTHON
+  fi
+}
+
+
+read_allocation() { # [number of ranks]
+  local lines name value
+  lines=$(kit_python allocation --ranks "${1:-0}") || exit "$EXIT_USAGE"
+  while read -r name value; do
+    case $name in
+      cores-a-rank) CORES=$value ;;
+      cores-a-node) NODE_CORES=$value ;;
+      port) PORT=${MASTER_PORT:-$value} ;;
+      *) NODES+=("$name") TASKS+=("$value") PLACES+=("$name:$value") RANKS=$((RANKS + value)) ;;
+    esac
+  done <<<"$lines"
+}
+
+
+# On the node where the ranks meet; this shell may be on another.
+find_port() {
+  [[ $PORT == - ]] || return 0
+  PORT=$(srun --overlap --nodes 1 --ntasks 1 --nodelist "${NODES[0]}" --input none \
+    "$PYTHON" "$KIT/scripts/lib/module.py" allocation --port "$SLURM_JOB_ID") ||
+    die "${NODES[0]}: cannot be asked for a free port: see what srun says above"
+}
+
+
+# ---------------------------------------------------------------- what runs
+
+# srun and all its words, in COMMAND.
+srun_command() { # <folder of the run>
+  local task=("$KIT/scripts/lib/task.sh" "$(node_env)" "${IN_CONTAINER[@]}" "$RANK_PYTHON" "$KIT/scripts/lib/task.py")
+  local shares always=(srun --export ALL --kill-on-bad-exit=1 --nodes "${#NODES[@]}")
+  mapfile -t shares < <(core_shares)
+  if [[ $LAUNCHER == torchrun ]]; then
+    agent_words
+    COMMAND=(env MASTER_ADDR="${NODES[0]}" MASTER_PORT="$PORT"
+      "${always[@]}" --ntasks "${#NODES[@]}" --ntasks-per-node 1 --cpus-per-task "$NODE_CORES"
+      "${SRUN_OPTIONS[@]}" "${task[@]}" agent "$1" "$GRACE" "$(IFS=, && printf '%s' "${TASKS[*]}")"
+      "${AGENT_WORDS[@]}" -- "${SCRIPT_WORDS[@]}")
+  else
+    COMMAND=(env MASTER_PORT="$PORT" "${ENVIRONMENT[@]}"
+      "${always[@]}" --ntasks "$RANKS" --distribution block "${shares[@]}"
+      "${SRUN_OPTIONS[@]}" "${task[@]}" rank "$1" "$GRACE" "${WORK[@]}" "${CONFIG_ARGS[@]}" "${USER_ARGS[@]}")
+  fi
+}
+
+
+# srun does not take over --cpus-per-task from sbatch. With it SLURM binds each task to cores of its own, where the
+# cluster is configured to bind at all.
+core_shares() {
+  if ((CORES)); then
+    printf '%s\n' --cpus-per-task "$CORES"
+  else
+    printf '%s\n' --overcommit
+  fi
+}
+
+
+start_step() {
+  local places=("${PLACES[@]}")
+  [[ $LAUNCHER == srun ]] || places=("${NODES[@]/%/:1}")
+  start_client slurm "${NODES[0]}" run_step --nodes "${places[@]}" -- "${COMMAND[@]}"
+}
+
+
+# Runs until all tasks have ended. Orders come on standard input; its end means that the launcher is gone.
+run_step() { # <word...>
+  local status=0
+  trap '' INT TERM HUP TSTP # it carries the tasks' last words, whatever ends us
+  "$PYTHON" "$KIT/scripts/lib/step.py" --run "$RUN" "$@" || status=$?
+  return $((status == 255 ? EXIT_UNFIT : status)) # 255 would be a lost node
+}
+
+
+# ---------------------------------------------------------------- the whole of a launch
+
+# Sets CODE.
+launch_on_allocation() { # <CONFIG> [number of ranks]
+  ((!DETACH)) || die_usage "--detach: inside an allocation the run ends with it; use sbatch to leave the terminal"
+  check_slurm_settings
+  pick_pythons
+  read_allocation "${2-}"
+  check_script
+  check_config "$1" "$RANKS"
+  if [[ ${DRY_RUN:-0} == 1 ]]; then
+    [[ $PORT != - ]] || PORT="<a free port of ${NODES[0]}>"
+    srun_command "$LOG_DIR/<run>"
+    quote "${COMMAND[@]}"
+    exit
+  fi
+  find_port
+  forget_other_launches
+  SLURM_JOB=("$SLURM_JOB_ID" ${SLURM_ARRAY_JOB_ID:+"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"})
+  [[ ! $AGAIN ]] || put_try_away "$AGAIN"
+  open_run "$RANKS" "${NODES[@]}"
+  srun_command "$RUN"
+  run_nodes start_step
+}

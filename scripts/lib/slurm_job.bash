@@ -1,0 +1,135 @@
+# shellcheck shell=bash
+#
+# A batch job of SLURM: its words, its run over several turns, and whether there is a next turn.
+#
+# Sourced by the scripts of scripts/slurm behind common.bash, never run. A turn is what SLURM starts: the job may be
+# started anew, by us when its time was up, or by SLURM when a node was lost or another job more urgent. All turns have
+# one folder of the run, which logs/slurm-<job> points to.
+
+SUBMITTED_CONFIG=${CONFIG-} SUBMITTED_SCRIPT=${SCRIPT-} # before those who follow take the names
+# shellcheck source=scripts/lib/launcher.bash
+source "$KIT/scripts/lib/launcher.bash"
+# shellcheck source=scripts/lib/slurm.bash
+source "$KIT/scripts/lib/slurm.bash"
+
+MAX_REQUEUES=100
+REQUEUES=${SLURM_RESTART_COUNT:-0} # so far, also those that were not our doing
+
+
+parse_job() { # <word...>
+  local words=()
+  CALL=(sbatch "$KIT/scripts/slurm/$PROGRAM" "$@")
+  while (($#)); do
+    case $1 in
+      --max-requeues) need_value "$@"; MAX_REQUEUES=$2; shift ;;
+      --max-requeues=*) MAX_REQUEUES=${1#*=} ;;
+      --) break ;;
+      *) words+=("$1") ;;
+    esac
+    shift
+  done
+  local call=("${CALL[@]}")
+  parse_options "${words[@]}" "$@"
+  CALL=("${call[@]}")
+  [[ $SCRIPT$MODULE ]] || SCRIPT=$SUBMITTED_SCRIPT
+  is_count "$MAX_REQUEUES" || die_usage "--max-requeues '$MAX_REQUEUES': a whole number is wanted"
+  ((!DETACH)) || die_usage "--detach: sbatch leaves the terminal by itself"
+  ((${#POSITIONAL[@]})) || POSITIONAL=("${SUBMITTED_CONFIG:-$KIT/config/quickstart.yaml}")
+  choose_config "${POSITIONAL[@]}"
+}
+
+
+# An element of an array has a CONFIG of its own, and its number stands for %a.
+choose_config() { # <CONFIG...>
+  local number=$((${SLURM_ARRAY_TASK_ID:-0} - ${SLURM_ARRAY_TASK_MIN:-0}))
+  if (($# > 1)) && [[ ! ${SLURM_ARRAY_TASK_ID-} ]]; then
+    die_usage "$# CONFIGs are for an array of $# elements: sbatch --array=0-$(($# - 1)) (words for the script stand behind --)"
+  fi
+  (($# == 1 || number < $#)) ||
+    die_usage "element $SLURM_ARRAY_TASK_ID has no CONFIG: the array begins at $SLURM_ARRAY_TASK_MIN, and $# are given"
+  (($# == 1)) || shift "$number"
+  CONFIG=$1
+  if [[ ${SLURM_ARRAY_TASK_ID-} ]]; then
+    CONFIG=${CONFIG//%a/$SLURM_ARRAY_TASK_ID}
+    USER_ARGS=("${USER_ARGS[@]//%a/$SLURM_ARRAY_TASK_ID}")
+  fi
+}
+
+
+# ---------------------------------------------------------------- before it is submitted
+
+# What sbatch reads, and what would run if just that were allocated.
+show_submission() {
+  local nodes tasks cores
+  nodes=$(default_of nodes) tasks=$(default_of ntasks-per-node) cores=$(default_of cpus-per-task)
+  grep '^#SBATCH ' -- "$PROGRAM_FILE"
+  [[ $nodes$tasks$cores =~ ^[0-9]+$ ]] || die "$PROGRAM_FILE: no numbers for --nodes, --ntasks-per-node, --cpus-per-task"
+  export SLURM_JOB_ID=0 SLURM_JOB_NODELIST="node[1-$nodes]" SLURM_TASKS_PER_NODE="$tasks(x$nodes)" \
+    SLURM_JOB_CPUS_PER_NODE="$((tasks * cores))(x$nodes)" SLURM_NTASKS=$((nodes * tasks)) SLURM_CPUS_PER_TASK=$cores
+  launch_on_allocation "$CONFIG"
+}
+
+
+default_of() { # <option of sbatch>
+  sed -nE "s/^#SBATCH --$1=([^ ]+).*/\1/p" -- "$PROGRAM_FILE"
+}
+
+
+# ---------------------------------------------------------------- from turn to turn
+
+# The folder in which the turn before has left the run, in AGAIN. What has ended well stays so.
+find_turn_before() {
+  local before
+  ((REQUEUES)) && before=$(readlink -e -- "$LOG_DIR/slurm-$SLURM_JOB_ID") || return 0
+  log "job $SLURM_JOB_ID was requeued $REQUEUES time(s): going on in ${before##*/}"
+  if grep -qsF '"outcome": "ok"' "$before/verdict.json"; then
+    log "the run has ended well before: nothing is left to do"
+    exit
+  fi
+  AGAIN=$before
+}
+
+
+# Only when SLURM has asked the ranks to stop, not when a person has asked us.
+next_turn() {
+  [[ ! $SIGNAL ]] && ((CODE == EXIT_STOPPED)) && is_batch_script || return 0
+  if ((REQUEUES >= MAX_REQUEUES)); then
+    tell "requeued $REQUEUES time(s), and --max-requeues is $MAX_REQUEUES: not once more; sbatch the same to go on"
+  elif in_vain; then
+    tell "the last $MOST_VAIN turns came no further${FURTHEST:+ than step $FURTHEST}: not requeueing; sbatch the same to go on"
+  else
+    tell "requeueing job $SLURM_JOB_ID${FURTHEST:+ at step $FURTHEST}, to go on from the checkpoint"
+    scontrol requeue "${SLURM_JOB[-1]}" || tell "SLURM does not requeue it: sbatch the same to go on"
+  fi
+}
+
+
+# SLURM runs it as the task of its own that a batch script is; in the shell of salloc there is nothing to requeue.
+is_batch_script() {
+  [[ ${SLURM_TASK_PID-} == "$$" ]]
+}
+
+
+# Whether the last turns came no further, one after the other; counted beside the run.
+in_vain() {
+  local vain=0
+  if ! came_further; then
+    vain=$(($(cat -- "$RUN/turns_in_vain" 2>/dev/null || echo 0) + 1))
+  fi
+  echo "$vain" >"$RUN/turns_in_vain"
+  ((vain >= MOST_VAIN))
+}
+
+
+train_in_job() { # <word...>
+  parse_job "$@"
+  if [[ ! ${SLURM_JOB_ID-} ]] && ((${DRY_RUN:-0})); then
+    show_submission
+  fi
+  in_allocation || die_usage "this is for sbatch: $(quote "${CALL[@]}") (--dry-run shows what that would do)"
+  find_turn_before
+  trap 'order stop' USR2 # where it is sent to the batch script too
+  launch_on_allocation "$CONFIG"
+  next_turn
+  exit "$CODE"
+}

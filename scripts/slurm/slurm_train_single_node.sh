@@ -1,0 +1,60 @@
+#!/usr/bin/env bash
+#
+# Train on one node of a SLURM cluster, as a batch job.
+#
+# Usage: sbatch [sbatch's options] scripts/slurm/slurm_train_single_node.sh [options] [CONFIG...] [-- WORD...]
+#
+#   CONFIG               settings file, reaches the script as --config CONFIG; - passes nothing (default: $CONFIG, else
+#                        the kit's config/quickstart.yaml). For an array, one for each element, or one with %a, which
+#                        becomes the element's number
+#   WORD...              go to the script untouched, for the kit's trainer: section.key=value; %a as above
+#
+#   --script PATH        what to run (default: $SCRIPT, else the kit's train.py)
+#   -m MODULE            run a module in its place
+#   --max-restarts N     after a failure start again in the same job, up to N times (default: 0)
+#   --max-requeues N     how often the job may requeue itself when its time is up (default: 100)
+#   --dry-run            print what would be submitted and run, and do neither; on a login node too
+#   --help               show this
+#
+# The launchers' --python, --env, --env-file, --log-dir, --agent, --master-port and --quiet are understood too: see
+# scripts/ssh/launch_singlenode.sh --help.
+#
+# From the environment, where sbatch is called:
+#
+#   LAUNCHER             srun (default): one task a rank; torchrun: one agent, and PyTorch is imported once
+#   CONTAINER            words that run a command in a container, such as "apptainer exec --nv image.sif", or options
+#                        of srun, such as "--container-image=nvcr.io#nvidia/pytorch:25.10-py3"
+#   SRUN_ARGS            more options of srun
+#   MUSTER_KIT           where the kit is, for a copy of this script that lies elsewhere
+#
+# The lines below are defaults: change them, or give sbatch the same options, which come before. Whatever is
+# allocated in the end is used whole: one process for each task.
+#
+#SBATCH --job-name=train
+#SBATCH --nodes=1                       # machines; for more there is slurm_train.sh
+#SBATCH --ntasks-per-node=2             # processes: one a GPU
+#SBATCH --gres=gpu:2                    # GPUs; none for a cluster without
+#SBATCH --cpus-per-task=2               # cores for each process, which also reads and prepares the data
+#SBATCH --mem=8G                        # memory; 0 is all of the node's
+#SBATCH --time=1-00:00:00               # days-hours:minutes:seconds; when they are over, it goes on in a new turn
+##SBATCH --partition=gpu                # which part of the cluster; sinfo shows what there is
+##SBATCH --account=project              # who pays, where that is asked
+#SBATCH --output=logs/slurm-%j.out      # the folder must be there before; %j is the number of the job
+#SBATCH --error=logs/slurm-%j.err
+#SBATCH --open-mode=append              # a new turn writes behind the last one
+#SBATCH --signal=USR2@120               # seconds before the end that the processes hear of it: write a checkpoint
+#SBATCH --requeue                       # after the loss of a node, or for a job that is more urgent
+
+set -euo pipefail
+kit=$(readlink -f -- "$0") kit=${kit%/scripts/slurm/*}
+if [[ ! -e $kit/scripts/lib/slurm_job.bash ]]; then # sbatch runs a copy of this file
+  command=$(scontrol show job --oneliner "$SLURM_JOB_ID")
+  kit=${command##* Command=} kit=${MUSTER_KIT:-${kit%%/scripts/slurm/*}}
+fi
+# shellcheck source=scripts/lib/common.bash
+source "$kit/scripts/lib/common.bash"
+# shellcheck source=scripts/lib/slurm_job.bash
+source "$KIT/scripts/lib/slurm_job.bash"
+
+PROGRAM=slurm_train_single_node.sh
+train_in_job "$@"
