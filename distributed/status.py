@@ -32,8 +32,8 @@ from distributed.answers import UNFIT
 from distributed.look import Gpu, Rank
 from distributed.pulse import Beat, Pulse, feel
 from distributed.run_folder import KIT
-from distributed.visit import SLURM, Visit, left_on, visits
-from distributed.whereabouts import ELSEWHERE, GONE, HERE, NoRun, Run, read
+from distributed.visit import Visit, left_on, visits
+from distributed.whereabouts import ELSEWHERE, GONE, HERE, IN_JOB, NoRun, Run, read
 
 TAIL = 65536  # bytes at the end of metrics.jsonl
 FALLBACK = (120, 40)  # columns and lines where there is no terminal
@@ -47,7 +47,7 @@ RED, GREEN, YELLOW, DIM = "1;31", "32", "33", "2"
 class State:
     """How the whole run stands."""
 
-    name: str  # starting, running, ending, ended, left (behind), unknown
+    name: str  # starting, running, ending, ended, left (behind), waiting (for SLURM), unknown
     more: str = ""  # why, or what of it
     wrong: bool = False
     remedy: str = ""  # a command
@@ -81,9 +81,11 @@ class Status:
 # ---------------------------------------------------------------- judging
 
 
-def judge(run: Run, found: Sequence[Visit], verdict: Mapping[str, Any], progress: Progress, now: float) -> Status:
-    """verdict: what verdict.json says, empty when there is none."""
-    state = state_of(run, found, verdict)
+def judge(
+    run: Run, found: Sequence[Visit], verdict: Mapping[str, Any], progress: Progress, now: float, job_state: str = ""
+) -> Status:
+    """verdict: what verdict.json says, empty when there is none. job_state: of its SLURM job, as squeue has it."""
+    state = waiting(run, job_state) or state_of(run, found, verdict)
     end = verdict.get("written", now) if state.name == "ended" else now
     seconds = max(0.0, end - datetime.fromisoformat(run.started).timestamp())
     moving = state.name in ("running", "left", "unknown")
@@ -91,9 +93,15 @@ def judge(run: Run, found: Sequence[Visit], verdict: Mapping[str, Any], progress
     return Status(run, state, pulse, progress, seconds, tuple(found))
 
 
+def waiting(run: Run, job_state: str) -> State | None:
+    """For the job's next turn."""
+    word, _, reason = job_state.partition(" ")
+    return State("waiting", f"job {run.job} waits for its next turn ({reason})") if word == "PENDING" else None
+
+
 def state_of(run: Run, found: Sequence[Visit], verdict: Mapping[str, Any]) -> State:
     on = [one.place.node for one in found if one.look and one.look.processes]
-    if run.launcher.where == HERE or (run.launcher.where == ELSEWHERE and on):
+    if run.launcher.where in (HERE, IN_JOB) or (run.launcher.where == ELSEWHERE and on):
         return going_on(found, verdict)
     if on:
         stop = f"{KIT}/scripts/stop.sh {shlex.quote(str(run.folder))}"
@@ -111,8 +119,6 @@ def going_on(found: Sequence[Visit], verdict: Mapping[str, Any]) -> State:
     missing = [f"rank {rank.rank} on {node}" for rank, node in ranks if rank.pid is None]
     if verdict:
         return State("ending", said(verdict))
-    if any(one.place.node == SLURM for one in found):
-        return State("running", "its processes are tasks of SLURM, which are not shown here: squeue --me")
     if ranks and len(missing) == len(ranks):
         began = any(rank.silent is not None for rank, _ in ranks)
         return State("ending", "no rank is there any more") if began else State("starting")
@@ -214,6 +220,7 @@ HEADS = {
     "ended": "ended after",
     "left": "left behind, after",
     "unknown": "not known, after",
+    "waiting": "waiting in the queue, begun",
 }
 
 
@@ -221,7 +228,8 @@ def headline(status: Status, colour: bool) -> str:
     state = status.state
     calm = state.name in ("running", "ended") and not status.pulse.hung
     how = painted(HEADS[state.name], RED if state.wrong else GREEN if calm else YELLOW, colour)
-    facts = [f"{how} {duration(status.seconds)}", *progress_words(status.progress)]
+    ago = " ago" * (state.name == "waiting")
+    facts = [f"{how} {duration(status.seconds)}{ago}", *progress_words(status.progress)]
     return f"{painted(status.run.folder.name, '1', colour)}: {', '.join(facts)}"
 
 
@@ -246,8 +254,6 @@ def table(status: Status, width: int, colour: bool) -> list[str]:
 
 
 def rows_of(one: Visit, state: State) -> Iterator[dict[str, Cell]]:
-    if one.place.node == SLURM:
-        return
     blank = dict.fromkeys(COLUMNS, Cell(""))
     name = Cell(one.place.node)
     if one.look is None:
@@ -279,7 +285,7 @@ def state_cell(rank: Rank, state: State) -> Cell:
     if rank.pid is not None:
         word = STATES.get(rank.state, rank.state)
         return Cell(word, RED if word.isupper() else "")
-    if state.name in ("ended", "ending"):
+    if state.name in ("ended", "ending", "waiting"):
         return Cell("ended", DIM)
     return Cell("gone", RED) if rank.silent is not None else Cell("not yet", YELLOW)
 
@@ -384,7 +390,8 @@ def main(words: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"{error}\n")
         return 2
     found = visits(run, options.answers)
-    status = judge(run, found, read_object(run.folder / "verdict.json"), read_progress(run.folder, now), now)
+    verdict = read_object(run.folder / "verdict.json")
+    status = judge(run, found, verdict, read_progress(run.folder, now), now, options.job_state)
     if options.state:
         options.state.write_text(status.state.name + "\n")
     if options.json:
@@ -398,7 +405,9 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="status", description=str(__doc__).splitlines()[0], allow_abbrev=False)
     parser.add_argument("run", type=Path, metavar="RUN_FOLDER")
     parser.add_argument("answers", type=Path, metavar="FOLDER", help="holds NODE.out, NODE.err and NODE.code")
-    parser.add_argument("--launcher", choices=(HERE, GONE, ELSEWHERE), help="where it was before the nodes were asked")
+    places = (HERE, GONE, ELSEWHERE, IN_JOB)
+    parser.add_argument("--launcher", choices=places, help="where it was before the nodes were asked")
+    parser.add_argument("--job-state", default="", help="of its SLURM job, as squeue has it")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--in-place", action="store_true", help="over what the terminal shows, and no more lines")
     parser.add_argument("--state", type=Path, metavar="FILE", help="gets the one word for how the run stands")

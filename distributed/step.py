@@ -112,6 +112,11 @@ class Step:
         )
         self._stream = Stream()
 
+    @property
+    def all_heard(self) -> bool:
+        """Every task has told of its end."""
+        return all(len(node.ends) == node.tasks for node in self.nodes.values())
+
     # ---- what comes in
 
     def watch(self) -> int:
@@ -144,8 +149,10 @@ class Step:
                 self.note(self.nodes[word["node"]], word)
 
     def hear_srun(self, words: bytes) -> None:
-        sys.stderr.buffer.write(words)
-        sys.stderr.buffer.flush()
+        """Kept in any case. What it says of tasks that have been heard to their end is no news."""
+        if not self.all_heard:
+            sys.stderr.buffer.write(words)
+            sys.stderr.buffer.flush()
         with suppress(OSError):
             self._said_of_srun.write(words)
 
@@ -161,12 +168,13 @@ class Step:
     def note(self, node: Node, report: Json) -> None:
         node.heard = time.monotonic()
         self._step = report.get("step") or self._step
+        node.tasks = report.get("tasks") or node.tasks  # SLURM may have laid them out in another way
         if end := report.get("end"):
             node.ends.append(end)
             self.ended(code_of(end))
             if node.ended:
                 self.write_down(node)
-        if all(one.ended for one in self.nodes.values()):
+        if self.all_heard:
             self.leave()
 
     def ended(self, code: int) -> None:

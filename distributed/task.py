@@ -44,14 +44,23 @@ class Task:
     node_rank: int
     local_rank: int
     rank: int | None  # None: it is an agent
-    step: str = ""  # as scancel calls it
+    step: str  # as scancel calls it
+    beside: int  # tasks of the step on this node
 
     @classmethod
     def from_env(cls, run: Path, env: Mapping[str, str], agent: bool) -> Task:
         """As SLURM says it to the task."""
         rank = None if agent else int(env["SLURM_PROCID"])
         step = f"{env['SLURM_JOB_ID']}.{env['SLURM_STEP_ID']}"
-        return cls(run, env["SLURMD_NODENAME"], int(env["SLURM_NODEID"]), int(env["SLURM_LOCALID"]), rank, step)
+        return cls(
+            run=run,
+            node=env["SLURMD_NODENAME"],
+            node_rank=int(env["SLURM_NODEID"]),
+            local_rank=int(env["SLURM_LOCALID"]),
+            rank=rank,
+            step=step,
+            beside=len(env["SLURM_GTIDS"].split(",")),
+        )
 
     @property
     def log(self) -> Path:
@@ -192,7 +201,7 @@ def guard(task: Task, child: Child, voice: Voice) -> int:
     """Pass on what it says until it ends, report that, and return its exit code when the launcher has heard it."""
     gone = threading.Event()
     threading.Thread(target=obey, args=(child, gone), daemon=True).start()
-    voice.report(step=task.step)
+    voice.report(step=task.step, tasks=task.beside)
     beat = time.monotonic()
     while not child.has_ended():
         voice.pass_on()

@@ -16,7 +16,6 @@ from distributed import answers, look
 from distributed.whereabouts import HERE, NoRun, Place, Run, read
 
 KILLED = 137  # ssh's exit code when it took too long
-SLURM = "slurm"  # run_ddp.sh calls all nodes of an allocation so; only the one with the launcher can be asked
 SHOWN = 3  # processes of a node
 
 
@@ -68,10 +67,6 @@ def prove(run: Run, found: Sequence[Visit]) -> tuple[list[str], int]:
             lines.append(f"{one.place.node}: {one.why}{ends}")
         elif one.look.processes:
             lines.append(f"{one.place.node}: still has {left_on(one.look)}")
-        elif one.place.node == SLURM:
-            lines.append(
-                f"{one.look.host}: nothing of this run is left; its tasks on other nodes end with their job step"
-            )
         else:
             lines.append(f"{one.place.node}: nothing of this run is left")
     if any(one.look and one.look.processes for one in found):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +20,9 @@ from pathlib import Path
 from distributed.run_folder import machine, since, user
 
 HERE, GONE, ELSEWHERE = "here", "gone", "elsewhere"  # where the launcher is, seen from this machine
+IN_JOB = "job"  # it is the batch script of a job that runs
 NEWEST = 5  # how many runs a refusal names
+JOB = re.compile(r"\d+(_\d+)?")  # as SLURM calls one, or an element of an array
 
 
 class NoRun(ValueError):
@@ -55,14 +58,16 @@ class Run:
     command: tuple[str, ...]
     launcher: Launcher
     places: tuple[Place, ...]
+    job: str = ""  # the number of its SLURM job
 
 
 def find(word: str, cwd: Path, logs: Path) -> Path:
-    """The folder of the run that a person calls so: a path, or a name below logs.
+    """The folder of the run that a person calls so: a path, a name below logs, or the number of a SLURM job.
 
     Raises NoRun, which says what is there instead.
     """
-    for folder in (cwd / word, logs / word):
+    jobs = [logs / f"slurm-{word}"] if JOB.fullmatch(word) else []
+    for folder in (cwd / word, logs / word, *jobs):
         if (folder / "run.json").is_file():
             return Path(os.path.realpath(folder))
     if (cwd / word).is_dir():
@@ -97,6 +102,7 @@ def read(folder: Path) -> Run:
         command=tuple(facts["command"]),
         launcher=Launcher(launcher["host"], launcher["pid"], launcher["since"], where, launcher["grace"]),
         places=tuple(places),
+        job=facts.get("slurm_job") or "",
     )
 
 
@@ -113,7 +119,7 @@ def boot(a_machine: str) -> str:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Print, each ended by a NUL: folder, mark, python, the launcher's where, host, pid, since and grace; then of
+    """Print, each ended by a NUL: folder, mark, python, the launcher's where, host, pid, since and grace, job; then of
     each node its name, address, number of ranks and first rank. Returns 2 when there is no such run, or it is not ours.
     """
     parser = argparse.ArgumentParser(prog="whereabouts", description=str(__doc__).splitlines()[0], allow_abbrev=False)
@@ -129,7 +135,7 @@ def main(words: Sequence[str] | None = None) -> int:
         return 2
     launcher = run.launcher
     told = [str(run.folder), run.mark, run.python, launcher.where, launcher.host, str(launcher.pid)]
-    told += [str(launcher.since), str(launcher.grace)]
+    told += [str(launcher.since), str(launcher.grace), run.job]
     for place in run.places:
         told += [place.node, place.address, str(place.processes), str(place.first_rank)]
     sys.stdout.buffer.write(b"".join(os.fsencode(word) + b"\0" for word in told))

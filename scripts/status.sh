@@ -4,7 +4,7 @@
 #
 # Usage: status.sh [options] [RUN]
 #
-#   RUN            folder of a run, or its name below logs (default: latest)
+#   RUN            folder of a run, its name below logs, or the number of its SLURM job (default: latest)
 #
 #   --watch        again every 2 seconds, in place, until the run has ended or Ctrl-C
 #   --stacks       also where each rank stands: its Python stack where py-spy is installed, else
@@ -58,8 +58,16 @@ look_once() {
   local words=(--seconds "$LOOK")
   ((!STACKS)) || words+=(--stacks)
   [[ $LAUNCHER_IS != here ]] || launcher_lives || LAUNCHER_IS=gone
+  [[ ! $JOB ]] || look_for_job
   ask_nodes look_at "${words[@]}"
-  kit_python status "${HOW[@]}" --launcher "$LAUNCHER_IS" --state "$ANSWERS/state" "$RUN" "$ANSWERS"
+  kit_python status "${HOW[@]}" --launcher "$LAUNCHER_IS" --job-state "$JOB_STATE" --state "$ANSWERS/state" "$RUN" "$ANSWERS"
+}
+
+
+job_without_run() { # <number>
+  ((!WATCH)) && [[ ! ${HOW[*]-} ]] || die "job $1 is ${JOB_STATE% *} (${JOB_STATE##* }) and has no run yet: ask again later"
+  printf 'job %s: %s (%s), no run yet\n' "$1" "${JOB_STATE% *}" "${JOB_STATE##* }"
+  exit
 }
 
 

@@ -4,7 +4,7 @@
 #
 # Usage: stop.sh [options] RUN
 #
-#   RUN            folder of a run, or its name below logs; latest is the newest
+#   RUN            folder of a run, its name below logs, or the number of its SLURM job; latest is the newest
 #
 #   --now          end the processes at once: no time to write a checkpoint
 #   --log-dir DIR  where a name is looked for (default: logs)
@@ -16,6 +16,8 @@
 # launcher gives them (MUSTER_GRACE). Where the launcher is gone, or does not end, the run's processes
 # are ended on each node. Whatever the case, every node is then asked what is left of this run. A run
 # that has ended already is only asked about.
+#
+# Of a batch job, the batch script is asked; a job that waits is cancelled. It is not requeued.
 #
 # Exit codes: 0 nothing is left; 1 something is; 2 wrong call; 69 a node could not be asked.
 #
@@ -108,6 +110,37 @@ give_up_launcher() {
 }
 
 
+# ---------------------------------------------------------------- a job of SLURM
+
+job_without_run() { # <number>
+  JOB=$1
+  end_job
+  exit
+}
+
+
+# Where the batch script does not end its job by itself, SLURM does.
+end_job() {
+  if job_runs && ((!NOW)); then
+    log "asking job $JOB to stop; $(grace_in_words)"
+    scancel --batch --signal=INT "$JOB"
+    wait_for_job $((RUN_GRACE + FAREWELL)) || log "job $JOB does not end: cancelling it"
+  fi
+  [[ ! $JOB_STATE ]] || scancel "$JOB"
+  wait_for_job 120 || die "job $JOB is still ${JOB_STATE% *}: SLURM cannot end it; see scontrol show job $JOB"
+  printf 'job %s has ended, and SLURM with it what it had on its nodes\n' "$JOB"
+}
+
+
+wait_for_job() { # <seconds>
+  local turns=$(($1 * 2))
+  while JOB_STATE=$(state_of_job "$JOB") && [[ $JOB_STATE ]]; do
+    ((turns-- > 0)) || return 1
+    sleep 0.5
+  done
+}
+
+
 # ---------------------------------------------------------------- the nodes
 
 # End what is left, and ask again.
@@ -148,6 +181,10 @@ main() {
   pick_python "$ASKED_PYTHON"
   open_connections
   find_run "$WORD"
+  if [[ $JOB && ($LAUNCHER_IS == job || ! $JOB_STATE || $JOB_STATE == PENDING*) ]]; then
+    end_job
+    return
+  fi
   [[ $LAUNCHER_IS != elsewhere ]] || hand_over
   take_turns
   if [[ $LAUNCHER_IS == gone ]]; then

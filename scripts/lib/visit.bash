@@ -13,9 +13,11 @@ ASKED_PYTHON=''
 RUN=''                # folder of the run
 MARK=''               # the same, as its processes carry it in MUSTER_RUN_DIR
 RUN_PYTHON=''         # interpreter of its ranks
-LAUNCHER_IS=''        # here, gone or elsewhere
+LAUNCHER_IS=''        # here, gone, elsewhere, or in the job: it is its batch script
 LAUNCHER_HOST='' LAUNCHER=0 LAUNCHER_SINCE='' # where it was started, its process id there, and its start
 RUN_GRACE=0           # seconds that it gives to ranks that are asked to stop
+JOB=''                # number of its SLURM job
+JOB_STATE=''          # as squeue has it, with the reason: RUNNING None, PENDING Resources; empty when it is over
 NODES=()
 declare -A ADDRESS=() # of the nodes that are reached over ssh
 declare -A COUNT=() FIRST_RANK=() # of each node: how many ranks, and which is the first
@@ -38,12 +40,12 @@ find_run() { # <RUN>
   local words
   ANSWERS=$(mktemp -d "$SOCKETS/answers-XXXXXX") # goes when the connections go
   kit_python whereabouts --from "$PWD" --log-dir "$LOG_DIR" -- "$1" >"$ANSWERS/whereabouts" 2>"$ANSWERS/refusal" ||
-    die_usage "$(<"$ANSWERS/refusal")"
+    no_run "$1"
   mapfile -d '' words <"$ANSWERS/whereabouts"
   RUN=${words[0]} MARK=${words[1]} RUN_PYTHON=${words[2]}
   LAUNCHER_IS=${words[3]} LAUNCHER_HOST=${words[4]} LAUNCHER=${words[5]} LAUNCHER_SINCE=${words[6]}
-  RUN_GRACE=${words[7]}
-  set -- "${words[@]:8}"
+  RUN_GRACE=${words[7]} JOB=${words[8]}
+  set -- "${words[@]:9}"
   while (($#)); do
     NODES+=("$1")
     [[ ! $2 ]] || ADDRESS[$1]=$2
@@ -51,6 +53,7 @@ find_run() { # <RUN>
     shift 4
   done
   cd / # a folder that is everywhere: on_node goes where we are
+  [[ ! $JOB ]] || look_for_job
 }
 
 
@@ -63,9 +66,63 @@ launcher_lives() {
 }
 
 
-# Run a command on a node of the run, wherever that is.
+# A job that waits has no run yet.
+no_run() { # <RUN>
+  if [[ $1 =~ ^[0-9]+(_[0-9]+)?$ ]]; then
+    JOB_STATE=$(state_of_job "$1")
+    [[ ! $JOB_STATE ]] || job_without_run "$1"
+  fi
+  die_usage "$(<"$ANSWERS/refusal")"
+}
+
+
+# A batch script is there as long as its job; and without the job there are no processes that could be asked about.
+look_for_job() {
+  JOB_STATE=$(state_of_job "$JOB")
+  if ! job_runs; then
+    LAUNCHER_IS=gone
+  elif [[ $LAUNCHER_IS == elsewhere && " ${NODES[*]} " == *" $LAUNCHER_HOST "* ]]; then
+    LAUNCHER_IS=job
+  fi
+}
+
+
+state_of_job() { # <number>
+  squeue --noheader --jobs "$1" --format '%T %r' 2>/dev/null | head -n 1 || true
+}
+
+
+job_runs() {
+  [[ $JOB_STATE == RUNNING* || $JOB_STATE == SUSPENDED* ]]
+}
+
+
+# Beside the tasks that are there, however busy the node is.
+in_job() { # <node> <command...>
+  (
+    forget_job
+    exec ${ANSWER_WITHIN:+timeout -s KILL "$ANSWER_WITHIN"} srun --overlap --jobid "$JOB" --nodes 1 --ntasks 1 \
+      --nodelist "$1" --input none --quiet "${@:2}"
+  )
+}
+
+
+# Another one, that this shell may be in.
+forget_job() {
+  local name
+  for name in "${!SLURM_@}"; do
+    [[ $name == SLURM_CONF ]] || unset "$name"
+  done
+}
+
+
+# Run a command on a node of the run, wherever that is. What a job has left lies in its folder, which is shared.
 visit() { # <node> <command...>
-  if [[ ${ADDRESS[$1]-} ]]; then
+  if [[ $JOB ]] && job_runs; then
+    in_job "$@"
+  elif [[ $JOB ]]; then
+    "${@:2}"
+  elif [[ ${ADDRESS[$1]-} ]]; then
     on_node "$@"
   else
     "${@:2}"
