@@ -68,9 +68,9 @@ class Allocation:
         """What a person may want to know before it begins."""
         gpus, needed = int(env.get("SLURM_GPUS_ON_NODE") or 0), self.tasks[0]
         if gpus > needed:
-            yield f"{gpus} GPUs are allocated on {self.nodes[0]}, and {needed} are used: --ntasks-per-node={gpus} uses all"
+            yield f"{gpus} GPUs on {self.nodes[0]}, and {needed} of them used: --ntasks-per-node={gpus} uses all"
         if not self.cores_a_task:
-            yield "fewer CPU cores are allocated than processes, which will have to share them: --cpus-per-task gives more"
+            yield "fewer CPU cores are allocated than processes, which have to share them: --cpus-per-task gives more"
         if int(env.get("SLURM_HET_SIZE") or 1) > 1:
             yield f"this job has {env['SLURM_HET_SIZE']} components: only the nodes of the first are used"
 

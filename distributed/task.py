@@ -122,7 +122,7 @@ class Voice:
                 self._log.write(words)
         except OSError as error:
             self._log = None  # said once
-            self.say(f"{self._task.log}: {error.strerror}: nothing more is kept there of rank {self._task.rank}\n".encode())
+            self.say(f"{self._task.log}: {error.strerror}: what rank {self._task.rank} says is not kept\n".encode())
 
     def report(self, **facts: object) -> None:
         told = {"node": self._task.node, "local_rank": self._task.local_rank} | facts

@@ -65,8 +65,7 @@ look_once() {
 
 
 job_without_run() { # <number>
-  ((!WATCH)) && [[ ! ${HOW[*]-} ]] || die "job $1 is ${JOB_STATE% *} (${JOB_STATE##* }) and has no run yet: ask again later"
-  printf 'job %s: %s (%s), no run yet\n' "$1" "${JOB_STATE% *}" "${JOB_STATE##* }"
+  log "job $1 has no run yet, in the queue it is ${JOB_STATE% *} (${JOB_STATE##* }): ask again when it runs"
   exit
 }
 

@@ -6,7 +6,7 @@
 #
 #   N                    number of processes on each node; one a GPU where there are GPUs
 #   NODE...              node1 user@node2 node[3-8,10] node9:4 (that one's own number of processes),
-#                        over ssh; without them, this machine
+#                        over ssh; without them, the SLURM allocation this shell is in, else this machine
 #
 # Checks that each collective that training uses gives the right result on every rank (all_reduce,
 # broadcast, all_gather, reduce_scatter, all_to_all, point to point, barrier), measures the bus
@@ -47,6 +47,8 @@ source "$KIT/scripts/lib/ssh.bash"
 source "$KIT/scripts/lib/nodes.bash"
 # shellcheck source=scripts/lib/reach.bash
 source "$KIT/scripts/lib/reach.bash"
+# shellcheck source=scripts/lib/slurm.bash
+source "$KIT/scripts/lib/slurm.bash"
 
 SMOKE=()             # words for the test itself
 LAUNCH=()            # words for the launcher
@@ -90,12 +92,18 @@ parse_args() { # <word...>
     [[ ! $EXCLUDE ]] || LAUNCH+=(--exclude "$EXCLUDE")
   else
     [[ ! $EXCLUDE ]] || die_usage "--exclude '$EXCLUDE': from which nodes? name them"
+    ! in_allocation || STARTER=scripts/run_ddp.sh
   fi
 }
 
 
 on_several_nodes() {
   [[ $STARTER == *auto.sh ]]
+}
+
+
+on_the_allocation() {
+  [[ $STARTER == *run_ddp.sh ]]
 }
 
 
@@ -120,7 +128,7 @@ check_smoke() {
     SMOKE+=(--max-bytes "$MAX_BYTES")
   fi
   [[ $BACKEND =~ ^(auto|nccl|gloo)$ ]] || die_usage "--backend '$BACKEND': auto, nccl or gloo is wanted"
-  on_several_nodes || check_backend_here
+  on_several_nodes || on_the_allocation || check_backend_here
 }
 
 
@@ -177,8 +185,13 @@ main() {
   pick_python "$ASKED_PYTHON"
   check_smoke
   cd -- "$KIT" # the package is found from here alone
-  LAUNCH+=(--python "$PYTHON" --log-dir "$LOG_DIR" -m distributed.smoke
-    - "$PROCESSES" "${WORDS[@]}" -- "${SMOKE[@]}" --json-file smoke.json)
+  LAUNCH+=(--python "$PYTHON" --log-dir "$LOG_DIR" -m distributed.smoke)
+  if on_the_allocation; then
+    LAUNCH+=(-c - -n $((PROCESSES * SLURM_JOB_NUM_NODES)))
+  else
+    LAUNCH+=(- "$PROCESSES" "${WORDS[@]}")
+  fi
+  LAUNCH+=(-- "${SMOKE[@]}" --json-file smoke.json)
   if [[ ${DRY_RUN:-0} == 1 ]]; then
     exec "$STARTER" --dry-run "${LAUNCH[@]}"
   fi

@@ -25,6 +25,7 @@ KIT = Path(__file__).resolve().parent.parent
 # Who may import whom of ours; a module without a line here knows none of them.
 BELOW: dict[str, set[str]] = {
     "agent": {"accounts", "meeting", "peers", "worker"},
+    "allocation": {"network", "nodelist"},
     "by_hand": {"answers", "network"},
     "checkpoint": {"ranks", "shards", "snapshot", "step_folder"},
     "cluster": {"answers", "comparison", "doctor", "fitness", "members", "nodelist", "reach", "smoke_report"},
@@ -50,6 +51,7 @@ BELOW: dict[str, set[str]] = {
     "smoke": {"links", "smoke_report", "torch"},
     "smoke_report": {"links"},
     "status": {"answers", "look", "pulse", "run_folder", "visit", "whereabouts"},
+    "step": {"task"},
     "survey": {"answers", "gpus", "network", "preflight", "run_folder"},
     "torch": {"nodelist"},
     "verdict": {"evidence"},
@@ -63,10 +65,10 @@ KNOW_PYTORCH = {
 }  # fmt: skip
 # They run on nodes before anything is installed.
 STANDARD_LIBRARY_ALONE = {
-    "accounts", "answers", "by_hand", "charts", "cluster", "comparison", "doctor", "evidence", "facts", "fitness",
+    "accounts", "allocation", "answers", "by_hand", "charts", "cluster", "comparison", "doctor", "evidence", "facts", "fitness",
     "gpus", "history", "interpreter", "links", "look", "members", "names", "network", "nodelist", "preflight", "probe",
-    "progress", "pulse", "reach", "report", "resources", "run_folder", "smoke_report", "status", "step_folder",
-    "survey", "verdict", "visit", "whereabouts",
+    "progress", "pulse", "reach", "report", "resources", "run_folder", "smoke_report", "status", "step",
+    "step_folder", "survey", "task", "verdict", "visit", "whereabouts",
 }  # fmt: skip
 WHERE_IT_IS_THERE = {"psutil", "pynvml", "rich"}  # inside a try
 

@@ -152,6 +152,7 @@ launch_on_allocation() { # <CONFIG> [number of ranks]
   fi
   find_port
   forget_other_launches
+  # shellcheck disable=SC2034 # open_run tells it
   SLURM_JOB=("$SLURM_JOB_ID" ${SLURM_ARRAY_JOB_ID:+"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"})
   [[ ! $AGAIN ]] || put_try_away "$AGAIN"
   open_run "$RANKS" "${NODES[@]}"
