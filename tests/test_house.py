@@ -65,10 +65,10 @@ KNOW_PYTORCH = {
 }  # fmt: skip
 # They run on nodes before anything is installed.
 STANDARD_LIBRARY_ALONE = {
-    "accounts", "allocation", "answers", "by_hand", "charts", "cluster", "comparison", "doctor", "evidence", "facts", "fitness",
-    "gpus", "history", "interpreter", "links", "look", "members", "names", "network", "nodelist", "preflight", "probe",
-    "progress", "pulse", "reach", "report", "resources", "run_folder", "smoke_report", "status", "step",
-    "step_folder", "survey", "task", "verdict", "visit", "whereabouts",
+    "accounts", "allocation", "answers", "by_hand", "charts", "cluster", "comparison", "doctor", "evidence",
+    "facts", "fitness", "gpus", "history", "interpreter", "links", "look", "members", "names", "network",
+    "nodelist", "preflight", "probe", "progress", "pulse", "reach", "report", "resources", "run_folder",
+    "smoke_report", "status", "step", "step_folder", "survey", "task", "verdict", "visit", "whereabouts",
 }  # fmt: skip
 WHERE_IT_IS_THERE = {"psutil", "pynvml", "rich"}  # inside a try
 

@@ -20,7 +20,7 @@ from distributed.look import Gpu, Look, Process, Rank
 from distributed.pulse import Pulse
 from distributed.status import Progress, judge
 from distributed.visit import Visit
-from distributed.whereabouts import ELSEWHERE, GONE, HERE, Launcher, NoRun, Place, Run, seen
+from distributed.whereabouts import ELSEWHERE, GONE, HERE, IN_JOB, Launcher, NoRun, Place, Run, seen
 
 GPU = Gpu(0, "NVIDIA H100", 97, 412.4, 0, 0)
 LAUNCHER = Launcher("head", 4711, 1, HERE, 8)
@@ -79,14 +79,20 @@ def test_how_a_run_stands(
     assert more in found.state.more and bool(more) == bool(found.state.more)
 
 
-def test_of_an_allocation_only_what_is_known_is_said() -> None:
-    slurm = Visit(Place("slurm", "", 8, 0), Look("n1", 1.0, (NEVER,)))
-    found = judge(RUN, [slurm], {}, Progress(), START)
-    assert "tasks of SLURM" in found.state.more
-    assert "not yet" not in status.draw(found, 80, colour=False)
-    assert visit.prove(RUN, [slurm])[0] == [
-        "n1: nothing of this run is left; its tasks on other nodes end with their job step"
-    ]
+@pytest.mark.parametrize(
+    ("where", "job_state", "name", "code"),
+    [
+        (IN_JOB, "RUNNING None", "running", 0),
+        (GONE, "PENDING BeginTime", "waiting", 0),
+        (GONE, "", "ended", 0),
+    ],
+)
+def test_a_job_of_slurm_stands_as_the_queue_says(where: str, job_state: str, name: str, code: int) -> None:
+    run = replace(launched(where), job="17")
+    verdict = {} if where == IN_JOB else STOPPED
+    found = judge(run, [here("n1", RANK if where == IN_JOB else DEAD)], verdict, Progress(), START + 60, job_state)
+    assert (found.state.name, found.exit_code) == (name, code)
+    assert ("job 17 waits for its next turn (BeginTime)" in status.draw(found, 80, colour=False)) == (name == "waiting")
 
 
 def test_the_json_names_each_node() -> None:
