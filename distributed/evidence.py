@@ -259,8 +259,16 @@ def _lost_nodes(run: Path, known: Evidence, failures: Sequence[Failure], seen: S
     """The nodes of which nothing is there while there is of others, and those that could not be heard any more."""
     heard = {*known.exits, *(failure.node for failure in failures)}
     silent = {node for node in known.ranks if known.exits and node not in heard}
-    cut_off = {path.name[5:-5] for path in run.glob("node_*.lost")} & set(known.ranks)  # from the launcher
-    return [Failure(node) for node in sorted(silent | (cut_off or _not_heard(known, seen)))]
+    told = {path.name[5:-5]: _first_line(path) for path in run.glob("node_*.lost")}  # by the launcher
+    cut_off = told.keys() & set(known.ranks)
+    return [Failure(node, message=told.get(node, "")) for node in sorted(silent | (cut_off or _not_heard(known, seen)))]
+
+
+def _first_line(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace").partition("\n")[0]
+    except OSError:
+        return ""
 
 
 def _not_heard(known: Evidence, seen: Sequence[Json]) -> set[str]:

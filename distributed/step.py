@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import selectors
 import signal
 import subprocess
@@ -22,14 +23,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from distributed.nodelist import expand
 from distributed.task import BEAT, PATIENCE, REPORT
 
 STOPPED = 75  # exit code: stopped on request with a checkpoint written
 LOST = 69  # a node is
+TOLD = 128 + signal.SIGTERM
 HURRY = 5.0  # seconds between the request to stop and the order to end, when a task has failed
 CHECKPOINT = 30.0  # seconds that the others get when one has stopped with a checkpoint
-FAREWELL = 10.0  # seconds for srun to end when its tasks have
+FAREWELL = 5.0  # seconds for srun to end when its tasks have; it would wait for a lost node as long as SLURM does
 IMPATIENCE = 10.0  # seconds after which it is said which nodes have not begun; then twice as many, and so on
+NODE_FAILURE = re.compile(r"Node failure on (\S+)")  # in srun's words
 SRUN = "srun"  # what it says is kept as if it were a node: node_srun.log
 
 Json = dict[str, Any]
@@ -155,6 +159,10 @@ class Step:
             sys.stderr.buffer.flush()
         with suppress(OSError):
             self._said_of_srun.write(words)
+        for failed in NODE_FAILURE.findall(words.decode(errors="replace")):
+            for name in expand(failed):
+                if name in self.nodes and not self.nodes[name].ended:
+                    self.lose(self.nodes[name], "SLURM says that this node has failed")
 
     def hand_on(self, words: bytes) -> None:
         """The launcher's orders; its end is an order too."""
@@ -174,12 +182,14 @@ class Step:
             self.ended(code_of(end))
             if node.ended:
                 self.write_down(node)
-        if self.all_heard:
-            self.leave()
+        self.leave_when_all_have_ended()
 
     def ended(self, code: int) -> None:
-        if code and not self.code:
-            self.code = code
+        """A task has, or its node. That one was told to end comes of another's end."""
+        if code and self.code in (0, TOLD):
+            begun, self.code = self.code, code
+            if begun:
+                return
             patience = CHECKPOINT if code == STOPPED else 0.0
             self.later(patience, lambda: self.tell("stop"))
             self.later(patience + HURRY, lambda: self.tell("kill"))
@@ -195,18 +205,16 @@ class Step:
             action()
         for node in self.nodes.values():
             if node.heard is not None and now - node.heard > PATIENCE and not node.ended:
-                self.lose(node)
+                self.lose(node, f"nothing was heard of it for {PATIENCE:.0f} s")
         if now > self._complain:
             self.complain(now)
 
-    def lose(self, node: Node) -> None:
+    def lose(self, node: Node, why: str) -> None:
         node.lost = True
-        with suppress(OSError):
-            (self.run / f"node_{node.name}.lost").touch()
-        self.say(f"{node.name}: nothing was heard of it for {PATIENCE:.0f} s: ending the others")
+        write(self.run / f"node_{node.name}.lost", f"{why}\n")
+        self.say(f"{node.name}: {why}: ending the others")
         self.ended(LOST)
-        if all(one.ended for one in self.nodes.values()):
-            self.leave()
+        self.leave_when_all_have_ended()
 
     def complain(self, now: float) -> None:
         """Who has not begun, while others wait for him."""
@@ -226,18 +234,26 @@ class Step:
             self._srun.stdin.write(f"{order}\n".encode())
             self._srun.stdin.flush()
 
+    def leave_when_all_have_ended(self) -> None:
+        if all(node.ended for node in self.nodes.values()):
+            self.leave()
+
     def leave(self) -> None:
         """Tasks that have been heard may go, others have to; where srun does not end by that, it is ended."""
         assert self._srun.stdin
         if not self._srun.stdin.closed:
             with suppress(OSError):
                 self._srun.stdin.close()
-            self.later(FAREWELL, self.cancel)
-            self.later(2 * FAREWELL, self._srun.kill)
+            if any(node.lost for node in self.nodes.values()):
+                self.cancel()
+                self.later(1.0, self._srun.kill)
+            else:
+                self.later(FAREWELL, self.cancel)
+                self.later(2 * FAREWELL, self._srun.kill)
 
     def cancel(self) -> None:
         if self._step:
-            subprocess.Popen(["scancel", self._step], stdin=subprocess.DEVNULL)
+            subprocess.Popen(["scancel", "--quiet", self._step], stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     # ---- what is written
 
@@ -262,7 +278,7 @@ class Step:
             if node.ends:
                 self.write_down(node)
             if not self.code or not node.ends:
-                self.lose(node)
+                self.lose(node, "srun has ended before its tasks")
         return self.code
 
     def say(self, words: str) -> None:

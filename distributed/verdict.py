@@ -49,6 +49,7 @@ from distributed.evidence import (
 
 INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 CLOCK_DOUBT = 1.0  # seconds
+BY_SLURM = "SLURM says that this node has failed"  # and then SLURM itself ends the job
 SHOWN = 240  # characters of a message in a sentence
 SHOWN_LINES = 8  # of a message or a log
 SHOWN_FRAMES = 3
@@ -228,7 +229,7 @@ def judge(evidence: Evidence, launcher: int | None = None) -> Verdict:
     worth = kind(culprit)
     if worth is Kind.STOPPED:
         return Verdict("stopped", STOPPED, _SENTENCES[worth](culprit))
-    if launcher in INTERRUPTED and worth is not Kind.OWN:
+    if launcher in INTERRUPTED and worth is not Kind.OWN and BY_SLURM not in culprit.message:
         return replace(_nothing_failed(evidence, launcher), collateral=_collateral(failures))
     codes = [one.exit_code for one in failures if one.exit_code and kind(one) < Kind.STOPPED]
     said = decisive(culprit)
@@ -276,7 +277,11 @@ def decide(run: Path, launcher: int | None = None) -> Verdict:
 _SENTENCES: dict[Kind, Callable[[Failure], str]] = {
     Kind.OWN: lambda one: f"{who(one)} {_did(one)}",
     Kind.AGENT: lambda one: f"{who(one)} could not go on: {_short(what(one))}",
-    Kind.LOST_NODE: lambda one: f"{one.node} fell silent: it lost power or network, or was killed whole",
+    Kind.LOST_NODE: lambda one: (
+        f"{one.node} was lost: {one.message}"
+        if BY_SLURM in one.message
+        else f"{one.node} fell silent: it lost power or network, or was killed whole"
+    ),
     Kind.UNSURE: lambda one: f"{who(one)} {_did(one)}; nothing clearer was recorded",
     Kind.ACCUSED: lambda one: f"{who(one)} did not come: {one.witness}",
     Kind.COLLATERAL: lambda one: f"the cause was not recorded; {who(one)} lost the others first: {_short(what(one))}",

@@ -51,7 +51,7 @@ BELOW: dict[str, set[str]] = {
     "smoke": {"links", "smoke_report", "torch"},
     "smoke_report": {"links"},
     "status": {"answers", "look", "pulse", "run_folder", "visit", "whereabouts"},
-    "step": {"task"},
+    "step": {"nodelist", "task"},
     "survey": {"answers", "gpus", "network", "preflight", "run_folder"},
     "torch": {"nodelist"},
     "verdict": {"evidence"},
