@@ -78,9 +78,10 @@ class Allocation:
 def _layout(env: Mapping[str, str], nodes: int, ranks: int) -> tuple[int, ...]:
     """How many ranks on each node: as SLURM has laid them out, else as evenly as can be, the first ones more."""
     given = int(env.get("SLURM_NTASKS") or 0)
-    if given and ranks in (0, given):
-        return tuple(tasks_per_node(_said(env, "SLURM_TASKS_PER_NODE")))
-    ranks = ranks or nodes * int(env.get("SLURM_GPUS_ON_NODE") or 1)
+    laid_out = tuple(tasks_per_node(_said(env, "SLURM_TASKS_PER_NODE")))
+    if given and ranks in (0, given) and sum(laid_out) == given:  # --ntasks with --ntasks-per-node: it may not be so
+        return laid_out
+    ranks = ranks or given or nodes * int(env.get("SLURM_GPUS_ON_NODE") or 1)
     if ranks < nodes:
         raise AllocationError(f"{ranks} process(es) for the {nodes} nodes of the allocation: each gets at least one")
     return tuple(ranks // nodes + (node < ranks % nodes) for node in range(nodes))

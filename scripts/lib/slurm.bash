@@ -34,19 +34,23 @@ in_allocation() {
 check_slurm_settings() {
   [[ $LAUNCHER == srun || $LAUNCHER == torchrun ]] || die_usage "LAUNCHER='$LAUNCHER': srun or torchrun is wanted"
   type -P srun >/dev/null || die_usage "srun is not on the PATH: this is no SLURM machine"
-  local words
-  mapfile -t SRUN_OPTIONS < <(split_words "${SRUN_ARGS-}")
-  mapfile -t words < <(split_words "${CONTAINER-}")
-  if [[ ${words[0]-} == -* ]]; then
+  local lines words
+  lines=$(split_words SRUN_ARGS)
+  [[ ! $lines ]] || mapfile -t SRUN_OPTIONS <<<"$lines"
+  lines=$(split_words CONTAINER)
+  [[ ! $lines ]] || mapfile -t words <<<"$lines"
+  if [[ $lines == -* ]]; then
     SRUN_OPTIONS=("${words[@]}" "${SRUN_OPTIONS[@]}")
-  else
+  elif [[ $lines ]]; then
     IN_CONTAINER=("${words[@]}")
   fi
 }
 
 
-split_words() { # <a line with quotes as a shell has them>
-  [[ ! $1 ]] || xargs -n 1 printf '%s\n' <<<"$1" || die_usage "'$1': its quotes do not match"
+# Words with quotes as a shell has them, a line each.
+split_words() { # <name of a variable>
+  local line=${!1-}
+  [[ ! $line ]] || xargs -n 1 printf '%s\n' <<<"$line" 2>/dev/null || die_usage "$1=\"$line\": its quotes do not match"
 }
 
 
@@ -92,7 +96,7 @@ find_port() {
 srun_command() { # <folder of the run>
   local task=("$KIT/scripts/lib/task.sh" "$(node_env)" "${IN_CONTAINER[@]}" "$RANK_PYTHON" "$KIT/scripts/lib/task.py")
   local shares always=(srun --export ALL --kill-on-bad-exit=1 --nodes "${#NODES[@]}")
-  mapfile -t shares < <(core_shares)
+  mapfile -t shares < <(shares_of_a_rank)
   if [[ $LAUNCHER == torchrun ]]; then
     agent_words
     COMMAND=(env MASTER_ADDR="${NODES[0]}" MASTER_PORT="$PORT"
@@ -107,13 +111,19 @@ srun_command() { # <folder of the run>
 }
 
 
-# srun does not take over --cpus-per-task from sbatch. With it SLURM binds each task to cores of its own, where the
+# What srun does not take over from sbatch. With --cpus-per-task, SLURM binds each task to cores of its own, where the
 # cluster is configured to bind at all.
-core_shares() {
+shares_of_a_rank() {
+  if [[ $(printf '%s\n' "${TASKS[@]}" | sort -u | wc -l) == 1 ]]; then
+    printf '%s\n' --ntasks-per-node "${TASKS[0]}"
+  fi
   if ((CORES)); then
     printf '%s\n' --cpus-per-task "$CORES"
   else
     printf '%s\n' --overcommit
+  fi
+  if [[ ${SLURM_GPUS_PER_TASK-} ]]; then
+    printf '%s\n' --gpus-per-task "$SLURM_GPUS_PER_TASK"
   fi
 }
 
@@ -157,5 +167,6 @@ launch_on_allocation() { # <CONFIG> [number of ranks]
   [[ ! $AGAIN ]] || put_try_away "$AGAIN"
   open_run "$RANKS" "${NODES[@]}"
   srun_command "$RUN"
+  unset SLURM_NTASKS_PER_NODE SLURM_GPUS_PER_TASK SLURM_DISTRIBUTION # what is meant of them stands there
   run_nodes start_step
 }

@@ -1,0 +1,188 @@
+#!/usr/bin/env bats
+#
+# What can happen to a job on SLURM: a rank fails, a node or its daemon is lost, a person or the time ends it. Each time
+# there is a verdict and an exit code, nothing is left running, and what can go on goes on where it was.
+
+bats_require_minimum_version 1.5.0
+load lab/nodes.bash
+load lab/jobs.bash
+
+
+setup_file() {
+  raise_nodes 3 --slurm
+}
+
+
+teardown_file() {
+  lower_nodes
+}
+
+
+setup() {
+  enter_work
+  JOBS=()
+  export SBATCH_GRES=none
+}
+
+
+teardown() {
+  lab up 3 --prefix "$PREFIX" --slurm >/dev/null # mends what a test has broken
+  cancel_jobs
+}
+
+
+# A rank that fails when it is told to by a file.
+failing_script() {
+  script <<'END'
+if rank == 0:
+    print("at work", flush=True)
+while True:
+    dist.all_reduce(torch.ones(1))
+    if os.path.exists(f"fail{rank}"):
+        raise ValueError("boom")
+END
+}
+
+
+# Of the step, not of the batch script.
+stepd_on() { # <node>
+  local pid
+  for pid in $(pgrep -f "^slurmstepd: \[$JOB\.0\]"); do
+    [[ ! /proc/$pid/ns/net -ef $MUSTER_LAB/$1/net ]] || echo "$pid"
+  done
+}
+
+
+@test "a rank that raises ends the others, and is named with its own exit code, under srun and under torchrun" {
+  local launcher
+  for launcher in srun torchrun; do
+    rm -f fail1
+    failing_script
+    LAUNCHER=$launcher SCRIPT="my script.py" submit --ntasks-per-node=1 slurm_train.sh -
+    wait_for_line "logs/slurm-$JOB.out" "at work"
+    touch fail1
+    status_of_job "$JOB"
+    [ "$status" -eq 1 ]
+    shows err "verdict: failed: rank 1 on $N2 raised ValueError: boom"
+    shows err "ValueError: boom"
+    nothing_left_within 10
+  done
+}
+
+
+@test "a node whose slurmstepd is killed is given up, and its ranks end by themselves" {
+  submit_work
+  kill -KILL "$(stepd_on "$N2")"
+  status_of_job "$JOB"
+  [ "$status" -eq 69 ]
+  shows err "verdict: failed: $N2 fell silent"
+  nothing_left_within 10
+}
+
+
+@test "a node that is cut off is given up before SLURM does, and its ranks end there" {
+  submit_work
+  lab cut "$N2"
+  wait_for_line "logs/slurm-$JOB.err" "verdict: "
+  shows err "step: $N2: nothing was heard of it for 12 s: ending the others"
+  shows err "verdict: failed: $N2 fell silent"
+  nothing_left_within 10
+}
+
+
+@test "a node that SLURM sets down is named, and the job goes on in a next turn when there are nodes again" {
+  endless_training >tiny.yaml
+  submit --ntasks-per-node=1 slurm_train.sh tiny.yaml -- checkpoint.every=1
+  wait_for_line "logs/slurm-$JOB.out" "step      3/100000"
+  scontrol update "nodename=$N2" state=down reason=test
+  wait_for_line "logs/slurm-$JOB.err" "verdict: failed: $N2 was lost: SLURM says that this node has failed"
+  wait_for_turn 1
+  wait_for_line "logs/slurm-$JOB.out" "going on from"
+  [ -e "logs/slurm-$JOB/try_1/verdict.json" ]
+}
+
+
+@test "scancel gives the ranks the time to write a checkpoint, and there is no next turn" {
+  endless_training >tiny.yaml
+  submit --ntasks-per-node=1 slurm_train.sh tiny.yaml
+  wait_for_line "logs/slurm-$JOB.out" "step      3/100000"
+  scancel "$JOB"
+  status_of_job "$JOB"
+  [ "$status" -eq 75 ]
+  shows err "verdict: stopped: stopped on request, a checkpoint is written"
+  ls -d "check points"/step_*
+  run ! grep requeue "logs/slurm-$JOB.err"
+  nothing_left_within 10
+}
+
+
+@test "a job that is pushed out by a more urgent one comes again, and goes on where it was" {
+  endless_training >tiny.yaml
+  submit --ntasks-per-node=1 --exclusive --nodes=3 slurm_train.sh tiny.yaml -- train.batch_size=3
+  wait_for_line "logs/slurm-$JOB.out" "step      3/100000"
+  JOBS+=("$(sbatch --parsable --partition=urgent --nodes=3 --exclusive --output=urgent --wrap 'echo here')")
+  wait_for_turn 1
+  wait_for_line "logs/slurm-$JOB.out" "going on from"
+  [ -s urgent ]
+}
+
+
+@test "a requeue in the midst of a checkpoint goes on from the last that is whole" {
+  endless_training >tiny.yaml
+  submit --ntasks-per-node=1 slurm_train.sh tiny.yaml -- checkpoint.every=1 checkpoint.keep=2
+  wait_for_line "logs/slurm-$JOB.out" "step      5/100000"
+  scontrol requeue "$JOB" # at a step of which nobody knows, with one checkpoint after the other being written
+  wait_for_turn 1
+  wait_for_line "logs/slurm-$JOB.out" "going on from"
+  run ! grep -F "nothing good" "logs/slurm-$JOB.err"
+}
+
+
+@test "preempted five times, a training ends with the weights of one that was never stopped, bit for bit" {
+  local turn
+  sed 's/100000/60/' <(endless_training) >tiny.yaml
+  submit --ntasks-per-node=1 slurm_train.sh tiny.yaml -- checkpoint.dir=unstopped
+  status_of_job "$JOB"
+  [ "$status" -eq 0 ]
+  cat >slow.py <<END
+import runpy, sys, time
+sys.path.insert(0, "$KIT")
+import torch
+step = torch.optim.AdamW.step
+torch.optim.AdamW.step = lambda *words, **more: (time.sleep(0.3), step(*words, **more))[1]
+runpy.run_path("$KIT/train.py", run_name="__main__")
+END
+  SCRIPT=slow.py submit --ntasks-per-node=1 slurm_train.sh tiny.yaml -- checkpoint.dir=stopped
+  for turn in {1..5}; do
+    timeout 60 bash -c 'until [ "$(grep -c "^step " "$1")" -gt "$2" ]; do sleep 0.1; done' bash \
+      "logs/slurm-$JOB.out" $((turn * 4))
+    scancel --signal=USR2 "$JOB"
+    wait_for_turn "$turn"
+  done
+  status_of_job "$JOB"
+  [ "$status" -eq 0 ]
+  [ "$(grep -c 'going on from' "logs/slurm-$JOB.out")" -eq 5 ]
+  run -0 "$VIRTUAL_ENV/bin/python" - <<'END'
+import torch
+one, other = (torch.load(f"{folder}/step_00000060/state.pt") for folder in ("unstopped", "stopped"))
+assert one["model"].keys() == other["model"].keys()
+for name in one["model"]:
+    assert torch.equal(one["model"][name], other["model"][name]), name
+END
+  scontrol requeue "$JOB" || true
+  wait_for_turn 6
+  wait_for_line "logs/slurm-$JOB.err" "the run has ended well before: nothing is left to do"
+}
+
+
+@test "a job does not requeue itself for ever: not more often than it may, and not when it comes no further" {
+  echo 'import sys; sys.exit(75)' >"my script.py"
+  SCRIPT="my script.py" submit --nodes=1 --ntasks-per-node=1 slurm_train.sh --max-requeues 1 -
+  SCRIPT="my script.py" submit --nodes=1 --ntasks-per-node=1 slurm_train.sh -
+  status_of_job "${JOBS[0]}"
+  [ "$status" -eq 75 ]
+  grep -qF "requeued 1 time(s), and --max-requeues is 1: not once more" "logs/slurm-${JOBS[0]}.err"
+  status_of_job "$JOB"
+  [ "$status" -eq 75 ]
+  shows err "the last 3 turns came no further: not requeueing"
+}
