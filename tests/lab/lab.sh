@@ -14,7 +14,8 @@
 #
 # Options of up:
 #   --private DIR   each node has a folder of its own in place of DIR; may be given several times
-#   --slurm         with SLURM; prints the SLURM_CONF to use
+#   --slurm         with SLURM; prints the SLURM_CONF to use. A job in its partition urgent pushes out
+#                   those in lab, the default, which come again later
 #   --gpus G        SLURM gives out G pretended GPUs a node
 #   --prefix WORD   call the nodes WORD1 .. WORDN, for a second laboratory beside the first
 #
@@ -35,6 +36,7 @@ MARK="# Muster's laboratory"
 SSH_CONFIG=/etc/ssh/ssh_config
 SSHD_FOLDER=/run/sshd # sshd does not start without this empty folder
 PATIENCE=20           # seconds that starting, and each part of stopping, may take
+KILL_WAIT=5           # seconds that SLURM leaves a job between TERM and KILL, to write a checkpoint
 MOST_NODES=64
 
 NODES=0 # how many
@@ -103,7 +105,8 @@ SlurmctldPort=$((7000 + second))
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket=$LAB/munge.socket
+# A requeued job waits as long as a credential lasts: 5 s is the least that SLURM takes, 120 s its default.
+AuthInfo=socket=$LAB/munge.socket,cred_expire=5
 CredType=cred/munge
 StateSaveLocation=$LAB/slurmctld
 SlurmctldPidFile=$LAB/slurmctld.pid
@@ -119,13 +122,22 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SlurmdParameters=config_overrides
 ReturnToService=2
-SlurmdTimeout=30
-SchedulerParameters=bf_interval=1
-KillWait=1
+# A silent node is down after 15 s.
+SlurmdTimeout=10
+# What can start is looked for every second.
+SchedulerParameters=bf_interval=1,sched_interval=1
+JobRequeue=1
+KillWait=$KILL_WAIT
+# A job in lab that one in urgent pushes out gets the signal of its --signal, or else TERM, and has 15 s:
+# not GraceTime, which is less, but KillWait and MessageTimeout.
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+SlurmctldParameters=preempt_send_user_signal
 LaunchParameters=use_interactive_step
 GresTypes=gpu
-NodeName=${PREFIX}[1-$NODES] NodeAddr=$(net).[1-$NODES] CPUs=8 RealMemory=1000 Gres=gpu:$GPUS
-PartitionName=lab Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+NodeName=${PREFIX}[1-$NODES] NodeAddr=$(net).[1-$NODES] CPUs=8 RealMemory=64000 Gres=gpu:$GPUS
+PartitionName=lab Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=5
+PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=2
 CONF
 }
 
@@ -584,7 +596,7 @@ end_jobs() {
   jobs=$(timeout 5 squeue --noheader --format=%A 2>/dev/null) && [[ $jobs ]] || return 0
   # shellcheck disable=SC2086  # a list of numbers
   timeout 5 scancel $jobs || true
-  wait_until 3 no_jobs || true # those on a node that is cut off stay, until all ends
+  wait_until $((KILL_WAIT + 2)) no_jobs || true # those on a node that is cut off stay, until all ends
 }
 
 

@@ -3,18 +3,21 @@
 # A laboratory for a bats file, and what its tests say of launches on it.
 #
 # Sourced by a bats file that calls raise_nodes N [option...] in setup_file, lower_nodes in teardown_file, enter_work in
-# setup and leave_work in teardown. A test then has nodes N1, N2, N3 and a working folder WORK of its own.
+# setup and leave_work in teardown. A test then has nodes N1, N2, N3 and a working folder WORK of its own, and with
+# --slurm the SLURM_CONF to use.
 # shellcheck disable=SC2034,SC2153,SC2154 # what it sets is for the tests, and what run sets for it
 
 
 raise_nodes() { # <how many> [lab.sh's options...]
   [ "$(id -u)" -eq 0 ] || skip "raising nodes needs root"
+  local conf
   export KIT PREFIX MUSTER_LAB VIRTUAL_ENV
   KIT=$(readlink -f "$BATS_TEST_DIRNAME/..")
   VIRTUAL_ENV=${VIRTUAL_ENV:-$KIT/.venv}
   PREFIX=t$(tr 0-9 a-j <<<"$$") # so that no other laboratory on this machine has it
   MUSTER_LAB=$BATS_FILE_TMPDIR/lab
-  lab up "$1" --prefix "$PREFIX" "${@:2}"
+  conf=$(lab up "$1" --prefix "$PREFIX" "${@:2}")
+  [ -z "$conf" ] || export SLURM_CONF=$conf
 }
 
 
