@@ -257,8 +257,53 @@ $N3: $N3" ]
   lab kill "$N2"
   [ "$(up --slurm --gpus 2)" = "$SLURM_CONF" ]
   [ "$(srun -N3 hostname | sort | xargs)" = "$N1 $N2 $N3" ]
+}
+
+
+@test "with --slurm, a batch job has what it asks for, beside another one, and can be looked into" {
+  SLURM_CONF=$(up --slurm --gpus 2)
+  export SLURM_CONF
+  mkfifo "$BATS_TEST_TMPDIR/go"
+  job=$(sbatch --parsable --open-mode=append --output="$BATS_TEST_TMPDIR/out" --nodelist="$N1,$N2" --nodes=2 \
+    --gpus-per-node=1 --mem=8G --cpus-per-task=2 --wrap "srun --ntasks-per-node=1 hostname; cat '$BATS_TEST_TMPDIR/go'")
+  timeout 20 grep -q -m2 "^$PREFIX" <(tail -n +1 -F "$BATS_TEST_TMPDIR/out" 2>/dev/null)
+  [ "$(srun --nodelist="$N1" --gpus=1 --mem=8G --cpus-per-task=2 printenv CUDA_VISIBLE_DEVICES)" = 1 ]
+  [ "$(srun --overlap --jobid="$job" --nodelist="$N2" --nodes=1 --ntasks=1 hostname)" = "$N2" ]
+  [ "$(ssh "$N3" squeue --noheader --format=%T --jobs="$job")" = RUNNING ]
+  echo go >"$BATS_TEST_TMPDIR/go"
+  wait_until grep -qx go "$BATS_TEST_TMPDIR/out"
+  [ "$(grep -vx go "$BATS_TEST_TMPDIR/out" | sort | xargs)" = "$N1 $N2" ]
+}
+
+
+@test "with --slurm, a job that urgent pushes out is warned, and comes again" {
+  SLURM_CONF=$(up --slurm)
+  export SLURM_CONF
+  cat >"$BATS_TEST_TMPDIR/job" <<'END'
+#!/bin/bash
+srun bash -c 'trap "echo warned" USR2; echo "try ${SLURM_RESTART_COUNT-0}"; while :; do sleep 0.1; done'
+END
+  follow() { # <line> waits for it
+    timeout 60 grep -qx -m1 -- "$1" <(tail -n +1 -F "$BATS_TEST_TMPDIR/out" 2>/dev/null)
+  }
+  sbatch --open-mode=append --output="$BATS_TEST_TMPDIR/out" --nodes=3 --exclusive --signal=USR2 "$BATS_TEST_TMPDIR/job"
+  follow "try 0"
+  [ "$(srun --partition=urgent --nodes=1 --exclusive --quiet printenv SLURM_JOB_PARTITION)" = urgent ]
+  [ "$(grep -cx warned "$BATS_TEST_TMPDIR/out")" -eq 3 ]
+  follow "try 1"
+}
+
+
+@test "with --slurm, down ends the jobs, and who waits for them" {
+  SLURM_CONF=$(up --slurm)
+  export SLURM_CONF
+  srun --nodes=3 bash -c 'trap "" TERM; echo here; while :; do sleep 0.1; done' >"$BATS_TEST_TMPDIR/out" 2>&1 3>&- &
+  job=$!
+  wait_until grep -qx here "$BATS_TEST_TMPDIR/out"
   lab down
   [ -z "$(traces)" ]
+  wait "$job" && status=0 || status=$?
+  [ "$status" -eq 137 ]
 }
 
 

@@ -1,28 +1,32 @@
 #!/usr/bin/env bats
 #
-# scripts/run_ddp.sh inside an allocation of a real SLURM (tests/lab raises one): srun starts the processes, SLURM
+# scripts/run_ddp.sh inside an allocation of a real SLURM (tests/lab/lab.sh raises one): srun starts the processes, SLURM
 # names their ranks, and the run folder, the verdict and the exit code are those of every launcher.
 
 bats_require_minimum_version 1.5.0
 
 
+# shellcheck source=tests/lab/nodes.bash
+source "$BATS_TEST_DIRNAME/lab/nodes.bash"
+
+
 setup_file() {
-  [ "$(id -u)" -eq 0 ] || skip "raising a SLURM needs root"
-  export KIT SLURM_CONF
-  KIT=$(readlink -f "$BATS_TEST_DIRNAME/..")
-  SLURM_CONF=$("$KIT/tests/lab/slurm_one_node.sh" up "$BATS_FILE_TMPDIR/slurm")
+  raise_nodes 2 --slurm
 }
 
 
 teardown_file() {
-  [ "$(id -u)" -eq 0 ] || return 0
-  "$KIT/tests/lab/slurm_one_node.sh" down "$BATS_FILE_TMPDIR/slurm"
+  lower_nodes
 }
 
 
 setup() {
-  export VIRTUAL_ENV=${VIRTUAL_ENV:-$KIT/.venv} OMP_NUM_THREADS=1
-  cd "$BATS_TEST_TMPDIR" || return
+  enter_work
+}
+
+
+teardown() {
+  leave_work
 }
 
 
@@ -63,9 +67,9 @@ logging: {every: 1, sample: 0}
 END
   salloc -Q -N2 -n3 "$KIT/scripts/run_ddp.sh" -n 3 -c tiny.yaml >out 2>&1 3>&- &
   salloc=$!
-  timeout 60 grep -qF -m1 "step      3/100000" <(tail -n +1 -F out 2>/dev/null)
+  wait_for_line out "step      3/100000"
   kill -TERM "$(pgrep -f -o "^bash $KIT/scripts/run_ddp.sh -n 3 -c tiny.yaml")"
-  wait "$salloc" && status=0 || status=$?
+  status_of "$salloc"
   [ "$status" -eq 75 ] || { tail -n 20 out && return 1; }
   ls -d checkpoints/step_*
 }

@@ -10,12 +10,14 @@
 
 raise_nodes() { # <how many> [lab.sh's options...]
   [ "$(id -u)" -eq 0 ] || skip "raising nodes needs root"
-  export KIT PREFIX MUSTER_LAB VIRTUAL_ENV SLURM_CONF # empty without --slurm
+  local conf
+  export KIT PREFIX MUSTER_LAB VIRTUAL_ENV
   KIT=$(readlink -f "$BATS_TEST_DIRNAME/..")
   VIRTUAL_ENV=${VIRTUAL_ENV:-$KIT/.venv}
   PREFIX=t$(tr 0-9 a-j <<<"$$") # so that no other laboratory on this machine has it
   MUSTER_LAB=$BATS_FILE_TMPDIR/lab
-  SLURM_CONF=$(lab up "$1" --prefix "$PREFIX" "${@:2}")
+  conf=$(lab up "$1" --prefix "$PREFIX" "${@:2}")
+  [ -z "$conf" ] || export SLURM_CONF=$conf
 }
 
 

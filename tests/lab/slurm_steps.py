@@ -1,7 +1,7 @@
 """What SLURM tells each process, for every way a step may be started: asked of a real SLURM, and recorded.
 
 Each way is a command that starts tell.sh some times, which writes down its host and its environment. Where
-the processes really are says what World.from_env must answer. Needs SLURM_CONF of slurm_one_node.sh up.
+the processes really are says what World.from_env must answer. Needs SLURM_CONF of lab.sh up 3 --slurm --gpus 2.
 
 Try it: python tests/lab/slurm_steps.py tests/slurm_environments.json   (records them anew)
 """
@@ -19,9 +19,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-TORCHRUN = """PORT=$((10000 + RANDOM % 10000)) srun -N2 --ntasks-per-node=1 sh -c '
+TORCHRUN = """PORT=$((10000 + RANDOM % 10000)) srun -w $N1,$N2 --ntasks-per-node=1 sh -c '
   "$PYTHON" -m torch.distributed.run --nnodes=2 --node-rank=$SLURM_NODEID \\
-    --nproc-per-node=2 --master-addr=n08 --master-port=$PORT --no-python TELL'"""
+    --nproc-per-node=2 --master-addr=$N1 --master-port=$PORT --no-python TELL'"""
 TELL = Path(__file__).resolve().with_name("tell.sh")
 STALE = "RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 MASTER_ADDR=old MASTER_PORT=29500"
 
@@ -37,7 +37,7 @@ PLACES, ALONE = "places", "alone"
 
 @dataclass(frozen=True)
 class Step:
-    """One way to start processes under SLURM."""
+    """One way to start processes under SLURM, whose nodes are called N1, N2 and N3."""
 
     name: str
     command: str
@@ -50,10 +50,10 @@ STEPS = [
     Step("more tasks on the first node", "srun -N3 -n5 TELL"),
     Step("cyclic", "srun -N3 --ntasks-per-node=2 -m cyclic TELL"),
     Step("plane", "srun -N2 --ntasks-per-node=3 -m plane=2 TELL"),
-    Step("nodes named backwards", "srun -w n10,n08 -n3 TELL"),
+    Step("nodes named backwards", "srun -w $N3,$N1 -n3 TELL"),
     Step("one GPU a task", "srun -N2 --ntasks-per-node=2 --gpus-per-task=1 TELL"),
     Step("all GPUs for each task", "srun -N2 --ntasks-per-node=2 --gres=gpu:2 TELL"),
-    Step("one node of a job", "salloc -Q -N3 --ntasks-per-node=2 srun -N1 -w n09 -n2 TELL"),
+    Step("one node of a job", "salloc -Q -N3 --ntasks-per-node=2 srun -N1 -w $N2 -n2 TELL"),
     Step(
         "the last two nodes of a cyclic job",
         "salloc -Q -N3 --ntasks-per-node=2 -m cyclic srun -N2 -n4 -r1 TELL",
@@ -61,26 +61,26 @@ STEPS = [
     Step("fewer tasks than the job", "salloc -Q -N3 --ntasks-per-node=2 srun -N2 -n3 TELL"),
     Step("srun in the batch script", "sbatch -Q -W -o /dev/null -N2 -n3 --wrap 'srun TELL'"),
     Step("srun in a batch script without -n", "sbatch -Q -W -o /dev/null -N2 --wrap 'srun TELL'"),
-    Step("two components of a job", "salloc -Q -w n08 -n2 : -w n09 -n1 srun --het-group=0,1 TELL"),
+    Step("two components of a job", "salloc -Q -w $N1 -n2 : -w $N2 -n1 srun --het-group=0,1 TELL"),
     Step(
         "two components, the second on earlier nodes",
-        "salloc -Q -w n10 -n2 : -w n[08-09] -n3 srun --het-group=0,1 TELL",
+        "salloc -Q -w $N3 -n2 : -w $N1,$N2 -n3 srun --het-group=0,1 TELL",
     ),
     Step(
-        "the last two of three components", "salloc -Q -w n10 -n1 : -w n09 -n2 : -w n08 -n1 srun --het-group=1,2 TELL"
+        "the last two of three components", "salloc -Q -w $N3 -n1 : -w $N2 -n2 : -w $N1 -n1 srun --het-group=1,2 TELL"
     ),
-    Step("MASTER_ADDR and MASTER_PORT given", "env MASTER_ADDR=n09 MASTER_PORT=29500 srun -w n09,n10 -n2 TELL"),
+    Step("MASTER_ADDR and MASTER_PORT given", "env MASTER_ADDR=$N2 MASTER_PORT=29500 srun -w $N2,$N3 -n2 TELL"),
     Step("torchrun on each of two nodes", TORCHRUN),
-    Step("arbitrary, on one node", "srun -m arbitrary -w n10,n10 -n2 TELL"),
-    Step("arbitrary, by -w", "srun -m arbitrary -w n10,n08,n10 -n3 TELL", "host of task 0 is not known"),
+    Step("arbitrary, on one node", "srun -m arbitrary -w $N3,$N3 -n2 TELL"),
+    Step("arbitrary, by -w", "srun -m arbitrary -w $N3,$N1,$N3 -n3 TELL", "host of task 0 is not known"),
     Step(
         "arbitrary, in a job that was arbitrary in another order",
-        "salloc -Q -m arbitrary -w n10,n08 -n2 srun -n2 -m arbitrary -w n10,n08 TELL",
+        "salloc -Q -m arbitrary -w $N3,$N1 -n2 srun -n2 -m arbitrary -w $N3,$N1 TELL",
         "host of task 0 is not known",
     ),
     Step(
         "block, in a job that was arbitrary",
-        "salloc -Q -m arbitrary -w n10,n08 -n2 srun -N2 -n2 -m block TELL",
+        "salloc -Q -m arbitrary -w $N3,$N1 -n2 srun -N2 -n2 -m block TELL",
     ),
     Step("stale ranks exported", f"env {STALE} srun -n2 TELL", "left over from another launch"),
     Step("a stale RANK exported", "env RANK=0 srun -n2 TELL", "RANK=0 is set, but not"),
@@ -126,12 +126,23 @@ def ask(step: Step) -> list[Told]:
         tell.symlink_to(TELL)
         subprocess.run(
             ["bash", "-c", step.command.replace("TELL", str(tell))],
-            env={**environment, "TOLD": str(told), "PYTHON": sys.executable},
+            env={**environment, **names(), "TOLD": str(told), "PYTHON": sys.executable},
             stdout=subprocess.PIPE,
             check=True,
             timeout=120,
         )
         return sorted((_told(file.read_text()) for file in told.iterdir()), key=_rank)
+
+
+def names() -> dict[str, str]:
+    """What N1, N2 and so on stand for: the nodes of the SLURM of SLURM_CONF."""
+    nodes = subprocess.run(
+        ["sinfo", "--noheader", "--Node", "--partition=lab", "--format=%N"],
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    ).stdout.split()
+    return {f"N{number}": node for number, node in enumerate(nodes, 1)}
 
 
 def _told(written: str) -> Told:
