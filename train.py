@@ -40,7 +40,8 @@ from distributed.data import DataError
 from distributed.resume import refuse_misfit
 from distributed.run_folder import create as create_run_folder
 from distributed.stop import STOPPED, Ballots, NonFiniteLoss, Outcome, stop_signals
-from distributed.torch import World, WorldError, device, gradient_sync, process_group, resolve, seed, unwrap, wrap
+from distributed.torch import device, gradient_sync, process_group, resolve, seed, unwrap, wrap
+from distributed.world import World, WorldError
 
 log = logging.getLogger("muster")
 

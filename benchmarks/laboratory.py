@@ -14,12 +14,20 @@ LAB = KIT / "tests/lab/lab.sh"
 
 
 @contextmanager
-def nodes(count: int, prefix: str = "bench") -> Iterator[tuple[list[str], Path]]:
-    """The names of so many nodes, and a folder that they share."""
+def nodes(count: int, *options: str, prefix: str = "bench") -> Iterator[tuple[list[str], Path]]:
+    """The names of so many nodes, and a folder that they share. options: more of the laboratory's."""
     with tempfile.TemporaryDirectory() as name:
         env = os.environ | {"MUSTER_LAB": f"{name}/lab"}
-        subprocess.run([LAB, "up", str(count), "--prefix", prefix], env=env, check=True, stderr=subprocess.DEVNULL)
+        words = [LAB, "up", str(count), "--prefix", prefix, *options]
+        subprocess.run(words, env=env, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
             yield [f"{prefix}{number}" for number in range(1, count + 1)], Path(name)
         finally:
             subprocess.run([LAB, "down"], env=env, check=True, stderr=subprocess.DEVNULL)
+
+
+@contextmanager
+def slurm(count: int, gpus: int) -> Iterator[tuple[dict[str, str], Path]]:
+    """The environment in which sbatch reaches a SLURM on so many nodes with so many GPUs each, and a shared folder."""
+    with nodes(count, "--slurm", "--gpus", str(gpus)) as (_, folder):
+        yield os.environ | {"SLURM_CONF": f"{folder}/lab/slurm.conf", "OMP_NUM_THREADS": "1"}, folder

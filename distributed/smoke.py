@@ -52,7 +52,8 @@ from distributed.smoke_report import (
     verdict_line,
     write,
 )
-from distributed.torch import World, WorldError, device, process_group
+from distributed.torch import device, process_group
+from distributed.world import World, WorldError
 
 # From torch 2.13 on the old names warn; before it the new ones are not there.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

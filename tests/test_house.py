@@ -48,16 +48,17 @@ BELOW: dict[str, set[str]] = {
     "resume": {"config", "step_folder"},
     "shards": {"ranks", "step_folder"},
     "snapshot": {"step_folder"},
-    "smoke": {"links", "smoke_report", "torch"},
+    "smoke": {"links", "smoke_report", "torch", "world"},
     "smoke_report": {"links"},
     "status": {"answers", "look", "pulse", "run_folder", "visit", "whereabouts"},
     "step": {"nodelist", "task"},
     "survey": {"answers", "gpus", "network", "preflight", "run_folder"},
-    "torch": {"nodelist"},
+    "torch": {"world"},
     "verdict": {"evidence"},
     "visit": {"answers", "look", "whereabouts"},
     "whereabouts": {"run_folder"},
     "worker": {"accounts"},
+    "world": {"nodelist"},
 }
 KNOW_PYTORCH = {
     "agent", "checkpoint", "data", "meeting", "peers", "ranks", "shards", "smoke", "snapshot", "stop", "torch",
@@ -68,7 +69,7 @@ STANDARD_LIBRARY_ALONE = {
     "accounts", "allocation", "answers", "by_hand", "charts", "cluster", "comparison", "doctor", "evidence",
     "facts", "fitness", "gpus", "history", "interpreter", "links", "look", "members", "names", "network",
     "nodelist", "preflight", "probe", "progress", "pulse", "reach", "report", "resources", "run_folder",
-    "smoke_report", "status", "step", "step_folder", "survey", "task", "verdict", "visit", "whereabouts",
+    "smoke_report", "status", "step", "step_folder", "survey", "task", "verdict", "visit", "whereabouts", "world",
 }  # fmt: skip
 WHERE_IT_IS_THERE = {"psutil", "pynvml", "rich"}  # inside a try
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 from lab.slurm_steps import ALONE, PLACES, STEPS, Step, Told, ask, places
 
-from distributed.torch import World, WorldError
+from distributed.world import World, WorldError
 
 ROOT = Path(__file__).resolve().parents[1]
 LAB = ROOT / "tests/lab/lab.sh"

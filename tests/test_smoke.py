@@ -31,7 +31,8 @@ from hypothesis import strategies as st
 from distributed import smoke, smoke_report
 from distributed.links import Link
 from distributed.smoke_report import Fault, Findings, Measured, Pace
-from distributed.torch import World, refuse_shared_devices
+from distributed.torch import refuse_shared_devices
+from distributed.world import World
 
 CPU = torch.device("cpu")
 

@@ -32,7 +32,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from distributed import torch as ours
-from distributed.torch import PLACE, STRATEGIES, World, WorldError, process_group, refuse_shared_devices, slurm_port
+from distributed.torch import STRATEGIES, process_group, refuse_shared_devices
+from distributed.world import PLACE, World, WorldError, as_env, slurm_port
 
 KIT = Path(__file__).resolve().parents[1]
 RECORDS = json.loads((KIT / "tests/slurm_environments.json").read_text())
@@ -139,8 +140,8 @@ def test_by_hand_in_an_allocation_is_one_process_and_a_note(more: Mapping[str, s
 @pytest.mark.parametrize("env", [{}, TORCHRUN, STEP, {**COMPLETE, "LOCAL_WORLD_SIZE": "2"}])
 def test_a_place_can_be_handed_on_in_torchruns_words(env: Mapping[str, str]) -> None:
     world = World.from_env(env)
-    assert place(ours.as_env(world))[:6] == place(env)[:6]
-    assert ours.as_env(World.from_env(ours.as_env(world))) == ours.as_env(world)
+    assert place(as_env(world))[:6] == place(env)[:6]
+    assert as_env(World.from_env(as_env(world))) == as_env(world)
 
 
 def test_a_guess_is_noted() -> None:

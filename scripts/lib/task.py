@@ -22,8 +22,8 @@ def become_rank(words: Sequence[str]) -> NoReturn:
     name, *rest = words[1:] if is_module else words
     os.environ.setdefault("OMP_NUM_THREADS", os.environ.get("SLURM_CPUS_PER_TASK", "1"))  # read by PyTorch's import
 
-    from distributed.torch import World, WorldError, as_env
     from distributed.worker import Script, work
+    from distributed.world import World, WorldError, as_env
 
     try:
         world = World.from_env()
