@@ -8,8 +8,13 @@ load lab/nodes.bash
 load lab/jobs.bash
 
 
+# On the last node: turns, each of which SLURM lets wait for 5 s. They take their time beside the other tests.
 setup_file() {
-  raise_nodes 3 --slurm
+  raise_nodes 4 --slurm
+  export SBATCH_GRES=none OMP_NUM_THREADS=1
+  begin_bounded_jobs
+  preempt_five_times >"$BATS_FILE_TMPDIR/five.log" 2>&1 3>&- &
+  echo $! >"$BATS_FILE_TMPDIR/five.pid"
 }
 
 
@@ -21,12 +26,11 @@ teardown_file() {
 setup() {
   enter_work
   JOBS=()
-  export SBATCH_GRES=none
 }
 
 
 teardown() {
-  lab up 3 --prefix "$PREFIX" --slurm >/dev/null # mends what a test has broken
+  lab up 4 --prefix "$PREFIX" --slurm >/dev/null # mends what a test has broken
   cancel_jobs
 }
 
@@ -138,12 +142,25 @@ stepd_on() { # <node>
 }
 
 
-@test "preempted five times, a training ends with the weights of one that was never stopped, bit for bit" {
+# Two jobs that stop with 75 at once, and never come any further.
+begin_bounded_jobs() {
+  mkdir "$BATS_FILE_TMPDIR/bounded"
+  cd "$BATS_FILE_TMPDIR/bounded" || return
+  echo 'import sys; sys.exit(75)' >"my script.py"
+  export SCRIPT="my script.py"
+  submit --nodelist="${PREFIX}4" --nodes=1 --ntasks-per-node=1 slurm_train.sh --max-requeues 1 -
+  submit --nodelist="${PREFIX}4" --nodes=1 --ntasks-per-node=1 slurm_train.sh -
+  echo "${JOBS[*]}" >numbers
+  unset SCRIPT
+}
+
+
+# The same training twice: never stopped, and stopped five times after some steps, which are slow enough to count.
+preempt_five_times() {
   local turn
-  sed 's/100000/60/' <(endless_training) >tiny.yaml
-  submit --ntasks-per-node=1 slurm_train.sh tiny.yaml -- checkpoint.dir=unstopped
-  status_of_job "$JOB"
-  [ "$status" -eq 0 ]
+  mkdir "$BATS_FILE_TMPDIR/five"
+  cd "$BATS_FILE_TMPDIR/five" || return
+  endless_training | sed 's/100000/60/' >tiny.yaml
   cat >slow.py <<END
 import runpy, sys, time
 sys.path.insert(0, "$KIT")
@@ -152,15 +169,25 @@ step = torch.optim.AdamW.step
 torch.optim.AdamW.step = lambda *words, **more: (time.sleep(0.3), step(*words, **more))[1]
 runpy.run_path("$KIT/train.py", run_name="__main__")
 END
-  SCRIPT=slow.py submit --ntasks-per-node=1 slurm_train.sh tiny.yaml -- checkpoint.dir=stopped
+  submit --nodelist="${PREFIX}4" --nodes=1 slurm_train.sh tiny.yaml -- checkpoint.dir=unstopped
+  SCRIPT=slow.py submit --nodelist="${PREFIX}4" --nodes=1 slurm_train.sh tiny.yaml -- checkpoint.dir=stopped
+  echo "$JOB" >job
   for turn in {1..5}; do
-    timeout 60 bash -c 'until [ "$(grep -c "^step " "$1")" -gt "$2" ]; do sleep 0.1; done' bash \
+    # shellcheck disable=SC2016 # the inner shell is to expand it
+    timeout 120 bash -c 'until [ -e "$1" ] && [ "$(grep -c "^step " "$1")" -gt "$2" ]; do sleep 0.1; done' bash \
       "logs/slurm-$JOB.out" $((turn * 4))
     scancel --signal=USR2 "$JOB"
     wait_for_turn "$turn"
   done
+}
+
+
+@test "preempted five times, a training ends with the weights of one that was never stopped, bit for bit" {
+  cd "$BATS_FILE_TMPDIR/five"
+  timeout 240 tail --pid "$(<../five.pid)" -f /dev/null
+  JOB=$(<job)
   status_of_job "$JOB"
-  [ "$status" -eq 0 ]
+  [ "$status" -eq 0 ] || { cat ../five.log logs/slurm-*.err && false; }
   [ "$(grep -c 'going on from' "logs/slurm-$JOB.out")" -eq 5 ]
   run -0 "$VIRTUAL_ENV/bin/python" - <<'END'
 import torch
@@ -169,19 +196,20 @@ assert one["model"].keys() == other["model"].keys()
 for name in one["model"]:
     assert torch.equal(one["model"][name], other["model"][name]), name
 END
-  scontrol requeue "$JOB" || true
-  wait_for_turn 6
+  scontrol requeue "$JOB"
   wait_for_line "logs/slurm-$JOB.err" "the run has ended well before: nothing is left to do"
 }
 
 
 @test "a job does not requeue itself for ever: not more often than it may, and not when it comes no further" {
-  echo 'import sys; sys.exit(75)' >"my script.py"
-  SCRIPT="my script.py" submit --nodes=1 --ntasks-per-node=1 slurm_train.sh --max-requeues 1 -
-  SCRIPT="my script.py" submit --nodes=1 --ntasks-per-node=1 slurm_train.sh -
-  status_of_job "${JOBS[0]}"
+  local numbers
+  cd "$BATS_FILE_TMPDIR/bounded"
+  read -r -a numbers <numbers
+  JOB=${numbers[0]}
+  status_of_job "$JOB"
   [ "$status" -eq 75 ]
-  grep -qF "requeued 1 time(s), and --max-requeues is 1: not once more" "logs/slurm-${JOBS[0]}.err"
+  shows err "requeued 1 time(s), and --max-requeues is 1: not once more"
+  JOB=${numbers[1]}
   status_of_job "$JOB"
   [ "$status" -eq 75 ]
   shows err "the last 3 turns came no further: not requeueing"

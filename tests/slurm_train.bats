@@ -29,16 +29,25 @@ teardown() {
 }
 
 
-# Writes what each rank knows of its place, a line each, into places/.
+# Writes what each rank knows of its place, a line each, into places/. Without PyTorch: that is quicker.
 placing_script() {
   mkdir -p places
+  cat >"my script.py" <<'END'
+import os, socket, sys
+names = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE")
+words = [os.environ[name] for name in names] + [socket.gethostname(), *sys.argv[1:]]
+with open(f"places/{words[0]}", "w") as file:
+    print(*words, file=file)
+END
+}
+
+
+# Ranks that meet, and write how many they are.
+meeting_script() {
   script <<'END'
 total = torch.ones(1)
 dist.all_reduce(total)
-names = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE")
-words = [os.environ[name] for name in names] + [str(int(total)), socket.gethostname(), *sys.argv[1:]]
-with open(f"places/{rank}", "w") as file:
-    print(*words, file=file)
+open(f"{rank}", "w").write(f"{int(total)} at {os.environ['MASTER_PORT']}")
 dist.destroy_process_group()
 END
 }
@@ -80,7 +89,7 @@ places() { # <expected line for each rank...>
   CONFIG=- SCRIPT="my script.py" submit --nodes=1 --ntasks-per-node=1 slurm_train.sh --env 'A=1 2' -- 'x  y' "it's" '$HOME'
   status_of_job "$JOB"
   [ "$status" -eq 0 ] || { cat logs/slurm-*.err && false; }
-  places "0 0 1 1 1 $N1 x  y it's \$HOME"
+  places "0 0 1 1 $N1 x  y it's \$HOME"
   grep -q '"A=1 2"' "logs/slurm-$JOB/run.json"
 }
 
@@ -93,7 +102,7 @@ places() { # <expected line for each rank...>
     LAUNCHER=$launcher SCRIPT="my script.py" submit --nodes=2 --ntasks=3 --gres=none slurm_train.sh -
     status_of_job "$JOB"
     [ "$status" -eq 0 ] || { cat logs/slurm-*.err && false; }
-    places "0 0 2 3 3 $N1" "1 1 2 3 3 $N1" "2 0 1 3 3 $N2"
+    places "0 0 2 3 $N1" "1 1 2 3 $N1" "2 0 1 3 $N2"
   done
 }
 
@@ -106,7 +115,7 @@ places() { # <expected line for each rank...>
   JOBS+=("$JOB")
   status_of_job "$JOB"
   [ "$status" -eq 0 ] || { cat logs/slurm-*.err && false; }
-  places "0 0 2 2 2 $N1" "1 1 2 2 2 $N1"
+  places "0 0 2 2 $N1" "1 1 2 2 $N1"
 }
 
 
@@ -179,7 +188,7 @@ END
     SCRIPT="my script.py" submit --ntasks-per-node=1 slurm_train.sh --python "$VIRTUAL_ENV/bin/python" -
   status_of_job "$JOB"
   [ "$status" -eq 0 ] || { cat logs/slurm-*.err && false; }
-  places "0 0 1 2 2 inside" "1 0 1 2 2 inside"
+  places "0 0 1 2 inside" "1 0 1 2 inside"
 }
 
 
@@ -215,8 +224,8 @@ END
 
 @test "two jobs on one node at once meet at ports of their own" {
   local first
-  placing_script
-  mkdir -p one/logs two/logs one/places two/places
+  meeting_script
+  mkdir -p one/logs two/logs
   SCRIPT="$PWD/my script.py" submit --chdir="$WORK/one" --nodelist="$N1" --nodes=1 --gres=none slurm_train.sh -
   first=$JOB
   SCRIPT="$PWD/my script.py" submit --chdir="$WORK/two" --nodelist="$N1" --nodes=1 --gres=none slurm_train.sh -
@@ -224,8 +233,7 @@ END
   [ "$status" -eq 0 ]
   status_of_job "$JOB"
   [ "$status" -eq 0 ]
-  [ "$(<one/places/1)" = "1 1 2 2 2 $N1" ]
-  [ "$(<two/places/1)" = "1 1 2 2 2 $N1" ]
+  [[ "$(<one/1)" == "2 at "* && "$(<two/1)" == "2 at "* && "$(<one/1)" != "$(<two/1)" ]]
 }
 
 

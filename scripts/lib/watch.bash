@@ -86,10 +86,14 @@ node_env() {
 
 # To the last node's end. The first that ends badly ends all the others.
 wait_for_nodes() {
-  local node status
+  local words begun='' node status
   while ((${#CLIENT[@]})); do
-    if read -r -t 0.5 -u "$EVENTS" node status; then
+    if IFS= read -r -t 0.5 -u "$EVENTS" words; then
+      read -r node status <<<"$begun$words"
+      begun=''
       ended "$node" "$status"
+    else
+      begun+=$words # the time was up amid the line
     fi
     if [[ $DEADLINE ]] && ((SECONDS >= DEADLINE)); then
       press_on

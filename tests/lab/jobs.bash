@@ -41,9 +41,10 @@ wait_for_jobs() {
 
 
 # Wait for its end, and set status to the exit code of the batch script.
+# shellcheck disable=SC2016,SC2034 # the inner shell is to expand it; it is for the tests
 status_of_job() { # <number>
-  local told
-  timeout 120 bash -c 'until scontrol show job "$1" | grep -qE "JobState=(COMPLETED|FAILED|CANCELLED|TIMEOUT|NODE_FAIL|PREEMPTED)"; do sleep 0.2; done' bash "$1"
+  local told ends='COMPLETED|FAILED|CANCELLED|TIMEOUT|NODE_FAIL|PREEMPTED'
+  timeout 120 bash -c 'until scontrol show job "$1" | grep -qE "JobState=($2)"; do sleep 0.2; done' bash "$1" "$ends"
   told=$(scontrol show job "$1")
   [[ $told =~ ExitCode=([0-9]+): ]]
   status=${BASH_REMATCH[1]}
