@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 STOPPED = 75  # exit code: stopped on request with a checkpoint written, run again to go on
 NOT_REACHED = 69  # exit code: this, or another node, cannot be reached
+SRUN = "srun"  # when it could start nothing, it has left what it said as if it were a node
 MOST_RANKS = 1 << 20  # of a node: more is no number of processes
 LOG_TAIL = 1 << 20  # bytes at the end of a node's log that are looked at
 LAST_LINES = 30  # a traceback with more output of its rank behind it was not the end of the rank
@@ -258,7 +259,8 @@ def _agent_failure(node: str, code: int, lines: Sequence[Line]) -> Failure:
 def _lost_nodes(run: Path, known: Evidence, failures: Sequence[Failure], seen: Sequence[Json]) -> list[Failure]:
     """The nodes of which nothing is there while there is of others, and those that could not be heard any more."""
     heard = {*known.exits, *(failure.node for failure in failures)}
-    silent = {node for node in known.ranks if known.exits and node not in heard}
+    begun = known.exits and SRUN not in known.exits
+    silent = {node for node in known.ranks if begun and node not in heard}
     told = {path.name[5:-5]: _first_line(path) for path in run.glob("node_*.lost")}  # by the launcher
     cut_off = told.keys() & set(known.ranks)
     return [Failure(node, message=told.get(node, "")) for node in sorted(silent | (cut_off or _not_heard(known, seen)))]

@@ -34,6 +34,7 @@ CHECKPOINT = 30.0  # seconds that the others get when one has stopped with a che
 FAREWELL = 5.0  # seconds for srun to end when its tasks have; it would wait for a lost node as long as SLURM does
 IMPATIENCE = 10.0  # seconds after which it is said which nodes have not begun; then twice as many, and so on
 NODE_FAILURE = re.compile(r"Node failure on (\S+)")  # in srun's words
+ORDERS = 0  # file descriptor through which the launcher speaks
 SRUN = "srun"  # what it says is kept as if it were a node: node_srun.log
 
 Json = dict[str, Any]
@@ -105,12 +106,14 @@ class Step:
         self._due: list[tuple[float, Callable[[], None]]] = []  # what is to be done, and when
         self._begun = time.monotonic()
         self._complain = self._begun + IMPATIENCE
+        self._beat = 0.0  # when the tasks heard that we are there
         self._said_of_srun = (run / f"node_{SRUN}.log").open("ab", buffering=0)
         self._srun = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
+            bufsize=0,
             start_new_session=True,
             env={**os.environ, "MUSTER_RUN_DIR": str(run)},
         )
@@ -125,24 +128,21 @@ class Step:
 
     def watch(self) -> int:
         """To the end of srun. Returns the exit code of it all."""
-        assert self._srun.stdout and self._srun.stderr
-        channels = selectors.DefaultSelector()
-        channels.register(self._srun.stdout, selectors.EVENT_READ, self.hear)
-        channels.register(self._srun.stderr, selectors.EVENT_READ, self.hear_srun)
-        channels.register(0, selectors.EVENT_READ, self.hand_on)
-        beat = 0.0
-        while any(key.data != self.hand_on for key in channels.get_map().values()):
-            for key, _ in channels.select(BEAT / 4):
-                words = os.read(key.fd, 65536)
-                key.data(words)
-                if not words:
-                    channels.unregister(key.fileobj)
-            if time.monotonic() - beat > BEAT:
-                self.tell("")
-                beat = time.monotonic()
-            self.look_at_the_clock()
-        self._srun.wait()
+        with self._srun, self._said_of_srun, selectors.DefaultSelector() as channels:
+            channels.register(self._srun.stdout, selectors.EVENT_READ, self.hear)  # type: ignore[arg-type]
+            channels.register(self._srun.stderr, selectors.EVENT_READ, self.hear_srun)  # type: ignore[arg-type]
+            channels.register(ORDERS, selectors.EVENT_READ, self.hand_on)
+            while any(key.data != self.hand_on for key in channels.get_map().values()):
+                self.listen(channels)
+                self.look_at_the_clock()
         return self.settle()
+
+    def listen(self, channels: selectors.BaseSelector) -> None:
+        for key, _ in channels.select(BEAT / 4):
+            words = os.read(key.fd, 65536)
+            key.data(words)
+            if not words:
+                channels.unregister(key.fileobj)
 
     def hear(self, words: bytes) -> None:
         for word in self._stream.feed(words):
@@ -200,6 +200,9 @@ class Step:
 
     def look_at_the_clock(self) -> None:
         now = time.monotonic()
+        if now - self._beat > BEAT:
+            self.tell("")
+            self._beat = now
         due, self._due = [one for one in self._due if one[0] <= now], [one for one in self._due if one[0] > now]
         for _, action in due:
             action()
@@ -232,7 +235,6 @@ class Step:
         assert self._srun.stdin
         with suppress(OSError, ValueError):  # srun has ended, or we have left
             self._srun.stdin.write(f"{order}\n".encode())
-            self._srun.stdin.flush()
 
     def leave_when_all_have_ended(self) -> None:
         if all(node.ended for node in self.nodes.values()):

@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NoReturn
@@ -93,6 +93,9 @@ class Output:
         self._file.seek(0, os.SEEK_END)  # of an earlier try, the console has shown what is there
         self._begun = b""
 
+    def close(self) -> None:
+        self._file.close()
+
     def lines(self, last: bool = False) -> list[bytes]:
         """Those that have come since, with their line breaks. last: also the one that has none."""
         *whole, self._begun = (self._begun + self._file.read()).split(b"\n")
@@ -108,6 +111,11 @@ class Voice:
         self._task = task
         self._log = None if task.rank is None else task.log.open("ab", buffering=0)
         self._outputs = [Output(path) for path in dict.fromkeys(task.outputs())]
+
+    def close(self) -> None:
+        for file in (self._log, *self._outputs):
+            if file:
+                file.close()
 
     def pass_on(self, last: bool = False) -> None:
         lines = [self._task.mark + line for output in self._outputs for line in output.lines(last)]
@@ -234,14 +242,14 @@ def run(task: Task, grace: float, become: Callable[[], NoReturn]) -> int:
     """Fork, let the child become what it is to be, and guard it. Returns its exit code, 128+n for a signal."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    voice = Voice(task)
-    pid = os.fork()
-    if pid == 0:
-        enter(task)
-        become()
-    with suppress(PermissionError):  # it was quicker, and has begun
-        os.setpgid(pid, pid)
-    return guard(task, Child(pid, grace), voice)
+    with closing(Voice(task)) as voice:
+        pid = os.fork()
+        if pid == 0:
+            enter(task)
+            become()
+        with suppress(PermissionError):  # it was quicker, and has begun
+            os.setpgid(pid, pid)
+        return guard(task, Child(pid, grace), voice)
 
 
 def enter(task: Task) -> None:
@@ -275,4 +283,3 @@ def start_agent(task: Task, words: Sequence[str], options: Sequence[str]) -> NoR
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name)
     os.execvp(words[0], [*words[:begin], *options, *words[begin + 1 :]])
-

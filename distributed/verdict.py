@@ -35,6 +35,7 @@ from pathlib import Path
 from distributed.evidence import (
     FATAL,
     NOT_REACHED,
+    SRUN,
     STOPPED,
     Evidence,
     Failure,
@@ -291,6 +292,8 @@ _SENTENCES: dict[Kind, Callable[[Failure], str]] = {
 
 
 def who(failure: Failure) -> str:
+    if failure.node == SRUN:
+        return SRUN
     name = "the agent" if failure.rank is None else f"rank {failure.rank}"
     return f"{name} on {failure.node}"
 

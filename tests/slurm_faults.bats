@@ -204,7 +204,7 @@ END
 @test "a job does not requeue itself for ever: not more often than it may, and not when it comes no further" {
   local numbers
   cd "$BATS_FILE_TMPDIR/bounded"
-  read -r -a numbers <numbers
+  mapfile -t numbers < <(tr " " "\n" <numbers)
   JOB=${numbers[0]}
   status_of_job "$JOB"
   [ "$status" -eq 75 ]
