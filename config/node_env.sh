@@ -5,5 +5,5 @@
 #
 #   module load cuda/12.8
 #   source /opt/conda/etc/profile.d/conda.sh && conda activate train
-#   export NCCL_SOCKET_IFNAME=ib0
-#   export TORCH_NCCL_TRACE_BUFFER_SIZE=2000
+#   export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0
+#   export NCCL_DEBUG=WARN TORCH_FR_DUMP_TEMP_FILE=/scratch/ada/collectives_

@@ -8,8 +8,9 @@
 #   -c CONFIG     settings file (default: the kit's config/quickstart.yaml); - passes nothing
 #   -l LEVEL      how much is told: debug, info, warning or error
 #   WORD...       go to the script untouched, for the kit's trainer: section.key=value
-#   options       those of scripts/ssh/launch_singlenode.sh; inside an allocation --agent and
-#                 --master-port have no meaning: srun starts the processes, SLURM names their ranks
+#   options       those of scripts/ssh/launch_singlenode.sh; inside an allocation srun starts the
+#                 processes: --agent counts with LAUNCHER=torchrun alone, --detach is refused.
+#                 LAUNCHER, CONTAINER and SRUN_ARGS: see scripts/slurm/slurm_train.sh --help
 #   --help        show this
 #
 #   run_ddp.sh -n 2

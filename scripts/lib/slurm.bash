@@ -98,7 +98,7 @@ srun_command() { # <folder of the run>
   local shares always=(srun --export ALL --kill-on-bad-exit=1 --nodes "${#NODES[@]}")
   mapfile -t shares < <(shares_of_a_rank)
   if [[ $LAUNCHER == torchrun ]]; then
-    agent_words
+    PYTHON=$RANK_PYTHON agent_words
     COMMAND=(env MASTER_ADDR="${NODES[0]}" MASTER_PORT="$PORT"
       "${always[@]}" --ntasks "${#NODES[@]}" --ntasks-per-node 1 --cpus-per-task "$NODE_CORES"
       "${SRUN_OPTIONS[@]}" "${task[@]}" agent "$1" "$GRACE" "$(IFS=, && printf '%s' "${TASKS[*]}")"

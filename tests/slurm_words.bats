@@ -1,0 +1,72 @@
+#!/usr/bin/env bats
+#
+# An allocation and the environment become the words of srun, or are refused. No SLURM needs to run for it: its variables
+# are given, and --dry-run shows what would follow.
+
+bats_require_minimum_version 1.5.0
+
+
+setup() {
+  KIT=$(readlink -f "$BATS_TEST_DIRNAME/..")
+  TRAIN=$KIT/scripts/slurm/slurm_train.sh
+  export VIRTUAL_ENV=${VIRTUAL_ENV:-$KIT/.venv}
+  cd "$BATS_TEST_TMPDIR" || return
+}
+
+
+# As the batch script sees two nodes of eight cores, with one task each unless told otherwise.
+in_job() { # <NAME=VALUE or word...>
+  run env SLURM_JOB_ID=7 SLURM_JOB_NODELIST='n[1-2]' SLURM_JOB_CPUS_PER_NODE='8(x2)' SLURM_TASKS_PER_NODE='1(x2)' \
+    SLURM_NTASKS=2 "$@"
+}
+
+
+refuses() { # <what it must say>
+  [ "$status" -eq 2 ] || { echo "status $status: $output" && return 1; }
+  [[ "$output" == *"$1"* ]] || { echo "$output" && return 1; }
+  [ ! -e logs ]
+}
+
+
+@test "CONTAINER is words before Python, and LAUNCHER=torchrun starts the image's Python too" {
+  in_job CONTAINER="apptainer exec 'my image.sif'" LAUNCHER=torchrun "$TRAIN" --dry-run --python /opt/python -
+  [ "$status" -eq 0 ]
+  [[ "$output" == *" apptainer exec my\\ image.sif /opt/python "*" agent "*" /opt/python $KIT/scripts/lib/agent.py "* ]]
+}
+
+
+@test "a CONTAINER of blanks is none" {
+  in_job CONTAINER=" " "$TRAIN" --dry-run -
+  [ "$status" -eq 0 ]
+  [[ "$output" == *"/node_env.sh python3 "* ]]
+}
+
+
+@test "%a in CONFIG is the number of the array's element" {
+  touch run_4.yaml mine.py
+  in_job SLURM_ARRAY_TASK_ID=4 SLURM_ARRAY_TASK_MIN=3 "$TRAIN" --dry-run --script mine.py run_%a.yaml
+  [[ "$output" == *" mine.py --config run_4.yaml" ]]
+}
+
+
+@test "an allocation ends with its shell: --detach is refused" {
+  in_job "$KIT/scripts/run_ddp.sh" -n 2 --detach
+  refuses "--detach: inside an allocation the run ends with it; use sbatch to leave the terminal"
+}
+
+
+@test "fewer processes than nodes are refused" {
+  in_job "$KIT/scripts/run_ddp.sh" -n 1 --dry-run
+  refuses "1 process(es) for the 2 nodes of the allocation: each gets at least one"
+}
+
+
+@test "what is allocated and not used, or too little, is told" {
+  in_job SLURM_GPUS_ON_NODE=4 "$TRAIN" --dry-run -
+  [ "$status" -eq 0 ]
+  [[ "$output" == *"warning: 4 GPUs on n1, and 1 of them used: --ntasks-per-node=4 uses all"* ]]
+  in_job SLURM_JOB_CPUS_PER_NODE='1(x2)' SLURM_TASKS_PER_NODE='2(x2)' SLURM_NTASKS=4 "$TRAIN" --dry-run -
+  [[ "$output" == *"warning: fewer CPU cores are allocated than processes"*" --overcommit "* ]]
+  in_job SLURM_HET_SIZE=2 "$TRAIN" --dry-run -
+  [[ "$output" == *"warning: this job has 2 components: only the nodes of the first are used"* ]]
+}
