@@ -25,6 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import BinaryIO, NoReturn
 
 REPORT = b"\x1e"  # ASCII's record separator, which nobody prints
@@ -152,6 +153,7 @@ class Child:
     def __init__(self, pid: int, grace: float) -> None:
         self.pid, self.grace = pid, grace
         self.asked_to_end = False
+        self._missed: set[int] = set()  # signals for which it was not ready
         self._lock = threading.Lock()
         self._ended = False
 
@@ -173,6 +175,25 @@ class Child:
     def kill(self) -> None:
         self.asked_to_end = True
         self.signal(signal.SIGKILL, group=True)
+
+    def may_have_missed(self, number: int, frame: FrameType | None) -> None:
+        """Handler of a signal that SLURM has sent to all of us."""
+        if not self._catches(number):
+            self._missed.add(number)
+
+    def repeat_missed_signals(self) -> None:
+        """When it has become ready for them: while PyTorch is imported, nobody handles anything."""
+        for number in list(self._missed):
+            if self._catches(number):
+                self._missed.discard(number)
+                self.signal(number)
+
+    def _catches(self, number: int) -> bool:
+        with suppress(OSError):
+            status = Path(f"/proc/{self.pid}/status").read_text()
+            caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
+            return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
+        return False
 
     def has_ended(self) -> bool:
         return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
@@ -208,11 +229,13 @@ def obey(child: Child, gone: threading.Event, orders: int = 0) -> None:
 def guard(task: Task, child: Child, voice: Voice) -> int:
     """Pass on what it says until it ends, report that, and return its exit code when the launcher has heard it."""
     gone = threading.Event()
+    signal.signal(signal.SIGUSR2, child.may_have_missed)
     threading.Thread(target=obey, args=(child, gone), daemon=True).start()
     voice.report(step=task.step, tasks=task.beside)
     beat = time.monotonic()
     while not child.has_ended():
         voice.pass_on()
+        child.repeat_missed_signals()
         if task.local_rank == 0 and time.monotonic() - beat > BEAT:
             voice.report()
             beat = time.monotonic()

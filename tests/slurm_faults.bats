@@ -13,12 +13,15 @@ setup_file() {
   raise_nodes 4 --slurm
   export SBATCH_GRES=none OMP_NUM_THREADS=1
   begin_bounded_jobs
+  set -m
   preempt_five_times >"$BATS_FILE_TMPDIR/five.log" 2>&1 3>&- &
   echo $! >"$BATS_FILE_TMPDIR/five.pid"
+  set +m
 }
 
 
 teardown_file() {
+  kill -- "-$(<"$BATS_FILE_TMPDIR/five.pid")" 2>/dev/null || true
   lower_nodes
 }
 
@@ -106,6 +109,23 @@ stepd_on() { # <node>
 }
 
 
+@test "SLURM's word that the time is up waits for a rank that is not ready for it" {
+  cat >"my script.py" <<'END'
+import signal, sys, time
+print("at work", flush=True)
+time.sleep(2)
+signal.signal(signal.SIGUSR2, lambda *_: sys.exit(75))
+time.sleep(60)
+END
+  SCRIPT="my script.py" submit --nodes=1 --ntasks-per-node=1 slurm_train.sh --max-requeues 0 -
+  wait_for_line "logs/slurm-$JOB.out" "at work"
+  scancel --signal=USR2 "$JOB"
+  status_of_job "$JOB"
+  [ "$status" -eq 75 ]
+  shows err "and --max-requeues is 0: not once more"
+}
+
+
 @test "scancel gives the ranks the time to write a checkpoint, and there is no next turn" {
   endless_training >tiny.yaml
   submit --ntasks-per-node=1 slurm_train.sh tiny.yaml
@@ -155,7 +175,8 @@ begin_bounded_jobs() {
 }
 
 
-# The same training twice: never stopped, and stopped five times after some steps, which are slow enough to count.
+# The same training twice: never stopped, and stopped five times after some steps, which are slow enough to count. Once
+# with one task a rank, once with one agent a node.
 preempt_five_times() {
   local turn
   mkdir "$BATS_FILE_TMPDIR/five"
@@ -170,7 +191,7 @@ torch.optim.AdamW.step = lambda *words, **more: (time.sleep(0.3), step(*words, *
 runpy.run_path("$KIT/train.py", run_name="__main__")
 END
   submit --nodelist="${PREFIX}4" --nodes=1 slurm_train.sh tiny.yaml -- checkpoint.dir=unstopped
-  SCRIPT=slow.py submit --nodelist="${PREFIX}4" --nodes=1 slurm_train.sh tiny.yaml -- checkpoint.dir=stopped
+  LAUNCHER=torchrun SCRIPT=slow.py submit --nodelist="${PREFIX}4" --nodes=1 slurm_train.sh tiny.yaml -- checkpoint.dir=stopped
   echo "$JOB" >job
   for turn in {1..5}; do
     # shellcheck disable=SC2016 # the inner shell is to expand it
