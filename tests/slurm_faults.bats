@@ -140,6 +140,17 @@ END
 }
 
 
+# SLURM counts in minutes.
+# bats test_tags=soak
+@test "a job whose time is nearly up writes a checkpoint, and goes on in a next turn" {
+  endless_training >tiny.yaml
+  submit --ntasks-per-node=1 --time=1 --signal=USR2@30 slurm_train.sh tiny.yaml
+  wait_for_turn 1
+  shows err "requeueing job $JOB at step"
+  wait_for_line "logs/slurm-$JOB.out" "going on from"
+}
+
+
 @test "a job that is pushed out by a more urgent one comes again, and goes on where it was" {
   endless_training >tiny.yaml
   submit --ntasks-per-node=1 --exclusive --nodes=3 slurm_train.sh tiny.yaml -- train.batch_size=3
