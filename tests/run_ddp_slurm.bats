@@ -54,7 +54,7 @@ END
   in_allocation -n 3 -c - --script fails.py
   [ "$status" -eq 1 ]
   [[ "$output" == *"rank 2"*"raised ValueError: boom"* ]]
-  grep -q '^\[slurm:2\] ValueError: boom' logs/latest/node_slurm.log
+  grep -q "^\[$N2:2\] ValueError: boom" "logs/latest/node_$N2.log"
 }
 
 
@@ -98,7 +98,8 @@ END
 
 
 @test "a task whose environment names another launch too is a wrong call" {
-  run timeout 60 env RANK=0 srun -Q -n1 "$VIRTUAL_ENV/bin/python" "$KIT/scripts/lib/task.py" "$KIT/train.py"
+  mkdir -p run/errors
+  run timeout 60 env RANK=0 srun -Q -n1 "$VIRTUAL_ENV/bin/python" "$KIT/scripts/lib/task.py" rank run 8 "$KIT/train.py"
   [ "$status" -eq 2 ]
   [[ "$output" == *"task.py: "*"RANK=0"* ]]
 }
@@ -107,7 +108,7 @@ END
 @test "--dry-run prints the srun line and runs nothing" {
   in_allocation -n 3 -c - --script "$KIT/train.py" --dry-run --env 'A=1 2' -- 'x y'
   [ "$status" -eq 0 ]
-  [[ "$output" == *"--ntasks 3 --cpus-per-task"*"train.py x\\ y"* ]]
+  [[ "$output" == *"--ntasks 3 --distribution block --cpus-per-task"*"train.py x\\ y"* ]]
   [ ! -e logs ]
 }
 
@@ -117,6 +118,6 @@ END
   for tool in bash readlink dirname env; do
     ln -s "$(type -P "$tool")" bin/
   done
-  PATH=$PWD/bin run -2 "$KIT/scripts/lib/srun.sh" true
+  SLURM_JOB_ID=7 PATH=$PWD/bin run -2 "$KIT/scripts/run_ddp.sh" -n 1
   [[ "$output" == *"srun is not on the PATH: this is no SLURM machine"* ]]
 }
