@@ -78,22 +78,25 @@ stepd_on() { # <node>
 
 
 @test "a node whose slurmstepd is killed is given up, and its ranks end by themselves" {
-  submit_work
+  submit_work --no-requeue
   kill -KILL "$(stepd_on "$N2")"
   status_of_job "$JOB"
   [ "$status" -eq 69 ]
   shows err "verdict: failed: $N2 fell silent"
+  shows err "SLURM does not requeue it: sbatch the same to go on"
   nothing_left_within 10
 }
 
 
-@test "a node that is cut off is given up before SLURM does, and its ranks end there" {
+@test "a node that is cut off is given up before SLURM does, its ranks end there, and the job goes on on other nodes" {
   submit_work
   lab cut "$N2"
   wait_for_line "logs/slurm-$JOB.err" "verdict: "
   shows err "step: $N2: nothing was heard of it for 12 s: ending the others"
   shows err "verdict: failed: $N2 fell silent"
   nothing_left_within 10
+  wait_for_turn 1
+  wait_for_line "logs/slurm-$JOB.err" "2 process(es) on $N1 $N3"
 }
 
 
@@ -158,6 +161,14 @@ END
   JOBS+=("$(sbatch --parsable --partition=urgent --nodes=3 --exclusive --output=urgent --wrap 'echo here')")
   wait_for_turn 1
   wait_for_line "logs/slurm-$JOB.out" "going on from"
+  [ -s urgent ]
+}
+
+
+@test "ranks that know no signal die of it when their job is pushed out, and it comes again all the same" {
+  submit_work --signal=TERM@60 --exclusive --nodes=3
+  JOBS+=("$(sbatch --parsable --partition=urgent --nodes=3 --exclusive --output=urgent --wrap 'echo here')")
+  wait_for_turn 1
   [ -s urgent ]
 }
 

@@ -90,17 +90,36 @@ find_turn_before() {
 }
 
 
-# Only when SLURM has asked the ranks to stop, not when a person has asked us.
+# When SLURM has stopped the ranks, or a node was lost; not when a person has stopped us, or a rank has failed.
 next_turn() {
-  [[ ! $SIGNAL ]] && ((CODE == EXIT_STOPPED)) && is_batch_script || return 0
+  is_batch_script && { stopped_by_slurm || lost_a_node; } || return 0
   if ((REQUEUES >= MAX_REQUEUES)); then
     tell "requeued $REQUEUES time(s), and --max-requeues is $MAX_REQUEUES: not once more; sbatch the same to go on"
   elif in_vain; then
     tell "the last $MOST_VAIN turns came no further${FURTHEST:+ than step $FURTHEST}: not requeueing; sbatch the same to go on"
   else
-    tell "requeueing job $SLURM_JOB_ID${FURTHEST:+ at step $FURTHEST}, to go on from the checkpoint"
+    tell "requeueing job $SLURM_JOB_ID${FURTHEST:+ at step $FURTHEST}, to go on from the newest checkpoint"
     scontrol requeue "${SLURM_JOB[-1]}" || tell "SLURM does not requeue it: sbatch the same to go on"
   fi
+}
+
+
+# The ranks were told, not we. Both are when a job is preempted, and those that know no signal die of it.
+stopped_by_slurm() {
+  if [[ ! $SIGNAL ]] && ((CODE == EXIT_STOPPED)); then
+    return
+  fi
+  ((CODE == EXIT_STOPPED || CODE == EXIT_TERMINATED)) && is_preempted
+}
+
+
+is_preempted() {
+  [[ $(scontrol show job --oneliner "$SLURM_JOB_ID") == *" PreemptTime="[0-9]* ]]
+}
+
+
+lost_a_node() {
+  [[ ! $SIGNAL ]] && ((CODE == EXIT_UNFIT)) && compgen -G "$RUN/node_*.lost" >/dev/null
 }
 
 
