@@ -257,3 +257,12 @@ END
   [ "$status" -eq 75 ]
   shows err "the last 3 turns came no further: not requeueing"
 }
+
+
+@test "a job that SLURM may not requeue ends with its checkpoint, and says how it goes on" {
+  echo 'import sys; sys.exit(75)' >"my script.py"
+  SCRIPT="my script.py" submit --nodes=1 --ntasks-per-node=1 --no-requeue slurm_train.sh -
+  status_of_job "$JOB"
+  [ "$status" -eq 75 ]
+  shows err "SLURM does not requeue it: sbatch the same to go on"
+}

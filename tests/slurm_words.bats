@@ -70,3 +70,20 @@ refuses() { # <what it must say>
   in_job SLURM_HET_SIZE=2 "$TRAIN" --dry-run -
   [[ "$output" == *"warning: this job has 2 components: only the nodes of the first are used"* ]]
 }
+
+
+@test "a shell that has the number of a job and no allocation is told so" {
+  run env SLURM_JOB_ID=7 "$KIT/scripts/run_ddp.sh" -n 2
+  refuses "SLURM_JOB_NODELIST is not set: this is not the shell of a SLURM allocation"
+}
+
+
+@test "a first node that cannot be asked for a port is named, with srun's own words" {
+  mkdir bin
+  printf '#!/bin/sh\necho "srun: error: no" >&2\nexit 1\n' >bin/srun
+  chmod +x bin/srun
+  in_job PATH="$PWD/bin:$PATH" "$KIT/scripts/run_ddp.sh" -n 2
+  [ "$status" -eq 1 ]
+  [[ "$output" == *"srun: error: no"*"n1: cannot be asked for a free port: see what srun says above" ]]
+  [ ! -e logs ]
+}

@@ -39,11 +39,14 @@ STARTERS = (
     "launch_singlenode.sh", "launch_torchrun_auto.sh", "launch_torchrun_multinode.sh", "launch_multinode.sh",
     "launch_pdsh_multinode.sh", "run_ddp.sh", "quickstart.sh", "test_distributed.sh", "doctor.sh",
 )  # fmt: skip
+SLURM = ("scripts/slurm/slurm_train_single_node.sh", "scripts/slurm/slurm_train.sh")
 ASKERS = ("scripts/status.sh", "scripts/stop.sh")  # of a run that has ended, as they stand
+JOB = "4711"  # stands in the guides for the number that sbatch prints
 AS_THEY_STAND = ("config", "torch", "step_folder", "verdict", "report")  # modules that start nothing
 OTHERS = {
-    *("df", "env", "export", "git", "ip", "less", "ls", "mkdir", "mv", "nvidia-smi", "python", "salloc", "scancel"),
-    *("source", "srun", "ss", "ssh", "sudo", "tail", "tensorboard", "torchrun", "unset", "wandb"),
+    *("cp", "df", "env", "export", "git", "ip", "less", "ls", "mkdir", "mv", "nvidia-smi", "python", "sacct"),
+    *("sacctmgr", "salloc", "sbatch", "scancel", "scontrol", "sinfo", "source", "squeue", "srun", "ss", "ssh", "sudo"),
+    *("tail", "tensorboard", "torchfrtrace", "torchrun", "unset", "wandb"),
 }
 
 
@@ -185,6 +188,8 @@ def call(folder: Path, words: list[str], **variables: str) -> subprocess.Complet
 
 def harmless(words: list[str]) -> list[str] | None:
     """The command so that it starts no training and installs nothing; None when there is no such way."""
+    if JOB in words:
+        return None
     if words == ["scripts/doctor.sh"] or words[0] in ASKERS or module_of(words) in AS_THEY_STAND:
         return words
     if Path(words[0]).name in STARTERS:
@@ -285,7 +290,7 @@ def test_a_training_without_launchers_is_one_that_could_start(
         said: argparse.Namespace = get_args_parser().parse_args(words)
         nproc = int(said.nproc_per_node) * int(said.nnodes.split(":")[-1])
         words = [said.training_script, *said.training_script_args]
-    assert words[0] == "train.py"
+    words = words[words.index("train.py") :]
     config.for_ranks(config.parser("").parse_intermixed_args(words[1:]), nproc)
 
 
@@ -335,6 +340,7 @@ def test_the_table_of_settings_is_what_the_trainer_knows(section: str) -> None:
         "scripts/quickstart.sh",
         "scripts/ssh/launch_singlenode.sh",
         "scripts/run_ddp.sh",
+        *SLURM,
         "scripts/status.sh",
         "scripts/stop.sh",
         "scripts/test_distributed.sh",
@@ -354,15 +360,41 @@ def test_the_table_of_exit_codes_is_the_kit_s() -> None:
     assert listed == {0, *map(int, codes)}
 
 
-def test_the_table_of_files_is_what_a_run_leaves(desk: Path) -> None:
+def files_of_a_run() -> dict[str, re.Pattern[str]]:
+    """The guide's table: names, and what they stand for."""
     listed = [literal(row[0]).rstrip("/") for row in table("LAUNCH_GUIDE.md", "The folder of a run")]
-    patterns = {name: re.compile(re.escape(name).replace("<name>", ".+").replace("<n>", r"\d+")) for name in listed}
-    found = [path.name for path in next(desk.glob("logs/train-*")).iterdir()]
-    strange = [name for name in found if not any(pattern.fullmatch(name) for pattern in patterns.values())]
-    assert not strange, "files of a run that the guide does not explain"
-    missing = {name for name, pattern in patterns.items() if not any(map(pattern.fullmatch, found))}
+    return {name: re.compile(re.escape(name).replace("<name>", ".+").replace("<n>", r"\d+")) for name in listed}
+
+
+def unexplained(run: Path) -> list[str]:
+    """What lies in the folder of a run, and is not in that table."""
+    patterns = files_of_a_run().values()
+    return [path.name for path in run.iterdir() if not any(pattern.fullmatch(path.name) for pattern in patterns)]
+
+
+def test_the_table_of_files_is_what_a_run_leaves(desk: Path) -> None:
+    run = next(desk.glob("logs/train-*"))
+    assert not unexplained(run), "files of a run that the guide does not explain"
+    found = [path.name for path in run.iterdir()]
+    missing = {name for name, pattern in files_of_a_run().items() if not any(map(pattern.fullmatch, found))}
     seldom = {"checkpoints", "node_<name>.lost", "smoke.json", "tensorboard", "wandb", "try_<n>"}
-    assert missing == seldom, "made only when asked for, or when there is a reason"
+    of_slurm = {"node_srun.log", "node_srun.exit", "turns_in_vain"}
+    assert missing == seldom | of_slurm, "made only when asked for, or when there is a reason"
+
+
+@pytest.mark.parametrize("script", SLURM)
+def test_the_table_of_lines_for_sbatch_is_what_the_script_begins_with(script: str) -> None:
+    listed = [literal(row[0]) for row in table("LAUNCH_GUIDE.md", "Lines for sbatch")]
+    assert listed == re.findall(r"^##?SBATCH (--[a-z-]+)", text_of(script), re.MULTILINE)
+
+
+@pytest.mark.parametrize("script", SLURM)
+def test_the_table_of_variables_for_sbatch_is_what_the_script_says_of_itself(script: str) -> None:
+    listed = [literal(row[0]) for row in table("LAUNCH_GUIDE.md", "Variables for sbatch")]
+    _, _, own = help_of(script).partition("From the environment")
+    explained = re.findall(r"^ {2}([A-Z_]{2,}) ", own, re.MULTILINE)
+    named_in_passing = {"CONFIG", "SCRIPT"}
+    assert sorted(listed) == sorted({*explained} | named_in_passing)
 
 
 def test_the_variables_of_the_guide_are_read_or_written_somewhere() -> None:
@@ -448,7 +480,7 @@ def _texts_of_python(code: str) -> Iterator[str]:
 
 
 def _texts_of_bash(code: str) -> Iterator[str]:
-    code = re.sub(r"\$\([^()]*\)|\$\{[^}]*\}|\$\w+|\$\*", GAP, code)
+    code = re.sub(r"\$\([^()]*\)|\$\{[^}]*\}|\$\w+|\$[*#]", GAP, code)
     code = re.sub(r'"\s*\\\n\s*"', " ", code)  # words of one message on two lines
     yield from (text.replace('\\"', '"') for text in re.findall(r'"((?:[^"\\]|\\.)*)"', code))
 

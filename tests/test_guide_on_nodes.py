@@ -36,16 +36,21 @@ GROUPS = [list(group) for _, group in groupby(filter(on_nodes, COMMANDS), place)
 LABORATORY = [one for one in COMMANDS if one.needs == "# Needs root."]
 
 
-@pytest.fixture(scope="module")
-def desk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The kit's folder as somebody has it who has installed it, with scripts of his own and three nodes."""
-    folder = tmp_path_factory.mktemp("desk")
+def lay_desk(folder: Path) -> Path:
+    """The kit's folder as somebody has it who has installed it, with scripts of his own."""
     for name in ("scripts", "config", "distributed", "tests", "train.py"):
         (folder / name).symlink_to(KIT / name)
     (folder / ".venv").symlink_to(sys.prefix)
     (folder / "my_train.py").write_text(example())
     (folder / "my_old_train.py").write_text(OLD)
     (folder / "my_hosts").write_text("node1 slots=2\nnode2\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """With three nodes."""
+    folder = lay_desk(tmp_path_factory.mktemp("desk"))
     os.environ["MUSTER_LAB"] = str(folder / "lab")
     subprocess.run([LAB, "up", "3"], check=True)
     yield folder

@@ -1,0 +1,140 @@
+"""What the guides say of SLURM is so: their commands are run as they are printed, on a laboratory with SLURM.
+
+A group is a job, or the shell of salloc, and the commands that are about it. Those that are about a job are given while
+it is at work, with its number in place of the one that the guides print.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from test_docs import JOB, RUN, Command, every_command, unexplained
+from test_guide_on_nodes import KIT, LAB, SECONDS, lay_desk
+
+WATCHED = "sbatch scripts/slurm/slurm_train.sh config/quickstart.yaml"  # the job that the guide then watches and stops
+SHELL = "salloc --nodes=2 --ntasks-per-node=1"  # opens the shell that it then uses
+STOPPED = "75:0"  # the ExitCode of a job that stopped on request with a checkpoint
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="raising nodes needs root")
+
+
+def topic(command: Command) -> str:
+    """The command that it belongs to."""
+    if command.needs.endswith("In the shell of salloc:"):
+        return SHELL
+    if JOB in command.words or command.words[0] == "squeue":
+        return WATCHED
+    return command.text
+
+
+def groups(commands: list[Command]) -> list[list[Command]]:
+    found: dict[str, list[Command]] = {}
+    for one in commands:
+        found.setdefault(topic(one), []).append(one)
+    return list(found.values())
+
+
+COMMANDS = every_command(*RUN)
+GROUPS = groups([one for one in COMMANDS if one.needs.startswith("# Needs a SLURM cluster.")])
+UP = [one.text for one in COMMANDS if one.needs == "# Needs root, and the programs of SLURM."]
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The laboratory, and the folder of somebody who uses it."""
+
+    desk: Path
+    env: dict[str, str]
+
+    def call(self, text: str, typed: str = "") -> str:
+        """Type it, and what comes behind. What it says; it ends well."""
+        done = subprocess.run(
+            ["bash", "-c", text], cwd=self.desk, env=self.env, input=typed, timeout=SECONDS,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, f"{text}\n{done.stdout}"
+        return done.stdout
+
+    def words_of(self, job: str, ending: str) -> str:
+        """What a job, or all elements of an array, have said so far."""
+        return "".join(path.read_text() for path in sorted(self.desk.glob(f"logs/slurm-{job}[._]*{ending}")))
+
+    def is_at_work(self, job: str, turn: int) -> bool:
+        """The trainer has said what it is about to do."""
+        return self.words_of(job, "out").count("\nsteps ") == turn
+
+    def exit_codes(self, job: str) -> set[str]:
+        """Empty while it goes on."""
+        said = self.call(f"scontrol show job {job}")
+        goes_on = re.search(r"JobState=(?!COMPLETED|FAILED|CANCELLED|TIMEOUT|NODE_FAIL)", said)
+        return set() if goes_on else set(re.findall(r" ExitCode=(\S+)", said))
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Raised by the guide's own command."""
+    desk = lay_desk(tmp_path_factory.mktemp("desk"))
+    (desk / "logs").mkdir()
+    (desk / "my_job.sh").write_bytes((KIT / "scripts/slurm/slurm_train.sh").read_bytes())
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_", "MUSTER_"))}
+    activated = {"VIRTUAL_ENV": f"{desk}/.venv", "PATH": f"{desk}/.venv/bin:{kept['PATH']}"}
+    bare = kept | activated | {"MUSTER_LAB": f"{desk}/lab", "OMP_NUM_THREADS": "1"}  # the nodes share the cores
+    try:
+        conf = Cluster(desk, bare).call("\n".join(["set -e", *UP, "printenv SLURM_CONF"])).splitlines()[-1]
+        yield Cluster(desk, bare | {"SLURM_CONF": conf})
+    finally:
+        subprocess.run([LAB, "down"], env=bare, check=True)
+
+
+def wait_until(happens: Callable[..., object], *words: object) -> None:
+    end = time.monotonic() + SECONDS
+    while not happens(*words):
+        assert time.monotonic() < end, f"{happens.__name__} {words}: not within {SECONDS} s"
+        time.sleep(0.2)
+
+
+@pytest.mark.parametrize("group", GROUPS, ids=lambda group: str(group[0]))
+def test_a_command_for_slurm_does_what_the_guide_says(group: list[Command], cluster: Cluster) -> None:
+    first, *others = group
+    if first.words[0] == "sbatch":
+        follow_job(first, others, cluster)
+    elif first.text == SHELL:
+        lines = "\n".join(one.text for one in others)
+        cluster.call(SHELL, f"(set -e\n{lines}\n) </dev/null\n")  # else srun would read what is typed next
+    else:
+        cluster.call(first.text)
+
+
+def follow_job(submission: Command, others: list[Command], cluster: Cluster) -> None:
+    job = cluster.call(submission.text).split()[-1]
+    turns = 1
+    for one in others:
+        wait_until(cluster.is_at_work, job, turns)
+        said = cluster.call(one.text.replace(JOB, job))
+        assert one.words[0] == "scancel" or job in said, f"{one}\n{said}"
+        turns += "--signal=USR2" in one.words
+    wait_until(cluster.exit_codes, job)
+    told = cluster.words_of(job, "err")
+    stopped = any(one.script == "scripts/stop.sh" for one in others)
+    assert cluster.exit_codes(job) == ({STOPPED} if stopped else {"0:0"}), told
+    assert f"verdict: {'stopped' if stopped else 'ok'}" in told
+    assert told.count(f"requeueing job {job}") == turns - 1
+    assert cluster.words_of(job, "out").count("going on from") == turns - 1
+    assert not unexplained(cluster.desk / f"logs/slurm-{job}"), "files of a run that the guide does not explain"
+
+
+def test_the_guide_has_commands_for_slurm() -> None:
+    """So that a change of the reading above does not silently leave them out."""
+    assert {WATCHED, SHELL} <= {group[0].text for group in GROUPS}
+    programs = {word for group in GROUPS for one in group for word in one.words}
+    assert programs >= {"sbatch", "salloc", "srun", "squeue", "scontrol", "scancel"}
+    assert programs >= {f"scripts/slurm/slurm_train{kind}.sh" for kind in ("", "_single_node")}
+    assert programs >= {f"scripts/{name}.sh" for name in ("run_ddp", "test_distributed", "status", "stop")}
+    assert UP
