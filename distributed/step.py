@@ -16,6 +16,7 @@ import selectors
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -106,7 +107,7 @@ class Step:
         self._due: list[tuple[float, Callable[[], None]]] = []  # what is to be done, and when
         self._begun = time.monotonic()
         self._complain = self._begun + IMPATIENCE
-        self._beat = 0.0  # when the tasks heard that we are there
+        self._looked = self._begun  # at the clock
         self._said_of_srun = (run / f"node_{SRUN}.log").open("ab", buffering=0)
         self._srun = subprocess.Popen(
             command,
@@ -132,6 +133,7 @@ class Step:
             channels.register(self._srun.stdout, selectors.EVENT_READ, self.hear)  # type: ignore[arg-type]
             channels.register(self._srun.stderr, selectors.EVENT_READ, self.hear_srun)  # type: ignore[arg-type]
             channels.register(ORDERS, selectors.EVENT_READ, self.hand_on)
+            threading.Thread(target=self.keep_company, daemon=True).start()
             while any(key.data != self.hand_on for key in channels.get_map().values()):
                 self.listen(channels)
                 self.look_at_the_clock()
@@ -200,9 +202,8 @@ class Step:
 
     def look_at_the_clock(self) -> None:
         now = time.monotonic()
-        if now - self._beat > BEAT:
-            self.tell("")
-            self._beat = now
+        self.forgive(now - self._looked - BEAT)
+        self._looked = now
         due, self._due = [one for one in self._due if one[0] <= now], [one for one in self._due if one[0] > now]
         for _, action in due:
             action()
@@ -211,6 +212,18 @@ class Step:
                 self.lose(node, f"nothing was heard of it for {PATIENCE:.0f} s")
         if now > self._complain:
             self.complain(now)
+
+    def forgive(self, seconds: float) -> None:
+        """Who could not listen for so long, because a disk or a terminal let us wait, must not blame the nodes."""
+        for node in self.nodes.values():
+            if node.heard is not None:
+                node.heard += max(0.0, seconds)
+
+    def keep_company(self) -> None:
+        """Say now and then that we are there. In a thread, as a disk may let us wait."""
+        while not self._srun.stdin.closed:  # type: ignore[union-attr]
+            self.tell("")
+            time.sleep(BEAT)
 
     def lose(self, node: Node, why: str) -> None:
         node.lost = True

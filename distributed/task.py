@@ -18,7 +18,6 @@ import os
 import re
 import select
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +31,6 @@ REPORT = b"\x1e"  # ASCII's record separator, which nobody prints
 BEAT = 3.0  # seconds between two signs of life, each way
 PATIENCE = 4 * BEAT  # seconds without one after which the other side is given up
 POLL = 0.05  # seconds between two looks for more output
-LINGER = 30.0  # seconds that an ended task waits for the launcher: srun would kill the others when it fails
 NOT_RANK_0 = re.compile(rb"\[[^\]: ]*:(?!0\])\d*\] ")
 
 
@@ -140,8 +138,8 @@ class Voice:
     def say(self, words: bytes) -> None:
         """Whoever does not listen any more is no reason to end: the order to stop comes another way."""
         with suppress(OSError):
-            sys.stdout.buffer.write(words)
-            sys.stdout.buffer.flush()
+            while words:
+                words = words[os.write(1, words) :]
 
 
 # ---------------------------------------------------------------- who is guarded
@@ -226,19 +224,23 @@ def obey(child: Child, gone: threading.Event, orders: int = 0) -> None:
     child.stop()
 
 
+def speak_for_node(voice: Voice, gone: threading.Event) -> None:
+    """Say now and then that the node is there, also when a rank has ended before others, or a disk lets us wait."""
+    while not gone.wait(BEAT):
+        voice.report()
+
+
 def guard(task: Task, child: Child, voice: Voice) -> int:
     """Pass on what it says until it ends, report that, and return its exit code when the launcher has heard it."""
     gone = threading.Event()
     signal.signal(signal.SIGUSR2, child.may_have_missed)
     threading.Thread(target=obey, args=(child, gone), daemon=True).start()
     voice.report(step=task.step, tasks=task.beside)
-    beat = time.monotonic()
+    if task.local_rank == 0:
+        threading.Thread(target=speak_for_node, args=(voice, gone), daemon=True).start()
     while not child.has_ended():
         voice.pass_on()
         child.repeat_missed_signals()
-        if task.local_rank == 0 and time.monotonic() - beat > BEAT:
-            voice.report()
-            beat = time.monotonic()
         time.sleep(POLL)
     now = time.time()
     child.sweep()
@@ -254,7 +256,7 @@ def guard(task: Task, child: Child, voice: Voice) -> int:
             "ended_by_agent": child.asked_to_end and code in (-signal.SIGTERM, -signal.SIGKILL),
         }
     )
-    gone.wait(LINGER)
+    gone.wait()  # srun would kill the others when a task of it fails
     return code if code >= 0 else 128 - code
 
 

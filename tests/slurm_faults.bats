@@ -184,16 +184,16 @@ END
 }
 
 
-# Two jobs that stop with 75 at once, and never come any further.
+# Two jobs that stop with 75 at once, and never come any further; and one whose ranks do not end together.
 begin_bounded_jobs() {
   mkdir "$BATS_FILE_TMPDIR/bounded"
   cd "$BATS_FILE_TMPDIR/bounded" || return
   echo 'import sys; sys.exit(75)' >"my script.py"
-  export SCRIPT="my script.py"
-  submit --nodelist="${PREFIX}4" --nodes=1 --ntasks-per-node=1 slurm_train.sh --max-requeues 1 -
-  submit --nodelist="${PREFIX}4" --nodes=1 --ntasks-per-node=1 slurm_train.sh -
+  SCRIPT="my script.py" submit --nodelist="${PREFIX}4" --nodes=1 --ntasks-per-node=1 slurm_train.sh --max-requeues 1 -
+  SCRIPT="my script.py" submit --nodelist="${PREFIX}4" --nodes=1 --ntasks-per-node=1 slurm_train.sh -
+  echo 'import os, time; time.sleep(20 * int(os.environ["RANK"]))' >uneven.py
+  SCRIPT=uneven.py submit --nodelist="${PREFIX}4" --nodes=1 slurm_train.sh -
   echo "${JOBS[*]}" >numbers
-  unset SCRIPT
 }
 
 
@@ -256,6 +256,16 @@ END
   status_of_job "$JOB"
   [ "$status" -eq 75 ]
   shows err "the last 3 turns came no further: not requeueing"
+}
+
+
+@test "a rank may end well long before the others" {
+  local numbers
+  cd "$BATS_FILE_TMPDIR/bounded"
+  mapfile -t numbers < <(tr " " "\n" <numbers)
+  JOB=${numbers[2]}
+  status_of_job "$JOB"
+  [ "$status" -eq 0 ] || { cat logs/slurm-"$JOB".err && false; }
 }
 
 

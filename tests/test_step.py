@@ -5,10 +5,10 @@ The rest of a step is shown on a real SLURM: tests/slurm_train.bats, tests/slurm
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
 import os
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -80,6 +80,17 @@ def test_of_a_task_that_never_told_its_end_the_node_is_lost(run: Path) -> None:
     assert (run / "node_n1.lost").read_text() == "srun has ended before its tasks\n"
 
 
+@pytest.mark.parametrize(("away", "lost"), [(60.0, False), (0.0, True)])
+def test_a_node_is_not_blamed_for_what_we_could_not_hear(run: Path, away: float, lost: bool) -> None:
+    """When a disk or a terminal has let us wait, words of the nodes may wait for us."""
+    node = Node("n1", tasks=1, heard=time.monotonic() - 60)
+    watched = step.Step(run, [node], ["true"])
+    with watched._srun, watched._said_of_srun:
+        watched._looked = time.monotonic() - away
+        watched.look_at_the_clock()
+    assert node.lost == lost
+
+
 ENV = {
     "SLURM_PROCID": "3",
     "SLURMD_NODENAME": "n2",
@@ -93,9 +104,7 @@ ENV = {
 }
 
 
-def test_the_console_has_rank_0_and_the_log_has_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = io.TextIOWrapper(io.BytesIO())
-    monkeypatch.setattr("sys.stdout", said)
+def test_the_console_has_rank_0_and_the_log_has_all(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for rank in ("0", "3"):
         here = Task.from_env(tmp_path, ENV | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank}, agent=False)
         with closing(task.Voice(here)) as voice:
@@ -104,8 +113,7 @@ def test_the_console_has_rank_0_and_the_log_has_all(tmp_path: Path, monkeypatch:
             with here.outputs()[0].open("ab") as more:
                 more.write(b" and ended\nlast")
             voice.pass_on(last=True)
-    said.seek(0)
-    assert said.read() == "[n2:0] begun, 0 and ended\n[n2:0] last\n"
+    assert capfd.readouterr().out == "[n2:0] begun, 0 and ended\n[n2:0] last\n"
     assert (tmp_path / "node_n2.log").read_bytes().splitlines() == [
         *(b"[n2:0] begun, 0 and ended", b"[n2:0] last"),
         *(b"[n2:3] begun, 3 and ended", b"[n2:3] last"),
