@@ -14,14 +14,13 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.laboratory import KIT, slurm
+from benchmarks.laboratory import KIT, slurm, submit, wait_for
 from benchmarks.startup import SCRIPT
 
 ALLOCATION = ["--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=2", "--gres=gpu:2", "--mem=8G"]
@@ -78,9 +77,10 @@ class Sides:
 
     def _submit(self, *job: str, **env: str) -> Start:
         files = ["--output=logs/slurm-%j.out", "--error=logs/slurm-%j.out"]
-        sbatch = ["sbatch", "--wait", *ALLOCATION, *files, *job]
+        self.told.unlink(missing_ok=True)
         begun = time.time()
-        subprocess.run(sbatch, cwd=self.folder, env={**self.env, **env}, check=True, stdout=subprocess.DEVNULL)
+        number = submit([*ALLOCATION, *files, *job], self.folder, {**self.env, **env})
+        wait_for(number, self.env)
         end = float(self.told.read_text())
         return Start(end - begun, end - float(self.begun.read_text()))
 
@@ -113,7 +113,7 @@ def main() -> int:
             starts = {side.__name__: side() for side in order}
             if turn:  # the first one warms the page cache
                 turns.append({side: starts[side] for side in ("bare", "srun", "torchrun")})
-                print("   ".join(f"{side} {start.from_batch_script:.2f} s" for side, start in turns[-1].items()))
+                print(*(f"{side} {start.from_batch_script:.2f} s" for side, start in turns[-1].items()), sep="   ", flush=True)
     table(turns, "from_sbatch")
     table(turns, "from_batch_script")
     print("wanted: with srun at most 1.1")
