@@ -19,7 +19,7 @@ def nodes(count: int, *options: str, prefix: str = "bench") -> Iterator[tuple[li
     """The names of so many nodes, and a folder that they share. options: more of the laboratory's."""
     with tempfile.TemporaryDirectory() as name:
         env = os.environ | {"MUSTER_LAB": f"{name}/lab"}
-        words = [LAB, "up", str(count), "--prefix", prefix, *options]
+        words = [str(LAB), "up", str(count), "--prefix", prefix, *options]
         subprocess.run(words, env=env, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
             yield [f"{prefix}{number}" for number in range(1, count + 1)], Path(name)
