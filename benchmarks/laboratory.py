@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,7 +19,7 @@ def nodes(count: int, *options: str, prefix: str = "bench") -> Iterator[tuple[li
     """The names of so many nodes, and a folder that they share. options: more of the laboratory's."""
     with tempfile.TemporaryDirectory() as name:
         env = os.environ | {"MUSTER_LAB": f"{name}/lab"}
-        words = [LAB, "up", str(count), "--prefix", prefix, *options]
+        words = [str(LAB), "up", str(count), "--prefix", prefix, *options]
         subprocess.run(words, env=env, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
             yield [f"{prefix}{number}" for number in range(1, count + 1)], Path(name)
@@ -31,3 +32,15 @@ def slurm(count: int, gpus: int) -> Iterator[tuple[dict[str, str], Path]]:
     """The environment in which sbatch reaches a SLURM on so many nodes with so many GPUs each, and a shared folder."""
     with nodes(count, "--slurm", "--gpus", str(gpus)) as (_, folder):
         yield os.environ | {"SLURM_CONF": f"{folder}/lab/slurm.conf", "OMP_NUM_THREADS": "1"}, folder
+
+
+def submit(words: list[str], folder: Path, env: Mapping[str, str]) -> str:
+    """Call sbatch in the folder. Returns the number of the job."""
+    answer = subprocess.run(["sbatch", "--parsable", *words], cwd=folder, env=env, check=True, stdout=subprocess.PIPE)
+    return answer.stdout.decode().strip()
+
+
+def wait_for(job: str, env: Mapping[str, str]) -> None:
+    """To the end of a job (`sbatch --wait` looks after 10 s, and then half a minute later)."""
+    while subprocess.run(["squeue", "--noheader", "--jobs", job], env=env, stdout=subprocess.PIPE, check=True).stdout:
+        time.sleep(0.2)

@@ -13,15 +13,14 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.laboratory import KIT, slurm
+from benchmarks.laboratory import KIT, slurm, submit, wait_for
+from benchmarks.pairs import ratio_of
 from benchmarks.startup import SCRIPT
 
 ALLOCATION = ["--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=2", "--gres=gpu:2", "--mem=8G"]
@@ -78,24 +77,21 @@ class Sides:
 
     def _submit(self, *job: str, **env: str) -> Start:
         files = ["--output=logs/slurm-%j.out", "--error=logs/slurm-%j.out"]
-        sbatch = ["sbatch", "--wait", *ALLOCATION, *files, *job]
+        self.told.unlink(missing_ok=True)
         begun = time.time()
-        subprocess.run(sbatch, cwd=self.folder, env={**self.env, **env}, check=True, stdout=subprocess.DEVNULL)
+        number = submit([*ALLOCATION, *files, *job], self.folder, {**self.env, **env})
+        wait_for(number, self.env)
         end = float(self.told.read_text())
         return Start(end - begun, end - float(self.begun.read_text()))
 
 
-def table(turns: list[dict[str, Start]], what: str) -> None:
-    """Median seconds of each side, and its ratio to the bare srun, pair by pair."""
-    print(f"\n{what:20} {'median s':>9} {'ratio':>7} {'half of the pairs':>18} {'all':>12}")
-    for side in turns[0]:
-        seconds = [vars(turn[side])[what] for turn in turns]
-        ratios = sorted(vars(turn[side])[what] / vars(turn["bare"])[what] for turn in turns)
-        low, middle, high = statistics.quantiles(ratios, n=4)
-        print(
-            f"  {side:18} {statistics.median(seconds):9.2f} {middle:7.2f} {low:10.2f} to {high:4.2f} "
-            f"{ratios[0]:6.2f} to {ratios[-1]:4.2f}"
-        )
+def report(turns: list[dict[str, Start]]) -> None:
+    """The kit's two launchers against the bare srun, pair by pair."""
+    for what in ("from_batch_script", "from_sbatch"):
+        seconds = {side: [vars(turn[side])[what] for turn in turns] for side in turns[0]}
+        for side in ("srun", "torchrun"):
+            print(f"{what:18} {side:9} {ratio_of(seconds[side], seconds['bare'])}")
+    print("wanted: with srun at most 1.1")
 
 
 def main() -> int:
@@ -113,10 +109,9 @@ def main() -> int:
             starts = {side.__name__: side() for side in order}
             if turn:  # the first one warms the page cache
                 turns.append({side: starts[side] for side in ("bare", "srun", "torchrun")})
-                print("   ".join(f"{side} {start.from_batch_script:.2f} s" for side, start in turns[-1].items()))
-    table(turns, "from_sbatch")
-    table(turns, "from_batch_script")
-    print("wanted: with srun at most 1.1")
+                seconds = [f"{side} {start.from_batch_script:.2f} s" for side, start in turns[-1].items()]
+                print(*seconds, sep="   ", flush=True)
+    report(turns)
     return 0
 
 
