@@ -60,6 +60,7 @@ STEPS = [
     ),
     Step("fewer tasks than the job", "salloc -Q -N3 --ntasks-per-node=2 srun -N2 -n3 TELL"),
     Step("srun in the batch script", "sbatch -Q -W -o /dev/null -N2 -n3 --wrap 'srun TELL'"),
+    Step("srun in an element of an array", "sbatch -Q -W -o /dev/null --array=3 -N2 -n3 --wrap 'srun TELL'"),
     Step("srun in a batch script without -n", "sbatch -Q -W -o /dev/null -N2 --wrap 'srun TELL'"),
     Step("two components of a job", "salloc -Q -w $N1 -n2 : -w $N2 -n1 srun --het-group=0,1 TELL"),
     Step(
