@@ -192,6 +192,17 @@ END
 }
 
 
+@test "outside of a container there need be no more than Python" {
+  endless_training | sed 's/100000/2/' >tiny.yaml
+  python3 -m venv --without-pip bare
+  VIRTUAL_ENV=$PWD/bare CONTAINER="unshare --mount" submit --nodes=1 --ntasks-per-node=1 slurm_train.sh \
+    --python "$VIRTUAL_ENV/bin/python" tiny.yaml
+  status_of_job "$JOB"
+  [ "$status" -eq 0 ] || { cat logs/slurm-*.err && false; }
+  shows out "step 2/2"
+}
+
+
 @test "a running job is seen on all its nodes, and stops with a checkpoint when a person asks: that is no next turn" {
   endless_training >tiny.yaml
   submit --ntasks-per-node=1 slurm_train.sh tiny.yaml

@@ -54,15 +54,22 @@ split_words() { # <name of a variable>
 }
 
 
-# What the image holds cannot be looked at from here.
-pick_pythons() {
-  if [[ ${CONTAINER-} ]]; then
+# What the image holds cannot be looked at from here, and what is here need not be able to train.
+check_work() {
+  if [[ ! ${CONTAINER-} ]]; then
+    pick_python "$ASKED_PYTHON"
+    RANK_PYTHON=$PYTHON
+    check_torch
+    check_script
+  else
     pick_python ''
     RANK_PYTHON=${ASKED_PYTHON:-python3}
-  else
-    pick_python "$ASKED_PYTHON"
-    check_torch
-    RANK_PYTHON=$PYTHON
+    if [[ $MODULE ]]; then
+      WORK=(-m "$MODULE")
+    else
+      SCRIPT=${SCRIPT:-$KIT/train.py}
+      check_script
+    fi
   fi
 }
 
@@ -150,9 +157,8 @@ run_step() { # <word...>
 launch_on_allocation() { # <CONFIG> [number of ranks]
   ((!DETACH)) || die_usage "--detach: inside an allocation the run ends with it; use sbatch to leave the terminal"
   check_slurm_settings
-  pick_pythons
+  check_work
   read_allocation "${2-}"
-  check_script
   check_config "$1" "$RANKS"
   if [[ ${DRY_RUN:-0} == 1 ]]; then
     [[ $PORT != - ]] || PORT="<a free port of ${NODES[0]}>"
