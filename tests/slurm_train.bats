@@ -208,7 +208,7 @@ END
   submit --ntasks-per-node=1 slurm_train.sh tiny.yaml
   wait_for_line "logs/slurm-$JOB.out" "step      3/100000"
   cd /
-  run -0 "$KIT/scripts/status.sh" --log-dir "$WORK/logs" "$JOB"
+  run -0 "$KIT/scripts/status.sh" "$JOB"
   [[ "$output" == *": running for "*"$N1 "*" 0 "*"$N2 "*" 1 "* ]]
   run -0 "$KIT/scripts/stop.sh" --log-dir "$WORK/logs" "$JOB"
   [[ "$output" == *"job $JOB has ended"* ]]

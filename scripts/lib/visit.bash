@@ -39,8 +39,7 @@ take_common_option() { # <option> [value...]
 find_run() { # <RUN>
   local words
   ANSWERS=$(mktemp -d "$SOCKETS/answers-XXXXXX") # goes when the connections go
-  kit_python whereabouts --from "$PWD" --log-dir "$LOG_DIR" -- "$1" >"$ANSWERS/whereabouts" 2>"$ANSWERS/refusal" ||
-    no_run "$1"
+  where_is "$PWD" "$1" || where_is "$(folder_of_job "$1")" "$1" || no_run "$1"
   mapfile -d '' words <"$ANSWERS/whereabouts"
   RUN=${words[0]} MARK=${words[1]} RUN_PYTHON=${words[2]}
   LAUNCHER_IS=${words[3]} LAUNCHER_HOST=${words[4]} LAUNCHER=${words[5]} LAUNCHER_SINCE=${words[6]}
@@ -66,13 +65,30 @@ launcher_lives() {
 }
 
 
+where_is() { # <folder where a path begins> <RUN>
+  [[ $1 ]] && kit_python whereabouts --from "$1" --log-dir "$LOG_DIR" -- "$2" >"$ANSWERS/whereabouts" 2>"$ANSWERS/why"
+}
+
+
+# In which somebody has submitted it, perhaps another than that in which we are asked.
+folder_of_job() { # <RUN>
+  is_job "$1" || return 0
+  scontrol show job --oneliner "$1" 2>/dev/null | sed -nE 's/.* WorkDir=(.*) StdErr=.*/\1/p' || true
+}
+
+
+is_job() { # <RUN>
+  [[ $1 =~ ^[0-9]+(_[0-9]+)?$ ]]
+}
+
+
 # A job that waits has no run yet.
 no_run() { # <RUN>
-  if [[ $1 =~ ^[0-9]+(_[0-9]+)?$ ]]; then
+  if is_job "$1"; then
     JOB_STATE=$(state_of_job "$1")
     [[ ! $JOB_STATE ]] || job_without_run "$1"
   fi
-  die_usage "$(<"$ANSWERS/refusal")"
+  die_usage "$(<"$ANSWERS/why")"
 }
 
 
