@@ -83,7 +83,9 @@ def _layout(env: Mapping[str, str], nodes: int, ranks: int) -> tuple[int, ...]:
         return laid_out
     ranks = ranks or given or nodes * int(env.get("SLURM_GPUS_ON_NODE") or 1)
     if ranks < nodes:
-        raise AllocationError(f"{ranks} process(es) for the {nodes} nodes of the allocation: each gets at least one")
+        raise AllocationError(
+            f"{ranks} process(es) for the {nodes} nodes of the allocation: each gets at least one, ask for {nodes}"
+        )
     return tuple(ranks // nodes + (node < ranks % nodes) for node in range(nodes))
 
 

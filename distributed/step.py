@@ -87,10 +87,17 @@ class Stream:
                 self._begun = mark + told
                 return
             self._begun = rest
-            with suppress(ValueError):
-                report = json.loads(told) if mark else None
-                if isinstance(report, dict) and "node" in report:
-                    yield report
+            if mark:
+                yield report_in(told) or mark + told + end
+
+
+def report_in(told: bytes) -> Json:
+    """Empty when a rank has printed our mark itself."""
+    with suppress(ValueError):
+        report = json.loads(told)
+        if isinstance(report, dict) and "node" in report:
+            return report
+    return {}
 
 
 # ---------------------------------------------------------------- the step
@@ -209,7 +216,7 @@ class Step:
             action()
         for node in self.nodes.values():
             if node.heard is not None and now - node.heard > PATIENCE and not node.ended:
-                self.lose(node, f"nothing was heard of it for {PATIENCE:.0f} s")
+                self.lose(node)
         if now > self._complain:
             self.complain(now)
 
@@ -225,10 +232,11 @@ class Step:
             self.tell("")
             time.sleep(BEAT)
 
-    def lose(self, node: Node, why: str) -> None:
+    def lose(self, node: Node, why: str = "") -> None:
+        """why: more than its silence."""
         node.lost = True
         write(self.run / f"node_{node.name}.lost", f"{why}\n")
-        self.say(f"{node.name}: {why}: ending the others")
+        self.say(f"{node.name}: {why or f'nothing was heard of it for {PATIENCE:.0f} s'}: ending the others")
         self.ended(LOST)
         self.leave_when_all_have_ended()
 

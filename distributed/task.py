@@ -20,7 +20,7 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +30,7 @@ from typing import BinaryIO, NoReturn
 REPORT = b"\x1e"  # ASCII's record separator, which nobody prints
 BEAT = 3.0  # seconds between two signs of life, each way
 PATIENCE = 4 * BEAT  # seconds without one after which the other side is given up
+SECOND_TRY = 0.5  # seconds between two tries to tell a signal to somebody
 POLL = 0.05  # seconds between two looks for more output
 NOT_RANK_0 = re.compile(rb"\[[^\]: ]*:(?!0\])\d*\] ")
 
@@ -43,6 +44,7 @@ class Task:
     node_rank: int
     local_rank: int
     rank: int | None  # None: it is an agent
+    task: str  # its number in the step
     step: str  # as scancel calls it
     beside: int  # tasks of the step on this node
 
@@ -57,6 +59,7 @@ class Task:
             node_rank=int(env["SLURM_NODEID"]),
             local_rank=int(env["SLURM_LOCALID"]),
             rank=rank,
+            task=env["SLURM_PROCID"],
             step=step,
             beside=len(env["SLURM_GTIDS"].split(",")),
         )
@@ -70,6 +73,13 @@ class Task:
     def mark(self) -> bytes:
         """What stands before each of its lines in the log; an agent marks its ranks' lines itself."""
         return b"" if self.rank is None else f"[{self.node}:{self.rank}] ".encode()
+
+    @property
+    def environment_mark(self) -> frozenset[bytes]:
+        """What the environments of its processes have, and no other task's."""
+        job, _, step = self.step.partition(".")
+        words = {"MUSTER_RUN_DIR": str(self.run), "SLURM_JOB_ID": job, "SLURM_STEP_ID": step, "SLURM_PROCID": self.task}
+        return frozenset(f"{name}={value}".encode(errors="surrogateescape") for name, value in words.items())
 
     def outputs(self) -> list[Path]:
         """The files that its standard output and standard error go to."""
@@ -148,8 +158,9 @@ class Voice:
 class Child:
     """The rank or agent, with a process group of its own."""
 
-    def __init__(self, pid: int, grace: float) -> None:
+    def __init__(self, pid: int, grace: float, mark: frozenset[bytes]) -> None:
         self.pid, self.grace = pid, grace
+        self.mark = mark  # in the environment of all that it has started, wherever they have gone
         self.asked_to_end = False
         self._missed: set[int] = set()  # signals for which it was not ready
         self._lock = threading.Lock()
@@ -176,35 +187,61 @@ class Child:
 
     def may_have_missed(self, number: int, frame: FrameType | None) -> None:
         """Handler of a signal that SLURM has sent to all of us."""
-        if not self._catches(number):
+        if not self._who_catch(number):
             self._missed.add(number)
 
     def repeat_missed_signals(self) -> None:
-        """When it has become ready for them: while PyTorch is imported, nobody handles anything."""
+        """When somebody has become ready for them: while PyTorch is imported, nobody handles anything."""
         for number in list(self._missed):
-            if self._catches(number):
+            for pid in self._who_catch(number):
                 self._missed.discard(number)
-                self.signal(number)
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
 
-    def _catches(self, number: int) -> bool:
-        with suppress(OSError):
-            status = Path(f"/proc/{self.pid}/status").read_text()
-            caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
-            return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
-        return False
+    def _who_catch(self, number: int) -> list[int]:
+        return [pid for pid in family(self.mark) if catches(pid, number)]
 
     def has_ended(self) -> bool:
         return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     def sweep(self) -> None:
-        """End what it has left in its group, while nobody can have got its number."""
+        """End what it has left: in its group, while nobody can have got its number, and elsewhere."""
         self.signal(signal.SIGKILL, group=True)
+        for pid in family(self.mark):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def reap(self) -> int:
         """Its exit code; -9 when signal 9 has killed it."""
         with self._lock:
             self._ended = True
             return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+def family(mark: frozenset[bytes], proc: Path = Path("/proc")) -> list[int]:
+    """Processes whose environment has this mark, but for this one and those that it comes from."""
+    ours = set(ancestors(os.getpid(), proc))
+    found = []
+    for folder in proc.glob("[0-9]*"):
+        with suppress(OSError):  # it has ended, or is somebody else's
+            if int(folder.name) not in ours and mark <= set((folder / "environ").read_bytes().split(b"\0")):
+                found.append(int(folder.name))
+    return found
+
+
+def ancestors(pid: int, proc: Path) -> Iterator[int]:
+    while pid:
+        yield pid
+        pid = int((proc / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()[1])
+
+
+def catches(pid: int, number: int) -> bool:
+    """Whether a process has a handler for this signal."""
+    with suppress(OSError, StopIteration):  # it has ended
+        status = Path(f"/proc/{pid}/status").read_text()
+        caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
+        return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
+    return False
 
 
 def obey(child: Child, gone: threading.Event, orders: int = 0) -> None:
@@ -236,11 +273,14 @@ def guard(task: Task, child: Child, voice: Voice) -> int:
     signal.signal(signal.SIGUSR2, child.may_have_missed)
     threading.Thread(target=obey, args=(child, gone), daemon=True).start()
     voice.report(step=task.step, tasks=task.beside)
+    again = 0.0
     if task.local_rank == 0:
         threading.Thread(target=speak_for_node, args=(voice, gone), daemon=True).start()
     while not child.has_ended():
         voice.pass_on()
-        child.repeat_missed_signals()
+        if time.monotonic() > again:
+            child.repeat_missed_signals()
+            again = time.monotonic() + SECOND_TRY
         time.sleep(POLL)
     now = time.time()
     child.sweep()
@@ -274,7 +314,7 @@ def run(task: Task, grace: float, become: Callable[[], NoReturn]) -> int:
             become()
         with suppress(PermissionError):  # it was quicker, and has begun
             os.setpgid(pid, pid)
-        return guard(task, Child(pid, grace), voice)
+        return guard(task, Child(pid, grace, task.environment_mark), voice)
 
 
 def enter(task: Task) -> None:
@@ -283,12 +323,20 @@ def enter(task: Task) -> None:
     But for SIGUSR2, with which SLURM announces that the time is up: who does not wait for it must not die of it.
     """
     os.setpgid(0, 0)
+    die_with_parent(signal.SIGTERM if task.rank is None else signal.SIGKILL)  # an agent ends its ranks before
     for number, path in enumerate(task.outputs(), start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), number)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for signal_number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(signal_number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def die_with_parent(number: int) -> None:
+    """Ask the kernel for this signal when the guard is gone (prctl(2), PR_SET_PDEATHSIG)."""
+    import ctypes  # takes milliseconds, which the guard need not wait for
+
+    ctypes.CDLL(None).prctl(1, number)
 
 
 def agent_options(task: Task, counts: Sequence[int], env: Mapping[str, str]) -> list[str]:

@@ -280,7 +280,7 @@ _SENTENCES: dict[Kind, Callable[[Failure], str]] = {
     Kind.AGENT: lambda one: f"{who(one)} could not go on: {_short(what(one))}",
     Kind.LOST_NODE: lambda one: (
         f"{one.node} was lost: {one.message}"
-        if BY_SLURM in one.message
+        if one.message
         else f"{one.node} fell silent: it lost power or network, or was killed whole"
     ),
     Kind.UNSURE: lambda one: f"{who(one)} {_did(one)}; nothing clearer was recorded",
@@ -381,7 +381,7 @@ def _details(verdict: Verdict, run: Path) -> Iterator[str]:
     yield f"exit code {verdict.exit_code}" + (f" ({name})" if name else "")
     about = f"{name} {verdict.exception} {verdict.message}"
     for words, meaning in _MEANINGS.items():
-        if re.search(words, about):
+        if verdict.node and re.search(words, about):
             yield meaning.format(node=verdict.node)
     log = run / f"node_{verdict.node}.log"
     if verdict.traceback:

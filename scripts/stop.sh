@@ -113,7 +113,7 @@ give_up_launcher() {
 # ---------------------------------------------------------------- a job of SLURM
 
 job_without_run() { # <number>
-  JOB=$1
+  JOB=$1 RUN_GRACE=30 # it has not told us yet
   end_job
   exit
 }

@@ -28,7 +28,7 @@ source "$KIT/scripts/lib/venv.bash"
 
 # What the tests call, and the Debian package that has it.
 TOOLS=(
-  bats:bats shellcheck:shellcheck g++:g++ ps:procps
+  bats:bats parallel:parallel shellcheck:shellcheck g++:g++ ps:procps
   scontrol:slurm-wlm munged:munge
   ip:iproute2 /usr/sbin/iptables:iptables ssh:openssh-client /usr/sbin/sshd:openssh-server
   pdsh:pdsh rsync:rsync tmux:tmux
@@ -160,6 +160,7 @@ sources() { # <find's words for the names>
 run_bats() { # <file...>
   local report=$RESULTS/report.tap skipped
   local options=(--print-output-on-failure --report-formatter tap --output "$RESULTS")
+  options+=(--jobs 2 --no-parallelize-within-files) # two files at once: they wait much, above all for SLURM
   [[ $SOAK ]] || options+=(--filter-tags '!soak')
   show bats "${options[@]}" "$@"
   runner bats "${options[@]}" "$@"

@@ -51,6 +51,11 @@ END
 }
 
 
+wait_for_second_run() {
+  timeout 120 sh -c 'until [ "$(grep -cF "2 process(es) on " "$1")" -eq 2 ]; do sleep 0.2; done' sh "logs/slurm-$JOB.err"
+}
+
+
 # Of the step, not of the batch script.
 stepd_on() { # <node>
   local pid
@@ -96,16 +101,19 @@ stepd_on() { # <node>
   shows err "verdict: failed: $N2 fell silent"
   nothing_left_within 10
   wait_for_turn 1
-  wait_for_line "logs/slurm-$JOB.err" "2 process(es) on $N1 $N3"
+  wait_for_second_run
+  run ! grep -F "\"$N2\"" "logs/slurm-$JOB/run.json"
 }
 
 
 @test "a node that SLURM sets down is named, and the job goes on in a next turn when there are nodes again" {
+  local second
   endless_training >tiny.yaml
   submit --ntasks-per-node=1 slurm_train.sh tiny.yaml -- checkpoint.every=1
   wait_for_line "logs/slurm-$JOB.out" "step      3/100000"
-  scontrol update "nodename=$N2" state=down reason=test
-  wait_for_line "logs/slurm-$JOB.err" "verdict: failed: $N2 was lost: SLURM says that this node has failed"
+  second=$(sed -n 's/.*2 process(es) on .* //p' "logs/slurm-$JOB.err")
+  scontrol update "nodename=$second" state=down reason=test
+  wait_for_line "logs/slurm-$JOB.err" "verdict: failed: $second was lost: SLURM says that this node has failed"
   wait_for_turn 1
   wait_for_line "logs/slurm-$JOB.out" "going on from"
   [ -e "logs/slurm-$JOB/try_1/verdict.json" ]
@@ -126,6 +134,49 @@ END
   status_of_job "$JOB"
   [ "$status" -eq 75 ]
   shows err "and --max-requeues is 0: not once more"
+}
+
+
+@test "all processes of the batch script may hear that the time is up, and the job still goes on in a next turn" {
+  endless_training >tiny.yaml
+  submit --ntasks-per-node=1 slurm_train.sh tiny.yaml
+  wait_for_line "logs/slurm-$JOB.out" "step      3/100000"
+  scancel --full --signal=USR2 "$JOB"
+  wait_for_turn 1
+}
+
+
+@test "a guard that is killed takes its rank along, and a process that went away by itself is ended too" {
+  local guard
+  cat >"my script.py" <<'END'
+import subprocess, time
+subprocess.Popen(["sleep", "1000"], start_new_session=True)
+print("at work", flush=True)
+while True:
+    time.sleep(1)
+END
+  SCRIPT="my script.py" submit --no-requeue --nodes=2 --ntasks-per-node=1 slurm_train.sh -
+  wait_for_line "logs/slurm-$JOB.out" "at work"
+  guard=$(pgrep -f "task.py rank $WORK/logs/" | while read -r pid; do
+    [[ ! /proc/$pid/ns/net -ef $MUSTER_LAB/$N1/net ]] || echo "$pid"
+  done | head -n 1) # the older one: its child has the same words
+  kill -KILL "$guard"
+  status_of_job "$JOB"
+  [ "$status" -ne 0 ]
+  shows err "verdict: failed: "
+  run pgrep -f "task.py rank $WORK/logs/"
+  [ -z "$output" ]
+}
+
+
+@test "a node_env.sh that exits is named" {
+  mkdir config
+  echo "exit 3" >config/node_env.sh
+  touch "my script.py"
+  SCRIPT="my script.py" submit --nodes=1 --ntasks-per-node=1 slurm_train.sh -
+  status_of_job "$JOB"
+  [ "$status" -ne 0 ]
+  shows err "$WORK/config/node_env.sh has ended this node: it is sourced, and must not exit"
 }
 
 

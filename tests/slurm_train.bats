@@ -145,6 +145,10 @@ END
   [[ "$output" == *"2 CONFIGs are for an array of 2 elements: sbatch --array=0-1"* ]]
   run -2 "$KIT/scripts/slurm/slurm_train.sh" --max-requeues often
   [[ "$output" == *"--max-requeues 'often': a whole number is wanted"* ]]
+  run -2 "$KIT/scripts/slurm/slurm_train.sh" --nodes=4 tiny.yaml
+  [[ "$output" == *"--nodes=4: options of sbatch stand before the script: sbatch --nodes=4 ... slurm_train.sh"* ]]
+  run -2 env MUSTER_KIT=/nope "$KIT/scripts/slurm/slurm_train.sh" tiny.yaml
+  [[ "$output" == *"cannot find the kit: submit the script that lies in it, or export MUSTER_KIT=<its folder> before"* ]]
   run -2 "$KIT/scripts/slurm/slurm_train.sh" --detach tiny.yaml
   [[ "$output" == *"sbatch leaves the terminal by itself"* ]]
   run -2 salloc -Q -n2 env LAUNCHER=mpirun "$KIT/scripts/slurm/slurm_train.sh" tiny.yaml
@@ -163,10 +167,12 @@ END
   status_of_job "$JOB"
   [ "$status" -eq 2 ]
   shows err "3 processes on $N1, and 2 GPU(s) allocated there"
+  run -1 "$KIT/scripts/status.sh" "$JOB"
+  [[ "$output" == *"job $JOB has ended before it had a run (FAILED, exit code 2): see $WORK/logs/slurm-$JOB.err"* ]]
   submit --array=0-2 --nodes=1 slurm_train.sh tiny.yaml tiny.yaml
   status_of_job "${JOB}_2"
   [ "$status" -eq 2 ]
-  grep -qF "element 2 has no CONFIG: the array begins at 0, and 2 are given" logs/slurm-*.err
+  grep -qF "element 2 has no CONFIG: the array begins at 0, and 2 are given" logs/slurm-*.err || { head -n 50 logs/slurm-*.err && false; }
 }
 
 
@@ -193,10 +199,11 @@ END
 
 
 @test "outside of a container there need be no more than Python" {
+  local inside=$VIRTUAL_ENV/bin/python
   endless_training | sed 's/100000/2/' >tiny.yaml
   python3 -m venv --without-pip bare
   VIRTUAL_ENV=$PWD/bare CONTAINER="unshare --mount" submit --nodes=1 --ntasks-per-node=1 slurm_train.sh \
-    --python "$VIRTUAL_ENV/bin/python" tiny.yaml
+    --python "$inside" tiny.yaml
   status_of_job "$JOB"
   [ "$status" -eq 0 ] || { cat logs/slurm-*.err && false; }
   shows out "step 2/2"

@@ -33,7 +33,7 @@ def test_reports_are_found_wherever_the_stream_is_cut(cuts: list[int]) -> None:
     for begin, end in itertools.pairwise(places):
         found += list(stream.feed(SAID[begin:end]))
     assert b"".join(word for word in found if isinstance(word, bytes)) == (
-        b"step 1\nstep 2 is cut amid its line\nthe end\n"
+        b"step 1\nstep 2 is cut amid its line\n" + REPORT + b"no report\n" + REPORT + b"[1]\nthe end\n"
     )
     assert [word["node"] for word in found if isinstance(word, dict)] == ["n2", "n1"]
 

@@ -182,3 +182,17 @@ forget_other_launches() {
   unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK NODE_RANK MASTER_ADDR MASTER_PORT
   unset "${!PET_@}" "${!TORCHELASTIC_@}"
 }
+
+
+# What a person wants to happen on every node before training: modules, conda, NCCL settings.
+source_node_env() { # <config/node_env.sh>
+  local folder=$PWD
+  # shellcheck disable=SC2064 # the name as it is now
+  trap "warn $(quote "$1")' has ended this node: it is sourced, and must not exit'" EXIT
+  set +eu
+  # shellcheck disable=SC1090
+  source "$1"
+  set -eu
+  trap - EXIT
+  cd -- "$folder"
+}

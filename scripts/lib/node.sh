@@ -71,26 +71,12 @@ tee_log() {
 }
 
 
-# What a person wants to happen on every node before training: modules, conda, NCCL settings.
-source_node_env() {
-  [[ $NODE_ENV ]] || return 0
-  local folder=$PWD
-  trap 'warn "$NODE_ENV has ended this node: it is sourced, and must not exit"' EXIT
-  set +eu
-  # shellcheck disable=SC1090
-  source "$NODE_ENV"
-  set -eu
-  trap - EXIT
-  cd -- "$folder"
-}
-
-
 start() {
   exec 3<&0
   mkdir -p -- "$RUN/errors" "$RUN/ranks" || die "--run '$RUN': cannot be made on this node"
   log_everything
   forget_other_launches
-  source_node_env
+  [[ ! $NODE_ENV ]] || source_node_env "$NODE_ENV"
   set -m # a process group for COMMAND, with SIGINT as it should be
   MUSTER_RUN_DIR=$RUN MUSTER_NODE=$NODE TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE="[$NODE:\${rank}] " \
     "${COMMAND[@]}" </dev/null 3<&- 4>&- &

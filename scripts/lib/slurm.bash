@@ -145,7 +145,7 @@ start_step() {
 # Runs until all tasks have ended. Orders come on standard input; its end means that the launcher is gone.
 run_step() { # <word...>
   local status=0
-  trap '' INT TERM HUP TSTP # it carries the tasks' last words, whatever ends us
+  trap '' INT TERM HUP TSTP USR2 # it carries the tasks' last words, whatever ends us
   "$PYTHON" "$KIT/scripts/lib/step.py" --run "$RUN" "$@" || status=$?
   return $((status == 255 ? EXIT_UNFIT : status)) # 255 would be a lost node
 }

@@ -12,6 +12,7 @@ source "$KIT/scripts/lib/launcher.bash"
 # shellcheck source=scripts/lib/slurm.bash
 source "$KIT/scripts/lib/slurm.bash"
 
+GRACE=${MUSTER_GRACE:-120} # SLURM's own KillWait is mostly shorter, and ends what is left
 MAX_REQUEUES=100
 REQUEUES=${SLURM_RESTART_COUNT:-0} # so far, also those that were not our doing
 
@@ -24,6 +25,10 @@ parse_job() { # <word...>
       --max-requeues) need_value "$@"; MAX_REQUEUES=$2; shift ;;
       --max-requeues=*) MAX_REQUEUES=${1#*=} ;;
       --) break ;;
+      --nodes* | --ntasks* | --gres* | --gpus* | --time* | --mem* | --cpus-per-task* | --partition* | --account* | --array* | \
+        -N* | -n* | -p* | -A* | -t* | -w* | -c*)
+        die_usage "$1: options of sbatch stand before the script: sbatch $1 ... $PROGRAM"
+        ;;
       *) words+=("$1") ;;
     esac
     shift
@@ -114,7 +119,7 @@ stopped_by_slurm() {
 
 
 is_preempted() {
-  [[ $(scontrol show job --oneliner "$SLURM_JOB_ID") == *" PreemptTime="[0-9]* ]]
+  [[ $(scontrol show job --oneliner "${SLURM_JOB[-1]}") == *" PreemptTime="[0-9]* ]]
 }
 
 

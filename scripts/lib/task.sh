@@ -7,14 +7,13 @@
 #   NODE_ENV   shell script that is sourced before, as on every node of the kit
 #
 set -euo pipefail
+# shellcheck source=scripts/lib/common.bash
+source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/common.bash"
 
 NODE_ENV=$1
 shift
 
 trap '' USR2 # SLURM's word that the time is nearly up, for who knows what to do
 export MUSTER_NODE=$SLURMD_NODENAME
-set +eu # it is not ours
-# shellcheck disable=SC1090
-source "$NODE_ENV" </dev/null >&2
-set -eu
+source_node_env "$NODE_ENV" </dev/null >&2
 exec "$@"

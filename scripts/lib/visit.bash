@@ -72,8 +72,10 @@ where_is() { # <folder where a path begins> <RUN>
 
 # In which somebody has submitted it, perhaps another than that in which we are asked.
 folder_of_job() { # <RUN>
-  is_job "$1" || return 0
-  scontrol show job --oneliner "$1" 2>/dev/null | sed -nE 's/.* WorkDir=(.*) StdErr=.*/\1/p' || true
+  local told
+  is_job "$1" && told=$(scontrol show job --oneliner "$1" 2>/dev/null) || return 0
+  told=${told%%$'\n'*} # of an array, there is a line for each element
+  [[ ! $told =~ \ WorkDir=(.*)\ StdErr= ]] || printf '%s\n' "${BASH_REMATCH[1]}"
 }
 
 
@@ -82,11 +84,16 @@ is_job() { # <RUN>
 }
 
 
-# A job that waits has no run yet.
+# A job that waits has no run yet, and one that was refused never had.
 no_run() { # <RUN>
+  local told
   if is_job "$1"; then
     JOB_STATE=$(state_of_job "$1")
     [[ ! $JOB_STATE ]] || job_without_run "$1"
+    told=$(scontrol show job --oneliner "$1" 2>/dev/null || true)
+    [[ ! $told =~ JobState=([A-Z_]+).*\ ExitCode=([0-9]+).*\ StdErr=(.*)\ StdIn= ]] ||
+      die "job $1 has ended before it had a run (${BASH_REMATCH[1]}, exit code ${BASH_REMATCH[2]}): see ${BASH_REMATCH[3]};" \
+        "where that is missing, so was its folder"
   fi
   die_usage "$(<"$ANSWERS/why")"
 }

@@ -7,6 +7,7 @@
 # Every node has a client: here the process that runs node.sh, with ssh the one that talks to the node. Its standard
 # input is the node's dead man's switch, through which it is also told to stop; how it ended comes through EVENTS.
 declare -A CLIENT=() SWITCH=() # of each node that has not ended: its process, the switch
+declare -A DEAD=()             # clients that have gone, perhaps with a word that is still to come
 CONSOLES=()                    # processes that show what nodes say
 STATUS=0                       # of the first node that ended badly
 PATIENCE=''                    # seconds without a word of the launcher after which a node gives it up
@@ -50,7 +51,7 @@ start_client() { # <its name> <node whose rank 0 is shown, if it has it> <comman
 
 # The console shows rank 0 as it speaks; what agents say goes to stderr. The log has everybody.
 show_rank_0() { # <node>
-  trap '' INT TERM HUP TSTP
+  trap '' INT TERM HUP TSTP USR2
   let_go_of_switches
   exec stdbuf -oL sed -n -e "s/^\[$1:0\] //p;t" -e '/^\[[^]: ]*:[0-9]*\] /!w /dev/stderr'
 }
@@ -59,6 +60,7 @@ show_rank_0() { # <node>
 tell_end() { # <node> <command...>
   local status=0
   trap : TERM HUP # not ignored: node.sh has a use for them
+  trap '' USR2
   let_go_of_switches
   "${@:2}" || status=$?
   echo "$1 $status" >&"$EVENTS"
@@ -94,6 +96,7 @@ wait_for_nodes() {
       ended "$node" "$status"
     else
       begun+=$words # the time was up amid the line
+      notice_dead_clients
     fi
     if [[ $DEADLINE ]] && ((SECONDS >= DEADLINE)); then
       press_on
@@ -104,10 +107,25 @@ wait_for_nodes() {
 }
 
 
+# A client that somebody has killed tells nothing of its end.
+notice_dead_clients() {
+  local node stat
+  for node in "${!CLIENT[@]}"; do
+    { read -r stat <"/proc/${CLIENT[$node]}/stat"; } 2>/dev/null || stat=') Z'
+    [[ $stat == *') Z'* ]] || continue
+    if [[ ${DEAD[$node]-} ]]; then
+      tell "$node: process ${CLIENT[$node]}, through which we speak to it, was killed"
+      ended "$node" 137
+    fi
+    DEAD[$node]=1 # what it has told may still be on its way
+  done
+}
+
+
 ended() { # <node> <status>
   local switch=${SWITCH[$1]} status=$2
   exec {switch}>&-
-  unset "CLIENT[$1]" "SWITCH[$1]"
+  unset "CLIENT[$1]" "SWITCH[$1]" "DEAD[$1]"
   if ((status == 255)) && ! grep -qsx 255 "$RUN/node_$1.exit"; then # ssh's word for a lost node, unless it is its own
     status=$EXIT_UNFIT
     lost "$1"

@@ -46,10 +46,14 @@
 #SBATCH --requeue                       # after the loss of a node, or for a job that is more urgent
 
 set -euo pipefail
-kit=$(readlink -f -- "$0") kit=${kit%/scripts/slurm/*}
-if [[ ! -e $kit/scripts/lib/slurm_job.bash ]]; then # sbatch runs a copy of this file
-  command=$(scontrol show job --oneliner "$SLURM_JOB_ID")
-  kit=${command##* Command=} kit=${MUSTER_KIT:-${kit%%/scripts/slurm/*}}
+kit=${MUSTER_KIT:-$(readlink -f -- "$0")} kit=${kit%/scripts/slurm/*}
+if [[ ! -e $kit/scripts/lib/slurm_job.bash && ${SLURM_JOB_ID-} ]]; then # sbatch runs a copy of this file
+  kit=$(scontrol show job "$SLURM_JOB_ID" | sed -nE 's|^ *Command=(.*)/scripts/slurm/slurm_train_single_node\.sh( .*)?$|\1|p')
+  kit=${kit%%$'\n'*} # of an array, there is one for each element
+fi
+if [[ ! -e $kit/scripts/lib/slurm_job.bash ]]; then
+  echo "slurm_train_single_node.sh: cannot find the kit: submit the script that lies in it, or export MUSTER_KIT=<its folder> before" >&2
+  exit 2
 fi
 # shellcheck source=scripts/lib/common.bash
 source "$kit/scripts/lib/common.bash"
