@@ -126,6 +126,8 @@ def become_main(script: Script) -> None:
     if torch_mp is not None:  # it asked for SIGINT at the death of the agent: that would look like Ctrl-C
         torch_mp._prctl_pr_set_pdeathsig(signal.SIGTERM)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if "SLURM_JOB_ID" not in os.environ:  # there it means that the time is up, and who does not know it must not die
+        signal.signal(signal.SIGUSR2, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _forget_random_numbers()
     for stream in (sys.stdout, sys.stderr):

@@ -112,11 +112,13 @@ stepd_on() { # <node>
   submit --ntasks-per-node=1 slurm_train.sh tiny.yaml -- checkpoint.every=1
   wait_for_line "logs/slurm-$JOB.out" "step      3/100000"
   second=$(sed -n 's/.*2 process(es) on .* //p' "logs/slurm-$JOB.err")
+  scontrol update "nodename=$second" state=drain reason=test # else it would come back at once, half forgotten
   scontrol update "nodename=$second" state=down reason=test
   wait_for_line "logs/slurm-$JOB.err" "verdict: failed: $second was lost: SLURM says that this node has failed"
   wait_for_turn 1
   wait_for_line "logs/slurm-$JOB.out" "going on from"
   [ -e "logs/slurm-$JOB/try_1/verdict.json" ]
+  scontrol update "nodename=$second" state=resume
 }
 
 

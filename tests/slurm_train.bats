@@ -140,7 +140,7 @@ END
 @test "what cannot work is refused with the remedy, before anything starts" {
   endless_training >tiny.yaml
   run -2 "$KIT/scripts/slurm/slurm_train.sh" tiny.yaml
-  [[ "$output" == *"this is for sbatch: sbatch $KIT/scripts/slurm/slurm_train.sh tiny.yaml"* ]]
+  [[ "$output" == *"this is for sbatch: sbatch $(printf %q "$KIT")/scripts/slurm/slurm_train.sh tiny.yaml"* ]]
   run -2 "$KIT/scripts/slurm/slurm_train.sh" a.yaml b.yaml
   [[ "$output" == *"2 CONFIGs are for an array of 2 elements: sbatch --array=0-1"* ]]
   run -2 "$KIT/scripts/slurm/slurm_train.sh" --max-requeues often

@@ -31,7 +31,7 @@ refuses() { # <what it must say>
 @test "CONTAINER is words before Python, and LAUNCHER=torchrun starts the image's Python too" {
   in_job CONTAINER="apptainer exec 'my image.sif'" LAUNCHER=torchrun "$TRAIN" --dry-run --python /opt/python -
   [ "$status" -eq 0 ]
-  [[ "$output" == *" apptainer exec my\\ image.sif /opt/python "*" agent "*" /opt/python $KIT/scripts/lib/agent.py "* ]]
+  [[ "$output" == *" apptainer exec my\\ image.sif /opt/python "*" agent "*" /opt/python $(printf %q "$KIT")/scripts/lib/agent.py "* ]]
 }
 
 

@@ -348,6 +348,7 @@ def test_a_task_of_srun_is_told_its_place_as_torchrun_tells_it(tmp_path: Path) -
     step = {
         "SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NODEID": "2",
         "SLURM_STEP_NUM_TASKS": "6", "SLURM_STEP_TASKS_PER_NODE": "2(x3)", "SLURM_STEP_NODELIST": "n[08-10]",
+        "SLURMD_NODENAME": "n10", "SLURM_GTIDS": "4,5",
     }  # fmt: skip
     place = {
         "RANK": "5", "WORLD_SIZE": "6", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "n08",
@@ -355,11 +356,17 @@ def test_a_task_of_srun_is_told_its_place_as_torchrun_tells_it(tmp_path: Path) -
     }  # fmt: skip
     Path("errors").mkdir()
     Path("script.py").write_text(f"import os\nassert {place}.items() <= os.environ.items()\nraise ValueError('boom')\n")
-    task = [sys.executable, str(KIT / "scripts/lib/task.py"), "script.py"]
-    done = run(*task, MUSTER_RUN_DIR=str(tmp_path), MUSTER_NODE="not-this-one", **step)
-    assert done.stderr.endswith("ValueError: boom\n")
+    task = [sys.executable, str(KIT / "scripts/lib/task.py"), "rank", str(tmp_path), "8", "script.py"]
+    env = {**os.environ, "MUSTER_RUN_DIR": str(tmp_path), "MUSTER_NODE": "n10", **step}
+    with subprocess.Popen(task, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env) as guard:
+        assert guard.stdin and guard.stdout
+        while b'"end"' not in guard.stdout.readline():
+            pass
+        guard.stdin.close()  # its end has been heard
+    assert guard.returncode == 1
+    assert Path("ranks/n10/slurm/attempt_0/1/stderr.log").read_text().endswith("ValueError: boom\n")
     account = json.loads(Path("errors/rank_5.json").read_text())
-    assert (account["rank"], account["local_rank"], account["node"]) == (5, 1, os.uname().nodename)
+    assert (account["rank"], account["local_rank"], account["node"]) == (5, 1, "n10")
 
 
 # ---------------------------------------------------------------- ends of a launch

@@ -13,7 +13,7 @@ STATUS=0                       # of the first node that ended badly
 PATIENCE=''                    # seconds without a word of the launcher after which a node gives it up
 MOST_VAIN=3                    # restarts that came no further, one after the other, before giving up
 MINUTES=300                    # seconds after which a failure is no longer one of the start
-HURRY=5                        # seconds between the request to stop and the order to end, when a node has failed
+HURRY=10                       # seconds between the request to stop and the order to end, when a node has failed
 
 
 # Run a command with its words on a node; a launcher over ssh has a door of its own.
