@@ -97,14 +97,6 @@ END
 }
 
 
-@test "a task whose environment names another launch too is a wrong call" {
-  mkdir -p run/errors
-  run timeout 60 env RANK=0 srun -Q -n1 "$VIRTUAL_ENV/bin/python" "$KIT/scripts/lib/task.py" rank run 8 "$KIT/train.py"
-  [ "$status" -eq 2 ]
-  [[ "$output" == *"task.py: "*"RANK=0"* ]]
-}
-
-
 @test "--dry-run prints the srun line and runs nothing" {
   in_allocation -n 3 -c - --script "$KIT/train.py" --dry-run --env 'A=1 2' -- 'x y'
   [ "$status" -eq 0 ]
