@@ -24,6 +24,7 @@ from typing import Any
 
 from distributed.answers import framed
 from distributed.gpus import count, mebibytes, query, table
+from distributed.marks import marked
 from distributed.probe import PROC, ask, read
 
 TAIL = 8192  # bytes at the end of a rank's output that its last line is looked for in
@@ -92,10 +93,9 @@ def processes_of(run: str, node: str, proc: Path = PROC) -> list[Process]:
     marks = {f"MUSTER_RUN_DIR={run}".encode(errors="surrogateescape"), f"MUSTER_NODE={node}".encode()}
     output = re.compile(OUTPUT.format(node=re.escape(node)))
     found = []
-    for folder in proc.glob("[0-9]*"):
-        with suppress(OSError):  # it has ended, or is somebody else's
-            if marks <= set((folder / "environ").read_bytes().split(b"\0")):
-                found.append(process(folder, output))
+    for folder in marked(marks, proc):
+        with suppress(OSError):  # it has ended
+            found.append(process(folder, output))
     return sorted(found, key=lambda one: one.pid)
 
 

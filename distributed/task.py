@@ -20,12 +20,14 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import BinaryIO, NoReturn
+
+from distributed.marks import catches, family
 
 REPORT = b"\x1e"  # ASCII's record separator, which nobody prints
 BEAT = 3.0  # seconds between two signs of life, each way
@@ -216,32 +218,6 @@ class Child:
         with self._lock:
             self._ended = True
             return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-
-
-def family(mark: frozenset[bytes], proc: Path = Path("/proc")) -> list[int]:
-    """Processes whose environment has this mark, but for this one and those that it comes from."""
-    ours = set(ancestors(os.getpid(), proc))
-    found = []
-    for folder in proc.glob("[0-9]*"):
-        with suppress(OSError):  # it has ended, or is somebody else's
-            if int(folder.name) not in ours and mark <= set((folder / "environ").read_bytes().split(b"\0")):
-                found.append(int(folder.name))
-    return found
-
-
-def ancestors(pid: int, proc: Path) -> Iterator[int]:
-    while pid:
-        yield pid
-        pid = int((proc / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()[1])
-
-
-def catches(pid: int, number: int) -> bool:
-    """Whether a process has a handler for this signal."""
-    with suppress(OSError, StopIteration):  # it has ended
-        status = Path(f"/proc/{pid}/status").read_text()
-        caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
-        return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
-    return False
 
 
 def obey(child: Child, gone: threading.Event, orders: int = 0) -> None:

@@ -6,7 +6,8 @@
 #
 #   N                    number of processes on each node; one a GPU where there are GPUs
 #   NODE...              node1 user@node2 node[3-8,10] node9:4 (that one's own number of processes),
-#                        over ssh; without them, the SLURM allocation this shell is in, else this machine
+#                        over ssh; without them, the SLURM allocation this shell is in, where SLURM lays
+#                        the N times as many processes out as it has allocated them, else this machine
 #
 # Checks that each collective that training uses gives the right result on every rank (all_reduce,
 # broadcast, all_gather, reduce_scatter, all_to_all, point to point, barrier), measures the bus

@@ -148,15 +148,9 @@ END
 }
 
 
-@test "a guard that is killed takes its rank along, and a process that went away by itself is ended too" {
+@test "a guard that is killed takes its rank along" {
   local guard
-  cat >"my script.py" <<'END'
-import subprocess, time
-subprocess.Popen(["sleep", "1000"], start_new_session=True)
-print("at work", flush=True)
-while True:
-    time.sleep(1)
-END
+  printf 'import time\nprint("at work", flush=True)\ntime.sleep(1000)\n' >"my script.py"
   SCRIPT="my script.py" submit --no-requeue --nodes=2 --ntasks-per-node=1 slurm_train.sh -
   wait_for_line "logs/slurm-$JOB.out" "at work"
   guard=$(pgrep -f "task.py rank $WORK/logs/" | while read -r pid; do
@@ -166,8 +160,20 @@ END
   status_of_job "$JOB"
   [ "$status" -ne 0 ]
   shows err "verdict: failed: "
-  run pgrep -f "task.py rank $WORK/logs/"
-  [ -z "$output" ]
+  nothing_left_within 10
+}
+
+
+@test "a process that went away from its rank by itself is ended with it" {
+  cat >"my script.py" <<'END'
+import os, subprocess
+child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+child.returncode = 0  # not waited for
+END
+  SCRIPT="my script.py" submit --nodes=1 --ntasks-per-node=1 slurm_train.sh -
+  status_of_job "$JOB"
+  [ "$status" -eq 0 ]
+  nothing_left_within 10
 }
 
 
@@ -246,7 +252,13 @@ begin_bounded_jobs() {
   SCRIPT="my script.py" submit --nodelist="${PREFIX}4" --nodes=1 --ntasks-per-node=1 slurm_train.sh -
   echo 'import os, time; time.sleep(20 * int(os.environ["RANK"]))' >uneven.py
   SCRIPT=uneven.py submit --nodelist="${PREFIX}4" --nodes=1 slurm_train.sh -
-  echo "${JOBS[*]}" >numbers
+  printf '%s\n' "${JOBS[@]}" >numbers
+}
+
+
+look_at_bounded_job() { # <1, 2 or 3>
+  cd "$BATS_FILE_TMPDIR/bounded" || return
+  JOB=$(sed -n "$1p" numbers)
 }
 
 
@@ -298,14 +310,11 @@ END
 
 
 @test "a job does not requeue itself for ever: not more often than it may, and not when it comes no further" {
-  local numbers
-  cd "$BATS_FILE_TMPDIR/bounded"
-  mapfile -t numbers < <(tr " " "\n" <numbers)
-  JOB=${numbers[0]}
+  look_at_bounded_job 1
   status_of_job "$JOB"
   [ "$status" -eq 75 ]
   shows err "requeued 1 time(s), and --max-requeues is 1: not once more"
-  JOB=${numbers[1]}
+  look_at_bounded_job 2
   status_of_job "$JOB"
   [ "$status" -eq 75 ]
   shows err "the last 3 turns came no further: not requeueing"
@@ -313,10 +322,7 @@ END
 
 
 @test "a rank may end well long before the others" {
-  local numbers
-  cd "$BATS_FILE_TMPDIR/bounded"
-  mapfile -t numbers < <(tr " " "\n" <numbers)
-  JOB=${numbers[2]}
+  look_at_bounded_job 3
   status_of_job "$JOB"
   [ "$status" -eq 0 ] || { cat logs/slurm-"$JOB".err && false; }
 }

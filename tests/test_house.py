@@ -35,7 +35,7 @@ BELOW: dict[str, set[str]] = {
     "fitness": {"facts", "gpus", "interpreter", "probe", "resources"},
     "gpus": {"probe"},
     "interpreter": {"probe"},
-    "look": {"answers", "gpus", "probe"},
+    "look": {"answers", "gpus", "marks", "probe"},
     "meeting": {"accounts", "peers", "worker"},
     "members": {"answers", "facts", "interpreter", "network", "probe", "run_folder", "survey"},
     "names": {"network"},
@@ -53,6 +53,7 @@ BELOW: dict[str, set[str]] = {
     "status": {"answers", "look", "pulse", "run_folder", "visit", "whereabouts"},
     "step": {"nodelist", "task"},
     "survey": {"answers", "gpus", "network", "preflight", "run_folder"},
+    "task": {"marks"},
     "torch": {"world"},
     "verdict": {"evidence"},
     "visit": {"answers", "look", "whereabouts"},
@@ -67,7 +68,7 @@ KNOW_PYTORCH = {
 # They run on nodes before anything is installed.
 STANDARD_LIBRARY_ALONE = {
     "accounts", "allocation", "answers", "by_hand", "charts", "cluster", "comparison", "doctor", "evidence",
-    "facts", "fitness", "gpus", "history", "interpreter", "links", "look", "members", "names", "network",
+    "facts", "fitness", "gpus", "history", "interpreter", "links", "look", "marks", "members", "names", "network",
     "nodelist", "preflight", "probe", "progress", "pulse", "reach", "report", "resources", "run_folder",
     "smoke_report", "status", "step", "step_folder", "survey", "task", "verdict", "visit", "whereabouts", "world",
 }  # fmt: skip

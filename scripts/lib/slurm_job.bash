@@ -18,8 +18,7 @@ REQUEUES=${SLURM_RESTART_COUNT:-0} # so far, also those that were not our doing
 
 
 parse_job() { # <word...>
-  local words=()
-  CALL=(sbatch "$KIT/scripts/slurm/$PROGRAM" "$@")
+  local words=() call=("$@")
   while (($#)); do
     case $1 in
       --max-requeues) need_value "$@"; MAX_REQUEUES=$2; shift ;;
@@ -33,9 +32,8 @@ parse_job() { # <word...>
     esac
     shift
   done
-  local call=("${CALL[@]}")
   parse_options "${words[@]}" "$@"
-  CALL=("${call[@]}")
+  CALL=(sbatch "$KIT/scripts/slurm/$PROGRAM" "${call[@]}")
   [[ $SCRIPT$MODULE ]] || SCRIPT=$SUBMITTED_SCRIPT
   is_count "$MAX_REQUEUES" || die_usage "--max-requeues '$MAX_REQUEUES': a whole number is wanted"
   ((!DETACH)) || die_usage "--detach: sbatch leaves the terminal by itself"

@@ -116,8 +116,9 @@ notice_dead_clients() {
     if [[ ${DEAD[$node]-} ]]; then
       tell "$node: process ${CLIENT[$node]}, through which we speak to it, was killed"
       ended "$node" 137
+    else
+      DEAD[$node]=1 # what it has told may still be on its way
     fi
-    DEAD[$node]=1 # what it has told may still be on its way
   done
 }
 

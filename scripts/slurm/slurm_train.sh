@@ -46,13 +46,14 @@
 #SBATCH --requeue                       # after the loss of a node, or for a job that is more urgent
 
 set -euo pipefail
+name=slurm_train.sh
 kit=${MUSTER_KIT:-$(readlink -f -- "$0")} kit=${kit%/scripts/slurm/*}
 if [[ ! -e $kit/scripts/lib/slurm_job.bash && ${SLURM_JOB_ID-} ]]; then # sbatch runs a copy of this file
-  kit=$(scontrol show job "$SLURM_JOB_ID" | sed -nE 's|^ *Command=(.*)/scripts/slurm/slurm_train\.sh( .*)?$|\1|p')
+  kit=$(scontrol show job "$SLURM_JOB_ID" | sed -nE "s|^ *Command=(.*)/scripts/slurm/$name( .*)?\$|\1|p")
   kit=${kit%%$'\n'*} # of an array, there is one for each element
 fi
 if [[ ! -e $kit/scripts/lib/slurm_job.bash ]]; then
-  echo "slurm_train.sh: cannot find the kit: submit the script that lies in it, or export MUSTER_KIT=<its folder> before" >&2
+  echo "$name: cannot find the kit: submit the script that lies in it, or export MUSTER_KIT=<its folder> before" >&2
   exit 2
 fi
 # shellcheck source=scripts/lib/common.bash
@@ -60,5 +61,5 @@ source "$kit/scripts/lib/common.bash"
 # shellcheck source=scripts/lib/slurm_job.bash
 source "$KIT/scripts/lib/slurm_job.bash"
 
-PROGRAM=slurm_train.sh
+PROGRAM=$name
 train_in_job "$@"
