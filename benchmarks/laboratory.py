@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -17,6 +19,7 @@ LAB = KIT / "tests/lab/lab.sh"
 @contextmanager
 def nodes(count: int, *options: str, prefix: str = "bench") -> Iterator[tuple[list[str], Path]]:
     """The names of so many nodes, and a folder that they share. options: more of the laboratory's."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # by way of `finally`
     with tempfile.TemporaryDirectory() as name:
         env = os.environ | {"MUSTER_LAB": f"{name}/lab"}
         words = [str(LAB), "up", str(count), "--prefix", prefix, *options]

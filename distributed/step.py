@@ -8,7 +8,6 @@ that falls silent, node_<name>.lost. The first task that ends badly ends the oth
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -106,7 +105,7 @@ def report_in(told: bytes) -> Json:
 class Step:
     """srun and its tasks, until the last one has ended."""
 
-    def __init__(self, run: Path, nodes: Sequence[Node], command: Sequence[str]) -> None:
+    def __init__(self, run: Path, nodes: Sequence[Node], srun: subprocess.Popen[bytes]) -> None:
         self.run = run
         self.nodes = {node.name: node for node in nodes}
         self.code = 0  # of the first that ended badly
@@ -115,16 +114,9 @@ class Step:
         self._begun = time.monotonic()
         self._complain = self._begun + IMPATIENCE
         self._looked = self._begun  # at the clock
+        self._line_of_srun = b""  # begun, and not at its end
         self._said_of_srun = (run / f"node_{SRUN}.log").open("ab", buffering=0)
-        self._srun = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            bufsize=0,
-            start_new_session=True,
-            env={**os.environ, "MUSTER_RUN_DIR": str(run)},
-        )
+        self._srun = srun
         self._stream = Stream()
 
     @property
@@ -168,7 +160,8 @@ class Step:
             sys.stderr.buffer.flush()
         with suppress(OSError):
             self._said_of_srun.write(words)
-        for failed in NODE_FAILURE.findall(words.decode(errors="replace")):
+        *lines, self._line_of_srun = (self._line_of_srun + words).split(b"\n")
+        for failed in NODE_FAILURE.findall(b"\n".join(lines).decode(errors="replace")):
             for name in expand(failed):
                 if name in self.nodes and not self.nodes[name].ended:
                     self.lose(self.nodes[name], "SLURM says that this node has failed")
@@ -323,25 +316,17 @@ def write(path: Path, text: str) -> None:
         sys.stderr.write(f"step: cannot write {path}: {error.strerror}\n")
 
 
-# ---------------------------------------------------------------- the program
+# ---------------------------------------------------------------- the whole
+
+
+def watch(run: str, nodes: str, srun: subprocess.Popen[bytes]) -> int:
+    """To the end of srun. Returns the exit code of the first task that ended badly.
+
+    nodes: name:tasks of each, with commas between. srun: with pipes to all its standard files.
+    """
+    return Step(Path(run), [node_of(word) for word in nodes.split(",")], srun).watch()
 
 
 def node_of(word: str) -> Node:
     name, _, tasks = word.rpartition(":")
     return Node(name, int(tasks))
-
-
-def main(words: Sequence[str] | None = None) -> int:
-    """Run srun to its end. Returns the exit code of the first task that ended badly."""
-    parser = argparse.ArgumentParser(prog="step", description=str(__doc__).splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--run", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--nodes", nargs="+", type=node_of, required=True, metavar="NODE:TASKS")
-    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- SRUN...")
-    options = parser.parse_args(words)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # orders come through standard input
-    return Step(options.run, options.nodes, options.command[1:]).watch()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -29,13 +29,13 @@ setup() {
 }
 
 
-# Whatever a failed test has left: the marks of the product are not to be trusted here.
+# Whatever a failed test has left: the marks of the product are not to be trusted here. Other files run meanwhile.
 teardown() {
   local file
   tmux -L "$PREFIX" kill-server 2>/dev/null || true
   while read -r file; do
     kill -KILL "${file//[!0-9]/}" || true
-  done < <(grep -lsz -- "^MUSTER_RUN_DIR=$BATS_RUN_TMPDIR" /proc/[0-9]*/environ)
+  done < <(grep -lsz -e "^MUSTER_RUN_DIR=$BATS_TEST_TMPDIR/" -e "^MUSTER_RUN_DIR=$SMALL_DISK/" /proc/[0-9]*/environ)
 }
 
 

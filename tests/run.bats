@@ -216,6 +216,21 @@ END
 }
 
 
+@test "TERM ends pytest also when it comes between two runners" {
+  run_sh # what else it says is said when it has made .venv
+  mkfifo "$BATS_TEST_TMPDIR/full" "$ANSWERS/pytest.waits"
+  exec 9<>"$BATS_TEST_TMPDIR/full"
+  head -c 65536 /dev/zero >&9 # all that a pipe holds: nothing more can be said
+  setsid "$KIT/tests/run.sh" "$KIT/tests/test_a.py" >&9 2>&9 3>&- &
+  read -r _ <"$ANSWERS/pytest.waits"
+  kill -TERM $!
+  wait $! || status=$?
+  exec 9>&-
+  [ "$status" -eq 143 ]
+  run ! pgrep -f -- "$BATS_TEST_TMPDIR.*pytest"
+}
+
+
 @test "what pytest said is shown in one piece, behind what bats said" {
   run_sh
   [[ "$output" == "bats speaks"$'\n'"pytest speaks"$'\n'"Muster: "* ]]

@@ -187,6 +187,7 @@ finish_pytest() {
   runner tail -n +1 -f -s 0.1 --pid "$PYTEST_RUNS" -- "$RESULTS/pytest.log"
   STATUS=0
   join "$PYTEST_RUNS" || STATUS=$?
+  PYTEST_RUNS=''
   add_up pytest "$(occurrences '<testcase [^>]*/>' "$report")" \
     "$(occurrences '<(failure|error) ' "$report")" "$(occurrences '<skipped ' "$report")"
 }
@@ -197,6 +198,14 @@ end_pytest() { # <INT or TERM>
   [[ $PYTEST_RUNS ]] || return 0
   [[ $1 == INT ]] || kill -s "$1" "$PYTEST_RUNS" 2>/dev/null || true
   join "$PYTEST_RUNS" || true
+  PYTEST_RUNS=''
+}
+
+
+# Also when a signal comes between two runners.
+leave() {
+  end_pytest TERM
+  rm -rf -- "$RESULTS"
 }
 
 
@@ -207,7 +216,7 @@ main() {
   provide_venv "$BASE_PYTHON" "${REQUIREMENTS[@]}"
   activate_venv
   RESULTS=$(mktemp -d)
-  trap 'rm -rf -- "$RESULTS"' EXIT
+  trap leave EXIT
   export BATS_TEST_TIMEOUT=300
   ((${#PYTEST[@]} == 0)) || start_pytest "${PYTEST[@]}"
   [[ $WHAT == files ]] || run_linters

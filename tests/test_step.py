@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -59,9 +60,19 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     os.close(writing)
 
 
+def started(*words: str) -> subprocess.Popen[bytes]:
+    """What stands in for srun."""
+    pipe = subprocess.PIPE
+    return subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0)
+
+
+def step_of(run: Path, *srun: str) -> int:
+    """The exit code of a step of one task."""
+    return step.watch(str(run), "n1:1", started(*srun))
+
+
 def test_an_srun_that_starts_nothing_is_named_with_what_it_says(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    words = ["--run", str(run), "--nodes", "n1:1", "--", "sh", "-c", "echo srun: error: no such node >&2; exit 3"]
-    assert step.main(words) == 3
+    assert step_of(run, "sh", "-c", "echo srun: error: no such node >&2; exit 3") == 3
     assert "srun: error: no such node" in capfd.readouterr().err
     judged = verdict.decide(run, 3)
     assert (judged.outcome, judged.exit_code) == ("failed", 3)
@@ -70,21 +81,27 @@ def test_an_srun_that_starts_nothing_is_named_with_what_it_says(run: Path, capfd
 
 def test_an_srun_that_ends_well_without_its_tasks_is_no_success(run: Path) -> None:
     """As when the allocation is revoked."""
-    assert step.main(["--run", str(run), "--nodes", "n1:1", "--", "true"]) == step.LOST
+    assert step_of(run, "true") == step.LOST
     assert verdict.decide(run, step.LOST).outcome == "failed"
 
 
 def test_of_a_task_that_never_told_its_end_the_node_is_lost(run: Path) -> None:
     report = (REPORT + b'{"node": "n1", "tasks": 1}\n').decode()
-    assert step.main(["--run", str(run), "--nodes", "n1:1", "--", "printf", "%s", report]) == step.LOST
+    assert step_of(run, "printf", "%s", report) == step.LOST
     assert (run / "node_n1.lost").read_text() == "srun has ended before its tasks\n"
+
+
+def test_what_slurm_says_of_a_failed_node_may_come_in_pieces(run: Path) -> None:
+    said = "printf 'srun: error: Node fail' >&2; sleep 0.2; echo 'ure on n1' >&2"
+    assert step_of(run, "sh", "-c", said) == step.LOST
+    assert (run / "node_n1.lost").read_text() == "SLURM says that this node has failed\n"
 
 
 @pytest.mark.parametrize(("away", "lost"), [(60.0, False), (0.0, True)])
 def test_a_node_is_not_blamed_for_what_we_could_not_hear(run: Path, away: float, lost: bool) -> None:
     """When a disk or a terminal has let us wait, words of the nodes may wait for us."""
     node = Node("n1", tasks=1, heard=time.monotonic() - 60)
-    watched = step.Step(run, [node], ["true"])
+    watched = step.Step(run, [node], started("true"))
     with watched._srun, watched._said_of_srun:
         watched._looked = time.monotonic() - away
         watched.look_at_the_clock()

@@ -167,12 +167,13 @@ kit_python() { # <module> [argument...]
 # end: when the shell is gone, by whatever way, the command reads the end of its input.
 # Its process id is in $! afterwards.
 pipe_into() { # <variable for the file descriptor> <command...>
-  local folder
-  folder=$(mktemp -d)
-  mkfifo -- "$folder/pipe"
-  "${@:2}" <"$folder/pipe" &
-  exec {PIPE_END}>"$folder/pipe"
-  rm -r -- "$folder"
+  local pipe
+  exec {pipe}<> <(:) # one that has no name
+  {
+    exec <"/dev/fd/$pipe" {pipe}>&-
+    "${@:2}"
+  } &
+  exec {PIPE_END}>"/dev/fd/$pipe" {pipe}>&-
   printf -v "$1" '%s' "$PIPE_END"
 }
 

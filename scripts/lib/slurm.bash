@@ -138,15 +138,15 @@ shares_of_a_rank() {
 start_step() {
   local places=("${PLACES[@]}")
   [[ $LAUNCHER == srun ]] || places=("${NODES[@]/%/:1}")
-  start_client slurm "${NODES[0]}" run_step --nodes "${places[@]}" -- "${COMMAND[@]}"
+  start_client slurm "${NODES[0]}" run_step "$(IFS=, && printf '%s' "${places[*]}")" "${COMMAND[@]}"
 }
 
 
 # Runs until all tasks have ended. Orders come on standard input; its end means that the launcher is gone.
-run_step() { # <word...>
+run_step() { # <node:tasks,...> <word...>
   local status=0
   trap '' INT TERM HUP TSTP USR2 # it carries the tasks' last words, whatever ends us
-  "$PYTHON" "$KIT/scripts/lib/step.py" --run "$RUN" "$@" || status=$?
+  "$PYTHON" "$KIT/scripts/lib/step.py" "$RUN" "$@" || status=$?
   return $((status == 255 ? EXIT_UNFIT : status)) # 255 would be a lost node
 }
 

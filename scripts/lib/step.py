@@ -1,13 +1,40 @@
 """Run srun and watch over its tasks; see distributed/step.py.
 
-Usage: python step.py --run DIR --nodes NODE:TASKS... -- SRUN [WORD...]
+Usage: python step.py RUN NODE:TASKS,... SRUN [WORD...]
+
+srun is started first of all: while it asks SLURM for its tasks, what watches over them is imported.
 """
 
+import os
+import signal
+import subprocess
 import sys
-from pathlib import Path
 
-sys.path[0] = str(Path(__file__).resolve().parents[2])
+KIT = os.path.abspath(f"{__file__}/../../..")
 
-from distributed.step import main  # noqa: E402
 
-sys.exit(main())
+def start(run: str, srun: tuple[str, ...]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        srun,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        bufsize=0,
+        start_new_session=True,
+        env={**os.environ, "MUSTER_RUN_DIR": run},
+    )
+
+
+def main(run: str, nodes: str, *srun: str) -> int:
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # orders come through standard input
+    started = start(run, srun)
+
+    from distributed.step import watch
+
+    return watch(run, nodes, started)
+
+
+if __name__ == "__main__":
+    sys.path[0] = KIT
+    sys.exit(main(*sys.argv[1:]))

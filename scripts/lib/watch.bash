@@ -307,9 +307,5 @@ run_nodes() { # <function that starts them> [its words...]
 
 # Both ends in one: who tells of his end never waits for a reader.
 open_events() {
-  local folder
-  folder=$(mktemp -d)
-  mkfifo -- "$folder/pipe"
-  exec {EVENTS}<>"$folder/pipe"
-  rm -r -- "$folder"
+  exec {EVENTS}<> <(:)
 }
