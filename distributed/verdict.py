@@ -317,7 +317,7 @@ def what(failure: Failure, verb: str = "") -> str:
 def _ended(code: int, by_agent: bool) -> str:
     name = signal_name(code)
     if by_agent:
-        return f"was ended by the agent ({name or f'exit code {code}'})"
+        return f"was ended with the others ({name or f'exit code {code}'})"
     return f"died of {name}" if name else f"exited with code {code}"
 
 

@@ -231,6 +231,23 @@ END
 }
 
 
+@test "TERM ends what bats has started, which bats itself does not" {
+  mkfifo "$BATS_TEST_TMPDIR/ready"
+  cat >"$BATS_TEST_TMPDIR/bin/bats" <<'END'
+#!/usr/bin/env bash
+sleep 1000 &
+echo $! >"$ANSWERS/../ready"
+wait
+END
+  setsid "$KIT/tests/run.sh" "$KIT/tests/a.bats" >"$BATS_TEST_TMPDIR/out" 2>&1 3>&- &
+  read -r child <"$BATS_TEST_TMPDIR/ready"
+  kill -TERM $!
+  wait $! || status=$?
+  [ "$status" -eq 143 ]
+  run ! grep -qs sleep "/proc/$child/cmdline" # it may still be a zombie
+}
+
+
 @test "what pytest said is shown in one piece, behind what bats said" {
   run_sh
   [[ "$output" == "bats speaks"$'\n'"pytest speaks"$'\n'"Muster: "* ]]

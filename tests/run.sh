@@ -175,7 +175,7 @@ start_pytest() { # <file...>
   [[ ! $SOAK ]] || PYTEST_COMMAND+=(-m '')
   [[ ! -t 1 ]] || PYTEST_COMMAND+=(--color yes)
   PYTEST_COMMAND+=("$@")
-  (trap - INT && exec "${PYTEST_COMMAND[@]}") >"$RESULTS/pytest.log" 2>&1 &
+  env --default-signal=INT "${PYTEST_COMMAND[@]}" >"$RESULTS/pytest.log" 2>&1 &
   PYTEST_RUNS=$!
 }
 
@@ -193,18 +193,32 @@ finish_pytest() {
 }
 
 
-# Ctrl-C has reached it too; a TERM was meant for us alone.
+# Ctrl-C has reached it too; a TERM was meant for us alone, and would leave its laboratories behind.
 end_pytest() { # <INT or TERM>
   [[ $PYTEST_RUNS ]] || return 0
-  [[ $1 == INT ]] || kill -s "$1" "$PYTEST_RUNS" 2>/dev/null || true
+  [[ $1 == INT ]] || kill -INT "$PYTEST_RUNS" 2>/dev/null || true
   join "$PYTEST_RUNS" || true
   PYTEST_RUNS=''
 }
 
 
+# bats hands no signal on, and leaves its laboratories behind.
+end_bats() {
+  local file lab
+  while read -r file; do
+    kill -KILL "${file//[!0-9]/}" 2>/dev/null || true
+  done < <(grep -lsFxz -- "MUSTER_TESTS=$MUSTER_TESTS" /proc/[0-9]*/environ)
+  for lab in "$MUSTER_TESTS"/*/; do
+    [[ ! -d $lab ]] || MUSTER_LAB=${lab%/} "$KIT/tests/lab/lab.sh" down || true
+  done
+}
+
+
 # Also when a signal comes between two runners.
 leave() {
+  trap '' INT TERM
   end_pytest TERM
+  end_bats
   rm -rf -- "$RESULTS"
 }
 
@@ -216,6 +230,8 @@ main() {
   provide_venv "$BASE_PYTHON" "${REQUIREMENTS[@]}"
   activate_venv
   RESULTS=$(mktemp -d)
+  export MUSTER_TESTS=$RESULTS/labs # for laboratories, and the mark of all that runs on our behalf
+  mkdir -- "$MUSTER_TESTS"
   trap leave EXIT
   export BATS_TEST_TIMEOUT=300
   ((${#PYTEST[@]} == 0)) || start_pytest "${PYTEST[@]}"

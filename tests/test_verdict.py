@@ -429,7 +429,7 @@ def test_an_account_of_an_attempt_before_is_passed_over(run: Run) -> None:
     run.deaths("n1", r0=(137, False), r1=(143, True))
     said = run.decide()
     assert (said.rank, said.exit_code) == (0, 137)
-    assert said.collateral == ({"node": "n1", "rank": 1, "message": "was ended by the agent (SIGTERM)"},)
+    assert said.collateral == ({"node": "n1", "rank": 1, "message": "was ended with the others (SIGTERM)"},)
 
 
 def test_torchruns_own_files_of_the_last_attempt(run: Run) -> None:

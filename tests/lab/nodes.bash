@@ -15,7 +15,7 @@ raise_nodes() { # <how many> [lab.sh's options...]
   KIT=$(readlink -f "$BATS_TEST_DIRNAME/..")
   VIRTUAL_ENV=${VIRTUAL_ENV:-$KIT/.venv}
   PREFIX=t$(tr 0-9 a-j <<<"$$") # so that no other laboratory on this machine has it
-  MUSTER_LAB=$BATS_FILE_TMPDIR/lab
+  MUSTER_LAB=${MUSTER_TESTS:-$BATS_FILE_TMPDIR}/$PREFIX
   conf=$(lab up "$1" --prefix "$PREFIX" "${@:2}")
   [ -z "$conf" ] || export SLURM_CONF=$conf
 }
