@@ -175,7 +175,7 @@ start_pytest() { # <file...>
   [[ ! $SOAK ]] || PYTEST_COMMAND+=(-m '')
   [[ ! -t 1 ]] || PYTEST_COMMAND+=(--color yes)
   PYTEST_COMMAND+=("$@")
-  env --default-signal=INT "${PYTEST_COMMAND[@]}" >"$RESULTS/pytest.log" 2>&1 &
+  env --default-signal=INT,QUIT "${PYTEST_COMMAND[@]}" >"$RESULTS/pytest.log" 2>&1 &
   PYTEST_RUNS=$!
 }
 
