@@ -262,6 +262,14 @@ look_at_bounded_job() { # <1, 2 or 3>
 }
 
 
+# Four steps behind the place where it began: a signal that comes before would find no step of the job.
+is_at_work_in_turn() { # <number> <what rank 0 says>
+  [ -e "$2" ] && awk -v "turn=$1" '/going on from/ { gone++; steps = 0 } /^step / { steps++ }
+    END { exit !(gone == turn - 1 && steps >= 4) }' "$2"
+}
+export -f is_at_work_in_turn
+
+
 # The same training twice: never stopped, and stopped five times after some steps, which are slow enough to count. Once
 # with one task a rank, once with one agent a node.
 preempt_five_times() {
@@ -281,9 +289,7 @@ END
   LAUNCHER=torchrun SCRIPT=slow.py submit --nodelist="${PREFIX}4" --nodes=1 slurm_train.sh tiny.yaml -- checkpoint.dir=stopped
   echo "$JOB" >job
   for turn in {1..5}; do
-    # shellcheck disable=SC2016 # the inner shell is to expand it
-    timeout 120 bash -c 'until [ -e "$1" ] && [ "$(grep -c "^step " "$1")" -gt "$2" ]; do sleep 0.1; done' bash \
-      "logs/slurm-$JOB.out" $((turn * 4))
+    timeout 120 bash -c 'until "$@"; do sleep 0.1; done' bash is_at_work_in_turn "$turn" "logs/slurm-$JOB.out"
     scancel --signal=USR2 "$JOB"
     wait_for_turn "$turn"
   done
