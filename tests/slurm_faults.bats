@@ -302,7 +302,7 @@ END
   JOB=$(<job)
   status_of_job "$JOB"
   [ "$status" -eq 0 ] || { cat ../five.log logs/slurm-*.err && false; }
-  [ "$(grep -c 'going on from' "logs/slurm-$JOB.out")" -eq 5 ]
+  [ "$(grep -c 'going on from' "logs/slurm-$JOB.out")" -eq 5 ] || { cat ../five.log logs/slurm-"$JOB".* && false; }
   run -0 "$VIRTUAL_ENV/bin/python" - <<'END'
 import torch
 one, other = (torch.load(f"{folder}/step_00000060/state.pt") for folder in ("unstopped", "stopped"))

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from distributed import shards, step_folder
 from distributed.checkpoint import CheckpointError, Checkpoints, Found
@@ -290,6 +291,24 @@ def test_a_strangers_code_is_not_run(by_two: Saved, tmp_path: Path) -> None:
     metadata, item = forked.ranks(1, load_bombs, tmp_path)[0]
     assert "it asks for posix.mkdir, which no checkpoint needs" in metadata
     assert "Weights only load failed" in item
+
+
+class Attribute:
+    """Pickled as Python 3.11.0 to 3.11.3 pickle the member of an enumeration."""
+
+    def __init__(self, *words: object) -> None:
+        self.words = words
+
+    def __reduce__(self) -> tuple[Any, tuple[object, ...]]:
+        return getattr, self.words
+
+
+def test_of_attributes_only_members_of_enumerations_are_read() -> None:
+    kind = _MEM_FORMAT_ENCODING
+    assert shards._unpickle(pickle.dumps(Attribute(kind, "TORCH_CHANNELS_LAST"))) is kind.TORCH_CHANNELS_LAST
+    for owner, name in ((Metadata, "__init__"), (kind, "__init__"), (torch.Size, "__class__")):
+        with pytest.raises((pickle.UnpicklingError, KeyError)):
+            shards._unpickle(pickle.dumps(Attribute(owner, name)))
 
 
 # ---- a rank that fails ----
