@@ -8,13 +8,15 @@ load lab/nodes.bash
 load lab/jobs.bash
 
 
-# On the last node: turns, each of which SLURM lets wait for 5 s. They take their time beside the other tests.
+# On the last node: turns, each of which SLURM lets wait for 5 s. They take their time beside the other tests, of which
+# some set nodes down: this one is reserved.
 setup_file() {
   raise_nodes 4 --slurm
   export SBATCH_GRES=none OMP_NUM_THREADS=1
-  begin_bounded_jobs
+  scontrol create reservation reservationname=turns nodes="${PREFIX}4" users=root starttime=now duration=infinite
+  SBATCH_RESERVATION=turns begin_bounded_jobs
   set -m
-  preempt_five_times >"$BATS_FILE_TMPDIR/five.log" 2>&1 3>&- &
+  SBATCH_RESERVATION=turns preempt_five_times >"$BATS_FILE_TMPDIR/five.log" 2>&1 3>&- &
   echo $! >"$BATS_FILE_TMPDIR/five.pid"
   set +m
 }
