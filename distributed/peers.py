@@ -158,6 +158,9 @@ class Peers:
     def _turn(self) -> None:
         while not self._outbox.empty():
             self._deliver(*self._outbox.get())
+        if self._gone and not self._host:  # the first node may have left with the store when it heard our goodbye
+            self._closed = True
+            return
         self._store.set(f"pulse/{self.rank}", str(time.monotonic()))
         if self._host:
             self._host.look_around()

@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from typing import Any
 
 import pytest
-from torch.distributed import TCPStore
+from torch.distributed import PrefixStore, Store, TCPStore
 
 from distributed import peers
 from distributed.accounts import Accounts
@@ -183,3 +184,30 @@ def test_when_the_first_node_is_gone_the_others_know(how: signal.Signals, monkey
     second.last_words({})  # returns, though nobody hears it
     process.kill()
     process.join()
+
+
+class GoneAtGoodbye:
+    """A store whose node leaves with it as soon as it has heard our goodbye."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.gone = False
+
+    def __getattr__(self, name: str) -> Any:
+        if self.gone:
+            raise RuntimeError("Broken pipe")
+        return getattr(self.store, name)
+
+    def set(self, key: str, value: str) -> None:
+        if self.gone:
+            raise RuntimeError("Broken pipe")
+        self.store.set(key, value)
+        self.gone = key.startswith("bye/")
+
+
+def test_who_has_said_goodbye_asks_no_more() -> None:
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    second = Peers(store, 1, 2, {"node": "n1"})
+    second._store = GoneAtGoodbye(second._store)  # type: ignore[assignment]
+    PrefixStore("muster", store).set("all done", "true")
+    assert second.part() is None
