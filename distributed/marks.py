@@ -29,12 +29,3 @@ def ancestors(pid: int, proc: Path) -> Iterator[int]:
     while pid:
         yield pid
         pid = int((proc / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()[1])
-
-
-def catches(pid: int, number: int) -> bool:
-    """Whether a process has a handler for this signal."""
-    with suppress(OSError, StopIteration):  # it has ended
-        status = Path(f"/proc/{pid}/status").read_text()
-        caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
-        return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
-    return False

@@ -206,7 +206,7 @@ class _Unpickler(pickle.Unpickler):
 
 def _member(kind: object, name: str) -> Enum:
     """In place of getattr, with which Python 3.11.0 to 3.11.3 pickle the members of enumerations."""
-    if isinstance(kind, type) and issubclass(kind, Enum):
+    if isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__:
         return kind[name]
     raise pickle.UnpicklingError(f"it asks for {name} of {kind}, which no checkpoint needs: do not trust it")
 

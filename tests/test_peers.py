@@ -199,9 +199,7 @@ class GoneAtGoodbye:
         return getattr(self.store, name)
 
     def set(self, key: str, value: str) -> None:
-        if self.gone:
-            raise RuntimeError("Broken pipe")
-        self.store.set(key, value)
+        self.__getattr__("set")(key, value)
         self.gone = key.startswith("bye/")
 
 
