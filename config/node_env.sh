@@ -1,7 +1,8 @@
 # shellcheck shell=bash
 #
-# Sourced on every node before a training starts: what your machines need. A config/node_env.sh in the
-# working folder takes the place of this one. Nothing is set by default; examples:
+# Sourced on every node before a training starts: what your machines need. A config/node_env.sh in the working
+# folder takes the place of this one. What it leaves in the background ends with the run. Nothing is set by default;
+# examples:
 #
 #   module load cuda/12.8
 #   source /opt/conda/etc/profile.d/conda.sh && conda activate train

@@ -53,6 +53,7 @@ NO_PYTHON = "has no such Python ({said}): name one that all nodes have with --py
 NO_KIT = "does not have the kit ({said}): share its folder between the nodes, or launch with --sync"
 UNFIT_SIGNS = {  # what bash and Python say
     ": cd: ": "has no such folder as here ({said}): share it between the nodes, or launch with --sync",
+    "it is sourced, and must not exit": "{said}",
     "in_node_env.sh: line": NO_PYTHON,
     "in_node_env.sh": NO_KIT,
     "can't open file": NO_KIT,

@@ -74,6 +74,18 @@ quickly() { # <option, N or node...>
 }
 
 
+@test "the doctor does not wait for what node_env.sh leaves in the background, and names one that exits" {
+  mkdir config
+  echo "export COMPANION='$PWD'; while sleep 60; do :; done & case \$(uname -n) in *2) exit 3 ;; esac" >config/node_env.sh
+  run --separate-stderr timeout 60 \
+    "$KIT/scripts/doctor.sh" --python "$BATS_FILE_TMPDIR/bare/bin/python" "$N1" "$N2"
+  [ "$status" -eq 69 ]
+  [[ $(tr -s ' ' <<<"$output") == *$'\n'"$N2"$'\n'*"config/node_env.sh has ended this node: it is sourced, and must not exit"* ]]
+  [[ $output != *"does not have the kit"* ]]
+  run ! grep -lsFxz -- "COMPANION=$PWD" /proc/[0-9]*/environ
+}
+
+
 @test "the doctor names a node that has no such folder, and tells the facts of the others" {
   local node
   for node in "$N1" "$N2"; do

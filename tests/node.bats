@@ -38,6 +38,15 @@ status_of_node() {
 }
 
 
+# As on a busy machine: the log's writer begins late.
+slow_tee() {
+  mkdir "$BATS_TEST_TMPDIR/bin"
+  printf '#!/bin/sh\nsleep 0.5\nexec %s "$@"\n' "$(type -P tee)" >"$BATS_TEST_TMPDIR/bin/tee"
+  chmod +x "$BATS_TEST_TMPDIR/bin/tee"
+  PATH=$BATS_TEST_TMPDIR/bin:$PATH
+}
+
+
 # How many processes carry the mark of this run.
 left() {
   grep -lsFxz -- "MUSTER_RUN_DIR=$RUN" /proc/[0-9]*/environ | wc -l
@@ -146,6 +155,7 @@ left() {
 
 
 @test "a node_env.sh that exits is named, and one that goes elsewhere does not take the command along" {
+  slow_tee
   echo 'exit 3' >"$BATS_TEST_TMPDIR/env.sh"
   start --source "$BATS_TEST_TMPDIR/env.sh" -- touch "$RUN/ran"
   status_of_node
@@ -158,6 +168,27 @@ left() {
   start --source "$BATS_TEST_TMPDIR/env.sh" -- pwd
   status_of_node
   [ "$(tail -n 1 "$RUN/node_n1.log")" = "$RUN" ]
+}
+
+
+@test "what node_env.sh leaves in the background ends with the command, or with its own exit" {
+  local background="export COMPANION='$RUN'; while sleep 60; do :; done & setsid sleep 300 & sleep 300 &"
+  echo "$background" >"$BATS_TEST_TMPDIR/env.sh"
+  start --source "$BATS_TEST_TMPDIR/env.sh" -- sh -c 'exit 42'
+  ends_soon 42
+  exec {SWITCH}>&-
+  echo "$background exit 3" >"$BATS_TEST_TMPDIR/env.sh"
+  start --source "$BATS_TEST_TMPDIR/env.sh" -- true
+  ends_soon 3
+}
+
+
+ends_soon() { # <exit code>
+  timeout 20 tail -f --pid "$NODE" /dev/null
+  status_of_node
+  [ "$status" -eq "$1" ]
+  run ! grep -lsFxz -- "COMPANION=$RUN" /proc/[0-9]*/environ
+  run ! pgrep -f -- "--source $BATS_TEST_TMPDIR/env.sh"
 }
 
 

@@ -186,14 +186,32 @@ forget_other_launches() {
 
 
 # What a person wants to happen on every node before training: modules, conda, NCCL settings.
-source_node_env() { # <config/node_env.sh>
+source_node_env() { # <config/node_env.sh> [command, when it ends us...]
   local folder=$PWD
   # shellcheck disable=SC2064 # the name as it is now
-  trap "warn $(quote "$1")' has ended this node: it is sourced, and must not exit'" EXIT
+  trap "warn $(quote "$1")' has ended this node: it is sourced, and must not exit'; ${*:2}" EXIT
   set +eu
   # shellcheck disable=SC1090
   source "$1"
   set -eu
   trap - EXIT
   cd -- "$folder"
+}
+
+
+# The processes that it has left in the background, with all that they have started: they would keep our output open.
+left_in_background() { # [process id that is none of them]
+  local pid
+  for pid in $(jobs -pr); do
+    [[ $pid == "${1-}" ]] || with_children "$pid"
+  done
+}
+
+
+with_children() { # <process id>
+  local child
+  printf '%s\n' "$1"
+  for child in $(cat "/proc/$1/task/"*/children 2>/dev/null); do
+    with_children "$child"
+  done
 }

@@ -4,15 +4,25 @@
 #
 # Usage: in_node_env.sh NODE_ENV COMMAND [WORD...]
 #
-#   NODE_ENV   shell script that is sourced before, as node.sh does it
+#   NODE_ENV   shell script that is sourced before, as node.sh does it; what it leaves in the background ends
+#              with the command
 #
 set -euo pipefail
+# shellcheck source=scripts/lib/common.bash
+source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/common.bash"
 
-NODE_ENV=$1
+
+end_background() {
+  local pid
+  # shellcheck disable=SC2119 # all of them
+  for pid in $(left_in_background); do
+    kill "$pid" 2>/dev/null || true
+  done
+}
+
+
+source_node_env "$1" end_background </dev/null >&2
 shift
-
-set +eu # it is not ours
-# shellcheck disable=SC1090
-source "$NODE_ENV" </dev/null >&2
-set -eu
-exec "$@"
+[[ $(jobs -pr) ]] || exec "$@"
+trap end_background EXIT
+"$@"

@@ -26,6 +26,7 @@ source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/common.bash"
 
 RUN='' NODE='' NODE_ENV='' GRACE='' PATIENCE='' SWEEP=0 ORDER='' COMMAND=()
 AGENT='' # process id of COMMAND, and of its group
+TEE=''
 STOPPING=0
 LAST_BREATH=1 # seconds between TERM and KILL for what COMMAND left behind
 
@@ -71,12 +72,19 @@ tee_log() {
 }
 
 
+# It is complete when tee has seen the end of it.
+close_log() {
+  exec >&4 2>&4 4>&-
+  wait "$TEE" 2>/dev/null || true
+}
+
+
 start() {
   exec 3<&0
   mkdir -p -- "$RUN/errors" "$RUN/ranks" || die "--run '$RUN': cannot be made on this node"
   log_everything
   forget_other_launches
-  [[ ! $NODE_ENV ]] || source_node_env "$NODE_ENV"
+  [[ ! $NODE_ENV ]] || source_node_env "$NODE_ENV" leave_early
   set -m # a process group for COMMAND, with SIGINT as it should be
   MUSTER_RUN_DIR=$RUN MUSTER_NODE=$NODE TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE="[$NODE:\${rank}] " \
     "${COMMAND[@]}" </dev/null 3<&- 4>&- &
@@ -85,6 +93,13 @@ start() {
   write_beside "$RUN/node_$NODE.pid" "$AGENT"
   watch_launcher &
   WATCHER=$!
+}
+
+
+# config/node_env.sh has ended us.
+leave_early() {
+  sweep
+  close_log
 }
 
 
@@ -154,12 +169,13 @@ kill_group() { # <signal>
 }
 
 
-# What COMMAND left in its group, and what left the group but still carries our mark.
+# What COMMAND left in its group, what left the group but still carries our mark, and what config/node_env.sh left.
 sweep() {
   local name
   for name in TERM KILL; do
     kill_group "$name" || true
-    end_marked "$name"
+    # shellcheck disable=SC2046 # a word each
+    end_each "$name" $(marked) $(left_in_background "$TEE")
     someone_left || return 0
     wait_until_gone "$LAST_BREATH"
   done
@@ -167,7 +183,7 @@ sweep() {
 
 
 someone_left() {
-  kill_group 0 || [[ $(marked) ]]
+  kill_group 0 || [[ $(marked)$(left_in_background "$TEE") ]]
 }
 
 
@@ -195,9 +211,9 @@ wait_until_gone() { # <seconds>
 }
 
 
-end_marked() { # <signal>
+end_each() { # <signal> <process id...>
   local pid
-  for pid in $(marked); do
+  for pid in "${@:2}"; do
     kill "-$1" "$pid" 2>/dev/null || true
   done
 }
@@ -222,8 +238,7 @@ finish() {
   kill "$WATCHER" ${KILLER:+"$KILLER"} 2>/dev/null || true
   sweep
   write_beside "$RUN/node_$NODE.exit" "$STATUS" || warn "$RUN: cannot write node_$NODE.exit"
-  exec >&4 2>&4 4>&- # the log is complete when tee has seen the end of it
-  wait "$TEE" 2>/dev/null || true
+  close_log
 }
 
 
