@@ -209,9 +209,10 @@ left_in_background() { # [process id that is none of them]
 
 
 with_children() { # <process id>
-  local child
+  local children child
   printf '%s\n' "$1"
-  for child in $(cat "/proc/$1/task/"*/children 2>/dev/null); do
+  read -r -d '' -a children < <(cat "/proc/$1/task/"*/children 2>/dev/null) || true
+  for child in "${children[@]}"; do
     with_children "$child"
   done
 }
