@@ -85,7 +85,7 @@ def measure(options: argparse.Namespace) -> None:
         }
         times: dict[str, list[float]] = {name: [] for name in sides}
         for number in range(options.turns + 1):
-            for name in (sides if number % 2 else reversed(sides)):
+            for name in sides if number % 2 else reversed(sides):
                 seconds = turn(sides[name], options.steps)
                 if number:  # the first turn warms up
                     times[name].append(seconds)

@@ -13,8 +13,10 @@ from __future__ import annotations
 import atexit
 import builtins
 import contextlib
+import gc
 import importlib
 import importlib.machinery
+import io
 import multiprocessing
 import os
 import random
@@ -96,7 +98,12 @@ class Script:
 
 
 def work(script: Script) -> None:
-    """Be `python script words...` in this process, to its end. Returns only when it ended well."""
+    """Be `python script words...` in this process, to its end. Returns only when it ended well.
+
+    The caller then leaves by os._exit, as multiprocessing does: nothing is left to be done, and in the teardown of an
+    interpreter a thread of gloo that still holds a tensor can abort the process, also one that has ended well
+    (https://github.com/pytorch/pytorch/pull/179291 tells how).
+    """
     try:
         become_main(script)
         _run(script)
@@ -220,4 +227,13 @@ def _shut_down() -> bool:
                 stream.flush()
             except OSError:  # a full disk
                 lost = True
+    _flush_what_is_open()
     return lost
+
+
+def _flush_what_is_open() -> None:
+    """An interpreter closes the files that a script has left open. It tells of no failure either."""
+    for file in gc.get_objects():
+        if issubclass(type(file), io.IOBase):
+            with contextlib.suppress(OSError, ValueError):  # a full disk; closed
+                file.flush()

@@ -34,13 +34,14 @@ FAST = [sys.executable, str(KIT / "scripts/lib/agent.py"), "--standalone"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 # What each of the agent's forks does, in an interpreter without PyTorch: it is quick, and any trace of ours shows.
 WORK = """
-import sys
+import os, sys
 _, kit, *words = sys.argv
 path, sys.path[0] = tuple(sys.path[1:]), kit
 from distributed.worker import Script, work
 is_module = words[0] == "-m"
 name, *words = words[1:] if is_module else words
 work(Script(name, tuple(words), is_module, path))
+os._exit(0)  # as a fork does
 """
 WORKER = [sys.executable, "-c", WORK, str(KIT)]
 SECONDS = 120  # after which a launch counts as hanging
@@ -312,6 +313,7 @@ ENDS = {
     "stdout closed": "import sys; sys.stdout.close(); sys.exit(3)",
     "stdout gone": "import sys; sys.stdout = None",
     "stderr closed": "import sys; sys.stderr.close()",
+    "file on a full disk": "file = open('/dev/full', 'w'); file.write('lost')",
 }
 
 
@@ -320,6 +322,15 @@ def test_a_script_ends_as_in_a_fresh_interpreter(body: str) -> None:
     Path("script.py").write_text(body + "\n", encoding="utf-8")
     ours, fresh = run(*WORKER, "script.py"), run(sys.executable, "script.py")
     assert (ours.returncode, ours.stdout, ours.stderr) == (fresh.returncode, fresh.stdout, fresh.stderr)
+
+
+@pytest.mark.parametrize(("end", "code"), [("", 0), ("import sys; sys.exit(3)", 3), ("1 / 0", 1)])
+def test_what_is_written_into_files_that_are_left_open_is_in_them(end: str, code: int) -> None:
+    """An interpreter closes them at its end; a fork does not come to that end."""
+    lines = ["text = open('text', 'w')", "text.write('a line')", "raw = open('raw', 'wb')", "raw.write(b'bytes')"]
+    Path("script.py").write_text("\n".join([*lines, "closed = open('closed', 'w')", "closed.close()", end]) + "\n")
+    assert run(*WORKER, "script.py").returncode == code
+    assert (Path("text").read_text(), Path("raw").read_text()) == ("a line", "bytes")
 
 
 def test_ctrl_c_is_130() -> None:

@@ -6,6 +6,7 @@ The laboratory is raised for it; tests/test_docs.py reads the commands and runs 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from itertools import groupby
 from pathlib import Path
 
 import pytest
+import yaml
 from test_docs import RUN, Command, every_command, example
 
 KIT = Path(__file__).resolve().parents[1]
@@ -38,13 +40,23 @@ LABORATORY = [one for one in COMMANDS if one.needs == "# Needs root."]
 
 def lay_desk(folder: Path) -> Path:
     """The kit's folder as somebody has it who has installed it, with scripts of his own."""
-    for name in ("scripts", "config", "distributed", "tests", "train.py"):
+    for name in ("scripts", "distributed", "tests", "train.py"):
         (folder / name).symlink_to(KIT / name)
+    lay_configs(folder / "config")
     (folder / ".venv").symlink_to(sys.prefix)
     (folder / "my_train.py").write_text(example())
     (folder / "my_old_train.py").write_text(OLD)
     (folder / "my_hosts").write_text("node1 slots=2\nnode2\n")
     return folder
+
+
+def lay_configs(folder: Path) -> None:
+    """As in the kit, but the first training has a model that two cores compute for many ranks, and comes to no end."""
+    shutil.copytree(KIT / "config", folder)
+    config = yaml.safe_load((folder / "quickstart.yaml").read_text())
+    config["model"] |= {"n_layer": 1, "n_embd": 16}
+    config["train"]["steps"] = 1_000_000
+    (folder / "quickstart.yaml").write_text(yaml.safe_dump(config))
 
 
 @pytest.fixture(scope="module")

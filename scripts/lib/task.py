@@ -33,7 +33,7 @@ def become_rank(words: Sequence[str]) -> NoReturn:
     os.environ.update(as_env(world))
     choose_interface(world.nodes, world.master_addr)
     work(Script(name, tuple(rest), is_module, tuple(sys.path[1:])))
-    sys.exit()
+    os._exit(0)
 
 
 def choose_interface(nodes: int, master: str | None) -> None:
