@@ -47,6 +47,16 @@ slow_tee() {
 }
 
 
+# With nothing left of what node_env.sh has started.
+ends_soon() { # <exit code>
+  timeout 20 tail -f --pid "$NODE" /dev/null
+  status_of_node
+  [ "$status" -eq "$1" ]
+  run ! grep -lsFxz -- "COMPANION=$RUN" /proc/[0-9]*/environ
+  run ! pgrep -f -- "--source $BATS_TEST_TMPDIR/env.sh"
+}
+
+
 # How many processes carry the mark of this run.
 left() {
   grep -lsFxz -- "MUSTER_RUN_DIR=$RUN" /proc/[0-9]*/environ | wc -l
@@ -180,15 +190,6 @@ left() {
   echo "$background exit 3" >"$BATS_TEST_TMPDIR/env.sh"
   start --source "$BATS_TEST_TMPDIR/env.sh" -- true
   ends_soon 3
-}
-
-
-ends_soon() { # <exit code>
-  timeout 20 tail -f --pid "$NODE" /dev/null
-  status_of_node
-  [ "$status" -eq "$1" ]
-  run ! grep -lsFxz -- "COMPANION=$RUN" /proc/[0-9]*/environ
-  run ! pgrep -f -- "--source $BATS_TEST_TMPDIR/env.sh"
 }
 
 

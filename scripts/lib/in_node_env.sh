@@ -13,11 +13,8 @@ source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/common.bash"
 
 
 end_background() {
-  local pid
-  # shellcheck disable=SC2119 # all of them
-  for pid in $(left_in_background); do
-    kill "$pid" 2>/dev/null || true
-  done
+  # shellcheck disable=SC2046,SC2119 # a word each, and all of them
+  kill $(left_in_background) 2>/dev/null || true
 }
 
 

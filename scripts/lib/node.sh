@@ -26,7 +26,7 @@ source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/common.bash"
 
 RUN='' NODE='' NODE_ENV='' GRACE='' PATIENCE='' SWEEP=0 ORDER='' COMMAND=()
 AGENT='' # process id of COMMAND, and of its group
-TEE=''
+TEE=''   # of what writes the log
 STOPPING=0
 LAST_BREATH=1 # seconds between TERM and KILL for what COMMAND left behind
 
