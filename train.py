@@ -589,8 +589,6 @@ def introduce(training: Training) -> None:
     """What is about to happen, on the console and in settings.json."""
     place, settings = training.place, training.settings
     world, kind = place.world, str(training.dtype).removeprefix("torch.")
-    for note in world.notes:
-        log.warning(note)
     if not place.first:
         return
     facts = {"size": world.size, "nodes": len(set(place.hosts)), "strategy": training.strategy,

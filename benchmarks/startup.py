@@ -1,8 +1,8 @@
-"""How long from the command to the first all-reduce: the kit's agent and launcher against plain torchrun?
+"""How long from the command to the first all-reduce, and to the prompt: the kit's agent and launcher against torchrun?
 
 The same ten-line script is started in turns by torchrun, by the kit's agent alone, and by launch_singlenode.sh, which
-also checks the call, makes the folder of the run and judges it. Time is taken from before the command to the moment
-at which rank 0 has the result of its first all-reduce.
+also checks the call, makes the run directory and judges the run. Times are taken from before the command to the moment
+at which rank 0 has the result of its first all-reduce, and to the command's end. Each turn also imports PyTorch once.
 
     python benchmarks/startup.py [--turns 5] [--ranks 2 8]
 """
@@ -16,7 +16,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 KIT = Path(__file__).resolve().parents[1]
 SCRIPT = """
@@ -29,6 +31,14 @@ if dist.get_rank() == 0:
         file.write(str(time.time()))
 dist.destroy_process_group()
 """
+IMPORT = "import sys, time, torch; open(sys.argv[1], 'w').write(str(time.time()))"
+
+
+class Seconds(NamedTuple):
+    """Since before the command."""
+
+    first: float  # to the first all-reduce
+    prompt: float  # to the end of the command
 
 
 def commands(script: Path, ranks: int) -> dict[str, list[str]]:
@@ -39,39 +49,55 @@ def commands(script: Path, ranks: int) -> dict[str, list[str]]:
         "torchrun": [sys.executable, "-m", "torch.distributed.run", *torchrun],
         "agent": [sys.executable, str(KIT / "scripts/lib/agent.py"), *torchrun],
         "launcher": [*launcher, "--script", str(script), "-", str(ranks), "--"],
+        "import torch": [sys.executable, "-c", IMPORT],
     }
 
 
-def seconds_to_first(command: list[str], folder: Path) -> float:
-    """Seconds from the command to the first all-reduce."""
+def measure(command: list[str], folder: Path) -> Seconds:
+    """Run the command once."""
     told = folder / "told"
     begun = time.time()
     subprocess.run([*command, str(told)], cwd=folder, check=True, capture_output=True)
-    return float(told.read_text()) - begun
+    return Seconds(float(told.read_text()) - begun, time.time() - begun)
+
+
+def row(side: str, turns: Sequence[dict[str, Seconds]]) -> str:
+    """Medians of the seconds, and of the ratios turn by turn."""
+
+    def median(value: Callable[[dict[str, Seconds]], float]) -> str:
+        return f"{statistics.median(map(value, turns)):8.2f}"
+
+    return "  ".join(
+        [
+            f"{side:12}",
+            median(lambda turn: turn[side].first),
+            median(lambda turn: turn[side].first / turn["torchrun"].first),
+            median(lambda turn: turn[side].first / turn["import torch"].first),
+            median(lambda turn: turn[side].prompt),
+            median(lambda turn: turn[side].prompt / turn["torchrun"].prompt),
+        ]
+    )
 
 
 def main() -> int:
-    """Print a table, the ratio to torchrun pair by pair."""
+    """Print a table, the ratios turn by turn."""
     options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     options.add_argument("--turns", type=int, default=5)
     options.add_argument("--ranks", type=int, nargs="+", default=[2, 8])
     given = options.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    print(f"{'ranks':>5}  {'started by':10} {'median s':>9}  {'ratio to torchrun':>17}")
+    print("              seconds to the first all-reduce       seconds to the prompt")
+    print("ranks started by        s  /torchrun   /import         s  /torchrun")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "first.py").write_text(SCRIPT)
         for ranks in given.ranks:
             sides = commands(folder / "first.py", ranks)
             for command in sides.values():
-                seconds_to_first(command, folder)  # warm the page cache
-            turns = [
-                {side: seconds_to_first(words, folder) for side, words in sides.items()} for _ in range(given.turns)
-            ]
+                measure(command, folder)  # warm the page cache
+            turns = [{side: measure(words, folder) for side, words in sides.items()} for _ in range(given.turns)]
             for side in sides:
-                ratios = [turn[side] / turn["torchrun"] for turn in turns]
-                seconds = statistics.median(turn[side] for turn in turns)
-                print(f"{ranks:5}  {side:10} {seconds:9.2f}  {statistics.median(ratios):17.2f}")
+                print(f"{ranks:5} {row(side, turns)}", flush=True)
     return 0
 
 

@@ -1,8 +1,8 @@
-"""Save behind the training's back; resume where it was.
+"""Save a training in the background, and resume it.
 
-save() stops the training only while the state is copied (distributed/snapshot.py). A thread brings the copy
-to the disk, whole or not at all (distributed/step_folder.py), and when that fails the run is told. The thread
-calls no collective: those belong to the thread that trains.
+save() stops the training only while the state is copied (distributed/snapshot.py). A thread writes the copy
+to the disk and publishes it when it is complete (distributed/step_folder.py); the training is informed when that
+fails. The thread calls no collective: those belong to the thread that trains.
 
     step_00000120/
         state.pt               the state, written by rank 0: `torch.load` reads it
@@ -11,12 +11,16 @@ calls no collective: those belong to the thread that trains.
         manifest.json          step, score, facts about the run, and the checksums of all files
 
 Nothing is loaded that could run code (`weights_only=True`), and what could not be loaded so is not saved.
+
+Every method that reads raises CheckpointError, the same on every rank, when what is there cannot be used: end the
+program then. To train from step 0 is right only when newest() returns None, which means that there is no checkpoint.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import pickle
 import random
 import shutil
 import sys
@@ -260,11 +264,14 @@ class Checkpoints:
     # -- resuming
 
     def newest(self) -> Found | None:
-        """The newest good checkpoint, every byte checked by rank 0; on every rank the same."""
+        """The newest good checkpoint, every byte checked by rank 0, or None when there is none; the same on every rank.
+
+        Raises CheckpointError when checkpoints exist and none can be used, or the directory cannot be listed.
+        """
         return self.ranks.decide(lambda: step_folder.newest(self.folder))
 
     def best(self) -> Found | None:
-        """The good checkpoint with the lowest score, or None where none has one; on every rank the same."""
+        """The good checkpoint with the lowest score; otherwise as newest()."""
         return self.ranks.decide(lambda: step_folder.best(self.folder))
 
     def load(self, found: Found, state: dict[str, Any]) -> dict[str, Any]:
@@ -273,23 +280,34 @@ class Checkpoints:
         state: of the same training as it is now. Its tensors must be in the checkpoint with the same shapes.
             When sharded (from torch.distributed.checkpoint.state_dict.get_state_dict), it is filled and
             returned, and the world may have another size than the one that saved.
-        Raises CheckpointError when the two do not fit.
+        Raises CheckpointError when the two do not fit, or the checkpoint cannot be read.
         """
         found.refuse_other_form(self.sharded)
         if self.sharded:
             from distributed import shards
 
-            shards.load(found.path, state)
+            shards.load(found.path, state, self.ranks)
             return state
-        loaded: dict[str, Any] = self.ranks.load(found.path / "state.pt")
+        loaded: dict[str, Any] = self._load(found.path / "state.pt")
         if misfit := next(_misfits(loaded, state), None):
             raise CheckpointError(f"{found.path} does not fit this training: {misfit}")
         return loaded
 
     def load_own(self, found: Found) -> Any:
-        """What this rank gave as `own`; None from rank found.ranks on, where a smaller world had saved."""
-        owns = self.ranks.load(found.path / "ranks.pt")
+        """What this rank gave as `own`; None from rank found.ranks on, where a smaller world had saved.
+
+        Raises CheckpointError when it cannot be read.
+        """
+        owns = self._load(found.path / "ranks.pt")
         return owns[self.ranks.rank] if self.ranks.rank < len(owns) else None
+
+    def _load(self, file: Path) -> Any:
+        try:
+            return self.ranks.load(file)
+        except pickle.UnpicklingError as error:
+            raise CheckpointError(f"{file}: not loaded: {error}") from None
+        except OSError as error:
+            raise CheckpointError(f"{file}: cannot be read: {error}") from error
 
     # -- leaving
 

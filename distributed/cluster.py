@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from distributed.answers import UNFIT, Answer, read
-from distributed.comparison import differences, usable_cores
+from distributed.comparison import differences
 from distributed.doctor import plural, render, rows, terminal, wrap
 from distributed.fitness import LEVELS, Line, fault, judge, size
 from distributed.members import Member, of_answer
@@ -136,7 +136,7 @@ COLUMNS: dict[str, Callable[[Member], str]] = {
     "python": lambda member: member.facts.interpreter.version,
     "torch": lambda member: member.facts.torch.version or "none",
     "GPUs": lambda member: gpus(member) or "none",
-    "cores": lambda member: f"{usable_cores(member):g}",
+    "cores": lambda member: f"{member.facts.cores.usable:g}",
     "memory": lambda member: size(member.facts.memory.total),
     "network": lambda member: member.route.interface or "-",
 }

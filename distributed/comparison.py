@@ -59,11 +59,7 @@ def driver(member: Member) -> str:
 
 
 def cores(member: Member) -> str:
-    return f"{usable_cores(member):g} cores"
-
-
-def usable_cores(member: Member) -> float:
-    return min(member.facts.cores.affinity, member.facts.cores.quota or member.facts.cores.affinity)
+    return f"{member.facts.cores.usable:g} cores"
 
 
 def infiniband(member: Member) -> str:

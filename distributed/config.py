@@ -1,4 +1,4 @@
-"""One YAML file and `section.key=value` words become checked settings.
+"""One YAML file and `section.key=value` arguments become checked settings.
 
     settings = from_command_line(sys.argv[1:])       # --config config/quickstart.yaml train.steps=100
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
+import reprlib
 import sys
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,15 @@ from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+LARGEST_FILE = 10**6  # bytes: more than any settings need, and parsed in seconds
+DIGITS = 100  # of a number; Python converts no more than 4,300, and none is meant
+NOT_A_VALUE = (
+    ValueError,
+    LookupError,
+    AttributeError,
+    TypeError,
+)  # from PyYAML: `!!int x`, `!!bool x`, `!!timestamp x`
 
 
 class ConfigError(ValueError):
@@ -76,7 +86,7 @@ class Data(Section):
     @classmethod
     def _exists(cls, path: Path | None) -> Path | None:
         full = path and _absolute(path)
-        if full and not full.exists():
+        if full and not _exists(full):
             raise ValueError(f"there is no such file or folder (looked in {Path.cwd()})")
         if full and not (full.is_file() or full.is_dir()):
             raise ValueError("neither a file nor a folder")
@@ -140,7 +150,7 @@ class Checkpoint(Section):
     @classmethod
     def _from_the_callers_folder(cls, path: Path | None) -> Path | None:
         full = path and _absolute(path)
-        if full and full.exists() and not full.is_dir():
+        if full and _exists(full) and not full.is_dir():
             raise ValueError("not a folder: checkpoints need one of their own")
         return full
 
@@ -173,6 +183,13 @@ def _absolute(path: Path) -> Path:
         return path.expanduser().absolute()
     except RuntimeError:
         raise ValueError(f"there is no user {path.parts[0].removeprefix('~')!r} with a home folder here") from None
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError as error:
+        raise ValueError(f"cannot look there: {error.strerror}; give this user permission, or name another") from None
 
 
 def _exactly_one(section: BaseModel, first: str, second: str) -> None:
@@ -268,6 +285,16 @@ class _Loader(yaml.SafeLoader):
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            value = super().construct_object(node, deep)
+            if isinstance(value, int) and abs(value) >= 10**DIGITS:
+                raise ValueError
+        except NOT_A_VALUE:
+            problem = f"{_short(node.value)} is no value of the type {node.tag.rpartition(':')[2]}"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from None
+        return value
+
 
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
@@ -276,6 +303,13 @@ _Loader.yaml_implicit_resolvers = {
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d[\d_]*)(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
 )
+
+
+def _short(value: object) -> str:
+    """As Python writes it, in at most a few hundred characters."""
+    writer = reprlib.Repr()
+    writer.maxstring = writer.maxother = writer.maxlong = 200
+    return writer.repr(value)
 
 
 def read(path: Path | None, overrides: Sequence[str] = ()) -> Settings:
@@ -295,7 +329,11 @@ def read(path: Path | None, overrides: Sequence[str] = ()) -> Settings:
 
 def _read_file(path: Path) -> dict[str, Any]:
     try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+        with path.open("rb") as file:
+            content = file.read(LARGEST_FILE + 1)
+        if len(content) > LARGEST_FILE:
+            raise ConfigError(f"{path}: larger than {LARGEST_FILE // 10**6} MB; name a YAML file of settings")
+        tree = yaml.load(content.decode(), _Loader)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"{path}: cannot read it ({reason}); looked in {Path.cwd()}") from None
@@ -305,6 +343,8 @@ def _read_file(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}{where}: no valid YAML: {error.problem}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: no valid YAML: {str(error).splitlines()[0]}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: nested too deeply; write sections that hold keys") from None
     if tree is None:
         return {}
     if not isinstance(tree, dict):
@@ -317,14 +357,14 @@ def _override(tree: dict[str, Any], word: str) -> None:
     key, equals, text = word.partition("=")
     section, dot, name = key.partition(".")
     if not (equals and dot and section and name) or "." in name:
-        raise ConfigError(f"{word!r}: not understood; write section.key=value, for example train.steps=100")
+        raise ConfigError(f"{_short(word)}: not understood; write section.key=value, for example train.steps=100")
     try:
         value = yaml.load(text, _Loader)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, RecursionError):
         value = text
     inner = tree.setdefault(section, {})
     if not isinstance(inner, dict):
-        raise ConfigError(f"{word!r}: section {section!r} of the file holds {inner!r}, not keys")
+        raise ConfigError(f"{word!r}: section {section!r} of the file holds {_short(inner)}, not keys")
     inner[name] = value
 
 
@@ -342,7 +382,7 @@ def _explain(error: ValidationError, source: str, overrides: Sequence[str]) -> I
         elif fault["type"] == "missing":
             yield f"{said}: {key}: missing; add it (see config/quickstart.yaml)"
         else:
-            value = "" if isinstance(fault["input"], (Mapping, BaseModel)) else f"={fault['input']!r}"
+            value = "" if isinstance(fault["input"], (Mapping, BaseModel)) else f"={_short(fault['input'])}"
             yield f"{said}: {key}{value}: {fault['msg'].removeprefix('Value error, ')}"
 
 

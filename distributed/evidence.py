@@ -1,8 +1,9 @@
 """What a run left behind about its end, read into one account of each rank, agent and node that failed.
 
-The folder of a run holds, where they came so far: what workers wrote of themselves (errors/rank_<rank>.json), what
-the kit's agent saw (errors/node_<name>.json), torchrun's error files (ranks/), the nodes' exit statuses and their
-logs. Any of them may be missing, cut short or damaged; what can be read counts.
+The run directory holds, as far as they came: what workers wrote of themselves (errors/rank_<rank>.json), what the kit's
+agent saw (errors/node_<name>.json), why a supervisor was killed or lost its launcher (errors/supervisor_<name>.json),
+torchrun's error files (ranks/), the exit codes of the nodes and their logs. Any of them may be missing, cut short or
+damaged; what can be read counts.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 STOPPED = 75  # exit code: stopped on request with a checkpoint written, run again to go on
+STOP_CODES = (STOPPED, 128 + signal.SIGHUP, 128 + signal.SIGINT, 128 + signal.SIGTERM)  # of ranks that were stopped
 NOT_REACHED = 69  # exit code: this, or another node, cannot be reached
 SRUN = "srun"  # when it could start nothing, it has left what it said as if it were a node
 MOST_RANKS = 1 << 20  # of a node: more is no number of processes
@@ -47,6 +49,7 @@ class Failure:
     traceback: str = ""
     ended_by_agent: bool = False  # it got TERM or KILL, after another one had failed
     witness: str = ""  # who names this rank as missing, and in which words
+    program: str = "agent"  # without a rank: agent or supervisor
 
 
 @dataclass(frozen=True)
@@ -112,9 +115,25 @@ def gather(run: Path) -> Evidence:
     told = _by_rank(_log_accounts(logs, ends)) | written
     failures = [_joined(told[key], ends[key]) for key in sorted(told.keys() & ends.keys())]
     failures += [(told | ends)[key] for key in sorted(told.keys() ^ ends.keys())]
+    failures += _supervisors(run, facts, warnings)
     failures += _failed_agents(known.exits, logs, failures)
     failures += _lost_nodes(run, known, failures, seen)
     return replace(known, failures=tuple(failures), warnings=tuple(warnings))
+
+
+def _supervisors(run: Path, facts: Json, warnings: list[str]) -> Iterator[Failure]:
+    """errors/supervisor_<name>.json: one that was killed, or has lost its launcher."""
+    places = [place for place in _list(facts.get("places")) if isinstance(place, dict)]
+    without_ssh = {place.get("node") for place in places if not place.get("address")}
+    for path in sorted(run.glob("errors/supervisor_*.json")):
+        record = _read_json(path, warnings)
+        node, time = path.name[11:-5], _seconds(record.get("time"))
+        if record.get("cause") == "killed":
+            yield Failure(node, time=time, exit_code=128 + signal.SIGKILL, program="supervisor")
+        elif record.get("cause") == "launcher lost" and node in without_ssh:  # there is no connection to be lost
+            yield Failure(node, time=time, exit_code=128 + signal.SIGKILL, program="launcher")
+        elif message := _text(record.get("message")):
+            yield Failure(node, time=time, message=message)
 
 
 Ranks = dict[tuple[str, int], Failure]
@@ -278,8 +297,8 @@ def _not_heard(known: Evidence, seen: Sequence[Json]) -> set[str]:
     told = Counter(lost for account in seen if (lost := _text(account.get("lost"))))
     by_rank = {node: rank for rank, node in enumerate(known.ranks)}
     likely = max(told, key=lambda node: (told[node], by_rank.get(node, 0)), default="")
-    # What ended by something else had ended before it was missed.
-    return {likely} if likely and known.exits.get(likely, NOT_REACHED) == NOT_REACHED else set()
+    # A node that is cut off stops its ranks. What ended by something else had ended before it was missed.
+    return {likely} if likely and known.exits.get(likely, NOT_REACHED) in (NOT_REACHED, *STOP_CODES) else set()
 
 
 def _read_json(path: Path, warnings: list[str]) -> Json:

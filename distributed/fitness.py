@@ -425,7 +425,7 @@ def check_shm(facts: Facts) -> Iterator[Line]:
 def check_cores(facts: Facts) -> Iterator[Line]:
     """Cores that are there are not always cores that may be used."""
     cores = facts.cores
-    usable = min(cores.affinity, cores.quota or cores.affinity)
+    usable = cores.usable
     fact = f"{usable:g} of {cores.present} may be used, load {cores.load:.1f}"
     if usable < cores.affinity:
         yield warning(

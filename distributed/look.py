@@ -22,9 +22,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from distributed import marks
 from distributed.answers import framed
 from distributed.gpus import count, mebibytes, query, table
-from distributed.marks import marked
 from distributed.probe import PROC, ask, read
 
 TAIL = 8192  # bytes at the end of a rank's output that its last line is looked for in
@@ -90,12 +90,11 @@ class Look:
 
 def processes_of(run: str, node: str, proc: Path = PROC) -> list[Process]:
     """All processes that carry the mark of this run on this node."""
-    marks = {f"MUSTER_RUN_DIR={run}".encode(errors="surrogateescape"), f"MUSTER_NODE={node}".encode()}
     output = re.compile(OUTPUT.format(node=re.escape(node)))
     found = []
-    for folder in marked(marks, proc):
+    for pid in marks.marked(marks.of_run(run, node), marks.pids(str(proc)), str(proc)):
         with suppress(OSError):  # it has ended
-            found.append(process(folder, output))
+            found.append(process(proc / str(pid), output))
     return sorted(found, key=lambda one: one.pid)
 
 

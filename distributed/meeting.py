@@ -1,80 +1,119 @@
-"""The nodes of a run come together: torchrun's static rendezvous, with what it keeps from people.
+"""Rendezvous: torchrun's static one, with what it keeps from people.
 
-It waits for up to ten minutes without a word, and then raises what a store raises. Here a person sees who is missing,
-nodes that do not fit together are told so, and from then on the agents know of each other (`distributed.peers`).
+torchrun's waits for up to ten minutes without a line, and then raises what a store raises. Here a person sees which
+nodes are missing, a node that does not fit is refused, a port that belongs to another run is named with its owner, and
+from then on the agents know of each other (`distributed.peers`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import socket
 import sys
 import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+import uuid
+from contextlib import suppress
 from pathlib import Path
 
 import torch
-from torch.distributed import DistError, PrefixStore, TCPStore
+from torch.distributed import DistNetworkError, PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from distributed.accounts import node_name
-from distributed.peers import GAVE_UP, NotMet, Peers
+from distributed.peers import Facts, Membership, RendezvousFailed, Run, publish, read_run
 from distributed.worker import Script
 
-PATIENT = 15.0  # seconds between two words of a node that does not find the first one
+UNNAMED = "none"  # torchrun's run id when it was given none
+CONNECTING = 5.0  # seconds for one attempt to connect
+OWNER_ANSWERS = 5.0  # seconds in which the owner of a port that is in use may say who it is
 
 
-class Meeting(StaticTCPRendezvous):
-    """A static rendezvous of several nodes; afterwards `peers` knows them."""
+class Rendezvous(StaticTCPRendezvous):
+    """A static rendezvous; with several nodes, `membership` knows them afterwards."""
 
     def __init__(self, plain: StaticTCPRendezvous, script: Script) -> None:
         seconds = int(plain.timeout.total_seconds())
         super().__init__(plain.master_addr, plain.master_port, plain.rank, plain.world_size, plain.run_id, seconds)
         self.script = script
-        self.peers: Peers | None = None
+        self.membership: Membership | None = None
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Meet the other nodes. Raises NotMet when they do not come, or do not fit together."""
-        store = PrefixStore(self.run_id, self._connected())
-        names = os.environ.get("MUSTER_NODES", "").split()
-        self.peers = Peers(store, self.rank, self.world_size, card(self.script, self.world_size), names)
-        self.peers.meet(self.timeout.total_seconds(), say)
+        """Gather the nodes. Raises RendezvousFailed when they do not come, or this node is refused."""
+        facts = facts_of_node(self.script, self.world_size)
+        run_name = "" if self.run_id == UNNAMED else self.run_id
+        if self.rank == 0:
+            run_name = run_name or Path(os.environ.get("MUSTER_RUN_DIR", "")).name or uuid.uuid4().hex
+            self._store = self._store or self._serve()
+        run = self._gather(run_name, facts) if self.world_size > 1 else publish(self._connect(), run_name, facts)
+        assert self._store
         return RendezvousInfo(
-            store, self.rank, self.world_size, RendezvousStoreInfo(self.master_addr, self.master_port)
+            PrefixStore(run.id, self._store),
+            self.rank,
+            self.world_size,
+            RendezvousStoreInfo(self.master_addr, self.master_port),
         )
 
-    def _connected(self) -> TCPStore:
-        place, begun = f"{self.master_addr}:{self.master_port}", time.monotonic()
+    def _gather(self, run_name: str, facts: Facts) -> Run:
+        if self.membership:  # of the attempt before
+            self.membership.close()
+        place, names = f"{self.master_addr}:{self.master_port}", os.environ.get("MUSTER_NODES", "").split()
+        self.membership = Membership(self.rank, self.world_size, facts, place, self._connect, run_name, names)
+        return self.membership.gather(self.timeout.total_seconds(), say)
+
+    def _serve(self) -> TCPStore:
         try:
-            with _telling(f"waiting for the first node at {place}"):
-                self._store = TCPStore(
-                    self.master_addr,
-                    self.master_port,
-                    self.world_size,
-                    is_master=self.rank == 0,
-                    timeout=self.timeout,
-                    wait_for_workers=False,  # we do that ourselves, and say for whom
-                    multi_tenant=True,
-                )
-        except DistError as error:
-            if self.rank == 0:
+            return self._tcp_store(is_master=True)
+        except DistNetworkError as error:
+            if "EADDRINUSE" not in str(error):
                 raise
-            waited = f"{time.monotonic() - begun:.0f} s"
-            raise NotMet(f"no answer from the first node at {place} within {waited} ({error})", GAVE_UP) from error
+            owner = self._owner() or "another program"
+            raise RendezvousFailed(
+                f"port {self.master_port}: in use by {owner}; choose another --master-port"
+            ) from error
+
+    def _connect(self) -> Store:
+        if self.rank == 0 and self._store:
+            return self._store
+        # TCPStore cannot be interrupted while it tries to connect, and prints pages when it fails.
+        socket.create_connection((self.master_addr, self.master_port), CONNECTING).close()
+        self._store = self._tcp_store(is_master=False)
         return self._store
 
+    def _owner(self) -> Run | None:
+        """The run that listens at our port. A program that is no store may never answer."""
+        found: list[Run | None] = []
 
-def card(script: Script, nodes: int) -> dict[str, str]:
-    """What a node shows the others of itself: its name, and what must be the same on all."""
-    shown = {"node": node_name(), "NNODES": str(nodes), "PyTorch": torch.__version__}
+        def ask() -> None:
+            with suppress(RuntimeError):  # it is no store, or has just gone
+                found.append(read_run(self._tcp_store(is_master=False)))
+
+        asking = threading.Thread(target=ask, daemon=True)
+        asking.start()
+        asking.join(OWNER_ANSWERS)
+        return found[0] if found else None
+
+    def _tcp_store(self, is_master: bool) -> TCPStore:
+        return TCPStore(
+            self.master_addr,
+            self.master_port,
+            self.world_size,
+            is_master=is_master,
+            timeout=self.timeout,
+            wait_for_workers=False,  # we do that ourselves, and say for whom
+            multi_tenant=True,
+        )
+
+
+def facts_of_node(script: Script, nodes: int) -> dict[str, str]:
+    """The node's name, and what must be the same on all nodes of a run."""
+    facts = {"node": node_name(), "NNODES": str(nodes), "PyTorch": torch.__version__}
     if not script.is_module:
-        shown["the script"] = checksum(script.name)
+        facts["the script"] = checksum(script.file)
     if list(script.words[:1]) == ["--config"]:  # as the launchers pass CONFIG on
-        shown["CONFIG"] = checksum(script.words[1])
-    return shown
+        facts["CONFIG"] = checksum(script.words[1])
+    return facts
 
 
 def checksum(file: str) -> str:
@@ -87,20 +126,3 @@ def checksum(file: str) -> str:
 def say(line: str) -> None:
     """One line of the agent's own, for people."""
     sys.stderr.write(f"agent: {line}\n")
-
-
-@contextmanager
-def _telling(what: str) -> Iterator[None]:
-    """While this takes long, say so."""
-    over = threading.Event()
-    threading.Thread(target=_tell, args=(what, over), daemon=True).start()
-    try:
-        yield
-    finally:
-        over.set()
-
-
-def _tell(what: str, over: threading.Event) -> None:
-    begun = time.monotonic()
-    while not over.wait(PATIENT):
-        say(f"{what}, {time.monotonic() - begun:.0f} s")

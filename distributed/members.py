@@ -26,7 +26,7 @@ from distributed.probe import SYS, read
 from distributed.run_folder import machine
 from distributed.survey import checksum
 
-RUN_BY_RANKS = ("train.py", "distributed/*.py", "scripts/lib/*")  # of the kit: what must be the same on all nodes
+RUN_BY_RANKS = ("train.py", "distributed/**/*.py", "scripts/lib/*")  # of the kit: what must be the same on all nodes
 
 
 @dataclass(frozen=True)

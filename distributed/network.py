@@ -24,6 +24,7 @@ from pathlib import Path
 from distributed.probe import PROC, read
 
 PORTS = range(20_000, 30_000)  # to choose from; below the usual ephemeral ones
+MAX_SHOWN = 100  # characters of a command line in a message
 SIOCGIFADDR, SIOCGIFMTU = 0x8915, 0x8921  # linux/sockios.h: the address of an interface, and its MTU
 
 
@@ -55,7 +56,7 @@ def free_port() -> int:
 
 
 def listener(port: int, proc: Path = PROC) -> str:
-    """Who listens on the port, as "pid 12 (python train.py)"; empty when nobody that may be seen."""
+    """Who listens on the port, as "pid 12 (python train.py)", with its run; empty when nobody that may be seen."""
     sockets = {
         f"socket:[{columns[9]}]"
         for table in ("net/tcp", "net/tcp6")
@@ -66,7 +67,10 @@ def listener(port: int, proc: Path = PROC) -> str:
         with suppress(OSError):
             if os.readlink(link) in sockets:
                 process = link.parents[1]
-                return f"pid {process.name} ({read(process / 'cmdline').replace(chr(0), ' ').strip()[:60]})"
+                words = read(process / "cmdline").replace("\0", " ").strip()
+                command = f"pid {process.name} ({words if len(words) <= MAX_SHOWN else f'{words[:MAX_SHOWN]}...'})"
+                run = re.search(r"(?:^|\0)MUSTER_RUN_DIR=[^\0]*?([^/\0]+)/*(?:\0|$)", read(process / "environ"))
+                return f"{command} of run {run[1]}" if run else command
     return ""
 
 

@@ -21,11 +21,11 @@ import signal
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 MAX_NODES = 250_000  # names in one list: more is a slip of the finger, and must not fill the memory
 MAX_NAME = 253  # characters in a host name (RFC 1035)
 MAX_SLOTS = 1024  # processes on one node: more is an ssh port in the wrong place
+LARGEST_HOSTFILE = 10**7  # characters: a line for each of MAX_NODES
 SHOWN = 80  # characters of a long text in a message
 
 _ITEM = re.compile(r"[^][,]*(?:\[[^][]*\][^][,]*)*")  # what stands between two commas outside brackets
@@ -437,7 +437,10 @@ def _asked_for(words: list[str], hostfile: str | None, unwanted: str | None) -> 
     elif words:
         raise NodeListError("nodes are given both as words and by --hostfile: leave one out")
     else:
-        text = Path(hostfile).read_text(encoding="utf-8-sig", errors="replace")  # a comment may hold anything
+        with open(hostfile, encoding="utf-8-sig", errors="replace") as file:  # a comment may hold anything
+            text = file.read(LARGEST_HOSTFILE + 1)
+        if len(text) > LARGEST_HOSTFILE:
+            raise NodeListError(f"{hostfile}: larger than 10 MB; name a file that lists nodes")
         nodes = parse_hostfile(text, hostfile)
     return nodes if unwanted is None else exclude(nodes, unwanted)
 

@@ -1,9 +1,13 @@
-"""What the agents of one run tell each other: that they are there, that they live, and how they ended.
+"""Membership of a run on several nodes: join it, send heartbeats, learn of its end, exchange failure records.
 
-torchrun's agents meet once, and then know nothing of each other: when a rank dies on one node, the others wait until
-their collectives time out, for 10 to 30 minutes. Here each agent says through the store at which they met that it
-lives, and the first that cannot go on says so. The others know within a second; a node that falls silent is given up
-after LOST seconds. At the end they exchange their accounts of it, so that each can tell whose failure came first.
+torchrun's agents meet once and then know nothing of each other: when a rank dies on one node, the others wait until
+their collectives time out, for 10 to 30 minutes. Here each agent sends heartbeats through the store of the first node,
+and the first agent that cannot go on ends the run. The others know within a second; a node without heartbeats is given
+up after HEARTBEAT_TIMEOUT. At the end the agents exchange their failure records, so that each can judge which failure
+came first.
+
+All keys of a run stand below its name. A node that is refused has written none that the members act upon: it leaves,
+and the run goes on.
 """
 
 from __future__ import annotations
@@ -21,17 +25,33 @@ from torch.distributed import PrefixStore, Store
 
 from distributed.accounts import Accounts
 
-TURN = 0.5  # seconds between two exchanges with the store
-QUICK = 0.05  # the same, while they meet and part; a node whose ranks are done may wait long for the others
-LOST = 12.0  # seconds of silence after which a node is given up
-TELL = 5.0  # seconds between two words about who is missing
-LAST_WORDS = 4.0  # seconds in which all nodes give their accounts
+INTERVAL = 0.5  # seconds between two heartbeats
+FAST = 0.05  # the same, while the nodes gather and finish; a node whose ranks are done may wait long for the others
+HEARTBEAT_TIMEOUT = 12.0  # seconds
+RETRY = 0.2  # seconds between two attempts to find the first node
+REPORT = 5.0  # seconds between two lines about missing nodes
+REPORT_UNJOINED = 15.0  # seconds between two lines of a node that has not joined
+RECORDS_TIMEOUT = 4.0  # seconds in which all nodes send their failure records
 CLOSING = 1.0  # seconds for the thread to end
-GOODBYE = 2.0  # seconds that the first node waits for the others to go
+LEAVING = 2.0  # seconds that the first node waits for the others to leave
 UNFIT = 69  # exit code: a node cannot be reached, or is not fit
-GAVE_UP = 124  # exit code: gave up waiting
+GAVE_UP = 124  # exit code: timed out waiting
 
-Card = Mapping[str, str]  # what a node shows of itself
+Facts = Mapping[str, str]  # a node's name under "node", and what must be the same on all nodes
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run, as its first node publishes it at the store."""
+
+    id: str  # another one after each start
+    name: str
+    started: float  # unix seconds
+    facts: Facts  # of the first node
+
+    def __str__(self) -> str:
+        started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.started))
+        return f"run {self.name} (first node {self.facts['node']}, started {started})"
 
 
 @dataclass(frozen=True)
@@ -41,249 +61,367 @@ class End:
     node: str  # where, or which is lost
     exit_code: int
     reason: str
-    lost: bool = False  # the node fell silent: it gives no account any more
+    lost: bool = False  # no heartbeat of the node: it sends no failure records either
 
 
-class NotMet(Exception):
-    """The nodes did not come together. The exit code of it."""
+class RendezvousFailed(Exception):
+    """The nodes did not gather, or this node was refused. The exit code of it."""
 
-    def __init__(self, reason: str, exit_code: int) -> None:
+    def __init__(self, reason: str, exit_code: int = UNFIT) -> None:
         super().__init__(reason)
         self.exit_code = exit_code
 
 
-class Peers:
-    """The agents of all nodes, seen from one of them.
+class Membership:
+    """The agents of a run, seen from one of them.
 
-    One thread alone speaks with the store, and the agent only with that thread: a store that does not answer any more
-    must not keep the agent from ending its workers.
+    One thread alone uses the store, and the agent uses only that thread: a store that does not answer must not keep the
+    agent from ending its workers.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, card: Card, names: Sequence[str] = ()) -> None:
-        """rank: of this node, among size nodes. card: its name under "node", and what must be the same on all.
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        facts: Facts,
+        place: str,
+        connect: Callable[[], Store],
+        run_name: str = "",
+        names: Sequence[str] = (),
+    ) -> None:
+        """rank: of this node, among size nodes. facts: its name under "node", and what must be the same on all.
 
-        names: of all nodes, where they are known before they come.
+        place: of the store, as HOST:PORT. connect: one attempt to reach it; raises OSError or RuntimeError.
+        run_name: the first node must know it; on the others "" joins any run that fits.
+        names: of all nodes, where they are known beforehand.
         """
         self.rank, self.size = rank, size
-        self.cards: dict[int, Card] = {}  # of the nodes that have joined, as far as told
-        self.accounts: dict[int, Accounts] = {}  # of the others, once the run has ended badly
+        self.run: Run | None = None  # once it is known
+        self.members: dict[int, Facts] = {}  # nodes that have joined, as far as known
+        self.records: dict[int, Accounts] = {}  # of the other nodes, once the run has failed
+        self._facts = {**facts, "process": uuid.uuid4().hex}
+        self._place, self._connect, self._run_name = place, connect, run_name
         self._names = dict(enumerate(names))
-        self._absent = list(range(size))  # who has not come, by node rank
-        self._card = {**card, "process": uuid.uuid4().hex}
-        self._store = PrefixStore("muster", store.clone())  # type: ignore[attr-defined]
-        self._host = Host(self._store, size) if rank == 0 else None
+        self._absent = list(range(size))  # node ranks
+        self._store: Store | None = None  # below the run's name, once this node has joined
+        self._host: Host | None = None
+        self._obstacle = f"waiting for the first node at {place}"  # until this node has joined
+        self._refusal: RendezvousFailed | None = None
         self._end: End | None = None
-        self._met = self._all_done = self._leaving = self._gone = self._closed = False
+        self._complete = self._all_done = self._leaving = self._gone = self._closed = False
         self._heard = time.monotonic()
         self._outbox: queue.SimpleQueue[tuple[str, object]] = queue.SimpleQueue()
         self._wake = threading.Event()
-        self._thread = threading.Thread(target=self._exchange, daemon=True, name="peers")
+        self._thread = threading.Thread(target=self._work, daemon=True, name="membership")
         self._thread.start()
 
-    # ---------------------------------------------------------------- what the agent asks
+    # ---------------------------------------------------------------- called by the agent
 
-    def meet(self, patience: float, say: Callable[[str], None]) -> None:
-        """Return when all nodes are there. Raises NotMet after `patience` seconds, or when they do not fit."""
-        told = begun = time.monotonic()
-        while not self._met:
+    def gather(self, timeout: float, log: Callable[[str], None]) -> Run:
+        """Return when all nodes have joined. Raises RendezvousFailed after `timeout` seconds, or when refused."""
+        reported = begun = time.monotonic()
+        refused = ""
+        while not self._complete:
             now = time.monotonic()
-            if now - begun > patience:
-                self.tell_end(End(self._card["node"], GAVE_UP, f"{self._missing()}: gave up after {patience:.0f} s"))
+            if self._refusal:
+                self.close()
+                raise self._refusal
+            if now - begun > timeout:
+                if not self._store:
+                    self.close()
+                    raise RendezvousFailed(f"{self._obstacle}; gave up after {timeout:.0f} s", GAVE_UP)
+                self.report_end(End(self._facts["node"], GAVE_UP, f"{self._missing()}: gave up after {timeout:.0f} s"))
             if end := self.end():
                 self.leave()
-                raise NotMet(f"{end.node}: {end.reason}", end.exit_code)
-            if self._absent and (self._host or not self._names) and now - told >= TELL:  # else somebody hears all of us
-                told = now
-                say(f"{self._missing()}, {now - begun:.0f} s")
-            time.sleep(QUICK)
+                raise RendezvousFailed(f"{end.node}: {end.reason}", end.exit_code)
+            if self._host and self._host.refused != refused:
+                refused, reported = self._host.refused, now
+                log(f"refused {refused}; {self._missing()}")
+            elif line := self._progress(now - reported):
+                reported = now
+                log(f"{line}, {now - begun:.0f} s")
+            time.sleep(FAST)
+        assert self.run
+        return self.run
 
     def end(self) -> End | None:
         """Why the run cannot go on, if it cannot."""
-        if self._end is None and time.monotonic() - self._heard > LOST:
-            self._end = lost(self.cards, 0)
+        if self._end is None and self._store and time.monotonic() - self._heard > HEARTBEAT_TIMEOUT:
+            self._end = lost(self.members, 0)
         return self._end
 
-    def tell_end(self, end: End) -> None:
-        """Say that this node cannot go on. The first to say so is believed."""
+    def report_end(self, end: End) -> None:
+        """End the run on all nodes, if this node has joined it. The first report counts."""
         self._end = self._end or end
-        self._say("end", asdict(end))
+        self._send("end", asdict(end))
 
-    def part(self) -> End | None:
-        """All went well here: wait until it has everywhere, or not."""
-        self._say(f"done/{self.rank}", True)
+    def finish(self) -> End | None:
+        """The ranks of this node ended well: wait until those of all nodes have, or the run has failed."""
+        self._send(f"done/{self.rank}", True)
         self._leaving = True
         while not self._all_done and self.end() is None:
-            time.sleep(QUICK)
+            time.sleep(FAST)
         self.leave()
         return self._end
 
-    def last_words(self, accounts: Accounts) -> None:
-        """Give this node's accounts of the end, and collect those of the others. Takes LAST_WORDS seconds at most."""
+    def exchange_records(self, records: Accounts) -> None:
+        """Send this node's failure records, and collect those of the others. Takes RECORDS_TIMEOUT at most."""
         self._leaving = True
-        self._say(f"accounts/{self.rank}", accounts)
-        self._wait(lambda: self._living() <= {self.rank, *self.accounts}, LAST_WORDS)
-        self._say_goodbye()
+        self._send(f"records/{self.rank}", records)
+        self._wait(lambda: self._living() <= {self.rank, *self.records}, RECORDS_TIMEOUT)
+        self._leave()
 
-    def leave(self, accounts: Accounts | None = None) -> None:
-        """Go without waiting for what the others have to tell. Takes GOODBYE seconds at most."""
+    def leave(self, records: Accounts | None = None) -> None:
+        """Leave without waiting for the records of the others. Takes LEAVING seconds at most."""
         self._leaving = True
-        self._say(f"accounts/{self.rank}", accounts or {})
-        self._say_goodbye()
+        self._send(f"records/{self.rank}", records or {})
+        self._leave()
 
     def close(self) -> None:
-        """Fall silent. A thread that is in the store's code when Python ends would abort the process."""
+        """Stop the heartbeats. A thread that is in the store's code when Python ends would abort the process."""
         self._closed = True
         self._wake.set()
         self._thread.join(CLOSING)
 
-    # ---------------------------------------------------------------- what the thread does
+    # ---------------------------------------------------------------- the thread: joining
 
-    def _exchange(self) -> None:
+    def _work(self) -> None:
         try:
-            self._join()
+            while not (self._store or self._closed):
+                self._try_to_join()
+        except RendezvousFailed as refusal:
+            self._refusal = refusal
+            return
+        try:
             while not self._closed:
                 self._turn()
                 self._heard = time.monotonic()
-                self._wake.wait(TURN if self._met and not self._leaving else QUICK)
+                self._wake.wait(INTERVAL if self._complete and not self._leaving else FAST)
                 self._wake.clear()
         except RuntimeError:  # whatever the store raises: its host is gone
-            self._end = self._end or lost(self.cards, 0)
+            self._end = self._end or lost(self.members, 0)
 
-    def _join(self) -> None:
-        there = json.loads(self._store.compare_set(f"card/{self.rank}", "", json.dumps(self._card)))
-        if there != self._card:
-            taken = f"NODE_RANK {self.rank} is that of {there['node']} already: each node has its own"
-            self._store.compare_set("end", "", json.dumps(asdict(End(self._card["node"], UNFIT, taken))))
+    def _try_to_join(self) -> None:
+        try:
+            root = self._connect()
+            if self.rank == 0:
+                self.run = publish(root, self._run_name, self._facts)
+            else:
+                self.run = self._find_run(root)
+            store = keys_of(root, self.run)
+            if self._fits(store, self.run):
+                self._heard = time.monotonic()
+                self.members = {0: self.run.facts, self.rank: self._facts}
+                self._host = Host(store, self.size) if self.rank == 0 else None
+                self._store = store
+                return
+        except (OSError, RuntimeError):  # nobody listens there, or the store has just gone
+            self._obstacle = f"waiting for the first node at {self._place}"
+        self._wake.wait(RETRY)
+
+    def _find_run(self, root: Store) -> Run:
+        until = time.monotonic() + HEARTBEAT_TIMEOUT
+        while not (run := read_run(root)):
+            if time.monotonic() > until:
+                raise RendezvousFailed(f"{self._place}: in use by another program; choose another --master-port")
+            time.sleep(FAST)
+        return run
+
+    def _fits(self, store: Store, run: Run) -> bool:
+        """Claim this node's rank in the run. False when the run is over. Raises RendezvousFailed when refused."""
+        if is_over(store):
+            self._obstacle = f"waiting for the first node at {self._place}, where {run} is ending"
+            return False
+        if self._run_name and run.name != self._run_name:
+            raise RendezvousFailed(
+                f"{self._place}: in use by {run}, not by {self._run_name}; choose another --master-port"
+            )
+        if odd := differences(self._facts, run.facts):
+            store.set("refused", f"{self._facts['node']}: {odd}")
+            raise RendezvousFailed(
+                f"{self._place}: in use by {run}: {odd}; make them equal, or choose another --master-port"
+            )
+        return self._claim(store, run)
+
+    def _claim(self, store: Store, run: Run) -> bool:
+        """A member that was killed holds its rank until it is missed, and then its run ends. A living one keeps it."""
+        before = ask(store, f"heartbeat/{self.rank}")
+        while not (self._closed or is_over(store)):
+            holder = json.loads(store.compare_set(f"member/{self.rank}", "", json.dumps(self._facts)))
+            if holder == self._facts:
+                return True
+            if ask(store, f"heartbeat/{self.rank}") != before:
+                raise RendezvousFailed(
+                    f"{self._place}: in use by {run}: NODE_RANK {self.rank} is taken by {holder['node']}; "
+                    "choose another --master-port for another run, another NODE_RANK for this one"
+                )
+            self._obstacle = f"waiting for the end of {run}: {holder['node']} sends no heartbeat"
+            time.sleep(FAST)
+        return False
+
+    # ---------------------------------------------------------------- the thread: as a member
 
     def _turn(self) -> None:
+        assert self._store
         while not self._outbox.empty():
-            self._deliver(*self._outbox.get())
-        if self._gone and not self._host:  # the first node may have left with the store when it heard our goodbye
+            self._deliver(self._store, *self._outbox.get())
+        if self._gone and not self._host:  # the first node may have left with the store when it saw that we have
             self._closed = True
             return
-        self._store.set(f"pulse/{self.rank}", str(time.monotonic()))
+        self._store.set(f"heartbeat/{self.rank}", json.dumps(time.monotonic()))
         if self._host:
             self._host.look_around()
-            self.cards = self._host.cards
+            self.members = self._host.members
             self._gone = self._leaving and self._host.is_alone(self._living() - {0})
-        if not self._met:
+        if not self._complete:
             self._absent = ask(self._store, "absent") or []
-        if not self._met and (cards := ask(self._store, "cards")):
-            self.cards = {int(rank): card for rank, card in cards.items()}
-            self._met = True
+        if not self._complete and (members := ask(self._store, "members")):
+            self.members = {int(rank): facts for rank, facts in members.items()}
+            self._complete = True
         self._end = self._end or read_end(self._store)
         self._all_done = self._all_done or bool(ask(self._store, "all done"))
         if self._end and self._leaving:
-            self._collect()
+            self._collect(self._store)
         self._closed = self._closed or (not self._host and bool(ask(self._store, "closing")))  # it would only complain
 
-    def _deliver(self, key: str, value: object) -> None:
+    def _deliver(self, store: Store, key: str, value: object) -> None:
         if key == "end":
-            self._store.compare_set(key, "", json.dumps(value))
+            store.compare_set(key, "", json.dumps(value))
         else:
-            self._store.set(key, json.dumps(value))
-        self._gone = self._gone or (key == f"bye/{self.rank}" and not self._host)
+            store.set(key, json.dumps(value))
+        self._gone = self._gone or (key == f"left/{self.rank}" and not self._host)
 
-    def _collect(self) -> None:
-        for rank in set(self.cards) - {self.rank, *self.accounts}:
-            accounts = ask(self._store, f"accounts/{rank}")
-            if accounts is not None:
-                self.accounts[rank] = accounts
+    def _collect(self, store: Store) -> None:
+        for rank in set(self.members) - {self.rank, *self.records}:
+            records = ask(store, f"records/{rank}")
+            if records is not None:
+                self.records[rank] = records
 
-    # ---------------------------------------------------------------- small words
+    # ---------------------------------------------------------------- for both
 
-    def _say(self, key: str, value: object) -> None:
+    def _send(self, key: str, value: object) -> None:
         self._outbox.put((key, value))
         self._wake.set()
 
-    def _say_goodbye(self) -> None:
+    def _leave(self) -> None:
         """The first node, which has the store, goes last."""
-        self._say(f"bye/{self.rank}", True)
-        self._wait(lambda: self._gone, GOODBYE)
+        self._send(f"left/{self.rank}", True)
+        self._wait(lambda: self._gone or not self._store, LEAVING)
         if self._host and not self._gone:
-            self._say("closing", True)
-            self._wait(lambda: False, 2 * TURN)
+            self._send("closing", True)
+            self._wait(lambda: False, 2 * INTERVAL)
         self.close()
+
+    def _progress(self, seconds: float) -> str:
+        """The line to log when none was logged for so long."""
+        if not self._store:
+            return self._obstacle if seconds >= REPORT_UNJOINED else ""
+        speaks = self._host or not self._names  # elsewhere a person sees the lines of all nodes in one place
+        return self._missing() if self._absent and speaks and seconds >= REPORT else ""
 
     def _missing(self) -> str:
         missing = [self._names.get(rank, f"node rank {rank}") for rank in self._absent]
         return f"{self.size - len(missing)} of {self.size} nodes joined, waiting for {', '.join(missing)}"
 
     def _living(self) -> set[int]:
-        silent = self._end.node if self._end and self._end.lost else None
-        return {rank for rank, card in self.cards.items() if card["node"] != silent}
+        gone = self._end.node if self._end and self._end.lost else None
+        return {rank for rank, facts in self.members.items() if facts["node"] != gone}
 
-    def _wait(self, come: Callable[[], bool], patience: float) -> None:
-        until = time.monotonic() + patience
-        while not (come() or self._closed) and time.monotonic() < until and time.monotonic() - self._heard < LOST:
-            time.sleep(QUICK)
+    def _wait(self, condition: Callable[[], bool], timeout: float) -> None:
+        until = time.monotonic() + timeout
+        while not (condition() or self._closed) and time.monotonic() < until:
+            if self._store and time.monotonic() - self._heard >= HEARTBEAT_TIMEOUT:
+                return
+            time.sleep(FAST)
 
 
 class Host:
-    """What the first node does for all, as it has the store: sees who comes, who falls silent, and who is done."""
+    """What the first node does for all, as it has the store: sees who joins, who sends heartbeats, and who is done."""
 
     def __init__(self, store: Store, size: int) -> None:
-        self.cards: dict[int, Card] = {}
+        self.members: dict[int, Facts] = {}
+        self.refused = ""  # the node that was refused last, and why
         self._store, self._size = store, size
-        self._pulses: dict[int, tuple[bytes, float]] = {}  # of each node: what it said last, and when that was news
+        self._heartbeats: dict[int, tuple[bytes, float]] = {}  # of each node: the last one, and when it was new
 
     def look_around(self) -> None:
         """One turn."""
-        if len(self.cards) < self._size:
+        if len(self.members) < self._size:
             self._welcome()
-        for rank in self._silent_for(LOST):
-            self._end_it(lost(self.cards, rank))
+        for rank in self._without_heartbeat(HEARTBEAT_TIMEOUT):
+            self._store.compare_set("end", "", json.dumps(asdict(lost(self.members, rank))))
         if self._store.check([f"done/{rank}" for rank in range(self._size)]):
             self._store.set("all done", "true")
 
     def is_alone(self, others: set[int]) -> bool:
-        """Whether these have said goodbye."""
-        return not others or self._store.check([f"bye/{rank}" for rank in others])
+        """Whether these have left."""
+        return not others or self._store.check([f"left/{rank}" for rank in others])
 
     def _welcome(self) -> None:
-        for rank in set(range(self._size)) - set(self.cards):
-            if card := ask(self._store, f"card/{rank}"):
-                self.cards[rank] = card
-                if misfit := self._misfit(card):
-                    self._end_it(misfit)
-        self._store.set("absent", json.dumps(sorted(set(range(self._size)) - set(self.cards))))
-        if len(self.cards) == self._size and not read_end(self._store):
-            self._store.set("cards", json.dumps(self.cards))
+        for rank in set(range(self._size)) - set(self.members):
+            if facts := ask(self._store, f"member/{rank}"):
+                self.members[rank] = facts
+        self._store.set("absent", json.dumps(sorted(set(range(self._size)) - set(self.members))))
+        if self._store.check(["refused"]):
+            self.refused = self._store.get("refused").decode()
+        if len(self.members) == self._size and not read_end(self._store):
+            self._store.set("members", json.dumps(self.members))
 
-    def _misfit(self, card: Card) -> End | None:
-        """What is not the same there as on the first node."""
-        own = self.cards[0]
-        odd = [what for what in own if what not in ("node", "process") and card.get(what) != own[what]]
-        if not odd:
-            return None
-        found = ", ".join(f"{what} {card.get(what)}, but {own[what]} on {own['node']}" for what in odd)
-        return End(card["node"], UNFIT, f"{found}: make them the same")
-
-    def _silent_for(self, seconds: float) -> list[int]:
-        """The nodes whose pulse has not changed for so long."""
-        ranks = sorted(set(self.cards) - {0})
-        pulses = [self._store.get(f"pulse/{rank}") if self._store.check([f"pulse/{rank}"]) else b"" for rank in ranks]
+    def _without_heartbeat(self, seconds: float) -> list[int]:
+        """The nodes whose heartbeat has not changed for so long."""
+        ranks = sorted(set(self.members) - {0})
+        keys = [f"heartbeat/{rank}" for rank in ranks]
+        heartbeats = [self._store.get(key) if self._store.check([key]) else b"" for key in keys]
         now = time.monotonic()
-        for rank, pulse in zip(ranks, pulses, strict=True):
-            if self._pulses.get(rank, (None, now))[0] != pulse:
-                self._pulses[rank] = (pulse, now)
-        return [r for r in ranks if now - self._pulses[r][1] > seconds and not self._store.check([f"bye/{r}"])]
-
-    def _end_it(self, end: End) -> None:
-        self._store.compare_set("end", "", json.dumps(asdict(end)))
+        for rank, heartbeat in zip(ranks, heartbeats, strict=True):
+            if self._heartbeats.get(rank, (None, now))[0] != heartbeat:
+                self._heartbeats[rank] = (heartbeat, now)
+        return [r for r in ranks if now - self._heartbeats[r][1] > seconds and not self._store.check([f"left/{r}"])]
 
 
-def lost(cards: Mapping[int, Card], rank: int) -> End:
-    """The end of a run of which one node is not heard any more."""
-    return End(cards[rank]["node"] if rank in cards else f"node rank {rank}", UNFIT, "fell silent", lost=True)
+# ---------------------------------------------------------------- what stands in the store
+
+
+def publish(root: Store, name: str, facts: Facts) -> Run:
+    """Write at the root of the first node's store whose store it is."""
+    run = Run(uuid.uuid4().hex, name, time.time(), facts)
+    root.set("muster/run", json.dumps(asdict(run)))
+    return run
+
+
+def read_run(root: Store) -> Run | None:
+    """The run whose store this is; None when no agent has published one."""
+    published = ask(root, "muster/run")
+    return Run(**published) if published else None
+
+
+def keys_of(root: Store, run: Run) -> Store:
+    """The part of the store that belongs to the membership of this run."""
+    return PrefixStore(f"muster/{run.id}", root.clone())  # type: ignore[attr-defined]
+
+
+def is_over(store: Store) -> bool:
+    """Whether the run is ending, so that nobody can join it."""
+    return store.check(["end"]) or store.check(["all done"])
+
+
+def differences(facts: Facts, first: Facts) -> str:
+    """What is not the same on this node as on the first one; empty when all is."""
+    odd = [what for what in first if what not in ("node", "process") and facts.get(what) != first[what]]
+    return ", ".join(f"{what} {facts.get(what)}, but {first[what]} on {first['node']}" for what in odd)
+
+
+def lost(members: Mapping[int, Facts], rank: int) -> End:
+    """The end of a run of which one node sends no heartbeat any more."""
+    return End(members[rank]["node"] if rank in members else f"node rank {rank}", UNFIT, "connection lost", lost=True)
 
 
 def read_end(store: Store) -> End | None:
-    """What was said of the end."""
-    told = ask(store, "end")
-    return End(**told) if told else None
+    """The end of the run, once one is reported."""
+    end = ask(store, "end")
+    return End(**end) if end else None
 
 
 def ask(store: Store, key: str) -> Any:
-    """The value of a key, None when nobody has said it yet."""
+    """The value of a key, None when there is none."""
     return json.loads(store.get(key)) if store.check([key]) else None

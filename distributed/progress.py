@@ -24,7 +24,9 @@ def steps(metrics: Path) -> Iterator[int]:
     except OSError:
         return
     for line in lines:
-        with contextlib.suppress(ValueError, TypeError, KeyError):  # cut short, or about something else
+        with contextlib.suppress(
+            ValueError, TypeError, KeyError, OverflowError, RecursionError
+        ):  # cut short, or about something else
             yield int(json.loads(line)["step"])
 
 

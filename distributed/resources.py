@@ -41,6 +41,11 @@ class Cores:
     quota: float | None = None  # of the container or job, in cores
     load: float = 0.0  # mean number of running processes in the last minute
 
+    @property
+    def usable(self) -> float:
+        """In cores; with a quota perhaps less than one."""
+        return min(self.affinity, self.quota or self.affinity)
+
 
 @dataclass(frozen=True)
 class Limits:

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan
 
-from distributed.ranks import Ranks
+from distributed.ranks import Ranks, load_safely, refusal
 from distributed.step_folder import CheckpointError, FileNotes, written
 
 POLL = 0.05  # seconds between two looks at a file that another rank will write
@@ -156,26 +156,44 @@ def _unseen(folder: Path, rank: int) -> str | None:
 # ---- loading ----
 
 
-def load(folder: Path, state: dict[str, Any]) -> None:
+def load(folder: Path, state: dict[str, Any], ranks: Ranks) -> None:
     """Fill the state in place, its sharded tensors included, whatever the world size was that saved it.
 
-    Raises CheckpointError when a tensor of either is missing in the other, or has another shape.
+    Raises CheckpointError on every rank when one of them cannot read its shards, or when a tensor of either is missing
+    in the other, or has another shape.
     """
+    reader = _SafeReader(folder)
+    if fault := next(filter(None, ranks.everyone(reader.fault(ranks.rank))), None):
+        raise CheckpointError(fault)
     try:
-        dcp.load(state, storage_reader=_SafeReader(folder), planner=_StrictPlanner())
+        dcp.load(state, storage_reader=reader, planner=_StrictPlanner())
     except dcp.CheckpointException as error:
-        cause = next(iter(error.failures.values()))[0]
+        rank, (cause, _) = next(iter(error.failures.items()))
+        if isinstance(cause, OSError):
+            raise CheckpointError(f"{folder}: cannot be read on rank {rank}: {cause}") from error
+        if isinstance(cause, pickle.UnpicklingError):
+            raise CheckpointError(f"{folder}: not loaded: {cause}") from error
         raise CheckpointError(f"{folder} does not fit this training: {cause}") from error
 
 
 class _SafeReader(dcp.FileSystemReader):
     """Reads the metadata, which is a pickle, without running what a pickle could run."""
 
+    def fault(self, rank: int) -> str | None:
+        """Read the metadata; why that failed on this rank, or None."""
+        file = Path(self.path, ".metadata")
+        try:
+            self._metadata: Metadata = _unpickle(file.read_bytes())
+        except OSError as error:
+            return f"{file}: cannot be read on rank {rank}: {error}"
+        except pickle.UnpicklingError as error:
+            return f"{file}: not loaded: {error}"
+        return None
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        metadata: Metadata = _unpickle(Path(self.path, ".metadata").read_bytes())
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
+        self._metadata.storage_meta = self._metadata.storage_meta or StorageMeta()
+        self._metadata.storage_meta.load_id = self.load_id
+        return self._metadata
 
 
 class _StrictPlanner(DefaultLoadPlanner):
@@ -190,7 +208,7 @@ class _StrictPlanner(DefaultLoadPlanner):
         return super().create_local_plan()
 
     def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        torch.load(value, weights_only=True)  # what this accepts is safe to read as the parent class does
+        load_safely(value)  # what this accepts is safe to read as the parent class does
         value.seek(0)
         super().load_bytes(read_item, value)
 
@@ -201,14 +219,14 @@ class _Unpickler(pickle.Unpickler):
             return super().find_class(module, name)
         if (module, name) == ("builtins", "getattr"):
             return _member
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint needs: do not trust it")
+        raise pickle.UnpicklingError(refusal(f"{module}.{name}"))
 
 
 def _member(kind: object, name: str) -> Enum:
     """In place of getattr, with which Python 3.11.0 to 3.11.3 pickle the members of enumerations."""
     if isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__:
         return kind[name]
-    raise pickle.UnpicklingError(f"it asks for {name} of {kind}, which no checkpoint needs: do not trust it")
+    raise pickle.UnpicklingError(refusal(f"{name} of {kind}"))
 
 
 def _unpickle(content: bytes) -> Any:

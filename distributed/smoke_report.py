@@ -380,7 +380,7 @@ def main(words: Sequence[str] | None = None) -> int:
     options = parser.parse_args(words)
     try:
         report = json.loads(options.report.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         parser.error(f"'{options.report}' cannot be read as a report: {error}")
     show(report, options.json)
     return 0 if report["verdict"] == "ok" else 1

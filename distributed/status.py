@@ -32,6 +32,7 @@ from distributed.answers import UNFIT
 from distributed.look import Gpu, Rank
 from distributed.pulse import Beat, Pulse, feel
 from distributed.run_folder import KIT
+from distributed.verdict import decide
 from distributed.visit import Visit, left_on, visits
 from distributed.whereabouts import ELSEWHERE, GONE, HERE, IN_JOB, NoRun, Run, read
 
@@ -109,8 +110,6 @@ def state_of(run: Run, found: Sequence[Visit], verdict: Mapping[str, Any]) -> St
     if verdict:
         return State("ended", said(verdict), verdict.get("outcome") == "failed")
     ask = f"cd {shlex.quote(KIT)} && python -m distributed.verdict {shlex.quote(str(run.folder))}"
-    if run.launcher.where == GONE:
-        return State("ended", "its launcher was killed before it could give a verdict; what is known:", True, ask)
     return State("unknown", "nothing of it runs, and there is no verdict; what is known:", True, ask)
 
 
@@ -158,7 +157,7 @@ def read_object(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         return {**found, "written": path.stat().st_mtime} if isinstance(found, dict) else {}
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
 
 
@@ -182,7 +181,7 @@ def read_progress(folder: Path, now: float) -> Progress:
 def as_object(line: str) -> dict[str, Any]:
     try:
         found = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}  # the first of the tail, or one that is being written
     return found if isinstance(found, dict) else {}
 
@@ -391,6 +390,9 @@ def main(words: Sequence[str] | None = None) -> int:
         return 2
     found = visits(run, options.answers)
     verdict = read_object(run.folder / "verdict.json")
+    if not verdict and run.launcher.where == GONE:
+        decided = decide(run.folder)  # the launcher was killed before it could write it
+        verdict = asdict(decided) | {"written": decided.time or now}
     status = judge(run, found, verdict, read_progress(run.folder, now), now, options.job_state)
     if options.state:
         options.state.write_text(status.state.name + "\n")

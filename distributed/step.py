@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from distributed.launch.console import Console
 from distributed.nodelist import expand
 from distributed.task import BEAT, PATIENCE, REPORT
 
@@ -118,6 +119,7 @@ class Step:
         self._said_of_srun = (run / f"node_{SRUN}.log").open("ab", buffering=0)
         self._srun = srun
         self._stream = Stream()
+        self._console = Console()
 
     @property
     def all_heard(self) -> bool:
@@ -148,16 +150,20 @@ class Step:
     def hear(self, words: bytes) -> None:
         for word in self._stream.feed(words):
             if isinstance(word, bytes):
-                sys.stdout.buffer.write(word)
-                sys.stdout.buffer.flush()
+                self.show(word)
             elif word["node"] in self.nodes:
                 self.note(self.nodes[word["node"]], word)
+        if not words:
+            self.show(b"", last=True)
+
+    def show(self, words: bytes, last: bool = False) -> None:
+        for file, text in zip((1, 2), self._console.feed(words, last), strict=True):
+            put(file, text)
 
     def hear_srun(self, words: bytes) -> None:
         """Kept in any case. What it says of tasks that have been heard to their end is no news."""
         if not self.all_heard:
-            sys.stderr.buffer.write(words)
-            sys.stderr.buffer.flush()
+            put(2, words)
         with suppress(OSError):
             self._said_of_srun.write(words)
         *lines, self._line_of_srun = (self._line_of_srun + words).split(b"\n")
@@ -298,8 +304,14 @@ class Step:
         return self.code
 
     def say(self, words: str) -> None:
-        sys.stderr.write(f"step: {words}\n")
-        sys.stderr.flush()
+        put(2, f"step: {words}\n".encode())
+
+
+def put(file: int, words: bytes) -> None:
+    """On the console: that it was closed, or is full, is no reason to end."""
+    with suppress(OSError):
+        while words:
+            words = words[os.write(file, words) :]
 
 
 def json_of(value: object) -> str:

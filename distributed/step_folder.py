@@ -1,12 +1,13 @@
-"""A checkpoint on the disk: whole, or not there.
+"""The checkpoints in a directory: write, publish, find, remove.
 
-A checkpoint is a folder, `step_00000120/`. Its manifest.json holds the SHA-256 of every file and of itself.
-It is written beside, as `step_00000120.writing-<host>-<pid>`, brought to the disk, and renamed. So under its
-final name a checkpoint is whole, and one that the disk damaged later is told by its checksums and skipped.
+A checkpoint is a directory, `step_00000120/`. Its manifest.json holds the SHA-256 of every file and of itself.
+It is written as `step_00000120.writing-<host>-<pid>`, synced to the disk, and renamed. So a published checkpoint is
+complete, and the checksums show damage that happened later. A damaged or unreadable checkpoint is skipped while an
+older one is good. Where checkpoints exist and none can be used, that is an error, never "no checkpoint".
 
 Standard library alone.
 
-Try it: python -m distributed.step_folder FOLDER    lists the checkpoints of a folder and checks every byte
+Try it: python -m distributed.step_folder DIRECTORY    lists the checkpoints and checks every byte
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ import logging
 import mmap
 import os
 import re
+import shlex
 import shutil
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -36,8 +38,8 @@ log = logging.getLogger(__name__)
 STEP = re.compile(r"step_(\d{8,})(\.old)?")
 LEFTOVER = re.compile(r"step_\d{8,}\.(?:writing|removing)-(?P<host>.+)-(?P<pid>\d+)")
 MIB = 2**20
-SILENCE = 3600.0  # seconds without a change, after which another host's leftover counts as abandoned
-# What a filesystem answers that has no locks, or that cannot bring a folder to the disk.
+ABANDONED_AFTER = 3600.0  # seconds without a change to the unfinished checkpoint of another host
+# Errors of a file system that has no locks, or that cannot sync a directory.
 UNSUPPORTED = {errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 FileNotes = dict[str, dict[str, Any]]  # file name -> {"bytes", "sha256"}
@@ -65,15 +67,17 @@ class Found:
 
     @classmethod
     def read(cls, path: Path) -> Found:
-        """Read the manifest, and no other file. Raises CheckpointError when it is missing or damaged."""
+        """Read the manifest, and no other file. Raises CheckpointError when it is missing, unreadable or damaged."""
         file = path / "manifest.json"
         fields = ("step", "score", "ranks", "sharded", "written", "facts", "files")
         try:
             manifest = json.loads(file.read_bytes())
             checksum = manifest.pop("sha256")
             found = cls(path, **{field: manifest[field] for field in fields})
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{file}: cannot be read: {error!r}") from error
+        except OSError as error:
+            raise CheckpointError(f"{file}: cannot be read: {error.strerror or error}") from error
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointError(f"{file}: not a manifest, it is damaged: {error!r}") from error
         if checksum != _checksum(manifest):
             raise CheckpointError(f"{file}: its checksum does not match: it is damaged")
         return found
@@ -105,42 +109,92 @@ class Found:
             if _sha256(file) != noted["sha256"]:
                 return f"{file}: its checksum does not match: it is damaged"
         except OSError as error:
-            return f"{file}: cannot be read: {error}"
+            return f"{file}: cannot be read: {error.strerror or error}"
         return None
+
+    def refuse_unreadable(self) -> None:
+        """Raise OSError when one of its files cannot be opened and read. Reads one byte of each."""
+        for name in self.files:
+            with (self.path / name).open("rb") as stream:
+                stream.read(1)
 
 
 def newest(folder: Path) -> Found | None:
-    """The newest good checkpoint, every byte checked; what is skipped is named in a warning."""
-    return _first_good(described(folder))
+    """The newest good checkpoint, every byte checked; None when the directory holds no checkpoint.
+
+    Each newer one that is damaged or unreadable is named in a warning.
+    Raises CheckpointError when checkpoints exist and none can be used, or the directory cannot be listed.
+    """
+    return _first_good(folder, lambda found: -found.step)
 
 
 def best(folder: Path) -> Found | None:
-    """The good checkpoint with the lowest score; the newest of equals."""
-    return _first_good(sorted(described(folder), key=_score))
+    """The good checkpoint with the lowest score, the newest of equals; otherwise as newest()."""
+    return _first_good(folder, _score)
 
 
-def _first_good(candidates: Iterable[Found]) -> Found | None:
-    for found in candidates:
+def _first_good(folder: Path, order: Callable[[Found], float]) -> Found | None:
+    candidates, faults = _read_all(folder)
+    for found in sorted(candidates, key=order):
         fault = found.fault()
         if fault is None:
+            _warn(faults)
             return found
-        log.warning("skipping a checkpoint: %s", fault)
+        faults[found.path] = fault
+    if faults:
+        raise CheckpointError(_none_usable(folder, faults))
     return None
 
 
-def described(folder: Path) -> Iterator[Found]:
-    """The checkpoints whose manifest is whole, newest first; the others are named in a warning."""
+def described(folder: Path) -> list[Found]:
+    """The checkpoints whose manifest is intact, newest first; the others are named in a warning.
+
+    Raises CheckpointError when the directory cannot be listed.
+    """
+    found, faults = _read_all(folder)
+    _warn(faults)
+    return found
+
+
+def _read_all(folder: Path) -> tuple[list[Found], dict[Path, str]]:
+    """The checkpoints with an intact manifest, newest first, and the faults of the others."""
+    found, faults = [], {}
     for path in step_folders(folder):
         try:
-            yield Found.read(path)
+            found.append(Found.read(path))
         except CheckpointError as error:
-            log.warning("skipping a checkpoint: %s", error)
+            faults[path] = str(error)
+    return found, faults
+
+
+def _warn(faults: Mapping[Path, str]) -> None:
+    for path in sorted(faults, reverse=True):
+        log.warning("skipping a checkpoint: %s", faults[path])
+
+
+def _none_usable(folder: Path, faults: Mapping[Path, str]) -> str:
+    here = shlex.quote(str(folder))
+    return "\n".join([
+        f"{folder}: checkpoints exist, and none can be used:",
+        *(f"    {faults[path]}" for path in sorted(faults, reverse=True)),
+        "To resume, make one of them readable. To start from step 0, use another checkpoint directory "
+        f"(checkpoint.dir=PATH), or move this one: mv {here} {here}.unusable",
+    ])  # fmt: skip
 
 
 def step_folders(folder: Path) -> list[Path]:
-    """Newest first. An `.old` one stands in while the same step is being published again."""
-    named = [(match, path) for path in folder.glob("step_*") if (match := STEP.fullmatch(path.name))]
-    return [path for _, path in sorted(named, key=lambda pair: (-int(pair[0][1]), pair[0][2] is not None))]
+    """The published checkpoints, newest first. An `.old` one is the previous version of the same step.
+
+    Raises CheckpointError when the directory exists and cannot be listed.
+    """
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot list the checkpoints: {error.strerror or error}") from error
+    matches = filter(None, map(STEP.fullmatch, names))
+    return [folder / match[0] for match in sorted(matches, key=lambda match: (-int(match[1]), match[2] is not None))]
 
 
 def _score(found: Found) -> float:
@@ -236,7 +290,7 @@ def final_folder(folder: Path, step: int) -> Path:
 
 
 def new_folder(final: Path) -> Path:
-    """Make the folder beside, to write in before publishing."""
+    """Make the directory in which a checkpoint is written before it is published."""
     writing = final.with_name(f"{final.name}.writing-{_me()}")
     shutil.rmtree(writing, ignore_errors=True)
     writing.mkdir()
@@ -244,7 +298,7 @@ def new_folder(final: Path) -> Path:
 
 
 def publish(writing: Path, final: Path, manifest: Mapping[str, Any]) -> None:
-    """Seal the folder with its manifest and give it its name.
+    """Write the manifest and give the directory its final name.
 
     Where the step was published before, one of the two is found at every moment.
     """
@@ -262,19 +316,27 @@ def publish(writing: Path, final: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def prune(folder: Path, step: int, keep: int) -> None:
-    """Leave the newest `keep` up to this step, and the best. Later steps are another life's: left alone."""
-    ours = [found for found in described(folder) if found.step <= step]
+    """Remove old checkpoints: the newest `keep` up to this step stay, and the best one.
+
+    A later step belongs to another run and stays. What cannot be read stays too: it may be readable again.
+    """
+    try:
+        ours = [found for found in described(folder) if found.step <= step]
+    except CheckpointError as error:
+        log.warning("old checkpoints are not removed: %s", error)
+        return
     best_one = min((found for found in ours if found.score is not None), key=_score, default=None)
     for found in ours[keep:]:
         if found is not best_one:
             try:
+                found.refuse_unreadable()
                 remove(found.path)
             except OSError as error:
-                log.warning("%s: cannot be removed: %s", found.path, error)
+                log.warning("%s: not removed: %s", found.path, error)
 
 
 def remove(path: Path) -> None:
-    """Rename, then delete: what is half deleted does not bear a checkpoint's name."""
+    """Rename, then delete: a partly deleted checkpoint is never found under its name."""
     if path.exists():
         going = path.with_name(f"{path.name.removesuffix('.old')}.removing-{_me()}")
         shutil.rmtree(going, ignore_errors=True)
@@ -293,14 +355,14 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-# ---- one writer a folder ----
+# ---- one run writes to a directory ----
 
 
 def take_over(folder: Path) -> io.TextIOWrapper | None:
-    """Make the folder, lock it, and remove what dead runs left half done.
+    """Make the directory, lock it, and remove the unfinished checkpoints of runs that have ended.
 
-    Returns the lock: close it to give the folder back; None where the filesystem has no locks.
-    Raises CheckpointError when another run holds the folder, or it cannot be written to.
+    Returns the lock, which is released when it is closed; None where the file system has no locks.
+    Raises CheckpointError when another run holds the lock, or the directory cannot be written to.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -313,7 +375,7 @@ def take_over(folder: Path) -> io.TextIOWrapper | None:
 
 
 def _lock(folder: Path) -> io.TextIOWrapper | None:
-    """The kernel frees it when this process dies. Not flock: a forked data worker would hold that one too."""
+    """The kernel releases it when this process ends. Not flock(2): a forked data worker would hold that one too."""
     lock = (folder / ".lock").open("a+")
     try:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -334,14 +396,14 @@ def _lock(folder: Path) -> io.TextIOWrapper | None:
 
 
 def _abandoned(leftover: Path) -> bool:
-    """Whether nobody writes it any more: its process is gone; another host's was silent for long."""
+    """Whether its process has ended; on another host, whether nothing has changed for ABANDONED_AFTER seconds."""
     match = LEFTOVER.fullmatch(leftover.name)
     if match is None:
         return False
     if match["host"] == socket.gethostname():
         return int(match["pid"]) == os.getpid() or not _alive(int(match["pid"]))
     with suppress(FileNotFoundError):
-        return max(path.stat().st_mtime for path in (leftover, *leftover.iterdir())) < time.time() - SILENCE
+        return max(path.stat().st_mtime for path in (leftover, *leftover.iterdir())) < time.time() - ABANDONED_AFTER
     return False
 
 
@@ -360,12 +422,17 @@ def _me() -> str:
 
 
 def main(words: list[str], say: Callable[[str], object] = print) -> int:
-    """List a folder's checkpoints. 0: all are good; 1: one is not, or there is none; 2: no such folder."""
+    """List the checkpoints of a directory. 0: all are good; 1: one is not, or there is none; 2: no such directory."""
     if len(words) != 1 or not Path(words[0]).is_dir():
-        sys.stderr.write(f"no folder {' '.join(words)!r}: python -m distributed.step_folder FOLDER\n")
+        sys.stderr.write(f"no directory {' '.join(words)!r}: python -m distributed.step_folder DIRECTORY\n")
+        return 2
+    try:
+        paths = step_folders(Path(words[0]))
+    except CheckpointError as error:
+        sys.stderr.write(f"{error}\n")
         return 2
     faults = []
-    for path in step_folders(Path(words[0])):
+    for path in paths:
         try:
             found = Found.read(path)
             faults.append(found.fault())

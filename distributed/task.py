@@ -327,7 +327,7 @@ def die_with_parent(number: int) -> None:
 def agent_options(task: Task, counts: Sequence[int], env: Mapping[str, str]) -> list[str]:
     """torchrun's options on this node. counts: of each node, how many ranks."""
     return [
-        *("--nnodes", str(len(counts)), "--node-rank", str(task.node_rank)),
+        *("--rdzv-id", task.run.name, "--nnodes", str(len(counts)), "--node-rank", str(task.node_rank)),
         *("--nproc-per-node", str(counts[task.node_rank])),
         *("--master-addr", env["MASTER_ADDR"], "--master-port", env["MASTER_PORT"]),
         *("--log-dir", str(task.run / "ranks" / task.node)),

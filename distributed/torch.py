@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from distributed.world import MASTER, PLACE, STEP, World, WorldError
+from distributed.world import MASTER, PLACE, SLURM, World, WorldError
 
 STRATEGIES = ("auto", "single", "dp", "ddp", "fsdp")
 
@@ -77,8 +77,8 @@ def process_group(world: World | None = None, backend: str = "auto", timeout: fl
 
 
 def _meet(world: World, limit: timedelta) -> dist.Store:
-    """The store at which all ranks meet. Only torchrun may already be running one."""
-    if world.launcher == "torchrun":
+    """The store at which all ranks meet. torchrun's agent may already be running one."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store, _, _ = next(dist.rendezvous("env://", world.rank, world.size, timeout=limit))
         return store
     if world.master_addr is None or world.master_port is None:
@@ -156,6 +156,11 @@ def wrap(
 ) -> nn.Module:
     """Make the model train on all ranks. It must already be on its device, and inside a process group.
 
+    A process that resumes from a checkpoint sums gradients in the same order as the process that wrote it: on the
+    same number of ranks the next step is the same, bit for bit. For ddp this takes one exchange of gradients of zero
+    at the start; hooks that were registered on parameters before see those gradients. Gradients are exchanged in the
+    reverse order of registration: register the layers of a model in the order in which they are used.
+
     Args:
         strategy: auto (ddp, or single for one process), single, dp (one process, all its GPUs), ddp, fsdp (FSDP2).
         find_unused_parameters: for ddp, when some parameters get no gradient in some steps.
@@ -168,12 +173,66 @@ def wrap(
     if strategy == "dp":
         return DataParallel(model)
     if strategy == "ddp":
-        return DistributedDataParallel(
+        replicated = DistributedDataParallel(
             model, find_unused_parameters=find_unused_parameters, gradient_as_bucket_view=True
         )
+        _fix_bucket_layout(replicated)
+        return replicated
     if strategy == "fsdp":
         return _shard(model, world, dtype)
     return model
+
+
+def _fix_bucket_layout(replicated: DistributedDataParallel) -> None:
+    """Give the gradient buckets the layout that they keep.
+
+    DDP sums gradients in buckets. It begins with one bucket, and rebuilds the buckets once, after the first backward
+    pass, in the order in which the gradients were ready. An all-reduce over three or more ranks adds the numbers of an
+    element in an order that depends on the position of the element in its bucket. So the first step of each process
+    would round differently from a later one, and a run that resumes there would not equal one that was never stopped.
+    Here that first backward pass takes place at once, without data: the gradients of all parameters are zero, and
+    become ready in the reverse order of registration. With find_unused_parameters DDP never rebuilds its buckets.
+    """
+    if replicated.find_unused_parameters:
+        return
+    model = replicated.module
+    replicated.module = _SumOfParameters(model)
+    try:
+        with torch.enable_grad():
+            total = replicated()
+            total.backward(torch.zeros_like(total))
+    finally:
+        replicated.module = model
+    replicated.zero_grad(set_to_none=True)
+
+
+class _SumOfParameters(nn.Module):
+    """Uses every trainable parameter of a model. In its backward pass the one registered last is ready first."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model  # DDP looks for its buffers
+        self.trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.sparse = {
+            id(module.weight)
+            for module in model.modules()
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+        }
+
+    def forward(self) -> torch.Tensor:
+        """A scalar."""
+        total = torch.zeros((), device=self.trainable[0].device)
+        for parameter in self.trainable:
+            total = total + self._used(parameter).sum()
+        return total
+
+    def _used(self, parameter: nn.Parameter) -> torch.Tensor:
+        """DDP expects a sparse gradient from a sparse embedding."""
+        if id(parameter) not in self.sparse:
+            return parameter
+        return nn.functional.embedding(
+            torch.zeros(1, dtype=torch.long, device=parameter.device), parameter, sparse=True
+        )
 
 
 def _shard(model: nn.Module, world: World, dtype: torch.dtype | None) -> nn.Module:
@@ -221,7 +280,7 @@ def explain(world: World, env: Mapping[str, str] = os.environ) -> str:
     sources = {
         "torchrun": (*PLACE, "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "TORCHELASTIC_RUN_ID"),
         "environment": (*PLACE, "LOCAL_WORLD_SIZE", "NODE_RANK", "NNODES"),
-        "slurm": (*STEP, *MASTER),
+        "slurm": (*SLURM, *MASTER),
         "single": (),
     }[world.launcher]
     meeting = f"{world.master_addr}:{world.master_port}" if world.master_addr else "none needed"

@@ -3,9 +3,10 @@
 When one rank dies, the others lose their connection to it, and often report that before anybody has noticed
 the death. So causes are told from consequences by what each account says, and only then by time. In order:
 
-    a rank that raised an error of its own, died of a signal, or exited by itself
+    a rank that raised an error of its own, died of a signal, or exited by itself; a supervisor or a launcher that was
+    killed
     an agent that could not go on, though no rank of its node had failed
-    a node that fell silent
+    a node to which the connection was lost
     what may be a cause or not: exit 1 without a word, a broken connection that is not PyTorch's
     a rank that another one names as missing, or that alone said nothing while all others waited in vain
     a rank that lost the others or waited for them in vain: then the cause was not recorded
@@ -127,6 +128,8 @@ def kind(failure: Failure) -> Kind:
         return Kind.ACCUSED
     if failure.exit_code == STOPPED:
         return Kind.STOPPED
+    if failure.program in ("supervisor", "launcher"):
+        return Kind.OWN
     if failure.rank is None and failure.exit_code is None:
         return Kind.LOST_NODE
     if failure.exception or failure.message:
@@ -228,9 +231,10 @@ def judge(evidence: Evidence, launcher: int | None = None) -> Verdict:
         return _nothing_failed(evidence, launcher)
     culprit = first(failures)
     worth = kind(culprit)
-    if worth is Kind.STOPPED:
+    if worth is Kind.STOPPED and launcher != NOT_REACHED:
         return Verdict("stopped", STOPPED, _SENTENCES[worth](culprit))
-    if launcher in INTERRUPTED and worth is not Kind.OWN and BY_SLURM not in culprit.message:
+    interrupted = launcher in INTERRUPTED and worth is not Kind.OWN and BY_SLURM not in culprit.message
+    if worth is Kind.STOPPED or interrupted:  # ranks that the launcher stopped for a cause of its own
         return replace(_nothing_failed(evidence, launcher), collateral=_collateral(failures))
     codes = [one.exit_code for one in failures if one.exit_code and kind(one) < Kind.STOPPED]
     said = decisive(culprit)
@@ -275,15 +279,17 @@ def decide(run: Path, launcher: int | None = None) -> Verdict:
 
 # ---------------------------------------------------------------- in words
 
+_AGENT_SAYS = "agent: "  # before each line of the agent's own; its last one is why it ended
+_WHY_LOST = "no power or network there, or all its processes were killed"
 _SENTENCES: dict[Kind, Callable[[Failure], str]] = {
     Kind.OWN: lambda one: f"{who(one)} {_did(one)}",
     Kind.AGENT: lambda one: f"{who(one)} could not go on: {_short(what(one))}",
-    Kind.LOST_NODE: lambda one: (
-        f"{one.node} was lost: {one.message}"
-        if one.message
-        else f"{one.node} fell silent: it lost power or network, or was killed whole"
+    Kind.LOST_NODE: lambda one: f"{one.node}: connection lost: {one.message or _WHY_LOST}",
+    Kind.UNSURE: lambda one: (
+        f"{who(one)} could not go on: {_short(one.message.removeprefix(_AGENT_SAYS))}"
+        if one.rank is None and one.message.startswith(_AGENT_SAYS)
+        else f"{who(one)} {_did(one)}; nothing clearer was recorded"
     ),
-    Kind.UNSURE: lambda one: f"{who(one)} {_did(one)}; nothing clearer was recorded",
     Kind.ACCUSED: lambda one: f"{who(one)} did not come: {one.witness}",
     Kind.COLLATERAL: lambda one: f"the cause was not recorded; {who(one)} lost the others first: {_short(what(one))}",
     Kind.STOPPED: lambda _: "stopped on request, a checkpoint is written: run the same command again to go on",
@@ -294,7 +300,7 @@ _SENTENCES: dict[Kind, Callable[[Failure], str]] = {
 def who(failure: Failure) -> str:
     if failure.node == SRUN:
         return SRUN
-    name = "the agent" if failure.rank is None else f"rank {failure.rank}"
+    name = f"the {failure.program}" if failure.rank is None else f"rank {failure.rank}"
     return f"{name} on {failure.node}"
 
 

@@ -83,7 +83,7 @@ def read(folder: Path) -> Run:
     """What run.json tells, and how things stand now. Raises NoRun when it does not tell enough."""
     try:
         facts = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise NoRun(f"{folder}/run.json: cannot be read ({error})") from None
     if not isinstance(facts, dict) or not {"folder", "launcher", "places", "python"} <= facts.keys():
         raise NoRun(f"{folder}/run.json: does not tell where the run is, an older version of the kit wrote it")

@@ -1,15 +1,16 @@
 """Which process of the run am I?
 
-torchrun and srun each tell a process its place through environment variables. `World.from_env` reads the whole
-environment of *one* launcher, never variable by variable: half an environment is an error, not a guess. Standard
-library only: who starts a process must not import PyTorch to know its place.
+torchrun and srun each describe a process by environment variables. `World.from_env` reads the whole environment of
+*one* launcher, never variable by variable: an incomplete environment is an error or, where what is left determines
+the rest, a note; never a silent guess. Standard library only: a launcher must not import PyTorch to know its place.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from distributed.nodelist import NodeListError, expand, tasks_per_node
@@ -17,16 +18,18 @@ from distributed.nodelist import NodeListError, expand, tasks_per_node
 T = TypeVar("T")
 PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 MASTER = ("MASTER_ADDR", "MASTER_PORT")
-STEP = (
-    *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"),
-    *("SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST"),
+SLURM = (
+    *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_GTIDS"),
+    *("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"),
+    *("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"),
 )
-# SLURM numbers the batch script, the interactive step and the like downwards from here: they are no job steps.
+# SLURM numbers the batch script, the interactive step and the like from here up: they are no job steps.
 FIRST_SPECIAL_STEP = 4_294_967_000
+DEFAULT_PORT = 29_500  # torchrun's
 
 
 class WorldError(RuntimeError):
-    """The environment does not say which process this is, or says it twice."""
+    """The environment does not determine which process this is, or contradicts itself."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +42,10 @@ class World:
     local_size: int = 1
     node_rank: int = 0  # 0 .. nodes-1
     nodes: int = 1
-    master_addr: str | None = None  # None: a single process needs no meeting point
+    master_addr: str | None = None  # None: a single process needs no rendezvous
     master_port: int | None = None
-    launcher: str = "single"  # who said so: torchrun, environment, slurm, single
-    notes: tuple[str, ...] = ()  # what a person should know about how this was decided
+    launcher: str = "single"  # the source: torchrun, environment, slurm, single
+    notes: tuple[str, ...] = ()  # assumptions that a person should know of
 
     def __post_init__(self) -> None:
         for name, value, limit in (
@@ -52,7 +55,7 @@ class World:
         ):
             if not 0 <= value < limit:
                 raise WorldError(
-                    f"{name} {value} is not one of 0 to {limit - 1} (as {self.launcher} says): "
+                    f"{name} {value} is not one of 0 to {limit - 1} (source: {self.launcher}): "
                     "the environment mixes two launches; start from a clean shell"
                 )
 
@@ -61,23 +64,41 @@ class World:
         """Read the place of this process from the environment of the launcher that started it.
 
         The first that applies: torchrun (also under srun), a complete RANK/WORLD_SIZE/LOCAL_RANK/MASTER_ADDR/
-        MASTER_PORT, SLURM inside a real job step, a single process.
+        MASTER_PORT, a task of srun, a single process. Of this process's own environment, rank 0 prints the notes on
+        stderr, each once.
 
         Raises:
-            WorldError: half an environment, a value that is no number, or two launchers that contradict.
+            WorldError: an incomplete environment, a value that is not a number, or two launchers that contradict.
         """
-        given = {name: env[name] for name in PLACE if env.get(name)}
-        missing = [name for name in PLACE if name not in given]
-        if not missing:
-            return _from_torchrun(env) if env.get("TORCHELASTIC_RUN_ID") else _from_complete(env)
-        if in_job_step(env) and not given.keys() - set(MASTER):
-            return _from_slurm(env)
-        if given:
-            raise WorldError(
-                f"{_names(given)} set, but not {', '.join(missing)}: start this process with torchrun or srun, "
-                f"or unset {' '.join(given)} to run it alone"
-            )
-        return cls(notes=_alone_in_an_allocation(env))
+        world = _read(env)
+        if env is os.environ and world.rank == 0:
+            _print_once(world.notes)
+        return world
+
+
+def _read(env: Mapping[str, str]) -> World:
+    given = {name: env[name] for name in PLACE if env.get(name)}
+    missing = [name for name in PLACE if name not in given]
+    if not missing:
+        return _from_torchrun(env) if env.get("TORCHELASTIC_RUN_ID") else _from_complete(env)
+    if not given.keys() - set(MASTER) and _is_task(env):
+        return _from_slurm(env)
+    if given:
+        raise WorldError(
+            f"{_names(given)} set, but not {', '.join(missing)}: start this process with torchrun or srun, "
+            f"or unset {' '.join(given)} to run it alone"
+        )
+    return World(notes=_alone_in_an_allocation(env))
+
+
+_printed: set[str] = set()
+
+
+def _print_once(notes: tuple[str, ...]) -> None:
+    for note in notes:
+        if note not in _printed:
+            _printed.add(note)
+            sys.stderr.write(f"warning: {note}\n")
 
 
 def _from_torchrun(env: Mapping[str, str]) -> World:
@@ -119,23 +140,30 @@ def _from_complete(env: Mapping[str, str]) -> World:
     )
 
 
-def as_env(world: World) -> dict[str, str]:
-    """The place in the words that scripts written for torchrun read."""
-    words = {
+def as_env(world: World, run: str) -> dict[str, str]:
+    """All variables that torchrun sets for its ranks, for a run with this id. No torchrun runs a store for them."""
+    variables = {
         "RANK": world.rank,
         "WORLD_SIZE": world.size,
         "LOCAL_RANK": world.local_rank,
         "LOCAL_WORLD_SIZE": world.local_size,
-        "NODE_RANK": world.node_rank,
-        "NNODES": world.nodes,
+        "GROUP_RANK": world.node_rank,
+        "GROUP_WORLD_SIZE": world.nodes,
+        "ROLE_RANK": world.rank,
+        "ROLE_WORLD_SIZE": world.size,
+        "ROLE_NAME": "default",
         "MASTER_ADDR": world.master_addr or "127.0.0.1",
         "MASTER_PORT": world.master_port or 0,
+        "TORCHELASTIC_RUN_ID": run,
+        "TORCHELASTIC_RESTART_COUNT": 0,
+        "TORCHELASTIC_MAX_RESTARTS": 0,
+        "TORCHELASTIC_USE_AGENT_STORE": False,
     }
-    return {name: str(value) for name, value in words.items()}
+    return {name: str(value) for name, value in variables.items()}
 
 
 def _refuse_stale_ranks(env: Mapping[str, str], rank: int, size: int) -> None:
-    """sbatch and srun hand on whatever the submitting shell exported: then every task believes to be one rank."""
+    """sbatch and srun pass on what the submitting shell exported: then every task has the same rank."""
     if not in_job_step(env):
         return
     task, tasks = _int(env, "SLURM_PROCID"), _step_size(env)
@@ -146,27 +174,7 @@ def _refuse_stale_ranks(env: Mapping[str, str], rank: int, size: int) -> None:
         )
 
 
-def _from_slurm(env: Mapping[str, str]) -> World:
-    """Only the step's variables are true: inside `srun -N1 -w n9` the others still describe the job."""
-    node_rank = _int(env, "SLURM_NODEID")
-    counts = _unfold(tasks_per_node, env, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
-    if node_rank >= len(counts):
-        raise WorldError(
-            f"SLURM_NODEID={node_rank}, but SLURM_STEP_TASKS_PER_NODE={env.get('SLURM_STEP_TASKS_PER_NODE')!r} "
-            f"speaks of {len(counts)} node(s): the environment mixes two job steps; start from a clean shell"
-        )
-    size = _step_size(env)
-    return World(
-        rank=_int(env, "SLURM_PROCID"),
-        size=size,
-        local_rank=_int(env, "SLURM_LOCALID"),
-        local_size=len(env["SLURM_GTIDS"].split(",")) if env.get("SLURM_GTIDS") else counts[node_rank],
-        node_rank=node_rank,
-        nodes=len(counts),
-        master_addr=env.get("MASTER_ADDR") or _first_task_host(env),
-        master_port=_port(env) if env.get("MASTER_PORT") else slurm_port(env),
-        launcher="slurm",
-    )
+# ---------------------------------------------------------------- a task of srun
 
 
 def in_job_step(env: Mapping[str, str] = os.environ) -> bool:
@@ -175,18 +183,124 @@ def in_job_step(env: Mapping[str, str] = os.environ) -> bool:
     return step.isdecimal() and int(step) < FIRST_SPECIAL_STEP and bool(env.get("SLURM_PROCID"))
 
 
+def _is_task(env: Mapping[str, str]) -> bool:
+    """Whether this is a task of srun, also where a wrapper or a container has dropped a part of SLURM's variables.
+
+    Outside of a step SLURM sets PROCID, LOCALID and NODEID, all 0, in the batch script alone, beside its JOB_ID.
+    """
+    numbers = {env[name] for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID") if env.get(name)}
+    if numbers - {"0"}:
+        return True
+    if step := env.get("SLURM_STEP_ID"):
+        return not step.isdecimal() or int(step) < FIRST_SPECIAL_STEP
+    if env.get("SLURM_STEP_NUM_TASKS"):
+        return env["SLURM_STEP_NUM_TASKS"] != "1"
+    return bool(env.get("SLURM_PROCID")) and (env.get("SLURM_NTASKS") or "1") != "1" and not _could_be_batch_script(env)
+
+
+def _could_be_batch_script(env: Mapping[str, str]) -> bool:
+    return bool(env.get("SLURM_JOB_ID") and env.get("SLURM_NODEID"))
+
+
+def _from_slurm(env: Mapping[str, str]) -> World:
+    """The variables of the step come first: inside `srun -N1 -w n9` the others still describe the job."""
+    rank, local_rank = _int(env, "SLURM_PROCID"), _int(env, "SLURM_LOCALID")
+    size = _step_size(env)
+    counts = _tasks_of_nodes(env, size)
+    node_rank = _int(env, "SLURM_NODEID") if env.get("SLURM_NODEID") else _node_by_blocks(env, rank, local_rank, counts)
+    if node_rank >= len(counts):
+        raise WorldError(
+            f"SLURM_NODEID={node_rank}, but the step has {len(counts)} node(s) with {_joined(counts)} tasks: "
+            "the environment mixes two job steps; start from a clean shell"
+        )
+    world = World(
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=len(env["SLURM_GTIDS"].split(",")) if env.get("SLURM_GTIDS") else counts[node_rank],
+        node_rank=node_rank,
+        nodes=len(counts),
+        master_addr=env.get("MASTER_ADDR") or _first_task_host(env, len(counts)),
+        master_port=_port(env) if env.get("MASTER_PORT") else slurm_port(env),
+        launcher="slurm",
+    )
+    return replace(world, notes=_assumptions(env, world))
+
+
+def _assumptions(env: Mapping[str, str], world: World) -> tuple[str, ...]:
+    layout = () if world.nodes == 1 else ("SLURM_NODEID", "SLURM_TASKS_PER_NODE")
+    given = {name for name in (*layout, "SLURM_STEP_ID") if env.get(name)}
+    if env.get("SLURM_STEP_TASKS_PER_NODE"):
+        given.add("SLURM_TASKS_PER_NODE")
+    missing = [name for name in ("SLURM_STEP_ID", *layout) if name not in given]
+    if not missing:
+        return ()
+    return (
+        f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set: taking this process for task "
+        f"{world.rank} of {world.size}, node {world.node_rank} of {world.nodes}; pass on all of SLURM's variables, "
+        "or unset SLURM_PROCID to run it alone",
+    )
+
+
+def _tasks_of_nodes(env: Mapping[str, str], size: int) -> list[int]:
+    """How many tasks each node of the step has. Without SLURM's word for it: equally many."""
+    if env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE"):
+        counts = _unfold(tasks_per_node, env, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+        if sum(counts) != size:
+            raise WorldError(
+                f"SLURM says {size} tasks, but {_joined(counts)} on its nodes: the environment mixes two job steps; "
+                "start from a clean shell"
+            )
+        return counts
+    name = next((name for name in ("SLURM_STEP_NUM_NODES", "SLURM_NNODES") if env.get(name)), "")
+    nodes = _int(env, name, least=1) if name else len(_hosts(env))
+    if size % nodes:
+        raise WorldError(
+            f"SLURM_TASKS_PER_NODE is not set, and {size} tasks on {nodes} nodes can be laid out in several ways: "
+            "let the wrapper or container pass it on"
+        )
+    return [size // nodes] * nodes
+
+
+def _node_by_blocks(env: Mapping[str, str], rank: int, local_rank: int, counts: list[int]) -> int:
+    """By srun's default: ranks 0 and 1 on the first node, 2 and 3 on the second. The local rank has to agree."""
+    distribution = env.get("SLURM_DISTRIBUTION", "block") if max(counts) > 1 else "block"
+    first = 0
+    for node, count in enumerate(counts if distribution.startswith("block") else ()):
+        if rank == first + local_rank and local_rank < count:
+            return node
+        first += count
+    raise WorldError(
+        f"SLURM_NODEID is not set, and task {rank} with SLURM_LOCALID={local_rank} can be on several nodes of "
+        f"{_joined(counts)} tasks (distribution {distribution}): let the wrapper or container pass it on"
+    )
+
+
 def slurm_port(env: Mapping[str, str]) -> int:
     """A port below the ephemeral range (32768) that two jobs, and two steps of one job, seldom share."""
-    return 20_000 + (_int(env, "SLURM_JOB_ID") + 997 * _int(env, "SLURM_STEP_ID")) % 10_000
+    if not env.get("SLURM_JOB_ID"):
+        return DEFAULT_PORT
+    step = _int(env, "SLURM_STEP_ID") if env.get("SLURM_STEP_ID") else 0
+    return 20_000 + (_int(env, "SLURM_JOB_ID") + 997 * step) % 10_000
 
 
 def _step_size(env: Mapping[str, str]) -> int:
-    return _int(env, "SLURM_STEP_NUM_TASKS" if env.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS")
+    return _int(env, "SLURM_STEP_NUM_TASKS" if env.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS", least=1)
 
 
-def _first_task_host(env: Mapping[str, str]) -> str:
+def _hosts(env: Mapping[str, str]) -> list[str]:
+    """Of the step if SLURM names them, else of the job."""
+    return _unfold(expand, env, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+
+
+def _first_task_host(env: Mapping[str, str], nodes: int) -> str:
     """The first host of the step, in the order of the job's components if it has several."""
-    hosts = _unfold(expand, env, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
+    hosts = _hosts(env)
+    if len(hosts) != nodes:
+        raise WorldError(
+            f"the host of task 0 is not known (SLURM_STEP_NODELIST is not set, and the step has {nodes} of the job's "
+            f"{len(hosts)} nodes): let the wrapper or container pass it on, or export MASTER_ADDR=<host of task 0>"
+        )
     if env.get("SLURM_DISTRIBUTION") == "arbitrary" and len(hosts) > 1:
         raise WorldError(
             "the host of task 0 is not known (distribution arbitrary, and SLURM_ARBITRARY_NODELIST is sorted): "
@@ -203,10 +317,10 @@ def _hosts_of_components(env: Mapping[str, str]) -> list[str]:
 
 
 def _unfold(unfold: Callable[[str], list[T]], env: Mapping[str, str], *names: str) -> list[T]:
-    """The list that the first of these variables stands for."""
-    name = next((name for name in names if env.get(name)), names[0])
+    """The list that the first of these variables stands for; the last is the one to name when none is set."""
+    name = next((name for name in names if env.get(name)), names[-1])
     try:
-        return unfold(_said(env, name))
+        return unfold(_value(env, name))
     except NodeListError as error:
         raise WorldError(f"{name}: {error}") from None
 
@@ -214,33 +328,48 @@ def _unfold(unfold: Callable[[str], list[T]], env: Mapping[str, str], *names: st
 def _alone_in_an_allocation(env: Mapping[str, str]) -> tuple[str, ...]:
     if not env.get("SLURM_JOB_ID"):
         return ()
-    return (
+    note = (
         f"inside SLURM job {env['SLURM_JOB_ID']}, but not started by srun: running as one process; "
-        "use `srun python ...` for all tasks",
+        "use `srun python ...` for all tasks"
     )
+    if env.get("SLURM_PROCID") and not env.get("SLURM_STEP_ID") and (env.get("SLURM_NTASKS") or "1") != "1":
+        note += " (if srun did start it: let the wrapper or container pass SLURM_STEP_ID on)"
+    return (note,)
+
+
+# ---------------------------------------------------------------- reading variables
 
 
 def _int(env: Mapping[str, str], name: str, least: int = 0) -> int:
-    value = _said(env, name)
+    value = _value(env, name)
     if not value.isdecimal() or int(value) < least:
-        wanted = f"a number from {least} up" if least else "a number"
-        raise WorldError(f"{name}={value!r} is not {wanted}: unset it, or start this process with torchrun or srun")
+        expected = f"a number from {least} up" if least else "a number"
+        raise WorldError(f"{name}={value!r} is not {expected}: unset it, or start this process with torchrun or srun")
     return int(value)
 
 
 def _port(env: Mapping[str, str]) -> int:
     port = _int(env, "MASTER_PORT")
     if port > 65_535:
-        raise WorldError(f"MASTER_PORT={port} is no port: the highest is 65535")
+        raise WorldError(f"MASTER_PORT={port} is not a port: the highest is 65535")
     return port
 
 
-def _said(env: Mapping[str, str], name: str) -> str:
-    if not env.get(name):
-        raise WorldError(f"{name} is not set, though other variables of its launcher are: start from a clean shell")
-    return env[name]
+def _value(env: Mapping[str, str], name: str) -> str:
+    if env.get(name):
+        return env[name]
+    remedy = (
+        "let the wrapper or container pass on all of SLURM's variables, or start this process with srun"
+        if name.startswith("SLURM_")
+        else "start from a clean shell"
+    )
+    raise WorldError(f"{name} is not set, though other variables of its launcher are: {remedy}")
 
 
 def _names(given: Mapping[str, str]) -> str:
     words = [f"{name}={value}" for name, value in given.items()]
     return f"{', '.join(words)} {'is' if len(words) == 1 else 'are'}"
+
+
+def _joined(counts: list[int]) -> str:
+    return ",".join(map(str, counts))

@@ -172,7 +172,7 @@ sweep_nodes() { # <seconds between the request to stop and the end>
 
 
 sweep_node() { # <node> <seconds>
-  visit "$1" "$KIT/scripts/lib/node.sh" --sweep --run "$MARK" --node "$1" --grace "$2"
+  visit "$1" "$RUN_PYTHON" -I -S "$KIT/scripts/lib/supervisor.py" sweep --dir "$MARK" --name "$1" --grace "$2"
 }
 
 

@@ -3,7 +3,7 @@
 # For the tests: run a command of these very words as the launchers would run it elsewhere.
 #
 # Usage: door.sh ssh NODE COMMAND [WORD...]           through scripts/lib/ssh.bash
-#        door.sh pdsh NODE PROGRAM FILE -- [WORD...]  through scripts/lib/pdsh.bash; options come before the --
+#        door.sh pdsh NODE PYTHON FILE -- [WORD...]   through scripts/lib/pdsh.bash; options come before the --
 #        door.sh login SHELL COMMAND [WORD...]        here, by the line that ssh would give to this login shell
 set -euo pipefail
 # shellcheck source=scripts/lib/common.bash
@@ -15,12 +15,14 @@ done
 
 
 # shellcheck disable=SC2034 # pdsh.bash reads them
-through_pdsh() { # <node> <program> <its file> [word...]
-  NODES=("$1") NPROC=(["$1"]=1) MASTER_ADDR=$1 MASTER_PORT=29500
+through_pdsh() { # <node> <python> <script> [word...]
+  NODES=("$1") NPROC=(["$1"]=1) MASTER_ADDR=$1 MASTER_PORT=29500 PYTHON=$2
   AGENT_WORDS=("${@:2:2}") SCRIPT_WORDS=("${@:4}")
   agent_words() { :; } # they stand above
   RUN=$(mktemp -d "$SOCKETS/run-XXXXXX")
-  run_pdsh "$PWD" <> <(:) # for as long as it is open, nobody is gone
+  name_supervisor
+  send_environment
+  run_pdsh <> <(:) # as long as it is open, the launcher is there
 }
 
 

@@ -193,7 +193,7 @@ END
 @test "an agent is killed: so are its ranks, and the verdict says who died" {
   faulty_script
   start - 1 "$N1" "$N2"
-  kill -KILL "$(<"logs/latest/node_$N2.pid")"
+  kill -KILL "$(pid_of command "$N2")"
   status_of_launcher
   [ "$status" -eq 137 ]
   grep -q "verdict: failed: the agent on $N2 died of SIGKILL" out
@@ -205,7 +205,7 @@ END
 @test "the agent of the first node, where all meet, is killed" {
   faulty_script
   start - 1 "$N1" "$N2"
-  kill -KILL "$(<"logs/latest/node_$N1.pid")"
+  kill -KILL "$(pid_of command "$N1")"
   status_of_launcher
   [ "$status" -eq 137 ]
   grep -q "verdict: failed: the agent on $N1 died of SIGKILL" out
@@ -223,9 +223,34 @@ with socket.create_server(("", 29500)):
     time.sleep(60)' >port &
   local holder=$!
   wait_for_line listening port
-  verdict_of 1 "the agent on $N1 could not go on: DistNetworkError: " --no-preflight "$N1" "$N2"
-  [[ "$output" == *"another process has this port on $N1: --master-port takes another"* ]]
+  verdict_of 69 "the agent on $N1 could not go on: port 29500: in use by another program; choose another " \
+    --no-preflight "$N1" "$N2"
   kill "$holder"
+}
+
+
+@test "a supervisor on a node is killed: the others end, and the verdict names it and its host" {
+  faulty_script
+  start - 1 "$N1" "$N2"
+  kill -KILL "$(pid_of supervisor "$N2")"
+  status_of_launcher
+  [ "$status" -eq 137 ]
+  grep -q "verdict: failed: the supervisor on $N2 died of SIGKILL" out
+  nothing_left_within 10
+}
+
+
+@test "the ssh client of a node is killed: a connection was lost, nobody asked to stop, and the run is restarted" {
+  faulty_script
+  start --max-restarts 1 - 1 "$N1" "$N2"
+  kill -KILL "$(pgrep -f "^ssh .*supervisor.py run .*--name $N2 ")"
+  wait_for_line "restart 1 of 1" out
+  : >logs/latest/go
+  status_of_launcher
+  [ "$status" -eq 0 ]
+  grep -q "verdict: failed: $N2: connection lost: the control channel was closed" out
+  run ! grep -w Killed out # so bash would begin, with the whole command
+  grep -q '"exit_code": 69' logs/latest/try_1/verdict.json
 }
 
 

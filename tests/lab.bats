@@ -125,6 +125,22 @@ receive() {
 }
 
 
+@test "the nodes divide the cores of this machine, over SSH and under SLURM; a value of one's own stays" {
+  local cores threads
+  cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)
+  threads=$((cores >= 12 ? cores / 6 : 1)) # three nodes with two ranks each
+  unset OMP_NUM_THREADS
+  SLURM_CONF=$(up --slurm --gpus 2)
+  export SLURM_CONF
+  [ "$(ssh "$N2" printenv OMP_NUM_THREADS)" = "$threads" ]
+  [ "$(ssh "$N2" printenv SLURM_CONF)" = "$SLURM_CONF" ]
+  [ "$(srun --nodelist="$N2" printenv OMP_NUM_THREADS)" = "$threads" ]
+  [ "$(OMP_NUM_THREADS=7 srun --nodelist="$N2" printenv OMP_NUM_THREADS)" = 7 ]
+  sbatch --quiet --wait --output="$BATS_TEST_TMPDIR/out" --wrap 'printenv OMP_NUM_THREADS'
+  [ "$(<"$BATS_TEST_TMPDIR/out")" = "$threads" ]
+}
+
+
 @test "pdsh reaches all of them" {
   up
   [ "$(PDSH_RCMD_TYPE=ssh pdsh -S -w "${PREFIX}[1-3]" hostname 2>/dev/null | sort)" = "$N1: $N1

@@ -6,6 +6,8 @@
 bats_require_minimum_version 1.5.0
 # shellcheck source=tests/lab/nodes.bash
 source "$BATS_TEST_DIRNAME/lab/nodes.bash"
+# shellcheck source=tests/lab/secrets.bash
+source "$BATS_TEST_DIRNAME/lab/secrets.bash"
 
 
 setup_file() {
@@ -32,6 +34,7 @@ teardown() {
 
 @test "pdsh starts all nodes at once, each with its own number of processes, and the words arrive" {
   script <<'END'
+assert os.environ["SECRET"] == open("secret").read()
 total = torch.tensor(rank)
 dist.all_reduce(total)
 with open(f"told.{rank}", "w") as file:
@@ -40,7 +43,9 @@ if rank == 0:
     print("finished")
 END
   export FANOUT=1 # pdsh's own setting would leave the second node waiting for ever
-  run --separate-stderr "$LAUNCH" --env "SAID=%n \$c 'd'" --script "my script.py" - 1 "$N2" "root@$N1:2" "$N3" \
+  make_secret
+  watch_command_lines
+  run --separate-stderr "$LAUNCH" --env-file secrets.env --env SEEN=yes --env "SAID=%n \$c 'd'" --script "my script.py" - 1 "$N2" "root@$N1:2" "$N3" \
     -- '%h %n' 'x  y' $'a\nb'
   [ "$status" -eq 0 ]
   grep -qx finished <<<"$output"
@@ -50,6 +55,8 @@ END
   done
   [ "$(cat logs/latest/node_*.exit | sort -u)" = 0 ]
   [[ "$stderr" == *"verdict: ok"* ]]
+  secret_was_kept
+  [ ! -e "logs/latest/node_$N1.environment" ]
 }
 
 
@@ -91,6 +98,8 @@ END
 }
 
 
+# The agents notice it, as with ssh.
+# bats test_tags=soak
 @test "a node that is cut off ends the run with 69, and its own processes by itself" {
   working_script
   start_work - 1 "$N1" "$N2" "$N3"
@@ -99,8 +108,8 @@ END
   status_of "$LAUNCHER"
   ((SECONDS <= 30)) # 12 to notice, 10 to end the others, and a busy machine
   [ "$status" -eq 69 ]
-  grep -q "$N3: the connection to it is lost: ending the others" logs/latest/launcher.log
-  grep -q "verdict: failed: $N3 fell silent" out
+  grep -q "$N3: connection to its supervisor lost; stopping the run" logs/latest/launcher.log
+  grep -q "verdict: failed: $N3: connection lost" out
   nothing_left_within 25
 }
 

@@ -5,11 +5,14 @@
 # whoever is killed, and a wrong call starts and writes nothing.
 
 bats_require_minimum_version 1.5.0
+# shellcheck source=tests/lab/secrets.bash
+source "$BATS_TEST_DIRNAME/lab/secrets.bash"
 
 
 setup() {
   KIT=$(readlink -f "$BATS_TEST_DIRNAME/..")
   LAUNCH=$KIT/scripts/ssh/launch_singlenode.sh
+  UNDER=() # what starts the launcher
   export VIRTUAL_ENV=${VIRTUAL_ENV:-$KIT/.venv} MUSTER_GRACE=8
   WORK="$BATS_TEST_TMPDIR/my 'work'"
   mkdir -p "$WORK"
@@ -21,8 +24,14 @@ teardown() {
   local log
   for log in "$WORK"/logs/*/; do
     [ -d "$log" ] || continue
-    "$KIT/scripts/lib/node.sh" --sweep --run "${log%/}" --node "$(uname -n)"
+    "$VIRTUAL_ENV/bin/python" -I -S "$KIT/scripts/lib/supervisor.py" sweep --dir "${log%/}" --name "$(uname -n)"
   done
+}
+
+
+# Of a process that watches over the newest run, or is watched over.
+pid_of() { # <supervisor, guard or command>
+  python3 -c 'import json, sys; print(json.load(open(sys.argv[2]))[sys.argv[1]]["pid"])' "$1" logs/latest/node_*.pid
 }
 
 
@@ -43,7 +52,7 @@ END
 start() { # <word...>
   : >out
   set -m
-  "$LAUNCH" "$@" >out 2>&1 3>&- &
+  "${UNDER[@]}" "$LAUNCH" "$@" >out 2>&1 3>&- &
   LAUNCHER=$!
   set +m
 }
@@ -86,6 +95,7 @@ END
 }
 
 
+# bats test_tags=slow
 @test "the kit's trainer gets CONFIG and settings, by run_ddp.sh too, and leaves a report" {
   cat >tiny.yaml <<'END'
 model: {n_layer: 1, n_head: 1, n_embd: 8, block_size: 16}
@@ -100,6 +110,17 @@ END
 }
 
 
+@test "a directory with a __main__.py is a script, and the run has its name" {
+  mkdir -p program
+  echo 'import os, sys; print(__file__, sys.path[0], sys.argv)' >program/__main__.py
+  run --separate-stderr "$LAUNCH" --script program/ - 1 -- one
+  [ "$status" -eq 0 ]
+  [ "$output" = "$PWD/program/__main__.py $PWD/program/ ['program/', 'one']" ]
+  [[ "$(readlink logs/latest)" == *program-* ]]
+}
+
+
+# bats test_tags=slow
 @test "run_ddp.sh is the same on this machine" {
   printf 'train: {steps: 1, batch_size: 4}\n' >tiny.yaml
   run "$KIT/scripts/run_ddp.sh" -n 2 --dry-run -c tiny.yaml -l warning -- 'train.steps=3'
@@ -111,15 +132,26 @@ END
 }
 
 
-@test "environment, a module, and the plain agent" {
-  printf 'import os, sys\nprint(os.environ["A"], os.environ["B"], sys.argv[1:], os.environ["LOCAL_WORLD_SIZE"])\n' >mod.py
+# bats test_tags=slow
+@test "environment, of which secrets are seen nowhere, a module, and the plain agent, whose rank has all cores for its threads" {
+  local cores
+  printf 'import os, sys\nprint(*(os.environ[name] for name in "A B OMP_NUM_THREADS".split()), sys.argv[1:])\n' >mod.py
+  printf 'assert os.environ["SECRET"] == open("secret").read()\n' >>mod.py
   printf '# a comment\nB=from a file $x\n' >env.txt
-  run --separate-stderr "$LAUNCH" --agent torchrun --env 'A=1 2' --env-file env.txt -m mod - 2 -- 'x y'
+  make_secret
+  watch_command_lines
+  cores=$(cd "$KIT" && "$VIRTUAL_ENV/bin/python" -m distributed.threads)
+  unset OMP_NUM_THREADS
+  run --separate-stderr "$LAUNCH" --agent torchrun --env 'A=1 2' --env-file env.txt --env SEEN=yes \
+    --env-file secrets.env -m mod - 1 -- 'x y'
   [ "$status" -eq 0 ]
-  [ "$output" = "1 2 from a file \$x ['x y'] 2" ]
+  [ "$output" = "1 2 from a file \$x $cores ['x y']" ]
+  secret_was_kept
+  [ "$(grep -c "^OMP_NUM_THREADS=$cores for each of 1 rank on $cores core" <<<"$stderr")" -eq 1 ]
 }
 
 
+# bats test_tags=slow
 @test "the exit code is the first failing rank's own, and the verdict names it" {
   script <<<'
 dist.init_process_group("gloo")
@@ -139,6 +171,7 @@ dist.barrier()'
 }
 
 
+# bats test_tags=slow
 @test "a killed rank: 137, the others are ended, and nothing is left" {
   script <<<'
 dist.init_process_group("gloo")
@@ -151,7 +184,8 @@ time.sleep(300)'
 }
 
 
-@test "Ctrl-C ends a script that knows nothing of it with 130, TERM with 143" {
+# bats test_tags=slow
+@test "Ctrl-C ends a script that knows nothing of it with 130, TERM with 143, also where both were ignored before" {
   script <<<'print("at work", flush=True); time.sleep(300)'
   start --script "my script.py" - 2
   wait_for_line "at work"
@@ -159,15 +193,19 @@ time.sleep(300)'
   status_of_launcher
   [ "$status" -eq 130 ]
   [ "$(left)" -eq 0 ]
+  UNDER=(nohup env --ignore-signal=INT) # as in a script: nohup launch... &
   start --script "my script.py" - 2
   wait_for_line "at work"
+  SECONDS=0
   kill -TERM "$LAUNCHER"
   status_of_launcher
   [ "$status" -eq 143 ]
+  ((SECONDS < 60)) # the script would go on for 300
   [ "$(left)" -eq 0 ]
 }
 
 
+# bats test_tags=slow
 @test "Ctrl-C in the middle of a training: a checkpoint, 75, and the same command goes on" {
   cat >tiny.yaml <<'END'
 model: {n_layer: 1, n_head: 1, n_embd: 8, block_size: 16}
@@ -193,7 +231,8 @@ END
 }
 
 
-@test "SIGKILL of the launcher, or of its agent, leaves nothing behind" {
+# bats test_tags=slow
+@test "SIGKILL of the launcher with its group, of its supervisor, or of its agent, leaves nothing behind" {
   script <<<'
 import signal
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -202,18 +241,46 @@ print("at work", flush=True); time.sleep(300)'
   start --script "my script.py" - 2
   wait_for_line "at work"
   [ "$(left)" -gt 2 ]
-  kill -KILL "$LAUNCHER"
-  timeout 15 sh -c 'while grep -qsz -- "^MUSTER_RUN_DIR=$1" /proc/[0-9]*/environ; do sleep 0.1; done' sh "$WORK"
+  kill -KILL -- "-$LAUNCHER" # as timeout does
+  timeout 10 sh -c 'while grep -qsz -- "^MUSTER_RUN_DIR=$1" /proc/[0-9]*/environ; do sleep 0.1; done' sh "$WORK"
+  [ "$(left)" -eq 0 ]
+  run -1 "$KIT/scripts/status.sh"
+  [[ "$output" == *"verdict: failed: the launcher on $(uname -n) died of SIGKILL"* ]]
+  start --script "my script.py" - 2
+  wait_for_line "at work"
+  kill -KILL "$(pid_of supervisor)"
+  status_of_launcher
+  [ "$status" -eq 137 ]
+  grep -q "verdict: failed: the supervisor on $(uname -n) died of SIGKILL" out
+  run ! grep -q "write a checkpoint" out
   [ "$(left)" -eq 0 ]
   start --script "my script.py" - 2
   wait_for_line "at work"
-  kill -KILL "$(cat logs/latest/node_*.pid)"
+  kill -KILL "$(pid_of command)"
   status_of_launcher
   [ "$status" -eq 137 ]
   [ "$(left)" -eq 0 ]
 }
 
 
+# bats test_tags=slow
+@test "a console that is closed or full loses what it would show, and nothing else" {
+  script <<<'
+for number in range(20000):
+    print("line", number)'
+  ("$LAUNCH" --max-restarts 3 --script "my script.py" - 2; echo "$?" >code) 2>&1 | head -n 1 >shown
+  [ "$(<code)" -eq 0 ]
+  [ -s shown ]
+  [ "$(grep -c "line 19999" logs/latest/node_*.log)" -eq 2 ]
+  [ ! -e logs/latest/try_1 ]
+  "$LAUNCH" --max-restarts 3 --script "my script.py" - 2 >&- 2>/dev/full
+  [ "$(grep -c "line 19999" logs/latest/node_*.log)" -eq 2 ]
+  grep -q '"outcome": "ok"' logs/latest/verdict.json
+  [ ! -e logs/latest/try_1 ]
+}
+
+
+# bats test_tags=slow
 @test "--max-restarts starts again, and keeps what the failed try left" {
   script <<<'
 if not os.path.exists("tried"):
@@ -222,11 +289,12 @@ if not os.path.exists("tried"):
 print("second try")'
   run "$LAUNCH" --max-restarts 2 --script "my script.py" - 1
   [ "$status" -eq 0 ]
-  [[ "$output" == *"starting again, 1 of 2"*"second try"* ]]
+  [[ "$output" == *"restart 1 of 2"*"second try"* ]]
   grep -q '"exit_code": 3' logs/latest/try_1/verdict.json
 }
 
 
+# bats test_tags=slow
 @test "a rank that exits with 255 is no lost connection" {
   script <<<'sys.exit(255)'
   run "$LAUNCH" --script "my script.py" - 1
@@ -235,7 +303,8 @@ print("second try")'
 }
 
 
-@test "--max-restarts gives up when three restarts have come no further" {
+# bats test_tags=slow
+@test "--max-restarts gives up when three restarts have made no progress" {
   script <<<'
 run = os.environ["MUSTER_RUN_DIR"]
 tries = len([name for name in os.listdir(run) if name.startswith("try_")])
@@ -243,11 +312,12 @@ print("{\"step\": %d}" % min(5 + tries, 6), file=open(run + "/metrics.jsonl", "a
 sys.exit(3)'
   run "$LAUNCH" --max-restarts 9 --script "my script.py" - 1
   [ "$status" -eq 3 ]
-  [[ "$output" == *"exit code 3: the last 3 restarts came no further than step 6: not trying again"* ]]
+  [[ "$output" == *"exit code 3: no progress past step 6 in 3 restarts; giving up"* ]]
   [ -e logs/latest/try_4 ] && [ ! -e logs/latest/try_5 ]
 }
 
 
+# bats test_tags=slow
 @test "two launches at once do not meet" {
   script <<<'dist.init_process_group("gloo"); dist.barrier(); print("met")'
   start --script "my script.py" - 2
@@ -259,6 +329,7 @@ sys.exit(3)'
 }
 
 
+# bats test_tags=slow
 @test "--detach returns at once, and the run goes on" {
   script <<<'print("at work", flush=True); time.sleep(1); open("done", "w")'
   run "$LAUNCH" --detach --script "my script.py" - 1
@@ -276,7 +347,7 @@ sys.exit(3)'
   run --separate-stderr "$LAUNCH" --dry-run --env 'A=1 2' --script "my script.py" - 4 -- 'a b'
   [ "$status" -eq 0 ]
   [[ "$output" == *"--nproc-per-node 4"*'my\ script.py a\ b'* ]]
-  [[ "$output" == *'A=1\ 2'* ]]
+  [[ "$output" == *": env A=... "* && "$output" != *"1\ 2"* ]]
   [ ! -e logs ]
 }
 
@@ -300,6 +371,7 @@ refused() { # <what the line must name> <word...>
   printf 'train: {steps: 1, batch_size: 4}\n' >right.yaml
   printf 'A=1\nB=2\r\n' >windows.env
   printf 'A=\0x\n' >nul.env
+  head -c 1000001 /dev/zero | tr '\0' '#' >large.env
   : >empty.txt
   refused "CONFIG and NPROC are wanted"
   refused "'nix.yaml'" nix.yaml 2
@@ -317,6 +389,7 @@ refused() { # <what the line must name> <word...>
   refused "'nix.py'" --script nix.py - 2
   refused "'nix.py'" --script=nix.py - 2
   refused "'.': cannot be read as a file" . 2
+  refused "'.': a directory without a __main__.py" --script . - 2
   refused "-m 'nix.trainer': " -m nix.trainer - 2
   refused "-m 'os.json': " -m os.json - 2
   refused "--bad" --bad - 2
@@ -325,6 +398,7 @@ refused() { # <what the line must name> <word...>
   refused "--master-port '99999'" --master-port 99999 - 2
   refused "--env 'NOVALUE'" --env NOVALUE - 2
   refused "--env-file 'nix'" --env-file nix - 2
+  refused "larger than 1 MB" --env-file large.env - 2
   refused "line 2: ends with a carriage return" --env-file windows.env - 2
   refused "--max-restarts 'x'" --max-restarts x - 2
   refused "'/nix/python'" --python /nix/python - 2
@@ -335,23 +409,27 @@ refused() { # <what the line must name> <word...>
 
 @test "what may be a slip is done, with a warning" {
   script <<<''
-  run --separate-stderr "$LAUNCH" --dry-run --script="my script.py" - 999
+  # OpenMP's variables do not change the cores that are there, though nproc obeys them.
+  OMP_NUM_THREADS=64 run --separate-stderr taskset --cpu-list 0 "$LAUNCH" --dry-run --script="my script.py" - 5
   [ "$status" -eq 0 ]
-  [[ "$stderr" == *"warning: NPROC 999: many for $(nproc) CPU core"* ]]
+  [[ "$stderr" == *"warning: NPROC 5: many for 1 CPU core(s), which they have to share"* ]]
 }
 
 
-@test "a port in use is refused" {
+@test "a port in use is refused with 69 and the run that has it" {
   script <<<''
-  python3 -c '
+  MUSTER_RUN_DIR=/logs/train-1 python3 -c '
 import socket, time
 with socket.create_server(("", 0)) as server:
     print(server.getsockname()[1], flush=True)
     time.sleep(60)' >port 3>&- &
   local holder=$! # not %1: that is the clock with which bats ends a test that hangs
   timeout 20 sh -c 'until [ -s port ]; do sleep 0.05; done'
-  refused "--master-port $(cat port)" --master-port "$(cat port)" --script "my script.py" - 2
+  run "$LAUNCH" --master-port "$(cat port)" --script "my script.py" - 2
   kill "$holder"
+  [ "$status" -eq 69 ]
+  [[ "$output" == "port $(cat port) is taken by pid $holder ("*") of run train-1"*"--master-port $(cat port): in use on this "* ]]
+  [ ! -e logs ]
 }
 
 

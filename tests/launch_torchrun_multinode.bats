@@ -34,7 +34,7 @@ teardown() {
 # Type the command on a node; its output is in the file out.NODE_RANK.
 by_hand() { # <node> <launcher> <NODE_RANK> <word...> - the words hold NODE_RANK as such
   local words=("${@:4}")
-  start "out.$3" lab ssh "$1" env "WHERE=$WORK" OMP_NUM_THREADS=1 bash -c 'cd -- "$WHERE" && exec "$@"' bash \
+  start "out.$3" lab ssh "$1" env "WHERE=$WORK" bash -c 'cd -- "$WHERE" && exec "$@"' bash \
     "$KIT/scripts/ssh/$2" --python "$VIRTUAL_ENV/bin/python" "${words[@]//NODE_RANK/$3}"
   PIDS[$3]=$LAUNCHER
 }
@@ -92,7 +92,7 @@ END
   lab cut "$N3"
   SECONDS=0
   for number in 0 1; do
-    wait_for_line "out.$number" "agent: $N3 fell silent: ending here too"
+    wait_for_line "out.$number" "agent: $N3: connection lost; stopping the ranks of this node"
     ((SECONDS <= 16))
   done
   nothing_left_within 25 # on the cut node as well, without its coming back
@@ -100,7 +100,7 @@ END
   for number in 0 1; do
     status_of "${PIDS[number]}"
     [ "$status" -eq 69 ]
-    grep -q "verdict: failed: $N3 fell silent: it lost power or network, or was killed whole" "out.$number"
+    grep -q "verdict: failed: $N3: connection lost" "out.$number"
   done
 }
 
@@ -111,7 +111,7 @@ END
   by_hand "$N2" launch_torchrun_multinode.sh 1 tiny.yaml 1 2 1 "$N1" "$PORT"
   wait_for_line out.0 "step      3/100000"
   run=$(grep -o "run [^ :]*" out.1 | cut -d' ' -f2)
-  "$KIT/scripts/lib/node.sh" --order stop --run "$WORK/logs/$run" --node "$N2"
+  supervisor stop --dir "$WORK/logs/$run" --name "$N2"
   for number in 0 1; do
     status_of "${PIDS[number]}"
     [ "$status" -eq 75 ]
@@ -121,16 +121,72 @@ END
 }
 
 
-@test "nodes that do not fit together are refused by the first, with both values" {
+@test "a node that does not fit is refused with both values, and the first waits for one that does" {
   script <<<''
   cp "my script.py" "other.py"
   echo "# newer" >>other.py
   by_hand "$N1" launch_torchrun_multinode.sh 0 --script "my script.py" - 1 2 0 "$N1" "$PORT"
   by_hand "$N2" launch_torchrun_multinode.sh 1 --script other.py - 1 2 1 "$N1" "$PORT"
+  status_of "${PIDS[1]}"
+  [ "$status" -eq 69 ]
+  grep -q "agent: $N1:$PORT: in use by run .*: the script sha256 .*, but sha256 .* on $N1; make them equal, or " out.1
+  wait_for_line out.0 "agent: refused $N2: the script sha256 "
+  by_hand "$N2" launch_torchrun_multinode.sh 1 --script "my script.py" - 1 2 1 "$N1" "$PORT"
   for number in 0 1; do
     status_of "${PIDS[number]}"
+    [ "$status" -eq 0 ]
+  done
+}
+
+
+@test "launches that come later to the same port are refused with the run that has it, and that run goes on" {
+  script <<'END'
+dist.barrier()
+if rank == 0:
+    print("at work", flush=True)
+go = torch.tensor(0)
+while not go:
+    go.fill_(os.path.exists("go"))
+    dist.all_reduce(go, dist.ReduceOp.MAX)
+    time.sleep(0.1)
+END
+  words=(--no-preflight --script "my script.py" - 1)
+  by_hand "$N1" launch_torchrun_multinode.sh 0 "${words[@]}" 2 0 "$N1" "$PORT"
+  by_hand "$N2" launch_torchrun_multinode.sh 1 "${words[@]}" 2 1 "$N1" "$PORT"
+  wait_for_line out.0 "at work"
+  by_hand "$N3" launch_torchrun_multinode.sh 2 "${words[@]}" 2 1 "$N1" "$PORT" # the one of somebody else
+  by_hand "$N1" launch_torchrun_multinode.sh 3 "${words[@]}" 2 0 "$N1" "$PORT"
+  for number in 2 3; do
+    status_of "${PIDS[number]}"
     [ "$status" -eq 69 ]
-    grep -q "agent: $N2: the script sha256 .*, but sha256 .* on $N1: make them the same" "out.$number"
+  done
+  run_of="in use by run $(grep -o -m1 'my-script-[^ :]*' out.0) (first node $N1, started "
+  grep -F "agent: $N1:$PORT: $run_of" out.2 | grep -q "NODE_RANK 1 is taken by $N2; choose another --master-port for"
+  grep -F "agent: port $PORT: $run_of" out.3 | grep -q "choose another --master-port"
+  : >go
+  for number in 0 1; do
+    status_of "${PIDS[number]}"
+    [ "$status" -eq 0 ]
+  done
+}
+
+
+# bats test_tags=soak
+@test "--max-restarts by hand: after a failure all nodes find each other again at the same port" {
+  script <<'END'
+dist.barrier()
+if not os.path.exists("failed before") and rank == 1:
+    open("failed before", "w").close()
+    raise ValueError("boom")
+dist.barrier()
+END
+  words=(--max-restarts 1 --script "my script.py" - 1 2 NODE_RANK "$N1" "$PORT")
+  by_hand "$N1" launch_torchrun_multinode.sh 0 "${words[@]}"
+  by_hand "$N2" launch_torchrun_multinode.sh 1 "${words[@]}"
+  for number in 0 1; do
+    status_of "${PIDS[number]}"
+    [ "$status" -eq 0 ]
+    grep -q "restart 1 of 1" "out.$number"
   done
 }
 

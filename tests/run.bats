@@ -45,7 +45,7 @@ esac
 END
   cat >"$BATS_TEST_TMPDIR/bin/bats" <<'END'
 #!/usr/bin/env bash
-echo "bats ${*: -1}" >>"$CALLS"
+echo "bats $*" >>"$CALLS"
 echo "bats speaks"
 while [[ $1 != --output ]]; do shift; done
 cat "$ANSWERS/bats.report" >"$2/report.tap"
@@ -132,7 +132,7 @@ without() { # <program...>
 @test "only the files that are named, from the folder they are named in" {
   cd "$KIT/tests"
   run_sh a.bats
-  [ "$(<"$CALLS")" = "bats $KIT/tests/a.bats" ]
+  [[ "$(<"$CALLS")" == "bats "*" $KIT/tests/a.bats" ]]
   rm "$CALLS"
   run_sh ./test_a.py::test_one
   [[ "$(<"$CALLS")" == pytest*" $KIT/tests/test_a.py::test_one" ]]
@@ -150,6 +150,21 @@ without() { # <program...>
   run_sh --lint
   [ "${lines[-1]}" = "Muster: 4 passed, 0 failed, 0 skipped" ]
   run ! grep -e ^pytest -e ^bats "$CALLS"
+}
+
+
+@test "--quick leaves out what is slow, and files that raise a laboratory" {
+  echo '  raise_nodes 3' >"$KIT/tests/nodes.bats"
+  echo '  "$BATS_TEST_DIRNAME/lab/lab.sh" "$@"' >"$KIT/tests/lab.bats"
+  run_sh --quick
+  [ "$status" -eq 0 ]
+  [ "${lines[-1]}" = "Muster: 8 passed, 0 failed, 0 skipped" ]
+  grep -qx "pytest .* -m not soak and not slow tests" "$CALLS"
+  grep -qx "bats .*--filter-tags !soak,!slow $KIT/tests/a.bats" "$CALLS"
+  run_sh
+  grep -qx "bats .*--filter-tags !soak $KIT/tests/a.bats $KIT/tests/lab.bats $KIT/tests/nodes.bats" "$CALLS"
+  run_sh --quick --soak
+  [ "$status" -eq 2 ]
 }
 
 

@@ -7,6 +7,8 @@
 #   FILE            only this one: a pytest file (or FILE::TEST) or a bats file; then no linters
 #   --lint          only the linters: ruff, mypy, shellcheck
 #   --soak          also the tests marked soak, for which a quarter of an hour is too short
+#   --quick         a first answer within four minutes: linters, and what raises no laboratory, launches no ranks
+#                   but for a few, and starts no agent. Left out are all faults on nodes, SLURM, training and the agent
 #   --python PATH   the Python, 3.10 or newer, to make .venv from (default: python3)
 #   --help          show this
 #
@@ -37,6 +39,8 @@ TOOLS=(
 REQUIREMENTS=(requirements.txt requirements-trackers.txt requirements-test.txt)
 WHAT=all # or files, or linters
 SOAK=
+QUICK=
+LABORATORY='^ *(raise_nodes|[^ ]*/lab/lab[.]sh.) ' # a line of a bats file that raises one
 BASE_PYTHON=
 PYTEST=() # files to give to pytest
 BATS=()   # files to give to bats
@@ -52,6 +56,7 @@ parse_args() { # <argument...>
     case $1 in
       --lint) WHAT=linters ;;
       --soak) SOAK=1 ;;
+      --quick) QUICK=1 ;;
       --python) need_value "$@" && BASE_PYTHON=$2 && shift ;;
       --help | -h) usage && exit ;;
       -*) die_usage "unknown option '$1'" ;;
@@ -59,9 +64,11 @@ parse_args() { # <argument...>
     esac
     shift
   done
+  [[ ! $SOAK || ! $QUICK ]] || die_usage "--soak and --quick: give one of the two"
   if [[ $WHAT == all ]]; then
     PYTEST=(tests)
     BATS=("$KIT"/tests/*.bats)
+    [[ ! $QUICK ]] || mapfile -t BATS < <(grep -LE "$LABORATORY" "$KIT"/tests/*.bats)
   fi
 }
 
@@ -161,7 +168,7 @@ run_bats() { # <file...>
   local report=$RESULTS/report.tap skipped
   local options=(--print-output-on-failure --report-formatter tap --output "$RESULTS")
   options+=(--jobs 2 --no-parallelize-within-files) # two files at once: they wait much, above all for SLURM
-  [[ $SOAK ]] || options+=(--filter-tags '!soak')
+  [[ $SOAK ]] || options+=(--filter-tags "!soak${QUICK:+,!slow}")
   show bats "${options[@]}" "$@"
   runner bats "${options[@]}" "$@"
   skipped=$(occurrences '^ok [0-9]+ .* # skip' "$report")
@@ -173,6 +180,7 @@ run_bats() { # <file...>
 start_pytest() { # <file...>
   PYTEST_COMMAND=("$PYTHON" -m pytest --junitxml "$RESULTS/pytest.xml")
   [[ ! $SOAK ]] || PYTEST_COMMAND+=(-m '')
+  [[ ! $QUICK ]] || PYTEST_COMMAND+=(-m 'not soak and not slow')
   [[ ! -t 1 ]] || PYTEST_COMMAND+=(--color yes)
   PYTEST_COMMAND+=("$@")
   env --default-signal=INT,QUIT "${PYTEST_COMMAND[@]}" >"$RESULTS/pytest.log" 2>&1 &

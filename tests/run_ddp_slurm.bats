@@ -8,6 +8,8 @@ bats_require_minimum_version 1.5.0
 
 # shellcheck source=tests/lab/nodes.bash
 source "$BATS_TEST_DIRNAME/lab/nodes.bash"
+# shellcheck source=tests/lab/secrets.bash
+source "$BATS_TEST_DIRNAME/lab/secrets.bash"
 
 
 setup_file() {
@@ -35,26 +37,20 @@ in_allocation() { # <word...>
 }
 
 
-@test "the trainer runs on the allocation" {
+@test "the trainer runs on the allocation, and secrets of its environment are seen nowhere" {
   cat >tiny.yaml <<'END'
 model: {n_layer: 1, n_head: 1, n_embd: 8, block_size: 16}
 train: {steps: 2, batch_size: 3, evaluate_windows: 3}
 logging: {every: 1, sample: 0}
 END
-  in_allocation -n 3 -c tiny.yaml
+  make_secret
+  watch_command_lines
+  in_allocation -n 3 -c tiny.yaml --env-file secrets.env --env SEEN=yes
   [ "$status" -eq 0 ]
+  secret_was_kept
   [[ "$output" == *"ddp on 3 x cpu"*"step 2/2"*"finished"* ]]
   [ -s logs/latest/report.html ]
   grep -q '"nodes": 2' logs/latest/settings.json
-}
-
-
-@test "a task that fails ends the others, and its own code is the exit code" {
-  printf 'import os, sys, time\nif os.environ["RANK"] == "2": raise ValueError("boom")\ntime.sleep(100)\n' >fails.py
-  in_allocation -n 3 -c - --script fails.py
-  [ "$status" -eq 1 ]
-  [[ "$output" == *"rank 2"*"raised ValueError: boom"* ]]
-  grep -q "^\[$N2:2\] ValueError: boom" "logs/latest/node_$N2.log"
 }
 
 
@@ -75,21 +71,6 @@ END
 }
 
 
-@test "a script that knows torchrun's words alone runs on the allocation" {
-  cat >foreign.py <<'END'
-import torch, torch.distributed as dist
-dist.init_process_group("gloo")
-total = torch.ones(1)
-dist.all_reduce(total)
-print("sum", int(total), flush=True)
-dist.destroy_process_group()
-END
-  in_allocation -n 3 -c - --script foreign.py
-  [ "$status" -eq 0 ]
-  [[ "$output" == *"sum 3"* ]]
-}
-
-
 @test "inside a job step it is refused: every task would start all of them" {
   run timeout 60 srun -Q -n1 "$KIT/scripts/run_ddp.sh" -n 1 -c - --script /dev/null
   [ "$status" -eq 2 ]
@@ -100,7 +81,7 @@ END
 @test "--dry-run prints the srun line and runs nothing" {
   in_allocation -n 3 -c - --script "$KIT/train.py" --dry-run --env 'A=1 2' -- 'x y'
   [ "$status" -eq 0 ]
-  [[ "$output" == *"--ntasks 3 --distribution block --cpus-per-task"*"train.py x\\ y"* ]]
+  [[ "$output" == *"--ntasks 3 --distribution block --cpus-per-task"*"train.py x\\ y"* && "$output" == "env A=... "* && "$output" != *"1\\ 2"* ]]
   [ ! -e logs ]
 }
 

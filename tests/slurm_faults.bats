@@ -12,7 +12,7 @@ load lab/jobs.bash
 # some set nodes down: this one is reserved.
 setup_file() {
   raise_nodes 4 --slurm
-  export SBATCH_GRES=none OMP_NUM_THREADS=1
+  export SBATCH_GRES=none
   scontrol create reservation reservationname=turns nodes="${PREFIX}4" users=root starttime=now duration=infinite
   SBATCH_RESERVATION=turns begin_bounded_jobs
   set -m
@@ -89,7 +89,7 @@ stepd_on() { # <node>
   kill -KILL "$(stepd_on "$N2")"
   status_of_job "$JOB"
   [ "$status" -eq 69 ]
-  shows err "verdict: failed: $N2 fell silent"
+  shows err "verdict: failed: $N2: connection lost"
   shows err "SLURM does not requeue it: sbatch the same to go on"
   nothing_left_within 10
 }
@@ -100,7 +100,7 @@ stepd_on() { # <node>
   lab cut "$N2"
   wait_for_line "logs/slurm-$JOB.err" "verdict: "
   shows err "step: $N2: nothing was heard of it for 12 s: ending the others"
-  shows err "verdict: failed: $N2 fell silent"
+  shows err "verdict: failed: $N2: connection lost"
   nothing_left_within 10
   wait_for_turn 1
   wait_for_second_run
@@ -116,7 +116,7 @@ stepd_on() { # <node>
   second=$(sed -n 's/.*2 process(es) on .* //p' "logs/slurm-$JOB.err")
   scontrol update "nodename=$second" state=drain reason=test # else it would come back at once, half forgotten
   scontrol update "nodename=$second" state=down reason=test
-  wait_for_line "logs/slurm-$JOB.err" "verdict: failed: $second was lost: SLURM says that this node has failed"
+  wait_for_line "logs/slurm-$JOB.err" "verdict: failed: $second: connection lost: SLURM says that this node has failed"
   wait_for_turn 1
   wait_for_line "logs/slurm-$JOB.out" "going on from"
   [ -e "logs/slurm-$JOB/try_1/verdict.json" ]

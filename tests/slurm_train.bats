@@ -38,6 +38,11 @@ names = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE")
 words = [os.environ[name] for name in names] + [socket.gethostname(), *sys.argv[1:]]
 with open(f"places/{words[0]}", "w") as file:
     print(*words, file=file)
+prefixes = ("RANK", "WORLD", "LOCAL", "GROUP", "ROLE", "MASTER", "TORCHELASTIC", "TORCH_NCCL")
+with open(f"variables.{words[0]}", "w") as file:
+    for name, value in sorted(os.environ.items()):
+        if name.startswith(prefixes):
+            print(name, "" if name in ("MASTER_PORT", "TORCHELASTIC_RUN_ID") else value, file=file)
 END
 }
 
@@ -90,20 +95,26 @@ places() { # <expected line for each rank...>
   status_of_job "$JOB"
   [ "$status" -eq 0 ] || { cat logs/slurm-*.err && false; }
   places "0 0 1 1 $N1 x  y it's \$HOME"
-  grep -q '"A=1 2"' "logs/slurm-$JOB/run.json"
+  grep -q '"A=\.\.\."' "logs/slurm-$JOB/run.json"
+  run ! grep -rF 'A=1 2' "logs/slurm-$JOB/"
 }
 
 
 @test "uneven nodes have the ranks that were allocated, with one task a rank and with one agent a node" {
   local launcher
   placing_script
+  mkdir config
+  echo "unset OMP_NUM_THREADS" >config/node_env.sh # the laboratory's
   for launcher in srun torchrun; do
     rm -f places/*
     LAUNCHER=$launcher SCRIPT="my script.py" submit --nodes=2 --ntasks=3 --gres=none slurm_train.sh -
     status_of_job "$JOB"
     [ "$status" -eq 0 ] || { cat logs/slurm-*.err && false; }
     places "0 0 2 3 $N1" "1 1 2 3 $N1" "2 0 1 3 $N2"
+    grep -hvE "ERROR_FILE|LOG_LINE_PREFIX|SIGNALS_TO_HANDLE|USE_AGENT_STORE" variables.? >"variables of $launcher"
+    [ "$(cat "logs/slurm-$JOB".{out,err} | grep -c "^OMP_NUM_THREADS=1 for each of 2 ranks on [12] core")" -eq 1 ]
   done
+  diff variables\ of\ *
 }
 
 

@@ -64,6 +64,11 @@ print(next(rank["pid"] for rank in ranks if rank["rank"] == int(sys.argv[1])))' 
 }
 
 
+pid_in() { # <supervisor, guard or command> <node>
+  python3 -c 'import json, sys; print(json.load(open(sys.argv[2]))[sys.argv[1]]["pid"])' "$1" "$RUN/node_$2.pid"
+}
+
+
 left() { # <run>
   grep -lsFxz -- "MUSTER_RUN_DIR=$1" /proc/[0-9]*/environ 2>/dev/null | wc -l
 }
@@ -121,12 +126,10 @@ left() { # <run>
 }
 
 
-@test "what outlived launcher and node.sh is found, said to be left behind, and ended" {
+@test "what outlived launcher and supervisor is found, said to be left behind, and ended" {
   start_run one 2 "$N1" "$N2"
-  node_sh=$(pgrep -f -- "node.sh --run $RUN --node $N2" | head -1)
-  kill -STOP "$node_sh"
+  kill -STOP "$(pid_in supervisor "$N2")"
   kill -KILL "$LAUNCHER"
-  kill -KILL "$node_sh"
   timeout 20 sh -c 'while grep -qsFxz -- "MUSTER_NODE=$1" $(grep -lsFxz -- "MUSTER_RUN_DIR=$2" /proc/[0-9]*/environ); do sleep 0.1; done' sh "$N1" "$RUN"
   run -1 "$STATUS"
   [[ "$output" == *"left behind"*"the launcher is gone, but processes are left on $N2"*"scripts/stop.sh"* ]]

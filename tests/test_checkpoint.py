@@ -9,6 +9,7 @@ was never stopped.
 from __future__ import annotations
 
 import copy
+import errno
 import os
 import pickle
 import random
@@ -27,6 +28,7 @@ from typing import Any
 import forked
 import pytest
 import torch
+from test_step_folder import stub_of_open
 from torch import Tensor, nn
 
 from distributed import ranks, snapshot, step_folder
@@ -220,8 +222,11 @@ def test_a_strangers_code_is_not_run(tmp_path: Path, name: str) -> None:
     step_folder.publish(writing, final, manifest)
     with Checkpoints(tmp_path) as checkpoints:
         found = newest(checkpoints)
-        with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+        with pytest.raises(CheckpointError) as caught:
             checkpoints.load(found, {}) if name == "state.pt" else checkpoints.load_own(found)
+    assert str(caught.value) == (
+        f"{final}/{name}: not loaded: it asks for posix.mkdir, which no checkpoint needs: do not trust it"
+    )
     assert not (tmp_path / "boom").exists()
 
 
@@ -567,6 +572,33 @@ def test_rank_0_writes_and_every_rank_gets_it_and_its_own(tmp_path: Path) -> Non
         torch.manual_seed(rank)
         expected.append((2, 2, True, (torch.randn(3).tolist(), torch.randn(3).tolist())))
     assert forked.ranks(3, load_on_ranks, tmp_path) == [*expected, (2, 2, True, None)]
+
+
+def load_what_rank_0_cannot_read(rank: int, size: int, folder: Path) -> list[str]:
+    ranks.PIECE = 1000
+    errors = []
+    with Checkpoints(folder / f"node{rank}", rank=rank, size=size) as checkpoints:
+        found = newest(checkpoints)
+        for load in (lambda: checkpoints.load(found, {}), lambda: checkpoints.load_own(found)):
+            files = [found.path / "state.pt", found.path / "ranks.pt"]
+            with stub_of_open(*files, error=errno.EIO), pytest.raises(CheckpointError) as caught:
+                load()
+            errors.append(str(caught.value))
+        manifests = found.path.parent.glob("*/manifest.json")
+        with stub_of_open(*manifests, error=errno.EIO), pytest.raises(CheckpointError) as caught:
+            checkpoints.newest()
+        errors.append(str(caught.value))
+    return errors
+
+
+def test_what_rank_0_cannot_read_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    forked.ranks(1, save_on_ranks, tmp_path)
+    first, *others = forked.ranks(3, load_what_rank_0_cannot_read, tmp_path)
+    assert [first] * 2 == others
+    state, own, manifest = first
+    assert f"{tmp_path}/node0/step_00000002/state.pt: cannot be read: [Errno 5] Input/output error" in state
+    assert "step_00000002/ranks.pt: cannot be read: [Errno 5] Input/output error" in own
+    assert "checkpoints exist, and none can be used" in manifest
 
 
 def fail_on_ranks(rank: int, size: int, folder: Path) -> list[str]:

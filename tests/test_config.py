@@ -8,6 +8,7 @@ trace; the global batch is cut without a rest, and what is proposed instead does
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import re
 import subprocess
@@ -154,6 +155,12 @@ def test_settings_survive_being_written_and_read_again() -> None:
         ("train.steps=99999999999999999999", "command line: train.steps=99999999999999999999: Input should be less"),
         ("distributed.timeout=1e30", "command line: distributed.timeout=1e+30: Input should be less than or equal to"),
         ("data.path=empty", "command line: data.path='empty': the file is empty: there is nothing to train on"),
+        ("train.steps=" + "9" * 5000, "command line: train.steps='9999"),
+        ("train.steps=0x" + "f" * 5000, "command line: train.steps='0xff"),
+        ("train.steps=" + "[" * 5000, "command line: train.steps='[[[["),
+        ("train.steps=" + "[" * 90 + "]" * 90, "command line: train.steps=[[[[[["),
+        ("train.steps=!!timestamp x", "command line: train.steps='!!timestamp x': Input should be a valid integer"),
+        ("x" * 5000, "'xxxxxxx"),
         ("checkpoint.dir=~nobody-here/x", "command line: checkpoint.dir='~nobody-here/x': there is no user "),
         *(
             (word, f"{word!r}: not understood; write section.key=value, for example train.steps=100")
@@ -165,6 +172,11 @@ def test_a_wrong_word_is_one_line(word: str, line: str) -> None:
     message = fault(word)
     assert message.startswith(line)
     assert "\n" not in message
+    assert len(message) < 1000
+
+
+# Each list holds the one before twice: the last one would be written out as 2^40 letters.
+DOUBLING = "&b0 [x], " + ", ".join(f"&b{n} [*b{n - 1}, *b{n - 1}]" for n in range(1, 41))
 
 
 @pytest.mark.parametrize(
@@ -186,6 +198,13 @@ def test_a_wrong_word_is_one_line(word: str, line: str) -> None:
         (TRAIN + "1: 2\n", "f.yaml: 1=1: Keys should be strings"),
         (TRAIN + "---\na: b\n", "f.yaml, line 2, column 1: no valid YAML: but found another document"),
         (TRAIN + "a: !!python/name:os.system\n", "f.yaml, line 2, column 4: no valid YAML: could not determine"),
+        ("train: {steps: " + "9" * 5000 + "}", "f.yaml, line 1, column 16: no valid YAML: '9999"),
+        ("train: {steps: 0x" + "f" * 5000 + "}", "f.yaml, line 1, column 16: no valid YAML: '0xff"),
+        ("train: {steps: !!int x}", "f.yaml, line 1, column 16: no valid YAML: 'x' is no value of the type int"),
+        ("train: {steps: !!bool x}", "f.yaml, line 1, column 16: no valid YAML: 'x' is no value of the type bool"),
+        ("train: " + "[" * 5000 + "]" * 5000, "f.yaml: nested too deeply; write sections that hold keys"),
+        (f"train: [{DOUBLING}]", "f.yaml: train=[['x'], ["),
+        ("#" * 2_000_000, "f.yaml: larger than 1 MB; name a YAML file of settings"),
         (b"\xff\xfe\x00", "f.yaml: cannot read it (it is not UTF-8 text); looked in "),
         (b"\x00\x01", "f.yaml: no valid YAML: unacceptable character"),
     ],
@@ -194,6 +213,7 @@ def test_a_wrong_file_is_one_line(text: str | bytes, line: str) -> None:
     message = fault(file=text)
     assert message.startswith(line)
     assert "\n" not in message
+    assert len(message) < 1000
 
 
 def test_every_fault_has_its_line() -> None:
@@ -213,6 +233,20 @@ def test_a_file_that_cannot_be_read_names_why_and_where(tmp_path: Path) -> None:
         read(Path("nix.yaml"))
     with pytest.raises(ConfigError, match=r"cannot read it \(Is a directory\)"):
         read(tmp_path)
+
+
+@pytest.mark.parametrize("setting", ["data.path", "checkpoint.dir"])
+def test_a_path_behind_a_directory_without_permission_is_one_line(
+    setting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stub_of_exists(path: Path) -> bool:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "exists", stub_of_exists)
+    assert fault(f"{setting}=/closed/x") == (
+        f"command line: {setting}='/closed/x': cannot look there: Permission denied; give this user permission, "
+        "or name another"
+    )
 
 
 SCRAPS = st.lists(

@@ -27,6 +27,7 @@ field() { # <name> <file>: a field of the one JSON object in a file
 }
 
 
+# bats test_tags=slow
 @test "two processes: the report is the answer, the launcher's words are not" {
   run --separate-stderr quick 2
   [[ $status == 0 ]]
@@ -38,6 +39,7 @@ field() { # <name> <file>: a field of the one JSON object in a file
 }
 
 
+# bats test_tags=slow
 @test "--json prints one object and nothing else, from any folder, whichever agent starts the ranks" {
   quick --json --agent torchrun 1 >report.json
   [[ $(field verdict report.json) == ok ]]
@@ -46,6 +48,7 @@ field() { # <name> <file>: a field of the one JSON object in a file
 }
 
 
+# bats test_tags=slow
 @test "a check that fails is in the report and in the exit code" {
   run --separate-stderr quick --json --timeout 20 --env GLOO_SOCKET_IFNAME=none0 2
   [[ $status == 1 ]]
@@ -119,6 +122,7 @@ END
 }
 
 
+# bats test_tags=slow
 @test "TERM ends everything, and nothing is left of it" {
   set -m
   "$TEST_DISTRIBUTED" --seconds 300 2 2>said 3>&- &

@@ -85,8 +85,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     (desk / "my_job.sh").write_bytes((KIT / "scripts/slurm/slurm_train.sh").read_bytes())
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_", "MUSTER_"))}
     activated = {"VIRTUAL_ENV": f"{desk}/.venv", "PATH": f"{desk}/.venv/bin:{kept['PATH']}"}
-    # A login sets SHELL, which is what salloc opens; the nodes share the cores.
-    login = {"SHELL": "/bin/bash", "MUSTER_LAB": f"{desk}/lab", "OMP_NUM_THREADS": "1"}
+    # A login sets SHELL, which is what salloc opens, and no number of threads.
+    kept.pop("OMP_NUM_THREADS", None)
+    login = {"SHELL": "/bin/bash", "MUSTER_LAB": f"{desk}/lab"}
     bare = kept | activated | login
     try:
         conf = Cluster(desk, bare).call("\n".join(["set -e", *UP, "printenv SLURM_CONF"])).splitlines()[-1]

@@ -19,12 +19,13 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+from conftest import slow_names
 
 KIT = Path(__file__).resolve().parent.parent
 
 # Who may import whom of ours; a module without a line here knows none of them.
 BELOW: dict[str, set[str]] = {
-    "agent": {"accounts", "meeting", "peers", "worker"},
+    "agent": {"accounts", "fork_server", "meeting", "peers", "worker"},
     "allocation": {"network", "nodelist"},
     "by_hand": {"answers", "network"},
     "checkpoint": {"ranks", "shards", "snapshot", "step_folder"},
@@ -35,6 +36,7 @@ BELOW: dict[str, set[str]] = {
     "fitness": {"facts", "gpus", "interpreter", "probe", "resources"},
     "gpus": {"probe"},
     "interpreter": {"probe"},
+    "launch.supervisor": {"launch.console", "marks"},
     "look": {"answers", "gpus", "marks", "probe"},
     "meeting": {"accounts", "peers", "worker"},
     "members": {"answers", "facts", "interpreter", "network", "probe", "run_folder", "survey"},
@@ -50,15 +52,16 @@ BELOW: dict[str, set[str]] = {
     "snapshot": {"step_folder"},
     "smoke": {"links", "smoke_report", "torch", "world"},
     "smoke_report": {"links"},
-    "status": {"answers", "look", "pulse", "run_folder", "visit", "whereabouts"},
-    "step": {"nodelist", "task"},
+    "status": {"answers", "look", "pulse", "run_folder", "verdict", "visit", "whereabouts"},
+    "step": {"launch.console", "nodelist", "task"},
     "survey": {"answers", "gpus", "network", "preflight", "run_folder"},
     "task": {"marks"},
+    "threads": {"resources", "world"},
     "torch": {"world"},
     "verdict": {"evidence"},
     "visit": {"answers", "look", "whereabouts"},
     "whereabouts": {"run_folder"},
-    "worker": {"accounts"},
+    "worker": {"accounts", "preloaded"},
     "world": {"nodelist"},
 }
 KNOW_PYTORCH = {
@@ -68,9 +71,11 @@ KNOW_PYTORCH = {
 # They run on nodes before anything is installed.
 STANDARD_LIBRARY_ALONE = {
     "accounts", "allocation", "answers", "by_hand", "charts", "cluster", "comparison", "doctor", "evidence",
-    "facts", "fitness", "gpus", "history", "interpreter", "links", "look", "marks", "members", "names", "network",
-    "nodelist", "preflight", "probe", "progress", "pulse", "reach", "report", "resources", "run_folder",
-    "smoke_report", "status", "step", "step_folder", "survey", "task", "verdict", "visit", "whereabouts", "world",
+    "facts", "fitness", "fork_server", "gpus", "history", "interpreter", "launch.console", "launch.supervisor", "links",
+    "look", "marks", "members", "names", "network", "nodelist", "preflight", "preloaded", "probe", "progress", "pulse",
+    "reach", "report", "resources", "run_folder", "smoke_report", "status", "step", "step_folder", "survey", "task",
+    "threads", "verdict", "visit",
+    "whereabouts", "world",
 }  # fmt: skip
 WHERE_IT_IS_THERE = {"psutil", "pynvml", "rich"}  # inside a try
 
@@ -96,8 +101,11 @@ class Import:
 
     @property
     def ours(self) -> str | None:
-        """Our module that it brings, "torch" of distributed.torch."""
-        return [*self.name.split("."), "__init__"][1] if self.top == "distributed" else None
+        """Our module that it brings: "torch" of distributed.torch, "launch.console" of distributed.launch.console."""
+        if self.top != "distributed":
+            return None
+        package, *rest = [*self.name.split(".")[1:], "__init__"]
+        return f"{package}.{rest[0]}" if (KIT / "distributed" / package).is_dir() else package
 
 
 def imports(path: Path) -> list[Import]:
@@ -112,7 +120,8 @@ def _imports(node: ast.AST, in_try: bool) -> Iterator[Import]:
     elif isinstance(node, ast.ImportFrom):
         for alias in node.names:
             # `from distributed import torch` brings a module, `from distributed.torch import World` a name.
-            name = f"distributed.{alias.name}" if node.module == "distributed" else node.module or alias.name
+            package = node.module and (KIT / node.module.replace(".", "/") / "__init__.py").is_file()
+            name = f"{node.module}.{alias.name}" if package else node.module or alias.name
             yield Import(name, node.lineno, node.level > 0, in_try)
     for child in ast.iter_child_nodes(node):
         yield from _imports(child, in_try or isinstance(node, ast.Try))
@@ -188,6 +197,24 @@ def test_the_tests_are_flat() -> None:
     assert not (KIT / "tests/distributed").exists()
     assert not list((KIT / "tests").glob("**/__init__.py"))
     assert not [path for path in KIT.glob("tests/**/test_*.py") if path.parent != KIT / "tests"]
+
+
+def test_what_forks_ranks_starts_an_agent_or_raises_a_laboratory_is_slow(tmp_path: Path) -> None:
+    (tmp_path / "test_a.py").write_text("""
+import forked
+from test_guide_on_nodes import KIT, LAB
+AGENT = ["python", "scripts/lib/agent.py"]
+def fixture(): forked.launched(2)
+def helper(): run(AGENT)
+def test_of_a_fixture(fixture): pass
+def test_by_a_helper(): helper()
+def test_of_an_imported_name(): run(LAB)
+class Ranks: forked = forked
+def test_by_a_class(): Ranks()
+def test_of_values(): assert KIT
+""")
+    found = {name for name in slow_names(tmp_path / "test_a.py") if name.startswith("test_")}
+    assert found == {f"test_{how}" for how in ("of_a_fixture", "by_a_helper", "of_an_imported_name", "by_a_class")}
 
 
 def shell(ending: str) -> list[Path]:

@@ -459,6 +459,7 @@ def test_the_command_reads_a_hostfile_whatever_its_comments_hold(
             ["--hostfile", "/no/hosts"],
             "nodelist: /no/hosts: No such file or directory: name a hostfile to read\n",
         ),
+        (["--hostfile", "/dev/zero"], "nodelist: /dev/zero: larger than 10 MB; name a file that lists nodes\n"),
         (["--hostfile", "/"], "nodelist: /: Is a directory: name a hostfile to read\n"),
         (
             ["a", "--hostfile", "/no"],

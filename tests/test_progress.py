@@ -17,6 +17,7 @@ from distributed import progress
         ('{"step": 3}\n{"step": 12}\n{"step": 4}\n', 12),  # the second try began anew
         ('{"loss": 1}\n{"step": "x"}\n[1]\n{"step": null}\n', None),
         ('{"step": 7}\n{"step": 8', 7),
+        ('{"step": 7}\n' + "[" * 100_000 + '\n{"step": 1e999}\n{"step": ' + "9" * 5000 + "}", 7),
         (b'{"step": 5}\n\xff\xfe{"step": 6}\n', 5),
     ],
 )

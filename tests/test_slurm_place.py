@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -101,7 +102,7 @@ def test_every_step_is_recorded() -> None:
     assert [record["name"] for record in RECORDS] == [step.name for step in STEPS]
 
 
-MEET = """
+JOIN = """
 import torch, torch.distributed as dist
 from distributed.torch import process_group
 with process_group(backend="gloo", timeout=60) as world:
@@ -111,13 +112,22 @@ with process_group(backend="gloo", timeout=60) as world:
 """
 
 
-def test_the_tasks_of_two_nodes_meet_and_add_up(slurm: None, tmp_path: Path) -> None:
-    subprocess.run(
-        ["srun", "-N2", "-n2", "--kill-on-bad-exit=1", sys.executable, "-c", MEET],
+# As a wrapper or a container that passes on no more than these.
+FOUR = """exec env -i "PYTHONPATH=$PYTHONPATH" OMP_NUM_THREADS=1 "SLURM_PROCID=$SLURM_PROCID" \\
+  "SLURM_NTASKS=$SLURM_NTASKS" "SLURM_LOCALID=$SLURM_LOCALID" "SLURM_NODELIST=$SLURM_NODELIST" "$@" """
+
+
+def test_tasks_that_keep_four_variables_join_over_two_nodes(slurm: None, tmp_path: Path) -> None:
+    ended = subprocess.run(
+        ["srun", "-N2", "-n2", "--kill-on-bad-exit=1", "sh", "-c", FOUR, "sh", sys.executable, "-c", JOIN],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        check=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE,
+        text=True,
         timeout=120,
     )
+    assert ended.returncode == 0, ended.stderr
     sums = {file.name: file.read_text() for file in tmp_path.glob("*.sum")}
     assert sums == {f"{rank}.sum": "3 on 2" for rank in range(2)}
+    (note,) = re.findall("^warning: .*", ended.stderr, re.MULTILINE)
+    assert "taking this process for task 0 of 2" in note

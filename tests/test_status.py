@@ -63,7 +63,6 @@ FAILED = {"outcome": "failed", "cause": "rank 1 raised ValueError: boom"}
         (GONE, [here("n1", DEAD)], STOPPED, "ended", 0, "verdict: stopped: asked"),
         (GONE, [here("n1", DEAD)], FAILED, "ended", 1, "verdict: failed: rank 1 raised ValueError: boom"),
         (GONE, [here("n1", DEAD), lost("n2")], OK, "ended", 69, "verdict: ok: all"),
-        (GONE, [here("n1", DEAD)], {}, "ended", 1, "killed before it could give a verdict"),
         (GONE, [here("n1", DEAD), here("n2", RANK)], OK, "left", 1, "processes are left on n2"),
         (GONE, [here("n2", DEAD, processes=1)], {}, "left", 1, "processes are left on n2"),
         (ELSEWHERE, [here("n1", RANK)], {}, "running", 0, ""),
@@ -226,6 +225,14 @@ def test_a_node_of_one_machine_is_reached_at_its_launcher_from_elsewhere(tmp_pat
     (folder / "run.json").write_text(json.dumps(facts))
     found = whereabouts.read(folder)
     assert (found.launcher.where, found.places) == (ELSEWHERE, (Place("n1", "far", 3, 0),))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[" * 100_000, '{"folder": ' + "9" * 5000 + "}"])
+def test_a_damaged_run_json_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "run.json").write_text(text)
+    with pytest.raises(NoRun, match=r"run.json: cannot be read"):
+        whereabouts.read(tmp_path)
+    assert status.read_object(tmp_path / "run.json") == status.as_object(text) == {}
 
 
 def test_a_launcher_is_known_by_more_than_its_number() -> None:

@@ -138,14 +138,15 @@ def test_the_console_has_rank_0_and_the_log_has_all(tmp_path: Path, capfd: pytes
 
 
 def test_an_agent_gets_the_options_of_its_node() -> None:
-    here = Task.from_env(Path("/run"), ENV, agent=True)
+    here = Task.from_env(Path("/logs/train-1"), ENV, agent=True)
     words = task.agent_options(here, [2, 4], ENV)
     options: dict[str, Any] = dict(zip(words[::2], words[1::2], strict=True))
     assert options == {
+        "--rdzv-id": "train-1",
         "--nnodes": "2",
         "--node-rank": "1",
         "--nproc-per-node": "4",
         "--master-addr": "n1",
         "--master-port": "20017",
-        "--log-dir": "/run/ranks/n2",
+        "--log-dir": "/logs/train-1/ranks/n2",
     }

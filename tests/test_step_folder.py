@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -195,14 +196,112 @@ def test_the_warning_says_what_is_wrong(tmp_path: Path, caplog: pytest.LogCaptur
         f"it was cut short or overwritten"
     )
     assert three.endswith("/step_00000003/ranks.pt: its checksum does not match: it is damaged")
-    assert "/step_00000002/manifest.json: cannot be read: KeyError('sha256')" in two
+    assert "/step_00000002/manifest.json: not a manifest, it is damaged: KeyError('sha256')" in two
 
 
-def test_where_nothing_is_good_there_is_none(tmp_path: Path) -> None:
+def test_where_there_is_no_checkpoint_none_is_found(tmp_path: Path) -> None:
     assert newest(tmp_path) is best(tmp_path) is None
-    (keep_a_checkpoint(tmp_path, 1, score=1.0) / "state.pt").unlink()
+    (tmp_path / "step_00000001.writing-node1-17").mkdir()  # never published
     assert newest(tmp_path) is best(tmp_path) is None
     assert newest(tmp_path / "never made") is None
+
+
+# ---- checkpoints that exist and cannot be used ----
+
+
+@contextmanager
+def stub_of_open(*broken: Path, error: int) -> Iterator[None]:
+    """Stands in for a disk or a server that fails: these files cannot be opened."""
+    really_open = Path.open
+
+    def fail_or_open(path: Path, *args: Any, **kwargs: Any) -> Any:
+        if path in broken:
+            raise OSError(error, os.strerror(error), str(path))
+        return really_open(path, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "open", fail_or_open)
+        yield
+
+
+@pytest.mark.parametrize("find", [newest, best])
+@pytest.mark.parametrize("error", [errno.EACCES, errno.EIO, errno.ESTALE])
+def test_checkpoints_of_which_none_can_be_used_are_an_error_that_names_each(
+    tmp_path: Path, error: int, find: Callable[[Path], Found | None]
+) -> None:
+    folder = tmp_path / "my checkpoints"
+    for step in (1, 2, 3):
+        keep_a_checkpoint(folder, step, score=1.0)
+    flip(folder / "step_00000001/state.pt", 0.5, 1)
+    state, manifest = folder / "step_00000002/state.pt", folder / "step_00000003/manifest.json"
+    with stub_of_open(state, manifest, error=error), pytest.raises(CheckpointError) as refused:
+        find(folder)
+    assert str(refused.value).splitlines() == [
+        f"{folder}: checkpoints exist, and none can be used:",
+        f"    {manifest}: cannot be read: {os.strerror(error)}",
+        f"    {state}: cannot be read: {os.strerror(error)}",
+        f"    {folder}/step_00000001/state.pt: its checksum does not match: it is damaged",
+        "To resume, make one of them readable. To start from step 0, use another checkpoint directory "
+        f"(checkpoint.dir=PATH), or move this one: mv '{folder}' '{folder}'.unusable",
+    ]
+
+
+@pytest.mark.parametrize("name", ["state.pt", "manifest.json"])
+def test_an_older_good_one_is_used_where_a_newer_one_cannot_be_read(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (1, 2):
+        keep_a_checkpoint(tmp_path, step)
+    file = tmp_path / "step_00000002" / name
+    with stub_of_open(file, error=errno.EIO):
+        found = newest(tmp_path)
+    assert found is not None and found.step == 1
+    assert caplog.messages == [f"skipping a checkpoint: {file}: cannot be read: Input/output error"]
+
+
+def find_as_nobody(pipe: Connection, folder: Path) -> None:
+    """What newest() finds without the rights of root."""
+    if os.geteuid() == 0:
+        os.setuid(65534)
+    try:
+        pipe.send(newest(folder))
+    except CheckpointError as error:
+        pipe.send(str(error))
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"), [(0o000, "cannot list the checkpoints: Permission denied"), (0o755, "step_00000001")]
+)
+def test_a_directory_without_permission_is_not_one_without_checkpoints(memory: Path, mode: int, expected: str) -> None:
+    folder = keep_a_checkpoint(memory / "checkpoints", 1).parent
+    memory.chmod(0o755)
+    folder.chmod(mode)
+    try:
+        with forked.running(find_as_nobody, folder) as (_, pipe):
+            assert pipe.poll(forked.PATIENCE)
+            assert expected in str(pipe.recv())
+    finally:
+        folder.chmod(0o755)
+
+
+def test_the_list_says_that_it_cannot_list(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stub_of_listdir(folder: Path) -> list[str]:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(folder))
+
+    monkeypatch.setattr(os, "listdir", stub_of_listdir)
+    assert main([str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"{tmp_path}: cannot list the checkpoints: Input/output error\n"
+
+
+def test_what_cannot_be_read_is_not_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    files = [keep_a_checkpoint(tmp_path, 1) / "state.pt", keep_a_checkpoint(tmp_path, 2) / "manifest.json"]
+    keep_a_checkpoint(tmp_path, 3)
+    with stub_of_open(*files, error=errno.EIO):
+        keep_a_checkpoint(tmp_path, 4, keep=1)
+    assert names(tmp_path) == ["step_00000001", "step_00000002", "step_00000004"]
+    assert f"{tmp_path}/step_00000001: not removed: [Errno 5] Input/output error" in caplog.text
 
 
 def test_steps_are_ordered_as_numbers(tmp_path: Path) -> None:
@@ -386,7 +485,7 @@ def test_only_the_leftovers_of_the_dead_are_removed(tmp_path: Path, monkeypatch:
     for name in leftovers:
         (tmp_path / name).mkdir()
         (tmp_path / name / "state.pt").write_text("half")
-    long_ago = time.time() - 2 * step_folder.SILENCE
+    long_ago = time.time() - 2 * step_folder.ABANDONED_AFTER
     for path in (tmp_path / "step_00000002.writing-there-17" / "state.pt", tmp_path / "step_00000002.writing-there-17"):
         os.utime(path, (long_ago, long_ago))
     os.utime(tmp_path / "step_00000001.writing-there-17", (long_ago, long_ago))  # its file is still written to

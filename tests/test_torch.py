@@ -1,21 +1,16 @@
-"""A process that does not know its place trains the wrong thing, or waits for ever.
+"""Joining the other ranks, and training with them.
 
-Held here: the place is read from the whole environment of one launcher, and half an environment, a stale one or one
-of two launches is an error that names what is missing, never a guess; a process alone needs no address and opens no
-store; wrapped models exchange exactly what they should; an error inside the process group keeps its traceback.
+Held here: a process alone needs no address and opens no store; wrapped models exchange exactly what they should; an
+error inside the process group keeps its traceback; a person is shown which rank this is, and why.
 """
 
 from __future__ import annotations
 
 import copy
 import json
-import os
 import random
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -25,256 +20,14 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from test_world import JOB, STEP, TORCHRUN
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from distributed import torch as ours
 from distributed.torch import STRATEGIES, process_group, refuse_shared_devices
-from distributed.world import PLACE, World, WorldError, as_env, slurm_port
-
-KIT = Path(__file__).resolve().parents[1]
-RECORDS = json.loads((KIT / "tests/slurm_environments.json").read_text())
-SECONDS = 120  # after which a process counts as hanging
-
-COMPLETE = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
-TORCHRUN = {
-    **COMPLETE, "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none",
-}  # fmt: skip
-JOB = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "n[08-10]", "SLURM_NODELIST": "n[08-10]", "SLURM_NTASKS": "7"}
-STEP = {  # task 5 of 7, the third node's first but one, as 2(x3),1 lays them out in blocks
-    **JOB, "SLURM_STEP_ID": "0", "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NODEID": "2",
-    "SLURM_STEP_NUM_TASKS": "7", "SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_STEP_NODELIST": "n[08-10],x1",
-}  # fmt: skip
-
-
-def without(env: Mapping[str, str], *names: str) -> dict[str, str]:
-    return {name: value for name, value in env.items() if name not in names}
-
-
-def place(env: Mapping[str, str]) -> tuple[object, ...]:
-    """(rank, size, local rank, local size, node rank, nodes, meeting point, launcher)."""
-    world = World.from_env(env)
-    meeting = f"{world.master_addr}:{world.master_port}" if world.master_addr else None
-    return (
-        *(world.rank, world.size, world.local_rank, world.local_size, world.node_rank, world.nodes),
-        *(meeting, world.launcher),
-    )
-
-
-# ---------------------------------------------------------------- which process am I?
-
-
-@pytest.mark.parametrize(
-    ("env", "expected"),
-    [
-        pytest.param({}, (0, 1, 0, 1, 0, 1, None, "single"), id="alone"),
-        pytest.param(TORCHRUN, (3, 4, 1, 2, 1, 2, "n1:29500", "torchrun"), id="torchrun"),
-        pytest.param({**STEP, **TORCHRUN}, (3, 4, 1, 2, 1, 2, "n1:29500", "torchrun"), id="torchrun under srun"),
-        pytest.param(COMPLETE, (3, 4, 1, 4, 0, 1, "n1:29500", "environment"), id="complete"),
-        pytest.param(
-            {**COMPLETE, "LOCAL_WORLD_SIZE": "2"}, (3, 4, 1, 2, 1, 2, "n1:29500", "environment"), id="two nodes"
-        ),
-        pytest.param(
-            {**COMPLETE, "LOCAL_WORLD_SIZE": "2", "NODE_RANK": "0"},
-            (3, 4, 1, 2, 0, 2, "n1:29500", "environment"),
-            id="two nodes, not in the order of the ranks",
-        ),
-        pytest.param(
-            {**COMPLETE, "LOCAL_WORLD_SIZE": "3", "LOCAL_RANK": "0"},
-            (3, 4, 0, 3, 1, 2, "n1:29500", "environment"),
-            id="uneven nodes",
-        ),
-        pytest.param(STEP, (5, 7, 1, 2, 2, 4, "n08:24711", "slurm"), id="a step"),
-        pytest.param(
-            {**STEP, "SLURM_PROCID": "6", "SLURM_LOCALID": "0", "SLURM_NODEID": "3"},
-            (6, 7, 0, 1, 3, 4, "n08:24711", "slurm"),
-            id="a step, the last and smaller node",
-        ),
-        pytest.param(
-            {**STEP, "SLURM_NODEID": "1", "SLURM_DISTRIBUTION": "cyclic"},
-            (5, 7, 1, 2, 1, 4, "n08:24711", "slurm"),
-            id="cyclic: the node is not rank // local size",
-        ),
-        pytest.param(
-            {**STEP, "SLURM_DISTRIBUTION": "arbitrary", "MASTER_ADDR": "x1"},
-            (5, 7, 1, 2, 2, 4, "x1:24711", "slurm"),
-            id="arbitrary: only a person knows where task 0 is",
-        ),
-        pytest.param(
-            {**STEP, "SLURM_GTIDS": "1,3,5"}, (5, 7, 1, 3, 2, 4, "n08:24711", "slurm"), id="the tasks of this very node"
-        ),
-        pytest.param({**STEP, "MASTER_ADDR": "n10"}, (5, 7, 1, 2, 2, 4, "n10:24711", "slurm"), id="MASTER_ADDR alone"),
-        pytest.param({**STEP, "MASTER_PORT": "1234"}, (5, 7, 1, 2, 2, 4, "n08:1234", "slurm"), id="MASTER_PORT alone"),
-        pytest.param(
-            {**STEP, "RANK": "5", "WORLD_SIZE": "7", "LOCAL_RANK": "1", "MASTER_ADDR": "n1", "MASTER_PORT": "2"},
-            (5, 7, 1, 7, 0, 1, "n1:2", "environment"),
-            id="a step whose script sets what SLURM says as well",
-        ),
-        pytest.param(dict.fromkeys(PLACE, ""), (0, 1, 0, 1, 0, 1, None, "single"), id="set, but empty"),
-    ],
-)
-def test_the_place_is_that_of_one_launcher(env: Mapping[str, str], expected: tuple[object, ...]) -> None:
-    assert place(env) == expected
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        pytest.param({}, id="in an salloc shell"),
-        pytest.param({"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}, id="in the batch script"),
-        pytest.param({**STEP, "SLURM_STEP_ID": "4294967290"}, id="in an interactive step"),
-        pytest.param({**STEP, "SLURM_STEP_ID": "4294967291"}, id="in the batch step"),
-    ],
-)
-def test_by_hand_in_an_allocation_is_one_process_and_a_note(more: Mapping[str, str]) -> None:
-    world = World.from_env({**JOB, **more})
-    assert place({**JOB, **more}) == (0, 1, 0, 1, 0, 1, None, "single")
-    assert world.notes == (
-        "inside SLURM job 4711, but not started by srun: running as one process; use `srun python ...` for all tasks",
-    )
-
-
-@pytest.mark.parametrize("env", [{}, TORCHRUN, STEP, {**COMPLETE, "LOCAL_WORLD_SIZE": "2"}])
-def test_a_place_can_be_handed_on_in_torchruns_words(env: Mapping[str, str]) -> None:
-    world = World.from_env(env)
-    assert place(as_env(world))[:6] == place(env)[:6]
-    assert as_env(World.from_env(as_env(world))) == as_env(world)
-
-
-def test_a_guess_is_noted() -> None:
-    assert World.from_env(COMPLETE).notes == ("LOCAL_WORLD_SIZE is not set: taking all ranks to be on this node",)
-    assert World.from_env({**COMPLETE, "LOCAL_WORLD_SIZE": "4"}).notes == ()
-    assert World.from_env({}).notes == World.from_env(TORCHRUN).notes == World.from_env(STEP).notes == ()
-
-
-HALVES = [half for size in range(1, len(PLACE)) for half in combinations(PLACE, size)]
-
-
-@pytest.mark.parametrize("half", HALVES, ids="+".join)
-def test_half_an_environment_names_the_missing_half(half: tuple[str, ...]) -> None:
-    missing = ", ".join(name for name in PLACE if name not in half)
-    message = refusal({name: COMPLETE[name] for name in half})
-    assert f"set, but not {missing}: start this process with torchrun or srun, or unset {' '.join(half)}" in message
-    assert all(f"{name}={COMPLETE[name]}" in message for name in half)
-
-
-@pytest.mark.parametrize("half", [half for half in HALVES if not set(half) <= {"MASTER_ADDR", "MASTER_PORT"}])
-def test_half_an_environment_is_not_mended_by_slurm(half: tuple[str, ...]) -> None:
-    assert "set, but not " in refusal({**STEP, **{name: COMPLETE[name] for name in half}})
-
-
-def refusal(env: Mapping[str, str]) -> str:
-    with pytest.raises(WorldError) as refused:
-        World.from_env(env)
-    return str(refused.value)
-
-
-CLEAN_SHELL = "is not set, though other variables of its launcher are: start from a clean shell"
-NO_NUMBER = "is not a number: unset it, or start this process with torchrun or srun"
-
-
-@pytest.mark.parametrize(
-    ("env", "message"),
-    [
-        *((without(TORCHRUN, name), f"{name} {CLEAN_SHELL}") for name in ("LOCAL_WORLD_SIZE", "GROUP_RANK")),
-        *((without(STEP, name), f"{name} {CLEAN_SHELL}") for name in ("SLURM_LOCALID", "SLURM_NODEID", "SLURM_JOB_ID")),
-        (without(STEP, "SLURM_STEP_TASKS_PER_NODE"), f"SLURM_STEP_TASKS_PER_NODE {CLEAN_SHELL}"),
-        *(
-            ({**TORCHRUN, name: "x"}, f"{name}='x' {NO_NUMBER}")
-            for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
-        ),
-        *(({**COMPLETE, "RANK": value}, f"RANK={value!r} {NO_NUMBER}") for value in ("-1", "1.0", " 1", "²", "0x1")),
-        ({**COMPLETE, "NODE_RANK": "x"}, f"NODE_RANK='x' {NO_NUMBER}"),
-        *(({**STEP, name: "x"}, f"{name}='x' {NO_NUMBER}") for name in ("SLURM_PROCID", "SLURM_NODEID")),
-        ({**STEP, "SLURM_STEP_TASKS_PER_NODE": "2(x"}, "SLURM_STEP_TASKS_PER_NODE: '2(x', character 1: "),
-        ({**STEP, "SLURM_STEP_NODELIST": "n[1-"}, "SLURM_STEP_NODELIST: 'n[1-', character 2: "),
-        ({**COMPLETE, "WORLD_SIZE": "0"}, "WORLD_SIZE='0' is not a number from 1 up"),
-        ({**COMPLETE, "LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE='0' is not a number from 1 up"),
-        ({**COMPLETE, "MASTER_PORT": "x"}, f"MASTER_PORT='x' {NO_NUMBER}"),
-        ({**TORCHRUN, "MASTER_PORT": "65536"}, "MASTER_PORT=65536 is no port: the highest is 65535"),
-        ({**COMPLETE, "RANK": "4"}, "rank 4 is not one of 0 to 3 (as environment says): the environment mixes two"),
-        ({**COMPLETE, "LOCAL_RANK": "4"}, "local rank 4 is not one of 0 to 3"),
-        ({**TORCHRUN, "LOCAL_RANK": "2"}, "local rank 2 is not one of 0 to 1 (as torchrun says)"),
-        ({**TORCHRUN, "GROUP_RANK": "2"}, "node rank 2 is not one of 0 to 1"),
-        ({**STEP, "SLURM_PROCID": "7"}, "rank 7 is not one of 0 to 6 (as slurm says)"),
-        ({**STEP, "SLURM_NODEID": "3"}, "local rank 1 is not one of 0 to 0"),
-        ({**STEP, "SLURM_NODEID": "4"}, "SLURM_NODEID=4, but SLURM_STEP_TASKS_PER_NODE='2(x3),1' speaks of 4 node(s)"),
-        (
-            {**STEP, **COMPLETE},
-            "RANK=3 and WORLD_SIZE=4 are set, but SLURM says task 5 of 7: they are left over from another launch; "
-            "unset RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT before srun",
-        ),
-        ({**STEP, "RANK": "5"}, "RANK=5 is set, but not WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT"),
-        (
-            {**STEP, "SLURM_DISTRIBUTION": "arbitrary", "SLURM_ARBITRARY_NODELIST": "x1,n08"},
-            "the host of task 0 is not known (distribution arbitrary, and SLURM_ARBITRARY_NODELIST is sorted): "
-            "export MASTER_ADDR=<host of task 0> before srun",
-        ),
-    ],
-)
-def test_what_cannot_be_right_is_refused(env: Mapping[str, str], message: str) -> None:
-    assert refusal(env).startswith(message)
-
-
-SOME_VALUE = st.sampled_from(
-    ["", "0", "1", "2", "7", "x", "-1", "²", "٣", "2(x3),1", "0", "n1", "n[1-2]", "n[", "65536", "arbitrary"]
-)
-COMPONENT = "SLURM_JOB_NODELIST_HET_GROUP_0"
-NAMES = sorted(
-    {*TORCHRUN, *STEP, "NODE_RANK", "SLURM_TASKS_PER_NODE", "SLURM_DISTRIBUTION", "SLURM_HET_SIZE", COMPONENT}
-)
-
-
-@settings(deadline=None, max_examples=500)
-@given(st.sampled_from([{}, COMPLETE, TORCHRUN, STEP]), st.dictionaries(st.sampled_from(NAMES), SOME_VALUE, max_size=6))
-def test_any_environment_is_a_place_or_a_refusal(base: dict[str, str], more: dict[str, str]) -> None:
-    try:
-        world = World.from_env({**base, **more})
-    except WorldError as refused:
-        assert re.search(r": \S|; unset|before srun", str(refused)), "it says what to do"  # noqa: PT017
-    else:
-        assert 0 <= world.rank < world.size
-        assert 0 <= world.local_rank < world.local_size
-        assert 0 <= world.node_rank < world.nodes
-        assert world.master_addr or world.size == 1
-
-
-# ---------------------------------------------------------------- SLURM, as it was recorded
-
-
-@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record["name"])
-def test_what_a_real_slurm_said_is_understood(record: dict[str, Any]) -> None:
-    environments = [{**record["common"], **process["environment"]} for process in record["processes"]]
-    assert environments
-    if record["answer"] == "places":
-        for env, process in zip(environments, record["processes"], strict=True):
-            world = World.from_env(env)
-            assert {name: getattr(world, name) for name in process["place"]} == process["place"]
-        assert len({World.from_env(env).master_port for env in environments}) == 1
-    elif record["answer"] == "alone":
-        (world,) = map(World.from_env, environments)
-        assert (world.size, world.launcher, len(world.notes)) == (1, "single", 1)
-    else:
-        assert all(record["answer"] in refusal(env) for env in environments)
-
-
-def port(job: int, step: int) -> int:
-    return slurm_port({"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)})
-
-
-@given(st.integers(1, 10**9), st.integers(0, 10**6))
-def test_the_port_of_a_step_lies_below_the_ephemeral_ones(job: int, step: int) -> None:
-    assert 20_000 <= port(job, step) < 30_000
-
-
-@given(st.integers(1, 10**9), st.integers(0, 10**6))
-def test_jobs_and_steps_that_run_side_by_side_have_ports_of_their_own(job: int, step: int) -> None:
-    neighbours = [(job, step), *((job + next_job, step) for next_job in range(1, 10)), (job, step + 1), (job, step + 2)]
-    assert len({port(*neighbour) for neighbour in neighbours}) == len(neighbours)
-
+from distributed.world import World, WorldError
 
 # ---------------------------------------------------------------- explained to a person
 
@@ -315,27 +68,22 @@ def test_a_refusal_is_printed_and_exits_with_2(
     assert err.count("\n") == 1
 
 
-def test_it_runs_as_a_program() -> None:
-    env = {**without(os.environ, *TORCHRUN, *STEP), "WORLD_SIZE": "2", "PYTHONPATH": str(KIT)}
-    answer = subprocess.run(
-        [sys.executable, "-m", "distributed.torch"],
-        env=env, capture_output=True, text=True, timeout=SECONDS, check=False,
-    )  # fmt: skip
-    assert (answer.returncode, answer.stdout) == (2, "")
-    assert "distributed.torch: WORLD_SIZE=2 is set, but not RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT" in answer.stderr
-
-
 # ---------------------------------------------------------------- one process, one device
 
 
+def listening_everywhere() -> set[int]:
+    """Ports of this process that are open on all interfaces."""
+    return {here.laddr.port for here in psutil.Process().net_connections() if here.laddr.ip in ("0.0.0.0", "::")}
+
+
 def test_a_process_alone_needs_no_address_and_opens_no_store() -> None:
+    before = listening_everywhere()  # a store of another test lives until it is collected
     with process_group(World()) as world:
         total = torch.ones(2)
         dist.all_reduce(total)
-        everywhere = [here.laddr for here in psutil.Process().net_connections() if here.laddr.ip in ("0.0.0.0", "::")]
         assert total.tolist() == [1.0, 1.0]
         assert dist.get_world_size() == world.size == 1
-        assert not everywhere, "a store listens on all interfaces"
+        assert not listening_everywhere() - before, "a store listens on all interfaces"
     assert not dist.is_initialized()
 
 
@@ -518,6 +266,46 @@ def test_each_block_is_sharded_by_itself(told: list[dict[str, Any]]) -> None:
     assert [found["fsdp"]["blocks"] for found in told] == [[True, True]] * 2
     assert [found["fsdp"]["sharded"] for found in told] == [[6, 6], [3, 3]]  # 3 x 3, of which rank 0 has two rows
     assert [found["ddp"]["sharded"] for found in told] == [[], []]
+
+
+class Odd(nn.Module):
+    """A sparse embedding, a frozen layer, and layers registered in another order than they are used in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(64, 1)
+        self.frozen = nn.Linear(64, 64).requires_grad_(False)
+        self.first = nn.Linear(32, 64)
+        self.words = nn.Embedding(10, 32, sparse=True)
+        self.norm = nn.BatchNorm1d(64, momentum=0.5)
+
+    def forward(self, words: Tensor) -> Tensor:
+        hidden = torch.dropout(self.norm(self.first(self.words(words))), 0.5, self.training)
+        return self.last(torch.tanh(self.frozen(hidden))).sum()
+
+
+def sum_gradients_twice(rank: int, size: int) -> tuple[bool, list[str]]:
+    """Whether wrap() leaves the model and the random state as they are, and the gradients that are not the same when
+    the same step is computed twice."""
+    torch.manual_seed(1)
+    plain = Odd()
+    before, random_state = copy.deepcopy(plain.state_dict()), torch.get_rng_state()
+    model = ours.wrap(plain, "ddp", World(rank=rank, size=size))
+    untouched = torch.equal(random_state, torch.get_rng_state()) and all(p.grad is None for p in model.parameters())
+    untouched &= all(torch.equal(value, before[name]) for name, value in plain.state_dict().items())
+
+    summed: list[dict[str, Tensor]] = []
+    for _ in range(2):
+        torch.manual_seed(rank)
+        model(torch.randint(10, (5,))).backward()
+        summed.append({name: p.grad.to_dense().clone() for name, p in plain.named_parameters() if p.grad is not None})
+        model.zero_grad()
+    assert len(summed[0]) == 7
+    return untouched, [name for name, gradient in summed[0].items() if not torch.equal(gradient, summed[1][name])]
+
+
+def test_three_ranks_sum_the_first_gradients_like_all_later_ones() -> None:
+    assert forked.ranks(3, sum_gradients_twice) == [(True, [])] * 3
 
 
 FAILING = """

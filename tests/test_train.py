@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -109,6 +110,11 @@ def weights(folder: Path) -> bytes:
     return b"".join(bytes(tensor.contiguous().view(-1).view(torch.uint8).tolist()) for tensor in tensors(state))
 
 
+def content(folder: Path) -> dict[str, str]:
+    """The checksum of every file of the newest checkpoint, but of .metadata, which holds paths."""
+    return {name: file["sha256"] for name, file in found(folder).files.items() if name != ".metadata"}
+
+
 def tensors(value: object) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
@@ -186,6 +192,61 @@ def test_killed_at_any_step_it_ends_as_if_never_stopped(bench: Bench, name: str)
     assert "going on from" in last.stdout
     assert found(bench.folder / "checkpoints").step == 12
     assert weights(bench.folder / "checkpoints") == weights(bench.folder / "whole")
+
+
+RESUMED = [
+    pytest.param(3, ("train.accumulation=2",), id="three ranks, ddp, accumulation"),
+    pytest.param(4, ("train.gradient_checkpointing=true",), id="four ranks, ddp, gradient checkpointing"),
+    pytest.param(3, ("distributed.strategy=fsdp",), id="three ranks, fsdp"),
+    pytest.param(8, ("model.n_layer=3",), id="eight ranks, ddp", marks=pytest.mark.soak),
+    pytest.param(8, ("distributed.strategy=fsdp",), id="eight ranks, fsdp", marks=pytest.mark.soak),
+]
+
+
+@pytest.mark.parametrize(("nproc", "options"), RESUMED)
+def test_a_resumed_run_is_bit_for_bit_one_never_stopped(bench: Bench, nproc: int, options: tuple[str, ...]) -> None:
+    """The sum of two numbers is the same in any order; the sum of three is not."""
+    options = ("train.batch_size=24", "train.steps=6", "checkpoint.keep=9", "logging.sample=0", *options)
+    assert bench.run(nproc, *options, "checkpoint.dir=undisturbed").returncode == 0
+    undisturbed = bench.losses()
+    shutil.copytree(bench.folder / "undisturbed/step_00000003", bench.folder / "checkpoints/step_00000003")
+    resumed = bench.run(nproc, *options)
+    assert resumed.returncode == 0, resumed.stderr
+    assert bench.losses() == {step: undisturbed[step] for step in (4, 5, 6)}
+    assert content(bench.folder / "checkpoints") == content(bench.folder / "undisturbed")
+
+
+KILLED_ONCE = """
+import os, runpy, signal, sys
+from pathlib import Path
+sys.path.insert(0, {kit!r})
+sys.argv[0] = {kit!r} + "/train.py"
+from distributed import data
+fetch, count = data.Windows.__getitems__, [0]
+def killed_once(self, indices):
+    count[0] += 1
+    if os.environ["RANK"] == "1" and count[0] == 5 and not Path("killed").exists():
+        Path("killed").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return fetch(self, indices)
+data.Windows.__getitems__ = killed_once
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.soak
+def test_a_run_that_max_restarts_restarted_is_bit_for_bit_one_never_stopped(bench: Bench) -> None:
+    options = ("train.batch_size=24", "train.steps=8")
+    assert bench.run(3, *options, "checkpoint.dir=undisturbed").returncode == 0
+    script = bench.wrapper(KILLED_ONCE.format(kit=str(KIT)))
+    launcher = str(KIT / "scripts/ssh/launch_singlenode.sh")
+    words = [launcher, "--max-restarts", "1", "--script", script, "tiny.yaml", "3", "--", *options]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(words, env=env, timeout=SECONDS, text=True, capture_output=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert (bench.folder / "killed").exists()
+    assert "going on from" in ended.stdout
+    assert content(bench.folder / "checkpoints") == content(bench.folder / "undisturbed")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR2])
@@ -356,6 +417,27 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_keys_that_differ(benc
     assert ended.returncode == 2
     assert "model.n_embd=32 (there 16)" in ended.stderr
     assert found(bench.folder / "checkpoints").step == 2
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_checkpoints_that_cannot_be_used_are_refused_and_stay(bench: Bench, nproc: int) -> None:
+    assert bench.run(1, "train.steps=2").returncode == 0
+    for step in (1, 2):
+        (bench.folder / f"checkpoints/step_{step:08}/state.pt").write_bytes(b"damaged")
+    before = {path: path.stat().st_mtime_ns for path in bench.folder.glob("checkpoints/step*/**")}
+    refused = bench.run(nproc, "train.steps=2")
+    assert refused.returncode == 2
+    for rank in range(nproc):
+        name = "train.py" if rank == 0 else f"train.py, rank {rank}"
+        assert f"{name}: {bench.folder}/checkpoints: checkpoints exist, and none can be used:\n" in refused.stderr
+    assert refused.stderr.count("/step_00000002/state.pt: 7 bytes instead of ") == nproc
+    assert {path: path.stat().st_mtime_ns for path in bench.folder.glob("checkpoints/step*/**")} == before
+
+    remedy = refused.stderr.splitlines()[-1].partition("move this one: ")[2]
+    subprocess.run(remedy, shell=True, check=True)
+    anew = bench.run(nproc, "train.steps=2")
+    assert anew.returncode == 0
+    assert "going on from" not in anew.stdout
 
 
 def test_resume_never_does_not_mix_two_trainings(bench: Bench) -> None:

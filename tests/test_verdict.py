@@ -459,7 +459,7 @@ def test_a_node_that_left_nothing_is_the_likelier_cause_than_those_who_lost_it(r
     run.file("node_n1.exit", "1\n")
     said = run.decide()
     assert (said.node, said.rank, said.exit_code) == ("n2", None, 69)
-    assert said.cause == "n2 fell silent: it lost power or network, or was killed whole"
+    assert said.cause == "n2: connection lost: no power or network there, or all its processes were killed"
     (run.path / "node_n1.exit").unlink()
     assert run.decide().rank == 0, "where no node leaves an exit status, none of them is lost"
 
@@ -483,7 +483,60 @@ def test_of_nodes_that_do_not_hear_each_other_the_lonelier_one_is_lost(
     said = run.decide()
     assert (said.outcome, said.node, said.exit_code) == ("failed", lost, 69)
     run.file(f"node_{lost}.exit", "137\n")
-    assert "fell silent" not in run.decide().cause, "it ended by something else, and was missed only then"
+    assert "connection lost" not in run.decide().cause, "it ended by something else, and was missed only then"
+
+
+@pytest.mark.parametrize("code", [75, 129, 143])
+@pytest.mark.parametrize("seen_by", ["the launcher", "the other agent"])
+def test_a_stop_that_follows_a_lost_connection_is_no_stop_on_request(run: Run, code: int, seen_by: str) -> None:
+    run.start("n1", "n2")
+    run.deaths("n1", r0=(code, True), r1=(code, True))
+    run.deaths("n2", r2=(code, True), r3=(code, True))
+    for node in ("n1", "n2"):
+        run.file(f"node_{node}.exit", f"{code}\n")
+    if seen_by == "the launcher":
+        run.file("node_n2.lost", "")
+    else:
+        run.file("errors/node_n1.json", json.dumps({"node": "n1", "deaths": [], "lost": "n2"}))
+    said = run.decide(69)
+    assert (said.outcome, said.node, said.exit_code) == ("failed", "n2", 69)
+    assert said.cause.startswith("n2: connection lost")
+
+
+@pytest.mark.parametrize(
+    ("address", "code", "cause"),
+    [
+        (None, 137, "the launcher on n1 died of SIGKILL"),
+        ("ada@n1", 69, "n1: connection lost: the control channel was closed"),
+    ],
+)
+def test_without_ssh_in_between_a_lost_launcher_was_killed(
+    run: Run, address: str | None, code: int, cause: str
+) -> None:
+    run.file("run.json", {"places": [{"node": "n1", "address": address, "first_rank": 0, "processes": 2}]})
+    run.deaths("n1", r0=(143, True), r1=(143, True))
+    lost = {"node": "n1", "time": T0, "cause": "launcher lost", "message": "the control channel was closed"}
+    run.file("errors/supervisor_n1.json", lost)
+    said = run.decide()
+    assert (said.outcome, said.exit_code, said.cause) == ("failed", code, cause)
+
+
+def test_an_agent_that_was_refused_could_not_go_on_and_why_is_the_last_line_of_its_log(run: Run) -> None:
+    run.start("n1", "n2")
+    run.file("node_n1.exit", "69\n")
+    run.file("node_n1.log", "agent: waiting\nagent: port 29500: in use by another program; choose another\n")
+    run.file("node_n2.exit", "143\n")
+    said = run.decide(69)
+    assert said.cause == ("the agent on n1 could not go on: port 29500: in use by another program; choose another")
+    assert (said.outcome, said.exit_code) == ("failed", 69)
+
+
+def test_ranks_that_stopped_because_the_launcher_ended_with_69_did_not_stop_on_request(run: Run) -> None:
+    run.start("n1")
+    run.deaths("n1", r0=(75, False), r1=(75, False))
+    run.file("node_n1.exit", "75\n")
+    assert (run.decide(75).outcome, run.decide(75).exit_code) == ("stopped", 75)
+    assert (run.decide(69).outcome, run.decide(69).exit_code) == ("failed", 69)
 
 
 def test_garbage_and_half_written_files_are_passed_over_with_a_warning(run: Run) -> None:

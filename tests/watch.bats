@@ -8,8 +8,8 @@ bats_require_minimum_version 1.5.0
 source "$BATS_TEST_DIRNAME/../scripts/lib/watch.bash"
 
 
-tell() { # <what happened>
-  echo "$@" >>told
+record() { # <message...>
+  echo "$@" >>recorded
 }
 
 
@@ -17,22 +17,20 @@ tell() { # <what happened>
 setup() {
   cd "$BATS_TEST_TMPDIR" || return
   # shellcheck disable=SC2034 # for wait_for_nodes
-  DEADLINE='' ORDER=''
+  DEADLINE='' REQUEST=''
   STATUS=0 RUN=$PWD
-  declare -gA CLIENT=() SWITCH=() DEAD=()
+  declare -gA CLIENT=() CONTROL=() DEAD=()
   open_events
-  true 3>&- &
-  CONSOLES=($!)
-  : >told
+  : >recorded
 }
 
 
 give_client() { # <node>
   sleep 1000 3>&- &
-  local switch
+  local control
   CLIENT[$1]=$!
-  exec {switch}>/dev/null
-  SWITCH[$1]=$switch
+  exec {control}>/dev/null
+  CONTROL[$1]=$control
 }
 
 
@@ -48,7 +46,7 @@ teardown() {
   { printf 'no' && sleep 0.7 && printf 'de1 ' && sleep 0.7 && printf '75\nnode2 0\n'; } >&"$EVENTS" 3>&- &
   wait_for_nodes
   kill -KILL "${clients[@]}"
-  [ ! -s told ]
+  [ ! -s recorded ]
   [ "$STATUS" -eq 75 ]
 }
 
@@ -58,7 +56,27 @@ teardown() {
   local client=${CLIENT[node1]}
   kill -KILL "$client"
   wait_for_nodes
-  [ "$(<told)" = "node1: process $client, through which we speak to it, was killed" ]
+  [ "$(<recorded)" = "node1: process $client, the launcher's connection to it, was killed" ]
   [ "$STATUS" -eq 137 ]
   [ ${#DEAD[@]} -eq 0 ] # else the next try's client would have no time for its word
+}
+
+
+# In a shell of its own: bash prints such lines only in a script.
+@test "when a client or its command is killed, the console shows no command of the launcher" {
+  cat >launcher.sh <<'END'
+source "$KIT/scripts/lib/common.bash"
+source "$KIT/scripts/lib/watch.bash"
+record() { echo "$@"; }
+DEADLINE='' RUN=$PWD
+open_events
+start_client node1 on_node node1 bash -c 'echo of the command >&2; kill -KILL $$'
+wait_for_nodes
+start_client node2 on_node node2 bash -c 'kill -KILL $PPID'
+wait_for_nodes
+END
+  KIT=$BATS_TEST_DIRNAME/.. bash launcher.sh >out 2>&1
+  cat out
+  [ "$(grep -vc "^node2: process [0-9]*, the launcher's connection to it, was killed" out)" -eq 1 ]
+  grep -qx "of the command" out
 }

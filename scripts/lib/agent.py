@@ -1,13 +1,20 @@
-"""Start the kit's agent from any folder: the same words as torchrun's.
+"""Start an agent from any directory, with torchrun's options: the kit's own, or with --plain the MODULE of PyTorch.
 
-Usage: python agent.py --nproc-per-node N [torchrun's other options] SCRIPT|-m MODULE [WORDS...]
+Usage: python agent.py [--plain MODULE] --nproc-per-node N [torchrun's other options] SCRIPT|-m MODULE [ARGUMENT...]
 """
 
+# ruff: noqa: E402
+import sys
+
+FRESH = frozenset(sys.modules)  # what the interpreter itself has imported
+
+import gc
 import itertools
 import os
 import signal
-import sys
+from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 
 def said(words: list[str]) -> dict[str, str]:
@@ -16,12 +23,14 @@ def said(words: list[str]) -> dict[str, str]:
     return dict(reversed(list(itertools.pairwise(words[:end]))))
 
 
-def share_cores(options: dict[str, str]) -> None:
-    """Give each rank its share of the cores, before PyTorch reads OMP_NUM_THREADS (torchrun: 1 for each)."""
+def choose_threads(options: dict[str, str]) -> None:
+    """Before PyTorch is imported. The first node prints what it has chosen."""
+    from distributed.threads import share_cores
+
     ranks = options.get("--nproc-per-node", "")
-    if ranks.isdigit():
-        cores = len(os.sched_getaffinity(0))
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // max(1, int(ranks)))))
+    line = share_cores(int(ranks)) if ranks.isdigit() and int(ranks) else ""
+    if options.get("--node-rank", "0") == "0":
+        sys.stderr.write(line)
 
 
 def choose_interface(options: dict[str, str]) -> None:
@@ -33,23 +42,67 @@ def choose_interface(options: dict[str, str]) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
-if __name__ == "__main__":  # a worker imports this file too, under another name
+def main() -> int:
+    """Run the kit's own agent. Returns its exit code."""
+    choose_interface(said(sys.argv[1:]))
+    # Into a pipe Python would keep back what ranks say until there is much of it.
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell starts its background jobs with it ignored
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # meant for the ranks
+
+    from distributed.preloaded import Preload
+
+    preload = Preload(FRESH)
+    gc.disable()  # the import of PyTorch is 5 % faster, and leaves nothing to collect
+    with preload.recorded():
+        import torch
+    gc.enable()
+
+    from distributed.fork_server import ForkServer
+    from distributed.worker import start
+
+    server = ForkServer(partial(start, preload))
+
+    try:
+        from distributed import agent
+
+        options = agent.parse(sys.argv[1:])
+        reason = agent.unsupported(options)
+    except (ImportError, AttributeError) as error:
+        reason = f"PyTorch {torch.__version__}: {error}"
+    if reason:
+        server.close()
+        print(f"agent: {reason}; using --agent torchrun", file=sys.stderr)
+        become_torchrun(sys.argv[1:])
+    return agent.main(options, server)
+
+
+def become_torchrun(words: list[str]) -> NoReturn:
+    """Let torchrun's own agent run this command line of the kit's."""
+    end = words.index("--") if "--" in words else len(words)
+    local_rank = "--pass-local-rank" in words[:end]
+    if local_rank:
+        words.remove("--pass-local-rank")
+    become("torch.distributed.launch" if local_rank else "torch.distributed.run", words)
+
+
+def become(module: str, words: list[str]) -> NoReturn:
+    """Be `python -m module words...`, with the signals of a fresh process."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell starts its background jobs with it ignored
+    if "SLURM_JOB_ID" not in os.environ:  # there it means that the time is up, and who does not know it must not die
+        signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+    os.environ.setdefault("PYTHONUNBUFFERED", "1")
+    os.execv(sys.executable, [sys.executable, "-m", module, *words])
+
+
+if __name__ == "__main__":
     kit = str(Path(__file__).resolve().parents[2])
     if getattr(sys.flags, "safe_path", False):
         sys.path.insert(0, kit)
     else:
         sys.path[0] = kit
-    share_cores(said(sys.argv[1:]))
-    choose_interface(said(sys.argv[1:]))
-    # Into a pipe Python would keep back what ranks say until there is much of it.
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts its background jobs with it ignored
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # meant for the workers
-
-    from distributed.worker import warm_up
-
-    warm_up()
-
-    from distributed.agent import main
-
-    sys.exit(main(sys.argv[1:]))
+    choose_threads(said(sys.argv[1:]))
+    if sys.argv[1:2] == ["--plain"]:
+        become(sys.argv[2], sys.argv[3:])
+    code = main()
+    os._exit(code)  # nothing is left to be done, and the interpreter's teardown of PyTorch takes a second

@@ -11,7 +11,7 @@ ask_nodes() { # <folder for the answers> <command> [word...]
   local node question asked=()
   question=$(for_nodes "${@:2}")
   for node in "${NODES[@]}"; do
-    ask_node "$1" "$node" "$question" </dev/null &
+    ask_node "$1" "$node" "$question" < <(environment_block) &
     asked+=($!)
   done
   show_waiting "$1" &
@@ -42,9 +42,9 @@ show_waiting() { # <folder for the answers>
 }
 
 
-# In COMMAND, the words that run a module of the package on a node, in the environment that ranks will have there.
+# In COMMAND, what runs a module of the package on a node in the environment that ranks will have there; it reads an
+# environment block from its standard input first.
 module_as_ranks() { # <module> [word...]
   COMMAND=("$KIT/scripts/lib/in_node_env.sh" "$(node_env)")
-  ((${#ENVIRONMENT[@]} == 0)) || COMMAND+=(env "${ENVIRONMENT[@]}")
   COMMAND+=("$PYTHON" "$KIT/scripts/lib/module.py" "$@")
 }

@@ -57,7 +57,7 @@ launch_by_hand() { # <word...>
   check
   if [[ ${DRY_RUN:-0} == 1 ]]; then
     agent_here "$LOG_DIR/<run>"
-    printf '%s: %s\n' "$(uname -n)" "$(quote "${COMMAND[@]}")"
+    printf '%s: %s\n' "$(uname -n)" "$(shown "${COMMAND[@]}")"
     return
   fi
   if ((DETACH)); then

@@ -111,6 +111,12 @@ wait_for() { # <program> [argument...]
 }
 
 
+# Run a command of which bash reports nothing: it would print the whole line when the command is killed.
+unreported() { # <command> [argument...]
+  { "$@" 2>&9 9>&-; } 9>&2 2>/dev/null
+}
+
+
 # Wait for a child to its very end and return its own status. `wait` alone returns early when a trap runs:
 # a trap that may run meanwhile says so with SIGNALLED=1.
 join() { # <process id>

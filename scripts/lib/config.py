@@ -16,8 +16,7 @@ nproc, *words = sys.argv[1:]
 if not {"--help", "-h"} & set(words):  # to these the trainer itself has the answer
     try:
         settings, _ = for_ranks(parser("", "train.py").parse_intermixed_args(words), int(nproc))
-        newest = next(described(settings.checkpoint.dir), None) if settings.checkpoint.dir else None
-        if newest:
+        for newest in described(settings.checkpoint.dir)[:1] if settings.checkpoint.dir else ():
             refuse_misfit(newest, settings, settings.model.vocab_size)
     except (ConfigError, CheckpointError) as error:
         sys.stderr.write(f"{error}\n")

@@ -1,15 +1,29 @@
 #!/usr/bin/env bash
 #
-# Run a command in the environment that ranks will have on this node.
+# Run a command in the environment that ranks have on this node.
 #
-# Usage: in_node_env.sh NODE_ENV COMMAND [WORD...]
+# Usage: in_node_env.sh [--exec] NODE_ENV COMMAND [ARGUMENT...]
 #
-#   NODE_ENV   shell script that is sourced before, as node.sh does it; what it leaves in the background ends
-#              with the command
+#   NODE_ENV   shell script that is sourced first
+#   --exec     become COMMAND: the caller ends what NODE_ENV has left in the background. Without it, that ends with
+#              COMMAND
+#
+# Standard input begins with NAME=VALUE entries for the environment, each ended by a NUL byte, up to an empty entry: so no
+# value stands in a command line. The rest of it is for COMMAND; with --exec that reads from /dev/null.
 #
 set -euo pipefail
 # shellcheck source=scripts/lib/common.bash
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/common.bash"
+
+
+# In the C locale: in UTF-8, bash's read loses the byte that follows an incomplete character.
+read_environment() {
+  local entry LC_ALL=C
+  ENVIRONMENT=()
+  while IFS= read -r -d '' entry && [[ $entry ]]; do
+    ENVIRONMENT+=("$entry")
+  done
+}
 
 
 end_background() {
@@ -18,8 +32,22 @@ end_background() {
 }
 
 
-source_node_env "$1" end_background </dev/null >&2
-shift
-[[ $(jobs -pr) ]] || exec "$@"
-trap end_background EXIT
-"$@"
+main() {
+  local become=0 entry
+  if [[ $1 == --exec ]]; then
+    become=1
+    shift
+  fi
+  read_environment
+  ((!become)) || exec </dev/null
+  source_node_env "$1" end_background </dev/null >&2
+  shift
+  for entry in "${ENVIRONMENT[@]}"; do
+    export "${entry?}"
+  done
+  [[ $become == 0 && $(jobs -pr) ]] || exec "$@"
+  trap end_background EXIT
+  "$@"
+}
+
+main "$@"

@@ -11,9 +11,10 @@
 # shellcheck source=scripts/lib/watch.bash
 source "$KIT/scripts/lib/watch.bash"
 
-SCRIPT='' MODULE=''      # what to train: a file, or a module
+SCRIPT='' MODULE=''      # what to train: a file or a directory with a __main__.py, or a module
+SCRIPT_FILE=''           # the file of SCRIPT that Python begins with
 MASTER_PORT=''
-ENVIRONMENT=()           # NAME=VALUE words for the ranks
+ENVIRONMENT=()           # NAME=VALUE for the ranks; never part of a command line, which every user can see
 MAX_RESTARTS=0
 LOG_DIR=logs
 AGENT=fast
@@ -22,6 +23,7 @@ FAST_OPTIONS=()                   # of the kit's own agent
 PREFLIGHT=1 DETACH=0 SYNC=0
 HOSTFILE='' EXCLUDE=''   # for launchers over several nodes
 MAX_NPROC=1024           # on one machine: more is a slip of the finger
+MANY_A_CORE=4            # ranks on one CPU core: more are worth a warning
 GRACE=${MUSTER_GRACE:-8} # seconds to write a checkpoint when asked to stop
 CONFIG_ARGS=() USER_ARGS=() POSITIONAL=()
 ASKED_PYTHON=''
@@ -80,6 +82,8 @@ check_options() {
   is_count "$GRACE" || die_usage "MUSTER_GRACE='$GRACE': a whole number of seconds is wanted"
   [[ ! $MASTER_PORT ]] || is_port "$MASTER_PORT" ||
     die_usage "--master-port '$MASTER_PORT': a port is a number from 1 to 65535"
+  # Into a pipe Python would keep back what ranks print; the kit's own agent takes care of that itself.
+  [[ $AGENT == fast ]] || ENVIRONMENT=(PYTHONUNBUFFERED=1 "${ENVIRONMENT[@]}")
 }
 
 
@@ -111,8 +115,9 @@ add_environment() { # <where from> <NAME=VALUE>
 
 # One NAME=VALUE a line, taken as it stands; empty lines and lines that begin with # do not count.
 read_env_file() { # <file>
-  [[ -r $1 && ! -d $1 ]] || die_usage "--env-file '$1': cannot read it (looked in $PWD)"
+  [[ -f $1 && -r $1 ]] || die_usage "--env-file '$1': cannot be read as a file (looked in $PWD)"
   local line number=0
+  (($(wc -c <"$1") <= 1000000)) || die_usage "--env-file '$1': larger than 1 MB; name a file of NAME=VALUE lines"
   (($(tr -d '\0' <"$1" | wc -c) == $(wc -c <"$1"))) || die_usage "--env-file '$1': holds a NUL byte: no text file"
   while IFS= read -r line || [[ $line ]]; do
     number=$((number + 1))
@@ -134,8 +139,11 @@ check_script() {
     return
   fi
   WORK=("${SCRIPT:-$KIT/train.py}")
+  SCRIPT_FILE=${WORK[0]}
+  [[ ! -d $SCRIPT_FILE ]] || SCRIPT_FILE+=/__main__.py
   [[ -e ${WORK[0]} ]] || die_usage "--script '$SCRIPT': there is no such file (looked in $PWD)"
-  [[ -f ${WORK[0]} && -r ${WORK[0]} ]] || die_usage "--script '$SCRIPT': cannot be read as a file"
+  [[ -e $SCRIPT_FILE ]] || die_usage "--script '$SCRIPT': a directory without a __main__.py"
+  [[ -f $SCRIPT_FILE && -r $SCRIPT_FILE ]] || die_usage "--script '$SCRIPT': cannot be read as a file"
 }
 
 
@@ -170,32 +178,83 @@ give_environment() {
 check_gpus() { # <number of ranks on this machine>
   local gpus
   ((PREFLIGHT)) || return 0
-  gpus=$(give_environment && kit_python gpus) || die "cannot count the GPUs: see the line above"
-  ((gpus > 0 || $1 <= 4 * $(nproc))) || warn "NPROC $1: many for $(nproc) CPU core(s), which they will have to share"
+  gpus=$(give_environment && count_gpus) || die "cannot count the GPUs: see the line above"
+  ((gpus > 0 || $1 <= MANY_A_CORE)) || check_cores "$1"
   ((gpus == 0 || $1 <= gpus)) || die_usage "NPROC $1: this machine has $gpus GPU(s), and each process needs its own"
+}
+
+
+# Counting takes Python 0.1 s: not where there is neither nvidia-smi nor a device.
+count_gpus() {
+  if type -P nvidia-smi >/dev/null || compgen -G '/dev/nvidia[0-9]*' >/dev/null; then
+    kit_python gpus
+  else
+    echo 0
+  fi
+}
+
+
+check_cores() { # <number of ranks on this machine>
+  local cores
+  cores=$(kit_python threads) || die "cannot count the CPU cores: see the line above"
+  (($1 <= MANY_A_CORE * cores)) || warn "NPROC $1: many for $cores CPU core(s), which they have to share"
 }
 
 
 check_port() {
   [[ $MASTER_PORT ]] && ((PREFLIGHT)) || return 0
   kit_python network "$MASTER_PORT" ||
-    die_usage "--master-port $MASTER_PORT: in use on this machine; name another, or leave it out"
+    die_with "$EXIT_UNFIT" "--master-port $MASTER_PORT: in use on this machine; choose another, or leave it out"
 }
 
 
 # ---------------------------------------------------------------- the folder of the run
 
 open_run() { # <number of ranks> <node...>
-  local name=${MODULE:-${WORK[0]##*/}}
+  local name=${MODULE:-${WORK[0]}}
+  [[ ! -d $name ]] || name=$(cd -- "$name" && pwd)
+  name=${name##*/}
+  show_call
   RUN=$(kit_python run_folder create --logs "$(absolute "$LOG_DIR")" --name "${name%.py}" --nproc "$1" \
     --nodes "${@:2}" ${PLACES:+--places "${PLACES[@]}"} --first-rank "$FIRST_RANK" --launcher $$ --grace "$GRACE" \
     ${AGAIN:+--again "$AGAIN"} ${SLURM_JOB:+--slurm-job "${SLURM_JOB[@]}"} \
     --script "${MODULE:-${WORK[0]}}" --config "${CONFIG_ARGS[1]:--}" --cwd "$PWD" --python "$PYTHON" \
-    -- "${CALL[@]}") || exit
-  tell "run ${RUN##*/}: $1 process(es) on ${*:2}"
+    -- "${SHOWN_CALL[@]}") || exit
+  record "run ${RUN##*/}: $1 process(es) on ${*:2}"
   # Who calls a launcher may name a file in which to be told the folder.
   [[ ! ${MUSTER_RUN_FILE-} ]] || printf '%s\n' "$RUN" >"$MUSTER_RUN_FILE"
   unset MUSTER_RUN_FILE
+}
+
+
+# The launcher's own command line without the values of --env, in SHOWN_CALL.
+show_call() {
+  local word before=''
+  SHOWN_CALL=()
+  for word in "${CALL[@]}"; do
+    if [[ $before != -- && $word == --env=*=* ]]; then
+      word=${word%%=*}=$(name_alone "${word#*=}")
+    elif [[ $before == --env ]]; then
+      word=$(name_alone "$word")
+    fi
+    SHOWN_CALL+=("$word")
+    [[ $before == -- ]] || before=$word
+  done
+}
+
+
+name_alone() { # <NAME=VALUE>
+  printf '%s\n' "${1%%=*}=..."
+}
+
+
+# A command for the eye, without the values of its environment.
+shown() { # <command...>
+  local entry shown=()
+  for entry in "${ENVIRONMENT[@]}"; do
+    shown+=("$(name_alone "$entry")")
+  done
+  quote ${shown:+env "${shown[@]}"} "$@"
 }
 
 
@@ -205,7 +264,7 @@ absolute() { # <path>
 
 
 # What happens, for the person and for launcher.log.
-tell() { # <message...>
+record() { # <message...>
   log "$@"
   printf '%(%F %T)T %s\n' -1 "$*" >>"$RUN/launcher.log" || true
 }
@@ -222,16 +281,12 @@ agent_command() { # <torchrun's options...>
 
 
 agent_words() {
-  local agent=("$KIT/scripts/lib/agent.py" "${FAST_OPTIONS[@]}") fresh=()
-  if [[ $AGENT == torchrun ]]; then
-    agent=(-m "$PLAIN_AGENT")
-    fresh=(PYTHONUNBUFFERED=1)
+  AGENT_WORDS=("$PYTHON" "$KIT/scripts/lib/agent.py")
+  if [[ $AGENT == fast ]]; then
+    AGENT_WORDS+=("${FAST_OPTIONS[@]}")
+  else
+    AGENT_WORDS+=(--plain "$PLAIN_AGENT")
   fi
-  AGENT_WORDS=()
-  if ((${#ENVIRONMENT[@]} + ${#fresh[@]})); then
-    AGENT_WORDS=(env "${fresh[@]}" "${ENVIRONMENT[@]}")
-  fi
-  AGENT_WORDS+=("$PYTHON" "${agent[@]}")
   # The -- keeps torchrun from taking the script's own words for (abbreviated) options.
   SCRIPT_WORDS=(--tee 3 ${MODULE:+-m} -- "${MODULE:-${WORK[0]}}" "${CONFIG_ARGS[@]}" "${USER_ARGS[@]}")
 }

@@ -43,7 +43,7 @@ name_nodes() { # <processes on a node that does not say so itself> [node...]
 check_nodes() {
   ANSWERS=$(mktemp -d "$SOCKETS/answers-XXXXXX") # goes when the connections go
   local node files=("${CONFIG_ARGS[@]:1}") words=() meeting
-  [[ $MODULE ]] || files+=("${WORK[0]}")
+  [[ $MODULE ]] || files+=("$SCRIPT_FILE")
   module_as_ranks survey --port "${MASTER_PORT:-0}" --master "${NODES[0]}" -- "${files[@]}"
   ask_nodes "$ANSWERS" "${COMMAND[@]}"
   for node in "${NODES[@]}"; do
@@ -69,7 +69,7 @@ find_meeting_point() {
 # The agent's words on one of the nodes, in COMMAND. Static rendezvous: node ranks are as the nodes were given.
 agent_on() { # <node rank> <folder of the run>
   local node=${NODES[$1]}
-  agent_command --nnodes "${#NODES[@]}" --node-rank "$1" --nproc-per-node "${NPROC[$node]}" \
+  agent_command --rdzv-id "${2##*/}" --nnodes "${#NODES[@]}" --node-rank "$1" --nproc-per-node "${NPROC[$node]}" \
     --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" --log-dir "$2/ranks/$node"
 }
 
@@ -92,7 +92,7 @@ show_commands() {
   local rank
   for rank in "${!NODES[@]}"; do
     agent_on "$rank" "$LOG_DIR/<run>"
-    printf '%s: %s\n' "${NODES[rank]}" "$(quote "${COMMAND[@]}")"
+    printf '%s: %s\n' "${NODES[rank]}" "$(shown "${COMMAND[@]}")"
   done
 }
 

@@ -25,7 +25,7 @@ listen_everywhere() { # <folder for the answers>
   module_as_ranks reach listen "${NODES[@]}"
   question=$(for_nodes "${COMMAND[@]}")
   for node in "${NODES[@]}"; do
-    ask_node "$1" "$node" "$question" <"$1/until" &
+    ask_node "$1" "$node" "$question" < <(environment_block && exec cat -- "$1/until") &
   done
   exec {LISTENING}>"$1/until" # opened when all are forked: none of them holds the writing end
   for node in "${NODES[@]}"; do

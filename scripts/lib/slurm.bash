@@ -111,7 +111,7 @@ srun_command() { # <folder of the run>
       "${SRUN_OPTIONS[@]}" "${task[@]}" agent "$1" "$GRACE" "$(IFS=, && printf '%s' "${TASKS[*]}")"
       "${AGENT_WORDS[@]}" -- "${SCRIPT_WORDS[@]}")
   else
-    COMMAND=(env MASTER_PORT="$PORT" "${ENVIRONMENT[@]}"
+    COMMAND=(env MASTER_PORT="$PORT"
       "${always[@]}" --ntasks "$RANKS" --distribution block "${shares[@]}"
       "${SRUN_OPTIONS[@]}" "${task[@]}" rank "$1" "$GRACE" "${WORK[@]}" "${CONFIG_ARGS[@]}" "${USER_ARGS[@]}")
   fi
@@ -138,7 +138,7 @@ shares_of_a_rank() {
 start_step() {
   local places=("${PLACES[@]}")
   [[ $LAUNCHER == srun ]] || places=("${NODES[@]/%/:1}")
-  start_client slurm "${NODES[0]}" run_step "$(IFS=, && printf '%s' "${places[*]}")" "${COMMAND[@]}"
+  start_client slurm run_step "$(IFS=, && printf '%s' "${places[*]}")" "${COMMAND[@]}"
 }
 
 
@@ -146,6 +146,7 @@ start_step() {
 run_step() { # <node:tasks,...> <word...>
   local status=0
   trap '' INT TERM HUP TSTP USR2 # it carries the tasks' last words, whatever ends us
+  give_environment # srun hands it on
   "$PYTHON" "$KIT/scripts/lib/step.py" "$RUN" "$@" || status=$?
   return $((status == 255 ? EXIT_UNFIT : status)) # 255 would be a lost node
 }
@@ -163,14 +164,14 @@ launch_on_allocation() { # <CONFIG> [number of ranks]
   if [[ ${DRY_RUN:-0} == 1 ]]; then
     [[ $PORT != - ]] || PORT="<a free port of ${NODES[0]}>"
     srun_command "$LOG_DIR/<run>"
-    quote "${COMMAND[@]}"
+    shown "${COMMAND[@]}"
     exit
   fi
   find_port
   forget_other_launches
   # shellcheck disable=SC2034 # open_run tells it
   SLURM_JOB=("$SLURM_JOB_ID" ${SLURM_ARRAY_JOB_ID:+"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"})
-  [[ ! $AGAIN ]] || put_try_away "$AGAIN"
+  [[ ! $AGAIN ]] || archive_attempt "$AGAIN"
   open_run "$RANKS" "${NODES[@]}"
   srun_command "$RUN"
   unset SLURM_NTASKS_PER_NODE SLURM_GPUS_PER_TASK SLURM_DISTRIBUTION # what is meant of them stands there

@@ -97,12 +97,12 @@ find_turn_before() {
 next_turn() {
   is_batch_script && { stopped_by_slurm || lost_a_node; } || return 0
   if ((REQUEUES >= MAX_REQUEUES)); then
-    tell "requeued $REQUEUES time(s), and --max-requeues is $MAX_REQUEUES: not once more; sbatch the same to go on"
+    record "requeued $REQUEUES time(s), and --max-requeues is $MAX_REQUEUES: not once more; sbatch the same to go on"
   elif in_vain; then
-    tell "the last $MOST_VAIN turns came no further${FURTHEST:+ than step $FURTHEST}: not requeueing; sbatch the same to go on"
+    record "the last $MOST_STALLED turns came no further${FURTHEST:+ than step $FURTHEST}: not requeueing; sbatch the same to go on"
   else
-    tell "requeueing job $SLURM_JOB_ID${FURTHEST:+ at step $FURTHEST}, to go on from the newest checkpoint"
-    scontrol requeue "${SLURM_JOB[-1]}" || tell "SLURM does not requeue it: sbatch the same to go on"
+    record "requeueing job $SLURM_JOB_ID${FURTHEST:+ at step $FURTHEST}, to go on from the newest checkpoint"
+    scontrol requeue "${SLURM_JOB[-1]}" || record "SLURM does not requeue it: sbatch the same to go on"
   fi
 }
 
@@ -135,11 +135,11 @@ is_batch_script() {
 # Whether the last turns came no further, one after the other; counted beside the run.
 in_vain() {
   local vain=0
-  if ! came_further; then
+  if ! made_progress; then
     vain=$(($(cat -- "$RUN/turns_in_vain" 2>/dev/null || echo 0) + 1))
   fi
   echo "$vain" >"$RUN/turns_in_vain"
-  ((vain >= MOST_VAIN))
+  ((vain >= MOST_STALLED))
 }
 
 
@@ -150,7 +150,7 @@ train_in_job() { # <word...>
   fi
   in_allocation || die_usage "this is for sbatch: $(quote "${CALL[@]}") (--dry-run shows what that would do)"
   find_turn_before
-  trap 'order stop' USR2 # where it is sent to the batch script too
+  trap 'request stop' USR2 # where it is sent to the batch script too
   launch_on_allocation "$CONFIG"
   next_turn
   exit "$CODE"

@@ -39,7 +39,7 @@ remove_at_end_of_input() { # <folder>
 
 # In a session of its own: Ctrl-C is for us to handle, and ssh would not let itself be told to ignore it.
 call_ssh() { # <ssh's words...>
-  setsid --wait ${ANSWER_WITHIN:+timeout -s KILL "$ANSWER_WITHIN"} ssh "${SSH_OPTIONS[@]}" "$@"
+  unreported setsid --wait ${ANSWER_WITHIN:+timeout -s KILL "$ANSWER_WITHIN"} ssh "${SSH_OPTIONS[@]}" "$@"
 }
 
 

@@ -7,8 +7,12 @@ SLURM says in words of its own which task this is; for a rank they become RANK, 
 that a script written for torchrun runs unchanged. COUNTS are the ranks of each node, as in 2,2,1.
 """
 
-import os
+# ruff: noqa: E402
 import sys
+
+FRESH = frozenset(sys.modules)  # what the interpreter itself has imported
+
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -16,13 +20,12 @@ from typing import NoReturn
 KIT = str(Path(__file__).resolve().parents[2])
 
 
-def become_rank(words: Sequence[str]) -> NoReturn:
+def become_rank(run: str, words: Sequence[str]) -> NoReturn:
     """Be `python SCRIPT`, in the environment that torchrun would give it."""
     is_module = words[0] == "-m"
     name, *rest = words[1:] if is_module else words
-    os.environ.setdefault("OMP_NUM_THREADS", os.environ.get("SLURM_CPUS_PER_TASK", "1"))  # read by PyTorch's import
 
-    from distributed.worker import Script, work
+    from distributed.threads import share_cores
     from distributed.world import World, WorldError, as_env
 
     try:
@@ -30,10 +33,17 @@ def become_rank(words: Sequence[str]) -> NoReturn:
     except WorldError as error:
         sys.stderr.write(f"task.py: {error}\n")
         sys.exit(2)
-    os.environ.update(as_env(world))
+    os.environ.update(as_env(world, run))
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # as torchrun sets it
     choose_interface(world.nodes, world.master_addr)
-    work(Script(name, tuple(rest), is_module, tuple(sys.path[1:])))
-    os._exit(0)
+    line = share_cores(world.local_size, tasks=world.local_size)
+    if world.rank == 0:
+        sys.stderr.write(line)
+
+    from distributed.preloaded import Preload
+    from distributed.worker import Script, work
+
+    work(Script(name, tuple(rest), is_module, tuple(sys.path[1:])), Preload(FRESH))
 
 
 def choose_interface(nodes: int, master: str | None) -> None:
@@ -52,7 +62,7 @@ def main(kind: str, run: str, grace: str, *words: str) -> int:
 
     here = task.Task.from_env(Path(run), os.environ, agent=kind == "agent")
     if kind == "rank":
-        return task.run(here, float(grace), lambda: become_rank(words))
+        return task.run(here, float(grace), lambda: become_rank(here.run.name, words))
     counts = [int(count) for count in words[0].split(",")]
     options = task.agent_options(here, counts, os.environ)
     return task.run(here, float(grace), lambda: task.start_agent(here, words[1:], options))

@@ -1,82 +1,90 @@
 # shellcheck shell=bash
 #
-# Nodes while they run: start them, wait for the first that ends badly, end the others, judge, try again.
+# Nodes while they run: start them, wait for the first failure, stop the others, judge, restart.
 #
 # Sourced by launcher.bash, never run.
 
-# Every node has a client: here the process that runs node.sh, with ssh the one that talks to the node. Its standard
-# input is the node's dead man's switch, through which it is also told to stop; how it ended comes through EVENTS.
-declare -A CLIENT=() SWITCH=() # of each node that has not ended: its process, the switch
-declare -A DEAD=()             # clients that have gone, perhaps with a word that is still to come
-CONSOLES=()                    # processes that show what nodes say
-STATUS=0                       # of the first node that ended badly
-PATIENCE=''                    # seconds without a word of the launcher after which a node gives it up
-MOST_VAIN=3                    # restarts that came no further, one after the other, before giving up
-MINUTES=300                    # seconds after which a failure is no longer one of the start
-HURRY=10                       # seconds between the request to stop and the order to end, when a node has failed
+# Every node has a client: a process that runs the node's supervisor, with ssh the one that is connected to the node.
+# Its standard input is the control channel of the supervisor; its exit code comes through EVENTS.
+declare -A CLIENT=() CONTROL=() # of each node that has not ended: its process, and the control channel
+declare -A DEAD=()              # clients that have ended, perhaps with an exit code that is still to come
+declare -A UNSTARTED=()         # nodes on which not even a supervisor could be started, with the exit code
+declare -A SUPERVISED=()        # nodes with a client of their own, and with an exit code in node_NAME.exit
+CLEARING=()                     # processes that end what is left on nodes whose client was lost
+STATUS=0                        # of the first node that failed
+HEARTBEAT_TIMEOUT=''            # seconds without a heartbeat of the launcher after which a node stops its command
+MOST_STALLED=3                  # consecutive restarts without progress before giving up
+MINUTES=300                     # seconds after which a failure is no longer one of the start
+HURRY=10                        # seconds between the request to stop and SIGKILL, when a node has failed
 
 
-# Run a command with its words on a node; a launcher over ssh has a door of its own.
-on_node() { # <node> <command> [word...]
-  "${@:2}"
+# Run a command on a node; a launcher over ssh has a function of its own.
+on_node() { # <node> <command> [argument...]
+  unreported "${@:2}"
 }
 
 
-# What nodes that share no folder with us have written; such a launcher knows how to get it.
+# What nodes that do not share the run directory have written; such a launcher knows how to get it.
 bring_home() {
   :
 }
 
 
-put_away() { # <folder for an earlier try>
+put_away() { # <directory for an earlier attempt>
   :
 }
 
 
+# The program that runs commands on nodes, in SUPERVISOR.
+name_supervisor() {
+  SUPERVISOR=("$PYTHON" -I -S "$KIT/scripts/lib/supervisor.py")
+}
+
+
 start_node() { # <node> <command...>
-  start_client "$1" "$1" on_node "$1" "$KIT/scripts/lib/node.sh" --run "$RUN" --node "$1" --grace "$GRACE" \
-    ${PATIENCE:+--patience "$PATIENCE"} --source "$(node_env)" -- "${@:2}"
+  name_supervisor
+  start_client "$1" on_node "$1" "${SUPERVISOR[@]}" run --dir "$RUN" --name "$1" --grace "$GRACE" --environment - \
+    ${HEARTBEAT_TIMEOUT:+--heartbeat-timeout "$HEARTBEAT_TIMEOUT"} --source "$(node_env)" -- "${@:2}"
+  SUPERVISED[$1]=1
+  { environment_block >&"${CONTROL[$1]}"; } 2>/dev/null || true # it may have ended
 }
 
 
-start_client() { # <its name> <node whose rank 0 is shown, if it has it> <command...>
-  local console switch
-  pipe_into console show_rank_0 "$2"
-  CONSOLES+=($!)
-  pipe_into switch tell_end "$1" "${@:3}" >&"$console" 2>&1
-  CLIENT[$1]=$! SWITCH[$1]=$switch
-  exec {console}>&-
+# The environment of the ranks as supervisor.py and in_node_env.sh read it. Through a pipe, as others can see arguments.
+environment_block() {
+  ((${#ENVIRONMENT[@]} == 0)) || printf '%s\0' "${ENVIRONMENT[@]}"
+  printf '\0'
 }
 
 
-# The console shows rank 0 as it speaks; what agents say goes to stderr. The log has everybody.
-show_rank_0() { # <node>
-  trap '' INT TERM HUP TSTP USR2
-  let_go_of_switches
-  exec stdbuf -oL sed -n -e "s/^\[$1:0\] //p;t" -e '/^\[[^]: ]*:[0-9]*\] /!w /dev/stderr'
+start_client() { # <its name> <command...>
+  local control
+  pipe_into control run_client "$@"
+  CLIENT[$1]=$! CONTROL[$1]=$control
+  disown "$!" # bash would print it when it is killed
 }
 
 
-tell_end() { # <node> <command...>
+run_client() { # <its name> <command...>
   local status=0
-  trap : TERM HUP # not ignored: node.sh has a use for them
-  trap '' USR2
-  let_go_of_switches
+  trap '' INT TERM HUP TSTP USR2 # requests come through the control channel
+  close_control_channels
   "${@:2}" || status=$?
   echo "$1 $status" >&"$EVENTS"
 }
 
 
-# What runs beside the launcher must hold no node's switch: else that node would not notice that the launcher is gone.
-let_go_of_switches() {
-  local switch
-  for switch in "${SWITCH[@]}"; do
-    exec {switch}>&-
+# A process that runs beside the launcher must not hold a control channel: the node would not notice that the launcher
+# is gone.
+close_control_channels() {
+  local control
+  for control in "${CONTROL[@]}"; do
+    exec {control}>&-
   done
 }
 
 
-# config/node_env.sh of the working folder, else of the kit.
+# config/node_env.sh of the working directory, else of the kit.
 node_env() {
   if [[ -e config/node_env.sh ]]; then
     absolute config/node_env.sh
@@ -86,117 +94,152 @@ node_env() {
 }
 
 
-# To the last node's end. The first that ends badly ends all the others.
+# To the end of the last node. The first failure stops all the others.
 wait_for_nodes() {
-  local words begun='' node status
+  local received begun='' node status
   while ((${#CLIENT[@]})); do
-    if IFS= read -r -t 0.5 -u "$EVENTS" words; then
-      read -r node status <<<"$begun$words"
+    if IFS= read -r -t 0.5 -u "$EVENTS" received; then
+      read -r node status <<<"$begun$received"
       begun=''
       ended "$node" "$status"
     else
-      begun+=$words # the time was up amid the line
+      begun+=$received # the timeout came in the middle of a line
       notice_dead_clients
     fi
     if [[ $DEADLINE ]] && ((SECONDS >= DEADLINE)); then
-      press_on
+      escalate
     fi
   done
-  wait "${CONSOLES[@]}" || true
-  CONSOLES=()
+  ((${#CLEARING[@]} == 0)) || wait "${CLEARING[@]}" || true
+  CLEARING=()
 }
 
 
-# A client that somebody has killed tells nothing of its end.
+# A client that was killed reports no exit code.
 notice_dead_clients() {
   local node stat
   for node in "${!CLIENT[@]}"; do
     { read -r stat <"/proc/${CLIENT[$node]}/stat"; } 2>/dev/null || stat=') Z'
     [[ $stat == *') Z'* ]] || continue
     if [[ ${DEAD[$node]-} ]]; then
-      tell "$node: process ${CLIENT[$node]}, through which we speak to it, was killed"
+      record "$node: process ${CLIENT[$node]}, the launcher's connection to it, was killed"
       ended "$node" 137
     else
-      DEAD[$node]=1 # what it has told may still be on its way
+      DEAD[$node]=1 # its exit code may still be on its way
     fi
   done
 }
 
 
-ended() { # <node> <status>
-  local switch=${SWITCH[$1]} status=$2
-  exec {switch}>&-
-  unset "CLIENT[$1]" "SWITCH[$1]" "DEAD[$1]"
-  if ((status == 255)) && ! grep -qsx 255 "$RUN/node_$1.exit"; then # ssh's word for a lost node, unless it is its own
-    status=$EXIT_UNFIT
-    lost "$1"
+ended() { # <node> <exit code of its client>
+  local control=${CONTROL[$1]} status=$2
+  exec {control}>&-
+  unset "CLIENT[$1]" "CONTROL[$1]" "DEAD[$1]"
+  if may_be_lost "$1" "$status"; then
+    [[ -e $RUN/node_$1.lost ]] || lost "$1"
+    ((status != 255)) || status=$EXIT_UNFIT
+  elif ((status == 126 || status == 127)); then
+    UNSTARTED[$1]=$status
   fi
   if ((status != 0 && STATUS == 0)); then
     STATUS=$status
-    [[ $DEADLINE ]] || next_order $((status == EXIT_STOPPED ? 30 : 0)) stop # who stops with a checkpoint may still write
+    [[ $DEADLINE ]] || schedule $((status == EXIT_STOPPED ? 30 : 0)) stop # checkpoints may still be being written
   fi
 }
 
 
-# For the verdict as well: whatever that node thinks, we have lost it.
+# Whether this may be the client's own exit code, not the node's: ssh ends with 255 when the connection is lost, and
+# above 128 a signal has ended it. Where the run directory is shared, the node's own is in node_NAME.exit.
+may_be_lost() { # <node> <exit code>
+  [[ ${SUPERVISED[$1]-} && ! -e $RUN/node_$1.exit ]] && (($2 == 255 || ($2 > 128 && !${DEADLINE:-0})))
+}
+
+
+# Without its connection a node stops its command by itself. Wait for that, and for what the node reports of it.
 lost() { # <node>
-  : >"$RUN/node_$1.lost"
-  tell "$1: the connection to it is lost: ending the others"
+  record "$1: connection to its supervisor lost; stopping the run"
+  clear_node "$1" &
+  CLEARING+=($!)
 }
 
 
-# What is said to the nodes that are left when the time has come: stop, then kill, then nothing more.
-next_order() { # <seconds from now> <order>
-  DEADLINE=$((SECONDS + $1)) ORDER=$2
+clear_node() { # <node>
+  trap '' INT TERM HUP TSTP
+  close_control_channels
+  name_supervisor
+  if ! ANSWER_WITHIN=$((GRACE + HURRY)) on_node "$1" "${SUPERVISOR[@]}" sweep --dir "$RUN" --name "$1" --grace "$GRACE" \
+    </dev/null >/dev/null 2>&1; then
+    : >"$RUN/node_$1.lost" # for the verdict
+  fi
 }
 
 
-press_on() {
-  case $ORDER in
-    stop) order stop; next_order "$HURRY" kill ;;
-    kill) order kill; next_order "$HURRY" abandon ;;
+# A shell ends with 126 or 127 where there is no interpreter to be started. The verdict reads that where it reads
+# what supervisors write.
+note_unstarted() {
+  local node
+  for node in "${!UNSTARTED[@]}"; do
+    [[ ! -e $RUN/node_$node.exit ]] || continue
+    printf '%s\n' "$PYTHON: cannot be started on $node; name an interpreter that is there with --python" \
+      >>"$RUN/node_$node.log"
+    printf '%s\n' "${UNSTARTED[$node]}" >"$RUN/node_$node.exit"
+  done
+  UNSTARTED=()
+}
+
+
+# What the remaining nodes are asked for when the time has come: stop, kill, then nothing more.
+schedule() { # <seconds from now> <request>
+  DEADLINE=$((SECONDS + $1)) REQUEST=$2
+}
+
+
+escalate() {
+  case $REQUEST in
+    stop) request stop; schedule "$HURRY" kill ;;
+    kill) request kill; schedule "$HURRY" abandon ;;
     abandon) abandon ;;
   esac
 }
 
 
-order() { # <stop or kill>
-  local switch
-  for switch in "${SWITCH[@]}"; do
-    echo "$1" >&"$switch" || true # it may just have ended
+request() { # <stop or kill>
+  local control
+  for control in "${CONTROL[@]}"; do
+    echo "$1" >&"$control" || true # it may just have ended
   done 2>/dev/null
 }
 
 
-# A node that does not answer: it ends its processes by itself when it has not heard of us for a while.
 abandon() {
   local node
   for node in "${!CLIENT[@]}"; do
-    tell "$node does not answer; what runs there ends when it notices that nobody is here any more"
+    record "$node does not answer; its processes end without the launcher${HEARTBEAT_TIMEOUT:+ after $HEARTBEAT_TIMEOUT s}"
+    : >"$RUN/node_$node.lost"
     kill -KILL "${CLIENT[$node]}" 2>/dev/null || true
     ended "$node" 255
   done
 }
 
 
-# A person, or the system, asks us to stop: the nodes are told, and told again when we are.
+# A person, or the system, asks the launcher to stop. The nodes are asked to, and asked to kill the second time.
 interrupted() { # <signal>
   if [[ $SIGNAL ]]; then
-    order kill
-    next_order "$HURRY" abandon
+    request kill
+    schedule "$HURRY" abandon
     return
   fi
   SIGNAL=$1
   [[ $1 != HUP ]] || exec >>"$RUN/launcher.log" 2>&1 # the terminal is gone
-  tell "$1: stopping; up to $GRACE s to write a checkpoint, once more $1 to end at once"
-  order stop
-  next_order $((GRACE + HURRY)) abandon # a node keeps the grace itself
+  record "$1: stopping; up to $GRACE s to write a checkpoint, once more $1 to end at once"
+  request stop
+  schedule $((GRACE + HURRY)) abandon # a node keeps the grace itself
 }
 
 
 watch_signals() {
   local name
-  trap '' PIPE # a node may end while it is told something
+  trap '' PIPE # a node may end while it is asked for something, and a console may be closed
   for name in INT TERM HUP; do
     # shellcheck disable=SC2064
     trap "interrupted $name" "$name"
@@ -204,15 +247,15 @@ watch_signals() {
 }
 
 
-# A word to each node every few seconds, as long as this shell lives: by its silence a node knows that it is cut off.
-keep_company() {
-  local switch status
+# To each node every few seconds, as long as this shell lives. A node that misses them stops its command.
+send_heartbeats() {
+  local control status
   trap '' INT TERM HUP TSTP PIPE
   while true; do
-    read -r -t $((PATIENCE / 4)) _ && status=0 || status=$?
+    read -r -t $((HEARTBEAT_TIMEOUT / 4)) _ && status=0 || status=$?
     ((status > 128)) || return 0
-    for switch in "${SWITCH[@]}"; do
-      echo >&"$switch" || true
+    for control in "${CONTROL[@]}"; do
+      echo >&"$control" || true
     done
   done 2>/dev/null
 }
@@ -220,36 +263,37 @@ keep_company() {
 
 # Whose failure came first, and the exit code of it all in CODE.
 judge() {
-  local asked=()
+  local asked=() verdict
   case $SIGNAL in
     INT) asked=(--exit-code "$EXIT_INTERRUPTED") ;;
     TERM | HUP) asked=(--exit-code "$EXIT_TERMINATED") ;;
     *) asked=(--exit-code "$STATUS") ;;
   esac
-  kit_python verdict "$RUN" "${asked[@]}" && CODE=0 || CODE=$?
+  # It writes into a pipe: that this launcher's own console is closed must not change its exit code.
+  verdict=$(kit_python verdict "$RUN" "${asked[@]}" 2>&1) && CODE=0 || CODE=$?
+  printf '%s\n' "$verdict" >&2 || true
   if [[ -e $RUN/metrics.jsonl ]]; then
     kit_python report "$RUN" >/dev/null || warn "$RUN/report.html: could not be written"
   fi
 }
 
 
-# Whether the failure is one that another try may mend: not a wrong call, nobody asked us to stop, and the last restarts
-# were not in vain.
+# Whether a restart may help: the call was valid, no stop was requested, and the last restarts made progress.
 may_restart() {
   [[ ! $SIGNAL ]] && ((CODE != 0 && CODE != EXIT_USAGE && CODE != EXIT_STOPPED && RESTARTS < MAX_RESTARTS)) || return 1
-  if came_further || ((RESTARTS == 0)); then
-    VAIN=0
+  if made_progress || ((RESTARTS == 0)); then
+    STALLED=0
   else
-    VAIN=$((VAIN + 1))
+    STALLED=$((STALLED + 1))
   fi
-  ((VAIN < MOST_VAIN)) && return
-  tell "exit code $CODE: the last $VAIN restarts came no further${FURTHEST:+ than step $FURTHEST}: not trying again"
+  ((STALLED < MOST_STALLED)) && return
+  record "exit code $CODE: no progress${FURTHEST:+ past step $FURTHEST} in $STALLED restarts; giving up"
   return 1
 }
 
 
-# By the steps that the script has logged; of one that logs none, by its having worked for minutes.
-came_further() {
+# By the steps that the script has logged; where it logs none, by its having run for minutes.
+made_progress() {
   local before=$FURTHEST
   FURTHEST=$(kit_python progress "$RUN") || FURTHEST=''
   if [[ $FURTHEST ]]; then
@@ -260,26 +304,26 @@ came_further() {
 }
 
 
-# Keep what the failed try left, and make room for the next.
-next_try() {
+# Keep what the failed attempt left, and make room for the next.
+prepare_restart() {
   RESTARTS=$((RESTARTS + 1))
-  put_try_away "$RUN"
-  put_away "try_$TRIES"
-  tell "exit code $CODE: starting again, $RESTARTS of $MAX_RESTARTS, from the newest good checkpoint"
+  archive_attempt "$RUN"
+  put_away "try_$ATTEMPT"
+  record "exit code $CODE: restart $RESTARTS of $MAX_RESTARTS, from the newest valid checkpoint"
 }
 
 
-# Into the next try_<n>, in TRIES: all that a try leaves, but for what goes on with the run.
-put_try_away() { # <folder of the run>
+# Move what an attempt leaves into the next try_<n>, whose number is then in ATTEMPT. What belongs to the whole run stays.
+archive_attempt() { # <run directory>
   local file
-  TRIES=1
-  while [[ -e $1/try_$TRIES ]]; do
-    TRIES=$((TRIES + 1))
+  ATTEMPT=1
+  while [[ -e $1/try_$ATTEMPT ]]; do
+    ATTEMPT=$((ATTEMPT + 1))
   done
-  mkdir -- "$1/try_$TRIES"
-  cp -p -- "$1/run.json" "$1/try_$TRIES/"
+  mkdir -- "$1/try_$ATTEMPT"
+  cp -p -- "$1/run.json" "$1/try_$ATTEMPT/"
   for file in "$1"/{errors,ranks,verdict.json} "$1"/node_*; do
-    [[ ! -e $file ]] || mv -- "$file" "$1/try_$TRIES/"
+    [[ ! -e $file ]] || mv -- "$file" "$1/try_$ATTEMPT/"
   done
   mkdir -- "$1/errors" "$1/ranks"
 }
@@ -287,25 +331,27 @@ put_try_away() { # <folder of the run>
 
 # Start the nodes, wait, judge; again while --max-restarts allows it. Sets CODE.
 run_nodes() { # <function that starts them> [its words...]
-  RESTARTS=0 VAIN=0 FURTHEST=''
+  RESTARTS=0 STALLED=0 FURTHEST=''
   [[ ! -e $RUN/metrics.jsonl ]] || FURTHEST=$(kit_python progress "$RUN")
   open_events
   watch_signals
   while true; do
-    STATUS=0 DEADLINE='' ORDER='' BEGUN=$SECONDS
+    STATUS=0 DEADLINE='' REQUEST='' BEGUN=$SECONDS
     "$@"
-    [[ ! $PATIENCE ]] || pipe_into COMPANY keep_company
+    [[ ! $SIGNAL ]] || request stop # it came before there was a node
+    [[ ! $HEARTBEAT_TIMEOUT ]] || pipe_into HEARTBEATS send_heartbeats
     wait_for_nodes
-    [[ ! $PATIENCE ]] || exec {COMPANY}>&-
+    [[ ! $HEARTBEAT_TIMEOUT ]] || exec {HEARTBEATS}>&-
     bring_home
+    note_unstarted
     judge
     may_restart || break
-    next_try
+    prepare_restart
   done
 }
 
 
-# Both ends in one: who tells of his end never waits for a reader.
+# Both ends in one file descriptor: a client never waits for a reader.
 open_events() {
   exec {EVENTS}<> <(:)
 }

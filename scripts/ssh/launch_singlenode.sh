@@ -73,7 +73,7 @@ main() {
   mapfile -t meeting < <(rendezvous)
   if [[ ${DRY_RUN:-0} == 1 ]]; then
     agent_command "${meeting[@]}" --nproc-per-node "$NPROC" --log-dir "$LOG_DIR/<run>/ranks/$node"
-    printf '%s: %s\n' "$node" "$(quote "${COMMAND[@]}")"
+    printf '%s: %s\n' "$node" "$(shown "${COMMAND[@]}")"
     return
   fi
   if ((DETACH)); then

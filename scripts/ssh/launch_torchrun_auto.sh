@@ -52,6 +52,6 @@ source "$KIT/scripts/lib/nodes.bash"
 source "$KIT/scripts/lib/sync.bash"
 
 # shellcheck disable=SC2034 # watch.bash hands it to the nodes
-PATIENCE=20 # seconds
+HEARTBEAT_TIMEOUT=20 # seconds
 
 launch_on_nodes need_ssh start_by_ssh "$@"

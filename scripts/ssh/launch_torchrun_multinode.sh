@@ -27,9 +27,10 @@
 #   --quiet              no lines of the launcher's own
 #   --help               show this
 #
-# Words behind -- go to the script untouched. The first node says who is still missing. Exit codes are
-# those of launch_singlenode.sh; besides, 69: a node fell silent, or does not fit to the first (another
-# PyTorch, script, CONFIG or NNODES); 124: not all nodes came within 10 minutes.
+# Words behind -- go to the script untouched. The first node prints which nodes are missing. Exit codes are
+# those of launch_singlenode.sh; besides, 69: the connection to a node was lost, or this node was refused
+# (PyTorch, script, CONFIG or NNODES differ from those of the first node, its NODE_RANK is taken, or the
+# port belongs to another run); 124: not all nodes came within 10 minutes.
 #
 #   node1$ launch_torchrun_multinode.sh config/large_multinode.yaml 8 2 0 node1
 #   node2$ launch_torchrun_multinode.sh config/large_multinode.yaml 8 2 1 node1

@@ -21,6 +21,8 @@
 #
 # A node has an address, a host name, an /etc/hosts and an sshd of its own; files, /tmp, /dev/shm and process
 # ids are those of this machine, as with a shared file system. `ssh node1` works here and on every node.
+# The nodes share the cores of this machine, and each sees them all: so OMP_NUM_THREADS is set on them, by sshd and
+# by SLURM, to what a rank of each node (one for each pretended GPU) has of the cores; a value of your own stays.
 # A state is up, slow, frozen, cut or dead. Everything lies in MUSTER_LAB (default: /run/muster-lab), also
 # the file bashrc, empty at first, that the nodes have in place of root's ~/.bashrc.
 #
@@ -79,7 +81,24 @@ PrintMotd no
 AcceptEnv LANG LC_*
 Subsystem sftp internal-sftp
 CONF
-  [[ ! $SLURM ]] || echo "SetEnv SLURM_CONF=$LAB/slurm.conf"
+  # One line: sshd obeys the first.
+  echo "SetEnv OMP_NUM_THREADS=$(threads)${SLURM:+ SLURM_CONF=$LAB/slurm.conf}"
+}
+
+
+threads() { # of each rank, when each node has one for each pretended GPU
+  local cores ranks=$((GPUS > 0 ? NODES * GPUS : NODES))
+  cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc) # which obeys them
+  echo $((cores > ranks ? cores / ranks : 1))
+}
+
+
+# SLURM runs it before each task and batch script, and adds what it prints to the environment.
+task_prolog() {
+  cat <<END
+#!/bin/sh
+[ -n "\$OMP_NUM_THREADS" ] || echo export OMP_NUM_THREADS=$(threads)
+END
 }
 
 
@@ -118,6 +137,7 @@ MailProg=/bin/true
 # As an ordinary user's machine can have it: no cgroups, more CPUs than there are.
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
+TaskProlog=$LAB/task_prolog
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SlurmdParameters=config_overrides
@@ -376,6 +396,8 @@ start_slurm() {
   local gpu
   mkdir -- "$LAB/slurmctld"
   slurm_conf >"$LAB/slurm.conf"
+  task_prolog >"$LAB/task_prolog"
+  chmod +x -- "$LAB/task_prolog"
   for ((gpu = 0; gpu < GPUS; gpu++)); do
     mknod -- "$LAB/gpu$gpu" c 1 3 # SLURM wants a device file: each is one more /dev/null
   done

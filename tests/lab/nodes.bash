@@ -29,7 +29,6 @@ lower_nodes() {
 
 enter_work() {
   N1=${PREFIX}1 N2=${PREFIX}2 N3=${PREFIX}3
-  export OMP_NUM_THREADS=1 # the nodes share the cores of one machine
   WORK=${WORK:-"$BATS_TEST_TMPDIR/my 'work'"}
   mkdir -p "$WORK"
   cd "$WORK" || return
@@ -41,9 +40,20 @@ leave_work() {
   for run in "$WORK"/logs/*/; do
     [ -d "$run" ] || continue
     for node in "$N1" "$N2" "$N3"; do
-      "$KIT/scripts/lib/node.sh" --sweep --run "${run%/}" --node "$node"
+      supervisor sweep --dir "${run%/}" --name "$node"
     done
   done
+}
+
+
+supervisor() { # <verb> <argument...>
+  "$VIRTUAL_ENV/bin/python" -I -S "$KIT/scripts/lib/supervisor.py" "$@"
+}
+
+
+# Of a process that watches over the newest run, or is watched over.
+pid_of() { # <supervisor, guard or command> <node>
+  python3 -c 'import json, sys; print(json.load(open(sys.argv[2]))[sys.argv[1]]["pid"])' "$1" "logs/latest/node_$2.pid"
 }
 
 

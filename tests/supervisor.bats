@@ -1,30 +1,31 @@
 #!/usr/bin/env bats
 #
-# scripts/lib/node.sh: it runs one command, tells how it ended, and leaves nothing behind - whatever happens to
-# the command, to itself, or to the launcher that holds its standard input open.
+# scripts/lib/supervisor.py: it runs one command, reports how it ended, and leaves nothing behind, whatever happens to
+# the command, to itself, or to the launcher that holds its control channel open. Who is killed in which order is in
+# test_supervisor.py.
 
 bats_require_minimum_version 1.5.0
 
 
 setup() {
-  NODE_SH=$BATS_TEST_DIRNAME/../scripts/lib/node.sh
+  SUPERVISOR=("${VIRTUAL_ENV:-$BATS_TEST_DIRNAME/../.venv}/bin/python" -I -S "$BATS_TEST_DIRNAME/../scripts/lib/supervisor.py")
   RUN="$BATS_TEST_TMPDIR/a 'run'"
   mkdir -p "$RUN"
-  mkfifo "$BATS_TEST_TMPDIR/switch"
+  mkfifo "$BATS_TEST_TMPDIR/control"
 }
 
 
 teardown() {
-  exec {SWITCH}>&- || true
-  "$NODE_SH" --sweep --run "$RUN" --node n1
+  exec {CONTROL}>&- || true
+  "${SUPERVISOR[@]}" sweep --dir "$RUN" --name n1
 }
 
 
-# Start node.sh as a launcher does: it lives as long as we hold SWITCH open.
-start() { # <word...>
-  "$NODE_SH" --run "$RUN" --node n1 "$@" <"$BATS_TEST_TMPDIR/switch" >"$BATS_TEST_TMPDIR/out" 2>&1 3>&- &
+# Start a supervisor as a launcher does: it lives as long as CONTROL is open.
+start() { # <argument...>
+  "${SUPERVISOR[@]}" run --dir "$RUN" --name n1 "$@" <"$BATS_TEST_TMPDIR/control" >"$BATS_TEST_TMPDIR/out" 2>&1 3>&- &
   NODE=$!
-  exec {SWITCH}>"$BATS_TEST_TMPDIR/switch"
+  exec {CONTROL}>"$BATS_TEST_TMPDIR/control"
 }
 
 
@@ -35,15 +36,6 @@ wait_for_line() { # <text>
 
 status_of_node() {
   wait "$NODE" && status=0 || status=$?
-}
-
-
-# As on a busy machine: the log's writer begins late.
-slow_tee() {
-  mkdir "$BATS_TEST_TMPDIR/bin"
-  printf '#!/bin/sh\nsleep 0.5\nexec %s "$@"\n' "$(type -P tee)" >"$BATS_TEST_TMPDIR/bin/tee"
-  chmod +x "$BATS_TEST_TMPDIR/bin/tee"
-  PATH=$BATS_TEST_TMPDIR/bin:$PATH
 }
 
 
@@ -112,7 +104,7 @@ left() {
 @test "when the launcher is gone the command is stopped" {
   start -- bash -c 'trap "echo saved; exit 75" TERM; echo ready; while :; do sleep 0.1; done'
   wait_for_line ready
-  exec {SWITCH}>&-
+  exec {CONTROL}>&-
   status_of_node
   [ "$status" -eq 75 ]
   [ "$(left)" -eq 0 ]
@@ -122,7 +114,7 @@ left() {
 @test "a command that will not stop is killed when the grace is over" {
   start --grace 1 -- bash -c 'trap "" TERM; echo ready; while :; do sleep 0.1; done'
   wait_for_line ready
-  exec {SWITCH}>&-
+  exec {CONTROL}>&-
   status_of_node
   [ "$status" -eq 137 ]
   [ "$(left)" -eq 0 ]
@@ -141,20 +133,6 @@ left() {
 }
 
 
-@test "what a killed node.sh left is found by its mark, and nobody else's is touched" {
-  sleep 300 3>&- &
-  bystander=$!
-  start -- bash -c 'echo ready; exec sleep 300'
-  wait_for_line ready
-  kill -KILL "$NODE"
-  [ "$(left)" -gt 0 ]
-  "$NODE_SH" --sweep --run "$RUN" --node n1
-  [ "$(left)" -eq 0 ]
-  kill -0 "$bystander"
-  kill "$bystander"
-}
-
-
 @test "config/node_env.sh is sourced before the command" {
   echo 'export FROM_NODE_ENV="a b"; false; unset_variable=$NOT_SET' >"$BATS_TEST_TMPDIR/env.sh"
   start --source "$BATS_TEST_TMPDIR/env.sh" -- sh -c 'echo "$FROM_NODE_ENV"'
@@ -165,14 +143,13 @@ left() {
 
 
 @test "a node_env.sh that exits is named, and one that goes elsewhere does not take the command along" {
-  slow_tee
   echo 'exit 3' >"$BATS_TEST_TMPDIR/env.sh"
   start --source "$BATS_TEST_TMPDIR/env.sh" -- touch "$RUN/ran"
   status_of_node
   [ "$status" -eq 3 ]
   [ ! -e "$RUN/ran" ]
   grep -q "env.sh has ended this node: it is sourced, and must not exit" "$BATS_TEST_TMPDIR/out"
-  exec {SWITCH}>&-
+  exec {CONTROL}>&-
   echo 'cd /' >"$BATS_TEST_TMPDIR/env.sh"
   cd "$RUN"
   start --source "$BATS_TEST_TMPDIR/env.sh" -- pwd
@@ -186,7 +163,7 @@ left() {
   echo "$background" >"$BATS_TEST_TMPDIR/env.sh"
   start --source "$BATS_TEST_TMPDIR/env.sh" -- sh -c 'exit 42'
   ends_soon 42
-  exec {SWITCH}>&-
+  exec {CONTROL}>&-
   echo "$background exit 3" >"$BATS_TEST_TMPDIR/env.sh"
   start --source "$BATS_TEST_TMPDIR/env.sh" -- true
   ends_soon 3
@@ -207,19 +184,20 @@ left() {
 }
 
 
-@test "orders that do not come on standard input reach the node.sh of that run alone" {
+@test "requests that do not come through the control channel reach the supervisor of that run alone" {
   start -- sh -c 'trap "exit 7" TERM; echo up; while true; do sleep 1 & wait $!; done'
   wait_for_line up
-  "$NODE_SH" --order stop --run "$RUN-2" --node n1
-  "$NODE_SH" --order stop --run "$RUN" --node n2
+  "${SUPERVISOR[@]}" stop --dir "$RUN-2" --name n1
+  "${SUPERVISOR[@]}" stop --dir "$RUN" --name n2
+  [ ! -e "$RUN-2" ] && [ ! -e "$RUN/node_n2.stop" ]
   kill -0 "$NODE"
-  "$NODE_SH" --order stop --run "$RUN" --node n1
+  "${SUPERVISOR[@]}" stop --dir "$RUN" --name n1
   status_of_node
   [ "$status" -eq 7 ]
 }
 
 
-@test "a folder of the run that is not there, as on a node that shares none, is made" {
+@test "a run directory that is not there, as on a node that does not share it, is made" {
   RUN=$BATS_TEST_TMPDIR/not/yet
   start -- true
   status_of_node
@@ -230,10 +208,11 @@ left() {
 
 
 @test "a wrong call is refused with 2 and starts nothing" {
-  run -2 "$NODE_SH" --node n1 -- true
-  run -2 "$NODE_SH" --bad
-  run -2 "$NODE_SH" --order wait --run "$RUN" --node n1
-  run -2 "$NODE_SH" --run "$RUN" --node n1
-  run -2 "$NODE_SH" --run "$RUN" --node n1 --grace soon -- true
+  run -2 "${SUPERVISOR[@]}" run --name n1 -- true
+  run -2 "${SUPERVISOR[@]}" run --bad
+  run -2 "${SUPERVISOR[@]}" wait --dir "$RUN" --name n1
+  run -2 "${SUPERVISOR[@]}" run --dir "$RUN" --name n1
+  run -2 "${SUPERVISOR[@]}" run --dir "$RUN" --name n1 --grace soon -- true
+  [[ "$output" == "supervisor.py: --grace: expected a whole number of seconds, got 'soon'"* ]]
   [ -z "$(ls "$RUN")" ]
 }

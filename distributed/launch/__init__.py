@@ -1,0 +1,1 @@
+"""What starts a command on a node and watches over it."""

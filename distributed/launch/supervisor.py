@@ -1,0 +1,855 @@
+"""Run one command on this node, and leave nothing behind.
+
+usage: supervisor.py run --dir DIR --name NAME [option...] -- COMMAND [ARGUMENT...]
+       supervisor.py stop|kill --dir DIR --name NAME
+       supervisor.py sweep --dir DIR --name NAME [--grace SECONDS]
+       supervisor.py status --dir DIR --name NAME
+
+run starts COMMAND in a session of its own and waits for its end:
+
+  --dir DIR          run directory; made where it is not there. Gets node_NAME.log (all output), node_NAME.pid
+                     (process ids, JSON), node_NAME.exit (exit code, written last), errors/supervisor_NAME.json (why
+                     the supervisor itself ended COMMAND, or died)
+  --name NAME        name of this node
+  --source FILE      shell script that is sourced before COMMAND starts
+  --environment FROM environment for COMMAND: NAME=VALUE entries, each ended by a NUL byte, then an empty entry. FROM
+                     is - for standard input, or a file that is removed when it has been read
+  --grace SECONDS    time between SIGTERM and SIGKILL (default: 8)
+  --heartbeat-timeout SECONDS  the launcher is gone when nothing was received for so long (default: never)
+  --detach           return when COMMAND has started; do not watch standard input. node_NAME.heartbeat is touched
+                     every 3 seconds
+
+Standard input is the control channel: `stop` means SIGTERM, and SIGKILL after the grace; `kill` means SIGKILL; an
+empty line is a heartbeat; its end means that the launcher is gone: stop. SIGTERM and SIGINT mean stop, a second one
+kill. The file node_NAME.stop, holding `stop` or `kill`, means the same: `stop` and `kill` write it. Rank 0's lines
+are copied to standard output, lines that no rank wrote to standard error; a console that is closed or full is given
+up. The exit code is that of COMMAND, 128+n for signal n.
+
+A second process, the guard, ends COMMAND when the supervisor is killed. At the end no process is left that COMMAND
+started, wherever it went. sweep ends what is left when both were killed, and waits until nothing is left. status
+prints JSON: "state" is absent, running, ended (with "exit_code") or killed.
+
+Standard library only. It starts before every command, so it imports little, and that late.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import select
+import signal
+import time
+
+from distributed import marks
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from typing import NoReturn
+
+    from distributed.launch.console import Console
+
+WRONG_CALL = 2  # exit code
+UNFIT = 69  # exit code: a node cannot be reached, or is not fit
+KILLED = 128 + signal.SIGKILL
+BLOCK = 1 << 20  # bytes read at once
+CHUNK = 4096  # bytes that a pipe which is ready takes without blocking
+BACKLOG = 4 << 20  # bytes kept for a console that is slower than the command, which then has to wait
+POLL = 0.5  # seconds between two looks at the file with requests
+SWEEP = 0.01  # seconds between two looks at processes that were killed
+SCAN = 0.1  # seconds between two looks at what the command left behind; sooner when something of it ends
+LEFTOVER_GRACE = 1.0  # seconds between SIGTERM and SIGKILL for what the command left behind
+UNKILLABLE = 5.0  # seconds after which a process that outlives SIGKILL is given up
+BEAT = 3.0  # seconds between two heartbeats of a detached supervisor
+UNRESPONSIVE = 4.0  # seconds beside the grace after which a supervisor that has not ended is killed
+GUARD = 2.0  # seconds in which the guard of a supervisor that was killed has written the exit code
+KIT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+WRAPPER = os.path.join(KIT, "scripts", "lib", "in_node_env.sh")
+# What another launch left in the environment: PET_* even changes torchrun's options.
+FOREIGN = (
+    b"RANK", b"WORLD_SIZE", b"LOCAL_RANK", b"LOCAL_WORLD_SIZE", b"GROUP_RANK", b"NODE_RANK", b"MASTER_ADDR",
+    b"MASTER_PORT",
+)  # fmt: skip
+FOREIGN_PREFIXES = (b"PET_", b"TORCHELASTIC_")
+
+Environment = dict[bytes, bytes]
+
+
+class Refused(Exception):
+    """Nothing was started. The exit code, then the reason."""
+
+
+# ---------------------------------------------------------------- the files of a command
+
+
+class Files:
+    """Every file that a supervisor reads or writes."""
+
+    def __init__(self, directory: str, name: str) -> None:
+        self.directory, self.name = os.path.abspath(directory), name
+        stem = os.path.join(self.directory, f"node_{name}")
+        self.log, self.pids, self.exit = f"{stem}.log", f"{stem}.pid", f"{stem}.exit"
+        self.request, self.heartbeat = f"{stem}.stop", f"{stem}.heartbeat"
+        self.record = os.path.join(self.directory, "errors", f"supervisor_{name}.json")
+
+    @property
+    def mark(self) -> frozenset[bytes]:
+        return marks.of_run(self.directory, self.name)
+
+
+def write(path: str, text: str) -> None:
+    """Write a file completely or not at all. Raises OSError."""
+    beside = f"{path}.{os.getpid()}"
+    try:
+        with open(beside, "w") as file:
+            file.write(text)
+        os.replace(beside, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(beside)
+        raise
+
+
+def read_json(path: str) -> dict[str, object]:
+    """Empty when there is nothing in it that can be read."""
+    import json
+
+    try:
+        with open(path) as file:
+            found = json.load(file)
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def read_code(path: str) -> int | None:
+    try:
+        with open(path) as file:
+            return int(file.read())
+    except (OSError, ValueError):
+        return None
+
+
+def write_json(path: str, value: object) -> None:
+    import json
+
+    write(path, json.dumps(value, indent=2, sort_keys=True) + "\n")
+
+
+def write_record(files: Files, cause: str, message: str) -> None:
+    """Why the command was ended, when neither it nor the launcher decided that: for the verdict."""
+    facts = {"node": files.name, "host": os.uname().nodename, "cause": cause, "message": message, "time": time.time()}
+    with contextlib.suppress(OSError):  # the end itself matters more
+        write_json(files.record, facts)
+
+
+def boot_id() -> str:
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return file.read().strip()
+
+
+def identity(pid: int) -> dict[str, int]:
+    """A process that is there, so that none that gets its number later is taken for it."""
+    found = marks.process(pid)
+    return {"pid": pid, "start_time": found.start if found else 0}
+
+
+def same_process(facts: object) -> int:
+    """The id of the process that identity() described; 0 when it has ended."""
+    if not isinstance(facts, dict):
+        return 0
+    pid = facts.get("pid")
+    found = marks.process(pid) if isinstance(pid, int) else None
+    return pid if found and found.alive and found.start == facts.get("start_time") else 0  # type: ignore[return-value]
+
+
+def supervisor_of(files: Files) -> int:
+    """The process id of the supervisor that runs here for this command; 0 when there is none."""
+    facts = read_json(files.pids)
+    return same_process(facts.get("supervisor")) if facts.get("boot_id") == boot_id() else 0
+
+
+# ---------------------------------------------------------------- the environment
+
+
+def read_block(source: int) -> tuple[bytes, bytes]:
+    """The environment block from a file descriptor, and what was read behind it."""
+    received = b""
+    while True:
+        if received.startswith(b"\0"):
+            return b"", received[1:]
+        block, end, rest = received.partition(b"\0\0")
+        if end:
+            return block + b"\0", rest
+        if not (more := os.read(source, BLOCK)):
+            raise Refused(UNFIT, "the environment block ended too early: the launcher is gone")
+        received += more
+
+
+def take_block(path: str) -> bytes:
+    """The environment block from a file, which is then removed."""
+    try:
+        source = os.open(path, os.O_RDONLY)
+        os.unlink(path)
+        try:
+            return read_block(source)[0]
+        finally:
+            os.close(source)
+    except OSError as error:
+        raise Refused(UNFIT, f"--environment '{path}': {error.strerror}") from None
+
+
+def entries(block: bytes) -> Environment:
+    parts = (entry.partition(b"=") for entry in block.split(b"\0") if entry)
+    return {name: value for name, _, value in parts}
+
+
+def environment(block: bytes, files: Files) -> Environment:
+    """Of the command: the supervisor's own, as it was started with, without other launches', and with the block's."""
+    with open("/proc/self/environ", "rb") as file:  # Python has changed what os.environ shows
+        env = entries(file.read())
+    env = {name: value for name, value in env.items() if name not in FOREIGN and not name.startswith(FOREIGN_PREFIXES)}
+    env |= entries(block)
+    env |= entries(b"\0".join(files.mark))
+    env[b"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = os.fsencode(f"[{files.name}:${{rank}}] ")
+    return env
+
+
+# ---------------------------------------------------------------- processes
+
+
+def prctl(option: int, value: int) -> None:
+    """See prctl(2). Where there is no libc to be called, the guard and the environment mark are left."""
+    with contextlib.suppress(ImportError, OSError, AttributeError):
+        import ctypes
+
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def die_with_parent(parent: int) -> None:
+    """SIGKILL for this process when its parent has died, also when that was a moment ago."""
+    prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        os._exit(KILLED)
+
+
+def adopt_orphans() -> None:
+    """What the command's processes leave behind becomes a child of this process, which can then find and reap it."""
+    prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
+
+
+def default_signals() -> None:
+    """As a fresh process has them, whatever was ignored or blocked when this one started."""
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        with contextlib.suppress(OSError, ValueError):  # some are the C library's own
+            signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+
+
+def become(command: list[str], env: Environment) -> NoReturn:
+    """Replace this process by the command. 127 and 126 mean what they mean in a shell."""
+    try:
+        os.execvpe(command[0], command, env)
+    except OSError as error:
+        os.write(2, os.fsencode(f"supervisor: {command[0]}: {error.strerror}\n"))
+        os._exit(127 if error.errno == errno.ENOENT else 126)
+
+
+def kill_all(find: Callable[[], list[int]]) -> None:
+    """SIGKILL for what find() finds, until it finds nothing more."""
+    end = time.monotonic() + UNKILLABLE
+    while (pids := find()) and time.monotonic() < end:
+        send(signal.SIGKILL, pids)
+        time.sleep(SWEEP)
+
+
+def send(number: int, pids: Sequence[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
+
+
+# ---------------------------------------------------------------- the guard
+
+
+class Guard:
+    """A process in a group of its own that outlives the supervisor only to clean up after it.
+
+    It reads from a pipe that the supervisor alone can write to: its end means that the supervisor has died.
+    """
+
+    def __init__(self, files: Files) -> None:
+        source, self._lifeline = os.pipe()
+        supervisor = os.getpid()
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                os.close(self._lifeline)
+                _watch(files, source, supervisor)
+            finally:
+                os._exit(0)
+        os.setpgid(self.pid, self.pid)  # at once: SIGKILL for the group of the supervisor must not reach it
+        os.close(source)
+
+    def report(self, line: str) -> None:
+        with contextlib.suppress(OSError):  # it has just been killed; another one is started
+            os.write(self._lifeline, line.encode() + b"\n")
+
+    def dismiss(self) -> None:
+        self.report("end")
+        os.close(self._lifeline)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self.pid, 0)
+
+    def close(self) -> None:
+        """It was killed, and has been reaped."""
+        os.close(self._lifeline)
+
+
+def _watch(files: Files, lifeline: int, supervisor: int) -> None:
+    """What the guard does."""
+    for term in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(term, signal.SIG_IGN)
+    signal.set_wakeup_fd(-1)
+    null = os.open(os.devnull, os.O_RDWR)
+    for file in range(3):
+        os.dup2(null, file)
+    lifeline = os.dup2(lifeline, 3)
+    os.closerange(4, 1 << 16)
+    received = b""
+    while more := os.read(lifeline, 4096):
+        received += more
+    if b"end\n" in received:
+        return
+    sessions = [int(line.split()[1]) for line in received.splitlines() if line.startswith(b"session ")]
+    message = f"process {supervisor} was killed"
+    write_record(files, "killed", message)
+    kill_all(lambda: marks.living(files.mark, sessions))
+    with contextlib.suppress(OSError):
+        with open(files.log, "a") as log:
+            print(f"supervisor: {message}; its guard has killed the command", file=log)
+        write(files.exit, f"{KILLED}\n")
+
+
+# ---------------------------------------------------------------- the supervisor
+
+
+class Stream:
+    """Standard output or standard error: it may be slow, full or closed, and that must not disturb the command."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.pending = bytearray()
+        self._ready = select.poll()
+        self._ready.register(number, select.POLLOUT)
+        self._given_up = False
+
+    def put(self, data: bytes) -> None:
+        if not self._given_up:
+            self.pending += data
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what can be written without waiting."""
+        try:
+            while self.pending and self._ready.poll(0):
+                del self.pending[: os.write(self.number, self.pending[:CHUNK])]
+        except BlockingIOError:
+            pass
+        except OSError:  # closed, or full
+            self.give_up()
+
+    def give_up(self) -> None:
+        self._given_up = True
+        self.pending.clear()
+
+
+class Supervisor:
+    """One command, from its start to the moment when nothing of it is left."""
+
+    def __init__(
+        self, files: Files, *, grace: float, heartbeat_timeout: float, attached: bool, received: bytes
+    ) -> None:
+        """received: what came through the control channel behind the environment block."""
+        self.files, self.grace, self.heartbeat_timeout = files, grace, heartbeat_timeout
+        self._attached, self._detached = attached, not attached  # neither, once the launcher has gone
+        self.code: int | None = None  # of the command, when it has ended
+        self.stopping = False
+        self._received = received
+        self._kill_at = float("inf")
+        self._swept = False  # nothing of the command is left
+        self._output_ended = False
+        self._log_failed = False
+        self._asked_to_end = False  # what it left behind
+        self._heard = time.monotonic()
+        self._poll_at = self._beat_at = self._scan_at = 0.0
+        self._console: Console | None = None
+        self._streams = [Stream(1), Stream(2)] if attached else []
+        self._log = os.open(files.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        self._signals = self._catch_signals()
+        self._guard = Guard(files)
+
+    # ---- start
+
+    def start(self, command: list[str], env: Environment, block: bytes | None) -> None:
+        """block: what the wrapper of the command is to read from its standard input."""
+        source = os.open(os.devnull, os.O_RDONLY) if block is None else _memory(block)
+        self._output, output = os.pipe()
+        with contextlib.suppress(OSError):
+            import fcntl
+
+            fcntl.fcntl(output, fcntl.F_SETPIPE_SZ, BLOCK)
+        parent = os.getpid()
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                os.setsid()
+                die_with_parent(parent)
+                default_signals()
+                for number, file in enumerate((source, output, output)):
+                    os.dup2(file, number)
+                become(command, env)
+            finally:
+                os._exit(126)
+        os.close(source)
+        os.close(output)
+        self._introduce()
+
+    def _catch_signals(self) -> int:
+        """A file descriptor from which the numbers of signals can be read."""
+        source, target = os.pipe()
+        os.set_blocking(source, False)
+        os.set_blocking(target, False)
+        signal.set_wakeup_fd(target, warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
+            signal.signal(number, lambda *_: None)
+        return source
+
+    def _introduce(self) -> None:
+        """Tell the guard, and whoever reads node_NAME.pid, which process is which."""
+        self._guard.report(f"session {self.pid}")
+        processes = {"supervisor": os.getpid(), "guard": self._guard.pid, "command": self.pid}
+        facts = {name: identity(pid) for name, pid in processes.items()}
+        try:
+            write_json(self.files.pids, {"boot_id": boot_id(), **facts})
+        except OSError as error:
+            self._note(f"cannot write {self.files.pids}: {error.strerror}")
+
+    # ---- watch
+
+    def watch(self) -> int:
+        """To the end of the command and of all that it left behind. Returns its exit code."""
+        self._obey_lines()
+        while not (self._swept and self._output_ended):
+            self._wait()
+            self._look_at_clock()
+        self._finish()
+        while any(stream.pending for stream in self._streams):
+            self._wait()
+            self._look_at_clock()
+        assert self.code is not None
+        return self.code
+
+    def _wait(self) -> None:
+        """For the next event, but not long, and react to it."""
+        actions = {self._signals: self._take_signals}
+        if self._attached:
+            actions[0] = self._take_control
+        if self._may_read():
+            actions[self._output] = self._take_output
+        poll = select.poll()
+        for file in actions:
+            poll.register(file, select.POLLIN)
+        for stream in self._streams:
+            if stream.pending:
+                actions[stream.number] = stream.flush
+                poll.register(stream.number, select.POLLOUT)
+        if self._swept:
+            due = float("inf")
+        elif self.code is None and time.monotonic() < self._kill_at:
+            due = self._kill_at
+        else:
+            due = self._scan_at
+        for file, _ in poll.poll(1000 * max(0.0, min(POLL, due - time.monotonic()))):
+            actions[file]()
+
+    def _may_read(self) -> bool:
+        """A console that does not keep up lets the command wait, but not its end."""
+        behind = any(len(stream.pending) > BACKLOG for stream in self._streams)
+        return not self._output_ended and (not behind or self.stopping or self.code is not None)
+
+    def _take_output(self) -> None:
+        block = os.read(self._output, BLOCK)
+        self._output_ended = not block
+        self._keep(block)
+        self._show(block, last=not block)
+
+    def _keep(self, block: bytes) -> None:
+        try:
+            while block:
+                block = block[os.write(self._log, block) :]
+        except OSError as error:  # a full disk, most often: the command goes on
+            if not self._log_failed:
+                self._log_failed = True
+                self._show(os.fsencode(f"supervisor: {self.files.log}: {error.strerror}: output is lost\n"))
+
+    def _show(self, block: bytes, last: bool = False) -> None:
+        if not self._console:
+            from distributed.launch.console import Console
+
+            self._console = Console()
+        for stream, text in zip(self._streams, self._console.feed(block, last), strict=False):
+            stream.put(text)
+
+    def _note(self, message: str) -> None:
+        line = os.fsencode(f"supervisor: {message}\n")
+        self._keep(line)
+        for stream in self._streams[1:]:
+            stream.put(line)
+
+    def _take_signals(self) -> None:
+        for number in os.read(self._signals, 4096):
+            if number == signal.SIGCHLD:
+                self._reap()
+            elif self.stopping:
+                self.kill()
+            else:
+                self.stop()
+
+    def _reap(self) -> None:
+        with contextlib.suppress(ChildProcessError):
+            self._scan_at = 0.0  # one less may be left
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                if ended[0] == self.pid:
+                    self.code = _exit_code(ended[1])
+                elif ended[0] == self._guard.pid:
+                    self._guard.close()
+                    self._guard = Guard(self.files)
+                    self._introduce()
+
+    # ---- requests
+
+    def _take_control(self) -> None:
+        words = os.read(0, BLOCK)
+        self._heard = time.monotonic()
+        self._received += words
+        self._obey_lines()
+        if not words:
+            self._attached = False
+            self._launcher_lost("the control channel was closed: the launcher, or the connection to it, is gone")
+
+    def _obey_lines(self) -> None:
+        *lines, self._received = self._received.split(b"\n")
+        for line in lines:
+            self._obey(line)
+
+    def _obey(self, request: bytes) -> None:
+        if request == b"stop":
+            self.stop()
+        elif request == b"kill":
+            self.kill()
+
+    def _launcher_lost(self, message: str) -> None:
+        self._give_up_console()
+        if self.code is None and not self.stopping:
+            write_record(self.files, "launcher lost", message)
+            self._note(f"{message}; stopping")
+            self.stop()
+
+    def stop(self) -> None:
+        """SIGTERM, so that a checkpoint can be written; SIGKILL when the grace is over."""
+        if not self.stopping:
+            self.stopping = True
+            self._kill_at = min(self._kill_at, time.monotonic() + self.grace)
+            if self.code is None:
+                send(signal.SIGTERM, [self.pid])
+
+    def kill(self) -> None:
+        """Send SIGKILL, and do not wait for a console that nobody reads."""
+        self.stopping = True
+        self._kill_at = min(self._kill_at, time.monotonic())
+        self._scan_at = 0.0
+        self._give_up_console()
+
+    def _give_up_console(self) -> None:
+        if self.code is not None:
+            for stream in self._streams:
+                stream.give_up()
+
+    def _look_at_clock(self) -> None:
+        now = time.monotonic()
+        if now >= self._poll_at:
+            self._poll_at = now + POLL
+            self._obey(_requested(self.files))
+        if self._attached and now - self._heard > self.heartbeat_timeout:
+            self._heard = float("inf")
+            self._launcher_lost(f"nothing was received from the launcher for {self.heartbeat_timeout:g} s")
+        if self._detached and now >= self._beat_at:
+            self._beat_at = now + BEAT
+            _touch(self.files.heartbeat)
+        if not self._swept and (self.code is not None or now >= self._kill_at) and now >= self._scan_at:
+            self._end_rest(now)
+
+    # ---- end
+
+    def _end_rest(self, now: float) -> None:
+        """End what the command left behind: SIGTERM, then SIGKILL. As long as it runs itself, only SIGKILL."""
+        self._scan_at = now + SCAN
+        rest = marks.living(self.files.mark, [self.pid], os.getpid(), [self._guard.pid])
+        if now >= self._kill_at:
+            send(signal.SIGKILL, rest)
+            if self.code is not None and now >= self._kill_at + UNKILLABLE:
+                self._note(f"processes {' '.join(map(str, rest))} outlive SIGKILL: the kernel has to end them")
+                self._swept = self._output_ended = True
+        elif rest and not self._asked_to_end:
+            self._asked_to_end = True
+            send(signal.SIGTERM, rest)
+            if not self.stopping:
+                self._kill_at = now + LEFTOVER_GRACE
+        if self.code is not None and not rest:
+            self._swept = True
+
+    def _finish(self) -> None:
+        try:
+            write(self.files.exit, f"{self.code}\n")
+        except OSError as error:
+            self._note(f"cannot write {self.files.exit}: {error.strerror}")
+        self._guard.dismiss()
+        os.close(self._log)
+
+
+def _exit_code(status: int) -> int:
+    code = os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else 128 - code
+
+
+def _memory(block: bytes) -> int:
+    """A file that only this process and its children can read."""
+    file = os.memfd_create("environment")
+    os.write(file, block)
+    os.lseek(file, 0, os.SEEK_SET)
+    return file
+
+
+def _requested(files: Files) -> bytes:
+    try:
+        with open(files.request, "rb") as file:
+            return file.read().strip()
+    except OSError:
+        return b""
+
+
+def _touch(path: str) -> None:
+    with contextlib.suppress(OSError):
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o666))
+        os.utime(path)
+
+
+# ---------------------------------------------------------------- the verbs
+
+
+def run(options: Options) -> int:
+    """Returns the exit code of the command; 0 with --detach."""
+    files = options.files
+    block = received = b""
+    if options.environment == "-":
+        block, received = read_block(0)
+    elif options.environment:
+        block = take_block(options.environment)
+    try:
+        os.makedirs(os.path.dirname(files.record), exist_ok=True)
+        if options.detach:
+            return detached(lambda started: supervise(options, block, started=started))
+        return supervise(options, block, received)
+    except OSError as error:
+        reason = f"{error.filename or files.directory}: {error.strerror}"
+        raise Refused(UNFIT, f"the command was not started: {reason}") from None
+
+
+def supervise(options: Options, block: bytes, received: bytes = b"", started: Callable[[], None] = lambda: None) -> int:
+    """Run the command to its end. Calls started() when it runs."""
+    command, files = options.command, options.files
+    if options.source:
+        command = [WRAPPER, "--exec", os.path.abspath(options.source), *command]
+    with contextlib.suppress(PermissionError):  # it leads a session already
+        os.setsid()
+    adopt_orphans()
+    supervisor = Supervisor(
+        files,
+        grace=options.grace,
+        heartbeat_timeout=options.heartbeat_timeout,
+        attached=not options.detach,
+        received=received,
+    )
+    supervisor.start(command, environment(block, files), block if options.source else None)
+    started()
+    return supervisor.watch()
+
+
+def detached(supervise: Callable[[Callable[[], None]], int]) -> int:
+    """Let a child supervise, which belongs to no terminal and no connection. Returns when the command runs."""
+    source, target = os.pipe()
+    if os.fork():
+        os.close(target)
+        if error := os.read(source, CHUNK):
+            raise Refused(UNFIT, os.fsdecode(error))
+        return 0
+    null = os.open(os.devnull, os.O_RDWR)
+    for number in range(3):
+        os.dup2(null, number)
+    try:
+        code = supervise(lambda: os.close(target))
+    except OSError as error:
+        os.write(target, os.fsencode(f"the command was not started: {error.filename}: {error.strerror}"))
+        code = UNFIT
+    os._exit(code)
+
+
+def request(files: Files, what: str) -> int:
+    """Ask the supervisor that runs here to stop or kill its command; nothing happens where there is none."""
+    if supervisor_of(files):
+        write(files.request, what + "\n")
+    return 0
+
+
+def sweep(files: Files, grace: float) -> int:
+    """End what is here of a command, and wait until nothing is left. grace: 0 for SIGKILL at once."""
+    if pid := supervisor_of(files):
+        request(files, "stop" if grace else "kill")
+        send(signal.SIGCONT, [pid])
+        if not wait_until(lambda: not supervisor_of(files), grace + UNRESPONSIVE):
+            send(signal.SIGKILL, [pid])
+    if grace and (left := marks.living(files.mark)):
+        # Those that none of them has started: an agent ends its ranks itself, ranks may have lost theirs.
+        processes = marks.table()
+        send(signal.SIGTERM, [pid for pid in left if pid in processes and processes[pid].parent not in left])
+        wait_until(lambda: not marks.living(files.mark), grace)
+    kill_all(lambda: marks.living(files.mark))
+    if os.path.exists(files.pids) and not wait_until(lambda: os.path.exists(files.exit), GUARD):
+        write_record(files, "killed", "the supervisor and its guard were killed")
+        with contextlib.suppress(OSError):
+            write(files.exit, f"{KILLED}\n")
+    return 0
+
+
+def wait_until(condition: Callable[[], object], seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() >= end:
+            return False
+        time.sleep(SWEEP * 2)
+    return True
+
+
+def status(files: Files) -> dict[str, object]:
+    """What the files and the processes of this machine show of a command."""
+    pids, code = read_json(files.pids), read_code(files.exit)
+    facts: dict[str, object] = {"name": files.name, "state": "absent"}
+    if code is not None:
+        facts |= {"state": "ended", "exit_code": code}
+    elif pids:
+        facts["state"] = "running" if supervisor_of(files) else "killed"
+    with contextlib.suppress(OSError):
+        facts["heartbeat"] = os.stat(files.heartbeat).st_mtime
+    return facts | pids
+
+
+# ---------------------------------------------------------------- the command line
+
+
+class Options:
+    """The words of a call, checked."""
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        self.directory = self.name = self.source = self.environment = ""
+        self.grace, self.heartbeat_timeout = -1.0, float("inf")
+        self.detach = False
+        self.command: list[str] = []
+        left = list(arguments)
+        while left:
+            option = left.pop(0)
+            if option == "--":
+                self.command = left
+                break
+            if option == "--detach":
+                self.detach = True
+            elif option in ("--dir", "--name", "--source", "--environment", "--grace", "--heartbeat-timeout"):
+                if not left or not left[0]:
+                    raise Refused(WRONG_CALL, f"{option}: needs a value")
+                self._take(option, left.pop(0))
+            else:
+                raise Refused(WRONG_CALL, f"{option}: unknown option")
+        if not self.directory or not self.name:
+            raise Refused(WRONG_CALL, "--dir and --name are required")
+        if "/" in self.name:
+            raise Refused(WRONG_CALL, f"--name: expected a name without a slash, got '{self.name}'")
+        if self.source and not os.access(self.source, os.R_OK):
+            raise Refused(WRONG_CALL, f"--source '{self.source}': cannot read it")
+
+    @property
+    def files(self) -> Files:
+        return Files(self.directory, self.name)
+
+    def _take(self, option: str, value: str) -> None:
+        if option == "--dir":
+            self.directory = value
+        elif option == "--name":
+            self.name = value
+        elif option == "--source":
+            self.source = value
+        elif option == "--environment":
+            self.environment = value
+        elif option == "--grace":
+            self.grace = seconds(option, value)
+        else:
+            self.heartbeat_timeout = seconds(option, value)
+
+
+def seconds(option: str, value: str) -> float:
+    if not value.isascii() or not value.isdecimal():
+        raise Refused(WRONG_CALL, f"{option}: expected a whole number of seconds, got '{value}'")
+    return float(value)
+
+
+def open_standard_files() -> None:
+    """Where the caller has closed one, the next file to be opened would take its place."""
+    while (file := os.open(os.devnull, os.O_RDWR)) < 3:
+        pass
+    os.close(file)
+
+
+def main(arguments: Sequence[str]) -> int:
+    open_standard_files()
+    try:
+        return _main(arguments)
+    except Refused as refused:
+        code, message = refused.args
+        text = f"supervisor.py: {message}\n" + "Try: supervisor.py --help\n" * (code == WRONG_CALL)
+        with contextlib.suppress(OSError):
+            os.write(2, os.fsencode(text))
+        return int(code)
+
+
+def _main(arguments: Sequence[str]) -> int:
+    if "--help" in arguments[:1]:
+        os.write(1, (__doc__ or "").encode())
+        return 0
+    verb = arguments[0] if arguments else ""
+    if verb not in ("run", "stop", "kill", "sweep", "status"):
+        raise Refused(WRONG_CALL, f"expected run, stop, kill, sweep or status, got '{verb}'")
+    options = Options(arguments[1:])
+    if verb == "run":
+        if not options.command:
+            raise Refused(WRONG_CALL, "there is no command behind --")
+        if options.grace < 0:
+            options.grace = 8.0
+        return run(options)
+    if verb == "sweep":
+        return sweep(options.files, max(0.0, options.grace))
+    if verb == "status":
+        import json
+
+        os.write(1, json.dumps(status(options.files), sort_keys=True).encode() + b"\n")
+        return 0
+    return request(options.files, verb)

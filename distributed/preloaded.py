@@ -1,0 +1,183 @@
+"""Modules that a process has imported before its script begins, hidden from the script until it imports them.
+
+A rank is a fork of a process that has imported PyTorch. To the script it must look like a fresh interpreter: what
+nobody has imported is not in sys.modules, a module of the script's own directory comes before one of Python's with the
+same name, and what PyTorch reads from the environment at its import is read as the script has left it. The last cannot
+be had, so it is detected. Standard library only.
+
+What remains different: PyTorch itself uses Python's modules, also where the script's directory has one of that name.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import warnings
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any, cast
+
+# What native libraries read when they are loaded, found by recording getenv(3) during `import torch` (2.10, 2.13 and
+# 2.15, builds with and without CUDA). What they read later (NCCL_*, CUDA_*, TORCH_NCCL_*) may be set by the script.
+NATIVE = re.compile(
+    "(OMP|GOMP|KMP|OPENBLAS|GOTO|MKLDNN|NPY)_.*"
+    "|MKL_(NUM_THREADS|DOMAIN_NUM_THREADS|DYNAMIC|DISABLE_FAST_MM|FAST_MEMORY_LIMIT|NUM_STRIPES)"
+    "|(ONEDNN|DNNL)_DEFAULT_FPMATH_MODE"
+    "|PYTORCH_(ALLOC_CONF|CUDA_ALLOC_CONF|API_USAGE_STDERR)"
+    "|TORCH_(ALLOW_TF32_CUBLAS_OVERRIDE|(BLAS|LINALG|ROCM_FA)_PREFER_.*|CPP_LOG_LEVEL|CUSTOM_TERMINATE"
+    "|DISTRIBUTED_DEBUG|SHOW_CPP_STACKTRACES|SYMMMEM|VITAL)"
+)
+READERS = ("torch", "numpy")
+
+
+class Preload:
+    """What a process imports for its forks, and what that changed."""
+
+    def __init__(self, fresh: Collection[str]) -> None:
+        """fresh: names of the modules that the interpreter itself has imported."""
+        self.fresh = frozenset(fresh)
+        self.filters, self.stderr = list(warnings.filters), sys.stderr
+        self.read: set[str] = set()  # variables of the environment
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Record which variables are read inside."""
+        kind: Any = type(os.environ)
+        read = self.read
+
+        class Recorded(kind):  # type: ignore[misc]
+            def __getitem__(self, name: str) -> str:
+                read.add(name)
+                return str(super().__getitem__(name))
+
+        os.environ.__class__ = Recorded
+        try:
+            yield
+        finally:
+            os.environ.__class__ = kind
+
+    def is_read(self, name: str) -> bool:
+        """Whether a change of this variable comes too late. Those of the system, like HOME, have no underscore."""
+        return bool(NATIVE.fullmatch(name)) or (name in self.read and "_" in name.strip("_"))
+
+    def hide(self) -> Hidden:
+        """Make sys.modules and warnings.filters those of a fresh interpreter."""
+        kept = self.fresh | {"__main__"}
+        modules = {
+            name: sys.modules.pop(name) for name, module in list(sys.modules.items()) if module and name not in kept
+        }
+        added = [entry for entry in warnings.filters if entry not in self.filters]
+        warnings.filters[:] = self.filters  # type: ignore[index]
+        hidden = Hidden(self, modules, added)
+        sys.meta_path.insert(0, hidden)
+        return hidden
+
+
+class Hidden:
+    """A finder of sys.meta_path that gives hidden modules to whoever imports them, in any thread."""
+
+    def __init__(self, preload: Preload, modules: dict[str, ModuleType], filters: Sequence[Any]) -> None:
+        self._preload, self._modules, self._filters = preload, modules, filters
+        self._shown: set[str] = set()
+        self._environment = dict(os.environ)
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """A specification that leads to the hidden module, unless a fresh interpreter would find another one."""
+        module = self._modules.get(name)
+        removed = name in self._shown and name not in sys.modules  # by the script, to import it anew
+        if module is None or removed or target is not None:  # importlib.reload() has a target
+            return None
+        found = self._found_by_others(name, path)
+        if not _is_from(module, found):
+            self._forget(name)
+            return found
+        if found is None:  # its package has made it
+            found = ModuleSpec(name, None, is_package=hasattr(module, "__path__"))
+        found.loader = Reuse(self, found.loader)  # type: ignore[assignment]
+        return found
+
+    def take(self, name: str) -> ModuleType:
+        """The hidden module, for a script that imports it."""
+        if name in READERS:
+            self._warn_of_changes(name)
+        if name == "torch":  # its import brings all of them
+            self.reveal()
+        module = self._modules[name]
+        self._show(self._family(name))
+        return module
+
+    def reveal(self) -> None:
+        """Show all that is hidden."""
+        for name, module in list(self._modules.items()):
+            if "." not in name and name not in sys.modules and not _is_from(module, self._found_by_others(name)):
+                self._forget(name)
+        self._show(list(self._modules))
+        warnings.filters[:0] = self._filters  # type: ignore[index]
+        for handler in [reference() for reference in sys.modules["logging"]._handlerList]:
+            if vars(handler).get("stream") is self._preload.stderr:
+                handler.stream = sys.stderr
+
+    def _show(self, names: Sequence[str]) -> None:
+        for name in names:
+            if name not in self._shown:
+                sys.modules.setdefault(name, self._modules[name])
+                self._shown.add(name)
+
+    def _found_by_others(self, name: str, path: Any = None) -> ModuleSpec | None:
+        for finder in sys.meta_path:
+            find = getattr(finder, "find_spec", None)
+            if finder is not self and find and (found := find(name, path, None)):
+                return cast(ModuleSpec, found)
+        return None
+
+    def _forget(self, name: str) -> None:
+        for member in self._family(name):
+            self._modules.pop(member, None)
+
+    def _family(self, name: str) -> list[str]:
+        """With the modules inside of a package, and the second name that multiprocessing gives to __main__."""
+        more = "__mp_main__" if name == "multiprocessing" else name
+        return [member for member in list(self._modules) if member in (name, more) or member.startswith(f"{name}.")]
+
+    def _warn_of_changes(self, module: str) -> None:
+        before, self._environment = self._environment, dict(os.environ)
+        for name in sorted(before.keys() | os.environ.keys()):
+            value = os.environ.get(name)
+            if value != before.get(name) and self._preload.is_read(name):
+                remedy = f"without {name} in the environment" if value is None else f"with --env {name}={value}"
+                sys.stderr.write(
+                    f"warning: {name}: changed by the script before it imported {module}, without effect, because the "
+                    f"agent had imported {module} already; launch {remedy}, or with --agent torchrun\n"
+                )
+
+
+class Reuse:
+    """A loader that gives a hidden module. To everybody who only asks about the module it is the module's own."""
+
+    def __init__(self, hidden: Hidden, loader: Any) -> None:
+        self._hidden, self._loader = hidden, loader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = self._hidden.take(spec.name)
+        self._spec = getattr(module, "__spec__", None)
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec  # the import has replaced it
+
+
+def _is_from(module: ModuleType, found: ModuleSpec | None) -> bool:
+    """Whether the module is the one that was found. One that no finder finds was made by its package."""
+    known = getattr(module, "__spec__", None)
+    if found is None or known is None or found.origin == known.origin:
+        return True
+    try:
+        return os.path.samefile(found.origin or "", known.origin or "")
+    except OSError:
+        return False
