@@ -71,6 +71,7 @@ MAX_ITERATIONS = 1024
 
 SMALLEST_LINK = 64 * 1024  # bytes
 LINK_SECONDS = 0.25  # for two nodes to exchange messages
+LINK_REPEATS = 10  # exchanges of the largest message beyond the first, within LINK_SECONDS
 MOST_ROUNDS = 32  # in which nodes meet: more nodes do not meet all others
 
 ROUNDS = 20  # in a pass
@@ -395,16 +396,20 @@ def measure_links(here: Here, largest: int) -> list[Link]:
 
 
 def speed_to(partner: int, largest: int, here: Here) -> float:
-    """GB/s each way of the best of growing messages, until one takes its share of a round."""
-    size, best = min(SMALLEST_LINK, largest), 0.0
+    """GB/s each way: the best of several exchanges, of growing messages and then of the largest one."""
+    size, best, left, repeats = min(SMALLEST_LINK, largest), 0.0, LINK_SECONDS, LINK_REPEATS
     swap(partner, torch.zeros(1, device=here.device), here)  # the connection, where it is made at first use
     while True:
         message = torch.zeros(max(1, size // torch.float32.itemsize), device=here.device)
         seconds = swap(partner, torch.tensor([swapping(partner, message, here)], device=here.device), here)
         best = max(best, message.nbytes / seconds / 1e9)
-        if seconds > LINK_SECONDS / GROWTH or size * GROWTH > largest:
+        left -= seconds
+        if seconds <= LINK_SECONDS / GROWTH and size * GROWTH <= largest:
+            size *= GROWTH
+        elif repeats and left > seconds:  # one exchange says little where another process may have the core
+            repeats -= 1
+        else:
             return best
-        size *= GROWTH
 
 
 def swapping(partner: int, message: Tensor, here: Here) -> float:

@@ -142,6 +142,8 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SlurmdParameters=config_overrides
 ReturnToService=2
+# An ended job stays known for as long as a test file may take: the default is 300 s.
+MinJobAge=3600
 # Longer than the kit takes to give a silent node up.
 SlurmdTimeout=30
 # What can start is looked for every second.
