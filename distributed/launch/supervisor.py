@@ -16,8 +16,9 @@ run starts COMMAND in a session of its own and waits for its end:
                      is - for standard input, or a file that is removed when it has been read
   --grace SECONDS    time between SIGTERM and SIGKILL (default: 8)
   --heartbeat-timeout SECONDS  the launcher is gone when nothing was received for so long (default: never)
+  --timeout SECONDS  stop COMMAND when it has run for so long (default: never)
   --detach           return when COMMAND has started; do not watch standard input. node_NAME.heartbeat is touched
-                     every 3 seconds
+                     every 3 seconds; node_NAME.usage (JSON) gets its times and the memory that it used
 
 Standard input is the control channel: `stop` means SIGTERM, and SIGKILL after the grace; `kill` means SIGKILL; an
 empty line is a heartbeat; its end means that the launcher is gone: stop. SIGTERM and SIGINT mean stop, a second one
@@ -90,7 +91,7 @@ class Files:
         self.directory, self.name = os.path.abspath(directory), name
         stem = os.path.join(self.directory, f"node_{name}")
         self.log, self.pids, self.exit = f"{stem}.log", f"{stem}.pid", f"{stem}.exit"
-        self.request, self.heartbeat = f"{stem}.stop", f"{stem}.heartbeat"
+        self.request, self.heartbeat, self.usage = f"{stem}.stop", f"{stem}.heartbeat", f"{stem}.usage"
         self.record = os.path.join(self.directory, "errors", f"supervisor_{name}.json")
 
     @property
@@ -369,15 +370,22 @@ class Supervisor:
     """One command, from its start to the moment when nothing of it is left."""
 
     def __init__(
-        self, files: Files, *, grace: float, heartbeat_timeout: float, attached: bool, received: bytes
+        self,
+        files: Files,
+        *,
+        grace: float,
+        heartbeat_timeout: float = float("inf"),
+        timeout: float = float("inf"),
+        attached: bool = False,
+        received: bytes = b"",
     ) -> None:
         """received: what came through the control channel behind the environment block."""
-        self.files, self.grace, self.heartbeat_timeout = files, grace, heartbeat_timeout
+        self.files, self.grace, self.heartbeat_timeout, self.timeout = files, grace, heartbeat_timeout, timeout
         self._attached, self._detached = attached, not attached  # neither, once the launcher has gone
         self.code: int | None = None  # of the command, when it has ended
         self.stopping = False
         self._received = received
-        self._kill_at = float("inf")
+        self._kill_at = self._stop_at = float("inf")
         self._swept = False  # nothing of the command is left
         self._output_ended = False
         self._log_failed = False
@@ -401,6 +409,8 @@ class Supervisor:
 
             fcntl.fcntl(output, fcntl.F_SETPIPE_SZ, BLOCK)
         parent = os.getpid()
+        self._stop_at = time.monotonic() + self.timeout
+        self._started = time.time()
         self.pid = os.fork()
         if self.pid == 0:
             try:
@@ -495,6 +505,8 @@ class Supervisor:
                 self._show(os.fsencode(f"supervisor: {self.files.log}: {error.strerror}: output is lost\n"))
 
     def _show(self, block: bytes, last: bool = False) -> None:
+        if not self._streams:
+            return
         if not self._console:
             from distributed.launch.console import Console
 
@@ -585,6 +597,11 @@ class Supervisor:
         if self._attached and now - self._heard > self.heartbeat_timeout:
             self._heard = float("inf")
             self._launcher_lost(f"nothing was received from the launcher for {self.heartbeat_timeout:g} s")
+        if now >= self._stop_at and self.code is None and not self.stopping:
+            message = f"the command has run for {self.timeout:g} s (--timeout)"
+            write_record(self.files, "timeout", message)
+            self._note(f"{message}; stopping")
+            self.stop()
         if self._detached and now >= self._beat_at:
             self._beat_at = now + BEAT
             _touch(self.files.heartbeat)
@@ -611,12 +628,22 @@ class Supervisor:
             self._swept = True
 
     def _finish(self) -> None:
+        if self._detached:
+            self._write_usage()
         try:
             write(self.files.exit, f"{self.code}\n")
         except OSError as error:
             self._note(f"cannot write {self.files.exit}: {error.strerror}")
         self._guard.dismiss()
         os.close(self._log)
+
+
+    def _write_usage(self) -> None:
+        import resource
+
+        largest = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024  # of its largest process
+        with contextlib.suppress(OSError):
+            write_json(self.files.usage, {"started": self._started, "ended": time.time(), "peak_memory": largest})
 
 
 def _exit_code(status: int) -> int:
@@ -679,6 +706,7 @@ def supervise(options: Options, block: bytes, received: bytes = b"", started: Ca
         files,
         grace=options.grace,
         heartbeat_timeout=options.heartbeat_timeout,
+        timeout=options.timeout,
         attached=not options.detach,
         received=received,
     )
@@ -763,7 +791,7 @@ class Options:
 
     def __init__(self, arguments: Sequence[str]) -> None:
         self.directory = self.name = self.source = self.environment = ""
-        self.grace, self.heartbeat_timeout = -1.0, float("inf")
+        self.grace, self.heartbeat_timeout, self.timeout = -1.0, float("inf"), float("inf")
         self.detach = False
         self.command: list[str] = []
         left = list(arguments)
@@ -774,7 +802,7 @@ class Options:
                 break
             if option == "--detach":
                 self.detach = True
-            elif option in ("--dir", "--name", "--source", "--environment", "--grace", "--heartbeat-timeout"):
+            elif option in ("--dir", "--name", "--source", "--environment", "--grace", "--heartbeat-timeout", "--timeout"):
                 if not left or not left[0]:
                     raise Refused(WRONG_CALL, f"{option}: needs a value")
                 self._take(option, left.pop(0))
@@ -802,6 +830,8 @@ class Options:
             self.environment = value
         elif option == "--grace":
             self.grace = seconds(option, value)
+        elif option == "--timeout":
+            self.timeout = seconds(option, value)
         else:
             self.heartbeat_timeout = seconds(option, value)
 

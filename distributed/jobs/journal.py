@@ -1,0 +1,165 @@
+"""What was decided about a job list, written down before it is done: one JSON object a line, only ever appended.
+
+    with Journal.open(path) as journal:            # the only dispatcher of this list
+        journal.add("start", attempt="3fa2b1c09d.1", server="gpu1")
+        journal.commit()                           # on the disk now; act after this
+
+Other programs add requests (`cancel`, `retry`) with `request`; the dispatcher reads them by `requests()`. A last line
+without an end was cut off by a crash: it is left out, as what it announced was never done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+REQUESTS = ("cancel", "retry")
+
+Record = dict[str, Any]
+
+
+class JournalError(Exception):
+    """The journal cannot be used: subject, problem, value, remedy."""
+
+
+class Journal:
+    """The file, held open and locked by the dispatcher."""
+
+    def __init__(self, path: Path, file: int, records: list[Record], size: int) -> None:
+        self.path, self.records = path, records
+        self._file = file
+        self._size = size  # bytes read or written so far
+        self._pending: list[Record] = []
+        self._requests: list[Record] = []
+
+    @classmethod
+    def open(cls, path: Path) -> Journal:
+        """Take the journal, and read what it holds. Raises JournalError and OSError."""
+        file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(file)
+            raise JournalError(
+                f"{path}: a dispatcher is working on this list already; see it by `status`, or end that one first"
+            ) from None
+        records, size = read(path)
+        if size < os.fstat(file).st_size:  # the rest is a line without an end
+            os.ftruncate(file, size)
+        return cls(path, file, records, size)
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the list free."""
+        os.close(self._file)
+
+    def add(self, event: str, **facts: Any) -> Record:
+        """Remember a record for the next commit."""
+        record = {"event": event, "time": round(time.time(), 3), **facts}
+        self._pending.append(record)
+        return record
+
+    @property
+    def pending(self) -> bool:
+        """Whether there is something to commit."""
+        return bool(self._pending)
+
+    def commit(self) -> None:
+        """Write and fsync what was added. Raises OSError, and keeps it for the next call then."""
+        if not self._pending:
+            return
+        self._read_requests()
+        data = b"".join(line(record) for record in self._pending)
+        try:
+            left = data
+            while left:
+                left = left[os.write(self._file, left) :]
+            os.fdatasync(self._file)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._file, self._size)
+            raise
+        self._size += len(data)
+        self._pending.clear()
+
+    def requests(self) -> list[Record]:
+        """What others have asked for since the last call."""
+        self._read_requests()
+        found, self._requests = self._requests, []
+        return found
+
+    def _read_requests(self) -> None:
+        """Only others have written behind what this process knows."""
+        if os.fstat(self._file).st_size <= self._size:
+            return
+        data = os.pread(self._file, os.fstat(self._file).st_size - self._size, self._size)
+        whole = data[: data.rfind(b"\n") + 1]
+        self._size += len(whole)
+        self._requests += [record for record in parsed(whole) if record.get("event") in REQUESTS]
+
+
+def line(record: Record) -> bytes:
+    return json.dumps(record, separators=(",", ":")).encode() + b"\n"
+
+
+def parsed(data: bytes) -> Iterator[Record]:
+    for text in data.splitlines():
+        with contextlib.suppress(ValueError):
+            record = json.loads(text)
+            if isinstance(record, dict):
+                yield record
+
+
+def read(path: Path) -> tuple[list[Record], int]:
+    """All records, and the bytes of the complete lines. Raises JournalError where a complete line is not a record."""
+    data = path.read_bytes()
+    whole = data[: data.rfind(b"\n") + 1]
+    records = []
+    for number, text in enumerate(whole.splitlines(), 1):
+        try:
+            record = json.loads(text)
+            if not isinstance(record, dict) or not isinstance(record.get("event"), str):
+                raise ValueError
+        except (ValueError, RecursionError):
+            raise JournalError(
+                f"{path}, line {number}: damaged; what was started is not known for certain. Restore the file, or use "
+                "another --log-file"
+            ) from None
+        records.append(record)
+    return records, len(whole)
+
+
+def request(path: Path, event: str, jobs: Sequence[str]) -> None:
+    """Ask the dispatcher of this list for something; the next one, where none runs. Raises OSError."""
+    file = os.open(path, os.O_WRONLY | os.O_APPEND)
+    try:
+        os.write(file, line({"event": event, "time": round(time.time(), 3), "jobs": list(jobs)}))
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def dispatcher_runs(path: Path) -> bool:
+    """Whether a dispatcher works on this list."""
+    try:
+        file = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(file)
+    return False
