@@ -11,18 +11,18 @@ Try it: python scripts/lib/agent.py --nproc-per-node 2 train.py --config config/
 from __future__ import annotations
 
 import argparse
-import contextlib
+import functools
 import inspect
 import logging
 import os
 import select
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from types import FrameType
 from typing import Any, TextIO
 
 import torch
@@ -49,6 +49,7 @@ LOOK = 0.1  # seconds between two looks at ranks of which none dies
 FAREWELL = 1.0  # seconds that the others get to report after one rank has failed
 TERM_GRACE = 3.0  # seconds between TERM and KILL after one rank has failed
 STOP_GRACE = 30.0  # seconds that the others get to write their part when one rank has stopped on request
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 BLOCK = 1 << 20  # bytes of a rank's output that are read at once
 
 
@@ -88,6 +89,7 @@ class Ranks(SubprocessContext):
         with signals_blocked():  # a signal is passed on to the ranks once they are known
             processes = self.server.fork(ranks)
             self.subprocess_handlers = {n: Handler(process) for n, process in enumerate(processes)}  # type: ignore[misc]
+            Agent.defer_signals()
 
 
 class Agent(LocalElasticAgent):
@@ -100,6 +102,8 @@ class Agent(LocalElasticAgent):
     def __init__(self, spec: WorkerSpec, *args: Any, **options: Any) -> None:
         super().__init__(spec, *args, **options)
         self.deaths: dict[int, Death] = {}
+        self._deferring = False
+        self._deferred: Callable[[], object] | None = None  # handles a signal that came meanwhile
         if isinstance(spec.rdzv_handler, StaticTCPRendezvous):
             spec.rdzv_handler = self.rendezvous = Rendezvous(spec.rdzv_handler, self.script)
         Agent.latest = self
@@ -161,6 +165,31 @@ class Agent(LocalElasticAgent):
         if news:
             self._write_account()
 
+    # -------- signals
+
+    @classmethod
+    def defer_signals(cls) -> None:
+        """torchrun's handlers raise wherever the agent is, and between two steps that belong together that would lose
+        the end of a rank: while it looks after the ranks, they wait for the next _raise_deferred()."""
+        for number in STOP_SIGNALS:
+            handler = signal.getsignal(number)
+            if callable(handler) and not isinstance(handler, functools.partial):
+                signal.signal(number, functools.partial(cls._on_signal, handler))
+
+    @classmethod
+    def _on_signal(
+        cls, handler: Callable[[int, FrameType | None], object], number: int, frame: FrameType | None
+    ) -> None:
+        if _agent()._deferring:
+            _agent()._deferred = functools.partial(handler, number, None)
+        else:
+            handler(number, frame)
+
+    def _raise_deferred(self) -> None:
+        handle, self._deferred = self._deferred, None
+        if handle:
+            handle()
+
     # -------- torchrun's own steps
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -168,6 +197,14 @@ class Agent(LocalElasticAgent):
         return super()._start_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._deferring = True
+        try:
+            return self._look_after(worker_group)
+        finally:
+            self._deferring = False
+            self._raise_deferred()
+
+    def _look_after(self, worker_group: WorkerGroup) -> RunResult:
         # A death is seen when it happens: of two that die a moment apart, the first is told from the second.
         Ranks.server.wakeup.wait(LOOK)
         self.note_deaths()
@@ -232,9 +269,9 @@ class Agent(LocalElasticAgent):
     def _wait(self, seconds: float) -> None:
         """Until all have ended, but no longer than that."""
         end = time.monotonic() + seconds
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            for process in self._processes():
-                process.wait(end - time.monotonic())
+        while any(process.reap() is None for process in self._processes()) and (left := end - time.monotonic()) > 0:
+            Ranks.server.wakeup.wait(left)
+            self._raise_deferred()
 
 
 # What this module replaces or calls inside torchrun: the owner, the name, and the parameters it must have.
@@ -351,7 +388,7 @@ def _run(options: argparse.Namespace) -> int:
 
 def _let_nobody_disturb() -> None:
     """All ranks have ended, and so do we: who asks us to stop now must not cut the accounts short."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 

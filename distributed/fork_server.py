@@ -45,9 +45,10 @@ class Process:
     def reap(self) -> int | None:
         """The exit code, or None while it runs."""
         if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self.returncode = os.waitstatus_to_exitcode(status)
+            with signals_blocked():  # a handler that raises between these two lines would lose the exit code
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+                if pid:
+                    self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
 
     def wait(self, timeout: float) -> int:
@@ -138,8 +139,9 @@ class ForkServer:
 @contextlib.contextmanager
 def signals_blocked() -> Iterator[set[int]]:
     """Signals wait until the block is left. Yields those that were blocked before."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ALL_SIGNALS)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     try:
+        signal.pthread_sigmask(signal.SIG_BLOCK, ALL_SIGNALS)  # calls the handlers of what came before: one may raise
         yield {int(number) for number in before}
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

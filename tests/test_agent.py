@@ -24,7 +24,7 @@ import zipapp
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -35,6 +35,7 @@ from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
 from distributed import agent, threads
 from distributed.agent import Agent, Death, follow
+from distributed.fork_server import Process, Wakeup
 from distributed.resources import Cores
 
 KIT = Path(__file__).resolve().parents[1]
@@ -765,13 +766,66 @@ while not received:
 """
 
 
+def is_rank(process: psutil.Process) -> bool:
+    """Whether it runs, and is one."""
+    try:
+        return "RANK" in process.environ()
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return False
+
+
 def test_a_stop_request_finds_only_the_ranks_that_still_run() -> None:
     """Rank 0 has ended; its handler, which does not end it, would keep a process that waits for the others."""
     with started(2, HANDLES_TERM, MUSTER_RUN_DIR=os.getcwd(), MUSTER_NODE="n7") as agent:
-        (ended,) = (child for child in psutil.Process(agent.pid).children() if child.environ().get("RANK") == "0")
-        ended.wait(SECONDS)
+        while sum(map(is_rank, psutil.Process(agent.pid).children())) > 1:
+            time.sleep(0.001)
         agent.terminate()
         assert agent.wait(SECONDS) == 143
+
+
+FAILS_FIRST = """
+with open("ready", "w") as ready:
+    ready.write(str(rank))
+if rank == 0:
+    sys.exit(3)
+while True:
+    signal.pause()
+"""
+
+
+def test_a_signal_that_comes_while_the_agent_looks_at_the_ranks_loses_no_failure() -> None:
+    ended = "os.waitid(os.P_PID, self._processes()[0].pid, os.WEXITED | os.WNOWAIT)"
+    words = meddled("Agent.note_deaths", f"import os, signal; {ended}; os.kill(os.getpid(), signal.SIGTERM)")
+    with started(2, FAILS_FIRST, words, MUSTER_RUN_DIR=os.getcwd(), MUSTER_NODE="n7") as agent:
+        assert agent.wait(SECONDS) == 143
+    assert deaths() == [(0, 3, False), (1, 143, True)]
+
+
+def test_a_signal_that_comes_while_a_rank_is_reaped_does_not_lose_its_exit_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def raising(*_: object) -> None:
+        raise InterruptedError
+
+    def interrupted(pid: int, options: int) -> tuple[int, int]:
+        found = waitpid(pid, options)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return found
+
+    waitpid = os.waitpid
+    ended = subprocess.Popen(["sh", "-c", "exit 3"])
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+    process = Process(ended.pid, cast(Wakeup, None))
+    before = signal.signal(signal.SIGUSR1, raising)
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "waitpid", interrupted)
+            with pytest.raises(InterruptedError):
+                process.reap()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert process.reap() == 3
+    ended.returncode = 3  # reaped, and not by itself
 
 
 def test_a_stop_request_reaches_each_rank_once_and_75_from_all_is_75() -> None:
