@@ -36,6 +36,7 @@ BELOW: dict[str, set[str]] = {
     "fitness": {"facts", "gpus", "interpreter", "probe", "resources"},
     "gpus": {"probe"},
     "interpreter": {"probe"},
+    "jobs.page": {"charts", "history", "report"},
     "launch.supervisor": {"launch.console", "marks"},
     "look": {"answers", "gpus", "marks", "probe"},
     "meeting": {"accounts", "peers", "worker"},
@@ -71,11 +72,10 @@ KNOW_PYTORCH = {
 # They run on nodes before anything is installed.
 STANDARD_LIBRARY_ALONE = {
     "accounts", "allocation", "answers", "by_hand", "charts", "cluster", "comparison", "doctor", "evidence",
-    "facts", "fitness", "fork_server", "gpus", "history", "interpreter", "launch.console", "launch.supervisor", "links",
-    "look", "marks", "members", "names", "network", "nodelist", "preflight", "preloaded", "probe", "progress", "pulse",
-    "reach", "report", "resources", "run_folder", "smoke_report", "status", "step", "step_folder", "survey", "task",
-    "threads", "verdict", "visit",
-    "whereabouts", "world",
+    "facts", "fitness", "fork_server", "gpus", "history", "interpreter", "jobs.page", "launch.console",
+    "launch.supervisor", "links", "look", "marks", "members", "names", "network", "nodelist", "preflight", "preloaded",
+    "probe", "progress", "pulse", "reach", "report", "resources", "run_folder", "smoke_report", "status", "step",
+    "step_folder", "survey", "task", "threads", "verdict", "visit", "whereabouts", "world",
 }  # fmt: skip
 WHERE_IT_IS_THERE = {"psutil", "pynvml", "rich"}  # inside a try
 

@@ -1,1 +1,1 @@
-"""Many jobs on many GPUs: a list of jobs is run over a list of servers."""
+"""Lists of independent jobs on the GPUs of several servers."""
