@@ -311,10 +311,10 @@ class HostServer:
     async def send(self, output: str) -> None:
         """Nothing where the files are ours already."""
 
-    def follow_command(self, attempt: Attempt) -> list[str]:
-        """A program that prints the log of an attempt until its end."""
+    def follow_command(self, attempt: Attempt, once: bool = False) -> list[str]:
+        """A program that prints the log of an attempt until its end; once: what is there now."""
         stem = os.path.join(self._list_directory(), attempt.name, f"node_{self.name}")
-        return [sys.executable, "-I", "-S", entry(KIT), "follow", f"{stem}.log", f"{stem}.exit"]
+        return [sys.executable, "-I", "-S", entry(KIT), "follow", f"{stem}.log", "/" if once else f"{stem}.exit"]
 
     def _list_directory(self) -> str:
         return self.directory or os.path.join(self.launch.cwd, "logs", "jobs", self.launch.list_id)
@@ -458,7 +458,7 @@ class SshServer(HostServer):
         key = f" -i {shlex.quote(self.settings.ssh_key)}" if self.settings.ssh_key else ""
         return f"watch: ssh -t{port}{key} {user}{self.settings.host} tmux attach -t {self.session}"
 
-    def follow_command(self, attempt: Attempt) -> list[str]:
+    def follow_command(self, attempt: Attempt, once: bool = False) -> list[str]:
         """See HostServer."""
         write_ssh_config(self._config, self.settings)
         directory = home_relative(self.settings.workdir) if self.settings.workdir else '"$w"'
@@ -466,7 +466,7 @@ class SshServer(HostServer):
         line = (
             f'w=~/ml-customization; [ -d "$w" ] || w={shlex.quote(str(self.launch.cwd))}; cd -- {directory} || exit; '
             f'd="${{XDG_CACHE_HOME:-$HOME/.cache}}/muster/jobs-{self._kit[0]}"; '
-            f'exec python3 -I -S "$d/scripts/lib/jobs_host.py" follow {shlex.quote(log)}.log {shlex.quote(log)}.exit'
+            f'exec python3 -I -S "$d/scripts/lib/jobs_host.py" follow {shlex.quote(log)}.log {"/" if once else f"{shlex.quote(log)}.exit"}'
         )
         return [*self.ssh, "--", self.settings.host, for_any_shell(line)]
 

@@ -1,0 +1,131 @@
+"""What a person sees while a job list runs: a live table on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from distributed.jobs.dispatcher import Link
+from distributed.jobs.state import Attempt, JobState, State
+from distributed.report import duration
+
+REFRESH = 2.0  # times a second
+STYLES = {"done": "green", "failed": "red", "paused": "yellow", "retry": "yellow", "cancelled": "yellow"}
+
+
+class Screen:
+    """Lines, and below them, on a terminal, the table."""
+
+    def __init__(self, state: State, links: Mapping[str, Link]) -> None:
+        self._console = Console(highlight=False, soft_wrap=True)
+        self._state, self._links = state, links
+        self._live: Live | None = None
+        if self._console.is_terminal and not self._console.is_dumb_terminal:
+            self._live = Live(
+                get_renderable=self._table, console=self._console, refresh_per_second=REFRESH, vertical_overflow="ellipsis"
+            )
+
+    def __enter__(self) -> Screen:
+        if self._live:
+            self._live.start(refresh=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live:
+            self._live.stop()
+
+    def say(self, line: str) -> None:
+        """One line for people."""
+        kind = line.partition(":")[0]
+        stamp = time.strftime("%H:%M:%S")
+        try:
+            self._console.print(Text.assemble((stamp + "  ", "dim"), (line, STYLES.get(kind, ""))))
+        except OSError:  # nobody reads any more: that is no reason to end
+            sys.stdout = open("/dev/null", "w")  # noqa: SIM115
+            self._console.file = sys.stdout
+            self._live = None
+
+    def _table(self) -> RenderableType:
+        return Group(*overview(self._state, self._links))
+
+
+def overview(state: State, links: Mapping[str, Link]) -> list[RenderableType]:
+    """A line of totals, and a row for each slot."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for heading in ("slot", "job", "progress", "time", "left"):
+        table.add_column(heading, no_wrap=True, overflow="ellipsis", ratio=3 if heading == "job" else None)
+    running = {(each.server, slot): each for each in state.open.values() for slot in each.slots}
+    for name, link in links.items():
+        if link.state != "ready":
+            table.add_row(name, Text(f"{link.state}: {link.reason}" if link.reason else link.state, style="yellow"))
+        for slot in link.server.room.slots:
+            where = f"{name}:{slot.index}" if slot.gpu is None else f"{name} GPU {slot.gpu}"
+            attempt = running.get((name, slot.index))
+            if attempt:
+                table.add_row(where, *row(state.jobs[attempt.job], attempt))
+            elif link.state == "ready":
+                waits = "used by somebody else" if slot.gpu in link.server.room.blocked else "idle"
+                table.add_row(where, Text(waits, style="dim"))
+    return [table, Text(totals(state, sum(len(link.server.room.slots) for link in links.values())), style="bold")]
+
+
+def row(job: JobState, attempt: Attempt) -> tuple[str, str, str, str]:
+    """Job, progress, time, time left."""
+    if attempt.state == "starting":
+        return job.job.name, "starting", "", ""
+    passed = time.time() - attempt.start
+    left = remaining(job, attempt)
+    return job.job.name, progress(job), duration(passed), "" if left is None else duration(left)
+
+
+def progress(job: JobState) -> str:
+    """step 40/200, loss 2.31."""
+    step, steps = job.metrics.get("step"), job.metrics.get("steps")
+    said = [] if step is None else [f"step {step:,.0f}" + (f"/{steps:,.0f}" if steps else "")]
+    losses = [(name, job.metrics[name]) for name in ("loss", "held_out_loss") if name in job.metrics]
+    return ", ".join(said + [f"{name.replace('_', '-')} {value:.3f}" for name, value in losses])
+
+
+def remaining(job: JobState, attempt: Attempt) -> float | None:
+    """Seconds until the job ends, by its steps or by what its list says."""
+    passed = time.time() - attempt.start
+    step, steps = job.metrics.get("step"), job.metrics.get("steps")
+    if step and steps and passed > 0:
+        return float(max(0.0, passed * (steps - step) / step))
+    expected = job.job.options.expected_seconds
+    return None if expected is None else max(0.0, expected - passed)
+
+
+def totals(state: State, slots: int) -> str:
+    """12 of 40 done, 1 failed, 8 running, 19 waiting; about 12 min left."""
+    counts = state.counts
+    parts = [f"{counts['done']} of {len(state.jobs)} done"]
+    if counts["failed"]:
+        parts.append(f"{counts['failed']} failed")
+    if counts["cancelled"]:
+        parts.append(f"{counts['cancelled']} cancelled")
+    parts += [f"{counts['running'] + counts['ending']} running", f"{counts['waiting']} waiting"]
+    left = list_remaining(state, slots)
+    return ", ".join(parts) + (f"; about {duration(left)} left" if left else "") + (
+        f"; paused: {state.paused}" if state.paused else ""
+    )  # fmt: skip
+
+
+def list_remaining(state: State, slots: int) -> float | None:
+    """Seconds until the list has ended, by the mean time of jobs that are done."""
+    took = [job.last.seconds for job in state.jobs.values() if job.state == "done" and job.last and job.last.seconds]
+    mean = sum(took) / len(took) if took else None
+    left = 0.0
+    for job in state.unfinished():
+        known = remaining(job, job.last) if job.state == "running" and job.last else job.job.options.expected_seconds
+        known = mean if known is None else known
+        if known is None:
+            return None
+        left += known
+    return left / max(1, slots)
