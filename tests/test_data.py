@@ -30,23 +30,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distributed.data import (
-    DOMAINS,
-    OTHER,
-    TOPICS,
     Corpus,
     DataError,
     Stream,
     Tokens,
     Windows,
-    by_domain,
     domain_text,
     held_out_batches,
     load,
     loader,
     permutation,
-    said_once,
     split,
 )
+from distributed.topics import DOMAINS, OTHER, TOPICS, by_domain, said_once
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # on a machine with one core
 

@@ -31,6 +31,7 @@ BELOW: dict[str, set[str]] = {
     "checkpoint": {"ranks", "shards", "snapshot", "step_folder"},
     "cluster": {"answers", "comparison", "doctor", "fitness", "members", "nodelist", "reach", "smoke_report"},
     "comparison": {"fitness", "members", "nodelist", "preflight"},
+    "data": {"topics"},
     "doctor": {"facts", "fitness"},
     "facts": {"gpus", "interpreter", "names", "network", "probe", "resources"},
     "fitness": {"facts", "gpus", "interpreter", "probe", "resources"},
@@ -74,7 +75,7 @@ STANDARD_LIBRARY_ALONE = {
     "facts", "fitness", "fork_server", "gpus", "history", "interpreter", "launch.console", "launch.supervisor", "links",
     "look", "marks", "members", "names", "network", "nodelist", "preflight", "preloaded", "probe", "progress", "pulse",
     "reach", "report", "resources", "run_folder", "smoke_report", "status", "step", "step_folder", "survey", "task",
-    "threads", "verdict", "visit",
+    "threads", "topics", "verdict", "visit",
     "whereabouts", "world",
 }  # fmt: skip
 WHERE_IT_IS_THERE = {"psutil", "pynvml", "rich"}  # inside a try
