@@ -31,10 +31,11 @@ BELOW: dict[str, set[str]] = {
     "checkpoint": {"ranks", "shards", "snapshot", "step_folder"},
     "cluster": {"answers", "comparison", "doctor", "fitness", "members", "nodelist", "reach", "smoke_report"},
     "comparison": {"fitness", "members", "nodelist", "preflight"},
-    "data": {"topics"},
+    "data": {"fold", "topics"},
     "doctor": {"facts", "fitness"},
     "facts": {"gpus", "interpreter", "names", "network", "probe", "resources"},
     "fitness": {"facts", "gpus", "interpreter", "probe", "resources"},
+    "fold": {"topics"},
     "gpus": {"probe"},
     "interpreter": {"probe"},
     "launch.supervisor": {"launch.console", "marks"},
@@ -72,10 +73,10 @@ KNOW_PYTORCH = {
 # They run on nodes before anything is installed.
 STANDARD_LIBRARY_ALONE = {
     "accounts", "allocation", "answers", "by_hand", "charts", "cluster", "comparison", "doctor", "evidence",
-    "facts", "fitness", "fork_server", "gpus", "history", "interpreter", "launch.console", "launch.supervisor", "links",
-    "look", "marks", "members", "names", "network", "nodelist", "preflight", "preloaded", "probe", "progress", "pulse",
-    "reach", "report", "resources", "run_folder", "smoke_report", "status", "step", "step_folder", "survey", "task",
-    "threads", "topics", "verdict", "visit",
+    "facts", "fitness", "fold", "fork_server", "gpus", "history", "interpreter", "launch.console", "launch.supervisor",
+    "links", "look", "marks", "members", "names", "network", "nodelist", "preflight", "preloaded", "probe", "progress",
+    "pulse", "reach", "report", "resources", "run_folder", "smoke_report", "status", "step", "step_folder", "survey",
+    "task", "threads", "topics", "verdict", "visit",
     "whereabouts", "world",
 }  # fmt: skip
 WHERE_IT_IS_THERE = {"psutil", "pynvml", "rich"}  # inside a try
