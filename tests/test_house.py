@@ -31,12 +31,31 @@ BELOW: dict[str, set[str]] = {
     "checkpoint": {"ranks", "shards", "snapshot", "step_folder"},
     "cluster": {"answers", "comparison", "doctor", "fitness", "members", "nodelist", "reach", "smoke_report"},
     "comparison": {"fitness", "members", "nodelist", "preflight"},
+    "data": {"fold", "topics"},
     "doctor": {"facts", "fitness"},
     "facts": {"gpus", "interpreter", "names", "network", "probe", "resources"},
     "fitness": {"facts", "gpus", "interpreter", "probe", "resources"},
+    "fold": {"topics"},
     "gpus": {"probe"},
     "interpreter": {"probe"},
+    "jobs.commands": {
+        "fold", "jobs.config", "jobs.console", "jobs.dispatcher", "jobs.job", "jobs.journal", "jobs.placement",
+        "jobs.results", "jobs.servers", "jobs.slurm", "jobs.state", "report",
+    },
+    "jobs.config": {"jobs.job"},
+    "jobs.console": {"jobs.dispatcher", "jobs.state", "report"},
+    "jobs.dispatcher": {"jobs.job", "jobs.journal", "jobs.placement", "jobs.state"},
+    "jobs.host": {"gpus", "jobs.panes", "launch.supervisor", "marks"},
+    "jobs.job": {"fold"},
     "jobs.page": {"charts", "history", "report"},
+    "jobs.panes": {"launch.supervisor"},
+    "jobs.placement": {"jobs.job"},
+    "jobs.results": {"jobs.dispatcher", "jobs.page", "jobs.state", "launch.supervisor"},
+    "jobs.servers": {
+        "gpus", "jobs.config", "jobs.dispatcher", "jobs.host", "jobs.job", "jobs.placement", "jobs.state",
+        "launch.supervisor",
+    },
+    "jobs.state": {"jobs.job", "jobs.journal"},
     "launch.supervisor": {"launch.console", "marks"},
     "look": {"answers", "gpus", "marks", "probe"},
     "meeting": {"accounts", "peers", "worker"},
@@ -72,10 +91,11 @@ KNOW_PYTORCH = {
 # They run on nodes before anything is installed.
 STANDARD_LIBRARY_ALONE = {
     "accounts", "allocation", "answers", "by_hand", "charts", "cluster", "comparison", "doctor", "evidence",
-    "facts", "fitness", "fork_server", "gpus", "history", "interpreter", "jobs.page", "launch.console",
-    "launch.supervisor", "links", "look", "marks", "members", "names", "network", "nodelist", "preflight", "preloaded",
-    "probe", "progress", "pulse", "reach", "report", "resources", "run_folder", "smoke_report", "status", "step",
-    "step_folder", "survey", "task", "threads", "verdict", "visit", "whereabouts", "world",
+    "facts", "fitness", "fold", "fork_server", "gpus", "history", "interpreter", "jobs.host", "jobs.page",
+    "jobs.panes", "launch.console", "launch.supervisor", "links", "look", "marks", "members", "names", "network",
+    "nodelist", "preflight", "preloaded", "probe", "progress", "pulse", "reach", "report", "resources", "run_folder",
+    "smoke_report", "status", "step", "step_folder", "survey", "task", "threads", "topics", "verdict", "visit",
+    "whereabouts", "world",
 }  # fmt: skip
 WHERE_IT_IS_THERE = {"psutil", "pynvml", "rich"}  # inside a try
 

@@ -169,7 +169,9 @@ def call(words: list[str]) -> int:
         given = list_parser(words[0]).parse_args(words[1:])
         path = journal_of(given.log_file)
         if not path.exists():
-            raise CallError(f"{given.log_file}: there is no list of jobs ({path} is missing); name its results: --log-file")
+            raise CallError(
+                f"{given.log_file}: there is no list of jobs ({path} is missing); name its results: --log-file"
+            )
         verbs = {"status": status, "logs": logs, "why": why, "cancel": cancel, "retry": retry, "resume": resume}
         return verbs[words[0]](given, path)
     if words and not words[0].startswith("-"):
@@ -298,7 +300,13 @@ def dispatch(
     """Work on the list until its end. Returns the exit code."""
     results: Results
     dispatcher = Dispatcher(
-        book, state, jobs, made, policy, say=lambda line: screen.say(line), changed=lambda: setattr(results, "changed", True)
+        book,
+        state,
+        jobs,
+        made,
+        policy,
+        say=lambda line: screen.say(line),
+        changed=lambda: setattr(results, "changed", True),
     )
     results = Results(log_file, state, dispatcher.links)
     screen = console.Screen(state, dispatcher.links)
@@ -396,7 +404,9 @@ def show_plan(asked: Call) -> int:
         room.open = True
     told = [job.options.expected_seconds for job in asked.jobs if job.options.expected_seconds is not None]
     mean = sum(told) / len(told) if told else 1.0
-    known = {job.id: mean if job.options.expected_seconds is None else job.options.expected_seconds for job in asked.jobs}
+    known = {
+        job.id: mean if job.options.expected_seconds is None else job.options.expected_seconds for job in asked.jobs
+    }
     jobs = {job.id: job for job in asked.jobs}
     steps = plan(asked.jobs, rooms, lambda job: known[job.id])
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
@@ -415,12 +425,17 @@ def show_plan(asked: Call) -> int:
     if told:
         end = max(start + known[job_id] for start, job_id, _, _ in steps)
         rest = len(asked.jobs) - len(told)
-        print(f"expected duration: {duration(end)}" + (f" ({rest} jobs without _expected_seconds count as the mean)" if rest else ""))
+        print(
+            f"expected duration: {duration(end)}"
+            + (f" ({rest} jobs without _expected_seconds count as the mean)" if rest else "")
+        )
     else:
         print("expected duration: not known; say _expected_seconds in the jobs")
     existing = [job.output for job in asked.jobs if Path(job.output).exists()]
     if existing:
-        print(f"there already: {', '.join(existing[:5])}{' ...' if len(existing) > 5 else ''}; their jobs go on from what is there")
+        print(
+            f"there already: {', '.join(existing[:5])}{' ...' if len(existing) > 5 else ''}; their jobs go on from what is there"
+        )
     print("nothing was started")
     return 0
 
@@ -443,7 +458,9 @@ def status(given: argparse.Namespace, path: Path) -> int:
         took = "" if last is None else duration(last.seconds if last.seconds is not None else time.time() - last.start)
         where = f"{last.server}:{','.join(map(str, last.gpus or last.slots))}" if last else ""
         shown = "cancelling" if job.cancel and job.state not in FINAL else job.state
-        table.add_row(job.job.id, job.job.name, shown, where, str(len(job.attempts)), took, job.reason or console.progress(job))
+        table.add_row(
+            job.job.id, job.job.name, shown, where, str(len(job.attempts)), took, job.reason or console.progress(job)
+        )
     Console(soft_wrap=not sys.stdout.isatty()).print(table)
     print(console.totals(state, 1).partition("; about")[0])
     if any(True for _ in state.unfinished()):
@@ -501,7 +518,9 @@ def logs(given: argparse.Namespace, path: Path) -> int:
     attempt = job.last if given.attempt is None else state.attempt(f"{job.job.id}.{given.attempt}")
     if attempt is None:
         known = ", ".join(str(each.number) for each in job.attempts)
-        raise ValueError(f"{job.job.name}: it has no such attempt; " + (f"there are {known}" if known else "it was never started"))
+        raise ValueError(
+            f"{job.job.name}: it has no such attempt; " + (f"there are {known}" if known else "it was never started")
+        )
     log = Path(state.about["cwd"], "logs", "jobs", state.id, attempt.name, f"node_{attempt.server}.log")
     if attempt.open or not log.exists():
         asked = stored_call(state)
@@ -556,7 +575,9 @@ def wait_until_final(path: Path, jobs: Sequence[str]) -> int:
     told: set[str] = set()
     while True:
         state = state_of(path)
-        for job in [each for each in map(state.jobs.__getitem__, jobs) if each.state in FINAL and each.job.id not in told]:
+        for job in [
+            each for each in map(state.jobs.__getitem__, jobs) if each.state in FINAL and each.job.id not in told
+        ]:
             told.add(job.job.id)
             print(f"{job.state}: {job.job.name}" + (f": {job.reason}" if job.reason else ""), flush=True)
         if len(told) == len(jobs):
@@ -575,7 +596,10 @@ def retry(given: argparse.Namespace, path: Path) -> int:
         print("nothing to retry: no such job has failed or was cancelled")
         return 0
     journal.request(path, "retry", jobs)
-    print(f"{len(jobs)} job(s) will run again" + ("" if journal.dispatcher_runs(path) else f": {PROGRAM} resume starts them"))
+    print(
+        f"{len(jobs)} job(s) will run again"
+        + ("" if journal.dispatcher_runs(path) else f": {PROGRAM} resume starts them")
+    )
     return 0
 
 

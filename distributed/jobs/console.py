@@ -28,7 +28,10 @@ class Screen:
         self._live: Live | None = None
         if self._console.is_terminal and not self._console.is_dumb_terminal:
             self._live = Live(
-                get_renderable=self._table, console=self._console, refresh_per_second=REFRESH, vertical_overflow="ellipsis"
+                get_renderable=self._table,
+                console=self._console,
+                refresh_per_second=REFRESH,
+                vertical_overflow="ellipsis",
             )
 
     def __enter__(self) -> Screen:

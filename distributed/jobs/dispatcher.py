@@ -615,7 +615,9 @@ class Dispatcher:
         elif state == "cancelled":
             self._say(f"cancelled: {job.job.name} on {self._title_place(attempt)}{took}: {reason}")
         else:
-            self._say(f"failed: {job.job.name} on {self._title_place(attempt)}{took}: {attempt.failure}: {attempt.reason}")
+            self._say(
+                f"failed: {job.job.name} on {self._title_place(attempt)}{took}: {attempt.failure}: {attempt.reason}"
+            )
 
     # ---------------------------------------------------------------- cancelling
 
@@ -667,7 +669,9 @@ class Dispatcher:
 
     def _drop_unlisted(self) -> None:
         """A job that is no longer in the list is not started again."""
-        for job in [each for each in self.state.unfinished() if each.state == "waiting" and each.job.id not in self.jobs]:
+        for job in [
+            each for each in self.state.unfinished() if each.state == "waiting" and each.job.id not in self.jobs
+        ]:
             self._record("settle", job=job.job.id, state="cancelled", reason="no longer in the list")
 
     # ---------------------------------------------------------------- the clock and the slots
@@ -680,7 +684,9 @@ class Dispatcher:
                 self._open_room(link)
             if link.state in ("unreachable", "refused") and now - link.since > self.policy.lost_after:
                 for attempt in [each for each in self.state.open.values() if each.server == link.server.name]:
-                    self._lose(attempt, "server lost", f"{attempt.server} could not be reached for {now - link.since:.0f} s")
+                    self._lose(
+                        attempt, "server lost", f"{attempt.server} could not be reached for {now - link.since:.0f} s"
+                    )
         self._give_up_without_servers()
 
     def _give_up_without_servers(self) -> None:

@@ -290,7 +290,9 @@ class Serve:
         self.workdir = find_workdir(request["workdir"], request["default_workdir"])
         script = os.path.join(self.workdir, request["script"])
         if not os.path.isfile(script):
-            raise HostError(f"script {request['script']}: not in {self.workdir}; copy it there (--sync does), or set workdir")
+            raise HostError(
+                f"script {request['script']}: not in {self.workdir}; copy it there (--sync does), or set workdir"
+            )
         self.python = find_python(request["python"], self.workdir)
         self.directory = os.path.join(self.workdir, "logs", "jobs", request["list"])
         self.fence = take_fence(self.directory)
@@ -369,7 +371,9 @@ class Serve:
             ]  # fmt: skip
             return json.dumps({"gpus": devices, "problem": found.error})
 
-        self._in_child(ask, lambda text: self.send(reply=request["id"], **json.loads(text or '{"gpus": [], "problem": ""}')))
+        self._in_child(
+            ask, lambda text: self.send(reply=request["id"], **json.loads(text or '{"gpus": [], "problem": ""}'))
+        )
 
     def close(self, request: Request) -> dict[str, Any]:
         """The list has ended here: its tmux session is not needed any more."""
@@ -418,9 +422,8 @@ class Serve:
                 os._exit(0)
         os.close(lock)
         os.close(target)
-        error = read_until_closed(source, START)
-        if error:
-            raise HostError(os.fsdecode(error))
+        if failed := read_until_closed(source, START):
+            raise HostError(os.fsdecode(failed))
 
     def _leave(self, *files: int) -> None:
         """In a child: give up what belongs to serve, so that its connection and its fence end with it."""

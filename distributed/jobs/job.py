@@ -120,7 +120,9 @@ def arguments(job: Job, device: str) -> list[str]:
             found += [text(key, each) for each in (value if isinstance(value, list) else [value])]
     for argument in found:
         if len(os_bytes(argument)) > LONGEST:
-            raise JobError(f"{argument[:60]!r}...: longer than {LONGEST:,} bytes, the most that Linux passes to a process")
+            raise JobError(
+                f"{argument[:60]!r}...: longer than {LONGEST:,} bytes, the most that Linux passes to a process"
+            )
     return found
 
 
@@ -136,4 +138,6 @@ def text(key: str, value: Any) -> str:
         if isinstance(value, float) and not math.isfinite(value):
             raise JobError(f"{key}={value}: not finite; write a finite number")
         return json.dumps(value)
-    raise JobError(f"{key}: expected a string, a number, true, false, null or a list of them, got {type(value).__name__}")
+    raise JobError(
+        f"{key}: expected a string, a number, true, false, null or a list of them, got {type(value).__name__}"
+    )

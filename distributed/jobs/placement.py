@@ -141,7 +141,9 @@ def room_to_keep(need: Need, rooms: Iterable[Room], kept: set[str]) -> str | Non
     return best.name if best else None
 
 
-def plan(jobs: Iterable[Job], rooms: Mapping[str, Room], expected: Callable[[Job], float]) -> list[tuple[float, str, str, list[Slot]]]:
+def plan(
+    jobs: Iterable[Job], rooms: Mapping[str, Room], expected: Callable[[Job], float]
+) -> list[tuple[float, str, str, list[Slot]]]:
     """(start in seconds, job, server, slots) of each job, if every job took the time that is expected of it."""
     queue = Queue()
     seconds: dict[str, float] = {}

@@ -46,7 +46,13 @@ KIT_FILES = (
     "scripts/lib/jobs_host.py", "scripts/lib/in_node_env.sh", "scripts/lib/common.bash",
 )  # fmt: skip
 # Neither what git ignores, nor what runs leave: a copy is what a colleague would get by `git clone`.
-NOT_COPIED = ("--exclude=/.git", "--exclude=/logs", "--exclude=/checkpoints", "--exclude=/experiments", "--filter=:- .gitignore")
+NOT_COPIED = (
+    "--exclude=/.git",
+    "--exclude=/logs",
+    "--exclude=/checkpoints",
+    "--exclude=/experiments",
+    "--filter=:- .gitignore",
+)
 # What ssh says when trying again would not help, and what does.
 REMEDIES = {
     "Permission denied": "check user and ssh_key; `ssh HOST true` must work without a question",
@@ -277,9 +283,9 @@ class HostServer:
 
     async def look(self, attempts: Mapping[str, str]) -> dict[str, dict[str, Any]]:
         """See dispatcher.Server."""
-        found: dict[str, dict[str, Any]] = (
-            await self._call("look", attempts=dict(attempts), grace=self.launch.grace)
-        )["attempts"]
+        found: dict[str, dict[str, Any]] = (await self._call("look", attempts=dict(attempts), grace=self.launch.grace))[
+            "attempts"
+        ]
         return found
 
     async def start(self, order: Order) -> dict[str, Any]:
@@ -347,7 +353,9 @@ def local_server(launch: Launch, slots: int | None, gpus: list[int] | None = Non
     """This machine's GPUs or, without any, `slots` CPU slots (default: half as many as cores)."""
     devices = [gpu.index for gpu in look_at_gpus().devices] if gpus is None else gpus
     cpus = slots or max(1, len(os.sched_getaffinity(0)) // 2)
-    said: dict[str, Any] = {"gpu_ids": devices, "slots_per_gpu": slots or 1} if devices else {"gpus": 0, "slots_per_gpu": cpus}
+    said: dict[str, Any] = (
+        {"gpu_ids": devices, "slots_per_gpu": slots or 1} if devices else {"gpus": 0, "slots_per_gpu": cpus}
+    )
     return LocalServer("local", config.Server(host="localhost", **said), launch)
 
 
@@ -424,7 +432,9 @@ class SshServer(HostServer):
     async def _sync(self) -> None:
         """Copy the working directory there, as a first start needs it; nothing is deleted."""
         target = self.settings.workdir or str(self.launch.cwd)
-        code, said = await self._run([*self.ssh, "--", self.settings.host, for_any_shell(f"mkdir -p -- {home_relative(target)}")])
+        code, said = await self._run(
+            [*self.ssh, "--", self.settings.host, for_any_shell(f"mkdir -p -- {home_relative(target)}")]
+        )
         if code:
             raise failure(said, code, self.settings.host)
         target = target.removeprefix("~/")
@@ -434,7 +444,9 @@ class SshServer(HostServer):
     async def _after_open(self, opened: Mapping[str, Any]) -> None:
         self.shared = await self._shares_files()
         if not self.shared and not opened["rsync"]:
-            raise Refused("rsync is not installed there, and results must be copied: install it (apt-get install rsync)")
+            raise Refused(
+                "rsync is not installed there, and results must be copied: install it (apt-get install rsync)"
+            )
         if not self.shared and not shutil.which("rsync"):
             raise Refused("rsync is not installed on this machine, and results must be copied: install it")
 
@@ -545,7 +557,7 @@ def home_relative(path: str) -> str:
     return f"~/{shlex.quote(path[2:])}" if path.startswith("~/") else "~" if path == "~" else shlex.quote(path)
 
 
-PLAIN = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_./:,+@{}()[];$&|<>\"*?~#^ -")
+PLAIN = frozenset(b'ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_./:,+@{}()[];$&|<>"*?~#^ -')
 
 
 def for_any_shell(line: str) -> str:

@@ -637,7 +637,6 @@ class Supervisor:
         self._guard.dismiss()
         os.close(self._log)
 
-
     def _write_usage(self) -> None:
         import resource
 
@@ -802,7 +801,15 @@ class Options:
                 break
             if option == "--detach":
                 self.detach = True
-            elif option in ("--dir", "--name", "--source", "--environment", "--grace", "--heartbeat-timeout", "--timeout"):
+            elif option in (
+                "--dir",
+                "--name",
+                "--source",
+                "--environment",
+                "--grace",
+                "--heartbeat-timeout",
+                "--timeout",
+            ):
                 if not left or not left[0]:
                     raise Refused(WRONG_CALL, f"{option}: needs a value")
                 self._take(option, left.pop(0))
