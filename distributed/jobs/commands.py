@@ -416,8 +416,8 @@ def show_plan(asked: Call) -> int:
         where = ",".join(str(slot.index if slot.gpu is None else slot.gpu) for slot in slots)
         expected = jobs[job_id].options.expected_seconds
         table.add_row(
-            duration(start) if told else "", "?" if expected is None else duration(expected), f"{server}:{where}", job_id,
-            jobs[job_id].output,
+            duration(start) if told else "", "?" if expected is None else duration(expected), f"{server}:{where}",
+            job_id, jobs[job_id].output,
         )  # fmt: skip
     Console(soft_wrap=not sys.stdout.isatty()).print(table)
     slots_in_all = sum(len(room.slots) for room in rooms.values())
@@ -434,7 +434,8 @@ def show_plan(asked: Call) -> int:
     existing = [job.output for job in asked.jobs if Path(job.output).exists()]
     if existing:
         print(
-            f"there already: {', '.join(existing[:5])}{' ...' if len(existing) > 5 else ''}; their jobs go on from what is there"
+            f"there already: {', '.join(existing[:5])}{' ...' if len(existing) > 5 else ''}; "
+            "their jobs go on from what is there"
         )
     print("nothing was started")
     return 0

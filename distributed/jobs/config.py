@@ -25,7 +25,7 @@ NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")  # of an environment variable
 HOST = re.compile(r"[A-Za-z0-9_.:%\[\]-]+\Z")
 RESERVED = ("CUDA_VISIBLE_DEVICES", "MUSTER_")  # set by the dispatcher
 
-Text = Annotated[str, StringConstraints(min_length=1, pattern=r"^[^\x00\n]*\Z")]
+Text = Annotated[str, StringConstraints(min_length=1, pattern=r"^[^\x00\n]*$")]
 
 
 class ConfigError(ValueError):
@@ -228,7 +228,7 @@ def collisions(jobs: dict[int, Job]) -> Iterator[str]:
     for number, job in jobs.items():
         for above in Path(job.output).parents:
             if str(above) in seen:
-                yield f"job {number} would write into {above}, the directory of job {seen[str(above)]}; change its prefix"
+                yield f"job {number} would write into {above}, the directory of job {seen[str(above)]}; change prefix"
 
 
 def _parse(path: Path) -> Any:

@@ -56,7 +56,7 @@ class Order:
     job: Job
     slots: Sequence[int]
     gpus: Sequence[int]
-    command: Sequence[str]  # the script's arguments
+    arguments: Sequence[str]  # of the script
     title: str
 
 
@@ -377,10 +377,10 @@ class Dispatcher:
         return bool(gpu["used"] > USED_BY_OTHERS)
 
     def _say_gpus(self, link: Link, blocked: set[int]) -> None:
-        ours = {slot.gpu for slot in link.server.room.slots}
-        if new := sorted((blocked - link.server.room.blocked) & ours):  # type: ignore[operator]
+        ours = {slot.gpu for slot in link.server.room.slots if slot.gpu is not None}
+        if new := sorted((blocked - link.server.room.blocked) & ours):
             self._say(f"{link.server.name}: GPU {', '.join(map(str, new))}: used by somebody else; waiting for it")
-        if gone := sorted((link.server.room.blocked - blocked) & ours):  # type: ignore[operator]
+        if gone := sorted((link.server.room.blocked - blocked) & ours):
             self._say(f"{link.server.name}: GPU {', '.join(map(str, gone))}: free again")
 
     def _open_room(self, link: Link) -> None:

@@ -30,9 +30,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from distributed import marks
 from distributed.gpus import look_at_gpus
 from distributed.jobs import panes
 from distributed.launch import supervisor
@@ -299,7 +299,7 @@ class Serve:
         self.slots = request["slots"]
         self.session, note = panes.ensure(self.directory, self.slots) if request["panes"] else ("", "")
         return {
-            "workdir": self.workdir, "directory": self.directory, "python": self.python, "rsync": bool(shutil.which("rsync")),
+            "workdir": self.workdir, "directory": self.directory, "rsync": bool(shutil.which("rsync")),
             "session": self.session, "note": note, "cores": len(os.sched_getaffinity(0)),
         }  # fmt: skip
 
@@ -339,7 +339,7 @@ class Serve:
             setup = os.path.join(attempt.directory, "setup.sh")
             supervisor.write(setup, "\n".join(request["setup"]) + "\n")
             words += ["--source", setup]
-        options = supervisor.Options([*words, "--", *self.python, *request["command"]])
+        options = supervisor.Options([*words, "--", *self._program(request["script"]), *request["arguments"]])
         env = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(self._threads())}
         env = {name: value for name, value in env.items() if name not in os.environ}
         env |= request["env"] | {"MUSTER_OUTPUT_DIR": attempt.output}
@@ -385,6 +385,10 @@ class Serve:
     def _attempt(self, name: str, output: str, grace: float) -> Attempt:
         directory = os.path.join(self.directory, name)
         return Attempt(directory, self.server, os.path.join(self.workdir, output), grace)
+
+    def _program(self, script: str) -> list[str]:
+        """A script in Python is run by the server's interpreter, another program by itself."""
+        return [*self.python, script] if script.endswith(".py") else [os.path.join(self.workdir, script)]
 
     def _threads(self) -> int:
         return max(1, len(os.sched_getaffinity(0)) // max(1, len(self.slots)))
@@ -467,10 +471,15 @@ class Serve:
                 self.send(event="ended", attempt=attempt.name, **attempt.end())
             elif now >= attempt.kill_at or (progress and attempt.state() == "killed"):
                 attempt.kill_at = now + 2 * supervisor.UNRESPONSIVE
-                self._in_child(lambda files=attempt.files: str(supervisor.sweep(files, 0)), lambda _: None)  # type: ignore[misc]
+                self._in_child(partial(sweep, attempt.files), lambda _: None)
             elif progress and (metrics := read_metrics(attempt.output)) != attempt.metrics:
                 attempt.metrics = metrics
                 self.send(event="progress", attempt=attempt.name, metrics=metrics)
+
+
+def sweep(files: supervisor.Files) -> str:
+    """End what is left of an attempt; its exit code is written then."""
+    return str(supervisor.sweep(files, 0))
 
 
 def read_until_closed(file: int, seconds: float) -> bytes:

@@ -34,8 +34,10 @@ class Options:
 
     def public(self) -> dict[str, Any]:
         """What may be written down: of the environment only the names."""
-        said = {"priority": self.priority, "timeout": self.timeout, "retries": self.retries, "gpus": self.gpus,
-                "labels": list(self.labels), "env": sorted(self.env), "expected_seconds": self.expected_seconds}  # fmt: skip
+        said = {
+            "priority": self.priority, "timeout": self.timeout, "retries": self.retries, "gpus": self.gpus,
+            "labels": list(self.labels), "env": sorted(self.env), "expected_seconds": self.expected_seconds,
+        }  # fmt: skip
         plain = Options()
         return {name: value for name, value in said.items() if value != getattr(plain, name) and value != []}
 
@@ -48,7 +50,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Job:
-    """Settings are arguments of the script. The id is a hash of them: options and the place in the list do not count."""
+    """Settings are arguments of the script. The id is a hash of them alone, without options and place in the list."""
 
     id: str
     settings: Mapping[str, Any]

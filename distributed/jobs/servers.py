@@ -36,6 +36,7 @@ BEAT = 4.0  # seconds between two heartbeats
 SILENCE = 15.0  # seconds without any, after which a connection is lost
 CONNECT = 60.0  # seconds that connecting may take
 COPIES = 4  # rsyncs at once with a server
+ENTRY = "scripts/lib/jobs_host.py"
 UPLOAD = "muster-upload"  # what a server prints that has not got the kit
 NO_PYTHON = "muster-no-python"
 # What host.py and the supervisors that it forks need on a server.
@@ -215,7 +216,8 @@ class HostServer:
         self._channel = await self._open_channel(post)
         opened = await self._channel.call(
             "open", server=self.name, list=self.launch.list_id, workdir=self._workdir_asked(),
-            default_workdir=str(self.launch.cwd), script=self.launch.script, python=self.settings.python or self._python(),
+            default_workdir=str(self.launch.cwd), script=self.launch.script,
+            python=self.settings.python or self._python(),
             slots=[f"{self.name}:{slot.index}" for slot in self.room.slots], panes=self.launch.panes,
         )  # fmt: skip
         self.workdir, self.directory, self.session = opened["workdir"], opened["directory"], opened["session"]
@@ -295,7 +297,7 @@ class HostServer:
         try:
             return await self._call(
                 "start", attempt=order.attempt, job=order.job.id, output=order.job.output, slots=list(order.slots),
-                title=order.title, command=[self.launch.script, *order.command], setup=self.settings.setup,
+                title=order.title, script=self.launch.script, arguments=list(order.arguments), setup=self.settings.setup,
                 env={**options.env, **visible, "MUSTER_JOB": document(order.job)}, timeout=options.timeout,
                 grace=self.launch.grace,
             )  # fmt: skip
@@ -320,14 +322,10 @@ class HostServer:
     def follow_command(self, attempt: Attempt, once: bool = False) -> list[str]:
         """A program that prints the log of an attempt until its end; once: what is there now."""
         stem = os.path.join(self._list_directory(), attempt.name, f"node_{self.name}")
-        return [sys.executable, "-I", "-S", entry(KIT), "follow", f"{stem}.log", "/" if once else f"{stem}.exit"]
+        return [sys.executable, "-I", "-S", f"{KIT}/{ENTRY}", "follow", f"{stem}.log", "/" if once else f"{stem}.exit"]
 
     def _list_directory(self) -> str:
         return self.directory or os.path.join(self.launch.cwd, "logs", "jobs", self.launch.list_id)
-
-
-def entry(kit: str) -> str:
-    return os.path.join(kit, "scripts", "lib", "jobs_host.py")
 
 
 class LocalServer(HostServer):
@@ -341,7 +339,7 @@ class LocalServer(HostServer):
 
     async def _open_channel(self, post: Callable[[Event], None]) -> Channel:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-I", "-S", entry(KIT), "serve", cwd=self.launch.cwd, stdin=asyncio.subprocess.PIPE,
+            sys.executable, "-I", "-S", f"{KIT}/{ENTRY}", "serve", cwd=self.launch.cwd, stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE, limit=1 << 24, start_new_session=True,
         )  # fmt: skip
         channel = Channel(process, self.name, post)
@@ -385,8 +383,8 @@ class SshServer(HostServer):
         for attempt in range(2):
             command = for_any_shell(self._bootstrap())
             process = await asyncio.create_subprocess_exec(
-                *self.ssh, "--", self.settings.host, command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE, limit=1 << 24, start_new_session=True,
+                *self.ssh, "--", self.settings.host, command, stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, limit=1 << 24, start_new_session=True,
             )  # fmt: skip
             channel = Channel(process, self.name, post)
             errors = asyncio.ensure_future(drained(process.stderr))
@@ -416,14 +414,15 @@ class SshServer(HostServer):
             f'cd; d="${{XDG_CACHE_HOME:-$HOME/.cache}}/muster/jobs-{self._kit[0]}"; '
             f'[ -e "$d/complete" ] || {{ echo {UPLOAD}; exit 0; }}; '
             f"for p in {words}; do "
-            f'if "$p" -I -S -c {newer} 2>/dev/null; then exec "$p" -I -S "$d/scripts/lib/jobs_host.py" serve; fi; done; '
+            f'if "$p" -I -S -c {newer} 2>/dev/null; then exec "$p" -I -S "$d/{ENTRY}" serve; fi; done; '
             f"echo {NO_PYTHON}"
         )
 
     async def _upload(self) -> None:
         line = (
             f'd="${{XDG_CACHE_HOME:-$HOME/.cache}}/muster"; mkdir -p "$d" && t=$(mktemp -d "$d/new-XXXXXX") && '
-            f'tar -xf - -C "$t" && touch "$t/complete" && {{ mv -T "$t" "$d/jobs-{self._kit[0]}" 2>/dev/null || rm -rf "$t"; }}'
+            f'tar -xf - -C "$t" && touch "$t/complete" && '
+            f'{{ mv -T "$t" "$d/jobs-{self._kit[0]}" 2>/dev/null || rm -rf "$t"; }}'
         )
         code, said = await self._run([*self.ssh, "--", self.settings.host, for_any_shell(line)], self._kit[1])
         if code:
@@ -474,11 +473,12 @@ class SshServer(HostServer):
         """See HostServer."""
         write_ssh_config(self._config, self.settings)
         directory = home_relative(self.settings.workdir) if self.settings.workdir else '"$w"'
-        log = f"logs/jobs/{self.launch.list_id}/{attempt.name}/node_{self.name}"
+        log = shlex.quote(f"logs/jobs/{self.launch.list_id}/{attempt.name}/node_{self.name}")
+        end = "/" if once else f"{log}.exit"
         line = (
             f'w=~/ml-customization; [ -d "$w" ] || w={shlex.quote(str(self.launch.cwd))}; cd -- {directory} || exit; '
             f'd="${{XDG_CACHE_HOME:-$HOME/.cache}}/muster/jobs-{self._kit[0]}"; '
-            f'exec python3 -I -S "$d/scripts/lib/jobs_host.py" follow {shlex.quote(log)}.log {"/" if once else f"{shlex.quote(log)}.exit"}'
+            f'exec python3 -I -S "$d/{ENTRY}" follow {log}.log {end}'
         )
         return [*self.ssh, "--", self.settings.host, for_any_shell(line)]
 

@@ -260,30 +260,35 @@ def judge(end: Mapping[str, Any], cancelled: bool) -> tuple[str, str]:
     end: what host.Attempt.end() found.
     """
     code, cause, message = end.get("code"), end.get("cause", ""), end.get("message", "")
-    lines = end.get("lines") or []
     if code == 0 and not cause:
         return "", ""
     if cancelled:
         return "cancelled", "cancelled on request"
-    if cause == "rebooted":
-        return "server restarted", "the server was restarted while the job ran"
-    if cause == "killed":
-        return "supervisor killed", message or "the supervisor of the job was killed"
-    if cause == "timeout":
-        return "timeout", message.replace("--timeout", "_timeout")
     if cause:
-        return "stopped", message or cause
+        failure, said = CAUSES.get(cause, ("stopped", ""))
+        return failure, said or message.replace("--timeout", "_timeout") or cause
+    return _failure(code, end.get("lines") or [])
+
+
+# What a supervisor wrote down about the end that it made, or a server found.
+CAUSES = {
+    "rebooted": ("server restarted", "the server was restarted while the job ran"),
+    "killed": ("supervisor killed", ""),
+    "timeout": ("timeout", ""),
+}
+
+
+def _failure(code: int | None, lines: list[str]) -> tuple[str, str]:
+    last = next((line.strip()[:300] for line in reversed(lines) if line.strip()), "")
+    memory = next((line[:300] for line in lines if any(word in line for word in OUT_OF_MEMORY)), "")
     if code in (126, 127):
-        return "not started", next((line for line in reversed(lines) if line), f"exit code {code}")
-    if any(word in line for line in lines for word in OUT_OF_MEMORY):
-        return "out of memory", next(line for line in lines if any(word in line for word in OUT_OF_MEMORY))[:300]
-    if code is None:
-        return "unknown", "its exit code is not known"
+        return "not started", last or f"exit code {code}"
+    if memory:
+        return "out of memory", memory
     if name := signal_name(code):
         more = "; the kernel does that when memory is short (dmesg shows it)" if name == "SIGKILL" else ""
         return "signal", f"ended by {name}{more}"
-    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
-    return "exit code", f"exit code {code}" + (f": {last[:300]}" if last else "")
+    return "exit code", f"exit code {code}" + (f": {last}" if last else "")
 
 
 def signal_name(code: int | None) -> str:
