@@ -419,7 +419,7 @@ def show_plan(asked: Call) -> int:
             duration(start) if told else "", "?" if expected is None else duration(expected), f"{server}:{where}",
             job_id, jobs[job_id].output,
         )  # fmt: skip
-    Console(soft_wrap=not sys.stdout.isatty()).print(table)
+    show(table)
     slots_in_all = sum(len(room.slots) for room in rooms.values())
     print(f"{len(asked.jobs)} jobs on {slots_in_all} slots of {len(rooms)} server(s); no two write the same directory")
     if told:
@@ -444,6 +444,11 @@ def show_plan(asked: Call) -> int:
 # ---------------------------------------------------------------- commands about a list
 
 
+def show(table: Table) -> None:
+    """As wide as the terminal, and elsewhere as wide as its longest line."""
+    Console(width=None if sys.stdout.isatty() else 1000).print(table)
+
+
 def state_of(path: Path) -> State:
     return State.of(journal.read(path)[0])
 
@@ -462,7 +467,7 @@ def status(given: argparse.Namespace, path: Path) -> int:
         table.add_row(
             job.job.id, job.job.name, shown, where, str(len(job.attempts)), took, job.reason or console.progress(job)
         )
-    Console(soft_wrap=not sys.stdout.isatty()).print(table)
+    show(table)
     print(console.totals(state, 1).partition("; about")[0])
     if any(True for _ in state.unfinished()):
         print("the dispatcher runs" if lives else f"no dispatcher runs; to go on: {PROGRAM} resume")
@@ -488,7 +493,7 @@ def attempt_line(attempt: Attempt) -> str:
     place = f"{attempt.server}:{','.join(map(str, attempt.gpus or attempt.slots))}"
     began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(attempt.start))
     took = f", {duration(attempt.seconds)}" if attempt.seconds is not None else ""
-    end = attempt.state if attempt.open else f"{attempt.failure}: {attempt.reason}" if attempt.failure else "done"
+    end = attempt.state if attempt.open else attempt.how if attempt.failure else "done"
     return f"attempt {attempt.number} on {place}, {began}{took}: {end}"
 
 

@@ -168,6 +168,7 @@ class Dispatcher:
             elif job.state == "ending" and job.last:
                 self._after_end(job, job.last)
         self._drop_unlisted()
+        self._answer_requests()
         for link in self.links.values():
             self._spawn(self._keep_connected(link))
         try:
@@ -572,7 +573,7 @@ class Dispatcher:
         if job.cancel or attempt.failure == "cancelled":
             return "cancelled", "cancelled on request"
         retries = self.jobs[job.job.id].options.retries if job.job.id in self.jobs else 0
-        reason = f"attempt {attempt.number} on {attempt.server}: {attempt.failure}: {attempt.reason}"
+        reason = f"attempt {attempt.number} on {attempt.server}: {attempt.how}"
         if len(job.failures()) > retries or len(job.lost()) >= MOST_LOST:
             return "failed", reason
         return "waiting", reason
@@ -611,13 +612,11 @@ class Dispatcher:
         if state == "done":
             self._say(f"done: {job.job.name} on {self._title_place(attempt)}{took}")
         elif state == "waiting":
-            self._say(f"retry: {job.job.name}: {attempt.failure} on {attempt.server}{took}: {attempt.reason}")
+            self._say(f"retry: {job.job.name}: attempt {attempt.number} on {attempt.server}{took}: {attempt.how}")
         elif state == "cancelled":
             self._say(f"cancelled: {job.job.name} on {self._title_place(attempt)}{took}: {reason}")
         else:
-            self._say(
-                f"failed: {job.job.name} on {self._title_place(attempt)}{took}: {attempt.failure}: {attempt.reason}"
-            )
+            self._say(f"failed: {job.job.name} on {self._title_place(attempt)}{took}: {attempt.how}")
 
     # ---------------------------------------------------------------- cancelling
 

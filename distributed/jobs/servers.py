@@ -297,8 +297,8 @@ class HostServer:
         try:
             return await self._call(
                 "start", attempt=order.attempt, job=order.job.id, output=order.job.output, slots=list(order.slots),
-                title=order.title, script=self.launch.script, arguments=list(order.arguments), setup=self.settings.setup,
-                env={**options.env, **visible, "MUSTER_JOB": document(order.job)}, timeout=options.timeout,
+                title=order.title, script=self.launch.script, arguments=list(order.arguments),
+                setup=self.settings.setup, env={**options.env, **visible, "MUSTER_JOB": document(order.job)}, timeout=options.timeout,
                 grace=self.launch.grace,
             )  # fmt: skip
         except HostSays as error:

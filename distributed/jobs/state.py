@@ -50,6 +50,11 @@ class Attempt:
         return self.state in ("starting", "running")
 
     @property
+    def how(self) -> str:
+        """How it failed, in a sentence."""
+        return self.reason if self.reason.startswith(self.failure) else f"{self.failure}: {self.reason}"
+
+    @property
     def seconds(self) -> float | None:
         return None if self.end is None else max(0.0, self.end - self.start)
 
