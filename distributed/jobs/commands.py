@@ -572,7 +572,7 @@ def cancel(given: argparse.Namespace, path: Path) -> int:
         state = State.of(book.records)
         asked = stored_call(state)
         made = make_servers(asked, state.id)
-        dispatch(book, state, asked.jobs, made, policy_of(asked.given, drain=True), log_file)
+        dispatch(book, state, asked.jobs, made, policy_of(asked.given, drain=True), from_here(log_file))
     return 0
 
 
@@ -592,6 +592,11 @@ def wait_until_final(path: Path, jobs: Sequence[str]) -> int:
             print(f"the dispatcher has ended before all were cancelled: call `{PROGRAM} cancel` again", file=sys.stderr)
             return 1
         time.sleep(0.2)
+
+
+def from_here(path: Path) -> Path:
+    """Relative to the working directory, where it is below it."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def retry(given: argparse.Namespace, path: Path) -> int:
@@ -614,5 +619,5 @@ def resume(given: argparse.Namespace, path: Path) -> int:
     state = state_of(path)
     log_file = given.log_file.absolute()
     said = stored_call(state).given
-    said.log_file = log_file
+    said.log_file = from_here(log_file)
     return run(said)

@@ -598,8 +598,8 @@ class Dispatcher:
             self._pause(f"--max-failures {self.policy.max_failures}: {failed} job(s) failed")
         elif self._early >= EARLY_FAILURES:
             self._pause(
-                f"{self._early} attempts in a row failed within {EARLY:.0f} s, the last: {attempt.failure}: "
-                f"{attempt.reason}; mend the cause, then `retry failed` and `resume`"
+                f"{self._early} attempts in a row failed within {EARLY:.0f} s, the last: "
+                f"{attempt.how}; mend the cause, then `retry failed` and `resume`"
             )
 
     def _pause(self, reason: str) -> None:

@@ -298,8 +298,8 @@ class HostServer:
             return await self._call(
                 "start", attempt=order.attempt, job=order.job.id, output=order.job.output, slots=list(order.slots),
                 title=order.title, script=self.launch.script, arguments=list(order.arguments),
-                setup=self.settings.setup, env={**options.env, **visible, "MUSTER_JOB": document(order.job)}, timeout=options.timeout,
-                grace=self.launch.grace,
+                setup=self.settings.setup, env={**options.env, **visible, "MUSTER_JOB": document(order.job)},
+                timeout=options.timeout, grace=self.launch.grace,
             )  # fmt: skip
         except HostSays as error:
             raise NotStarted(str(error), error.of_job) from None
