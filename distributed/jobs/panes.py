@@ -14,6 +14,7 @@ import fcntl
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -157,6 +158,8 @@ def show(directory: str, slot: int, title: str, log: str, end: str) -> None:
 
 def view(directory: str, slot: int) -> int:
     """What a pane runs, for as long as it is there."""
+    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGTSTP):  # keys pressed in the pane would end the view
+        signal.signal(number, signal.SIG_IGN)
     shown: dict[str, object] = {}
     position, ended = 0, True
     title(f"slot {slot}: idle")
