@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from distributed.jobs.job import Job, arguments
 from distributed.jobs.journal import Journal
 from distributed.jobs.placement import Queue, Room
-from distributed.jobs.state import FINAL, MOST_LOST, Attempt, JobState, State, chosen, judge
+from distributed.jobs.state import FINAL, MOST_LOST, Attempt, JobState, State, chosen, judge, request_id, unanswered
 
 TICK = 0.5  # seconds between two looks at the clock and the journal
 EARLY = 30.0  # seconds; what fails sooner may have failed because of the list, not of the job
@@ -621,19 +621,16 @@ class Dispatcher:
     # ---------------------------------------------------------------- cancelling
 
     def _answer_requests(self) -> None:
-        new = [each for each in self.journal.records if each["event"] in ("cancel", "retry")] + self.journal.requests()
+        new = [*self.journal.records, *self.journal.requests()]
         self.journal.records = []
-        for request in new:
-            identifier = f"{request['event']} {request['time']} {' '.join(request['jobs'])}"
-            if identifier in self.state.answered:
-                continue
+        for request in unanswered(self.state, new):
             try:
                 jobs = chosen(self.state, request["event"], request["jobs"])
             except ValueError as error:
                 self._say(str(error))
                 jobs = []
             before = {job for job in jobs if self.state.jobs[job].state in FINAL}
-            self._record("asked", request=identifier, what=request["event"], jobs=jobs)
+            self._record("asked", request=request_id(request), what=request["event"], jobs=jobs)
             for job in map(self.state.jobs.__getitem__, jobs):
                 if request["event"] == "cancel":
                     self._cancel(job)

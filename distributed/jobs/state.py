@@ -229,6 +229,15 @@ def listed(jobs: Iterable[Job]) -> list[dict[str, Any]]:
     ]
 
 
+def unanswered(state: State, requests: Iterable[Record]) -> list[Record]:
+    """Of these records the requests that no dispatcher has dealt with."""
+    return [each for each in requests if each["event"] in REQUESTS and request_id(each) not in state.answered]
+
+
+def request_id(request: Record) -> str:
+    return f"{request['event']} {request['time']} {' '.join(request['jobs'])}"
+
+
 def chosen(state: State, what: str, words: Iterable[str]) -> list[str]:
     """The ids of the jobs that a request is about: `all`, `failed`, ids, their beginnings, or names.
 
