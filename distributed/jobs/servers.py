@@ -293,12 +293,13 @@ class HostServer:
     async def start(self, order: Order) -> dict[str, Any]:
         """See dispatcher.Server."""
         options = order.job.options
-        visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, order.gpus))}
+        env = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # as nvidia-smi numbers them, also where GPUs differ
+        env |= {**options.env, "CUDA_VISIBLE_DEVICES": ",".join(map(str, order.gpus))}
         try:
             return await self._call(
                 "start", attempt=order.attempt, job=order.job.id, output=order.job.output, slots=list(order.slots),
                 title=order.title, script=self.launch.script, arguments=list(order.arguments),
-                setup=self.settings.setup, env={**options.env, **visible, "MUSTER_JOB": document(order.job)},
+                setup=self.settings.setup, env={**env, "MUSTER_JOB": document(order.job)},
                 timeout=options.timeout, grace=self.launch.grace,
             )  # fmt: skip
         except HostSays as error:
