@@ -120,6 +120,7 @@ def create(name: str, directory: str, slots: list[str]) -> None:
     tmux("new-session", "-d", "-s", name, "-x", "240", "-y", "67", "-n", "slots", *commands[0])
     try:
         tmux("set-option", "-t", f"={name}:", "@muster", directory)
+        tmux("set-option", "-t", f"={name}:", "status-left-length", "40")  # more than the default of 10: its whole name
         tmux("set-option", "-t", f"={name}:", "pane-border-status", "top")
         tmux("set-option", "-t", f"={name}:", "pane-border-format", " #{pane_title} ")
         for command in commands[1:]:
