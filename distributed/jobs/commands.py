@@ -429,7 +429,7 @@ def show_plan(asked: Call) -> int:
         where = ",".join(str(slot.index if slot.gpu is None else slot.gpu) for slot in slots)
         expected = jobs[job_id].options.expected_seconds
         table.append((
-            duration(start), "?" if expected is None else duration(expected), f"{server}:{where}",
+            console.clock(start), "?" if expected is None else console.clock(expected), f"{server}:{where}",
             job_id, jobs[job_id].output,
         ))  # fmt: skip
     show(table if told else [row[2:] for row in table])
