@@ -25,6 +25,8 @@ NAMES = 100  # names tried: ml_training, ml_training_2, ...
 LIMIT = 10.0  # seconds that tmux may take
 REFRESH = 0.3  # seconds between two looks of a view
 BACKLOG = 64 * 1024  # bytes of a log that a view shows from before it began
+# Nothing of the user's environment, and UTF-8 whatever the locale: words reach a job as the list has them.
+PLAIN_PYTHON = ("-I", "-S", "-X", "utf8")
 ENTRY = os.path.join(supervisor.KIT, "scripts", "lib", "jobs_host.py")
 
 
@@ -137,7 +139,7 @@ def create(name: str, directory: str, slots: list[str]) -> None:
 
 
 def view_command(directory: str, slot: int) -> list[str]:
-    return [sys.executable, "-I", "-S", ENTRY, "view", directory, str(slot)]
+    return [sys.executable, *PLAIN_PYTHON, ENTRY, "view", directory, str(slot)]
 
 
 def remove(directory: str) -> None:

@@ -28,6 +28,7 @@ from distributed.jobs import config
 from distributed.jobs.dispatcher import Event, NotStarted, Order, Refused, Unreachable
 from distributed.jobs.host import HELLO, OWNER
 from distributed.jobs.job import document
+from distributed.jobs.panes import PLAIN_PYTHON
 from distributed.jobs.placement import Room, Slot
 from distributed.jobs.state import Attempt
 from distributed.launch.supervisor import KIT
@@ -322,7 +323,8 @@ class HostServer:
     def follow_command(self, attempt: Attempt, once: bool = False) -> list[str]:
         """A program that prints the log of an attempt until its end; once: what is there now."""
         stem = os.path.join(self._list_directory(), attempt.name, f"node_{self.name}")
-        return [sys.executable, "-I", "-S", f"{KIT}/{ENTRY}", "follow", f"{stem}.log", "/" if once else f"{stem}.exit"]
+        end = "/" if once else f"{stem}.exit"
+        return [sys.executable, *PLAIN_PYTHON, f"{KIT}/{ENTRY}", "follow", f"{stem}.log", end]
 
     def _list_directory(self) -> str:
         return self.directory or os.path.join(self.launch.cwd, "logs", "jobs", self.launch.list_id)
@@ -339,8 +341,8 @@ class LocalServer(HostServer):
 
     async def _open_channel(self, post: Callable[[Event], None]) -> Channel:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-I", "-S", f"{KIT}/{ENTRY}", "serve", cwd=self.launch.cwd, stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE, limit=1 << 24, start_new_session=True,
+            sys.executable, *PLAIN_PYTHON, f"{KIT}/{ENTRY}", "serve", cwd=self.launch.cwd,
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=1 << 24, start_new_session=True,
         )  # fmt: skip
         channel = Channel(process, self.name, post)
         await channel.hello()
@@ -409,12 +411,13 @@ class SshServer(HostServer):
         workdir = self.settings.workdir or "~/ml-customization"
         candidates = own or [f"{workdir}/.venv/bin/python", f"{self.launch.cwd}/.venv/bin/python", "python3"]
         words = " ".join(home_relative(each) for each in candidates)
+        plain = " ".join(PLAIN_PYTHON)
         newer = shlex.quote("import sys; sys.exit(sys.version_info < (3, 10))")
         return (
             f'cd; d="${{XDG_CACHE_HOME:-$HOME/.cache}}/muster/jobs-{self._kit[0]}"; '
             f'[ -e "$d/complete" ] || {{ echo {UPLOAD}; exit 0; }}; '
             f"for p in {words}; do "
-            f'if "$p" -I -S -c {newer} 2>/dev/null; then exec "$p" -I -S "$d/{ENTRY}" serve; fi; done; '
+            f'if "$p" {plain} -c {newer} 2>/dev/null; then exec "$p" {plain} "$d/{ENTRY}" serve; fi; done; '
             f"echo {NO_PYTHON}"
         )
 
@@ -478,7 +481,7 @@ class SshServer(HostServer):
         line = (
             f'w=~/ml-customization; [ -d "$w" ] || w={shlex.quote(str(self.launch.cwd))}; cd -- {directory} || exit; '
             f'd="${{XDG_CACHE_HOME:-$HOME/.cache}}/muster/jobs-{self._kit[0]}"; '
-            f'exec python3 -I -S "$d/{ENTRY}" follow {log}.log {end}'
+            f'exec python3 {" ".join(PLAIN_PYTHON)} "$d/{ENTRY}" follow {log}.log {end}'
         )
         return [*self.ssh, "--", self.settings.host, for_any_shell(line)]
 
