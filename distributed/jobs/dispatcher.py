@@ -128,6 +128,11 @@ class Link:
     gpus_seen: bool = False
     note: str = ""
 
+    @property
+    def usable(self) -> bool:
+        """Whether it may get jobs, now or when it is connected."""
+        return self.state != "refused" and self.strikes < STRIKES
+
 
 class Dispatcher:
     """One job list, from now to its end."""
@@ -385,7 +390,7 @@ class Dispatcher:
             self._say(f"{link.server.name}: GPU {', '.join(map(str, gone))}: free again")
 
     def _open_room(self, link: Link) -> None:
-        ready = link.state == "ready" and time.monotonic() >= link.closed_until
+        ready = link.state == "ready" and link.usable and time.monotonic() >= link.closed_until
         link.server.room.open = ready and (link.gpus_seen or not link.server.watches_gpus)
         self._placing = True
         self._requeue_avoided()
@@ -451,14 +456,18 @@ class Dispatcher:
         self._record("not_started", attempt=attempt.name, reason=f"{event.server}: {reason}")
         self._enqueue(self.state.jobs[attempt.job])
         self._cancelling = True
-        link = self.links[event.server]
-        link.strikes += 1
-        link.closed_until = time.monotonic() + COOLING * link.strikes
-        if link.strikes >= STRIKES:
-            self._on_refused(Event("refused", event.server, {"reason": reason}))
-        else:
-            self._say(f"{event.server}: {self._name(attempt)} was not started: {reason}")
-            self._open_room(link)
+        self._say(f"{event.server}: {self._name(attempt)} was not started: {reason}")
+        self._strike(self.links[event.server], reason)
+
+    def _strike(self, link: Link, reason: str) -> None:
+        """No jobs for a while, and none any more after STRIKES; what runs there goes on."""
+        if link.usable and time.monotonic() >= link.closed_until:  # jobs that were refused together count as one
+            link.strikes += 1
+            link.closed_until = time.monotonic() + COOLING * link.strikes
+            if not link.usable:
+                link.reason = f"gets no more jobs: {reason}"
+                self._say(f"{link.server.name}: {link.reason}")
+        self._open_room(link)
 
     def _enqueue(self, job: JobState) -> None:
         if job.job.id not in self.jobs:  # no longer in the list
@@ -476,7 +485,7 @@ class Dispatcher:
     def _could_run(self, job: Job, server: str) -> bool:
         room = self.rooms[server]
         fits = frozenset(job.options.labels) <= room.labels and job.options.gpus <= room.capacity()
-        return fits and self.links[server].state != "refused"
+        return fits and self.links[server].usable
 
     def _requeue_avoided(self) -> None:
         """Whether another server could take a job that has failed may have changed."""
@@ -691,7 +700,7 @@ class Dispatcher:
     def _give_up_without_servers(self) -> None:
         if self.state.paused or self.policy.drain or not self.state.counts["waiting"]:
             return
-        if all(link.state == "refused" for link in self.links.values()):
+        if not any(link.usable for link in self.links.values()):
             self._pause("no server can be used; see the reasons above")
 
     def _occupy(self, attempt: Attempt) -> None:
