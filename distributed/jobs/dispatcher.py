@@ -158,6 +158,7 @@ class Dispatcher:
         self._durations: deque[float] = deque(maxlen=100)
         self._avoided: dict[str, frozenset[str]] = {}
         self._placing = True  # something has changed that may let a job start
+        self._starting: set[str] = set()  # attempts whose start is under way: what a server knows of them is old
         self._stopping: set[str] = set()  # attempts that were told to stop
         self._cancelling = True  # a job that waits may have to be cancelled
 
@@ -339,9 +340,11 @@ class Dispatcher:
                 self._stop(attempt)
         elif found["state"] == "ended":
             self._end(attempt, found)
+        elif name in self._starting:  # its reply follows
+            pass
         elif attempt.state == "starting":
             self._free(attempt)
-            self._record("not_started", attempt=name, reason="the dispatcher ended before it was started")
+            self._record("not_started", attempt=name, reason="the connection was lost before it was started")
             self._enqueue(self.state.jobs[attempt.job])
         else:
             self._lose(attempt, "server lost", f"nothing of it is left on {link.server.name}: were its files removed?")
@@ -409,6 +412,15 @@ class Dispatcher:
             self._actions.append(lambda attempt=attempt: self._start(attempt))  # type: ignore[misc]
 
     async def _start(self, attempt: Attempt) -> None:
+        if attempt.name not in self.state.open:  # given back while the journal could not be written
+            return
+        self._starting.add(attempt.name)
+        try:
+            await self._start_there(attempt)
+        finally:
+            self._starting.discard(attempt.name)
+
+    async def _start_there(self, attempt: Attempt) -> None:
         server, job = self.links[attempt.server].server, self.jobs[attempt.job]
         order = Order(
             attempt.name, job, attempt.slots, attempt.gpus,
@@ -416,7 +428,10 @@ class Dispatcher:
         )  # fmt: skip
         try:
             if any(earlier.server != attempt.server for earlier in self.state.jobs[job.id].attempts):
-                await server.send(job.output)
+                try:
+                    await server.send(job.output)
+                except Unreachable as error:  # so it was not started for certain
+                    raise NotStarted(str(error)) from None
             found = await server.start(order)
         except NotStarted as error:
             facts = {"attempt": attempt.name, "reason": str(error), "of_job": error.of_job}
