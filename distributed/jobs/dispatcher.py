@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import statistics
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -160,13 +160,14 @@ class Dispatcher:
         self._placing = True  # something has changed that may let a job start
         self._starting: set[str] = set()  # attempts whose start is under way: what a server knows of them is old
         self._stopping: set[str] = set()  # attempts that were told to stop
+        self._seated: defaultdict[str, dict[str, Attempt]] = defaultdict(dict)  # server -> attempts that hold slots
         self._cancelling = True  # a job that waits may have to be cancelled
 
     # ---------------------------------------------------------------- the loop
 
     async def run(self) -> None:
         """Until nothing is left to do, or interrupt()."""
-        for attempt in self.state.open.values():
+        for attempt in self._left_behind():
             self._occupy(attempt)
         for job in self.state.unfinished():
             if job.state == "waiting":
@@ -298,12 +299,15 @@ class Dispatcher:
                     watching.cancel()
             self.post(Event("unreachable", server.name, {"reason": reason}))
 
-    def _attempts_on(self, server: str) -> list[Attempt]:
-        """Attempts that may still be there."""
+    def _left_behind(self) -> list[Attempt]:
+        """Attempts that may still be on their servers."""
         return [
             attempt for job in self.state.jobs.values() for attempt in job.attempts
-            if attempt.server == server and (attempt.open or attempt.state == "lost")
+            if attempt.open or attempt.state == "lost"
         ]  # fmt: skip
+
+    def _attempts_on(self, server: str) -> list[Attempt]:
+        return [attempt for attempt in self._left_behind() if attempt.server == server]
 
     async def _watch_gpus(self, link: Link) -> None:
         with contextlib.suppress(Unreachable):
@@ -409,6 +413,7 @@ class Dispatcher:
             name = f"{job_id}.{job.next_number}"
             self._record("start", attempt=name, server=server, slots=[slot.index for slot in slots], gpus=gpus)
             attempt = job.attempts[-1]
+            self._occupy(attempt)
             self._actions.append(lambda attempt=attempt: self._start(attempt))  # type: ignore[misc]
 
     async def _start(self, attempt: Attempt) -> None:
@@ -719,12 +724,15 @@ class Dispatcher:
             self._pause("no server can be used; see the reasons above")
 
     def _occupy(self, attempt: Attempt) -> None:
+        self._seated[attempt.server][attempt.name] = attempt
         if room := self.rooms.get(attempt.server):
             room.free -= set(attempt.slots)
 
     def _free(self, attempt: Attempt) -> None:
-        if room := self.rooms.get(attempt.server):
-            room.free |= set(attempt.slots) & {slot.index for slot in room.slots}
+        seated = self._seated[attempt.server]
+        if seated.pop(attempt.name, None) and (room := self.rooms.get(attempt.server)):
+            others = {slot for each in seated.values() for slot in each.slots}
+            room.free |= (set(attempt.slots) & {slot.index for slot in room.slots}) - others
         self._placing = True
 
     # ---------------------------------------------------------------- names
