@@ -153,6 +153,8 @@ class Dispatcher:
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._actions: list[Callable[[], Coroutine[Any, Any, None]]] = []
         self._tasks: set[asyncio.Task[None]] = set()
+        self._began = time.monotonic()
+        self._unlisted: set[str] = set()  # servers of running jobs that are not in the cluster config any more
         self._early = 0  # failures in a row
         self._expected = 1.0  # seconds, of a job that says nothing: the mean of those that ended last
         self._durations: deque[float] = deque(maxlen=100)
@@ -176,6 +178,11 @@ class Dispatcher:
                 self._after_end(job, job.last)
         self._drop_unlisted()
         self._answer_requests()
+        self._unlisted = self._unlisted_servers()
+        for server in sorted(self._unlisted):
+            self._say(
+                f"{server}: no longer in the cluster config; its jobs run elsewhere in {self.policy.lost_after:.0f} s"
+            )
         for link in self.links.values():
             self._spawn(self._keep_connected(link))
         try:
@@ -540,7 +547,8 @@ class Dispatcher:
 
     def _lose(self, attempt: Attempt, failure: str, reason: str) -> None:
         """Give an attempt up. Its slots stay taken until its server says that it is gone."""
-        self._record("lost", attempt=attempt.name, failure=failure, reason=reason)
+        known = {"ended": attempt.end, "code": attempt.code, "peak_memory": attempt.peak_memory, "lines": attempt.lines}
+        self._record("lost", attempt=attempt.name, failure=failure, reason=reason, **known)
         self._after_end(self.state.jobs[attempt.job], attempt)
 
     def _after_end(self, job: JobState, attempt: Attempt) -> None:
@@ -553,8 +561,10 @@ class Dispatcher:
     async def _bring(self, job: JobState, attempt: Attempt) -> None:
         link = self.links.get(attempt.server)
         told = proof = ""
-        while link:
-            if link.state == "ready":
+        while job.state == "ending" and job.last is attempt:
+            if not link:
+                await asyncio.sleep(1.0)
+            elif link.state == "ready":
                 try:
                     await link.server.bring(attempt, job.job.output)
                     if attempt.failure == "cancelled":
@@ -711,11 +721,27 @@ class Dispatcher:
                 link.closed_until = 0.0
                 self._open_room(link)
             if link.state in ("unreachable", "refused") and now - link.since > self.policy.lost_after:
-                for attempt in [each for each in self.state.open.values() if each.server == link.server.name]:
-                    self._lose(
-                        attempt, "server lost", f"{attempt.server} could not be reached for {now - link.since:.0f} s"
-                    )
+                self._give_up_on(link.server.name, f"could not be reached for {now - link.since:.0f} s")
+        if self._unlisted and now - self._began > self.policy.lost_after:
+            for server in self._unlisted:
+                self._give_up_on(server, "is no longer in the cluster config")
+            self._unlisted = set()
         self._give_up_without_servers()
+
+    def _give_up_on(self, server: str, reason: str) -> None:
+        """Its jobs run elsewhere, also those that have ended and whose results are still there."""
+        for attempt in [each for each in self.state.open.values() if each.server == server]:
+            self._lose(attempt, "server lost", f"{server} {reason}")
+        for job in [each for each in self.state.unfinished() if each.state == "ending"]:
+            if (attempt := job.last) and attempt.server == server and attempt.failure:
+                self._settle(job, attempt)
+            elif attempt and attempt.server == server:
+                self._lose(attempt, "server lost", f"{server} {reason}, and the results are there")
+
+    def _unlisted_servers(self) -> set[str]:
+        busy = {each.server for each in self.state.open.values()}
+        busy |= {job.last.server for job in self.state.unfinished() if job.state == "ending" and job.last}
+        return busy - set(self.links)
 
     def _give_up_without_servers(self) -> None:
         if self.state.paused or self.policy.drain or not self.state.counts["waiting"]:
