@@ -355,9 +355,12 @@ class Serve:
         """Ask the supervisor of an attempt to end it; the event `ended` follows when nothing of it is left."""
         attempt = self.attempts.get(request["attempt"])
         if attempt:
-            supervisor.request(attempt.files, "kill" if request["kill"] else "stop")
             grace = 0.0 if request["kill"] else attempt.grace
             attempt.kill_at = min(attempt.kill_at, time.monotonic() + grace + supervisor.UNRESPONSIVE)
+            try:
+                supervisor.request(attempt.files, "kill" if request["kill"] else "stop")
+            except OSError:  # a full disk, most often; SIGTERM means stop, too, and kill comes by kill_at
+                supervisor.send(signal.SIGTERM, list(filter(None, [supervisor.supervisor_of(attempt.files)])))
         return {"known": attempt is not None}
 
     def gpus(self, request: Request) -> None:
