@@ -491,7 +491,7 @@ class Dispatcher:
         if link.usable and time.monotonic() >= link.closed_until:  # jobs that were refused together count as one
             link.strikes += 1
             link.closed_until = time.monotonic() + COOLING * link.strikes
-            if not link.usable:
+            if link.strikes >= STRIKES:
                 link.reason = f"gets no more jobs: {reason}"
                 self._say(f"{link.server.name}: {link.reason}")
         self._open_room(link)
@@ -733,10 +733,11 @@ class Dispatcher:
         for attempt in [each for each in self.state.open.values() if each.server == server]:
             self._lose(attempt, "server lost", f"{server} {reason}")
         for job in [each for each in self.state.unfinished() if each.state == "ending"]:
-            if (attempt := job.last) and attempt.server == server and attempt.failure:
-                self._settle(job, attempt)
-            elif attempt and attempt.server == server:
-                self._lose(attempt, "server lost", f"{server} {reason}, and the results are there")
+            last = job.last
+            if last and last.server == server and last.failure:
+                self._settle(job, last)
+            elif last and last.server == server:
+                self._lose(last, "server lost", f"{server} {reason}, and the results are there")
 
     def _unlisted_servers(self) -> set[str]:
         busy = {each.server for each in self.state.open.values()}

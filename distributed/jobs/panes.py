@@ -1,8 +1,8 @@
 """A tmux session that shows the output of each slot. A view only: jobs do not depend on it.
 
 The session is `ml_training`. It belongs to the job list and the server whose directory (own_directory()) its option
-@muster names; a session of that name that belongs to somebody else is left alone, and another name is used. Each pane runs `view`, which reads what
-show() writes and prints the log of the attempt that its slot runs.
+@muster names; a session of that name that belongs to somebody else is left alone, and another name is used. Each pane
+runs `view`, which reads what show() writes and prints the log of the attempt that its slot runs.
 
 Standard library only.
 """
