@@ -56,10 +56,10 @@ NOT_COPIED = (
 )
 # What ssh says when trying again would not help, and what does.
 REMEDIES = {
-    "Permission denied": "check user and ssh_key; `ssh HOST true` must work without a question",
-    "Too many authentication failures": "name the key: ssh_key",
-    "Host key verification failed": "connect once by hand (`ssh HOST`) and check the fingerprint",
     "REMOTE HOST IDENTIFICATION HAS CHANGED": "if the server was reinstalled: `ssh-keygen -R HOST`",
+    "Host key verification failed": "connect once by hand (`ssh HOST`) and check the fingerprint",
+    "Permission denied (": "check user and ssh_key; `ssh HOST true` must work without a question",
+    "Too many authentication failures": "name the key: ssh_key",
     "Could not resolve hostname": "check host, or add it to ~/.ssh/config",
     "not accessible": "check ssh_key",
 }
