@@ -520,6 +520,7 @@ def explanation(state: State, job: JobState, path: Path) -> list[str]:
 
 def logs(given: argparse.Namespace, path: Path) -> int:
     """The output of an attempt."""
+    path = path.absolute()
     state = state_of(path)
     job = state.jobs[one(state, given.job)]
     attempt = job.last if given.attempt is None else state.attempt(f"{job.job.id}.{given.attempt}")
@@ -538,7 +539,8 @@ def logs(given: argparse.Namespace, path: Path) -> int:
         if not given.follow:
             command = server.follow_command(attempt, once=True)
         code = subprocess.call(command)
-        remove_sockets(state.id)
+        if not journal.dispatcher_runs(path):  # it uses the same files
+            remove_sockets(state.id)
         return 0 if code in (0, -signal.SIGINT) else 1
     with log.open("rb") as file:
         while block := file.read(1 << 16):

@@ -30,6 +30,7 @@ from distributed.jobs.host import HELLO, OWNER
 from distributed.jobs.job import document
 from distributed.jobs.placement import Room, Slot
 from distributed.jobs.state import Attempt
+from distributed.launch import supervisor
 from distributed.launch.supervisor import KIT
 
 BEAT = 4.0  # seconds between two heartbeats
@@ -580,7 +581,7 @@ def write_ssh_config(path: Path, server: config.Server) -> None:
     lines = [f"  {name} {value}" for name, value in said.items() if value is not None]
     text = "\n".join(["Host *", *lines, f'Include "{KIT}/scripts/lib/ssh_config"', ""])
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path.write_text(text)
+    supervisor.write(str(path), text)
 
 
 def sockets_directory(list_id: str) -> Path:
