@@ -66,7 +66,12 @@ def ensure(directory: str, slots: list[str]) -> tuple[str, str]:
                 tmux("kill-session", "-t", f"={name}")
                 owner = None
             if owner is None:
-                create(name, directory, slots)
+                try:
+                    create(name, directory, slots)
+                except TmuxError as error:
+                    if "duplicate session" in str(error):  # somebody else was quicker
+                        continue
+                    raise
                 other = "" if number == 1 else f"a tmux session {SESSION} of somebody else is there: this one is {name}"
                 return name, other
         return "", f"{NAMES} tmux sessions are called {SESSION}: no live view of the slots there"
