@@ -112,13 +112,15 @@ class Attempt:
         usage = supervisor.read_json(self.files.usage)
         record = supervisor.read_json(self.files.record)
         ended = usage.get("ended") or modified(self.files.exit)
+        cause = record.get("cause", "")
         boot = supervisor.read_json(self.files.pids).get("boot_id", supervisor.boot_id())
         return {
             "code": code,
+            "asked": os.path.exists(self.files.request),  # to stop
             "started": usage.get("started") or modified(self.files.pids),
             "ended": ended,
             "peak_memory": usage.get("peak_memory"),
-            "cause": record.get("cause", "") if boot == supervisor.boot_id() else "rebooted",
+            "cause": "rebooted" if cause == "killed" and boot != supervisor.boot_id() else cause,
             "message": record.get("message", ""),
             "lines": last_lines(self.files.log) if code else [],
             "metrics": read_metrics(self.output),
@@ -355,9 +357,12 @@ class Serve:
         """Ask the supervisor of an attempt to end it; the event `ended` follows when nothing of it is left."""
         attempt = self.attempts.get(request["attempt"])
         if attempt:
-            supervisor.request(attempt.files, "kill" if request["kill"] else "stop")
             grace = 0.0 if request["kill"] else attempt.grace
             attempt.kill_at = min(attempt.kill_at, time.monotonic() + grace + supervisor.UNRESPONSIVE)
+            try:
+                supervisor.request(attempt.files, "kill" if request["kill"] else "stop")
+            except OSError:  # a full disk, most often; SIGTERM means stop, too, and kill comes by kill_at
+                supervisor.send(signal.SIGTERM, list(filter(None, [supervisor.supervisor_of(attempt.files)])))
         return {"known": attempt is not None}
 
     def gpus(self, request: Request) -> None:

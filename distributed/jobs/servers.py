@@ -31,6 +31,7 @@ from distributed.jobs.job import document
 from distributed.jobs.panes import PLAIN_PYTHON
 from distributed.jobs.placement import Room, Slot
 from distributed.jobs.state import Attempt
+from distributed.launch import supervisor
 from distributed.launch.supervisor import KIT
 
 BEAT = 4.0  # seconds between two heartbeats
@@ -57,10 +58,10 @@ NOT_COPIED = (
 )
 # What ssh says when trying again would not help, and what does.
 REMEDIES = {
-    "Permission denied": "check user and ssh_key; `ssh HOST true` must work without a question",
-    "Too many authentication failures": "name the key: ssh_key",
-    "Host key verification failed": "connect once by hand (`ssh HOST`) and check the fingerprint",
     "REMOTE HOST IDENTIFICATION HAS CHANGED": "if the server was reinstalled: `ssh-keygen -R HOST`",
+    "Host key verification failed": "connect once by hand (`ssh HOST`) and check the fingerprint",
+    "Permission denied (": "check user and ssh_key; `ssh HOST true` must work without a question",
+    "Too many authentication failures": "name the key: ssh_key",
     "Could not resolve hostname": "check host, or add it to ~/.ssh/config",
     "not accessible": "check ssh_key",
 }
@@ -286,9 +287,11 @@ class HostServer:
 
     async def look(self, attempts: Mapping[str, str]) -> dict[str, dict[str, Any]]:
         """See dispatcher.Server."""
-        found: dict[str, dict[str, Any]] = (await self._call("look", attempts=dict(attempts), grace=self.launch.grace))[
-            "attempts"
-        ]
+        try:
+            reply = await self._call("look", attempts=dict(attempts), grace=self.launch.grace)
+        except HostSays as error:
+            raise Unreachable(str(error)) from None
+        found: dict[str, dict[str, Any]] = reply["attempts"]
         return found
 
     async def start(self, order: Order) -> dict[str, Any]:
@@ -581,7 +584,7 @@ def write_ssh_config(path: Path, server: config.Server) -> None:
     lines = [f"  {name} {value}" for name, value in said.items() if value is not None]
     text = "\n".join(["Host *", *lines, f'Include "{KIT}/scripts/lib/ssh_config"', ""])
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path.write_text(text)
+    supervisor.write(str(path), text)
 
 
 def sockets_directory(list_id: str) -> Path:

@@ -265,7 +265,7 @@ def judge(end: Mapping[str, Any], cancelled: bool) -> tuple[str, str]:
     end: what host.Attempt.end() found.
     """
     code, cause, message = end.get("code"), end.get("cause", ""), end.get("message", "")
-    if code == 0 and not cause:
+    if code == 0 and not cause and not (cancelled and end.get("asked")):
         return "", ""
     if cancelled:
         return "cancelled", "cancelled on request"
