@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from distributed.jobs.job import Job, arguments
 from distributed.jobs.journal import Journal
 from distributed.jobs.placement import Queue, Room
-from distributed.jobs.state import FINAL, MOST_LOST, Attempt, JobState, State, chosen, judge
+from distributed.jobs.state import FINAL, MOST_LOST, UNLISTED, Attempt, JobState, State, chosen, judge
 
 TICK = 0.5  # seconds between two looks at the clock and the journal
 EARLY = 30.0  # seconds; what fails sooner may have failed because of the list, not of the job
@@ -171,12 +171,11 @@ class Dispatcher:
         """Until nothing is left to do, or interrupt()."""
         for attempt in self._left_behind():
             self._occupy(attempt)
-        for job in self.state.unfinished():
+        for job in list(self.state.unfinished()):
             if job.state == "waiting":
                 self._enqueue(job)
             elif job.state == "ending" and job.last:
                 self._after_end(job, job.last)
-        self._drop_unlisted()
         self._answer_requests()
         self._unlisted = self._unlisted_servers()
         for server in sorted(self._unlisted):
@@ -497,8 +496,11 @@ class Dispatcher:
         self._open_room(link)
 
     def _enqueue(self, job: JobState) -> None:
-        if job.job.id not in self.jobs:  # no longer in the list
+        """Let it wait for a slot; it ends here when it is no longer in the list."""
+        if job.job.id not in self.jobs:
+            self._record("settle", job=job.job.id, state="cancelled", reason=UNLISTED)
             return
+        self._cancelling |= job.cancel
         avoid = {each.server for each in job.attempts[job.forgiven :] if each.failure}
         others = [name for name, room in self.rooms.items() if name not in avoid and self._could_run(job.job, name)]
         effective = frozenset(avoid if others else ())
@@ -615,6 +617,8 @@ class Dispatcher:
         reason = f"attempt {attempt.number} on {attempt.server}: {attempt.how}"
         if len(job.failures()) > retries or len(job.lost()) >= MOST_LOST:
             return "failed", reason
+        if job.job.id not in self.jobs:
+            return "cancelled", UNLISTED
         return "waiting", reason
 
     def _count(self, job: JobState, attempt: Attempt) -> None:
@@ -631,8 +635,7 @@ class Dispatcher:
         failed = self.state.counts["failed"]
         if self.policy.fail_fast and job.state == "failed":
             self._pause(f"--fail-fast: {job.job.name} failed")
-            for other in self.state.unfinished():
-                self._cancel(other)
+            self._ask("--fail-fast", "cancel", [other.job.id for other in self.state.unfinished()])
         elif self.policy.max_failures is not None and failed >= self.policy.max_failures > 0 and job.state == "failed":
             self._pause(f"--max-failures {self.policy.max_failures}: {failed} job(s) failed")
         elif self._early >= EARLY_FAILURES:
@@ -671,19 +674,19 @@ class Dispatcher:
             except ValueError as error:
                 self._say(str(error))
                 jobs = []
-            before = {job for job in jobs if self.state.jobs[job].state in FINAL}
-            self._record("asked", request=identifier, what=request["event"], jobs=jobs)
-            for job in map(self.state.jobs.__getitem__, jobs):
-                if request["event"] == "cancel":
-                    self._cancel(job)
-                elif job.job.id in before and job.state == "waiting":
-                    self._enqueue(job)
+            self._ask(identifier, request["event"], jobs)
 
-    def _cancel(self, job: JobState) -> None:
-        job.cancel = self._cancelling = True
-        for attempt in job.attempts:
-            if attempt.state == "running":
-                self._stop(attempt)
+    def _ask(self, request: str, what: str, jobs: list[str]) -> None:
+        """Cancel jobs that have not ended, or retry jobs that have."""
+        final = {job for job in jobs if self.state.jobs[job].state in FINAL}
+        self._record("asked", request=request, what=what, jobs=jobs)
+        for job in map(self.state.jobs.__getitem__, jobs):
+            if what == "retry" and job.job.id in final and job.state == "waiting":
+                self._enqueue(job)
+            elif what == "cancel" and job.cancel:
+                self._cancelling = True
+                for attempt in [each for each in job.attempts if each.state == "running"]:
+                    self._stop(attempt)
 
     def _cancel_waiting(self) -> None:
         if not self._cancelling:
@@ -704,13 +707,6 @@ class Dispatcher:
             await self.links[attempt.server].server.stop(attempt.name, kill)
         except Unreachable:  # asked again when the server is there
             self._stopping.discard(attempt.name)
-
-    def _drop_unlisted(self) -> None:
-        """A job that is no longer in the list is not started again."""
-        for job in [
-            each for each in self.state.unfinished() if each.state == "waiting" and each.job.id not in self.jobs
-        ]:
-            self._record("settle", job=job.job.id, state="cancelled", reason="no longer in the list")
 
     # ---------------------------------------------------------------- the clock and the slots
 
