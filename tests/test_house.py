@@ -53,8 +53,8 @@ BELOW: dict[str, set[str]] = {
     "jobs.placement": {"jobs.job"},
     "jobs.results": {"jobs.dispatcher", "jobs.page", "jobs.state", "launch.supervisor"},
     "jobs.servers": {
-        "gpus", "jobs.config", "jobs.dispatcher", "jobs.host", "jobs.job", "jobs.placement", "jobs.state",
-        "launch.supervisor",
+        "gpus", "jobs.config", "jobs.dispatcher", "jobs.host", "jobs.job", "jobs.panes", "jobs.placement",
+        "jobs.state", "launch.supervisor",
     },
     "jobs.state": {"jobs.job", "jobs.journal"},
     "launch.supervisor": {"launch.console", "marks"},

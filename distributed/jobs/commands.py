@@ -50,7 +50,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -353,7 +353,8 @@ def dispatch(
         asyncio.run(work())
     outcome, code = ending(state, caught, policy)
     results.write(outcome, dispatcher.interrupted, last=True)
-    report_end(state, outcome, results, log_file)
+    report_end(state, outcome, results, log_file, screen.put)
+    screen.end()
     remove_sockets(state.id)
     return code
 
@@ -381,7 +382,7 @@ def ending(state: State, caught: Sequence[int], policy: Policy) -> tuple[str, in
     return "finished", 0
 
 
-def report_end(state: State, outcome: str, results: Results, log_file: Path) -> None:
+def report_end(state: State, outcome: str, results: Results, log_file: Path, put: Callable[[str], None]) -> None:
     """The last lines."""
     counts = state.counts
     words = [f"{counts['done']} of {len(state.jobs)} done"]
@@ -390,21 +391,21 @@ def report_end(state: State, outcome: str, results: Results, log_file: Path) -> 
     line = f"{outcome}: {', '.join(words)}"
     if going:
         line += f"; {going} still running, and not disturbed by this"
-    print(line)
+    put(line)
     failed = [each for each in state.jobs.values() if each.state == "failed"]
     for job in failed[:SHOWN]:
-        print(f"  failed: {job.job.id}  {job.job.name}: {job.reason}")
+        put(f"  failed: {job.job.id}  {job.job.name}: {job.reason}")
     if failed[SHOWN:]:
-        print(f"  failed: {len(failed) - SHOWN} more; `status` shows all")
+        put(f"  failed: {len(failed) - SHOWN} more; `status` shows all")
     if failed:
-        print(f"see the output:  {called(f'why {failed[0].job.id}', log_file)}")
-        print(f"run them again:  {called('retry failed', log_file)}")
+        put(f"see the output:  {called(f'why {failed[0].job.id}', log_file)}")
+        put(f"run them again:  {called('retry failed', log_file)}")
     if outcome in ("paused", "interrupted"):
-        print(f"to go on:        {called('resume', log_file)}")
-        print(f"to end the list: {called('cancel all', log_file)}")
+        put(f"to go on:        {called('resume', log_file)}")
+        put(f"to end the list: {called('cancel all', log_file)}")
     if results.trouble:
-        print(f"  {results.trouble}: the results are not complete; the journal is", file=sys.stderr)
-    print(f"results: {log_file}, {log_file.with_suffix('.html')}")
+        put(f"  {results.trouble}: the results are not complete; the journal is")
+    put(f"results: {log_file}, {log_file.with_suffix('.html')}")
 
 
 # ---------------------------------------------------------------- --plan
@@ -560,6 +561,7 @@ def explanation(state: State, job: JobState, log_file: Path) -> list[str]:
 
 def logs(given: argparse.Namespace, path: Path) -> int:
     """The output of an attempt."""
+    path = path.absolute()
     state = state_of(path)
     job = state.jobs[one(state, given.job)]
     attempt = job.last if given.attempt is None else state.attempt(f"{job.job.id}.{given.attempt}")
@@ -578,7 +580,8 @@ def logs(given: argparse.Namespace, path: Path) -> int:
         if not given.follow:
             command = server.follow_command(attempt, once=True)
         code = subprocess.call(command)
-        remove_sockets(state.id)
+        if not journal.dispatcher_runs(path):  # it uses the same files
+            remove_sockets(state.id)
         return 0 if code in (0, -signal.SIGINT) else 1
     with log.open("rb") as file:
         while block := file.read(1 << 16):

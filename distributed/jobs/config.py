@@ -166,7 +166,7 @@ def read_cluster(path: Path) -> Cluster:
     """Raises ConfigError."""
     tree = _parse(path)
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: holds a {_kind(tree)}; expected an object with servers")
+        raise ConfigError(f"{path}: holds {_kind(tree)}; expected an object with servers")
     try:
         return Cluster.model_validate(tree)
     except ValidationError as error:
@@ -181,7 +181,7 @@ def read_jobs(path: Path, participants: Sequence[str] | None = None, retries: in
     """
     tree = _parse(path)
     if not isinstance(tree, list) or not tree:
-        found = "an empty list" if tree == [] else f"a {_kind(tree)}"
+        found = "an empty list" if tree == [] else _kind(tree)
         raise ConfigError(f"{path}: holds {found}; expected a list of jobs: [{{...}}, ...]")
     faults: list[str] = []
     jobs: dict[int, Job] = {}
@@ -199,7 +199,7 @@ def read_jobs(path: Path, participants: Sequence[str] | None = None, retries: in
 
 def _job(entry: Any, participants: Sequence[str] | None, retries: int | None) -> Job:
     if not isinstance(entry, dict):
-        raise JobError(f"holds a {_kind(entry)}; expected an object of arguments")
+        raise JobError(f"holds {_kind(entry)}; expected an object of arguments")
     settings = {key: value for key, value in entry.items() if not key.startswith("_")}
     said = {key[1:]: value for key, value in entry.items() if key.startswith("_")}
     if retries is not None:
@@ -280,8 +280,8 @@ def _no_constant(name: str) -> Any:
 
 
 def _kind(value: Any) -> str:
-    names = {dict: "object", list: "list", str: "string", bool: "true or false", type(None): "null"}
-    return names.get(type(value), "number")
+    names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number")
 
 
 def _explain(error: ValidationError, source: str, sign: str = "") -> Iterator[str]:
@@ -296,7 +296,8 @@ def _explain(error: ValidationError, source: str, sign: str = "") -> Iterator[st
             yield f"{start}: missing; add it"
         else:
             found = fault["input"]
-            value = "" if isinstance(found, (dict, list)) else f"={json.dumps(found, default=str)[:SHOWN]}"
+            secret = sign and place[:1] == ["env"]
+            value = "" if secret or isinstance(found, (dict, list)) else f"={json.dumps(found, default=str)[:SHOWN]}"
             yield f"{start}{value}: {fault['msg'].removeprefix('Value error, ')}"
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,11 +28,28 @@ NUMBERS = {"step": 11, "loss": 6, "held-out": 8, "time": 7, "left": 7}
 AROUND = 5  # lines beside the slots: empty, headings, those that do not fit, totals, the cursor
 
 
+class Terminal(Console):
+    """A terminal that may go away at any time: that is no reason to end."""
+
+    def on_broken_pipe(self) -> None:
+        """Write nowhere from now on. rich would end the program."""
+        self.quiet = True
+        give_up_output()
+
+
+def give_up_output() -> None:
+    """Standard output goes nowhere from now on."""
+    with contextlib.suppress(OSError, ValueError):
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
+
+
 class Screen:
-    """Lines, and below them, on a terminal, the table."""
+    """Lines, and below them, on a terminal, the table. Output that is closed, or on a full disk, disturbs nothing."""
 
     def __init__(self, state: State, links: Mapping[str, Link]) -> None:
-        self._console = Console(highlight=False, soft_wrap=True)
+        self._console = Terminal(highlight=False, soft_wrap=True)
         self._state, self._links = state, links
         self._live: Live | None = None
         if self._console.is_terminal and not self._console.is_dumb_terminal:
@@ -54,12 +74,27 @@ class Screen:
         """One line for people."""
         kind = line.partition(":")[0]
         stamp = time.strftime("%H:%M:%S")
+        if not self._live:
+            return self.put(f"{stamp}  {line}")
         try:
             self._console.print(Text.assemble((stamp + "  ", "dim"), (line, STYLES.get(kind, ""))))
-        except OSError:  # nobody reads any more: that is no reason to end
-            sys.stdout = open("/dev/null", "w")  # noqa: SIM115
-            self._console.file = sys.stdout
-            self._live = None
+        except OSError:
+            self._console.on_broken_pipe()
+
+    def put(self, line: str) -> None:
+        """One line of plain text."""
+        try:
+            print(line, flush=True)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:  # otherwise it is kept, and written when there is space
+                give_up_output()
+
+    def end(self) -> None:
+        """Write what is kept, or give it up."""
+        try:
+            print(end="", flush=True)
+        except OSError:
+            give_up_output()
 
     def _table(self) -> RenderableType:
         return Group(*overview(self._state, self._links, *self._console.size))
@@ -105,7 +140,7 @@ def rows(state: State, links: Mapping[str, Link]) -> Iterator[Row]:
     running = {(each.server, slot): each for each in state.open.values() for slot in each.slots}
     called = short_names(list(links))
     for name, link in links.items():
-        if link.state != "ready":
+        if link.state != "ready" or not link.usable:
             yield Row("trouble", called[name], f"{link.state}: {link.reason}" if link.reason else link.state)
         for slot in link.server.room.slots:
             where = f"{called[name]}:{slot.index if slot.gpu is None else slot.gpu}"
@@ -113,7 +148,7 @@ def rows(state: State, links: Mapping[str, Link]) -> Iterator[Row]:
             if attempt:
                 job = state.jobs[attempt.job]
                 yield Row("running", where, job.job.name, numbers(job, attempt))
-            elif link.state == "ready":
+            elif link.state == "ready" and link.usable:
                 blocked = slot.gpu in link.server.room.blocked
                 yield Row("idle", where, "used by somebody else" if blocked else "idle")
 

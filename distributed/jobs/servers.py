@@ -28,8 +28,10 @@ from distributed.jobs import config
 from distributed.jobs.dispatcher import Event, NotStarted, Order, Refused, Unreachable
 from distributed.jobs.host import HELLO, OWNER
 from distributed.jobs.job import document
+from distributed.jobs.panes import PLAIN_PYTHON
 from distributed.jobs.placement import Room, Slot
 from distributed.jobs.state import Attempt
+from distributed.launch import supervisor
 from distributed.launch.supervisor import KIT
 
 BEAT = 4.0  # seconds between two heartbeats
@@ -57,10 +59,10 @@ NOT_COPIED = (
 )
 # What ssh says when trying again would not help, and what does.
 REMEDIES = {
-    "Permission denied": "check user and ssh_key; `ssh HOST true` must work without a question",
-    "Too many authentication failures": "name the key: ssh_key",
-    "Host key verification failed": "connect once by hand (`ssh HOST`) and check the fingerprint",
     "REMOTE HOST IDENTIFICATION HAS CHANGED": "if the server was reinstalled: `ssh-keygen -R HOST`",
+    "Host key verification failed": "connect once by hand (`ssh HOST`) and check the fingerprint",
+    "Permission denied (": "check user and ssh_key; `ssh HOST true` must work without a question",
+    "Too many authentication failures": "name the key: ssh_key",
     "Could not resolve hostname": "check host, or add it to ~/.ssh/config",
     "not accessible": "check ssh_key",
 }
@@ -286,9 +288,11 @@ class HostServer:
 
     async def look(self, attempts: Mapping[str, str]) -> dict[str, dict[str, Any]]:
         """See dispatcher.Server."""
-        found: dict[str, dict[str, Any]] = (await self._call("look", attempts=dict(attempts), grace=self.launch.grace))[
-            "attempts"
-        ]
+        try:
+            reply = await self._call("look", attempts=dict(attempts), grace=self.launch.grace)
+        except HostSays as error:
+            raise Unreachable(str(error)) from None
+        found: dict[str, dict[str, Any]] = reply["attempts"]
         return found
 
     async def start(self, order: Order) -> dict[str, Any]:
@@ -324,7 +328,8 @@ class HostServer:
     def follow_command(self, attempt: Attempt, once: bool = False) -> list[str]:
         """A program that prints the log of an attempt until its end; once: what is there now."""
         stem = os.path.join(self._list_directory(), attempt.name, f"node_{self.name}")
-        return [sys.executable, "-I", "-S", f"{KIT}/{ENTRY}", "follow", f"{stem}.log", "/" if once else f"{stem}.exit"]
+        end = "/" if once else f"{stem}.exit"
+        return [sys.executable, *PLAIN_PYTHON, f"{KIT}/{ENTRY}", "follow", f"{stem}.log", end]
 
     def _list_directory(self) -> str:
         return self.directory or os.path.join(self.launch.cwd, "logs", "jobs", self.launch.list_id)
@@ -341,8 +346,8 @@ class LocalServer(HostServer):
 
     async def _open_channel(self, post: Callable[[Event], None]) -> Channel:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-I", "-S", f"{KIT}/{ENTRY}", "serve", cwd=self.launch.cwd, stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE, limit=1 << 24, start_new_session=True,
+            sys.executable, *PLAIN_PYTHON, f"{KIT}/{ENTRY}", "serve", cwd=self.launch.cwd,
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=1 << 24, start_new_session=True,
         )  # fmt: skip
         channel = Channel(process, self.name, post)
         await channel.hello()
@@ -411,12 +416,13 @@ class SshServer(HostServer):
         workdir = self.settings.workdir or "~/ml-customization"
         candidates = own or [f"{workdir}/.venv/bin/python", f"{self.launch.cwd}/.venv/bin/python", "python3"]
         words = " ".join(home_relative(each) for each in candidates)
+        plain = " ".join(PLAIN_PYTHON)
         newer = shlex.quote("import sys; sys.exit(sys.version_info < (3, 10))")
         return (
             f'cd; d="${{XDG_CACHE_HOME:-$HOME/.cache}}/muster/jobs-{self._kit[0]}"; '
             f'[ -e "$d/complete" ] || {{ echo {UPLOAD}; exit 0; }}; '
             f"for p in {words}; do "
-            f'if "$p" -I -S -c {newer} 2>/dev/null; then exec "$p" -I -S "$d/{ENTRY}" serve; fi; done; '
+            f'if "$p" {plain} -c {newer} 2>/dev/null; then exec "$p" {plain} "$d/{ENTRY}" serve; fi; done; '
             f"echo {NO_PYTHON}"
         )
 
@@ -486,7 +492,7 @@ class SshServer(HostServer):
         line = (
             f'w=~/ml-customization; [ -d "$w" ] || w={shlex.quote(str(self.launch.cwd))}; cd -- {directory} || exit; '
             f'd="${{XDG_CACHE_HOME:-$HOME/.cache}}/muster/jobs-{self._kit[0]}"; '
-            f'exec python3 -I -S "$d/{ENTRY}" follow {log}.log {end}'
+            f'exec python3 {" ".join(PLAIN_PYTHON)} "$d/{ENTRY}" follow {log}.log {end}'
         )
         return [*self.ssh, "--", self.settings.host, for_any_shell(line)]
 
@@ -586,7 +592,7 @@ def write_ssh_config(path: Path, server: config.Server) -> None:
     lines = [f"  {name} {value}" for name, value in said.items() if value is not None]
     text = "\n".join(["Host *", *lines, f'Include "{KIT}/scripts/lib/ssh_config"', ""])
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path.write_text(text)
+    supervisor.write(str(path), text)
 
 
 def sockets_directory(list_id: str) -> Path:

@@ -7,6 +7,8 @@ import sys
 KIT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
 
 if __name__ == "__main__":
+    if sys.getfilesystemencoding() != "utf-8":  # paths and arguments are the same here and on every server
+        os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.argv])
     sys.path[0] = KIT  # in place of this directory; before an installed Dask, whose package is named `distributed`, too
     try:
         from distributed.jobs.commands import main
