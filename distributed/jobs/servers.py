@@ -205,12 +205,12 @@ class HostServer:
         await self.disconnect()
         try:
             return await asyncio.wait_for(self._connect(post), CONNECT)
-        except asyncio.TimeoutError:
-            raise Unreachable(f"not connected within {CONNECT:.0f} s") from None
-        except HostSays as error:
-            raise Refused(str(error)) from None
-        except BaseException:
+        except BaseException as error:
             await self.disconnect()
+            if isinstance(error, asyncio.TimeoutError):
+                raise Unreachable(f"not connected within {CONNECT:.0f} s") from None
+            if isinstance(error, HostSays):
+                raise Refused(str(error)) from None
             raise
 
     async def _connect(self, post: Callable[[Event], None]) -> str:
@@ -398,6 +398,9 @@ class SshServer(HostServer):
                 printed = str(error)
                 code = await process.wait()
                 said = await errors
+            except BaseException:  # as when the time to connect is over
+                await channel.close()
+                raise
             if UPLOAD in printed and attempt == 0:
                 await self._upload()
                 continue
