@@ -38,6 +38,7 @@ SILENCE = 15.0  # seconds without any, after which a connection is lost
 CONNECT = 60.0  # seconds that connecting may take
 COPIES = 4  # rsyncs at once with a server
 ENTRY = "scripts/lib/jobs_host.py"
+RSYNC_SHELL = "scripts/lib/rsync_shell.py"
 UPLOAD = "muster-upload"  # what a server prints that has not got the kit
 NO_PYTHON = "muster-no-python"
 # What host.py and the supervisors that it forks need on a server.
@@ -443,7 +444,7 @@ class SshServer(HostServer):
         if code:
             raise failure(said, code, self.settings.host)
         target = target.removeprefix("~/")
-        await self._rsync([*NOT_COPIED, f"{self.launch.cwd}/", f"{self.settings.host}:{target}/"])
+        await self._rsync([*NOT_COPIED, f"{self.launch.cwd}/", f"server:{target}/"])
         self._synced = True
 
     async def _after_open(self, opened: Mapping[str, Any]) -> None:
@@ -496,22 +497,24 @@ class SshServer(HostServer):
             return
         refuse_other_owner(self.launch.cwd / output, attempt.job)
         log = f"logs/jobs/{self.launch.list_id}/{attempt.name}"
-        source = f"{self.settings.host}:{self.workdir}/./"
+        source = f"server:{self.workdir}/./"
         await self._rsync(["--relative", f"{source}{output}/", f"{source}{log}/", f"{self.launch.cwd}/"])
 
     async def send(self, output: str) -> None:
         """See dispatcher.Server."""
         if not self.shared and (self.launch.cwd / output).is_dir():
-            await self._rsync(["--relative", f"{self.launch.cwd}/./{output}/", f"{self.settings.host}:{self.workdir}/"])
+            await self._rsync(["--relative", f"{self.launch.cwd}/./{output}/", f"server:{self.workdir}/"])
 
     async def _rsync(self, words: Sequence[str]) -> None:
-        shell = " ".join(self.ssh)
+        words_of_shell = [sys.executable, "-I", "-S", f"{KIT}/{RSYNC_SHELL}", str(self._config), self.settings.host]
+        shell = " ".join("'" + word.replace("'", "''") + "'" for word in words_of_shell)  # as rsync reads them
         async with self._copies:
             code, said = await self._run(["rsync", "--archive", "--protect-args", "--timeout=60", "-e", shell, *words])
         if code in (12, 30, 35, 255):
             raise Unreachable(last_line(said) or f"rsync: exit code {code}")
         if code:
-            raise OSError(last_line(said) or f"rsync: exit code {code}")
+            cause = next((line for line in said.splitlines() if line.startswith("rsync:")), last_line(said))
+            raise OSError(cause or f"rsync: exit code {code}")
 
     async def _run(self, words: Sequence[str], data: bytes = b"") -> tuple[int, str]:
         """(exit code, standard error)."""
