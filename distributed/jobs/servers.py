@@ -204,6 +204,7 @@ class HostServer:
     async def connect(self, post: Callable[[Event], None]) -> str:
         """See dispatcher.Server."""
         await self.disconnect()
+        await self._prepare()
         try:
             return await asyncio.wait_for(self._connect(post), CONNECT)
         except BaseException as error:
@@ -233,6 +234,9 @@ class HostServer:
 
     def _python(self) -> str:
         return ""
+
+    async def _prepare(self) -> None:
+        """What may take longer than connecting."""
 
     async def _open_channel(self, post: Callable[[Event], None]) -> Channel:
         raise NotImplementedError
@@ -380,10 +384,12 @@ class SshServer(HostServer):
         """ssh with the configuration of this server."""
         return ["ssh", "-F", str(self._config)]
 
-    async def _open_channel(self, post: Callable[[Event], None]) -> Channel:
+    async def _prepare(self) -> None:
         write_ssh_config(self._config, self.settings)
         if not self._synced:
             await self._sync()
+
+    async def _open_channel(self, post: Callable[[Event], None]) -> Channel:
         for attempt in range(2):
             command = for_any_shell(self._bootstrap())
             process = await asyncio.create_subprocess_exec(
