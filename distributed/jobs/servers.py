@@ -412,14 +412,16 @@ class SshServer(HostServer):
                 await self._upload()
                 continue
             if NO_PYTHON in printed:
-                raise Refused("no Python 3.10 or newer: install one, or set python for this server")
+                found = f"python {self.settings.python}: not" if self.settings.python else "no"
+                raise Refused(f"{found} Python 3.10 or newer there: install one, or set python for this server")
             raise failure(said or printed, code, self.settings.host)
         raise Refused("the kit could not be copied to it")
 
     def _bootstrap(self) -> str:
         """Line of bash: run host.py of the kit there, or say what is missing."""
-        own = [self.settings.python] if self.settings.python else []
         workdir = self.settings.workdir or "~/ml-customization"
+        own = [self.settings.python] if self.settings.python else []
+        own += [f"{base}/{path}" for path in own for base in (workdir, self.launch.cwd) if path[0] not in "~/"]
         candidates = own or [f"{workdir}/.venv/bin/python", f"{self.launch.cwd}/.venv/bin/python", "python3"]
         words = " ".join(home_relative(each) for each in candidates)
         newer = shlex.quote("import sys; sys.exit(sys.version_info < (3, 10))")
