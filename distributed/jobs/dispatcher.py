@@ -154,6 +154,7 @@ class Dispatcher:
         self._actions: list[Callable[[], Coroutine[Any, Any, None]]] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._began = time.monotonic()
+        self._connecting: list[Link] = []  # to servers that have jobs of an earlier dispatcher
         self._unlisted: set[str] = set()  # servers of running jobs that are not in the cluster config any more
         self._early = 0  # failures in a row
         self._expected = 1.0  # seconds, of a job that says nothing: the mean of those that ended last
@@ -183,8 +184,10 @@ class Dispatcher:
             self._say(
                 f"{server}: no longer in the cluster config; its jobs run elsewhere in {self.policy.lost_after:.0f} s"
             )
+        busy = {attempt.server for attempt in self._left_behind()}
+        self._connecting = [link for name, link in self.links.items() if name in busy]
         for link in self.links.values():
-            self._spawn(self._keep_connected(link))
+            self._spawn(self._keep_connected(link, first=link in self._connecting))
         try:
             while not self._over():
                 self._step()
@@ -280,9 +283,14 @@ class Dispatcher:
 
     # ---------------------------------------------------------------- servers
 
-    async def _keep_connected(self, link: Link) -> None:
-        """Connect, again and again; posts what comes of it."""
+    async def _keep_connected(self, link: Link, first: bool) -> None:
+        """Connect, again and again; posts what comes of it.
+
+        Servers that have jobs of ours come first: of two names of one machine, only one is used.
+        """
         server, failures = link.server, 0
+        while not first and any(each.state == "connecting" for each in self._connecting):
+            await asyncio.sleep(0.1)
         while True:
             try:
                 note = await server.connect(self.post)
