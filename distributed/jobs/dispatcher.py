@@ -276,7 +276,9 @@ class Dispatcher:
         counts = self.state.counts
         busy = counts["running"] + counts["ending"]
         if self.policy.drain:
-            return not any(job.cancel for job in self.state.unfinished())
+            servers = {each.server for each in self.state.given_up()} & set(self.links)
+            ending = any(self.links[server].state in ("connecting", "ready") for server in servers)
+            return not ending and not any(job.cancel for job in self.state.unfinished())
         if not counts["waiting"] and not busy:
             return True
         return bool(self.state.paused) and not busy
@@ -316,10 +318,7 @@ class Dispatcher:
 
     def _left_behind(self) -> list[Attempt]:
         """Attempts that may still be on their servers."""
-        return [
-            attempt for job in self.state.jobs.values() for attempt in job.attempts
-            if attempt.open or attempt.state == "lost"
-        ]  # fmt: skip
+        return [*self.state.open.values(), *self.state.given_up()]
 
     def _attempts_on(self, server: str) -> list[Attempt]:
         return [attempt for attempt in self._left_behind() if attempt.server == server]
@@ -617,6 +616,8 @@ class Dispatcher:
         """(state, reason) of a job after an attempt."""
         if not attempt.failure:
             return "done", ""
+        if job.cancel and attempt.state == "lost":
+            return "cancelled", f"cancelled on request, but {attempt.reason}: what ran there may still run"
         if job.cancel or attempt.failure == "cancelled":
             return "cancelled", "cancelled on request"
         retries = self.jobs[job.job.id].options.retries if job.job.id in self.jobs else 0
