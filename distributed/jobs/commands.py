@@ -400,6 +400,8 @@ def report_end(state: State, outcome: str, results: Results, log_file: Path, put
     if failed:
         put(f"see the output:  {called(f'why {failed[0].job.id}', log_file)}")
         put(f"run them again:  {called('retry failed', log_file)}")
+    for server in sorted({attempt.server for attempt in state.given_up()}):
+        put(f"{server}: was lost; what ran there may still run. When it is back: {called('cancel all', log_file)}")
     if outcome in ("paused", "interrupted"):
         put(f"to go on:        {called('resume', log_file)}")
         put(f"to end the list: {called('cancel all', log_file)}")
@@ -605,10 +607,11 @@ def cancel(given: argparse.Namespace, path: Path) -> int:
     """Ask the dispatcher; where none runs, do its work for these jobs."""
     state = state_of(path)
     jobs = chosen(state, "cancel", given.jobs)
-    if not jobs:
+    if not jobs and not state.given_up():
         print("nothing to cancel: no job is waiting or running")
         return 0
-    journal.request(path, "cancel", jobs)
+    if jobs:
+        journal.request(path, "cancel", jobs)
     if journal.dispatcher_runs(path):
         return wait_until_final(path, jobs)
     here, log_file = Path.cwd(), absolute(given.log_file)
