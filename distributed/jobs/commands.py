@@ -106,7 +106,7 @@ def run_parser() -> Parser:
     parser = Parser(prog=PROGRAM, add_help=False, allow_abbrev=False)
     parser.add_argument("--cluster-config", type=Path)
     parser.add_argument("--jobs-config", type=Path, required=True)
-    parser.add_argument("--log-file", type=Path, default=Path("results.json"))
+    parser.add_argument("--log-file", type=results_file, default=Path("results.json"))
     parser.add_argument("--backend", choices=BACKENDS, default="ssh")
     parser.add_argument("--script")
     parser.add_argument("--slots", type=positive)
@@ -125,7 +125,7 @@ def run_parser() -> Parser:
 def list_parser(command: str) -> Parser:
     """Of a call about a list that is there."""
     parser = Parser(prog=f"{PROGRAM} {command}", add_help=False, allow_abbrev=False)
-    parser.add_argument("--log-file", type=Path, default=Path("results.json"))
+    parser.add_argument("--log-file", type=results_file, default=Path("results.json"))
     if command in ("logs", "why"):
         parser.add_argument("job")
     if command in ("cancel", "retry"):
@@ -134,6 +134,13 @@ def list_parser(command: str) -> Parser:
         parser.add_argument("--follow", action="store_true")
         parser.add_argument("--attempt", type=positive)
     return parser
+
+
+def results_file(text: str) -> Path:
+    path = Path(text)
+    if path.suffix in (".journal", ".html") or path.is_dir() or not path.name:
+        raise argparse.ArgumentTypeError(f"expected the name of a file such as results.json, got {text!r}")
+    return path
 
 
 def positive(text: str) -> int:
