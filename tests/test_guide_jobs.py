@@ -149,7 +149,7 @@ def desk(tmp_path: Path) -> Iterator[Desk]:
     yield here
     for list_ in tmp_path.glob("*.journal"):
         words = ["cancel", "all", "--log-file", str(list_.with_suffix(".json"))]
-        program = [sys.executable, KIT / "scripts/jobs/run_distributed_training.py"]
+        program = [sys.executable, str(KIT / "scripts/jobs/run_distributed_training.py")]
         subprocess.run([*program, *words], env=here.env, cwd=tmp_path, capture_output=True, check=False)
     subprocess.run(["tmux", "kill-server"], env=here.env, capture_output=True, check=False)
 
@@ -187,7 +187,7 @@ def test_nine_jobs_on_this_machine(desk: Desk) -> None:
 
 @pytest.fixture
 def servers(desk: Desk) -> Iterator[Desk]:
-    """Three, each with a tmux of its own, as servers have. The files are those of this machine, as with a shared home."""
+    """Three, each with a tmux of its own, as servers have. The files are this machine's, as with a shared home."""
     try:
         subprocess.run([LAB, "up", "3"], env=desk.env, check=True)
         for number in (1, 2, 3):
