@@ -94,6 +94,9 @@ class Server(Protocol):
     async def close(self, finished: bool) -> None:
         """Give the connection up. finished: the list is, too."""
 
+    def follow_command(self, attempt: Attempt, once: bool = False) -> list[str]:
+        """A program that prints the log of an attempt until its end; once: what is there now."""
+
 
 @dataclass(frozen=True)
 class Event:
