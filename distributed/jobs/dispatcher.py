@@ -321,7 +321,7 @@ class Dispatcher:
     def _adopt(self, link: Link, name: str, found: Mapping[str, Any]) -> None:
         """What a server knows of an attempt, after a time in which nobody asked."""
         attempt = self.state.attempt(name)
-        if attempt is None:
+        if attempt is None or attempt.state == "ended":  # reported a moment before
             return
         if attempt.state == "lost":  # given up while the server could not be reached
             if found["state"] == "running":
