@@ -492,6 +492,8 @@ def why(given: argparse.Namespace, path: Path) -> int:
 
 def attempt_line(attempt: Attempt) -> str:
     place = f"{attempt.server}:{','.join(map(str, attempt.gpus or attempt.slots))}"
+    if host := attempt.process.get("host"):
+        place += f" ({host})"
     began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(attempt.start))
     took = f", {duration(attempt.seconds)}" if attempt.seconds is not None else ""
     end = attempt.state if attempt.open else attempt.how if attempt.failure else "done"

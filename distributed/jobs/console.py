@@ -82,6 +82,8 @@ def row(job: JobState, attempt: Attempt) -> tuple[str, str, str, str]:
     """Job, progress, time, time left."""
     if attempt.state == "starting":
         return job.job.name, "starting", "", ""
+    if not attempt.process:
+        return job.job.name, job.reason or "waits there", "", ""
     passed = time.time() - attempt.start
     left = remaining(job, attempt)
     return job.job.name, progress(job), duration(passed), "" if left is None else duration(left)

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from distributed.jobs.job import Job, arguments
 from distributed.jobs.journal import Journal
 from distributed.jobs.placement import Queue, Room
-from distributed.jobs.state import FINAL, MOST_LOST, Attempt, JobState, State, chosen, judge
+from distributed.jobs.state import FINAL, FINAL_FAILURES, MOST_LOST, Attempt, JobState, State, chosen, judge
 
 TICK = 0.5  # seconds between two looks at the clock and the journal
 EARLY = 30.0  # seconds; what fails sooner may have failed because of the list, not of the job
@@ -330,9 +330,8 @@ class Dispatcher:
             else:
                 self._gone(attempt)
         elif found["state"] == "running":
-            if attempt.state != "running":
-                self._record("running", attempt=name, process=process_of(found))
-            self._say(f"{link.server.name}: {self._name(attempt)} still runs")
+            self._note_running(attempt, found)
+            self._say(f"{link.server.name}: {self._name(attempt)} still {'runs' if attempt.process else 'waits there'}")
             if self.state.jobs[attempt.job].cancel:
                 self._stop(attempt)
         elif found["state"] == "ended":
@@ -435,10 +434,20 @@ class Dispatcher:
             return
         if event.facts["state"] == "ended":
             self._end(attempt, event.facts)
-        elif attempt.state == "starting":
-            self._record("running", attempt=attempt.name, process=process_of(event.facts))
-            if self.state.jobs[attempt.job].cancel:
-                self._stop(attempt)
+        elif self._note_running(attempt, event.facts) and self.state.jobs[attempt.job].cancel:
+            self._stop(attempt)
+
+    def _note_running(self, attempt: Attempt, found: Mapping[str, Any]) -> bool:
+        """Whether that is news. An attempt that waits in a queue of its server has no process yet."""
+        process = process_of(found)
+        news = attempt.state != "running" or bool(process and not attempt.process)
+        if news:
+            self._record("running", attempt=attempt.name, process=process)
+        return news
+
+    def _on_waits(self, event: Event) -> None:
+        if attempt := self.state.open.get(event.facts["attempt"]):
+            self._record("waits", attempt=attempt.name, reason=event.facts["reason"])
 
     def _on_not_started(self, event: Event) -> None:
         attempt = self.state.open.get(event.facts["attempt"])
@@ -577,7 +586,8 @@ class Dispatcher:
             return "cancelled", "cancelled on request"
         retries = self.jobs[job.job.id].options.retries if job.job.id in self.jobs else 0
         reason = f"attempt {attempt.number} on {attempt.server}: {attempt.how}"
-        if len(job.failures()) > retries or len(job.lost()) >= MOST_LOST:
+        final = attempt.failure in FINAL_FAILURES
+        if final or len(job.failures()) > retries or len(job.lost()) >= MOST_LOST:
             return "failed", reason
         return "waiting", reason
 
@@ -721,4 +731,4 @@ class Dispatcher:
 
 
 def process_of(found: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: found[key] for key in ("pid", "start_time", "boot_id") if key in found}
+    return {key: found[key] for key in ("pid", "start_time", "boot_id", "host") if key in found}
