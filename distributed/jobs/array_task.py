@@ -26,6 +26,7 @@ import errno
 import fcntl
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -39,7 +40,7 @@ ORDER, TAKEN, NEW = "order", "taken", ".order"
 ATTEMPTS = "attempts"  # in an array's directory: the names of its attempts, a line for each element
 ELEMENT = "element.json"
 SETUP = "setup.sh"
-LOCK = 5.0  # seconds in which the lock must be free: the dispatcher looks at it, too
+LOCK = 2.0  # seconds in which the lock must be free: the dispatcher looks at it, too
 ASK = 3.0  # seconds that SLURM has to say why it sent SIGTERM
 # Set by SLURM for the node that it chose: never those of the machine that submitted.
 PLACES = ("CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "HOSTNAME")
@@ -136,42 +137,47 @@ class Element(supervisor.Supervisor):
         """kill_wait: seconds between SIGTERM and SIGKILL of SLURM."""
         super().__init__(files, grace=grace, timeout=timeout)
         self._leave = max(1.0, kill_wait - max(2.0, kill_wait / 5))  # so that the exit code can still be written
-        self._ended_by_slurm = False
+        self._signalled = False
 
     def take_signal(self) -> None:
         """SLURM's. It sends SIGKILL itself, also to this process: a second signal does not hasten that."""
-        self._ended_by_slurm |= self.code is None and not self.stopping
+        self._signalled = True
         self.stop()
         self._kill_at = min(self._kill_at, time.monotonic() + self._leave)
 
     def finish(self) -> None:
-        """Find out who wanted the end, as long as SLURM knows."""
-        if self._ended_by_slurm:
-            supervisor.write_record(self.files, *reason_of_end(os.environ.get("SLURM_JOB_ID", "")))
+        """Find out whether SLURM wanted the end, and why, as long as it knows. It signals the command as well, which
+        may have ended before this process has got the signal."""
+        if self._signalled or self.code in (128 + signal.SIGTERM, supervisor.KILLED):
+            cause, message = reason_of_end(os.environ.get("SLURM_JOB_ID", ""))
+            if cause:
+                supervisor.write_record(self.files, cause, message)
         super().finish()
 
 
 def reason_of_end(job: str) -> tuple[str, str]:
-    """(cause, message): why SLURM has sent SIGTERM to this job."""
+    """(cause, message): why SLURM ends this job; both empty when it does not, or does not answer."""
     try:
         asked = subprocess.run(
             ["scontrol", "show", "job", "--oneliner", job], capture_output=True, timeout=ASK, stdin=subprocess.DEVNULL
         )
-        return reason_in(os.fsdecode(asked.stdout))
     except (OSError, subprocess.TimeoutExpired):
-        return reason_in("")
+        return "", ""
+    return reason_in(os.fsdecode(asked.stdout))
 
 
 def reason_in(shown: str) -> tuple[str, str]:
-    """The same, of what `scontrol show job` has shown."""
+    """The same, of what `scontrol show job` has shown of a job that is there."""
     facts = {name: value for name, equals, value in (word.partition("=") for word in shown.split()) if equals}
-    if facts.get("PreemptTime", "None") not in ("None", "Unknown", "N/A"):
-        return "preempted", "SLURM needed its node for a more urgent job"
     if facts.get("Reason") == "TimeLimit":
         return "timeout", f"SLURM's time limit ({facts.get('TimeLimit', 'unknown')}) was reached"
-    if facts:
+    if facts.get("Reason") == "NodeDown" or facts.get("JobState") == "NODE_FAIL":
+        return "node failed", f"SLURM has set {facts.get('BatchHost', 'its node')} down"
+    if facts.get("PreemptTime", "None") not in ("None", "Unknown", "N/A"):
+        return "preempted", "SLURM needed its node for a more urgent job"
+    if facts.get("JobState", "RUNNING") != "RUNNING":
         return "cancelled outside", "somebody ended it in SLURM (scancel), not through this list"
-    return "stopped", "SLURM sent SIGTERM, and did not say why"
+    return "", ""
 
 
 def run(attempt: str, order: Facts) -> int:

@@ -125,7 +125,7 @@ class Element(host.Attempt):
         self.entry = queue.entries.get((self.array, self.index)) if current else self.entry
         if self.cancelled:
             if current and not (self.entry and not self.entry.ended):
-                yield "ended", {"code": None, "started": time.time(), "ended": time.time(), "lines": []}
+                yield "ended", never_started()
         elif self.entry and self.entry.waits and not self.begun:
             yield from self._wait(self.entry)
         elif self.has_ended():
@@ -191,10 +191,10 @@ class Element(host.Attempt):
         printed = host.last_lines(self.output_of_element())
         begun = os.path.exists(self.files.pids)
         cause, message = end_without_code(self.entry, taken, begun, printed[-1] if printed else "")
+        now = time.time()
         return {
-            "code": None, "started": self.element().get("time", time.time()), "ended": time.time(), "cause": cause,
-            "message": message, "lines": host.last_lines(self.files.log) or printed,
-            "metrics": host.read_metrics(self.output),
+            "code": None, "started": self.element().get("time", now), "ended": now, "cause": cause, "message": message,
+            "lines": host.last_lines(self.files.log) or printed, "metrics": host.read_metrics(self.output),
         }  # fmt: skip
 
     # ---- end
@@ -209,6 +209,11 @@ class Element(host.Attempt):
             supervisor.write(self.files.request, "kill\n" if kill else "stop\n")
             grace = 0.0 if kill else self.grace
             self.cancel_at = min(self.cancel_at, time.monotonic() + grace + 2 * supervisor.UNRESPONSIVE)
+
+
+def never_started() -> Facts:
+    now = time.time()
+    return {"code": None, "started": now, "ended": now, "lines": []}
 
 
 def index_in(array: str, name: str) -> int:

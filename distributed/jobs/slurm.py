@@ -37,7 +37,7 @@ from distributed.jobs import array_task, host
 from distributed.jobs.array_task import SERVER, SETUP
 from distributed.jobs.config import Cluster, ConfigError
 from distributed.jobs.dispatcher import Event, NotStarted, Order, Refused, Unreachable
-from distributed.jobs.element import Element, assign, discard, job_path, needs_of, take_back
+from distributed.jobs.element import Element, assign, discard, job_path, needs_of, never_started, take_back
 from distributed.jobs.job import arguments, document
 from distributed.jobs.placement import Room, Slot
 from distributed.jobs.sbatch import (
@@ -516,9 +516,7 @@ class SlurmServer:
             await asyncio.to_thread(element.stop, kill)
         if element.cancelled and not element.array:
             self._elements.pop(attempt, None)
-            now = time.time()
-            facts: Facts = {"attempt": attempt, "code": None, "started": now, "ended": now, "lines": []}
-            self._post(Event("ended", SERVER, facts))
+            self._post(Event("ended", SERVER, {"attempt": attempt, **never_started()}))
 
     # ---- results
 
