@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
+from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from distributed.jobs.dispatcher import Link
@@ -17,13 +21,35 @@ from distributed.report import duration
 
 REFRESH = 2.0  # times a second
 STYLES = {"done": "green", "failed": "red", "paused": "yellow", "retry": "yellow", "cancelled": "yellow"}
+GAP = "  "  # between two columns
+LONGEST_SLOT = 24  # columns
+# The columns behind `slot` and `job`, each as wide as what it mostly holds.
+NUMBERS = {"step": 11, "loss": 6, "held-out": 8, "time": 7, "left": 7}
+AROUND = 5  # lines beside the slots: empty, headings, those that do not fit, totals, the cursor
+
+
+class Terminal(Console):
+    """A terminal that may go away at any time: that is no reason to end."""
+
+    def on_broken_pipe(self) -> None:
+        """Write nowhere from now on. rich would end the program."""
+        self.quiet = True
+        give_up_output()
+
+
+def give_up_output() -> None:
+    """Standard output goes nowhere from now on."""
+    with contextlib.suppress(OSError, ValueError):
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
 
 
 class Screen:
-    """Lines, and below them, on a terminal, the table."""
+    """Lines, and below them, on a terminal, the table. Output that is closed, or on a full disk, disturbs nothing."""
 
     def __init__(self, state: State, links: Mapping[str, Link]) -> None:
-        self._console = Console(highlight=False, soft_wrap=True)
+        self._console = Terminal(highlight=False, soft_wrap=True)
         self._state, self._links = state, links
         self._live: Live | None = None
         if self._console.is_terminal and not self._console.is_dumb_terminal:
@@ -31,7 +57,8 @@ class Screen:
                 get_renderable=self._table,
                 console=self._console,
                 refresh_per_second=REFRESH,
-                vertical_overflow="ellipsis",
+                transient=True,
+                vertical_overflow="crop",
             )
 
     def __enter__(self) -> Screen:
@@ -47,54 +74,155 @@ class Screen:
         """One line for people."""
         kind = line.partition(":")[0]
         stamp = time.strftime("%H:%M:%S")
+        if not self._live:
+            return self.put(f"{stamp}  {line}")
         try:
             self._console.print(Text.assemble((stamp + "  ", "dim"), (line, STYLES.get(kind, ""))))
-        except OSError:  # nobody reads any more: that is no reason to end
-            sys.stdout = open("/dev/null", "w")  # noqa: SIM115
-            self._console.file = sys.stdout
-            self._live = None
+        except OSError:
+            self._console.on_broken_pipe()
+
+    def put(self, line: str) -> None:
+        """One line of plain text."""
+        try:
+            print(line, flush=True)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:  # otherwise it is kept, and written when there is space
+                give_up_output()
+
+    def end(self) -> None:
+        """Write what is kept, or give it up."""
+        try:
+            print(end="", flush=True)
+        except OSError:
+            give_up_output()
 
     def _table(self) -> RenderableType:
-        return Group(*overview(self._state, self._links))
+        return Group(*overview(self._state, self._links, *self._console.size))
 
 
-def overview(state: State, links: Mapping[str, Link]) -> list[RenderableType]:
-    """A line of totals, and a row for each slot."""
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for heading in ("slot", "job", "progress", "time", "left"):
-        table.add_column(heading, no_wrap=True, overflow="ellipsis", ratio=3 if heading == "job" else None)
+# ---------------------------------------------------------------- the table
+
+
+@dataclass(frozen=True)
+class Row:
+    """A slot, or a server that cannot be used."""
+
+    kind: str  # trouble, running or idle
+    where: str
+    job: str
+    numbers: Sequence[str] = ()
+
+
+def overview(state: State, links: Mapping[str, Link], width: int, height: int) -> list[Text]:
+    """A row for each slot, as many as fit into so many columns and lines, and a line of totals."""
+    every = list(rows(state, links))
+    shown, rest = fitting(every, height - AROUND)
+    slot = max([len("slot"), *(cell_len(row.where) for row in every)])
+    job = max(10, width - slot - sum(NUMBERS.values()) - len(GAP) * (len(NUMBERS) + 1))
+    lines = [Text(), Text(laid_out("slot", "job", list(NUMBERS), slot, job), style="dim")]
+    for row in shown:
+        if row.numbers:
+            lines.append(Text(laid_out(row.where, row.job, row.numbers, slot, job)))
+        else:
+            style = "yellow" if row.kind == "trouble" else "dim"
+            lines.append(Text(cut(row.where, slot) + GAP + row.job, style=style))
+    if rest:
+        lines.append(Text(f"and {rest}", style="dim"))
+    usable = sum(len(link.server.room.slots) for link in links.values() if link.state == "ready")
+    lines.append(Text(totals(state, usable), style="bold"))
+    for line in lines:
+        line.truncate(width, overflow="ellipsis")
+    return lines
+
+
+def rows(state: State, links: Mapping[str, Link]) -> Iterator[Row]:
+    """In the order of the servers."""
     running = {(each.server, slot): each for each in state.open.values() for slot in each.slots}
+    called = short_names(list(links))
     for name, link in links.items():
-        if link.state != "ready":
-            table.add_row(name, Text(f"{link.state}: {link.reason}" if link.reason else link.state, style="yellow"))
+        if link.state != "ready" or not link.usable:
+            yield Row("trouble", called[name], f"{link.state}: {link.reason}" if link.reason else link.state)
         for slot in link.server.room.slots:
-            where = f"{name}:{slot.index}" if slot.gpu is None else f"{name} GPU {slot.gpu}"
+            where = f"{called[name]}:{slot.index if slot.gpu is None else slot.gpu}"
             attempt = running.get((name, slot.index))
             if attempt:
-                table.add_row(where, *row(state.jobs[attempt.job], attempt))
-            elif link.state == "ready":
-                waits = "used by somebody else" if slot.gpu in link.server.room.blocked else "idle"
-                table.add_row(where, Text(waits, style="dim"))
-    return [table, Text(totals(state, sum(len(link.server.room.slots) for link in links.values())), style="bold")]
+                job = state.jobs[attempt.job]
+                yield Row("running", where, job.job.name, numbers(job, attempt))
+            elif link.state == "ready" and link.usable:
+                blocked = slot.gpu in link.server.room.blocked
+                yield Row("idle", where, "used by somebody else" if blocked else "idle")
 
 
-def row(job: JobState, attempt: Attempt) -> tuple[str, str, str, str]:
-    """Job, progress, time, time left."""
+def short_names(names: Sequence[str]) -> dict[str, str]:
+    """Without their domain where they differ without it, and not longer than a column may be."""
+    short = {name: name if name.replace(".", "").isdecimal() else name.partition(".")[0] for name in names}
+    if len(set(short.values())) < len(names):
+        short = {name: name for name in names}
+    return {name: cut(each, LONGEST_SLOT - 4).rstrip() for name, each in short.items()}
+
+
+def fitting(every: Sequence[Row], most: int) -> tuple[list[Row], str]:
+    """The rows that fit, those that say most before the others; and what the others are."""
+    shown = list(every)
+    left_out = []
+    for kind in ("idle", "running", "trouble"):
+        if len(shown) > most:
+            before = [row for row in shown if row.kind == kind]
+            keep = max(0, most - (len(shown) - len(before)))
+            gone = {id(row) for row in before[keep:]}
+            shown = [row for row in shown if id(row) not in gone]
+            left_out.append(f"{len(gone)} more {kind}" if kind != "trouble" else f"{len(gone)} more servers")
+    return shown, ", ".join(left_out)
+
+
+def laid_out(where: str, job: str, numbers: Sequence[str], slot_width: int, job_width: int) -> str:
+    right = [" " * (size - cell_len(text)) + text for text, size in zip(numbers, NUMBERS.values(), strict=True)]
+    return GAP.join([cut(where, slot_width), cut(job, job_width), *right])
+
+
+def cut(text: str, width: int) -> str:
+    """Exactly so many columns."""
+    found = Text(text)
+    found.truncate(width, overflow="ellipsis", pad=True)
+    return found.plain
+
+
+def aligned(table: Iterable[Sequence[str]]) -> list[str]:
+    """Rows of cells as lines in which columns stand one below the other."""
+    cells = list(table)
+    widths = [max(map(cell_len, column)) for column in zip(*cells, strict=True)]
+    return [
+        GAP.join(cell + " " * (width - cell_len(cell)) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in cells
+    ]
+
+
+def numbers(job: JobState, attempt: Attempt) -> list[str]:
+    """Step, loss, held-out loss, time, time left."""
     if attempt.state == "starting":
-        return job.job.name, "starting", "", ""
+        return ["starting", "", "", "", ""]
     if not attempt.process:
-        return job.job.name, job.reason or "waits there", "", ""
-    passed = time.time() - attempt.start
+        return ["queued", "", "", "", ""]
     left = remaining(job, attempt)
-    return job.job.name, progress(job), duration(passed), "" if left is None else duration(left)
+    return [*measured(job), clock(time.time() - attempt.start), "" if left is None else clock(left)]
 
 
-def progress(job: JobState) -> str:
-    """step 40/200, loss 2.31."""
+def measured(job: JobState) -> list[str]:
+    """Step, loss, held-out loss; empty where the job tells none."""
     step, steps = job.metrics.get("step"), job.metrics.get("steps")
-    said = [] if step is None else [f"step {step:,.0f}" + (f"/{steps:,.0f}" if steps else "")]
-    losses = [(name, job.metrics[name]) for name in ("loss", "held_out_loss") if name in job.metrics]
-    return ", ".join(said + [f"{name.replace('_', '-')} {value:.3f}" for name, value in losses])
+    said = "" if step is None else f"{step:,.0f}" + (f"/{steps:,.0f}" if steps else "")
+    return [said, *(figure(job.metrics[name]) if name in job.metrics else "" for name in ("loss", "held_out_loss"))]
+
+
+def figure(value: float) -> str:
+    """With three decimals, so that the points of a column stand one below the other; tiny and large ones with e."""
+    return f"{value:.3f}" if value == 0 or 0.01 <= abs(value) < 1000 else f"{value:.2g}"
+
+
+def clock(seconds: float) -> str:
+    """0:07, 12:30, 1:02:30."""
+    minutes, seconds = divmod(round(max(0.0, seconds)), 60)
+    return f"{minutes}:{seconds:02}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
 
 
 def remaining(job: JobState, attempt: Attempt) -> float | None:
@@ -107,17 +235,17 @@ def remaining(job: JobState, attempt: Attempt) -> float | None:
     return None if expected is None else max(0.0, expected - passed)
 
 
-def totals(state: State, slots: int) -> str:
-    """12 of 40 done, 1 failed, 8 running, 19 waiting; about 12 min left."""
+# ---------------------------------------------------------------- totals
+
+
+def totals(state: State, slots: int = 0) -> str:
+    """12 of 40 done, 1 failed, 8 running, 19 waiting; about 12 min left. slots: 0 for no guess of the time."""
     counts = state.counts
     parts = [f"{counts['done']} of {len(state.jobs)} done"]
-    if counts["failed"]:
-        parts.append(f"{counts['failed']} failed")
-    if counts["cancelled"]:
-        parts.append(f"{counts['cancelled']} cancelled")
-    parts += [f"{counts['running'] + counts['ending']} running", f"{counts['waiting']} waiting"]
-    left = list_remaining(state, slots)
-    return ", ".join(parts) + (f"; about {duration(left)} left" if left else "") + (
+    going = {**counts, "running": counts["running"] + counts["ending"]}
+    parts += [f"{going[name]} {name}" for name in ("failed", "cancelled", "running", "waiting") if going[name]]
+    left = list_remaining(state, slots) if slots else None
+    return ", ".join(parts) + (f"; about {duration(max(1.0, round(left)))} left" if left else "") + (
         f"; paused: {state.paused}" if state.paused else ""
     )  # fmt: skip
 
@@ -134,3 +262,8 @@ def list_remaining(state: State, slots: int) -> float | None:
             return None
         left += known
     return left / max(1, slots)
+
+
+def plural(number: int, noun: str) -> str:
+    """1 job, 2 jobs."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -101,8 +101,8 @@ def os_bytes(text: str) -> bytes:
 
 
 def document(job: Job) -> str:
-    """The job as JSON, for MUSTER_JOB."""
-    return json.dumps({**job.settings, "id": job.id}, sort_keys=True, ensure_ascii=False)
+    """The job as JSON, for MUSTER_JOB: its settings, and its id where no setting has that name."""
+    return json.dumps({"id": job.id, **job.settings}, sort_keys=True, ensure_ascii=False)
 
 
 def arguments(job: Job, device: str) -> list[str]:

@@ -1,8 +1,8 @@
 """A tmux session that shows the output of each slot. A view only: jobs do not depend on it.
 
-The session is `ml_training`. It belongs to the job list whose directory its option @muster names; a session of that
-name that belongs to somebody else is left alone, and another name is used. Each pane runs `view`, which reads what
-show() writes and prints the log of the attempt that its slot runs.
+The session is `ml_training`. It belongs to the job list and the server whose directory (own_directory()) its option
+@muster names; a session of that name that belongs to somebody else is left alone, and another name is used. Each pane
+runs `view`, which reads what show() writes and prints the log of the attempt that its slot runs.
 
 Standard library only.
 """
@@ -14,6 +14,7 @@ import fcntl
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -25,6 +26,8 @@ NAMES = 100  # names tried: ml_training, ml_training_2, ...
 LIMIT = 10.0  # seconds that tmux may take
 REFRESH = 0.3  # seconds between two looks of a view
 BACKLOG = 64 * 1024  # bytes of a log that a view shows from before it began
+# Nothing of the user's environment, and UTF-8 whatever the locale: words reach a job as the list has them.
+PLAIN_PYTHON = ("-I", "-S", "-X", "utf8")
 ENTRY = os.path.join(supervisor.KIT, "scripts", "lib", "jobs_host.py")
 
 
@@ -47,6 +50,11 @@ def tmux(*words: str) -> str:
     return done.stdout
 
 
+def own_directory(directory: str, server: str) -> str:
+    """What belongs to one server of a job list: its servers may share their files."""
+    return os.path.join(directory, "servers", server)
+
+
 def ensure(directory: str, slots: list[str]) -> tuple[str, str]:
     """The name of the session that shows these slots, made where it is not there; or why there is none."""
     if not shutil.which("tmux"):
@@ -61,7 +69,12 @@ def ensure(directory: str, slots: list[str]) -> tuple[str, str]:
                 tmux("kill-session", "-t", f"={name}")
                 owner = None
             if owner is None:
-                create(name, directory, slots)
+                try:
+                    create(name, directory, slots)
+                except TmuxError as error:
+                    if "duplicate session" in str(error):  # somebody else was quicker
+                        continue
+                    raise
                 other = "" if number == 1 else f"a tmux session {SESSION} of somebody else is there: this one is {name}"
                 return name, other
         return "", f"{NAMES} tmux sessions are called {SESSION}: no live view of the slots there"
@@ -88,10 +101,11 @@ def abandoned(directory: str) -> bool:
     """Whether no dispatcher works on that list here, and none of its jobs runs."""
     if not os.path.isabs(directory):
         return False
+    above, server = os.path.dirname(os.path.dirname(directory)), os.path.basename(directory)
     try:
-        with os.scandir(directory) as entries:
-            locks = [os.path.join(entry.path, "lock") for entry in entries if entry.is_dir()]
-        return not any(held(path) for path in (os.path.join(directory, "serve"), *locks))
+        with os.scandir(above) as entries:
+            here = [entry.path for entry in entries if os.path.exists(f"{entry.path}/node_{server}.pid")]
+        return not any(held(path) for path in (f"{directory}/serve", *(f"{attempt}/lock" for attempt in here)))
     except FileNotFoundError:
         return True
     except OSError:
@@ -119,6 +133,7 @@ def create(name: str, directory: str, slots: list[str]) -> None:
     tmux("new-session", "-d", "-s", name, "-x", "240", "-y", "67", "-n", "slots", *commands[0])
     try:
         tmux("set-option", "-t", f"={name}:", "@muster", directory)
+        tmux("set-option", "-t", f"={name}:", "status-left-length", "40")  # more than the default of 10: its whole name
         tmux("set-option", "-t", f"={name}:", "pane-border-status", "top")
         tmux("set-option", "-t", f"={name}:", "pane-border-format", " #{pane_title} ")
         for command in commands[1:]:
@@ -131,7 +146,7 @@ def create(name: str, directory: str, slots: list[str]) -> None:
 
 
 def view_command(directory: str, slot: int) -> list[str]:
-    return [sys.executable, "-I", "-S", ENTRY, "view", directory, str(slot)]
+    return [sys.executable, *PLAIN_PYTHON, ENTRY, "view", directory, str(slot)]
 
 
 def remove(directory: str) -> None:
@@ -157,6 +172,8 @@ def show(directory: str, slot: int, title: str, log: str, end: str) -> None:
 
 def view(directory: str, slot: int) -> int:
     """What a pane runs, for as long as it is there."""
+    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGTSTP):  # keys pressed in the pane would end the view
+        signal.signal(number, signal.SIG_IGN)
     shown: dict[str, object] = {}
     position, ended = 0, True
     title(f"slot {slot}: idle")

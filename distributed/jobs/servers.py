@@ -28,8 +28,10 @@ from distributed.jobs import config
 from distributed.jobs.dispatcher import Event, NotStarted, Order, Refused, Unreachable
 from distributed.jobs.host import HELLO, OWNER
 from distributed.jobs.job import document
+from distributed.jobs.panes import PLAIN_PYTHON
 from distributed.jobs.placement import Room, Slot
 from distributed.jobs.state import Attempt
+from distributed.launch import supervisor
 from distributed.launch.supervisor import KIT
 
 BEAT = 4.0  # seconds between two heartbeats
@@ -37,8 +39,10 @@ SILENCE = 15.0  # seconds without any, after which a connection is lost
 CONNECT = 60.0  # seconds that connecting may take
 COPIES = 4  # rsyncs at once with a server
 ENTRY = "scripts/lib/jobs_host.py"
+RSYNC_SHELL = "scripts/lib/rsync_shell.py"
 UPLOAD = "muster-upload"  # what a server prints that has not got the kit
 NO_PYTHON = "muster-no-python"
+USUAL, NO_RSYNC = 3, 4  # exit codes: ~/ml-customization is there; rsync is not
 # What host.py and the supervisors that it forks need on a server.
 KIT_FILES = (
     "distributed/__init__.py", "distributed/marks.py", "distributed/gpus.py", "distributed/probe.py",
@@ -56,10 +60,10 @@ NOT_COPIED = (
 )
 # What ssh says when trying again would not help, and what does.
 REMEDIES = {
-    "Permission denied": "check user and ssh_key; `ssh HOST true` must work without a question",
-    "Too many authentication failures": "name the key: ssh_key",
-    "Host key verification failed": "connect once by hand (`ssh HOST`) and check the fingerprint",
     "REMOTE HOST IDENTIFICATION HAS CHANGED": "if the server was reinstalled: `ssh-keygen -R HOST`",
+    "Host key verification failed": "connect once by hand (`ssh HOST`) and check the fingerprint",
+    "Permission denied (": "check user and ssh_key; `ssh HOST true` must work without a question",
+    "Too many authentication failures": "name the key: ssh_key",
     "Could not resolve hostname": "check host, or add it to ~/.ssh/config",
     "not accessible": "check ssh_key",
 }
@@ -202,14 +206,15 @@ class HostServer:
     async def connect(self, post: Callable[[Event], None]) -> str:
         """See dispatcher.Server."""
         await self.disconnect()
+        await self._prepare()
         try:
             return await asyncio.wait_for(self._connect(post), CONNECT)
-        except asyncio.TimeoutError:
-            raise Unreachable(f"not connected within {CONNECT:.0f} s") from None
-        except HostSays as error:
-            raise Refused(str(error)) from None
-        except BaseException:
+        except BaseException as error:
             await self.disconnect()
+            if isinstance(error, asyncio.TimeoutError):
+                raise Unreachable(f"not connected within {CONNECT:.0f} s") from None
+            if isinstance(error, HostSays):
+                raise Refused(str(error)) from None
             raise
 
     async def _connect(self, post: Callable[[Event], None]) -> str:
@@ -231,6 +236,9 @@ class HostServer:
 
     def _python(self) -> str:
         return ""
+
+    async def _prepare(self) -> None:
+        """What may take longer than connecting."""
 
     async def _open_channel(self, post: Callable[[Event], None]) -> Channel:
         raise NotImplementedError
@@ -285,20 +293,23 @@ class HostServer:
 
     async def look(self, attempts: Mapping[str, str]) -> dict[str, dict[str, Any]]:
         """See dispatcher.Server."""
-        found: dict[str, dict[str, Any]] = (await self._call("look", attempts=dict(attempts), grace=self.launch.grace))[
-            "attempts"
-        ]
+        try:
+            reply = await self._call("look", attempts=dict(attempts), grace=self.launch.grace)
+        except HostSays as error:
+            raise Unreachable(str(error)) from None
+        found: dict[str, dict[str, Any]] = reply["attempts"]
         return found
 
     async def start(self, order: Order) -> dict[str, Any]:
         """See dispatcher.Server."""
         options = order.job.options
-        visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, order.gpus))}
+        env = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # as nvidia-smi numbers them, also where GPUs differ
+        env |= {**options.env, "CUDA_VISIBLE_DEVICES": ",".join(map(str, order.gpus))}
         try:
             return await self._call(
                 "start", attempt=order.attempt, job=order.job.id, output=order.job.output, slots=list(order.slots),
                 title=order.title, script=self.launch.script, arguments=list(order.arguments),
-                setup=self.settings.setup, env={**options.env, **visible, "MUSTER_JOB": document(order.job)},
+                setup=self.settings.setup, env={**env, "MUSTER_JOB": document(order.job)},
                 timeout=options.timeout, grace=self.launch.grace,
             )  # fmt: skip
         except HostSays as error:
@@ -322,7 +333,8 @@ class HostServer:
     def follow_command(self, attempt: Attempt, once: bool = False) -> list[str]:
         """A program that prints the log of an attempt until its end; once: what is there now."""
         stem = os.path.join(self._list_directory(), attempt.name, f"node_{self.name}")
-        return [sys.executable, "-I", "-S", f"{KIT}/{ENTRY}", "follow", f"{stem}.log", "/" if once else f"{stem}.exit"]
+        end = "/" if once else f"{stem}.exit"
+        return [sys.executable, *PLAIN_PYTHON, f"{KIT}/{ENTRY}", "follow", f"{stem}.log", end]
 
     def _list_directory(self) -> str:
         return self.directory or os.path.join(self.launch.cwd, "logs", "jobs", self.launch.list_id)
@@ -339,8 +351,8 @@ class LocalServer(HostServer):
 
     async def _open_channel(self, post: Callable[[Event], None]) -> Channel:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-I", "-S", f"{KIT}/{ENTRY}", "serve", cwd=self.launch.cwd, stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE, limit=1 << 24, start_new_session=True,
+            sys.executable, *PLAIN_PYTHON, f"{KIT}/{ENTRY}", "serve", cwd=self.launch.cwd,
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=1 << 24, start_new_session=True,
         )  # fmt: skip
         channel = Channel(process, self.name, post)
         await channel.hello()
@@ -376,10 +388,12 @@ class SshServer(HostServer):
         """ssh with the configuration of this server."""
         return ["ssh", "-F", str(self._config)]
 
-    async def _open_channel(self, post: Callable[[Event], None]) -> Channel:
+    async def _prepare(self) -> None:
         write_ssh_config(self._config, self.settings)
         if not self._synced:
             await self._sync()
+
+    async def _open_channel(self, post: Callable[[Event], None]) -> Channel:
         for attempt in range(2):
             command = for_any_shell(self._bootstrap())
             process = await asyncio.create_subprocess_exec(
@@ -395,26 +409,32 @@ class SshServer(HostServer):
                 printed = str(error)
                 code = await process.wait()
                 said = await errors
+            except BaseException:  # as when the time to connect is over
+                await channel.close()
+                raise
             if UPLOAD in printed and attempt == 0:
                 await self._upload()
                 continue
             if NO_PYTHON in printed:
-                raise Refused("no Python 3.10 or newer: install one, or set python for this server")
+                found = f"python {self.settings.python}: not" if self.settings.python else "no"
+                raise Refused(f"{found} Python 3.10 or newer there: install one, or set python for this server")
             raise failure(said or printed, code, self.settings.host)
         raise Refused("the kit could not be copied to it")
 
     def _bootstrap(self) -> str:
         """Line of bash: run host.py of the kit there, or say what is missing."""
-        own = [self.settings.python] if self.settings.python else []
         workdir = self.settings.workdir or "~/ml-customization"
+        own = [self.settings.python] if self.settings.python else []
+        own += [f"{base}/{path}" for path in own for base in (workdir, self.launch.cwd) if path[0] not in "~/"]
         candidates = own or [f"{workdir}/.venv/bin/python", f"{self.launch.cwd}/.venv/bin/python", "python3"]
         words = " ".join(home_relative(each) for each in candidates)
+        plain = " ".join(PLAIN_PYTHON)
         newer = shlex.quote("import sys; sys.exit(sys.version_info < (3, 10))")
         return (
             f'cd; d="${{XDG_CACHE_HOME:-$HOME/.cache}}/muster/jobs-{self._kit[0]}"; '
             f'[ -e "$d/complete" ] || {{ echo {UPLOAD}; exit 0; }}; '
             f"for p in {words}; do "
-            f'if "$p" -I -S -c {newer} 2>/dev/null; then exec "$p" -I -S "$d/{ENTRY}" serve; fi; done; '
+            f'if "$p" {plain} -c {newer} 2>/dev/null; then exec "$p" {plain} "$d/{ENTRY}" serve; fi; done; '
             f"echo {NO_PYTHON}"
         )
 
@@ -431,23 +451,29 @@ class SshServer(HostServer):
     async def _sync(self) -> None:
         """Copy the working directory there, as a first start needs it; nothing is deleted."""
         target = self.settings.workdir or str(self.launch.cwd)
-        code, said = await self._run(
-            [*self.ssh, "--", self.settings.host, for_any_shell(f"mkdir -p -- {home_relative(target)}")]
-        )
-        if code:
+        usual = "" if self.settings.workdir else f"[ ! -d ~/ml-customization ] || exit {USUAL}; "  # see find_workdir()
+        line = f"command -v rsync >/dev/null || exit {NO_RSYNC}; {usual}mkdir -p -- {home_relative(target)}"
+        self._refuse_without_rsync(there=True)
+        code, said = await self._run([*self.ssh, "--", self.settings.host, for_any_shell(line)])
+        self._refuse_without_rsync(there=code != NO_RSYNC)
+        if code == USUAL:
+            target = "ml-customization"
+        elif code:
             raise failure(said, code, self.settings.host)
         target = target.removeprefix("~/")
-        await self._rsync([*NOT_COPIED, f"{self.launch.cwd}/", f"{self.settings.host}:{target}/"])
+        await self._rsync([*NOT_COPIED, f"{self.launch.cwd}/", f"server:{target}/"])
         self._synced = True
 
     async def _after_open(self, opened: Mapping[str, Any]) -> None:
         self.shared = await self._shares_files()
-        if not self.shared and not opened["rsync"]:
-            raise Refused(
-                "rsync is not installed there, and results must be copied: install it (apt-get install rsync)"
-            )
-        if not self.shared and not shutil.which("rsync"):
-            raise Refused("rsync is not installed on this machine, and results must be copied: install it")
+        if not self.shared:
+            self._refuse_without_rsync(there=opened["rsync"])
+
+    def _refuse_without_rsync(self, there: bool) -> None:
+        if not there:
+            raise Refused("rsync is not installed there, and files must be copied: install it (apt-get install rsync)")
+        if not shutil.which("rsync"):
+            raise Refused("rsync is not installed on this machine, and files must be copied: install it")
 
     async def _shares_files(self) -> bool:
         """Whether its working directory is ours: a file that we make here is seen there."""
@@ -478,7 +504,7 @@ class SshServer(HostServer):
         line = (
             f'w=~/ml-customization; [ -d "$w" ] || w={shlex.quote(str(self.launch.cwd))}; cd -- {directory} || exit; '
             f'd="${{XDG_CACHE_HOME:-$HOME/.cache}}/muster/jobs-{self._kit[0]}"; '
-            f'exec python3 -I -S "$d/{ENTRY}" follow {log}.log {end}'
+            f'exec python3 {" ".join(PLAIN_PYTHON)} "$d/{ENTRY}" follow {log}.log {end}'
         )
         return [*self.ssh, "--", self.settings.host, for_any_shell(line)]
 
@@ -490,22 +516,24 @@ class SshServer(HostServer):
             return
         refuse_other_owner(self.launch.cwd / output, attempt.job)
         log = f"logs/jobs/{self.launch.list_id}/{attempt.name}"
-        source = f"{self.settings.host}:{self.workdir}/./"
+        source = f"server:{self.workdir}/./"
         await self._rsync(["--relative", f"{source}{output}/", f"{source}{log}/", f"{self.launch.cwd}/"])
 
     async def send(self, output: str) -> None:
         """See dispatcher.Server."""
         if not self.shared and (self.launch.cwd / output).is_dir():
-            await self._rsync(["--relative", f"{self.launch.cwd}/./{output}/", f"{self.settings.host}:{self.workdir}/"])
+            await self._rsync(["--relative", f"{self.launch.cwd}/./{output}/", f"server:{self.workdir}/"])
 
     async def _rsync(self, words: Sequence[str]) -> None:
-        shell = " ".join(self.ssh)
+        words_of_shell = [sys.executable, "-I", "-S", f"{KIT}/{RSYNC_SHELL}", str(self._config), self.settings.host]
+        shell = " ".join("'" + word.replace("'", "''") + "'" for word in words_of_shell)  # as rsync reads them
         async with self._copies:
             code, said = await self._run(["rsync", "--archive", "--protect-args", "--timeout=60", "-e", shell, *words])
         if code in (12, 30, 35, 255):
             raise Unreachable(last_line(said) or f"rsync: exit code {code}")
         if code:
-            raise OSError(last_line(said) or f"rsync: exit code {code}")
+            cause = next((line for line in said.splitlines() if line.startswith("rsync:")), last_line(said))
+            raise OSError(cause or f"rsync: exit code {code}")
 
     async def _run(self, words: Sequence[str], data: bytes = b"") -> tuple[int, str]:
         """(exit code, standard error)."""
@@ -578,7 +606,7 @@ def write_ssh_config(path: Path, server: config.Server) -> None:
     lines = [f"  {name} {value}" for name, value in said.items() if value is not None]
     text = "\n".join(["Host *", *lines, f'Include "{KIT}/scripts/lib/ssh_config"', ""])
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path.write_text(text)
+    supervisor.write(str(path), text)
 
 
 def sockets_directory(list_id: str) -> Path:

@@ -15,6 +15,7 @@ from distributed.jobs.job import Job, Options
 from distributed.jobs.journal import REQUESTS, Record
 
 FINAL = ("done", "failed", "cancelled")
+UNLISTED = "no longer in the list"  # why a job was cancelled
 # Failures that say nothing about the job. A job that has many of them may still be their cause.
 NOT_THE_JOB = ("server lost", "server restarted", "supervisor killed", "preempted")
 MOST_LOST = 5
@@ -120,6 +121,10 @@ class State:
         """Jobs that are neither done nor failed nor cancelled, in the order of the list."""
         return (each for each in self.jobs.values() if each.state not in FINAL)
 
+    def given_up(self) -> list[Attempt]:
+        """Attempts that may still run on servers that were lost."""
+        return [attempt for job in self.jobs.values() for attempt in job.attempts if attempt.state == "lost"]
+
     # ---- records
 
     def apply(self, record: Record) -> None:
@@ -139,15 +144,17 @@ class State:
         listed = {each["id"] for each in record["jobs"]}
         for number, each in enumerate(record["jobs"]):
             job = Job(each["id"], each["settings"], Options.of_public(each["options"]), each["output"])
-            if job.id in self.jobs:
-                self.jobs[job.id].job, self.jobs[job.id].number = job, number
+            if known := self.jobs.get(job.id):
+                known.job, known.number = job, number
+                if known.state == "cancelled" and known.reason == UNLISTED:
+                    self._move(known, "waiting")
             else:
                 self.jobs[job.id] = JobState(job, number)
                 self.counts["waiting"] += 1
-        for known in [each for each in self.jobs.values() if each.job.id not in listed]:
-            if known.state == "waiting" and not known.attempts:
+        for gone in [each for each in self.jobs.values() if each.job.id not in listed]:
+            if gone.state == "waiting" and not gone.attempts:
                 self.counts["waiting"] -= 1
-                del self.jobs[known.job.id]
+                del self.jobs[gone.job.id]
         self.jobs = dict(sorted(self.jobs.items(), key=lambda item: item[1].number))
 
     def _move(self, job: JobState, state: str, reason: str = "") -> None:
@@ -240,6 +247,15 @@ def listed(jobs: Iterable[Job]) -> list[dict[str, Any]]:
     ]
 
 
+def unanswered(state: State, requests: Iterable[Record]) -> list[Record]:
+    """Of these records the requests that no dispatcher has dealt with."""
+    return [each for each in requests if each["event"] in REQUESTS and request_id(each) not in state.answered]
+
+
+def request_id(request: Record) -> str:
+    return f"{request['event']} {request['time']} {' '.join(request['jobs'])}"
+
+
 def chosen(state: State, what: str, words: Iterable[str]) -> list[str]:
     """The ids of the jobs that a request is about: `all`, `failed`, ids, their beginnings, or names.
 
@@ -276,7 +292,7 @@ def judge(end: Mapping[str, Any], cancelled: bool) -> tuple[str, str]:
     end: what host.Attempt.end() found.
     """
     code, cause, message = end.get("code"), end.get("cause", ""), end.get("message", "")
-    if code == 0 and not cause:
+    if code == 0 and not cause and not (cancelled and end.get("asked")):
         return "", ""
     if cancelled:
         return "cancelled", "cancelled on request"
