@@ -556,6 +556,27 @@ def test_an_element_that_slurm_gave_up_is_waited_for_as_long_as_its_heartbeat_go
     assert judge(found[0][1], cancelled=False) == ("server lost", "SLURM says that node7 has failed")
 
 
+@pytest.mark.parametrize(
+    ("state", "failure"), [("OUT_OF_MEMORY", "out of memory"), ("NODE_FAIL", "server lost"), ("FAILED", "signal")]
+)
+def test_a_command_that_was_killed_has_the_cause_that_slurm_names_a_moment_later(
+    submitted: Element, state: str, failure: str
+) -> None:
+    begun(submitted)
+    supervisor.write(submitted.files.exit, "137\n")
+    assert seen(submitted, "COMPLETING", now=1.0) == []
+    found = seen(submitted, state, now=2.0)
+    assert kinds(found) == ["ended"]
+    assert judge(found[0][1], cancelled=False)[0] == failure
+
+
+def test_slurm_has_not_for_ever_to_name_a_cause(submitted: Element) -> None:
+    begun(submitted)
+    supervisor.write(submitted.files.exit, "143\n")
+    assert seen(submitted, "COMPLETING", now=1.0) == []
+    assert kinds(seen(submitted, "COMPLETING", now=2.0 + element.EXPLAIN)) == ["ended"]
+
+
 def test_an_element_that_comes_back_to_the_queue_is_not_given_up(submitted: Element) -> None:
     begun(submitted)
     assert kinds(seen(submitted, "COMPLETED", now=0.0)) == ["started"]

@@ -117,7 +117,9 @@ def blocks(order: Facts, here: dict[str, str]) -> tuple[bytes, bytes]:
     """
     cores = here.get("SLURM_CPUS_PER_TASK") or here.get("SLURM_CPUS_ON_NODE") or "1"
     defaults = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": cores}
-    if not order["gpus"]:
+    if order["gpus"]:
+        defaults["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # as SLURM numbers them
+    else:
         defaults["CUDA_VISIBLE_DEVICES"] = ""
     given = {name: value for name, value in {**defaults, **order["call"]}.items() if name not in here}
     return block(given), block(order["env"])

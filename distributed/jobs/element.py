@@ -12,6 +12,7 @@ import json
 import math
 import os
 import shutil
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -23,6 +24,10 @@ from distributed.launch import supervisor
 
 LATE = 30.0  # seconds that an exit code, or a heartbeat, may take from a compute node to here
 LOCKED = 180.0  # seconds for which a lock alone, without a heartbeat, means that the supervisor is there
+
+EXPLAIN = 10.0  # seconds that SLURM may take to say that it was the cause
+SIGNALS = (128 + signal.SIGTERM, supervisor.KILLED)  # exit codes of what SLURM ends
+OF_SLURM = ("CANCELLED", "DEADLINE", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT")
 
 Facts = dict[str, Any]
 
@@ -40,6 +45,7 @@ class Element(host.Attempt):
         self.shown = ""  # why it waits, as it was reported last
         self.cancel_at = math.inf  # when scancel is called
         self._gone_at: float | None = None
+        self._ended_at: float | None = None
         self._beat = 0.0
         self._reported = False
 
@@ -129,7 +135,8 @@ class Element(host.Attempt):
         elif self.entry and self.entry.waits and not self.begun:
             yield from self._wait(self.entry)
         elif self.has_ended():
-            yield "ended", self._last()
+            if self._is_explained(queue, now):
+                yield "ended", self._last()
         else:
             yield from self._run(now, progress)
             if current and (self.entry is None or self.entry.ended):
@@ -156,8 +163,7 @@ class Element(host.Attempt):
     def _conclude(self, now: float) -> Iterator[tuple[str, Facts]]:
         """SLURM is done with it, and there is no exit code."""
         names = self.names()
-        if self.has_ended():
-            yield "ended", self._last()
+        if self.has_ended():  # seen by the next look
             return
         taken = not any(name.startswith(f"{ORDER}.") for name in names)
         if not taken and not self.entry and not os.path.exists(job_path(os.path.dirname(self.output_of_element()))):
@@ -177,15 +183,26 @@ class Element(host.Attempt):
         beat = host.modified(self.files.heartbeat) or 0.0
         if self._gone_at is None or beat != self._beat:
             if self._gone_at is not None and self.entry:  # it goes on, and SLURM does not know
-                supervisor.write(self.files.request, "kill\n")
+                self._ask("kill")
             self._gone_at, self._beat = now, beat
         return now - self._gone_at > (LOCKED if self.locked() else LATE)
+
+    def _is_explained(self, queue: Queue, now: float) -> bool:
+        """A command that a signal has ended may have been ended by SLURM, which then says so a moment later."""
+        if self._ended_at is None:
+            self._ended_at = now
+        quiet = supervisor.read_code(self.files.exit) not in SIGNALS or supervisor.read_json(self.files.record)
+        known = queue.began > self.since and (self.entry is None or self.entry.ended)
+        return bool(quiet) or known or now - self._ended_at > EXPLAIN
 
     def _last(self) -> Facts:
         with contextlib.suppress(OSError):  # what an element prints is of use only when it cannot begin
             if os.path.getsize(self.output_of_element()) == 0:
                 os.unlink(self.output_of_element())
-        return self.end()
+        end = self.end()
+        if end["code"] in SIGNALS and not end["cause"] and self.entry and self.entry.state in OF_SLURM:
+            end["cause"], end["message"] = end_without_code(self.entry, taken=True, begun=True)
+        return end
 
     def _without_code(self, taken: bool) -> Facts:
         printed = host.last_lines(self.output_of_element())
@@ -206,9 +223,17 @@ class Element(host.Attempt):
             self.since = time.monotonic()
             self.cancel_at = self.since
         elif not self.has_ended():
-            supervisor.write(self.files.request, "kill\n" if kill else "stop\n")
-            grace = 0.0 if kill else self.grace
-            self.cancel_at = min(self.cancel_at, time.monotonic() + grace + 2 * supervisor.UNRESPONSIVE)
+            asked = self._ask("kill" if kill else "stop")
+            wait = (0.0 if kill else self.grace) + 2 * supervisor.UNRESPONSIVE if asked else 0.0
+            self.cancel_at = min(self.cancel_at, time.monotonic() + wait)
+
+    def _ask(self, request: str) -> bool:
+        """Whether the request could be written: on a full disk it cannot, and SLURM sends SIGTERM instead."""
+        try:
+            supervisor.write(self.files.request, request + "\n")
+        except OSError:
+            return False
+        return True
 
 
 def never_started() -> Facts:

@@ -29,7 +29,7 @@ import secrets
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -171,7 +171,7 @@ class SlurmServer:
         self._kill_wait = number_in(setting(config, "KillWait"), 30)
         self._gone = asyncio.get_running_loop().create_future()
         self._queue, self._elements, self._held = Queue(), {}, []
-        self._polling = asyncio.ensure_future(self._poll())
+        self._polling = self._begin(self._poll())
         version = setting(config, "SLURM_VERSION")
         more = "; of servers only the first is used" if self._has_more_servers else ""
         return f"SLURM {version}, up to {len(self.room.slots)} jobs in its queue; watch: squeue --me{more}"
@@ -206,6 +206,17 @@ class SlurmServer:
         self._closing = True
         self._lose("closed")
         await self._end_tasks()
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """A task whose failure ends the dispatcher."""
+
+        def look(task: asyncio.Task[None]) -> None:
+            if not task.cancelled() and (error := task.exception()):
+                self._post(Event("broken", SERVER, {"error": error}))
+
+        task = asyncio.get_running_loop().create_task(work)
+        task.add_done_callback(look)
+        return task
 
     async def _end_tasks(self) -> None:
         """sbatch is waited for: what it has submitted is to be known."""
@@ -338,7 +349,7 @@ class SlurmServer:
 
     def _submit_soon(self) -> None:
         if not self._submitting and not self._closing:
-            self._submitting = asyncio.ensure_future(self._submit_all())
+            self._submitting = self._begin(self._submit_all())
 
     async def _submit_all(self) -> None:
         await asyncio.sleep(GATHER)
@@ -392,7 +403,8 @@ class SlurmServer:
         """Of sbatch."""
         job = out.strip().splitlines()[-1].partition(";")[0] if out.strip() else ""
         if code == 0 and job.isdecimal():
-            await asyncio.to_thread(supervisor.write, job_path(self._array_path(array)), f"{job}\n")
+            with contextlib.suppress(OSError):  # a full disk; SLURM knows the array by its name, too
+                await asyncio.to_thread(supervisor.write, job_path(self._array_path(array)), f"{job}\n")
             self._watch(starts, array)
         elif code == 0 or any_of(SILENCE, err):
             self._no_answer(starts, f"sbatch: {said(err) or out.strip()}")
@@ -482,7 +494,11 @@ class SlurmServer:
         queue = self._queue
 
         def look(elements: Sequence[Element]) -> list[tuple[Element, str, Facts]]:
-            return [(each, kind, facts) for each in elements for kind, facts in each.look(queue, now, progress)]
+            found: list[tuple[Element, str, Facts]] = []
+            for each in elements:
+                with contextlib.suppress(OSError):  # the file system is disturbed: the next look
+                    found.extend((each, kind, facts) for kind, facts in each.look(queue, now, progress))
+            return found
 
         async with self._files:
             elements = [each for each in self._elements.values() if each.array]
