@@ -620,6 +620,11 @@ def test_what_a_later_dispatcher_finds_of_an_attempt(listing: Path) -> None:
     assert held.find() == "ended"
     begun(other)
     assert (other.find(), other.array, other.index) == ("there", ARRAY, 0)
+    supervisor.write(other.files.exit, "137\n")
+    assert other.find() == "there"  # SLURM may know why
+    os.mkdir(os.path.dirname(other.files.record))
+    supervisor.write_record(other.files, "killed", "its guard was there")
+    assert other.find() == "ended"
 
 
 # ---------------------------------------------------------------- the server
@@ -700,6 +705,9 @@ def test_what_a_full_queue_does_not_take_waits_and_can_be_cancelled(tmp_path: Pa
     assert "not yet in SLURM's queue: QOSMaxSubmitJobPerUserLimit" in events[0].facts["reason"]
     assert list(Path(server.directory).glob("*/order"))
     events.clear()
+    with pytest.raises(Unreachable):
+        asyncio.run(server.stop("j0.1", kill=False))  # what SLURM has is not known yet
+    server._ready = True
     asyncio.run(server.stop("j0.1", kill=False))
     assert [(each.kind, each.facts["attempt"]) for each in events] == [("ended", "j0.1")]
     assert not list(Path(server.directory).glob("*/order*"))

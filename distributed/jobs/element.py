@@ -106,12 +106,12 @@ class Element(host.Attempt):
 
     def find(self) -> str:
         """absent, ended, held (in no array yet) or there; for a dispatcher that has not seen it start."""
-        names = self.names()
-        if self.has_ended():
-            return "ended"
-        if ORDER in names:
+        if ORDER in self.names():
             return "held"
-        if not self.locate():
+        known, ended = self.locate(), self.has_ended()
+        if ended and (self._says_all() or not known):
+            return "ended"
+        if not known:
             self.forget_order()
             return "absent"
         self.since = -math.inf
@@ -191,9 +191,12 @@ class Element(host.Attempt):
         """A command that a signal has ended may have been ended by SLURM, which then says so a moment later."""
         if self._ended_at is None:
             self._ended_at = now
-        quiet = supervisor.read_code(self.files.exit) not in SIGNALS or supervisor.read_json(self.files.record)
         known = queue.began > self.since and (self.entry is None or self.entry.ended)
-        return bool(quiet) or known or now - self._ended_at > EXPLAIN
+        return self._says_all() or known or now - self._ended_at > EXPLAIN
+
+    def _says_all(self) -> bool:
+        """Whether SLURM has nothing to add to what its files say about its end."""
+        return supervisor.read_code(self.files.exit) not in SIGNALS or bool(supervisor.read_json(self.files.record))
 
     def _last(self) -> Facts:
         with contextlib.suppress(OSError):  # what an element prints is of use only when it cannot begin

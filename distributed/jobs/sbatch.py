@@ -226,7 +226,7 @@ def end_without_code(entry: Entry | None, taken: bool, begun: bool = False, prin
     if not begun and printed:
         return "not started", printed
     if not taken:
-        return "not started", f"SLURM ended it before it was started: {state}"
+        return "not started", f"SLURM says {state}; do the compute nodes have the same working directory?"
     if state:
         return "killed", f"its supervisor on {node or 'its node'} has ended without a word; SLURM says {state}"
     return "killed", "its supervisor has ended without a word, and SLURM does not know it any more"

@@ -144,6 +144,7 @@ class SlurmServer:
         self._submitting: asyncio.Task[None] | None = None
         self._polling: asyncio.Task[None] | None = None
         self._gone: asyncio.Future[str] | None = None
+        self._ready = False  # the elements are known
         self._closing = False
 
     def _check_workdir(self) -> None:
@@ -158,6 +159,7 @@ class SlurmServer:
 
     async def connect(self, post: Callable[[Event], None]) -> str:
         """See dispatcher.Server."""
+        self._ready = False
         await self._end_tasks()
         self._post = post
         self._check_programs()
@@ -195,6 +197,7 @@ class SlurmServer:
         return await asyncio.shield(self._gone)
 
     def _lose(self, reason: str) -> None:
+        self._ready = False
         if self._gone and not self._gone.done():
             self._gone.set_result(reason)
         for start in self._starts:
@@ -275,6 +278,7 @@ class SlurmServer:
             if state == "held":
                 self._hold(Start(element, needs_of(element)))
         self._unwanted = self._orphans()
+        self._ready = True
         return found
 
     def _element(self, name: str, output: str) -> Element:
@@ -344,6 +348,7 @@ class SlurmServer:
         except host.HostError as error:
             return NotStarted(str(error), error.of_job)
         except OSError as error:
+            element.forget_order()
             return NotStarted(f"{error.filename}: {error.strerror}" if error.filename else str(error))
         return None
 
@@ -389,8 +394,7 @@ class SlurmServer:
         try:
             await asyncio.to_thread(assign, path, array, [start.element for start in starts])
         except OSError as error:
-            for start in starts:
-                self._refuse(start, NotStarted(f"{error.filename or path}: {error.strerror}"))
+            await self._refuse_all(starts, array, NotStarted(f"{error.filename or path}: {error.strerror}"))
             return
         try:
             reply = await self._run(self._sbatch(needs, array, len(starts)), SUBMIT)
@@ -411,9 +415,12 @@ class SlurmServer:
         elif any_of(LIMITS, err):
             await self._not_so_many(needs, starts, array, said(err))
         else:
-            await asyncio.to_thread(discard, self._array_path(array), [start.element for start in starts])
-            for start in starts:
-                self._refuse(start, NotStarted(f"sbatch: {said(err)}", needs.of_job))
+            await self._refuse_all(starts, array, NotStarted(f"sbatch: {said(err)}", needs.of_job))
+
+    async def _refuse_all(self, starts: Sequence[Start], array: str, error: NotStarted) -> None:
+        await asyncio.to_thread(discard, self._array_path(array), [start.element for start in starts])
+        for start in starts:
+            self._refuse(start, error)
 
     def _array_path(self, array: str) -> str:
         return os.path.join(self.directory, f"array-{array}")
@@ -525,6 +532,8 @@ class SlurmServer:
 
     async def stop(self, attempt: str, kill: bool) -> None:
         """See dispatcher.Server."""
+        if not self._ready:
+            raise Unreachable("not connected")
         element = self._elements.get(attempt)
         if not element:
             return
