@@ -15,7 +15,7 @@ usage: run_distributed_training.py --cluster-config FILE --jobs-config FILE [opt
   --max-failures N       pause the list when N jobs have failed
   --fail-fast            cancel everything when a job has failed
   --gpu-free-mib N       use a GPU when N MiB of its memory are free (default: when others use less than 1000 MiB)
-  --lost-after SECONDS   without a connection for so long, the jobs of a server run elsewhere (default: 600)
+  --lost-after SECONDS   ssh: without a connection for so long, the jobs of a server run elsewhere (default: 600)
   --grace SECONDS        time between SIGTERM and SIGKILL (default: 30)
   --no-tmux              no tmux sessions on the servers
   --plan                 print where and when each job would run, and start nothing
@@ -248,7 +248,7 @@ def make_servers(asked: Call, list_id: str) -> list[Server]:
     if given.backend == "slurm":
         from distributed.jobs.slurm import SlurmServer
 
-        return [SlurmServer(asked.cluster, launch)]
+        return [SlurmServer(asked.cluster, launch, sum(job.options.gpus for job in asked.jobs))]
     for server in asked.cluster.servers:
         if server.ssh_key and not Path(server.ssh_key).expanduser().is_file():
             raise ConfigError(f"{given.cluster_config}: {server.host}: ssh_key={server.ssh_key}: there is no such file")
@@ -295,7 +295,8 @@ def run(given: argparse.Namespace) -> int:
 
 
 def policy_of(given: argparse.Namespace, drain: bool = False) -> Policy:
-    return Policy(given.max_failures, given.fail_fast, float(given.lost_after), given.gpu_free_mib, drain)
+    lost_after = float("inf") if given.backend == "slurm" else float(given.lost_after)  # there is no other SLURM
+    return Policy(given.max_failures, given.fail_fast, lost_after, given.gpu_free_mib, drain)
 
 
 def refuse_other_list(state: State, asked: Call) -> None:
@@ -546,7 +547,8 @@ def attempt_line(attempt: Attempt) -> str:
     began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(attempt.start))
     took = f", {duration(attempt.seconds)}" if attempt.seconds is not None else ""
     end = attempt.state if attempt.open else attempt.how if attempt.failure else "done"
-    return f"attempt {attempt.number} on {place_of(attempt)}, {began}{took}: {end}"
+    host = f" ({attempt.process['host']})" if attempt.process.get("host") else ""
+    return f"attempt {attempt.number} on {place_of(attempt)}{host}, {began}{took}: {end}"
 
 
 def explanation(state: State, job: JobState, log_file: Path) -> list[str]:
@@ -583,7 +585,7 @@ def logs(given: argparse.Namespace, path: Path) -> int:
     if attempt.open or not log.exists():
         asked = stored_call(state)
         server = next((each for each in make_servers(asked, state.id) if each.name == attempt.server), None)
-        if server is None or not isinstance(server, servers.HostServer):
+        if server is None:
             raise ValueError(f"{attempt.server}: no longer in the cluster config: its log cannot be read from here")
         command = server.follow_command(attempt)
         if not given.follow:

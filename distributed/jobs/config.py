@@ -98,6 +98,7 @@ class Cluster(Checked):
     script_path: Text = "train.py"
     defaults: ServerOptions = Field(default_factory=ServerOptions)
     sbatch: list[Text] = Field(default_factory=list)  # options of sbatch for --backend slurm
+    max_queued: int = Field(256, ge=1, le=100_000)  # jobs that may be in SLURM's queue or running at once
 
     @model_validator(mode="before")
     @classmethod

@@ -201,6 +201,8 @@ def numbers(job: JobState, attempt: Attempt) -> list[str]:
     """Step, loss, held-out loss, time, time left."""
     if attempt.state == "starting":
         return ["starting", "", "", "", ""]
+    if not attempt.process:
+        return ["queued", "", "", "", ""]
     left = remaining(job, attempt)
     return [*measured(job), clock(time.time() - attempt.start), "" if left is None else clock(left)]
 

@@ -454,7 +454,7 @@ class Supervisor:
         while not (self._swept and self._output_ended):
             self._wait()
             self._look_at_clock()
-        self._finish()
+        self.finish()
         while any(stream.pending for stream in self._streams):
             self._wait()
             self._look_at_clock()
@@ -524,10 +524,15 @@ class Supervisor:
         for number in os.read(self._signals, 4096):
             if number == signal.SIGCHLD:
                 self._reap()
-            elif self.stopping:
-                self.kill()
             else:
-                self.stop()
+                self.take_signal()
+
+    def take_signal(self) -> None:
+        """SIGTERM, SIGINT or SIGHUP."""
+        if self.stopping:
+            self.kill()
+        else:
+            self.stop()
 
     def _reap(self) -> None:
         with contextlib.suppress(ChildProcessError):
@@ -627,7 +632,8 @@ class Supervisor:
         if self.code is not None and not rest:
             self._swept = True
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
+        """Nothing of the command is left: write its exit code, last of all."""
         if self._detached:
             self._write_usage()
         try:
