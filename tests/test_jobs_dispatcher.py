@@ -854,21 +854,21 @@ def test_to_cancel_a_job_that_has_ended_changes_nothing_and_does_not_forbid_to_r
     tmp_path: Path, code: int
 ) -> None:
     async def story() -> None:
-        one = Simulated("one")
-        one.script = exits(code, STAYS) if code else exits(code)
+        one = Simulated("one", 2)
         told = Story(tmp_path, one, jobs=[job(0, retries=0), job(1)])
         one.script = lambda order: code if order.job == told.jobs[0] else STAYS
-        ended = "failed" if code else "done"
         async with told:
-            await told.until(lambda: told.of().state == ended and one.running())
+            await told.until(lambda: told.of().state == ("failed" if code else "done"))
             told.ask("cancel", told.jobs[0].id)
             await told.until(lambda: len(told.state.answered) == 1)
-            one.script = exits()
+            one.script = lambda order: STAYS
             told.ask("retry", told.jobs[0].id)
-            await told.until(lambda: len(told.state.answered) == 2)
-            one.end(one.running()[0])
+            await told.until(lambda: len(told.state.answered) == 2 and len(one.running()) == (2 if code else 1))
+            await told.until(lambda: all(each.state == "running" for each in told.state.open.values()))
+            for name in one.running():
+                one.end(name)
             await told.over()
-        assert told.states() == ["done", "done"]
+        assert (told.states(), one.stops) == (["done", "done"], [])
         assert told.failures() == (["exit code", ""] if code else [""])
 
     play(story())
@@ -989,17 +989,16 @@ def test_a_job_that_is_put_back_into_the_list_runs(tmp_path: Path) -> None:
         one = Simulated("one")
         one.script = exits(1, STAYS)
         async with Story(tmp_path, one, jobs=[job(0), job(1)]) as told:
-            await told.until(lambda: len(one.orders) == 2)  # job 0 waits for its second attempt
+            await told.until(one.running)
+            assert told.states() == ["waiting", "running"]  # for its second attempt
             one.end(one.running()[0])
-            await told.until(lambda: told.state.counts["done"] == 1)
-        waiting = [each.job for each in told.state.jobs.values() if each.state != "done"]
-        one.room.free = {0}
-        async with Story(tmp_path, one, jobs=[job(9)]) as told:
-            await told.over()
-        one.room.free = {0}
-        async with Story(tmp_path, one, jobs=[job(0), job(1), job(9)]) as told:
-            await told.over()
-        assert told.states() == ["done"] * 3, waiting
+            one.cut()
+        for jobs in ([job(1)], [job(0), job(1)]):
+            one.mend()
+            one.room.free = {0}
+            async with Story(tmp_path, one, jobs=jobs) as told:
+                await told.over()
+        assert told.states() == ["done", "done"]
 
     play(story())
 
