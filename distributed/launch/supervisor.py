@@ -684,7 +684,6 @@ def run(options: Options) -> int:
     elif options.environment:
         block = take_block(options.environment)
     try:
-        os.makedirs(os.path.dirname(files.record), exist_ok=True)
         if options.detach:
             return detached(lambda started: supervise(options, block, started=started))
         return supervise(options, block, received)
@@ -696,6 +695,7 @@ def run(options: Options) -> int:
 def supervise(options: Options, block: bytes, received: bytes = b"", started: Callable[[], None] = lambda: None) -> int:
     """Run the command to its end. Calls started() when it runs."""
     command, files = options.command, options.files
+    os.makedirs(os.path.dirname(files.record), exist_ok=True)
     if options.source:
         command = [WRAPPER, "--exec", os.path.abspath(options.source), *command]
     with contextlib.suppress(PermissionError):  # it leads a session already
