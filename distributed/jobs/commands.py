@@ -386,6 +386,8 @@ def report_end(state: State, outcome: str, results: Results, log_file: Path, put
     option = "" if str(log_file) == "results.json" else f" --log-file {log_file}"
     if counts["failed"]:
         put(f"  see: {PROGRAM} why JOB{option}; again: {PROGRAM} retry failed{option}")
+    for server in sorted({attempt.server for attempt in state.given_up()}):
+        put(f"  {server}: was lost; what ran there may still run: {PROGRAM} cancel all{option} ends it when it is back")
     if outcome in ("paused", "interrupted"):
         put(f"  to go on: {PROGRAM} resume{option}; to end it: {PROGRAM} cancel all{option}")
     if results.trouble:
@@ -564,10 +566,11 @@ def cancel(given: argparse.Namespace, path: Path) -> int:
     """Ask the dispatcher; where none runs, do its work for these jobs."""
     state = state_of(path)
     jobs = chosen(state, "cancel", given.jobs)
-    if not jobs:
+    if not jobs and not state.given_up():
         print("nothing to cancel: no job is waiting or running")
         return 0
-    journal.request(path, "cancel", jobs)
+    if jobs:
+        journal.request(path, "cancel", jobs)
     if journal.dispatcher_runs(path):
         return wait_until_final(path, jobs)
     log_file = given.log_file.absolute()

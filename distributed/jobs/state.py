@@ -118,6 +118,10 @@ class State:
         """Jobs that are neither done nor failed nor cancelled, in the order of the list."""
         return (each for each in self.jobs.values() if each.state not in FINAL)
 
+    def given_up(self) -> list[Attempt]:
+        """Attempts that may still run on servers that were lost."""
+        return [attempt for job in self.jobs.values() for attempt in job.attempts if attempt.state == "lost"]
+
     # ---- records
 
     def apply(self, record: Record) -> None:
