@@ -989,8 +989,7 @@ def test_a_job_that_is_put_back_into_the_list_runs(tmp_path: Path) -> None:
         one = Simulated("one")
         one.script = exits(1, STAYS)
         async with Story(tmp_path, one, jobs=[job(0), job(1)]) as told:
-            await told.until(one.running)
-            assert told.states() == ["waiting", "running"]  # for its second attempt
+            await told.until(lambda: one.running() and told.states() == ["waiting", "running"])  # for a second attempt
             one.end(one.running()[0])
             one.cut()
         for jobs in ([job(1)], [job(0), job(1)]):
