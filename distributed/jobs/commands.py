@@ -480,7 +480,11 @@ def show(table: Sequence[Sequence[str]], below: Sequence[str] = ()) -> None:
 
 
 def state_of(path: Path) -> State:
-    return State.of(journal.read(path)[0])
+    """What the journal of a list tells. Raises CallError where its dispatcher ended before it wrote down the list."""
+    state = State.of(journal.read(path)[0])
+    if not state.id:
+        raise CallError(f"{path}: there is no list of jobs in it; give the call that was to begin it once more")
+    return state
 
 
 def status(given: argparse.Namespace, path: Path) -> int:

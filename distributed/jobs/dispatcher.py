@@ -532,15 +532,19 @@ class Dispatcher:
             self._record("settle", job=job.job.id, state="cancelled", reason=UNLISTED)
             return
         self._cancelling |= job.cancel
-        avoid = {each.server for each in job.attempts[job.forgiven :] if each.failure}
-        others = [name for name, room in self.rooms.items() if name not in avoid and self._could_run(job.job, name)]
-        effective = frozenset(avoid if others else ())
-        if avoid:
-            self._avoided[job.job.id] = effective
+        avoid = self._to_avoid(job)
+        if job.attempts:
+            self._avoided[job.job.id] = avoid
         real = self.jobs[job.job.id]
         seconds = real.options.expected_seconds
-        self.queue.put(real, job.number, self._expected if seconds is None else seconds, effective)
+        self.queue.put(real, job.number, self._expected if seconds is None else seconds, avoid)
         self._placing = True
+
+    def _to_avoid(self, job: JobState) -> frozenset[str]:
+        """Servers on which it has failed, where it could run on another one."""
+        failed = frozenset(each.server for each in job.attempts[job.forgiven :] if each.failure)
+        others = failed and any(name not in failed and self._could_run(job.job, name) for name in self.rooms)
+        return failed if others else frozenset()
 
     def _could_run(self, job: Job, server: str) -> bool:
         room = self.rooms[server]
@@ -549,9 +553,10 @@ class Dispatcher:
 
     def _requeue_avoided(self) -> None:
         """Whether another server could take a job that has failed may have changed."""
-        for job_id in [job for job in self._avoided if job in self.queue]:
-            self.queue.remove(job_id)
-            self._enqueue(self.state.jobs[job_id])
+        for job_id, avoid in list(self._avoided.items()):
+            if job_id in self.queue and self._to_avoid(self.state.jobs[job_id]) != avoid:
+                self.queue.remove(job_id)
+                self._enqueue(self.state.jobs[job_id])
 
     # ---------------------------------------------------------------- ending
 

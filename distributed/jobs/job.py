@@ -44,8 +44,7 @@ class Options:
     @classmethod
     def of_public(cls, said: Mapping[str, Any]) -> Options:
         """What public() gave; the values of the environment are lost."""
-        known = {name: value for name, value in said.items() if name != "env"}
-        return cls(**known | {"labels": tuple(said.get("labels", ()))})
+        return cls(**{**said, "labels": tuple(said.get("labels", ())), "env": dict.fromkeys(said.get("env", ()), "")})
 
 
 @dataclass(frozen=True)
@@ -107,6 +106,9 @@ def document(job: Job) -> str:
 
 def arguments(job: Job, device: str) -> list[str]:
     """`--key value` for each key: a list as several values, true as a flag, false and null not at all.
+
+    A value that begins with a dash is passed as it is, too: argparse takes `--lr -5`, but refuses `--name -x`, which a
+    script that must take it finds in MUSTER_JOB.
 
     Raises:
         JobError: a key or value that cannot be an argument.
