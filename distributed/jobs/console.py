@@ -65,7 +65,7 @@ def overview(state: State, links: Mapping[str, Link]) -> list[RenderableType]:
         table.add_column(heading, no_wrap=True, overflow="ellipsis", ratio=3 if heading == "job" else None)
     running = {(each.server, slot): each for each in state.open.values() for slot in each.slots}
     for name, link in links.items():
-        if link.state != "ready":
+        if link.state != "ready" or not link.usable:
             table.add_row(name, Text(f"{link.state}: {link.reason}" if link.reason else link.state, style="yellow"))
         for slot in link.server.room.slots:
             where = f"{name}:{slot.index}" if slot.gpu is None else f"{name} GPU {slot.gpu}"

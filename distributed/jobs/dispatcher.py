@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import statistics
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -128,6 +128,11 @@ class Link:
     gpus_seen: bool = False
     note: str = ""
 
+    @property
+    def usable(self) -> bool:
+        """Whether it may get jobs, now or when it is connected."""
+        return self.state != "refused" and self.strikes < STRIKES
+
 
 class Dispatcher:
     """One job list, from now to its end."""
@@ -148,19 +153,23 @@ class Dispatcher:
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._actions: list[Callable[[], Coroutine[Any, Any, None]]] = []
         self._tasks: set[asyncio.Task[None]] = set()
+        self._began = time.monotonic()
+        self._unlisted: set[str] = set()  # servers of running jobs that are not in the cluster config any more
         self._early = 0  # failures in a row
         self._expected = 1.0  # seconds, of a job that says nothing: the mean of those that ended last
         self._durations: deque[float] = deque(maxlen=100)
         self._avoided: dict[str, frozenset[str]] = {}
         self._placing = True  # something has changed that may let a job start
+        self._starting: set[str] = set()  # attempts whose start is under way: what a server knows of them is old
         self._stopping: set[str] = set()  # attempts that were told to stop
+        self._seated: defaultdict[str, dict[str, Attempt]] = defaultdict(dict)  # server -> attempts that hold slots
         self._cancelling = True  # a job that waits may have to be cancelled
 
     # ---------------------------------------------------------------- the loop
 
     async def run(self) -> None:
         """Until nothing is left to do, or interrupt()."""
-        for attempt in self.state.open.values():
+        for attempt in self._left_behind():
             self._occupy(attempt)
         for job in self.state.unfinished():
             if job.state == "waiting":
@@ -169,6 +178,11 @@ class Dispatcher:
                 self._after_end(job, job.last)
         self._drop_unlisted()
         self._answer_requests()
+        self._unlisted = self._unlisted_servers()
+        for server in sorted(self._unlisted):
+            self._say(
+                f"{server}: no longer in the cluster config; its jobs run elsewhere in {self.policy.lost_after:.0f} s"
+            )
         for link in self.links.values():
             self._spawn(self._keep_connected(link))
         try:
@@ -292,12 +306,15 @@ class Dispatcher:
                     watching.cancel()
             self.post(Event("unreachable", server.name, {"reason": reason}))
 
-    def _attempts_on(self, server: str) -> list[Attempt]:
-        """Attempts that may still be there."""
+    def _left_behind(self) -> list[Attempt]:
+        """Attempts that may still be on their servers."""
         return [
             attempt for job in self.state.jobs.values() for attempt in job.attempts
-            if attempt.server == server and (attempt.open or attempt.state == "lost")
+            if attempt.open or attempt.state == "lost"
         ]  # fmt: skip
+
+    def _attempts_on(self, server: str) -> list[Attempt]:
+        return [attempt for attempt in self._left_behind() if attempt.server == server]
 
     async def _watch_gpus(self, link: Link) -> None:
         with contextlib.suppress(Unreachable):
@@ -334,9 +351,11 @@ class Dispatcher:
                 self._stop(attempt)
         elif found["state"] == "ended":
             self._end(attempt, found)
+        elif name in self._starting:  # its reply follows
+            pass
         elif attempt.state == "starting":
             self._free(attempt)
-            self._record("not_started", attempt=name, reason="the dispatcher ended before it was started")
+            self._record("not_started", attempt=name, reason="the connection was lost before it was started")
             self._enqueue(self.state.jobs[attempt.job])
         else:
             self._lose(attempt, "server lost", f"nothing of it is left on {link.server.name}: were its files removed?")
@@ -385,7 +404,7 @@ class Dispatcher:
             self._say(f"{link.server.name}: GPU {', '.join(map(str, gone))}: free again")
 
     def _open_room(self, link: Link) -> None:
-        ready = link.state == "ready" and time.monotonic() >= link.closed_until
+        ready = link.state == "ready" and link.usable and time.monotonic() >= link.closed_until
         link.server.room.open = ready and (link.gpus_seen or not link.server.watches_gpus)
         self._placing = True
         self._requeue_avoided()
@@ -401,9 +420,19 @@ class Dispatcher:
             name = f"{job_id}.{job.next_number}"
             self._record("start", attempt=name, server=server, slots=[slot.index for slot in slots], gpus=gpus)
             attempt = job.attempts[-1]
+            self._occupy(attempt)
             self._actions.append(lambda attempt=attempt: self._start(attempt))  # type: ignore[misc]
 
     async def _start(self, attempt: Attempt) -> None:
+        if attempt.name not in self.state.open:  # given back while the journal could not be written
+            return
+        self._starting.add(attempt.name)
+        try:
+            await self._start_there(attempt)
+        finally:
+            self._starting.discard(attempt.name)
+
+    async def _start_there(self, attempt: Attempt) -> None:
         server, job = self.links[attempt.server].server, self.jobs[attempt.job]
         order = Order(
             attempt.name, job, attempt.slots, attempt.gpus,
@@ -411,7 +440,10 @@ class Dispatcher:
         )  # fmt: skip
         try:
             if any(earlier.server != attempt.server for earlier in self.state.jobs[job.id].attempts):
-                await server.send(job.output)
+                try:
+                    await server.send(job.output)
+                except Unreachable as error:  # so it was not started for certain
+                    raise NotStarted(str(error)) from None
             found = await server.start(order)
         except NotStarted as error:
             facts = {"attempt": attempt.name, "reason": str(error), "of_job": error.of_job}
@@ -451,14 +483,18 @@ class Dispatcher:
         self._record("not_started", attempt=attempt.name, reason=f"{event.server}: {reason}")
         self._enqueue(self.state.jobs[attempt.job])
         self._cancelling = True
-        link = self.links[event.server]
-        link.strikes += 1
-        link.closed_until = time.monotonic() + COOLING * link.strikes
-        if link.strikes >= STRIKES:
-            self._on_refused(Event("refused", event.server, {"reason": reason}))
-        else:
-            self._say(f"{event.server}: {self._name(attempt)} was not started: {reason}")
-            self._open_room(link)
+        self._say(f"{event.server}: {self._name(attempt)} was not started: {reason}")
+        self._strike(self.links[event.server], reason)
+
+    def _strike(self, link: Link, reason: str) -> None:
+        """No jobs for a while, and none any more after STRIKES; what runs there goes on."""
+        if link.usable and time.monotonic() >= link.closed_until:  # jobs that were refused together count as one
+            link.strikes += 1
+            link.closed_until = time.monotonic() + COOLING * link.strikes
+            if not link.usable:
+                link.reason = f"gets no more jobs: {reason}"
+                self._say(f"{link.server.name}: {link.reason}")
+        self._open_room(link)
 
     def _enqueue(self, job: JobState) -> None:
         if job.job.id not in self.jobs:  # no longer in the list
@@ -476,7 +512,7 @@ class Dispatcher:
     def _could_run(self, job: Job, server: str) -> bool:
         room = self.rooms[server]
         fits = frozenset(job.options.labels) <= room.labels and job.options.gpus <= room.capacity()
-        return fits and self.links[server].state != "refused"
+        return fits and self.links[server].usable
 
     def _requeue_avoided(self) -> None:
         """Whether another server could take a job that has failed may have changed."""
@@ -511,7 +547,8 @@ class Dispatcher:
 
     def _lose(self, attempt: Attempt, failure: str, reason: str) -> None:
         """Give an attempt up. Its slots stay taken until its server says that it is gone."""
-        self._record("lost", attempt=attempt.name, failure=failure, reason=reason)
+        known = {"ended": attempt.end, "code": attempt.code, "peak_memory": attempt.peak_memory, "lines": attempt.lines}
+        self._record("lost", attempt=attempt.name, failure=failure, reason=reason, **known)
         self._after_end(self.state.jobs[attempt.job], attempt)
 
     def _after_end(self, job: JobState, attempt: Attempt) -> None:
@@ -524,8 +561,10 @@ class Dispatcher:
     async def _bring(self, job: JobState, attempt: Attempt) -> None:
         link = self.links.get(attempt.server)
         told = proof = ""
-        while link:
-            if link.state == "ready":
+        while job.state == "ending" and job.last is attempt:
+            if not link:
+                await asyncio.sleep(1.0)
+            elif link.state == "ready":
                 try:
                     await link.server.bring(attempt, job.job.output)
                     if attempt.failure == "cancelled":
@@ -682,25 +721,44 @@ class Dispatcher:
                 link.closed_until = 0.0
                 self._open_room(link)
             if link.state in ("unreachable", "refused") and now - link.since > self.policy.lost_after:
-                for attempt in [each for each in self.state.open.values() if each.server == link.server.name]:
-                    self._lose(
-                        attempt, "server lost", f"{attempt.server} could not be reached for {now - link.since:.0f} s"
-                    )
+                self._give_up_on(link.server.name, f"could not be reached for {now - link.since:.0f} s")
+        if self._unlisted and now - self._began > self.policy.lost_after:
+            for server in self._unlisted:
+                self._give_up_on(server, "is no longer in the cluster config")
+            self._unlisted = set()
         self._give_up_without_servers()
+
+    def _give_up_on(self, server: str, reason: str) -> None:
+        """Its jobs run elsewhere, also those that have ended and whose results are still there."""
+        for attempt in [each for each in self.state.open.values() if each.server == server]:
+            self._lose(attempt, "server lost", f"{server} {reason}")
+        for job in [each for each in self.state.unfinished() if each.state == "ending"]:
+            if (attempt := job.last) and attempt.server == server and attempt.failure:
+                self._settle(job, attempt)
+            elif attempt and attempt.server == server:
+                self._lose(attempt, "server lost", f"{server} {reason}, and the results are there")
+
+    def _unlisted_servers(self) -> set[str]:
+        busy = {each.server for each in self.state.open.values()}
+        busy |= {job.last.server for job in self.state.unfinished() if job.state == "ending" and job.last}
+        return busy - set(self.links)
 
     def _give_up_without_servers(self) -> None:
         if self.state.paused or self.policy.drain or not self.state.counts["waiting"]:
             return
-        if all(link.state == "refused" for link in self.links.values()):
+        if not any(link.usable for link in self.links.values()):
             self._pause("no server can be used; see the reasons above")
 
     def _occupy(self, attempt: Attempt) -> None:
+        self._seated[attempt.server][attempt.name] = attempt
         if room := self.rooms.get(attempt.server):
             room.free -= set(attempt.slots)
 
     def _free(self, attempt: Attempt) -> None:
-        if room := self.rooms.get(attempt.server):
-            room.free |= set(attempt.slots) & {slot.index for slot in room.slots}
+        seated = self._seated[attempt.server]
+        if seated.pop(attempt.name, None) and (room := self.rooms.get(attempt.server)):
+            others = {slot for each in seated.values() for slot in each.slots}
+            room.free |= (set(attempt.slots) & {slot.index for slot in room.slots}) - others
         self._placing = True
 
     # ---------------------------------------------------------------- names

@@ -11,7 +11,7 @@ ends an older one that still waits for a connection that is lost.
 
 Everything about an attempt is in WORKDIR/logs/jobs/LIST/ATTEMPT/: the files of its supervisor, and `lock`, which
 is locked from before its supervisor is forked until that has ended. So a later serve knows for certain whether an
-attempt was started.
+attempt was started. What belongs to one server, as others may share its files, is in LIST/servers/NAME/.
 
 Standard library only: it runs on servers on which nothing is installed.
 """
@@ -206,7 +206,7 @@ class Serve:
     """Requests in, replies and events out."""
 
     def __init__(self) -> None:
-        self.workdir = self.server = self.directory = self.session = ""
+        self.workdir = self.server = self.directory = self.own = self.session = ""
         self.python: list[str] = []
         self.slots: list[str] = []
         self.attempts: dict[str, Attempt] = {}  # that have not ended
@@ -301,9 +301,10 @@ class Serve:
             )
         self.python = find_python(request["python"], self.workdir)
         self.directory = os.path.join(self.workdir, "logs", "jobs", request["list"])
-        self.fence = take_fence(self.directory)
+        self.own = panes.own_directory(self.directory, self.server)
+        self.fence = take_fence(self.own)
         self.slots = request["slots"]
-        self.session, note = panes.ensure(self.directory, self.slots) if request["panes"] else ("", "")
+        self.session, note = panes.ensure(self.own, self.slots) if request["panes"] else ("", "")
         return {
             "workdir": self.workdir, "directory": self.directory, "rsync": bool(shutil.which("rsync")),
             "session": self.session, "note": note, "cores": len(os.sched_getaffinity(0)),
@@ -353,16 +354,19 @@ class Serve:
         self._fork_supervisor(attempt, options, block)
         self.attempts[attempt.name] = attempt
         for slot in request["slots"]:
-            panes.show(self.directory, slot, request["title"], attempt.files.log, attempt.files.exit)
+            panes.show(self.own, slot, request["title"], attempt.files.log, attempt.files.exit)
         return {"state": "running", **attempt.facts()}
 
     def stop(self, request: Request) -> dict[str, Any]:
         """Ask the supervisor of an attempt to end it; the event `ended` follows when nothing of it is left."""
         attempt = self.attempts.get(request["attempt"])
         if attempt:
-            supervisor.request(attempt.files, "kill" if request["kill"] else "stop")
             grace = 0.0 if request["kill"] else attempt.grace
             attempt.kill_at = min(attempt.kill_at, time.monotonic() + grace + supervisor.UNRESPONSIVE)
+            try:
+                supervisor.request(attempt.files, "kill" if request["kill"] else "stop")
+            except OSError:  # a full disk, most often; SIGTERM means stop, too, and kill comes by kill_at
+                supervisor.send(signal.SIGTERM, list(filter(None, [supervisor.supervisor_of(attempt.files)])))
         return {"known": attempt is not None}
 
     def gpus(self, request: Request) -> None:
@@ -383,7 +387,7 @@ class Serve:
 
     def close(self, request: Request) -> dict[str, Any]:
         """The list has ended here: its tmux session is not needed any more."""
-        panes.remove(self.directory)
+        panes.remove(self.own)
         return {}
 
     # ---- attempts

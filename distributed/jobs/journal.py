@@ -4,8 +4,9 @@
         journal.add("start", attempt="3fa2b1c09d.1", server="gpu1")
         journal.commit()                           # on the disk now; act after this
 
-Other programs add requests (`cancel`, `retry`) with `request`; the dispatcher reads them by `requests()`. A last line
-without an end was cut off by a crash: it is left out, as what it announced was never done.
+Other programs add requests (`cancel`, `retry`) with `request`; the dispatcher reads them by `requests()`. A line
+without an end was cut off by a crash or a full disk: it is left out, as what it announced was never done. The next
+commit ends it, and adds an empty line that says so.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 REQUESTS = ("cancel", "retry")
+UNFINISHED = b"\n\n"  # ends a line that was cut off, and says so
+MOMENT = 0.5  # seconds in which the lock must be free
 
 Record = dict[str, Any]
 
@@ -34,7 +37,7 @@ class Journal:
     def __init__(self, path: Path, file: int, records: list[Record], size: int) -> None:
         self.path, self.records = path, records
         self._file = file
-        self._size = size  # bytes read or written so far
+        self._size = size  # bytes read so far
         self._pending: list[Record] = []
         self._requests: list[Record] = []
 
@@ -42,16 +45,12 @@ class Journal:
     def open(cls, path: Path) -> Journal:
         """Take the journal, and read what it holds. Raises JournalError and OSError."""
         file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not locked(file):
             os.close(file)
             raise JournalError(
                 f"{path}: a dispatcher is working on this list already; see it by `status`, or end that one first"
-            ) from None
+            )
         records, size = read(path)
-        if size < os.fstat(file).st_size:  # the rest is a line without an end
-            os.ftruncate(file, size)
         return cls(path, file, records, size)
 
     def __enter__(self) -> Journal:
@@ -79,10 +78,8 @@ class Journal:
         """Write and fsync what was added. Raises OSError, and keeps it for the next call then."""
         if not self._pending:
             return
-        self._read_requests()
-        data = b"".join(line(record) for record in self._pending)
+        left = self._read_requests() + b"".join(line(record) for record in self._pending)
         try:
-            left = data
             while left:
                 left = left[os.write(self._file, left) :]
             os.fdatasync(self._file)
@@ -90,8 +87,8 @@ class Journal:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, self._size)
             raise
-        self._size += len(data)
         self._pending.clear()
+        self._read_requests()
 
     def requests(self) -> list[Record]:
         """What others have asked for since the last call."""
@@ -99,14 +96,32 @@ class Journal:
         found, self._requests = self._requests, []
         return found
 
-    def _read_requests(self) -> None:
-        """Only others have written behind what this process knows."""
-        if os.fstat(self._file).st_size <= self._size:
-            return
-        data = os.pread(self._file, os.fstat(self._file).st_size - self._size, self._size)
-        whole = data[: data.rfind(b"\n") + 1]
-        self._size += len(whole)
+    def _read_requests(self) -> bytes:
+        """From all that was written behind what is known: a request may stand before this process's own records.
+
+        Returns what must be written before the next record.
+        """
+        size = os.fstat(self._file).st_size
+        if size <= self._size:
+            return b""
+        data = os.pread(self._file, size - self._size, self._size)
+        whole, end, rest = data.rpartition(b"\n")
+        self._size += len(whole + end)
         self._requests += [record for record in parsed(whole) if record.get("event") in REQUESTS]
+        return UNFINISHED if rest else b""
+
+
+def locked(file: int) -> bool:
+    """Lock it for this process. dispatcher_runs() of others holds it for moments."""
+    end = time.monotonic() + MOMENT
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > end:
+                return False
+        time.sleep(0.02)
 
 
 def line(record: Record) -> bytes:
@@ -114,8 +129,8 @@ def line(record: Record) -> bytes:
 
 
 def parsed(data: bytes) -> Iterator[Record]:
-    for text in data.splitlines():
-        with contextlib.suppress(ValueError):
+    for text in data.split(b"\n"):
+        with contextlib.suppress(ValueError, RecursionError):
             record = json.loads(text)
             if isinstance(record, dict):
                 yield record
@@ -126,12 +141,17 @@ def read(path: Path) -> tuple[list[Record], int]:
     data = path.read_bytes()
     whole = data[: data.rfind(b"\n") + 1]
     records = []
-    for number, text in enumerate(whole.splitlines(), 1):
+    lines = whole.split(b"\n")
+    for number, text in enumerate(lines[:-1], 1):
+        if not text:
+            continue
         try:
             record = json.loads(text)
             if not isinstance(record, dict) or not isinstance(record.get("event"), str):
                 raise ValueError
         except (ValueError, RecursionError):
+            if lines[number] == b"" and number < len(lines) - 1:  # known to be cut off
+                continue
             raise JournalError(
                 f"{path}, line {number}: damaged; what was started is not known for certain. Restore the file, or use "
                 "another --log-file"

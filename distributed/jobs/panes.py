@@ -1,7 +1,7 @@
 """A tmux session that shows the output of each slot. A view only: jobs do not depend on it.
 
-The session is `ml_training`. It belongs to the job list whose directory its option @muster names; a session of that
-name that belongs to somebody else is left alone, and another name is used. Each pane runs `view`, which reads what
+The session is `ml_training`. It belongs to the job list and the server whose directory (own_directory()) its option
+@muster names; a session of that name that belongs to somebody else is left alone, and another name is used. Each pane runs `view`, which reads what
 show() writes and prints the log of the attempt that its slot runs.
 
 Standard library only.
@@ -47,6 +47,11 @@ def tmux(*words: str) -> str:
     return done.stdout
 
 
+def own_directory(directory: str, server: str) -> str:
+    """What belongs to one server of a job list: its servers may share their files."""
+    return os.path.join(directory, "servers", server)
+
+
 def ensure(directory: str, slots: list[str]) -> tuple[str, str]:
     """The name of the session that shows these slots, made where it is not there; or why there is none."""
     if not shutil.which("tmux"):
@@ -88,10 +93,11 @@ def abandoned(directory: str) -> bool:
     """Whether no dispatcher works on that list here, and none of its jobs runs."""
     if not os.path.isabs(directory):
         return False
+    above, server = os.path.dirname(os.path.dirname(directory)), os.path.basename(directory)
     try:
-        with os.scandir(directory) as entries:
-            locks = [os.path.join(entry.path, "lock") for entry in entries if entry.is_dir()]
-        return not any(held(path) for path in (os.path.join(directory, "serve"), *locks))
+        with os.scandir(above) as entries:
+            here = [entry.path for entry in entries if os.path.exists(f"{entry.path}/node_{server}.pid")]
+        return not any(held(path) for path in (f"{directory}/serve", *(f"{attempt}/lock" for attempt in here)))
     except FileNotFoundError:
         return True
     except OSError:

@@ -285,9 +285,11 @@ class HostServer:
 
     async def look(self, attempts: Mapping[str, str]) -> dict[str, dict[str, Any]]:
         """See dispatcher.Server."""
-        found: dict[str, dict[str, Any]] = (await self._call("look", attempts=dict(attempts), grace=self.launch.grace))[
-            "attempts"
-        ]
+        try:
+            reply = await self._call("look", attempts=dict(attempts), grace=self.launch.grace)
+        except HostSays as error:
+            raise Unreachable(str(error)) from None
+        found: dict[str, dict[str, Any]] = reply["attempts"]
         return found
 
     async def start(self, order: Order) -> dict[str, Any]:
