@@ -48,7 +48,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -342,7 +342,8 @@ def dispatch(
         asyncio.run(work())
     outcome, code = ending(state, caught, policy)
     results.write(outcome, dispatcher.interrupted, last=True)
-    report_end(state, outcome, results, log_file)
+    report_end(state, outcome, results, log_file, screen.put)
+    screen.end()
     remove_sockets(state.id)
     return code
 
@@ -370,7 +371,7 @@ def ending(state: State, caught: Sequence[int], policy: Policy) -> tuple[str, in
     return "finished", 0
 
 
-def report_end(state: State, outcome: str, results: Results, log_file: Path) -> None:
+def report_end(state: State, outcome: str, results: Results, log_file: Path, put: Callable[[str], None]) -> None:
     """The last lines."""
     counts = state.counts
     words = [f"{counts['done']} of {len(state.jobs)} done"]
@@ -379,17 +380,19 @@ def report_end(state: State, outcome: str, results: Results, log_file: Path) -> 
     line = f"{outcome}: {', '.join(words)}"
     if going:
         line += f"; {going} still run on their servers"
-    print(line)
+    put(line)
     for job in [each for each in state.jobs.values() if each.state == "failed"][:10]:
-        print(f"  failed: {job.job.id}  {job.job.name}: {job.reason}")
+        put(f"  failed: {job.job.id}  {job.job.name}: {job.reason}")
     option = "" if str(log_file) == "results.json" else f" --log-file {log_file}"
     if counts["failed"]:
-        print(f"  see: {PROGRAM} why JOB{option}; again: {PROGRAM} retry failed{option}")
+        put(f"  see: {PROGRAM} why JOB{option}; again: {PROGRAM} retry failed{option}")
+    for server in sorted({attempt.server for attempt in state.given_up()}):
+        put(f"  {server}: was lost; what ran there may still run: {PROGRAM} cancel all{option} ends it when it is back")
     if outcome in ("paused", "interrupted"):
-        print(f"  to go on: {PROGRAM} resume{option}; to end it: {PROGRAM} cancel all{option}")
+        put(f"  to go on: {PROGRAM} resume{option}; to end it: {PROGRAM} cancel all{option}")
     if results.trouble:
-        print(f"  {results.trouble}: the results are not complete; the journal is", file=sys.stderr)
-    print(f"results: {log_file}, {log_file.with_suffix('.html')}")
+        put(f"  {results.trouble}: the results are not complete; the journal is")
+    put(f"results: {log_file}, {log_file.with_suffix('.html')}")
 
 
 # ---------------------------------------------------------------- --plan
@@ -519,6 +522,7 @@ def explanation(state: State, job: JobState, path: Path) -> list[str]:
 
 def logs(given: argparse.Namespace, path: Path) -> int:
     """The output of an attempt."""
+    path = path.absolute()
     state = state_of(path)
     job = state.jobs[one(state, given.job)]
     attempt = job.last if given.attempt is None else state.attempt(f"{job.job.id}.{given.attempt}")
@@ -537,7 +541,8 @@ def logs(given: argparse.Namespace, path: Path) -> int:
         if not given.follow:
             command = server.follow_command(attempt, once=True)
         code = subprocess.call(command)
-        remove_sockets(state.id)
+        if not journal.dispatcher_runs(path):  # it uses the same files
+            remove_sockets(state.id)
         return 0 if code in (0, -signal.SIGINT) else 1
     with log.open("rb") as file:
         while block := file.read(1 << 16):
@@ -561,10 +566,11 @@ def cancel(given: argparse.Namespace, path: Path) -> int:
     """Ask the dispatcher; where none runs, do its work for these jobs."""
     state = state_of(path)
     jobs = chosen(state, "cancel", given.jobs)
-    if not jobs:
+    if not jobs and not state.given_up():
         print("nothing to cancel: no job is waiting or running")
         return 0
-    journal.request(path, "cancel", jobs)
+    if jobs:
+        journal.request(path, "cancel", jobs)
     if journal.dispatcher_runs(path):
         return wait_until_final(path, jobs)
     log_file = given.log_file.absolute()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -19,11 +22,28 @@ REFRESH = 2.0  # times a second
 STYLES = {"done": "green", "failed": "red", "paused": "yellow", "retry": "yellow", "cancelled": "yellow"}
 
 
+class Terminal(Console):
+    """A terminal that may go away at any time: that is no reason to end."""
+
+    def on_broken_pipe(self) -> None:
+        """Write nowhere from now on. rich would end the program."""
+        self.quiet = True
+        give_up_output()
+
+
+def give_up_output() -> None:
+    """Standard output goes nowhere from now on."""
+    with contextlib.suppress(OSError, ValueError):
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
+
+
 class Screen:
-    """Lines, and below them, on a terminal, the table."""
+    """Lines, and below them, on a terminal, the table. Output that is closed, or on a full disk, disturbs nothing."""
 
     def __init__(self, state: State, links: Mapping[str, Link]) -> None:
-        self._console = Console(highlight=False, soft_wrap=True)
+        self._console = Terminal(highlight=False, soft_wrap=True)
         self._state, self._links = state, links
         self._live: Live | None = None
         if self._console.is_terminal and not self._console.is_dumb_terminal:
@@ -47,12 +67,27 @@ class Screen:
         """One line for people."""
         kind = line.partition(":")[0]
         stamp = time.strftime("%H:%M:%S")
+        if not self._live:
+            return self.put(f"{stamp}  {line}")
         try:
             self._console.print(Text.assemble((stamp + "  ", "dim"), (line, STYLES.get(kind, ""))))
-        except OSError:  # nobody reads any more: that is no reason to end
-            sys.stdout = open("/dev/null", "w")  # noqa: SIM115
-            self._console.file = sys.stdout
-            self._live = None
+        except OSError:
+            self._console.on_broken_pipe()
+
+    def put(self, line: str) -> None:
+        """One line of plain text."""
+        try:
+            print(line, flush=True)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:  # otherwise it is kept, and written when there is space
+                give_up_output()
+
+    def end(self) -> None:
+        """Write what is kept, or give it up."""
+        try:
+            print(end="", flush=True)
+        except OSError:
+            give_up_output()
 
     def _table(self) -> RenderableType:
         return Group(*overview(self._state, self._links))

@@ -154,6 +154,7 @@ class Dispatcher:
         self._actions: list[Callable[[], Coroutine[Any, Any, None]]] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._began = time.monotonic()
+        self._connecting: list[Link] = []  # to servers that have jobs of an earlier dispatcher
         self._unlisted: set[str] = set()  # servers of running jobs that are not in the cluster config any more
         self._early = 0  # failures in a row
         self._expected = 1.0  # seconds, of a job that says nothing: the mean of those that ended last
@@ -183,8 +184,10 @@ class Dispatcher:
             self._say(
                 f"{server}: no longer in the cluster config; its jobs run elsewhere in {self.policy.lost_after:.0f} s"
             )
+        busy = {attempt.server for attempt in self._left_behind()}
+        self._connecting = [link for name, link in self.links.items() if name in busy]
         for link in self.links.values():
-            self._spawn(self._keep_connected(link))
+            self._spawn(self._keep_connected(link, first=link in self._connecting))
         try:
             while not self._over():
                 self._step()
@@ -273,16 +276,23 @@ class Dispatcher:
         counts = self.state.counts
         busy = counts["running"] + counts["ending"]
         if self.policy.drain:
-            return not any(job.cancel for job in self.state.unfinished())
+            servers = {each.server for each in self.state.given_up()} & set(self.links)
+            ending = any(self.links[server].state in ("connecting", "ready") for server in servers)
+            return not ending and not any(job.cancel for job in self.state.unfinished())
         if not counts["waiting"] and not busy:
             return True
         return bool(self.state.paused) and not busy
 
     # ---------------------------------------------------------------- servers
 
-    async def _keep_connected(self, link: Link) -> None:
-        """Connect, again and again; posts what comes of it."""
+    async def _keep_connected(self, link: Link, first: bool) -> None:
+        """Connect, again and again; posts what comes of it.
+
+        Servers that have jobs of ours come first: of two names of one machine, only one is used.
+        """
         server, failures = link.server, 0
+        while not first and any(each.state == "connecting" for each in self._connecting):
+            await asyncio.sleep(0.1)
         while True:
             try:
                 note = await server.connect(self.post)
@@ -308,10 +318,7 @@ class Dispatcher:
 
     def _left_behind(self) -> list[Attempt]:
         """Attempts that may still be on their servers."""
-        return [
-            attempt for job in self.state.jobs.values() for attempt in job.attempts
-            if attempt.open or attempt.state == "lost"
-        ]  # fmt: skip
+        return [*self.state.open.values(), *self.state.given_up()]
 
     def _attempts_on(self, server: str) -> list[Attempt]:
         return [attempt for attempt in self._left_behind() if attempt.server == server]
@@ -491,7 +498,7 @@ class Dispatcher:
         if link.usable and time.monotonic() >= link.closed_until:  # jobs that were refused together count as one
             link.strikes += 1
             link.closed_until = time.monotonic() + COOLING * link.strikes
-            if not link.usable:
+            if link.strikes >= STRIKES:
                 link.reason = f"gets no more jobs: {reason}"
                 self._say(f"{link.server.name}: {link.reason}")
         self._open_room(link)
@@ -609,6 +616,8 @@ class Dispatcher:
         """(state, reason) of a job after an attempt."""
         if not attempt.failure:
             return "done", ""
+        if job.cancel and attempt.state == "lost":
+            return "cancelled", f"cancelled on request, but {attempt.reason}: what ran there may still run"
         if job.cancel or attempt.failure == "cancelled":
             return "cancelled", "cancelled on request"
         retries = self.jobs[job.job.id].options.retries if job.job.id in self.jobs else 0
@@ -733,10 +742,11 @@ class Dispatcher:
         for attempt in [each for each in self.state.open.values() if each.server == server]:
             self._lose(attempt, "server lost", f"{server} {reason}")
         for job in [each for each in self.state.unfinished() if each.state == "ending"]:
-            if (attempt := job.last) and attempt.server == server and attempt.failure:
-                self._settle(job, attempt)
-            elif attempt and attempt.server == server:
-                self._lose(attempt, "server lost", f"{server} {reason}, and the results are there")
+            last = job.last
+            if last and last.server == server and last.failure:
+                self._settle(job, last)
+            elif last and last.server == server:
+                self._lose(last, "server lost", f"{server} {reason}, and the results are there")
 
     def _unlisted_servers(self) -> set[str]:
         busy = {each.server for each in self.state.open.values()}

@@ -114,13 +114,15 @@ class Attempt:
         usage = supervisor.read_json(self.files.usage)
         record = supervisor.read_json(self.files.record)
         ended = usage.get("ended") or modified(self.files.exit)
+        cause = record.get("cause", "")
         boot = supervisor.read_json(self.files.pids).get("boot_id", supervisor.boot_id())
         return {
             "code": code,
+            "asked": os.path.exists(self.files.request),  # to stop
             "started": usage.get("started") or modified(self.files.pids),
             "ended": ended,
             "peak_memory": usage.get("peak_memory"),
-            "cause": record.get("cause", "") if boot == supervisor.boot_id() else "rebooted",
+            "cause": "rebooted" if cause == "killed" and boot != supervisor.boot_id() else cause,
             "message": record.get("message", ""),
             "lines": last_lines(self.files.log) if code else [],
             "metrics": read_metrics(self.output),

@@ -1,8 +1,8 @@
 """A tmux session that shows the output of each slot. A view only: jobs do not depend on it.
 
 The session is `ml_training`. It belongs to the job list and the server whose directory (own_directory()) its option
-@muster names; a session of that name that belongs to somebody else is left alone, and another name is used. Each pane runs `view`, which reads what
-show() writes and prints the log of the attempt that its slot runs.
+@muster names; a session of that name that belongs to somebody else is left alone, and another name is used. Each pane
+runs `view`, which reads what show() writes and prints the log of the attempt that its slot runs.
 
 Standard library only.
 """
@@ -66,7 +66,12 @@ def ensure(directory: str, slots: list[str]) -> tuple[str, str]:
                 tmux("kill-session", "-t", f"={name}")
                 owner = None
             if owner is None:
-                create(name, directory, slots)
+                try:
+                    create(name, directory, slots)
+                except TmuxError as error:
+                    if "duplicate session" in str(error):  # somebody else was quicker
+                        continue
+                    raise
                 other = "" if number == 1 else f"a tmux session {SESSION} of somebody else is there: this one is {name}"
                 return name, other
         return "", f"{NAMES} tmux sessions are called {SESSION}: no live view of the slots there"

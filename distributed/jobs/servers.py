@@ -30,6 +30,7 @@ from distributed.jobs.host import HELLO, OWNER
 from distributed.jobs.job import document
 from distributed.jobs.placement import Room, Slot
 from distributed.jobs.state import Attempt
+from distributed.launch import supervisor
 from distributed.launch.supervisor import KIT
 
 BEAT = 4.0  # seconds between two heartbeats
@@ -37,6 +38,7 @@ SILENCE = 15.0  # seconds without any, after which a connection is lost
 CONNECT = 60.0  # seconds that connecting may take
 COPIES = 4  # rsyncs at once with a server
 ENTRY = "scripts/lib/jobs_host.py"
+RSYNC_SHELL = "scripts/lib/rsync_shell.py"
 UPLOAD = "muster-upload"  # what a server prints that has not got the kit
 NO_PYTHON = "muster-no-python"
 # What host.py and the supervisors that it forks need on a server.
@@ -56,10 +58,10 @@ NOT_COPIED = (
 )
 # What ssh says when trying again would not help, and what does.
 REMEDIES = {
-    "Permission denied": "check user and ssh_key; `ssh HOST true` must work without a question",
-    "Too many authentication failures": "name the key: ssh_key",
-    "Host key verification failed": "connect once by hand (`ssh HOST`) and check the fingerprint",
     "REMOTE HOST IDENTIFICATION HAS CHANGED": "if the server was reinstalled: `ssh-keygen -R HOST`",
+    "Host key verification failed": "connect once by hand (`ssh HOST`) and check the fingerprint",
+    "Permission denied (": "check user and ssh_key; `ssh HOST true` must work without a question",
+    "Too many authentication failures": "name the key: ssh_key",
     "Could not resolve hostname": "check host, or add it to ~/.ssh/config",
     "not accessible": "check ssh_key",
 }
@@ -202,14 +204,15 @@ class HostServer:
     async def connect(self, post: Callable[[Event], None]) -> str:
         """See dispatcher.Server."""
         await self.disconnect()
+        await self._prepare()
         try:
             return await asyncio.wait_for(self._connect(post), CONNECT)
-        except asyncio.TimeoutError:
-            raise Unreachable(f"not connected within {CONNECT:.0f} s") from None
-        except HostSays as error:
-            raise Refused(str(error)) from None
-        except BaseException:
+        except BaseException as error:
             await self.disconnect()
+            if isinstance(error, asyncio.TimeoutError):
+                raise Unreachable(f"not connected within {CONNECT:.0f} s") from None
+            if isinstance(error, HostSays):
+                raise Refused(str(error)) from None
             raise
 
     async def _connect(self, post: Callable[[Event], None]) -> str:
@@ -231,6 +234,9 @@ class HostServer:
 
     def _python(self) -> str:
         return ""
+
+    async def _prepare(self) -> None:
+        """What may take longer than connecting."""
 
     async def _open_channel(self, post: Callable[[Event], None]) -> Channel:
         raise NotImplementedError
@@ -378,10 +384,12 @@ class SshServer(HostServer):
         """ssh with the configuration of this server."""
         return ["ssh", "-F", str(self._config)]
 
-    async def _open_channel(self, post: Callable[[Event], None]) -> Channel:
+    async def _prepare(self) -> None:
         write_ssh_config(self._config, self.settings)
         if not self._synced:
             await self._sync()
+
+    async def _open_channel(self, post: Callable[[Event], None]) -> Channel:
         for attempt in range(2):
             command = for_any_shell(self._bootstrap())
             process = await asyncio.create_subprocess_exec(
@@ -397,18 +405,23 @@ class SshServer(HostServer):
                 printed = str(error)
                 code = await process.wait()
                 said = await errors
+            except BaseException:  # as when the time to connect is over
+                await channel.close()
+                raise
             if UPLOAD in printed and attempt == 0:
                 await self._upload()
                 continue
             if NO_PYTHON in printed:
-                raise Refused("no Python 3.10 or newer: install one, or set python for this server")
+                found = f"python {self.settings.python}: not" if self.settings.python else "no"
+                raise Refused(f"{found} Python 3.10 or newer there: install one, or set python for this server")
             raise failure(said or printed, code, self.settings.host)
         raise Refused("the kit could not be copied to it")
 
     def _bootstrap(self) -> str:
         """Line of bash: run host.py of the kit there, or say what is missing."""
-        own = [self.settings.python] if self.settings.python else []
         workdir = self.settings.workdir or "~/ml-customization"
+        own = [self.settings.python] if self.settings.python else []
+        own += [f"{base}/{path}" for path in own for base in (workdir, self.launch.cwd) if path[0] not in "~/"]
         candidates = own or [f"{workdir}/.venv/bin/python", f"{self.launch.cwd}/.venv/bin/python", "python3"]
         words = " ".join(home_relative(each) for each in candidates)
         newer = shlex.quote("import sys; sys.exit(sys.version_info < (3, 10))")
@@ -439,7 +452,7 @@ class SshServer(HostServer):
         if code:
             raise failure(said, code, self.settings.host)
         target = target.removeprefix("~/")
-        await self._rsync([*NOT_COPIED, f"{self.launch.cwd}/", f"{self.settings.host}:{target}/"])
+        await self._rsync([*NOT_COPIED, f"{self.launch.cwd}/", f"server:{target}/"])
         self._synced = True
 
     async def _after_open(self, opened: Mapping[str, Any]) -> None:
@@ -492,22 +505,24 @@ class SshServer(HostServer):
             return
         refuse_other_owner(self.launch.cwd / output, attempt.job)
         log = f"logs/jobs/{self.launch.list_id}/{attempt.name}"
-        source = f"{self.settings.host}:{self.workdir}/./"
+        source = f"server:{self.workdir}/./"
         await self._rsync(["--relative", f"{source}{output}/", f"{source}{log}/", f"{self.launch.cwd}/"])
 
     async def send(self, output: str) -> None:
         """See dispatcher.Server."""
         if not self.shared and (self.launch.cwd / output).is_dir():
-            await self._rsync(["--relative", f"{self.launch.cwd}/./{output}/", f"{self.settings.host}:{self.workdir}/"])
+            await self._rsync(["--relative", f"{self.launch.cwd}/./{output}/", f"server:{self.workdir}/"])
 
     async def _rsync(self, words: Sequence[str]) -> None:
-        shell = " ".join(self.ssh)
+        words_of_shell = [sys.executable, "-I", "-S", f"{KIT}/{RSYNC_SHELL}", str(self._config), self.settings.host]
+        shell = " ".join("'" + word.replace("'", "''") + "'" for word in words_of_shell)  # as rsync reads them
         async with self._copies:
             code, said = await self._run(["rsync", "--archive", "--protect-args", "--timeout=60", "-e", shell, *words])
         if code in (12, 30, 35, 255):
             raise Unreachable(last_line(said) or f"rsync: exit code {code}")
         if code:
-            raise OSError(last_line(said) or f"rsync: exit code {code}")
+            cause = next((line for line in said.splitlines() if line.startswith("rsync:")), last_line(said))
+            raise OSError(cause or f"rsync: exit code {code}")
 
     async def _run(self, words: Sequence[str], data: bytes = b"") -> tuple[int, str]:
         """(exit code, standard error)."""
@@ -580,7 +595,7 @@ def write_ssh_config(path: Path, server: config.Server) -> None:
     lines = [f"  {name} {value}" for name, value in said.items() if value is not None]
     text = "\n".join(["Host *", *lines, f'Include "{KIT}/scripts/lib/ssh_config"', ""])
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path.write_text(text)
+    supervisor.write(str(path), text)
 
 
 def sockets_directory(list_id: str) -> Path:

@@ -117,6 +117,10 @@ class State:
         """Jobs that are neither done nor failed nor cancelled, in the order of the list."""
         return (each for each in self.jobs.values() if each.state not in FINAL)
 
+    def given_up(self) -> list[Attempt]:
+        """Attempts that may still run on servers that were lost."""
+        return [attempt for job in self.jobs.values() for attempt in job.attempts if attempt.state == "lost"]
+
     # ---- records
 
     def apply(self, record: Record) -> None:
@@ -265,7 +269,7 @@ def judge(end: Mapping[str, Any], cancelled: bool) -> tuple[str, str]:
     end: what host.Attempt.end() found.
     """
     code, cause, message = end.get("code"), end.get("cause", ""), end.get("message", "")
-    if code == 0 and not cause:
+    if code == 0 and not cause and not (cancelled and end.get("asked")):
         return "", ""
     if cancelled:
         return "cancelled", "cancelled on request"
