@@ -507,7 +507,7 @@ class Dispatcher:
         if job.job.id not in self.jobs:  # no longer in the list
             return
         avoid = {each.server for each in job.attempts[job.forgiven :] if each.failure}
-        others = [name for name, room in self.rooms.items() if name not in avoid and self._could_run(job.job, name)]
+        others = avoid and any(self._could_run(job.job, name) for name in self.rooms if name not in avoid)
         effective = frozenset(avoid if others else ())
         if avoid:
             self._avoided[job.job.id] = effective
