@@ -21,13 +21,14 @@ import resource
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from distributed.jobs import commands
 from distributed.jobs.config import read_jobs
-from distributed.jobs.dispatcher import Event, Order, Policy
+from distributed.jobs.dispatcher import Dispatcher, Event, Order, Policy
 from distributed.jobs.host import PROGRESS
 from distributed.jobs.job import Job
 from distributed.jobs.journal import Journal
@@ -106,6 +107,25 @@ class Watch:
             self.longest = max(self.longest, time.monotonic() - before - LOOK)
 
 
+@contextmanager
+def watched(watch: Watch) -> Iterator[None]:
+    """Let the watch look for as long as a dispatcher runs."""
+    real = Dispatcher.run
+
+    async def run(self: Dispatcher) -> None:
+        looking = asyncio.ensure_future(watch.look())
+        try:
+            await real(self)
+        finally:
+            looking.cancel()
+
+    Dispatcher.run = run  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Dispatcher.run = real  # type: ignore[method-assign]
+
+
 def cpu() -> float:
     """Seconds of this process so far."""
     return time.process_time()
@@ -134,20 +154,12 @@ def dispatched(jobs: list[Job], servers: list[Simulated], watch: Watch) -> float
         state.apply(book.add("list", **about, jobs=listed(jobs)))
         book.commit()
         begun = cpu()
-        real = commands.Dispatcher.run
-
-        async def watched(self: commands.Dispatcher) -> None:
-            looking = asyncio.ensure_future(watch.look())
-            try:
-                await real(self)
-            finally:
-                looking.cancel()
-
-        commands.Dispatcher.run = watched  # type: ignore[method-assign]
-        code = commands.dispatch(book, state, jobs, servers, Policy(), Path("results.json"))
+        with watched(watch):
+            code = commands.dispatch(book, state, jobs, servers, Policy(), Path("results.json"))
+        spent = cpu() - begun
     if code or state.counts["done"] != len(jobs):
         sys.exit(f"exit code {code}: {state.counts}")
-    return cpu() - begun
+    return spent
 
 
 def main() -> int:
@@ -181,7 +193,9 @@ def main() -> int:
     print(f"{given.jobs:,} jobs on {given.servers} servers of {given.slots} slots, journal in {given.directory}:")
     print(f"  dispatcher: {1000 * spent / given.jobs:.2f} ms of CPU per job (wanted: at most 1)")
     print(f"  peak memory: {used:.0f} MB, of which {used - before:.0f} MB since before the list was read")
-    print(f"  wall: {wall:.1f} s, of which the jobs need {least:.1f} s; event loop held up at most {watch.longest:.2f} s")
+    print(
+        f"  wall: {wall:.1f} s, of which the jobs need {least:.1f} s; event loop held up at most {watch.longest:.2f} s"
+    )
     print(f"  list read in {reading:.2f} s of CPU; journal of {size / 1e6:.1f} MB read again in {again:.2f} s")
     return 0
 
