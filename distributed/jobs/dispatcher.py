@@ -687,6 +687,7 @@ class Dispatcher:
                     self._cancel(job)
                 elif job.job.id in before and job.state == "waiting":
                     self._enqueue(job)
+            self._drop_unlisted()
 
     def _cancel(self, job: JobState) -> None:
         job.cancel = self._cancelling = True

@@ -64,6 +64,7 @@ LEFTOVER_GRACE = 1.0  # seconds between SIGTERM and SIGKILL for what the command
 UNKILLABLE = 5.0  # seconds after which a process that outlives SIGKILL is given up
 BEAT = 3.0  # seconds between two heartbeats of a detached supervisor
 UNRESPONSIVE = 4.0  # seconds beside the grace after which a supervisor that has not ended is killed
+RESERVED = 8  # bytes of the file with the exit code
 GUARD = 2.0  # seconds in which the guard of a supervisor that was killed has written the exit code
 KIT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 WRAPPER = os.path.join(KIT, "scripts", "lib", "in_node_env.sh")
@@ -93,6 +94,7 @@ class Files:
         self.log, self.pids, self.exit = f"{stem}.log", f"{stem}.pid", f"{stem}.exit"
         self.request, self.heartbeat, self.usage = f"{stem}.stop", f"{stem}.heartbeat", f"{stem}.usage"
         self.record = os.path.join(self.directory, "errors", f"supervisor_{name}.json")
+        self.reserved = f"{stem}.reserved"
 
     @property
     def mark(self) -> frozenset[bytes]:
@@ -130,6 +132,23 @@ def read_code(path: str) -> int | None:
             return int(file.read())
     except (OSError, ValueError):
         return None
+
+
+def reserve_code(files: Files) -> None:
+    """Take the space of the exit code now: the disk may be full when the command ends."""
+    with contextlib.suppress(OSError):
+        write(files.reserved, " " * RESERVED)
+
+
+def write_code(files: Files, code: int) -> None:
+    """Raises OSError."""
+    try:
+        with open(files.reserved, "r+") as file:
+            file.write(f"{code}\n")
+            file.truncate()
+        os.replace(files.reserved, files.exit)
+    except FileNotFoundError:
+        write(files.exit, f"{code}\n")
 
 
 def write_json(path: str, value: object) -> None:
@@ -338,10 +357,10 @@ def _watch(files: Files, lifeline: int, supervisor: int) -> None:
     message = f"process {supervisor} was killed"
     write_record(files, "killed", message)
     kill_all(lambda: marks.living(files.mark, sessions))
+    with contextlib.suppress(OSError), open(files.log, "a") as log:
+        print(f"supervisor: {message}; its guard has killed the command", file=log)
     with contextlib.suppress(OSError):
-        with open(files.log, "a") as log:
-            print(f"supervisor: {message}; its guard has killed the command", file=log)
-        write(files.exit, f"{KILLED}\n")
+        write_code(files, KILLED)
 
 
 # ---------------------------------------------------------------- the supervisor
@@ -650,7 +669,8 @@ class Supervisor:
         if self._detached:
             self._write_usage()
         try:
-            write(self.files.exit, f"{self.code}\n")
+            assert self.code is not None
+            write_code(self.files, self.code)
         except OSError as error:
             self._note(f"cannot write {self.files.exit}: {error.strerror}")
         self._guard.dismiss()
@@ -703,7 +723,6 @@ def run(options: Options) -> int:
     elif options.environment:
         block = take_block(options.environment)
     try:
-        os.makedirs(os.path.dirname(files.record), exist_ok=True)
         if options.detach:
             return detached(lambda started: supervise(options, block, started=started))
         return supervise(options, block, received)
@@ -715,10 +734,13 @@ def run(options: Options) -> int:
 def supervise(options: Options, block: bytes, received: bytes = b"", started: Callable[[], None] = lambda: None) -> int:
     """Run the command to its end. Calls started() when it runs."""
     command, files = options.command, options.files
+    os.makedirs(os.path.dirname(files.record), exist_ok=True)
     if options.source:
         command = [WRAPPER, "--exec", os.path.abspath(options.source), *command]
     with contextlib.suppress(PermissionError):  # it leads a session already
         os.setsid()
+    if options.detach:
+        reserve_code(files)
     supervisor = Supervisor(
         files,
         grace=options.grace,
@@ -774,7 +796,7 @@ def sweep(files: Files, grace: float) -> int:
     if os.path.exists(files.pids) and not wait_until(lambda: os.path.exists(files.exit), GUARD):
         write_record(files, "killed", "the supervisor and its guard were killed")
         with contextlib.suppress(OSError):
-            write(files.exit, f"{KILLED}\n")
+            write_code(files, KILLED)
     return 0
 
 
