@@ -161,7 +161,6 @@ def write_record(files: Files, cause: str, message: str) -> None:
     """Why the command was ended, when neither it nor the launcher decided that: for the verdict."""
     facts = {"node": files.name, "host": os.uname().nodename, "cause": cause, "message": message, "time": time.time()}
     with contextlib.suppress(OSError):  # the end itself matters more
-        os.makedirs(os.path.dirname(files.record), exist_ok=True)
         write_json(files.record, facts)
 
 
