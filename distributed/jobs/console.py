@@ -19,7 +19,6 @@ from distributed.jobs.dispatcher import Link
 from distributed.jobs.state import Attempt, JobState, State
 from distributed.report import duration
 
-REFRESH = 2.0  # times a second
 STYLES = {"done": "green", "failed": "red", "paused": "yellow", "retry": "yellow", "cancelled": "yellow"}
 GAP = "  "  # between two columns
 LONGEST_SLOT = 24  # columns
@@ -56,7 +55,7 @@ class Screen:
             self._live = Live(
                 get_renderable=self._table,
                 console=self._console,
-                refresh_per_second=REFRESH,
+                auto_refresh=False,  # it would draw in a thread of its own, while the state changes
                 transient=True,
                 vertical_overflow="crop",
             )
@@ -69,6 +68,14 @@ class Screen:
     def __exit__(self, *_: object) -> None:
         if self._live:
             self._live.stop()
+
+    def refresh(self) -> None:
+        """Draw the table again."""
+        if self._live:
+            try:
+                self._live.refresh()
+            except OSError:
+                self._console.on_broken_pipe()
 
     def say(self, line: str) -> None:
         """One line for people."""

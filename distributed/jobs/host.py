@@ -35,6 +35,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+with contextlib.suppress(ImportError):  # a supervisor wants them: so each one that is forked here has them already
+    import ctypes  # noqa: F401
+    import resource  # noqa: F401
+
 from distributed.gpus import look_at_gpus
 from distributed.jobs import panes
 from distributed.launch import supervisor
