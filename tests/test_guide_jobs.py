@@ -1,7 +1,7 @@
 """What the guide says of job lists is so: its worked examples run as they are printed, at a terminal of 100 x 30.
 
 Nine jobs of train.py on this machine, interrupted and resumed; nine on three servers of the laboratory, watched through
-tmux. The commands are read from the guide; tests/test_docs.py runs each of them with --plan.
+tmux; nine on SLURM. The commands are read from the guide; tests/test_docs.py runs each of them with --plan.
 """
 
 from __future__ import annotations
@@ -227,6 +227,26 @@ def test_nine_jobs_on_three_servers(servers: Desk) -> None:
 def sessions(desk: Desk, number: int) -> str:
     env = desk.env | {"TMUX_TMPDIR": f"{desk.folder}/tmux/node{number}"}
     return subprocess.run(["tmux", "list-sessions"], env=env, capture_output=True, text=True, check=False).stdout
+
+
+@pytest.fixture
+def slurm(desk: Desk) -> Iterator[Desk]:
+    up = subprocess.run([LAB, "up", "2", "--slurm"], env=desk.env, stdout=subprocess.PIPE, text=True, check=True)
+    try:
+        desk.env["SLURM_CONF"] = up.stdout.strip()
+        yield desk
+    finally:
+        subprocess.run([LAB, "down"], env=desk.env, check=True)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="raising nodes needs root")
+def test_nine_jobs_on_slurm(slurm: Desk) -> None:
+    desk = slurm
+    [line] = [one.text for one in COMMANDS if one.needs == "# Needs a SLURM cluster, for job lists."]
+    with desk.terminal(line) as running:
+        assert running.end() == 0, running.text
+        assert "finished: 9 of 9 done" in running.text
+    assert_all_done(desk.results("slurm.json"), desk)
 
 
 def test_the_guide_has_commands_for_job_lists() -> None:
