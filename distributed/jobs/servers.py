@@ -570,6 +570,8 @@ def last_line(text: str) -> str:
 
 def failure(said: str, code: int, host: str) -> Exception:
     """What ssh's end means."""
+    if "Temporary failure in name resolution" in said:  # no network here, perhaps; trying again may help
+        return Unreachable(last_line(said))
     for words, remedy in REMEDIES.items():
         if words in said:
             line = next(line for line in said.splitlines() if words in line)
