@@ -172,6 +172,8 @@ def call(words: list[str]) -> int:
             raise CallError(
                 f"{given.log_file}: there is no list of jobs ({path} is missing); name its results: --log-file"
             )
+        if not journal.begun(path):
+            raise CallError(f"{path}: there is no list of jobs in it; give the call that was to begin it once more")
         verbs = {"status": status, "logs": logs, "why": why, "cancel": cancel, "retry": retry, "resume": resume}
         return verbs[words[0]](given, path)
     if words and not words[0].startswith("-"):
@@ -453,11 +455,7 @@ def show(table: Table) -> None:
 
 
 def state_of(path: Path) -> State:
-    """What the journal of a list tells. Raises CallError where its dispatcher ended before it wrote down the list."""
-    state = State.of(journal.read(path)[0])
-    if not state.id:
-        raise CallError(f"{path}: there is no list of jobs in it; give the call that was to begin it once more")
-    return state
+    return State.of(journal.read(path)[0])
 
 
 def status(given: argparse.Namespace, path: Path) -> int:
