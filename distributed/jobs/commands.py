@@ -262,12 +262,13 @@ def run(given: argparse.Namespace) -> int:
         return show_plan(asked)
     if not given.log_file.parent.is_dir():
         raise CallError(f"--log-file {given.log_file}: there is no directory {given.log_file.parent}")
+    refuse_foreign_file(given)
+    refuse_homeless(asked.jobs, make_servers(asked, "new"))  # a refused call leaves nothing behind
     with Journal.open(journal_of(given.log_file)) as book:
         state = State.of(book.records)
         refuse_other_list(state, asked)
         list_id = state.id or secrets.token_hex(5)
         made = make_servers(asked, list_id)
-        refuse_homeless(asked.jobs, made)
         about = {name: getattr(given, name) for name in KEPT}
         about = {name: str(value) if isinstance(value, Path) else value for name, value in about.items()}
         record = book.add(
@@ -281,6 +282,16 @@ def run(given: argparse.Namespace) -> int:
 
 def policy_of(given: argparse.Namespace, drain: bool = False) -> Policy:
     return Policy(given.max_failures, given.fail_fast, float(given.lost_after), given.gpu_free_mib, drain)
+
+
+def refuse_foreign_file(given: argparse.Namespace) -> None:
+    """Results are written only over results. Raises CallError."""
+    book = journal_of(given.log_file)
+    if given.log_file.exists() and not book.exists():
+        raise CallError(
+            f"--log-file {given.log_file}: is there already, and its journal ({book}) is not: move it away, or give "
+            "another --log-file"
+        )
 
 
 def refuse_other_list(state: State, asked: Call) -> None:
