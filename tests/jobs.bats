@@ -9,6 +9,8 @@ bats_require_minimum_version 1.5.0
 source "$BATS_TEST_DIRNAME/lab/nodes.bash"
 # shellcheck source=tests/lab/job_lists.bash
 source "$BATS_TEST_DIRNAME/lab/job_lists.bash"
+# shellcheck source=tests/lab/secrets.bash
+source "$BATS_TEST_DIRNAME/lab/secrets.bash"
 
 
 setup_file() {
@@ -195,6 +197,27 @@ END
   run -1 dispatch --log-file other.json
   [[ "$output" == *"holds the results of job 0123456789; move it away"* ]]
   [ ! -e experiments/p/fold0/words ]
+}
+
+
+@test "a secret of _env reaches the job, and is in no command line, no journal and no result" {
+  make_secret
+  watch_command_lines
+  cluster "$N1"
+  cat >job.py <<'END'
+import os, time
+assert os.environ["SECRET"] == open("secret").read()
+time.sleep(0.5)  # so that its command line is seen
+END
+  printf '[{"seen": "=yes", "_env": {"SECRET": "%s"}}]\n' "$(<secret)" >jobs.json
+  sed -i 's/SEEN=yes/--seen/' patterns
+  run -0 dispatch
+  : >kept
+  wait "$WATCHER"
+  grep -qx -- --seen seen
+  run ! grep -F -f secret seen
+  run ! grep -rlF -f secret logs experiments results.json results.html results.journal
+  grep -q SECRET results.journal # its name
 }
 
 
