@@ -17,6 +17,7 @@ HERE = {"--backend": "local", "--slots": "2", "--jobs-config": "jobs.json"}
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "jobs.json").write_text(json.dumps([{"a": 1}, {"a": 2, "_labels": ["x"]}, {"a": 3, "_gpus": 1000}]))
+    (tmp_path / "train.py").touch()
     (tmp_path / "one.json").write_text(json.dumps([{"a": 1}]))
     (tmp_path / "servers.json").write_text(json.dumps({"servers": [{"host": "a", "ssh_key": "no_such_key"}]}))
     return tmp_path

@@ -563,6 +563,27 @@ def test_an_attempt_that_was_given_up_is_stopped_before_its_slot_is_used_again(t
     play(story())
 
 
+@pytest.mark.parametrize("back", [True, False])
+def test_what_was_given_up_is_ended_by_a_later_request_to_cancel_when_its_server_is_back(
+    tmp_path: Path, back: bool
+) -> None:
+    async def story() -> None:
+        one, two = Simulated("one"), Simulated("two")
+        async with Story(tmp_path, one, two, lost_after=0.05) as told:
+            name = await lost_attempt(one, two)(told)
+            await told.over()
+        assert one.running() == [name]
+        if back:
+            one.mend()
+        async with Story(tmp_path, one, two, drain=True) as told:
+            await told.over()
+        assert one.running() == ([] if back else [name])
+        assert told.of().attempts[0].state == ("ended" if back else "lost")
+        assert told.states() == ["done"]
+
+    play(story())
+
+
 def test_results_on_a_server_that_is_lost_are_made_anew_elsewhere(tmp_path: Path) -> None:
     async def story() -> None:
         one, two = Simulated("one"), Simulated("two")
