@@ -1013,6 +1013,8 @@ def test_a_request_that_was_answered_is_not_answered_again_by_the_next_dispatche
             one.end(one.running()[0])
             await told.over()
         assert (told.states(), told.failures()) == (["done"], ["cancelled", ""])
+        asked = [record["what"] for record in journal.read(told.path)[0] if record["event"] == "asked"]
+        assert asked == ["cancel", "retry"]
 
     play(story())
 
