@@ -41,6 +41,11 @@ def end(state: State, number: int, outcome: str, attempt: int = 1, **facts: Any)
     state.apply({"event": "settle", "time": 3e9, "job": JOBS[number].id, "state": outcome, "reason": facts["failure"]})
 
 
+def refuse(state: State, number: int, attempt: int, reason: str) -> None:
+    start(state, number, attempt)
+    state.apply({"event": "not_started", "attempt": f"{JOBS[number].id}.{attempt}", "reason": reason})
+
+
 def steps(state: State) -> list[Any]:
     """Everything that changes what results.json says of a job."""
     return [
@@ -48,14 +53,14 @@ def steps(state: State) -> list[Any]:
         lambda: state.jobs[JOBS[0].id].metrics.update(step=1),
         lambda: state.jobs[JOBS[0].id].metrics.update(step=2),
         lambda: end(state, 0, "done", failure="", metrics={"loss": 2.5}),
-        lambda: start(state, 1),
-        lambda: state.apply({"event": "not_started", "attempt": f"{JOBS[1].id}.1", "reason": "its disk is full"}),
-        lambda: start(state, 1, attempt=2),
-        lambda: end(state, 1, "failed", attempt=2, failure="exit code", lines=["one", "two"]),
-        lambda: state.apply({"event": "asked", "request": "r", "what": "retry", "jobs": [JOBS[1].id]}),
+        lambda: refuse(state, 1, 1, "its disk is full"),
+        lambda: refuse(state, 1, 2, "its GPU is gone"),  # between two writes
         lambda: start(state, 1, attempt=3),
+        lambda: end(state, 1, "failed", attempt=3, failure="exit code", lines=["one", "two"]),
+        lambda: state.apply({"event": "asked", "request": "r", "what": "retry", "jobs": [JOBS[1].id]}),
+        lambda: start(state, 1, attempt=4),
         lambda: state.apply(
-            {"event": "lost", "time": 4e9, "attempt": f"{JOBS[1].id}.3", "failure": "server lost", "reason": "cut"}
+            {"event": "lost", "time": 4e9, "attempt": f"{JOBS[1].id}.4", "failure": "server lost", "reason": "cut"}
         ),
         lambda: state.apply({"event": "settle", "job": JOBS[1].id, "state": "waiting", "reason": "server lost"}),
         lambda: state.apply({"event": "settle", "job": JOBS[2].id, "state": "cancelled", "reason": "on request"}),
