@@ -335,6 +335,13 @@ def test_the_table_of_settings_is_what_the_trainer_knows(section: str) -> None:
             assert not isinstance(choice, str) or f"`{choice}`" in meaning + default, f"{section}.{key}: {choice}"
 
 
+def test_the_table_of_arguments_of_a_job_is_what_the_trainer_takes() -> None:
+    _, found, own = config.parser("").format_help().partition("arguments of a job:")
+    assert found
+    listed = [literal(row[0]).split()[0] for row in table("LAUNCH_GUIDE.md", "Arguments of a job")]
+    assert listed == re.findall(r"^  (--[a-z_]+) [A-Z]", own, re.MULTILINE)
+
+
 @pytest.mark.parametrize(
     "script",
     [

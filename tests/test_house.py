@@ -31,6 +31,7 @@ BELOW: dict[str, set[str]] = {
     "checkpoint": {"ranks", "shards", "snapshot", "step_folder"},
     "cluster": {"answers", "comparison", "doctor", "fitness", "members", "nodelist", "reach", "smoke_report"},
     "comparison": {"fitness", "members", "nodelist", "preflight"},
+    "config": {"fold"},
     "data": {"fold", "topics"},
     "doctor": {"facts", "fitness"},
     "facts": {"gpus", "interpreter", "names", "network", "probe", "resources"},

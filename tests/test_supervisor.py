@@ -415,6 +415,15 @@ def test_a_command_that_was_asked_to_stop_before_its_time_is_over_has_not_run_to
 # ---------------------------------------------------------------- sweep
 
 
+def test_why_a_command_was_stopped_is_recorded_also_where_nobody_has_made_errors(run: Run) -> None:
+    os.makedirs(run.files.directory)
+    words = ["--dir", run.files.directory, "--name", "n1", "--grace", "8", "--timeout", "1", "--detach"]
+    if (pid := os.fork()) == 0:  # as the server of a job list does
+        os._exit(supervisor.supervise(Options([*words, "--", "sleep", "300"]), b"") != 128 + signal.SIGTERM)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert read_json(run.files.record)["cause"] == "timeout"
+
+
 def test_sweep_gives_the_grace_and_touches_nothing_else(run: Run) -> None:
     bystander = subprocess.Popen(["sleep", "300"])
     process = run.start("trap 'echo saved; exit 75' TERM; echo ready; while true; do sleep 0.1; done")

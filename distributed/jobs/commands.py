@@ -71,7 +71,7 @@ PROGRAM = "run_distributed_training.py"
 WRONG_CALL, UNFINISHED = 2, 75  # exit codes
 SUBCOMMANDS = ("status", "logs", "why", "cancel", "retry", "resume")
 BACKENDS = ("ssh", "local", "slurm")
-WRITE = 0.5  # seconds between two looks at whether the results are to be written
+WRITE = 0.5  # seconds between two looks at whether the results are to be written, and two pictures of the table
 # What `resume` takes over from the call that began the list.
 KEPT = (
     "cluster_config", "jobs_config", "backend", "script", "slots", "sync", "retries", "max_failures", "fail_fast",
@@ -347,6 +347,7 @@ def dispatch(
             results.write()
             if results.trouble and results.trouble != before:
                 screen.say(f"{results.trouble}; trying again")
+            screen.refresh()
             await asyncio.sleep(WRITE)
 
     with screen:

@@ -7,7 +7,8 @@ import errno
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import islice
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -18,7 +19,7 @@ from distributed.jobs.dispatcher import Link
 from distributed.jobs.state import Attempt, JobState, State
 from distributed.report import duration
 
-REFRESH = 2.0  # times a second
+AROUND = 4  # lines of a terminal that the table leaves: its heading, what it does not show, the totals, the cursor
 STYLES = {"done": "green", "failed": "red", "paused": "yellow", "retry": "yellow", "cancelled": "yellow"}
 
 
@@ -50,7 +51,7 @@ class Screen:
             self._live = Live(
                 get_renderable=self._table,
                 console=self._console,
-                refresh_per_second=REFRESH,
+                auto_refresh=False,  # it would draw in a thread of its own, while the state changes
                 vertical_overflow="ellipsis",
             )
 
@@ -62,6 +63,14 @@ class Screen:
     def __exit__(self, *_: object) -> None:
         if self._live:
             self._live.stop()
+
+    def refresh(self) -> None:
+        """Draw the table again."""
+        if self._live:
+            try:
+                self._live.refresh()
+            except OSError:
+                self._console.on_broken_pipe()
 
     def say(self, line: str) -> None:
         """One line for people."""
@@ -90,27 +99,37 @@ class Screen:
             give_up_output()
 
     def _table(self) -> RenderableType:
-        return Group(*overview(self._state, self._links))
+        return Group(*overview(self._state, self._links, max(1, self._console.height - AROUND)))
 
 
-def overview(state: State, links: Mapping[str, Link]) -> list[RenderableType]:
-    """A line of totals, and a row for each slot."""
+def overview(state: State, links: Mapping[str, Link], most: int) -> list[RenderableType]:
+    """A row for each slot, but at most so many, and a line of totals."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for heading in ("slot", "job", "progress", "time", "left"):
         table.add_column(heading, no_wrap=True, overflow="ellipsis", ratio=3 if heading == "job" else None)
+    rows = slot_rows(state, links)
+    for cells in islice(rows, most):
+        table.add_row(*cells)
+    left = sum(1 for _ in rows)
+    more = [Text(f"... and {left} more lines: make the terminal higher, or see `status`", style="dim")] if left else []
+    slots = sum(len(link.server.room.slots) for link in links.values())
+    return [table, *more, Text(totals(state, slots), style="bold")]
+
+
+def slot_rows(state: State, links: Mapping[str, Link]) -> Iterator[tuple[str | Text, ...]]:
+    """Servers that are not ready, and slots."""
     running = {(each.server, slot): each for each in state.open.values() for slot in each.slots}
     for name, link in links.items():
         if link.state != "ready" or not link.usable:
-            table.add_row(name, Text(f"{link.state}: {link.reason}" if link.reason else link.state, style="yellow"))
+            yield name, Text(f"{link.state}: {link.reason}" if link.reason else link.state, style="yellow")
         for slot in link.server.room.slots:
             where = f"{name}:{slot.index}" if slot.gpu is None else f"{name} GPU {slot.gpu}"
             attempt = running.get((name, slot.index))
             if attempt:
-                table.add_row(where, *row(state.jobs[attempt.job], attempt))
+                yield where, *row(state.jobs[attempt.job], attempt)
             elif link.state == "ready":
                 waits = "used by somebody else" if slot.gpu in link.server.room.blocked else "idle"
-                table.add_row(where, Text(waits, style="dim"))
-    return [table, Text(totals(state, sum(len(link.server.room.slots) for link in links.values())), style="bold")]
+                yield where, Text(waits, style="dim")
 
 
 def row(job: JobState, attempt: Attempt) -> tuple[str, str, str, str]:

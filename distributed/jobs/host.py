@@ -21,8 +21,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import glob
 import json
 import os
+import pwd
 import select
 import shutil
 import signal
@@ -32,6 +34,10 @@ import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+
+with contextlib.suppress(ImportError):  # a supervisor wants them: so each one that is forked here has them already
+    import ctypes  # noqa: F401
+    import resource  # noqa: F401
 
 from distributed.gpus import look_at_gpus
 from distributed.jobs import panes
@@ -288,6 +294,10 @@ class Serve:
         """Find the working directory, check what jobs need, and become the only serve of this list here."""
         if sys.version_info[:2] < OLDEST:
             raise HostError(f"Python {sys.version.split()[0]}: 3.10 or newer is needed; set python for this server")
+        if request["remote"] and ends_at_logout():
+            raise HostError(
+                "systemd would end the jobs with the connection (KillUserProcesses): loginctl enable-linger"
+            )
         self.server = request["server"]
         self.workdir = find_workdir(request["workdir"], request["default_workdir"])
         script = os.path.join(self.workdir, request["script"])
@@ -500,6 +510,19 @@ def read_until_closed(file: int, seconds: float) -> bytes:
         text += block
     os.close(file)
     return text
+
+
+def ends_at_logout(etc: str = "/etc/systemd", linger: str = "/var/lib/systemd/linger") -> bool:
+    """Whether systemd-logind ends a user's processes when the last connection is closed; see logind.conf(5)."""
+    paths = sorted(glob.glob(os.path.join(etc, "logind.conf.d", "*.conf")), key=os.path.basename)
+    kills = False
+    for path in (os.path.join(etc, "logind.conf"), *paths):  # the last one wins
+        with contextlib.suppress(OSError), open(path) as file:
+            for line in file:
+                name, _, value = (word.strip() for word in line.partition("="))
+                kills = value.lower() in ("yes", "true", "on", "1") if name == "KillUserProcesses" else kills
+    user = pwd.getpwuid(os.getuid()).pw_name
+    return kills and user != "root" and not os.path.exists(os.path.join(linger, user))  # root: KillExcludeUsers
 
 
 def home() -> str:

@@ -222,7 +222,7 @@ class HostServer:
         opened = await self._channel.call(
             "open", server=self.name, list=self.launch.list_id, workdir=self._workdir_asked(),
             default_workdir=str(self.launch.cwd), script=self.launch.script,
-            python=self.settings.python or self._python(),
+            python=self.settings.python or self._python(), remote=isinstance(self, SshServer),
             slots=[f"{self.name}:{slot.index}" for slot in self.room.slots], panes=self.launch.panes,
         )  # fmt: skip
         self.workdir, self.directory, self.session = opened["workdir"], opened["directory"], opened["session"]

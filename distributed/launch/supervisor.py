@@ -239,12 +239,13 @@ def environment(block: bytes, files: Files) -> Environment:
 # ---------------------------------------------------------------- processes
 
 
-def prctl(option: int, value: int) -> None:
+def prctl(option: int, value: int) -> bool:
     """See prctl(2). Where there is no libc to be called, the guard and the environment mark are left."""
     with contextlib.suppress(ImportError, OSError, AttributeError):
         import ctypes
 
-        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+        return ctypes.CDLL(None).prctl(option, value, 0, 0, 0) == 0
+    return False
 
 
 def die_with_parent(parent: int) -> None:
@@ -254,9 +255,18 @@ def die_with_parent(parent: int) -> None:
         os._exit(KILLED)
 
 
-def adopt_orphans() -> None:
+def adopt_orphans() -> bool:
     """What the command's processes leave behind becomes a child of this process, which can then find and reap it."""
-    prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
+    return prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
+
+
+def children() -> list[int] | None:
+    """The processes whose parent is this one, zombies among them; None where this kernel does not list them."""
+    try:
+        with open("/proc/thread-self/children") as file:
+            return [int(pid) for pid in file.read().split()]
+    except OSError:
+        return None
 
 
 def default_signals() -> None:
@@ -415,6 +425,7 @@ class Supervisor:
         self._streams = [Stream(1), Stream(2)] if attached else []
         self._log = os.open(files.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         self._signals = self._catch_signals()
+        self._adopts = adopt_orphans()
         self._guard = Guard(files)
 
     # ---- start
@@ -632,7 +643,7 @@ class Supervisor:
     def _end_rest(self, now: float) -> None:
         """End what the command left behind: SIGTERM, then SIGKILL. As long as it runs itself, only SIGKILL."""
         self._scan_at = now + SCAN
-        rest = marks.living(self.files.mark, [self.pid], os.getpid(), [self._guard.pid])
+        rest = [] if self._childless() else marks.living(self.files.mark, [self.pid], os.getpid(), [self._guard.pid])
         if now >= self._kill_at:
             send(signal.SIGKILL, rest)
             if self.code is not None and now >= self._kill_at + UNKILLABLE:
@@ -645,6 +656,13 @@ class Supervisor:
                 self._kill_at = now + LEFTOVER_GRACE
         if self.code is not None and not rest:
             self._swept = True
+
+    def _childless(self) -> bool:
+        """Whether nothing of the command can be left: all that it left behind became a child of this process.
+
+        That spares a look at every process of the machine.
+        """
+        return self._adopts and self.code is not None and children() == [self._guard.pid]
 
     def _finish(self) -> None:
         if self._detached:
@@ -722,7 +740,6 @@ def supervise(options: Options, block: bytes, received: bytes = b"", started: Ca
         os.setsid()
     if options.detach:
         reserve_code(files)
-    adopt_orphans()
     supervisor = Supervisor(
         files,
         grace=options.grace,
