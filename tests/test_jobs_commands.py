@@ -32,7 +32,8 @@ def words(**said: Any) -> list[str]:
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (["--no-such"], "the following arguments are required: --jobs-config"),
+        ([], "--jobs-config: missing; name the file with the jobs"),
+        (["--no-such"], "unrecognized arguments: --no-such"),
         (["run"], "run: unknown command; known are status, logs, why, cancel, retry, resume"),
         ([*words(), "--no-such"], "unrecognized arguments: --no-such"),
         (words(backend="ssh", slots=None), "--cluster-config: missing; name the file with the servers, or"),

@@ -98,7 +98,7 @@ def run_parser() -> Parser:
     """Of the call that runs a list."""
     parser = Parser(prog=PROGRAM, add_help=False, allow_abbrev=False)
     parser.add_argument("--cluster-config", type=Path)
-    parser.add_argument("--jobs-config", type=Path, required=True)
+    parser.add_argument("--jobs-config", type=Path)
     parser.add_argument("--log-file", type=Path, default=Path("results.json"))
     parser.add_argument("--backend", choices=BACKENDS, default="ssh")
     parser.add_argument("--script")
@@ -208,6 +208,8 @@ def script_of(given: argparse.Namespace, cluster: Cluster | None) -> str:
 
 def checked(given: argparse.Namespace) -> Call:
     """Read both configurations. Raises ConfigError and CallError."""
+    if given.jobs_config is None:
+        raise CallError("--jobs-config: missing; name the file with the jobs")
     if given.backend == "local":
         cluster = read_cluster(given.cluster_config) if given.cluster_config else None
     elif given.cluster_config is None:
