@@ -364,9 +364,9 @@ END
     lab ssh "$node" mkdir -p "$WORK"
     lab ssh "$node" tee "$WORK/job.py" <job.py >/dev/null
   done
-  : >nothing
-  on "$N1" mount --bind "$PWD/nothing" "$(type -P tmux)"
-  on "$N3" mount --bind "$PWD/nothing" "$(type -P rsync)"
+  : >"$BATS_TEST_TMPDIR/nothing"
+  on "$N1" mount --bind "$BATS_TEST_TMPDIR/nothing" "$(type -P tmux)"
+  on "$N3" mount --bind "$BATS_TEST_TMPDIR/nothing" "$(type -P rsync)"
   cat >cluster.json <<END
 {"script_path": "job.py", "defaults": {"gpus": 0, "slots_per_gpu": 2, "python": "$VIRTUAL_ENV/bin/python"}, "servers": [
   {"host": "good"}, {"host": "twin"}, {"host": "$N1", "user": "nobody"}, {"host": "wrongkey", "ssh_key": "$PWD/home/other"},

@@ -24,11 +24,10 @@ from distributed.jobs.state import FINAL, MOST_LOST, Attempt, JobState, State, c
 TICK = 0.5  # seconds between two looks at the clock and the journal
 EARLY = 30.0  # seconds; what fails sooner may have failed because of the list, not of the job
 EARLY_FAILURES = 5  # in a row, that pause the list
-BACKOFF = (1.0, 2.0, 5.0, 10.0, 15.0)  # seconds before the next try to connect
+BACKOFF = (1.0, 2.0, 5.0, 10.0, 15.0)  # seconds before the next try to connect, or to copy results
 STRIKES = 3  # starts that a server refuses, one after the other, before it gets no more jobs
 COOLING = 10.0  # seconds without jobs after such a start
 GPU_LOOK = 10.0  # seconds between two looks at who uses the GPUs
-BRING_AGAIN = 15.0  # seconds before results are copied again
 USED_BY_OTHERS = 1000  # MiB on a GPU, from which on somebody else uses it
 
 
@@ -568,6 +567,7 @@ class Dispatcher:
     async def _bring(self, job: JobState, attempt: Attempt) -> None:
         link = self.links.get(attempt.server)
         told = proof = ""
+        tries = 0
         while job.state == "ending" and job.last is attempt:
             if not link:
                 await asyncio.sleep(1.0)
@@ -577,13 +577,12 @@ class Dispatcher:
                     if attempt.failure == "cancelled":
                         proof = await self._proof(link.server, attempt)
                     break
-                except Unreachable:
-                    pass
-                except OSError as error:
+                except (Unreachable, OSError) as error:
                     if str(error) != told:
                         told = str(error)
                         self._say(f"{self._name(attempt)}: its results cannot be copied: {told}; trying again")
-                await asyncio.sleep(BRING_AGAIN)
+                await asyncio.sleep(BACKOFF[min(tries, len(BACKOFF) - 1)])
+                tries += 1
             else:
                 await asyncio.sleep(1.0)
         self.post(Event("brought", attempt.server, {"job": job.job.id, "attempt": attempt.name, "proof": proof}))
