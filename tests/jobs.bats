@@ -348,10 +348,10 @@ Host good twin wrongkey
   HostKeyAlias $N1
 Host unknown
   CheckHostIP no
-  UserKnownHostsFile $PWD/home/unknown
+  UserKnownHostsFile "$PWD/home/unknown"
 Host changed
   HostKeyAlias changed
-  UserKnownHostsFile $PWD/home/changed
+  UserKnownHostsFile "$PWD/home/changed"
 Host password
   HostKeyAlias $N2
 Host good twin password wrongkey
@@ -364,9 +364,9 @@ END
     lab ssh "$node" mkdir -p "$WORK"
     lab ssh "$node" tee "$WORK/job.py" <job.py >/dev/null
   done
-  : >nothing
-  on "$N1" mount --bind "$PWD/nothing" "$(type -P tmux)"
-  on "$N3" mount --bind "$PWD/nothing" "$(type -P rsync)"
+  : >"$BATS_TEST_TMPDIR/nothing"
+  on "$N1" mount --bind "$BATS_TEST_TMPDIR/nothing" "$(type -P tmux)"
+  on "$N3" mount --bind "$BATS_TEST_TMPDIR/nothing" "$(type -P rsync)"
   cat >cluster.json <<END
 {"script_path": "job.py", "defaults": {"gpus": 0, "slots_per_gpu": 2, "python": "$VIRTUAL_ENV/bin/python"}, "servers": [
   {"host": "good"}, {"host": "twin"}, {"host": "$N1", "user": "nobody"}, {"host": "wrongkey", "ssh_key": "$PWD/home/other"},
@@ -427,6 +427,7 @@ END
   [ "$status" -eq 0 ]
   holds 'sorted(each["server"] for each in last.values()) == ["'"$N1"'", "'"$N2"'"]'
   [ "$(cat experiments/*/big | wc -c)" -eq $((2 << 20)) ]
+  [[ "$output" != *"cannot be copied"* ]]
 }
 
 
@@ -463,7 +464,7 @@ if job.get("needs") and not os.path.exists("$PWD/mended"):
 END
   {
     echo '{"name": "good"}'
-    for number in 1 2 3 4 5; do
+    for number in 1 2 3 4 5 6; do
       echo "{\"name\": \"j$number\", \"needs\": true, \"_retries\": 0, \"_priority\": -1}"
     done
   } | job_list
@@ -480,7 +481,7 @@ END
   [[ "$output" == *"run_distributed_training.py resume starts them"* ]]
   run -1 list resume
   holds 'began.count("good") == 1 and began.count("new") == 1'
-  holds 'all(began.count(f"j{number}") == 2 for number in range(1, 5))'
+  holds 'all(began.count(f"j{number}") == 2 for number in range(1, 5)) and began.count("j6") == 1'
   holds '[job["new"]["state"], job["j1"]["state"], job["j4"]["state"]] == ["done"] * 3'
   holds 'job["j5"]["state"] == "cancelled" and job["j5"]["reason"] == "no longer in the list" and began.count("j5") == 1'
 }

@@ -31,7 +31,7 @@ Outcome = int | None
 
 @pytest.fixture(autouse=True)
 def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("TICK", "COOLING", "GPU_LOOK", "BRING_AGAIN"):
+    for name in ("TICK", "COOLING", "GPU_LOOK"):
         monkeypatch.setattr(dispatcher, name, 0.01)
     monkeypatch.setattr(dispatcher, "BACKOFF", (0.01,))
 
