@@ -39,6 +39,7 @@ BELOW: dict[str, set[str]] = {
     "fold": {"topics"},
     "gpus": {"probe"},
     "interpreter": {"probe"},
+    "jobs.array_task": {"jobs.host", "launch.supervisor"},
     "jobs.commands": {
         "fold", "jobs.config", "jobs.console", "jobs.dispatcher", "jobs.job", "jobs.journal", "jobs.placement",
         "jobs.results", "jobs.servers", "jobs.slurm", "jobs.state", "report",
@@ -46,15 +47,21 @@ BELOW: dict[str, set[str]] = {
     "jobs.config": {"jobs.job"},
     "jobs.console": {"jobs.dispatcher", "jobs.state", "report"},
     "jobs.dispatcher": {"jobs.job", "jobs.journal", "jobs.placement", "jobs.state"},
+    "jobs.element": {"jobs.array_task", "jobs.host", "jobs.sbatch", "launch.supervisor"},
     "jobs.host": {"gpus", "jobs.panes", "launch.supervisor", "marks"},
     "jobs.job": {"fold"},
     "jobs.page": {"charts", "history", "report"},
     "jobs.panes": {"launch.supervisor"},
     "jobs.placement": {"jobs.job"},
     "jobs.results": {"jobs.dispatcher", "jobs.page", "jobs.state", "launch.supervisor"},
+    "jobs.sbatch": {"jobs.config"},
     "jobs.servers": {
         "gpus", "jobs.config", "jobs.dispatcher", "jobs.host", "jobs.job", "jobs.panes", "jobs.placement",
         "jobs.state", "launch.supervisor",
+    },
+    "jobs.slurm": {
+        "jobs.array_task", "jobs.config", "jobs.dispatcher", "jobs.element", "jobs.host", "jobs.job", "jobs.placement",
+        "jobs.sbatch", "jobs.servers", "jobs.state", "launch.supervisor",
     },
     "jobs.state": {"jobs.job", "jobs.journal"},
     "launch.supervisor": {"launch.console", "marks"},
@@ -91,8 +98,8 @@ KNOW_PYTORCH = {
 }  # fmt: skip
 # They run on nodes before anything is installed.
 STANDARD_LIBRARY_ALONE = {
-    "accounts", "allocation", "answers", "by_hand", "charts", "cluster", "comparison", "doctor", "evidence",
-    "facts", "fitness", "fold", "fork_server", "gpus", "history", "interpreter", "jobs.host", "jobs.page",
+    "accounts", "allocation", "answers", "by_hand", "charts", "cluster", "comparison", "doctor", "evidence", "facts",
+    "fitness", "fold", "fork_server", "gpus", "history", "interpreter", "jobs.array_task", "jobs.host", "jobs.page",
     "jobs.panes", "launch.console", "launch.supervisor", "links", "look", "marks", "members", "names", "network",
     "nodelist", "preflight", "preloaded", "probe", "progress", "pulse", "reach", "report", "resources", "run_folder",
     "smoke_report", "status", "step", "step_folder", "survey", "task", "threads", "topics", "verdict", "visit",

@@ -98,6 +98,7 @@ class Cluster(Checked):
     script_path: Text = "train.py"
     defaults: ServerOptions = Field(default_factory=ServerOptions)
     sbatch: list[Text] = Field(default_factory=list)  # options of sbatch for --backend slurm
+    max_queued: int = Field(256, ge=1, le=100_000)  # jobs that may be in SLURM's queue or running at once
 
     @model_validator(mode="before")
     @classmethod
@@ -244,11 +245,26 @@ def _parse(path: Path) -> Any:
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: not UTF-8 text; save it as UTF-8") from None
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{path}, line {error.lineno}, column {error.colno}: not valid JSON: {error.msg}") from None
+        where = f"{path}, line {error.lineno}, column {error.colno}"
+        raise ConfigError(f"{where}: not valid JSON: {error.msg}{_habit(error)}") from None
     except RecursionError:
         raise ConfigError(f"{path}: nested too deeply; write a list of flat objects") from None
     except ValueError as error:
         raise ConfigError(f"{path}: {error}") from None
+
+
+def _habit(error: json.JSONDecodeError) -> str:
+    """What other languages allow and JSON does not."""
+    before, after = error.doc[: error.pos].rstrip(), error.doc[error.pos :].lstrip()
+    if after.startswith(("//", "/*", "#")):
+        return "; JSON has no comments: remove it"
+    if (before.endswith(",") and after.startswith(("]", "}"))) or "trailing comma" in error.msg:
+        return "; JSON has no comma behind the last entry: remove it"
+    if after.startswith("'"):
+        return '; write strings in double quotes: "..."'
+    if after.startswith(("True", "False", "None")):
+        return "; write true, false or null"
+    return ""
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -19,7 +19,19 @@ from typing import Any, Protocol
 from distributed.jobs.job import Job, arguments
 from distributed.jobs.journal import Journal
 from distributed.jobs.placement import Queue, Room
-from distributed.jobs.state import FINAL, MOST_LOST, UNLISTED, Attempt, JobState, State, chosen, judge
+from distributed.jobs.state import (
+    FINAL,
+    FINAL_FAILURES,
+    MOST_LOST,
+    UNLISTED,
+    Attempt,
+    JobState,
+    State,
+    chosen,
+    judge,
+    request_id,
+    unanswered,
+)
 
 TICK = 0.5  # seconds between two looks at the clock and the journal
 EARLY = 30.0  # seconds; what fails sooner may have failed because of the list, not of the job
@@ -92,6 +104,9 @@ class Server(Protocol):
 
     async def close(self, finished: bool) -> None:
         """Give the connection up. finished: the list is, too."""
+
+    def follow_command(self, attempt: Attempt, once: bool = False) -> list[str]:
+        """A program that prints the log of an attempt until its end; once: what is there now."""
 
 
 @dataclass(frozen=True)
@@ -342,7 +357,7 @@ class Dispatcher:
     def _adopt(self, link: Link, name: str, found: Mapping[str, Any]) -> None:
         """What a server knows of an attempt, after a time in which nobody asked."""
         attempt = self.state.attempt(name)
-        if attempt is None:
+        if attempt is None or attempt.state == "ended":  # reported a moment before
             return
         if attempt.state == "lost":  # given up while the server could not be reached
             if found["state"] == "running":
@@ -351,9 +366,8 @@ class Dispatcher:
             else:
                 self._gone(attempt)
         elif found["state"] == "running":
-            if attempt.state != "running":
-                self._record("running", attempt=name, process=process_of(found))
-            self._say(f"{link.server.name}: {self._name(attempt)} still runs")
+            self._note_running(attempt, found)
+            self._say(f"{link.server.name}: {self._name(attempt)} still {'runs' if attempt.process else 'waits there'}")
             if self.state.jobs[attempt.job].cancel:
                 self._stop(attempt)
         elif found["state"] == "ended":
@@ -471,10 +485,20 @@ class Dispatcher:
             return
         if event.facts["state"] == "ended":
             self._end(attempt, event.facts)
-        elif attempt.state == "starting":
-            self._record("running", attempt=attempt.name, process=process_of(event.facts))
-            if self.state.jobs[attempt.job].cancel:
-                self._stop(attempt)
+        elif self._note_running(attempt, event.facts) and self.state.jobs[attempt.job].cancel:
+            self._stop(attempt)
+
+    def _note_running(self, attempt: Attempt, found: Mapping[str, Any]) -> bool:
+        """Whether that is news. An attempt that waits in a queue of its server has no process yet."""
+        process = process_of(found)
+        news = attempt.state != "running" or bool(process and not attempt.process)
+        if news:
+            self._record("running", attempt=attempt.name, process=process)
+        return news
+
+    def _on_waits(self, event: Event) -> None:
+        if attempt := self.state.open.get(event.facts["attempt"]):
+            self._record("waits", attempt=attempt.name, reason=event.facts["reason"])
 
     def _on_not_started(self, event: Event) -> None:
         attempt = self.state.open.get(event.facts["attempt"])
@@ -632,7 +656,8 @@ class Dispatcher:
             return "cancelled", "cancelled on request"
         retries = self.jobs[job.job.id].options.retries if job.job.id in self.jobs else 0
         reason = f"attempt {attempt.number} on {attempt.server}: {attempt.how}"
-        if len(job.failures()) > retries or len(job.lost()) >= MOST_LOST:
+        final = attempt.failure in FINAL_FAILURES
+        if final or len(job.failures()) > retries or len(job.lost()) >= MOST_LOST:
             return "failed", reason
         if job.job.id not in self.jobs:
             return "cancelled", UNLISTED
@@ -684,18 +709,15 @@ class Dispatcher:
     # ---------------------------------------------------------------- cancelling
 
     def _answer_requests(self) -> None:
-        new = [each for each in self.journal.records if each["event"] in ("cancel", "retry")] + self.journal.requests()
+        new = [*self.journal.records, *self.journal.requests()]
         self.journal.records = []
-        for request in new:
-            identifier = f"{request['event']} {request['time']} {' '.join(request['jobs'])}"
-            if identifier in self.state.answered:
-                continue
+        for request in unanswered(self.state, new):
             try:
                 jobs = chosen(self.state, request["event"], request["jobs"])
             except ValueError as error:
                 self._say(str(error))
                 jobs = []
-            self._ask(identifier, request["event"], jobs)
+            self._ask(request_id(request), request["event"], jobs)
 
     def _ask(self, request: str, what: str, jobs: list[str]) -> None:
         """Cancel jobs that have not ended, or retry jobs that have."""
@@ -794,4 +816,4 @@ class Dispatcher:
 
 
 def process_of(found: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: found[key] for key in ("pid", "start_time", "boot_id") if key in found}
+    return {key: found[key] for key in ("pid", "start_time", "boot_id", "host") if key in found}

@@ -14,6 +14,7 @@ import fcntl
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -132,6 +133,7 @@ def create(name: str, directory: str, slots: list[str]) -> None:
     tmux("new-session", "-d", "-s", name, "-x", "240", "-y", "67", "-n", "slots", *commands[0])
     try:
         tmux("set-option", "-t", f"={name}:", "@muster", directory)
+        tmux("set-option", "-t", f"={name}:", "status-left-length", "40")  # more than the default of 10: its whole name
         tmux("set-option", "-t", f"={name}:", "pane-border-status", "top")
         tmux("set-option", "-t", f"={name}:", "pane-border-format", " #{pane_title} ")
         for command in commands[1:]:
@@ -170,6 +172,8 @@ def show(directory: str, slot: int, title: str, log: str, end: str) -> None:
 
 def view(directory: str, slot: int) -> int:
     """What a pane runs, for as long as it is there."""
+    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGTSTP):  # keys pressed in the pane would end the view
+        signal.signal(number, signal.SIG_IGN)
     shown: dict[str, object] = {}
     position, ended = 0, True
     title(f"slot {slot}: idle")

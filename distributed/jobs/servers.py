@@ -43,6 +43,7 @@ ENTRY = "scripts/lib/jobs_host.py"
 RSYNC_SHELL = "scripts/lib/rsync_shell.py"
 UPLOAD = "muster-upload"  # what a server prints that has not got the kit
 NO_PYTHON = "muster-no-python"
+USUAL, NO_RSYNC = 3, 4  # exit codes: ~/ml-customization is there; rsync is not
 # What host.py and the supervisors that it forks need on a server.
 KIT_FILES = (
     "distributed/__init__.py", "distributed/marks.py", "distributed/gpus.py", "distributed/probe.py",
@@ -303,12 +304,13 @@ class HostServer:
     async def start(self, order: Order) -> dict[str, Any]:
         """See dispatcher.Server."""
         options = order.job.options
-        visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, order.gpus))}
+        env = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # as nvidia-smi numbers them, also where GPUs differ
+        env |= {**options.env, "CUDA_VISIBLE_DEVICES": ",".join(map(str, order.gpus))}
         try:
             return await self._call(
                 "start", attempt=order.attempt, job=order.job.id, output=order.job.output, slots=list(order.slots),
                 title=order.title, script=self.launch.script, arguments=list(order.arguments),
-                setup=self.settings.setup, env={**options.env, **visible, "MUSTER_JOB": document(order.job)},
+                setup=self.settings.setup, env={**env, "MUSTER_JOB": document(order.job)},
                 timeout=options.timeout, grace=self.launch.grace,
             )  # fmt: skip
         except HostSays as error:
@@ -450,10 +452,14 @@ class SshServer(HostServer):
     async def _sync(self) -> None:
         """Copy the working directory there, as a first start needs it; nothing is deleted."""
         target = self.settings.workdir or str(self.launch.cwd)
-        code, said = await self._run(
-            [*self.ssh, "--", self.settings.host, for_any_shell(f"mkdir -p -- {home_relative(target)}")]
-        )
-        if code:
+        usual = "" if self.settings.workdir else f"[ ! -d ~/ml-customization ] || exit {USUAL}; "  # see find_workdir()
+        line = f"command -v rsync >/dev/null || exit {NO_RSYNC}; {usual}mkdir -p -- {home_relative(target)}"
+        self._refuse_without_rsync(there=True)
+        code, said = await self._run([*self.ssh, "--", self.settings.host, for_any_shell(line)])
+        self._refuse_without_rsync(there=code != NO_RSYNC)
+        if code == USUAL:
+            target = "ml-customization"
+        elif code:
             raise failure(said, code, self.settings.host)
         target = target.removeprefix("~/")
         await self._rsync([*NOT_COPIED, f"{self.launch.cwd}/", f"server:{target}/"])
@@ -461,12 +467,14 @@ class SshServer(HostServer):
 
     async def _after_open(self, opened: Mapping[str, Any]) -> None:
         self.shared = await self._shares_files()
-        if not self.shared and not opened["rsync"]:
-            raise Refused(
-                "rsync is not installed there, and results must be copied: install it (apt-get install rsync)"
-            )
-        if not self.shared and not shutil.which("rsync"):
-            raise Refused("rsync is not installed on this machine, and results must be copied: install it")
+        if not self.shared:
+            self._refuse_without_rsync(there=opened["rsync"])
+
+    def _refuse_without_rsync(self, there: bool) -> None:
+        if not there:
+            raise Refused("rsync is not installed there, and files must be copied: install it (apt-get install rsync)")
+        if not shutil.which("rsync"):
+            raise Refused("rsync is not installed on this machine, and files must be copied: install it")
 
     async def _shares_files(self) -> bool:
         """Whether its working directory is ours: a file that we make here is seen there."""
@@ -563,6 +571,8 @@ def last_line(text: str) -> str:
 
 def failure(said: str, code: int, host: str) -> Exception:
     """What ssh's end means."""
+    if "Temporary failure in name resolution" in said:  # no network here, perhaps; trying again may help
+        return Unreachable(last_line(said))
     for words, remedy in REMEDIES.items():
         if words in said:
             line = next(line for line in said.splitlines() if words in line)

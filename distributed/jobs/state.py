@@ -17,8 +17,10 @@ from distributed.jobs.journal import REQUESTS, Record
 FINAL = ("done", "failed", "cancelled")
 UNLISTED = "no longer in the list"  # why a job was cancelled
 # Failures that say nothing about the job. A job that has many of them may still be their cause.
-NOT_THE_JOB = ("server lost", "server restarted", "supervisor killed")
+NOT_THE_JOB = ("server lost", "server restarted", "supervisor killed", "preempted")
 MOST_LOST = 5
+ORDINARY = ("preempted",)  # so often as SLURM likes
+FINAL_FAILURES = ("cancelled outside",)  # no further attempt: a person wanted the end
 OUT_OF_MEMORY = ("OutOfMemoryError", "CUDA out of memory", "MemoryError")
 
 
@@ -84,7 +86,8 @@ class JobState:
 
     def lost(self) -> list[Attempt]:
         """Attempts that failed for another reason than the job."""
-        return [each for each in self.attempts[self.forgiven :] if each.failure in NOT_THE_JOB]
+        known = set(NOT_THE_JOB).difference(ORDINARY)
+        return [each for each in self.attempts[self.forgiven :] if each.failure in known]
 
 
 class State:
@@ -170,7 +173,15 @@ class State:
 
     def _running(self, record: Record) -> None:
         if attempt := self.attempt(record["attempt"]):
+            if attempt.state == "running":  # it has waited in a queue of its server
+                attempt.start = record["time"]
             attempt.state, attempt.process = "running", record["process"]
+            self.jobs[attempt.job].reason = ""
+
+    def _waits(self, record: Record) -> None:
+        """Its server has taken the attempt, and has not started its command yet."""
+        if attempt := self.attempt(record["attempt"]):
+            self.jobs[attempt.job].reason = record["reason"]
 
     def _not_started(self, record: Record) -> None:
         """For a reason of the server: the attempt never was one."""
@@ -236,6 +247,15 @@ def listed(jobs: Iterable[Job]) -> list[dict[str, Any]]:
     ]
 
 
+def unanswered(state: State, requests: Iterable[Record]) -> list[Record]:
+    """Of these records the requests that no dispatcher has dealt with."""
+    return [each for each in requests if each["event"] in REQUESTS and request_id(each) not in state.answered]
+
+
+def request_id(request: Record) -> str:
+    return f"{request['event']} {request['time']} {' '.join(request['jobs'])}"
+
+
 def chosen(state: State, what: str, words: Iterable[str]) -> list[str]:
     """The ids of the jobs that a request is about: `all`, `failed`, ids, their beginnings, or names.
 
@@ -287,6 +307,11 @@ CAUSES = {
     "rebooted": ("server restarted", "the server was restarted while the job ran"),
     "killed": ("supervisor killed", ""),
     "timeout": ("timeout", ""),
+    "cancelled outside": ("cancelled outside", ""),
+    "preempted": ("preempted", ""),
+    "node failed": ("server lost", ""),
+    "out of memory": ("out of memory", ""),
+    "not started": ("not started", ""),
 }
 
 
