@@ -136,6 +136,7 @@ class Element(host.Attempt):
             yield from self._wait(self.entry)
         elif self.has_ended():
             if self._is_explained(queue, now):
+                yield from self._run(now, progress=False)
                 yield "ended", self._last()
         else:
             yield from self._run(now, progress)
