@@ -578,6 +578,16 @@ def test_slurm_has_not_for_ever_to_name_a_cause(submitted: Element) -> None:
     assert kinds(seen(submitted, "COMPLETING", now=2.0 + element.EXPLAIN)) == ["started", "ended"]
 
 
+def test_when_the_heartbeat_has_been_silent_for_long_slurm_s_word_is_enough(submitted: Element) -> None:
+    begun(submitted)
+    Path(submitted.files.heartbeat).touch()
+    entries = {(ARRAY, 0): Entry("12_0", "RUNNING")}
+    for now in (1.0, 100.0):
+        list(submitted.look(Queue(time.monotonic(), entries), now, progress=True))
+    assert seen(submitted, "NODE_FAIL", now=101.0) == []
+    assert kinds(seen(submitted, "NODE_FAIL", now=102.0 + element.SOON)) == ["ended"]
+
+
 def test_an_element_that_comes_back_to_the_queue_is_not_given_up(submitted: Element) -> None:
     begun(submitted)
     assert kinds(seen(submitted, "COMPLETED", now=0.0)) == ["started"]
