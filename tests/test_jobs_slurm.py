@@ -499,8 +499,9 @@ def test_that_an_element_waits_is_told_once_and_its_end_when_there_is_an_exit_co
     assert seen(submitted, "PENDING") == []
     run_element(Path(submitted.directory).parent / f"array-{ARRAY}")
     found = seen(submitted, "RUNNING")
-    assert kinds(found) == ["ended"]
-    assert found[0][1]["code"] == 0
+    assert kinds(found) == ["started", "ended"]
+    assert found[0][1]["host"] == os.uname().nodename
+    assert found[1][1]["code"] == 0
 
 
 def test_a_queue_that_was_asked_for_before_the_submission_says_nothing(submitted: Element) -> None:
@@ -566,15 +567,25 @@ def test_a_command_that_was_killed_has_the_cause_that_slurm_names_a_moment_later
     supervisor.write(submitted.files.exit, "137\n")
     assert seen(submitted, "COMPLETING", now=1.0) == []
     found = seen(submitted, state, now=2.0)
-    assert kinds(found) == ["ended"]
-    assert judge(found[0][1], cancelled=False)[0] == failure
+    assert kinds(found) == ["started", "ended"]
+    assert judge(found[1][1], cancelled=False)[0] == failure
 
 
 def test_slurm_has_not_for_ever_to_name_a_cause(submitted: Element) -> None:
     begun(submitted)
     supervisor.write(submitted.files.exit, "143\n")
     assert seen(submitted, "COMPLETING", now=1.0) == []
-    assert kinds(seen(submitted, "COMPLETING", now=2.0 + element.EXPLAIN)) == ["ended"]
+    assert kinds(seen(submitted, "COMPLETING", now=2.0 + element.EXPLAIN)) == ["started", "ended"]
+
+
+def test_when_the_heartbeat_has_been_silent_for_long_slurm_s_word_is_enough(submitted: Element) -> None:
+    begun(submitted)
+    Path(submitted.files.heartbeat).touch()
+    entries = {(ARRAY, 0): Entry("12_0", "RUNNING")}
+    for now in (1.0, 100.0):
+        list(submitted.look(Queue(time.monotonic(), entries), now, progress=True))
+    assert seen(submitted, "NODE_FAIL", now=101.0) == []
+    assert kinds(seen(submitted, "NODE_FAIL", now=102.0 + element.SOON)) == ["ended"]
 
 
 def test_an_element_that_comes_back_to_the_queue_is_not_given_up(submitted: Element) -> None:

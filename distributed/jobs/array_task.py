@@ -150,11 +150,17 @@ class Element(supervisor.Supervisor):
     def finish(self) -> None:
         """Find out whether SLURM wanted the end, and why, as long as it knows. It signals the command as well, which
         may have ended before this process has got the signal."""
-        if self._signalled or self.code in (128 + signal.SIGTERM, supervisor.KILLED):
-            cause, message = reason_of_end(os.environ.get("SLURM_JOB_ID", ""))
+        ended_by_signal = self._signalled or self.code in (128 + signal.SIGTERM, supervisor.KILLED)
+        if ended_by_signal and not os.path.exists(self.files.record):
+            cause, message = reason_of_end(number_in_slurm())
             if cause:
                 supervisor.write_record(self.files, cause, message)
         super().finish()
+
+
+def number_in_slurm() -> str:
+    """123_4: the number of the job of the last element is that of the whole array, too."""
+    return f"{os.environ.get('SLURM_ARRAY_JOB_ID', '')}_{os.environ['SLURM_ARRAY_TASK_ID']}"
 
 
 def reason_of_end(job: str) -> tuple[str, str]:
@@ -239,10 +245,7 @@ def work(array: str) -> int:
     order = take_order(attempt, identifier)
     if order is None:
         return nothing_to_do(f"{name}: its order was carried out, or taken back")
-    facts = {
-        "host": os.uname().nodename, "time": time.time(), "array": identifier,
-        "job": f"{os.environ.get('SLURM_ARRAY_JOB_ID', '')}_{os.environ['SLURM_ARRAY_TASK_ID']}",
-    }  # fmt: skip
+    facts = {"host": os.uname().nodename, "time": time.time(), "array": identifier, "job": number_in_slurm()}
     supervisor.write_json(os.path.join(attempt, ELEMENT), facts)
     if not remove(taken_path(attempt, identifier)):
         return nothing_to_do(f"{name}: was given up")

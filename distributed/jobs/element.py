@@ -22,7 +22,8 @@ from distributed.jobs.array_task import ATTEMPTS, ELEMENT, NEW, ORDER, SERVER, T
 from distributed.jobs.sbatch import Entry, Needs, Queue, end_without_code
 from distributed.launch import supervisor
 
-LATE = 30.0  # seconds that an exit code, or a heartbeat, may take from a compute node to here
+LATE = 30.0  # seconds without a heartbeat, after which nothing is there any more; more than it may take to here
+SOON = 6.0  # seconds that an exit code may take to here
 LOCKED = 180.0  # seconds for which a lock alone, without a heartbeat, means that the supervisor is there
 
 EXPLAIN = 10.0  # seconds that SLURM may take to say that it was the cause
@@ -46,7 +47,7 @@ class Element(host.Attempt):
         self.cancel_at = math.inf  # when scancel is called
         self._gone_at: float | None = None
         self._ended_at: float | None = None
-        self._beat = 0.0
+        self._beat = self._beat_at = 0.0
         self._reported = False
 
     # ---- files
@@ -136,6 +137,7 @@ class Element(host.Attempt):
             yield from self._wait(self.entry)
         elif self.has_ended():
             if self._is_explained(queue, now):
+                yield from self._run(now, progress=False)
                 yield "ended", self._last()
         else:
             yield from self._run(now, progress)
@@ -156,6 +158,8 @@ class Element(host.Attempt):
         if not self._reported and (process := self.process()):
             self._reported = True
             yield "started", {"state": "running", **process}
+        if progress:
+            self._look_at_heartbeat(now)
         if progress and (metrics := host.read_metrics(self.output)) != self.metrics:
             self.metrics = metrics
             yield "progress", {"metrics": metrics}
@@ -180,12 +184,20 @@ class Element(host.Attempt):
 
     def _is_silent(self, now: float) -> bool:
         """Whether nothing has been heard of its supervisor for long enough."""
+        if self._gone_at is None:
+            self._gone_at = now
+            self._beat_at = self._beat_at or now
+        if self._look_at_heartbeat(now) and now > self._gone_at and self.entry:  # it goes on, and SLURM does not know
+            self._ask("kill")
+        return now - self._beat_at > (LOCKED if self.locked() else LATE) and now - self._gone_at > SOON
+
+    def _look_at_heartbeat(self, now: float) -> bool:
+        """Whether there was one since the last look; by this machine's clock."""
         beat = host.modified(self.files.heartbeat) or 0.0
-        if self._gone_at is None or beat != self._beat:
-            if self._gone_at is not None and self.entry:  # it goes on, and SLURM does not know
-                self._ask("kill")
-            self._gone_at, self._beat = now, beat
-        return now - self._gone_at > (LOCKED if self.locked() else LATE)
+        news, self._beat = beat != self._beat, beat
+        if news:
+            self._beat_at = now
+        return news
 
     def _is_explained(self, queue: Queue, now: float) -> bool:
         """A command that a signal has ended may have been ended by SLURM, which then says so a moment later."""

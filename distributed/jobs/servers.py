@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import io
 import json
@@ -615,6 +616,7 @@ def sockets_directory(list_id: str) -> Path:
     return Path(base, f"muster-{os.getuid()}-{list_id}")
 
 
+@functools.cache
 def kit_archive() -> tuple[str, bytes]:
     """(name, tar archive) of what a server needs; the name follows from the contents."""
     buffer = io.BytesIO()
