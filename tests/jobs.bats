@@ -9,6 +9,8 @@ bats_require_minimum_version 1.5.0
 source "$BATS_TEST_DIRNAME/lab/nodes.bash"
 # shellcheck source=tests/lab/job_lists.bash
 source "$BATS_TEST_DIRNAME/lab/job_lists.bash"
+# shellcheck source=tests/lab/secrets.bash
+source "$BATS_TEST_DIRNAME/lab/secrets.bash"
 
 
 setup_file() {
@@ -198,6 +200,27 @@ END
 }
 
 
+@test "a secret of _env reaches the job, and is in no command line, no journal and no result" {
+  make_secret
+  watch_command_lines
+  cluster "$N1"
+  cat >job.py <<'END'
+import os, time
+assert os.environ["SECRET"] == open("secret").read()
+time.sleep(0.5)  # so that its command line is seen
+END
+  printf '[{"seen": "=yes", "_env": {"SECRET": "%s"}}]\n' "$(<secret)" >jobs.json
+  sed -i 's/SEEN=yes/--seen/' patterns
+  run -0 dispatch
+  : >kept
+  wait "$WATCHER"
+  grep -qx -- --seen seen
+  run ! grep -F -f secret seen
+  run ! grep -rlF -f secret logs experiments results.json results.html results.journal
+  grep -q SECRET results.journal # its name
+}
+
+
 @test "results come home from servers that share no files, and a job goes on elsewhere with what it has written" {
   WORK="$APART/my 'work'"
   enter_work
@@ -325,10 +348,10 @@ Host good twin wrongkey
   HostKeyAlias $N1
 Host unknown
   CheckHostIP no
-  UserKnownHostsFile $PWD/home/unknown
+  UserKnownHostsFile "$PWD/home/unknown"
 Host changed
   HostKeyAlias changed
-  UserKnownHostsFile $PWD/home/changed
+  UserKnownHostsFile "$PWD/home/changed"
 Host password
   HostKeyAlias $N2
 Host good twin password wrongkey
@@ -341,9 +364,9 @@ END
     lab ssh "$node" mkdir -p "$WORK"
     lab ssh "$node" tee "$WORK/job.py" <job.py >/dev/null
   done
-  : >nothing
-  on "$N1" mount --bind "$PWD/nothing" "$(type -P tmux)"
-  on "$N3" mount --bind "$PWD/nothing" "$(type -P rsync)"
+  : >"$BATS_TEST_TMPDIR/nothing"
+  on "$N1" mount --bind "$BATS_TEST_TMPDIR/nothing" "$(type -P tmux)"
+  on "$N3" mount --bind "$BATS_TEST_TMPDIR/nothing" "$(type -P rsync)"
   cat >cluster.json <<END
 {"script_path": "job.py", "defaults": {"gpus": 0, "slots_per_gpu": 2, "python": "$VIRTUAL_ENV/bin/python"}, "servers": [
   {"host": "good"}, {"host": "twin"}, {"host": "$N1", "user": "nobody"}, {"host": "wrongkey", "ssh_key": "$PWD/home/other"},
@@ -404,6 +427,7 @@ END
   [ "$status" -eq 0 ]
   holds 'sorted(each["server"] for each in last.values()) == ["'"$N1"'", "'"$N2"'"]'
   [ "$(cat experiments/*/big | wc -c)" -eq $((2 << 20)) ]
+  [[ "$output" != *"cannot be copied"* ]]
 }
 
 
@@ -440,7 +464,7 @@ if job.get("needs") and not os.path.exists("$PWD/mended"):
 END
   {
     echo '{"name": "good"}'
-    for number in 1 2 3 4 5; do
+    for number in 1 2 3 4 5 6; do
       echo "{\"name\": \"j$number\", \"needs\": true, \"_retries\": 0, \"_priority\": -1}"
     done
   } | job_list
@@ -457,7 +481,7 @@ END
   [[ "$output" == *"run_distributed_training.py resume starts them"* ]]
   run -1 list resume
   holds 'began.count("good") == 1 and began.count("new") == 1'
-  holds 'all(began.count(f"j{number}") == 2 for number in range(1, 5))'
+  holds 'all(began.count(f"j{number}") == 2 for number in range(1, 5)) and began.count("j6") == 1'
   holds '[job["new"]["state"], job["j1"]["state"], job["j4"]["state"]] == ["done"] * 3'
   holds 'job["j5"]["state"] == "cancelled" and job["j5"]["reason"] == "no longer in the list" and began.count("j5") == 1'
 }

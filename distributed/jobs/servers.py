@@ -393,7 +393,7 @@ class SshServer(HostServer):
 
     async def _open_channel(self, post: Callable[[Event], None]) -> Channel:
         for attempt in range(2):
-            command = for_any_shell(self._bootstrap())
+            command = for_any_shell(f"cd; {self._host_program('serve')}")
             process = await asyncio.create_subprocess_exec(
                 *self.ssh, "--", self.settings.host, command, stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, limit=1 << 24, start_new_session=True,
@@ -419,19 +419,19 @@ class SshServer(HostServer):
             raise failure(said or printed, code, self.settings.host)
         raise Refused("the kit could not be copied to it")
 
-    def _bootstrap(self) -> str:
-        """Line of bash: run host.py of the kit there, or say what is missing."""
+    def _host_program(self, words: str) -> str:
+        """Line of bash, in the home directory: run host.py of the kit there, or say what is missing."""
         workdir = self.settings.workdir or "~/ml-customization"
         own = [self.settings.python] if self.settings.python else []
         own += [f"{base}/{path}" for path in own for base in (workdir, self.launch.cwd) if path[0] not in "~/"]
         candidates = own or [f"{workdir}/.venv/bin/python", f"{self.launch.cwd}/.venv/bin/python", "python3"]
-        words = " ".join(home_relative(each) for each in candidates)
+        pythons = " ".join(home_relative(each) for each in candidates)
         newer = shlex.quote("import sys; sys.exit(sys.version_info < (3, 10))")
         return (
-            f'cd; d="${{XDG_CACHE_HOME:-$HOME/.cache}}/muster/jobs-{self._kit[0]}"; '
+            f'd="${{XDG_CACHE_HOME:-$HOME/.cache}}/muster/jobs-{self._kit[0]}"; '
             f'[ -e "$d/complete" ] || {{ echo {UPLOAD}; exit 0; }}; '
-            f"for p in {words}; do "
-            f'if "$p" -I -S -c {newer} 2>/dev/null; then exec "$p" -I -S "$d/{ENTRY}" serve; fi; done; '
+            f"for p in {pythons}; do "
+            f'if "$p" -I -S -c {newer} 2>/dev/null; then exec "$p" -I -S "$d/{ENTRY}" {words}; fi; done; '
             f"echo {NO_PYTHON}"
         )
 
@@ -489,14 +489,11 @@ class SshServer(HostServer):
     def follow_command(self, attempt: Attempt, once: bool = False) -> list[str]:
         """See HostServer."""
         write_ssh_config(self._config, self.settings)
-        directory = home_relative(self.settings.workdir) if self.settings.workdir else '"$w"'
-        log = shlex.quote(f"logs/jobs/{self.launch.list_id}/{attempt.name}/node_{self.name}")
+        usual = f'w=~/ml-customization; [ -d "$w" ] || w={shlex.quote(str(self.launch.cwd))}'
+        workdir = f"w={home_relative(self.settings.workdir)}" if self.settings.workdir else usual
+        log = f'"$w"/{shlex.quote(f"logs/jobs/{self.launch.list_id}/{attempt.name}/node_{self.name}")}'
         end = "/" if once else f"{log}.exit"
-        line = (
-            f'w=~/ml-customization; [ -d "$w" ] || w={shlex.quote(str(self.launch.cwd))}; cd -- {directory} || exit; '
-            f'd="${{XDG_CACHE_HOME:-$HOME/.cache}}/muster/jobs-{self._kit[0]}"; '
-            f'exec python3 -I -S "$d/{ENTRY}" follow {log}.log {end}'
-        )
+        line = f"cd; {workdir}; {self._host_program(f'follow {log}.log {end}')}"
         return [*self.ssh, "--", self.settings.host, for_any_shell(line)]
 
     # ---- results
