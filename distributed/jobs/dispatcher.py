@@ -206,7 +206,8 @@ class Dispatcher:
         try:
             while not self._over():
                 self._step()
-                await self._take_events()
+                if not self._over():  # with what was just committed
+                    await self._take_events()
         finally:
             await self._leave()
 
