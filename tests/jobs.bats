@@ -441,7 +441,7 @@ END
   done | job_list
   run -75 dispatch
   [[ "$output" == *"paused: 5 attempts in a row failed within 30 s, the last: exit code 1: "*"gives up; mend the cause"* ]]
-  [[ "$output" == *"paused: 0 of 9 done, 5 failed, 4 waiting"*"to go on: run_distributed_training.py resume"* ]]
+  [[ "$output" == *"paused: 0 of 9 done, 5 failed, 4 waiting"*"to go on: "*"run_distributed_training.py resume"* ]]
   holds 'len(began) == 5 and r["state"] == "paused"'
   run list status
   [[ "$output" == *"no dispatcher runs; to go on"* ]]
@@ -478,7 +478,7 @@ jobs.append({"name": "new", "_env": {"STARTED": sys.argv[1]}})
 json.dump(jobs, open("jobs.json", "w"))
 END
   run -0 list retry failed
-  [[ "$output" == *"run_distributed_training.py resume starts them"* ]]
+  [[ "$output" == *" to run again; to start: "*"run_distributed_training.py resume" ]]
   run -1 list resume
   holds 'began.count("good") == 1 and began.count("new") == 1'
   holds 'all(began.count(f"j{number}") == 2 for number in range(1, 5)) and began.count("j6") == 1'
@@ -502,14 +502,15 @@ END
   run -2 dispatch
   [[ "$output" == *"a dispatcher is working on this list already"* ]]
   run -0 list status
-  [[ "$output" == *"x/fold0"*" running "*"the dispatcher runs"* ]]
+  [[ "$output" == *"x/fold0"*" running "*"a dispatcher works on this list"* ]]
   run -0 list logs fold0
   [[ "$output" == *"a-tick-1"* ]]
   kill -INT -- "-$LAUNCHER"
   status_of "$LAUNCHER"
   [ "$status" -eq 130 ]
-  grep -q "interrupted: 0 of 2 done; 2 still run on their servers" out
-  grep -q "to go on: run_distributed_training.py resume; to end it: run_distributed_training.py cancel all" out
+  grep -q "interrupted: 0 of 2 done; 2 still running, and not disturbed by this" out
+  grep -q "to go on:  .*run_distributed_training.py resume" out
+  grep -q "to end the list: .*run_distributed_training.py cancel all" out
   alive "$(pid_of_job a)"
   run -0 list why fold1
   [[ "$output" == *"no dispatcher runs: nothing is started or noticed until"* ]]
