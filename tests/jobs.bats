@@ -167,11 +167,11 @@ END
   holds '[each["exit_code"] for each in job["moves"]["attempts"]] == [3, 0]'
   holds 'job["moves"]["attempts"][0]["server"] != last["moves"]["server"]'
   nothing_left
-  [[ "$output" == *"see: run_distributed_training.py why JOB; again: run_distributed_training.py retry failed"* ]]
+  [[ "$output" == *"see the output:  "*"run_distributed_training.py why "*"run them again:  "*"run_distributed_training.py retry failed"* ]]
   run list why slow
   [ "$status" -eq 2 ] # no name of a job, as it has no prefix
-  run -0 list why "$(awk '$3 == "failed" && /SIGSEGV/ { print $1 }' <(list status))"
-  [[ "$output" == *"failed: attempt 1 on "*"signal: ended by SIGSEGV"* ]]
+  run -0 list why "$(tell '[job["fault"]["id"]]')"
+  [[ "$output" == *": failed"*"attempt 1 on "*": signal: ended by SIGSEGV"* ]]
 }
 
 
@@ -535,7 +535,7 @@ END
   list logs fold0 --follow >followed 3>&- &
   follower=$!
   eventually grep -q a-tick-3 followed
-  eventually grep -q "0 of them done" first
+  eventually grep -q "1 job; results: results.json" first
   : >go
   status_of "$LAUNCHER"
   [ "$status" -eq 0 ]
