@@ -16,6 +16,7 @@
 #   memory    MiB that it allocates
 #   fill      a directory that it writes into until the disk is full, and then fails; not on a disk of 10 MB or more
 #   big       MiB of its results
+#   quiet     it writes nothing into its output directory
 #
 # All nodes share the files of this machine but for a home, a directory of tmux's sockets, and APART.
 # shellcheck disable=SC2034,SC2153,SC2154 # what it sets is for the tests, and what run sets for it
@@ -84,6 +85,7 @@ enter_list() {
 # Whatever a failed test has left: the marks of the product are not to be trusted here. Other files run meanwhile.
 leave_list() {
   local node file
+  [ -n "${BATS_TEST_COMPLETED-}" ] || tail -n 50 "$WORK/out" "$BATS_TEST_TMPDIR/out" 2>/dev/null || true
   [ -z "$LAUNCHER" ] || kill -KILL "$LAUNCHER" 2>/dev/null || true
   for node in $(all_nodes); do
     lab heal "$node" >/dev/null 2>&1 || true
@@ -247,8 +249,9 @@ def note(*words):
 
 
 def metrics(**values):
-    with open(f"{out}/metrics.jsonl", "a") as file:
-        file.write(json.dumps(values) + "\n")
+    if not job.get("quiet"):
+        with open(f"{out}/metrics.jsonl", "a") as file:
+            file.write(json.dumps(values) + "\n")
 
 
 if job.get("deaf"):
@@ -282,10 +285,11 @@ if job.get("signal") == "segfault":
     ctypes.string_at(0)
 if "signal" in job:
     os.kill(os.getpid(), getattr(signal, job["signal"]))
-with open(f"{out}/big", "wb") as file:
-    file.write(os.urandom(1 << 20) * job.get("big", 0))
-with open(f"{out}/result", "w") as file:
-    file.write(f"{name} on {node}\n")
+if not job.get("quiet"):
+    with open(f"{out}/big", "wb") as file:
+        file.write(os.urandom(1 << 20) * job.get("big", 0))
+    with open(f"{out}/result", "w") as file:
+        file.write(f"{name} on {node}\n")
 metrics(step=10, loss=0.5)
 note("end", name)
 if not os.path.exists(job.get("exit_once", "nowhere")) and job.get("exit"):
