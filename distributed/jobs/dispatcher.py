@@ -355,6 +355,7 @@ class Dispatcher:
             if attempt.state != "running":
                 self._record("running", attempt=name, process=process_of(found))
             self._say(f"{link.server.name}: {self._name(attempt)} still runs")
+            self._stopping.discard(name)  # an older host.py was told; this one has to see to it
             if self.state.jobs[attempt.job].cancel:
                 self._stop(attempt)
         elif found["state"] == "ended":
