@@ -65,15 +65,6 @@ undisturbed() {
 }
 
 
-supervised() { # <supervisor, guard or command> <name of a job>: process id
-  "$VIRTUAL_ENV/bin/python" -I - "$1" "$(pid_of_job "$2")" <<'END'
-import glob, json, sys
-found = [json.load(open(path)) for path in glob.glob("logs/jobs/*/*/node_*.pid")]
-print(next(each[sys.argv[1]]["pid"] for each in found if each["command"]["pid"] == int(sys.argv[2])))
-END
-}
-
-
 # A directory of 8 MiB.
 small_disk() {
   mkdir -p "$1"
@@ -158,6 +149,23 @@ END
   holds 'sorted(began) == ["a", "b", "b", "c"]'
   holds '[job[name]["state"] for name in "abc"] == ["done", "done", "failed"]'
   holds '[each["exit_code"] for name in "abc" for each in job[name]["attempts"]] == [0, 7, 0, 5]'
+}
+
+
+@test "of two names of one machine, resume uses the one under which its jobs run" {
+  cluster "$N1:1" "$(address "$N1"):1"
+  job_list <<<"{\"name\": \"a\", \"until\": \"$PWD/go\"}"
+  start_list --lost-after 1
+  begun a
+  for again in 1 2 3; do
+    wait_for_line out ": not used: is the same machine as"
+    kill -KILL "$LAUNCHER"
+    wait "$LAUNCHER" || true
+    start_command resume
+    wait_for_line out " still runs" || { echo "resume $again" && return 1; }
+  done
+  : >go
+  undisturbed
 }
 
 
@@ -247,18 +255,26 @@ END
 
 
 @test "what still runs on a server that was given up is stopped when it is back, before its slot is used again" {
-  start_three_jobs --lost-after 2
+  three_jobs
+  sed -i -e 's/"_retries": 0/"alone": true, &/' -e 's/}]$/},/' jobs.json
+  printf '{"_env": {"STARTED": "%s"}, "name": "later", "alone": true, "_priority": -1}]\n' "$STARTED" >>jobs.json
+  start_list --lost-after 2
+  begun a
+  begun b
+  begun c
   lost=$(job_on "$N3")
   pid=$(pid_of_job "$lost")
   lab cut "$N3"
   wait_for_line out "retry: " # it waits for a slot
   lab heal "$N3"
   wait_for_line out "still ran there: stopping it, as it was given up"
-  eventually eval '! alive "$pid"'
+  begun later # there, as the others are busy
+  run ! alive "$pid"
   : >go
   status_of "$LAUNCHER"
   [ "$status" -eq 0 ]
-  holds 'r["totals"]["done"] == 3 and len(began) == 4'
+  [ "$(node_of_job later)" = "$N3" ]
+  holds 'r["totals"]["done"] == 4 and len(began) == 5 and not [words for words in started if words[0] == "overlap"]'
   nothing_left
 }
 

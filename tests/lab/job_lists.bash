@@ -12,6 +12,8 @@
 #   exit      its exit code; with exit_once only where this file is not there yet, and otherwise 0
 #   signal    the signal that it sends to itself; "segfault" reads from address 0
 #   deaf      it ignores SIGTERM
+#   polite    it exits with 0 on SIGTERM
+#   alone     it notes "overlap" when another such job runs on the same node
 #   daemon    it leaves a process behind, in a session of its own, that ignores SIGTERM
 #   memory    MiB that it allocates
 #   fill      a directory that it writes into until the disk is full, and then fails; not on a disk of 10 MB or more
@@ -199,6 +201,15 @@ node_of_job() { # <name>
 }
 
 
+supervised() { # <supervisor, guard or command> <name of a job>: process id
+  "$VIRTUAL_ENV/bin/python" -I - "$1" "$(pid_of_job "$2")" <<'END'
+import glob, json, sys
+found = [json.load(open(path)) for path in glob.glob("logs/jobs/*/*/node_*.pid")]
+print(next(each[sys.argv[1]]["pid"] for each in found if each["command"]["pid"] == int(sys.argv[2])))
+END
+}
+
+
 alive() { # <process id>
   [[ $(cat "/proc/$1/stat" 2>/dev/null) =~ \)\ [^ZX] ]]
 }
@@ -237,7 +248,7 @@ END
 
 write_job_script() {
   cat >job.py <<'END'
-import ctypes, json, os, signal, subprocess, sys, time
+import ctypes, fcntl, json, os, signal, subprocess, sys, time
 
 job, out, node = json.loads(os.environ["MUSTER_JOB"]), os.environ["MUSTER_OUTPUT_DIR"], os.uname().nodename
 name, gpus = job.get("name", job["id"]), os.environ["CUDA_VISIBLE_DEVICES"]
@@ -256,6 +267,14 @@ def metrics(**values):
 
 if job.get("deaf"):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if job.get("polite"):
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+if job.get("alone"):
+    try:
+        lock = open(os.environ["STARTED"] + f".{node}", "w")
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        note("overlap", name, node)
 note("begin", name, node, os.getpid(), gpus or "-")
 for gpu in filter(None, gpus.split(",")):  # for the stub of nvidia-smi, and a job that has the same GPU
     used = os.path.expanduser(f"~/gpu_{gpu}")
