@@ -145,6 +145,9 @@ class Simulated:
         gpus = [slot.gpu for slot in self.room.slots if slot.gpu is not None]
         return [{"index": gpu, "memory": 80000, "used": self.used.get(gpu, 0)} for gpu in gpus]
 
+    def follow_command(self, attempt: Attempt, once: bool = False) -> list[str]:
+        raise NotImplementedError
+
     async def close(self, finished: bool) -> None:
         if self._lost and not self._lost.done():
             self._lost.set_result("closed")
