@@ -339,7 +339,7 @@ END
 
 
 @test "what is wrong with a server is told at the start with the remedy, no password is asked, and the others go on" {
-  WORK="$APART/my 'work'"
+  WORK="$APART/unfit 'work'"
   enter_work
   write_job_script
   mkdir -p home/.ssh
