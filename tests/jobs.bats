@@ -256,6 +256,26 @@ END
 }
 
 
+@test "--sync copies to ~/ml-customization where that is there, as jobs run there" {
+  local usual="$HOMES/$N1/ml-customization"
+  WORK="$APART/usual"
+  enter_work
+  write_job_script
+  cluster "$N1:1"
+  job_list <<<'{"name": "a"}'
+  mkdir "$usual"
+  run dispatch --sync
+  synced=$(ls "$usual")
+  rm -r "$usual"
+  echo "$output"
+  [ "$status" -eq 0 ]
+  [[ "$synced" == *job.py* && "$synced" == *experiments* ]]
+  run ! lab ssh "$N1" test -e "$WORK/job.py"
+  holds 'job["a"]["state"] == "done"'
+  grep -q arguments experiments/*/result || grep -q arguments logs/jobs/*/*/node_*.log # came home
+}
+
+
 # ---------------------------------------------------------------- tmux
 
 
