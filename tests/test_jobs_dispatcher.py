@@ -376,7 +376,8 @@ def test_a_list_that_no_server_can_take_is_paused(tmp_path: Path) -> None:
         one.refusal, two.refusal = "workdir: no such directory", "no Python"
         async with Story(tmp_path, one, two) as told:
             await told.over()
-        assert (told.states(), told.state.paused) == (["waiting"], "no server can be used; see the reasons above")
+        assert told.states() == ["waiting"]
+        assert told.state.paused == "no server can be used for the jobs that wait; see the reasons above"
         assert "one: not used: workdir: no such directory" in told.said
 
     play(story())

@@ -5,18 +5,23 @@ A real dispatcher, journal, results and page; the servers are those of benchmark
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from distributed.jobs import config
+from distributed.jobs.dispatcher import Unreachable
 from distributed.jobs.job import Options, job_of
 from distributed.jobs.results import Results, entry
-from distributed.jobs.state import State, listed
+from distributed.jobs.servers import COPIES, TOGETHER, Launch, SshServer
+from distributed.jobs.state import Attempt, State, listed
 
 KIT = Path(__file__).resolve().parent.parent
 SECONDS = 60.0
@@ -90,6 +95,59 @@ def test_the_page_is_written_while_the_list_runs_and_nobody_waits_for_it(state: 
         time.sleep(0.01)
     results.write("finished", last=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["results.html", "results.json"]
+
+
+# ---------------------------------------------------------------- results that are copied together
+
+
+class Copying(SshServer):
+    """A server whose rsync is not run, but recorded."""
+
+    def __init__(self, directory: Path, bad: Mapping[str, Exception]) -> None:
+        super().__init__("gpu1", config.Server(host="gpu1"), Launch("abc", directory, "x.py", sockets=directory))
+        self.copied: list[int] = []  # attempts of each rsync
+        self.bad = bad
+
+    async def _rsync(self, words: Sequence[str]) -> None:
+        self.copied.append(sum("/logs/" in word for word in words))
+        await asyncio.sleep(0.01)
+        for name, error in self.bad.items():
+            if any(f"/{name}/" in word for word in words):
+                raise error
+
+
+def brought(server: Copying, count: int) -> list[BaseException | None]:
+    """What comes of it when the results of so many attempts are to be copied at once."""
+    attempts = [Attempt(f"job{number}", 1, "gpu1", [], [], 0.0) for number in range(count)]
+
+    async def bring_all() -> list[BaseException | None]:
+        return await asyncio.gather(*(server.bring(each, each.job) for each in attempts), return_exceptions=True)
+
+    return asyncio.run(bring_all())
+
+
+def test_attempts_that_end_together_are_copied_together(tmp_path: Path) -> None:
+    server = Copying(tmp_path, {})
+    assert brought(server, 250) == [None] * 250
+    assert sum(server.copied) == 250
+    assert max(server.copied) <= TOGETHER
+    assert len(server.copied) <= COPIES + 3
+
+
+def test_results_that_cannot_be_copied_do_not_keep_back_those_that_were_copied_with_them(tmp_path: Path) -> None:
+    error = OSError("job5: Permission denied")
+    found = brought(Copying(tmp_path, {"job5": error}), 20)
+    assert found == [error if number == 5 else None for number in range(20)]
+
+
+def test_a_connection_that_is_lost_is_lost_for_all_that_were_copied_together(tmp_path: Path) -> None:
+    server = Copying(tmp_path, {f"job{number}": Unreachable("cut") for number in range(10, 20)})
+    found = brought(server, 20)
+    assert all(isinstance(each, Unreachable) for each in found[10:])
+    assert len(server.copied) < 20
+
+
+# ---------------------------------------------------------------- the benchmarks
 
 
 @pytest.mark.parametrize("name", ["jobs", "jobs_makespan", "jobs_scale"])
