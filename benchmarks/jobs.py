@@ -47,7 +47,9 @@ def by_list(names: list[str], script: Path, jobs: int, turn: int) -> float:
     (files / "jobs.json").write_text(json.dumps([{"n": number, "prefix": files.name} for number in range(jobs)]))
     words = [sys.executable, str(RUN), "--cluster-config", f"{files}/cluster.json"]
     words += ["--jobs-config", f"{files}/jobs.json", "--log-file", f"{files}/results.json"]
-    taken = seconds(words, script.parent)
+    begun = time.monotonic()
+    run(words, script.parent)
+    taken = time.monotonic() - begun
     done = json.loads((files / "results.json").read_text())["totals"]["done"]
     if done != jobs:
         sys.exit(f"job list: {done} of {jobs} jobs are done")
@@ -61,18 +63,20 @@ def by_parallel(names: list[str], script: Path, copied: bool, jobs: int, turn: i
     words = ["parallel", "--will-cite", "--ssh", f"ssh -F {files}/ssh", "--workdir", str(script.parent)]
     words += ["--sshlogin", ",".join(f"{SLOTS}/{name}" for name in names), "--joblog", f"{files}/joblog"]
     words += ["--return", "result-{}"] if copied else []
-    taken = seconds([*words, str(script), "--n", "{}", ":::", *map(str, range(jobs))], script.parent)
+    begun = time.monotonic()
+    # Of calls that come at once, only the first would make the connection that they are to share.
+    for connection in [subprocess.Popen(["ssh", "-F", f"{files}/ssh", name, "true"]) for name in names]:
+        connection.wait()
+    run([*words, str(script), "--n", "{}", ":::", *map(str, range(jobs))], script.parent)
+    taken = time.monotonic() - begun
     codes = [line.split("\t")[6] for line in (files / "joblog").read_text().splitlines()[1:]]
     if codes != ["0"] * jobs:
         sys.exit(f"GNU parallel: {codes.count('0')} of {jobs} jobs are done")
     return taken
 
 
-def seconds(words: list[str], directory: Path) -> float:
-    """How long a command takes."""
-    begun = time.monotonic()
+def run(words: list[str], directory: Path) -> None:
     subprocess.run(words, cwd=directory, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    return time.monotonic() - begun
 
 
 @contextmanager

@@ -32,7 +32,9 @@ class Call:
 
     @property
     def printed(self) -> str:
-        return (self.directory / "printed").read_text()
+        """On standard output and standard error, by all calls in this directory."""
+        path = self.directory / "printed"
+        return path.read_text() if path.exists() else ""
 
 
 class Dispatchers:

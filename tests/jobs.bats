@@ -9,6 +9,8 @@ bats_require_minimum_version 1.5.0
 source "$BATS_TEST_DIRNAME/lab/nodes.bash"
 # shellcheck source=tests/lab/job_lists.bash
 source "$BATS_TEST_DIRNAME/lab/job_lists.bash"
+# shellcheck source=tests/lab/secrets.bash
+source "$BATS_TEST_DIRNAME/lab/secrets.bash"
 
 
 setup_file() {
@@ -165,11 +167,11 @@ END
   holds '[each["exit_code"] for each in job["moves"]["attempts"]] == [3, 0]'
   holds 'job["moves"]["attempts"][0]["server"] != last["moves"]["server"]'
   nothing_left
-  [[ "$output" == *"see: run_distributed_training.py why JOB; again: run_distributed_training.py retry failed"* ]]
+  [[ "$output" == *"see the output:  "*"run_distributed_training.py why "*"run them again:  "*"run_distributed_training.py retry failed"* ]]
   run list why slow
   [ "$status" -eq 2 ] # no name of a job, as it has no prefix
-  run -0 list why "$(awk '$3 == "failed" && /SIGSEGV/ { print $1 }' <(list status))"
-  [[ "$output" == *"failed: attempt 1 on "*"signal: ended by SIGSEGV"* ]]
+  run -0 list why "$(tell '[job["fault"]["id"]]')"
+  [[ "$output" == *": failed"*"attempt 1 on "*": signal: ended by SIGSEGV"* ]]
 }
 
 
@@ -198,6 +200,27 @@ END
 }
 
 
+@test "a secret of _env reaches the job, and is in no command line, no journal and no result" {
+  make_secret
+  watch_command_lines
+  cluster "$N1"
+  cat >job.py <<'END'
+import os, time
+assert os.environ["SECRET"] == open("secret").read()
+time.sleep(0.5)  # so that its command line is seen
+END
+  printf '[{"seen": "=yes", "_env": {"SECRET": "%s"}}]\n' "$(<secret)" >jobs.json
+  sed -i 's/SEEN=yes/--seen/' patterns
+  run -0 dispatch
+  : >kept
+  wait "$WATCHER"
+  grep -qx -- --seen seen
+  run ! grep -F -f secret seen
+  run ! grep -rlF -f secret logs experiments results.json results.html results.journal
+  grep -q SECRET results.journal # its name
+}
+
+
 @test "results come home from servers that share no files, and a job goes on elsewhere with what it has written" {
   WORK="$APART/my 'work'"
   enter_work
@@ -209,15 +232,23 @@ if "twice" in job and len(open(f"{out}/diary").readlines()) < 2:
     sys.exit(4)
 END
   cluster "$N1:1" "$N2:1"
-  job_list <<'END'
+  job_list <<END
 {"name": "a", "twice": true, "prefix": "p", "fold": 0, "_priority": 1}
-{"name": "b", "big": 3, "prefix": "p", "fold": 1}
+{"name": "b", "big": 3, "prefix": "p", "fold": 1, "until": "$PWD/go"}
 END
   run dispatch
   [[ "$output" == *"$N1: not used: script job.py: not in $WORK; copy it there (--sync does), or set workdir"* ||
     "$output" == *"$N1: not used: workdir $WORK: no such directory on $N1; set workdir, or use --sync"* ]]
   [ "$status" -eq 75 ]
-  run -0 dispatch --sync
+  start_list --sync
+  begun b
+  run -0 list logs p/fold1 # it uses the same connection, and must leave it as it is
+  [[ "$output" == *"b-tick-1"* ]]
+  lab ssh "$N1" touch "$PWD/go"
+  lab ssh "$N2" touch "$PWD/go"
+  status_of "$LAUNCHER"
+  [ "$status" -eq 0 ]
+  run ! grep "cannot be copied" out
   holds 'all(each["state"] == "done" for each in r["jobs"]) and len(job["a"]["attempts"]) == 2'
   [ "$(sort experiments/p/fold0/diary)" = "$(printf '%s\n' "$N1" "$N2")" ]
   lab ssh "$(node_of_job b)" cat "$WORK/experiments/p/fold1/big" | cmp - experiments/p/fold1/big
@@ -308,7 +339,7 @@ END
 
 
 @test "what is wrong with a server is told at the start with the remedy, no password is asked, and the others go on" {
-  WORK="$APART/my 'work'"
+  WORK="$APART/unfit 'work'"
   enter_work
   write_job_script
   mkdir -p home/.ssh
@@ -325,10 +356,10 @@ Host good twin wrongkey
   HostKeyAlias $N1
 Host unknown
   CheckHostIP no
-  UserKnownHostsFile $PWD/home/unknown
+  UserKnownHostsFile "$PWD/home/unknown"
 Host changed
   HostKeyAlias changed
-  UserKnownHostsFile $PWD/home/changed
+  UserKnownHostsFile "$PWD/home/changed"
 Host password
   HostKeyAlias $N2
 Host good twin password wrongkey
@@ -341,9 +372,9 @@ END
     lab ssh "$node" mkdir -p "$WORK"
     lab ssh "$node" tee "$WORK/job.py" <job.py >/dev/null
   done
-  : >nothing
-  on "$N1" mount --bind "$PWD/nothing" "$(type -P tmux)"
-  on "$N3" mount --bind "$PWD/nothing" "$(type -P rsync)"
+  : >"$BATS_TEST_TMPDIR/nothing"
+  on "$N1" mount --bind "$BATS_TEST_TMPDIR/nothing" "$(type -P tmux)"
+  on "$N3" mount --bind "$BATS_TEST_TMPDIR/nothing" "$(type -P rsync)"
   cat >cluster.json <<END
 {"script_path": "job.py", "defaults": {"gpus": 0, "slots_per_gpu": 2, "python": "$VIRTUAL_ENV/bin/python"}, "servers": [
   {"host": "good"}, {"host": "twin"}, {"host": "$N1", "user": "nobody"}, {"host": "wrongkey", "ssh_key": "$PWD/home/other"},
@@ -404,6 +435,7 @@ END
   [ "$status" -eq 0 ]
   holds 'sorted(each["server"] for each in last.values()) == ["'"$N1"'", "'"$N2"'"]'
   [ "$(cat experiments/*/big | wc -c)" -eq $((2 << 20)) ]
+  [[ "$output" != *"cannot be copied"* ]]
 }
 
 
@@ -417,7 +449,7 @@ END
   done | job_list
   run -75 dispatch
   [[ "$output" == *"paused: 5 attempts in a row failed within 30 s, the last: exit code 1: "*"gives up; mend the cause"* ]]
-  [[ "$output" == *"paused: 0 of 9 done, 5 failed, 4 waiting"*"to go on: run_distributed_training.py resume"* ]]
+  [[ "$output" == *"paused: 0 of 9 done, 5 failed, 4 waiting"*"to go on: "*"run_distributed_training.py resume"* ]]
   holds 'len(began) == 5 and r["state"] == "paused"'
   run list status
   [[ "$output" == *"no dispatcher runs; to go on"* ]]
@@ -440,7 +472,7 @@ if job.get("needs") and not os.path.exists("$PWD/mended"):
 END
   {
     echo '{"name": "good"}'
-    for number in 1 2 3 4 5; do
+    for number in 1 2 3 4 5 6; do
       echo "{\"name\": \"j$number\", \"needs\": true, \"_retries\": 0, \"_priority\": -1}"
     done
   } | job_list
@@ -454,10 +486,10 @@ jobs.append({"name": "new", "_env": {"STARTED": sys.argv[1]}})
 json.dump(jobs, open("jobs.json", "w"))
 END
   run -0 list retry failed
-  [[ "$output" == *"run_distributed_training.py resume starts them"* ]]
+  [[ "$output" == *" to run again; to start: "*"run_distributed_training.py resume" ]]
   run -1 list resume
   holds 'began.count("good") == 1 and began.count("new") == 1'
-  holds 'all(began.count(f"j{number}") == 2 for number in range(1, 5))'
+  holds 'all(began.count(f"j{number}") == 2 for number in range(1, 5)) and began.count("j6") == 1'
   holds '[job["new"]["state"], job["j1"]["state"], job["j4"]["state"]] == ["done"] * 3'
   holds 'job["j5"]["state"] == "cancelled" and job["j5"]["reason"] == "no longer in the list" and began.count("j5") == 1'
 }
@@ -478,14 +510,15 @@ END
   run -2 dispatch
   [[ "$output" == *"a dispatcher is working on this list already"* ]]
   run -0 list status
-  [[ "$output" == *"x/fold0"*" running "*"the dispatcher runs"* ]]
+  [[ "$output" == *"x/fold0"*" running "*"a dispatcher works on this list"* ]]
   run -0 list logs fold0
   [[ "$output" == *"a-tick-1"* ]]
   kill -INT -- "-$LAUNCHER"
   status_of "$LAUNCHER"
   [ "$status" -eq 130 ]
-  grep -q "interrupted: 0 of 2 done; 2 still run on their servers" out
-  grep -q "to go on: run_distributed_training.py resume; to end it: run_distributed_training.py cancel all" out
+  grep -q "interrupted: 0 of 2 done; 2 still running, and not disturbed by this" out
+  grep -q "to go on:  .*run_distributed_training.py resume" out
+  grep -q "to end the list: .*run_distributed_training.py cancel all" out
   alive "$(pid_of_job a)"
   run -0 list why fold1
   [[ "$output" == *"no dispatcher runs: nothing is started or noticed until"* ]]
@@ -510,7 +543,7 @@ END
   list logs fold0 --follow >followed 3>&- &
   follower=$!
   eventually grep -q a-tick-3 followed
-  eventually grep -q "0 of them done" first
+  eventually grep -q "1 job; results: results.json" first
   : >go
   status_of "$LAUNCHER"
   [ "$status" -eq 0 ]
@@ -528,7 +561,7 @@ END
   job_list <<END
 {"name": "a", "until": "$PWD/go"}
 {"name": "b", "until": "$PWD/go", "deaf": true}
-{"name": "c", "until": "$PWD/go"}
+{"name": "c", "until": "$PWD/go", "polite": true}
 {"name": "d", "until": "$PWD/go", "deaf": true}
 {"name": "e", "until": "$PWD/go"}
 {"name": "f", "until": "$PWD/go"}
@@ -563,6 +596,8 @@ END
   begun a
   begun b
   kill -KILL "$LAUNCHER"
+  eventually supervised supervisor a
+  kill -STOP "$(supervised supervisor a)"
   run -0 list cancel all
   echo "$output"
   nothing_left

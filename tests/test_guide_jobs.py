@@ -12,13 +12,12 @@ import json
 import os
 import pty
 import re
-import select
 import shutil
-import signal
 import struct
 import subprocess
 import sys
 import termios
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,14 +31,14 @@ GUIDE = "LAUNCH_GUIDE.md"
 SECONDS = 240  # after which something counts as hanging; the machine may be busy with other tests
 COMMANDS = [one for one in every_command(GUIDE) if jobs_program(one) or "make_jobs.py" in one.text]
 HERE = [one for one in COMMANDS if not one.needs]
-SERVERS = [one for one in COMMANDS if one.needs.startswith("# Needs three servers.")]
+SERVERS = [one for one in COMMANDS if one.needs.startswith("# Needs three servers")]
 [ATTACH] = [one for one in every_command(GUIDE) if "tmux attach" in one.text and one.needs]
-CTRL_B, CTRL_C = b"\x02", b"\x03"
+CTRL_B, CTRL_C, DOWN = b"\x02", b"\x03", b"\x1b[B"
 
 
 def the(commands: list[Command], *words: str) -> str:
-    """The one command that has all these words."""
-    [found] = [one.text for one in commands if set(words) <= set(one.words)]
+    """The command that has all these words, and no --plan."""
+    [found] = [one.text for one in commands if set(words) <= set(one.words) and "--plan" not in one.words]
     return found
 
 
@@ -47,14 +46,22 @@ class Terminal:
     """A program at a terminal of 100 x 30: what it shows, without what moves the cursor; and keys for it."""
 
     def __init__(self, line: str, desk: Path, env: dict[str, str]) -> None:
-        master, slave = pty.openpty()
+        self._file, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
-        self.line, self._file, self._raw = line, master, b""
+        self.line, self._raw = line, b""
         self._process = subprocess.Popen(
             ["setsid", "--ctty", "--wait", "bash", "-c", f"exec {line}"], cwd=desk, env=env | {"TERM": "xterm"},
             stdin=slave, stdout=slave, stderr=slave,
         )  # fmt: skip
         os.close(slave)
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        """Until the program, and whatever else writes to the terminal, has ended."""
+        with contextlib.suppress(OSError):
+            while block := os.read(self._file, 1 << 16):
+                self._raw += block
 
     @property
     def text(self) -> str:
@@ -62,39 +69,30 @@ class Terminal:
         plain = re.sub(rb"\x1b(\[[0-9;?]*[a-zA-Z]|\][^\x07\x1b]*(\x07|\x1b\\)|[()][A-Z0-9]|[=>78])", b"", self._raw)
         return plain.decode(errors="replace").replace("\r", "")
 
-    def _read(self, seconds: float) -> bool:
-        """Whether there is more to come."""
-        if select.select([self._file], [], [], seconds)[0]:
-            with contextlib.suppress(OSError):  # its other end is closed
-                block = os.read(self._file, 1 << 16)
-                self._raw += block
-                return bool(block)
-            return False
-        return True
-
     def wait_for(self, pattern: str) -> None:
         end = time.monotonic() + SECONDS
         while not re.search(pattern, self.text):
             assert time.monotonic() < end, f"{self.line}: {pattern!r} not within {SECONDS} s\n{self.text}"
-            assert self._read(0.2), f"{self.line}: ended without {pattern!r}\n{self.text}"
+            assert self._reader.is_alive(), f"{self.line}: ended without {pattern!r}\n{self.text}"
+            time.sleep(0.1)
 
-    def press(self, keys: bytes) -> None:
-        os.write(self._file, keys)
+    def press(self, *keys: bytes) -> None:
+        """One after the other, as slowly as a person: tmux takes what comes at once for a paste."""
+        for key in keys:
+            os.write(self._file, key)
+            time.sleep(0.05)
 
     def end(self) -> int:
         """Wait for the end. Returns the exit code."""
-        end = time.monotonic() + SECONDS
-        while self._read(0.2) and self._process.poll() is None:
-            assert time.monotonic() < end, f"{self.line}: goes on\n{self.text}"
         code = self._process.wait(timeout=SECONDS)
-        while self._read(0) and select.select([self._file], [], [], 0)[0]:
-            pass
+        self._reader.join(timeout=5)
         return code
 
     def close(self) -> None:
         if self._process.poll() is None:
-            self._process.send_signal(signal.SIGKILL)
+            self._process.kill()
             self._process.wait()
+        self._reader.join(timeout=5)
         os.close(self._file)
 
 
@@ -161,11 +159,11 @@ def test_nine_jobs_on_this_machine(desk: Desk) -> None:
         first.wait_for(r"tmux attach -t ml_training")
         with desk.terminal("tmux attach -t ml_training") as view:
             view.wait_for(r"medium/fold\d_\S+ \(slot \d\)")
-            view.press(CTRL_B + b"z")
+            view.press(CTRL_B, b"z")
             view.wait_for(r"slots\*Z")
-            view.press(CTRL_B + b"[")
+            view.press(CTRL_B, b"[")
             view.wait_for(r"\[0/\d+\]")
-            view.press(b"q" + CTRL_B + b"z" + CTRL_B + b"\x1b[B" + CTRL_C + CTRL_B + b"d")
+            view.press(b"q", CTRL_B, b"z", CTRL_B, DOWN, CTRL_C, CTRL_B, b"d")
             view.wait_for(r"\[detached")
             assert view.end() == 0
         assert len(desk.call("tmux list-panes -s -t ml_training").splitlines()) == 2, "Ctrl-C in a pane does nothing"
@@ -210,7 +208,7 @@ def test_nine_jobs_on_three_servers(servers: Desk) -> None:
             running.wait_for(rf"node{number}: connected; watch: ssh -t node{number} tmux attach -t ml_training")
         with desk.terminal(ATTACH.text) as view:
             view.wait_for(r"lr0\.\d+/fold\d_\S+ \(slot 0")
-            view.press(CTRL_B + b"d")
+            view.press(CTRL_B, b"d")
             view.wait_for(r"\[detached")
             assert view.end() == 0
         followed = desk.call(the(SERVERS, "logs"))  # from before it starts to its end

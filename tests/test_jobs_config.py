@@ -61,7 +61,7 @@ def jobs_of(directory: Path, *jobs: Any, **how: Any) -> list[Job]:
     ("text", "fault"),
     [
         ("", ", line 1, column 1: not valid JSON: Expecting value"),
-        ('[\n {"a": 1,}]', ", line 2, column 10: not valid JSON: Expecting property name enclosed in double quotes"),
+        ('[\n {"a": 1 2}]', ", line 2, column 10: not valid JSON: Expecting ',' delimiter"),
         ('{"a": 1, "a": 2}', "key 'a' is given twice in one object; remove one"),
         ('[{"a": NaN}]', "NaN is not JSON; write a finite number"),
         ("[" * 100_000, "nested too deeply; write a list of flat objects"),

@@ -105,7 +105,7 @@ def run_parser() -> Parser:
     """Of the call that runs a list."""
     parser = Parser(prog=PROGRAM, add_help=False, allow_abbrev=False)
     parser.add_argument("--cluster-config", type=Path)
-    parser.add_argument("--jobs-config", type=Path, required=True)
+    parser.add_argument("--jobs-config", type=Path)
     parser.add_argument("--log-file", type=results_file, default=Path("results.json"))
     parser.add_argument("--backend", choices=BACKENDS, default="ssh")
     parser.add_argument("--script")
@@ -186,6 +186,8 @@ def call(words: list[str]) -> int:
             raise CallError(
                 f"{given.log_file}: there is no list of jobs ({path} is missing); name its results: --log-file"
             )
+        if not journal.begun(path):
+            raise CallError(f"{path}: there is no list of jobs in it; give the call that was to begin it once more")
         verbs = {"status": status, "logs": logs, "why": why, "cancel": cancel, "retry": retry, "resume": resume}
         return verbs[words[0]](given, path)
     if words and not words[0].startswith("-"):
@@ -220,6 +222,8 @@ def script_of(given: argparse.Namespace, cluster: Cluster | None) -> str:
 
 def checked(given: argparse.Namespace) -> Call:
     """Read both configurations. Raises ConfigError and CallError."""
+    if given.jobs_config is None:
+        raise CallError("--jobs-config: missing; name the file with the jobs")
     if given.backend == "local":
         cluster = read_cluster(given.cluster_config) if given.cluster_config else None
     elif given.cluster_config is None:
@@ -277,12 +281,13 @@ def run(given: argparse.Namespace) -> int:
         return show_plan(asked)
     if not given.log_file.parent.is_dir():
         raise CallError(f"--log-file {given.log_file}: there is no directory {given.log_file.parent}")
+    refuse_foreign_file(given)
+    refuse_homeless(asked.jobs, make_servers(asked, "new"))  # a refused call leaves nothing behind
     with Journal.open(journal_of(given.log_file)) as book:
         state = State.of(book.records)
         refuse_other_list(state, asked)
         list_id = state.id or secrets.token_hex(5)
         made = make_servers(asked, list_id)
-        refuse_homeless(asked.jobs, made)
         about = {name: getattr(given, name) for name in KEPT}
         about = {name: str(value) if isinstance(value, Path) else value for name, value in about.items()}
         record = book.add(
@@ -297,6 +302,16 @@ def run(given: argparse.Namespace) -> int:
 def policy_of(given: argparse.Namespace, drain: bool = False) -> Policy:
     lost_after = float("inf") if given.backend == "slurm" else float(given.lost_after)  # there is no other SLURM
     return Policy(given.max_failures, given.fail_fast, lost_after, given.gpu_free_mib, drain)
+
+
+def refuse_foreign_file(given: argparse.Namespace) -> None:
+    """Results are written only over results. Raises CallError."""
+    book = journal_of(given.log_file)
+    if given.log_file.exists() and not book.exists():
+        raise CallError(
+            f"--log-file {given.log_file}: is there already, and its journal ({book}) is not: move it away, or give "
+            "another --log-file"
+        )
 
 
 def refuse_other_list(state: State, asked: Call) -> None:
@@ -481,11 +496,7 @@ def show(table: Sequence[Sequence[str]], below: Sequence[str] = ()) -> None:
 
 
 def state_of(path: Path) -> State:
-    """What the journal of a list tells. Raises CallError where its dispatcher ended before it wrote down the list."""
-    state = State.of(journal.read(path)[0])
-    if not state.id:
-        raise CallError(f"{path}: there is no list of jobs in it; give the call that was to begin it once more")
-    return state
+    return State.of(journal.read(path)[0])
 
 
 def status(given: argparse.Namespace, path: Path) -> int:

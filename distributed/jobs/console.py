@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
+import io
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import IO, cast
 
 from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
@@ -19,6 +21,10 @@ from distributed.jobs.dispatcher import Link
 from distributed.jobs.state import Attempt, JobState, State
 from distributed.report import duration
 
+BACKLOG = 1 << 20  # bytes kept for an output that does not take them
+CHUNK = 4096  # bytes written at once
+FULL = 1.0  # seconds between two tries to write to a full disk
+PATIENCE = 3.0  # seconds that the output has for what is left at the end
 STYLES = {"done": "green", "failed": "red", "paused": "yellow", "retry": "yellow", "cancelled": "yellow"}
 GAP = "  "  # between two columns
 LONGEST_SLOT = 24  # columns
@@ -27,28 +33,65 @@ NUMBERS = {"step": 11, "loss": 6, "held-out": 8, "time": 7, "left": 7}
 AROUND = 5  # lines beside the slots: empty, headings, those that do not fit, totals, the cursor
 
 
-class Terminal(Console):
-    """A terminal that may go away at any time: that is no reason to end."""
+class Output(io.TextIOBase):
+    """Standard output, written by a thread: one that is slow, stopped (Ctrl-S), closed or full holds nothing up.
 
-    def on_broken_pipe(self) -> None:
-        """Write nowhere from now on. rich would end the program."""
-        self.quiet = True
-        give_up_output()
+    What a full disk does not take is kept, but not more than BACKLOG: then lines are lost, and the results have all.
+    """
 
+    def __init__(self) -> None:
+        self._file = sys.stdout  # before rich takes its place
+        self._pending = b""
+        self._changed = threading.Condition()
+        self._ending = False
+        threading.Thread(target=self._run, daemon=True).start()
 
-def give_up_output() -> None:
-    """Standard output goes nowhere from now on."""
-    with contextlib.suppress(OSError, ValueError):
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, sys.stdout.fileno())
-        os.close(null)
+    @property
+    def behind(self) -> bool:
+        """Whether something is not written yet."""
+        return bool(self._pending)
+
+    def isatty(self) -> bool:
+        """See io.IOBase."""
+        return bool(self._file and self._file.isatty())
+
+    def write(self, text: str) -> int:
+        """Returns at once."""
+        with self._changed:
+            if len(self._pending) < BACKLOG:
+                self._pending += text.encode(getattr(self._file, "encoding", None) or "utf-8", "replace")
+            self._changed.notify()
+        return len(text)
+
+    def end(self, seconds: float) -> None:
+        """Wait until all is written, but not longer."""
+        with self._changed:
+            self._ending = True
+            self._changed.wait_for(lambda: not self._pending, seconds)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._pending)
+                block = self._pending[:CHUNK]
+            try:
+                written = os.write(self._file.fileno(), block)
+            except (OSError, ValueError, AttributeError) as error:  # closed, or not there
+                full = getattr(error, "errno", 0) == errno.ENOSPC and not self._ending
+                written = 0 if full else len(block)
+            with self._changed:
+                self._pending = self._pending[written:]
+                self._changed.notify_all()
+            if not written:
+                time.sleep(FULL)
 
 
 class Screen:
-    """Lines, and below them, on a terminal, the table. Output that is closed, or on a full disk, disturbs nothing."""
+    """Lines, and below them, on a terminal, the table. Output that is slow, closed or full disturbs nothing."""
 
     def __init__(self, state: State, links: Mapping[str, Link]) -> None:
-        self._console = Terminal(highlight=False, soft_wrap=True)
+        self._output = Output()
+        self._console = Console(file=cast("IO[str]", self._output), highlight=False, soft_wrap=True)
         self._state, self._links = state, links
         self._live: Live | None = None
         if self._console.is_terminal and not self._console.is_dumb_terminal:
@@ -71,37 +114,25 @@ class Screen:
 
     def refresh(self) -> None:
         """Draw the table again."""
-        if self._live:
-            try:
-                self._live.refresh()
-            except OSError:
-                self._console.on_broken_pipe()
+        if self._live and not self._output.behind:
+            self._live.refresh()
 
     def say(self, line: str) -> None:
         """One line for people."""
         kind = line.partition(":")[0]
         stamp = time.strftime("%H:%M:%S")
-        if not self._live:
-            return self.put(f"{stamp}  {line}")
-        try:
+        if self._live:
             self._console.print(Text.assemble((stamp + "  ", "dim"), (line, STYLES.get(kind, ""))))
-        except OSError:
-            self._console.on_broken_pipe()
+        else:
+            self.put(f"{stamp}  {line}")
 
     def put(self, line: str) -> None:
         """One line of plain text."""
-        try:
-            print(line, flush=True)
-        except OSError as error:
-            if error.errno != errno.ENOSPC:  # otherwise it is kept, and written when there is space
-                give_up_output()
+        self._output.write(line + "\n")
 
     def end(self) -> None:
-        """Write what is kept, or give it up."""
-        try:
-            print(end="", flush=True)
-        except OSError:
-            give_up_output()
+        """Write what is left, or give it up."""
+        self._output.end(PATIENCE)
 
     def _table(self) -> RenderableType:
         return Group(*overview(self._state, self._links, *self._console.size))
@@ -261,14 +292,14 @@ def list_remaining(state: State, slots: int) -> float | None:
     """Seconds until the list has ended, by the mean time of jobs that are done."""
     took = [job.last.seconds for job in state.jobs.values() if job.state == "done" and job.last and job.last.seconds]
     mean = sum(took) / len(took) if took else None
-    left = 0.0
+    every = longest = 0.0
     for job in state.unfinished():
         known = remaining(job, job.last) if job.state == "running" and job.last else job.job.options.expected_seconds
         known = mean if known is None else known
         if known is None:
             return None
-        left += known
-    return left / max(1, slots)
+        every, longest = every + known, max(longest, known)
+    return max(longest, every / max(1, slots))
 
 
 def plural(number: int, noun: str) -> str:

@@ -36,11 +36,10 @@ from distributed.jobs.state import (
 TICK = 0.5  # seconds between two looks at the clock and the journal
 EARLY = 30.0  # seconds; what fails sooner may have failed because of the list, not of the job
 EARLY_FAILURES = 5  # in a row, that pause the list
-BACKOFF = (1.0, 2.0, 5.0, 10.0, 15.0)  # seconds before the next try to connect
+BACKOFF = (1.0, 2.0, 5.0, 10.0, 15.0)  # seconds before the next try to connect, or to copy results
 STRIKES = 3  # starts that a server refuses, one after the other, before it gets no more jobs
 COOLING = 10.0  # seconds without jobs after such a start
 GPU_LOOK = 10.0  # seconds between two looks at who uses the GPUs
-BRING_AGAIN = 15.0  # seconds before results are copied again
 USED_BY_OTHERS = 1000  # MiB on a GPU, from which on somebody else uses it
 
 
@@ -172,6 +171,7 @@ class Dispatcher:
         self._connecting: list[Link] = []  # to servers that have jobs of an earlier dispatcher
         self._unlisted: set[str] = set()  # servers of running jobs that are not in the cluster config any more
         self._early = 0  # failures in a row
+        self._failing: set[str] = set()  # jobs that have failed, and whose results are still to be copied
         self._expected = 1.0  # seconds, of a job that says nothing: the mean of those that ended last
         self._durations: deque[float] = deque(maxlen=100)
         self._avoided: dict[str, frozenset[str]] = {}
@@ -191,6 +191,7 @@ class Dispatcher:
             if job.state == "waiting":
                 self._enqueue(job)
             elif job.state == "ending" and job.last:
+                self._count(job, job.last)
                 self._after_end(job, job.last)
         self._answer_requests()
         self._unlisted = self._unlisted_servers()
@@ -205,7 +206,8 @@ class Dispatcher:
         try:
             while not self._over():
                 self._step()
-                await self._take_events()
+                if not self._over():  # with what was just committed
+                    await self._take_events()
         finally:
             await self._leave()
 
@@ -367,6 +369,7 @@ class Dispatcher:
         elif found["state"] == "running":
             self._note_running(attempt, found)
             self._say(f"{link.server.name}: {self._name(attempt)} still {'runs' if attempt.process else 'waits there'}")
+            self._stopping.discard(name)  # an older host.py was told; this one has to see to it
             if self.state.jobs[attempt.job].cancel:
                 self._stop(attempt)
         elif found["state"] == "ended":
@@ -507,6 +510,7 @@ class Dispatcher:
         if event.facts["of_job"]:
             self._free(attempt)
             self._record("ended", attempt=attempt.name, failure="not started", reason=reason)
+            self._count(self.state.jobs[attempt.job], attempt)
             self._after_end(self.state.jobs[attempt.job], attempt)
             return
         self._free(attempt)
@@ -581,6 +585,7 @@ class Dispatcher:
         kept = {key: end[key] for key in ("code", "started", "ended", "peak_memory", "lines", "metrics") if key in end}
         self._free(attempt)
         self._record("ended", attempt=attempt.name, failure=failure, reason=reason, **kept)
+        self._count(job, attempt)
         self._after_end(job, attempt)
 
     def _lose(self, attempt: Attempt, failure: str, reason: str) -> None:
@@ -599,6 +604,7 @@ class Dispatcher:
     async def _bring(self, job: JobState, attempt: Attempt) -> None:
         link = self.links.get(attempt.server)
         told = proof = ""
+        tries = 0
         while job.state == "ending" and job.last is attempt:
             if not link:
                 await asyncio.sleep(1.0)
@@ -608,13 +614,12 @@ class Dispatcher:
                     if attempt.failure == "cancelled":
                         proof = await self._proof(link.server, attempt)
                     break
-                except Unreachable:
-                    pass
-                except OSError as error:
+                except (Unreachable, OSError) as error:
                     if str(error) != told:
                         told = str(error)
                         self._say(f"{self._name(attempt)}: its results cannot be copied: {told}; trying again")
-                await asyncio.sleep(BRING_AGAIN)
+                await asyncio.sleep(BACKOFF[min(tries, len(BACKOFF) - 1)])
+                tries += 1
             else:
                 await asyncio.sleep(1.0)
         self.post(Event("brought", attempt.server, {"job": job.job.id, "attempt": attempt.name, "proof": proof}))
@@ -641,7 +646,7 @@ class Dispatcher:
         if state == "waiting":
             self._enqueue(job)
         self._cancelling |= job.cancel
-        self._count(job, attempt)
+        self._failing.discard(job.job.id)
 
     def _verdict(self, job: JobState, attempt: Attempt) -> tuple[str, str]:
         """(state, reason) of a job after an attempt."""
@@ -661,7 +666,10 @@ class Dispatcher:
         return "waiting", reason
 
     def _count(self, job: JobState, attempt: Attempt) -> None:
-        """Failures that stop the whole list."""
+        """Failures that stop the whole list: before the slot of this one is used again."""
+        fails = self._verdict(job, attempt)[0] == "failed"
+        if fails:
+            self._failing.add(job.job.id)
         if attempt in job.failures() and attempt.failure != "cancelled":
             early = (attempt.seconds or 0.0) < EARLY
             self._early = self._early + 1 if early else 0
@@ -671,11 +679,12 @@ class Dispatcher:
             self._expected = statistics.fmean(self._durations)
         if self.state.paused:
             return
-        failed = self.state.counts["failed"]
-        if self.policy.fail_fast and job.state == "failed":
+        failed = self.state.counts["failed"] + len(self._failing)
+        if self.policy.fail_fast and fails:
             self._pause(f"--fail-fast: {job.job.name} failed")
-            self._ask("--fail-fast", "cancel", [other.job.id for other in self.state.unfinished()])
-        elif self.policy.max_failures is not None and failed >= self.policy.max_failures > 0 and job.state == "failed":
+            others = [each.job.id for each in self.state.unfinished() if each is not job]
+            self._ask("--fail-fast", "cancel", others)
+        elif self.policy.max_failures is not None and failed >= self.policy.max_failures and fails:
             self._pause(f"--max-failures {self.policy.max_failures}: {failed} job(s) failed")
         elif self._early >= EARLY_FAILURES:
             self._pause(
@@ -779,8 +788,11 @@ class Dispatcher:
     def _give_up_without_servers(self) -> None:
         if self.state.paused or self.policy.drain or not self.state.counts["waiting"]:
             return
-        if not any(link.usable for link in self.links.values()):
-            self._pause("no server can be used; see the reasons above")
+        if self.state.counts["running"] or self.state.counts["ending"]:
+            return
+        waiting = (each.job for each in self.state.unfinished() if each.state == "waiting")
+        if not any(self._could_run(job, name) for job in waiting for name in self.links):
+            self._pause("no server can be used for the jobs that wait; see the reasons above")
 
     def _occupy(self, attempt: Attempt) -> None:
         self._seated[attempt.server][attempt.name] = attempt

@@ -163,6 +163,12 @@ def read(path: Path) -> tuple[list[Record], int]:
     return records, len(whole)
 
 
+def begun(path: Path) -> bool:
+    """Whether a list was written down: its dispatcher may have ended before that. Raises OSError."""
+    with path.open("rb") as file:
+        return any(text.startswith(b'{"event":"list"') and text.endswith(b"}\n") for text in file)
+
+
 def request(path: Path, event: str, jobs: Sequence[str]) -> None:
     """Ask the dispatcher of this list for something; the next one, where none runs. Raises OSError."""
     file = os.open(path, os.O_RDWR | os.O_APPEND)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import io
 import json
@@ -38,6 +39,7 @@ BEAT = 4.0  # seconds between two heartbeats
 SILENCE = 15.0  # seconds without any, after which a connection is lost
 CONNECT = 60.0  # seconds that connecting may take
 COPIES = 4  # rsyncs at once with a server
+TOGETHER = 100  # attempts whose results one rsync copies, at most
 ENTRY = "scripts/lib/jobs_host.py"
 RSYNC_SHELL = "scripts/lib/rsync_shell.py"
 UPLOAD = "muster-upload"  # what a server prints that has not got the kit
@@ -379,6 +381,7 @@ class SshServer(HostServer):
         super().__init__(name, server, launch)
         self.shared = False
         self._copies = asyncio.Semaphore(COPIES)
+        self._to_bring: list[tuple[list[str], asyncio.Future[None]]] = []  # directories that wait for an rsync
         self._synced = not launch.sync
         self._kit = kit_archive()
         self._config = launch.sockets / f"{name}.conf"
@@ -513,19 +516,41 @@ class SshServer(HostServer):
             return
         refuse_other_owner(self.launch.cwd / output, attempt.job)
         log = f"logs/jobs/{self.launch.list_id}/{attempt.name}"
-        source = f"server:{self.workdir}/./"
-        await self._rsync(["--relative", f"{source}{output}/", f"{source}{log}/", f"{self.launch.cwd}/"])
+        brought: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._to_bring.append(([output, log], brought))
+        async with self._copies:
+            if not brought.done():
+                together, self._to_bring = self._to_bring[:TOGETHER], self._to_bring[TOGETHER:]
+                await self._bring(together)
+        await asyncio.shield(brought)
+
+    async def _bring(self, together: Sequence[tuple[list[str], asyncio.Future[None]]]) -> None:
+        """One rsync for all that wait: of short jobs more end than can be copied one by one."""
+        sources = [f"server:{self.workdir}/./{directory}/" for directories, _ in together for directory in directories]
+        try:
+            if sources:
+                await self._rsync(["--relative", *sources, f"{self.launch.cwd}/"])
+        except (Unreachable, OSError) as error:
+            if isinstance(error, OSError) and len(together) > 1:  # it may concern one of them alone
+                for each in together:
+                    await self._bring([each])
+                return
+            for _, brought in together:
+                brought.set_exception(error)
+        else:
+            for _, brought in together:
+                brought.set_result(None)
 
     async def send(self, output: str) -> None:
         """See dispatcher.Server."""
         if not self.shared and (self.launch.cwd / output).is_dir():
-            await self._rsync(["--relative", f"{self.launch.cwd}/./{output}/", f"server:{self.workdir}/"])
+            async with self._copies:
+                await self._rsync(["--relative", f"{self.launch.cwd}/./{output}/", f"server:{self.workdir}/"])
 
     async def _rsync(self, words: Sequence[str]) -> None:
         words_of_shell = [sys.executable, "-I", "-S", f"{KIT}/{RSYNC_SHELL}", str(self._config), self.settings.host]
         shell = " ".join("'" + word.replace("'", "''") + "'" for word in words_of_shell)  # as rsync reads them
-        async with self._copies:
-            code, said = await self._run(["rsync", "--archive", "--protect-args", "--timeout=60", "-e", shell, *words])
+        code, said = await self._run(["rsync", "--archive", "--protect-args", "--timeout=60", "-e", shell, *words])
         if code in (12, 30, 35, 255):
             raise Unreachable(last_line(said) or f"rsync: exit code {code}")
         if code:
@@ -570,6 +595,8 @@ def last_line(text: str) -> str:
 
 def failure(said: str, code: int, host: str) -> Exception:
     """What ssh's end means."""
+    if "Temporary failure in name resolution" in said:  # no network here, perhaps; trying again may help
+        return Unreachable(last_line(said))
     for words, remedy in REMEDIES.items():
         if words in said:
             line = next(line for line in said.splitlines() if words in line)
@@ -613,6 +640,7 @@ def sockets_directory(list_id: str) -> Path:
     return Path(base, f"muster-{os.getuid()}-{list_id}")
 
 
+@functools.cache
 def kit_archive() -> tuple[str, bytes]:
     """(name, tar archive) of what a server needs; the name follows from the contents."""
     buffer = io.BytesIO()

@@ -20,6 +20,7 @@ def main(config: str, host: str, _: str, *command: str) -> int:
     ssh = subprocess.Popen(["ssh", "-F", config, "--", host, line], stdout=subprocess.PIPE)
     assert ssh.stdout
     source = ssh.stdout.fileno()
+    os.set_blocking(1, True)  # rsync does not
     received = b""
     while BEGIN not in received and (block := os.read(source, 1 << 16)):
         received += block
