@@ -161,8 +161,10 @@ END
     wait_for_line out ": not used: is the same machine as"
     kill -KILL "$LAUNCHER"
     wait "$LAUNCHER" || true
+    used=$(sed -n 's/.*is the same machine as \(.*\);.*/\1/p' out)
+    if [ "$used" = "$N1" ]; then cluster "$(address "$N1"):1" "$N1:1"; else cluster "$N1:1" "$(address "$N1"):1"; fi
     start_command resume
-    wait_for_line out " still runs" || { echo "resume $again" && return 1; }
+    wait_for_line out "$used: $(tell 'job["a"]["name"].split()') still runs" || { echo "resume $again" && return 1; }
   done
   : >go
   undisturbed

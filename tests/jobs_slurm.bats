@@ -313,15 +313,16 @@ END
 @test "jobs that wait in SLURM's queue are shown as such, a log can be followed, and setup lines are run" {
   cluster "\"gpus\": 0, \"setup\": [\"export FROM_SETUP=yes\"]" --exclusive
   job_list <<END
-{"name": "a", "until": "$PWD/go"}
-{"name": "b", "until": "$PWD/go"}
-{"name": "c", "until": "$PWD/go"}
-{"name": "d"}
+{"name": "a", "until": "$PWD/go", "_priority": 1}
+{"name": "b", "until": "$PWD/go", "_priority": 1}
+{"name": "c", "until": "$PWD/go", "_priority": 1}
+{"name": "d", "until": "$PWD/go", "_priority": 1}
+{"name": "waits"}
 END
   sed -i 's/^print("arguments"/print(os.environ.get("FROM_SETUP"), flush=True)\n&/' job.py
   start_list
   begun c
-  eventually holds 'job["d"]["reason"] == "in SLURM'"'"'s queue"'
+  eventually holds 'job["waits"]["reason"] == "in SLURM'"'"'s queue"'
   run list status
   [[ "$output" == *"in SLURM's queue"* ]]
   start followed "${DISPATCH[@]}" logs "$(holds 'print(job["a"]["id"]) or True')" --follow
@@ -329,8 +330,8 @@ END
   grep -qx yes followed
   : >go
   wait "$LAUNCHER"
-  eventually holds 'r["state"] == "finished" and r["totals"]["done"] == 4'
-  holds 'last["d"]["seconds"] < 5' # without the time in the queue
+  eventually holds 'r["state"] == "finished" and r["totals"]["done"] == 5'
+  holds 'last["waits"]["seconds"] < 5' # without the time in the queue
   LAUNCHER=''
 }
 
@@ -344,8 +345,9 @@ END
 {"name": "a", "seconds": 600}
 {"name": "deaf", "seconds": 600, "deaf": true}
 {"name": "c", "seconds": 600}
+{"name": "d", "seconds": 600}
 {"name": "waits", "seconds": 600}
-{"name": "waits too", "seconds": 600}
+{"name": "waits-too", "seconds": 600}
 END
   start_list
   begun c
@@ -358,7 +360,7 @@ END
   status_of "$LAUNCHER"
   [ "$status" -ne 0 ]
   holds 'all(each["state"] == "cancelled" and each["reason"].startswith("cancelled on request") for each in r["jobs"])'
-  holds 'last["deaf"]["signal"] == "SIGKILL" and len(began) == 3'
+  holds 'last["deaf"]["signal"] == "SIGKILL" and len(began) == 4'
   queue_is_empty
   nothing_left
   no_order_left
@@ -367,12 +369,12 @@ END
 
 @test "cancel without a dispatcher does the same" {
   cluster '"gpus": 0' --exclusive
-  printf '{"name": "%s", "seconds": 600}\n' a b c d e | job_list
+  printf '{"name": "%s", "seconds": 600}\n' a b c d e f | job_list
   start_list
   begun c
   kill_dispatcher
   run -0 list cancel all
-  holds 'all(each["state"] == "cancelled" for each in r["jobs"]) and len(began) == 3'
+  holds 'all(each["state"] == "cancelled" for each in r["jobs"]) and len(began) == 4'
   queue_is_empty
   nothing_left
   no_order_left
@@ -385,7 +387,7 @@ END
 @test "the dispatcher is killed while jobs run and wait: resume finds both, and none has run twice" {
   cluster '"gpus": 0' --exclusive
   {
-    printf '{"name": "%s", "seconds": 1}\n' a b c d e f
+    printf '{"name": "%s", "seconds": 1}\n' a b c d e f1 f2
     echo "{\"name\": \"g\", \"until\": \"$PWD/go\"}"
     echo '{"name": "h", "exit": 3, "_retries": 0}'
   } | job_list
@@ -477,7 +479,7 @@ two_arrays() {
 @test "a job that a person ends in SLURM fails with that reason and is not tried again, whether it ran or waited" {
   cluster '"gpus": 0' --exclusive
   {
-    printf '{"name": "%s", "until": "%s/go"}\n' a "$PWD" b "$PWD" c "$PWD"
+    printf '{"name": "%s", "until": "'"$PWD"'/go"}\n' a b c d
     echo '{"name": "waits"}'
     echo '{"name": "last"}'
   } | job_list
@@ -492,7 +494,7 @@ two_arrays() {
   LAUNCHER=''
   holds 'last["a"]["failure"] == last["waits"]["failure"] == "cancelled outside" and last["a"]["signal"] == "SIGTERM"'
   holds '"somebody ended it in SLURM (scancel) before it was started" in last["waits"]["reason"]'
-  holds 'r["totals"]["done"] == 3 and r["totals"]["attempts"] == 5 and "waits" not in began'
+  holds 'r["totals"]["done"] == 4 and r["totals"]["attempts"] == 6 and "waits" not in began'
   no_order_left
 }
 
@@ -595,7 +597,7 @@ running_at_once() { # <name>: processes of it
   } | job_list
   start_list
   begun c
-  kill -KILL "$(pid_of_slurmctld)"
+  kill "$(pid_of_slurmctld)" # SIGKILL would lose what it knows: after it, SLURM itself starts jobs a second time
   wait_for_line out "slurm: unreachable: "
   grep -q "Unable to contact slurm controller" out
   : >go
@@ -633,7 +635,7 @@ running_at_once() { # <name>: processes of it
   make_secret
   cluster '"gpus": 0' --exclusive
   {
-    printf '{"name": "%s", "until": "%s/go"}\n' a "$PWD" b "$PWD" c "$PWD"
+    printf '{"name": "%s", "until": "'"$PWD"'/go"}\n' a b c d
     echo '{"name": "waits"}'
   } | job_list
   sed -i "s/\"_env\": {/&\"SECRET\": \"$(<secret)\", /" jobs.json

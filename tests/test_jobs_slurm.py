@@ -724,7 +724,11 @@ def test_what_a_full_queue_does_not_take_waits_and_can_be_cancelled(tmp_path: Pa
     assert not list(Path(server.directory).glob("*/order*"))
 
 
-def test_an_order_has_the_job_s_arguments_and_its_secrets_only_there(tmp_path: Path) -> None:
+def test_an_order_has_the_job_s_arguments_and_its_secrets_only_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    monkeypatch.setenv("MODULEPATH", "/modules")
     server = a_server(tmp_path)
     job = job_of({"name": "it's"}, Options(env={"KEY": "k3pt"}, timeout=100.0, gpus=2, labels=("b", "a")))
     order = Order("j.1", job, [0, 1], [], [], "title")
@@ -734,6 +738,8 @@ def test_an_order_has_the_job_s_arguments_and_its_secrets_only_there(tmp_path: P
     assert written["command"][-4:] == ["--name", "it's", "--device", "cuda:0"]
     assert (written["env"]["KEY"], written["timeout"]) == ("k3pt", 100)
     assert written["env"]["MUSTER_OUTPUT_DIR"] == str(tmp_path / job.output)
+    assert written["call"]["MODULEPATH"] == "/modules"
+    assert "CUDA_VISIBLE_DEVICES" not in written["call"]
     assert "k3pt" not in json.dumps([written["command"], written["call"]])
     assert "k3pt" not in " ".join(server._sbatch(server._needs(order), ARRAY, 1))
 

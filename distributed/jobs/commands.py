@@ -43,6 +43,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import secrets
 import shlex
@@ -345,6 +346,8 @@ def dispatch(
     screen = console.Screen(state, dispatcher.links)
     began = state.counts["done"]
     caught: list[int] = []
+    # It warns of processes and pipes that end while it looks at them: what that means is reported as it concerns jobs.
+    logging.getLogger("asyncio").setLevel(logging.ERROR)
 
     async def work() -> None:
         loop = asyncio.get_running_loop()
