@@ -232,15 +232,23 @@ if "twice" in job and len(open(f"{out}/diary").readlines()) < 2:
     sys.exit(4)
 END
   cluster "$N1:1" "$N2:1"
-  job_list <<'END'
+  job_list <<END
 {"name": "a", "twice": true, "prefix": "p", "fold": 0, "_priority": 1}
-{"name": "b", "big": 3, "prefix": "p", "fold": 1}
+{"name": "b", "big": 3, "prefix": "p", "fold": 1, "until": "$PWD/go"}
 END
   run dispatch
   [[ "$output" == *"$N1: not used: script job.py: not in $WORK; copy it there (--sync does), or set workdir"* ||
     "$output" == *"$N1: not used: workdir $WORK: no such directory on $N1; set workdir, or use --sync"* ]]
   [ "$status" -eq 75 ]
-  run -0 dispatch --sync
+  start_list --sync
+  begun b
+  run -0 list logs p/fold1 # it uses the same connection, and must leave it as it is
+  [[ "$output" == *"b-tick-1"* ]]
+  lab ssh "$N1" touch "$PWD/go"
+  lab ssh "$N2" touch "$PWD/go"
+  status_of "$LAUNCHER"
+  [ "$status" -eq 0 ]
+  run ! grep "cannot be copied" out
   holds 'all(each["state"] == "done" for each in r["jobs"]) and len(job["a"]["attempts"]) == 2'
   [ "$(sort experiments/p/fold0/diary)" = "$(printf '%s\n' "$N1" "$N2")" ]
   lab ssh "$(node_of_job b)" cat "$WORK/experiments/p/fold1/big" | cmp - experiments/p/fold1/big
@@ -552,7 +560,7 @@ END
   job_list <<END
 {"name": "a", "until": "$PWD/go"}
 {"name": "b", "until": "$PWD/go", "deaf": true}
-{"name": "c", "until": "$PWD/go"}
+{"name": "c", "until": "$PWD/go", "polite": true}
 {"name": "d", "until": "$PWD/go", "deaf": true}
 {"name": "e", "until": "$PWD/go"}
 {"name": "f", "until": "$PWD/go"}
@@ -587,6 +595,8 @@ END
   begun a
   begun b
   kill -KILL "$LAUNCHER"
+  eventually supervised supervisor a
+  kill -STOP "$(supervised supervisor a)"
   run -0 list cancel all
   echo "$output"
   nothing_left

@@ -356,6 +356,7 @@ class Dispatcher:
             if attempt.state != "running":
                 self._record("running", attempt=name, process=process_of(found))
             self._say(f"{link.server.name}: {self._name(attempt)} still runs")
+            self._stopping.discard(name)  # an older host.py was told; this one has to see to it
             if self.state.jobs[attempt.job].cancel:
                 self._stop(attempt)
         elif found["state"] == "ended":
@@ -764,8 +765,11 @@ class Dispatcher:
     def _give_up_without_servers(self) -> None:
         if self.state.paused or self.policy.drain or not self.state.counts["waiting"]:
             return
-        if not any(link.usable for link in self.links.values()):
-            self._pause("no server can be used; see the reasons above")
+        if self.state.counts["running"] or self.state.counts["ending"]:
+            return
+        waiting = (each.job for each in self.state.unfinished() if each.state == "waiting")
+        if not any(self._could_run(job, name) for job in waiting for name in self.links):
+            self._pause("no server can be used for the jobs that wait; see the reasons above")
 
     def _occupy(self, attempt: Attempt) -> None:
         self._seated[attempt.server][attempt.name] = attempt

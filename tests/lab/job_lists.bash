@@ -12,10 +12,13 @@
 #   exit      its exit code; with exit_once only where this file is not there yet, and otherwise 0
 #   signal    the signal that it sends to itself; "segfault" reads from address 0
 #   deaf      it ignores SIGTERM
+#   polite    it exits with 0 on SIGTERM
+#   alone     it notes "overlap" when another such job runs on the same node
 #   daemon    it leaves a process behind, in a session of its own, that ignores SIGTERM
 #   memory    MiB that it allocates
 #   fill      a directory that it writes into until the disk is full, and then fails; not on a disk of 10 MB or more
 #   big       MiB of its results
+#   quiet     it writes nothing into its output directory
 #
 # All nodes share the files of this machine but for a home, a directory of tmux's sockets, and APART.
 # shellcheck disable=SC2034,SC2153,SC2154 # what it sets is for the tests, and what run sets for it
@@ -84,6 +87,7 @@ enter_list() {
 # Whatever a failed test has left: the marks of the product are not to be trusted here. Other files run meanwhile.
 leave_list() {
   local node file
+  [ -n "${BATS_TEST_COMPLETED-}" ] || tail -n 50 "$WORK/out" "$BATS_TEST_TMPDIR/out" 2>/dev/null || true
   [ -z "$LAUNCHER" ] || kill -KILL "$LAUNCHER" 2>/dev/null || true
   for node in $(all_nodes); do
     lab heal "$node" >/dev/null 2>&1 || true
@@ -197,6 +201,15 @@ node_of_job() { # <name>
 }
 
 
+supervised() { # <supervisor, guard or command> <name of a job>: process id
+  "$VIRTUAL_ENV/bin/python" -I - "$1" "$(pid_of_job "$2")" <<'END'
+import glob, json, sys
+found = [json.load(open(path)) for path in glob.glob("logs/jobs/*/*/node_*.pid")]
+print(next(each[sys.argv[1]]["pid"] for each in found if each["command"]["pid"] == int(sys.argv[2])))
+END
+}
+
+
 alive() { # <process id>
   [[ $(cat "/proc/$1/stat" 2>/dev/null) =~ \)\ [^ZX] ]]
 }
@@ -235,7 +248,7 @@ END
 
 write_job_script() {
   cat >job.py <<'END'
-import ctypes, json, os, signal, subprocess, sys, time
+import ctypes, fcntl, json, os, signal, subprocess, sys, time
 
 job, out, node = json.loads(os.environ["MUSTER_JOB"]), os.environ["MUSTER_OUTPUT_DIR"], os.uname().nodename
 name, gpus = job.get("name", job["id"]), os.environ["CUDA_VISIBLE_DEVICES"]
@@ -247,12 +260,21 @@ def note(*words):
 
 
 def metrics(**values):
-    with open(f"{out}/metrics.jsonl", "a") as file:
-        file.write(json.dumps(values) + "\n")
+    if not job.get("quiet"):
+        with open(f"{out}/metrics.jsonl", "a") as file:
+            file.write(json.dumps(values) + "\n")
 
 
 if job.get("deaf"):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if job.get("polite"):
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+if job.get("alone"):
+    try:
+        lock = open(os.environ["STARTED"] + f".{node}", "w")
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        note("overlap", name, node)
 note("begin", name, node, os.getpid(), gpus or "-")
 for gpu in filter(None, gpus.split(",")):  # for the stub of nvidia-smi, and a job that has the same GPU
     used = os.path.expanduser(f"~/gpu_{gpu}")
@@ -282,10 +304,11 @@ if job.get("signal") == "segfault":
     ctypes.string_at(0)
 if "signal" in job:
     os.kill(os.getpid(), getattr(signal, job["signal"]))
-with open(f"{out}/big", "wb") as file:
-    file.write(os.urandom(1 << 20) * job.get("big", 0))
-with open(f"{out}/result", "w") as file:
-    file.write(f"{name} on {node}\n")
+if not job.get("quiet"):
+    with open(f"{out}/big", "wb") as file:
+        file.write(os.urandom(1 << 20) * job.get("big", 0))
+    with open(f"{out}/result", "w") as file:
+        file.write(f"{name} on {node}\n")
 metrics(step=10, loss=0.5)
 note("end", name)
 if not os.path.exists(job.get("exit_once", "nowhere")) and job.get("exit"):
