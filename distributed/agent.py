@@ -11,7 +11,6 @@ Try it: python scripts/lib/agent.py --nproc-per-node 2 train.py --config config/
 from __future__ import annotations
 
 import argparse
-import functools
 import inspect
 import logging
 import os
@@ -22,7 +21,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from types import FrameType
 from typing import Any, TextIO
 
 import torch
@@ -39,7 +37,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.launcher import api as launcher
 
 from distributed import accounts
-from distributed.fork_server import ForkServer, ForkServerError, Process, signals_blocked
+from distributed.fork_server import ForkServer, ForkServerError, Process, signals
 from distributed.meeting import Rendezvous, say
 from distributed.peers import End, Membership, RendezvousFailed
 from distributed.worker import Rank, Script
@@ -86,10 +84,10 @@ class Ranks(SubprocessContext):
             Rank(self.script, {**os.environ, **self.envs[n]}, self.stdouts[n], self.stderrs[n])
             for n in range(self.nprocs)
         ]
-        with signals_blocked():  # a signal is passed on to the ranks once they are known
+        signals.defer(STOP_SIGNALS)  # torchrun's handlers raise wherever the agent is
+        with signals.held():  # a signal is passed on to the ranks once they are known
             processes = self.server.fork(ranks)
             self.subprocess_handlers = {n: Handler(process) for n, process in enumerate(processes)}  # type: ignore[misc]
-            Agent.defer_signals()
 
 
 class Agent(LocalElasticAgent):
@@ -102,8 +100,6 @@ class Agent(LocalElasticAgent):
     def __init__(self, spec: WorkerSpec, *args: Any, **options: Any) -> None:
         super().__init__(spec, *args, **options)
         self.deaths: dict[int, Death] = {}
-        self._deferring = False
-        self._deferred: Callable[[], object] | None = None  # handles a signal that came meanwhile
         if isinstance(spec.rdzv_handler, StaticTCPRendezvous):
             spec.rdzv_handler = self.rendezvous = Rendezvous(spec.rdzv_handler, self.script)
         Agent.latest = self
@@ -165,31 +161,6 @@ class Agent(LocalElasticAgent):
         if news:
             self._write_account()
 
-    # -------- signals
-
-    @classmethod
-    def defer_signals(cls) -> None:
-        """torchrun's handlers raise wherever the agent is, and between two steps that belong together that would lose
-        the end of a rank: while it looks after the ranks, they wait for the next _raise_deferred()."""
-        for number in STOP_SIGNALS:
-            handler = signal.getsignal(number)
-            if callable(handler) and not isinstance(handler, functools.partial):
-                signal.signal(number, functools.partial(cls._on_signal, handler))
-
-    @classmethod
-    def _on_signal(
-        cls, handler: Callable[[int, FrameType | None], object], number: int, frame: FrameType | None
-    ) -> None:
-        if _agent()._deferring:
-            _agent()._deferred = functools.partial(handler, number, None)
-        else:
-            handler(number, frame)
-
-    def _raise_deferred(self) -> None:
-        handle, self._deferred = self._deferred, None
-        if handle:
-            handle()
-
     # -------- torchrun's own steps
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -197,12 +168,8 @@ class Agent(LocalElasticAgent):
         return super()._start_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        self._deferring = True
-        try:
+        with signals.held():
             return self._look_after(worker_group)
-        finally:
-            self._deferring = False
-            self._raise_deferred()
 
     def _look_after(self, worker_group: WorkerGroup) -> RunResult:
         # A death is seen when it happens: of two that die a moment apart, the first is told from the second.
@@ -271,7 +238,7 @@ class Agent(LocalElasticAgent):
         end = time.monotonic() + seconds
         while any(process.reap() is None for process in self._processes()) and (left := end - time.monotonic()) > 0:
             Ranks.server.wakeup.wait(left)
-            self._raise_deferred()
+            signals.handle()
 
 
 # What this module replaces or calls inside torchrun: the owner, the name, and the parameters it must have.

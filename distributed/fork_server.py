@@ -17,9 +17,11 @@ import signal
 import subprocess
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from types import FrameType
 from typing import Any, NoReturn
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
@@ -28,6 +30,51 @@ ALL_SIGNALS = signal.valid_signals()
 
 class ForkServerError(Exception):
     """The fork server cannot start processes."""
+
+
+class Signals:
+    """Handlers that are called between the steps of the main thread, not within them.
+
+    To block the signals would not do: where there are other threads, the kernel gives the signal to one of them, and
+    Python calls the handler in the main thread all the same.
+    """
+
+    def __init__(self) -> None:
+        self._holds = 0
+        self._waiting: Callable[[], object] | None = None
+
+    def defer(self, numbers: Iterable[int]) -> None:
+        """Let the handlers of these signals wait while one is held(). Those that are no functions stay."""
+        for number in numbers:
+            handler = signal.getsignal(number)
+            if callable(handler) and not (isinstance(handler, partial) and handler.func == self._call):
+                signal.signal(number, partial(self._call, handler))
+
+    def _call(self, handler: Callable[[int, FrameType | None], object], number: int, frame: FrameType | None) -> None:
+        if self._holds:
+            self._waiting = partial(handler, number, None)
+        else:
+            handler(number, frame)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Handlers wait until the block is left."""
+        self._holds += 1
+        try:
+            yield
+        finally:
+            self._holds -= 1
+            if not self._holds:
+                self.handle()
+
+    def handle(self) -> None:
+        """Call the handler of a signal that came meanwhile, the newest."""
+        waiting, self._waiting = self._waiting, None
+        if waiting:
+            waiting()
+
+
+signals = Signals()  # of this process
 
 
 class Process:
@@ -45,7 +92,7 @@ class Process:
     def reap(self) -> int | None:
         """The exit code, or None while it runs."""
         if self.returncode is None:
-            with signals_blocked():  # a handler that raises between these two lines would lose the exit code
+            with signals.held():  # a handler that raises between these two lines would lose the exit code
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
                 if pid:
                     self.returncode = os.waitstatus_to_exitcode(status)

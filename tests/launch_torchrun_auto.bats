@@ -227,7 +227,7 @@ END
   statuses=$status
   status_of "$LAUNCHER"
   [[ "$statuses $status" == "69 0" || "$statuses $status" == "0 69" ]]
-  refused=$(grep -l "agent: port .*: in use by run " out.?)
+  refused=$(grep -l "agent: .*: in use by run " out.?) # whichever of its nodes was first
   other=out.$((3 - ${refused#out.}))
   grep -q "in use by run $(grep -o -m1 'my-script-[^ :]*' "$other") (first node $N1, started .*; choose another" "$refused"
   [ "$(left)" -eq 0 ]

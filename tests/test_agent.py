@@ -35,7 +35,7 @@ from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
 from distributed import agent, threads
 from distributed.agent import Agent, Death, follow
-from distributed.fork_server import Process, Wakeup
+from distributed.fork_server import Process, Wakeup, signals
 from distributed.resources import Cores
 
 KIT = Path(__file__).resolve().parents[1]
@@ -817,6 +817,7 @@ def test_a_signal_that_comes_while_a_rank_is_reaped_does_not_lose_its_exit_code(
     os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
     process = Process(ended.pid, cast(Wakeup, None))
     before = signal.signal(signal.SIGUSR1, raising)
+    signals.defer([signal.SIGUSR1])
     try:
         with monkeypatch.context() as patched:
             patched.setattr(os, "waitpid", interrupted)

@@ -527,9 +527,10 @@ def test_two_ranks_have_the_output_directory_of_their_job(bench: Bench) -> None:
 
 
 def test_the_output_directory_that_the_dispatcher_gives_wins(bench: Bench) -> None:
-    given = {"MUSTER_OUTPUT_DIR": str(bench.folder / "out/1"), "MUSTER_RUN_DIR": str(bench.folder / "run")}
+    out, run = str(bench.folder / "out/1"), str(bench.folder / "run")
     for steps in ("2", "4"):
-        ended = bench.job(*FOLD, "--steps", steps, "--config", "tiny.yaml", "data.path=null", **given)
+        words = (*FOLD, "--steps", steps, "--config", "tiny.yaml", "data.path=null")
+        ended = bench.job(*words, MUSTER_OUTPUT_DIR=out, MUSTER_RUN_DIR=run)
         assert ended.returncode == 0, ended.stderr
     assert [line["step"] for line in events(bench.folder / "out/1", "start", "resume")] == [0, 2]
     assert not {"experiments", "run", "logs", "checkpoints"} & {path.name for path in bench.folder.iterdir()}

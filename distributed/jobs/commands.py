@@ -15,7 +15,7 @@ usage: run_distributed_training.py --cluster-config FILE --jobs-config FILE [opt
   --max-failures N       pause the list when N jobs have failed
   --fail-fast            cancel everything when a job has failed
   --gpu-free-mib N       use a GPU when N MiB of its memory are free (default: when others use less than 1000 MiB)
-  --lost-after SECONDS   without a connection for so long, the jobs of a server run elsewhere (default: 600)
+  --lost-after SECONDS   ssh: without a connection for so long, the jobs of a server run elsewhere (default: 600)
   --grace SECONDS        time between SIGTERM and SIGKILL (default: 30)
   --no-tmux              no tmux sessions on the servers
   --plan                 print where and when each job would run, and start nothing
@@ -42,20 +42,19 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import secrets
+import shlex
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
-
-from rich.console import Console
-from rich.table import Table
 
 from distributed.fold import DEFAULT_PARTICIPANTS
 from distributed.jobs import console, journal, servers
@@ -65,19 +64,27 @@ from distributed.jobs.job import Job
 from distributed.jobs.journal import Journal, JournalError
 from distributed.jobs.placement import Room, plan
 from distributed.jobs.results import Results
-from distributed.jobs.state import FINAL, Attempt, JobState, State, chosen, listed, one
+from distributed.jobs.state import FINAL, Attempt, JobState, State, chosen, listed, one, unanswered
 from distributed.report import duration
 
 PROGRAM = "run_distributed_training.py"
 WRONG_CALL, UNFINISHED = 2, 75  # exit codes
 SUBCOMMANDS = ("status", "logs", "why", "cancel", "retry", "resume")
 BACKENDS = ("ssh", "local", "slurm")
+SHOWN = 10  # failed jobs at the end
 WRITE = 0.5  # seconds between two looks at whether the results are to be written, and two pictures of the table
 # What `resume` takes over from the call that began the list.
 KEPT = (
     "cluster_config", "jobs_config", "backend", "script", "slots", "sync", "retries", "max_failures", "fail_fast",
     "gpu_free_mib", "lost_after", "grace", "no_tmux",
 )  # fmt: skip
+
+
+def called(words: str, log_file: Path | None = None) -> str:
+    """A call of this program that a person can paste. log_file: of the list that it is about."""
+    program = f"python {sys.argv[0]}" if Path(sys.argv[0]).name == PROGRAM else PROGRAM
+    option = "" if log_file is None or str(log_file) == "results.json" else f" --log-file {shlex.quote(str(log_file))}"
+    return f"{program} {words}{option}"
 
 
 class CallError(Exception):
@@ -99,8 +106,8 @@ def run_parser() -> Parser:
     """Of the call that runs a list."""
     parser = Parser(prog=PROGRAM, add_help=False, allow_abbrev=False)
     parser.add_argument("--cluster-config", type=Path)
-    parser.add_argument("--jobs-config", type=Path, required=True)
-    parser.add_argument("--log-file", type=Path, default=Path("results.json"))
+    parser.add_argument("--jobs-config", type=Path)
+    parser.add_argument("--log-file", type=results_file, default=Path("results.json"))
     parser.add_argument("--backend", choices=BACKENDS, default="ssh")
     parser.add_argument("--script")
     parser.add_argument("--slots", type=positive)
@@ -119,7 +126,7 @@ def run_parser() -> Parser:
 def list_parser(command: str) -> Parser:
     """Of a call about a list that is there."""
     parser = Parser(prog=f"{PROGRAM} {command}", add_help=False, allow_abbrev=False)
-    parser.add_argument("--log-file", type=Path, default=Path("results.json"))
+    parser.add_argument("--log-file", type=results_file, default=Path("results.json"))
     if command in ("logs", "why"):
         parser.add_argument("job")
     if command in ("cancel", "retry"):
@@ -128,6 +135,13 @@ def list_parser(command: str) -> Parser:
         parser.add_argument("--follow", action="store_true")
         parser.add_argument("--attempt", type=positive)
     return parser
+
+
+def results_file(text: str) -> Path:
+    path = Path(text)
+    if path.suffix in (".journal", ".html") or path.is_dir() or not path.name:
+        raise argparse.ArgumentTypeError(f"expected the name of a file such as results.json, got {text!r}")
+    return path
 
 
 def positive(text: str) -> int:
@@ -173,6 +187,8 @@ def call(words: list[str]) -> int:
             raise CallError(
                 f"{given.log_file}: there is no list of jobs ({path} is missing); name its results: --log-file"
             )
+        if not journal.begun(path):
+            raise CallError(f"{path}: there is no list of jobs in it; give the call that was to begin it once more")
         verbs = {"status": status, "logs": logs, "why": why, "cancel": cancel, "retry": retry, "resume": resume}
         return verbs[words[0]](given, path)
     if words and not words[0].startswith("-"):
@@ -207,6 +223,8 @@ def script_of(given: argparse.Namespace, cluster: Cluster | None) -> str:
 
 def checked(given: argparse.Namespace) -> Call:
     """Read both configurations. Raises ConfigError and CallError."""
+    if given.jobs_config is None:
+        raise CallError("--jobs-config: missing; name the file with the jobs")
     if given.backend == "local":
         cluster = read_cluster(given.cluster_config) if given.cluster_config else None
     elif given.cluster_config is None:
@@ -215,7 +233,10 @@ def checked(given: argparse.Namespace) -> Call:
         cluster = read_cluster(given.cluster_config)
     if given.slots and given.backend != "local":
         raise CallError("--slots: only for --backend local; servers have slots_per_gpu")
-    known = DEFAULT_PARTICIPANTS if Path(script_of(given, cluster)).name == "train.py" else None
+    script = script_of(given, cluster)
+    if given.backend == "local" and not Path(script).is_file():
+        raise ConfigError(f"script {script}: there is no such file (looked in {Path.cwd()}); name one: --script PATH")
+    known = DEFAULT_PARTICIPANTS if Path(script).name == "train.py" else None
     return Call(given, cluster, read_jobs(given.jobs_config, known, given.retries))
 
 
@@ -232,7 +253,7 @@ def make_servers(asked: Call, list_id: str) -> list[Server]:
     if given.backend == "slurm":
         from distributed.jobs.slurm import SlurmServer
 
-        return [SlurmServer(asked.cluster, launch)]
+        return [SlurmServer(asked.cluster, launch, sum(job.options.gpus for job in asked.jobs))]
     for server in asked.cluster.servers:
         if server.ssh_key and not Path(server.ssh_key).expanduser().is_file():
             raise ConfigError(f"{given.cluster_config}: {server.host}: ssh_key={server.ssh_key}: there is no such file")
@@ -261,12 +282,13 @@ def run(given: argparse.Namespace) -> int:
         return show_plan(asked)
     if not given.log_file.parent.is_dir():
         raise CallError(f"--log-file {given.log_file}: there is no directory {given.log_file.parent}")
+    refuse_foreign_file(given)
+    refuse_homeless(asked.jobs, make_servers(asked, "new"))  # a refused call leaves nothing behind
     with Journal.open(journal_of(given.log_file)) as book:
         state = State.of(book.records)
         refuse_other_list(state, asked)
         list_id = state.id or secrets.token_hex(5)
         made = make_servers(asked, list_id)
-        refuse_homeless(asked.jobs, made)
         about = {name: getattr(given, name) for name in KEPT}
         about = {name: str(value) if isinstance(value, Path) else value for name, value in about.items()}
         record = book.add(
@@ -279,7 +301,18 @@ def run(given: argparse.Namespace) -> int:
 
 
 def policy_of(given: argparse.Namespace, drain: bool = False) -> Policy:
-    return Policy(given.max_failures, given.fail_fast, float(given.lost_after), given.gpu_free_mib, drain)
+    lost_after = float("inf") if given.backend == "slurm" else float(given.lost_after)  # there is no other SLURM
+    return Policy(given.max_failures, given.fail_fast, lost_after, given.gpu_free_mib, drain)
+
+
+def refuse_foreign_file(given: argparse.Namespace) -> None:
+    """Results are written only over results. Raises CallError."""
+    book = journal_of(given.log_file)
+    if given.log_file.exists() and not book.exists():
+        raise CallError(
+            f"--log-file {given.log_file}: is there already, and its journal ({book}) is not: move it away, or give "
+            "another --log-file"
+        )
 
 
 def refuse_other_list(state: State, asked: Call) -> None:
@@ -342,7 +375,8 @@ def dispatch(
 
     with screen:
         total = len(state.jobs)
-        screen.say(f"{total} job(s), {began} of them done; results: {log_file}, {log_file.with_suffix('.html')}")
+        done = f", {began} of them done" if began else ""
+        screen.say(f"{console.plural(total, 'job')}{done}; results: {log_file}, {log_file.with_suffix('.html')}")
         asyncio.run(work())
     outcome, code = ending(state, caught, policy)
     results.write(outcome, dispatcher.interrupted, last=True)
@@ -383,17 +417,21 @@ def report_end(state: State, outcome: str, results: Results, log_file: Path, put
     going = counts["running"] + counts["ending"]
     line = f"{outcome}: {', '.join(words)}"
     if going:
-        line += f"; {going} still run on their servers"
+        line += f"; {going} still running, and not disturbed by this"
     put(line)
-    for job in [each for each in state.jobs.values() if each.state == "failed"][:10]:
+    failed = [each for each in state.jobs.values() if each.state == "failed"]
+    for job in failed[:SHOWN]:
         put(f"  failed: {job.job.id}  {job.job.name}: {job.reason}")
-    option = "" if str(log_file) == "results.json" else f" --log-file {log_file}"
-    if counts["failed"]:
-        put(f"  see: {PROGRAM} why JOB{option}; again: {PROGRAM} retry failed{option}")
+    if failed[SHOWN:]:
+        put(f"  failed: {len(failed) - SHOWN} more; `status` shows all")
+    if failed:
+        put(f"see the output:  {called(f'why {failed[0].job.id}', log_file)}")
+        put(f"run them again:  {called('retry failed', log_file)}")
     for server in sorted({attempt.server for attempt in state.given_up()}):
-        put(f"  {server}: was lost; what ran there may still run: {PROGRAM} cancel all{option} ends it when it is back")
+        put(f"{server}: was lost; what ran there may still run. When it is back: {called('cancel all', log_file)}")
     if outcome in ("paused", "interrupted"):
-        put(f"  to go on: {PROGRAM} resume{option}; to end it: {PROGRAM} cancel all{option}")
+        put(f"to go on:        {called('resume', log_file)}")
+        put(f"to end the list: {called('cancel all', log_file)}")
     if results.trouble:
         put(f"  {results.trouble}: the results are not complete; the journal is")
     put(f"results: {log_file}, {log_file.with_suffix('.html')}")
@@ -416,25 +454,26 @@ def show_plan(asked: Call) -> int:
     }
     jobs = {job.id: job for job in asked.jobs}
     steps = plan(asked.jobs, rooms, lambda job: known[job.id])
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for heading in ("start", "expected", "where", "id", "output"):
-        table.add_column(heading, no_wrap=heading != "output", overflow="fold")
+    table = [("start", "expected", "where", "id", "output")]
     for start, job_id, server, slots in steps:
         where = ",".join(str(slot.index if slot.gpu is None else slot.gpu) for slot in slots)
         expected = jobs[job_id].options.expected_seconds
-        table.add_row(
-            duration(start) if told else "", "?" if expected is None else duration(expected), f"{server}:{where}",
+        table.append((
+            console.clock(start), "?" if expected is None else console.clock(expected), f"{server}:{where}",
             job_id, jobs[job_id].output,
-        )  # fmt: skip
-    show(table)
+        ))  # fmt: skip
+    show(table if told else [row[2:] for row in table])
     slots_in_all = sum(len(room.slots) for room in rooms.values())
-    print(f"{len(asked.jobs)} jobs on {slots_in_all} slots of {len(rooms)} server(s); no two write the same directory")
+    print(
+        f"{console.plural(len(asked.jobs), 'job')} on {console.plural(slots_in_all, 'slot')} of "
+        f"{console.plural(len(rooms), 'server')}; no two write the same directory"
+    )
     if told:
         end = max(start + known[job_id] for start, job_id, _, _ in steps)
         rest = len(asked.jobs) - len(told)
         print(
             f"expected duration: {duration(end)}"
-            + (f" ({rest} jobs without _expected_seconds count as the mean)" if rest else "")
+            + (f" ({console.plural(rest, 'job')} without _expected_seconds: counted as the mean)" if rest else "")
         )
     else:
         print("expected duration: not known; say _expected_seconds in the jobs")
@@ -451,9 +490,12 @@ def show_plan(asked: Call) -> int:
 # ---------------------------------------------------------------- commands about a list
 
 
-def show(table: Table) -> None:
-    """As wide as the terminal, and elsewhere as wide as its longest line."""
-    Console(width=None if sys.stdout.isatty() else 1000).print(table)
+def show(table: Sequence[Sequence[str]], below: Sequence[str] = ()) -> None:
+    """The first row holds the headings. below: a line for each row, empty for none."""
+    for number, line in enumerate(console.aligned(table)):
+        print(f"\033[1m{line}\033[0m" if number == 0 and sys.stdout.isatty() else line)
+        if below and below[number]:
+            print(below[number])
 
 
 def state_of(path: Path) -> State:
@@ -461,64 +503,87 @@ def state_of(path: Path) -> State:
 
 
 def status(given: argparse.Namespace, path: Path) -> int:
-    """Every job in a line."""
-    state, lives = state_of(path), journal.dispatcher_runs(path)
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for heading in ("id", "job", "state", "where", "attempts", "time", ""):
-        table.add_column(heading, no_wrap=heading != "", overflow="fold")
+    """Every job in a line, and below it why it is not done."""
+    records, lives = journal.read(path)[0], journal.dispatcher_runs(path)
+    state = State.of(records)
+    newest_metrics(state, given.log_file)
+    asked = {job: record["event"] for record in unanswered(state, records) for job in record["jobs"]}
+    table: list[Sequence[str]] = [("id", "job", "state", "where", "time", "step", "loss", "held-out")]
     for job in state.jobs.values():
         last = job.last
-        took = "" if last is None else duration(last.seconds if last.seconds is not None else time.time() - last.start)
-        where = f"{last.server}:{','.join(map(str, last.gpus or last.slots))}" if last else ""
-        shown = "cancelling" if job.cancel and job.state not in FINAL else job.state
-        table.add_row(
-            job.job.id, job.job.name, shown, where, str(len(job.attempts)), took, job.reason or console.progress(job)
-        )
-    show(table)
-    print(console.totals(state, 1).partition("; about")[0])
-    if any(True for _ in state.unfinished()):
-        print("the dispatcher runs" if lives else f"no dispatcher runs; to go on: {PROGRAM} resume")
+        took = "" if last is None else console.clock((last.end or time.time()) - last.start)
+        place = place_of(last) if last else ""
+        table.append((job.job.id, job.job.name, shown_state(job, asked), place, took, *console.measured(job)))
+    reasons = [f"            {job.reason}" if job.reason else "" for job in state.jobs.values()]
+    show(table, ["", *reasons])
+    print(console.totals(state))
+    if any(True for _ in state.unfinished()) or asked:
+        resume = called("resume", given.log_file)
+        print("a dispatcher works on this list" if lives else f"no dispatcher runs; to go on: {resume}")
     return 1 if state.counts["failed"] else 0
+
+
+def newest_metrics(state: State, log_file: Path) -> None:
+    """Of jobs that run: a dispatcher writes them into the results alone."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        for entry in json.loads(log_file.read_bytes())["jobs"]:
+            job = state.jobs.get(entry["id"])
+            if job and job.state == "running":
+                job.metrics |= entry["metrics"]
+
+
+def shown_state(job: JobState, asked: Mapping[str, str]) -> str:
+    """With what was asked for and has not happened yet."""
+    if job.job.id in asked:
+        return f"{job.state}, {asked[job.job.id]} asked for"
+    if job.cancel and job.state not in FINAL:
+        return "cancelling"
+    again = f", attempt {job.last.number}" if job.last and job.last.number > 1 else ""
+    return {"ending": "copying results"}.get(job.state, job.state) + again
+
+
+def place_of(attempt: Attempt) -> str:
+    return f"{attempt.server}:{','.join(map(str, attempt.gpus or attempt.slots))}"
 
 
 def why(given: argparse.Namespace, path: Path) -> int:
     """All that is known of one job."""
     state = state_of(path)
     job = state.jobs[one(state, given.job)]
-    print(f"{job.job.id}  {job.job.name}: {job.state}" + (f": {job.reason}" if job.reason else ""))
+    told = any(job.reason.endswith(attempt.how) for attempt in job.attempts if attempt.failure)
+    print(f"{job.job.id}  {job.job.name}: {job.state}" + (f": {job.reason}" if job.reason and not told else ""))
     print(f"  output: {job.job.output}")
     for attempt in job.attempts:
         print("  " + attempt_line(attempt))
         for line in attempt.lines:
             print(f"      {line}")
-    for line in explanation(state, job, path):
+    for line in explanation(state, job, given.log_file):
         print(f"  {line}")
     return 0
 
 
 def attempt_line(attempt: Attempt) -> str:
-    place = f"{attempt.server}:{','.join(map(str, attempt.gpus or attempt.slots))}"
     began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(attempt.start))
     took = f", {duration(attempt.seconds)}" if attempt.seconds is not None else ""
     end = attempt.state if attempt.open else attempt.how if attempt.failure else "done"
-    return f"attempt {attempt.number} on {place}, {began}{took}: {end}"
+    host = f" ({attempt.process['host']})" if attempt.process.get("host") else ""
+    return f"attempt {attempt.number} on {place_of(attempt)}{host}, {began}{took}: {end}"
 
 
-def explanation(state: State, job: JobState, path: Path) -> list[str]:
+def explanation(state: State, job: JobState, log_file: Path) -> list[str]:
     """Why it is not further."""
-    lives = journal.dispatcher_runs(path)
     if job.state in FINAL:
-        left = "" if job.state == "done" else f"to run it again: {PROGRAM} retry {job.job.id}"
-        return [left] if left else []
-    if not lives:
-        return [f"no dispatcher runs: nothing is started or noticed until `{PROGRAM} resume`"]
+        again = f"to run it again: {called(f'retry {job.job.id}', log_file)}"
+        return [] if job.state == "done" else [again]
+    if not journal.dispatcher_runs(journal_of(log_file)):
+        return [f"no dispatcher runs: nothing is started or noticed until {called('resume', log_file)}"]
     if job.state == "waiting" and state.paused:
         return [f"the list is paused: {state.paused}"]
     if job.state == "waiting":
         before = [each for each in state.jobs.values() if each.state == "waiting" and each.number < job.number]
         needs = [f"{job.job.options.gpus} GPUs of one server"] if job.job.options.gpus > 1 else []
         needs += [f"a server with the labels {', '.join(job.job.options.labels)}"] if job.job.options.labels else []
-        return [f"it waits for a free slot; {len(before)} jobs before it in the list wait, too"] + [
+        return [f"it waits for a free slot; jobs before it in the list that wait, too: {len(before)}"] + [
             f"it needs {' and '.join(needs)}" for _ in needs[:1]
         ]
     return []
@@ -539,7 +604,7 @@ def logs(given: argparse.Namespace, path: Path) -> int:
     if attempt.open or not log.exists():
         asked = stored_call(state)
         server = next((each for each in make_servers(asked, state.id) if each.name == attempt.server), None)
-        if server is None or not isinstance(server, servers.HostServer):
+        if server is None:
             raise ValueError(f"{attempt.server}: no longer in the cluster config: its log cannot be read from here")
         command = server.follow_command(attempt)
         if not given.follow:
@@ -577,12 +642,12 @@ def cancel(given: argparse.Namespace, path: Path) -> int:
         journal.request(path, "cancel", jobs)
     if journal.dispatcher_runs(path):
         return wait_until_final(path, jobs)
-    log_file = given.log_file.absolute()
-    with Journal.open(path.absolute()) as book:
+    here, log_file = Path.cwd(), absolute(given.log_file)
+    with Journal.open(journal_of(log_file)) as book:
         state = State.of(book.records)
         asked = stored_call(state)
-        made = make_servers(asked, state.id)
-        dispatch(book, state, asked.jobs, made, policy_of(asked.given, drain=True), from_here(log_file))
+        shown = from_here(log_file) if Path.cwd() == here else log_file
+        dispatch(book, state, asked.jobs, make_servers(asked, state.id), policy_of(asked.given, drain=True), shown)
     return 0
 
 
@@ -599,9 +664,14 @@ def wait_until_final(path: Path, jobs: Sequence[str]) -> int:
         if len(told) == len(jobs):
             return 0
         if not journal.dispatcher_runs(path):
-            print(f"the dispatcher has ended before all were cancelled: call `{PROGRAM} cancel` again", file=sys.stderr)
+            print("the dispatcher has ended before all were cancelled: call `cancel` again", file=sys.stderr)
             return 1
         time.sleep(0.2)
+
+
+def absolute(path: Path) -> Path:
+    """Without `..`, whatever the working directory will be."""
+    return path.parent.resolve() / path.name
 
 
 def from_here(path: Path) -> Path:
@@ -617,17 +687,14 @@ def retry(given: argparse.Namespace, path: Path) -> int:
         print("nothing to retry: no such job has failed or was cancelled")
         return 0
     journal.request(path, "retry", jobs)
-    print(
-        f"{len(jobs)} job(s) will run again"
-        + ("" if journal.dispatcher_runs(path) else f": {PROGRAM} resume starts them")
-    )
+    start = "" if journal.dispatcher_runs(path) else f"; to start: {called('resume', given.log_file)}"
+    print(f"{console.plural(len(jobs), 'job')} to run again{start}")
     return 0
 
 
 def resume(given: argparse.Namespace, path: Path) -> int:
     """The call that began the list, once more."""
-    state = state_of(path)
-    log_file = given.log_file.absolute()
-    said = stored_call(state).given
-    said.log_file = from_here(log_file)
+    here, log_file = Path.cwd(), absolute(given.log_file)
+    said = stored_call(state_of(path)).given
+    said.log_file = from_here(log_file) if Path.cwd() == here else log_file
     return run(said)

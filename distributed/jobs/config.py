@@ -98,6 +98,7 @@ class Cluster(Checked):
     script_path: Text = "train.py"
     defaults: ServerOptions = Field(default_factory=ServerOptions)
     sbatch: list[Text] = Field(default_factory=list)  # options of sbatch for --backend slurm
+    max_queued: int = Field(256, ge=1, le=100_000)  # jobs that may be in SLURM's queue or running at once
 
     @model_validator(mode="before")
     @classmethod
@@ -166,7 +167,7 @@ def read_cluster(path: Path) -> Cluster:
     """Raises ConfigError."""
     tree = _parse(path)
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: holds a {_kind(tree)}; expected an object with servers")
+        raise ConfigError(f"{path}: holds {_kind(tree)}; expected an object with servers")
     try:
         return Cluster.model_validate(tree)
     except ValidationError as error:
@@ -181,7 +182,7 @@ def read_jobs(path: Path, participants: Sequence[str] | None = None, retries: in
     """
     tree = _parse(path)
     if not isinstance(tree, list) or not tree:
-        found = "an empty list" if tree == [] else f"a {_kind(tree)}"
+        found = "an empty list" if tree == [] else _kind(tree)
         raise ConfigError(f"{path}: holds {found}; expected a list of jobs: [{{...}}, ...]")
     faults: list[str] = []
     jobs: dict[int, Job] = {}
@@ -199,7 +200,7 @@ def read_jobs(path: Path, participants: Sequence[str] | None = None, retries: in
 
 def _job(entry: Any, participants: Sequence[str] | None, retries: int | None) -> Job:
     if not isinstance(entry, dict):
-        raise JobError(f"holds a {_kind(entry)}; expected an object of arguments")
+        raise JobError(f"holds {_kind(entry)}; expected an object of arguments")
     settings = {key: value for key, value in entry.items() if not key.startswith("_")}
     said = {key[1:]: value for key, value in entry.items() if key.startswith("_")}
     if retries is not None:
@@ -244,11 +245,26 @@ def _parse(path: Path) -> Any:
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: not UTF-8 text; save it as UTF-8") from None
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{path}, line {error.lineno}, column {error.colno}: not valid JSON: {error.msg}") from None
+        where = f"{path}, line {error.lineno}, column {error.colno}"
+        raise ConfigError(f"{where}: not valid JSON: {error.msg}{_habit(error)}") from None
     except RecursionError:
         raise ConfigError(f"{path}: nested too deeply; write a list of flat objects") from None
     except ValueError as error:
         raise ConfigError(f"{path}: {error}") from None
+
+
+def _habit(error: json.JSONDecodeError) -> str:
+    """What other languages allow and JSON does not."""
+    before, after = error.doc[: error.pos].rstrip(), error.doc[error.pos :].lstrip()
+    if after.startswith(("//", "/*", "#")):
+        return "; JSON has no comments: remove it"
+    if (before.endswith(",") and after.startswith(("]", "}"))) or "trailing comma" in error.msg:
+        return "; JSON has no comma behind the last entry: remove it"
+    if after.startswith("'"):
+        return '; write strings in double quotes: "..."'
+    if after.startswith(("True", "False", "None")):
+        return "; write true, false or null"
+    return ""
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -265,8 +281,8 @@ def _no_constant(name: str) -> Any:
 
 
 def _kind(value: Any) -> str:
-    names = {dict: "object", list: "list", str: "string", bool: "true or false", type(None): "null"}
-    return names.get(type(value), "number")
+    names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number")
 
 
 def _explain(error: ValidationError, source: str, sign: str = "") -> Iterator[str]:
@@ -281,7 +297,8 @@ def _explain(error: ValidationError, source: str, sign: str = "") -> Iterator[st
             yield f"{start}: missing; add it"
         else:
             found = fault["input"]
-            value = "" if isinstance(found, (dict, list)) else f"={json.dumps(found, default=str)[:SHOWN]}"
+            secret = sign and place[:1] == ["env"]
+            value = "" if secret or isinstance(found, (dict, list)) else f"={json.dumps(found, default=str)[:SHOWN]}"
             yield f"{start}{value}: {fault['msg'].removeprefix('Value error, ')}"
 
 

@@ -19,7 +19,19 @@ from typing import Any, Protocol
 from distributed.jobs.job import Job, arguments
 from distributed.jobs.journal import Journal
 from distributed.jobs.placement import Queue, Room
-from distributed.jobs.state import FINAL, MOST_LOST, Attempt, JobState, State, chosen, judge
+from distributed.jobs.state import (
+    FINAL,
+    FINAL_FAILURES,
+    MOST_LOST,
+    UNLISTED,
+    Attempt,
+    JobState,
+    State,
+    chosen,
+    judge,
+    request_id,
+    unanswered,
+)
 
 TICK = 0.5  # seconds between two looks at the clock and the journal
 EARLY = 30.0  # seconds; what fails sooner may have failed because of the list, not of the job
@@ -92,6 +104,9 @@ class Server(Protocol):
 
     async def close(self, finished: bool) -> None:
         """Give the connection up. finished: the list is, too."""
+
+    def follow_command(self, attempt: Attempt, once: bool = False) -> list[str]:
+        """A program that prints the log of an attempt until its end; once: what is there now."""
 
 
 @dataclass(frozen=True)
@@ -172,13 +187,12 @@ class Dispatcher:
         """Until nothing is left to do, or interrupt()."""
         for attempt in self._left_behind():
             self._occupy(attempt)
-        for job in self.state.unfinished():
+        for job in list(self.state.unfinished()):
             if job.state == "waiting":
                 self._enqueue(job)
             elif job.state == "ending" and job.last:
                 self._count(job, job.last)
                 self._after_end(job, job.last)
-        self._drop_unlisted()
         self._answer_requests()
         self._unlisted = self._unlisted_servers()
         for server in sorted(self._unlisted):
@@ -344,7 +358,7 @@ class Dispatcher:
     def _adopt(self, link: Link, name: str, found: Mapping[str, Any]) -> None:
         """What a server knows of an attempt, after a time in which nobody asked."""
         attempt = self.state.attempt(name)
-        if attempt is None:
+        if attempt is None or attempt.state == "ended":  # reported a moment before
             return
         if attempt.state == "lost":  # given up while the server could not be reached
             if found["state"] == "running":
@@ -353,9 +367,8 @@ class Dispatcher:
             else:
                 self._gone(attempt)
         elif found["state"] == "running":
-            if attempt.state != "running":
-                self._record("running", attempt=name, process=process_of(found))
-            self._say(f"{link.server.name}: {self._name(attempt)} still runs")
+            self._note_running(attempt, found)
+            self._say(f"{link.server.name}: {self._name(attempt)} still {'runs' if attempt.process else 'waits there'}")
             self._stopping.discard(name)  # an older host.py was told; this one has to see to it
             if self.state.jobs[attempt.job].cancel:
                 self._stop(attempt)
@@ -474,10 +487,20 @@ class Dispatcher:
             return
         if event.facts["state"] == "ended":
             self._end(attempt, event.facts)
-        elif attempt.state == "starting":
-            self._record("running", attempt=attempt.name, process=process_of(event.facts))
-            if self.state.jobs[attempt.job].cancel:
-                self._stop(attempt)
+        elif self._note_running(attempt, event.facts) and self.state.jobs[attempt.job].cancel:
+            self._stop(attempt)
+
+    def _note_running(self, attempt: Attempt, found: Mapping[str, Any]) -> bool:
+        """Whether that is news. An attempt that waits in a queue of its server has no process yet."""
+        process = process_of(found)
+        news = attempt.state != "running" or bool(process and not attempt.process)
+        if news:
+            self._record("running", attempt=attempt.name, process=process)
+        return news
+
+    def _on_waits(self, event: Event) -> None:
+        if attempt := self.state.open.get(event.facts["attempt"]):
+            self._record("waits", attempt=attempt.name, reason=event.facts["reason"])
 
     def _on_not_started(self, event: Event) -> None:
         attempt = self.state.open.get(event.facts["attempt"])
@@ -508,17 +531,24 @@ class Dispatcher:
         self._open_room(link)
 
     def _enqueue(self, job: JobState) -> None:
-        if job.job.id not in self.jobs:  # no longer in the list
+        """Let it wait for a slot; it ends here when it is no longer in the list."""
+        if job.job.id not in self.jobs:
+            self._record("settle", job=job.job.id, state="cancelled", reason=UNLISTED)
             return
-        avoid = {each.server for each in job.attempts[job.forgiven :] if each.failure}
-        others = avoid and any(self._could_run(job.job, name) for name in self.rooms if name not in avoid)
-        effective = frozenset(avoid if others else ())
-        if avoid:
-            self._avoided[job.job.id] = effective
+        self._cancelling |= job.cancel
+        avoid = self._to_avoid(job)
+        if job.attempts:
+            self._avoided[job.job.id] = avoid
         real = self.jobs[job.job.id]
         seconds = real.options.expected_seconds
-        self.queue.put(real, job.number, self._expected if seconds is None else seconds, effective)
+        self.queue.put(real, job.number, self._expected if seconds is None else seconds, avoid)
         self._placing = True
+
+    def _to_avoid(self, job: JobState) -> frozenset[str]:
+        """Servers on which it has failed, where it could run on another one."""
+        failed = frozenset(each.server for each in job.attempts[job.forgiven :] if each.failure)
+        others = failed and any(name not in failed and self._could_run(job.job, name) for name in self.rooms)
+        return failed if others else frozenset()
 
     def _could_run(self, job: Job, server: str) -> bool:
         room = self.rooms[server]
@@ -527,9 +557,10 @@ class Dispatcher:
 
     def _requeue_avoided(self) -> None:
         """Whether another server could take a job that has failed may have changed."""
-        for job_id in [job for job in self._avoided if job in self.queue]:
-            self.queue.remove(job_id)
-            self._enqueue(self.state.jobs[job_id])
+        for job_id, avoid in list(self._avoided.items()):
+            if job_id in self.queue and self._to_avoid(self.state.jobs[job_id]) != avoid:
+                self.queue.remove(job_id)
+                self._enqueue(self.state.jobs[job_id])
 
     # ---------------------------------------------------------------- ending
 
@@ -627,8 +658,11 @@ class Dispatcher:
             return "cancelled", "cancelled on request"
         retries = self.jobs[job.job.id].options.retries if job.job.id in self.jobs else 0
         reason = f"attempt {attempt.number} on {attempt.server}: {attempt.how}"
-        if len(job.failures()) > retries or len(job.lost()) >= MOST_LOST:
+        final = attempt.failure in FINAL_FAILURES
+        if final or len(job.failures()) > retries or len(job.lost()) >= MOST_LOST:
             return "failed", reason
+        if job.job.id not in self.jobs:
+            return "cancelled", UNLISTED
         return "waiting", reason
 
     def _count(self, job: JobState, attempt: Attempt) -> None:
@@ -648,8 +682,8 @@ class Dispatcher:
         failed = self.state.counts["failed"] + len(self._failing)
         if self.policy.fail_fast and fails:
             self._pause(f"--fail-fast: {job.job.name} failed")
-            for other in [each for each in self.state.unfinished() if each.state != "ending"]:
-                self._cancel(other)
+            others = [each.job.id for each in self.state.unfinished() if each is not job]
+            self._ask("--fail-fast", "cancel", others)
         elif self.policy.max_failures is not None and failed >= self.policy.max_failures and fails:
             self._pause(f"--max-failures {self.policy.max_failures}: {failed} job(s) failed")
         elif self._early >= EARLY_FAILURES:
@@ -677,31 +711,27 @@ class Dispatcher:
     # ---------------------------------------------------------------- cancelling
 
     def _answer_requests(self) -> None:
-        new = [each for each in self.journal.records if each["event"] in ("cancel", "retry")] + self.journal.requests()
+        new = [*self.journal.records, *self.journal.requests()]
         self.journal.records = []
-        for request in new:
-            identifier = f"{request['event']} {request['time']} {' '.join(request['jobs'])}"
-            if identifier in self.state.answered:
-                continue
+        for request in unanswered(self.state, new):
             try:
                 jobs = chosen(self.state, request["event"], request["jobs"])
             except ValueError as error:
                 self._say(str(error))
                 jobs = []
-            before = {job for job in jobs if self.state.jobs[job].state in FINAL}
-            self._record("asked", request=identifier, what=request["event"], jobs=jobs)
-            for job in map(self.state.jobs.__getitem__, jobs):
-                if request["event"] == "cancel":
-                    self._cancel(job)
-                elif job.job.id in before and job.state == "waiting":
-                    self._enqueue(job)
-            self._drop_unlisted()
+            self._ask(request_id(request), request["event"], jobs)
 
-    def _cancel(self, job: JobState) -> None:
-        job.cancel = self._cancelling = True
-        for attempt in job.attempts:
-            if attempt.state == "running":
-                self._stop(attempt)
+    def _ask(self, request: str, what: str, jobs: list[str]) -> None:
+        """Cancel jobs that have not ended, or retry jobs that have."""
+        final = {job for job in jobs if self.state.jobs[job].state in FINAL}
+        self._record("asked", request=request, what=what, jobs=jobs)
+        for job in map(self.state.jobs.__getitem__, jobs):
+            if what == "retry" and job.job.id in final and job.state == "waiting":
+                self._enqueue(job)
+            elif what == "cancel" and job.cancel:
+                self._cancelling = True
+                for attempt in [each for each in job.attempts if each.state == "running"]:
+                    self._stop(attempt)
 
     def _cancel_waiting(self) -> None:
         if not self._cancelling:
@@ -722,13 +752,6 @@ class Dispatcher:
             await self.links[attempt.server].server.stop(attempt.name, kill)
         except Unreachable:  # asked again when the server is there
             self._stopping.discard(attempt.name)
-
-    def _drop_unlisted(self) -> None:
-        """A job that is no longer in the list is not started again."""
-        for job in [
-            each for each in self.state.unfinished() if each.state == "waiting" and each.job.id not in self.jobs
-        ]:
-            self._record("settle", job=job.job.id, state="cancelled", reason="no longer in the list")
 
     # ---------------------------------------------------------------- the clock and the slots
 
@@ -798,4 +821,4 @@ class Dispatcher:
 
 
 def process_of(found: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: found[key] for key in ("pid", "start_time", "boot_id") if key in found}
+    return {key: found[key] for key in ("pid", "start_time", "boot_id", "host") if key in found}

@@ -344,7 +344,7 @@ class Serve:
             os.mkdir(attempt.directory, 0o777)
         except FileExistsError:
             return self.look({"attempts": {attempt.name: request["output"]}})["attempts"][attempt.name]
-        self._claim(attempt.output, request["job"])
+        claim(attempt.output, request["job"])
         words = ["--dir", attempt.directory, "--name", self.server, "--grace", f"{request['grace']:.0f}", "--detach"]
         if request.get("timeout"):
             words += ["--timeout", f"{max(1, round(request['timeout']))}"]
@@ -352,7 +352,8 @@ class Serve:
             setup = os.path.join(attempt.directory, "setup.sh")
             supervisor.write(setup, "\n".join(request["setup"]) + "\n")
             words += ["--source", setup]
-        options = supervisor.Options([*words, "--", *self._program(request["script"]), *request["arguments"]])
+        command = [*program(self.python, request["script"], self.workdir), *request["arguments"]]
+        options = supervisor.Options([*words, "--", *command])
         env = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(self._threads())}
         env = {name: value for name, value in env.items() if name not in os.environ}
         env |= request["env"] | {"MUSTER_OUTPUT_DIR": attempt.output}
@@ -402,29 +403,8 @@ class Serve:
         directory = os.path.join(self.directory, name)
         return Attempt(directory, self.server, os.path.join(self.workdir, output), grace)
 
-    def _program(self, script: str) -> list[str]:
-        """A script in Python is run by the server's interpreter, another program by itself."""
-        return [*self.python, script] if script.endswith(".py") else [os.path.join(self.workdir, script)]
-
     def _threads(self) -> int:
         return max(1, len(os.sched_getaffinity(0)) // max(1, len(self.slots)))
-
-    def _claim(self, output: str, job: str) -> None:
-        """Two jobs never write into one directory, not even those of two lists."""
-        os.makedirs(output, exist_ok=True)
-        path = os.path.join(output, OWNER)
-        try:
-            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        except FileExistsError:
-            with open(path) as mark:
-                owner = mark.read().strip()
-            if owner and owner != job:
-                raise JobRefused(
-                    f"{output} holds the results of job {owner}; move it away, or give this job another prefix"
-                ) from None
-            file = os.open(path, os.O_WRONLY)
-        os.write(file, f"{job}\n".encode())
-        os.close(file)
 
     def _fork_supervisor(self, attempt: Attempt, options: supervisor.Options, block: bytes) -> None:
         lock = os.open(attempt.lock, os.O_RDWR | os.O_CREAT, 0o600)
@@ -556,6 +536,29 @@ def find_python(asked: str, workdir: str) -> list[str]:
     if asked_version.returncode:
         raise HostError(f"python {path}: ends with exit code {asked_version.returncode}; set python for this server")
     return [path]
+
+
+def program(python: list[str], script: str, workdir: str) -> list[str]:
+    """A script in Python is run by the server's interpreter, another program by itself."""
+    return [*python, script] if script.endswith(".py") else [os.path.join(workdir, script)]
+
+
+def claim(output: str, job: str) -> None:
+    """Two jobs never write into one directory, not even those of two lists."""
+    os.makedirs(output, exist_ok=True)
+    path = os.path.join(output, OWNER)
+    try:
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    except FileExistsError:
+        with open(path) as mark:
+            owner = mark.read().strip()
+        if owner and owner != job:
+            raise JobRefused(
+                f"{output} holds the results of job {owner}; move it away, or give this job another prefix"
+            ) from None
+        file = os.open(path, os.O_WRONLY)
+    os.write(file, f"{job}\n".encode())
+    os.close(file)
 
 
 def follow(log: str, end: str) -> int:

@@ -44,8 +44,7 @@ class Options:
     @classmethod
     def of_public(cls, said: Mapping[str, Any]) -> Options:
         """What public() gave; the values of the environment are lost."""
-        known = {name: value for name, value in said.items() if name != "env"}
-        return cls(**known | {"labels": tuple(said.get("labels", ()))})
+        return cls(**{**said, "labels": tuple(said.get("labels", ())), "env": dict.fromkeys(said.get("env", ()), "")})
 
 
 @dataclass(frozen=True)
@@ -101,12 +100,15 @@ def os_bytes(text: str) -> bytes:
 
 
 def document(job: Job) -> str:
-    """The job as JSON, for MUSTER_JOB."""
-    return json.dumps({**job.settings, "id": job.id}, sort_keys=True, ensure_ascii=False)
+    """The job as JSON, for MUSTER_JOB: its settings, and its id where no setting has that name."""
+    return json.dumps({"id": job.id, **job.settings}, sort_keys=True, ensure_ascii=False)
 
 
 def arguments(job: Job, device: str) -> list[str]:
     """`--key value` for each key: a list as several values, true as a flag, false and null not at all.
+
+    A value that begins with a dash is passed as it is, too: argparse takes `--lr -5`, but refuses `--name -x`, which a
+    script that must take it finds in MUSTER_JOB.
 
     Raises:
         JobError: a key or value that cannot be an argument.

@@ -5,13 +5,14 @@
         journal.commit()                           # on the disk now; act after this
 
 Other programs add requests (`cancel`, `retry`) with `request`; the dispatcher reads them by `requests()`. A line
-without an end was cut off by a crash or a full disk: it is left out, as what it announced was never done. The next
-commit ends it, and adds an empty line that says so.
+without an end was cut off by a crash or a full disk: it is left out, as what it announced was never done. Whoever
+writes next ends it with CUT. Nothing is ever removed, as somebody else may have written behind it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 REQUESTS = ("cancel", "retry")
-UNFINISHED = b"\n\n"  # ends a line that was cut off, and says so
+CUT = b"\x18"  # the last character of a line that was cut off; JSON has none
 MOMENT = 0.5  # seconds in which the lock must be free
 
 Record = dict[str, Any]
@@ -39,6 +40,7 @@ class Journal:
         self._file = file
         self._size = size  # bytes read so far
         self._pending: list[Record] = []
+        self._unsynced = False  # something is written, and perhaps not on the disk
         self._requests: list[Record] = []
 
     @classmethod
@@ -50,8 +52,11 @@ class Journal:
             raise JournalError(
                 f"{path}: a dispatcher is working on this list already; see it by `status`, or end that one first"
             )
-        records, size = read(path)
-        return cls(path, file, records, size)
+        try:
+            return cls(path, file, *read(path))
+        except BaseException:
+            os.close(file)
+            raise
 
     def __enter__(self) -> Journal:
         return self
@@ -72,23 +77,24 @@ class Journal:
     @property
     def pending(self) -> bool:
         """Whether there is something to commit."""
-        return bool(self._pending)
+        return bool(self._pending) or self._unsynced
 
     def commit(self) -> None:
-        """Write and fsync what was added. Raises OSError, and keeps it for the next call then."""
-        if not self._pending:
-            return
-        left = self._read_requests() + b"".join(line(record) for record in self._pending)
-        try:
-            while left:
-                left = left[os.write(self._file, left) :]
+        """Write and fsync what was added. Raises OSError; the next call goes on with what was not written."""
+        while self._pending:
+            lines = [line(record) for record in self._pending]
+            start = self._read_requests()
+            left = os.write(self._file, start + b"".join(lines)) - len(start)
+            self._unsynced = True
+            whole = 0
+            while whole < len(lines) and left >= len(lines[whole]):  # on a full disk not all of them
+                left -= len(lines[whole])
+                whole += 1
+            del self._pending[:whole]
+        if self._unsynced:
             os.fdatasync(self._file)
-        except OSError:
-            with contextlib.suppress(OSError):
-                os.ftruncate(self._file, self._size)
-            raise
-        self._pending.clear()
-        self._read_requests()
+            self._unsynced = False
+            self._read_requests()
 
     def requests(self) -> list[Record]:
         """What others have asked for since the last call."""
@@ -107,8 +113,8 @@ class Journal:
         data = os.pread(self._file, size - self._size, self._size)
         whole, end, rest = data.rpartition(b"\n")
         self._size += len(whole + end)
-        self._requests += [record for record in parsed(whole) if record.get("event") in REQUESTS]
-        return UNFINISHED if rest else b""
+        self._requests += requests_in(whole)
+        return CUT + b"\n" if rest else b""
 
 
 def locked(file: int) -> bool:
@@ -128,12 +134,12 @@ def line(record: Record) -> bytes:
     return json.dumps(record, separators=(",", ":")).encode() + b"\n"
 
 
-def parsed(data: bytes) -> Iterator[Record]:
+def requests_in(data: bytes) -> Iterator[Record]:
+    beginnings = tuple(line({"event": event})[:-2] for event in REQUESTS)
     for text in data.split(b"\n"):
-        with contextlib.suppress(ValueError, RecursionError):
-            record = json.loads(text)
-            if isinstance(record, dict):
-                yield record
+        if text.startswith(beginnings) and not text.endswith(CUT):
+            with contextlib.suppress(ValueError):
+                yield json.loads(text)
 
 
 def read(path: Path) -> tuple[list[Record], int]:
@@ -141,17 +147,14 @@ def read(path: Path) -> tuple[list[Record], int]:
     data = path.read_bytes()
     whole = data[: data.rfind(b"\n") + 1]
     records = []
-    lines = whole.split(b"\n")
-    for number, text in enumerate(lines[:-1], 1):
-        if not text:
+    for number, text in enumerate(whole.split(b"\n")[:-1], 1):
+        if text.endswith(CUT):
             continue
         try:
             record = json.loads(text)
             if not isinstance(record, dict) or not isinstance(record.get("event"), str):
                 raise ValueError
         except (ValueError, RecursionError):
-            if lines[number] == b"" and number < len(lines) - 1:  # known to be cut off
-                continue
             raise JournalError(
                 f"{path}, line {number}: damaged; what was started is not known for certain. Restore the file, or use "
                 "another --log-file"
@@ -160,11 +163,22 @@ def read(path: Path) -> tuple[list[Record], int]:
     return records, len(whole)
 
 
+def begun(path: Path) -> bool:
+    """Whether a list was written down: its dispatcher may have ended before that. Raises OSError."""
+    with path.open("rb") as file:
+        return any(text.startswith(b'{"event":"list"') and text.endswith(b"}\n") for text in file)
+
+
 def request(path: Path, event: str, jobs: Sequence[str]) -> None:
     """Ask the dispatcher of this list for something; the next one, where none runs. Raises OSError."""
-    file = os.open(path, os.O_WRONLY | os.O_APPEND)
+    file = os.open(path, os.O_RDWR | os.O_APPEND)
     try:
-        os.write(file, line({"event": event, "time": round(time.time(), 3), "jobs": list(jobs)}))
+        size = os.fstat(file).st_size
+        whole = size == 0 or os.pread(file, 1, size - 1) == b"\n"
+        data = line({"event": event, "time": round(time.time(), 3), "jobs": list(jobs)})
+        data = data if whole else CUT + b"\n" + data
+        if os.write(file, data) < len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         os.fsync(file)
     finally:
         os.close(file)

@@ -14,6 +14,7 @@ import fcntl
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -25,6 +26,8 @@ NAMES = 100  # names tried: ml_training, ml_training_2, ...
 LIMIT = 10.0  # seconds that tmux may take
 REFRESH = 0.3  # seconds between two looks of a view
 BACKLOG = 64 * 1024  # bytes of a log that a view shows from before it began
+# Nothing of the user's environment, and UTF-8 whatever the locale: words reach a job as the list has them.
+PLAIN_PYTHON = ("-I", "-S", "-X", "utf8")
 ENTRY = os.path.join(supervisor.KIT, "scripts", "lib", "jobs_host.py")
 
 
@@ -130,6 +133,7 @@ def create(name: str, directory: str, slots: list[str]) -> None:
     tmux("new-session", "-d", "-s", name, "-x", "240", "-y", "67", "-n", "slots", *commands[0])
     try:
         tmux("set-option", "-t", f"={name}:", "@muster", directory)
+        tmux("set-option", "-t", f"={name}:", "status-left-length", "40")  # more than the default of 10: its whole name
         tmux("set-option", "-t", f"={name}:", "pane-border-status", "top")
         tmux("set-option", "-t", f"={name}:", "pane-border-format", " #{pane_title} ")
         for command in commands[1:]:
@@ -142,7 +146,7 @@ def create(name: str, directory: str, slots: list[str]) -> None:
 
 
 def view_command(directory: str, slot: int) -> list[str]:
-    return [sys.executable, "-I", "-S", ENTRY, "view", directory, str(slot)]
+    return [sys.executable, *PLAIN_PYTHON, ENTRY, "view", directory, str(slot)]
 
 
 def remove(directory: str) -> None:
@@ -168,6 +172,8 @@ def show(directory: str, slot: int, title: str, log: str, end: str) -> None:
 
 def view(directory: str, slot: int) -> int:
     """What a pane runs, for as long as it is there."""
+    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGTSTP):  # keys pressed in the pane would end the view
+        signal.signal(number, signal.SIG_IGN)
     shown: dict[str, object] = {}
     position, ended = 0, True
     title(f"slot {slot}: idle")

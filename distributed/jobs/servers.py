@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import io
 import json
@@ -28,6 +29,7 @@ from distributed.jobs import config
 from distributed.jobs.dispatcher import Event, NotStarted, Order, Refused, Unreachable
 from distributed.jobs.host import HELLO, OWNER
 from distributed.jobs.job import document
+from distributed.jobs.panes import PLAIN_PYTHON
 from distributed.jobs.placement import Room, Slot
 from distributed.jobs.state import Attempt
 from distributed.launch import supervisor
@@ -42,6 +44,7 @@ ENTRY = "scripts/lib/jobs_host.py"
 RSYNC_SHELL = "scripts/lib/rsync_shell.py"
 UPLOAD = "muster-upload"  # what a server prints that has not got the kit
 NO_PYTHON = "muster-no-python"
+USUAL, NO_RSYNC = 3, 4  # exit codes: ~/ml-customization is there; rsync is not
 # What host.py and the supervisors that it forks need on a server.
 KIT_FILES = (
     "distributed/__init__.py", "distributed/marks.py", "distributed/gpus.py", "distributed/probe.py",
@@ -302,12 +305,13 @@ class HostServer:
     async def start(self, order: Order) -> dict[str, Any]:
         """See dispatcher.Server."""
         options = order.job.options
-        visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, order.gpus))}
+        env = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # as nvidia-smi numbers them, also where GPUs differ
+        env |= {**options.env, "CUDA_VISIBLE_DEVICES": ",".join(map(str, order.gpus))}
         try:
             return await self._call(
                 "start", attempt=order.attempt, job=order.job.id, output=order.job.output, slots=list(order.slots),
                 title=order.title, script=self.launch.script, arguments=list(order.arguments),
-                setup=self.settings.setup, env={**options.env, **visible, "MUSTER_JOB": document(order.job)},
+                setup=self.settings.setup, env={**env, "MUSTER_JOB": document(order.job)},
                 timeout=options.timeout, grace=self.launch.grace,
             )  # fmt: skip
         except HostSays as error:
@@ -331,7 +335,8 @@ class HostServer:
     def follow_command(self, attempt: Attempt, once: bool = False) -> list[str]:
         """A program that prints the log of an attempt until its end; once: what is there now."""
         stem = os.path.join(self._list_directory(), attempt.name, f"node_{self.name}")
-        return [sys.executable, "-I", "-S", f"{KIT}/{ENTRY}", "follow", f"{stem}.log", "/" if once else f"{stem}.exit"]
+        end = "/" if once else f"{stem}.exit"
+        return [sys.executable, *PLAIN_PYTHON, f"{KIT}/{ENTRY}", "follow", f"{stem}.log", end]
 
     def _list_directory(self) -> str:
         return self.directory or os.path.join(self.launch.cwd, "logs", "jobs", self.launch.list_id)
@@ -348,8 +353,8 @@ class LocalServer(HostServer):
 
     async def _open_channel(self, post: Callable[[Event], None]) -> Channel:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-I", "-S", f"{KIT}/{ENTRY}", "serve", cwd=self.launch.cwd, stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE, limit=1 << 24, start_new_session=True,
+            sys.executable, *PLAIN_PYTHON, f"{KIT}/{ENTRY}", "serve", cwd=self.launch.cwd,
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=1 << 24, start_new_session=True,
         )  # fmt: skip
         channel = Channel(process, self.name, post)
         await channel.hello()
@@ -426,12 +431,13 @@ class SshServer(HostServer):
         own += [f"{base}/{path}" for path in own for base in (workdir, self.launch.cwd) if path[0] not in "~/"]
         candidates = own or [f"{workdir}/.venv/bin/python", f"{self.launch.cwd}/.venv/bin/python", "python3"]
         pythons = " ".join(home_relative(each) for each in candidates)
+        plain = " ".join(PLAIN_PYTHON)
         newer = shlex.quote("import sys; sys.exit(sys.version_info < (3, 10))")
         return (
             f'd="${{XDG_CACHE_HOME:-$HOME/.cache}}/muster/jobs-{self._kit[0]}"; '
             f'[ -e "$d/complete" ] || {{ echo {UPLOAD}; exit 0; }}; '
             f"for p in {pythons}; do "
-            f'if "$p" -I -S -c {newer} 2>/dev/null; then exec "$p" -I -S "$d/{ENTRY}" {words}; fi; done; '
+            f'if "$p" {plain} -c {newer} 2>/dev/null; then exec "$p" {plain} "$d/{ENTRY}" {words}; fi; done; '
             f"echo {NO_PYTHON}"
         )
 
@@ -448,10 +454,14 @@ class SshServer(HostServer):
     async def _sync(self) -> None:
         """Copy the working directory there, as a first start needs it; nothing is deleted."""
         target = self.settings.workdir or str(self.launch.cwd)
-        code, said = await self._run(
-            [*self.ssh, "--", self.settings.host, for_any_shell(f"mkdir -p -- {home_relative(target)}")]
-        )
-        if code:
+        usual = "" if self.settings.workdir else f"[ ! -d ~/ml-customization ] || exit {USUAL}; "  # see find_workdir()
+        line = f"command -v rsync >/dev/null || exit {NO_RSYNC}; {usual}mkdir -p -- {home_relative(target)}"
+        self._refuse_without_rsync(there=True)
+        code, said = await self._run([*self.ssh, "--", self.settings.host, for_any_shell(line)])
+        self._refuse_without_rsync(there=code != NO_RSYNC)
+        if code == USUAL:
+            target = "ml-customization"
+        elif code:
             raise failure(said, code, self.settings.host)
         target = target.removeprefix("~/")
         await self._rsync([*NOT_COPIED, f"{self.launch.cwd}/", f"server:{target}/"])
@@ -459,12 +469,14 @@ class SshServer(HostServer):
 
     async def _after_open(self, opened: Mapping[str, Any]) -> None:
         self.shared = await self._shares_files()
-        if not self.shared and not opened["rsync"]:
-            raise Refused(
-                "rsync is not installed there, and results must be copied: install it (apt-get install rsync)"
-            )
-        if not self.shared and not shutil.which("rsync"):
-            raise Refused("rsync is not installed on this machine, and results must be copied: install it")
+        if not self.shared:
+            self._refuse_without_rsync(there=opened["rsync"])
+
+    def _refuse_without_rsync(self, there: bool) -> None:
+        if not there:
+            raise Refused("rsync is not installed there, and files must be copied: install it (apt-get install rsync)")
+        if not shutil.which("rsync"):
+            raise Refused("rsync is not installed on this machine, and files must be copied: install it")
 
     async def _shares_files(self) -> bool:
         """Whether its working directory is ours: a file that we make here is seen there."""
@@ -583,6 +595,8 @@ def last_line(text: str) -> str:
 
 def failure(said: str, code: int, host: str) -> Exception:
     """What ssh's end means."""
+    if "Temporary failure in name resolution" in said:  # no network here, perhaps; trying again may help
+        return Unreachable(last_line(said))
     for words, remedy in REMEDIES.items():
         if words in said:
             line = next(line for line in said.splitlines() if words in line)
@@ -626,6 +640,7 @@ def sockets_directory(list_id: str) -> Path:
     return Path(base, f"muster-{os.getuid()}-{list_id}")
 
 
+@functools.cache
 def kit_archive() -> tuple[str, bytes]:
     """(name, tar archive) of what a server needs; the name follows from the contents."""
     buffer = io.BytesIO()

@@ -15,9 +15,12 @@ from distributed.jobs.job import Job, Options
 from distributed.jobs.journal import REQUESTS, Record
 
 FINAL = ("done", "failed", "cancelled")
+UNLISTED = "no longer in the list"  # why a job was cancelled
 # Failures that say nothing about the job. A job that has many of them may still be their cause.
-NOT_THE_JOB = ("server lost", "server restarted", "supervisor killed")
+NOT_THE_JOB = ("server lost", "server restarted", "supervisor killed", "preempted")
 MOST_LOST = 5
+ORDINARY = ("preempted",)  # so often as SLURM likes
+FINAL_FAILURES = ("cancelled outside",)  # no further attempt: a person wanted the end
 OUT_OF_MEMORY = ("OutOfMemoryError", "CUDA out of memory", "MemoryError")
 
 
@@ -83,7 +86,8 @@ class JobState:
 
     def lost(self) -> list[Attempt]:
         """Attempts that failed for another reason than the job."""
-        return [each for each in self.attempts[self.forgiven :] if each.failure in NOT_THE_JOB]
+        known = set(NOT_THE_JOB).difference(ORDINARY)
+        return [each for each in self.attempts[self.forgiven :] if each.failure in known]
 
 
 class State:
@@ -140,15 +144,17 @@ class State:
         listed = {each["id"] for each in record["jobs"]}
         for number, each in enumerate(record["jobs"]):
             job = Job(each["id"], each["settings"], Options.of_public(each["options"]), each["output"])
-            if job.id in self.jobs:
-                self.jobs[job.id].job, self.jobs[job.id].number = job, number
+            if known := self.jobs.get(job.id):
+                known.job, known.number = job, number
+                if known.state == "cancelled" and known.reason == UNLISTED:
+                    self._move(known, "waiting")
             else:
                 self.jobs[job.id] = JobState(job, number)
                 self.counts["waiting"] += 1
-        for known in [each for each in self.jobs.values() if each.job.id not in listed]:
-            if known.state == "waiting" and not known.attempts:
+        for gone in [each for each in self.jobs.values() if each.job.id not in listed]:
+            if gone.state == "waiting" and not gone.attempts:
                 self.counts["waiting"] -= 1
-                del self.jobs[known.job.id]
+                del self.jobs[gone.job.id]
         self.jobs = dict(sorted(self.jobs.items(), key=lambda item: item[1].number))
 
     def _move(self, job: JobState, state: str, reason: str = "") -> None:
@@ -167,7 +173,15 @@ class State:
 
     def _running(self, record: Record) -> None:
         if attempt := self.attempt(record["attempt"]):
+            if attempt.state == "running":  # it has waited in a queue of its server
+                attempt.start = record["time"]
             attempt.state, attempt.process = "running", record["process"]
+            self.jobs[attempt.job].reason = ""
+
+    def _waits(self, record: Record) -> None:
+        """Its server has taken the attempt, and has not started its command yet."""
+        if attempt := self.attempt(record["attempt"]):
+            self.jobs[attempt.job].reason = record["reason"]
 
     def _not_started(self, record: Record) -> None:
         """For a reason of the server: the attempt never was one."""
@@ -233,6 +247,15 @@ def listed(jobs: Iterable[Job]) -> list[dict[str, Any]]:
     ]
 
 
+def unanswered(state: State, requests: Iterable[Record]) -> list[Record]:
+    """Of these records the requests that no dispatcher has dealt with."""
+    return [each for each in requests if each["event"] in REQUESTS and request_id(each) not in state.answered]
+
+
+def request_id(request: Record) -> str:
+    return f"{request['event']} {request['time']} {' '.join(request['jobs'])}"
+
+
 def chosen(state: State, what: str, words: Iterable[str]) -> list[str]:
     """The ids of the jobs that a request is about: `all`, `failed`, ids, their beginnings, or names.
 
@@ -284,6 +307,11 @@ CAUSES = {
     "rebooted": ("server restarted", "the server was restarted while the job ran"),
     "killed": ("supervisor killed", ""),
     "timeout": ("timeout", ""),
+    "cancelled outside": ("cancelled outside", ""),
+    "preempted": ("preempted", ""),
+    "node failed": ("server lost", ""),
+    "out of memory": ("out of memory", ""),
+    "not started": ("not started", ""),
 }
 
 

@@ -484,7 +484,7 @@ class Supervisor:
         while not (self._swept and self._output_ended):
             self._wait()
             self._look_at_clock()
-        self._finish()
+        self.finish()
         while any(stream.pending for stream in self._streams):
             self._wait()
             self._look_at_clock()
@@ -554,10 +554,15 @@ class Supervisor:
         for number in os.read(self._signals, 4096):
             if number == signal.SIGCHLD:
                 self._reap()
-            elif self.stopping:
-                self.kill()
             else:
-                self.stop()
+                self.take_signal()
+
+    def take_signal(self) -> None:
+        """SIGTERM, SIGINT or SIGHUP."""
+        if self.stopping:
+            self.kill()
+        else:
+            self.stop()
 
     def _reap(self) -> None:
         with contextlib.suppress(ChildProcessError):
@@ -664,7 +669,8 @@ class Supervisor:
         """
         return self._adopts and self.code is not None and children() == [self._guard.pid]
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
+        """Nothing of the command is left: write its exit code, last of all."""
         if self._detached:
             self._write_usage()
         try:
