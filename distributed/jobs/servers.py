@@ -38,7 +38,7 @@ from distributed.launch.supervisor import KIT
 BEAT = 4.0  # seconds between two heartbeats
 SILENCE = 15.0  # seconds without any, after which a connection is lost
 CONNECT = 60.0  # seconds that connecting may take
-COPIES = 4  # rsyncs at once with a server
+COPIES = 2  # rsyncs at once with a server, each way
 TOGETHER = 100  # attempts whose results one rsync copies, at most
 ENTRY = "scripts/lib/jobs_host.py"
 RSYNC_SHELL = "scripts/lib/rsync_shell.py"
@@ -380,7 +380,7 @@ class SshServer(HostServer):
     def __init__(self, name: str, server: config.Server, launch: Launch) -> None:
         super().__init__(name, server, launch)
         self.shared = False
-        self._copies = asyncio.Semaphore(COPIES)
+        self._bringing, self._sending = asyncio.Semaphore(COPIES), asyncio.Semaphore(COPIES)
         self._to_bring: list[tuple[list[str], asyncio.Future[None]]] = []  # directories that wait for an rsync
         self._synced = not launch.sync
         self._kit = kit_archive()
@@ -518,7 +518,7 @@ class SshServer(HostServer):
         log = f"logs/jobs/{self.launch.list_id}/{attempt.name}"
         brought: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._to_bring.append(([output, log], brought))
-        async with self._copies:
+        async with self._bringing:
             if not brought.done():
                 together, self._to_bring = self._to_bring[:TOGETHER], self._to_bring[TOGETHER:]
                 await self._bring(together)
@@ -544,7 +544,7 @@ class SshServer(HostServer):
     async def send(self, output: str) -> None:
         """See dispatcher.Server."""
         if not self.shared and (self.launch.cwd / output).is_dir():
-            async with self._copies:
+            async with self._sending:
                 await self._rsync(["--relative", f"{self.launch.cwd}/./{output}/", f"server:{self.workdir}/"])
 
     async def _rsync(self, words: Sequence[str]) -> None:
