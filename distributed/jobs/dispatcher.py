@@ -778,7 +778,7 @@ class Dispatcher:
             if last and last.server == server and last.failure:
                 self._settle(job, last)
             elif last and last.server == server:
-                str((last, "server lost", f"{server} {reason}, and the results are there")
+                self._lose(last, "server lost", f"{server} {reason}, and the results are there")
 
     def _unlisted_servers(self) -> set[str]:
         busy = {each.server for each in self.state.open.values()}
