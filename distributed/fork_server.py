@@ -1,7 +1,7 @@
 """A server that forks processes from a warm one, and the processes that it has forked.
 
 The agent imports PyTorch, which takes seconds, and forks the server while it has a single thread: a fork of a process
-with threads can inherit a lock that nobody releases. The server forks a starter, the starter forks the processes and
+with threads can inherit a lock that is never released. The server forks a starter, the starter forks the processes and
 exits. They become children of the agent, which is their subreaper: as under torchrun, it reaps them itself, and they
 do not depend on the server. Standard library only.
 """
@@ -44,7 +44,7 @@ class Signals:
         self._waiting: Callable[[], object] | None = None
 
     def defer(self, numbers: Iterable[int]) -> None:
-        """Let the handlers of these signals wait while one is held(). Those that are no functions stay."""
+        """Let the handlers of these signals wait while one is held(). SIG_DFL and SIG_IGN stay."""
         for number in numbers:
             handler = signal.getsignal(number)
             if callable(handler) and not (isinstance(handler, partial) and handler.func == self._call):
@@ -68,7 +68,7 @@ class Signals:
                 self.handle()
 
     def handle(self) -> None:
-        """Call the handler of a signal that came meanwhile, the newest."""
+        """Call the handler of the newest signal that came while handlers were held."""
         waiting, self._waiting = self._waiting, None
         if waiting:
             waiting()
@@ -208,7 +208,7 @@ def _serve(channel: Connection, run: Callable[[Any], None], agent: int, mask: se
 
 
 def _close_inherited(kept: int) -> None:
-    """Close what somebody has left open for the agent: subprocess closes it for torchrun's ranks."""
+    """Close files that the agent inherited: for the ranks of torchrun, subprocess does it."""
     for number in map(int, os.listdir("/proc/self/fd")):
         with contextlib.suppress(OSError):  # the one with which the directory was read
             if number > 2 and number != kept and os.get_inheritable(number):

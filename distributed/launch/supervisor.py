@@ -427,7 +427,7 @@ class Supervisor:
         return source
 
     def _introduce(self) -> None:
-        """Tell the guard, and whoever reads node_NAME.pid, which process is which."""
+        """Report the process ids to the guard, and write them to node_NAME.pid."""
         self._guard.report(f"session {self.pid}")
         processes = {"supervisor": os.getpid(), "guard": self._guard.pid, "command": self.pid}
         facts = {name: identity(pid) for name, pid in processes.items()}
@@ -566,7 +566,7 @@ class Supervisor:
                 send(signal.SIGTERM, [self.pid])
 
     def kill(self) -> None:
-        """Send SIGKILL, and do not wait for a console that nobody reads."""
+        """Send SIGKILL, and do not wait for a console that is not read."""
         self.stopping = True
         self._kill_at = min(self._kill_at, time.monotonic())
         self._scan_at = 0.0
