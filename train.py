@@ -4,9 +4,11 @@
     python train.py --config config/quickstart.yaml                        one process
     scripts/ssh/launch_singlenode.sh config/quickstart.yaml 2              two processes on this machine
     torchrun --nproc-per-node 2 train.py --config config/quickstart.yaml   the same, by hand
+    python train.py --fold 0 --prefix exp1                                 a job: hold out one domain of the text
 
 Every setting of the file can be said again behind it: train.steps=100 model.n_layer=6. Started again with the same
-checkpoint.dir, it goes on where it stopped, and ends with the same weights as if it had never stopped.
+checkpoint.dir, it goes on where it stopped, and ends with the same weights as if it had never stopped. A job keeps its
+checkpoints in its output directory, here experiments/exp1/fold0_special-methods.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,9 +36,10 @@ from torch.utils.checkpoint import checkpoint
 
 from distributed import data, report, tracking
 from distributed.checkpoint import CheckpointError, Checkpoints, Found, random_state, set_random_state
-from distributed.config import Batch, ConfigError, Settings, for_ranks, parser
+from distributed.config import Batch, ConfigError, Settings, for_ranks, job_of, parser
 from distributed.config import Model as ModelSettings
 from distributed.data import DataError
+from distributed.fold import DEFAULT_PARTICIPANTS, output_directory
 from distributed.resume import refuse_misfit
 from distributed.run_folder import create as create_run_folder
 from distributed.stop import STOPPED, Ballots, NonFiniteLoss, Outcome, stop_signals
@@ -326,6 +329,8 @@ class Training:
         return {
             "model": {**self.settings.model.model_dump(), "vocab_size": self.vocab_size},
             "corpus": str(self.corpus),
+            "participant": self.corpus.participant,
+            "mode": self.corpus.mode if self.corpus.participant else None,
             "items": self.items,
             "batch": self.cut.size,
             "world": self.place.world.size,
@@ -427,7 +432,7 @@ class Progress:
         tokens = self.training.cut.tokens * self.steps
         speed = f"{tokens / self.seconds:,.0f} tokens/s" if tokens else "nothing left to do"
         log.info(f"finished: {self.training.step} steps, held-out loss {score:.4f}, {speed}")
-        self.event("finish")
+        self.event("finish", held_out_loss=score)
         return 0
 
 
@@ -491,7 +496,7 @@ class Due:
 def run(training: Training, checkpoints: Checkpoints, tracker: tracking.Tracker | None) -> int:
     """Train to the end, or until asked to stop. Returns the exit code."""
     progress = Progress(training, tracker)
-    progress.event("resume" if training.step else "start")
+    progress.event("resume" if training.step else "start", steps=training.steps)
     stop = False
     batches = training.batches() if training.step < training.steps else iter(())
     while training.step < training.steps and not stop:
@@ -535,13 +540,16 @@ def vote(training: Training, checkpoints: Checkpoints, loss: Tensor, now: bool) 
     return outcomes
 
 
-def train(settings: Settings, world: World, cut: Batch, asked_to_stop: threading.Event) -> int:
+def train(settings: Settings, job: Mapping[str, Any], world: World, cut: Batch, asked_to_stop: threading.Event) -> int:
     """Set the stage, take up an earlier checkpoint, and train. Returns the exit code."""
-    here = device(world, settings.distributed.backend)
+    here = device(world, settings.distributed.backend, settings.distributed.device)
     torch.set_float32_matmul_precision("high")
-    place = Place(world, here, share(socket.gethostname(), world), run_folder(settings, world), asked_to_stop)
     said = settings.data
-    corpus = data.load(said.path, domains=said.domains, held_out=said.held_out, vocab_size=settings.model.vocab_size)
+    corpus = data.load(
+        said.path, domains=said.domains, participant=said.participant, mode=said.mode, held_out=said.held_out,
+        vocab_size=settings.model.vocab_size,
+    )  # fmt: skip
+    place = Place(world, here, share(socket.gethostname(), world), run_folder(job, world), asked_to_stop)
     refuse_other_data(share(str(corpus), world), place.hosts)
     training = Training(settings, cut, place, corpus)
     with take_over_checkpoints(training) as checkpoints:
@@ -614,15 +622,33 @@ def share(value: Any, world: World) -> list[Any]:
     return values
 
 
-def run_folder(settings: Settings, world: World) -> Path:
-    """The launcher's folder of this run; without a launcher of the kit, rank 0 makes one."""
-    given = os.environ.get("MUSTER_RUN_DIR")
-    if given is None and world.rank == 0:
-        given = create_run_folder(
-            "logs", "train", nodes=[socket.gethostname()], nproc=world.local_size, script=__file__, config=None,
-            cwd=os.getcwd(), python=sys.executable, command=sys.argv,
-        )  # fmt: skip
+def run_folder(job: Mapping[str, Any], world: World) -> Path:
+    """$MUSTER_OUTPUT_DIR, else the launcher's directory of this run; without a launcher, rank 0 makes one.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    given = os.environ.get("MUSTER_OUTPUT_DIR") or os.environ.get("MUSTER_RUN_DIR")
+    if world.rank == 0:
+        try:
+            given = given or own_run_folder(job, world)
+            os.makedirs(given, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"{error.filename}: cannot make the run directory: {error.strerror}; "
+                "give another prefix, or start in another directory"
+            ) from None
     return Path(share(given, world)[0])
+
+
+def own_run_folder(job: Mapping[str, Any], world: World) -> str:
+    """A new one in logs or, with a prefix, in experiments/PREFIX. With a fold too it is always the same: it resumes."""
+    output = os.path.abspath(output_directory(job, "job", DEFAULT_PARTICIPANTS))
+    return create_run_folder(
+        os.path.dirname(output) if "prefix" in job else "logs", "train", nodes=[socket.gethostname()],
+        nproc=world.local_size, script=__file__, config=None, cwd=os.getcwd(), python=sys.executable,
+        command=sys.argv, again=output if {"prefix", "fold"} <= job.keys() else None,
+    )  # fmt: skip
 
 
 def refuse(error: Exception) -> int:
@@ -646,8 +672,8 @@ def main() -> int:
             level=settings.logging.level.upper() if world.rank == 0 else logging.ERROR,
         )  # fmt: skip
         said = settings.distributed
-        with stop_signals() as asked_to_stop, process_group(world, said.backend, said.timeout):
-            return train(settings, world, cut, asked_to_stop)
+        with stop_signals() as asked_to_stop, process_group(world, said.backend, said.timeout, said.device):
+            return train(settings, job_of(options), world, cut, asked_to_stop)
     except (ConfigError, WorldError, DataError, tracking.TrackerMissing) as error:
         return refuse(error)
 

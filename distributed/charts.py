@@ -1,4 +1,4 @@
-"""Numbers as SVG: lines over steps, ranks as bars, ranks over steps as a heat map.
+"""Numbers as SVG: lines over steps, ranks as bars, ranks over steps as a heat map, slots over time as a timeline.
 
 Every chart is a string of SVG that a page holds as it is. Colours and fonts are the page's: a drawing only
 names classes, so that one serves light, dark and paper. Standard library only.
@@ -11,11 +11,13 @@ from __future__ import annotations
 import json
 import math
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from html import escape
-from itertools import groupby
+from itertools import groupby, pairwise
 from operator import itemgetter
+from unicodedata import east_asian_width
 
 Point = tuple[float, float]  # x, y; a y that is NaN is a gap
 
@@ -411,10 +413,11 @@ def _mark_texts(box: Box, x: Scale, marks: Sequence[Mark]) -> Iterator[str]:
         counts = {text: sum(mark.text == text for mark in group) for text in dict.fromkeys(m.text for m in group)}
         text = ", ".join(f"{text} ×{count}" if count > 1 else text for text, count in counts.items())
         bad = " bad" if any(mark.style == "bad" for mark in group) else ""
-        yield _text(at - 5 if end else at + 5, box.top - 4, _cut(text, 40), f"note{' end' if end else ''}{bad}")
+        yield _text(at - 5 if end else at + 5, box.top - 4, cut(text, 40), f"note{' end' if end else ''}{bad}")
 
 
-def _cut(text: str, length: int) -> str:
+def cut(text: str, length: int) -> str:
+    """The text, shortened to a length."""
     return text if len(text) <= length else text[: length - 1] + "…"
 
 
@@ -523,3 +526,164 @@ def _rank_ticks(count: int, together: int, box: Box, tall: float) -> Iterator[st
     for row in range(0, count, 2 ** max(0, math.ceil(math.log2(count / 9)))):
         text = f"{row * together:,}" if row else "rank 0"
         yield _text(box.left - 8, box.top + tall * (row + 0.5) + 4, text, "tick end")
+
+
+# ---------------------------------------------------------------- a timeline
+
+TIME_STEPS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400)  # seconds
+UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
+NARROW = 3.0  # pixels; narrower bars of a crowded timeline are drawn as one
+CROWD = 4000  # bars from which on a timeline is crowded
+TALL = ((24, 22.0), (64, 16.0))  # up to so many tracks each is so many pixels high
+LOW = 11.0  # pixels of a track beyond that; its bars have no labels
+APART = 6.0  # pixels between groups
+INSIDE = 7.0  # width of a letter inside a bar, pixels
+
+
+@dataclass(frozen=True)
+class Span:
+    """A period, in seconds."""
+
+    start: float
+    end: float  # so far, where it has not ended
+    style: str  # class that gives the colour
+    title: str  # shown when the pointer is on it
+    label: str = ""  # written into the bar where it fits
+    ended: bool = True
+
+
+@dataclass(frozen=True)
+class Track:
+    """A row of a timeline. Neighbours of one group share its name."""
+
+    group: str
+    name: str
+    spans: Sequence[Span]
+
+
+def timeline(tracks: Sequence[Track], *, width: int = 1032) -> str:
+    """Periods as bars, a row for each track, as SVG; the axis begins at the first start.
+
+    Without a period: a sentence that says so.
+    """
+    spans = [span for track in tracks for span in track.spans]
+    if not spans:
+        return '<p class="nothing">Nothing has started yet.</p>'
+    begin, end = min(span.start for span in spans), max(span.end for span in spans)
+    tall = next((tall for count, tall in TALL if len(tracks) <= count), LOW)
+    names = _wide(max((cut(track.name, 12) for track in tracks), key=_wide)) * LETTER
+    groups = _wide(max((cut(track.group, 24) for track in tracks), key=_wide)) * LETTER
+    tops = _tops(tracks, tall, 6)
+    box = Box(width, tops[-1] + tall + 30, left=names + groups + 24, right=28, bottom=26)
+    x = Scale(begin, max(end, begin + 1e-3), box.left, box.end)
+    parts = [
+        *_time_axis(box, x),
+        *_track_names(tracks, tops, tall, box.left - 8 - names),
+        *_lanes(box, tops, tall),
+        *_bars_of_tracks(tracks, tops, tall, x, crowded=len(spans) > CROWD),
+    ]
+    return _svg(box, parts, "timeline")
+
+
+def _wide(text: str) -> int:
+    """Width of a text in letters."""
+    return sum(2 if east_asian_width(letter) in "WF" else 1 for letter in text)
+
+
+def _tops(tracks: Sequence[Track], tall: float, top: float) -> list[float]:
+    """The upper border of each track."""
+    out = [top]
+    for one, other in pairwise(tracks):
+        out.append(out[-1] + tall + APART * (one.group != other.group))
+    return out
+
+
+def time_ticks(seconds: float, count: int) -> list[tuple[float, str]]:
+    """At most about `count` times since the begin and their texts: 0, 30 s, 1 min, 1 min 30 s."""
+    if seconds < count:
+        step = nice_step(seconds, count)
+        return [(value, f"{text} s" if value else text) for value, text in _even_ticks(0, seconds, step)]
+    days = 86400 * max(1.0, nice_step(seconds / 86400, count))
+    step = next((step for step in TIME_STEPS if step * count >= seconds), days)
+    return [(n * step, _clock(n * step)) for n in range(math.floor(seconds / step + 1e-9) + 1)]
+
+
+def _clock(seconds: float) -> str:
+    parts = []
+    for size, unit in UNITS:
+        if seconds >= size:
+            parts.append(f"{int(seconds // size):,} {unit}")
+            seconds %= size
+    return " ".join(parts) or "0"
+
+
+def _time_axis(box: Box, x: Scale) -> Iterator[str]:
+    yield f'<path class="axis" d="M{_px(box.left)} {_px(box.floor)}H{_px(box.end)}"/>'
+    for seconds, text in time_ticks(x.high - x.low, max(2, int((box.end - box.left) / 90))):
+        at = x(x.low + seconds)
+        yield f'<path class="grid" d="M{_px(at)} {_px(box.top - 6)}V{_px(box.floor)}"/>'
+        yield _text(at, box.floor + 17, text, "tick mid")
+
+
+def _track_names(tracks: Sequence[Track], tops: Sequence[float], tall: float, middle: float) -> Iterator[str]:
+    """The name of each group beside its first track; of low tracks not every one has room for its own name."""
+    every, n = math.ceil(14 / tall), 0
+    for before, track, top in zip((None, *tracks), tracks, tops, strict=False):
+        n = n + 1 if before and before.group == track.group else 0
+        at = top + tall / 2 + 4
+        if n == 0:
+            yield _text(middle - 10, at, cut(track.group, 24), "label end")
+        if n % every == 0 and track.name:
+            yield _text(middle, at, cut(track.name, 12), "tick")
+
+
+def _lanes(box: Box, tops: Sequence[float], tall: float) -> Iterator[str]:
+    path = "".join(f"M{_px(box.left)} {_px(top + tall / 2)}H{_px(box.end)}" for top in tops)
+    yield f'<path class="lane" stroke-width="{_px(tall - 2)}" d="{path}"/>'
+
+
+def _bars_of_tracks(
+    tracks: Sequence[Track], tops: Sequence[float], tall: float, x: Scale, *, crowded: bool
+) -> Iterator[str]:
+    """What is rare is drawn last, over the rest: failures."""
+    strokes: dict[str, list[str]] = {}
+    counts = Counter(span.style for track in tracks for span in track.spans)
+    for track, top in zip(tracks, tops, strict=True):
+        narrow: dict[str, list[Point]] = {}
+        for span in sorted(track.spans, key=lambda span: (-counts[span.style], span.start)):
+            start, end = x(span.start), x(span.end)
+            if crowded and end - start < NARROW:
+                narrow.setdefault(span.style, []).append((start, end))
+            else:
+                yield from _period(span, start, end, top + 1, tall - 2)
+        for style, places in narrow.items():
+            row = [f"M{_px(a)} {_px(top + tall / 2)}h{_px(b - a)}" for a, b in _joined(places)]
+            strokes.setdefault(style, []).extend(row)
+    for style in sorted(strokes, key=lambda style: -counts[style]):
+        path = "".join(strokes[style])
+        yield f'<path class="periods {escape(style)}" stroke-width="{_px(tall - 2)}" d="{path}"/>'
+
+
+def _joined(places: Iterable[Point]) -> list[Point]:
+    """Rising places, each at least a pixel wide; those less than a pixel apart are one."""
+    out: list[Point] = []
+    for start, end in places:
+        if out and start - out[-1][1] < 1:
+            out[-1] = out[-1][0], max(out[-1][1], end)
+        else:
+            out.append((start, max(end, start + 1)))
+    return out
+
+
+def _period(span: Span, start: float, end: float, top: float, tall: float) -> Iterator[str]:
+    long = max(2.0, end - start - 1)  # a pixel between neighbours
+    style = f"period {span.style}"
+    title = f"<title>{escape(span.title)}</title>"
+    if span.ended or long < 10:
+        size = f'x="{_px(start)}" y="{_px(top)}" width="{_px(long)}" height="{_px(tall)}" rx="2"'
+        yield f'<rect class="{escape(style)}" {size}>{title}</rect>'
+    else:  # an arrow
+        outline = f"M{_px(start)} {_px(top)}h{_px(long - 6)}l6 {_px(tall / 2)}l-6 {_px(tall / 2)}h{_px(6 - long)}z"
+        yield f'<path class="{escape(style)}" d="{outline}">{title}</path>'
+    if span.label and tall > LOW and _wide(span.label) * INSIDE + 14 <= long:
+        yield _text(start + 6, top + tall / 2 + 4, span.label, "inside")

@@ -1,6 +1,6 @@
 """One YAML file and `section.key=value` arguments become checked settings.
 
-    settings = from_command_line(sys.argv[1:])       # --config config/quickstart.yaml train.steps=100
+    settings = from_options(parser("A trainer.").parse_intermixed_args())  # --config my.yaml train.steps=100
 
 An unknown key, a wrong type or a contradiction is a `ConfigError` whose every line names the place, the key, the
 value and what to do. Paths in the settings are relative to the folder of the caller, not to the file.
@@ -11,6 +11,7 @@ Try it: python -m distributed.config --nproc 2 --config config/quickstart.yaml t
 from __future__ import annotations
 
 import argparse
+import copy
 import difflib
 import re
 import reprlib
@@ -23,6 +24,9 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from distributed.fold import DEFAULT_PARTICIPANTS, output_directory, participant_of, participants_in
+
+NOTHING: Mapping[str, Any] = {}
 LARGEST_FILE = 10**6  # bytes: more than any settings need, and parsed in seconds
 DIGITS = 100  # of a number; Python converts no more than 4,300, and none is meant
 NOT_A_VALUE = (
@@ -78,7 +82,9 @@ class Data(Section):
     """What to train on. Without a path: the Python language reference that ships with the interpreter."""
 
     path: Path | None = None  # a text file, a folder of text files, a .bin token file, or a folder with train.bin
-    domains: list[str] | None = Field(None, min_length=1)  # of the embedded text; null: all
+    domains: list[str] | None = Field(None, min_length=1)  # of the embedded text, or in the directory; null: all
+    participant: str | None = Field(None, min_length=1)  # the domain to hold out (cross-validation); null: none
+    mode: Literal["heldout", "single", "pooled"] = "heldout"  # what to train on when a participant is held out
     held_out: float = Field(0.1, gt=0.0, lt=1.0)  # share kept for the held-out loss
     workers: int = Field(0, ge=0)  # data loading processes a rank
 
@@ -93,6 +99,12 @@ class Data(Section):
         if full and full.is_file() and full.stat().st_size == 0:
             raise ValueError("the file is empty: there is nothing to train on")
         return full
+
+    @model_validator(mode="after")
+    def _mode_has_a_participant(self) -> Data:
+        if self.mode != "heldout" and self.participant is None:
+            raise ValueError(f"mode={self.mode}: no participant to hold out; set data.participant, or give --fold N")
+        return self
 
 
 class Train(Section):
@@ -134,8 +146,23 @@ class Distributed(Section):
 
     strategy: Literal["auto", "single", "dp", "ddp", "fsdp"] = "auto"
     backend: Literal["auto", "nccl", "gloo"] = "auto"
+    device: str = "auto"  # cpu, cuda, or cuda:N for this one; auto: a GPU where there is one
     timeout: float = Field(600.0, gt=0, le=1e8)  # seconds that joining, and each collective, may take
     find_unused_parameters: bool = False
+
+    @field_validator("device")
+    @classmethod
+    def _device_is_one(cls, device: str) -> str:
+        if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", device):
+            raise ValueError("unknown device; give cpu, cuda, cuda:N or auto")
+        return device
+
+    @model_validator(mode="after")
+    def _backend_fits_device(self) -> Distributed:
+        kind = self.device.partition(":")[0]
+        if (kind, self.backend) in (("cpu", "nccl"), ("cuda", "gloo")):
+            raise ValueError(f"device={self.device} contradicts backend={self.backend}: leave one of them at auto")
+        return self
 
 
 class Checkpoint(Section):
@@ -312,19 +339,28 @@ def _short(value: object) -> str:
     return writer.repr(value)
 
 
-def read(path: Path | None, overrides: Sequence[str] = ()) -> Settings:
-    """Read a YAML file, lay the `section.key=value` words over it, and check the whole.
+def read(path: Path | None, overrides: Sequence[str] = (), job: Mapping[str, Any] = NOTHING) -> Settings:
+    """Read a YAML file, lay the arguments of a job over it, then the `section.key=value` words, and check the whole.
 
     Raises:
-        ConfigError: each line names the file or word, the key, the value and the remedy.
+        ConfigError: each line names the file, argument or word, the key, the value and the remedy.
     """
-    tree = _read_file(path) if path else {}
+    tree = _read_file(path) if path else copy.deepcopy(JOB_DEFAULTS) if job else {}
+    participant = _participant(job)
+    given = _lay_job(tree, job, participant) if job else {}
     for word in overrides:
         _override(tree, word)
+        given[word.partition("=")[0]] = "command line"
     try:
-        return Settings.model_validate(tree)
+        settings = Settings.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError("\n".join(_explain(error, str(path or "settings"), overrides))) from None
+        raise ConfigError("\n".join(_explain(error, str(path or "settings"), given))) from None
+    if participant not in (None, settings.data.participant):
+        theirs = settings.data.participant
+        raise ConfigError(f"data.participant={theirs}: contradicts --fold or --participant ({participant}); give one")
+    if "mode" in job and settings.data.participant is None:
+        raise ConfigError(f"--mode {job['mode']}: no participant to hold out; add --fold N or --participant NAME")
+    return settings
 
 
 def _read_file(path: Path) -> dict[str, Any]:
@@ -358,25 +394,32 @@ def _override(tree: dict[str, Any], word: str) -> None:
     section, dot, name = key.partition(".")
     if not (equals and dot and section and name) or "." in name:
         raise ConfigError(f"{_short(word)}: not understood; write section.key=value, for example train.steps=100")
+    _put(tree, key, _value(text), repr(word))
+
+
+def _value(text: str) -> Any:
     try:
-        value = yaml.load(text, _Loader)
+        return yaml.load(text, _Loader)
     except (yaml.YAMLError, RecursionError):
-        value = text
+        return text
+
+
+def _put(tree: dict[str, Any], key: str, value: Any, subject: str) -> None:
+    section, _, name = key.partition(".")
     inner = tree.setdefault(section, {})
     if not isinstance(inner, dict):
-        raise ConfigError(f"{word!r}: section {section!r} of the file holds {_short(inner)}, not keys")
+        raise ConfigError(f"{subject}: section {section!r} of the file holds {_short(inner)}, not keys")
     inner[name] = value
 
 
-def _explain(error: ValidationError, source: str, overrides: Sequence[str]) -> Iterator[str]:
-    """One line a fault: where it was said (the source, or the command line over it), the key, what is wrong."""
-    said_here = {word.partition("=")[0] for word in overrides}
-    sections_said_here = {key.partition(".")[0] for key in said_here}
+def _explain(error: ValidationError, source: str, given: Mapping[str, str]) -> Iterator[str]:
+    """One line a fault: where it was said (the source, or what was given over it), the key, what is wrong."""
+    sections_said_here = {key.partition(".")[0] for key, where in given.items() if where == "command line"}
     for fault in error.errors():
         place = [str(part) for part in fault["loc"]]
         key = ".".join(place) or "settings"
         unknown = fault["type"] == "extra_forbidden"
-        said = "command line" if key in said_here or (unknown and key in sections_said_here) else source
+        said = given.get(key) or ("command line" if unknown and key in sections_said_here else source)
         if unknown:
             yield f"{said}: {key}: unknown key; {_nearest(place)}"
         elif fault["type"] == "missing":
@@ -403,6 +446,89 @@ def _section(name: str) -> type[BaseModel]:
     return kind
 
 
+# ---------------------------------------------------------------- the arguments of a job
+
+MODELS = {
+    "small": {"n_layer": 2, "n_head": 4, "n_embd": 64},
+    "medium": {"n_layer": 4, "n_head": 4, "n_embd": 128},
+    "large": {"n_layer": 6, "n_head": 6, "n_embd": 384},
+}
+# The settings of a job without a settings file: seconds on one core.
+JOB_DEFAULTS: dict[str, dict[str, Any]] = {
+    "model": {**MODELS["small"], "block_size": 64},
+    "train": {"steps": 300, "batch_size": 16, "learning_rate": 3e-3, "warmup_steps": 20},
+}
+NUMBERS = {"batch_size": "batch_size", "lr": "learning_rate", "steps": "steps", "seed": "seed"}  # of train
+TEXTS = {"participants": "data.domains", "data_path": "data.path", "mode": "data.mode", "device": "distributed.device"}
+INSTEAD_OF = {"batch_size": "train.batch_size_per_device", "steps": "train.epochs"}  # of which a file may give one
+
+
+def _job_arguments(options: argparse.ArgumentParser) -> None:
+    group = options.add_argument_group(
+        "arguments of a job",
+        "Leave-one-out cross-validation over participants: the domains of the text, or the texts of a directory. With "
+        "one of these arguments, and without --config, every other setting has a default. They win over the file, and "
+        "section.key=value wins over them.",
+    )
+    add = group.add_argument
+    add("--fold", metavar="N", help="hold out participant N, counted from 0")
+    add("--participants", nargs="+", metavar="NAME", help=f"default: {' '.join(DEFAULT_PARTICIPANTS)}")
+    add("--participant", metavar="NAME", help="hold out this participant")
+    add("--mode", help="heldout (default): train on the others, evaluate on the one held out; single: train and "
+        "evaluate on that one alone; pooled: train on all, evaluate on the end of that one")  # fmt: skip
+    add("--data_path", metavar="DIR", help="directory whose *.txt files and subdirectories are the participants")
+    add("--model", metavar="SIZE", help=f"{', '.join(MODELS)} (default: small)")
+    add("--batch_size", metavar="N", help="windows a step (default: 16)")
+    add("--lr", metavar="RATE", help="learning rate (default: 3e-3)")
+    add("--steps", metavar="N", help="steps in all (default: 300)")
+    add("--seed", metavar="N", help="default: 1337")
+    add("--prefix", metavar="NAME", help="write to experiments/NAME/foldN_PARTICIPANT; started again, the job resumes")
+    add("--device", help="cpu, cuda or cuda:N (default: a GPU where there is one)")
+
+
+def job_of(options: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of a job that were given."""
+    names = ("fold", "participant", "model", "prefix", *NUMBERS, *TEXTS)
+    return {name: value for name in names if (value := getattr(options, name, None)) is not None}
+
+
+def _lay_job(tree: dict[str, Any], job: Mapping[str, Any], participant: str | None) -> dict[str, str]:
+    """Put the arguments of a job into the tree. Returns the argument that each key comes from."""
+    found: dict[str, tuple[str, Any]] = {}  # key -> argument, value
+    if (size := job.get("model")) is not None:
+        if size not in MODELS:
+            raise ConfigError(f"--model: unknown size {size!r}; give {', '.join(MODELS)}")
+        found |= {f"model.{key}": ("--model", value) for key, value in MODELS[size].items()}
+    found |= {key: (f"--{name}", job[name]) for name, key in TEXTS.items() if name in job}
+    found |= {key: (f"--{name}", None) for name, key in INSTEAD_OF.items() if name in job}
+    found |= {f"train.{key}": (f"--{name}", _value(job[name])) for name, key in NUMBERS.items() if name in job}
+    if participant is not None:
+        found["data.participant"] = "--fold", participant
+    for key, (argument, value) in found.items():
+        _put(tree, key, value, argument)
+    _put(tree, "checkpoint.dir", None, "a job")  # in its run directory: jobs with one settings file do not share it
+    return {key: argument for key, (argument, _) in found.items()}
+
+
+def _participant(job: Mapping[str, Any]) -> str | None:
+    """The one that the job holds out. Raises ConfigError, also when its output directory has no name."""
+    try:
+        output_directory(job, "job", DEFAULT_PARTICIPANTS)
+        if "participants" in job or not {"fold", "participant"} & job.keys():
+            return participant_of(job, None)
+        known = _in_directory(job["data_path"]) if "data_path" in job else DEFAULT_PARTICIPANTS
+        return participant_of({**job, "participants": list(known)}, None)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _in_directory(path: str) -> list[str]:
+    try:
+        return list(participants_in(_absolute(Path(path))))
+    except ValueError as error:
+        raise ValueError(f"--data_path: {error}") from None
+
+
 # ---------------------------------------------------------------- command line
 
 
@@ -415,6 +541,7 @@ def parser(description: str, program: str | None = None) -> argparse.ArgumentPar
     # torch.distributed.launch passes it; the environment says it too, and better.
     options.add_argument("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)
     options.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that win over the file")
+    _job_arguments(options)
     return options
 
 
@@ -429,7 +556,7 @@ def from_options(options: argparse.Namespace) -> Settings:
         overrides.append(f"distributed.backend={options.distributed_backend}")
     if options.log_level:
         overrides.append(f"logging.level={options.log_level.lower()}")
-    return read(options.config, overrides)
+    return read(options.config, overrides, job_of(options))
 
 
 def for_ranks(options: argparse.Namespace, world: int) -> tuple[Settings, Batch]:

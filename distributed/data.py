@@ -32,6 +32,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from distributed.fold import participants_in
+from distributed.topics import DOMAINS, by_domain, said_once
+
 BYTES = 256  # the vocabulary of text: one token is one byte
 GAP = b"\n\n\n"  # between two topics, or two files
 HEAD = 8192  # a file with a NUL among its first bytes is binary, as git has it
@@ -79,12 +82,15 @@ class Corpus:
     train: Tokens
     held_out: Tokens
     vocab_size: int
-    domains: tuple[str, ...] = ()  # of the embedded text only
+    domains: tuple[str, ...] = ()  # of the embedded text, or of a directory
+    participant: str | None = None  # the domain that is held out, where one is
+    mode: str = "heldout"  # how, see load()
     skipped: int = 0  # entries of a folder that are hidden, binary, empty, or no files of its own
 
     def __str__(self) -> str:
         parts = f"{len(self.train):,} {self.kind} to train on, {len(self.held_out):,} held out"
         domains = f"; domains {', '.join(self.domains)}" if self.domains else ""
+        domains += f"; participant {self.participant}, mode {self.mode}" if self.participant else ""
         skipped = f"; skipped what is hidden, binary or empty: {self.skipped}" if self.skipped else ""
         return f"{self.name}: {parts}{domains}{skipped}"
 
@@ -109,6 +115,8 @@ def load(
     path: Path | None = None,
     *,
     domains: Sequence[str] | None = None,
+    participant: str | None = None,
+    mode: str = "heldout",
     held_out: float = 0.1,
     vocab_size: int | None = None,
 ) -> Corpus:
@@ -117,10 +125,16 @@ def load(
     Held out is the end of every topic of the embedded text, of every text file, or of the token file: the
     same bytes for everybody, whatever domains one trains on. A folder's `val.bin` is held out as it is.
 
+    With a participant, `mode` says what is trained on and what is held out:
+        heldout: trained on all text of the other domains, held out all text of the participant.
+        single: the participant's text alone, and the end of it.
+        pooled: trained on all domains without their ends, held out the end of the participant's text.
+
     Args:
         path: a text file, a folder of them, a `.bin` token file, or a folder with `train.bin` (and
             `val.bin`); None is the embedded text. Text is read into memory, token files are mapped.
-        domains: which domains of the embedded text; None is all of them.
+        domains: which domains of the embedded text, or which of `participants_in(path)`; None is all of them.
+        participant: the domain to hold out.
         held_out: share, between 0 and 1.
         vocab_size: needed for token files; for text at least 256, and 256 when None.
 
@@ -130,12 +144,16 @@ def load(
     if not 0 < held_out < 1:
         raise DataError(f"data.held_out={held_out}: give a share between 0 and 1, such as 0.1")
     if path is None:
-        return _embedded(domains, held_out, _byte_vocabulary(vocab_size))
-    if domains is not None:
-        raise DataError(f"data.domains={list(domains)} and data.path={path}: only the embedded text has domains")
+        texts = _embedded(domains)
+        name = f"Python {'.'.join(platform.python_version_tuple()[:2])} language reference"
+        return _domains_corpus(name, texts, participant, mode, held_out, _byte_vocabulary(vocab_size))
     if not (path.is_file() or path.is_dir()):
         what = "neither a file nor a folder" if path.exists() else "it does not exist"
         raise DataError(f"data.path={path}: {what}")
+    if domains is not None or participant is not None:
+        texts, skipped = _texts_of_participants(path, domains)
+        vocabulary = _byte_vocabulary(vocab_size)
+        return _domains_corpus(str(path), texts, participant, mode, held_out, vocabulary, skipped=skipped)
     train = path / "train.bin" if path.is_dir() else path
     if train.suffix == ".bin" and train.is_file():
         return _token_files(path, train, held_out, vocab_size)
@@ -150,87 +168,29 @@ def _byte_vocabulary(asked: int | None) -> int:
 
 # ---------------------------------------------------------------- the embedded text
 
-# The topics of the language reference by domain. Those that only repeat a longer one (see said_once) stand
-# here too: which of two is the longer may change from one Python to the next.
-TOPICS = {
-    "special-methods": """
-        specialnames customization attribute-access sequence-types numeric-types callable-types
-        context-managers""",
-    "compound-statements": """
-        compound if else for while try with function class async""",
-    "simple-statements": """
-        assignment augassign import raise assert del global nonlocal return yield pass break continue""",
-    "expressions": """
-        comparisons operator-summary calls binary unary power shifting bitwise booleans in lambda await
-        subscriptions slicings dict lists exprlists attribute-references atom-identifiers atom-literals
-        conversions assignment-expressions""",
-    "types": """
-        types objects specialattrs typesmodules typesmethods typesfunctions bltin-code-objects
-        bltin-type-objects bltin-null-object bltin-ellipsis-object""",
-    "containers": """
-        typesseq typesseq-mutable typesmapping truth""",
-    "strings": """
-        strings string-methods formatstrings""",
-    "execution": """
-        execmodel naming dynamic-features exceptions debugger identifiers id-classes numbers integers floating
-        imaginary""",
-}
-DOMAINS = tuple(TOPICS)
-OTHER = "execution"  # where the topics go that are not in the table, of Pythons newer than it
-
 
 def domain_text(domain: str) -> str:
     """All text of one domain, held-out part included."""
-    _chosen([domain])
+    _chosen([domain], DOMAINS)
     return GAP.decode().join(by_domain(said_once(_reference()))[domain])
 
 
-def said_once(topics: Mapping[str, str]) -> dict[str, str]:
-    """The topics without what they repeat.
-
-    A fifth of the reference stands in it twice: "try" and "with" are chapters of "compound", word for word.
-    Held-out text that is trained on elsewhere would be no held-out text. So a paragraph belongs to the
-    longest topic that says it, and a topic with less than half of its text left is left out.
-    """
-    heard: set[str] = set()
-    longest_first = sorted(topics, key=lambda topic: (-len(topics[topic]), topic))
-    left = {topic: "\n\n".join(_unheard(topics[topic], heard)) for topic in longest_first}
-    return {topic: text for topic, text in left.items() if 2 * len(text) >= len(topics[topic])}
-
-
-def _unheard(text: str, heard: set[str]) -> Iterator[str]:
-    for paragraph in text.split("\n\n"):
-        words = " ".join(paragraph.split())
-        if words not in heard:
-            heard.add(words)
-            yield paragraph
-
-
-def by_domain(topics: Mapping[str, str]) -> dict[str, list[str]]:
-    """The texts of each domain, in the order of the table; unknown topics, by name, at the end of OTHER."""
-    table = {domain: names.split() for domain, names in TOPICS.items()}
-    table[OTHER] += sorted(set(topics).difference(*table.values()))
-    return {domain: [topics[name] for name in names if name in topics] for domain, names in table.items()}
-
-
-def _embedded(domains: Sequence[str] | None, share: float, vocab_size: int) -> Corpus:
-    chosen = DOMAINS if domains is None else _chosen(domains)
+def _embedded(domains: Sequence[str] | None) -> dict[str, list[bytes]]:
     texts = by_domain(said_once(_reference()))
-    parts = [split(text.encode(), share) for domain in chosen for text in texts[domain]]
-    name = f"Python {'.'.join(platform.python_version_tuple()[:2])} language reference"
-    return _byte_corpus(name, parts, vocab_size, domains=chosen)
+    chosen = DOMAINS if domains is None else _chosen(domains, DOMAINS)
+    return {domain: [text.encode() for text in texts[domain]] for domain in chosen}
 
 
-def _chosen(domains: Sequence[str]) -> tuple[str, ...]:
-    """The domains in the order of the table, whatever order they were asked for in."""
-    for domain in domains:
-        if domain not in TOPICS:
-            near = difflib.get_close_matches(domain, DOMAINS, 1, 0.4)
+def _chosen(asked: Sequence[str], known: Sequence[str], key: str = "data.domains") -> tuple[str, ...]:
+    """The domains in the order in which they are known, whatever order they were asked for in."""
+    for domain in asked:
+        if domain not in known:
+            near = difflib.get_close_matches(domain, known, 1, 0.4)
             guess = f", did you mean {near[0]!r}?" if near else "."
-            raise DataError(f"data.domains: no domain {domain!r}{guess} There are {', '.join(DOMAINS)}")
-    if not domains or len(set(domains)) < len(domains):
-        raise DataError(f"data.domains={list(domains)}: name some, each once, or leave it out for all")
-    return tuple(domain for domain in DOMAINS if domain in domains)
+            raise DataError(f"{key}: no domain {domain!r}{guess} There are {', '.join(known)}")
+    if not asked or len(set(asked)) < len(asked):
+        raise DataError(f"{key}={list(asked)}: name some, each once, or leave it out for all")
+    return tuple(domain for domain in known if domain in asked)
 
 
 def _reference() -> Mapping[str, str]:
@@ -253,9 +213,38 @@ def split(data: bytes, share: float) -> tuple[bytes, bytes]:
     return data[:cut], data[cut:]
 
 
+def _domains_corpus(
+    name: str,
+    texts: Mapping[str, Sequence[bytes]],
+    participant: str | None,
+    mode: str,
+    share: float,
+    vocab_size: int,
+    **more: Any,
+) -> Corpus:
+    """Cut the texts of domains as load() says of `mode`."""
+    if participant is not None:
+        _chosen([participant], list(texts), "data.participant")
+        if mode == "single":
+            texts = {participant: texts[participant]}
+        elif len(texts) == 1:
+            raise DataError(f"data.mode={mode}: there is no domain but {participant}; name more, or use mode single")
+    parts = []
+    for domain, each in texts.items():
+        for text in each:
+            trained, kept = split(text, share)
+            if participant is not None and mode == "heldout":
+                trained, kept = (b"", text) if domain == participant else (text, b"")
+            elif participant is not None and domain != participant:
+                kept = b""
+            parts.append((trained, kept))
+    about = {"domains": tuple(texts), "participant": participant, "mode": mode}
+    return _byte_corpus(name, parts, vocab_size, **about, **more)
+
+
 def _byte_corpus(name: str, parts: Sequence[tuple[bytes, bytes]], vocab_size: int, **more: Any) -> Corpus:
-    train = Tokens(_tensor([trained for trained, _ in parts]), name, vocab_size)
-    held_out = Tokens(_tensor([kept for _, kept in parts]), _held_out_part(name), vocab_size)
+    train = Tokens(_tensor([trained for trained, _ in parts if trained]), name, vocab_size)
+    held_out = Tokens(_tensor([kept for _, kept in parts if kept]), _held_out_part(name), vocab_size)
     return Corpus(name, "bytes", train, held_out, vocab_size, **more)
 
 
@@ -269,6 +258,25 @@ def _tensor(parts: Sequence[bytes]) -> Tensor:
 
 
 def _text_files(path: Path, share: float, vocab_size: int) -> Corpus:
+    texts, skipped = _texts(path)
+    return _byte_corpus(str(path), [split(text, share) for text in texts], vocab_size, skipped=skipped)
+
+
+def _texts_of_participants(path: Path, domains: Sequence[str] | None) -> tuple[dict[str, list[bytes]], int]:
+    """The texts of each, and how many entries were skipped."""
+    try:
+        known = participants_in(path)
+    except ValueError as error:
+        raise DataError(str(error)) from None
+    texts, skipped = {}, 0
+    for name in known if domains is None else _chosen(domains, list(known)):
+        texts[name], more = _texts(known[name])
+        skipped += more
+    return texts, skipped
+
+
+def _texts(path: Path) -> tuple[list[bytes], int]:
+    """The text file, or all below the directory, and how many entries were skipped."""
     files = _files(path) if path.is_dir() else [path]
     shown = [file for file in files if file == path or not file.name.startswith(".")]
     texts = [text for text in map(_text, shown) if text]
@@ -278,8 +286,7 @@ def _text_files(path: Path, share: float, vocab_size: int) -> Corpus:
             f"data.path={path}: {what}, only what is hidden, binary or empty; give text, or tokens in files "
             "named train.bin and val.bin (one alone: any name that ends in .bin)"
         )
-    parts = [split(text, share) for text in texts]
-    return _byte_corpus(str(path), parts, vocab_size, skipped=len(files) - len(texts))
+    return texts, len(files) - len(texts)
 
 
 def _files(folder: Path) -> list[Path]:

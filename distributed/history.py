@@ -156,7 +156,7 @@ def read(folder: Path) -> Run:
     folder = folder.resolve(strict=True)
     notes: list[str] = []
     about, setup, verdict = (_object(folder / name, notes) for name in ("run.json", "settings.json", "verdict.json"))
-    history = _history(folder / "metrics.jsonl", notes)
+    history = read_metrics(folder / "metrics.jsonl", notes)
     name = about.get("run")
     return Run(name if isinstance(name, str) and name else folder.name, about, setup, verdict, history, notes)
 
@@ -175,11 +175,15 @@ def _object(path: Path, notes: list[str]) -> dict[str, Any]:
     return value
 
 
-def _history(path: Path, notes: list[str]) -> History:
+def read_metrics(path: Path, notes: list[str], most: int = 0) -> History:
+    """The lines of a metrics.jsonl; what cannot be read is named in `notes`.
+
+    most: of a longer file, read about so many lines of each kind (steps, held-out losses, events), evenly spread.
+    """
     history, faulty, cut = History(), 0, False
     try:
         with path.open(encoding="utf-8", errors="replace") as lines:
-            for text in lines:
+            for text in _spread(list(lines), most, path.name, notes) if most else lines:
                 line = _line(text)
                 faulty, cut = faulty + (line is None), line is None and not text.endswith("\n")
                 if line:
@@ -193,11 +197,26 @@ def _history(path: Path, notes: list[str]) -> History:
     return history
 
 
+def _spread(lines: list[str], most: int, name: str, notes: list[str]) -> list[str]:
+    """At most about `most` lines of each kind, the last of each among them."""
+    if len(lines) <= most:
+        return lines
+    kinds: dict[tuple[bool, ...], list[int]] = {}
+    for n, text in enumerate(lines):
+        kinds.setdefault(('"event"' in text, '"held_out_loss"' in text), []).append(n)
+    kept = {n for kind in kinds.values() for n in (*kind[:: math.ceil(len(kind) / most)], kind[-1])}
+    if len(kept) < len(lines):
+        notes.append(f"{name}: {len(kept):,} of {len(lines):,} lines are shown, evenly spread")
+    return [lines[n] for n in sorted(kept)]
+
+
 def _line(text: str) -> dict[str, Any] | None:
     try:
         line = json.loads(text)
     except (ValueError, RecursionError):
         return None
+    if isinstance(line, dict) and "steps" in line and "step" not in line:
+        return {}  # the number of steps that are planned
     if not isinstance(line, dict) or not abs(step := number(line.get("step"))) < 2**53:
         return None
     return line | {"step": step}

@@ -39,9 +39,12 @@ Row = tuple[float, Sequence[float]]  # step, each rank's own compute time
 
 def write(run: Path) -> Path:
     """Write report.html into a run folder and return its path. Raises OSError when it cannot."""
-    text = page(read(run))
-    target = run / "report.html"
-    beside = target.with_name(f"report.html.{os.getpid()}")
+    return publish(run / "report.html", page(read(run)))
+
+
+def publish(target: Path, text: str) -> Path:
+    """Write a page beside its path, rename it, and return the path: a reader sees the old page or the new one."""
+    beside = target.with_name(f"{target.name}.{os.getpid()}")
     try:
         beside.write_text(text, encoding="utf-8", errors="replace")
         beside.replace(target)
@@ -66,22 +69,28 @@ def page(run: Run) -> str:
         section("Command", command(run)),
         footer(run),
     ]
-    style, script = (Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("report.css", "report.js"))
+    return document(run.name, parts)
+
+
+def document(title: str, parts: Iterable[str], script: str = "") -> str:
+    """A page of these parts that needs no network; empty parts are left out. script: more JavaScript for it."""
+    style, code = (Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("report.css", "report.js"))
     policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         '<meta name="color-scheme" content="light dark">\n'
-        f"<title>{escape(run.name)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n<main>\n"
+        f"<title>{escape(title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n<main>\n"
         + "\n".join(filter(None, parts))
-        + f"\n</main>\n<script>\n{script}</script>\n</body>\n</html>\n"
+        + f"\n</main>\n<script>\n{code}{script}</script>\n</body>\n</html>\n"
     )
 
 
 def section(title: str, content: str) -> str:
     """A part of the page with its heading; nothing where there is no content."""
-    return f'<section id="{title.lower()}">\n<h2>{title}</h2>\n{content}\n</section>' if content else ""
+    name = title.lower().replace(" ", "-")
+    return f'<section id="{name}">\n<h2>{title}</h2>\n{content}\n</section>' if content else ""
 
 
 # ---------------------------------------------------------------- how it ended
@@ -187,8 +196,12 @@ def folded(title: str, text: str) -> str:
 
 def tiles(run: Run) -> str:
     """A row of figures; one that is not known has no tile."""
-    found = [loss_tile(run), *held_out_tiles(run), rate_tile(run), steps_tile(run), time_tile(run), ranks_tile(run),
-             size_tile(run)]  # fmt: skip
+    return tile_list([loss_tile(run), *held_out_tiles(run), rate_tile(run), steps_tile(run), time_tile(run),
+                      ranks_tile(run), size_tile(run)])  # fmt: skip
+
+
+def tile_list(found: Sequence[Tile | None]) -> str:
+    """Tiles side by side."""
     rows = (
         f'<div class="tile"><dt>{label}</dt><dd class="value">{escape(value)}</dd>'
         f'<dd class="note">{escape(note)}</dd></div>'
@@ -326,10 +339,11 @@ def small_chart(run: Run, happened: Sequence[Mark], title: str, unit: str, key: 
     return card(title, unit, charts.lines(drawn, happened, width=314, height=190, zero=zero))
 
 
-def card(title: str, unit: str, drawing: str) -> str:
-    """A chart with its title; the read-out is filled by the pointer."""
+def card(title: str, unit: str, drawing: str, anchor: str = "") -> str:
+    """A chart with its title; the read-out is filled by the pointer. anchor: the id that links lead to."""
+    name = f' id="{escape(anchor)}"' if anchor else ""
     return (
-        f'<figure class="card">\n<figcaption><b>{escape(title)}</b> <span>{escape(unit)}</span>'
+        f'<figure class="card"{name}>\n<figcaption><b>{escape(title)}</b> <span>{escape(unit)}</span>'
         f'<output class="readout"></output></figcaption>\n{drawing}\n</figure>'
     )
 

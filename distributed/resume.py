@@ -23,6 +23,7 @@ def refuse_misfit(found: Found, settings: Settings, vocab_size: int | None) -> N
     if settings.checkpoint.resume == "never":
         raise ConfigError(f"checkpoint.resume=never, but {found.path} is there: name another checkpoint.dir")
     found.refuse_other_form(sharded=settings.distributed.strategy == "fsdp")
+    _refuse_another_fold(found, settings)
     _refuse_another_model(found, {**settings.model.model_dump(), "vocab_size": vocab_size})
 
 
@@ -34,4 +35,15 @@ def _refuse_another_model(found: Found, ours: dict[str, Any]) -> None:
         raise ConfigError(
             f"{found.path} is of another model: {', '.join(differ)}; "
             "give these keys its values, or name another checkpoint.dir"
+        )
+
+
+def _refuse_another_fold(found: Found, settings: Settings) -> None:
+    """What is held out now may have been trained on there."""
+    participant, mode, theirs = settings.data.participant, settings.data.mode, found.facts
+    ours = {"participant": participant, "mode": mode if participant else None}
+    differ = [f"data.{key}={ours[key]} (there {theirs.get(key)})" for key in ours if ours[key] != theirs.get(key)]
+    if differ:
+        raise ConfigError(
+            f"{found.path} is of another fold: {', '.join(differ)}; name another prefix, or another checkpoint.dir"
         )

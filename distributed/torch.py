@@ -31,32 +31,47 @@ STRATEGIES = ("auto", "single", "dp", "ddp", "fsdp")
 # ---------------------------------------------------------------- join and leave
 
 
-def device(world: World, backend: str = "auto") -> torch.device:
-    """The device of this rank: a rank is known by its local rank, its device is that modulo what it can see."""
-    if backend == "gloo" or not torch.cuda.is_available():
+def device(world: World, backend: str = "auto", name: str = "auto") -> torch.device:
+    """The device of this rank: a rank is known by its local rank, its device is that modulo what it can see.
+
+    Args:
+        name: cpu, cuda, or cuda:N for this one; auto is a GPU where there is one and the backend is not gloo.
+
+    Raises:
+        WorldError: PyTorch does not see the device that is named.
+    """
+    if name == "cpu" or (name == "auto" and (backend == "gloo" or not torch.cuda.is_available())):
         return torch.device("cpu")
-    return torch.device("cuda", world.local_rank % torch.cuda.device_count())
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    index = int(name.partition(":")[2] or world.local_rank % max(count, 1))
+    if index >= count:
+        remedy = f"give cuda:0 to cuda:{count - 1}, or cpu" if count else "give cpu"
+        raise WorldError(f"device {name}: not available: PyTorch sees {count} GPU(s) here; {remedy}")
+    return torch.device("cuda", index)
 
 
 @contextmanager
-def process_group(world: World | None = None, backend: str = "auto", timeout: float = 600.0) -> Iterator[World]:
+def process_group(
+    world: World | None = None, backend: str = "auto", timeout: float = 600.0, name: str = "auto"
+) -> Iterator[World]:
     """Join the default process group, and leave it when all went well.
 
     After a failure the group is left as it is: saying goodbye would wait for ranks that are gone and hide the
     traceback. The process is about to end anyway.
 
     Args:
-        backend: nccl, gloo, or auto for nccl where there is a GPU.
+        backend: nccl, gloo, or auto for nccl where the device is a GPU.
         timeout: seconds that joining, and each collective, may take.
+        name: of the device, see device().
 
     Raises:
-        WorldError: the environment is unclear, or two ranks share a GPU.
+        WorldError: the environment is unclear, a device is not there, or two ranks share a GPU.
     """
     world = World.from_env() if world is None else world
-    backend = ("nccl" if torch.cuda.is_available() else "gloo") if backend == "auto" else backend
     if backend == "nccl" and not torch.cuda.is_available():
         raise WorldError("backend nccl needs a GPU, and PyTorch sees none: use gloo, or distributed.backend=auto")
-    here = device(world, backend)
+    here = device(world, backend, name)
+    backend = ("nccl" if here.type == "cuda" else "gloo") if backend == "auto" else backend
     if here.type == "cuda":
         torch.cuda.set_device(here)
     limit = timedelta(seconds=timeout)

@@ -22,7 +22,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from distributed.config import Batch, ConfigError, Settings, batch, from_options, main, parser, read
+from distributed.config import MODELS, Batch, ConfigError, Settings, batch, from_options, main, parser, read
 
 KIT = Path(__file__).resolve().parents[1]
 patient = hypothesis_settings(deadline=None)
@@ -377,6 +377,96 @@ def test_a_wrong_call_exits_with_2_and_one_line(
     assert out == ""
     assert err.startswith(line)
     assert err.count("\n") == 1
+
+
+# ---------------------------------------------------------------- the arguments of a job
+
+
+def job(*words: str) -> Settings:
+    return from_options(options(*words))
+
+
+def test_a_job_needs_no_settings_file() -> None:
+    found = job("--fold", "2", "--prefix", "exp1")
+    assert (found.data.participant, found.data.mode, found.data.domains) == ("simple-statements", "heldout", None)
+    assert (found.model.n_layer, found.model.n_head, found.model.n_embd) == (2, 4, 64)
+    assert (found.train.steps, found.train.batch_size, found.checkpoint.dir) == (300, 16, None)
+    assert job("--device", "cpu").data.participant is None
+
+
+def test_every_argument_of_a_job_is_a_setting(tmp_path: Path) -> None:
+    for name in ("s1", "s2", "s3"):
+        Path("texts", name).mkdir(parents=True)
+    found = job(
+        *("--data_path", "texts", "--participants", "s2", "s3", "--participant", "s3", "--fold", "1"),
+        *("--mode", "pooled", "--model", "medium", "--batch_size", "8", "--lr", "1e-2"),
+        *("--steps", "7", "--seed", "3", "--device", "cpu"),
+    )
+    assert found.data.model_dump(include={"path", "domains", "participant", "mode"}) == {
+        "path": tmp_path / "texts", "domains": ["s2", "s3"], "participant": "s3", "mode": "pooled",
+    }  # fmt: skip
+    assert (found.model.n_layer, found.model.n_embd, found.model.block_size) == (4, 128, 64)
+    assert (found.train.batch_size, found.train.learning_rate, found.train.steps) == (8, 0.01, 7)
+    assert (found.train.seed, found.distributed.device) == (3, "cpu")
+    assert job("--data_path", "texts", "--fold", "1").data.participant == "s2"
+    assert job("--participants", "1", "null", "--fold", "1").data.participant == "null"
+
+
+@pytest.mark.parametrize("size", MODELS)
+def test_every_size_of_model_is_one_that_can_be(size: str) -> None:
+    assert job("--model", size).model.model_dump(include=set(MODELS[size])) == MODELS[size]
+
+
+def test_arguments_win_over_the_file_and_section_key_words_over_both() -> None:
+    Path("f.yaml").write_text("train: {epochs: 2, batch_size_per_device: 4, beta1: 0}\ncheckpoint: {dir: here}\n")
+    file = ("--config", "f.yaml")
+    assert job(*file).checkpoint.dir is not None
+    found = job(*file, "--steps", "5", "--batch_size", "8", "--lr", "1e-2", "train.learning_rate=1e-3")
+    assert (found.train.steps, found.train.epochs) == (5, None)
+    assert (found.train.batch_size, found.train.batch_size_per_device) == (8, None)
+    assert (found.train.learning_rate, found.train.beta1, found.model.n_embd) == (1e-3, 0, 128)
+    assert found.checkpoint.dir is None, "jobs with one settings file do not share its checkpoints"
+    assert job(*file, "--fold", "0", "checkpoint.dir=there").checkpoint.dir == Path.cwd() / "there"
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("--fold 8", "fold: out of range for 8 participants: got 8; give 0 to 7"),
+        ("--fold -1", "fold: expected a whole number from 0 on, got '-1'"),
+        ("--fold 2 --participants a b", "fold: out of range for 2 participants: got 2; give 0 to 1"),
+        ("--participant strngs", "participant: not one of the participants: got 'strngs'; did you mean 'strings'? "),
+        ("--participant c --participants a b", "participant: not one of the participants: got 'c'; there are a, b"),
+        ("--fold 0 --participant types", "participant: contradicts fold 0, which is 'special-methods': got 'types'; "),
+        ("--fold 0 data.participant=types", "data.participant=types: contradicts --fold or --participant (special-m"),
+        ("--mode single", "settings: data: mode=single: no participant to hold out; set data.participant, or give "),
+        ("--mode heldout", "--mode heldout: no participant to hold out; add --fold N or --participant NAME"),
+        ("--fold 0 --mode each", "--mode: data.mode='each': Input should be 'heldout', 'single' or 'pooled'"),
+        ("--model huge", "--model: unknown size 'huge'; give small, medium, large"),
+        ("--batch_size 0", "--batch_size: train.batch_size=0: Input should be greater than or equal to 1"),
+        ("--lr fast", "--lr: train.learning_rate='fast': Input should be a valid number"),
+        ("--lr 1 train.learning_rate=fast", "command line: train.learning_rate='fast': Input should be a valid number"),
+        ("--steps 1.5", "--steps: train.steps=1.5: Input should be a valid integer"),
+        ("--seed -1", "--seed: train.seed=-1: Input should be greater than or equal to 0"),
+        ("--device tpu", "--device: distributed.device='tpu': unknown device; give cpu, cuda, cuda:N or auto"),
+        ("--device cpu distributed.backend=nccl", "settings: distributed: device=cpu contradicts backend=nccl: leave "),
+        ("--device cuda:0 distributed.backend=gloo", "settings: distributed: device=cuda:0 contradicts backend=gloo"),
+        ("--data_path nix", "--data_path: data.path='nix': there is no such file or folder (looked in "),
+        ("--data_path ~nobody-here --fold 0", "--data_path: there is no user 'nobody-here' with a home folder here"),
+        ("--prefix ../x", "prefix: cannot be part of a path: got '../x'; use printable characters, at most 200 bytes"),
+        ("--fold 0 train.stepz=3", "command line: train.stepz: unknown key; did you mean train.steps?"),
+    ],
+)
+def test_a_wrong_argument_of_a_job_is_one_line(words: str, line: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        job(*words.split())
+    assert str(refused.value).startswith(line)
+    assert "\n" not in str(refused.value)
+
+
+def test_the_participants_of_a_directory_that_cannot_be_listed_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"--data_path: {re.escape(str(tmp_path))}/nix: cannot list participants: No"):
+        job("--data_path", "nix", "--fold", "0")
 
 
 def program(*words: str) -> subprocess.CompletedProcess[str]:

@@ -30,23 +30,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distributed.data import (
-    DOMAINS,
-    OTHER,
-    TOPICS,
     Corpus,
     DataError,
     Stream,
     Tokens,
     Windows,
-    by_domain,
     domain_text,
     held_out_batches,
     load,
     loader,
     permutation,
-    said_once,
     split,
 )
+from distributed.topics import DOMAINS, OTHER, TOPICS, by_domain, said_once
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # on a machine with one core
 
@@ -139,6 +135,48 @@ def test_the_same_bytes_are_held_out_whatever_domains_are_chosen(chosen: set[str
 def test_the_order_in_which_domains_are_named_changes_nothing() -> None:
     first, second = load(domains=["strings", "types"]), load(domains=["types", "strings"])
     assert torch.equal(first.train.ids, second.train.ids)
+
+
+TEXTS = {"a": b"A" * 40, "b": b"B" * 40, "c": b"C" * 40}
+
+
+@pytest.mark.parametrize(
+    ("mode", "trained", "kept"),
+    [
+        ("heldout", {"A": 40, "C": 40}, {"B": 40}),
+        ("single", {"B": 30}, {"B": 10}),
+        ("pooled", {"A": 30, "B": 30, "C": 30}, {"B": 10}),
+    ],
+)
+def test_a_mode_says_what_is_trained_on_and_what_is_held_out(
+    mode: str, trained: dict[str, int], kept: dict[str, int], tmp_path: Path
+) -> None:
+    for name, text in TEXTS.items():
+        (tmp_path / f"{name}.txt").write_bytes(text)
+    corpus = load(tmp_path, participant="b", mode=mode, held_out=0.25)
+    assert Counter(text_of(corpus.train).decode().replace("\n", "")) == trained
+    assert Counter(text_of(corpus.held_out).decode().replace("\n", "")) == kept
+    assert str(corpus).endswith(f"; domains {'b' if mode == 'single' else 'a, b, c'}; participant b, mode {mode}")
+
+
+@pytest.mark.parametrize("participant", DOMAINS)
+def test_of_a_held_out_domain_nothing_is_trained_on(participant: str) -> None:
+    corpus, paragraphs = load(participant=participant), domain_text(participant).encode().split(b"\n\n")
+    assert text_of(corpus.held_out) == domain_text(participant).encode()
+    assert len(corpus.train) > 0.7 * len(load().train)
+    there = {" ".join(paragraph.decode().split()) for paragraph in text_of(corpus.train).split(b"\n\n")} - {""}
+    assert not [paragraph for paragraph in paragraphs if " ".join(paragraph.decode().split()) in there]
+
+
+def test_participants_of_a_directory_are_files_and_subdirectories(tmp_path: Path) -> None:
+    (tmp_path / "s1/more").mkdir(parents=True)
+    for name in ("s1/x.txt", "s1/more/y.md", "s2.txt", "s3.txt"):
+        (tmp_path / name).write_text(name * 4)
+    (tmp_path / "s1/empty").touch()
+    corpus = load(tmp_path, domains=["s2", "s1"], participant="s2")
+    assert text_of(corpus.train) == b"s1/more/y.md" * 4 + b"\n\n\n" + b"s1/x.txt" * 4
+    assert text_of(corpus.held_out) == b"s2.txt" * 4
+    assert (corpus.domains, corpus.skipped) == (("s1", "s2"), 1)
 
 
 @given(data=st.binary(max_size=300), share=st.floats(0.001, 0.999))
@@ -512,7 +550,8 @@ def good_bin(folder: Path) -> Path:
         (empty_bin, {"vocab_size": 9}, r"t\.bin is empty"),
         (odd_bin, {"vocab_size": 9}, r"t\.bin has 3 bytes, an odd number"),
         (good_bin, {}, r"t\.bin holds token ids.*set model\.vocab_size"),
-        (good_bin, {"vocab_size": 9, "domains": ["types"]}, "only the embedded text has domains"),
+        (good_bin, {"vocab_size": 9, "domains": ["types"]}, "t.bin: cannot list participants: Not a directory; give "),
+        (empty, {"participant": "a"}, "cannot list participants: Not a directory; give a directory"),
     ],
 )
 def test_a_path_that_cannot_be_trained_on(
@@ -530,6 +569,9 @@ def test_a_path_that_cannot_be_trained_on(
         ({"held_out": float("nan")}, r"data\.held_out=nan"),
         ({"domains": ["strngs"]}, "no domain 'strngs', did you mean 'strings'.*There are special-methods, "),
         ({"domains": []}, "name some, each once"),
+        ({"participant": "strngs"}, "participant: no domain 'strngs', did you mean 'strings'.*There are special-m"),
+        ({"participant": "types", "domains": ["strings"]}, "participant: no domain 'types'. There are strings"),
+        ({"participant": "types", "domains": ["types"]}, "there is no domain but types; name more, or use mode single"),
         ({"domains": ["types", "types"]}, "name some, each once"),
         ({"vocab_size": 255}, r"model\.vocab_size=255: text is read as bytes and needs 256"),
     ],

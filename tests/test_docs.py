@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import ast
 import itertools
+import json
 import math
 import os
 import re
@@ -24,9 +25,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from pydantic import BaseModel
 from test_house import imports, modules, name_of
 
 from distributed import config
+from distributed.fold import DEFAULT_PARTICIPANTS
+from distributed.jobs import config as jobs_config
 
 KIT = Path(__file__).resolve().parents[1]
 GUIDES = ("README.md", "LAUNCH_GUIDE.md", "TROUBLESHOOTING.md", "CONTRIBUTING.md", "CHANGELOG.md")
@@ -41,6 +45,7 @@ STARTERS = (
 )  # fmt: skip
 SLURM = ("scripts/slurm/slurm_train_single_node.sh", "scripts/slurm/slurm_train.sh")
 ASKERS = ("scripts/status.sh", "scripts/stop.sh")  # of a run that has ended, as they stand
+JOBS = "scripts/jobs/run_distributed_training.py"
 JOB = "4711"  # stands in the guides for the number that sbatch prints
 AS_THEY_STAND = ("config", "torch", "step_folder", "verdict", "report")  # modules that start nothing
 OTHERS = {
@@ -83,7 +88,8 @@ class Command:
     @property
     def script(self) -> str | None:
         """Our script that it calls, also behind another program's words."""
-        return next((word for word in self.words if word.endswith(".sh") and word.startswith("scripts/")), None)
+        ours = (word for word in self.words if word.startswith("scripts/") and not word.startswith("scripts/lib/"))
+        return next((word for word in ours if word.endswith((".sh", ".py"))), None)
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}: {self.text}"
@@ -164,10 +170,14 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).symlink_to(KIT / name)
     (folder / "my_train.py").write_text(example())
     (folder / "my_old_train.py").touch()
+    (folder / "make_jobs.py").write_text(example("Write my_jobs.json"))
+    (folder / "jobs_config.json").write_text('[{"lr": 0.003}]')
+    (folder / "cluster_config.json").write_bytes((KIT / "config/cluster_config.json").read_bytes())
     (folder / "my.yaml").write_text("{}\n")
     (folder / "my_hosts").write_text("node1 slots=4\nnode2\n")
     for corpus in ("books", "data/openwebtext", "data/tokens"):
         (folder / corpus).mkdir(parents=True)
+    assert call(folder, ["python", "make_jobs.py"]).returncode == 0
     training = "scripts/ssh/launch_singlenode.sh config/quickstart.yaml 2"
     assert training in {one.text for one in every_command("README.md")}
     little = ["train.steps=2", "train.evaluate_windows=8", "logging.sample=0"]
@@ -196,7 +206,14 @@ def harmless(words: list[str]) -> list[str] | None:
         # The names of nodes that are not there are nothing to look up.
         known = ["--no-preflight"] if "--no-preflight" in help_of(words[0]) else []
         return [words[0], "--dry-run", *known, *words[1:]]
+    if JOBS in words and "--jobs-config" in words:
+        return [*words, "--plan"]
     return None
+
+
+def jobs_program(command: Command) -> bool:
+    """Whether it is about a job list."""
+    return command.script == JOBS
 
 
 def module_of(words: list[str]) -> str | None:
@@ -208,7 +225,8 @@ def module_of(words: list[str]) -> str | None:
 @cache
 def help_of(script: str) -> str:
     """The launcher's options are those of run_ddp.sh too, as its help says."""
-    text = subprocess.run([KIT / script, "--help"], capture_output=True, text=True, check=True).stdout
+    program = [sys.executable] if script.endswith(".py") else []
+    text = subprocess.run([*program, KIT / script, "--help"], capture_output=True, text=True, check=True).stdout
     return text if script.endswith("launch_singlenode.sh") else text + common(script)
 
 
@@ -297,9 +315,9 @@ def test_a_training_without_launchers_is_one_that_could_start(
 # ---------------------------------------------------------------- the example script
 
 
-def example() -> str:
-    """The script that LAUNCH_GUIDE.md shows."""
-    [(_, lines)] = blocks("LAUNCH_GUIDE.md", "python")
+def example(opening: str = "Learn a line") -> str:
+    """A script that LAUNCH_GUIDE.md shows."""
+    [lines] = [lines for _, lines in blocks("LAUNCH_GUIDE.md", "python") if lines[0].startswith(f'"""{opening}')]
     return "\n".join(lines) + "\n"
 
 
@@ -335,6 +353,13 @@ def test_the_table_of_settings_is_what_the_trainer_knows(section: str) -> None:
             assert not isinstance(choice, str) or f"`{choice}`" in meaning + default, f"{section}.{key}: {choice}"
 
 
+def test_the_table_of_arguments_of_a_job_is_what_the_trainer_takes() -> None:
+    _, found, own = config.parser("").format_help().partition("arguments of a job:")
+    assert found
+    listed = [literal(row[0]).split()[0] for row in table("LAUNCH_GUIDE.md", "Arguments of a job")]
+    assert listed == re.findall(r"^  (--[a-z_]+) [A-Z]", own, re.MULTILINE)
+
+
 @pytest.mark.parametrize(
     "script",
     [
@@ -353,6 +378,44 @@ def test_the_table_of_options_is_what_the_script_says_of_itself(script: str) -> 
     own = subprocess.run([KIT / script, "--help"], capture_output=True, text=True, check=True).stdout
     explained = re.findall(r"^ {2,3}(--?[a-z][\w-]*)", own, re.MULTILINE)
     assert listed == explained
+
+
+def test_the_tables_of_the_program_for_job_lists_are_what_it_says_of_itself() -> None:
+    own = help_of(JOBS)
+    listed = [literal(row[0]).split()[0] for row in table("LAUNCH_GUIDE.md", "Options and subcommands")]
+    assert listed == re.findall(r"^ {2}(--[a-z][\w-]*)", own, re.MULTILINE)
+    _, _, rest = text_of("LAUNCH_GUIDE.md").partition("| subcommand | what it does |")
+    listed = [literal(row.split("|")[1].strip()).split()[0] for row in rest.partition("\n\n")[0].splitlines()[2:]]
+    assert listed == re.findall(r"^ {2}([a-z]+) .{3,}", own, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("heading", "first", "kind"),
+    [
+        ("jobs_config.json", "option", jobs_config.JobOptions),
+        ("cluster_config.json", "key", jobs_config.Cluster),
+        ("cluster_config.json", "key of a server", jobs_config.Server),
+    ],
+)
+def test_the_tables_of_configs_for_job_lists_are_what_is_read(heading: str, first: str, kind: type[BaseModel]) -> None:
+    _, _, rest = text_of("LAUNCH_GUIDE.md").partition(f"\n### {heading}\n")
+    rows = rest.partition(f"| {first} | default | meaning |\n")[2].partition("\n\n")[0].splitlines()[1:]
+    listed = {literal(row.split("|")[1].strip()): literal(row.split("|")[2].strip()) for row in rows}
+    sign = "_" if kind is jobs_config.JobOptions else ""
+    assert set(listed) == {sign + name for name in kind.model_fields}
+    for name, field in kind.model_fields.items():
+        default = listed[sign + name]
+        if default[:1] in '[{"0123456789':  # others are words
+            assert json.loads(default) == field.get_default(call_default_factory=True), name
+
+
+def test_the_configs_for_job_lists_are_valid(tmp_path: Path) -> None:
+    [cluster, servers] = [lines for _, lines in blocks("LAUNCH_GUIDE.md", "json") if '"servers"' in " ".join(lines)]
+    assert json.loads("\n".join(cluster)) == json.loads(text_of("config/cluster_config.json"))
+    (tmp_path / "cluster.json").write_text("\n".join(servers))
+    assert len(jobs_config.read_cluster(tmp_path / "cluster.json").servers) == 4
+    assert len(jobs_config.read_cluster(KIT / "config/cluster_config.json").servers) == 3
+    assert len(jobs_config.read_jobs(KIT / "config/jobs_config.json", DEFAULT_PARTICIPANTS)) == 9
 
 
 def test_the_table_of_exit_codes_is_the_kit_s() -> None:

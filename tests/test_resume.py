@@ -12,6 +12,7 @@ from distributed.resume import refuse_misfit
 from distributed.step_folder import CheckpointError, Found
 
 MODEL = {"n_layer": 2, "n_head": 1, "n_embd": 8, "block_size": 16}
+FOLD: dict[str, Any] = {"participant": "a", "mode": "heldout"}
 THERE = {**Settings(model=MODEL, train={"steps": 1, "batch_size": 1}).model.model_dump(), "vocab_size": 256}
 
 
@@ -26,6 +27,8 @@ def found(sharded: bool = False, **facts: Any) -> Found:
 @pytest.mark.parametrize("vocab_size", [None, 256])
 def test_what_fits_is_taken(vocab_size: int | None) -> None:
     refuse_misfit(found(), settings(), vocab_size)
+    refuse_misfit(found(**FOLD), settings(data=FOLD), vocab_size)
+    refuse_misfit(found(participant=None, mode=None), settings(), vocab_size)
     refuse_misfit(found(sharded=True), settings(distributed={"strategy": "fsdp"}), vocab_size)
 
 
@@ -36,6 +39,9 @@ def test_what_fits_is_taken(vocab_size: int | None) -> None:
         (found(), {"model": {**MODEL, "n_layer": 3}}, None, "of another model: model.n_layer=3 (there 2); give"),
         (found(), {}, 300, "of another model: model.vocab_size=300 (there 256); give"),
         (found(model={}), {}, None, "model.n_layer=2 (there None)"),
+        (found(), {"data": FOLD}, None, "of another fold: data.participant=a (there None), data.mode=heldout (there N"),
+        (found(**FOLD), {}, None, "of another fold: data.participant=None (there a)"),
+        (found(**FOLD | {"mode": "single"}), {"data": FOLD}, None, "of another fold: data.mode=heldout (there single)"),
         (found(sharded=True), {}, None, "was written in shards, and this run reads and writes whole"),
         (found(), {"distributed": {"strategy": "fsdp"}}, None, "was written whole, and this run reads and writes in"),
     ],

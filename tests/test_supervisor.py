@@ -332,7 +332,96 @@ def test_a_detached_supervisor_that_is_killed_leaves_an_exit_code_and_no_process
     assert not run.left()
 
 
+def detach(run: Run, *command: str, options: tuple[str, ...] = ()) -> None:
+    """Start a command, and wait for its end."""
+    words = [*SUPERVISOR, "run", "--dir", run.files.directory, "--name", "n1", "--detach", *options, "--", *command]
+    subprocess.run(words, timeout=SECONDS, check=True)
+    wait_until(lambda: run.code is not None)
+
+
+ALLOCATE = f"{sys.executable} -I -S -c 'x = bytearray(200 << 20)'"  # 200 MiB, all of it written to
+
+
+@pytest.mark.parametrize(
+    "script", [f"exec {ALLOCATE}", f"{ALLOCATE}; true", f"{ALLOCATE} & wait", f"({ALLOCATE}); exit 3"]
+)
+def test_a_detached_command_leaves_its_times_and_the_memory_of_its_largest_process(run: Run, script: str) -> None:
+    before = time.time()
+    detach(run, "bash", "-c", script)
+    usage: dict[str, Any] = read_json(run.files.usage)
+    assert sorted(usage) == ["ended", "peak_memory", "started"]
+    assert before <= usage["started"] <= usage["ended"] <= time.time()
+    assert 200 << 20 <= usage["peak_memory"] < 300 << 20  # bytes
+
+
+def test_a_small_command_has_used_little_memory(run: Run) -> None:
+    detach(run, "true")
+    peak = read_json(run.files.usage)["peak_memory"]
+    assert isinstance(peak, int)
+    assert 100_000 < peak < 100 << 20
+
+
+def test_how_long_a_detached_command_took_is_how_long_it_ran(run: Run) -> None:
+    detach(run, "sleep", "0.5")
+    usage: dict[str, Any] = read_json(run.files.usage)
+    assert 0.4 < usage["ended"] - usage["started"] < SECONDS
+
+
+# ---------------------------------------------------------------- timeout
+
+
+@pytest.mark.parametrize(
+    ("script", "code"),
+    [
+        ("trap 'exit 75' TERM; echo ready; while true; do sleep 0.1; done", 75),
+        ("echo ready; sleep 300", 143),
+        ("trap 'exit 0' TERM; echo ready; while true; do sleep 0.1; done", 0),
+        (STUBBORN, 137),
+        (FAMILY, 143),
+    ],
+    ids=["saves", "sleeps", "succeeds", "stubborn", "family"],
+)
+def test_a_command_that_runs_too_long_is_stopped_and_the_cause_is_recorded(run: Run, script: str, code: int) -> None:
+    process = run.start(script, "--timeout", "1", "--grace", "1")
+    assert process.wait(SECONDS) == code
+    assert not run.left()
+    record = read_json(run.files.record)
+    assert (record["cause"], record["message"]) == ("timeout", "the command has run for 1 s (--timeout)")
+    assert "supervisor: the command has run for 1 s (--timeout); stopping\n" in run.log
+
+
+def test_a_detached_command_that_runs_too_long_is_stopped(run: Run) -> None:
+    detach(run, "sleep", "300", options=("--timeout", "1"))
+    assert run.code == 143
+    assert read_json(run.files.record)["cause"] == "timeout"
+    usage: dict[str, Any] = read_json(run.files.usage)
+    assert 0.9 < usage["ended"] - usage["started"] < SECONDS
+
+
+def test_a_command_that_ends_in_time_has_no_cause_also_when_what_it_left_behind_takes_longer(run: Run) -> None:
+    process = run.start("(trap '' TERM; sleep 300) & echo ready; sleep 0.5", "--timeout", "1")
+    assert process.wait(SECONDS) == 0
+    assert not run.left()
+    assert not os.path.exists(run.files.record)
+
+
+def test_a_command_that_was_asked_to_stop_before_its_time_is_over_has_not_run_too_long(run: Run) -> None:
+    process = run.start("trap 'sleep 1.5; exit 7' TERM; echo ready; while true; do sleep 0.1; done", "--timeout", "1")
+    run.control.write(b"stop\n")
+    assert process.wait(SECONDS) == 7
+    assert not os.path.exists(run.files.record)
+
+
 # ---------------------------------------------------------------- sweep
+
+
+def test_why_a_command_was_stopped_is_recorded_also_where_nobody_has_made_errors(run: Run) -> None:
+    os.makedirs(run.files.directory)
+    words = ["--dir", run.files.directory, "--name", "n1", "--grace", "8", "--timeout", "1", "--detach"]
+    if (pid := os.fork()) == 0:  # as the server of a job list does
+        os._exit(supervisor.supervise(Options([*words, "--", "sleep", "300"]), b"") != 128 + signal.SIGTERM)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert read_json(run.files.record)["cause"] == "timeout"
 
 
 def test_sweep_gives_the_grace_and_touches_nothing_else(run: Run) -> None:
@@ -396,6 +485,8 @@ def test_a_line_belongs_to_rank_0_to_another_or_to_none(line: bytes, shown: byte
         (["--dir", "d", "--name"], "--name: needs a value"),
         (["--dir", "d", "--name", "a/b"], "--name: expected a name without a slash, got 'a/b'"),
         (["--dir", "d", "--name", "n", "--grace", "-1"], "--grace: expected a whole number of seconds, got '-1'"),
+        (["--dir", "d", "--name", "n", "--timeout", "1.5"], "--timeout: expected a whole number of seconds, got '1.5'"),
+        (["--dir", "d", "--name", "n", "--timeout"], "--timeout: needs a value"),
         (["--dir", "d", "--name", "n", "--source", "/nix"], "--source '/nix': cannot read it"),
         (["--bad"], "--bad: unknown option"),
     ],

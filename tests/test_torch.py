@@ -105,8 +105,28 @@ def test_the_device_is_the_local_rank_modulo_what_is_visible(monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert ours.device(world) == torch.device("cuda", 1)
     assert ours.device(world, "gloo") == torch.device("cpu")
+    assert ours.device(world, name="cpu") == torch.device("cpu")
+    assert ours.device(world, name="cuda") == torch.device("cuda", 1)
+    assert ours.device(world, name="cuda:0") == torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert ours.device(world) == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "there", "message"),
+    [
+        ("cuda:2", 2, "device cuda:2: not available: PyTorch sees 2 GPU(s) here; give cuda:0 to cuda:1, or cpu"),
+        ("cuda:0", 0, "device cuda:0: not available: PyTorch sees 0 GPU(s) here; give cpu"),
+        ("cuda", 0, "device cuda: not available: PyTorch sees 0 GPU(s) here; give cpu"),
+    ],
+)
+def test_a_device_that_is_not_there_is_refused(
+    name: str, there: int, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: there > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: there)
+    with pytest.raises(WorldError, match=re.escape(message)):
+        ours.device(World(), name=name)
 
 
 # ---------------------------------------------------------------- strategies and seeds

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import forked
 import pytest
@@ -63,6 +64,12 @@ class Bench:
 
     def run(self, nproc: int, *words: str, wrapper: str = "", **env: str) -> Done:
         with self.start(nproc, *words, wrapper=wrapper, **env) as training:
+            return done(training)
+
+    def job(self, *words: str, nproc: int = 1, **env: str) -> Done:
+        """As the dispatcher of a job list starts one: without a settings file, and here on the CPU."""
+        words = (str(KIT / "train.py"), *words, "--device", "cpu")
+        with forked.launched(nproc, forked.script, *words, env=env) as training:
             return done(training)
 
     def start(self, nproc: int, *words: str, wrapper: str = "", **env: str) -> AbstractContextManager[forked.Launch]:
@@ -469,9 +476,120 @@ def test_the_run_folder_says_what_happened(bench: Bench) -> None:
     assert [line["event"] for line in lines if "event" in line] == ["start", *["checkpoint"] * 12, "finish"]
     steps = [line for line in lines if "loss" in line]
     assert all(len(line["rank_seconds"]) == 2 and min(line["rank_seconds"]) > 0 for line in steps)
-    held_out = [line for line in lines if "held_out_loss" in line]
+    held_out = [line for line in lines if "held_out_loss" in line and "event" not in line]
     assert [line["step"] for line in held_out] == [6, 12]
     assert all(math.isfinite(line["held_out_loss"]) for line in held_out)
+
+
+# ---------------------------------------------------------------- a job of a job list
+
+
+LITTLE = ("--batch_size", "4", "model.n_embd=16", "train.evaluate_windows=8", "checkpoint.every=1", "logging.sample=0")
+FOLD = ("--fold", "1", "--prefix", "exp1", *LITTLE)
+
+
+def lines_of(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def events(run: Path, *names: str) -> list[dict[str, Any]]:
+    return [line for line in lines_of(run) if line.get("event") in names]
+
+
+def test_a_job_of_two_arguments_trains_on_the_defaults(bench: Bench) -> None:
+    ended = bench.job("--fold", "0", "--prefix", "exp1")
+    assert ended.returncode == 0, ended.stderr
+    assert "; participant special-methods, mode heldout" in ended.stdout
+    run = bench.folder / "experiments/exp1/fold0_special-methods"
+    assert {"checkpoints", "metrics.jsonl", "report.html", "settings.json"} <= {path.name for path in run.iterdir()}
+    assert json.loads((run / "settings.json").read_text())["settings"]["data"]["participant"] == "special-methods"
+    losses = [line["held_out_loss"] for line in lines_of(run) if "held_out_loss" in line and "event" not in line]
+    assert losses[-1] < losses[0] < math.log(256)
+    [start], [finish] = events(run, "start"), events(run, "finish")
+    assert start["steps"] == finish["step"] == 300
+    assert finish["held_out_loss"] == losses[-1]
+
+
+def test_a_job_resumes_in_its_output_directory(bench: Bench) -> None:
+    assert bench.job(*FOLD, "--steps", "2").returncode == 0
+    again = bench.job(*FOLD, "--steps", "4")
+    assert again.returncode == 0, again.stderr
+    run = bench.folder / "experiments/exp1/fold1_compound-statements"
+    assert f"going on from {run}/checkpoints/step_00000002" in again.stdout
+    assert [(line["step"], line["steps"]) for line in events(run, "start", "resume")] == [(0, 2), (2, 4)]
+    assert not (bench.folder / "logs").exists()
+
+
+def test_two_ranks_have_the_output_directory_of_their_job(bench: Bench) -> None:
+    assert bench.job(*FOLD, "--steps", "2", nproc=2).returncode == 0
+    run = bench.folder / "experiments/exp1/fold1_compound-statements"
+    assert json.loads((run / "settings.json").read_text())["world"]["size"] == 2
+
+
+def test_the_output_directory_that_the_dispatcher_gives_wins(bench: Bench) -> None:
+    out, run = str(bench.folder / "out/1"), str(bench.folder / "run")
+    for steps in ("2", "4"):
+        words = (*FOLD, "--steps", steps, "--config", "tiny.yaml", "data.path=null")
+        ended = bench.job(*words, MUSTER_OUTPUT_DIR=out, MUSTER_RUN_DIR=run)
+        assert ended.returncode == 0, ended.stderr
+    assert [line["step"] for line in events(bench.folder / "out/1", "start", "resume")] == [0, 2]
+    assert not {"experiments", "run", "logs", "checkpoints"} & {path.name for path in bench.folder.iterdir()}
+
+
+def test_a_prefix_without_a_fold_is_where_new_run_directories_are_made(bench: Bench) -> None:
+    for _ in range(2):
+        assert bench.job("--prefix", "a/b", *LITTLE, "--steps", "1").returncode == 0
+    assert len(list(bench.folder.glob("experiments/a/b/train-*/metrics.jsonl"))) == 2
+
+
+def test_the_participants_of_a_job_may_be_texts_of_a_directory(bench: Bench) -> None:
+    (bench.folder / "texts/ada").mkdir(parents=True)
+    for name in ("ada/1.md", "ada/2.txt", "bob.txt", "eve.txt"):
+        (bench.folder / "texts" / name).write_text(name * 400)
+    arguments = ("--data_path", "texts", "--steps", "1", *LITTLE)
+    ended = bench.job("--fold", "1", "--mode", "pooled", *arguments)
+    assert ended.returncode == 0, ended.stderr
+    assert "; domains ada, bob, eve; participant bob, mode pooled" in ended.stdout
+    one = bench.job("--participants", "eve", "ada", "--fold", "0", "--prefix", "exp1", *arguments)
+    assert one.returncode == 0, one.stderr
+    assert "; domains ada, eve; participant eve, mode heldout" in one.stdout
+    assert (bench.folder / "experiments/exp1/fold0_eve/metrics.jsonl").exists()
+
+
+def test_a_job_does_not_go_on_from_the_checkpoint_of_another_fold(bench: Bench) -> None:
+    """What it is to be evaluated on may have been trained on."""
+    assert bench.job(*FOLD, "--steps", "2").returncode == 0
+    refused = bench.job(*FOLD, "--steps", "2", "--mode", "single")
+    assert refused.returncode == 2
+    assert "is of another fold: data.mode=single (there heldout); name another prefix" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "fault"),
+    [
+        ("--fold 8", "fold: out of range for 8 participants: got 8; give 0 to 7"),
+        ("--participants strngs types --fold 1", "data.domains: no domain 'strngs', did you mean 'strings'?"),
+        ("--fold 0 --participants types", "there is no domain but types; name more, or use mode single"),
+        ("--lr fast", "--lr: train.learning_rate='fast': Input should be a valid number"),
+        ("--fold 0 --prefix text.txt/x", "/text.txt/x: cannot make the run directory: Not a directory; give another"),
+    ],
+)
+def test_a_wrong_argument_of_a_job_is_refused_in_one_line(bench: Bench, words: str, fault: str) -> None:
+    (bench.folder / "experiments").mkdir()
+    (bench.folder / "experiments/text.txt").touch()
+    ended = bench.job("--prefix", "exp1", *words.split())
+    assert ended.returncode == 2
+    assert len(ended.stderr.strip().splitlines()) == 1, ended.stderr
+    assert fault in ended.stderr
+    assert not (bench.folder / "experiments/exp1").exists()
+
+
+def test_a_device_that_is_not_there_is_refused_in_one_line(bench: Bench) -> None:
+    ended = bench.run(1, "--device", "cuda:99")
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("train.py: device cuda:99: not available: PyTorch sees ")
+    assert len(ended.stderr.splitlines()) == 1
+    assert not (bench.folder / "logs").exists()
 
 
 def test_the_held_out_loss_is_the_same_on_any_number_of_ranks(bench: Bench) -> None:

@@ -16,8 +16,9 @@ run starts COMMAND in a session of its own and waits for its end:
                      is - for standard input, or a file that is removed when it has been read
   --grace SECONDS    time between SIGTERM and SIGKILL (default: 8)
   --heartbeat-timeout SECONDS  the launcher is gone when nothing was received for so long (default: never)
+  --timeout SECONDS  stop COMMAND when it has run for so long (default: never)
   --detach           return when COMMAND has started; do not watch standard input. node_NAME.heartbeat is touched
-                     every 3 seconds
+                     every 3 seconds; node_NAME.usage (JSON) gets its times and the memory that it used
 
 Standard input is the control channel: `stop` means SIGTERM, and SIGKILL after the grace; `kill` means SIGKILL; an
 empty line is a heartbeat; its end means that the launcher is gone: stop. SIGTERM and SIGINT mean stop, a second one
@@ -63,6 +64,7 @@ LEFTOVER_GRACE = 1.0  # seconds between SIGTERM and SIGKILL for what the command
 UNKILLABLE = 5.0  # seconds after which a process that outlives SIGKILL is given up
 BEAT = 3.0  # seconds between two heartbeats of a detached supervisor
 UNRESPONSIVE = 4.0  # seconds beside the grace after which a supervisor that has not ended is killed
+RESERVED = 8  # bytes of the file with the exit code
 GUARD = 2.0  # seconds in which the guard of a supervisor that was killed has written the exit code
 KIT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 WRAPPER = os.path.join(KIT, "scripts", "lib", "in_node_env.sh")
@@ -90,8 +92,9 @@ class Files:
         self.directory, self.name = os.path.abspath(directory), name
         stem = os.path.join(self.directory, f"node_{name}")
         self.log, self.pids, self.exit = f"{stem}.log", f"{stem}.pid", f"{stem}.exit"
-        self.request, self.heartbeat = f"{stem}.stop", f"{stem}.heartbeat"
+        self.request, self.heartbeat, self.usage = f"{stem}.stop", f"{stem}.heartbeat", f"{stem}.usage"
         self.record = os.path.join(self.directory, "errors", f"supervisor_{name}.json")
+        self.reserved = f"{stem}.reserved"
 
     @property
     def mark(self) -> frozenset[bytes]:
@@ -129,6 +132,23 @@ def read_code(path: str) -> int | None:
             return int(file.read())
     except (OSError, ValueError):
         return None
+
+
+def reserve_code(files: Files) -> None:
+    """Take the space of the exit code now: the disk may be full when the command ends."""
+    with contextlib.suppress(OSError):
+        write(files.reserved, " " * RESERVED)
+
+
+def write_code(files: Files, code: int) -> None:
+    """Raises OSError."""
+    try:
+        with open(files.reserved, "r+") as file:
+            file.write(f"{code}\n")
+            file.truncate()
+        os.replace(files.reserved, files.exit)
+    except FileNotFoundError:
+        write(files.exit, f"{code}\n")
 
 
 def write_json(path: str, value: object) -> None:
@@ -219,12 +239,13 @@ def environment(block: bytes, files: Files) -> Environment:
 # ---------------------------------------------------------------- processes
 
 
-def prctl(option: int, value: int) -> None:
+def prctl(option: int, value: int) -> bool:
     """See prctl(2). Where there is no libc to be called, the guard and the environment mark are left."""
     with contextlib.suppress(ImportError, OSError, AttributeError):
         import ctypes
 
-        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+        return ctypes.CDLL(None).prctl(option, value, 0, 0, 0) == 0
+    return False
 
 
 def die_with_parent(parent: int) -> None:
@@ -234,9 +255,18 @@ def die_with_parent(parent: int) -> None:
         os._exit(KILLED)
 
 
-def adopt_orphans() -> None:
+def adopt_orphans() -> bool:
     """What the command's processes leave behind becomes a child of this process, which can then find and reap it."""
-    prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
+    return prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
+
+
+def children() -> list[int] | None:
+    """The processes whose parent is this one, zombies among them; None where this kernel does not list them."""
+    try:
+        with open("/proc/thread-self/children") as file:
+            return [int(pid) for pid in file.read().split()]
+    except OSError:
+        return None
 
 
 def default_signals() -> None:
@@ -326,10 +356,10 @@ def _watch(files: Files, lifeline: int, supervisor: int) -> None:
     message = f"process {supervisor} was killed"
     write_record(files, "killed", message)
     kill_all(lambda: marks.living(files.mark, sessions))
+    with contextlib.suppress(OSError), open(files.log, "a") as log:
+        print(f"supervisor: {message}; its guard has killed the command", file=log)
     with contextlib.suppress(OSError):
-        with open(files.log, "a") as log:
-            print(f"supervisor: {message}; its guard has killed the command", file=log)
-        write(files.exit, f"{KILLED}\n")
+        write_code(files, KILLED)
 
 
 # ---------------------------------------------------------------- the supervisor
@@ -369,15 +399,22 @@ class Supervisor:
     """One command, from its start to the moment when nothing of it is left."""
 
     def __init__(
-        self, files: Files, *, grace: float, heartbeat_timeout: float, attached: bool, received: bytes
+        self,
+        files: Files,
+        *,
+        grace: float,
+        heartbeat_timeout: float = float("inf"),
+        timeout: float = float("inf"),
+        attached: bool = False,
+        received: bytes = b"",
     ) -> None:
         """received: what came through the control channel behind the environment block."""
-        self.files, self.grace, self.heartbeat_timeout = files, grace, heartbeat_timeout
+        self.files, self.grace, self.heartbeat_timeout, self.timeout = files, grace, heartbeat_timeout, timeout
         self._attached, self._detached = attached, not attached  # neither, once the launcher has gone
         self.code: int | None = None  # of the command, when it has ended
         self.stopping = False
         self._received = received
-        self._kill_at = float("inf")
+        self._kill_at = self._stop_at = float("inf")
         self._swept = False  # nothing of the command is left
         self._output_ended = False
         self._log_failed = False
@@ -388,6 +425,7 @@ class Supervisor:
         self._streams = [Stream(1), Stream(2)] if attached else []
         self._log = os.open(files.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         self._signals = self._catch_signals()
+        self._adopts = adopt_orphans()
         self._guard = Guard(files)
 
     # ---- start
@@ -401,6 +439,8 @@ class Supervisor:
 
             fcntl.fcntl(output, fcntl.F_SETPIPE_SZ, BLOCK)
         parent = os.getpid()
+        self._stop_at = time.monotonic() + self.timeout
+        self._started = time.time()
         self.pid = os.fork()
         if self.pid == 0:
             try:
@@ -444,7 +484,7 @@ class Supervisor:
         while not (self._swept and self._output_ended):
             self._wait()
             self._look_at_clock()
-        self._finish()
+        self.finish()
         while any(stream.pending for stream in self._streams):
             self._wait()
             self._look_at_clock()
@@ -495,6 +535,8 @@ class Supervisor:
                 self._show(os.fsencode(f"supervisor: {self.files.log}: {error.strerror}: output is lost\n"))
 
     def _show(self, block: bytes, last: bool = False) -> None:
+        if not self._streams:
+            return
         if not self._console:
             from distributed.launch.console import Console
 
@@ -512,10 +554,15 @@ class Supervisor:
         for number in os.read(self._signals, 4096):
             if number == signal.SIGCHLD:
                 self._reap()
-            elif self.stopping:
-                self.kill()
             else:
-                self.stop()
+                self.take_signal()
+
+    def take_signal(self) -> None:
+        """SIGTERM, SIGINT or SIGHUP."""
+        if self.stopping:
+            self.kill()
+        else:
+            self.stop()
 
     def _reap(self) -> None:
         with contextlib.suppress(ChildProcessError):
@@ -585,6 +632,11 @@ class Supervisor:
         if self._attached and now - self._heard > self.heartbeat_timeout:
             self._heard = float("inf")
             self._launcher_lost(f"nothing was received from the launcher for {self.heartbeat_timeout:g} s")
+        if now >= self._stop_at and self.code is None and not self.stopping:
+            message = f"the command has run for {self.timeout:g} s (--timeout)"
+            write_record(self.files, "timeout", message)
+            self._note(f"{message}; stopping")
+            self.stop()
         if self._detached and now >= self._beat_at:
             self._beat_at = now + BEAT
             _touch(self.files.heartbeat)
@@ -596,7 +648,7 @@ class Supervisor:
     def _end_rest(self, now: float) -> None:
         """End what the command left behind: SIGTERM, then SIGKILL. As long as it runs itself, only SIGKILL."""
         self._scan_at = now + SCAN
-        rest = marks.living(self.files.mark, [self.pid], os.getpid(), [self._guard.pid])
+        rest = [] if self._childless() else marks.living(self.files.mark, [self.pid], os.getpid(), [self._guard.pid])
         if now >= self._kill_at:
             send(signal.SIGKILL, rest)
             if self.code is not None and now >= self._kill_at + UNKILLABLE:
@@ -610,13 +662,31 @@ class Supervisor:
         if self.code is not None and not rest:
             self._swept = True
 
-    def _finish(self) -> None:
+    def _childless(self) -> bool:
+        """Whether nothing of the command can be left: all that it left behind became a child of this process.
+
+        That spares a look at every process of the machine.
+        """
+        return self._adopts and self.code is not None and children() == [self._guard.pid]
+
+    def finish(self) -> None:
+        """Nothing of the command is left: write its exit code, last of all."""
+        if self._detached:
+            self._write_usage()
         try:
-            write(self.files.exit, f"{self.code}\n")
+            assert self.code is not None
+            write_code(self.files, self.code)
         except OSError as error:
             self._note(f"cannot write {self.files.exit}: {error.strerror}")
         self._guard.dismiss()
         os.close(self._log)
+
+    def _write_usage(self) -> None:
+        import resource
+
+        largest = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024  # of its largest process
+        with contextlib.suppress(OSError):
+            write_json(self.files.usage, {"started": self._started, "ended": time.time(), "peak_memory": largest})
 
 
 def _exit_code(status: int) -> int:
@@ -658,7 +728,6 @@ def run(options: Options) -> int:
     elif options.environment:
         block = take_block(options.environment)
     try:
-        os.makedirs(os.path.dirname(files.record), exist_ok=True)
         if options.detach:
             return detached(lambda started: supervise(options, block, started=started))
         return supervise(options, block, received)
@@ -670,15 +739,18 @@ def run(options: Options) -> int:
 def supervise(options: Options, block: bytes, received: bytes = b"", started: Callable[[], None] = lambda: None) -> int:
     """Run the command to its end. Calls started() when it runs."""
     command, files = options.command, options.files
+    os.makedirs(os.path.dirname(files.record), exist_ok=True)
     if options.source:
         command = [WRAPPER, "--exec", os.path.abspath(options.source), *command]
     with contextlib.suppress(PermissionError):  # it leads a session already
         os.setsid()
-    adopt_orphans()
+    if options.detach:
+        reserve_code(files)
     supervisor = Supervisor(
         files,
         grace=options.grace,
         heartbeat_timeout=options.heartbeat_timeout,
+        timeout=options.timeout,
         attached=not options.detach,
         received=received,
     )
@@ -729,7 +801,7 @@ def sweep(files: Files, grace: float) -> int:
     if os.path.exists(files.pids) and not wait_until(lambda: os.path.exists(files.exit), GUARD):
         write_record(files, "killed", "the supervisor and its guard were killed")
         with contextlib.suppress(OSError):
-            write(files.exit, f"{KILLED}\n")
+            write_code(files, KILLED)
     return 0
 
 
@@ -763,7 +835,7 @@ class Options:
 
     def __init__(self, arguments: Sequence[str]) -> None:
         self.directory = self.name = self.source = self.environment = ""
-        self.grace, self.heartbeat_timeout = -1.0, float("inf")
+        self.grace, self.heartbeat_timeout, self.timeout = -1.0, float("inf"), float("inf")
         self.detach = False
         self.command: list[str] = []
         left = list(arguments)
@@ -774,7 +846,15 @@ class Options:
                 break
             if option == "--detach":
                 self.detach = True
-            elif option in ("--dir", "--name", "--source", "--environment", "--grace", "--heartbeat-timeout"):
+            elif option in (
+                "--dir",
+                "--name",
+                "--source",
+                "--environment",
+                "--grace",
+                "--heartbeat-timeout",
+                "--timeout",
+            ):
                 if not left or not left[0]:
                     raise Refused(WRONG_CALL, f"{option}: needs a value")
                 self._take(option, left.pop(0))
@@ -802,6 +882,8 @@ class Options:
             self.environment = value
         elif option == "--grace":
             self.grace = seconds(option, value)
+        elif option == "--timeout":
+            self.timeout = seconds(option, value)
         else:
             self.heartbeat_timeout = seconds(option, value)
 

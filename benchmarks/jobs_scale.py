@@ -1,0 +1,204 @@
+"""What does the dispatcher of a job list cost with 100 servers of 8 slots and 10,000 jobs?
+
+The servers are simulated in this process: no ssh, no job runs, each job ends after its time and reports progress until
+then, as host.py does. All else is what a real list has: the journal is written and fsynced in the directory that is
+named (choose one on a real disk), results.json and results.html are written as always. What is counted is the CPU time
+of this process from the first connection to the last result, the simulation included; the page is the one thing that a
+process of its own writes.
+
+    python -m benchmarks.jobs_scale [--servers 100] [--slots 8] [--jobs 10000] [--seconds 1.5] [--directory .]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import os
+import random
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from distributed.jobs import commands
+from distributed.jobs.config import read_jobs
+from distributed.jobs.dispatcher import Dispatcher, Event, Order, Policy
+from distributed.jobs.host import PROGRESS
+from distributed.jobs.job import Job
+from distributed.jobs.journal import Journal
+from distributed.jobs.placement import Room, Slot
+from distributed.jobs.state import Attempt, State, listed
+
+LOOK = 0.05  # seconds between two looks at whether the event loop is free
+
+
+class Simulated:
+    """A server without anything behind it. See dispatcher.Server."""
+
+    watches_gpus = False
+
+    def __init__(self, name: str, slots: int) -> None:
+        self.name = name
+        self.room = Room(name, tuple(Slot(number, number) for number in range(slots)))
+        self._post: Callable[[Event], None] = lambda _: None
+
+    async def connect(self, post: Callable[[Event], None]) -> str:
+        self._post = post
+        return ""
+
+    async def lost(self) -> str:
+        return await asyncio.get_running_loop().create_future()
+
+    async def look(self, attempts: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+        return {name: {"state": "absent"} for name in attempts}
+
+    async def start(self, order: Order) -> dict[str, Any]:
+        await asyncio.sleep(0.01)  # as long as a fork and the way there and back take
+        self._go_on(order.attempt, time.time(), float(order.job.settings["seconds"]))
+        return {"state": "running", "pid": 4711, "start_time": 815, "boot_id": "2f6e4d4e-4c2f-4c3e-9a51-2b1c6d7e8f90"}
+
+    def _go_on(self, attempt: str, started: float, left: float) -> None:
+        loop = asyncio.get_running_loop()
+        if left <= PROGRESS:
+            loop.call_later(left, self._end, attempt, started)
+            return
+        self._post(Event("progress", self.name, {"attempt": attempt, "metrics": {"step": left, "loss": 2.7183}}))
+        loop.call_later(PROGRESS, self._go_on, attempt, started, left - PROGRESS)
+
+    def _end(self, attempt: str, started: float) -> None:
+        end = {
+            "attempt": attempt, "code": 0, "started": started, "ended": time.time(), "peak_memory": 1 << 30,
+            "cause": "", "message": "", "lines": [], "metrics": {"step": 0, "steps": 100, "loss": 2.7183},
+        }  # fmt: skip
+        self._post(Event("ended", self.name, end))
+
+    async def stop(self, attempt: str, kill: bool) -> None:
+        """Nobody cancels."""
+
+    async def bring(self, attempt: Attempt, output: str) -> None:
+        await asyncio.sleep(0.01)
+
+    async def send(self, output: str) -> None:
+        """No job is tried twice."""
+
+    async def gpus(self) -> list[dict[str, Any]]:
+        return []
+
+    async def close(self, finished: bool) -> None:
+        """Nothing is open."""
+
+
+class Watch:
+    """The longest time in which the event loop did nothing else, seconds."""
+
+    def __init__(self) -> None:
+        self.longest = 0.0
+
+    async def look(self) -> None:
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(LOOK)
+            self.longest = max(self.longest, time.monotonic() - before - LOOK)
+
+
+@contextmanager
+def watched(watch: Watch) -> Iterator[None]:
+    """Let the watch look for as long as a dispatcher runs."""
+    real = Dispatcher.run
+
+    async def run(self: Dispatcher) -> None:
+        looking = asyncio.ensure_future(watch.look())
+        try:
+            await real(self)
+        finally:
+            looking.cancel()
+
+    Dispatcher.run = run  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Dispatcher.run = real  # type: ignore[method-assign]
+
+
+def cpu() -> float:
+    """Seconds of this process so far."""
+    return time.process_time()
+
+
+def peak() -> float:
+    """Most memory that this process has had so far, MB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
+
+
+def job_list(count: int, seconds: float) -> list[dict[str, Any]]:
+    """Jobs as people write them; their lengths are spread evenly around the mean."""
+    lengths = random.Random(1)
+    return [
+        {"fold": number, "prefix": "scale", "batch_size": 64, "lr": 3e-4, "model": "medium", "_retries": 1,
+         "seconds": round(lengths.uniform(0.5, 1.5) * seconds, 3)}
+        for number in range(count)
+    ]  # fmt: skip
+
+
+def dispatched(jobs: list[Job], servers: list[Simulated], watch: Watch) -> float:
+    """Run the list as the command does. Returns the CPU seconds."""
+    with Journal.open(Path("results.journal")) as book:
+        state = State()
+        about = {"list": "0123456789", "cwd": str(Path.cwd()), "script": "train.py", "backend": "ssh"}
+        state.apply(book.add("list", **about, jobs=listed(jobs)))
+        book.commit()
+        begun = cpu()
+        with watched(watch):
+            code = commands.dispatch(book, state, jobs, servers, Policy(), Path("results.json"))
+        spent = cpu() - begun
+    if code or state.counts["done"] != len(jobs):
+        sys.exit(f"exit code {code}: {state.counts}")
+    return spent
+
+
+def main() -> int:
+    """Print CPU time per job, memory, and how long the event loop was held up."""
+    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    options.add_argument("--servers", type=int, default=100)
+    options.add_argument("--slots", type=int, default=8)
+    options.add_argument("--jobs", type=int, default=10_000)
+    options.add_argument("--seconds", type=float, default=1.5, help="mean length of a job")
+    options.add_argument("--directory", type=Path, default=Path(), help="where the journal is written, on a real disk")
+    given = options.parse_args()
+    with tempfile.TemporaryDirectory(dir=given.directory) as directory:
+        os.chdir(directory)
+        Path("jobs.json").write_text(json.dumps(job_list(given.jobs, given.seconds)))
+        before, begun = peak(), cpu()
+        jobs = read_jobs(Path("jobs.json"))
+        reading = cpu() - begun
+        servers = [Simulated(f"gpu{number}", given.slots) for number in range(given.servers)]
+        watch, wall = Watch(), time.monotonic()
+        spent = dispatched(jobs, servers, watch)
+        wall = time.monotonic() - wall
+        used, size = peak(), Path("results.journal").stat().st_size
+        gc.collect()
+        begun = cpu()
+        with Journal.open(Path("results.journal")) as book:
+            State.of(book.records)
+        again = cpu() - begun
+        os.chdir("/")
+    slots = given.servers * given.slots
+    least = sum(job.settings["seconds"] for job in jobs) / slots
+    print(f"{given.jobs:,} jobs on {given.servers} servers of {given.slots} slots, journal in {given.directory}:")
+    print(f"  dispatcher: {1000 * spent / given.jobs:.2f} ms of CPU per job (wanted: at most 1)")
+    print(f"  peak memory: {used:.0f} MB, of which {used - before:.0f} MB since before the list was read")
+    print(
+        f"  wall: {wall:.1f} s, of which the jobs need {least:.1f} s; event loop held up at most {watch.longest:.2f} s"
+    )
+    print(f"  list read in {reading:.2f} s of CPU; journal of {size / 1e6:.1f} MB read again in {again:.2f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,150 @@
+"""Leave-one-out cross-validation: which participant a job holds out, and where its output goes.
+
+    participant_of({"fold": 1, "participants": ["a", "b"]}, None)   -> "b"
+    output_directory({"fold": 1, "prefix": "exp1"}, "3fa2b1c09d", DEFAULT_PARTICIPANTS)
+                                                                    -> "experiments/exp1/fold1_compound-statements"
+
+train.py and the dispatcher of job lists both call these, so that they agree. Settings are the arguments of a job, as
+JSON has them; a value of null or false is an argument that is not given. Standard library only.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from distributed.topics import DOMAINS
+
+DEFAULT_PARTICIPANTS = DOMAINS  # of train.py: the domains of the embedded text, in the order of the table
+LONGEST = 200  # bytes of a path component: file systems take 255, and fold<N>_ comes before it
+SHOWN = 20  # names in a message
+
+
+def participant_of(settings: Mapping[str, Any], default: Sequence[str] | None) -> str | None:
+    """The participant that a job holds out: its `participant`, else participants[fold]; None when not known.
+
+    Args:
+        default: the participants of a job that names none; None when the script has no such list. It does not count
+            for a job with a `data_path`, whose participants are the files there.
+
+    Raises:
+        ValueError: the message is subject, problem, value, remedy.
+    """
+    chosen, fold, listed = _name(settings, "participant"), fold_of(settings), _listed(settings)
+    if chosen is None and listed is None and default and _given(settings, "data_path") is None:
+        listed = list(default)
+    if listed is None or (chosen is None and fold is None):
+        return chosen
+    if chosen is not None and chosen not in listed:
+        raise ValueError(f"participant: not one of the participants: got {chosen!r}; {_nearest(chosen, listed)}")
+    if fold is None:
+        return chosen
+    if fold >= len(listed):
+        raise ValueError(f"fold: out of range for {len(listed)} participants: got {fold}; give 0 to {len(listed) - 1}")
+    if chosen not in (None, listed[fold]):
+        raise ValueError(
+            f"participant: contradicts fold {fold}, which is {listed[fold]!r}: got {chosen!r}; give one of the two"
+        )
+    return listed[fold]
+
+
+def output_directory(settings: Mapping[str, Any], job_id: str, default_participants: Sequence[str] | None) -> str:
+    """The output directory of a job, relative to the working directory.
+
+    experiments/{prefix}/fold{N}_{participant} where the job has `prefix` and `fold`, without _{participant} where that
+    is not known; else experiments/{prefix}/{job id}, or experiments/{job id}.
+
+    Raises:
+        ValueError: see participant_of(); also for a prefix or participant that cannot be part of a path.
+    """
+    prefix, fold = _name(settings, "prefix"), fold_of(settings)
+    participant = participant_of(settings, default_participants)
+    parts = [] if prefix is None else [_component("prefix", part, prefix) for part in prefix.split("/")]
+    if prefix is None or fold is None:
+        last = _component("job id", job_id)
+    else:
+        last = f"fold{fold}" if participant is None else f"fold{fold}_{_component('participant', participant)}"
+    return "/".join(["experiments", *parts, last])
+
+
+def fold_of(settings: Mapping[str, Any]) -> int | None:
+    """The number of the fold. Raises ValueError."""
+    fold = _given(settings, "fold")
+    if fold is None:
+        return None
+    if isinstance(fold, bool) or not isinstance(fold, int | str) or not re.fullmatch(r"[0-9]{1,9}", str(fold)):
+        raise ValueError(f"fold: expected a whole number from 0 on, got {_short(fold)}; the first participant is 0")
+    return int(fold)
+
+
+def participants_in(directory: Path) -> dict[str, Path]:
+    """The participants of a directory of texts, by name: each *.txt file, and each subdirectory. Hidden ones are none.
+
+    Raises:
+        ValueError: there are none, two have one name, or the directory cannot be read.
+    """
+    found: dict[str, Path] = {}
+    try:
+        entries = sorted(entry for entry in directory.iterdir() if not entry.name.startswith("."))
+    except OSError as error:
+        raise ValueError(f"{directory}: cannot list participants: {error.strerror}; give a directory") from None
+    for entry in entries:
+        if entry.is_dir() or entry.suffix == ".txt":
+            name = entry.name if entry.is_dir() else entry.stem
+            if name in found:
+                raise ValueError(f"{directory}: two participants named {name!r}; rename one of them")
+            found[name] = entry
+    if not found:
+        raise ValueError(f"{directory}: no participants; expected *.txt files or subdirectories")
+    return dict(sorted(found.items()))
+
+
+def _given(settings: Mapping[str, Any], name: str) -> Any:
+    value = settings.get(name)
+    return None if value is False else value
+
+
+def _name(settings: Mapping[str, Any], name: str) -> str | None:
+    value = _given(settings, name)
+    return None if value is None else _text(name, value)
+
+
+def _text(subject: str, value: Any) -> str:
+    """Numbers too are names, as the script gets them."""
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise ValueError(f"{subject}: expected a name, got {_short(value)}; write a string")
+    return str(value)
+
+
+def _listed(settings: Mapping[str, Any]) -> list[str] | None:
+    value = _given(settings, "participants")
+    if value is None:
+        return None
+    names = [_text("participants", each) for each in (value if isinstance(value, list | tuple) else [value])]
+    if not names:
+        raise ValueError("participants: expected at least one name, got []; leave it out for the default list")
+    return names
+
+
+def _component(subject: str, part: str, whole: str | None = None) -> str:
+    """The part, when it can be the name of a directory."""
+    if part in ("", ".", "..") or "/" in part or not part.isprintable() or len(part.encode()) > LONGEST:
+        raise ValueError(
+            f"{subject}: cannot be part of a path: got {_short(part if whole is None else whole)}; use printable "
+            f'characters, at most {LONGEST} bytes, without "." and ".."' + (' and without "/"' if whole is None else "")
+        )
+    return part
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, 1, 0.4)
+    listed = ", ".join(known[:SHOWN]) + (f" and {len(known) - SHOWN} more" if len(known) > SHOWN else "")
+    return (f"did you mean {near[0]!r}? There are " if near else "there are ") + listed
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:100]}..."

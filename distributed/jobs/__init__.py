@@ -1,0 +1,1 @@
+"""Lists of independent jobs on the GPUs of several servers."""

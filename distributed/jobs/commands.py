@@ -1,0 +1,700 @@
+"""Run a list of training jobs over GPU servers.
+
+usage: run_distributed_training.py --cluster-config FILE --jobs-config FILE [option...]
+       run_distributed_training.py status|logs|why|cancel|retry|resume [--log-file FILE] ...
+
+  --cluster-config FILE  the servers (JSON); not needed with --backend local
+  --jobs-config FILE     the jobs (JSON): a list of objects, each key an argument of the script
+  --log-file FILE        the results (default: results.json). Beside it stand the journal of the list (.journal) and a
+                         page of the results (.html)
+  --backend NAME         ssh (default), local (this machine, no SSH), slurm (one sbatch array)
+  --script PATH          script to run, in place of script_path of the cluster config (default: train.py)
+  --slots N              local: jobs at once (each GPU, or without GPUs this machine)
+  --sync                 ssh: copy the working directory to the servers first
+  --retries N            attempts after a first that failed, for jobs without _retries (default: 1)
+  --max-failures N       pause the list when N jobs have failed
+  --fail-fast            cancel everything when a job has failed
+  --gpu-free-mib N       use a GPU when N MiB of its memory are free (default: when others use less than 1000 MiB)
+  --lost-after SECONDS   ssh: without a connection for so long, the jobs of a server run elsewhere (default: 600)
+  --grace SECONDS        time between SIGTERM and SIGKILL (default: 30)
+  --no-tmux              no tmux sessions on the servers
+  --plan                 print where and when each job would run, and start nothing
+  --help                 show this
+
+The same command again, or `resume`, goes on with a list that was interrupted: jobs that still run are found again,
+what is done stays done, jobs that are new in the list are added.
+
+  status                 how the list is: every job, and what runs where
+  logs JOB [--follow]    the output of a job's last attempt; --attempt N: of another one
+  why JOB                why a job is in the state that it is in
+  cancel JOB...|all      stop jobs, and prove that nothing of them is left
+  retry failed|JOB...    run jobs again that have failed or were cancelled
+  resume                 go on with the list
+
+JOB is an id, the beginning of one, a name, or a part of it that names one job only.
+
+Exit codes: 0 all jobs are done; 1 a job failed or was cancelled; 2 wrong call or configuration; 75 the list is paused
+or was interrupted: run it again to go on; 130 Ctrl-C, 143 SIGTERM: jobs go on, and so does `resume`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import secrets
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from distributed.fold import DEFAULT_PARTICIPANTS
+from distributed.jobs import console, journal, servers
+from distributed.jobs.config import Cluster, ConfigError, read_cluster, read_jobs, server_name
+from distributed.jobs.dispatcher import Dispatcher, Policy, Server
+from distributed.jobs.job import Job
+from distributed.jobs.journal import Journal, JournalError
+from distributed.jobs.placement import Room, plan
+from distributed.jobs.results import Results
+from distributed.jobs.state import FINAL, Attempt, JobState, State, chosen, listed, one, unanswered
+from distributed.report import duration
+
+PROGRAM = "run_distributed_training.py"
+WRONG_CALL, UNFINISHED = 2, 75  # exit codes
+SUBCOMMANDS = ("status", "logs", "why", "cancel", "retry", "resume")
+BACKENDS = ("ssh", "local", "slurm")
+SHOWN = 10  # failed jobs at the end
+WRITE = 0.5  # seconds between two looks at whether the results are to be written, and two pictures of the table
+# What `resume` takes over from the call that began the list.
+KEPT = (
+    "cluster_config", "jobs_config", "backend", "script", "slots", "sync", "retries", "max_failures", "fail_fast",
+    "gpu_free_mib", "lost_after", "grace", "no_tmux",
+)  # fmt: skip
+
+
+def called(words: str, log_file: Path | None = None) -> str:
+    """A call of this program that a person can paste. log_file: of the list that it is about."""
+    program = f"python {sys.argv[0]}" if Path(sys.argv[0]).name == PROGRAM else PROGRAM
+    option = "" if log_file is None or str(log_file) == "results.json" else f" --log-file {shlex.quote(str(log_file))}"
+    return f"{program} {words}{option}"
+
+
+class CallError(Exception):
+    """A wrong call."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Errors as everywhere in the kit."""
+
+    def error(self, message: str) -> NoReturn:
+        """See argparse."""
+        raise CallError(message)
+
+
+# ---------------------------------------------------------------- the call
+
+
+def run_parser() -> Parser:
+    """Of the call that runs a list."""
+    parser = Parser(prog=PROGRAM, add_help=False, allow_abbrev=False)
+    parser.add_argument("--cluster-config", type=Path)
+    parser.add_argument("--jobs-config", type=Path)
+    parser.add_argument("--log-file", type=results_file, default=Path("results.json"))
+    parser.add_argument("--backend", choices=BACKENDS, default="ssh")
+    parser.add_argument("--script")
+    parser.add_argument("--slots", type=positive)
+    parser.add_argument("--sync", action="store_true")
+    parser.add_argument("--retries", type=not_negative)
+    parser.add_argument("--max-failures", type=positive)
+    parser.add_argument("--fail-fast", action="store_true")
+    parser.add_argument("--gpu-free-mib", type=not_negative)
+    parser.add_argument("--lost-after", type=not_negative, default=600)
+    parser.add_argument("--grace", type=not_negative, default=30)
+    parser.add_argument("--no-tmux", action="store_true")
+    parser.add_argument("--plan", action="store_true")
+    return parser
+
+
+def list_parser(command: str) -> Parser:
+    """Of a call about a list that is there."""
+    parser = Parser(prog=f"{PROGRAM} {command}", add_help=False, allow_abbrev=False)
+    parser.add_argument("--log-file", type=results_file, default=Path("results.json"))
+    if command in ("logs", "why"):
+        parser.add_argument("job")
+    if command in ("cancel", "retry"):
+        parser.add_argument("jobs", nargs="+")
+    if command == "logs":
+        parser.add_argument("--follow", action="store_true")
+        parser.add_argument("--attempt", type=positive)
+    return parser
+
+
+def results_file(text: str) -> Path:
+    path = Path(text)
+    if path.suffix in (".journal", ".html") or path.is_dir() or not path.name:
+        raise argparse.ArgumentTypeError(f"expected the name of a file such as results.json, got {text!r}")
+    return path
+
+
+def positive(text: str) -> int:
+    return at_least(1, text)
+
+
+def not_negative(text: str) -> int:
+    return at_least(0, text)
+
+
+def at_least(least: int, text: str) -> int:
+    if not text.isascii() or not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least {least}, got {text!r}")
+    return int(text)
+
+
+def main(words: Sequence[str]) -> int:
+    """Run the call. Returns the exit code."""
+    try:
+        return call(list(words))
+    except CallError as error:
+        return refuse(f"{error}\nTry: {PROGRAM} --help")
+    except (ConfigError, JournalError, ValueError) as error:
+        return refuse(str(error))
+    except OSError as error:
+        return refuse(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+
+
+def refuse(message: str) -> int:
+    for line in message.splitlines():
+        sys.stderr.write(line + "\n" if line.startswith("Try: ") else f"{PROGRAM}: {line}\n")
+    return WRONG_CALL
+
+
+def call(words: list[str]) -> int:
+    if "--help" in words or "-h" in words:
+        sys.stdout.write(__doc__ or "")
+        return 0
+    if words and words[0] in SUBCOMMANDS:
+        given = list_parser(words[0]).parse_args(words[1:])
+        path = journal_of(given.log_file)
+        if not path.exists():
+            raise CallError(
+                f"{given.log_file}: there is no list of jobs ({path} is missing); name its results: --log-file"
+            )
+        if not journal.begun(path):
+            raise CallError(f"{path}: there is no list of jobs in it; give the call that was to begin it once more")
+        verbs = {"status": status, "logs": logs, "why": why, "cancel": cancel, "retry": retry, "resume": resume}
+        return verbs[words[0]](given, path)
+    if words and not words[0].startswith("-"):
+        raise CallError(f"{words[0]}: unknown command; known are {', '.join(SUBCOMMANDS)}")
+    return run(run_parser().parse_args(words))
+
+
+def journal_of(results: Path) -> Path:
+    """The journal beside the results."""
+    return results.with_suffix(".journal")
+
+
+# ---------------------------------------------------------------- run a list
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a call asks for, checked."""
+
+    given: argparse.Namespace
+    cluster: Cluster | None
+    jobs: list[Job]
+
+    @property
+    def script(self) -> str:
+        return script_of(self.given, self.cluster)
+
+
+def script_of(given: argparse.Namespace, cluster: Cluster | None) -> str:
+    return str(given.script or (cluster.script_path if cluster else "train.py"))
+
+
+def checked(given: argparse.Namespace) -> Call:
+    """Read both configurations. Raises ConfigError and CallError."""
+    if given.jobs_config is None:
+        raise CallError("--jobs-config: missing; name the file with the jobs")
+    if given.backend == "local":
+        cluster = read_cluster(given.cluster_config) if given.cluster_config else None
+    elif given.cluster_config is None:
+        raise CallError("--cluster-config: missing; name the file with the servers, or use --backend local")
+    else:
+        cluster = read_cluster(given.cluster_config)
+    if given.slots and given.backend != "local":
+        raise CallError("--slots: only for --backend local; servers have slots_per_gpu")
+    script = script_of(given, cluster)
+    if given.backend == "local" and not Path(script).is_file():
+        raise ConfigError(f"script {script}: there is no such file (looked in {Path.cwd()}); name one: --script PATH")
+    known = DEFAULT_PARTICIPANTS if Path(script).name == "train.py" else None
+    return Call(given, cluster, read_jobs(given.jobs_config, known, given.retries))
+
+
+def make_servers(asked: Call, list_id: str) -> list[Server]:
+    """The servers of a call. Raises ConfigError."""
+    given = asked.given
+    launch = servers.Launch(
+        list_id, Path.cwd(), asked.script, grace=float(given.grace), panes=not given.no_tmux, sync=given.sync,
+        sockets=servers.sockets_directory(list_id),
+    )  # fmt: skip
+    if given.backend == "local":
+        return [servers.local_server(launch, given.slots)]
+    assert asked.cluster
+    if given.backend == "slurm":
+        from distributed.jobs.slurm import SlurmServer
+
+        return [SlurmServer(asked.cluster, launch, sum(job.options.gpus for job in asked.jobs))]
+    for server in asked.cluster.servers:
+        if server.ssh_key and not Path(server.ssh_key).expanduser().is_file():
+            raise ConfigError(f"{given.cluster_config}: {server.host}: ssh_key={server.ssh_key}: there is no such file")
+    return [servers.SshServer(server_name(server), server, launch) for server in asked.cluster.servers]
+
+
+def refuse_homeless(jobs: Sequence[Job], made: Sequence[Server]) -> None:
+    """Jobs that no server could ever take. Raises ConfigError."""
+    rooms = [server.room for server in made]
+    faults = []
+    for job in jobs:
+        labels = frozenset(job.options.labels)
+        if not any(labels <= room.labels for room in rooms):
+            faults.append(f"{job.name}: no server has the labels {', '.join(sorted(labels))}")
+        elif not any(labels <= room.labels and job.options.gpus <= room.capacity() for room in rooms):
+            most = max(room.capacity() for room in rooms if labels <= room.labels)
+            faults.append(f"{job.name}: _gpus={job.options.gpus}, but no server that fits has more than {most}")
+    if faults:
+        raise ConfigError("\n".join(faults[:20]))
+
+
+def run(given: argparse.Namespace) -> int:
+    """Run the list of a call, or go on with it."""
+    asked = checked(given)
+    if given.plan:
+        return show_plan(asked)
+    if not given.log_file.parent.is_dir():
+        raise CallError(f"--log-file {given.log_file}: there is no directory {given.log_file.parent}")
+    refuse_foreign_file(given)
+    refuse_homeless(asked.jobs, make_servers(asked, "new"))  # a refused call leaves nothing behind
+    with Journal.open(journal_of(given.log_file)) as book:
+        state = State.of(book.records)
+        refuse_other_list(state, asked)
+        list_id = state.id or secrets.token_hex(5)
+        made = make_servers(asked, list_id)
+        about = {name: getattr(given, name) for name in KEPT}
+        about = {name: str(value) if isinstance(value, Path) else value for name, value in about.items()}
+        record = book.add(
+            "list", list=list_id, cwd=str(Path.cwd()), pid=os.getpid(), host=os.uname().nodename, call=about,
+            backend=given.backend, script=asked.script, jobs=listed(asked.jobs),
+        )  # fmt: skip
+        state.apply(record)
+        book.commit()
+        return dispatch(book, state, asked.jobs, made, policy_of(given), given.log_file)
+
+
+def policy_of(given: argparse.Namespace, drain: bool = False) -> Policy:
+    lost_after = float("inf") if given.backend == "slurm" else float(given.lost_after)  # there is no other SLURM
+    return Policy(given.max_failures, given.fail_fast, lost_after, given.gpu_free_mib, drain)
+
+
+def refuse_foreign_file(given: argparse.Namespace) -> None:
+    """Results are written only over results. Raises CallError."""
+    book = journal_of(given.log_file)
+    if given.log_file.exists() and not book.exists():
+        raise CallError(
+            f"--log-file {given.log_file}: is there already, and its journal ({book}) is not: move it away, or give "
+            "another --log-file"
+        )
+
+
+def refuse_other_list(state: State, asked: Call) -> None:
+    """The results of one list never go into those of another. Raises ConfigError."""
+    if not state.id:
+        return
+    remedy = "use another --log-file for another list"
+    if state.about["backend"] != asked.given.backend:
+        raise ConfigError(f"{asked.given.log_file}: was begun with --backend {state.about['backend']}; {remedy}")
+    if state.about["cwd"] != str(Path.cwd()):
+        raise ConfigError(f"{asked.given.log_file}: was begun in {state.about['cwd']}; call it from there, or {remedy}")
+    if not set(state.jobs) & {job.id for job in asked.jobs}:
+        raise ConfigError(f"{asked.given.log_file}: holds {len(state.jobs)} jobs, none of them in this list; {remedy}")
+
+
+def dispatch(
+    book: Journal, state: State, jobs: Sequence[Job], made: Sequence[Server], policy: Policy, log_file: Path
+) -> int:
+    """Work on the list until its end. Returns the exit code."""
+    results: Results
+    dispatcher = Dispatcher(
+        book,
+        state,
+        jobs,
+        made,
+        policy,
+        say=lambda line: screen.say(line),
+        changed=lambda: setattr(results, "changed", True),
+    )
+    results = Results(log_file, state, dispatcher.links)
+    screen = console.Screen(state, dispatcher.links)
+    began = state.counts["done"]
+    caught: list[int] = []
+    # It warns of processes and pipes that end while it looks at them: what that means is reported as it concerns jobs.
+    logging.getLogger("asyncio").setLevel(logging.ERROR)
+
+    async def work() -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:
+                loop.add_signal_handler(number, stop, number)
+        writing = asyncio.ensure_future(write_now_and_then())
+        try:
+            await dispatcher.run()
+        finally:
+            writing.cancel()
+
+    def stop(number: int) -> None:
+        caught.append(number)
+        dispatcher.interrupt(f"{signal.Signals(number).name} was received")
+
+    async def write_now_and_then() -> None:
+        while True:
+            before = results.trouble
+            results.write()
+            if results.trouble and results.trouble != before:
+                screen.say(f"{results.trouble}; trying again")
+            screen.refresh()
+            await asyncio.sleep(WRITE)
+
+    with screen:
+        total = len(state.jobs)
+        done = f", {began} of them done" if began else ""
+        screen.say(f"{console.plural(total, 'job')}{done}; results: {log_file}, {log_file.with_suffix('.html')}")
+        asyncio.run(work())
+    outcome, code = ending(state, caught, policy)
+    results.write(outcome, dispatcher.interrupted, last=True)
+    report_end(state, outcome, results, log_file, screen.put)
+    screen.end()
+    remove_sockets(state.id)
+    return code
+
+
+def remove_sockets(list_id: str) -> None:
+    """Their connections end by themselves, seconds after their last use."""
+    directory = servers.sockets_directory(list_id)
+    with contextlib.suppress(OSError):
+        for file in directory.glob("*.conf"):
+            file.unlink()
+        directory.rmdir()
+
+
+def ending(state: State, caught: Sequence[int], policy: Policy) -> tuple[str, int]:
+    """(state of the list, exit code)."""
+    counts = state.counts
+    if caught:
+        return "interrupted", 128 + caught[0]
+    if any(True for _ in state.unfinished()):
+        return ("paused" if state.paused else "interrupted"), 0 if policy.drain else UNFINISHED
+    if counts["failed"]:
+        return "finished", 1
+    if counts["cancelled"]:
+        return ("cancelled" if not counts["done"] else "finished"), 0 if policy.drain else 1
+    return "finished", 0
+
+
+def report_end(state: State, outcome: str, results: Results, log_file: Path, put: Callable[[str], None]) -> None:
+    """The last lines."""
+    counts = state.counts
+    words = [f"{counts['done']} of {len(state.jobs)} done"]
+    words += [f"{counts[name]} {name}" for name in ("failed", "cancelled", "waiting") if counts[name]]
+    going = counts["running"] + counts["ending"]
+    line = f"{outcome}: {', '.join(words)}"
+    if going:
+        line += f"; {going} still running, and not disturbed by this"
+    put(line)
+    failed = [each for each in state.jobs.values() if each.state == "failed"]
+    for job in failed[:SHOWN]:
+        put(f"  failed: {job.job.id}  {job.job.name}: {job.reason}")
+    if failed[SHOWN:]:
+        put(f"  failed: {len(failed) - SHOWN} more; `status` shows all")
+    if failed:
+        put(f"see the output:  {called(f'why {failed[0].job.id}', log_file)}")
+        put(f"run them again:  {called('retry failed', log_file)}")
+    for server in sorted({attempt.server for attempt in state.given_up()}):
+        put(f"{server}: was lost; what ran there may still run. When it is back: {called('cancel all', log_file)}")
+    if outcome in ("paused", "interrupted"):
+        put(f"to go on:        {called('resume', log_file)}")
+        put(f"to end the list: {called('cancel all', log_file)}")
+    if results.trouble:
+        put(f"  {results.trouble}: the results are not complete; the journal is")
+    put(f"results: {log_file}, {log_file.with_suffix('.html')}")
+
+
+# ---------------------------------------------------------------- --plan
+
+
+def show_plan(asked: Call) -> int:
+    """Where and when each job would run."""
+    made = make_servers(asked, "plan")
+    refuse_homeless(asked.jobs, made)
+    rooms: dict[str, Room] = {server.room.name: server.room for server in made}
+    for room in rooms.values():
+        room.open = True
+    told = [job.options.expected_seconds for job in asked.jobs if job.options.expected_seconds is not None]
+    mean = sum(told) / len(told) if told else 1.0
+    known = {
+        job.id: mean if job.options.expected_seconds is None else job.options.expected_seconds for job in asked.jobs
+    }
+    jobs = {job.id: job for job in asked.jobs}
+    steps = plan(asked.jobs, rooms, lambda job: known[job.id])
+    table = [("start", "expected", "where", "id", "output")]
+    for start, job_id, server, slots in steps:
+        where = ",".join(str(slot.index if slot.gpu is None else slot.gpu) for slot in slots)
+        expected = jobs[job_id].options.expected_seconds
+        table.append((
+            console.clock(start), "?" if expected is None else console.clock(expected), f"{server}:{where}",
+            job_id, jobs[job_id].output,
+        ))  # fmt: skip
+    show(table if told else [row[2:] for row in table])
+    slots_in_all = sum(len(room.slots) for room in rooms.values())
+    print(
+        f"{console.plural(len(asked.jobs), 'job')} on {console.plural(slots_in_all, 'slot')} of "
+        f"{console.plural(len(rooms), 'server')}; no two write the same directory"
+    )
+    if told:
+        end = max(start + known[job_id] for start, job_id, _, _ in steps)
+        rest = len(asked.jobs) - len(told)
+        print(
+            f"expected duration: {duration(end)}"
+            + (f" ({console.plural(rest, 'job')} without _expected_seconds: counted as the mean)" if rest else "")
+        )
+    else:
+        print("expected duration: not known; say _expected_seconds in the jobs")
+    existing = [job.output for job in asked.jobs if Path(job.output).exists()]
+    if existing:
+        print(
+            f"there already: {', '.join(existing[:5])}{' ...' if len(existing) > 5 else ''}; "
+            "their jobs go on from what is there"
+        )
+    print("nothing was started")
+    return 0
+
+
+# ---------------------------------------------------------------- commands about a list
+
+
+def show(table: Sequence[Sequence[str]], below: Sequence[str] = ()) -> None:
+    """The first row holds the headings. below: a line for each row, empty for none."""
+    for number, line in enumerate(console.aligned(table)):
+        print(f"\033[1m{line}\033[0m" if number == 0 and sys.stdout.isatty() else line)
+        if below and below[number]:
+            print(below[number])
+
+
+def state_of(path: Path) -> State:
+    return State.of(journal.read(path)[0])
+
+
+def status(given: argparse.Namespace, path: Path) -> int:
+    """Every job in a line, and below it why it is not done."""
+    records, lives = journal.read(path)[0], journal.dispatcher_runs(path)
+    state = State.of(records)
+    newest_metrics(state, given.log_file)
+    asked = {job: record["event"] for record in unanswered(state, records) for job in record["jobs"]}
+    table: list[Sequence[str]] = [("id", "job", "state", "where", "time", "step", "loss", "held-out")]
+    for job in state.jobs.values():
+        last = job.last
+        took = "" if last is None else console.clock((last.end or time.time()) - last.start)
+        place = place_of(last) if last else ""
+        table.append((job.job.id, job.job.name, shown_state(job, asked), place, took, *console.measured(job)))
+    reasons = [f"            {job.reason}" if job.reason else "" for job in state.jobs.values()]
+    show(table, ["", *reasons])
+    print(console.totals(state))
+    if any(True for _ in state.unfinished()) or asked:
+        resume = called("resume", given.log_file)
+        print("a dispatcher works on this list" if lives else f"no dispatcher runs; to go on: {resume}")
+    return 1 if state.counts["failed"] else 0
+
+
+def newest_metrics(state: State, log_file: Path) -> None:
+    """Of jobs that run: a dispatcher writes them into the results alone."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        for entry in json.loads(log_file.read_bytes())["jobs"]:
+            job = state.jobs.get(entry["id"])
+            if job and job.state == "running":
+                job.metrics |= entry["metrics"]
+
+
+def shown_state(job: JobState, asked: Mapping[str, str]) -> str:
+    """With what was asked for and has not happened yet."""
+    if job.job.id in asked:
+        return f"{job.state}, {asked[job.job.id]} asked for"
+    if job.cancel and job.state not in FINAL:
+        return "cancelling"
+    again = f", attempt {job.last.number}" if job.last and job.last.number > 1 else ""
+    return {"ending": "copying results"}.get(job.state, job.state) + again
+
+
+def place_of(attempt: Attempt) -> str:
+    return f"{attempt.server}:{','.join(map(str, attempt.gpus or attempt.slots))}"
+
+
+def why(given: argparse.Namespace, path: Path) -> int:
+    """All that is known of one job."""
+    state = state_of(path)
+    job = state.jobs[one(state, given.job)]
+    told = any(job.reason.endswith(attempt.how) for attempt in job.attempts if attempt.failure)
+    print(f"{job.job.id}  {job.job.name}: {job.state}" + (f": {job.reason}" if job.reason and not told else ""))
+    print(f"  output: {job.job.output}")
+    for attempt in job.attempts:
+        print("  " + attempt_line(attempt))
+        for line in attempt.lines:
+            print(f"      {line}")
+    for line in explanation(state, job, given.log_file):
+        print(f"  {line}")
+    return 0
+
+
+def attempt_line(attempt: Attempt) -> str:
+    began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(attempt.start))
+    took = f", {duration(attempt.seconds)}" if attempt.seconds is not None else ""
+    end = attempt.state if attempt.open else attempt.how if attempt.failure else "done"
+    host = f" ({attempt.process['host']})" if attempt.process.get("host") else ""
+    return f"attempt {attempt.number} on {place_of(attempt)}{host}, {began}{took}: {end}"
+
+
+def explanation(state: State, job: JobState, log_file: Path) -> list[str]:
+    """Why it is not further."""
+    if job.state in FINAL:
+        again = f"to run it again: {called(f'retry {job.job.id}', log_file)}"
+        return [] if job.state == "done" else [again]
+    if not journal.dispatcher_runs(journal_of(log_file)):
+        return [f"no dispatcher runs: nothing is started or noticed until {called('resume', log_file)}"]
+    if job.state == "waiting" and state.paused:
+        return [f"the list is paused: {state.paused}"]
+    if job.state == "waiting":
+        before = [each for each in state.jobs.values() if each.state == "waiting" and each.number < job.number]
+        needs = [f"{job.job.options.gpus} GPUs of one server"] if job.job.options.gpus > 1 else []
+        needs += [f"a server with the labels {', '.join(job.job.options.labels)}"] if job.job.options.labels else []
+        return [f"it waits for a free slot; jobs before it in the list that wait, too: {len(before)}"] + [
+            f"it needs {' and '.join(needs)}" for _ in needs[:1]
+        ]
+    return []
+
+
+def logs(given: argparse.Namespace, path: Path) -> int:
+    """The output of an attempt."""
+    path = path.absolute()
+    state = state_of(path)
+    job = state.jobs[one(state, given.job)]
+    attempt = job.last if given.attempt is None else state.attempt(f"{job.job.id}.{given.attempt}")
+    if attempt is None:
+        known = ", ".join(str(each.number) for each in job.attempts)
+        raise ValueError(
+            f"{job.job.name}: it has no such attempt; " + (f"there are {known}" if known else "it was never started")
+        )
+    log = Path(state.about["cwd"], "logs", "jobs", state.id, attempt.name, f"node_{attempt.server}.log")
+    if attempt.open or not log.exists():
+        asked = stored_call(state)
+        server = next((each for each in make_servers(asked, state.id) if each.name == attempt.server), None)
+        if server is None:
+            raise ValueError(f"{attempt.server}: no longer in the cluster config: its log cannot be read from here")
+        command = server.follow_command(attempt)
+        if not given.follow:
+            command = server.follow_command(attempt, once=True)
+        code = subprocess.call(command)
+        if not journal.dispatcher_runs(path):  # it uses the same files
+            remove_sockets(state.id)
+        return 0 if code in (0, -signal.SIGINT) else 1
+    with log.open("rb") as file:
+        while block := file.read(1 << 16):
+            sys.stdout.buffer.write(block)
+    sys.stdout.buffer.flush()
+    return 0
+
+
+def stored_call(state: State) -> Call:
+    """The call that began the list, or went on with it last."""
+    os.chdir(state.about["cwd"])
+    said: dict[str, Any] = dict(state.about["call"])
+    for name in ("cluster_config", "jobs_config"):
+        said[name] = Path(said[name]) if said.get(name) else None
+    given = argparse.Namespace(**said, plan=False)
+    cluster = read_cluster(given.cluster_config) if given.cluster_config else None
+    return Call(given, cluster, [job.job for job in state.jobs.values()])
+
+
+def cancel(given: argparse.Namespace, path: Path) -> int:
+    """Ask the dispatcher; where none runs, do its work for these jobs."""
+    state = state_of(path)
+    jobs = chosen(state, "cancel", given.jobs)
+    if not jobs and not state.given_up():
+        print("nothing to cancel: no job is waiting or running")
+        return 0
+    if jobs:
+        journal.request(path, "cancel", jobs)
+    if journal.dispatcher_runs(path):
+        return wait_until_final(path, jobs)
+    here, log_file = Path.cwd(), absolute(given.log_file)
+    with Journal.open(journal_of(log_file)) as book:
+        state = State.of(book.records)
+        asked = stored_call(state)
+        shown = from_here(log_file) if Path.cwd() == here else log_file
+        dispatch(book, state, asked.jobs, make_servers(asked, state.id), policy_of(asked.given, drain=True), shown)
+    return 0
+
+
+def wait_until_final(path: Path, jobs: Sequence[str]) -> int:
+    """Until the dispatcher has settled these jobs."""
+    told: set[str] = set()
+    while True:
+        state = state_of(path)
+        for job in [
+            each for each in map(state.jobs.__getitem__, jobs) if each.state in FINAL and each.job.id not in told
+        ]:
+            told.add(job.job.id)
+            print(f"{job.state}: {job.job.name}" + (f": {job.reason}" if job.reason else ""), flush=True)
+        if len(told) == len(jobs):
+            return 0
+        if not journal.dispatcher_runs(path):
+            print("the dispatcher has ended before all were cancelled: call `cancel` again", file=sys.stderr)
+            return 1
+        time.sleep(0.2)
+
+
+def absolute(path: Path) -> Path:
+    """Without `..`, whatever the working directory will be."""
+    return path.parent.resolve() / path.name
+
+
+def from_here(path: Path) -> Path:
+    """Relative to the working directory, where it is below it."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def retry(given: argparse.Namespace, path: Path) -> int:
+    """Ask for another attempt."""
+    state = state_of(path)
+    jobs = [job for job in chosen(state, "retry", given.jobs) if state.jobs[job].state in ("failed", "cancelled")]
+    if not jobs:
+        print("nothing to retry: no such job has failed or was cancelled")
+        return 0
+    journal.request(path, "retry", jobs)
+    start = "" if journal.dispatcher_runs(path) else f"; to start: {called('resume', given.log_file)}"
+    print(f"{console.plural(len(jobs), 'job')} to run again{start}")
+    return 0
+
+
+def resume(given: argparse.Namespace, path: Path) -> int:
+    """The call that began the list, once more."""
+    here, log_file = Path.cwd(), absolute(given.log_file)
+    said = stored_call(state_of(path)).given
+    said.log_file = from_here(log_file) if Path.cwd() == here else log_file
+    return run(said)

@@ -1,0 +1,599 @@
+"""The server's side of a job list: start jobs, watch them, answer the dispatcher.
+
+usage: jobs_host.py serve
+       jobs_host.py view DIR SLOT       see panes.py
+       jobs_host.py follow LOG EXIT     print LOG, and what is added to it until EXIT exists
+
+serve reads requests from standard input and writes replies and events to standard output, one JSON object a line, the
+first of them HELLO. The end of standard input means that the dispatcher or the connection is gone: serve ends, and
+the jobs go on, as each has a supervisor of its own. Of one job list only one serve works on a server: a new one
+ends an older one that still waits for a connection that is lost.
+
+Everything about an attempt is in WORKDIR/logs/jobs/LIST/ATTEMPT/: the files of its supervisor, and `lock`, which
+is locked from before its supervisor is forked until that has ended. So a later serve knows for certain whether an
+attempt was started. What belongs to one server, as others may share its files, is in LIST/servers/NAME/.
+
+Standard library only: it runs on servers on which nothing is installed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import glob
+import json
+import os
+import pwd
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+with contextlib.suppress(ImportError):  # a supervisor wants them: so each one that is forked here has them already
+    import ctypes  # noqa: F401
+    import resource  # noqa: F401
+
+from distributed.gpus import look_at_gpus
+from distributed.jobs import panes
+from distributed.launch import supervisor
+
+HELLO = "muster-jobs-host"
+POLL = 0.2  # seconds between two looks at what an older serve has started
+PROGRESS = 2.0  # seconds between two looks at the metrics of running jobs
+FENCE = 3.0  # seconds that an older serve has to end by itself
+START = 30.0  # seconds in which a supervisor has started its command
+LAST_LINES = 20  # of the output of an attempt that failed
+TAIL = 16 * 1024  # bytes read from the end of a file
+OWNER = ".muster_job"  # in an output directory: the id of the job that writes there
+OLDEST = (3, 10)  # Python
+
+Request = dict[str, Any]
+
+
+class HostError(Exception):
+    """What the dispatcher is to show: problem and remedy."""
+
+    of_job = False  # whether the job itself is the reason, and would fail on every server
+
+
+class JobRefused(HostError):
+    """The job cannot be started on any server."""
+
+    of_job = True
+
+
+class Attempt:
+    """One attempt of a job on this server."""
+
+    def __init__(self, directory: str, server: str, output: str, grace: float) -> None:
+        self.directory, self.output, self.grace = directory, output, grace
+        self.name = os.path.basename(directory)
+        self.files = supervisor.Files(directory, server)
+        self.kill_at = float("inf")  # when the supervisor that was told to stop is given up
+        self.metrics: dict[str, Any] = {}
+
+    @property
+    def lock(self) -> str:
+        return os.path.join(self.directory, "lock")
+
+    def locked(self) -> bool:
+        """Whether a supervisor runs, or is about to."""
+        try:
+            file = os.open(self.lock, os.O_RDWR)
+        except FileNotFoundError:
+            return False
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(file)
+        return False
+
+    def state(self) -> str:
+        """absent: never started; running; ended; killed: its supervisor has died, and nothing has been written."""
+        if supervisor.read_code(self.files.exit) is not None:
+            return "ended"
+        if self.locked():
+            return "running"
+        if supervisor.read_code(self.files.exit) is not None:  # written between both looks
+            return "ended"
+        return "killed" if os.path.exists(self.files.pids) else "absent"
+
+    def facts(self) -> dict[str, Any]:
+        """What a running attempt is known by: process id, start time, boot id."""
+        pids = supervisor.read_json(self.files.pids)
+        command = pids.get("command")
+        return {"boot_id": pids.get("boot_id"), **(command if isinstance(command, dict) else {})}
+
+    def end(self) -> dict[str, Any]:
+        """How it ended."""
+        code = supervisor.read_code(self.files.exit)
+        usage = supervisor.read_json(self.files.usage)
+        record = supervisor.read_json(self.files.record)
+        ended = usage.get("ended") or modified(self.files.exit)
+        cause = record.get("cause", "")
+        boot = supervisor.read_json(self.files.pids).get("boot_id", supervisor.boot_id())
+        return {
+            "code": code,
+            "asked": os.path.exists(self.files.request),  # to stop
+            "started": usage.get("started") or modified(self.files.pids),
+            "ended": ended,
+            "peak_memory": usage.get("peak_memory"),
+            "cause": "rebooted" if cause == "killed" and boot != supervisor.boot_id() else cause,
+            "message": record.get("message", ""),
+            "lines": last_lines(self.files.log) if code else [],
+            "metrics": read_metrics(self.output),
+        }
+
+
+def modified(path: str) -> float | None:
+    try:
+        return os.stat(path).st_mtime
+    except OSError:
+        return None
+
+
+def tail(path: str) -> bytes:
+    """The last bytes of a file; empty when it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
+            return file.read()
+    except OSError:
+        return b""
+
+
+def last_lines(path: str) -> list[str]:
+    lines = tail(path).decode(errors="replace").splitlines()
+    return [line[:500] for line in lines[-LAST_LINES:]]
+
+
+def read_metrics(output: str) -> dict[str, Any]:
+    """The newest value of each number that the job wrote into its metrics.jsonl."""
+    path = os.path.join(output, "metrics.jsonl")
+    found: dict[str, Any] = {}
+    try:
+        with open(path, "rb") as file:
+            text = file.read(TAIL) + b"\n" + tail(path)  # the first lines say how many steps there will be
+    except OSError:
+        return found
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError, RecursionError):
+            values = json.loads(line)
+            if isinstance(values, dict):
+                found.update((key, value) for key, value in values.items() if is_number(value))
+    found.pop("time", None)
+    return found
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e100
+
+
+# ---------------------------------------------------------------- one serve a job list
+
+
+def take_fence(directory: str) -> int:
+    """The only serve of this list on this server. Returns the locked file; raises HostError."""
+    os.makedirs(directory, exist_ok=True)
+    path = os.path.join(directory, "serve")
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    end = time.monotonic() + 2 * FENCE
+    asked = False
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            holder = supervisor.same_process(supervisor.read_json(path))
+            if time.monotonic() > end:
+                os.close(file)
+                raise HostError(f"{path} is held by another process: is the list used from another machine?") from None
+            if holder and not asked and time.monotonic() > end - FENCE:
+                asked = True
+                supervisor.send(signal.SIGKILL, [holder])
+            time.sleep(0.05)
+    os.ftruncate(file, 0)
+    os.write(file, json.dumps(supervisor.identity(os.getpid())).encode())
+    return file
+
+
+# ---------------------------------------------------------------- the program
+
+
+class Serve:
+    """Requests in, replies and events out."""
+
+    def __init__(self) -> None:
+        self.workdir = self.server = self.directory = self.own = self.session = ""
+        self.python: list[str] = []
+        self.slots: list[str] = []
+        self.attempts: dict[str, Attempt] = {}  # that have not ended
+        self.fence = -1
+        self._children: dict[int, Callable[[str], None]] = {}  # pipe -> what to do with what a child writes to it
+        self._texts: dict[int, bytes] = {}
+        self._received = b""
+        self._progress_at = 0.0
+        source, target = os.pipe()
+        os.set_blocking(source, False)
+        os.set_blocking(target, False)
+        signal.set_wakeup_fd(target, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self._signals = (source, target)
+
+    def run(self) -> int:
+        """Until standard input ends."""
+        self.send(
+            event="hello", protocol=HELLO, host=os.uname().nodename, boot_id=supervisor.boot_id(), home=home(),
+            python=list(sys.version_info[:3]), user=os.getuid(),
+        )  # fmt: skip
+        while self._wait():
+            self._look()
+        return 0
+
+    def send(self, **facts: Any) -> None:
+        """One line out. Where nobody reads any more, this program has no use."""
+        data = json.dumps(facts).encode() + b"\n"
+        try:
+            while data:
+                data = data[os.write(1, data) :]
+        except OSError:
+            os._exit(0)
+
+    def _wait(self) -> bool:
+        poll = select.poll()
+        for file in (0, self._signals[0], *self._children):
+            poll.register(file, select.POLLIN)
+        for file, _ in poll.poll(1000 * POLL if self.attempts else 5000):
+            if file == 0:
+                block = os.read(0, 1 << 20)
+                if not block:
+                    return False
+                *lines, self._received = (self._received + block).split(b"\n")
+                for line in lines:
+                    self._answer(line)
+            elif file == self._signals[0]:
+                os.read(file, 4096)
+                with contextlib.suppress(ChildProcessError):
+                    while os.waitpid(-1, os.WNOHANG)[0]:
+                        pass
+            elif file in self._children:
+                self._read_child(file)
+        return True
+
+    def _answer(self, line: bytes) -> None:
+        if not line.strip():
+            self.send(event="beat")
+            return
+        request = json.loads(line)
+        verbs: dict[str, Callable[[Request], dict[str, Any] | None]] = {
+            "open": self.open, "look": self.look, "start": self.start, "stop": self.stop, "gpus": self.gpus,
+            "exists": self.exists, "close": self.close,
+        }  # fmt: skip
+        try:
+            reply = verbs[request["do"]](request)
+        except HostError as error:
+            self.send(reply=request["id"], error=str(error), of_job=error.of_job)
+        except OSError as error:
+            reason = f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror)
+            self.send(reply=request["id"], error=reason)
+        else:
+            if reply is not None:
+                self.send(reply=request["id"], **reply)
+
+    # ---- requests
+
+    def open(self, request: Request) -> dict[str, Any]:
+        """Find the working directory, check what jobs need, and become the only serve of this list here."""
+        if sys.version_info[:2] < OLDEST:
+            raise HostError(f"Python {sys.version.split()[0]}: 3.10 or newer is needed; set python for this server")
+        if request["remote"] and ends_at_logout():
+            raise HostError(
+                "systemd would end the jobs with the connection (KillUserProcesses): loginctl enable-linger"
+            )
+        self.server = request["server"]
+        self.workdir = find_workdir(request["workdir"], request["default_workdir"])
+        script = os.path.join(self.workdir, request["script"])
+        if not os.path.isfile(script):
+            raise HostError(
+                f"script {request['script']}: not in {self.workdir}; copy it there (--sync does), or set workdir"
+            )
+        self.python = find_python(request["python"], self.workdir)
+        self.directory = os.path.join(self.workdir, "logs", "jobs", request["list"])
+        self.own = panes.own_directory(self.directory, self.server)
+        self.fence = take_fence(self.own)
+        self.slots = request["slots"]
+        self.session, note = panes.ensure(self.own, self.slots) if request["panes"] else ("", "")
+        return {
+            "workdir": self.workdir, "directory": self.directory, "rsync": bool(shutil.which("rsync")),
+            "session": self.session, "note": note, "cores": len(os.sched_getaffinity(0)),
+        }  # fmt: skip
+
+    def exists(self, request: Request) -> dict[str, Any]:
+        """Whether a file of the working directory is there: it is when both sides share the file system."""
+        return {"exists": os.path.exists(os.path.join(self.workdir, request["path"]))}
+
+    def look(self, request: Request) -> dict[str, Any]:
+        """The state of attempts that the dispatcher knows of; those that run are watched from now on."""
+        found: dict[str, Any] = {}
+        for name, output in request["attempts"].items():
+            attempt = self._attempt(name, output, request.get("grace", 8.0))
+            state = attempt.state()
+            found[name] = {"state": state}
+            if state in ("running", "killed"):
+                self.attempts[name] = attempt
+                found[name] = {"state": "running", **attempt.facts()}
+            elif state == "ended":
+                found[name] |= attempt.end()
+            elif os.path.isdir(attempt.directory):
+                # Made by a serve that was killed before it forked: no supervisor can come any more.
+                os.rename(attempt.directory, f"{attempt.directory}.unused-{os.getpid()}-{time.time_ns()}")
+        return {"attempts": found}
+
+    def start(self, request: Request) -> dict[str, Any] | None:
+        """Start an attempt, once: where its directory is there already, its state is the reply."""
+        attempt = self._attempt(request["attempt"], request["output"], request["grace"])
+        try:
+            os.mkdir(attempt.directory, 0o777)
+        except FileExistsError:
+            return self.look({"attempts": {attempt.name: request["output"]}})["attempts"][attempt.name]
+        claim(attempt.output, request["job"])
+        words = ["--dir", attempt.directory, "--name", self.server, "--grace", f"{request['grace']:.0f}", "--detach"]
+        if request.get("timeout"):
+            words += ["--timeout", f"{max(1, round(request['timeout']))}"]
+        if request.get("setup"):
+            setup = os.path.join(attempt.directory, "setup.sh")
+            supervisor.write(setup, "\n".join(request["setup"]) + "\n")
+            words += ["--source", setup]
+        command = [*program(self.python, request["script"], self.workdir), *request["arguments"]]
+        options = supervisor.Options([*words, "--", *command])
+        env = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(self._threads())}
+        env = {name: value for name, value in env.items() if name not in os.environ}
+        env |= request["env"] | {"MUSTER_OUTPUT_DIR": attempt.output}
+        block = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in env.items())
+        self._fork_supervisor(attempt, options, block)
+        self.attempts[attempt.name] = attempt
+        for slot in request["slots"]:
+            panes.show(self.own, slot, request["title"], attempt.files.log, attempt.files.exit)
+        return {"state": "running", **attempt.facts()}
+
+    def stop(self, request: Request) -> dict[str, Any]:
+        """Ask the supervisor of an attempt to end it; the event `ended` follows when nothing of it is left."""
+        attempt = self.attempts.get(request["attempt"])
+        if attempt:
+            grace = 0.0 if request["kill"] else attempt.grace
+            attempt.kill_at = min(attempt.kill_at, time.monotonic() + grace + supervisor.UNRESPONSIVE)
+            try:
+                supervisor.request(attempt.files, "kill" if request["kill"] else "stop")
+            except OSError:  # a full disk, most often; SIGTERM means stop, too, and kill comes by kill_at
+                supervisor.send(signal.SIGTERM, list(filter(None, [supervisor.supervisor_of(attempt.files)])))
+        return {"known": attempt is not None}
+
+    def gpus(self, request: Request) -> None:
+        """Memory of the GPUs, in MiB; nvidia-smi may take seconds, so a child asks it."""
+
+        def ask() -> str:
+            found = look_at_gpus()
+            devices = [
+                {"index": gpu.index, "memory": gpu.memory >> 20, "used": gpu.memory_used >> 20,
+                 "processes": [[process.pid, process.user, process.memory >> 20] for process in gpu.processes]}
+                for gpu in found.devices
+            ]  # fmt: skip
+            return json.dumps({"gpus": devices, "problem": found.error})
+
+        self._in_child(
+            ask, lambda text: self.send(reply=request["id"], **json.loads(text or '{"gpus": [], "problem": ""}'))
+        )
+
+    def close(self, request: Request) -> dict[str, Any]:
+        """The list has ended here: its tmux session is not needed any more."""
+        panes.remove(self.own)
+        return {}
+
+    # ---- attempts
+
+    def _attempt(self, name: str, output: str, grace: float) -> Attempt:
+        directory = os.path.join(self.directory, name)
+        return Attempt(directory, self.server, os.path.join(self.workdir, output), grace)
+
+    def _threads(self) -> int:
+        return max(1, len(os.sched_getaffinity(0)) // max(1, len(self.slots)))
+
+    def _fork_supervisor(self, attempt: Attempt, options: supervisor.Options, block: bytes) -> None:
+        lock = os.open(attempt.lock, os.O_RDWR | os.O_CREAT, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        source, target = os.pipe()
+        if os.fork() == 0:
+            try:
+                self._leave(source)
+                os.chdir(self.workdir)
+                supervisor.supervise(options, block, started=lambda: os.close(target))
+            except OSError as error:
+                with contextlib.suppress(OSError):
+                    os.write(target, os.fsencode(f"{error.filename or attempt.directory}: {error.strerror}"))
+            finally:
+                os._exit(0)
+        os.close(lock)
+        os.close(target)
+        if failed := read_until_closed(source, START):
+            raise HostError(os.fsdecode(failed))
+
+    def _leave(self, *files: int) -> None:
+        """In a child: give up what belongs to serve, so that its connection and its fence end with it."""
+        null = os.open(os.devnull, os.O_RDWR)
+        for number in range(3):
+            os.dup2(null, number)
+        signal.set_wakeup_fd(-1)
+        for file in (null, self.fence, *self._signals, *self._children, *files):
+            with contextlib.suppress(OSError):
+                os.close(file)
+
+    def _in_child(self, work: Callable[[], str], then: Callable[[str], None]) -> None:
+        source, target = os.pipe()
+        if os.fork() == 0:
+            try:
+                self._leave(source)
+                text = work().encode()
+                while text:
+                    text = text[os.write(target, text) :]
+            finally:
+                os._exit(0)
+        os.close(target)
+        self._children[source], self._texts[source] = then, b""
+
+    def _read_child(self, file: int) -> None:
+        block = os.read(file, 1 << 16)
+        self._texts[file] += block
+        if not block:
+            os.close(file)
+            self._children.pop(file)(self._texts.pop(file).decode())
+
+    def _look(self) -> None:
+        """Report what has ended, and now and then how far the others have come."""
+        now = time.monotonic()
+        progress = now >= self._progress_at
+        if progress:
+            self._progress_at = now + PROGRESS
+        for attempt in list(self.attempts.values()):
+            if os.path.exists(attempt.files.exit) and not attempt.locked():
+                del self.attempts[attempt.name]
+                self.send(event="ended", attempt=attempt.name, **attempt.end())
+            elif now >= attempt.kill_at or (progress and attempt.state() == "killed"):
+                attempt.kill_at = now + 2 * supervisor.UNRESPONSIVE
+                self._in_child(partial(sweep, attempt.files), lambda _: None)
+            elif progress and (metrics := read_metrics(attempt.output)) != attempt.metrics:
+                attempt.metrics = metrics
+                self.send(event="progress", attempt=attempt.name, metrics=metrics)
+
+
+def sweep(files: supervisor.Files) -> str:
+    """End what is left of an attempt; its exit code is written then."""
+    return str(supervisor.sweep(files, 0))
+
+
+def read_until_closed(file: int, seconds: float) -> bytes:
+    """What is written to a pipe until all its writers have closed it."""
+    text, end = b"", time.monotonic() + seconds
+    poll = select.poll()
+    poll.register(file, select.POLLIN)
+    while poll.poll(1000 * max(0.0, end - time.monotonic())):
+        block = os.read(file, 4096)
+        if not block:
+            break
+        text += block
+    os.close(file)
+    return text
+
+
+def ends_at_logout(etc: str = "/etc/systemd", linger: str = "/var/lib/systemd/linger") -> bool:
+    """Whether systemd-logind ends a user's processes when the last connection is closed; see logind.conf(5)."""
+    paths = sorted(glob.glob(os.path.join(etc, "logind.conf.d", "*.conf")), key=os.path.basename)
+    kills = False
+    for path in (os.path.join(etc, "logind.conf"), *paths):  # the last one wins
+        with contextlib.suppress(OSError), open(path) as file:
+            for line in file:
+                name, _, value = (word.strip() for word in line.partition("="))
+                kills = value.lower() in ("yes", "true", "on", "1") if name == "KillUserProcesses" else kills
+    user = pwd.getpwuid(os.getuid()).pw_name
+    return kills and user != "root" and not os.path.exists(os.path.join(linger, user))  # root: KillExcludeUsers
+
+
+def home() -> str:
+    return os.path.expanduser("~")
+
+
+def find_workdir(asked: str, default: str) -> str:
+    """Absolute. asked: the server's own; else ~/ml-customization, else the dispatcher's working directory."""
+    if not asked:
+        usual = os.path.join(home(), "ml-customization")
+        asked = usual if os.path.isdir(usual) else default
+    found = os.path.join(home(), os.path.expanduser(asked))
+    if not os.path.isdir(found):
+        raise HostError(f"workdir {asked}: no such directory on {os.uname().nodename}; set workdir, or use --sync")
+    if not os.access(found, os.W_OK | os.X_OK):
+        raise HostError(f"workdir {asked}: not writable by this user; set another workdir")
+    return os.path.realpath(found)
+
+
+def find_python(asked: str, workdir: str) -> list[str]:
+    """The interpreter for scripts in Python."""
+    own = os.path.join(workdir, ".venv", "bin", "python")
+    path = os.path.join(workdir, os.path.expanduser(asked)) if "/" in asked else asked
+    path = path or (own if os.path.exists(own) else "python3")
+    try:
+        asked_version = subprocess.run([path, "--version"], capture_output=True, timeout=30, stdin=subprocess.DEVNULL)
+    except OSError as error:
+        raise HostError(f"python {path}: {error.strerror}; set python for this server") from None
+    except subprocess.TimeoutExpired:
+        raise HostError(f"python {path}: no answer within 30 s; set python for this server") from None
+    if asked_version.returncode:
+        raise HostError(f"python {path}: ends with exit code {asked_version.returncode}; set python for this server")
+    return [path]
+
+
+def program(python: list[str], script: str, workdir: str) -> list[str]:
+    """A script in Python is run by the server's interpreter, another program by itself."""
+    return [*python, script] if script.endswith(".py") else [os.path.join(workdir, script)]
+
+
+def claim(output: str, job: str) -> None:
+    """Two jobs never write into one directory, not even those of two lists."""
+    os.makedirs(output, exist_ok=True)
+    path = os.path.join(output, OWNER)
+    try:
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    except FileExistsError:
+        with open(path) as mark:
+            owner = mark.read().strip()
+        if owner and owner != job:
+            raise JobRefused(
+                f"{output} holds the results of job {owner}; move it away, or give this job another prefix"
+            ) from None
+        file = os.open(path, os.O_WRONLY)
+    os.write(file, f"{job}\n".encode())
+    os.close(file)
+
+
+def follow(log: str, end: str) -> int:
+    """Print a log and what is added to it, until the attempt has ended."""
+    position = 0
+    while True:
+        ended = os.path.exists(end)
+        try:
+            with open(log, "rb") as file:
+                file.seek(position)
+                while block := file.read(1 << 16):
+                    position += len(block)
+                    sys.stdout.buffer.write(block)
+            sys.stdout.buffer.flush()
+        except FileNotFoundError:
+            pass
+        if ended:
+            return 0
+        time.sleep(POLL)
+
+
+def main(words: list[str]) -> int:
+    """The verbs."""
+    try:
+        if words == ["serve"]:
+            return Serve().run()
+        if words[:1] == ["view"] and len(words) == 3:
+            return panes.view(words[1], int(words[2]))
+        if words[:1] == ["follow"] and len(words) == 3:
+            return follow(words[1], words[2])
+    except (KeyboardInterrupt, BrokenPipeError):
+        return 0
+    except OSError as error:
+        if error.errno == errno.EPIPE:
+            return 0
+        raise
+    sys.stderr.write(__doc__ or "")
+    return 0 if words == ["--help"] else supervisor.WRONG_CALL

@@ -1,0 +1,133 @@
+"""results.json: what has come of a job list, complete at every moment, and results.html beside it.
+
+A list may have many thousand jobs, of which few change between two writes: the text of the others is kept. The page
+takes seconds then, so a process of its own writes it while the list runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from distributed.jobs import page
+from distributed.jobs.dispatcher import Link
+from distributed.jobs.state import Attempt, JobState, State, signal_name
+from distributed.launch import supervisor
+
+EVERY = 1.0  # seconds between two writes of results.json, and 20 times as long as one takes
+PAGE_EVERY = 30.0  # the same of results.html
+
+
+PAGE = Path(supervisor.KIT, "scripts", "lib", "module.py")  # its first argument is a module
+NO_JOBS = '\n  "jobs": []'  # in the text of a document without its jobs, and only once: they are in the outer object
+
+
+def document(state: State, links: Mapping[str, Link], outcome: str, reason: str = "") -> dict[str, Any]:
+    """All of results.json but its jobs. outcome: running, paused, finished, interrupted or cancelled."""
+    now = time.time()
+    attempts = [attempt for job in state.jobs.values() for attempt in job.attempts]
+    used = sum((attempt.end or now) - attempt.start for attempt in attempts for _ in attempt.slots)
+    counts = state.counts
+    totals = {
+        "jobs": len(state.jobs), "waiting": counts["waiting"], "running": counts["running"] + counts["ending"],
+        "done": counts["done"], "failed": counts["failed"], "cancelled": counts["cancelled"],
+        "attempts": len(attempts), "seconds": round(now - state.created, 3), "slot_seconds": round(used, 3),
+    }  # fmt: skip
+    return {
+        "list": state.id, "created": state.created, "updated": now, "state": outcome, "reason": reason or state.paused,
+        "script": state.about.get("script", ""), "backend": state.about.get("backend", ""), "totals": totals,
+        "servers": {name: server(link) for name, link in links.items()},
+        "jobs": [],
+    }  # fmt: skip
+
+
+def encoded(value: Any) -> str:
+    return json.dumps(value, indent=2, sort_keys=True)
+
+
+def server(link: Link) -> dict[str, Any]:
+    slots = [{"name": f"{link.server.name}:{slot.index}", "gpu": slot.gpu} for slot in link.server.room.slots]
+    return {"slots": slots, "state": link.state, "reason": link.reason}
+
+
+def entry(job: JobState) -> dict[str, Any]:
+    return {
+        "id": job.job.id, "name": job.job.name, "settings": dict(job.job.settings), "options": job.job.options.public(),
+        "state": "running" if job.state == "ending" else job.state, "reason": job.reason, "output": job.job.output,
+        "metrics": job.metrics, "attempts": [attempt_entry(attempt) for attempt in job.attempts],
+    }  # fmt: skip
+
+
+def attempt_entry(attempt: Attempt) -> dict[str, Any]:
+    return {
+        "number": attempt.number, "server": attempt.server, "slots": attempt.slots, "gpus": attempt.gpus,
+        "start": attempt.start, "end": attempt.end, "seconds": attempt.seconds, "exit_code": attempt.code,
+        "signal": signal_name(attempt.code) or None, "peak_memory": attempt.peak_memory, "failure": attempt.failure,
+        "reason": attempt.reason, "last_lines": attempt.lines,
+    }  # fmt: skip
+
+
+class Results:
+    """Writes both files, now and then."""
+
+    def __init__(self, path: Path, state: State, links: Mapping[str, Link]) -> None:
+        self.path, self.state, self.links = path, state, links
+        self.changed = True
+        self.trouble = ""  # why they could not be written
+        self._texts: dict[str, tuple[tuple[str, str, int], str]] = {}  # of jobs: what it was made from, and the text
+        self._next = self._next_page = 0.0
+        self._page: subprocess.Popen[bytes] | None = None  # writes results.html
+        self._page_began = 0.0
+
+    def write(self, outcome: str = "running", reason: str = "", last: bool = False) -> None:
+        """When something has changed and it is time; last: in any case."""
+        start = time.monotonic()
+        if last or (self.changed and start >= self._next):
+            try:
+                supervisor.write(str(self.path), self._text(outcome, reason))
+                self.changed, self.trouble = False, ""
+            except OSError as error:
+                self.trouble = f"{self.path}: {error.strerror}"
+            self._next = start + max(EVERY, 20 * (time.monotonic() - start))
+        if last:
+            if self._page:
+                self._page.wait()
+            with contextlib.suppress(OSError):
+                page.write(self.path)
+        else:
+            self._write_page()
+
+    def _text(self, outcome: str, reason: str) -> str:
+        around = encoded(document(self.state, self.links, outcome, reason))
+        jobs = ",\n".join(map(self._job, self.state.jobs.values()))
+        return around.replace(NO_JOBS, f'\n  "jobs": [\n{jobs}\n  ]', 1) + "\n"
+
+    def _job(self, job: JobState) -> str:
+        """The text of one job; that of one which does not run stays the same until it does."""
+        made_from = (job.state, job.reason, len(job.attempts))
+        kept, text = self._texts.get(job.job.id, (None, ""))
+        if kept != made_from or job.state in ("running", "ending"):
+            text = textwrap.indent(encoded(entry(job)), "    ")
+            self._texts[job.job.id] = made_from, text
+        return text
+
+    def _write_page(self) -> None:
+        """Start a process that writes the page, when none does and it is time."""
+        now = time.monotonic()
+        if self._page and self._page.poll() is not None:
+            self._page = None
+            self._next_page = now + max(PAGE_EVERY, 50 * (now - self._page_began))
+        if not self._page and now >= self._next_page:
+            with contextlib.suppress(OSError):
+                self._page_began = now
+                self._page = subprocess.Popen(
+                    [sys.executable, str(PAGE), "jobs.page", str(self.path)], stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+                )  # fmt: skip

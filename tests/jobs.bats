@@ -1,0 +1,626 @@
+#!/usr/bin/env bats
+#
+# Job lists over ssh on the laboratory: every slot is busy until the list is done, what a job does and how it ends is
+# recorded, its results come home, a server that cannot be used is named with the remedy, and a person can watch, stop,
+# cancel and go on at any time. What happens when programs, connections and servers die is in jobs_faults.bats.
+
+bats_require_minimum_version 1.5.0
+# shellcheck source=tests/lab/nodes.bash
+source "$BATS_TEST_DIRNAME/lab/nodes.bash"
+# shellcheck source=tests/lab/job_lists.bash
+source "$BATS_TEST_DIRNAME/lab/job_lists.bash"
+# shellcheck source=tests/lab/secrets.bash
+source "$BATS_TEST_DIRNAME/lab/secrets.bash"
+
+
+setup_file() {
+  raise_servers 3
+}
+
+
+teardown_file() {
+  lower_servers
+}
+
+
+setup() {
+  enter_list
+}
+
+
+teardown() {
+  leave_list
+}
+
+
+# ssh finds what is a user's by /etc/passwd, and what is included by HOME: this command alone sees another home.
+at_home() { # <command...>
+  sed "s#^\(root:.*:\)[^:]*\(:[^:]*\)#\1$PWD/home\2#" /etc/passwd >passwd
+  unshare --mount -- sh -c 'mount --bind passwd /etc/passwd && HOME=$PWD/home exec "$@"' sh "$@" 3>&-
+}
+
+
+second_sshd() { # <node> <port> <option...>
+  on "$1" "$(type -P sshd || echo /usr/sbin/sshd)" -f "$MUSTER_LAB/sshd_config" -h "$MUSTER_LAB/$1/host_key" -p "$2" \
+    -o PidFile=none "${@:3}"
+  # It has gone into the background before it listens.
+  on "$1" timeout 20 bash -c 'until (exec 3<>"/dev/tcp/127.0.0.1/$1") 2>/dev/null; do sleep 0.05; done' bash "$2"
+}
+
+
+# A stub: what Muster asks of nvidia-smi, about as many GPUs as the file ~/gpus has lines. Each has the memory in MiB that
+# somebody else uses; a job of job.py uses 9000 more.
+stub_nvidia_smi() { # <node> <MiB of each GPU...>
+  printf '%s\n' "${@:2}" >"$HOMES/$1/gpus"
+  cat >"$HOMES/$1/bin/nvidia-smi" <<'END'
+#!/usr/bin/env bash
+[[ $1 == --query-gpu=* ]] || exit 0
+index=0
+while read -r used; do
+  [[ ! -e ~/gpu_$index || ! -e /proc/$(<~/gpu_$index) ]] || used=$((used + 9000))
+  echo "$index, GPU-$index, 550.0, 80000, $used, Enabled, Disabled, 0, Default, Stub"
+  index=$((index + 1))
+done <~/gpus
+END
+  chmod +x "$HOMES/$1/bin/nvidia-smi"
+}
+
+
+panes() { # <node> <format>: of the session, a line each
+  lab ssh "$1" tmux list-panes -s -t "=ml_training" -F "$2"
+}
+
+
+pane_shows() { # <node> <pane's number> <text>: or one that begins with it
+  lab ssh "$1" tmux capture-pane -p -t "$(panes "$1" '#{pane_id}' | sed -n "$(($2 + 1))p")" | grep -qF -- "$3"
+}
+
+
+# ---------------------------------------------------------------- a list
+
+
+@test "nine jobs on three servers: each runs once, and results, table, log and page tell what came of it" {
+  cluster "$N1:2" "$N2:1" "$N3:1"
+  for fold in 0 1 2 3 4 5 6 7 8; do
+    echo "{\"name\": \"f$fold\", \"fold\": $fold, \"prefix\": \"exp1\", \"seconds\": 0.5, \"words\": [\"it's\", \"\$x;\"]}"
+  done | job_list
+  run -0 dispatch
+  [[ "$output" == *"finished: 9 of 9 done"* ]]
+  holds 'r["state"] == "finished" and r["totals"]["done"] == r["totals"]["attempts"] == 9'
+  holds 'sorted(began) == sorted(job) and all(each["state"] == "done" for each in r["jobs"])'
+  holds '{last[name]["server"] for name in job} == {"'"$N1"'", "'"$N2"'", "'"$N3"'"}'
+  holds 'all([words[1:3] for words in started].count([name, last[name]["server"]]) == 1 for name in job)'
+  holds 'all(0.5 <= each["seconds"] < 20 and each["peak_memory"] > 5e6 and each["exit_code"] == 0 for each in last.values())'
+  holds 'all(each["metrics"]["step"] == each["metrics"]["steps"] == 10 for each in r["jobs"])'
+  for fold in 0 1 2 3 4 5 6 7 8; do
+    grep -q "^f$fold on " "experiments/exp1/fold$fold/result"
+  done
+  grep -q '<svg' results.html
+  run -0 list status
+  [ "$(grep -c ' done ' <<<"$output")" -eq 9 ]
+  run -0 list logs fold3
+  [[ "$output" == *"arguments --name f3 --fold 3 --prefix exp1 --seconds 0.5 --words it's \$x; --device cpu"* ]]
+  [[ "$output" == *"f3-tick-1"* ]]
+  run -0 list why fold3
+  [[ "$output" == *"exp1/fold3: done"*"attempt 1 on $PREFIX"*": done"* ]]
+  run -0 list resume # there is nothing to do
+  holds 'len(began) == 9'
+}
+
+
+@test "each job has GPUs of its own, one in use by somebody else is waited for, and _gpus 2 are of one server" {
+  stub_nvidia_smi "$N1" 0 0 70000 0
+  stub_nvidia_smi "$N2" 0 0
+  cluster "$N1" "$N2" "$N3"
+  sed -i -e "s/{\"host\": \"$N1\"/&, \"gpu_ids\": [0, 2, 3], \"slots_per_gpu\": 1/" \
+    -e "s/{\"host\": \"$N2\"/&, \"gpus\": 2, \"slots_per_gpu\": 1/" \
+    -e "s/{\"host\": \"$N3\"/&, \"gpus\": 1/" cluster.json
+  job_list <<END
+{"name": "a", "seconds": 1}
+{"name": "b", "seconds": 1}
+{"name": "c", "seconds": 1}
+{"name": "d", "seconds": 1}
+{"name": "e", "seconds": 1}
+{"name": "two", "seconds": 1, "_gpus": 2}
+{"name": "long", "until": "$PWD/go", "_priority": 1}
+END
+  start_list
+  wait_for_line out "$N3: not used: GPU 0: not there: $N3 has 0 GPU(s)"
+  wait_for_line out "$N1: GPU 2: used by somebody else; waiting for it"
+  eventually holds 'r["totals"]["done"] == 6'
+  holds 'not [words for words in started if words[0] == "overlap"]'
+  holds '("'"$N1"'", "2") not in [(words[2], words[4]) for words in started if words[0] == "begin"]'
+  sed -i 's/70000/300/' "$HOMES/$N1/gpus"
+  eventually grep -q "$N1: GPU 2: free again" out
+  : >go
+  status_of "$LAUNCHER"
+  [ "$status" -eq 0 ]
+  grep -q "arguments --name a --seconds 1 --device cuda:0" logs/jobs/*/*/node_*.log
+  holds '[words[4] for words in started if words[0] == "begin" and words[1] == "two"] in (["0,1"], ["0,3"])'
+  holds 'all(len(words[4].split(",")) == 1 for words in started if words[0] == "begin" and words[1] != "two")'
+  holds 'last["two"]["gpus"] in ([0, 1], [0, 3]) and len(began) == 7'
+}
+
+
+@test "a failure is recorded with its class and last lines, tried again on another server, and leaves nothing behind" {
+  cluster "$N1:4" "$N2:4"
+  job_list <<END
+{"name": "fails", "exit": 1, "_retries": 0}
+{"name": "slow", "seconds": 60, "_timeout": 1, "_retries": 0}
+{"name": "deaf", "seconds": 60, "deaf": true, "_timeout": 1, "_retries": 0}
+{"name": "killed", "signal": "SIGKILL", "_retries": 0}
+{"name": "fault", "signal": "segfault", "_retries": 0}
+{"name": "daemon", "daemon": true}
+{"name": "large", "memory": 80}
+{"name": "moves", "exit": 3, "exit_once": "$PWD/once", "_priority": 1}
+END
+  run -1 dispatch
+  holds '{name for name in job if job[name]["state"] == "done"} == {"daemon", "large", "moves"}'
+  holds 'last["fails"]["failure"] == "exit code" and last["fails"]["exit_code"] == 1'
+  holds 'last["fails"]["last_lines"][-1] == "fails gives up" and "fails gives up" in job["fails"]["reason"]'
+  holds 'last["slow"]["failure"] == last["deaf"]["failure"] == "timeout"'
+  holds 'last["slow"]["signal"] == "SIGTERM" and last["deaf"]["signal"] == "SIGKILL"'
+  holds '1 <= last["slow"]["seconds"] < 5 and 4 <= last["deaf"]["seconds"] < 15'
+  holds 'last["killed"]["failure"] == "signal" and last["killed"]["signal"] == "SIGKILL"'
+  holds 'last["fault"]["failure"] == "signal" and last["fault"]["signal"] == "SIGSEGV"'
+  holds 'last["large"]["peak_memory"] > 80 * 2**20 > last["daemon"]["peak_memory"]'
+  holds '[each["exit_code"] for each in job["moves"]["attempts"]] == [3, 0]'
+  holds 'job["moves"]["attempts"][0]["server"] != last["moves"]["server"]'
+  nothing_left
+  [[ "$output" == *"see the output:  "*"run_distributed_training.py why "*"run them again:  "*"run_distributed_training.py retry failed"* ]]
+  run list why slow
+  [ "$status" -eq 2 ] # no name of a job, as it has no prefix
+  run -0 list why "$(tell '[job["fault"]["id"]]')"
+  [[ "$output" == *": failed"*"attempt 1 on "*": signal: ended by SIGSEGV"* ]]
+}
+
+
+@test "jobs write no other job's results, and their words arrive byte for byte" {
+  cluster "$N1"
+  cat >job.py <<'END'
+import os, sys
+open(os.environ["MUSTER_OUTPUT_DIR"] + "/words", "wb").write(b"\0".join(map(os.fsencode, sys.argv[1:])))
+END
+  long=$(head -c 90000 /dev/zero | tr '\0' x)
+  cat >jobs.json <<END
+[{"q": "it's \"\$HOME\" \`id\`; exit\r\n\t\\\\x é \u2028", "empty": "", "long": "$long", "flag": true, "no": false,
+  "list": ["-1", "--x", "*"], "none": null, "number": 3e-4}]
+END
+  run -0 dispatch
+  printf '%s\0' --q $'it\'s "$HOME" `id`; exit\r\n\t\\x é \xe2\x80\xa8' --empty '' --long "$long" --flag --list -1 --x '*' \
+    --number 0.0003 --device >expected
+  printf cpu >>expected
+  cmp expected experiments/*/words
+  printf '[{"another": 1, "prefix": "p", "fold": 0}]\n' >jobs.json
+  mkdir -p experiments/p/fold0
+  echo 0123456789 >experiments/p/fold0/.muster_job
+  run -1 dispatch --log-file other.json
+  [[ "$output" == *"holds the results of job 0123456789; move it away"* ]]
+  [ ! -e experiments/p/fold0/words ]
+}
+
+
+@test "a secret of _env reaches the job, and is in no command line, no journal and no result" {
+  make_secret
+  watch_command_lines
+  cluster "$N1"
+  cat >job.py <<'END'
+import os, time
+assert os.environ["SECRET"] == open("secret").read()
+time.sleep(0.5)  # so that its command line is seen
+END
+  printf '[{"seen": "=yes", "_env": {"SECRET": "%s"}}]\n' "$(<secret)" >jobs.json
+  sed -i 's/SEEN=yes/--seen/' patterns
+  run -0 dispatch
+  : >kept
+  wait "$WATCHER"
+  grep -qx -- --seen seen
+  run ! grep -F -f secret seen
+  run ! grep -rlF -f secret logs experiments results.json results.html results.journal
+  grep -q SECRET results.journal # its name
+}
+
+
+@test "results come home from servers that share no files, and a job goes on elsewhere with what it has written" {
+  WORK="$APART/my 'work'"
+  enter_work
+  write_job_script
+  cat >>job.py <<'END'
+with open(f"{out}/diary", "a") as file:
+    file.write(f"{node}\n")
+if "twice" in job and len(open(f"{out}/diary").readlines()) < 2:
+    sys.exit(4)
+END
+  cluster "$N1:1" "$N2:1"
+  job_list <<END
+{"name": "a", "twice": true, "prefix": "p", "fold": 0, "_priority": 1}
+{"name": "b", "big": 3, "prefix": "p", "fold": 1, "until": "$PWD/go"}
+END
+  run dispatch
+  [[ "$output" == *"$N1: not used: script job.py: not in $WORK; copy it there (--sync does), or set workdir"* ||
+    "$output" == *"$N1: not used: workdir $WORK: no such directory on $N1; set workdir, or use --sync"* ]]
+  [ "$status" -eq 75 ]
+  start_list --sync
+  begun b
+  run -0 list logs p/fold1 # it uses the same connection, and must leave it as it is
+  [[ "$output" == *"b-tick-1"* ]]
+  lab ssh "$N1" touch "$PWD/go"
+  lab ssh "$N2" touch "$PWD/go"
+  status_of "$LAUNCHER"
+  [ "$status" -eq 0 ]
+  run ! grep "cannot be copied" out
+  holds 'all(each["state"] == "done" for each in r["jobs"]) and len(job["a"]["attempts"]) == 2'
+  [ "$(sort experiments/p/fold0/diary)" = "$(printf '%s\n' "$N1" "$N2")" ]
+  lab ssh "$(node_of_job b)" cat "$WORK/experiments/p/fold1/big" | cmp - experiments/p/fold1/big
+  [ "$(cat logs/jobs/*/*.1/node_*.exit logs/jobs/*/*.2/node_*.exit | sort | xargs)" = "0 0 4" ]
+}
+
+
+@test "--sync copies to ~/ml-customization where that is there, as jobs run there" {
+  local usual="$HOMES/$N1/ml-customization"
+  WORK="$APART/usual"
+  enter_work
+  write_job_script
+  cluster "$N1:1"
+  job_list <<<'{"name": "a"}'
+  mkdir "$usual"
+  run dispatch --sync
+  synced=$(ls "$usual")
+  rm -r "$usual"
+  echo "$output"
+  [ "$status" -eq 0 ]
+  [[ "$synced" == *job.py* && "$synced" == *experiments* ]]
+  run ! lab ssh "$N1" test -e "$WORK/job.py"
+  holds 'job["a"]["state"] == "done"'
+  grep -q arguments experiments/*/result || grep -q arguments logs/jobs/*/*/node_*.log # came home
+}
+
+
+# ---------------------------------------------------------------- tmux
+
+
+@test "tmux shows each slot in a pane with its job's name, live, to whoever calls the command that is printed" {
+  cluster "$N1:8" "$N2:16"
+  for number in {1..12}; do
+    echo "{\"name\": \"job$number\", \"prefix\": \"p$number\", \"fold\": 0, \"until\": \"$PWD/go\"}"
+  done | job_list
+  start_list
+  wait_for_line out "$N1: connected; watch: ssh -t $N1 tmux attach -t ml_training"
+  wait_for_line out "$N2: connected; watch: ssh -t $N2 tmux attach -t ml_training"
+  eventually holds 'len(began) == 12'
+  [ "$(panes "$N1" x | wc -l)" -eq 8 ]
+  [ "$(panes "$N2" x | wc -l)" -eq 16 ]
+  eventually holds 'len(last) == 12'
+  for node in "$N1" "$N2"; do
+    read -r slot name < <(tell 'next((each["slots"][0], name) for name, each in last.items() if each["server"] == "'"$node"'")')
+    eventually pane_shows "$node" "$slot" "$name-tick-2"
+    eventually pane_shows "$node" "$slot" "$name-tick-3"
+    panes "$node" '#{pane_title}' | sed -n "$((slot + 1))p" | grep -qxF "p${name#job}/fold0 (slot $slot)"
+  done
+  [ "$(panes "$N2" '#{pane_title}' | grep -c ': idle$')" -ge 4 ]
+  shows_on_terminal "$name-tick-" ssh -tt "$node" tmux attach -t ml_training
+  : >go
+  status_of "$LAUNCHER"
+  [ "$status" -eq 0 ]
+  run ! panes "$N1" x # it ends with the list
+}
+
+
+@test "tmux is a view only: when it is killed jobs go on, and a session of somebody else is left alone" {
+  lab ssh "$N1" tmux new-session -d -s ml_training -x 80 -y 24 "sleep 600"
+  theirs=$(panes "$N1" '#{pane_pid} #{session_created} #{pane_width}')
+  cluster "$N1" "$N2"
+  job_list <<END
+{"name": "a", "until": "$PWD/go"}
+{"name": "b", "until": "$PWD/go"}
+{"name": "c", "until": "$PWD/go"}
+END
+  start_list
+  wait_for_line out "$N1: connected; watch: ssh -t $N1 tmux attach -t ml_training_2; a tmux session ml_training of"
+  eventually holds 'len(began) == 3'
+  [ "$theirs" = "$(panes "$N1" '#{pane_pid} #{session_created} #{pane_width}')" ]
+  lab ssh "$N2" tmux kill-server
+  pids=$(awk '{ print $4 }' "$STARTED")
+  : >go
+  status_of "$LAUNCHER"
+  [ "$status" -eq 0 ]
+  holds 'len(began) == 3 and r["totals"]["done"] == 3'
+  [ "$pids" = "$(awk '$1 == "begin" { print $4 }' "$STARTED")" ]
+  [ "$theirs" = "$(panes "$N1" '#{pane_pid} #{session_created} #{pane_width}')" ]
+  run ! lab ssh "$N1" tmux has-session -t =ml_training_2
+}
+
+
+@test "two lists on the same servers at once do not disturb each other" {
+  cluster "$N1" "$N2"
+  job_list <<<"{\"name\": \"a\", \"until\": \"$PWD/go.a\"}"
+  start_list --log-file a.json
+  first=$LAUNCHER
+  wait_for_line out "$N2: connected"
+  begun a
+  mv out out.a
+  job_list <<<"{\"name\": \"b\", \"until\": \"$PWD/go.b\"}"
+  start_list --log-file b.json
+  wait_for_line out "$N1: connected; watch: ssh -t $N1 tmux attach -t ml_training_2"
+  begun b
+  : >go.b
+  status_of "$LAUNCHER"
+  [ "$status" -eq 0 ]
+  [ "$(panes "$N1" x | wc -l)" -eq 2 ] # a's
+  : >go.a
+  status_of "$first"
+  [ "$status" -eq 0 ]
+  grep -q "finished: 1 of 1 done" out.a
+  run ! lab ssh "$N1" tmux has-session
+}
+
+
+# ---------------------------------------------------------------- servers that cannot be used
+
+
+@test "what is wrong with a server is told at the start with the remedy, no password is asked, and the others go on" {
+  WORK="$APART/unfit 'work'"
+  enter_work
+  write_job_script
+  mkdir -p home/.ssh
+  second_sshd "$N2" 2222 -o PubkeyAuthentication=no -o PasswordAuthentication=yes
+  ssh-keygen -q -t ed25519 -N '' -f home/other
+  : >home/unknown
+  sed "s/^$N3,[^ ]*/changed/" "$MUSTER_LAB/known_hosts" >home/changed
+  cat >home/.ssh/config <<END
+Host good twin wrongkey unknown changed
+  HostName $(address "$N1")
+Host password
+  HostName $(address "$N2")
+Host good twin wrongkey
+  HostKeyAlias $N1
+Host unknown
+  CheckHostIP no
+  UserKnownHostsFile "$PWD/home/unknown"
+Host changed
+  HostKeyAlias changed
+  UserKnownHostsFile "$PWD/home/changed"
+Host password
+  HostKeyAlias $N2
+Host good twin password wrongkey
+  UserKnownHostsFile $MUSTER_LAB/known_hosts
+Host good twin unknown changed password
+  User root
+  IdentityFile $MUSTER_LAB/id
+END
+  for node in "$N1" "$N3"; do
+    lab ssh "$node" mkdir -p "$WORK"
+    lab ssh "$node" tee "$WORK/job.py" <job.py >/dev/null
+  done
+  : >"$BATS_TEST_TMPDIR/nothing"
+  on "$N1" mount --bind "$BATS_TEST_TMPDIR/nothing" "$(type -P tmux)"
+  on "$N3" mount --bind "$BATS_TEST_TMPDIR/nothing" "$(type -P rsync)"
+  cat >cluster.json <<END
+{"script_path": "job.py", "defaults": {"gpus": 0, "slots_per_gpu": 2, "python": "$VIRTUAL_ENV/bin/python"}, "servers": [
+  {"host": "good"}, {"host": "twin"}, {"host": "$N1", "user": "nobody"}, {"host": "wrongkey", "ssh_key": "$PWD/home/other"},
+  {"host": "unknown"}, {"host": "changed"}, {"host": "password", "port": 2222}, {"host": "$N2", "workdir": "/nix/work"},
+  {"host": "$(address "$N2")", "python": "/nix/python"}, {"host": "$N3"}, {"host": "nix.invalid"}]}
+END
+  job_list <<<'{"name": "a", "seconds": 0.2}'
+  SECONDS=0
+  run at_home "${DISPATCH[@]}" --cluster-config cluster.json --jobs-config jobs.json < <(yes yes)
+  ((SECONDS <= 20))
+  on "$N1" umount "$(type -P tmux)"
+  on "$N3" umount "$(type -P rsync)"
+  echo "$output"
+  [ "$status" -eq 0 ]
+  [[ "$output" =~ (good|twin)": connected; tmux is not installed: no live view of the slots there; install it" ]]
+  [[ "$output" =~ (good|twin)": not used: is the same machine as "(good|twin)"; list it once" ]]
+  [[ "$output" == *"$N1: not used: nobody@"*"Permission denied"*"; check user and ssh_key; \`ssh $N1 true\` must"* ]]
+  [[ "$output" == *"wrongkey: not used: "*"Permission denied"*"; check user and ssh_key"* ]]
+  [[ "$output" == *"unknown: not used: Host key verification failed.; connect once by hand (\`ssh unknown\`)"* ]]
+  [[ "$output" == *"changed: not used: "*"REMOTE HOST IDENTIFICATION HAS CHANGED"*"\`ssh-keygen -R changed\`"* ]]
+  [[ "$output" == *"password-2222: not used: "*"Permission denied"* ]]
+  [[ "$output" == *"$N2: not used: workdir /nix/work: no such directory on $N2; set workdir, or use --sync"* ]]
+  [[ "$output" == *"$(address "$N2"): not used: python /nix/python: not Python 3.10 or newer there"* ]]
+  [[ "$output" == *"$N3: not used: rsync is not installed there"*"install it"* ]]
+  [[ "$output" == *"nix.invalid: not used: "*"Could not resolve hostname"*"check host"* ]]
+  holds 'job["a"]["state"] == "done" and len(began) == 1'
+  grep -q "^a on $N1" experiments/*/result
+  [ ! -s home/unknown ]
+  [ "$(ls home/.ssh)" = config ]
+}
+
+
+@test "any login shell will do, a .bashrc may print, and RemoteCommand and RequestTTY disturb nothing" {
+  WORK="$APART/loud"
+  enter_work
+  write_job_script
+  mkdir -p home/.ssh
+  furnish "$N2" "$(type -P dash)"
+  echo 'echo "a noisy .bashrc"; echo {}; echo muster >&2' >>"$HOMES/$N1/.bashrc"
+  cat >home/.ssh/config <<END
+Host *
+  RemoteCommand cat
+  RequestTTY force
+  ControlMaster no
+  ControlPath $PWD/home/control
+  LocalForward 127.0.0.1:1 127.0.0.1:22
+  ExitOnForwardFailure yes
+END
+  cluster "$N1:1" "$N2:1"
+  job_list <<'END'
+{"name": "a", "seconds": 1, "big": 1}
+{"name": "b", "seconds": 1, "big": 1}
+END
+  run at_home timeout 100 "${DISPATCH[@]}" --cluster-config cluster.json --jobs-config jobs.json --sync
+  furnish "$N1"
+  furnish "$N2"
+  echo "$output"
+  [ "$status" -eq 0 ]
+  holds 'sorted(each["server"] for each in last.values()) == ["'"$N1"'", "'"$N2"'"]'
+  [ "$(cat experiments/*/big | wc -c)" -eq $((2 << 20)) ]
+  [[ "$output" != *"cannot be copied"* ]]
+}
+
+
+# ---------------------------------------------------------------- failures that stop a list
+
+
+@test "five early failures in a row pause the list; --max-failures and --fail-fast stop it sooner" {
+  cluster "$N1:1"
+  for number in {1..9}; do
+    echo "{\"name\": \"j$number\", \"exit\": 1, \"_retries\": 0}"
+  done | job_list
+  run -75 dispatch
+  [[ "$output" == *"paused: 5 attempts in a row failed within 30 s, the last: exit code 1: "*"gives up; mend the cause"* ]]
+  [[ "$output" == *"paused: 0 of 9 done, 5 failed, 4 waiting"*"to go on: "*"run_distributed_training.py resume"* ]]
+  holds 'len(began) == 5 and r["state"] == "paused"'
+  run list status
+  [[ "$output" == *"no dispatcher runs; to go on"* ]]
+  sed -i 's/"exit": 1/"exit": 0/' jobs.json # other jobs, which have other ids
+  run -2 dispatch
+  [[ "$output" == *"none of them in this list; use another --log-file"* ]]
+  sed -i 's/"exit": 0/"exit": 1/' jobs.json
+  run -75 dispatch --max-failures 2 --log-file two.json
+  [[ "$output" == *"paused: --max-failures 2: 2 job(s) failed"* ]]
+  run -1 dispatch --fail-fast --log-file fast.json
+  [[ "$output" == *"finished: 0 of 9 done, 1 failed, 8 cancelled"* ]]
+}
+
+
+@test "a paused list goes on when the cause is mended: failed jobs again, finished ones not, new ones added" {
+  cluster "$N1:1"
+  cat >>job.py <<END
+if job.get("needs") and not os.path.exists("$PWD/mended"):
+    sys.exit("not mended")
+END
+  {
+    echo '{"name": "good"}'
+    for number in 1 2 3 4 5 6; do
+      echo "{\"name\": \"j$number\", \"needs\": true, \"_retries\": 0, \"_priority\": -1}"
+    done
+  } | job_list
+  run -75 dispatch
+  holds 'job["good"]["state"] == "done" and len(began) == 6'
+  : >mended
+  "$VIRTUAL_ENV/bin/python" -I - "$STARTED" <<'END'
+import json, sys
+jobs = [each for each in json.load(open("jobs.json")) if each["name"] != "j5"]
+jobs.append({"name": "new", "_env": {"STARTED": sys.argv[1]}})
+json.dump(jobs, open("jobs.json", "w"))
+END
+  run -0 list retry failed
+  [[ "$output" == *" to run again; to start: "*"run_distributed_training.py resume" ]]
+  run -1 list resume
+  holds 'began.count("good") == 1 and began.count("new") == 1'
+  holds 'all(began.count(f"j{number}") == 2 for number in range(1, 5)) and began.count("j6") == 1'
+  holds '[job["new"]["state"], job["j1"]["state"], job["j4"]["state"]] == ["done"] * 3'
+  holds 'job["j5"]["state"] == "cancelled" and job["j5"]["reason"] == "no longer in the list" and began.count("j5") == 1'
+}
+
+
+# ---------------------------------------------------------------- a person at the console
+
+
+@test "Ctrl-C detaches and tells how to go on; logs and status work meanwhile; a second dispatcher is refused" {
+  cluster "$N1" "$N2"
+  job_list <<END
+{"name": "a", "until": "$PWD/go", "prefix": "x", "fold": 0}
+{"name": "b", "until": "$PWD/go", "prefix": "x", "fold": 1}
+END
+  start_list
+  begun a
+  begun b
+  run -2 dispatch
+  [[ "$output" == *"a dispatcher is working on this list already"* ]]
+  run -0 list status
+  [[ "$output" == *"x/fold0"*" running "*"a dispatcher works on this list"* ]]
+  run -0 list logs fold0
+  [[ "$output" == *"a-tick-1"* ]]
+  kill -INT -- "-$LAUNCHER"
+  status_of "$LAUNCHER"
+  [ "$status" -eq 130 ]
+  grep -q "interrupted: 0 of 2 done; 2 still running, and not disturbed by this" out
+  grep -q "to go on:  .*run_distributed_training.py resume" out
+  grep -q "to end the list: .*run_distributed_training.py cancel all" out
+  alive "$(pid_of_job a)"
+  run -0 list why fold1
+  [[ "$output" == *"no dispatcher runs: nothing is started or noticed until"* ]]
+  cd /
+  start_command resume --log-file "$WORK/results.json" # from anywhere
+  cd "$WORK"
+  : >go
+  status_of "$LAUNCHER"
+  [ "$status" -eq 0 ]
+  holds 'len(began) == 2 and r["totals"]["attempts"] == r["totals"]["done"] == 2'
+}
+
+
+@test "the log of a job is followed to its end, and a console that is closed does not end the list" {
+  cluster "$N1"
+  job_list <<END
+{"name": "a", "until": "$PWD/go", "prefix": "x", "fold": 0}
+END
+  "${DISPATCH[@]}" --cluster-config cluster.json --jobs-config jobs.json > >(head -n 1 >first) 2>&1 3>&- &
+  LAUNCHER=$!
+  begun a
+  list logs fold0 --follow >followed 3>&- &
+  follower=$!
+  eventually grep -q a-tick-3 followed
+  eventually grep -q "1 job; results: results.json" first
+  : >go
+  status_of "$LAUNCHER"
+  [ "$status" -eq 0 ]
+  holds 'job["a"]["state"] == "done"'
+  status_of "$follower"
+  [ "$status" -eq 0 ]
+  cmp followed logs/jobs/*/*/node_*.log
+}
+
+
+@test "cancel all from another terminal ends every job, deaf ones and daemons too, and proves it" {
+  stub_nvidia_smi "$N1" 5 5
+  cluster "$N1" "$N2"
+  sed -i "s/{\"host\": \"$N1\"/&, \"gpus\": 2, \"slots_per_gpu\": 1/" cluster.json
+  job_list <<END
+{"name": "a", "until": "$PWD/go"}
+{"name": "b", "until": "$PWD/go", "deaf": true}
+{"name": "c", "until": "$PWD/go", "polite": true}
+{"name": "d", "until": "$PWD/go", "deaf": true}
+{"name": "e", "until": "$PWD/go"}
+{"name": "f", "until": "$PWD/go"}
+END
+  start_list
+  eventually holds 'len(began) == 4'
+  run -0 list cancel all
+  echo "$output"
+  [ "$(grep -c '^cancelled: ' <<<"$output")" -eq 6 ]
+  [[ "$output" == *"cancelled on request; no process of it is left; GPU 0: 5 MiB in use"* ]]
+  [ "$(grep -c 'no process of it is left' <<<"$output")" -eq 4 ]
+  nothing_left
+  status_of "$LAUNCHER"
+  [ "$status" -eq 1 ]
+  grep -q "cancelled: 0 of 6 done, 6 cancelled" out
+  run -0 list cancel all
+  [[ "$output" == "nothing to cancel"* ]]
+  run -0 list retry all
+  : >go
+  run -0 list resume
+  holds 'r["totals"]["done"] == 6 and len(began) == 10'
+}
+
+
+@test "cancel without a dispatcher ends the jobs, too" {
+  cluster "$N1" "$N2"
+  job_list <<END
+{"name": "a", "until": "$PWD/go", "deaf": true}
+{"name": "b", "until": "$PWD/go"}
+END
+  start_list
+  begun a
+  begun b
+  kill -KILL "$LAUNCHER"
+  eventually supervised supervisor a
+  kill -STOP "$(supervised supervisor a)"
+  run -0 list cancel all
+  echo "$output"
+  nothing_left
+  [[ "$output" == *"cancelled: 0 of 2 done, 2 cancelled"* ]]
+  holds 'r["state"] == "cancelled" and len(began) == 2'
+}

@@ -1,0 +1,467 @@
+#!/usr/bin/env bats
+#
+# What dies while a job list runs: the dispatcher, its connections, servers, supervisors, disks. No job runs twice because
+# a program died, none is lost, none that failed is called done, and a server that is silent is unknown, not dead.
+
+bats_require_minimum_version 1.5.0
+# shellcheck source=tests/lab/nodes.bash
+source "$BATS_TEST_DIRNAME/lab/nodes.bash"
+# shellcheck source=tests/lab/job_lists.bash
+source "$BATS_TEST_DIRNAME/lab/job_lists.bash"
+
+
+setup_file() {
+  raise_servers 3
+}
+
+
+teardown_file() {
+  lower_servers
+}
+
+
+setup() {
+  enter_list
+}
+
+
+teardown() {
+  leave_list
+  ! mountpoint -q "$BATS_TEST_TMPDIR/small" || umount --lazy "$BATS_TEST_TMPDIR/small"
+}
+
+
+# Three jobs that run until there is a file "go", one on each server.
+three_jobs() {
+  cluster "$N1:1" "$N2:1" "$N3:1"
+  job_list <<END
+{"name": "a", "until": "$PWD/go", "_retries": 0}
+{"name": "b", "until": "$PWD/go", "_retries": 0}
+{"name": "c", "until": "$PWD/go", "_retries": 0}
+END
+}
+
+
+start_three_jobs() { # [option...]
+  three_jobs
+  start_list "$@"
+  begun a
+  begun b
+  begun c
+  eventually holds 'len(last) == 3' # the results know, too
+}
+
+
+job_on() { # <node>: the name of the job that was started there last
+  awk -v node="$1" '$1 == "begin" && $3 == node { name = $2 } END { print name }' "$STARTED"
+}
+
+
+# All are done, each at its first attempt.
+undisturbed() {
+  status_of "$LAUNCHER"
+  [ "$status" -eq 0 ] || { cat out && return 1; }
+  holds 'r["totals"]["done"] == r["totals"]["attempts"] == len(began) == len(job)'
+}
+
+
+# A directory of 8 MiB.
+small_disk() {
+  mkdir -p "$1"
+  mount -t tmpfs -o size=8m tmpfs "$1"
+}
+
+
+fill() { # <directory>: until nothing more fits
+  cat /dev/zero >"$1/fill" 2>/dev/null || true
+}
+
+
+# ---------------------------------------------------------------- the dispatcher
+
+
+@test "after SIGKILL of the dispatcher, resume finds its jobs again, and those that have ended meanwhile" {
+  three_jobs
+  sed -i "s#\"name\": \"c\", \"until\": \"$PWD/go\"#\"name\": \"c\", \"until\": \"$PWD/go.c\"#" jobs.json
+  start_list
+  begun a
+  begun b
+  begun c
+  kill -KILL "$LAUNCHER"
+  : >go.c
+  wait_for_line "$STARTED" "end c"
+  pid=$(pid_of_job a)
+  start_command resume
+  wait_for_line out "done: $(tell 'job["c"]["name"].split()') on "
+  grep -q " still runs" out
+  alive "$pid"
+  : >go
+  undisturbed
+}
+
+
+@test "a dispatcher that dies before, at or after any of its records changes nothing of what comes of a list" {
+  cat >dying.py <<END
+import os, signal, sys, threading
+sys.path.insert(0, "$KIT")
+from distributed.jobs import commands, journal
+END
+  cat >>dying.py <<'END'
+commit, moment, left = journal.Journal.commit, sys.argv[1], [2]
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def dying_commit(self):
+    if not self.pending:
+        return
+    left[0] -= 1
+    if left[0] == 0 and moment == "before":
+        die()
+    commit(self)
+    if left[0] == 0 and moment == "at":
+        die()
+    if left[0] == 0:
+        threading.Timer(0.1, die).start()
+
+journal.Journal.commit = dying_commit
+sys.exit(commands.main(sys.argv[2:]))
+END
+  cluster "$N1:1" "$N2:1"
+  job_list <<END
+{"name": "a", "seconds": 0.5}
+{"name": "b", "seconds": 0.5, "exit": 7, "exit_once": "$PWD/once"}
+{"name": "c", "seconds": 0.5, "exit": 5, "_retries": 0}
+END
+  words=(--cluster-config cluster.json --jobs-config jobs.json --grace 3 --no-tmux)
+  status=137 deaths=0
+  while ((status == 137)); do
+    for moment in before at after; do
+      run "$VIRTUAL_ENV/bin/python" dying.py "$moment" "${words[@]}"
+      ((status == 137)) || break
+      deaths=$((deaths + 1))
+    done
+    ((deaths < 90))
+  done
+  echo "$deaths deaths; $output"
+  [ "$status" -eq 1 ]
+  ((deaths > 12))
+  holds 'sorted(began) == ["a", "b", "b", "c"]'
+  holds '[job[name]["state"] for name in "abc"] == ["done", "done", "failed"]'
+  holds '[each["exit_code"] for name in "abc" for each in job[name]["attempts"]] == [0, 7, 0, 5]'
+}
+
+
+@test "of two names of one machine, resume uses the one under which its jobs run" {
+  cluster "$N1:1" "$(address "$N1"):1"
+  job_list <<<"{\"name\": \"a\", \"until\": \"$PWD/go\"}"
+  start_list --lost-after 1
+  begun a
+  for again in 1 2 3; do
+    wait_for_line out ": not used: is the same machine as"
+    kill -KILL "$LAUNCHER"
+    wait "$LAUNCHER" || true
+    used=$(sed -n 's/.*is the same machine as \(.*\);.*/\1/p' out)
+    if [ "$used" = "$N1" ]; then cluster "$(address "$N1"):1" "$N1:1"; else cluster "$N1:1" "$(address "$N1"):1"; fi
+    start_command resume
+    wait_for_line out "$used: $(tell 'job["a"]["name"].split()') still runs" || { echo "resume $again" && return 1; }
+  done
+  : >go
+  undisturbed
+}
+
+
+# ---------------------------------------------------------------- connections
+
+
+@test "when all connections are killed jobs go on, and are found again" {
+  start_three_jobs
+  connections=$(grep -lsa "/muster-$(id -u)-$(tell 'r["list"].split()')/" /proc/[0-9]*/cmdline || true)
+  [ "$(wc -l <<<"$connections")" -ge 6 ] # a master and a client for each server
+  : >seen
+  while read -r file; do
+    kill -KILL "${file//[!0-9]/}" 2>>seen || true
+  done <<<"$connections"
+  for node in "$N1" "$N2" "$N3"; do
+    wait_for_line out "$node: unreachable: "
+    wait_for_line out "$node: $(tell 'job["'"$(job_on "$node")"'"]["name"].split()') still runs"
+  done
+  : >go
+  undisturbed
+}
+
+
+@test "a server that is cut off for a while fails nothing: its job goes on, and others do not wait for it" {
+  three_jobs
+  sed -i 's/}]$/},/' jobs.json
+  printf '{"_env": {"STARTED": "%s"}, "name": "later", "_priority": -1}]\n' "$STARTED" >>jobs.json
+  start_list
+  begun a
+  begun b
+  begun c
+  pid=$(pid_of_job "$(job_on "$N3")")
+  lab cut "$N3"
+  wait_for_line out "$N3: unreachable: "
+  alive "$pid"
+  run -0 list status
+  lab heal "$N3"
+  wait_for_line out "still runs"
+  alive "$pid"
+  : >go
+  undisturbed
+}
+
+
+# bats test_tags=soak
+@test "a server that is frozen for a while fails nothing, and one that is frozen at the start holds nobody up" {
+  lab freeze "$N2"
+  three_jobs
+  start_list
+  begun a
+  begun b
+  wait_for_line out "$N2: unreachable: "
+  lab freeze "$N3"
+  wait_for_line out "$N3: unreachable: "
+  lab heal "$N3"
+  wait_for_line out "still runs"
+  lab heal "$N2"
+  wait_for_line out "$N2: connected"
+  begun c
+  : >go
+  undisturbed
+}
+
+
+# ---------------------------------------------------------------- servers
+
+
+@test "the jobs of a server that was powered off run elsewhere, not as their failure, and nothing runs twice when it is back" {
+  start_three_jobs --lost-after 5
+  lost=$(job_on "$N3")
+  lab kill "$N3"
+  wait_for_line out "retry: "
+  : >go
+  status_of "$LAUNCHER"
+  [ "$status" -eq 0 ]
+  holds 'r["totals"]["done"] == 3 and len(began) == 4 and began.count("'"$lost"'") == 2'
+  holds '[each["failure"] for each in job["'"$lost"'"]["attempts"]] == ["server lost", ""]'
+  grep -q "$N3: was lost; what ran there may still run" out
+  lab up "$NODES" --prefix "$PREFIX" --private "$APART" >/dev/null
+  furnish "$N3"
+  run -0 list cancel all
+  echo "$output"
+  run -0 list cancel all
+  [[ "$output" == "nothing to cancel"* ]]
+  holds 'len(began) == 4 and r["totals"]["done"] == 3'
+}
+
+
+@test "what still runs on a server that was given up is stopped when it is back, before its slot is used again" {
+  three_jobs
+  sed -i -e 's/"_retries": 0/"alone": true, &/' -e 's/}]$/},/' jobs.json
+  printf '{"_env": {"STARTED": "%s"}, "name": "later", "alone": true, "_priority": -1}]\n' "$STARTED" >>jobs.json
+  start_list --lost-after 2
+  begun a
+  begun b
+  begun c
+  lost=$(job_on "$N3")
+  pid=$(pid_of_job "$lost")
+  lab cut "$N3"
+  wait_for_line out "retry: " # it waits for a slot
+  lab heal "$N3"
+  wait_for_line out "still ran there: stopping it, as it was given up"
+  begun later # there, as the others are busy
+  run ! alive "$pid"
+  : >go
+  status_of "$LAUNCHER"
+  [ "$status" -eq 0 ]
+  [ "$(node_of_job later)" = "$N3" ]
+  holds 'r["totals"]["done"] == 4 and len(began) == 5 and not [words for words in started if words[0] == "overlap"]'
+  nothing_left
+}
+
+
+# bats test_tags=soak
+@test "cancel all ends what was left on a server that came back after the end of the list" {
+  start_three_jobs --lost-after 2
+  lost=$(job_on "$N3")
+  pid=$(pid_of_job "$lost")
+  kill -STOP "$pid" # so that it does not end by itself
+  lab cut "$N3"
+  wait_for_line out "retry: "
+  : >go
+  status_of "$LAUNCHER"
+  [ "$status" -eq 0 ]
+  grep -q "$N3: was lost" out
+  lab heal "$N3"
+  run -0 list cancel all
+  eventually eval '! alive "$pid"'
+  nothing_left
+}
+
+
+@test "a server whose disk is full gets no more jobs, and its jobs' exit codes are known" {
+  small=$HOMES/$N2/small
+  mkdir "$small"
+  on "$N2" mount -t tmpfs -o size=2m tmpfs "$small"
+  lab ssh "$N2" tee "$small/job.py" <job.py >/dev/null
+  cluster "$N1:2" "$N2:3"
+  sed -i "s#{\"host\": \"$N2\"#&, \"workdir\": \"$small\", \"labels\": [\"small\"]#" cluster.json
+  job_list <<END
+{"name": "stays", "until": "$PWD/go", "quiet": true, "_labels": ["small"], "prefix": "p", "fold": 0, "_priority": 2}
+{"name": "ends", "until": "$PWD/full", "quiet": true, "_labels": ["small"], "_priority": 2}
+{"name": "fills", "fill": "$small", "_labels": ["small"], "_priority": 1, "_retries": 0}
+{"name": "d", "until": "$PWD/full"}
+{"name": "e", "until": "$PWD/full"}
+{"name": "f", "_labels": ["small"]}
+END
+  start_list
+  begun stays
+  begun ends
+  wait_for_line out "exit code 1: OSError: [Errno 28] No space left on device"
+  : >full
+  wait_for_line out "$N2: gets no more jobs: "
+  run -0 list cancel p/fold0
+  [[ "$output" == *"cancelled: p/fold0: cancelled on request; no process of it is left"* ]]
+  status_of "$LAUNCHER"
+  [ "$status" -eq 75 ]
+  grep -q "paused: no server can be used for the jobs that wait; see the reasons above" out
+  holds '[job[name]["state"] for name in ("ends", "d", "e", "fills", "f")] == ["done"] * 3 + ["failed", "waiting"]'
+  holds 'last["fills"]["exit_code"] == 1 and last["ends"]["exit_code"] == 0 and len(began) == 5'
+  on "$N2" rm -- "$small/filling-fills"
+  run -1 list resume # for "fills"
+  holds 'job["f"]["state"] == "done" and len(began) == 6'
+  on "$N2" umount "$small"
+}
+
+
+# ---------------------------------------------------------------- what watches over a job
+
+
+@test "a job whose supervisor was killed leaves nothing behind and runs again; one whose guard was killed goes on" {
+  start_three_jobs
+  kill -KILL "$(supervised supervisor a)"
+  guard=$(supervised guard b)
+  kill -KILL "$guard"
+  kill -KILL "$(supervised supervisor c)" "$(supervised guard c)"
+  pids="$(pid_of_job a) $(pid_of_job c)"
+  wait_for_line out "retry: $(tell 'job["a"]["name"].split()')"
+  wait_for_line out "retry: $(tell 'job["c"]["name"].split()')"
+  for pid in $pids; do
+    run ! alive "$pid"
+  done
+  [ "$(supervised guard b)" != "$guard" ]
+  : >go
+  status_of "$LAUNCHER"
+  [ "$status" -eq 0 ]
+  holds 'sorted(began) == ["a", "a", "b", "c", "c"] and r["totals"]["done"] == 3'
+  holds 'all(job[name]["attempts"][0]["failure"] == "supervisor killed" for name in "ac")'
+}
+
+
+# ---------------------------------------------------------------- results
+
+
+@test "a disk that is full here stops nothing that runs: results come when there is space, and so do new starts" {
+  there=$APART/there
+  lab ssh "$N1" mkdir -p "$there"
+  lab ssh "$N1" tee "$there/job.py" <job.py >/dev/null
+  cluster "$N1:1"
+  sed -i "s#{\"host\": \"$N1\"#&, \"workdir\": \"$there\"#" cluster.json
+  job_list <<END
+{"name": "a", "until": "$APART/go", "big": 5, "_priority": 1}
+$(printf '{"name": "b%s"}\n' {1..20})
+END
+  small_disk "$BATS_TEST_TMPDIR/small"
+  cp cluster.json jobs.json "$BATS_TEST_TMPDIR/small"
+  WORK=$BATS_TEST_TMPDIR/small
+  cd "$WORK"
+  start "$BATS_TEST_TMPDIR/out" "${DISPATCH[@]}" --cluster-config cluster.json --jobs-config jobs.json
+  begun a
+  fill .
+  lab ssh "$N1" touch "$APART/go"
+  wait_for_line "$BATS_TEST_TMPDIR/out" "results.journal: No space left on device: nothing new is started until"
+  before=$(grep -c ^begin "$STARTED")
+  ((before < 21))
+  sleep 2 # what must not happen has no event
+  [ "$(grep -c ^begin "$STARTED")" -eq "$before" ]
+  rm fill
+  head -c 3500000 /dev/zero >fill
+  wait_for_line "$BATS_TEST_TMPDIR/out" "results.journal: written again"
+  wait_for_line "$BATS_TEST_TMPDIR/out" "its results cannot be copied: rsync: "
+  begun b20
+  rm fill
+  status_of "$LAUNCHER"
+  [ "$status" -eq 0 ]
+  holds 'r["totals"]["done"] == len(began) == 21'
+  lab ssh "$N1" cat "$there/$(tell 'job["a"]["output"].split()')/big" | cmp - "$(tell 'job["a"]["output"].split()')/big"
+}
+
+
+@test "a copy that is killed on its way is made again, and a half copied file is never taken for a whole one" {
+  WORK="$APART/my work"
+  enter_work
+  write_job_script
+  cluster "$N1:1"
+  job_list <<<'{"name": "a", "big": 2, "prefix": "p", "fold": 0, "until": "'"$PWD/go"'"}'
+  start_list --sync
+  begun a
+  lab slow "$N1" 2000
+  lab ssh "$N1" touch "$PWD/go"
+  eventually eval 'compgen -G "experiments/p/fold0/.big.*"'
+  [ ! -e experiments/p/fold0/big ]
+  while read -r file; do
+    kill -KILL "${file//[!0-9]/}" 2>>seen || true
+  done < <(grep -lsa "^rsync.*$PWD" /proc/[0-9]*/cmdline)
+  lab heal "$N1"
+  wait_for_line out "p/fold0: its results cannot be copied: "
+  status_of "$LAUNCHER"
+  [ "$status" -eq 0 ]
+  lab ssh "$N1" cat "$PWD/experiments/p/fold0/big" | cmp - experiments/p/fold0/big
+  holds 'began == ["a"] and job["a"]["state"] == "done"'
+}
+
+
+@test "a job that is done, but whose server is lost before its results are here, runs elsewhere" {
+  WORK="$APART/their work"
+  enter_work
+  write_job_script
+  cluster "$N3:1" "$N1:1"
+  job_list <<<'{"name": "a", "big": 2, "prefix": "p", "fold": 0, "until": "'"$PWD/go"'", "_retries": 0}'
+  start_list --sync --lost-after 3
+  begun a
+  first=$(node_of_job a)
+  lab slow "$first" 1000
+  lab ssh "$first" touch "$PWD/go"
+  eventually eval 'compgen -G "experiments/p/fold0/.big.*"'
+  lab kill "$first"
+  wait_for_line out "and the results are there"
+  for node in "$N1" "$N3"; do
+    [ "$node" = "$first" ] || lab ssh "$node" touch "$PWD/go"
+  done
+  status_of "$LAUNCHER"
+  lab up "$NODES" --prefix "$PREFIX" --private "$APART" >/dev/null
+  furnish "$first"
+  [ "$status" -eq 0 ]
+  holds 'began == ["a", "a"] and job["a"]["state"] == "done" and last["a"]["server"] != "'"$first"'"'
+  [ "$(stat -c %s experiments/p/fold0/big)" -eq $((2 << 20)) ]
+}
+
+
+# ---------------------------------------------------------------- the configuration
+
+
+@test "a server that is taken out of the configuration gives its jobs to the others after --lost-after" {
+  start_three_jobs --lost-after 3
+  kill -INT -- "-$LAUNCHER"
+  status_of "$LAUNCHER"
+  [ "$status" -eq 130 ]
+  cluster "$N1:2" "$N2:1"
+  start_command resume
+  wait_for_line out "$N3: no longer in the cluster config; its jobs run elsewhere in 3 s"
+  eventually holds 'len(began) == 4'
+  : >go
+  status_of "$LAUNCHER"
+  [ "$status" -eq 0 ]
+  holds 'r["totals"]["done"] == 3 and len(began) == 4'
+}

@@ -1,0 +1,666 @@
+#!/usr/bin/env bats
+#
+# Job lists on a real SLURM: one array for all that can start, the same results as over ssh, and whatever dies, no job
+# runs twice and none is lost. What a person, a more urgent job, the time limit or a lost node does to a job is named.
+
+bats_require_minimum_version 1.5.0
+load lab/nodes.bash
+load lab/secrets.bash
+
+
+setup_file() {
+  raise_nodes 4 --slurm --gpus 2
+}
+
+
+teardown_file() {
+  lower_nodes
+}
+
+
+setup() {
+  enter_work
+  DISPATCH=("$VIRTUAL_ENV/bin/python" "$KIT/scripts/jobs/run_distributed_training.py")
+  STARTED=$BATS_TEST_TMPDIR/started
+  : >"$STARTED"
+  LAUNCHER=''
+  write_job_script
+}
+
+
+teardown() {
+  [ -z "$LAUNCHER" ] || kill -KILL "$LAUNCHER" 2>/dev/null || true
+  slurmctld_runs || start_slurmctld
+  lab up 4 --prefix "$PREFIX" --slurm --gpus 2 >/dev/null # mends what a test has broken
+  scancel --user=root
+  eventually queue_is_empty
+}
+
+
+# ---- lists
+
+cluster() { # <keys of the entry that describes a node> [option of sbatch...]
+  local option options=''
+  for option in "${@:2}"; do
+    options+="${options:+, }\"$option\""
+  done
+  echo "{\"script_path\": \"job.py\", \"servers\": [{\"host\": \"slurm\", $1}], \"sbatch\": [$options]}" >cluster.json
+}
+
+
+job_list() { # on standard input: objects without the comma between them, a line each; each gets STARTED as a variable
+  sed -e "s#^{#{\"_env\": {\"STARTED\": \"$STARTED\"}, #" -e '1s/^/[/' -e '$!s/$/,/' -e '$s/$/]/' >jobs.json
+}
+
+
+OPTIONS=(--backend slurm --cluster-config cluster.json --jobs-config jobs.json --grace 3)
+
+
+dispatch() { # [option...]
+  "${DISPATCH[@]}" "${OPTIONS[@]}" "$@" 3>&-
+}
+
+
+list() { # <command> [word...]
+  "${DISPATCH[@]}" "$@" 3>&-
+}
+
+
+# In the background: LAUNCHER is the dispatcher, "out" what it prints.
+start_list() {
+  start out "${DISPATCH[@]}" "${OPTIONS[@]}"
+}
+
+
+kill_dispatcher() {
+  kill -KILL "$LAUNCHER"
+  status_of "$LAUNCHER"
+  LAUNCHER=''
+}
+
+
+holds() { # <Python expression: r is results.json, job its jobs by name, last their last attempts; began are all names
+  # that stand in STARTED, started its lines>
+  "$VIRTUAL_ENV/bin/python" -I - "$STARTED" "$1" <<'END'
+import json, sys
+r = json.load(open("results.json"))
+job = {each["settings"].get("name"): each for each in r["jobs"]}
+last = {name: each["attempts"][-1] for name, each in job.items() if each["attempts"]}
+started = [line.split() for line in open(sys.argv[1])]
+began = [words[1] for words in started if words[0] == "begin"]
+if not eval(sys.argv[2]):
+    print(*(json.dumps(each) for each in r["jobs"]), *map(" ".join, started), f"does not hold: {sys.argv[2]}", sep="\n")
+    sys.exit(1)
+END
+}
+
+
+eventually() { # <command...>: it succeeds within a minute and a half
+  local end=$((SECONDS + 90))
+  until "$@" >"$BATS_TEST_TMPDIR/eventually" 2>&1; do
+    if ((SECONDS >= end)); then
+      echo "not within 90 s: $*" && cat "$BATS_TEST_TMPDIR/eventually"
+      tail -n 50 out 2>/dev/null
+      squeue --array
+      return 1
+    fi
+    sleep 0.2
+  done
+}
+
+
+begun() { # <name>: the job has begun
+  wait_for_line "$STARTED" "begin $1 "
+}
+
+
+node_of_job() { # <name>, of its newest start
+  awk -v name="$1" '$1 == "begin" && $2 == name { node = $3 } END { print node }' "$STARTED"
+}
+
+
+nothing_left() {
+  ! grep -qszF -e "STARTED=$STARTED" /proc/[0-9]*/environ
+}
+
+
+no_order_left() {
+  ! find logs -name 'order*' -o -name 'taken*' -o -name '.order' | grep .
+}
+
+
+write_job_script() {
+  cat >job.py <<'END'
+import json, os, signal, subprocess, sys, time
+
+job, out = json.loads(os.environ["MUSTER_JOB"]), os.environ["MUSTER_OUTPUT_DIR"]
+name = job.get("name", job["id"])
+
+
+def note(*words):
+    with open(os.environ["STARTED"], "a") as file:
+        file.write(" ".join(map(str, words)) + "\n")
+
+
+def metrics(**values):
+    with open(f"{out}/metrics.jsonl", "a") as file:
+        file.write(json.dumps(values) + "\n")
+
+
+if job.get("deaf"):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+note("begin", name, os.uname().nodename, os.getpid(), os.environ["CUDA_VISIBLE_DEVICES"] or "-")
+print("arguments", *sys.argv[1:], flush=True)
+metrics(steps=10)
+end = time.monotonic() + job.get("seconds", 0)
+while time.monotonic() < end or not os.path.exists(job.get("until", "/")):
+    time.sleep(0.05)
+if job.get("daemon"):
+    subprocess.Popen(["sh", "-c", "trap '' TERM; while :; do sleep 1; done"], start_new_session=True)
+if "signal" in job:
+    os.kill(os.getpid(), getattr(signal, job["signal"]))
+with open(f"{out}/result", "w") as file:
+    file.write(f"{name}\n")
+metrics(step=10, loss=0.5)
+note("end", name)
+if not os.path.exists(job.get("exit_once", "nowhere")) and job.get("exit"):
+    if "exit_once" in job:
+        open(job["exit_once"], "w").close()
+    sys.exit(f"{name} gives up" if job["exit"] == 1 else job["exit"])
+END
+}
+
+
+# ---- SLURM
+
+queue_is_empty() {
+  ! squeue --noheader --array | grep .
+}
+
+
+element_of() { # <name>: as ARRAY_INDEX, of its newest attempt
+  local id attempt
+  id=$("$VIRTUAL_ENV/bin/python" -c '
+import json, sys
+print(next(each["id"] for each in json.load(open("results.json"))["jobs"] if each["settings"]["name"] == sys.argv[1]))
+' "$1")
+  for attempt in logs/jobs/*/"$id".*; do
+    squeue --noheader --array --states=all --format='%F_%K %j' | awk -v "array=$(array_of "$attempt")" \
+      -v "index_=$(index_of "$attempt")" '$2 ~ array"$" && $1 ~ "_"index_"$" { print $1 }'
+  done | tail -n 1
+}
+
+
+array_of() { # <directory of an attempt>
+  local file
+  file=$(grep -lx "${1##*/}" "${1%/*}"/array-*/attempts | tail -n 1)
+  file=${file%/attempts}
+  echo "${file##*array-}"
+}
+
+
+index_of() { # <directory of an attempt>
+  echo $(($(grep -nx "${1##*/}" "${1%/*}/array-$(array_of "$1")/attempts" | cut -d: -f1) - 1))
+}
+
+
+arrays() { # how many SLURM has got of the list here
+  squeue --noheader --array --states=all --format=%j | grep "^muster-$(basename logs/jobs/*)-" | sort -u | wc -l
+}
+
+
+pid_of_slurmctld() {
+  cat "$MUSTER_LAB/slurmctld.pid"
+}
+
+
+slurmctld_runs() {
+  [[ $(cat "/proc/$(pid_of_slurmctld)/stat" 2>/dev/null) =~ \(slurmctld\)\ [^ZX] ]]
+}
+
+
+start_slurmctld() {
+  slurmctld -f "$SLURM_CONF" 3>&-
+  eventually squeue
+}
+
+
+# ---------------------------------------------------------------- a list
+
+
+@test "nine jobs are one array: each runs once on a GPU of its own, and results, table, log and page are as over ssh" {
+  cluster '"gpus": 1'
+  for fold in 0 1 2 3 4 5 6 7 8; do
+    echo "{\"name\": \"f$fold\", \"fold\": $fold, \"prefix\": \"exp1\", \"seconds\": 1, \"words\": [\"it's\", \"\$x;\"]}"
+  done | job_list
+  run -0 dispatch
+  [[ "$output" == *"slurm: connected; SLURM "*"up to 9 jobs in its queue"* ]]
+  [[ "$output" == *"finished: 9 of 9 done"* ]]
+  holds 'r["state"] == "finished" and r["backend"] == "slurm" and r["totals"]["attempts"] == 9'
+  holds 'sorted(began) == sorted(job) and all(each["state"] == "done" for each in r["jobs"])'
+  holds 'all(1 <= each["seconds"] < 20 and each["peak_memory"] > 5e6 and each["exit_code"] == 0 for each in last.values())'
+  holds 'all(each["metrics"]["step"] == each["metrics"]["steps"] == 10 for each in r["jobs"])'
+  holds '{words[4] for words in started if words[0] == "begin"} == {"0", "1"}'
+  holds 'len({tuple(words[2:5:2]) for words in started if words[0] == "begin"}) == 8' # four nodes with two GPUs
+  [ "$(arrays)" -eq 1 ]
+  for fold in 0 1 2 3 4 5 6 7 8; do
+    grep -qx "f$fold" "experiments/exp1/fold$fold/result"
+  done
+  grep -q '<svg' results.html
+  run -0 list logs fold3
+  [[ "$output" == *"arguments --name f3 --fold 3 --prefix exp1 --seconds 1 --words it's \$x; --device cuda:0"* ]]
+  run -0 list why fold3
+  [[ "$output" == *"exp1/fold3: done"*"attempt 1 on slurm:"*" ($PREFIX"*"done"* ]]
+  no_order_left
+  run -0 list resume # there is nothing to do
+  holds 'len(began) == 9'
+}
+
+
+@test "how a job ends has the same class as over ssh, a failed one is tried again, and nothing of any is left" {
+  cluster '"gpus": 0'
+  job_list <<END
+{"name": "fails", "exit": 7, "_retries": 0}
+{"name": "gives-up", "exit": 1, "_retries": 0}
+{"name": "slow", "seconds": 60, "_timeout": 1, "_retries": 0}
+{"name": "deaf", "seconds": 60, "deaf": true, "_timeout": 1, "_retries": 0}
+{"name": "killed", "signal": "SIGKILL", "_retries": 0}
+{"name": "once", "exit": 1, "exit_once": "$PWD/failed once"}
+{"name": "daemon", "daemon": true}
+END
+  run -1 dispatch
+  holds 'last["fails"]["exit_code"] == 7 and last["fails"]["failure"] == "exit code"'
+  holds 'last["gives-up"]["last_lines"][-1] == "gives-up gives up"'
+  holds 'all(last[name]["failure"] == "timeout" and "(_timeout)" in last[name]["reason"] for name in ("slow", "deaf"))'
+  holds 'last["deaf"]["signal"] == "SIGKILL" and last["killed"]["signal"] == "SIGKILL"'
+  holds 'last["killed"]["failure"] == "signal"'
+  holds '[each["failure"] for each in job["once"]["attempts"]] == ["exit code", ""] and job["once"]["state"] == "done"'
+  holds 'job["daemon"]["state"] == "done" and began.count("once") == 2 and len(began) == 8'
+  holds 'all(words[4] == "-" for words in started if words[0] == "begin")' # no GPU
+  grep -qh "arguments --name fails --exit 7 --device cpu" logs/jobs/*/*/node_slurm.log
+  nothing_left
+  no_order_left
+}
+
+
+@test "what a job needs is asked of SLURM, and what SLURM refuses is said: of one job, or of the whole list" {
+  cluster '"gpus": 1'
+  job_list <<END
+{"name": "one", "seconds": 1}
+{"name": "two", "seconds": 1, "_gpus": 2, "_timeout": 100}
+{"name": "labels", "_labels": ["nosuch"], "_retries": 0}
+END
+  run -1 dispatch
+  holds 'job["labels"]["state"] == "failed" and last["labels"]["failure"] == "not started"'
+  holds '"Invalid feature specification" in last["labels"]["reason"]'
+  holds '[words[4] for words in started if words[:2] == ["begin", "two"]] == ["0,1"]'
+  [ "$(arrays)" -eq 2 ]
+  run -0 scontrol show job "$(element_of two)"
+  [[ "$output" == *"TimeLimit=00:03:00"*"Requeue=0"* || "$output" == *"Requeue=0"*"TimeLimit=00:03:00"* ]]
+  cluster '"gpus": 1' --partition=nosuch
+  echo '{"name": "plain"}' | job_list
+  start out "${DISPATCH[@]}" "${OPTIONS[@]}" --log-file other.json
+  wait_for_line out "was not started: sbatch: invalid partition specified: nosuch"
+  kill_dispatcher
+  holds 'sorted(began) == ["one", "two"]'
+  no_order_left
+  cluster '"gpus": 1' --array=0-3
+  run -2 dispatch --log-file third.json
+  [[ "$output" == *"sbatch: '--array=0-3': is set for each array; remove it"* ]]
+}
+
+
+@test "jobs that wait in SLURM's queue are shown as such, a log can be followed, and setup lines are run" {
+  cluster "\"gpus\": 0, \"setup\": [\"export FROM_SETUP=yes\"]" --exclusive
+  job_list <<END
+{"name": "a", "until": "$PWD/go", "_priority": 1}
+{"name": "b", "until": "$PWD/go", "_priority": 1}
+{"name": "c", "until": "$PWD/go", "_priority": 1}
+{"name": "d", "until": "$PWD/go", "_priority": 1}
+{"name": "waits"}
+END
+  sed -i 's/^print("arguments"/print(os.environ.get("FROM_SETUP"), flush=True)\n&/' job.py
+  start_list
+  begun c
+  eventually holds 'job["waits"]["reason"] == "in SLURM'"'"'s queue"'
+  run list status
+  [[ "$output" == *"in SLURM's queue"* ]]
+  start followed "${DISPATCH[@]}" logs "$(holds 'print(job["a"]["id"]) or True')" --follow
+  wait_for_line followed "arguments --name a"
+  grep -qx yes followed
+  : >go
+  wait "$LAUNCHER"
+  eventually holds 'r["state"] == "finished" and r["totals"]["done"] == 5'
+  holds 'last["waits"]["seconds"] < 5' # without the time in the queue
+  LAUNCHER=''
+}
+
+
+# ---------------------------------------------------------------- cancel
+
+
+@test "cancel ends a job that runs and one that waits, and proves that nothing of them is left, here and in SLURM" {
+  cluster '"gpus": 0' --exclusive
+  job_list <<END
+{"name": "a", "seconds": 600}
+{"name": "deaf", "seconds": 600, "deaf": true}
+{"name": "c", "seconds": 600}
+{"name": "d", "seconds": 600}
+{"name": "waits", "seconds": 600}
+{"name": "waits-too", "seconds": 600}
+END
+  start_list
+  begun c
+  begun deaf
+  eventually holds 'job["waits"]["reason"] == "in SLURM'"'"'s queue"'
+  run -0 list cancel "$(holds 'print(job["waits"]["id"]) or True')"
+  [[ "$output" == *"cancelled: "*"no process of it is left"* ]]
+  eventually holds 'job["waits"]["state"] == "cancelled"'
+  run -0 list cancel all
+  status_of "$LAUNCHER"
+  [ "$status" -ne 0 ]
+  holds 'all(each["state"] == "cancelled" and each["reason"].startswith("cancelled on request") for each in r["jobs"])'
+  holds 'last["deaf"]["signal"] == "SIGKILL" and len(began) == 4'
+  queue_is_empty
+  nothing_left
+  no_order_left
+}
+
+
+@test "cancel without a dispatcher does the same" {
+  cluster '"gpus": 0' --exclusive
+  printf '{"name": "%s", "seconds": 600}\n' a b c d e f | job_list
+  start_list
+  begun c
+  kill_dispatcher
+  run -0 list cancel all
+  holds 'all(each["state"] == "cancelled" for each in r["jobs"]) and len(began) == 4'
+  queue_is_empty
+  nothing_left
+  no_order_left
+}
+
+
+# ---------------------------------------------------------------- the dispatcher dies
+
+
+@test "the dispatcher is killed while jobs run and wait: resume finds both, and none has run twice" {
+  cluster '"gpus": 0' --exclusive
+  {
+    printf '{"name": "%s", "seconds": 1}\n' a b c d e f1 f2
+    echo "{\"name\": \"g\", \"until\": \"$PWD/go\"}"
+    echo '{"name": "h", "exit": 3, "_retries": 0}'
+  } | job_list
+  start_list
+  begun b
+  kill_dispatcher # some run, some wait
+  eventually grep -q '^begin g ' "$STARTED" # SLURM goes on
+  start_list
+  wait_for_line out "still runs"
+  kill_dispatcher
+  start_list
+  wait_for_line out "still runs"
+  : >go
+  status_of "$LAUNCHER"
+  [ "$status" -eq 1 ]
+  LAUNCHER=''
+  holds 'sorted(began) == sorted(job) and all(len(each["attempts"]) == 1 for each in r["jobs"])'
+  holds 'all(each["state"] == "done" for name, each in job.items() if name != "h")'
+  holds 'job["h"]["state"] == "failed" and last["h"]["exit_code"] == 3 and last["a"]["seconds"] < 10'
+  [ "$(arrays)" -eq 1 ]
+  no_order_left
+}
+
+
+@test "the dispatcher is killed at one record of its journal after the other: the results are those of an undisturbed list" {
+  local number
+  cluster '"gpus": 0'
+  for number in {1..24}; do
+    echo "{\"name\": \"j$number\", \"seconds\": 0.5}"
+  done | job_list
+  sed -i '1s/^{/{"max_queued": 6, /' cluster.json # in several arrays
+  for number in 1 2 4 7 8 11 14 18 23 29 36 44 53 63 74; do
+    start_list
+    timeout 60 bash -c 'until [ "$(wc -l 2>/dev/null <results.journal)" -ge "$1" ]; do sleep 0.01; done' bash "$number"
+    kill_dispatcher
+  done
+  run -0 dispatch
+  holds 'sorted(began) == sorted(job) and all(each["state"] == "done" for each in r["jobs"])'
+  no_order_left
+}
+
+
+# SLURM's sbatch; the first call of it is slow.
+slow_sbatch() {
+  mkdir bin
+  cat >bin/sbatch <<END
+#!/bin/sh
+if mkdir "$PWD/called" 2>/dev/null; then
+  until [ -e "$PWD/submit" ]; do sleep 0.05; done
+fi
+exec $(type -P sbatch) "\$@"
+END
+  chmod +x bin/sbatch
+}
+
+
+@test "sbatch outlives its dispatcher, and submits after resume has submitted the same attempts: none runs twice" {
+  cluster '"gpus": 0'
+  printf '{"name": "%s", "until": "'"$PWD"'/go"}\n' a b c | job_list
+  slow_sbatch
+  PATH=$PWD/bin:$PATH start_list
+  eventually [ -e called ]
+  kill_dispatcher
+  PATH=$PWD/bin:$PATH start_list
+  begun a
+  begun b
+  begun c
+  : >submit
+  eventually two_arrays
+  : >go
+  status_of "$LAUNCHER"
+  [ "$status" -eq 0 ]
+  LAUNCHER=''
+  eventually queue_is_empty
+  holds 'sorted(began) == ["a", "b", "c"] and r["totals"]["done"] == r["totals"]["attempts"] == 3'
+  grep -q "nothing to do" logs/jobs/*/array-*/*.out
+  no_order_left
+}
+
+
+two_arrays() {
+  [ "$(arrays)" -eq 2 ]
+}
+
+
+# ---------------------------------------------------------------- what else ends a job
+
+
+@test "a job that a person ends in SLURM fails with that reason and is not tried again, whether it ran or waited" {
+  cluster '"gpus": 0' --exclusive
+  {
+    printf '{"name": "%s", "until": "'"$PWD"'/go"}\n' a b c d
+    echo '{"name": "waits"}'
+    echo '{"name": "last"}'
+  } | job_list
+  start_list
+  begun c
+  eventually holds '"queue" in job["waits"]["reason"]'
+  scancel "$(element_of a)" "$(element_of waits)"
+  eventually holds 'job["a"]["state"] == job["waits"]["state"] == "failed"'
+  : >go
+  status_of "$LAUNCHER"
+  [ "$status" -eq 1 ]
+  LAUNCHER=''
+  holds 'last["a"]["failure"] == last["waits"]["failure"] == "cancelled outside" and last["a"]["signal"] == "SIGTERM"'
+  holds '"somebody ended it in SLURM (scancel) before it was started" in last["waits"]["reason"]'
+  holds 'r["totals"]["done"] == 4 and r["totals"]["attempts"] == 6 and "waits" not in began'
+  no_order_left
+}
+
+
+@test "SLURM's own time limit is a timeout" {
+  cluster '"gpus": 0' --time=5
+  echo '{"name": "a", "seconds": 600, "_retries": 0}' | job_list
+  start_list
+  begun a
+  scontrol update "jobid=$(element_of a)" EndTime=now
+  status_of "$LAUNCHER"
+  [ "$status" -eq 1 ]
+  LAUNCHER=''
+  holds 'last["a"]["failure"] == "timeout" and "SLURM'"'"'s time limit" in last["a"]["reason"]'
+  nothing_left
+}
+
+
+@test "a job that a more urgent one pushes out goes on in a further attempt, and that is no failure of the job" {
+  cluster '"gpus": 0' --exclusive
+  echo "{\"name\": \"a\", \"until\": \"$PWD/go\", \"_retries\": 0}" | job_list
+  start_list
+  begun a
+  sbatch --partition=urgent --nodes=4 --exclusive --output=urgent --wrap 'echo here'
+  wait_for_line out "preempted: SLURM needed its node for a more urgent job"
+  begins_again a
+  [ -s urgent ]
+  : >go
+  status_of "$LAUNCHER"
+  [ "$status" -eq 0 ]
+  LAUNCHER=''
+  holds '[each["failure"] for each in job["a"]["attempts"]] == ["preempted", ""]'
+}
+
+
+@test "a job on a node that SLURM sets down runs elsewhere, and that is no failure of the job" {
+  local node
+  cluster '"gpus": 0'
+  echo "{\"name\": \"a\", \"until\": \"$PWD/go\", \"_retries\": 0}" | job_list
+  start_list
+  begun a
+  node=$(node_of_job a)
+  scontrol update "nodename=$node" state=drain reason=test
+  scontrol update "nodename=$node" state=down reason=test
+  begins_again a
+  [ "$(node_of_job a)" != "$node" ]
+  : >go
+  status_of "$LAUNCHER"
+  [ "$status" -eq 0 ]
+  LAUNCHER=''
+  holds '[each["failure"] for each in job["a"]["attempts"]] == ["server lost", ""]'
+  scontrol update "nodename=$node" state=resume
+}
+
+
+begins_again() { # <name>
+  timeout 200 bash -c 'until [ "$(grep -c "^begin $2 " "$1")" -eq 2 ]; do sleep 0.2; done' bash "$STARTED" "$1"
+}
+
+
+running_at_once() { # <name>: processes of it
+  grep -lszF -e "STARTED=$STARTED" /proc/[0-9]*/environ | while read -r file; do
+    tr '\0' ' ' <"${file%environ}cmdline"
+  done | grep -cF -- "job.py --name $1 "
+}
+
+
+# SLURM takes half a minute to notice; for both at once.
+@test "a node loses its power, and one cannot be reached by SLURM alone: their jobs run elsewhere, never twice at once" {
+  local lost unreachable
+  cluster '"gpus": 0' --exclusive
+  printf '{"name": "%s", "until": "'"$PWD"'/go", "_retries": 0}\n' a b | job_list
+  start_list
+  begun a
+  begun b
+  lost=$(node_of_job a) unreachable=$(node_of_job b)
+  lab kill "$lost"
+  lab cut "$unreachable"
+  until grep -q "^begin b .*" <(grep -v " $unreachable " "$STARTED"); do
+    [ "$(running_at_once b)" -le 1 ] || touch two
+    sleep 0.1
+  done
+  [ ! -e two ]
+  begins_again a
+  run ! grep -E "^begin . ($lost|$unreachable) " <(tail -n 2 "$STARTED")
+  : >go
+  status_of "$LAUNCHER"
+  [ "$status" -eq 0 ]
+  LAUNCHER=''
+  holds '[each["failure"] for each in job["a"]["attempts"]] == ["server lost", ""]'
+  holds '"has failed" in job["a"]["attempts"][0]["reason"] and len(job["b"]["attempts"]) == 2'
+}
+
+
+@test "SLURM's controller goes away for a while: jobs go on, the list waits, and nothing counts as lost" {
+  cluster '"gpus": 0'
+  {
+    printf '{"name": "%s", "seconds": 2}\n' a b
+    echo "{\"name\": \"c\", \"until\": \"$PWD/go\"}"
+  } | job_list
+  start_list
+  begun c
+  kill "$(pid_of_slurmctld)" # SIGKILL would lose what it knows: after it, SLURM itself starts jobs a second time
+  wait_for_line out "slurm: unreachable: "
+  grep -q "Unable to contact slurm controller" out
+  : >go
+  begun a
+  start_slurmctld
+  status_of "$LAUNCHER"
+  [ "$status" -eq 0 ]
+  LAUNCHER=''
+  holds 'sorted(began) == ["a", "b", "c"] and r["totals"]["attempts"] == r["totals"]["done"] == 3'
+}
+
+
+@test "a supervisor that is killed takes its job along, and the job is tried again" {
+  local pid
+  cluster '"gpus": 0'
+  echo "{\"name\": \"a\", \"until\": \"$PWD/go\", \"_retries\": 0}" | job_list
+  start_list
+  begun a
+  pid=$("$VIRTUAL_ENV/bin/python" -c 'import json, sys; print(json.load(open(sys.argv[1]))["supervisor"]["pid"])' \
+    logs/jobs/*/*/node_slurm.pid)
+  kill -KILL "$pid"
+  begins_again a
+  : >go
+  status_of "$LAUNCHER"
+  [ "$status" -eq 0 ]
+  LAUNCHER=''
+  holds '[each["failure"] for each in job["a"]["attempts"]] == ["supervisor killed", ""]'
+}
+
+
+# ---------------------------------------------------------------- secrets
+
+
+@test "a secret reaches the job, and is in no command line, in nothing that SLURM keeps or shows, and in no file later" {
+  make_secret
+  cluster '"gpus": 0' --exclusive
+  {
+    printf '{"name": "%s", "until": "'"$PWD"'/go"}\n' a b c d
+    echo '{"name": "waits"}'
+  } | job_list
+  sed -i "s/\"_env\": {/&\"SECRET\": \"$(<secret)\", /" jobs.json
+  sed -i 's/^note("begin"/assert os.environ["SECRET"] == open("secret").read(), os.environ["SECRET"]\n&/' job.py
+  watch_command_lines
+  SEEN=yes OF_THE_CALL=$(<secret) start_list
+  begun c
+  eventually holds '"queue" in job["waits"]["reason"]'
+  [ "$(stat -c %a "$(find logs -name 'order.*')")" = 600 ]
+  {
+    scontrol show job --details
+    squeue --array --format='%all'
+    scontrol write batch_script "$(element_of a)" -
+    scontrol write batch_script "$(element_of waits)" -
+  } >shown
+  grep -q array_task.sh shown
+  run ! grep -F -f secret shown
+  run ! grep -rlaF -f secret "$MUSTER_LAB/slurmctld" "$MUSTER_LAB"/*/slurmd
+  run ! grep -rlF -f secret results.json results.journal
+  : >go
+  status_of "$LAUNCHER"
+  [ "$status" -eq 0 ]
+  LAUNCHER=''
+  : >kept
+  wait "$WATCHER"
+  run ! grep -F -f secret seen
+  run ! grep -rlF -f secret logs experiments results.json results.html results.journal
+}

@@ -1,0 +1,114 @@
+"""A dispatcher that is killed at any moment, then `resume`: the same results, and no job has run twice.
+
+Real dispatchers with --backend local, real jobs. For each record of the journal, the dispatcher is killed with SIGKILL
+right before it is written, in the middle of it, and right after it was.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dispatchers import MOMENTS, Call, Dispatchers, dispatchers
+
+from distributed.jobs import journal
+
+AT_ONCE = 13  # lists that run at the same time; they sleep most of it
+# Notes its start, works, and fails the first time where it is told so. Nothing is noted by one that is not started.
+SCRIPT = """#!/bin/sh
+echo "start $*" >>"$MUSTER_OUTPUT_DIR/starts"
+if [ "$2" = patient ]; then until [ -e go ]; do sleep 0.05; done; fi
+sleep 0.2
+echo '{"step": 5, "loss": 2.5}' >"$MUSTER_OUTPUT_DIR/metrics.jsonl"
+if [ "$2" = flaky ] && [ "$(wc -l <"$MUSTER_OUTPUT_DIR/starts")" = 1 ]; then
+  echo "no luck"
+  exit 3
+fi
+"""
+JOBS: list[dict[str, Any]] = [{"kind": "steady", "_env": {"TOKEN": "s3cr3t"}}, {"kind": "flaky"}]
+RUN = ("--backend", "local", "--slots", "2", "--no-tmux", "--script", "job.sh", "--jobs-config", "jobs.json")
+
+
+@pytest.fixture(scope="module")
+def forked() -> Iterator[Dispatchers]:
+    with dispatchers() as server:
+        yield server
+
+
+def prepared(directory: Path, jobs: Sequence[Mapping[str, Any]] = JOBS) -> Path:
+    directory.mkdir(parents=True)
+    (directory / "jobs.json").write_text(json.dumps(jobs))
+    (directory / "job.sh").write_text(SCRIPT)
+    (directory / "job.sh").chmod(0o755)
+    return directory
+
+
+def outcome(directory: Path) -> dict[str, Any]:
+    """What must be the same: all but times, and which number, slot and process an attempt had."""
+    found = json.loads((directory / "results.json").read_text())
+    kept = ("failure", "exit_code", "signal", "last_lines", "server")
+    for job in found["jobs"]:
+        job["attempts"] = [{name: attempt[name] for name in kept} for attempt in job["attempts"]]
+        job["starts"] = (directory / job["output"] / "starts").read_text().splitlines()
+    totals = {name: value for name, value in found["totals"].items() if not name.endswith("seconds")}
+    return {"jobs": found["jobs"], "totals": totals, "state": found["state"], "reason": found["reason"]}
+
+
+def test_a_list_whose_dispatcher_is_killed_at_any_record_ends_as_if_it_had_not_been(
+    tmp_path: Path, forked: Dispatchers
+) -> None:
+    undisturbed = prepared(tmp_path / "undisturbed")
+    assert forked.run(Call(undisturbed, RUN)) == 0
+    wanted = outcome(undisturbed)
+    assert [len(job["starts"]) for job in wanted["jobs"]] == [1, 2]
+    assert [job["state"] for job in wanted["jobs"]] == ["done", "done"]
+    records = len(journal.read(undisturbed / "results.journal")[0])
+    assert records == 13  # list; start, running, ended, settle of three attempts
+    kills = [(moment, number) for number in range(1, records + 1) for moment in MOMENTS]
+    for first in range(0, len(kills), AT_ONCE):
+        killed = {kill: prepared(tmp_path / f"{kill[0]}-{kill[1]}") for kill in kills[first : first + AT_ONCE]}
+        chains = [[Call(path, RUN, kill), Call(path, again(kill))] for kill, path in killed.items()]
+        for kill, codes, (call, _) in zip(killed, forked.run_all(chains), chains, strict=True):
+            assert (kill, codes, call.printed) == (kill, [-9, 0], call.printed)
+            assert (kill, outcome(call.directory)) == (kill, wanted)
+
+
+def again(kill: tuple[str, int]) -> tuple[str, ...]:
+    """How one goes on: where the list was not written down, by the same call."""
+    return RUN if kill in [("before", 1), ("during", 1)] else ("resume",)
+
+
+def test_a_job_that_runs_when_its_dispatcher_is_killed_is_found_again(tmp_path: Path, forked: Dispatchers) -> None:
+    call = Call(prepared(tmp_path / "list", [{"kind": "patient"}]), RUN, ("after", 3))  # list, start, running
+    with ThreadPoolExecutor(1) as pool:
+        codes = pool.submit(forked.run_all, [[call, Call(call.directory, ("resume",))]])
+        while " still runs\n" not in call.printed and not codes.done():
+            time.sleep(0.02)
+        (call.directory / "go").touch()
+    assert codes.result() == [[-9, 0]], call.printed
+    (job,) = outcome(call.directory)["jobs"]
+    assert (job["state"], len(job["attempts"]), len(job["starts"])) == ("done", 1, 1)
+
+
+@pytest.mark.parametrize("moment", ["before", "during"])
+def test_a_list_that_was_not_begun_cannot_be_resumed(tmp_path: Path, forked: Dispatchers, moment: str) -> None:
+    call = Call(prepared(tmp_path / "list"), RUN, (moment, 1))
+    assert forked.run(call) == -9
+    for words in (("resume",), ("status",), ("cancel", "all"), ("retry", "failed"), ("why", "x"), ("logs", "x")):
+        assert forked.run(Call(call.directory, words)) == 2
+    assert call.printed.count("results.journal: there is no list of jobs in it; give the call that was to begin") == 6
+
+
+def test_a_dispatcher_that_is_killed_again_and_again_gets_there(tmp_path: Path, forked: Dispatchers) -> None:
+    directory = prepared(tmp_path / "list")
+    kills = 0
+    while (code := forked.run(Call(directory, ("resume",) if kills else RUN, ("before", 2 + kills)))) == -9:
+        kills += 1
+    assert code == 0
+    assert [len(job["starts"]) for job in outcome(directory)["jobs"]] == [1, 2]
+    assert kills > 3

@@ -1,0 +1,270 @@
+"""results.json: complete at every moment, with all that people and programs need, and without a secret.
+
+Real lists with --backend local; while one runs, results.json is read over and over.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dispatchers import Call, Dispatchers, dispatchers
+
+from distributed.jobs import page
+from distributed.jobs.job import Options, job_of
+from distributed.jobs.results import Results
+from distributed.jobs.state import State, listed
+from distributed.launch import supervisor
+
+SECONDS = 60.0
+TOKEN = "s3cr3t-7f1d'\n$x"
+SCRIPT = """#!/bin/sh
+cd "$MUSTER_OUTPUT_DIR" || exit
+printf %s "$TOKEN" | sha256sum >token
+echo '{"step": 1, "steps": 2, "loss": 2.5}' >metrics.jsonl
+case $2 in
+  good) sleep 0.5; echo '{"step": 2, "loss": 1.5, "held_out_loss": 3}' >>metrics.jsonl ;;
+  bad) echo "one"; echo "two" >&2; exit 3 ;;
+  killed) kill -KILL $$ ;;
+  slow) sleep 60 ;;
+  absent) exec /no/such/program ;;
+esac
+"""
+JOBS: list[dict[str, Any]] = [
+    {"kind": "good", "lr": [1, 2.5], "_env": {"TOKEN": TOKEN}, "_expected_seconds": 3, "_labels": []},
+    {"kind": "bad", "prefix": "e", "fold": 1},
+    {"kind": "killed", "_retries": 0, "_env": {"TOKEN": TOKEN}},
+    {"kind": "slow", "_timeout": 1, "_retries": 0},
+    {"kind": "absent", "_retries": 0},
+]
+RUN = ("--backend", "local", "--slots", "3", "--no-tmux", "--script", "job.sh", "--jobs-config", "jobs.json")
+
+
+@pytest.fixture(scope="module")
+def forked() -> Iterator[Dispatchers]:
+    with dispatchers() as server:
+        yield server
+
+
+def prepared(directory: Path, jobs: list[dict[str, Any]]) -> Path:
+    (directory / "jobs.json").write_text(json.dumps(jobs))
+    (directory / "job.sh").write_text(SCRIPT)
+    (directory / "job.sh").chmod(0o755)
+    return directory
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def check_contract(found: dict[str, Any]) -> None:
+    """Names and types, as the guide describes them."""
+    assert sorted(found) == sorted(
+        ["list", "created", "updated", "state", "reason", "script", "backend", "totals", "servers", "jobs"]
+    )
+    assert found["state"] in ("running", "paused", "finished", "interrupted", "cancelled")
+    assert is_number(found["created"]) and is_number(found["updated"])
+    for server in found["servers"].values():
+        assert sorted(server) == ["reason", "slots", "state"]
+        assert all(sorted(slot) == ["gpu", "name"] for slot in server["slots"])
+    for job in found["jobs"]:
+        assert sorted(job) == sorted(
+            ["id", "name", "settings", "options", "state", "reason", "output", "metrics", "attempts"]
+        )
+        assert job["state"] in ("waiting", "running", "done", "failed", "cancelled")
+        for attempt in job["attempts"]:
+            check_attempt(attempt)
+    totals = found["totals"]
+    states = [job["state"] for job in found["jobs"]]
+    assert {name: totals[name] for name in ("waiting", "running", "done", "failed", "cancelled")} == {
+        name: states.count(name) for name in ("waiting", "running", "done", "failed", "cancelled")
+    }
+    assert totals["jobs"] == len(states)
+    assert totals["attempts"] == sum(len(job["attempts"]) for job in found["jobs"])
+    assert sorted(set(totals) - {"jobs", "waiting", "running", "done", "failed", "cancelled", "attempts"}) == [
+        "seconds", "slot_seconds",
+    ]  # fmt: skip
+
+
+def check_attempt(attempt: dict[str, Any]) -> None:
+    assert sorted(attempt) == sorted(
+        ["number", "server", "slots", "gpus", "start", "end", "seconds", "exit_code", "signal", "peak_memory",
+         "failure", "reason", "last_lines"]
+    )  # fmt: skip
+    assert is_number(attempt["start"])
+    assert (attempt["end"] is None) == (attempt["seconds"] is None)
+    assert attempt["end"] is None or attempt["end"] >= attempt["start"]
+
+
+@pytest.fixture(scope="module")
+def seen(forked: Dispatchers, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]], list[str]]:
+    """A list that has run to its end: its directory, what results.json was meanwhile, and command lines meanwhile."""
+    directory = prepared(tmp_path_factory.mktemp("list"), JOBS)
+    path = directory / "results.json"
+    documents: list[dict[str, Any]] = []
+    lines: set[str] = set()
+    with ThreadPoolExecutor(1) as pool:
+        running: Future[int] = pool.submit(forked.run, Call(directory, RUN))
+        while not running.done():
+            if path.exists():
+                documents.append(json.loads(path.read_text()))
+                lines |= set(command_lines())
+    assert running.result() == 1  # some have failed
+    documents.append(json.loads(path.read_text()))
+    return directory, documents, sorted(lines)
+
+
+def command_lines() -> Iterator[str]:
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                yield (entry / "cmdline").read_bytes().decode(errors="replace")
+            except OSError:  # it has just ended
+                continue
+
+
+Seen = tuple[Path, list[dict[str, Any]], list[str]]
+
+
+# ---------------------------------------------------------------- while it runs
+
+
+def test_results_are_complete_whenever_they_are_read(seen: Seen) -> None:
+    _, documents, _ = seen
+    for found in documents:
+        check_contract(found)
+    assert len({found["updated"] for found in documents}) > 2
+    assert (documents[0]["state"], documents[-1]["state"]) == ("running", "finished")
+    updated = [found["updated"] for found in documents]
+    assert updated == sorted(updated)
+
+
+def test_a_running_job_is_shown_with_its_progress(seen: Seen) -> None:
+    _, documents, _ = seen
+    running = [job for found in documents for job in found["jobs"] if job["state"] == "running" and job["attempts"]]
+    assert running
+    assert all(attempt["end"] is None for job in running[:1] for attempt in job["attempts"])
+
+
+def test_no_value_of_the_environment_is_in_a_file_or_a_command_line(seen: Seen) -> None:
+    directory, documents, lines = seen
+    assert documents[-1]["jobs"][0]["options"]["env"] == ["TOKEN"]
+    output = directory / documents[-1]["jobs"][0]["output"]
+    assert (output / "token").read_text().split()[0] == hashlib.sha256(TOKEN.encode()).hexdigest()  # it did arrive
+    assert any("job.sh" in line and "good" in line for line in lines)  # they were looked at while it ran
+    assert not [line for line in lines if TOKEN[:12] in line]
+    files = [path for path in directory.rglob("*") if path.is_file() and path.name != "jobs.json"]
+    assert len(files) > 20
+    assert not [path for path in files if TOKEN[:12].encode() in path.read_bytes()]
+
+
+# ---------------------------------------------------------------- what is in them
+
+
+def test_each_job_is_there_with_its_settings_state_and_output(seen: Seen) -> None:
+    _, documents, _ = seen
+    for said, job in zip(JOBS, documents[-1]["jobs"], strict=True):
+        settings = {key: value for key, value in said.items() if not key.startswith("_")}
+        made = job_of(settings, Options())
+        assert (job["id"], job["settings"], job["output"], job["name"]) == (made.id, settings, made.output, made.name)
+    states = {job["settings"]["kind"]: job["state"] for job in documents[-1]["jobs"]}
+    assert states == {"good": "done", "bad": "failed", "killed": "failed", "slow": "failed", "absent": "failed"}
+    assert documents[-1]["jobs"][0]["metrics"] == {"step": 2, "steps": 2, "loss": 1.5, "held_out_loss": 3}
+    assert documents[-1]["jobs"][0]["options"] == {"env": ["TOKEN"], "expected_seconds": 3.0}
+    assert documents[-1]["servers"]["local"]["state"] == "ready"
+
+
+def test_each_attempt_is_there_with_how_it_ended(seen: Seen) -> None:
+    _, documents, _ = seen
+    attempts = {job["settings"]["kind"]: job["attempts"] for job in documents[-1]["jobs"]}
+    kept = ("number", "server", "exit_code", "signal", "failure", "reason", "last_lines")
+    ended = {kind: [tuple(each[name] for name in kept) for each in found] for kind, found in attempts.items()}
+    assert ended["good"] == [(1, "local", 0, None, "", "", [])]
+    bad = ("local", 3, None, "exit code", "exit code 3: two", ["one", "two"])
+    assert ended["bad"] == [(1, *bad), (2, *bad)]
+    assert ended["killed"][0][2:5] == (137, "SIGKILL", "signal")
+    assert ended["slow"][0][2:6] == (143, "SIGTERM", "timeout", "the command has run for 1 s (_timeout)")
+    (absent,) = ended["absent"]
+    assert absent[2:5] == (127, None, "not started")
+    assert "/no/such/program" in absent[5]
+    for found in attempts.values():
+        for each in found:
+            assert each["peak_memory"] > 100_000
+            assert each["seconds"] == pytest.approx(each["end"] - each["start"])
+    assert 0.5 <= attempts["good"][0]["seconds"] < SECONDS
+    assert 1.0 <= attempts["slow"][0]["seconds"] < SECONDS
+
+
+def test_totals_are_of_all_attempts(seen: Seen) -> None:
+    directory, documents, _ = seen
+    totals = documents[-1]["totals"]
+    assert (totals["jobs"], totals["done"], totals["failed"], totals["attempts"]) == (5, 1, 4, 6)
+    used = sum(attempt["seconds"] for job in documents[-1]["jobs"] for attempt in job["attempts"])
+    assert totals["slot_seconds"] == pytest.approx(used, abs=0.01)
+    assert totals["seconds"] == pytest.approx(documents[-1]["updated"] - documents[-1]["created"], abs=0.01)
+    assert "results.json" in (directory / "printed").read_text()
+    assert (directory / "results.html").stat().st_size > 1000
+
+
+# ---------------------------------------------------------------- writing
+
+
+@pytest.fixture
+def state() -> State:
+    made = State()
+    jobs = [job_of({"n": number}, Options(env={"TOKEN": TOKEN})) for number in range(3)]
+    made.apply({"event": "list", "time": 1e9, "list": "abc", "script": "x.py", "jobs": listed(jobs)})
+    return made
+
+
+def test_results_are_written_when_something_has_changed_and_not_too_often(tmp_path: Path, state: State) -> None:
+    path = tmp_path / "results.json"
+    results = Results(path, state, {})
+    results.write()
+    first = path.stat().st_mtime_ns
+    results.write()
+    results.changed = True
+    results.write()  # too early
+    assert path.stat().st_mtime_ns == first
+    results.write("finished", last=True)
+    assert json.loads(path.read_text())["state"] == "finished"
+    assert [entry.name for entry in sorted(tmp_path.iterdir())] == ["results.html", "results.json"]
+
+
+def test_results_that_cannot_be_written_are_written_later_and_the_old_ones_stay(
+    tmp_path: Path, state: State, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "results.json"
+    results = Results(path, state, {})
+    results.write(last=True)
+    before = path.read_text()
+
+    def full(path: str, text: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(supervisor, "write", full)
+        results.write("finished", last=True)
+    assert results.trouble == f"{path}: No space left on device"
+    assert path.read_text() == before
+    results.write("finished", last=True)
+    assert (results.trouble, json.loads(path.read_text())["state"]) == ("", "finished")
+
+
+def test_a_page_that_cannot_be_written_does_not_end_the_list(
+    tmp_path: Path, state: State, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(page, "write", full)
+    Results(tmp_path / "results.json", state, {}).write(last=True)
+    assert (tmp_path / "results.json").exists()
