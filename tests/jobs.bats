@@ -86,6 +86,7 @@ pane_shows() { # <node> <pane's number> <text>: or one that begins with it
   done | job_list
   run -0 dispatch
   [[ "$output" == *"finished: 9 of 9 done"* ]]
+  [ -z "$(find /tmp "${XDG_RUNTIME_DIR:-/tmp}" -maxdepth 1 -name "muster-*-$(basename logs/jobs/*)")" ]
   holds 'r["state"] == "finished" and r["totals"]["done"] == r["totals"]["attempts"] == 9'
   holds 'sorted(began) == sorted(job) and all(each["state"] == "done" for each in r["jobs"])'
   holds '{last[name]["server"] for name in job} == {"'"$N1"'", "'"$N2"'", "'"$N3"'"}'
@@ -427,12 +428,13 @@ END
 }
 
 
-@test "any login shell will do, a .bashrc may print, and RemoteCommand and RequestTTY disturb nothing" {
+@test "fish and tcsh as login shells will do, a .bashrc may print, and RemoteCommand and RequestTTY disturb nothing" {
   WORK="$APART/loud"
   enter_work
   write_job_script
   mkdir -p home/.ssh
-  furnish "$N2" "$(type -P dash)"
+  furnish "$N2" "$(type -P fish)"
+  furnish "$N3" "$(type -P tcsh)"
   echo 'echo "a noisy .bashrc"; echo {}; echo muster >&2' >>"$HOMES/$N1/.bashrc"
   cat >home/.ssh/config <<END
 Host *
@@ -443,18 +445,20 @@ Host *
   LocalForward 127.0.0.1:1 127.0.0.1:22
   ExitOnForwardFailure yes
 END
-  cluster "$N1:1" "$N2:1"
+  cluster "$N1:1" "$N2:1" "$N3:1"
   job_list <<'END'
 {"name": "a", "seconds": 1, "big": 1}
 {"name": "b", "seconds": 1, "big": 1}
+{"name": "c", "seconds": 1, "big": 1}
 END
   run at_home timeout 100 "${DISPATCH[@]}" --cluster-config cluster.json --jobs-config jobs.json --sync
   furnish "$N1"
   furnish "$N2"
+  furnish "$N3"
   echo "$output"
   [ "$status" -eq 0 ]
-  holds 'sorted(each["server"] for each in last.values()) == ["'"$N1"'", "'"$N2"'"]'
-  [ "$(cat experiments/*/big | wc -c)" -eq $((2 << 20)) ]
+  holds 'sorted(each["server"] for each in last.values()) == ["'"$N1"'", "'"$N2"'", "'"$N3"'"]'
+  [ "$(cat experiments/*/big | wc -c)" -eq $((3 << 20)) ]
   [[ "$output" != *"cannot be copied"* ]]
 }
 

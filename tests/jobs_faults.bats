@@ -145,7 +145,7 @@ END
   done
   echo "$deaths deaths; $output"
   [ "$status" -eq 1 ]
-  ((deaths > 12))
+  ((deaths > 6)) # fewer, when what happens at once is committed together
   holds 'sorted(began) == ["a", "b", "b", "c"]'
   holds '[job[name]["state"] for name in "abc"] == ["done", "done", "failed"]'
   holds '[each["exit_code"] for name in "abc" for each in job[name]["attempts"]] == [0, 7, 0, 5]'

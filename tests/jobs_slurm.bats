@@ -298,10 +298,13 @@ END
   run -0 scontrol show job "$(element_of two)"
   [[ "$output" == *"TimeLimit=00:03:00"*"Requeue=0"* || "$output" == *"Requeue=0"*"TimeLimit=00:03:00"* ]]
   cluster '"gpus": 1' --partition=nosuch
-  echo '{"name": "plain"}' | job_list
-  start out "${DISPATCH[@]}" "${OPTIONS[@]}" --log-file other.json
-  wait_for_line out "was not started: sbatch: invalid partition specified: nosuch"
-  kill_dispatcher
+  job_list <<'END'
+{"name": "plain"}
+{"name": "timed", "_timeout": 100}
+END
+  run -75 dispatch --log-file other.json
+  [[ "$output" == *"slurm: gets no more jobs: sbatch: "*"invalid partition specified: nosuch"*"; correct sbatch in"* ]]
+  [[ "$output" == *"paused: 0 of 2 done, 2 waiting"* ]]
   holds 'sorted(began) == ["one", "two"]'
   no_order_left
   cluster '"gpus": 1' --array=0-3

@@ -33,7 +33,7 @@ TOOLS=(
   bats:bats parallel:parallel shellcheck:shellcheck g++:g++ ps:procps
   scontrol:slurm-wlm munged:munge
   ip:iproute2 /usr/sbin/iptables:iptables ssh:openssh-client /usr/sbin/sshd:openssh-server
-  pdsh:pdsh rsync:rsync tmux:tmux
+  pdsh:pdsh rsync:rsync tmux:tmux fish:fish tcsh:tcsh
 )
 
 REQUIREMENTS=(requirements.txt requirements-trackers.txt requirements-test.txt)

@@ -339,7 +339,7 @@ def detach(run: Run, *command: str, options: tuple[str, ...] = ()) -> None:
     wait_until(lambda: run.code is not None)
 
 
-ALLOCATE = f"{sys.executable} -I -S -c 'x = bytearray(200 << 20)'"  # 200 MiB, all of it written to
+ALLOCATE = f"'{sys.executable}' -I -S -c 'x = bytearray(200 << 20)'"  # 200 MiB, all of it written to
 
 
 @pytest.mark.parametrize(

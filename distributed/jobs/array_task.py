@@ -132,7 +132,7 @@ def block(environment: dict[str, str]) -> bytes:
 # ---------------------------------------------------------------- the supervisor
 
 
-class Element(supervisor.Supervisor):
+class SlurmSupervisor(supervisor.Supervisor):
     """The supervisor of a job that SLURM may end."""
 
     def __init__(self, files: supervisor.Files, *, grace: float, timeout: float, kill_wait: float) -> None:
@@ -200,9 +200,9 @@ def run(attempt: str, order: Facts) -> int:
         command = [supervisor.WRAPPER, "--exec", os.path.join(attempt, SETUP), *command]
     supervisor.adopt_orphans()
     timeout = float("inf") if order["timeout"] is None else float(order["timeout"])
-    element = Element(options.files, grace=order["grace"], timeout=timeout, kill_wait=order["kill_wait"])
-    element.start(command, supervisor.environment(given + own, options.files), own if order["setup"] else None)
-    return element.watch()
+    job = SlurmSupervisor(options.files, grace=order["grace"], timeout=timeout, kill_wait=order["kill_wait"])
+    job.start(command, supervisor.environment(given + own, options.files), own if order["setup"] else None)
+    return job.watch()
 
 
 # ---------------------------------------------------------------- the program

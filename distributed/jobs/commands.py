@@ -382,17 +382,8 @@ def dispatch(
     results.write(outcome, dispatcher.interrupted, last=True)
     report_end(state, outcome, results, log_file, screen.put)
     screen.end()
-    remove_sockets(state.id)
+    servers.remove_sockets(state.id)
     return code
-
-
-def remove_sockets(list_id: str) -> None:
-    """Their connections end by themselves, seconds after their last use."""
-    directory = servers.sockets_directory(list_id)
-    with contextlib.suppress(OSError):
-        for file in directory.glob("*.conf"):
-            file.unlink()
-        directory.rmdir()
 
 
 def ending(state: State, caught: Sequence[int], policy: Policy) -> tuple[str, int]:
@@ -611,7 +602,7 @@ def logs(given: argparse.Namespace, path: Path) -> int:
             command = server.follow_command(attempt, once=True)
         code = subprocess.call(command)
         if not journal.dispatcher_runs(path):  # it uses the same files
-            remove_sockets(state.id)
+            servers.remove_sockets(state.id)
         return 0 if code in (0, -signal.SIGINT) else 1
     with log.open("rb") as file:
         while block := file.read(1 << 16):

@@ -52,11 +52,15 @@ class Refused(Exception):
 
 
 class NotStarted(Exception):
-    """A server did not start an attempt. of_job: no server would."""
+    """A server did not start an attempt. of_job: no server would. always: this one would start no job at all."""
 
-    def __init__(self, reason: str, of_job: bool = False) -> None:
+    def __init__(self, reason: str, of_job: bool = False, always: bool = False) -> None:
         super().__init__(reason)
-        self.of_job = of_job
+        self.of_job, self.always = of_job, always
+
+    def facts(self, attempt: str) -> dict[str, Any]:
+        """Of the event `not_started`."""
+        return {"attempt": attempt, "reason": str(self), "of_job": self.of_job, "always": self.always}
 
 
 @dataclass(frozen=True)
@@ -469,11 +473,9 @@ class Dispatcher:
                     raise NotStarted(str(error)) from None
             found = await server.start(order)
         except NotStarted as error:
-            facts = {"attempt": attempt.name, "reason": str(error), "of_job": error.of_job}
-            self.post(Event("not_started", attempt.server, facts))
+            self.post(Event("not_started", attempt.server, error.facts(attempt.name)))
         except OSError as error:
-            facts = {"attempt": attempt.name, "reason": str(error), "of_job": False}
-            self.post(Event("not_started", attempt.server, facts))
+            self.post(Event("not_started", attempt.server, NotStarted(str(error)).facts(attempt.name)))
         except Unreachable:
             pass  # whether it was started is asked for when the server is there again
         else:
@@ -518,12 +520,12 @@ class Dispatcher:
         self._enqueue(self.state.jobs[attempt.job])
         self._cancelling = True
         self._say(f"{event.server}: {self._name(attempt)} was not started: {reason}")
-        self._strike(self.links[event.server], reason)
+        self._strike(self.links[event.server], reason, event.facts["always"])
 
-    def _strike(self, link: Link, reason: str) -> None:
+    def _strike(self, link: Link, reason: str, always: bool) -> None:
         """No jobs for a while, and none any more after STRIKES; what runs there goes on."""
         if link.usable and time.monotonic() >= link.closed_until:  # jobs that were refused together count as one
-            link.strikes += 1
+            link.strikes = STRIKES if always else link.strikes + 1
             link.closed_until = time.monotonic() + COOLING * link.strikes
             if link.strikes >= STRIKES:
                 link.reason = f"gets no more jobs: {reason}"

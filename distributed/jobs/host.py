@@ -348,15 +348,18 @@ class Serve:
         words = ["--dir", attempt.directory, "--name", self.server, "--grace", f"{request['grace']:.0f}", "--detach"]
         if request.get("timeout"):
             words += ["--timeout", f"{max(1, round(request['timeout']))}"]
+        env = request["env"] | {"MUSTER_OUTPUT_DIR": attempt.output}
+        defaults = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(self._threads())}
+        defaults = {name: value for name, value in defaults.items() if name not in os.environ}
         if request.get("setup"):
             setup = os.path.join(attempt.directory, "setup.sh")
-            supervisor.write(setup, "\n".join(request["setup"]) + "\n")
+            first = [f"export {name}={value}" for name, value in defaults.items()]  # these, setup lines may change
+            supervisor.write(setup, "\n".join([*first, *request["setup"], ""]))
             words += ["--source", setup]
+        else:
+            env = defaults | env
         command = [*program(self.python, request["script"], self.workdir), *request["arguments"]]
         options = supervisor.Options([*words, "--", *command])
-        env = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(self._threads())}
-        env = {name: value for name, value in env.items() if name not in os.environ}
-        env |= request["env"] | {"MUSTER_OUTPUT_DIR": attempt.output}
         block = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in env.items())
         self._fork_supervisor(attempt, options, block)
         self.attempts[attempt.name] = attempt

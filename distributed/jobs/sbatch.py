@@ -33,6 +33,11 @@ SILENCE = (
     "Communication connection failure", "Zero Bytes were transmitted", "Transport endpoint", "Network is unreachable",
     "No route to host",
 )  # fmt: skip
+# What it says when no job of the list can be submitted until a person has corrected the options.
+WRONG_OPTIONS = (
+    "invalid partition", "invalid account", "invalid qos", "invalid wckey", "no partition specified",
+    "not permitted to use this partition", "unrecognized option", "invalid option",
+)  # fmt: skip
 ENDED = (
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "LAUNCH_FAILED", "NODE_FAIL", "OUT_OF_MEMORY",
     "PREEMPTED", "RECONFIG_FAIL", "REVOKED", "TIMEOUT",
@@ -136,7 +141,7 @@ def said(text: str) -> str:
 
 
 def any_of(signs: Iterable[str], text: str) -> bool:
-    return any(sign in text for sign in signs)
+    return any(sign.lower() in text.lower() for sign in signs)
 
 
 def environment_of_programs(environment: Mapping[str, str]) -> dict[str, str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import functools
 import hashlib
 import io
@@ -15,6 +16,8 @@ import json
 import os
 import shlex
 import shutil
+import stat
+import subprocess
 import sys
 import tarfile
 import tempfile
@@ -629,8 +632,16 @@ def write_ssh_config(path: Path, server: config.Server) -> None:
     }  # fmt: skip
     lines = [f"  {name} {value}" for name, value in said.items() if value is not None]
     text = "\n".join(["Host *", *lines, f'Include "{KIT}/scripts/lib/ssh_config"', ""])
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_private(path.parent)
     supervisor.write(str(path), text)
+
+
+def make_private(directory: Path) -> None:
+    """A directory that no other user can write to, as in /tmp anybody may have made it. Raises PermissionError."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    about = directory.lstat()
+    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid() or about.st_mode & 0o022:
+        raise PermissionError(errno.EACCES, "others can write to it; remove it", str(directory))
 
 
 def sockets_directory(list_id: str) -> Path:
@@ -638,6 +649,19 @@ def sockets_directory(list_id: str) -> Path:
     base = os.environ.get("XDG_RUNTIME_DIR") or "/tmp"
     base = base if len(base) < 20 and not any(map(str.isspace, base)) and os.path.isdir(base) else "/tmp"
     return Path(base, f"muster-{os.getuid()}-{list_id}")
+
+
+def remove_sockets(list_id: str) -> None:
+    """The connections of a list take no new calls, and end with the last one that uses them."""
+    directory = sockets_directory(list_id)
+    with contextlib.suppress(OSError):
+        for path in directory.iterdir():
+            if path.is_socket():
+                stop = ["ssh", "-F", "none", "-O", "stop", "-S", str(path), "any"]
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    subprocess.run(stop, stdin=subprocess.DEVNULL, capture_output=True, timeout=5)
+            path.unlink(missing_ok=True)
+        directory.rmdir()
 
 
 @functools.cache

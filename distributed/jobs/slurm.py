@@ -45,6 +45,7 @@ from distributed.jobs.sbatch import (
     LIMITS,
     QUEUE_FORMAT,
     SILENCE,
+    WRONG_OPTIONS,
     Needs,
     Queue,
     any_of,
@@ -376,8 +377,7 @@ class SlurmServer:
     def _refuse(self, start: Start, error: Exception) -> None:
         self._elements.pop(start.element.name, None)
         if not start.fail(error) and isinstance(error, NotStarted):
-            facts = {"attempt": start.element.name, "reason": str(error), "of_job": error.of_job}
-            self._post(Event("not_started", SERVER, facts))
+            self._post(Event("not_started", SERVER, error.facts(start.element.name)))
 
     async def _submit(self, needs: Needs, starts: list[Start]) -> None:
         """As one array; as several where SLURM does not take so many."""
@@ -414,6 +414,9 @@ class SlurmServer:
             self._no_answer(starts, f"sbatch: {said(err) or out.strip()}")
         elif any_of(LIMITS, err):
             await self._not_so_many(needs, starts, array, said(err))
+        elif any_of(WRONG_OPTIONS, err):
+            reason = f"sbatch: {said(err)}; correct sbatch in the cluster config, then resume"
+            await self._refuse_all(starts, array, NotStarted(reason, always=True))
         else:
             await self._refuse_all(starts, array, NotStarted(f"sbatch: {said(err)}", needs.of_job))
 
