@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from distributed.jobs import commands
+from distributed.jobs import commands, config, servers
 
 HERE = {"--backend": "local", "--slots": "2", "--jobs-config": "jobs.json"}
 
@@ -77,3 +77,14 @@ def test_a_plan_starts_nothing_and_leaves_nothing(directory: Path, capsys: pytes
     assert commands.main([*words(jobs_config="one.json"), "--plan"]) == 0
     assert capsys.readouterr().out.endswith("nothing was started\n")
     assert sorted(directory.rglob("*")) == before
+
+
+def test_sockets_are_put_only_where_no_other_user_can_write(directory: Path) -> None:
+    path = directory / "sockets" / "a.conf"
+    servers.write_ssh_config(path, config.Server(host="a"))
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    path.unlink()
+    path.parent.chmod(0o777)
+    with pytest.raises(PermissionError, match="others can write to it; remove it"):
+        servers.write_ssh_config(path, config.Server(host="a"))
+    assert not list(path.parent.iterdir())
