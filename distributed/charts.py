@@ -548,7 +548,7 @@ class Span:
     end: float  # so far, where it has not ended
     style: str  # class that gives the colour
     title: str  # shown when the pointer is on it
-    label: str = ""  # written into the bar where it fits
+    label: str = ""  # written into the bar where it fits; else what is behind its last slash, where that fits
     ended: bool = True
 
 
@@ -685,5 +685,7 @@ def _period(span: Span, start: float, end: float, top: float, tall: float) -> It
     else:  # an arrow
         outline = f"M{_px(start)} {_px(top)}h{_px(long - 6)}l6 {_px(tall / 2)}l-6 {_px(tall / 2)}h{_px(6 - long)}z"
         yield f'<path class="{escape(style)}" d="{outline}">{title}</path>'
-    if span.label and tall > LOW and _wide(span.label) * INSIDE + 14 <= long:
-        yield _text(start + 6, top + tall / 2 + 4, span.label, "inside")
+    for label in (span.label, span.label.rpartition("/")[2]) if tall > LOW else ():
+        if label and _wide(label) * INSIDE + 14 <= long:
+            yield _text(start + 6, top + tall / 2 + 4, label, "inside")
+            break

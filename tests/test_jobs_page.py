@@ -398,12 +398,12 @@ def test_a_bar_is_where_its_time_is() -> None:
 
 def test_a_label_is_written_only_where_it_fits() -> None:
     spans = [
-        Span(0, 80, "done", "", "wide enough"),
+        Span(0, 80, "done", "", "wide/enough"),
         Span(80, 83, "done", "", "too narrow"),
-        Span(83, 100, "done", "", "ok"),
+        Span(83, 100, "done", "", "too long a name for this one/ok"),
     ]
     texts = re.findall(r'class="inside">([^<]*)<', charts.timeline([Track("gpu1", "0", spans)]))
-    assert texts == ["wide enough", "ok"]
+    assert texts == ["wide/enough", "ok"]
     many = [Track("gpu1", str(n), spans) for n in range(128)]
     assert 'class="inside"' not in charts.timeline(many)
 

@@ -51,6 +51,7 @@ POINTS = 20_000  # of all jobs in the chart that compares them
 LINES = 100_000  # of all metrics files together, of each kind; a job has at least ENOUGH
 ENOUGH = 200
 NOTES = 20
+LABEL = 24  # letters of a job's name beside its curve
 
 STATES = ("done", "failed", "running", "waiting", "cancelled")
 LEGEND = {"done": "done", "failed": "failed", "lost": "server lost", "cancelled": "cancelled or no end recorded",
@@ -514,8 +515,7 @@ def span(job: Job, attempt: Attempt, now: float) -> Span:
     known = {"done": "done", "running": "running", "failed": f"failed: {cut(attempt.how, 60)}"}
     how = known.get(attempt.outcome) or cut(attempt.how, 60) or "no end recorded"
     facts = [f"{name}, {attempt_of(job, attempt)}", cut(attempt.place, 60), duration(end - attempt.start), how]
-    label = name.rpartition("/")[2] or name
-    return Span(attempt.start, end, attempt.outcome, ", ".join(filter(None, facts)), label, ended)
+    return Span(attempt.start, end, attempt.outcome, ", ".join(filter(None, facts)), name, ended)
 
 
 # ---------------------------------------------------------------- the table of all jobs
@@ -712,7 +712,8 @@ def comparison(jobs: Sequence[Job], curves: Mapping[str, History]) -> str:
         smooth = kind == "training" and len(points) >= charts.MANY
         points = charts.smooth(points, columns) if smooth else charts.thin(points, columns)
         style = f"rank{n}" if few else "train" if job is best else "crowd"
-        label = cut(job.name.rpartition("/")[2], 24) if few or job is best else ""
+        name = job.name if len(job.name) <= LABEL else job.name.rpartition("/")[2]
+        label = cut(name, LABEL) if few or job is best else ""
         drawings.append(Line(cut(job.name, 60), points, style, label))
     drawings.sort(key=lambda line: line.style == "train")  # the best one is drawn over the others
     unit = f"{kind} loss of {len(drawn):,} jobs" + ("" if few else "; named: the lowest last one")
