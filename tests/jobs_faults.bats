@@ -93,7 +93,7 @@ fill() { # <directory>: until nothing more fits
   pid=$(pid_of_job a)
   start_command resume
   wait_for_line out "done: $(tell 'job["c"]["name"].split()') on "
-  grep -q " still runs" out
+  wait_for_line out " still runs"
   alive "$pid"
   : >go
   undisturbed
@@ -318,7 +318,7 @@ END
   start_list
   begun stays
   begun ends
-  wait_for_line out "exit code 1: OSError: [Errno 28] No space left on device"
+  wait_for_line out "; no space is left on the disk with its log"
   : >full
   wait_for_line out "$N2: gets no more jobs: "
   run -0 list cancel p/fold0
@@ -327,6 +327,7 @@ END
   [ "$status" -eq 75 ]
   grep -q "paused: no server can be used for the jobs that wait; see the reasons above" out
   holds '[job[name]["state"] for name in ("ends", "d", "e", "fills", "f")] == ["done"] * 3 + ["failed", "waiting"]'
+  holds 'last["fills"]["reason"].startswith("exit code 1: ")'
   holds 'last["fills"]["exit_code"] == 1 and last["ends"]["exit_code"] == 0 and len(began) == 5'
   on "$N2" rm -- "$small/filling-fills"
   run -1 list resume # for "fills"

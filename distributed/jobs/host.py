@@ -151,8 +151,12 @@ def tail(path: str) -> bytes:
 
 
 def last_lines(path: str) -> list[str]:
-    lines = tail(path).decode(errors="replace").splitlines()
-    return [line[:500] for line in lines[-LAST_LINES:]]
+    """Of a log. A full disk is named behind them: what the job said about it may be lost."""
+    lines = [line[:500] for line in tail(path).decode(errors="replace").splitlines()[-LAST_LINES:]]
+    with contextlib.suppress(OSError):
+        if not os.statvfs(os.path.dirname(path)).f_bavail:
+            lines[-1:] = ["; ".join((*lines[-1:], "no space is left on the disk with its log"))]
+    return lines
 
 
 def read_metrics(output: str) -> dict[str, Any]:
