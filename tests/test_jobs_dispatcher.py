@@ -1198,6 +1198,39 @@ def test_an_interrupted_dispatcher_leaves_jobs_running_and_the_next_one_finds_th
     play(story())
 
 
+@pytest.mark.parametrize(("before", "after"), [((0, 0), (0,)), ((0, 1), (1,))])
+def test_a_gpu_of_a_running_job_stays_taken_when_the_slots_are_numbered_anew(
+    tmp_path: Path, before: tuple[int, ...], after: tuple[int, ...]
+) -> None:
+    """Two jobs run when the cluster config is edited: fewer slots on a GPU, or other GPUs."""
+
+    async def story() -> None:
+        one = Simulated("one", gpus=True)
+        one.room = Room("one", tuple(map(Slot, range(len(before)), before)))
+        one.script = exits(STAYS, STAYS)
+        told = Story(tmp_path, one, jobs=3)
+        async with told:
+            await told.until(lambda: told.states() == ["running", "running", "waiting"])
+        one.room = Room("one", tuple(map(Slot, range(len(after)), after)))
+        beside: list[list[str]] = []
+
+        def script(order: Order) -> Outcome:
+            beside.append(one.running())
+            return 0
+
+        one.script = script
+        async with told:
+            first, second = one.running()
+            await told.until(lambda: sum(line.endswith("still runs") for line in told.said) == 2)
+            one.end(first)
+            await told.until(lambda: told.of(0).state == "done")
+            one.end(second)
+            await told.over()
+        assert (told.states(), beside) == (["done"] * 3, [[]])
+
+    play(story())
+
+
 def test_a_dispatcher_that_drains_cancels_what_was_asked_for_and_starts_nothing(tmp_path: Path) -> None:
     async def story() -> None:
         one = Simulated("one")

@@ -799,13 +799,13 @@ class Dispatcher:
     def _occupy(self, attempt: Attempt) -> None:
         self._seated[attempt.server][attempt.name] = attempt
         if room := self.rooms.get(attempt.server):
-            room.free -= set(attempt.slots)
+            room.free -= room.taken_by(attempt.slots, attempt.gpus)
 
     def _free(self, attempt: Attempt) -> None:
         seated = self._seated[attempt.server]
         if seated.pop(attempt.name, None) and (room := self.rooms.get(attempt.server)):
-            others = {slot for each in seated.values() for slot in each.slots}
-            room.free |= (set(attempt.slots) & {slot.index for slot in room.slots}) - others
+            others = [room.taken_by(each.slots, each.gpus) for each in seated.values()]
+            room.free |= room.taken_by(attempt.slots, attempt.gpus).difference(*others)
         self._placing = True
 
     # ---------------------------------------------------------------- names

@@ -7,7 +7,7 @@ somewhere is placed; one that needs several GPUs and does not fit yet keeps a se
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from distributed.jobs.job import Job
@@ -41,6 +41,13 @@ class Room:
     def capacity(self) -> int:
         """GPUs, or CPU slots, that one job could have."""
         return len(self.slots) if None in self.gpus else len(self.gpus)
+
+    def taken_by(self, slots: Collection[int], gpus: Collection[int]) -> set[int]:
+        """The slots of an attempt; all slots of its GPUs where the cluster config has numbered them anew since."""
+        known = {slot.index: slot.gpu for slot in self.slots if slot.index in slots}
+        if set(known.values()) == set(gpus) or None in self.gpus:
+            return set(known)
+        return {slot.index for slot in self.slots if slot.gpu in gpus}
 
     def available(self, count: int) -> list[Slot]:
         """Free slots on so many different GPUs, those with the fewest jobs first; fewer where there are fewer."""
