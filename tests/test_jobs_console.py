@@ -19,6 +19,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
+from unittest import mock
 
 import pytest
 
@@ -29,6 +30,7 @@ from distributed.jobs.state import State
 
 PROGRAM = Path(__file__).resolve().parents[1] / "scripts/jobs/run_distributed_training.py"
 SECONDS = 60  # after which something counts as hanging
+NOW = 1.9e9  # in the tests of the table
 
 
 # ---------------------------------------------------------------- the table
@@ -50,17 +52,16 @@ def link(name: str, gpus: int, state: str = "ready", reason: str = "") -> Link:
 def running(*places: tuple[str, int], waiting: int = 0) -> State:
     """A job at each of these places."""
     jobs = [f"{number:010x}" for number in range(len(places) + waiting)]
-    now = time.time()
     records: list[dict[str, Any]] = [
-        {"event": "list", "time": now, "list": "l", "jobs": [
+        {"event": "list", "time": NOW, "list": "l", "jobs": [
             {"id": job, "settings": {}, "options": {}, "output": f"experiments/medium/fold{number}_special-methods"}
             for number, job in enumerate(jobs)
         ]}
     ]  # fmt: skip
     for job, (server, gpu) in zip(jobs, places, strict=False):
         about = {"server": server, "slots": [gpu], "gpus": [gpu]}
-        records.append({"event": "start", "time": now - 90, "attempt": f"{job}.1", **about})
-        records.append({"event": "running", "time": now, "attempt": f"{job}.1", "process": {"pid": 1}})
+        records.append({"event": "start", "time": NOW - 90, "attempt": f"{job}.1", **about})
+        records.append({"event": "running", "time": NOW, "attempt": f"{job}.1", "process": {"pid": 1}})
     state = State.of(records)
     for number, known in enumerate(state.jobs.values()):
         if known.state == "running":
@@ -69,7 +70,9 @@ def running(*places: tuple[str, int], waiting: int = 0) -> State:
 
 
 def shown(state: State, *links: Link, width: int = 100, height: int = 30) -> list[str]:
-    lines = [line.plain for line in console.overview(state, {each.server.name: each for each in links}, width, height)]
+    with mock.patch.object(time, "time", return_value=NOW):
+        table = console.overview(state, {each.server.name: each for each in links}, width, height)
+    lines = [line.plain for line in table]
     assert len(lines) < height
     assert max(map(len, lines)) <= width
     return [line.rstrip() for line in lines]
