@@ -318,7 +318,7 @@ END
   start_list
   begun stays
   begun ends
-  wait_for_line out "; no space is left on the disk with its log"
+  wait_for_line out "no space is left on the disk with its log"
   : >full
   wait_for_line out "$N2: gets no more jobs: "
   run -0 list cancel p/fold0
