@@ -194,10 +194,14 @@ END
   cmp expected experiments/*/words
   printf '[{"another": 1, "prefix": "p", "fold": 0}]\n' >jobs.json
   mkdir -p experiments/p/fold0
-  echo 0123456789 >experiments/p/fold0/.muster_job
-  run -1 dispatch --log-file other.json
-  [[ "$output" == *"holds the results of job 0123456789; move it away"* ]]
-  [ ! -e experiments/p/fold0/words ]
+  echo 0123456789 of job.py >experiments/p/fold0/.muster_job
+  touch experiments/p/fold0/result
+  run -2 dispatch --log-file other.json
+  [[ "$output" == *"holds the results of job 0123456789 of job.py; move it away"* ]]
+  [ ! -e experiments/p/fold0/words ] && [ ! -e other.json ]
+  rm experiments/p/fold0/result # nothing but the mark of a job that has written nothing
+  run -0 dispatch --log-file other.json
+  [ -e experiments/p/fold0/words ]
 }
 
 
@@ -223,7 +227,7 @@ END
 
 
 @test "results come home from servers that share no files, and a job goes on elsewhere with what it has written" {
-  WORK="$APART/my 'work'"
+  WORK="$APART/my 'work' [k]" # both this and the prefix "[p]" are wildcards for a shell and for rsync
   enter_work
   write_job_script
   cat >>job.py <<'END'
@@ -233,9 +237,11 @@ if "twice" in job and len(open(f"{out}/diary").readlines()) < 2:
     sys.exit(4)
 END
   cluster "$N1:1" "$N2:1"
+  lab ssh "$N1" mkdir -p "$APART/my 'work' k"
+  lab ssh "$N2" mkdir -p "$APART/my 'work' k"
   job_list <<END
 {"name": "a", "twice": true, "prefix": "p", "fold": 0, "_priority": 1}
-{"name": "b", "big": 3, "prefix": "p", "fold": 1, "until": "$PWD/go"}
+{"name": "b", "big": 3, "prefix": "[p]", "fold": 0, "until": "$PWD/go"}
 END
   run dispatch
   [[ "$output" == *"$N1: not used: script job.py: not in $WORK; copy it there (--sync does), or set workdir"* ||
@@ -243,7 +249,7 @@ END
   [ "$status" -eq 75 ]
   start_list --sync
   begun b
-  run -0 list logs p/fold1 # it uses the same connection, and must leave it as it is
+  run -0 list logs "[p]/fold0" # it uses the same connection, and must leave it as it is
   [[ "$output" == *"b-tick-1"* ]]
   lab ssh "$N1" touch "$PWD/go"
   lab ssh "$N2" touch "$PWD/go"
@@ -252,7 +258,7 @@ END
   run ! grep "cannot be copied" out
   holds 'all(each["state"] == "done" for each in r["jobs"]) and len(job["a"]["attempts"]) == 2'
   [ "$(sort experiments/p/fold0/diary)" = "$(printf '%s\n' "$N1" "$N2")" ]
-  lab ssh "$(node_of_job b)" cat "$WORK/experiments/p/fold1/big" | cmp - experiments/p/fold1/big
+  lab ssh "$(node_of_job b)" cat "$WORK/experiments/[p]/fold0/big" | cmp - "experiments/[p]/fold0/big"
   [ "$(cat logs/jobs/*/*.1/node_*.exit logs/jobs/*/*.2/node_*.exit | sort | xargs)" = "0 0 4" ]
 }
 

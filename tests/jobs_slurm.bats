@@ -301,7 +301,7 @@ END
 {"name": "labels", "_labels": ["nosuch"], "_retries": 0}
 END
   run -1 dispatch
-  holds 'job["labels"]["state"] == "failed" and last["labels"]["failure"] == "not started"'
+  holds 'job["labels"]["state"] == "failed" and last["labels"]["failure"] == "refused"'
   holds '"Invalid feature specification" in last["labels"]["reason"]'
   holds '[words[4] for words in started if words[:2] == ["begin", "two"]] == ["0,1"]'
   [ "$(arrays)" -eq 2 ]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from distributed.jobs import commands, config, servers
+from distributed.jobs import commands, config, host, servers
 
 HERE = {"--backend": "local", "--slots": "2", "--jobs-config": "jobs.json"}
 
@@ -19,6 +19,12 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "jobs.json").write_text(json.dumps([{"a": 1}, {"a": 2, "_labels": ["x"]}, {"a": 3, "_gpus": 1000}]))
     (tmp_path / "train.py").touch()
     (tmp_path / "one.json").write_text(json.dumps([{"a": 1}]))
+    (tmp_path / "taken.json").write_text(json.dumps([{"prefix": "p", "fold": 0, "participants": ["a"]}]))
+    (tmp_path / "page.html").touch()
+    taken = tmp_path / "experiments" / "p" / "fold0_a"
+    taken.mkdir(parents=True)
+    (taken / host.OWNER).write_text(host.owner_mark("abc", "train.py"))
+    (taken / "result").touch()
     (tmp_path / "servers.json").write_text(json.dumps({"servers": [{"host": "a", "ssh_key": "no_such_key"}]}))
     return tmp_path
 
@@ -42,13 +48,19 @@ def words(**said: Any) -> list[str]:
         (words(retries="-1"), "argument --retries: expected a whole number of at least 0, got '-1'"),
         (words(lost_after="1.5"), "argument --lost-after: expected a whole number of at least 0, got '1.5'"),
         (words(jobs_config="none.json"), "none.json: cannot read it (No such file or directory); looked in "),
+        (words(jobs_config="one.json", log_file="page.json"),
+         "--log-file page.json: page.html is there already, and its journal (page.journal) is not: move it away, or"),
+        (words(log_file="lr0.1"), "--log-file: expected the name of a file such as results.json, got 'lr0.1'"),
+        ([*words(), "--sync"], "--sync: only for --backend ssh; with --backend local nothing is copied"),
+        (words(jobs_config="taken.json"), "experiments/p/fold0_a holds the results of job abc of train.py; move it"),
+        ([*words(jobs_config="taken.json"), "--plan"], "experiments/p/fold0_a holds the results of job abc of"),
         (words(log_file="no/results.json"), "--log-file no/results.json: there is no directory no"),
         (words(backend="ssh", cluster_config="servers.json"), "--slots: only for --backend local; servers have slots"),
         (words(backend="ssh", cluster_config="servers.json", slots=None, jobs_config="one.json"),
          "servers.json: a: ssh_key=no_such_key: there is no such file"),
         (words(), "no server has the labels x"),
         (words(jobs_config="one.json", log_file="one.json"),
-         "--log-file one.json: is there already, and its journal (one.journal) is not: move it away, or give another"),
+         "--log-file one.json: one.json is there already, and its journal (one.journal) is not: move it away, or"),
         (["status"], "results.json: there is no list of jobs (results.journal is missing); name its results"),
         (["resume", "--log-file", "x.json"], "x.json: there is no list of jobs (x.journal is missing)"),
         (["cancel"], "the following arguments are required: jobs"),

@@ -21,7 +21,7 @@ from distributed.jobs import dispatcher, journal
 from distributed.jobs.dispatcher import Dispatcher, Event, NotStarted, Order, Policy, Refused, Unreachable
 from distributed.jobs.job import Job, Options, job_of
 from distributed.jobs.journal import Journal
-from distributed.jobs.placement import Room, Slot
+from distributed.jobs.placement import Room, Slot, plan
 from distributed.jobs.state import Attempt, JobState, State, judge, listed
 
 SECONDS = 30.0  # for what takes milliseconds on a machine that is not busy
@@ -153,9 +153,9 @@ class Simulated:
             self._lost.set_result("closed")
 
 
-def refuse_start(reason: str, of_job: bool = False) -> Callable[[Order], Outcome]:
+def refuse_start(reason: str, kind: str = "server") -> Callable[[Order], Outcome]:
     def script(order: Order) -> Outcome:
-        raise NotStarted(reason, of_job)
+        raise NotStarted(reason, kind)
 
     return script
 
@@ -337,11 +337,11 @@ def test_a_job_that_goes_on_failing_has_failed_after_its_retries(tmp_path: Path,
 def test_a_job_that_no_server_would_start_fails_and_the_others_go_on(tmp_path: Path) -> None:
     async def story() -> None:
         one = Simulated("one")
-        bad = job(0, retries=0)
-        one.script = lambda order: refuse_start("the directory is taken", of_job=True)(order) if order.job == bad else 0
+        bad = job(0, retries=3)
+        one.script = lambda order: refuse_start("the directory is taken", "job")(order) if order.job == bad else 0
         async with Story(tmp_path, one, jobs=[bad, job(1)]) as told:
             await told.over()
-        assert (told.states(), told.failures()) == (["failed", "done"], ["not started"])
+        assert (told.states(), told.failures()) == (["failed", "done"], ["refused"])
         assert told.of().attempts[0].reason == "the directory is taken"
         assert told.dispatcher.links["one"].strikes == 0
 
@@ -383,6 +383,51 @@ def test_a_list_that_no_server_can_take_is_paused(tmp_path: Path) -> None:
     play(story())
 
 
+def test_a_job_whose_directory_another_attempt_writes_to_waits_and_its_server_gets_others(tmp_path: Path) -> None:
+    async def story() -> None:
+        one = Simulated("one")
+        first = job(0, retries=0)
+        refusals = [refuse_start("another attempt writes there", "busy")] * 9
+        one.script = lambda order: refusals.pop()(order) if order.job == first and refusals else 0
+        async with Story(tmp_path, one, jobs=[first, job(1)]) as told:
+            await told.over()
+        assert (told.states(), told.failures()) == (["done", "done"], [""])
+        assert told.dispatcher.links["one"].strikes == 0
+        assert sum("another attempt writes there" in line for line in told.said) == 1
+
+    play(story())
+
+
+def test_a_job_that_waits_for_another_attempt_can_be_cancelled(tmp_path: Path) -> None:
+    async def story() -> None:
+        one = Simulated("one")
+        one.script = refuse_start("another attempt writes there", "busy")
+        async with Story(tmp_path, one) as told:
+            await told.until(lambda: any("another attempt writes there" in line for line in told.said))
+            told.ask("cancel", told.jobs[0].id)
+            await told.over()
+        assert told.states() == ["cancelled"]
+
+    play(story())
+
+
+def test_jobs_that_say_nothing_start_in_the_order_of_the_plan(tmp_path: Path) -> None:
+    """As if they took as long as the others say on average."""
+
+    async def story() -> None:
+        one = Simulated("one")
+        said = (None, 10.0, 2.0, None)
+        jobs = [job(number, expected_seconds=seconds) for number, seconds in enumerate(said)]
+        async with Story(tmp_path, one, jobs=jobs) as told:
+            await told.over()
+        room = Room("one", one.room.slots, open=True)
+        planned = plan(jobs, {"one": room}, lambda each: each.options.expected_seconds or 6.0)
+        assert [each.job.id for each in one.orders] == [each[1] for each in planned]
+        assert [each.job for each in one.orders] == [jobs[number] for number in (1, 0, 3, 2)]
+
+    play(story())
+
+
 @pytest.mark.parametrize(
     ("end", "verdict"),
     [
@@ -391,8 +436,7 @@ def test_a_list_that_no_server_can_take_is_paused(tmp_path: Path) -> None:
         ({"code": 137}, ("signal", "ended by SIGKILL; the kernel does that when memory is short (dmesg shows it)")),
         ({"code": 139}, ("signal", "ended by SIGSEGV")),
         ({"code": 255}, ("exit code", "exit code 255")),
-        ({"code": 127, "lines": ["train.py: not found"]}, ("not started", "train.py: not found")),
-        ({"code": 126}, ("not started", "exit code 126")),
+        ({"code": 127, "lines": ["train.py: not found"]}, ("exit code", "exit code 127: train.py: not found")),
         ({"code": 1, "lines": ["torch.OutOfMemoryError: CUDA out of memory. Tried", "x"]},
          ("out of memory", "torch.OutOfMemoryError: CUDA out of memory. Tried")),
         ({"code": 143, "cause": "timeout", "message": "the command has run for 5 s (--timeout)"},

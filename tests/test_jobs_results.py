@@ -205,7 +205,7 @@ def test_each_attempt_is_there_with_how_it_ended(seen: Seen) -> None:
     assert ended["killed"][0][2:5] == (137, "SIGKILL", "signal")
     assert ended["slow"][0][2:6] == (143, "SIGTERM", "timeout", "the command has run for 1 s (_timeout)")
     (absent,) = ended["absent"]
-    assert absent[2:5] == (127, None, "not started")
+    assert absent[2:5] == (127, None, "exit code")
     assert "/no/such/program" in absent[5]
     for found in attempts.values():
         for each in found:

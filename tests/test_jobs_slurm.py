@@ -312,10 +312,12 @@ def make_order(listing: Path, name: str = "j.1", **changes: Any) -> Element:
     command = [sys.executable, "-S", "-c", "import os; open('ran', 'a').write(os.environ['MUSTER_JOB'] + '\\n')"]
     order: dict[str, Any] = {
         "command": command, "workdir": str(workdir), "setup": False, "gpus": 0, "timeout": None, "grace": 1.0,
-        "kill_wait": 5, "needs": [0, None, []], "call": {}, "env": {"MUSTER_JOB": name, "SECRET": "k3pt"},
+        "kill_wait": 5, "needs": [0, None, []], "call": {}, "script": "train.py",
     }  # fmt: skip
-    write_order(str(listing / name), order | changes)
-    return Element(str(listing / name), str(workdir / "out"), 1.0)
+    env = {"MUSTER_JOB": name, "SECRET": "k3pt"} | changes.pop("env", {})
+    env["MUSTER_OUTPUT_DIR"] = str(workdir / "out" / name)
+    write_order(str(listing / name), order | changes | {"env": env})
+    return Element(str(listing / name), str(workdir / "out" / name), 1.0)
 
 
 def in_array(listing: Path, *elements: Element) -> Path:
@@ -694,7 +696,7 @@ def test_a_refusal_of_slurm_is_told_and_leaves_no_order(tmp_path: Path) -> None:
     server = a_server(tmp_path)
     os.makedirs(server.directory)
     found, _ = submit_and_get(server, 2, (1, "", SBATCH_SAYS["partition"]))
-    assert all(isinstance(each, NotStarted) and not each.of_job for each in found)
+    assert all(isinstance(each, NotStarted) and each.kind != "job" for each in found)
     assert "invalid partition specified: nosuch" in str(found[0])
     assert not list(Path(server.directory).glob("*/order*"))
 
@@ -754,6 +756,7 @@ def test_a_cpu_node_gives_its_jobs_no_gpu(tmp_path: Path) -> None:
 
 def test_the_owner_of_an_output_directory_is_respected(tmp_path: Path) -> None:
     (tmp_path / "experiments" / "x").mkdir(parents=True)
+    (tmp_path / "experiments" / "x" / "result").touch()
     (tmp_path / "experiments" / "x" / host.OWNER).write_text("another\n")
     with pytest.raises(host.JobRefused, match="holds the results of job another"):
-        host.claim(str(tmp_path / "experiments" / "x"), "mine")
+        host.claim(str(tmp_path / "experiments" / "x"), "mine", "train.py")

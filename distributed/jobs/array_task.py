@@ -22,8 +22,6 @@ Standard library only: it runs on compute nodes.
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import json
 import os
 import signal
@@ -189,7 +187,8 @@ def reason_in(shown: str) -> tuple[str, str]:
 
 
 def run(attempt: str, order: Facts) -> int:
-    """Run the command of an order to its end. Returns its exit code."""
+    """Run the command of an order to its end. Returns its exit code. Raises HostError."""
+    host.claim(order["env"]["MUSTER_OUTPUT_DIR"], os.path.basename(attempt).rpartition(".")[0], order["script"])
     words = ["--dir", attempt, "--name", SERVER, "--detach"]
     options = supervisor.Options([*words, "--", *order["command"]])
     os.makedirs(os.path.dirname(options.files.record), exist_ok=True)
@@ -219,18 +218,11 @@ def take_lock(attempt: str) -> bool:
     """Hold the attempt's lock as long as this process runs. False: another process holds it."""
     file = os.open(host.Attempt(attempt, SERVER, "", 0.0).lock, os.O_RDWR | os.O_CREAT, 0o600)
     end = time.monotonic() + LOCK
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if time.monotonic() > end:
-                return False
-        except OSError as error:  # a file system without locks: the order is taken only once, too
-            if error.errno in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL):
-                return True
-            raise
+    while not host.try_lock(file):  # on a file system without locks, the order is taken only once, too
+        if time.monotonic() > end:
+            return False
         time.sleep(0.1)
+    return True
 
 
 def work(array: str) -> int:
@@ -269,6 +261,8 @@ def main(words: list[str]) -> int:
         return work(words[0])
     except supervisor.Refused as refused:
         message: object = refused.args[1]
+    except host.HostError as error:
+        message = error
     except OSError as error:
         message = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     except (KeyError, IndexError, ValueError) as error:

@@ -57,12 +57,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from distributed.fold import DEFAULT_PARTICIPANTS
-from distributed.jobs import console, journal, servers
+from distributed.jobs import console, host, journal, servers
 from distributed.jobs.config import Cluster, ConfigError, read_cluster, read_jobs, server_name
 from distributed.jobs.dispatcher import Dispatcher, Policy, Server
 from distributed.jobs.job import Job
 from distributed.jobs.journal import Journal, JournalError
-from distributed.jobs.placement import Room, plan
+from distributed.jobs.placement import Room, order, plan
 from distributed.jobs.results import Results
 from distributed.jobs.state import FINAL, Attempt, JobState, State, chosen, listed, one, unanswered
 from distributed.report import duration
@@ -82,7 +82,7 @@ KEPT = (
 
 def called(words: str, log_file: Path | None = None) -> str:
     """A call of this program that a person can paste. log_file: of the list that it is about."""
-    program = f"python {sys.argv[0]}" if Path(sys.argv[0]).name == PROGRAM else PROGRAM
+    program = f"python {shlex.quote(sys.argv[0])}" if Path(sys.argv[0]).name == PROGRAM else PROGRAM
     option = "" if log_file is None or str(log_file) == "results.json" else f" --log-file {shlex.quote(str(log_file))}"
     return f"{program} {words}{option}"
 
@@ -139,7 +139,7 @@ def list_parser(command: str) -> Parser:
 
 def results_file(text: str) -> Path:
     path = Path(text)
-    if path.suffix in (".journal", ".html") or path.is_dir() or not path.name:
+    if path.suffix != ".json" or path.is_dir():
         raise argparse.ArgumentTypeError(f"expected the name of a file such as results.json, got {text!r}")
     return path
 
@@ -166,6 +166,11 @@ def main(words: Sequence[str]) -> int:
         return refuse(f"{error}\nTry: {PROGRAM} --help")
     except (ConfigError, JournalError, ValueError) as error:
         return refuse(str(error))
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except BrokenPipeError:  # nobody reads any more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 128 + signal.SIGPIPE
     except OSError as error:
         return refuse(f"{error.filename}: {error.strerror}" if error.filename else str(error))
 
@@ -233,6 +238,8 @@ def checked(given: argparse.Namespace) -> Call:
         cluster = read_cluster(given.cluster_config)
     if given.slots and given.backend != "local":
         raise CallError("--slots: only for --backend local; servers have slots_per_gpu")
+    if given.sync and given.backend != "ssh":
+        raise CallError(f"--sync: only for --backend ssh; with --backend {given.backend} nothing is copied")
     script = script_of(given, cluster)
     if given.backend == "local" and not Path(script).is_file():
         raise ConfigError(f"script {script}: there is no such file (looked in {Path.cwd()}); name one: --script PATH")
@@ -278,12 +285,13 @@ def refuse_homeless(jobs: Sequence[Job], made: Sequence[Server]) -> None:
 def run(given: argparse.Namespace) -> int:
     """Run the list of a call, or go on with it."""
     asked = checked(given)
-    if given.plan:
-        return show_plan(asked)
     if not given.log_file.parent.is_dir():
         raise CallError(f"--log-file {given.log_file}: there is no directory {given.log_file.parent}")
     refuse_foreign_file(given)
     refuse_homeless(asked.jobs, make_servers(asked, "new"))  # a refused call leaves nothing behind
+    refuse_taken_directories(asked)
+    if given.plan:
+        return show_plan(asked)
     with Journal.open(journal_of(given.log_file)) as book:
         state = State.of(book.records)
         refuse_other_list(state, asked)
@@ -306,13 +314,27 @@ def policy_of(given: argparse.Namespace, drain: bool = False) -> Policy:
 
 
 def refuse_foreign_file(given: argparse.Namespace) -> None:
-    """Results are written only over results. Raises CallError."""
+    """Results and their page are written only over such. Raises CallError."""
     book = journal_of(given.log_file)
-    if given.log_file.exists() and not book.exists():
-        raise CallError(
-            f"--log-file {given.log_file}: is there already, and its journal ({book}) is not: move it away, or give "
-            "another --log-file"
-        )
+    for path in (given.log_file, given.log_file.with_suffix(".html")):
+        if path.exists() and not book.exists():
+            raise CallError(
+                f"--log-file {given.log_file}: {path} is there already, and its journal ({book}) is not: move it "
+                "away, or give another --log-file"
+            )
+
+
+def refuse_taken_directories(asked: Call) -> None:
+    """Output directories here that hold the results of other jobs. Raises ConfigError."""
+    faults = []
+    for job in asked.jobs:
+        try:
+            host.refuse_other_owner(job.output, job.id, asked.script)
+        except host.JobRefused as error:
+            faults.append(str(error))
+    if faults:
+        more = [f"and {len(faults) - 20} more"] if len(faults) > 20 else []
+        raise ConfigError("\n".join(faults[:20] + more))
 
 
 def refuse_other_list(state: State, asked: Call) -> None:
@@ -324,8 +346,11 @@ def refuse_other_list(state: State, asked: Call) -> None:
         raise ConfigError(f"{asked.given.log_file}: was begun with --backend {state.about['backend']}; {remedy}")
     if state.about["cwd"] != str(Path.cwd()):
         raise ConfigError(f"{asked.given.log_file}: was begun in {state.about['cwd']}; call it from there, or {remedy}")
+    if state.about["script"] != asked.script:
+        raise ConfigError(f"{asked.given.log_file}: was begun with the script {state.about['script']}; {remedy}")
     if not set(state.jobs) & {job.id for job in asked.jobs}:
-        raise ConfigError(f"{asked.given.log_file}: holds {len(state.jobs)} jobs, none of them in this list; {remedy}")
+        held = console.plural(len(state.jobs), "job")
+        raise ConfigError(f"{asked.given.log_file}: holds {held}, none of them in this list; {remedy}")
 
 
 def dispatch(
@@ -395,7 +420,7 @@ def ending(state: State, caught: Sequence[int], policy: Policy) -> tuple[str, in
         return ("paused" if state.paused else "interrupted"), 0 if policy.drain else UNFINISHED
     if counts["failed"]:
         return "finished", 1
-    if counts["cancelled"]:
+    if any(job.state == "cancelled" and not job.dropped for job in state.jobs.values()):
         return ("cancelled" if not counts["done"] else "finished"), 0 if policy.drain else 1
     return "finished", 0
 
@@ -434,17 +459,17 @@ def report_end(state: State, outcome: str, results: Results, log_file: Path, put
 def show_plan(asked: Call) -> int:
     """Where and when each job would run."""
     made = make_servers(asked, "plan")
-    refuse_homeless(asked.jobs, made)
     rooms: dict[str, Room] = {server.room.name: server.room for server in made}
     for room in rooms.values():
         room.open = True
-    told = [job.options.expected_seconds for job in asked.jobs if job.options.expected_seconds is not None]
-    mean = sum(told) / len(told) if told else 1.0
-    known = {
-        job.id: mean if job.options.expected_seconds is None else job.options.expected_seconds for job in asked.jobs
-    }
-    jobs = {job.id: job for job in asked.jobs}
-    steps = plan(asked.jobs, rooms, lambda job: known[job.id])
+    state = state_of(journal_of(asked.given.log_file)) if journal_of(asked.given.log_file).exists() else State()
+    refuse_other_list(state, asked)
+    left = [job for job in asked.jobs if job.id not in state.jobs or state.jobs[job.id].state not in FINAL]
+    told = [job.options.expected_seconds for job in left if job.options.expected_seconds is not None]
+    mean = state.expected_seconds(left)
+    known = {job.id: mean if job.options.expected_seconds is None else job.options.expected_seconds for job in left}
+    jobs = {job.id: job for job in left}
+    steps = plan(left, rooms, lambda job: known[job.id])
     table = [("start", "expected", "where", "id", "output")]
     for start, job_id, server, slots in steps:
         where = ",".join(str(slot.index if slot.gpu is None else slot.gpu) for slot in slots)
@@ -456,19 +481,21 @@ def show_plan(asked: Call) -> int:
     show(table if told else [row[2:] for row in table])
     slots_in_all = sum(len(room.slots) for room in rooms.values())
     print(
-        f"{console.plural(len(asked.jobs), 'job')} on {console.plural(slots_in_all, 'slot')} of "
+        f"{console.plural(len(left), 'job')} on {console.plural(slots_in_all, 'slot')} of "
         f"{console.plural(len(rooms), 'server')}; no two write the same directory"
     )
     if told:
         end = max(start + known[job_id] for start, job_id, _, _ in steps)
-        rest = len(asked.jobs) - len(told)
+        rest = len(left) - len(told)
         print(
             f"expected duration: {duration(end)}"
             + (f" ({console.plural(rest, 'job')} without _expected_seconds: counted as the mean)" if rest else "")
         )
     else:
         print("expected duration: not known; say _expected_seconds in the jobs")
-    existing = [job.output for job in asked.jobs if Path(job.output).exists()]
+    if over := len(asked.jobs) - len(left):
+        print(f"{console.plural(over, 'job')} of the list: done, failed or cancelled already")
+    existing = [job.output for job in left if host.owner_of(job.output)]
     if existing:
         print(
             f"there already: {', '.join(existing[:5])}{' ...' if len(existing) > 5 else ''}; "
@@ -511,7 +538,22 @@ def status(given: argparse.Namespace, path: Path) -> int:
     if any(True for _ in state.unfinished()) or asked:
         resume = called("resume", given.log_file)
         print("a dispatcher works on this list" if lives else f"no dispatcher runs; to go on: {resume}")
+    if state.paused:
+        print(f"paused: {state.paused}")
+    for line in servers_without_jobs(given.log_file) if lives else ():
+        print(line)
     return 1 if state.counts["failed"] else 0
+
+
+def servers_without_jobs(log_file: Path) -> list[str]:
+    """Servers that get none now, and why, as the dispatcher has written into the results."""
+    shown = {"refused": "not used: ", "unreachable": "unreachable: "}
+    try:
+        servers = json.loads(log_file.read_bytes())["servers"]
+        found = [(name, shown.get(each["state"], ""), each["reason"]) for name, each in servers.items()]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    return [f"{name}: {state}{reason}" for name, state, reason in found if reason]
 
 
 def newest_metrics(state: State, log_file: Path) -> None:
@@ -566,18 +608,20 @@ def explanation(state: State, job: JobState, log_file: Path) -> list[str]:
     if job.state in FINAL:
         again = f"to run it again: {called(f'retry {job.job.id}', log_file)}"
         return [] if job.state == "done" else [again]
+    paused = [f"the list is paused: {state.paused}"] if state.paused and job.state == "waiting" else []
     if not journal.dispatcher_runs(journal_of(log_file)):
-        return [f"no dispatcher runs: nothing is started or noticed until {called('resume', log_file)}"]
-    if job.state == "waiting" and state.paused:
-        return [f"the list is paused: {state.paused}"]
-    if job.state == "waiting":
-        before = [each for each in state.jobs.values() if each.state == "waiting" and each.number < job.number]
-        needs = [f"{job.job.options.gpus} GPUs of one server"] if job.job.options.gpus > 1 else []
-        needs += [f"a server with the labels {', '.join(job.job.options.labels)}"] if job.job.options.labels else []
-        return [f"it waits for a free slot; jobs before it in the list that wait, too: {len(before)}"] + [
-            f"it needs {' and '.join(needs)}" for _ in needs[:1]
-        ]
-    return []
+        return [*paused, f"no dispatcher runs: nothing is started or noticed until {called('resume', log_file)}"]
+    if paused or job.state != "waiting":
+        return paused
+    waiting = [each for each in state.jobs.values() if each.state == "waiting"]
+    usual = state.expected_seconds(each.job for each in waiting)
+    mine = order(job.job.options, usual, job.number)
+    before = sum(order(each.job.options, usual, each.number) < mine for each in waiting)
+    lines = [f"waits for a free slot; {console.plural(before, 'job')} of the list before it"]
+    needs = [f"{job.job.options.gpus} GPUs of one server"] if job.job.options.gpus > 1 else []
+    needs += [f"a server with the labels {', '.join(job.job.options.labels)}"] if job.job.options.labels else []
+    lines += [f"needs {' and '.join(needs)}"] if needs else []
+    return lines + servers_without_jobs(log_file)
 
 
 def logs(given: argparse.Namespace, path: Path) -> int:
@@ -600,10 +644,11 @@ def logs(given: argparse.Namespace, path: Path) -> int:
         command = server.follow_command(attempt)
         if not given.follow:
             command = server.follow_command(attempt, once=True)
-        code = subprocess.call(command)
-        if not journal.dispatcher_runs(path):  # it uses the same files
-            servers.remove_sockets(state.id)
-        return 0 if code in (0, -signal.SIGINT) else 1
+        try:
+            return 0 if subprocess.call(command) in (0, -signal.SIGINT) else 1
+        finally:
+            if not journal.dispatcher_runs(path):  # it uses the same files
+                servers.remove_sockets(state.id)
     with log.open("rb") as file:
         while block := file.read(1 << 16):
             sys.stdout.buffer.write(block)
@@ -624,8 +669,11 @@ def stored_call(state: State) -> Call:
 
 def cancel(given: argparse.Namespace, path: Path) -> int:
     """Ask the dispatcher; where none runs, do its work for these jobs."""
-    state = state_of(path)
+    records = journal.read(path)[0]
+    state = State.of(records)
     jobs = chosen(state, "cancel", given.jobs)
+    if "all" in given.jobs:
+        jobs += [job for each in unanswered(state, records) if each["event"] == "retry" for job in each["jobs"]]
     if not jobs and not state.given_up():
         print("nothing to cancel: no job is waiting or running")
         return 0
@@ -638,22 +686,30 @@ def cancel(given: argparse.Namespace, path: Path) -> int:
         state = State.of(book.records)
         asked = stored_call(state)
         shown = from_here(log_file) if Path.cwd() == here else log_file
-        dispatch(book, state, asked.jobs, make_servers(asked, state.id), policy_of(asked.given, drain=True), shown)
-    return 0
+        policy = policy_of(asked.given, drain=True)
+        code = dispatch(book, state, asked.jobs, make_servers(asked, state.id), policy, shown)
+    return code or all_ended(state, jobs)
+
+
+def all_ended(state: State, jobs: Sequence[str]) -> int:
+    """The exit code of `cancel`: 1 when something of these jobs may still run."""
+    return 1 if state.given_up() or any(state.jobs[job].state not in FINAL for job in jobs) else 0
 
 
 def wait_until_final(path: Path, jobs: Sequence[str]) -> int:
     """Until the dispatcher has settled these jobs."""
     told: set[str] = set()
     while True:
-        state = state_of(path)
-        for job in [
-            each for each in map(state.jobs.__getitem__, jobs) if each.state in FINAL and each.job.id not in told
-        ]:
+        records = journal.read(path)[0]
+        state = State.of(records)
+        asked = {job for each in unanswered(state, records) for job in each["jobs"]}
+        for job in map(state.jobs.__getitem__, jobs):
+            if job.state not in FINAL or job.job.id in told | asked:
+                continue
             told.add(job.job.id)
             print(f"{job.state}: {job.job.name}" + (f": {job.reason}" if job.reason else ""), flush=True)
-        if len(told) == len(jobs):
-            return 0
+        if len(told) == len(set(jobs)):
+            return all_ended(state, jobs)
         if not journal.dispatcher_runs(path):
             print("the dispatcher has ended before all were cancelled: call `cancel` again", file=sys.stderr)
             return 1

@@ -52,15 +52,19 @@ class Refused(Exception):
 
 
 class NotStarted(Exception):
-    """A server did not start an attempt. of_job: no server would. always: this one would start no job at all."""
+    """A server did not start an attempt.
 
-    def __init__(self, reason: str, of_job: bool = False, always: bool = False) -> None:
+    kind: server (for a reason of its own, and perhaps later), useless (it would start no job at all), job (no server
+    would start this one), or busy (another attempt writes to the output directory).
+    """
+
+    def __init__(self, reason: str, kind: str = "server") -> None:
         super().__init__(reason)
-        self.of_job, self.always = of_job, always
+        self.kind = kind
 
     def facts(self, attempt: str) -> dict[str, Any]:
         """Of the event `not_started`."""
-        return {"attempt": attempt, "reason": str(self), "of_job": self.of_job, "always": self.always}
+        return {"attempt": attempt, "reason": str(self), "kind": self.kind}
 
 
 @dataclass(frozen=True)
@@ -176,14 +180,15 @@ class Dispatcher:
         self._unlisted: set[str] = set()  # servers of running jobs that are not in the cluster config any more
         self._early = 0  # failures in a row
         self._failing: set[str] = set()  # jobs that have failed, and whose results are still to be copied
-        self._expected = 1.0  # seconds, of a job that says nothing: the mean of those that ended last
-        self._durations: deque[float] = deque(maxlen=100)
+        self._expected = state.expected_seconds(jobs)  # of a job that says nothing
+        self._durations = deque(state.durations(), maxlen=100)
         self._avoided: dict[str, frozenset[str]] = {}
         self._placing = True  # something has changed that may let a job start
         self._starting: set[str] = set()  # attempts whose start is under way: what a server knows of them is old
         self._stopping: set[str] = set()  # attempts that were told to stop
         self._seated: defaultdict[str, dict[str, Attempt]] = defaultdict(dict)  # server -> attempts that hold slots
         self._cancelling = True  # a job that waits may have to be cancelled
+        self._busy: set[str] = set()  # jobs of which was said that another attempt writes to their output directory
 
     # ---------------------------------------------------------------- the loop
 
@@ -508,19 +513,32 @@ class Dispatcher:
         attempt = self.state.open.get(event.facts["attempt"])
         if attempt is None:
             return
-        reason = event.facts["reason"]
-        if event.facts["of_job"]:
-            self._free(attempt)
-            self._record("ended", attempt=attempt.name, failure="not started", reason=reason)
-            self._count(self.state.jobs[attempt.job], attempt)
-            self._after_end(self.state.jobs[attempt.job], attempt)
-            return
+        reason, kind, job = event.facts["reason"], event.facts["kind"], self.state.jobs[attempt.job]
         self._free(attempt)
+        if kind == "job":
+            self._record("ended", attempt=attempt.name, failure="refused", reason=reason)
+            self._count(job, attempt)
+            self._after_end(job, attempt)
+            return
         self._record("not_started", attempt=attempt.name, reason=f"{event.server}: {reason}")
-        self._enqueue(self.state.jobs[attempt.job])
         self._cancelling = True
-        self._say(f"{event.server}: {self._name(attempt)} was not started: {reason}")
-        self._strike(self.links[event.server], reason, event.facts["always"])
+        if kind != "busy" or job.job.id not in self._busy:
+            self._say(f"{event.server}: {self._name(attempt)} was not started: {reason}")
+        if kind == "busy":
+            self._busy.add(job.job.id)
+            self._spawn(self._enqueue_later(job))
+        else:
+            self._enqueue(job)
+            self._strike(self.links[event.server], reason, always=kind == "useless")
+
+    async def _enqueue_later(self, job: JobState) -> None:
+        await asyncio.sleep(COOLING)
+        self.post(Event("again", facts={"job": job.job.id}))
+
+    def _on_again(self, event: Event) -> None:
+        job = self.state.jobs[event.facts["job"]]
+        if job.state == "waiting" and job.job.id not in self.queue:
+            self._enqueue(job)
 
     def _strike(self, link: Link, reason: str, always: bool) -> None:
         """No jobs for a while, and none any more after STRIKES; what runs there goes on."""
@@ -542,8 +560,7 @@ class Dispatcher:
         if job.attempts:
             self._avoided[job.job.id] = avoid
         real = self.jobs[job.job.id]
-        seconds = real.options.expected_seconds
-        self.queue.put(real, job.number, self._expected if seconds is None else seconds, avoid)
+        self.queue.put(real, job.number, self._expected, avoid)
         self._placing = True
 
     def _to_avoid(self, job: JobState) -> frozenset[str]:
@@ -598,7 +615,7 @@ class Dispatcher:
 
     def _after_end(self, job: JobState, attempt: Attempt) -> None:
         """Its results are copied, then it is decided how it goes on."""
-        if attempt.state == "lost" or attempt.failure == "not started":
+        if attempt.state == "lost" or attempt.failure == "refused":
             self._settle(job, attempt)
         else:
             self._actions.append(lambda: self._bring(job, attempt))

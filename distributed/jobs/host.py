@@ -50,7 +50,7 @@ FENCE = 3.0  # seconds that an older serve has to end by itself
 START = 30.0  # seconds in which a supervisor has started its command
 LAST_LINES = 20  # of the output of an attempt that failed
 TAIL = 16 * 1024  # bytes read from the end of a file
-OWNER = ".muster_job"  # in an output directory: the id of the job that writes there
+OWNER = ".muster_job"  # in an output directory: whose it is; locked while an attempt writes there
 OLDEST = (3, 10)  # Python
 
 Request = dict[str, Any]
@@ -59,13 +59,19 @@ Request = dict[str, Any]
 class HostError(Exception):
     """What the dispatcher is to show: problem and remedy."""
 
-    of_job = False  # whether the job itself is the reason, and would fail on every server
+    kind = "server"  # of dispatcher.NotStarted
 
 
 class JobRefused(HostError):
     """The job cannot be started on any server."""
 
-    of_job = True
+    kind = "job"
+
+
+class Busy(HostError):
+    """Another attempt writes to the output directory."""
+
+    kind = "busy"
 
 
 class Attempt:
@@ -284,7 +290,7 @@ class Serve:
         try:
             reply = verbs[request["do"]](request)
         except HostError as error:
-            self.send(reply=request["id"], error=str(error), of_job=error.of_job)
+            self.send(reply=request["id"], error=str(error), kind=error.kind)
         except OSError as error:
             reason = f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror)
             self.send(reply=request["id"], error=reason)
@@ -348,7 +354,11 @@ class Serve:
             os.mkdir(attempt.directory, 0o777)
         except FileExistsError:
             return self.look({"attempts": {attempt.name: request["output"]}})["attempts"][attempt.name]
-        claim(attempt.output, request["job"])
+        try:
+            claimed = claim(attempt.output, request["job"], request["script"])
+        except (HostError, OSError):
+            os.rmdir(attempt.directory)
+            raise
         words = ["--dir", attempt.directory, "--name", self.server, "--grace", f"{request['grace']:.0f}", "--detach"]
         if request.get("timeout"):
             words += ["--timeout", f"{max(1, round(request['timeout']))}"]
@@ -365,7 +375,10 @@ class Serve:
         command = [*program(self.python, request["script"], self.workdir), *request["arguments"]]
         options = supervisor.Options([*words, "--", *command])
         block = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in env.items())
-        self._fork_supervisor(attempt, options, block)
+        try:
+            self._fork_supervisor(attempt, options, block)
+        finally:
+            os.close(claimed)  # the supervisor holds it
         self.attempts[attempt.name] = attempt
         for slot in request["slots"]:
             panes.show(self.own, slot, request["title"], attempt.files.log, attempt.files.exit)
@@ -550,22 +563,56 @@ def program(python: list[str], script: str, workdir: str) -> list[str]:
     return [*python, script] if script.endswith(".py") else [os.path.join(workdir, script)]
 
 
-def claim(output: str, job: str) -> None:
-    """Two jobs never write into one directory, not even those of two lists."""
-    os.makedirs(output, exist_ok=True)
-    path = os.path.join(output, OWNER)
+def owner_of(output: str) -> str:
+    """The job that has written into a directory, as owner_mark() names it; empty when none has."""
     try:
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    except FileExistsError:
-        with open(path) as mark:
+        with open(os.path.join(output, OWNER)) as mark:
             owner = mark.read().strip()
-        if owner and owner != job:
-            raise JobRefused(
-                f"{output} holds the results of job {owner}; move it away, or give this job another prefix"
-            ) from None
-        file = os.open(path, os.O_WRONLY)
-    os.write(file, f"{job}\n".encode())
-    os.close(file)
+    except FileNotFoundError:
+        return ""
+    return owner if set(os.listdir(output)) - {OWNER} else ""
+
+
+def owner_mark(job: str, script: str) -> str:
+    return f"{job} of {os.path.normpath(script)}"
+
+
+def refuse_other_owner(output: str, job: str, script: str) -> None:
+    """Results of one job never come over those of another. Raises JobRefused."""
+    owner = owner_of(output)
+    if owner and owner != owner_mark(job, script):
+        raise JobRefused(f"{output} holds the results of job {owner}; move it away, or give this job another prefix")
+
+
+def claim(output: str, job: str, script: str) -> int:
+    """Two jobs never write into one directory, and neither do two attempts at once, not even those of two lists.
+
+    Returns the file that stays locked as long as a process has it open. Raises JobRefused and Busy.
+    """
+    os.makedirs(output, exist_ok=True)
+    file = os.open(os.path.join(output, OWNER), os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        if not try_lock(file):
+            raise Busy(f"{output}: another attempt writes there; trying again when it has ended")
+        refuse_other_owner(output, job, script)
+        os.ftruncate(file, 0)
+        os.write(file, f"{owner_mark(job, script)}\n".encode())
+    except (HostError, OSError):
+        os.close(file)
+        raise
+    return file
+
+
+def try_lock(file: int) -> bool:
+    """Lock a file until all who have this descriptor have closed it. False: another process holds the lock."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL):  # a file system without locks
+            raise
+    return True
 
 
 def follow(log: str, end: str) -> int:

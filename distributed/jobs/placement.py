@@ -10,7 +10,7 @@ import heapq
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from distributed.jobs.job import Job
+from distributed.jobs.job import Job, Options
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,12 @@ class Need:
 Order = tuple[float, float, int]
 
 
+def order(options: Options, expected: float, number: int) -> Order:
+    """Of a job that waits; the smallest starts first. See Queue.put()."""
+    seconds = expected if options.expected_seconds is None else options.expected_seconds
+    return -options.priority, -seconds, number
+
+
 class Queue:
     """The jobs that wait."""
 
@@ -90,10 +96,10 @@ class Queue:
         return job in self._needs
 
     def put(self, job: Job, number: int, expected: float, avoid: Iterable[str] = ()) -> None:
-        """number: its place in the list. expected: seconds."""
+        """number: its place in the list. expected: seconds, of a job that says nothing."""
         need = Need(job.options.gpus, frozenset(job.options.labels), frozenset(avoid))
         self._needs[job.id] = need
-        heapq.heappush(self._heaps.setdefault(need, []), ((-job.options.priority, -expected, number), job.id))
+        heapq.heappush(self._heaps.setdefault(need, []), (order(job.options, expected, number), job.id))
 
     def remove(self, job: str) -> None:
         """The job does not wait any more."""

@@ -60,9 +60,9 @@ class Needs:
     labels: tuple[str, ...]
 
     @property
-    def of_job(self) -> bool:
-        """Whether it is the job that needs more than every job needs."""
-        return self.gpus > 1 or self.minutes is not None or bool(self.labels)
+    def to_blame(self) -> str:
+        """Of NotStarted, when SLURM refuses them: the job, where it needs more than every job does."""
+        return "job" if self.gpus > 1 or self.minutes is not None or self.labels else "server"
 
 
 def checked_options(options: Sequence[str]) -> list[str]:

@@ -14,6 +14,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import shlex
 import shutil
 import stat
@@ -28,9 +29,8 @@ from pathlib import Path
 from typing import Any
 
 from distributed.gpus import look_at_gpus
-from distributed.jobs import config
+from distributed.jobs import config, host
 from distributed.jobs.dispatcher import Event, NotStarted, Order, Refused, Unreachable
-from distributed.jobs.host import HELLO, OWNER
 from distributed.jobs.job import document
 from distributed.jobs.panes import PLAIN_PYTHON
 from distributed.jobs.placement import Room, Slot
@@ -116,7 +116,7 @@ class Channel:
             text = line.decode(errors="replace").strip()
             with contextlib.suppress(ValueError):
                 found = json.loads(text)
-                if isinstance(found, dict) and found.get("protocol") == HELLO:
+                if isinstance(found, dict) and found.get("protocol") == host.HELLO:
                     self._tasks = [asyncio.ensure_future(self._read()), asyncio.ensure_future(self._beat())]
                     return found
             printed.append(text)
@@ -133,7 +133,7 @@ class Channel:
         self._process.stdin.write(json.dumps({"id": self._next, "do": verb, **facts}).encode() + b"\n")
         found = await reply
         if "error" in found:
-            raise HostSays(found["error"], bool(found.get("of_job")))
+            raise HostSays(found["error"], found.get("kind", "server"))
         return found
 
     async def _read(self) -> None:
@@ -187,11 +187,11 @@ class Channel:
 
 
 class HostSays(Exception):
-    """host.py refuses: the reason, and whether the job is it."""
+    """host.py refuses. kind: see NotStarted."""
 
-    def __init__(self, reason: str, of_job: bool) -> None:
+    def __init__(self, reason: str, kind: str) -> None:
         super().__init__(reason)
-        self.of_job = of_job
+        self.kind = kind
 
 
 class HostServer:
@@ -318,7 +318,7 @@ class HostServer:
                 timeout=options.timeout, grace=self.launch.grace,
             )  # fmt: skip
         except HostSays as error:
-            raise NotStarted(str(error), error.of_job) from None
+            raise NotStarted(str(error), error.kind) from None
 
     async def stop(self, attempt: str, kill: bool) -> None:
         """See dispatcher.Server."""
@@ -467,7 +467,7 @@ class SshServer(HostServer):
         elif code:
             raise failure(said, code, self.settings.host)
         target = target.removeprefix("~/")
-        await self._rsync([*NOT_COPIED, f"{self.launch.cwd}/", f"server:{target}/"])
+        await self._rsync([*NOT_COPIED, f"{self.launch.cwd}/", f"server:{literal(target)}/"])
         self._synced = True
 
     async def _after_open(self, opened: Mapping[str, Any]) -> None:
@@ -517,7 +517,10 @@ class SshServer(HostServer):
         """See dispatcher.Server."""
         if self.shared:
             return
-        refuse_other_owner(self.launch.cwd / output, attempt.job)
+        try:
+            host.refuse_other_owner(str(self.launch.cwd / output), attempt.job, self.launch.script)
+        except host.HostError as error:
+            raise OSError(str(error)) from None
         log = f"logs/jobs/{self.launch.list_id}/{attempt.name}"
         brought: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._to_bring.append(([output, log], brought))
@@ -529,10 +532,10 @@ class SshServer(HostServer):
 
     async def _bring(self, together: Sequence[tuple[list[str], asyncio.Future[None]]]) -> None:
         """One rsync for all that wait: of short jobs more end than can be copied one by one."""
-        sources = [f"server:{self.workdir}/./{directory}/" for directories, _ in together for directory in directories]
+        directories = [directory for several, _ in together for directory in several]
         try:
-            if sources:
-                await self._rsync(["--relative", *sources, f"{self.launch.cwd}/"])
+            if directories:
+                await self._copy(directories, f"server:{literal(self.workdir)}/", f"{self.launch.cwd}/")
         except (Unreachable, OSError) as error:
             if isinstance(error, OSError) and len(together) > 1:  # it may concern one of them alone
                 for each in together:
@@ -548,12 +551,18 @@ class SshServer(HostServer):
         """See dispatcher.Server."""
         if not self.shared and (self.launch.cwd / output).is_dir():
             async with self._sending:
-                await self._rsync(["--relative", f"{self.launch.cwd}/./{output}/", f"server:{self.workdir}/"])
+                await self._copy([output], f"{self.launch.cwd}/", f"server:{literal(self.workdir)}/")
 
-    async def _rsync(self, words: Sequence[str]) -> None:
+    async def _copy(self, directories: Sequence[str], source: str, target: str) -> None:
+        """Directories with all that is in them; their names are on standard input, where rsync takes them literally."""
+        names = b"".join(os.fsencode(f"{name}/") + b"\0" for name in directories)
+        await self._rsync(["--recursive", "--from0", "--files-from=-", source, target], names)
+
+    async def _rsync(self, words: Sequence[str], data: bytes = b"") -> None:
         words_of_shell = [sys.executable, "-I", "-S", f"{KIT}/{RSYNC_SHELL}", str(self._config), self.settings.host]
         shell = " ".join("'" + word.replace("'", "''") + "'" for word in words_of_shell)  # as rsync reads them
-        code, said = await self._run(["rsync", "--archive", "--protect-args", "--timeout=60", "-e", shell, *words])
+        call = ["rsync", "--archive", "--protect-args", "--timeout=60", "-e", shell, *words]
+        code, said = await self._run(call, data)
         if code in (12, 30, 35, 255):
             raise Unreachable(last_line(said) or f"rsync: exit code {code}")
         if code:
@@ -575,14 +584,6 @@ class SshServer(HostServer):
         return process.returncode or 0, said.decode(errors="replace").strip()
 
 
-def refuse_other_owner(directory: Path, job: str) -> None:
-    """Results of one job never come over those of another. Raises OSError."""
-    with contextlib.suppress(FileNotFoundError):
-        owner = (directory / OWNER).read_text().strip()
-        if owner and owner != job:
-            raise OSError(f"{directory} holds the results of job {owner}; move it away")
-
-
 async def drained(stream: asyncio.StreamReader | None) -> str:
     """What ssh says, the last of it."""
     assert stream
@@ -596,20 +597,25 @@ def last_line(text: str) -> str:
     return text.splitlines()[-1] if text else ""
 
 
-def failure(said: str, code: int, host: str) -> Exception:
+def failure(said: str, code: int, name: str) -> Exception:
     """What ssh's end means."""
     if "Temporary failure in name resolution" in said:  # no network here, perhaps; trying again may help
         return Unreachable(last_line(said))
     for words, remedy in REMEDIES.items():
         if words in said:
             line = next(line for line in said.splitlines() if words in line)
-            return Refused(f"{line.strip().strip('@ ')}; {remedy.replace('HOST', host)}")
+            return Refused(f"{line.strip().strip('@ ')}; {remedy.replace('HOST', name)}")
     return Unreachable(last_line(said) or f"ssh: exit code {code}")
 
 
 def home_relative(path: str) -> str:
     """A word of bash for a path in which a leading ~/ is the home directory."""
     return f"~/{shlex.quote(path[2:])}" if path.startswith("~/") else "~" if path == "~" else shlex.quote(path)
+
+
+def literal(path: str) -> str:
+    """A path for rsync, which looks for wildcards in it on the server."""
+    return re.sub(r"([*?\[\\])", r"\\\1", path) if set("*?[") & set(path) else path
 
 
 PLAIN = frozenset(b'ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_./:,+@{}()[];$&|<>"*?~#^ -')

@@ -328,7 +328,7 @@ class SlurmServer:
         cwd = str(self.launch.cwd)
         return {
             "command": [*host.program(self._python, self.launch.script, cwd), *arguments(job, device)],
-            "workdir": cwd, "setup": bool(self.settings.setup), "gpus": start.needs.gpus,
+            "script": self.launch.script, "workdir": cwd, "setup": bool(self.settings.setup), "gpus": start.needs.gpus,
             "timeout": None if job.options.timeout is None else max(1, round(job.options.timeout)),
             "grace": float(self.launch.grace), "kill_wait": self._kill_wait,
             "needs": [start.needs.gpus, start.needs.minutes, list(start.needs.labels)],
@@ -342,12 +342,13 @@ class SlurmServer:
         assert order
         try:
             os.mkdir(element.directory, 0o777)
-            host.claim(element.output, order.job.id)
+            os.close(host.claim(element.output, order.job.id, self.launch.script))
             if self.settings.setup:
                 supervisor.write(os.path.join(element.directory, SETUP), "\n".join(self.settings.setup) + "\n")
             array_task.write_order(element.directory, self._order(start))
         except host.HostError as error:
-            return NotStarted(str(error), error.of_job)
+            os.rmdir(element.directory)
+            return NotStarted(str(error), error.kind)
         except OSError as error:
             element.forget_order()
             return NotStarted(f"{error.filename}: {error.strerror}" if error.filename else str(error))
@@ -416,9 +417,9 @@ class SlurmServer:
             await self._not_so_many(needs, starts, array, said(err))
         elif any_of(WRONG_OPTIONS, err):
             reason = f"sbatch: {said(err)}; correct sbatch in the cluster config, then resume"
-            await self._refuse_all(starts, array, NotStarted(reason, always=True))
+            await self._refuse_all(starts, array, NotStarted(reason, "useless"))
         else:
-            await self._refuse_all(starts, array, NotStarted(f"sbatch: {said(err)}", needs.of_job))
+            await self._refuse_all(starts, array, NotStarted(f"sbatch: {said(err)}", needs.to_blame))
 
     async def _refuse_all(self, starts: Sequence[Start], array: str, error: NotStarted) -> None:
         await asyncio.to_thread(discard, self._array_path(array), [start.element for start in starts])

@@ -20,7 +20,7 @@ UNLISTED = "no longer in the list"  # why a job was cancelled
 NOT_THE_JOB = ("server lost", "server restarted", "supervisor killed", "preempted")
 MOST_LOST = 5
 ORDINARY = ("preempted",)  # so often as SLURM likes
-FINAL_FAILURES = ("cancelled outside",)  # no further attempt: a person wanted the end
+FINAL_FAILURES = ("cancelled outside", "refused")  # another attempt would not be wanted, or be refused, too
 OUT_OF_MEMORY = ("OutOfMemoryError", "CUDA out of memory", "MemoryError")
 
 
@@ -80,6 +80,11 @@ class JobState:
     def last(self) -> Attempt | None:
         return self.attempts[-1] if self.attempts else None
 
+    @property
+    def dropped(self) -> bool:
+        """Whether it was taken out of the list before it was done."""
+        return self.state == "cancelled" and self.reason == UNLISTED
+
     def failures(self) -> list[Attempt]:
         """Attempts that count against the job's retries."""
         return [each for each in self.attempts[self.forgiven :] if each.failure and each.failure not in NOT_THE_JOB]
@@ -125,6 +130,16 @@ class State:
         """Attempts that may still run on servers that were lost."""
         return [attempt for job in self.jobs.values() for attempt in job.attempts if attempt.state == "lost"]
 
+    def durations(self) -> list[float]:
+        """Seconds of the jobs that are done."""
+        return [job.last.seconds or 0.0 for job in self.jobs.values() if job.state == "done" and job.last]
+
+    def expected_seconds(self, jobs: Iterable[Job]) -> float:
+        """How long a job takes that says nothing: as those that are done, else as these jobs say on average."""
+        said = (job.options.expected_seconds for job in jobs)
+        known = self.durations() or [seconds for seconds in said if seconds is not None]
+        return sum(known) / len(known) if known else 1.0
+
     # ---- records
 
     def apply(self, record: Record) -> None:
@@ -146,15 +161,18 @@ class State:
             job = Job(each["id"], each["settings"], Options.of_public(each["options"]), each["output"])
             if known := self.jobs.get(job.id):
                 known.job, known.number = job, number
-                if known.state == "cancelled" and known.reason == UNLISTED:
+                if known.dropped:
+                    known.forgiven = len(known.attempts)
                     self._move(known, "waiting")
             else:
                 self.jobs[job.id] = JobState(job, number)
                 self.counts["waiting"] += 1
         for gone in [each for each in self.jobs.values() if each.job.id not in listed]:
-            if gone.state == "waiting" and not gone.attempts:
+            if gone.state == "waiting" and gone.next_number == 1:
                 self.counts["waiting"] -= 1
                 del self.jobs[gone.job.id]
+            elif gone.state in ("failed", "cancelled"):
+                self._move(gone, "cancelled", UNLISTED)
         self.jobs = dict(sorted(self.jobs.items(), key=lambda item: item[1].number))
 
     def _move(self, job: JobState, state: str, reason: str = "") -> None:
@@ -275,9 +293,11 @@ def chosen(state: State, what: str, words: Iterable[str]) -> list[str]:
 
 def one(state: State, word: str) -> str:
     """The id of the one job that a word names. Raises ValueError."""
+    if not word:
+        raise ValueError("job: expected an id or a name, got an empty word")
     exact = [job for job, each in state.jobs.items() if word in (job, each.job.name, each.job.output.rstrip("/"))]
-    close = exact or [job for job in state.jobs if len(word) >= 3 and job.startswith(word)]
-    close = close or [job for job, each in state.jobs.items() if len(word) >= 3 and word in each.job.name]
+    close = exact or [job for job in state.jobs if job.startswith(word)]
+    close = close or [job for job, each in state.jobs.items() if word in each.job.name]
     if len(close) == 1:
         return close[0]
     if not close:
@@ -318,8 +338,6 @@ CAUSES = {
 def _failure(code: int | None, lines: list[str]) -> tuple[str, str]:
     last = next((line.strip()[:300] for line in reversed(lines) if line.strip()), "")
     memory = next((line[:300] for line in lines if any(word in line for word in OUT_OF_MEMORY)), "")
-    if code in (126, 127):
-        return "not started", last or f"exit code {code}"
     if memory:
         return "out of memory", memory
     if name := signal_name(code):
