@@ -232,9 +232,21 @@ def test_a_running_list_shows_as_of_when() -> None:
     assert any(text.startswith("As of 2023-11-1") for text in reader.texts)
 
 
-def test_a_server_without_jobs_is_named_with_its_reason() -> None:
-    servers = {"gpu1": server("gpu1", 1), "gpu2": server("gpu2", 0, state="unreachable", reason="no route to host")}
-    assert "gpu2 unreachable: no route to host" in seen(results([job(1)], servers=servers)).texts
+@pytest.mark.parametrize(
+    ("state", "reason", "text"),
+    [
+        ("unreachable", "no route to host", "gpu2 unreachable: no route to host"),
+        ("refused", "", "gpu2 refused"),
+        ("ready", "gets no more jobs: no space left", "gpu2: gets no more jobs: no space left"),
+        ("ready", "", None),
+        ("connecting", "", None),
+        ("", "", None),
+    ],
+)
+def test_a_server_that_gets_no_jobs_is_named_with_its_reason(state: str, reason: str, text: str | None) -> None:
+    servers = {"gpu1": server("gpu1", 1), "gpu2": server("gpu2", 0, state=state, reason=reason)}
+    found = page.page(results([job(1)], servers=servers), {})
+    assert re.findall(r'<p class="warning">(.*)</p>', found) == ([text] if text else [])
 
 
 # ---------------------------------------------------------------- failures

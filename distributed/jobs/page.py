@@ -288,13 +288,12 @@ def heading(results: Mapping[str, Any], jobs: Sequence[Job], now: float) -> str:
 
 def servers(results: Mapping[str, Any]) -> str:
     """The servers that jobs cannot be started on, and why."""
-    found = {str(name): mapping(facts) for name, facts in mapping(results.get("servers")).items()}
-    bad = {name: facts for name, facts in found.items() if as_text(facts.get("state")) not in ("", "ready")}
-    texts = [
-        f"{cut(name, 100)} {cut(as_text(facts.get('state')), 60)}" + (f": {cut(why, 300)}" if why else "")
-        for name, facts in bad.items()
-        for why in [as_text(facts.get("reason"))]
-    ]
+    texts = []
+    for name, facts in mapping(results.get("servers")).items():
+        state, why = (as_text(mapping(facts).get(key)) for key in ("state", "reason"))
+        if why or state in ("unreachable", "refused"):  # a ready one with a reason gets no more jobs
+            place = cut(name, 100) + ("" if state == "ready" else f" {cut(state, 60)}")
+            texts.append(place + (f": {cut(why, 300)}" if why else ""))
     if len(texts) > NOTES:
         texts[NOTES:] = [f"{len(texts) - NOTES:,} more servers cannot be used."]
     return "\n".join(f'<p class="warning">{escape(text)}</p>' for text in texts)
