@@ -460,6 +460,13 @@ def test_settings_that_differ_are_columns_and_the_rest_is_one_sentence() -> None
     assert "The same in all jobs: epochs 10" in text
 
 
+def test_a_metric_that_is_called_as_a_setting_has_a_column_of_its_own_name() -> None:
+    made = [job(n, settings={"lr": n, "loss": "mse"}, metrics={"loss": 2.5, "lr": 0.125}) for n in (1, 2)]
+    titles, first, _ = rows(page.page(results(made), {}))
+    assert titles[2:] == ["lr", "server:GPU", "attempts", "duration", "peak memory", "last loss", "last lr"]
+    assert (first[2], first[-2:]) == ("1", ["2.500", "0.125"])
+
+
 def test_metrics_that_the_results_lack_are_those_of_the_curve() -> None:
     made = results([job(1, metrics={})])
     found = rows(

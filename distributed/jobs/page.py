@@ -528,6 +528,7 @@ def job_table(jobs: Sequence[Job], curves: Mapping[str, History], anchors: Conta
     if not jobs:
         return '<p class="nothing">The list has no jobs.</p>'
     same, differing = settings_of(jobs)
+    settings = {*same, *differing}
     metrics = [final(job, curves) for job in jobs]
     columns: list[tuple[str, list[Cell]]] = [
         ("job", [(link(job, anchors), None) for job in jobs]),
@@ -537,7 +538,10 @@ def job_table(jobs: Sequence[Job], curves: Mapping[str, History], anchors: Conta
         ("attempts", [(f"{len(job.attempts):,}", len(job.attempts)) for job in jobs]),
         ("duration", [duration_cell(job.last, now) for job in jobs]),
         ("peak memory", [memory_cell(job.last) for job in jobs]),
-        *((key, [metric_cell(found, key) for found in metrics]) for key in metric_keys(metrics)),
+        *(
+            (f"last {key}" if key in settings else key, [metric_cell(found, key) for found in metrics])
+            for key in metric_keys(metrics)
+        ),
     ]
     more = f"Other settings that differ: {name_list(differing[COLUMNS:])}." if len(differing) > COLUMNS else ""
     sentences = filter(None, [same_sentence(same, len(jobs)), more])
