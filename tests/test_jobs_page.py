@@ -547,11 +547,31 @@ def test_of_many_jobs_the_best_have_a_chart() -> None:
     assert text.count('class="line crowd"') == 69 and text.count('class="label train"') == 1
 
 
-def test_training_losses_are_compared_where_few_jobs_have_held_out_ones() -> None:
+@pytest.mark.parametrize(
+    ("held_out", "training", "unit"),
+    [
+        ([2, 2, 0], [2, 2, 2], "held-out loss of 2 jobs"),
+        ([2, 0, 0], [2, 2, 2], "training loss of 3 jobs"),
+        ([1, 1, 1], [2, 2, 2], "training loss of 3 jobs"),  # measured at the end alone
+        ([1, 1, 1], [2, 2, 1], "training loss of 2 jobs"),
+        ([2, 0, 0], [2, 0, 0], None),
+        ([1, 1, 1], [1, 1, 1], None),
+    ],
+)
+def test_jobs_are_compared_by_the_losses_of_which_they_have_curves(
+    held_out: list[int], training: list[int], unit: str | None
+) -> None:
     made = results([job(n) for n in (1, 2, 3)])
-    curves = {one["id"]: curve([{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}]) for one in made["jobs"]}
-    curves[made["jobs"][0]["id"]].add({"step": 2, "held_out_loss": 1.5})
-    assert "training loss of 3 jobs" in page.page(made, curves)
+    curves = {}
+    for one, measured, logged in zip(made["jobs"], held_out, training, strict=True):
+        lines: list[Json] = [{"step": 1}, {"step": 2}]
+        for line in lines[2 - measured :]:  # the last ones
+            line["held_out_loss"] = 2.0
+        for line in lines[:logged]:
+            line["loss"] = 3.0
+        curves[one["id"]] = curve(lines)
+    found = [text for text in seen(made, curves).texts if re.match(r"[a-z-]+ loss of ", text)]
+    assert found == ([unit] if unit else [])
 
 
 @pytest.mark.parametrize("loss", [math.nan, None, "low", [], 1e200, True])

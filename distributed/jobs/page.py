@@ -698,18 +698,23 @@ def loss_curves(jobs: Sequence[Job], curves: Mapping[str, History], charted: Seq
         f'<span><i class="{style}"></i>{text}</span>'
         for style, text in (("train", "training"), ("held-out", "held-out"))
     )
-    together = comparison(having, curves) if len(having) > 1 else ""
+    together = comparison(having, curves)
     return f'{together}{rest}<div class="three">\n{chr(10).join(shown)}\n</div>\n<p class="legend">{keys}</p>'
 
 
 def comparison(jobs: Sequence[Job], curves: Mapping[str, History]) -> str:
-    """The losses of all jobs over each other: held-out ones where at least half of the jobs have any."""
-    held_out = [job for job in jobs if curves[job.id].held_out]
-    drawn = held_out if 2 * len(held_out) >= len(jobs) else [job for job in jobs if curves[job.id].series("loss")]
-    kind = "held-out" if drawn is held_out else "training"
+    """The losses of all jobs over each other: held-out ones where at least half of the jobs have a curve of them.
+
+    A curve has two points: train.py may measure the held-out loss only at its end.
+    """
+    found = {kind: [job for job in jobs if len(losses(curves[job.id], kind)) > 1] for kind in ("held-out", "training")}
+    kind = "held-out" if 2 * len(found["held-out"]) >= len(jobs) else "training"
+    drawn = found[kind]
+    if len(drawn) < 2:
+        return ""
     drawings, few = [], len(drawn) <= 4
-    best = min(drawn, key=lambda job: last_loss(curves[job.id], kind), default=None)
-    columns = max(8, min(charts.COLUMNS, POINTS // (2 * max(1, len(drawn)))))
+    best = min(drawn, key=lambda job: last_loss(curves[job.id], kind))
+    columns = max(8, min(charts.COLUMNS, POINTS // (2 * len(drawn))))
     for n, job in enumerate(drawn):
         points = losses(curves[job.id], kind)
         smooth = kind == "training" and len(points) >= charts.MANY
