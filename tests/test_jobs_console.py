@@ -117,6 +117,11 @@ def test_what_does_not_fit_is_counted_idle_slots_first_and_the_totals_stay(heigh
     assert len(rows) + sum(numbers) == 40
 
 
+def test_of_what_does_not_fit_only_what_there_is_is_counted() -> None:
+    state = running(*((f"gpu{server}", 0) for server in range(10)))
+    assert shown(state, *(link(f"gpu{server}", 1) for server in range(10)), height=9)[-2] == "and 6 more running"
+
+
 def test_columns_of_other_scripts_are_aligned_too() -> None:
     assert console.aligned([("id", "名前", "x"), ("1", "a", ""), ("22", "長い名前", "y")]) == [
         "id  名前      x", "1   a", "22  長い名前  y",

@@ -209,7 +209,8 @@ def fitting(every: Sequence[Row], most: int) -> tuple[list[Row], str]:
             keep = max(0, most - (len(shown) - len(before)))
             gone = {id(row) for row in before[keep:]}
             shown = [row for row in shown if id(row) not in gone]
-            left_out.append(f"{len(gone)} more {kind}" if kind != "trouble" else f"{len(gone)} more servers")
+            if gone:
+                left_out.append(f"{len(gone)} more {kind}" if kind != "trouble" else f"{len(gone)} more servers")
     return shown, ", ".join(left_out)
 
 
