@@ -155,7 +155,7 @@ def desk(tmp_path: Path) -> Iterator[Desk]:
 @pytest.mark.slow
 def test_nine_jobs_on_this_machine(desk: Desk) -> None:
     with desk.terminal(the(HERE, "--slots")) as first:
-        first.wait_for(r"slot +job +step +loss +held-out +time +left")
+        first.wait_for(r"slot +job +step +time +left")
         first.wait_for(r"tmux attach -t ml_training")
         with desk.terminal("tmux attach -t ml_training") as view:
             view.wait_for(r"medium/fold\d_\S+ \(slot \d\)")

@@ -117,6 +117,29 @@ def test_what_does_not_fit_is_counted_idle_slots_first_and_the_totals_stay(heigh
     assert len(rows) + sum(numbers) == 40
 
 
+def test_of_what_does_not_fit_only_what_there_is_is_counted() -> None:
+    state = running(*((f"gpu{server}", 0) for server in range(10)))
+    assert shown(state, *(link(f"gpu{server}", 1) for server in range(10)), height=9)[-2] == "and 6 more running"
+
+
+@pytest.mark.parametrize(
+    ("metrics", "titles"),
+    [
+        ({}, ["step", "time", "left"]),
+        ({"loss": 2.5}, ["step", "loss", "time", "left"]),
+        ({"held_out_loss": 2.5}, ["step", "held-out", "time", "left"]),
+    ],
+)
+def test_losses_have_a_column_from_the_first_value_in_the_list_on(metrics: dict[str, float], titles: list[str]) -> None:
+    state = running(("gpu1", 0), waiting=1)
+    here, elsewhere = state.jobs.values()
+    here.metrics, elsewhere.metrics = {}, metrics  # a column stays when another job begins
+    heading, row, _ = shown(state, link("gpu1", 1), width=80)[1:]
+    assert heading.split() == ["slot", "job", *titles]
+    assert row.startswith("gpu1:0  medium/fold0_special-methods ")
+    assert row.endswith("   1:30")
+
+
 def test_columns_of_other_scripts_are_aligned_too() -> None:
     assert console.aligned([("id", "名前", "x"), ("1", "a", ""), ("22", "長い名前", "y")]) == [
         "id  名前      x", "1   a", "22  長い名前  y",

@@ -232,9 +232,21 @@ def test_a_running_list_shows_as_of_when() -> None:
     assert any(text.startswith("As of 2023-11-1") for text in reader.texts)
 
 
-def test_a_server_without_jobs_is_named_with_its_reason() -> None:
-    servers = {"gpu1": server("gpu1", 1), "gpu2": server("gpu2", 0, state="unreachable", reason="no route to host")}
-    assert "gpu2 unreachable: no route to host" in seen(results([job(1)], servers=servers)).texts
+@pytest.mark.parametrize(
+    ("state", "reason", "text"),
+    [
+        ("unreachable", "no route to host", "gpu2 unreachable: no route to host"),
+        ("refused", "", "gpu2 refused"),
+        ("ready", "gets no more jobs: no space left", "gpu2: gets no more jobs: no space left"),
+        ("ready", "", None),
+        ("connecting", "", None),
+        ("", "", None),
+    ],
+)
+def test_a_server_that_gets_no_jobs_is_named_with_its_reason(state: str, reason: str, text: str | None) -> None:
+    servers = {"gpu1": server("gpu1", 1), "gpu2": server("gpu2", 0, state=state, reason=reason)}
+    found = page.page(results([job(1)], servers=servers), {})
+    assert re.findall(r'<p class="warning">(.*)</p>', found) == ([text] if text else [])
 
 
 # ---------------------------------------------------------------- failures
@@ -448,6 +460,13 @@ def test_settings_that_differ_are_columns_and_the_rest_is_one_sentence() -> None
     assert "The same in all jobs: epochs 10" in text
 
 
+def test_a_metric_that_is_called_as_a_setting_has_a_column_of_its_own_name() -> None:
+    made = [job(n, settings={"lr": n, "loss": "mse"}, metrics={"loss": 2.5, "lr": 0.125}) for n in (1, 2)]
+    titles, first, _ = rows(page.page(results(made), {}))
+    assert titles[2:] == ["lr", "server:GPU", "attempts", "duration", "peak memory", "last loss", "last lr"]
+    assert (first[2], first[-2:]) == ("1", ["2.500", "0.125"])
+
+
 def test_metrics_that_the_results_lack_are_those_of_the_curve() -> None:
     made = results([job(1, metrics={})])
     found = rows(
@@ -528,11 +547,31 @@ def test_of_many_jobs_the_best_have_a_chart() -> None:
     assert text.count('class="line crowd"') == 69 and text.count('class="label train"') == 1
 
 
-def test_training_losses_are_compared_where_few_jobs_have_held_out_ones() -> None:
+@pytest.mark.parametrize(
+    ("held_out", "training", "unit"),
+    [
+        ([2, 2, 0], [2, 2, 2], "held-out loss of 2 jobs"),
+        ([2, 0, 0], [2, 2, 2], "training loss of 3 jobs"),
+        ([1, 1, 1], [2, 2, 2], "training loss of 3 jobs"),  # measured at the end alone
+        ([1, 1, 1], [2, 2, 1], "training loss of 2 jobs"),
+        ([2, 0, 0], [2, 0, 0], None),
+        ([1, 1, 1], [1, 1, 1], None),
+    ],
+)
+def test_jobs_are_compared_by_the_losses_of_which_they_have_curves(
+    held_out: list[int], training: list[int], unit: str | None
+) -> None:
     made = results([job(n) for n in (1, 2, 3)])
-    curves = {one["id"]: curve([{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}]) for one in made["jobs"]}
-    curves[made["jobs"][0]["id"]].add({"step": 2, "held_out_loss": 1.5})
-    assert "training loss of 3 jobs" in page.page(made, curves)
+    curves = {}
+    for one, measured, logged in zip(made["jobs"], held_out, training, strict=True):
+        lines: list[Json] = [{"step": 1}, {"step": 2}]
+        for line in lines[2 - measured :]:  # the last ones
+            line["held_out_loss"] = 2.0
+        for line in lines[:logged]:
+            line["loss"] = 3.0
+        curves[one["id"]] = curve(lines)
+    found = [text for text in seen(made, curves).texts if re.match(r"[a-z-]+ loss of ", text)]
+    assert found == ([unit] if unit else [])
 
 
 @pytest.mark.parametrize("loss", [math.nan, None, "low", [], 1e200, True])

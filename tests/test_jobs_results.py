@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import os
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -20,7 +21,7 @@ from dispatchers import Call, Dispatchers, dispatchers
 
 from distributed.jobs import page
 from distributed.jobs.job import Options, job_of
-from distributed.jobs.results import Results
+from distributed.jobs.results import Results, document
 from distributed.jobs.state import State, listed
 from distributed.launch import supervisor
 
@@ -31,6 +32,7 @@ cd "$MUSTER_OUTPUT_DIR" || exit
 printf %s "$TOKEN" | sha256sum >token
 echo '{"step": 1, "steps": 2, "loss": 2.5}' >metrics.jsonl
 case $2 in
+  quick) ;;
   good)
     until [ -e "$OLDPWD/go" ]; do sleep 0.1; done
     sleep 0.5; echo '{"step": 2, "loss": 1.5, "held_out_loss": 3}' >>metrics.jsonl ;;
@@ -221,9 +223,50 @@ def test_totals_are_of_all_attempts(seen: Seen) -> None:
     assert (totals["jobs"], totals["done"], totals["failed"], totals["attempts"]) == (5, 1, 4, 6)
     used = sum(attempt["seconds"] for job in documents[-1]["jobs"] for attempt in job["attempts"])
     assert totals["slot_seconds"] == pytest.approx(used, abs=0.01)
-    assert totals["seconds"] == pytest.approx(documents[-1]["updated"] - documents[-1]["created"], abs=0.01)
+    end = max(attempt["end"] for job in documents[-1]["jobs"] for attempt in job["attempts"])
+    assert totals["seconds"] == pytest.approx(end - documents[-1]["created"], abs=0.01)
     assert "results.json" in (directory / "printed").read_text()
     assert (directory / "results.html").stat().st_size > 1000
+
+
+def test_a_call_for_a_list_that_has_ended_changes_neither_its_figures_nor_its_page(
+    forked: Dispatchers, tmp_path: Path
+) -> None:
+    directory = prepared(tmp_path, [{"kind": "quick"}])
+    documents = []
+    for words in (RUN, ("resume",)):
+        assert forked.run(Call(directory, words)) == 0
+        documents.append(json.loads((directory / "results.json").read_text()))
+    first, second = documents
+    assert second["updated"] > first["updated"]
+    assert second["totals"] == first["totals"]
+    assert "warning" not in (directory / "results.html").read_text().partition("<body>")[2]
+
+
+ATTEMPT = "0000000001.1"
+START = {"event": "start", "time": 1e9 + 10, "attempt": ATTEMPT, "server": "a", "slots": [0, 1], "gpus": [0, 1]}
+ENDED = {"event": "ended", "time": 1e9 + 40, "attempt": ATTEMPT, "failure": "", "reason": ""}
+
+
+@pytest.mark.parametrize(
+    ("outcome", "records", "seconds"),
+    [
+        ("running", [], 100),
+        ("running", [START, ENDED], 100),
+        ("interrupted", [START], 100),  # the job goes on
+        ("interrupted", [START, ENDED], 40),
+        ("paused", [START, ENDED], 40),
+        ("finished", [START, ENDED], 40),
+        ("cancelled", [], 0),
+    ],
+)
+def test_the_wall_time_counts_to_the_last_end_where_nothing_runs(
+    outcome: str, records: list[dict[str, Any]], seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "time", lambda: 1e9 + 100)
+    listed = {"id": ATTEMPT[:-2], "settings": {}, "options": {}, "output": "x"}
+    state = State.of([{"event": "list", "time": 1e9, "list": "abc", "jobs": [listed]}, *records])
+    assert document(state, {}, outcome)["totals"]["seconds"] == seconds
 
 
 # ---------------------------------------------------------------- writing

@@ -30,6 +30,7 @@ GAP = "  "  # between two columns
 LONGEST_SLOT = 24  # columns
 # The columns behind `slot` and `job`, each as wide as what it mostly holds.
 NUMBERS = {"step": 11, "loss": 6, "held-out": 8, "time": 7, "left": 7}
+LOSSES = {"loss": "loss", "held-out": "held_out_loss"}  # columns, and the metrics in them
 AROUND = 5  # lines beside the slots: empty, headings, those that do not fit, totals, the cursor
 
 
@@ -156,11 +157,12 @@ def overview(state: State, links: Mapping[str, Link], width: int, height: int) -
     every = list(rows(state, links))
     shown, rest = fitting(every, height - AROUND)
     slot = max([len("slot"), *(cell_len(row.where) for row in every)])
-    job = max(10, width - slot - sum(NUMBERS.values()) - len(GAP) * (len(NUMBERS) + 1))
-    lines = [Text(), Text(laid_out("slot", "job", list(NUMBERS), slot, job), style="dim")]
+    sizes = columns(state)
+    job = max(10, width - slot - sum(sizes.values()) - len(GAP) * (len(sizes) + 1))
+    lines = [Text(), Text(laid_out("slot", "job", list(NUMBERS), slot, job, sizes), style="dim")]
     for row in shown:
         if row.numbers:
-            lines.append(Text(laid_out(row.where, row.job, row.numbers, slot, job)))
+            lines.append(Text(laid_out(row.where, row.job, row.numbers, slot, job, sizes)))
         else:
             style = "yellow" if row.kind == "trouble" else "dim"
             lines.append(Text(cut(row.where, slot) + GAP + row.job, style=style))
@@ -171,6 +173,12 @@ def overview(state: State, links: Mapping[str, Link], width: int, height: int) -
     for line in lines:
         line.truncate(width, overflow="ellipsis")
     return lines
+
+
+def columns(state: State) -> dict[str, int]:
+    """NUMBERS without losses that no job of the list has reported yet: a column appears once, and stays."""
+    reported = {name for name, key in LOSSES.items() if any(key in job.metrics for job in state.jobs.values())}
+    return {name: size for name, size in NUMBERS.items() if name not in LOSSES or name in reported}
 
 
 def rows(state: State, links: Mapping[str, Link]) -> Iterator[Row]:
@@ -209,12 +217,19 @@ def fitting(every: Sequence[Row], most: int) -> tuple[list[Row], str]:
             keep = max(0, most - (len(shown) - len(before)))
             gone = {id(row) for row in before[keep:]}
             shown = [row for row in shown if id(row) not in gone]
-            left_out.append(f"{len(gone)} more {kind}" if kind != "trouble" else f"{len(gone)} more servers")
+            if gone:
+                left_out.append(f"{len(gone)} more {kind}" if kind != "trouble" else f"{len(gone)} more servers")
     return shown, ", ".join(left_out)
 
 
-def laid_out(where: str, job: str, numbers: Sequence[str], slot_width: int, job_width: int) -> str:
-    right = [" " * (size - cell_len(text)) + text for text, size in zip(numbers, NUMBERS.values(), strict=True)]
+def laid_out(
+    where: str, job: str, numbers: Sequence[str], slot_width: int, job_width: int, sizes: Mapping[str, int]
+) -> str:
+    right = [
+        " " * (sizes[name] - cell_len(text)) + text
+        for name, text in zip(NUMBERS, numbers, strict=True)
+        if name in sizes
+    ]
     return GAP.join([cut(where, slot_width), cut(job, job_width), *right])
 
 
@@ -249,7 +264,7 @@ def measured(job: JobState) -> list[str]:
     """Step, loss, held-out loss; empty where the job tells none."""
     step, steps = job.metrics.get("step"), job.metrics.get("steps")
     said = "" if step is None else f"{step:,.0f}" + (f"/{steps:,.0f}" if steps else "")
-    return [said, *(figure(job.metrics[name]) if name in job.metrics else "" for name in ("loss", "held_out_loss"))]
+    return [said, *(figure(job.metrics[name]) if name in job.metrics else "" for name in LOSSES.values())]
 
 
 def figure(value: float) -> str:

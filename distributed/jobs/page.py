@@ -288,13 +288,12 @@ def heading(results: Mapping[str, Any], jobs: Sequence[Job], now: float) -> str:
 
 def servers(results: Mapping[str, Any]) -> str:
     """The servers that jobs cannot be started on, and why."""
-    found = {str(name): mapping(facts) for name, facts in mapping(results.get("servers")).items()}
-    bad = {name: facts for name, facts in found.items() if as_text(facts.get("state")) not in ("", "ready")}
-    texts = [
-        f"{cut(name, 100)} {cut(as_text(facts.get('state')), 60)}" + (f": {cut(why, 300)}" if why else "")
-        for name, facts in bad.items()
-        for why in [as_text(facts.get("reason"))]
-    ]
+    texts = []
+    for name, facts in mapping(results.get("servers")).items():
+        state, why = (as_text(mapping(facts).get(key)) for key in ("state", "reason"))
+        if why or state in ("unreachable", "refused"):  # a ready one with a reason gets no more jobs
+            place = cut(name, 100) + ("" if state == "ready" else f" {cut(state, 60)}")
+            texts.append(place + (f": {cut(why, 300)}" if why else ""))
     if len(texts) > NOTES:
         texts[NOTES:] = [f"{len(texts) - NOTES:,} more servers cannot be used."]
     return "\n".join(f'<p class="warning">{escape(text)}</p>' for text in texts)
@@ -529,6 +528,7 @@ def job_table(jobs: Sequence[Job], curves: Mapping[str, History], anchors: Conta
     if not jobs:
         return '<p class="nothing">The list has no jobs.</p>'
     same, differing = settings_of(jobs)
+    settings = {*same, *differing}
     metrics = [final(job, curves) for job in jobs]
     columns: list[tuple[str, list[Cell]]] = [
         ("job", [(link(job, anchors), None) for job in jobs]),
@@ -538,7 +538,10 @@ def job_table(jobs: Sequence[Job], curves: Mapping[str, History], anchors: Conta
         ("attempts", [(f"{len(job.attempts):,}", len(job.attempts)) for job in jobs]),
         ("duration", [duration_cell(job.last, now) for job in jobs]),
         ("peak memory", [memory_cell(job.last) for job in jobs]),
-        *((key, [metric_cell(found, key) for found in metrics]) for key in metric_keys(metrics)),
+        *(
+            (f"last {key}" if key in settings else key, [metric_cell(found, key) for found in metrics])
+            for key in metric_keys(metrics)
+        ),
     ]
     more = f"Other settings that differ: {name_list(differing[COLUMNS:])}." if len(differing) > COLUMNS else ""
     sentences = filter(None, [same_sentence(same, len(jobs)), more])
@@ -695,18 +698,23 @@ def loss_curves(jobs: Sequence[Job], curves: Mapping[str, History], charted: Seq
         f'<span><i class="{style}"></i>{text}</span>'
         for style, text in (("train", "training"), ("held-out", "held-out"))
     )
-    together = comparison(having, curves) if len(having) > 1 else ""
+    together = comparison(having, curves)
     return f'{together}{rest}<div class="three">\n{chr(10).join(shown)}\n</div>\n<p class="legend">{keys}</p>'
 
 
 def comparison(jobs: Sequence[Job], curves: Mapping[str, History]) -> str:
-    """The losses of all jobs over each other: held-out ones where at least half of the jobs have any."""
-    held_out = [job for job in jobs if curves[job.id].held_out]
-    drawn = held_out if 2 * len(held_out) >= len(jobs) else [job for job in jobs if curves[job.id].series("loss")]
-    kind = "held-out" if drawn is held_out else "training"
+    """The losses of all jobs over each other: held-out ones where at least half of the jobs have a curve of them.
+
+    A curve has two points: train.py may measure the held-out loss only at its end.
+    """
+    found = {kind: [job for job in jobs if len(losses(curves[job.id], kind)) > 1] for kind in ("held-out", "training")}
+    kind = "held-out" if 2 * len(found["held-out"]) >= len(jobs) else "training"
+    drawn = found[kind]
+    if len(drawn) < 2:
+        return ""
     drawings, few = [], len(drawn) <= 4
-    best = min(drawn, key=lambda job: last_loss(curves[job.id], kind), default=None)
-    columns = max(8, min(charts.COLUMNS, POINTS // (2 * max(1, len(drawn)))))
+    best = min(drawn, key=lambda job: last_loss(curves[job.id], kind))
+    columns = max(8, min(charts.COLUMNS, POINTS // (2 * len(drawn))))
     for n, job in enumerate(drawn):
         points = losses(curves[job.id], kind)
         smooth = kind == "training" and len(points) >= charts.MANY

@@ -137,7 +137,7 @@ def create(name: str, directory: str, slots: list[str]) -> None:
         tmux("set-option", "-t", f"={name}:", "pane-border-status", "top")
         tmux("set-option", "-t", f"={name}:", "pane-border-format", " #{pane_title} ")
         for command in commands[1:]:
-            tmux("split-window", "-d", "-t", f"={name}:", *command)
+            tmux("split-window", "-d", "-t", f"={name}:.{{bottom-right}}", *command)  # the last one in a tiled layout
             tmux("select-layout", "-t", f"={name}:", "tiled")
     except TmuxError:
         with contextlib.suppress(TmuxError):

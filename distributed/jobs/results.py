@@ -30,15 +30,20 @@ NO_JOBS = '\n  "jobs": []'  # in the text of a document without its jobs, and on
 
 
 def document(state: State, links: Mapping[str, Link], outcome: str, reason: str = "") -> dict[str, Any]:
-    """All of results.json but its jobs. outcome: running, paused, finished, interrupted or cancelled."""
+    """All of results.json but its jobs. outcome: running, paused, finished, interrupted or cancelled.
+
+    The seconds of the list are from its creation until now; where nothing runs any more, until the last attempt ended.
+    """
     now = time.time()
     attempts = [attempt for job in state.jobs.values() for attempt in job.attempts]
     used = sum((attempt.end or now) - attempt.start for attempt in attempts for _ in attempt.slots)
+    going = outcome == "running" or state.open
+    until = now if going else max([state.created, *(attempt.end for attempt in attempts if attempt.end)])
     counts = state.counts
     totals = {
         "jobs": len(state.jobs), "waiting": counts["waiting"], "running": counts["running"] + counts["ending"],
         "done": counts["done"], "failed": counts["failed"], "cancelled": counts["cancelled"],
-        "attempts": len(attempts), "seconds": round(now - state.created, 3), "slot_seconds": round(used, 3),
+        "attempts": len(attempts), "seconds": round(until - state.created, 3), "slot_seconds": round(used, 3),
     }  # fmt: skip
     return {
         "list": state.id, "created": state.created, "updated": now, "state": outcome, "reason": reason or state.paused,
