@@ -517,7 +517,7 @@ json.dump(jobs, open("jobs.json", "w"))
 END
   run -0 list retry failed
   [[ "$output" == *" to run again; to start: "*"run_distributed_training.py resume" ]]
-  run -1 list resume
+  run -0 list resume
   holds 'began.count("good") == 1 and began.count("new") == 1'
   holds 'all(began.count(f"j{number}") == 2 for number in range(1, 5)) and began.count("j6") == 1'
   holds '[job["new"]["state"], job["j1"]["state"], job["j4"]["state"]] == ["done"] * 3'

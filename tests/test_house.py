@@ -45,6 +45,7 @@ BELOW: dict[str, set[str]] = {
         "jobs.config",
         "jobs.console",
         "jobs.dispatcher",
+        "jobs.host",
         "jobs.job",
         "jobs.journal",
         "jobs.placement",
