@@ -168,7 +168,7 @@ END
   holds '[each["exit_code"] for each in job["moves"]["attempts"]] == [3, 0]'
   holds 'job["moves"]["attempts"][0]["server"] != last["moves"]["server"]'
   nothing_left
-  [[ "$output" == *"see the output:  "*"run_distributed_training.py why "*"run them again:  "*"run_distributed_training.py retry failed"* ]]
+  [[ "$output" == *"see the output:  "*"run_distributed_training.py"*" why "*"run them again:  "*"run_distributed_training.py"*" retry failed"* ]]
   run list why slow
   [ "$status" -eq 2 ] # no name of a job, as it has no prefix
   run -0 list why "$(tell '[job["fault"]["id"]]')"
@@ -479,7 +479,7 @@ END
   done | job_list
   run -75 dispatch
   [[ "$output" == *"paused: 5 attempts in a row failed within 30 s, the last: exit code 1: "*"gives up; mend the cause"* ]]
-  [[ "$output" == *"paused: 0 of 9 done, 5 failed, 4 waiting"*"to go on: "*"run_distributed_training.py resume"* ]]
+  [[ "$output" == *"paused: 0 of 9 done, 5 failed, 4 waiting"*"to go on: "*"run_distributed_training.py"*" resume"* ]]
   holds 'len(began) == 5 and r["state"] == "paused"'
   run list status
   [[ "$output" == *"no dispatcher runs; to go on"* ]]
@@ -516,7 +516,7 @@ jobs.append({"name": "new", "_env": {"STARTED": sys.argv[1]}})
 json.dump(jobs, open("jobs.json", "w"))
 END
   run -0 list retry failed
-  [[ "$output" == *" to run again; to start: "*"run_distributed_training.py resume" ]]
+  [[ "$output" == *" to run again; to start: "*"run_distributed_training.py"*" resume" ]]
   run -0 list resume
   holds 'began.count("good") == 1 and began.count("new") == 1'
   holds 'all(began.count(f"j{number}") == 2 for number in range(1, 5)) and began.count("j6") == 1'
@@ -547,8 +547,8 @@ END
   status_of "$LAUNCHER"
   [ "$status" -eq 130 ]
   grep -q "interrupted: 0 of 2 done; 2 still running, and not disturbed by this" out
-  grep -q "to go on:  .*run_distributed_training.py resume" out
-  grep -q "to end the list: .*run_distributed_training.py cancel all" out
+  grep -q "to go on:  .*run_distributed_training.py.* resume" out
+  grep -q "to end the list: .*run_distributed_training.py.* cancel all" out
   alive "$(pid_of_job a)"
   run -0 list why fold1
   [[ "$output" == *"no dispatcher runs: nothing is started or noticed until"* ]]

@@ -517,7 +517,7 @@ two_arrays() {
   echo '{"name": "a", "seconds": 600, "_retries": 0}' | job_list
   start_list
   begun a
-  scontrol update "jobid=$(element_of a)" EndTime=now
+  eventually scontrol update "jobid=$(element_of a)" EndTime=now # not in the second in which it has begun
   status_of "$LAUNCHER"
   [ "$status" -eq 1 ]
   LAUNCHER=''

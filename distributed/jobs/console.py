@@ -218,7 +218,7 @@ def fitting(every: Sequence[Row], most: int) -> tuple[list[Row], str]:
             gone = {id(row) for row in before[keep:]}
             shown = [row for row in shown if id(row) not in gone]
             if gone:
-                left_out.append(f"{len(gone)} more {kind}" if kind != "trouble" else f"{len(gone)} more servers")
+                left_out.append(plural(len(gone), "more server") if kind == "trouble" else f"{len(gone)} more {kind}")
     return shown, ", ".join(left_out)
 
 
