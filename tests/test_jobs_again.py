@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -226,13 +227,14 @@ def test_status_and_why_name_the_servers_that_get_no_jobs_and_why(a_list: List) 
     assert dispatcher.interrupt() == 128 + signal.SIGINT
 
 
-def test_an_output_that_nobody_reads_to_its_end_is_no_fault(a_list: List) -> None:
+@pytest.mark.parametrize("words", [("status",), ("--help",)])
+def test_an_output_that_nobody_reads_to_its_end_is_no_fault(a_list: List, words: Sequence[str]) -> None:
     a_list.jobs(*({"n": number, "exit": 1} for number in range(3)))
     assert a_list.call(*RUN, "--fail-fast")[0] == 1
     source, target = os.pipe()
     os.close(source)
     with subprocess.Popen(
-        [sys.executable, PROGRAM, "status"], cwd=a_list.directory, stdout=target, stderr=subprocess.PIPE, text=True
+        [sys.executable, PROGRAM, *words], cwd=a_list.directory, stdout=target, stderr=subprocess.PIPE, text=True
     ) as process:
         os.close(target)
         assert process.stderr
@@ -253,6 +255,6 @@ def test_a_printed_command_can_be_pasted_where_the_kit_is_in_a_directory_with_a_
         [sys.executable, program, *RUN], cwd=directory, capture_output=True, text=True, timeout=SECONDS
     )
     line = next(line for line in run.stdout.splitlines() if line.startswith("see the output:"))
-    pasted = ["bash", "-c", line.partition(":")[2].replace("python", sys.executable, 1)]
+    pasted = ["bash", "-c", line.partition(":")[2].replace("python", shlex.quote(sys.executable), 1)]
     why = subprocess.run(pasted, cwd=directory, capture_output=True, text=True, timeout=SECONDS)
     assert (why.returncode, "exit code 1" in why.stdout) == (0, True), why

@@ -161,7 +161,9 @@ def at_least(least: int, text: str) -> int:
 def main(words: Sequence[str]) -> int:
     """Run the call. Returns the exit code."""
     try:
-        return call(list(words))
+        code = call(list(words))
+        sys.stdout.flush()
+        return code
     except CallError as error:
         return refuse(f"{error}\nTry: {PROGRAM} --help")
     except (ConfigError, JournalError, ValueError) as error:
