@@ -162,7 +162,7 @@ def main(words: Sequence[str]) -> int:
     """Run the call. Returns the exit code."""
     try:
         code = call(list(words))
-        sys.stdout.flush()
+        print(end="", flush=True)  # here, where it is known what a closed output means
         return code
     except CallError as error:
         return refuse(f"{error}\nTry: {PROGRAM} --help")
