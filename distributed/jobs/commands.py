@@ -162,7 +162,8 @@ def main(words: Sequence[str]) -> int:
     """Run the call. Returns the exit code."""
     try:
         code = call(list(words))
-        print(end="", flush=True)  # here, where it is known what a closed output means
+        if sys.stdout:  # None where it was closed from the beginning
+            sys.stdout.flush()
         return code
     except CallError as error:
         return refuse(f"{error}\nTry: {PROGRAM} --help")
