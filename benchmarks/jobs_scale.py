@@ -171,7 +171,7 @@ def main() -> int:
     options.add_argument("--seconds", type=float, default=1.5, help="mean length of a job")
     options.add_argument("--directory", type=Path, default=Path(), help="where the journal is written, on a real disk")
     given = options.parse_args()
-    with tempfile.TemporaryDirectory(dir=given.directory) as directory:
+    with tempfile.TemporaryDirectory(dir=os.path.abspath(given.directory)) as directory:
         os.chdir(directory)
         Path("jobs.json").write_text(json.dumps(job_list(given.jobs, given.seconds)))
         before, begun = peak(), cpu()
