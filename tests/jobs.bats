@@ -288,8 +288,10 @@ END
 
 @test "tmux shows each slot in a pane with its job's name, live, to whoever calls the command that is printed" {
   cluster "$N1:8" "$N2:16"
-  for number in {1..12}; do
-    echo "{\"name\": \"job$number\", \"prefix\": \"p$number\", \"fold\": 0, \"until\": \"$PWD/go\"}"
+  sed -i "s#{\"host\": \"$N1\"#&, \"labels\": [\"eight\"]#" cluster.json
+  for number in {1..12}; do # one at least on each server, whichever is connected first
+    there=$([ "$number" -gt 1 ] || echo ', "_labels": ["eight"], "_priority": 1')
+    echo "{\"name\": \"job$number\", \"prefix\": \"p$number\", \"fold\": 0, \"until\": \"$PWD/go\"$there}"
   done | job_list
   start_list
   wait_for_line out "$N1: connected; watch: ssh -t $N1 tmux attach -t ml_training"
