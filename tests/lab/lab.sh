@@ -35,6 +35,7 @@ source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/../../scripts/lib/
 
 PATH=$PATH:/usr/sbin:/sbin
 MARK="# Muster's laboratory"
+UNFINISHED=.muster-lab-settings
 SSH_CONFIG=/etc/ssh/ssh_config
 SSHD_FOLDER=/run/sshd # sshd does not start without this empty folder
 PATIENCE=20           # seconds that starting, and each part of stopping, may take
@@ -249,7 +250,8 @@ raise() {
   check_names_are_free
   trap 'show_logs; down' EXIT
   mkdir -m 700 -- "$LAB"
-  settings >"$LAB/settings"
+  settings >"$LAB/$UNFINISHED"
+  mv -- "$LAB/$UNFINISHED" "$LAB/settings" # whole, or not at all
   free_net >"$LAB/net"
   ssh_config >"$(ssh_config_file)"
   write_files
@@ -587,6 +589,7 @@ signal() { # <name> <process ids, a line each>; some may have ended meanwhile
 down() {
   local node
   forget_names
+  rm -f -- "$LAB/$UNFINISHED"
   [[ -e $LAB ]] && ! rmdir -- "$LAB" 2>/dev/null || return 0
   load_settings || die_usage "'$LAB' was not made by this script: name another folder"
   rm -f -- "$LAB/whole"
