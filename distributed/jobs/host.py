@@ -359,6 +359,12 @@ class Serve:
         except (HostError, OSError):
             os.rmdir(attempt.directory)
             raise
+        try:
+            return self._start(attempt, request)
+        finally:
+            os.close(claimed)  # the supervisor holds it
+
+    def _start(self, attempt: Attempt, request: Request) -> dict[str, Any]:
         words = ["--dir", attempt.directory, "--name", self.server, "--grace", f"{request['grace']:.0f}", "--detach"]
         if request.get("timeout"):
             words += ["--timeout", f"{max(1, round(request['timeout']))}"]
@@ -375,10 +381,7 @@ class Serve:
         command = [*program(self.python, request["script"], self.workdir), *request["arguments"]]
         options = supervisor.Options([*words, "--", *command])
         block = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in env.items())
-        try:
-            self._fork_supervisor(attempt, options, block)
-        finally:
-            os.close(claimed)  # the supervisor holds it
+        self._fork_supervisor(attempt, options, block)
         self.attempts[attempt.name] = attempt
         for slot in request["slots"]:
             panes.show(self.own, slot, request["title"], attempt.files.log, attempt.files.exit)
@@ -595,8 +598,7 @@ def claim(output: str, job: str, script: str) -> int:
         if not try_lock(file):
             raise Busy(f"{output}: another attempt writes there; trying again when it has ended")
         refuse_other_owner(output, job, script)
-        os.ftruncate(file, 0)
-        os.write(file, f"{owner_mark(job, script)}\n".encode())
+        os.ftruncate(file, os.write(file, f"{owner_mark(job, script)}\n".encode()))  # in this order on a full disk
     except (HostError, OSError):
         os.close(file)
         raise
