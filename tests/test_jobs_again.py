@@ -205,7 +205,7 @@ def test_the_plan_of_a_list_that_has_begun_is_what_is_left(a_list: List) -> None
     code, printed = a_list.call(*RUN, "--plan")
     assert code == 0
     assert "1 job on 2 slots of 1 server" in printed
-    assert "1 job of the list: done, failed or cancelled already" in printed
+    assert "1 job of the list: already done, failed or cancelled" in printed
     assert a_list.starts() == 1
 
 

@@ -188,6 +188,7 @@ def reason_in(shown: str) -> tuple[str, str]:
 
 def run(attempt: str, order: Facts) -> int:
     """Run the command of an order to its end. Returns its exit code. Raises HostError."""
+    # The file stays open, and so locked, until this process ends.
     host.claim(order["env"]["MUSTER_OUTPUT_DIR"], os.path.basename(attempt).rpartition(".")[0], order["script"])
     words = ["--dir", attempt, "--name", SERVER, "--detach"]
     options = supervisor.Options([*words, "--", *order["command"]])

@@ -58,7 +58,7 @@ from typing import Any, NoReturn
 
 from distributed.fold import DEFAULT_PARTICIPANTS
 from distributed.jobs import console, host, journal, servers
-from distributed.jobs.config import Cluster, ConfigError, read_cluster, read_jobs, server_name
+from distributed.jobs.config import Cluster, ConfigError, raise_faults, read_cluster, read_jobs, server_name
 from distributed.jobs.dispatcher import Dispatcher, Policy, Server
 from distributed.jobs.job import Job
 from distributed.jobs.journal import Journal, JournalError
@@ -171,7 +171,7 @@ def main(words: Sequence[str]) -> int:
         return refuse(str(error))
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    except BrokenPipeError:  # nobody reads any more
+    except BrokenPipeError:  # the reader has closed the pipe, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 128 + signal.SIGPIPE
     except OSError as error:
@@ -281,8 +281,7 @@ def refuse_homeless(jobs: Sequence[Job], made: Sequence[Server]) -> None:
         elif not any(labels <= room.labels and job.options.gpus <= room.capacity() for room in rooms):
             most = max(room.capacity() for room in rooms if labels <= room.labels)
             faults.append(f"{job.name}: _gpus={job.options.gpus}, but no server that fits has more than {most}")
-    if faults:
-        raise ConfigError("\n".join(faults[:20]))
+    raise_faults(faults)
 
 
 def run(given: argparse.Namespace) -> int:
@@ -335,9 +334,7 @@ def refuse_taken_directories(asked: Call) -> None:
             host.refuse_other_owner(job.output, job.id, asked.script)
         except host.JobRefused as error:
             faults.append(str(error))
-    if faults:
-        more = [f"and {len(faults) - 20} more"] if len(faults) > 20 else []
-        raise ConfigError("\n".join(faults[:20] + more))
+    raise_faults(faults)
 
 
 def refuse_other_list(state: State, asked: Call) -> None:
@@ -460,19 +457,16 @@ def report_end(state: State, outcome: str, results: Results, log_file: Path, put
 
 
 def show_plan(asked: Call) -> int:
-    """Where and when each job would run."""
-    made = make_servers(asked, "plan")
-    rooms: dict[str, Room] = {server.room.name: server.room for server in made}
+    """Where and when each job would run that has not ended yet."""
+    rooms: dict[str, Room] = {server.room.name: server.room for server in make_servers(asked, "plan")}
     for room in rooms.values():
         room.open = True
-    state = state_of(journal_of(asked.given.log_file)) if journal_of(asked.given.log_file).exists() else State()
+    path = journal_of(asked.given.log_file)
+    state = state_of(path) if path.exists() else State()
     refuse_other_list(state, asked)
-    left = [job for job in asked.jobs if job.id not in state.jobs or state.jobs[job.id].state not in FINAL]
-    told = [job.options.expected_seconds for job in left if job.options.expected_seconds is not None]
-    mean = state.expected_seconds(left)
-    known = {job.id: mean if job.options.expected_seconds is None else job.options.expected_seconds for job in left}
-    jobs = {job.id: job for job in left}
-    steps = plan(left, rooms, lambda job: known[job.id])
+    jobs = {job.id: job for job in asked.jobs if job.id not in state.jobs or state.jobs[job.id].state not in FINAL}
+    usual = state.expected_seconds(jobs.values())
+    steps = plan(jobs.values(), rooms, lambda job: job.options.seconds(usual))
     table = [("start", "expected", "where", "id", "output")]
     for start, job_id, server, slots in steps:
         where = ",".join(str(slot.index if slot.gpu is None else slot.gpu) for slot in slots)
@@ -481,31 +475,31 @@ def show_plan(asked: Call) -> int:
             console.clock(start), "?" if expected is None else console.clock(expected), f"{server}:{where}",
             job_id, jobs[job_id].output,
         ))  # fmt: skip
-    show(table if told else [row[2:] for row in table])
+    unknown = sum(job.options.expected_seconds is None for job in jobs.values())
+    show(table if unknown < len(jobs) else [row[2:] for row in table])
     slots_in_all = sum(len(room.slots) for room in rooms.values())
     print(
-        f"{console.plural(len(left), 'job')} on {console.plural(slots_in_all, 'slot')} of "
+        f"{console.plural(len(jobs), 'job')} on {console.plural(slots_in_all, 'slot')} of "
         f"{console.plural(len(rooms), 'server')}; no two write the same directory"
     )
-    if told:
-        end = max(start + known[job_id] for start, job_id, _, _ in steps)
-        rest = len(left) - len(told)
-        print(
-            f"expected duration: {duration(end)}"
-            + (f" ({console.plural(rest, 'job')} without _expected_seconds: counted as the mean)" if rest else "")
-        )
-    else:
-        print("expected duration: not known; say _expected_seconds in the jobs")
-    if over := len(asked.jobs) - len(left):
-        print(f"{console.plural(over, 'job')} of the list: done, failed or cancelled already")
-    existing = [job.output for job in left if host.owner_of(job.output)]
+    end = max((start + jobs[job_id].options.seconds(usual) for start, job_id, _, _ in steps), default=0.0)
+    print(expected_duration(end, unknown, len(jobs)))
+    if ended := len(asked.jobs) - len(jobs):
+        print(f"{console.plural(ended, 'job')} of the list: already done, failed or cancelled")
+    existing = [job.output for job in jobs.values() if host.owner_of(job.output)]
     if existing:
-        print(
-            f"there already: {', '.join(existing[:5])}{' ...' if len(existing) > 5 else ''}; "
-            "their jobs go on from what is there"
-        )
+        shown = f"{', '.join(existing[:5])}{' ...' if len(existing) > 5 else ''}"
+        print(f"there already: {shown}; their jobs go on from what is there")
     print("nothing was started")
     return 0
+
+
+def expected_duration(end: float, unknown: int, jobs: int) -> str:
+    """Of a plan. unknown: so many of its jobs do not say how long they take."""
+    if unknown == jobs:
+        return "expected duration: not known; say _expected_seconds in the jobs"
+    counted = f" ({console.plural(unknown, 'job')} without _expected_seconds: counted as the mean)" if unknown else ""
+    return f"expected duration: {duration(end)}{counted}"
 
 
 # ---------------------------------------------------------------- commands about a list
@@ -552,8 +546,8 @@ def servers_without_jobs(log_file: Path) -> list[str]:
     """Servers that get none now, and why, as the dispatcher has written into the results."""
     shown = {"refused": "not used: ", "unreachable": "unreachable: "}
     try:
-        servers = json.loads(log_file.read_bytes())["servers"]
-        found = [(name, shown.get(each["state"], ""), each["reason"]) for name, each in servers.items()]
+        known = json.loads(log_file.read_bytes())["servers"]
+        found = [(name, shown.get(each["state"], ""), each["reason"]) for name, each in known.items()]
     except (OSError, ValueError, KeyError, TypeError):
         return []
     return [f"{name}: {state}{reason}" for name, state, reason in found if reason]
@@ -676,7 +670,8 @@ def cancel(given: argparse.Namespace, path: Path) -> int:
     state = State.of(records)
     jobs = chosen(state, "cancel", given.jobs)
     if "all" in given.jobs:
-        jobs += [job for each in unanswered(state, records) if each["event"] == "retry" for job in each["jobs"]]
+        retried = (job for each in unanswered(state, records) if each["event"] == "retry" for job in each["jobs"])
+        jobs = list(dict.fromkeys([*jobs, *retried]))
     if not jobs and not state.given_up():
         print("nothing to cancel: no job is waiting or running")
         return 0
@@ -711,7 +706,7 @@ def wait_until_final(path: Path, jobs: Sequence[str]) -> int:
                 continue
             told.add(job.job.id)
             print(f"{job.state}: {job.job.name}" + (f": {job.reason}" if job.reason else ""), flush=True)
-        if len(told) == len(set(jobs)):
+        if len(told) == len(jobs):
             return all_ended(state, jobs)
         if not journal.dispatcher_runs(path):
             print("the dispatcher has ended before all were cancelled: call `cancel` again", file=sys.stderr)

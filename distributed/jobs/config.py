@@ -192,10 +192,15 @@ def read_jobs(path: Path, participants: Sequence[str] | None = None, retries: in
         except (JobError, ConfigError) as error:
             faults += [f"{path}: job {number}: {line}" for line in str(error).splitlines()]
     faults += [f"{path}: {fault}" for fault in collisions(jobs)]
-    if faults:
-        more = [f"{path}: and {len(faults) - 20} more faults"] if len(faults) > 20 else []
-        raise ConfigError("\n".join(faults[:20] + more))
+    raise_faults(faults, f"{path}: ")
     return list(jobs.values())
+
+
+def raise_faults(faults: Sequence[str], start: str = "") -> None:
+    """Raises ConfigError where there are faults: each is a line; those after the 20th are counted, behind `start`."""
+    if faults:
+        more = [f"{start}and {len(faults) - 20} more faults"] if len(faults) > 20 else []
+        raise ConfigError("\n".join([*faults[:20], *more]))
 
 
 def _job(entry: Any, participants: Sequence[str] | None, retries: int | None) -> Job:

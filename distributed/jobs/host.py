@@ -157,7 +157,7 @@ def tail(path: str) -> bytes:
 
 
 def last_lines(path: str) -> list[str]:
-    """Of a log. A full disk is named behind them: what the job said about it may be lost."""
+    """The last lines of a log. When its disk is full, the last one says so: the job's own message may be lost."""
     lines = [line[:500] for line in tail(path).decode(errors="replace").splitlines()[-LAST_LINES:]]
     with contextlib.suppress(OSError):
         if not os.statvfs(os.path.dirname(path)).f_bavail:

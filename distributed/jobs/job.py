@@ -32,6 +32,10 @@ class Options:
     env: Mapping[str, str] = field(default_factory=dict)  # never written to a file
     expected_seconds: float | None = None
 
+    def seconds(self, usual: float) -> float:
+        """How long the job is expected to take. usual: for a job that does not say."""
+        return usual if self.expected_seconds is None else self.expected_seconds
+
     def public(self) -> dict[str, Any]:
         """What may be written down: of the environment only the names."""
         said = {

@@ -78,8 +78,7 @@ Order = tuple[float, float, int]
 
 def order(options: Options, expected: float, number: int) -> Order:
     """Of a job that waits; the smallest starts first. See Queue.put()."""
-    seconds = expected if options.expected_seconds is None else options.expected_seconds
-    return -options.priority, -seconds, number
+    return -options.priority, -options.seconds(expected), number
 
 
 class Queue:

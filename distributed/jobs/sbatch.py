@@ -60,8 +60,8 @@ class Needs:
     labels: tuple[str, ...]
 
     @property
-    def to_blame(self) -> str:
-        """Of NotStarted, when SLURM refuses them: the job, where it needs more than every job does."""
+    def kind_of_refusal(self) -> str:
+        """`kind` of NotStarted when SLURM refuses them: the job's own where it needs more than every job does."""
         return "job" if self.gpus > 1 or self.minutes is not None or self.labels else "server"
 
 

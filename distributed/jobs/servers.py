@@ -614,7 +614,7 @@ def home_relative(path: str) -> str:
 
 
 def literal(path: str) -> str:
-    """A path for rsync, which looks for wildcards in it on the server."""
+    """Escape a path on the server for rsync, which expands wildcards there; without any it keeps backslashes."""
     return re.sub(r"([*?\[\\])", r"\\\1", path) if set("*?[") & set(path) else path
 
 

@@ -419,7 +419,7 @@ class SlurmServer:
             reason = f"sbatch: {said(err)}; correct sbatch in the cluster config, then resume"
             await self._refuse_all(starts, array, NotStarted(reason, "useless"))
         else:
-            await self._refuse_all(starts, array, NotStarted(f"sbatch: {said(err)}", needs.to_blame))
+            await self._refuse_all(starts, array, NotStarted(f"sbatch: {said(err)}", needs.kind_of_refusal))
 
     async def _refuse_all(self, starts: Sequence[Start], array: str, error: NotStarted) -> None:
         await asyncio.to_thread(discard, self._array_path(array), [start.element for start in starts])
