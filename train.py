@@ -5,6 +5,13 @@
     scripts/ssh/launch_singlenode.sh config/quickstart.yaml 2              two processes on this machine
     torchrun --nproc-per-node 2 train.py --config config/quickstart.yaml   the same, by hand
     python train.py --fold 0 --prefix exp1                                 a job: hold out one domain of the text
+    python train.py --fold 0 --mode base_only                              a base model of the other domains
+
+A participant is a domain of the text, or a text of a directory. --mode says what is trained on: heldout, single and
+pooled train one model (see --help). base_only trains a base model on the participants but the one that is held out, and
+writes best_base_model.pt and three files about it to the run directory. full_fine_tuning starts from a base model and
+trains all its weights on the text of that one participant; from_scratch does the same from random weights. Of each
+batch, --target_batch_pct may be text of that participant and the rest text of the base's participants.
 
 Every setting of the file can be said again behind it: train.steps=100 model.n_layer=6. Started again with the same
 checkpoint.dir, it goes on where it stopped, and ends with the same weights as if it had never stopped. A job keeps its
@@ -20,7 +27,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,13 +41,14 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from distributed import data, report, tracking
+from distributed import base_training, config, data, report, tracking
 from distributed.checkpoint import CheckpointError, Checkpoints, Found, random_state, set_random_state
 from distributed.config import Batch, ConfigError, Settings, for_ranks, job_of, parser
 from distributed.config import Model as ModelSettings
 from distributed.data import DataError
 from distributed.fold import DEFAULT_PARTICIPANTS, output_directory
-from distributed.resume import refuse_misfit
+from distributed.ranks import Ranks
+from distributed.resume import experiment_of, refuse_another_base, refuse_misfit
 from distributed.run_folder import create as create_run_folder
 from distributed.stop import STOPPED, Ballots, NonFiniteLoss, Outcome, stop_signals
 from distributed.torch import device, gradient_sync, process_group, resolve, seed, unwrap, wrap
@@ -217,18 +225,27 @@ class Place:
 class Training:
     """The state of a training: model, optimizer, scaler, and how far it has come."""
 
-    def __init__(self, settings: Settings, cut: Batch, place: Place, corpus: data.Corpus) -> None:
-        self.settings, self.cut, self.place, self.corpus = settings, cut, place, corpus
+    def __init__(
+        self, settings: Settings, cut: Batch, place: Place, corpus: data.Corpus, base: base_training.Base | None
+    ) -> None:
+        self.settings, self.cut, self.place, self.corpus, self.base = settings, cut, place, corpus, base
         world, train = place.world, settings.train
+        self.base_digest = base.digest if base else None
         self.strategy = resolve(settings.distributed.strategy, world)
         self.dtype = choose_precision(train.precision, place.here)
         self.vocab_size = settings.model.vocab_size or corpus.vocab_size or 256
         self.windows = data.Windows(corpus.train, settings.model.block_size)
         self.held_out = data.Windows(corpus.held_out, settings.model.block_size)
-        self.steps = train.steps or math.ceil((train.epochs or 0) * len(self.windows) / cut.size)
+        self.mixture: data.Mixture | None = None
+        if corpus.base is not None:
+            self.mixture = data.Mixture(self.windows, data.Windows(corpus.base, settings.model.block_size))
+        self.of_windows = config.target_windows(settings, cut.size)  # a step; the others of a mixture are the base's
+        self.steps = train.steps or math.ceil((train.epochs or 0) * len(self.windows) / self.of_windows)
 
         seed(train.seed)  # the same on every rank, so that all begin with the same weights
         model = GPT(settings.model, self.vocab_size, train.gradient_checkpointing).to(place.here)
+        if base:
+            base.load_into(model, self.model_settings(), Ranks(world.rank, world.size))
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         if train.compile:
             model.compile()
@@ -250,12 +267,17 @@ class Training:
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Micro-batches of this rank, for ever, from where the training stands."""
-        stream = data.Stream(
-            len(self.windows), self.cut.size, micro=self.cut.micro, rank=self.place.world.rank,
-            size=self.place.world.size, seed=self.settings.train.seed, start=self.items,
-        )  # fmt: skip
+        place: dict[str, Any] = {
+            "micro": self.cut.micro, "rank": self.place.world.rank, "size": self.place.world.size,
+            "seed": self.settings.train.seed, "start": self.items,
+        }  # fmt: skip
+        order: Iterable[list[int]]
+        if self.mixture:
+            order = data.MixedStream(self.mixture, self.cut.size, self.of_windows, **place)
+        else:
+            order = data.Stream(len(self.windows), self.cut.size, **place)
         return iter(data.loader(
-            self.windows, stream, workers=self.settings.data.workers,
+            self.mixture or self.windows, order, workers=self.settings.data.workers,
             pin_memory=self.place.here.type == "cuda", seed=self.settings.train.seed,
         ))  # fmt: skip
 
@@ -324,13 +346,22 @@ class Training:
         model, optimizer = get_state_dict(unwrap(self.model), self.optimizer)
         return {"model": model, "optimizer": optimizer, "scaler": self.scaler.state_dict()}
 
+    def best_weights(self, best: Found, checkpoints: Checkpoints) -> dict[str, Tensor]:
+        """The model's in that checkpoint, whole and on the CPU. Where FSDP shards, our model gets them. Collective."""
+        weights = checkpoints.load(best, self.state())["model"]
+        return {name: (t.full_tensor() if isinstance(t, DTensor) else t).cpu() for name, t in weights.items()}
+
+    def model_settings(self) -> dict[str, Any]:
+        """What the shapes of the weights follow from."""
+        return {**self.settings.model.model_dump(), "vocab_size": self.vocab_size}
+
     def facts(self) -> dict[str, Any]:
         """What a checkpoint is of: readable without loading it."""
         return {
-            "model": {**self.settings.model.model_dump(), "vocab_size": self.vocab_size},
+            "model": self.model_settings(),
             "corpus": str(self.corpus),
-            "participant": self.corpus.participant,
-            "mode": self.corpus.mode if self.corpus.participant else None,
+            **experiment_of(self.settings),
+            "base_model": self.base_digest,
             "items": self.items,
             "batch": self.cut.size,
             "world": self.place.world.size,
@@ -493,7 +524,7 @@ class Due:
         return self.log or self.evaluate or self.save
 
 
-def run(training: Training, checkpoints: Checkpoints, tracker: tracking.Tracker | None) -> int:
+def run(training: Training, checkpoints: Checkpoints, tracker: tracking.Tracker | None, job: Mapping[str, Any]) -> int:
     """Train to the end, or until asked to stop. Returns the exit code."""
     progress = Progress(training, tracker)
     progress.event("resume" if training.step else "start", steps=training.steps)
@@ -502,7 +533,12 @@ def run(training: Training, checkpoints: Checkpoints, tracker: tracking.Tracker 
     while training.step < training.steps and not stop:
         stop = advance(training, batches, checkpoints, progress)
     checkpoints.wait()
-    return progress.stopped() if stop else progress.finished()
+    if stop:
+        return progress.stopped()
+    code = progress.finished()
+    if training.settings.data.mode == config.BASE_ONLY:
+        write_base_model(training, checkpoints, job)
+    return code
 
 
 def advance(
@@ -540,27 +576,61 @@ def vote(training: Training, checkpoints: Checkpoints, loss: Tensor, now: bool) 
     return outcomes
 
 
+def write_base_model(training: Training, checkpoints: Checkpoints, job: Mapping[str, Any]) -> None:
+    """The weights with the lowest held-out loss, and what is known of them, into the run directory. Collective.
+
+    Raises:
+        NonFiniteLoss: no held-out loss is finite.
+    """
+    best, run, cut = checkpoints.best(), training.place.run, training.cut
+    if best is None or best.score is None:
+        raise NonFiniteLoss("no checkpoint has a finite held-out loss: there is no base model; lower the learning rate")
+    weights = training.best_weights(best, checkpoints)
+    metrics = {
+        "held_out_loss": best.score, "step": best.step, "steps": training.steps, "parameters": training.parameters,
+        "tokens": best.facts["items"] * cut.block, "participants": training.corpus.domains,
+        "held_out_participant": training.corpus.participant, "corpus": str(training.corpus), "batch_size": cut.size,
+        "block_size": cut.block, "ranks": training.place.world.size, "seed": training.settings.train.seed,
+    }  # fmt: skip
+    checkpoints.ranks.decide(
+        lambda: base_training.write(run, weights, training.model_settings(), metrics, training.settings, job)
+    )
+    log.info(f"base model {run / base_training.WEIGHTS}: held-out loss {best.score:.4f} at step {best.step}")
+
+
 def train(settings: Settings, job: Mapping[str, Any], world: World, cut: Batch, asked_to_stop: threading.Event) -> int:
     """Set the stage, take up an earlier checkpoint, and train. Returns the exit code."""
     here = device(world, settings.distributed.backend, settings.distributed.device)
     torch.set_float32_matmul_precision("high")
-    said = settings.data
-    corpus = data.load(
-        said.path, domains=said.domains, participant=said.participant, mode=said.mode, held_out=said.held_out,
-        vocab_size=settings.model.vocab_size,
-    )  # fmt: skip
+    corpus = open_corpus(settings, cut)
+    base = base_training.find(settings, Ranks(world.rank, world.size))
     place = Place(world, here, share(socket.gethostname(), world), run_folder(job, world), asked_to_stop)
     refuse_other_data(share(str(corpus), world), place.hosts)
-    training = Training(settings, cut, place, corpus)
+    training = Training(settings, cut, place, corpus, base)
     with take_over_checkpoints(training) as checkpoints:
         introduce(training)
         if not place.first:
-            return run(training, checkpoints, None)
+            return run(training, checkpoints, None, job)
         try:
             with tracking.Tracker(place.run, settings.model_dump(mode="json")) as tracker:
-                return run(training, checkpoints, tracker)
+                return run(training, checkpoints, tracker, job)
         finally:
             log.info(f"report {report.write(place.run)}")
+
+
+def open_corpus(settings: Settings, cut: Batch) -> data.Corpus:
+    """The text that the mode trains on and the text that it holds out. Raises DataError."""
+    said, vocab_size = settings.data, settings.model.vocab_size
+    if said.mode in config.TWO_PHASES:
+        return data.load_two_phases(
+            said.path, mode=said.mode, domains=said.domains, participant=said.participant,
+            base_participants=said.base_participants, target_share=said.target_data_pct,
+            mixed=config.target_windows(settings, cut.size) < cut.size, held_out=said.held_out, vocab_size=vocab_size,
+        )  # fmt: skip
+    return data.load(
+        said.path, domains=said.domains, participant=said.participant, mode=said.mode, held_out=said.held_out,
+        vocab_size=vocab_size,
+    )  # fmt: skip
 
 
 def refuse_other_data(corpora: list[str], hosts: list[str]) -> None:
@@ -586,6 +656,7 @@ def take_over_checkpoints(training: Training) -> Checkpoints:
         found = checkpoints.newest()
         if found:
             refuse_misfit(found, training.settings, training.vocab_size)
+            refuse_another_base(found, training.base_digest)
             training.go_on_from(found, checkpoints)
             log.info(f"going on from {found.path}")
     except CheckpointError as error:
@@ -610,9 +681,17 @@ def introduce(training: Training) -> None:
     log.info(f"model  {training.parameters:,} parameters, {kind}, {training.strategy} on {world.size} "
              f"x {place.here.type} ({facts['backend']})")  # fmt: skip
     log.info(f"data   {training.corpus}")
+    if training.base:
+        log.info(f"base   {training.base}")
+        if training.base.trained_on(settings.data.participant):
+            log.warning(f"the base model was trained on text of {settings.data.participant}, too, without its end")
     log.info(f"batch  {training.cut}")
-    epochs = training.steps * training.cut.size / len(training.windows)
-    log.info(f"steps  {training.steps:,} ({epochs:.1f} epochs of {len(training.windows):,} windows)")
+    of_windows, of = training.of_windows, ""
+    if training.mixture:
+        of = f" of {settings.data.participant}"
+        log.info(f"mix    {of_windows} windows a step{of}, {training.cut.size - of_windows} of the base's participants")
+    epochs = training.steps * of_windows / len(training.windows)
+    log.info(f"steps  {training.steps:,} ({epochs:.1f} epochs of {len(training.windows):,} windows{of})")
 
 
 def share(value: Any, world: World) -> list[Any]:

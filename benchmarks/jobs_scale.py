@@ -41,7 +41,7 @@ LOOK = 0.05  # seconds between two looks at whether the event loop is free
 class Simulated:
     """A server without anything behind it. See dispatcher.Server."""
 
-    watches_gpus = False
+    watches_gpus = queues_dependents = False
 
     def __init__(self, name: str, slots: int) -> None:
         self.name = name
@@ -81,7 +81,14 @@ class Simulated:
     async def stop(self, attempt: str, kill: bool) -> None:
         """Nobody cancels."""
 
-    async def bring(self, attempt: Attempt, output: str) -> None:
+    async def have_base(self, digest: str) -> int:
+        """No job starts from a base model."""
+        return 0
+
+    async def remove_output(self, output: str) -> None:
+        """Nothing is evicted."""
+
+    async def bring(self, attempt: Attempt, job: Job) -> None:
         await asyncio.sleep(0.01)
 
     async def send(self, output: str) -> None:

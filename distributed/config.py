@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import copy
 import difflib
+import math
 import re
 import reprlib
 import sys
@@ -27,6 +28,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from distributed.fold import DEFAULT_PARTICIPANTS, output_directory, participant_of, participants_in
 
 NOTHING: Mapping[str, Any] = {}
+BASE_ONLY, FULL_FINE_TUNING, FROM_SCRATCH = "base_only", "full_fine_tuning", "from_scratch"  # values of data.mode
+TWO_PHASES = (BASE_ONLY, FULL_FINE_TUNING, FROM_SCRATCH)
 LARGEST_FILE = 10**6  # bytes: more than any settings need, and parsed in seconds
 DIGITS = 100  # of a number; Python converts no more than 4,300, and none is meant
 NOT_A_VALUE = (
@@ -84,7 +87,10 @@ class Data(Section):
     path: Path | None = None  # a text file, a folder of text files, a .bin token file, or a folder with train.bin
     domains: list[str] | None = Field(None, min_length=1)  # of the embedded text, or in the directory; null: all
     participant: str | None = Field(None, min_length=1)  # the domain to hold out (cross-validation); null: none
-    mode: Literal["heldout", "single", "pooled"] = "heldout"  # what to train on when a participant is held out
+    mode: Literal["heldout", "single", "pooled", "base_only", "full_fine_tuning", "from_scratch"] = "heldout"
+    base_participants: list[str] | None = Field(None, min_length=1)  # of the base model; null: all but the participant
+    target_data_pct: float = 1.0  # share of the participant's training text that is trained on
+    target_batch_pct: float = 1.0  # share of each global batch that is the participant's text; the rest is the base's
     held_out: float = Field(0.1, gt=0.0, lt=1.0)  # share kept for the held-out loss
     workers: int = Field(0, ge=0)  # data loading processes a rank
 
@@ -100,10 +106,26 @@ class Data(Section):
             raise ValueError("the file is empty: there is nothing to train on")
         return full
 
+    @field_validator("target_data_pct", "target_batch_pct")
+    @classmethod
+    def _share_above_0(cls, share: float) -> float:
+        if not 0 < share <= 1:
+            example = f"{share / 100:g}" if 1 < share <= 100 else "0.25"
+            raise ValueError(f"expected a share from 0 to 1: write {example}")
+        return share
+
     @model_validator(mode="after")
-    def _mode_has_a_participant(self) -> Data:
-        if self.mode != "heldout" and self.participant is None:
+    def _mode_fits(self) -> Data:
+        if self.mode not in ("heldout", BASE_ONLY) and self.participant is None:
             raise ValueError(f"mode={self.mode}: no participant to hold out; set data.participant, or give --fold N")
+        if self.mode == BASE_ONLY and self.participant in (self.base_participants or ()):
+            raise ValueError(f"base_participants: {self.participant} is the participant that is held out; remove it")
+        for name, share in (("target_data_pct", self.target_data_pct), ("target_batch_pct", self.target_batch_pct)):
+            if share != 1 and self.mode not in (FULL_FINE_TUNING, FROM_SCRATCH):
+                raise ValueError(
+                    f"{name}={share}: no effect in mode {self.mode}; remove it, or set mode={FULL_FINE_TUNING} or "
+                    f"mode={FROM_SCRATCH}"
+                )
         return self
 
 
@@ -112,6 +134,8 @@ class Train(Section):
 
     steps: int | None = Field(None, ge=1, le=10**12)
     epochs: float | None = Field(None, gt=0)
+    base_steps: int | None = Field(None, ge=1, le=10**12)  # in mode base_only: in place of steps and epochs
+    base_model: Path | None = None  # in mode full_fine_tuning: its directory; null: $MUSTER_BASE_MODEL
     batch_size: int | None = Field(None, ge=1)  # windows a step over all ranks
     batch_size_per_device: int | None = Field(None, ge=1)  # windows a step on each rank
     accumulation: int = Field(1, ge=1)  # micro-batches into which each rank cuts its share
@@ -128,6 +152,11 @@ class Train(Section):
     evaluate_every: int = Field(100, ge=0)  # steps between held-out losses; 0: only at the end
     evaluate_windows: int | None = Field(None, ge=1)  # at most so many; null: all that is held out
     seed: int = Field(1337, ge=0, lt=2**63)
+
+    @field_validator("base_model")
+    @classmethod
+    def _from_the_callers_folder(cls, path: Path | None) -> Path | None:
+        return path and _absolute(path)
 
     @model_validator(mode="after")
     def _one_way_to_say_it(self) -> Train:
@@ -294,6 +323,26 @@ def refuse_misfits(settings: Settings, world: int) -> None:
             "train.precision=fp16 with distributed.strategy=fsdp: one rank alone would see an overflow; "
             "set train.precision=bf16"
         )
+    if settings.train.base_model and settings.data.mode != FULL_FINE_TUNING:
+        raise ConfigError(
+            f"train.base_model={settings.train.base_model}: mode {settings.data.mode} starts from random weights; "
+            f"remove --base_model, or set --mode {FULL_FINE_TUNING}"
+        )
+
+
+def target_windows(settings: Settings, size: int) -> int:
+    """How many windows of a global batch of that size are the participant's own text. All, where none is the base's.
+
+    Raises:
+        ConfigError: not even one.
+    """
+    share = settings.data.target_batch_pct
+    if not (windows := round(share * size)):
+        raise ConfigError(
+            f"data.target_batch_pct={share}: less than one of the {size} windows a step; set it to {1 / size:.3g} or "
+            f"more, or train.batch_size to {math.ceil(1 / share)} or more"
+        )
+    return windows
 
 
 # ---------------------------------------------------------------- reading
@@ -358,8 +407,11 @@ def read(path: Path | None, overrides: Sequence[str] = (), job: Mapping[str, Any
     if participant not in (None, settings.data.participant):
         theirs = settings.data.participant
         raise ConfigError(f"data.participant={theirs}: contradicts --fold or --participant ({participant}); give one")
-    if "mode" in job and settings.data.participant is None:
+    if "mode" in job and settings.data.participant is None and settings.data.mode != BASE_ONLY:
         raise ConfigError(f"--mode {job['mode']}: no participant to hold out; add --fold N or --participant NAME")
+    if settings.data.mode == BASE_ONLY and (steps := settings.train.base_steps):
+        train = settings.train.model_copy(update={"steps": steps, "epochs": None})
+        settings = settings.model_copy(update={"train": train})
     return settings
 
 
@@ -458,8 +510,15 @@ JOB_DEFAULTS: dict[str, dict[str, Any]] = {
     "model": {**MODELS["small"], "block_size": 64},
     "train": {"steps": 300, "batch_size": 16, "learning_rate": 3e-3, "warmup_steps": 20},
 }
-NUMBERS = {"batch_size": "batch_size", "lr": "learning_rate", "steps": "steps", "seed": "seed"}  # of train
-TEXTS = {"participants": "data.domains", "data_path": "data.path", "mode": "data.mode", "device": "distributed.device"}
+NUMBERS = {
+    "target_data_pct": "data.target_data_pct", "target_batch_pct": "data.target_batch_pct",
+    "batch_size": "train.batch_size", "lr": "train.learning_rate", "steps": "train.steps",
+    "base_steps": "train.base_steps", "seed": "train.seed",
+}  # fmt: skip
+TEXTS = {
+    "participants": "data.domains", "data_path": "data.path", "mode": "data.mode",
+    "base_participants": "data.base_participants", "base_model": "train.base_model", "device": "distributed.device",
+}  # fmt: skip
 INSTEAD_OF = {"batch_size": "train.batch_size_per_device", "steps": "train.epochs"}  # of which a file may give one
 
 
@@ -475,12 +534,23 @@ def _job_arguments(options: argparse.ArgumentParser) -> None:
     add("--participants", nargs="+", metavar="NAME", help=f"default: {' '.join(DEFAULT_PARTICIPANTS)}")
     add("--participant", metavar="NAME", help="hold out this participant")
     add("--mode", help="heldout (default): train on the others, evaluate on the one held out; single: train and "
-        "evaluate on that one alone; pooled: train on all, evaluate on the end of that one")  # fmt: skip
+        "evaluate on that one alone; pooled: train on all, evaluate on the end of that one; base_only: train a base "
+        "model on the base's participants; full_fine_tuning: train all weights of a base model on that one; "
+        "from_scratch: the same from random weights")  # fmt: skip
+    add("--base_participants", nargs="+", metavar="NAME", help="of the base model (default: all participants without "
+        "the one held out)")  # fmt: skip
+    add("--base_model", metavar="DIR", help="full_fine_tuning: the base model (default: $MUSTER_BASE_MODEL)")
+    add("--target_data_pct", metavar="SHARE", help="full_fine_tuning, from_scratch: the share of the participant's "
+        "training text to train on, above 0 to 1 (default: 1)")  # fmt: skip
+    add("--target_batch_pct", metavar="SHARE", help="full_fine_tuning, from_scratch: the share of each global batch "
+        "that is the participant's text; the rest is text of the base's participants (default: 1)")  # fmt: skip
     add("--data_path", metavar="DIR", help="directory whose *.txt files and subdirectories are the participants")
     add("--model", metavar="SIZE", help=f"{', '.join(MODELS)} (default: small)")
     add("--batch_size", metavar="N", help="windows a step (default: 16)")
     add("--lr", metavar="RATE", help="learning rate (default: 3e-3)")
     add("--steps", metavar="N", help="steps in all (default: 300)")
+    add("--base_steps", metavar="N", help="steps in all in mode base_only, where it wins over --steps; no effect in "
+        "other modes (default: as --steps)")  # fmt: skip
     add("--seed", metavar="N", help="default: 1337")
     add("--prefix", metavar="NAME", help="write to experiments/NAME/foldN_PARTICIPANT; started again, the job resumes")
     add("--device", help="cpu, cuda or cuda:N (default: a GPU where there is one)")
@@ -501,7 +571,7 @@ def _lay_job(tree: dict[str, Any], job: Mapping[str, Any], participant: str | No
         found |= {f"model.{key}": ("--model", value) for key, value in MODELS[size].items()}
     found |= {key: (f"--{name}", job[name]) for name, key in TEXTS.items() if name in job}
     found |= {key: (f"--{name}", None) for name, key in INSTEAD_OF.items() if name in job}
-    found |= {f"train.{key}": (f"--{name}", _value(job[name])) for name, key in NUMBERS.items() if name in job}
+    found |= {key: (f"--{name}", _value(job[name])) for name, key in NUMBERS.items() if name in job}
     if participant is not None:
         found["data.participant"] = "--fold", participant
     for key, (argument, value) in found.items():
@@ -567,7 +637,9 @@ def for_ranks(options: argparse.Namespace, world: int) -> tuple[Settings, Batch]
     """
     settings = from_options(options)
     refuse_misfits(settings, world)
-    return settings, batch(settings, world)
+    cut = batch(settings, world)
+    target_windows(settings, cut.size)
+    return settings, cut
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -21,7 +21,7 @@ import os
 import platform
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.sharedctypes import RawValue
 from multiprocessing.util import Finalize
@@ -56,6 +56,7 @@ class Tokens:
     vocab_size: int  # every id is below it, which is checked as the ids are read
     file: Path | None = None  # mapped from here,
     first: int = 0  # from this token of the file on
+    remedy: str = "change data.held_out"  # where they are too few
 
     @classmethod
     def mapped(cls, file: Path, first: int, count: int, name: str, vocab_size: int) -> Tokens:
@@ -82,6 +83,7 @@ class Corpus:
     train: Tokens
     held_out: Tokens
     vocab_size: int
+    base: Tokens | None = None  # text of the base's participants, mixed into each batch
     domains: tuple[str, ...] = ()  # of the embedded text, or of a directory
     participant: str | None = None  # the domain that is held out, where one is
     mode: str = "heldout"  # how, see load()
@@ -89,8 +91,10 @@ class Corpus:
 
     def __str__(self) -> str:
         parts = f"{len(self.train):,} {self.kind} to train on, {len(self.held_out):,} held out"
+        parts += f", {len(self.base):,} of the base's participants" if self.base else ""
         domains = f"; domains {', '.join(self.domains)}" if self.domains else ""
         domains += f"; participant {self.participant}, mode {self.mode}" if self.participant else ""
+        domains += f"; mode {self.mode}" if self.mode == "base_only" and not self.participant else ""
         skipped = f"; skipped what is hidden, binary or empty: {self.skipped}" if self.skipped else ""
         return f"{self.name}: {parts}{domains}{skipped}"
 
@@ -143,21 +147,87 @@ def load(
     """
     if not 0 < held_out < 1:
         raise DataError(f"data.held_out={held_out}: give a share between 0 and 1, such as 0.1")
+    name = _name_of(path)
     if path is None:
         texts = _embedded(domains)
-        name = f"Python {'.'.join(platform.python_version_tuple()[:2])} language reference"
         return _domains_corpus(name, texts, participant, mode, held_out, _byte_vocabulary(vocab_size))
-    if not (path.is_file() or path.is_dir()):
-        what = "neither a file nor a folder" if path.exists() else "it does not exist"
-        raise DataError(f"data.path={path}: {what}")
     if domains is not None or participant is not None:
-        texts, skipped = _texts_of_participants(path, domains)
+        texts, skipped = _texts_of(path, domains)
         vocabulary = _byte_vocabulary(vocab_size)
-        return _domains_corpus(str(path), texts, participant, mode, held_out, vocabulary, skipped=skipped)
+        return _domains_corpus(name, texts, participant, mode, held_out, vocabulary, skipped=skipped)
     train = path / "train.bin" if path.is_dir() else path
     if train.suffix == ".bin" and train.is_file():
         return _token_files(path, train, held_out, vocab_size)
     return _text_files(path, held_out, _byte_vocabulary(vocab_size))
+
+
+def load_two_phases(
+    path: Path | None = None,
+    *,
+    mode: str,
+    domains: Sequence[str] | None = None,
+    participant: str | None = None,
+    base_participants: Sequence[str] | None = None,
+    target_share: float = 1.0,
+    mixed: bool = False,
+    held_out: float = 0.1,
+    vocab_size: int | None = None,
+) -> Corpus:
+    """Open the corpus of a base model, or of a participant on which one is fine-tuned.
+
+    The end of every text is held out, as load() does it. `mode` says which texts:
+        base_only: those of the base's participants.
+        full_fine_tuning, from_scratch: the participant's; trained on is the first `target_share` of each without its
+            end. When `mixed`, what base_only trains on is there as `base`, without texts of the participant.
+
+    Args:
+        path: a directory, whose participants are `participants_in(path)`; None is the embedded text.
+        domains: the participants; None is all of them.
+        participant: the one of them that no base is trained on.
+        base_participants: None is all of `domains` but the participant.
+        held_out, vocab_size: see load().
+
+    Raises:
+        DataError: nothing there to train on, or the arguments do not fit it.
+    """
+    name, vocabulary = _name_of(path), _byte_vocabulary(vocab_size)
+    texts, skipped = ({}, 0) if base_participants and mode == "base_only" else _texts_of(path, domains)
+    if texts and (mode != "base_only" or participant is not None):
+        _chosen([participant or ""], list(texts), "data.participant")
+    base: dict[str, list[bytes]] = {}
+    if mixed or mode == "base_only":
+        base, more = _texts_of(path, base_participants, "data.base_participants") if base_participants else (texts, 0)
+        skipped = skipped or more
+        if base_participants and mode == "base_only" and participant in base:
+            raise DataError(f"data.base_participants: {participant} is the participant that is held out; remove it")
+        base = {domain: each for domain, each in base.items() if domain != participant}
+        if not base:
+            raise DataError(f"data.mode={mode}: there is no domain but {participant} to train the base on; name more")
+    of_base = [split(text, held_out) for each in base.values() for text in each]
+    about: dict[str, Any] = {"participant": participant, "mode": mode, "skipped": skipped}
+    if mode == "base_only":
+        return _byte_corpus(name, of_base, vocabulary, domains=tuple(base), **about)
+
+    of_target = [split(text, held_out) for text in texts[str(participant)]]
+    of_target = [(trained[: round(len(trained) * target_share)], kept) for trained, kept in of_target]
+    about["domains"] = tuple(base) if mixed else (participant,)
+    corpus = _byte_corpus(name, of_target, vocabulary, **about)
+    if target_share < 1:
+        part = f"the first {target_share:.4g} of what is trained on of {participant}"
+        corpus = replace(corpus, train=replace(corpus.train, name=part, remedy="raise data.target_data_pct"))
+    if mixed:
+        trained = _tensor([trained for trained, _ in of_base if trained])
+        corpus = replace(corpus, base=Tokens(trained, f"the text of the base's participants in {name}", vocabulary))
+    return corpus
+
+
+def _name_of(path: Path | None) -> str:
+    if path is None:
+        return f"Python {'.'.join(platform.python_version_tuple()[:2])} language reference"
+    if not (path.is_file() or path.is_dir()):
+        what = "neither a file nor a folder" if path.exists() else "it does not exist"
+        raise DataError(f"data.path={path}: {what}")
+    return str(path)
 
 
 def _byte_vocabulary(asked: int | None) -> int:
@@ -175,9 +245,9 @@ def domain_text(domain: str) -> str:
     return GAP.decode().join(by_domain(said_once(_reference()))[domain])
 
 
-def _embedded(domains: Sequence[str] | None) -> dict[str, list[bytes]]:
+def _embedded(domains: Sequence[str] | None, key: str = "data.domains") -> dict[str, list[bytes]]:
     texts = by_domain(said_once(_reference()))
-    chosen = DOMAINS if domains is None else _chosen(domains, DOMAINS)
+    chosen = DOMAINS if domains is None else _chosen(domains, DOMAINS, key)
     return {domain: [text.encode() for text in texts[domain]] for domain in chosen}
 
 
@@ -262,14 +332,18 @@ def _text_files(path: Path, share: float, vocab_size: int) -> Corpus:
     return _byte_corpus(str(path), [split(text, share) for text in texts], vocab_size, skipped=skipped)
 
 
-def _texts_of_participants(path: Path, domains: Sequence[str] | None) -> tuple[dict[str, list[bytes]], int]:
-    """The texts of each, and how many entries were skipped."""
+def _texts_of(
+    path: Path | None, domains: Sequence[str] | None, key: str = "data.domains"
+) -> tuple[dict[str, list[bytes]], int]:
+    """The texts of each participant, and how many entries were skipped. key: the setting that names the domains."""
+    if path is None:
+        return _embedded(domains, key), 0
     try:
         known = participants_in(path)
     except ValueError as error:
         raise DataError(str(error)) from None
     texts, skipped = {}, 0
-    for name in known if domains is None else _chosen(domains, list(known)):
+    for name in known if domains is None else _chosen(domains, list(known), key):
         texts[name], more = _texts(known[name])
         skipped += more
     return texts, skipped
@@ -359,7 +433,7 @@ class Windows(Dataset[Pair]):
         if len(tokens) <= block:
             raise DataError(
                 f"{tokens.name} has {len(tokens)} tokens, too few for one window of {block} and its target: "
-                "lower model.block_size, give more text, or change data.held_out"
+                f"lower model.block_size, give more text, or {tokens.remedy}"
             )
         self.tokens, self.block = tokens, block
 
@@ -394,6 +468,30 @@ class Windows(Dataset[Pair]):
             f"{self.tokens.name}: token {int(rows[row, column])} at position {position}, but "
             f"model.vocab_size={self.tokens.vocab_size}: set it to that of the tokenizer that wrote the file"
         )
+
+
+class Mixture(Dataset[Pair]):
+    """Windows of a target, and numbered on from them those of a base."""
+
+    def __init__(self, target: Windows, base: Windows) -> None:
+        self.target, self.base = target, base
+
+    def __len__(self) -> int:
+        return len(self.target) + len(self.base)
+
+    def __getitem__(self, index: int) -> Pair:
+        """One window: inputs and targets, LongTensor [block] each."""
+        return self.target[index] if index < len(self.target) else self.base[index - len(self.target)]
+
+    def __getitems__(self, indices: list[int]) -> Pair:
+        """What a DataLoader asks for: inputs and targets, LongTensor [n, block] each, the target's windows first."""
+        first = len(self.target)
+        chosen = [
+            (self.target, [index for index in indices if index < first]),
+            (self.base, [index - first for index in indices if index >= first]),
+        ]
+        inputs, targets = zip(*(windows.batch(each) for windows, each in chosen if each), strict=True)
+        return torch.cat(inputs), torch.cat(targets)
 
 
 # ---------------------------------------------------------------- in which order
@@ -456,6 +554,43 @@ class Stream:
         return self._order
 
 
+class MixedStream:
+    """The endless order of the windows of a Mixture, as one rank's micro-batches.
+
+    Global batch s is the next `of_target` windows of the target's Stream, then the next windows of the base's:
+
+        batch 8, of_target 2, 2 ranks, micro 2:   rank 0 [T T] [B B]   rank 1 [B B] [B B]
+
+    start: the number of windows that all ranks together have trained on, as for Stream. It says how far both are.
+    """
+
+    def __init__(
+        self,
+        windows: Mixture,
+        batch: int,
+        of_target: int,
+        *,
+        rank: int = 0,
+        size: int = 1,
+        micro: int | None = None,
+        seed: int = 0,
+        start: int = 0,
+    ) -> None:
+        taken = start * of_target // batch  # of the target, exact where the batch was always this one
+        self.target = Stream(len(windows.target), of_target, seed=seed, start=taken)
+        self.base = Stream(len(windows.base), batch - of_target, seed=seed, start=start - taken)
+        self.cut = Stream(batch, batch, rank=rank, size=size, micro=micro)  # refuses what does not divide
+        self.first = len(windows.target)  # window of the base
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """This rank's micro-batches from `start` on, without end; iterating again begins at `start` again."""
+        begin, end = self.cut.first, self.cut.first + self.cut.share
+        for target, base in zip(self.target, self.base, strict=True):
+            whole = target + [self.first + window for window in base]
+            for place in range(begin, end, self.cut.micro):
+                yield whole[place : place + self.cut.micro]
+
+
 def permutation(windows: int, seed: int, epoch: int) -> Tensor:
     """All windows in the order of one epoch: LongTensor [windows]."""
     # Hashed, because by seed + epoch the second epoch of seed 0 would be the first of seed 1.
@@ -478,7 +613,7 @@ def held_out_batches(windows: int, batch: int, rank: int = 0, size: int = 1) -> 
 
 
 def loader(
-    windows: Windows,
+    windows: Dataset[Pair],
     order: Iterable[list[int]],
     *,
     workers: int = 0,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from distributed.config import ConfigError, Settings
+from distributed.config import BASE_ONLY, FROM_SCRATCH, FULL_FINE_TUNING, TWO_PHASES, ConfigError, Settings
 from distributed.step_folder import Found
 
 
@@ -38,12 +38,40 @@ def _refuse_another_model(found: Found, ours: dict[str, Any]) -> None:
         )
 
 
+def experiment_of(settings: Settings) -> dict[str, Any]:
+    """Settings of the data that must be those of the checkpoint from which a run resumes; null: no effect."""
+    data = settings.data
+    found: dict[str, Any] = {
+        "participant": data.participant,
+        "mode": data.mode if data.participant or data.mode == BASE_ONLY else None,
+        "base_participants": None, "target_data_pct": None, "target_batch_pct": None,
+    }  # fmt: skip
+    if data.mode in TWO_PHASES and data.base_participants:
+        found["base_participants"] = sorted(data.base_participants)
+    if data.mode in (FULL_FINE_TUNING, FROM_SCRATCH):
+        found |= {"target_data_pct": data.target_data_pct, "target_batch_pct": data.target_batch_pct}
+    return found
+
+
 def _refuse_another_fold(found: Found, settings: Settings) -> None:
     """What is held out now may have been trained on there."""
-    participant, mode, theirs = settings.data.participant, settings.data.mode, found.facts
-    ours = {"participant": participant, "mode": mode if participant else None}
+    ours, theirs = experiment_of(settings), found.facts
     differ = [f"data.{key}={ours[key]} (there {theirs.get(key)})" for key in ours if ours[key] != theirs.get(key)]
     if differ:
         raise ConfigError(
             f"{found.path} is of another fold: {', '.join(differ)}; name another prefix, or another checkpoint.dir"
+        )
+
+
+def refuse_another_base(found: Found, ours: str | None) -> None:
+    """Refuse a checkpoint of a run that started from another base model. ours: the digest; null is random weights.
+
+    Raises:
+        ConfigError: names the checkpoint, both digests, and what to do.
+    """
+    theirs = found.facts.get("base_model")
+    if ours != theirs:
+        raise ConfigError(
+            f"{found.path} was trained from another base model: {ours} now, {theirs} there; name another prefix, or "
+            "another checkpoint.dir, or give the base model of before"
         )

@@ -1,4 +1,5 @@
-"""Calls of run_distributed_training.py, each in a process of its own, and killed where a test wants.
+"""Calls of run_distributed_training.py and run_two_phase_training.py, each in a process of its own, and killed where a
+test wants.
 
 They are forked from a process that has imported it once. Only here, and not in the product, is known how a dispatcher
 can be killed at a certain record of its journal.
@@ -29,6 +30,7 @@ class Call:
     words: tuple[str, ...]
     kill: tuple[str, int] | None = None
     env: dict[str, str] = field(default_factory=dict)
+    two_phase: bool = False  # the program
 
     @property
     def printed(self) -> str:
@@ -76,10 +78,10 @@ def dispatchers() -> Iterator[Dispatchers]:
 
 def main() -> None:
     sys.path[0] = str(KIT)
-    from distributed.jobs import commands
+    from distributed.jobs import commands, two_phase
 
     for line in sys.stdin:
-        running = [fork_chain(commands.main, chain) for chain in json.loads(line)]
+        running = [fork_chain([commands.main, two_phase.main], chain) for chain in json.loads(line)]
         codes = [[int(word) for word in file.read().split()] for file in running]
         sys.stdout.write(json.dumps(codes) + "\n")
         sys.stdout.flush()
@@ -88,12 +90,12 @@ def main() -> None:
                 pass
 
 
-def fork_chain(program: Any, chain: list[dict[str, Any]]) -> IO[str]:
+def fork_chain(programs: Sequence[Any], chain: list[dict[str, Any]]) -> IO[str]:
     """What it prints are exit codes."""
     source, target = os.pipe()
     if os.fork() == 0:
         for call in chain:
-            status = os.waitpid(fork(program, call), 0)[1]
+            status = os.waitpid(fork(programs[call["two_phase"]], call), 0)[1]
             os.write(target, f"{os.waitstatus_to_exitcode(status)} ".encode())
         os._exit(0)
     os.close(target)

@@ -134,6 +134,8 @@ write_job_script() {
 import json, os, signal, subprocess, sys, time
 
 job, out = json.loads(os.environ["MUSTER_JOB"]), os.environ["MUSTER_OUTPUT_DIR"]
+if job.get("mode") == "base_only":
+    job = {"name": "base", **{key.removeprefix("base_"): value for key, value in job.items()}}
 name = job.get("name", job["id"])
 
 
@@ -161,6 +163,12 @@ if "signal" in job:
     os.kill(os.getpid(), getattr(signal, job["signal"]))
 with open(f"{out}/result", "w") as file:
     file.write(f"{name}\n")
+if job.get("mode") == "base_only":
+    for part in ("best_base_model.pt", "base_metrics.json", "base_losses.json", "base_config.json"):
+        with open(f"{out}/{part}", "w") as file:
+            file.write('{"held_out_loss": 1.5}')
+if "MUSTER_BASE_MODEL" in os.environ:
+    note("base", name, os.listdir(os.environ["MUSTER_BASE_MODEL"]))
 metrics(step=10, loss=0.5)
 note("end", name)
 if not os.path.exists(job.get("exit_once", "nowhere")) and job.get("exit"):
@@ -678,4 +686,64 @@ running_at_once() { # <name>: processes of it
   wait "$WATCHER"
   run ! grep -F -f secret seen
   run ! grep -rlF -f secret logs experiments results.json results.html results.journal
+}
+
+
+# ---------------------------------------------------------------- base models
+
+# Three experiments from one base model, whose training takes until there is a file "go".
+three_experiments() { # [more settings of the base model]
+  local number
+  DISPATCH[1]=$KIT/scripts/jobs/run_two_phase_training.py
+  cluster '"gpus": 1'
+  sed -i "s#^{#{\"base_models\": {\"base\": [\"base_until\", \"base_exit\", \"base_exit_once\"], \"experiment\": [\"name\"]}, #" \
+    cluster.json
+  for number in 1 2 3; do
+    echo "{\"name\": \"e$number\", \"mode\": \"full_fine_tuning\", \"base_participants\": [\"b\"], \"prefix\": \"e$number\", \
+\"base_until\": \"$WORK/go\"${1:+, $1}}"
+  done | job_list
+}
+
+
+waiting_for_base() { # how many wait in SLURM's queue for their base model
+  [ "$(squeue --noheader --array --states=PENDING --format='%E' | grep -c '^afterok:')" -eq "$1" ]
+}
+
+
+@test "experiments wait in SLURM's queue behind their base model, and start without a dispatcher" {
+  three_experiments
+  start_list
+  begun base
+  eventually waiting_for_base 3
+  eventually holds 'all(job[name]["reason"].endswith("queue: Dependency") for name in ("e1", "e2", "e3"))'
+  kill_dispatcher
+  : >go
+  for name in e1 e2 e3; do
+    wait_for_line "$STARTED" "end $name"
+  done
+  run -0 list resume
+  holds 'r["totals"]["done"] == r["totals"]["attempts"] == len(began) == 4'
+  [ "$(grep -c "base e. .*manifest.json" "$STARTED")" -eq 3 ]
+  run -0 list cache verify
+}
+
+
+@test "experiments leave SLURM's queue with a base model that fails, come again with its retry, and fail with it" {
+  three_experiments "\"base_exit\": 3, \"base_exit_once\": \"$WORK/tried\""
+  start_list
+  begun base
+  eventually waiting_for_base 3
+  : >go
+  status_of "$LAUNCHER"
+  [ "$status" -eq 0 ] || { cat out && false; }
+  holds 'began.count("base") == 2 and all(len(job[name]["attempts"]) == 1 for name in ("e1", "e2", "e3"))'
+  rm -r experiments go
+  three_experiments '"base_exit": 4'
+  start out "${DISPATCH[@]}" "${OPTIONS[@]}" --retries 0 --log-file failing.json
+  eventually waiting_for_base 3
+  : >go
+  status_of "$LAUNCHER"
+  [ "$status" -eq 1 ]
+  [ "$(grep -c '"reason": "base [0-9a-f]* failed"' failing.json)" -eq 3 ]
+  [ "$(grep -c '^begin e' "$STARTED")" -eq 3 ]
 }

@@ -22,7 +22,19 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from distributed.config import MODELS, Batch, ConfigError, Settings, batch, from_options, main, parser, read
+from distributed.config import (
+    MODELS,
+    Batch,
+    ConfigError,
+    Settings,
+    batch,
+    for_ranks,
+    from_options,
+    main,
+    parser,
+    read,
+    target_windows,
+)
 
 KIT = Path(__file__).resolve().parents[1]
 patient = hypothesis_settings(deadline=None)
@@ -412,6 +424,65 @@ def test_every_argument_of_a_job_is_a_setting(tmp_path: Path) -> None:
     assert job("--participants", "1", "null", "--fold", "1").data.participant == "null"
 
 
+def test_every_argument_of_a_base_model_is_a_setting(tmp_path: Path) -> None:
+    found = job(
+        *("--fold", "0", "--mode", "full_fine_tuning", "--base_model", "there", "--base_steps", "7"),
+        *("--base_participants", "types", "strings", "--target_data_pct", "0.25", "--target_batch_pct", "5e-1"),
+    )
+    assert found.data.model_dump(include={"mode", "base_participants", "target_data_pct", "target_batch_pct"}) == {
+        "mode": "full_fine_tuning", "base_participants": ["types", "strings"], "target_data_pct": 0.25,
+        "target_batch_pct": 0.5,
+    }  # fmt: skip
+    assert (found.train.base_model, found.train.base_steps, found.train.steps) == (tmp_path / "there", 7, 300)
+    plain = job("--fold", "0", "--mode", "from_scratch")
+    assert (plain.data.target_data_pct, plain.data.target_batch_pct, plain.data.base_participants) == (1, 1, None)
+    assert (plain.train.base_model, plain.train.base_steps) == (None, None)
+
+
+def test_the_steps_of_a_base_model_are_those_of_the_training_only_in_mode_base_only() -> None:
+    assert job("--mode", "base_only").train.steps == 300
+    assert job("--mode", "base_only", "--steps", "5").train.steps == 5
+    assert job("--mode", "base_only", "--steps", "5", "--base_steps", "7").train.steps == 7
+    assert job("--fold", "0", "--steps", "5", "--base_steps", "7").train.steps == 5
+    Path("f.yaml").write_text("train: {epochs: 2, batch_size: 4}\n")
+    found = job("--config", "f.yaml", "--mode", "base_only", "--base_steps", "7").train
+    assert (found.steps, found.epochs) == (7, None)
+
+
+@pytest.mark.parametrize(("share", "size", "windows"), [("1", 8, 8), ("0.5", 8, 4), ("0.06", 10, 1), ("0.3", 4, 1)])
+def test_a_share_of_each_batch_is_the_participants(share: str, size: int, windows: int) -> None:
+    found = job("--fold", "0", "--mode", "from_scratch", "--target_batch_pct", share)
+    assert target_windows(found, size) == windows
+
+
+def test_the_base_of_a_fine_tuning_may_have_been_trained_on_the_participant() -> None:
+    """A base model that several folds share: the dispatcher of a job list refuses it, or is told to allow it."""
+    words = ("--fold", "0", "--base_participants", "types", "special-methods", "--mode")
+    for mode in ("full_fine_tuning", "from_scratch"):
+        assert job(*words, mode).data.base_participants == ["types", "special-methods"]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_batch_without_a_window_of_the_participant_is_refused_and_what_is_proposed_is_not(world: int) -> None:
+    words = ("--fold", "0", "--mode", "from_scratch", "--batch_size")
+    with pytest.raises(ConfigError) as refused:
+        for_ranks(options(*words, "16", "--target_batch_pct", "0.03"), world)
+    assert str(refused.value) == (
+        "data.target_batch_pct=0.03: less than one of the 16 windows a step; set it to 0.0625 or more, or "
+        "train.batch_size to 34 or more"
+    )
+    for_ranks(options(*words, "16", "--target_batch_pct", "0.0625"), world)
+    for_ranks(options(*words, "34", "--target_batch_pct", "0.03"), world)
+
+
+def test_a_base_model_in_a_mode_that_starts_from_random_weights_is_refused() -> None:
+    for mode in ("base_only", "from_scratch", "heldout"):
+        with pytest.raises(
+            ConfigError, match=f"^train.base_model=.*/there: mode {mode} starts from random weights; rem"
+        ):
+            for_ranks(options("--fold", "0", "--mode", mode, "--base_model", "there"), 1)
+
+
 @pytest.mark.parametrize("size", MODELS)
 def test_every_size_of_model_is_one_that_can_be(size: str) -> None:
     assert job("--model", size).model.model_dump(include=set(MODELS[size])) == MODELS[size]
@@ -441,7 +512,50 @@ def test_arguments_win_over_the_file_and_section_key_words_over_both() -> None:
         ("--fold 0 data.participant=types", "data.participant=types: contradicts --fold or --participant (special-m"),
         ("--mode single", "settings: data: mode=single: no participant to hold out; set data.participant, or give "),
         ("--mode heldout", "--mode heldout: no participant to hold out; add --fold N or --participant NAME"),
-        ("--fold 0 --mode each", "--mode: data.mode='each': Input should be 'heldout', 'single' or 'pooled'"),
+        (
+            "--fold 0 --mode each",
+            "--mode: data.mode='each': Input should be 'heldout', 'single', 'pooled', 'base_only'",
+        ),
+        (
+            "--mode full_fine_tuning",
+            "settings: data: mode=full_fine_tuning: no participant to hold out; set data.parti",
+        ),
+        (
+            "--mode from_scratch",
+            "settings: data: mode=from_scratch: no participant to hold out; set data.participant, ",
+        ),
+        (
+            "--fold 0 --mode base_only --base_participants types special-methods",
+            "settings: data: base_participants: special-methods is the participant that is held out; remove it",
+        ),
+        (
+            "--fold 0 --mode from_scratch --target_data_pct 25",
+            "--target_data_pct: data.target_data_pct=25: expected a share from 0 to 1: write 0.25",
+        ),
+        (
+            "--fold 0 --target_data_pct 0",
+            "--target_data_pct: data.target_data_pct=0: expected a share from 0 to 1: write",
+        ),
+        (
+            "--fold 0 --target_batch_pct 1e9",
+            "--target_batch_pct: data.target_batch_pct=1000000000.0: expected a share fr",
+        ),
+        (
+            "--fold 0 --target_batch_pct 25%",
+            "--target_batch_pct: data.target_batch_pct='25%': Input should be a valid nu",
+        ),
+        (
+            "--fold 0 --mode single --target_batch_pct 0.5",
+            "settings: data: target_batch_pct=0.5: no effect in mode single; remove it, or set mode=full_fine_",
+        ),
+        (
+            "--mode base_only --target_data_pct 0.5",
+            "settings: data: target_data_pct=0.5: no effect in mode base_only; r",
+        ),
+        (
+            "--mode base_only --base_steps 0",
+            "--base_steps: train.base_steps=0: Input should be greater than or equal to",
+        ),
         ("--model huge", "--model: unknown size 'huge'; give small, medium, large"),
         ("--batch_size 0", "--batch_size: train.batch_size=0: Input should be greater than or equal to 1"),
         ("--lr fast", "--lr: train.learning_rate='fast': Input should be a valid number"),

@@ -32,12 +32,15 @@ from hypothesis import strategies as st
 from distributed.data import (
     Corpus,
     DataError,
+    MixedStream,
+    Mixture,
     Stream,
     Tokens,
     Windows,
     domain_text,
     held_out_batches,
     load,
+    load_two_phases,
     loader,
     permutation,
     split,
@@ -157,6 +160,99 @@ def test_a_mode_says_what_is_trained_on_and_what_is_held_out(
     assert Counter(text_of(corpus.train).decode().replace("\n", "")) == trained
     assert Counter(text_of(corpus.held_out).decode().replace("\n", "")) == kept
     assert str(corpus).endswith(f"; domains {'b' if mode == 'single' else 'a, b, c'}; participant b, mode {mode}")
+
+
+def write_texts(folder: Path) -> Path:
+    for name, text in TEXTS.items():
+        (folder / f"{name}.txt").write_bytes(text)
+    return folder
+
+
+def letters(tokens: Tokens | None) -> dict[str, int]:
+    return {} if tokens is None else Counter(text_of(tokens).decode().replace("\n", ""))
+
+
+@pytest.mark.parametrize(
+    ("mode", "said", "trained", "kept", "of_base"),
+    [
+        ("base_only", {}, {"A": 30, "B": 30, "C": 30}, {"A": 10, "B": 10, "C": 10}, {}),
+        ("base_only", {"participant": "b"}, {"A": 30, "C": 30}, {"A": 10, "C": 10}, {}),
+        ("base_only", {"domains": ["b", "c"], "participant": "b"}, {"C": 30}, {"C": 10}, {}),
+        ("base_only", {"base_participants": ["c", "b"]}, {"B": 30, "C": 30}, {"B": 10, "C": 10}, {}),
+        ("base_only", {"base_participants": ["a"], "participant": "b"}, {"A": 30}, {"A": 10}, {}),
+        ("full_fine_tuning", {"participant": "b"}, {"B": 30}, {"B": 10}, {}),
+        ("full_fine_tuning", {"participant": "b", "target_share": 0.5}, {"B": 15}, {"B": 10}, {}),
+        ("full_fine_tuning", {"participant": "b", "base_participants": ["not here"]}, {"B": 30}, {"B": 10}, {}),
+        ("full_fine_tuning", {"participant": "b", "mixed": True}, {"B": 30}, {"B": 10}, {"A": 30, "C": 30}),
+        (
+            "full_fine_tuning",
+            {"participant": "b", "base_participants": ["a", "b"], "mixed": True},
+            {"B": 30}, {"B": 10}, {"A": 30},
+        ),
+        (
+            "from_scratch",
+            {"participant": "b", "domains": ["b", "c"], "base_participants": ["a"], "mixed": True, "target_share": 0.1},
+            {"B": 3}, {"B": 10}, {"A": 30},
+        ),
+    ],
+)  # fmt: skip
+def test_a_base_and_a_target_never_train_on_the_ends_or_on_each_others_text(
+    mode: str,
+    said: dict[str, Any],
+    trained: dict[str, int],
+    kept: dict[str, int],
+    of_base: dict[str, int],
+    tmp_path: Path,
+) -> None:
+    corpus = load_two_phases(write_texts(tmp_path), mode=mode, held_out=0.25, **said)
+    assert (letters(corpus.train), letters(corpus.held_out), letters(corpus.base)) == (trained, kept, of_base)
+
+
+@pytest.mark.parametrize("mode", ["full_fine_tuning", "from_scratch"])
+def test_the_base_of_a_fold_trains_on_what_is_mixed_into_its_fine_tuning(mode: str) -> None:
+    base = load_two_phases(mode="base_only", participant="types")
+    tuned = load_two_phases(mode=mode, participant="types", mixed=True)
+    assert tuned.base is not None
+    assert text_of(base.train) == text_of(tuned.base)
+    there = {" ".join(part.decode().split()) for part in text_of(base.train).split(b"\n\n")} - {""}
+    assert not there & {" ".join(part.split()) for part in domain_text("types").split("\n\n")}
+    assert text_of(tuned.held_out) == text_of(load(participant="types", mode="single").held_out)
+    assert str(base).endswith("participant types, mode base_only")
+    assert f"held out, {len(base.train):,} of the base's participants; domains special-methods" in str(tuned)
+
+
+@pytest.mark.parametrize(
+    ("said", "says"),
+    [
+        ({"mode": "base_only", "domains": ["b"], "participant": "b"}, "there is no domain but b to train the base on"),
+        (
+            {"mode": "from_scratch", "domains": ["b"], "participant": "b", "mixed": True},
+            "there is no domain but b to t",
+        ),
+        (
+            {"mode": "from_scratch", "participant": "b", "base_participants": ["b"], "mixed": True},
+            "there is no domain but b to train the base on",
+        ),
+        (
+            {"mode": "base_only", "participant": "b", "base_participants": ["b"]},
+            "b is the participant that is held out",
+        ),
+        ({"mode": "base_only", "base_participants": ["x"]}, "data.base_participants: no domain 'x'"),
+        ({"mode": "base_only", "participant": "x"}, "data.participant: no domain 'x'"),
+        ({"mode": "from_scratch", "participant": "x", "base_participants": ["a"]}, "data.participant: no domain 'x'"),
+    ],
+)
+def test_a_base_or_a_target_that_cannot_be(said: dict[str, Any], says: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=says):
+        load_two_phases(write_texts(tmp_path), **said)
+
+
+def test_a_share_of_the_target_too_small_for_a_window_says_so(tmp_path: Path) -> None:
+    corpus = load_two_phases(write_texts(tmp_path), mode="from_scratch", participant="a", target_share=0.1)
+    with pytest.raises(
+        DataError, match=r"first 0.1 of what is trained on of a has 4 tokens, .*raise data.target_data_pct"
+    ):
+        Windows(corpus.train, 8)
 
 
 @pytest.mark.parametrize("participant", DOMAINS)
@@ -376,6 +472,49 @@ def test_each_micro_batch_has_its_size_and_each_rank_its_own_windows() -> None:
     pieces = [list(islice(Stream(100, 12, rank=rank, size=2, micro=3), 2)) for rank in range(2)]
     assert [[len(piece) for piece in of_rank] for of_rank in pieces] == [[3, 3], [3, 3]]
     assert len({window for of_rank in pieces for piece in of_rank for window in piece}) == 12
+
+
+def seen_mixed(
+    target: int, base: int, of_target: int, batch: int, steps: int, ranks: int = 1, micro: int = 1, **more: int
+) -> list[list[int]]:
+    """The windows of each of so many global batches."""
+    windows = Mixture(Windows(counted(target + 1), 1), Windows(counted(base + 1), 1))
+    streams = [
+        iter(MixedStream(windows, batch, of_target, rank=r, size=ranks, micro=micro, **more)) for r in range(ranks)
+    ]
+    pieces = batch // ranks // micro
+    return [[w for stream in streams for piece in islice(stream, pieces) for w in piece] for _ in range(steps)]
+
+
+MIXED = LAYOUTS.filter(lambda layout: layout[0] * layout[1] * layout[2] > 1)
+
+
+@given(target=st.integers(1, 20), base=st.integers(1, 20), layout=MIXED, start=st.integers(0, 9), data=st.data())
+def test_each_global_batch_mixes_the_same_windows_on_any_number_of_ranks_and_resumed(
+    target: int, base: int, layout: tuple[int, int, int], start: int, data: st.DataObject
+) -> None:
+    ranks, micro, pieces = layout
+    batch = ranks * micro * pieces
+    of_target = data.draw(st.integers(1, batch - 1))
+    unbroken = seen_mixed(target, base, of_target, batch, start + 3, seed=7)
+    for step, windows in enumerate(unbroken):
+        of_base = [window - target for window in windows if window >= target]
+        assert [window for window in windows if window < target] == seen(
+            target, of_target, 1, seed=7, start=step * of_target
+        )
+        assert of_base == seen(base, batch - of_target, 1, seed=7, start=step * (batch - of_target))
+    resumed = seen_mixed(target, base, of_target, batch, 3, ranks, micro, seed=7, start=start * batch)
+    assert resumed == unbroken[start:]
+
+
+def test_a_mixture_numbers_the_bases_windows_on_from_the_targets() -> None:
+    windows = Mixture(Windows(counted(11), 2), Windows(counted(7), 2))  # 5 windows, then 3
+    assert len(windows) == 8
+    inputs, targets = windows.__getitems__([6, 1, 5, 4])
+    assert inputs.tolist() == [[2, 3], [8, 9], [2, 3], [0, 1]], "the target's first"
+    assert targets.tolist() == [[3, 4], [9, 10], [3, 4], [1, 2]]
+    assert [windows[index][0].tolist() for index in (4, 5)] == [[8, 9], [0, 1]]
+    assert windows.__getitems__([5])[0].tolist() == [[0, 1]]
 
 
 def test_epochs_and_seeds_each_have_an_order_of_their_own() -> None:

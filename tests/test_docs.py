@@ -30,6 +30,7 @@ from test_house import imports, modules, name_of
 
 from distributed import config
 from distributed.fold import DEFAULT_PARTICIPANTS
+from distributed.jobs import bases
 from distributed.jobs import config as jobs_config
 
 KIT = Path(__file__).resolve().parents[1]
@@ -46,6 +47,8 @@ STARTERS = (
 SLURM = ("scripts/slurm/slurm_train_single_node.sh", "scripts/slurm/slurm_train.sh")
 ASKERS = ("scripts/status.sh", "scripts/stop.sh")  # of a run that has ended, as they stand
 JOBS = "scripts/jobs/run_distributed_training.py"
+TWO_PHASE = "scripts/jobs/run_two_phase_training.py"
+HELPER = "scripts/jobs/distributed_train_helper.py"
 JOB = "4711"  # stands in the guides for the number that sbatch prints
 AS_THEY_STAND = ("config", "torch", "step_folder", "verdict", "report")  # modules that start nothing
 OTHERS = {
@@ -206,7 +209,9 @@ def harmless(words: list[str]) -> list[str] | None:
         # The names of nodes that are not there are nothing to look up.
         known = ["--no-preflight"] if "--no-preflight" in help_of(words[0]) else []
         return [words[0], "--dry-run", *known, *words[1:]]
-    if JOBS in words and "--jobs-config" in words:
+    if HELPER in words or words[:3] == ["python", TWO_PHASE, "cache"]:
+        return words
+    if {JOBS, TWO_PHASE} & set(words) and "--jobs-config" in words:
         return [*words, "--plan"]
     return None
 
@@ -231,6 +236,8 @@ def help_of(script: str) -> str:
 
 
 def common(script: str) -> str:
+    if script == TWO_PHASE:
+        return help_of(JOBS)
     return help_of("scripts/ssh/launch_singlenode.sh") if script.endswith(("run_ddp.sh", "test_distributed.sh")) else ""
 
 
@@ -409,6 +416,28 @@ def test_the_tables_of_configs_for_job_lists_are_what_is_read(heading: str, firs
             assert json.loads(default) == field.get_default(call_default_factory=True), name
 
 
+def test_the_tables_of_base_models_are_what_is_read() -> None:
+    _, _, rest = text_of("LAUNCH_GUIDE.md").partition("| key of base_models | default | meaning |\n")
+    rows = [row.split("|") for row in rest.partition("\n\n")[0].splitlines()[1:]]
+    listed = {literal(row[1].strip()): literal(row[2].strip()) for row in rows}
+    assert set(listed) == set(jobs_config.BaseModels.model_fields)
+    for name, field in jobs_config.BaseModels.model_fields.items():
+        if listed[name] != "none":
+            assert json.loads(listed[name]) == field.get_default(call_default_factory=True), name
+    _, _, rest = text_of("LAUNCH_GUIDE.md").partition("| class | keys without the section | what it means |\n")
+    rows = [row.split("|") for row in rest.partition("\n\n")[0].splitlines()[1:]]
+    classes = {literal(row[1].strip()): re.findall(r"`(\w+)`", row[2]) for row in rows}
+    assert classes == {"base": list(bases.BASE), "experiment": list(bases.EXPERIMENT), "ignored": []}
+
+
+def test_the_table_of_the_two_phase_program_is_what_it_says_of_itself() -> None:
+    section = text_of("LAUNCH_GUIDE.md").partition("## Base models that many jobs share\n")[2]
+    section = section.partition("\n### Options\n")[2]
+    listed = re.findall(r"^\| `(--[a-z][\w-]*)", section.partition("\n### ")[0], re.MULTILINE)
+    found = {name: re.findall(r"^ {2}(--[a-z][\w-]*)", help_of(name), re.MULTILINE) for name in (TWO_PHASE, JOBS)}
+    assert set(listed) == set(found[TWO_PHASE]) - set(found[JOBS])
+
+
 def test_the_configs_for_job_lists_are_valid(tmp_path: Path) -> None:
     [cluster, servers] = [lines for _, lines in blocks("LAUNCH_GUIDE.md", "json") if '"servers"' in " ".join(lines)]
     assert json.loads("\n".join(cluster)) == json.loads(text_of("config/cluster_config.json"))
@@ -416,6 +445,20 @@ def test_the_configs_for_job_lists_are_valid(tmp_path: Path) -> None:
     assert len(jobs_config.read_cluster(tmp_path / "cluster.json").servers) == 4
     assert len(jobs_config.read_cluster(KIT / "config/cluster_config.json").servers) == 3
     assert len(jobs_config.read_jobs(KIT / "config/jobs_config.json", DEFAULT_PARTICIPANTS)) == 9
+    assert jobs_config.read_base_models(KIT / "config/base_models.json").base == ["fold"]
+
+
+def test_the_program_that_writes_experiments_writes_those_of_the_kit(desk: Path) -> None:
+    (desk / "make_experiments.py").write_text(example("Write my_experiments.json"))
+    assert call(desk, ["python", "make_experiments.py"]).returncode == 0
+    assert (desk / "my_experiments.json").read_text() == text_of("config/two_phase_jobs.json")
+
+
+@pytest.mark.parametrize("words", [[], ["explain", "0", "7"]])
+def test_the_helper_prints_what_the_guide_shows(desk: Path, words: list[str]) -> None:
+    given = ["config/two_phase_jobs.json", *words, "--base-models", "config/base_models.json"]
+    printed = call(desk, ["python", HELPER, *given]).stdout
+    assert printed.rstrip() in text_of("LAUNCH_GUIDE.md")
 
 
 def test_the_table_of_exit_codes_is_the_kit_s() -> None:

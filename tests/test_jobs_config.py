@@ -218,7 +218,8 @@ def test_one_host_on_two_ports_is_two_servers(tmp_path: Path) -> None:
          "job 1 would write into experiments/a/fold0, the directory of job 0; change prefix"),
         ([{"_prio": 1}], "job 0: _prio: unknown key; did you mean _priority?"),
         ([{"_x": 1}],
-         "job 0: _x: unknown key; known are _priority, _timeout, _retries, _gpus, _labels, _env, _expected_seconds"),
+         "job 0: _x: unknown key; known are _priority, _timeout, _retries, _gpus, _labels, _env, _expected_seconds, "
+         "_base_model_hash"),
         ([{"_timeout": 0}], "job 0: _timeout=0: Input should be greater than 0"),
         ([{"_timeout": "1h"}], 'job 0: _timeout="1h": Input should be a valid number'),
         ([{"_gpus": 0}], "job 0: _gpus=0: Input should be greater than or equal to 1"),

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from distributed.jobs import dispatcher, journal
+from distributed.jobs.base_cache import Cache
 from distributed.jobs.dispatcher import Dispatcher, Event, NotStarted, Order, Policy, Refused, Unreachable
 from distributed.jobs.job import Job, Options, job_of
 from distributed.jobs.journal import Journal
@@ -43,7 +44,7 @@ class Simulated:
     """A server on which an attempt ends as its script says: with an exit code, or when the test wants."""
 
     def __init__(self, name: str, slots: int = 1, gpus: bool = False, labels: Iterable[str] = ()) -> None:
-        self.name, self.watches_gpus = name, gpus
+        self.name, self.watches_gpus, self.queues_dependents = name, gpus, False
         places = tuple(Slot(index, index if gpus else None) for index in range(slots))
         self.room = Room(name, places, frozenset(labels))
         self.script: Callable[[Order], Outcome] = lambda order: 0
@@ -53,6 +54,8 @@ class Simulated:
         self.stops: list[tuple[str, bool]] = []
         self.brought: list[str] = []
         self.sent: list[str] = []
+        self.bases: list[str] = []  # digests of base models that were asked for
+        self.removed: list[str] = []  # output directories
         self.bring_fails: list[Exception] = []  # one a call
         self.obeys = True  # a request to stop
         self.looks = 0  # at the GPUs
@@ -72,7 +75,7 @@ class Simulated:
     def mend(self) -> None:
         self.reachable = True
 
-    def end(self, attempt: str, code: int = 0, **facts: Any) -> None:
+    def end(self, attempt: str, code: int | None = 0, **facts: Any) -> None:
         """An attempt ends there, seen or not."""
         begun = self.attempts[attempt]["started"]
         found = {"state": "ended", "code": code, "started": begun, "ended": begun + 60.0, "lines": [], "metrics": {}}
@@ -129,7 +132,7 @@ class Simulated:
         if self.obeys and attempt in self.running():
             self.end(attempt, 137 if kill else 143, asked=True)
 
-    async def bring(self, attempt: Attempt, output: str) -> None:
+    async def bring(self, attempt: Attempt, job: Job) -> None:
         self._call()
         if self.bring_fails:
             raise self.bring_fails.pop(0)
@@ -138,6 +141,15 @@ class Simulated:
     async def send(self, output: str) -> None:
         self._call()
         self.sent.append(output)
+
+    async def have_base(self, digest: str) -> int:
+        self._call()
+        self.bases.append(digest)
+        return 0
+
+    async def remove_output(self, output: str) -> None:
+        self._call()
+        self.removed.append(output)
 
     async def gpus(self) -> list[dict[str, Any]]:
         self._call()
@@ -174,6 +186,7 @@ class Story:
 
     def __init__(self, directory: Path, *servers: Simulated, jobs: Sequence[Job] | int = 1, **policy: Any) -> None:
         self.path = directory / "results.journal"
+        self.cache = Cache(directory)
         self.servers = list(servers)
         self.jobs = [job(number) for number in range(jobs)] if isinstance(jobs, int) else list(jobs)
         self.policy = Policy(**policy)
@@ -199,8 +212,9 @@ class Story:
         self.state.apply(record)
         self.journal.commit()
         self.dispatcher = Dispatcher(
-            self.journal, self.state, self.jobs, self.servers, self.policy, say=self._say, changed=self.notice
-        )
+            self.journal, self.state, self.jobs, self.servers, self.policy, say=self._say, changed=self.notice,
+            cache=self.cache,
+        )  # fmt: skip
         self.task = asyncio.ensure_future(self.dispatcher.run())
         self.task.add_done_callback(lambda _: self.notice())
         return self
@@ -254,7 +268,7 @@ class Story:
 def facts_of(state: State) -> dict[str, Any]:
     """All that is in it; what a running job reports of its progress is not in the journal."""
     jobs = {name: dataclasses.asdict(each) | {"metrics": {}} for name, each in state.jobs.items()}
-    return dict(vars(state)) | {"jobs": jobs, "open": sorted(state.open)}
+    return dict(vars(state)) | {"jobs": jobs, "open": sorted(state.open), "trainers": sorted(state.trainers)}
 
 
 def job(number: int, **options: Any) -> Job:

@@ -760,3 +760,22 @@ def test_a_page_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "results.html").mkdir()
     done = program(str(path))
     assert done.returncode == 1 and "cannot write the page" in done.stderr
+
+
+def test_base_models_have_a_table_of_their_own_and_are_never_the_best_job() -> None:
+    results = {
+        "list": "abc", "state": "finished",
+        "jobs": [
+            {"id": "t", "name": "base_training/0123456789ab", "state": "done", "trains_base_model": "0123456789ab",
+             "settings": {"mode": "base_only", "seed": 1}, "metrics": {"held_out_loss": 0.1}},
+            {"id": "e", "name": "exp/fold0", "state": "done", "options": {"base_model_hash": "0123456789ab"},
+             "settings": {"steps": 50}, "metrics": {"held_out_loss": 2.0}},
+        ],
+    }  # fmt: skip
+    shown = page.page(results, {})
+    models, _, jobs = shown.partition("<h2>Base models</h2>")[2].partition("<h2>Jobs</h2>")
+    assert "base_training/0123456789ab" in models and "exp/fold0" not in models
+    assert "exp/fold0" in jobs and "base_training/" not in jobs
+    assert "0123456789ab</td>" in jobs, "which one it starts from"
+    assert "base_only" not in jobs, "settings of base models are no columns of the experiments"
+    assert ">2.0" in shown.partition("Best held-out loss")[2][:200]

@@ -18,7 +18,7 @@ import pytest
 
 from distributed.jobs import config
 from distributed.jobs.dispatcher import Unreachable
-from distributed.jobs.job import Options, job_of
+from distributed.jobs.job import Job, Options, job_of
 from distributed.jobs.results import Results, entry
 from distributed.jobs.servers import COPIES, TOGETHER, Launch, SshServer
 from distributed.jobs.state import Attempt, State, listed
@@ -122,7 +122,8 @@ def brought(server: Copying, count: int) -> list[BaseException | None]:
     attempts = [Attempt(f"job{number}", 1, "gpu1", [], [], 0.0) for number in range(count)]
 
     async def bring_all() -> list[BaseException | None]:
-        return await asyncio.gather(*(server.bring(each, each.job) for each in attempts), return_exceptions=True)
+        jobs = [Job(each.job, {}, Options(), each.job) for each in attempts]
+        return await asyncio.gather(*map(server.bring, attempts, jobs), return_exceptions=True)
 
     return asyncio.run(bring_all())
 

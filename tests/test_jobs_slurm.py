@@ -734,8 +734,8 @@ def test_an_order_has_the_job_s_arguments_and_its_secrets_only_there(
     server = a_server(tmp_path)
     job = job_of({"name": "it's"}, Options(env={"KEY": "k3pt"}, timeout=100.0, gpus=2, labels=("b", "a")))
     order = Order("j.1", job, [0, 1], [], [], "title")
-    assert server._needs(order) == Needs(2, 4, ("a", "b"))  # 100 s, 30 s to end in, one minute more
-    start = Start(server._element("j.1", job.output), server._needs(order), order)
+    assert server._needs(order, "") == Needs(2, 4, ("a", "b"))  # 100 s, 30 s to end in, one minute more
+    start = Start(server._element("j.1", job.output), server._needs(order, ""), order)
     written = server._order(start)
     assert written["command"][-4:] == ["--name", "it's", "--device", "cuda:0"]
     assert (written["env"]["KEY"], written["timeout"]) == ("k3pt", 100)
@@ -743,14 +743,14 @@ def test_an_order_has_the_job_s_arguments_and_its_secrets_only_there(
     assert written["call"]["MODULEPATH"] == "/modules"
     assert "CUDA_VISIBLE_DEVICES" not in written["call"]
     assert "k3pt" not in json.dumps([written["command"], written["call"]])
-    assert "k3pt" not in " ".join(server._sbatch(server._needs(order), ARRAY, 1))
+    assert "k3pt" not in " ".join(server._sbatch(server._needs(order, ""), ARRAY, 1))
 
 
 def test_a_cpu_node_gives_its_jobs_no_gpu(tmp_path: Path) -> None:
     server = a_server(tmp_path, servers=[{"host": "slurm", "gpus": 0}])
     job = job_of({"name": "a"}, Options())
     order = Order("j.1", job, [0], [], [], "title")
-    assert server._needs(order) == CPU
+    assert server._needs(order, "") == CPU
     assert server._order(Start(server._element("j.1", job.output), CPU, order))["command"][-2:] == ["--device", "cpu"]
 
 

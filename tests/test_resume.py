@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from distributed.config import ConfigError, Settings
-from distributed.resume import refuse_misfit
+from distributed.resume import refuse_another_base, refuse_misfit
 from distributed.step_folder import CheckpointError, Found
 
 MODEL = {"n_layer": 2, "n_head": 1, "n_embd": 8, "block_size": 16}
 FOLD: dict[str, Any] = {"participant": "a", "mode": "heldout"}
+TARGET: dict[str, Any] = {"participant": "a", "mode": "full_fine_tuning", "target_data_pct": 0.5, "target_batch_pct": 1}
 THERE = {**Settings(model=MODEL, train={"steps": 1, "batch_size": 1}).model.model_dump(), "vocab_size": 256}
 
 
@@ -29,6 +30,8 @@ def test_what_fits_is_taken(vocab_size: int | None) -> None:
     refuse_misfit(found(), settings(), vocab_size)
     refuse_misfit(found(**FOLD), settings(data=FOLD), vocab_size)
     refuse_misfit(found(participant=None, mode=None), settings(), vocab_size)
+    refuse_misfit(found(**TARGET), settings(data=TARGET), vocab_size)
+    refuse_misfit(found(mode="base_only"), settings(data={"mode": "base_only"}), vocab_size)
     refuse_misfit(found(sharded=True), settings(distributed={"strategy": "fsdp"}), vocab_size)
 
 
@@ -42,6 +45,27 @@ def test_what_fits_is_taken(vocab_size: int | None) -> None:
         (found(), {"data": FOLD}, None, "of another fold: data.participant=a (there None), data.mode=heldout (there N"),
         (found(**FOLD), {}, None, "of another fold: data.participant=None (there a)"),
         (found(**FOLD | {"mode": "single"}), {"data": FOLD}, None, "of another fold: data.mode=heldout (there single)"),
+        (
+            found(**TARGET),
+            {"data": TARGET | {"mode": "from_scratch"}},
+            None,
+            "data.mode=from_scratch (there full_fine_tu",
+        ),
+        (
+            found(**TARGET),
+            {"data": TARGET | {"target_data_pct": 1}},
+            None,
+            "data.target_data_pct=1.0 (there 0.5); name a",
+        ),
+        (found(**TARGET), {"data": TARGET | {"target_batch_pct": 0.5}}, None, "data.target_batch_pct=0.5 (there 1)"),
+        (
+            found(**TARGET | {"base_participants": ["b", "c"]}),
+            {"data": TARGET | {"base_participants": ["b"]}},
+            None,
+            "data.base_participants=['b'] (there ['b', 'c'])",
+        ),
+        (found(), {"data": {"mode": "base_only"}}, None, "of another fold: data.mode=base_only (there None)"),
+        (found(mode="base_only"), {}, None, "of another fold: data.mode=None (there base_only)"),
         (found(sharded=True), {}, None, "was written in shards, and this run reads and writes whole"),
         (found(), {"distributed": {"strategy": "fsdp"}}, None, "was written whole, and this run reads and writes in"),
     ],
@@ -52,3 +76,14 @@ def test_what_does_not_is_refused(
     with pytest.raises((ConfigError, CheckpointError)) as refused:
         refuse_misfit(checkpoint, settings(**sections), vocab_size)
     assert words in str(refused.value)
+
+
+@pytest.mark.parametrize(("there", "now"), [("3f" * 32, "4e" * 32), (None, "4e" * 32), ("3f" * 32, None)])
+def test_a_checkpoint_of_another_base_model_is_refused(there: str | None, now: str | None) -> None:
+    refuse_another_base(found(base_model=there), there)
+    with pytest.raises(ConfigError, match=f"c/step_00000007 was trained from another base model: {now} now, {there} t"):
+        refuse_another_base(found(base_model=there), now)
+
+
+def test_a_checkpoint_from_before_base_models_has_none() -> None:
+    refuse_another_base(found(), None)

@@ -30,6 +30,7 @@ import sys
 import time
 from typing import Any
 
+from distributed import base_model
 from distributed.jobs import host
 from distributed.launch import supervisor
 
@@ -189,7 +190,8 @@ def reason_in(shown: str) -> tuple[str, str]:
 def run(attempt: str, order: Facts) -> int:
     """Run the command of an order to its end. Returns its exit code. Raises HostError."""
     # The file stays open, and so locked, until this process ends.
-    host.claim(order["env"]["MUSTER_OUTPUT_DIR"], os.path.basename(attempt).rpartition(".")[0], order["script"])
+    owner = order.get("owner") or os.path.basename(attempt).rpartition(".")[0]
+    host.claim(order["env"]["MUSTER_OUTPUT_DIR"], owner, order["script"])
     words = ["--dir", attempt, "--name", SERVER, "--detach"]
     options = supervisor.Options([*words, "--", *order["command"]])
     os.makedirs(os.path.dirname(options.files.record), exist_ok=True)
@@ -202,7 +204,23 @@ def run(attempt: str, order: Facts) -> int:
     timeout = float("inf") if order["timeout"] is None else float(order["timeout"])
     job = SlurmSupervisor(options.files, grace=order["grace"], timeout=timeout, kill_wait=order["kill_wait"])
     job.start(command, supervisor.environment(given + own, options.files), own if order["setup"] else None)
-    return job.watch()
+    code = job.watch()
+    if code == 0 and order.get("trains"):
+        publish(order)
+    return code
+
+
+def publish(order: Facts) -> None:
+    """Put a base model into the cache before SLURM starts those that wait for it. Raises HostError."""
+    output, cache, digest = order["env"]["MUSTER_OUTPUT_DIR"], order["cache"], order["trains"]
+    for tries_left in (2, 1, 0):
+        try:
+            manifest = base_model.manifest_of(output, digest, settings=order["settings"], created=time.time())
+            base_model.publish(cache, digest, base_model.stage(cache, output, manifest))
+            return
+        except (base_model.BaseModelError, FileNotFoundError) as error:  # a dispatcher has just tidied up the cache
+            if not tries_left:
+                raise host.HostError(str(error)) from None
 
 
 # ---------------------------------------------------------------- the program
@@ -219,7 +237,7 @@ def take_lock(attempt: str) -> bool:
     """Hold the attempt's lock as long as this process runs. False: another process holds it."""
     file = os.open(host.Attempt(attempt, SERVER, "", 0.0).lock, os.O_RDWR | os.O_CREAT, 0o600)
     end = time.monotonic() + LOCK
-    while not host.try_lock(file):  # on a file system without locks, the order is taken only once, too
+    while not supervisor.try_lock(file):  # on a file system without locks, the order is taken only once, too
         if time.monotonic() > end:
             return False
         time.sleep(0.1)

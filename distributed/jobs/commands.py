@@ -52,39 +52,63 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from distributed.base_model import BaseModelError, hash_of
 from distributed.fold import DEFAULT_PARTICIPANTS
-from distributed.jobs import console, host, journal, servers
-from distributed.jobs.config import Cluster, ConfigError, raise_faults, read_cluster, read_jobs, server_name
+from distributed.jobs import bases, console, host, journal, servers
+from distributed.jobs.base_cache import Cache
+from distributed.jobs.config import (
+    BaseModels,
+    Cluster,
+    ConfigError,
+    raise_faults,
+    read_base_models,
+    read_cluster,
+    read_jobs,
+    server_name,
+)
 from distributed.jobs.dispatcher import Dispatcher, Policy, Server
 from distributed.jobs.job import Job
 from distributed.jobs.journal import Journal, JournalError
-from distributed.jobs.placement import Room, order, plan
-from distributed.jobs.results import Results
+from distributed.jobs.placement import Room, order, plan, usual_seconds
+from distributed.jobs.results import Results, phase_files
 from distributed.jobs.state import FINAL, Attempt, JobState, State, chosen, listed, one, unanswered
 from distributed.report import duration
 
 PROGRAM = "run_distributed_training.py"
+TWO_PHASE = "run_two_phase_training.py"
+PROGRAMS = (PROGRAM, TWO_PHASE, "distributed_train_helper.py")
 WRONG_CALL, UNFINISHED = 2, 75  # exit codes
 SUBCOMMANDS = ("status", "logs", "why", "cancel", "retry", "resume")
 BACKENDS = ("ssh", "local", "slurm")
 SHOWN = 10  # failed jobs at the end
 WRITE = 0.5  # seconds between two looks at whether the results are to be written, and two pictures of the table
+BASE_OPTIONS = {
+    "base_models": None, "skip_phase1": False, "barrier": False, "allow_shared_held_out": False,
+    "evict_after_copy": False,
+}  # fmt: skip
 # What `resume` takes over from the call that began the list.
 KEPT = (
     "cluster_config", "jobs_config", "backend", "script", "slots", "sync", "retries", "max_failures", "fail_fast",
-    "gpu_free_mib", "lost_after", "grace", "no_tmux",
+    "gpu_free_mib", "lost_after", "grace", "no_tmux", "two_phase", "base_models", "skip_phase1", "barrier",
+    "allow_shared_held_out", "evict_after_copy",
 )  # fmt: skip
 
 
 def called(words: str, log_file: Path | None = None) -> str:
     """A call of this program that a person can paste. log_file: of the list that it is about."""
-    program = f"python {shlex.quote(sys.argv[0])}" if Path(sys.argv[0]).name == PROGRAM else PROGRAM
+    here = f"python {shlex.quote(sys.argv[0])}" if Path(sys.argv[0]).name in PROGRAMS else PROGRAM
     option = "" if log_file is None or str(log_file) == "results.json" else f" --log-file {shlex.quote(str(log_file))}"
-    return f"{program} {words}{option}"
+    return f"{here} {words}{option}"
+
+
+def program() -> str:
+    """The name of the running program, for messages."""
+    name = Path(sys.argv[0]).name
+    return name if name in PROGRAMS else PROGRAM
 
 
 class CallError(Exception):
@@ -102,14 +126,19 @@ class Parser(argparse.ArgumentParser):
 # ---------------------------------------------------------------- the call
 
 
-def run_parser() -> Parser:
-    """Of the call that runs a list."""
+def run_parser(two_phase: bool = False) -> Parser:
+    """Of the call that runs a list. two_phase: with its base models."""
     parser = Parser(prog=PROGRAM, add_help=False, allow_abbrev=False)
+    parser.set_defaults(two_phase=two_phase, **BASE_OPTIONS)
+    if two_phase:
+        parser.add_argument("--base-models", type=Path)
+        for name in ("--skip-phase1", "--barrier", "--allow-shared-held-out", "--evict-after-copy"):
+            parser.add_argument(name, action="store_true")
     parser.add_argument("--cluster-config", type=Path)
     parser.add_argument("--jobs-config", type=Path)
     parser.add_argument("--log-file", type=results_file, default=Path("results.json"))
     parser.add_argument("--backend", choices=BACKENDS, default="ssh")
-    parser.add_argument("--script")
+    parser.add_argument("--script", "--script-path")
     parser.add_argument("--slots", type=positive)
     parser.add_argument("--sync", action="store_true")
     parser.add_argument("--retries", type=not_negative)
@@ -158,15 +187,15 @@ def at_least(least: int, text: str) -> int:
     return int(text)
 
 
-def main(words: Sequence[str]) -> int:
-    """Run the call. Returns the exit code."""
+def main(words: Sequence[str], call: Callable[[list[str]], int] | None = None) -> int:
+    """Run the call. Returns the exit code. call: of another program than this one."""
     try:
-        code = call(list(words))
+        code = (call or run_call)(list(words))
         if sys.stdout:  # None where it was closed from the beginning
             sys.stdout.flush()
         return code
     except CallError as error:
-        return refuse(f"{error}\nTry: {PROGRAM} --help")
+        return refuse(f"{error}\nTry: {program()} --help")
     except (ConfigError, JournalError, ValueError) as error:
         return refuse(str(error))
     except KeyboardInterrupt:
@@ -180,14 +209,20 @@ def main(words: Sequence[str]) -> int:
 
 def refuse(message: str) -> int:
     for line in message.splitlines():
-        sys.stderr.write(line + "\n" if line.startswith("Try: ") else f"{PROGRAM}: {line}\n")
+        sys.stderr.write(line + "\n" if line.startswith("Try: ") else f"{program()}: {line}\n")
     return WRONG_CALL
 
 
-def call(words: list[str]) -> int:
+def run_call(words: list[str]) -> int:
     if "--help" in words or "-h" in words:
         sys.stdout.write(__doc__ or "")
         return 0
+    found = list_call(words)
+    return run(run_parser().parse_args(words)) if found is None else found
+
+
+def list_call(words: list[str]) -> int | None:
+    """A call about a list that is there; None where it is none."""
     if words and words[0] in SUBCOMMANDS:
         given = list_parser(words[0]).parse_args(words[1:])
         path = journal_of(given.log_file)
@@ -200,8 +235,9 @@ def call(words: list[str]) -> int:
         verbs = {"status": status, "logs": logs, "why": why, "cancel": cancel, "retry": retry, "resume": resume}
         return verbs[words[0]](given, path)
     if words and not words[0].startswith("-"):
-        raise CallError(f"{words[0]}: unknown command; known are {', '.join(SUBCOMMANDS)}")
-    return run(run_parser().parse_args(words))
+        known = [*SUBCOMMANDS, *(["cache"] if program() == TWO_PHASE else [])]
+        raise CallError(f"{words[0]}: unknown command; known are {', '.join(known)}")
+    return None
 
 
 def journal_of(results: Path) -> Path:
@@ -219,6 +255,7 @@ class Call:
     given: argparse.Namespace
     cluster: Cluster | None
     jobs: list[Job]
+    cache: Cache
 
     @property
     def script(self) -> str:
@@ -247,7 +284,63 @@ def checked(given: argparse.Namespace) -> Call:
     if given.backend == "local" and not Path(script).is_file():
         raise ConfigError(f"script {script}: there is no such file (looked in {Path.cwd()}); name one: --script PATH")
     known = DEFAULT_PARTICIPANTS if Path(script).name == "train.py" else None
-    return Call(given, cluster, read_jobs(given.jobs_config, known, given.retries))
+    jobs = read_jobs(given.jobs_config, known, given.retries)
+    cache = Cache(Path.cwd())
+    if given.two_phase:
+        jobs = with_base_models(given, base_rules(given, cluster, script), jobs, cache)
+    return Call(given, cluster, [with_digest(job, cache) for job in jobs], cache)
+
+
+def base_rules(given: argparse.Namespace, cluster: Cluster | None, script: str) -> bases.Rules:
+    """Which settings determine a base model. Raises ConfigError."""
+    said = cluster.base_models if cluster else BaseModels()
+    return bases.Rules.of(read_base_models(given.base_models) if given.base_models else said, script)
+
+
+def with_base_models(given: argparse.Namespace, rules: bases.Rules, jobs: Sequence[Job], cache: Cache) -> list[Job]:
+    """The jobs, and before them those that train their base models.
+
+    Raises:
+        ConfigError: a job's held-out participant is one that its base model is trained on; with --skip-phase1 also for
+            base models that are missing.
+    """
+    plan = bases.plan_of(jobs, rules)
+    if not given.allow_shared_held_out:
+        if leaks := bases.leaks(plan, rules):
+            more = [f"and {len(leaks) - SHOWN} more jobs"] if leaks[SHOWN:] else []
+            raise ConfigError("\n".join([*leaks[:SHOWN], *more, bases.LEAK_REMEDY]))
+        raise_faults([
+            f"base {base.name} of {console.plural(len(base.jobs), 'job')}, the first {base.jobs[0].name}: its "
+            f"participants are not known here, so leaks cannot be found; name participants, or {bases.LEAK_REMEDY}"
+            for base in bases.not_checked(plan, rules)
+        ])  # fmt: skip
+    if not given.skip_phase1:
+        return [*(bases.training_job(base, rules, given.retries) for base in plan.bases.values()), *plan.jobs]
+    faults = []
+    for base in plan.bases.values():
+        try:
+            cache.verify(base.digest)
+        except BaseModelError as error:
+            faults.append(
+                f"base {base.name} of {console.plural(len(base.jobs), 'job')}, the first {base.jobs[0].name}: {error}; "
+                "call without --skip-phase1"
+            )
+    if faults:  # all of them: each has to be trained
+        raise ConfigError("\n".join(faults))
+    return list(plan.jobs)
+
+
+def with_digest(job: Job, cache: Cache) -> Job:
+    """A job with _base_model_hash starts from a base model of the cache. Raises ConfigError."""
+    name = job.options.base_model_hash
+    if name is None or job.base:
+        return job
+    try:
+        return replace(job, base=cache.digest_of(name))
+    except BaseModelError as error:
+        raise ConfigError(
+            f"{job.name}: _base_model_hash={name}: {error}; train it by run_two_phase_training.py"
+        ) from None
 
 
 def make_servers(asked: Call, list_id: str) -> list[Server]:
@@ -255,7 +348,7 @@ def make_servers(asked: Call, list_id: str) -> list[Server]:
     given = asked.given
     launch = servers.Launch(
         list_id, Path.cwd(), asked.script, grace=float(given.grace), panes=not given.no_tmux, sync=given.sync,
-        sockets=servers.sockets_directory(list_id),
+        sockets=servers.sockets_directory(list_id), cache=asked.cache,
     )  # fmt: skip
     if given.backend == "local":
         return [servers.local_server(launch, given.slots)]
@@ -307,18 +400,22 @@ def run(given: argparse.Namespace) -> int:
         )  # fmt: skip
         state.apply(record)
         book.commit()
-        return dispatch(book, state, asked.jobs, made, policy_of(given), given.log_file)
+        return dispatch(book, state, asked.jobs, made, policy_of(given), given.log_file, asked.cache)
 
 
 def policy_of(given: argparse.Namespace, drain: bool = False) -> Policy:
     lost_after = float("inf") if given.backend == "slurm" else float(given.lost_after)  # there is no other SLURM
-    return Policy(given.max_failures, given.fail_fast, lost_after, given.gpu_free_mib, drain)
+    return Policy(
+        given.max_failures, given.fail_fast, lost_after, given.gpu_free_mib, drain, given.barrier,
+        given.evict_after_copy,
+    )  # fmt: skip
 
 
 def refuse_foreign_file(given: argparse.Namespace) -> None:
     """Results and their page are written only over such. Raises CallError."""
     book = journal_of(given.log_file)
-    for path in (given.log_file, given.log_file.with_suffix(".html")):
+    phases = phase_files(given.log_file) if given.two_phase else ()
+    for path in (given.log_file, given.log_file.with_suffix(".html"), *phases):
         if path.exists() and not book.exists():
             raise CallError(
                 f"--log-file {given.log_file}: {path} is there already, and its journal ({book}) is not: move it "
@@ -331,7 +428,7 @@ def refuse_taken_directories(asked: Call) -> None:
     faults = []
     for job in asked.jobs:
         try:
-            host.refuse_other_owner(job.output, job.id, asked.script)
+            host.refuse_other_owner(job.output, job.owner, asked.script)
         except host.JobRefused as error:
             faults.append(str(error))
     raise_faults(faults)
@@ -351,12 +448,27 @@ def refuse_other_list(state: State, asked: Call) -> None:
     if not set(state.jobs) & {job.id for job in asked.jobs}:
         held = console.plural(len(state.jobs), "job")
         raise ConfigError(f"{asked.given.log_file}: holds {held}, none of them in this list; {remedy}")
+    raise_faults([fault for job in asked.jobs if (fault := other_base(state.jobs.get(job.id), job))])
+
+
+def other_base(known: JobState | None, job: Job) -> str:
+    """Why a job cannot go on: it has run from another base model than it would now. Empty: it can."""
+    if known is None or known.job.base == job.base or known.state not in ("running", "ending", "done"):
+        return ""
+    was, now = (f"from base {hash_of(base)}" if base else "from no base model" for base in (known.job.base, job.base))
+    return f"{job.name}: has run {was}, and would now run {now}; give it another prefix, or base_models as they were"
 
 
 def dispatch(
-    book: Journal, state: State, jobs: Sequence[Job], made: Sequence[Server], policy: Policy, log_file: Path
+    book: Journal,
+    state: State,
+    jobs: Sequence[Job],
+    made: Sequence[Server],
+    policy: Policy,
+    log_file: Path,
+    cache: Cache | None = None,
 ) -> int:
-    """Work on the list until its end. Returns the exit code."""
+    """Work on the list until its end. Returns the exit code. cache: see Dispatcher."""
     results: Results
     dispatcher = Dispatcher(
         book,
@@ -366,6 +478,7 @@ def dispatch(
         policy,
         say=lambda line: screen.say(line),
         changed=lambda: setattr(results, "changed", True),
+        cache=cache,
     )
     results = Results(log_file, state, dispatcher.links)
     screen = console.Screen(state, dispatcher.links)
@@ -464,8 +577,9 @@ def show_plan(asked: Call) -> int:
     path = journal_of(asked.given.log_file)
     state = state_of(path) if path.exists() else State()
     refuse_other_list(state, asked)
-    jobs = {job.id: job for job in asked.jobs if job.id not in state.jobs or state.jobs[job.id].state not in FINAL}
-    usual = state.expected_seconds(jobs.values())
+    left = [job for job in asked.jobs if job.id not in state.jobs or state.jobs[job.id].state not in FINAL]
+    jobs = {job.id: job for job in left if not (job.trains and in_cache(asked.cache, job.trains))}
+    usual = usual_seconds(asked.jobs)
     steps = plan(jobs.values(), rooms, lambda job: job.options.seconds(usual))
     table = [("start", "expected", "where", "id", "output")]
     for start, job_id, server, slots in steps:
@@ -492,6 +606,15 @@ def show_plan(asked: Call) -> int:
         print(f"there already: {shown}; their jobs go on from what is there")
     print("nothing was started")
     return 0
+
+
+def in_cache(cache: Cache, digest: str) -> bool:
+    """Whether a base model need not be trained."""
+    try:
+        cache.verify(digest)
+    except BaseModelError:
+        return False
+    return True
 
 
 def expected_duration(end: float, unknown: int, jobs: int) -> str:
@@ -529,7 +652,7 @@ def status(given: argparse.Namespace, path: Path) -> int:
         took = "" if last is None else console.clock((last.end or time.time()) - last.start)
         place = place_of(last) if last else ""
         table.append((job.job.id, job.job.name, shown_state(job, asked), place, took, *console.measured(job)))
-    reasons = [f"            {job.reason}" if job.reason else "" for job in state.jobs.values()]
+    reasons = [f"            {reason}" if (reason := reason_of(state, job)) else "" for job in state.jobs.values()]
     show(table, ["", *reasons])
     print(console.totals(state))
     if any(True for _ in state.unfinished()) or asked:
@@ -540,6 +663,12 @@ def status(given: argparse.Namespace, path: Path) -> int:
     for line in servers_without_jobs(given.log_file) if lives else ():
         print(line)
     return 1 if state.counts["failed"] else 0
+
+
+def reason_of(state: State, job: JobState) -> str:
+    """Why a job is in its state."""
+    trainer = state.waits_for(job)
+    return job.reason or (f"waits for base {hash_of(job.job.base)}: {trainer.state}" if trainer else "")
 
 
 def servers_without_jobs(log_file: Path) -> list[str]:
@@ -603,17 +732,21 @@ def attempt_line(attempt: Attempt) -> str:
 def explanation(state: State, job: JobState, log_file: Path) -> list[str]:
     """Why it is not further."""
     if job.state in FINAL:
+        trainer = None if job.state == "done" else state.waits_for(job)
+        why_base = [f"its base model: {called(f'why {trainer.job.id}', log_file)}"] if trainer else []
         again = f"to run it again: {called(f'retry {job.job.id}', log_file)}"
-        return [] if job.state == "done" else [again]
+        return [] if job.state == "done" else [*why_base, again]
     paused = [f"the list is paused: {state.paused}"] if state.paused and job.state == "waiting" else []
     if not journal.dispatcher_runs(journal_of(log_file)):
         return [*paused, f"no dispatcher runs: nothing is started or noticed until {called('resume', log_file)}"]
     if paused or job.state != "waiting":
         return paused
+    if trainer := state.waits_for(job):
+        return [f"waits for base {hash_of(job.job.base)}, which {trainer.job.id} trains: {trainer.state}"]
     waiting = [each for each in state.jobs.values() if each.state == "waiting"]
-    usual = state.expected_seconds(each.job for each in waiting)
-    mine = order(job.job.options, usual, job.number)
-    before = sum(order(each.job.options, usual, each.number) < mine for each in waiting)
+    usual = usual_seconds(each.job for each in state.jobs.values())
+    mine = order(job.job, usual, job.number)
+    before = sum(order(each.job, usual, each.number) < mine for each in waiting)
     lines = [f"waits for a free slot; {console.plural(before, 'job')} of the list before it"]
     needs = [f"{job.job.options.gpus} GPUs of one server"] if job.job.options.gpus > 1 else []
     needs += [f"a server with the labels {', '.join(job.job.options.labels)}"] if job.job.options.labels else []
@@ -656,12 +789,12 @@ def logs(given: argparse.Namespace, path: Path) -> int:
 def stored_call(state: State) -> Call:
     """The call that began the list, or went on with it last."""
     os.chdir(state.about["cwd"])
-    said: dict[str, Any] = dict(state.about["call"])
-    for name in ("cluster_config", "jobs_config"):
+    said: dict[str, Any] = {"two_phase": False, **BASE_OPTIONS, **state.about["call"]}
+    for name in ("cluster_config", "jobs_config", "base_models"):
         said[name] = Path(said[name]) if said.get(name) else None
     given = argparse.Namespace(**said, plan=False)
     cluster = read_cluster(given.cluster_config) if given.cluster_config else None
-    return Call(given, cluster, [job.job for job in state.jobs.values()])
+    return Call(given, cluster, [job.job for job in state.jobs.values()], Cache(Path.cwd()))
 
 
 def cancel(given: argparse.Namespace, path: Path) -> int:
@@ -685,7 +818,7 @@ def cancel(given: argparse.Namespace, path: Path) -> int:
         asked = stored_call(state)
         shown = from_here(log_file) if Path.cwd() == here else log_file
         policy = policy_of(asked.given, drain=True)
-        code = dispatch(book, state, asked.jobs, make_servers(asked, state.id), policy, shown)
+        code = dispatch(book, state, asked.jobs, make_servers(asked, state.id), policy, shown, asked.cache)
     return code or all_ended(state, jobs)
 
 

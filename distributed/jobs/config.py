@@ -11,12 +11,13 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator, model_validator
 
+from distributed.base_model import HASH
 from distributed.jobs.job import Job, JobError, Options, job_of
 
 LARGEST_FILE = 50 * 10**6  # bytes: some 100,000 jobs
@@ -91,6 +92,42 @@ class Server(ServerOptions):
         return list(range(self.gpus)) if self.gpu_ids is None else self.gpu_ids
 
 
+class BaseModels(Checked):
+    """What base models depend on: each key of a job is one of base, experiment and ignored; see bases.py.
+
+    A key that is named here leaves the class that it has by default.
+    """
+
+    base: list[Text] = Field(default_factory=list)  # settings that determine the weights of a base model
+    experiment: list[Text] = Field(default_factory=list)  # what an experiment does with it
+    ignored: list[Text] = Field(default_factory=list)  # what changes no result
+    defaults: dict[str, Any] = Field(default_factory=dict)  # values of base keys that a job leaves out
+    modes: list[Text] | None = Field(["full_fine_tuning"])  # of the jobs that start from a base model; null: all do
+    version: int = 1  # raise it when the script, or the data in data_path, has changed
+    options: dict[str, Any] = Field(default_factory=dict)  # of the jobs that train base models, such as _timeout
+    expected_mb: float | None = Field(None, gt=0)  # size of a base model, for the plan
+
+    @model_validator(mode="after")
+    def _one_class_each(self) -> BaseModels:
+        listed = [*self.base, *self.experiment, *self.ignored]
+        for key in listed:
+            if listed.count(key) > 1:
+                raise ValueError(
+                    f"{key} is listed {listed.count(key)} times; list it in one of base, experiment, ignored"
+                )
+        return self
+
+    @field_validator("options")
+    @classmethod
+    def _of_a_job(cls, options: dict[str, Any]) -> dict[str, Any]:
+        if faults := [key for key in options if not key.startswith("_")]:
+            raise ValueError(f"{faults[0]}: an option begins with _: did you mean _{faults[0]}?")
+        if "_base_model_hash" in options:
+            raise ValueError("_base_model_hash: a job that trains a base model starts from none; remove it")
+        options_of({key[1:]: value for key, value in options.items()})
+        return options
+
+
 class Cluster(Checked):
     """cluster_config.json."""
 
@@ -99,6 +136,7 @@ class Cluster(Checked):
     defaults: ServerOptions = Field(default_factory=ServerOptions)
     sbatch: list[Text] = Field(default_factory=list)  # options of sbatch for --backend slurm
     max_queued: int = Field(256, ge=1, le=100_000)  # jobs that may be in SLURM's queue or running at once
+    base_models: BaseModels = Field(default_factory=BaseModels)
 
     @model_validator(mode="before")
     @classmethod
@@ -146,6 +184,14 @@ class JobOptions(Checked):
     labels: list[Text] = Field(default_factory=list)
     env: dict[str, str] = Field(default_factory=dict)
     expected_seconds: float | None = Field(None, ge=0)
+    base_model_hash: str | None = None  # of the base model that it starts from
+
+    @field_validator("base_model_hash")
+    @classmethod
+    def _is_hash(cls, name: str | None) -> str | None:
+        if name is not None and not HASH.match(name):
+            raise ValueError("expected 12 hexadecimal digits, as the helper writes them")
+        return name
 
     @field_validator("env")
     @classmethod
@@ -174,13 +220,30 @@ def read_cluster(path: Path) -> Cluster:
         raise ConfigError("\n".join(_explain(error, str(path)))) from None
 
 
+def read_base_models(path: Path) -> BaseModels:
+    """The section base_models in a file of its own. Raises ConfigError."""
+    tree = _parse(path)
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: holds {_kind(tree)}; expected an object with {', '.join(BaseModels.model_fields)}")
+    try:
+        return BaseModels.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(error, str(path), within="base_models"))) from None
+
+
 def read_jobs(path: Path, participants: Sequence[str] | None = None, retries: int | None = None) -> list[Job]:
     """The jobs in the order of the file. participants, retries: defaults for jobs that name none.
 
     Raises:
         ConfigError: also where two jobs are the same, or would write the same directory.
     """
-    tree = _parse(path)
+    return read_entries(_parse(path), str(path), participants, retries)
+
+
+def read_entries(
+    tree: Any, path: str, participants: Sequence[str] | None = None, retries: int | None = None
+) -> list[Job]:
+    """See read_jobs(). tree: what the file holds."""
     if not isinstance(tree, list) or not tree:
         found = "an empty list" if tree == [] else _kind(tree)
         raise ConfigError(f"{path}: holds {found}; expected a list of jobs: [{{...}}, ...]")
@@ -210,11 +273,16 @@ def _job(entry: Any, participants: Sequence[str] | None, retries: int | None) ->
     said = {key[1:]: value for key, value in entry.items() if key.startswith("_")}
     if retries is not None:
         said.setdefault("retries", retries)
+    return job_of(settings, options_of(said), participants)
+
+
+def options_of(said: Mapping[str, Any]) -> Options:
+    """Of keys without their `_`. Raises ConfigError."""
     try:
         checked = JobOptions.model_validate(said)
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(error, "", "_"))) from None
-    return job_of(settings, Options(**checked.model_dump() | {"labels": tuple(checked.labels)}), participants)
+    return Options(**checked.model_dump() | {"labels": tuple(checked.labels)})
 
 
 def collisions(jobs: dict[int, Job]) -> Iterator[str]:
@@ -290,12 +358,13 @@ def _kind(value: Any) -> str:
     return names.get(type(value), "a number")
 
 
-def _explain(error: ValidationError, source: str, sign: str = "") -> Iterator[str]:
-    """One line a fault."""
+def _explain(error: ValidationError, source: str, sign: str = "", within: str = "") -> Iterator[str]:
+    """One line a fault. within: the section that the whole file is."""
     for fault in error.errors():
         place = [str(part) for part in fault["loc"]]
         key = sign + ".".join(place)
-        start = f"{source}: {key}" if source and place else key or source
+        place = [within, *place] if within else place
+        start = f"{source}: {key}" if source and key else key or source
         if fault["type"] == "extra_forbidden":
             yield f"{start}: unknown key; {_nearest(place, sign)}"
         elif fault["type"] == "missing":
@@ -312,6 +381,8 @@ def _nearest(place: Sequence[str], sign: str) -> str:
         kind: type[BaseModel] = JobOptions
     elif len(place) == 1:
         kind = Cluster
+    elif place[0] == "base_models":
+        kind = BaseModels
     else:
         kind = ServerOptions if place[0] == "defaults" else Server
     known = list(kind.model_fields)

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import statistics
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from distributed.base_model import BaseModelError, hash_of
+from distributed.jobs.base_cache import Cache
 from distributed.jobs.job import Job, arguments
 from distributed.jobs.journal import Journal
-from distributed.jobs.placement import Queue, Room
+from distributed.jobs.placement import Queue, Room, usual_seconds
 from distributed.jobs.state import (
     FINAL,
     FINAL_FAILURES,
@@ -39,6 +40,7 @@ EARLY_FAILURES = 5  # in a row, that pause the list
 BACKOFF = (1.0, 2.0, 5.0, 10.0, 15.0)  # seconds before the next try to connect, or to copy results
 STRIKES = 3  # starts that a server refuses, one after the other, before it gets no more jobs
 COOLING = 10.0  # seconds without jobs after such a start
+LOCKED = 1.0  # seconds between two tries to lock a base model
 GPU_LOOK = 10.0  # seconds between two looks at who uses the GPUs
 USED_BY_OTHERS = 1000  # MiB on a GPU, from which on somebody else uses it
 
@@ -55,7 +57,8 @@ class NotStarted(Exception):
     """A server did not start an attempt.
 
     kind: server (for a reason of its own, and perhaps later), useless (it would start no job at all), job (no server
-    would start this one), or busy (another attempt writes to the output directory).
+    would start this one), busy (another attempt writes to the output directory), or base (the base model of the job is
+    missing or damaged here, on the dispatcher's side).
     """
 
     def __init__(self, reason: str, kind: str = "server") -> None:
@@ -77,6 +80,7 @@ class Order:
     gpus: Sequence[int]
     arguments: Sequence[str]  # of the script
     title: str
+    after: str = ""  # the attempt that trains its base model, and has to succeed first
 
 
 class Server(Protocol):
@@ -85,6 +89,7 @@ class Server(Protocol):
     name: str
     room: Room
     watches_gpus: bool
+    queues_dependents: bool  # whether it takes an attempt whose base model is still trained there
 
     async def connect(self, post: Callable[[Event], None]) -> str:
         """Be ready for the other calls; later events are posted. Returns a note for people. Raises Refused."""
@@ -101,7 +106,13 @@ class Server(Protocol):
     async def stop(self, attempt: str, kill: bool) -> None:
         """The event `ended` follows."""
 
-    async def bring(self, attempt: Attempt, output: str) -> None:
+    async def have_base(self, digest: str) -> int:
+        """Have a base model of the cache there, verified. Returns the bytes copied. Raises NotStarted and OSError."""
+
+    async def remove_output(self, output: str) -> None:
+        """Remove an output directory there, where it is not the one here. Raises OSError."""
+
+    async def bring(self, attempt: Attempt, job: Job) -> None:
         """Copy the results here. Raises OSError."""
 
     async def send(self, output: str) -> None:
@@ -135,6 +146,8 @@ class Policy:
     lost_after: float = 600.0  # seconds without a connection, after which the jobs of a server run elsewhere
     gpu_free_mib: int | None = None
     drain: bool = False  # start nothing; end when all requests to cancel are settled
+    barrier: bool = False  # no experiment starts before all base models are trained
+    evict: bool = False  # base models that are in the cache leave the output directory in which they were trained
 
 
 @dataclass
@@ -162,8 +175,9 @@ class Dispatcher:
     def __init__(
         self, journal: Journal, state: State, jobs: Sequence[Job], servers: Sequence[Server], policy: Policy,
         *, say: Callable[[str], None] = lambda _: None, changed: Callable[[], None] = lambda: None,
+        cache: Cache | None = None,
     ) -> None:  # fmt: skip
-        """say: print a line for people. changed: the state has changed."""
+        """say: print a line for people. changed: the state has changed. cache: needed for jobs with base models."""
         self.journal, self.state, self.policy = journal, state, policy
         self.jobs = {job.id: job for job in jobs}
         self.links = {server.name: Link(server) for server in servers}
@@ -180,14 +194,18 @@ class Dispatcher:
         self._unlisted: set[str] = set()  # servers of running jobs that are not in the cluster config any more
         self._early = 0  # failures in a row
         self._failing: set[str] = set()  # jobs that have failed, and whose results are still to be copied
-        self._expected = state.expected_seconds(jobs)  # of a job that says nothing
-        self._durations = deque(state.durations(), maxlen=100)
+        self._usual = usual_seconds(jobs)
         self._avoided: dict[str, frozenset[str]] = {}
         self._placing = True  # something has changed that may let a job start
         self._starting: set[str] = set()  # attempts whose start is under way: what a server knows of them is old
         self._stopping: set[str] = set()  # attempts that were told to stop
         self._seated: defaultdict[str, dict[str, Attempt]] = defaultdict(dict)  # server -> attempts that hold slots
         self._cancelling = True  # a job that waits may have to be cancelled
+        self.cache = cache
+        self._claiming: set[str] = set()  # digests of base models for whose lock is asked
+        self._claimed: dict[str, str] = {}  # digest -> ready (in the cache) or train (this list is to train it)
+        # Jobs that wait for a base model, by its digest and their ids.
+        self._waiting_for_base: defaultdict[str, dict[str, JobState]] = defaultdict(dict)
         self._busy: set[str] = set()  # jobs of which was said that another attempt writes to their output directory
 
     # ---------------------------------------------------------------- the loop
@@ -197,6 +215,8 @@ class Dispatcher:
         for attempt in self._left_behind():
             self._occupy(attempt)
         for job in list(self.state.unfinished()):
+            if job.job.trains:
+                self._claim(job.job.trains)
             if job.state == "waiting":
                 self._enqueue(job)
             elif job.state == "ending" and job.last:
@@ -246,6 +266,7 @@ class Dispatcher:
         self._answer_requests()
         self._look_at_clock()
         self._cancel_waiting()
+        self._look_at_bases()
         if self._placing and not (self.state.paused or self.policy.drain or self.interrupted):
             self._place()
         self._commit()
@@ -450,7 +471,8 @@ class Dispatcher:
             self._avoided.pop(job_id, None)
             gpus = [slot.gpu for slot in slots if slot.gpu is not None]
             name = f"{job_id}.{job.next_number}"
-            self._record("start", attempt=name, server=server, slots=[slot.index for slot in slots], gpus=gpus)
+            more = {"after": after} if (after := self._training_of(self.jobs[job_id])) else {}
+            self._record("start", attempt=name, server=server, slots=[slot.index for slot in slots], gpus=gpus, **more)
             attempt = job.attempts[-1]
             self._occupy(attempt)
             self._actions.append(lambda attempt=attempt: self._start(attempt))  # type: ignore[misc]
@@ -468,7 +490,7 @@ class Dispatcher:
         server, job = self.links[attempt.server].server, self.jobs[attempt.job]
         order = Order(
             attempt.name, job, attempt.slots, attempt.gpus,
-            arguments(job, "cuda:0" if attempt.gpus else "cpu"), self._title(attempt),
+            arguments(job, "cuda:0" if attempt.gpus else "cpu"), self._title(attempt), attempt.after,
         )  # fmt: skip
         try:
             if any(earlier.server != attempt.server for earlier in self.state.jobs[job.id].attempts):
@@ -476,6 +498,8 @@ class Dispatcher:
                     await server.send(job.output)
                 except Unreachable as error:  # so it was not started for certain
                     raise NotStarted(str(error)) from None
+            if job.base and not attempt.after:
+                await self._have_base(server, job.base)
             found = await server.start(order)
         except NotStarted as error:
             self.post(Event("not_started", attempt.server, error.facts(attempt.name)))
@@ -527,6 +551,10 @@ class Dispatcher:
         if kind == "busy":
             self._busy.add(job.job.id)
             self._spawn(self._enqueue_later(job))
+        elif kind == "base":
+            if self._claimed.get(job.job.base) == "ready":
+                del self._claimed[job.job.base]
+            self._enqueue(job)
         else:
             self._enqueue(job)
             self._strike(self.links[event.server], reason, always=kind == "useless")
@@ -560,7 +588,9 @@ class Dispatcher:
         if job.attempts:
             self._avoided[job.job.id] = avoid
         real = self.jobs[job.job.id]
-        self.queue.put(real, job.number, self._expected, avoid)
+        if self._must_wait(real):
+            return
+        self.queue.put(real, job.number, self._usual, avoid)
         self._placing = True
 
     def _to_avoid(self, job: JobState) -> frozenset[str]:
@@ -600,6 +630,11 @@ class Dispatcher:
 
     def _end(self, attempt: Attempt, end: Mapping[str, Any]) -> None:
         job = self.state.jobs[attempt.job]
+        if self._base_training_failed(attempt, end) and not job.cancel:
+            self._free(attempt)
+            self._record("not_started", attempt=attempt.name, reason="its base model was not trained")
+            self._enqueue(job)
+            return
         failure, reason = judge(end, job.cancel)
         kept = {key: end[key] for key in ("code", "started", "ended", "peak_memory", "lines", "metrics") if key in end}
         self._free(attempt)
@@ -622,16 +657,25 @@ class Dispatcher:
 
     async def _bring(self, job: JobState, attempt: Attempt) -> None:
         link = self.links.get(attempt.server)
-        told = proof = ""
+        told = proof = fault = ""
         tries = 0
         while job.state == "ending" and job.last is attempt:
             if not link:
                 await asyncio.sleep(1.0)
             elif link.state == "ready":
                 try:
-                    await link.server.bring(attempt, job.job.output)
+                    publishes = bool(job.job.trains and not attempt.failure)
+                    if publishes and job.job.trains not in self._claimed:  # another list may write this directory now
+                        await asyncio.sleep(TICK)
+                        continue
+                    await link.server.bring(attempt, job.job)
+                    if publishes:
+                        await self._publish(link.server, job, attempt)
                     if attempt.failure == "cancelled":
                         proof = await self._proof(link.server, attempt)
+                    break
+                except BaseModelError as error:
+                    fault = str(error)
                     break
                 except (Unreachable, OSError) as error:
                     if str(error) != told:
@@ -641,7 +685,8 @@ class Dispatcher:
                 tries += 1
             else:
                 await asyncio.sleep(1.0)
-        self.post(Event("brought", attempt.server, {"job": job.job.id, "attempt": attempt.name, "proof": proof}))
+        facts = {"job": job.job.id, "attempt": attempt.name, "proof": proof, "fault": fault}
+        self.post(Event("brought", attempt.server, facts))
 
     async def _proof(self, server: Server, attempt: Attempt) -> str:
         """That nothing of a cancelled attempt is left: its supervisor has ended only when no process was."""
@@ -654,6 +699,9 @@ class Dispatcher:
     def _on_brought(self, event: Event) -> None:
         job = self.state.jobs[event.facts["job"]]
         if job.state == "ending" and job.last and job.last.name == event.facts["attempt"]:
+            if event.facts["fault"]:
+                self._record("unfit", attempt=job.last.name, failure="no base model", reason=event.facts["fault"])
+                self._count(job, job.last)
             self._settle(job, job.last, event.facts["proof"])
 
     def _settle(self, job: JobState, attempt: Attempt, proof: str = "") -> None:
@@ -694,8 +742,6 @@ class Dispatcher:
             self._early = self._early + 1 if early else 0
         elif not attempt.failure:
             self._early = 0
-            self._durations.append(attempt.seconds or 0.0)
-            self._expected = statistics.fmean(self._durations)
         if self.state.paused:
             return
         failed = self.state.counts["failed"] + len(self._failing)
@@ -703,13 +749,21 @@ class Dispatcher:
             self._pause(f"--fail-fast: {job.job.name} failed")
             others = [each.job.id for each in self.state.unfinished() if each is not job]
             self._ask("--fail-fast", "cancel", others)
-        elif self.policy.max_failures is not None and failed >= self.policy.max_failures and fails:
-            self._pause(f"--max-failures {self.policy.max_failures}: {failed} job(s) failed")
+        elif fails and self._too_many_failures(failed):
+            pass
         elif self._early >= EARLY_FAILURES:
             self._pause(
                 f"{self._early} attempts in a row failed within {EARLY:.0f} s, the last: "
                 f"{attempt.how}; mend the cause, then `retry failed` and `resume`"
             )
+
+    def _too_many_failures(self, failed: int) -> bool:
+        """Whether so many failed jobs pause the list."""
+        most = self.policy.max_failures
+        if most is None or failed < most or self.state.paused:
+            return False
+        self._pause(f"--max-failures {most}: {failed} job(s) failed")
+        return True
 
     def _pause(self, reason: str) -> None:
         self._record("pause", reason=reason)
@@ -742,6 +796,7 @@ class Dispatcher:
 
     def _ask(self, request: str, what: str, jobs: list[str]) -> None:
         """Cancel jobs that have not ended, or retry jobs that have."""
+        jobs = self._with_bases(jobs) if what == "retry" else jobs
         final = {job for job in jobs if self.state.jobs[job].state in FINAL}
         self._record("asked", request=request, what=what, jobs=jobs)
         for job in map(self.state.jobs.__getitem__, jobs):
@@ -771,6 +826,149 @@ class Dispatcher:
             await self.links[attempt.server].server.stop(attempt.name, kill)
         except Unreachable:  # asked again when the server is there
             self._stopping.discard(attempt.name)
+
+    # ---------------------------------------------------------------- base models
+
+    def _must_wait(self, job: Job) -> bool:
+        """Whether a job waits for its base model, or one that trains a base model for its lock."""
+        digest = job.trains or job.base
+        if not digest:
+            return False
+        self._claim(digest)
+        if job.trains:
+            return self._claimed.get(digest) != "train"
+        if self._claimed.get(digest) == "ready" and not self._blocked_by_barrier():
+            return False
+        if self._training_of(job):
+            return False
+        self._waiting_for_base[digest][job.id] = self.state.jobs[job.id]
+        return True
+
+    def _training_of(self, job: Job) -> str:
+        """The attempt that trains its base model now, where a server takes the job already; else empty."""
+        trainer = self.state.trainers.get(job.base)
+        if not trainer or not trainer.last or self._claimed.get(job.base) == "ready" or self.policy.barrier:
+            return ""
+        last, link = trainer.last, self.links.get(trainer.last.server)
+        waits = last.state == "running" and link is not None and link.server.queues_dependents
+        return last.name if waits and not trainer.cancel else ""
+
+    def _base_training_failed(self, attempt: Attempt, end: Mapping[str, Any]) -> bool:
+        """Whether it never ran, as the attempt that was to train its base model has failed."""
+        training = self.state.attempt(attempt.after) if attempt.after else None
+        never_ran = end.get("code") is None and not attempt.process
+        return training is not None and never_ran and (training.open or bool(training.failure))
+
+    def _blocked_by_barrier(self) -> bool:
+        unfinished = (each for each in self.state.trainers.values() if each.state not in FINAL)
+        return self.policy.barrier and any(True for _ in unfinished)
+
+    def _claim(self, digest: str) -> None:
+        """Lock a base model, to use or to train it; the event `claimed` follows."""
+        if digest not in self._claiming and digest not in self._claimed and not self.policy.drain:
+            self._claiming.add(digest)
+            self._spawn(self._ask_for_lock(digest))
+
+    async def _ask_for_lock(self, digest: str) -> None:
+        assert self.cache
+        told = ""
+        while True:
+            try:
+                found = await asyncio.to_thread(self.cache.claim, digest)
+            except OSError as error:
+                found, reason = "busy", f"{error.filename}: {error.strerror}"
+            else:
+                reason = "locked by another list, which trains or copies it"
+            if found != "busy":
+                break
+            if reason != told:
+                told = reason
+                self._say(f"base {hash_of(digest)}: {reason}; waiting")
+            await asyncio.sleep(LOCKED)
+        self.post(Event("claimed", facts={"digest": digest, "found": found}))
+
+    def _on_claimed(self, event: Event) -> None:
+        digest, found = event.facts["digest"], event.facts["found"]
+        self._claiming.discard(digest)
+        self._claimed[digest] = found
+        trainer = self.state.trainers.get(digest)
+        if trainer is None:
+            return
+        if found == "ready" and trainer.state == "waiting":
+            self._record("settle", job=trainer.job.id, state="done", reason="its base model was in the cache")
+            self._say(f"done: {trainer.job.name}: its base model was in the cache")
+        elif found == "train" and trainer.state == "done":
+            self._record("again", job=trainer.job.id, reason="its base model is missing or damaged")
+            self._say(f"base {hash_of(digest)}: missing or damaged; training it again")
+            self._enqueue(trainer)
+        elif found == "train" and trainer.state == "waiting":
+            self._enqueue(trainer)
+
+    def _look_at_bases(self) -> None:
+        """Let experiments go on whose base model is there, and fail those whose base model cannot come."""
+        for digest, trainer in self.state.trainers.items():
+            if trainer.state in ("failed", "cancelled") and self._claimed.pop(digest, ""):
+                assert self.cache
+                self.cache.release(digest)
+        for digest in [digest for digest, jobs in self._waiting_for_base.items() if jobs]:
+            found, known = self._claimed.get(digest), self.state.trainers.get(digest)
+            first = next(iter(self._waiting_for_base[digest].values())).job
+            if (found == "ready" and not self._blocked_by_barrier()) or self._training_of(first):
+                for job in self._take_waiting_for(digest):
+                    self._enqueue(job)
+            elif known and known.state in ("failed", "cancelled"):
+                self._fail_waiting_for(digest, f"base {hash_of(digest)} {known.state}")
+            elif not known and found == "train":
+                self._fail_waiting_for(
+                    digest, f"base {hash_of(digest)} is missing or damaged; train it without --skip-phase1"
+                )
+
+    def _take_waiting_for(self, digest: str) -> list[JobState]:
+        """The jobs that wait for a base model, and were not cancelled meanwhile."""
+        return [job for job in self._waiting_for_base.pop(digest).values() if job.state == "waiting" and not job.cancel]
+
+    def _fail_waiting_for(self, digest: str, reason: str) -> None:
+        for job in self._take_waiting_for(digest):
+            self._record("settle", job=job.job.id, state="failed", reason=reason)
+            self._say(f"failed: {job.job.name}: {reason}")
+        self._too_many_failures(self.state.counts["failed"] + len(self._failing))
+
+    def _with_bases(self, jobs: list[str]) -> list[str]:
+        """A retry of jobs is also one of the jobs that train their base models, and the other way round."""
+        failed = {job for job in jobs if self.state.jobs[job].state in ("failed", "cancelled")}
+        digests = {self.state.jobs[job].job.trains or self.state.jobs[job].job.base for job in failed} - {""}
+        again = set(jobs)
+        for digest in digests:
+            trainer = self.state.trainers.get(digest)
+            if trainer and trainer.state in ("failed", "cancelled"):
+                again.add(trainer.job.id)
+                waited = f"base {hash_of(digest)} {trainer.state}"
+                again |= {each.job.id for each in self.state.jobs.values() if each.reason == waited}
+        return [job for job in self.state.jobs if job in again]
+
+    async def _publish(self, server: Server, job: JobState, attempt: Attempt) -> None:
+        """Take what a job has trained into the cache. Raises BaseModelError, OSError and Unreachable."""
+        assert self.cache
+        digest = job.job.trains
+        facts = {"settings": dict(job.job.settings), "server": attempt.server, "seconds": attempt.seconds,
+                 "created": attempt.end}  # fmt: skip
+        await asyncio.to_thread(self.cache.publish, digest, job.job.output, **facts)
+        self._claimed[digest] = "ready"
+        server.room.bases.add(digest)  # it need not be copied there
+        if self.policy.evict:
+            try:
+                await self._have_base(server, digest)
+                await server.remove_output(job.job.output)
+            except NotStarted as error:
+                self._say(f"{server.name}: {job.job.output} stays there: {error}")
+
+    async def _have_base(self, server: Server, digest: str) -> None:
+        began = time.monotonic()
+        copied = await server.have_base(digest)
+        server.room.bases.add(digest)
+        if copied:
+            took = time.monotonic() - began
+            self._say(f"{server.name}: base {hash_of(digest)} copied there ({copied / 1e6:.1f} MB in {took:.1f} s)")
 
     # ---------------------------------------------------------------- the clock and the slots
 

@@ -298,5 +298,5 @@ def discard(path: str, elements: Sequence[Element]) -> None:
 def needs_of(element: Element) -> Needs:
     """Of an order that belongs to no array."""
     with open(order_path(element.directory)) as file:
-        gpus, minutes, labels = json.load(file)["needs"]
-    return Needs(gpus, minutes, tuple(labels))
+        gpus, minutes, labels, *after = json.load(file)["needs"]
+    return Needs(gpus, minutes, tuple(labels), *after)

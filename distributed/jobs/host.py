@@ -39,6 +39,8 @@ with contextlib.suppress(ImportError):  # a supervisor wants them: so each one t
     import ctypes  # noqa: F401
     import resource  # noqa: F401
 
+from distributed import base_model
+from distributed.base_model import BaseModelError
 from distributed.gpus import look_at_gpus
 from distributed.jobs import panes
 from distributed.launch import supervisor
@@ -227,6 +229,8 @@ class Serve:
         self.slots: list[str] = []
         self.attempts: dict[str, Attempt] = {}  # that have not ended
         self.fence = -1
+        self.bases: dict[str, list[list[int]]] = {}  # digest of a base model that was verified -> its signature
+        self.copying: dict[str, int] = {}  # digest of a base model that is looked at or copied -> its locked file
         self._children: dict[int, Callable[[str], None]] = {}  # pipe -> what to do with what a child writes to it
         self._texts: dict[int, bytes] = {}
         self._received = b""
@@ -285,7 +289,8 @@ class Serve:
         request = json.loads(line)
         verbs: dict[str, Callable[[Request], dict[str, Any] | None]] = {
             "open": self.open, "look": self.look, "start": self.start, "stop": self.stop, "gpus": self.gpus,
-            "exists": self.exists, "close": self.close,
+            "exists": self.exists, "close": self.close, "base": self.base, "publish_base": self.publish_base,
+            "remove_output": self.remove_output,
         }  # fmt: skip
         try:
             reply = verbs[request["do"]](request)
@@ -324,6 +329,7 @@ class Serve:
         return {
             "workdir": self.workdir, "directory": self.directory, "rsync": bool(shutil.which("rsync")),
             "session": self.session, "note": note, "cores": len(os.sched_getaffinity(0)),
+            "bases": base_model.digests_in(self._cache),
         }  # fmt: skip
 
     def exists(self, request: Request) -> dict[str, Any]:
@@ -369,6 +375,8 @@ class Serve:
         if request.get("timeout"):
             words += ["--timeout", f"{max(1, round(request['timeout']))}"]
         env = request["env"] | {"MUSTER_OUTPUT_DIR": attempt.output}
+        if base := request.get("base"):
+            env["MUSTER_BASE_MODEL"] = self._base_path(base)
         defaults = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(self._threads())}
         defaults = {name: value for name, value in defaults.items() if name not in os.environ}
         if request.get("setup"):
@@ -415,6 +423,105 @@ class Serve:
             ask, lambda text: self.send(reply=request["id"], **json.loads(text or '{"gpus": [], "problem": ""}'))
         )
 
+    # ---- base models
+
+    @property
+    def _cache(self) -> str:
+        return os.path.join(self.workdir, base_model.CACHE)
+
+    def _base_path(self, digest: str) -> str:
+        return os.path.join(self._cache, base_model.hash_of(digest))
+
+    def base(self, request: Request) -> None:
+        """Whether a base model is here: ready, busy (another process copies or trains it), damaged, or `copy`.
+
+        copy: it is now locked for this serve, and expected in the directory `staging`; then comes publish_base. A job
+        that has trained it here has left it already. With `shared`, the cache is the dispatcher's, and nothing is
+        copied. Reading it may take seconds, so a child does it.
+        """
+        digest, manifest = request["digest"], request["manifest"]
+        signature = base_model.signature(self._base_path(digest))
+        if signature and self.bases.get(digest) == signature:
+            self.send(reply=request["id"], state="ready")
+            return
+        file = None if request["shared"] else base_model.lock(self._cache, digest, exclusive=True)
+        if file is not None:
+            self.copying[digest] = file
+
+        def look() -> str:
+            try:
+                base_model.verify(self._base_path(digest), digest)
+                return json.dumps({"state": "ready"})
+            except BaseModelError as error:
+                reason = str(error)
+            if file is None:
+                return json.dumps({"state": "damaged" if request["shared"] else "busy", "reason": reason})
+            return json.dumps(self._prepare_copy(digest, manifest, request["output"]))
+
+        def then(text: str) -> None:
+            found = json.loads(text or '{"state": "failed", "reason": "the base model could not be looked at"}')
+            if found["state"] == "ready":
+                self.bases[digest] = base_model.signature(self._base_path(digest))
+            if file is not None and found["state"] != "copy":
+                os.close(self.copying.pop(digest))
+            self.send(reply=request["id"], **found)
+
+        self._in_child(look, then)
+
+    def _prepare_copy(self, digest: str, manifest: dict[str, Any], output: str) -> dict[str, Any]:
+        """Take a base model from the output directory of the job that has trained it here, else wait for a copy."""
+        try:
+            base_model.remove_staging(self._cache, digest)
+            trained = os.path.join(self.workdir, output)
+            with contextlib.suppress(BaseModelError):
+                base_model.refuse_other_files(trained, manifest)
+                base_model.publish(self._cache, digest, base_model.stage(self._cache, trained, manifest))
+                return {"state": "ready"}
+            found = os.statvfs(self._cache)
+            free, size = found.f_bavail * found.f_frsize, base_model.size_of(manifest)
+            if size > free:
+                return {"state": "failed", "reason": f"{self._cache}: {free >> 20} MiB free, {size >> 20} MiB needed"}
+            staging = base_model.new_staging(self._cache, digest)
+            return {"state": "copy", "staging": os.path.relpath(staging, self.workdir)}
+        except OSError as error:
+            return {"state": "failed", "reason": f"{error.filename}: {error.strerror}"}
+
+    def publish_base(self, request: Request) -> None:
+        """What was copied is complete, or (`failed`) is not needed any more."""
+        digest, staging = request["digest"], os.path.join(self.workdir, request["staging"])
+
+        def publish() -> str:
+            try:
+                if request["failed"]:
+                    shutil.rmtree(staging, ignore_errors=True)
+                else:
+                    size = base_model.size_of(base_model.publish(self._cache, digest, staging))
+                    return json.dumps({"state": "ready", "bytes": size})
+            except BaseModelError as error:
+                return json.dumps({"state": "damaged", "reason": str(error)})
+            except OSError as error:
+                return json.dumps({"state": "failed", "reason": f"{error.filename}: {error.strerror}"})
+            return json.dumps({"state": "ready"})
+
+        def then(text: str) -> None:
+            if (file := self.copying.pop(digest, None)) is not None:
+                os.close(file)
+            self.send(
+                reply=request["id"], **json.loads(text or '{"state": "failed", "reason": "it was not published"}')
+            )
+
+        self._in_child(publish, then)
+
+    def remove_output(self, request: Request) -> None:
+        """Remove the output directory of a job that has ended."""
+        output = os.path.join(self.workdir, request["output"])
+
+        def remove() -> str:
+            shutil.rmtree(output, ignore_errors=True)
+            return "{}"
+
+        self._in_child(remove, lambda text: self.send(reply=request["id"]))
+
     def close(self, request: Request) -> dict[str, Any]:
         """The list has ended here: its tmux session is not needed any more."""
         panes.remove(self.own)
@@ -454,7 +561,7 @@ class Serve:
         for number in range(3):
             os.dup2(null, number)
         signal.set_wakeup_fd(-1)
-        for file in (null, self.fence, *self._signals, *self._children, *files):
+        for file in (null, self.fence, *self._signals, *self._children, *self.copying.values(), *files):
             with contextlib.suppress(OSError):
                 os.close(file)
 
@@ -487,7 +594,10 @@ class Serve:
         for attempt in list(self.attempts.values()):
             if os.path.exists(attempt.files.exit) and not attempt.locked():
                 del self.attempts[attempt.name]
-                self.send(event="ended", attempt=attempt.name, **attempt.end())
+                end = attempt.end()
+                if end["code"]:
+                    self.bases.clear()  # perhaps as its base model is damaged: each is read again
+                self.send(event="ended", attempt=attempt.name, **end)
             elif now >= attempt.kill_at or (progress and attempt.state() == "killed"):
                 attempt.kill_at = now + 2 * supervisor.UNRESPONSIVE
                 self._in_child(partial(sweep, attempt.files), lambda _: None)
@@ -595,7 +705,7 @@ def claim(output: str, job: str, script: str) -> int:
     os.makedirs(output, exist_ok=True)
     file = os.open(os.path.join(output, OWNER), os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        if not try_lock(file):
+        if not supervisor.try_lock(file):
             raise Busy(f"{output}: another attempt writes there; trying again when it has ended")
         refuse_other_owner(output, job, script)
         os.ftruncate(file, os.write(file, f"{owner_mark(job, script)}\n".encode()))  # in this order on a full disk
@@ -603,18 +713,6 @@ def claim(output: str, job: str, script: str) -> int:
         os.close(file)
         raise
     return file
-
-
-def try_lock(file: int) -> bool:
-    """Lock a file until all who have this descriptor have closed it. False: another process holds the lock."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL):  # a file system without locks
-            raise
-    return True
 
 
 def follow(log: str, end: str) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from distributed.base_model import hash_of
 from distributed.fold import output_directory
 
 ID_LENGTH = 10  # hexadecimal digits: 2^40 ids; two jobs of one list with the same id are refused
@@ -31,6 +32,7 @@ class Options:
     labels: tuple[str, ...] = ()  # that a server must have
     env: Mapping[str, str] = field(default_factory=dict)  # never written to a file
     expected_seconds: float | None = None
+    base_model_hash: str | None = None  # of the base model that the job starts from
 
     def seconds(self, usual: float) -> float:
         """How long the job is expected to take. usual: for a job that does not say."""
@@ -41,6 +43,7 @@ class Options:
         said = {
             "priority": self.priority, "timeout": self.timeout, "retries": self.retries, "gpus": self.gpus,
             "labels": list(self.labels), "env": sorted(self.env), "expected_seconds": self.expected_seconds,
+            "base_model_hash": self.base_model_hash,
         }  # fmt: skip
         plain = Options()
         return {name: value for name, value in said.items() if value != getattr(plain, name) and value != []}
@@ -59,11 +62,18 @@ class Job:
     settings: Mapping[str, Any]
     options: Options
     output: str  # directory, relative to the working directory
+    base: str = ""  # digest of the base model that it starts from
+    trains: str = ""  # digest of the base model that it trains
 
     @property
     def name(self) -> str:
         """For people: the output directory without `experiments/`."""
         return self.output.removeprefix("experiments/")
+
+    @property
+    def owner(self) -> str:
+        """How its output directory is marked: results from another base model are those of another job."""
+        return f"{self.id} from base {hash_of(self.base)}" if self.base else self.id
 
 
 def job_of(settings: Mapping[str, Any], options: Options, participants: Sequence[str] | None = None) -> Job:

@@ -94,6 +94,8 @@ class Job:
     settings: Mapping[str, Any]
     metrics: Mapping[str, Any]
     attempts: tuple[Attempt, ...]
+    base: str  # the base model that it starts from; empty where it starts from none
+    trains: str  # the base model that it trains
 
     @property
     def last(self) -> Attempt | None:
@@ -120,6 +122,8 @@ def _job(position: int, facts: Mapping[str, Any]) -> Job:
         mapping(facts.get("settings")),
         mapping(facts.get("metrics")),
         tuple(_attempt(n, attempt, state) for n, attempt in enumerate(filter(None, attempts), 1)),
+        as_text(mapping(facts.get("options")).get("base_model_hash")),
+        as_text(facts.get("trains_base_model")),
     )
 
 
@@ -244,6 +248,7 @@ def page(results: Mapping[str, Any], curves: Mapping[str, History], notes: Seque
     charted = with_charts(jobs, curves)
     anchors = {job.position for job in charted}
     now = latest(results, jobs)
+    training, others = [job for job in jobs if job.trains], [job for job in jobs if not job.trains]
     script = Path(__file__).with_name("page.js").read_text(encoding="utf-8")
     parts = [
         heading(results, jobs, now),
@@ -251,7 +256,8 @@ def page(results: Mapping[str, Any], curves: Mapping[str, History], notes: Seque
         tiles(results, jobs, curves, now),
         section("Failures", failures(jobs, anchors)),
         section("Timeline", timeline(results, jobs, now)),
-        section("Jobs", job_table(jobs, curves, anchors, now)),
+        section("Base models", job_table(training, curves, anchors, now) if training else ""),
+        section("Jobs", job_table(others, curves, anchors, now)),
         section("Loss curves", loss_curves(jobs, curves, charted)),
         footer(notes),
     ]
@@ -318,7 +324,7 @@ def tiles(results: Mapping[str, Any], jobs: Sequence[Job], curves: Mapping[str, 
         utilisation_tile(results, jobs, now),
         slots_tile(results),
         ("Attempts", f"{attempts:,}", f"{repeated:,} repeated" if repeated > 0 else ""),
-        best_tile(jobs, curves),
+        best_tile([job for job in jobs if not job.trains], curves),
     ])  # fmt: skip
 
 
@@ -530,9 +536,11 @@ def job_table(jobs: Sequence[Job], curves: Mapping[str, History], anchors: Conta
     same, differing = settings_of(jobs)
     settings = {*same, *differing}
     metrics = [final(job, curves) for job in jobs]
+    bases: list[tuple[str, list[Cell]]] = [("base model", [(escape(cut(job.base, 20)), None) for job in jobs])]
     columns: list[tuple[str, list[Cell]]] = [
         ("job", [(link(job, anchors), None) for job in jobs]),
         ("state", [state_cell(job) for job in jobs]),
+        *(bases if any(job.base for job in jobs) else []),
         *((key, [setting_cell(job.settings, key) for job in jobs]) for key in differing[:COLUMNS]),
         ("server:GPU", [(escape(cut(job.last.place, 60)) if job.last else "", None) for job in jobs]),
         ("attempts", [(f"{len(job.attempts):,}", len(job.attempts)) for job in jobs]),
@@ -546,7 +554,7 @@ def job_table(jobs: Sequence[Job], curves: Mapping[str, History], anchors: Conta
     more = f"Other settings that differ: {name_list(differing[COLUMNS:])}." if len(differing) > COLUMNS else ""
     sentences = filter(None, [same_sentence(same, len(jobs)), more])
     above = "".join(f'<p class="sentence">{escape(sentence)}</p>\n' for sentence in sentences)
-    return above + show_all(len(jobs)) + f'<div class="scroll card">{sortable_table(columns)}</div>'
+    return above + show_all(jobs) + f'<div class="scroll card">{sortable_table(columns)}</div>'
 
 
 def sortable_table(columns: Sequence[tuple[str, Sequence[Cell]]]) -> str:
@@ -571,10 +579,11 @@ def _cell(cell: Cell, style: str) -> str:
     return f'<td class="{style}"{key}>{markup}</td>'
 
 
-def show_all(jobs: int) -> str:
+def show_all(jobs: Sequence[Job]) -> str:
     """A box that shows the rows beyond FOLD."""
-    label = f"Show all {jobs:,} jobs, not only {FOLD}"
-    return f'<input type="checkbox" class="all" id="all"><label for="all">{label}</label>\n' if jobs > FOLD else ""
+    label, name = f"Show all {len(jobs):,} jobs, not only {FOLD}", f"all{jobs[0].position}"
+    box = f'<input type="checkbox" class="all" id="{name}"><label for="{name}">{label}</label>\n'
+    return box if len(jobs) > FOLD else ""
 
 
 def settings_of(jobs: Sequence[Job]) -> tuple[dict[str, str], list[str]]:

@@ -1,7 +1,8 @@
 """Which job goes where next. Pure: no clock, no connection.
 
-Jobs wait in an order: higher priority, then longer expected time, then earlier in the list. The first that fits
-somewhere is placed; one that needs several GPUs and does not fit yet keeps a server free of others until it does.
+Jobs wait in an order: higher priority, then those that train base models, then longer expected time, then earlier in
+the list. The first that fits somewhere is placed; one that needs several GPUs and does not fit yet keeps a server free
+of others until it does.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import heapq
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from distributed.jobs.job import Job, Options
+from distributed.jobs.job import Job
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Room:
     free: set[int] = field(default_factory=set)  # indices of slots that no job of ours has
     blocked: frozenset[int] = frozenset()  # GPUs that other people use
     open: bool = False  # whether jobs may be placed here now
+    bases: set[str] = field(default_factory=set)  # digests of base models that are there
 
     def __post_init__(self) -> None:
         self.free = {slot.index for slot in self.slots}
@@ -68,17 +70,24 @@ class Need:
     gpus: int
     labels: frozenset[str]
     avoid: frozenset[str]  # servers on which the job has failed
+    base: str = ""  # digest of the base model that the job starts from
 
     def met_by(self, room: Room) -> bool:
         return self.labels <= room.labels and self.gpus <= room.capacity()
 
 
-Order = tuple[float, float, int]
+Order = tuple[float, bool, float, int]
 
 
-def order(options: Options, expected: float, number: int) -> Order:
+def order(job: Job, usual: float, number: int) -> Order:
     """Of a job that waits; the smallest starts first. See Queue.put()."""
-    return -options.priority, -options.seconds(expected), number
+    return -job.options.priority, not job.trains, -job.options.seconds(usual), number
+
+
+def usual_seconds(jobs: Iterable[Job]) -> float:
+    """How long a job takes that does not say it: the mean of those that do."""
+    said = [job.options.expected_seconds for job in jobs if job.options.expected_seconds is not None]
+    return sum(said) / len(said) if said else 1.0
 
 
 class Queue:
@@ -94,11 +103,11 @@ class Queue:
     def __contains__(self, job: str) -> bool:
         return job in self._needs
 
-    def put(self, job: Job, number: int, expected: float, avoid: Iterable[str] = ()) -> None:
-        """number: its place in the list. expected: seconds, of a job that says nothing."""
-        need = Need(job.options.gpus, frozenset(job.options.labels), frozenset(avoid))
+    def put(self, job: Job, number: int, usual: float, avoid: Iterable[str] = ()) -> None:
+        """number: its place in the list. usual: see usual_seconds()."""
+        need = Need(job.options.gpus, frozenset(job.options.labels), frozenset(avoid), job.base)
         self._needs[job.id] = need
-        heapq.heappush(self._heaps.setdefault(need, []), (order(job.options, expected, number), job.id))
+        heapq.heappush(self._heaps.setdefault(need, []), (order(job, usual, number), job.id))
 
     def remove(self, job: str) -> None:
         """The job does not wait any more."""
@@ -140,10 +149,17 @@ class Queue:
 
 
 def best_room(need: Need, rooms: Iterable[Room]) -> Room | None:
-    """Where most is free; a server on which the job has failed only where no other could ever take it."""
+    """Where its base model is, then where most is free.
+
+    A server on which the job has failed only where no other could ever take it.
+    """
     fitting = [room for room in rooms if need.met_by(room) and room.name not in need.avoid]
     fitting = [room for room in fitting if len(room.available(need.gpus)) == need.gpus]
-    return max(fitting, key=lambda room: (len(room.free) / len(room.slots), -len(room.name)), default=None)
+    return max(
+        fitting,
+        key=lambda room: (need.base in room.bases, len(room.free) / len(room.slots), -len(room.name)),
+        default=None,
+    )
 
 
 def room_to_keep(need: Need, rooms: Iterable[Room], kept: set[str]) -> str | None:
@@ -156,23 +172,32 @@ def room_to_keep(need: Need, rooms: Iterable[Room], kept: set[str]) -> str | Non
 def plan(
     jobs: Iterable[Job], rooms: Mapping[str, Room], expected: Callable[[Job], float]
 ) -> list[tuple[float, str, str, list[Slot]]]:
-    """(start in seconds, job, server, slots) of each job, if every job took the time that is expected of it."""
-    queue = Queue()
-    seconds: dict[str, float] = {}
-    for number, job in enumerate(jobs):
-        seconds[job.id] = expected(job)
-        queue.put(job, number, seconds[job.id])
-    running: list[tuple[float, int, str, list[Slot]]] = []
+    """(start in seconds, job, server, slots) of each job, if every job took the time that is expected of it.
+
+    A job whose base model is trained by another one of them starts when that has ended.
+    """
+    queue, listed = Queue(), {job.id: (number, job) for number, job in enumerate(jobs)}
+    seconds = {name: expected(job) for name, (_, job) in listed.items()}
+    held: dict[str, list[str]] = {job.trains: [] for _, job in listed.values() if job.trains}
+    for name, (_, job) in listed.items():
+        if job.base in held:
+            held[job.base].append(name)
+    ready = [name for name, (_, job) in listed.items() if job.base not in held]
+    running: list[tuple[float, int, str, str, list[Slot]]] = []
     found: list[tuple[float, str, str, list[Slot]]] = []
     now = 0.0
     while True:
-        for job_id, server, slots in queue.place(rooms):
-            found.append((now, job_id, server, slots))
-            heapq.heappush(running, (now + seconds[job_id], len(found), server, slots))
+        for name in ready:
+            number, job = listed[name]
+            queue.put(job, number, seconds[name])
+        for name, server, slots in queue.place(rooms):
+            found.append((now, name, server, slots))
+            heapq.heappush(running, (now + seconds[name], len(found), name, server, slots))
         if not running:
             return found
-        now, _, server, slots = heapq.heappop(running)
-        rooms[server].free |= {slot.index for slot in slots}
+        now, ready = running[0][0], []
         while running and running[0][0] == now:
-            _, _, server, slots = heapq.heappop(running)
+            _, _, name, server, slots = heapq.heappop(running)
             rooms[server].free |= {slot.index for slot in slots}
+            rooms[server].bases.add(listed[name][1].trains)
+            ready += held.pop(listed[name][1].trains, ())

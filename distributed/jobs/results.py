@@ -12,10 +12,11 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from distributed.base_model import CACHE, hash_of
 from distributed.jobs import page
 from distributed.jobs.dispatcher import Link
 from distributed.jobs.state import Attempt, JobState, State, signal_name
@@ -63,7 +64,8 @@ def server(link: Link) -> dict[str, Any]:
 
 
 def entry(job: JobState) -> dict[str, Any]:
-    return {
+    trains = {"trains_base_model": hash_of(job.job.trains)} if job.job.trains else {}
+    return trains | {
         "id": job.job.id, "name": job.job.name, "settings": dict(job.job.settings), "options": job.job.options.public(),
         "state": "running" if job.state == "ending" else job.state, "reason": job.reason, "output": job.job.output,
         "metrics": job.metrics, "attempts": [attempt_entry(attempt) for attempt in job.attempts],
@@ -77,6 +79,25 @@ def attempt_entry(attempt: Attempt) -> dict[str, Any]:
         "signal": signal_name(attempt.code) or None, "peak_memory": attempt.peak_memory, "failure": attempt.failure,
         "reason": attempt.reason, "last_lines": attempt.lines,
     }  # fmt: skip
+
+
+def base_entry(digest: str, trainer: JobState | None, jobs: list[str]) -> dict[str, Any]:
+    """Of one base model. trainer: the job that trains it; None: it was to be in the cache. jobs: that start from it."""
+    name = hash_of(digest)
+    found = {"hash": name, "digest": digest, "path": f"{CACHE}/{name}", "experiments": jobs}
+    return found | (entry(trainer) if trainer else {"state": "done", "reason": "in the cache"})
+
+
+def phase_files(results: Path) -> tuple[Path, Path]:
+    """Of base models and of experiments. Several lists may have their results in one directory."""
+    start = "" if results.stem == "results" else f"{results.stem}."
+    return results.with_name(f"{start}phase1_base_models.json"), results.with_name(f"{start}phase2_experiments.json")
+
+
+def jobs_text(jobs: Sequence[str]) -> str:
+    """In place of NO_JOBS."""
+    lines = ",\n".join(jobs)
+    return f'\n  "jobs": [\n{lines}\n  ]'
 
 
 class Results:
@@ -97,6 +118,8 @@ class Results:
         if last or (self.changed and start >= self._next):
             try:
                 supervisor.write(str(self.path), self._text(outcome, reason))
+                if any(job.job.base for job in self.state.jobs.values()):
+                    self._write_phases(outcome)
                 self.changed, self.trouble = False, ""
             except OSError as error:
                 self.trouble = f"{self.path}: {error.strerror}"
@@ -111,8 +134,23 @@ class Results:
 
     def _text(self, outcome: str, reason: str) -> str:
         around = encoded(document(self.state, self.links, outcome, reason))
-        jobs = ",\n".join(map(self._job, self.state.jobs.values()))
-        return around.replace(NO_JOBS, f'\n  "jobs": [\n{jobs}\n  ]', 1) + "\n"
+        jobs = list(map(self._job, self.state.jobs.values()))
+        return around.replace(NO_JOBS, jobs_text(jobs), 1) + "\n"
+
+    def _write_phases(self, outcome: str) -> None:
+        """Base models and experiments in files of their own."""
+        using: dict[str, list[str]] = {}
+        for job in self.state.jobs.values():
+            if job.job.base:
+                using.setdefault(job.job.base, []).append(job.job.id)
+        trainers = {digest: self.state.trainers.get(digest) for digest in using}
+        models = [base_entry(digest, trainers[digest], jobs) for digest, jobs in using.items()]
+        experiments = [self._job(job) for job in self.state.jobs.values() if not job.job.trains]
+        around = {"list": self.state.id, "state": outcome, "updated": time.time()}
+        first = encoded({**around, "base_models": models}) + "\n"
+        second = encoded({**around, "jobs": []}).replace(NO_JOBS, jobs_text(experiments), 1) + "\n"
+        for path, text in zip(phase_files(self.path), (first, second), strict=True):
+            supervisor.write(str(path), text)
 
     def _job(self, job: JobState) -> str:
         """The text of one job; that of one which does not run stays the same until it does."""

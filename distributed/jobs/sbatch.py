@@ -58,6 +58,7 @@ class Needs:
     gpus: int
     minutes: int | None
     labels: tuple[str, ...]
+    after: str = ""  # an element, as SLURM numbers it, that has to succeed first
 
     @property
     def kind_of_refusal(self) -> str:
@@ -126,6 +127,8 @@ def sbatch_words(
         words.append(f"--constraint={'&'.join([*constraint(options), *needs.labels])}")
     if needs.minutes is not None:
         words.append(f"--time={needs.minutes}")
+    if needs.after:
+        words += [f"--dependency=afterok:{needs.after}", "--kill-on-invalid-dep=yes"]
     return [
         "sbatch", "--parsable", *words, f"--job-name={name}", f"--array=0-{count - 1}", "--nodes=1", "--ntasks=1",
         "--no-requeue", "--export=ALL", f"--chdir={directory}", f"--output={output}", f"--error={output}", *script,

@@ -28,10 +28,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from distributed.base_model import TRAINING, BaseModelError, hash_of
 from distributed.gpus import look_at_gpus
 from distributed.jobs import config, host
+from distributed.jobs.base_cache import Cache
 from distributed.jobs.dispatcher import Event, NotStarted, Order, Refused, Unreachable
-from distributed.jobs.job import document
+from distributed.jobs.job import Job, document
 from distributed.jobs.panes import PLAIN_PYTHON
 from distributed.jobs.placement import Room, Slot
 from distributed.jobs.state import Attempt
@@ -41,6 +43,8 @@ from distributed.launch.supervisor import KIT
 BEAT = 4.0  # seconds between two heartbeats
 SILENCE = 15.0  # seconds without any, after which a connection is lost
 CONNECT = 60.0  # seconds that connecting may take
+COPY_TRIES = 3  # of a base model that was damaged on its way
+COPY_POLL = 0.2  # seconds between two looks at whether another process has copied it
 COPIES = 2  # rsyncs at once with a server, each way
 TOGETHER = 100  # attempts whose results one rsync copies, at most
 ENTRY = "scripts/lib/jobs_host.py"
@@ -50,7 +54,8 @@ NO_PYTHON = "muster-no-python"
 USUAL, NO_RSYNC = 3, 4  # exit codes: ~/ml-customization is there; rsync is not
 # What host.py and the supervisors that it forks need on a server.
 KIT_FILES = (
-    "distributed/__init__.py", "distributed/marks.py", "distributed/gpus.py", "distributed/probe.py",
+    "distributed/__init__.py", "distributed/base_model.py", "distributed/marks.py", "distributed/gpus.py",
+    "distributed/probe.py",
     "distributed/jobs/__init__.py", "distributed/jobs/host.py", "distributed/jobs/panes.py",
     "distributed/launch/__init__.py", "distributed/launch/supervisor.py", "distributed/launch/console.py",
     "scripts/lib/jobs_host.py", "scripts/lib/in_node_env.sh", "scripts/lib/common.bash",
@@ -86,6 +91,7 @@ class Launch:
     sync: bool = False
     sockets: Path = Path()  # directory of ssh's sockets and configurations
     machines: dict[tuple[str, str], str] = field(default_factory=dict)  # (host name, boot id) -> server
+    cache: Cache = field(default_factory=lambda: Cache(Path()))
 
 
 def slots_of(server: config.ServerOptions) -> tuple[Slot, ...]:
@@ -201,6 +207,7 @@ class HostServer:
         self.name, self.settings, self.launch = name, server, launch
         self.room = Room(name, slots_of(server), frozenset(server.labels))
         self.watches_gpus = any(slot.gpu is not None for slot in self.room.slots)
+        self.queues_dependents = False
         self.shared = True  # its working directory is ours
         self.session = ""  # of tmux
         self.directory = self.workdir = ""  # on the server: of the list, and of the jobs
@@ -231,6 +238,7 @@ class HostServer:
             slots=[f"{self.name}:{slot.index}" for slot in self.room.slots], panes=self.launch.panes,
         )  # fmt: skip
         self.workdir, self.directory, self.session = opened["workdir"], opened["directory"], opened["session"]
+        self.room.bases = set(opened["bases"])
         if self.watches_gpus:
             self._check_gpus(await self._channel.call("gpus"))
         await self._after_open(opened)
@@ -310,12 +318,14 @@ class HostServer:
         options = order.job.options
         env = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # as nvidia-smi numbers them, also where GPUs differ
         env |= {**options.env, "CUDA_VISIBLE_DEVICES": ",".join(map(str, order.gpus))}
+        if digest := order.job.base or order.job.trains:
+            env["MUSTER_BASE_MODEL_DIGEST"] = digest
         try:
             return await self._call(
-                "start", attempt=order.attempt, job=order.job.id, output=order.job.output, slots=list(order.slots),
+                "start", attempt=order.attempt, job=order.job.owner, output=order.job.output, slots=list(order.slots),
                 title=order.title, script=self.launch.script, arguments=list(order.arguments),
                 setup=self.settings.setup, env={**env, "MUSTER_JOB": document(order.job)},
-                timeout=options.timeout, grace=self.launch.grace,
+                timeout=options.timeout, grace=self.launch.grace, base=order.job.base,
             )  # fmt: skip
         except HostSays as error:
             raise NotStarted(str(error), error.kind) from None
@@ -329,7 +339,43 @@ class HostServer:
         found: list[dict[str, Any]] = (await self._call("gpus"))["gpus"]
         return found
 
-    async def bring(self, attempt: Attempt, output: str) -> None:
+    async def have_base(self, digest: str) -> int:
+        """See dispatcher.Server."""
+        copied = 0
+        for _ in range(COPY_TRIES):
+            found = await self._ask_for_base(digest)
+            if found["state"] == "copy":
+                found = await self._copy_base(digest, found["staging"])
+                copied += found.get("bytes", 0)
+            if found["state"] == "ready":
+                return copied
+            if found["state"] == "failed" or self.shared:
+                break
+        kind = "base" if self.shared and found["state"] == "damaged" else "server"
+        raise NotStarted(f"base {hash_of(digest)}: {found['reason']}", kind)
+
+    async def _ask_for_base(self, digest: str) -> dict[str, Any]:
+        """What base() of host.py replies, when no other process copies it there any more."""
+        manifest = await cached_manifest(self.launch.cache, digest)
+        output = f"{TRAINING}/{hash_of(digest)}"
+        while True:
+            try:
+                found = await self._call("base", digest=digest, manifest=manifest, output=output, shared=self.shared)
+            except HostSays as error:
+                raise NotStarted(str(error)) from None
+            if found["state"] != "busy":
+                return found
+            await asyncio.sleep(COPY_POLL)
+
+    async def _copy_base(self, digest: str, staging: str) -> dict[str, Any]:
+        raise NotImplementedError
+
+    async def remove_output(self, output: str) -> None:
+        """See dispatcher.Server."""
+        if not self.shared:
+            await self._call("remove_output", output=output)
+
+    async def bring(self, attempt: Attempt, job: Job) -> None:
         """Nothing where the files are ours already."""
 
     async def send(self, output: str) -> None:
@@ -513,17 +559,17 @@ class SshServer(HostServer):
 
     # ---- results
 
-    async def bring(self, attempt: Attempt, output: str) -> None:
+    async def bring(self, attempt: Attempt, job: Job) -> None:
         """See dispatcher.Server."""
         if self.shared:
             return
         try:
-            host.refuse_other_owner(str(self.launch.cwd / output), attempt.job, self.launch.script)
+            host.refuse_other_owner(str(self.launch.cwd / job.output), job.owner, self.launch.script)
         except host.HostError as error:
             raise OSError(str(error)) from None
         log = f"logs/jobs/{self.launch.list_id}/{attempt.name}"
         brought: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._to_bring.append(([output, log], brought))
+        self._to_bring.append(([job.output, log], brought))
         async with self._bringing:
             if not brought.done():
                 together, self._to_bring = self._to_bring[:TOGETHER], self._to_bring[TOGETHER:]
@@ -546,6 +592,21 @@ class SshServer(HostServer):
         else:
             for _, brought in together:
                 brought.set_result(None)
+
+    async def _copy_base(self, digest: str, staging: str) -> dict[str, Any]:
+        """Copy a base model of the cache here into a directory there, which is then verified and renamed."""
+        failed = True
+        try:
+            async with self._sending:
+                await self._rsync(
+                    [f"{self.launch.cache.path(digest)}/", f"server:{literal(self.workdir)}/{literal(staging)}/"]
+                )
+            failed = False
+        except OSError as error:
+            return {"state": "failed", "reason": str(error)}
+        finally:
+            found = await self._call("publish_base", digest=digest, staging=staging, failed=failed)
+        return found
 
     async def send(self, output: str) -> None:
         """See dispatcher.Server."""
@@ -582,6 +643,14 @@ class SshServer(HostServer):
                 process.kill()
             raise
         return process.returncode or 0, said.decode(errors="replace").strip()
+
+
+async def cached_manifest(cache: Cache, digest: str) -> dict[str, Any]:
+    """Of a base model that is valid here. Raises NotStarted."""
+    try:
+        return await asyncio.to_thread(cache.verify, digest)
+    except BaseModelError as error:
+        raise NotStarted(f"base {hash_of(digest)}: {error}", "base") from None
 
 
 async def drained(stream: asyncio.StreamReader | None) -> str:

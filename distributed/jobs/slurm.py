@@ -38,7 +38,7 @@ from distributed.jobs.array_task import SERVER, SETUP
 from distributed.jobs.config import Cluster, ConfigError
 from distributed.jobs.dispatcher import Event, NotStarted, Order, Refused, Unreachable
 from distributed.jobs.element import Element, assign, discard, job_path, needs_of, never_started, take_back
-from distributed.jobs.job import arguments, document
+from distributed.jobs.job import Job, arguments, document
 from distributed.jobs.placement import Room, Slot
 from distributed.jobs.sbatch import (
     IN_QUEUE,
@@ -57,7 +57,7 @@ from distributed.jobs.sbatch import (
     sbatch_words,
     setting,
 )
-from distributed.jobs.servers import ENTRY, Launch
+from distributed.jobs.servers import ENTRY, Launch, cached_manifest
 from distributed.jobs.state import Attempt
 from distributed.launch import supervisor
 from distributed.launch.supervisor import KIT
@@ -128,6 +128,7 @@ class SlurmServer:
         slots = tuple(Slot(index, None) for index in range(max(1, min(cluster.max_queued, wanted))))
         self.room = Room(SERVER, slots, AnyLabels())
         self.watches_gpus = False
+        self.queues_dependents = True
         self.directory = os.path.join(launch.cwd, "logs", "jobs", launch.list_id)
         self._prefix = f"muster-{launch.list_id}-"
         self._environment = environment_of_programs(os.environ)
@@ -308,16 +309,24 @@ class SlurmServer:
         """See dispatcher.Server."""
         reply: asyncio.Future[Facts] = asyncio.get_running_loop().create_future()
         element = self._element(order.attempt, order.job.output)
-        self._starts.append(Start(element, self._needs(order), order, reply))
+        needs = self._needs(order, await asyncio.to_thread(self._number, order.after) if order.after else "")
+        self._starts.append(Start(element, needs, order, reply))
         self._submit_soon()
         return await reply
 
-    def _needs(self, order: Order) -> Needs:
+    def _number(self, attempt: str) -> str:
+        """Of an attempt that was submitted, as SLURM numbers its element. Raises NotStarted."""
+        if (element := self._elements.get(attempt)) and element.array:
+            with contextlib.suppress(OSError), open(job_path(self._array_path(element.array))) as file:
+                return f"{file.read().strip()}_{element.index}"
+        raise NotStarted("its base model is not submitted yet, or no longer trained", "busy")
+
+    def _needs(self, order: Order, after: str) -> Needs:
         options = order.job.options
         seconds = None if options.timeout is None else options.timeout + self.launch.grace + MARGIN
         return Needs(
             options.gpus if self.settings.devices else 0, None if seconds is None else math.ceil(seconds / 60),
-            tuple(sorted(options.labels)),
+            tuple(sorted(options.labels)), after,
         )  # fmt: skip
 
     def _order(self, start: Start) -> Facts:
@@ -328,13 +337,29 @@ class SlurmServer:
         cwd = str(self.launch.cwd)
         return {
             "command": [*host.program(self._python, self.launch.script, cwd), *arguments(job, device)],
-            "script": self.launch.script, "workdir": cwd, "setup": bool(self.settings.setup), "gpus": start.needs.gpus,
+            "script": self.launch.script, "owner": job.owner,
+            "workdir": cwd, "setup": bool(self.settings.setup), "gpus": start.needs.gpus,
             "timeout": None if job.options.timeout is None else max(1, round(job.options.timeout)),
             "grace": float(self.launch.grace), "kill_wait": self._kill_wait,
-            "needs": [start.needs.gpus, start.needs.minutes, list(start.needs.labels)],
+            "needs": [start.needs.gpus, start.needs.minutes, list(start.needs.labels), start.needs.after],
+            "trains": job.trains, "cache": self.launch.cache.directory, "settings": dict(job.settings),
             "call": array_task.carried(dict(os.environ)),
-            "env": {**job.options.env, "MUSTER_JOB": document(job), "MUSTER_OUTPUT_DIR": element.output},
+            "env": {**job.options.env, **self._base_variables(job), "MUSTER_JOB": document(job),
+                    "MUSTER_OUTPUT_DIR": element.output},
         }  # fmt: skip
+
+    def _base_variables(self, job: Job) -> dict[str, str]:
+        found = {"MUSTER_BASE_MODEL": self.launch.cache.path(job.base)} if job.base else {}
+        digest = job.base or job.trains
+        return {**found, "MUSTER_BASE_MODEL_DIGEST": digest} if digest else found
+
+    async def have_base(self, digest: str) -> int:
+        """See dispatcher.Server: the compute nodes see the cache."""
+        await cached_manifest(self.launch.cache, digest)
+        return 0
+
+    async def remove_output(self, output: str) -> None:
+        """Nothing: the files are ours."""
 
     def _prepare(self, start: Start) -> Exception | None:
         """Write an order. Returns why it cannot be started."""
@@ -342,7 +367,7 @@ class SlurmServer:
         assert order
         try:
             os.mkdir(element.directory, 0o777)
-            os.close(host.claim(element.output, order.job.id, self.launch.script))
+            os.close(host.claim(element.output, order.job.owner, self.launch.script))
             if self.settings.setup:
                 supervisor.write(os.path.join(element.directory, SETUP), "\n".join(self.settings.setup) + "\n")
             array_task.write_order(element.directory, self._order(start))
@@ -549,11 +574,11 @@ class SlurmServer:
 
     # ---- results
 
-    async def bring(self, attempt: Attempt, output: str) -> None:
+    async def bring(self, attempt: Attempt, job: Job) -> None:
         """The files are here already. A cancelled job has ended when SLURM shows it no more, either."""
         if attempt.failure != "cancelled":
             return
-        began, element = time.monotonic(), self._element(attempt.name, output)
+        began, element = time.monotonic(), self._element(attempt.name, job.output)
         if not element.locate():
             return
         while self._gone and not self._gone.done() and time.monotonic() < began + ASK:

@@ -34,6 +34,7 @@ class Attempt:
     slots: list[int]
     gpus: list[int]
     start: float  # Unix seconds: when it was decided, then when its command was started
+    after: str = ""  # the attempt that trains its base model, for which it waits in a queue of its server
     state: str = "starting"  # starting, running, ended, lost
     process: dict[str, Any] = field(default_factory=dict)  # pid, start_time, boot_id
     end: float | None = None
@@ -106,6 +107,7 @@ class State:
         self.paused = ""  # why nothing new is started
         self.answered: set[str] = set()  # ids of requests
         self.open: dict[str, Attempt] = {}  # attempts that may be running, by name
+        self.trainers: dict[str, JobState] = {}  # jobs that train base models, by digest
         self.counts = {"waiting": 0, "running": 0, "ending": 0, "done": 0, "failed": 0, "cancelled": 0}
 
     @classmethod
@@ -130,15 +132,10 @@ class State:
         """Attempts that may still run on servers that were lost."""
         return [attempt for job in self.jobs.values() for attempt in job.attempts if attempt.state == "lost"]
 
-    def durations(self) -> list[float]:
-        """Seconds of the jobs that are done."""
-        return [job.last.seconds or 0.0 for job in self.jobs.values() if job.state == "done" and job.last]
-
-    def expected_seconds(self, jobs: Iterable[Job]) -> float:
-        """How long a job takes that says nothing: as those that are done, else as these jobs say on average."""
-        said = (job.options.expected_seconds for job in jobs)
-        known = self.durations() or [seconds for seconds in said if seconds is not None]
-        return sum(known) / len(known) if known else 1.0
+    def waits_for(self, job: JobState) -> JobState | None:
+        """The job that trains the base model of this one, as long as that is to come."""
+        trainer = self.trainers.get(job.job.base)
+        return trainer if trainer and trainer.state != "done" and job.state not in ("running", "ending") else None
 
     # ---- records
 
@@ -158,7 +155,10 @@ class State:
         self.paused = ""
         listed = {each["id"] for each in record["jobs"]}
         for number, each in enumerate(record["jobs"]):
-            job = Job(each["id"], each["settings"], Options.of_public(each["options"]), each["output"])
+            job = Job(
+                each["id"], each["settings"], Options.of_public(each["options"]), each["output"],
+                each.get("base", ""), each.get("trains", ""),
+            )  # fmt: skip
             if known := self.jobs.get(job.id):
                 known.job, known.number = job, number
                 if known.dropped:
@@ -174,6 +174,7 @@ class State:
             elif gone.state in ("failed", "cancelled"):
                 self._move(gone, "cancelled", UNLISTED)
         self.jobs = dict(sorted(self.jobs.items(), key=lambda item: item[1].number))
+        self.trainers = {each.job.trains: each for each in self.jobs.values() if each.job.trains}
 
     def _move(self, job: JobState, state: str, reason: str = "") -> None:
         self.counts[job.state] -= 1
@@ -183,7 +184,10 @@ class State:
     def _start(self, record: Record) -> None:
         job_id, _, number = record["attempt"].rpartition(".")
         job = self.jobs[job_id]
-        attempt = Attempt(job_id, int(number), record["server"], record["slots"], record["gpus"], record["time"])
+        attempt = Attempt(
+            job_id, int(number), record["server"], record["slots"], record["gpus"], record["time"],
+            record.get("after", ""),
+        )  # fmt: skip
         job.attempts.append(attempt)
         job.next_number = attempt.number + 1
         self.open[attempt.name] = attempt
@@ -231,6 +235,17 @@ class State:
         attempt.failure, attempt.reason = record["failure"], record["reason"]
         attempt.lines = record.get("lines", [])
 
+    def _unfit(self, record: Record) -> None:
+        """An attempt that seemed to succeed did not leave what it was to make."""
+        if attempt := self.attempt(record["attempt"]):
+            attempt.failure, attempt.reason = record["failure"], record["reason"]
+
+    def _again(self, record: Record) -> None:
+        """What a job that was done has made is lost or damaged."""
+        job = self.jobs[record["job"]]
+        job.forgiven = len(job.attempts)
+        self._move(job, "waiting", record["reason"])
+
     def _gone(self, record: Record) -> None:
         """An attempt that was given up as lost has been ended."""
         if attempt := self.attempt(record["attempt"]):
@@ -261,6 +276,7 @@ def listed(jobs: Iterable[Job]) -> list[dict[str, Any]]:
     """Jobs as a `list` record has them."""
     return [
         {"id": job.id, "settings": dict(job.settings), "options": job.options.public(), "output": job.output}
+        | {name: digest for name, digest in (("base", job.base), ("trains", job.trains)) if digest}
         for job in jobs
     ]
 

@@ -126,6 +126,20 @@ def read_json(path: str) -> dict[str, object]:
     return found if isinstance(found, dict) else {}
 
 
+def try_lock(file: int, exclusive: bool = True) -> bool:
+    """Lock a file until all who have this descriptor have closed it. False: another process holds the lock."""
+    import fcntl
+
+    try:
+        fcntl.flock(file, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL):  # a file system without locks
+            raise
+    return True
+
+
 def read_code(path: str) -> int | None:
     try:
         with open(path) as file:

@@ -20,6 +20,9 @@
 #   big       MiB of its results
 #   quiet     it writes nothing into its output directory
 #
+# With mode base_only, its settings are those that begin with base_, its name is base, and it writes the files of a base
+# model; `mb` are the MiB of its weights. An experiment notes "base NAME weights" when it can read its base model.
+#
 # All nodes share the files of this machine but for a home, a directory of tmux's sockets, and APART.
 # shellcheck disable=SC2034,SC2153,SC2154 # what it sets is for the tests, and what run sets for it
 
@@ -251,6 +254,8 @@ write_job_script() {
 import ctypes, fcntl, json, os, signal, subprocess, sys, time
 
 job, out, node = json.loads(os.environ["MUSTER_JOB"]), os.environ["MUSTER_OUTPUT_DIR"], os.uname().nodename
+if job.get("mode") == "base_only":
+    job = {"name": "base", "quiet": True, **{key.removeprefix("base_"): value for key, value in job.items()}}
 name, gpus = job.get("name", job["id"]), os.environ["CUDA_VISIBLE_DEVICES"]
 
 
@@ -309,6 +314,14 @@ if not job.get("quiet"):
         file.write(os.urandom(1 << 20) * job.get("big", 0))
     with open(f"{out}/result", "w") as file:
         file.write(f"{name} on {node}\n")
+if job.get("mode") == "base_only" and "exit" not in job or os.path.exists(job.get("exit_once", "nowhere")):
+    for part in ("metrics", "losses", "config"):
+        with open(f"{out}/base_{part}.json", "w") as file:
+            file.write('{"held_out_loss": 1.5}')
+    with open(f"{out}/best_base_model.pt", "wb") as file:
+        file.write(os.urandom(1 << 20) * job.get("mb", 0) + b"weights")
+if "MUSTER_BASE_MODEL" in os.environ:
+    note("base", name, open(os.environ["MUSTER_BASE_MODEL"] + "/best_base_model.pt", "rb").read()[-7:].decode())
 metrics(step=10, loss=0.5)
 note("end", name)
 if not os.path.exists(job.get("exit_once", "nowhere")) and job.get("exit"):

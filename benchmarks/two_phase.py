@@ -1,0 +1,164 @@
+"""What do shared base models save, and are they copied more often than needed?
+
+Experiments on three servers of two slots that share no files, each list in three ways, one after the other:
+
+  two phases   each base model is trained once, and every experiment starts as soon as its own is there
+  barrier      the same, but no experiment starts before all base models are trained (--barrier)
+  alone        each experiment trains its base model itself
+
+The lists: 15 experiments on 1 base model, and 12 experiments on 4 base models of different length. Training is
+`sleep`, and leaves a file of --mb MiB. Predicted is what the plan predicts: the base trainings avoided, times their
+seconds. Measured is the difference of the seconds in which slots were used. Bytes are all that the network interfaces
+of the servers have sent and received, over those of (base models times servers that ran an experiment of each): what
+the server that has trained one sends here counts as its copy. Needs root.
+
+    python -m benchmarks.two_phase [--mb 20] [--base 8] [--experiment 2]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.laboratory import KIT, nodes
+from distributed.base_model import CACHE
+
+JOBS = KIT / "scripts/jobs"
+SLOTS = 2  # of each server
+SCRIPT = """#!/bin/sh
+while [ $# -gt 0 ]; do
+  case $1 in --mode) mode=$2 ;; --base_seconds) base=$2 ;; --seconds) seconds=$2 ;; --mb) mb=$2 ;; esac
+  shift
+done
+case $mode in
+  base_only)
+    sleep "$base"
+    cd "$MUSTER_OUTPUT_DIR"
+    head -c "${mb}M" /dev/urandom >best_base_model.pt
+    for name in metrics losses config; do echo '{}' >"base_$name.json"; done ;;
+  full_fine_tuning) sleep "$seconds" ;;
+  alone) sleep "$base" && sleep "$seconds" ;;
+esac
+"""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One list, run in one way."""
+
+    seconds: float  # from the command to its end
+    results: dict[str, Any]
+    sent: int  # bytes that the servers have sent and received
+
+    @property
+    def slot_seconds(self) -> float:
+        return float(self.results["totals"]["slot_seconds"])
+
+
+def jobs_of(lengths: list[float], count: int, seconds: float, mb: int, mode: str) -> list[dict[str, Any]]:
+    """Experiments in turn on base models that take so many seconds each."""
+    return [
+        {"n": number, "mode": mode, "base_seconds": lengths[number % len(lengths)], "seconds": seconds, "mb": mb,
+         "base_participants": ["a"], "prefix": f"{mode}{number}"}
+        for number in range(count)
+    ]  # fmt: skip
+
+
+def traffic(names: list[str]) -> int:
+    """Bytes that the interfaces of these nodes have sent and received so far."""
+    found = 0
+    for name in names:
+        shown = subprocess.run(["ssh", name, "cat /proc/net/dev"], check=True, capture_output=True, text=True).stdout
+        for line in shown.splitlines()[2:]:
+            interface, _, counters = line.partition(":")
+            if interface.strip() != "lo":
+                found += int(counters.split()[0]) + int(counters.split()[8])
+    return found
+
+
+def run(names: list[str], directory: Path, jobs: list[dict[str, Any]], *options: str) -> Turn:
+    """One list, from the command to its end."""
+    servers = [{"host": name, "gpus": 0, "slots_per_gpu": SLOTS, "workdir": str(directory)} for name in names]
+    base_models = {"base": ["base_seconds", "mb"], "experiment": ["n", "seconds"]}
+    cluster = {"servers": servers, "script_path": "job.sh", "base_models": base_models}
+    (directory / "cluster.json").write_text(json.dumps(cluster))
+    (directory / "jobs.json").write_text(json.dumps(jobs))
+    words = [sys.executable, str(JOBS / "run_two_phase_training.py"), "--cluster-config", "cluster.json"]
+    words += ["--jobs-config", "jobs.json", "--no-tmux", *options]
+    before, begun = traffic(names), time.monotonic()
+    subprocess.run(words, cwd=directory, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    taken = time.monotonic() - begun
+    results = json.loads((directory / "results.json").read_text())
+    if results["totals"]["done"] != results["totals"]["jobs"]:
+        sys.exit(f"{results['totals']['done']} of {results['totals']['jobs']} jobs are done")
+    return Turn(taken, results, traffic(names) - before)
+
+
+def copied(turn: Turn, mb: int) -> str:
+    """Bytes that were copied over the bytes that had to be."""
+    experiments = [job for job in turn.results["jobs"] if "base_model_hash" in job["options"]]
+    needed = {(job["options"]["base_model_hash"], job["attempts"][-1]["server"]) for job in experiments}
+    return f"{turn.sent / 2**20:.0f} MiB of {len(needed) * mb} MiB, ratio {turn.sent / 2**20 / (len(needed) * mb):.2f}"
+
+
+@contextmanager
+def servers() -> Iterator[tuple[list[str], Path]]:
+    """The names of three servers, and their working directory, of which each has its own."""
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name, "work")
+        directory.mkdir()
+        sockets = Path(f"/tmp/tmux-{os.getuid()}")
+        sockets.mkdir(mode=0o700, exist_ok=True)
+        own = [word for path in (sockets, directory) for word in ("--private", str(path))]
+        with nodes(3, *own, prefix="jbench") as (names, folder):
+            (directory / "job.sh").write_text(SCRIPT)
+            (directory / "job.sh").chmod(0o755)
+            for server in names:
+                (folder / f"lab/{server}/private{sockets}").chmod(0o700)
+                shutil.copy(directory / "job.sh", folder / f"lab/{server}/private{directory}")
+            yield names, directory
+
+
+def measure(title: str, lengths: list[float], count: int, given: argparse.Namespace) -> None:
+    """Print what one list takes in each way. Every way has new servers: no base model is there before."""
+    turns: dict[str, Turn] = {}
+    for way, mode, options in (
+        ("two phases", "full_fine_tuning", []), ("barrier", "full_fine_tuning", ["--barrier"]), ("alone", "alone", []),
+    ):  # fmt: skip
+        with servers() as (names, directory):
+            turns[way] = run(names, directory, jobs_of(lengths, count, given.experiment, given.mb, mode), *options)
+            assert (directory / CACHE).is_dir() == (mode != "alone")
+    two, barrier, alone = turns.values()
+    predicted = sum(lengths[number % len(lengths)] for number in range(count)) - sum(lengths)
+    print(f"{title}: {two.seconds:.1f} s; with a barrier {barrier.seconds:.1f} s; alone {alone.seconds:.1f} s")
+    print(f"  ratio to alone {two.seconds / alone.seconds:.2f}, to a barrier {two.seconds / barrier.seconds:.2f}")
+    print(f"  saved: predicted {predicted:.0f} s of slots, measured {alone.slot_seconds - two.slot_seconds:.0f} s")
+    print(f"  copied: {copied(two, given.mb)} (expected: 1.00)", flush=True)
+
+
+def main() -> int:
+    """Print the figures of both lists."""
+    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    options.add_argument("--mb", type=int, default=20, help="MiB of a base model")
+    options.add_argument("--base", type=float, default=8.0, help="seconds of a base training")
+    options.add_argument("--experiment", type=float, default=2.0, help="seconds of an experiment")
+    given = options.parse_args()
+    measure("15 experiments on 1 base model", [given.base], 15, given)
+    lengths = [given.base * share for share in (0.5, 1.0, 1.5, 2.0)]
+    measure("12 experiments on 4 base models", lengths, 12, given)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

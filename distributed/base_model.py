@@ -1,0 +1,255 @@
+"""A base model on a disk: one directory that is complete and verified, or is not there.
+
+    experiments/base_models/3fa2b1c09d12/      the first characters of its digest
+        best_base_model.pt  base_metrics.json  base_losses.json  base_config.json
+        manifest.json                          the whole digest; size and SHA-256 of each file
+
+A digest stands for all settings that determine the weights (see jobs/bases.py). A directory is filled beside its
+place, verified against its manifest, and renamed: no reader ever sees a part of it. Standard library only: it runs on
+servers, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+import tempfile
+from collections.abc import Mapping
+from typing import Any
+
+from distributed.launch.supervisor import read_json, try_lock, write_json
+
+CACHE = "experiments/base_models"
+TRAINING = "experiments/base_training"  # output directories of the jobs that train base models
+FILES = ("best_base_model.pt", "base_metrics.json", "base_losses.json", "base_config.json")
+WEIGHTS = FILES[0]
+MANIFEST = "manifest.json"
+HASH_LENGTH = 12  # hexadecimal digits of the digest that name a base model
+HASH = re.compile(r"[0-9a-f]{12}\Z")
+DIGEST = re.compile(r"[0-9a-f]{64}\Z")
+BLOCK = 1 << 20  # bytes read at once
+
+Manifest = dict[str, Any]
+
+
+class BaseModelError(Exception):
+    """A base model is missing, incomplete or damaged: subject, problem, value, remedy."""
+
+
+def hash_of(digest: str) -> str:
+    """The name of a base model."""
+    return digest[:HASH_LENGTH]
+
+
+def manifest_of(directory: str, digest: str, **facts: Any) -> Manifest:
+    """The manifest of the files of a base model in a directory. Raises BaseModelError where one is missing.
+
+    facts: more about it: its `settings`, the `server` and the `seconds` of its training, and when it was `created`.
+    """
+    files = {}
+    for name in FILES:
+        path = os.path.join(directory, name)
+        try:
+            files[name] = {"bytes": os.path.getsize(path), "sha256": sha256(path)}
+        except OSError as error:
+            raise BaseModelError(f"{path}: {error.strerror}: a job with mode base_only must write it") from None
+    loss = read_json(os.path.join(directory, "base_metrics.json")).get("held_out_loss")
+    return {"digest": digest, "files": files, "held_out_loss": loss, **facts}
+
+
+def sha256(path: str) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def verify(directory: str, digest: str | None = None) -> Manifest:
+    """Compare a base model with its manifest, byte by byte. digest: the whole one that it must have; None: any.
+
+    Raises:
+        BaseModelError: it is missing, incomplete, damaged, or another one.
+    """
+    manifest = read_manifest(directory)
+    if digest not in (None, manifest["digest"]):
+        raise BaseModelError(f"{directory}: holds the base model {manifest['digest']}, expected {digest}")
+    refuse_other_files(directory, manifest)
+    return manifest
+
+
+def read_manifest(directory: str) -> Manifest:
+    """The manifest of a base model, whose files are not read. Raises BaseModelError."""
+    path = os.path.join(directory, MANIFEST)
+    try:
+        with open(path, "rb") as file:
+            manifest = json.load(file)
+        sizes = [manifest["files"][name]["bytes"] for name in FILES]
+        digests = [manifest["digest"], *(manifest["files"][name]["sha256"] for name in FILES)]
+        valid = all(isinstance(size, int) for size in sizes) and all(map(DIGEST.match, digests))
+    except FileNotFoundError:
+        raise BaseModelError(f"{directory}: there is no base model") from None
+    except OSError as error:
+        raise BaseModelError(f"{path}: cannot be read: {error.strerror}") from None
+    except (ValueError, LookupError, TypeError, RecursionError):
+        valid = False
+    if not valid:
+        raise BaseModelError(f"{path}: damaged; remove {directory} and train the base model again")
+    return dict(manifest)
+
+
+def refuse_other_files(directory: str, manifest: Mapping[str, Any]) -> None:
+    """Raises BaseModelError where a file is not what a manifest says."""
+    for name in FILES:
+        path, expected = os.path.join(directory, name), manifest["files"][name]
+        try:
+            if (size := os.path.getsize(path)) != expected["bytes"]:
+                raise BaseModelError(f"{path}: damaged: it has {size:,} bytes, expected {expected['bytes']:,}")
+            if sha256(path) != expected["sha256"]:
+                raise BaseModelError(f"{path}: damaged: its checksum is not the one in {MANIFEST}")
+        except OSError as error:
+            raise BaseModelError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def size_of(manifest: Mapping[str, Any]) -> int:
+    """Bytes of all files."""
+    return sum(each["bytes"] for each in manifest["files"].values())
+
+
+# ---------------------------------------------------------------- a cache: a directory of base models
+
+
+def stage(cache: str, source: str, manifest: Mapping[str, Any]) -> str:
+    """Put copies of the files in a source and a manifest together. Returns the directory, which publish() takes."""
+    staging = new_staging(cache, manifest["digest"])
+    try:
+        for name in FILES:
+            shutil.copyfile(os.path.join(source, name), os.path.join(staging, name))
+        write_json(os.path.join(staging, MANIFEST), dict(manifest))
+    except OSError:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+    return staging
+
+
+def new_staging(cache: str, digest: str) -> str:
+    """An empty directory beside the place of a base model; its name is no name of a base model."""
+    os.makedirs(cache, exist_ok=True)
+    path = os.path.join(cache, f"{staging_prefix(digest)}{secrets.token_hex(4)}")
+    os.mkdir(path)  # mkdtemp would make it for this user alone, whatever the umask
+    return path
+
+
+def staging_prefix(digest: str) -> str:
+    return f".{hash_of(digest)}.incomplete-"
+
+
+def remove_staging(cache: str, digest: str) -> None:
+    """What was left of copies that were cut off; only under the exclusive lock."""
+    for name in os.listdir(cache):
+        if name.startswith(staging_prefix(digest)):
+            shutil.rmtree(os.path.join(cache, name), ignore_errors=True)
+
+
+def publish(cache: str, digest: str, staging: str) -> Manifest:
+    """Verify what was put together, and rename it to its name; what is there already stays where it is valid.
+
+    Raises:
+        BaseModelError: it is incomplete or damaged; it is removed.
+        OSError: as on a full disk.
+    """
+    target = os.path.join(cache, hash_of(digest))
+    try:
+        manifest = verify(staging, digest)
+        for name in (*FILES, MANIFEST, "."):
+            sync(os.path.join(staging, name))
+        while True:
+            try:
+                os.rename(staging, target)
+                break
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                    raise
+            with contextlib.suppress(BaseModelError):
+                return verify(target, digest)
+            remove(cache, hash_of(digest))
+        sync(cache)
+        return manifest
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def sync(path: str) -> None:
+    """Wait until a file, or the names in a directory, are on the disk."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def remove(cache: str, name: str) -> None:
+    """Remove a base model: first its name, then its files."""
+    path = os.path.join(cache, name)
+    if os.path.lexists(path):
+        away = tempfile.mkdtemp(prefix=f".{name}.incomplete-", dir=cache)
+        with contextlib.suppress(FileNotFoundError):  # another process has removed it
+            os.rename(path, os.path.join(away, name))
+        shutil.rmtree(away, ignore_errors=True)
+
+
+def lock(cache: str, digest: str, exclusive: bool) -> int | None:
+    """Lock a base model: exclusively to train, copy or remove it, else to use it. None: another process has it.
+
+    Returns a file that holds the lock until it is closed everywhere. On a file system without locks it holds none.
+    """
+    os.makedirs(cache, exist_ok=True)
+    path = os.path.join(cache, f".{hash_of(digest)}.lock")
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    except PermissionError:  # another user has made it: reading is enough for a lock
+        file = os.open(path, os.O_RDONLY)
+    if try_lock(file, exclusive):
+        return file
+    os.close(file)
+    return None
+
+
+def names_in(cache: str) -> list[str]:
+    """The names of all base models in a cache, valid or not."""
+    try:
+        return sorted(name for name in os.listdir(cache) if HASH.match(name))
+    except FileNotFoundError:
+        return []
+
+
+def digests_in(cache: str) -> list[str]:
+    """The digests of all base models in a cache, verified or not."""
+    found = []
+    for name in names_in(cache):
+        with contextlib.suppress(BaseModelError):
+            found.append(read_manifest(os.path.join(cache, name))["digest"])
+    return found
+
+
+def names_of_staging(cache: str) -> list[str]:
+    """The names of base models of which cut-off copies have left something."""
+    try:
+        return sorted({name[1 : HASH_LENGTH + 1] for name in os.listdir(cache) if ".incomplete-" in name})
+    except FileNotFoundError:
+        return []
+
+
+def signature(directory: str) -> list[list[int]]:
+    """What changes when a file of a base model is written: what was verified once need not be read again."""
+    try:
+        found = [os.stat(os.path.join(directory, name)) for name in (*FILES, MANIFEST)]
+    except OSError:
+        return []
+    return [[each.st_ino, each.st_size, each.st_mtime_ns, each.st_ctime_ns] for each in found]

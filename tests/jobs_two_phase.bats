@@ -1,0 +1,308 @@
+#!/usr/bin/env bats
+#
+# Base models on real servers: each is trained once and copied once to each server that needs it, whatever dies on the
+# way, and no experiment ever runs from a part of one.
+
+bats_require_minimum_version 1.5.0
+# shellcheck source=tests/lab/nodes.bash
+source "$BATS_TEST_DIRNAME/lab/nodes.bash"
+# shellcheck source=tests/lab/job_lists.bash
+source "$BATS_TEST_DIRNAME/lab/job_lists.bash"
+
+
+setup_file() {
+  raise_servers 3
+}
+
+
+teardown_file() {
+  lower_servers
+}
+
+
+setup() {
+  enter_list
+  DISPATCH[1]=$KIT/scripts/jobs/run_two_phase_training.py
+  CACHE=experiments/base_models
+}
+
+
+teardown() {
+  leave_list
+}
+
+
+# From here on the working directory is one that the servers do not share with this machine, nor with one another.
+apart() {
+  WORK="$APART/my $BATS_TEST_NUMBER work"
+  enter_work
+  write_job_script
+}
+
+
+# As cluster, with the settings of job.py classified: those of base models begin with base_.
+two_phase_cluster() { # <node[:slots]...>
+  cluster "$@"
+  local base='["base_seconds", "base_until", "base_exit", "base_exit_once", "base_mb"]'
+  local experiment='["name", "seconds", "until", "exit", "exit_once", "daemon"]'
+  sed -i "1s#^{#{\"base_models\": {\"base\": $base, \"experiment\": $experiment}, #" cluster.json
+}
+
+
+experiments() { # <count> [settings of their base model]: named e1, e2, ...; without one they share it
+  local number
+  for ((number = 1; number <= $1; number++)); do
+    echo "{\"name\": \"e$number\", \"mode\": \"full_fine_tuning\", \"participants\": [\"a\", \"b\"], \"fold\": 0, \
+\"prefix\": \"e$number\", \"base_participants\": [\"b\"], ${2:-\"base_mb\": 1}}"
+  done
+}
+
+
+trainings() { # how many have begun
+  grep -c '^begin base ' "$STARTED" || true
+}
+
+
+copies() { # how many were made, as the dispatcher says
+  grep -c ' copied there ' out || true
+}
+
+
+all_done() {
+  status_of "$LAUNCHER"
+  [ "$status" -eq 0 ] || { cat out && return 1; }
+  holds 'r["totals"]["done"] == len(job) + len([each for each in r["jobs"] if "name" not in each["settings"]]) - 1'
+}
+
+
+hash() { # of the only base model
+  ls "$CACHE"
+}
+
+
+# Every base model that has its name, there as well as here, is valid.
+all_valid() { # <node...>
+  local node
+  run -0 list cache verify
+  for node; do
+    run -0 on "$node" env --chdir "$WORK" "${DISPATCH[@]}" cache verify
+  done
+}
+
+
+# ---------------------------------------------------------------- without faults
+
+
+@test "experiments on servers that share no files: each base model is trained once, and copied once to each server" {
+  apart
+  two_phase_cluster "$N1:2" "$N2:2" "$N3:2"
+  { experiments 9 '"base_mb": 1'; experiments 6 '"base_mb": 2' | sed 's/"e/"f/g'; } | job_list
+  start_list --sync
+  all_done
+  [ "$(trainings)" -eq 2 ]
+  holds 'len(began) == 17 and len(r["jobs"]) == 17'
+  all_valid "$N1" "$N2" "$N3"
+  # A server that has trained a base model needs no copy of it.
+  for base in "$CACHE"/*; do
+    [ "$(grep -c "base ${base##*/} copied there" out)" -le 2 ]
+  done
+  grep -q '"held_out_loss"' phase1_base_models.json || grep -q '"state": "done"' phase1_base_models.json
+  [ "$(grep -c '"id"' phase2_experiments.json)" -eq 15 ]
+  # Again, in another list: nothing is trained, nothing is copied.
+  start_list --log-file again.json
+  status_of "$LAUNCHER"
+  [ "$status" -eq 0 ]
+  [ "$(trainings)" -eq 2 ]
+  [ "$(copies)" -eq 0 ]
+}
+
+
+@test "servers that share their files get one copy, and experiments start when their own base model is there" {
+  WORK=$APART/shared
+  mkdir -p "$BATS_TEST_TMPDIR/shared"
+  enter_work
+  write_job_script
+  for node in "$N1" "$N2" "$N3"; do
+    on "$node" mkdir -p "$WORK"
+    on "$node" mount --bind "$BATS_TEST_TMPDIR/shared" "$WORK"
+  done
+  two_phase_cluster "$N1:2" "$N2:2" "$N3:2"
+  { experiments 6 '"base_mb": 1'; experiments 1 "\"base_until\": \"$WORK/go\"" | sed 's/"e/"f/g'; } | job_list
+  start_list --sync
+  wait_for_line "$STARTED" "end e6"
+  run ! grep "begin f1" "$STARTED"
+  lab ssh "$N1" touch "$WORK/go"
+  all_done
+  [ "$(trainings)" -eq 2 ]
+  [ "$(copies)" -eq 0 ] # the server that has trained it has put it where the others find it
+  for node in "$N1" "$N2" "$N3"; do
+    on "$node" umount "$WORK"
+  done
+}
+
+
+@test "two dispatchers that want one base model at the same moment: one training, one copy to a server" {
+  apart
+  two_phase_cluster "$N1:1"
+  experiments 2 "\"base_until\": \"$WORK/go\"" | job_list
+  start_list --sync
+  eventually eval '[ "$(trainings)" -eq 1 ]'
+  first=$LAUNCHER
+  two_phase_cluster "$N2:2"
+  start "$WORK/second" "${DISPATCH[@]}" --cluster-config cluster.json --jobs-config jobs.json --log-file second.json --sync
+  wait_for_line second "another list, which trains or copies it; waiting"
+  lab ssh "$N1" touch "$WORK/go"
+  status_of "$LAUNCHER"
+  [ "$status" -eq 0 ] || { cat second && false; }
+  LAUNCHER=$first
+  status_of "$LAUNCHER"
+  [ "$status" -eq 0 ]
+  [ "$(trainings)" -eq 1 ]
+  [ "$(copies)" -eq 0 ]
+  [ "$(grep -c ' copied there ' second)" -eq 1 ]
+  all_valid "$N1" "$N2"
+}
+
+
+# ---------------------------------------------------------------- faults
+
+
+@test "a copy that is killed at its beginning, in its middle or at its end, on either side, is never seen as a base model" {
+  apart
+  two_phase_cluster "$N1:1"
+  experiments 1 '"base_mb": 1' | job_list
+  dispatch --sync
+  base=$CACHE/$(hash)
+  for moment in 1 50 99; do
+    for side in here there; do
+      two_phase_cluster "$N2:2"
+      experiments 2 '"base_mb": 1' | sed "s/\"e/\"$moment$side/g" | job_list
+      lab slow "$N2" 2000
+      start_list --sync --log-file "$moment$side.json"
+      eventually copied "$((moment > 80 ? 80 : moment))"
+      lab slow "$N2" 400
+      eventually copied "$moment"
+      ! on "$N2" test -e "$WORK/$base" || all_valid "$N2" # on a busy machine it may be complete by now
+      kill_rsync "$side"
+      lab heal "$N2"
+      status_of "$LAUNCHER"
+      [ "$status" -eq 0 ] || { cat out && false; }
+      all_valid "$N2"
+      [ "$(grep -c "^base $moment$side. weights" "$STARTED")" -eq 2 ]
+      run ! on "$N2" sh -c "ls -A $(printf %q "$WORK/$CACHE") | grep incomplete"
+      on "$N2" rm -r "$WORK/$CACHE"
+    done
+  done
+  [ "$(trainings)" -eq 1 ]
+}
+
+
+copied() { # <percent>: so much of the base model is on the second node, or all of it
+  local size
+  size=$(on "$N2" sh -c "du -sb $(printf %q "$WORK/$CACHE")/.*.incomplete-* 2>/dev/null" | sort -n | tail -n 1 | cut -f 1)
+  [ "${size:-0}" -ge $(($1 * 10486)) ] || on "$N2" test -e "$WORK/$base"
+}
+
+
+kill_rsync() { # <here or there>: the one that sends, or the one that receives
+  local file role=sender
+  while read -r file; do
+    tr '\0' ' ' <"$file" | grep -q -- '--server' && role=there || role=here
+    [ "$role" != "$1" ] || kill -KILL "${file//[!0-9]/}" 2>/dev/null || true
+  done < <(grep -lsa "^rsync.*incomplete" /proc/[0-9]*/cmdline)
+}
+
+
+@test "a bit that is flipped in a base model is noticed: there it is copied again, here it is trained again" {
+  apart
+  two_phase_cluster "$N1:1"
+  experiments 1 | job_list
+  dispatch --sync
+  flip="printf x | dd of=$(printf %q "$WORK/$CACHE/$(hash)/best_base_model.pt") bs=1 seek=4096 conv=notrunc status=none"
+  two_phase_cluster "$N2:1"
+  experiments 1 | sed 's/"e1/"e2/g' | job_list
+  start_list --sync --log-file there.json
+  status_of "$LAUNCHER"
+  on "$N2" sh -c "$flip"
+  experiments 1 | sed 's/"e1/"e3/g' | job_list
+  start_list --log-file there-again.json
+  status_of "$LAUNCHER"
+  [ "$status" -eq 0 ]
+  [ "$(copies)" -eq 1 ]
+  [ "$(trainings)" -eq 1 ]
+  all_valid "$N2"
+  sh -c "$flip"
+  run -1 list cache verify
+  [[ "$output" == *"damaged"* ]]
+  experiments 1 | sed 's/"e1/"e4/g' | job_list
+  run -2 dispatch --log-file skip.json --skip-phase1
+  [[ "$output" == *"base $(hash) of 1 job, the first e4/"*"damaged"* ]]
+  start_list --log-file here.json
+  status_of "$LAUNCHER"
+  [ "$status" -eq 0 ]
+  [ "$(trainings)" -eq 2 ]
+  all_valid "$N2"
+}
+
+
+@test "a server whose disk has no room for a base model gets no experiment that needs it" {
+  apart
+  two_phase_cluster "$N1:1"
+  experiments 1 '"base_mb": 4' | job_list
+  dispatch --sync
+  on "$N2" mkdir -p "$WORK/$CACHE"
+  on "$N2" mount -t tmpfs -o size=2m tmpfs "$WORK/$CACHE"
+  two_phase_cluster "$N2:2" "$N3:1"
+  experiments 3 '"base_mb": 4' | sed 's/"e/"g/g' | job_list
+  start_list --sync --log-file full.json
+  status_of "$LAUNCHER"
+  [ "$status" -eq 0 ] || { cat out && false; }
+  grep -q "$N2: g./fold0_a was not started: base $(hash): .*: [0-9]* MiB free, [0-9]* MiB needed" out
+  [ "$(grep -c "begin g. $N3" "$STARTED")" -eq 3 ]
+  on "$N2" umount "$WORK/$CACHE"
+}
+
+
+@test "a base model that fails twice and then succeeds; one that fails for good fails its experiments alone" {
+  two_phase_cluster "$N1:2" "$N2:1"
+  {
+    experiments 2 "\"base_exit\": 3, \"base_exit_once\": \"$WORK/tried\""
+    experiments 2 '"base_exit": 4' | sed 's/"e/"f/g'
+  } | job_list
+  run -1 dispatch --retries 1
+  holds '[job[name]["state"] for name in ("e1", "e2", "f1", "f2")] == ["done", "done", "failed", "failed"]'
+  holds 'job["f1"]["reason"].startswith("base ") and job["f1"]["reason"].endswith(" failed") and not job["f1"]["attempts"]'
+  sed -i '/^job, out, node/a job.pop("base_exit", None)' job.py # what has failed is mended
+  run -0 list retry failed
+  [[ "$output" == *"3 jobs to run again"* ]]
+  run -0 list resume
+  holds 'r["totals"]["done"] == 6'
+}
+
+
+@test "the dispatcher is killed while a base model is trained, and while it is copied: resume trains and copies no second" {
+  apart
+  two_phase_cluster "$N1:1" "$N2:1"
+  experiments 2 "\"base_mb\": 4, \"base_until\": \"$WORK/go\"" | job_list
+  start_list --sync
+  eventually eval '[ "$(trainings)" -eq 1 ]'
+  kill -KILL "$LAUNCHER"
+  lab slow "$N1" 8000
+  lab slow "$N2" 8000
+  start_command resume
+  wait_for_line out "still runs"
+  for node in "$N1" "$N2"; do
+    lab ssh "$node" touch "$WORK/go"
+  done
+  eventually eval '[ -e "$CACHE/$(hash)/manifest.json" ]'
+  node=$N1
+  [ "$(node_of_job base)" = "$N2" ] || node=$N2
+  eventually on "$node" sh -c "ls -A $(printf %q "$WORK/$CACHE") | grep incomplete"
+  kill -KILL "$LAUNCHER"
+  lab heal "$N1"
+  lab heal "$N2"
+  start_command resume
+  all_done
+  [ "$(trainings)" -eq 1 ]
+  all_valid "$N1" "$N2"
+}
