@@ -97,11 +97,15 @@ all_valid() { # <node...>
   apart
   two_phase_cluster "$N1:2" "$N2:2" "$N3:2"
   { experiments 9 '"base_mb": 1'; experiments 6 '"base_mb": 2' | sed 's/"e/"f/g'; } | job_list
-  start_list --sync
+  start_list --sync --evict-after-copy
   all_done
   [ "$(trainings)" -eq 2 ]
   holds 'len(began) == 17 and len(r["jobs"]) == 17'
   all_valid "$N1" "$N2" "$N3"
+  for node in "$N1" "$N2" "$N3"; do
+    run ! on "$node" sh -c "ls -A $(printf %q "$WORK/experiments/base_training") | grep ."
+  done
+  [ "$(find experiments/base_training -mindepth 1 -maxdepth 1 | wc -l)" -eq 2 ]
   # A server that has trained a base model needs no copy of it.
   for base in "$CACHE"/*; do
     [ "$(grep -c "base ${base##*/} copied there" out)" -le 2 ]

@@ -456,7 +456,7 @@ def test_a_share_of_each_batch_is_the_participants(share: str, size: int, window
 
 
 def test_the_base_of_a_fine_tuning_may_have_been_trained_on_the_participant() -> None:
-    """A base model that several folds share: the dispatcher of a job list refuses it, or is told to allow it."""
+    """A base model that several folds share: a job list refuses it without --allow-shared-held-out."""
     words = ("--fold", "0", "--base_participants", "types", "special-methods", "--mode")
     for mode in ("full_fine_tuning", "from_scratch"):
         assert job(*words, mode).data.base_participants == ["types", "special-methods"]

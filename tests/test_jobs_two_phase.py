@@ -600,14 +600,25 @@ def test_a_dispatcher_that_is_killed_at_any_record_trains_its_base_model_once(
             assert (kill, outcome(call.directory)) == (kill, wanted)
 
 
+def test_a_job_with_the_hash_of_a_base_model_runs_without_the_two_phases(tmp_path: Path, forked: Dispatchers) -> None:
+    directory = prepared(tmp_path / "list")
+    (directory / "jobs.json").write_text(json.dumps([{"prefix": "p", "fold": 0, "_base_model_hash": hash_of(A)}]))
+    call = Call(directory, RUN)
+    assert forked.run(call) == 2
+    assert f"_base_model_hash={hash_of(A)}: " in call.printed
+    assert not (directory / "results.journal").exists()
+    publish(A)
+    (tmp_path / "experiments").rename(directory / "experiments")
+    assert forked.run(call) == 0
+    assert "finished: 1 of 1 done" in call.printed
+
+
 def test_the_story_of_a_wait_is_in_the_state(tmp_path: Path) -> None:
     async def story() -> None:
         one = Server("one")
         one.script = trains(STAYS)
         async with Story(tmp_path, one, jobs=[trainer(A), experiment(1, A)]) as told:
             await told.until(one.running)
-            waits = told.state.waits_for(told.of(1))
-            assert waits is told.of(0)
-            await asyncio.sleep(0)
+            assert told.state.waits_for(told.of(1)) is told.of(0)
 
     play(story())

@@ -331,7 +331,7 @@ def avoided(plan: Plan) -> int:
 
 
 def gpu_hours_saved(plan: Plan, rules: Rules) -> float | None:
-    """None when nobody says how long a base training takes."""
+    """None: `options` of base_models have no _expected_seconds."""
     seconds = rules.options.expected_seconds
     if seconds is None:
         return None

@@ -460,26 +460,15 @@ def other_base(known: JobState | None, job: Job) -> str:
 
 
 def dispatch(
-    book: Journal,
-    state: State,
-    jobs: Sequence[Job],
-    made: Sequence[Server],
-    policy: Policy,
-    log_file: Path,
+    book: Journal, state: State, jobs: Sequence[Job], made: Sequence[Server], policy: Policy, log_file: Path,
     cache: Cache | None = None,
-) -> int:
+) -> int:  # fmt: skip
     """Work on the list until its end. Returns the exit code. cache: see Dispatcher."""
     results: Results
     dispatcher = Dispatcher(
-        book,
-        state,
-        jobs,
-        made,
-        policy,
-        say=lambda line: screen.say(line),
-        changed=lambda: setattr(results, "changed", True),
-        cache=cache,
-    )
+        book, state, jobs, made, policy, say=lambda line: screen.say(line),
+        changed=lambda: setattr(results, "changed", True), cache=cache,
+    )  # fmt: skip
     results = Results(log_file, state, dispatcher.links)
     screen = console.Screen(state, dispatcher.links)
     began = state.counts["done"]

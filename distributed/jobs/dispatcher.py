@@ -871,7 +871,7 @@ class Dispatcher:
 
     async def _ask_for_lock(self, digest: str) -> None:
         assert self.cache
-        told = ""
+        reported = ""
         while True:
             try:
                 found = await asyncio.to_thread(self.cache.claim, digest)
@@ -881,8 +881,8 @@ class Dispatcher:
                 reason = "locked by another list, which trains or copies it"
             if found != "busy":
                 break
-            if reason != told:
-                told = reason
+            if reason != reported:
+                reported = reason
                 self._say(f"base {hash_of(digest)}: {reason}; waiting")
             await asyncio.sleep(LOCKED)
         self.post(Event("claimed", facts={"digest": digest, "found": found}))

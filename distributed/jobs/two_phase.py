@@ -47,7 +47,7 @@ from distributed.fold import DEFAULT_PARTICIPANTS
 from distributed.jobs import base_cache, bases, commands, console
 from distributed.jobs.base_cache import Cached
 from distributed.jobs.commands import CallError, Parser
-from distributed.jobs.config import BaseModels, read_base_models, read_cluster, read_jobs
+from distributed.jobs.config import read_cluster, read_jobs
 from distributed.jobs.job import Job
 
 PROGRAM = "run_two_phase_training.py"
@@ -119,16 +119,10 @@ def cache_call(words: list[str]) -> int:
     found = base_cache.cached(Path.cwd(), verify=given.what == "verify")
     forms = [bases.readable(settings_in(each)) for each in found]
     table = [
-        (
-            each.name,
-            megabytes(each.size),
-            trained_at(each),
-            loss_of(each),
-            "damaged" if each.fault else "ok",
-            text_of(form),
-        )
+        (each.name, megabytes(each.size), trained_at(each), loss_of(each), "damaged" if each.fault else "ok",
+         text_of(form))
         for each, form in zip(found, differing_from_all(forms), strict=True)
-    ]
+    ]  # fmt: skip
     if table:
         commands.show([("base", "size", "trained", "held-out loss", "state", "settings"), *table])
     size = sum(each.size for each in found)
@@ -142,10 +136,6 @@ def cache_call(words: list[str]) -> int:
 def trained_at(base: Cached) -> str:
     created = base.manifest.get("created")
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(created)) if isinstance(created, int | float) else "-"
-
-
-def state_of(base: Cached) -> str:
-    return "damaged" if base.fault else "ok"
 
 
 def loss_of(base: Cached) -> str:
@@ -190,10 +180,8 @@ def read(given: Any) -> tuple[list[Job], bases.Rules]:
         given.cluster_config = beside
     cluster = read_cluster(given.cluster_config) if given.cluster_config else None
     script = given.script_path or (cluster.script_path if cluster else "train.py")
-    said = cluster.base_models if cluster else BaseModels()
-    said = read_base_models(given.base_models) if given.base_models else said
     jobs = read_jobs(given.jobs_config, DEFAULT_PARTICIPANTS if Path(script).name == "train.py" else None)
-    return jobs, bases.Rules.of(said, script)
+    return jobs, commands.base_rules(given, cluster, script)
 
 
 # ---------------------------------------------------------------- distributed_train_helper.py
