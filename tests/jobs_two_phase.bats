@@ -95,6 +95,8 @@ all_valid() { # <node...>
 
 @test "experiments on servers that share no files: each base model is trained once, and copied once to each server" {
   apart
+  furnish "$N2" "$(type -P fish)"
+  furnish "$N3" "$(type -P tcsh)"
   two_phase_cluster "$N1:2" "$N2:2" "$N3:2"
   { experiments 9 '"base_mb": 1'; experiments 6 '"base_mb": 2' | sed 's/"e/"f/g'; } | job_list
   start_list --sync --evict-after-copy
@@ -116,6 +118,8 @@ all_valid() { # <node...>
   start_list --log-file again.json
   status_of "$LAUNCHER"
   [ "$status" -eq 0 ]
+  furnish "$N2"
+  furnish "$N3"
   [ "$(trainings)" -eq 2 ]
   [ "$(copies)" -eq 0 ]
 }

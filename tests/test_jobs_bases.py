@@ -143,6 +143,16 @@ def test_another_version_script_or_order_of_defaults_is_another_base_model() -> 
     assert digests({}, script="./train.py") == digests({})
 
 
+def test_an_edited_settings_file_is_another_base_model(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    found = set()
+    for content in ("model: small", "model: medium"):
+        path.write_text(content)
+        bases.content_at.cache_clear()
+        found |= set(digests({"config": str(path)}))
+    assert len(found) == 2
+
+
 def test_a_script_of_ones_own_has_no_defaults_but_those_that_are_declared() -> None:
     assert plan({}, script="mine.py").bases[digests({}, script="mine.py")[0]].settings == {}
     declared = {"base": ["config"], "defaults": {"depth": 4, "config": "x"}}

@@ -1,6 +1,6 @@
 """Which base models the jobs of a list need: found from their settings alone.
 
-Pure, but for the names of the participants in a data_path.
+Pure, but for the names of the participants in a data_path and the content of a settings file.
 
     rules = Rules.of(base_models, "train.py")       the section base_models, with its defaults
     plan = plan_of(jobs, rules)                     unique base models, and the jobs that start from each
@@ -108,8 +108,10 @@ class Rules:
         return without(found, *HELD_OUT) | {key: exact[key] for key in found.keys() & set(HELD_OUT)}
 
     def digest(self, settings: Mapping[str, Any]) -> str:
-        """SHA-256 of canonical settings."""
+        """SHA-256 of canonical settings, and of what stands in the settings file that they name."""
         form = {"form": FORM, "version": self.version, "script": self.script, "settings": settings}
+        if isinstance(path := settings.get("config"), str) and (content := content_at(path)):
+            form["config"] = content
         text = json.dumps(form, sort_keys=True, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -143,6 +145,15 @@ class Rules:
         if said.get("data_path"):  # the participants are those in it
             own = without(own, "participants")
         return arguments_in({**own, **said})
+
+
+@cache
+def content_at(path: str) -> str | None:
+    """SHA-256 of a settings file; None when it is not on this machine."""
+    try:
+        return hashlib.sha256(Path(path).expanduser().read_bytes()).hexdigest()
+    except (OSError, ValueError):  # a NUL is in no path
+        return None
 
 
 @cache  # a list of jobs asks for one directory hundreds of times
