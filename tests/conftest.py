@@ -1,5 +1,6 @@
-"""Marks as slow each test that forks ranks, starts an agent or raises a laboratory: tests/run.sh --quick leaves it out.
+"""Which tests are slow, and which may not run at once.
 
+Tests that fork ranks, start an agent or raise a laboratory are marked slow: tests/run.sh --quick leaves them out.
 The mark is derived from the source, through helpers and fixtures, so that no test has to be marked by hand. A test that
 is slow for another reason carries the mark itself.
 """
@@ -10,11 +11,13 @@ import ast
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 TESTS = Path(__file__).resolve().parent
 RANKS = "forked"  # the module that forks ranks
+GUIDE = "tests/test_guide_"  # files that raise the laboratory of the guide: its nodes have the same names in all
 COMMANDS = ("lab.sh", "lib/agent.py", "torch.distributed.run")
 
 
@@ -22,6 +25,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if getattr(item, "originalname", "") in slow_names(item.path):
             item.add_marker("slow")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With several workers, the tests of one file run in one worker, and so do those of all files of the guide."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return GUIDE if nodeid.startswith(GUIDE) else str(super()._split_scope(nodeid))
+
+    return Scheduling(config, log)
 
 
 @cache

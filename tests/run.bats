@@ -159,7 +159,7 @@ without() { # <program...>
   run_sh --quick
   [ "$status" -eq 0 ]
   [ "${lines[-1]}" = "Muster: 8 passed, 0 failed, 0 skipped" ]
-  grep -qx "pytest .* -m not soak and not slow .*--dist loadfile tests" "$CALLS"
+  grep -qx "pytest .* -m not soak and not slow .*--numprocesses 2 .*tests" "$CALLS"
   grep -qx "bats .*--filter-tags !soak,!slow $KIT/tests/a.bats" "$CALLS"
   run_sh
   grep -qx "bats .*--filter-tags !soak $KIT/tests/a.bats $KIT/tests/lab.bats $KIT/tests/nodes.bats" "$CALLS"

@@ -182,7 +182,7 @@ start_pytest() { # <file...>
   [[ ! $SOAK ]] || PYTEST_COMMAND+=(-m '')
   [[ ! $QUICK ]] || PYTEST_COMMAND+=(-m 'not soak and not slow')
   [[ ! -t 1 ]] || PYTEST_COMMAND+=(--color yes)
-  [[ $WHAT != all ]] || PYTEST_COMMAND+=(--numprocesses 2 --dist loadfile) # a file is one worker's, with its laboratory
+  [[ $WHAT != all ]] || PYTEST_COMMAND+=(--numprocesses 2 --no-loadscope-reorder) # tests/conftest.py says which apart
   PYTEST_COMMAND+=("$@")
   env --default-signal=INT,QUIT "${PYTEST_COMMAND[@]}" >"$RESULTS/pytest.log" 2>&1 &
   PYTEST_RUNS=$!

@@ -29,6 +29,7 @@ def held_out_loss(run: Path) -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # 23 trainings: a minute on a quiet machine
 def test_fifteen_experiments_train_three_base_models_and_give_what_they_give_by_hand(tmp_path: Path) -> None:
     desk = Desk(tmp_path)
     [command] = [one.text for one in COMMANDS if not one.needs]
