@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from test_docs import TWO_PHASE, every_command
-from test_guide_jobs import Desk
+from test_guide_jobs import SECONDS, Desk
 
 from distributed.base_model import CACHE, HASH_LENGTH, TRAINING, verify
 
@@ -29,7 +29,7 @@ def held_out_loss(run: Path) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # 23 trainings: a minute on a quiet machine
+@pytest.mark.timeout(SECONDS + 100)  # 23 trainings: a minute on a quiet machine
 def test_fifteen_experiments_train_three_base_models_and_give_what_they_give_by_hand(tmp_path: Path) -> None:
     desk = Desk(tmp_path)
     [command] = [one.text for one in COMMANDS if not one.needs]
