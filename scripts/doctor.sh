@@ -19,8 +19,8 @@
 #
 #   --hostfile FILE      lines such as `node1 slots=4` in place of NODE...
 #   --exclude NODES      leave these out
-#   --python PATH        look at this Python; default: the active virtual environment,
-#                        then .venv of the working folder, then python3
+#   --python PATH        look at this Python
+#                        (default: the active venv or conda environment, .venv here, the kit's .venv, python3)
 #   --master-port PORT   the port at which ranks will meet (default 29500)
 #   --log-dir DIR        where runs will be logged (default logs)
 #   --json               print the facts as JSON instead, and judge nothing

@@ -60,6 +60,7 @@ main() {
   parse_args "$@"
   [[ ! $LEVEL ]] || USER_ARGS+=(--log-level "$LEVEL")
   if in_allocation; then
+    enter_node_env "$@"
     launch_on_allocation "$CONFIG" "$NPROC"
     exit "$CODE"
   else

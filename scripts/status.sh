@@ -11,7 +11,7 @@
 #                  what the kernel knows
 #   --json         print the facts as one JSON object
 #   --log-dir DIR  where a name is looked for (default: logs)
-#   --python PATH  default: the active virtual environment, then .venv here, then python3
+#   --python PATH  default: the active venv or conda environment, .venv here, the kit's .venv, python3
 #   --help         show this
 #
 # It may be called from any terminal, also on another machine that shares the folder of the run, and

@@ -55,7 +55,7 @@ SMOKE=()             # words for the test itself
 LAUNCH=()            # words for the launcher
 TELL=()              # words for the report
 WORDS=()             # nodes, as they were given
-STARTER=scripts/ssh/launch_singlenode.sh
+STARTER=$KIT/scripts/ssh/launch_singlenode.sh
 LOG_DIR=$PWD/logs PROCESSES='' BACKEND=auto MIN_BYTES=1K MAX_BYTES=''
 
 
@@ -88,12 +88,12 @@ parse_args() { # <word...>
   PROCESSES=${positional[0]} WORDS=("${positional[@]:1}")
   is_nproc "$PROCESSES" || die_usage "N '$PROCESSES': a number of processes from 1 to $MAX_NPROC is wanted"
   if [[ ${WORDS[*]-}$HOSTFILE ]]; then
-    STARTER=scripts/ssh/launch_torchrun_auto.sh
+    STARTER=$KIT/scripts/ssh/launch_torchrun_auto.sh
     [[ ! $HOSTFILE ]] || LAUNCH+=(--hostfile "$HOSTFILE")
     [[ ! $EXCLUDE ]] || LAUNCH+=(--exclude "$EXCLUDE")
   else
     [[ ! $EXCLUDE ]] || die_usage "--exclude '$EXCLUDE': from which nodes? name them"
-    ! in_allocation || STARTER=scripts/run_ddp.sh
+    ! in_allocation || STARTER=$KIT/scripts/run_ddp.sh
   fi
 }
 
@@ -183,10 +183,10 @@ show_report() { # <report> <exit code, where the report is missing or good>
 
 main() {
   parse_args "$@"
-  pick_python "$ASKED_PYTHON"
+  ! on_the_allocation || enter_node_env "$@"
+  pick_rank_python
   check_smoke
-  cd -- "$KIT" # the package is found from here alone
-  LAUNCH+=(--python "$PYTHON" --log-dir "$LOG_DIR" -m distributed.smoke)
+  LAUNCH+=(--python "$PYTHON" --log-dir "$LOG_DIR" --script "$KIT/scripts/lib/smoke.py")
   if on_the_allocation; then
     LAUNCH+=(-c - -n $((PROCESSES * SLURM_JOB_NUM_NODES)))
   else

@@ -42,6 +42,27 @@ refuses() { # <what it must say>
 }
 
 
+@test "config/node_env.sh is sourced before Python is chosen, and its failure ends the job with 69" {
+  mkdir -p config env/bin
+  printf '#!/bin/sh\nexec %q "$@"\n' "$VIRTUAL_ENV/bin/python" >env/bin/python
+  chmod +x env/bin/python
+  echo "activate() { unset VIRTUAL_ENV; export CONDA_PREFIX=$PWD/env CONDA_DEFAULT_ENV=train; }; sleep 60 & activate" \
+    >config/node_env.sh
+  in_job "$TRAIN" --dry-run -
+  [ "$status" -eq 0 ]
+  [[ "$output" == *"Python: $PWD/env/bin/python (the active conda environment), not "* ]]
+  [[ "$output" == *"/config/node_env.sh $PWD/env/bin/python "* ]]
+  in_job "$KIT/scripts/run_ddp.sh" -n 2 -c - --dry-run
+  [[ "$output" == *"/config/node_env.sh $PWD/env/bin/python "* ]]
+  in_job SLURM_JOB_NUM_NODES=2 "$KIT/scripts/test_distributed.sh" --dry-run 1
+  [[ "$output" == *"/config/node_env.sh $PWD/env/bin/python "* ]]
+  echo "module load python" >config/node_env.sh
+  in_job "$TRAIN" --dry-run -
+  [ "$status" -eq 69 ]
+  [[ "$output" == *"$PWD/config/node_env.sh: line 1: 'module load python' failed with exit code 127; mend it, or "* ]]
+}
+
+
 @test "%a in CONFIG is the number of the array's element" {
   touch run_4.yaml mine.py
   in_job SLURM_ARRAY_TASK_ID=4 SLURM_ARRAY_TASK_MIN=3 "$TRAIN" --dry-run --script mine.py run_%a.yaml

@@ -29,7 +29,7 @@ take_port() { # [MASTER_PORT]
 
 
 check() {
-  pick_python "$ASKED_PYTHON"
+  pick_rank_python
   check_torch
   check_script
   check_config "$CONFIG" 1 # other nodes may have another NPROC: whether the batch divides is for the ranks to say

@@ -130,6 +130,22 @@ read_env_file() { # <file>
 
 # ---------------------------------------------------------------- is it a call that can work?
 
+# Pick the Python of the ranks, and say which one where the user may expect another.
+pick_rank_python() {
+  pick_python "$ASKED_PYTHON"
+  ((${#PYTHONS[@]} < 2)) || log "Python: $PYTHON (${PYTHON_ORIGINS[0]}), not $(not_picked); --python names another"
+}
+
+
+not_picked() {
+  local number line=''
+  for ((number = 1; number < ${#PYTHONS[@]}; number++)); do
+    line+="${line:+, }${PYTHONS[number]} (${PYTHON_ORIGINS[number]})"
+  done
+  printf '%s\n' "$line"
+}
+
+
 # Set WORK, the words that name what each rank runs.
 check_script() {
   if [[ $MODULE ]]; then

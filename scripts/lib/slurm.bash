@@ -29,6 +29,19 @@ in_allocation() {
 }
 
 
+# Restart the script behind config/node_env.sh, so that what is loaded and activated there chooses the Python. The nodes
+# source it for themselves.
+enter_node_env() { # <argument of the script...>
+  if [[ ${MUSTER_ENTERED-} ]]; then
+    unset MUSTER_ENTERED
+    return
+  fi
+  source_node_env "$(node_env)" end_background </dev/null >&2
+  end_background
+  MUSTER_ENTERED=1 exec "$BASH" "$PROGRAM_FILE" "$@"
+}
+
+
 # ---------------------------------------------------------------- what is there
 
 check_slurm_settings() {
@@ -57,7 +70,7 @@ split_words() { # <name of a variable>
 # What the image holds cannot be looked at from here, and what is here need not be able to train.
 check_work() {
   if [[ ! ${CONTAINER-} ]]; then
-    pick_python "$ASKED_PYTHON"
+    pick_rank_python
     RANK_PYTHON=$PYTHON
     check_torch
     check_script

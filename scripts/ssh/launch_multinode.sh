@@ -16,7 +16,7 @@
 #
 #   --script PATH        what to run (default: the kit's train.py)
 #   -m MODULE            run a module in its place
-#   --python PATH        default: the active virtual environment, then .venv here, then python3
+#   --python PATH        default: the active venv or conda environment, .venv here, the kit's .venv, python3
 #   --agent fast|torchrun  fast: workers forked from one warm process; torchrun: torch.distributed.launch
 #                        itself, which does not know when another node has failed
 #   --env NAME=VALUE     environment of the processes, repeatable

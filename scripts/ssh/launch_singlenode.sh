@@ -10,7 +10,7 @@
 #
 #   --script PATH        what to run (default: the kit's train.py)
 #   -m MODULE            run a module in its place
-#   --python PATH        default: the active virtual environment, then .venv here, then python3
+#   --python PATH        default: the active venv or conda environment, .venv here, the kit's .venv, python3
 #   --agent fast|torchrun  fast: workers forked from one warm process; torchrun: the plain one
 #   --master-port PORT   default: a free one
 #   --env NAME=VALUE     environment of the processes, repeatable
@@ -46,7 +46,7 @@ parse_args() { # <word...>
 
 
 check() {
-  pick_python "$ASKED_PYTHON"
+  pick_rank_python
   check_torch
   check_script
   check_config "$CONFIG" "$NPROC"

@@ -13,7 +13,7 @@
 #   --exclude NODES      leave these out
 #   --script PATH        what to run (default: the kit's train.py)
 #   -m MODULE            run a module in its place
-#   --python PATH        default: the active virtual environment, then .venv here, then python3;
+#   --python PATH        default: the active venv or conda environment, .venv here, the kit's .venv, python3;
 #                        on all nodes the same path
 #   --agent fast|torchrun  fast: workers forked from one warm process; torchrun: the plain one
 #   --master-port PORT   default: a free one of the first node
