@@ -27,7 +27,7 @@
 #   --quiet              no lines of the launcher's own
 #   --help               show this
 #
-# The launchers' --python, --agent, --master-port, --env, --env-file, --log-dir, --no-preflight and
+# The launchers' --python, --agent, --master-port, --rendezvous-timeout, --env, --env-file, --log-dir, --no-preflight and
 # --dry-run are understood too: see scripts/ssh/launch_singlenode.sh --help.
 #
 # Exit codes: 0 all is well, 1 a check failed, 2 wrong call, 69 a node cannot be reached or is not
@@ -74,7 +74,7 @@ parse_args() { # <word...>
       --log-dir) need_value "$@"; LOG_DIR=$(absolute "$2"); shift ;;
       --env-file) need_value "$@"; read_env_file "$2"; LAUNCH+=("$1" "$(absolute "$2")"); shift ;;
       --env) need_value "$@"; add_environment "$1" "$2"; LAUNCH+=("$1" "$2"); shift ;;
-      --agent | --master-port) need_value "$@"; LAUNCH+=("$1" "$2"); shift ;;
+      --agent | --master-port | --rendezvous-timeout) need_value "$@"; LAUNCH+=("$1" "$2"); shift ;;
       --no-preflight) LAUNCH+=("$1") ;;
       --quiet) LAUNCH+=("$1"); QUIET=1 ;;
       --dry-run) DRY_RUN=1 ;;
@@ -183,7 +183,11 @@ show_report() { # <report> <exit code, where the report is missing or good>
 
 main() {
   parse_args "$@"
-  ! on_the_allocation || enter_node_env "$@"
+  if on_the_allocation; then
+    enter_node_env "$@"
+    take_port_of_environment
+    LAUNCH=(${MASTER_PORT:+--master-port "$MASTER_PORT"} "${LAUNCH[@]}")
+  fi
   pick_rank_python
   check_smoke
   LAUNCH+=(--python "$PYTHON" --log-dir "$LOG_DIR" --script "$KIT/scripts/lib/smoke.py")

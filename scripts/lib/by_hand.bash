@@ -23,7 +23,9 @@ parse_args() { # <word...>
 
 take_port() { # [MASTER_PORT]
   [[ ! ${1-} || ! $MASTER_PORT ]] || die_usage "MASTER_PORT $1 and --master-port $MASTER_PORT: give one of the two"
-  MASTER_PORT=${1:-${MASTER_PORT:-29500}}
+  MASTER_PORT=${1:-$MASTER_PORT}
+  take_port_of_environment
+  MASTER_PORT=${MASTER_PORT:-29500}
   is_port "$MASTER_PORT" || die_usage "MASTER_PORT '$MASTER_PORT': a port is a number from 1 to 65535"
 }
 

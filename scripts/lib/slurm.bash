@@ -38,7 +38,7 @@ enter_node_env() { # <argument of the script...>
   fi
   source_node_env "$(node_env)" end_background </dev/null >&2
   end_background
-  MUSTER_ENTERED=1 exec "$BASH" "$PROGRAM_FILE" "$@"
+  MUSTER_ENTERED=1 MASTER_PORT=$PORT_OF_ENVIRONMENT exec bash "$PROGRAM_FILE" "$@"
 }
 
 
@@ -47,6 +47,8 @@ enter_node_env() { # <argument of the script...>
 check_slurm_settings() {
   [[ $LAUNCHER == srun || $LAUNCHER == torchrun ]] || die_usage "LAUNCHER='$LAUNCHER': srun or torchrun is wanted"
   type -P srun >/dev/null || die_usage "srun is not on the PATH: this is no SLURM machine"
+  [[ ! $RENDEZVOUS_TIMEOUT || $LAUNCHER == torchrun ]] || die_usage "--rendezvous-timeout: only agents wait for each" \
+    "other (LAUNCHER=torchrun); how long ranks wait is the script's own (distributed.timeout of the kit's trainer)"
   local lines words
   lines=$(split_words SRUN_ARGS)
   [[ ! $lines ]] || mapfile -t SRUN_OPTIONS <<<"$lines"
@@ -171,6 +173,7 @@ run_step() { # <node:tasks,...> <word...>
 launch_on_allocation() { # <CONFIG> [number of ranks]
   ((!DETACH)) || die_usage "--detach: inside an allocation the run ends with it; use sbatch to leave the terminal"
   check_slurm_settings
+  take_port_of_environment
   check_work
   read_allocation "${2-}"
   check_config "$1" "$RANKS"
