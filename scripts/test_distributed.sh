@@ -18,6 +18,7 @@
 #
 #   --hostfile FILE      lines such as `node1 slots=4` in place of NODE...
 #   --exclude NODES      leave these out
+#   --sync               copy the working directory and the kit to nodes that do not share them first
 #   --json               one JSON object in place of the report for people
 #   --backend BACKEND    auto, nccl or gloo (default: nccl where there are GPUs, else gloo)
 #   --min-bytes SIZE     smallest message, such as 1024, 64K, 16M or 1G (default: 1K)
@@ -46,6 +47,8 @@ source "$KIT/scripts/lib/launcher.bash" # for what nodes.bash asks of it
 source "$KIT/scripts/lib/ssh.bash"
 # shellcheck source=scripts/lib/nodes.bash
 source "$KIT/scripts/lib/nodes.bash"
+# shellcheck source=scripts/lib/sync.bash
+source "$KIT/scripts/lib/sync.bash"
 # shellcheck source=scripts/lib/reach.bash
 source "$KIT/scripts/lib/reach.bash"
 # shellcheck source=scripts/lib/slurm.bash
@@ -63,6 +66,7 @@ parse_args() { # <word...>
   local positional=()
   while (($#)); do
     case $1 in
+      --sync) SYNC=1; LAUNCH+=("$1") ;;
       --json) TELL=(--json) ;;
       --min-bytes) need_value "$@"; check_size "$@"; MIN_BYTES=$2; shift ;;
       --max-bytes) need_value "$@"; check_size "$@"; MAX_BYTES=$2; shift ;;
@@ -93,6 +97,7 @@ parse_args() { # <word...>
     [[ ! $EXCLUDE ]] || LAUNCH+=(--exclude "$EXCLUDE")
   else
     [[ ! $EXCLUDE ]] || die_usage "--exclude '$EXCLUDE': from which nodes? name them"
+    ((!SYNC)) || die_usage "--sync: to which nodes? name them"
     ! in_allocation || STARTER=$KIT/scripts/run_ddp.sh
   fi
 }
@@ -151,6 +156,7 @@ test_connections() {
   local node words=() code=0
   open_connections
   name_nodes "$PROCESSES" "${WORDS[@]}"
+  ((!SYNC)) || sync_nodes
   try_all_pairs "$SOCKETS/answers"
   for node in "${NODES[@]}"; do
     words+=("$node:${NPROC[$node]}")
