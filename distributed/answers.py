@@ -15,6 +15,7 @@ from typing import Any
 
 MARK = "muster-answer "  # before the answer
 UNFIT = 69  # exit code: a node cannot be reached, or is not fit
+NODE_ENV = "config/node_env.sh: "  # before what is wrong with that file
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class Answer:
 
     def why_none(self) -> str:
         """Why there is no answer, and what to do."""
+        if self.code == UNFIT and (fault := [line for line in self.err.splitlines() if NODE_ENV in line]):
+            return fault[-1]  # in_node_env.sh says what is to be done
         said = " ".join(self.err.split()) or f"exit code {self.code}"
         signs, otherwise = (UNREACHED, NOT_REACHED) if self.code == 255 else (UNFIT_SIGNS, "{said}")
         words = next((what for sign, what in signs.items() if sign in said), otherwise)
@@ -53,7 +56,6 @@ NO_PYTHON = "has no such Python ({said}): name one that all nodes have with --py
 NO_KIT = "does not have the kit ({said}): share its folder between the nodes, or launch with --sync"
 UNFIT_SIGNS = {  # what bash and Python say
     ": cd: ": "has no such folder as here ({said}): share it between the nodes, or launch with --sync",
-    "it is sourced, and must not exit": "{said}",
     "in_node_env.sh: line": NO_PYTHON,
     "in_node_env.sh": NO_KIT,
     "can't open file": NO_KIT,

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 STOPPED = 75  # exit code: stopped on request with a checkpoint written, run again to go on
 STOP_CODES = (STOPPED, 128 + signal.SIGHUP, 128 + signal.SIGINT, 128 + signal.SIGTERM)  # of ranks that were stopped
 NOT_REACHED = 69  # exit code: this, or another node, cannot be reached
+NODE_ENV = "config/node_env.sh: "  # before what is wrong with that file, as a node prints it
 SRUN = "srun"  # when it could start nothing, it has left what it said as if it were a node
 MOST_RANKS = 1 << 20  # of a node: more is no number of processes
 LOG_TAIL = 1 << 20  # bytes at the end of a node's log that are looked at
@@ -271,6 +272,8 @@ def _agent_failure(node: str, code: int, lines: Sequence[Line]) -> Failure:
     said = last_words(lines)
     if said is None:
         texts = [line.text for line in lines if line.text.strip()]
+        # srun prints more behind that.
+        texts = [text for text in texts if code == NOT_REACHED and NODE_ENV in text] or texts
         said = Said(None, texts[-1] if texts and code < 128 else "", "")
     return Failure(node, exit_code=code, **said._asdict())
 

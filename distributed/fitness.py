@@ -552,6 +552,8 @@ def leftovers(env: Mapping[str, str]) -> Iterator[Line]:
         name for name in env if re.fullmatch(r"((LOCAL_|GROUP_)?(RANK|WORLD_SIZE)|NODE_RANK|MASTER_(ADDR|PORT))", name)
     ]
     agent = [name for name in env if name.startswith(("TORCHELASTIC_", "PET_"))]
+    if place == ["MASTER_PORT"]:  # alone it is a setting, which launchers use
+        place = []
     if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         yield fault(
             "shell",

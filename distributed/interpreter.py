@@ -58,10 +58,15 @@ class Package:
 def which_python(executable: str, folder: Path, env: Mapping[str, str]) -> Interpreter:
     """Which Python this is, and by which of the launchers' rules it was picked."""
     virtual, conda = env.get("VIRTUAL_ENV", ""), env.get("CONDA_PREFIX", "")
+    base = env.get("CONDA_DEFAULT_ENV") == "base"  # active in every shell: it counts as python3
     if virtual and executable == f"{virtual}/bin/python":
         why = "the active virtual environment"
+    elif conda and not base and executable == f"{conda}/bin/python":
+        why = "the active conda environment"
     elif executable == f"{folder}/.venv/bin/python":
-        why = ".venv of the working folder"
+        why = ".venv of the working directory"
+    elif executable == f"{KIT}/.venv/bin/python":
+        why = "the kit's .venv"
     elif executable == shutil.which("python3", path=env.get("PATH")):
         why = "python3 of PATH"
     else:
@@ -72,7 +77,7 @@ def which_python(executable: str, folder: Path, env: Mapping[str, str]) -> Inter
         version=".".join(map(str, sys.version_info[:3])),
         why=why,
         isolated=in_conda or sys.prefix != sys.base_prefix,
-        unused_conda="" if executable.startswith(conda + "/") else conda,
+        unused_conda="" if base or executable.startswith(conda + "/") else conda,
     )
 
 

@@ -35,6 +35,7 @@ from pathlib import Path
 
 from distributed.evidence import (
     FATAL,
+    NODE_ENV,
     NOT_REACHED,
     SRUN,
     STOPPED,
@@ -285,16 +286,20 @@ _SENTENCES: dict[Kind, Callable[[Failure], str]] = {
     Kind.OWN: lambda one: f"{who(one)} {_did(one)}",
     Kind.AGENT: lambda one: f"{who(one)} could not go on: {_short(what(one))}",
     Kind.LOST_NODE: lambda one: f"{one.node}: connection lost: {one.message or _WHY_LOST}",
-    Kind.UNSURE: lambda one: (
-        f"{who(one)} could not go on: {_short(one.message.removeprefix(_AGENT_SAYS))}"
-        if one.rank is None and one.message.startswith(_AGENT_SAYS)
-        else f"{who(one)} {_did(one)}; nothing clearer was recorded"
-    ),
+    Kind.UNSURE: lambda one: _unsure(one),
     Kind.ACCUSED: lambda one: f"{who(one)} did not come: {one.witness}",
     Kind.COLLATERAL: lambda one: f"the cause was not recorded; {who(one)} lost the others first: {_short(what(one))}",
     Kind.STOPPED: lambda _: "stopped on request, a checkpoint is written: run the same command again to go on",
     Kind.ENDED: lambda one: f"{who(one)} {_did(one)}; no rank had failed before",
 }
+
+
+def _unsure(one: Failure) -> str:
+    if one.rank is None and one.message.startswith(_AGENT_SAYS):
+        return f"{who(one)} could not go on: {_short(one.message.removeprefix(_AGENT_SAYS))}"
+    if one.rank is None and NODE_ENV in one.message:  # the agent had not been started yet
+        return one.message
+    return f"{who(one)} {_did(one)}; nothing clearer was recorded"
 
 
 def who(failure: Failure) -> str:

@@ -19,8 +19,9 @@
 #
 #   --hostfile FILE      lines such as `node1 slots=4` in place of NODE...
 #   --exclude NODES      leave these out
-#   --python PATH        look at this Python; default: the active virtual environment,
-#                        then .venv of the working folder, then python3
+#   --sync               copy the working directory and the kit to nodes that do not share them first
+#   --python PATH        look at this Python
+#                        (default: the active venv or conda environment, .venv here, the kit's .venv, python3)
 #   --master-port PORT   the port at which ranks will meet (default 29500)
 #   --log-dir DIR        where runs will be logged (default logs)
 #   --json               print the facts as JSON instead, and judge nothing
@@ -42,6 +43,8 @@ source "$KIT/scripts/lib/launcher.bash" # for what nodes.bash asks of it
 source "$KIT/scripts/lib/ssh.bash"
 # shellcheck source=scripts/lib/nodes.bash
 source "$KIT/scripts/lib/nodes.bash"
+# shellcheck source=scripts/lib/sync.bash
+source "$KIT/scripts/lib/sync.bash"
 # shellcheck source=scripts/lib/reach.bash
 source "$KIT/scripts/lib/reach.bash"
 
@@ -68,6 +71,7 @@ parse_args() { # <argument...>
       --log-dir) need_value "$@"; LOG_DIR=$2; shift 2 ;;
       --hostfile) need_value "$@"; HOSTFILE=$2; shift 2 ;;
       --exclude) need_value "$@"; EXCLUDE=$2; shift 2 ;;
+      --sync) SYNC=1; shift ;;
       --json) TELL=(--json); shift ;;
       --dry-run) DRY_RUN=1; shift ;;
       --quiet) QUIET=1; shift ;;
@@ -78,6 +82,7 @@ parse_args() { # <argument...>
   LOG_DIR=$(realpath -m -- "$LOG_DIR")
   check_options
   [[ ! $EXCLUDE || ${WORDS[*]-}$HOSTFILE ]] || die_usage "--exclude '$EXCLUDE': from which nodes? name them"
+  [[ $SYNC == 0 || ${WORDS[*]-}$HOSTFILE ]] || die_usage "--sync: to which nodes? name them"
 }
 
 
@@ -122,6 +127,7 @@ look_at_nodes() {
     return
   fi
   open_connections
+  ((!SYNC)) || sync_nodes
   answers=$SOCKETS/answers
   mkdir -p -- "$answers/looking"
   ask_nodes "$answers/looking" "${COMMAND[@]}"

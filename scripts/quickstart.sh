@@ -99,7 +99,8 @@ say_what_next() {
   mapfile -t more < <(longer)
   printf '\nWhat to do next:\n\n'
   [[ $CALLER -ef $KIT ]] || printf '  cd %s\n' "$(quote "$KIT")"
-  [[ ! ${VIRTUAL_ENV-} || $VIRTUAL_ENV -ef $VENV ]] || printf '  source .venv/bin/activate\n'
+  list_pythons
+  [[ ${PYTHONS[0]%/*} -ef $VENV/bin ]] || printf '  source .venv/bin/activate\n'
   cat <<END
   # look at this training: open logs/latest/report.html, or
   tail -n 3 logs/latest/metrics.jsonl

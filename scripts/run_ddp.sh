@@ -6,7 +6,8 @@
 #
 #   -n N          number of processes in total
 #   -c CONFIG     settings file (default: the kit's config/quickstart.yaml); - passes nothing
-#   -l LEVEL      how much is told: debug, info, warning or error
+#   -l LEVEL      how much the kit's trainer prints: debug, info, warning or error, in any case; refused with
+#                 --script and -m, as it is an argument of the trainer's
 #   WORD...       go to the script untouched, for the kit's trainer: section.key=value
 #   options       those of scripts/ssh/launch_singlenode.sh; inside an allocation srun starts the
 #                 processes: --agent counts with LAUNCHER=torchrun alone, --detach is refused.
@@ -46,8 +47,16 @@ parse_args() { # <word...>
   ((${#POSITIONAL[@]} == 0)) || die_usage "not understood: $(quote "${POSITIONAL[@]}")"
   [[ $NPROC ]] || die_usage "-n N is missing: how many processes?"
   [[ $NPROC =~ ^[1-9][0-9]{0,8}$ ]] || die_usage "-n '$NPROC': a number of processes, 1 or more, is wanted"
-  [[ ! $LEVEL || $LEVEL =~ ^(debug|info|warning|error)$ ]] ||
-    die_usage "-l '$LEVEL': debug, info, warning or error is wanted"
+  check_level
+}
+
+
+check_level() {
+  [[ $LEVEL ]] || return 0
+  [[ ${LEVEL,,} =~ ^(debug|info|warning|error)$ ]] || die_usage "-l '$LEVEL': expected debug, info, warning or error"
+  [[ ! $SCRIPT$MODULE || $SCRIPT -ef $KIT/train.py ]] || die_usage "-l '$LEVEL': is for the kit's train.py; give your own script its arguments" \
+    "behind --, such as -- --log-level ${LEVEL,,}"
+  USER_ARGS+=(--log-level "${LEVEL,,}")
 }
 
 
@@ -58,8 +67,8 @@ on_this_machine() {
 
 main() {
   parse_args "$@"
-  [[ ! $LEVEL ]] || USER_ARGS+=(--log-level "$LEVEL")
   if in_allocation; then
+    enter_node_env "$@"
     launch_on_allocation "$CONFIG" "$NPROC"
     exit "$CODE"
   else

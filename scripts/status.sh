@@ -11,7 +11,7 @@
 #                  what the kernel knows
 #   --json         print the facts as one JSON object
 #   --log-dir DIR  where a name is looked for (default: logs)
-#   --python PATH  default: the active virtual environment, then .venv here, then python3
+#   --python PATH  default: the active venv or conda environment, .venv here, the kit's .venv, python3
 #   --help         show this
 #
 # It may be called from any terminal, also on another machine that shares the folder of the run, and
@@ -70,7 +70,7 @@ job_without_run() { # <number>
 }
 
 
-# On a screen of its own; the last look stays.
+# On a screen of its own.
 watch_run() {
   local status
   ANSWER_WITHIN=5
@@ -78,22 +78,23 @@ watch_run() {
   if [[ -t 1 ]]; then
     HOW=(--in-place)
     printf '\e[?1049h\e[2J'
-    trap 'printf "\e[?1049l"' EXIT
+    trap leave_screen EXIT
   fi
   while true; do
     look_once && status=0 || status=$?
+    cp -rT -- "$ANSWERS" "$ANSWERS.last"
     [[ $(<"$ANSWERS/state") != ended ]] || break
     read -r -t $((EVERY - LOOK)) <> <(:) || true # sleeps without a child: nobody writes there
   done
-  [[ ! -t 1 ]] || show_last
   exit "$status"
 }
 
 
-show_last() {
+# The last complete look stays below the command, and the prompt comes below that.
+leave_screen() {
   printf '\e[?1049l'
-  HOW=()
-  look_once || true
+  [[ ! -e $ANSWERS.last ]] ||
+    kit_python status --launcher "$LAUNCHER_IS" --job-state "$JOB_STATE" "$RUN" "$ANSWERS.last" || true
 }
 
 

@@ -8,7 +8,7 @@
 #
 #   --now          end the processes at once: no time to write a checkpoint
 #   --log-dir DIR  where a name is looked for (default: logs)
-#   --python PATH  default: the active virtual environment, then .venv here, then python3
+#   --python PATH  default: the active venv or conda environment, .venv here, the kit's .venv, python3
 #   --quiet        only the proof
 #   --help         show this
 #

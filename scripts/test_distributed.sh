@@ -18,6 +18,7 @@
 #
 #   --hostfile FILE      lines such as `node1 slots=4` in place of NODE...
 #   --exclude NODES      leave these out
+#   --sync               copy the working directory and the kit to nodes that do not share them first
 #   --json               one JSON object in place of the report for people
 #   --backend BACKEND    auto, nccl or gloo (default: nccl where there are GPUs, else gloo)
 #   --min-bytes SIZE     smallest message, such as 1024, 64K, 16M or 1G (default: 1K)
@@ -27,7 +28,7 @@
 #   --quiet              no lines of the launcher's own
 #   --help               show this
 #
-# The launchers' --python, --agent, --master-port, --env, --env-file, --log-dir, --no-preflight and
+# The launchers' --python, --agent, --master-port, --rendezvous-timeout, --env, --env-file, --log-dir, --no-preflight and
 # --dry-run are understood too: see scripts/ssh/launch_singlenode.sh --help.
 #
 # Exit codes: 0 all is well, 1 a check failed, 2 wrong call, 69 a node cannot be reached or is not
@@ -46,6 +47,8 @@ source "$KIT/scripts/lib/launcher.bash" # for what nodes.bash asks of it
 source "$KIT/scripts/lib/ssh.bash"
 # shellcheck source=scripts/lib/nodes.bash
 source "$KIT/scripts/lib/nodes.bash"
+# shellcheck source=scripts/lib/sync.bash
+source "$KIT/scripts/lib/sync.bash"
 # shellcheck source=scripts/lib/reach.bash
 source "$KIT/scripts/lib/reach.bash"
 # shellcheck source=scripts/lib/slurm.bash
@@ -55,7 +58,7 @@ SMOKE=()             # words for the test itself
 LAUNCH=()            # words for the launcher
 TELL=()              # words for the report
 WORDS=()             # nodes, as they were given
-STARTER=scripts/ssh/launch_singlenode.sh
+STARTER=$KIT/scripts/ssh/launch_singlenode.sh
 LOG_DIR=$PWD/logs PROCESSES='' BACKEND=auto MIN_BYTES=1K MAX_BYTES=''
 
 
@@ -63,6 +66,7 @@ parse_args() { # <word...>
   local positional=()
   while (($#)); do
     case $1 in
+      --sync) SYNC=1; LAUNCH+=("$1") ;;
       --json) TELL=(--json) ;;
       --min-bytes) need_value "$@"; check_size "$@"; MIN_BYTES=$2; shift ;;
       --max-bytes) need_value "$@"; check_size "$@"; MAX_BYTES=$2; shift ;;
@@ -74,7 +78,7 @@ parse_args() { # <word...>
       --log-dir) need_value "$@"; LOG_DIR=$(absolute "$2"); shift ;;
       --env-file) need_value "$@"; read_env_file "$2"; LAUNCH+=("$1" "$(absolute "$2")"); shift ;;
       --env) need_value "$@"; add_environment "$1" "$2"; LAUNCH+=("$1" "$2"); shift ;;
-      --agent | --master-port) need_value "$@"; LAUNCH+=("$1" "$2"); shift ;;
+      --agent | --master-port | --rendezvous-timeout) need_value "$@"; LAUNCH+=("$1" "$2"); shift ;;
       --no-preflight) LAUNCH+=("$1") ;;
       --quiet) LAUNCH+=("$1"); QUIET=1 ;;
       --dry-run) DRY_RUN=1 ;;
@@ -88,12 +92,13 @@ parse_args() { # <word...>
   PROCESSES=${positional[0]} WORDS=("${positional[@]:1}")
   is_nproc "$PROCESSES" || die_usage "N '$PROCESSES': a number of processes from 1 to $MAX_NPROC is wanted"
   if [[ ${WORDS[*]-}$HOSTFILE ]]; then
-    STARTER=scripts/ssh/launch_torchrun_auto.sh
+    STARTER=$KIT/scripts/ssh/launch_torchrun_auto.sh
     [[ ! $HOSTFILE ]] || LAUNCH+=(--hostfile "$HOSTFILE")
     [[ ! $EXCLUDE ]] || LAUNCH+=(--exclude "$EXCLUDE")
   else
     [[ ! $EXCLUDE ]] || die_usage "--exclude '$EXCLUDE': from which nodes? name them"
-    ! in_allocation || STARTER=scripts/run_ddp.sh
+    ((!SYNC)) || die_usage "--sync: to which nodes? name them"
+    ! in_allocation || STARTER=$KIT/scripts/run_ddp.sh
   fi
 }
 
@@ -151,6 +156,7 @@ test_connections() {
   local node words=() code=0
   open_connections
   name_nodes "$PROCESSES" "${WORDS[@]}"
+  ((!SYNC)) || sync_nodes
   try_all_pairs "$SOCKETS/answers"
   for node in "${NODES[@]}"; do
     words+=("$node:${NPROC[$node]}")
@@ -183,10 +189,14 @@ show_report() { # <report> <exit code, where the report is missing or good>
 
 main() {
   parse_args "$@"
-  pick_python "$ASKED_PYTHON"
+  if on_the_allocation; then
+    enter_node_env "$@"
+    take_port_of_environment
+    LAUNCH=(${MASTER_PORT:+--master-port "$MASTER_PORT"} "${LAUNCH[@]}")
+  fi
+  pick_rank_python
   check_smoke
-  cd -- "$KIT" # the package is found from here alone
-  LAUNCH+=(--python "$PYTHON" --log-dir "$LOG_DIR" -m distributed.smoke)
+  LAUNCH+=(--python "$PYTHON" --log-dir "$LOG_DIR" --script "$KIT/scripts/lib/smoke.py")
   if on_the_allocation; then
     LAUNCH+=(-c - -n $((PROCESSES * SLURM_JOB_NUM_NODES)))
   else

@@ -10,7 +10,7 @@ setup() {
   KIT="$BATS_TEST_TMPDIR/a 'kit' & \"more\" \$HOME"
   mkdir -p "$KIT/scripts/lib" "$KIT/distributed" "$BATS_TEST_TMPDIR/elsewhere"
   cp "$BATS_TEST_DIRNAME"/../scripts/lib/common.bash "$KIT/scripts/lib"
-  unset VIRTUAL_ENV QUIET DRY_RUN
+  unset VIRTUAL_ENV CONDA_PREFIX CONDA_DEFAULT_ENV QUIET DRY_RUN
 }
 
 
@@ -169,19 +169,41 @@ END
 }
 
 
-@test "Python is the one asked for, else the active environment's, else .venv's, else python3" {
+@test "Python is the one asked for, else of the active environment, of .venv here, of the kit's .venv, else python3" {
   script <<<'pick_python "${1-}"; printf "%s\n" "$PYTHON"'
   cd "$BATS_TEST_TMPDIR/elsewhere"
   python "$BATS_TEST_TMPDIR/path/python3" 'Python 3.13.0'
   PATH="$BATS_TEST_TMPDIR/path:$PATH"
   [ "$("$SCRIPT")" = "$BATS_TEST_TMPDIR/path/python3" ]
+  python "$KIT/.venv/bin/python" 'Python 3.10.2'
+  [ "$("$SCRIPT")" = "$KIT/.venv/bin/python" ]
   python .venv/bin/python 'Python 3.10.1'
   [ "$("$SCRIPT")" = "$PWD/.venv/bin/python" ]
+  python conda/bin/python 'Python 3.12.2'
+  export CONDA_PREFIX=$PWD/conda
+  [ "$(CONDA_DEFAULT_ENV=train "$SCRIPT")" = "$PWD/conda/bin/python" ]
+  [ "$(CONDA_DEFAULT_ENV=base "$SCRIPT")" = "$PWD/.venv/bin/python" ]
+  [ "$(CONDA_PREFIX=$PWD CONDA_DEFAULT_ENV=tools "$SCRIPT")" = "$PWD/.venv/bin/python" ] # it has no Python
   python "it's active/bin/python" 'Python 3.12.1'
-  [ "$(VIRTUAL_ENV="$PWD/it's active" "$SCRIPT")" = "$PWD/it's active/bin/python" ]
+  [ "$(CONDA_DEFAULT_ENV=train VIRTUAL_ENV="$PWD/it's active" "$SCRIPT")" = "$PWD/it's active/bin/python" ]
   python mine/python 'Python 3.11.1'
   [ "$(VIRTUAL_ENV=$PWD/active "$SCRIPT" mine/python)" = "$PWD/mine/python" ]
   [ "$("$SCRIPT" python3)" = "$BATS_TEST_TMPDIR/path/python3" ]
+}
+
+
+@test "all Pythons that could be meant are listed once, with where they come from" {
+  script <<<'pick_python "${1-}"; ((!${#PYTHONS[@]})) || printf "%s\n" "${PYTHON_ORIGINS[@]}"'
+  cd "$KIT"
+  python .venv/bin/python 'Python 3.10.1'
+  python conda/bin/python 'Python 3.10.1'
+  ln -s .venv active
+  export VIRTUAL_ENV=$PWD/active CONDA_PREFIX=$PWD/conda
+  [ "$("$SCRIPT")" = $'the active virtual environment\nthe active conda environment' ]
+  [ "$(CONDA_DEFAULT_ENV=base "$SCRIPT")" = "the active virtual environment"$'\n'"PATH, conda's base environment" ]
+  cd conda
+  [ "$(VIRTUAL_ENV='' "$SCRIPT")" = $'the active conda environment\nthe kit\'s .venv' ]
+  [ -z "$("$SCRIPT" bin/python)" ]
 }
 
 
@@ -205,7 +227,7 @@ END
   [[ "${lines[0]}" == "do_it.sh: no Python at '/gone/bin/python' (from the active virtual environment)"* ]]
   mkdir .venv
   run -2 "$SCRIPT"
-  [[ "${lines[0]}" == *"no Python at '$PWD/.venv/bin/python' (from the working folder)"* ]]
+  [[ "${lines[0]}" == *"no Python at '$PWD/.venv/bin/python' (from .venv of the working directory)"* ]]
   python old 'Python 3.9.18'
   run -2 "$SCRIPT" ./old
   [[ "${lines[0]}" == *"old' (from --python) is Python 3.9.18, older than 3.10"* ]]
@@ -227,4 +249,85 @@ END
   cd "$BATS_TEST_TMPDIR/elsewhere"
   PYTHONSAFEPATH=1 PYTHONPATH=$PWD run -0 "$SCRIPT" python3
   [ "$output" = "$KIT ['a b', 'c']" ]
+}
+
+
+# What environment modules and conda define: neither `set -e` nor `set -u` would get through it.
+modules() {
+  cat <<'END'
+[ -n "$NOT_SET" ] && echo interactive
+false
+module() {
+  local x=$NOT_SET
+  false
+  eval "$(printf 'false\nexport LOADED=%s\n' "$2")"
+  [ "$2" != none ] || return 3
+}
+conda() { [ "$1" = activate ] && __conda_activate "$2"; }
+__conda_activate() { local rc; [ -d "$NOT_SET" ]; rc=$?; test "$rc" -eq 0 || export CONDA_DEFAULT_ENV=$1; }
+true
+END
+}
+
+
+@test "a node_env.sh whose functions and files are not written for set -e is sourced to its end" {
+  script <<<'source_node_env "$1"; echo "${LOADED-} ${CONDA_DEFAULT_ENV-} $-$(set -o | grep pipefail)"'
+  cd "$BATS_TEST_TMPDIR"
+  modules >modules.sh
+  printf '%s\n' 'source ./modules.sh' 'module load cuda/12' 'conda activate train' 'none && true' 'if none; then :; fi' \
+    'none || true' 'none | true' 'x=$NOT_SET' '[[ -d /none ]] && export X=1' >env.sh
+  run --separate-stderr -0 "$SCRIPT" "$PWD/env.sh"
+  [[ "$output" == "cuda/12 train ehuB"*on ]]
+}
+
+
+@test "a command of node_env.sh that fails is reported with its line and ends the process with 69" {
+  local line failing=(
+    "3: 'module load none' failed with exit code 3" 'source ./modules.sh' ' ' '  module load none'
+    "1: 'module load x' failed with exit code 127" 'module load x' 'true'
+    "1: 'source /none/conda.sh' failed with exit code 1" 'source /none/conda.sh' ' '
+    "2: 'module load none' failed with exit code 3" 'source ./modules.sh' "module load \\" " none"
+    "4: 'grep -q x /dev/null' failed with exit code 1" 'set +e' 'none' 'set -e' 'grep -q x /dev/null'
+  )
+  script <<<'source_node_env "$1" echo cleaned up; echo NOT REACHED'
+  cd "$BATS_TEST_TMPDIR"
+  modules >modules.sh
+  while IFS= read -r line; do
+    if [[ $line == [0-9]:* ]]; then
+      [[ ! -e env.sh ]] || reports_failure
+      expected=$line
+      : >env.sh
+    else
+      printf '%s\n' "$line" >>env.sh
+    fi
+  done < <(printf '%s\n' "${failing[@]}" 0:)
+}
+
+
+reports_failure() {
+  local command=${expected#*\'}
+  command=${command%\'*}
+  MUSTER_NODE=node2 run --separate-stderr "$SCRIPT" "$PWD/env.sh"
+  [ "$status" -eq 69 ]
+  [ "$output" = "cleaned up" ]
+  [ "${stderr_lines[-1]}" = "node2: $PWD/env.sh: line $expected; mend it, or write '$command || true'" ]
+}
+
+
+@test "set +e in node_env.sh lets commands below it fail" {
+  script <<<'source_node_env "$1"; echo reached'
+  printf '%s\n' '# mine' 'set +e' none false >"$BATS_TEST_TMPDIR/env.sh"
+  run --separate-stderr -0 "$SCRIPT" "$BATS_TEST_TMPDIR/env.sh"
+  [ "$output" = reached ]
+}
+
+
+@test "a node_env.sh that exits, or that bash cannot read to its end, ends the process with 69" {
+  script <<<'source_node_env "$1"; echo NOT REACHED'
+  echo 'exit 0' >"$BATS_TEST_TMPDIR/env.sh"
+  run -69 "$SCRIPT" "$BATS_TEST_TMPDIR/env.sh"
+  [ "$output" = "$BATS_TEST_TMPDIR/env.sh: exited with code 0, so nothing was started; it is sourced and must not exit" ]
+  printf 'true\nif then\n' >"$BATS_TEST_TMPDIR/env.sh"
+  run -69 "$SCRIPT" "$BATS_TEST_TMPDIR/env.sh"
+  [[ "${lines[-1]}" == "$BATS_TEST_TMPDIR/env.sh: line 2: syntax error near unexpected token"* ]]
 }

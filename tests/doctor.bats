@@ -56,10 +56,10 @@ stub() { # <name>, its text on standard input
 }
 
 
-@test "the Python of .venv of the working folder is taken, and why is said" {
+@test "the Python of .venv of the working directory is taken, and why is said" {
   python3 -m venv --without-pip .venv
   run -1 "$DOCTOR"
-  [[ $output == *".venv of the working folder: $PROJECT/.venv/bin/python"* ]]
+  [[ $output == *".venv of the working directory: $PROJECT/.venv/bin/python"* ]]
   [[ $output == *"fault    torch"*"PyTorch is not installed"*"$ '$PROJECT/.venv/bin/python' -m pip install -r "* ]]
 }
 

@@ -332,7 +332,7 @@ END
 
 
 @test "jobs that wait in SLURM's queue are shown as such, a log can be followed, and setup lines are run" {
-  cluster "\"gpus\": 0, \"setup\": [\"export FROM_SETUP=yes\"]" --exclusive
+  cluster "\"gpus\": 0, \"setup\": [\"module load none\", \"export FROM_SETUP=yes\"]" --exclusive
   job_list <<END
 {"name": "a", "until": "$PWD/go", "_priority": 1}
 {"name": "b", "until": "$PWD/go", "_priority": 1}

@@ -123,12 +123,14 @@ END
 # bats test_tags=slow
 @test "run_ddp.sh is the same on this machine" {
   printf 'train: {steps: 1, batch_size: 4}\n' >tiny.yaml
-  run "$KIT/scripts/run_ddp.sh" -n 2 --dry-run -c tiny.yaml -l warning -- 'train.steps=3'
+  run "$KIT/scripts/run_ddp.sh" -n 2 --dry-run -c tiny.yaml -l WARNING -- 'train.steps=3'
   [ "$status" -eq 0 ]
   [ "$output" = "$("$LAUNCH" --dry-run tiny.yaml 2 -- train.steps=3 --log-level warning)" ]
   run "$KIT/scripts/run_ddp.sh" -n 2 --dry-run --script "$KIT/train.py" -c - -- 'a b'
   [ "$status" -eq 0 ]
   [[ "$output" == *"train.py a\\ b"* ]]
+  run -2 "$KIT/scripts/run_ddp.sh" -n 2 --dry-run --script tiny.yaml -c - -l info
+  [[ "${lines[0]}" == "run_ddp.sh: -l 'info': is for the kit's train.py; give your own script its arguments behind --, such as -- --log-level info" ]]
 }
 
 

@@ -207,6 +207,7 @@ END
   refused 2 "NNODES '0'" --script "my script.py" - 1 0 0 "$N1"
   refused 2 "NODE_RANK '2': with NNODES 2, one of 0 to 1 is wanted" --script "my script.py" - 1 2 2 "$N1"
   refused 2 "MASTER_PORT '99999'" --script "my script.py" - 1 2 0 "$N1" 99999
+  MASTER_PORT=x refused 2 "MASTER_PORT='x' of the environment: expected a port" --script "my script.py" - 1 2 0 "$N1"
   refused 2 "give one of the two" --master-port 1234 --script "my script.py" - 1 2 0 "$N1" 4321
   refused 2 "launcher asks for none" --sync --script "my script.py" - 1 2 0 "$N1"
   refused 69 "MASTER_ADDR 'nix': this node finds no address for it" --script "my script.py" - 1 2 0 nix
@@ -221,5 +222,21 @@ END
   [ "$status" -eq 0 ]
   [[ "$output" == "$(uname -n): "*"--nnodes 2 --node-rank 1 --nproc-per-node 4 --master-addr a1 --master-port 29500 "* ]]
   [[ "$output" == *" -- my\\ script.py x\\ y" ]]
+  MASTER_PORT=31000 run "$KIT/scripts/ssh/launch_torchrun_multinode.sh" --no-preflight --dry-run --script "my script.py" - 4 2 1 a1
+  [[ "$output" == *" --master-port 31000 "* ]]
+  MASTER_PORT=31000 run "$KIT/scripts/ssh/launch_torchrun_multinode.sh" --no-preflight --dry-run --script "my script.py" - 4 2 1 a1 32000
+  [[ "$output" == *" --master-port 32000 "* ]]
   [ ! -e logs ]
+}
+
+
+@test "--rendezvous-timeout is how long a node waits for the others, with both agents" {
+  script <<<''
+  words=(--rendezvous-timeout 1 --no-preflight --script "my script.py" - 1 2 0 127.0.0.1 "$PORT")
+  run "$KIT/scripts/ssh/launch_torchrun_multinode.sh" "${words[@]}"
+  [ "$status" -eq 124 ]
+  [[ "$output" == *"waiting for node rank 1: gave up after 1 s"* ]]
+  run "$KIT/scripts/ssh/launch_torchrun_multinode.sh" --agent torchrun "${words[@]}"
+  [ "$status" -eq 1 ]
+  [[ "$output" == *"DistStoreError"* ]]
 }

@@ -259,6 +259,7 @@ installations() {
 
 @test "--dry-run shows everything and writes nothing" {
   quickstart --dry-run
+  [[ "$stderr" == *"+ $(printf %q "$KIT/.venv/bin/python") -m pip install --requirement=requirements.txt"$'\n'* ]]
   [ "$status" -eq 0 ]
   [[ "$stderr" == *"-m venv "*"-m pip install "*"launch_singlenode.sh --python "* ]]
   [ -z "$output" ]

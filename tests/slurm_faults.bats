@@ -179,14 +179,15 @@ END
 }
 
 
-@test "a node_env.sh that exits is named" {
+@test "a node_env.sh that fails on a node is named" {
   mkdir config
-  echo "exit 3" >config/node_env.sh
+  echo '[[ ! ${SLURM_STEP_ID-} ]] || none' >config/node_env.sh
   touch "my script.py"
   SCRIPT="my script.py" submit --nodes=1 --ntasks-per-node=1 slurm_train.sh -
   status_of_job "$JOB"
-  [ "$status" -ne 0 ]
-  shows err "$WORK/config/node_env.sh has ended this node: it is sourced, and must not exit"
+  [ "$status" -eq 69 ]
+  shows err "verdict: failed: $N1: $WORK/config/node_env.sh: line 1: '[[ ! "
+  shows err "|| none' failed with exit code 127; mend it, or write "
 }
 
 

@@ -247,7 +247,7 @@ END
   run -0 "$KIT/scripts/stop.sh" "$JOB"
   [[ "$output" == *"job $JOB has ended"* ]]
   run -2 "$KIT/scripts/status.sh" 4711
-  [[ "$output" == *"RUN '4711': there is no such run"* ]]
+  [[ "$output" == *"RUN '4711': no run of job 4711 in logs, and SLURM knows of none ("*"Invalid job id specified); of "* ]]
 }
 
 

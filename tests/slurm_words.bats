@@ -42,6 +42,53 @@ refuses() { # <what it must say>
 }
 
 
+@test "config/node_env.sh is sourced before Python is chosen, and its failure ends the job with 69" {
+  mkdir -p config env/bin
+  printf '#!/bin/sh\nexec %q "$@"\n' "$VIRTUAL_ENV/bin/python" >env/bin/python
+  chmod +x env/bin/python
+  echo "activate() { unset VIRTUAL_ENV; export CONDA_PREFIX=$PWD/env CONDA_DEFAULT_ENV=train; }; sleep 60 & activate" \
+    >config/node_env.sh
+  in_job "$TRAIN" --dry-run -
+  [ "$status" -eq 0 ]
+  [[ "$output" == *"Python: $PWD/env/bin/python (the active conda environment), not "* ]]
+  [[ "$output" == *"/config/node_env.sh $PWD/env/bin/python "* ]]
+  in_job "$KIT/scripts/run_ddp.sh" -n 2 -c - --dry-run
+  [[ "$output" == *"/config/node_env.sh $PWD/env/bin/python "* ]]
+  in_job SLURM_JOB_NUM_NODES=2 "$KIT/scripts/test_distributed.sh" --dry-run 1
+  [[ "$output" == *"/config/node_env.sh $PWD/env/bin/python "* ]]
+  echo "module load python" >config/node_env.sh
+  in_job "$TRAIN" --dry-run -
+  [ "$status" -eq 69 ]
+  [[ "$output" == *"$PWD/config/node_env.sh: line 1: 'module load python' failed with exit code 127; mend it, or "* ]]
+}
+
+
+@test "MASTER_PORT of the environment is used where no option names a port, and where it is no other launch's" {
+  in_job MASTER_PORT=29999 "$TRAIN" --dry-run -
+  [[ "$output" == "env MASTER_PORT=29999 srun "* ]]
+  in_job MASTER_PORT=29999 "$TRAIN" --dry-run --master-port 28888 -
+  [[ "$output" == "env MASTER_PORT=28888 srun "* ]]
+  in_job RANK=0 MASTER_PORT=1 "$TRAIN" --dry-run -
+  [[ "$output" == "env MASTER_PORT="*"free"* ]]
+  in_job SLURM_JOB_NUM_NODES=2 MASTER_PORT=29999 "$KIT/scripts/test_distributed.sh" --dry-run 1
+  [[ "$output" == "env MASTER_PORT=29999 srun "* ]]
+  in_job MASTER_PORT=abc "$TRAIN" --dry-run -
+  refuses "MASTER_PORT='abc' of the environment: expected a port from 1 to 65535; unset it, or name a port with --master-port"
+}
+
+
+@test "--rendezvous-timeout reaches the agents, and is refused where there are none" {
+  in_job LAUNCHER=torchrun "$TRAIN" --dry-run --rendezvous-timeout 30 -
+  [[ "$output" == *"/agent.py --rdzv-conf timeout=30 -- "* ]]
+  in_job "$TRAIN" --dry-run --rendezvous-timeout 30 -
+  refuses "--rendezvous-timeout: only agents wait for each other (LAUNCHER=torchrun)"
+  in_job LAUNCHER=torchrun "$TRAIN" --dry-run --rendezvous-timeout=0 -
+  refuses "--rendezvous-timeout: expected a number of seconds, 1 or more, got '0'"
+  run "$KIT/scripts/ssh/launch_singlenode.sh" --rendezvous-timeout 30 - 1
+  refuses "--rendezvous-timeout: on one machine no other node has to join; leave it out"
+}
+
+
 @test "%a in CONFIG is the number of the array's element" {
   touch run_4.yaml mine.py
   in_job SLURM_ARRAY_TASK_ID=4 SLURM_ARRAY_TASK_MIN=3 "$TRAIN" --dry-run --script mine.py run_%a.yaml

@@ -41,6 +41,7 @@ END
 teardown() {
   [ "${BATS_TEST_COMPLETED-}" ] || tail -n 30 "$WORK"/out* "$WORK"/logs/*/*.log
   lab heal "$N3" >/dev/null 2>&1 || true
+  tmux -L "$PREFIX" kill-server 2>/dev/null || true
   leave_work
 }
 
@@ -169,6 +170,39 @@ left() { # <run>
 }
 
 
+# Its pane as it looks now.
+screen() {
+  tmux -L "$PREFIX" capture-pane -p
+}
+
+
+on_screen() { # <extended regular expression for a line>
+  timeout 60 bash -c 'until tmux -L "$1" capture-pane -p | grep -qE -- "$2"; do sleep 0.1; done' bash "$PREFIX" "$1" ||
+    { screen && return 1; }
+}
+
+
+@test "--watch leaves the last state on the terminal, and the prompt below it, at Ctrl-C and at the end" {
+  type -P tmux >/dev/null || skip "needs tmux"
+  LAUNCH=${LAUNCH/torchrun_auto/singlenode} start_run one 1
+  tmux -L "$PREFIX" -f /dev/null new-session -d -x 120 -y 40 'PS1="ready> " exec bash --norc --noprofile'
+  on_screen "^ready>"
+  tmux -L "$PREFIX" send-keys "clear; echo before; $STATUS --watch" Enter
+  on_screen ": running for"
+  tmux -L "$PREFIX" send-keys C-c
+  on_screen "^ready> *$"
+  [[ "$(screen)" == *before*"my-script-"*": running for "*"at work as one"*"ready>"* ]] || { screen && false; }
+  tmux -L "$PREFIX" send-keys "clear; $STATUS --watch" Enter
+  on_screen ": running for"
+  "$STOP" --now "$RUN"
+  on_screen "^ready> *$"
+  [[ "$(screen)" == *": ended after "*"ready>"* ]]
+  [ "$(screen | grep -c ": ended after ")" -eq 1 ]
+  tmux -L "$PREFIX" kill-server
+  wait "$LAUNCHER" || true
+}
+
+
 @test "a run that is not there is refused with 2, and what is there is named" {
   run -2 "$STATUS"
   [[ "$output" == *"RUN 'latest': there is no such run, and none at all in $WORK/logs"* ]]
@@ -182,6 +216,10 @@ left() { # <run>
   [[ "$output" == *"RUN 'nix': there is no such run; the newest in $WORK/logs: train-1"* ]]
   run -2 "$STOP" train-1
   [[ "$output" == *"an older version of the kit wrote it"* ]]
+  mkdir bin
+  type -P bash readlink dirname sed mktemp ln rm rmdir cat | xargs ln -s -t bin
+  PATH=$PWD/bin run -2 "$STATUS" 99
+  [[ "${lines[0]}" == "status.sh: RUN '99': no run of job 99 in logs, and there is no SLURM here to be asked; call it where"* ]]
   run -2 "$STATUS" one two
   run -2 "$STATUS" --watch --json
 }

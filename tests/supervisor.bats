@@ -134,7 +134,7 @@ left() {
 
 
 @test "config/node_env.sh is sourced before the command" {
-  echo 'export FROM_NODE_ENV="a b"; false; unset_variable=$NOT_SET' >"$BATS_TEST_TMPDIR/env.sh"
+  echo 'export FROM_NODE_ENV="a b"; unset_variable=$NOT_SET' >"$BATS_TEST_TMPDIR/env.sh"
   start --source "$BATS_TEST_TMPDIR/env.sh" -- sh -c 'echo "$FROM_NODE_ENV"'
   status_of_node
   [ "$status" -eq 0 ]
@@ -142,13 +142,13 @@ left() {
 }
 
 
-@test "a node_env.sh that exits is named, and one that goes elsewhere does not take the command along" {
-  echo 'exit 3' >"$BATS_TEST_TMPDIR/env.sh"
+@test "a node_env.sh that fails is named, and one that goes elsewhere does not take the command along" {
+  printf 'true\nmodule load cuda\n' >"$BATS_TEST_TMPDIR/env.sh"
   start --source "$BATS_TEST_TMPDIR/env.sh" -- touch "$RUN/ran"
   status_of_node
-  [ "$status" -eq 3 ]
+  [ "$status" -eq 69 ]
   [ ! -e "$RUN/ran" ]
-  grep -q "env.sh has ended this node: it is sourced, and must not exit" "$BATS_TEST_TMPDIR/out"
+  grep -qF "n1: $BATS_TEST_TMPDIR/env.sh: line 2: 'module load cuda' failed with exit code 127; mend it" "$BATS_TEST_TMPDIR/out"
   exec {CONTROL}>&-
   echo 'cd /' >"$BATS_TEST_TMPDIR/env.sh"
   cd "$RUN"
@@ -166,7 +166,7 @@ left() {
   exec {CONTROL}>&-
   echo "$background exit 3" >"$BATS_TEST_TMPDIR/env.sh"
   start --source "$BATS_TEST_TMPDIR/env.sh" -- true
-  ends_soon 3
+  ends_soon 69
 }
 
 

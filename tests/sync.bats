@@ -54,6 +54,47 @@ END
 }
 
 
+@test "the log of a node comes home while the run goes on, and is the node's own byte for byte at the end" {
+  script <<'END'
+print("one line")
+while not os.path.exists(f"go on {rank}"):
+    time.sleep(0.05)
+print("another line")
+if rank == 1:
+    time.sleep(300)
+raise SystemExit(3)
+END
+  start out "$LAUNCH" --sync --script "my script.py" - 1 "$N1" "$N2"
+  wait_for_log "$N2" "one line"
+  lab ssh "$N2" touch "$WORK/go on 1"
+  wait_for_log "$N2" "another line"
+  lab ssh "$N1" touch "$WORK/go on 0"
+  status_of "$LAUNCHER"
+  [ "$status" -eq 3 ]
+  for node in "$N1" "$N2"; do
+    cmp "logs/latest/node_$node.log" <(lab ssh "$node" cat "$(readlink -f logs/latest)/node_$node.log")
+  done
+  run ! pgrep -f "append_logs|$WORK.*tail -c"
+}
+
+
+wait_for_log() { # <node> <text>
+  timeout 60 bash -c 'until grep -qF -- "$2" "logs/latest/node_$1.log" 2>/dev/null; do sleep 0.1; done' bash "$@"
+}
+
+
+@test "the doctor and the test of collectives work where nothing is shared" {
+  run "$KIT/scripts/doctor.sh" --sync "$N1" "$N2"
+  [[ "$output" == *"--sync: copying $WORK to $N2"* ]]
+  [[ "$output" != *"has no such folder"* ]]
+  run --separate-stderr "$KIT/scripts/test_distributed.sh" --sync --quiet --max-bytes 4K --seconds 0.1 1 "$N1" "$N2"
+  [ "$status" -eq 0 ]
+  [[ "${lines[-1]}" == "verdict: ok, 2 rank(s)"* ]]
+  run -2 "$KIT/scripts/doctor.sh" --sync
+  [[ "$output" == *"--sync: to which nodes? name them"* ]]
+}
+
+
 @test "a rank that fails there is named with its traceback, also in the second try, and words arrive through pdsh" {
   script <<'END'
 dist.barrier()

@@ -107,7 +107,7 @@ END
 @test "--dry-run prints what would run, and runs nothing" {
   run --separate-stderr "$TEST_DISTRIBUTED" --dry-run --backend gloo --max-bytes 1M 3
   [[ $status == 0 ]]
-  [[ $output == *"--nproc-per-node 3 "*" distributed.smoke --backend gloo --min-bytes 1K --max-bytes 1M "* ]]
+  [[ $output == *"--nproc-per-node 3 "*"/scripts/lib/smoke.py --backend gloo --min-bytes 1K --max-bytes 1M "* ]]
   [[ -z $(ls -A) && -z $(ls -A "$TMPDIR") ]]
 }
 
@@ -116,7 +116,7 @@ END
   printf 'node1 slots=4\nnode2\nnode3\n' >hosts
   run --separate-stderr "$TEST_DISTRIBUTED" --dry-run --hostfile hosts --exclude node3 2
   [[ $status == 0 ]]
-  [[ ${lines[0]} == "node1: "*" --nproc-per-node 4 "*" distributed.smoke "*" --json-file smoke.json" ]]
+  [[ ${lines[0]} == "node1: "*" --nproc-per-node 4 "*"/scripts/lib/smoke.py "*" --json-file smoke.json" ]]
   [[ ${lines[1]} == "node2: "*" --node-rank 1 --nproc-per-node 2 "* ]]
   [[ ${#lines[@]} == 2 && ! -e logs ]]
 }

@@ -46,7 +46,7 @@ HEALTHY = Facts(
     kit="/opt/muster",
     folder="/home/ada/project",
     container=False,
-    interpreter=Interpreter("/home/ada/project/.venv/bin/python", "3.11.2", ".venv of the working folder"),
+    interpreter=Interpreter("/home/ada/project/.venv/bin/python", "3.11.2", ".venv of the working directory"),
     torch=Torch(
         "2.13.0",
         seconds=1.5,
@@ -385,6 +385,8 @@ def test_files_that_stand_before_a_library_are_found(tmp_path: Path) -> None:
     [
         ({"VIRTUAL_ENV": "/v"}, "the active virtual environment"),
         ({"VIRTUAL_ENV": "/elsewhere"}, "as called"),
+        ({"CONDA_PREFIX": "/v", "CONDA_DEFAULT_ENV": "train"}, "the active conda environment"),
+        ({"CONDA_PREFIX": "/v", "CONDA_DEFAULT_ENV": "base"}, "as called"),
         ({}, "as called"),
     ],
 )
@@ -393,12 +395,18 @@ def test_the_rule_that_picked_this_python_is_named(env: dict[str, str], why: str
 
 
 def test_python_of_the_working_folder_is_named(tmp_path: Path) -> None:
-    assert which_python(f"{tmp_path}/.venv/bin/python", tmp_path, {}).why == ".venv of the working folder"
+    assert which_python(f"{tmp_path}/.venv/bin/python", tmp_path, {}).why == ".venv of the working directory"
 
 
 def test_an_active_conda_environment_that_is_not_used_is_a_fact() -> None:
     assert which_python("/v/bin/python", Path("/work"), {"CONDA_PREFIX": "/conda"}).unused_conda == "/conda"
     assert which_python("/conda/bin/python", Path("/work"), {"CONDA_PREFIX": "/conda"}).unused_conda == ""
+    base = {"CONDA_PREFIX": "/conda", "CONDA_DEFAULT_ENV": "base"}
+    assert which_python("/v/bin/python", Path("/work"), base).unused_conda == ""
+
+
+def test_python_of_the_kit_is_named() -> None:
+    assert which_python(f"{KIT}/.venv/bin/python", Path("/work"), {}).why == "the kit's .venv"
 
 
 @pytest.mark.parametrize(

@@ -250,7 +250,7 @@ def test_an_argument_is_not_changed_by_a_server_with_setup_lines(tmp_path: Path)
     async def run() -> None:
         prepared(tmp_path, jobs)
         launch = Launch("abc", tmp_path, "words.py", grace=5.0, panes=False)
-        setup = ["export SETUP='of the server' OMP_NUM_THREADS=37 SECRET=no", "unset NOTHING", "cd /"]
+        setup = ["export SETUP='of the server' OMP_NUM_THREADS=37 SECRET=no", "unset NOTHING", "none", "cd /"]
         server = LocalServer("local", config.Server(host="localhost", gpus=0, setup=setup), launch)
         ended: asyncio.Queue[Event] = asyncio.Queue()
         await server.connect(lambda event: ended.put_nowait(event) if event.kind == "ended" else None)

@@ -91,6 +91,11 @@ def test_what_does_not_fit_is_one_line(nodes: list[Node], fault: str) -> None:
         (127, "bash: line 1: /x/python: No such file or directory", "has no such Python (bash: line 1: /x/python: No"),
         (127, "/k/scripts/lib/in_node_env.sh: line 18: /x/python: No such", "has no such Python (/k/scripts/lib/in_n"),
         (127, "bash: line 1: /k/scripts/lib/in_node_env.sh: No such file", "does not have the kit (bash: line 1: /k"),
+        (
+            69,
+            "/w/config/node_env.sh: line 1: no\n/w/config/node_env.sh: line 1: 'cd /x' failed with exit code 1",
+            "/w/config/node_env.sh: line 1: 'cd /x' failed with exit code 1",
+        ),
         (2, "/x/python: can't open file '/k/scripts/lib/module.py': [Errno 2]", "does not have the kit (/x/python"),
         (1, "Traceback\n  boom", "Traceback boom"),
         (1, "", "exit code 1"),

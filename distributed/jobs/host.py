@@ -382,7 +382,7 @@ class Serve:
         if request.get("setup"):
             setup = os.path.join(attempt.directory, "setup.sh")
             first = [f"export {name}={value}" for name, value in defaults.items()]  # these, setup lines may change
-            supervisor.write(setup, "\n".join([*first, *request["setup"], ""]))
+            supervisor.write(setup, "\n".join(["set +e", *first, *request["setup"], ""]))  # a line may fail
             words += ["--source", setup]
         else:
             env = defaults | env

@@ -369,7 +369,9 @@ class SlurmServer:
             os.mkdir(element.directory, 0o777)
             os.close(host.claim(element.output, order.job.owner, self.launch.script))
             if self.settings.setup:
-                supervisor.write(os.path.join(element.directory, SETUP), "\n".join(self.settings.setup) + "\n")
+                supervisor.write(
+                    os.path.join(element.directory, SETUP), "\n".join(["set +e", *self.settings.setup, ""])
+                )
             array_task.write_order(element.directory, self._order(start))
         except host.HostError as error:
             os.rmdir(element.directory)

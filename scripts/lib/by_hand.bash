@@ -23,13 +23,15 @@ parse_args() { # <word...>
 
 take_port() { # [MASTER_PORT]
   [[ ! ${1-} || ! $MASTER_PORT ]] || die_usage "MASTER_PORT $1 and --master-port $MASTER_PORT: give one of the two"
-  MASTER_PORT=${1:-${MASTER_PORT:-29500}}
+  MASTER_PORT=${1:-$MASTER_PORT}
+  take_port_of_environment
+  MASTER_PORT=${MASTER_PORT:-29500}
   is_port "$MASTER_PORT" || die_usage "MASTER_PORT '$MASTER_PORT': a port is a number from 1 to 65535"
 }
 
 
 check() {
-  pick_python "$ASKED_PYTHON"
+  pick_rank_python
   check_torch
   check_script
   check_config "$CONFIG" 1 # other nodes may have another NPROC: whether the batch divides is for the ranks to say

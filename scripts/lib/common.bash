@@ -132,20 +132,45 @@ join() { # <process id>
 }
 
 
-# Set PYTHON, absolute: the one asked for, else the active virtual environment's, else the one of
-# .venv in the working folder, else python3. Refuses what is not there or older than 3.10.
+# Set PYTHON, absolute: the one asked for, else the first that list_pythons finds, else python3. Refuses what is not there
+# or older than 3.10.
 pick_python() { # [value of --python]
-  local python origin
   if [[ ${1-} ]]; then
-    python=$1 origin=--python
-  elif [[ ${VIRTUAL_ENV-} ]]; then
-    python=$VIRTUAL_ENV/bin/python origin="the active virtual environment"
-  elif [[ -e .venv || -L .venv ]]; then
-    python=$PWD/.venv/bin/python origin="the working folder"
+    PYTHONS=()
+    check_python "$1" --python
   else
-    python=python3 origin=PATH
+    list_pythons
+    check_python "${PYTHONS[0]:-python3}" "${PYTHON_ORIGINS[0]:-PATH}"
   fi
-  check_python "$python" "$origin"
+}
+
+
+# In PYTHONS the Pythons that could be meant, first the one to take, and in PYTHON_ORIGINS where each comes from. conda
+# activates its base environment in every shell, so that is no choice of the user's: it counts as python3.
+list_pythons() {
+  local conda=${CONDA_PREFIX-}
+  PYTHONS=() PYTHON_ORIGINS=()
+  [[ -x $conda/bin/python ]] || conda='' # an environment without Python
+  [[ ! ${VIRTUAL_ENV-} ]] || list_python "$VIRTUAL_ENV/bin/python" "the active virtual environment"
+  if [[ $conda && ${CONDA_DEFAULT_ENV-} != base ]]; then
+    list_python "$conda/bin/python" "the active conda environment"
+  fi
+  [[ ! -e .venv && ! -L .venv ]] || list_python "$PWD/.venv/bin/python" ".venv of the working directory"
+  if [[ -x $KIT/.venv/bin/python && ! -e $KIT/.venv/unfinished ]]; then
+    list_python "$KIT/.venv/bin/python" "the kit's .venv"
+  fi
+  if [[ $conda && ${CONDA_DEFAULT_ENV-} == base ]]; then
+    list_python python3 "PATH, conda's base environment"
+  fi
+}
+
+
+list_python() { # <path or name> <where it comes from>
+  local known
+  for known in "${PYTHONS[@]}"; do
+    [[ ! ${known%/*} -ef ${1%/*} ]] || return 0
+  done
+  PYTHONS+=("$1") PYTHON_ORIGINS+=("$2")
 }
 
 
@@ -191,25 +216,72 @@ forget_other_launches() {
 }
 
 
-# What a person wants to happen on every node before training: modules, conda, NCCL settings.
-source_node_env() { # <config/node_env.sh> [command, when it ends us...]
-  local folder=$PWD
-  # shellcheck disable=SC2064 # the name as it is now
-  trap "warn $(quote "$1")' has ended this node: it is sourced, and must not exit'; ${*:2}" EXIT
-  set +eu
+# What a person wants to happen on every node before training: modules, conda, NCCL settings. A command of the file that
+# fails ends this process with EXIT_UNFIT, by the rules of `set -e`. Failures inside functions and inside other files
+# that it sources do not count: those of conda and Lmod are not written for `set -e`.
+source_node_env() { # <config/node_env.sh> [command to run when this process must end...]
+  local folder=$PWD status
+  NODE_ENV_FILE=$1 NODE_ENV_CLEANUP=("${@:2}")
+  trap 'node_env_exited "$?"' EXIT
+  trap 'node_env_failed "$?" "$LINENO"' ERR
+  set +eu +o pipefail
   # shellcheck disable=SC1090
   source "$1"
-  set -eu
-  trap - EXIT
+  status=$?
+  set -euo pipefail
+  trap - ERR EXIT
+  ((status == 0)) || check_node_env_syntax
   cd -- "$folder"
 }
 
 
+# As `source` reads a file that bash cannot read to its end.
+check_node_env_syntax() {
+  local fault
+  fault=$(bash -O extglob -n -- "$NODE_ENV_FILE" 2>&1) || node_env_unfit "${fault%%$'\n'*}"
+}
+
+
+node_env_exited() { # <exit code>
+  node_env_unfit "$NODE_ENV_FILE: exited with code $1, so nothing was started; it is sourced and must not exit"
+}
+
+
+node_env_failed() { # <exit code> <line>
+  [[ ${BASH_SOURCE[1]} == "$NODE_ENV_FILE" && ${FUNCNAME[1]} == source ]] || return 0
+  ! node_env_may_fail "$2" || return 0
+  local command
+  command=$(sed -n -e "$2"'{:more' -e '/\\$/{N;s/\\\n[[:blank:]]*//;b more' -e '};s/^[[:blank:]]*//;s/\r$//;p;}' -- "$NODE_ENV_FILE")
+  node_env_unfit "$NODE_ENV_FILE: line $2: '$command' failed with exit code $1; mend it, or write '$command || true'"
+}
+
+
+# Whether `set +e` stands above this line, and no `set -e` behind that. It cannot be seen in $-: there `e` is not set
+# while the file is sourced, as it would end this process in the midst of a function too.
+node_env_may_fail() { # <line>
+  [[ $(head -n "$1" -- "$NODE_ENV_FILE" | grep -oE '^[[:blank:]]*set [-+]e' | tail -n 1) == *+e ]]
+}
+
+
+node_env_unfit() { # <message>
+  trap - ERR EXIT
+  printf '%s\n' "${MUSTER_NODE:+$MUSTER_NODE: }$1" >&2
+  "${NODE_ENV_CLEANUP[@]}"
+  exit "$EXIT_UNFIT"
+}
+
+
+end_background() {
+  # shellcheck disable=SC2046 # a word each
+  kill $(left_in_background) 2>/dev/null || true
+}
+
+
 # The processes that it has left in the background, with all that they have started: they would keep our output open.
-left_in_background() { # [process id that is none of them]
+left_in_background() {
   local pid
   for pid in $(jobs -pr); do
-    [[ $pid == "${1-}" ]] || with_children "$pid"
+    with_children "$pid"
   done
 }
 

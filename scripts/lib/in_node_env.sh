@@ -26,12 +26,6 @@ read_environment() {
 }
 
 
-end_background() {
-  # shellcheck disable=SC2046,SC2119 # a word each, and all of them
-  kill $(left_in_background) 2>/dev/null || true
-}
-
-
 main() {
   local become=0 entry
   if [[ $1 == --exec ]]; then

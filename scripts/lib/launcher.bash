@@ -13,7 +13,9 @@ source "$KIT/scripts/lib/watch.bash"
 
 SCRIPT='' MODULE=''      # what to train: a file or a directory with a __main__.py, or a module
 SCRIPT_FILE=''           # the file of SCRIPT that Python begins with
+PORT_OF_ENVIRONMENT=${MASTER_PORT-} # see take_port_of_environment
 MASTER_PORT=''
+RENDEZVOUS_TIMEOUT=''    # seconds in which the agents of all nodes must have joined; empty is torchrun's own, 600
 ENVIRONMENT=()           # NAME=VALUE for the ranks; never part of a command line, which every user can see
 MAX_RESTARTS=0
 LOG_DIR=logs
@@ -42,7 +44,7 @@ parse_options() { # <word...>
   while (($#)); do
     case $1 in
       --script=* | --python=* | --master-port=* | --env=* | --env-file=* | --max-restarts=* | --log-dir=* | --agent=* | \
-        --hostfile=* | --exclude=*)
+        --rendezvous-timeout=* | --hostfile=* | --exclude=*)
         set -- "${1%%=*}" "${1#*=}" "${@:2}"
         continue
         ;;
@@ -55,6 +57,7 @@ parse_options() { # <word...>
       --max-restarts) need_value "$@"; MAX_RESTARTS=$2; shift ;;
       --log-dir) need_value "$@"; LOG_DIR=$2; shift ;;
       --agent) need_value "$@"; AGENT=$2; shift ;;
+      --rendezvous-timeout) need_value "$@"; RENDEZVOUS_TIMEOUT=$2; shift ;;
       --hostfile) need_value "$@"; HOSTFILE=$2; shift ;;
       --exclude) need_value "$@"; EXCLUDE=$2; shift ;;
       --sync) SYNC=1 ;;
@@ -82,6 +85,8 @@ check_options() {
   is_count "$GRACE" || die_usage "MUSTER_GRACE='$GRACE': a whole number of seconds is wanted"
   [[ ! $MASTER_PORT ]] || is_port "$MASTER_PORT" ||
     die_usage "--master-port '$MASTER_PORT': a port is a number from 1 to 65535"
+  [[ ! $RENDEZVOUS_TIMEOUT ]] || { is_count "$RENDEZVOUS_TIMEOUT" && ((RENDEZVOUS_TIMEOUT >= 1)); } ||
+    die_usage "--rendezvous-timeout: expected a number of seconds, 1 or more, got '$RENDEZVOUS_TIMEOUT'"
   # Into a pipe Python would keep back what ranks print; the kit's own agent takes care of that itself.
   [[ $AGENT == fast ]] || ENVIRONMENT=(PYTHONUNBUFFERED=1 "${ENVIRONMENT[@]}")
 }
@@ -99,6 +104,16 @@ is_count() { # <word>
 
 is_port() { # <word>
   is_count "$1" && (($1 >= 1 && $1 <= 65535))
+}
+
+
+# MASTER_PORT of the environment, where no option names a port. Beside RANK or MUSTER_RUN_DIR it is the port of another
+# launch, of which this shell is a part, or which has left it there.
+take_port_of_environment() {
+  [[ ! $MASTER_PORT && $PORT_OF_ENVIRONMENT && ! ${RANK-}${MUSTER_RUN_DIR-} ]] || return 0
+  is_port "$PORT_OF_ENVIRONMENT" || die_usage "MASTER_PORT='$PORT_OF_ENVIRONMENT' of the environment: expected a port" \
+    "from 1 to 65535; unset it, or name a port with --master-port"
+  MASTER_PORT=$PORT_OF_ENVIRONMENT
 }
 
 
@@ -129,6 +144,22 @@ read_env_file() { # <file>
 
 
 # ---------------------------------------------------------------- is it a call that can work?
+
+# Pick the Python of the ranks, and say which one where the user may expect another.
+pick_rank_python() {
+  pick_python "$ASKED_PYTHON"
+  ((${#PYTHONS[@]} < 2)) || log "Python: $PYTHON (${PYTHON_ORIGINS[0]}), not $(not_picked); --python names another"
+}
+
+
+not_picked() {
+  local number line=''
+  for ((number = 1; number < ${#PYTHONS[@]}; number++)); do
+    line+="${line:+, }${PYTHONS[number]} (${PYTHON_ORIGINS[number]})"
+  done
+  printf '%s\n' "$line"
+}
+
 
 # Set WORK, the words that name what each rank runs.
 check_script() {
@@ -287,6 +318,7 @@ agent_words() {
   else
     AGENT_WORDS+=(--plain "$PLAIN_AGENT")
   fi
+  [[ ! $RENDEZVOUS_TIMEOUT ]] || AGENT_WORDS+=(--rdzv-conf "timeout=$RENDEZVOUS_TIMEOUT")
   # The -- keeps torchrun from taking the script's own words for (abbreviated) options.
   SCRIPT_WORDS=(--tee 3 ${MODULE:+-m} -- "${MODULE:-${WORK[0]}}" "${CONFIG_ARGS[@]}" "${USER_ARGS[@]}")
 }

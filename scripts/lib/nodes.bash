@@ -112,7 +112,7 @@ parse_args() { # <word...>
 
 
 check() {
-  pick_python "$ASKED_PYTHON"
+  pick_rank_python
   name_nodes "${POSITIONAL[@]:1}"
   check_script
   check_config "$CONFIG" "$RANKS"

@@ -29,11 +29,26 @@ in_allocation() {
 }
 
 
+# Restart the script behind config/node_env.sh, so that what is loaded and activated there chooses the Python. The nodes
+# source it for themselves.
+enter_node_env() { # <argument of the script...>
+  if [[ ${MUSTER_ENTERED-} ]]; then
+    unset MUSTER_ENTERED
+    return
+  fi
+  source_node_env "$(node_env)" end_background </dev/null >&2
+  end_background
+  MUSTER_ENTERED=1 MASTER_PORT=$PORT_OF_ENVIRONMENT exec bash "$PROGRAM_FILE" "$@"
+}
+
+
 # ---------------------------------------------------------------- what is there
 
 check_slurm_settings() {
   [[ $LAUNCHER == srun || $LAUNCHER == torchrun ]] || die_usage "LAUNCHER='$LAUNCHER': srun or torchrun is wanted"
   type -P srun >/dev/null || die_usage "srun is not on the PATH: this is no SLURM machine"
+  [[ ! $RENDEZVOUS_TIMEOUT || $LAUNCHER == torchrun ]] || die_usage "--rendezvous-timeout: only agents wait for each" \
+    "other (LAUNCHER=torchrun); how long ranks wait is the script's own (distributed.timeout of the kit's trainer)"
   local lines words
   lines=$(split_words SRUN_ARGS)
   [[ ! $lines ]] || mapfile -t SRUN_OPTIONS <<<"$lines"
@@ -57,7 +72,7 @@ split_words() { # <name of a variable>
 # What the image holds cannot be looked at from here, and what is here need not be able to train.
 check_work() {
   if [[ ! ${CONTAINER-} ]]; then
-    pick_python "$ASKED_PYTHON"
+    pick_rank_python
     RANK_PYTHON=$PYTHON
     check_torch
     check_script
@@ -158,6 +173,7 @@ run_step() { # <node:tasks,...> <word...>
 launch_on_allocation() { # <CONFIG> [number of ranks]
   ((!DETACH)) || die_usage "--detach: inside an allocation the run ends with it; use sbatch to leave the terminal"
   check_slurm_settings
+  take_port_of_environment
   check_work
   read_allocation "${2-}"
   check_config "$1" "$RANKS"

@@ -149,6 +149,7 @@ train_in_job() { # <word...>
     show_submission
   fi
   in_allocation || die_usage "this is for sbatch: $(quote "${CALL[@]}") (--dry-run shows what that would do)"
+  enter_node_env "$@"
   find_turn_before
   trap 'request stop' USR2 # where it is sent to the batch script too
   launch_on_allocation "$CONFIG"

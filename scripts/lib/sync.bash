@@ -6,6 +6,8 @@
 
 # Neither what git ignores, nor what runs and checkpoints leave: a copy is what a colleague would get by `git clone`.
 NOT_COPIED=(--exclude=/.git --exclude=/logs --exclude=/checkpoints --filter=':- .gitignore')
+FOLLOW_EVERY=2 # seconds between two looks at the nodes' logs
+FOLLOWER=''    # the process that brings them, while the nodes run
 FETCHED=() # nodes whose part of the run's folder was brought home
 
 
@@ -56,9 +58,53 @@ copy() { # <node> <folder> <file that is only a mark>
 
 # ---------------------------------------------------------------- and back
 
+# With --sync, bring the logs of the nodes while they run.
+follow_logs() {
+  ((SYNC)) || return 0
+  pipe_into FOLLOWING append_logs_repeatedly
+  FOLLOWER=$!
+}
+
+
+# To the end of the input: then the run, or the launcher, has ended.
+append_logs_repeatedly() {
+  # shellcheck disable=SC2034 # call_ssh reads it
+  local node status ANSWER_WITHIN=3
+  trap '' INT TERM HUP TSTP PIPE
+  close_control_channels
+  while true; do
+    read -r -t "$FOLLOW_EVERY" _ && status=0 || status=$?
+    ((status > 128)) || return 0
+    for node in "${NODES[@]}"; do
+      append_log "$node" 2>/dev/null &
+    done
+    wait
+  done
+}
+
+
+# Append what is new in the log of a node to ours, which holds the same bytes so far. A node that shares the run
+# directory, and so has run.json, writes ours itself.
+append_log() { # <node>
+  local log=$RUN/node_$1.log size=0
+  [[ ! -e $log ]] || size=$(stat -c %s -- "$log")
+  line_on_node "$1" "cd -- $(quote "$RUN") && { test -e run.json || tail -c +$((size + 1)) -- $(quote "node_$1.log"); }" \
+    </dev/null >>"$log"
+}
+
+
+stop_following() {
+  [[ $FOLLOWER ]] || return 0
+  exec {FOLLOWING}>&-
+  join "$FOLLOWER" || true
+  FOLLOWER=''
+}
+
+
 # What is not here yet of each node's part of the run's folder; checkpoints stay where they are.
 bring_home() {
   local node fetching=()
+  stop_following
   FETCHED=()
   for node in "${NODES[@]}"; do
     if [[ ! -e $RUN/node_$node.exit && ! -e $RUN/node_$node.lost ]]; then
@@ -72,6 +118,7 @@ bring_home() {
 
 
 fetch() { # <node>
+  ((!SYNC)) || append_log "$1" 2>/dev/null || rm -f -- "$RUN/node_$1.log" # then all of it comes with the rest
   line_on_node "$1" "cd -- $(quote "$RUN") && tar -cf - --exclude=./checkpoints ." </dev/null |
     tar -xf - --skip-old-files --no-same-owner -C "$RUN" 2>/dev/null ||
     warn "$1: its part of $RUN could not be brought here; it may still be there"

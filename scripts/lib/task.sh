@@ -10,10 +10,10 @@ set -euo pipefail
 # shellcheck source=scripts/lib/common.bash
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/common.bash"
 
-NODE_ENV=$1
+node_env=$1
 shift
 
 trap '' USR2 # SLURM's word that the time is nearly up, for who knows what to do
 export MUSTER_NODE=$SLURMD_NODENAME
-source_node_env "$NODE_ENV" </dev/null >&2
+source_node_env "$node_env" </dev/null >&2
 exec "$@"

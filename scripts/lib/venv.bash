@@ -9,11 +9,13 @@ VENV=$KIT/.venv
 # After this $VENV holds what the requirement files (names in KIT) ask for, and PYTHON is its Python;
 # in a dry run, where there is no $VENV yet, the one it would be made from.
 provide_venv() { # <value of --python, may be empty> <requirement file...>
+  local files=("${@:2}")
+  files=("${files[@]/#/--requirement=}")
   if ! venv_holds "${@:2}"; then
     base_python "$1"
     if [[ ${DRY_RUN:-0} == 1 ]]; then
       show "$PYTHON" -m venv "$VENV"
-      show "$VENV/bin/python" -m pip install "${@/#/--requirement=}"
+      show "$VENV/bin/python" -m pip install "${files[@]}"
       return
     fi
     build_venv "${@:2}" 9>>"$VENV.lock"

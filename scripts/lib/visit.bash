@@ -88,12 +88,16 @@ is_job() { # <RUN>
 no_run() { # <RUN>
   local told
   if is_job "$1"; then
+    type -P scontrol >/dev/null || die_usage "RUN '$1': no run of job $1 in $LOG_DIR, and there is no SLURM here to be" \
+      "asked; call it where the job was submitted, or name its run directory"
     JOB_STATE=$(state_of_job "$1")
     [[ ! $JOB_STATE ]] || job_without_run "$1"
-    told=$(scontrol show job --oneliner "$1" 2>/dev/null || true)
+    told=$(scontrol show job --oneliner "$1" 2>&1 || true)
     [[ ! $told =~ JobState=([A-Z_]+).*\ ExitCode=([0-9]+).*\ StdErr=(.*)\ StdIn= ]] ||
       die "job $1 has ended before it had a run (${BASH_REMATCH[1]}, exit code ${BASH_REMATCH[2]}): see ${BASH_REMATCH[3]};" \
         "where that is missing, so was its folder"
+    die_usage "RUN '$1': no run of job $1 in $LOG_DIR, and SLURM knows of none (${told##*$'\n'}); of jobs that ended" \
+      "long ago: sacct -j $1"
   fi
   die_usage "$(<"$ANSWERS/why")"
 }

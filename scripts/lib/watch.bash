@@ -35,6 +35,12 @@ put_away() { # <directory for an earlier attempt>
 }
 
 
+# Bring the logs of such nodes while they run.
+follow_logs() {
+  :
+}
+
+
 # The program that runs commands on nodes, in SUPERVISOR.
 name_supervisor() {
   SUPERVISOR=("$PYTHON" -I -S "$KIT/scripts/lib/supervisor.py")
@@ -339,6 +345,7 @@ run_nodes() { # <function that starts them> [its words...]
     STATUS=0 DEADLINE='' REQUEST='' BEGUN=$SECONDS
     "$@"
     [[ ! $SIGNAL ]] || request stop # it came before there was a node
+    follow_logs # before the heartbeats, which must end with the launcher alone
     [[ ! $HEARTBEAT_TIMEOUT ]] || pipe_into HEARTBEATS send_heartbeats
     wait_for_nodes
     [[ ! $HEARTBEAT_TIMEOUT ]] || exec {HEARTBEATS}>&-

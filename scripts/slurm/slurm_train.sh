@@ -17,11 +17,13 @@
 #   --help               show this
 #
 # The launchers' --python, --env, --env-file, --log-dir, --agent, --master-port and --quiet are understood too: see
-# scripts/ssh/launch_singlenode.sh --help.
+# scripts/ssh/launch_singlenode.sh --help. With LAUNCHER=torchrun also --rendezvous-timeout SECONDS, how long the agents
+# wait until all nodes have joined (default: 600).
 #
 # From the environment, where sbatch is called:
 #
 #   LAUNCHER             srun (default): one task a rank; torchrun: one agent a node
+#   MASTER_PORT          where the ranks meet, as --master-port (default: a free port of the first node)
 #   CONTAINER            words that run a command in a container, such as "apptainer exec --nv image.sif", or options
 #                        of srun, such as "--container-image=nvcr.io#nvidia/pytorch:25.10-py3"
 #   SRUN_ARGS            more options of srun

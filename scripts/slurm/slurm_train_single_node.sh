@@ -22,6 +22,7 @@
 # From the environment, where sbatch is called:
 #
 #   LAUNCHER             srun (default): one task a rank; torchrun: one agent, and PyTorch is imported once
+#   MASTER_PORT          where the ranks meet, as --master-port (default: a free port of the first node)
 #   CONTAINER            words that run a command in a container, such as "apptainer exec --nv image.sif", or options
 #                        of srun, such as "--container-image=nvcr.io#nvidia/pytorch:25.10-py3"
 #   SRUN_ARGS            more options of srun

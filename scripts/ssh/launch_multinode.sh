@@ -12,13 +12,14 @@
 #   NNODES               number of nodes
 #   NODE_RANK            which of them this is, from 0
 #   MASTER_ADDR          name or address of the node with NODE_RANK 0, where the ranks meet
-#   MASTER_PORT          default: 29500
+#   MASTER_PORT          default: that of the environment, else 29500
 #
 #   --script PATH        what to run (default: the kit's train.py)
 #   -m MODULE            run a module in its place
-#   --python PATH        default: the active virtual environment, then .venv here, then python3
+#   --python PATH        default: the active venv or conda environment, .venv here, the kit's .venv, python3
 #   --agent fast|torchrun  fast: workers forked from one warm process; torchrun: torch.distributed.launch
 #                        itself, which does not know when another node has failed
+#   --rendezvous-timeout SECONDS  how long to wait until all nodes have joined (default: 600)
 #   --env NAME=VALUE     environment of the processes, repeatable
 #   --env-file FILE      the same, one NAME=VALUE a line
 #   --max-restarts N     after a failure start again, up to N times (default: 0); say the same on all
@@ -33,7 +34,7 @@
 # Words behind -- go to the script untouched. The first node prints which nodes are missing. Exit codes are
 # those of launch_singlenode.sh; besides, 69: the connection to a node was lost, or this node was refused
 # (PyTorch, script, CONFIG or NNODES differ from those of the first node, its NODE_RANK is taken, or the
-# port belongs to another run); 124: not all nodes came within 10 minutes.
+# port belongs to another run); 124: not all nodes joined in time.
 #
 #   node1$ launch_multinode.sh --script old_train.py - 8 2 0 node1
 #   node2$ launch_multinode.sh --script old_train.py - 8 2 1 node1

@@ -10,7 +10,7 @@
 #
 #   --script PATH        what to run (default: the kit's train.py)
 #   -m MODULE            run a module in its place
-#   --python PATH        default: the active virtual environment, then .venv here, then python3
+#   --python PATH        default: the active venv or conda environment, .venv here, the kit's .venv, python3
 #   --agent fast|torchrun  fast: workers forked from one warm process; torchrun: the plain one
 #   --master-port PORT   default: a free one
 #   --env NAME=VALUE     environment of the processes, repeatable
@@ -41,12 +41,13 @@ parse_args() { # <word...>
   ((${#POSITIONAL[@]} == 2)) || die_usage "CONFIG and NPROC are wanted, got: $(quote "${POSITIONAL[@]:-nothing}")" \
     "(words for the script stand behind --)"
   CONFIG=${POSITIONAL[0]} NPROC=${POSITIONAL[1]}
+  [[ ! $RENDEZVOUS_TIMEOUT ]] || die_usage "--rendezvous-timeout: on one machine no other node has to join; leave it out"
   is_nproc "$NPROC" || die_usage "NPROC '$NPROC': a number of processes from 1 to $MAX_NPROC is wanted"
 }
 
 
 check() {
-  pick_python "$ASKED_PYTHON"
+  pick_rank_python
   check_torch
   check_script
   check_config "$CONFIG" "$NPROC"

@@ -13,10 +13,11 @@
 #   --exclude NODES      leave these out
 #   --script PATH        what to run (default: the kit's train.py)
 #   -m MODULE            run a module in its place
-#   --python PATH        default: the active virtual environment, then .venv here, then python3;
+#   --python PATH        default: the active venv or conda environment, .venv here, the kit's .venv, python3;
 #                        on all nodes the same path
 #   --agent fast|torchrun  fast: workers forked from one warm process; torchrun: the plain one
 #   --master-port PORT   default: a free one of the first node
+#   --rendezvous-timeout SECONDS  how long to wait until all nodes have joined (default: 600)
 #   --env NAME=VALUE     environment of the processes, repeatable
 #   --env-file FILE      the same, one NAME=VALUE a line
 #   --max-restarts N     after a failure start again, up to N times (default: 0)

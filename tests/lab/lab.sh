@@ -110,6 +110,9 @@ hosts() {
   echo "$(address_of_this_side) $(hostname)"
   for node in $(all_nodes); do
     echo "$(address "$node") $node"
+    # PyTorch's store asks for the names of its clients by their addresses as IPv6 has them, which is no other name for
+    # the lines above. A name of its own: else looking up the node would find two addresses.
+    echo "::ffff:$(address "$node") $node.mapped"
   done
 }
 

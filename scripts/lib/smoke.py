@@ -1,0 +1,11 @@
+"""Run the smoke test from any directory; see distributed/smoke.py, or --help."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from distributed.smoke import main
+
+if __name__ == "__main__":
+    sys.exit(main())
