@@ -55,6 +55,7 @@ from distributed.torch import device, gradient_sync, process_group, resolve, see
 from distributed.world import World, WorldError
 
 log = logging.getLogger("muster")
+SAMPLE_SECONDS = 10.0  # that the sample at the end may take
 
 # ---------------------------------------------------------------- the model
 
@@ -128,14 +129,15 @@ class GPT(nn.Module):
 
 
 @torch.no_grad()
-def sample(model: nn.Module, prompt: Tensor, length: int, block_size: int, temperature: float = 0.8) -> Tensor:
-    """Write on from a prompt [time]: that many tokens more. Every rank does the same; fsdp needs them all."""
+def sample(model: nn.Module, prompt: Tensor, block_size: int, temperature: float = 0.8) -> Iterator[Tensor]:
+    """Write on from a prompt [time], one token [1] after the other, without end."""
     draw = torch.Generator(device=prompt.device).manual_seed(0)
     written = prompt
-    for _ in range(length):
-        logits = model(written[None, -block_size:])[0, -1] / temperature
-        written = torch.cat([written, torch.multinomial(logits.float().softmax(0), 1, generator=draw)])
-    return written
+    while True:
+        logits = model(written[None])[0, -1] / temperature
+        token = torch.multinomial(logits.float().softmax(0), 1, generator=draw)
+        written = torch.cat([written, token])[-block_size:]
+        yield token
 
 
 # ---------------------------------------------------------------- how it learns
@@ -457,9 +459,8 @@ class Progress:
     def finished(self) -> int:
         """All steps done: the held-out loss, a sample, the speed. Collective."""
         score = self.held_out() if self.score is None else self.score
-        text = write_sample(self.training)
-        if text:
-            log.info("a sample:\n\n" + "\n".join(f"    {line}" for line in text.splitlines()) + "\n")
+        if text := write_sample(self.training):
+            log.info(text)
         tokens = self.training.cut.tokens * self.steps
         speed = f"{tokens / self.seconds:,.0f} tokens/s" if tokens else "nothing left to do"
         log.info(f"finished: {self.training.step} steps, held-out loss {score:.4f}, {speed}")
@@ -487,16 +488,42 @@ def clock(seconds: float) -> str:
 
 
 def write_sample(training: Training) -> str:
-    """Text that the model writes, where tokens can be read as text. Collective."""
-    length = training.settings.logging.sample
+    """Text that the model writes, where tokens can be read as text, with a heading. Collective.
+
+    Rank 0 writes alone where it has the whole model; fsdp needs all ranks. All agree after each token whether to go on:
+    not for longer than SAMPLE_SECONDS, nor when one of them is asked to stop.
+    """
+    length, place = training.settings.logging.sample, training.place
     if not length or training.corpus.kind != "bytes":
         return ""
-    prompt = training.corpus.encode("\n").to(training.place.here)
+    prompt = training.corpus.encode("\n").to(place.here)
+    tokens = sample(unwrap(training.model), prompt, training.settings.model.block_size)
+    writes = place.first or training.strategy == "fsdp"
+    written: list[Tensor] = []
     training.model.eval()
+    start = time.perf_counter()
     with training.autocast():
-        written = sample(unwrap(training.model), prompt, length, training.settings.model.block_size)
+        while len(written) < length:
+            written.append(next(tokens) if writes else prompt)
+            late = place.first and time.perf_counter() - start >= SAMPLE_SECONDS
+            asked, late = any_rank(place, place.asked_to_stop.is_set(), late)
+            if asked or late:
+                break
     training.model.train()
-    return training.corpus.decode(written).strip()
+    if asked:
+        log.info("stop request: all steps are done; no longer sample")
+    if not place.first:
+        return ""
+    part = f" ({len(written)} of {length:,} tokens, in {SAMPLE_SECONDS:g} s)" if late and len(written) < length else ""
+    text = training.corpus.decode(torch.cat(written)).strip()
+    return f"a sample{part}:\n\n" + "".join(f"    {line}\n" for line in text.splitlines())
+
+
+def any_rank(place: Place, *flags: bool) -> list[bool]:
+    """Each flag: whether it is set on any rank. Collective."""
+    sums = torch.tensor(flags, dtype=torch.float32, device=place.here)
+    dist.all_reduce(sums)
+    return [total > 0 for total in sums.tolist()]
 
 
 # ---------------------------------------------------------------- from the first step to the last

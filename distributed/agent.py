@@ -131,6 +131,8 @@ class Agent(LocalElasticAgent):
     def stopped_by(self, number: int) -> int:
         """The ranks have ended because the agent received this signal: end the other nodes. Returns the exit code."""
         self.note_deaths(ended_by_agent=True)
+        if not self.ended() and self._ended_well():
+            return 0
         if self.ended():  # the run was ending already, and the launcher stops what is left of it
             return self.failed()
         code = STOPPED if self.all_stopped() else 128 + number
@@ -191,6 +193,16 @@ class Agent(LocalElasticAgent):
             super()._exit_barrier()
 
     # -------- ours
+
+    def _ended_well(self) -> bool:
+        """Whether all ranks of the run have ended with 0, though this node was asked to stop."""
+        processes = self._processes()
+        if not processes or any(process.reap() != 0 for process in processes):
+            return False
+        try:
+            return self.membership is None or self.membership.finish(TERM_GRACE) is None
+        except TimeoutError:
+            return False
 
     def _own_deaths(self) -> list[Death]:
         return [death for death in self.deaths.values() if not death.ended_by_agent]

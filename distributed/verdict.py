@@ -227,7 +227,7 @@ def _home(rank: int, evidence: Evidence) -> str:
 def judge(evidence: Evidence, launcher: int | None = None) -> Verdict:
     """The verdict on what is known. launcher: the exit code that the launcher would end with by itself."""
     failures = sorted([*evidence.failures, *accused(evidence)], key=_order)
-    if not failures or (_all_well(evidence) and not launcher):
+    if not failures or (_all_well(evidence) and (not launcher or launcher in INTERRUPTED)):
         return _nothing_failed(evidence, launcher)
     culprit = first(failures)
     worth = kind(culprit)
@@ -258,6 +258,8 @@ def _all_well(evidence: Evidence) -> bool:
 
 
 def _nothing_failed(evidence: Evidence, launcher: int | None) -> Verdict:
+    if launcher in INTERRUPTED and _all_well(evidence):
+        return Verdict("stopped", 0, "stopped on request, and every rank ended well")
     if launcher in INTERRUPTED:
         return Verdict("stopped", launcher, "interrupted before any rank had failed")
     if launcher:

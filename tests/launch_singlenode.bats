@@ -206,7 +206,7 @@ time.sleep(300)'
 
 
 # bats test_tags=slow
-@test "Ctrl-C in the middle of a training: a checkpoint, 75, and the same command goes on" {
+@test "Ctrl-C in the middle of a training: a checkpoint, 75, and the same command goes on, until stopped at its end: 0" {
   cat >tiny.yaml <<'END'
 model: {n_layer: 1, n_head: 1, n_embd: 8, block_size: 16}
 train: {steps: 100000, batch_size: 4, evaluate_every: 0, evaluate_windows: 4}
@@ -224,6 +224,12 @@ END
   run "$LAUNCH" tiny.yaml 2 -- train.steps=$((step + 1))
   [ "$status" -eq 0 ]
   [[ "$output" == *"going on from"*"step $((step + 1))/$((step + 1))"* ]]
+  start tiny.yaml 2 -- train.steps=$((step + 2)) logging.sample=1000000
+  wait_for_line "step $((step + 2))/$((step + 2))"
+  "$KIT/scripts/stop.sh" latest
+  status_of_launcher
+  [ "$status" -eq 0 ] || { cat out && false; }
+  grep -q "verdict: stopped: stopped on request, and every rank ended well" out
   rm -r logs
   refused "is of another model: model.n_embd=16 (there 8)" tiny.yaml 2 -- model.n_embd=16
   refused "checkpoint.resume=never, but" tiny.yaml 2 -- checkpoint.resume=never

@@ -780,7 +780,7 @@ def test_a_stop_request_finds_only_the_ranks_that_still_run() -> None:
         while sum(map(is_rank, psutil.Process(agent.pid).children())) > 1:
             time.sleep(0.001)
         agent.terminate()
-        assert agent.wait(SECONDS) == 143
+        assert agent.wait(SECONDS) == 0, "all ranks ended with 0"
 
 
 FAILS_FIRST = """

@@ -280,6 +280,36 @@ def test_all_ranks_stop_at_the_same_step_when_one_is_asked(bench: Bench) -> None
     assert found(bench.folder / "checkpoints").ranks == 2
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_run_that_is_stopped_while_it_samples_has_finished(bench: Bench, strategy: str) -> None:
+    """All steps are done and the checkpoint is written: there is nothing to resume. Any rank may be the one asked."""
+    with bench.start(2, f"distributed.strategy={strategy}", "logging.sample=1000000") as training:
+        training.wait_for("step 12/12")
+        training.signal(signal.SIGTERM, 1)
+        stopped = done(training)
+    assert stopped.returncode == 0, stopped
+    assert "stop request: all steps are done; no longer sample" in stopped.stdout
+    assert "finished: 12 steps" in stopped.stdout
+    assert found(bench.folder / "checkpoints").step == 12
+
+
+IMPATIENT = """
+import sys
+sys.path.insert(0, {kit!r})
+sys.argv = sys.argv[1:]
+import train
+train.SAMPLE_SECONDS = 0
+sys.exit(train.main())
+"""
+
+
+def test_a_sample_that_takes_too_long_is_cut_short(bench: Bench) -> None:
+    script = bench.wrapper(IMPATIENT.format(kit=str(KIT)))
+    ended = bench.run(2, "train.steps=1", "logging.sample=1000000", wrapper=script)
+    assert ended.returncode == 0, ended
+    assert "a sample (1 of 1,000,000 tokens, in 0 s):" in ended.stdout
+
+
 def test_a_finished_training_stays_finished(bench: Bench) -> None:
     assert bench.run_by_hand().returncode == 0
     before = weights(bench.folder / "checkpoints")

@@ -329,6 +329,8 @@ ACCIDENT = (died(139, rank=0), BY_AGENT)
         ((), {}, None, ("failed", 1)),
         ((), {"n1": 0}, 124, ("failed", 124)),
         ((), {}, 130, ("stopped", 130)),
+        ((), {"n1": 0}, 130, ("stopped", 0)),  # the request came when all was done, or was no reason to fail
+        (ACCIDENT, {"n1": 0}, 143, ("stopped", 0)),  # the same, in an attempt after one that failed
         (ACCIDENT, {"n1": 0}, None, ("ok", 0)),  # it was started again and ended well
         (ACCIDENT, {"n1": 1}, None, ("failed", 139)),
         (ACCIDENT, {"n1": 139}, 130, ("failed", 139)),  # it failed before the person pressed Ctrl-C

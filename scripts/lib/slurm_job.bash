@@ -107,12 +107,14 @@ next_turn() {
 }
 
 
-# The ranks were told, not we. Both are when a job is preempted, and those that know no signal die of it.
+# The ranks were told, not we. Both are when a job is preempted: then those that know no signal die of it, and those
+# that end with 0 may not have come to their end.
 stopped_by_slurm() {
   if [[ ! $SIGNAL ]] && ((CODE == EXIT_STOPPED)); then
     return
   fi
-  ((CODE == EXIT_STOPPED || CODE == EXIT_TERMINATED)) && is_preempted
+  ((CODE == EXIT_STOPPED || CODE == EXIT_TERMINATED)) || [[ $SIGNAL && $CODE == 0 ]] || return 1
+  is_preempted
 }
 
 
