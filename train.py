@@ -273,6 +273,10 @@ class Training:
             "micro": self.cut.micro, "rank": self.place.world.rank, "size": self.place.world.size,
             "seed": self.settings.train.seed, "start": self.items,
         }  # fmt: skip
+        log.debug(
+            f"data: {len(self.windows):,} windows of {self.corpus.name}, order of seed {place['seed']} from position "
+            f"{self.items:,}"
+        )
         order: Iterable[list[int]]
         if self.mixture:
             order = data.MixedStream(self.mixture, self.cut.size, self.of_windows, **place)
@@ -773,10 +777,10 @@ def main() -> int:
         world = World.from_env()
         settings, cut = for_ranks(options, world.size)
         tracking.check(settings.model_dump())
-        logging.basicConfig(
-            format="%(message)s", stream=sys.stdout,
-            level=settings.logging.level.upper() if world.rank == 0 else logging.ERROR,
-        )  # fmt: skip
+        level = logging.getLevelName(settings.logging.level.upper()) if world.rank == 0 else logging.ERROR
+        logging.basicConfig(format="%(message)s", stream=sys.stdout, level=max(level, logging.INFO))
+        for name in ("muster", "distributed"):  # debug is not for PyTorch and others
+            logging.getLogger(name).setLevel(level)
         said = settings.distributed
         with stop_signals() as asked_to_stop, process_group(world, said.backend, said.timeout, said.device):
             return train(settings, job_of(options), world, cut, asked_to_stop)

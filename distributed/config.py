@@ -221,6 +221,11 @@ class Logging(Section):
     wandb: Literal["disabled", "online", "offline"] = "disabled"
     project: str = "muster"  # of wandb
 
+    @field_validator("level", mode="before")
+    @classmethod
+    def _level_in_any_case(cls, level: Any) -> Any:
+        return level.lower() if isinstance(level, str) else level
+
 
 class Settings(Section):
     """All that a training run can be told."""
@@ -625,7 +630,7 @@ def from_options(options: argparse.Namespace) -> Settings:
     if options.distributed_backend:
         overrides.append(f"distributed.backend={options.distributed_backend}")
     if options.log_level:
-        overrides.append(f"logging.level={options.log_level.lower()}")
+        overrides.append(f"logging.level={options.log_level}")
     return read(options.config, overrides, job_of(options))
 
 

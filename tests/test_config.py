@@ -346,6 +346,7 @@ def test_what_other_trainers_and_launchers_pass_is_understood() -> None:
     file = ("--config", "f.yaml")
     assert from_options(options(*file, "--distributed-backend", "gloo")).distributed.backend == "gloo"
     assert from_options(options(*file, "--log-level", "WARNING")).logging.level == "warning"
+    assert from_options(options(*file, "logging.level=Debug")).logging.level == "debug"
     assert from_options(options(*file, "--local-rank=1")) == settings()
     assert from_options(options(*file, "--local_rank", "1")) == settings()
 

@@ -333,6 +333,24 @@ def test_another_world_size_goes_on_from_the_same_checkpoint(bench: Bench, strat
     assert whole[7] == pytest.approx(bench.losses()[7], rel=0.05)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "wrapped"),
+    [("ddp", "DistributedDataParallel of"), ("fsdp", "gathered in 2 parts; this rank's shards")],
+)
+def test_debug_shows_what_decides_a_run(bench: Bench, strategy: str, wrapped: str) -> None:
+    ended = bench.run(2, "train.steps=1", f"distributed.strategy={strategy}", "--log-level", "DEBUG")
+    assert ended.returncode == 0, ended.stderr
+    for line in (
+        "rendezvous: rank 0 of 2 on ", "  decided by  environment", "  meeting at  127.0.0.1:",
+        "rendezvous: 2 ranks met in ", f"strategy: {strategy}, ", ", order of seed 1337 from position 0",
+        "data: epoch 0 of 106 windows begins with ", "checkpoint step_00000001: copied in ", " bytes written in ",
+        " s, published in ",
+    ):  # fmt: skip
+        assert line in ended.stdout, line
+    assert wrapped in ended.stdout
+    assert "rank 1 of 2" not in ended.stdout
+
+
 # ---------------------------------------------------------------- what goes wrong while it runs
 
 
