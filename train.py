@@ -48,7 +48,7 @@ from distributed.config import Model as ModelSettings
 from distributed.data import DataError
 from distributed.fold import DEFAULT_PARTICIPANTS, output_directory
 from distributed.ranks import Ranks
-from distributed.resume import experiment_of, refuse_another_base, refuse_misfit
+from distributed.resume import changeable, changes, complete, experiment_of, refuse_another_base, refuse_misfit
 from distributed.run_folder import create as create_run_folder
 from distributed.stop import STOPPED, Ballots, NonFiniteLoss, Outcome, stop_signals
 from distributed.torch import device, gradient_sync, process_group, resolve, seed, unwrap, wrap
@@ -367,6 +367,8 @@ class Training:
             "model": self.model_settings(),
             "corpus": str(self.corpus),
             **experiment_of(self.settings),
+            **changeable(self.settings),
+            "precision": str(self.dtype).removeprefix("torch."),
             "base_model": self.base_digest,
             "items": self.items,
             "batch": self.cut.size,
@@ -377,27 +379,19 @@ class Training:
 
     def go_on_from(self, found: Found, checkpoints: Checkpoints) -> None:
         """Take up the state of a checkpoint. Raises CheckpointError when it does not fit."""
-        for name, meaning in CHANGEABLE.items():
-            if found.facts[name] != (ours := self.facts()[name]):
-                log.warning(f"{name} was {found.facts[name]} in {found.path}, now it is {ours}: {meaning}")
+        for change in changes(found, self.facts()):
+            log.warning(change)
+        chosen = [(group["weight_decay"], group["betas"]) for group in self.optimizer.param_groups]
         state = checkpoints.load(found, self.state())
         set_state_dict(
             unwrap(self.model), self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
         )
+        for group, (weight_decay, betas) in zip(self.optimizer.param_groups, chosen, strict=True):
+            group.update(weight_decay=weight_decay, betas=betas)  # the checkpoint has those of before
         self.scaler.load_state_dict(state["scaler"])
         if (random_states := checkpoints.load_own(found)) is not None:
             set_random_state(random_states)
         self.step, self.items = found.step, found.facts["items"]
-
-
-# What may differ between a checkpoint and the run that goes on from it, and what follows.
-CHANGEABLE = {
-    "world": "the same data in the same order, sums rounded differently; dropout draws other numbers",
-    "batch": "going on at the same place in the data",
-    "corpus": "going on at that place in other data",
-    "seed": "the data comes in another order from here on",
-    "steps": "the learning rate follows the new length from here on",
-}
 
 
 # ---------------------------------------------------------------- what rank 0 says
@@ -689,7 +683,7 @@ def take_over_checkpoints(training: Training) -> Checkpoints:
             refuse_misfit(found, training.settings, training.vocab_size)
             refuse_another_base(found, training.base_digest)
             training.go_on_from(found, checkpoints)
-            log.info(f"going on from {found.path}")
+            log.info(complete(found, training.steps, training.settings) or f"going on from {found.path}")
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
     return checkpoints

@@ -315,8 +315,34 @@ def test_a_finished_training_stays_finished(bench: Bench) -> None:
     before = weights(bench.folder / "checkpoints")
     again = bench.run(1)
     assert again.returncode == 0
-    assert "nothing left to do" in again.stdout
+    path = found(bench.folder / "checkpoints").path
+    assert f"nothing left to do: {path} has 12 of 12 steps; raise train.steps" in again.stdout
     assert weights(bench.folder / "checkpoints") == before
+
+
+OPTIMIZER = """
+import sys
+sys.path.insert(0, {kit!r})
+sys.argv = sys.argv[1:]
+import train
+go_on = train.Training.go_on_from
+def shown(self, *words):
+    go_on(self, *words)
+    print([(group["weight_decay"], group["betas"]) for group in self.optimizer.param_groups])
+train.Training.go_on_from = shown
+sys.exit(train.main())
+"""
+
+
+def test_settings_of_the_optimizer_that_change_hold_after_a_resume(bench: Bench) -> None:
+    assert bench.run(1, "train.steps=2").returncode == 0
+    script = bench.wrapper(OPTIMIZER.format(kit=str(KIT)))
+    words = ("train.steps=3", "train.weight_decay=0.5", "train.beta1=0.5", "train.learning_rate=0.02")
+    again = bench.run(1, *words, wrapper=script)
+    assert again.returncode == 0, again.stderr
+    assert "[(0.5, (0.5, 0.95)), (0.0, (0.5, 0.95))]" in again.stdout
+    for change in ("weight_decay was 0.1 in ", "beta1 was 0.9 in ", "learning_rate was 0.01 in "):
+        assert change in again.stdout
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
