@@ -399,6 +399,9 @@ def follow(
 ) -> None:
     """Pass on the lines of a rank's output with the header, each when it is complete, until finished.
 
+    A line that a carriage return lets the next one overwrite, as progress bars do, ends with a carriage return and a
+    line break: `distributed.launch.console` then shows them in one place.
+
     torchrun passes on what is there: when two ranks have unfinished lines, the one becomes the end of the other.
     """
     while not os.path.exists(file):
@@ -420,10 +423,10 @@ def follow(
 
 
 def _complete_lines(output: bytes) -> tuple[list[str], bytes]:
-    """The complete lines, each with its end, and what follows them. A carriage return ends a line too."""
+    """The complete lines, each with its end, and what follows them. A carriage return ends a line too: with \\r\\n."""
     end = max(output.rfind(b"\n"), output.rfind(b"\r", 0, -1)) + 1  # a \n may follow a \r that comes last
-    text = output[:end].decode(errors="replace").replace("\r\n", "\n").replace("\r", "\n")
-    return [f"{line}\n" for line in text.split("\n")[:-1]], output[end:]
+    text = output[:end].decode(errors="replace").replace("\r\n", "\n").replace("\r", "\r\n")
+    return [f"{line}\n" for line in text.split("\n")[:-1] if line != "\r"], output[end:]
 
 
 def _write(lines: list[str], dst: TextIO) -> None:

@@ -185,6 +185,17 @@ time.sleep(300)'
 
 
 # bats test_tags=slow
+@test "on a terminal a progress bar of rank 0 stays on one line, and the log has its last state" {
+  printf '%s\n' 'import sys' 'for i in range(5): sys.stderr.write(f"\r{i}0%")' 'sys.stderr.write("\n")' >bar.py
+  command script -qec "$(printf '%q ' "$LAUNCH" --script bar.py - 1)" /dev/null </dev/null >out
+  grep -qF $'0%\e[?7h\r\e[K\e[?7l10%\e[?7h\r\e[K' out
+  grep -qF $'\e[K40%\r' out
+  run grep '%' logs/latest/node_*.log
+  [ "$output" = "[$(uname -n):0] 40%" ]
+}
+
+
+# bats test_tags=slow
 @test "Ctrl-C ends a script that knows nothing of it with 130, TERM with 143, also where both were ignored before" {
   script <<<'print("at work", flush=True); time.sleep(300)'
   start --script "my script.py" - 2
