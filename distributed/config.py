@@ -303,11 +303,11 @@ def _does_not_divide(train: Train, world: int) -> str:
     """The key that was given, and the two values nearest to its own that do divide."""
     key, given, parts, by = "batch_size_per_device", train.batch_size_per_device or 0, train.accumulation, ""
     if train.batch_size:
-        key, given, parts, by = "batch_size", train.batch_size, world * parts, f"{world} rank(s) x "
+        key, given, parts, by = "batch_size", train.batch_size, world * parts, f"{world} rank{'s' * (world > 1)} x "
     near = max(given // parts, 1) * parts
     return (
-        f"train.{key}={given} does not divide by {by}{train.accumulation} micro-batch(es) (train.accumulation): "
-        f"{near} or {near + parts} would"
+        f"train.{key}={given} does not divide by {by}{train.accumulation} "
+        f"micro-batch{'es' * (train.accumulation > 1)} (train.accumulation): {near} or {near + parts} would"
     )
 
 
@@ -444,6 +444,15 @@ def _read_file(path: Path) -> dict[str, Any]:
         sections = ", ".join(Settings.model_fields)
         raise ConfigError(f"{path}: holds a {type(tree).__name__}; sections are wanted: {sections}")
     return {name: {} if section is None else section for name, section in tree.items()}
+
+
+def holds_settings(path: Path) -> bool:
+    """Whether a file has any key that is a setting. Raises ConfigError as read() does."""
+    tree = _read_file(path)
+    return not tree or any(
+        isinstance(keys, Mapping) and name in Settings.model_fields and keys.keys() & _section(name).model_fields.keys()
+        for name, keys in tree.items()
+    )
 
 
 def _override(tree: dict[str, Any], word: str) -> None:

@@ -50,7 +50,7 @@ def device(world: World, backend: str = "auto", name: str = "auto") -> torch.dev
     index = int(name.partition(":")[2] or world.local_rank % max(count, 1))
     if index >= count:
         remedy = f"give cuda:0 to cuda:{count - 1}, or cpu" if count else "give cpu"
-        raise WorldError(f"device {name}: not available: PyTorch sees {count} GPU(s) here; {remedy}")
+        raise WorldError(f"device {name}: not available: PyTorch sees {count} GPU{'s' * (count != 1)} here; {remedy}")
     return torch.device("cuda", index)
 
 
@@ -119,10 +119,11 @@ def _call_the_roll(world: World, store: dist.Store, limit: timedelta) -> None:
     try:
         store.wait(keys, limit)
     except dist.DistStoreError:
-        missing = ", ".join(str(rank) for rank, key in enumerate(keys) if not store.check([key]))
+        missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
         raise WorldError(
-            f"rank(s) {missing} of {world.size} did not come within {limit.total_seconds():g} s: see in their own "
-            f"output why, and whether they reach {world.master_addr}:{world.master_port}"
+            f"rank{'s' * (len(missing) > 1)} {', '.join(missing)} of {world.size} did not come within "
+            f"{limit.total_seconds():g} s: see in their own output why, and whether they reach "
+            f"{world.master_addr}:{world.master_port}"
         ) from None
 
 

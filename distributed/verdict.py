@@ -386,7 +386,8 @@ def in_words(verdict: Verdict, run: Path) -> str:
 
 def _details(verdict: Verdict, run: Path) -> Iterator[str]:
     name = signal_name(verdict.exit_code)
-    yield f"exit code {verdict.exit_code}" + (f" ({name})" if name else "")
+    if f"code {verdict.exit_code}" not in verdict.cause:
+        yield f"exit code {verdict.exit_code}" + (f" ({name})" if name else "")
     about = f"{name} {verdict.exception} {verdict.message}"
     for words, meaning in _MEANINGS.items():
         if verdict.node and re.search(words, about):

@@ -91,7 +91,7 @@ END
   [ "$(cat "logs/latest/node_$node.exit")" = 0 ]
   grep -qxF "[$node:0] I am rank 0" "logs/node_$node.log"
   grep -qxF "[$node:1] I am rank 1" "logs/node_$node.log"
-  grep -q "2 process(es)" logs/latest/launcher.log
+  grep -q "2 processes" logs/latest/launcher.log
 }
 
 
@@ -394,6 +394,12 @@ refused() { # <what the line must name> <word...>
   refused "'nix.yaml'" nix.yaml 2
   refused "did you mean train.steps" typo.yaml 2
   refused "broken.yaml, line" broken.yaml 2
+  printf 'model: {name: resnet}\nlr: 1\n' >own.yaml
+  refused "did you mean train.learning_rate?" own.yaml 2
+  refused "own.yaml: no setting of the kit's train.py is in this file; for a script of your own, add --script" own.yaml 2
+  refused "unknown key; did you mean train.steps?" typo.yaml 2
+  [[ "$output" != *"--script"* ]]
+  refused "--epochs: unknown option; arguments of the script go behind --" --epochs 3 right.yaml 2
   refused "train.batch_size=3 does not divide by 2" odd.yaml 2
   refused "data.path='empty.txt': the file is empty" right.yaml 2 -- data.path=empty.txt
   refused "unrecognized arguments: --quiet" right.yaml 2 -- --quiet

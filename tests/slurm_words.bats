@@ -57,7 +57,7 @@ refuses() { # <what it must say>
 
 @test "fewer processes than nodes are refused" {
   in_job "$KIT/scripts/run_ddp.sh" -n 1 --dry-run
-  refuses "1 process(es) for the 2 nodes of the allocation: each gets at least one, ask for 2"
+  refuses "1 process for the 2 nodes of the allocation: each gets at least one, ask for 2"
 }
 
 

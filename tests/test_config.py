@@ -31,6 +31,7 @@ from distributed.config import (
     batch,
     for_ranks,
     from_options,
+    holds_settings,
     main,
     parser,
     read,
@@ -274,6 +275,15 @@ def test_every_name_of_another_training_script_leads_to_a_setting() -> None:
         assert {word.rstrip("?") for word in remedy.split() if "." in word} <= keys, other
 
 
+@pytest.mark.parametrize(
+    ("text", "ours"),
+    [("lr: 1", False), ("model: {name: x}\ndata: [a]", False), ("train: {stepz: 1, steps: 2}", True), ("", True)],
+)
+def test_a_file_of_another_program_is_told_from_one_with_a_mistake(tmp_path: Path, text: str, ours: bool) -> None:
+    (tmp_path / "f.yaml").write_text(text)
+    assert holds_settings(tmp_path / "f.yaml") is ours
+
+
 def test_every_fault_has_its_line() -> None:
     message = fault("train.steps=x", "model.layers=3", file=TRAIN + "logging: {every: 0}\n")
     said = ["command line: model.layers", "command line: train.steps", "f.yaml: logging.every"]
@@ -419,7 +429,7 @@ def test_what_is_checked_is_printed_whole(capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["--nproc", "3"], "train.batch_size=4 does not divide by 3 rank(s) x 1 micro-batch(es) "),
+        (["--nproc", "3"], "train.batch_size=4 does not divide by 3 ranks x 1 micro-batch "),
         (["--nproc", "0"], "--nproc 0: a number of ranks, 1 or more, is wanted"),
         (["--nproc", "-1"], "--nproc -1: a number of ranks, 1 or more, is wanted"),
         (["train.stepz=3"], "command line: train.stepz: unknown key; did you mean train.steps?"),

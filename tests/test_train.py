@@ -462,7 +462,7 @@ def test_a_wrong_setting_is_refused_in_one_line(bench: Bench, word: str) -> None
 @pytest.mark.parametrize(
     ("word", "fault"),
     [
-        ("train.batch_size=7", "train.batch_size=7 does not divide by 2 rank(s)"),
+        ("train.batch_size=7", "train.batch_size=7 does not divide by 2 ranks x"),
         ("distributed.strategy=single", "distributed.strategy=single is for one process, but there are 2"),
     ],
 )

@@ -836,6 +836,19 @@ def test_frames_of_libraries_are_shown_when_there_are_no_others(run: Run) -> Non
     assert "runpy.py" in verdict.in_words(run.decide(), run.path)
 
 
+@pytest.mark.parametrize(
+    ("code", "lines"),
+    [
+        (3, ["verdict: failed: rank 1 on n1 exited with code 3"]),
+        (137, ["verdict: failed: rank 1 on n1 died of SIGKILL", "  exit code 137 (SIGKILL)"]),
+    ],
+)
+def test_the_exit_code_is_told_once(tmp_path: Path, code: int, lines: list[str]) -> None:
+    said = verdict.in_words(verdict.judge(Evidence((died(code),))), tmp_path).splitlines()
+    assert said[: len(lines)] == lines
+    assert sum(str(code) in line for line in said) == 1
+
+
 def test_a_witness_is_quoted_once(run: Run) -> None:
     run.rank(0, "RuntimeError", "[Rank 0]: Rank 1 failed to pass monitoredBarrier in 2000 ms")
     assert verdict.in_words(run.decide(), run.path).splitlines()[-1] == (
