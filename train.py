@@ -48,13 +48,14 @@ from distributed.config import Model as ModelSettings
 from distributed.data import DataError
 from distributed.fold import DEFAULT_PARTICIPANTS, output_directory
 from distributed.ranks import Ranks
-from distributed.resume import experiment_of, refuse_another_base, refuse_misfit
+from distributed.resume import changeable, changes, complete, experiment_of, refuse_another_base, refuse_misfit
 from distributed.run_folder import create as create_run_folder
 from distributed.stop import STOPPED, Ballots, NonFiniteLoss, Outcome, stop_signals
 from distributed.torch import device, gradient_sync, process_group, resolve, seed, unwrap, wrap
 from distributed.world import World, WorldError
 
 log = logging.getLogger("muster")
+SAMPLE_SECONDS = 10.0  # that the sample at the end may take
 
 # ---------------------------------------------------------------- the model
 
@@ -128,14 +129,15 @@ class GPT(nn.Module):
 
 
 @torch.no_grad()
-def sample(model: nn.Module, prompt: Tensor, length: int, block_size: int, temperature: float = 0.8) -> Tensor:
-    """Write on from a prompt [time]: that many tokens more. Every rank does the same; fsdp needs them all."""
+def sample(model: nn.Module, prompt: Tensor, block_size: int, temperature: float = 0.8) -> Iterator[Tensor]:
+    """Write on from a prompt [time], one token [1] after the other, without end."""
     draw = torch.Generator(device=prompt.device).manual_seed(0)
     written = prompt
-    for _ in range(length):
-        logits = model(written[None, -block_size:])[0, -1] / temperature
-        written = torch.cat([written, torch.multinomial(logits.float().softmax(0), 1, generator=draw)])
-    return written
+    while True:
+        logits = model(written[None])[0, -1] / temperature
+        token = torch.multinomial(logits.float().softmax(0), 1, generator=draw)
+        written = torch.cat([written, token])[-block_size:]
+        yield token
 
 
 # ---------------------------------------------------------------- how it learns
@@ -271,6 +273,10 @@ class Training:
             "micro": self.cut.micro, "rank": self.place.world.rank, "size": self.place.world.size,
             "seed": self.settings.train.seed, "start": self.items,
         }  # fmt: skip
+        log.debug(
+            f"data: {len(self.windows):,} windows of {self.corpus.name}, order of seed {place['seed']} from position "
+            f"{self.items:,}"
+        )
         order: Iterable[list[int]]
         if self.mixture:
             order = data.MixedStream(self.mixture, self.cut.size, self.of_windows, **place)
@@ -361,6 +367,8 @@ class Training:
             "model": self.model_settings(),
             "corpus": str(self.corpus),
             **experiment_of(self.settings),
+            **changeable(self.settings),
+            "precision": str(self.dtype).removeprefix("torch."),
             "base_model": self.base_digest,
             "items": self.items,
             "batch": self.cut.size,
@@ -371,27 +379,19 @@ class Training:
 
     def go_on_from(self, found: Found, checkpoints: Checkpoints) -> None:
         """Take up the state of a checkpoint. Raises CheckpointError when it does not fit."""
-        for name, meaning in CHANGEABLE.items():
-            if found.facts[name] != (ours := self.facts()[name]):
-                log.warning(f"{name} was {found.facts[name]} in {found.path}, now it is {ours}: {meaning}")
+        for change in changes(found, self.facts()):
+            log.warning(change)
+        chosen = [(group["weight_decay"], group["betas"]) for group in self.optimizer.param_groups]
         state = checkpoints.load(found, self.state())
         set_state_dict(
             unwrap(self.model), self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
         )
+        for group, (weight_decay, betas) in zip(self.optimizer.param_groups, chosen, strict=True):
+            group.update(weight_decay=weight_decay, betas=betas)  # the checkpoint has those of before
         self.scaler.load_state_dict(state["scaler"])
         if (random_states := checkpoints.load_own(found)) is not None:
             set_random_state(random_states)
         self.step, self.items = found.step, found.facts["items"]
-
-
-# What may differ between a checkpoint and the run that goes on from it, and what follows.
-CHANGEABLE = {
-    "world": "the same data in the same order, sums rounded differently; dropout draws other numbers",
-    "batch": "going on at the same place in the data",
-    "corpus": "going on at that place in other data",
-    "seed": "the data comes in another order from here on",
-    "steps": "the learning rate follows the new length from here on",
-}
 
 
 # ---------------------------------------------------------------- what rank 0 says
@@ -457,9 +457,8 @@ class Progress:
     def finished(self) -> int:
         """All steps done: the held-out loss, a sample, the speed. Collective."""
         score = self.held_out() if self.score is None else self.score
-        text = write_sample(self.training)
-        if text:
-            log.info("a sample:\n\n" + "\n".join(f"    {line}" for line in text.splitlines()) + "\n")
+        if text := write_sample(self.training):
+            log.info(text)
         tokens = self.training.cut.tokens * self.steps
         speed = f"{tokens / self.seconds:,.0f} tokens/s" if tokens else "nothing left to do"
         log.info(f"finished: {self.training.step} steps, held-out loss {score:.4f}, {speed}")
@@ -487,16 +486,42 @@ def clock(seconds: float) -> str:
 
 
 def write_sample(training: Training) -> str:
-    """Text that the model writes, where tokens can be read as text. Collective."""
-    length = training.settings.logging.sample
+    """Text that the model writes, where tokens can be read as text, with a heading. Collective.
+
+    Rank 0 writes alone where it has the whole model; fsdp needs all ranks. All agree after each token whether to go on:
+    not for longer than SAMPLE_SECONDS, nor when one of them is asked to stop.
+    """
+    length, place = training.settings.logging.sample, training.place
     if not length or training.corpus.kind != "bytes":
         return ""
-    prompt = training.corpus.encode("\n").to(training.place.here)
+    prompt = training.corpus.encode("\n").to(place.here)
+    tokens = sample(unwrap(training.model), prompt, training.settings.model.block_size)
+    writes = place.first or training.strategy == "fsdp"
+    written: list[Tensor] = []
     training.model.eval()
+    start = time.perf_counter()
     with training.autocast():
-        written = sample(unwrap(training.model), prompt, length, training.settings.model.block_size)
+        while len(written) < length:
+            written.append(next(tokens) if writes else prompt)
+            late = place.first and time.perf_counter() - start >= SAMPLE_SECONDS
+            asked, late = any_rank(place, place.asked_to_stop.is_set(), late)
+            if asked or late:
+                break
     training.model.train()
-    return training.corpus.decode(written).strip()
+    if asked:
+        log.info("stop request: all steps are done; no longer sample")
+    if not place.first:
+        return ""
+    part = f" ({len(written)} of {length:,} tokens, in {SAMPLE_SECONDS:g} s)" if late and len(written) < length else ""
+    text = training.corpus.decode(torch.cat(written)).strip()
+    return f"a sample{part}:\n\n" + "".join(f"    {line}\n" for line in text.splitlines())
+
+
+def any_rank(place: Place, *flags: bool) -> list[bool]:
+    """Each flag: whether it is set on any rank. Collective."""
+    sums = torch.tensor(flags, dtype=torch.float32, device=place.here)
+    dist.all_reduce(sums)
+    return [total > 0 for total in sums.tolist()]
 
 
 # ---------------------------------------------------------------- from the first step to the last
@@ -658,7 +683,7 @@ def take_over_checkpoints(training: Training) -> Checkpoints:
             refuse_misfit(found, training.settings, training.vocab_size)
             refuse_another_base(found, training.base_digest)
             training.go_on_from(found, checkpoints)
-            log.info(f"going on from {found.path}")
+            log.info(complete(found, training.steps, training.settings) or f"going on from {found.path}")
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
     return checkpoints
@@ -746,10 +771,10 @@ def main() -> int:
         world = World.from_env()
         settings, cut = for_ranks(options, world.size)
         tracking.check(settings.model_dump())
-        logging.basicConfig(
-            format="%(message)s", stream=sys.stdout,
-            level=settings.logging.level.upper() if world.rank == 0 else logging.ERROR,
-        )  # fmt: skip
+        level = logging.getLevelName(settings.logging.level.upper()) if world.rank == 0 else logging.ERROR
+        logging.basicConfig(format="%(message)s", stream=sys.stdout, level=max(level, logging.INFO))
+        for name in ("muster", "distributed"):  # debug is not for PyTorch and others
+            logging.getLogger(name).setLevel(level)
         said = settings.distributed
         with stop_signals() as asked_to_stop, process_group(world, said.backend, said.timeout, said.device):
             return train(settings, job_of(options), world, cut, asked_to_stop)

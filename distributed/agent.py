@@ -131,6 +131,8 @@ class Agent(LocalElasticAgent):
     def stopped_by(self, number: int) -> int:
         """The ranks have ended because the agent received this signal: end the other nodes. Returns the exit code."""
         self.note_deaths(ended_by_agent=True)
+        if not self.ended() and self._ended_well():
+            return 0
         if self.ended():  # the run was ending already, and the launcher stops what is left of it
             return self.failed()
         code = STOPPED if self.all_stopped() else 128 + number
@@ -191,6 +193,16 @@ class Agent(LocalElasticAgent):
             super()._exit_barrier()
 
     # -------- ours
+
+    def _ended_well(self) -> bool:
+        """Whether all ranks of the run have ended with 0, though this node was asked to stop."""
+        processes = self._processes()
+        if not processes or any(process.reap() != 0 for process in processes):
+            return False
+        try:
+            return self.membership is None or self.membership.finish(TERM_GRACE) is None
+        except TimeoutError:
+            return False
 
     def _own_deaths(self) -> list[Death]:
         return [death for death in self.deaths.values() if not death.ended_by_agent]
@@ -387,6 +399,9 @@ def follow(
 ) -> None:
     """Pass on the lines of a rank's output with the header, each when it is complete, until finished.
 
+    A line that a carriage return lets the next one overwrite, as progress bars do, ends with a carriage return and a
+    line break: `distributed.launch.console` then shows them in one place.
+
     torchrun passes on what is there: when two ranks have unfinished lines, the one becomes the end of the other.
     """
     while not os.path.exists(file):
@@ -408,10 +423,10 @@ def follow(
 
 
 def _complete_lines(output: bytes) -> tuple[list[str], bytes]:
-    """The complete lines, each with its end, and what follows them. A carriage return ends a line too."""
+    """The complete lines, each with its end, and what follows them. A carriage return ends a line too: with \\r\\n."""
     end = max(output.rfind(b"\n"), output.rfind(b"\r", 0, -1)) + 1  # a \n may follow a \r that comes last
-    text = output[:end].decode(errors="replace").replace("\r\n", "\n").replace("\r", "\n")
-    return [f"{line}\n" for line in text.split("\n")[:-1]], output[end:]
+    text = output[:end].decode(errors="replace").replace("\r\n", "\n").replace("\r", "\r\n")
+    return [f"{line}\n" for line in text.split("\n")[:-1] if line != "\r"], output[end:]
 
 
 def _write(lines: list[str], dst: TextIO) -> None:

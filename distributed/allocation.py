@@ -56,8 +56,9 @@ class Allocation:
         gpus = int(env.get("SLURM_GPUS_ON_NODE") or 0)  # on the first node
         if gpus and tasks[0] > gpus:
             raise AllocationError(
-                f"{tasks[0]} processes on {nodes[0]}, and {gpus} GPU(s) allocated there: each process needs its own; "
-                f"ask for them with --gres=gpu:{tasks[0]}, or for fewer processes with --ntasks-per-node={gpus}"
+                f"{tasks[0]} processes on {nodes[0]}, and {gpus} GPU{'s' * (gpus > 1)} allocated there: each process "
+                f"needs its own; ask for them with --gres=gpu:{tasks[0]}, or for fewer processes with "
+                f"--ntasks-per-node={gpus}"
             )
         share = min(have // need for have, need in zip(cores, tasks, strict=True) if need)
         if ranks in (0, int(env.get("SLURM_NTASKS") or 0)):
@@ -84,7 +85,8 @@ def _layout(env: Mapping[str, str], nodes: int, ranks: int) -> tuple[int, ...]:
     ranks = ranks or given or nodes * int(env.get("SLURM_GPUS_ON_NODE") or 1)
     if ranks < nodes:
         raise AllocationError(
-            f"{ranks} process(es) for the {nodes} nodes of the allocation: each gets at least one, ask for {nodes}"
+            f"{ranks} process{'es' * (ranks != 1)} for the {nodes} nodes of the allocation: each gets at least one, "
+            f"ask for {nodes}"
         )
     return tuple(ranks // nodes + (node < ranks % nodes) for node in range(nodes))
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import pickle
 import random
 import shutil
@@ -54,6 +55,7 @@ __all__ = [
     "set_random_state",
 ]
 
+log = logging.getLogger(__name__)
 GRACE = 5.0  # seconds that rank 0 waits for other ranks' shards when the run ends with an error
 
 
@@ -94,6 +96,7 @@ class _Job:
     copy: dict[str, Any]
     part: Part | None  # of a sharded state
     writing: Path | None  # the folder beside, where it had to be made before planning
+    begun: float  # when save() was called, as time.monotonic() has it
 
 
 class Checkpoints:
@@ -165,6 +168,7 @@ class Checkpoints:
             computed; its next step() waits for that. Nothing else may change them meanwhile.
         Raises CheckpointError when the write before failed on any rank, or the state could not be loaded again.
         """
+        begun = time.monotonic()
         manifest = self._manifest(step, facts or {}, score)
         owns = self._settle(Snapshot().take(own, "own"))
         if self.ranks.rank != 0 and not self.sharded:
@@ -175,7 +179,8 @@ class Checkpoints:
         whole: dict[str, Any] = {} if self.ranks.rank != 0 else {"ranks.pt": owns}
         if not self.sharded:
             whole["state.pt"] = copy
-        self._write = self._threads.submit(self._bring, _Job(final, manifest, whole, copy, part, writing))
+        self._write = self._threads.submit(self._bring, _Job(final, manifest, whole, copy, part, writing, begun))
+        log.debug(f"checkpoint {final.name}: the training went on after {time.monotonic() - begun:.3f} s")
 
     def _copy(self, state: Mapping[str, Any], until: Optimizer | None) -> dict[str, Any]:
         if until is None:
@@ -244,6 +249,7 @@ class Checkpoints:
 
     def _write_files(self, job: _Job, writing: Path) -> None:
         notes: FileNotes = {}
+        copied = time.monotonic()
         for name, content in job.whole.items():
             with step_folder.written(writing / name, notes) as file:
                 torch.save(content, file)
@@ -253,7 +259,13 @@ class Checkpoints:
                 return
             start = time.monotonic()
             notes |= job.part.collect(self.ranks.size, late=lambda: self._is_late(start))
+        complete = time.monotonic()
         step_folder.publish(writing, job.final, {**job.manifest, "files": notes})
+        size = sum(note["bytes"] for note in notes.values())
+        log.debug(
+            f"checkpoint {job.final.name}: copied in {copied - job.begun:.3f} s, {size:,} bytes written in "
+            f"{complete - copied:.3f} s, published in {time.monotonic() - complete:.3f} s"
+        )
         step_folder.prune(self.folder, job.manifest["step"], self.keep)
 
     def _is_late(self, start: float) -> bool:

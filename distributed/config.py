@@ -221,6 +221,11 @@ class Logging(Section):
     wandb: Literal["disabled", "online", "offline"] = "disabled"
     project: str = "muster"  # of wandb
 
+    @field_validator("level", mode="before")
+    @classmethod
+    def _level_in_any_case(cls, level: Any) -> Any:
+        return level.lower() if isinstance(level, str) else level
+
 
 class Settings(Section):
     """All that a training run can be told."""
@@ -298,11 +303,11 @@ def _does_not_divide(train: Train, world: int) -> str:
     """The key that was given, and the two values nearest to its own that do divide."""
     key, given, parts, by = "batch_size_per_device", train.batch_size_per_device or 0, train.accumulation, ""
     if train.batch_size:
-        key, given, parts, by = "batch_size", train.batch_size, world * parts, f"{world} rank(s) x "
+        key, given, parts, by = "batch_size", train.batch_size, world * parts, f"{world} rank{'s' * (world > 1)} x "
     near = max(given // parts, 1) * parts
     return (
-        f"train.{key}={given} does not divide by {by}{train.accumulation} micro-batch(es) (train.accumulation): "
-        f"{near} or {near + parts} would"
+        f"train.{key}={given} does not divide by {by}{train.accumulation} "
+        f"micro-batch{'es' * (train.accumulation > 1)} (train.accumulation): {near} or {near + parts} would"
     )
 
 
@@ -441,6 +446,15 @@ def _read_file(path: Path) -> dict[str, Any]:
     return {name: {} if section is None else section for name, section in tree.items()}
 
 
+def holds_settings(path: Path) -> bool:
+    """Whether a file has any key that is a setting. Raises ConfigError as read() does."""
+    tree = _read_file(path)
+    return not tree or any(
+        isinstance(keys, Mapping) and name in Settings.model_fields and keys.keys() & _section(name).model_fields.keys()
+        for name, keys in tree.items()
+    )
+
+
 def _override(tree: dict[str, Any], word: str) -> None:
     key, equals, text = word.partition("=")
     section, dot, name = key.partition(".")
@@ -473,7 +487,7 @@ def _explain(error: ValidationError, source: str, given: Mapping[str, str]) -> I
         unknown = fault["type"] == "extra_forbidden"
         said = given.get(key) or ("command line" if unknown and key in sections_said_here else source)
         if unknown:
-            yield f"{said}: {key}: unknown key; {_nearest(place)}"
+            yield from (f"{said}: {name}: unknown key; {remedy}" for name, remedy in _unknown(place, fault["input"]))
         elif fault["type"] == "missing":
             yield f"{said}: {key}: missing; add it (see config/quickstart.yaml)"
         else:
@@ -481,15 +495,75 @@ def _explain(error: ValidationError, source: str, given: Mapping[str, str]) -> I
             yield f"{said}: {key}{value}: {fault['msg'].removeprefix('Value error, ')}"
 
 
-def _nearest(place: Sequence[str]) -> str:
-    """The known key most like the unknown one: in its own section first, then in any."""
-    sections = {name: list(_section(name).model_fields) for name in Settings.model_fields}
-    own = sections.get(place[0], list(sections)) if len(place) > 1 else list(sections)
-    close = difflib.get_close_matches(place[-1], own, n=1)
-    if close:
-        return f"did you mean {'.'.join([*place[:-1], close[0]])}?"
-    elsewhere = [f"{name}.{place[-1]}" for name, keys in sections.items() if place[-1] in keys]
-    return f"did you mean {elsewhere[0]}?" if elsewhere else f"known are {', '.join(own)}"
+# What other training scripts call a setting, or what decides it in place of one.
+ELSEWHERE = {
+    other: f"did you mean {key}?"
+    for key, others in {
+        "model.n_layer": "n_layers num_layers num_hidden_layers layers",
+        "model.n_head": "n_heads num_heads num_attention_heads heads",
+        "model.n_embd": "d_model hidden_size hidden_dim embed_dim",
+        "model.block_size": "seq_len seq_length sequence_length max_seq_len context_length",
+        "data.path": "data_dir data_path data_root dataset dataset_path train_file",
+        "data.workers": "num_workers n_workers dataloader_num_workers",
+        "train.steps": "max_steps num_steps total_steps train_steps max_iters num_iterations iterations",
+        "train.epochs": "num_epochs n_epochs max_epochs total_epochs num_train_epochs",
+        "train.batch_size_per_device (on each GPU) or train.batch_size (over all GPUs)": "batch_size train_batch_size",
+        "train.batch_size_per_device": "batch_size_per_gpu batch_size_per_rank per_device_train_batch_size",
+        "train.batch_size": "global_batch_size total_batch_size",
+        "train.accumulation": "gradient_accumulation_steps gradient_accumulation accumulation_steps accum_steps",
+        "train.learning_rate": "lr max_lr base_lr",
+        "train.min_learning_rate": "min_lr",
+        "train.warmup_steps": "warmup warmup_iters num_warmup_steps",
+        "train.grad_clip": "clip_grad clip_grad_norm gradient_clip gradient_clipping max_grad_norm",
+        "train.precision": "amp bf16 fp16 use_amp dtype mixed_precision",
+        "train.evaluate_every": "eval_every eval_interval eval_steps val_interval",
+        "train.seed": "random_seed",
+        "distributed.backend": "dist_backend distributed_backend",
+        "distributed.timeout": "dist_timeout nccl_timeout timeout_seconds",
+        "checkpoint.dir": "save_dir save_path output_dir out_dir checkpoint_dir checkpoint_path ckpt_dir",
+        "checkpoint.every": "save_every save_interval save_steps save_freq checkpoint_every checkpoint_interval",
+        "logging.every": "log_every log_interval log_freq logging_steps print_freq",
+        "logging.level": "log_level",
+        "logging.project": "wandb_project",
+    }.items()
+    for other in others.split()
+} | dict.fromkeys(
+    ["world_size", "rank", "local_rank", "nnodes", "num_nodes", "nproc", "nproc_per_node", "gpus", "num_gpus", "n_gpus",
+     "master_addr", "master_port", "init_method", "dist_url"],
+    "remove it: the launcher decides it",
+)  # fmt: skip
+
+
+def _unknown(place: Sequence[str], value: Any) -> Iterator[tuple[str, str]]:
+    """An unknown key with the remedy. Of an unknown section, those of its keys that are known elsewhere."""
+    close = _close(place)
+    inner = value if isinstance(value, Mapping) and len(place) == 1 and not close else {}
+    found = [(f"{place[0]}.{name}", remedy) for name in inner if (remedy := _elsewhere([*place, str(name)]))]
+    yield from found or [(".".join(place), _nearest(place, close))]
+
+
+def _nearest(place: Sequence[str], close: str) -> str:
+    """What to write in place of an unknown key: the same key of another section, or the most similar of its own."""
+    own = _own_keys(place)
+    return _elsewhere(place) or (f"did you mean {close}?" if close else f"known are {', '.join(own)}")
+
+
+def _elsewhere(place: Sequence[str]) -> str:
+    """The remedy for a key that another section has, or that other training scripts have; empty for any other."""
+    name = place[-1].lower().replace("-", "_")
+    same = [f"{section}.{name}" for section in Settings.model_fields if name in _section(section).model_fields]
+    return ELSEWHERE.get(name) or (f"did you mean {' or '.join(same)}?" if same else "")
+
+
+def _close(place: Sequence[str]) -> str:
+    close = difflib.get_close_matches(place[-1], _own_keys(place), n=1)
+    return ".".join([*place[:-1], *close]) if close else ""
+
+
+def _own_keys(place: Sequence[str]) -> list[str]:
+    """The keys of its section; the sections, where it is none of a known section."""
+    known = len(place) > 1 and place[0] in Settings.model_fields
+    return list(_section(place[0]).model_fields if known else Settings.model_fields)
 
 
 def _section(name: str) -> type[BaseModel]:
@@ -625,7 +699,7 @@ def from_options(options: argparse.Namespace) -> Settings:
     if options.distributed_backend:
         overrides.append(f"distributed.backend={options.distributed_backend}")
     if options.log_level:
-        overrides.append(f"logging.level={options.log_level.lower()}")
+        overrides.append(f"logging.level={options.log_level}")
     return read(options.config, overrides, job_of(options))
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import itertools
+import logging
 import os
 import platform
 import signal
@@ -34,6 +35,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from distributed.fold import participants_in
 from distributed.topics import DOMAINS, by_domain, said_once
+
+log = logging.getLogger(__name__)
 
 BYTES = 256  # the vocabulary of text: one token is one byte
 GAP = b"\n\n\n"  # between two topics, or two files
@@ -551,6 +554,7 @@ class Stream:
     def _permutation(self, epoch: int) -> Tensor:
         if epoch != self._epoch:
             self._epoch, self._order = epoch, permutation(self.windows, self.seed, epoch)
+            log.debug(f"data: epoch {epoch} of {self.windows:,} windows begins with {self._order[:8].tolist()}")
         return self._order
 
 

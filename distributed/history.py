@@ -193,7 +193,8 @@ def read_metrics(path: Path, notes: list[str], most: int = 0) -> History:
     except OSError as error:
         notes.append(f"{path.name} cannot be read further: {error.strerror}")
     if faulty - cut:  # a last line without an end is a run that was cut off, and no fault
-        notes.append(f"{path.name}: {faulty - cut} line(s) hold no object with a step and are left out")
+        wrong = "1 line holds" if faulty - cut == 1 else f"{faulty - cut} lines hold"
+        notes.append(f"{path.name}: {wrong} no object with a step: left out")
     return history
 
 

@@ -13,6 +13,7 @@ and the run goes on.
 from __future__ import annotations
 
 import json
+import math
 import queue
 import threading
 import time
@@ -155,11 +156,17 @@ class Membership:
         self._end = self._end or end
         self._send("end", asdict(end))
 
-    def finish(self) -> End | None:
-        """The ranks of this node ended well: wait until those of all nodes have, or the run has failed."""
+    def finish(self, timeout: float = math.inf) -> End | None:
+        """The ranks of this node ended well: wait until those of all nodes have, or the run has failed.
+
+        Raises TimeoutError after so many seconds; this node has not left then.
+        """
         self._send(f"done/{self.rank}", True)
         self._leaving = True
+        until = time.monotonic() + timeout
         while not self._all_done and self.end() is None:
+            if time.monotonic() >= until:
+                raise TimeoutError
             time.sleep(FAST)
         self.leave()
         return self._end

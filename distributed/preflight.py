@@ -108,7 +108,8 @@ def misfits(nodes: Sequence[Node], looks: Mapping[str, Look]) -> Iterator[tuple[
         elif found.gpus != 0 and node.nproc > found.gpus:
             yield (
                 node.name,
-                f"{node.nproc} processes, but {found.gpus} GPU(s): start fewer there ({node.name}:{found.gpus})",
+                f"{node.nproc} processes, but {found.gpus} GPU{'s' * (found.gpus != 1)}: start fewer there "
+                f"({node.name}:{found.gpus})",
             )
         if (first := seen.setdefault(found.machine, node.name)) != node.name:
             yield node.name, f"is the same machine as {first}: name it once"

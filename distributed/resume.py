@@ -5,10 +5,27 @@ Its manifest tells, so it is known before anything is loaded, or even started.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from distributed.config import BASE_ONLY, FROM_SCRATCH, FULL_FINE_TUNING, TWO_PHASES, ConfigError, Settings
 from distributed.step_folder import Found
+
+# What may differ between a checkpoint and the run that goes on from it, and what follows.
+SCHEDULE = "the learning rate follows it from here on"
+ROUNDING = "sums are rounded differently from here on"
+CHANGEABLE = {
+    "world": "the same data in the same order, sums rounded differently; dropout draws other numbers",
+    "batch": "going on at the same place in the data",
+    "corpus": "going on at that place in other data",
+    "seed": "the data comes in another order from here on",
+    "steps": "the learning rate follows the new length from here on",
+    "learning_rate": SCHEDULE, "min_learning_rate": SCHEDULE, "warmup_steps": SCHEDULE,
+    "weight_decay": "it holds from here on", "beta1": "it holds from here on", "beta2": "it holds from here on",
+    "grad_clip": "it holds from here on",
+    "accumulation": ROUNDING, "precision": ROUNDING,
+    "evaluate_windows": "held-out losses are not comparable with those before",
+}  # fmt: skip
 
 
 def refuse_misfit(found: Found, settings: Settings, vocab_size: int | None) -> None:
@@ -75,3 +92,26 @@ def refuse_another_base(found: Found, ours: str | None) -> None:
             f"{found.path} was trained from another base model: {ours} now, {theirs} there; name another prefix, or "
             "another checkpoint.dir, or give the base model of before"
         )
+
+
+def changeable(settings: Settings) -> dict[str, Any]:
+    """The settings of train that may change between a checkpoint and the run that goes on from it."""
+    return {name: value for name, value in settings.train.model_dump().items() if name in CHANGEABLE}
+
+
+def changes(found: Found, ours: Mapping[str, Any]) -> Iterator[str]:
+    """One line for each fact that was another one in the checkpoint, and what follows of it."""
+    for name, meaning in CHANGEABLE.items():
+        if name in found.facts and found.facts[name] != ours[name]:
+            yield f"{name} was {found.facts[name]} in {found.path}, now it is {ours[name]}: {meaning}"
+
+
+def complete(found: Found, steps: int, settings: Settings) -> str:
+    """The line for a run that has nothing left to do; empty for any other."""
+    if found.step < steps:
+        return ""
+    length = "steps" if settings.train.steps else "epochs"
+    return (
+        f"nothing left to do: {found.path} has {found.step:,} of {steps:,} steps; raise train.{length} to go on, or "
+        "name another checkpoint.dir to start anew"
+    )

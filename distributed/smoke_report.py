@@ -266,7 +266,7 @@ def write(report: Mapping[str, Any], path: Path) -> None:
 def render(report: Mapping[str, Any]) -> str:
     """The report for people."""
     world = report["world"]
-    where = f"{world['size']} rank(s) on {world['nodes']} node(s)"
+    where = f"{_ranks(world['size'])} on {world['nodes']} node{'s' * (world['nodes'] != 1)}"
     blocks = [
         [f"smoke test: {where}, {world['backend']}, torch {world['torch']}"],
         [line for check in report["checks"] for line in check_lines(check)],
@@ -343,7 +343,12 @@ def verdict_line(report: Mapping[str, Any]) -> str:
     bad = [check["name"] for check in report["checks"] if check["status"] == "fault"]
     if bad:
         return f"verdict: FAULT in {', '.join(bad)}"
-    return f"verdict: ok, {report['world']['size']} rank(s) work together as they should"
+    size = report["world"]["size"]
+    return f"verdict: ok, {_ranks(size)} work{'s' * (size == 1)} together as {'it' if size == 1 else 'they'} should"
+
+
+def _ranks(number: int) -> str:
+    return f"{number} rank{'s' * (number != 1)}"
 
 
 def show(report: Mapping[str, Any], as_json: bool = False) -> None:

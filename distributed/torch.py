@@ -8,10 +8,12 @@ Try it: torchrun --nproc-per-node 2 -m distributed.torch
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import socket
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -21,10 +23,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from distributed.world import MASTER, PLACE, SLURM, World, WorldError
 
+log = logging.getLogger(__name__)
 STRATEGIES = ("auto", "single", "dp", "ddp", "fsdp")
 
 
@@ -46,7 +50,7 @@ def device(world: World, backend: str = "auto", name: str = "auto") -> torch.dev
     index = int(name.partition(":")[2] or world.local_rank % max(count, 1))
     if index >= count:
         remedy = f"give cuda:0 to cuda:{count - 1}, or cpu" if count else "give cpu"
-        raise WorldError(f"device {name}: not available: PyTorch sees {count} GPU(s) here; {remedy}")
+        raise WorldError(f"device {name}: not available: PyTorch sees {count} GPU{'s' * (count != 1)} here; {remedy}")
     return torch.device("cuda", index)
 
 
@@ -75,8 +79,11 @@ def process_group(
     if here.type == "cuda":
         torch.cuda.set_device(here)
     limit = timedelta(seconds=timeout)
+    log.debug(f"rendezvous: {explain(world).rstrip()}")
+    start = time.perf_counter()
     store = _meet(world, limit)
     _call_the_roll(world, store, limit)
+    met = time.perf_counter()
     if here.type == "cuda":
         refuse_shared_devices(_device_owners(world, here, store))
     dist.init_process_group(
@@ -87,6 +94,8 @@ def process_group(
         timeout=limit,
         device_id=here if backend == "nccl" else None,
     )
+    ranks = f"{world.size} rank{'s' * (world.size > 1)}"
+    log.debug(f"rendezvous: {ranks} met in {met - start:.2f} s, joined {backend} in {time.perf_counter() - met:.2f} s")
     yield world
     dist.destroy_process_group()
 
@@ -110,10 +119,11 @@ def _call_the_roll(world: World, store: dist.Store, limit: timedelta) -> None:
     try:
         store.wait(keys, limit)
     except dist.DistStoreError:
-        missing = ", ".join(str(rank) for rank, key in enumerate(keys) if not store.check([key]))
+        missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
         raise WorldError(
-            f"rank(s) {missing} of {world.size} did not come within {limit.total_seconds():g} s: see in their own "
-            f"output why, and whether they reach {world.master_addr}:{world.master_port}"
+            f"rank{'s' * (len(missing) > 1)} {', '.join(missing)} of {world.size} did not come within "
+            f"{limit.total_seconds():g} s: see in their own output why, and whether they reach "
+            f"{world.master_addr}:{world.master_port}"
         ) from None
 
 
@@ -186,16 +196,29 @@ def wrap(
     """
     strategy = resolve(strategy, world)
     if strategy == "dp":
-        return DataParallel(model)
-    if strategy == "ddp":
-        replicated = DistributedDataParallel(
+        model = DataParallel(model)
+    elif strategy == "ddp":
+        model = DistributedDataParallel(
             model, find_unused_parameters=find_unused_parameters, gradient_as_bucket_view=True
         )
-        _fix_bucket_layout(replicated)
-        return replicated
-    if strategy == "fsdp":
-        return _shard(model, world, dtype)
+        _fix_bucket_layout(model)
+    elif strategy == "fsdp":
+        model = _shard(model, world, dtype)
+    log.debug(f"strategy: {strategy}, {_layout(model)}")
     return model
+
+
+def _layout(model: nn.Module) -> str:
+    """What wraps a model, and how its parameters are cut."""
+    parameters = list(model.parameters())
+    text = f"{type(model).__name__} of {sum(p.numel() for p in parameters):,} parameters in {len(parameters)} tensors"
+    if isinstance(model, DistributedDataParallel):
+        return f"{text}, gradients in buckets of at most {model.bucket_bytes_cap:,} bytes"
+    if isinstance(model, FSDPModule):
+        units = sum(isinstance(module, FSDPModule) for module in model.modules())
+        shard = sum(p.to_local().numel() for p in parameters if isinstance(p, DTensor))
+        return f"{text}, gathered in {units} parts; this rank's shards have {shard:,}"
+    return text
 
 
 def _fix_bucket_layout(replicated: DistributedDataParallel) -> None:

@@ -228,7 +228,7 @@ def _home(rank: int, evidence: Evidence) -> str:
 def judge(evidence: Evidence, launcher: int | None = None) -> Verdict:
     """The verdict on what is known. launcher: the exit code that the launcher would end with by itself."""
     failures = sorted([*evidence.failures, *accused(evidence)], key=_order)
-    if not failures or (_all_well(evidence) and not launcher):
+    if not failures or (_all_well(evidence) and (not launcher or launcher in INTERRUPTED)):
         return _nothing_failed(evidence, launcher)
     culprit = first(failures)
     worth = kind(culprit)
@@ -259,6 +259,8 @@ def _all_well(evidence: Evidence) -> bool:
 
 
 def _nothing_failed(evidence: Evidence, launcher: int | None) -> Verdict:
+    if launcher in INTERRUPTED and _all_well(evidence):
+        return Verdict("stopped", 0, "stopped on request, and every rank ended well")
     if launcher in INTERRUPTED:
         return Verdict("stopped", launcher, "interrupted before any rank had failed")
     if launcher:
@@ -389,7 +391,8 @@ def in_words(verdict: Verdict, run: Path) -> str:
 
 def _details(verdict: Verdict, run: Path) -> Iterator[str]:
     name = signal_name(verdict.exit_code)
-    yield f"exit code {verdict.exit_code}" + (f" ({name})" if name else "")
+    if f"code {verdict.exit_code}" not in verdict.cause:
+        yield f"exit code {verdict.exit_code}" + (f" ({name})" if name else "")
     about = f"{name} {verdict.exception} {verdict.message}"
     for words, meaning in _MEANINGS.items():
         if verdict.node and re.search(words, about):

@@ -210,8 +210,8 @@ def _from_slurm(env: Mapping[str, str]) -> World:
     node_rank = _int(env, "SLURM_NODEID") if env.get("SLURM_NODEID") else _node_by_blocks(env, rank, local_rank, counts)
     if node_rank >= len(counts):
         raise WorldError(
-            f"SLURM_NODEID={node_rank}, but the step has {len(counts)} node(s) with {_joined(counts)} tasks: "
-            "the environment mixes two job steps; start from a clean shell"
+            f"SLURM_NODEID={node_rank}, but the step has {len(counts)} node{'s' * (len(counts) != 1)} with "
+            f"{_joined(counts)} tasks: the environment mixes two job steps; start from a clean shell"
         )
     world = World(
         rank=rank,

@@ -32,6 +32,7 @@ source "$KIT/scripts/lib/visit.bash"
 NOW=0 WORD='' PROOF=''
 ASK_WITHIN=15 # seconds in which a node must say what is left
 FAREWELL=15   # seconds that a launcher gets beside the grace: to end its nodes, to judge, to write its report
+REPORT=5      # seconds between two lines that name what is waited for
 
 
 parse_args() { # <word...>
@@ -95,10 +96,31 @@ grace_in_words() {
 
 
 wait_for_launcher() { # <seconds>
-  local turns=$(($1 * 10))
-  while launcher_lives; do
-    ((turns-- > 0)) || return 1
-    sleep 0.1
+  await "$1" 0.1 launcher_in_words launcher_ended
+}
+
+
+launcher_ended() {
+  ! launcher_lives
+}
+
+
+launcher_in_words() {
+  echo "process $LAUNCHER, the launcher, to end"
+}
+
+
+# Until the condition holds; fails when the time is up.
+await() { # <seconds> <seconds between two looks> <function that prints what is waited for> <function: the condition>
+  local begun=$SECONDS reported=0 passed
+  until "$4"; do
+    passed=$((SECONDS - begun))
+    ((passed < $1)) || return 1
+    if ((passed >= reported + REPORT)); then
+      reported=$passed
+      log "waiting for $("$3"): $passed s, at most $1 s"
+    fi
+    sleep "$2"
   done
 }
 
@@ -133,11 +155,18 @@ end_job() {
 
 
 wait_for_job() { # <seconds>
-  local turns=$(($1 * 2))
-  while JOB_STATE=$(state_of_job "$JOB") && [[ $JOB_STATE ]]; do
-    ((turns-- > 0)) || return 1
-    sleep 0.5
-  done
+  await "$1" 0.5 job_in_words job_ended
+}
+
+
+job_ended() {
+  JOB_STATE=$(state_of_job "$JOB")
+  [[ ! $JOB_STATE ]]
+}
+
+
+job_in_words() {
+  echo "job $JOB, which is ${JOB_STATE% *}, to end"
 }
 
 

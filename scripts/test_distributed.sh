@@ -163,7 +163,7 @@ test_connections() {
   done
   kit_python reach judge --report "$FOLDER/report" "$SOCKETS/answers" "${words[@]}" || code=$?
   ((code == 0)) || show_report "$FOLDER/report" "$code"
-  log "each of ${#NODES[@]} node(s) can connect to every other"
+  log "each of $(counted ${#NODES[@]} node) can connect to every other"
 }
 
 

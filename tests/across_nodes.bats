@@ -137,7 +137,7 @@ print(*(check["summary"] for check in report["checks"] if check["status"] == "fa
 @test "two nodes that are well, one with two ranks, get a report without a fault" {
   run --separate-stderr quickly 1 "$N1" "$N2:2"
   [ "$status" -eq 0 ]
-  [[ ${lines[0]} == "smoke test: 3 rank(s) on 2 node(s), gloo, torch "* ]]
+  [[ ${lines[0]} == "smoke test: 3 ranks on 2 nodes, gloo, torch "* ]]
   [[ $output == *"  ok      links           "*"  between nodes, the slowest 1 of 1"$'\n'*" $N1 - $N2"$'\n'* ]]
-  [[ ${lines[-1]} == "verdict: ok, 3 rank(s) work together as they should" ]]
+  [[ ${lines[-1]} == "verdict: ok, 3 ranks work together as they should" ]]
 }

@@ -126,7 +126,7 @@ pane_shows() { # <node> <pane's number> <text>: or one that begins with it
 {"name": "long", "until": "$PWD/go", "_priority": 1}
 END
   start_list
-  wait_for_line out "$N3: not used: GPU 0: not there: $N3 has 0 GPU(s)"
+  wait_for_line out "$N3: not used: GPU 0: not there: $N3 has 0 GPUs"
   wait_for_line out "$N1: GPU 2: used by somebody else; waiting for it"
   eventually holds 'r["totals"]["done"] == 6'
   holds 'not [words for words in started if words[0] == "overlap"]'
@@ -490,7 +490,7 @@ END
   [[ "$output" == *"none of them in this list; use another --log-file"* ]]
   sed -i 's/"exit": 0/"exit": 1/' jobs.json
   run -75 dispatch --max-failures 2 --log-file two.json
-  [[ "$output" == *"paused: --max-failures 2: 2 job(s) failed"* ]]
+  [[ "$output" == *"paused: --max-failures 2: 2 jobs failed"* ]]
   run -1 dispatch --fail-fast --log-file fast.json
   [[ "$output" == *"finished: 0 of 9 done, 1 failed, 8 cancelled"* ]]
 }

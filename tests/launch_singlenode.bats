@@ -91,7 +91,7 @@ END
   [ "$(cat "logs/latest/node_$node.exit")" = 0 ]
   grep -qxF "[$node:0] I am rank 0" "logs/node_$node.log"
   grep -qxF "[$node:1] I am rank 1" "logs/node_$node.log"
-  grep -q "2 process(es)" logs/latest/launcher.log
+  grep -q "2 processes" logs/latest/launcher.log
 }
 
 
@@ -187,6 +187,17 @@ time.sleep(300)'
 
 
 # bats test_tags=slow
+@test "on a terminal a progress bar of rank 0 stays on one line, and the log has its last state" {
+  printf '%s\n' 'import sys' 'for i in range(5): sys.stderr.write(f"\r{i}0%")' 'sys.stderr.write("\n")' >bar.py
+  command script -qec "$(printf '%q ' "$LAUNCH" --script bar.py - 1)" /dev/null </dev/null >out
+  grep -qF $'0%\e[?7h\r\e[K\e[?7l10%\e[?7h\r\e[K' out
+  grep -qF $'\e[K40%\r' out
+  run grep '%' logs/latest/node_*.log
+  [ "$output" = "[$(uname -n):0] 40%" ]
+}
+
+
+# bats test_tags=slow
 @test "Ctrl-C ends a script that knows nothing of it with 130, TERM with 143, also where both were ignored before" {
   script <<<'print("at work", flush=True); time.sleep(300)'
   start --script "my script.py" - 2
@@ -208,7 +219,7 @@ time.sleep(300)'
 
 
 # bats test_tags=slow
-@test "Ctrl-C in the middle of a training: a checkpoint, 75, and the same command goes on" {
+@test "Ctrl-C in the middle of a training: a checkpoint, 75, and the same command goes on, until stopped at its end: 0" {
   cat >tiny.yaml <<'END'
 model: {n_layer: 1, n_head: 1, n_embd: 8, block_size: 16}
 train: {steps: 100000, batch_size: 4, evaluate_every: 0, evaluate_windows: 4}
@@ -226,6 +237,12 @@ END
   run "$LAUNCH" tiny.yaml 2 -- train.steps=$((step + 1))
   [ "$status" -eq 0 ]
   [[ "$output" == *"going on from"*"step $((step + 1))/$((step + 1))"* ]]
+  start tiny.yaml 2 -- train.steps=$((step + 2)) logging.sample=1000000
+  wait_for_line "step $((step + 2))/$((step + 2))"
+  "$KIT/scripts/stop.sh" latest
+  status_of_launcher
+  [ "$status" -eq 0 ] || { cat out && false; }
+  grep -q "verdict: stopped: stopped on request, and every rank ended well" out
   rm -r logs
   refused "is of another model: model.n_embd=16 (there 8)" tiny.yaml 2 -- model.n_embd=16
   refused "checkpoint.resume=never, but" tiny.yaml 2 -- checkpoint.resume=never
@@ -379,6 +396,12 @@ refused() { # <what the line must name> <word...>
   refused "'nix.yaml'" nix.yaml 2
   refused "did you mean train.steps" typo.yaml 2
   refused "broken.yaml, line" broken.yaml 2
+  printf 'model: {name: resnet}\nlr: 1\n' >own.yaml
+  refused "did you mean train.learning_rate?" own.yaml 2
+  refused "own.yaml: no setting of the kit's train.py is in this file; for a script of your own, add --script" own.yaml 2
+  refused "unknown key; did you mean train.steps?" typo.yaml 2
+  [[ "$output" != *"--script"* ]]
+  refused "--epochs: unknown option; arguments of the script go behind --" --epochs 3 right.yaml 2
   refused "train.batch_size=3 does not divide by 2" odd.yaml 2
   refused "data.path='empty.txt': the file is empty" right.yaml 2 -- data.path=empty.txt
   refused "unrecognized arguments: --quiet" right.yaml 2 -- --quiet

@@ -54,7 +54,7 @@ END
 
 
 wait_for_second_run() {
-  timeout 120 sh -c 'until [ "$(grep -cF "2 process(es) on " "$1")" -eq 2 ]; do sleep 0.2; done' sh "logs/slurm-$JOB.err"
+  timeout 120 sh -c 'until [ "$(grep -cF "2 processes on " "$1")" -eq 2 ]; do sleep 0.2; done' sh "logs/slurm-$JOB.err"
 }
 
 
@@ -113,7 +113,7 @@ stepd_on() { # <node>
   endless_training >tiny.yaml
   submit --ntasks-per-node=1 slurm_train.sh tiny.yaml -- checkpoint.every=1
   wait_for_line "logs/slurm-$JOB.out" "step      3/100000"
-  second=$(sed -n 's/.*2 process(es) on .* //p' "logs/slurm-$JOB.err")
+  second=$(sed -n 's/.*2 processes on .* //p' "logs/slurm-$JOB.err")
   scontrol update "nodename=$second" state=drain reason=test # else it would come back at once, half forgotten
   scontrol update "nodename=$second" state=down reason=test
   wait_for_line "logs/slurm-$JOB.err" "verdict: failed: $second: connection lost: SLURM says that this node has failed"
@@ -322,7 +322,7 @@ END
   look_at_bounded_job 1
   status_of_job "$JOB"
   [ "$status" -eq 75 ]
-  shows err "requeued 1 time(s), and --max-requeues is 1: not once more"
+  shows err "requeued 1 time, and --max-requeues is 1: not once more"
   look_at_bounded_job 2
   status_of_job "$JOB"
   [ "$status" -eq 75 ]

@@ -76,7 +76,7 @@ places() { # <expected line for each rank...>
   [ "$status" -eq 0 ] || { cat logs/slurm-*.err && false; }
   shows out "ddp on 4 x cpu"
   shows out "step 2/2"
-  shows err "4 process(es) on $N1 $N2"
+  shows err "4 processes on $N1 $N2"
   shows err "verdict: ok"
   [ "$(readlink "logs/slurm-$JOB")" = "$(readlink logs/latest)" ]
   grep -q "^\[$N2:3\] " logs/latest/node_"$N2".log
@@ -177,7 +177,7 @@ END
   submit --nodes=1 --ntasks-per-node=3 slurm_train.sh tiny.yaml
   status_of_job "$JOB"
   [ "$status" -eq 2 ]
-  shows err "3 processes on $N1, and 2 GPU(s) allocated there"
+  shows err "3 processes on $N1, and 2 GPUs allocated there"
   run -1 "$KIT/scripts/status.sh" "$JOB"
   [[ "$output" == *"job $JOB has ended before it had a run (FAILED, exit code 2): see $WORK/logs/slurm-$JOB.err"* ]]
   submit --array=0-2 --nodes=1 slurm_train.sh tiny.yaml tiny.yaml

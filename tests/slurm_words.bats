@@ -104,7 +104,7 @@ refuses() { # <what it must say>
 
 @test "fewer processes than nodes are refused" {
   in_job "$KIT/scripts/run_ddp.sh" -n 1 --dry-run
-  refuses "1 process(es) for the 2 nodes of the allocation: each gets at least one, ask for 2"
+  refuses "1 process for the 2 nodes of the allocation: each gets at least one, ask for 2"
 }
 
 
@@ -133,4 +133,19 @@ refuses() { # <what it must say>
   [ "$status" -eq 1 ]
   [[ "$output" == *"srun: error: no"*"n1: cannot be asked for a free port: see what srun says above" ]]
   [ ! -e logs ]
+}
+
+
+@test "stop.sh names what it waits for, as long as SLURM takes to end a job" {
+  mkdir bin
+  printf '%s\n' '#!/bin/sh' '[ -e shown ] || echo COMPLETING None' >bin/squeue
+  printf '%s\n' '#!/bin/sh' 'echo "$@" >>cancelled' >bin/scancel
+  chmod +x bin/*
+  PATH=$PWD/bin:$PATH "$KIT/scripts/stop.sh" 7 >out 2>&1 3>&- &
+  until grep -q 'waiting for' out; do
+    sleep 0.1
+  done
+  touch shown
+  wait $!
+  [[ "$(<out)" == "stop.sh: waiting for job 7, which is COMPLETING, to end: "*" s, at most 120 s"$'\n'"job 7 has ended"* ]]
 }

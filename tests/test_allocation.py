@@ -56,7 +56,7 @@ def test_ranks_are_laid_out_as_allocated(env: dict[str, str], ranks: int, tasks:
     [
         ({}, 0, "SLURM_JOB_NODELIST is not set: this is not the shell of a SLURM allocation"),
         (EVEN, 1, "1 process.* for the 2 nodes of the allocation"),
-        (EVEN, 6, r"3 processes on n08, and 2 GPU\(s\) allocated there.*--gres=gpu:3.*--ntasks-per-node=2"),
+        (EVEN, 6, r"3 processes on n08, and 2 GPUs allocated there.*--gres=gpu:3.*--ntasks-per-node=2"),
         (EVEN | {"SLURM_TASKS_PER_NODE": "2(x"}, 0, "SLURM's variables cannot be read: .*2\\(x"),
     ],
 )

@@ -23,6 +23,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from distributed.config import (
+    ELSEWHERE,
     MODELS,
     Batch,
     ConfigError,
@@ -30,6 +31,7 @@ from distributed.config import (
     batch,
     for_ranks,
     from_options,
+    holds_settings,
     main,
     parser,
     read,
@@ -139,6 +141,17 @@ def test_settings_survive_being_written_and_read_again() -> None:
         ("train.stepz=3", "command line: train.stepz: unknown key; did you mean train.steps?"),
         ("trian.steps=3", "command line: trian: unknown key; did you mean train?"),
         ("train.n_layer=3", "command line: train.n_layer: unknown key; did you mean model.n_layer?"),
+        ("train.lr=3", "command line: train.lr: unknown key; did you mean train.learning_rate?"),
+        ("train.timeout=3", "command line: train.timeout: unknown key; did you mean distributed.timeout?"),
+        ("data.every=3", "command line: data.every: unknown key; did you mean checkpoint.every or logging.every?"),
+        (
+            "data.batch_size=3",
+            "command line: data.batch_size: unknown key; did you mean train.batch_size_per_device (on",
+        ),
+        (
+            "distributed.world_size=2",
+            "command line: distributed.world_size: unknown key; remove it: the launcher decid",
+        ),
         ("zzz.x=3", "command line: zzz: unknown key; known are model, data, train"),
         ("checkpoint.zzzz=3", "command line: checkpoint.zzzz: unknown key; known are dir, every, keep, resume"),
         ("train.steps=abc", "command line: train.steps='abc': Input should be a valid integer"),
@@ -226,6 +239,49 @@ def test_a_wrong_file_is_one_line(text: str | bytes, line: str) -> None:
     assert message.startswith(line)
     assert "\n" not in message
     assert len(message) < 1000
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (
+            "batch_size: 32",
+            "batch_size: unknown key; did you mean train.batch_size_per_device (on each GPU) or train.batch_size "
+            "(over all GPUs)?",
+        ),
+        ("learning_rate: 1e-3", "learning_rate: unknown key; did you mean train.learning_rate?"),
+        ("lr: 1e-3", "lr: unknown key; did you mean train.learning_rate?"),
+        ("epochs: 3", "epochs: unknown key; did you mean train.epochs?"),
+        ("num_epochs: 3", "num_epochs: unknown key; did you mean train.epochs?"),
+        ("timeout: 3", "timeout: unknown key; did you mean distributed.timeout?"),
+        ("backend: nccl", "backend: unknown key; did you mean distributed.backend?"),
+        ("save_dir: c", "save_dir: unknown key; did you mean checkpoint.dir?"),
+        ("log-interval: 3", "log-interval: unknown key; did you mean logging.every?"),
+        ("num_workers: 3", "num_workers: unknown key; did you mean data.workers?"),
+        ("optimizer: {lr: 1e-3, zzz: 1}", "optimizer.lr: unknown key; did you mean train.learning_rate?"),
+        ("training: {lr: 1e-3}", "training: unknown key; did you mean train?"),
+        ("optimizer: {zzz: 1}", "optimizer: unknown key; known are model, data, train"),
+    ],
+)
+def test_a_key_of_another_training_script_is_told_what_it_is_called_here(text: str, line: str) -> None:
+    message = fault(file=TRAIN + text)
+    assert message.startswith(f"f.yaml: {line}")
+    assert "\n" not in message
+
+
+def test_every_name_of_another_training_script_leads_to_a_setting() -> None:
+    keys = {f"{section}.{name}" for section, keys in settings() for name in type(keys).model_fields}
+    for other, remedy in ELSEWHERE.items():
+        assert {word.rstrip("?") for word in remedy.split() if "." in word} <= keys, other
+
+
+@pytest.mark.parametrize(
+    ("text", "ours"),
+    [("lr: 1", False), ("model: {name: x}\ndata: [a]", False), ("train: {stepz: 1, steps: 2}", True), ("", True)],
+)
+def test_a_file_of_another_program_is_told_from_one_with_a_mistake(tmp_path: Path, text: str, ours: bool) -> None:
+    (tmp_path / "f.yaml").write_text(text)
+    assert holds_settings(tmp_path / "f.yaml") is ours
 
 
 def test_every_fault_has_its_line() -> None:
@@ -346,6 +402,7 @@ def test_what_other_trainers_and_launchers_pass_is_understood() -> None:
     file = ("--config", "f.yaml")
     assert from_options(options(*file, "--distributed-backend", "gloo")).distributed.backend == "gloo"
     assert from_options(options(*file, "--log-level", "WARNING")).logging.level == "warning"
+    assert from_options(options(*file, "logging.level=Debug")).logging.level == "debug"
     assert from_options(options(*file, "--local-rank=1")) == settings()
     assert from_options(options(*file, "--local_rank", "1")) == settings()
 
@@ -372,7 +429,7 @@ def test_what_is_checked_is_printed_whole(capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["--nproc", "3"], "train.batch_size=4 does not divide by 3 rank(s) x 1 micro-batch(es) "),
+        (["--nproc", "3"], "train.batch_size=4 does not divide by 3 ranks x 1 micro-batch "),
         (["--nproc", "0"], "--nproc 0: a number of ranks, 1 or more, is wanted"),
         (["--nproc", "-1"], "--nproc -1: a number of ranks, 1 or more, is wanted"),
         (["train.stepz=3"], "command line: train.stepz: unknown key; did you mean train.steps?"),

@@ -31,8 +31,8 @@ field() { # <name> <file>: a field of the one JSON object in a file
 @test "two processes: the report is the answer, the launcher's words are not" {
   run --separate-stderr quick 2
   [[ $status == 0 ]]
-  [[ ${lines[0]} == "smoke test: 2 rank(s) on 1 node(s), gloo, torch "* ]]
-  [[ ${lines[-1]} == "verdict: ok, 2 rank(s) work together as they should" ]]
+  [[ ${lines[0]} == "smoke test: 2 ranks on 1 node, gloo, torch "* ]]
+  [[ ${lines[-1]} == "verdict: ok, 2 ranks work together as they should" ]]
   [[ $output == *"  ok      all_reduce "* ]]
   [[ $output == *"bus bandwidth, GB/s"* ]]
   run ! grep -q 'FAULT' <<<"$output"
@@ -99,7 +99,7 @@ END
   chmod +x stub/nvidia-smi
   PATH=$PWD/stub:$PATH run --separate-stderr "$TEST_DISTRIBUTED" 2
   [[ $status == 2 && -z $output ]]
-  [[ $stderr == *"NPROC 2: this machine has 1 GPU(s), and each process needs its own"* ]]
+  [[ $stderr == *"NPROC 2: this machine has 1 GPU, and each process needs its own"* ]]
   [[ ! -e logs ]]
 }
 

@@ -882,7 +882,7 @@ def test_max_failures_pauses_the_list_and_lets_running_jobs_end(tmp_path: Path) 
                 one.end(one.running()[0])
             await told.over()
         assert told.states() == ["done", "failed", "failed", "waiting", "waiting", "waiting"]
-        assert told.state.paused == "--max-failures 2: 2 job(s) failed"
+        assert told.state.paused == "--max-failures 2: 2 jobs failed"
 
     play(story())
 

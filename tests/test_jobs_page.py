@@ -609,7 +609,7 @@ def test_without_results_above_it_outputs_are_those_of_the_working_directory(
 
 def test_a_corrupt_metrics_file_is_a_note(tmp_path: Path) -> None:
     path = written(tmp_path, results([job(1)]), ['{"steps": 9}', "nonsense", "\x00\xff", '{"step": 1, "loss": 2}'])
-    note = "experiments/exp1/fold1_data/metrics.jsonl: 2 line(s) hold no object with a step and are left out"
+    note = "experiments/exp1/fold1_data/metrics.jsonl: 2 lines hold no object with a step: left out"
     assert note in Reader(page.write(path).read_text()).texts
 
 

@@ -197,7 +197,7 @@ def test_experiments_that_fail_with_their_base_model_count_for_max_failures(tmp_
             for name in one.running():
                 one.end(name)
             await told.over()
-        assert told.state.paused == "--max-failures 2: 2 job(s) failed"
+        assert told.state.paused == "--max-failures 2: 2 jobs failed"
         assert told.states()[:2] == ["failed", "failed"]
 
     play(story())

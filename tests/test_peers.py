@@ -355,6 +355,14 @@ def test_no_node_leaves_before_all_are_done(join: Join, store: TCPStore) -> None
         assert [future.result() for future in early] == [None, None]
 
 
+def test_a_node_that_is_asked_to_stop_waits_only_so_long_for_the_others(join: Join) -> None:
+    one, *_ = gathered(join)
+    with pytest.raises(TimeoutError):
+        one.finish(0)
+    one.report_end(End("n1", 143, "received SIGTERM"))
+    assert comes(lambda: one.end() is not None)
+
+
 def test_a_failure_after_others_are_done_is_theirs_too(join: Join) -> None:
     one, two, three = gathered(join)
     with ThreadPoolExecutor() as pool:

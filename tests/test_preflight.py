@@ -57,7 +57,7 @@ def test_where_names_say_nothing_they_meet_where_ssh_found_the_first() -> None:
         ([node(1), node(2), node(3, files={"a.py": "22"})], "node3: its 'a.py' is another than elsewhere: make th"),
         (
             [node(1, gpus=8), node(2, gpus=1), node(3, gpus=8)],
-            "node2: 2 processes, but 1 GPU(s): start fewer there (n",
+            "node2: 2 processes, but 1 GPU: start fewer there (n",
         ),
         ([node(1, gpus=8), node(2, gpus=8), node(3)], "node3: no GPU, but GPUs elsewhere: leave out what differs"),
         ([node(1), node(2, gpu_error="nvidia-smi: died")], "node2: its GPUs cannot be counted (nvidia-smi: died)"),

@@ -68,7 +68,7 @@ def test_the_report_is_one_of_the_smoke_test() -> None:
     told = report(found, {"node1": 2, "node2": 4, "node3": 2})
     assert told["verdict"] == "fault"
     text = smoke_report.render(told)
-    assert text.startswith("smoke test: 8 rank(s) on 3 node(s), nothing started, torch ")
+    assert text.startswith("smoke test: 8 ranks on 3 nodes, nothing started, torch ")
     assert f"  FAULT   reach           {found[0]}\n          -> open TCP between the nodes" in text
 
 

@@ -287,7 +287,7 @@ def test_a_last_line_cut_short_is_no_fault_and_others_are_told(tmp_path: Path) -
     cut = folder(tmp_path, [step_line(10)], tail='{"step": 20, "lo')
     assert history.read(cut).notes == []
     broken = folder(tmp_path, tail='nonsense\n[1]\n{"step": "x"}\n' + json.dumps(step_line(10)) + "\n")
-    assert history.read(broken).notes == ["metrics.jsonl: 3 line(s) hold no object with a step and are left out"]
+    assert history.read(broken).notes == ["metrics.jsonl: 3 lines hold no object with a step: left out"]
     assert len(history.read(broken).history.steps) == 1
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from distributed.config import ConfigError, Settings
-from distributed.resume import refuse_another_base, refuse_misfit
+from distributed.resume import CHANGEABLE, changeable, changes, complete, refuse_another_base, refuse_misfit
 from distributed.step_folder import CheckpointError, Found
 
 MODEL = {"n_layer": 2, "n_head": 1, "n_embd": 8, "block_size": 16}
@@ -83,6 +83,43 @@ def test_a_checkpoint_of_another_base_model_is_refused(there: str | None, now: s
     refuse_another_base(found(base_model=there), there)
     with pytest.raises(ConfigError, match=f"c/step_00000007 was trained from another base model: {now} now, {there} t"):
         refuse_another_base(found(base_model=there), now)
+
+
+def test_every_setting_that_changes_is_announced_with_what_follows() -> None:
+    before = {
+        **changeable(settings()),
+        "precision": "float32",
+        "world": 2,
+        "batch": 1,
+        "corpus": "c",
+        "seed": 1337,
+        "steps": 9,
+    }
+    assert before.keys() == CHANGEABLE.keys()
+    assert list(changes(found(**before), before)) == []
+    assert list(changes(found(), before)) == [], "a checkpoint of an earlier version"
+    new = settings(train={"steps": 1, "batch_size": 1, "learning_rate": 0.01, "warmup_steps": 5})
+    assert list(changes(found(**before), {**before, **changeable(new), "precision": "float32"})) == [
+        "steps was 9 in c/step_00000007, now it is 1: the learning rate follows the new length from here on",
+        "learning_rate was 0.0003 in c/step_00000007, now it is 0.01: the learning rate follows it from here on",
+        "warmup_steps was 0 in c/step_00000007, now it is 5: the learning rate follows it from here on",
+    ]
+
+
+def test_every_setting_of_the_training_is_announced_refused_or_without_effect_on_it() -> None:
+    without = {"base_steps", "base_model", "epochs", "compile", "gradient_checkpointing", "evaluate_every"}
+    as_batch = {"batch_size", "batch_size_per_device"}
+    assert type(settings().train).model_fields.keys() - without - as_batch <= CHANGEABLE.keys()
+
+
+@pytest.mark.parametrize(("steps", "length"), [(7, {"steps": 7}), (5, {"epochs": 1})])
+def test_a_complete_run_is_told_how_to_go_on(steps: int, length: dict[str, int]) -> None:
+    now = settings(train={**length, "batch_size": 1})
+    assert complete(found(), 8, now) == ""
+    assert complete(found(), steps, now) == (
+        f"nothing left to do: c/step_00000007 has 7 of {steps} steps; raise train.{next(iter(length))} to go on, or "
+        "name another checkpoint.dir to start anew"
+    )
 
 
 def test_a_checkpoint_from_before_base_models_has_none() -> None:

@@ -134,7 +134,7 @@ def test_one_process_alone_says_what_it_could_not_try(start: Callable[..., Launc
     assert told.code == 0
     assert "skipped point_to_point  needs two ranks" in told.out
     assert "ok      all_reduce " in told.out
-    assert told.out.splitlines()[-1] == "verdict: ok, 1 rank(s) work together as they should"
+    assert told.out.splitlines()[-1] == "verdict: ok, 1 rank works together as it should"
 
 
 # ---------------------------------------------------------------- wrong results
@@ -317,7 +317,7 @@ def test_a_rank_that_never_comes_ends_the_others(waits: Waits) -> None:
     assert told.code == 1
     (fault,) = check_of(told, "join")["faults"]
     assert fault["expected"] == "2 ranks that meet"
-    assert "rank(s) 1 of 2 did not come" in fault["got"]
+    assert "rank 1 of 2 did not come" in fault["got"]
 
 
 def shares_its_gpu(rank: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -476,6 +477,43 @@ def test_the_console_is_the_same_however_the_output_is_cut(parts: list[bytes], s
 def test_a_line_belongs_to_rank_0_to_another_or_to_none(line: bytes, shown: bytes, plain: bytes) -> None:
     assert Console().feed(line) == (shown, plain)
     assert Console().feed(b"[n1:0] \n[n1:12] \n" + line) == (b"\n" + shown, plain)  # prefixes that it has met
+
+
+BAR = (
+    b"[n1:0]  10%\r\n[n1:1] other\n[n1:0]  20%\r\n[n1:0] 100%\n[n1:0] loss 2\n[n1:0]  30%\r\nnode line\n[n1:0] 40%\r\n"
+)
+
+
+def on_a_terminal(output: bytes) -> list[str]:
+    """The lines that a person sees in the end."""
+    console, screen, column = Console(terminal=True), [""], 0
+    for line in output.splitlines(keepends=True):
+        for part in re.findall(rb"\r|\n|\x1b\[[?0-9]*[a-zA-Z]|[^\r\n\x1b]+", b"".join(console.feed(line))):
+            if part == b"\n":
+                screen.append("")
+            elif part == b"\r":
+                column = 0
+            elif part == b"\x1b[K":
+                screen[-1] = screen[-1][:column]
+            elif not part.startswith(b"\x1b"):
+                screen[-1] += part.decode()
+    assert console.feed(b"", last=True)[0] == (b"\n" if output.endswith(b"\r\n") else b"")
+    return screen
+
+
+def test_a_progress_bar_of_rank_0_stays_on_one_line_of_a_terminal() -> None:
+    assert on_a_terminal(BAR) == ["100%", "loss 2", "node line", "40%"]
+
+
+def test_without_a_terminal_each_state_of_a_bar_is_a_line() -> None:
+    assert Console().feed(BAR) == (b" 10%\n 20%\n100%\nloss 2\n 30%\n40%\n", b"node line\n")
+
+
+def test_the_log_has_of_a_bar_what_nothing_overwrote(run: Run) -> None:
+    printed = BAR.decode().replace("\r", "\\r").replace("\n", "\\n").replace("%", "%%")
+    process = run.start(f"printf '{printed}ready\\n'; printf 'raw\\r\\n'")
+    process.wait(SECONDS)
+    assert Path(run.files.log).read_bytes() == (b"[n1:1] other\n[n1:0] 100%\n[n1:0] loss 2\nnode line\nready\nraw\r\n")
 
 
 @pytest.mark.parametrize(

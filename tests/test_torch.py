@@ -115,9 +115,9 @@ def test_the_device_is_the_local_rank_modulo_what_is_visible(monkeypatch: pytest
 @pytest.mark.parametrize(
     ("name", "there", "message"),
     [
-        ("cuda:2", 2, "device cuda:2: not available: PyTorch sees 2 GPU(s) here; give cuda:0 to cuda:1, or cpu"),
-        ("cuda:0", 0, "device cuda:0: not available: PyTorch sees 0 GPU(s) here; give cpu"),
-        ("cuda", 0, "device cuda: not available: PyTorch sees 0 GPU(s) here; give cpu"),
+        ("cuda:2", 2, "device cuda:2: not available: PyTorch sees 2 GPUs here; give cuda:0 to cuda:1, or cpu"),
+        ("cuda:0", 0, "device cuda:0: not available: PyTorch sees 0 GPUs here; give cpu"),
+        ("cuda", 0, "device cuda: not available: PyTorch sees 0 GPUs here; give cpu"),
     ],
 )
 def test_a_device_that_is_not_there_is_refused(

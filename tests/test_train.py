@@ -280,13 +280,69 @@ def test_all_ranks_stop_at_the_same_step_when_one_is_asked(bench: Bench) -> None
     assert found(bench.folder / "checkpoints").ranks == 2
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_run_that_is_stopped_while_it_samples_has_finished(bench: Bench, strategy: str) -> None:
+    """All steps are done and the checkpoint is written: there is nothing to resume. Any rank may be the one asked."""
+    with bench.start(2, f"distributed.strategy={strategy}", "logging.sample=1000000") as training:
+        training.wait_for("step 12/12")
+        training.signal(signal.SIGTERM, 1)
+        stopped = done(training)
+    assert stopped.returncode == 0, stopped
+    assert "stop request: all steps are done; no longer sample" in stopped.stdout
+    assert "finished: 12 steps" in stopped.stdout
+    assert found(bench.folder / "checkpoints").step == 12
+
+
+IMPATIENT = """
+import sys
+sys.path.insert(0, {kit!r})
+sys.argv = sys.argv[1:]
+import train
+train.SAMPLE_SECONDS = 0
+sys.exit(train.main())
+"""
+
+
+def test_a_sample_that_takes_too_long_is_cut_short(bench: Bench) -> None:
+    script = bench.wrapper(IMPATIENT.format(kit=str(KIT)))
+    ended = bench.run(2, "train.steps=1", "logging.sample=1000000", wrapper=script)
+    assert ended.returncode == 0, ended
+    assert "a sample (1 of 1,000,000 tokens, in 0 s):" in ended.stdout
+
+
 def test_a_finished_training_stays_finished(bench: Bench) -> None:
     assert bench.run_by_hand().returncode == 0
     before = weights(bench.folder / "checkpoints")
     again = bench.run(1)
     assert again.returncode == 0
-    assert "nothing left to do" in again.stdout
+    path = found(bench.folder / "checkpoints").path
+    assert f"nothing left to do: {path} has 12 of 12 steps; raise train.steps" in again.stdout
     assert weights(bench.folder / "checkpoints") == before
+
+
+OPTIMIZER = """
+import sys
+sys.path.insert(0, {kit!r})
+sys.argv = sys.argv[1:]
+import train
+go_on = train.Training.go_on_from
+def shown(self, *words):
+    go_on(self, *words)
+    print([(group["weight_decay"], group["betas"]) for group in self.optimizer.param_groups])
+train.Training.go_on_from = shown
+sys.exit(train.main())
+"""
+
+
+def test_settings_of_the_optimizer_that_change_hold_after_a_resume(bench: Bench) -> None:
+    assert bench.run(1, "train.steps=2").returncode == 0
+    script = bench.wrapper(OPTIMIZER.format(kit=str(KIT)))
+    words = ("train.steps=3", "train.weight_decay=0.5", "train.beta1=0.5", "train.learning_rate=0.02")
+    again = bench.run(1, *words, wrapper=script)
+    assert again.returncode == 0, again.stderr
+    assert "[(0.5, (0.5, 0.95)), (0.0, (0.5, 0.95))]" in again.stdout
+    for change in ("weight_decay was 0.1 in ", "beta1 was 0.9 in ", "learning_rate was 0.01 in "):
+        assert change in again.stdout
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
@@ -301,6 +357,24 @@ def test_another_world_size_goes_on_from_the_same_checkpoint(bench: Bench, strat
     assert "world was 2" in more.stdout
     assert bench.losses().keys() == set(range(7, 13))
     assert whole[7] == pytest.approx(bench.losses()[7], rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "wrapped"),
+    [("ddp", "DistributedDataParallel of"), ("fsdp", "gathered in 2 parts; this rank's shards")],
+)
+def test_debug_shows_what_decides_a_run(bench: Bench, strategy: str, wrapped: str) -> None:
+    ended = bench.run(2, "train.steps=1", f"distributed.strategy={strategy}", "--log-level", "DEBUG")
+    assert ended.returncode == 0, ended.stderr
+    for line in (
+        "rendezvous: rank 0 of 2 on ", "  decided by  environment", "  meeting at  127.0.0.1:",
+        "rendezvous: 2 ranks met in ", f"strategy: {strategy}, ", ", order of seed 1337 from position 0",
+        "data: epoch 0 of 106 windows begins with ", "checkpoint step_00000001: copied in ", " bytes written in ",
+        " s, published in ",
+    ):  # fmt: skip
+        assert line in ended.stdout, line
+    assert wrapped in ended.stdout
+    assert "rank 1 of 2" not in ended.stdout
 
 
 # ---------------------------------------------------------------- what goes wrong while it runs
@@ -388,7 +462,7 @@ def test_a_wrong_setting_is_refused_in_one_line(bench: Bench, word: str) -> None
 @pytest.mark.parametrize(
     ("word", "fault"),
     [
-        ("train.batch_size=7", "train.batch_size=7 does not divide by 2 rank(s)"),
+        ("train.batch_size=7", "train.batch_size=7 does not divide by 2 ranks x"),
         ("distributed.strategy=single", "distributed.strategy=single is for one process, but there are 2"),
     ],
 )

@@ -329,6 +329,8 @@ ACCIDENT = (died(139, rank=0), BY_AGENT)
         ((), {}, None, ("failed", 1)),
         ((), {"n1": 0}, 124, ("failed", 124)),
         ((), {}, 130, ("stopped", 130)),
+        ((), {"n1": 0}, 130, ("stopped", 0)),  # the request came when all was done, or was no reason to fail
+        (ACCIDENT, {"n1": 0}, 143, ("stopped", 0)),  # the same, in an attempt after one that failed
         (ACCIDENT, {"n1": 0}, None, ("ok", 0)),  # it was started again and ended well
         (ACCIDENT, {"n1": 1}, None, ("failed", 139)),
         (ACCIDENT, {"n1": 139}, 130, ("failed", 139)),  # it failed before the person pressed Ctrl-C
@@ -841,6 +843,19 @@ def test_frames_of_libraries_are_shown_when_there_are_no_others(run: Run) -> Non
     )
     run.rank(0, "ValueError", "x", traceback=stack)
     assert "runpy.py" in verdict.in_words(run.decide(), run.path)
+
+
+@pytest.mark.parametrize(
+    ("code", "lines"),
+    [
+        (3, ["verdict: failed: rank 1 on n1 exited with code 3"]),
+        (137, ["verdict: failed: rank 1 on n1 died of SIGKILL", "  exit code 137 (SIGKILL)"]),
+    ],
+)
+def test_the_exit_code_is_told_once(tmp_path: Path, code: int, lines: list[str]) -> None:
+    said = verdict.in_words(verdict.judge(Evidence((died(code),))), tmp_path).splitlines()
+    assert said[: len(lines)] == lines
+    assert sum(str(code) in line for line in said) == 1
 
 
 def test_a_witness_is_quoted_once(run: Run) -> None:

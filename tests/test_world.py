@@ -292,7 +292,7 @@ NO_NUMBER = "is not a number: unset it, or start this process with torchrun or s
         ({**TORCHRUN, "GROUP_RANK": "2"}, "node rank 2 is not one of 0 to 1"),
         ({**STEP, "SLURM_PROCID": "7"}, "rank 7 is not one of 0 to 6 (source: slurm)"),
         ({**STEP, "SLURM_NODEID": "3"}, "local rank 1 is not one of 0 to 0"),
-        ({**STEP, "SLURM_NODEID": "4"}, "SLURM_NODEID=4, but the step has 4 node(s) with 2,2,2,1 tasks: the environ"),
+        ({**STEP, "SLURM_NODEID": "4"}, "SLURM_NODEID=4, but the step has 4 nodes with 2,2,2,1 tasks: the environ"),
         (
             {**STEP, **COMPLETE},
             "RANK=3 and WORLD_SIZE=4 are set, but SLURM says task 5 of 7: they are left over from another launch; "

@@ -762,7 +762,7 @@ class Dispatcher:
         most = self.policy.max_failures
         if most is None or failed < most or self.state.paused:
             return False
-        self._pause(f"--max-failures {most}: {failed} job(s) failed")
+        self._pause(f"--max-failures {most}: {failed} job{'s' * (failed != 1)} failed")
         return True
 
     def _pause(self, reason: str) -> None:

@@ -269,8 +269,9 @@ class HostServer:
             raise Refused(found["problem"])
         if missing:
             raise Refused(
-                f"GPU {', '.join(map(str, missing))}: not there: {self.name} has {len(there)} GPU(s) "
-                f"({', '.join(map(str, there)) or 'none'}); correct gpus or gpu_ids (gpus 0: CPU slots)"
+                f"GPU {', '.join(map(str, missing))}: not there: {self.name} has {len(there)} "
+                f"GPU{'s' * (len(there) != 1)} ({', '.join(map(str, there)) or 'none'}); correct gpus or gpu_ids "
+                "(gpus 0: CPU slots)"
             )
 
     def _is_new_machine(self, hello: Mapping[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """What of a node's output a person sees while a run goes on; the log has all of it.
 
-A rank's lines carry its node and its rank, as in `[node1:3] loss 2.5`. Standard library only.
+A rank's lines carry its node and its rank, as in `[node1:3] loss 2.5`. One that the rank's next line overwrites, as in
+a progress bar, ends with a carriage return before its line break. Standard library only.
 """
 
 from __future__ import annotations
@@ -10,10 +11,18 @@ import re
 _PREFIX = re.compile(rb"\[[^\]: ]*:(\d+)")  # of a rank's line, up to the bracket that ends it
 
 
+_UPDATE = re.compile(rb"^\[[^\]: ]*:\d+\] [^\n]*\r\n", re.MULTILINE)  # a line that the rank's next one overwrites
+_CLEAR = b"\r\x1b[K"  # go to the begin of the line, and empty it
+_CUT, _WRAP = b"\x1b[?7l", b"\x1b[?7h"  # what is wider than the terminal
+
+
 class Console:
     """Parts output into rank 0's lines, without the prefix, and those that no rank wrote. Other ranks' are left out."""
 
-    def __init__(self) -> None:
+    def __init__(self, terminal: bool = False) -> None:
+        """terminal: both outputs are one, so that a progress bar of rank 0 can stay on one line."""
+        self._terminal = terminal
+        self._bar = False  # the line with the cursor is a progress bar
         self._begun = b""  # a line that is not at its end
         self._rank_0: set[bytes] = set()  # prefixes that were met: to look them up is quicker than to match them
         self._others: set[bytes] = set()
@@ -40,7 +49,30 @@ class Console:
                         self._others.add(prefix)
                 else:
                     plain.append(line)
-        return _joined(shown), _joined(plain)
+        return self._of_rank_0(shown, last), self._of_no_rank(plain)
+
+    def _of_rank_0(self, lines: list[bytes], last: bool) -> bytes:
+        if not self._terminal:
+            return _joined([line.removesuffix(b"\r") for line in lines])
+        text = b""
+        for line in lines:
+            update = line.endswith(b"\r")
+            text += _CLEAR if self._bar else b""
+            text += _CUT + line[:-1] + _WRAP if update else line + b"\n"
+            self._bar = update
+        if last and self._bar:
+            text += b"\n"
+        return text
+
+    def _of_no_rank(self, lines: list[bytes]) -> bytes:
+        clear = _CLEAR if lines and self._bar else b""  # the bar comes again with its next update
+        self._bar = self._bar and not lines
+        return clear + _joined(lines)
+
+
+def without_updates(output: bytes) -> bytes:
+    """For a log: the output of ranks without the lines that the next one overwrites, as far as they are whole."""
+    return _UPDATE.sub(b"", output)
 
 
 def _joined(lines: list[bytes]) -> bytes:

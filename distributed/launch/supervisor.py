@@ -16,6 +16,7 @@ run starts COMMAND in a session of its own and waits for its end:
                      is - for standard input, or a file that is removed when it has been read
   --grace SECONDS    time between SIGTERM and SIGKILL (default: 8)
   --heartbeat-timeout SECONDS  the launcher is gone when nothing was received for so long (default: never)
+  --terminal         standard output and standard error are one terminal: a progress bar of rank 0 stays on one line
   --timeout SECONDS  stop COMMAND when it has run for so long (default: never)
   --detach           return when COMMAND has started; do not watch standard input. node_NAME.heartbeat is touched
                      every 3 seconds; node_NAME.usage (JSON) gets its times and the memory that it used
@@ -420,6 +421,7 @@ class Supervisor:
         heartbeat_timeout: float = float("inf"),
         timeout: float = float("inf"),
         attached: bool = False,
+        terminal: bool = False,
         received: bytes = b"",
     ) -> None:
         """received: what came through the control channel behind the environment block."""
@@ -436,6 +438,7 @@ class Supervisor:
         self._heard = time.monotonic()
         self._poll_at = self._beat_at = self._scan_at = 0.0
         self._console: Console | None = None
+        self._terminal = terminal
         self._streams = [Stream(1), Stream(2)] if attached else []
         self._log = os.open(files.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         self._signals = self._catch_signals()
@@ -536,7 +539,7 @@ class Supervisor:
     def _take_output(self) -> None:
         block = os.read(self._output, BLOCK)
         self._output_ended = not block
-        self._keep(block)
+        self._keep(block if b"\r\n" not in block else _without_updates(block))
         self._show(block, last=not block)
 
     def _keep(self, block: bytes) -> None:
@@ -554,7 +557,7 @@ class Supervisor:
         if not self._console:
             from distributed.launch.console import Console
 
-            self._console = Console()
+            self._console = Console(self._terminal)
         for stream, text in zip(self._streams, self._console.feed(block, last), strict=False):
             stream.put(text)
 
@@ -703,6 +706,12 @@ class Supervisor:
             write_json(self.files.usage, {"started": self._started, "ended": time.time(), "peak_memory": largest})
 
 
+def _without_updates(block: bytes) -> bytes:
+    from distributed.launch.console import without_updates
+
+    return without_updates(block)
+
+
 def _exit_code(status: int) -> int:
     code = os.waitstatus_to_exitcode(status)
     return code if code >= 0 else 128 - code
@@ -766,6 +775,7 @@ def supervise(options: Options, block: bytes, received: bytes = b"", started: Ca
         heartbeat_timeout=options.heartbeat_timeout,
         timeout=options.timeout,
         attached=not options.detach,
+        terminal=options.terminal,
         received=received,
     )
     supervisor.start(command, environment(block, files), block if options.source else None)
@@ -850,7 +860,7 @@ class Options:
     def __init__(self, arguments: Sequence[str]) -> None:
         self.directory = self.name = self.source = self.environment = ""
         self.grace, self.heartbeat_timeout, self.timeout = -1.0, float("inf"), float("inf")
-        self.detach = False
+        self.detach = self.terminal = False
         self.command: list[str] = []
         left = list(arguments)
         while left:
@@ -860,6 +870,8 @@ class Options:
                 break
             if option == "--detach":
                 self.detach = True
+            elif option == "--terminal":
+                self.terminal = True
             elif option in (
                 "--dir",
                 "--name",

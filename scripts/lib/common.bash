@@ -39,6 +39,16 @@ warn() { # <message...>
 }
 
 
+# 1 node, 2 nodes.
+counted() { # <number> <noun> [its plural]
+  if (($1 == 1)); then
+    echo "1 $2"
+  else
+    echo "$1 ${3:-$2s}"
+  fi
+}
+
+
 # End the script: who, what, the value, what to do.
 die() { # <message...>
   die_with 1 "$@"

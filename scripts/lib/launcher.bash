@@ -67,7 +67,7 @@ parse_options() { # <word...>
       --quiet) QUIET=1 ;;
       --help | -h) usage; exit ;;
       --) USER_ARGS=("${@:2}"); break ;;
-      -[!0-9]*) die_usage "$1: unknown option" ;;
+      -[!0-9]*) die_usage "$1: unknown option; arguments of the script go behind --" ;;
       *) POSITIONAL+=("$1") ;;
     esac
     shift
@@ -211,7 +211,7 @@ check_gpus() { # <number of ranks on this machine>
   ((PREFLIGHT)) || return 0
   gpus=$(give_environment && count_gpus) || die "cannot count the GPUs: see the line above"
   ((gpus > 0 || $1 <= MANY_A_CORE)) || check_cores "$1"
-  ((gpus == 0 || $1 <= gpus)) || die_usage "NPROC $1: this machine has $gpus GPU(s), and each process needs its own"
+  ((gpus == 0 || $1 <= gpus)) || die_usage "NPROC $1: this machine has $(counted "$gpus" GPU), and each process needs its own"
 }
 
 
@@ -228,7 +228,7 @@ count_gpus() {
 check_cores() { # <number of ranks on this machine>
   local cores
   cores=$(kit_python threads) || die "cannot count the CPU cores: see the line above"
-  (($1 <= MANY_A_CORE * cores)) || warn "NPROC $1: many for $cores CPU core(s), which they have to share"
+  (($1 <= MANY_A_CORE * cores)) || warn "NPROC $1: many for $(counted "$cores" "CPU core"), which they have to share"
 }
 
 
@@ -251,7 +251,7 @@ open_run() { # <number of ranks> <node...>
     ${AGAIN:+--again "$AGAIN"} ${SLURM_JOB:+--slurm-job "${SLURM_JOB[@]}"} \
     --script "${MODULE:-${WORK[0]}}" --config "${CONFIG_ARGS[1]:--}" --cwd "$PWD" --python "$PYTHON" \
     -- "${SHOWN_CALL[@]}") || exit
-  record "run ${RUN##*/}: $1 process(es) on ${*:2}"
+  record "run ${RUN##*/}: $(counted "$1" process processes) on ${*:2}"
   # Who calls a launcher may name a file in which to be told the folder.
   [[ ! ${MUSTER_RUN_FILE-} ]] || printf '%s\n' "$RUN" >"$MUSTER_RUN_FILE"
   unset MUSTER_RUN_FILE

@@ -84,7 +84,7 @@ default_of() { # <option of sbatch>
 find_turn_before() {
   local before
   ((REQUEUES)) && before=$(readlink -e -- "$LOG_DIR/slurm-$SLURM_JOB_ID") || return 0
-  log "job $SLURM_JOB_ID was requeued $REQUEUES time(s): going on in ${before##*/}"
+  log "job $SLURM_JOB_ID was requeued $(counted "$REQUEUES" time): going on in ${before##*/}"
   if grep -qsF '"outcome": "ok"' "$before/verdict.json"; then
     log "the run has ended well before: nothing is left to do"
     exit
@@ -97,7 +97,7 @@ find_turn_before() {
 next_turn() {
   is_batch_script && { stopped_by_slurm || lost_a_node; } || return 0
   if ((REQUEUES >= MAX_REQUEUES)); then
-    record "requeued $REQUEUES time(s), and --max-requeues is $MAX_REQUEUES: not once more; sbatch the same to go on"
+    record "requeued $(counted "$REQUEUES" time), and --max-requeues is $MAX_REQUEUES: not once more; sbatch the same to go on"
   elif in_vain; then
     record "the last $MOST_STALLED turns came no further${FURTHEST:+ than step $FURTHEST}: not requeueing; sbatch the same to go on"
   else
@@ -107,12 +107,14 @@ next_turn() {
 }
 
 
-# The ranks were told, not we. Both are when a job is preempted, and those that know no signal die of it.
+# The ranks were told, not we. Both are when a job is preempted: then those that know no signal die of it, and those
+# that end with 0 may not have come to their end.
 stopped_by_slurm() {
   if [[ ! $SIGNAL ]] && ((CODE == EXIT_STOPPED)); then
     return
   fi
-  ((CODE == EXIT_STOPPED || CODE == EXIT_TERMINATED)) && is_preempted
+  ((CODE == EXIT_STOPPED || CODE == EXIT_TERMINATED)) || [[ $SIGNAL && $CODE == 0 ]] || return 1
+  is_preempted
 }
 
 
