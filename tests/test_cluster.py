@@ -170,9 +170,12 @@ def test_a_line_that_names_its_node_is_said_once_too() -> None:
 
 
 def test_what_is_to_be_pasted_is_said_for_each() -> None:
-    members = {name: member(number, runs=(Run("/logs/a", (number,)),)) for number, name in enumerate(NODES, 1)}
+    members = {
+        name: member(number, runs=(Run("/logs/a", (number,), "ada", recorded=False),))
+        for number, name in enumerate(NODES, 1)
+    }
     assert [line.strip() for line in tell(cluster(members)).splitlines() if "$" in line] == [
-        "$ kill 1", "$ kill 2", "$ kill 3",
+        "$ ps -fp 1", "$ ps -fp 2", "$ ps -fp 3",
     ]  # fmt: skip
 
 

@@ -52,7 +52,7 @@ HELPER = "scripts/jobs/distributed_train_helper.py"
 JOB = "4711"  # stands in the guides for the number that sbatch prints
 AS_THEY_STAND = ("config", "torch", "step_folder", "verdict", "report")  # modules that start nothing
 OTHERS = {
-    *("cp", "df", "env", "export", "git", "ip", "less", "ls", "mkdir", "mv", "nvidia-smi", "python", "sacct"),
+    *("cp", "df", "env", "free", "export", "git", "ip", "less", "ls", "mkdir", "mv", "nvidia-smi", "python", "sacct"),
     *("sacctmgr", "salloc", "sbatch", "scancel", "scontrol", "sinfo", "source", "squeue", "srun", "ss", "ssh", "sudo"),
     *("tail", "tensorboard", "torchfrtrace", "torchrun", "unset", "wandb"),
 }

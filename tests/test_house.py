@@ -36,7 +36,7 @@ BELOW: dict[str, set[str]] = {
     "config": {"fold"},
     "data": {"fold", "topics"},
     "doctor": {"facts", "fitness"},
-    "facts": {"gpus", "interpreter", "names", "network", "probe", "resources"},
+    "facts": {"gpus", "interpreter", "names", "network", "probe", "resources", "run_folder"},
     "fitness": {"facts", "gpus", "interpreter", "probe", "resources"},
     "fold": {"topics"},
     "gpus": {"probe"},
