@@ -26,7 +26,7 @@ KIT = Path(__file__).resolve().parent.parent
 # Who may import whom of ours; a module without a line here knows none of them.
 BELOW: dict[str, set[str]] = {
     "agent": {"accounts", "fork_server", "meeting", "peers", "worker"},
-    "allocation": {"network", "nodelist"},
+    "allocation": {"network", "nodelist", "probe"},
     "base_model": {"launch.supervisor"},
     "base_training": {"base_model", "config", "history", "launch.supervisor", "ranks"},
     "by_hand": {"answers", "network"},

@@ -91,7 +91,8 @@ read_allocation() { # [number of ranks]
 # On the node where the ranks meet; this shell may be on another.
 find_port() {
   [[ $PORT == - ]] || return 0
-  PORT=$(srun --overlap --nodes 1 --ntasks 1 --nodelist "${NODES[0]}" --input none \
+  # Without --gres none, the step of a job with --gpus would ask for all of its GPUs on this one node.
+  PORT=$(srun --overlap --gres none --nodes 1 --ntasks 1 --nodelist "${NODES[0]}" --input none \
     "$PYTHON" "$KIT/scripts/lib/module.py" allocation --port "$SLURM_JOB_ID") ||
     die "${NODES[0]}: cannot be asked for a free port: see what srun says above"
 }
