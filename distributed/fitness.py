@@ -100,7 +100,7 @@ def built_for(torch: Torch) -> str:
 
 
 def check_packages(facts: Facts) -> Iterator[Line]:
-    """The rest of requirements.txt: train.py needs it, a script of one's own perhaps not."""
+    """The rest of requirements.txt: train.py and job lists need it, a script of one's own does not."""
     missing = [package.name for package in facts.packages if not package.installed]
     old = [
         f"{package.name} {package.installed} (needs {package.oldest})"
@@ -108,13 +108,13 @@ def check_packages(facts: Facts) -> Iterator[Line]:
         if package.installed and numbers(package.installed) < numbers(package.oldest)
     ]
     if missing:
-        fact = f"train.py needs {', '.join(missing)}: not installed"
+        fact = f"not installed: {', '.join(missing)}; train.py and job lists need requirements.txt"
         if facts.torch.version:
             yield warning("packages", fact, command=install_command(facts))
         else:
             yield warning("packages", fact, "installed by the same command as torch")
     if old:
-        yield warning("packages", f"too old for train.py: {', '.join(old)}", command=install_command(facts))
+        yield warning("packages", f"older than requirements.txt says: {', '.join(old)}", command=install_command(facts))
     if not missing and not old:
         yield ok("packages", f"all {len(facts.packages)} others of requirements.txt")
 

@@ -127,7 +127,7 @@ BROKEN: list[tuple[str, dict[str, Any], str, str, str]] = [
      "--force-reinstall torch"),
     ("torch on a network disk", {"torch__seconds": 48.0}, "warning torch", "48 s to import", "local disk"),
     ("package missing", {"packages": (Package("rich", "13.7", ""),)},
-     "warning packages", "train.py needs rich", "pip install -r"),
+     "warning packages", "not installed: rich; train.py and job lists need requirements.txt", "pip install -r"),
     ("package too old", {"packages": (Package("rich", "13.7", "13.6.9"),)},
      "warning packages", "rich 13.6.9 (needs 13.7)", "pip install -r"),
     ("torch without CUDA", {"torch__cuda": "", "torch__cuda_available": False},
