@@ -172,7 +172,8 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("scripts", "config", "distributed", "train.py", "README.md", "requirements-trackers.txt"):
         (folder / name).symlink_to(KIT / name)
     (folder / "my_train.py").write_text(example())
-    (folder / "my_old_train.py").touch()
+    for name in ("my_old_train.py", "my_tracked.py", "wandb.env"):
+        (folder / name).touch()
     (folder / "make_jobs.py").write_text(example("Write my_jobs.json"))
     (folder / "jobs_config.json").write_text('[{"lr": 0.003}]')
     (folder / "cluster_config.json").write_bytes((KIT / "config/cluster_config.json").read_bytes())
@@ -350,6 +351,16 @@ def test_the_example_script_learns_and_goes_on_where_it_was(desk: Path) -> None:
     losses = [float(loss) for loss in re.findall(r"^step \d00: loss (.+)$", first.stdout + second.stdout, re.MULTILINE)]
     assert len(losses) == 3, "each hundredth step once"
     assert losses[2] < 0.5 * losses[0]
+
+
+def test_the_example_with_wandb_tracks_rank_0_and_keeps_the_id(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    (tmp_path / "my_tracked.py").write_text(example("Track rank 0"))
+    for rank in ("0", "1", "0"):
+        done = call(tmp_path, ["python", "my_tracked.py"], RANK=rank, WANDB_MODE="offline", HOME=str(tmp_path))
+        assert done.returncode == 0, done.stderr
+    runs = [path.name.rpartition("-")[2] for path in (tmp_path / "wandb").glob("offline-run-*")]
+    assert runs == [(tmp_path / "checkpoints/tracked/wandb_id").read_text()] * 2
 
 
 # ---------------------------------------------------------------- tables
