@@ -118,7 +118,9 @@ def _layout(env: Mapping[str, str], gpus: Sequence[int], ranks: int) -> tuple[in
 
 def _said(env: Mapping[str, str], name: str) -> str:
     if not env.get(name):
-        raise AllocationError(f"{name} is not set: this is not the shell of a SLURM allocation")
+        raise AllocationError(
+            f"{name} is not set: not in a SLURM allocation; call this from a batch script or the shell of salloc"
+        )
     return env[name]
 
 
@@ -145,10 +147,10 @@ def main(words: Sequence[str] | None = None) -> int:
         job = ask(["scontrol", "show", "job", "--details", os.environ.get("SLURM_JOB_ID", "")], SCONTROL_LIMIT)
         found = Allocation.from_env(os.environ, options.ranks, job.out)
     except AllocationError as error:
-        sys.stderr.write(f"{error}\n")
+        sys.stderr.write(f"allocation: {error}\n")
         return 2
     for note in found.notes(os.environ):
-        sys.stderr.write(f"warning: {note}\n")
+        sys.stderr.write(f"allocation: warning: {note}\n")
     here = os.environ.get("SLURMD_NODENAME") == found.nodes[0]
     print(f"cores-a-rank {found.cores_a_task}\ncores-a-node {min(found.cores)}")
     print(f"port {free_port(found.job) if here else '-'}")

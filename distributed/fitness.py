@@ -165,7 +165,7 @@ def check_architecture(torch: Torch) -> Iterator[Line]:
         yield fault(
             "cuda",
             f"torch {torch.version} has no code for {', '.join(missing)}, only for {', '.join(torch.archs)}",
-            "install a build that has: https://pytorch.org/get-started/locally",
+            "install a build that has it: https://pytorch.org/get-started/locally",
         )
     elif not torch.nccl and not torch.hip:
         yield warning("cuda", f"torch {torch.version} is built without NCCL: GPUs would talk through gloo, slowly")
@@ -207,7 +207,7 @@ def check_gpus(facts: Facts) -> Iterator[Line]:
     elif not gpus.driver:
         yield warning(
             "GPUs",
-            f"{len(gpus.devices)}, but no nvidia-smi on PATH: who uses them cannot be told",
+            f"{len(gpus.devices)}, but no nvidia-smi on PATH: who uses them cannot be shown",
             "install NVIDIA's utilities; in a container, set NVIDIA_DRIVER_CAPABILITIES=compute,utility",
         )
     elif setting is None:
@@ -451,7 +451,7 @@ def check_cores(facts: Facts) -> Iterator[Line]:
             f"export OMP_NUM_THREADS={max(1, int(usable))}",
         )
     elif cores.load > 1.5 * usable:
-        yield warning("cores", f"{fact}: others are at work here", "", "ps aux --sort=-%cpu | head")
+        yield warning("cores", f"{fact}: other processes use them", "", "ps aux --sort=-%cpu | head")
     else:
         yield ok("cores", fact)
 
@@ -635,7 +635,12 @@ def check_clock(facts: Facts) -> Iterator[Line]:
             "sudo timedatectl set-ntp true",
         )
     elif clock.synchronised is False and not facts.container:
-        yield warning("clock", f"{now}, not synchronised: other nodes drift away", "", "sudo timedatectl set-ntp true")
+        yield warning(
+            "clock",
+            f"{now}, not synchronised: times in logs of several nodes will differ",
+            "",
+            "sudo timedatectl set-ntp true",
+        )
     else:
         yield ok("clock", now + (", synchronised" if clock.synchronised else ""))
 
@@ -653,7 +658,7 @@ def check_runs(facts: Facts) -> Iterator[Line]:
         count = f"{len(run.pids)} process{'es' * (len(run.pids) > 1)}"
         yield warning("runs", f"{run.folder} has {count} of {run.user} here", *how_to_stop(run, facts))
     if not facts.runs:
-        yield ok("runs", "none is going on here")
+        yield ok("runs", "none here")
 
 
 def how_to_stop(run: Run, facts: Facts) -> tuple[str, str]:

@@ -45,9 +45,9 @@ parse_args() { # <word...>
   CALL=("${call[@]}")
   ((${#POSITIONAL[@]} == 0)) || die_usage "not understood: $(quote "${POSITIONAL[@]}")"
   [[ $NPROC ]] || die_usage "-n N is missing: how many processes?"
-  [[ $NPROC =~ ^[1-9][0-9]{0,8}$ ]] || die_usage "-n '$NPROC': a number of processes, 1 or more, is wanted"
+  [[ $NPROC =~ ^[1-9][0-9]{0,8}$ ]] || die_usage "-n: expected a number of processes, 1 or more, got '$NPROC'"
   [[ ! $LEVEL || $LEVEL =~ ^(debug|info|warning|error)$ ]] ||
-    die_usage "-l '$LEVEL': debug, info, warning or error is wanted"
+    die_usage "-l: expected debug, info, warning or error, got '$LEVEL'"
 }
 
 

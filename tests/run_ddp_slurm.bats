@@ -102,5 +102,5 @@ END
     ln -s "$(type -P "$tool")" bin/
   done
   SLURM_JOB_ID=7 PATH=$PWD/bin run -2 "$KIT/scripts/run_ddp.sh" -n 1
-  [[ "$output" == *"srun is not on the PATH: this is no SLURM machine"* ]]
+  [[ "$output" == *"srun is not on the PATH; load SLURM's module, or call this on a node of the cluster"* ]]
 }

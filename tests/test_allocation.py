@@ -54,7 +54,11 @@ def test_ranks_are_laid_out_as_allocated(env: dict[str, str], ranks: int, tasks:
 @pytest.mark.parametrize(
     ("env", "ranks", "fault"),
     [
-        ({}, 0, "SLURM_JOB_NODELIST is not set: this is not the shell of a SLURM allocation"),
+        (
+            {},
+            0,
+            "SLURM_JOB_NODELIST is not set: not in a SLURM allocation; call this from a batch",
+        ),
         (EVEN, 1, "1 process.* for the 2 nodes of the allocation"),
         (EVEN, 6, r"3 processes on n08, and 2 GPU\(s\) allocated there.*--gres=gpu:3.*--ntasks-per-node=2"),
         (EVEN | {"SLURM_TASKS_PER_NODE": "2(x"}, 0, "SLURM's variables cannot be read: .*2\\(x"),

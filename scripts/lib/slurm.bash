@@ -32,8 +32,8 @@ in_allocation() {
 # ---------------------------------------------------------------- what is there
 
 check_slurm_settings() {
-  [[ $LAUNCHER == srun || $LAUNCHER == torchrun ]] || die_usage "LAUNCHER='$LAUNCHER': srun or torchrun is wanted"
-  type -P srun >/dev/null || die_usage "srun is not on the PATH: this is no SLURM machine"
+  [[ $LAUNCHER == srun || $LAUNCHER == torchrun ]] || die_usage "LAUNCHER: expected srun or torchrun, got '$LAUNCHER'"
+  type -P srun >/dev/null || die_usage "srun is not on the PATH; load SLURM's module, or call this on a node of the cluster"
   local lines words
   lines=$(split_words SRUN_ARGS)
   [[ ! $lines ]] || mapfile -t SRUN_OPTIONS <<<"$lines"
@@ -50,7 +50,7 @@ check_slurm_settings() {
 # Words with quotes as a shell has them, a line each.
 split_words() { # <name of a variable>
   local line=${!1-}
-  [[ ! $line ]] || xargs -n 1 printf '%s\n' <<<"$line" 2>/dev/null || die_usage "$1=\"$line\": its quotes do not match"
+  [[ ! $line ]] || xargs -n 1 printf '%s\n' <<<"$line" 2>/dev/null || die_usage "$1=\"$line\": a quote is not closed; quote as in a shell"
 }
 
 
@@ -94,7 +94,7 @@ find_port() {
   # Without --gres none, the step of a job with --gpus would ask for all of its GPUs on this one node.
   PORT=$(srun --overlap --gres none --nodes 1 --ntasks 1 --nodelist "${NODES[0]}" --input none \
     "$PYTHON" "$KIT/scripts/lib/module.py" allocation --port "$SLURM_JOB_ID") ||
-    die "${NODES[0]}: cannot be asked for a free port: see what srun says above"
+    die "${NODES[0]}: cannot be asked for a free port; see what srun says above, or name one with --master-port"
 }
 
 
