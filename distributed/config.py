@@ -59,7 +59,7 @@ class Section(BaseModel):
     def _no_truth_as_number(cls, value: Any, info: Any) -> Any:
         numbers = (int, float, int | None, float | None)
         if isinstance(value, bool) and cls.model_fields[info.field_name].annotation in numbers:
-            raise ValueError("a number is wanted, not true or false")
+            raise ValueError("expected a number, not true or false")
         return value
 
 
@@ -442,7 +442,7 @@ def _read_file(path: Path) -> dict[str, Any]:
         return {}
     if not isinstance(tree, dict):
         sections = ", ".join(Settings.model_fields)
-        raise ConfigError(f"{path}: holds a {type(tree).__name__}; sections are wanted: {sections}")
+        raise ConfigError(f"{path}: holds a {type(tree).__name__}; expected sections: {sections}")
     return {name: {} if section is None else section for name, section in tree.items()}
 
 
@@ -723,7 +723,7 @@ def main(words: Sequence[str] | None = None) -> int:
     given = options.parse_intermixed_args(words)
     try:
         if given.nproc < 1:
-            raise ConfigError(f"--nproc {given.nproc}: a number of ranks, 1 or more, is wanted")
+            raise ConfigError(f"--nproc: expected a number of ranks, 1 or more, got {given.nproc}")
         settings, cut = for_ranks(given, given.nproc)
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")

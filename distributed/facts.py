@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from distributed.gpus import Gpus, look_at_gpus
+from distributed.gpus import Gpus, look_at_gpus, owner
 from distributed.interpreter import (
     KIT,
     Interpreter,
@@ -42,6 +42,7 @@ from distributed.resources import (
     look_at_memory,
     look_at_space,
 )
+from distributed.run_folder import user
 
 PROGRAMS = ("ssh", "rsync", "tmux", "pdsh", "srun")
 # What torch, NCCL, gloo, OpenMP and Python's imports listen to, and nothing that could be a secret.
@@ -71,6 +72,8 @@ class Clock:
 class Run:
     folder: str
     pids: tuple[int, ...]
+    user: str = ""  # the owner of these processes
+    recorded: bool = True  # run.json is there: status.sh and stop.sh take this folder
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,7 @@ class Facts:
     clock: Clock = Clock(0, 0)
     programs: Mapping[str, str] = field(default_factory=dict)  # name -> path, empty: not here
     runs: tuple[Run, ...] = ()
+    user: str = ""  # who asks
 
 
 def gather(folder: Path, logs: Path, port: int, env: Mapping[str, str] = os.environ) -> Facts:
@@ -126,6 +130,7 @@ def gather(folder: Path, logs: Path, port: int, env: Mapping[str, str] = os.envi
         clock=Clock(time.time(), Path(__file__).stat().st_mtime, clock_is_synchronised()),
         programs={name: shutil.which(name) or "" for name in PROGRAMS},
         runs=find_runs(),
+        user=user(),
     )
 
 
@@ -146,4 +151,7 @@ def find_runs(proc: Path = PROC) -> tuple[Run, ...]:
         if marker := re.search(r"(?:^|\0)MUSTER_RUN_DIR=([^\0]+)", read(process / "environ")):
             found.setdefault(marker[1], []).append(int(process.name))
     found.pop(os.environ.get("MUSTER_RUN_DIR", ""), None)
-    return tuple(Run(folder, tuple(sorted(pids))) for folder, pids in sorted(found.items()))
+    return tuple(
+        Run(folder, tuple(sorted(pids)), owner(pids[0], proc), os.path.isfile(os.path.join(folder, "run.json")))
+        for folder, pids in sorted(found.items())
+    )

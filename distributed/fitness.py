@@ -8,12 +8,12 @@ from __future__ import annotations
 import re
 import shlex
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from distributed.facts import Facts
+from distributed.facts import Facts, Run
 from distributed.gpus import Gpu, Gpus, visible
 from distributed.interpreter import Torch
 from distributed.probe import GIB, MIB
@@ -100,7 +100,7 @@ def built_for(torch: Torch) -> str:
 
 
 def check_packages(facts: Facts) -> Iterator[Line]:
-    """The rest of requirements.txt: train.py needs it, a script of one's own perhaps not."""
+    """The rest of requirements.txt: train.py and job lists need it, a script of one's own does not."""
     missing = [package.name for package in facts.packages if not package.installed]
     old = [
         f"{package.name} {package.installed} (needs {package.oldest})"
@@ -108,13 +108,13 @@ def check_packages(facts: Facts) -> Iterator[Line]:
         if package.installed and numbers(package.installed) < numbers(package.oldest)
     ]
     if missing:
-        fact = f"train.py needs {', '.join(missing)}: not installed"
+        fact = f"not installed: {', '.join(missing)}; train.py and job lists need requirements.txt"
         if facts.torch.version:
             yield warning("packages", fact, command=install_command(facts))
         else:
             yield warning("packages", fact, "installed by the same command as torch")
     if old:
-        yield warning("packages", f"too old for train.py: {', '.join(old)}", command=install_command(facts))
+        yield warning("packages", f"older than requirements.txt says: {', '.join(old)}", command=install_command(facts))
     if not missing and not old:
         yield ok("packages", f"all {len(facts.packages)} others of requirements.txt")
 
@@ -165,7 +165,7 @@ def check_architecture(torch: Torch) -> Iterator[Line]:
         yield fault(
             "cuda",
             f"torch {torch.version} has no code for {', '.join(missing)}, only for {', '.join(torch.archs)}",
-            "install a build that has: https://pytorch.org/get-started/locally",
+            "install a build that has it: https://pytorch.org/get-started/locally",
         )
     elif not torch.nccl and not torch.hip:
         yield warning("cuda", f"torch {torch.version} is built without NCCL: GPUs would talk through gloo, slowly")
@@ -207,7 +207,7 @@ def check_gpus(facts: Facts) -> Iterator[Line]:
     elif not gpus.driver:
         yield warning(
             "GPUs",
-            f"{len(gpus.devices)}, but no nvidia-smi on PATH: who uses them cannot be told",
+            f"{len(gpus.devices)}, but no nvidia-smi on PATH: who uses them cannot be shown",
             "install NVIDIA's utilities; in a container, set NVIDIA_DRIVER_CAPABILITIES=compute,utility",
         )
     elif setting is None:
@@ -257,17 +257,33 @@ def check_gpu_use(facts: Facts) -> Iterator[Line]:
     idle = [gpu for gpu in facts.gpus.devices if not gpu.busy]
     full = [gpu for gpu in seen if gpu.busy and gpu.memory_used > 0.9 * gpu.memory]
     shared = [gpu for gpu in seen if gpu.busy and gpu not in full]
-    remedy = "take the idle ones:" if idle else "no GPU is idle: wait, ask, or end what is yours"
+    runs = {pid: run for run in facts.runs for pid in run.pids}
     for level, gpus in (("warning", shared), ("fault", full)):
         if gpus:
-            fact = "; ".join(describe_use(gpu) for gpu in gpus)
-            yield Line(level, "GPU use", fact, remedy, take(idle))
+            fact = "; ".join(describe_use(gpu, runs) for gpu in gpus)
+            yield Line(level, "GPU use", fact, *(("use the idle ones:", take(idle)) if idle else wait_for(gpus, facts)))
 
 
-def describe_use(gpu: Gpu) -> str:
-    users = [f"{user.name} of {user.user or 'somebody unseen'} (pid {user.pid})" for user in gpu.processes]
+def describe_use(gpu: Gpu, runs: Mapping[int, Run]) -> str:
+    users = [
+        f"{user.name} of {user.user or 'an unknown user'} (pid {user.pid}{in_run(runs.get(user.pid))})"
+        for user in gpu.processes
+    ]
     by = ", ".join(users) or "a process that cannot be seen from here"
     return f"GPU {gpu.index}: {size(gpu.memory_used)} of {size(gpu.memory)} by {by}"
+
+
+def in_run(run: Run | None) -> str:
+    return f", run {Path(run.folder).name}" if run else ""
+
+
+def wait_for(gpus: Sequence[Gpu], facts: Facts) -> tuple[str, str]:
+    """All GPUs are in use. A run is under the topic runs, with the way to stop it."""
+    in_runs = {pid for run in facts.runs for pid in run.pids}
+    own = [user.pid for gpu in gpus for user in gpu.processes if user.user == facts.user and user.pid not in in_runs]
+    if own:
+        return "no GPU is idle: wait; of the processes, these are yours:", show(sorted(set(own)))
+    return "no GPU is idle: wait, or ask their users", ""
 
 
 def take(idle: Sequence[Gpu]) -> str:
@@ -335,7 +351,7 @@ def check_memory(facts: Facts) -> Iterator[Line]:
     bound = ", the limit of this container or job" if total < memory.total else ""
     fact = f"{size(available)} of {size(total)} free{bound}, {swap}"
     if available < GIB:
-        yield fault("memory", f"{fact}: not enough for two ranks", "end what uses it:", "ps aux --sort=-rss | head")
+        yield fault("memory", f"{fact}: not enough for two ranks", "what uses it:", "ps aux --sort=-rss | head")
     elif available < 4 * GIB:
         yield warning(
             "memory",
@@ -435,7 +451,7 @@ def check_cores(facts: Facts) -> Iterator[Line]:
             f"export OMP_NUM_THREADS={max(1, int(usable))}",
         )
     elif cores.load > 1.5 * usable:
-        yield warning("cores", f"{fact}: others are at work here", "", "ps aux --sort=-%cpu | head")
+        yield warning("cores", f"{fact}: other processes use them", "", "ps aux --sort=-%cpu | head")
     else:
         yield ok("cores", fact)
 
@@ -489,7 +505,7 @@ def check_port(facts: Facts) -> Iterator[Line]:
         yield fault(
             "port",
             f"{port.number} is taken" + (port.holder and f" by {port.holder}"),
-            "end it, or give the launcher --master-port with another",
+            "give the launcher --master-port with another",
             "" if port.holder else f"sudo ss -ltnp 'sport = :{port.number}'",
         )
     elif low <= port.number <= high:
@@ -621,7 +637,12 @@ def check_clock(facts: Facts) -> Iterator[Line]:
             "sudo timedatectl set-ntp true",
         )
     elif clock.synchronised is False and not facts.container:
-        yield warning("clock", f"{now}, not synchronised: other nodes drift away", "", "sudo timedatectl set-ntp true")
+        yield warning(
+            "clock",
+            f"{now}, not synchronised: times in logs of several nodes will differ",
+            "",
+            "sudo timedatectl set-ntp true",
+        )
     else:
         yield ok("clock", now + (", synchronised" if clock.synchronised else ""))
 
@@ -636,14 +657,25 @@ def check_programs(facts: Facts) -> Iterator[Line]:
 def check_runs(facts: Facts) -> Iterator[Line]:
     """A run that goes on, or that its launcher left behind."""
     for run in facts.runs:
-        yield warning(
-            "runs",
-            f"{run.folder} still has {len(run.pids)} processes here",
-            "if nobody wants it any more:",
-            f"kill {' '.join(map(str, run.pids))}",
-        )
+        count = f"{len(run.pids)} process{'es' * (len(run.pids) > 1)}"
+        yield warning("runs", f"{run.folder} has {count} of {run.user} here", *how_to_stop(run, facts))
     if not facts.runs:
-        yield ok("runs", "none is going on here")
+        yield ok("runs", "none here")
+
+
+def how_to_stop(run: Run, facts: Facts) -> tuple[str, str]:
+    """In words, and as a command. It may be training, or somebody else's: nothing is to be killed unseen."""
+    if run.user != facts.user:
+        return f"ask {run.user} whether it is still needed", ""
+    if not run.recorded:
+        return "started from another machine, or by a job list: stop it from there; its processes:", show(run.pids)
+    scripts, folder = f"{facts.kit}/scripts", shlex.quote(run.folder)
+    status, stop = (f"{shlex.quote(f'{scripts}/{name}.sh')} {folder}" for name in ("status", "stop"))
+    return f"see whether it is training: {status}; to stop it:", stop
+
+
+def show(pids: Iterable[int]) -> str:
+    return f"ps -fp {','.join(map(str, pids))}"
 
 
 CHECKS: tuple[Callable[[Facts], Iterator[Line]], ...] = (

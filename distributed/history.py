@@ -170,7 +170,7 @@ def _object(path: Path, notes: list[str]) -> dict[str, Any]:
         notes.append(f"{path.name} cannot be read and is left out: {error}")
         return {}
     if not isinstance(value, dict):
-        notes.append(f"{path.name} is left out: it holds a {type(value).__name__}, an object is wanted")
+        notes.append(f"{path.name} is left out: expected an object, got a {type(value).__name__}")
         return {}
     return value
 

@@ -135,7 +135,7 @@ def other_files(looks: Mapping[str, Look], file: str) -> Iterator[tuple[str, str
                 f"has no file '{file}' to read: share its folder between the nodes, or launch with --sync",
             )
         elif found.files[file] != usual:
-            yield name, f"its '{file}' is another than elsewhere: make them the same"
+            yield name, f"'{file}' differs from that of the other nodes; make them the same, or launch with --sync"
 
 
 def minor(version: str) -> str:

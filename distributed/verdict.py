@@ -370,14 +370,19 @@ def _too_close(one: Failure, other: Failure) -> bool:
 
 # The likely meaning of what a rank died of: in its words, or the name of its signal.
 _MEANINGS = {
-    r"SIGKILL|killed by signal: Killed": "often the kernel, when memory is full: `dmesg -T | grep -i oom` on {node}",
+    r"SIGKILL|killed by signal: Killed": "often the kernel, when memory is full: `dmesg -T | grep -i oom` on {node} "
+    "shows it; fewer ranks per node, a smaller batch or fewer data loader workers need less",
     r"SIGBUS|Bus error": "often a full /dev/shm: `df -h /dev/shm` on {node}; a container needs a larger --shm-size",
-    r"SIGSEGV": "native code: an extension, a driver, PyTorch; with PYTHONFAULTHANDLER=1 the log shows where",
+    r"SIGSEGV": "native code crashed: an extension, a driver or PyTorch{where}",
     r"SIGABRT": "native code gave up; what it said stands in the log",
-    r"out of memory|can't allocate memory": "a smaller batch needs less; `nvidia-smi` on {node} shows who uses a GPU",
+    r"(?i:cuda|hip)\b.*out of memory|OutOfMemoryError": "a smaller batch needs less; `nvidia-smi` on {node} shows who "
+    "uses a GPU",
+    r"\b(_Array)?MemoryError|[Cc]an(no|')t allocate memory|not enough memory": "the main memory of {node}, or the "
+    "limit of its container or job, is used up: `free -h` there; fewer ranks per node or a smaller batch need less",
     r"EADDRINUSE|[Aa]ddress already in use": "another process has this port on {node}: --master-port takes another",
     r"No space left on device": "`df -h` on {node} shows which disk is full",
 }
+_NO_STACK = "; with --env PYTHONFAULTHANDLER=1 the log shows where"
 _NOT_THEIRS = re.compile(r'File "(<frozen |.*/(site-packages|dist-packages|lib/python3[.\d]*)/)')
 
 
@@ -396,7 +401,7 @@ def _details(verdict: Verdict, run: Path) -> Iterator[str]:
     about = f"{name} {verdict.exception} {verdict.message}"
     for words, meaning in _MEANINGS.items():
         if verdict.node and re.search(words, about):
-            yield meaning.format(node=verdict.node)
+            yield meaning.format(node=verdict.node, where="" if verdict.traceback else _NO_STACK)
     log = run / f"node_{verdict.node}.log"
     if verdict.traceback:
         yield from _last_frames(verdict)

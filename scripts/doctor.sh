@@ -75,7 +75,7 @@ parse_args() { # <argument...>
       --json) TELL=(--json); shift ;;
       --dry-run) DRY_RUN=1; shift ;;
       --quiet) QUIET=1; shift ;;
-      -*) die_usage "there is no option '$1'" ;;
+      -*) die_usage "$1: unknown option" ;;
       *) WORDS+=("$1"); shift ;;
     esac
   done

@@ -46,14 +46,14 @@ parse_args() { # <word...>
   CALL=("${call[@]}")
   ((${#POSITIONAL[@]} == 0)) || die_usage "not understood: $(quote "${POSITIONAL[@]}")"
   [[ $NPROC ]] || die_usage "-n N is missing: how many processes?"
-  [[ $NPROC =~ ^[1-9][0-9]{0,8}$ ]] || die_usage "-n '$NPROC': a number of processes, 1 or more, is wanted"
+  [[ $NPROC =~ ^[1-9][0-9]{0,8}$ ]] || die_usage "-n: expected a number of processes, 1 or more, got '$NPROC'"
   check_level
 }
 
 
 check_level() {
   [[ $LEVEL ]] || return 0
-  [[ ${LEVEL,,} =~ ^(debug|info|warning|error)$ ]] || die_usage "-l '$LEVEL': expected debug, info, warning or error"
+  [[ ${LEVEL,,} =~ ^(debug|info|warning|error)$ ]] || die_usage "-l: expected debug, info, warning or error, got '$LEVEL'"
   [[ ! $SCRIPT$MODULE || $SCRIPT -ef $KIT/train.py ]] || die_usage "-l '$LEVEL': is for the kit's train.py; give your own script its arguments" \
     "behind --, such as -- --log-level ${LEVEL,,}"
   USER_ARGS+=(--log-level "${LEVEL,,}")

@@ -43,7 +43,7 @@ parse_args() { # <word...>
       --help | -h) usage; exit ;;
       -*) die_usage "$1: unknown option" ;;
       *)
-        [[ ! $WORD ]] || die_usage "one RUN is wanted, got: $(quote "$WORD" "$1")"
+        [[ ! $WORD ]] || die_usage "expected one RUN, got: $(quote "$WORD" "$1")"
         WORD=$1
         ;;
     esac

@@ -88,9 +88,9 @@ parse_args() { # <word...>
     esac
     shift
   done
-  ((${#positional[@]} >= 1)) || die_usage "N, the number of processes, is wanted"
+  ((${#positional[@]} >= 1)) || die_usage "expected N, the number of processes; nothing was given"
   PROCESSES=${positional[0]} WORDS=("${positional[@]:1}")
-  is_nproc "$PROCESSES" || die_usage "N '$PROCESSES': a number of processes from 1 to $MAX_NPROC is wanted"
+  is_nproc "$PROCESSES" || die_usage "N: expected a number of processes from 1 to $MAX_NPROC, got '$PROCESSES'"
   if [[ ${WORDS[*]-}$HOSTFILE ]]; then
     STARTER=$KIT/scripts/ssh/launch_torchrun_auto.sh
     [[ ! $HOSTFILE ]] || LAUNCH+=(--hostfile "$HOSTFILE")
@@ -115,13 +115,13 @@ on_the_allocation() {
 
 check_size() { # <option> <value> [rest...]
   [[ $2 =~ ^[1-9][0-9]{0,11}[KMGkmg]?$ ]] ||
-    die_usage "$1 '$2': a size in bytes is wanted, such as 1024, 64K, 16M or 1G"
+    die_usage "$1: expected a size in bytes such as 1024, 64K, 16M or 1G, got '$2'"
 }
 
 
 check_seconds() { # <option> <value> [rest...]
   [[ $2 =~ ^[0-9]+([.][0-9]+)?$ && $2 =~ [1-9] ]] ||
-    die_usage "$1 '$2': a number of seconds above 0 is wanted"
+    die_usage "$1: expected a number of seconds above 0, got '$2'"
 }
 
 
@@ -133,7 +133,7 @@ check_smoke() {
       die_usage "--max-bytes '$MAX_BYTES': less than --min-bytes, $MIN_BYTES"
     SMOKE+=(--max-bytes "$MAX_BYTES")
   fi
-  [[ $BACKEND =~ ^(auto|nccl|gloo)$ ]] || die_usage "--backend '$BACKEND': auto, nccl or gloo is wanted"
+  [[ $BACKEND =~ ^(auto|nccl|gloo)$ ]] || die_usage "--backend: expected auto, nccl or gloo, got '$BACKEND'"
   on_several_nodes || on_the_allocation || check_backend_here
 }
 
@@ -173,7 +173,7 @@ test_ranks() {
   MUSTER_RUN_FILE=$FOLDER/run wait_for "$STARTER" "${LAUNCH[@]}" >&2 || code=$?
   [[ -s $FOLDER/run ]] || exit "$code" # it was not even begun
   run=$(<"$FOLDER/run")
-  [[ -e $run/smoke.json ]] || ((code)) || die "no rank wrote a report: look into $run"
+  [[ -e $run/smoke.json ]] || ((code)) || die "no rank wrote a report; see node_*.log in $run"
   show_report "$run/smoke.json" "$code"
 }
 

@@ -28,7 +28,7 @@ stub() { # <name>, its text on standard input
 
 @test "a wrong call is refused with 2 and names the word" {
   run -2 "$DOCTOR" --jsom
-  [[ $output == *"no option '--jsom'"*"Try: doctor.sh --help" ]]
+  [[ $output == *"--jsom: unknown option"*"Try: doctor.sh --help" ]]
   run -2 "$DOCTOR" 'node[1-'
   [[ $output == *"this '[' is never closed"* ]]
   run -2 "$DOCTOR" --exclude node1

@@ -392,7 +392,7 @@ refused() { # <what the line must name> <word...>
   printf 'A=\0x\n' >nul.env
   head -c 1000001 /dev/zero | tr '\0' '#' >large.env
   : >empty.txt
-  refused "CONFIG and NPROC are wanted"
+  refused "expected CONFIG and NPROC"
   refused "'nix.yaml'" nix.yaml 2
   refused "did you mean train.steps" typo.yaml 2
   refused "broken.yaml, line" broken.yaml 2
@@ -405,10 +405,10 @@ refused() { # <what the line must name> <word...>
   refused "train.batch_size=3 does not divide by 2" odd.yaml 2
   refused "data.path='empty.txt': the file is empty" right.yaml 2 -- data.path=empty.txt
   refused "unrecognized arguments: --quiet" right.yaml 2 -- --quiet
-  refused "NPROC '0'" odd.yaml 0
-  refused "NPROC 'two'" odd.yaml two
-  refused "NPROC '1025': a number of processes from 1 to 1024" --script "my script.py" - 1025
-  refused "NPROC '-1'" --script "my script.py" - -1
+  refused "NPROC: expected a number of processes from 1 to 1024, got '0'" odd.yaml 0
+  refused "NPROC: expected a number of processes from 1 to 1024, got 'two'" odd.yaml two
+  refused "NPROC: expected a number of processes from 1 to 1024, got '1025'" --script "my script.py" - 1025
+  refused "NPROC: expected a number of processes from 1 to 1024, got '-1'" --script "my script.py" - -1
   refused "got: nothing"
   refused "holds a NUL byte" --env-file nul.env - 2
   refused "'nix.py'" --script nix.py - 2
@@ -419,13 +419,13 @@ refused() { # <what the line must name> <word...>
   refused "-m 'os.json': " -m os.json - 2
   refused "--bad" --bad - 2
   refused "this launcher asks for none" --hostfile hosts --script "my script.py" - 2
-  refused "--agent 'slow'" --agent slow - 2
+  refused "--agent: expected fast or torchrun, got 'slow'" --agent slow - 2
   refused "--master-port '99999'" --master-port 99999 - 2
-  refused "--env 'NOVALUE'" --env NOVALUE - 2
+  refused "--env: expected NAME=VALUE, got 'NOVALUE'" --env NOVALUE - 2
   refused "--env-file 'nix'" --env-file nix - 2
   refused "larger than 1 MB" --env-file large.env - 2
   refused "line 2: ends with a carriage return" --env-file windows.env - 2
-  refused "--max-restarts 'x'" --max-restarts x - 2
+  refused "--max-restarts: expected a whole number, got 'x'" --max-restarts x - 2
   refused "'/nix/python'" --python /nix/python - 2
   refused "has no PyTorch" --python /usr/bin/python3 --script "my script.py" - 2
   refused "give one of the two" --script "my script.py" -m os - 2

@@ -197,11 +197,11 @@ END
 
 @test "what cannot work is refused before it starts, with the node and the remedy" {
   script <<<''
-  refused 2 "CONFIG, NPROC and NODE... are wanted" - 2
+  refused 2 "expected CONFIG, NPROC and NODE..." - 2
   refused 2 "named twice" --script "my script.py" - 2 "$N1" "$N1"
-  refused 2 "NPROC 'two'" --script "my script.py" - two "$N1"
+  refused 2 "NPROC: expected a number of processes from 1 to 1024, got 'two'" --script "my script.py" - two "$N1"
   refused 2 "there is no such file" --script nix.py - 2 "$N1"
-  refused 2 "RANK': that is for the launcher to say" --env RANK=3 --script "my script.py" - 2 "$N1"
+  refused 2 "RANK': the launcher sets it; leave it out" --env RANK=3 --script "my script.py" - 2 "$N1"
   refused 2 "hosts" --hostfile hosts --script "my script.py" - 2
   refused 69 "nix: cannot be reached (" --script "my script.py" - 1 "$N1" nix
   refused 69 "ssh-copy-id $N2" --script "my script.py" - 1 "$N1" "nobody@$N2"

@@ -13,7 +13,7 @@ source "$BATS_TEST_DIRNAME/lab/secrets.bash"
 
 
 setup_file() {
-  raise_nodes 2 --slurm
+  raise_nodes 2 --slurm --gpus 2
 }
 
 
@@ -51,6 +51,16 @@ END
   [[ "$output" == *"ddp on 3 x cpu"*"step 2/2"*"finished"* ]]
   [ -s logs/latest/report.html ]
   grep -q '"nodes": 2' logs/latest/settings.json
+}
+
+
+@test "GPUs are counted on every node, and a job with uneven ones runs" {
+  : >none.py
+  run -2 timeout 120 salloc -Q -N2 --gpus=3 bash -c '"$0" --dry-run -n 3 --script none.py; "$0" -n 4 --script none.py' \
+    "$KIT/scripts/run_ddp.sh"
+  [[ $output == *"srun "*"--ntasks 3 "*"2 processes on $N2, and 1 GPU allocated there: each process needs its own"* ]]
+  run -0 timeout 120 salloc -Q -N2 -n3 --gpus=3 "$KIT/scripts/run_ddp.sh" -n 3 --script none.py
+  [[ $output == *"verdict: ok"* ]]
 }
 
 
@@ -92,5 +102,5 @@ END
     ln -s "$(type -P "$tool")" bin/
   done
   SLURM_JOB_ID=7 PATH=$PWD/bin run -2 "$KIT/scripts/run_ddp.sh" -n 1
-  [[ "$output" == *"srun is not on the PATH: this is no SLURM machine"* ]]
+  [[ "$output" == *"srun is not on the PATH; load SLURM's module, or call this on a node of the cluster"* ]]
 }

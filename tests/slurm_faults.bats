@@ -90,7 +90,7 @@ stepd_on() { # <node>
   status_of_job "$JOB"
   [ "$status" -eq 69 ]
   shows err "verdict: failed: $N2: connection lost"
-  shows err "SLURM does not requeue it: sbatch the same to go on"
+  shows err "SLURM does not requeue it: submit the same job to go on"
   nothing_left_within 10
 }
 
@@ -137,7 +137,7 @@ END
   scancel --signal=USR2 "$JOB"
   status_of_job "$JOB"
   [ "$status" -eq 75 ]
-  shows err "and --max-requeues is 0: not once more"
+  shows err "and --max-requeues is 0: not requeueing"
 }
 
 
@@ -322,11 +322,11 @@ END
   look_at_bounded_job 1
   status_of_job "$JOB"
   [ "$status" -eq 75 ]
-  shows err "requeued 1 time, and --max-requeues is 1: not once more"
+  shows err "requeued 1 time, and --max-requeues is 1: not requeueing"
   look_at_bounded_job 2
   status_of_job "$JOB"
   [ "$status" -eq 75 ]
-  shows err "the last 3 turns came no further: not requeueing"
+  shows err "no progress in the last 3 turns: not requeueing"
 }
 
 
@@ -342,5 +342,5 @@ END
   SCRIPT="my script.py" submit --nodes=1 --ntasks-per-node=1 --no-requeue slurm_train.sh -
   status_of_job "$JOB"
   [ "$status" -eq 75 ]
-  shows err "SLURM does not requeue it: sbatch the same to go on"
+  shows err "SLURM does not requeue it: submit the same job to go on"
 }

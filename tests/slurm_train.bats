@@ -155,7 +155,7 @@ END
   run -2 "$KIT/scripts/slurm/slurm_train.sh" a.yaml b.yaml
   [[ "$output" == *"2 CONFIGs are for an array of 2 elements: sbatch --array=0-1"* ]]
   run -2 "$KIT/scripts/slurm/slurm_train.sh" --max-requeues often
-  [[ "$output" == *"--max-requeues 'often': a whole number is wanted"* ]]
+  [[ "$output" == *"--max-requeues: expected a whole number, got 'often'"* ]]
   run -2 "$KIT/scripts/slurm/slurm_train.sh" --nodes=4 tiny.yaml
   [[ "$output" == *"--nodes=4: options of sbatch stand before the script: sbatch --nodes=4 ... slurm_train.sh"* ]]
   run -2 env MUSTER_KIT=/nope "$KIT/scripts/slurm/slurm_train.sh" tiny.yaml
@@ -163,9 +163,9 @@ END
   run -2 "$KIT/scripts/slurm/slurm_train.sh" --detach tiny.yaml
   [[ "$output" == *"sbatch leaves the terminal by itself"* ]]
   run -2 salloc -Q -n2 env LAUNCHER=mpirun "$KIT/scripts/slurm/slurm_train.sh" tiny.yaml
-  [[ "$output" == *"LAUNCHER='mpirun': srun or torchrun is wanted"* ]]
+  [[ "$output" == *"LAUNCHER: expected srun or torchrun, got 'mpirun'"* ]]
   run -2 salloc -Q -n2 env CONTAINER="apptainer exec 'half" "$KIT/scripts/slurm/slurm_train.sh" tiny.yaml
-  [[ "$output" == *"its quotes do not match"* ]]
+  [[ "$output" == *"a quote is not closed; quote as in a shell"* ]]
   run -2 salloc -Q -N1 -n1 "$KIT/scripts/slurm/slurm_train.sh" tiny.yaml -- train.stepz=1
   [[ "$output" == *"train.stepz: unknown key; did you mean train.steps?"* ]]
   [ ! -e logs ]

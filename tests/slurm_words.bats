@@ -121,7 +121,7 @@ refuses() { # <what it must say>
 
 @test "a shell that has the number of a job and no allocation is told so" {
   run env SLURM_JOB_ID=7 "$KIT/scripts/run_ddp.sh" -n 2
-  refuses "SLURM_JOB_NODELIST is not set: this is not the shell of a SLURM allocation"
+  refuses "SLURM_JOB_NODELIST is not set: not in a SLURM allocation; call this from a batch script or the shell of salloc"
 }
 
 
@@ -131,7 +131,7 @@ refuses() { # <what it must say>
   chmod +x bin/srun
   in_job PATH="$PWD/bin:$PATH" "$KIT/scripts/run_ddp.sh" -n 2
   [ "$status" -eq 1 ]
-  [[ "$output" == *"srun: error: no"*"n1: cannot be asked for a free port: see what srun says above" ]]
+  [[ "$output" == *"srun: error: no"*"n1: cannot be asked for a free port; see what srun says above, or name one with --master-port" ]]
   [ ! -e logs ]
 }
 

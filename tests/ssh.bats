@@ -168,7 +168,7 @@ passwd: files"
   echo "$output"
   [ "$status" -eq 69 ]
   [[ "$output" == *"preflight: $N2: PyTorch 2.1.0, but PyTorch 2.13.0 elsewhere: install the same on all"* ]]
-  [[ "$output" == *"preflight: $N3: its 'script.py' is another than elsewhere: make them the same"* ]]
+  [[ "$output" == *"preflight: $N3: 'script.py' differs from that of the other nodes; make them the same"* ]]
   [[ "$output" =~ "preflight: warning: $N4: looking up '$N1' took "[2-9]\.[0-9]" s" ]]
   [[ "$output" != *"preflight: $N1:"* && "$output" != *"preflight: $N4:"* ]]
   [ ! -e logs ]

@@ -54,7 +54,11 @@ def test_ranks_are_laid_out_as_allocated(env: dict[str, str], ranks: int, tasks:
 @pytest.mark.parametrize(
     ("env", "ranks", "fault"),
     [
-        ({}, 0, "SLURM_JOB_NODELIST is not set: this is not the shell of a SLURM allocation"),
+        (
+            {},
+            0,
+            "SLURM_JOB_NODELIST is not set: not in a SLURM allocation; call this from a batch",
+        ),
         (EVEN, 1, "1 process.* for the 2 nodes of the allocation"),
         (EVEN, 6, r"3 processes on n08, and 2 GPUs allocated there.*--gres=gpu:3.*--ntasks-per-node=2"),
         (EVEN | {"SLURM_TASKS_PER_NODE": "2(x"}, 0, "SLURM's variables cannot be read: .*2\\(x"),
@@ -76,6 +80,40 @@ def test_what_does_not_fit_is_refused(env: dict[str, str], ranks: int, fault: st
 def test_what_is_odd_is_told(env: dict[str, str], ranks: int, note: str) -> None:
     (told,) = Allocation.from_env(env, ranks).notes(env)
     assert note in told
+
+
+SHOWN = """JobId=16 ArrayJobId=17 ArrayTaskId=1 JobName=wrap
+     Nodes=n[08-09] CPU_IDs=0-1 Mem=0 GRES=gpu:8(IDX:0-7)
+
+JobId=17 ArrayJobId=17 ArrayTaskId=2 JobName=wrap
+   NumNodes=2 NumCPUs=3 NumTasks=3 CPUs/Task=1 ReqB:S:C:T=0:0:*:*
+     Nodes=n08 CPU_IDs=0-1 Mem=0 GRES=gpu:2(IDX:0-1)
+     Nodes=n09 CPU_IDs=0 Mem=0 GRES=gpu:1(IDX:0)
+   TresPerJob=gres:gpu:3
+"""
+
+
+@pytest.mark.parametrize(
+    ("gres", "gpus"),
+    [
+        ("gpu:2(IDX:0-1)", 2),
+        ("gpu:a100:2(IDX:0,3)", 2),
+        ("gpu:3g.20gb:1(IDX:0),gpu:1g.5gb:2(IDX:1-2)", 3),
+        ("shard:4(0/4),gpu:1(IDX:0)", 1),
+        ("", 0),
+    ],
+)
+def test_what_scontrol_shows_of_gpus_is_read(gres: str, gpus: int) -> None:
+    shown = f"JobId=17 JobName=wrap\n     Nodes=n[08-09] CPU_IDs=6-7 Mem=0 GRES={gres}\n"
+    assert allocation.gpus_of_nodes(shown, "17") == {"n08": gpus, "n09": gpus}
+
+
+def test_gpus_are_counted_on_every_node() -> None:
+    uneven = UNEVEN | {"SLURM_NTASKS": "3", "SLURM_TASKS_PER_NODE": "2,1"}
+    assert Allocation.from_env(uneven, job=SHOWN).gpus == (2, 1)
+    with pytest.raises(AllocationError, match=r"2 processes on n09, and 1 GPU\(s\) allocated there"):
+        Allocation.from_env(EVEN, job=SHOWN)
+    assert Allocation.from_env(NO_TASKS, job=SHOWN).tasks == (2, 1), "one process for each GPU"
 
 
 def test_neighbouring_jobs_try_other_ports_each() -> None:

@@ -158,7 +158,7 @@ def test_what_nodes_have_in_common_is_said_once_and_the_worst_stands_last() -> N
 def test_lines_that_differ_in_figures_alone_are_said_once_and_whose_they_are() -> None:
     members = {name: member(number, cores__load=100.0 + number) for number, name in enumerate(NODES, 1)}
     text = tell(cluster(members))
-    assert text.count("others are at work here") == 1
+    assert text.count("other processes use them") == 1
     assert "all nodes (figures of node1)\nwarning  cores  64 of 64 may be used, load 101.0" in text
 
 
@@ -170,9 +170,12 @@ def test_a_line_that_names_its_node_is_said_once_too() -> None:
 
 
 def test_what_is_to_be_pasted_is_said_for_each() -> None:
-    members = {name: member(number, runs=(Run("/logs/a", (number,)),)) for number, name in enumerate(NODES, 1)}
+    members = {
+        name: member(number, runs=(Run("/logs/a", (number,), "ada", recorded=False),))
+        for number, name in enumerate(NODES, 1)
+    }
     assert [line.strip() for line in tell(cluster(members)).splitlines() if "$" in line] == [
-        "$ kill 1", "$ kill 2", "$ kill 3",
+        "$ ps -fp 1", "$ ps -fp 2", "$ ps -fp 3",
     ]  # fmt: skip
 
 

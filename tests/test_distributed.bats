@@ -68,20 +68,20 @@ field() { # <name> <file>: a field of the one JSON object in a file
     [[ ${stderr_lines[0]} == "test_distributed.sh: $says"* ]] || { echo "$words: $stderr"; false; }
     [[ ${stderr_lines[1]} == "Try: test_distributed.sh --help" ]]
   done <<'END'
-0|N '0': a number of processes from 1 to 1024 is wanted
--1|N '-1': a number of processes
-abc|N 'abc': a number of processes
-2.5|N '2.5': a number of processes
-02|N '02': a number of processes
-|N, the number of processes, is wanted
-9999|N '9999': a number of processes
+0|N: expected a number of processes from 1 to 1024, got '0'
+-1|N: expected a number of processes from 1 to 1024, got '-1'
+abc|N: expected a number of processes from 1 to 1024, got 'abc'
+2.5|N: expected a number of processes from 1 to 1024, got '2.5'
+02|N: expected a number of processes from 1 to 1024, got '02'
+|expected N, the number of processes; nothing was given
+9999|N: expected a number of processes from 1 to 1024, got '9999'
 2 --exclude node1|--exclude 'node1': from which nodes? name them
 --no-such-option 2|--no-such-option: unknown option
---max-bytes 3Q 2|--max-bytes '3Q': a size in bytes is wanted
+--max-bytes 3Q 2|--max-bytes: expected a size in bytes such as 1024, 64K, 16M or 1G, got '3Q'
 --max-bytes 512 2|--max-bytes '512': less than --min-bytes, 1K
---seconds 0 2|--seconds '0': a number of seconds above 0 is wanted
---timeout soon 2|--timeout 'soon': a number of seconds above 0 is wanted
---backend mpi 2|--backend 'mpi': auto, nccl or gloo is wanted
+--seconds 0 2|--seconds: expected a number of seconds above 0, got '0'
+--timeout soon 2|--timeout: expected a number of seconds above 0, got 'soon'
+--backend mpi 2|--backend: expected auto, nccl or gloo, got 'mpi'
 2 --seconds|--seconds needs a value
 --python /nowhere/python 2|no Python at '/nowhere/python'
 END

@@ -52,7 +52,7 @@ HELPER = "scripts/jobs/distributed_train_helper.py"
 JOB = "4711"  # stands in the guides for the number that sbatch prints
 AS_THEY_STAND = ("config", "torch", "step_folder", "verdict", "report")  # modules that start nothing
 OTHERS = {
-    *("cp", "df", "env", "export", "git", "ip", "less", "ls", "mkdir", "mv", "nvidia-smi", "python", "sacct"),
+    *("cp", "df", "env", "free", "export", "git", "ip", "less", "ls", "mkdir", "mv", "nvidia-smi", "python", "sacct"),
     *("sacctmgr", "salloc", "sbatch", "scancel", "scontrol", "sinfo", "source", "squeue", "srun", "ss", "ssh", "sudo"),
     *("tail", "tensorboard", "torchfrtrace", "torchrun", "unset", "wandb"),
 }
@@ -172,7 +172,8 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("scripts", "config", "distributed", "train.py", "README.md", "requirements-trackers.txt"):
         (folder / name).symlink_to(KIT / name)
     (folder / "my_train.py").write_text(example())
-    (folder / "my_old_train.py").touch()
+    for name in ("my_old_train.py", "my_tracked.py", "wandb.env"):
+        (folder / name).touch()
     (folder / "make_jobs.py").write_text(example("Write my_jobs.json"))
     (folder / "jobs_config.json").write_text('[{"lr": 0.003}]')
     (folder / "cluster_config.json").write_bytes((KIT / "config/cluster_config.json").read_bytes())
@@ -256,6 +257,15 @@ def test_a_command_does_what_the_guide_says(command: Command, desk: Path) -> Non
         assert done.stderr.splitlines() == list(command.output)
     elif words[0] != "scripts/doctor.sh":  # whose answer is about this machine
         assert done.returncode == 0, done.stderr
+    if "--dry-run" in command.words and command.output:
+        assert as_ada(done.stdout, desk).splitlines() == list(command.output)
+
+
+def as_ada(text: str, desk: Path) -> str:
+    """What a command prints, as if the kit were in /home/ada/muster of the machine node1."""
+    text = re.sub(rf"(^|/){re.escape(os.uname().nodename)}\b", r"\1node1", text, flags=re.MULTILINE)
+    text = re.sub(rf"{re.escape(sys.prefix)}/bin/python[\d.]*", "/home/ada/muster/.venv/bin/python", text)
+    return re.sub("|".join(map(re.escape, (str(desk), str(KIT)))), "/home/ada/muster", text)
 
 
 def test_most_commands_of_the_guides_are_run() -> None:
@@ -341,6 +351,16 @@ def test_the_example_script_learns_and_goes_on_where_it_was(desk: Path) -> None:
     losses = [float(loss) for loss in re.findall(r"^step \d00: loss (.+)$", first.stdout + second.stdout, re.MULTILINE)]
     assert len(losses) == 3, "each hundredth step once"
     assert losses[2] < 0.5 * losses[0]
+
+
+def test_the_example_with_wandb_tracks_rank_0_and_keeps_the_id(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    (tmp_path / "my_tracked.py").write_text(example("Track rank 0"))
+    for rank in ("0", "1", "0"):
+        done = call(tmp_path, ["python", "my_tracked.py"], RANK=rank, WANDB_MODE="offline", HOME=str(tmp_path))
+        assert done.returncode == 0, done.stderr
+    runs = [path.name.rpartition("-")[2] for path in (tmp_path / "wandb").glob("offline-run-*")]
+    assert runs == [(tmp_path / "checkpoints/tracked/wandb_id").read_text()] * 2
 
 
 # ---------------------------------------------------------------- tables

@@ -6,6 +6,7 @@ very machine.
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import fields, is_dataclass, replace
@@ -41,6 +42,7 @@ from distributed.resources import (
     look_at_limits,
     look_at_memory,
 )
+from distributed.run_folder import user
 
 HEALTHY = Facts(
     kit="/opt/muster",
@@ -72,6 +74,7 @@ HEALTHY = Facts(
     interfaces=("lo", "eth0", "ib0"),
     clock=Clock(2e9, 1e9, True),
     programs={"ssh": "/usr/bin/ssh", "pdsh": ""},
+    user="ada",
 )
 
 
@@ -109,7 +112,7 @@ ROOT = Space("logs", "/data/log s", 900 * GIB, 500 * GIB)
 
 # fmt: off
 # What is wrong: the changed facts; level and topic of the line; words of the fact; words of the remedy.
-BROKEN = [
+BROKEN: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("old python", {"interpreter__version": "3.8.10"},
      "fault python", "3.8.10 is older than 3.10", "--python PATH"),
     ("other conda", {"interpreter__unused_conda": "/conda"},
@@ -124,7 +127,7 @@ BROKEN = [
      "--force-reinstall torch"),
     ("torch on a network disk", {"torch__seconds": 48.0}, "warning torch", "48 s to import", "local disk"),
     ("package missing", {"packages": (Package("rich", "13.7", ""),)},
-     "warning packages", "train.py needs rich", "pip install -r"),
+     "warning packages", "not installed: rich; train.py and job lists need requirements.txt", "pip install -r"),
     ("package too old", {"packages": (Package("rich", "13.7", "13.6.9"),)},
      "warning packages", "rich 13.6.9 (needs 13.7)", "pip install -r"),
     ("torch without CUDA", {"torch__cuda": "", "torch__cuda_available": False},
@@ -219,10 +222,27 @@ BROKEN = [
      "warning imports", "'distributed'", "PYTHONPATH"),
     ("clock behind", {"clock": Clock(1e8, 1e9)}, "warning clock", "the clock is behind", "timedatectl"),
     ("clock drifts", {"clock": Clock(2e9, 1e9, False)}, "warning clock", "not synchronised", "timedatectl"),
-    ("run left behind", {"runs": (Run("/logs/train-1", (7, 8)),)},
-     "warning runs", "/logs/train-1", "kill 7 8"),
+    ("run of ours", {"runs": (Run("/my logs/train-1", (7, 8), "ada"),)},
+     "warning runs", "/my logs/train-1 has 2 processes of ada here",
+     "training: /opt/muster/scripts/status.sh '/my logs/train-1'; to stop it: "
+     "/opt/muster/scripts/stop.sh '/my logs/train-1'"),
+    ("run of ours, started elsewhere", {"runs": (Run("/logs/train-1", (7, 8), "ada", recorded=False),)},
+     "warning runs", "/logs/train-1", "started from another machine, or by a job list: stop it from there; "
+     "its processes: ps -fp 7,8"),
+    ("run of somebody else", {"runs": (Run("/logs/train-1", (7,), "bob"),)},
+     "warning runs", "/logs/train-1 has 1 process of bob here", "ask bob whether it is still needed"),
+    ("no idle GPU, a run of ours on it", {"gpus__devices": FULL, "runs": (Run("/logs/train-1", (4711,), "bob"),)},
+     "fault GPU use", "by python of bob (pid 4711, run train-1)", "no GPU is idle: wait, or ask their users"),
+    ("no idle GPU, an unknown process of ours on it", {"gpus__devices": FULL, "user": "bob"},
+     "fault GPU use", "by python of bob (pid 4711)",
+     "no GPU is idle: wait; of the processes, these are yours: ps -fp 4711"),
 ]
 # fmt: on
+
+
+def test_no_command_kills_what_may_be_training() -> None:
+    everything = [line for row in BROKEN for line in problems(change(**row[1]))]
+    assert not [line for line in everything if re.search(r"\bkill\b", f"{line.fix} {line.command}")]
 
 
 @pytest.mark.parametrize(("broken", "line", "fact", "fix"), [pytest.param(*row[1:], id=row[0]) for row in BROKEN])
@@ -434,7 +454,7 @@ def test_required_packages_come_from_requirements_txt(tmp_path: Path) -> None:
 def test_a_run_is_known_by_its_marker(tmp_path: Path) -> None:
     environ = "HOME=/root\0MUSTER_RUN_DIR=/logs/train-1\0RANK=0\0"
     write(tmp_path, {"12/environ": environ, "7/environ": environ, "8/environ": "NOT_MUSTER_RUN_DIR=/x\0"})
-    assert find_runs(tmp_path) == (Run("/logs/train-1", (7, 12)),)
+    assert find_runs(tmp_path) == (Run("/logs/train-1", (7, 12), user(), recorded=False),)
 
 
 # ---------------------------------------------------------------- this machine

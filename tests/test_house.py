@@ -26,7 +26,7 @@ KIT = Path(__file__).resolve().parent.parent
 # Who may import whom of ours; a module without a line here knows none of them.
 BELOW: dict[str, set[str]] = {
     "agent": {"accounts", "fork_server", "meeting", "peers", "worker"},
-    "allocation": {"network", "nodelist"},
+    "allocation": {"network", "nodelist", "probe"},
     "base_model": {"launch.supervisor"},
     "base_training": {"base_model", "config", "history", "launch.supervisor", "ranks"},
     "by_hand": {"answers", "network"},
@@ -36,7 +36,7 @@ BELOW: dict[str, set[str]] = {
     "config": {"fold"},
     "data": {"fold", "topics"},
     "doctor": {"facts", "fitness"},
-    "facts": {"gpus", "interpreter", "names", "network", "probe", "resources"},
+    "facts": {"gpus", "interpreter", "names", "network", "probe", "resources", "run_folder"},
     "fitness": {"facts", "gpus", "interpreter", "probe", "resources"},
     "fold": {"topics"},
     "gpus": {"probe"},
@@ -153,7 +153,7 @@ STANDARD_LIBRARY_ALONE = {
     "report", "resources", "run_folder", "smoke_report", "status", "step", "step_folder", "survey", "task",
     "threads", "topics", "verdict", "visit", "whereabouts", "world",
 }  # fmt: skip
-WHERE_IT_IS_THERE = {"psutil", "pynvml", "rich"}  # inside a try
+WHERE_IT_IS_THERE = {"rich"}  # inside a try
 
 SCRIPTS = sorted(
     path
@@ -250,6 +250,15 @@ def test_what_runs_on_a_bare_node_needs_the_standard_library_alone(path: Path) -
         ours = found.ours in STANDARD_LIBRARY_ALONE
         optional = found.top in WHERE_IT_IS_THERE and found.in_try
         assert standard or ours or optional, f"{said(path, found)} is not there on a bare node"
+
+
+def test_every_requirement_is_imported() -> None:
+    """But for numpy, which torch wants. What tests alone import is in requirements-test.txt."""
+    lines = (KIT / "requirements.txt").read_text().splitlines()
+    names = {re.split("[=<>]", line)[0] for line in lines if not line.startswith("#")} - {"numpy"}
+    sources = [*(KIT / "distributed").rglob("*.py"), KIT / "train.py"]
+    found = {one.top for path in sources for one in imports(path)}
+    assert {{"PyYAML": "yaml"}.get(name, name) for name in names} <= found
 
 
 @every_module()

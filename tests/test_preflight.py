@@ -54,7 +54,10 @@ def test_where_names_say_nothing_they_meet_where_ssh_found_the_first() -> None:
         ([node(1), node(2, torch="2.12.0"), node(3)], "node2: PyTorch 2.12.0, but PyTorch 2.13.0 elsewhere: install"),
         ([node(1, torch=None), node(2), node(3)], "node1: has no PyTorch: install it for that Python"),
         ([node(1), node(2, files={"a.py": None})], "node2: has no file 'a.py' to read: share its folder"),
-        ([node(1), node(2), node(3, files={"a.py": "22"})], "node3: its 'a.py' is another than elsewhere: make th"),
+        (
+            [node(1), node(2), node(3, files={"a.py": "22"})],
+            "node3: 'a.py' differs from that of the other nodes; make th",
+        ),
         (
             [node(1, gpus=8), node(2, gpus=1), node(3, gpus=8)],
             "node2: 2 processes, but 1 GPU: start fewer there (n",

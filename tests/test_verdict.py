@@ -758,6 +758,7 @@ def test_where_python_was_when_a_signal_ended_it(run: Run) -> None:
     said = run.decide()
     assert (said.cause, said.traceback) == ("rank 0 on n1 died of SIGSEGV", fault)
     assert '  File "a.py", line 3 in f\n' in verdict.in_words(said, run.path)
+    assert "PYTHONFAULTHANDLER" not in verdict.in_words(said, run.path), "the stack is there already"
 
 
 @pytest.mark.parametrize(
@@ -829,12 +830,25 @@ def test_the_verdict_in_words(run: Run) -> None:
         (died(139), "PYTHONFAULTHANDLER=1"),
         (told("RuntimeError", "DataLoader worker (pid 7) is killed by signal: Bus error. "), "/dev/shm"),
         (told(*GUILTY[1]), "`nvidia-smi` on n1"),
+        (told("RuntimeError", "CUDA error: out of memory"), "`nvidia-smi` on n1"),
+        (told("MemoryError"), "`free -h`"),
+        (told("_ArrayMemoryError", "Unable to allocate 512. TiB for an array with shape (1,)"), "`free -h`"),
+        (
+            told(
+                "RuntimeError",
+                "[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: you tried to "
+                "allocate 281474976710656 bytes. Error code 12 (Cannot allocate memory)",
+            ),
+            "`free -h`",
+        ),
         (told("OSError", "[Errno 28] No space left on device: 'x.pt'"), "`df -h` on n1"),
         (told(*GUILTY[4], rank=None), "--master-port"),
     ],
 )
 def test_the_likely_meaning_is_told(tmp_path: Path, failure: Failure, hint: str) -> None:
-    assert hint in verdict.in_words(verdict.judge(Evidence((failure,))), tmp_path)
+    said = verdict.in_words(verdict.judge(Evidence((failure,))), tmp_path)
+    assert hint in said
+    assert ("nvidia-smi" in said) == ("nvidia-smi" in hint), "only where a GPU is full"
 
 
 def test_frames_of_libraries_are_shown_when_there_are_no_others(run: Run) -> None:

@@ -9,14 +9,14 @@
 parse_args() { # <word...>
   parse_options "$@"
   ((${#POSITIONAL[@]} == 5 || ${#POSITIONAL[@]} == 6)) ||
-    die_usage "CONFIG, NPROC, NNODES, NODE_RANK, MASTER_ADDR and perhaps MASTER_PORT are wanted, got:" \
+    die_usage "expected CONFIG, NPROC, NNODES, NODE_RANK, MASTER_ADDR and perhaps MASTER_PORT, got:" \
       "$(quote "${POSITIONAL[@]:-nothing}") (words for the script stand behind --)"
   CONFIG=${POSITIONAL[0]} NPROC=${POSITIONAL[1]} NNODES=${POSITIONAL[2]} NODE_RANK=${POSITIONAL[3]}
   MASTER_ADDR=${POSITIONAL[4]}
-  is_nproc "$NPROC" || die_usage "NPROC '$NPROC': a number of processes from 1 to $MAX_NPROC is wanted"
-  { is_count "$NNODES" && ((NNODES >= 1)); } || die_usage "NNODES '$NNODES': a number of nodes, 1 or more, is wanted"
+  is_nproc "$NPROC" || die_usage "NPROC: expected a number of processes from 1 to $MAX_NPROC, got '$NPROC'"
+  { is_count "$NNODES" && ((NNODES >= 1)); } || die_usage "NNODES: expected a number of nodes, 1 or more, got '$NNODES'"
   { is_count "$NODE_RANK" && ((NODE_RANK < NNODES)); } ||
-    die_usage "NODE_RANK '$NODE_RANK': with NNODES $NNODES, one of 0 to $((NNODES - 1)) is wanted"
+    die_usage "NODE_RANK: with NNODES $NNODES, expected a number from 0 to $((NNODES - 1)), got '$NODE_RANK'"
   take_port "${POSITIONAL[5]-}"
 }
 

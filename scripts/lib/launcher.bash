@@ -80,9 +80,9 @@ check_options() {
   [[ ! $HOSTFILE$EXCLUDE && $SYNC == 0 ]] || declare -F name_nodes >/dev/null ||
     die_usage "--hostfile, --exclude and --sync are about other nodes, and this launcher asks for none"
   [[ ! $SCRIPT || ! $MODULE ]] || die_usage "--script '$SCRIPT' and -m '$MODULE': give one of the two"
-  [[ $AGENT == fast || $AGENT == torchrun ]] || die_usage "--agent '$AGENT': fast or torchrun is wanted"
-  is_count "$MAX_RESTARTS" || die_usage "--max-restarts '$MAX_RESTARTS': a whole number is wanted"
-  is_count "$GRACE" || die_usage "MUSTER_GRACE='$GRACE': a whole number of seconds is wanted"
+  [[ $AGENT == fast || $AGENT == torchrun ]] || die_usage "--agent: expected fast or torchrun, got '$AGENT'"
+  is_count "$MAX_RESTARTS" || die_usage "--max-restarts: expected a whole number, got '$MAX_RESTARTS'"
+  is_count "$GRACE" || die_usage "MUSTER_GRACE: expected a whole number of seconds, got '$GRACE'"
   [[ ! $MASTER_PORT ]] || is_port "$MASTER_PORT" ||
     die_usage "--master-port '$MASTER_PORT': a port is a number from 1 to 65535"
   [[ ! $RENDEZVOUS_TIMEOUT ]] || { is_count "$RENDEZVOUS_TIMEOUT" && ((RENDEZVOUS_TIMEOUT >= 1)); } ||
@@ -118,11 +118,11 @@ take_port_of_environment() {
 
 
 add_environment() { # <where from> <NAME=VALUE>
-  [[ $2 =~ ^[A-Za-z_][A-Za-z_0-9]*= ]] || die_usage "$1 '$2': NAME=VALUE is wanted"
+  [[ $2 =~ ^[A-Za-z_][A-Za-z_0-9]*= ]] || die_usage "$1: expected NAME=VALUE, got '$2'"
   case ${2%%=*} in
     MUSTER_RUN_DIR | MUSTER_NODE | MUSTER_NODES | RANK | WORLD_SIZE | LOCAL_RANK | MASTER_ADDR | MASTER_PORT | \
       TORCHELASTIC_* | PET_*)
-      die_usage "$1 '${2%%=*}': that is for the launcher to say" ;;
+      die_usage "$1 '${2%%=*}': the launcher sets it; leave it out" ;;
   esac
   ENVIRONMENT+=("$2")
 }

@@ -104,10 +104,10 @@ parse_args() { # <word...>
   local least=3
   [[ ! $HOSTFILE ]] || least=2
   ((${#POSITIONAL[@]} >= least)) ||
-    die_usage "CONFIG, NPROC and NODE... are wanted, got: $(quote "${POSITIONAL[@]:-nothing}")"
+    die_usage "expected CONFIG, NPROC and NODE..., got: $(quote "${POSITIONAL[@]:-nothing}")"
   CONFIG=${POSITIONAL[0]}
   is_nproc "${POSITIONAL[1]}" ||
-    die_usage "NPROC '${POSITIONAL[1]}': a number of processes from 1 to $MAX_NPROC is wanted"
+    die_usage "NPROC: expected a number of processes from 1 to $MAX_NPROC, got '${POSITIONAL[1]}'"
 }
 
 

@@ -45,8 +45,8 @@ enter_node_env() { # <argument of the script...>
 # ---------------------------------------------------------------- what is there
 
 check_slurm_settings() {
-  [[ $LAUNCHER == srun || $LAUNCHER == torchrun ]] || die_usage "LAUNCHER='$LAUNCHER': srun or torchrun is wanted"
-  type -P srun >/dev/null || die_usage "srun is not on the PATH: this is no SLURM machine"
+  [[ $LAUNCHER == srun || $LAUNCHER == torchrun ]] || die_usage "LAUNCHER: expected srun or torchrun, got '$LAUNCHER'"
+  type -P srun >/dev/null || die_usage "srun is not on the PATH; load SLURM's module, or call this on a node of the cluster"
   [[ ! $RENDEZVOUS_TIMEOUT || $LAUNCHER == torchrun ]] || die_usage "--rendezvous-timeout: only agents wait for each" \
     "other (LAUNCHER=torchrun); how long ranks wait is the script's own (distributed.timeout of the kit's trainer)"
   local lines words
@@ -65,7 +65,7 @@ check_slurm_settings() {
 # Words with quotes as a shell has them, a line each.
 split_words() { # <name of a variable>
   local line=${!1-}
-  [[ ! $line ]] || xargs -n 1 printf '%s\n' <<<"$line" 2>/dev/null || die_usage "$1=\"$line\": its quotes do not match"
+  [[ ! $line ]] || xargs -n 1 printf '%s\n' <<<"$line" 2>/dev/null || die_usage "$1=\"$line\": a quote is not closed; quote as in a shell"
 }
 
 
@@ -106,9 +106,10 @@ read_allocation() { # [number of ranks]
 # On the node where the ranks meet; this shell may be on another.
 find_port() {
   [[ $PORT == - ]] || return 0
-  PORT=$(srun --overlap --nodes 1 --ntasks 1 --nodelist "${NODES[0]}" --input none \
+  # Without --gres none, the step of a job with --gpus would ask for all of its GPUs on this one node.
+  PORT=$(srun --overlap --gres none --nodes 1 --ntasks 1 --nodelist "${NODES[0]}" --input none \
     "$PYTHON" "$KIT/scripts/lib/module.py" allocation --port "$SLURM_JOB_ID") ||
-    die "${NODES[0]}: cannot be asked for a free port: see what srun says above"
+    die "${NODES[0]}: cannot be asked for a free port; see what srun says above, or name one with --master-port"
 }
 
 

@@ -35,7 +35,7 @@ parse_job() { # <word...>
   parse_options "${words[@]}" "$@"
   CALL=(sbatch "$KIT/scripts/slurm/$PROGRAM" "${call[@]}")
   [[ $SCRIPT$MODULE ]] || SCRIPT=$SUBMITTED_SCRIPT
-  is_count "$MAX_REQUEUES" || die_usage "--max-requeues '$MAX_REQUEUES': a whole number is wanted"
+  is_count "$MAX_REQUEUES" || die_usage "--max-requeues: expected a whole number, got '$MAX_REQUEUES'"
   ((!DETACH)) || die_usage "--detach: sbatch leaves the terminal by itself"
   ((${#POSITIONAL[@]})) || POSITIONAL=("${SUBMITTED_CONFIG:-$KIT/config/quickstart.yaml}")
   choose_config "${POSITIONAL[@]}"
@@ -66,7 +66,7 @@ show_submission() {
   local nodes tasks cores
   nodes=$(default_of nodes) tasks=$(default_of ntasks-per-node) cores=$(default_of cpus-per-task)
   grep '^#SBATCH ' -- "$PROGRAM_FILE"
-  [[ $nodes$tasks$cores =~ ^[0-9]+$ ]] || die "$PROGRAM_FILE: no numbers for --nodes, --ntasks-per-node, --cpus-per-task"
+  [[ $nodes$tasks$cores =~ ^[0-9]+$ ]] || die "$PROGRAM_FILE: expected a number in its #SBATCH lines for --nodes, --ntasks-per-node and --cpus-per-task; correct them"
   export SLURM_JOB_ID=0 SLURM_JOB_NODELIST="node[1-$nodes]" SLURM_TASKS_PER_NODE="$tasks(x$nodes)" \
     SLURM_JOB_CPUS_PER_NODE="$((tasks * cores))(x$nodes)" SLURM_NTASKS=$((nodes * tasks)) SLURM_CPUS_PER_TASK=$cores
   launch_on_allocation "$CONFIG"
@@ -97,12 +97,12 @@ find_turn_before() {
 next_turn() {
   is_batch_script && { stopped_by_slurm || lost_a_node; } || return 0
   if ((REQUEUES >= MAX_REQUEUES)); then
-    record "requeued $(counted "$REQUEUES" time), and --max-requeues is $MAX_REQUEUES: not once more; sbatch the same to go on"
+    record "requeued $(counted "$REQUEUES" time), and --max-requeues is $MAX_REQUEUES: not requeueing; submit the same job to go on"
   elif in_vain; then
-    record "the last $MOST_STALLED turns came no further${FURTHEST:+ than step $FURTHEST}: not requeueing; sbatch the same to go on"
+    record "no progress${FURTHEST:+ past step $FURTHEST} in the last $MOST_STALLED turns: not requeueing; submit the same job to go on"
   else
     record "requeueing job $SLURM_JOB_ID${FURTHEST:+ at step $FURTHEST}, to go on from the newest checkpoint"
-    scontrol requeue "${SLURM_JOB[-1]}" || record "SLURM does not requeue it: sbatch the same to go on"
+    scontrol requeue "${SLURM_JOB[-1]}" || record "SLURM does not requeue it: submit the same job to go on"
   fi
 }
 

@@ -113,6 +113,6 @@ provide_pip() {
 not_installed() {
   rm -- "$VENV/unfinished"
   tail -n 20 -- "$VENV/install.log" >&2
-  die "pip failed, its last words stand above and all of them in $VENV/install.log:" \
-    "mend the cause and run this again"
+  die "pip failed; its last lines are above, all of its output is in $VENV/install.log;" \
+    "fix the cause and run this again"
 }
