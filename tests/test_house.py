@@ -113,13 +113,14 @@ BELOW: dict[str, set[str]] = {
         "jobs.job_lists",
     },
     "launch.supervisor": {"launch.console", "marks"},
-    "look": {"answers", "gpus", "marks", "probe"},
+    "look": {"answers", "gpus", "marks", "probe", "stacks"},
     "meeting": {"accounts", "peers", "worker"},
     "members": {"answers", "facts", "interpreter", "network", "probe", "run_folder", "survey"},
     "names": {"network"},
     "network": {"probe"},
     "peers": {"accounts"},
     "preflight": {"answers"},
+    "pulse": {"stacks"},
     "reach": {"answers", "network", "nodelist", "run_folder", "smoke_report"},
     "report": {"charts", "history"},
     "resources": {"probe"},
@@ -137,7 +138,7 @@ BELOW: dict[str, set[str]] = {
     "verdict": {"evidence"},
     "visit": {"answers", "look", "whereabouts"},
     "whereabouts": {"run_folder"},
-    "worker": {"accounts", "preloaded"},
+    "worker": {"accounts", "preloaded", "stacks"},
     "world": {"nodelist"},
 }
 KNOW_PYTORCH = {
@@ -150,7 +151,7 @@ STANDARD_LIBRARY_ALONE = {
     "evidence", "facts", "fitness", "fold", "fork_server", "gpus", "history", "interpreter", "jobs.array_task",
     "jobs.host", "jobs.page", "jobs.panes", "launch.console", "launch.supervisor", "links", "look", "marks",
     "members", "names", "network", "nodelist", "preflight", "preloaded", "probe", "progress", "pulse", "reach",
-    "report", "resources", "run_folder", "smoke_report", "status", "step", "step_folder", "survey", "task",
+    "report", "resources", "run_folder", "smoke_report", "stacks", "status", "step", "step_folder", "survey", "task",
     "threads", "topics", "verdict", "visit", "whereabouts", "world",
 }  # fmt: skip
 WHERE_IT_IS_THERE = {"psutil", "pynvml", "rich"}  # inside a try
