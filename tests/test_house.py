@@ -40,6 +40,7 @@ BELOW: dict[str, set[str]] = {
     "fitness": {"facts", "gpus", "interpreter", "probe", "resources"},
     "fold": {"topics"},
     "gpus": {"probe"},
+    "hang": {"pulse", "run_folder", "stacks", "status", "visit", "whereabouts"},
     "interpreter": {"probe"},
     "jobs.array_task": {"base_model", "jobs.host", "launch.supervisor"},
     "jobs.base_cache": {"base_model", "launch.supervisor"},
@@ -148,7 +149,7 @@ KNOW_PYTORCH = {
 # They run on nodes before anything is installed.
 STANDARD_LIBRARY_ALONE = {
     "accounts", "allocation", "answers", "base_model", "by_hand", "charts", "cluster", "comparison", "doctor",
-    "evidence", "facts", "fitness", "fold", "fork_server", "gpus", "history", "interpreter", "jobs.array_task",
+    "evidence", "facts", "fitness", "fold", "fork_server", "gpus", "hang", "history", "interpreter", "jobs.array_task",
     "jobs.host", "jobs.page", "jobs.panes", "launch.console", "launch.supervisor", "links", "look", "marks",
     "members", "names", "network", "nodelist", "preflight", "preloaded", "probe", "progress", "pulse", "reach",
     "report", "resources", "run_folder", "smoke_report", "stacks", "status", "step", "step_folder", "survey", "task",
