@@ -132,8 +132,12 @@ def find(beats: Sequence[Beat], seconds: float, ended: Sequence[str] = ()) -> Fi
         return Finding(words, tuple(beats) if len(beats) == 1 else (), after, stuck=True)
     if odd := odd_ones(beats):
         return Finding(odd + disks(beats) + places(beats), after=after)
-    at_work = "the only rank is" if len(beats) == 1 else "ranks are"
-    return Finding(f"{at_work} at work{places(beats)}", tuple(beats) if len(beats) == 1 else ())
+    if len(beats) == 1:
+        return Finding(f"{beats[0].who}, the only one here, is at work{places(beats)}", tuple(beats))
+    if all(beat.frames for beat in beats):
+        return Finding(f"no rank is in a collective{places(beats)}")
+    used = ", ".join(f"{beat.who} used {beat.cpu:.0%} CPU" for beat in beats[:SHOWN]) + ", ..." * (len(beats) > SHOWN)
+    return Finding(f"without stacks it cannot be told which rank waits for which: {used}{places(beats)}")
 
 
 def by_stacks(beats: Sequence[Beat], ended: Sequence[str]) -> Finding | None:
@@ -171,8 +175,8 @@ def all_wait(beats: Sequence[Beat], ended: Sequence[str]) -> Finding:
         words = f"{gone}, and {rest} in a collective{places(beats)}"
     elif len({beat.frames for beat in beats}) == 1:
         words = (
-            f"{who} in the same collective, at {beats[0].place}: a connection is lost, or a rank is in another "
-            "iteration or not shown here"
+            f"{who} in {'a' if len(beats) == 1 else 'the same'} collective, at {beats[0].place}: a connection is lost, "
+            "or a rank is in another iteration or not shown here"
         )
     else:
         calls = [f"{beat.who} at {beat.place}, {beat.frames[0].function}()" for beat in beats[:SHOWN]]

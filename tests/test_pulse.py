@@ -89,6 +89,7 @@ SAVE = (Frame(f"{LIBRARY}torch/distributed/checkpoint/filesystem.py", 7, "write"
 WAITS, IN_DDP = replace(SLEEPS, frames=REDUCE), replace(SLEEPS, frames=DDP)
 LOOPS, IDLES = replace(WORKS, frames=LOOP), replace(SLEEPS, frames=LOOP)
 AT_BARRIER, ON_GPU_AT_A = replace(SLEEPS, frames=BARRIER), replace(ON_GPU, frames=LOOP)
+SLOW = replace(WORKS, cpu=0.3)
 IN_BACKWARD, SAVES = replace(SLEEPS, frames=BACKWARD), replace(SLEEPS, frames=SAVE)
 
 
@@ -120,10 +121,16 @@ LOST_CPU = (
         ([WAITS, WAITS], [], True, "all 2 ranks wait in the same collective, at hang.py:9: a connection is lost, or"),
         ([WAITS, AT_BARRIER], [], True, "not at the same place; rank 0 on n1 at hang.py:9, all_reduce(); rank 1 on"),
         ([WAITS, IN_BACKWARD], [], True, "not at the same place; rank 0 on n1 at hang.py:9, all_reduce(); rank 1 on"),
-        ([WAITS], [], True, "rank 0 on n1 waits in the same collective, at hang.py:9"),
+        ([WAITS], [], True, "rank 0 on n1 waits in a collective, at hang.py:9: a connection is lost"),
         ([IDLES, LOOPS], [], False, LOST_CPU),
-        ([LOOPS, LOOPS], [], False, "ranks are at work; rank 0 on n1 at hang.py:12"),
-        ([LOOPS], [0], False, "the only rank is at work; it is at hang.py:12 in main()"),
+        (
+            [LOOPS, LOOPS],
+            [],
+            False,
+            "no rank is in a collective; rank 0 on n1 at hang.py:12 in main(), rank 1 on n2 at",
+        ),
+        ([SLOW, SLEEPS], [], False, "which rank waits for which: rank 0 on n1 used 30% CPU, rank 1 on n2 used 0% CPU"),
+        ([LOOPS], [0], False, "rank 0 on n1, the only one here, is at work; it is at hang.py:12 in main()"),
         ([IDLES], [0], True, "no rank used CPU in 1.0 s; it is at hang.py:12 in main()"),
         ([SLEEPS, SLEEPS], [], True, "no rank used CPU in 1.0 s"),
         ([WAITS, replace(STOPPED, frames=LOOP)], [1], False, "rank 1 on n2 is stopped (state T)"),
