@@ -67,7 +67,8 @@ class Allocation:
             if 0 < there < count:
                 raise AllocationError(
                     f"{count} processes on {node}, and {there} GPU{'s' * (there > 1)} allocated there: each process "
-                    f"needs its own; ask for them with --gres=gpu:{count}, or for fewer processes with --ntasks-per-node={there}"
+                    f"needs its own; ask for them with --gres=gpu:{count}, or for fewer processes with "
+                    f"--ntasks-per-node={there}"
                 )
         share = min(have // need for have, need in zip(cores, tasks, strict=True) if need)
         if ranks in (0, int(env.get("SLURM_NTASKS") or 0)):

@@ -2,8 +2,8 @@
 
 The run directory holds, as far as they came: what workers wrote of themselves (errors/rank_<rank>.json), what the kit's
 agent saw (errors/node_<name>.json), why a supervisor was killed or lost its launcher (errors/supervisor_<name>.json),
-torchrun's error files (ranks/), the exit codes of the nodes and their logs. Any of them may be missing, cut short or
-damaged; what can be read counts.
+why the launcher ended the run as hung (hang.json), torchrun's error files (ranks/), the exit codes of the nodes and
+their logs. Any of them may be missing, cut short or damaged; what can be read counts.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ class Evidence:
     exits: Mapping[str, int] = field(default_factory=dict)  # node -> exit status of its agent
     ranks: Mapping[str, range] = field(default_factory=dict)  # of each node, by node rank
     warnings: tuple[str, ...] = ()
+    hang: Json = field(default_factory=dict)  # why the launcher ended it; empty when it did not hang
 
 
 # ---------------------------------------------------------------- the exceptions of a traceback
@@ -107,7 +108,8 @@ def gather(run: Path) -> Evidence:
     """Read all accounts in the folder of a run, and join those about one rank."""
     warnings: list[str] = []
     facts = _read_json(run / "run.json", warnings)
-    known = Evidence(exits=_exits(run, warnings), ranks=_ranks(facts))
+    hang = _read_json(run / "hang.json", warnings)
+    known = Evidence(exits=_exits(run, warnings), ranks=_ranks(facts), hang=hang)
     seen = [_read_json(path, warnings) | {"file": path.name} for path in sorted(run.glob("errors/node_*.json"))]
     logs = {path.name[5:-4]: read_log(path, path.name[5:-4]) for path in sorted(run.glob("node_*.log"))}
     # Of two accounts the better one stands to the right.

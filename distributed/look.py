@@ -10,6 +10,7 @@ Everything is read from /proc and the folder of the run; of GPUs, nvidia-smi tel
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shutil
@@ -26,8 +27,10 @@ from distributed import marks
 from distributed.answers import framed
 from distributed.gpus import count, mebibytes, query, table
 from distributed.probe import PROC, ask, read
+from distributed.stacks import Frame, of_the_script, stack_of
 
 TAIL = 8192  # bytes at the end of a rank's output that its last line is looked for in
+MAIN = "MainThread"  # as py-spy calls it
 STACK_SECONDS = 15.0  # for py-spy, which stops a process while it reads its stacks
 TICK = os.sysconf("SC_CLK_TCK")
 GPU_FIELDS = "index,uuid,utilization.gpu,power.draw,memory.used,memory.total,name"
@@ -69,7 +72,8 @@ class Rank:
     gpus: tuple[Gpu, ...] = ()
     silent: float | None = None  # seconds since its last output; None: it has not begun
     line: str = ""  # the last that it said
-    stands: str = ""  # where, when that was asked for
+    stands: str = ""  # where, for a person, when that was asked for
+    frames: tuple[Frame, ...] = ()  # of its main thread then, the innermost first
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,7 @@ class Look:
     line: str = ""  # the last of the node's log
     gpus: tuple[Gpu, ...] = ()
     gpu_error: str = ""
+    metrics: float | None = None  # seconds since metrics.jsonl was written to; None: there is none
 
 
 # ---------------------------------------------------------------- processes
@@ -223,27 +228,48 @@ def used_by(family: Sequence[Process], gpus: Mapping[str, Gpu], users: Sequence[
 # ---------------------------------------------------------------- where they stand
 
 
-def stands(one: Process) -> str:
-    """Every thread's Python stack, as py-spy sees it; without it, what the kernel knows."""
-    py_spy = find_py_spy()
-    if not py_spy:
-        return f"{threads(one)}\nfor the lines of Python: '{sys.executable}' -m pip install py-spy"
-    # One that is stopped need not, and must not, be stopped once more.
-    calm = ["--nonblocking"] if one.state in "Tt" else []
-    reply = ask([py_spy, "dump", "--pid", str(one.pid), *calm], STACK_SECONDS)
-    if reply.code == 0:
-        return own_frames(reply.out)
-    return f"{threads(one)}\npy-spy: {' '.join((reply.error or reply.out).split())}"
+def stands(one: Process, output: str) -> tuple[str, tuple[Frame, ...]]:
+    """The stack for a person, and the frames of the main thread, the innermost first.
+
+    Of all threads, as py-spy sees them; else of the main thread, as the rank itself writes it; else what the kernel
+    knows. output: the directory of the rank's output.
+    """
+    py_spy, why = find_py_spy(), ""
+    if py_spy:
+        # One that is stopped need not, and must not, be stopped once more.
+        calm = ["--nonblocking"] if one.state in "Tt" else []
+        reply = ask([py_spy, "dump", "--json", "--full-filenames", "--pid", str(one.pid), *calm], STACK_SECONDS)
+        if reply.code == 0 and (found := in_py_spy(one.pid, reply.out)):
+            return found
+        why = f"py-spy: {' '.join((reply.error or reply.out).split())}"
+    else:
+        why = f"for all threads: '{sys.executable}' -m pip install py-spy"
+    frames = () if one.state in "Tt" else stack_of(one.pid, output)
+    known = "\n".join(["main thread", *map(shown, frames)]) if frames else threads(one)
+    return f"{known}\n{why}", frames
 
 
-def own_frames(dump: str) -> str:
-    """Without py-spy's heading, and without what stands below the script in our agent's workers."""
-    kept, below = [], False
-    for line in dump.partition("\nThread ")[2].splitlines():
-        below = line.startswith(" ") and (below or "distributed/worker.py:" in line)
-        if line and not below:
-            kept.append(line)
-    return "Thread " + "\n".join(kept)
+def in_py_spy(pid: int, dump: str) -> tuple[str, tuple[Frame, ...]] | None:
+    """The same from py-spy's JSON; None when that is no such thing."""
+    try:
+        # In a container the system's number of a thread may not be known.
+        main_first = sorted(json.loads(dump), key=lambda one: (one["os_thread_id"] != pid, one["thread_name"] != MAIN))
+        stacks = [
+            of_the_script([Frame(one["filename"], one["line"], one["name"]) for one in thread["frames"]])
+            for thread in main_first
+        ]
+        heads = [
+            f'Thread {one["os_thread_id"]} ({"active" if one["active"] else "idle"}): "{one["thread_name"]}"'
+            for one in main_first
+        ]
+    except (ValueError, KeyError, TypeError):
+        return None
+    lines = [line for head, frames in zip(heads, stacks, strict=True) for line in (head, *map(shown, frames))]
+    return ("\n".join(lines), stacks[0]) if stacks else None
+
+
+def shown(frame: Frame) -> str:
+    return f"    {frame.function} ({os.path.join(*Path(os.path.normpath(frame.file)).parts[-2:])}:{frame.line})"
 
 
 def find_py_spy() -> str | None:
@@ -275,7 +301,9 @@ def look(run: str, node: str, *, count: int, first_rank: int, seconds: float, st
 
     def rank(local_rank: int) -> Rank:
         family = by_rank.get(local_rank, [])
-        silent, line = last_said(said.get(local_rank, ()), time.time())
+        files = said.get(local_rank, [])
+        silent, line = last_said(files, time.time())
+        asked = stands(family[0], str(files[0].parent)) if stacks and family and files else ("", ())
         return Rank(
             rank=first_rank + local_rank,
             local_rank=local_rank,
@@ -286,18 +314,29 @@ def look(run: str, node: str, *, count: int, first_rank: int, seconds: float, st
             gpus=used_by(family, gpus, users),
             silent=silent,
             line=line,
-            stands=stands(family[0]) if stacks and family else "",
+            stands=asked[0],
+            frames=asked[1],
         )
 
     with ThreadPoolExecutor(8) as several:  # each py-spy takes a moment
         ranks = tuple(several.map(rank, sorted(set(range(count)) | set(by_rank))))
     line = last_line(Path(run, f"node_{node}.log"))
-    return Look(os.uname().nodename, watched, ranks, tuple(after), line, tuple(gpus.values()), error)
+    metrics, _ = last_said([Path(run, "metrics.jsonl")], time.time())
+    return Look(os.uname().nodename, watched, ranks, tuple(after), line, tuple(gpus.values()), error, metrics)
 
 
 def from_json(told: dict[str, Any]) -> Look:
     """What a node answered, as it was there."""
-    ranks = [Rank(**rank | {"gpus": tuple(Gpu(**gpu) for gpu in rank["gpus"])}) for rank in told["ranks"]]
+    ranks = [
+        Rank(
+            **rank
+            | {
+                "gpus": tuple(Gpu(**gpu) for gpu in rank["gpus"]),
+                "frames": tuple(Frame(**frame) for frame in rank["frames"]),
+            }
+        )
+        for rank in told["ranks"]
+    ]
     processes = [Process(**process) for process in told["processes"]]
     gpus = [Gpu(**gpu) for gpu in told["gpus"]]
     return Look(**told | {"ranks": tuple(ranks), "processes": tuple(processes), "gpus": tuple(gpus)})

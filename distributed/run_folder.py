@@ -83,7 +83,7 @@ def create(
     try:
         os.makedirs(os.path.join(folder, "errors"), exist_ok=bool(again))
         os.makedirs(os.path.join(folder, "ranks"), exist_ok=bool(again))
-        _write_json(os.path.join(folder, "run.json"), facts)
+        write_json(os.path.join(folder, "run.json"), facts)
     except OSError:
         if not again:
             _unmake(folder)
@@ -134,7 +134,7 @@ def _plain(name: str) -> str:
     return words.encode()[:MAX_NAME].decode(errors="ignore") or "run"
 
 
-def _write_json(path: str, value: object) -> None:
+def write_json(path: str, value: object) -> None:
     """Whole or not at all. What is not UTF-8 is kept as an escape (os.fsencode gives its bytes back)."""
     import json
 

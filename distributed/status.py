@@ -30,7 +30,7 @@ from typing import Any
 
 from distributed.answers import UNFIT
 from distributed.look import Gpu, Rank
-from distributed.pulse import Beat, Pulse, feel
+from distributed.pulse import Beat, Pulse, feel, needs_stacks
 from distributed.run_folder import KIT
 from distributed.verdict import decide
 from distributed.visit import Visit, left_on, visits
@@ -41,6 +41,7 @@ FALLBACK = (120, 40)  # columns and lines where there is no terminal
 STATES = {"R": "runs", "S": "sleeps", "D": "disk", "T": "STOPPED", "t": "STOPPED", "I": "sleeps", "W": "sleeps"}
 COLUMNS = ("node", "rank", "pid", "state", "cpu", "memory", "gpu", "quiet", "last line")
 WIDE = 100  # columns; on less, the last line is worth more than the process id
+NEEDS_STACKS = "needs-stacks"  # in place of a state
 RED, GREEN, YELLOW, DIM = "1;31", "32", "33", "2"
 
 
@@ -70,6 +71,7 @@ class Status:
     progress: Progress
     seconds: float  # since the start, or from the start to the end
     visits: tuple[Visit, ...]
+    needs_stacks: bool = False  # it has been quiet for so long that they should be asked for
 
     @property
     def exit_code(self) -> int:
@@ -90,8 +92,12 @@ def judge(
     end = verdict.get("written", now) if state.name == "ended" else now
     seconds = max(0.0, end - datetime.fromisoformat(run.started).timestamp())
     moving = state.name in ("running", "left", "unknown")
-    pulse = pulse_of(found, progress, seconds) if moving else Pulse(False)
-    return Status(run, state, pulse, progress, seconds, tuple(found))
+    if not moving:
+        return Status(run, state, Pulse(False), progress, seconds, tuple(found))
+    ranks = seen(found, progress, seconds)
+    pulse = feel(ranks.beats, ranks.seconds, ranks.silent, ranks.ended)
+    doubt = needs_stacks(ranks.beats, ranks.silent) and not any(beat.stopped for beat in ranks.beats)
+    return Status(run, state, pulse, progress, seconds, tuple(found), doubt)
 
 
 def waiting(run: Run, job_state: str) -> State | None:
@@ -129,24 +135,46 @@ def said(verdict: Mapping[str, Any]) -> str:
     return f"verdict: {verdict.get('outcome')}: {verdict.get('cause')}"
 
 
-def pulse_of(found: Sequence[Visit], progress: Progress, running: float) -> Pulse:
-    seen = [(one, one.look) for one in found if one.look]
-    beats = [
+@dataclass(frozen=True)
+class Seen:
+    """What the nodes saw of all ranks."""
+
+    beats: tuple[Beat, ...]  # of the ranks that are there
+    ended: tuple[str, ...]  # the ranks that were there, and are no more
+    to_come: int  # ranks that have not begun
+    seconds: float  # for which they were watched
+    silent: float  # since the last output or metric of any of them
+
+
+def seen(found: Sequence[Visit], progress: Progress, running: float) -> Seen:
+    """running: seconds since the start; a rank cannot have been silent for longer."""
+    ranks = [(rank, one.place.node) for one in found if one.look for rank in one.look.ranks]
+    beats = tuple(
         Beat(
             rank=rank.rank,
-            node=one.place.node,
+            node=node,
             pid=rank.pid,
             state=rank.state,
             cpu=rank.cpu,
             gpu=max(gpu.use for gpu in rank.gpus) if rank.gpus else None,
             silent=running if rank.silent is None else rank.silent,
+            frames=rank.frames,
         )
-        for one, look in seen
-        for rank in look.ranks
+        for rank, node in ranks
         if rank.pid is not None
-    ]
-    silences = [beat.silent for beat in beats] + ([] if progress.silent is None else [progress.silent])
-    return feel(beats, max((look.seconds for _, look in seen), default=0.0), min(silences, default=0.0))
+    )
+    looks = [one.look for one in found if one.look]
+    silences = [beat.silent for beat in beats]
+    silences += [silent for silent in (progress.silent, *(look.metrics for look in looks)) if silent is not None]
+    return Seen(
+        beats=beats,
+        ended=tuple(
+            f"rank {rank.rank} on {node}" for rank, node in ranks if rank.pid is None and rank.silent is not None
+        ),
+        to_come=len([rank for rank, _ in ranks if rank.pid is None and rank.silent is None]),
+        seconds=max((look.seconds for look in looks), default=0.0),
+        silent=min(silences, default=0.0),
+    )
 
 
 # ---------------------------------------------------------------- what the folder of the run tells
@@ -196,7 +224,7 @@ class Cell:
     right: bool = False  # numbers stand at the right
 
 
-def draw(status: Status, width: int, colour: bool) -> str:
+def draw(status: Status, width: int, colour: bool, with_stacks: bool = True) -> str:
     """The whole for a person. No row of the table is longer than width; commands and stacks are shown whole."""
     state, pulse = status.state, status.pulse
     paint = RED if state.wrong else YELLOW
@@ -208,7 +236,7 @@ def draw(status: Status, width: int, colour: bool) -> str:
     lines += ["", *table(status, width, colour)]
     notes = [line for note in notes_on(status) for line in wrapped(note, width, YELLOW, colour)]
     lines += [""] * bool(notes) + notes
-    lines += stacks(status, colour)
+    lines += stacks(status, colour) if with_stacks else []
     return "".join(f"{line.rstrip()}\n" for line in lines)
 
 
@@ -379,7 +407,10 @@ def size(amount: int) -> str:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Draw, once. Returns 0 when all is well, 1 when something is wrong, UNFIT when not all could be asked."""
+    """Draw, once. Returns 0 when all is well, 1 when something is wrong, UNFIT when not all could be asked.
+
+    With --first nothing is drawn when the stacks should be asked for: the state is then NEEDS_STACKS.
+    """
     options = parse(words)
     now = time.time()
     try:
@@ -394,12 +425,15 @@ def main(words: Sequence[str] | None = None) -> int:
         decided = decide(run.folder)  # the launcher was killed before it could write it
         verdict = asdict(decided) | {"written": decided.time or now}
     status = judge(run, found, verdict, read_progress(run.folder, now), now, options.job_state)
+    if options.first and status.needs_stacks:
+        options.state.write_text(NEEDS_STACKS + "\n")
+        return 0
     if options.state:
         options.state.write_text(status.state.name + "\n")
     if options.json:
         sys.stdout.write(as_json(status))
     else:
-        show(status, options.in_place)
+        show(status, options.in_place, options.stacks)
     return status.exit_code
 
 
@@ -410,6 +444,8 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     places = (HERE, GONE, ELSEWHERE, IN_JOB)
     parser.add_argument("--launcher", choices=places, help="where it was before the nodes were asked")
     parser.add_argument("--job-state", default="", help="of its SLURM job, as squeue has it")
+    parser.add_argument("--first", action="store_true", help="nothing is drawn when the stacks are needed to judge")
+    parser.add_argument("--stacks", action="store_true", help="show the stacks too")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--in-place", action="store_true", help="over what the terminal shows, and no more lines")
     parser.add_argument("--state", type=Path, metavar="FILE", help="gets the one word for how the run stands")
@@ -422,11 +458,11 @@ def as_json(status: Status) -> str:
     return json.dumps(facts, indent=2, sort_keys=True, default=str) + "\n"
 
 
-def show(status: Status, in_place: bool) -> None:
+def show(status: Status, in_place: bool, with_stacks: bool) -> None:
     terminal = sys.stdout.isatty()
     colour = terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     width, height = shutil.get_terminal_size(FALLBACK)
-    text = draw(status, width, colour)
+    text = draw(status, width, colour, with_stacks)
     if in_place:
         lines = text.splitlines()[: height - 1]
         text = "\x1b[H" + "".join(f"{line}\x1b[K\n" for line in lines) + "\x1b[J"

@@ -3,6 +3,7 @@
 When one rank dies, the others lose their connection to it, and often report that before anybody has noticed
 the death. So causes are told from consequences by what each account says, and only then by time. In order:
 
+    a hang, because of which the launcher ended the run
     a rank that raised an error of its own, died of a signal, or exited by itself; a supervisor or a launcher that was
     killed
     an agent that could not go on, though no rank of its node had failed
@@ -51,6 +52,7 @@ from distributed.evidence import (
 )
 
 INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+GAVE_UP = 124  # exit code: timed out waiting
 CLOCK_DOUBT = 1.0  # seconds
 BY_SLURM = "SLURM says that this node has failed"  # and then SLURM itself ends the job
 SHOWN = 240  # characters of a message in a sentence
@@ -227,6 +229,8 @@ def _home(rank: int, evidence: Evidence) -> str:
 
 def judge(evidence: Evidence, launcher: int | None = None) -> Verdict:
     """The verdict on what is known. launcher: the exit code that the launcher would end with by itself."""
+    if evidence.hang:
+        return _hung(evidence.hang)
     failures = sorted([*evidence.failures, *accused(evidence)], key=_order)
     if not failures or (_all_well(evidence) and (not launcher or launcher in INTERRUPTED)):
         return _nothing_failed(evidence, launcher)
@@ -250,6 +254,21 @@ def judge(evidence: Evidence, launcher: int | None = None) -> Verdict:
         message=said.message,
         traceback=culprit.traceback,
         collateral=_collateral([one for one in failures if (one.node, one.rank) != (culprit.node, culprit.rank)]),
+    )
+
+
+def _hung(hang: Json) -> Verdict:
+    """The ranks ended because the launcher stopped them."""
+    others = [{name: one.get(name) for name in ("node", "rank", "message")} for one in hang.get("others", [])]
+    return Verdict(
+        outcome="failed",
+        exit_code=GAVE_UP,
+        cause=hang.get("cause", "hung"),
+        node=hang.get("node"),
+        rank=hang.get("rank"),
+        time=hang.get("time"),
+        traceback=hang.get("traceback", ""),
+        collateral=tuple(others),
     )
 
 
@@ -422,7 +441,8 @@ def _last_frames(verdict: Verdict) -> Iterator[str]:
     frames = re.findall(r'^  File ".*\n(?:    .*\n)*', block, re.MULTILINE)
     theirs = [frame for frame in frames if not _NOT_THEIRS.search(frame)] or frames
     yield from "".join(theirs[-SHOWN_FRAMES:]).splitlines()
-    yield from f"{verdict.exception}: {verdict.message}".splitlines()[:SHOWN_LINES]
+    if verdict.exception:
+        yield from f"{verdict.exception}: {verdict.message}".splitlines()[:SHOWN_LINES]
 
 
 def _last_lines(lines: Sequence[Line]) -> Iterator[str]:

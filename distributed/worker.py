@@ -4,7 +4,8 @@ The agent forks ranks from a process that has imported PyTorch (`distributed.for
 itself. `become_main` removes what is left of the process that it was, and `work` ends it as an interpreter ends.
 
 What stays different: PyTorch has read its environment variables before the script begins (`distributed.preloaded`
-detects a change), strings have the same hash on all ranks of a node, and sys.meta_path has a finder of ours.
+detects a change), strings have the same hash on all ranks of a node, sys.meta_path has a finder of ours, and where the
+output goes to a file, a real-time signal writes the stack to another beside it (`distributed.stacks`).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, NoReturn, TextIO
 
-from distributed import accounts
+from distributed import accounts, stacks
 from distributed.preloaded import Hidden, Preload
 
 IMPORTLIB = ("<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>")
@@ -80,14 +81,16 @@ def start(preload: Preload, rank: Rank) -> NoReturn:
             os.close(file)
     os.environ.clear()
     os.environ.update(rank.environment)
-    work(rank.script, preload)
+    work(rank.script, preload, os.path.dirname(rank.stdout))
 
 
-def work(script: Script, preload: Preload | None = None) -> NoReturn:
-    """Be `python script words...` in this process, to its end."""
+def work(script: Script, preload: Preload | None = None, output: str = "") -> NoReturn:
+    """Be `python script words...` in this process, to its end. output: the directory of its output files, if any."""
     process = os.getpid()
     inherited = dict(sys.modules)
     _end_before_what_is_loaded()
+    if output:
+        stacks.register(output)
     try:
         become_main(script)
         if preload:

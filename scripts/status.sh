@@ -7,15 +7,15 @@
 #   RUN            folder of a run, its name below logs, or the number of its SLURM job (default: latest)
 #
 #   --watch        again every 2 seconds, in place, until the run has ended or Ctrl-C
-#   --stacks       also where each rank stands: its Python stack where py-spy is installed, else
-#                  what the kernel knows
+#   --stacks       also where each rank is: its Python stack, with py-spy that of every thread
 #   --json         print the facts as one JSON object
 #   --log-dir DIR  where a name is looked for (default: logs)
 #   --python PATH  default: the active venv or conda environment, .venv here, the kit's .venv, python3
 #   --help         show this
 #
 # It may be called from any terminal, also on another machine that shares the folder of the run, and
-# changes nothing. "looks hung" is said, with the facts, when nothing has moved.
+# changes nothing. "looks hung" is said, with the facts, when nothing has moved; a run that has been
+# silent for a minute or two is asked for its stacks, which show who waits for whom.
 #
 # Exit codes: 0 the run goes on, or has ended well; 1 it failed, looks hung, or has left processes
 # behind; 2 wrong call; 69 nothing is known to be wrong, but a node could not be asked; 130 Ctrl-C.
@@ -53,14 +53,28 @@ parse_args() { # <word...>
 }
 
 
-# The launcher first: what the nodes saw before it ended would look like left behind.
+# Once more with the stacks where the run has been quiet for long: they tell who waits for whom.
 look_once() {
+  local status=0
+  if ((STACKS)); then
+    look_with --stacks || status=$?
+  else
+    look_with --first || status=$?
+    [[ $(cat -- "$ANSWERS/state" 2>/dev/null) != needs-stacks ]] || { status=0 && look_with '' || status=$?; }
+  fi
+  return "$status"
+}
+
+
+# The launcher first: what the nodes saw before it ended would look like left behind.
+look_with() { # <--first, --stacks, or nothing: ask for the stacks and do not show them>
   local words=(--seconds "$LOOK")
-  ((!STACKS)) || words+=(--stacks)
+  [[ $1 == --first ]] || words+=(--stacks)
   [[ $LAUNCHER_IS != here ]] || launcher_lives || LAUNCHER_IS=gone
   [[ ! $JOB ]] || look_for_job
   ask_nodes look_at "${words[@]}"
-  kit_python status "${HOW[@]}" --launcher "$LAUNCHER_IS" --job-state "$JOB_STATE" --state "$ANSWERS/state" "$RUN" "$ANSWERS"
+  kit_python status "${HOW[@]}" ${1:+"$1"} --launcher "$LAUNCHER_IS" --job-state "$JOB_STATE" \
+    --state "$ANSWERS/state" "$RUN" "$ANSWERS"
 }
 
 
@@ -103,7 +117,7 @@ main() {
   pick_python "$ASKED_PYTHON"
   open_connections
   find_run "${WORD:-latest}"
-  ANSWER_WITHIN=$((STACKS ? 60 : 15))
+  ANSWER_WITHIN=$((STACKS ? 60 : 20))
   if ((WATCH)); then
     watch_run
   else

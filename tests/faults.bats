@@ -169,6 +169,14 @@ END
 }
 
 
+@test "a rank in an endless loop: --hang-timeout ends the run and names it, its line and its stack" {
+  hanging_script
+  verdict_of 124 "hung: no output for " --hang-timeout 3 "$N1" "$N2"
+  [[ "$output" == *"rank 1 on $N2 is not in a collective, the other waits for it; it is at my script.py:"*" in main()"* ]]
+  [[ "$output" == *"line "*", in main"*"followed: rank 0 on $N1: waited in a collective at my script.py:"* ]]
+}
+
+
 # bats test_tags=soak
 @test "a rank leaves early, without an error" {
   training_script <<'END'

@@ -336,6 +336,70 @@ sys.exit(3)'
 }
 
 
+# Rank 0 waits for ever for rank 1, which is in a loop. WITHOUT_PY_SPY: an environment in which py-spy is not found.
+hanging_script() {
+  cat >"my script.py" <<'END'
+import os, threading
+at_work = threading.Event()
+def show_progress():  # however long the start takes
+    while not at_work.wait(0.3):
+        print(".", flush=True)
+threading.Thread(target=show_progress, daemon=True).start()
+import torch
+import torch.distributed as dist
+def main():
+    if os.environ["RANK"] == "1":
+        while True: pass
+    dist.all_reduce(torch.ones(1))
+dist.init_process_group("gloo")
+dist.barrier()
+print("at work", flush=True)
+at_work.set()
+main()
+END
+  mkdir -p venv/bin
+  cp "$VIRTUAL_ENV/pyvenv.cfg" venv
+  ln -s "$VIRTUAL_ENV/lib" venv/lib
+  ln -s "$VIRTUAL_ENV/bin/python" venv/bin/python
+  WITHOUT_PY_SPY=(env PATH=/usr/bin:/bin VIRTUAL_ENV="$WORK/venv")
+}
+
+
+# bats test_tags=slow
+@test "a rank in an endless loop: status.sh names it and its line without py-spy" {
+  local line file
+  hanging_script
+  line=$(grep -n "while True" "my script.py" | cut -d: -f1)
+  UNDER=("${WITHOUT_PY_SPY[@]}")
+  start --script "my script.py" - 2
+  timeout 60 sh -c 'until [ "$(cat logs/latest/node_*.log 2>/dev/null | grep -c "at work")" -eq 2 ]; do sleep 0.1; done'
+  "${WITHOUT_PY_SPY[@]}" "$KIT/scripts/status.sh" --stacks >stacks
+  grep -A 3 "^rank 1 on " stacks | grep -F "main (my 'work'/my script.py:$line)"
+  grep -A 3 "^rank 0 on " stacks | grep -F "all_reduce (distributed/distributed_c10d.py:"
+  for file in logs/latest/ranks/*/*/attempt_0/*/std*.log; do
+    touch -d "-200 seconds" "$file"
+  done
+  COLUMNS=1000 run -1 "${WITHOUT_PY_SPY[@]}" "$KIT/scripts/status.sh"
+  [[ "$output" == *"looks hung: no output for "*" s; rank 1 on $(uname -n) is not in a collective"* ]]
+  [[ "$output" == *"the other waits for it; it is at my script.py:$line in main()"* ]]
+  kill -TERM "$LAUNCHER"
+  status_of_launcher
+}
+
+
+# bats test_tags=slow
+@test "--hang-timeout ends a run that hangs with 124 and names the rank, and --max-restarts starts it again" {
+  hanging_script
+  run timeout 120 "${WITHOUT_PY_SPY[@]}" "$LAUNCH" --hang-timeout 3 --max-restarts 1 --script "my script.py" - 2
+  [ "$status" -eq 124 ]
+  [[ "$output" == *"the run hangs; stopping it"*"exit code 124: restart 1 of 1"*"the run hangs; stopping it"* ]]
+  [[ "$output" == *"verdict: failed: hung: no output for "*" s; rank 1 on "*" is not in a collective"*", in main"* ]]
+  grep -q '"exit_code": 124' logs/latest/try_1/verdict.json
+  [ -e logs/latest/try_1/hang.json ] && [ -e logs/latest/hang.json ] && [ ! -e logs/latest/.hang.json ]
+  run ! pgrep -f "hang_watch.sh .*$(basename -- "$(readlink logs/latest)")"
+}
+
+
 # bats test_tags=slow
 @test "two launches at once do not meet" {
   script <<<'dist.init_process_group("gloo"); dist.barrier(); print("met")'
@@ -426,6 +490,7 @@ refused() { # <what the line must name> <word...>
   refused "larger than 1 MB" --env-file large.env - 2
   refused "line 2: ends with a carriage return" --env-file windows.env - 2
   refused "--max-restarts: expected a whole number, got 'x'" --max-restarts x - 2
+  refused "--hang-timeout: expected a whole number of seconds (0 = off), got '1.5'" --hang-timeout=1.5 - 2
   refused "'/nix/python'" --python /nix/python - 2
   refused "has no PyTorch" --python /usr/bin/python3 --script "my script.py" - 2
   refused "give one of the two" --script "my script.py" -m os - 2

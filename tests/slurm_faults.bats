@@ -84,6 +84,16 @@ stepd_on() { # <node>
 }
 
 
+@test "a rank in an endless loop: --hang-timeout ends the job and names it" {
+  hanging_script
+  SCRIPT="my script.py" submit --ntasks-per-node=1 slurm_train.sh --hang-timeout 3 -
+  status_of_job "$JOB"
+  [ "$status" -eq 124 ]
+  shows err "rank 1 on $N2 is not in a collective, the other waits for it; it is at my script.py:"
+  nothing_left_within 10
+}
+
+
 @test "a node whose slurmstepd is killed is given up, and its ranks end by themselves" {
   submit_work --no-requeue
   kill -KILL "$(stepd_on "$N2")"

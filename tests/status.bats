@@ -90,11 +90,7 @@ left() { # <run>
     ((${#line} <= 80))
   done
   run -0 "$STATUS" --stacks "$one"
-  if [ -x "$VIRTUAL_ENV/bin/py-spy" ] || type -P py-spy; then
-    [[ "$output" == *"rank 1 on $N2, process "*"(my script.py:9)"* ]]
-  else
-    [[ "$output" == *"rank 1 on $N2, process "*"main thread "*"-m pip install py-spy"* ]]
-  fi
+  [[ "$output" == *"rank 0 on $N1, process "*"my script.py:9)"*"rank 1 on $N2, process "*"my script.py:9)"* ]]
 
   pid=$(pid_of 1 "$one")
   kill -STOP "$pid"

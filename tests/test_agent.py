@@ -37,6 +37,7 @@ from distributed import agent, threads
 from distributed.agent import Agent, Death, follow
 from distributed.fork_server import Process, Wakeup, signals
 from distributed.resources import Cores
+from distributed.stacks import LEAST_NUMBER
 
 KIT = Path(__file__).resolve().parents[1]
 FAST = [sys.executable, str(KIT / "scripts/lib/agent.py"), "--standalone"]
@@ -160,6 +161,7 @@ with open(os.environ["SEEN"] + os.environ.get("RANK", "0"), "w") as file:
 EXPLAINED = {
     "gc": "what was there before the fork is frozen: a collection does not visit it",
     "finders": "one of ours finds PyTorch",
+    "open files": "faulthandler writes the stack to one, when it is asked for; its number is high, and no child has it",
 }
 
 
@@ -177,7 +179,7 @@ def looked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str,
     """What a script saw of the kit's agent, and of torchrun."""
     with pytest.MonkeyPatch.context() as patch:
         clean(patch, tmp_path_factory.mktemp("looked"))
-        words = ("--nproc-per-node", "2", "look.py", "torch", "a b", "")
+        words = ("--nproc-per-node", "2", "--tee", "3", "--log-dir", "said", "look.py", "torch", "a b", "")
         yield look("fast", *FAST, *words), look("torchrun", *TORCHRUN, *words)
 
 
@@ -192,6 +194,7 @@ def test_what_differs_from_torchrun_is_known(looked: tuple[dict[str, Any], dict[
     fast, torchrun = looked
     assert (torchrun["gc"][:2], torchrun["gc"][2]) == (fast["gc"][:2], 0)
     assert fast["finders"] == ["<distributed.preloaded.Hidden object", *torchrun["finders"]]
+    assert set(fast["open files"]) == {*torchrun["open files"], str(LEAST_NUMBER)}
 
 
 def test_every_rank_has_random_numbers_of_its_own(looked: tuple[dict[str, Any], dict[str, Any]]) -> None:

@@ -504,7 +504,8 @@ def test_the_table_of_files_is_what_a_run_leaves(desk: Path) -> None:
     assert not unexplained(run), "files of a run that the guide does not explain"
     found = [path.name for path in run.iterdir()]
     missing = {name for name, pattern in files_of_a_run().items() if not any(map(pattern.fullmatch, found))}
-    seldom = {"checkpoints", "node_<name>.lost", "node_<name>.stop", "smoke.json", "tensorboard", "wandb", "try_<n>"}
+    seldom = {"checkpoints", "hang.json", "node_<name>.lost", "node_<name>.stop", "smoke.json"}
+    seldom |= {"tensorboard", "wandb", "try_<n>"}
     of_slurm = {"node_srun.log", "node_srun.exit", "turns_in_vain"}
     assert missing == seldom | of_slurm, "made only when asked for, or when there is a reason"
 

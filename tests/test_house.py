@@ -40,6 +40,7 @@ BELOW: dict[str, set[str]] = {
     "fitness": {"facts", "gpus", "interpreter", "probe", "resources"},
     "fold": {"topics"},
     "gpus": {"probe"},
+    "hang": {"pulse", "run_folder", "stacks", "status", "visit", "whereabouts"},
     "interpreter": {"probe"},
     "jobs.array_task": {"base_model", "jobs.host", "launch.supervisor"},
     "jobs.base_cache": {"base_model", "launch.supervisor"},
@@ -113,13 +114,14 @@ BELOW: dict[str, set[str]] = {
         "jobs.job_lists",
     },
     "launch.supervisor": {"launch.console", "marks"},
-    "look": {"answers", "gpus", "marks", "probe"},
+    "look": {"answers", "gpus", "marks", "probe", "stacks"},
     "meeting": {"accounts", "peers", "worker"},
     "members": {"answers", "facts", "interpreter", "network", "probe", "run_folder", "survey"},
     "names": {"network"},
     "network": {"probe"},
     "peers": {"accounts"},
     "preflight": {"answers"},
+    "pulse": {"stacks"},
     "reach": {"answers", "network", "nodelist", "run_folder", "smoke_report"},
     "report": {"charts", "history"},
     "resources": {"probe"},
@@ -137,7 +139,7 @@ BELOW: dict[str, set[str]] = {
     "verdict": {"evidence"},
     "visit": {"answers", "look", "whereabouts"},
     "whereabouts": {"run_folder"},
-    "worker": {"accounts", "preloaded"},
+    "worker": {"accounts", "preloaded", "stacks"},
     "world": {"nodelist"},
 }
 KNOW_PYTORCH = {
@@ -147,10 +149,10 @@ KNOW_PYTORCH = {
 # They run on nodes before anything is installed.
 STANDARD_LIBRARY_ALONE = {
     "accounts", "allocation", "answers", "base_model", "by_hand", "charts", "cluster", "comparison", "doctor",
-    "evidence", "facts", "fitness", "fold", "fork_server", "gpus", "history", "interpreter", "jobs.array_task",
+    "evidence", "facts", "fitness", "fold", "fork_server", "gpus", "hang", "history", "interpreter", "jobs.array_task",
     "jobs.host", "jobs.page", "jobs.panes", "launch.console", "launch.supervisor", "links", "look", "marks",
     "members", "names", "network", "nodelist", "preflight", "preloaded", "probe", "progress", "pulse", "reach",
-    "report", "resources", "run_folder", "smoke_report", "status", "step", "step_folder", "survey", "task",
+    "report", "resources", "run_folder", "smoke_report", "stacks", "status", "step", "step_folder", "survey", "task",
     "threads", "topics", "verdict", "visit", "whereabouts", "world",
 }  # fmt: skip
 WHERE_IT_IS_THERE = {"rich"}  # inside a try

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ import pytest
 from distributed import look
 from distributed.answers import Answer
 from distributed.look import Process
+from distributed.stacks import Frame
 
 RUN = "/x/my logs/train-1"
 
@@ -133,28 +136,41 @@ def test_the_gpus_of_a_rank_are_those_it_computes_on(tmp_path: Path, monkeypatch
     assert (gpus["GPU-bb"].use, gpus["GPU-bb"].watts) == (0, 0.0)
 
 
+def frame(name: str, file: str, line: int) -> dict[str, object]:
+    return {"name": name, "filename": file, "short_filename": file, "line": line}
+
+
 def test_py_spy_s_answer_is_cut_to_the_script_s_own_frames() -> None:
-    dump = (
-        "Process 20: python\nPython v3.11.7\n\n"
-        'Thread 20 (idle): "MainThread"\n    wait (a.py:3)\n    <module> (my.py:8)\n'
-        "    _run (distributed/worker.py:125)\n    main (multiprocessing/forkserver.py:274)\n"
-        'Thread 21 (idle): "Loader"\n    get (queue.py:1)\n'
-    )
-    assert look.own_frames(dump).splitlines() == [
-        'Thread 20 (idle): "MainThread"',
-        "    wait (a.py:3)",
-        "    <module> (my.py:8)",
-        'Thread 21 (idle): "Loader"',
-        "    get (queue.py:1)",
+    below = [frame("_run", "/kit/distributed/worker.py", 125), frame("main", "/py/fork.py", 274)]
+    main = [frame("wait", "/x/a.py", 3), frame("<module>", "/x/my.py", 8), *below]
+    dump = [
+        {"os_thread_id": 21, "thread_name": "Loader", "active": True, "frames": [frame("get", "/py/queue.py", 1)]},
+        {"os_thread_id": 20, "thread_name": "MainThread", "active": False, "frames": main},
     ]
+    text, frames = look.in_py_spy(20, json.dumps(dump)) or ("", ())
+    assert text.splitlines() == [
+        'Thread 20 (idle): "MainThread"',
+        "    wait (x/a.py:3)",
+        "    <module> (x/my.py:8)",
+        'Thread 21 (active): "Loader"',
+        "    get (py/queue.py:1)",
+    ]
+    assert frames == (Frame("/x/a.py", 3, "wait"), Frame("/x/my.py", 8, "<module>"))
+    assert look.in_py_spy(20, "Error") is look.in_py_spy(20, "[]") is look.in_py_spy(20, "[{}]") is None
 
 
-def test_without_py_spy_the_kernel_tells_where_threads_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_py_spy_a_rank_says_itself_where_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And of one that has not registered, the kernel tells where its threads wait."""
     monkeypatch.setattr(look, "find_py_spy", lambda: None)
     me = Process(os.getpid(), 1, "R", "", 0, 0, 1, 0)
-    said = look.stands(me)
-    assert f"main thread {os.getpid()} " in said
+    said, frames = look.stands(me, str(tmp_path))
+    assert f"main thread {os.getpid()} " in said and not frames
     assert "-m pip install py-spy" in said
+    monkeypatch.setattr(look, "stack_of", lambda pid, output: (Frame("/x/my.py", pid, output),))
+    said, frames = look.stands(me, "f")
+    assert said.splitlines()[:2] == ["main thread", f"    f (x/my.py:{os.getpid()})"]
+    assert frames == (Frame("/x/my.py", os.getpid(), "f"),)
+    assert look.stands(replace(me, state="T"), "f")[1] == (), "one that is stopped cannot answer"
 
 
 def test_what_is_printed_comes_back_as_it_was(capsys: pytest.CaptureFixture[str]) -> None:

@@ -110,6 +110,18 @@ def test_silence_is_broken_by_metrics_too() -> None:
     assert not judge(RUN, [asleep], {}, Progress(silent=3.0), START + 600).pulse.hung
 
 
+def test_the_ranks_are_seen_with_those_that_have_ended_or_are_still_to_come() -> None:
+    found = status.seen([here("n1", RANK, replace(DEAD, rank=1)), here("n2", replace(NEVER, rank=2))], Progress(), 60.0)
+    assert ([beat.rank for beat in found.beats], found.ended, found.to_come) == ([0], ("rank 1 on n1",), 1)
+
+
+def test_stacks_are_asked_for_when_it_is_quiet_and_only_then() -> None:
+    asleep = here("n1", replace(RANK, cpu=0.0, gpus=(), silent=500.0))
+    assert judge(RUN, [asleep], {}, Progress(), START + 600).needs_stacks
+    assert not judge(RUN, [asleep], {}, Progress(silent=3.0), START + 600).needs_stacks
+    assert not judge(launched(GONE), [here("n1", DEAD)], OK, Progress(), START + 600).needs_stacks
+
+
 LONG = replace(RANK, rank=1, local_rank=1, line="火" * 200, state="T", silent=312.0)
 
 

@@ -408,6 +408,23 @@ def test_a_killed_rank_has_no_words_and_still_wins_over_those_who_have(run: Run)
     assert [one["rank"] for one in said.collateral] == [0]
 
 
+def test_a_hang_for_which_the_launcher_ended_the_run_wins_over_all_that_followed(run: Run) -> None:
+    stack = 'Stack (most recent call last):\n  File "/x/my.py", line 12, in main\n'
+    other = {"node": "n1", "rank": 0, "message": "waited in a collective at my.py:9", "traceback": stack}
+    hang = {"cause": "hung: no output", "node": "n2", "rank": 1, "time": T0, "traceback": stack, "others": [other]}
+    run.file("hang.json", hang)
+    run.rank(0, "RuntimeError", RESET, time=T0 - 0.2)
+    run.deaths("n2", r1=(137, False))
+    said = run.decide(124)
+    assert (said.outcome, said.exit_code, said.cause, said.rank) == ("failed", 124, "hung: no output", 1)
+    assert verdict.in_words(said, run.path).splitlines() == [
+        "verdict: failed: hung: no output",
+        "  exit code 124",
+        '    File "/x/my.py", line 12, in main',
+        "  followed: rank 0 on n1: waited in a collective at my.py:9",
+    ]
+
+
 def test_what_a_rank_told_and_what_its_agent_saw_are_one_account(run: Run) -> None:
     """PyTorch's threads may abort a process that is leaving after an exception: 134 is not its code."""
     run.rank(1, "ValueError", "bad", time=T0)

@@ -13,6 +13,9 @@ record() { # <message...>
 }
 
 
+KIT=$(readlink -f "$BATS_TEST_DIRNAME/..")
+
+
 # As a try begins, with a client for each node; what is said to the nodes goes nowhere.
 setup() {
   cd "$BATS_TEST_TMPDIR" || return
@@ -59,6 +62,47 @@ teardown() {
   [ "$(<recorded)" = "node1: process $client, the launcher's connection to it, was killed" ]
   [ "$STATUS" -eq 137 ]
   [ ${#DEAD[@]} -eq 0 ] # else the next try's client would have no time for its word
+}
+
+
+@test "a hang ends the run with 124, unless it is ending already or the hang was that of an attempt before" {
+  # shellcheck disable=SC2034 # hung reads it
+  EXIT_GAVE_UP=124
+  give_client node1
+  printf '%s\n' "/hang 0" "node1 0" >&"$EVENTS"
+  wait_for_nodes
+  [ "$STATUS" -eq 0 ]
+  [ ! -s recorded ]
+
+  give_client node1
+  echo '{}' >.hang.json
+  printf '%s\n' "/hang 0" "node1 143" >&"$EVENTS"
+  wait_for_nodes
+  [ "$STATUS" -eq 124 ]
+  [ -e hang.json ] && [ ! -e .hang.json ]
+  [ "$(<recorded)" = "the run hangs; stopping it" ]
+  rm hang.json
+
+  STATUS=0 DEADLINE=''
+  give_client node1
+  give_client node2
+  echo '{}' >.hang.json
+  printf '%s\n' "node1 1" "/hang 0" "node2 1" >&"$EVENTS"
+  wait_for_nodes
+  [ "$STATUS" -eq 1 ]
+  [ ! -e hang.json ]
+}
+
+
+@test "what watches for a hang ends with the launcher, whatever it is doing" {
+  mkfifo launcher
+  setsid "$KIT/scripts/lib/hang_watch.sh" --python python3 --timeout 1000 nowhere <launcher 3>&- &
+  local watcher=$! control
+  exec {control}>launcher
+  timeout 20 sh -c 'until [ "$(wc -w <"/proc/$1/task/$1/children")" -ge 1 ]; do sleep 0.05; done' sh "$watcher"
+  exec {control}>&-
+  wait "$watcher"
+  timeout 20 sh -c 'while pgrep -s "$1"; do sleep 0.05; done' sh "$watcher"
 }
 
 

@@ -66,6 +66,9 @@ launch_by_hand() { # <word...>
     detach
     return
   fi
+  # Ranks elsewhere, which cannot be seen from here, may be why those of this node wait.
+  # shellcheck disable=SC2034 # watch.bash reads it
+  ((NNODES == 1)) || HANG_TIMEOUT=${HANG_TIMEOUT:-0}
   # shellcheck disable=SC2034 # open_run writes it down; as good as can be known from here
   FIRST_RANK=$((NODE_RANK * NPROC))
   open_run "$NPROC" "$(uname -n)"

@@ -44,7 +44,7 @@ parse_options() { # <word...>
   while (($#)); do
     case $1 in
       --script=* | --python=* | --master-port=* | --env=* | --env-file=* | --max-restarts=* | --log-dir=* | --agent=* | \
-        --rendezvous-timeout=* | --hostfile=* | --exclude=*)
+        --rendezvous-timeout=* | --hang-timeout=* | --hostfile=* | --exclude=*)
         set -- "${1%%=*}" "${1#*=}" "${@:2}"
         continue
         ;;
@@ -55,6 +55,7 @@ parse_options() { # <word...>
       --env) need_value "$@"; add_environment --env "$2"; shift ;;
       --env-file) need_value "$@"; read_env_file "$2"; shift ;;
       --max-restarts) need_value "$@"; MAX_RESTARTS=$2; shift ;;
+      --hang-timeout) need_value "$@"; HANG_TIMEOUT=$2; shift ;;
       --log-dir) need_value "$@"; LOG_DIR=$2; shift ;;
       --agent) need_value "$@"; AGENT=$2; shift ;;
       --rendezvous-timeout) need_value "$@"; RENDEZVOUS_TIMEOUT=$2; shift ;;
@@ -82,6 +83,8 @@ check_options() {
   [[ ! $SCRIPT || ! $MODULE ]] || die_usage "--script '$SCRIPT' and -m '$MODULE': give one of the two"
   [[ $AGENT == fast || $AGENT == torchrun ]] || die_usage "--agent: expected fast or torchrun, got '$AGENT'"
   is_count "$MAX_RESTARTS" || die_usage "--max-restarts: expected a whole number, got '$MAX_RESTARTS'"
+  [[ ! $HANG_TIMEOUT ]] || is_count "$HANG_TIMEOUT" ||
+    die_usage "--hang-timeout: expected a whole number of seconds (0 = off), got '$HANG_TIMEOUT'"
   is_count "$GRACE" || die_usage "MUSTER_GRACE: expected a whole number of seconds, got '$GRACE'"
   [[ ! $MASTER_PORT ]] || is_port "$MASTER_PORT" ||
     die_usage "--master-port '$MASTER_PORT': a port is a number from 1 to 65535"

@@ -20,8 +20,8 @@ from typing import NoReturn
 KIT = str(Path(__file__).resolve().parents[2])
 
 
-def become_rank(run: str, words: Sequence[str]) -> NoReturn:
-    """Be `python SCRIPT`, in the environment that torchrun would give it."""
+def become_rank(run: str, output: str, words: Sequence[str]) -> NoReturn:
+    """Be `python SCRIPT`, in the environment that torchrun would give it. output: the directory of its output."""
     is_module = words[0] == "-m"
     name, *rest = words[1:] if is_module else words
 
@@ -43,7 +43,7 @@ def become_rank(run: str, words: Sequence[str]) -> NoReturn:
     from distributed.preloaded import Preload
     from distributed.worker import Script, work
 
-    work(Script(name, tuple(rest), is_module, tuple(sys.path[1:])), Preload(FRESH))
+    work(Script(name, tuple(rest), is_module, tuple(sys.path[1:])), Preload(FRESH), output)
 
 
 def choose_interface(nodes: int, master: str | None) -> None:
@@ -62,7 +62,8 @@ def main(kind: str, run: str, grace: str, *words: str) -> int:
 
     here = task.Task.from_env(Path(run), os.environ, agent=kind == "agent")
     if kind == "rank":
-        return task.run(here, float(grace), lambda: become_rank(here.run.name, words))
+        output = str(here.outputs()[0].parent)
+        return task.run(here, float(grace), lambda: become_rank(here.run.name, output, words))
     counts = [int(count) for count in words[0].split(",")]
     options = task.agent_options(here, counts, os.environ)
     return task.run(here, float(grace), lambda: task.start_agent(here, words[1:], options))

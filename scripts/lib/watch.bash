@@ -15,6 +15,9 @@ STATUS=0                        # of the first node that failed
 HEARTBEAT_TIMEOUT=''            # seconds without a heartbeat of the launcher after which a node stops its command
 MOST_STALLED=3                  # consecutive restarts without progress before giving up
 MINUTES=300                     # seconds after which a failure is no longer one of the start
+HANG_TIMEOUT=''                 # seconds without progress after which a run hangs; 0: never; empty: see start_hang_watch
+HANG_OF_STEPS=600               # the same for a run that logs steps, without --hang-timeout
+HANG_WATCHER='' HANG_CHANNEL='' # process that watches for a hang, and the end of its standard input
 HURRY=10                        # seconds between the request to stop and SIGKILL, when a node has failed
 
 
@@ -109,7 +112,11 @@ wait_for_nodes() {
     if IFS= read -r -t 0.5 -u "$EVENTS" received; then
       read -r node status <<<"$begun$received"
       begun=''
-      ended "$node" "$status"
+      if [[ $node == /hang ]]; then
+        hung
+      else
+        ended "$node" "$status"
+      fi
     else
       begun+=$received # the timeout came in the middle of a line
       notice_dead_clients
@@ -153,6 +160,16 @@ ended() { # <node> <exit code of its client>
     STATUS=$status
     [[ $DEADLINE ]] || schedule $((status == EXIT_STOPPED ? 30 : 0)) stop # checkpoints may still be being written
   fi
+}
+
+
+# The run makes no progress; why, is in .hang.json. Nothing follows from that when the run is ending already.
+hung() {
+  [[ $STATUS == 0 && ! $DEADLINE && -e $RUN/.hang.json ]] || return 0
+  mv -- "$RUN/.hang.json" "$RUN/hang.json"
+  STATUS=$EXIT_GAVE_UP
+  record "the run hangs; stopping it"
+  schedule 0 stop
 }
 
 
@@ -269,6 +286,34 @@ send_heartbeats() {
 }
 
 
+# Watch for a hang until stop_hang_watch, or until the launcher is gone. Without --hang-timeout only a run that logs steps
+# can hang, and only when it is certain that nothing will end the silence.
+start_hang_watch() {
+  [[ $HANG_TIMEOUT != 0 ]] || return 0
+  pipe_into HANG_CHANNEL run_hang_watch
+  HANG_WATCHER=$!
+}
+
+
+run_hang_watch() {
+  local options=(--timeout "${HANG_TIMEOUT:-$HANG_OF_STEPS}")
+  [[ $HANG_TIMEOUT ]] || options+=(--certain)
+  trap '' INT HUP TSTP USR2
+  close_control_channels
+  [[ ! $HEARTBEAT_TIMEOUT ]] || exec {HEARTBEATS}>&-
+  exec setsid "$KIT/scripts/lib/hang_watch.sh" --python "$PYTHON" "${options[@]}" "$RUN" \
+    1>&"$EVENTS" 2>>"$RUN/launcher.log"
+}
+
+
+stop_hang_watch() {
+  [[ $HANG_TIMEOUT != 0 ]] || return 0
+  exec {HANG_CHANNEL}>&-
+  join "$HANG_WATCHER" || true
+  rm -f -- "$RUN/.hang.json"
+}
+
+
 # Whose failure came first, and the exit code of it all in CODE.
 judge() {
   local asked=() verdict
@@ -330,7 +375,7 @@ archive_attempt() { # <run directory>
   done
   mkdir -- "$1/try_$ATTEMPT"
   cp -p -- "$1/run.json" "$1/try_$ATTEMPT/"
-  for file in "$1"/{errors,ranks,verdict.json} "$1"/node_*; do
+  for file in "$1"/{errors,ranks,verdict.json,hang.json} "$1"/node_*; do
     [[ ! -e $file ]] || mv -- "$file" "$1/try_$ATTEMPT/"
   done
   mkdir -- "$1/errors" "$1/ranks"
@@ -349,7 +394,9 @@ run_nodes() { # <function that starts them> [its words...]
     [[ ! $SIGNAL ]] || request stop # it came before there was a node
     follow_logs # before the heartbeats, which must end with the launcher alone
     [[ ! $HEARTBEAT_TIMEOUT ]] || pipe_into HEARTBEATS send_heartbeats
+    start_hang_watch
     wait_for_nodes
+    stop_hang_watch
     [[ ! $HEARTBEAT_TIMEOUT ]] || exec {HEARTBEATS}>&-
     bring_home
     note_unstarted

@@ -12,6 +12,8 @@
 #   --script PATH        what to run (default: $SCRIPT, else the kit's train.py)
 #   -m MODULE            run a module in its place
 #   --max-restarts N     after a failure start again in the same job, up to N times (default: 0)
+#   --hang-timeout S     end the run with 124 when it has not written a line or a metric for S seconds;
+#                        0: never (default: 600 for a run that logs steps, when nothing can end the wait)
 #   --max-requeues N     how often the job may requeue itself when its time is up (default: 100)
 #   --dry-run            print what would be submitted and run, and do neither; on a login node too
 #   --help               show this

@@ -16,6 +16,8 @@
 #   --env NAME=VALUE     environment of the processes, repeatable
 #   --env-file FILE      the same, one NAME=VALUE a line
 #   --max-restarts N     after a failure start again, up to N times (default: 0)
+#   --hang-timeout S     end the run with 124 when it has not written a line or a metric for S seconds;
+#                        0: never (default: 600 for a run that logs steps, when nothing can end the wait)
 #   --log-dir DIR        where the folder of the run is made (default: logs)
 #   --no-preflight       do not check GPUs and port
 #   --detach             run in the background, apart from this terminal
@@ -24,7 +26,7 @@
 #   --help               show this
 #
 # Exit codes: 0 all is well, 2 wrong call or config, 75 stopped with a checkpoint written (run again
-# to go on), 130 Ctrl-C, 143 TERM, otherwise the first failing rank's own.
+# to go on), 124 hung, 130 Ctrl-C, 143 TERM, otherwise the first failing rank's own.
 #
 #   launch_singlenode.sh config/quickstart.yaml 2
 #   launch_singlenode.sh --script my_train.py - 8 -- --lr 3e-4

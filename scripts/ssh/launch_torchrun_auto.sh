@@ -21,6 +21,8 @@
 #   --env NAME=VALUE     environment of the processes, repeatable
 #   --env-file FILE      the same, one NAME=VALUE a line
 #   --max-restarts N     after a failure start again, up to N times (default: 0)
+#   --hang-timeout S     end the run with 124 when it has not written a line or a metric for S seconds;
+#                        0: never (default: 600 for a run that logs steps, when nothing can end the wait)
 #   --log-dir DIR        where the folder of the run is made (default: logs)
 #   --sync               copy the working folder and the kit to nodes that do not share them
 #   --no-preflight       do not ask the nodes whether they are fit
@@ -34,8 +36,8 @@
 # nothing is asked on the way.
 #
 # Exit codes: 0 all is well, 2 wrong call or config, 69 a node cannot be reached or is not fit,
-# 75 stopped with a checkpoint written (run again to go on), 130 Ctrl-C, 143 TERM, otherwise the
-# first failing rank's own.
+# 75 stopped with a checkpoint written (run again to go on), 124 hung, 130 Ctrl-C, 143 TERM, otherwise
+# the first failing rank's own.
 #
 #   launch_torchrun_auto.sh config/large_multinode.yaml 8 'node[1-4]'
 #   launch_torchrun_auto.sh --script my_train.py - 2 node1 node2 -- --lr 3e-4

@@ -21,6 +21,8 @@
 #   --env-file FILE      the same, one NAME=VALUE a line
 #   --max-restarts N     after a failure start again, up to N times (default: 0); say the same on all
 #                        nodes: a failure on one of them ends all
+#   --hang-timeout S     end the run with 124 when the ranks of this node have not written a line or a
+#                        metric for S seconds (default: 0, off)
 #   --log-dir DIR        where the folder of the run is made (default: logs)
 #   --no-preflight       do not check GPUs, MASTER_ADDR and port
 #   --detach             run in the background, apart from this terminal
@@ -31,7 +33,7 @@
 # Words behind -- go to the script untouched. The first node prints which nodes are missing. Exit codes are
 # those of launch_singlenode.sh; besides, 69: the connection to a node was lost, or this node was refused
 # (PyTorch, script, CONFIG or NNODES differ from those of the first node, its NODE_RANK is taken, or the
-# port belongs to another run); 124: not all nodes joined in time.
+# port belongs to another run); 124: not all nodes joined in time, or the run hung.
 #
 #   node1$ launch_torchrun_multinode.sh config/large_multinode.yaml 8 2 0 node1
 #   node2$ launch_torchrun_multinode.sh config/large_multinode.yaml 8 2 1 node1

@@ -89,6 +89,30 @@ END
 }
 
 
+# One in which rank 0 waits for ever for rank 1, which is in a loop.
+hanging_script() {
+  cat >"my script.py" <<'END'
+import os, threading
+at_work = threading.Event()
+def show_progress():  # however long the start takes
+    while not at_work.wait(0.3):
+        print(".", flush=True)
+threading.Thread(target=show_progress, daemon=True).start()
+import torch
+import torch.distributed as dist
+def main():
+    if os.environ["RANK"] == "1":
+        while True: pass
+    dist.all_reduce(torch.ones(1))
+dist.init_process_group("gloo")
+dist.barrier()
+print("at work", flush=True)
+at_work.set()
+main()
+END
+}
+
+
 # Start my script.py with LAUNCH in the background, and wait until its ranks are at work.
 start_work() { # <word...>
   start out "$LAUNCH" --script "my script.py" "$@"
