@@ -105,7 +105,7 @@ is_port() { # <word>
 add_environment() { # <where from> <NAME=VALUE>
   [[ $2 =~ ^[A-Za-z_][A-Za-z_0-9]*= ]] || die_usage "$1 '$2': NAME=VALUE is wanted"
   case ${2%%=*} in
-    MUSTER_RUN_DIR | MUSTER_NODE | MUSTER_NODES | RANK | WORLD_SIZE | LOCAL_RANK | MASTER_ADDR | MASTER_PORT | \
+    MUSTER_RUN_DIR | MUSTER_METRICS | MUSTER_NODE | MUSTER_NODES | RANK | WORLD_SIZE | LOCAL_RANK | MASTER_ADDR | MASTER_PORT | \
       TORCHELASTIC_* | PET_*)
       die_usage "$1 '${2%%=*}': that is for the launcher to say" ;;
   esac

@@ -44,7 +44,8 @@ name_supervisor() {
 start_node() { # <node> <command...>
   name_supervisor
   start_client "$1" on_node "$1" "${SUPERVISOR[@]}" run --dir "$RUN" --name "$1" --grace "$GRACE" --environment - \
-    ${HEARTBEAT_TIMEOUT:+--heartbeat-timeout "$HEARTBEAT_TIMEOUT"} --source "$(node_env)" -- "${@:2}"
+    ${HEARTBEAT_TIMEOUT:+--heartbeat-timeout "$HEARTBEAT_TIMEOUT"} --source "$(node_env)" \
+    --sample-usage -- "${@:2}"
   SUPERVISED[$1]=1
   { environment_block >&"${CONTROL[$1]}"; } 2>/dev/null || true # it may have ended
 }
