@@ -502,7 +502,7 @@ def test_an_empty_folder_has_a_page(tmp_path: Path) -> None:
     run = tmp_path / "train-1"
     run.mkdir()
     reader = seen(run)
-    assert "train-1" in reader.texts and "No loss was logged." in reader.texts and "no end recorded" in reader.texts
+    assert "train-1" in reader.texts and "No metrics were logged." in reader.text and "no end recorded" in reader.texts
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", "null", "7", "\0", '{"settings": 5, "world": [], "nodes": {}}'])
@@ -566,28 +566,39 @@ def test_whatever_the_files_hold_there_is_a_page(lines: list[Json], data: st.Dat
 # ---------------------------------------------------------------- the program
 
 
-def program(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "distributed.report", *words], cwd=KIT, capture_output=True, text=True)
+def program(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    words = (str(KIT / "scripts/report.sh"), "--python", sys.executable, *words)
+    return subprocess.run(words, cwd=cwd, capture_output=True, text=True)
 
 
-def test_the_program_prints_where_the_page_is(tmp_path: Path) -> None:
-    (tmp_path / "latest").symlink_to(tmp_path)
-    (tmp_path / "run.json").write_text("{}")
-    done = program(str(tmp_path / "latest"))
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"{tmp_path}/latest/report.html\n", "")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "report.html", "run.json"]
+@pytest.mark.parametrize("words", [(), ("train-1",), ("logs/train-1",), ("--log-dir", "logs", "17")])
+def test_the_program_finds_a_run_from_any_directory_and_prints_where_the_page_is(tmp_path: Path, words: Any) -> None:
+    run = tmp_path / "logs" / "train-1"
+    run.mkdir(parents=True)
+    (run / "run.json").write_text("{}")
+    for name in ("latest", "slurm-17"):
+        (tmp_path / "logs" / name).symlink_to("train-1")
+    done = program(*words, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert Path(done.stdout.rstrip("\n")).samefile(run / "report.html")
+    assert sorted(path.name for path in run.iterdir()) == ["report.html", "run.json"]
 
 
-@pytest.mark.parametrize("words", [[], ["/nowhere/at-all"], ["a", "b"], ["/"]])
-def test_a_wrong_call_exits_2(words: list[str]) -> None:
-    done = program(*words)
+def test_an_output_directory_of_a_job_has_a_report_too(tmp_path: Path) -> None:
+    folder(tmp_path, [step_line(10)])
+    assert program(str(tmp_path), cwd=KIT).stdout == f"{tmp_path}/report.html\n"
+
+
+@pytest.mark.parametrize("words", [["/nowhere/at-all"], ["a", "b"], ["/"], ["--run"], []])
+def test_a_wrong_call_exits_2(tmp_path: Path, words: list[str]) -> None:
+    done = program(*words, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "report: error:" in done.stderr
+    assert done.stderr.startswith("report.sh: ") and done.stderr.endswith("Try: report.sh --help\n")
 
 
 def test_a_page_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "report.html").mkdir()
     (tmp_path / "run.json").write_text("{}")
-    done = program(str(tmp_path))
+    done = program(str(tmp_path), cwd=tmp_path)
     assert done.returncode == 1 and "cannot write the report" in done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "run.json"]

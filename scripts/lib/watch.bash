@@ -262,7 +262,7 @@ send_heartbeats() {
 }
 
 
-# Whose failure came first, and the exit code of it all in CODE.
+# Whose failure came first, the exit code of it all in CODE, and the report.
 judge() {
   local asked=() verdict
   case $SIGNAL in
@@ -271,11 +271,8 @@ judge() {
     *) asked=(--exit-code "$STATUS") ;;
   esac
   # It writes into a pipe: that this launcher's own console is closed must not change its exit code.
-  verdict=$(kit_python verdict "$RUN" "${asked[@]}" 2>&1) && CODE=0 || CODE=$?
+  verdict=$(kit_python verdict "$RUN" --report "${asked[@]}" 2>&1) && CODE=0 || CODE=$?
   printf '%s\n' "$verdict" >&2 || true
-  if [[ -e $RUN/metrics.jsonl ]]; then
-    kit_python report "$RUN" >/dev/null || warn "$RUN/report.html: could not be written"
-  fi
 }
 
 
