@@ -282,7 +282,8 @@ def steps_tile(run: Run) -> Tile | None:
     """How far it came."""
     if not run.history.steps:
         return None
-    asked = number(run.setting("train", "steps"))
+    logged = next((number(line["steps"]) for line in reversed(run.history.steps) if "steps" in line), math.nan)
+    asked = logged if math.isfinite(logged) else number(run.setting("train", "steps"))
     return "Steps", figure(run.history.steps[-1]["step"]), f"of {figure(asked)}" if math.isfinite(asked) else "done"
 
 
