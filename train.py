@@ -171,8 +171,8 @@ def choose_precision(asked: str, here: torch.device) -> torch.dtype:
     return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[asked]
 
 
-class OwnTime:
-    """How long this rank computes in a step before it begins to wait for the others: a straggler is seen by it."""
+class Stopwatch:
+    """How long a part of each step takes on this rank."""
 
     def __init__(self, here: torch.device) -> None:
         self.cuda = here.type == "cuda"
@@ -180,15 +180,18 @@ class OwnTime:
         self._begun: Any = None
 
     def begin(self) -> None:
-        """A step begins."""
+        """The part begins now; of several calls in a step the last one counts."""
         self._begun = self._now()
 
     def end(self) -> None:
-        """The last thing that needs nobody else is done (or, on a GPU, queued)."""
-        self._spans.append((self._begun, self._now()))
+        """What belongs to the part is done (or, on a GPU, queued)."""
+        if self._begun is not None:
+            self._spans.append((self._begun, self._now()))
 
-    def mean(self) -> float:
-        """Mean seconds a step since the last call."""
+    def mean(self) -> float | None:
+        """Mean seconds a step since the last call; None where the part never began."""
+        if not self._spans:
+            return None
         if self.cuda:
             self._spans[-1][1].synchronize()
             seconds = [begun.elapsed_time(ended) / 1000 for begun, ended in self._spans]
@@ -262,7 +265,15 @@ class Training:
 
         self.step = 0  # steps done
         self.items = 0  # windows consumed by all ranks: the position in the data
-        self.own_time = OwnTime(place.here)
+        # Up to where a rank first waits for others: a straggler is seen by it.
+        self.own_time = Stopwatch(place.here)
+        # From this rank's last gradient to the sum over all ranks. The parameter that is used first gets its gradient
+        # last. Under fsdp ranks wait for each other in every layer: that is not measured.
+        self.waiting = Stopwatch(place.here)
+        if self.strategy == "ddp":
+            first = next(parameter for parameter in model.parameters() if parameter.requires_grad)
+            first.register_post_accumulate_grad_hook(lambda _: self.waiting.begin())
+        self.resumed_from: str | None = None  # directory of the run that wrote the checkpoint
         self.ballots = Ballots(world.rank, world.size, place.here)
 
     # -------- one step
@@ -306,6 +317,8 @@ class Training:
                 if last:
                     self.own_time.end()
                 self.scaler.scale(loss).backward()
+                if last:
+                    self.waiting.end()
             total += loss.detach()
         self.scaler.unscale_(self.optimizer)
         limit = self.settings.train.grad_clip or math.inf
@@ -375,6 +388,7 @@ class Training:
             "world": self.place.world.size,
             "seed": self.settings.train.seed,
             "steps": self.steps,
+            "run": str(self.place.run),
         }
 
     def go_on_from(self, found: Found, checkpoints: Checkpoints) -> None:
@@ -391,7 +405,7 @@ class Training:
         self.scaler.load_state_dict(state["scaler"])
         if (random_states := checkpoints.load_own(found)) is not None:
             set_random_state(random_states)
-        self.step, self.items = found.step, found.facts["items"]
+        self.step, self.items, self.resumed_from = found.step, found.facts["items"], found.facts.get("run")
 
 
 # ---------------------------------------------------------------- what rank 0 says
@@ -421,6 +435,7 @@ class Progress:
         """A progress line. Collective."""
         training = self.training
         rank_seconds = gather(training.own_time.mean(), training.place)
+        wait_seconds = gather(training.waiting.mean(), training.place)
         gradient_norm = whole(norm)
         steps = training.step - self._from_step
         seconds = (time.perf_counter() - self._from_time) / max(steps, 1)
@@ -435,7 +450,7 @@ class Progress:
         if self.tracker:
             self.tracker.log(
                 training.step, loss=outcome.loss, lr=rate, grad_norm=gradient_norm,
-                tokens_per_second=speed, step_seconds=seconds, rank_seconds=rank_seconds,
+                tokens_per_second=speed, step_seconds=seconds, rank_seconds=rank_seconds, wait_seconds=wait_seconds,
             )  # fmt: skip
         self.restart_clock()
 
@@ -471,8 +486,10 @@ def whole(norm: Tensor) -> float:
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
-def gather(seconds: float, place: Place) -> list[float]:
-    """One number of each rank, on every rank."""
+def gather(seconds: float | None, place: Place) -> list[float]:
+    """One number of each rank, on every rank; none, where there is none, which is so on all ranks alike. Collective."""
+    if seconds is None:
+        return []
     every = torch.zeros(place.world.size, device=place.here)
     every[place.world.rank] = seconds
     dist.all_reduce(every)
@@ -552,7 +569,8 @@ class Due:
 def run(training: Training, checkpoints: Checkpoints, tracker: tracking.Tracker | None, job: Mapping[str, Any]) -> int:
     """Train to the end, or until asked to stop. Returns the exit code."""
     progress = Progress(training, tracker)
-    progress.event("resume" if training.step else "start", steps=training.steps)
+    before = {"run": training.resumed_from} if training.resumed_from else {}
+    progress.event("resume" if training.step else "start", steps=training.steps, **before)
     stop = False
     batches = training.batches() if training.step < training.steps else iter(())
     while training.step < training.steps and not stop:

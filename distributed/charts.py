@@ -278,10 +278,12 @@ def lines(
     height: int = 320,
     zero: bool = False,
     notes: bool = False,
+    seconds: bool = False,
 ) -> str:
     """Lines over steps as SVG, with the numbers for the read-out beside it.
 
-    zero: the axis of values begins at zero. notes: marks get their text, and not only when pointed at.
+    zero: the axis of values begins at zero. notes: marks get their text, and not only when pointed at. seconds: what
+    counts is the time from 0 on, not steps, and a value that is not finite is one that nobody knows.
     Without one finite value: a sentence that says so.
     """
     drawn = [replace(line, points=thin(line.points, min(COLUMNS, width // 2))) for line in drawn if line.points]
@@ -291,18 +293,19 @@ def lines(
         return '<p class="nothing">No finite value was logged.</p>'
     longest = max((len(line.label) for line in drawn), default=0)
     box = Box(width, height, right=longest * LETTER + 20, top=28 if notes and marks else 12)
-    x = step_scale((x for line in drawn for x, _ in line.points), box.left, box.end)
+    xs = [x for line in drawn for x, _ in line.points] + [0.0] * seconds
+    x = step_scale(xs, box.left, box.end)
     y = value_scale(values, box.floor, box.top, zero=zero, count=_room(box))
     parts = [
         *_grid(box, y),
-        *_steps(box, x),
-        *_marks(box, x, marks, notes),
+        *(_seconds(box, x) if seconds else _steps(box, x)),
+        *_marks(box, x, marks, notes, seconds),
         *([_area(band, x, y)] if band else []),
         *(part for line in drawn for part in _line(line, x, y)),
-        *(part for line in drawn for part in _gaps(line, box, x)),
+        *(part for line in drawn if not seconds for part in _gaps(line, box, x)),
         *_labels(box, [line for line in drawn if line.label], y),
     ]
-    return _svg(box, parts, "lines") + _readout([line for line in drawn if not line.raw], x, y)
+    return _svg(box, parts, "lines") + _readout([line for line in drawn if not line.raw], x, y, seconds)
 
 
 def _svg(box: Box, parts: Iterable[str], style: str) -> str:
@@ -341,6 +344,14 @@ def _steps(box: Box, x: Scale) -> Iterator[str]:
         style = "tick end" if last and x(value) > box.end - 16 else "tick mid"
         at = min(x(value) + 8, box.width - 2) if style == "tick end" else x(value)
         yield _text(at, box.floor + 17, f"step {text}" if n == 0 else text, style)
+
+
+def _seconds(box: Box, x: Scale) -> Iterator[str]:
+    yield f'<path class="axis" d="M{_px(box.left)} {_px(box.floor)}H{_px(box.end)}"/>'
+    for value, text in time_ticks(max(x.high, 1e-3), max(2, int((box.end - box.left) / 56))):
+        yield f'<path class="axis" d="M{_px(x(value))} {_px(box.floor)}v4"/>'
+        end = x(value) > box.end - 24
+        yield _text(box.end + 4 if end else x(value), box.floor + 17, text, "tick end" if end else "tick mid")
 
 
 def _line(line: Line, x: Scale, y: Scale) -> Iterator[str]:
@@ -389,15 +400,19 @@ def spread(places: Sequence[float], gap: float, low: float, high: float) -> list
     return out
 
 
-def _marks(box: Box, x: Scale, marks: Sequence[Mark], notes: bool) -> Iterator[str]:
+def _marks(box: Box, x: Scale, marks: Sequence[Mark], notes: bool, seconds: bool) -> Iterator[str]:
     inside = sorted((mark for mark in marks if x.low <= mark.x <= x.high), key=lambda mark: mark.x)
     for (at, style), group in groupby(inside, key=lambda mark: (round(x(mark.x) / 3) * 3, mark.style)):
-        texts = list(dict.fromkeys(f"{mark.text} at step {figure(mark.x)}" for mark in group))
+        texts = list(dict.fromkeys(f"{mark.text} {_where(mark, seconds)}" for mark in group))
         top = box.floor - 6 if style == "checkpoint" else box.top - 10 if notes else box.top
         title = escape("; ".join(texts[:9]))
         yield f'<path class="mark {style}" d="M{at} {_px(top)}V{_px(box.floor)}"><title>{title}</title></path>'
     if notes:
         yield from _mark_texts(box, x, [mark for mark in inside if mark.style != "checkpoint"])
+
+
+def _where(mark: Mark, seconds: bool) -> str:
+    return f"after {_clock(round(mark.x))}" if seconds else f"at step {figure(mark.x)}"
 
 
 def _mark_texts(box: Box, x: Scale, marks: Sequence[Mark]) -> Iterator[str]:
@@ -421,12 +436,13 @@ def cut(text: str, length: int) -> str:
     return text if len(text) <= length else text[: length - 1] + "…"
 
 
-def _readout(drawn: Sequence[Line], x: Scale, y: Scale) -> str:
+def _readout(drawn: Sequence[Line], x: Scale, y: Scale, seconds: bool) -> str:
     """What the script of the page needs to show the values under the pointer. NaN is left out."""
     finite = [[(a, b) for a, b in line.points if math.isfinite(b)] for line in drawn]
     facts = {
         "x": [x.low, x.high, x.start, x.end],
         "y": [y.low, y.high, y.start, y.end, int(y.log)],
+        "seconds": int(seconds),
         "lines": [
             {"name": line.name, "style": line.style, "points": [[float(f"{v:.5g}") for v in p] for p in points]}
             for line, points in zip(drawn, finite, strict=True)

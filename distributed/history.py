@@ -10,18 +10,23 @@ Every file may be missing, cut short or not what it should be: what cannot be re
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import statistics
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone, tzinfo
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 Point = tuple[float, float]  # step, value; the value is NaN where it was none
 
 SLOW = 1.15  # a rank that needs this many times the median of all ranks is a straggler
+NO_VALUES = {"step", "time", "steps", "event", "rank_seconds", "wait_seconds"}  # keys of lines
+MOST_RUNS = 20  # that are followed from one to the one that it resumed from
 BOUND = 1e100  # beyond it a number is as good as infinite: sums and scales stay finite below it
 
 
@@ -32,6 +37,7 @@ class History:
     steps: list[dict[str, Any]] = field(default_factory=list)
     held_out: list[dict[str, Any]] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)  # in the order of the file
+    earlier: list[History] = field(default_factory=list)  # what later attempts have done again; runs resumed from
 
     def add(self, line: dict[str, Any]) -> None:
         """Take the next line of the file. Going back to a step, a resumed run takes back what came after it."""
@@ -43,14 +49,27 @@ class History:
             return
         if "held_out_loss" in line:
             _append(self.held_out, line)
-        if set(line) - {"step", "time", "held_out_loss"}:
-            self._go_back_to(step)
-            _append(self.steps, line)
+        if keys := line.keys() - {"step", "time", "steps", "held_out_loss"}:
+            before = next((one for one in reversed(self.steps) if not keys.isdisjoint(one)), None)
+            if before and before["step"] > step:
+                self._go_back_to(step)
+            same = bisect_left(self.steps, step, key=_step)
+            self.steps[same:] = [one for one in self.steps[same:] if one["step"] > step or keys.isdisjoint(one)]
+            insort(self.steps, line, key=_step)  # another program may log an earlier step late
 
     def _go_back_to(self, step: float) -> None:
-        for lines in (self.steps, self.held_out):
-            while lines and lines[-1]["step"] > step:
-                lines.pop()
+        undone = History()
+        for lines, others in ((self.steps, undone.steps), (self.held_out, undone.held_out)):
+            keep = bisect_right(lines, step, key=_step)
+            if keep < len(lines):
+                others += lines[max(0, keep - 1) :]  # from where the two part
+                del lines[keep:]
+        if undone.steps or undone.held_out:
+            self.earlier.append(undone)
+
+    def names(self) -> list[str]:
+        """Of all values, in the order in which they were first logged."""
+        return list(dict.fromkeys(key for line in self.steps for key in line if key not in NO_VALUES))
 
     def series(self, key: str) -> list[Point]:
         """The values of one key over steps."""
@@ -62,7 +81,19 @@ class History:
 
     def rank_seconds(self) -> list[tuple[float, list[float]]]:
         """Each rank's own compute seconds over steps, of as many ranks as the run last had."""
-        lines = [(line["step"], line["rank_seconds"]) for line in self.steps if _is_list(line, "rank_seconds")]
+        return self._of_ranks("rank_seconds")
+
+    def waiting(self) -> list[tuple[float, list[float]]]:
+        """The share of a step in which each rank waits for the gradients of others, over steps, as rank_seconds()."""
+        seconds = dict(self.series("step_seconds"))
+        return [
+            (step, [value / seconds[step] if seconds[step] > 0 else math.nan for value in values])
+            for step, values in self._of_ranks("wait_seconds")
+            if step in seconds
+        ]
+
+    def _of_ranks(self, key: str) -> list[tuple[float, list[float]]]:
+        lines = [(line["step"], line[key]) for line in self.steps if _is_list(line, key)]
         size = len(lines[-1][1]) if lines else 0
         return [(step, [number(value) for value in values]) for step, values in lines if len(values) == size]
 
@@ -75,6 +106,11 @@ class History:
         lines = (*self.steps, *self.held_out, *self.events)
         times = [time for line in lines if math.isfinite(time := number(line.get("time")))]
         return (min(times), max(times)) if times else None
+
+
+def _step(line: Mapping[str, Any]) -> float:
+    step: float = line["step"]
+    return step
 
 
 def _append(lines: list[dict[str, Any]], line: dict[str, Any]) -> None:
@@ -97,6 +133,7 @@ class Run:
     verdict: dict[str, Any]
     history: History
     notes: list[str]  # what could not be read
+    usage: Usage
 
     def fact(self, section: str, key: str) -> Any:
         """A value of settings.json, or None."""
@@ -120,7 +157,8 @@ class Run:
     def seconds(self) -> float | None:
         """From the launch, or the first line that says when, to the last sign of life."""
         span = self.history.span()
-        signs = [time for time in (started(self), number(self.verdict.get("time")), *(span or ())) if is_time(time)]
+        known = (started(self), number(self.verdict.get("time")), *(span or ()), *self.usage.attempts, self.usage.last)
+        signs = [time for time in known if is_time(time)]
         return max(signs) - min(signs) if len(signs) > 1 else None
 
 
@@ -157,8 +195,32 @@ def read(folder: Path) -> Run:
     notes: list[str] = []
     about, setup, verdict = (_object(folder / name, notes) for name in ("run.json", "settings.json", "verdict.json"))
     history = read_metrics(folder / "metrics.jsonl", notes)
+    history.earlier[:0] = _runs_before(folder, history)
     name = about.get("run")
-    return Run(name if isinstance(name, str) and name else folder.name, about, setup, verdict, history, notes)
+    return Run(
+        name if isinstance(name, str) and name else folder.name,
+        about,
+        setup,
+        verdict,
+        history,
+        notes,
+        read_usage(folder),
+    )
+
+
+def _runs_before(folder: Path, history: History) -> list[History]:
+    """Of a run that resumed from the checkpoint of another one: what that one logged, and so on, the oldest first."""
+    found: list[History] = []
+    seen = {folder}
+    while event := next((event for event in history.events if event.get("event") == "resume"), None):
+        place = Path(str(event.get("run")))
+        folder = next((path.resolve() for path in (place, folder.parent / place.name) if path.is_dir()), folder)
+        if folder in seen or len(seen) > MOST_RUNS:
+            break
+        seen.add(folder)
+        history = read_metrics(folder / "metrics.jsonl", [])
+        found[:0] = [*history.earlier, history]
+    return found
 
 
 def _object(path: Path, notes: list[str]) -> dict[str, Any]:
@@ -233,6 +295,105 @@ def number(value: Any) -> float:
 def mapping(value: Any) -> Mapping[str, Any]:
     """The value where it is an object, else an empty one."""
     return value if isinstance(value, Mapping) else {}
+
+
+# ---------------------------------------------------------------- what the ranks used
+
+SAMPLES = 200  # of each rank and attempt are enough for a chart
+
+
+@dataclass
+class Usage:
+    """What each rank used over time, sampled beside it; see usage.py."""
+
+    attempts: list[float] = field(default_factory=list)  # Unix seconds of the first sample of each
+    last: float = math.nan  # Unix seconds of the last sample of all
+    # Over Unix seconds, by what is measured and by "rank 3" (or "node1 GPU 0", where nobody knows whose it is):
+    # "cpu" (cores), "memory" (bytes), "output" (bytes a second), "gpu" (share of time), "gpu_memory" (bytes).
+    series: dict[str, dict[str, list[Point]]] = field(default_factory=dict)
+
+    def of(self, kind: str) -> dict[str, list[Point]]:
+        return self.series.get(kind, {})
+
+    def add(self, kind: str, name: str, points: Sequence[Point]) -> None:
+        """The next attempt's. Between two attempts is a gap."""
+        line = self.series.setdefault(kind, {}).setdefault(name, [])
+        line += [(points[0][0], math.nan)] * bool(line and points) + [*points]
+
+
+def read_usage(folder: Path) -> Usage:
+    """All attempts of a run, the oldest first. A sample that cannot be read is left out."""
+    usage = Usage()
+    attempts = sorted(folder.glob("try_*"), key=lambda path: (len(path.name), path.name))
+    for attempt in [*attempts, folder]:
+        about = _object(attempt / "run.json", [])
+        places = [mapping(place) for place in about.get("places") or [] if isinstance(about.get("places"), list)]
+        first = {str(place.get("node")): number(place.get("first_rank")) for place in places}
+        times = []
+        for path in sorted(attempt.glob("node_*.samples.jsonl")):
+            node = path.name.removeprefix("node_").removesuffix(".samples.jsonl")
+            if samples := _samples(path):
+                times += [sample["time"] for sample in samples]
+                _add_ranks(usage, node, first.get(node, math.nan), samples)
+                _add_gpus(usage, node, first.get(node, math.nan), samples)
+        if times:
+            usage.attempts.append(min(times))
+            usage.last = max(times)
+    return usage
+
+
+def _samples(path: Path) -> list[Mapping[str, Any]]:
+    """Those that say when they were taken, evenly spread."""
+    found: list[Mapping[str, Any]] = []
+    with contextlib.suppress(OSError):
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            with contextlib.suppress(ValueError, RecursionError):
+                sample = mapping(json.loads(line))
+                if is_time(number(sample.get("time"))) and not (found and sample["time"] <= found[-1]["time"]):
+                    found.append(sample)
+    return found[:: math.ceil(len(found) / SAMPLES) or 1]
+
+
+def _name(node: str, first: float, local_rank: Any) -> str:
+    """Of a rank, as far as its number is known."""
+    known = math.isfinite(first) and str(local_rank).isdecimal()
+    return f"rank {int(first) + int(local_rank)}" if known else f"{node} rank {local_rank}"
+
+
+def _add_ranks(usage: Usage, node: str, first: float, samples: Sequence[Mapping[str, Any]]) -> None:
+    by_rank: dict[str, list[tuple[float, Mapping[str, Any]]]] = {}
+    for sample in samples:
+        for rank, values in mapping(sample.get("ranks")).items():
+            by_rank.setdefault(rank, []).append((sample["time"], mapping(values)))
+    for rank, values in sorted(by_rank.items(), key=lambda item: (len(item[0]), item[0])):
+        name = _name(node, first, rank)
+        usage.add("memory", name, [(time, number(one.get("memory"))) for time, one in values])
+        for kind in ("cpu", "output"):
+            counts = [(time, number(one.get(kind))) for time, one in values]
+            rates = [(b, (y - x) / (b - a)) for (a, x), (b, y) in pairwise(counts)]
+            rates = [(time, 0.0 if rate < 0 else rate) for time, rate in rates]  # a child has ended unseen
+            if rates:
+                usage.add(kind, name, rates)
+
+
+def _add_gpus(usage: Usage, node: str, first: float, samples: Sequence[Mapping[str, Any]]) -> None:
+    """A GPU belongs to the rank that computes on it; where none is known on this node, it has its own name."""
+    seen = [
+        (sample["time"], index, mapping(gpu))
+        for sample in samples
+        for index, gpu in mapping(sample.get("gpus")).items()
+    ]
+    known = any(gpu.get("ranks") for _, _, gpu in seen)
+    lines: dict[tuple[str, str], dict[float, list[float]]] = {}
+    for time, index, gpu in seen:
+        ranks = gpu.get("ranks")
+        names = [_name(node, first, rank) for rank in ranks] if isinstance(ranks, list) else []
+        for name in names if known else [f"{node} GPU {index}"]:
+            lines.setdefault(("gpu", name), {}).setdefault(time, []).append(number(gpu.get("use")) / 100)
+            lines.setdefault(("gpu_memory", name), {}).setdefault(time, []).append(number(gpu.get("memory")))
+    for (kind, name), values in lines.items():
+        join = math.fsum if kind == "gpu_memory" else statistics.fmean
+        usage.add(kind, name, [(time, join(several)) for time, several in values.items()])
 
 
 # ---------------------------------------------------------------- the ranks compared

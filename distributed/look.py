@@ -49,6 +49,7 @@ class Process:
     memory: int  # bytes, resident
     threads: int
     local_rank: int | None  # of the rank whose output it writes to: that rank, or a child of it
+    ticks_of_ended: int = 0  # of CPU used by children that have ended
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,7 @@ def process(folder: Path, output: re.Pattern[str]) -> Process:
         memory=int(fields[20]) * os.sysconf("SC_PAGE_SIZE"),
         threads=int(fields[16]),
         local_rank=local_rank_of(folder, output),
+        ticks_of_ended=int(fields[12]) + int(fields[13]),
     )
 
 

@@ -30,9 +30,16 @@ function drawn(name, attributes) {
   return element;
 }
 
-function follow(figure) {
-  const svg = figure.querySelector("svg.lines"), output = figure.querySelector(".readout");
-  const { x, y, lines } = JSON.parse(figure.querySelector("script").textContent);
+function clock(seconds) {
+  const parts = [[86400, "d"], [3600, "h"], [60, "min"], [1, "s"]];
+  const first = parts.findIndex(([size]) => seconds >= size);
+  return first < 0 ? "0 s" : parts.slice(first, first + 2).map(([size, unit], n) =>
+    `${Math.floor((n ? seconds % parts[first][0] : seconds) / size)} ${unit}`).join(" ");
+}
+
+function follow(svg) {
+  const output = svg.closest("figure").querySelector(".readout");
+  const { x, y, seconds, lines } = JSON.parse(svg.nextElementSibling.textContent);
   const shown = lines.filter((line) => line.points.length);
   const layer = svg.appendChild(drawn("g", {}));
 
@@ -43,18 +50,19 @@ function follow(figure) {
     const step = found[0].point[0], away = ({ point }) => Math.abs(place(y, point[1]) - at.y);
     if (found.length > 4) found.sort((one, other) => away(one) - away(other));
     layer.replaceChildren(drawn("path", { class: "pointer", d: `M${place(x, step)} ${y[2]}V${y[3]}` }));
-    output.replaceChildren(`step ${readable(Math.round(step))}`);
+    const where = seconds ? clock : (value) => readable(Math.round(value));
+    output.replaceChildren(seconds ? where(step) : `step ${where(step)}`);
     for (const { line, point } of found.slice(0, found.length > 4 ? 3 : 4)) {
       layer.append(drawn("circle", { class: `at ${line.style}`, r: 4, cx: place(x, point[0]), cy: place(y, point[1]) }));
       const value = document.createElement("b");
       value.className = line.style;
       value.textContent = `${shown.length > 1 ? line.name + " " : ""}${readable(point[1])}`;
-      if (Math.abs(place(x, point[0]) - place(x, step)) > 2) value.textContent += ` at ${readable(point[0])}`;
+      if (Math.abs(place(x, point[0]) - place(x, step)) > 2) value.textContent += ` at ${where(point[0])}`;
       output.append(value);
     }
   });
   svg.addEventListener("pointerleave", () => { layer.replaceChildren(); output.replaceChildren(); });
 }
 
-for (const figure of document.querySelectorAll("figure:has(svg.lines)")) follow(figure);
+for (const svg of document.querySelectorAll("figure svg.lines")) follow(svg);
 addEventListener("beforeprint", () => document.querySelectorAll("details").forEach((part) => { part.open = true; }));

@@ -3,7 +3,7 @@
 The page needs no network, follows the light or dark of the reader's screen, and prints. It can be written
 at any time, also of a run that failed, is still going on, or left only half of its files.
 
-Usage: python -m distributed.report RUN_FOLDER
+scripts/report.sh finds a run and calls this.
 
 Standard library only.
 """
@@ -18,18 +18,36 @@ import shlex
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from html import escape
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from distributed import charts
 from distributed.charts import Band, Bar, Line, Mark, compact, figure
-from distributed.history import Rank, Run, compare, fold, is_time, mapping, number, read, started, stragglers, zone
+from distributed.history import (
+    History,
+    Rank,
+    Run,
+    compare,
+    fold,
+    is_time,
+    mapping,
+    number,
+    read,
+    started,
+    stragglers,
+    zone,
+)
+from distributed.whereabouts import NoRun, find
 
 FEW = 16  # up to so many ranks each has a line and a bar of its own
+FEWER = 4  # up to so many ranks each line has a colour and a label of its own
+MOST_CHARTS = 24  # of values that a script has logged
+NARROW = 360  # pixels that a chart has on a telephone
 HEAT_COLUMNS = 120
 HEAT_ROWS = 512  # beyond it several ranks share a row, which shows the slowest of them
 
@@ -55,7 +73,7 @@ def publish(target: Path, text: str) -> Path:
 
 def page(run: Run) -> str:
     """The whole page."""
-    rows = run.history.rank_seconds()
+    rows, waits = run.history.rank_seconds(), run.history.waiting()
     ranks = compare(run, rows)
     parts = [
         heading(run),
@@ -63,7 +81,8 @@ def page(run: Run) -> str:
         tiles(run),
         warning(ranks),
         section("Training", training_charts(run)),
-        section("Ranks", rank_charts(run, rows, ranks)),
+        section("Ranks", rank_charts(run, rows, ranks) + waiting_chart(run, waits)),
+        section("Usage", usage_charts(run)),
         section("Settings", settings_tables(run)),
         section("Machine", machine(run)),
         section("Command", command(run)),
@@ -197,7 +216,7 @@ def folded(title: str, text: str) -> str:
 def tiles(run: Run) -> str:
     """A row of figures; one that is not known has no tile."""
     return tile_list([loss_tile(run), *held_out_tiles(run), rate_tile(run), steps_tile(run), time_tile(run),
-                      ranks_tile(run), size_tile(run)])  # fmt: skip
+                      ranks_tile(run), size_tile(run), *usage_tiles(run)])  # fmt: skip
 
 
 def tile_list(found: Sequence[Tile | None]) -> str:
@@ -263,7 +282,8 @@ def steps_tile(run: Run) -> Tile | None:
     """How far it came."""
     if not run.history.steps:
         return None
-    asked = number(run.setting("train", "steps"))
+    logged = next((number(line["steps"]) for line in reversed(run.history.steps) if "steps" in line), math.nan)
+    asked = logged if math.isfinite(logged) else number(run.setting("train", "steps"))
     return "Steps", figure(run.history.steps[-1]["step"]), f"of {figure(asked)}" if math.isfinite(asked) else "done"
 
 
@@ -298,6 +318,34 @@ def size_tile(run: Run) -> Tile | None:
     return "Parameters", compact(parameters), shape
 
 
+def usage_tiles(run: Run) -> list[Tile]:
+    """How busy the ranks were, and how much memory the largest of them needed."""
+    found: list[Tile] = []
+    if waits := [value for _, row in run.history.waiting() for value in row if math.isfinite(value)]:
+        found.append(("Waiting", f"{statistics.fmean(waits):.0%}", "of a step, for the gradients of other ranks"))
+    mean = {kind: statistics.fmean(values) for kind in ("gpu", "cpu") if (values := values_of(run, kind))}
+    if "gpu" in mean:
+        found.append(("GPU use", f"{mean['gpu']:.0%}", "mean of all samples"))
+    elif "cpu" in mean:
+        found.append(("CPU", f"{mean['cpu']:.2f} cores", "a rank, mean of all samples"))
+    for kind, title in (("memory", "Memory"), ("gpu_memory", "GPU memory")):
+        peaks = {name: max(known) for name, points in run.usage.of(kind).items() if (known := finite(points))}
+        if peaks:
+            largest = max(peaks, key=lambda name: peaks[name])
+            found.append((title, memory(peaks[largest]), f"largest sample, {largest}"))
+    return found
+
+
+def values_of(run: Run, kind: str) -> list[float]:
+    """All finite samples of all ranks."""
+    return [value for points in run.usage.of(kind).values() for value in finite(points)]
+
+
+def finite(points: Iterable[tuple[float, float]]) -> list[float]:
+    """The values that are finite."""
+    return [value for _, value in points if math.isfinite(value)]
+
+
 def world_size(run: Run) -> int:
     """Ranks of the run; 0 when nobody wrote it down."""
     told = number(run.fact("world", "size")), number(run.about.get("nproc"))
@@ -311,31 +359,53 @@ def training_charts(run: Run) -> str:
     """Loss over the whole width, then what belongs to it."""
     history, happened = run.history, marks(run)
     events = [mark for mark in happened if mark.style != "checkpoint"]
-    losses = charts.smoothed(Line("training", history.series("loss"), "train", "training"))
+    losses = [*earlier_lines(history, "loss"), *earlier_lines(history, "held_out_loss")]
+    notes = [f"nats a {'byte' if is_bytes(run) else 'token'}"] if run.setup else []
+    notes += ["dashed: earlier attempts"] if losses else []
+    notes += ["ticks on the axis: checkpoints"] if any(mark.style == "checkpoint" for mark in happened) else []
+    losses += charts.smoothed(Line("training", history.series("loss"), "train", "training"))
     losses.append(Line("held-out", history.held_out_losses(), "held-out", "held-out"))
-    if not any(line.points for line in losses):
-        return '<p class="nothing">No loss was logged.</p>'
-    unit = f"nats a {'byte' if is_bytes(run) else 'token'}"
-    ticks = " · ticks on the axis: checkpoints" if any(mark.style == "checkpoint" for mark in happened) else ""
-    small = [
-        ("Learning rate", "", "lr", True),
-        ("Gradient norm", "before clipping", "grad_norm", False),
-        ("Tokens per second", "all ranks", "tokens_per_second", True),
-    ]
-    cards = [small_chart(run, events, *which) for which in small]
-    return (
-        card("Loss", unit + ticks, charts.lines(losses, happened, notes=True))
-        + f'\n<div class="three">\n{chr(10).join(filter(None, cards))}\n</div>'
-    )
+    known = {
+        "lr": ("Learning rate", "", True),
+        "grad_norm": ("Gradient norm", "before clipping", False),
+        "tokens_per_second": ("Tokens per second", "all ranks", True),
+    }
+    others = [name for name in history.names() if name not in {*known, "loss", "held_out_loss", "step_seconds"}]
+    cards = [small_chart(run, events, key, *known[key]) for key in known]
+    cards += [small_chart(run, events, key, key, "", False) for key in others[:MOST_CHARTS]]
+    charts_below = "\n".join(filter(None, cards))
+    loss = ""
+    if any(line.points for line in losses):
+        loss = card(
+            "Loss", " · ".join(notes), responsive(lambda w: charts.lines(losses, happened, notes=True, width=w))
+        )
+    elif not charts_below:
+        return '<p class="nothing">No metrics were logged. metrics.log(step, loss=...) of the kit adds them.</p>'
+    return f'{loss}\n<div class="three">\n{charts_below}\n</div>'
 
 
-def small_chart(run: Run, happened: Sequence[Mark], title: str, unit: str, key: str, zero: bool) -> str:
-    """One value of the metrics over steps; nothing where it was never logged."""
+def earlier_lines(history: History, key: str) -> list[Line]:
+    """What earlier attempts logged and later ones have done again, and runs that this one resumed from."""
+    found = []
+    for n, earlier in enumerate(history.earlier, 1):
+        points = earlier.held_out_losses() if key == "held_out_loss" else earlier.series(key)
+        found.append(Line(f"earlier attempt {n}", charts.smoothed(Line("", points, ""))[-1].points, "earlier"))
+    return [line for line in found if line.points]
+
+
+def responsive(draw: Callable[[int], str], wide: int = 1032) -> str:
+    """A drawing for wide pages and one for narrow ones, of which a reader sees one."""
+    return f'<div class="on-wide">{draw(wide)}</div><div class="on-narrow">{draw(NARROW)}</div>'
+
+
+def small_chart(run: Run, happened: Sequence[Mark], key: str, title: str, unit: str, zero: bool) -> str:
+    """One value of the metrics over steps; nothing where it was never a number."""
     points = run.history.series(key)
-    if not points:
+    if not points or not (finite(points) or title != key):
         return ""
-    line = Line(title.lower(), points, key.replace("_", "-"))
-    drawn = [line] if key == "lr" else charts.smoothed(line)
+    style = key.replace("_", "-") if title != key else "value-line"
+    line = Line(title.lower(), points, style)
+    drawn = earlier_lines(run.history, key) + ([line] if key == "lr" else charts.smoothed(line))
     return card(title, unit, charts.lines(drawn, happened, width=314, height=190, zero=zero))
 
 
@@ -415,13 +485,16 @@ def rank_charts(run: Run, rows: Sequence[Row], ranks: Sequence[Rank]) -> str:
     if len(rows[0][1]) > FEW:
         return many_ranks(rows, ranks, events, unit)
     if len(ranks) == 1:
-        return card("Own compute", unit, charts.lines(rank_lines(rows, ranks), events, height=200, zero=True))
+        drawn = rank_lines(rows, ranks)
+        return card(
+            "Own compute", unit, responsive(lambda w: charts.lines(drawn, events, width=w, height=200, zero=True))
+        )
     name = "the faster one" if len(ranks) == 2 else "median"
     height = 180 if len(ranks) <= 4 else max(260, 20 * len(ranks))
-    over_steps = charts.lines(rank_lines(rows, ranks), events, width=488, height=height, zero=True)
-    side_by_side = charts.bars(
-        [rank_bar(rank, factor) for rank in ranks], usual * factor, f"{name} {figure(usual * factor)}", height=height
-    )
+    drawn, bars = rank_lines(rows, ranks), [rank_bar(rank, factor) for rank in ranks]
+    rule = f"{name} {figure(usual * factor)}"
+    over_steps = responsive(lambda w: charts.lines(drawn, events, width=w, height=height, zero=True), 488)
+    side_by_side = responsive(lambda w: charts.bars(bars, usual * factor, rule, width=w, height=height), 488)
     return (
         f'{all_is_well(ranks)}<div class="two">\n'
         + card("Own compute over steps", unit, over_steps)
@@ -460,16 +533,96 @@ def many_ranks(rows: Sequence[Row], ranks: Sequence[Rank], happened: Sequence[Ma
     for rank in [group[0] for group in groups][:3]:
         points = [(step, values[rank.rank]) for step, values in table]
         drawn.append(Line(f"rank {rank.rank}", points, "slow", f"rank {rank.rank}"))
-    over_steps = charts.lines(drawn, happened, band=Band(band), height=240, zero=True)
+    over_steps = responsive(lambda w: charts.lines(drawn, happened, band=Band(band), width=w, height=240, zero=True))
     together = math.ceil(len(table[0][1]) / HEAT_ROWS)
     labels = sorted(heat_label(group, together) for group in groups[:12])
     ratios = heat_rows([(values, middle) for (_, values), (_, middle) in zip(table, middles, strict=True)], together)
-    heat = charts.heat([step for step, _ in table], ratios, labels, together=together)
+    steps = [step for step, _ in table]
+    heat = responsive(lambda w: charts.heat(steps, ratios, labels, together=together, width=w))
     return (
         all_is_well(ranks)
         + card("Own compute over steps", f"{unit} · shaded: from the fastest to the slowest rank", over_steps)
         + card("Each rank against the median", "a slow rank is a stripe", heat + legend())
     )
+
+
+# ---------------------------------------------------------------- waiting, and what was sampled
+
+
+def waiting_chart(run: Run, waits: Sequence[Row]) -> str:
+    """The share of a step that each rank waits; nothing where that was not measured."""
+    if not any(math.isfinite(value) for _, row in waits for value in row):
+        return ""
+    names = [f"rank {rank}" for rank in range(len(waits[0][1]))]
+    by_rank = {name: [(step, row[n] * 100) for step, row in waits] for n, name in enumerate(names)}
+    unit = "% of a step in which a rank has all its own gradients and waits for their sum over all ranks"
+    return chart_of_ranks(
+        "Waiting for other ranks", unit, by_rank, [mark for mark in marks(run) if mark.style != "checkpoint"]
+    )
+
+
+USAGE = {  # kind: title, unit, factor
+    "gpu": ("GPU use", "% of the time in which a kernel ran", 100.0),
+    "gpu_memory": ("GPU memory", "GiB in use on the GPUs of a rank", 2.0**-30),
+    "cpu": ("CPU", "cores, with the rank's children", 1.0),
+    "memory": ("Memory", "GiB resident, with the rank's children", 2.0**-30),
+    "output": ("Output", "kB a second", 1e-3),
+}
+
+
+def usage_charts(run: Run) -> str:
+    """What each rank used over time, through all attempts."""
+    begin = min(run.usage.attempts, default=0.0)
+    begin = min(begin, started(run)) if is_time(started(run)) else begin
+    restarts = [Mark(time - begin, f"attempt {n}") for n, time in enumerate(run.usage.attempts, 1) if n > 1]
+    cards = []
+    for kind, (title, unit, factor) in USAGE.items():
+        by_rank = {
+            name: [(time - begin, value * factor) for time, value in points]
+            for name, points in run.usage.of(kind).items()
+            if finite(points)
+        }
+        if by_rank:
+            cards.append(chart_of_ranks(title, unit, by_rank, restarts, width=314, seconds=True))
+    return f'<div class="three">\n{chr(10).join(cards)}\n</div>' if cards else ""
+
+
+def chart_of_ranks(
+    title: str,
+    unit: str,
+    by_rank: Mapping[str, Sequence[tuple[float, float]]],
+    happened: Sequence[Mark],
+    *,
+    width: int = 1032,
+    seconds: bool = False,
+) -> str:
+    """A line for each rank; of many ranks their median, and the room from the lowest to the highest."""
+    band = None
+    if len(by_rank) <= FEWER:
+        drawn = [Line(name, points, f"rank{n}", name) for n, (name, points) in enumerate(by_rank.items())]
+    elif len(by_rank) <= FEW:
+        drawn = [Line(name, points, "crowd") for name, points in by_rank.items()]
+    else:
+        table = together(by_rank.values())
+        drawn = [Line("median of all ranks", [(x, median_low(values)) for x, values in table], "usual", "median")]
+        band = Band([(x, min(values), max(values)) for x, values in table])
+        unit += " · shaded: from the lowest to the highest rank"
+
+    def draw(wide: int) -> str:
+        return charts.lines(drawn, happened, band=band, width=wide, height=190, zero=True, seconds=seconds)
+
+    return card(title, unit, responsive(draw, width) if width > NARROW else draw(width))
+
+
+def together(lines: Iterable[Sequence[tuple[float, float]]]) -> list[tuple[float, list[float]]]:
+    """At most HEAT_COLUMNS places, and the finite values of all lines that are near to each."""
+    points = sorted((x, y) for line in lines for x, y in line if math.isfinite(y))
+    width = (points[-1][0] - points[0][0]) / HEAT_COLUMNS or 1.0
+    groups = groupby(points, key=lambda point: int((point[0] - points[0][0]) / width))
+    return [((group := [*found])[-1][0], [y for _, y in group]) for _, found in groups]
+
+
+# ---------------------------------------------------------------- stragglers, and all ranks side by side
 
 
 def neighbours(slow: Sequence[Rank]) -> list[list[Rank]]:
@@ -608,7 +761,9 @@ def command(run: Run) -> str:
 def footer(run: Run) -> str:
     """What the page could not read, and how to draw it again."""
     notes = "".join(f"<p>{escape(note)}</p>" for note in run.notes)
-    return f"<footer>{notes}<p>Draw it again: <code>python -m distributed.report RUN_FOLDER</code></p></footer>"
+    return (
+        f"<footer>{notes}<p>Draw it again: <code>scripts/report.sh {escape(shlex.quote(run.name))}</code></p></footer>"
+    )
 
 
 # ---------------------------------------------------------------- words for values
@@ -648,18 +803,23 @@ def memory(size: float) -> str:
 def main(words: Sequence[str]) -> int:
     """Write the report and print its path."""
     parser = argparse.ArgumentParser(
-        prog="report", allow_abbrev=False, description="Write RUN_FOLDER/report.html, a page about the run."
+        prog="report.sh", allow_abbrev=False, description="Write RUN/report.html, a page about the run."
     )
-    parser.add_argument("run", type=Path, metavar="RUN_FOLDER", help="logs/<run>, or logs/latest")
-    folder = parser.parse_args(words).run
-    if not folder.is_dir():
-        parser.error(f"{folder}: there is no such run folder: name one of logs/, or logs/latest")
+    parser.add_argument("run", metavar="RUN", help="run directory, its name below logs, or a SLURM job's number")
+    parser.add_argument("--from", type=Path, default=Path(), dest="cwd", metavar="DIR", help="where a path begins")
+    parser.add_argument("--log-dir", type=Path, default=Path("logs"), metavar="DIR", help="where a name is looked for")
+    options = parser.parse_args(words)
+    folder = options.cwd / options.run
     if not any((folder / name).is_file() for name in ("run.json", "metrics.jsonl")):
-        parser.error(f"{folder}: not the folder of a run, it has neither run.json nor metrics.jsonl")
+        try:
+            folder = find(options.run, options.cwd, options.cwd / options.log_dir)
+        except NoRun as error:
+            sys.stderr.write(f"report.sh: {error}\nTry: report.sh --help\n")
+            return 2
     try:
         print(write(folder))
     except OSError as error:
-        print(f"report: {folder}: cannot write the report: {error}", file=sys.stderr)
+        sys.stderr.write(f"report.sh: {folder}: cannot write the report: {error}\n")
         return 1
     return 0
 

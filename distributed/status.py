@@ -28,6 +28,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from distributed import metrics
 from distributed.answers import UNFIT
 from distributed.look import Gpu, Rank
 from distributed.pulse import Beat, Pulse, feel, needs_stacks
@@ -36,7 +37,6 @@ from distributed.verdict import decide
 from distributed.visit import Visit, left_on, visits
 from distributed.whereabouts import ELSEWHERE, GONE, HERE, IN_JOB, NoRun, Run, read
 
-TAIL = 65536  # bytes at the end of metrics.jsonl
 FALLBACK = (120, 40)  # columns and lines where there is no terminal
 STATES = {"R": "runs", "S": "sleeps", "D": "disk", "T": "STOPPED", "t": "STOPPED", "I": "sleeps", "W": "sleeps"}
 COLUMNS = ("node", "rank", "pid", "state", "cpu", "memory", "gpu", "quiet", "last line")
@@ -190,28 +190,15 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def read_progress(folder: Path, now: float) -> Progress:
-    """How far the kit's trainer is, by the last line of metrics.jsonl that names a loss."""
+    """How far the script is, by the newest values in metrics.jsonl."""
     path = folder / "metrics.jsonl"
     try:
         silent = max(0.0, now - path.stat().st_mtime)
-        with path.open("rb") as file:
-            file.seek(-min(TAIL, os.fstat(file.fileno()).st_size), os.SEEK_END)
-            lines = file.read().decode(errors="replace").splitlines()
     except OSError:
         return Progress()
-    train = read_object(folder / "settings.json").get("settings", {}).get("train", {})
-    for line in reversed(lines):
-        if '"loss"' in line and (found := as_object(line)):
-            return Progress(found.get("step"), train.get("steps"), found.get("loss"), silent)
-    return Progress(silent=silent)
-
-
-def as_object(line: str) -> dict[str, Any]:
-    try:
-        found = json.loads(line)
-    except (ValueError, RecursionError):
-        return {}  # the first of the tail, or one that is being written
-    return found if isinstance(found, dict) else {}
+    found = metrics.newest(path)
+    step, steps = (None if value is None else int(value) for value in (found.get("step"), found.get("steps")))
+    return Progress(step, steps, found.get("loss"), silent)
 
 
 # ---------------------------------------------------------------- drawing

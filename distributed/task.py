@@ -27,6 +27,7 @@ from pathlib import Path
 from types import FrameType
 from typing import BinaryIO, NoReturn
 
+from distributed import usage
 from distributed.marks import family
 
 REPORT = b"\x1e"  # ASCII's record separator, which nobody prints
@@ -299,6 +300,8 @@ def run(task: Task, grace: float, become: Callable[[], NoReturn]) -> int:
             become()
         with suppress(PermissionError):  # it was quicker, and has begun
             os.setpgid(pid, pid)
+        if task.local_rank == 0:
+            usage.start(str(task.run), task.node)  # for all tasks of the node; it ends with this one's child
         return guard(task, Child(pid, grace, task.environment_mark), voice)
 
 

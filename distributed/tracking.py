@@ -1,21 +1,21 @@
 """What rank 0 writes down while it trains: metrics.jsonl always, TensorBoard and Weights & Biases when asked.
 
-metrics.jsonl holds one object a line, each written whole, so that it can be read while it grows.
+metrics.jsonl is written as metrics.py does it for every script.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
-import math
 import os
 import platform
 import socket
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+from distributed import metrics
 
 Scalars = Mapping[str, float]
 
@@ -48,8 +48,8 @@ class Tracker:
 
     def __init__(self, run: Path, settings: Mapping[str, Any]) -> None:
         """Open the places: files in the folder `run`; `settings["logging"]` says which trackers."""
-        self._file = (run / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
-        self._ends: list[Callable[[], object]] = [self._file.close]
+        self._file = run / "metrics.jsonl"
+        self._ends: list[Callable[[], object]] = []
         self._scalars: list[Callable[[Scalars, int], object]] = []
         if settings["logging"]["tensorboard"]:
             self._open_tensorboard(run)
@@ -58,8 +58,7 @@ class Tracker:
 
     def log(self, step: int, **values: Any) -> None:
         """Write values of one step; finite numbers go to the trackers too. What is NaN or infinite becomes null."""
-        written = {name: _finite_or_none(value) for name, value in values.items()}
-        self._file.write(json.dumps({"step": step, "time": time.time(), **written}) + "\n")
+        written = metrics.append(self._file, step, values)
         scalars = {name: value for name, value in written.items() if isinstance(value, float)}
         for write in self._scalars:
             write(scalars, step)
@@ -92,12 +91,6 @@ class Tracker:
         )
         self._scalars.append(lambda values, step: started.log(dict(values), step=step))
         self._ends.append(started.finish)
-
-
-def _finite_or_none(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_finite_or_none(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_settings(run: Path, settings: Mapping[str, Any], **facts: Mapping[str, Any]) -> None:

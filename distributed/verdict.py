@@ -477,6 +477,7 @@ def main(words: Sequence[str]) -> int:
     """Judge a run, write verdict.json, say it on standard error. Returns the exit code for the launcher."""
     parser = argparse.ArgumentParser(prog="verdict", description="Whose failure came first?", allow_abbrev=False)
     parser.add_argument("run", type=Path, metavar="RUN_FOLDER")
+    parser.add_argument("--report", action="store_true", help="also write report.html")
     parser.add_argument("--exit-code", type=int, metavar="N", help="what the launcher would end with by itself")
     options = parser.parse_args(words)
     if not options.run.is_dir():
@@ -489,7 +490,20 @@ def main(words: Sequence[str]) -> int:
         sys.stderr.write(f"verdict: warning: cannot write {options.run}/verdict.json: {error.strerror}\n")
     sys.stderr.write("".join(f"verdict: warning: {warning}\n" for warning in evidence.warnings))
     sys.stderr.write(in_words(verdict, options.run))
+    if options.report:
+        sys.stderr.write(report_on(options.run))
     return verdict.exit_code
+
+
+def report_on(run: Path) -> str:
+    """Write report.html. Returns a warning where that is not possible: a verdict does not depend on it."""
+    from distributed import report  # status imports this module, and draws no report
+
+    try:
+        report.write(run)
+    except Exception as error:  # noqa: BLE001 - the exit code of a training must not depend on a drawing
+        return f"verdict: warning: cannot write {run}/report.html: {error}\n"
+    return ""
 
 
 if __name__ == "__main__":

@@ -93,6 +93,13 @@ def folder(place: Path, lines: Iterable[Json] = (), tail: str = "", **files: Jso
     return place
 
 
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+
 class Reader(HTMLParser):
     """Reads a page as a browser would: what is said, in which elements, and whether all of them are closed."""
 
@@ -283,6 +290,47 @@ def test_a_held_out_loss_may_share_its_line_and_a_checkpoint_may_come_late(tmp_p
     assert run.history.held_out_losses() == [(20, 2.0)]
 
 
+def test_what_was_done_again_is_shown_as_an_earlier_attempt(tmp_path: Path) -> None:
+    lines = [*(step_line(step, loss=9.0) for step in (10, 20, 30)), held_out(30, 8.0), event(20, "resume")]
+    run = history.read(folder(tmp_path, [*lines, step_line(30, loss=1.0), held_out(30, 2.0)]))
+    [earlier] = run.history.earlier
+    assert earlier.series("loss") == [(20, 9.0), (30, 9.0)], "from where the two part"
+    assert earlier.held_out_losses() == [(30, 8.0)]
+    text = page(tmp_path)
+    assert "dashed: earlier attempts" in text and 'class="line earlier"' in text
+
+
+def test_a_run_that_resumed_from_another_one_shows_what_that_one_did(tmp_path: Path) -> None:
+    runs = [tmp_path / name for name in ("first", "second", "third")]
+    for number, place in enumerate(runs):
+        place.mkdir()
+        # run.json of an earlier place: the directory of all runs has been moved
+        before = [event(10 * number, "resume", run=f"/moved/{runs[number - 1].name}")] if number else []
+        folder(place, [*before, step_line(10 * number + 10, loss=number), step_line(10 * number + 20, loss=number)])
+    found = history.read(runs[2]).history
+    assert [earlier.series("loss") for earlier in found.earlier] == [[(10, 0), (20, 0)], [(20, 1), (30, 1)]]
+    folder(runs[0], [event(5, "resume", run=str(runs[2])), step_line(10)])
+    assert len(history.read(runs[2]).history.earlier) == 2, "a circle is left where it closes"
+
+
+def test_a_program_that_logs_an_earlier_step_late_takes_nothing_back(tmp_path: Path) -> None:
+    lines = [{"step": step, "loss": 1.0} for step in (10, 20, 30)]
+    lines[2:2] = [{"step": 10, "accuracy": 0.5}, {"step": 20, "accuracy": 0.6}]
+    lines += [{"step": 25, "accuracy": 0.7}]
+    found = history.read(folder(tmp_path, lines)).history
+    assert [step for step, _ in found.series("loss")] == [10, 20, 30]
+    assert found.series("accuracy") == [(10, 0.5), (20, 0.6), (25, 0.7)]
+    found.add({"step": 10, "loss": 2.0})  # started anew
+    assert (found.series("loss"), found.series("accuracy")) == ([(10, 2.0)], [(10, 0.5)])
+
+
+def test_the_values_of_a_script_have_charts_by_their_names(tmp_path: Path) -> None:
+    lines = [{"step": step, "steps": 30, "top-5 <b>": step / 50, "never": None} for step in (10, 20)]
+    reader = seen(folder(tmp_path, lines))
+    assert "top-5 <b>" in reader.texts and "never" not in reader.texts and "Loss" not in reader.texts
+    assert "nats a token" not in reader.text and reader.tiles()["Steps"] == ("20", "of 30")
+
+
 def test_a_last_line_cut_short_is_no_fault_and_others_are_told(tmp_path: Path) -> None:
     cut = folder(tmp_path, [step_line(10)], tail='{"step": 20, "lo')
     assert history.read(cut).notes == []
@@ -356,6 +404,90 @@ def test_after_a_change_of_world_the_last_one_is_compared(tmp_path: Path) -> Non
     lines = [step_line(10, [0.1, 0.9, 0.1]), step_line(20, [0.1, 0.1]), step_line(30, lost)]
     run = history.read(folder(tmp_path, lines))
     assert [rank.median for rank in history.compare(run, run.history.rank_seconds())] == [0.1, 0.1]
+
+
+# ---------------------------------------------------------------- what the ranks waited for and used
+
+
+def test_the_share_of_a_step_that_ranks_wait_is_told(tmp_path: Path) -> None:
+    lines = [step_line(step, step_seconds=0.5, wait_seconds=[0.05, 0.15]) for step in (10, 20)]
+    reader = seen(folder(tmp_path, lines))
+    assert "Waiting for other ranks" in reader.texts
+    assert reader.texts[reader.texts.index("Waiting") + 1] == "20%"
+    assert "Waiting for other ranks" not in seen(folder(tmp_path, [step_line(10, wait_seconds=[])])).texts
+
+
+def sample(time: float, *ranks: tuple[float, int, int], gpus: Json | None = None) -> Json:
+    """ranks: of each its seconds of CPU, bytes of memory and bytes of output so far."""
+    values = {str(rank): dict(zip(("cpu", "memory", "output"), one, strict=True)) for rank, one in enumerate(ranks)}
+    return {"time": 1.7e9 + time, "ranks": values} | ({"gpus": gpus} if gpus else {})
+
+
+def attempt(place: Path, *samples: Json, node: str = "node2", tail: str = "") -> Path:
+    place.mkdir(exist_ok=True)
+    (place / f"node_{node}.samples.jsonl").write_text("".join(json.dumps(one) + "\n" for one in samples) + tail)
+    places = [{"node": "node1", "first_rank": 0}, {"node": "node2", "first_rank": 2}]
+    return folder(place, run=about(places=places))
+
+
+def test_what_each_rank_used_is_drawn_through_all_attempts(tmp_path: Path) -> None:
+    attempt(tmp_path / "try_1", sample(0, (1, 8, 0)), sample(2, (4, 9, 100)), sample(4, (5, 9, 100)))
+    attempt(tmp_path, sample(9, (0, 7, 0), (0, 1, 0)), sample(10, (2, 7, 50), (0, 1, 0)), tail='{"time": 1')
+    usage = history.read(tmp_path).usage
+    assert (usage.attempts, usage.last) == ([1.7e9, 1.7e9 + 9], 1.7e9 + 10)
+    assert [*usage.of("cpu")] == ["rank 2", "rank 3"]
+    cores = [(time - 1.7e9, value) for time, value in usage.of("cpu")["rank 2"]]
+    assert [point for point in cores if math.isfinite(point[1])] == [(2, 1.5), (4, 0.5), (10, 2.0)]
+    assert [math.isnan(value) for _, value in cores] == [False, False, True, False], "a gap between two attempts"
+    assert [value for _, value in usage.of("output")["rank 2"] if value >= 0] == [50, 0, 50]
+    reader = seen(tmp_path)
+    assert {"Usage", "CPU", "Memory", "Output", "rank 3"} <= set(reader.texts)
+    assert any(text.startswith("attempt 2 after ") for text in reader.texts)
+    assert "No metrics were logged." in reader.text
+
+
+def test_a_gpu_is_that_of_the_rank_that_computes_on_it_or_has_its_own_name(tmp_path: Path) -> None:
+    rank, gpus = (
+        (1.0, 8, 0),
+        {"3": {"use": 90, "memory": 2**30, "ranks": [0]}, "4": {"use": 0, "memory": 5, "ranks": []}},
+    )
+    attempt(tmp_path, sample(0, rank, gpus=gpus), sample(1, rank))
+    assert history.read(tmp_path).usage.of("gpu") == {"rank 2": [(1.7e9, 0.9)]}
+    assert {"GPU use", "GPU memory"} <= set(seen(tmp_path).texts)
+    gpus["3"]["ranks"] = []  # in a container the driver knows processes by other numbers
+    attempt(tmp_path, sample(0, rank, gpus=gpus))
+    assert [*history.read(tmp_path).usage.of("gpu")] == ["node2 GPU 3", "node2 GPU 4"]
+
+
+@pytest.mark.parametrize("size", [5, 17, 300])
+def test_any_number_of_ranks_has_its_usage_drawn_on_a_small_page(tmp_path: Path, size: int) -> None:
+    attempt(tmp_path, *(sample(time, *[(time / 2, 2**30, time)] * size) for time in range(500)))
+    text = page(tmp_path)
+    assert Reader(text).faults == [] and len(text) < 400_000
+    assert ("median of all ranks" in text) == (size > 16)
+
+
+def strange(*keys: str) -> st.SearchStrategy[Any]:
+    return VALUES | st.dictionaries(st.sampled_from("01x"), st.dictionaries(st.sampled_from(keys), VALUES) | VALUES)
+
+
+STRANGE = st.fixed_dictionaries(
+    {"time": st.floats(0, 2e9) | VALUES}, optional={"ranks": strange("cpu", "memory"), "gpus": strange("use", "ranks")}
+)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(STRANGE))
+def test_whatever_the_samples_hold_there_is_a_page(samples: list[Json]) -> None:
+    with tempfile.TemporaryDirectory() as place:
+        seen(attempt(Path(place), *samples))
+
+
+def test_wide_charts_are_drawn_once_more_for_narrow_screens(tmp_path: Path) -> None:
+    text = page(folder(tmp_path, [step_line(10), step_line(20)]))
+    narrow = [int(width) <= report.NARROW for width in re.findall(r'viewBox="0 0 (\d+) ', text)]
+    assert narrow.count(True) >= narrow.count(False) > 0
+    assert text.count('class="on-wide"') == text.count('class="on-narrow"') > 0
 
 
 # ---------------------------------------------------------------- charts
@@ -502,7 +634,7 @@ def test_an_empty_folder_has_a_page(tmp_path: Path) -> None:
     run = tmp_path / "train-1"
     run.mkdir()
     reader = seen(run)
-    assert "train-1" in reader.texts and "No loss was logged." in reader.texts and "no end recorded" in reader.texts
+    assert "train-1" in reader.texts and "No metrics were logged." in reader.text and "no end recorded" in reader.texts
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", "null", "7", "\0", '{"settings": 5, "world": [], "nodes": {}}'])
@@ -530,11 +662,6 @@ def test_a_hundred_thousand_lines_make_a_small_page(tmp_path: Path) -> None:
     assert Reader(text).tiles()["Steps"][0] == "100,000"
 
 
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=6,
-)
 METRICS = st.fixed_dictionaries(
     {"step": st.integers(0, 50) | VALUES},
     optional={
@@ -566,28 +693,39 @@ def test_whatever_the_files_hold_there_is_a_page(lines: list[Json], data: st.Dat
 # ---------------------------------------------------------------- the program
 
 
-def program(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "distributed.report", *words], cwd=KIT, capture_output=True, text=True)
+def program(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    words = (str(KIT / "scripts/report.sh"), "--python", sys.executable, *words)
+    return subprocess.run(words, cwd=cwd, capture_output=True, text=True)
 
 
-def test_the_program_prints_where_the_page_is(tmp_path: Path) -> None:
-    (tmp_path / "latest").symlink_to(tmp_path)
-    (tmp_path / "run.json").write_text("{}")
-    done = program(str(tmp_path / "latest"))
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"{tmp_path}/latest/report.html\n", "")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "report.html", "run.json"]
+@pytest.mark.parametrize("words", [(), ("train-1",), ("logs/train-1",), ("--log-dir", "logs", "17")])
+def test_the_program_finds_a_run_from_any_directory_and_prints_where_the_page_is(tmp_path: Path, words: Any) -> None:
+    run = tmp_path / "logs" / "train-1"
+    run.mkdir(parents=True)
+    (run / "run.json").write_text("{}")
+    for name in ("latest", "slurm-17"):
+        (tmp_path / "logs" / name).symlink_to("train-1")
+    done = program(*words, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert Path(done.stdout.rstrip("\n")).samefile(run / "report.html")
+    assert sorted(path.name for path in run.iterdir()) == ["report.html", "run.json"]
 
 
-@pytest.mark.parametrize("words", [[], ["/nowhere/at-all"], ["a", "b"], ["/"]])
-def test_a_wrong_call_exits_2(words: list[str]) -> None:
-    done = program(*words)
+def test_an_output_directory_of_a_job_has_a_report_too(tmp_path: Path) -> None:
+    folder(tmp_path, [step_line(10)])
+    assert program(str(tmp_path), cwd=KIT).stdout == f"{tmp_path}/report.html\n"
+
+
+@pytest.mark.parametrize("words", [["/nowhere/at-all"], ["a", "b"], ["/"], ["--run"], []])
+def test_a_wrong_call_exits_2(tmp_path: Path, words: list[str]) -> None:
+    done = program(*words, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "report: error:" in done.stderr
+    assert done.stderr.startswith("report.sh: ") and done.stderr.endswith("Try: report.sh --help\n")
 
 
 def test_a_page_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "report.html").mkdir()
     (tmp_path / "run.json").write_text("{}")
-    done = program(str(tmp_path))
+    done = program(str(tmp_path), cwd=tmp_path)
     assert done.returncode == 1 and "cannot write the report" in done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "run.json"]

@@ -260,6 +260,14 @@ def test_values_of_the_environment_reach_the_command_and_no_command_line(run: Ru
     assert not [path for path in Path(run.files.directory).glob("*.pid") if "s3cr3t" in path.read_text()]
 
 
+@pytest.mark.parametrize("block", [b"\0", b"MUSTER_METRICS=/out/metrics.jsonl\0\0"], ids=["of a run", "of a job"])
+def test_the_command_knows_where_its_metrics_go(run: Run, monkeypatch: pytest.MonkeyPatch, block: bytes) -> None:
+    monkeypatch.setenv("MUSTER_METRICS", "/of/another/launch")
+    run.start("echo ready $MUSTER_METRICS", block=block)
+    asked = f"{run.files.directory}/metrics.jsonl" if block == b"\0" else "/out/metrics.jsonl"
+    assert run.log == f"ready {asked}\n"
+
+
 def test_an_environment_from_a_file_is_removed_when_it_was_read(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "block"
     file.write_bytes(b"A=1\0\0")

@@ -550,6 +550,8 @@ def test_the_run_folder_says_what_happened(bench: Bench) -> None:
     assert [line["event"] for line in lines if "event" in line] == ["start", *["checkpoint"] * 12, "finish"]
     steps = [line for line in lines if "loss" in line]
     assert all(len(line["rank_seconds"]) == 2 and min(line["rank_seconds"]) > 0 for line in steps)
+    assert all(len(line["wait_seconds"]) == 2 for line in steps)
+    assert all(0 < wait < line["step_seconds"] for line in steps[1:] for wait in line["wait_seconds"])
     held_out = [line for line in lines if "held_out_loss" in line and "event" not in line]
     assert [line["step"] for line in held_out] == [6, 12]
     assert all(math.isfinite(line["held_out_loss"]) for line in held_out)
@@ -591,6 +593,7 @@ def test_a_job_resumes_in_its_output_directory(bench: Bench) -> None:
     run = bench.folder / "experiments/exp1/fold1_compound-statements"
     assert f"going on from {run}/checkpoints/step_00000002" in again.stdout
     assert [(line["step"], line["steps"]) for line in events(run, "start", "resume")] == [(0, 2), (2, 4)]
+    assert [line["run"] for line in events(run, "resume")] == [str(run)]
     assert not (bench.folder / "logs").exists()
 
 

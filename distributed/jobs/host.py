@@ -39,7 +39,7 @@ with contextlib.suppress(ImportError):  # a supervisor wants them: so each one t
     import ctypes  # noqa: F401
     import resource  # noqa: F401
 
-from distributed import base_model
+from distributed import base_model, metrics
 from distributed.base_model import BaseModelError
 from distributed.gpus import look_at_gpus
 from distributed.jobs import panes
@@ -169,24 +169,8 @@ def last_lines(path: str) -> list[str]:
 
 def read_metrics(output: str) -> dict[str, Any]:
     """The newest value of each number that the job wrote into its metrics.jsonl."""
-    path = os.path.join(output, "metrics.jsonl")
-    found: dict[str, Any] = {}
-    try:
-        with open(path, "rb") as file:
-            text = file.read(TAIL) + b"\n" + tail(path)  # the first lines say how many steps there will be
-    except OSError:
-        return found
-    for line in text.splitlines():
-        with contextlib.suppress(ValueError, RecursionError):
-            values = json.loads(line)
-            if isinstance(values, dict):
-                found.update((key, value) for key, value in values.items() if is_number(value))
-    found.pop("time", None)
-    return found
-
-
-def is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e100
+    found = metrics.newest(os.path.join(output, "metrics.jsonl"))
+    return {key: value for key, value in found.items() if value is not None}
 
 
 # ---------------------------------------------------------------- one serve a job list
@@ -374,7 +358,10 @@ class Serve:
         words = ["--dir", attempt.directory, "--name", self.server, "--grace", f"{request['grace']:.0f}", "--detach"]
         if request.get("timeout"):
             words += ["--timeout", f"{max(1, round(request['timeout']))}"]
-        env = request["env"] | {"MUSTER_OUTPUT_DIR": attempt.output}
+        env = request["env"] | {
+            "MUSTER_OUTPUT_DIR": attempt.output,
+            "MUSTER_METRICS": os.path.join(attempt.output, "metrics.jsonl"),
+        }
         if base := request.get("base"):
             env["MUSTER_BASE_MODEL"] = self._base_path(base)
         defaults = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(self._threads())}

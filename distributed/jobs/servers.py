@@ -55,9 +55,10 @@ USUAL, NO_RSYNC = 3, 4  # exit codes: ~/ml-customization is there; rsync is not
 # What host.py and the supervisors that it forks need on a server.
 KIT_FILES = (
     "distributed/__init__.py", "distributed/base_model.py", "distributed/marks.py", "distributed/gpus.py",
-    "distributed/probe.py",
+    "distributed/metrics.py", "distributed/probe.py",
     "distributed/jobs/__init__.py", "distributed/jobs/host.py", "distributed/jobs/panes.py",
     "distributed/launch/__init__.py", "distributed/launch/supervisor.py", "distributed/launch/console.py",
+    "distributed/usage.py",
     "scripts/lib/jobs_host.py", "scripts/lib/in_node_env.sh", "scripts/lib/common.bash",
 )  # fmt: skip
 # Neither what git ignores, nor what runs leave: a copy is what a colleague would get by `git clone`.

@@ -345,7 +345,8 @@ class SlurmServer:
             "trains": job.trains, "cache": self.launch.cache.directory, "settings": dict(job.settings),
             "call": array_task.carried(dict(os.environ)),
             "env": {**job.options.env, **self._base_variables(job), "MUSTER_JOB": document(job),
-                    "MUSTER_OUTPUT_DIR": element.output},
+                    "MUSTER_OUTPUT_DIR": element.output,
+                    "MUSTER_METRICS": os.path.join(element.output, "metrics.jsonl")},
         }  # fmt: skip
 
     def _base_variables(self, job: Job) -> dict[str, str]:

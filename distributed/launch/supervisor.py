@@ -18,6 +18,7 @@ run starts COMMAND in a session of its own and waits for its end:
   --heartbeat-timeout SECONDS  the launcher is gone when nothing was received for so long (default: never)
   --terminal         standard output and standard error are one terminal: a progress bar of rank 0 stays on one line
   --timeout SECONDS  stop COMMAND when it has run for so long (default: never)
+  --sample-usage     record what each rank uses in node_NAME.samples.jsonl; see distributed/usage.py
   --detach           return when COMMAND has started; do not watch standard input. node_NAME.heartbeat is touched
                      every 3 seconds; node_NAME.usage (JSON) gets its times and the memory that it used
 
@@ -43,7 +44,7 @@ import select
 import signal
 import time
 
-from distributed import marks
+from distributed import marks, usage
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -245,6 +246,7 @@ def environment(block: bytes, files: Files) -> Environment:
     with open("/proc/self/environ", "rb") as file:  # Python has changed what os.environ shows
         env = entries(file.read())
     env = {name: value for name, value in env.items() if name not in FOREIGN and not name.startswith(FOREIGN_PREFIXES)}
+    env[b"MUSTER_METRICS"] = os.fsencode(os.path.join(files.directory, "metrics.jsonl"))  # a job's block has its own
     env |= entries(block)
     env |= entries(b"\0".join(files.mark))
     env[b"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = os.fsencode(f"[{files.name}:${{rank}}] ")
@@ -423,11 +425,13 @@ class Supervisor:
         attached: bool = False,
         terminal: bool = False,
         received: bytes = b"",
+        samples_usage: bool = False,
     ) -> None:
         """received: what came through the control channel behind the environment block."""
         self.files, self.grace, self.heartbeat_timeout, self.timeout = files, grace, heartbeat_timeout, timeout
         self._attached, self._detached = attached, not attached  # neither, once the launcher has gone
         self.code: int | None = None  # of the command, when it has ended
+        self._samples_usage, self._sampler = samples_usage, 0  # the process that samples, while there is one
         self.stopping = False
         self._received = received
         self._kill_at = self._stop_at = float("inf")
@@ -471,6 +475,8 @@ class Supervisor:
                 os._exit(126)
         os.close(source)
         os.close(output)
+        if self._samples_usage:
+            self._sampler = usage.start(self.files.directory, self.files.name)
         self._introduce()
 
     def _catch_signals(self) -> int:
@@ -486,6 +492,8 @@ class Supervisor:
     def _introduce(self) -> None:
         """Report the process ids to the guard, and write them to node_NAME.pid."""
         self._guard.report(f"session {self.pid}")
+        if self._sampler:
+            self._guard.report(f"session {self._sampler}")
         processes = {"supervisor": os.getpid(), "guard": self._guard.pid, "command": self.pid}
         facts = {name: identity(pid) for name, pid in processes.items()}
         try:
@@ -587,6 +595,10 @@ class Supervisor:
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 if ended[0] == self.pid:
                     self.code = _exit_code(ended[1])
+                    if self._sampler:
+                        usage.stop(self._sampler)
+                elif ended[0] == self._sampler:
+                    self._sampler = 0
                 elif ended[0] == self._guard.pid:
                     self._guard.close()
                     self._guard = Guard(self.files)
@@ -665,7 +677,8 @@ class Supervisor:
     def _end_rest(self, now: float) -> None:
         """End what the command left behind: SIGTERM, then SIGKILL. As long as it runs itself, only SIGKILL."""
         self._scan_at = now + SCAN
-        rest = [] if self._childless() else marks.living(self.files.mark, [self.pid], os.getpid(), [self._guard.pid])
+        ours = [self._guard.pid, self._sampler]
+        rest = [] if self._childless(ours) else marks.living(self.files.mark, [self.pid], os.getpid(), ours)
         if now >= self._kill_at:
             send(signal.SIGKILL, rest)
             if self.code is not None and now >= self._kill_at + UNKILLABLE:
@@ -679,12 +692,13 @@ class Supervisor:
         if self.code is not None and not rest:
             self._swept = True
 
-    def _childless(self) -> bool:
+    def _childless(self, ours: Sequence[int]) -> bool:
         """Whether nothing of the command can be left: all that it left behind became a child of this process.
 
         That spares a look at every process of the machine.
         """
-        return self._adopts and self.code is not None and children() == [self._guard.pid]
+        found = children()
+        return self._adopts and self.code is not None and found is not None and set(found) <= set(ours)
 
     def finish(self) -> None:
         """Nothing of the command is left: write its exit code, last of all."""
@@ -696,6 +710,9 @@ class Supervisor:
         except OSError as error:
             self._note(f"cannot write {self.files.exit}: {error.strerror}")
         self._guard.dismiss()
+        if self._sampler:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(self._sampler, 0)
         os.close(self._log)
 
     def _write_usage(self) -> None:
@@ -777,6 +794,7 @@ def supervise(options: Options, block: bytes, received: bytes = b"", started: Ca
         attached=not options.detach,
         terminal=options.terminal,
         received=received,
+        samples_usage=options.sample_usage,
     )
     supervisor.start(command, environment(block, files), block if options.source else None)
     started()
@@ -860,7 +878,7 @@ class Options:
     def __init__(self, arguments: Sequence[str]) -> None:
         self.directory = self.name = self.source = self.environment = ""
         self.grace, self.heartbeat_timeout, self.timeout = -1.0, float("inf"), float("inf")
-        self.detach = self.terminal = False
+        self.detach = self.terminal = self.sample_usage = False
         self.command: list[str] = []
         left = list(arguments)
         while left:
@@ -872,6 +890,8 @@ class Options:
                 self.detach = True
             elif option == "--terminal":
                 self.terminal = True
+            elif option == "--sample-usage":
+                self.sample_usage = True
             elif option in (
                 "--dir",
                 "--name",

@@ -123,7 +123,7 @@ take_port_of_environment() {
 add_environment() { # <where from> <NAME=VALUE>
   [[ $2 =~ ^[A-Za-z_][A-Za-z_0-9]*= ]] || die_usage "$1: expected NAME=VALUE, got '$2'"
   case ${2%%=*} in
-    MUSTER_RUN_DIR | MUSTER_NODE | MUSTER_NODES | RANK | WORLD_SIZE | LOCAL_RANK | MASTER_ADDR | MASTER_PORT | \
+    MUSTER_RUN_DIR | MUSTER_METRICS | MUSTER_NODE | MUSTER_NODES | RANK | WORLD_SIZE | LOCAL_RANK | MASTER_ADDR | MASTER_PORT | \
       TORCHELASTIC_* | PET_*)
       die_usage "$1 '${2%%=*}': the launcher sets it; leave it out" ;;
   esac

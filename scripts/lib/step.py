@@ -21,7 +21,7 @@ def start(run: str, srun: tuple[str, ...]) -> subprocess.Popen[bytes]:
         stderr=subprocess.PIPE,
         bufsize=0,
         start_new_session=True,
-        env={**os.environ, "MUSTER_RUN_DIR": run},
+        env={**os.environ, "MUSTER_RUN_DIR": run, "MUSTER_METRICS": os.path.join(run, "metrics.jsonl")},
     )
 
 

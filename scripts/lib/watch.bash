@@ -55,7 +55,8 @@ start_node() { # <node> <command...>
   [[ ! -t 1 || ! -t 2 ]] || terminal=(--terminal)
   name_supervisor
   start_client "$1" on_node "$1" "${SUPERVISOR[@]}" run --dir "$RUN" --name "$1" --grace "$GRACE" --environment - \
-    "${terminal[@]}" ${HEARTBEAT_TIMEOUT:+--heartbeat-timeout "$HEARTBEAT_TIMEOUT"} --source "$(node_env)" -- "${@:2}"
+    "${terminal[@]}" ${HEARTBEAT_TIMEOUT:+--heartbeat-timeout "$HEARTBEAT_TIMEOUT"} --source "$(node_env)" \
+    --sample-usage -- "${@:2}"
   SUPERVISED[$1]=1
   { environment_block >&"${CONTROL[$1]}"; } 2>/dev/null || true # it may have ended
 }
@@ -314,7 +315,7 @@ stop_hang_watch() {
 }
 
 
-# Whose failure came first, and the exit code of it all in CODE.
+# Whose failure came first, the exit code of it all in CODE, and the report.
 judge() {
   local asked=() verdict
   case $SIGNAL in
@@ -323,11 +324,8 @@ judge() {
     *) asked=(--exit-code "$STATUS") ;;
   esac
   # It writes into a pipe: that this launcher's own console is closed must not change its exit code.
-  verdict=$(kit_python verdict "$RUN" "${asked[@]}" 2>&1) && CODE=0 || CODE=$?
+  verdict=$(kit_python verdict "$RUN" --report "${asked[@]}" 2>&1) && CODE=0 || CODE=$?
   printf '%s\n' "$verdict" >&2 || true
-  if [[ -e $RUN/metrics.jsonl ]]; then
-    kit_python report "$RUN" >/dev/null || warn "$RUN/report.html: could not be written"
-  fi
 }
 
 

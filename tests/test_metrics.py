@@ -1,0 +1,108 @@
+"""A script reports its metrics by one call, or by appending lines: whatever goes wrong with the file, it trains on.
+
+Held here: what is logged is a line of strict JSON at once, on rank 0 alone; a wrong call raises on all ranks alike; a
+file that cannot be written is reported once; the newest values are found in a file of any length.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distributed import metrics
+
+
+class Tensor:
+    """As far as a script's tensor matters here."""
+
+    def __init__(self, *values: Any) -> None:
+        self.values = values
+
+    def item(self) -> Any:
+        if len(self.values) != 1:
+            raise RuntimeError("a Tensor with 2 elements cannot be converted to Scalar")
+        return self.values[0]
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MUSTER_METRICS", str(tmp_path / "metrics.jsonl"))
+    monkeypatch.delenv("RANK", raising=False)
+    return tmp_path / "metrics.jsonl"
+
+
+def refuse(constant: str) -> None:
+    raise AssertionError(f"{constant} is no JSON")
+
+
+def test_each_call_appends_a_line(file: Path) -> None:
+    metrics.log(1, steps=9, loss=2.5)
+    metrics.log(2, loss=Tensor(math.nan), accuracy=Tensor(0.5))
+    first, second = (json.loads(line, parse_constant=refuse) for line in file.read_text().splitlines())
+    assert isinstance(first.pop("time"), float) and second.pop("time") > 0
+    assert (first, second) == ({"step": 1, "steps": 9, "loss": 2.5}, {"step": 2, "loss": None, "accuracy": 0.5})
+
+
+def test_other_ranks_and_a_script_without_a_launcher_write_nothing(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Unasked:
+        def item(self) -> float:
+            raise AssertionError("a rank that writes nothing need not wait for its GPU")
+
+    monkeypatch.setenv("RANK", "1")
+    metrics.log(1, loss=Unasked())
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.delenv("MUSTER_METRICS")
+    metrics.log(1, loss=2.5)
+    assert not file.exists()
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize(
+    ("step", "values", "message"),
+    [
+        (1.5, {"loss": 1.0}, "step: expected an integer from 0 on, got 1.5"),
+        (-1, {"loss": 1.0}, "step: expected an integer from 0 on, got -1"),
+        (True, {"loss": 1.0}, "step: expected an integer from 0 on, got True"),
+        (1, {"loss": "low"}, "loss: expected a number, got str 'low'"),
+        (1, {"loss": None}, "loss: expected a number, got NoneType None"),
+        (1, {"time": 3.0}, "time: this name is reserved"),
+        (1, {"step": 3}, "step: this name is reserved"),
+    ],
+)
+def test_a_wrong_call_is_refused_on_every_rank(
+    file: Path, monkeypatch: pytest.MonkeyPatch, rank: str, step: Any, values: dict[str, Any], message: str
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    with pytest.raises(ValueError, match=message):
+        metrics.log(step, **values)
+    assert not file.exists()
+
+
+@pytest.mark.parametrize("value", [Tensor(1.0, 2.0), Tensor("low")])
+def test_what_is_not_one_number_is_refused(file: Path, value: Tensor) -> None:
+    with pytest.raises(ValueError, match="loss: expected"):
+        metrics.log(1, loss=value)
+
+
+def test_a_file_that_cannot_be_written_is_reported_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("MUSTER_METRICS", str(tmp_path / "nowhere" / "metrics.jsonl"))
+    metrics.log(1, loss=1.0)
+    metrics.log(2, loss=1.0)
+    assert capsys.readouterr().err.count("No such file or directory; metrics are lost, the training goes on") == 1
+
+
+def test_the_newest_values_stand_at_both_ends_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert metrics.newest(path) == {}
+    path.write_text('{"step": 1, "steps": 9, "loss": 3.0}\n[1]\n{"step": 2, "loss": null, "x": "y"}\n{"step": 3, "lo')
+    assert metrics.newest(path) == {"step": 2, "steps": 9, "loss": None}
+    many = range(3, 20_000)
+    path.write_text('{"step": 1, "steps": 9}\n' + "".join(f'{{"step": {n}, "loss": {n / 2}}}\n' for n in many))
+    assert metrics.newest(path) == {"step": 19_999, "steps": 9, "loss": 19_999 / 2}
