@@ -154,8 +154,8 @@ STANDARD_LIBRARY_ALONE = {
     "evidence", "facts", "fitness", "fold", "fork_server", "gpus", "hang", "history", "interpreter", "jobs.array_task",
     "jobs.host", "jobs.page", "jobs.panes", "launch.console", "launch.supervisor", "links", "look", "marks",
     "members", "metrics", "names", "network", "nodelist", "preflight", "preloaded", "probe", "progress", "pulse",
-    "reach", "report", "resources", "run_folder", "smoke_report", "stacks", "status", "step", "step_folder", "survey", "task",
-    "threads", "topics", "usage", "verdict", "visit", "whereabouts", "world",
+    "reach", "report", "resources", "run_folder", "smoke_report", "stacks", "status", "step", "step_folder", "survey",
+    "task", "threads", "topics", "usage", "verdict", "visit", "whereabouts", "world",
 }  # fmt: skip
 WHERE_IT_IS_THERE = {"rich"}  # inside a try
 

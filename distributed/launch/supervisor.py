@@ -871,12 +871,17 @@ def status(files: Files) -> dict[str, object]:
 
 # ---------------------------------------------------------------- the command line
 
+# A field of Options each.
+FLAGS = ("--detach", "--terminal", "--sample-usage")
+TEXTS = ("--dir", "--name", "--source", "--environment")
+DURATIONS = ("--grace", "--heartbeat-timeout", "--timeout")
+
 
 class Options:
     """The words of a call, checked."""
 
     def __init__(self, arguments: Sequence[str]) -> None:
-        self.directory = self.name = self.source = self.environment = ""
+        self.dir = self.name = self.source = self.environment = ""
         self.grace, self.heartbeat_timeout, self.timeout = -1.0, float("inf"), float("inf")
         self.detach = self.terminal = self.sample_usage = False
         self.command: list[str] = []
@@ -886,27 +891,17 @@ class Options:
             if option == "--":
                 self.command = left
                 break
-            if option == "--detach":
-                self.detach = True
-            elif option == "--terminal":
-                self.terminal = True
-            elif option == "--sample-usage":
-                self.sample_usage = True
-            elif option in (
-                "--dir",
-                "--name",
-                "--source",
-                "--environment",
-                "--grace",
-                "--heartbeat-timeout",
-                "--timeout",
-            ):
+            field = option.removeprefix("--").replace("-", "_")
+            if option in FLAGS:
+                setattr(self, field, True)
+            elif option in TEXTS + DURATIONS:
                 if not left or not left[0]:
                     raise Refused(WRONG_CALL, f"{option}: needs a value")
-                self._take(option, left.pop(0))
+                value = left.pop(0)
+                setattr(self, field, seconds(option, value) if option in DURATIONS else value)
             else:
                 raise Refused(WRONG_CALL, f"{option}: unknown option")
-        if not self.directory or not self.name:
+        if not self.dir or not self.name:
             raise Refused(WRONG_CALL, "--dir and --name are required")
         if "/" in self.name:
             raise Refused(WRONG_CALL, f"--name: expected a name without a slash, got '{self.name}'")
@@ -915,23 +910,7 @@ class Options:
 
     @property
     def files(self) -> Files:
-        return Files(self.directory, self.name)
-
-    def _take(self, option: str, value: str) -> None:
-        if option == "--dir":
-            self.directory = value
-        elif option == "--name":
-            self.name = value
-        elif option == "--source":
-            self.source = value
-        elif option == "--environment":
-            self.environment = value
-        elif option == "--grace":
-            self.grace = seconds(option, value)
-        elif option == "--timeout":
-            self.timeout = seconds(option, value)
-        else:
-            self.heartbeat_timeout = seconds(option, value)
+        return Files(self.dir, self.name)
 
 
 def seconds(option: str, value: str) -> float:
