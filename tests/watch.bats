@@ -96,12 +96,14 @@ teardown() {
 
 @test "what watches for a hang ends with the launcher, whatever it is doing" {
   mkfifo launcher
+  trap '' TERM # as by who starts the launcher
   setsid "$KIT/scripts/lib/hang_watch.sh" --python python3 --timeout 1000 nowhere <launcher 3>&- &
   local watcher=$! control
+  trap - TERM
+  disown
   exec {control}>launcher
   timeout 20 sh -c 'until [ "$(wc -w <"/proc/$1/task/$1/children")" -ge 1 ]; do sleep 0.05; done' sh "$watcher"
   exec {control}>&-
-  wait "$watcher"
   timeout 20 sh -c 'while pgrep -s "$1"; do sleep 0.05; done' sh "$watcher"
 }
 

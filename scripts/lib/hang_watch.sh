@@ -38,13 +38,13 @@ parse_args() { # <argument...>
 }
 
 
-# With all of this program's process group, also in the middle of a question.
+# With all of this program's process group, also in the middle of a question. Not by a trap: a signal that comes just
+# before a pause would be handled after it.
 end_with_launcher() {
-  trap 'exit' TERM
   {
-    trap - TERM
     read -r _ || true
     kill -TERM -- "-$$"
+    kill -KILL "$$" # where TERM was ignored when the launcher started
   } <&0 &
 }
 

@@ -309,8 +309,10 @@ run_hang_watch() {
 
 stop_hang_watch() {
   [[ $HANG_TIMEOUT != 0 ]] || return 0
-  exec {HANG_CHANNEL}>&-
-  join "$HANG_WATCHER" || true
+  {
+    exec {HANG_CHANNEL}>&-
+    join "$HANG_WATCHER" || true
+  } 2>/dev/null # bash would print that it was terminated
   rm -f -- "$RUN/.hang.json"
 }
 
