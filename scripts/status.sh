@@ -96,7 +96,7 @@ watch_run() {
   fi
   while true; do
     look_once && status=0 || status=$?
-    cp -rT -- "$ANSWERS" "$ANSWERS.last"
+    (trap '' INT && exec cp -rT -- "$ANSWERS" "$ANSWERS.last")
     [[ $(<"$ANSWERS/state") != ended ]] || break
     read -r -t $((EVERY - LOOK)) <> <(:) || true # sleeps without a child: nobody writes there
   done
@@ -106,9 +106,11 @@ watch_run() {
 
 # The last complete look stays below the command, and the prompt comes below that.
 leave_screen() {
+  local answers=$ANSWERS.last
+  [[ -e $answers ]] || answers=$ANSWERS # of the first look
   printf '\e[?1049l'
-  [[ ! -e $ANSWERS.last ]] ||
-    kit_python status --launcher "$LAUNCHER_IS" --job-state "$JOB_STATE" "$RUN" "$ANSWERS.last" || true
+  [[ ! -e $answers/state ]] ||
+    kit_python status --launcher "$LAUNCHER_IS" --job-state "$JOB_STATE" "$RUN" "$answers" || true
 }
 
 

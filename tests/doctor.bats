@@ -65,12 +65,14 @@ stub() { # <name>, its text on standard input
 
 
 @test "no Python, and one that is too old, are faults with the remedy" {
-  stub python3 <<'STUB'
+  stub python <<'STUB'
 #!/bin/sh
 # Stub: an old Python.
 echo Python 3.8.10
 STUB
-  PATH=$STUBS:$PATH run -1 "$DOCTOR"
+  mkdir .venv
+  ln -s "$STUBS" .venv/bin
+  run -1 "$DOCTOR"
   [[ $output == "fault    python"*"Python 3.8.10, older than 3.10"*"install Python 3.10 or newer"*"1 fault"* ]]
   VIRTUAL_ENV=/gone run -1 "$DOCTOR"
   [[ $output == "fault    python"*"no Python at '/gone/bin/python'"*"1 fault"* ]]

@@ -79,7 +79,7 @@ places() { # <expected line for each rank...>
   shows err "4 processes on $N1 $N2"
   shows err "verdict: ok"
   [ "$(readlink "logs/slurm-$JOB")" = "$(readlink logs/latest)" ]
-  grep -q "^\[$N2:3\] " logs/latest/node_"$N2".log
+  grep -q "^\[$N1:0\] .*step 2/2" logs/latest/node_"$N1".log
   [ -e logs/latest/ranks/"$N2"/slurm/attempt_0/1/stdout.log ]
   [ -s logs/latest/report.html ]
   run -0 "$KIT/scripts/status.sh" "$JOB"
