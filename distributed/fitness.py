@@ -137,7 +137,7 @@ def check_cuda(facts: Facts) -> Iterator[Line]:
     if not torch.cuda and not torch.hip:
         yield fault(
             "cuda",
-            f"torch {torch.version} is built without CUDA, but there are {len(gpus.devices)} GPUs",
+            f"torch {torch.version} is built without CUDA, but the machine has {_gpus(len(gpus.devices))}",
             "install the build for your driver: https://pytorch.org/get-started/locally",
         )
     elif torch.cuda_available:
@@ -152,7 +152,7 @@ def check_cuda(facts: Facts) -> Iterator[Line]:
     elif visible(facts.environment.get("CUDA_VISIBLE_DEVICES"), gpus.devices):
         yield fault(
             "cuda",
-            f"nvidia-smi shows {len(gpus.devices)} GPUs, torch sees none"
+            f"nvidia-smi shows {_gpus(len(gpus.devices))}, torch sees none"
             + (torch.complaint and f": {torch.complaint}"),
             "in a container: start it with --gpus all; else restart the machine, or reinstall the driver",
         )
@@ -231,13 +231,14 @@ def check_visible(setting: str, gpus: Gpus) -> Iterator[Line]:
     if not seen:
         yield warning(
             "GPUs",
-            f"CUDA_VISIBLE_DEVICES={shlex.quote(setting)} hides all {count} GPUs: training runs on the CPU",
+            f"CUDA_VISIBLE_DEVICES={shlex.quote(setting)} hides {'the GPU' if count == 1 else f'all {count} GPUs'}: "
+            "training runs on the CPU",
             command="unset CUDA_VISIBLE_DEVICES",
         )
     elif len(seen) < len(words) and not setting.startswith("MIG-"):
         yield fault(
             "GPUs",
-            f"CUDA_VISIBLE_DEVICES={setting} names {len(words)} GPUs, of which CUDA takes {len(seen)}: "
+            f"CUDA_VISIBLE_DEVICES={setting} names {_gpus(len(words))}, of which CUDA takes {len(seen)}: "
             f"there are {count}, 0 to {count - 1}, and it stops at the first that is not",
             command="unset CUDA_VISIBLE_DEVICES",
         )
@@ -716,3 +717,7 @@ def numbers(version: str) -> tuple[int, ...]:
 def size(number: int) -> str:
     """Bytes for people: "64 MiB", "23.5 GiB"."""
     return f"{number / GIB:.1f} GiB" if number >= GIB else f"{number / MIB:.0f} MiB"
+
+
+def _gpus(number: int) -> str:
+    return f"{number} GPU{'s' * (number != 1)}"

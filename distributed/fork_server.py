@@ -166,7 +166,8 @@ class ForkServer:
         if error:
             for process in processes:
                 process.signal(signal.SIGKILL)
-            raise ForkServerError(f"its fork server (pid {self.pid}) cannot start {len(orders)} processes: {error}")
+            wanted = f"{len(orders)} process{'es' * (len(orders) != 1)}"
+            raise ForkServerError(f"its fork server (pid {self.pid}) cannot start {wanted}: {error}")
         return processes
 
     def close(self) -> None:

@@ -502,7 +502,7 @@ refused() { # <what the line must name> <word...>
   # OpenMP's variables do not change the cores that are there, though nproc obeys them.
   OMP_NUM_THREADS=64 run --separate-stderr taskset --cpu-list 0 "$LAUNCH" --dry-run --script="my script.py" - 5
   [ "$status" -eq 0 ]
-  [[ "$stderr" == *"warning: NPROC 5: many for 1 CPU core(s), which they have to share"* ]]
+  [[ "$stderr" == *"warning: NPROC 5: many for 1 CPU core, which they have to share"* ]]
 }
 
 

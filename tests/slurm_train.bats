@@ -235,6 +235,13 @@ END
   [ "$status" -eq 75 ]
   ls -d "check points"/step_*
   run ! grep requeue "logs/slurm-$JOB.err"
+  steps=$(($(find "check points" -name 'step_*' -printf '%f\n' | sort | tail -n 1 | sed 's/step_0*//') + 1))
+  submit --ntasks-per-node=1 slurm_train.sh tiny.yaml -- train.steps=$steps logging.sample=1000000
+  wait_for_line "logs/slurm-$JOB.out" "step $steps/$steps" # and then the sample
+  "$KIT/scripts/stop.sh" "$JOB"
+  status_of_job "$JOB"
+  [ "$status" -eq 0 ]
+  shows err "verdict: stopped: stopped on request, and every rank ended well"
   nothing_left_within 10
 }
 

@@ -650,7 +650,7 @@ def test_a_message_that_is_explained_is_one_that_we_print(heading: str) -> None:
 @pytest.mark.parametrize(
     "strange",
     [
-        "NPROC ...: this computer has ... GPUs, and each process needs its own",
+        "NPROC ...: this machine has ... GPUs, and each process needs two",
         "train.batch_size=... is divisible by ...",
         "... died of boredom, and nobody knows ...",
     ],

@@ -131,7 +131,7 @@ BROKEN: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("package too old", {"packages": (Package("rich", "13.7", "13.6.9"),)},
      "warning packages", "rich 13.6.9 (needs 13.7)", "pip install -r"),
     ("torch without CUDA", {"torch__cuda": "", "torch__cuda_available": False},
-     "fault cuda", "built without CUDA, but there are 4 GPUs", "install the build"),
+     "fault cuda", "built without CUDA, but the machine has 4 GPUs", "install the build"),
     ("driver too old", {"gpus__driver": "535.183.01", "torch__cuda_available": False},
      "fault cuda", "driver 535.183.01 is too old: torch built for CUDA 13.0 needs 580 or newer",
      "build for CUDA 12"),

@@ -58,5 +58,5 @@ shows() { # <out or err> <text>
 
 
 wait_for_turn() { # <number of restarts>
-  wait_for_line "logs/slurm-$JOB.err" "was requeued $1 time(s)"
+  wait_for_line "logs/slurm-$JOB.err" "was requeued $1 time"
 }
