@@ -186,10 +186,10 @@ class Stopwatch:
         if self._begun is not None:
             self._spans.append((self._begun, self._now()))
 
-    def mean(self) -> float | None:
-        """Mean seconds a step since the last call; None where the part never began."""
+    def mean(self) -> float:
+        """Mean seconds a step since the last call; NaN where the part never began."""
         if not self._spans:
-            return None
+            return math.nan
         if self.cuda:
             self._spans[-1][1].synchronize()
             seconds = [begun.elapsed_time(ended) / 1000 for begun, ended in self._spans]
@@ -487,10 +487,8 @@ def whole(norm: Tensor) -> float:
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
-def gather(seconds: float | None, place: Place) -> list[float]:
-    """One number of each rank, on every rank; none, where there is none, which is so on all ranks alike. Collective."""
-    if seconds is None:
-        return []
+def gather(seconds: float, place: Place) -> list[float]:
+    """One number of each rank, on every rank. Collective."""
     every = torch.zeros(place.world.size, device=place.here)
     every[place.world.rank] = seconds
     dist.all_reduce(every)

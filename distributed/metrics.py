@@ -89,7 +89,8 @@ def append(path: str | os.PathLike[str], step: int, values: Mapping[str, Any]) -
     except OSError as error:
         if os.fspath(path) not in _warned:
             _warned.add(os.fspath(path))
-            sys.stderr.write(f"metrics: {os.fspath(path)}: {error.strerror}; metrics are lost, the training goes on\n")
+            message = f"metrics: {os.fspath(path)}: {error.strerror}; metrics are lost, the training goes on"
+            sys.stderr.write(message + "\n")
     return written
 
 
