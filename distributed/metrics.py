@@ -21,7 +21,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-RESERVED = ("step", "time", "event", "rank_seconds", "wait_seconds")  # keys with a meaning of their own
+RESERVED = ("step", "time", "event", "rank_seconds", "wait_share")  # keys with a meaning of their own
 TAIL = 64 * 1024  # bytes read from either end of a file
 HUGE = 1e100  # beyond it a number is as good as infinite
 MOST = 2**53  # from here on a float is no longer exact, and a reader may round a step
