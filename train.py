@@ -188,16 +188,20 @@ class Stopwatch:
         if self._begun is not None:
             self._spans.append((self._begun, self._now()))
 
-    def mean(self) -> float | None:
-        """Mean seconds a step since the last call; None where the part never began."""
+    def forget(self) -> None:
+        """The steps up to here do not count."""
+        self._spans.clear()
+
+    def mean(self) -> float:
+        """Mean seconds a step since the last call; NaN where the part never began."""
         if not self._spans:
-            return None
+            return math.nan
         if self.cuda:
             self._spans[-1][1].synchronize()
             seconds = [begun.elapsed_time(ended) / 1000 for begun, ended in self._spans]
         else:
             seconds = [ended - begun for begun, ended in self._spans]
-        self._spans.clear()
+        self.forget()
         return sum(seconds) / len(seconds)
 
     def _now(self) -> Any:
@@ -424,6 +428,7 @@ class Progress:
     def restart_clock(self) -> None:
         """What has passed up to here is not the time of steps."""
         self._from_step, self._from_time = self.training.step, time.perf_counter()
+        self.training.waiting.forget()
         self.warming_up = False
 
     def event(self, name: str, **more: Any) -> None:
@@ -435,10 +440,10 @@ class Progress:
         """A progress line. Collective."""
         training = self.training
         rank_seconds = gather(training.own_time.mean(), training.place)
-        wait_seconds = gather(training.waiting.mean(), training.place)
         gradient_norm = whole(norm)
         steps = training.step - self._from_step
         seconds = (time.perf_counter() - self._from_time) / max(steps, 1)
+        wait_share = gather(training.waiting.mean() / seconds, training.place)  # each rank by its own clock
         self.steps, self.seconds = self.steps + steps, self.seconds + steps * seconds
         speed = training.cut.tokens / seconds
         rate = learning_rate(training.step - 1, training.steps, training.settings)
@@ -450,7 +455,7 @@ class Progress:
         if self.tracker:
             self.tracker.log(
                 training.step, loss=outcome.loss, lr=rate, grad_norm=gradient_norm,
-                tokens_per_second=speed, step_seconds=seconds, rank_seconds=rank_seconds, wait_seconds=wait_seconds,
+                tokens_per_second=speed, step_seconds=seconds, rank_seconds=rank_seconds, wait_share=wait_share,
             )  # fmt: skip
         self.restart_clock()
 
@@ -486,10 +491,8 @@ def whole(norm: Tensor) -> float:
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
-def gather(seconds: float | None, place: Place) -> list[float]:
-    """One number of each rank, on every rank; none, where there is none, which is so on all ranks alike. Collective."""
-    if seconds is None:
-        return []
+def gather(seconds: float, place: Place) -> list[float]:
+    """One number of each rank, on every rank. Collective."""
     every = torch.zeros(place.world.size, device=place.here)
     every[place.world.rank] = seconds
     dist.all_reduce(every)

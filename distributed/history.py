@@ -25,7 +25,7 @@ from typing import Any
 Point = tuple[float, float]  # step, value; the value is NaN where it was none
 
 SLOW = 1.15  # a rank that needs this many times the median of all ranks is a straggler
-NO_VALUES = {"step", "time", "steps", "event", "rank_seconds", "wait_seconds"}  # keys of lines
+NO_VALUES = {"step", "time", "steps", "event", "rank_seconds", "wait_share"}  # keys of lines
 MOST_RUNS = 20  # that are followed from one to the one that it resumed from
 BOUND = 1e100  # beyond it a number is as good as infinite: sums and scales stay finite below it
 
@@ -85,12 +85,7 @@ class History:
 
     def waiting(self) -> list[tuple[float, list[float]]]:
         """The share of a step in which each rank waits for the gradients of others, over steps, as rank_seconds()."""
-        seconds = dict(self.series("step_seconds"))
-        return [
-            (step, [value / seconds[step] if seconds[step] > 0 else math.nan for value in values])
-            for step, values in self._of_ranks("wait_seconds")
-            if step in seconds
-        ]
+        return self._of_ranks("wait_share")
 
     def _of_ranks(self, key: str) -> list[tuple[float, list[float]]]:
         lines = [(line["step"], line[key]) for line in self.steps if _is_list(line, key)]

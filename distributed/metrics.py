@@ -21,7 +21,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-RESERVED = ("step", "time", "event", "rank_seconds", "wait_seconds")  # keys with a meaning of their own
+RESERVED = ("step", "time", "event", "rank_seconds", "wait_share")  # keys with a meaning of their own
 TAIL = 64 * 1024  # bytes read from either end of a file
 HUGE = 1e100  # beyond it a number is as good as infinite
 MOST = 2**53  # from here on a float is no longer exact, and a reader may round a step
@@ -89,7 +89,8 @@ def append(path: str | os.PathLike[str], step: int, values: Mapping[str, Any]) -
     except OSError as error:
         if os.fspath(path) not in _warned:
             _warned.add(os.fspath(path))
-            sys.stderr.write(f"metrics: {os.fspath(path)}: {error.strerror}; metrics are lost, the training goes on\n")
+            message = f"metrics: {os.fspath(path)}: {error.strerror}; metrics are lost, the training goes on"
+            sys.stderr.write(message + "\n")
     return written
 
 

@@ -302,6 +302,7 @@ for number in range(20000):
 # bats test_tags=slow
 @test "--max-restarts starts again, and keeps what the failed try left" {
   script <<<'
+if rank == 0: print("{\"step\": 5, \"steps\": 9}", file=open(os.environ["MUSTER_METRICS"], "a"))
 if not os.path.exists("tried"):
     if rank == 0: open("tried", "w")
     sys.exit(3)
@@ -310,6 +311,9 @@ print("second try")'
   [ "$status" -eq 0 ]
   [[ "$output" == *"restart 1 of 2"*"second try"* ]]
   grep -q '"exit_code": 3' logs/latest/try_1/verdict.json
+  [ -s logs/latest/report.html ]
+  run "${LAUNCH%/ssh/*}/status.sh"
+  [[ "$output" == *"step 5 of 9"* ]]
 }
 
 

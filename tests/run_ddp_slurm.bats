@@ -64,6 +64,26 @@ END
 }
 
 
+@test "metrics of a script, and samples of each node, are in the run's folder" {
+  cat >own.py <<'END'
+import os, sys, time
+sys.path.insert(0, os.environ["THE_KIT"])
+from distributed import metrics
+metrics.log(3, steps=9, loss=0.5)
+samples = f"{os.environ['MUSTER_RUN_DIR']}/node_{os.environ['MUSTER_NODE']}.samples.jsonl"
+end = time.monotonic() + 60
+while not os.path.exists(samples) and time.monotonic() < end:
+    time.sleep(0.1)
+END
+  in_allocation --script own.py -n 3 -c - --env THE_KIT="$KIT"
+  [ "$status" -eq 0 ]
+  grep -q '"step": 3,.*"steps": 9, "loss": 0.5}' logs/latest/metrics.jsonl
+  [ "$(wc -l <logs/latest/metrics.jsonl)" -eq 1 ]
+  [ "$(cat logs/latest/node_*.samples.jsonl | grep -o '"[0-9]": {"cpu' | sort | uniq | tr -d '\n')" = '"0": {"cpu"1": {"cpu' ]
+  [ "$(find logs/latest/ -name '*.samples.jsonl' | wc -l)" -eq 2 ]
+}
+
+
 @test "TERM reaches the tasks, which write a checkpoint, and 75 is the exit code" {
   cat >tiny.yaml <<'END'
 model: {n_layer: 1, n_head: 1, n_embd: 8, block_size: 16}

@@ -97,6 +97,12 @@ wait_for_log() { # <node> <text>
 
 @test "a rank that fails there is named with its traceback, also in the second try, and words arrive through pdsh" {
   script <<'END'
+run, node = os.environ["MUSTER_RUN_DIR"], os.environ["MUSTER_NODE"]
+if rank == 0:
+    print('{"step": 1}', file=open(os.environ["MUSTER_METRICS"], "a"))
+end = time.monotonic() + 60
+while not os.path.exists(f"{run}/node_{node}.samples.jsonl") and time.monotonic() < end:
+    time.sleep(0.1)
 dist.barrier()
 if rank == 1:
     raise ValueError(f"boom {len(os.listdir(os.environ['MUSTER_RUN_DIR'] + '/errors'))}")
@@ -107,6 +113,9 @@ END
   [ "$(grep -c "verdict: failed: rank 1 on $N2 raised ValueError: boom 0" <<<"$output")" -eq 2 ]
   [ -e logs/latest/try_1/errors/rank_1.json ]
   grep -q boom logs/latest/node_"$N2".log
+  [ "$(cat logs/latest/metrics.jsonl)" = $'{"step": 1}\n{"step": 1}' ]
+  compgen -G "logs/latest/try_1/node_$N2.samples.jsonl" && compgen -G "logs/latest/node_$N2.samples.jsonl"
+  grep -q 'attempt 2' logs/latest/report.html
 }
 
 

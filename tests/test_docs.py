@@ -45,12 +45,12 @@ STARTERS = (
     "launch_pdsh_multinode.sh", "run_ddp.sh", "quickstart.sh", "test_distributed.sh", "doctor.sh",
 )  # fmt: skip
 SLURM = ("scripts/slurm/slurm_train_single_node.sh", "scripts/slurm/slurm_train.sh")
-ASKERS = ("scripts/status.sh", "scripts/stop.sh")  # of a run that has ended, as they stand
+ASKERS = ("scripts/status.sh", "scripts/stop.sh", "scripts/report.sh")  # of a run that has ended, as they stand
 JOBS = "scripts/jobs/run_distributed_training.py"
 TWO_PHASE = "scripts/jobs/run_two_phase_training.py"
 HELPER = "scripts/jobs/distributed_train_helper.py"
 JOB = "4711"  # stands in the guides for the number that sbatch prints
-AS_THEY_STAND = ("config", "torch", "step_folder", "verdict", "report")  # modules that start nothing
+AS_THEY_STAND = ("config", "torch", "step_folder", "verdict")  # modules that start nothing
 OTHERS = {
     *("cp", "df", "env", "free", "export", "git", "ip", "less", "ls", "mkdir", "mv", "nvidia-smi", "python", "sacct"),
     *("sacctmgr", "salloc", "sbatch", "scancel", "scontrol", "sinfo", "source", "squeue", "srun", "ss", "ssh", "sudo"),
@@ -396,6 +396,7 @@ def test_the_table_of_arguments_of_a_job_is_what_the_trainer_takes() -> None:
         *SLURM,
         "scripts/status.sh",
         "scripts/stop.sh",
+        "scripts/report.sh",
         "scripts/test_distributed.sh",
         "scripts/doctor.sh",
     ],

@@ -410,11 +410,11 @@ def test_after_a_change_of_world_the_last_one_is_compared(tmp_path: Path) -> Non
 
 
 def test_the_share_of_a_step_that_ranks_wait_is_told(tmp_path: Path) -> None:
-    lines = [step_line(step, step_seconds=0.5, wait_seconds=[0.05, 0.15]) for step in (10, 20)]
+    lines = [step_line(step, wait_share=[0.1, 0.3]) for step in (10, 20)]
     reader = seen(folder(tmp_path, lines))
     assert "Waiting for other ranks" in reader.texts
     assert reader.texts[reader.texts.index("Waiting") + 1] == "20%"
-    assert "Waiting for other ranks" not in seen(folder(tmp_path, [step_line(10, wait_seconds=[])])).texts
+    assert "Waiting for other ranks" not in seen(folder(tmp_path, [step_line(10, wait_share=[])])).texts
 
 
 def sample(time: float, *ranks: tuple[float, int, int], gpus: Json | None = None) -> Json:

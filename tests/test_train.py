@@ -550,8 +550,7 @@ def test_the_run_folder_says_what_happened(bench: Bench) -> None:
     assert [line["event"] for line in lines if "event" in line] == ["start", *["checkpoint"] * 12, "finish"]
     steps = [line for line in lines if "loss" in line]
     assert all(len(line["rank_seconds"]) == 2 and min(line["rank_seconds"]) > 0 for line in steps)
-    assert all(len(line["wait_seconds"]) == 2 for line in steps)
-    assert all(0 < wait < line["step_seconds"] for line in steps[1:] for wait in line["wait_seconds"])
+    assert all(len(line["wait_share"]) == 2 and all(0 < share < 1 for share in line["wait_share"]) for line in steps)
     held_out = [line for line in lines if "held_out_loss" in line and "event" not in line]
     assert [line["step"] for line in held_out] == [6, 12]
     assert all(math.isfinite(line["held_out_loss"]) for line in held_out)

@@ -129,7 +129,7 @@ line_for_all() {
   printf '%s' \
     "nodes=($(quote "${NODES[@]}")) nprocs=(${counts[*]}); node=\${nodes[\$3]}; " \
     "cd -- $(quote "$PWD") || exit $EXIT_UNFIT; " \
-    "exec $(quote "${SUPERVISOR[@]}" run --dir "$RUN" --grace "$GRACE" --source "$(node_env)") --name \"\$node\" " \
+    "exec $(quote "${SUPERVISOR[@]}" run --dir "$RUN" --grace "$GRACE" --source "$(node_env)" --sample-usage) --name \"\$node\" " \
     "--environment $(quote "$RUN/node_")\"\$node\".environment -- " \
     "$(quote "${AGENT_WORDS[@]}" --rdzv-id "${RUN##*/}" --nnodes "${#NODES[@]}" --master-addr "$MASTER_ADDR") " \
     "--master-port $MASTER_PORT " \

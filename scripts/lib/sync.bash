@@ -120,7 +120,7 @@ bring_home() {
 fetch() { # <node>
   ((!SYNC)) || append_log "$1" 2>/dev/null || rm -f -- "$RUN/node_$1.log" # then all of it comes with the rest
   line_on_node "$1" "cd -- $(quote "$RUN") && tar -cf - --exclude=./checkpoints ." </dev/null |
-    tar -xf - --skip-old-files --no-same-owner -C "$RUN" 2>/dev/null ||
+    tar -xf - --keep-newer-files --no-same-owner -C "$RUN" 2>/dev/null ||
     warn "$1: its part of $RUN could not be brought here; it may still be there"
 }
 
