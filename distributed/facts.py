@@ -101,6 +101,7 @@ class Facts:
     programs: Mapping[str, str] = field(default_factory=dict)  # name -> path, empty: not here
     runs: tuple[Run, ...] = ()
     user: str = ""  # who asks
+    shell: str = ""  # that user's, as $SHELL names it
 
 
 def gather(folder: Path, logs: Path, port: int, env: Mapping[str, str] = os.environ) -> Facts:
@@ -131,6 +132,7 @@ def gather(folder: Path, logs: Path, port: int, env: Mapping[str, str] = os.envi
         programs={name: shutil.which(name) or "" for name in PROGRAMS},
         runs=find_runs(),
         user=user(),
+        shell=Path(env.get("SHELL", "")).name,
     )
 
 

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from distributed.facts import Facts, Run
-from distributed.gpus import Gpu, Gpus, visible
+from distributed.gpus import Gpu, visible
 from distributed.interpreter import Torch
 from distributed.probe import GIB, MIB
 from distributed.resources import Space
@@ -213,7 +213,7 @@ def check_gpus(facts: Facts) -> Iterator[Line]:
     elif setting is None:
         yield ok("GPUs", describe(gpus.devices, gpus.driver))
     else:
-        yield from check_visible(setting, gpus)
+        yield from check_visible(setting, facts)
 
 
 def driver_remedy(error: str) -> str:
@@ -224,8 +224,9 @@ def driver_remedy(error: str) -> str:
     return "restart the machine; when that does not help, reinstall NVIDIA's driver"
 
 
-def check_visible(setting: str, gpus: Gpus) -> Iterator[Line]:
+def check_visible(setting: str, facts: Facts) -> Iterator[Line]:
     """CUDA_VISIBLE_DEVICES hides GPUs, and silently stops at the first word it does not know."""
+    gpus = facts.gpus
     count, seen = len(gpus.devices), visible(setting, gpus.devices)
     words = [word for word in setting.split(",") if word.strip()]
     if not seen:
@@ -233,14 +234,14 @@ def check_visible(setting: str, gpus: Gpus) -> Iterator[Line]:
             "GPUs",
             f"CUDA_VISIBLE_DEVICES={shlex.quote(setting)} hides {'the GPU' if count == 1 else f'all {count} GPUs'}: "
             "training runs on the CPU",
-            command="unset CUDA_VISIBLE_DEVICES",
+            command=unset(facts, "CUDA_VISIBLE_DEVICES"),
         )
     elif len(seen) < len(words) and not setting.startswith("MIG-"):
         yield fault(
             "GPUs",
             f"CUDA_VISIBLE_DEVICES={setting} names {_gpus(len(words))}, of which CUDA takes {len(seen)}: "
             f"there are {count}, 0 to {count - 1}, and it stops at the first that is not",
-            command="unset CUDA_VISIBLE_DEVICES",
+            command=unset(facts, "CUDA_VISIBLE_DEVICES"),
         )
     else:
         yield ok("GPUs", f"CUDA_VISIBLE_DEVICES={setting} of {count}: {describe(seen, gpus.driver)}")
@@ -558,13 +559,19 @@ def check_resolver(facts: Facts) -> Iterator[Line]:
 
 def check_environment(facts: Facts) -> Iterator[Line]:
     """What an earlier launch, or a profile, left in this shell."""
-    problems = [*leftovers(facts.environment), *missing_interfaces(facts), *odd_settings(facts)]
+    problems = [*leftovers(facts), *missing_interfaces(facts), *odd_settings(facts)]
     yield from problems
     if not problems:
         yield ok("shell", "no leftovers of another launch in the environment")
 
 
-def leftovers(env: Mapping[str, str]) -> Iterator[Line]:
+def unset(facts: Facts, *names: str) -> str:
+    """The command that removes variables from the shell; fish has no unset."""
+    return f"{'set --erase' if facts.shell == 'fish' else 'unset'} {' '.join(names)}"
+
+
+def leftovers(facts: Facts) -> Iterator[Line]:
+    env = facts.environment
     place = [
         name for name in env if re.fullmatch(r"((LOCAL_|GROUP_)?(RANK|WORLD_SIZE)|NODE_RANK|MASTER_(ADDR|PORT))", name)
     ]
@@ -575,13 +582,13 @@ def leftovers(env: Mapping[str, str]) -> Iterator[Line]:
         yield fault(
             "shell",
             "TORCHELASTIC_USE_AGENT_STORE=True: a process started by hand waits for a store that nobody runs",
-            command=f"unset {' '.join(place + agent)}",
+            command=unset(facts, *place, *agent),
         )
     elif place or agent:
         yield warning(
             "shell",
             f"left over from a launch: {', '.join(f'{name}={env[name]}' for name in place + agent)}",
-            command=f"unset {' '.join(place + agent)}",
+            command=unset(facts, *place, *agent),
         )
 
 
@@ -596,7 +603,7 @@ def missing_interfaces(facts: Facts) -> Iterator[Line]:
             yield fault(
                 "shell",
                 f"{name}={value}: no such network interface here, only {', '.join(facts.interfaces)}",
-                command=f"unset {name}",
+                command=unset(facts, name),
             )
 
 
@@ -607,11 +614,11 @@ def odd_settings(facts: Facts) -> Iterator[Line]:
         yield warning(
             "shell",
             f"OMP_NUM_THREADS={env['OMP_NUM_THREADS']} with {cores} cores",
-            command="unset OMP_NUM_THREADS",
+            command=unset(facts, "OMP_NUM_THREADS"),
         )
     for name in ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE"):
         if facts.gpus.devices and env.get(name) == "1":
-            yield warning("shell", f"{name}=1 makes GPUs talk to each other more slowly", command=f"unset {name}")
+            yield warning("shell", f"{name}=1 makes GPUs talk to each other more slowly", command=unset(facts, name))
 
 
 def check_shadows(facts: Facts) -> Iterator[Line]:

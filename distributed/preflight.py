@@ -155,12 +155,17 @@ class Findable(Protocol):
 
 
 def meeting_point(master: str, looks: Mapping[str, Findable]) -> str:
-    """An address of the first node that all others find for it; else the one at which ssh reached it."""
+    """An address of the first node that all others find for it; else the one at which ssh reached it.
+
+    A node that is alone, such as an alias of ssh for this machine, needs none.
+    """
     own = looks[master].addresses
     found = {other.master for name, other in looks.items() if name != master} or {looks[master].master}
     if len(found) == 1 and found <= set(own):
         return found.pop()
-    return looks[master].ssh_address if looks[master].ssh_address in own else ""
+    if looks[master].ssh_address in own:
+        return looks[master].ssh_address
+    return "" if len(looks) > 1 else "127.0.0.1"
 
 
 def no_meeting_point(master: str, looks: Mapping[str, Findable]) -> str:

@@ -95,12 +95,13 @@ not_finished() { # <exit code> <command...>
 
 # Commands that work as they stand, from where the caller is and with the Python he has active.
 say_what_next() {
-  local more
+  local more fish=''
+  [[ ${SHELL-} != */fish ]] || fish=.fish
   mapfile -t more < <(longer)
   printf '\nWhat to do next:\n\n'
   [[ $CALLER -ef $KIT ]] || printf '  cd %s\n' "$(quote "$KIT")"
   list_pythons
-  [[ ${PYTHONS[0]%/*} -ef $VENV/bin ]] || printf '  source .venv/bin/activate\n'
+  [[ ${PYTHONS[0]%/*} -ef $VENV/bin ]] || printf '  source .venv/bin/activate%s\n' "$fish"
   cat <<END
   # look at this training: open logs/latest/report.html, or
   tail -n 3 logs/latest/metrics.jsonl

@@ -244,6 +244,8 @@ installations() {
   [ "$PWD" = "$KIT" ]
   [[ "$output" == *"  source .venv/bin/activate"* ]]
   [[ "$output" == *"launch_singlenode.sh config/quickstart.yaml 2 -- checkpoint.dir=checkpoints/"* ]]
+  SHELL=/usr/bin/fish VIRTUAL_ENV=/another quickstart
+  [[ "$output" == *"  source .venv/bin/activate.fish"$'\n'* ]]
 }
 
 

@@ -207,6 +207,8 @@ BROKEN: list[tuple[str, dict[str, Any], str, str, str]] = [
      "warning shell", "RANK=3, MASTER_ADDR=n1, PET_NNODES=2", "unset RANK MASTER_ADDR PET_NNODES"),
     ("stale agent store", {"environment": {"TORCHELASTIC_USE_AGENT_STORE": "True"}},
      "fault shell", "waits for a store that nobody runs", "unset TORCHELASTIC_USE_AGENT_STORE"),
+    ("stale rank, and fish", {"environment": {"RANK": "3", "NODE_RANK": "1"}, "shell": "fish"},
+     "warning shell", "RANK=3, NODE_RANK=1", "set --erase RANK NODE_RANK"),
     ("interface gone", {"environment": {"NCCL_SOCKET_IFNAME": "ens5"}},
      "fault shell", "NCCL_SOCKET_IFNAME=ens5: no such network interface here, only lo, eth0, ib0",
      "unset NCCL_SOCKET_IFNAME"),

@@ -44,6 +44,10 @@ def test_nodes_that_are_alike_meet_at_the_address_that_the_others_find_for_the_f
 
 def test_where_names_say_nothing_they_meet_where_ssh_found_the_first() -> None:
     assert judge([node(1, master="127.0.1.1"), node(2, master="")], None)[2] == "10.0.0.1 23456"
+
+
+def test_a_node_that_is_alone_needs_no_address_for_others() -> None:
+    assert judge([node(1, master="", ssh_address="127.0.0.1")], None) == ([], [], "127.0.0.1 23456")
     assert judge([node(1, master="127.0.1.1"), node(2, master="127.0.1.1")], None)[2] == "10.0.0.1 23456"
 
 
