@@ -7,7 +7,7 @@
 #   RUN            run directory, its name below logs, or the number of its SLURM job (default: latest)
 #
 #   --log-dir DIR  where a name is looked for (default: logs)
-#   --python PATH  default: the active virtual environment, then .venv here, then python3
+#   --python PATH  default: the active venv or conda environment, .venv here, the kit's .venv, python3
 #   --help         show this
 #
 # Launchers write RUN/report.html when a run ends. This writes it at any time, also while the run goes on, and from any
