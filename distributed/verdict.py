@@ -496,14 +496,15 @@ def main(words: Sequence[str]) -> int:
 
 
 def report_on(run: Path) -> str:
-    """Write report.html. Returns a warning where that is not possible: a verdict does not depend on it."""
+    """Write report.html. Returns a line about it: where it is, unless the script has said so, or why it is not there."""
     from distributed import report  # status imports this module, and draws no report
 
+    known = (run / "report.html").exists()
     try:
         report.write(run)
     except Exception as error:  # noqa: BLE001 - the exit code of a training must not depend on a drawing
         return f"verdict: warning: cannot write {run}/report.html: {error}\n"
-    return ""
+    return "" if known else f"report {run}/report.html\n"
 
 
 if __name__ == "__main__":

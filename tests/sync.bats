@@ -89,7 +89,7 @@ wait_for_log() { # <node> <text>
   [[ "$output" != *"has no such folder"* ]]
   run --separate-stderr "$KIT/scripts/test_distributed.sh" --sync --quiet --max-bytes 4K --seconds 0.1 1 "$N1" "$N2"
   [ "$status" -eq 0 ]
-  [[ "${lines[-1]}" == "verdict: ok, 2 rank(s)"* ]]
+  [[ "${lines[-1]}" == "verdict: ok, 2 ranks"* ]]
   run -2 "$KIT/scripts/doctor.sh" --sync
   [[ "$output" == *"--sync: to which nodes? name them"* ]]
 }
