@@ -496,7 +496,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def report_on(run: Path) -> str:
-    """Write report.html. Returns a line about it: where it is, unless the script has said so, or why it is not there."""
+    """Write report.html. Returns a line: where it is, unless the script has said so, or why it is not there."""
     from distributed import report  # status imports this module, and draws no report
 
     known = (run / "report.html").exists()

@@ -167,7 +167,7 @@ sources() { # <find's words for the names>
 run_bats() { # <file...>
   local report=$RESULTS/report.tap skipped
   local options=(--print-output-on-failure --report-formatter tap --output "$RESULTS")
-  options+=(--jobs 2 --no-parallelize-within-files) # two files at once: they wait much, above all for SLURM
+  options+=(--jobs 3 --no-parallelize-within-files) # three files at once: they wait much, above all for SLURM
   [[ $SOAK ]] || options+=(--filter-tags "!soak${QUICK:+,!slow}")
   show bats "${options[@]}" "$@"
   runner bats "${options[@]}" "$@"

@@ -183,12 +183,12 @@ on_screen() { # <extended regular expression for a line>
   LAUNCH=${LAUNCH/torchrun_auto/singlenode} start_run one 1
   tmux -L "$PREFIX" -f /dev/null new-session -d -x 120 -y 40 'PS1="ready> " exec bash --norc --noprofile'
   on_screen "^ready>"
-  tmux -L "$PREFIX" send-keys "clear; echo before; $STATUS --watch" Enter
+  tmux -L "$PREFIX" send-keys "clear; echo before; $(printf %q "$STATUS") --watch" Enter
   on_screen ": running for"
   tmux -L "$PREFIX" send-keys C-c
   on_screen "^ready> *$"
   [[ "$(screen)" == *before*"my-script-"*": running for "*"at work as one"*"ready>"* ]] || { screen && false; }
-  tmux -L "$PREFIX" send-keys "clear; $STATUS --watch" Enter
+  tmux -L "$PREFIX" send-keys "clear; $(printf %q "$STATUS") --watch" Enter
   on_screen ": running for"
   "$STOP" --now "$RUN"
   on_screen "^ready> *$"

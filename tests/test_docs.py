@@ -264,8 +264,11 @@ def test_a_command_does_what_the_guide_says(command: Command, desk: Path) -> Non
 def as_ada(text: str, desk: Path) -> str:
     """What a command prints, as if the kit were in /home/ada/muster of the machine node1."""
     text = re.sub(rf"(^|/){re.escape(os.uname().nodename)}\b", r"\1node1", text, flags=re.MULTILINE)
-    text = re.sub(rf"{re.escape(sys.prefix)}/bin/python[\d.]*", "/home/ada/muster/.venv/bin/python", text)
-    return re.sub("|".join(map(re.escape, (str(desk), str(KIT)))), "/home/ada/muster", text)
+    kit = "/home/ada/muster"
+    for place, name in ((sys.prefix, f"{kit}/.venv"), (str(desk), kit), (str(KIT), kit)):
+        for shown in (place, re.sub(r"([^\w@%+=:,./-])", r"\\\1", place)):  # as it is, and as bash quotes it
+            text = text.replace(shown, name)
+    return re.sub(r"/bin/python[\d.]*", "/bin/python", text)
 
 
 def test_most_commands_of_the_guides_are_run() -> None:

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from distributed import stacks
+
 KIT = Path(__file__).resolve().parents[1]
 SECONDS = 240  # after which a launch counts as hanging
 AGENTS = {
@@ -264,7 +266,7 @@ def run_as_task(programs: list[str], folder: Path) -> Mapping[str, Mapping[str, 
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in folder.iterdir()}
+    return {file.name: file.read_bytes() for file in folder.iterdir() if file.name != stacks.FILE}  # ours
 
 
 @pytest.fixture(scope="module")
