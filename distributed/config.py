@@ -308,6 +308,7 @@ def _does_not_divide(train: Train, world: int) -> str:
     return (
         f"train.{key}={given} does not divide by {by}{train.accumulation} "
         f"micro-batch{'es' * (train.accumulation > 1)} (train.accumulation): {near} or {near + parts} would"
+        + (f"; for {given} on each rank: train.batch_size_per_device={given}" if train.batch_size else "")
     )
 
 

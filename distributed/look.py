@@ -34,6 +34,7 @@ MAIN = "MainThread"  # as py-spy calls it
 STACK_SECONDS = 15.0  # for py-spy, which stops a process while it reads its stacks
 TICK = os.sysconf("SC_CLK_TCK")
 GPU_FIELDS = "index,uuid,utilization.gpu,power.draw,memory.used,memory.total,name"
+LOCAL_RANK = re.compile(rb"(?:^|\0)LOCAL_RANK=(?P<local_rank>\d+)(?:\0|$)")
 OUTPUT = r"/ranks/{node}/[^/]+/attempt_(?P<attempt>\d+)/(?P<local_rank>\d+)/std(?:out|err)\.log$"
 
 
@@ -48,7 +49,7 @@ class Process:
     ticks: int  # of CPU used since its start
     memory: int  # bytes, resident
     threads: int
-    local_rank: int | None  # of the rank whose output it writes to: that rank, or a child of it
+    local_rank: int | None  # of the rank that it is, or a child of
     ticks_of_ended: int = 0  # of CPU used by children that have ended
 
 
@@ -126,6 +127,9 @@ def local_rank_of(folder: Path, output: re.Pattern[str]) -> int | None:
         with suppress(OSError):
             if found := output.search(os.readlink(folder / "fd" / stream)):
                 return int(found["local_rank"])
+    with suppress(OSError):  # or both
+        if in_environment := LOCAL_RANK.search((folder / "environ").read_bytes()):
+            return int(in_environment["local_rank"])
     return None
 
 

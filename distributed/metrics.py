@@ -39,24 +39,28 @@ def log(step: int, /, **values: Any) -> None:
     Raises:
         ValueError: step is no integer from 0 on, a value is no number, or its name is reserved. On all ranks alike.
     """
-    step = _step(step)
+    step = _step("step", step)
+    if "steps" in values:
+        values["steps"] = _step("steps", values["steps"])
     for name, value in values.items():
         if name in RESERVED:
             raise ValueError(f"metrics.log: {name}: this name is reserved; give the value another")
         if not _is_number(value) and not hasattr(value, "item"):
             raise ValueError(f"metrics.log: {name}: expected a number, got {type(value).__name__} {value!r:.60}")
+        if (count := math.prod(getattr(value, "shape", ()))) != 1:
+            raise ValueError(f"metrics.log: {name}: expected one number, got {count}")
     path = os.environ.get("MUSTER_METRICS")
     if path and os.environ.get("RANK", "0") == "0":
         append(path, step, {name: _number(name, value) for name, value in values.items()})
 
 
-def _step(step: object) -> int:
+def _step(name: str, step: object) -> int:
     try:
         number = operator.index(step)  # type: ignore[arg-type]  # also NumPy's integers
     except TypeError:
         number = -1
     if isinstance(step, bool) or not 0 <= number < MOST:
-        raise ValueError(f"metrics.log: step: expected an integer from 0 on, got {step!r:.60}")
+        raise ValueError(f"metrics.log: {name}: expected an integer from 0 on, got {step!r:.60}")
     return number
 
 

@@ -128,7 +128,8 @@ def find(beats: Sequence[Beat], seconds: float, ended: Sequence[str] = ()) -> Fi
     if told := by_stacks(beats, ended):
         return replace(told, words=told.words + disks(beats), after=after)
     if idle:
-        words = f"no rank used {what(beats)} in {seconds:.1f} s{disks(beats)}{places(beats)}"
+        words = f"no rank used {what(beats)} in {seconds:.1f} s{disks(beats)}{places(beats, beats[0].who)}"
+        words += f"; {have_ended(ended)}" if ended else ""
         return Finding(words, tuple(beats) if len(beats) == 1 else (), after, stuck=True)
     if odd := odd_ones(beats):
         return Finding(odd + disks(beats) + places(beats), after=after)
@@ -166,13 +167,11 @@ def by_stacks(beats: Sequence[Beat], ended: Sequence[str]) -> Finding | None:
 
 def all_wait(beats: Sequence[Beat], ended: Sequence[str]) -> Finding:
     """All ranks that are there are in a collective."""
-    who = f"{beats[0].who} waits" if len(beats) == 1 else f"all {len(beats)} ranks wait"
+    every = "both" if len(beats) == 2 else f"all {len(beats)}"
+    who = f"{beats[0].who} waits" if len(beats) == 1 else f"{every} ranks wait"
     if ended:
-        gone = (
-            f"{', '.join(ended[:SHOWN])}{', ...' * (len(ended) > SHOWN)} {'has' if len(ended) == 1 else 'have'} ended"
-        )
         rest = who if len(beats) == 1 else "the others wait"
-        words = f"{gone}, and {rest} in a collective{places(beats)}"
+        words = f"{have_ended(ended)}, and {rest} in a collective{places(beats)}"
     elif len({beat.frames for beat in beats}) == 1:
         words = (
             f"{who} in {'a' if len(beats) == 1 else 'the same'} collective, at {beats[0].place}: a connection is lost, "
@@ -201,11 +200,16 @@ def odd_ones(beats: Sequence[Beat]) -> str:
     )
 
 
-def places(beats: Sequence[Beat]) -> str:
-    """Where they are, behind other words."""
+def have_ended(ended: Sequence[str]) -> str:
+    who = f"{', '.join(ended[:SHOWN])}{', ...' * (len(ended) > SHOWN)}"
+    return f"{who} {'has' if len(ended) == 1 else 'have'} ended"
+
+
+def places(beats: Sequence[Beat], only: str = "it") -> str:
+    """Where they are, behind other words. only: what one rank alone is called."""
     known = [beat for beat in beats if beat.frames]
     if len(beats) == 1 and known:
-        return f"; it is at {known[0].place}"
+        return f"; {only} is at {known[0].place}"
     told = [f"{beat.who} at {beat.place}" for beat in known[:SHOWN]]
     return f"; {', '.join(told)}{', ...' * (len(known) > SHOWN)}" if told else ""
 

@@ -160,7 +160,7 @@ def heading(run: Run) -> str:
     now = state(run)
     nodes = run.nodes if len(run.nodes) <= 3 else [run.nodes[0], "…", run.nodes[-1]]
     user, begun = run.about.get("user"), started(run)
-    facts = [moment(begun, run) if is_time(begun) else "", ", ".join(nodes), f"by {user}" if user else ""]
+    facts = [f"started {moment(begun, run)}" if is_time(begun) else "", ", ".join(nodes), f"by {user}" if user else ""]
     sentence = f'<p class="sentence">{escape(now.sentence)}</p>\n' if now.sentence and now.kind != "failed" else ""
     return (
         f'<header>\n<p class="eyebrow">Training run</p>\n<h1>{escape(run.name)}</h1>\n'

@@ -71,6 +71,13 @@ def test_a_rank_that_sent_its_output_elsewhere_is_known_by_its_errors(tmp_path: 
     assert list(look.families(look.processes_of(RUN, "n1", tmp_path))) == [3]
 
 
+def test_a_rank_that_sent_all_its_output_elsewhere_is_known_by_its_environment(tmp_path: Path) -> None:
+    process(tmp_path, 20, output="/tmp/mine.log")
+    with (tmp_path / "20/environ").open("ab") as environ:
+        environ.write(b"LOCAL_RANK=2\0")
+    assert list(look.families(look.processes_of(RUN, "n1", tmp_path))) == [2]
+
+
 def test_the_cpu_is_that_of_those_who_were_there_both_times(tmp_path: Path) -> None:
     process(tmp_path / "a", 1, ticks=100)
     process(tmp_path / "b", 1, ticks=100 + look.TICK)

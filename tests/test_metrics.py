@@ -21,6 +21,7 @@ class Tensor:
 
     def __init__(self, *values: Any) -> None:
         self.values = values
+        self.shape = () if len(values) == 1 else (len(values),)
 
     def item(self) -> Any:
         if len(self.values) != 1:
@@ -69,6 +70,8 @@ def test_other_ranks_and_a_script_without_a_launcher_write_nothing(file: Path, m
         (True, {"loss": 1.0}, "step: expected an integer from 0 on, got True"),
         (1, {"loss": "low"}, "loss: expected a number, got str 'low'"),
         (1, {"loss": None}, "loss: expected a number, got NoneType None"),
+        (1, {"loss": Tensor(1.0, 2.0, 3.0)}, "loss: expected one number, got 3"),
+        (1, {"steps": -5}, "steps: expected an integer from 0 on, got -5"),
         (1, {"time": 3.0}, "time: this name is reserved"),
         (1, {"step": 3}, "step: this name is reserved"),
     ],

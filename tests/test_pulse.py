@@ -118,7 +118,7 @@ LOST_CPU = (
             False,
             "is busy with the GPU, in a computation or in a collective, the other waits",
         ),
-        ([WAITS, WAITS], [], True, "all 2 ranks wait in the same collective, at hang.py:9: a connection is lost, or"),
+        ([WAITS, WAITS], [], True, "both ranks wait in the same collective, at hang.py:9: a connection is lost, or"),
         ([WAITS, AT_BARRIER], [], True, "not at the same place; rank 0 on n1 at hang.py:9, all_reduce(); rank 1 on"),
         ([WAITS, IN_BACKWARD], [], True, "not at the same place; rank 0 on n1 at hang.py:9, all_reduce(); rank 1 on"),
         ([WAITS], [], True, "rank 0 on n1 waits in a collective, at hang.py:9: a connection is lost"),
@@ -131,7 +131,7 @@ LOST_CPU = (
         ),
         ([SLOW, SLEEPS], [], False, "which rank waits for which: rank 0 on n1 used 30% CPU, rank 1 on n2 used 0% CPU"),
         ([LOOPS], [0], False, "rank 0 on n1, the only one here, is at work; it is at hang.py:12 in main()"),
-        ([IDLES], [0], True, "no rank used CPU in 1.0 s; it is at hang.py:12 in main()"),
+        ([IDLES], [0], True, "no rank used CPU in 1.0 s; rank 0 on n1 is at hang.py:12 in main()"),
         ([SLEEPS, SLEEPS], [], True, "no rank used CPU in 1.0 s"),
         ([WAITS, replace(STOPPED, frames=LOOP)], [1], False, "rank 1 on n2 is stopped (state T)"),
     ],
@@ -147,6 +147,7 @@ def test_a_rank_that_has_ended_is_the_one_for_whom_the_others_wait() -> None:
     assert found.words.startswith(
         "rank 2 on n3 has ended, and the others wait in a collective; rank 0 on n1 at hang.py:9"
     )
+    assert find(ranks(SLEEPS), 1.0, ["rank 2 on n3"]).words.endswith("in 1.0 s; rank 2 on n3 has ended")
 
 
 def test_what_the_stacks_tell_looks_hung_after_the_same_silence() -> None:

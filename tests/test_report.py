@@ -190,7 +190,7 @@ def test_all_settings_and_the_machine_are_told(tmp_path: Path) -> None:
     }  # fmt: skip
     assert "train.py --config 'my config.yaml'" in texts
     assert "commit 28c5a2e97d1afa83f24f9f17d67c0081ee4e4a8a, with uncommitted changes" in texts
-    assert "2025-01-02 03:04:05 UTC+01:00" in texts
+    assert "started 2025-01-02 03:04:05 UTC+01:00" in texts
 
 
 @pytest.mark.parametrize(
