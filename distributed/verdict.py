@@ -55,6 +55,7 @@ INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 GAVE_UP = 124  # exit code: timed out waiting
 CLOCK_DOUBT = 1.0  # seconds
 BY_SLURM = "SLURM says that this node has failed"  # and then SLURM itself ends the job
+SHOWN_OTHERS = 3  # ranks of a hang
 SHOWN = 240  # characters of a message in a sentence
 SHOWN_LINES = 8  # of a message or a log
 SHOWN_FRAMES = 3
@@ -308,7 +309,7 @@ _SENTENCES: dict[Kind, Callable[[Failure], str]] = {
     Kind.AGENT: lambda one: f"{who(one)} could not go on: {_short(what(one))}",
     Kind.LOST_NODE: lambda one: f"{one.node}: connection lost: {one.message or _WHY_LOST}",
     Kind.UNSURE: lambda one: _unsure(one),
-    Kind.ACCUSED: lambda one: f"{who(one)} did not come: {one.witness}",
+    Kind.ACCUSED: lambda one: f"{who(one)} was missing in a collective: {one.witness}",
     Kind.COLLATERAL: lambda one: f"the cause was not recorded; {who(one)} lost the others first: {_short(what(one))}",
     Kind.STOPPED: lambda _: "stopped on request, a checkpoint is written: run the same command again to go on",
     Kind.ENDED: lambda one: f"{who(one)} {_did(one)}; no rank had failed before",
@@ -427,6 +428,8 @@ def _details(verdict: Verdict, run: Path) -> Iterator[str]:
     elif verdict.rank is not None:
         yield from _last_lines(read_log(log, str(verdict.node)).get(verdict.rank, []))
     yield from _others(verdict)
+    if verdict.exit_code == GAVE_UP and (stacks := run / "hang.json").is_file():
+        yield f"all stacks: {stacks}"
     if log.is_file():
         yield f"all output of {verdict.node}: {log}"
 
@@ -454,11 +457,14 @@ def _last_lines(lines: Sequence[Line]) -> Iterator[str]:
 
 
 def _others(verdict: Verdict) -> Iterator[str]:
-    """One of those that only followed, and how many there are."""
+    """One of those that only followed, or the others of a hang, and how many there are."""
     told = [one for one in verdict.collateral if one["rank"] is not None and one["message"] not in verdict.cause]
     if told:
-        more = f" ({len(verdict.collateral)} in all, see verdict.json)" if len(told) > 1 else ""
-        yield f"followed: rank {told[0]['rank']} on {told[0]['node']}: {told[0]['message']}{more}"
+        hangs = verdict.exit_code == GAVE_UP
+        shown = told[: SHOWN_OTHERS if hangs else 1]
+        more = f" ({len(verdict.collateral)} in all, see verdict.json)" if len(told) > len(shown) else ""
+        others = "; ".join(f"rank {one['rank']} on {one['node']}: {one['message']}" for one in shown)
+        yield f"{'meanwhile' if hangs else 'followed'}: {others}{more}"
 
 
 def save(verdict: Verdict, run: Path) -> None:

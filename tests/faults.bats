@@ -165,7 +165,7 @@ END
   training_script <<'END'
 time.sleep(1000)
 END
-  verdict_of 1 "rank 1 on $N2 did not come: it alone reported nothing; rank " "$N1:1" "$N2:2"
+  verdict_of 1 "rank 1 on $N2 was missing in a collective: it alone reported nothing; rank " "$N1:1" "$N2:2"
 }
 
 
@@ -173,7 +173,7 @@ END
   hanging_script
   verdict_of 124 "hung: no output for " --hang-timeout 3 "$N1" "$N2"
   [[ "$output" == *"rank 1 on $N2 is not in a collective, the other waits for it; it is at my script.py:"*" in main()"* ]]
-  [[ "$output" == *"line "*", in main"*"followed: rank 0 on $N1: waited in a collective at my script.py:"* ]]
+  [[ "$output" == *"line "*", in main"*"meanwhile: rank 0 on $N1: waited in a collective at my script.py:"* ]]
 }
 
 
@@ -182,7 +182,7 @@ END
   training_script <<'END'
 os._exit(0)
 END
-  verdict_of 1 "rank 1 on $N2 did not come: it alone reported nothing; rank " "$N1:1" "$N2:2"
+  verdict_of 1 "rank 1 on $N2 was missing in a collective: it alone reported nothing; rank " "$N1:1" "$N2:2"
 }
 
 

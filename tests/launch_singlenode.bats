@@ -469,7 +469,7 @@ refused() { # <what the line must name> <word...>
   refused "own.yaml: no setting of the kit's train.py is in this file; for a script of your own, add --script" own.yaml 2
   refused "unknown key; did you mean train.steps?" typo.yaml 2
   [[ "$output" != *"--script"* ]]
-  refused "--epochs: unknown option; arguments of the script go behind --" --epochs 3 right.yaml 2
+  refused "--epochs: unknown option; arguments of the script go after --" --epochs 3 right.yaml 2
   refused "train.batch_size=3 does not divide by 2" odd.yaml 2
   refused "data.path='empty.txt': the file is empty" right.yaml 2 -- data.path=empty.txt
   refused "unrecognized arguments: --quiet" right.yaml 2 -- --quiet

@@ -265,7 +265,9 @@ def test_the_one_rank_that_said_nothing_while_all_others_waited_did_not_come() -
     hung = died(143, rank=2, node="n2", ended_by_agent=True)
     said = verdict.judge(Evidence((*waited, hung), ranks=TWO_NODES))
     assert (said.node, said.rank, said.exit_code) == ("n2", 2, 1)
-    assert said.cause.startswith("rank 2 on n2 did not come: it alone reported nothing; rank 0 on n1 says: RuntimeErr")
+    assert said.cause.startswith(
+        "rank 2 on n2 was missing in a collective: it alone reported nothing; rank 0 on n1 says: "
+    )
     left = verdict.judge(Evidence(tuple(waited), ranks={"n1": range(1), "n2": range(1, 4)}))
     assert (left.node, left.rank) == ("n2", 2), "by the numbers of ranks: it left nothing behind at all"
     two_said_nothing = verdict.judge(Evidence((*waited[:2], hung), ranks=TWO_NODES))
@@ -292,7 +294,7 @@ def test_a_message_that_names_another_rank_points_at_it(exception: str, message:
     accuser, other = told(exception, message, rank=0), told("RuntimeError", CLOSED, rank=1, time=T0 - 1)
     said = verdict.judge(Evidence((accuser, other), ranks=TWO_NODES))
     assert (said.node, said.rank, said.exit_code) == ("n2", 3, 1)
-    assert said.cause.startswith("rank 3 on n2 did not come: rank 0 on n1 says: ")
+    assert said.cause.startswith("rank 3 on n2 was missing in a collective: rank 0 on n1 says: ")
     own = verdict.judge(Evidence((accuser, other, died(139, rank=1, node="n1"))))
     assert own.rank == 1, "what a rank died of counts more than what another one says of it"
 
@@ -421,7 +423,8 @@ def test_a_hang_for_which_the_launcher_ended_the_run_wins_over_all_that_followed
         "verdict: failed: hung: no output",
         "  exit code 124",
         '    File "/x/my.py", line 12, in main',
-        "  followed: rank 0 on n1: waited in a collective at my.py:9",
+        "  meanwhile: rank 0 on n1: waited in a collective at my.py:9",
+        f"  all stacks: {run.path}/hang.json",
     ]
 
 

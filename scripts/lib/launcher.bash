@@ -68,7 +68,7 @@ parse_options() { # <word...>
       --quiet) QUIET=1 ;;
       --help | -h) usage; exit ;;
       --) USER_ARGS=("${@:2}"); break ;;
-      -[!0-9]*) die_usage "$1: unknown option; arguments of the script go behind --" ;;
+      -[!0-9]*) die_usage "$1: unknown option; arguments of the script go after --" ;;
       *) POSITIONAL+=("$1") ;;
     esac
     shift
@@ -196,7 +196,7 @@ check_config() { # <CONFIG> <number of ranks>
 
 check_torch() {
   "$PYTHON" "$KIT/scripts/lib/find.py" torch ||
-    die_usage "'$PYTHON' has no PyTorch: activate your virtual environment, or name another with --python PATH"
+    die_usage "'$PYTHON' has no PyTorch; install it there, or name another Python with --python PATH"
 }
 
 

@@ -46,7 +46,7 @@ parse_job() { # <word...>
 choose_config() { # <CONFIG...>
   local number=$((${SLURM_ARRAY_TASK_ID:-0} - ${SLURM_ARRAY_TASK_MIN:-0}))
   if (($# > 1)) && [[ ! ${SLURM_ARRAY_TASK_ID-} ]]; then
-    die_usage "$# CONFIGs are for an array of $# elements: sbatch --array=0-$(($# - 1)) (words for the script stand behind --)"
+    die_usage "$# CONFIGs are for an array of $# elements: sbatch --array=0-$(($# - 1)) (arguments of the script go after --)"
   fi
   (($# == 1 || number < $#)) ||
     die_usage "element $SLURM_ARRAY_TASK_ID has no CONFIG: the array begins at $SLURM_ARRAY_TASK_MIN, and $# are given"

@@ -41,7 +41,7 @@ source "$KIT/scripts/lib/launcher.bash"
 parse_args() { # <word...>
   parse_options "$@"
   ((${#POSITIONAL[@]} == 2)) || die_usage "expected CONFIG and NPROC, got: $(quote "${POSITIONAL[@]:-nothing}")" \
-    "(words for the script stand behind --)"
+    "(arguments of the script go after --)"
   CONFIG=${POSITIONAL[0]} NPROC=${POSITIONAL[1]}
   [[ ! $RENDEZVOUS_TIMEOUT ]] || die_usage "--rendezvous-timeout: on one machine no other node has to join; leave it out"
   is_nproc "$NPROC" || die_usage "NPROC: expected a number of processes from 1 to $MAX_NPROC, got '$NPROC'"
