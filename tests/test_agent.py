@@ -758,14 +758,15 @@ def test_who_asks_to_stop_while_the_end_is_told_does_not_change_it() -> None:
 
 
 HANDLES_TERM = """
+import time
 received = []
 signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
 if rank == 0:
     sys.exit()
 with open("ready", "w") as ready:
     ready.write("01")
-while not received:
-    signal.pause()
+while not received:  # a signal that comes before a pause() would not end it
+    time.sleep(0.01)
 """
 
 
@@ -787,10 +788,13 @@ def test_a_stop_request_finds_only_the_ranks_that_still_run() -> None:
 
 
 FAILS_FIRST = """
+if rank == 0:
+    open("other", "rb").read()  # until rank 1 is ready
 with open("ready", "w") as ready:
     ready.write(str(rank))
 if rank == 0:
     sys.exit(3)
+open("other", "wb").close()
 while True:
     signal.pause()
 """
@@ -799,6 +803,7 @@ while True:
 def test_a_signal_that_comes_while_the_agent_looks_at_the_ranks_loses_no_failure() -> None:
     ended = "os.waitid(os.P_PID, self._processes()[0].pid, os.WEXITED | os.WNOWAIT)"
     words = meddled("Agent.note_deaths", f"import os, signal; {ended}; os.kill(os.getpid(), signal.SIGTERM)")
+    os.mkfifo("other")
     with started(2, FAILS_FIRST, words, MUSTER_RUN_DIR=os.getcwd(), MUSTER_NODE="n7") as agent:
         assert agent.wait(SECONDS) == 143
     assert deaths() == [(0, 3, False), (1, 143, True)]
