@@ -282,8 +282,8 @@ def lines(
 ) -> str:
     """Lines over steps as SVG, with the numbers for the read-out beside it.
 
-    zero: the axis of values begins at zero. notes: marks get their text, and not only when pointed at. seconds: what
-    counts is the time from 0 on, not steps, and a value that is not finite is one that nobody knows.
+    zero: the axis of values begins at zero. notes: marks get their text, and not only when pointed at. seconds: the
+    x axis shows seconds from 0 on, not steps, and a value that is not finite is unknown.
     Without one finite value: a sentence that says so.
     """
     drawn = [replace(line, points=thin(line.points, min(COLUMNS, width // 2))) for line in drawn if line.points]

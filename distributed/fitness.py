@@ -672,7 +672,7 @@ def check_runs(facts: Facts) -> Iterator[Line]:
 
 
 def how_to_stop(run: Run, facts: Facts) -> tuple[str, str]:
-    """In words, and as a command. It may be training, or somebody else's: nothing is to be killed unseen."""
+    """Advice, and a command. The run may be training, or another user's: no command here kills it unseen."""
     if run.user != facts.user:
         return f"ask {run.user} whether it is still needed", ""
     if not run.recorded:

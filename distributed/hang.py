@@ -1,4 +1,4 @@
-"""Does a run hang that nobody watches? Decided from what its nodes saw, as scripts/lib/hang_watch.sh asks them.
+"""Decide whether a run hangs, from what its nodes answered to scripts/lib/hang_watch.sh.
 
 A run hangs when there has been no output and no metric for the timeout. By default that is not enough: a rank that
 evaluates for long is silent, too, so the rank that the others wait for must use neither CPU nor GPU, or all ranks must

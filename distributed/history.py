@@ -303,7 +303,7 @@ class Usage:
 
     attempts: list[float] = field(default_factory=list)  # Unix seconds of the first sample of each
     last: float = math.nan  # Unix seconds of the last sample of all
-    # Over Unix seconds, by what is measured and by "rank 3" (or "node1 GPU 0", where nobody knows whose it is):
+    # Over Unix seconds, by what is measured and by "rank 3" (or "node1 GPU 0", where its rank is not known):
     # "cpu" (cores), "memory" (bytes), "output" (bytes a second), "gpu" (share of time), "gpu_memory" (bytes).
     series: dict[str, dict[str, list[Point]]] = field(default_factory=dict)
 

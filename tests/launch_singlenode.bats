@@ -7,6 +7,8 @@
 bats_require_minimum_version 1.5.0
 # shellcheck source=tests/lab/secrets.bash
 source "$BATS_TEST_DIRNAME/lab/secrets.bash"
+# shellcheck source=tests/lab/hanging_script.bash
+source "$BATS_TEST_DIRNAME/lab/hanging_script.bash"
 
 
 setup() {
@@ -340,27 +342,8 @@ sys.exit(3)'
 }
 
 
-# Rank 0 waits for ever for rank 1, which is in a loop. WITHOUT_PY_SPY: an environment in which py-spy is not found.
-hanging_script() {
-  cat >"my script.py" <<'END'
-import os, threading
-at_work = threading.Event()
-def show_progress():  # however long the start takes
-    while not at_work.wait(0.3):
-        print(".", flush=True)
-threading.Thread(target=show_progress, daemon=True).start()
-import torch
-import torch.distributed as dist
-def main():
-    if os.environ["RANK"] == "1":
-        while True: pass
-    dist.all_reduce(torch.ones(1))
-dist.init_process_group("gloo")
-dist.barrier()
-print("at work", flush=True)
-at_work.set()
-main()
-END
+# Sets WITHOUT_PY_SPY: an environment in which py-spy is not found.
+leave_py_spy_out() {
   mkdir -p venv/bin
   cp "$VIRTUAL_ENV/pyvenv.cfg" venv
   ln -s "$VIRTUAL_ENV/lib" venv/lib
@@ -373,6 +356,7 @@ END
 @test "a rank in an endless loop: status.sh names it and its line without py-spy" {
   local line file
   hanging_script
+  leave_py_spy_out
   line=$(grep -n "while True" "my script.py" | cut -d: -f1)
   UNDER=("${WITHOUT_PY_SPY[@]}")
   start --script "my script.py" - 2
@@ -394,6 +378,7 @@ END
 # bats test_tags=slow
 @test "--hang-timeout ends a run that hangs with 124 and names the rank, and --max-restarts starts it again" {
   hanging_script
+  leave_py_spy_out
   run timeout 120 "${WITHOUT_PY_SPY[@]}" "$LAUNCH" --hang-timeout 3 --max-restarts 1 --script "my script.py" - 2
   [ "$status" -eq 124 ]
   [[ "$output" == *"the run hangs; stopping it"*"exit code 124: restart 1 of 1"*"the run hangs; stopping it"* ]]

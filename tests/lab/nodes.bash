@@ -7,6 +7,9 @@
 # --slurm the SLURM_CONF to use.
 # shellcheck disable=SC2034,SC2153,SC2154 # what it sets is for the tests, and what run sets for it
 
+# shellcheck source=tests/lab/hanging_script.bash
+source "$BATS_TEST_DIRNAME/lab/hanging_script.bash"
+
 
 raise_nodes() { # <how many> [lab.sh's options...]
   [ "$(id -u)" -eq 0 ] || skip "raising nodes needs root"
@@ -85,30 +88,6 @@ if rank == 0:
     print("at work", flush=True)
 while True:
     dist.all_reduce(torch.ones(1))
-END
-}
-
-
-# One in which rank 0 waits for ever for rank 1, which is in a loop.
-hanging_script() {
-  cat >"my script.py" <<'END'
-import os, threading
-at_work = threading.Event()
-def show_progress():  # however long the start takes
-    while not at_work.wait(0.3):
-        print(".", flush=True)
-threading.Thread(target=show_progress, daemon=True).start()
-import torch
-import torch.distributed as dist
-def main():
-    if os.environ["RANK"] == "1":
-        while True: pass
-    dist.all_reduce(torch.ones(1))
-dist.init_process_group("gloo")
-dist.barrier()
-print("at work", flush=True)
-at_work.set()
-main()
 END
 }
 

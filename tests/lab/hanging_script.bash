@@ -1,0 +1,27 @@
+# shellcheck shell=bash
+#
+# A script that hangs, for bats files. Sourced, never run.
+
+
+# Write "my script.py", in which rank 0 waits in a collective for rank 1, which is in an endless loop.
+hanging_script() {
+  cat >"my script.py" <<'END'
+import os, threading
+at_work = threading.Event()
+def show_progress():  # however long the start takes
+    while not at_work.wait(0.3):
+        print(".", flush=True)
+threading.Thread(target=show_progress, daemon=True).start()
+import torch
+import torch.distributed as dist
+def main():
+    if os.environ["RANK"] == "1":
+        while True: pass
+    dist.all_reduce(torch.ones(1))
+dist.init_process_group("gloo")
+dist.barrier()
+print("at work", flush=True)
+at_work.set()
+main()
+END
+}
