@@ -51,7 +51,7 @@ from distributed.ranks import Ranks
 from distributed.resume import changeable, changes, complete, experiment_of, refuse_another_base, refuse_misfit
 from distributed.run_folder import create as create_run_folder
 from distributed.stop import STOPPED, Ballots, NonFiniteLoss, Outcome, stop_signals
-from distributed.torch import device, gradient_sync, process_group, resolve, seed, unwrap, wrap
+from distributed.torch import device, gradient_sync, leave, process_group, resolve, seed, unwrap, wrap
 from distributed.world import World, WorldError
 
 log = logging.getLogger("muster")
@@ -804,4 +804,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -52,7 +52,7 @@ from distributed.smoke_report import (
     verdict_line,
     write,
 )
-from distributed.torch import device, process_group
+from distributed.torch import device, leave, process_group
 from distributed.world import World, WorldError
 
 # From torch 2.13 on the old names warn; before it the new ones are not there.
@@ -748,4 +748,4 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from distributed.worker import shut_down
 from distributed.world import MASTER, PLACE, SLURM, World, WorldError
 
 log = logging.getLogger(__name__)
@@ -98,6 +100,16 @@ def process_group(
     log.debug(f"rendezvous: {ranks} met in {met - start:.2f} s, joined {backend} in {time.perf_counter() - met:.2f} s")
     yield world
     dist.destroy_process_group()
+
+
+def leave(code: int | None) -> NoReturn:
+    """End the process as sys.exit(code) does, but leave PyTorch in one piece.
+
+    When the interpreter takes PyTorch apart, a thread of gloo that still holds a tensor aborts the process, also one
+    that has ended well (https://github.com/pytorch/pytorch/pull/179291). Ranks of the kit's agent end in this way
+    whatever they call.
+    """
+    os._exit(shut_down(code or 0))
 
 
 def _meet(world: World, limit: timedelta) -> dist.Store:

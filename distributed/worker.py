@@ -102,9 +102,9 @@ def work(script: Script, preload: Preload | None = None, output: str = "") -> No
         code = _report(error, keep=os.getpid() == process)
     else:
         code = 0
-    lost = _shut_down()
+    code = shut_down(code)
     _finalise(inherited)
-    _exit(code or (LOST_OUTPUT if lost else 0))
+    _exit(code)
 
 
 # ---------------------------------------------------------------- begin as a fresh interpreter begins
@@ -233,18 +233,17 @@ def _without_ours(trace: TracebackType | None) -> TracebackType | None:
     return trace
 
 
-def _shut_down() -> bool:
-    """Wait for threads, call what is registered, flush. Returns whether some output is lost."""
+def shut_down(code: int) -> int:
+    """Wait for threads, call what is registered, flush. Returns the exit code: another one when output is lost."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    lost = False
     for stream in (getattr(sys, "stdout", None), getattr(sys, "stderr", None)):
         if stream is not None and not getattr(stream, "closed", False):
             try:
                 stream.flush()
             except OSError:  # a full disk
-                lost = True
-    return lost
+                code = code or LOST_OUTPUT
+    return code
 
 
 def _finalise(inherited: Mapping[str, ModuleType]) -> None:

@@ -135,7 +135,7 @@ BELOW: dict[str, set[str]] = {
     "survey": {"answers", "gpus", "network", "preflight", "run_folder"},
     "task": {"marks", "usage"},
     "threads": {"resources", "world"},
-    "torch": {"world"},
+    "torch": {"worker", "world"},
     "tracking": {"metrics"},
     "usage": {"look", "probe"},
     "verdict": {"evidence", "report"},

@@ -10,6 +10,8 @@ import copy
 import json
 import random
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,8 @@ from torch.distributed.tensor import DTensor
 from distributed import torch as ours
 from distributed.torch import STRATEGIES, process_group, refuse_shared_devices
 from distributed.world import World, WorldError
+
+KIT = Path(__file__).parents[1]
 
 # ---------------------------------------------------------------- explained to a person
 
@@ -85,6 +89,33 @@ def test_a_process_alone_needs_no_address_and_opens_no_store() -> None:
         assert dist.get_world_size() == world.size == 1
         assert not listening_everywhere() - before, "a store listens on all interfaces"
     assert not dist.is_initialized()
+
+
+ENDS_WHILE_GLOO_HOLDS_TENSORS = """
+import sys
+import torch
+import torch.distributed as dist
+from distributed.torch import leave, process_group
+from distributed.world import World
+
+def main():
+    global group
+    with process_group(World()):
+        group = dist.group.WORLD  # as DDP and DTensor hold it
+        sys.setswitchinterval(1000)  # the thread of gloo has to wait before it can let go of the tensors
+        for _ in range(3):
+            dist.all_reduce(torch.ones(3), async_op=True)
+    return 3
+
+print("written")
+leave(main())
+"""
+
+
+def test_a_process_that_leaves_is_not_aborted_by_gloo() -> None:
+    words = [sys.executable, "-c", ENDS_WHILE_GLOO_HOLDS_TENSORS]
+    ended = subprocess.run(words, cwd=KIT, timeout=60, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (3, "written\n", "")
 
 
 def test_two_ranks_on_one_gpu_are_refused() -> None:
