@@ -46,11 +46,12 @@ from distributed.checkpoint import CheckpointError, Checkpoints, Found, random_s
 from distributed.config import Batch, ConfigError, Settings, for_ranks, job_of, parser
 from distributed.config import Model as ModelSettings
 from distributed.data import DataError
+from distributed.exit_codes import STOPPED
 from distributed.fold import DEFAULT_PARTICIPANTS, output_directory
 from distributed.ranks import Ranks
 from distributed.resume import changeable, changes, complete, experiment_of, refuse_another_base, refuse_misfit
 from distributed.run_folder import create as create_run_folder
-from distributed.stop import STOPPED, Ballots, NonFiniteLoss, Outcome, stop_signals
+from distributed.stop import Ballots, NonFiniteLoss, Outcome, stop_signals
 from distributed.torch import device, gradient_sync, leave, process_group, resolve, seed, unwrap, wrap
 from distributed.world import World, WorldError
 

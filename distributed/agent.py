@@ -37,12 +37,12 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.launcher import api as launcher
 
 from distributed import accounts
+from distributed.exit_codes import STOPPED
 from distributed.fork_server import ForkServer, ForkServerError, Process, signals
 from distributed.meeting import Rendezvous, say
 from distributed.peers import End, Membership, RendezvousFailed
 from distributed.worker import Rank, Script
 
-STOPPED = 75  # exit code of a rank that stopped on request with a checkpoint written
 LOOK = 0.1  # seconds between two looks at ranks of which none dies
 FAREWELL = 1.0  # seconds that the others get to report after one rank has failed
 TERM_GRACE = 3.0  # seconds between TERM and KILL after one rank has failed

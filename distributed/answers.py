@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from distributed.exit_codes import UNFIT
+
 MARK = "muster-answer "  # before the answer
-UNFIT = 69  # exit code: a node cannot be reached, or is not fit
 NODE_ENV = "config/node_env.sh: "  # before what is wrong with that file
 
 

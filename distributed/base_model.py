@@ -23,7 +23,7 @@ import tempfile
 from collections.abc import Mapping
 from typing import Any
 
-from distributed.launch.supervisor import read_json, try_lock, write_json
+from distributed.files import read_json, try_lock, write_json
 
 CACHE = "experiments/base_models"
 TRAINING = "experiments/base_training"  # output directories of the jobs that train base models

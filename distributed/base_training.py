@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from distributed import base_model, history
 from distributed.base_model import BaseModelError
 from distributed.config import FULL_FINE_TUNING, ConfigError, Settings
-from distributed.launch.supervisor import write_json
+from distributed.files import write_json
 from distributed.ranks import Ranks
 
 DIRECTORY, DIGEST = "MUSTER_BASE_MODEL", "MUSTER_BASE_MODEL_DIGEST"  # environment variables

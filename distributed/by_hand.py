@@ -12,7 +12,7 @@ import ipaddress
 import sys
 from collections.abc import Sequence
 
-from distributed.answers import UNFIT
+from distributed.exit_codes import UNFIT
 from distributed.network import address_of, own_addresses
 
 

@@ -18,9 +18,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from distributed.answers import UNFIT, Answer, read
+from distributed.answers import Answer, read
 from distributed.comparison import differences
 from distributed.doctor import plural, render, rows, terminal, wrap
+from distributed.exit_codes import UNFIT
 from distributed.fitness import LEVELS, Line, fault, judge, size
 from distributed.members import Member, of_answer
 from distributed.nodelist import fold

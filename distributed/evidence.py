@@ -20,9 +20,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-STOPPED = 75  # exit code: stopped on request with a checkpoint written, run again to go on
+from distributed.exit_codes import STOPPED, UNFIT
+
 STOP_CODES = (STOPPED, 128 + signal.SIGHUP, 128 + signal.SIGINT, 128 + signal.SIGTERM)  # of ranks that were stopped
-NOT_REACHED = 69  # exit code: this, or another node, cannot be reached
 NODE_ENV = "config/node_env.sh: "  # before what is wrong with that file, as a node prints it
 SRUN = "srun"  # when it could start nothing, it has left what it said as if it were a node
 MOST_RANKS = 1 << 20  # of a node: more is no number of processes
@@ -275,7 +275,7 @@ def _agent_failure(node: str, code: int, lines: Sequence[Line]) -> Failure:
     if said is None:
         texts = [line.text for line in lines if line.text.strip()]
         # srun prints more behind that.
-        texts = [text for text in texts if code == NOT_REACHED and NODE_ENV in text] or texts
+        texts = [text for text in texts if code == UNFIT and NODE_ENV in text] or texts
         said = Said(None, texts[-1] if texts and code < 128 else "", "")
     return Failure(node, exit_code=code, **said._asdict())
 
@@ -303,7 +303,7 @@ def _not_heard(known: Evidence, seen: Sequence[Json]) -> set[str]:
     by_rank = {node: rank for rank, node in enumerate(known.ranks)}
     likely = max(told, key=lambda node: (told[node], by_rank.get(node, 0)), default="")
     # A node that is cut off stops its ranks. What ended by something else had ended before it was missed.
-    return {likely} if likely and known.exits.get(likely, NOT_REACHED) in (NOT_REACHED, *STOP_CODES) else set()
+    return {likely} if likely and known.exits.get(likely, UNFIT) in (UNFIT, *STOP_CODES) else set()
 
 
 def _read_json(path: Path, warnings: list[str]) -> Json:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from distributed.gpus import Gpus, look_at_gpus, owner
+from distributed.identity import user
 from distributed.interpreter import (
     KIT,
     Interpreter,
@@ -42,7 +43,6 @@ from distributed.resources import (
     look_at_memory,
     look_at_space,
 )
-from distributed.run_folder import user
 
 PROGRAMS = ("ssh", "rsync", "tmux", "pdsh", "srun")
 # What torch, NCCL, gloo, OpenMP and Python's imports listen to, and nothing that could be a secret.

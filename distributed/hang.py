@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from distributed.files import write_json
 from distributed.pulse import Beat, Finding, find
-from distributed.run_folder import write_json
 from distributed.stacks import as_traceback
 from distributed.status import Seen, read_progress, seen
 from distributed.visit import visits

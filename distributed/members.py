@@ -20,10 +20,10 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from distributed.answers import framed
 from distributed.facts import Facts, gather
+from distributed.identity import machine
 from distributed.interpreter import KIT
 from distributed.network import address_of, address_towards, interface_to, mtu_of_interface, own_addresses
 from distributed.probe import SYS, read
-from distributed.run_folder import machine
 from distributed.survey import checksum
 
 RUN_BY_RANKS = ("train.py", "distributed/**/*.py", "scripts/lib/*")  # of the kit: what must be the same on all nodes

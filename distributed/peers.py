@@ -25,6 +25,7 @@ from typing import Any
 from torch.distributed import PrefixStore, Store
 
 from distributed.accounts import Accounts
+from distributed.exit_codes import TIMED_OUT, UNFIT
 
 INTERVAL = 0.5  # seconds between two heartbeats
 FAST = 0.05  # the same, while the nodes gather and finish; a node whose ranks are done may wait long for the others
@@ -35,8 +36,6 @@ REPORT_UNJOINED = 15.0  # seconds between two lines of a node that has not joine
 RECORDS_TIMEOUT = 4.0  # seconds in which all nodes send their failure records
 CLOSING = 1.0  # seconds for the thread to end
 LEAVING = 2.0  # seconds that the first node waits for the others to leave
-UNFIT = 69  # exit code: a node cannot be reached, or is not fit
-GAVE_UP = 124  # exit code: timed out waiting
 
 Facts = Mapping[str, str]  # a node's name under "node", and what must be the same on all nodes
 
@@ -130,8 +129,10 @@ class Membership:
             if now - begun > timeout:
                 if not self._store:
                     self.close()
-                    raise RendezvousFailed(f"{self._obstacle}; gave up after {timeout:.0f} s", GAVE_UP)
-                self.report_end(End(self._facts["node"], GAVE_UP, f"{self._missing()}: gave up after {timeout:.0f} s"))
+                    raise RendezvousFailed(f"{self._obstacle}; gave up after {timeout:.0f} s", TIMED_OUT)
+                self.report_end(
+                    End(self._facts["node"], TIMED_OUT, f"{self._missing()}: gave up after {timeout:.0f} s")
+                )
             if end := self.end():
                 self.leave()
                 raise RendezvousFailed(f"{end.node}: {end.reason}", end.exit_code)

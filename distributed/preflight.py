@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from distributed.answers import UNFIT, Answer, read
+from distributed.answers import Answer, read
+from distributed.exit_codes import UNFIT
 
 SLOW = 1.0  # seconds for a look-up
 

@@ -20,11 +20,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from distributed.answers import UNFIT, framed, read
+from distributed.answers import framed, read
+from distributed.exit_codes import UNFIT
+from distributed.files import write_json
+from distributed.identity import versions
 from distributed.network import address_of_interface, address_towards
 from distributed.nodelist import fold
-from distributed.run_folder import versions
-from distributed.smoke_report import Fault, Measured, summarise, write
+from distributed.smoke_report import Fault, Measured, summarise
 
 SECONDS = 3.0  # for a connection: a packet may be lost once
 PROVED = "every node can connect to every other"
@@ -165,7 +167,7 @@ def main(words: Sequence[str] | None = None) -> int:
         return UNFIT
     found = read_gaps(options.folder, tuple(ranks))
     if found:
-        write(report(found, ranks), options.report)
+        write_json(options.report, report(found, ranks))
     return 1 if found else 0
 
 

@@ -22,12 +22,14 @@ import os
 import sys
 import time
 
+from distributed.files import KIT, write_json
+from distributed.identity import machine, since, user, versions
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # typing itself would cost milliseconds
     from collections.abc import Sequence
     from typing import Any
 
-KIT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 GIT_SECONDS = 2.0  # a repository on a slow disk must not hold a launch
 PYTHON_SECONDS = 10.0
 MAX_NAME = 100  # bytes of the script's name in the name of a run
@@ -134,24 +136,6 @@ def _plain(name: str) -> str:
     return words.encode()[:MAX_NAME].decode(errors="ignore") or "run"
 
 
-def write_json(path: str, value: object) -> None:
-    """Whole or not at all. What is not UTF-8 is kept as an escape (os.fsencode gives its bytes back)."""
-    import json
-
-    try:
-        text = json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        text = json.dumps(value, indent=2, sort_keys=True).encode()
-    beside = f"{path}.{os.urandom(4).hex()}"
-    try:
-        with open(beside, "wb") as file:
-            file.write(text + b"\n")
-        os.replace(beside, path)
-    except OSError:
-        _remove(beside)
-        raise
-
-
 def _unmake(folder: str) -> None:
     for path in (os.path.join(folder, "errors"), os.path.join(folder, "ranks"), folder):
         with contextlib.suppress(OSError):  # it was never made: the error before this one is the one to tell
@@ -189,50 +173,6 @@ def _launcher(pid: int, grace: int) -> dict[str, object]:
     return {"host": os.uname().nodename, "pid": pid, "since": since(pid), "machine": machine(), "grace": grace}
 
 
-def machine() -> str:
-    """The boot, and the network within it: containers and network namespaces are machines of their own."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        return file.read().strip() + os.readlink("/proc/self/ns/net")
-
-
-def since(pid: int) -> int | None:
-    """When this process was started, in clock ticks since the machine was; None when there is none."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            state, *fields = file.read().rpartition(b")")[2].split()
-    except OSError:
-        return None
-    return None if state in b"ZX" else int(fields[18])
-
-
-def user() -> str:
-    """The name of who runs this; the number where a container knows no names."""
-    import pwd
-
-    try:
-        return pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:
-        return str(os.getuid())
-
-
-def versions(path: Sequence[str] | None = None) -> dict[str, str | None]:
-    """Of this interpreter, and of the PyTorch it would import: the name of its dist-info folder says it."""
-    return {"python": sys.version.split()[0], "torch": _torch_version(sys.path if path is None else path)}
-
-
-def _torch_version(path: Sequence[str]) -> str | None:
-    for folder in path:
-        try:
-            names = sorted(os.listdir(folder or "."))
-        except OSError:
-            continue  # an entry of sys.path need not exist
-        for name in names:
-            base, dot, _ = name.partition(".dist-info")
-            if dot and base.startswith("torch-"):
-                return base.removeprefix("torch-")
-    return None
-
-
 def _is_this_python(python: str) -> bool:
     """Both names in one bin/ and one file behind them. Two environments may link to the same file."""
     names = (os.path.abspath(python), os.path.abspath(sys.executable))
@@ -244,7 +184,7 @@ def _versions_of(python: str) -> dict[str, str | None]:
     import json
     import subprocess
 
-    words = [python, "-m", "distributed.run_folder", "versions"]
+    words = [python, "-m", "distributed.identity"]
     env = _environment_without("PYTHONSAFEPATH")  # with it, -m would not find us in the working folder
     try:
         answer = subprocess.check_output(words, cwd=KIT, env=env, stderr=subprocess.DEVNULL, timeout=PYTHON_SECONDS)
@@ -292,11 +232,6 @@ def _environment_without(*names: str) -> dict[str, str]:
 
 def main(words: Sequence[str]) -> int:
     """Make a run folder and print its path. Returns 2 when that cannot be."""
-    if words == ["versions"]:
-        import json
-
-        print(json.dumps(versions()))
-        return 0
     options = _parse(words)
     try:
         folder = create(**options)

@@ -34,6 +34,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store
 
+from distributed.files import write_json
 from distributed.links import Link, rounds, slow
 from distributed.smoke_report import (
     Fault,
@@ -50,7 +51,6 @@ from distributed.smoke_report import (
     speed,
     summarise,
     verdict_line,
-    write,
 )
 from distributed.torch import device, leave, process_group
 from distributed.world import World, WorldError
@@ -685,7 +685,7 @@ class Voice:
 
     def speak(self, report: Mapping[str, Any]) -> None:
         if self.options.json_file:
-            write(report, Path(os.environ.get("MUSTER_RUN_DIR", ""), self.options.json_file))
+            write_json(Path(os.environ.get("MUSTER_RUN_DIR", ""), self.options.json_file), report)
             sys.stderr.write(f"distributed.smoke: {verdict_line(report)}\n")
         else:
             show(report, self.options.json)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -251,13 +250,6 @@ def told_each(faults: Sequence[Fault], at_most: int = 3) -> list[str]:
 
 def to_json(report: Mapping[str, Any]) -> str:
     return json.dumps(report, indent=2, sort_keys=True) + "\n"
-
-
-def write(report: Mapping[str, Any], path: Path) -> None:
-    """Write it as JSON, whole or not at all."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(to_json(report))
-    os.replace(beside, path)
 
 
 # ---------------------------------------------------------------- told to people

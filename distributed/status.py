@@ -29,10 +29,10 @@ from pathlib import Path
 from typing import Any
 
 from distributed import metrics
-from distributed.answers import UNFIT
+from distributed.exit_codes import UNFIT
+from distributed.files import KIT
 from distributed.look import Gpu, Rank
 from distributed.pulse import Beat, Pulse, feel, needs_stacks
-from distributed.run_folder import KIT
 from distributed.verdict import decide
 from distributed.visit import Visit, left_on, visits
 from distributed.whereabouts import ELSEWHERE, GONE, HERE, IN_JOB, NoRun, Run, read

@@ -23,12 +23,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from distributed.exit_codes import STOPPED, UNFIT
 from distributed.launch.console import Console
 from distributed.nodelist import expand
 from distributed.task import BEAT, PATIENCE, REPORT
 
-STOPPED = 75  # exit code: stopped on request with a checkpoint written
-LOST = 69  # a node is
 TOLD = 128 + signal.SIGTERM
 HURRY = 5.0  # seconds between the request to stop and the order to end, when a task has failed
 CHECKPOINT = 30.0  # seconds that the others get when one has stopped with a checkpoint
@@ -236,7 +235,7 @@ class Step:
         node.lost = True
         write(self.run / f"node_{node.name}.lost", f"{why}\n")
         self.say(f"{node.name}: {why or f'nothing was heard of it for {PATIENCE:.0f} s'}: ending the others")
-        self.ended(LOST)
+        self.ended(UNFIT)
         self.leave_when_all_have_ended()
 
     def complain(self, now: float) -> None:
@@ -293,7 +292,7 @@ class Step:
             return self.code
         if all(node.heard is None for node in silent) and len(silent) == len(self.nodes):
             code = self._srun.returncode
-            code = (128 - code if code < 0 else code) or LOST
+            code = (128 - code if code < 0 else code) or UNFIT
             write(self.run / f"node_{SRUN}.exit", f"{code}\n")
             return code
         for node in silent:

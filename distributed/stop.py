@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
-STOPPED = 75  # exit code: stopped on request with a checkpoint written, run again to go on
 NOT_FINITE, FAILED = 1, 2  # what a rank says of itself on the ballot
 
 

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from distributed.answers import framed
 from distributed.gpus import look_at_gpus, visible
+from distributed.identity import machine, versions
 from distributed.network import address_of, free_port, listener, own_addresses, port_is_free
 from distributed.preflight import Look
-from distributed.run_folder import machine, versions
 
 
 def look(files: Sequence[str], master: str, port: int | None, env: Mapping[str, str] = os.environ) -> Look:

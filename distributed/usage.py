@@ -22,6 +22,8 @@ import os
 import signal
 import time
 
+from distributed.files import write_file
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -113,14 +115,7 @@ def append(path: str, sample: Sample) -> None:
 def rewrite(path: str, samples: Sequence[Sample]) -> None:
     import json
 
-    beside = f"{path}.{os.getpid()}"
-    try:
-        with open(beside, "w") as file:
-            file.writelines(json.dumps(sample) + "\n" for sample in samples)
-        os.replace(beside, path)
-    finally:
-        with contextlib.suppress(OSError):
-            os.unlink(beside)
+    write_file(path, "".join(json.dumps(sample) + "\n" for sample in samples))
 
 
 def take(run: str, node: str, *, gpus: bool, proc: Path | None = None) -> Sample:

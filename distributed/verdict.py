@@ -37,9 +37,7 @@ from pathlib import Path
 from distributed.evidence import (
     FATAL,
     NODE_ENV,
-    NOT_REACHED,
     SRUN,
-    STOPPED,
     Evidence,
     Failure,
     Json,
@@ -50,9 +48,9 @@ from distributed.evidence import (
     gather,
     read_log,
 )
+from distributed.exit_codes import STOPPED, TIMED_OUT, UNFIT
 
 INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
-GAVE_UP = 124  # exit code: timed out waiting
 CLOCK_DOUBT = 1.0  # seconds
 BY_SLURM = "SLURM says that this node has failed"  # and then SLURM itself ends the job
 SHOWN_OTHERS = 3  # ranks of a hang
@@ -237,7 +235,7 @@ def judge(evidence: Evidence, launcher: int | None = None) -> Verdict:
         return _nothing_failed(evidence, launcher)
     culprit = first(failures)
     worth = kind(culprit)
-    if worth is Kind.STOPPED and launcher != NOT_REACHED:
+    if worth is Kind.STOPPED and launcher != UNFIT:
         return Verdict("stopped", STOPPED, _SENTENCES[worth](culprit))
     interrupted = launcher in INTERRUPTED and worth is not Kind.OWN and BY_SLURM not in culprit.message
     if worth is Kind.STOPPED or interrupted:  # ranks that the launcher stopped for a cause of its own
@@ -246,7 +244,7 @@ def judge(evidence: Evidence, launcher: int | None = None) -> Verdict:
     said = decisive(culprit)
     return Verdict(
         outcome="stopped" if worth is Kind.ENDED else "failed",
-        exit_code=culprit.exit_code or [*([NOT_REACHED] if worth is Kind.LOST_NODE else codes), launcher or 1][0],
+        exit_code=culprit.exit_code or [*([UNFIT] if worth is Kind.LOST_NODE else codes), launcher or 1][0],
         cause=_SENTENCES[worth](culprit) + _remarks(culprit, evidence),
         node=culprit.node,
         rank=culprit.rank,
@@ -263,7 +261,7 @@ def _hung(hang: Json) -> Verdict:
     others = [{name: one.get(name) for name in ("node", "rank", "message")} for one in hang.get("others", [])]
     return Verdict(
         outcome="failed",
-        exit_code=GAVE_UP,
+        exit_code=TIMED_OUT,
         cause=hang.get("cause", "hung"),
         node=hang.get("node"),
         rank=hang.get("rank"),
@@ -428,7 +426,7 @@ def _details(verdict: Verdict, run: Path) -> Iterator[str]:
     elif verdict.rank is not None:
         yield from _last_lines(read_log(log, str(verdict.node)).get(verdict.rank, []))
     yield from _others(verdict)
-    if verdict.exit_code == GAVE_UP and (stacks := run / "hang.json").is_file():
+    if verdict.exit_code == TIMED_OUT and (stacks := run / "hang.json").is_file():
         yield f"all stacks: {stacks}"
     if log.is_file():
         yield f"all output of {verdict.node}: {log}"
@@ -460,7 +458,7 @@ def _others(verdict: Verdict) -> Iterator[str]:
     """One of those that only followed, or the others of a hang, and how many there are."""
     told = [one for one in verdict.collateral if one["rank"] is not None and one["message"] not in verdict.cause]
     if told:
-        hangs = verdict.exit_code == GAVE_UP
+        hangs = verdict.exit_code == TIMED_OUT
         shown = told[: SHOWN_OTHERS if hangs else 1]
         more = f" ({len(verdict.collateral)} in all, see verdict.json)" if len(told) > len(shown) else ""
         others = "; ".join(f"rank {one['rank']} on {one['node']}: {one['message']}" for one in shown)

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distributed import answers, look
+from distributed.exit_codes import KILLED, UNFIT
 from distributed.whereabouts import HERE, NoRun, Place, Run, read
 
-KILLED = 137  # ssh's exit code when it took too long
 SHOWN = 3  # processes of a node
 
 
@@ -71,7 +71,7 @@ def prove(run: Run, found: Sequence[Visit]) -> tuple[list[str], int]:
             lines.append(f"{one.place.node}: nothing of this run is left")
     if any(one.look and one.look.processes for one in found):
         return lines, 1
-    return lines, answers.UNFIT if any(one.look is None for one in found) else 0
+    return lines, UNFIT if any(one.look is None for one in found) else 0
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from distributed.run_folder import machine, since, user
+from distributed.identity import machine, since, user
 
 HERE, GONE, ELSEWHERE = "here", "gone", "elsewhere"  # where the launcher is, seen from this machine
 IN_JOB = "job"  # it is the batch script of a job that runs

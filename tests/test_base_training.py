@@ -25,7 +25,7 @@ from test_train import KIT, Bench, Done, content, done, events, found, lines_of,
 from distributed import base_model, base_training
 from distributed.base_model import CACHE, FILES, MANIFEST, hash_of, manifest_of, publish, stage
 from distributed.config import Settings
-from distributed.launch.supervisor import write_json
+from distributed.files import write_json
 
 DIGEST = "3fa2b1c09d12" + "0" * 52
 LITTLE = (

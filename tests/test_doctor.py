@@ -21,6 +21,7 @@ from distributed.doctor import render
 from distributed.facts import Clock, Facts, Port, Run, find_runs
 from distributed.fitness import Line, judge, numbers
 from distributed.gpus import GpuProcess, Gpus
+from distributed.identity import user
 from distributed.interpreter import (
     KIT,
     Interpreter,
@@ -42,7 +43,6 @@ from distributed.resources import (
     look_at_limits,
     look_at_memory,
 )
-from distributed.run_folder import user
 
 HEALTHY = Facts(
     kit="/opt/muster",

@@ -23,7 +23,6 @@ from distributed.jobs import page
 from distributed.jobs.job import Options, job_of
 from distributed.jobs.results import Results, document
 from distributed.jobs.state import State, listed
-from distributed.launch import supervisor
 
 SECONDS = 60.0
 TOKEN = "s3cr3t-7f1d'\n$x"
@@ -306,7 +305,7 @@ def test_results_that_cannot_be_written_are_written_later_and_the_old_ones_stay(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patched:
-        patched.setattr(supervisor, "write", full)
+        patched.setattr("distributed.jobs.results.write_file", full)
         results.write("finished", last=True)
     assert results.trouble == f"{path}: No space left on device"
     assert path.read_text() == before

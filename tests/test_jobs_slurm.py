@@ -20,6 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from distributed.files import write_file, write_json
 from distributed.jobs import array_task, element, host
 from distributed.jobs.array_task import order_path, taken_path, write_order
 from distributed.jobs.config import Cluster, ConfigError
@@ -414,13 +415,12 @@ def test_an_attempt_that_was_given_up_is_not_started_however_late_its_element_co
     attempt = make_order(listing)
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "0")
     path = in_array(listing, attempt)
-    write_json = supervisor.write_json
 
     def given_up_now(*arguments: Any) -> None:
         write_json(*arguments)
         attempt.forget_order()
 
-    monkeypatch.setattr(supervisor, "write_json", given_up_now)
+    monkeypatch.setattr(array_task, "write_json", given_up_now)
     assert array_task.main([str(path)]) == 0
     assert ran(listing) == []
 
@@ -532,8 +532,8 @@ def test_an_order_whose_array_slurm_has_never_got_belongs_to_none_again(submitte
 def begun(attempt: Element) -> None:
     """As an element leaves it that was killed with all its processes."""
     attempt.forget_order()
-    supervisor.write_json(os.path.join(attempt.directory, "element.json"), {"array": ARRAY, "host": "node7", "time": 5})
-    supervisor.write_json(attempt.files.pids, {"boot_id": "other", "command": {"pid": 7, "start_time": 9}})
+    write_json(os.path.join(attempt.directory, "element.json"), {"array": ARRAY, "host": "node7", "time": 5})
+    write_json(attempt.files.pids, {"boot_id": "other", "command": {"pid": 7, "start_time": 9}})
 
 
 def test_a_running_element_is_told_with_its_node_and_process(submitted: Element) -> None:
@@ -566,7 +566,7 @@ def test_a_command_that_was_killed_has_the_cause_that_slurm_names_a_moment_later
     submitted: Element, state: str, failure: str
 ) -> None:
     begun(submitted)
-    supervisor.write(submitted.files.exit, "137\n")
+    write_file(submitted.files.exit, "137\n")
     assert seen(submitted, "COMPLETING", now=1.0) == []
     found = seen(submitted, state, now=2.0)
     assert kinds(found) == ["started", "ended"]
@@ -575,7 +575,7 @@ def test_a_command_that_was_killed_has_the_cause_that_slurm_names_a_moment_later
 
 def test_slurm_has_not_for_ever_to_name_a_cause(submitted: Element) -> None:
     begun(submitted)
-    supervisor.write(submitted.files.exit, "143\n")
+    write_file(submitted.files.exit, "143\n")
     assert seen(submitted, "COMPLETING", now=1.0) == []
     assert kinds(seen(submitted, "COMPLETING", now=2.0 + element.EXPLAIN)) == ["started", "ended"]
 
@@ -633,7 +633,7 @@ def test_what_a_later_dispatcher_finds_of_an_attempt(listing: Path) -> None:
     assert held.find() == "ended"
     begun(other)
     assert (other.find(), other.array, other.index) == ("there", ARRAY, 0)
-    supervisor.write(other.files.exit, "137\n")
+    write_file(other.files.exit, "137\n")
     assert other.find() == "there"  # SLURM may know why
     os.mkdir(os.path.dirname(other.files.record))
     supervisor.write_record(other.files, "killed", "its guard was there")

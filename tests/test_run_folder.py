@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from distributed import run_folder
+from distributed.identity import versions
 
 KIT = Path(__file__).resolve().parent.parent
 STUBBORN = ["a b", "it's", 'say "x"', "two\nlines", "$HOME `id`", "grün 火", "", "--", "-n", "*", "\\"]
@@ -216,8 +217,8 @@ def test_the_version_of_torch_is_read_without_importing_it(tmp_path: Path) -> No
     torch = site(tmp_path / "b", "torch-2.13.0+cu130.dist-info")
     older = site(tmp_path / "c", "torch-2.10.0.dist-info")
     path = [str(tmp_path / "missing.zip"), plain, torch, older]
-    assert run_folder.versions(path) == {"python": sys.version.split()[0], "torch": "2.13.0+cu130"}
-    assert run_folder.versions([plain])["torch"] is None
+    assert versions(path) == {"python": sys.version.split()[0], "torch": "2.13.0+cu130"}
+    assert versions([plain])["torch"] is None
 
 
 def test_another_python_is_asked_for_its_own_versions(tmp_path: Path) -> None:

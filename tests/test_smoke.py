@@ -29,6 +29,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from distributed import smoke, smoke_report
+from distributed.files import write_json
 from distributed.links import Link
 from distributed.smoke_report import Fault, Findings, Measured, Pace
 from distributed.torch import refuse_shared_devices
@@ -659,7 +660,7 @@ def test_a_written_report_is_told_again(
 ) -> None:
     report = smoke_report.summarise(LAUNCH, PROVED, {0: finding(0), 1: finding(1, *faults)}, Measured())
     file = tmp_path / "it's a report.json"
-    smoke_report.write(report, file)
+    write_json(file, report)
     assert smoke_report.main([str(file)]) == code
     assert capsys.readouterr().out == smoke_report.render(report)
     assert smoke_report.main(["--json", str(file)]) == code

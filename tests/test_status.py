@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from distributed import run_folder, status, visit, whereabouts
+from distributed import identity, run_folder, status, visit, whereabouts
 from distributed.look import Gpu, Look, Process, Rank
 from distributed.pulse import Pulse
 from distributed.status import Progress, judge
@@ -247,7 +247,7 @@ def test_a_damaged_run_json_is_refused(tmp_path: Path, text: str) -> None:
 
 
 def test_a_launcher_is_known_by_more_than_its_number() -> None:
-    host, machine, since = os.uname().nodename, run_folder.machine(), run_folder.since(os.getpid())
+    host, machine, since = os.uname().nodename, identity.machine(), identity.since(os.getpid())
     assert since is not None
     assert seen(host, machine, os.getpid(), since) == HERE
     assert seen(host, machine, os.getpid(), since - 1) == GONE, "another process has its number now"

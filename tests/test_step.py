@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distributed import step, task, verdict
+from distributed.exit_codes import UNFIT
 from distributed.step import Node, Stream
 from distributed.task import REPORT, Task
 
@@ -81,19 +82,19 @@ def test_an_srun_that_starts_nothing_is_named_with_what_it_says(run: Path, capfd
 
 def test_an_srun_that_ends_well_without_its_tasks_is_no_success(run: Path) -> None:
     """As when the allocation is revoked."""
-    assert step_of(run, "true") == step.LOST
-    assert verdict.decide(run, step.LOST).outcome == "failed"
+    assert step_of(run, "true") == UNFIT
+    assert verdict.decide(run, UNFIT).outcome == "failed"
 
 
 def test_of_a_task_that_never_told_its_end_the_node_is_lost(run: Path) -> None:
     report = (REPORT + b'{"node": "n1", "tasks": 1}\n').decode()
-    assert step_of(run, "printf", "%s", report) == step.LOST
+    assert step_of(run, "printf", "%s", report) == UNFIT
     assert (run / "node_n1.lost").read_text() == "srun has ended before its tasks\n"
 
 
 def test_what_slurm_says_of_a_failed_node_may_come_in_pieces(run: Path) -> None:
     said = "printf 'srun: error: Node fail' >&2; sleep 0.2; echo 'ure on n1' >&2"
-    assert step_of(run, "sh", "-c", said) == step.LOST
+    assert step_of(run, "sh", "-c", said) == UNFIT
     assert (run / "node_n1.lost").read_text() == "SLURM says that this node has failed\n"
 
 

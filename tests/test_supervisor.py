@@ -22,9 +22,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distributed import marks
+from distributed.files import read_json
 from distributed.launch import supervisor
 from distributed.launch.console import Console
-from distributed.launch.supervisor import Files, Options, Refused, read_block, read_json
+from distributed.launch.supervisor import Files, Options, Refused, read_block
 
 KIT = Path(__file__).resolve().parent.parent
 SUPERVISOR = [sys.executable, "-I", "-S", str(KIT / "scripts/lib/supervisor.py")]

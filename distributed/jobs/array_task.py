@@ -31,6 +31,8 @@ import time
 from typing import Any
 
 from distributed import base_model
+from distributed.exit_codes import KILLED, UNFIT, WRONG_CALL
+from distributed.files import try_lock, write_json
 from distributed.jobs import host
 from distributed.launch import supervisor
 
@@ -149,7 +151,7 @@ class SlurmSupervisor(supervisor.Supervisor):
     def finish(self) -> None:
         """Find out whether SLURM wanted the end, and why, as long as it knows. It signals the command as well, which
         may have ended before this process has got the signal."""
-        ended_by_signal = self._signalled or self.code in (128 + signal.SIGTERM, supervisor.KILLED)
+        ended_by_signal = self._signalled or self.code in (128 + signal.SIGTERM, KILLED)
         if ended_by_signal and not os.path.exists(self.files.record):
             cause, message = reason_of_end(number_in_slurm())
             if cause:
@@ -237,7 +239,7 @@ def take_lock(attempt: str) -> bool:
     """Hold the attempt's lock as long as this process runs. False: another process holds it."""
     file = os.open(host.Attempt(attempt, SERVER, "", 0.0).lock, os.O_RDWR | os.O_CREAT, 0o600)
     end = time.monotonic() + LOCK
-    while not supervisor.try_lock(file):  # on a file system without locks, the order is taken only once, too
+    while not try_lock(file):  # on a file system without locks, the order is taken only once, too
         if time.monotonic() > end:
             return False
         time.sleep(0.1)
@@ -257,7 +259,7 @@ def work(array: str) -> int:
     if order is None:
         return nothing_to_do(f"{name}: its order was carried out, or taken back")
     facts = {"host": os.uname().nodename, "time": time.time(), "array": identifier, "job": number_in_slurm()}
-    supervisor.write_json(os.path.join(attempt, ELEMENT), facts)
+    write_json(os.path.join(attempt, ELEMENT), facts)
     if not remove(taken_path(attempt, identifier)):
         return nothing_to_do(f"{name}: was given up")
     return run(attempt, order)
@@ -275,7 +277,7 @@ def main(words: list[str]) -> int:
         return 0
     if len(words) != 1:
         sys.stderr.write("array_task.py: expected one argument, the directory of an array\n")
-        return supervisor.WRONG_CALL
+        return WRONG_CALL
     try:
         return work(words[0])
     except supervisor.Refused as refused:
@@ -288,4 +290,4 @@ def main(words: list[str]) -> int:
         message = f"{type(error).__name__}: {error}: is this an element of an array of a job list?"
     with contextlib.suppress(OSError):
         sys.stderr.write(f"array_task.py: {message}\n")
-    return supervisor.UNFIT
+    return UNFIT

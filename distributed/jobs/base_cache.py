@@ -20,7 +20,7 @@ from typing import Any
 
 from distributed import base_model
 from distributed.base_model import CACHE, BaseModelError, Manifest
-from distributed.launch.supervisor import try_lock
+from distributed.files import try_lock
 
 MOMENT = 0.5  # seconds
 

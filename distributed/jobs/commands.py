@@ -57,6 +57,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from distributed.base_model import BaseModelError, hash_of
+from distributed.exit_codes import STOPPED, WRONG_CALL
 from distributed.fold import DEFAULT_PARTICIPANTS
 from distributed.jobs import bases, console, host, journal, servers
 from distributed.jobs.base_cache import Cache
@@ -81,7 +82,6 @@ from distributed.report import duration
 PROGRAM = "run_distributed_training.py"
 TWO_PHASE = "run_two_phase_training.py"
 PROGRAMS = (PROGRAM, TWO_PHASE, "distributed_train_helper.py")
-WRONG_CALL, UNFINISHED = 2, 75  # exit codes
 SUBCOMMANDS = ("status", "logs", "why", "cancel", "retry", "resume")
 BACKENDS = ("ssh", "local", "slurm")
 SHOWN = 10  # failed jobs at the end
@@ -519,7 +519,7 @@ def ending(state: State, caught: Sequence[int], policy: Policy) -> tuple[str, in
     if caught:
         return "interrupted", 128 + caught[0]
     if any(True for _ in state.unfinished()):
-        return ("paused" if state.paused else "interrupted"), 0 if policy.drain else UNFINISHED
+        return ("paused" if state.paused else "interrupted"), 0 if policy.drain else STOPPED
     if counts["failed"]:
         return "finished", 1
     if any(job.state == "cancelled" and not job.dropped for job in state.jobs.values()):

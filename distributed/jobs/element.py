@@ -17,6 +17,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from distributed.exit_codes import KILLED
+from distributed.files import read_json, write_file
 from distributed.jobs import host
 from distributed.jobs.array_task import ATTEMPTS, ELEMENT, NEW, ORDER, SERVER, TAKEN, move, order_path, remove
 from distributed.jobs.sbatch import Entry, Needs, Queue, end_without_code
@@ -27,7 +29,7 @@ SOON = 6.0  # seconds that an exit code may take to here
 LOCKED = 180.0  # seconds for which a lock alone, without a heartbeat, means that the supervisor is there
 
 EXPLAIN = 10.0  # seconds that SLURM may take to say that it was the cause
-SIGNALS = (128 + signal.SIGTERM, supervisor.KILLED)  # exit codes of what SLURM ends
+SIGNALS = (128 + signal.SIGTERM, KILLED)  # exit codes of what SLURM ends
 OF_SLURM = ("CANCELLED", "DEADLINE", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT")
 
 Facts = dict[str, Any]
@@ -61,7 +63,7 @@ class Element(host.Attempt):
 
     def end(self) -> Facts:
         """How it ended: on another machine, so that its boot id says nothing."""
-        record = supervisor.read_json(self.files.record)
+        record = read_json(self.files.record)
         return super().end() | {"cause": record.get("cause", ""), "message": record.get("message", "")}
 
     def locked(self) -> bool:
@@ -76,7 +78,7 @@ class Element(host.Attempt):
 
     def element(self) -> Facts:
         """What its element has written about itself; empty where none has begun."""
-        return supervisor.read_json(os.path.join(self.directory, ELEMENT))
+        return read_json(os.path.join(self.directory, ELEMENT))
 
     def process(self) -> Facts:
         """What it is known by when its command runs; else empty."""
@@ -208,7 +210,7 @@ class Element(host.Attempt):
 
     def _says_all(self) -> bool:
         """Whether SLURM has nothing to add to what its files say about its end."""
-        return supervisor.read_code(self.files.exit) not in SIGNALS or bool(supervisor.read_json(self.files.record))
+        return supervisor.read_code(self.files.exit) not in SIGNALS or bool(read_json(self.files.record))
 
     def _last(self) -> Facts:
         with contextlib.suppress(OSError):  # what an element prints is of use only when it cannot begin
@@ -245,7 +247,7 @@ class Element(host.Attempt):
     def _ask(self, request: str) -> bool:
         """Whether the request could be written: on a full disk it cannot, and SLURM sends SIGTERM instead."""
         try:
-            supervisor.write(self.files.request, request + "\n")
+            write_file(self.files.request, request + "\n")
         except OSError:
             return False
         return True
@@ -276,7 +278,7 @@ def job_path(array: str) -> str:
 def assign(path: str, array: str, elements: Sequence[Element]) -> None:
     """Make the directory of an array, and hand it their orders. An order that was taken back meanwhile stays so."""
     os.mkdir(path, 0o777)
-    supervisor.write(os.path.join(path, ATTEMPTS), "".join(f"{each.name}\n" for each in elements))
+    write_file(os.path.join(path, ATTEMPTS), "".join(f"{each.name}\n" for each in elements))
     for each in elements:
         move(order_path(each.directory), order_path(each.directory, array))
 

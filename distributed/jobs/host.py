@@ -41,6 +41,8 @@ with contextlib.suppress(ImportError):  # a supervisor wants them: so each one t
 
 from distributed import base_model, metrics
 from distributed.base_model import BaseModelError
+from distributed.exit_codes import WRONG_CALL
+from distributed.files import read_json, try_lock, write_file
 from distributed.gpus import look_at_gpus
 from distributed.jobs import panes
 from distributed.launch import supervisor
@@ -116,18 +118,18 @@ class Attempt:
 
     def facts(self) -> dict[str, Any]:
         """What a running attempt is known by: process id, start time, boot id."""
-        pids = supervisor.read_json(self.files.pids)
+        pids = read_json(self.files.pids)
         command = pids.get("command")
         return {"boot_id": pids.get("boot_id"), **(command if isinstance(command, dict) else {})}
 
     def end(self) -> dict[str, Any]:
         """How it ended."""
         code = supervisor.read_code(self.files.exit)
-        usage = supervisor.read_json(self.files.usage)
-        record = supervisor.read_json(self.files.record)
+        usage = read_json(self.files.usage)
+        record = read_json(self.files.record)
         ended = usage.get("ended") or modified(self.files.exit)
         cause = record.get("cause", "")
-        boot = supervisor.read_json(self.files.pids).get("boot_id", supervisor.boot_id())
+        boot = read_json(self.files.pids).get("boot_id", supervisor.boot_id())
         return {
             "code": code,
             "asked": os.path.exists(self.files.request),  # to stop
@@ -188,7 +190,7 @@ def take_fence(directory: str) -> int:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
         except BlockingIOError:
-            holder = supervisor.same_process(supervisor.read_json(path))
+            holder = supervisor.same_process(read_json(path))
             if time.monotonic() > end:
                 os.close(file)
                 raise HostError(f"{path} is held by another process: is the list used from another machine?") from None
@@ -369,7 +371,7 @@ class Serve:
         if request.get("setup"):
             setup = os.path.join(attempt.directory, "setup.sh")
             first = [f"export {name}={value}" for name, value in defaults.items()]  # these, setup lines may change
-            supervisor.write(setup, "\n".join(["set +e", *first, *request["setup"], ""]))  # a line may fail
+            write_file(setup, "\n".join(["set +e", *first, *request["setup"], ""]))  # a line may fail
             words += ["--source", setup]
         else:
             env = defaults | env
@@ -692,7 +694,7 @@ def claim(output: str, job: str, script: str) -> int:
     os.makedirs(output, exist_ok=True)
     file = os.open(os.path.join(output, OWNER), os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        if not supervisor.try_lock(file):
+        if not try_lock(file):
             raise Busy(f"{output}: another attempt writes there; trying again when it has ended")
         refuse_other_owner(output, job, script)
         os.ftruncate(file, os.write(file, f"{owner_mark(job, script)}\n".encode()))  # in this order on a full disk
@@ -737,4 +739,4 @@ def main(words: list[str]) -> int:
             return 0
         raise
     sys.stderr.write(__doc__ or "")
-    return 0 if words == ["--help"] else supervisor.WRONG_CALL
+    return 0 if words == ["--help"] else WRONG_CALL

@@ -16,9 +16,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from distributed.files import write_file
 from distributed.fold import DEFAULT_PARTICIPANTS
 from distributed.jobs.config import read_entries
-from distributed.launch import supervisor
 
 Settings = dict[str, Any]
 
@@ -87,4 +87,4 @@ def write(jobs: Sequence[Mapping[str, Any]], path: str | Path, script: str = "tr
     lines = ",\n".join(f"  {json.dumps(dict(job), ensure_ascii=False)}" for job in jobs)
     text = f"[\n{lines}\n]\n"
     read_entries(json.loads(text), str(path), DEFAULT_PARTICIPANTS if Path(script).name == "train.py" else None)
-    supervisor.write(str(path), text)
+    write_file(str(path), text)

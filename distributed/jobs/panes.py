@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 
+from distributed.files import KIT, read_json, write_file
 from distributed.launch import supervisor
 
 SESSION = "ml_training"
@@ -28,7 +29,7 @@ REFRESH = 0.3  # seconds between two looks of a view
 BACKLOG = 64 * 1024  # bytes of a log that a view shows from before it began
 # Nothing of the user's environment, and UTF-8 whatever the locale: words reach a job as the list has them.
 PLAIN_PYTHON = ("-I", "-S", "-X", "utf8")
-ENTRY = os.path.join(supervisor.KIT, "scripts", "lib", "jobs_host.py")
+ENTRY = os.path.join(KIT, "scripts", "lib", "jobs_host.py")
 
 
 class TmuxError(Exception):
@@ -167,7 +168,7 @@ def slot_file(directory: str, slot: int) -> str:
 def show(directory: str, slot: int, title: str, log: str, end: str) -> None:
     """From now on the slot shows this log, until the file `end` exists."""
     with contextlib.suppress(OSError):  # a view only
-        supervisor.write(slot_file(directory, slot), json.dumps({"title": title, "log": log, "end": end}))
+        write_file(slot_file(directory, slot), json.dumps({"title": title, "log": log, "end": end}))
 
 
 def view(directory: str, slot: int) -> int:
@@ -178,7 +179,7 @@ def view(directory: str, slot: int) -> int:
     position, ended = 0, True
     title(f"slot {slot}: idle")
     while True:
-        found = supervisor.read_json(slot_file(directory, slot))
+        found = read_json(slot_file(directory, slot))
         if found and found != shown:
             shown, ended = found, False
             title(str(found["title"]))

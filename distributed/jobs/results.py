@@ -17,16 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from distributed.base_model import CACHE, hash_of
+from distributed.files import KIT, write_file
 from distributed.jobs import page
 from distributed.jobs.dispatcher import Link
 from distributed.jobs.state import Attempt, JobState, State, signal_name
-from distributed.launch import supervisor
 
 EVERY = 1.0  # seconds between two writes of results.json, and 20 times as long as one takes
 PAGE_EVERY = 30.0  # the same of results.html
 
 
-PAGE = Path(supervisor.KIT, "scripts", "lib", "module.py")  # its first argument is a module
+PAGE = Path(KIT, "scripts", "lib", "module.py")  # its first argument is a module
 NO_JOBS = '\n  "jobs": []'  # in the text of a document without its jobs, and only once: they are in the outer object
 
 
@@ -117,7 +117,7 @@ class Results:
         start = time.monotonic()
         if last or (self.changed and start >= self._next):
             try:
-                supervisor.write(str(self.path), self._text(outcome, reason))
+                write_file(str(self.path), self._text(outcome, reason))
                 if any(job.job.base for job in self.state.jobs.values()):
                     self._write_phases(outcome)
                 self.changed, self.trouble = False, ""
@@ -150,7 +150,7 @@ class Results:
         first = encoded({**around, "base_models": models}) + "\n"
         second = encoded({**around, "jobs": []}).replace(NO_JOBS, jobs_text(experiments), 1) + "\n"
         for path, text in zip(phase_files(self.path), (first, second), strict=True):
-            supervisor.write(str(path), text)
+            write_file(str(path), text)
 
     def _job(self, job: JobState) -> str:
         """The text of one job; that of one which does not run stays the same until it does."""

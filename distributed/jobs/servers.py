@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed.base_model import TRAINING, BaseModelError, hash_of
+from distributed.files import KIT, write_file
 from distributed.gpus import look_at_gpus
 from distributed.jobs import config, host
 from distributed.jobs.base_cache import Cache
@@ -37,8 +38,6 @@ from distributed.jobs.job import Job, document
 from distributed.jobs.panes import PLAIN_PYTHON
 from distributed.jobs.placement import Room, Slot
 from distributed.jobs.state import Attempt
-from distributed.launch import supervisor
-from distributed.launch.supervisor import KIT
 
 BEAT = 4.0  # seconds between two heartbeats
 SILENCE = 15.0  # seconds without any, after which a connection is lost
@@ -54,8 +53,8 @@ NO_PYTHON = "muster-no-python"
 USUAL, NO_RSYNC = 3, 4  # exit codes: ~/ml-customization is there; rsync is not
 # What host.py and the supervisors that it forks need on a server.
 KIT_FILES = (
-    "distributed/__init__.py", "distributed/base_model.py", "distributed/marks.py", "distributed/gpus.py",
-    "distributed/metrics.py", "distributed/probe.py",
+    "distributed/__init__.py", "distributed/exit_codes.py", "distributed/files.py", "distributed/base_model.py",
+    "distributed/marks.py", "distributed/gpus.py", "distributed/metrics.py", "distributed/probe.py",
     "distributed/jobs/__init__.py", "distributed/jobs/host.py", "distributed/jobs/panes.py",
     "distributed/launch/__init__.py", "distributed/launch/supervisor.py", "distributed/launch/console.py",
     "distributed/usage.py",
@@ -710,7 +709,7 @@ def write_ssh_config(path: Path, server: config.Server) -> None:
     lines = [f"  {name} {value}" for name, value in said.items() if value is not None]
     text = "\n".join(["Host *", *lines, f'Include "{KIT}/scripts/lib/ssh_config"', ""])
     make_private(path.parent)
-    supervisor.write(str(path), text)
+    write_file(str(path), text)
 
 
 def make_private(directory: Path) -> None:

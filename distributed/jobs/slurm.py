@@ -33,6 +33,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from distributed.files import KIT, write_file
 from distributed.jobs import array_task, host
 from distributed.jobs.array_task import SERVER, SETUP
 from distributed.jobs.config import Cluster, ConfigError
@@ -59,8 +60,6 @@ from distributed.jobs.sbatch import (
 )
 from distributed.jobs.servers import ENTRY, Launch, cached_manifest
 from distributed.jobs.state import Attempt
-from distributed.launch import supervisor
-from distributed.launch.supervisor import KIT
 
 PROGRAMS = ("sbatch", "squeue", "scancel", "scontrol")
 TICK = 0.5  # seconds between two looks at the files of running elements
@@ -370,9 +369,7 @@ class SlurmServer:
             os.mkdir(element.directory, 0o777)
             os.close(host.claim(element.output, order.job.owner, self.launch.script))
             if self.settings.setup:
-                supervisor.write(
-                    os.path.join(element.directory, SETUP), "\n".join(["set +e", *self.settings.setup, ""])
-                )
+                write_file(os.path.join(element.directory, SETUP), "\n".join(["set +e", *self.settings.setup, ""]))
             array_task.write_order(element.directory, self._order(start))
         except host.HostError as error:
             os.rmdir(element.directory)
@@ -437,7 +434,7 @@ class SlurmServer:
         job = out.strip().splitlines()[-1].partition(";")[0] if out.strip() else ""
         if code == 0 and job.isdecimal():
             with contextlib.suppress(OSError):  # a full disk; SLURM knows the array by its name, too
-                await asyncio.to_thread(supervisor.write, job_path(self._array_path(array)), f"{job}\n")
+                await asyncio.to_thread(write_file, job_path(self._array_path(array)), f"{job}\n")
             self._watch(starts, array)
         elif code == 0 or any_of(SILENCE, err):
             self._no_answer(starts, f"sbatch: {said(err) or out.strip()}")

@@ -45,6 +45,8 @@ import signal
 import time
 
 from distributed import marks, usage
+from distributed.exit_codes import KILLED, UNFIT, WRONG_CALL
+from distributed.files import KIT, read_json, write_file, write_json
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -53,9 +55,6 @@ if TYPE_CHECKING:
 
     from distributed.launch.console import Console
 
-WRONG_CALL = 2  # exit code
-UNFIT = 69  # exit code: a node cannot be reached, or is not fit
-KILLED = 128 + signal.SIGKILL
 BLOCK = 1 << 20  # bytes read at once
 CHUNK = 4096  # bytes that a pipe which is ready takes without blocking
 BACKLOG = 4 << 20  # bytes kept for a console that is slower than the command, which then has to wait
@@ -68,7 +67,6 @@ BEAT = 3.0  # seconds between two heartbeats of a detached supervisor
 UNRESPONSIVE = 4.0  # seconds beside the grace after which a supervisor that has not ended is killed
 RESERVED = 8  # bytes of the file with the exit code
 GUARD = 2.0  # seconds in which the guard of a supervisor that was killed has written the exit code
-KIT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 WRAPPER = os.path.join(KIT, "scripts", "lib", "in_node_env.sh")
 # What another launch left in the environment: PET_* even changes torchrun's options.
 FOREIGN = (
@@ -103,45 +101,6 @@ class Files:
         return marks.of_run(self.directory, self.name)
 
 
-def write(path: str, text: str) -> None:
-    """Write a file completely or not at all. Raises OSError."""
-    beside = f"{path}.{os.getpid()}"
-    try:
-        with open(beside, "w") as file:
-            file.write(text)
-        os.replace(beside, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            os.unlink(beside)
-        raise
-
-
-def read_json(path: str) -> dict[str, object]:
-    """Empty when there is nothing in it that can be read."""
-    import json
-
-    try:
-        with open(path) as file:
-            found = json.load(file)
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def try_lock(file: int, exclusive: bool = True) -> bool:
-    """Lock a file until all who have this descriptor have closed it. False: another process holds the lock."""
-    import fcntl
-
-    try:
-        fcntl.flock(file, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL):  # a file system without locks
-            raise
-    return True
-
-
 def read_code(path: str) -> int | None:
     try:
         with open(path) as file:
@@ -153,7 +112,7 @@ def read_code(path: str) -> int | None:
 def reserve_code(files: Files) -> None:
     """Take the space of the exit code now: the disk may be full when the command ends."""
     with contextlib.suppress(OSError):
-        write(files.reserved, " " * RESERVED)
+        write_file(files.reserved, " " * RESERVED)
 
 
 def write_code(files: Files, code: int) -> None:
@@ -164,13 +123,7 @@ def write_code(files: Files, code: int) -> None:
             file.truncate()
         os.replace(files.reserved, files.exit)
     except FileNotFoundError:
-        write(files.exit, f"{code}\n")
-
-
-def write_json(path: str, value: object) -> None:
-    import json
-
-    write(path, json.dumps(value, indent=2, sort_keys=True) + "\n")
+        write_file(files.exit, f"{code}\n")
 
 
 def write_record(files: Files, cause: str, message: str) -> None:
@@ -823,7 +776,7 @@ def detached(supervise: Callable[[Callable[[], None]], int]) -> int:
 def request(files: Files, what: str) -> int:
     """Ask the supervisor that runs here to stop or kill its command; nothing happens where there is none."""
     if supervisor_of(files):
-        write(files.request, what + "\n")
+        write_file(files.request, what + "\n")
     return 0
 
 
