@@ -326,8 +326,26 @@ reports_failure() {
   script <<<'source_node_env "$1"; echo NOT REACHED'
   echo 'exit 0' >"$BATS_TEST_TMPDIR/env.sh"
   run -69 "$SCRIPT" "$BATS_TEST_TMPDIR/env.sh"
-  [ "$output" = "$BATS_TEST_TMPDIR/env.sh: exited with code 0, so nothing was started; it is sourced and must not exit" ]
+  [ "$output" = "$BATS_TEST_TMPDIR/env.sh: exited with code 0, so nothing was started; it is sourced and must neither exit nor exec a command" ]
   printf 'true\nif then\n' >"$BATS_TEST_TMPDIR/env.sh"
   run -69 "$SCRIPT" "$BATS_TEST_TMPDIR/env.sh"
   [[ "${lines[-1]}" == "$BATS_TEST_TMPDIR/env.sh: line 2: syntax error near unexpected token"* ]]
+}
+
+
+@test "a node_env.sh that replaces the ERR trap is refused, and one that redirects stderr does not hide why it failed" {
+  script <<<'source_node_env "$1"; echo reached; echo heard >&2'
+  cd "$BATS_TEST_TMPDIR"
+  for trap in "trap 'echo mine' ERR" 'trap - ERR'; do
+    printf '%s\n' "$trap" false >env.sh
+    run -69 "$SCRIPT" "$PWD/env.sh"
+    [ "${lines[-1]}" = "$PWD/env.sh: sets or removes the trap for ERR, which notices commands that fail; leave that trap alone" ]
+  done
+  printf '%s\n' 'exec >/dev/null 2>&1' false >env.sh
+  run -69 "$SCRIPT" "$PWD/env.sh"
+  [ "$output" = "$PWD/env.sh: line 2: 'false' failed with exit code 1; mend it, or write 'false || true'" ]
+  printf '%s\n' 'exec 2>/dev/null' >env.sh
+  run --separate-stderr -0 "$SCRIPT" "$PWD/env.sh"
+  [ "$output" = reached ]
+  [ "$stderr" = heard ]
 }

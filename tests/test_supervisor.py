@@ -260,6 +260,17 @@ def test_values_of_the_environment_reach_the_command_and_no_command_line(run: Ru
     assert not [path for path in Path(run.files.directory).glob("*.pid") if "s3cr3t" in path.read_text()]
 
 
+@pytest.mark.parametrize("node_env", ["exec true", "trap : EXIT; exit 0"])
+def test_a_node_env_that_replaces_the_shell_is_no_command_that_ended_well(run: Run, tmp_path: Path, node_env: str) -> None:
+    env = tmp_path / "node_env.sh"
+    env.write_text(node_env)
+    run.start("echo ready", "--source", str(env), block=b"\0")
+    wait_until(lambda: run.code is not None)
+    assert run.code == 69
+    message = "exited with code 0, so nothing was started; it is sourced and must neither exit nor exec a command"
+    assert run.log == f"n1: {env}: {message}\n"
+
+
 @pytest.mark.parametrize("block", [b"\0", b"MUSTER_METRICS=/out/metrics.jsonl\0\0"], ids=["of a run", "of a job"])
 def test_the_command_knows_where_its_metrics_go(run: Run, monkeypatch: pytest.MonkeyPatch, block: bytes) -> None:
     monkeypatch.setenv("MUSTER_METRICS", "/of/another/launch")

@@ -232,6 +232,7 @@ forget_other_launches() {
 source_node_env() { # <config/node_env.sh> [command to run when this process must end...]
   local folder=$PWD status
   NODE_ENV_FILE=$1 NODE_ENV_CLEANUP=("${@:2}")
+  exec {NODE_ENV_STDERR}>&2 # the file may redirect ours
   trap 'node_env_exited "$?"' EXIT
   trap 'node_env_failed "$?" "$LINENO"' ERR
   set +eu +o pipefail
@@ -239,8 +240,11 @@ source_node_env() { # <config/node_env.sh> [command to run when this process mus
   source "$1"
   status=$?
   set -euo pipefail
+  [[ $(trap -p ERR) == *node_env_failed* ]] ||
+    node_env_unfit "$NODE_ENV_FILE: sets or removes the trap for ERR, which notices commands that fail; leave that trap alone"
   trap - ERR EXIT
   ((status == 0)) || check_node_env_syntax
+  exec 2>&"$NODE_ENV_STDERR" {NODE_ENV_STDERR}>&-
   cd -- "$folder"
 }
 
@@ -253,7 +257,7 @@ check_node_env_syntax() {
 
 
 node_env_exited() { # <exit code>
-  node_env_unfit "$NODE_ENV_FILE: exited with code $1, so nothing was started; it is sourced and must not exit"
+  node_env_unfit "$NODE_ENV_FILE: exited with code $1, so nothing was started; it is sourced and must neither exit nor exec a command"
 }
 
 
@@ -275,6 +279,7 @@ node_env_may_fail() { # <line>
 
 node_env_unfit() { # <message>
   trap - ERR EXIT
+  exec 2>&"$NODE_ENV_STDERR"
   printf '%s\n' "${MUSTER_NODE:+$MUSTER_NODE: }$1" >&2
   "${NODE_ENV_CLEANUP[@]}"
   exit "$EXIT_UNFIT"
