@@ -183,7 +183,6 @@ END
   export CONDA_PREFIX=$PWD/conda
   [ "$(CONDA_DEFAULT_ENV=train "$SCRIPT")" = "$PWD/conda/bin/python" ]
   [ "$(CONDA_DEFAULT_ENV=base "$SCRIPT")" = "$PWD/.venv/bin/python" ]
-  [ "$(CONDA_PREFIX=$PWD CONDA_DEFAULT_ENV=tools "$SCRIPT")" = "$PWD/.venv/bin/python" ] # it has no Python
   python "it's active/bin/python" 'Python 3.12.1'
   [ "$(CONDA_DEFAULT_ENV=train VIRTUAL_ENV="$PWD/it's active" "$SCRIPT")" = "$PWD/it's active/bin/python" ]
   python mine/python 'Python 3.11.1'
@@ -225,6 +224,8 @@ END
 --python PATH" ]
   VIRTUAL_ENV=/gone run -2 "$SCRIPT"
   [[ "${lines[0]}" == "do_it.sh: no Python at '/gone/bin/python' (from the active virtual environment)"* ]]
+  CONDA_PREFIX=/gone CONDA_DEFAULT_ENV=tools run -2 "$SCRIPT"
+  [[ "${lines[0]}" == "do_it.sh: no Python at '/gone/bin/python' (from the active conda environment)"* ]]
   mkdir .venv
   run -2 "$SCRIPT"
   [[ "${lines[0]}" == *"no Python at '$PWD/.venv/bin/python' (from .venv of the working directory)"* ]]

@@ -160,7 +160,6 @@ pick_python() { # [value of --python]
 list_pythons() {
   local conda=${CONDA_PREFIX-}
   PYTHONS=() PYTHON_ORIGINS=()
-  [[ -x $conda/bin/python ]] || conda='' # an environment without Python
   [[ ! ${VIRTUAL_ENV-} ]] || list_python "$VIRTUAL_ENV/bin/python" "the active virtual environment"
   if [[ $conda && ${CONDA_DEFAULT_ENV-} != base ]]; then
     list_python "$conda/bin/python" "the active conda environment"
