@@ -455,6 +455,8 @@ refused() { # <what the line must name> <word...>
   refused "unknown key; did you mean train.steps?" typo.yaml 2
   [[ "$output" != *"--script"* ]]
   refused "--epochs: unknown option; arguments of the script go after --" --epochs 3 right.yaml 2
+  refused "--hang-timout=60: unknown option; arguments of the script go after --; did you mean --hang-timeout?" \
+    --hang-timout=60 right.yaml 2
   refused "train.batch_size=3 does not divide by 2" odd.yaml 2
   refused "data.path='empty.txt': the file is empty" right.yaml 2 -- data.path=empty.txt
   refused "unrecognized arguments: --quiet" right.yaml 2 -- --quiet
@@ -524,3 +526,15 @@ END
   PATH="$WORK/stub:$PATH" refused "NPROC 2: this machine has 1 GPU" --script "my script.py" - 2
 }
 
+
+
+@test "Ctrl-C while a Python of the launcher's own starts: 130, and no traceback" {
+  # sitecustomize is imported by Python's own start
+  echo 'import os, signal; os.killpg(0, signal.SIGINT)' >sitecustomize.py
+  echo >t.py
+  for words in "--script t.py" "-m this"; do
+    PYTHONPATH=$PWD run -130 setsid --wait env --default-signal=INT "$LAUNCH" $words - 1
+    [ -z "$output" ]
+  done
+  [ ! -e logs ]
+}

@@ -2,7 +2,7 @@
 #
 # What every script of the kit shares: words for people, refusals, and where things are.
 #
-# Sourced, never run; it only defines. A script of scripts/ begins like this, so that it also works
+# Sourced, never run; it defines, and lets Ctrl-C end the script with 130. A script of scripts/ begins like this, so that it also works
 # through a symbolic link and from any folder:
 #
 #   set -euo pipefail
@@ -26,6 +26,8 @@ PROGRAM=${0##*/}                       # the name it was called by
 PROGRAM_FILE=$(readlink -f -- "$0")    # the script itself, whatever folder we go to later
 KIT=$(readlink -f -- "${BASH_SOURCE[0]}")
 KIT=${KIT%/scripts/lib/*}              # root of the repository, absolute, symbolic links resolved
+
+trap 'exit "$EXIT_INTERRUPTED"' INT
 
 
 # Tell a person what happens. Who does not listen any more (a closed terminal, `| head`) is no reason to end.
@@ -116,7 +118,8 @@ wait_for() { # <program> [argument...]
   child=$!
   [[ $INTERRUPTED != TERM ]] || kill -TERM "$child" # it came before there was a child
   join "$child" || status=$?
-  trap - INT TERM
+  trap - TERM
+  trap 'exit "$EXIT_INTERRUPTED"' INT
   return "$status"
 }
 
@@ -196,10 +199,16 @@ check_python() { # <path or name> <where it came from>
 }
 
 
-# Run a module of distributed/ with $PYTHON. The working folder becomes KIT, so paths among the
+# Run a module of distributed/ that takes a moment, with $PYTHON. The working folder becomes KIT, so paths among the
 # arguments must be absolute; an installed Dask (also "distributed") is then never picked up.
 kit_python() { # <module> [argument...]
-  (cd -- "$KIT" && unset PYTHONSAFEPATH && exec "$PYTHON" -m "distributed.$1" "${@:2}")
+  (trap '' INT && cd -- "$KIT" && unset PYTHONSAFEPATH && exec "$PYTHON" -m "distributed.$1" "${@:2}")
+}
+
+
+# Run Python for a moment. Ctrl-C ends the script behind it: while Python starts, it would print a traceback.
+short_python() { # <argument...>
+  (trap '' INT && exec "$PYTHON" "$@")
 }
 
 
