@@ -532,9 +532,7 @@ END
   # sitecustomize is imported by Python's own start
   echo 'import os, signal; os.killpg(0, signal.SIGINT)' >sitecustomize.py
   echo >t.py
-  for words in "--script t.py" "-m this"; do
-    PYTHONPATH=$PWD run -130 setsid --wait env --default-signal=INT "$LAUNCH" $words - 1
-    [ -z "$output" ]
-  done
+  PYTHONPATH=$PWD run -130 setsid --wait env --default-signal=INT "$LAUNCH" --script t.py - 1
+  [ -z "$output" ]
   [ ! -e logs ]
 }

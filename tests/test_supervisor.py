@@ -261,7 +261,7 @@ def test_values_of_the_environment_reach_the_command_and_no_command_line(run: Ru
 
 
 @pytest.mark.parametrize("node_env", ["exec true", "trap : EXIT; exit 0"])
-def test_a_node_env_that_replaces_the_shell_is_no_command_that_ended_well(run: Run, tmp_path: Path, node_env: str) -> None:
+def test_a_node_env_that_replaces_the_shell_ends_with_69(run: Run, tmp_path: Path, node_env: str) -> None:
     env = tmp_path / "node_env.sh"
     env.write_text(node_env)
     run.start("echo ready", "--source", str(env), block=b"\0")
