@@ -2,8 +2,8 @@
 #
 # What every script of the kit shares: words for people, refusals, and where things are.
 #
-# Sourced, never run; it defines, and lets Ctrl-C end the script with 130. A script of scripts/ begins like this, so that it also works
-# through a symbolic link and from any folder:
+# Sourced, never run; it defines, and lets Ctrl-C end the script with 130. A script of scripts/ begins like this, so that
+# it also works through a symbolic link and from any folder:
 #
 #   set -euo pipefail
 #   # shellcheck source=scripts/lib/common.bash
