@@ -44,9 +44,10 @@ def write_of_rank(code: int, error: BaseException) -> None:
     _write(f"rank_{rank}.json", account)
 
 
-def write_of_node(deaths: Sequence[Mapping[str, Any]], lost: str | None = None) -> None:
-    """What this node's agent saw of its ranks, and which node it could not hear any more."""
+def write_of_node(deaths: Sequence[Mapping[str, Any]], ended_well: Sequence[int], lost: str | None = None) -> None:
+    """What this node's agent saw: the ranks that failed, those that ended with 0, and the node it could not hear."""
     account = {"node": node_name(), "deaths": list(deaths)}
+    account |= {"ended_well": list(ended_well)} if ended_well else {}
     _write(f"node_{node_name()}.json", account | ({"lost": lost} if lost else {}))
 
 
