@@ -411,6 +411,14 @@ def test_what_is_written_into_files_that_are_left_open_is_in_them(end: str, code
     assert (Path("text").read_text(), Path("raw").read_text()) == ("a line", "bytes")
 
 
+@pytest.mark.parametrize(("printed", "before"), [("\\r 10%\\r 20%", "\r 10%\r 20%\n"), ("100%\\n", "100%\n"), ("", "")])
+def test_a_traceback_does_not_stand_behind_a_progress_bar(printed: str, before: str) -> None:
+    Path("script.py").write_text(f"import sys\nsys.stderr.write('{printed}')\n1 / 0\n")
+    with open("err", "w") as err:  # as under the agent and srun
+        subprocess.run([*WORKER, "script.py"], stderr=err, timeout=SECONDS, check=False)
+    assert Path("err").read_bytes().decode().startswith(f"{before}Traceback (most recent call last):\n")
+
+
 def test_a_script_that_is_interrupted_ends_by_sigint() -> None:
     Path("script.py").write_text("raise KeyboardInterrupt\n")
     assert run(*WORKER, "script.py").returncode == run(sys.executable, "script.py").returncode == -signal.SIGINT
