@@ -46,9 +46,9 @@ def write_of_rank(code: int, error: BaseException) -> None:
 
 def write_of_node(deaths: Sequence[Mapping[str, Any]], ended_well: Sequence[int], lost: str | None = None) -> None:
     """What this node's agent saw: the ranks that failed, those that ended with 0, and the node it could not hear."""
-    account = {"node": node_name(), "deaths": list(deaths)}
-    account |= {"ended_well": list(ended_well)} if ended_well else {}
-    _write(f"node_{node_name()}.json", account | ({"lost": lost} if lost else {}))
+    more = {"ended_well": list(ended_well), "lost": lost}
+    account = {"node": node_name(), "deaths": list(deaths)} | {name: value for name, value in more.items() if value}
+    _write(f"node_{node_name()}.json", account)
 
 
 def of_this_node(ranks: Iterable[int]) -> Accounts:

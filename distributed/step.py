@@ -280,7 +280,7 @@ class Step:
     # ---- what is written
 
     def write_down(self, node: Node) -> None:
-        """As agents do it: how the ranks of a node ended, when one of the run has failed, and the exit code of it all."""
+        """As agents do it: how the ranks of a node ended, when one of the run failed, and the exit code of it all."""
         ranks = [end for end in node.ends if end["rank"] is not None]
         deaths = [end for end in ranks if end["exit_code"]]
         ended_well = [end["rank"] for end in ranks if not end["exit_code"] and not end.get("ended_by_agent")]

@@ -294,7 +294,8 @@ def _nothing_failed(evidence: Evidence, launcher: int | None) -> Verdict:
     if launcher in INTERRUPTED and _all_well(evidence):
         return Verdict("stopped", 0, "stopped on request, and every rank ended well")
     if launcher in INTERRUPTED:
-        return Verdict("stopped", launcher, "interrupted before any rank had failed")
+        how = "Ctrl-C" if launcher == 128 + signal.SIGINT else "SIGTERM"
+        return Verdict("stopped", launcher, f"interrupted ({how}); no rank had failed")
     if launcher:
         return Verdict("failed", launcher, f"no rank recorded a failure; the launcher ended with code {launcher}")
     if launcher == 0 or _all_well(evidence):

@@ -953,8 +953,9 @@ def test_the_program_writes_verdict_json_and_ends_with_the_guilty_ranks_code(run
 
 def test_an_interrupted_launcher_gives_its_code(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     run.deaths("n1", r0=(143, True))
-    assert verdict.main([str(run.path), "--exit-code", "130"]) == 130
-    assert capsys.readouterr().err == "verdict: stopped: interrupted before any rank had failed\n"
+    for code, how in ((130, "Ctrl-C"), (143, "SIGTERM")):
+        assert verdict.main([str(run.path), "--exit-code", f"{code}"]) == code
+        assert capsys.readouterr().err == f"verdict: stopped: interrupted ({how}); no rank had failed\n"
 
 
 def test_a_run_that_stopped_says_how_to_go_on(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
