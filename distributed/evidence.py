@@ -120,7 +120,7 @@ def gather(run: Path) -> Evidence:
     failures = [_joined(told[key], ends[key]) for key in sorted(told.keys() & ends.keys())]
     failures += [(told | ends)[key] for key in sorted(told.keys() ^ ends.keys())]
     failures += _supervisors(run, facts, warnings)
-    failures += _failed_agents(known.exits, logs, failures)
+    failures += _failed_agents(known, logs, failures)
     failures += _lost_nodes(run, known, failures, seen)
     return replace(known, failures=tuple(failures), warnings=tuple(warnings))
 
@@ -268,11 +268,11 @@ def _exits(run: Path, warnings: list[str]) -> dict[str, int]:
     return exits
 
 
-def _failed_agents(exits: Mapping[str, int], logs: Logs, failures: Sequence[Failure]) -> list[Failure]:
+def _failed_agents(known: Evidence, logs: Logs, failures: Sequence[Failure]) -> list[Failure]:
     """Where an agent ended badly and nobody wrote why, its log is all there is."""
-    told = {failure.node for failure in failures}
-    silent = [node for node, code in exits.items() if code and node not in told]
-    return [failure for node in silent for failure in _from_log(node, exits[node], logs.get(node, {}))]
+    told = {*(failure.node for failure in failures), *known.ended_well.values()}
+    silent = [node for node, code in known.exits.items() if code and node not in told]
+    return [failure for node in silent for failure in _from_log(node, known.exits[node], logs.get(node, {}))]
 
 
 def _from_log(node: str, code: int, log: Log) -> list[Failure]:

@@ -300,6 +300,17 @@ def test_a_rank_that_ended_with_0_while_others_waited_for_it_is_named_with_where
     assert run.decide().outcome == "stopped", "nobody waited"
 
 
+def test_an_agent_whose_ranks_ended_well_has_not_failed_by_itself(run: Run) -> None:
+    """It ends with the exit code of the run."""
+    run.start("n1", "n2", nproc=1)
+    run.rank(0, "RuntimeError", RESET)
+    run.deaths("n1", r0=(1, False))
+    run.deaths("n2", ended_well=[1])
+    for node in ("n1", "n2"):
+        run.file(f"node_{node}.exit", "1\n")
+    assert (run.decide().node, run.decide().rank) == ("n2", 1)
+
+
 @pytest.mark.parametrize(
     ("exception", "message"),
     [
