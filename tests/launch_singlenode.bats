@@ -382,7 +382,7 @@ leave_py_spy_out() {
   run timeout 120 "${WITHOUT_PY_SPY[@]}" "$LAUNCH" --hang-timeout 3 --max-restarts 1 --script "my script.py" - 2
   [ "$status" -eq 124 ]
   [[ "$output" == *"the run hangs; stopping it"*"exit code 124: restart 1 of 1"*"the run hangs; stopping it"* ]]
-  [[ "$output" == *"verdict: failed: hung: no output for "*" s; rank 1 on "*" is not in a collective"*", in main"* ]]
+  [[ "$output" == *"verdict: failed: hung: no output for "*" s (--hang-timeout 3); rank 1 on "*" is not in a collective"*", in main"* ]]
   grep -q '"exit_code": 124' logs/latest/try_1/verdict.json
   [ -e logs/latest/try_1/hang.json ] && [ -e logs/latest/hang.json ] && [ ! -e logs/latest/.hang.json ]
   run ! pgrep -f "hang_watch.sh .*$(basename -- "$(readlink logs/latest)")"

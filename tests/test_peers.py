@@ -384,7 +384,7 @@ def test_an_agent_that_is_stopped_while_it_ends_with_a_lost_node_ends_by_that_ca
 ) -> None:
     one, two = gathered(join, size=2)
     agent = Agent.__new__(Agent)
-    agent.deaths, agent._pcontext = {}, None
+    agent.deaths, agent.ended_well, agent._pcontext = {}, [], None
     agent.rendezvous = SimpleNamespace(membership=one)  # type: ignore[assignment]
     monkeypatch.setattr(peers, "HEARTBEAT_TIMEOUT", 1.0)
     two.close()

@@ -524,6 +524,14 @@ def test_a_progress_bar_of_rank_0_stays_on_one_line_of_a_terminal() -> None:
     assert on_a_terminal(BAR) == ["100%", "loss 2", "node line", "40%"]
 
 
+def test_a_line_of_the_supervisor_does_not_stand_behind_a_progress_bar() -> None:
+    console = Console(terminal=True)
+    assert console.aside(b"stopping\n") == b"stopping\n"
+    console.feed(b"[n1:0]  10%\r\n[n1:0]  20")
+    assert console.aside(b"stopping\n") == b"\r\x1b[Kstopping\n"
+    assert console.feed(b"%\n")[0] == b" 20%\n", "the bar is no longer there, and a line that had begun goes on"
+
+
 def test_without_a_terminal_each_state_of_a_bar_is_a_line() -> None:
     assert Console().feed(BAR) == (b" 10%\n 20%\n100%\nloss 2\n 30%\n40%\n", b"node line\n")
 

@@ -558,7 +558,7 @@ class Supervisor:
         except OSError as error:  # a full disk, most often: the command goes on
             if not self._log_failed:
                 self._log_failed = True
-                self._show(os.fsencode(f"supervisor: {self.files.log}: {error.strerror}: output is lost\n"))
+                self._show_aside(os.fsencode(f"supervisor: {self.files.log}: {error.strerror}: output is lost\n"))
 
     def _show(self, block: bytes, last: bool = False) -> None:
         if not self._streams:
@@ -576,8 +576,11 @@ class Supervisor:
     def _print(self, message: str) -> None:
         line = os.fsencode(f"{message}\n")
         self._keep(line)
+        self._show_aside(line)
+
+    def _show_aside(self, line: bytes) -> None:
         for stream in self._streams[1:]:
-            stream.put(line)
+            stream.put(self._console.aside(line) if self._console else line)
 
     def _take_signals(self) -> None:
         for number in os.read(self._signals, 4096):
