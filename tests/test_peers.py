@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -283,6 +284,34 @@ def serve_a_run(place: Connection, folder: Path) -> None:
     place.recv()
     info.store.set("it goes on", "")
     place.send("ended well")
+
+
+def serve_a_store_first(place: Connection) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, multi_tenant=True)
+    place.send(store.port)
+    place.recv()
+    time.sleep(0.2)  # the question comes first
+    peers.publish(store, "train-1", {"node": "ada"})
+    place.recv()
+
+
+def test_a_run_that_has_its_port_but_not_yet_said_who_it_is_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distributed.meeting.OWNER_ANSWERS", TIMEOUT)
+    _, other = forked(serve_a_store_first)
+    port = other.recv()
+    connect = Rendezvous._tcp_store
+
+    def connected(self: Rendezvous, is_master: bool) -> TCPStore:
+        store = connect(self, is_master)
+        other.send("say who you are")
+        return store
+
+    monkeypatch.setattr(Rendezvous, "_tcp_store", connected)
+    with pytest.raises(RendezvousFailed, match="in use by run train-1"):
+        rendezvous(port, tmp_path / "train.py").next_rendezvous()
+    other.send("end")
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
