@@ -44,10 +44,11 @@ def write_of_rank(code: int, error: BaseException) -> None:
     _write(f"rank_{rank}.json", account)
 
 
-def write_of_node(deaths: Sequence[Mapping[str, Any]], lost: str | None = None) -> None:
-    """What this node's agent saw of its ranks, and which node it could not hear any more."""
-    account = {"node": node_name(), "deaths": list(deaths)}
-    _write(f"node_{node_name()}.json", account | ({"lost": lost} if lost else {}))
+def write_of_node(deaths: Sequence[Mapping[str, Any]], ended_well: Sequence[int], lost: str | None = None) -> None:
+    """What this node's agent saw: the ranks that failed, those that ended with 0, and the node it could not hear."""
+    more = {"ended_well": list(ended_well), "lost": lost}
+    account = {"node": node_name(), "deaths": list(deaths)} | {name: value for name, value in more.items() if value}
+    _write(f"node_{node_name()}.json", account)
 
 
 def of_this_node(ranks: Iterable[int]) -> Accounts:

@@ -100,6 +100,7 @@ class Agent(LocalElasticAgent):
     def __init__(self, spec: WorkerSpec, *args: Any, **options: Any) -> None:
         super().__init__(spec, *args, **options)
         self.deaths: dict[int, Death] = {}
+        self.ended_well: list[int] = []  # ranks that ended with 0, not asked to
         if isinstance(spec.rdzv_handler, StaticTCPRendezvous):
             spec.rdzv_handler = self.rendezvous = Rendezvous(spec.rdzv_handler, self.script)
         Agent.latest = self
@@ -160,7 +161,10 @@ class Agent(LocalElasticAgent):
             if process.reap() and local_rank not in self.deaths
         ]
         self.deaths.update((death.local_rank, death) for death in news)
-        if news:
+        if not ended_by_agent:
+            workers = zip(self._worker_group.workers, self._processes(), strict=False)
+            self.ended_well = [worker.global_rank for worker, process in workers if process.returncode == 0]
+        if self.deaths:
             self._write_account()
 
     # -------- torchrun's own steps
@@ -220,7 +224,8 @@ class Agent(LocalElasticAgent):
         return accounts.of_this_node(death.rank for death in self.deaths.values())
 
     def _write_account(self, lost: str | None = None) -> None:
-        accounts.write_of_node([asdict(death) for _, death in sorted(self.deaths.items())], lost)
+        deaths = [asdict(death) for _, death in sorted(self.deaths.items())]
+        accounts.write_of_node(deaths, self.ended_well, lost)
 
     def _processes(self) -> list[Process]:
         context = self._pcontext

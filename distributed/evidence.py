@@ -49,7 +49,7 @@ class Failure:
     message: str = ""
     traceback: str = ""
     ended_by_agent: bool = False  # it got TERM or KILL, after another one had failed
-    witness: str = ""  # who names this rank as missing, and in which words
+    witness: str = ""  # for which others waited: what is known of it, and who says so
     program: str = "agent"  # without a rank: agent or supervisor
 
 
@@ -61,6 +61,7 @@ class Evidence:
     exits: Mapping[str, int] = field(default_factory=dict)  # node -> exit status of its agent
     ranks: Mapping[str, range] = field(default_factory=dict)  # of each node, by node rank
     warnings: tuple[str, ...] = ()
+    ended_well: Mapping[int, str] = field(default_factory=dict)  # rank -> node, of those that ended with 0
     hang: Json = field(default_factory=dict)  # why the launcher ended it; empty when it did not hang
 
 
@@ -109,8 +110,8 @@ def gather(run: Path) -> Evidence:
     warnings: list[str] = []
     facts = _read_json(run / "run.json", warnings)
     hang = _read_json(run / "hang.json", warnings)
-    known = Evidence(exits=_exits(run, warnings), ranks=_ranks(facts), hang=hang)
     seen = [_read_json(path, warnings) | {"file": path.name} for path in sorted(run.glob("errors/node_*.json"))]
+    known = Evidence(exits=_exits(run, warnings), ranks=_ranks(facts), ended_well=_ended_well(seen), hang=hang)
     logs = {path.name[5:-4]: read_log(path, path.name[5:-4]) for path in sorted(run.glob("node_*.log"))}
     # Of two accounts the better one stands to the right.
     ends = _by_rank(_summaries(logs)) | _by_rank(_deaths(seen))
@@ -119,7 +120,7 @@ def gather(run: Path) -> Evidence:
     failures = [_joined(told[key], ends[key]) for key in sorted(told.keys() & ends.keys())]
     failures += [(told | ends)[key] for key in sorted(told.keys() ^ ends.keys())]
     failures += _supervisors(run, facts, warnings)
-    failures += _failed_agents(known.exits, logs, failures)
+    failures += _failed_agents(known, logs, failures)
     failures += _lost_nodes(run, known, failures, seen)
     return replace(known, failures=tuple(failures), warnings=tuple(warnings))
 
@@ -178,6 +179,16 @@ def _deaths(seen: Iterable[Json]) -> Iterator[Failure]:
         for death in _list(account.get("deaths")):
             if isinstance(death, dict) and (failure := _failure(death, node)):
                 yield failure
+
+
+def _ended_well(seen: Iterable[Json]) -> dict[int, str]:
+    nodes = ((_text(account.get("node")), account) for account in seen)
+    return {
+        rank: node
+        for node, account in nodes
+        for rank in map(_int, _list(account.get("ended_well")))
+        if rank is not None
+    }
 
 
 def _failure(account: Json, node: str) -> Failure | None:
@@ -257,11 +268,11 @@ def _exits(run: Path, warnings: list[str]) -> dict[str, int]:
     return exits
 
 
-def _failed_agents(exits: Mapping[str, int], logs: Logs, failures: Sequence[Failure]) -> list[Failure]:
+def _failed_agents(known: Evidence, logs: Logs, failures: Sequence[Failure]) -> list[Failure]:
     """Where an agent ended badly and nobody wrote why, its log is all there is."""
-    told = {failure.node for failure in failures}
-    silent = [node for node, code in exits.items() if code and node not in told]
-    return [failure for node in silent for failure in _from_log(node, exits[node], logs.get(node, {}))]
+    told = {*(failure.node for failure in failures), *known.ended_well.values()}
+    silent = [node for node, code in known.exits.items() if code and node not in told]
+    return [failure for node in silent for failure in _from_log(node, known.exits[node], logs.get(node, {}))]
 
 
 def _from_log(node: str, code: int, log: Log) -> list[Failure]:

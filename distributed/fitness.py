@@ -679,7 +679,7 @@ def how_to_stop(run: Run, facts: Facts) -> tuple[str, str]:
         return "started from another machine, or by a job list: stop it from there; its processes:", show(run.pids)
     scripts, folder = f"{facts.kit}/scripts", shlex.quote(run.folder)
     status, stop = (f"{shlex.quote(f'{scripts}/{name}.sh')} {folder}" for name in ("status", "stop"))
-    return f"see whether it is training: {status}; to stop it:", stop
+    return f"to stop it: {stop}; to see whether it is training:", status
 
 
 def show(pids: Iterable[int]) -> str:

@@ -53,11 +53,11 @@ def decide(ranks: Seen, timeout: float, silent: float, finding: Finding | None, 
     return Decision(HUNG)
 
 
-def record(ranks: Seen, silent: float, finding: Finding) -> dict[str, Any]:
-    """For the verdict: the suspect, with its stack, and where all others are."""
+def record(ranks: Seen, silent: float, finding: Finding, asked: str) -> dict[str, Any]:
+    """For the verdict: the suspect, with its stack, and where all others are. asked: the option, in brackets."""
     suspect = finding.suspects[0] if finding.suspects else None
     return {
-        "cause": f"hung: no output for {silent:.0f} s; {finding.words}",
+        "cause": f"hung: no output for {silent:.0f} s{asked}; {finding.words}",
         "node": suspect.node if suspect else None,
         "rank": suspect.rank if suspect else None,
         "time": time.time(),
@@ -97,7 +97,8 @@ def main(words: Sequence[str] | None = None) -> int:
         finding = find(ranks.beats, ranks.seconds, ranks.ended) if options.stacks and ranks.beats else None
         decision = decide(ranks, options.timeout, silent, finding, options.certain)
         if finding and decision.word == HUNG:
-            write_json(str(run.folder / FOUND), record(ranks, silent, finding))
+            asked = "" if options.certain else f" (--hang-timeout {options.timeout:.0f})"
+            write_json(str(run.folder / FOUND), record(ranks, silent, finding, asked))
     sys.stdout.write(f"{decision}\n")
     return 0
 

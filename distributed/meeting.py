@@ -14,6 +14,7 @@ import sys
 import threading
 import uuid
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -22,7 +23,7 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStore
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from distributed.accounts import node_name
-from distributed.peers import Facts, Membership, RendezvousFailed, Run, publish, read_run
+from distributed.peers import RUN, Facts, Membership, RendezvousFailed, Run, publish, read_run
 from distributed.worker import Script
 
 UNNAMED = "none"  # torchrun's run id when it was given none
@@ -86,8 +87,10 @@ class Rendezvous(StaticTCPRendezvous):
         found: list[Run | None] = []
 
         def ask() -> None:
-            with suppress(RuntimeError):  # it is no store, or has just gone
-                found.append(read_run(self._tcp_store(is_master=False)))
+            with suppress(RuntimeError):  # it is no store, has just gone, or is not of a run
+                store = self._tcp_store(is_master=False)
+                store.wait([RUN], timedelta(seconds=OWNER_ANSWERS))  # it may have begun just now
+                found.append(read_run(store))
 
         asking = threading.Thread(target=ask, daemon=True)
         asking.start()

@@ -21,7 +21,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-RESERVED = ("step", "time", "event", "rank_seconds", "wait_share")  # keys with a meaning of their own
+RESERVED = ("time", "event", "rank_seconds", "wait_share")  # keys with a meaning of their own
 TAIL = 64 * 1024  # bytes read from either end of a file
 HUGE = 1e100  # beyond it a number is as good as infinite
 MOST = 2**53  # from here on a float is no longer exact, and a reader may round a step
@@ -29,7 +29,7 @@ MOST = 2**53  # from here on a float is no longer exact, and a reader may round 
 _warned: set[str] = set()  # files that could not be written
 
 
-def log(step: int, /, **values: Any) -> None:
+def log(step: int, **values: Any) -> None:
     """Append the values of one step, on rank 0; on other ranks, or without MUSTER_METRICS, nothing is written.
 
     values: numbers, or what has an item() that returns one, such as a tensor of one element. What is NaN or infinite is
@@ -130,4 +130,6 @@ def newest(path: str | os.PathLike[str]) -> dict[str, float | None]:
                 if value is None or (_is_number(value) and abs(value) < HUGE)
             )
     found.pop("time", None)
+    if (found.get("step") or 0) > (found.get("steps") or math.inf):
+        del found["steps"]  # the number is not that of all steps
     return found

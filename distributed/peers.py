@@ -36,6 +36,7 @@ REPORT_UNJOINED = 15.0  # seconds between two lines of a node that has not joine
 RECORDS_TIMEOUT = 4.0  # seconds in which all nodes send their failure records
 CLOSING = 1.0  # seconds for the thread to end
 LEAVING = 2.0  # seconds that the first node waits for the others to leave
+RUN = "muster/run"  # key: whose store it is
 
 Facts = Mapping[str, str]  # a node's name under "node", and what must be the same on all nodes
 
@@ -393,13 +394,13 @@ class Host:
 def publish(root: Store, name: str, facts: Facts) -> Run:
     """Write at the root of the first node's store whose store it is."""
     run = Run(uuid.uuid4().hex, name, time.time(), facts)
-    root.set("muster/run", json.dumps(asdict(run)))
+    root.set(RUN, json.dumps(asdict(run)))
     return run
 
 
 def read_run(root: Store) -> Run | None:
     """The run whose store this is; None when no agent has published one."""
-    published = ask(root, "muster/run")
+    published = ask(root, RUN)
     return Run(**published) if published else None
 
 

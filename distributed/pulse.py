@@ -170,8 +170,8 @@ def all_wait(beats: Sequence[Beat], ended: Sequence[str]) -> Finding:
     every = "both" if len(beats) == 2 else f"all {len(beats)}"
     who = f"{beats[0].who} waits" if len(beats) == 1 else f"{every} ranks wait"
     if ended:
-        rest = who if len(beats) == 1 else "the others wait"
-        words = f"{have_ended(ended)}, and {rest} in a collective{places(beats)}"
+        rest = f" at {beats[0].place}" if len(beats) == 1 else places(beats)
+        words = f"{have_ended(ended)} while {who if len(beats) == 1 else 'the others wait'} in a collective{rest}"
     elif len({beat.frames for beat in beats}) == 1:
         words = (
             f"{who} in {'a' if len(beats) == 1 else 'the same'} collective, at {beats[0].place}: a connection is lost, "
@@ -201,8 +201,8 @@ def odd_ones(beats: Sequence[Beat]) -> str:
 
 
 def have_ended(ended: Sequence[str]) -> str:
-    who = f"{', '.join(ended[:SHOWN])}{', ...' * (len(ended) > SHOWN)}"
-    return f"{who} {'has' if len(ended) == 1 else 'have'} ended"
+    """With 0: a rank that fails ends the run."""
+    return f"{', '.join(ended[:SHOWN])}{', ...' * (len(ended) > SHOWN)} ended with exit code 0"
 
 
 def places(beats: Sequence[Beat], only: str = "it") -> str:

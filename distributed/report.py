@@ -284,7 +284,8 @@ def steps_tile(run: Run) -> Tile | None:
         return None
     logged = next((number(line["steps"]) for line in reversed(run.history.steps) if "steps" in line), math.nan)
     asked = logged if math.isfinite(logged) else number(run.setting("train", "steps"))
-    return "Steps", figure(run.history.steps[-1]["step"]), f"of {figure(asked)}" if math.isfinite(asked) else "done"
+    step = run.history.steps[-1]["step"]
+    return "Steps", figure(step), f"of {figure(asked)}" if step <= asked < math.inf else "done"
 
 
 def time_tile(run: Run) -> Tile | None:

@@ -279,14 +279,20 @@ class Step:
     # ---- what is written
 
     def write_down(self, node: Node) -> None:
-        """As agents do it: how the ranks of a node ended, and the exit code of it all."""
-        deaths = [end for end in node.ends if end["rank"] is not None and end["exit_code"]]
-        if deaths:
-            write(self.run / "errors" / f"node_{node.name}.json", json_of({"node": node.name, "deaths": deaths}))
+        """As agents do it: how the ranks of a node ended, when one of the run failed, and the exit code of it all."""
+        ranks = [end for end in node.ends if end["rank"] is not None]
+        deaths = [end for end in ranks if end["exit_code"]]
+        ended_well = [end["rank"] for end in ranks if not end["exit_code"] and not end.get("ended_by_agent")]
+        if self.code and (deaths or ended_well):
+            record = {"node": node.name, "deaths": deaths, "ended_well": ended_well}
+            write(self.run / "errors" / f"node_{node.name}.json", json_of(record))
         write(self.run / f"node_{node.name}.exit", f"{node.exit_code}\n")
 
     def settle(self) -> int:
         """srun has ended: what it says of tasks that did not."""
+        for node in self.nodes.values():
+            if self.code and node.ended and not node.lost:  # what ended well is of interest only now
+                self.write_down(node)
         silent = [node for node in self.nodes.values() if not node.ended]
         if not silent:
             return self.code

@@ -279,7 +279,7 @@ def guard(task: Task, child: Child, voice: Voice) -> int:
             "pid": child.pid,
             "time": now,
             "exit_code": code,
-            "ended_by_agent": child.asked_to_end and code in (-signal.SIGTERM, -signal.SIGKILL),
+            "ended_by_agent": child.asked_to_end and code in (0, -signal.SIGTERM, -signal.SIGKILL),
         }
     )
     gone.wait()  # srun would kill the others when a task of it fails

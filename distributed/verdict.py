@@ -9,7 +9,8 @@ the death. So causes are told from consequences by what each account says, and o
     an agent that could not go on, though no rank of its node had failed
     a node to which the connection was lost
     what may be a cause or not: exit 1 without a word, a broken connection that is not PyTorch's
-    a rank that another one names as missing, or that alone said nothing while all others waited in vain
+    a rank that ended with 0 while others waited for it, that another one names as missing, or that alone said nothing
+    while all others waited in vain
     a rank that lost the others or waited for them in vain: then the cause was not recorded
     what stopped on request, what was ended from outside
 
@@ -29,7 +30,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import IntEnum
 from pathlib import Path
@@ -198,15 +199,26 @@ def _order(failure: Failure) -> tuple[Kind, float, str, int]:
 
 def accused(evidence: Evidence) -> Iterator[Failure]:
     """The ranks that others miss, though they say nothing of that themselves."""
+    waited = [one for one in evidence.failures if one.rank is not None and kind(one) is Kind.COLLATERAL]
+    if waited and evidence.ended_well:
+        yield _ended_early(first(waited), evidence.ended_well)
+        return
     for failure in evidence.failures:
         if names := _NAMES_A_RANK.search(failure.message):
             rank = int(next(filter(None, names.groups())))
-            witness = f"{who(failure)} says: {_short(what(failure))}"
+            witness = f"was missing in a collective: {who(failure)} says: {_short(what(failure))}"
             yield replace(failure, rank=rank, node=_home(rank, evidence), witness=witness)
     if (silent := _only_silent_rank(evidence)) is not None:
-        waited = first(failure for failure in evidence.failures if failure.rank is not None)
-        witness = f"it alone reported nothing; {who(waited)} says: {_short(what(waited))}"
-        yield replace(waited, rank=silent, node=_home(silent, evidence), witness=witness)
+        one = first(waited)
+        witness = f"was missing in a collective: it alone reported nothing; {who(one)} says: {_short(what(one))}"
+        yield replace(one, rank=silent, node=_home(silent, evidence), witness=witness)
+
+
+def _ended_early(waited: Failure, ended_well: Mapping[int, str]) -> Failure:
+    rank, others = min(ended_well), len(ended_well) - 1
+    more = f"and {others} more rank{'s' * (others > 1)} " if others else ""
+    witness = f"{more}ended with exit code 0 while {who(waited)} was in a collective{_at(waited)}"
+    return replace(waited, rank=rank, node=ended_well[rank], witness=witness)
 
 
 def _only_silent_rank(evidence: Evidence) -> int | None:
@@ -280,7 +292,8 @@ def _nothing_failed(evidence: Evidence, launcher: int | None) -> Verdict:
     if launcher in INTERRUPTED and _all_well(evidence):
         return Verdict("stopped", 0, "stopped on request, and every rank ended well")
     if launcher in INTERRUPTED:
-        return Verdict("stopped", launcher, "interrupted before any rank had failed")
+        how = "Ctrl-C" if launcher == 128 + signal.SIGINT else "SIGTERM"
+        return Verdict("stopped", launcher, f"interrupted ({how}); no rank had failed")
     if launcher:
         return Verdict("failed", launcher, f"no rank recorded a failure; the launcher ended with code {launcher}")
     if launcher == 0 or _all_well(evidence):
@@ -307,7 +320,7 @@ _SENTENCES: dict[Kind, Callable[[Failure], str]] = {
     Kind.AGENT: lambda one: f"{who(one)} could not go on: {_short(what(one))}",
     Kind.LOST_NODE: lambda one: f"{one.node}: connection lost: {one.message or _WHY_LOST}",
     Kind.UNSURE: lambda one: _unsure(one),
-    Kind.ACCUSED: lambda one: f"{who(one)} was missing in a collective: {one.witness}",
+    Kind.ACCUSED: lambda one: f"{who(one)} {one.witness}",
     Kind.COLLATERAL: lambda one: f"the cause was not recorded; {who(one)} lost the others first: {_short(what(one))}",
     Kind.STOPPED: lambda _: "stopped on request, a checkpoint is written: run the same command again to go on",
     Kind.ENDED: lambda one: f"{who(one)} {_did(one)}; no rank had failed before",
@@ -343,6 +356,16 @@ def what(failure: Failure, verb: str = "") -> str:
     if failure.exit_code is None:
         return "left nothing behind"
     return _ended(failure.exit_code, failure.ended_by_agent)
+
+
+def _at(failure: Failure) -> str:
+    """The last line of the person's own code in its traceback; empty when there is none."""
+    frames = list(_FRAME.finditer(decisive(failure).traceback))
+    theirs = [frame for frame in frames if not _NOT_THEIRS.search(frame[0])] or frames
+    if not theirs:
+        return ""
+    file, line, function = theirs[-1].groups()
+    return f" at {os.path.basename(file)}:{line}" + ("" if function.startswith("<") else f" in {function}()")
 
 
 def _ended(code: int, by_agent: bool) -> str:
@@ -401,6 +424,7 @@ _MEANINGS = {
     r"No space left on device": "`df -h` on {node} shows which disk is full",
 }
 _NO_STACK = "; with --env PYTHONFAULTHANDLER=1 the log shows where"
+_FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
 _NOT_THEIRS = re.compile(r'File "(<frozen |.*/(site-packages|dist-packages|lib/python3[.\d]*)/)')
 
 

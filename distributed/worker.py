@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import builtins
+import contextlib
 import ctypes
 import gc
 import importlib.machinery
@@ -23,6 +24,7 @@ import pkgutil
 import random
 import runpy
 import signal
+import stat
 import sys
 import threading
 import weakref
@@ -220,11 +222,23 @@ def _exit_code(code: object) -> int:
 def _report(error: BaseException, keep: bool) -> int:
     """Show the traceback as the interpreter would, without our frames. keep: also for the verdict."""
     trace = _without_ours(error.__traceback__)
+    _end_the_line()
     sys.excepthook(type(error), error.with_traceback(trace), trace)
     interrupted = isinstance(error, KeyboardInterrupt)
     if keep:  # not that of a fork of the rank
         accounts.write_of_rank(128 + signal.SIGINT if interrupted else 1, error)
     return -signal.SIGINT if interrupted else 1
+
+
+def _end_the_line() -> None:
+    """A progress bar leaves its line open in the output file; a traceback behind it would be part of the bar."""
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # closed, or removed by the script
+        sys.stderr.flush()
+        if stat.S_ISREG(os.fstat(2).st_mode):
+            with open("/proc/self/fd/2", "rb") as output:
+                output.seek(-1, os.SEEK_END)
+                if output.read() != b"\n":
+                    sys.stderr.write("\n")
 
 
 def _without_ours(trace: TracebackType | None) -> TracebackType | None:

@@ -97,7 +97,7 @@ look_here() {
   if [[ ${DRY_RUN:-0} == 1 ]]; then
     quote "$PYTHON" -m "distributed.$1" "${@:2}"
   else
-    kit_python "$@"
+    (cd -- "$KIT" && exec "$PYTHON" "$KIT/scripts/lib/module.py" "$@") # not kit_python: Ctrl-C ends it at once
   fi
 }
 

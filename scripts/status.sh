@@ -88,7 +88,6 @@ job_without_run() { # <number>
 watch_run() {
   local status
   ANSWER_WITHIN=5
-  trap 'exit "$EXIT_INTERRUPTED"' INT
   if [[ -t 1 ]]; then
     HOW=(--in-place)
     printf '\e[?1049h\e[2J'

@@ -183,7 +183,6 @@ END
   export CONDA_PREFIX=$PWD/conda
   [ "$(CONDA_DEFAULT_ENV=train "$SCRIPT")" = "$PWD/conda/bin/python" ]
   [ "$(CONDA_DEFAULT_ENV=base "$SCRIPT")" = "$PWD/.venv/bin/python" ]
-  [ "$(CONDA_PREFIX=$PWD CONDA_DEFAULT_ENV=tools "$SCRIPT")" = "$PWD/.venv/bin/python" ] # it has no Python
   python "it's active/bin/python" 'Python 3.12.1'
   [ "$(CONDA_DEFAULT_ENV=train VIRTUAL_ENV="$PWD/it's active" "$SCRIPT")" = "$PWD/it's active/bin/python" ]
   python mine/python 'Python 3.11.1'
@@ -225,6 +224,8 @@ END
 --python PATH" ]
   VIRTUAL_ENV=/gone run -2 "$SCRIPT"
   [[ "${lines[0]}" == "do_it.sh: no Python at '/gone/bin/python' (from the active virtual environment)"* ]]
+  CONDA_PREFIX=/gone CONDA_DEFAULT_ENV=tools run -2 "$SCRIPT"
+  [[ "${lines[0]}" == "do_it.sh: no Python at '/gone/bin/python' (from the active conda environment)"* ]]
   mkdir .venv
   run -2 "$SCRIPT"
   [[ "${lines[0]}" == *"no Python at '$PWD/.venv/bin/python' (from .venv of the working directory)"* ]]
@@ -326,8 +327,26 @@ reports_failure() {
   script <<<'source_node_env "$1"; echo NOT REACHED'
   echo 'exit 0' >"$BATS_TEST_TMPDIR/env.sh"
   run -69 "$SCRIPT" "$BATS_TEST_TMPDIR/env.sh"
-  [ "$output" = "$BATS_TEST_TMPDIR/env.sh: exited with code 0, so nothing was started; it is sourced and must not exit" ]
+  [ "$output" = "$BATS_TEST_TMPDIR/env.sh: exited with code 0, so nothing was started; it is sourced and must neither exit nor exec a command" ]
   printf 'true\nif then\n' >"$BATS_TEST_TMPDIR/env.sh"
   run -69 "$SCRIPT" "$BATS_TEST_TMPDIR/env.sh"
   [[ "${lines[-1]}" == "$BATS_TEST_TMPDIR/env.sh: line 2: syntax error near unexpected token"* ]]
+}
+
+
+@test "a node_env.sh that replaces the ERR trap is refused, and one that redirects stderr does not hide why it failed" {
+  script <<<'source_node_env "$1"; echo reached; echo heard >&2'
+  cd "$BATS_TEST_TMPDIR"
+  for trap in "trap 'echo mine' ERR" 'trap - ERR'; do
+    printf '%s\n' "$trap" false >env.sh
+    run -69 "$SCRIPT" "$PWD/env.sh"
+    [ "${lines[-1]}" = "$PWD/env.sh: sets or removes the trap for ERR, which notices commands that fail; leave that trap alone" ]
+  done
+  printf '%s\n' 'exec >/dev/null 2>&1' false >env.sh
+  run -69 "$SCRIPT" "$PWD/env.sh"
+  [ "$output" = "$PWD/env.sh: line 2: 'false' failed with exit code 1; mend it, or write 'false || true'" ]
+  printf '%s\n' 'exec 2>/dev/null' >env.sh
+  run --separate-stderr -0 "$SCRIPT" "$PWD/env.sh"
+  [ "$output" = reached ]
+  [ "$stderr" = heard ]
 }

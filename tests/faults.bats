@@ -182,7 +182,9 @@ END
   training_script <<'END'
 os._exit(0)
 END
-  verdict_of 1 "rank 1 on $N2 was missing in a collective: it alone reported nothing; rank " "$N1:1" "$N2:2"
+  verdict_of 1 "rank 1 on $N2 ended with exit code 0 while rank " "$N1:1" "$N2:2"
+  [[ "$output" == *" was in a collective at my script.py:"* ]]
+  verdict_of 1 "rank 1 on $N2 ended with exit code 0 while rank 0 on $N1 was in a collective" "$N1" "$N2"
 }
 
 

@@ -382,7 +382,7 @@ leave_py_spy_out() {
   run timeout 120 "${WITHOUT_PY_SPY[@]}" "$LAUNCH" --hang-timeout 3 --max-restarts 1 --script "my script.py" - 2
   [ "$status" -eq 124 ]
   [[ "$output" == *"the run hangs; stopping it"*"exit code 124: restart 1 of 1"*"the run hangs; stopping it"* ]]
-  [[ "$output" == *"verdict: failed: hung: no output for "*" s; rank 1 on "*" is not in a collective"*", in main"* ]]
+  [[ "$output" == *"verdict: failed: hung: no output for "*" s (--hang-timeout 3); rank 1 on "*" is not in a collective"*", in main"* ]]
   grep -q '"exit_code": 124' logs/latest/try_1/verdict.json
   [ -e logs/latest/try_1/hang.json ] && [ -e logs/latest/hang.json ] && [ ! -e logs/latest/.hang.json ]
   run ! pgrep -f "hang_watch.sh .*$(basename -- "$(readlink logs/latest)")"
@@ -455,6 +455,8 @@ refused() { # <what the line must name> <word...>
   refused "unknown key; did you mean train.steps?" typo.yaml 2
   [[ "$output" != *"--script"* ]]
   refused "--epochs: unknown option; arguments of the script go after --" --epochs 3 right.yaml 2
+  refused "--hang-timout=60: unknown option; arguments of the script go after --; did you mean --hang-timeout?" \
+    --hang-timout=60 right.yaml 2
   refused "train.batch_size=3 does not divide by 2" odd.yaml 2
   refused "data.path='empty.txt': the file is empty" right.yaml 2 -- data.path=empty.txt
   refused "unrecognized arguments: --quiet" right.yaml 2 -- --quiet
@@ -524,3 +526,13 @@ END
   PATH="$WORK/stub:$PATH" refused "NPROC 2: this machine has 1 GPU" --script "my script.py" - 2
 }
 
+
+
+@test "Ctrl-C while a Python of the launcher's own starts: 130, and no traceback" {
+  # sitecustomize is imported by Python's own start
+  echo 'import os, signal; os.killpg(0, signal.SIGINT)' >sitecustomize.py
+  echo >t.py
+  PYTHONPATH=$PWD run -130 setsid --wait env --default-signal=INT "$LAUNCH" --script t.py - 1
+  [ -z "$output" ]
+  [ ! -e logs ]
+}

@@ -83,7 +83,7 @@ refuses() { # <what it must say>
   in_job "$TRAIN" --dry-run --rendezvous-timeout 30 -
   refuses "--rendezvous-timeout: only agents wait for each other (LAUNCHER=torchrun)"
   in_job LAUNCHER=torchrun "$TRAIN" --dry-run --rendezvous-timeout=0 -
-  refuses "--rendezvous-timeout: expected a number of seconds, 1 or more, got '0'"
+  refuses "--rendezvous-timeout: expected a whole number of seconds, 1 or more, got '0'"
   run "$KIT/scripts/ssh/launch_singlenode.sh" --rendezvous-timeout 30 - 1
   refuses "--rendezvous-timeout: on one machine no other node has to join; leave it out"
 }

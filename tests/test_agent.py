@@ -33,7 +33,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
-from distributed import agent, threads
+from distributed import agent, threads, verdict
 from distributed.agent import Agent, Death, follow
 from distributed.fork_server import Process, Wakeup, signals
 from distributed.resources import Cores
@@ -411,6 +411,14 @@ def test_what_is_written_into_files_that_are_left_open_is_in_them(end: str, code
     assert (Path("text").read_text(), Path("raw").read_text()) == ("a line", "bytes")
 
 
+@pytest.mark.parametrize(("printed", "before"), [("\\r 10%\\r 20%", "\r 10%\r 20%\n"), ("100%\\n", "100%\n"), ("", "")])
+def test_a_traceback_does_not_stand_behind_a_progress_bar(printed: str, before: str) -> None:
+    Path("script.py").write_text(f"import sys\nsys.stderr.write('{printed}')\n1 / 0\n")
+    with open("err", "w") as err:  # as under the agent and srun
+        subprocess.run([*WORKER, "script.py"], stderr=err, timeout=SECONDS, check=False)
+    assert Path("err").read_bytes().decode().startswith(f"{before}Traceback (most recent call last):\n")
+
+
 def test_a_script_that_is_interrupted_ends_by_sigint() -> None:
     Path("script.py").write_text("raise KeyboardInterrupt\n")
     assert run(*WORKER, "script.py").returncode == run(sys.executable, "script.py").returncode == -signal.SIGINT
@@ -713,6 +721,41 @@ def test_a_death_wakes_the_agent_and_the_others_get_a_moment_to_say_what_became_
     assert done.returncode == 42
     assert deaths() == [(0, 1, False), (1, 42, False)]
     assert json.loads(Path("errors/rank_0.json").read_text())["message"] == "Connection closed by peer"
+
+
+ENDS_EARLY = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+dist.barrier()
+if rank == 1:
+    os._exit(0)
+
+def train():
+    dist.all_reduce(torch.ones(1))
+
+train()
+"""
+
+
+def test_a_rank_that_ended_with_0_while_another_one_waited_for_it_is_what_the_verdict_names() -> None:
+    done = launch(2, ENDS_EARLY)
+    assert done.returncode == 1
+    account = json.loads(Path("errors/node_n7.json").read_text())
+    assert ([death["rank"] for death in account["deaths"]], account["ended_well"]) == ([0], [1])
+    assert verdict.decide(Path()).cause == (
+        "rank 1 on n7 ended with exit code 0 while rank 0 on n7 was in a collective at script.py:11 in train()"
+    )
+
+
+def test_a_rank_that_ends_with_0_when_it_is_asked_to_has_not_left_the_others() -> None:
+    os.mkfifo("ready")
+    done = launch(
+        2,
+        "if rank:\n    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))\n    open('ready', 'w').close()\n"
+        "    signal.pause()\nopen('ready').close()\nsys.exit(3)\n",
+    )
+    assert done.returncode == 3
+    assert deaths() == [(0, 3, False)]
 
 
 DEAD = "import os; os.waitid(os.P_PID, self._processes()[1].pid, os.WEXITED | os.WNOWAIT)"

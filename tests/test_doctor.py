@@ -226,8 +226,8 @@ BROKEN: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("clock drifts", {"clock": Clock(2e9, 1e9, False)}, "warning clock", "not synchronised", "timedatectl"),
     ("run of ours", {"runs": (Run("/my logs/train-1", (7, 8), "ada"),)},
      "warning runs", "/my logs/train-1 has 2 processes of ada here",
-     "training: /opt/muster/scripts/status.sh '/my logs/train-1'; to stop it: "
-     "/opt/muster/scripts/stop.sh '/my logs/train-1'"),
+     "to stop it: /opt/muster/scripts/stop.sh '/my logs/train-1'; to see whether it is training: "
+     "/opt/muster/scripts/status.sh '/my logs/train-1'"),
     ("run of ours, started elsewhere", {"runs": (Run("/logs/train-1", (7, 8), "ada", recorded=False),)},
      "warning runs", "/logs/train-1", "started from another machine, or by a job list: stop it from there; "
      "its processes: ps -fp 7,8"),

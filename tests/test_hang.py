@@ -77,8 +77,8 @@ def test_a_run_hangs_only_when_all_its_ranks_have_begun() -> None:
 
 def test_what_is_recorded_names_the_suspect_with_its_stack_and_where_the_others_are() -> None:
     found = seen([WAITS, LOOPS, SLEEPS])
-    told = record(found, 100.4, find(found.beats, 1.0))
-    assert told["cause"].startswith("hung: no output for 100 s; rank 1 on n2 is not in a collective, ")
+    told = record(found, 100.4, find(found.beats, 1.0), " (--hang-timeout 90)")
+    assert told["cause"].startswith("hung: no output for 100 s (--hang-timeout 90); rank 1 on n2 is not in a coll")
     assert (told["node"], told["rank"]) == ("n2", 1)
     assert told["traceback"].endswith('  File "/home/ada/hang.py", line 12, in main\n')
     assert [(one["rank"], one["message"]) for one in told["others"]] == [
@@ -132,8 +132,9 @@ def test_the_launcher_learns_what_is_to_be_done(
     assert capsys.readouterr().out == f"{said}\n"
     assert (run / hang.FOUND).exists() == (said == "hung")
     if said == "hung":
+        asked = "" if "--certain" in words else " (--hang-timeout 600)"
         assert json.loads((run / hang.FOUND).read_text())["cause"] == (
-            f"hung: no output for {facts.get('metrics', 700.0):.0f} s; no rank used CPU in 1.0 s"
+            f"hung: no output for {facts.get('metrics', 700.0):.0f} s{asked}; no rank used CPU in 1.0 s"
         )
 
 

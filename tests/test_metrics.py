@@ -42,7 +42,7 @@ def refuse(constant: str) -> None:
 
 def test_each_call_appends_a_line(file: Path) -> None:
     metrics.log(1, steps=9, loss=2.5)
-    metrics.log(2, loss=Tensor(math.nan), accuracy=Tensor(0.5))
+    metrics.log(step=2, loss=Tensor(math.nan), accuracy=Tensor(0.5))
     first, second = (json.loads(line, parse_constant=refuse) for line in file.read_text().splitlines())
     assert isinstance(first.pop("time"), float) and second.pop("time") > 0
     assert (first, second) == ({"step": 1, "steps": 9, "loss": 2.5}, {"step": 2, "loss": None, "accuracy": 0.5})
@@ -73,7 +73,6 @@ def test_other_ranks_and_a_script_without_a_launcher_write_nothing(file: Path, m
         (1, {"loss": Tensor(1.0, 2.0, 3.0)}, "loss: expected one number, got 3"),
         (1, {"steps": -5}, "steps: expected an integer from 0 on, got -5"),
         (1, {"time": 3.0}, "time: this name is reserved"),
-        (1, {"step": 3}, "step: this name is reserved"),
     ],
 )
 def test_a_wrong_call_is_refused_on_every_rank(
@@ -108,4 +107,8 @@ def test_the_newest_values_stand_at_both_ends_of_a_file(tmp_path: Path) -> None:
     assert metrics.newest(path) == {"step": 2, "steps": 9, "loss": None}
     many = range(3, 20_000)
     path.write_text('{"step": 1, "steps": 9}\n' + "".join(f'{{"step": {n}, "loss": {n / 2}}}\n' for n in many))
-    assert metrics.newest(path) == {"step": 19_999, "steps": 9, "loss": 19_999 / 2}
+    assert metrics.newest(path) == {"step": 19_999, "loss": 19_999 / 2}, "it is beyond the number of steps"
+    path.write_text('{"step": 1, "steps": 20000}\n' + "".join(f'{{"step": {n}, "loss": {n / 2}}}\n' for n in many))
+    assert metrics.newest(path) == {"step": 19_999, "steps": 20_000, "loss": 19_999 / 2}
+    path.write_text('{"step": null, "steps": 9}\n{"steps": null}\n')
+    assert metrics.newest(path) == {"step": None, "steps": None}

@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -285,6 +286,34 @@ def serve_a_run(place: Connection, folder: Path) -> None:
     place.send("ended well")
 
 
+def serve_a_store_first(place: Connection) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, multi_tenant=True)
+    place.send(store.port)
+    place.recv()
+    time.sleep(0.2)  # the question comes first
+    peers.publish(store, "train-1", {"node": "ada"})
+    place.recv()
+
+
+def test_a_run_that_has_its_port_but_not_yet_said_who_it_is_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distributed.meeting.OWNER_ANSWERS", TIMEOUT)
+    _, other = forked(serve_a_store_first)
+    port = other.recv()
+    connect = Rendezvous._tcp_store
+
+    def connected(self: Rendezvous, is_master: bool) -> TCPStore:
+        store = connect(self, is_master)
+        other.send("say who you are")
+        return store
+
+    monkeypatch.setattr(Rendezvous, "_tcp_store", connected)
+    with pytest.raises(RendezvousFailed, match="in use by run train-1"):
+        rendezvous(port, tmp_path / "train.py").next_rendezvous()
+    other.send("end")
+
+
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_a_port_that_another_run_has_is_refused_with_its_name_and_that_run_goes_on(
     tmp_path: Path, nodes: int, monkeypatch: pytest.MonkeyPatch
@@ -384,7 +413,7 @@ def test_an_agent_that_is_stopped_while_it_ends_with_a_lost_node_ends_by_that_ca
 ) -> None:
     one, two = gathered(join, size=2)
     agent = Agent.__new__(Agent)
-    agent.deaths, agent._pcontext = {}, None
+    agent.deaths, agent.ended_well, agent._pcontext = {}, [], None
     agent.rendezvous = SimpleNamespace(membership=one)  # type: ignore[assignment]
     monkeypatch.setattr(peers, "HEARTBEAT_TIMEOUT", 1.0)
     two.close()

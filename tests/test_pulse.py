@@ -145,9 +145,12 @@ def test_who_keeps_the_others_waiting(beats: list[Beat], suspects: list[int], st
 def test_a_rank_that_has_ended_is_the_one_for_whom_the_others_wait() -> None:
     found = find(ranks(WAITS, WAITS), 1.0, ["rank 2 on n3"])
     assert found.words.startswith(
-        "rank 2 on n3 has ended, and the others wait in a collective; rank 0 on n1 at hang.py:9"
+        "rank 2 on n3 ended with exit code 0 while the others wait in a collective; rank 0 on n1 at hang.py:9"
     )
-    assert find(ranks(SLEEPS), 1.0, ["rank 2 on n3"]).words.endswith("in 1.0 s; rank 2 on n3 has ended")
+    assert find(ranks(WAITS), 1.0, ["rank 1 on n2"]).words == (
+        "rank 1 on n2 ended with exit code 0 while rank 0 on n1 waits in a collective at hang.py:9"
+    )
+    assert find(ranks(SLEEPS), 1.0, ["rank 2 on n3"]).words.endswith("in 1.0 s; rank 2 on n3 ended with exit code 0")
 
 
 def test_what_the_stacks_tell_looks_hung_after_the_same_silence() -> None:

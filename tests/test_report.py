@@ -329,6 +329,7 @@ def test_the_values_of_a_script_have_charts_by_their_names(tmp_path: Path) -> No
     reader = seen(folder(tmp_path, lines))
     assert "top-5 <b>" in reader.texts and "never" not in reader.texts and "Loss" not in reader.texts
     assert "nats a token" not in reader.text and reader.tiles()["Steps"] == ("20", "of 30")
+    assert seen(folder(tmp_path, [*lines, {"step": 40, "x": 1}])).tiles()["Steps"] == ("40", "done"), "never 40 of 30"
 
 
 def test_a_last_line_cut_short_is_no_fault_and_others_are_told(tmp_path: Path) -> None:

@@ -92,6 +92,21 @@ def test_of_a_task_that_never_told_its_end_the_node_is_lost(run: Path) -> None:
     assert (run / "node_n1.lost").read_text() == "srun has ended before its tasks\n"
 
 
+def test_a_task_that_ended_with_0_while_others_waited_for_it_is_named(run: Path) -> None:
+    (run / "errors/rank_0.json").write_text(
+        json.dumps(
+            {"node": "n1", "rank": 0, "pid": 1, "exception": "RuntimeError", "message": "Connection reset by peer"}
+        )
+    )
+    ends = [{"rank": 1, "exit_code": 0}, {"rank": 0, "exit_code": 1}]
+    reports = [
+        {"node": f"n{2 - k}", "tasks": 1, "end": {"pid": 1, "time": 1.0 + k, **end}} for k, end in enumerate(ends)
+    ]
+    said = "".join(f"{REPORT.decode()}{json.dumps(report)}\n" for report in reports)
+    assert step.watch(str(run), "n1:1,n2:1", started("printf", "%s", said)) == 1
+    assert verdict.decide(run, 1).cause == "rank 1 on n2 ended with exit code 0 while rank 0 on n1 was in a collective"
+
+
 def test_what_slurm_says_of_a_failed_node_may_come_in_pieces(run: Path) -> None:
     said = "printf 'srun: error: Node fail' >&2; sleep 0.2; echo 'ure on n1' >&2"
     assert step_of(run, "sh", "-c", said) == UNFIT

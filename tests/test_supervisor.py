@@ -261,6 +261,17 @@ def test_values_of_the_environment_reach_the_command_and_no_command_line(run: Ru
     assert not [path for path in Path(run.files.directory).glob("*.pid") if "s3cr3t" in path.read_text()]
 
 
+@pytest.mark.parametrize("node_env", ["exec true", "trap : EXIT; exit 0"])
+def test_a_node_env_that_replaces_the_shell_ends_with_69(run: Run, tmp_path: Path, node_env: str) -> None:
+    env = tmp_path / "node_env.sh"
+    env.write_text(node_env)
+    run.start("echo ready", "--source", str(env), block=b"\0")
+    wait_until(lambda: run.code is not None)
+    assert run.code == 69
+    message = "exited with code 0, so nothing was started; it is sourced and must neither exit nor exec a command"
+    assert run.log == f"n1: {env}: {message}\n"
+
+
 @pytest.mark.parametrize("block", [b"\0", b"MUSTER_METRICS=/out/metrics.jsonl\0\0"], ids=["of a run", "of a job"])
 def test_the_command_knows_where_its_metrics_go(run: Run, monkeypatch: pytest.MonkeyPatch, block: bytes) -> None:
     monkeypatch.setenv("MUSTER_METRICS", "/of/another/launch")
@@ -512,6 +523,14 @@ def on_a_terminal(output: bytes) -> list[str]:
 
 def test_a_progress_bar_of_rank_0_stays_on_one_line_of_a_terminal() -> None:
     assert on_a_terminal(BAR) == ["100%", "loss 2", "node line", "40%"]
+
+
+def test_a_line_of_the_supervisor_does_not_stand_behind_a_progress_bar() -> None:
+    console = Console(terminal=True)
+    assert console.aside(b"stopping\n") == b"stopping\n"
+    console.feed(b"[n1:0]  10%\r\n[n1:0]  20")
+    assert console.aside(b"stopping\n") == b"\r\x1b[Kstopping\n"
+    assert console.feed(b"%\n")[0] == b" 20%\n", "the bar is no longer there, and a line that had begun goes on"
 
 
 def test_without_a_terminal_each_state_of_a_bar_is_a_line() -> None:

@@ -10,8 +10,10 @@ import copy
 import json
 import random
 import re
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -357,6 +359,31 @@ def sum_gradients_twice(rank: int, size: int) -> tuple[bool, list[str]]:
 
 def test_three_ranks_sum_the_first_gradients_like_all_later_ones() -> None:
     assert forked.ranks(3, sum_gradients_twice) == [(True, [])] * 3
+
+
+def wait_for_rank_1(rank: int, folder: Path, ranks: int) -> None:
+    """For launched(): these ranks meet within 2 s, and rank 1 comes to no collective."""
+    (folder / f"{rank}").touch()
+    while len(list(folder.iterdir())) < ranks:  # what a busy machine needs to start them does not count
+        time.sleep(0.01)
+    with process_group(backend="gloo", timeout=2):
+        if rank == 1:
+            signal.pause()
+        dist.all_reduce(torch.ones(1))
+
+
+def test_a_rank_waits_in_a_collective_no_longer_than_the_timeout(tmp_path: Path) -> None:
+    with forked.launched(2, wait_for_rank_1, tmp_path, 2) as launch:
+        told = launch.told(1)[0]
+    assert told.code == 1 and "all_reduce" in told.err
+    assert "Timed out waiting 2000ms for recv operation to complete" in told.err
+
+
+def test_a_rank_waits_for_the_others_to_join_no_longer_than_the_timeout(tmp_path: Path) -> None:
+    with forked.launched(2, wait_for_rank_1, tmp_path, 1, only=[0]) as launch:
+        told = launch.told()[0]
+    assert told.code == 1
+    assert "WorldError: rank 1 of 2 did not come within 2 s: see in their own output why" in told.err
 
 
 FAILING = """

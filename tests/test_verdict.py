@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -276,6 +277,40 @@ def test_the_one_rank_that_said_nothing_while_all_others_waited_did_not_come() -
     assert "alone" not in rank_out_of_place.cause
 
 
+def test_a_rank_that_ended_with_0_while_others_waited_for_it_is_named_with_where_they_were(run: Run) -> None:
+    run.start("n1", "n2")
+    run.rank(0, "RuntimeError", "[Rank 0]: Ranks 3, 5 failed to pass monitoredBarrier in 2000 ms")
+    run.rank(1, "RuntimeError", CLOSED, time=T0 + 1)
+    run.rank(2, "RuntimeError", RESET, node="n2", time=T0 + 1)
+    run.deaths("n1", r0=(1, False), r1=(1, False))
+    run.deaths("n2", r2=(1, False), ended_well=[3])
+    said = run.decide()
+    waits = "rank 0 on n1 was in a collective at train.py:3 in step()"
+    assert (said.node, said.rank, said.exit_code) == ("n2", 3, 1)
+    assert said.cause == f"rank 3 on n2 ended with exit code 0 while {waits}"
+    run.rank(1, "ValueError", "own", time=T0 + 1)
+    assert run.decide().rank == 1, "what a rank died of counts more than that another one ended early"
+    (run.path / "errors/rank_1.json").unlink()
+    run.deaths("n1", r0=(1, False), ended_well=[1])
+    assert run.decide().cause == f"rank 1 on n1 and 1 more rank ended with exit code 0 while {waits}"
+    (run.path / "errors/rank_0.json").unlink()
+    run.deaths("n1", r0=(75, False), ended_well=[1])
+    (run.path / "errors/rank_2.json").unlink()
+    run.deaths("n2", r2=(75, False), ended_well=[3])
+    assert run.decide().outcome == "stopped", "nobody waited"
+
+
+def test_an_agent_whose_ranks_ended_well_has_not_failed_by_itself(run: Run) -> None:
+    """It ends with the exit code of the run."""
+    run.start("n1", "n2", nproc=1)
+    run.rank(0, "RuntimeError", RESET)
+    run.deaths("n1", r0=(1, False))
+    run.deaths("n2", ended_well=[1])
+    for node in ("n1", "n2"):
+        run.file(f"node_{node}.exit", "1\n")
+    assert (run.decide().node, run.decide().rank) == ("n2", 1)
+
+
 @pytest.mark.parametrize(
     ("exception", "message"),
     [
@@ -380,14 +415,14 @@ class Run:
         words = {"exception": exception, "message": message, "traceback": trace((exception, message))}
         self.file(f"errors/rank_{rank}.json", facts | words | more)
 
-    def deaths(self, node: str, **codes: tuple[int, bool]) -> None:
-        """r0=(137, False): rank 0 died of SIGKILL, not by the agent."""
+    def deaths(self, node: str, ended_well: Sequence[int] = (), **codes: tuple[int, bool]) -> None:
+        """r0=(137, False): rank 0 died of SIGKILL, not by the agent. ended_well: ranks that ended with 0 before."""
         found = [
             {"rank": int(rank[1:]), "local_rank": int(rank[1:]), "pid": 100 + int(rank[1:]), "time": T0 + 0.1}
             | {"exit_code": code, "ended_by_agent": by_agent}
             for rank, (code, by_agent) in codes.items()
         ]
-        self.file(f"errors/node_{node}.json", {"node": node, "deaths": found})
+        self.file(f"errors/node_{node}.json", {"node": node, "deaths": found, "ended_well": list(ended_well)})
 
     def torchrun(self, place: str, exception: str, message: str, seconds: int = int(T0)) -> None:
         extra = {"py_callstack": trace((exception, message)), "timestamp": str(seconds)}
@@ -597,6 +632,7 @@ _keys = st.sampled_from(
         "message",
         "traceback",
         "deaths",
+        "ended_well",
         "ended_by_agent",
         "extraInfo",
         "timestamp",
@@ -928,8 +964,9 @@ def test_the_program_writes_verdict_json_and_ends_with_the_guilty_ranks_code(run
 
 def test_an_interrupted_launcher_gives_its_code(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     run.deaths("n1", r0=(143, True))
-    assert verdict.main([str(run.path), "--exit-code", "130"]) == 130
-    assert capsys.readouterr().err == "verdict: stopped: interrupted before any rank had failed\n"
+    for code, how in ((130, "Ctrl-C"), (143, "SIGTERM")):
+        assert verdict.main([str(run.path), "--exit-code", f"{code}"]) == code
+        assert capsys.readouterr().err == f"verdict: stopped: interrupted ({how}); no rank had failed\n"
 
 
 def test_a_run_that_stopped_says_how_to_go_on(run: Run, capsys: pytest.CaptureFixture[str]) -> None:

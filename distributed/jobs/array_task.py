@@ -199,13 +199,11 @@ def run(attempt: str, order: Facts) -> int:
     os.makedirs(os.path.dirname(options.files.record), exist_ok=True)
     os.chdir(order["workdir"])
     given, own = blocks(order, dict(os.environ))
-    command = options.command
-    if order["setup"]:
-        command = [supervisor.WRAPPER, "--exec", os.path.join(attempt, SETUP), *command]
     supervisor.adopt_orphans()
     timeout = float("inf") if order["timeout"] is None else float(order["timeout"])
     job = SlurmSupervisor(options.files, grace=order["grace"], timeout=timeout, kill_wait=order["kill_wait"])
-    job.start(command, supervisor.environment(given + own, options.files), own if order["setup"] else None)
+    setup = os.path.join(attempt, SETUP) if order["setup"] else ""
+    job.start(options.command, supervisor.environment(given + own, options.files), own, setup)
     code = job.watch()
     if code == 0 and order.get("trains"):
         publish(order)

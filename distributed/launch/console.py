@@ -51,6 +51,10 @@ class Console:
                     plain.append(line)
         return self._of_rank_0(shown, last), self._of_no_rank(plain)
 
+    def aside(self, line: bytes) -> bytes:
+        """For standard error: a whole line that is not of the output. No bar stands before it."""
+        return self._of_no_rank([line.removesuffix(b"\n")])
+
     def _of_rank_0(self, lines: list[bytes], last: bool) -> bytes:
         if not self._terminal:
             return _joined([line.removesuffix(b"\r") for line in lines])

@@ -404,9 +404,11 @@ class Supervisor:
 
     # ---- start
 
-    def start(self, command: list[str], env: Environment, block: bytes | None) -> None:
-        """block: what the wrapper of the command is to read from its standard input."""
-        source = os.open(os.devnull, os.O_RDONLY) if block is None else _memory(block)
+    def start(self, command: list[str], env: Environment, block: bytes, source: str = "") -> None:
+        """source: shell script to be sourced before. block: environment that counts more than the script's."""
+        if source:
+            command = [WRAPPER, "--exec", source, *command]
+        self._source, self._block = source, _memory(block + b"\0") if source else os.open(os.devnull, os.O_RDONLY)
         self._output, output = os.pipe()
         with contextlib.suppress(OSError):
             import fcntl
@@ -421,12 +423,11 @@ class Supervisor:
                 os.setsid()
                 die_with_parent(parent)
                 default_signals()
-                for number, file in enumerate((source, output, output)):
+                for number, file in enumerate((self._block, output, output)):
                     os.dup2(file, number)
                 become(command, env)
             finally:
                 os._exit(126)
-        os.close(source)
         os.close(output)
         if self._samples_usage:
             self._sampler = usage.start(self.files.directory, self.files.name)
@@ -510,7 +511,7 @@ class Supervisor:
         except OSError as error:  # a full disk, most often: the command goes on
             if not self._log_failed:
                 self._log_failed = True
-                self._show(os.fsencode(f"supervisor: {self.files.log}: {error.strerror}: output is lost\n"))
+                self._show_aside(os.fsencode(f"supervisor: {self.files.log}: {error.strerror}: output is lost\n"))
 
     def _show(self, block: bytes, last: bool = False) -> None:
         if not self._streams:
@@ -523,10 +524,16 @@ class Supervisor:
             stream.put(text)
 
     def _note(self, message: str) -> None:
-        line = os.fsencode(f"supervisor: {message}\n")
+        self._print(f"supervisor: {message}")
+
+    def _print(self, message: str) -> None:
+        line = os.fsencode(f"{message}\n")
         self._keep(line)
+        self._show_aside(line)
+
+    def _show_aside(self, line: bytes) -> None:
         for stream in self._streams[1:]:
-            stream.put(line)
+            stream.put(self._console.aside(line) if self._console else line)
 
     def _take_signals(self) -> None:
         for number in os.read(self._signals, 4096):
@@ -547,7 +554,7 @@ class Supervisor:
             self._scan_at = 0.0  # one less may be left
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 if ended[0] == self.pid:
-                    self.code = _exit_code(ended[1])
+                    self.code = _exit_code(ended[1]) or self._code_of_start()
                     if self._sampler:
                         usage.stop(self._sampler)
                 elif ended[0] == self._sampler:
@@ -556,6 +563,15 @@ class Supervisor:
                     self._guard.close()
                     self._guard = Guard(self.files)
                     self._introduce()
+
+    def _code_of_start(self) -> int:
+        """UNFIT when config/node_env.sh has replaced the shell of the wrapper, so that the command never started."""
+        # The wrapper reads the block, by a file offset that it shares with this process, when it has sourced the file.
+        if os.lseek(self._block, 0, os.SEEK_CUR) == os.fstat(self._block).st_size:
+            return 0
+        message = "exited with code 0, so nothing was started; it is sourced and must neither exit nor exec a command"
+        self._print(f"{self.files.name}: {self._source}: {message}")
+        return UNFIT
 
     # ---- requests
 
@@ -731,10 +747,8 @@ def run(options: Options) -> int:
 
 def supervise(options: Options, block: bytes, received: bytes = b"", started: Callable[[], None] = lambda: None) -> int:
     """Run the command to its end. Calls started() when it runs."""
-    command, files = options.command, options.files
+    files = options.files
     os.makedirs(os.path.dirname(files.record), exist_ok=True)
-    if options.source:
-        command = [WRAPPER, "--exec", os.path.abspath(options.source), *command]
     with contextlib.suppress(PermissionError):  # it leads a session already
         os.setsid()
     if options.detach:
@@ -749,7 +763,8 @@ def supervise(options: Options, block: bytes, received: bytes = b"", started: Ca
         received=received,
         samples_usage=options.sample_usage,
     )
-    supervisor.start(command, environment(block, files), block if options.source else None)
+    source = os.path.abspath(options.source) if options.source else ""
+    supervisor.start(options.command, environment(block, files), block, source)
     started()
     return supervisor.watch()
 

@@ -2,8 +2,8 @@
 #
 # What every script of the kit shares: words for people, refusals, and where things are.
 #
-# Sourced, never run; it only defines. A script of scripts/ begins like this, so that it also works
-# through a symbolic link and from any folder:
+# Sourced, never run; it defines, and lets Ctrl-C end the script with 130. A script of scripts/ begins like this, so that
+# it also works through a symbolic link and from any folder:
 #
 #   set -euo pipefail
 #   # shellcheck source=scripts/lib/common.bash
@@ -26,6 +26,8 @@ PROGRAM=${0##*/}                       # the name it was called by
 PROGRAM_FILE=$(readlink -f -- "$0")    # the script itself, whatever folder we go to later
 KIT=$(readlink -f -- "${BASH_SOURCE[0]}")
 KIT=${KIT%/scripts/lib/*}              # root of the repository, absolute, symbolic links resolved
+
+trap 'exit "$EXIT_INTERRUPTED"' INT
 
 
 # Tell a person what happens. Who does not listen any more (a closed terminal, `| head`) is no reason to end.
@@ -116,7 +118,8 @@ wait_for() { # <program> [argument...]
   child=$!
   [[ $INTERRUPTED != TERM ]] || kill -TERM "$child" # it came before there was a child
   join "$child" || status=$?
-  trap - INT TERM
+  trap - TERM
+  trap 'exit "$EXIT_INTERRUPTED"' INT
   return "$status"
 }
 
@@ -160,7 +163,6 @@ pick_python() { # [value of --python]
 list_pythons() {
   local conda=${CONDA_PREFIX-}
   PYTHONS=() PYTHON_ORIGINS=()
-  [[ -x $conda/bin/python ]] || conda='' # an environment without Python
   [[ ! ${VIRTUAL_ENV-} ]] || list_python "$VIRTUAL_ENV/bin/python" "the active virtual environment"
   if [[ $conda && ${CONDA_DEFAULT_ENV-} != base ]]; then
     list_python "$conda/bin/python" "the active conda environment"
@@ -197,10 +199,16 @@ check_python() { # <path or name> <where it came from>
 }
 
 
-# Run a module of distributed/ with $PYTHON. The working folder becomes KIT, so paths among the
+# Run a module of distributed/ that takes a moment, with $PYTHON. The working folder becomes KIT, so paths among the
 # arguments must be absolute; an installed Dask (also "distributed") is then never picked up.
 kit_python() { # <module> [argument...]
-  (cd -- "$KIT" && unset PYTHONSAFEPATH && exec "$PYTHON" -m "distributed.$1" "${@:2}")
+  (trap '' INT && cd -- "$KIT" && unset PYTHONSAFEPATH && exec "$PYTHON" -m "distributed.$1" "${@:2}")
+}
+
+
+# Run Python for a moment. Ctrl-C ends the script behind it: while Python starts, it would print a traceback.
+short_python() { # <argument...>
+  (trap '' INT && exec "$PYTHON" "$@")
 }
 
 
@@ -232,6 +240,7 @@ forget_other_launches() {
 source_node_env() { # <config/node_env.sh> [command to run when this process must end...]
   local folder=$PWD status
   NODE_ENV_FILE=$1 NODE_ENV_CLEANUP=("${@:2}")
+  exec {NODE_ENV_STDERR}>&2 # the file may redirect ours
   trap 'node_env_exited "$?"' EXIT
   trap 'node_env_failed "$?" "$LINENO"' ERR
   set +eu +o pipefail
@@ -239,8 +248,11 @@ source_node_env() { # <config/node_env.sh> [command to run when this process mus
   source "$1"
   status=$?
   set -euo pipefail
+  [[ $(trap -p ERR) == *node_env_failed* ]] ||
+    node_env_unfit "$NODE_ENV_FILE: sets or removes the trap for ERR, which notices commands that fail; leave that trap alone"
   trap - ERR EXIT
   ((status == 0)) || check_node_env_syntax
+  exec 2>&"$NODE_ENV_STDERR" {NODE_ENV_STDERR}>&-
   cd -- "$folder"
 }
 
@@ -253,7 +265,7 @@ check_node_env_syntax() {
 
 
 node_env_exited() { # <exit code>
-  node_env_unfit "$NODE_ENV_FILE: exited with code $1, so nothing was started; it is sourced and must not exit"
+  node_env_unfit "$NODE_ENV_FILE: exited with code $1, so nothing was started; it is sourced and must neither exit nor exec a command"
 }
 
 
@@ -275,6 +287,7 @@ node_env_may_fail() { # <line>
 
 node_env_unfit() { # <message>
   trap - ERR EXIT
+  exec 2>&"$NODE_ENV_STDERR"
   printf '%s\n' "${MUSTER_NODE:+$MUSTER_NODE: }$1" >&2
   "${NODE_ENV_CLEANUP[@]}"
   exit "$EXIT_UNFIT"

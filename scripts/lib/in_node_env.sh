@@ -32,10 +32,10 @@ main() {
     become=1
     shift
   fi
-  read_environment
-  ((!become)) || exec </dev/null
   source_node_env "$1" end_background </dev/null >&2
   shift
+  read_environment # not before: by that supervisor.py knows that NODE_ENV has not replaced this shell
+  ((!become)) || exec </dev/null
   for entry in "${ENVIRONMENT[@]}"; do
     export "${entry?}"
   done

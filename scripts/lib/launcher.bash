@@ -68,12 +68,31 @@ parse_options() { # <word...>
       --quiet) QUIET=1 ;;
       --help | -h) usage; exit ;;
       --) USER_ARGS=("${@:2}"); break ;;
-      -[!0-9]*) die_usage "$1: unknown option; arguments of the script go after --" ;;
+      -[!0-9]*) die_usage "$1: unknown option; arguments of the script go after --$(suggest_option "$1")" ;;
       *) POSITIONAL+=("$1") ;;
     esac
     shift
   done
   check_options
+}
+
+
+# The option that was meant: it differs from the given one in two letters in one place at most.
+suggest_option() { # <unknown option>
+  local known given=${1%%=*} same_start same_end
+  for known in $(declare -f parse_options | grep -oE -- '--[a-z-]{3,}'); do
+    same_start=0 same_end=0
+    while ((same_start < ${#known})) && [[ ${given:same_start:1} == "${known:same_start:1}" ]]; do
+      same_start=$((same_start + 1))
+    done
+    while ((same_end < ${#known} - same_start)) && [[ ${given: -1-same_end:1} == "${known: -1-same_end:1}" ]]; do
+      same_end=$((same_end + 1))
+    done
+    if ((same_start + same_end >= (${#given} > ${#known} ? ${#given} : ${#known}) - 2)); then
+      printf '; did you mean %s?\n' "$known"
+      return
+    fi
+  done
 }
 
 
@@ -89,7 +108,7 @@ check_options() {
   [[ ! $MASTER_PORT ]] || is_port "$MASTER_PORT" ||
     die_usage "--master-port '$MASTER_PORT': a port is a number from 1 to 65535"
   [[ ! $RENDEZVOUS_TIMEOUT ]] || { is_count "$RENDEZVOUS_TIMEOUT" && ((RENDEZVOUS_TIMEOUT >= 1)); } ||
-    die_usage "--rendezvous-timeout: expected a number of seconds, 1 or more, got '$RENDEZVOUS_TIMEOUT'"
+    die_usage "--rendezvous-timeout: expected a whole number of seconds, 1 or more, got '$RENDEZVOUS_TIMEOUT'"
   # Into a pipe Python would keep back what ranks print; the kit's own agent takes care of that itself.
   [[ $AGENT == fast ]] || ENVIRONMENT=(PYTHONUNBUFFERED=1 "${ENVIRONMENT[@]}")
 }
@@ -168,7 +187,7 @@ not_picked() {
 check_script() {
   if [[ $MODULE ]]; then
     WORK=(-m "$MODULE")
-    "$PYTHON" "$KIT/scripts/lib/find.py" "$MODULE" ||
+    short_python "$KIT/scripts/lib/find.py" "$MODULE" ||
       die_usage "-m '$MODULE': '$PYTHON' has no such module (looked in $PWD too)"
     return
   fi
@@ -189,13 +208,13 @@ check_config() { # <CONFIG> <number of ranks>
   [[ -f $1 && -r $1 ]] || die_usage "CONFIG '$1': cannot be read as a file"
   CONFIG_ARGS=(--config "$1")
   if [[ ! $MODULE && ! $SCRIPT ]]; then
-    "$PYTHON" "$KIT/scripts/lib/config.py" "$2" --config "$1" "${USER_ARGS[@]}" || exit "$EXIT_USAGE"
+    short_python "$KIT/scripts/lib/config.py" "$2" --config "$1" "${USER_ARGS[@]}" || exit "$EXIT_USAGE"
   fi
 }
 
 
 check_torch() {
-  "$PYTHON" "$KIT/scripts/lib/find.py" torch ||
+  short_python "$KIT/scripts/lib/find.py" torch ||
     die_usage "'$PYTHON' has no PyTorch; install it there, or name another Python with --python PATH"
 }
 

@@ -6,6 +6,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from distributed.smoke import main
+from distributed.torch import leave
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -73,7 +73,7 @@ start_client() { # <its name> <command...>
   local control
   pipe_into control run_client "$@"
   CLIENT[$1]=$! CONTROL[$1]=$control
-  disown "$!" # bash would print it when it is killed
+  disown "$!" 2>/dev/null || true # bash would print it when it is killed, as it may have been already
 }
 
 
