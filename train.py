@@ -41,18 +41,27 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from distributed import base_training, config, data, report, tracking
-from distributed.checkpoint import CheckpointError, Checkpoints, Found, random_state, set_random_state
+from distributed import config
+from distributed.checkpoint.checkpoints import CheckpointError, Checkpoints, Found, random_state, set_random_state
+from distributed.checkpoint.compatibility import (
+    changeable,
+    changes,
+    complete,
+    experiment_of,
+    refuse_another_base,
+    refuse_misfit,
+)
 from distributed.config import Batch, ConfigError, Settings, for_ranks, job_of, parser
 from distributed.config import Model as ModelSettings
-from distributed.data import DataError
 from distributed.exit_codes import STOPPED
 from distributed.fold import DEFAULT_PARTICIPANTS, output_directory
-from distributed.ranks import Ranks
-from distributed.resume import changeable, changes, complete, experiment_of, refuse_another_base, refuse_misfit
-from distributed.run_folder import create as create_run_folder
-from distributed.stop import Ballots, NonFiniteLoss, Outcome, stop_signals
+from distributed.runs import report
+from distributed.runs.run_directory import create as create_run_folder
 from distributed.torch import device, gradient_sync, leave, process_group, resolve, seed, unwrap, wrap
+from distributed.training import base_training, data, tracking
+from distributed.training.collectives import Ranks
+from distributed.training.data import DataError
+from distributed.training.preemption import Ballots, NonFiniteLoss, Outcome, stop_signals
 from distributed.world import World, WorldError
 
 log = logging.getLogger("muster")

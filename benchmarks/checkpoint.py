@@ -33,8 +33,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from distributed.checkpoint import Checkpoints
-from distributed.step_folder import final_folder
+from distributed.checkpoint.checkpoints import Checkpoints
+from distributed.checkpoint.store import final_folder
 
 TARGET = 0.1
 WARM_UP = 2  # turns: the first save of each allocates

@@ -25,10 +25,10 @@ sys.path[0] = str(KIT)  # benchmarks/ comes first otherwise
 import torch  # noqa: E402
 
 import train  # noqa: E402
-from distributed import data  # noqa: E402
-from distributed.checkpoint import Checkpoints  # noqa: E402
+from distributed.checkpoint.checkpoints import Checkpoints  # noqa: E402
 from distributed.config import batch, read  # noqa: E402
 from distributed.torch import device, process_group  # noqa: E402
+from distributed.training import data  # noqa: E402
 
 QUIET = (
     *("data.path=null", "train.steps=1000000"),

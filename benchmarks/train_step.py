@@ -26,10 +26,10 @@ import torch  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 import train  # noqa: E402
-from distributed import data  # noqa: E402
-from distributed.checkpoint import Checkpoints  # noqa: E402
+from distributed.checkpoint.checkpoints import Checkpoints  # noqa: E402
 from distributed.config import batch, read  # noqa: E402
 from distributed.torch import device, process_group  # noqa: E402
+from distributed.training import data  # noqa: E402
 
 QUIET = ("train.evaluate_every=0", "checkpoint.every=0", "logging.level=warning", "train.steps=1000000")
 

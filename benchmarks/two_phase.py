@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.laboratory import KIT, nodes
-from distributed.base_model import CACHE
+from distributed.training.base_model import CACHE
 
 JOBS = KIT / "scripts/jobs"
 SLOTS = 2  # of each server

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from distributed.worker import shut_down
+from distributed.agent.worker import shut_down
 from distributed.world import MASTER, PLACE, SLURM, World, WorldError
 
 log = logging.getLogger(__name__)

@@ -93,7 +93,7 @@ look_here() {
     find_python
   fi
   pick_python "$ASKED_PYTHON"
-  set -- doctor "${TELL[@]}" --folder "$PWD" --log-dir "$LOG_DIR" --master-port "${MASTER_PORT:-29500}"
+  set -- health.doctor "${TELL[@]}" --folder "$PWD" --log-dir "$LOG_DIR" --master-port "${MASTER_PORT:-29500}"
   if [[ ${DRY_RUN:-0} == 1 ]]; then
     quote "$PYTHON" -m "distributed.$1" "${@:2}"
   else
@@ -121,7 +121,7 @@ look_at_nodes() {
   pick_python "$ASKED_PYTHON"
   name_nodes 1 "${WORDS[@]}"
   local answers
-  module_as_ranks members --folder "$PWD" --log-dir "$LOG_DIR" --master-port "${MASTER_PORT:-29500}" "${NODES[@]}"
+  module_as_ranks health.node --folder "$PWD" --log-dir "$LOG_DIR" --master-port "${MASTER_PORT:-29500}" "${NODES[@]}"
   if [[ ${DRY_RUN:-0} == 1 ]]; then
     printf '%s: %s\n' "${NODES[*]}" "$(quote "${COMMAND[@]}")"
     return
@@ -132,7 +132,7 @@ look_at_nodes() {
   mkdir -p -- "$answers/looking"
   ask_nodes "$answers/looking" "${COMMAND[@]}"
   connect_those_that_answered "$answers"
-  kit_python cluster "${TELL[@]}" "$answers" "${NODES[@]}"
+  kit_python health.cluster "${TELL[@]}" "$answers" "${NODES[@]}"
 }
 
 

@@ -49,7 +49,7 @@ parse_args() { # <argument...>
 # The global batch must divide by the number of processes: 16 windows for each GPU.
 choose_settings() {
   local gpus
-  gpus=$(kit_python gpus)
+  gpus=$(kit_python host.gpus)
   if ((gpus > 0)); then
     NPROC=$gpus
     SETTINGS+=("train.batch_size=$((16 * gpus))")

@@ -42,7 +42,7 @@ parse_args() { # <word...>
 main() {
   parse_args "$@"
   pick_python "$ASKED_PYTHON"
-  kit_python report --from "$PWD" --log-dir "$LOG_DIR" -- "${WORD:-latest}"
+  kit_python runs.report --from "$PWD" --log-dir "$LOG_DIR" -- "${WORD:-latest}"
 }
 
 main "$@"

@@ -73,7 +73,7 @@ look_with() { # <--first, --stacks, or nothing: ask for the stacks and do not sh
   [[ $LAUNCHER_IS != here ]] || launcher_lives || LAUNCHER_IS=gone
   [[ ! $JOB ]] || look_for_job
   ask_nodes look_at "${words[@]}"
-  kit_python status "${HOW[@]}" ${1:+"$1"} --launcher "$LAUNCHER_IS" --job-state "$JOB_STATE" \
+  kit_python runs.status "${HOW[@]}" ${1:+"$1"} --launcher "$LAUNCHER_IS" --job-state "$JOB_STATE" \
     --state "$ANSWERS/state" "$RUN" "$ANSWERS"
 }
 
@@ -109,7 +109,7 @@ leave_screen() {
   [[ -e $answers ]] || answers=$ANSWERS # of the first look
   printf '\e[?1049l'
   [[ ! -e $answers/state ]] ||
-    kit_python status --launcher "$LAUNCHER_IS" --job-state "$JOB_STATE" "$RUN" "$answers" || true
+    kit_python runs.status --launcher "$LAUNCHER_IS" --job-state "$JOB_STATE" "$RUN" "$answers" || true
 }
 
 

@@ -190,7 +190,7 @@ clear_nodes() {
 ask_left() {
   ANSWER_WITHIN=$ASK_WITHIN
   ask_nodes look_at
-  PROOF=$(kit_python visit "$RUN" "$ANSWERS")
+  PROOF=$(kit_python runs.visit "$RUN" "$ANSWERS")
 }
 
 

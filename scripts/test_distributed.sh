@@ -140,7 +140,7 @@ check_smoke() {
 
 check_backend_here() {
   case $BACKEND in
-    nccl) (($(kit_python gpus) > 0)) || die_usage "--backend nccl: there is no GPU here; use gloo" ;;
+    nccl) (($(kit_python host.gpus) > 0)) || die_usage "--backend nccl: there is no GPU here; use gloo" ;;
     gloo) LAUNCH+=(--no-preflight) ;; # on the CPU there may be more processes than GPUs
   esac
 }
@@ -161,7 +161,7 @@ test_connections() {
   for node in "${NODES[@]}"; do
     words+=("$node:${NPROC[$node]}")
   done
-  kit_python reach judge --report "$FOLDER/report" "$SOCKETS/answers" "${words[@]}" || code=$?
+  kit_python launch.connectivity judge --report "$FOLDER/report" "$SOCKETS/answers" "${words[@]}" || code=$?
   ((code == 0)) || show_report "$FOLDER/report" "$code"
   log "each of $(counted ${#NODES[@]} node) can connect to every other"
 }
@@ -181,7 +181,7 @@ test_ranks() {
 show_report() { # <report> <exit code, where the report is missing or good>
   local code=$2
   if [[ -e $1 ]]; then
-    kit_python smoke_report "${TELL[@]}" "$1" || ((code)) || code=$?
+    kit_python smoke.report "${TELL[@]}" "$1" || ((code)) || code=$?
   fi
   exit "$code"
 }

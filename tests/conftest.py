@@ -47,8 +47,9 @@ def slow_names(path: Path) -> frozenset[str]:
         match node:
             case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.Assign(targets=[ast.Name(id=name)]):
                 uses[name] = set(used(node))
-            case ast.ImportFrom(module=str(module), names=names) if (other := TESTS / f"{module}.py").exists():
-                slow |= {alias.name for alias in names} & slow_names(other)
+            case ast.ImportFrom(module=str(module), names=names):
+                for other in TESTS.glob(f"**/{module}.py"):
+                    slow |= {alias.name for alias in names} & slow_names(other)
     while more := {name for name in uses.keys() - slow if uses[name] & slow}:
         slow |= more
     return frozenset(slow)

@@ -164,7 +164,7 @@ def script(rank: int, name: str, *words: str) -> None:
     """For launched(): be `python NAME WORDS...`, as the kit's agent makes it of a warm process."""
     import torch
 
-    from distributed.worker import Script, work
+    from distributed.agent.worker import Script, work
 
     torch.set_num_threads(1)
     work(Script(name, words, is_module=False, path=tuple(sys.path[1:])))

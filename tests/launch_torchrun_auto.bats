@@ -139,7 +139,7 @@ END
 import os, runpy, signal, sys
 sys.path.insert(0, "$KIT")
 sys.argv[0] = "$KIT/train.py"
-from distributed import data
+from distributed.training import data
 fetch, count = data.Windows.__getitems__, [0]
 def killed_once(self, indices):
     count[0] += 1

@@ -40,7 +40,7 @@ case "$*" in
     fi
     [[ ! ${PIP_FAILS-} ]] || { echo "ERROR: no matching distribution"; exit 1; }
     ;;
-  "-m distributed.gpus") [[ ${GPUS-} != unknown ]] && echo "${GPUS:-0}" ;;
+  "-m distributed.host.gpus") [[ ${GPUS-} != unknown ]] && echo "${GPUS:-0}" ;;
   *) echo "unexpected: $*" >&2; exit 99 ;;
 esac
 END
@@ -76,7 +76,7 @@ installations() {
 @test "the first call makes .venv, installs, trains with two processes and says what to do next" {
   quickstart
   [ "$status" -eq 0 ]
-  [ "$(grep -v -e --version -e distributed.gpus "$CALLS")" = "\
+  [ "$(grep -v -e --version -e distributed.host.gpus "$CALLS")" = "\
 -m venv --without-pip $KIT/.venv
 -m pip install --requirement=requirements.txt" ]
   [ "${lines[0]}" = "launch <--python> <$KIT/.venv/bin/python> <config/quickstart.yaml> <2> in <$KIT>" ]

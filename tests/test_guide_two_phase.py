@@ -16,7 +16,7 @@ import torch
 from test_docs import TWO_PHASE, every_command
 from test_guide_jobs import SECONDS, Desk
 
-from distributed.base_model import CACHE, HASH_LENGTH, TRAINING, verify
+from distributed.training.base_model import CACHE, HASH_LENGTH, TRAINING, verify
 
 COMMANDS = [one for one in every_command("LAUNCH_GUIDE.md") if one.script == TWO_PHASE and "cache" not in one.words]
 [BY_HAND] = [one for one in every_command("LAUNCH_GUIDE.md") if one.needs.startswith("# Needs the base models")]

@@ -23,139 +23,29 @@ from conftest import slow_names
 
 KIT = Path(__file__).resolve().parent.parent
 
-# Who may import whom of ours; a module without a line here knows none of them.
+# Which packages, and modules beside them, each may import; one without a line here none.
 BELOW: dict[str, set[str]] = {
-    "agent": {"accounts", "fork_server", "meeting", "peers", "worker"},
-    "allocation": {"network", "nodelist", "probe"},
-    "base_model": {"launch.supervisor"},
-    "base_training": {"base_model", "config", "history", "launch.supervisor", "ranks"},
-    "by_hand": {"answers", "network"},
-    "checkpoint": {"ranks", "shards", "snapshot", "step_folder"},
-    "cluster": {"answers", "comparison", "doctor", "fitness", "members", "nodelist", "reach", "smoke_report"},
-    "comparison": {"fitness", "members", "nodelist", "preflight"},
+    "agent": {"exit_codes", "host"},
+    "checkpoint": {"config", "training"},
     "config": {"fold"},
-    "data": {"fold", "topics"},
-    "doctor": {"facts", "fitness"},
-    "facts": {"gpus", "interpreter", "names", "network", "probe", "resources", "run_folder"},
-    "fitness": {"facts", "gpus", "interpreter", "probe", "resources"},
     "fold": {"topics"},
-    "gpus": {"probe"},
-    "hang": {"pulse", "run_folder", "stacks", "status", "visit", "whereabouts"},
-    "interpreter": {"probe"},
-    "jobs.array_task": {"base_model", "jobs.host", "launch.supervisor"},
-    "jobs.base_cache": {"base_model", "launch.supervisor"},
-    "jobs.bases": {"base_model", "config", "fold", "jobs.config", "jobs.job"},
-    "jobs.commands": {
-        "base_model",
-        "fold",
-        "jobs.base_cache",
-        "jobs.bases",
-        "jobs.config",
-        "jobs.console",
-        "jobs.dispatcher",
-        "jobs.host",
-        "jobs.job",
-        "jobs.journal",
-        "jobs.placement",
-        "jobs.results",
-        "jobs.servers",
-        "jobs.slurm",
-        "jobs.state",
-        "report",
-    },
-    "jobs.config": {"base_model", "jobs.job"},
-    "jobs.console": {"jobs.dispatcher", "jobs.state", "report"},
-    "jobs.dispatcher": {"base_model", "jobs.base_cache", "jobs.job", "jobs.journal", "jobs.placement", "jobs.state"},
-    "jobs.element": {"jobs.array_task", "jobs.host", "jobs.sbatch", "launch.supervisor"},
-    "jobs.host": {"base_model", "gpus", "jobs.panes", "launch.supervisor", "metrics"},
-    "jobs.job": {"base_model", "fold"},
-    "jobs.job_lists": {"fold", "jobs.config", "launch.supervisor"},
-    "jobs.page": {"charts", "history", "report"},
-    "jobs.panes": {"launch.supervisor"},
-    "jobs.placement": {"jobs.job"},
-    "jobs.results": {"base_model", "jobs.dispatcher", "jobs.page", "jobs.state", "launch.supervisor"},
-    "jobs.sbatch": {"jobs.config"},
-    "jobs.servers": {
-        "base_model",
-        "gpus",
-        "jobs.base_cache",
-        "jobs.config",
-        "jobs.dispatcher",
-        "jobs.host",
-        "jobs.job",
-        "jobs.panes",
-        "jobs.placement",
-        "jobs.state",
-        "launch.supervisor",
-    },
-    "jobs.slurm": {
-        "jobs.array_task",
-        "jobs.config",
-        "jobs.dispatcher",
-        "jobs.element",
-        "jobs.host",
-        "jobs.job",
-        "jobs.placement",
-        "jobs.sbatch",
-        "jobs.servers",
-        "jobs.state",
-        "launch.supervisor",
-    },
-    "jobs.state": {"jobs.job", "jobs.journal"},
-    "jobs.two_phase": {
-        "base_model",
-        "fold",
-        "jobs.base_cache",
-        "jobs.bases",
-        "jobs.commands",
-        "jobs.config",
-        "jobs.console",
-        "jobs.job",
-        "jobs.job_lists",
-    },
-    "launch.supervisor": {"launch.console", "marks", "usage"},
-    "look": {"answers", "gpus", "marks", "probe", "stacks"},
-    "meeting": {"accounts", "peers", "worker"},
-    "members": {"answers", "facts", "interpreter", "network", "probe", "run_folder", "survey"},
-    "names": {"network"},
-    "network": {"probe"},
-    "peers": {"accounts"},
-    "preflight": {"answers"},
-    "pulse": {"stacks"},
-    "reach": {"answers", "network", "nodelist", "run_folder", "smoke_report"},
-    "report": {"charts", "history", "whereabouts"},
-    "resources": {"probe"},
-    "resume": {"config", "step_folder"},
-    "shards": {"ranks", "step_folder"},
-    "snapshot": {"step_folder"},
-    "smoke": {"links", "smoke_report", "torch", "world"},
-    "smoke_report": {"links"},
-    "status": {"answers", "look", "metrics", "pulse", "run_folder", "verdict", "visit", "whereabouts"},
-    "step": {"launch.console", "nodelist", "task"},
-    "survey": {"answers", "gpus", "network", "preflight", "run_folder"},
-    "task": {"marks", "usage"},
-    "threads": {"resources", "world"},
-    "torch": {"worker", "world"},
-    "tracking": {"metrics"},
-    "usage": {"look", "probe"},
-    "verdict": {"evidence", "report"},
-    "visit": {"answers", "look", "whereabouts"},
-    "whereabouts": {"run_folder"},
-    "worker": {"accounts", "preloaded", "stacks"},
+    "health": {"exit_codes", "host", "launch", "nodelist", "smoke"},
+    "host": {"exit_codes"},
+    "jobs": {"config", "exit_codes", "files", "fold", "host", "launch", "metrics", "runs", "training"},
+    "launch": {"exit_codes", "files", "host", "nodelist", "runs", "smoke", "world"},
+    "runs": {"exit_codes", "files", "host", "metrics"},
+    "slurm": {"exit_codes", "host", "launch", "nodelist"},
+    "smoke": {"files", "torch", "world"},
+    "torch": {"agent", "world"},
+    "training": {"config", "files", "fold", "metrics", "runs", "topics"},
     "world": {"nodelist"},
 }
-KNOW_PYTORCH = {
-    "agent", "base_training", "checkpoint", "data", "meeting", "peers", "ranks", "shards", "smoke", "snapshot", "stop",
-    "torch", "tracking", "worker",
-}  # fmt: skip
-# They run on nodes before anything is installed.
+KNOW_PYTORCH = {"agent", "checkpoint", "smoke", "torch", "training"}
+# They run where nothing is installed yet. Whatever they import of ours is held to the same.
 STANDARD_LIBRARY_ALONE = {
-    "accounts", "allocation", "answers", "base_model", "by_hand", "charts", "cluster", "comparison", "doctor",
-    "evidence", "facts", "fitness", "fold", "fork_server", "gpus", "hang", "history", "interpreter", "jobs.array_task",
-    "jobs.host", "jobs.page", "jobs.panes", "launch.console", "launch.supervisor", "links", "look", "marks",
-    "members", "metrics", "names", "network", "nodelist", "preflight", "preloaded", "probe", "progress", "pulse",
-    "reach", "report", "resources", "run_folder", "smoke_report", "stacks", "status", "step", "step_folder", "survey",
-    "task", "threads", "topics", "usage", "verdict", "visit", "whereabouts", "world",
+    "agent.failure_records", "agent.fork_server", "agent.preloaded", "checkpoint.store", "exit_codes", "files", "fold",
+    "health", "host", "jobs.array_task", "jobs.host", "jobs.page", "jobs.panes", "launch", "metrics", "nodelist",
+    "runs", "slurm", "smoke.bandwidth", "smoke.report", "topics", "training.base_model", "world",
 }  # fmt: skip
 WHERE_IT_IS_THERE = {"rich"}  # inside a try
 
@@ -227,31 +117,51 @@ def said(path: Path, found: Import) -> str:
     return f"{path.relative_to(KIT)}:{found.line}: import of {found.name}"
 
 
-def test_who_may_import_whom_goes_only_downward() -> None:
+def package_of(module: str) -> str:
+    """Of a module beside the packages: itself."""
+    return module.partition(".")[0]
+
+
+def test_imports_go_only_downward() -> None:
     TopologicalSorter(BELOW).prepare()  # raises CycleError, which names the circle
+    TopologicalSorter({name_of(path): {one.ours for one in imports(path) if one.ours} for path in modules()}).prepare()
 
 
 @every_module()
-def test_a_module_imports_only_those_below_it(path: Path) -> None:
-    below = BELOW.get(name_of(path), set())
+def test_a_module_imports_only_from_packages_below_its_own(path: Path) -> None:
+    own = package_of(name_of(path))
+    below = BELOW.get(own, set()) | {own}
     for found in imports(path):
         assert not found.relative, f"{said(path, found)} is relative: write distributed.{found.name}"
-        assert found.ours is None or found.ours in below, f"{said(path, found)} is not below it"
+        assert found.ours is None or package_of(found.ours) in below, f"{said(path, found)} is not below it"
+
+
+def test_no_line_of_the_table_is_left_over() -> None:
+    found: dict[str, set[str]] = {}
+    for path in modules():
+        own = package_of(name_of(path))
+        packages = {package_of(one.ours) for one in imports(path) if one.ours} - {own}
+        found[own] = found.get(own, set()) | packages
+    assert {name: below for name, below in found.items() if below} == BELOW
 
 
 @every_module()
 def test_only_some_know_pytorch(path: Path) -> None:
-    if name_of(path) not in KNOW_PYTORCH:
+    if package_of(name_of(path)) not in KNOW_PYTORCH:
         assert not [said(path, found) for found in imports(path) if found.top == "torch"]
+
+
+def is_standard_library_alone(module: str) -> bool:
+    return not {module, package_of(module)}.isdisjoint(STANDARD_LIBRARY_ALONE)
 
 
 @every_module()
 def test_what_runs_on_a_bare_node_needs_the_standard_library_alone(path: Path) -> None:
-    if name_of(path) not in STANDARD_LIBRARY_ALONE:
+    if not is_standard_library_alone(name_of(path)):
         return
     for found in imports(path):
         standard = found.top in sys.stdlib_module_names or found.top == "__future__"
-        ours = found.ours in STANDARD_LIBRARY_ALONE
+        ours = found.ours is not None and is_standard_library_alone(found.ours)
         optional = found.top in WHERE_IT_IS_THERE and found.in_try
         assert standard or ours or optional, f"{said(path, found)} is not there on a bare node"
 
@@ -281,11 +191,14 @@ def test_nothing_is_installable() -> None:
     assert not (KIT / "setup.py").exists()
 
 
-def test_the_tests_are_flat() -> None:
-    """tests/distributed/__init__.py would be found in place of our package."""
-    assert not (KIT / "tests/distributed").exists()
-    assert not list((KIT / "tests").glob("**/__init__.py"))
-    assert not [path for path in KIT.glob("tests/**/test_*.py") if path.parent != KIT / "tests"]
+def test_tests_lie_in_directories_like_the_package() -> None:
+    """None of which is a package: tests/distributed/__init__.py would be found in place of ours."""
+    packages = {path.parent.name for path in modules() if path.name == "__init__.py"} - {"distributed"}
+    tests = [path.relative_to(KIT / "tests") for path in KIT.glob("tests/**/test_*.py")]
+    assert {path.parts[0] for path in tests if len(path.parts) > 1} == packages
+    assert max(len(path.parts) for path in tests) == 2
+    assert len({path.name for path in tests}) == len(tests), "two files of one name: pytest imports only one of them"
+    assert not list(KIT.glob("tests/**/__init__.py"))
 
 
 def test_what_forks_ranks_starts_an_agent_or_raises_a_laboratory_is_slow(tmp_path: Path) -> None:

@@ -30,11 +30,11 @@ import sys
 import time
 from typing import Any
 
-from distributed import base_model
 from distributed.exit_codes import KILLED, UNFIT, WRONG_CALL
 from distributed.files import try_lock, write_json
 from distributed.jobs import host
 from distributed.launch import supervisor
+from distributed.training import base_model
 
 SERVER = "slurm"  # the name of the server, and in those of the supervisor's files
 ORDER, TAKEN, NEW = "order", "taken", ".order"

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distributed import base_model
-from distributed.base_model import CACHE, BaseModelError, Manifest
 from distributed.files import try_lock
+from distributed.training import base_model
+from distributed.training.base_model import CACHE, BaseModelError, Manifest
 
 MOMENT = 0.5  # seconds
 

@@ -21,11 +21,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from distributed.base_model import CACHE, TRAINING, hash_of
 from distributed.config import JOB_DEFAULTS, Train
 from distributed.fold import DEFAULT_PARTICIPANTS, fold_of, participant_of, participants_in
 from distributed.jobs.config import BaseModels, options_of, raise_faults
 from distributed.jobs.job import DEVICE, Job, Options, arguments, job_id
+from distributed.training.base_model import CACHE, TRAINING, hash_of
 
 FORM = 1  # version of the canonical form; part of every digest
 BASE_ONLY = {"mode": "base_only"}

@@ -56,7 +56,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from distributed.base_model import BaseModelError, hash_of
 from distributed.exit_codes import STOPPED, WRONG_CALL
 from distributed.fold import DEFAULT_PARTICIPANTS
 from distributed.jobs import bases, console, host, journal, servers
@@ -77,7 +76,8 @@ from distributed.jobs.journal import Journal, JournalError
 from distributed.jobs.placement import Room, order, plan, usual_seconds
 from distributed.jobs.results import Results, phase_files
 from distributed.jobs.state import FINAL, Attempt, JobState, State, chosen, listed, one, unanswered
-from distributed.report import duration
+from distributed.runs.report import duration
+from distributed.training.base_model import BaseModelError, hash_of
 
 PROGRAM = "run_distributed_training.py"
 TWO_PHASE = "run_two_phase_training.py"

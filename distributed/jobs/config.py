@@ -17,8 +17,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator, model_validator
 
-from distributed.base_model import HASH
 from distributed.jobs.job import Job, JobError, Options, job_of
+from distributed.training.base_model import HASH
 
 LARGEST_FILE = 50 * 10**6  # bytes: some 100,000 jobs
 SHOWN = 60  # characters of a value in a message

@@ -15,7 +15,6 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from distributed.base_model import BaseModelError, hash_of
 from distributed.jobs.base_cache import Cache
 from distributed.jobs.job import Job, arguments
 from distributed.jobs.journal import Journal
@@ -33,6 +32,7 @@ from distributed.jobs.state import (
     request_id,
     unanswered,
 )
+from distributed.training.base_model import BaseModelError, hash_of
 
 TICK = 0.5  # seconds between two looks at the clock and the journal
 EARLY = 30.0  # seconds; what fails sooner may have failed because of the list, not of the job

@@ -39,13 +39,14 @@ with contextlib.suppress(ImportError):  # a supervisor wants them: so each one t
     import ctypes  # noqa: F401
     import resource  # noqa: F401
 
-from distributed import base_model, metrics
-from distributed.base_model import BaseModelError
+from distributed import metrics
 from distributed.exit_codes import WRONG_CALL
 from distributed.files import read_json, try_lock, write_file
-from distributed.gpus import look_at_gpus
+from distributed.host.gpus import look_at_gpus
 from distributed.jobs import panes
 from distributed.launch import supervisor
+from distributed.training import base_model
+from distributed.training.base_model import BaseModelError
 
 HELLO = "muster-jobs-host"
 POLL = 0.2  # seconds between two looks at what an older serve has started

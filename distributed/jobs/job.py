@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from distributed.base_model import hash_of
 from distributed.fold import output_directory
+from distributed.training.base_model import hash_of
 
 ID_LENGTH = 10  # hexadecimal digits: 2^40 ids; two jobs of one list with the same id are refused
 LONGEST = 131_071  # bytes of one argument or variable that Linux passes on (MAX_ARG_STRLEN without the final NUL)

@@ -24,10 +24,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from distributed import charts
-from distributed.charts import Line, Span, Track, cut, figure
-from distributed.history import History, fold, is_time, mapping, number, read_metrics
-from distributed.report import (
+from distributed.runs import charts
+from distributed.runs.charts import Line, Span, Track, cut, figure
+from distributed.runs.history import History, fold, is_time, mapping, number, read_metrics
+from distributed.runs.report import (
     Tile,
     card,
     document,

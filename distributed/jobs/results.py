@@ -16,11 +16,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from distributed.base_model import CACHE, hash_of
 from distributed.files import KIT, write_file
 from distributed.jobs import page
 from distributed.jobs.dispatcher import Link
 from distributed.jobs.state import Attempt, JobState, State, signal_name
+from distributed.training.base_model import CACHE, hash_of
 
 EVERY = 1.0  # seconds between two writes of results.json, and 20 times as long as one takes
 PAGE_EVERY = 30.0  # the same of results.html

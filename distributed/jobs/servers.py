@@ -28,9 +28,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from distributed.base_model import TRAINING, BaseModelError, hash_of
 from distributed.files import KIT, write_file
-from distributed.gpus import look_at_gpus
+from distributed.host.gpus import look_at_gpus
 from distributed.jobs import config, host
 from distributed.jobs.base_cache import Cache
 from distributed.jobs.dispatcher import Event, NotStarted, Order, Refused, Unreachable
@@ -38,6 +37,7 @@ from distributed.jobs.job import Job, document
 from distributed.jobs.panes import PLAIN_PYTHON
 from distributed.jobs.placement import Room, Slot
 from distributed.jobs.state import Attempt
+from distributed.training.base_model import TRAINING, BaseModelError, hash_of
 
 BEAT = 4.0  # seconds between two heartbeats
 SILENCE = 15.0  # seconds without any, after which a connection is lost
@@ -53,11 +53,13 @@ NO_PYTHON = "muster-no-python"
 USUAL, NO_RSYNC = 3, 4  # exit codes: ~/ml-customization is there; rsync is not
 # What host.py and the supervisors that it forks need on a server.
 KIT_FILES = (
-    "distributed/__init__.py", "distributed/exit_codes.py", "distributed/files.py", "distributed/base_model.py",
-    "distributed/marks.py", "distributed/gpus.py", "distributed/metrics.py", "distributed/probe.py",
+    "distributed/__init__.py", "distributed/exit_codes.py", "distributed/files.py", "distributed/metrics.py",
+    "distributed/host/__init__.py", "distributed/host/gpus.py", "distributed/host/probe.py",
+    "distributed/host/process_scan.py",
     "distributed/jobs/__init__.py", "distributed/jobs/host.py", "distributed/jobs/panes.py",
-    "distributed/launch/__init__.py", "distributed/launch/supervisor.py", "distributed/launch/console.py",
-    "distributed/usage.py",
+    "distributed/launch/__init__.py", "distributed/launch/console.py", "distributed/launch/supervisor.py",
+    "distributed/launch/usage.py",
+    "distributed/training/__init__.py", "distributed/training/base_model.py",
     "scripts/lib/jobs_host.py", "scripts/lib/in_node_env.sh", "scripts/lib/common.bash",
 )  # fmt: skip
 # Neither what git ignores, nor what runs leave: a copy is what a colleague would get by `git clone`.

@@ -42,13 +42,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from distributed.base_model import CACHE
 from distributed.fold import DEFAULT_PARTICIPANTS
 from distributed.jobs import base_cache, bases, commands, console
 from distributed.jobs.base_cache import Cached
 from distributed.jobs.commands import CallError, Parser
 from distributed.jobs.config import read_cluster, read_jobs
 from distributed.jobs.job import Job
+from distributed.training.base_model import CACHE
 
 PROGRAM = "run_two_phase_training.py"
 HELPER = "distributed_train_helper.py"

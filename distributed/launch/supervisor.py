@@ -18,7 +18,7 @@ run starts COMMAND in a session of its own and waits for its end:
   --heartbeat-timeout SECONDS  the launcher is gone when nothing was received for so long (default: never)
   --terminal         standard output and standard error are one terminal: a progress bar of rank 0 stays on one line
   --timeout SECONDS  stop COMMAND when it has run for so long (default: never)
-  --sample-usage     record what each rank uses in node_NAME.samples.jsonl; see distributed/usage.py
+  --sample-usage     record what each rank uses in node_NAME.samples.jsonl; see distributed/launch/usage.py
   --detach           return when COMMAND has started; do not watch standard input. node_NAME.heartbeat is touched
                      every 3 seconds; node_NAME.usage (JSON) gets its times and the memory that it used
 
@@ -44,9 +44,10 @@ import select
 import signal
 import time
 
-from distributed import marks, usage
 from distributed.exit_codes import KILLED, UNFIT, WRONG_CALL
 from distributed.files import KIT, read_json, write_file, write_json
+from distributed.host import process_scan
+from distributed.launch import usage
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ class Files:
 
     @property
     def mark(self) -> frozenset[bytes]:
-        return marks.of_run(self.directory, self.name)
+        return process_scan.of_run(self.directory, self.name)
 
 
 def read_code(path: str) -> int | None:
@@ -140,7 +141,7 @@ def boot_id() -> str:
 
 def identity(pid: int) -> dict[str, int]:
     """A process that is there, so that none that gets its number later is taken for it."""
-    found = marks.process(pid)
+    found = process_scan.process(pid)
     return {"pid": pid, "start_time": found.start if found else 0}
 
 
@@ -149,7 +150,7 @@ def same_process(facts: object) -> int:
     if not isinstance(facts, dict):
         return 0
     pid = facts.get("pid")
-    found = marks.process(pid) if isinstance(pid, int) else None
+    found = process_scan.process(pid) if isinstance(pid, int) else None
     return pid if found and found.alive and found.start == facts.get("start_time") else 0  # type: ignore[return-value]
 
 
@@ -325,7 +326,7 @@ def _watch(files: Files, lifeline: int, supervisor: int) -> None:
     sessions = [int(line.split()[1]) for line in received.splitlines() if line.startswith(b"session ")]
     message = f"process {supervisor} was killed"
     write_record(files, "killed", message)
-    kill_all(lambda: marks.living(files.mark, sessions))
+    kill_all(lambda: process_scan.living(files.mark, sessions))
     with contextlib.suppress(OSError), open(files.log, "a") as log:
         print(f"supervisor: {message}; its guard has killed the command", file=log)
     with contextlib.suppress(OSError):
@@ -647,7 +648,7 @@ class Supervisor:
         """End what the command left behind: SIGTERM, then SIGKILL. As long as it runs itself, only SIGKILL."""
         self._scan_at = now + SCAN
         ours = [self._guard.pid, self._sampler]
-        rest = [] if self._childless(ours) else marks.living(self.files.mark, [self.pid], os.getpid(), ours)
+        rest = [] if self._childless(ours) else process_scan.living(self.files.mark, [self.pid], os.getpid(), ours)
         if now >= self._kill_at:
             send(signal.SIGKILL, rest)
             if self.code is not None and now >= self._kill_at + UNKILLABLE:
@@ -802,12 +803,12 @@ def sweep(files: Files, grace: float) -> int:
         send(signal.SIGCONT, [pid])
         if not wait_until(lambda: not supervisor_of(files), grace + UNRESPONSIVE):
             send(signal.SIGKILL, [pid])
-    if grace and (left := marks.living(files.mark)):
+    if grace and (left := process_scan.living(files.mark)):
         # Those that none of them has started: an agent ends its ranks itself, ranks may have lost theirs.
-        processes = marks.table()
+        processes = process_scan.table()
         send(signal.SIGTERM, [pid for pid in left if pid in processes and processes[pid].parent not in left])
-        wait_until(lambda: not marks.living(files.mark), grace)
-    kill_all(lambda: marks.living(files.mark))
+        wait_until(lambda: not process_scan.living(files.mark), grace)
+    kill_all(lambda: process_scan.living(files.mark))
     if os.path.exists(files.pids) and not wait_until(lambda: os.path.exists(files.exit), GUARD):
         write_record(files, "killed", "the supervisor and its guard were killed")
         with contextlib.suppress(OSError):

@@ -25,7 +25,7 @@ def said(words: list[str]) -> dict[str, str]:
 
 def choose_threads(options: dict[str, str]) -> None:
     """Before PyTorch is imported. The first node prints what it has chosen."""
-    from distributed.threads import share_cores
+    from distributed.launch.threads import share_cores
 
     ranks = options.get("--nproc-per-node", "")
     line = share_cores(int(ranks)) if ranks.isdigit() and int(ranks) else ""
@@ -35,7 +35,7 @@ def choose_threads(options: dict[str, str]) -> None:
 
 def choose_interface(options: dict[str, str]) -> None:
     """Gloo listens at the address of the node's own name, often 127.0.1.1: on several nodes, name the interface."""
-    from distributed.network import interface_to
+    from distributed.host.network import interface_to
 
     master = options.get("--master-addr")
     if master and options.get("--nnodes", "1") != "1" and (interface := interface_to(master)):
@@ -50,7 +50,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell starts its background jobs with it ignored
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # meant for the ranks
 
-    from distributed.preloaded import Preload
+    from distributed.agent.preloaded import Preload
 
     preload = Preload(FRESH)
     gc.disable()  # the import of PyTorch is 5 % faster, and leaves nothing to collect
@@ -58,13 +58,13 @@ def main() -> int:
         import torch
     gc.enable()
 
-    from distributed.fork_server import ForkServer
-    from distributed.worker import start
+    from distributed.agent.fork_server import ForkServer
+    from distributed.agent.worker import start
 
     server = ForkServer(partial(start, preload))
 
     try:
-        from distributed import agent
+        from distributed.agent import agent
 
         options = agent.parse(sys.argv[1:])
         reason = agent.unsupported(options)

@@ -3,7 +3,7 @@
 # Ask nodes a question over ssh, all of them at once.
 #
 # Sourced by nodes.bash, never run. What NODE answers is in FOLDER/NODE.out, NODE.err and NODE.code, which
-# distributed.answers reads.
+# distributed.host.replies reads.
 
 
 # Ask all NODES the same, and wait for the last of them.

@@ -44,7 +44,7 @@ check() {
 check_meeting_point() {
   ((PREFLIGHT && NNODES > 1)) || return 0
   ((NODE_RANK)) || check_port
-  MASTER_ADDR=$(kit_python by_hand --node-rank "$NODE_RANK" "$MASTER_ADDR") || exit
+  MASTER_ADDR=$(kit_python launch.master_address --node-rank "$NODE_RANK" "$MASTER_ADDR") || exit
 }
 
 

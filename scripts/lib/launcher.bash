@@ -240,7 +240,7 @@ check_gpus() { # <number of ranks on this machine>
 # Counting takes Python 0.1 s: not where there is neither nvidia-smi nor a device.
 count_gpus() {
   if type -P nvidia-smi >/dev/null || compgen -G '/dev/nvidia[0-9]*' >/dev/null; then
-    kit_python gpus
+    kit_python host.gpus
   else
     echo 0
   fi
@@ -249,14 +249,14 @@ count_gpus() {
 
 check_cores() { # <number of ranks on this machine>
   local cores
-  cores=$(kit_python threads) || die "cannot count the CPU cores: see the line above"
+  cores=$(kit_python launch.threads) || die "cannot count the CPU cores: see the line above"
   (($1 <= MANY_A_CORE * cores)) || warn "NPROC $1: many for $(counted "$cores" "CPU core"), which they have to share"
 }
 
 
 check_port() {
   [[ $MASTER_PORT ]] && ((PREFLIGHT)) || return 0
-  kit_python network "$MASTER_PORT" ||
+  kit_python host.network "$MASTER_PORT" ||
     die_with "$EXIT_UNFIT" "--master-port $MASTER_PORT: in use on this machine; choose another, or leave it out"
 }
 
@@ -268,7 +268,7 @@ open_run() { # <number of ranks> <node...>
   [[ ! -d $name ]] || name=$(cd -- "$name" && pwd)
   name=${name##*/}
   show_call
-  RUN=$(kit_python run_folder create --logs "$(absolute "$LOG_DIR")" --name "${name%.py}" --nproc "$1" \
+  RUN=$(kit_python runs.run_directory create --logs "$(absolute "$LOG_DIR")" --name "${name%.py}" --nproc "$1" \
     --nodes "${@:2}" ${PLACES:+--places "${PLACES[@]}"} --first-rank "$FIRST_RANK" --launcher $$ --grace "$GRACE" \
     ${AGAIN:+--again "$AGAIN"} ${SLURM_JOB:+--slurm-job "${SLURM_JOB[@]}"} \
     --script "${MODULE:-${WORK[0]}}" --config "${CONFIG_ARGS[1]:--}" --cwd "$PWD" --python "$PYTHON" \

@@ -44,12 +44,12 @@ check_nodes() {
   ANSWERS=$(mktemp -d "$SOCKETS/answers-XXXXXX") # goes when the connections go
   local node files=("${CONFIG_ARGS[@]:1}") words=() meeting
   [[ $MODULE ]] || files+=("$SCRIPT_FILE")
-  module_as_ranks survey --port "${MASTER_PORT:-0}" --master "${NODES[0]}" -- "${files[@]}"
+  module_as_ranks launch.survey --port "${MASTER_PORT:-0}" --master "${NODES[0]}" -- "${files[@]}"
   ask_nodes "$ANSWERS" "${COMMAND[@]}"
   for node in "${NODES[@]}"; do
     words+=("$node:${NPROC[$node]}")
   done
-  meeting=$(kit_python preflight --port "${MASTER_PORT:-0}" "$ANSWERS" "${words[@]}") || exit
+  meeting=$(kit_python launch.preflight --port "${MASTER_PORT:-0}" "$ANSWERS" "${words[@]}") || exit
   read -r MASTER_ADDR MASTER_PORT <<<"$meeting"
 }
 

@@ -1,6 +1,6 @@
 # shellcheck shell=bash
 #
-# Let every node try to connect to every other, over ssh: distributed.reach says what comes of it.
+# Let every node try to connect to every other, over ssh: distributed.launch.connectivity says what comes of it.
 #
 # Sourced behind nodes.bash, never run.
 
@@ -10,8 +10,8 @@ try_all_pairs() { # <new folder>
   local places
   mkdir -p -- "$1/listening" "$1/trying"
   listen_everywhere "$1/listening"
-  mapfile -t places < <(kit_python reach places "$1/listening" "${NODES[@]}")
-  module_as_ranks reach try "${places[@]}"
+  mapfile -t places < <(kit_python launch.connectivity places "$1/listening" "${NODES[@]}")
+  module_as_ranks launch.connectivity try "${places[@]}"
   ask_nodes "$1/trying" "${COMMAND[@]}"
   exec {LISTENING}>&- # they read the end of their input
   wait
@@ -22,7 +22,7 @@ try_all_pairs() { # <new folder>
 listen_everywhere() { # <folder for the answers>
   local node question
   mkfifo -- "$1/until"
-  module_as_ranks reach listen "${NODES[@]}"
+  module_as_ranks launch.connectivity listen "${NODES[@]}"
   question=$(for_nodes "${COMMAND[@]}")
   for node in "${NODES[@]}"; do
     ask_node "$1" "$node" "$question" < <(environment_block && exec cat -- "$1/until") &

@@ -91,7 +91,7 @@ check_work() {
 
 read_allocation() { # [number of ranks]
   local lines name value
-  lines=$(kit_python allocation --ranks "${1:-0}") || exit "$EXIT_USAGE"
+  lines=$(kit_python slurm.allocation --ranks "${1:-0}") || exit "$EXIT_USAGE"
   while read -r name value; do
     case $name in
       cores-a-rank) CORES=$value ;;
@@ -108,7 +108,7 @@ find_port() {
   [[ $PORT == - ]] || return 0
   # Without --gres none, the step of a job with --gpus would ask for all of its GPUs on this one node.
   PORT=$(srun --overlap --gres none --nodes 1 --ntasks 1 --nodelist "${NODES[0]}" --input none \
-    "$PYTHON" "$KIT/scripts/lib/module.py" allocation --port "$SLURM_JOB_ID") ||
+    "$PYTHON" "$KIT/scripts/lib/module.py" slurm.allocation --port "$SLURM_JOB_ID") ||
     die "${NODES[0]}: cannot be asked for a free port; see what srun says above, or name one with --master-port"
 }
 

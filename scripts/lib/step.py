@@ -1,4 +1,4 @@
-"""Run srun and watch over its tasks; see distributed/step.py.
+"""Run srun and watch over its tasks; see distributed/slurm/srun.py.
 
 Usage: python step.py RUN NODE:TASKS,... SRUN [WORD...]
 
@@ -30,7 +30,7 @@ def main(run: str, nodes: str, *srun: str) -> int:
         signal.signal(number, signal.SIG_IGN)  # orders come through standard input
     started = start(run, srun)
 
-    from distributed.step import watch
+    from distributed.slurm.srun import watch
 
     return watch(run, nodes, started)
 

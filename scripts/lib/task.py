@@ -25,7 +25,7 @@ def become_rank(run: str, output: str, words: Sequence[str]) -> NoReturn:
     is_module = words[0] == "-m"
     name, *rest = words[1:] if is_module else words
 
-    from distributed.threads import share_cores
+    from distributed.launch.threads import share_cores
     from distributed.world import World, WorldError, as_env
 
     try:
@@ -40,15 +40,15 @@ def become_rank(run: str, output: str, words: Sequence[str]) -> NoReturn:
     if world.rank == 0:
         sys.stderr.write(line)
 
-    from distributed.preloaded import Preload
-    from distributed.worker import Script, work
+    from distributed.agent.preloaded import Preload
+    from distributed.agent.worker import Script, work
 
     work(Script(name, tuple(rest), is_module, tuple(sys.path[1:])), Preload(FRESH), output)
 
 
 def choose_interface(nodes: int, master: str | None) -> None:
     """Gloo listens at the address of the node's own name, often 127.0.1.1: name the interface that others reach."""
-    from distributed.network import interface_to
+    from distributed.host.network import interface_to
     from distributed.nodelist import expand
 
     hosts = expand(os.environ["SLURM_STEP_NODELIST"])
@@ -58,7 +58,7 @@ def choose_interface(nodes: int, master: str | None) -> None:
 
 
 def main(kind: str, run: str, grace: str, *words: str) -> int:
-    from distributed import task
+    from distributed.slurm import task
 
     here = task.Task.from_env(Path(run), os.environ, agent=kind == "agent")
     if kind == "rank":

@@ -66,7 +66,7 @@ launcher_lives() {
 
 
 where_is() { # <folder where a path begins> <RUN>
-  [[ $1 ]] && kit_python whereabouts --from "$1" --log-dir "$LOG_DIR" -- "$2" >"$ANSWERS/whereabouts" 2>"$ANSWERS/why"
+  [[ $1 ]] && kit_python runs.lookup --from "$1" --log-dir "$LOG_DIR" -- "$2" >"$ANSWERS/whereabouts" 2>"$ANSWERS/why"
 }
 
 
@@ -177,6 +177,6 @@ ask_node() { # <function> <node> [words...]
 
 
 look_at() { # <node> [more of look's options...]
-  visit "$1" "$RUN_PYTHON" "$KIT/scripts/lib/module.py" look --run "$MARK" --node "$1" \
+  visit "$1" "$RUN_PYTHON" "$KIT/scripts/lib/module.py" runs.node_status --run "$MARK" --node "$1" \
     --count "${COUNT[$1]}" --first-rank "${FIRST_RANK[$1]}" "${@:2}"
 }

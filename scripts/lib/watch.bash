@@ -326,7 +326,7 @@ judge() {
     *) asked=(--exit-code "$STATUS") ;;
   esac
   # It writes into a pipe: that this launcher's own console is closed must not change its exit code.
-  verdict=$(kit_python verdict "$RUN" --report "${asked[@]}" 2>&1) && CODE=0 || CODE=$?
+  verdict=$(kit_python runs.verdict "$RUN" --report "${asked[@]}" 2>&1) && CODE=0 || CODE=$?
   printf '%s\n' "$verdict" >&2 || true
 }
 
@@ -348,7 +348,7 @@ may_restart() {
 # By the steps that the script has logged; where it logs none, by its having run for minutes.
 made_progress() {
   local before=$FURTHEST
-  FURTHEST=$(kit_python progress "$RUN") || FURTHEST=''
+  FURTHEST=$(kit_python runs.progress "$RUN") || FURTHEST=''
   if [[ $FURTHEST ]]; then
     ((FURTHEST > ${before:--1}))
   else
@@ -385,7 +385,7 @@ archive_attempt() { # <run directory>
 # Start the nodes, wait, judge; again while --max-restarts allows it. Sets CODE.
 run_nodes() { # <function that starts them> [its words...]
   RESTARTS=0 STALLED=0 FURTHEST=''
-  [[ ! -e $RUN/metrics.jsonl ]] || FURTHEST=$(kit_python progress "$RUN")
+  [[ ! -e $RUN/metrics.jsonl ]] || FURTHEST=$(kit_python runs.progress "$RUN")
   open_events
   watch_signals
   while true; do

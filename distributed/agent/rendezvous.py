@@ -1,0 +1,131 @@
+"""Rendezvous: torchrun's static one, with what it keeps from people.
+
+torchrun's waits for up to ten minutes without a line, and then raises what a store raises. Here a person sees which
+nodes are missing, a node that does not fit is refused, a port that belongs to another run is named with its owner, and
+from then on the agents know of each other (`distributed.agent.membership`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import sys
+import threading
+import uuid
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from torch.distributed import DistNetworkError, PrefixStore, Store, TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+
+from distributed.agent.failure_records import node_name
+from distributed.agent.membership import RUN, Facts, Membership, RendezvousFailed, Run, publish, read_run
+from distributed.agent.worker import Script
+
+UNNAMED = "none"  # torchrun's run id when it was given none
+CONNECTING = 5.0  # seconds for one attempt to connect
+OWNER_ANSWERS = 5.0  # seconds in which the owner of a port that is in use may say who it is
+
+
+class Rendezvous(StaticTCPRendezvous):
+    """A static rendezvous; with several nodes, `membership` knows them afterwards."""
+
+    def __init__(self, plain: StaticTCPRendezvous, script: Script) -> None:
+        seconds = int(plain.timeout.total_seconds())
+        super().__init__(plain.master_addr, plain.master_port, plain.rank, plain.world_size, plain.run_id, seconds)
+        self.script = script
+        self.membership: Membership | None = None
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Gather the nodes. Raises RendezvousFailed when they do not come, or this node is refused."""
+        facts = facts_of_node(self.script, self.world_size)
+        run_name = "" if self.run_id == UNNAMED else self.run_id
+        if self.rank == 0:
+            run_name = run_name or Path(os.environ.get("MUSTER_RUN_DIR", "")).name or uuid.uuid4().hex
+            self._store = self._store or self._serve()
+        run = self._gather(run_name, facts) if self.world_size > 1 else publish(self._connect(), run_name, facts)
+        assert self._store
+        return RendezvousInfo(
+            PrefixStore(run.id, self._store),
+            self.rank,
+            self.world_size,
+            RendezvousStoreInfo(self.master_addr, self.master_port),
+        )
+
+    def _gather(self, run_name: str, facts: Facts) -> Run:
+        if self.membership:  # of the attempt before
+            self.membership.close()
+        place, names = f"{self.master_addr}:{self.master_port}", os.environ.get("MUSTER_NODES", "").split()
+        self.membership = Membership(self.rank, self.world_size, facts, place, self._connect, run_name, names)
+        return self.membership.gather(self.timeout.total_seconds(), say)
+
+    def _serve(self) -> TCPStore:
+        try:
+            return self._tcp_store(is_master=True)
+        except DistNetworkError as error:
+            if "EADDRINUSE" not in str(error):
+                raise
+            owner = self._owner() or "another program"
+            raise RendezvousFailed(
+                f"port {self.master_port}: in use by {owner}; choose another --master-port"
+            ) from error
+
+    def _connect(self) -> Store:
+        if self.rank == 0 and self._store:
+            return self._store
+        # TCPStore cannot be interrupted while it tries to connect, and prints pages when it fails.
+        socket.create_connection((self.master_addr, self.master_port), CONNECTING).close()
+        self._store = self._tcp_store(is_master=False)
+        return self._store
+
+    def _owner(self) -> Run | None:
+        """The run that listens at our port. A program that is no store may never answer."""
+        found: list[Run | None] = []
+
+        def ask() -> None:
+            with suppress(RuntimeError):  # it is no store, has just gone, or is not of a run
+                store = self._tcp_store(is_master=False)
+                store.wait([RUN], timedelta(seconds=OWNER_ANSWERS))  # it may have begun just now
+                found.append(read_run(store))
+
+        asking = threading.Thread(target=ask, daemon=True)
+        asking.start()
+        asking.join(OWNER_ANSWERS)
+        return found[0] if found else None
+
+    def _tcp_store(self, is_master: bool) -> TCPStore:
+        return TCPStore(
+            self.master_addr,
+            self.master_port,
+            self.world_size,
+            is_master=is_master,
+            timeout=self.timeout,
+            wait_for_workers=False,  # we do that ourselves, and say for whom
+            multi_tenant=True,
+        )
+
+
+def facts_of_node(script: Script, nodes: int) -> dict[str, str]:
+    """The node's name, and what must be the same on all nodes of a run."""
+    facts = {"node": node_name(), "NNODES": str(nodes), "PyTorch": torch.__version__}
+    if not script.is_module:
+        facts["the script"] = checksum(script.file)
+    if list(script.words[:1]) == ["--config"]:  # as the launchers pass CONFIG on
+        facts["CONFIG"] = checksum(script.words[1])
+    return facts
+
+
+def checksum(file: str) -> str:
+    try:
+        return f"sha256 {hashlib.sha256(Path(file).read_bytes()).hexdigest()[:12]}"
+    except OSError as error:
+        return f"not to be read ({error.strerror})"
+
+
+def say(line: str) -> None:
+    """One line of the agent's own, for people."""
+    sys.stderr.write(f"agent: {line}\n")

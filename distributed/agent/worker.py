@@ -1,0 +1,328 @@
+"""A rank: a process that cannot be told from a fresh `python script.py`.
+
+The agent forks ranks from a process that has imported PyTorch (`distributed.agent.fork_server`); a task of srun
+becomes one itself. `become_main` removes what is left of the process that it was, and `work` ends it as an interpreter
+ends.
+
+What stays different: PyTorch has read its environment variables before the script begins (`distributed.agent.preloaded`
+detects a change), strings have the same hash on all ranks of a node, sys.meta_path has a finder of ours, and where the
+output goes to a file, a real-time signal writes the stack to another beside it (`distributed.host.stacks`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import contextlib
+import ctypes
+import gc
+import importlib.machinery
+import importlib.util
+import io
+import multiprocessing
+import os
+import pkgutil
+import random
+import runpy
+import signal
+import stat
+import sys
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any, NoReturn, TextIO
+
+from distributed.agent import failure_records
+from distributed.agent.preloaded import Hidden, Preload
+from distributed.host import stacks
+
+IMPORTLIB = ("<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>")
+LOST_OUTPUT = 120  # exit code of an interpreter that could not write what was printed
+BEFORE_THE_SCRIPT = (__file__, runpy.__file__, "<frozen runpy>", *IMPORTLIB)  # the first frames of a traceback
+PR_SET_MM, PR_SET_MM_MAP = 35, 14  # prctl(2)
+
+
+@dataclass(frozen=True)
+class Script:
+    """What a rank runs, and with which arguments. Not a string: torchrun would replace ${local_rank} in it."""
+
+    name: str  # a path as the person gave it, or a module
+    words: tuple[str, ...]
+    is_module: bool
+    path: tuple[str, ...]  # sys.path of a fresh interpreter, without its first entry
+    pass_local_rank: bool = False  # as an argument, for scripts written for torch.distributed.launch
+
+    @property
+    def file(self) -> str:
+        """What Python begins with, of a directory too."""
+        return os.path.join(self.name, "__main__.py") if os.path.isdir(self.name) else self.name
+
+    def command(self, interpreter: Sequence[str]) -> list[str]:
+        """The command line of a fresh interpreter that runs it."""
+        local_rank = [f"--local-rank={os.environ['LOCAL_RANK']}"] if self.pass_local_rank else []
+        return [*interpreter, *(["-m"] if self.is_module else []), self.name, *local_rank, *self.words]
+
+
+@dataclass(frozen=True)
+class Rank:
+    """A rank that the agent starts."""
+
+    script: Script
+    environment: Mapping[str, str]
+    stdout: str  # a file, or "" for the agent's own
+    stderr: str
+
+
+def start(preload: Preload, rank: Rank) -> NoReturn:
+    """Be this rank. To be called in a new process, by the fork server."""
+    for path, number in ((rank.stdout, 1), (rank.stderr, 2)):
+        if path:
+            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+            os.dup2(file, number)
+            os.close(file)
+    os.environ.clear()
+    os.environ.update(rank.environment)
+    work(rank.script, preload, os.path.dirname(rank.stdout))
+
+
+def work(script: Script, preload: Preload | None = None, output: str = "") -> NoReturn:
+    """Be `python script words...` in this process, to its end. output: the directory of its output files, if any."""
+    process = os.getpid()
+    inherited = dict(sys.modules)
+    _end_before_what_is_loaded()
+    if output:
+        stacks.register(output)
+    try:
+        become_main(script)
+        if preload:
+            preload.hide()
+        _run(script)
+    except SystemExit as leaving:
+        code = _exit_code(leaving.code)
+    except BaseException as error:  # noqa: BLE001 (whatever a script raises)
+        code = _report(error, keep=os.getpid() == process)
+    else:
+        code = 0
+    code = shut_down(code)
+    _finalise(inherited)
+    _exit(code)
+
+
+# ---------------------------------------------------------------- begin as a fresh interpreter begins
+
+
+def become_main(script: Script) -> None:
+    """Make this process look like a fresh interpreter that is about to run the script."""
+    sys.argv = script.command([])[script.is_module :]
+    sys.orig_argv[:] = script.command([sys.executable, "-u"])  # as torchrun starts it
+    _set_command_line(sys.orig_argv, os.environ)
+    first = os.getcwd() if script.is_module else os.path.dirname(os.path.realpath(script.name))
+    sys.path[:] = [*([] if getattr(sys.flags, "safe_path", False) else [first]), *script.path]
+    _forget_ours()
+    multiprocessing.current_process().authkey = os.urandom(32)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+    if "SLURM_JOB_ID" not in os.environ:  # there it means that the time is up, and who does not know it must not die
+        signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _forget_random_numbers()
+    for name, file in (("stdout", 1), ("stderr", 2)):
+        if (stream := getattr(sys, name)) is not None:  # it was not open when the interpreter started
+            vars(sys)[name] = vars(sys)[f"__{name}__"] = _unbuffered(stream, file)
+
+
+def _set_command_line(command: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Show this command line and environment in /proc/self, to ps and psutil.
+
+    prctl(2), PR_SET_MM_MAP: a kernel without CONFIG_CHECKPOINT_RESTORE refuses it, and the agent's stay.
+    """
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype = libc.sbrk.restype = ctypes.c_void_p
+    argv = b"".join(os.fsencode(argument) + b"\0" for argument in command)
+    environ = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in environment.items())
+    begin = libc.malloc(ctypes.c_size_t(len(argv) + len(environ)))  # never freed
+    ctypes.memmove(begin, argv + environ, len(argv) + len(environ))
+    stat = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()  # from its third field on
+    fields = (26, 27, 28, 45, 46, 47)  # numbered as in proc(5)
+    start_code, end_code, start_stack, start_data, end_data, start_brk = (int(stat[number - 3]) for number in fields)
+    middle = begin + len(argv)
+    addresses = (
+        start_code, end_code, start_data, end_data, start_brk, libc.sbrk(0), start_stack,
+        begin, middle, middle, middle + len(environ), 0,
+    )  # fmt: skip
+    # struct prctl_mm_map: the addresses, no auxiliary vector, and the executable stays.
+    layout = (ctypes.c_uint64 * 13)(*addresses, 0xFFFFFFFF << 32)
+    libc.prctl(PR_SET_MM, PR_SET_MM_MAP, ctypes.byref(layout), ctypes.c_ulong(ctypes.sizeof(layout)), ctypes.c_ulong(0))
+
+
+def _unbuffered(stream: TextIO, number: int) -> TextIO:
+    """The same output as `python -u` makes it, and torchrun: what is written has arrived, however the process ends."""
+    raw = io.FileIO(number, "wb", closefd=False)
+    raw.name = stream.name
+    text = io.TextIOWrapper(raw, stream.encoding, stream.errors, newline="\n", write_through=True)
+    text.mode = "w"  # type: ignore[misc]
+    return text
+
+
+def _forget_ours() -> None:
+    """The kit's own modules: with `import distributed` a script may mean Dask's, or another version of ours."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "distributed"]:
+        del sys.modules[name]
+    main = ModuleType("__main__")
+    vars(main)["__builtins__"] = builtins
+    if sys.version_info < (3, 14):
+        vars(main)["__annotations__"] = {}
+    # The second name is what spawned processes call a script by, in what they send back.
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = main
+
+
+def _forget_random_numbers() -> None:
+    """A fork inherits every global generator: with the same numbers all ranks would shuffle alike."""
+    random.seed()
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.seed()
+
+
+def _run(script: Script) -> None:
+    """As Python's own Modules/main.c runs a module, a file, or a directory or zip file with a __main__ in it."""
+    if script.is_module:
+        runpy._run_module_as_main(script.name)  # type: ignore[attr-defined]
+        return
+    file = os.path.join(os.getcwd(), script.name)
+    if pkgutil.get_importer(file) is not None:
+        sys.path[:] = [file, *script.path]
+        runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
+        return
+    names = sys.modules["__main__"].__dict__
+    content = Path(file).read_bytes()
+    if file.endswith(".pyc") or content.startswith(importlib.util.MAGIC_NUMBER):
+        compiled = importlib.machinery.SourcelessFileLoader("__main__", file)
+        names.update(__file__=file, __loader__=compiled, __spec__=None, __cached__=None)
+        exec(compiled.get_code("__main__") or "", names)
+    else:
+        source = importlib.machinery.SourceFileLoader("__main__", file)
+        names.update(__file__=file, __loader__=source, __spec__=None, __cached__=None)
+        exec(source.source_to_code(content, file), names)
+
+
+# ---------------------------------------------------------------- end as an interpreter ends
+
+
+def _exit_code(code: object) -> int:
+    """What the interpreter makes of sys.exit(code)."""
+    if code is None or isinstance(code, int):
+        return (code or 0) & 0xFF
+    sys.stderr.write(f"{code}\n")
+    return 1
+
+
+def _report(error: BaseException, keep: bool) -> int:
+    """Show the traceback as the interpreter would, without our frames. keep: also for the verdict."""
+    trace = _without_ours(error.__traceback__)
+    _end_the_line()
+    sys.excepthook(type(error), error.with_traceback(trace), trace)
+    interrupted = isinstance(error, KeyboardInterrupt)
+    if keep:  # not that of a fork of the rank
+        failure_records.write_of_rank(128 + signal.SIGINT if interrupted else 1, error)
+    return -signal.SIGINT if interrupted else 1
+
+
+def _end_the_line() -> None:
+    """A progress bar leaves its line open in the output file; a traceback behind it would be part of the bar."""
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # closed, or removed by the script
+        sys.stderr.flush()
+        if stat.S_ISREG(os.fstat(2).st_mode):
+            with open("/proc/self/fd/2", "rb") as output:
+                output.seek(-1, os.SEEK_END)
+                if output.read() != b"\n":
+                    sys.stderr.write("\n")
+
+
+def _without_ours(trace: TracebackType | None) -> TracebackType | None:
+    while trace is not None and trace.tb_frame.f_code.co_filename in BEFORE_THE_SCRIPT:
+        trace = trace.tb_next
+    return trace
+
+
+def shut_down(code: int) -> int:
+    """Wait for threads, call what is registered, flush. Returns the exit code: another one when output is lost."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (getattr(sys, "stdout", None), getattr(sys, "stderr", None)):
+        if stream is not None and not getattr(stream, "closed", False):
+            try:
+                stream.flush()
+            except OSError:  # a full disk
+                code = code or LOST_OUTPUT
+    return code
+
+
+def _finalise(inherited: Mapping[str, ModuleType]) -> None:
+    """Remove the script and its own modules as the interpreter's finalize_modules does: what they hold is finalised.
+
+    Installed packages stay. To remove PyTorch takes a second, and a thread of it that still holds a tensor then aborts
+    the process, also one that has ended well (https://github.com/pytorch/pytorch/pull/179291).
+    """
+    threading.excepthook = lambda failed: None  # of daemon threads, which would have ended
+    sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__
+    for name in ("last_type", "last_value", "last_traceback", "last_exc"):
+        vars(sys).pop(name, None)
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, Hidden)]  # refers to __main__
+    # As the interpreter does, while everything is still reachable: the next collection then finalises objects from the
+    # outer to the inner. In the order of creation a file is closed before its buffer is written.
+    gc.collect()
+    own = [name for name, module in sys.modules.items() if inherited.get(name) is not module and not _installed(module)]
+    left = [weakref.ref(_Names(vars(sys.modules.pop(name)))) for name in own]
+    gc.collect()
+    for reference in reversed(left):
+        if (found := reference()) is not None:
+            _clear(found.names)
+    gc.collect()
+
+
+class _Names:
+    """The names of a module, alive as long as they are: a function in a signal handler, or a hook, keeps them alive."""
+
+    def __init__(self, names: dict[str, Any]) -> None:
+        self.names = names
+        names["_names"] = self
+
+
+def _installed(module: object) -> bool:
+    if not isinstance(module, ModuleType):
+        return True
+    file = getattr(module, "__file__", None) or ""
+    library = os.path.dirname(os.__file__) + os.sep
+    return file.startswith(library) or not {"site-packages", "dist-packages"}.isdisjoint(file.split(os.sep))
+
+
+def _clear(names: dict[str, Any]) -> None:
+    """Names with one underscore first, as a module of Python is cleared."""
+    for name in [name for name in names if name.startswith("_") and not name.startswith("__")]:
+        names[name] = None
+    for name in [name for name in names if name != "__builtins__"]:
+        names[name] = None
+
+
+def _end_before_what_is_loaded() -> None:
+    """Let exit(3) run what is registered from now on, flush the streams of C, and end the process.
+
+    What libraries have registered that are loaded already is not run: PyTorch's would take 0.3 s.
+    """
+    libc = ctypes.CDLL(None)
+    libc.on_exit(libc._exit, None)  # _exit(code): handlers run in reverse order of registration
+    libc.__cxa_atexit(libc.fflush, None, None)  # fflush(NULL)
+
+
+def _exit(code: int) -> NoReturn:
+    """End the process; -n: by signal n."""
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    ctypes.PyDLL(None).exit(code)  # with the GIL: PyTorch's thread-local caches (DTensor) release Python objects
+    raise AssertionError

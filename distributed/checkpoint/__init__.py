@@ -1,0 +1,1 @@
+"""Save, find and load checkpoints."""

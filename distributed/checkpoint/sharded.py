@@ -1,0 +1,233 @@
+"""A state that FSDP shards, saved and loaded through torch.distributed.checkpoint.
+
+All ranks plan together, on the main thread. Then each writes its own file, on a thread that calls no
+collective: a rank that is done says so by a file in the folder that is being written, and rank 0 waits for
+those files. So the nodes must share that folder, as anybody must who is to read all the shards again.
+
+The files are torch's own format, and its tools read them; for example, all weights into one file:
+
+    python -m torch.distributed.checkpoint.format_utils dcp_to_torch step_00000120 all.pt
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan
+
+from distributed.checkpoint.store import CheckpointError, FileNotes, written
+from distributed.training.collectives import Ranks, load_safely, refusal
+
+POLL = 0.05  # seconds between two looks at a file that another rank will write
+SHARED_WITHIN = 10.0  # seconds in which a new folder must be seen on every node
+
+METADATA = "torch.distributed.checkpoint.metadata"
+HARMLESS = {
+    *((METADATA, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")),
+    *((METADATA, f"{name}StorageMetadata") for name in ("Bytes", "Chunk", "Tensor")),
+    (METADATA, "TensorProperties"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.distributed.checkpoint.storage", "WriteResult"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),
+}
+
+
+# ---- saving ----
+
+
+class Part:
+    """This rank's part of one checkpoint: planned with all ranks, written without them."""
+
+    def __init__(self, folder: Path, state: Mapping[str, Any], ranks: Ranks) -> None:
+        """A collective. `folder` is there already. Raises CheckpointError where a node does not see it."""
+        if unseen := next(filter(None, ranks.everyone(_unseen(folder, ranks.rank))), None):
+            raise CheckpointError(unseen)
+        self._folder, self._rank = folder, ranks.rank
+        self._planner = _PlannerOfCopies()
+        self._writer = dcp.FileSystemWriter(folder, thread_count=1, per_thread_copy_ahead=0, sync_files=False)
+        self._writer.fs = self._files = _HashedFiles()
+        self._planner.set_up_planner(dict(state), self._writer.storage_meta(), ranks.rank == 0)
+        self._writer.set_up_storage_writer(ranks.rank == 0)
+        plans = ranks.gather(self._planner.create_local_plan())
+        self._plan = self._planner.finish_plan(ranks.decide(lambda: self._plan_all(plans))[ranks.rank])
+
+    def _plan_all(self, plans: list[SavePlan]) -> list[SavePlan]:
+        plans, self._metadata = self._planner.create_global_plan(plans)
+        return self._writer.prepare_global_plan(plans)
+
+    def write(self, copy: Mapping[str, Any]) -> None:
+        """Write this rank's shards: `copy` is the state that was planned, with its local tensors."""
+        self._planner.take_from(dict(copy))
+        self._results = self._writer.write_data(self._plan, self._planner).wait()
+        if self._rank != 0:
+            self._leave_note(self._file(self._rank, "done"), (self._files.notes, self._results))
+
+    def give_up(self, cause: BaseException) -> None:
+        """Tell rank 0. On a full disk an empty note must do."""
+        with suppress(OSError):
+            self._file(self._rank, "failed").write_text(f"rank {self._rank}: {cause}")
+
+    def collect(self, size: int, late: Callable[[], bool]) -> FileNotes:
+        """Wait for all ranks, complete the folder, and return its files. For rank 0."""
+        noted = [self._note_of(rank, late) for rank in range(1, size)]
+        self._writer.finish(self._metadata, [self._results, *(results for _, results in noted)])
+        notes = self._files.notes
+        for rank, (theirs, _) in enumerate(noted, start=1):
+            notes |= theirs
+            self._file(rank, "done").unlink()
+        notes[".metadata"] = notes.pop(".metadata.tmp")
+        return notes
+
+    def _note_of(self, rank: int, late: Callable[[], bool]) -> tuple[FileNotes, list[Any]]:
+        done, failed = self._file(rank, "done"), self._file(rank, "failed")
+        while not done.exists():
+            if failed.exists():
+                raise CheckpointError(failed.read_text() or f"rank {rank}: it could not write its shard")
+            if late():
+                raise CheckpointError(f"rank {rank}: nothing came of its shard in time")
+            time.sleep(POLL)
+        notes, results = _unpickle(done.read_bytes())
+        return notes, results
+
+    def _leave_note(self, file: Path, content: object) -> None:
+        beside = file.with_suffix(".half")
+        beside.write_bytes(pickle.dumps(content))
+        os.rename(beside, file)
+
+    def _file(self, rank: int, outcome: str) -> Path:
+        return self._folder / f"rank_{rank}.{outcome}"
+
+
+class _PlannerOfCopies(DefaultSavePlanner):
+    """Plans with the training's tensors, and hands out their copies."""
+
+    def take_from(self, copy: dict[str, Any]) -> None:
+        flat = DefaultSavePlanner()
+        flat.set_up_planner(copy)
+        self.state_dict = flat.state_dict
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return self.state_dict[index.fqn]
+
+
+class _HashedFiles(FileSystem):
+    """The writer's files, with their checksums."""
+
+    def __init__(self) -> None:
+        self.notes: FileNotes = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        assert mode == "wb", mode
+        with written(Path(path), self.notes) as stream:
+            yield stream
+
+
+def _unseen(folder: Path, rank: int) -> str | None:
+    """Network filesystems show a new folder late; one that is not shared never does."""
+    start = time.monotonic()
+    while not folder.is_dir():
+        if time.monotonic() - start > SHARED_WITHIN:
+            return (
+                f"rank {rank} on {socket.gethostname()} does not see {folder}, which rank 0 made: "
+                f"fsdp needs a checkpoint folder that all nodes share"
+            )
+        time.sleep(POLL)
+    return None
+
+
+# ---- loading ----
+
+
+def load(folder: Path, state: dict[str, Any], ranks: Ranks) -> None:
+    """Fill the state in place, its sharded tensors included, whatever the world size was that saved it.
+
+    Raises CheckpointError on every rank when one of them cannot read its shards, or when a tensor of either is missing
+    in the other, or has another shape.
+    """
+    reader = _SafeReader(folder)
+    if fault := next(filter(None, ranks.everyone(reader.fault(ranks.rank))), None):
+        raise CheckpointError(fault)
+    try:
+        dcp.load(state, storage_reader=reader, planner=_StrictPlanner())
+    except dcp.CheckpointException as error:
+        rank, (cause, _) = next(iter(error.failures.items()))
+        if isinstance(cause, OSError):
+            raise CheckpointError(f"{folder}: cannot be read on rank {rank}: {cause}") from error
+        if isinstance(cause, pickle.UnpicklingError):
+            raise CheckpointError(f"{folder}: not loaded: {cause}") from error
+        raise CheckpointError(f"{folder} does not fit this training: {cause}") from error
+
+
+class _SafeReader(dcp.FileSystemReader):
+    """Reads the metadata, which is a pickle, without running what a pickle could run."""
+
+    def fault(self, rank: int) -> str | None:
+        """Read the metadata; why that failed on this rank, or None."""
+        file = Path(self.path, ".metadata")
+        try:
+            self._metadata: Metadata = _unpickle(file.read_bytes())
+        except OSError as error:
+            return f"{file}: cannot be read on rank {rank}: {error}"
+        except pickle.UnpicklingError as error:
+            return f"{file}: not loaded: {error}"
+        return None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        self._metadata.storage_meta = self._metadata.storage_meta or StorageMeta()
+        self._metadata.storage_meta.load_id = self.load_id
+        return self._metadata
+
+
+class _StrictPlanner(DefaultLoadPlanner):
+    """Reads no pickle that could run code, and leaves no saved tensor out."""
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
+        saved = self.metadata.state_dict_metadata.items()
+        tensors = {name for name, kind in saved if isinstance(kind, TensorStorageMetadata)}
+        if surplus := sorted(tensors - set(self.state_dict)):
+            raise ValueError(f"it has {surplus[0]}, and this training has no such tensor ({len(surplus)} in all)")
+        return super().create_local_plan()
+
+    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
+        load_safely(value)  # what this accepts is safe to read as the parent class does
+        value.seek(0)
+        super().load_bytes(read_item, value)
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in HARMLESS or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):
+            return _member
+        raise pickle.UnpicklingError(refusal(f"{module}.{name}"))
+
+
+def _member(kind: object, name: str) -> Enum:
+    """In place of getattr, with which Python 3.11.0 to 3.11.3 pickle the members of enumerations."""
+    if isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__:
+        return kind[name]
+    raise pickle.UnpicklingError(refusal(f"{name} of {kind}"))
+
+
+def _unpickle(content: bytes) -> Any:
+    return _Unpickler(io.BytesIO(content)).load()

@@ -1,0 +1,449 @@
+"""The checkpoints in a directory: write, publish, find, remove.
+
+A checkpoint is a directory, `step_00000120/`. Its manifest.json holds the SHA-256 of every file and of itself.
+It is written as `step_00000120.writing-<host>-<pid>`, synced to the disk, and renamed. So a published checkpoint is
+complete, and the checksums show damage that happened later. A damaged or unreadable checkpoint is skipped while an
+older one is good. Where checkpoints exist and none can be used, that is an error, never "no checkpoint".
+
+Standard library alone.
+
+Try it: python -m distributed.checkpoint.store DIRECTORY    lists the checkpoints and checks every byte
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import io
+import json
+import logging
+import mmap
+import os
+import re
+import shlex
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+STEP = re.compile(r"step_(\d{8,})(\.old)?")
+LEFTOVER = re.compile(r"step_\d{8,}\.(?:writing|removing)-(?P<host>.+)-(?P<pid>\d+)")
+MIB = 2**20
+ABANDONED_AFTER = 3600.0  # seconds without a change to the unfinished checkpoint of another host
+# Errors of a file system that has no locks, or that cannot sync a directory.
+UNSUPPORTED = {errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
+
+FileNotes = dict[str, dict[str, Any]]  # file name -> {"bytes", "sha256"}
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written, read or used; the message says which, why, and what to do."""
+
+
+# ---- finding ----
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint as its manifest describes it."""
+
+    path: Path
+    step: int
+    score: float | None  # lower is better: the held-out loss, say
+    ranks: int  # world size of the run that wrote it
+    sharded: bool
+    written: str  # ISO 8601 with zone
+    facts: Mapping[str, Any]
+    files: Mapping[str, Mapping[str, Any]]  # name -> {"bytes", "sha256"}
+
+    @classmethod
+    def read(cls, path: Path) -> Found:
+        """Read the manifest, and no other file. Raises CheckpointError when it is missing, unreadable or damaged."""
+        file = path / "manifest.json"
+        fields = ("step", "score", "ranks", "sharded", "written", "facts", "files")
+        try:
+            manifest = json.loads(file.read_bytes())
+            checksum = manifest.pop("sha256")
+            found = cls(path, **{field: manifest[field] for field in fields})
+        except OSError as error:
+            raise CheckpointError(f"{file}: cannot be read: {error.strerror or error}") from error
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointError(f"{file}: not a manifest, it is damaged: {error!r}") from error
+        if checksum != _checksum(manifest):
+            raise CheckpointError(f"{file}: its checksum does not match: it is damaged")
+        return found
+
+    @property
+    def bytes(self) -> int:
+        """Of all its files but the manifest."""
+        return sum(file["bytes"] for file in self.files.values())
+
+    def refuse_other_form(self, sharded: bool) -> None:
+        """Raise CheckpointError when it is in shards and this run reads whole ones, or the other way."""
+        if self.sharded != sharded:
+            was, now = ("in shards", "whole") if self.sharded else ("whole", "in shards")
+            raise CheckpointError(
+                f"{self.path} was written {was}, and this run reads and writes {now}: resume with the strategy "
+                f"that wrote it, or start anew in another folder"
+            )
+
+    def fault(self) -> str | None:
+        """What is wrong with its files, or None. Reads every byte, several files at once."""
+        with ThreadPoolExecutor() as pool:
+            return next(filter(None, pool.map(self._fault_of, self.files)), None)
+
+    def _fault_of(self, name: str) -> str | None:
+        file, noted = self.path / name, self.files[name]
+        try:
+            if (size := file.stat().st_size) != noted["bytes"]:
+                return f"{file}: {size} bytes instead of {noted['bytes']}: it was cut short or overwritten"
+            if _sha256(file) != noted["sha256"]:
+                return f"{file}: its checksum does not match: it is damaged"
+        except OSError as error:
+            return f"{file}: cannot be read: {error.strerror or error}"
+        return None
+
+    def refuse_unreadable(self) -> None:
+        """Raise OSError when one of its files cannot be opened and read. Reads one byte of each."""
+        for name in self.files:
+            with (self.path / name).open("rb") as stream:
+                stream.read(1)
+
+
+def newest(folder: Path) -> Found | None:
+    """The newest good checkpoint, every byte checked; None when the directory holds no checkpoint.
+
+    Each newer one that is damaged or unreadable is named in a warning.
+    Raises CheckpointError when checkpoints exist and none can be used, or the directory cannot be listed.
+    """
+    return _first_good(folder, lambda found: -found.step)
+
+
+def best(folder: Path) -> Found | None:
+    """The good checkpoint with the lowest score, the newest of equals; otherwise as newest()."""
+    return _first_good(folder, _score)
+
+
+def _first_good(folder: Path, order: Callable[[Found], float]) -> Found | None:
+    candidates, faults = _read_all(folder)
+    for found in sorted(candidates, key=order):
+        fault = found.fault()
+        if fault is None:
+            _warn(faults)
+            return found
+        faults[found.path] = fault
+    if faults:
+        raise CheckpointError(_none_usable(folder, faults))
+    return None
+
+
+def described(folder: Path) -> list[Found]:
+    """The checkpoints whose manifest is intact, newest first; the others are named in a warning.
+
+    Raises CheckpointError when the directory cannot be listed.
+    """
+    found, faults = _read_all(folder)
+    _warn(faults)
+    return found
+
+
+def _read_all(folder: Path) -> tuple[list[Found], dict[Path, str]]:
+    """The checkpoints with an intact manifest, newest first, and the faults of the others."""
+    found, faults = [], {}
+    for path in step_folders(folder):
+        try:
+            found.append(Found.read(path))
+        except CheckpointError as error:
+            faults[path] = str(error)
+    return found, faults
+
+
+def _warn(faults: Mapping[Path, str]) -> None:
+    for path in sorted(faults, reverse=True):
+        log.warning("skipping a checkpoint: %s", faults[path])
+
+
+def _none_usable(folder: Path, faults: Mapping[Path, str]) -> str:
+    here = shlex.quote(str(folder))
+    return "\n".join([
+        f"{folder}: checkpoints exist, and none can be used:",
+        *(f"    {faults[path]}" for path in sorted(faults, reverse=True)),
+        "To resume, make one of them readable. To start from step 0, use another checkpoint directory "
+        f"(checkpoint.dir=PATH), or move this one: mv {here} {here}.unusable",
+    ])  # fmt: skip
+
+
+def step_folders(folder: Path) -> list[Path]:
+    """The published checkpoints, newest first. An `.old` one is the previous version of the same step.
+
+    Raises CheckpointError when the directory exists and cannot be listed.
+    """
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot list the checkpoints: {error.strerror or error}") from error
+    matches = filter(None, map(STEP.fullmatch, names))
+    return [folder / match[0] for match in sorted(matches, key=lambda match: (-int(match[1]), match[2] is not None))]
+
+
+def _score(found: Found) -> float:
+    return float("inf") if found.score is None else found.score
+
+
+def _sha256(file: Path) -> str:
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(4 * MIB))
+    with file.open("rb", buffering=0) as stream:
+        while count := stream.readinto(buffer):
+            digest.update(buffer[:count])
+    return digest.hexdigest()
+
+
+def _checksum(manifest: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+# ---- writing ----
+
+
+class HashedFile(io.FileIO):
+    """A new file that knows the SHA-256 of what was written to it; closed well, it is on the disk.
+
+    Where the filesystem allows it, it goes past the page cache: to find pages for a file of that size can take
+    more processor time than all the rest, and they would drive out the training's data.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "xb")
+        self._sha256, self._written = hashlib.sha256(), 0
+        self._block, self._filled = memoryview(mmap.mmap(-1, 4 * MIB)), 0  # aligned to a page, as the disk demands
+        self._go_direct(True)
+
+    def write(self, data: Any) -> int:
+        """Write all of `data`. Other threads run while a full block is hashed and written."""
+        rest = memoryview(data).cast("B")
+        count = rest.nbytes
+        while rest:
+            room = min(len(rest), len(self._block) - self._filled)
+            self._block[self._filled : self._filled + room] = rest[:room]
+            self._filled, rest = self._filled + room, rest[room:]
+            if self._filled == len(self._block):
+                self._put()
+        return count
+
+    def tell(self) -> int:
+        return self._written + self._filled
+
+    def close(self) -> None:
+        """Bring what is left, and all, to the disk."""
+        if not self.closed:
+            try:
+                self._put()
+                os.fsync(self.fileno())
+            finally:
+                super().close()
+
+    def note(self) -> dict[str, Any]:
+        """What a manifest says of it."""
+        return {"bytes": self._written, "sha256": self._sha256.hexdigest()}
+
+    def _put(self) -> None:
+        rest = self._block[: self._filled]
+        self._sha256.update(rest)
+        self._written, self._filled = self._written + len(rest), 0
+        while rest:
+            try:
+                rest = rest[super().write(rest) :]
+            except OSError as error:
+                if error.errno != errno.EINVAL or not self._go_direct(False):
+                    raise
+
+    def _go_direct(self, direct: bool) -> bool:
+        """Past the page cache, or not; whether that changed anything."""
+        before = fcntl.fcntl(self.fileno(), fcntl.F_GETFL)
+        with suppress(OSError):
+            fcntl.fcntl(self.fileno(), fcntl.F_SETFL, before | os.O_DIRECT if direct else before & ~os.O_DIRECT)
+        return fcntl.fcntl(self.fileno(), fcntl.F_GETFL) != before
+
+
+@contextmanager
+def written(file: Path, notes: FileNotes) -> Iterator[HashedFile]:
+    """A new file; left well, it is on the disk, and noted."""
+    with HashedFile(file) as stream:
+        yield stream
+    notes[file.name] = stream.note()
+
+
+def final_folder(folder: Path, step: int) -> Path:
+    """Where the checkpoint of a step is published."""
+    return folder / f"step_{step:08d}"
+
+
+def new_folder(final: Path) -> Path:
+    """Make the directory in which a checkpoint is written before it is published."""
+    writing = final.with_name(f"{final.name}.writing-{_me()}")
+    shutil.rmtree(writing, ignore_errors=True)
+    writing.mkdir()
+    return writing
+
+
+def publish(writing: Path, final: Path, manifest: Mapping[str, Any]) -> None:
+    """Write the manifest and give the directory its final name.
+
+    Where the step was published before, one of the two is found at every moment.
+    """
+    text = json.dumps({**manifest, "sha256": _checksum(manifest)}, indent=2, sort_keys=True)
+    with written(writing / "manifest.json", {}) as stream:
+        stream.write(f"{text}\n".encode())
+    _sync_folder(writing)
+    old = final.with_name(f"{final.name}.old")
+    if final.exists():
+        remove(old)
+        os.rename(final, old)
+    os.rename(writing, final)
+    _sync_folder(final.parent)
+    remove(old)
+
+
+def prune(folder: Path, step: int, keep: int) -> None:
+    """Remove old checkpoints: the newest `keep` up to this step stay, and the best one.
+
+    A later step belongs to another run and stays. What cannot be read stays too: it may be readable again.
+    """
+    try:
+        ours = [found for found in described(folder) if found.step <= step]
+    except CheckpointError as error:
+        log.warning("old checkpoints are not removed: %s", error)
+        return
+    best_one = min((found for found in ours if found.score is not None), key=_score, default=None)
+    for found in ours[keep:]:
+        if found is not best_one:
+            try:
+                found.refuse_unreadable()
+                remove(found.path)
+            except OSError as error:
+                log.warning("%s: not removed: %s", found.path, error)
+
+
+def remove(path: Path) -> None:
+    """Rename, then delete: a partly deleted checkpoint is never found under its name."""
+    if path.exists():
+        going = path.with_name(f"{path.name.removesuffix('.old')}.removing-{_me()}")
+        shutil.rmtree(going, ignore_errors=True)
+        os.rename(path, going)
+        shutil.rmtree(going)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+# ---- one run writes to a directory ----
+
+
+def take_over(folder: Path) -> io.TextIOWrapper | None:
+    """Make the directory, lock it, and remove the unfinished checkpoints of runs that have ended.
+
+    Returns the lock, which is released when it is closed; None where the file system has no locks.
+    Raises CheckpointError when another run holds the lock, or the directory cannot be written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = _lock(folder)
+    except OSError as error:
+        raise CheckpointError(f"{folder}: checkpoints cannot be kept here: {error}") from error
+    for leftover in filter(_abandoned, folder.glob("step_*")):
+        shutil.rmtree(leftover, ignore_errors=True)
+    return lock
+
+
+def _lock(folder: Path) -> io.TextIOWrapper | None:
+    """The kernel releases it when this process ends. Not flock(2): a forked data worker would hold that one too."""
+    lock = (folder / ".lock").open("a+")
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        with lock:
+            if error.errno not in UNSUPPORTED:
+                lock.seek(0)
+                raise CheckpointError(
+                    f"{folder}: another run ({lock.read().strip()}) writes its checkpoints here: "
+                    f"wait for it, stop it, or give this run a folder of its own"
+                ) from error
+        log.warning("%s: this filesystem has no locks: see to it that no second run writes here", folder)
+        return None
+    lock.truncate(0)
+    lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    lock.flush()
+    return lock
+
+
+def _abandoned(leftover: Path) -> bool:
+    """Whether its process has ended; on another host, whether nothing has changed for ABANDONED_AFTER seconds."""
+    match = LEFTOVER.fullmatch(leftover.name)
+    if match is None:
+        return False
+    if match["host"] == socket.gethostname():
+        return int(match["pid"]) == os.getpid() or not _alive(int(match["pid"]))
+    with suppress(FileNotFoundError):
+        return max(path.stat().st_mtime for path in (leftover, *leftover.iterdir())) < time.time() - ABANDONED_AFTER
+    return False
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _me() -> str:
+    return f"{socket.gethostname()}-{os.getpid()}"
+
+
+def main(words: list[str], say: Callable[[str], object] = print) -> int:
+    """List the checkpoints of a directory. 0: all are good; 1: one is not, or there is none; 2: no such directory."""
+    if len(words) != 1 or not Path(words[0]).is_dir():
+        sys.stderr.write(f"no directory {' '.join(words)!r}: python -m distributed.checkpoint.store DIRECTORY\n")
+        return 2
+    try:
+        paths = step_folders(Path(words[0]))
+    except CheckpointError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    faults = []
+    for path in paths:
+        try:
+            found = Found.read(path)
+            faults.append(found.fault())
+            score = "" if found.score is None else f"  score {found.score:g}"
+            say(f"{path}  {found.bytes / 1e6:.1f} MB  {found.written}{score}  {faults[-1] or 'good'}")
+        except CheckpointError as error:
+            faults.append(str(error))
+            say(f"{path}  {error}")
+    return 0 if faults and not any(faults) else 1
+
+
+if __name__ == "__main__":
+    logging.basicConfig(format="%(message)s")
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""What the facts of machines mean for training, and the fix."""

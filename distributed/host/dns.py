@@ -1,0 +1,74 @@
+"""What the host's own name leads to, what its addresses lead back to, and how long a resolver takes to say so.
+
+The standard library is enough.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from distributed.host.network import outward_address
+
+LOOKUP_LIMIT = 6.0  # seconds; a resolver that drops one packet answers after 5
+
+
+@dataclass(frozen=True)
+class Lookup:
+    query: str
+    answers: tuple[str, ...] = ()
+    seconds: float = 0.0
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Names:
+    host: str
+    outward: str  # the address other machines would see; empty: there is only loopback
+    forward: Lookup
+    reverse: tuple[Lookup, ...]
+
+
+def look_up_names() -> Names:
+    """What the host's own name leads to, and what its addresses lead back to, all looked up at once."""
+    host, outward = socket.gethostname(), outward_address()
+    addresses = dict.fromkeys(address for address in ("127.0.0.1", outward) if address)
+    forward, *reverse = look_up(
+        {host: lambda: forward_lookup(host)}
+        | {address: lambda address=address: reverse_lookup(address) for address in addresses}
+    )
+    return Names(host, outward, forward, tuple(reverse))
+
+
+def forward_lookup(host: str) -> tuple[str, ...]:
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return tuple(dict.fromkeys(str(address[0]) for *_, address in found))
+
+
+def reverse_lookup(address: str) -> tuple[str, ...]:
+    return (socket.getnameinfo((address, 0), 0)[0],)
+
+
+def look_up(questions: Mapping[str, Callable[[], tuple[str, ...]]], limit: float = LOOKUP_LIMIT) -> list[Lookup]:
+    """Ask everything at once, in threads that are left alone when they take longer than `limit` seconds."""
+    done: dict[str, Lookup] = {}
+
+    def answer(query: str, question: Callable[[], tuple[str, ...]]) -> None:
+        begin = time.monotonic()
+        try:
+            answers, error = question(), ""
+        except OSError as problem:
+            answers, error = (), problem.strerror or str(problem)
+        done[query] = Lookup(query, answers, time.monotonic() - begin, error)
+
+    threads = [threading.Thread(target=answer, args=item, daemon=True) for item in questions.items()]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + limit
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    late = f"no answer within {limit:g} s"
+    return [done.get(query, Lookup(query, (), limit, late)) for query in questions]

@@ -1,0 +1,159 @@
+"""What is true of this machine: the facts that the doctor judges, and that nodes can be compared by.
+
+Only looking, no opinion: each function reads one corner of the machine and returns values. What cannot be
+read is empty or None, never an exception. The standard library is enough.
+
+Try it: python3 -m distributed.health.doctor --json
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from distributed.host.dns import Names, look_up_names
+from distributed.host.gpus import Gpus, look_at_gpus, owner
+from distributed.host.identity import user
+from distributed.host.interpreter import (
+    KIT,
+    Interpreter,
+    Package,
+    Torch,
+    ask_torch,
+    find_shadows,
+    required_packages,
+    which_python,
+)
+from distributed.host.network import ephemeral_range, listener, loopback_error, port_is_free
+from distributed.host.probe import PROC, ask, read
+from distributed.host.resources import (
+    Cores,
+    Limits,
+    Memory,
+    Space,
+    look_at_cores,
+    look_at_limits,
+    look_at_memory,
+    look_at_space,
+)
+
+PROGRAMS = ("ssh", "rsync", "tmux", "pdsh", "srun")
+# What torch, NCCL, gloo, OpenMP and Python's imports listen to, and nothing that could be a secret.
+SPEAKING = re.compile(
+    r"(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)|NODE_RANK|MASTER_(ADDR|PORT)|OMP_NUM_THREADS|PYTHONPATH"
+    r"|(TORCHELASTIC|PET|CUDA|NCCL|TORCH_NCCL|GLOO)_\w+"
+)
+
+
+@dataclass(frozen=True)
+class Port:
+    number: int
+    free: bool = True
+    holder: str = ""  # "pid 12 (python train.py)", where that can be seen
+    ephemeral: tuple[int, int] = (32768, 60999)
+    loopback_error: str = ""
+
+
+@dataclass(frozen=True)
+class Clock:
+    now: float  # unix seconds
+    newest_file: float  # unix seconds; the kit cannot be from the future
+    synchronised: bool | None = None  # None: nobody knows
+
+
+@dataclass(frozen=True)
+class Run:
+    folder: str
+    pids: tuple[int, ...]
+    user: str = ""  # the owner of these processes
+    recorded: bool = True  # run.json is there: status.sh and stop.sh take this folder
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Everything the checks judge; as JSON, what two nodes can be compared by."""
+
+    kit: str
+    folder: str  # the working folder
+    container: bool
+    interpreter: Interpreter
+    torch: Torch
+    packages: tuple[Package, ...]
+    gpus: Gpus
+    memory: Memory
+    disks: tuple[Space, ...]
+    shm: Space | None
+    cores: Cores
+    limits: Limits
+    port: Port
+    names: Names
+    interfaces: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)  # what speaks to torch, NCCL, gloo, OpenMP
+    shadows: tuple[str, ...] = ()  # files that are imported in place of a library
+    clock: Clock = Clock(0, 0)
+    programs: Mapping[str, str] = field(default_factory=dict)  # name -> path, empty: not here
+    runs: tuple[Run, ...] = ()
+    user: str = ""  # who asks
+    shell: str = ""  # that user's, as $SHELL names it
+
+
+def gather(folder: Path, logs: Path, port: int, env: Mapping[str, str] = os.environ) -> Facts:
+    """All facts of this machine, as a launch from `folder` with logs in `logs` would meet them."""
+    return Facts(
+        kit=str(KIT),
+        folder=str(folder),
+        container=in_container(),
+        interpreter=which_python(sys.executable, folder, env),
+        torch=ask_torch(sys.executable),
+        packages=required_packages(KIT / "requirements.txt"),
+        gpus=look_at_gpus(),
+        memory=look_at_memory(),
+        disks=(
+            look_at_space("working folder", folder),
+            look_at_space("logs", logs),
+            look_at_space("/tmp", Path("/tmp")),
+        ),
+        shm=look_at_space("/dev/shm", Path("/dev/shm")) if os.path.isdir("/dev/shm") else None,
+        cores=look_at_cores(),
+        limits=look_at_limits(),
+        port=Port(port, port_is_free(port), listener(port), ephemeral_range(), loopback_error()),
+        names=look_up_names(),
+        interfaces=tuple(name for _, name in socket.if_nameindex()),
+        environment={name: value for name, value in sorted(env.items()) if SPEAKING.fullmatch(name)},
+        shadows=find_shadows(folder, env.get("PYTHONPATH", "")),
+        clock=Clock(time.time(), Path(__file__).stat().st_mtime, clock_is_synchronised()),
+        programs={name: shutil.which(name) or "" for name in PROGRAMS},
+        runs=find_runs(),
+        user=user(),
+        shell=Path(env.get("SHELL", "")).name,
+    )
+
+
+def in_container() -> bool:
+    marks = Path("/.dockerenv"), Path("/run/.containerenv"), Path("/var/run/secrets/kubernetes.io")
+    return "container" in os.environ or any(mark.exists() for mark in marks)
+
+
+def clock_is_synchronised() -> bool | None:
+    answer = ask(["timedatectl", "show", "--property=NTPSynchronized", "--value"], 3).out.strip()
+    return {"yes": True, "no": False}.get(answer)
+
+
+def find_runs(proc: Path = PROC) -> tuple[Run, ...]:
+    """Processes of runs of this kit: their launchers gave them MUSTER_RUN_DIR. Our own run is not counted."""
+    found: dict[str, list[int]] = {}
+    for process in proc.glob("[0-9]*"):
+        if marker := re.search(r"(?:^|\0)MUSTER_RUN_DIR=([^\0]+)", read(process / "environ")):
+            found.setdefault(marker[1], []).append(int(process.name))
+    found.pop(os.environ.get("MUSTER_RUN_DIR", ""), None)
+    return tuple(
+        Run(folder, tuple(sorted(pids)), owner(pids[0], proc), os.path.isfile(os.path.join(folder, "run.json")))
+        for folder, pids in sorted(found.items())
+    )

@@ -1,0 +1,221 @@
+"""Which GPUs are here, who uses them, and which of them a process sees.
+
+nvidia-smi tells; without it the kernel's files at least say how many there are. The standard library is enough.
+
+Try it: python3 -m distributed.host.gpus
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import re
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from distributed.host.probe import GIB, MIB, PROC, SYS, Reply, ask, read
+
+NVIDIA_LIMIT = 20.0  # seconds; a driver without persistence mode takes some for each GPU
+# Xid codes that a faulty program causes, not a faulty GPU.
+PROGRAM_XIDS = ("13", "31", "43", "45")
+GPU_FIELDS = (
+    "index,uuid,driver_version,memory.total,memory.used,persistence_mode,mig.mode.current,"
+    "ecc.errors.uncorrected.volatile.total,compute_mode,name"
+)
+APP_FIELDS = "gpu_uuid,pid,used_memory,process_name"
+
+
+@dataclass(frozen=True)
+class GpuProcess:
+    pid: int
+    user: str  # empty: not to be seen from here, as when it runs in another container
+    name: str
+    memory: int  # bytes
+
+
+@dataclass(frozen=True)
+class Gpu:
+    index: int
+    uuid: str
+    name: str
+    memory: int  # bytes
+    memory_used: int  # bytes
+    persistence: bool = True
+    mig: bool = False
+    ecc_errors: int = 0  # uncorrected, since the driver was loaded
+    compute_mode: str = "Default"
+    processes: tuple[GpuProcess, ...] = ()
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.processes) or self.memory_used > GIB
+
+
+@dataclass(frozen=True)
+class Gpus:
+    driver: str = ""
+    error: str = ""  # why nvidia-smi does not answer
+    hardware: int = 0  # NVIDIA's cards on the PCI bus, with or without a driver
+    devices: tuple[Gpu, ...] = ()
+    xids: tuple[str, ...] = ()  # "PCI:0000:3b:00 79", as the kernel reported them
+
+
+# ---------------------------------------------------------------- what nvidia-smi says
+
+
+def look_at_gpus(dev: Path = Path("/dev"), sys_folder: Path = SYS) -> Gpus:
+    """The GPUs and who uses them, as nvidia-smi tells."""
+    hardware = nvidia_cards(sys_folder)
+    if not shutil.which("nvidia-smi"):
+        return Gpus(hardware=hardware, devices=device_files(dev))
+    reply = query("gpu", GPU_FIELDS)
+    if reply.code == 6 or "No devices were found" in reply.out:
+        return Gpus(hardware=hardware)
+    if reply.code != 0:
+        return Gpus(hardware=hardware, error="nvidia-smi: " + " ".join((reply.out + reply.error).split()))
+    users = gpu_processes(query("compute-apps", APP_FIELDS).out)
+    rows = table(reply.out, GPU_FIELDS)
+    return Gpus(
+        driver=rows[0]["driver_version"] if rows else "",
+        hardware=hardware,
+        devices=tuple(gpu_from(row, users.get(row["uuid"], ())) for row in rows),
+        xids=xids(ask(["dmesg"], 5).out),
+    )
+
+
+def query(what: str, fields: str) -> Reply:
+    return ask(["nvidia-smi", f"--query-{what}={fields}", "--format=csv,noheader,nounits"], NVIDIA_LIMIT)
+
+
+def table(csv: str, fields: str) -> list[dict[str, str]]:
+    """nvidia-smi quotes nothing: the last field is the one that may hold a comma."""
+    keys = fields.split(",")
+    rows = [line.split(", ", len(keys) - 1) for line in csv.splitlines()]
+    return [dict(zip(keys, row, strict=True)) for row in rows if len(row) == len(keys)]
+
+
+def gpu_from(row: Mapping[str, str], processes: tuple[GpuProcess, ...]) -> Gpu:
+    return Gpu(
+        index=count(row["index"]),
+        uuid=row["uuid"],
+        name=row["name"],
+        memory=mebibytes(row["memory.total"]),
+        memory_used=mebibytes(row["memory.used"]),
+        persistence=row["persistence_mode"] != "Disabled",
+        mig=row["mig.mode.current"] == "Enabled",
+        ecc_errors=count(row["ecc.errors.uncorrected.volatile.total"]),
+        compute_mode=row["compute_mode"],
+        processes=processes,
+    )
+
+
+def gpu_processes(csv: str) -> dict[str, tuple[GpuProcess, ...]]:
+    """GPU uuid -> its processes."""
+    found: dict[str, tuple[GpuProcess, ...]] = {}
+    for row in table(csv, APP_FIELDS):
+        process = GpuProcess(
+            pid=count(row["pid"]),
+            user=owner(count(row["pid"])),
+            name=row["process_name"].rpartition("/")[2],
+            memory=mebibytes(row["used_memory"]),
+        )
+        found[row["gpu_uuid"]] = (*found.get(row["gpu_uuid"], ()), process)
+    return found
+
+
+def count(word: str) -> int:
+    """A number of nvidia-smi; 0 for [N/A] and its like."""
+    return int(word) if word.isdigit() else 0
+
+
+def mebibytes(word: str) -> int:
+    return count(word) * MIB
+
+
+def owner(pid: int, proc: Path = PROC) -> str:
+    """The user of a process; empty when it is not to be seen from here."""
+    try:
+        uid = (proc / str(pid)).stat().st_uid
+    except OSError:
+        return ""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+# ---------------------------------------------------------------- what the kernel says
+
+
+def nvidia_cards(sys_folder: Path) -> int:
+    """NVIDIA's display and compute cards on the PCI bus, whether a driver knows them or not."""
+    devices = sys_folder.glob("bus/pci/devices/*")
+    return sum(read(card / "vendor") == "0x10de" and read(card / "class").startswith("0x03") for card in devices)
+
+
+def xids(kernel_log: str) -> tuple[str, ...]:
+    """Each kind of GPU error that the kernel reported, once, such as `PCI:0000:3b:00 79`."""
+    found = re.findall(r"NVRM: Xid \((PCI:[0-9a-fA-F:.]+)\): (\d+)", kernel_log)
+    return tuple(dict.fromkeys(f"{bus} {code}" for bus, code in found if code not in PROGRAM_XIDS))
+
+
+def device_files(dev: Path) -> tuple[Gpu, ...]:
+    """Where there is no nvidia-smi, the kernel's files at least tell how many GPUs there are."""
+    numbers = [path.name.removeprefix("nvidia") for path in dev.glob("nvidia*")]
+    indices = sorted(int(number) for number in numbers if number.isdigit())
+    return tuple(Gpu(index, f"/dev/nvidia{index}", "NVIDIA GPU", 0, 0) for index in indices)
+
+
+# ---------------------------------------------------------------- what a process sees
+
+
+def visible(setting: str | None, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
+    """The GPUs that CUDA_VISIBLE_DEVICES leaves; None when it is not set.
+
+    As CUDA reads it: numbers or beginnings of a uuid, up to the first that is no GPU; one named twice leaves
+    none.
+    Where MIG is on, a process sees one slice of one GPU.
+    """
+    words = None if setting is None else [word.strip() for word in setting.split(",")]
+    seen = list(gpus) if words is None else known(words, gpus)
+    if words is not None and len(set(words[: len(seen)])) < len(seen):
+        return ()
+    sliced = [gpu for gpu in seen if gpu.mig]
+    return tuple(sliced[:1] or seen)
+
+
+def known(words: Sequence[str], gpus: Sequence[Gpu]) -> list[Gpu]:
+    """The GPUs that these words name, up to the first that names none."""
+    found: list[Gpu] = []
+    for word in words:
+        gpu = named(word, gpus)
+        if gpu is None:
+            break
+        found.append(gpu)
+    return found
+
+
+def named(word: str, gpus: Sequence[Gpu]) -> Gpu | None:
+    if word.startswith("MIG-"):
+        found = [gpu for gpu in gpus if gpu.mig]
+    elif word.startswith("GPU-"):
+        found = [gpu for gpu in gpus if gpu.uuid.startswith(word)]
+    else:
+        found = [gpu for gpu in gpus if str(gpu.index) == word]
+    return found[0] if found else None
+
+
+def main() -> int:
+    """Print how many GPUs this shell may use."""
+    gpus = look_at_gpus()
+    if gpus.error:
+        sys.stderr.write(f"{gpus.error}\n")
+    print(len(visible(os.environ.get("CUDA_VISIBLE_DEVICES"), gpus.devices)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,171 @@
+"""Which ports are free, and by which interface and address this machine speaks to others.
+
+The standard library is enough.
+
+Try it: python3 -m distributed.host.network 29500 && echo free
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import ipaddress
+import itertools
+import os
+import random
+import re
+import socket
+import struct
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from distributed.host.probe import PROC, read
+
+PORTS = range(20_000, 30_000)  # to choose from; below the usual ephemeral ones
+MAX_SHOWN = 100  # characters of a command line in a message
+SIOCGIFADDR, SIOCGIFMTU = 0x8915, 0x8921  # linux/sockios.h: the address of an interface, and its MTU
+
+
+# ---------------------------------------------------------------- ports
+
+
+def port_is_free(port: int) -> bool:
+    """Whether a store could listen on it at all addresses, as PyTorch's does."""
+    for family, address in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
+        try:
+            with socket.socket(family, socket.SOCK_STREAM) as listening:
+                listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                listening.bind((address, port))
+                listening.listen()
+        except OSError as error:
+            if error.errno in (errno.EADDRINUSE, errno.EACCES):
+                return False
+    return True
+
+
+def free_port() -> int:
+    """One of PORTS that is free, outside the range that the kernel gives to connections."""
+    low, high = ephemeral_range()
+    begin = random.randrange(len(PORTS))
+    ports = itertools.chain(PORTS[begin:], PORTS[:begin])
+    return next(port for port in ports if not low <= port <= high and port_is_free(port))
+
+
+def listener(port: int, proc: Path = PROC) -> str:
+    """Who listens on the port, as "pid 12 (python train.py)", with its run; empty when nobody that may be seen."""
+    sockets = {
+        f"socket:[{columns[9]}]"
+        for table in ("net/tcp", "net/tcp6")
+        for columns in map(str.split, read(proc / table).splitlines()[1:])
+        if columns[3] == "0A" and int(columns[1].rpartition(":")[2], 16) == port
+    }
+    for link in proc.glob("[0-9]*/fd/*") if sockets else ():
+        with suppress(OSError):
+            if os.readlink(link) in sockets:
+                process = link.parents[1]
+                words = read(process / "cmdline").replace("\0", " ").strip()
+                command = f"pid {process.name} ({words if len(words) <= MAX_SHOWN else f'{words[:MAX_SHOWN]}...'})"
+                run = re.search(r"(?:^|\0)MUSTER_RUN_DIR=[^\0]*?([^/\0]+)/*(?:\0|$)", read(process / "environ"))
+                return f"{command} of run {run[1]}" if run else command
+    return ""
+
+
+def ephemeral_range(proc: Path = PROC) -> tuple[int, int]:
+    low, high = read(proc / "sys/net/ipv4/ip_local_port_range").split() or (32768, 60999)
+    return int(low), int(high)
+
+
+def loopback_error() -> str:
+    """Why two processes of this machine cannot speak over 127.0.0.1; empty when they can."""
+    try:
+        with (
+            socket.create_server(("127.0.0.1", 0)) as server,
+            socket.create_connection(server.getsockname(), 2),
+        ):
+            return ""
+    except OSError as error:
+        return str(error)
+
+
+# ---------------------------------------------------------------- interfaces and addresses
+
+
+def address_of(name: str) -> str:
+    try:
+        return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError:
+        return ""
+
+
+def own_addresses(proc: Path = Path("/proc/net")) -> tuple[str, ...]:
+    """IPv4 and IPv6 addresses of this node, but for loopback."""
+    found = set()
+    try:
+        for entry in re.findall(r"\|-- (\S+)\n\s+/32 host LOCAL", (proc / "fib_trie").read_text()):
+            found.add(entry)
+        for line in (proc / "if_inet6").read_text().splitlines():
+            found.add(str(ipaddress.IPv6Address(int(line.split()[0], 16))))
+    except OSError:
+        pass  # a kernel without IPv6 has no if_inet6
+    return tuple(sorted(address for address in found if not ipaddress.ip_address(address).is_loopback))
+
+
+def outward_address() -> str:
+    """The address other machines see; 192.0.2.1 is nobody's."""
+    return address_towards("192.0.2.1")
+
+
+def address_towards(host: str) -> str:
+    """The IPv4 address of this machine on the way to a host; empty when there is none, or it cannot be told (IPv6)."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 9))  # sends nothing
+        except OSError:
+            return ""
+        return str(probe.getsockname()[0])
+
+
+def interface_to(host: str) -> str:
+    """The network interface on the way to a host; empty when there is none, or it cannot be told (IPv6)."""
+    own = address_towards(host)
+    return next((name for _, name in socket.if_nameindex() if own and address_of_interface(name) == own), "")
+
+
+def address_of_interface(name: str) -> str:
+    """Its IPv4 address; empty when it has none."""
+    answer = ask_interface(name, SIOCGIFADDR)
+    return socket.inet_ntoa(answer[20:24]) if answer else ""
+
+
+def mtu_of_interface(name: str) -> int:
+    """The most bytes that it sends in a packet; 0 when that is not known."""
+    answer = ask_interface(name, SIOCGIFMTU)
+    return int(struct.unpack_from("i", answer, 16)[0]) if answer else 0
+
+
+def ask_interface(name: str, question: int) -> bytes:
+    """What the kernel says of it, a struct ifreq; empty when it says nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+        return fcntl.ioctl(probe.fileno(), question, struct.pack("256s", name.encode()[:15]))
+    return b""
+
+
+# ---------------------------------------------------------------- the program
+
+
+def main(words: Sequence[str]) -> int:
+    """Whether a port is free: 0; or 1, and who has it."""
+    port = int(words[0])
+    if port_is_free(port):
+        return 0
+    holder = listener(port)
+    sys.stderr.write(f"port {port} is taken{holder and f' by {holder}'}\n")
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,72 @@
+"""How many threads each rank computes with: OMP_NUM_THREADS, which PyTorch reads when it is imported.
+
+More threads than cores slow a small model tenfold, and torchrun sets 1 whatever there is. So the ranks of a machine
+share the cores that they really have. Standard library only.
+
+Try it: python -m distributed.launch.threads   (how many cores a process may use here)
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, MutableMapping
+
+from distributed.host.resources import Cores, look_at_cores
+from distributed.world import in_job_step
+
+NAME = "OMP_NUM_THREADS"
+
+
+def cores_of_ranks(tasks: int, env: Mapping[str, str], cores: Cores) -> float:
+    """The cores that the ranks of this machine have together: those it gives them, and no more than SLURM's share.
+
+    Args:
+        tasks: processes of this launch on this machine that see the same cores, unless SLURM has bound each to its own.
+        cores: as this process sees them.
+    """
+    bound = tasks > 1 and cores.affinity < cores.present
+    given = cores.usable * tasks if bound else cores.usable
+    allotted = 0
+    if in_job_step(env) and env.get("SLURM_CPUS_PER_TASK"):
+        allotted = _number(env["SLURM_CPUS_PER_TASK"]) * tasks
+    elif env.get("SLURM_JOB_ID"):
+        allotted = _number(env.get("SLURM_CPUS_ON_NODE", ""))
+    return min(given, allotted or given)
+
+
+def _number(value: str) -> int:
+    """0: unknown."""
+    return int(value) if value.isdecimal() else 0
+
+
+def share_cores(
+    ranks: int, tasks: int = 1, env: MutableMapping[str, str] = os.environ, cores: Cores | None = None
+) -> str:
+    """Set OMP_NUM_THREADS for each of the ranks on this machine, unless it is set.
+
+    Args:
+        tasks: the processes that start these ranks here: 1 for an agent; with srun each rank is one.
+
+    Returns:
+        What to print, a line; empty when it was set.
+    """
+    if env.get(NAME):
+        return ""
+    shared = cores_of_ranks(tasks, env, cores or look_at_cores())
+    env[NAME] = str(max(1, int(shared // ranks)))
+    return f"{NAME}={env[NAME]} for each of {_count(ranks, 'rank')} on {_count(shared, 'core')}\n"
+
+
+def _count(number: float, what: str) -> str:
+    return f"{number:g} {what}{'' if number == 1 else 's'}"
+
+
+def main() -> int:
+    """Print how many cores a process may use here, at least 1."""
+    sys.stdout.write(f"{max(1, int(look_at_cores().usable))}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

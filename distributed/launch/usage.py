@@ -1,0 +1,157 @@
+"""What the ranks of one node use over time: CPU, memory, output and GPUs, whatever the script logs itself.
+
+A child process of what runs the ranks there, the supervisor or the first task of srun, appends one JSON object a sample
+to node_<name>.samples.jsonl in the run directory:
+
+    {"time": 1764000000.5, "ranks": {"0": {"cpu": 41.2, "memory": 1288490188, "output": 5120}},
+     "gpus": {"3": {"use": 97, "memory": 17179869184, "ranks": [0]}}}
+
+The ranks are local ranks, each with its children. cpu: seconds of CPU since its start; memory: bytes, resident; output:
+bytes since its start. Of a GPU (the key is its index on the node): per cent of the time in which a kernel ran, bytes in
+use, and the ranks that compute on it. "gpus" is in few samples, as nvidia-smi is not asked more often than every
+10 seconds. A file never has more than MOST samples: then each two become one, and the interval doubles.
+
+The supervisor imports this before every command, so it imports nothing at once that costs milliseconds. Standard
+library alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+
+from distributed.files import write_file
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+    from typing import Any
+
+INTERVAL = 1.0  # seconds between the first samples
+MOST = 500  # samples in a file
+GPU_INTERVAL = 10.0  # seconds between two calls of nvidia-smi
+
+PR_SET_PDEATHSIG = 1
+Sample = dict[str, "Any"]
+
+
+def start(run: str, node: str) -> int:
+    """Fork the process that records samples until it is ended, or until this one has died. Returns its id.
+
+    It leads a session of its own, in which nvidia-smi runs: see stop().
+    """
+    parent = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.setsid()
+            _detach(parent)
+            record(run, node)
+        finally:
+            os._exit(0)
+    return pid
+
+
+def stop(pid: int) -> None:
+    """SIGKILL for the process that start() has forked, and for what it runs."""
+    for kill in (os.kill, os.killpg):  # it may not yet lead a group
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            kill(pid, signal.SIGKILL)
+
+
+def _detach(parent: int) -> None:
+    """Hold nothing open whose end another process waits for, take no signal of the parent's, and end with it."""
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    null = os.open(os.devnull, os.O_RDWR)
+    for file in range(3):
+        os.dup2(null, file)
+    os.closerange(3, 1 << 16)
+    with contextlib.suppress(ImportError, OSError, AttributeError):
+        import ctypes
+
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(0)
+    os.nice(10)
+
+
+def record(run: str, node: str) -> None:
+    """Append samples, for ever. Nothing is imported before the first is due: the start of the ranks comes first."""
+    time.sleep(INTERVAL)
+    path, samples, interval = os.path.join(run, f"node_{node}.samples.jsonl"), list[Sample](), INTERVAL
+    ask_gpus_at = 0.0
+    while True:
+        due = time.monotonic() + interval
+        gpus = due >= ask_gpus_at
+        if (sample := take(run, node, gpus=gpus))["ranks"]:  # else they have not been started
+            samples.append(sample)
+            with contextlib.suppress(OSError):  # a full disk, most often
+                if len(samples) < MOST:
+                    append(path, sample)
+                else:
+                    samples, interval = thin(samples), 2 * interval
+                    rewrite(path, samples)
+            ask_gpus_at = due + GPU_INTERVAL if gpus else ask_gpus_at
+        time.sleep(max(0.0, due - time.monotonic()))
+
+
+def thin(samples: Sequence[Sample]) -> list[Sample]:
+    """Each two as one: the later one, with the GPUs of the earlier one where only that has some."""
+    return [{**one, **other} for one, other in zip(samples[::2], samples[1::2], strict=False)]
+
+
+def append(path: str, sample: Sample) -> None:
+    import json
+
+    with open(path, "a") as file:
+        file.write(json.dumps(sample) + "\n")
+
+
+def rewrite(path: str, samples: Sequence[Sample]) -> None:
+    import json
+
+    write_file(path, "".join(json.dumps(sample) + "\n" for sample in samples))
+
+
+def take(run: str, node: str, *, gpus: bool, proc: Path | None = None) -> Sample:
+    """One sample. gpus: also ask nvidia-smi, which may take seconds."""
+    from pathlib import Path
+
+    from distributed.host.probe import PROC
+    from distributed.runs import node_status
+
+    families = node_status.families(node_status.processes_of(run, node, proc or PROC))
+    written = node_status.outputs(Path(run), node)
+    ranks = {
+        str(rank): {
+            "cpu": round(sum(one.ticks + one.ticks_of_ended for one in family) / node_status.TICK, 2),
+            "memory": sum(one.memory for one in family),
+            "output": sum(map(size, written.get(rank, ()))),
+        }
+        for rank, family in sorted(families.items())
+    }
+    sample: Sample = {"time": round(time.time(), 2), "ranks": ranks}
+    if gpus and ranks:
+        found, users, _ = node_status.look_at_gpus()
+        by_gpu = {
+            gpu.index: [rank for rank, family in families.items() if gpu in node_status.used_by(family, found, users)]
+            for gpu in found.values()
+        }
+        if found:
+            sample["gpus"] = {
+                str(gpu.index): {"use": gpu.use, "memory": gpu.memory_used, "ranks": sorted(by_gpu[gpu.index])}
+                for gpu in found.values()
+            }
+    return sample
+
+
+def size(path: str | os.PathLike[str]) -> int:
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return 0

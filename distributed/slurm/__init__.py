@@ -1,0 +1,1 @@
+"""What SLURM has allocated, and job steps."""

@@ -1,0 +1,1 @@
+"""Do the ranks compute together, how fast, and who is slow."""

@@ -1,0 +1,387 @@
+"""What the smoke test found, for people and for programs.
+
+Each rank hands in its Findings; `summarise` puts them together into one JSON object, `render` tells it to
+people. Nothing here knows PyTorch, so that a launcher can tell the report of ranks that ran elsewhere:
+
+    python -m distributed.smoke.report [--json] REPORT.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+from distributed.smoke.bandwidth import Link, slow
+from distributed.smoke.bandwidth import speed as speed_label
+
+REMEDY = {
+    "reach": "open TCP between the nodes, on all ports above 1023 (firewall, security group, network policy)",
+    "join": "see that every rank was started, and reaches the master's address and port",
+    "answer": "look at that rank's own output: it may have died, be stopped, or wait for its GPU or a disk",
+    "bandwidth": "look at the ranks' own output, and at the network between the nodes",
+    "links": "look at cable, switch port and MTU there, and at which interface NCCL takes (NCCL_DEBUG=INFO)",
+    "pace": "look at what else runs there (top, nvidia-smi), at its clocks and heat, or leave that node out",
+}
+MANGLED = (
+    "--backend gloo tells the GPUs' links from the rest; with NCCL try NCCL_P2P_DISABLE=1, NCCL_IB_DISABLE=1 "
+    "and NCCL_DEBUG=INFO one at a time"
+)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that is not as it should be, at one rank."""
+
+    check: str
+    rank: int
+    host: str
+    expected: str
+    got: str
+    case: str = ""  # "float32, 1009 elements, element 3"
+    said: str = ""  # all of it, where it reads better in other words
+
+    def __str__(self) -> str:
+        if self.said:
+            return self.said
+        case = f" ({self.case})" if self.case else ""
+        return f"rank {self.rank} on {self.host}{case}: expected {self.expected}, got {self.got}"
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How fast one collective moves one size of message. GB is 10^9 bytes."""
+
+    collective: str
+    bytes: int  # of the whole message, as nccl-tests counts it
+    iterations: int
+    seconds: float  # of one message, on the slowest rank
+    algorithm_gb_per_second: float
+    bus_gb_per_second: float
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How fast one rank computes by itself."""
+
+    rank: int
+    compute_seconds: float  # of a good round; a round is the same work on every rank
+    factor: float  # times what the others need
+    late_seconds: float  # at the barrier, after the first
+    slow: bool
+
+
+@dataclass
+class Findings:
+    """What one rank found."""
+
+    rank: int
+    host: str
+    device: str
+    done: list[str] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)  # check -> why
+    faults: list[Fault] = field(default_factory=list)
+    broken: bool = False  # a collective raised: the group is of no more use
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Findings:
+        told = json.loads(text)
+        return cls(**{**told, "faults": [Fault(**fault) for fault in told["faults"]]})
+
+
+@dataclass
+class Measured:
+    """What the ranks measured together; every rank knows all of it."""
+
+    bandwidth: list[Speed] = field(default_factory=list)
+    pace: list[Pace] = field(default_factory=list)
+    links: list[Link] = field(default_factory=list)
+
+
+# ---------------------------------------------------------------- figures from seconds
+
+
+# How often a message crosses the links, so that the figure can be held against the hardware's whatever the
+# number of ranks is: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
+BUS_FACTOR: dict[str, Callable[[int], float]] = {
+    "all_reduce": lambda ranks: 2 * (ranks - 1) / ranks,
+    "all_gather": lambda ranks: (ranks - 1) / ranks,
+    "reduce_scatter": lambda ranks: (ranks - 1) / ranks,
+    "all_to_all": lambda ranks: (ranks - 1) / ranks,
+    "broadcast": lambda ranks: 1.0,
+}
+
+
+def speed(collective: str, ranks: int, size: int, iterations: int, seconds: float) -> Speed:
+    """Bandwidths, from the seconds that one message of `size` bytes takes."""
+    algorithm = size / seconds / 1e9
+    bus = algorithm * BUS_FACTOR[collective](ranks)
+    return Speed(collective, size, iterations, seconds, algorithm, bus)
+
+
+def slowness(good: Sequence[float]) -> list[float]:
+    """How many times as long as the others each rank computes, from the seconds of a good round of each."""
+    if len(good) == 1:
+        return [1.0]
+    return [own / median([*good[:rank], *good[rank + 1 :]]) for rank, own in enumerate(good)]
+
+
+def good_round(seconds: Sequence[float]) -> float:
+    """The lower quartile of the seconds: who was unlucky has good rounds too, who is slow has none."""
+    return quantiles(seconds, n=4)[0]
+
+
+def lateness(waits: Sequence[Sequence[float]]) -> list[float]:
+    """How long after the first each rank usually came to the barrier, in seconds.
+
+    The first waits longest and the last hardly at all; all leave together. So no clocks are compared.
+    """
+    longest = [max(waited) for waited in zip(*waits, strict=True)]
+    return [median(most - own for most, own in zip(longest, waited, strict=True)) for waited in waits]
+
+
+# ---------------------------------------------------------------- put together
+
+
+def summarise(
+    launch: Mapping[str, Any],
+    proved: Mapping[str, str],
+    answered: Mapping[int, Findings],
+    measured: Measured,
+    absent: Sequence[Fault] = (),
+) -> dict[str, Any]:
+    """The whole report, ready for JSON.
+
+    Args:
+        launch: what was started: size, nodes, launcher, backend, torch.
+        proved: each check, and what is known when it found no fault.
+        answered: rank -> what it found.
+        absent: a fault for each rank that has not answered.
+    """
+    findings = [answered[rank] for rank in sorted(answered)]
+    faults = [*absent, *(fault for one in findings for fault in one.faults)]
+    faults += [*slow_links(measured, answered), *slow_ranks(measured, answered)]
+    paces = {one.rank: asdict(one) for one in measured.pace}
+    return {
+        "verdict": "fault" if faults else "ok",
+        "world": dict(launch),
+        "checks": [
+            check_report(name, known, findings, [fault for fault in faults if fault.check == name])
+            for name, known in proved.items()
+        ],
+        "bandwidth": [asdict(one) for one in measured.bandwidth],
+        "links": [asdict(one) for one in measured.links],
+        "ranks": [
+            {"rank": one.rank, "host": one.host, "device": one.device, **paces.get(one.rank, {})} for one in findings
+        ],
+    }
+
+
+def alone(launch: Mapping[str, Any], fault: Fault) -> dict[str, Any]:
+    """The report of a rank that cannot hear the others."""
+    return summarise(launch, {fault.check: ""}, {}, Measured(), [fault])
+
+
+def slow_links(measured: Measured, answered: Mapping[int, Findings]) -> list[Fault]:
+    first = {one.host: rank for rank, one in sorted(answered.items(), reverse=True)}
+    return [
+        Fault("links", first[one.node], one.node, speed_label(one.expected), speed_label(one.got), said=one.said)
+        for one in slow(measured.links)
+        if one.node in first
+    ]
+
+
+def slow_ranks(measured: Measured, answered: Mapping[int, Findings]) -> list[Fault]:
+    """Each slow rank; one fault for a node of which all are."""
+    on = {rank: one.host for rank, one in answered.items()}
+    slow_on: dict[str, list[Pace]] = {}
+    for one in measured.pace:
+        if one.slow and one.rank in on:
+            slow_on.setdefault(on[one.rank], []).append(one)
+    found = []
+    for host, paces in slow_on.items():
+        whole = len(paces) == list(on.values()).count(host)
+        found += [slow_rank(one, host, len(paces) if whole else 1) for one in (paces[:1] if whole else paces)]
+    return found
+
+
+def slow_rank(one: Pace, host: str, ranks: int) -> Fault:
+    """ranks: how many of this host this one stands for."""
+    expected = f"{one.compute_seconds / one.factor * 1e3:.1f} ms of computing a round, as the others"
+    got = f"{one.compute_seconds * 1e3:.1f} ms: {one.factor:.1f} times as long"
+    said = f"all {ranks} ranks on {host}: expected {expected}, got {got} (rank {one.rank})" if ranks > 1 else ""
+    return Fault("pace", one.rank, host, expected, got, said=said)
+
+
+def check_report(name: str, known: str, findings: Sequence[Findings], faults: Sequence[Fault]) -> dict[str, Any]:
+    status, summary = "ok", known
+    if faults:
+        status, summary = "fault", "; ".join(told_each(faults))
+    elif why := [reason for one in findings if (reason := why_not(name, one))]:
+        status, summary = "skipped", why[0]
+    return {
+        "name": name,
+        "status": status,
+        "summary": summary,
+        "remedy": REMEDY.get(name, MANGLED) if faults else None,
+        "faults": [asdict(fault) for fault in faults],
+    }
+
+
+def why_not(name: str, findings: Findings) -> str | None:
+    """Why a rank did not make a check, None when it did."""
+    if name in findings.done:
+        return None
+    return findings.skipped.get(name, "a check before it failed")
+
+
+def told_each(faults: Sequence[Fault], at_most: int = 3) -> list[str]:
+    more = [f"and {len(faults) - at_most} more"] if len(faults) > at_most else []
+    return [*map(str, faults[:at_most]), *more]
+
+
+def to_json(report: Mapping[str, Any]) -> str:
+    return json.dumps(report, indent=2, sort_keys=True) + "\n"
+
+
+# ---------------------------------------------------------------- told to people
+
+
+def render(report: Mapping[str, Any]) -> str:
+    """The report for people."""
+    world = report["world"]
+    where = f"{_ranks(world['size'])} on {world['nodes']} node{'s' * (world['nodes'] != 1)}"
+    blocks = [
+        [f"smoke test: {where}, {world['backend']}, torch {world['torch']}"],
+        [line for check in report["checks"] for line in check_lines(check)],
+        bandwidth_lines(report["bandwidth"]),
+        link_lines(report["links"]),
+        pace_lines([one for one in report["ranks"] if "factor" in one]),
+        [verdict_line(report)],
+    ]
+    return "\n\n".join("\n".join(lines) for lines in blocks if lines) + "\n"
+
+
+def check_lines(check: Mapping[str, Any]) -> list[str]:
+    """What is known, or a line a fault, and the remedy."""
+    word = "FAULT" if check["status"] == "fault" else check["status"]
+    said = told_each([Fault(**fault) for fault in check["faults"]]) or [check["summary"]]
+    lines = [f"  {word:<8}{check['name']:<16}{said[0]}", *(f"{'':<26}{more}" for more in said[1:])]
+    return [*lines, f"{'':<10}-> {check['remedy']}"] if check["remedy"] else lines
+
+
+def bandwidth_lines(speeds: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A row a message size: the time of an all-reduce, then the bus bandwidth of each collective."""
+    if not speeds:
+        return []
+    cells = {(one["bytes"], one["collective"]): one for one in speeds}
+    names = list(dict.fromkeys(one["collective"] for one in speeds))
+    lines = [f"  {'message':>7}{'all_reduce':>13}   bus bandwidth, GB/s"]
+    lines += [f"  {'':>7}{'ms':>13}" + "".join(f"{name:>15}" for name in names)]
+    for size in sorted({one["bytes"] for one in speeds}):
+        time = milliseconds(cells.get((size, "all_reduce")))
+        bus = [bus_bandwidth(cells.get((size, name))) for name in names]
+        lines.append(f"  {size_label(size):>7}{time:>13}" + "".join(f"{one:>15}" for one in bus))
+    return lines
+
+
+def link_lines(links: Sequence[Mapping[str, Any]], at_most: int = 8) -> list[str]:
+    if not links:
+        return []
+    slowest_first = sorted(links, key=lambda one: one["gb_per_second"])[:at_most]
+    lines = [f"  between nodes, the slowest {len(slowest_first)} of {len(links)}", f"  {'GB/s':>7}   where"]
+    return lines + [f"  {one['gb_per_second']:7.3f}   {one['one']} - {one['other']}" for one in slowest_first]
+
+
+def milliseconds(speed: Mapping[str, Any] | None) -> str:
+    return f"{speed['seconds'] * 1e3:.3f}" if speed else "-"
+
+
+def bus_bandwidth(speed: Mapping[str, Any] | None) -> str:
+    return f"{speed['bus_gb_per_second']:.3f}" if speed else "-"
+
+
+def pace_lines(ranks: Sequence[Mapping[str, Any]], at_most: int = 8) -> list[str]:
+    if not ranks:
+        return []
+    slowest_first = sorted(ranks, key=lambda one: -one["factor"])[:at_most]
+    lines = [f"  computing alone, the slowest {len(slowest_first)} of {len(ranks)}"]
+    lines += [f"  {'rank':>7}{'ms a round':>13}{'times the others':>19}{'ms late':>11}   where"]
+    return lines + [
+        f"  {one['rank']:>7}{one['compute_seconds'] * 1e3:13.1f}{one['factor']:19.2f}"
+        f"{one['late_seconds'] * 1e3:11.1f}   {one['host']}, {one['device']}"
+        for one in slowest_first
+    ]
+
+
+def size_label(size: float) -> str:
+    """Bytes as nccl-tests write them: 65536 is 64K."""
+    for unit in ("", "K", "M"):
+        if size < 1023.5:
+            return f"{size:.4g}{unit}"
+        size /= 1024
+    return f"{size:.4g}G"
+
+
+def verdict_line(report: Mapping[str, Any]) -> str:
+    bad = [check["name"] for check in report["checks"] if check["status"] == "fault"]
+    if bad:
+        return f"verdict: FAULT in {', '.join(bad)}"
+    size = report["world"]["size"]
+    return f"verdict: ok, {_ranks(size)} work{'s' * (size == 1)} together as {'it' if size == 1 else 'they'} should"
+
+
+def _ranks(number: int) -> str:
+    return f"{number} rank{'s' * (number != 1)}"
+
+
+def show(report: Mapping[str, Any], as_json: bool = False) -> None:
+    """Print the report: for people, in colours where rich is there and this is a terminal; or as JSON."""
+    text = to_json(report) if as_json else render(report)
+    if sys.stdout.isatty() and not as_json:
+        text = coloured(text)
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def coloured(text: str) -> str:
+    try:
+        from rich.console import Console
+        from rich.text import Text
+    except ImportError:
+        return text
+    styled = Text(text)
+    styled.highlight_regex(r"(?m)^  ok|^verdict: ok", "green")
+    styled.highlight_regex(r"(?m)^  skipped", "yellow")
+    styled.highlight_regex(r"FAULT", "bold red")
+    console = Console()
+    with console.capture() as captured:
+        console.print(styled, end="", soft_wrap=True)
+    return captured.get()
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Tell a report that was written to a file. Returns 0 when all was well, 1 when a check failed."""
+    summary = str(__doc__).splitlines()[0]
+    parser = argparse.ArgumentParser("distributed.smoke.report", description=summary, allow_abbrev=False)
+    parser.add_argument("--json", action="store_true", help="as the one JSON object")
+    parser.add_argument("report", type=Path, metavar="REPORT.json", help="what distributed.smoke wrote")
+    options = parser.parse_args(words)
+    try:
+        report = json.loads(options.report.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        parser.error(f"'{options.report}' cannot be read as a report: {error}")
+    show(report, options.json)
+    return 0 if report["verdict"] == "ok" else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

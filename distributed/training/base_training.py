@@ -1,0 +1,149 @@
+"""The base model of a training: the one that mode base_only writes, or the one that mode full_fine_tuning starts from.
+
+Weights are loaded with weights_only=True, after every byte was compared with the manifest (base_model.py).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from distributed.config import FULL_FINE_TUNING, ConfigError, Settings
+from distributed.files import write_json
+from distributed.runs import history
+from distributed.training import base_model
+from distributed.training.base_model import BaseModelError
+from distributed.training.collectives import Ranks
+
+DIRECTORY, DIGEST = "MUSTER_BASE_MODEL", "MUSTER_BASE_MODEL_DIGEST"  # environment variables
+REMEDY = "give --base_model DIR, or run the list with scripts/jobs/run_two_phase_training.py"
+WEIGHTS, METRICS, LOSSES, CONFIG = base_model.FILES
+
+
+# ---------------------------------------------------------------- the one to start from
+
+
+@dataclass(frozen=True)
+class Base:
+    """A verified base model."""
+
+    directory: Path
+    digest: str
+    metrics: Mapping[str, Any]  # base_metrics.json
+
+    def __str__(self) -> str:
+        here = Path.cwd()
+        place = self.directory.relative_to(here) if self.directory.is_relative_to(here) else self.directory
+        loss, step = self.metrics.get("held_out_loss"), self.metrics.get("step")
+        score = f", held-out loss {loss:.3f} at step {step}" if isinstance(loss, float) else ""
+        return f"{place} (digest {base_model.hash_of(self.digest)}...{score})"
+
+    def trained_on(self, participant: str | None) -> bool:
+        """Whether it has seen text of that participant."""
+        known = self.metrics.get("participants")
+        return isinstance(known, list) and participant in known
+
+    def load_into(self, model: nn.Module, settings: Mapping[str, Any], ranks: Ranks) -> None:
+        """Give its weights to a model. Collective. settings: those of the model, with vocab_size.
+
+        Raises:
+            ConfigError: they cannot be loaded, or are those of another model. The same on every rank.
+        """
+        file = self.directory / WEIGHTS
+        try:
+            content = ranks.load(file)
+            theirs, weights = dict(content["model_settings"]), dict(content["model"])
+        except (pickle.UnpicklingError, OSError) as error:
+            raise ConfigError(f"{file}: cannot be loaded: {error}; {REMEDY}") from None
+        except (KeyError, TypeError, ValueError):
+            raise ConfigError(f"{file}: not the weights of a base model of train.py; {REMEDY}") from None
+        differ = [
+            f"model.{key}={ours} (there {theirs.get(key)})" for key, ours in settings.items() if ours != theirs.get(key)
+        ]
+        if differ:
+            raise ConfigError(
+                f"{self.directory}: the base model has other settings: {', '.join(differ)}; give these keys its "
+                "values, or name another base model: --base_model DIR"
+            )
+        try:
+            model.load_state_dict(weights)
+        except RuntimeError as error:
+            raise ConfigError(f"{file}: does not fit the model: {' '.join(str(error).split())}; {REMEDY}") from None
+
+
+def find(settings: Settings, ranks: Ranks) -> Base | None:
+    """The base model that the settings or the environment name, verified by rank 0; None in a mode that needs none.
+
+    Raises:
+        ConfigError: none is named, or it is missing, incomplete, damaged or another one. The same on every rank.
+    """
+    if settings.data.mode != FULL_FINE_TUNING:
+        return None
+    return ranks.decide(lambda: _verified(settings.train.base_model or os.environ.get(DIRECTORY)))
+
+
+def _verified(named: str | Path | None) -> Base:
+    if not named:
+        raise ConfigError(f"data.mode={FULL_FINE_TUNING}: no base model; {REMEDY}")
+    directory = Path(named).absolute()
+    try:
+        found = base_model.verify(str(directory), os.environ.get(DIGEST) or None)["digest"]
+    except BaseModelError as error:
+        raise ConfigError(f"{error}; {REMEDY}") from None
+    try:
+        metrics = json.loads((directory / METRICS).read_bytes())
+    except ValueError:
+        metrics = {}  # another script may write something else: they are only shown
+    return Base(directory, str(found), metrics if isinstance(metrics, dict) else {})
+
+
+# ---------------------------------------------------------------- the one that was trained
+
+
+def write(
+    run: Path,
+    weights: Mapping[str, Tensor],
+    model: Mapping[str, Any],
+    metrics: Mapping[str, Any],
+    settings: Settings,
+    job: Mapping[str, Any],
+) -> None:
+    """Write the files of a base model into the run directory, each beside and renamed, the weights last.
+
+    Without best_base_model.pt no set is complete: an earlier one is removed first. Raises OSError.
+
+    model: its settings, with vocab_size. metrics: what base_metrics.json holds. job: the arguments of the job.
+    """
+    (run / WEIGHTS).unlink(missing_ok=True)
+    curve = history.read_metrics(run / "metrics.jsonl", [])
+    losses = {
+        "loss": [{"step": int(step), "loss": _finite_or_none(loss)} for step, loss in curve.series("loss")],
+        "held_out_loss": [
+            {"step": int(step), "held_out_loss": _finite_or_none(loss)} for step, loss in curve.held_out_losses()
+        ],
+    }
+    config = {
+        "settings": settings.model_dump(mode="json"), "arguments": dict(job), "digest": os.environ.get(DIGEST) or None,
+    }  # fmt: skip
+    for name, value in ((METRICS, metrics), (LOSSES, losses), (CONFIG, config)):
+        write_json(str(run / name), value)
+    content = {"model": dict(weights), "model_settings": dict(model), "corpus": metrics["corpus"]}
+    beside = run / f".{WEIGHTS}.incomplete"
+    with beside.open("wb") as file:  # by its name, torch.save would write the name into the file
+        torch.save(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(run / WEIGHTS)
+
+
+def _finite_or_none(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,662 @@
+"""What is trained on: a corpus, cut into windows, in an order that can be resumed.
+
+    corpus = load()                                       # or load(Path("books/"), held_out=0.05)
+    windows = Windows(corpus.train, block=128)
+    order = Stream(len(windows), batch=64, rank=rank, size=size, micro=16, seed=1337, start=consumed)
+    for inputs, targets in loader(windows, order, workers=2): ...
+
+Without a path the corpus is the Python language reference that ships with the interpreter: a third of a
+megabyte of English, as bytes, in named domains. A path is a text file, a folder of text files, or nanoGPT's
+`.bin` token files.
+
+Try it: python -c "from distributed.training.data import load; print(load())"
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import itertools
+import logging
+import os
+import platform
+import signal
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing.sharedctypes import RawValue
+from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from distributed.fold import participants_in
+from distributed.topics import DOMAINS, by_domain, said_once
+
+log = logging.getLogger(__name__)
+
+BYTES = 256  # the vocabulary of text: one token is one byte
+GAP = b"\n\n\n"  # between two topics, or two files
+HEAD = 8192  # a file with a NUL among its first bytes is binary, as git has it
+
+
+class DataError(ValueError):
+    """There is nothing to train on, or it is not what the settings say: names file, value and remedy."""
+
+
+# ---------------------------------------------------------------- what a corpus is
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """A run of token ids: bytes in memory, or 16-bit numbers mapped from a file."""
+
+    ids: Tensor  # [n], uint8 or uint16
+    name: str  # what messages call it
+    vocab_size: int  # every id is below it, which is checked as the ids are read
+    file: Path | None = None  # mapped from here,
+    first: int = 0  # from this token of the file on
+    remedy: str = "change data.held_out"  # where they are too few
+
+    @classmethod
+    def mapped(cls, file: Path, first: int, count: int, name: str, vocab_size: int) -> Tokens:
+        """Tokens of a nanoGPT file (raw uint16, little endian); nothing is read before it is looked at."""
+        whole = torch.from_file(str(file), shared=False, size=first + count, dtype=torch.uint16)
+        return cls(whole[first:], name, vocab_size, file, first)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A mapped file goes to a worker process as its name, not as its gigabytes."""
+        if self.file is None:
+            return Tokens, (self.ids, self.name, self.vocab_size)
+        return Tokens.mapped, (self.file, self.first, len(self), self.name, self.vocab_size)
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """Tokens to train on and tokens never trained on."""
+
+    name: str
+    kind: Literal["bytes", "tokens"]
+    train: Tokens
+    held_out: Tokens
+    vocab_size: int
+    base: Tokens | None = None  # text of the base's participants, mixed into each batch
+    domains: tuple[str, ...] = ()  # of the embedded text, or of a directory
+    participant: str | None = None  # the domain that is held out, where one is
+    mode: str = "heldout"  # how, see load()
+    skipped: int = 0  # entries of a folder that are hidden, binary, empty, or no files of its own
+
+    def __str__(self) -> str:
+        parts = f"{len(self.train):,} {self.kind} to train on, {len(self.held_out):,} held out"
+        parts += f", {len(self.base):,} of the base's participants" if self.base else ""
+        domains = f"; domains {', '.join(self.domains)}" if self.domains else ""
+        domains += f"; participant {self.participant}, mode {self.mode}" if self.participant else ""
+        domains += f"; mode {self.mode}" if self.mode == "base_only" and not self.participant else ""
+        skipped = f"; skipped what is hidden, binary or empty: {self.skipped}" if self.skipped else ""
+        return f"{self.name}: {parts}{domains}{skipped}"
+
+    def encode(self, text: str) -> Tensor:
+        """LongTensor [n]: the bytes of the text. Token files bring no tokenizer: there, decimal ids."""
+        if self.kind == "bytes":
+            return torch.tensor(list(text.encode()), dtype=torch.long)
+        words = text.split()
+        if not all(word.isdecimal() for word in words):
+            raise DataError(f"{text!r}: {self.name} comes without a tokenizer; write ids such as '15496 995'")
+        return torch.tensor([int(word) for word in words], dtype=torch.long)
+
+    def decode(self, ids: Tensor | Sequence[int]) -> str:
+        """The text of the ids; what is no UTF-8, or no byte, shows as U+FFFD."""
+        numbers = ids.tolist() if isinstance(ids, Tensor) else list(ids)
+        if self.kind == "tokens":
+            return " ".join(map(str, numbers))
+        return bytes(min(number, 255) for number in numbers).decode(errors="replace")  # 255 is never UTF-8
+
+
+def load(
+    path: Path | None = None,
+    *,
+    domains: Sequence[str] | None = None,
+    participant: str | None = None,
+    mode: str = "heldout",
+    held_out: float = 0.1,
+    vocab_size: int | None = None,
+) -> Corpus:
+    """Open a corpus.
+
+    Held out is the end of every topic of the embedded text, of every text file, or of the token file: the
+    same bytes for everybody, whatever domains one trains on. A folder's `val.bin` is held out as it is.
+
+    With a participant, `mode` says what is trained on and what is held out:
+        heldout: trained on all text of the other domains, held out all text of the participant.
+        single: the participant's text alone, and the end of it.
+        pooled: trained on all domains without their ends, held out the end of the participant's text.
+
+    Args:
+        path: a text file, a folder of them, a `.bin` token file, or a folder with `train.bin` (and
+            `val.bin`); None is the embedded text. Text is read into memory, token files are mapped.
+        domains: which domains of the embedded text, or which of `participants_in(path)`; None is all of them.
+        participant: the domain to hold out.
+        held_out: share, between 0 and 1.
+        vocab_size: needed for token files; for text at least 256, and 256 when None.
+
+    Raises:
+        DataError: nothing there to train on, or the arguments do not fit it.
+    """
+    if not 0 < held_out < 1:
+        raise DataError(f"data.held_out={held_out}: give a share between 0 and 1, such as 0.1")
+    name = _name_of(path)
+    if path is None:
+        texts = _embedded(domains)
+        return _domains_corpus(name, texts, participant, mode, held_out, _byte_vocabulary(vocab_size))
+    if domains is not None or participant is not None:
+        texts, skipped = _texts_of(path, domains)
+        vocabulary = _byte_vocabulary(vocab_size)
+        return _domains_corpus(name, texts, participant, mode, held_out, vocabulary, skipped=skipped)
+    train = path / "train.bin" if path.is_dir() else path
+    if train.suffix == ".bin" and train.is_file():
+        return _token_files(path, train, held_out, vocab_size)
+    return _text_files(path, held_out, _byte_vocabulary(vocab_size))
+
+
+def load_two_phases(
+    path: Path | None = None,
+    *,
+    mode: str,
+    domains: Sequence[str] | None = None,
+    participant: str | None = None,
+    base_participants: Sequence[str] | None = None,
+    target_share: float = 1.0,
+    mixed: bool = False,
+    held_out: float = 0.1,
+    vocab_size: int | None = None,
+) -> Corpus:
+    """Open the corpus of a base model, or of a participant on which one is fine-tuned.
+
+    The end of every text is held out, as load() does it. `mode` says which texts:
+        base_only: those of the base's participants.
+        full_fine_tuning, from_scratch: the participant's; trained on is the first `target_share` of each without its
+            end. When `mixed`, what base_only trains on is there as `base`, without texts of the participant.
+
+    Args:
+        path: a directory, whose participants are `participants_in(path)`; None is the embedded text.
+        domains: the participants; None is all of them.
+        participant: the one of them that no base is trained on.
+        base_participants: None is all of `domains` but the participant.
+        held_out, vocab_size: see load().
+
+    Raises:
+        DataError: nothing there to train on, or the arguments do not fit it.
+    """
+    name, vocabulary = _name_of(path), _byte_vocabulary(vocab_size)
+    texts, skipped = ({}, 0) if base_participants and mode == "base_only" else _texts_of(path, domains)
+    if texts and (mode != "base_only" or participant is not None):
+        _chosen([participant or ""], list(texts), "data.participant")
+    base: dict[str, list[bytes]] = {}
+    if mixed or mode == "base_only":
+        base, more = _texts_of(path, base_participants, "data.base_participants") if base_participants else (texts, 0)
+        skipped = skipped or more
+        if base_participants and mode == "base_only" and participant in base:
+            raise DataError(f"data.base_participants: {participant} is the participant that is held out; remove it")
+        base = {domain: each for domain, each in base.items() if domain != participant}
+        if not base:
+            raise DataError(f"data.mode={mode}: there is no domain but {participant} to train the base on; name more")
+    of_base = [split(text, held_out) for each in base.values() for text in each]
+    about: dict[str, Any] = {"participant": participant, "mode": mode, "skipped": skipped}
+    if mode == "base_only":
+        return _byte_corpus(name, of_base, vocabulary, domains=tuple(base), **about)
+
+    of_target = [split(text, held_out) for text in texts[str(participant)]]
+    of_target = [(trained[: round(len(trained) * target_share)], kept) for trained, kept in of_target]
+    about["domains"] = tuple(base) if mixed else (participant,)
+    corpus = _byte_corpus(name, of_target, vocabulary, **about)
+    if target_share < 1:
+        part = f"the first {target_share:.4g} of what is trained on of {participant}"
+        corpus = replace(corpus, train=replace(corpus.train, name=part, remedy="raise data.target_data_pct"))
+    if mixed:
+        trained = _tensor([trained for trained, _ in of_base if trained])
+        corpus = replace(corpus, base=Tokens(trained, f"the text of the base's participants in {name}", vocabulary))
+    return corpus
+
+
+def _name_of(path: Path | None) -> str:
+    if path is None:
+        return f"Python {'.'.join(platform.python_version_tuple()[:2])} language reference"
+    if not (path.is_file() or path.is_dir()):
+        what = "neither a file nor a folder" if path.exists() else "it does not exist"
+        raise DataError(f"data.path={path}: {what}")
+    return str(path)
+
+
+def _byte_vocabulary(asked: int | None) -> int:
+    if asked is not None and asked < BYTES:
+        raise DataError(f"model.vocab_size={asked}: text is read as bytes and needs {BYTES}; leave it out")
+    return asked or BYTES
+
+
+# ---------------------------------------------------------------- the embedded text
+
+
+def domain_text(domain: str) -> str:
+    """All text of one domain, held-out part included."""
+    _chosen([domain], DOMAINS)
+    return GAP.decode().join(by_domain(said_once(_reference()))[domain])
+
+
+def _embedded(domains: Sequence[str] | None, key: str = "data.domains") -> dict[str, list[bytes]]:
+    texts = by_domain(said_once(_reference()))
+    chosen = DOMAINS if domains is None else _chosen(domains, DOMAINS, key)
+    return {domain: [text.encode() for text in texts[domain]] for domain in chosen}
+
+
+def _chosen(asked: Sequence[str], known: Sequence[str], key: str = "data.domains") -> tuple[str, ...]:
+    """The domains in the order in which they are known, whatever order they were asked for in."""
+    for domain in asked:
+        if domain not in known:
+            near = difflib.get_close_matches(domain, known, 1, 0.4)
+            guess = f", did you mean {near[0]!r}?" if near else "."
+            raise DataError(f"{key}: no domain {domain!r}{guess} There are {', '.join(known)}")
+    if not asked or len(set(asked)) < len(asked):
+        raise DataError(f"{key}={list(asked)}: name some, each once, or leave it out for all")
+    return tuple(domain for domain in known if domain in asked)
+
+
+def _reference() -> Mapping[str, str]:
+    try:
+        from pydoc_data.topics import topics
+    except ImportError as missing:
+        raise DataError(
+            "this Python comes without pydoc_data, the language reference that is the embedded text: install "
+            "the whole standard library (Debian, Ubuntu: apt-get install python3), or set data.path to a text"
+        ) from missing
+    return topics
+
+
+# ---------------------------------------------------------------- files
+
+
+def split(data: bytes, share: float) -> tuple[bytes, bytes]:
+    """What is trained on, and the last `share` of it, which is held out."""
+    cut = len(data) - int(len(data) * share)
+    return data[:cut], data[cut:]
+
+
+def _domains_corpus(
+    name: str,
+    texts: Mapping[str, Sequence[bytes]],
+    participant: str | None,
+    mode: str,
+    share: float,
+    vocab_size: int,
+    **more: Any,
+) -> Corpus:
+    """Cut the texts of domains as load() says of `mode`."""
+    if participant is not None:
+        _chosen([participant], list(texts), "data.participant")
+        if mode == "single":
+            texts = {participant: texts[participant]}
+        elif len(texts) == 1:
+            raise DataError(f"data.mode={mode}: there is no domain but {participant}; name more, or use mode single")
+    parts = []
+    for domain, each in texts.items():
+        for text in each:
+            trained, kept = split(text, share)
+            if participant is not None and mode == "heldout":
+                trained, kept = (b"", text) if domain == participant else (text, b"")
+            elif participant is not None and domain != participant:
+                kept = b""
+            parts.append((trained, kept))
+    about = {"domains": tuple(texts), "participant": participant, "mode": mode}
+    return _byte_corpus(name, parts, vocab_size, **about, **more)
+
+
+def _byte_corpus(name: str, parts: Sequence[tuple[bytes, bytes]], vocab_size: int, **more: Any) -> Corpus:
+    train = Tokens(_tensor([trained for trained, _ in parts if trained]), name, vocab_size)
+    held_out = Tokens(_tensor([kept for _, kept in parts if kept]), _held_out_part(name), vocab_size)
+    return Corpus(name, "bytes", train, held_out, vocab_size, **more)
+
+
+def _held_out_part(name: str | Path) -> str:
+    return f"the held-out part of {name}"
+
+
+def _tensor(parts: Sequence[bytes]) -> Tensor:
+    joined = bytearray(GAP).join(parts)
+    return torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.empty(0, dtype=torch.uint8)
+
+
+def _text_files(path: Path, share: float, vocab_size: int) -> Corpus:
+    texts, skipped = _texts(path)
+    return _byte_corpus(str(path), [split(text, share) for text in texts], vocab_size, skipped=skipped)
+
+
+def _texts_of(
+    path: Path | None, domains: Sequence[str] | None, key: str = "data.domains"
+) -> tuple[dict[str, list[bytes]], int]:
+    """The texts of each participant, and how many entries were skipped. key: the setting that names the domains."""
+    if path is None:
+        return _embedded(domains, key), 0
+    try:
+        known = participants_in(path)
+    except ValueError as error:
+        raise DataError(str(error)) from None
+    texts, skipped = {}, 0
+    for name in known if domains is None else _chosen(domains, list(known), key):
+        texts[name], more = _texts(known[name])
+        skipped += more
+    return texts, skipped
+
+
+def _texts(path: Path) -> tuple[list[bytes], int]:
+    """The text file, or all below the directory, and how many entries were skipped."""
+    files = _files(path) if path.is_dir() else [path]
+    shown = [file for file in files if file == path or not file.name.startswith(".")]
+    texts = [text for text in map(_text, shown) if text]
+    if not texts:
+        what = f"no text among {len(files)} entries" if path.is_dir() else "no text in this file"
+        raise DataError(
+            f"data.path={path}: {what}, only what is hidden, binary or empty; give text, or tokens in files "
+            "named train.bin and val.bin (one alone: any name that ends in .bin)"
+        )
+    return texts, len(files) - len(texts)
+
+
+def _files(folder: Path) -> list[Path]:
+    """Every file below the folder, by name; a hidden or linked folder stands for all that is in it."""
+
+    def refuse(fault: OSError) -> None:
+        raise DataError(f"cannot read {fault.filename}: {fault.strerror}") from fault
+
+    found = []
+    for here, folders, files in os.walk(folder, onerror=refuse):
+        closed = [name for name in folders if name.startswith(".") or Path(here, name).is_symlink()]
+        folders[:] = [name for name in folders if name not in closed]
+        found += [Path(here, name) for name in files + closed]
+    return sorted(found)
+
+
+def _text(file: Path) -> bytes:
+    """The bytes of a text file; nothing for what is binary, empty, or no file (a pipe, a linked folder)."""
+    if file.exists() and not file.is_file():
+        return b""
+    try:
+        data = file.read_bytes()
+    except OSError as fault:
+        raise DataError(f"cannot read {file}: {fault.strerror}") from fault
+    return b"" if b"\0" in data[:HEAD] else data
+
+
+def _token_files(path: Path, train: Path, share: float, vocab_size: int | None) -> Corpus:
+    if vocab_size is None:
+        raise DataError(
+            f"data.path={path} holds token ids, and a file of them does not tell the vocabulary: set "
+            "model.vocab_size to that of the tokenizer that wrote it (50257 for GPT-2)"
+        )
+    count, val = _count(train), train.with_name("val.bin")
+    if path.is_dir() and val.is_file():
+        held_out = Tokens.mapped(val, 0, _count(val), str(val), vocab_size)
+    else:
+        kept = int(count * share)
+        count -= kept
+        held_out = Tokens.mapped(train, count, kept, _held_out_part(train), vocab_size)
+    trained = Tokens.mapped(train, 0, count, str(train), vocab_size)
+    return Corpus(str(path), "tokens", trained, held_out, vocab_size)
+
+
+def _count(file: Path) -> int:
+    """How many 16-bit tokens are in the file: at least one."""
+    try:
+        with file.open("rb") as opened:
+            size = opened.seek(0, os.SEEK_END)
+    except OSError as fault:
+        raise DataError(f"cannot read {file}: {fault.strerror}") from fault
+    if size == 0 or size % 2:
+        what = "is empty" if size == 0 else f"has {size} bytes, an odd number"
+        raise DataError(f"{file} {what}: a .bin file is uint16 tokens, two bytes each (text: rename it .txt)")
+    return size // 2
+
+
+# ---------------------------------------------------------------- windows
+
+Pair = tuple[Tensor, Tensor]
+
+
+class Windows(Dataset[Pair]):
+    """Windows of `block` tokens side by side; each window's target is its input one token on.
+
+    A rest of up to `block` tokens at the end makes no window.
+    """
+
+    def __init__(self, tokens: Tokens, block: int) -> None:
+        if len(tokens) <= block:
+            raise DataError(
+                f"{tokens.name} has {len(tokens)} tokens, too few for one window of {block} and its target: "
+                f"lower model.block_size, give more text, or {tokens.remedy}"
+            )
+        self.tokens, self.block = tokens, block
+
+    def __len__(self) -> int:
+        return (len(self.tokens) - 1) // self.block
+
+    def __getitem__(self, index: int) -> Pair:
+        """One window: inputs and targets, LongTensor [block] each."""
+        inputs, targets = self.batch([index])
+        return inputs[0], targets[0]
+
+    def __getitems__(self, indices: list[int]) -> Pair:
+        """What a DataLoader asks for: a whole batch at once."""
+        return self.batch(indices)
+
+    def batch(self, indices: list[int] | Tensor) -> Pair:
+        """Inputs and targets, LongTensor [n, block] each.
+
+        Raises:
+            DataError: a token outside the vocabulary. It is looked for here, in what is read anyway: to look
+                through a file of ten gigabytes at the start would take longer than many a training.
+        """
+        rows = self.tokens.ids.unfold(0, self.block + 1, self.block)[indices].long()  # [n, block + 1]
+        if rows.max() >= self.tokens.vocab_size:
+            raise self._outside(torch.as_tensor(indices), rows)
+        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+    def _outside(self, indices: Tensor, rows: Tensor) -> DataError:
+        row, column = (rows >= self.tokens.vocab_size).nonzero()[0].tolist()
+        position = self.tokens.first + int(indices[row]) * self.block + column
+        return DataError(
+            f"{self.tokens.name}: token {int(rows[row, column])} at position {position}, but "
+            f"model.vocab_size={self.tokens.vocab_size}: set it to that of the tokenizer that wrote the file"
+        )
+
+
+class Mixture(Dataset[Pair]):
+    """Windows of a target, and numbered on from them those of a base."""
+
+    def __init__(self, target: Windows, base: Windows) -> None:
+        self.target, self.base = target, base
+
+    def __len__(self) -> int:
+        return len(self.target) + len(self.base)
+
+    def __getitem__(self, index: int) -> Pair:
+        """One window: inputs and targets, LongTensor [block] each."""
+        return self.target[index] if index < len(self.target) else self.base[index - len(self.target)]
+
+    def __getitems__(self, indices: list[int]) -> Pair:
+        """What a DataLoader asks for: inputs and targets, LongTensor [n, block] each, the target's windows first."""
+        first = len(self.target)
+        chosen = [
+            (self.target, [index for index in indices if index < first]),
+            (self.base, [index - first for index in indices if index >= first]),
+        ]
+        inputs, targets = zip(*(windows.batch(each) for windows, each in chosen if each), strict=True)
+        return torch.cat(inputs), torch.cat(targets)
+
+
+# ---------------------------------------------------------------- in which order
+
+
+class Stream:
+    """The endless order of windows, as one rank's micro-batches: a batch sampler for a DataLoader.
+
+    Epochs are laid end to end, each a permutation of all windows drawn from (seed, epoch). Global batch s is
+    stream[s * batch : (s + 1) * batch]. It may reach over the end of an epoch, so nothing is dropped or
+    padded and an epoch shows each window exactly once. Of a global batch each rank takes its own stretch, cut
+    into micro-batches, so that it holds the same windows whatever the number of processes:
+
+        batch 8, 2 ranks, micro 2:   rank 0 [0 1] [2 3]   rank 1 [4 5] [6 7]
+
+    To resume, also with another batch or another world, `start` is the number of windows that all ranks
+    together have trained on. It is not what this sampler has handed out: workers read ahead.
+
+    An epoch's permutation is held in memory, 8 bytes a window: 100 million windows take 0.8 GB and seconds.
+    """
+
+    def __init__(
+        self,
+        windows: int,
+        batch: int,
+        *,
+        rank: int = 0,
+        size: int = 1,
+        micro: int | None = None,
+        seed: int = 0,
+        start: int = 0,
+    ) -> None:
+        if min(windows, batch, size) < 1 or start < 0 or not 0 <= rank < size or batch % size:
+            raise ValueError(f"no stream of {windows=} {batch=} {rank=} {size=} {start=}: batch divides by size")
+        share = batch // size
+        micro = share if micro is None else micro
+        if micro < 1 or share % micro:
+            raise ValueError(f"{micro=}: a rank's share of {share} windows does not divide into it")
+        self.windows, self.batch, self.share, self.micro = windows, batch, share, micro
+        self.seed, self.first = seed, start + rank * share
+        self._epoch, self._order = -1, torch.empty(0, dtype=torch.long)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """This rank's micro-batches from `start` on, without end; iterating again begins at `start` again."""
+        for first in itertools.count(self.first, self.batch):
+            for place in range(first, first + self.share, self.micro):
+                yield self._stretch(place, self.micro)
+
+    def _stretch(self, place: int, count: int) -> list[int]:
+        """stream[place : place + count]"""
+        taken: list[int] = []
+        while len(taken) < count:
+            epoch, offset = divmod(place + len(taken), self.windows)
+            taken += self._permutation(epoch)[offset : offset + count - len(taken)].tolist()
+        return taken
+
+    def _permutation(self, epoch: int) -> Tensor:
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, permutation(self.windows, self.seed, epoch)
+            log.debug(f"data: epoch {epoch} of {self.windows:,} windows begins with {self._order[:8].tolist()}")
+        return self._order
+
+
+class MixedStream:
+    """The endless order of the windows of a Mixture, as one rank's micro-batches.
+
+    Global batch s is the next `of_target` windows of the target's Stream, then the next windows of the base's:
+
+        batch 8, of_target 2, 2 ranks, micro 2:   rank 0 [T T] [B B]   rank 1 [B B] [B B]
+
+    start: the number of windows that all ranks together have trained on, as for Stream. It says how far both are.
+    """
+
+    def __init__(
+        self,
+        windows: Mixture,
+        batch: int,
+        of_target: int,
+        *,
+        rank: int = 0,
+        size: int = 1,
+        micro: int | None = None,
+        seed: int = 0,
+        start: int = 0,
+    ) -> None:
+        taken = start * of_target // batch  # of the target, exact where the batch was always this one
+        self.target = Stream(len(windows.target), of_target, seed=seed, start=taken)
+        self.base = Stream(len(windows.base), batch - of_target, seed=seed, start=start - taken)
+        self.cut = Stream(batch, batch, rank=rank, size=size, micro=micro)  # refuses what does not divide
+        self.first = len(windows.target)  # window of the base
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """This rank's micro-batches from `start` on, without end; iterating again begins at `start` again."""
+        begin, end = self.cut.first, self.cut.first + self.cut.share
+        for target, base in zip(self.target, self.base, strict=True):
+            whole = target + [self.first + window for window in base]
+            for place in range(begin, end, self.cut.micro):
+                yield whole[place : place + self.cut.micro]
+
+
+def permutation(windows: int, seed: int, epoch: int) -> Tensor:
+    """All windows in the order of one epoch: LongTensor [windows]."""
+    # Hashed, because by seed + epoch the second epoch of seed 0 would be the first of seed 1.
+    mixed = hashlib.blake2b(f"{seed} {epoch}".encode(), digest_size=8).digest()
+    return torch.randperm(windows, generator=torch.Generator().manual_seed(int.from_bytes(mixed, "big")))
+
+
+def held_out_batches(windows: int, batch: int, rank: int = 0, size: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
+    """Every window exactly once over all ranks, in equally many equal batches, as collectives need them.
+
+    Yields (indices, weights), [batch] each: a window that only fills a batch up weighs 0, every other 1. The
+    held-out loss is the sum of weight x loss over the sum of weights, both summed over all ranks.
+    """
+    for first in range(0, windows, batch * size):
+        places = first + rank + size * torch.arange(batch)
+        yield places.clamp(max=windows - 1), (places < windows).float()
+
+
+# ---------------------------------------------------------------- loading
+
+
+def loader(
+    windows: Dataset[Pair],
+    order: Iterable[list[int]],
+    *,
+    workers: int = 0,
+    pin_memory: bool = False,
+    seed: int = 0,
+) -> DataLoader[Pair]:
+    """A DataLoader of (inputs, targets), LongTensor [n, block] each, in the given order.
+
+    It has a random generator of its own. Without one, each iterator draws a number from the global random
+    state, and a resumed run, which makes one iterator more, would no longer be bit for bit the unbroken one.
+    """
+    return DataLoader(
+        windows,
+        batch_sampler=order,
+        collate_fn=_as_it_is,
+        num_workers=workers,
+        persistent_workers=workers > 0,
+        pin_memory=pin_memory,
+        worker_init_fn=_until_the_trainer_leaves() if workers else None,
+        generator=torch.Generator().manual_seed(seed),
+    )
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _until_the_trainer_leaves() -> Callable[[int], None]:
+    """What a worker does first: not to leave on a stop signal that was sent to every process of the job.
+
+    Ctrl-C and SLURM signal workers too, and a trainer that loses a worker fails before its last checkpoint.
+    But at the trainer's exit multiprocessing sends them SIGTERM and waits: then they must go.
+    """
+    leaving = RawValue("b", 0)
+    Finalize(None, setattr, args=(leaving, "value", 1), exitpriority=0)  # runs before those signals are sent
+    return partial(_stay_until, leaving)
+
+
+def _stay_until(leaving: Any, worker: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0) if leaving.value else None)

@@ -1,0 +1,197 @@
+"""A script finds the modules that a fresh interpreter would find, although a process has imported some before.
+
+Held here: what nobody has imported is not there; a script's own module comes before one of Python's that has the same
+name; and what PyTorch has read from the environment too early is named. PyTorch is a stand-in here that does at its
+import what the real one does.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+KIT = Path(__file__).resolve().parents[2]
+TORCH = """
+import json, logging, numpy, os, pprint, sys, types, warnings
+import torch.nn
+os.environ.get("TORCH_LOGS"), os.getenv("PYTORCH_JIT"), os.environ.get("HOME")
+logging.getLogger("torch").addHandler(logging.StreamHandler())
+warnings.filterwarnings("ignore", message="of torch")
+backends = types.ModuleType("torch.backends")
+sys.modules["torch.made"] = types.ModuleType("torch.made")
+imports = "one"
+"""
+# What a rank is: a process that has imported the stand-in, then hides it and runs the script.
+RANK = """
+import sys
+fresh = frozenset(sys.modules) - {"linecache"}  # of -c
+sys.path[0] = sys.argv[1]
+from distributed.agent.preloaded import Preload
+preload = Preload(fresh)
+with preload.recorded():
+    import torch
+del torch
+sys.path[0] = sys.argv[2]
+preload.hide()
+with open(sys.argv[2] + "/script.py") as script:
+    exec(script.read(), {"__name__": "__main__"})
+"""
+
+
+@pytest.fixture(autouse=True)
+def _with_a_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TORCH_LOGS", "PYTORCH_JIT", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+    for file, text in {"torch/__init__.py": TORCH, "torch/nn.py": "", "numpy.py": ""}.items():
+        (tmp_path / "site" / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "site" / file).write_text(text)
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+
+
+def run(script: str, *command: str) -> tuple[str, str]:
+    """What it prints on both outputs."""
+    Path("script.py").write_text(script)
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, done.stderr
+
+
+def as_rank(script: str) -> tuple[str, str]:
+    return run(script, "-c", RANK, str(KIT), str(Path.cwd()))
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param("import sys\nprint(sorted(set(sys.modules) - {'__mp_main__'}))", id="nothing is imported"),
+        pytest.param(
+            "import sys, json\nprint([name in sys.modules for name in ('json', 'json.decoder', 'torch', 'pprint')])",
+            id="one is imported",
+        ),
+        pytest.param(
+            "import sys, torch.nn\n"
+            "print([name in sys.modules for name in ('torch', 'torch.nn', 'torch.made', 'pprint', 'json')])",
+            id="torch is imported",
+        ),
+        pytest.param(
+            "from torch import made\nimport torch\nprint(made, torch.imports)", id="a module that torch makes"
+        ),
+        pytest.param(
+            "import torch\nspec = torch.__spec__\n"
+            "print(spec.name, torch.__file__, torch.__loader__ is spec.loader, type(spec.loader))",
+            id="attributes of torch",
+        ),
+        pytest.param(
+            "import importlib.util\nfound = importlib.util.find_spec('torch')\n"
+            "print(found.name, found.origin, found.submodule_search_locations, found.loader.get_filename('torch'))\n"
+            "import sys\nprint('torch' in sys.modules)",
+            id="torch is looked for",
+        ),
+        pytest.param(
+            "import torch, importlib\ntorch.imports = 'two'\nprint(importlib.reload(torch).imports)", id="reload"
+        ),
+        pytest.param("import json, sys\nold = sys.modules.pop('json')\nimport json\nprint(old is json)", id="anew"),
+        pytest.param(
+            "import importlib.util, sys\nspec = importlib.util.find_spec('torch')\n"
+            "spec.loader = importlib.util.LazyLoader(spec.loader)\n"
+            "sys.modules['torch'] = torch = importlib.util.module_from_spec(spec)\nspec.loader.exec_module(torch)\n"
+            "import torch.nn\nprint(torch.imports, torch.__spec__.name, type(torch), type(torch.__spec__.loader))",
+            id="a lazy loader",
+        ),
+        pytest.param(
+            "import importlib.util, sys\n"
+            "class Hook:\n    busy = False\n    def find_spec(self, name, path=None, target=None):\n"
+            "        if name != 'torch' or self.busy:\n            return None\n"
+            "        self.busy = True\n        spec = importlib.util.find_spec(name)\n        self.busy = False\n"
+            "        class Loader(type(spec.loader)):\n            def __init__(self):\n                pass\n"
+            "            create_module = spec.loader.create_module\n"
+            "            def exec_module(self, module, loader=spec.loader):\n"
+            "                loader.exec_module(module)\n                print('imported', module.imports)\n"
+            "        spec.loader = Loader()\n        return spec\n"
+            "sys.meta_path.insert(0, Hook())\nimport torch\nimport torch",
+            id="a hook after the import",
+        ),
+        pytest.param("import sys\nsys.path.remove(sys.path[0])\nimport pprint\nprint(pprint.__file__)", id="path"),
+        pytest.param("import warnings\nprint(warnings.filters)", id="warnings before torch"),
+        pytest.param(
+            "import warnings\nwarnings.simplefilter('error')\nimport torch\nwarnings.warn('of torch')\nprint('fine')",
+            id="warnings after torch",
+        ),
+        pytest.param(
+            "import io, sys\nsys.stderr = io.StringIO()\nimport torch, logging\n"
+            "logging.getLogger('torch').warning('said')\nprint(repr(sys.stderr.getvalue()))",
+            id="logging of torch",
+        ),
+        pytest.param(
+            "import threading\nfound = []\n"
+            "def get(name):\n    found.append(__import__(name))\n"
+            "threads = [threading.Thread(target=get, args=[name]) for name in ('torch', 'json', 'pprint') * 20]\n"
+            "[thread.start() for thread in threads]\n[thread.join() for thread in threads]\n"
+            "print(sorted({module.__name__ for module in found}), len(found))",
+            id="threads",
+        ),
+    ],
+)
+def test_a_script_finds_what_it_finds_in_a_fresh_interpreter(script: str) -> None:
+    assert without_addresses(as_rank(script)) == without_addresses(run(script, "script.py"))
+
+
+def without_addresses(printed: tuple[str, str]) -> list[str]:
+    return [text.partition(" at 0x")[0] for text in printed]
+
+
+@pytest.mark.parametrize("place", ["pprint.py", "pprint/__init__.py", "lib/pprint.py"])
+def test_a_module_of_the_script_comes_before_one_of_python(place: str) -> None:
+    Path(place).parent.mkdir(exist_ok=True)
+    Path(place).write_text("mine = True\n")
+    path = "import sys\nsys.path.insert(0, 'lib')\n" if place.startswith("lib") else ""
+    for order in ("import pprint, torch", "import torch, pprint"):
+        assert as_rank(f"{path}{order}\nprint(pprint.mine, torch.imports)") == ("True one\n", "")
+
+
+def test_a_directory_without_modules_is_no_module() -> None:
+    """Data in a directory named like a module of Python."""
+    Path("json").mkdir()
+    assert as_rank("import json\nprint(json.dumps(1))") == ("1\n", "")
+
+
+WARNING = (
+    "warning: {0}: changed by the script before it imported {1}, without effect, because the agent had imported {1} "
+    "already; launch {2}, or with --agent torchrun\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("script", "warning"),
+    [
+        ("environ['OMP_NUM_THREADS'] = '3'", ("OMP_NUM_THREADS", "torch", "with --env OMP_NUM_THREADS=3")),
+        ("environ['TORCH_LOGS'] = 'all'", ("TORCH_LOGS", "torch", "with --env TORCH_LOGS=all")),
+        ("environ['PYTORCH_JIT'] = '0'", ("PYTORCH_JIT", "torch", "with --env PYTORCH_JIT=0")),
+        ("del environ['OMP_THERE']", ("OMP_THERE", "torch", "without OMP_THERE in the environment")),
+        (
+            "environ['OPENBLAS_NUM_THREADS'] = '1'; import numpy",
+            ("OPENBLAS_NUM_THREADS", "numpy", "with --env OPENBLAS_NUM_THREADS=1"),
+        ),
+        ("environ['OMP_THERE'] = 'yes'", None),  # as it was
+        ("environ['HOME'] = '/nowhere'", None),
+        ("environ['NCCL_DEBUG'] = 'INFO'", None),
+        ("environ['CUDA_VISIBLE_DEVICES'] = ''", None),
+        ("environ['TORCH_NCCL_BLOCKING_WAIT'] = '1'", None),
+        ("environ['MINE'] = '1'", None),
+    ],
+)
+def test_a_variable_that_was_read_too_early_is_named(
+    script: str, warning: tuple[str, str, str] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_THERE", "yes")
+    expected = WARNING.format(*warning) if warning else ""
+    assert as_rank(f"from os import environ\n{script}\nimport torch, numpy, torch.nn\n") == ("", expected)
+
+
+def test_what_is_changed_after_the_import_is_the_scripts_affair() -> None:
+    assert as_rank("import torch, os\nos.environ['OMP_NUM_THREADS'] = '3'\nimport numpy, torch.nn") == ("", "")

@@ -1,0 +1,296 @@
+"""Programs that do what is unusual leave the same files and the same output, however their ranks are started.
+
+Each program is a few lines. One launch runs all of them, one per rank: with the kit's agent, with torchrun, and, as a
+task of srun does it, in an interpreter of its own. torchrun's result is the right one.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from distributed.host import stacks
+
+KIT = Path(__file__).resolve().parents[2]
+SECONDS = 240  # after which a launch counts as hanging
+AGENTS = {
+    "agent": [sys.executable, str(KIT / "scripts/lib/agent.py")],
+    "torchrun": [sys.executable, "-m", "torch.distributed.run"],
+}
+TASK = """
+import sys
+path = tuple(sys.path[1:])
+sys.path[0] = KIT
+from distributed.agent.worker import Script, work
+work(Script("table.py", (), False, path))
+""".replace("KIT", repr(str(KIT)))
+
+PROGRAMS = {
+    "a process by forkserver": """
+        import multiprocessing
+
+        def work(queue):
+            queue.put("from the process")
+
+        if __name__ == "__main__":
+            context = multiprocessing.get_context("forkserver")
+            queue = context.SimpleQueue()
+            process = context.Process(target=work, args=(queue,))
+            process.start()
+            print(queue.get())
+            process.join()
+            print(process.exitcode)
+        """,
+    "a pool by forkserver": """
+        import multiprocessing
+
+        def square(number):
+            return number * number
+
+        if __name__ == "__main__":
+            with multiprocessing.get_context("forkserver").Pool(2) as pool:
+                print(pool.map(square, range(5)))
+        """,
+    "a data loader by forkserver": """
+        from torch.utils.data import DataLoader
+
+        if __name__ == "__main__":
+            loader = DataLoader(range(4), 2, num_workers=1, multiprocessing_context="forkserver")
+            print([batch.tolist() for batch in loader])
+        """,
+    "a manager, and its key": """
+        import multiprocessing
+
+        if __name__ == "__main__":
+            with multiprocessing.Manager() as manager:
+                shared = manager.list([1])
+                shared.append(2)
+                print(list(shared), len(multiprocessing.current_process().authkey))
+        """,
+    "files left open": """
+        import gzip, helper, sys, zipfile
+        archive = zipfile.ZipFile("left.zip", "w")
+        archive.writestr(zipfile.ZipInfo("member"), "text")
+        packed = gzip.GzipFile("left.gz", "wb", mtime=0)
+        packed.write(b"bytes")
+        text = open("left.txt", "w")
+        text.write("a line")
+        _first = open("first.txt", "w")
+        _first.write("a line")
+        sys.stdout = open("printed.txt", "w")
+        print("into a file")
+        """,
+    "a file left open beside a function": """
+        def holds_the_globals():
+            return text
+
+        text = open("left.txt", "w")
+        text.write("a line")
+        print("ends")
+        """,
+    "a file left open beside a function that a library keeps": """
+        import copyreg
+
+        class Own:
+            pass
+
+        copyreg.pickle(Own, lambda own: (Own, ()))
+        text = open("left.txt", "w")
+        text.write("a line")
+        print("ends")
+        """,
+    "__del__": """
+        class Last:
+            def __init__(self, name):
+                self.name = name
+            def __del__(self):
+                print("finalised", self.name, flush=True)
+
+        public, _private = Last("public"), Last("_private")
+        cycle = Last("cycle")
+        cycle.itself = cycle
+
+        def holds_the_module():
+            return public
+        """,
+    "C: stdio and exit handlers": """
+        import ctypes
+        libc = ctypes.CDLL(None)
+        libc.strdup.restype = libc.fopen.restype = ctypes.c_void_p
+        libc.puts(b"a line of C")
+        libc.printf(b"no line break")
+        file = ctypes.c_void_p(libc.fopen(b"left_by_c", b"w"))
+        libc.fputs(b"a line of C", file)
+        open("removed_at_exit", "w").close()
+        libc.__cxa_atexit(libc.unlink, ctypes.c_void_p(libc.strdup(b"removed_at_exit")), None)
+        """,
+    "output of a process that dies": """
+        import os, sys
+        sys.stdout.write("no line break")
+        sys.stdout.buffer.write(b", bytes")
+        sys.stderr.write("no line break")
+        os._exit(0)
+        """,
+    "closes its file descriptors": """
+        import os
+        os.closerange(3, 1024)
+        print("closed")
+        """,
+    "signals its process group": """
+        import os, signal, time
+        received = []
+        signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
+        os.killpg(os.getpgrp(), signal.SIGTERM)
+        while not received:
+            time.sleep(0.01)
+        print(received, os.getpgrp() == os.getsid(0) == os.getpid())
+        """,
+    "executes its own command line": """
+        import os, sys
+        shown = open("/proc/self/cmdline").read().split("\\0")[:-1]
+        print(shown[1:], shown == sys.orig_argv, sys.argv)
+        if "again" not in sys.argv:
+            os.chdir("../..")  # the script was named from there
+            os.execv(sys.executable, [*sys.orig_argv, "again"])
+        """,
+    "a thread that never ends": """
+        import threading, time
+        def forever():
+            while True:
+                time.sleep(0.001)
+        threading.Thread(target=forever, daemon=True).start()
+        print("ends")
+        """,
+    "a fork that ends as the program does": """
+        import atexit, os
+        atexit.register(lambda: print("atexit", flush=True))
+        if child := os.fork():
+            os.waitpid(child, 0)
+            print("the program")
+        else:
+            print("its fork")
+        """,
+    "ends, and the next one sees it leave": """
+        import os
+        with open("../pid", "w") as file:
+            file.write(f"{os.getpid()}\\n")
+        print("ends")
+        """,
+    "sees the one before leave": """
+        import os, time
+        end = time.monotonic() + 60
+        def pid():
+            try:
+                return open("../pid").read()
+            except FileNotFoundError:
+                return ""
+        while not pid().endswith("\\n"):
+            time.sleep(0.01)
+        def runs():
+            try:
+                return open(f"/proc/{int(pid())}/stat").read().rpartition(")")[2].split()[0] != "Z"
+            except FileNotFoundError:
+                return False
+        while runs() and time.monotonic() < end:
+            time.sleep(0.01)
+        print("it still runs" if runs() else "it has left")
+        """,
+}
+TABLE = """
+import os
+here = os.path.dirname(os.path.realpath(__file__))
+place = os.environ["PROGRAM"].split(",")[int(os.environ["LOCAL_RANK"])]
+if __name__ == "__main__":
+    os.chdir(os.path.join(os.environ["RESULTS"], place))
+exec(compile(open(os.path.join(here, place + ".py")).read(), place, "exec"))
+"""
+
+
+def names() -> dict[str, str]:
+    return {name: str(number) for number, name in enumerate(PROGRAMS)}
+
+
+def write(folder: Path) -> None:
+    """The programs, and the script that runs the one of its rank."""
+    folder.joinpath("table.py").write_text(TABLE)
+    folder.joinpath("helper.py").write_text("file = open('helper.txt', 'w')\nfile.write('of a module')\n")
+    for name, number in names().items():
+        lines = PROGRAMS[name].strip("\n").split("\n")
+        folder.joinpath(f"{number}.py").write_text("".join(line[8:] + "\n" for line in lines))
+
+
+def run(how: str, programs: list[str], folder: Path) -> Mapping[str, Mapping[str, bytes]]:
+    """Run these programs, one per rank. Returns what each has left: file -> content, with its stdout and stderr."""
+    results = folder / how
+    numbers = [names()[program] for program in programs]
+    for number in numbers:
+        (results / number).mkdir(parents=True)
+    chosen = {"PROGRAM": ",".join(numbers), "RESULTS": str(results), "OMP_NUM_THREADS": "1"}
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "MUSTER_"))} | chosen
+    words = [
+        *("--standalone", "--nproc-per-node", str(len(programs))),
+        *("--redirects", "3", "--log-dir", f"{how}-logs"),
+    ]
+    done = subprocess.run(
+        [*AGENTS[how], *words, "table.py"], cwd=folder, env=env, stdin=subprocess.DEVNULL, capture_output=True,
+        text=True, timeout=SECONDS, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    logs = next((folder / f"{how}-logs").glob("*/attempt_0"))
+    return {
+        program: contents(results / number) | contents(logs / str(rank))
+        for rank, (program, number) in enumerate(zip(programs, numbers, strict=True))
+    }
+
+
+def run_as_task(programs: list[str], folder: Path) -> Mapping[str, Mapping[str, bytes]]:
+    """The same, each as a task of srun."""
+    left = {}
+    for program in programs:
+        number = names()[program]
+        place = folder / "task" / number
+        place.mkdir(parents=True)
+        env = {**os.environ, "PROGRAM": number, "RESULTS": str(folder / "task"), "LOCAL_RANK": "0", "RANK": "0"}
+        with (place / "stdout.log").open("wb") as out, (place / "stderr.log").open("wb") as err:
+            subprocess.run(
+                [sys.executable, "-c", TASK], cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=err,
+                timeout=SECONDS, check=True, start_new_session=True,
+            )  # fmt: skip
+        left[program] = contents(place)
+    return left
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir() if file.name != stacks.FILE}  # ours
+
+
+@pytest.fixture(scope="module")
+def left(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Mapping[str, Mapping[str, bytes]]]:
+    """What all programs have left: way of launching -> program -> file -> content."""
+    folder = tmp_path_factory.mktemp("table")
+    write(folder)
+    programs = list(PROGRAMS)
+    by_agent = {how: run(how, programs, folder) for how in AGENTS}
+    return {**by_agent, "task": run_as_task(programs, folder)}
+
+
+@pytest.mark.parametrize("how", ["agent", "task"])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_program_leaves_what_it_leaves_under_torchrun(
+    program: str, how: str, left: Mapping[str, Mapping[str, Mapping[str, bytes]]]
+) -> None:
+    assert left[how][program] == left["torchrun"][program]
+    assert any(left[how][program].values())
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("program", [name for name in PROGRAMS if "leave" not in name])
+def test_a_program_alone_leaves_what_it_leaves_under_torchrun(program: str, tmp_path: Path) -> None:
+    write(tmp_path)
+    agent, torchrun = (run(how, [program], tmp_path)[program] for how in AGENTS)
+    assert agent == torchrun

@@ -1,0 +1,54 @@
+"""The agent replaces names inside torchrun: it must work with every PyTorch that the README promises.
+
+With the oldest and with a newer one than the kit installs, each in an environment of its own, the agent's tests pass.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+KIT = Path(__file__).resolve().parents[2]
+OLDEST = "2.10.0"
+NEWER = "2.15.0"
+TESTS = ("tests/agent/test_agent.py", "tests/agent/test_preloaded.py")
+
+
+def requirements(version: str) -> list[str]:
+    """What the agent and its tests need, with this PyTorch."""
+    lines = [line for name in ("", "-test") for line in (KIT / f"requirements{name}.txt").read_text().splitlines()]
+    needed = [
+        line for line in lines if re.match("(numpy|psutil|PyYAML|pydantic|pytest|pytest-timeout|hypothesis)[><=]", line)
+    ]
+    return [f"torch=={version}", *needed]
+
+
+def environment(version: str) -> Path:
+    """The Python of an environment with this PyTorch. It is installed once: it may bring CUDA along, some gigabytes."""
+    folder = Path(sys.prefix, f"torch-{version}")
+    python, stamp = folder / "bin/python", folder / "installed"
+    wanted = "\n".join(requirements(version))
+    if not stamp.exists() or stamp.read_text() != wanted:
+        shutil.rmtree(folder, ignore_errors=True)
+        subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+        subprocess.run([python, "-m", "pip", "install", "--quiet", *requirements(version)], check=True)
+        stamp.write_text(wanted)
+    return python
+
+
+def test_the_oldest_is_the_one_that_the_readme_names() -> None:
+    assert f"**PyTorch {OLDEST.removesuffix('.0')} or newer.**" in (KIT / "README.md").read_text()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(5400)
+@pytest.mark.parametrize("version", [OLDEST, NEWER])
+def test_the_agent_works_with(version: str) -> None:
+    command = [str(environment(version)), "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS]
+    done = subprocess.run(command, cwd=KIT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-10_000:]

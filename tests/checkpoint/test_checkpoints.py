@@ -1,0 +1,627 @@
+"""Saving does not change what is trained, does not hold it up, and is never silently lost.
+
+A state that is trained on while it is written must be saved as it was. A write that fails behind the
+training's back must stop it, and leave the older checkpoint as it is. What was saved must come back to the
+bit, on every rank, without running a stranger's code, and a run that resumes must not be told from one that
+was never stopped.
+"""
+
+from __future__ import annotations
+
+import copy
+import errno
+import os
+import pickle
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import forked
+import pytest
+import torch
+from test_store import stub_of_open
+from torch import Tensor, nn
+
+from distributed.checkpoint import snapshot, store
+from distributed.checkpoint.checkpoints import CheckpointError, Checkpoints, Found, random_state, set_random_state
+from distributed.training import collectives
+
+
+def same(ours: Any, theirs: Any) -> bool:
+    """Equal to the bit, with the same types and shapes."""
+    if type(ours) is not type(theirs):
+        return False
+    if isinstance(ours, Tensor):
+        alike = (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
+        return alike and torch.equal(bits(ours), bits(theirs))
+    if isinstance(ours, dict):
+        return ours.keys() == theirs.keys() and all(same(ours[key], theirs[key]) for key in ours)
+    if isinstance(ours, list | tuple):
+        return len(ours) == len(theirs) and all(map(same, ours, theirs))
+    return pickle.dumps(ours) == pickle.dumps(theirs)
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().flatten().view(torch.uint8)
+
+
+def plain(value: Any) -> Any:
+    """As a checkpoint gives it back: parameters are tensors, ordered dicts are dicts."""
+    if isinstance(value, Tensor):
+        return value.detach()
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    return value
+
+
+def state_of(step: int, size: int = 1000) -> dict[str, Any]:
+    weight = torch.randn(size, generator=torch.Generator().manual_seed(step))
+    return {"model": {"weight": weight, "tied": weight}, "step": step, "moments": [weight * 2, weight * 3]}
+
+
+def newest(checkpoints: Checkpoints) -> Found:
+    found = checkpoints.newest()
+    assert found is not None
+    return found
+
+
+@contextmanager
+def held_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """The thread behind does nothing before the event is set."""
+    go, bring = threading.Event(), Checkpoints._bring
+    monkeypatch.setattr(Checkpoints, "_bring", lambda *job: (go.wait(), bring(*job)))
+    try:
+        yield go
+    finally:
+        go.set()
+
+
+# ---- what is saved comes back ----
+
+DTYPES = (torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool, torch.complex64)
+ODD = {
+    "plain numbers": {"a": 1, "b": -2.5, "c": float("inf"), "d": True, "e": None, "f": "größer", "g": b"\0"},
+    "nested": {"a": [1, (2, [3.0, {"b": ()}])], "c": {"d": {}}, "e": []},
+    "numbers as keys": {"state": {0: {"step": torch.tensor(3.0)}, 11: {}}},
+    "every dtype": {str(dtype): torch.arange(-3, 4).to(dtype) for dtype in DTYPES},
+    "no element": {"a": torch.empty(0), "b": torch.empty(3, 0)},
+    "one element": {"a": torch.tensor(float("nan")), "b": torch.tensor(-0.0)},
+    "not contiguous": {"a": torch.arange(12).reshape(3, 4).t(), "b": torch.arange(12)[::3]},
+    "channels last": {"a": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)},
+    "expanded": {"a": torch.arange(3).expand(4, 3)},
+    "larger than a piece": {"a": torch.arange(1_500_001), "b": torch.arange(2 * snapshot.PIECE).to(torch.uint8)},
+    "part of a larger one": {"a": torch.arange(1_000_000)[5:8]},
+    "sizes and dtypes": {"a": torch.Size([2, 3]), "b": torch.float16, "c": torch.device("cpu")},
+    "a parameter": {"a": nn.Parameter(torch.randn(3))},
+    "an ordered dict": {"a": OrderedDict(b=1, c=torch.ones(2))},
+}
+
+
+@pytest.mark.parametrize("state", ODD.values(), ids=ODD)
+def test_what_is_saved_comes_back_to_the_bit(tmp_path: Path, state: dict[str, Any]) -> None:
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(7, state)
+        checkpoints.wait()
+        loaded = checkpoints.load(newest(checkpoints), state)
+    assert same(plain(state), loaded)
+    assert newest(checkpoints).bytes < 20_000 + sum(
+        tensor.nbytes for tensor in state.values() if torch.is_tensor(tensor)
+    )
+
+
+def test_the_file_is_read_by_torch_alone(tmp_path: Path) -> None:
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state_of(1), own="mine", facts={"layers": 2}, score=0.5)
+    assert same(torch.load(tmp_path / "step_00000001/state.pt", weights_only=True), state_of(1))
+    assert same(torch.load(tmp_path / "step_00000001/state.pt", weights_only=True, mmap=True), state_of(1))
+
+
+def test_tied_tensors_stay_tied_and_are_stored_once(tmp_path: Path) -> None:
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, {"a": (shared := torch.randn(100_000)), "b": [shared, shared]})
+        checkpoints.wait()
+        loaded = checkpoints.load(newest(checkpoints), {})
+    assert loaded["a"].data_ptr() == loaded["b"][0].data_ptr() == loaded["b"][1].data_ptr()
+    assert newest(checkpoints).bytes < 1.1 * shared.nbytes
+
+
+class Own:
+    pass
+
+
+REFUSED: dict[str, tuple[dict[Any, Any], str]] = {
+    "an object": ({"a": {"b": [Own()]}}, r"state\['a'\]\['b'\]\[0\] is a test_checkpoint.Own, which cannot"),
+    "a function": ({"a": print}, r"state\['a'\] is a builtins.builtin_function_or_method"),
+    "a set": ({"a": {1, 2}}, r"state\['a'\] is a builtins.set"),
+    "a key": ({"a": {(1, 2): 3}}, r"state\['a'\] has the key \(1, 2\): a key must be a string or an int"),
+    "a subclass": ({"a": type("Number", (float,), {})(1.0)}, r"Number, which cannot be loaded again without running"),
+}
+
+
+@pytest.mark.parametrize(("state", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_could_not_be_loaded_is_not_saved(tmp_path: Path, state: dict[str, Any], message: str) -> None:
+    with Checkpoints(tmp_path) as checkpoints:
+        with pytest.raises(CheckpointError, match=message):
+            checkpoints.save(1, state)
+        with pytest.raises(CheckpointError, match=message.replace("state", "own")):
+            checkpoints.save(1, {}, own=state)
+        checkpoints.wait()
+        assert checkpoints.newest() is None
+
+
+@pytest.mark.parametrize(("facts", "score"), [({"a": Own()}, None), ({}, float("nan"))])
+def test_facts_and_score_must_be_json(tmp_path: Path, facts: dict[str, Any], score: float | None) -> None:
+    with Checkpoints(tmp_path) as checkpoints, pytest.raises(CheckpointError, match="cannot be written as JSON"):
+        checkpoints.save(1, {}, facts=facts, score=score)
+
+
+def test_facts_are_read_before_anything_is_loaded(tmp_path: Path) -> None:
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(1, state_of(1), facts={"layers": (1, 2)}, score=0.1)
+        checkpoints.save(2, state_of(2), facts={"layers": (1, 2)}, score=0.9)
+        checkpoints.save(3, state_of(3))
+        checkpoints.wait()
+        assert newest(checkpoints).step == 3
+        found = checkpoints.best()
+    assert found is not None
+    assert (found.step, found.score, found.ranks, found.facts) == (1, 0.1, 1, {"layers": [1, 2]})
+
+
+NOT_OURS = {
+    "another shape": ({"model": {"weight": torch.zeros(7)}}, r"its state\['model'\]\['weight'\] has .* \(1000,\)"),
+    "one more": ({"model": {"bias": torch.zeros(1)}}, r"it has no state\['model'\]\['bias'\]"),
+    "a list": ({"moments": [torch.zeros(1000)] * 3}, r"it has no state\['moments'\]\[2\]"),
+    "a number there": ({"step": torch.zeros(1)}, r"it has no state\['step'\]"),
+}
+
+
+@pytest.mark.parametrize(("state", "message"), NOT_OURS.values(), ids=NOT_OURS)
+def test_a_state_that_does_not_fit_is_refused(tmp_path: Path, state: dict[str, Any], message: str) -> None:
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state_of(1))
+        checkpoints.wait()
+        with pytest.raises(CheckpointError, match=f"step_00000001 does not fit this training: {message}"):
+            checkpoints.load(newest(checkpoints), state)
+
+
+def test_a_fresh_optimizer_without_moments_fits(tmp_path: Path) -> None:
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state_of(1))
+        checkpoints.wait()
+        assert same(checkpoints.load(newest(checkpoints), {"moments": [], "new": 3}), state_of(1))
+
+
+class Bomb:
+    """What a stranger puts in a file: it makes a folder when it is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
+        return os.mkdir, (str(self.folder),)
+
+
+@pytest.mark.parametrize("name", ["state.pt", "ranks.pt"])
+def test_a_strangers_code_is_not_run(tmp_path: Path, name: str) -> None:
+    final, notes = tmp_path / "step_00000001", store.FileNotes()
+    writing = store.new_folder(final)
+    for file in ("state.pt", "ranks.pt"):
+        with store.written(writing / file, notes) as stream:
+            torch.save([Bomb(tmp_path / "boom")] if file == name else {}, stream)
+    manifest = {"step": 1, "score": None, "ranks": 1, "sharded": False, "written": "", "facts": {}, "files": notes}
+    store.publish(writing, final, manifest)
+    with Checkpoints(tmp_path) as checkpoints:
+        found = newest(checkpoints)
+        with pytest.raises(CheckpointError) as caught:
+            checkpoints.load(found, {}) if name == "state.pt" else checkpoints.load_own(found)
+    assert str(caught.value) == (
+        f"{final}/{name}: not loaded: it asks for posix.mkdir, which no checkpoint needs: do not trust it"
+    )
+    assert not (tmp_path / "boom").exists()
+
+
+# ---- behind the training's back ----
+
+
+def test_training_goes_on_while_the_state_is_written_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = state_of(1)
+    with held_back(monkeypatch) as go, Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state)
+        assert checkpoints.failed() is None
+        state["model"]["weight"].zero_()
+        state["moments"].clear()
+        assert checkpoints.newest() is None
+        go.set()
+        checkpoints.wait()
+        assert same(checkpoints.load(newest(checkpoints), {}), state_of(1))
+
+
+class Small:
+    """A training that is small, and its state: the optimizer's, a buffer, and an average of the weights."""
+
+    def __init__(self) -> None:
+        self.linear = nn.Linear(2, 3)
+        self.model = nn.Sequential(self.linear, nn.BatchNorm1d(3))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.average = torch.ones(3)
+        self.compute_gradients()
+        self.optimizer.step()
+
+    def compute_gradients(self) -> None:
+        self.model(torch.randn(4, 2)).square().sum().backward()
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "average": self.average,
+            "turned": self.linear.weight.t(),
+        }
+
+
+def test_the_step_of_an_optimizer_waits_for_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Small()
+    with held_back(monkeypatch) as go, Checkpoints(tmp_path) as checkpoints:
+        for step in (1, 2):
+            before = copy.deepcopy(plain(training.state()))
+            go.clear()
+            checkpoints.save(step, training.state(), until=training.optimizer)
+            assert checkpoints._snapshot._pieces.qsize() >= 12  # not copied yet: four tensors, two moments of each
+            training.average += 1
+            training.compute_gradients()
+            training.optimizer.step()
+            assert not same(before, plain(training.state()))
+            go.set()
+            checkpoints.wait()
+            assert same(checkpoints.load(newest(checkpoints), {}), before)
+        assert len(training.optimizer._optimizer_step_pre_hooks) == 1
+    assert not training.optimizer._optimizer_step_pre_hooks
+
+
+def test_the_step_waits_for_what_another_thread_is_copying(monkeypatch: pytest.MonkeyPatch) -> None:
+    training, copies, move = Small(), snapshot.Snapshot(), snapshot.Piece.move
+    taken, go, stepped = threading.Event(), threading.Event(), threading.Event()
+
+    def slowly(piece: snapshot.Piece) -> bool:
+        taken.set()
+        return go.wait() and move(piece)
+
+    copies.begin({"a": training.linear.weight}, until=training.optimizer)
+    monkeypatch.setattr(snapshot.Piece, "move", slowly)
+    behind = threading.Thread(target=copies.finish)
+    behind.start()
+    taken.wait()
+
+    def wait_and_step() -> None:
+        copies.finish()
+        stepped.set()
+
+    step = threading.Thread(target=wait_and_step)
+    step.start()
+    waited = not stepped.wait(0.05)
+    go.set()
+    behind.join()
+    step.join()
+    assert waited
+
+
+def test_without_another_step_the_copy_is_made_behind(tmp_path: Path) -> None:
+    training = Small()
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, training.state(), until=training.optimizer)
+        checkpoints.wait()
+        assert same(checkpoints.load(newest(checkpoints), {}), plain(training.state()))
+
+
+def test_a_change_that_is_no_step_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Small()
+    with held_back(monkeypatch) as go, Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, training.state(), until=training.optimizer)
+        with torch.no_grad():
+            training.linear.bias.zero_()
+        go.set()
+        with pytest.raises(CheckpointError, match="the state was changed while it was copied"):
+            checkpoints.wait()
+        assert checkpoints.newest() is None
+
+
+def test_what_a_refused_state_left_is_not_copied_into_the_next() -> None:
+    copies, state = snapshot.Snapshot(), {"a": torch.zeros(3)}
+    with pytest.raises(CheckpointError):
+        copies.take({**state, "b": {1, 2}})
+    state["a"] += 1
+    assert same(copies.take(state), {"a": torch.ones(3)})
+
+
+def test_leaving_waits_for_the_last_save_also_after_an_error(tmp_path: Path) -> None:
+    def save_and_fail() -> None:
+        with Checkpoints(tmp_path) as checkpoints:
+            checkpoints.save(1, state_of(1))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        save_and_fail()
+    found = store.newest(tmp_path)
+    assert found is not None and found.step == 1
+
+
+def test_leaving_tells_of_a_write_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def save_and_leave() -> None:
+        with held_back(monkeypatch) as go, Checkpoints(tmp_path / "here") as checkpoints:
+            checkpoints.save(1, state_of(1))
+            (tmp_path / "here").rename(tmp_path / "gone")
+            go.set()
+
+    with pytest.raises(CheckpointError, match="cannot write"):
+        save_and_leave()
+
+
+def try_to_take_over(pipe: Connection, folder: Path) -> None:
+    try:
+        pipe.send(store.take_over(folder) is not None)
+    except CheckpointError:
+        pipe.send(False)
+
+
+def is_free(folder: Path) -> bool:
+    """For another process."""
+    with forked.running(try_to_take_over, folder) as (_, pipe):
+        assert pipe.poll(forked.PATIENCE)
+        return bool(pipe.recv())
+
+
+def test_the_folder_is_given_back_on_leaving(tmp_path: Path) -> None:
+    with Checkpoints(tmp_path):
+        assert not is_free(tmp_path)
+    assert is_free(tmp_path)
+
+
+def test_the_memory_of_a_snapshot_is_used_again() -> None:
+    copies = snapshot.Snapshot()
+    first = copies.take(state_of(1))
+    place = first["model"]["weight"].data_ptr(), first["moments"][1].data_ptr()
+    second = copies.take(state_of(2))
+    assert place == (second["model"]["weight"].data_ptr(), second["moments"][1].data_ptr())
+    assert same(second, state_of(2))
+    assert same(copies.take(state_of(3, size=10)), state_of(3, size=10))
+
+
+def test_a_failed_write_is_told_at_the_next_step_and_the_next_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with held_back(monkeypatch) as go, Checkpoints(tmp_path / "here") as checkpoints:
+        checkpoints.save(1, state_of(1))
+        (tmp_path / "here").rename(tmp_path / "gone")
+        go.set()
+        assert checkpoints._write is not None
+        assert isinstance(checkpoints._write.exception(), CheckpointError)
+        failure = checkpoints.failed()
+        assert "cannot write" in str(failure) and "No such file or directory" in str(failure)
+        with pytest.raises(CheckpointError, match=r"cannot write .*/step_00000001: .*No such file") as caught:
+            checkpoints.save(2, state_of(2))
+        assert caught.value.__cause__ is failure
+        (tmp_path / "gone").rename(tmp_path / "here")
+        checkpoints.save(3, state_of(3))  # told once: whoever mends the cause may go on
+
+
+@contextmanager
+def small_disk(size: str) -> Iterator[Path]:
+    """A filesystem of its own, which only root can make."""
+    with tempfile.TemporaryDirectory() as folder:
+        mount = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], capture_output=True)
+        if mount.returncode != 0 and "CI" not in os.environ:
+            pytest.skip("a small disk needs root")
+        assert mount.returncode == 0, mount.stderr
+        try:
+            yield Path(folder)
+        finally:
+            subprocess.run(["umount", folder], check=True)
+
+
+def test_a_full_disk_stops_the_run_and_the_older_checkpoint_stays_good() -> None:
+    with small_disk("8m") as disk:
+        small = state_of(1, size=200_000)
+        with Checkpoints(disk) as checkpoints:
+            checkpoints.save(1, small)
+            checkpoints.save(2, state_of(2, size=2_000_000))
+            with pytest.raises(CheckpointError) as caught:
+                checkpoints.wait()
+        assert str(caught.value) == (
+            f"cannot write {disk}/step_00000002: [Errno 28] No space left on device. The checkpoints before it are "
+            f"whole: mend the cause, and run again to go on from the newest"
+        )
+        assert [path.name for path in disk.glob("step_*")] == ["step_00000001"]
+        with Checkpoints(disk) as checkpoints:
+            assert same(checkpoints.load(newest(checkpoints), {}), small)
+            checkpoints.save(2, small)  # what was half written is gone: there is room again
+
+
+def save_for_ever(pipe: Connection, folder: Path) -> None:
+    with Checkpoints(folder, keep=2) as checkpoints:
+        for step in range(1, 10**6):
+            checkpoints.save(step, state_of(step, size=100_000))
+            pipe.send(step)
+
+
+def test_a_run_killed_while_it_saves_goes_on_from_a_good_one(tmp_path: Path) -> None:
+    source = random.Random(3)
+    for _ in range(4):
+        with forked.running(save_for_ever, tmp_path) as (_, pipe):
+            for _ in range(source.randrange(2, 6)):
+                assert pipe.poll(forked.PATIENCE)
+                pipe.recv()
+            threading.Event().wait(source.random() / 20)  # into the midst of the next write
+        with Checkpoints(tmp_path) as checkpoints:
+            found = newest(checkpoints)
+            assert same(checkpoints.load(found, {}), state_of(found.step, size=100_000))
+            assert all(store.STEP.fullmatch(path.name) for path in tmp_path.glob("step_*"))
+
+
+def test_a_wrong_keep_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="keep is 0"):
+        Checkpoints(tmp_path, keep=0)
+
+
+# ---- random states, and a run that goes on ----
+
+
+def draws() -> list[Any]:
+    drawn: list[Any] = [random.random(), random.gauss(0, 1), torch.randn(3).tolist()]
+    if numpy := sys.modules.get("numpy"):
+        drawn += [numpy.random.random(), numpy.random.standard_normal()]
+    return drawn
+
+
+def test_every_generator_goes_on_where_it_was(tmp_path: Path) -> None:
+    draws()  # gauss() keeps a second number back
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, {}, own=random_state())
+        expected = draws()
+        draws()
+        checkpoints.wait()
+        set_random_state(checkpoints.load_own(newest(checkpoints)))
+    assert draws() == expected
+
+
+def test_numpy_is_asked_only_where_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "numpy", raising=False)
+    assert "numpy" not in random_state()
+    told: list[Any] = []
+    keys = SimpleNamespace(tolist=lambda: [1, 2])
+    generator = SimpleNamespace(get_state=lambda: ("MT19937", keys, 2, 0, 0.5), set_state=told.append)
+    monkeypatch.setitem(sys.modules, "numpy", SimpleNamespace(random=generator))
+    set_random_state(random_state())
+    assert told == [("MT19937", [1, 2], 2, 0, 0.5)]
+
+
+def train(folder: Path, first: int, last: int) -> dict[str, Any]:
+    """A small training with dropout, from its newest checkpoint, saved after each step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+    with Checkpoints(folder) as checkpoints:
+        if found := checkpoints.newest():
+            state = checkpoints.load(found, {"model": model.state_dict()})
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+            schedule.load_state_dict(state["schedule"])
+            set_random_state(checkpoints.load_own(found))
+        for step in range(first, last + 1):
+            model(torch.randn(5, 6)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            state = {name: thing.state_dict() for name, thing in
+                     (("model", model), ("optimizer", optimizer), ("schedule", schedule))}  # fmt: skip
+            checkpoints.save(step, state, own=random_state())
+    return {"model": dict(model.state_dict()), "optimizer": optimizer.state_dict(), "draws": draws()}
+
+
+@pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*")
+def test_a_run_that_goes_on_is_not_told_from_one_never_stopped(tmp_path: Path) -> None:
+    random.seed(0)
+    whole = train(tmp_path / "whole", 1, 6)
+    random.seed(0)
+    for first, last in ((1, 2), (3, 3), (4, 6)):
+        parts = train(tmp_path / "parts", first, last)
+    assert same(parts["model"], whole["model"])
+    assert same(parts["optimizer"], whole["optimizer"])
+    assert parts["draws"][2] == whole["draws"][2]
+
+
+# ---- several ranks ----
+
+
+def save_on_ranks(rank: int, size: int, folder: Path) -> None:
+    """Each rank has a folder of its own, as nodes that share none; rank 0 writes."""
+    with Checkpoints(folder / f"node{rank}", rank=rank, size=size) as checkpoints:
+        for step in (1, 2):
+            torch.manual_seed(rank)
+            checkpoints.save(step, state_of(step), own={"draws": torch.randn(3), **random_state()})
+        checkpoints.wait()
+        assert newest(checkpoints).step == 2
+
+
+def load_on_ranks(rank: int, size: int, folder: Path) -> tuple[int, int, bool, Any]:
+    collectives.PIECE = 1000  # sent in many pieces
+    with Checkpoints(folder / f"node{rank}", rank=rank, size=size) as checkpoints:
+        found = newest(checkpoints)
+        whole = same(checkpoints.load(found, state_of(0)), state_of(2))
+        own = checkpoints.load_own(found)
+        if own is not None:
+            set_random_state(own)
+        return found.step, found.ranks, whole, None if own is None else (own["draws"].tolist(), torch.randn(3).tolist())
+
+
+def test_rank_0_writes_and_every_rank_gets_it_and_its_own(tmp_path: Path) -> None:
+    forked.ranks(2, save_on_ranks, tmp_path)
+    assert not (tmp_path / "node1").exists()
+    expected = []
+    for rank in range(2):
+        torch.manual_seed(rank)
+        expected.append((2, 2, True, (torch.randn(3).tolist(), torch.randn(3).tolist())))
+    assert forked.ranks(3, load_on_ranks, tmp_path) == [*expected, (2, 2, True, None)]
+
+
+def load_what_rank_0_cannot_read(rank: int, size: int, folder: Path) -> list[str]:
+    collectives.PIECE = 1000
+    errors = []
+    with Checkpoints(folder / f"node{rank}", rank=rank, size=size) as checkpoints:
+        found = newest(checkpoints)
+        for load in (lambda: checkpoints.load(found, {}), lambda: checkpoints.load_own(found)):
+            files = [found.path / "state.pt", found.path / "ranks.pt"]
+            with stub_of_open(*files, error=errno.EIO), pytest.raises(CheckpointError) as caught:
+                load()
+            errors.append(str(caught.value))
+        manifests = found.path.parent.glob("*/manifest.json")
+        with stub_of_open(*manifests, error=errno.EIO), pytest.raises(CheckpointError) as caught:
+            checkpoints.newest()
+        errors.append(str(caught.value))
+    return errors
+
+
+def test_what_rank_0_cannot_read_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    forked.ranks(1, save_on_ranks, tmp_path)
+    first, *others = forked.ranks(3, load_what_rank_0_cannot_read, tmp_path)
+    assert [first] * 2 == others
+    state, own, manifest = first
+    assert f"{tmp_path}/node0/step_00000002/state.pt: cannot be read: [Errno 5] Input/output error" in state
+    assert "step_00000002/ranks.pt: cannot be read: [Errno 5] Input/output error" in own
+    assert "checkpoints exist, and none can be used" in manifest
+
+
+def fail_on_ranks(rank: int, size: int, folder: Path) -> list[str]:
+    told = []
+    with Checkpoints(folder, rank=rank, size=size) as checkpoints:
+        if rank == 0:
+            folder.rename(folder.with_name("gone"))
+        checkpoints.save(1, state_of(1))
+        with pytest.raises(CheckpointError) as caught:
+            checkpoints.save(2, state_of(2))
+        told.append(str(caught.value))
+        if rank == 0:
+            folder.with_name("gone").rename(folder)
+        assert checkpoints.newest() is None
+    (folder / "file").touch()
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoints(folder / "file" / "checkpoints", rank=rank, size=size)
+    return [*told, str(caught.value)]
+
+
+def test_what_fails_on_rank_0_is_told_on_every_rank(tmp_path: Path) -> None:
+    first, second = forked.ranks(2, fail_on_ranks, tmp_path / "here")
+    assert first == second
+    assert "cannot write" in first[0] and "No such file" in first[0]
+    assert "checkpoints cannot be kept here" in first[1]

@@ -1,0 +1,133 @@
+"""A checkpoint that the settings do not want, or cannot use, is known by its manifest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distributed.checkpoint.compatibility import (
+    CHANGEABLE,
+    changeable,
+    changes,
+    complete,
+    refuse_another_base,
+    refuse_misfit,
+)
+from distributed.checkpoint.store import CheckpointError, Found
+from distributed.config import ConfigError, Settings
+
+MODEL = {"n_layer": 2, "n_head": 1, "n_embd": 8, "block_size": 16}
+FOLD: dict[str, Any] = {"participant": "a", "mode": "heldout"}
+TARGET: dict[str, Any] = {"participant": "a", "mode": "full_fine_tuning", "target_data_pct": 0.5, "target_batch_pct": 1}
+THERE = {**Settings(model=MODEL, train={"steps": 1, "batch_size": 1}).model.model_dump(), "vocab_size": 256}
+
+
+def settings(**sections: dict[str, Any]) -> Settings:
+    return Settings.model_validate({"model": MODEL, "train": {"steps": 1, "batch_size": 1}, **sections})
+
+
+def found(sharded: bool = False, **facts: Any) -> Found:
+    return Found(Path("c/step_00000007"), 7, None, 1, sharded, "", {"model": THERE, **facts}, {})
+
+
+@pytest.mark.parametrize("vocab_size", [None, 256])
+def test_what_fits_is_taken(vocab_size: int | None) -> None:
+    refuse_misfit(found(), settings(), vocab_size)
+    refuse_misfit(found(**FOLD), settings(data=FOLD), vocab_size)
+    refuse_misfit(found(participant=None, mode=None), settings(), vocab_size)
+    refuse_misfit(found(**TARGET), settings(data=TARGET), vocab_size)
+    refuse_misfit(found(mode="base_only"), settings(data={"mode": "base_only"}), vocab_size)
+    refuse_misfit(found(sharded=True), settings(distributed={"strategy": "fsdp"}), vocab_size)
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "sections", "vocab_size", "words"),
+    [
+        (found(), {"checkpoint": {"resume": "never"}}, None, "checkpoint.resume=never, but c/step_00000007 is there"),
+        (found(), {"model": {**MODEL, "n_layer": 3}}, None, "of another model: model.n_layer=3 (there 2); give"),
+        (found(), {}, 300, "of another model: model.vocab_size=300 (there 256); give"),
+        (found(model={}), {}, None, "model.n_layer=2 (there None)"),
+        (found(), {"data": FOLD}, None, "of another fold: data.participant=a (there None), data.mode=heldout (there N"),
+        (found(**FOLD), {}, None, "of another fold: data.participant=None (there a)"),
+        (found(**FOLD | {"mode": "single"}), {"data": FOLD}, None, "of another fold: data.mode=heldout (there single)"),
+        (
+            found(**TARGET),
+            {"data": TARGET | {"mode": "from_scratch"}},
+            None,
+            "data.mode=from_scratch (there full_fine_tu",
+        ),
+        (
+            found(**TARGET),
+            {"data": TARGET | {"target_data_pct": 1}},
+            None,
+            "data.target_data_pct=1.0 (there 0.5); name a",
+        ),
+        (found(**TARGET), {"data": TARGET | {"target_batch_pct": 0.5}}, None, "data.target_batch_pct=0.5 (there 1)"),
+        (
+            found(**TARGET | {"base_participants": ["b", "c"]}),
+            {"data": TARGET | {"base_participants": ["b"]}},
+            None,
+            "data.base_participants=['b'] (there ['b', 'c'])",
+        ),
+        (found(), {"data": {"mode": "base_only"}}, None, "of another fold: data.mode=base_only (there None)"),
+        (found(mode="base_only"), {}, None, "of another fold: data.mode=None (there base_only)"),
+        (found(sharded=True), {}, None, "was written in shards, and this run reads and writes whole"),
+        (found(), {"distributed": {"strategy": "fsdp"}}, None, "was written whole, and this run reads and writes in"),
+    ],
+)
+def test_what_does_not_is_refused(
+    checkpoint: Found, sections: dict[str, Any], vocab_size: int | None, words: str
+) -> None:
+    with pytest.raises((ConfigError, CheckpointError)) as refused:
+        refuse_misfit(checkpoint, settings(**sections), vocab_size)
+    assert words in str(refused.value)
+
+
+@pytest.mark.parametrize(("there", "now"), [("3f" * 32, "4e" * 32), (None, "4e" * 32), ("3f" * 32, None)])
+def test_a_checkpoint_of_another_base_model_is_refused(there: str | None, now: str | None) -> None:
+    refuse_another_base(found(base_model=there), there)
+    with pytest.raises(ConfigError, match=f"c/step_00000007 was trained from another base model: {now} now, {there} t"):
+        refuse_another_base(found(base_model=there), now)
+
+
+def test_every_setting_that_changes_is_announced_with_what_follows() -> None:
+    before = {
+        **changeable(settings()),
+        "precision": "float32",
+        "world": 2,
+        "batch": 1,
+        "corpus": "c",
+        "seed": 1337,
+        "steps": 9,
+    }
+    assert before.keys() == CHANGEABLE.keys()
+    assert list(changes(found(**before), before)) == []
+    assert list(changes(found(), before)) == [], "a checkpoint of an earlier version"
+    new = settings(train={"steps": 1, "batch_size": 1, "learning_rate": 0.01, "warmup_steps": 5})
+    assert list(changes(found(**before), {**before, **changeable(new), "precision": "float32"})) == [
+        "steps was 9 in c/step_00000007, now it is 1: the learning rate follows the new length from here on",
+        "learning_rate was 0.0003 in c/step_00000007, now it is 0.01: the learning rate follows it from here on",
+        "warmup_steps was 0 in c/step_00000007, now it is 5: the learning rate follows it from here on",
+    ]
+
+
+def test_every_setting_of_the_training_is_announced_refused_or_without_effect_on_it() -> None:
+    without = {"base_steps", "base_model", "epochs", "compile", "gradient_checkpointing", "evaluate_every"}
+    as_batch = {"batch_size", "batch_size_per_device"}
+    assert type(settings().train).model_fields.keys() - without - as_batch <= CHANGEABLE.keys()
+
+
+@pytest.mark.parametrize(("steps", "length"), [(7, {"steps": 7}), (5, {"epochs": 1})])
+def test_a_complete_run_is_told_how_to_go_on(steps: int, length: dict[str, int]) -> None:
+    now = settings(train={**length, "batch_size": 1})
+    assert complete(found(), 8, now) == ""
+    assert complete(found(), steps, now) == (
+        f"nothing left to do: c/step_00000007 has 7 of {steps} steps; raise train.{next(iter(length))} to go on, or "
+        "name another checkpoint.dir to start anew"
+    )
+
+
+def test_a_checkpoint_from_before_base_models_has_none() -> None:
+    refuse_another_base(found(), None)

@@ -1,0 +1,395 @@
+"""A sharded state is whole again on any number of ranks, or the checkpoint is not there.
+
+Every rank writes, and one of them may fail, be late, or sit on a node that does not see the folder. Shards
+are uneven where a size does not divide. And torch's own reader would run a stranger's code: ours does not.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import pickle
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import forked
+import pytest
+import torch
+from test_store import stub_of_open
+from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
+
+from distributed.checkpoint import sharded, store
+from distributed.checkpoint.checkpoints import CheckpointError, Checkpoints, Found
+
+WIDTHS = (5, 7, 1)  # shared out to 2 or 3 ranks, some have more than others, and some have nothing
+
+
+class Training:
+    """An FSDP training with tied weights, a buffer, and AdamW."""
+
+    def __init__(self, widths: tuple[int, ...] = WIDTHS, extra: bool = False) -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        torch.manual_seed(0)
+        layers = [nn.Linear(here, there) for here, there in itertools.pairwise(widths)]
+        self.model = nn.Sequential(nn.Linear(widths[0], widths[0], bias=False), *layers)
+        self.model.append(nn.Linear(1, 1) if extra else nn.Identity())
+        self.model.tied = nn.Module()
+        self.model.tied.weight = self.model[0].weight
+        self.seen = torch.zeros(())
+        self.model.register_buffer("seen", self.seen)
+        self.model.forward = self._forward  # type: ignore[method-assign]
+        fully_shard(self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+
+    def _forward(self, inputs: Tensor) -> Tensor:
+        for layer in list(self.model.children())[:-1]:
+            inputs = layer(inputs)
+        return inputs
+
+    def learn(self, step: int) -> None:
+        inputs = torch.randn(4, WIDTHS[0], generator=torch.Generator().manual_seed(step))
+        self.model(inputs).square().mean().backward()
+        self.seen += 1
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def state(self) -> dict[str, Any]:
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {
+            "model": model,
+            "optimizer": optimizer,
+            "more": {"list": [1, {"a": 2.5}], "pair": (1, "x"), "none": None},
+        }
+
+    def go_on(self, state: dict[str, Any]) -> None:
+        from torch.distributed.checkpoint.state_dict import set_state_dict
+
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+    def whole(self) -> dict[str, Tensor]:
+        """Every tensor of the state, unsharded, by its place."""
+        state = self.state()
+        tensors = dict(state["model"])
+        for name, moments in state["optimizer"]["state"].items():
+            tensors |= {f"{name} {moment}": tensor for moment, tensor in moments.items()}
+        return {name: (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
+                for name, tensor in tensors.items()}  # fmt: skip
+
+
+def opened(folder: Path, rank: int, size: int, patience: float = 60.0) -> Checkpoints:
+    return Checkpoints(folder, rank=rank, size=size, sharded=True, patience=patience)
+
+
+def newest(checkpoints: Checkpoints) -> Found:
+    found = checkpoints.newest()
+    assert found is not None
+    return found
+
+
+def save(rank: int, size: int, folder: Path) -> dict[str, Tensor]:
+    training = Training()
+    with opened(folder, rank, size) as checkpoints:
+        for step in (1, 2):
+            training.learn(step)
+            checkpoints.save(step, training.state(), own=f"rank {rank}", until=training.optimizer)
+        saved = training.whole()
+        training.learn(3)  # while step 2 is written
+    return saved
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a rank that goes on from step 2 has, and has one step later."""
+
+    whole: dict[str, Tensor]
+    more: dict[str, Any]
+    own: str | None
+    tied: bool
+    step_later: dict[str, Tensor]
+
+
+def load(rank: int, size: int, folder: Path) -> Loaded:
+    training = Training()
+    with opened(folder, rank, size) as checkpoints:
+        found = newest(checkpoints)
+        state = checkpoints.load(found, training.state())
+        training.go_on(state)
+        own = checkpoints.load_own(found)
+    parameters = dict(training.model.named_parameters(remove_duplicate=False))
+    tied, whole = parameters["tied.weight"] is parameters["0.weight"], training.whole()
+    training.learn(3)
+    return Loaded(whole, state["more"], own, tied, training.whole())
+
+
+def train_on(rank: int, size: int) -> dict[str, Tensor]:
+    training = Training()
+    for step in (1, 2, 3):
+        training.learn(step)
+    return training.whole()
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A folder with steps 1 and 2 of a world, and every tensor of step 2."""
+
+    folder: Path
+    whole: dict[str, Tensor]
+
+
+@pytest.fixture(scope="module")
+def by_two(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    folder = tmp_path_factory.mktemp("by_two")
+    return Saved(folder, forked.ranks(2, save, folder)[0])
+
+
+def alike(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def check_loaded(saved: Saved, before: int, after: int) -> None:
+    for rank, loaded in enumerate(forked.ranks(after, load, saved.folder)):
+        assert alike(loaded.whole, saved.whole)
+        assert loaded.more == {"list": [1, {"a": 2.5}], "pair": (1, "x"), "none": None}
+        assert loaded.own == (f"rank {rank}" if rank < before else None)
+        assert loaded.tied
+
+
+def test_what_two_ranks_saved_has_every_tensor(by_two: Saved) -> None:
+    parameters = ["0.weight", "1.weight", "1.bias", "2.weight", "2.bias"]
+    moments = [f"{name} {moment}" for name in parameters for moment in ("step", "exp_avg", "exp_avg_sq")]
+    assert sorted(by_two.whole) == sorted(["seen", "tied.weight", *parameters, *moments])
+    assert sorted(path.name for path in (by_two.folder / "step_00000002").iterdir()) == [
+        ".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json", "ranks.pt",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_what_two_ranks_saved_is_whole_on_fewer_or_more(by_two: Saved, ranks: int) -> None:
+    check_loaded(by_two, before=2, after=ranks)
+
+
+def test_what_one_rank_saved_is_whole_on_two(tmp_path: Path) -> None:
+    check_loaded(Saved(tmp_path, forked.ranks(1, save, tmp_path)[0]), before=1, after=2)
+
+
+def test_a_run_that_goes_on_is_not_told_from_one_never_stopped(by_two: Saved) -> None:
+    went_on = forked.ranks(2, load, by_two.folder)[0]
+    assert alike(went_on.step_later, forked.ranks(2, train_on)[0])
+
+
+def test_torchs_own_tool_reads_it(by_two: Saved, tmp_path: Path) -> None:
+    dcp_to_torch_save(by_two.folder / "step_00000002", tmp_path / "all.pt")
+    read = torch.load(tmp_path / "all.pt", weights_only=True)
+    assert torch.equal(read["model"]["1.weight"], by_two.whole["1.weight"])
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "__1_0.distcp", "ranks.pt", "manifest.json"])
+def test_damage_to_any_file_is_found(by_two: Saved, tmp_path: Path, name: str) -> None:
+    shutil.copytree(by_two.folder, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "step_00000002" / name
+    sound = file.read_bytes()
+    for place in range(0, len(sound), len(sound) // 7):
+        for damaged in (sound[:place], sound[:place] + bytes([sound[place] ^ 4]) + sound[place + 1 :]):
+            file.write_bytes(damaged)
+            found = store.newest(tmp_path)
+            assert found is not None and found.step == 1, place
+    file.write_bytes(sound)
+    found = store.newest(tmp_path)
+    assert found is not None and found.step == 2
+
+
+# ---- what does not fit ----
+
+
+def load_misfits(rank: int, size: int, folder: Path) -> list[str]:
+    told = []
+    with opened(folder, rank, size) as checkpoints:
+        for widths, extra in (((5, 6, 1), False), (WIDTHS, True), ((5, 1), False)):
+            state = Training(widths, extra).state()
+            with pytest.raises(CheckpointError) as caught:
+                checkpoints.load(newest(checkpoints), state)
+            told.append(str(caught.value))
+    with Checkpoints(folder, rank=rank, size=size) as whole, pytest.raises(CheckpointError) as caught:
+        whole.load(newest(whole), {})
+    return [*told, str(caught.value)]
+
+
+def test_another_model_and_another_strategy_are_refused_on_every_rank(by_two: Saved) -> None:
+    first, second = forked.ranks(2, load_misfits, by_two.folder)
+    shape, missing, surplus, strategy = first
+    assert first == second
+    assert all(f"{by_two.folder}/step_00000002 does not fit this training: " in told for told in first[:3])
+    assert "Size mismatch" in shape and "model.1.weight" in shape
+    assert "Missing key" in missing and "3.weight" in missing
+    assert surplus.endswith("it has model.2.bias, and this training has no such tensor (8 in all)")
+    assert "was written in shards, and this run reads and writes whole: resume with the strategy" in strategy
+
+
+def load_what_rank_1_cannot_read(rank: int, size: int, folder: Path) -> list[str]:
+    errors = []
+    with opened(folder, rank, size) as checkpoints:
+        found = newest(checkpoints)
+        for name in (".metadata", "__0_0.distcp"):
+            broken = [found.path / name] if rank == 1 else []
+            with stub_of_open(*broken, error=errno.ESTALE), pytest.raises(CheckpointError) as caught:
+                checkpoints.load(found, Training().state())
+            errors.append(str(caught.value))
+        checkpoints.load(found, Training().state())
+    return errors
+
+
+def test_what_one_rank_cannot_read_is_refused_on_every_rank(by_two: Saved) -> None:
+    first, second = forked.ranks(2, load_what_rank_1_cannot_read, by_two.folder)
+    assert first == second
+    assert all("cannot be read on rank 1: [Errno 116] Stale file handle" in error for error in first)
+
+
+def save_keys_that_are_numbers(rank: int, size: int, folder: Path) -> None:
+    with opened(folder, rank, size) as checkpoints, pytest.raises(CheckpointError, match="a key must be a string"):
+        checkpoints.save(1, {"a": {1: torch.ones(2)}})
+
+
+def test_keys_are_strings_because_torch_makes_them_so(tmp_path: Path) -> None:
+    forked.ranks(1, save_keys_that_are_numbers, tmp_path)
+
+
+def save_shards_as_a_whole(rank: int, size: int, folder: Path) -> None:
+    with Checkpoints(folder) as checkpoints, pytest.raises(CheckpointError, match=r"is sharded: .* sharded=True"):
+        checkpoints.save(1, Training().state())
+
+
+def test_shards_are_not_taken_for_the_whole(tmp_path: Path) -> None:
+    forked.ranks(1, save_shards_as_a_whole, tmp_path)
+
+
+# ---- a stranger's code ----
+
+
+class Bomb:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.mkdir, (str(self.folder),)
+
+
+def load_bombs(rank: int, size: int, folder: Path) -> list[str]:
+    told = []
+    with opened(folder, rank, size) as checkpoints:
+        found = newest(checkpoints)
+        metadata = found.path / ".metadata"
+        sound = metadata.read_bytes()
+        metadata.write_bytes(pickle.dumps(Bomb(folder / "boom")))
+        with pytest.raises(CheckpointError) as caught:
+            checkpoints.load(found, Training().state())
+        told.append(str(caught.value))
+        metadata.write_bytes(sound)
+        checkpoints.load(found, Training().state())
+    with opened(folder / "numbers", rank, size) as checkpoints:
+        checkpoints.save(1, {"more": {"number": 1.5}})  # no tensor, which torch reads with care
+        checkpoints.wait()
+        bomb = folder / "bomb.pt"
+        torch.save(Bomb(folder / "boom"), bomb)
+        pytest.MonkeyPatch().setattr(FileSystemReader, "_slice_file", lambda *_: bomb.open("rb"))
+        with pytest.raises(CheckpointError) as caught:
+            checkpoints.load(newest(checkpoints), {"more": {"number": 0.0}})
+        told.append(str(caught.value))
+    assert not (folder / "boom").exists()
+    return told
+
+
+def test_a_strangers_code_is_not_run(by_two: Saved, tmp_path: Path) -> None:
+    shutil.copytree(by_two.folder, tmp_path, dirs_exist_ok=True)
+    metadata, item = forked.ranks(1, load_bombs, tmp_path)[0]
+    for text in (metadata, item):
+        assert "step_0000000" in text
+        assert text.endswith(": not loaded: it asks for posix.mkdir, which no checkpoint needs: do not trust it")
+
+
+class Attribute:
+    """Pickled as Python 3.11.0 to 3.11.3 pickle the member of an enumeration."""
+
+    def __init__(self, *words: object) -> None:
+        self.words = words
+
+    def __reduce__(self) -> tuple[Any, tuple[object, ...]]:
+        return getattr, self.words
+
+
+def test_of_attributes_only_members_of_enumerations_are_read() -> None:
+    kind = _MEM_FORMAT_ENCODING
+    assert sharded._unpickle(pickle.dumps(Attribute(kind, "TORCH_CHANNELS_LAST"))) is kind.TORCH_CHANNELS_LAST
+    for owner, name in ((Metadata, "__init__"), (kind, "__init__"), (torch.Size, "__class__")):
+        with pytest.raises(pickle.UnpicklingError, match=f"it asks for {name} of"):
+            sharded._unpickle(pickle.dumps(Attribute(owner, name)))
+
+
+# ---- a rank that fails ----
+
+
+def fail_on_rank_1(rank: int, size: int, folder: Path, how: str) -> str:
+    training = Training()
+    with opened(folder, rank, size, patience=0.5) as checkpoints:
+        training.learn(1)
+        checkpoints.save(1, training.state())
+        checkpoints.wait()
+        if rank == 1:
+            spoil(how)
+        checkpoints.save(2, training.state())
+        with pytest.raises(CheckpointError) as caught:
+            checkpoints.wait()
+        assert newest(checkpoints).step == 1
+    return str(caught.value)
+
+
+def spoil(how: str) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    patch = pytest.MonkeyPatch()  # for this process, which ends with the test
+    if how == "silent":
+        patch.setattr(sharded.Part, "_leave_note", lambda *_: None)
+    else:
+        patch.setattr(store.HashedFile, "write", full)
+    if how == "so full that it cannot say it":
+        patch.setattr(Path, "write_text", lambda self, _: self.touch())
+
+
+TOLD = {
+    "full": "rank 1: [Errno 28] No space left on device",
+    "so full that it cannot say it": "rank 1: it could not write its shard",
+    "silent": "rank 1: nothing came of its shard in time",
+}
+
+
+@pytest.mark.parametrize(("how", "told"), TOLD.items(), ids=TOLD)
+def test_a_rank_that_fails_leaves_no_checkpoint_and_every_rank_is_told(tmp_path: Path, how: str, told: str) -> None:
+    first, second = forked.ranks(2, fail_on_rank_1, tmp_path, how)
+    assert first == second
+    assert first.startswith(f"cannot write {tmp_path}/step_00000002: {told}. The checkpoints before it are whole")
+    assert [path.name for path in tmp_path.glob("step_*")] == ["step_00000001"]
+
+
+def save_where_rank_1_does_not_see_it(rank: int, size: int, folder: Path) -> str:
+    sharded.SHARED_WITHIN = 0.2
+    if rank == 1:
+        pytest.MonkeyPatch().setattr(Path, "is_dir", lambda _: False)
+    with opened(folder, rank, size) as checkpoints:
+        with pytest.raises(CheckpointError) as caught:
+            checkpoints.save(1, Training().state())
+        return str(caught.value)
+
+
+def test_a_node_that_does_not_share_the_folder_is_named(tmp_path: Path) -> None:
+    first, second = forked.ranks(2, save_where_rank_1_does_not_see_it, tmp_path)
+    assert first == second
+    assert first.startswith("rank 1 on ") and "fsdp needs a checkpoint folder that all nodes share" in first

@@ -1,0 +1,243 @@
+"""Of several nodes the odd one out is named, with both values and the remedy; what all have in common is said once.
+
+Nodes are facts made by hand; across_nodes.bats asks real ones.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_doctor import HEALTHY
+from test_gpus import GPUS
+
+from distributed.health.cluster import Cluster, heard, main, tell
+from distributed.health.comparison import differences
+from distributed.health.node import Member, Route, look, of_answer
+from distributed.host.dns import Lookup
+from distributed.host.facts import Facts, Run
+from distributed.host.gpus import Gpus
+from distributed.host.interpreter import Torch
+from distributed.host.probe import GIB
+from distributed.host.replies import framed
+from distributed.host.resources import Limits, Memory
+from distributed.launch.connectivity import Gap
+
+WAY = Route("eth0", 9000, 100_000)
+NODES = ("node1", "node2", "node3")
+
+
+def member(number: int, route: Route = WAY, **facts: Any) -> Member:
+    """A good node; facts are changed as part__key=value."""
+    own: Facts = HEALTHY
+    for path, value in facts.items():
+        part, _, key = path.partition("__")
+        own = replace(own, **{part: replace(getattr(own, part), **{key: value}) if key else value})
+    address = f"10.0.0.{number}"
+    kit: Mapping[str, str | None] = {"train.py": "11", "distributed/torch.py": "22"}
+    return Member(own, f"boot{number}", "6.1", kit, (address,), address, "10.0.0.1", route, 0.0)
+
+
+def three(**third: Any) -> dict[str, Member]:
+    """Three nodes, of which the third differs."""
+    return {"node1": member(1), "node2": member(2), "node3": member(3, **third)}
+
+
+def cluster(members: Mapping[str, Member], gaps: tuple[Gap, ...] = (), **silent: str) -> Cluster:
+    return Cluster((*members, *silent), members, dict.fromkeys(members, 0.0), silent, gaps)
+
+
+def of(name: str, change: dict[str, Any]) -> dict[str, Member]:
+    members = three()
+    return members | {name: replace(members[name], **change)}
+
+
+# fmt: off
+# The nodes; who is named; level, topic, words of the fact, words of the remedy.
+ODD = [
+    (three(interpreter__version="3.12.1"), "fault python", "3.12, but 3.11 on node[1-2]", "use the same on all"),
+    (three(torch__version="2.12.0"), "fault torch", "2.12.0, but 2.13.0 on node[1-2]", "install the same"),
+    (three(torch__nccl="2.27.7"), "fault NCCL", "NCCL 2.27.7, but NCCL 2.29.3 on node[1-2]", "same build of torch"),
+    (three(gpus=Gpus()), "fault GPUs", "no GPU, but GPUs on node[1-2]", "leave out"),
+    (three(gpus__devices=GPUS[:2]), "warning GPUs", "2 x NVIDIA A100-SXM4-80GB, 80.0 GiB, but 4 x NVIDIA", "pace"),
+    (three(gpus__driver="575.1"), "warning driver", "driver 575.1, but driver 580.65.06 on node[1-2]", "the same"),
+    (three(cores__quota=8.0), "warning cores", "8 cores, but 64 cores on node[1-2]", "pace"),
+    (three(memory=Memory(256 * GIB, 250 * GIB)), "warning memory", "256.0 GiB in all, but 512.0 GiB elsewhere", "fit"),
+    (three(route=Route("eth0", 1500, 100_000)), "warning MTU", "1500 bytes, but 9000 bytes on node[1-2]", "vanish"),
+    (three(route=Route("eth1", 9000, 1000)), "warning network", "1000 Mbit/s (eth1), but 100000 Mbit/s", "cable"),
+    (three(limits__infiniband=True), "warning network", "InfiniBand, but no InfiniBand on node[1-2]", "ibstat"),
+    (three(environment={"NCCL_IB_DISABLE": "1"}), "warning NCCL", "NCCL_IB_DISABLE=1 is set, but nothing", "alike"),
+    (of("node3", {"kit": {"train.py": "11"}}), "fault kit", "another kit than elsewhere: distributed/torch.py in /",
+     "make them the same"),
+    (of("node3", {"machine": "boot1"}), "fault names", "is the same machine as node1", "name it once"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("members", "line", "fact", "fix"), ODD, ids=[row[2] for row in ODD])
+def test_the_odd_one_out_is_named_with_both_values(members: dict[str, Member], line: str, fact: str, fix: str) -> None:
+    [(name, found)] = differences(members, dict.fromkeys(members, 0.0))
+    assert (name, f"{found.level} {found.topic}") == ("node3", line)
+    assert fact in found.fact and fix in found.fix
+
+
+def test_nodes_that_are_alike_differ_in_nothing() -> None:
+    assert differences(three(), dict.fromkeys(NODES, -1.5)) == []
+    small = Memory(510 * GIB, 1)
+    fine = three(memory=small, environment={"NCCL_SOCKET_IFNAME": "eth1", "CUDA_VISIBLE_DEVICES": "0"})
+    assert differences(fine, {"node1": 0.0, "node2": -0.5, "node3": 1.5}) == []
+
+
+def test_what_only_matters_to_infiniband_is_compared_only_there() -> None:
+    members = {name: member(1, limits=Limits(1024, 1024, memlock, None, infiniband=True), gpus=Gpus())
+             for name, memlock in zip(NODES, (None, None, GIB), strict=True)}  # fmt: skip
+    found = differences({name: replace(one, machine=name) for name, one in members.items()}, dict.fromkeys(NODES, 0.0))
+    assert [line.fact for _, line in found] == ["1.0 GiB locked memory, but any locked memory on node[1-2]"]
+    bare = {
+        name: replace(one.facts, limits=replace(one.facts.limits, infiniband=False)) for name, one in members.items()
+    }
+    assert not differences({n: replace(members[n], machine=n, facts=bare[n]) for n in NODES}, dict.fromkeys(NODES, 0.0))
+
+
+def test_a_clock_is_compared_with_the_other_nodes_not_with_ours() -> None:
+    [(name, line)] = differences(three(), {"node1": -60.0, "node2": -67.4, "node3": -60.1})
+    assert (name, line.fact, line.command) == ("node2", "7 s behind the others", "sudo timedatectl set-ntp true")
+
+
+def test_a_torch_that_is_missing_is_not_also_called_different() -> None:
+    assert not [
+        line for _, line in differences(three(torch=Torch()), dict.fromkeys(NODES, 0.0)) if line.topic == "torch"
+    ]
+
+
+def test_where_nobody_finds_the_first_node_nobody_can_meet() -> None:
+    members = {name: replace(one, master="127.0.1.1", ssh_address="") for name, one in three().items()}
+    [(name, line)] = differences(members, dict.fromkeys(NODES, 0.0))
+    assert (name, line.fix) == ("node1", "correct the names in /etc/hosts or DNS")
+    assert line.fact.startswith("no address at which the others could meet it (for 'node1' node2 finds 127.0.1.1")
+
+
+# ---------------------------------------------------------------- telling
+
+
+def test_nodes_that_are_well_are_one_row_and_one_line() -> None:
+    assert tell(cluster(three())).splitlines() == [
+        "           python  torch   GPUs                cores  memory     network",
+        "node[1-3]  3.11.2  2.13.0  4 x A100-SXM4-80GB  64     512.0 GiB  eth0",
+        "",
+        "3 nodes: all fit for training; each can connect to every other",
+    ]
+
+
+def test_what_nodes_have_in_common_is_said_once_and_the_worst_stands_last() -> None:
+    short: dict[str, Any] = {"shm__free": 2**20}
+    members = {
+        "node1": member(1, **short),
+        "node2": member(2, **short),
+        "node3": member(3, torch__version="2.12.0", **short),
+    }
+    gap = Gap(("node1", "node2"), "node3", "10.0.0.3", "no answer within 3 s")
+    text = tell(cluster(members, (gap,), node4="cannot be reached (no route); try: ssh node4 true"))
+    blocks = [block.splitlines() for block in text.split("\n\n")]
+    assert [block[0] for block in blocks[1:-1]] == ["node[1-3]", "node[1-2]", "node3", "node4"]
+    assert text.count("/dev/shm  1 MiB of 256.0 GiB free") == 1
+    assert blocks[2][1] == (
+        "fault    reach  cannot connect to node3 (10.0.0.3): no answer within 3 s: a firewall between them?"
+    )
+    assert blocks[3][1] == "fault    torch  2.12.0, but 2.13.0 on node[1-2]"
+    assert blocks[-1] == [
+        "4 nodes: none fit for training; node[1-2] are not: /dev/shm, reach; node3 is not: /dev/shm, torch; "
+        "node4 is not: ssh"
+    ]
+
+
+def test_lines_that_differ_in_figures_alone_are_said_once_and_whose_they_are() -> None:
+    members = {name: member(number, cores__load=100.0 + number) for number, name in enumerate(NODES, 1)}
+    text = tell(cluster(members))
+    assert text.count("other processes use them") == 1
+    assert "all nodes (figures of node1)\nwarning  cores  64 of 64 may be used, load 101.0" in text
+
+
+def test_a_line_that_names_its_node_is_said_once_too() -> None:
+    names = {name: replace(HEALTHY.names, forward=Lookup(name, ("127.0.1.1",)), host=name) for name in ("ada", "bob")}
+    text = tell(cluster({name: member(number, names=names[name]) for number, name in enumerate(names, 1)}))
+    assert text.count("a trap for several") == 1
+    assert "all nodes (figures of ada)\nwarning  names  ada is 127.0.1.1: fine for one" in text
+
+
+def test_what_is_to_be_pasted_is_said_for_each() -> None:
+    members = {
+        name: member(number, runs=(Run("/logs/a", (number,), "ada", recorded=False),))
+        for number, name in enumerate(NODES, 1)
+    }
+    assert [line.strip() for line in tell(cluster(members)).splitlines() if "$" in line] == [
+        "$ ps -fp 1", "$ ps -fp 2", "$ ps -fp 3",
+    ]  # fmt: skip
+
+
+def test_who_differs_without_a_fault_is_named_in_the_sum_of_it() -> None:
+    text = tell(cluster(three(route=Route("eth0", 1500, 0))))
+    assert text.splitlines()[-1] == (
+        "3 nodes: all fit for training; each can connect to every other; node3 differs: MTU"
+    )
+
+
+def test_on_a_terminal_every_line_fits() -> None:
+    members = three(route=Route("eth0", 1500, 0), torch__version="2.12.0", gpus__driver="575.1")
+    gap = Gap(("node1", "node2"), "node3", "10.0.0.3", "no answer within 3 s")
+    assert max(map(len, tell(cluster(members, (gap,)), width=80).splitlines())) <= 80
+
+
+def test_the_port_of_the_first_node_is_the_one_that_counts() -> None:
+    taken: dict[str, Any] = {"port": replace(HEALTHY.port, free=False)}
+    assert "is taken" not in tell(cluster(three(**taken)))
+    assert "is taken" in tell(cluster({"node1": member(1, **taken), "node2": member(2)}))
+
+
+# ---------------------------------------------------------------- asked and heard
+
+
+def test_an_answer_comes_back_as_it_was_and_an_older_one_is_told() -> None:
+    own = look(["localhost"], HEALTHY)
+    assert of_answer(json.loads(json.dumps(asdict(own)))) == own
+    assert own.kit["train.py"] and own.kit["distributed/torch.py"]
+    without: dict[str, Any] = asdict(own)
+    del without["route"]
+    with pytest.raises(TypeError, match="route"):
+        of_answer(without)
+
+
+def answered(folder: Path, **said: Any) -> None:
+    (folder / "looking").mkdir(exist_ok=True)
+    for node, value in said.items():
+        (folder / "looking" / f"{node}.out").write_text(framed(value) if value else "")
+        (folder / "looking" / f"{node}.err").write_text("" if value else "ssh: no route")
+        (folder / "looking" / f"{node}.code").write_text("0" if value else "255")
+
+
+def test_what_came_back_is_sorted_into_those_that_speak_and_those_that_do_not(tmp_path: Path) -> None:
+    answered(tmp_path, node1=asdict(member(1)), node2=None, node3={"python": "3.11"})
+    found = heard(tmp_path, NODES)
+    assert list(found.members) == ["node1"]
+    assert found.silent["node2"] == "cannot be reached (ssh: no route); try: ssh node2 true"
+    assert found.silent["node3"].startswith("answers as another version of the kit does (")
+
+
+def test_exit_codes_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    answered(tmp_path, node1=asdict(member(1)), node2=asdict(member(2, torch__version="2.12.0")), node3=None)
+    now = (tmp_path / "looking").stat().st_mtime
+    answered(tmp_path, **{f"node{number}": asdict(replace(member(number), now=now)) for number in (1, 4)})
+    assert main([str(tmp_path), "node1", "node4"]) == 0
+    assert main([str(tmp_path), "node1", "node2"]) == 1
+    assert main([str(tmp_path), "node1", "node3"]) == 69
+    capsys.readouterr()
+    assert main([str(tmp_path), "node1"]) == 0
+    assert "ok       torch     2.13.0" in capsys.readouterr().out, "one node is told of as this machine would be"
+    assert main(["--json", str(tmp_path), *NODES]) == 69
+    told = json.loads(capsys.readouterr().out)
+    assert told["node2"]["facts"]["torch"]["version"] == "2.12.0"
+    assert told["node3"] == {"silent": "cannot be reached (ssh: no route); try: ssh node3 true"}

@@ -1,0 +1,508 @@
+"""The doctor finds what will make training fail, says it with the remedy, and is quiet on a good machine.
+
+Broken machines are facts made by hand, and files of /proc and /sys a folder made by hand. The last tests look at this
+very machine.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_gpus import GPUS
+
+from distributed.health import checks
+from distributed.health.checks import Line, judge, numbers
+from distributed.health.doctor import render
+from distributed.host.dns import Lookup, Names
+from distributed.host.facts import Clock, Facts, Port, Run, find_runs
+from distributed.host.gpus import GpuProcess, Gpus
+from distributed.host.identity import user
+from distributed.host.interpreter import (
+    KIT,
+    Interpreter,
+    Package,
+    Torch,
+    ask_torch,
+    find_shadows,
+    required_packages,
+    which_python,
+)
+from distributed.host.probe import GIB, MIB, ask
+from distributed.host.resources import (
+    Cores,
+    Limits,
+    Memory,
+    Space,
+    look_at_cores,
+    look_at_limits,
+    look_at_memory,
+)
+
+HEALTHY = Facts(
+    kit="/opt/muster",
+    folder="/home/ada/project",
+    container=False,
+    interpreter=Interpreter("/home/ada/project/.venv/bin/python", "3.11.2", ".venv of the working directory"),
+    torch=Torch(
+        "2.13.0",
+        seconds=1.5,
+        cuda="13.0",
+        nccl="2.29.3",
+        gloo=True,
+        cuda_available=True,
+        archs=("sm_80", "sm_90", "compute_120"),
+        capabilities=("sm_80",) * 4,
+    ),
+    packages=(Package("pydantic", "2.9", "2.11.0"), Package("rich", "13.7", "14.0.0")),
+    gpus=Gpus("580.65.06", hardware=4, devices=GPUS),
+    memory=Memory(512 * GIB, 500 * GIB),
+    disks=(
+        Space("working folder", "/home/ada/project", 900 * GIB, 500 * GIB),
+        Space("/tmp", "/tmp", 9 * GIB, 5 * GIB),
+    ),
+    shm=Space("/dev/shm", "/dev/shm", 256 * GIB, 250 * GIB),
+    cores=Cores(64, 64),
+    limits=Limits(65536, 1048576, None, None),
+    port=Port(29500),
+    names=Names("node1", "10.0.0.5", Lookup("node1", ("10.0.0.5",)), (Lookup("10.0.0.5", ("node1",)),)),
+    interfaces=("lo", "eth0", "ib0"),
+    clock=Clock(2e9, 1e9, True),
+    programs={"ssh": "/usr/bin/ssh", "pdsh": ""},
+    user="ada",
+)
+
+
+def change(**paths: Any) -> Facts:
+    """HEALTHY with some facts changed, a part of a part as torch__error="..."."""
+    changed = HEALTHY
+    for path, value in paths.items():
+        part, _, key = path.partition("__")
+        changed = replace(changed, **{part: replace(getattr(changed, part), **{key: value}) if key else value})
+    return changed
+
+
+def problems(broken: Facts) -> list[Line]:
+    return [line for line in judge(broken) if line.level != "ok"]
+
+
+# ---------------------------------------------------------------- judging
+
+
+def test_a_good_machine_gets_no_warning() -> None:
+    assert problems(HEALTHY) == []
+    assert len(judge(HEALTHY)) >= 14
+
+
+def test_a_good_machine_without_gpus_gets_no_warning() -> None:
+    assert problems(change(gpus=Gpus(), torch=Torch("2.13.0+cpu", gloo=True))) == []
+
+
+BUSY = replace(GPUS[0], memory_used=70 * GIB, processes=(GpuProcess(4711, "bob", "python", 69 * GIB),))
+FULL = tuple(replace(gpu, memory_used=79 * GIB, processes=BUSY.processes) for gpu in GPUS)
+SLOW = Names("node1", "10.0.0.5", Lookup("node1", ("10.0.0.5",)), (Lookup("10.0.0.5", (), 5.01),))
+LOOPBACK = Names("node1", "10.0.0.5", Lookup("node1", ("127.0.1.1",)), ())
+NAMELESS = Names("node1", "10.0.0.5", Lookup("node1", error="Name or service not known"), ())
+ROOT = Space("logs", "/data/log s", 900 * GIB, 500 * GIB)
+
+# fmt: off
+# What is wrong: the changed facts; level and topic of the line; words of the fact; words of the remedy.
+BROKEN: list[tuple[str, dict[str, Any], str, str, str]] = [
+    ("old python", {"interpreter__version": "3.8.10"},
+     "fault python", "3.8.10 is older than 3.10", "--python PATH"),
+    ("other conda", {"interpreter__unused_conda": "/conda"},
+     "warning python", "/conda", "--python /conda/bin/python"),
+    ("no torch", {"torch": Torch()},
+     "fault torch", "not installed", "-m pip install -r /opt/muster/requirements.txt"),
+    ("no torch, and a Python that refuses to install", {"torch": Torch(), "interpreter__isolated": False},
+     "fault torch", "not installed", "-m venv .venv && .venv/bin/python -m pip install -r"),
+    ("old torch", {"torch__version": "2.9.1"}, "fault torch", "CVE-2025-32434", "--upgrade 'torch>=2.10'"),
+    ("broken torch", {"torch__error": "ImportError: libcudnn.so.9"},
+     "fault torch", "2.13.0 is installed, but cannot be imported: ImportError: libcudnn.so.9",
+     "--force-reinstall torch"),
+    ("torch on a network disk", {"torch__seconds": 48.0}, "warning torch", "48 s to import", "local disk"),
+    ("package missing", {"packages": (Package("rich", "13.7", ""),)},
+     "warning packages", "not installed: rich; train.py and job lists need requirements.txt", "pip install -r"),
+    ("package too old", {"packages": (Package("rich", "13.7", "13.6.9"),)},
+     "warning packages", "rich 13.6.9 (needs 13.7)", "pip install -r"),
+    ("torch without CUDA", {"torch__cuda": "", "torch__cuda_available": False},
+     "fault cuda", "built without CUDA, but the machine has 4 GPUs", "install the build"),
+    ("driver too old", {"gpus__driver": "535.183.01", "torch__cuda_available": False},
+     "fault cuda", "driver 535.183.01 is too old: torch built for CUDA 13.0 needs 580 or newer",
+     "build for CUDA 12"),
+    ("torch sees no GPU", {"torch__cuda_available": False, "torch__complaint": "CUDA unknown error"},
+     "fault cuda", "torch sees none: CUDA unknown error", "--gpus all"),
+    ("GPU too old for this torch", {"torch__capabilities": ("sm_70",)},
+     "fault cuda", "no code for sm_70", "install a build"),
+    ("no NCCL", {"torch__nccl": ""}, "warning cuda", "without NCCL", ""),
+    ("driver half updated", {"gpus": Gpus(error="nvidia-smi: Driver/library version mismatch", hardware=4)},
+     "fault GPUs", "version mismatch", "restart the machine"),
+    ("no driver", {"gpus": Gpus(hardware=2)}, "warning GPUs", "2 NVIDIA cards", "install NVIDIA's driver"),
+    ("no nvidia-smi", {"gpus__driver": ""},
+     "warning GPUs", "no nvidia-smi on PATH", "NVIDIA_DRIVER_CAPABILITIES"),
+    ("GPUs hidden", {"environment": {"CUDA_VISIBLE_DEVICES": ""}},
+     "warning GPUs", "CUDA_VISIBLE_DEVICES='' hides all 4 GPUs", "unset CUDA_VISIBLE_DEVICES"),
+    ("a GPU that is not there", {"environment": {"CUDA_VISIBLE_DEVICES": "0,7,1"}},
+     "fault GPUs", "names 3 GPUs, of which CUDA takes 1: there are 4, 0 to 3", "unset CUDA_VISIBLE_DEVICES"),
+    ("a GPU in use", {"gpus__devices": (BUSY, *GPUS[1:])},
+     "warning GPU use", "GPU 0: 70.0 GiB of 80.0 GiB by python of bob (pid 4711)",
+     "export CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=1,2,3"),
+    ("all GPUs full", {"gpus__devices": FULL},
+     "fault GPU use", "GPU 3: 79.0 GiB of 80.0 GiB", "no GPU is idle"),
+    ("GPU memory faults", {"gpus__devices": (*GPUS[:3], replace(GPUS[3], ecc_errors=2))},
+     "fault GPU 3", "2 uncorrected memory errors", "nvidia-smi --gpu-reset --id=3"),
+    ("GPU forbidden", {"gpus__devices": (*GPUS[:3], replace(GPUS[3], compute_mode="Prohibited"))},
+     "fault GPU 3", "Prohibited", "--compute-mode=DEFAULT"),
+    ("GPU in slices", {"gpus__devices": (replace(GPUS[0], mig=True), *GPUS[1:])},
+     "warning GPU 0", "MIG is on", "--multi-instance-gpu=0"),
+    ("driver unloads itself", {"gpus__devices": tuple(replace(gpu, persistence=False) for gpu in GPUS)},
+     "warning GPUs", "persistence mode is off", "--persistence-mode=1"),
+    ("mixed GPUs", {"gpus__devices": (*GPUS[:3], replace(GPUS[3], name="NVIDIA T4"))},
+     "warning GPUs", "several kinds", ""),
+    ("GPU errors", {"gpus__xids": ("PCI:0000:3b:00 79",)}, "warning GPUs", "PCI:0000:3b:00 79", "xid-errors"),
+    ("no memory", {"memory__available": 400 * MIB}, "fault memory", "400 MiB of 512.0 GiB", "ps aux"),
+    ("job's memory limit", {"memory__limit": 2 * GIB},
+     "warning memory", "2.0 GiB free, the limit of this", "ps aux"),
+    ("full disk", {"disks": (replace(ROOT, free=MIB),)},
+     "fault disk", "logs: 1 MiB free", "du -xh '/data/log s'"),
+    ("small disk", {"disks": (replace(ROOT, free=5 * GIB),)},
+     "warning disk", "5.0 GiB free in /data", "make room"),
+    ("read-only disk", {"disks": (replace(ROOT, writable=False),)},
+     "fault disk", "cannot be written", "ls -ld"),
+    ("no inodes", {"disks": (replace(ROOT, inodes_free=False),)},
+     "fault disk", "inodes", "df -i '/data/log s'"),
+    ("docker's shm", {"shm": Space("/dev/shm", "/dev/shm", 64 * MIB, 64 * MIB), "container": True},
+     "fault /dev/shm", "64 MiB in all: NCCL and data loader workers die of a bus error", "--shm-size=8g or --ipc=host"),
+    ("small shm without a container", {"shm": Space("/dev/shm", "/dev/shm", 512 * MIB, 512 * MIB)},
+     "warning /dev/shm", "512 MiB in all", "mount -o remount,size=50% /dev/shm"),
+    ("full shm", {"shm__free": MIB}, "fault /dev/shm", "1 MiB of 256.0 GiB free", "ls -lt /dev/shm"),
+    ("no shm", {"shm": None}, "fault /dev/shm", "not there", "mount -t tmpfs"),
+    ("cores by quota", {"cores": Cores(64, 64, quota=3.5)},
+     "warning cores", "3.5 of 64 may be used", "export OMP_NUM_THREADS=3"),
+    ("busy cores", {"cores": Cores(64, 64, load=120.0)},
+     "warning cores", "load 120.0", "ps aux --sort=-%cpu"),
+    ("few open files", {"limits__open_files": 256}, "warning limits", "256 open files", "ulimit -n 65536"),
+    ("few open files for good", {"limits": Limits(256, 256, None, None)},
+     "warning limits", "256 open files", "/etc/security/limits.conf"),
+    ("few processes", {"limits__processes": 512}, "warning limits", "512 processes", "--pids-limit"),
+    ("memory that RDMA cannot lock", {"limits": Limits(65536, 65536, 64 * 1024, None, infiniband=True)},
+     "warning limits", "too little for InfiniBand", "memlock"),
+    ("port taken", {"port": Port(29500, free=False, holder="pid 12 (python train.py)")},
+     "fault port", "29500 is taken by pid 12 (python train.py)", "--master-port"),
+    ("port taken unseen", {"port": Port(29500, free=False)}, "fault port", "29500 is taken", "ss -ltnp"),
+    ("ephemeral port", {"port": Port(40000)}, "warning port", "32768-60999", "ip_local_reserved_ports=40000"),
+    ("no loopback", {"port__loopback_error": "unreachable"},
+     "fault port", "127.0.0.1: unreachable", "ip link set lo up"),
+    ("name unknown", {"names": NAMELESS},
+     "warning names", "node1 does not resolve", "echo '10.0.0.5 node1' | sudo tee"),
+    ("name on loopback", {"names": LOOPBACK},
+     "warning names", "node1 is 127.0.1.1: fine for one", "node1 beside 10.0.0.5"),
+    ("slow resolver", {"names": SLOW}, "fault resolver", "looking up 10.0.0.5 takes 5.0 s", "/etc/hosts"),
+    ("stale rank", {"environment": {"RANK": "3", "MASTER_ADDR": "n1", "PET_NNODES": "2"}},
+     "warning shell", "RANK=3, MASTER_ADDR=n1, PET_NNODES=2", "unset RANK MASTER_ADDR PET_NNODES"),
+    ("stale agent store", {"environment": {"TORCHELASTIC_USE_AGENT_STORE": "True"}},
+     "fault shell", "waits for a store that nobody runs", "unset TORCHELASTIC_USE_AGENT_STORE"),
+    ("stale rank, and fish", {"environment": {"RANK": "3", "NODE_RANK": "1"}, "shell": "fish"},
+     "warning shell", "RANK=3, NODE_RANK=1", "set --erase RANK NODE_RANK"),
+    ("interface gone", {"environment": {"NCCL_SOCKET_IFNAME": "ens5"}},
+     "fault shell", "NCCL_SOCKET_IFNAME=ens5: no such network interface here, only lo, eth0, ib0",
+     "unset NCCL_SOCKET_IFNAME"),
+    ("prefix for gloo", {"environment": {"GLOO_SOCKET_IFNAME": "eth"}},
+     "fault shell", "=eth: no such", "unset GLOO"),
+    ("too many threads", {"environment": {"OMP_NUM_THREADS": "128"}},
+     "warning shell", "128 with 64 cores", "unset OMP"),
+    ("slow NCCL", {"environment": {"NCCL_P2P_DISABLE": "1"}},
+     "warning shell", "more slowly", "unset NCCL_P2P_DISABLE"),
+    ("own torch.py", {"shadows": ("/home/ada/project/torch.py",)},
+     "fault imports", "project/torch.py", "rename it"),
+    ("Dask on the path", {"shadows": ("/opt/dask/distributed",)},
+     "warning imports", "'distributed'", "PYTHONPATH"),
+    ("clock behind", {"clock": Clock(1e8, 1e9)}, "warning clock", "the clock is behind", "timedatectl"),
+    ("clock drifts", {"clock": Clock(2e9, 1e9, False)}, "warning clock", "not synchronised", "timedatectl"),
+    ("run of ours", {"runs": (Run("/my logs/train-1", (7, 8), "ada"),)},
+     "warning runs", "/my logs/train-1 has 2 processes of ada here",
+     "to stop it: /opt/muster/scripts/stop.sh '/my logs/train-1'; to see whether it is training: "
+     "/opt/muster/scripts/status.sh '/my logs/train-1'"),
+    ("run of ours, started elsewhere", {"runs": (Run("/logs/train-1", (7, 8), "ada", recorded=False),)},
+     "warning runs", "/logs/train-1", "started from another machine, or by a job list: stop it from there; "
+     "its processes: ps -fp 7,8"),
+    ("run of somebody else", {"runs": (Run("/logs/train-1", (7,), "bob"),)},
+     "warning runs", "/logs/train-1 has 1 process of bob here", "ask bob whether it is still needed"),
+    ("no idle GPU, a run of ours on it", {"gpus__devices": FULL, "runs": (Run("/logs/train-1", (4711,), "bob"),)},
+     "fault GPU use", "by python of bob (pid 4711, run train-1)", "no GPU is idle: wait, or ask their users"),
+    ("no idle GPU, an unknown process of ours on it", {"gpus__devices": FULL, "user": "bob"},
+     "fault GPU use", "by python of bob (pid 4711)",
+     "no GPU is idle: wait; of the processes, these are yours: ps -fp 4711"),
+]
+# fmt: on
+
+
+def test_no_command_kills_what_may_be_training() -> None:
+    everything = [line for row in BROKEN for line in problems(change(**row[1]))]
+    assert not [line for line in everything if re.search(r"\bkill\b", f"{line.fix} {line.command}")]
+
+
+@pytest.mark.parametrize(("broken", "line", "fact", "fix"), [pytest.param(*row[1:], id=row[0]) for row in BROKEN])
+def test_what_is_broken_is_said_with_its_remedy(broken: dict[str, Any], line: str, fact: str, fix: str) -> None:
+    level, topic = line.split(" ", 1)
+    found = [said for said in problems(change(**broken)) if (said.level, said.topic) == (level, topic)]
+    assert any(fact in said.fact and fix in f"{said.fix} {said.command}" for said in found), found
+
+
+def test_what_is_right_is_not_complained_about() -> None:
+    for fine in (
+        {
+            "environment": {
+                "NCCL_SOCKET_IFNAME": "eth,ib",
+                "GLOO_SOCKET_IFNAME": "eth0",
+                "OMP_NUM_THREADS": "8",
+            }
+        },
+        {"environment": {"NCCL_SOCKET_IFNAME": "^docker,lo"}},
+        {"environment": {"NCCL_SOCKET_IFNAME": "=ib0"}},
+        {"environment": {"CUDA_VISIBLE_DEVICES": "2,3"}},
+        {"gpus__driver": "535.183.01"},  # NVIDIA's forward compatibility package: torch does see the GPUs
+        {"torch__capabilities": ("sm_89", "sm_120", "sm_130")},  # by sm_80, and by translating compute_120
+        {"names": replace(LOOPBACK, outward="")},  # no network at all: nobody to mislead
+        {"clock": Clock(2e9, 1e9, None)},
+        {"gpus__devices": (BUSY, *GPUS[1:]), "environment": {"CUDA_VISIBLE_DEVICES": "1"}},  # not ours
+    ):
+        assert problems(change(**fine)) == [], fine
+
+
+def test_a_missing_torch_is_one_fault_and_not_three() -> None:
+    faults = [line for line in problems(change(torch=Torch())) if line.level == "fault"]
+    assert [line.topic for line in faults] == ["torch"]
+
+
+@pytest.mark.parametrize(
+    ("version", "found"),
+    [
+        ("2.13.0+cpu", (2, 13, 0)),
+        ("2.10.0a0+git1", (2, 10, 0)),
+        ("580.65.06", (580, 65, 6)),
+        ("", ()),
+        ("rc", ()),
+    ],
+)
+def test_versions_are_compared_by_their_numbers(version: str, found: tuple[int, ...]) -> None:
+    assert numbers(version) == found
+
+
+# ---------------------------------------------------------------- telling
+
+
+def test_the_worst_stands_last_above_the_counts() -> None:
+    lines = [checks.fault("torch", "is gone"), checks.ok("port", "29500"), checks.warning("cores", "few")]
+    assert render(lines, "node1").splitlines() == [
+        "ok       port   29500",
+        "",
+        "warning  cores  few",
+        "fault    torch  is gone",
+        "",
+        "node1 is not fit for training: 1 fault, 1 warning, 1 ok",
+    ]
+
+
+def test_words_are_broken_at_the_width_and_commands_never() -> None:
+    line = checks.warning("disk", "so little room " * 9, "make some " * 9, f"du {'/long' * 30}")
+    *table, command, _, _ = render([line], "node1", width=80).splitlines()
+    assert len(table) > 3
+    assert max(map(len, table)) <= 80
+    assert command == f"{'':15}$ du {'/long' * 30}"
+
+
+def test_colour_is_only_there_when_asked_for() -> None:
+    lines = [checks.fault("torch", "is gone")]
+    assert "\033" not in render(lines, "node1")
+    assert render(lines, "node1", colour=True).startswith("\033[31;1mfault    \033[0mtorch")
+
+
+# ---------------------------------------------------------------- gathering
+
+
+def test_a_program_that_hangs_is_given_up() -> None:
+    reply = ask([sys.executable, "-c", "import sys; sys.stdin = None; __import__('time').sleep(600)"], 0.2)
+    assert reply.code is None
+    assert "no answer within" in reply.error
+
+
+def test_a_program_that_is_not_there_is_no_crash() -> None:
+    assert ask(["no-such-program"], 1).code is None
+
+
+def write(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+
+
+def test_limits_of_version_2_control_groups_bind_from_any_height(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        {
+            "self/cgroup": "0::/slurm/job_7/step_0\n",
+            "meminfo": "MemTotal: 67108864 kB\nMemAvailable: 33554432 kB\nSwapTotal: 8 kB\nSwapFree: 4 kB",
+            "fs/cgroup/slurm/job_7/step_0/memory.max": "max\n",
+            "fs/cgroup/slurm/job_7/memory.max": f"{8 * GIB}\n",
+            "fs/cgroup/slurm/job_7/cpu.max": "250000 100000\n",
+            "fs/cgroup/slurm/cpu.max": "max 100000\n",
+            "fs/cgroup/slurm/pids.max": "300\n",
+        },
+    )
+    assert look_at_memory(tmp_path, tmp_path) == Memory(64 * GIB, 32 * GIB, 8 * GIB, 8192, 4096)
+    assert look_at_cores(tmp_path, tmp_path).quota == 2.5
+    assert look_at_limits(tmp_path, tmp_path).processes == 300
+
+
+def test_limits_of_version_1_control_groups_are_read(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        {
+            "self/cgroup": "4:memory:/docker/ab\n3:cpu,cpuacct:/docker/ab\n",
+            "fs/cgroup/memory/memory.limit_in_bytes": f"{GIB}\n",
+            "fs/cgroup/cpu/docker/ab/cpu.cfs_quota_us": "400000\n",
+            "fs/cgroup/cpu/docker/ab/cpu.cfs_period_us": "100000\n",
+            "fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+            "fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+            "meminfo": "MemTotal:  67108864 kB\n",
+        },
+    )
+    assert look_at_memory(tmp_path, tmp_path).limit == GIB
+    assert look_at_cores(tmp_path, tmp_path).quota == 4.0
+
+
+def test_a_machine_that_shows_nothing_is_no_crash(tmp_path: Path) -> None:
+    nothing = tmp_path / "nothing"
+    assert look_at_memory(nothing, nothing).total == 0
+    assert find_runs(nothing) == ()
+    assert required_packages(nothing) == ()
+
+
+def test_files_that_stand_before_a_library_are_found(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        {
+            "project/torch.py": "",
+            "project/random.py": "",
+            "project/train.py": "",
+            "sources/torch/__init__.py": "",
+            "site/torch/__init__.py": "",
+            "site/torch/_C.cpython-311-x86_64-linux-gnu.so": "",
+            "site/distributed/__init__.py": "",
+        },
+    )
+    path = f"{tmp_path}/sources:{tmp_path}/site::{KIT}"
+    found = [Path(name).relative_to(tmp_path).as_posix() for name in find_shadows(tmp_path / "project", path)]
+    assert found == ["project/random.py", "project/torch.py", "site/distributed", "sources/torch"]
+
+
+@pytest.mark.parametrize(
+    ("env", "why"),
+    [
+        ({"VIRTUAL_ENV": "/v"}, "the active virtual environment"),
+        ({"VIRTUAL_ENV": "/elsewhere"}, "as called"),
+        ({"CONDA_PREFIX": "/v", "CONDA_DEFAULT_ENV": "train"}, "the active conda environment"),
+        ({"CONDA_PREFIX": "/v", "CONDA_DEFAULT_ENV": "base"}, "as called"),
+        ({}, "as called"),
+    ],
+)
+def test_the_rule_that_picked_this_python_is_named(env: dict[str, str], why: str) -> None:
+    assert which_python("/v/bin/python", Path("/work"), env).why == why
+
+
+def test_python_of_the_working_folder_is_named(tmp_path: Path) -> None:
+    assert which_python(f"{tmp_path}/.venv/bin/python", tmp_path, {}).why == ".venv of the working directory"
+
+
+def test_an_active_conda_environment_that_is_not_used_is_a_fact() -> None:
+    assert which_python("/v/bin/python", Path("/work"), {"CONDA_PREFIX": "/conda"}).unused_conda == "/conda"
+    assert which_python("/conda/bin/python", Path("/work"), {"CONDA_PREFIX": "/conda"}).unused_conda == ""
+    base = {"CONDA_PREFIX": "/conda", "CONDA_DEFAULT_ENV": "base"}
+    assert which_python("/v/bin/python", Path("/work"), base).unused_conda == ""
+
+
+def test_python_of_the_kit_is_named() -> None:
+    assert which_python(f"{KIT}/.venv/bin/python", Path("/work"), {}).why == "the kit's .venv"
+
+
+@pytest.mark.parametrize(
+    ("python", "error"),
+    [
+        ("echo 'ImportError: libcudnn.so.9: cannot open shared object file' >&2; exit 1", "libcudnn.so.9"),
+        ("kill -ILL $$", "Python dies of SIGILL while importing it"),
+        ("exit 3", "Python exits with 3"),
+        ("exec sleep 600", "no answer within 1 s"),
+    ],
+)
+def test_a_torch_that_cannot_be_imported_is_a_fact_and_not_a_crash(tmp_path: Path, python: str, error: str) -> None:
+    (tmp_path / "python").write_text(f"#!/bin/sh\n# Stub: a Python whose torch is broken.\n{python}\n")
+    (tmp_path / "python").chmod(0o755)
+    assert error in ask_torch(str(tmp_path / "python"), limit=1).error
+
+
+def test_required_packages_come_from_requirements_txt(tmp_path: Path) -> None:
+    (tmp_path / "requirements.txt").write_text("# why\ntorch==2.13.0\nnumpy>=1.26,<3\nno-such-thing\n-r more.txt\n")
+    numpy, absent = required_packages(tmp_path / "requirements.txt")
+    assert (numpy.name, numpy.oldest, bool(numpy.installed)) == ("numpy", "1.26", True)
+    assert absent == Package("no-such-thing", "", "")
+
+
+def test_a_run_is_known_by_its_marker(tmp_path: Path) -> None:
+    environ = "HOME=/root\0MUSTER_RUN_DIR=/logs/train-1\0RANK=0\0"
+    write(tmp_path, {"12/environ": environ, "7/environ": environ, "8/environ": "NOT_MUSTER_RUN_DIR=/x\0"})
+    assert find_runs(tmp_path) == (Run("/logs/train-1", (7, 12), user(), recorded=False),)
+
+
+# ---------------------------------------------------------------- this machine
+
+
+def ask_doctor(
+    *words: str, python: tuple[str, ...] = (sys.executable,), **env: str
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*python, "-m", "distributed.health.doctor", *words],
+        cwd=KIT,
+        env=os.environ | env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_this_machine_is_judged_and_the_exit_code_agrees_with_the_counts(tmp_path: Path) -> None:
+    reply = ask_doctor("--folder", str(tmp_path))
+    levels = [row.split()[0] for row in reply.stdout.splitlines()[:-2] if row[:1].strip()]
+    assert reply.stderr == ""
+    assert set(levels) <= set(checks.LEVELS)
+    assert reply.returncode == (1 if "fault" in levels else 0)
+    assert f": {levels.count('fault')} fault" in reply.stdout.splitlines()[-1]
+    assert f"{sys.executable}" in reply.stdout
+
+
+def test_a_bare_python_is_enough_and_told_what_it_lacks(tmp_path: Path) -> None:
+    reply = ask_doctor("--folder", str(tmp_path), python=(sys.executable, "-E", "-S"))
+    assert "PyTorch is not installed" in reply.stdout, reply.stderr
+    assert reply.returncode == 1
+
+
+def test_the_facts_as_json_hold_every_part(tmp_path: Path) -> None:
+    told = json.loads(ask_doctor("--folder", str(tmp_path), "--json", MASTER_ADDR="n1", SECRET_TOKEN="s").stdout)
+    assert set(told) == {part.name for part in fields(Facts)}
+    assert told["torch"]["gloo"] is True
+    assert told["environment"]["MASTER_ADDR"] == "n1"
+    assert "SECRET_TOKEN" not in told["environment"]
+    parts = [part.name for part in fields(HEALTHY) if is_dataclass(getattr(HEALTHY, part.name))]
+    assert all(set(told[part]) == {key.name for key in fields(getattr(HEALTHY, part))} for part in parts)
+
+
+@pytest.mark.parametrize("words", [("--master-port", "0"), ("--master-port", "x"), ("node1",)])
+def test_a_wrong_call_is_refused(words: tuple[str, ...]) -> None:
+    reply = ask_doctor(*words)
+    assert reply.returncode == 2
+    assert words[-1] in reply.stderr

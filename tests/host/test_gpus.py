@@ -1,0 +1,148 @@
+"""How many GPUs there are, who uses them, and which of them CUDA would show to a process.
+
+nvidia-smi is a stub that answers in the documented form of csv,noheader,nounits.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from distributed.host.gpus import Gpu, GpuProcess, look_at_gpus, main, nvidia_cards, owner, visible, xids
+from distributed.host.probe import GIB, MIB
+
+A100 = "NVIDIA A100-SXM4-80GB"
+GPUS = tuple(Gpu(index, f"GPU-{index}{index}aa-bb", A100, 80 * GIB, 4 * MIB) for index in range(4))
+
+
+@pytest.mark.parametrize(
+    ("setting", "seen"),
+    [
+        (None, [0, 1, 2, 3]),
+        ("", []),
+        ("-1", []),
+        ("2", [2]),
+        ("3,1", [3, 1]),
+        ("0,9,1", [0]),
+        ("1,1", []),
+        (" 2 , 3", [2, 3]),
+        ("GPU-11aa-bb,GPU-0", [1, 0]),
+        ("NoDevFiles", []),
+    ],
+)
+def test_visible_devices_are_read_as_cuda_reads_them(setting: str | None, seen: list[int]) -> None:
+    assert [gpu.index for gpu in visible(setting, GPUS)] == seen
+
+
+def test_a_process_sees_one_slice_where_mig_is_on() -> None:
+    sliced = tuple(replace(gpu, mig=True) for gpu in GPUS)
+    assert len(visible(None, sliced)) == 1
+    assert len(visible("MIG-5c89,MIG-77aa", sliced)) == 1
+    assert visible("MIG-5c89", GPUS) == ()
+
+
+STUB_NVIDIA_SMI = """#!/bin/sh
+# Stub: answers as nvidia-smi does with --format=csv,noheader,nounits.
+case $* in
+  *--query-gpu=index,uuid,driver_version,*,name\\ --format=csv,noheader,nounits)
+    echo "0, GPU-aa, 550.54.14, 81920, 71680, Enabled, Disabled, 0, Default, NVIDIA A100-SXM4-80GB"
+    echo "1, GPU-bb, 550.54.14, 24576, 4, Disabled, [N/A], [N/A], Exclusive_Process, NVIDIA T4" ;;
+  *--query-compute-apps=gpu_uuid,pid,used_memory,process_name\\ --format=csv,noheader,nounits)
+    echo "GPU-aa, {pid}, 71000, /usr/bin/python3"
+    echo "GPU-aa, 4194305, [N/A], a, b" ;;
+  *) echo "Field is not a valid field to query." ; exit 2 ;;
+esac
+"""
+
+
+def stub(folder: Path, name: str, text: str) -> None:
+    (folder / name).write_text(text)
+    (folder / name).chmod(0o755)
+
+
+@pytest.fixture
+def path_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that comes first on PATH."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    return folder
+
+
+def test_gpus_and_their_users_are_read_from_nvidia_smi(path_folder: Path) -> None:
+    stub(path_folder, "nvidia-smi", STUB_NVIDIA_SMI.format(pid=os.getpid()))
+    stub(
+        path_folder,
+        "dmesg",
+        "#!/bin/sh\necho '[1.2] NVRM: Xid (PCI:0000:3b:00): 79, pid=1, GPU has fallen off'\n",
+    )
+    found = look_at_gpus()
+    me = owner(os.getpid())
+    assert found.driver == "550.54.14"
+    assert found.xids == ("PCI:0000:3b:00 79",)
+    users = GpuProcess(os.getpid(), me, "python3", 71000 * MIB), GpuProcess(4194305, "", "a, b", 0)
+    assert found.devices == (
+        Gpu(0, "GPU-aa", A100, 80 * GIB, 70 * GIB, processes=users),
+        Gpu(1, "GPU-bb", "NVIDIA T4", 24 * GIB, 4 * MIB, False, compute_mode="Exclusive_Process"),
+    )
+
+
+def test_a_driver_that_does_not_answer_is_told_in_its_own_words(path_folder: Path) -> None:
+    stub(
+        path_folder,
+        "nvidia-smi",
+        "#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch'; exit 18\n",
+    )
+    assert look_at_gpus().error == "nvidia-smi: Failed to initialize NVML: Driver/library version mismatch"
+
+
+def test_no_devices_is_no_error(path_folder: Path) -> None:
+    stub(path_folder, "nvidia-smi", "#!/bin/sh\necho No devices were found; exit 6\n")
+    assert look_at_gpus().error == ""
+
+
+def test_without_nvidia_smi_the_device_files_are_counted(path_folder: Path, tmp_path: Path) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert [gpu.index for gpu in look_at_gpus(dev=tmp_path).devices] == [0, 1]
+
+
+def test_errors_of_programs_are_not_taken_for_errors_of_gpus() -> None:
+    log = "\n".join(f"[1.0] NVRM: Xid (PCI:0000:3b:00): {code}, pid=7, name=python" for code in (31, 79, 79, 13))
+    assert xids(log) == ("PCI:0000:3b:00 79",)
+
+
+def test_cards_without_a_driver_are_found_on_the_bus(tmp_path: Path) -> None:
+    for name, vendor, kind in (
+        ("3b", "0x10de", "0x030200"),
+        ("3c", "0x10de", "0x040300"),
+        ("00", "0x8086", "0x030000"),
+    ):
+        card = tmp_path / "bus/pci/devices" / name
+        card.mkdir(parents=True)
+        (card / "vendor").write_text(f"{vendor}\n")
+        (card / "class").write_text(f"{kind}\n")
+    assert nvidia_cards(tmp_path) == 1
+
+
+def test_the_launcher_can_ask_how_many_gpus_there_are(
+    path_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stub(path_folder, "nvidia-smi", STUB_NVIDIA_SMI.format(pid=os.getpid()))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert main() == 0
+    for setting in ("1", ""):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", setting)
+        assert main() == 0
+    assert capsys.readouterr() == ("2\n1\n0\n", "")
+
+
+def test_a_driver_that_does_not_answer_counts_as_no_gpu_and_is_not_hidden(
+    path_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stub(path_folder, "nvidia-smi", "#!/bin/sh\necho 'GPU is lost'; exit 15\n")
+    assert main() == 0
+    assert capsys.readouterr() == ("0\n", "nvidia-smi: GPU is lost\n")

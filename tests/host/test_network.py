@@ -1,0 +1,86 @@
+"""A port that is taken, an address that others find, a resolver that is slow: what is known of the network is true."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from distributed.host.dns import look_up
+from distributed.host.network import (
+    address_of,
+    ephemeral_range,
+    free_port,
+    interface_to,
+    listener,
+    main,
+    own_addresses,
+    port_is_free,
+)
+
+
+@pytest.fixture
+def server() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield listening
+
+
+def test_a_port_is_taken_by_who_listens_on_it(server: socket.socket) -> None:
+    port = server.getsockname()[1]
+    assert not port_is_free(port)
+    assert f"pid {os.getpid()} (" in listener(port)
+    server.close()
+    assert port_is_free(port)
+    assert listener(port) == ""
+
+
+def test_a_resolver_that_does_not_answer_is_not_waited_for() -> None:
+    never = threading.Event()
+
+    def refuse() -> tuple[str, ...]:
+        raise OSError(-2, "Name or service not known")
+
+    def hang() -> tuple[str, ...]:
+        never.wait()
+        return ()
+
+    good, bad, late = look_up({"a": lambda: ("10.0.0.1",), "b": refuse, "c": hang}, limit=0.2)
+    never.set()
+    assert good.answers == ("10.0.0.1",)
+    assert bad.error == "Name or service not known"
+    assert (late.seconds, late.error) == (0.2, "no answer within 0.2 s")
+
+
+def test_the_interface_on_the_way_to_a_host_is_known() -> None:
+    assert interface_to("127.0.0.1") == "lo"
+    assert interface_to("no-such-name.invalid") == ""
+
+
+def test_loopback_is_no_address_of_its_own() -> None:
+    assert not [address for address in own_addresses() if address.startswith("127.") or address == "::1"]
+
+
+def test_a_name_that_is_not_known_has_no_address() -> None:
+    assert address_of("localhost") in ("127.0.0.1", "::1")
+    assert address_of("no-such-name.invalid") == ""
+
+
+def test_a_port_is_chosen_below_those_that_the_kernel_gives_away() -> None:
+    assert 20_000 <= free_port() < 30_000
+
+
+def test_a_machine_that_shows_nothing_is_no_crash(tmp_path: Path) -> None:
+    assert ephemeral_range(tmp_path) == (32768, 60999)
+    assert listener(29500, tmp_path) == ""
+
+
+def test_the_launcher_can_ask_whether_a_port_is_free(server: socket.socket, capsys: pytest.CaptureFixture[str]) -> None:
+    port = server.getsockname()[1]
+    assert main([str(port)]) == 1
+    assert capsys.readouterr().err.startswith(f"port {port} is taken by pid {os.getpid()} (")
+    server.close()
+    assert main([str(port)]) == 0

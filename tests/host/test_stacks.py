@@ -1,0 +1,144 @@
+"""A rank's stack can be asked for without any tool, and asking changes nothing.
+
+The signal would end a process that has not registered, and would write into a file of the script's own where that has
+closed ours: neither is ever sent it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import forked
+import pytest
+
+from distributed.host import stacks
+from distributed.host.stacks import Frame
+from distributed.runs.hang_detection import COLLECTIVE
+
+KIT = Path(__file__).resolve().parents[2]
+WAITS = """
+import sys, time
+def wait():
+    print("ready", flush=True)
+    while True:
+        time.sleep(0.01)
+"""
+REGISTERS = "from distributed.host import stacks\nstacks.register(sys.argv[1])\n"
+
+
+@contextmanager
+def running(body: str, directory: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that runs this body; ended when the block is left."""
+    words = [sys.executable, "-c", WAITS + body, str(directory)]
+    with subprocess.Popen(words, cwd=KIT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        try:
+            assert process.stdout.readline() == "ready\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def test_a_rank_that_has_registered_says_where_it_is_as_often_as_it_is_asked(tmp_path: Path) -> None:
+    with running(REGISTERS + "wait()", tmp_path) as process:
+        for _ in range(2):
+            inner, outer = stacks.stack_of(process.pid, str(tmp_path))
+            assert (inner.function, outer.function, outer.file) == ("wait", "<module>", "<string>")
+        assert process.poll() is None
+
+
+def test_a_long_file_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stacks, "MOST_BYTES", 10)
+    with running(REGISTERS + "wait()", tmp_path) as process:
+        sizes = [
+            (stacks.stack_of(process.pid, str(tmp_path)), Path(tmp_path, stacks.FILE).stat().st_size)[1] for _ in "123"
+        ]
+    assert sizes[0] == sizes[1] == sizes[2] > 10
+
+
+def test_a_process_that_has_not_registered_is_not_signalled(tmp_path: Path) -> None:
+    Path(tmp_path, stacks.FILE).touch()
+    with running("wait()", tmp_path) as process:
+        assert stacks.stack_of(process.pid, str(tmp_path)) == ()
+        assert process.poll() is None
+
+
+def test_a_script_that_has_closed_all_files_keeps_its_own_clean(tmp_path: Path) -> None:
+    closes = "import os\nos.closerange(3, 1024)\nmine = open(sys.argv[1] + '/mine', 'w')\n"
+    with running(REGISTERS + closes + "os.dup2(mine.fileno(), stacks.LEAST_NUMBER)\nwait()", tmp_path) as process:
+        assert stacks.stack_of(process.pid, str(tmp_path)) == ()
+    assert Path(tmp_path, "mine").read_text() == ""
+
+
+def test_a_stopped_process_does_not_answer_and_is_not_waited_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stacks, "SECONDS", 0.1)
+    with running(REGISTERS + "wait()", tmp_path) as process:
+        os.kill(process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+        assert stacks.stack_of(process.pid, str(tmp_path)) == ()
+
+
+def wait_for_the_other(rank: int, size: int, directory: str) -> None:
+    """Rank 1 comes when it has seen that rank 0 waits for it."""
+    import torch
+    import torch.distributed as dist
+
+    calls: list[Callable[[], object]] = [
+        lambda: dist.all_reduce(torch.ones(1)),
+        dist.barrier,
+        lambda: dist.broadcast_object_list([1]),
+    ]
+    for number, call in enumerate(calls):
+        if rank == 0:
+            stacks.register(directory)
+            Path(directory, f"{number} {os.getpid()}").touch()
+        else:
+            while not (pids := list(Path(directory).glob(f"{number} *"))):
+                time.sleep(0.01)
+            pid = int(pids[0].name.split()[1])
+            while not (frames := stacks.stack_of(pid, directory)) or not COLLECTIVE.fullmatch(frames[0].file):
+                time.sleep(0.01)
+        call()
+
+
+def test_a_rank_that_waits_in_a_collective_is_found_there(tmp_path: Path) -> None:
+    forked.ranks(2, wait_for_the_other, str(tmp_path))
+
+
+A = '  File "/x/a b.py", line 3 in f\n'
+B = '  File "/x/b.py", line 4 in <module>\n'
+OURS = '  File "/kit/distributed/agent/worker.py", line 5 in _run\n  File "/kit/agent.py", line 6 in <module>\n'
+FIRST, SECOND = Frame("/x/a b.py", 3, "f"), Frame("/x/b.py", 4, "<module>")
+
+
+@pytest.mark.parametrize(
+    ("dump", "frames"),
+    [
+        ("", ()),
+        (f"Stack (most recent call first):\n{A}{B}", (FIRST, SECOND)),
+        (f"Stack (most recent call first):\n{A}{B}{OURS}", (FIRST, SECOND)),
+        (f"{B}Stack (most recent call first):\n{A}Stack (most recent call first):\n{B}", (FIRST,)),
+        (f'Stack (most recent call first):\n{A}  File "/x/b.p', (FIRST,)),
+        (f"Current thread 0x00007f (most recent call first):\n{A}  ...\n", (FIRST,)),
+        ("Stack (most recent call first):\n  <no Python frame>\n", ()),
+    ],
+)
+def test_what_faulthandler_writes_is_read(dump: str, frames: tuple[Frame, ...]) -> None:
+    assert stacks.frames_in(dump) == frames
+
+
+def test_frames_are_shown_as_python_shows_a_traceback() -> None:
+    assert stacks.as_traceback((FIRST, SECOND)).splitlines()[1:] == [
+        '  File "/x/b.py", line 4, in <module>',
+        '  File "/x/a b.py", line 3, in f',
+    ]
+    assert stacks.as_traceback(()) == ""

@@ -1,0 +1,394 @@
+"""The journal of a job list: whatever is killed, full or written by two at once, it can be read, and it is complete.
+
+Guarded here: a record that was committed is read again, one that was not is not, each request is found once, and what a
+journal tells when it is read is what its dispatcher knew.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distributed.jobs import journal
+from distributed.jobs.job import Options, job_of
+from distributed.jobs.journal import Journal, JournalError, Record
+from distributed.jobs.state import State, chosen, listed
+
+KIT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "results.journal"
+
+
+def numbers(records: list[Record]) -> list[int]:
+    return [record["n"] for record in records if record["event"] == "x"]
+
+
+def add(book: Journal, *which: int) -> None:
+    for number in which:
+        book.add("x", n=number)
+
+
+def pending(book: Journal) -> bool:
+    return book.pending
+
+
+# ---------------------------------------------------------------- what is committed is there
+
+
+def test_what_was_committed_is_read_again_and_what_was_not_is_not(path: Path) -> None:
+    with Journal.open(path) as book:
+        add(book, 1, 2)
+        book.commit()
+        assert not pending(book)
+        add(book, 3)
+        assert pending(book)
+        assert numbers(journal.read(path)[0]) == [1, 2]
+        book.commit()
+        add(book, 4)
+    with Journal.open(path) as book:
+        assert numbers(book.records) == [1, 2, 3]
+
+
+TEXT = ["", "a\nb\r\n\u2028\x18\0", "é日本", '"\\', "\ud83d\ude00".encode("utf-16", "surrogatepass").decode("utf-16")]
+
+
+def test_a_record_holds_whatever_text_there_is(path: Path) -> None:
+    with Journal.open(path) as book:
+        book.add("x", n=0, text=TEXT)
+        book.commit()
+    assert journal.read(path)[0][0]["text"] == TEXT
+    assert path.read_bytes().count(b"\n") == 1
+
+
+@pytest.mark.parametrize("cut", [1, 5, -2, -1])
+def test_a_last_line_that_was_cut_off_is_left_out_and_those_after_it_are_not(path: Path, cut: int) -> None:
+    whole = journal.line({"event": "x", "n": 1})
+    path.write_bytes(whole + journal.line({"event": "x", "n": 2})[:cut])
+    for number in (3, 4):
+        with Journal.open(path) as book:
+            add(book, number)
+            book.commit()
+    assert numbers(journal.read(path)[0]) == [1, 3, 4]
+
+
+def test_a_request_after_a_line_that_was_cut_off_is_found(path: Path) -> None:
+    path.write_bytes(journal.line({"event": "x", "n": 1}) + b'{"event":"x","n":2')
+    journal.request(path, "cancel", ["a"])
+    with Journal.open(path) as book:
+        assert [record["event"] for record in book.records] == ["x", "cancel"]
+        assert book.requests() == []  # it is among the records
+
+
+DAMAGED = [b'{"event": "x", "n"', b"null", b"[]", b'{"n": 1}', b'{"event": 1}', b"", b"[" * 99_999]
+
+
+@pytest.mark.parametrize("line", DAMAGED)
+def test_a_damaged_line_is_refused_with_its_number(path: Path, line: bytes) -> None:
+    path.write_bytes(b'{"event":"x","n":1}\n' + line + b'\n{"event":"x","n":2}\n')
+    with pytest.raises(JournalError, match=r"results\.journal, line 2: damaged; .* Restore the file, or use another"):
+        Journal.open(path)
+
+
+def test_the_journal_of_a_refused_call_can_be_opened_again(path: Path) -> None:
+    path.write_bytes(b"damaged\n")
+    for _ in range(2):  # the lock is not held by the one that failed
+        with pytest.raises(JournalError, match="line 1: damaged"):
+            Journal.open(path)
+
+
+# ---------------------------------------------------------------- a full disk
+
+
+class Disk:
+    """os.write and os.fdatasync as on a disk that has so many bytes left."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.left = 1 << 40
+        self.syncs = True
+        self._write, self._sync = os.write, os.fdatasync
+        monkeypatch.setattr(os, "write", self.write)
+        monkeypatch.setattr(os, "fdatasync", self.sync)
+
+    def write(self, file: int, data: bytes) -> int:
+        if not self.left:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = self._write(file, data[: self.left])
+        self.left -= written
+        return written
+
+    def sync(self, file: int) -> None:
+        if not self.syncs:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        self._sync(file)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    return Disk(monkeypatch)
+
+
+@pytest.mark.parametrize("left", [0, 1, 50, 100, 150])
+def test_a_disk_that_gets_full_in_the_middle_of_a_commit_loses_and_doubles_nothing(
+    path: Path, disk: Disk, left: int
+) -> None:
+    with Journal.open(path) as book:
+        add(book, 1)
+        book.commit()
+        add(book, 2, 3, 4, 5)
+        disk.left = left
+        with pytest.raises(OSError, match="No space left"):
+            book.commit()
+        assert pending(book)
+        for left in (1, 2, 30):  # a little is free now and then
+            disk.left = left
+            with pytest.raises(OSError, match="No space left"):
+                book.commit()
+            read = numbers(journal.read(path)[0])
+            assert read == [1, 2, 3, 4, 5][: len(read)]
+        disk.left = 1 << 40
+        add(book, 6)
+        book.commit()
+        assert not pending(book)
+    assert numbers(journal.read(path)[0]) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_commit_that_is_not_synced_is_synced_by_the_next_one(path: Path, disk: Disk) -> None:
+    with Journal.open(path) as book:
+        add(book, 1)
+        disk.syncs = False
+        for _ in range(2):
+            with pytest.raises(OSError, match="Input/output error"):
+                book.commit()
+            assert pending(book)  # what it announces must not be done yet
+        disk.syncs = True
+        book.commit()
+        assert not pending(book)
+    assert numbers(journal.read(path)[0]) == [1]
+
+
+@pytest.mark.parametrize("left", [0, 1, 20])
+def test_a_request_that_finds_no_space_is_refused_and_does_no_harm(path: Path, disk: Disk, left: int) -> None:
+    with Journal.open(path) as book:
+        add(book, 1)
+        book.commit()
+        disk.left = left
+        with pytest.raises(OSError, match="No space left"):
+            journal.request(path, "cancel", ["a"])
+        disk.left = 1 << 40
+        journal.request(path, "retry", ["b"])
+        add(book, 2)
+        book.commit()
+        assert [request["jobs"] for request in book.requests()] == [["b"]]
+    assert [record.get("n", record.get("jobs")) for record in journal.read(path)[0]] == [1, ["b"], 2]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk")
+def test_on_a_real_disk_that_is_full_nothing_is_lost(tmp_path: Path) -> None:
+    mount = tmp_path / "disk"
+    mount.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", mount], capture_output=True, check=False)
+    if made.returncode:
+        pytest.skip("a disk cannot be mounted here")
+    try:
+        ballast, path = mount / "ballast", mount / "results.journal"
+        with Journal.open(path) as book:
+            ballast.write_bytes(b"x" * 40_000)
+            book.add("x", n=1, text="y" * 40_000)
+            add(book, 2)
+            with pytest.raises(OSError, match="No space left"):
+                book.commit()
+            ballast.unlink()
+            journal.request(path, "cancel", ["a"])
+            book.commit()
+            assert [request["jobs"] for request in book.requests()] == [["a"]]
+        assert numbers(journal.read(path)[0]) == [1, 2]
+    finally:
+        subprocess.run(["umount", mount], check=True)
+
+
+# ---------------------------------------------------------------- several processes
+
+
+def test_only_one_dispatcher_has_the_journal(path: Path) -> None:
+    assert not journal.dispatcher_runs(path)
+    with Journal.open(path):
+        assert journal.dispatcher_runs(path)
+        with pytest.raises(JournalError, match="a dispatcher is working on this list already; see it by `status`"):
+            Journal.open(path)
+    assert not journal.dispatcher_runs(path)
+    Journal.open(path).close()
+
+
+def test_to_ask_whether_a_dispatcher_runs_keeps_none_from_beginning(path: Path) -> None:
+    path.touch()
+    ended = threading.Event()
+
+    def ask() -> None:
+        while not ended.is_set():
+            journal.dispatcher_runs(path)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        for _ in range(100):
+            Journal.open(path).close()
+    finally:
+        ended.set()
+        thread.join()
+
+
+ASK = """
+import sys
+from pathlib import Path
+from distributed.jobs import journal
+for number in range(int(sys.argv[2])):
+    journal.request(Path(sys.argv[1]), "cancel", [f"{sys.argv[3]}{number}"])
+"""
+
+
+def test_requests_of_other_processes_between_and_during_commits_are_found_once(path: Path) -> None:
+    many = 150
+    with Journal.open(path) as book:
+        words = [sys.executable, "-c", ASK, str(path), str(many)]
+        others = [subprocess.Popen([*words, name], cwd=KIT) for name in ("a", "b")]
+        found: list[str] = []
+        written = 0
+        while any(other.poll() is None for other in others) or written < 50:
+            add(book, written, -written)
+            written += 1
+            book.commit()
+            found += [job for request in book.requests() for job in request["jobs"]]
+        found += [job for request in book.requests() for job in request["jobs"]]
+        assert all(other.wait() == 0 for other in others)
+    wanted = sorted(f"{name}{number}" for name in ("a", "b") for number in range(many))
+    assert sorted(found) == wanted
+    records = journal.read(path)[0]
+    assert numbers(records) == [number for each in range(written) for number in (each, -each)]
+    assert sorted(job for record in records if record["event"] == "cancel" for job in record["jobs"]) == wanted
+
+
+def test_requests_are_found_in_a_commit_that_they_precede_or_follow(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whenever it is written: before the dispatcher looks, between its look and its write, and after that."""
+    write, sync = os.write, os.fdatasync
+
+    def patched(name: str, call: Any) -> Any:
+        def patch(*words: Any) -> Any:
+            if moment == name and not asked:
+                asked.append(name)
+                journal.request(path, "cancel", [name])
+            return call(*words)
+
+        return patch
+
+    monkeypatch.setattr(os, "write", patched("write", write))
+    monkeypatch.setattr(os, "fdatasync", patched("sync", sync))
+    with Journal.open(path) as book:
+        for number, moment in enumerate(["write", "sync", "write", "sync"]):
+            asked: list[str] = []
+            add(book, number)
+            book.commit()
+            assert [request["jobs"] for request in book.requests()] == [[moment]]
+            assert book.requests() == []
+    assert numbers(journal.read(path)[0]) == [0, 1, 2, 3]
+
+
+# ---------------------------------------------------------------- read again, it is what it was
+
+JOBS = [job_of({"n": number}, Options(retries=number % 3, labels=("x",) * (number % 2))) for number in range(4)]
+COMMANDS = st.lists(
+    st.tuples(
+        st.sampled_from(
+            ["start", "running", "not_started", "ended", "lost", "gone", "settle", "asked", "pause", "list", "unknown",
+             "cancel"]
+        ),
+        st.integers(0, 3), st.integers(0, 9), st.sampled_from(["", "exit code", "server lost", "cancelled"]),
+    ),
+    max_size=40,
+)  # fmt: skip
+
+
+def possible(state: State, which: int, number: int, failure: str) -> dict[str, dict[str, Any]]:
+    """What a dispatcher could write down now: event -> facts."""
+    found: dict[str, dict[str, Any]] = {
+        "list": {"list": "abc", "jobs": listed(JOBS[which:])},
+        "pause": {"reason": f"because of {number}"},
+        "unknown": {"of": "a newer version"},
+        "cancel": {"jobs": [JOBS[which].id]},
+    }
+    job = state.jobs.get(JOBS[which].id)
+    if not job:
+        return found
+    jobs = chosen(state, "cancel", [job.job.id])
+    found["asked"] = {"request": f"r{number}", "what": "cancel" if number % 2 else "retry", "jobs": jobs}
+    verdict = ["done", "failed", "waiting", "cancelled"][number % 4]
+    if job.state == "ending" or (job.state == "waiting" and verdict == "cancelled"):
+        found["settle"] = {"job": job.job.id, "state": verdict, "reason": failure}
+    if job.state == "waiting":
+        name = f"{job.job.id}.{job.next_number}"
+        found["start"] = {"attempt": name, "server": f"s{number % 2}", "slots": [number], "gpus": []}
+    if job.last and job.last.open:
+        about = {"attempt": job.last.name}
+        end = about | {"failure": failure, "reason": failure, "code": number, "metrics": {"loss": number / 3}}
+        found |= {"running": about | {"process": {"pid": number}}, "ended": end, "lost": end}
+        if job.last.state == "starting":
+            found["not_started"] = about | {"reason": failure}
+    elif job.last and job.last.state == "lost":
+        found["gone"] = {"attempt": job.last.name}
+    return found
+
+
+def facts_of(state: State) -> dict[str, Any]:
+    known = dict(vars(state)) | {"jobs": {name: dataclasses.asdict(each) for name, each in state.jobs.items()}}
+    return known | {"open": {name: dataclasses.asdict(each) for name, each in state.open.items()}}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("journal")
+
+
+@given(COMMANDS)
+def test_a_journal_that_is_read_again_gives_the_state_that_its_dispatcher_had(
+    directory: Path, commands: list[tuple[str, int, int, str]]
+) -> None:
+    path = directory / "results.journal"
+    path.unlink(missing_ok=True)
+    with Journal.open(path) as book:
+        live = State()
+        live.apply(book.add("list", list="abc", jobs=listed(JOBS)))
+        for what, which, number, failure in commands:
+            if facts := possible(live, which, number, failure).get(what):
+                live.apply(book.add(what, **facts))
+        book.commit()
+    again = State.of(journal.read(path)[0])
+    assert facts_of(again) == facts_of(live)
+    counted = {state: [each.state for each in live.jobs.values()].count(state) for state in live.counts}
+    assert counted == live.counts
+    assert sorted(live.open) == sorted(a.name for each in live.jobs.values() for a in each.attempts if a.open)
+    assert again.open.keys() <= {a.name for each in again.jobs.values() for a in each.attempts}
+    assert all(again.open[name] is again.attempt(name) for name in again.open)  # one object, not two that are equal
+
+
+def test_a_journal_of_a_newer_version_can_be_read(path: Path) -> None:
+    lines = [
+        {"event": "list", "time": 1.0, "list": "abc", "jobs": listed(JOBS), "more": 1},
+        {"event": "moved", "time": 2.0, "attempt": "x.1"},
+    ]
+    path.write_text("".join(json.dumps(each) + "\n" for each in lines))
+    assert list(State.of(journal.read(path)[0]).jobs) == [job.id for job in JOBS]

@@ -1,0 +1,781 @@
+"""The results of a job list on one page: what a person reads there must be what is in results.json.
+
+Guarded here: figures, failures and settings are those of the files, every attempt is on the timeline, nothing on it
+covers a label, no text of a person becomes markup, a list of 1,000 jobs has a page soon, and whatever is missing or
+absurd in the files, there is a page.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_report import HOSTILE, VALUES, Json, Reader
+
+from distributed.jobs import page
+from distributed.runs import charts
+from distributed.runs.charts import Span, Track
+from distributed.runs.history import History
+
+KIT = Path(__file__).resolve().parents[2]
+BEGIN = 1_700_000_000.0
+
+
+# ---------------------------------------------------------------- job lists
+
+
+def attempt(number: int = 1, start: float = 0, seconds: float | None = 60, **changes: Any) -> Json:
+    return {
+        "number": number,
+        "server": "gpu1",
+        "slots": [0],
+        "gpus": [0],
+        "start": BEGIN + start,
+        "end": None if seconds is None else BEGIN + start + seconds,
+        "seconds": seconds,
+        "exit_code": None if seconds is None else 0,
+        "signal": None,
+        "peak_memory": 3 * 2**30,
+        "failure": "",
+        "reason": "",
+        "last_lines": [],
+    } | changes
+
+
+def failed(number: int = 1, start: float = 0, seconds: float = 20, **changes: Any) -> Json:
+    facts = {"exit_code": 1, "failure": "exit code", "reason": "ValueError: no such fold", "last_lines": ["one", "two"]}
+    return attempt(number, start, seconds, **(facts | changes))
+
+
+def job(n: int, state: str = "done", attempts: Iterable[Json] = (), **changes: Any) -> Json:
+    return {
+        "id": f"{n:010x}",
+        "name": f"exp1/fold{n}_data",
+        "settings": {"fold": n, "epochs": 10},
+        "options": {},
+        "state": state,
+        "reason": "",
+        "output": f"experiments/exp1/fold{n}_data",
+        "metrics": {"step": 100, "steps": 200, "loss": 2.0 + n / 100, "held_out_loss": 2.5 + n / 100},
+        "attempts": list(attempts),
+    } | changes
+
+
+def results(jobs: Iterable[Json], slots: int = 2, **changes: Any) -> Json:
+    """A results.json as the launcher of a list writes it, without totals: they are counted."""
+    return {
+        "list": "sweep-3f9a",
+        "created": BEGIN,
+        "updated": BEGIN + 100,
+        "state": "finished",
+        "reason": "",
+        "script": "train.py",
+        "backend": "ssh",
+        "servers": {"gpu1": server("gpu1", slots)},
+        "jobs": list(jobs),
+    } | changes
+
+
+def server(name: str, slots: int, **changes: Any) -> Json:
+    found = [{"name": f"{name}:{n}", "gpu": n} for n in range(slots)]
+    return {"slots": found, "state": "ready", "reason": ""} | changes
+
+
+def sample(servers: int, slots: int, jobs: int, seed: int = 1) -> Json:
+    """A list in which some jobs fail, a server is lost, and the last jobs still run or wait."""
+    dice = random.Random(seed)
+    free = {(f"gpu{s}", n): 0.0 for s in range(1, servers + 1) for n in range(slots)}
+    made = []
+    for n in range(jobs):
+        attempts: list[Json] = []
+        for number in (1, 2):
+            name, slot = min(free, key=lambda place: (free[place], dice.random()))
+            seconds, luck = dice.uniform(100, 500), dice.random()
+            start, where = free[name, slot], {"server": name, "slots": [slot], "gpus": [slot]}
+            if luck < 0.06:
+                attempts.append(failed(number, start, seconds / 9, **where))
+            elif luck < 0.09:
+                attempts.append(attempt(number, start, seconds / 2, failure="server lost", exit_code=None, **where))
+            else:
+                attempts.append(attempt(number, start, seconds, **where))
+            free[name, slot] = start + attempts[-1]["seconds"] + 2
+            if luck >= 0.09:
+                break
+        bad = bool(attempts[-1]["failure"])
+        made.append(job(n, "failed" if bad else "done", attempts, settings={"fold": n % 5, "lr": 1e-3 / (n + 1)}))
+    now = max(free.values()) + 200
+    for n, (name, slot) in enumerate(list(free)[: len(free) // 2]):
+        where = {"server": name, "slots": [slot], "gpus": [slot]}
+        made.append(job(jobs + n, "running", [attempt(1, free[name, slot], None, **where)]))
+    made += [job(2 * jobs + n, "waiting", metrics={}) for n in range(3)]
+    hosts = {f"gpu{s}": server(f"gpu{s}", slots) for s in range(1, servers + 1)}
+    return results(made, servers=hosts, state="running", updated=BEGIN + now)
+
+
+def metrics(steps: int, held_out_every: int = 10, offset: float = 0) -> list[Json]:
+    lines = []
+    for step in range(1, steps + 1):
+        line = {"step": step, "time": BEGIN + step, "loss": 3 / math.sqrt(step) + offset + math.sin(step) / 20}
+        lines.append(
+            line | ({"held_out_loss": 3 / math.sqrt(step) + offset + 0.1} if step % held_out_every == 0 else {})
+        )
+    return lines
+
+
+def curve(lines: Iterable[Json]) -> History:
+    history = History()
+    for line in lines:
+        history.add(line)
+    return history
+
+
+def curves_of(made: Json, steps: int = 30) -> dict[str, History]:
+    return {one["id"]: curve(metrics(steps, offset=n / 50)) for n, one in enumerate(made["jobs"])}
+
+
+def written(place: Path, made: Json | str, lines: Iterable[str] = ()) -> Path:
+    """A results.json in a directory, with the same metrics.jsonl for each of its jobs."""
+    text = "".join(line + "\n" for line in lines)
+    if text and isinstance(made, dict):
+        for one in made["jobs"]:
+            (place / one["output"]).mkdir(parents=True)
+            (place / one["output"] / "metrics.jsonl").write_text(text, encoding="utf-8")
+    path = place / "results.json"
+    path.write_text(made if isinstance(made, str) else json.dumps(made), encoding="utf-8")
+    return path
+
+
+def seen(made: Json, curves: dict[str, History] | None = None) -> Reader:
+    reader = Reader(page.page(made, curves or {}))
+    assert reader.faults == []
+    return reader
+
+
+def tiles(reader: Reader) -> dict[str, tuple[str, str]]:
+    """The figures at the top: name -> (value, note); a note may be missing."""
+    names = ("Done", "Failed", "Waiting", "Wall time", "Slot utilisation", "Slots", "Attempts", "Best held-out loss",
+             "Best training loss")  # fmt: skip
+    heads = [n for n, text in enumerate(reader.texts) if text in names][:8]
+    return {reader.texts[n]: (reader.texts[n + 1], "" if n + 2 in heads else reader.texts[n + 2]) for n in heads}
+
+
+def rows(text: str) -> list[list[str]]:
+    """The table of jobs as the texts of its cells, the header first."""
+    table = re.search(r'<table class="jobs">.*?</table>', text, re.DOTALL)
+    assert table
+    found = re.findall(r"<tr>(.*?)</tr>", table[0])
+    return [[re.sub(r"<[^>]*>", "", cell) for cell in re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", row)] for row in found]
+
+
+# ---------------------------------------------------------------- figures
+
+
+def test_the_figures_are_those_of_the_results() -> None:
+    made = results(
+        [
+            job(1, attempts=[failed(), attempt(2, 25, 60)]),
+            job(2, "failed", [failed()]),
+            job(3, "waiting", metrics={}),
+            job(4, "running", [attempt(1, 90, None)], metrics={}),
+            job(5, "cancelled", metrics={}),
+        ]
+    )
+    reader = seen(made)
+    found = tiles(reader)
+    assert found == {
+        "Done": ("1", "of 5 jobs"),
+        "Failed": ("1", "1 cancelled"),
+        "Waiting": ("1", "1 running"),
+        "Wall time": ("1 min 40 s", found["Wall time"][1]),
+        "Slot utilisation": ("50 %", "1 min 40 s of slots used"),
+        "Slots": ("2", "on 1 server"),
+        "Attempts": ("4", "1 repeated"),
+        "Best held-out loss": ("2.510", "exp1/fold1_data"),
+    }
+    assert {"sweep-3f9a", "finished, 1 failed", "train.py", "backend ssh"} <= set(reader.texts)
+
+
+def test_totals_of_the_file_are_believed() -> None:
+    totals = {"jobs": 9, "done": 7, "failed": 1, "waiting": 1, "running": 0, "cancelled": 0, "attempts": 11,
+              "seconds": 50.0, "slot_seconds": 25.0}  # fmt: skip
+    found = tiles(seen(results([job(1)], totals=totals)))
+    assert (found["Done"], found["Attempts"][0]) == (("7", "of 9 jobs"), "11")
+    assert (found["Wall time"][0], found["Slot utilisation"]) == ("50 s", ("25 %", "25 s of slots used"))
+
+
+def test_the_best_loss_is_that_of_any_step_and_job() -> None:
+    made = results([job(n, metrics={}) for n in (1, 2)])
+    lines = [{"step": 1, "held_out_loss": 1.5}, {"step": 2, "held_out_loss": 1.7}]
+    curves = {made["jobs"][1]["id"]: curve(lines), made["jobs"][0]["id"]: curve([{"step": 1, "held_out_loss": 1.6}])}
+    assert tiles(seen(made, curves))["Best held-out loss"] == ("1.500", "exp1/fold2_data")
+    training = {made["jobs"][0]["id"]: curve([{"step": 1, "loss": 4.0}])}
+    assert tiles(seen(made, training))["Best training loss"] == ("4.000", "exp1/fold1_data")
+
+
+def test_a_running_list_shows_as_of_when() -> None:
+    reader = seen(sample(2, 2, 6))
+    assert "running" in reader.texts
+    assert any(text.startswith("As of 2023-11-1") for text in reader.texts)
+
+
+@pytest.mark.parametrize(
+    ("state", "reason", "text"),
+    [
+        ("unreachable", "no route to host", "gpu2 unreachable: no route to host"),
+        ("refused", "", "gpu2 refused"),
+        ("ready", "gets no more jobs: no space left", "gpu2: gets no more jobs: no space left"),
+        ("ready", "", None),
+        ("connecting", "", None),
+        ("", "", None),
+    ],
+)
+def test_a_server_that_gets_no_jobs_is_named_with_its_reason(state: str, reason: str, text: str | None) -> None:
+    servers = {"gpu1": server("gpu1", 1), "gpu2": server("gpu2", 0, state=state, reason=reason)}
+    found = page.page(results([job(1)], servers=servers), {})
+    assert re.findall(r'<p class="warning">(.*)</p>', found) == ([text] if text else [])
+
+
+# ---------------------------------------------------------------- failures
+
+
+def test_failures_are_named_with_place_cause_and_last_lines() -> None:
+    killed = failed(1, failure="signal", signal="SIGKILL", exit_code=None, server="gpu2", gpus=[0, 1, 2], reason="oom")
+    made = results(
+        [
+            job(1, "failed", [failed(), failed(2, 30)]),
+            job(2, "failed", [killed]),
+            job(3, "failed", reason="no server has 8 GPUs"),
+            job(4, "done", [failed(failure="timeout", reason=""), attempt(2, 30)]),
+        ]
+    )
+    texts = seen(made).texts
+    start = texts.index("Failures")
+    assert texts[start + 1] == "3 jobs failed. exit code 1: 1, SIGKILL: 1. gpu1: 1, gpu2: 1."
+    for part in (
+        ["exp1/fold1_data", "attempt 2 of 2", "gpu1:0", "exit code 1", "after 20 s", "ValueError: no such fold",
+         "Last lines", "one\ntwo"],
+        ["exp1/fold2_data", "attempt 1", "gpu2:0-2", "SIGKILL", "after 20 s", "oom"],
+        ["exp1/fold3_data", "never started", "no server has 8 GPUs"],
+        ["2 other attempts that failed",
+         "exp1/fold1_data, attempt 1 of 2 on gpu1:0: exit code 1: ValueError: no such fold\n"
+         "exp1/fold4_data, attempt 1 of 2 on gpu1:0: timeout"],
+    ):  # fmt: skip
+        at = texts.index(part[0], start)
+        assert texts[at : at + len(part)] == part
+
+
+def test_without_a_failure_there_is_no_section_of_failures() -> None:
+    assert "Failures" not in seen(results([job(1, attempts=[attempt()])])).texts
+
+
+def test_of_many_failures_some_have_their_last_lines_and_the_rest_is_counted() -> None:
+    text = page.page(results([job(n, "failed", [failed(last_lines=["x" * 9999] * 999)]) for n in range(120)]), {})
+    assert text.count('<aside class="failure">') == page.FAILURES
+    assert f"{120 - page.FAILURES} more failed jobs" in text
+    assert len(text) < 2_000_000
+
+
+# ---------------------------------------------------------------- timeline
+
+
+@pytest.mark.parametrize(
+    ("facts", "state", "outcome"),
+    [
+        (attempt(), "done", "done"),
+        (failed(), "failed", "failed"),
+        (failed(failure="timeout", exit_code=None), "failed", "failed"),
+        (attempt(failure="server lost", exit_code=None), "waiting", "lost"),
+        (attempt(failure="cancelled", exit_code=143), "cancelled", "cancelled"),
+        (attempt(seconds=None), "running", "running"),
+        (attempt(seconds=None), "waiting", "cancelled"),
+        ({}, "done", None),
+    ],
+)
+def test_an_attempt_is_coloured_by_its_outcome(facts: Json, state: str, outcome: str | None) -> None:
+    text = page.page(results([job(1, state, [facts])]), {})
+    assert re.findall(r'<(?:rect|path) class="period (\w+)"', text) == ([outcome] if outcome else [])
+    assert text.count(f'<i class="{outcome}">') == (outcome is not None)
+
+
+def test_an_attempt_on_several_slots_is_in_each_of_their_rows() -> None:
+    text = page.page(results([job(1, attempts=[attempt(slots=[0, 1], gpus=[0, 1])])]), {})
+    assert text.count("<title>exp1/fold1_data, attempt 1, gpu1:0-1, 1 min 0 s, done</title>") == 2
+
+
+def test_a_slot_that_only_an_attempt_names_has_a_row() -> None:
+    made = results([job(1, attempts=[attempt(server="gpu10", slots=[7])]), job(2, attempts=[attempt(slots=[])])])
+    found = page.tracks(made, page.jobs_of(made), BEGIN)
+    assert [(track.group, track.name, len(track.spans)) for track in found] == [
+        ("gpu1", "", 1), ("gpu1", "0", 0), ("gpu1", "1", 0), ("gpu10", "7", 1),
+    ]  # fmt: skip
+
+
+def test_an_attempt_without_an_end_goes_on_until_now() -> None:
+    made = results([job(1, "running", [attempt(1, 10, None)])])
+    (track, _) = page.tracks(made, page.jobs_of(made), BEGIN + 100)
+    assert [(span.start - BEGIN, span.end - BEGIN, span.ended) for span in track.spans] == [(10, 100, False)]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "texts"),
+    [
+        (0.5, ["0", "0.1 s", "0.2 s", "0.3 s", "0.4 s", "0.5 s"]),
+        (50, ["0", "10 s", "20 s", "30 s", "40 s", "50 s"]),
+        (100, ["0", "30 s", "1 min", "1 min 30 s"]),
+        (3601, ["0", "15 min", "30 min", "45 min", "1 h"]),
+        (22_000, ["0", "2 h", "4 h", "6 h"]),
+        (86400 * 30, ["0", "5 d", "10 d", "15 d", "20 d", "25 d", "30 d"]),
+    ],
+)
+def test_times_are_round(seconds: float, texts: list[str]) -> None:
+    assert [text for _, text in charts.time_ticks(seconds, 6)] == texts
+
+
+@given(st.floats(1e-3, 1e12), st.integers(2, 12))
+def test_a_time_axis_has_few_even_ticks(seconds: float, count: int) -> None:
+    values = [value for value, _ in charts.time_ticks(seconds, count)]
+    assert values[0] == 0 and values[-1] <= seconds * (1 + 1e-6) and len(values) <= count + 1
+    gaps = [b - a for a, b in pairwise(values)]
+    assert not gaps or max(gaps) - min(gaps) <= 1e-6 * max(gaps)
+
+
+Rectangle = tuple[float, float, float, float]  # left, top, right, bottom
+
+
+def boxes(drawing: str, style: str) -> list[Rectangle]:
+    """The room of each text of a class, as wide as a usual font makes it."""
+    found = re.findall(rf'<text x="([-\d.]+)" y="([-\d.]+)" class="{style}">([^<]*)<', drawing)
+    out = []
+    for x, y, text in found:
+        wide = len(text) * charts.LETTER
+        left = float(x) - {"mid": wide / 2, "end": wide}.get(style.split()[-1], 0)
+        out.append((left, float(y) - 10, left + wide, float(y) + 3))
+    return out
+
+
+def overlaps(found: list[Rectangle]) -> list[tuple[Rectangle, Rectangle]]:
+    pairs = ((a, b) for n, a in enumerate(found) for b in found[n + 1 :])
+    return [(a, b) for a, b in pairs if a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]]
+
+
+@pytest.mark.parametrize(("servers", "slots", "jobs"), [(1, 1, 1), (1, 1, 40), (3, 8, 200), (16, 8, 1000), (70, 1, 99)])
+def test_nothing_on_a_timeline_covers_a_label(servers: int, slots: int, jobs: int) -> None:
+    made = sample(servers, slots, jobs)
+    drawing = charts.timeline(page.tracks(made, page.jobs_of(made), made["updated"]))
+    width, height = map(float, re.findall(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', drawing)[0])
+    labels = [*boxes(drawing, "label end"), *boxes(drawing, "tick"), *boxes(drawing, "tick mid")]
+    inside = boxes(drawing, "inside")
+    assert overlaps(labels) == overlaps(inside) == []
+    assert all(box[0] >= 0 and box[2] <= width and box[1] >= 0 and box[3] <= height for box in labels)
+    bars = re.findall(r'<rect class="period \w+" x="([\d.]+)" y="([\d.]+)" width="([\d.]+)" height="([\d.]+)"', drawing)
+    at = [tuple(map(float, bar)) for bar in bars]
+    names = max(box[2] for box in [*boxes(drawing, "label end"), *boxes(drawing, "tick")])
+    assert all(names < x and x + wide <= width and y + high <= height - 26 for x, y, wide, high in at)
+    held = [
+        any(x <= box[0] and box[2] <= x + wide for x, y, wide, high in at if y < box[3] < y + high) for box in inside
+    ]
+    arrows = drawing.count('<path class="period')
+    assert held.count(False) <= arrows
+    assert len(boxes(drawing, "label end")) == servers
+    assert bars or arrows
+
+
+def test_a_bar_is_where_its_time_is() -> None:
+    track = Track("gpu1", "0", [Span(100, 150, "done", "a"), Span(150, 200, "failed", "b")])
+    drawing = charts.timeline([track])
+    (done, wide), (bad, _) = [
+        (float(x), float(w))
+        for x, w in re.findall(r'<rect class="period \w+" x="([\d.]+)".*?width="([\d.]+)"', drawing)
+    ]
+    zero, last = (
+        float(x) for x in re.findall(r'<text x="([\d.]+)" y="[\d.]+" class="tick mid">(?:0|1 min 40 s)<', drawing)
+    )
+    assert done == zero and bad == pytest.approx((zero + last) / 2, abs=0.1)
+    assert wide == pytest.approx((last - zero) / 2 - 1, abs=0.2)
+
+
+def test_a_label_is_written_only_where_it_fits() -> None:
+    spans = [
+        Span(0, 80, "done", "", "wide/enough"),
+        Span(80, 83, "done", "", "too narrow"),
+        Span(83, 100, "done", "", "too long a name for this one/ok"),
+    ]
+    texts = re.findall(r'class="inside">([^<]*)<', charts.timeline([Track("gpu1", "0", spans)]))
+    assert texts == ["wide/enough", "ok"]
+    many = [Track("gpu1", str(n), spans) for n in range(128)]
+    assert 'class="inside"' not in charts.timeline(many)
+
+
+def test_of_a_crowded_timeline_failures_stay_visible_and_it_stays_small() -> None:
+    def spans(row: int) -> list[Span]:
+        return [Span(n, n + 0.9, "failed" if n % 97 == row % 97 else "done", "title", "name") for n in range(1000)]
+
+    begin = time.process_time()
+    drawing = charts.timeline([Track(f"gpu{row // 8}", str(row % 8), spans(row)) for row in range(128)])
+    assert time.process_time() - begin < 5
+    assert len(drawing) < 400_000
+    assert re.findall(r'class="periods (\w+)"', drawing) == ["done", "failed"]  # failures over the rest
+    bad = re.search(r'class="periods failed"[^>]* d="([^"]*)"', drawing)
+    assert bad and bad[1].count("M") >= 128 * 10
+
+
+def test_of_short_attempts_the_rare_ones_are_drawn_last() -> None:
+    styles = ["done", "failed", "done", "done"]
+    drawing = charts.timeline([Track("gpu1", "0", [Span(n, n + 1, style, "") for n, style in enumerate(styles)])])
+    assert re.findall(r'class="period (\w+)"', drawing) == ["done", "done", "done", "failed"]
+
+
+def test_nothing_started_is_said_and_not_drawn() -> None:
+    text = page.page(results([job(1, "waiting")]), {})
+    assert "Nothing has started yet." in text and 'svg class="timeline' not in text
+
+
+# ---------------------------------------------------------------- table
+
+
+def test_settings_that_differ_are_columns_and_the_rest_is_one_sentence() -> None:
+    first, second = job(1, attempts=[attempt()]), job(2, attempts=[failed(), attempt(2, 25, 30)])
+    second["settings"] = {"fold": 2, "epochs": 10, "extra": "a"}
+    text = page.page(results([first, second]), {})
+    assert rows(text) == [
+        ["job", "state", "fold", "extra", "server:GPU", "attempts", "duration", "peak memory", "step", "loss",
+         "held_out_loss"],
+        ["exp1/fold1_data", "done", "1", "–", "gpu1:0", "1", "1 min 0 s", "3.0 GiB", "100 of 200", "2.010", "2.510"],
+        ["exp1/fold2_data", "done", "2", "a", "gpu1:0", "2", "30 s", "3.0 GiB", "100 of 200", "2.020", "2.520"],
+    ]  # fmt: skip
+    assert "The same in all jobs: epochs 10" in text
+
+
+def test_a_metric_that_is_called_as_a_setting_has_a_column_of_its_own_name() -> None:
+    made = [job(n, settings={"lr": n, "loss": "mse"}, metrics={"loss": 2.5, "lr": 0.125}) for n in (1, 2)]
+    titles, first, _ = rows(page.page(results(made), {}))
+    assert titles[2:] == ["lr", "server:GPU", "attempts", "duration", "peak memory", "last loss", "last lr"]
+    assert (first[2], first[-2:]) == ("1", ["2.500", "0.125"])
+
+
+def test_metrics_that_the_results_lack_are_those_of_the_curve() -> None:
+    made = results([job(1, metrics={})])
+    found = rows(
+        page.page(
+            made,
+            {
+                made["jobs"][0]["id"]: curve(
+                    [{"step": 7, "loss": 1.25, "held_out_loss": 1.5}, {"step": 8, "loss": None}]
+                )
+            },
+        )
+    )
+    assert [row[-3:] for row in found] == [["step", "loss", "held_out_loss"], ["8", "not finite", "1.500"]]
+
+
+def test_too_many_settings_are_named_and_not_columns() -> None:
+    made = results([job(n, settings={f"key{k}": n for k in range(30)}) for n in (1, 2)])
+    text = page.page(made, {})
+    assert len([title for title in rows(text)[0] if title.startswith("key")]) == page.COLUMNS
+    assert f"Other settings that differ: {', '.join(f'key{k}' for k in range(page.COLUMNS, 30))}." in text
+
+
+def test_a_long_table_is_folded_and_the_style_sheet_knows_where() -> None:
+    text = page.page(results([job(n) for n in range(page.FOLD + 1)]), {})
+    assert f"tr:nth-child(n+{page.FOLD + 1}) {{ display: none; }}" in text
+    assert f"Show all {page.FOLD + 1} jobs, not only {page.FOLD}" in text
+    assert len(rows(text)) == page.FOLD + 2
+    assert 'id="all"' not in page.page(results([job(n) for n in range(page.FOLD)]), {})
+
+
+SORT = """
+const listeners = {}, attributes = new Map();
+const cell = (text, v) => ({ textContent: text, dataset: v === undefined ? {} : { v } });
+const rows = JSON.parse(process.argv[1]).map(([text, v]) => ({ cells: [cell(text, v ?? undefined)], text }));
+const header = { cellIndex: 0, closest: () => header, getAttribute: (n) => attributes.get(n),
+  setAttribute: (n, v) => attributes.set(n, v), removeAttribute: (n) => attributes.delete(n) };
+const body = { rows, replaceChildren(...now) { this.rows = now; } };
+const table = { tHead: { addEventListener: (n, f) => { listeners[n] = f; }, rows: [{ cells: [] }] }, tBodies: [body] };
+globalThis.document = { querySelectorAll: () => [table] };
+"""
+
+
+@pytest.mark.skipif(not shutil.which("node"), reason="needs a JavaScript engine: node")
+def test_a_click_on_a_header_sorts_and_a_second_one_reverses() -> None:
+    cells = [["9", "9"], ["", ""], ["100", "100"], ["auto", None], ["20", "20"], ["all", None]]
+    script = (
+        SORT
+        + Path(page.__file__).with_name("page.js").read_text()
+        + """
+for (let n = 0; n < 2; n++) {
+  listeners.click({ target: header });
+  console.log(body.rows.map((row) => row.text).join(","));
+}
+"""
+    )
+    done = subprocess.run(["node", "-e", script, json.dumps(cells)], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["9,20,100,all,auto,", "auto,all,100,20,9,"]
+
+
+# ---------------------------------------------------------------- loss curves
+
+
+def test_each_job_has_its_chart_and_its_name_leads_there() -> None:
+    made = results([job(n) for n in (1, 2, 3)])
+    curves = curves_of(made)
+    del curves[made["jobs"][1]["id"]]
+    text = page.page(made, curves)
+    assert re.findall(r'<figure class="card" id="(curve-\d+)">', text) == ["curve-1", "curve-3"]
+    assert re.findall(r'<td class="text"><a href="#(curve-\d+)">', text) == ["curve-1", "curve-3"]
+    assert "held-out loss of 2 jobs" in text
+
+
+def test_of_many_jobs_the_best_have_a_chart() -> None:
+    made = results([job(n) for n in range(70)])
+    text = page.page(made, dict(reversed(curves_of(made).items())))
+    assert re.findall(r'id="curve-(\d+)"', text) == [str(n) for n in range(1, page.CURVES + 1)]
+    assert "Of 70 jobs with metrics, the 60 with the lowest last losses have a chart of their own." in text
+    assert text.count('class="line crowd"') == 69 and text.count('class="label train"') == 1
+
+
+@pytest.mark.parametrize(
+    ("held_out", "training", "unit"),
+    [
+        ([2, 2, 0], [2, 2, 2], "held-out loss of 2 jobs"),
+        ([2, 0, 0], [2, 2, 2], "training loss of 3 jobs"),
+        ([1, 1, 1], [2, 2, 2], "training loss of 3 jobs"),  # measured at the end alone
+        ([1, 1, 1], [2, 2, 1], "training loss of 2 jobs"),
+        ([2, 0, 0], [2, 0, 0], None),
+        ([1, 1, 1], [1, 1, 1], None),
+    ],
+)
+def test_jobs_are_compared_by_the_losses_of_which_they_have_curves(
+    held_out: list[int], training: list[int], unit: str | None
+) -> None:
+    made = results([job(n) for n in (1, 2, 3)])
+    curves = {}
+    for one, measured, logged in zip(made["jobs"], held_out, training, strict=True):
+        lines: list[Json] = [{"step": 1}, {"step": 2}]
+        for line in lines[2 - measured :]:  # the last ones
+            line["held_out_loss"] = 2.0
+        for line in lines[:logged]:
+            line["loss"] = 3.0
+        curves[one["id"]] = curve(lines)
+    found = [text for text in seen(made, curves).texts if re.match(r"[a-z-]+ loss of ", text)]
+    assert found == ([unit] if unit else [])
+
+
+@pytest.mark.parametrize("loss", [math.nan, None, "low", [], 1e200, True])
+def test_losses_that_are_not_finite_have_a_page(loss: Any) -> None:
+    made = results([job(n, metrics={"loss": loss, "held_out_loss": loss}) for n in (1, 2)])
+    lines = [{"step": 1, "loss": loss, "held_out_loss": loss}]
+    assert "No finite value was logged." in seen(made, {one["id"]: curve(lines) for one in made["jobs"]}).texts
+
+
+# ---------------------------------------------------------------- files
+
+
+def test_the_page_stands_beside_the_results_with_the_curves_that_were_copied_back(tmp_path: Path) -> None:
+    made = results([job(n) for n in (1, 2)])
+    path = written(tmp_path, made, map(json.dumps, metrics(30)))
+    (tmp_path / "lists").mkdir()
+    path = path.rename(tmp_path / "lists" / "results.json")
+    assert page.write(path) == tmp_path / "lists" / "results.html"
+    assert sorted(one.name for one in path.parent.iterdir()) == ["results.html", "results.json"]
+    assert Reader(path.with_suffix(".html").read_text()).tags.count("figure") == 4
+
+
+def test_without_results_above_it_outputs_are_those_of_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = results([job(1)])
+    (tmp_path / "here").mkdir()
+    (tmp_path / "there").mkdir()
+    written(tmp_path / "here", made, map(json.dumps, metrics(3)))
+    path = written(tmp_path / "there", made)
+    assert "curve-1" not in page.write(path).read_text()
+    monkeypatch.chdir(tmp_path / "here")
+    assert "curve-1" in page.write(path).read_text()
+
+
+def test_a_corrupt_metrics_file_is_a_note(tmp_path: Path) -> None:
+    path = written(tmp_path, results([job(1)]), ['{"steps": 9}', "nonsense", "\x00\xff", '{"step": 1, "loss": 2}'])
+    note = "experiments/exp1/fold1_data/metrics.jsonl: 2 lines hold no object with a step: left out"
+    assert note in Reader(page.write(path).read_text()).texts
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "null", '{"jobs": [{"id": "a", "att', '{"jobs": 7}', "[" * 10**5])
+def test_half_a_file_has_a_page(tmp_path: Path, text: str) -> None:
+    reader = Reader(page.write(written(tmp_path, text)).read_text())
+    assert reader.faults == []
+    assert ("results.json cannot be read" in reader.text) == (text != '{"jobs": 7}')
+    assert "The list has no jobs." in reader.texts
+
+
+def test_an_empty_list_has_a_page() -> None:
+    texts = seen(results([])).texts
+    assert "The list has no jobs." in texts and "of 0 jobs" in texts
+    assert "Job list" in seen({}).texts
+
+
+@pytest.mark.parametrize("output", ["\0", "x" * 5000, "/", "..", 7, None, ["a"], "\ud800"])
+def test_an_output_that_is_no_directory_of_a_job_is_left_out(tmp_path: Path, output: Any) -> None:
+    assert Reader(page.write(written(tmp_path, results([job(1, output=output)]))).read_text()).faults == []
+
+
+def test_text_of_people_stays_text() -> None:
+    def made(text: str) -> tuple[Json, dict[str, History]]:
+        facts = {"server": text, "failure": text, "reason": text, "last_lines": [text], "signal": text, "number": text}
+        jobs = [
+            job(n, state, [attempt() | facts, attempt() | facts], id=f"{text}{n}", name=text, reason=text,
+                settings={text: n, "same": text}, metrics={text: text, "loss": n})
+            for n, state in enumerate(("failed", text, "done", "failed", "done", "done"))
+        ]  # fmt: skip
+        servers = {text: server(text, 1, state=text, reason=text)}
+        named = dict.fromkeys(("list", "state", "reason", "script", "backend"), text)
+        return results(jobs, servers=servers) | named, {one["id"]: curve(metrics(3, 1)) for one in jobs}
+
+    calm, hostile = (Reader(page.page(*made(text), [text])) for text in ("calm", HOSTILE))
+    assert hostile.faults == []
+    assert hostile.tags == calm.tags
+    assert hostile.text.count(HOSTILE) >= 50
+
+
+def test_the_page_needs_no_network_and_serves_light_dark_and_paper() -> None:
+    made = sample(2, 2, 9)
+    text = page.page(made, curves_of(made)).replace("http://www.w3.org/2000/svg", "")  # a name, not an address
+    assert not re.search(r"https?:|//[a-z]|\bsrc=|url\(|@import|<link|<img|<iframe", text)
+    assert "default-src 'none'" in text
+    used, known = (set(re.findall(pattern, text)) for pattern in (r"var\((--[\w-]+)\)", r"(--[\w-]+):"))
+    assert used == known
+
+
+def test_huge_texts_make_a_small_page() -> None:
+    huge = "x" * 10**6
+    facts = attempt(server=huge, reason=huge, failure=huge, last_lines=[huge] * 99, signal=huge) | {"number": huge}
+    one = job(1, huge, [facts], name=huge, reason=huge, settings={huge: huge}, metrics={huge: huge})
+    many = job(2, "failed", [facts], settings={f"{n}{huge[:999]}": [huge] for n in range(99)}, output=huge)
+    servers = {huge: server(huge, 2, state=huge, reason=huge)}
+    made = results([one, many], list=huge, state=huge, reason=huge, script=huge, servers=servers)
+    assert len(page.page(made, {}, [huge] * 99)) < 250_000
+
+
+def test_a_thousand_jobs_have_a_page_soon(tmp_path: Path) -> None:
+    made = sample(16, 8, 1000)
+    path = written(tmp_path, made, map(json.dumps, metrics(200)))
+    begin = time.process_time()
+    text = page.write(path).read_text()
+    assert time.process_time() - begin < 10  # of an idle core two
+    assert len(text) < 5_000_000
+    assert Reader(text).faults == []
+
+
+def test_of_long_metrics_files_a_part_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page, "LINES", 1000)
+    lines = [*metrics(5000, held_out_every=100), {"step": 5000, "event": "finish"}]
+    path = written(tmp_path, results([job(n, metrics={}) for n in (1, 2)]), map(json.dumps, lines))
+    text = page.write(path).read_text()
+    assert "metrics.jsonl: 547 of 5,001 lines are shown, evenly spread" in text
+    assert [row[-3] for row in rows(text)] == ["step", "5,000", "5,000"]
+    assert tiles(Reader(text))["Best held-out loss"][0] == f"{3 / math.sqrt(5000) + 0.1:.3f}"
+
+
+# ---------------------------------------------------------------- odd values
+
+ATTEMPTS = st.dictionaries(
+    st.sampled_from(list(attempt())), st.sampled_from(["cancelled", "signal", 0, 1, BEGIN, [0], ["a"]]) | VALUES
+)
+JOBS = st.fixed_dictionaries(
+    {},
+    optional={
+        **dict.fromkeys(
+            ("id", "name", "state", "reason", "output"), st.sampled_from(["a", "failed", "running"]) | VALUES
+        ),
+        "settings": st.dictionaries(st.text(max_size=5), VALUES, max_size=3) | VALUES,
+        "metrics": st.dictionaries(st.sampled_from(["loss", "step", "steps", "x"]), VALUES) | VALUES,
+        "attempts": st.lists(ATTEMPTS | VALUES, max_size=3) | VALUES,
+    },
+)
+LISTS = st.fixed_dictionaries(
+    {"jobs": st.lists(JOBS | VALUES, max_size=5) | VALUES},
+    optional={
+        **dict.fromkeys(("list", "created", "updated", "state", "reason", "script", "backend"), VALUES),
+        "totals": st.dictionaries(st.sampled_from(["jobs", "done", "seconds", "slot_seconds"]), VALUES) | VALUES,
+        "servers": st.dictionaries(
+            st.text(max_size=5),
+            st.dictionaries(st.sampled_from(["slots", "state", "reason"]), VALUES) | VALUES,
+            max_size=3,
+        )
+        | VALUES,
+    },
+)
+LINE = st.fixed_dictionaries(
+    {"step": st.floats(-1e9, 1e9)}, optional={"loss": VALUES, "held_out_loss": VALUES, "event": VALUES, "time": VALUES}
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(made=LISTS, lines=st.lists(LINE, max_size=6))
+def test_whatever_the_results_hold_there_is_a_page(made: Json, lines: list[Json]) -> None:
+    with tempfile.TemporaryDirectory() as place:
+        path = Path(place, "results.json")
+        path.write_text(json.dumps(made), encoding="utf-8")
+        assert Reader(page.write(path).read_text(encoding="utf-8")).faults == []
+    ids = [one.id for one in page.jobs_of(made)]
+    seen(made, {name: curve(lines) for name in ids})
+
+
+# ---------------------------------------------------------------- program
+
+
+def program(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "distributed.jobs.page", *arguments]
+    return subprocess.run(command, cwd=KIT, capture_output=True, text=True, check=False)
+
+
+def test_the_program_prints_the_path_of_the_page(tmp_path: Path) -> None:
+    path = written(tmp_path, results([job(1)]))
+    done = program(str(path))
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{tmp_path}/results.html\n", "")
+
+
+@pytest.mark.parametrize("arguments", [[], ["/nowhere/results.json"], ["a", "b"], ["README.html"]])
+def test_a_wrong_call_exits_2(arguments: list[str]) -> None:
+    done = program(*arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "page: error:" in done.stderr
+
+
+def test_a_page_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    path = written(tmp_path, results([]))
+    (tmp_path / "results.html").mkdir()
+    done = program(str(path))
+    assert done.returncode == 1 and "cannot write the page" in done.stderr
+
+
+def test_base_models_have_a_table_of_their_own_and_are_never_the_best_job() -> None:
+    results = {
+        "list": "abc", "state": "finished",
+        "jobs": [
+            {"id": "t", "name": "base_training/0123456789ab", "state": "done", "trains_base_model": "0123456789ab",
+             "settings": {"mode": "base_only", "seed": 1}, "metrics": {"held_out_loss": 0.1}},
+            {"id": "e", "name": "exp/fold0", "state": "done", "options": {"base_model_hash": "0123456789ab"},
+             "settings": {"steps": 50}, "metrics": {"held_out_loss": 2.0}},
+        ],
+    }  # fmt: skip
+    shown = page.page(results, {})
+    models, _, jobs = shown.partition("<h2>Base models</h2>")[2].partition("<h2>Jobs</h2>")
+    assert "base_training/0123456789ab" in models and "exp/fold0" not in models
+    assert "exp/fold0" in jobs and "base_training/" not in jobs
+    assert "0123456789ab</td>" in jobs, "which one it starts from"
+    assert "base_only" not in jobs, "settings of base models are no columns of the experiments"
+    assert ">2.0" in shown.partition("Best held-out loss")[2][:200]

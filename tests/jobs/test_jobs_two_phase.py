@@ -1,0 +1,624 @@
+"""Base models in a job list: each is trained once, and no experiment runs without its own.
+
+Servers are simulated as in test_jobs_dispatcher.py; the cache of base models is real. The dispatcher that is killed at
+each of its records runs real jobs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dispatchers import MOMENTS, Call, Dispatchers, dispatchers
+from test_jobs_dispatcher import STAYS, Outcome, Simulated, Story, exits, job, play
+
+from distributed.jobs import dispatcher, journal
+from distributed.jobs.base_cache import Cache
+from distributed.jobs.commands import other_base
+from distributed.jobs.dispatcher import NotStarted, Order
+from distributed.jobs.job import Job, Options, job_id
+from distributed.jobs.state import Attempt
+from distributed.training import base_model
+from distributed.training.base_model import CACHE, FILES, TRAINING, hash_of
+
+A, B = "a" * 64, "b" * 64  # digests
+
+
+@pytest.fixture(autouse=True)
+def _fast(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("TICK", "COOLING", "GPU_LOOK", "LOCKED"):
+        monkeypatch.setattr(dispatcher, name, 0.01)
+    monkeypatch.setattr(dispatcher, "BACKOFF", (0.01,))
+    monkeypatch.chdir(tmp_path)
+
+
+def trainer(digest: str, **options: Any) -> Job:
+    settings = {"mode": "base_only", "digest": digest}
+    return Job(job_id(settings), settings, Options(**options), f"{TRAINING}/{hash_of(digest)}", trains=digest)
+
+
+def experiment(number: int, digest: str, **options: Any) -> Job:
+    return replace(job(number, **options), base=digest)
+
+
+class Server(Simulated):
+    """A job that trains a base model leaves its files, unless the test forbids it."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.leaves: tuple[str, ...] = FILES
+        self.refuses_base: list[NotStarted] = []  # one a call
+
+    async def bring(self, attempt: Attempt, job: Job) -> None:
+        await super().bring(attempt, job)
+        if job.trains:
+            leave(Path(job.output), self.leaves)
+
+    async def start(self, order: Order) -> dict[str, Any]:
+        found = await super().start(order)
+        return {"state": "running"} if order.after else found  # it waits in the queue of its server
+
+    async def have_base(self, digest: str) -> int:
+        if self.refuses_base:
+            raise self.refuses_base.pop(0)
+        return await super().have_base(digest)
+
+
+def leave(output: Path, names: tuple[str, ...] = FILES) -> None:
+    output.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        (output / name).write_text(json.dumps({"held_out_loss": 1.5}))
+
+
+def publish(digest: str) -> None:
+    """Into the cache, as an earlier list did."""
+    source = Path("earlier")
+    leave(source)
+    base_model.publish(CACHE, digest, base_model.stage(CACHE, str(source), base_model.manifest_of(str(source), digest)))
+
+
+def trains(outcome: Outcome, otherwise: Outcome = 0) -> Callable[[Order], Outcome]:
+    """How the jobs end that train base models, and the others."""
+    return lambda order: outcome if order.job.trains else otherwise
+
+
+def started(*servers: Simulated) -> list[str]:
+    """The jobs in the order in which they were started: the letter of a base model, or the number of an experiment."""
+    orders = [order for server in servers for order in server.orders]
+    return [order.job.trains[:1] or str(order.job.settings["n"]) for order in orders]
+
+
+# ---------------------------------------------------------------- who waits for whom
+
+
+def test_a_base_model_is_trained_once_and_then_every_experiment_runs_from_it(tmp_path: Path) -> None:
+    async def story() -> None:
+        one = Server("one", 3)
+        jobs = [trainer(A), *(experiment(number, A) for number in range(4))]
+        async with Story(tmp_path, one, jobs=jobs) as told:
+            await told.over()
+        assert told.states() == ["done"] * 5
+        assert started(one)[0] == "a"
+        assert len(one.orders) == 5
+        assert one.bases == [A] * 4
+        found = Cache(tmp_path).verify(A)
+        assert (found["digest"], found["server"], found["held_out_loss"]) == (A, "one", 1.5)
+        assert not [name for name in (tmp_path / CACHE).iterdir() if "incomplete" in name.name]
+
+    play(story())
+
+
+@pytest.mark.parametrize("barrier", [False, True])
+def test_an_experiment_starts_as_soon_as_its_own_base_model_is_there_or_all_are(tmp_path: Path, barrier: bool) -> None:
+    async def story() -> None:
+        one = Server("one", 3)
+        one.script = lambda order: STAYS if order.job.trains == B else 0
+        jobs = [trainer(A), trainer(B), experiment(1, A), experiment(2, B)]
+        async with Story(tmp_path, one, jobs=jobs, barrier=barrier) as told:
+            await told.until(lambda: told.of(0).state == "done" and (barrier or told.of(2).state == "done"))
+            assert (told.of(2).state, told.of(3).state) == ("waiting" if barrier else "done", "waiting")
+            one.end(f"{jobs[1].id}.1")
+            await told.over()
+        assert told.states() == ["done"] * 4
+        assert sorted(started(one)[:2]) == ["a", "b"]
+
+    play(story())
+
+
+def test_training_goes_before_experiments_that_could_start(tmp_path: Path) -> None:
+    """Otherwise the experiments that wait for it would be the end of the list."""
+
+    async def story() -> None:
+        one = Server("one", 1)
+        one.cut()
+        async with Story(tmp_path, one, jobs=[job(1), job(2), trainer(A), experiment(3, A)]) as told:
+            await told.until(lambda: len(told.dispatcher.queue) == 3)
+            one.mend()
+            await told.over()
+        assert started(one)[0] == "a"
+
+    play(story())
+
+
+def test_a_server_that_has_the_base_model_is_preferred(tmp_path: Path) -> None:
+    async def story() -> None:
+        one, two = Server("one", 4), Server("two", 4, labels=["x"])
+        one.script = two.script = trains(0, STAYS)
+        jobs = [trainer(A, labels=("x",)), *(experiment(number, A) for number in (1, 2))]
+        async with Story(tmp_path, one, two, jobs=jobs) as told:
+            await told.until(lambda: len(one.running() + two.running()) == 2)
+            assert started(two) == ["a", "1", "2"]
+            for name in two.running():
+                two.end(name)
+            await told.over()
+
+    play(story())
+
+
+# ---------------------------------------------------------------- base models that fail
+
+
+def test_a_failed_base_model_fails_its_experiments_alone_and_a_retry_runs_them(tmp_path: Path) -> None:
+    async def story() -> None:
+        one = Server("one", 2)
+        one.script = lambda order: 3 if order.job.trains == A else 0
+        jobs = [trainer(A, retries=0), trainer(B), experiment(1, A), experiment(2, A), experiment(3, B)]
+        async with Story(tmp_path, one, jobs=jobs) as told:
+            await told.over()
+        assert told.states() == ["failed", "done", "failed", "failed", "done"]
+        assert {told.of(2).reason, told.of(3).reason} == {f"base {hash_of(A)} failed"}
+        assert not told.of(2).attempts
+        one.script = trains(0)
+        for word in (jobs[0].id, jobs[2].id, "failed"):
+            text = told.path.read_text()
+            told.ask("retry", word)
+            async with told:
+                await told.over()
+            assert told.states() == ["done"] * 5, word
+            told.path.write_text(text)
+            base_model.remove(CACHE, hash_of(A))
+            one.orders.clear()
+
+    play(story())
+
+
+def test_experiments_that_fail_with_their_base_model_count_for_max_failures(tmp_path: Path) -> None:
+    async def story() -> None:
+        one = Server("one", 4)
+        one.script = lambda order: 3 if order.job.trains == A else STAYS
+        jobs = [trainer(A, retries=0), experiment(1, A), job(2), job(3)]
+        async with Story(tmp_path, one, jobs=jobs, max_failures=2) as told:
+            await told.until(lambda: told.state.paused)
+            for name in one.running():
+                one.end(name)
+            await told.over()
+        assert told.state.paused == "--max-failures 2: 2 jobs failed"
+        assert told.states()[:2] == ["failed", "failed"]
+
+    play(story())
+
+
+def test_results_from_another_base_model_are_those_of_another_job() -> None:
+    owners = {each.owner for each in (experiment(1, A), experiment(1, B), job(1))}
+    assert len(owners) == 3
+
+
+def test_a_base_model_that_fails_twice_and_then_succeeds(tmp_path: Path) -> None:
+    async def story() -> None:
+        one = Server("one")
+        one.script = exits(3, 3, 0)
+        async with Story(tmp_path, one, jobs=[trainer(A, retries=2), experiment(1, A)]) as told:
+            await told.over()
+        assert told.states() == ["done", "done"]
+        assert started(one) == ["a", "a", "a", "1"]
+
+    play(story())
+
+
+@pytest.mark.parametrize("missing", FILES)
+def test_a_training_that_does_not_leave_its_files_has_failed(tmp_path: Path, missing: str) -> None:
+    async def story() -> None:
+        one = Server("one")
+        one.leaves = tuple(name for name in FILES if name != missing)
+        async with Story(tmp_path, one, jobs=[trainer(A), experiment(1, A)]) as told:
+            await told.over()
+        assert told.states() == ["failed", "failed"]
+        assert told.failures() == ["no base model"] * 2
+        assert missing in told.of().reason
+        assert "base_only" in told.of().reason
+        assert not base_model.names_in(CACHE)
+
+    play(story())
+
+
+def test_a_cancelled_training_ends_what_waits_for_it(tmp_path: Path) -> None:
+    async def story() -> None:
+        one = Server("one")
+        one.script = trains(STAYS)
+        async with Story(tmp_path, one, jobs=[trainer(A), experiment(1, A)]) as told:
+            await told.until(one.running)
+            told.ask("cancel", told.jobs[0].id)
+            await told.over()
+        assert told.states() == ["cancelled", "failed"]
+        assert told.of(1).reason == f"base {hash_of(A)} cancelled"
+
+    play(story())
+
+
+def test_experiments_that_wait_for_their_base_model_can_be_cancelled(tmp_path: Path) -> None:
+    async def story() -> None:
+        one = Server("one")
+        one.script = trains(STAYS)
+        async with Story(tmp_path, one, jobs=[trainer(A), experiment(1, A), experiment(2, A)]) as told:
+            await told.until(one.running)
+            told.ask("cancel", told.jobs[1].id)
+            await told.until(lambda: told.of(1).state == "cancelled")
+            one.end(one.running()[0])
+            await told.over()
+        assert told.states() == ["done", "cancelled", "done"]
+
+    play(story())
+
+
+# ---------------------------------------------------------------- the cache
+
+
+def test_a_base_model_of_the_cache_is_not_trained(tmp_path: Path) -> None:
+    async def story() -> None:
+        publish(A)
+        one = Server("one")
+        async with Story(tmp_path, one, jobs=[trainer(A), experiment(1, A)]) as told:
+            await told.over()
+        assert told.states() == ["done", "done"]
+        assert started(one) == ["1"]
+        assert told.of().reason == "its base model was in the cache"
+
+    play(story())
+
+
+def test_a_damaged_base_model_is_trained_again(tmp_path: Path) -> None:
+    async def story() -> None:
+        publish(A)
+        (tmp_path / CACHE / hash_of(A) / FILES[0]).write_text("{")
+        one = Server("one")
+        async with Story(tmp_path, one, jobs=[trainer(A), experiment(1, A)]) as told:
+            await told.over()
+        assert started(one) == ["a", "1"]
+        assert Cache(tmp_path).verify(A)
+
+    play(story())
+
+
+def test_a_base_model_that_is_damaged_while_the_list_runs_is_trained_again(tmp_path: Path) -> None:
+    async def story() -> None:
+        one = Server("one", 2)
+
+        def damage(order: Order) -> Outcome:
+            if order.job.settings.get("n") == 1:
+                (tmp_path / CACHE / hash_of(A) / FILES[0]).write_text("{")
+                one.refuses_base = [NotStarted("damaged", "base")] * 2
+            return 0
+
+        one.script = damage
+        jobs = [trainer(A), experiment(1, A), *(experiment(number, A, priority=-1) for number in (2, 3))]
+        one.room.slots = one.room.slots[:1]
+        async with Story(tmp_path, one, jobs=jobs) as told:
+            await told.over()
+        assert told.states() == ["done"] * 4
+        assert started(one).count("a") == 2
+        assert Cache(tmp_path).verify(A)
+
+    play(story())
+
+
+def test_a_missing_base_model_that_nothing_trains_fails_its_experiments(tmp_path: Path) -> None:
+    """As with --skip-phase1, when it disappears behind the check at the start."""
+
+    async def story() -> None:
+        one = Server("one")
+        async with Story(tmp_path, one, jobs=[experiment(1, A), job(2)]) as told:
+            await told.over()
+        assert told.states() == ["failed", "done"]
+        assert "missing or damaged" in told.of().reason
+
+    play(story())
+
+
+def test_two_dispatchers_that_want_one_base_model_train_it_once(tmp_path: Path) -> None:
+    async def story() -> None:
+        one, two = Server("one"), Server("two")
+        one.script = trains(STAYS)
+        (tmp_path / "second").mkdir()
+        jobs = [trainer(A), experiment(1, A)]
+        async with Story(tmp_path, one, jobs=jobs) as first:
+            await first.until(one.running)
+            second = Story(tmp_path / "second", two, jobs=jobs)
+            second.cache = Cache(tmp_path)
+            async with second:
+                await second.until(lambda: any("another list" in line for line in second.said))
+                assert not two.orders
+                one.end(one.running()[0])
+                await second.over()
+                await first.over()
+        assert (first.states(), second.states()) == (["done", "done"], ["done", "done"])
+        assert (started(one), started(two)) == (["a", "1"], ["1"])
+
+    play(story())
+
+
+def test_a_list_whose_training_is_given_up_leaves_it_to_the_other(tmp_path: Path) -> None:
+    async def story() -> None:
+        one, two = Server("one"), Server("two")
+        one.script = trains(STAYS)
+        (tmp_path / "second").mkdir()
+        jobs = [trainer(A, retries=0), experiment(1, A)]
+        async with Story(tmp_path, one, jobs=jobs) as first:
+            await first.until(one.running)
+            second = Story(tmp_path / "second", two, jobs=jobs)
+            second.cache = Cache(tmp_path)
+            async with second:
+                await second.until(lambda: any("another list" in line for line in second.said))
+                one.end(one.running()[0], 3)
+                await first.over()
+                await second.over()
+        assert (first.states(), second.states()) == (["failed", "failed"], ["done", "done"])
+        assert started(two) == ["a", "1"]
+
+    play(story())
+
+
+def test_what_was_trained_is_published_only_when_no_other_list_writes_the_same_directory(tmp_path: Path) -> None:
+    """As after `kill -9` of its dispatcher: another list has taken the lock, and trains it again."""
+
+    async def story() -> None:
+        one = Server("one")
+        one.script = trains(STAYS)
+        told = Story(tmp_path, one, jobs=[trainer(A), experiment(1, A)])
+        async with told:
+            await told.until(one.running)
+        told.cache.release(A)  # as the end of its process does
+        other = Cache(tmp_path)
+        assert other.claim(A) == "train"
+        one.script = trains(0)
+        async with told:
+            await told.until(lambda: any("another list" in line for line in told.said))
+            one.end(one.running()[0])
+            await told.until(lambda: told.of(0).state == "ending")
+            await asyncio.sleep(0.1)
+            assert not other_files(tmp_path / CACHE)
+            other.release(A)
+            await told.over()
+        assert told.states() == ["done", "done"]
+
+    play(story())
+
+
+def other_files(cache: Path) -> list[str]:
+    """All but locks."""
+    return [path.name for path in cache.iterdir() if path.suffix != ".lock"]
+
+
+def test_with_eviction_the_output_of_a_training_leaves_its_server(tmp_path: Path) -> None:
+    async def story() -> None:
+        one = Server("one")
+        async with Story(tmp_path, one, jobs=[trainer(A), experiment(1, A)], evict=True) as told:
+            await told.over()
+        assert one.removed == [f"{TRAINING}/{hash_of(A)}"]
+        assert one.bases == [A, A], "its server takes the base model over before"
+        assert told.states() == ["done", "done"]
+
+    play(story())
+
+
+@pytest.mark.parametrize(("ended", "refused"), [(True, True), (False, False)])
+def test_an_experiment_that_has_run_is_never_said_to_have_run_from_another_base_model(
+    tmp_path: Path, ended: bool, refused: bool
+) -> None:
+    """As after a change of base_models: version 2."""
+
+    async def story() -> None:
+        one = Server("one")
+        one.script = trains(0, 0 if ended else STAYS)
+        told = Story(tmp_path, one, jobs=[trainer(A), experiment(1, A), *([] if ended else [experiment(2, A)])])
+        async with told:
+            await told.until(lambda: told.of(1).state == ("done" if ended else "running"))
+        kept = told.of(1 if ended else 2)
+        fault = other_base(kept, replace(kept.job, base=B))
+        assert bool(fault) == refused
+        assert not refused or f"has run from base {hash_of(A)}, and would now run from base {hash_of(B)}" in fault
+        assert not other_base(kept, kept.job)
+
+    play(story())
+
+
+def test_a_server_with_no_room_for_its_base_model_keeps_the_output_of_the_training(tmp_path: Path) -> None:
+    async def story() -> None:
+        one = Server("one")
+        one.refuses_base = [NotStarted("no room")]
+        async with Story(tmp_path, one, jobs=[trainer(A)], evict=True) as told:
+            await told.over()
+        assert (told.states(), one.removed) == (["done"], [])
+        assert any("stays there: no room" in line for line in told.said)
+
+    play(story())
+
+
+# ---------------------------------------------------------------- a server that has a queue of its own
+
+
+def queue_server(training: Outcome) -> Server:
+    """As SLURM: it takes experiments whose base model is still trained. training: how that ends."""
+    one = Server("one", 8)
+    one.queues_dependents = True
+    one.script = trains(training, STAYS)
+    return one
+
+
+def test_experiments_wait_in_the_queue_of_a_server_behind_their_base_model(tmp_path: Path) -> None:
+    async def story() -> None:
+        one = queue_server(STAYS)
+        jobs = [trainer(A), experiment(1, A), experiment(2, A)]
+        async with Story(tmp_path, one, jobs=jobs) as told:
+            await told.until(lambda: len(one.running()) == 3)
+            assert [order.after for order in one.orders] == ["", f"{jobs[0].id}.1", f"{jobs[0].id}.1"]
+            for name in one.running():
+                one.end(name)
+            await told.over()
+        assert told.states() == ["done"] * 3
+        assert one.bases == [], "the server itself sees to it"
+
+    play(story())
+
+
+@pytest.mark.parametrize("seen", ["first", "last"])
+def test_experiments_whose_base_model_fails_in_the_queue_come_again(tmp_path: Path, seen: str) -> None:
+    async def story() -> None:
+        one = queue_server(STAYS)
+        jobs = [trainer(A), experiment(1, A)]
+        async with Story(tmp_path, one, jobs=jobs) as told:
+            await told.until(lambda: len(one.running()) == 2)
+            one.script = trains(0)
+            training, waiting = (f"{job.id}.1" for job in jobs)
+            ends = [lambda: one.end(training, 3), lambda: one.end(waiting, None, cause="cancelled outside")]
+            for end in ends if seen == "first" else ends[::-1]:
+                end()
+            await told.over()
+        assert told.states() == ["done", "done"]
+        assert told.failures() == ["exit code", ""]
+        assert [attempt.failure for attempt in told.of(1).attempts] == [""]
+
+    play(story())
+
+
+# ---------------------------------------------------------------- a dispatcher that ends, and goes on
+
+
+@pytest.mark.parametrize("moment", ["training", "experiment"])
+def test_a_list_that_was_interrupted_goes_on_and_trains_nothing_twice(tmp_path: Path, moment: str) -> None:
+    async def story() -> None:
+        one = Server("one")
+        one.script = trains(STAYS) if moment == "training" else trains(0, STAYS)
+        told = Story(tmp_path, one, jobs=[trainer(A), experiment(1, A)])
+        async with told:
+            await told.until(lambda: [name for name in one.running() if (name in told.state.open) and
+                                      started(one)[-1] == ("a" if moment == "training" else "1")])  # fmt: skip
+        one.script = trains(0)
+        told.cache.release(A)  # as the end of its process does
+        async with told:
+            one.end(one.running()[0])
+            await told.over()
+        assert told.states() == ["done", "done"]
+        assert started(one) == ["a", "1"]
+
+    play(story())
+
+
+def test_a_base_model_that_disappears_between_two_dispatchers_is_trained_again(tmp_path: Path) -> None:
+    async def story() -> None:
+        one = Server("one")
+        one.script = trains(0, STAYS)
+        told = Story(tmp_path, one, jobs=[trainer(A), experiment(1, A), experiment(2, A)])
+        async with told:
+            await told.until(lambda: "1" in started(one))
+        base_model.remove(CACHE, hash_of(A))
+        told.cache.release(A)  # as the end of its process does
+        one.script = trains(0)
+        async with told:
+            one.end(one.running()[0])
+            await told.over()
+        assert told.states() == ["done"] * 3
+        assert started(one) == ["a", "1", "a", "2"]
+        assert [each["event"] for each in journal.read(told.path)[0]].count("again") == 1
+
+    play(story())
+
+
+# ---------------------------------------------------------------- a dispatcher that is killed
+
+AT_ONCE = 13  # lists that run at the same time; they sleep most of it
+SCRIPT = """#!/bin/sh
+echo start >>"$MUSTER_OUTPUT_DIR/starts"
+sleep 0.2
+if [ -z "$MUSTER_BASE_MODEL" ]; then
+  if [ "$(wc -l <"$MUSTER_OUTPUT_DIR/starts")" = 1 ]; then exit 3; fi
+  for name in best_base_model.pt base_metrics.json base_losses.json base_config.json; do
+    echo '{"held_out_loss": 1.5}' >"$MUSTER_OUTPUT_DIR/$name"
+  done
+else
+  test -s "$MUSTER_BASE_MODEL/best_base_model.pt"
+fi
+"""
+RUN = ("--backend", "local", "--slots", "2", "--no-tmux", "--script", "job.sh", "--jobs-config", "jobs.json")
+
+
+@pytest.fixture(scope="module")
+def forked() -> Iterator[Dispatchers]:
+    with dispatchers() as server:
+        yield server
+
+
+def prepared(directory: Path) -> Path:
+    directory.mkdir(parents=True)
+    jobs = [{"mode": "full_fine_tuning", "fold": fold, "participants": ["a", "b"], "base_participants": ["c"]}
+            for fold in (0, 1)]  # fmt: skip
+    (directory / "jobs.json").write_text(json.dumps(jobs))
+    (directory / "job.sh").write_text(SCRIPT)
+    (directory / "job.sh").chmod(0o755)
+    return directory
+
+
+def outcome(directory: Path) -> list[Any]:
+    """Of each job its state, and how often it was started; then the base models, verified."""
+    found = json.loads((directory / "results.json").read_text())["jobs"]
+    starts = [(directory / job["output"] / "starts").read_text().splitlines() for job in found]
+    models = [base_model.verify(str(path)) for path in directory.glob(f"{CACHE}/[!.]*")]
+    left = [path.name for path in directory.glob(f"{CACHE}/.*incomplete*")]
+    return [[job["state"] for job in found], [len(lines) for lines in starts], len(models), left]
+
+
+def test_a_dispatcher_that_is_killed_at_any_record_trains_its_base_model_once(
+    tmp_path: Path, forked: Dispatchers
+) -> None:
+    undisturbed = prepared(tmp_path / "undisturbed")
+    assert forked.run(Call(undisturbed, RUN, two_phase=True)) == 0
+    wanted = [["done"] * 3, [2, 1, 1], 1, []]
+    assert outcome(undisturbed) == wanted
+    records = len(journal.read(undisturbed / "results.journal")[0])
+    assert records == 17  # list; start, running, ended, settle of four attempts
+    kills = [(moment, number) for number in range(1, records + 1) for moment in MOMENTS]
+    for first in range(0, len(kills), AT_ONCE):
+        killed = {kill: prepared(tmp_path / f"{kill[0]}-{kill[1]}") for kill in kills[first : first + AT_ONCE]}
+        chains = [[Call(path, RUN, kill, two_phase=True), Call(path, RUN, two_phase=True)]
+                  for kill, path in killed.items()]  # fmt: skip
+        for kill, codes, (call, _) in zip(killed, forked.run_all(chains), chains, strict=True):
+            assert (kill, codes, call.printed) == (kill, [-9, 0], call.printed)
+            assert (kill, outcome(call.directory)) == (kill, wanted)
+
+
+def test_a_job_with_the_hash_of_a_base_model_runs_without_the_two_phases(tmp_path: Path, forked: Dispatchers) -> None:
+    directory = prepared(tmp_path / "list")
+    (directory / "jobs.json").write_text(json.dumps([{"prefix": "p", "fold": 0, "_base_model_hash": hash_of(A)}]))
+    call = Call(directory, RUN)
+    assert forked.run(call) == 2
+    assert f"_base_model_hash={hash_of(A)}: " in call.printed
+    assert not (directory / "results.journal").exists()
+    publish(A)
+    (tmp_path / "experiments").rename(directory / "experiments")
+    assert forked.run(call) == 0
+    assert "finished: 1 of 1 done" in call.printed
+
+
+def test_the_story_of_a_wait_is_in_the_state(tmp_path: Path) -> None:
+    async def story() -> None:
+        one = Server("one")
+        one.script = trains(STAYS)
+        async with Story(tmp_path, one, jobs=[trainer(A), experiment(1, A)]) as told:
+            await told.until(one.running)
+            assert told.state.waits_for(told.of(1)) is told.of(0)
+
+    play(story())

@@ -1,0 +1,563 @@
+"""Whatever is killed, closed or full around a command: nothing of it is left, and how it ended is recorded.
+
+Real processes; the command is a shell with children of its own. supervisor.bats tests what happens when nothing is
+killed but the command.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distributed.files import read_json
+from distributed.host import process_scan
+from distributed.launch import supervisor
+from distributed.launch.console import Console
+from distributed.launch.supervisor import Files, Options, Refused, read_block
+
+KIT = Path(__file__).resolve().parents[2]
+SUPERVISOR = [sys.executable, "-I", "-S", str(KIT / "scripts/lib/supervisor.py")]
+SECONDS = 60.0  # for what takes a moment on a machine that is not busy
+FAMILY = "setsid sleep 300 & sleep 300 & echo ready; wait"  # children, one of them in a session of its own
+STUBBORN = "trap '' TERM; echo ready; while true; do sleep 0.1; done"
+
+
+class Run:
+    """A supervisor as a launcher starts it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.files = Files(str(directory), "n1")
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self, script: str, *options: str, block: bytes | None = None, **how: Any) -> subprocess.Popen[bytes]:
+        """Run a shell script; returns when it has printed "ready"."""
+        words = [*SUPERVISOR, "run", "--dir", self.files.directory, "--name", "n1", *options]
+        words += ["--environment", "-"] * (block is not None)
+        words += ["--", "bash", "-c", script]
+        how = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "bufsize": 0} | how
+        process: Any = subprocess.Popen(words, stdin=subprocess.PIPE, **how)
+        self.process = process
+        if block is not None:
+            self.control.write(block)
+        wait_until(lambda: "ready" in self.log or self.code is not None)
+        return process
+
+    @property
+    def control(self) -> IO[bytes]:
+        assert self.process and self.process.stdin
+        return self.process.stdin
+
+    @property
+    def log(self) -> str:
+        return Path(self.files.log).read_text() if os.path.exists(self.files.log) else ""
+
+    @property
+    def code(self) -> int | None:
+        return supervisor.read_code(self.files.exit)
+
+    def pid(self, name: str) -> int:
+        return int(read_json(self.files.pids)[name]["pid"])  # type: ignore[index]
+
+    def left(self) -> list[int]:
+        return process_scan.living(self.files.mark)
+
+    def call(self, verb: str, *options: str) -> str:
+        words = [*SUPERVISOR, verb, "--dir", self.files.directory, "--name", "n1", *options]
+        return subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True, timeout=SECONDS).stdout
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return dict(json.loads(self.call("status")))
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    run = Run(tmp_path / "my 'run'")
+    yield run
+    run.call("sweep")
+    if run.process:
+        run.control.close()
+        run.process.wait(SECONDS)
+
+
+def kill(*pids: int, group: bool = False) -> None:
+    for pid in pids:
+        (os.killpg if group else os.kill)(pid, signal.SIGKILL)
+
+
+# ---------------------------------------------------------------- who is killed
+
+
+@pytest.mark.parametrize("group", [False, True], ids=["alone", "with its group"])
+@pytest.mark.parametrize(
+    ("who", "record"),
+    [("supervisor", "killed"), ("command", None), ("guard supervisor", "killed"), ("guard command", None)],
+)
+def test_whoever_is_killed_nothing_is_left_and_the_end_is_recorded(
+    run: Run, who: str, record: str | None, group: bool
+) -> None:
+    process = run.start(FAMILY)
+    for name in who.split():
+        pid = run.pid(name)
+        kill(pid, group=group)
+        if name == "guard":
+            wait_until(lambda: run.pid("guard") != pid)  # noqa: B023 (called before the next one)
+    wait_until(lambda: run.code is not None)
+    assert run.code == 137
+    assert not run.left()
+    assert process.wait(SECONDS) in (137, -signal.SIGKILL)
+    assert read_json(run.files.record).get("cause") == record
+    if record:
+        assert f"process {process.pid} was killed" in run.log
+
+
+def test_when_supervisor_and_guard_are_killed_at_once_the_command_dies_and_sweep_does_the_rest(run: Run) -> None:
+    process = run.start(FAMILY)
+    kill(process.pid, run.pid("guard"))
+    wait_until(lambda: not (found := process_scan.process(run.pid("command"))) or not found.alive)
+    run.call("sweep")
+    assert not run.left()
+    assert (run.code, read_json(run.files.record)["cause"]) == (137, "killed")
+
+
+def test_a_guard_that_is_killed_is_replaced_and_the_command_goes_on(run: Run) -> None:
+    process = run.start("trap 'exit 7' TERM; echo ready; while true; do sleep 0.1; done")
+    for _ in range(3):
+        guard = run.pid("guard")
+        kill(guard)
+        wait_until(lambda: run.pid("guard") != guard)  # noqa: B023 (called before the next one)
+    run.control.write(b"stop\n")
+    assert process.wait(SECONDS) == 7
+    assert not os.path.exists(run.files.record)
+
+
+def test_a_zombie_is_not_waited_for(run: Run) -> None:
+    """As where process 1 never reaps: the parent of this one is alive, and does not wait for it."""
+    process = run.start("sleep 300 & echo ready; exec sleep 300")
+    zombie = os.fork()
+    if zombie == 0:
+        os.execve("/bin/sh", ["sh", "-c", "exit 0"], supervisor.entries(b"\0".join(run.files.mark)))
+    wait_until(lambda: (found := process_scan.process(zombie)) and not found.alive)
+    run.control.write(b"kill\n")
+    assert process.wait(SECONDS) == 137
+    assert run.left() == []
+    os.waitpid(zombie, 0)
+
+
+# ---------------------------------------------------------------- the launcher, its console and its connection
+
+
+def test_a_supervisor_that_loses_its_launcher_says_why_it_stopped_the_command(run: Run) -> None:
+    process = run.start("trap 'exit 75' TERM; echo ready; while true; do sleep 0.1; done")
+    run.control.close()
+    assert process.wait(SECONDS) == 75
+    record = read_json(run.files.record)
+    assert (record["node"], record["cause"], record["host"]) == ("n1", "launcher lost", os.uname().nodename)
+    assert "the control channel was closed" in run.log
+
+
+def test_heartbeats_that_stop_mean_that_the_launcher_is_gone(run: Run) -> None:
+    process = run.start(FAMILY, "--heartbeat-timeout", "1")
+    assert process.wait(SECONDS) == 143
+    assert "nothing was received from the launcher for 1 s" in str(read_json(run.files.record)["message"])
+
+
+def test_a_request_to_stop_is_obeyed_while_heartbeats_are_missing_and_once_is_enough(run: Run) -> None:
+    process = run.start(STUBBORN, "--grace", "1")
+    run.control.write(b"\n\nstop\n")
+    assert process.wait(SECONDS) == 137
+    assert not os.path.exists(run.files.record)
+
+
+def ignore_signals() -> None:
+    """As under nohup, and in the background of a script."""
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
+@pytest.mark.parametrize("who", ["supervisor", "command"])
+def test_signals_that_were_ignored_at_the_start_reach(run: Run, who: str) -> None:
+    process = run.start("trap 'exit 7' INT TERM; echo ready; while true; do sleep 0.1; done", preexec_fn=ignore_signals)
+    os.kill(run.pid(who), signal.SIGINT)
+    assert process.wait(SECONDS) == 7
+
+
+LINES = 'for i in $(seq 20000); do echo "[n1:0] line $i"; echo "agent $i" >&2; done; echo ready'
+
+
+def streams(name: str, file: IO[bytes] | int) -> dict[str, Any]:
+    return {name: file}
+
+
+@pytest.mark.parametrize("lost", ["stdout", "stderr"])
+@pytest.mark.parametrize("how", ["closed before", "closed meanwhile", "full"])
+def test_a_console_that_is_lost_changes_neither_log_nor_exit_code(run: Run, lost: str, how: str) -> None:
+    if how == "full":
+        with open("/dev/full", "wb") as full:
+            process = run.start(LINES, **streams(lost, full))
+    elif how == "closed before":
+        process = run.start(LINES, preexec_fn=lambda: os.close(1 if lost == "stdout" else 2))
+    else:
+        source, target = os.pipe()
+        os.close(source)
+        process = run.start(LINES, **streams(lost, target))
+        os.close(target)
+    assert process.wait(SECONDS) == 0
+    assert run.log.count("\n") == 40001
+
+
+def test_a_console_that_nobody_reads_delays_neither_a_request_nor_the_log(run: Run) -> None:
+    source, target = os.pipe()
+    process = run.start(f"{LINES}; sleep 300", stdout=target, stderr=target)
+    wait_until(lambda: "ready" in run.log)
+    run.control.write(b"kill\n")
+    wait_until(lambda: run.code is not None)
+    run.control.write(b"kill\n")
+    assert process.wait(SECONDS) == 137
+    os.close(source)
+    os.close(target)
+
+
+def test_what_is_shown_is_what_rank_0_and_the_agent_print(run: Run) -> None:
+    process = run.start(
+        "echo '[n1:0] loss 1'; echo '[n1:1] loss 2'; echo '[n1:10] x'; echo plain; printf '[n1:0] no end'",
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.communicate(timeout=SECONDS) == (b"loss 1\nno end\n", b"plain\n")
+    assert run.log == "[n1:0] loss 1\n[n1:1] loss 2\n[n1:10] x\nplain\n[n1:0] no end"
+
+
+# ---------------------------------------------------------------- the environment
+
+
+def test_values_of_the_environment_reach_the_command_and_no_command_line(run: Run, tmp_path: Path) -> None:
+    env = tmp_path / "node_env.sh"
+    env.write_text("export SECRET=of-node-env; SEEN=$OTHER\n")
+    block = b"SECRET=s3cr3t 1\nline 2\0OTHER=o\0\0"
+    run.start('printf "%s|" "$SECRET" "$OTHER"; echo ready; sleep 300', "--source", str(env), block=block)
+    assert "s3cr3t 1\nline 2|o|ready" in run.log
+    seen = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    assert not [line for line in seen if b"s3cr3t" in line]
+    assert not [path for path in Path(run.files.directory).glob("*.pid") if "s3cr3t" in path.read_text()]
+
+
+@pytest.mark.parametrize("node_env", ["exec true", "trap : EXIT; exit 0"])
+def test_a_node_env_that_replaces_the_shell_ends_with_69(run: Run, tmp_path: Path, node_env: str) -> None:
+    env = tmp_path / "node_env.sh"
+    env.write_text(node_env)
+    run.start("echo ready", "--source", str(env), block=b"\0")
+    wait_until(lambda: run.code is not None)
+    assert run.code == 69
+    message = "exited with code 0, so nothing was started; it is sourced and must neither exit nor exec a command"
+    assert run.log == f"n1: {env}: {message}\n"
+
+
+@pytest.mark.parametrize("block", [b"\0", b"MUSTER_METRICS=/out/metrics.jsonl\0\0"], ids=["of a run", "of a job"])
+def test_the_command_knows_where_its_metrics_go(run: Run, monkeypatch: pytest.MonkeyPatch, block: bytes) -> None:
+    monkeypatch.setenv("MUSTER_METRICS", "/of/another/launch")
+    run.start("echo ready $MUSTER_METRICS", block=block)
+    asked = f"{run.files.directory}/metrics.jsonl" if block == b"\0" else "/out/metrics.jsonl"
+    assert run.log == f"ready {asked}\n"
+
+
+def test_an_environment_from_a_file_is_removed_when_it_was_read(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "block"
+    file.write_bytes(b"A=1\0\0")
+    run.start("echo $A ready", "--environment", str(file))
+    assert run.log == "1 ready\n"
+    assert not file.exists()
+
+
+def test_an_environment_that_does_not_arrive_starts_nothing(run: Run) -> None:
+    words = [*SUPERVISOR, "run", "--dir", run.files.directory, "--name", "n1", "--environment", "-", "--", "true"]
+    answer = subprocess.run(words, input=b"A=1\0", capture_output=True, check=False)
+    assert answer.returncode == 69
+    assert b"the environment block ended too early" in answer.stderr
+    assert not os.path.exists(run.files.pids)
+
+
+@pytest.mark.parametrize(
+    ("received", "block", "rest"),
+    [
+        (b"\0stop\n", b"", b"stop\n"),
+        (b"A=1\0\0", b"A=1\0", b""),
+        (b"A=1\0B=\n\0\0kill\n\n", b"A=1\0B=\n\0", b"kill\n\n"),
+    ],
+)
+def test_a_block_of_the_environment_ends_with_an_empty_entry(received: bytes, block: bytes, rest: bytes) -> None:
+    source, target = os.pipe()
+    os.write(target, received)
+    assert read_block(source) == (block, rest)
+    os.close(source)
+    os.close(target)
+
+
+# ---------------------------------------------------------------- detached
+
+
+def test_a_detached_command_outlives_its_caller_and_is_found_again(run: Run) -> None:
+    words = [*SUPERVISOR, "run", "--dir", run.files.directory, "--name", "n1", "--detach", "--environment", "-", "--"]
+    assert run.state["state"] == "absent"
+    script = "echo $A; trap 'exit 7' TERM; echo ready; while true; do sleep 0.1; done"
+    # Its pipes would keep the caller waiting for as long as the command runs.
+    words += ["bash", "-c", script]
+    done = subprocess.run(words, input=b"A=1\0\0", capture_output=True, timeout=SECONDS, check=True)
+    assert (done.stdout, done.stderr) == (b"", b"")
+    wait_until(lambda: run.log == "1\nready\n")
+    state = run.state
+    assert state["state"] == "running"
+    assert abs(time.time() - state["heartbeat"]) < SECONDS
+    assert os.getsid(state["supervisor"]["pid"]) == state["supervisor"]["pid"]
+    run.call("stop")
+    wait_until(lambda: run.code is not None)
+    assert run.state["state"] == "ended"
+    assert run.state["exit_code"] == 7
+
+
+def test_a_detached_command_that_cannot_be_started_is_reported(run: Run, tmp_path: Path) -> None:
+    Path(run.files.directory).mkdir()
+    Path(run.files.log).mkdir()  # as little to be written as on a full disk
+    words = [*SUPERVISOR, "run", "--dir", run.files.directory, "--name", "n1", "--detach", "--", "true"]
+    answer = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert answer.returncode == 69
+    assert "the command was not started: " in answer.stderr
+    assert "Is a directory" in answer.stderr
+
+
+def test_a_detached_supervisor_that_is_killed_leaves_an_exit_code_and_no_process(run: Run) -> None:
+    words = [*SUPERVISOR, "run", "--dir", run.files.directory, "--name", "n1", "--detach", "--", "bash", "-c", FAMILY]
+    subprocess.run(words, timeout=SECONDS, check=True)
+    wait_until(lambda: "ready" in run.log)
+    kill(run.pid("supervisor"))
+    wait_until(lambda: run.code == 137)
+    assert not run.left()
+
+
+def detach(run: Run, *command: str, options: tuple[str, ...] = ()) -> None:
+    """Start a command, and wait for its end."""
+    words = [*SUPERVISOR, "run", "--dir", run.files.directory, "--name", "n1", "--detach", *options, "--", *command]
+    subprocess.run(words, timeout=SECONDS, check=True)
+    wait_until(lambda: run.code is not None)
+
+
+ALLOCATE = f"'{sys.executable}' -I -S -c 'x = bytearray(200 << 20)'"  # 200 MiB, all of it written to
+
+
+@pytest.mark.parametrize(
+    "script", [f"exec {ALLOCATE}", f"{ALLOCATE}; true", f"{ALLOCATE} & wait", f"({ALLOCATE}); exit 3"]
+)
+def test_a_detached_command_leaves_its_times_and_the_memory_of_its_largest_process(run: Run, script: str) -> None:
+    before = time.time()
+    detach(run, "bash", "-c", script)
+    usage: dict[str, Any] = read_json(run.files.usage)
+    assert sorted(usage) == ["ended", "peak_memory", "started"]
+    assert before <= usage["started"] <= usage["ended"] <= time.time()
+    assert 200 << 20 <= usage["peak_memory"] < 300 << 20  # bytes
+
+
+def test_a_small_command_has_used_little_memory(run: Run) -> None:
+    detach(run, "true")
+    peak = read_json(run.files.usage)["peak_memory"]
+    assert isinstance(peak, int)
+    assert 100_000 < peak < 100 << 20
+
+
+def test_how_long_a_detached_command_took_is_how_long_it_ran(run: Run) -> None:
+    detach(run, "sleep", "0.5")
+    usage: dict[str, Any] = read_json(run.files.usage)
+    assert 0.4 < usage["ended"] - usage["started"] < SECONDS
+
+
+# ---------------------------------------------------------------- timeout
+
+
+@pytest.mark.parametrize(
+    ("script", "code"),
+    [
+        ("trap 'exit 75' TERM; echo ready; while true; do sleep 0.1; done", 75),
+        ("echo ready; sleep 300", 143),
+        ("trap 'exit 0' TERM; echo ready; while true; do sleep 0.1; done", 0),
+        (STUBBORN, 137),
+        (FAMILY, 143),
+    ],
+    ids=["saves", "sleeps", "succeeds", "stubborn", "family"],
+)
+def test_a_command_that_runs_too_long_is_stopped_and_the_cause_is_recorded(run: Run, script: str, code: int) -> None:
+    process = run.start(script, "--timeout", "1", "--grace", "1")
+    assert process.wait(SECONDS) == code
+    assert not run.left()
+    record = read_json(run.files.record)
+    assert (record["cause"], record["message"]) == ("timeout", "the command has run for 1 s (--timeout)")
+    assert "supervisor: the command has run for 1 s (--timeout); stopping\n" in run.log
+
+
+def test_a_detached_command_that_runs_too_long_is_stopped(run: Run) -> None:
+    detach(run, "sleep", "300", options=("--timeout", "1"))
+    assert run.code == 143
+    assert read_json(run.files.record)["cause"] == "timeout"
+    usage: dict[str, Any] = read_json(run.files.usage)
+    assert 0.9 < usage["ended"] - usage["started"] < SECONDS
+
+
+def test_a_command_that_ends_in_time_has_no_cause_also_when_what_it_left_behind_takes_longer(run: Run) -> None:
+    process = run.start("(trap '' TERM; sleep 300) & echo ready; sleep 0.5", "--timeout", "1")
+    assert process.wait(SECONDS) == 0
+    assert not run.left()
+    assert not os.path.exists(run.files.record)
+
+
+def test_a_command_that_was_asked_to_stop_before_its_time_is_over_has_not_run_too_long(run: Run) -> None:
+    process = run.start("trap 'sleep 1.5; exit 7' TERM; echo ready; while true; do sleep 0.1; done", "--timeout", "1")
+    run.control.write(b"stop\n")
+    assert process.wait(SECONDS) == 7
+    assert not os.path.exists(run.files.record)
+
+
+# ---------------------------------------------------------------- sweep
+
+
+def test_why_a_command_was_stopped_is_recorded_also_where_nobody_has_made_errors(run: Run) -> None:
+    os.makedirs(run.files.directory)
+    words = ["--dir", run.files.directory, "--name", "n1", "--grace", "8", "--timeout", "1", "--detach"]
+    if (pid := os.fork()) == 0:  # as the server of a job list does
+        os._exit(supervisor.supervise(Options([*words, "--", "sleep", "300"]), b"") != 128 + signal.SIGTERM)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert read_json(run.files.record)["cause"] == "timeout"
+
+
+def test_sweep_gives_the_grace_and_touches_nothing_else(run: Run) -> None:
+    bystander = subprocess.Popen(["sleep", "300"])
+    process = run.start("trap 'echo saved; exit 75' TERM; echo ready; while true; do sleep 0.1; done")
+    run.call("sweep", "--grace", "8")
+    assert process.wait(SECONDS) == 75
+    assert "saved" in run.log
+    assert bystander.poll() is None
+    bystander.kill()
+    bystander.wait()
+
+
+def test_sweep_wakes_a_supervisor_that_is_stopped(run: Run) -> None:
+    process = run.start(FAMILY)
+    os.kill(process.pid, signal.SIGSTOP)
+    run.call("sweep", "--grace", "8")
+    assert not run.left()
+    assert process.wait(SECONDS) == 143
+
+
+# ---------------------------------------------------------------- what is decided without a process
+
+TEXT = st.lists(
+    st.sampled_from(
+        [b"[n1:0] a] b\n", b"[n1:1] a\n", b"[n2:0] \n", b"[n1:0]\n", b"[n1:0", b"\n", b"x: [n1:0] y\n", b"] "]
+    )
+)
+
+
+@given(TEXT, st.integers(1, 9))
+def test_the_console_is_the_same_however_the_output_is_cut(parts: list[bytes], size: int) -> None:
+    output = b"".join(parts)
+    whole = Console().feed(output, last=True)
+    console = Console()
+    pieces = [console.feed(output[start : start + size]) for start in range(0, len(output), size)]
+    pieces.append(console.feed(b"", last=True))
+    assert tuple(b"".join(texts) for texts in zip(*pieces, strict=True)) == whole
+
+
+@pytest.mark.parametrize(
+    ("line", "shown", "plain"),
+    [
+        (b"[n1:0] a] b\n", b"a] b\n", b""),
+        (b"[n1:0] \n", b"\n", b""),
+        (b"[n1:12] a\n", b"", b""),
+        (b"[n1:0]\n", b"", b"[n1:0]\n"),
+        (b"[n1:x] a\n", b"", b"[n1:x] a\n"),
+        (b"a [n1:0] b\n", b"", b"a [n1:0] b\n"),
+    ],
+)
+def test_a_line_belongs_to_rank_0_to_another_or_to_none(line: bytes, shown: bytes, plain: bytes) -> None:
+    assert Console().feed(line) == (shown, plain)
+    assert Console().feed(b"[n1:0] \n[n1:12] \n" + line) == (b"\n" + shown, plain)  # prefixes that it has met
+
+
+BAR = (
+    b"[n1:0]  10%\r\n[n1:1] other\n[n1:0]  20%\r\n[n1:0] 100%\n[n1:0] loss 2\n[n1:0]  30%\r\nnode line\n[n1:0] 40%\r\n"
+)
+
+
+def on_a_terminal(output: bytes) -> list[str]:
+    """The lines that a person sees in the end."""
+    console, screen, column = Console(terminal=True), [""], 0
+    for line in output.splitlines(keepends=True):
+        for part in re.findall(rb"\r|\n|\x1b\[[?0-9]*[a-zA-Z]|[^\r\n\x1b]+", b"".join(console.feed(line))):
+            if part == b"\n":
+                screen.append("")
+            elif part == b"\r":
+                column = 0
+            elif part == b"\x1b[K":
+                screen[-1] = screen[-1][:column]
+            elif not part.startswith(b"\x1b"):
+                screen[-1] += part.decode()
+    assert console.feed(b"", last=True)[0] == (b"\n" if output.endswith(b"\r\n") else b"")
+    return screen
+
+
+def test_a_progress_bar_of_rank_0_stays_on_one_line_of_a_terminal() -> None:
+    assert on_a_terminal(BAR) == ["100%", "loss 2", "node line", "40%"]
+
+
+def test_a_line_of_the_supervisor_does_not_stand_behind_a_progress_bar() -> None:
+    console = Console(terminal=True)
+    assert console.aside(b"stopping\n") == b"stopping\n"
+    console.feed(b"[n1:0]  10%\r\n[n1:0]  20")
+    assert console.aside(b"stopping\n") == b"\r\x1b[Kstopping\n"
+    assert console.feed(b"%\n")[0] == b" 20%\n", "the bar is no longer there, and a line that had begun goes on"
+
+
+def test_without_a_terminal_each_state_of_a_bar_is_a_line() -> None:
+    assert Console().feed(BAR) == (b" 10%\n 20%\n100%\nloss 2\n 30%\n40%\n", b"node line\n")
+
+
+def test_the_log_has_of_a_bar_what_nothing_overwrote(run: Run) -> None:
+    printed = BAR.decode().replace("\r", "\\r").replace("\n", "\\n").replace("%", "%%")
+    process = run.start(f"printf '{printed}ready\\n'; printf 'raw\\r\\n'")
+    process.wait(SECONDS)
+    assert Path(run.files.log).read_bytes() == (b"[n1:1] other\n[n1:0] 100%\n[n1:0] loss 2\nnode line\nready\nraw\r\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "--dir and --name are required"),
+        (["--dir", "d", "--name"], "--name: needs a value"),
+        (["--dir", "d", "--name", "a/b"], "--name: expected a name without a slash, got 'a/b'"),
+        (["--dir", "d", "--name", "n", "--grace", "-1"], "--grace: expected a whole number of seconds, got '-1'"),
+        (["--dir", "d", "--name", "n", "--timeout", "1.5"], "--timeout: expected a whole number of seconds, got '1.5'"),
+        (["--dir", "d", "--name", "n", "--timeout"], "--timeout: needs a value"),
+        (["--dir", "d", "--name", "n", "--source", "/nix"], "--source '/nix': cannot read it"),
+        (["--bad"], "--bad: unknown option"),
+    ],
+)
+def test_a_wrong_call_names_the_option_and_the_value(arguments: list[str], message: str) -> None:
+    with pytest.raises(Refused) as refused:
+        Options(arguments)
+    assert refused.value.args == (2, message)

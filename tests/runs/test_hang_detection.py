@@ -1,0 +1,173 @@
+"""When a run that is there is said to hang, and who keeps it: never on a guess, always with the facts.
+
+A long step, an evaluation or a checkpoint is quiet too; a training on GPUs that hangs in NCCL shows busy GPUs. What the
+facts do not tell is not said.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from distributed.host.stacks import Frame
+from distributed.runs.hang_detection import Beat, feel, find, needs_stacks
+
+WORKS = Beat(rank=0, node="n1", pid=100, state="R", cpu=1.0, gpu=None, silent=0.0)
+SLEEPS = replace(WORKS, state="S", cpu=0.0)
+STOPPED = replace(SLEEPS, state="T")
+ON_GPU = replace(SLEEPS, gpu=97)
+IDLE_GPU = replace(SLEEPS, gpu=0)
+DISK = replace(SLEEPS, state="D")
+
+
+def ranks(*beats: Beat) -> list[Beat]:
+    """As ranks 0, 1, ... on n1, n2, ..."""
+    return [replace(beat, rank=rank, node=f"n{rank + 1}", pid=100 + rank) for rank, beat in enumerate(beats)]
+
+
+@pytest.mark.parametrize(
+    ("beats", "silent", "words"),
+    [
+        ([], 1e6, ""),
+        ([WORKS, WORKS], 599.0, ""),
+        ([WORKS, WORKS], 600.0, "no output for 600 s, but ranks are at work"),
+        ([SLEEPS, SLEEPS], 59.0, ""),
+        ([SLEEPS, SLEEPS], 60.0, "looks hung: no output for 60 s; no rank used CPU in 1.0 s"),
+        ([IDLE_GPU, IDLE_GPU], 61.0, "looks hung: no output for 61 s; no rank used CPU or GPU in 1.0 s"),
+        ([ON_GPU, ON_GPU], 300.0, ""),  # waits for its GPU, which is at work
+        ([SLEEPS, DISK], 312.0, "no rank used CPU in 1.0 s; rank 1 on n2 is waiting for a disk or a network file s"),
+        ([WORKS, STOPPED], 0.0, "looks hung: rank 1 on n2 is stopped (state T)"),
+        ([STOPPED, STOPPED], 0.0, "looks hung: rank 0 on n1, rank 1 on n2 are stopped"),
+        ([WORKS, WORKS, SLEEPS], 119.0, ""),
+        (
+            [WORKS, WORKS, SLEEPS],
+            120.0,
+            "looks hung: no output for 120 s; rank 2 on n3 uses no CPU, and the 2 others are at work: either it waits "
+            "for the others in a collective, or for something else",
+        ),
+        (
+            [WORKS, SLEEPS],
+            130.0,
+            "rank 1 on n2 uses no CPU, and rank 0 on n1 is at work: either it waits for the other",
+        ),
+        (
+            [SLEEPS, WORKS, SLEEPS],
+            130.0,
+            "the 2 others use no CPU, and rank 1 on n2 is at work: either they wait for the one",
+        ),
+        ([WORKS, WORKS, SLEEPS, SLEEPS], 130.0, ""),  # half of them is no odd one
+        ([WORKS], 130.0, ""),
+        ([SLEEPS], 130.0, "looks hung: no output for 130 s"),
+        ([replace(WORKS, cpu=0.1), SLEEPS, SLEEPS], 130.0, ""),  # neither asleep nor at work
+    ],
+)
+def test_what_is_said_of_a_run(beats: list[Beat], silent: float, words: str) -> None:
+    pulse = feel(ranks(*beats), 1.0, silent)
+    assert words in pulse.words and bool(words) == bool(pulse.words)
+    assert pulse.hung == pulse.words.startswith("looks hung")
+    assert pulse.hung == (words != "" and "but ranks are at work" not in words)
+
+
+def test_a_stopped_rank_comes_with_the_command_that_lets_it_go_on() -> None:
+    assert feel(ranks(STOPPED, WORKS, STOPPED), 1.0, 0.0).remedy == "kill -CONT 100 102"
+
+
+LIBRARY = "/venv/lib/python3.11/site-packages/"
+LOOP = (Frame("/home/ada/hang.py", 12, "main"), Frame("/home/ada/hang.py", 20, "<module>"))
+LOOP_OF_A_LIBRARY = (Frame("/usr/lib/python3.11/json/decoder.py", 3, "raw_decode"), *LOOP)
+CALL = Frame("/home/ada/hang.py", 9, "<module>")
+REDUCE = (
+    Frame(f"{LIBRARY}torch/distributed/distributed_c10d.py", 3000, "all_reduce"),
+    Frame(f"{LIBRARY}torch/distributed/c10d_logger.py", 83, "wrapper"),
+    CALL,
+)
+BARRIER = (replace(REDUCE[0], line=5000, function="barrier"), replace(CALL, line=30))
+DDP = (Frame(f"{LIBRARY}torch/nn/parallel/distributed.py", 900, "_sync_buffers"), CALL)
+BACKWARD = (Frame(f"{LIBRARY}torch/autograd/graph.py", 800, "_engine_run_backward"), replace(CALL, line=40))
+SAVE = (Frame(f"{LIBRARY}torch/distributed/checkpoint/filesystem.py", 7, "write"), replace(CALL, line=50))
+WAITS, IN_DDP = replace(SLEEPS, frames=REDUCE), replace(SLEEPS, frames=DDP)
+LOOPS, IDLES = replace(WORKS, frames=LOOP), replace(SLEEPS, frames=LOOP)
+AT_BARRIER, ON_GPU_AT_A = replace(SLEEPS, frames=BARRIER), replace(ON_GPU, frames=LOOP)
+SLOW = replace(WORKS, cpu=0.3)
+IN_BACKWARD, SAVES = replace(SLEEPS, frames=BACKWARD), replace(SLEEPS, frames=SAVE)
+
+
+LOST_CPU = (
+    "the other in a collective, or for something else, such as a disk, a lock or a download; rank 0 on n1 at "
+    "hang.py:12 in main(), rank 1 on n2 at hang.py:12 in main()"
+)
+
+
+@pytest.mark.parametrize(
+    ("beats", "suspects", "stuck", "words"),
+    [
+        ([WAITS, LOOPS], [1], False, "2 is not in a collective, the other waits for it; it is at hang.py:12 in main()"),
+        ([LOOPS, IN_DDP], [0], False, "1 is not in a collective, the other waits for it; it is at hang.py:12 in ma"),
+        ([WAITS, replace(LOOPS, frames=LOOP_OF_A_LIBRARY)], [1], False, "it is at hang.py:12 in main()"),
+        ([WAITS, LOOPS, WAITS], [1], False, "rank 1 on n2 is not in a collective, the others wait for it; it is at"),
+        ([WAITS, IDLES], [1], True, "rank 1 on n2 is not in a collective"),
+        ([IN_BACKWARD, LOOPS, WAITS], [1], False, "rank 1 on n2 is not in a collective, others wait for it"),
+        ([IDLES, WAITS, LOOPS], [0, 2], False, "rank 2 on n3 are not in a collective, the other waits for them"),
+        ([WAITS, SAVES], [1], True, "rank 1 on n2 is not in a collective, the other waits for it; it is at hang.py:50"),
+        ([WAITS, DISK], [1], True, "rank 1 on n2 is not known to be in a collective (no stack), the other waits for i"),
+        ([WAITS, DISK], [1], True, "rank 1 on n2 is waiting for a disk"),
+        (
+            [WAITS, ON_GPU_AT_A],
+            [1],
+            False,
+            "is busy with the GPU, in a computation or in a collective, the other waits",
+        ),
+        ([WAITS, WAITS], [], True, "both ranks wait in the same collective, at hang.py:9: a connection is lost, or"),
+        ([WAITS, AT_BARRIER], [], True, "not at the same place; rank 0 on n1 at hang.py:9, all_reduce(); rank 1 on"),
+        ([WAITS, IN_BACKWARD], [], True, "not at the same place; rank 0 on n1 at hang.py:9, all_reduce(); rank 1 on"),
+        ([WAITS], [], True, "rank 0 on n1 waits in a collective, at hang.py:9: a connection is lost"),
+        ([IDLES, LOOPS], [], False, LOST_CPU),
+        (
+            [LOOPS, LOOPS],
+            [],
+            False,
+            "no rank is in a collective; rank 0 on n1 at hang.py:12 in main(), rank 1 on n2 at",
+        ),
+        ([SLOW, SLEEPS], [], False, "which rank waits for which: rank 0 on n1 used 30% CPU, rank 1 on n2 used 0% CPU"),
+        ([LOOPS], [0], False, "rank 0 on n1, the only one here, is at work; it is at hang.py:12 in main()"),
+        ([IDLES], [0], True, "no rank used CPU in 1.0 s; rank 0 on n1 is at hang.py:12 in main()"),
+        ([SLEEPS, SLEEPS], [], True, "no rank used CPU in 1.0 s"),
+        ([WAITS, replace(STOPPED, frames=LOOP)], [1], False, "rank 1 on n2 is stopped (state T)"),
+    ],
+)
+def test_who_keeps_the_others_waiting(beats: list[Beat], suspects: list[int], stuck: bool, words: str) -> None:
+    found = find(ranks(*beats), 1.0)
+    assert words in found.words
+    assert ([beat.rank for beat in found.suspects], found.stuck) == (suspects, stuck)
+
+
+def test_a_rank_that_has_ended_is_the_one_for_whom_the_others_wait() -> None:
+    found = find(ranks(WAITS, WAITS), 1.0, ["rank 2 on n3"])
+    assert found.words.startswith(
+        "rank 2 on n3 ended with exit code 0 while the others wait in a collective; rank 0 on n1 at hang.py:9"
+    )
+    assert find(ranks(WAITS), 1.0, ["rank 1 on n2"]).words == (
+        "rank 1 on n2 ended with exit code 0 while rank 0 on n1 waits in a collective at hang.py:9"
+    )
+    assert find(ranks(SLEEPS), 1.0, ["rank 2 on n3"]).words.endswith("in 1.0 s; rank 2 on n3 ended with exit code 0")
+
+
+def test_what_the_stacks_tell_looks_hung_after_the_same_silence() -> None:
+    beats = ranks(WAITS, LOOPS)
+    assert not feel(beats, 1.0, 119.0).hung
+    assert feel(beats, 1.0, 130.0).words.startswith("looks hung: no output for 130 s; rank 1 on n2 is not in a coll")
+
+
+@pytest.mark.parametrize(
+    ("beats", "silent", "needed"),
+    [
+        ([SLEEPS, SLEEPS], 60.0, True),
+        ([SLEEPS, SLEEPS], 59.0, False),
+        ([WORKS, SLEEPS], 119.0, False),
+        ([WORKS, SLEEPS], 120.0, True),
+        ([WORKS], 1.0, False),
+    ],
+)
+def test_stacks_are_asked_for_when_it_has_been_quiet_for_long(beats: list[Beat], silent: float, needed: bool) -> None:
+    assert needs_stacks(ranks(*beats), silent) == needed

@@ -1,0 +1,732 @@
+"""A run on one page: what a person reads there must be what happened.
+
+Guarded here: the figures are those of the files, of lines that a resumed run took back none is left, the
+slow rank and the failed one are named, no text of a person becomes markup, the page needs no network, and
+whatever is missing, cut short or absurd in the files, there is a page.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distributed.runs import charts, history, report
+
+KIT = Path(__file__).resolve().parents[2]
+HOSTILE = '<script>alert("x")</script>&\'</title><!--'
+VOID = {"meta", "br", "hr", "img", "input", "link"}
+
+Json = dict[str, Any]
+
+
+# ---------------------------------------------------------------- runs that might have been
+
+
+def step_line(step: int, ranks: Iterable[float] = (0.05, 0.051), **changes: Any) -> Json:
+    """What train.py logs at a step."""
+    return {
+        "step": step,
+        "time": 1.7e9 + step,
+        "loss": 4.0 - step / 1000,
+        "lr": 3e-4,
+        "grad_norm": 1.5,
+        "tokens_per_second": 12_345.6,
+        "step_seconds": 0.081,
+        "rank_seconds": list(ranks),
+    } | changes
+
+
+def held_out(step: int, loss: float) -> Json:
+    return {"step": step, "time": 1.7e9 + step, "held_out_loss": loss}
+
+
+def event(step: int, name: Any, **more: Any) -> Json:
+    return {"step": step, "time": 1.7e9 + step, "event": name, **more}
+
+
+def about(**changes: Any) -> Json:
+    return {
+        "run": "train-20250102-030405-9f3a",
+        "command": ["train.py", "--config", "my config.yaml"],
+        "started": "2025-01-02T03:04:05+01:00",
+        "nodes": ["node1"],
+        "nproc": 2,
+        "cwd": "/home/ada/texts",
+        "user": "ada",
+        "git": {"commit": "28c5a2e97d1afa83f24f9f17d67c0081ee4e4a8a", "dirty": True},
+        "versions": {"python": "3.11.2", "torch": "2.13.0"},
+    } | changes
+
+
+def setup(**changes: Any) -> Json:
+    return {
+        "settings": {
+            "model": {"n_layer": 6, "n_embd": 384, "vocab_size": None},
+            "data": {"path": None},
+            "train": {"steps": 500, "min_learning_rate": 3e-5},
+        },
+        "world": {"size": 2, "nodes": 1, "strategy": "ddp", "backend": "gloo", "device": "cpu"},
+        "machine": {"host": "node1", "cpu": "EPYC", "cores": 64, "memory_bytes": 2**36, "gpus": ["H100", "H100"]},
+        "model": {"parameters": 10_795_776},
+    } | changes
+
+
+def folder(place: Path, lines: Iterable[Json] = (), tail: str = "", **files: Json | str) -> Path:
+    """A run folder with metrics.jsonl and the named JSON files, or any text instead."""
+    metrics = "".join(json.dumps(line) + "\n" for line in lines) + tail
+    texts = {f"{name}.json": value if isinstance(value, str) else json.dumps(value) for name, value in files.items()}
+    for name, text in (({"metrics.jsonl": metrics} if metrics else {}) | texts).items():
+        (place / name).write_text(text, encoding="utf-8")
+    return place
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+class Reader(HTMLParser):
+    """Reads a page as a browser would: what is said, in which elements, and whether all of them are closed."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.faults: list[str] = []
+        self.tags: list[str] = []
+        self.texts: list[str] = []  # outside of styles and scripts
+        self.feed(page)
+        self.close()
+        self.faults += [f"<{tag}> is never closed" for tag in self.open]
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if not self.open or self.open.pop() != tag:
+            self.faults.append(f"</{tag}> closes what is not open")
+
+    def handle_data(self, text: str) -> None:
+        if self.open and self.open[-1] not in ("style", "script") and text.strip():
+            self.texts.append(text.strip())
+
+    def tiles(self) -> dict[str, tuple[str, str]]:
+        """What the figures at the top say: name -> (value, note)."""
+        names = ("Training loss", "Held-out loss", "Bits per byte", "Perplexity", "Tokens per second", "Steps",
+                 "Wall time", "Ranks", "Parameters")  # fmt: skip
+        heads = [n for n, text in enumerate(self.texts[: self.texts.index("Training")]) if text in names]
+        return {self.texts[n]: (self.texts[n + 1], self.texts[n + 2]) for n in heads}
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.texts)
+
+
+def page(run: Path) -> str:
+    return report.write(run).read_text(encoding="utf-8")
+
+
+def seen(run: Path) -> Reader:
+    reader = Reader(page(run))
+    assert reader.faults == []
+    return reader
+
+
+# ---------------------------------------------------------------- the figures
+
+
+def test_the_figures_are_those_of_the_files(tmp_path: Path) -> None:
+    lines = [*(step_line(step) for step in range(10, 501, 10)), held_out(300, 2.9), held_out(500, 3.0)]
+    verdict = {"outcome": "ok", "exit_code": 0, "time": None}
+    run = folder(tmp_path, lines, run=about(started=None), settings=setup(), verdict=verdict)
+    reader = seen(run)
+    assert reader.tiles() == {
+        "Training loss": ("3.500", "at step 500"),
+        "Held-out loss": ("3.000", "best 2.900 at step 300"),
+        "Bits per byte": (f"{3 / math.log(2):.3f}", "held out"),
+        "Tokens per second": ("12,346", "6,173 a rank"),
+        "Steps": ("500", "of 500"),
+        "Wall time": ("8 min 10 s", "81 ms a step"),
+        "Ranks": ("2", "on 1 node, ddp, gloo, cpu"),
+        "Parameters": ("10.8 M", "6 layers, width 384"),
+    }
+    assert "finished" in reader.texts
+
+
+def test_tokens_that_are_not_bytes_have_a_perplexity(tmp_path: Path) -> None:
+    tokens = {"model": {"vocab_size": 50257}, "data": {"path": "/data/train.bin"}}
+    run = folder(tmp_path, [step_line(10), held_out(10, 2.0)], settings=setup(settings=tokens))
+    tiles = seen(run).tiles()
+    assert tiles["Perplexity"] == ("7.389", "held out, per token")
+    assert "Bits per byte" not in tiles
+
+
+def test_all_settings_and_the_machine_are_told(tmp_path: Path) -> None:
+    texts = seen(folder(tmp_path, run=about(), settings=setup())).texts
+    pairs = set(pairwise(texts))
+    assert pairs >= {
+        ("vocab_size", "not set"), ("n_layer", "6"), ("min_learning_rate", "3e-05"), ("processor", "EPYC"),
+        ("memory", "64.0 GiB"), ("GPUs", "2 × H100"), ("Python", "3.11.2"), ("PyTorch", "2.13.0"),
+        ("nodes", "node1"), ("backend", "gloo"),
+    }  # fmt: skip
+    assert "train.py --config 'my config.yaml'" in texts
+    assert "commit 28c5a2e97d1afa83f24f9f17d67c0081ee4e4a8a, with uncommitted changes" in texts
+    assert "started 2025-01-02 03:04:05 UTC+01:00" in texts
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0, "0"), (2.3134, "2.313"), (12345.6, "12,346"), (3e-4, "0.0003"), (3e-5, "3e-5"), (1e30, "1e30"), (-5.0, "-5"),
+     (math.nan, "not finite")],
+)  # fmt: skip
+def test_a_figure_is_written_as_people_read_it(value: float, text: str) -> None:
+    assert charts.figure(value) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.0812, "81.2 ms"), (4.21, "4.21 s"), (59.99, "60 s"), (200, "3 min 20 s"), (18120, "5 h 2 min"),
+     (273600, "3 d 4 h")],
+)  # fmt: skip
+def test_a_duration_is_written_as_people_read_it(seconds: float, text: str) -> None:
+    assert report.duration(seconds) == text
+
+
+# ---------------------------------------------------------------- how it ended
+
+
+def test_a_failed_run_says_who_and_why(tmp_path: Path) -> None:
+    verdict = {
+        "outcome": "failed", "exit_code": 134, "node": "node2", "rank": 11, "time": 1735783445.0,
+        "cause": "rank 11 on node2 ran out of memory", "exception": "OutOfMemoryError", "message": "tried 2 GiB",
+        "traceback": "Traceback (most recent call last):\n  File \"train.py\"",
+        "collateral": [{"node": "node1", "rank": 3, "message": "Connection closed by peer"}],
+    }  # fmt: skip
+    reader = seen(folder(tmp_path, [step_line(10), event(10, "finish")], run=about(), verdict=verdict))
+    for text in (
+        "failed", "rank 11 on node2 ran out of memory", "rank 11", "on node2", "exit code 134",
+        "OutOfMemoryError: tried 2 GiB", 'Traceback (most recent call last):\n  File "train.py"',
+        "rank 3 on node1: Connection closed by peer",
+    ):  # fmt: skip
+        assert text in reader.texts
+    assert "details" in reader.tags
+
+
+@pytest.mark.parametrize(
+    ("verdict", "last", "kind"),
+    [
+        ({"outcome": "ok"}, "start", "finished"),
+        ({"outcome": "stopped"}, "start", "stopped"),
+        ({"outcome": "failed"}, "finish", "failed"),
+        ({"exit_code": 75}, "start", "stopped"),
+        ({"exit_code": 0}, "start", "finished"),
+        ({"exit_code": 1}, "finish", "failed"),
+        ({}, "finish", "finished"),
+        ({}, "stop", "stopped"),
+        ({}, "nonfinite", "failed"),
+        ({}, "fail", "failed"),
+        ({}, "resume", "open"),
+        ({}, "checkpoint", "open"),
+    ],
+)
+def test_the_state_is_the_verdicts_or_the_last_events(tmp_path: Path, verdict: Json, last: str, kind: str) -> None:
+    run = history.read(folder(tmp_path, [event(0, "start"), event(9, last)], verdict=verdict))
+    assert report.state(run).kind == kind
+
+
+def test_a_stopped_run_says_how_to_go_on(tmp_path: Path) -> None:
+    run = folder(tmp_path, run=about(), verdict={"outcome": "stopped", "exit_code": 75})
+    assert "The same command goes on from there." in seen(run).text
+
+
+def test_without_a_verdict_the_event_says_what_was_not_finite(tmp_path: Path) -> None:
+    run = folder(tmp_path, [step_line(10, loss=None), event(10, "nonfinite", rank=1)])
+    assert "A loss that is not finite at step 10: rank 1" in seen(run).texts
+
+
+# ---------------------------------------------------------------- lines that count
+
+
+def test_a_resumed_run_takes_back_what_it_had_not_saved(tmp_path: Path) -> None:
+    lines = [
+        *(step_line(step, loss=9.0) for step in (10, 20, 30, 40)), held_out(40, 9.0),
+        event(20, "resume"), step_line(30, loss=1.0),
+    ]  # fmt: skip
+    run = history.read(folder(tmp_path, lines))
+    assert run.history.series("loss") == [(10, 9.0), (20, 9.0), (30, 1.0)]
+    assert run.history.held_out_losses() == []
+
+
+def test_steps_that_go_back_without_a_word_are_taken_back_too(tmp_path: Path) -> None:
+    lines = [step_line(10, loss=9.0), step_line(20, loss=9.0), held_out(20, 9.0), step_line(10, loss=1.0)]
+    run = history.read(folder(tmp_path, lines))
+    assert run.history.series("loss") == [(10, 1.0)]
+    assert run.history.held_out_losses() == []
+
+
+def test_a_held_out_loss_may_share_its_line_and_a_checkpoint_may_come_late(tmp_path: Path) -> None:
+    both = step_line(20) | {"held_out_loss": 2.0}
+    run = history.read(folder(tmp_path, [step_line(10), both, event(10, "checkpoint")]))
+    assert [step for step, _ in run.history.series("loss")] == [10, 20]
+    assert run.history.held_out_losses() == [(20, 2.0)]
+
+
+def test_what_was_done_again_is_shown_as_an_earlier_attempt(tmp_path: Path) -> None:
+    lines = [*(step_line(step, loss=9.0) for step in (10, 20, 30)), held_out(30, 8.0), event(20, "resume")]
+    run = history.read(folder(tmp_path, [*lines, step_line(30, loss=1.0), held_out(30, 2.0)]))
+    [earlier] = run.history.earlier
+    assert earlier.series("loss") == [(20, 9.0), (30, 9.0)], "from where the two part"
+    assert earlier.held_out_losses() == [(30, 8.0)]
+    text = page(tmp_path)
+    assert "dashed: earlier attempts" in text and 'class="line earlier"' in text
+
+
+def test_a_run_that_resumed_from_another_one_shows_what_that_one_did(tmp_path: Path) -> None:
+    runs = [tmp_path / name for name in ("first", "second", "third")]
+    for number, place in enumerate(runs):
+        place.mkdir()
+        # run.json of an earlier place: the directory of all runs has been moved
+        before = [event(10 * number, "resume", run=f"/moved/{runs[number - 1].name}")] if number else []
+        folder(place, [*before, step_line(10 * number + 10, loss=number), step_line(10 * number + 20, loss=number)])
+    found = history.read(runs[2]).history
+    assert [earlier.series("loss") for earlier in found.earlier] == [[(10, 0), (20, 0)], [(20, 1), (30, 1)]]
+    folder(runs[0], [event(5, "resume", run=str(runs[2])), step_line(10)])
+    assert len(history.read(runs[2]).history.earlier) == 2, "a circle is left where it closes"
+
+
+def test_a_program_that_logs_an_earlier_step_late_takes_nothing_back(tmp_path: Path) -> None:
+    lines = [{"step": step, "loss": 1.0} for step in (10, 20, 30)]
+    lines[2:2] = [{"step": 10, "accuracy": 0.5}, {"step": 20, "accuracy": 0.6}]
+    lines += [{"step": 25, "accuracy": 0.7}]
+    found = history.read(folder(tmp_path, lines)).history
+    assert [step for step, _ in found.series("loss")] == [10, 20, 30]
+    assert found.series("accuracy") == [(10, 0.5), (20, 0.6), (25, 0.7)]
+    found.add({"step": 10, "loss": 2.0})  # started anew
+    assert (found.series("loss"), found.series("accuracy")) == ([(10, 2.0)], [(10, 0.5)])
+
+
+def test_the_values_of_a_script_have_charts_by_their_names(tmp_path: Path) -> None:
+    lines = [{"step": step, "steps": 30, "top-5 <b>": step / 50, "never": None} for step in (10, 20)]
+    reader = seen(folder(tmp_path, lines))
+    assert "top-5 <b>" in reader.texts and "never" not in reader.texts and "Loss" not in reader.texts
+    assert "nats a token" not in reader.text and reader.tiles()["Steps"] == ("20", "of 30")
+    assert seen(folder(tmp_path, [*lines, {"step": 40, "x": 1}])).tiles()["Steps"] == ("40", "done"), "never 40 of 30"
+
+
+def test_a_last_line_cut_short_is_no_fault_and_others_are_told(tmp_path: Path) -> None:
+    cut = folder(tmp_path, [step_line(10)], tail='{"step": 20, "lo')
+    assert history.read(cut).notes == []
+    broken = folder(tmp_path, tail='nonsense\n[1]\n{"step": "x"}\n' + json.dumps(step_line(10)) + "\n")
+    assert history.read(broken).notes == ["metrics.jsonl: 3 lines hold no object with a step: left out"]
+    assert len(history.read(broken).history.steps) == 1
+
+
+def test_events_are_marked(tmp_path: Path) -> None:
+    lines = [
+        step_line(10),
+        event(20, "resume"),
+        step_line(30),
+        event(30, "checkpoint"),
+        event(40, "stop"),
+        step_line(50),
+    ]
+    texts = seen(folder(tmp_path, lines)).texts
+    assert {"resumed", "stopped", "resumed at step 20", "checkpoint at step 30", "stopped at step 40"} <= set(texts)
+
+
+# ---------------------------------------------------------------- ranks
+
+
+def ranks_of(place: Path, *seconds: float, nodes: Iterable[str] = ("node1",)) -> list[history.Rank]:
+    nodes = list(nodes)
+    lines = [step_line(step, seconds) for step in (10, 20, 30)]
+    run = history.read(folder(place, lines, run=about(nodes=nodes, nproc=len(seconds))))
+    return history.compare(run, run.history.rank_seconds())
+
+
+@pytest.mark.parametrize(
+    ("seconds", "sentence"),
+    [
+        ([0.1] * 3 + [0.18] + [0.1] * 4, "Rank 3 (node1) is 1.8× slower than the median; every step waits for it."),
+        ([0.1, 0.14], "Rank 1 (node1) is 1.4× slower than the other one; every step waits for it."),
+        ([0.1] * 5 + [0.15, 0.2, 0.1, 0.3], "Ranks 5-6, 8 (node1) are 1.5× to 3.0× slower than the median; "
+         "every step waits for the slowest, rank 8."),
+        ([0.1, 0.1, 0.117], "Rank 2 (node1) is 1.17× slower than the median; every step waits for it."),
+        ([0.1, 0.1, 0.11], "No straggler: the slowest, rank 2, takes 1.10× as long as the median."),
+        ([0.1, 0.13], "No straggler: the slowest, rank 1, takes 1.3× as long as the other one."),
+        ([0.1, 0.1], "No straggler: the ranks keep pace, the slowest within 2 % of the others."),
+    ],
+)  # fmt: skip
+def test_the_straggler_is_named(tmp_path: Path, seconds: list[float], sentence: str) -> None:
+    assert report.comparison(ranks_of(tmp_path, *seconds)) == sentence
+    assert sentence in seen(tmp_path).texts
+
+
+def test_a_slow_node_is_named_by_its_host(tmp_path: Path) -> None:
+    ranks = ranks_of(tmp_path, 0.1, 0.1, 0.1, 0.1, 0.2, 0.2, nodes=("a", "b", "c"))
+    assert report.named(history.stragglers(ranks)) == "Ranks 4-5 (c)"
+    assert [rank.host for rank in ranks] == ["a", "a", "b", "b", "c", "c"]
+
+
+@pytest.mark.parametrize("size", [1, 2, 8, 16, 17, 256, 1300])
+def test_any_number_of_ranks_has_its_picture(tmp_path: Path, size: int) -> None:
+    slow = size // 2
+    seconds = [0.1 * (1.5 if rank == slow and size > 1 else 1) for rank in range(size)]
+    text = page(folder(tmp_path, [step_line(step, seconds) for step in range(10, 200, 10)], run=about(nproc=size)))
+    reader = Reader(text)
+    assert reader.faults == []
+    assert (f"rank {slow}  1.5×" in reader.texts) == (size > 16)
+    assert f"rank {slow}" in reader.texts
+    assert ("<rect" in text) == (1 < size <= 16)
+    assert len(text) < 200_000
+
+
+def test_after_a_change_of_world_the_last_one_is_compared(tmp_path: Path) -> None:
+    lost: list[Any] = [0.1, None]
+    lines = [step_line(10, [0.1, 0.9, 0.1]), step_line(20, [0.1, 0.1]), step_line(30, lost)]
+    run = history.read(folder(tmp_path, lines))
+    assert [rank.median for rank in history.compare(run, run.history.rank_seconds())] == [0.1, 0.1]
+
+
+# ---------------------------------------------------------------- what the ranks waited for and used
+
+
+def test_the_share_of_a_step_that_ranks_wait_is_told(tmp_path: Path) -> None:
+    lines = [step_line(step, wait_share=[0.1, 0.3]) for step in (10, 20)]
+    reader = seen(folder(tmp_path, lines))
+    assert "Waiting for other ranks" in reader.texts
+    assert reader.texts[reader.texts.index("Waiting") + 1] == "20%"
+    assert "Waiting for other ranks" not in seen(folder(tmp_path, [step_line(10, wait_share=[])])).texts
+
+
+def sample(time: float, *ranks: tuple[float, int, int], gpus: Json | None = None) -> Json:
+    """ranks: of each its seconds of CPU, bytes of memory and bytes of output so far."""
+    values = {str(rank): dict(zip(("cpu", "memory", "output"), one, strict=True)) for rank, one in enumerate(ranks)}
+    return {"time": 1.7e9 + time, "ranks": values} | ({"gpus": gpus} if gpus else {})
+
+
+def attempt(place: Path, *samples: Json, node: str = "node2", tail: str = "") -> Path:
+    place.mkdir(exist_ok=True)
+    (place / f"node_{node}.samples.jsonl").write_text("".join(json.dumps(one) + "\n" for one in samples) + tail)
+    places = [{"node": "node1", "first_rank": 0}, {"node": "node2", "first_rank": 2}]
+    return folder(place, run=about(places=places))
+
+
+def test_what_each_rank_used_is_drawn_through_all_attempts(tmp_path: Path) -> None:
+    attempt(tmp_path / "try_1", sample(0, (1, 8, 0)), sample(2, (4, 9, 100)), sample(4, (5, 9, 100)))
+    attempt(tmp_path, sample(9, (0, 7, 0), (0, 1, 0)), sample(10, (2, 7, 50), (0, 1, 0)), tail='{"time": 1')
+    usage = history.read(tmp_path).usage
+    assert (usage.attempts, usage.last) == ([1.7e9, 1.7e9 + 9], 1.7e9 + 10)
+    assert [*usage.of("cpu")] == ["rank 2", "rank 3"]
+    cores = [(time - 1.7e9, value) for time, value in usage.of("cpu")["rank 2"]]
+    assert [point for point in cores if math.isfinite(point[1])] == [(2, 1.5), (4, 0.5), (10, 2.0)]
+    assert [math.isnan(value) for _, value in cores] == [False, False, True, False], "a gap between two attempts"
+    assert [value for _, value in usage.of("output")["rank 2"] if value >= 0] == [50, 0, 50]
+    reader = seen(tmp_path)
+    assert {"Usage", "CPU", "Memory", "Output", "rank 3"} <= set(reader.texts)
+    assert any(text.startswith("attempt 2 after ") for text in reader.texts)
+    assert "No metrics were logged." in reader.text
+
+
+def test_a_gpu_is_that_of_the_rank_that_computes_on_it_or_has_its_own_name(tmp_path: Path) -> None:
+    rank, gpus = (
+        (1.0, 8, 0),
+        {"3": {"use": 90, "memory": 2**30, "ranks": [0]}, "4": {"use": 0, "memory": 5, "ranks": []}},
+    )
+    attempt(tmp_path, sample(0, rank, gpus=gpus), sample(1, rank))
+    assert history.read(tmp_path).usage.of("gpu") == {"rank 2": [(1.7e9, 0.9)]}
+    assert {"GPU use", "GPU memory"} <= set(seen(tmp_path).texts)
+    gpus["3"]["ranks"] = []  # in a container the driver knows processes by other numbers
+    attempt(tmp_path, sample(0, rank, gpus=gpus))
+    assert [*history.read(tmp_path).usage.of("gpu")] == ["node2 GPU 3", "node2 GPU 4"]
+
+
+@pytest.mark.parametrize("size", [5, 17, 300])
+def test_any_number_of_ranks_has_its_usage_drawn_on_a_small_page(tmp_path: Path, size: int) -> None:
+    attempt(tmp_path, *(sample(time, *[(time / 2, 2**30, time)] * size) for time in range(500)))
+    text = page(tmp_path)
+    assert Reader(text).faults == [] and len(text) < 400_000
+    assert ("median of all ranks" in text) == (size > 16)
+
+
+def strange(*keys: str) -> st.SearchStrategy[Any]:
+    return VALUES | st.dictionaries(st.sampled_from("01x"), st.dictionaries(st.sampled_from(keys), VALUES) | VALUES)
+
+
+STRANGE = st.fixed_dictionaries(
+    {"time": st.floats(0, 2e9) | VALUES}, optional={"ranks": strange("cpu", "memory"), "gpus": strange("use", "ranks")}
+)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(STRANGE))
+def test_whatever_the_samples_hold_there_is_a_page(samples: list[Json]) -> None:
+    with tempfile.TemporaryDirectory() as place:
+        seen(attempt(Path(place), *samples))
+
+
+def test_wide_charts_are_drawn_once_more_for_narrow_screens(tmp_path: Path) -> None:
+    text = page(folder(tmp_path, [step_line(10), step_line(20)]))
+    narrow = [int(width) <= report.NARROW for width in re.findall(r'viewBox="0 0 (\d+) ', text)]
+    assert narrow.count(True) >= narrow.count(False) > 0
+    assert text.count('class="on-wide"') == text.count('class="on-narrow"') > 0
+
+
+# ---------------------------------------------------------------- charts
+
+
+def test_fewer_points_keep_the_extremes_the_ends_and_the_gaps() -> None:
+    points = [(float(x), 1.0) for x in range(100_000)]
+    points[31_007], points[77_123], points[50_000] = (31_007.0, 99.0), (77_123.0, -99.0), (50_000.0, math.nan)
+    kept = charts.thin(points, 300)
+    assert len(kept) <= 3 * 300 + 2
+    assert {points[0], points[31_007], points[77_123], points[-1]} <= set(kept)
+    assert [x for x, y in kept if math.isnan(y)] == [50_000.0]
+    assert [x for x, _ in kept] == sorted(x for x, _ in kept)
+
+
+@given(st.lists(st.floats(-1e9, 1e9) | st.just(math.nan), min_size=1, max_size=200), st.integers(1, 20))
+def test_fewer_points_are_some_of_the_points(values: list[float], columns: int) -> None:
+    points = [(float(x), y) for x, y in enumerate(values)]
+    kept = charts.thin(points, columns)
+    finite, left = ([y for _, y in part if math.isfinite(y)] for part in (points, kept))
+    assert all(point in points for point in kept)
+    assert (min(finite, default=0), max(finite, default=0)) == (min(left, default=0), max(left, default=0))
+
+
+def test_a_smooth_line_begins_and_ends_with_the_run_and_stays_within_it() -> None:
+    points = [(float(x), 5.0 + (x % 2)) for x in range(1, 5001)]
+    means = charts.smooth(points)
+    assert (means[0][0], means[-1][0]) == (1.0, 5000.0)
+    assert all(5.3 < y < 5.7 for _, y in means[10:])
+
+
+def test_one_enormous_value_does_not_spoil_the_mean_of_others() -> None:
+    points = [(float(x), 1.0) for x in range(2000)]
+    points[100] = (100.0, 1e90)
+    assert charts.smooth(points)[-1][1] == 1.0
+
+
+@given(
+    st.lists(st.floats(-1e99, 1e99), min_size=1, max_size=9),
+    st.booleans(),
+    st.integers(2, 8),
+)
+def test_an_axis_holds_all_values_and_has_few_even_ticks(values: list[float], zero: bool, count: int) -> None:
+    scale = charts.value_scale(values, 300, 10, zero=zero, count=count)
+    ticks = [value for value, _ in scale.ticks(count)]
+    close = max(charts.TINY, 1e-6 * max(map(abs, values)))
+    assert scale.low <= min(values) + close and max(values) - close <= scale.high
+    assert ticks == sorted(set(ticks)) and 2 <= len(ticks) <= 3 * count + 3
+    assert all(10 <= scale(value) <= 300 for value in (*values, *ticks))
+
+
+@pytest.mark.parametrize(
+    ("values", "texts"),
+    [
+        ([0, 12_000], ["0", "5,000", "10,000", "15,000"]),
+        ([0, 3e-4], ["0", "0.0001", "0.0002", "0.0003"]),
+        ([1.1, 5.4], ["0", "2", "4", "6"]),
+        ([0.9, 2_000_000], ["1", "10", "100", "1,000", "10,000", "100,000", "1 M"]),
+        ([0.9, 2e11], ["1", "100", "10,000", "1 M", "100 M", "10 G"]),
+        ([1.2, 55], ["1", "2", "5", "10", "20", "50", "100"]),
+    ],
+)
+def test_ticks_are_round(values: list[float], texts: list[str]) -> None:
+    scale = charts.value_scale(values, 300, 10, zero=False, count=4)
+    assert [text for _, text in scale.ticks(4)] == texts
+
+
+def test_values_that_span_much_are_drawn_on_a_logarithmic_axis() -> None:
+    assert charts.value_scale([0.1, 9.0], 0, 1, zero=False).log
+    assert not charts.value_scale([1.0, 9.0], 0, 1, zero=False).log
+    assert not charts.value_scale([0.1, 9.0], 0, 1, zero=True).log
+    assert not charts.value_scale([-0.1, 9.0], 0, 1, zero=False).log
+
+
+def test_a_gap_is_a_gap_and_marked() -> None:
+    points = [(1.0, 2.0), (2.0, 3.0), (3.0, math.nan), (4.0, 1.0)]
+    drawing = charts.lines([charts.Line("loss", points, "train")])
+    path = re.search(r'class="line train" d="([^"]*)"', drawing)
+    assert path and path[1].count("M") == 1 and path[1].count(",") == 2
+    assert drawing.count('class="dot train"') == 1
+    assert "loss: not finite" in drawing
+
+
+def test_nothing_finite_is_said_and_not_drawn() -> None:
+    drawing = charts.lines([charts.Line("loss", [(1.0, math.nan)], "train")])
+    assert "No finite value was logged." in drawing and "<svg" not in drawing
+
+
+@given(st.lists(st.floats(0, 500), max_size=20))
+def test_labels_that_would_cover_each_other_are_moved_apart(places: list[float]) -> None:
+    moved = charts.spread(sorted(places), 14, 0, 500)
+    assert all(later - earlier > 13.999 for earlier, later in pairwise(moved))
+    assert all(place <= 500 for place in moved)
+
+
+def test_the_readout_holds_the_values_of_the_drawing() -> None:
+    drawing = charts.lines([charts.Line(HOSTILE, [(1.0, 2.0), (2.0, math.nan), (3.0, 2.5)], "train")])
+    facts = re.search(r'<script type="application/json">([^<]*)</script>', drawing)
+    assert facts
+    assert json.loads(facts[1])["lines"] == [{"name": HOSTILE, "style": "train", "points": [[1, 2], [3, 2.5]]}]
+
+
+# ---------------------------------------------------------------- the page itself
+
+
+def test_text_of_people_stays_text(tmp_path: Path) -> None:
+    calm = Reader(page(full(tmp_path, "calm")))
+    hostile = Reader(page(full(tmp_path, HOSTILE)))
+    assert hostile.faults == []
+    assert hostile.tags == calm.tags
+    assert hostile.text.count(HOSTILE) >= 15
+
+
+def full(place: Path, text: str) -> Path:
+    """A run in which everything that a person or a machine can name has this name."""
+    lines = [step_line(10), event(10, text), event(15, {text: text}), step_line(20)]
+    who = {"node": text, "rank": text, "message": text}
+    sections = {"model": {text: text}, text: {"a": [text], "b": {text: None}}, "loose": text}
+    machine = {"host": text, "cpu": text, "cores": text, "gpus": [text], "platform": text, "python": text}
+    world = {"size": 2, "nodes": 1, "strategy": text, "backend": text, text: text}
+    return folder(
+        place,
+        lines,
+        run=about(run=text, nodes=[text], user=text, cwd=text, command=[text], git={"commit": text}),
+        settings={"settings": sections, "world": world, "machine": machine, "model": {"parameters": text}},
+        verdict={"outcome": text, "cause": text, "exception": text, "traceback": text, "collateral": [who, text]} | who,
+    )
+
+
+def test_the_page_needs_no_network(tmp_path: Path) -> None:
+    text = page(full(tmp_path, "calm")).replace("http://www.w3.org/2000/svg", "")  # a name, not an address
+    assert not re.search(r"https?:|//[a-z]|\bsrc=|url\(|@import|<link|<img|<iframe", text)
+    assert "default-src 'none'" in text
+
+
+def test_the_page_serves_light_dark_and_paper(tmp_path: Path) -> None:
+    text = page(folder(tmp_path))
+    assert "prefers-color-scheme: dark" in text and "@media print" in text
+    used, known = (set(re.findall(pattern, text)) for pattern in (r"var\((--[\w-]+)\)", r"(--[\w-]+):"))
+    assert used == known
+
+
+def test_an_empty_folder_has_a_page(tmp_path: Path) -> None:
+    run = tmp_path / "train-1"
+    run.mkdir()
+    reader = seen(run)
+    assert "train-1" in reader.texts and "No metrics were logged." in reader.text and "no end recorded" in reader.texts
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "null", "7", "\0", '{"settings": 5, "world": [], "nodes": {}}'])
+def test_files_that_are_not_what_they_should_be_are_left_out(tmp_path: Path, text: str) -> None:
+    run = folder(tmp_path, [step_line(10)], run=text, settings=text, verdict=text)
+    assert "3.990" in seen(run).texts
+    assert len(history.read(run).notes) == (0 if text.startswith('{"') else 3)
+
+
+def test_one_point_has_a_page(tmp_path: Path) -> None:
+    assert 'class="dot train"' in page(folder(tmp_path, [step_line(10)]))
+
+
+def test_losses_that_are_not_finite_are_told(tmp_path: Path) -> None:
+    lines = [step_line(10), step_line(20, loss=None), step_line(30, loss=math.inf), held_out(30, math.nan)]
+    tiles = seen(folder(tmp_path, lines)).tiles()
+    assert tiles["Training loss"] == ("not finite", "3.990 at step 10")
+    assert tiles["Held-out loss"][0] == tiles["Perplexity"][0] == "not finite"
+
+
+def test_a_hundred_thousand_lines_make_a_small_page(tmp_path: Path) -> None:
+    lines = (step_line(step, loss=3 + math.sin(step), grad_norm=1 + step % 7) for step in range(1, 100_001))
+    text = page(folder(tmp_path, lines))
+    assert len(text) < 400_000
+    assert Reader(text).tiles()["Steps"][0] == "100,000"
+
+
+METRICS = st.fixed_dictionaries(
+    {"step": st.integers(0, 50) | VALUES},
+    optional={
+        "event": st.sampled_from(["resume", "stop", "fail"]) | VALUES,
+        "loss": st.floats() | VALUES,
+        "held_out_loss": st.floats() | VALUES,
+        "rank_seconds": st.lists(st.floats(), max_size=3) | VALUES,
+        "tokens_per_second": VALUES,
+        "time": VALUES,
+    },
+)
+FACTS = {
+    "run": ["run", "command", "started", "nodes", "nproc", "cwd", "git", "versions"],
+    "settings": ["settings", "world", "machine", "model"],
+    "verdict": ["outcome", "exit_code", "node", "rank", "time", "cause", "traceback", "collateral"],
+}
+
+
+@settings(max_examples=60, deadline=None)
+@given(lines=st.lists(METRICS, max_size=12), data=st.data())
+def test_whatever_the_files_hold_there_is_a_page(lines: list[Json], data: st.DataObject) -> None:
+    files: dict[str, Any] = {
+        name: data.draw(st.dictionaries(st.sampled_from(keys), VALUES)) for name, keys in FACTS.items()
+    }
+    with tempfile.TemporaryDirectory() as place:
+        seen(folder(Path(place), lines, **files))
+
+
+# ---------------------------------------------------------------- the program
+
+
+def program(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    words = (str(KIT / "scripts/report.sh"), "--python", sys.executable, *words)
+    return subprocess.run(words, cwd=cwd, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("words", [(), ("train-1",), ("logs/train-1",), ("--log-dir", "logs", "17")])
+def test_the_program_finds_a_run_from_any_directory_and_prints_where_the_page_is(tmp_path: Path, words: Any) -> None:
+    run = tmp_path / "logs" / "train-1"
+    run.mkdir(parents=True)
+    (run / "run.json").write_text("{}")
+    for name in ("latest", "slurm-17"):
+        (tmp_path / "logs" / name).symlink_to("train-1")
+    done = program(*words, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert Path(done.stdout.rstrip("\n")).samefile(run / "report.html")
+    assert sorted(path.name for path in run.iterdir()) == ["report.html", "run.json"]
+
+
+def test_an_output_directory_of_a_job_has_a_report_too(tmp_path: Path) -> None:
+    folder(tmp_path, [step_line(10)])
+    assert program(str(tmp_path), cwd=KIT).stdout == f"{tmp_path}/report.html\n"
+
+
+@pytest.mark.parametrize("words", [["/nowhere/at-all"], ["a", "b"], ["/"], ["--run"], []])
+def test_a_wrong_call_exits_2(tmp_path: Path, words: list[str]) -> None:
+    done = program(*words, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("report.sh: ") and done.stderr.endswith("Try: report.sh --help\n")
+
+
+def test_a_page_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "report.html").mkdir()
+    (tmp_path / "run.json").write_text("{}")
+    done = program(str(tmp_path), cwd=tmp_path)
+    assert done.returncode == 1 and "cannot write the report" in done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "run.json"]

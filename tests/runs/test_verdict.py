@@ -1,0 +1,1027 @@
+"""When a run fails, one rank is named, and it must be the one that failed first.
+
+The innocent ones report too, and often earlier: "Connection closed by peer" is written before anybody has seen
+the death behind it. Guarded here: causes win over consequences in whatever order and from whatever file they are
+told, a file that is cut short or garbage is passed over, and the exit code is the guilty rank's own.
+
+The messages are real ones of torch 2.13 with gloo, provoked by ranks that raise, exit, hang and die of signals;
+those of NCCL follow the formats in PyTorch's source. A test at the end provokes some of them again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distributed.runs import verdict
+from distributed.runs.failures import Evidence, Failure, gather, read_log
+from distributed.runs.verdict import Kind, kind
+
+KIT = Path(__file__).resolve().parents[2]
+T0 = 1_700_000_000.25  # when things go wrong, in unix seconds
+
+GLOO = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/"
+CLOSED = (
+    GLOO + "pair.cc:553] Connection closed by peer [127.0.0.1]:2955. This is typically caused by a remote worker "
+    "crashing. Check the logs of the remote worker before reporting an error. GLHF! 🏖️"
+)
+RESET = (
+    GLOO + "pair.cc:537] Read error [127.0.0.1]:61582: Connection reset by peer. This is typically caused by a "
+    "remote worker hanging or bugs in the application. Check the logs of the remote worker before reporting an "
+    "error. GLHF! 🏖️"
+)
+WAITED = GLOO + "unbound_buffer.cc:78] Timed out waiting 5000ms for recv operation to complete"
+WATCHDOG = (
+    "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=96, OpType=ALLREDUCE, NumelIn=4, "
+    "NumelOut=4, Timeout(ms)=600000) ran for 600029 milliseconds before timing out."
+)
+REMOTE = (
+    "NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.cpp:94, remote process exited or there was a network "
+    "error, NCCL version 2.27.5\nncclRemoteError: A call failed possibly due to a network error or a remote process "
+    "exiting prematurely.\nLast error:\nsocketProgressOpt: Call to recv from 10.0.0.2<33759> failed : Connection "
+    "reset by peer"
+)
+
+INNOCENT = [
+    ("RuntimeError", CLOSED),
+    ("RuntimeError", RESET),
+    ("RuntimeError", WAITED),
+    ("RuntimeError", GLOO + "unbound_buffer.cc:129] Timed out waiting 5000ms for send operation to complete"),
+    ("RuntimeError", GLOO + "pair.cc:81] Socket closed [10.0.0.2]:1234"),
+    ("RuntimeError", "Gloo connectFullMesh failed with " + GLOO + "pair.cc:144] no error"),
+    (
+        "RuntimeError",
+        "Rank 2 successfully reached monitoredBarrier, but received errors while waiting for send/recv from rank 0. "
+        f"Please check rank 0 logs for faulty rank.\n Original exception: \n{CLOSED}",
+    ),
+    ("DistStoreError", "wait timeout after 2000ms, keys: /nokey"),
+    ("DistStoreError", "Timed out after 3 seconds waiting for clients. 1/2 clients joined."),
+    (
+        "DistNetworkError",
+        "Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown or crash?",
+    ),
+    ("DistNetworkError", "Broken pipe"),
+    (
+        "DistNetworkError",
+        "The client socket has timed out after 2000ms while trying to connect to (127.0.0.1, 29871).",
+    ),
+    (
+        "DistNetworkError",
+        "The client socket has failed to connect to any network address of (node1, 29500). The client socket has "
+        "failed to connect to 10.0.0.1:29500 (errno: 111 - Connection refused).",
+    ),
+    (
+        "DistNetworkError",
+        "recvValue failed on SocketImpl(fd=4, addr=[::ffff:127.0.0.1]:38558, remote=[::ffff:127.0.0.1]:29871): "
+        "failed to recv, got 0 bytes",
+    ),
+    ("DistBackendError", REMOTE),
+    ("DistBackendError", WATCHDOG),
+    ("DistBackendError", f"NCCL communicator was aborted on rank 0.  Original reason for failure was: {WATCHDOG}"),
+    ("RendezvousConnectionError", "The connection to the C10d store has failed. See inner exception for details."),
+    ("DistBackendError", "NCCL communicator was aborted on rank 1. "),
+    ("DistBackendError", "NCCL timeout in communicator initialization."),
+    ("RuntimeError", "Socket Timeout"),
+    ("RuntimeError", "wait timeout after 5000ms, keys: /default_pg/0//cpu//0/1"),
+    ("RuntimeError", GLOO + "socket.cc:80] connect [127.0.0.1]:1: Connection refused"),
+    ("RuntimeError", "Timed out after 3 seconds waiting for clients. 1/2 clients joined."),
+    ("PeerFailed", "rank 1 on n2 failed at step 7: stopping with it"),
+    ("RuntimeError", "DataLoader worker (pid 4711) is killed by signal: Terminated. "),
+]
+GUILTY = [
+    ("ValueError", "the data is bad\nsecond line"),
+    ("OutOfMemoryError", "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.6 GiB"),
+    ("RuntimeError", "DataLoader worker (pid 4711) is killed by signal: Killed. "),
+    ("AcceleratorError", "CUDA error: an illegal memory access was encountered"),
+    ("DistNetworkError", "The server socket has failed to listen on any local network address. port: 29873, "
+     "useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use"),
+    ("NonFiniteLoss", "the loss of rank 1 on n2 is not finite (NaN or inf) at step 7"),
+    ("FileNotFoundError", "[Errno 2] No such file or directory: 'cfg.yaml'"),
+    ("MyError", ""),
+]  # fmt: skip
+
+
+def told(exception: str | None, message: str = "", **more: Any) -> Failure:
+    """Rank 1 of node n1 tells of an exception."""
+    facts: dict[str, Any] = {"node": "n1", "rank": 1, "time": T0, "exit_code": 1} | more
+    return Failure(exception=exception, message=message, **facts)
+
+
+TWO_NODES = {"n1": range(2), "n2": range(2, 4)}
+
+
+def died(code: int, **more: Any) -> Failure:
+    facts: dict[str, Any] = {"node": "n1", "rank": 1, "time": T0, "exit_code": code} | more
+    return Failure(**facts)
+
+
+# ---------------------------------------------------------------- causes and consequences
+
+
+@pytest.mark.parametrize(("exception", "message"), INNOCENT)
+def test_what_an_innocent_rank_says_is_no_cause(exception: str, message: str) -> None:
+    assert kind(told(exception, message)) is Kind.COLLATERAL
+
+
+@pytest.mark.parametrize(("exception", "message"), GUILTY)
+def test_an_error_of_its_own_is_a_cause(exception: str, message: str) -> None:
+    assert kind(told(exception, message)) is Kind.OWN
+
+
+@pytest.mark.parametrize(
+    ("failure", "expected"),
+    [
+        (died(137), Kind.OWN),
+        (died(139), Kind.OWN),
+        (died(42), Kind.OWN),
+        (died(2), Kind.OWN),
+        (died(1), Kind.UNSURE),  # without a word: the code of any Python exception, an innocent one's too
+        (died(143), Kind.ENDED),
+        (died(129), Kind.ENDED),
+        (died(137, ended_by_agent=True), Kind.ENDED),
+        (died(1, ended_by_agent=True), Kind.ENDED),
+        (died(75), Kind.STOPPED),
+        (died(75, ended_by_agent=True), Kind.STOPPED),
+        (told("KeyboardInterrupt", exit_code=130), Kind.ENDED),
+        (told("ValueError", "own", ended_by_agent=True), Kind.UNSURE),  # may have come of being ended
+        (told("ConnectionResetError", "[Errno 104] Connection reset by peer"), Kind.UNSURE),  # by whom?
+        (told("BrokenPipeError", "[Errno 32] Broken pipe"), Kind.UNSURE),
+        (told("DistNetworkError", "EADDRINUSE", rank=None), Kind.AGENT),
+        (died(1, rank=None), Kind.UNSURE),
+        (died(137, rank=None), Kind.UNSURE),
+        (died(143, rank=None), Kind.ENDED),
+        (Failure("n1"), Kind.LOST_NODE),
+    ],
+)
+def test_what_an_account_is_worth(failure: Failure, expected: Kind) -> None:
+    assert kind(failure) is expected
+
+
+def trace(
+    *errors: tuple[str, str], joint: str = "During handling of the above exception, another exception occurred"
+) -> str:
+    """A chained traceback, as Python prints it."""
+    frame = 'Traceback (most recent call last):\n  File "train.py", line 3, in step\n    work()\n    ^^^^^^\n'
+    return f"\n{joint}:\n\n".join(f"{frame}{name}: {text}\n" for name, text in errors)
+
+
+OWN, LOST = ("ValueError", "own"), ("RuntimeError", CLOSED)
+DIRECT = "The above exception was the direct cause of the following exception"
+
+
+@pytest.mark.parametrize(
+    ("errors", "joint", "expected", "shown"),
+    [
+        ([LOST, OWN], DIRECT, Kind.COLLATERAL, OWN),  # raise ValueError("own") from lost
+        ([LOST, OWN], "During handling of the above exception, another exception occurred", Kind.COLLATERAL, OWN),
+        # finally: dist.barrier() fails because of the ValueError; or an innocent rank was handling a StopIteration
+        ([OWN, LOST], "During handling of the above exception, another exception occurred", Kind.UNSURE, OWN),
+        ([("KeyError", "'x'"), OWN], DIRECT, Kind.OWN, OWN),
+    ],
+)
+def test_the_first_exception_of_a_chain_decides(
+    errors: list[tuple[str, str]], joint: str, expected: Kind, shown: tuple[str, str]
+) -> None:
+    failure = told(*errors[-1], traceback=trace(*errors, joint=joint))
+    assert kind(failure) is expected
+    assert verdict.decisive(failure)[:2] == shown
+
+
+# ---------------------------------------------------------------- who was first
+
+_innocents = st.builds(
+    lambda words, rank, later: told(*words, rank=rank, node=f"n{rank % 3}", time=T0 + later),
+    st.sampled_from(INNOCENT),
+    st.integers(0, 63),
+    st.floats(-600, 600),
+)
+_ended = st.builds(
+    lambda code, rank, later: died(code, rank=rank, time=T0 + later, ended_by_agent=True),
+    st.sampled_from([143, 137, 1]),
+    st.integers(0, 63),
+    st.floats(-600, 600),
+)
+_guilty = st.one_of(
+    st.builds(lambda words: told(*words, rank=99, node="n9"), st.sampled_from(GUILTY)),
+    st.builds(lambda code: died(code, rank=99, node="n9"), st.sampled_from([2, 3, 42, 134, 135, 137, 139, 255])),
+)
+
+
+@settings(deadline=None)
+@given(st.lists(st.one_of(_innocents, _ended), max_size=12), _guilty, st.randoms())
+def test_the_guilty_one_wins_whoever_reports_first(others: list[Failure], guilty: Failure, shuffle: Any) -> None:
+    failures = [*others, guilty]
+    shuffle.shuffle(failures)
+    assert verdict.first(failures) == guilty
+    said = verdict.judge(Evidence(tuple(failures)))
+    assert (said.outcome, said.node, said.rank, said.exit_code) == ("failed", "n9", 99, guilty.exit_code)
+    assert len(said.collateral) == len(others)
+
+
+@settings(deadline=None)
+@given(st.lists(_guilty, min_size=2, max_size=6), st.randoms())
+def test_among_causes_the_earliest_wins(causes: list[Failure], shuffle: Any) -> None:
+    timed = [replace(cause, rank=rank, time=T0 + rank) for rank, cause in enumerate(causes)]
+    shuffle.shuffle(timed)
+    assert verdict.first(timed).rank == 0
+
+
+def test_a_death_without_a_time_is_not_taken_for_the_earliest() -> None:
+    assert verdict.first([died(139, rank=0, time=None), died(137, rank=1)]).rank == 1
+
+
+def test_only_consequences_are_told_as_such() -> None:
+    said = verdict.judge(Evidence((told("RuntimeError", RESET, rank=0, time=T0 + 1), told("RuntimeError", CLOSED))))
+    assert (said.rank, said.exit_code) == (1, 1)
+    assert said.cause == (
+        "the cause was not recorded; rank 1 on n1 lost the others first: "
+        "RuntimeError: Connection closed by peer [127.0.0.1]:2955."
+    )
+
+
+@pytest.mark.parametrize(
+    ("code", "cause"),
+    [
+        (135, "rank 0 on n1 died of SIGBUS"),
+        (1, "rank 0 on n1 exited with code 1; nothing clearer was recorded"),
+    ],
+)
+def test_what_is_said_of_one_that_ended_without_a_word(code: int, cause: str) -> None:
+    assert verdict.judge(Evidence((died(code, rank=0),), ranks={"n1": range(1)})).cause == cause
+
+
+def test_the_one_rank_that_said_nothing_while_all_others_waited_did_not_come() -> None:
+    waited = [told("RuntimeError", WAITED, rank=rank, node="n1") for rank in (0, 1, 3)]
+    hung = died(143, rank=2, node="n2", ended_by_agent=True)
+    said = verdict.judge(Evidence((*waited, hung), ranks=TWO_NODES))
+    assert (said.node, said.rank, said.exit_code) == ("n2", 2, 1)
+    assert said.cause.startswith(
+        "rank 2 on n2 was missing in a collective: it alone reported nothing; rank 0 on n1 says: "
+    )
+    left = verdict.judge(Evidence(tuple(waited), ranks={"n1": range(1), "n2": range(1, 4)}))
+    assert (left.node, left.rank) == ("n2", 2), "by the numbers of ranks: it left nothing behind at all"
+    two_said_nothing = verdict.judge(Evidence((*waited[:2], hung), ranks=TWO_NODES))
+    assert "alone" not in two_said_nothing.cause
+    rank_out_of_place = verdict.judge(Evidence((replace(waited[0], rank=5),), ranks={"n1": range(2)}))
+    assert "alone" not in rank_out_of_place.cause
+
+
+def test_a_rank_that_ended_with_0_while_others_waited_for_it_is_named_with_where_they_were(run: Run) -> None:
+    run.start("n1", "n2")
+    run.rank(0, "RuntimeError", "[Rank 0]: Ranks 3, 5 failed to pass monitoredBarrier in 2000 ms")
+    run.rank(1, "RuntimeError", CLOSED, time=T0 + 1)
+    run.rank(2, "RuntimeError", RESET, node="n2", time=T0 + 1)
+    run.deaths("n1", r0=(1, False), r1=(1, False))
+    run.deaths("n2", r2=(1, False), ended_well=[3])
+    said = run.decide()
+    waits = "rank 0 on n1 was in a collective at train.py:3 in step()"
+    assert (said.node, said.rank, said.exit_code) == ("n2", 3, 1)
+    assert said.cause == f"rank 3 on n2 ended with exit code 0 while {waits}"
+    run.rank(1, "ValueError", "own", time=T0 + 1)
+    assert run.decide().rank == 1, "what a rank died of counts more than that another one ended early"
+    (run.path / "errors/rank_1.json").unlink()
+    run.deaths("n1", r0=(1, False), ended_well=[1])
+    assert run.decide().cause == f"rank 1 on n1 and 1 more rank ended with exit code 0 while {waits}"
+    (run.path / "errors/rank_0.json").unlink()
+    run.deaths("n1", r0=(75, False), ended_well=[1])
+    (run.path / "errors/rank_2.json").unlink()
+    run.deaths("n2", r2=(75, False), ended_well=[3])
+    assert run.decide().outcome == "stopped", "nobody waited"
+
+
+def test_an_agent_whose_ranks_ended_well_has_not_failed_by_itself(run: Run) -> None:
+    """It ends with the exit code of the run."""
+    run.start("n1", "n2", nproc=1)
+    run.rank(0, "RuntimeError", RESET)
+    run.deaths("n1", r0=(1, False))
+    run.deaths("n2", ended_well=[1])
+    for node in ("n1", "n2"):
+        run.file(f"node_{node}.exit", "1\n")
+    assert (run.decide().node, run.decide().rank) == ("n2", 1)
+
+
+@pytest.mark.parametrize(
+    ("exception", "message"),
+    [
+        ("RuntimeError", f"[Rank 0]: Rank 3 failed to pass monitoredBarrier in 2000 ms\n Original exception: {WAITED}"),
+        ("RuntimeError", "[Rank 0]: Ranks 3, 5 failed to pass monitoredBarrier in 2000 ms"),
+        ("DistBackendError", f"{WATCHDOG}\n\t - To our best knowledge, ranks [3, 5] are the lagging ranks that "
+         "caused this timeout. They never joined any collectives"),
+        ("DistBackendError", f"{WATCHDOG}\n\t - To our best knowledge, the lagging/dead/mismatched ranks that caused "
+         "the desync are:\n\t   - [0, 1] joined but didn't finish collective #5 (count from 1)\n\t     [3] finished "
+         "collective #4, but didn't join collective #5 (count from 1)"),
+        ("PeerFailed", "rank 3 on n2 failed at step 7: stopping with it"),
+        ("PeerFailed", "the loss of rank 3 on n2, rank 5 on n3 is not finite (NaN or inf) at step 7"),
+    ],
+)  # fmt: skip
+def test_a_message_that_names_another_rank_points_at_it(exception: str, message: str) -> None:
+    accuser, other = told(exception, message, rank=0), told("RuntimeError", CLOSED, rank=1, time=T0 - 1)
+    said = verdict.judge(Evidence((accuser, other), ranks=TWO_NODES))
+    assert (said.node, said.rank, said.exit_code) == ("n2", 3, 1)
+    assert said.cause.startswith("rank 3 on n2 was missing in a collective: rank 0 on n1 says: ")
+    own = verdict.judge(Evidence((accuser, other, died(139, rank=1, node="n1"))))
+    assert own.rank == 1, "what a rank died of counts more than what another one says of it"
+
+
+def test_two_causes_as_close_as_clocks_differ_are_both_named() -> None:
+    one, other = told("ValueError", "x", rank=0, node="n1"), died(137, rank=1, node="n2", time=T0 + 0.6)
+    both = "rank 0 on n1 raised ValueError: x; too close in time to say which was first: rank 1 on n2 died of SIGKILL"
+    assert verdict.judge(Evidence((one, other))).cause == both
+    assert "too close" not in verdict.judge(Evidence((one, replace(other, time=T0 + 1.1)))).cause
+    assert "too close" not in verdict.judge(Evidence((one, replace(other, node="n1")))).cause
+    whole = (replace(one, time=1_700_000_000.0), replace(other, node="n1"))
+    assert "too close" in verdict.judge(Evidence(whole)).cause, "torchrun's whole seconds on one node"
+
+
+def test_the_same_error_on_every_rank_is_counted() -> None:
+    same = [told("ValueError", "no such layer", rank=rank, time=T0 + rank) for rank in range(4)]
+    assert verdict.judge(Evidence(tuple(same))).cause == (
+        "rank 0 on n1 raised ValueError: no such layer; 3 more ranks the same"
+    )
+
+
+# ---------------------------------------------------------------- outcome and exit code
+
+STOP = (died(75, rank=0), died(75, rank=1))
+BY_AGENT = died(143, rank=1, ended_by_agent=True)
+ACCIDENT = (died(139, rank=0), BY_AGENT)
+
+
+@pytest.mark.parametrize(
+    ("failures", "exits", "launcher", "expected"),
+    [
+        ((), {"n1": 0}, None, ("ok", 0)),
+        ((), {}, 0, ("ok", 0)),
+        ((), {}, None, ("failed", 1)),
+        ((), {"n1": 0}, 124, ("failed", 124)),
+        ((), {}, 130, ("stopped", 130)),
+        ((), {"n1": 0}, 130, ("stopped", 0)),  # the request came when all was done, or was no reason to fail
+        (ACCIDENT, {"n1": 0}, 143, ("stopped", 0)),  # the same, in an attempt after one that failed
+        (ACCIDENT, {"n1": 0}, None, ("ok", 0)),  # it was started again and ended well
+        (ACCIDENT, {"n1": 1}, None, ("failed", 139)),
+        (ACCIDENT, {"n1": 139}, 130, ("failed", 139)),  # it failed before the person pressed Ctrl-C
+        (STOP, {"n1": 75}, None, ("stopped", 75)),
+        ((died(75, rank=0, ended_by_agent=True), BY_AGENT), {"n1": 75}, None, ("stopped", 75)),
+        (STOP, {"n1": 75}, 143, ("stopped", 75)),  # a checkpoint is written: that is the better news
+        ((*STOP, died(137, rank=2)), {"n1": 75}, None, ("failed", 137)),
+        ((died(75, rank=0), told("RuntimeError", CLOSED)), {"n1": 75}, None, ("failed", 1)),
+        ((BY_AGENT,), {"n1": 143}, None, ("stopped", 143)),
+        ((BY_AGENT,), {"n1": 143}, 130, ("stopped", 130)),
+        ((told("RuntimeError", CLOSED, rank=0), BY_AGENT), {"n1": 1}, 143, ("stopped", 143)),
+        ((told("KeyboardInterrupt", exit_code=130),), {"n1": 130}, 130, ("stopped", 130)),
+        ((told("RuntimeError", CLOSED, exit_code=3), Failure("n2")), {"n1": 3}, None, ("failed", 69)),
+        ((BY_AGENT, Failure("n2")), {"n1": 143}, 69, ("failed", 69)),
+    ],
+)
+def test_outcome_and_exit_code(
+    failures: tuple[Failure, ...], exits: dict[str, int], launcher: int | None, expected: tuple[str, int]
+) -> None:
+    said = verdict.judge(Evidence(failures, exits, ranks={"n1": range(2)}), launcher)
+    assert (said.outcome, said.exit_code) == expected
+
+
+# ---------------------------------------------------------------- what a run leaves behind
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run folder, written as agents and workers write it."""
+
+    path: Path
+
+    def file(self, name: str, content: object) -> Path:
+        path = self.path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+        return path
+
+    def start(self, *nodes: str, nproc: int = 2) -> None:
+        places = [{"node": n, "first_rank": k * nproc, "processes": nproc} for k, n in enumerate(nodes)]
+        self.file("run.json", {"places": places})
+
+    def rank(self, rank: int, exception: str, message: str, node: str = "n1", **more: Any) -> None:
+        facts = {"rank": rank, "local_rank": rank, "node": node, "pid": 100 + rank, "time": T0, "exit_code": 1}
+        words = {"exception": exception, "message": message, "traceback": trace((exception, message))}
+        self.file(f"errors/rank_{rank}.json", facts | words | more)
+
+    def deaths(self, node: str, ended_well: Sequence[int] = (), **codes: tuple[int, bool]) -> None:
+        """r0=(137, False): rank 0 died of SIGKILL, not by the agent. ended_well: ranks that ended with 0 before."""
+        found = [
+            {"rank": int(rank[1:]), "local_rank": int(rank[1:]), "pid": 100 + int(rank[1:]), "time": T0 + 0.1}
+            | {"exit_code": code, "ended_by_agent": by_agent}
+            for rank, (code, by_agent) in codes.items()
+        ]
+        self.file(f"errors/node_{node}.json", {"node": node, "deaths": found, "ended_well": list(ended_well)})
+
+    def torchrun(self, place: str, exception: str, message: str, seconds: int = int(T0)) -> None:
+        extra = {"py_callstack": trace((exception, message)), "timestamp": str(seconds)}
+        self.file(f"ranks/{place}/error.json", {"message": {"message": f"{exception}: {message}", "extraInfo": extra}})
+
+    def decide(self, launcher: int | None = None) -> verdict.Verdict:
+        return verdict.decide(self.path, launcher)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(tmp_path)
+
+
+def test_a_killed_rank_has_no_words_and_still_wins_over_those_who_have(run: Run) -> None:
+    run.rank(0, "RuntimeError", RESET, time=T0 - 0.2)
+    run.deaths("n1", r0=(1, False), r1=(137, False))
+    said = run.decide()
+    assert (said.rank, said.exit_code, said.cause) == (1, 137, "rank 1 on n1 died of SIGKILL")
+    assert [one["rank"] for one in said.collateral] == [0]
+
+
+def test_a_hang_for_which_the_launcher_ended_the_run_wins_over_all_that_followed(run: Run) -> None:
+    stack = 'Stack (most recent call last):\n  File "/x/my.py", line 12, in main\n'
+    other = {"node": "n1", "rank": 0, "message": "waited in a collective at my.py:9", "traceback": stack}
+    hang = {"cause": "hung: no output", "node": "n2", "rank": 1, "time": T0, "traceback": stack, "others": [other]}
+    run.file("hang.json", hang)
+    run.rank(0, "RuntimeError", RESET, time=T0 - 0.2)
+    run.deaths("n2", r1=(137, False))
+    said = run.decide(124)
+    assert (said.outcome, said.exit_code, said.cause, said.rank) == ("failed", 124, "hung: no output", 1)
+    assert verdict.in_words(said, run.path).splitlines() == [
+        "verdict: failed: hung: no output",
+        "  exit code 124",
+        '    File "/x/my.py", line 12, in main',
+        "  meanwhile: rank 0 on n1: waited in a collective at my.py:9",
+        f"  all stacks: {run.path}/hang.json",
+    ]
+
+
+def test_what_a_rank_told_and_what_its_agent_saw_are_one_account(run: Run) -> None:
+    """PyTorch's threads may abort a process that is leaving after an exception: 134 is not its code."""
+    run.rank(1, "ValueError", "bad", time=T0)
+    run.rank(0, "RuntimeError", CLOSED, time=T0 - 0.1)
+    run.deaths("n1", r1=(134, False), r0=(134, False))
+    said = run.decide()
+    assert (said.rank, said.exception, said.message, said.exit_code, said.time) == (1, "ValueError", "bad", 1, T0)
+    assert len(said.collateral) == 1
+
+
+def test_a_rank_that_raised_and_then_hung_until_the_agent_ended_it(run: Run) -> None:
+    run.rank(1, "ValueError", "bad")
+    run.rank(0, "RuntimeError", CLOSED)
+    run.deaths("n1", r0=(1, False), r1=(137, True))
+    assert (run.decide().rank, run.decide().exit_code) == (1, 1)
+
+
+def test_an_account_of_an_attempt_before_is_passed_over(run: Run) -> None:
+    """The agent started rank 1 again, as another process, and then rank 0 was killed."""
+    run.rank(1, "ValueError", "bad", pid=7, time=T0 - 60)
+    run.deaths("n1", r0=(137, False), r1=(143, True))
+    said = run.decide()
+    assert (said.rank, said.exit_code) == (0, 137)
+    assert said.collateral == ({"node": "n1", "rank": 1, "message": "was ended with the others (SIGTERM)"},)
+
+
+def test_torchruns_own_files_of_the_last_attempt(run: Run) -> None:
+    run.start("n1", "n2")
+    run.torchrun("n2/none_ab/attempt_9/0", "KeyError", "'an attempt before'")
+    run.torchrun("n2/none_ab/attempt_10/1", "ValueError", "bad: really", seconds=int(T0) + 3)
+    run.torchrun("n2/none_ab/attempt_10/0", "RuntimeError", CLOSED)
+    run.torchrun("n1/none_ab/attempt_10/0", "RuntimeError", RESET)
+    said = run.decide()
+    assert (said.node, said.rank, said.exception, said.message) == ("n2", 3, "ValueError", "bad: really")
+    assert (said.exit_code, said.time) == (1, float(int(T0) + 3))
+    assert {one["rank"] for one in said.collateral} == {0, 2}
+
+
+def test_the_attempts_of_the_last_launch_count(run: Run) -> None:
+    run.torchrun("n1/none_old/attempt_5/0", "KeyError", "'old'")
+    run.torchrun("n1/none_new/attempt_0/1", "ValueError", "new")
+    os.utime(run.path / "ranks/n1/none_old", (T0, T0))
+    os.utime(run.path / "ranks/n1/none_new", (T0 + 60, T0 + 60))
+    assert run.decide().exception == "ValueError"
+
+
+def test_a_node_env_that_fails_is_the_cause_in_its_own_words(run: Run) -> None:
+    run.start("n2")
+    message = "n2: /w/config/node_env.sh: line 3: 'module load cuda' failed with exit code 127; mend it, or write '...'"
+    run.file("node_n2.log", f"/w/config/node_env.sh: line 3: module: command not found\n{message}\nsrun: error\n")
+    run.file("node_n2.exit", "69\n")
+    said = run.decide(69)
+    assert (said.node, said.exit_code, said.cause) == ("n2", 69, message)
+
+
+def test_a_node_that_left_nothing_is_the_likelier_cause_than_those_who_lost_it(run: Run) -> None:
+    run.start("n1", "n2")
+    run.rank(0, "RuntimeError", RESET)
+    run.deaths("n1", r0=(1, False), r1=(143, True))
+    run.file("node_n1.exit", "1\n")
+    said = run.decide()
+    assert (said.node, said.rank, said.exit_code) == ("n2", None, 69)
+    assert said.cause == "n2: connection lost: no power or network there, or all its processes were killed"
+    (run.path / "node_n1.exit").unlink()
+    assert run.decide().rank == 0, "where no node leaves an exit status, none of them is lost"
+
+
+@pytest.mark.parametrize(
+    ("not_heard", "lost"),
+    [
+        ({"n1": "n3", "n2": "n3", "n3": "n1"}, "n3"),
+        ({"n1": "n2", "n2": "n1", "n3": "n1"}, "n1"),
+        ({"n1": "n2", "n2": "n1"}, "n2"),  # the first node is where the others are missed
+        ({"n1": "n2"}, "n2"),
+    ],
+)
+def test_of_nodes_that_do_not_hear_each_other_the_lonelier_one_is_lost(
+    run: Run, not_heard: dict[str, str], lost: str
+) -> None:
+    run.start(*not_heard)
+    for node, other in not_heard.items():
+        run.file(f"errors/node_{node}.json", json.dumps({"node": node, "deaths": [], "lost": other}))
+        run.file(f"node_{node}.exit", "69\n")
+    said = run.decide()
+    assert (said.outcome, said.node, said.exit_code) == ("failed", lost, 69)
+    run.file(f"node_{lost}.exit", "137\n")
+    assert "connection lost" not in run.decide().cause, "it ended by something else, and was missed only then"
+
+
+@pytest.mark.parametrize("code", [75, 129, 143])
+@pytest.mark.parametrize("seen_by", ["the launcher", "the other agent"])
+def test_a_stop_that_follows_a_lost_connection_is_no_stop_on_request(run: Run, code: int, seen_by: str) -> None:
+    run.start("n1", "n2")
+    run.deaths("n1", r0=(code, True), r1=(code, True))
+    run.deaths("n2", r2=(code, True), r3=(code, True))
+    for node in ("n1", "n2"):
+        run.file(f"node_{node}.exit", f"{code}\n")
+    if seen_by == "the launcher":
+        run.file("node_n2.lost", "")
+    else:
+        run.file("errors/node_n1.json", json.dumps({"node": "n1", "deaths": [], "lost": "n2"}))
+    said = run.decide(69)
+    assert (said.outcome, said.node, said.exit_code) == ("failed", "n2", 69)
+    assert said.cause.startswith("n2: connection lost")
+
+
+@pytest.mark.parametrize(
+    ("address", "code", "cause"),
+    [
+        (None, 137, "the launcher on n1 died of SIGKILL"),
+        ("ada@n1", 69, "n1: connection lost: the control channel was closed"),
+    ],
+)
+def test_without_ssh_in_between_a_lost_launcher_was_killed(
+    run: Run, address: str | None, code: int, cause: str
+) -> None:
+    run.file("run.json", {"places": [{"node": "n1", "address": address, "first_rank": 0, "processes": 2}]})
+    run.deaths("n1", r0=(143, True), r1=(143, True))
+    lost = {"node": "n1", "time": T0, "cause": "launcher lost", "message": "the control channel was closed"}
+    run.file("errors/supervisor_n1.json", lost)
+    said = run.decide()
+    assert (said.outcome, said.exit_code, said.cause) == ("failed", code, cause)
+
+
+def test_an_agent_that_was_refused_could_not_go_on_and_why_is_the_last_line_of_its_log(run: Run) -> None:
+    run.start("n1", "n2")
+    run.file("node_n1.exit", "69\n")
+    run.file("node_n1.log", "agent: waiting\nagent: port 29500: in use by another program; choose another\n")
+    run.file("node_n2.exit", "143\n")
+    said = run.decide(69)
+    assert said.cause == ("the agent on n1 could not go on: port 29500: in use by another program; choose another")
+    assert (said.outcome, said.exit_code) == ("failed", 69)
+
+
+def test_ranks_that_stopped_because_the_launcher_ended_with_69_did_not_stop_on_request(run: Run) -> None:
+    run.start("n1")
+    run.deaths("n1", r0=(75, False), r1=(75, False))
+    run.file("node_n1.exit", "75\n")
+    assert (run.decide(75).outcome, run.decide(75).exit_code) == ("stopped", 75)
+    assert (run.decide(69).outcome, run.decide(69).exit_code) == ("failed", 69)
+
+
+def test_garbage_and_half_written_files_are_passed_over_with_a_warning(run: Run) -> None:
+    whole = run.file("errors/rank_7.json", {"rank": 7, "exception": "KeyError", "message": "x" * 99})
+    run.file("errors/rank_5.json", whole.read_text()[:40])
+    run.file("errors/rank_6.json", "\0" * 4096)
+    whole.unlink()
+    run.file("errors/node_n2.json", "[1, 2]")
+    run.file("node_n2.exit", "")
+    run.file("run.json", "")
+    run.deaths("n1", r0=(139, False))
+    evidence = gather(run.path)
+    assert [failure.rank for failure in evidence.failures] == [0]
+    for name in ("rank_5.json", "rank_6.json", "node_n2.json", "node_n2.exit", "run.json"):
+        assert sum(name in warning for warning in evidence.warnings) == 1
+
+
+_keys = st.sampled_from(
+    [
+        "rank",
+        "local_rank",
+        "node",
+        "pid",
+        "time",
+        "exit_code",
+        "exception",
+        "message",
+        "traceback",
+        "deaths",
+        "ended_well",
+        "ended_by_agent",
+        "extraInfo",
+        "timestamp",
+        "py_callstack",
+        "places",
+        "processes",
+        "first_rank",
+    ]
+)
+_json = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.just(10**400),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_keys, inner, max_size=6),
+    max_leaves=12,
+)
+_files = st.sampled_from(
+    [
+        "run.json",
+        "errors/rank_0.json",
+        "errors/node_n1.json",
+        "ranks/n1/r/attempt_0/1/error.json",
+        "ranks/n1/attempt_x/y/error.json",
+        "node_n1.log",
+        "node_n1.exit",
+    ]
+)
+
+
+@settings(deadline=None)
+@given(st.dictionaries(_files, _json | st.text(), max_size=5), st.sampled_from([None, 0, 1, 130]))
+def test_nothing_that_stands_in_the_files_can_stop_the_verdict(files: dict[str, Any], launcher: int | None) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for name, content in files.items():
+            path = Path(folder, name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            text = content if isinstance(content, str) else json.dumps(content)
+            path.write_text(text, encoding="utf-8", errors="replace")
+        said = verdict.decide(Path(folder), launcher)
+        assert 0 <= said.exit_code <= 255 and (said.exit_code == 0) == (said.outcome == "ok")
+        assert verdict.in_words(said, Path(folder))
+
+
+# ---------------------------------------------------------------- what only the log tells
+
+# The agent's own part of the log of a torchrun, whose rank 1 called os._exit(42) when rank 0 was in an all-reduce.
+TORCHRUN = """\
+W1121 11:30:32.803000 9003 elastic/multiprocessing/api.py:1028] Sending process 9007 closing signal SIGTERM
+E1121 11:30:33.002000 9003 elastic/multiprocessing/api.py:1002] failed (exitcode: 42) local_rank: 1 (pid: 9008)
+Traceback (most recent call last):
+  File "torch/distributed/run.py", line 1032, in <module>
+    main()
+  File "torch/distributed/launcher/api.py", line 383, in launch_agent
+    raise ChildFailedError(
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+============================================================
+crash.py FAILED
+------------------------------------------------------------
+Failures:
+[1]:
+  time      : 2026-11-21_11:30:33
+  host      : localhost
+  rank      : 0 (local_rank: 0)
+  exitcode  : -15 (pid: 9007)  (SIGTERM)
+  error_file: <N/A>
+  traceback : Signal 15 (SIGTERM) received by PID 9007
+------------------------------------------------------------
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-11-21_11:30:32
+  host      : localhost
+  rank      : 1 (local_rank: 1)
+  exitcode  : 42 (pid: 9008)
+  error_file: <N/A>
+  traceback : To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html
+============================================================
+"""
+LOST_IN_LOG = f"""\
+[n1:0] step 19
+[n1:0] [rank0]: Traceback (most recent call last):
+[n1:0] [rank0]:   File "crash.py", line 35, in <module>
+[n1:0] [rank0]:     dist.all_reduce(t)
+[n1:0] [rank0]: RuntimeError: {RESET}
+"""
+RAISED_IN_LOG = """\
+[n1:1] [rank1]: Traceback (most recent call last):
+[n1:1] [rank1]:   File "crash.py", line 9, in <module>
+[n1:1] [rank1]:     raise ValueError("the data is bad\\nsecond line")
+[n1:1] [rank1]: ValueError: the data is bad
+[n1:1] [rank1]: second line
+"""
+ABORTED = "[n1:1] terminate called without an active exception\n"
+
+
+def test_the_list_of_failures_that_torchrun_prints(run: Run) -> None:
+    run.file("node_n1.log", LOST_IN_LOG + "[n1:1] no data here\n" + TORCHRUN)
+    run.file("node_n1.exit", "1\n")
+    said = run.decide()
+    assert (said.node, said.rank, said.exit_code, said.exception) == ("n1", 1, 42, None)
+    assert said.cause == "rank 1 on n1 exited with code 42"
+    words = "RuntimeError: Read error [127.0.0.1]:61582: Connection reset by peer."
+    assert said.collateral == ({"node": "n1", "rank": 0, "message": words},)
+    assert "its last lines:\n    no data here\n" in verdict.in_words(said, run.path)
+
+
+def test_torchrun_blames_the_abort_where_an_exception_was_first(run: Run) -> None:
+    """Seen: rank 1 raises, PyTorch's threads abort it on its way out, torchrun reports signal 6."""
+    agent = TORCHRUN.replace("exitcode  : 42", "exitcode  : -6")
+    run.file("node_n1.log", RAISED_IN_LOG + LOST_IN_LOG + ABORTED + agent)
+    said = run.decide()
+    assert (said.rank, said.exit_code, said.exception) == (1, 1, "ValueError")
+    assert said.message == "the data is bad\nsecond line"
+    assert said.time is not None and said.time.is_integer(), "the time is torchrun's"
+    assert said.traceback.startswith("Traceback (most recent call last):\n  File ")
+
+
+def test_of_two_accounts_of_one_rank_the_better_one_counts(run: Run) -> None:
+    run.file("node_n1.log", RAISED_IN_LOG + TORCHRUN)
+    run.torchrun("n1/none_ab/attempt_0/1", "ValueError", "from torchrun's file")
+    assert (run.decide().rank, run.decide().message, run.decide().exit_code) == (1, "from torchrun's file", 42)
+    run.deaths("n1", r1=(3, False))
+    assert run.decide().exit_code == 3
+    run.rank(1, "ValueError", "from the rank's file", exit_code=4)
+    assert (run.decide().message, run.decide().exit_code) == ("from the rank's file", 4)
+
+
+def test_the_last_of_two_lists_of_failures_counts(run: Run) -> None:
+    before = TORCHRUN.replace("rank      : 0", "rank      : 5").replace("-15", "7")
+    run.file("node_n1.log", before + TORCHRUN)
+    assert [failure.exit_code for failure in gather(run.path).failures] == [143, 42]
+
+
+def test_a_rank_that_torchrun_ended_is_innocent_whatever_its_exit_code(run: Run) -> None:
+    log = TORCHRUN.replace("exitcode  : -15", "exitcode  : 5").replace("exitcode  : 42", "exitcode  : 1")
+    run.file("node_n1.log", log)
+    assert (run.decide().rank, run.decide().exit_code) == (1, 1)
+
+
+def test_a_chain_of_exceptions_in_the_log_is_read_from_its_first(run: Run) -> None:
+    """Seen: an error, then a barrier in `finally`, which waits in vain."""
+    lines = trace(("ValueError", "own"), ("RuntimeError", WAITED)).splitlines()
+    marked = "".join(f"[n1:1] [rank1]: {line}\n" if line else "[n1:1] \n" for line in lines)
+    run.file("node_n1.log", LOST_IN_LOG + "[n1:1] step 19\n" + marked)
+    run.deaths("n1", r0=(1, False), r1=(1, False))
+    said = run.decide()
+    assert (said.rank, said.exception, said.message, said.traceback) == (1, "ValueError", "own", "\n".join(lines))
+
+
+def test_an_innocent_rank_that_was_aborted_after_its_message_stays_innocent(run: Run) -> None:
+    log = LOST_IN_LOG.replace("n1:0", "n1:1").replace("rank0", "rank1") + ABORTED
+    agent = TORCHRUN.partition("\n")[2]  # without the line that it ended rank 0
+    agent = agent.replace("exitcode  : 42", "exitcode  : -6").replace("exitcode  : -15", "exitcode  : 3")
+    run.file("node_n1.log", log + agent)
+    assert (run.decide().rank, run.decide().exit_code) == (0, 3)
+
+
+def test_an_abort_by_the_watchdog_of_nccl_is_no_cause(run: Run) -> None:
+    thrown = f"terminate called after throwing an instance of 'c10::DistBackendError'\n  what():  {WATCHDOG}\n"
+    before = "terminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc\n"
+    log = "".join(f"[n1:0] {line}\n" for line in (before + thrown).splitlines())
+    run.file("node_n1.log", log + "[n1:0] frame #0: c10::Error::Error (libc10.so)\n")
+    run.deaths("n1", r0=(134, False), r1=(139, False))
+    said = run.decide()
+    assert (said.rank, said.exit_code) == (1, 139)
+    assert said.collateral[0]["message"].startswith("DistBackendError: [Rank 0] Watchdog caught")
+
+
+def test_an_exception_that_was_logged_long_before_is_not_what_a_rank_died_of(run: Run) -> None:
+    run.file("node_n1.log", RAISED_IN_LOG + "[n1:1] step\n" * 40)
+    run.deaths("n1", r1=(3, False))
+    assert run.decide().exception is None
+    run.file("node_n1.log", RAISED_IN_LOG)
+    run.deaths("n1", r1=(137, False))
+    assert run.decide().exception is None, "nor one that was killed"
+
+
+def test_where_python_was_when_a_signal_ended_it(run: Run) -> None:
+    fault = 'Fatal Python error: Segmentation fault\n\nCurrent thread 0x1:\n  File "a.py", line 3 in f'
+    run.file("node_n1.log", "".join(f"[n1:0] {line}\n" for line in fault.splitlines()))
+    run.deaths("n1", r0=(139, False))
+    said = run.decide()
+    assert (said.cause, said.traceback) == ("rank 0 on n1 died of SIGSEGV", fault)
+    assert '  File "a.py", line 3 in f\n' in verdict.in_words(said, run.path)
+    assert "PYTHONFAULTHANDLER" not in verdict.in_words(said, run.path), "the stack is there already"
+
+
+@pytest.mark.parametrize(
+    ("log", "code", "expected"),
+    [
+        ("torchrun: error: unrecognized arguments: --nprc\n", 2, "torchrun: error: unrecognized arguments: --nprc"),
+        ("", 1, "exited with code 1"),
+        ("[n1:0] step 19\nloss 3.1\n", 137, "died of SIGKILL"),
+        ('Traceback (most recent call last):\n  File "a", line 1\ntorch.distributed.DistNetworkError: EADDRINUSE\n\n',
+         1, "DistNetworkError: EADDRINUSE"),
+    ],
+)  # fmt: skip
+def test_an_agent_that_failed_before_any_rank(run: Run, log: str, code: int, expected: str) -> None:
+    run.start("n1", "n2")
+    run.file("node_n1.log", log)
+    run.file("node_n1.exit", f"{code}\n")
+    run.file("node_n2.exit", "143\n")
+    said = run.decide()
+    assert (said.outcome, said.node, said.rank, said.exit_code) == ("failed", "n1", None, code)
+    assert "the agent on n1 " in said.cause and expected in said.cause
+
+
+def test_without_an_agent_the_ranks_in_the_log_of_a_failed_node_count(run: Run) -> None:
+    run.file("node_n1.log", LOST_IN_LOG + RAISED_IN_LOG)
+    run.file("node_n1.exit", "1\n")
+    assert (run.decide().rank, run.decide().exception, len(run.decide().collateral)) == (1, "ValueError", 1)
+
+
+def test_only_the_end_of_a_large_log_is_read(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distributed.runs.failures.LOG_TAIL", 2000)
+    run.file("node_n1.log", LOST_IN_LOG + "[n1:0] step\n" * 1000 + RAISED_IN_LOG)
+    log = read_log(run.path / "node_n1.log", "n1")
+    assert {line.text for line in log[0]} == {"step"} and len(log[1]) == 5
+    assert [line.text for line in log[None]] == [""], "the line that was cut is left out"
+
+
+# ---------------------------------------------------------------- what a person reads, and the program
+
+
+def test_the_verdict_in_words(run: Run) -> None:
+    site = '  File "/usr/lib/python3.11/site-packages/torch/x.py", line 1, in all_reduce\n    wait()\n'
+    mine = "".join(f'  File "/home/me/train.py", line {line}, in f{line}\n    f{line}()\n' for line in range(1, 6))
+    stack = f"Traceback (most recent call last):\n{mine}{site}ValueError: bad\n"
+    run.rank(1, "ValueError", "bad", node="n2", traceback=stack)
+    for rank in (0, 2):
+        run.rank(rank, "RuntimeError", CLOSED, time=T0 - 0.1)
+    run.file("node_n2.log", "")
+    assert verdict.in_words(run.decide(), run.path) == (
+        "verdict: failed: rank 1 on n2 raised ValueError: bad\n"
+        "  exit code 1\n"
+        '    File "/home/me/train.py", line 3, in f3\n'
+        "      f3()\n"
+        '    File "/home/me/train.py", line 4, in f4\n'
+        "      f4()\n"
+        '    File "/home/me/train.py", line 5, in f5\n'
+        "      f5()\n"
+        "  ValueError: bad\n"
+        "  followed: rank 0 on n1: RuntimeError: Connection closed by peer [127.0.0.1]:2955."
+        " (2 in all, see verdict.json)\n"
+        f"  all output of n2: {run.path}/node_n2.log\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("failure", "hint"),
+    [
+        (died(137), "often the kernel, when memory is full: `dmesg -T | grep -i oom` on n1"),
+        (died(135), "`df -h /dev/shm` on n1"),
+        (died(139), "PYTHONFAULTHANDLER=1"),
+        (told("RuntimeError", "DataLoader worker (pid 7) is killed by signal: Bus error. "), "/dev/shm"),
+        (told(*GUILTY[1]), "`nvidia-smi` on n1"),
+        (told("RuntimeError", "CUDA error: out of memory"), "`nvidia-smi` on n1"),
+        (told("MemoryError"), "`free -h`"),
+        (told("_ArrayMemoryError", "Unable to allocate 512. TiB for an array with shape (1,)"), "`free -h`"),
+        (
+            told(
+                "RuntimeError",
+                "[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: you tried to "
+                "allocate 281474976710656 bytes. Error code 12 (Cannot allocate memory)",
+            ),
+            "`free -h`",
+        ),
+        (told("OSError", "[Errno 28] No space left on device: 'x.pt'"), "`df -h` on n1"),
+        (told(*GUILTY[4], rank=None), "--master-port"),
+    ],
+)
+def test_the_likely_meaning_is_told(tmp_path: Path, failure: Failure, hint: str) -> None:
+    said = verdict.in_words(verdict.judge(Evidence((failure,))), tmp_path)
+    assert hint in said
+    assert ("nvidia-smi" in said) == ("nvidia-smi" in hint), "only where a GPU is full"
+
+
+def test_frames_of_libraries_are_shown_when_there_are_no_others(run: Run) -> None:
+    stack = (
+        'Traceback (most recent call last):\n  File "/lib/python3.11/runpy.py", line 3, in f\n    f()\nValueError: x\n'
+    )
+    run.rank(0, "ValueError", "x", traceback=stack)
+    assert "runpy.py" in verdict.in_words(run.decide(), run.path)
+
+
+@pytest.mark.parametrize(
+    ("code", "lines"),
+    [
+        (3, ["verdict: failed: rank 1 on n1 exited with code 3"]),
+        (137, ["verdict: failed: rank 1 on n1 died of SIGKILL", "  exit code 137 (SIGKILL)"]),
+    ],
+)
+def test_the_exit_code_is_told_once(tmp_path: Path, code: int, lines: list[str]) -> None:
+    said = verdict.in_words(verdict.judge(Evidence((died(code),))), tmp_path).splitlines()
+    assert said[: len(lines)] == lines
+    assert sum(str(code) in line for line in said) == 1
+
+
+def test_a_witness_is_quoted_once(run: Run) -> None:
+    run.rank(0, "RuntimeError", "[Rank 0]: Rank 1 failed to pass monitoredBarrier in 2000 ms")
+    assert verdict.in_words(run.decide(), run.path).splitlines()[-1] == (
+        "  RuntimeError: [Rank 0]: Rank 1 failed to pass monitoredBarrier in 2000 ms"
+    )
+
+
+def call(*words: object) -> subprocess.CompletedProcess[str]:
+    program = [sys.executable, "-m", "distributed.runs.verdict", *map(str, words)]
+    return subprocess.run(program, cwd=KIT, capture_output=True, text=True, check=False)
+
+
+def test_the_program_writes_verdict_json_and_ends_with_the_guilty_ranks_code(run: Run) -> None:
+    run.deaths("n1", r1=(137, False))
+    run.file("errors/rank_5.json", "{")
+    done = call(run.path)
+    assert (done.returncode, done.stdout) == (137, "")
+    warning, said = done.stderr.splitlines()[:2]
+    assert warning.startswith("verdict: warning: ") and "rank_5.json: passed over" in warning
+    assert said == "verdict: failed: rank 1 on n1 died of SIGKILL"
+    assert json.loads((run.path / "verdict.json").read_text()) == {
+        "outcome": "failed",
+        "exit_code": 137,
+        "node": "n1",
+        "rank": 1,
+        "time": T0 + 0.1,
+        "cause": "rank 1 on n1 died of SIGKILL",
+        "exception": None,
+        "message": "",
+        "traceback": "",
+        "collateral": [],
+    }
+
+
+def test_an_interrupted_launcher_gives_its_code(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    run.deaths("n1", r0=(143, True))
+    for code, how in ((130, "Ctrl-C"), (143, "SIGTERM")):
+        assert verdict.main([str(run.path), "--exit-code", f"{code}"]) == code
+        assert capsys.readouterr().err == f"verdict: stopped: interrupted ({how}); no rank had failed\n"
+
+
+def test_a_run_that_stopped_says_how_to_go_on(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    run.deaths("n1", r0=(75, False), r1=(75, True))
+    assert verdict.main([str(run.path)]) == 75
+    assert "run the same command again to go on" in capsys.readouterr().err
+
+
+def test_a_folder_that_is_full_does_not_keep_the_verdict_from_being_said(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.deaths("n1", r0=(139, False))
+    (run.path / "verdict.json").mkdir()  # as little to be written as on a full disk
+    assert verdict.main([str(run.path)]) == 139
+    said = capsys.readouterr().err
+    assert "warning: cannot write" in said and "died of SIGSEGV" in said
+    assert list(run.path.glob(".verdict*")) == []
+
+
+def test_what_is_no_folder_is_a_wrong_call(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as refused:
+        verdict.main([str(tmp_path / "nowhere")])
+    assert refused.value.code == 2
+    assert f"'{tmp_path}/nowhere' is not the folder of a run" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- the real thing
+
+CRASH = """\
+import datetime, os, signal
+import torch, torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+
+@record
+def main():
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=20))
+    for step in range(9):
+        if step == 5 and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.all_reduce(torch.ones(9))
+
+main()
+"""
+
+
+def test_torchrun_and_gloo_of_today_are_understood(run: Run) -> None:
+    """Rank 0 leaves an error file of torchrun's; that rank 1 was killed stands in the log alone."""
+    run.start("n1")
+    agent = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--tee", "3"]
+    words = ["--log-dir", str(run.path / "ranks" / "n1"), str(run.file("crash.py", CRASH))]
+    env = os.environ | {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[n1:${rank}] ", "OMP_NUM_THREADS": "1"}
+    with (run.path / "node_n1.log").open("wb") as log:
+        status = subprocess.run([*agent, *words], env=env, stdout=log, stderr=log, check=False).returncode
+    run.file("node_n1.exit", f"{status}\n")
+    evidence = gather(run.path)
+    said = verdict.judge(evidence)
+    assert (said.exit_code, said.cause) == (137, "rank 1 on n1 died of SIGKILL")
+    assert {kind(failure) for failure in evidence.failures if failure.rank == 0} <= {Kind.COLLATERAL, Kind.ENDED}

@@ -1,0 +1,133 @@
+"""A process that a real SLURM started knows its place: which rank of how many, on which node, whom to meet.
+
+SLURM says it in some twenty variables that contradict each other: some describe the job and some the step,
+some are left over from the shell. So real steps are started in every way a person starts them, and the
+answer is held against where the processes really are.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from lab.slurm_steps import ALONE, PLACES, STEPS, Step, Told, ask, places
+
+from distributed.world import World, WorldError
+
+ROOT = Path(__file__).resolve().parents[2]
+LAB = ROOT / "tests/lab/lab.sh"
+RECORDS = json.loads((ROOT / "tests/slurm_environments.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A real SLURM with three nodes, up for the tests of this file."""
+    if not os.environ.get("CI") and (os.geteuid() != 0 or not shutil.which("slurmctld")):
+        pytest.skip("a real SLURM can be raised by root alone, where slurm-wlm is installed: tests/run.sh says how")
+    prefix = "p" + str(os.getpid()).translate(str.maketrans("0123456789", "abcdefghij"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MUSTER_LAB", str(tmp_path_factory.mktemp("slurm") / "lab"))
+        up = [str(LAB), "up", "3", "--slurm", "--gpus", "2", "--prefix", prefix]
+        conf = subprocess.run(up, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+        patch.setenv("SLURM_CONF", conf)
+        yield
+        subprocess.run([LAB, "down"], check=True)
+
+
+@pytest.fixture(scope="module")
+def asked(slurm: None) -> Iterator[dict[str, Future[list[Told]]]]:
+    """The answers of SLURM to all steps, which are asked side by side."""
+    with ThreadPoolExecutor(6) as pool:
+        yield {step.name: pool.submit(ask, step) for step in STEPS}
+
+
+def steps(answer: str | None = None) -> pytest.MarkDecorator:
+    """All steps with this answer; without one, all that are to be refused."""
+    chosen = [step for step in STEPS if (step.answer == answer if answer else step.answer not in (PLACES, ALONE))]
+    return pytest.mark.parametrize("step", chosen, ids=lambda step: step.name)
+
+
+@steps(PLACES)
+def test_every_process_knows_its_place(step: Step, asked: dict[str, Future[list[Told]]]) -> None:
+    told = asked[step.name].result()
+    worlds = [asdict(World.from_env(process.environment)) for process in told]
+    expected = [asdict(place) for place in places(told)]
+    assert [{key: world[key] for key in expected[0]} for world in worlds] == expected
+
+
+@steps(PLACES)
+def test_all_processes_meet_at_one_port(step: Step, asked: dict[str, Future[list[Told]]]) -> None:
+    worlds = [World.from_env(process.environment) for process in asked[step.name].result()]
+    assert len({world.master_port for world in worlds}) == 1
+    assert 1024 < (worlds[0].master_port or 0) < 65536
+
+
+@steps(ALONE)
+def test_python_by_hand_in_a_job_is_one_process_and_is_told_so(
+    step: Step, asked: dict[str, Future[list[Told]]]
+) -> None:
+    (told,) = asked[step.name].result()
+    world = World.from_env(told.environment)
+    assert (world.rank, world.size, world.nodes, world.launcher) == (0, 1, 1, "single")
+    assert f"inside SLURM job {told.environment['SLURM_JOB_ID']}" in world.notes[0]
+    assert "srun" in world.notes[0]
+
+
+@steps()
+def test_what_cannot_be_known_is_refused(step: Step, asked: dict[str, Future[list[Told]]]) -> None:
+    told = asked[step.name].result()
+    assert told
+    for process in told:
+        with pytest.raises(WorldError, match=step.answer):
+            World.from_env(process.environment)
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record["name"])
+def test_the_record_is_of_the_step_as_it_is_asked_today(record: dict[str, object]) -> None:
+    (step,) = (step for step in STEPS if step.name == record["name"])
+    assert record["command"] == step.command.replace(sys.executable, "python")
+    assert record["answer"] == step.answer
+
+
+def test_every_step_is_recorded() -> None:
+    assert [record["name"] for record in RECORDS] == [step.name for step in STEPS]
+
+
+JOIN = """
+import torch, torch.distributed as dist
+from distributed.torch import process_group
+with process_group(backend="gloo", timeout=60) as world:
+    total = torch.tensor([world.rank + 1.0])
+    dist.all_reduce(total)
+    open(f"{world.rank}.sum", "w").write(f"{total.item():g} on {world.nodes}")
+"""
+
+
+# As a wrapper or a container that passes on no more than these.
+FOUR = """exec env -i "PYTHONPATH=$PYTHONPATH" OMP_NUM_THREADS=1 "SLURM_PROCID=$SLURM_PROCID" \\
+  "SLURM_NTASKS=$SLURM_NTASKS" "SLURM_LOCALID=$SLURM_LOCALID" "SLURM_NODELIST=$SLURM_NODELIST" "$@" """
+
+
+def test_tasks_that_keep_four_variables_join_over_two_nodes(slurm: None, tmp_path: Path) -> None:
+    ended = subprocess.run(
+        ["srun", "-N2", "-n2", "--kill-on-bad-exit=1", "sh", "-c", FOUR, "sh", sys.executable, "-c", JOIN],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 0, ended.stderr
+    sums = {file.name: file.read_text() for file in tmp_path.glob("*.sum")}
+    assert sums == {f"{rank}.sum": "3 on 2" for rank in range(2)}
+    (note,) = re.findall("^warning: .*", ended.stderr, re.MULTILINE)
+    assert "taking this process for task 0 of 2" in note

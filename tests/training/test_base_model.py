@@ -1,0 +1,670 @@
+"""A base model on a disk is complete and verified, or it is not there.
+
+Guarded here: every damage is found, a copy is never visible before it is complete, also when its process is killed at
+any moment; one process trains a base model however many want it, and none that is in use is removed.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import stat
+import sys
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from distributed.jobs.base_cache import Cache, cached, prune
+from distributed.training import base_model
+from distributed.training.base_model import CACHE, FILES, MANIFEST, WEIGHTS, BaseModelError
+
+DIGEST = "ab" * 32
+NAME = DIGEST[:12]
+SAME_NAME = NAME + "cd" * 26  # another digest, whose first characters are the same
+OTHER = "ef" * 32
+PATIENCE = 60.0  # seconds
+
+_context = multiprocessing.get_context("spawn")  # pytest has threads, which a fork would lose
+
+
+def trained(directory: Path, text: str = "weights") -> str:
+    """The output directory of a job that has trained a base model."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for name in FILES:
+        (directory / name).write_text(f"{name} {text} {'x' * 500}")
+    return str(directory)
+
+
+def published(cache: Path, digest: str = DIGEST, text: str = "weights") -> Path:
+    source = trained(cache.parent / f"trained-{digest[:4]}", text)
+    manifest = base_model.manifest_of(source, digest, seconds=7.5)
+    base_model.publish(str(cache), digest, base_model.stage(str(cache), source, manifest))
+    return cache / base_model.hash_of(digest)
+
+
+def hidden(cache: Path) -> list[str]:
+    """What incomplete copies have left."""
+    return [path.name for path in cache.iterdir() if ".incomplete-" in path.name]
+
+
+def flip(path: Path, position: int, bit: int = 0) -> None:
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1 << bit
+    path.write_bytes(content)
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+# ---------------------------------------------------------------- verify
+
+
+def test_a_manifest_holds_the_digest_the_size_and_the_checksum_of_each_file_and_facts(cache: Path) -> None:
+    manifest = base_model.verify(str(published(cache)), DIGEST)
+    assert manifest["digest"] == DIGEST
+    assert manifest["seconds"] == 7.5
+    assert set(manifest["files"]) == set(FILES)
+    assert manifest["files"][WEIGHTS]["bytes"] == (cache / NAME / WEIGHTS).stat().st_size
+    assert base_model.size_of(manifest) == sum((cache / NAME / name).stat().st_size for name in FILES)
+    assert base_model.verify(str(cache / NAME)) == manifest
+
+
+@pytest.mark.parametrize("missing", FILES)
+def test_a_training_that_has_left_a_file_out_is_refused_by_its_name(missing: str, tmp_path: Path) -> None:
+    source = Path(trained(tmp_path / "out"))
+    (source / missing).unlink()
+    with pytest.raises(BaseModelError, match=f"{missing}: No such file or directory: a job with mode base_only must"):
+        base_model.manifest_of(str(source), DIGEST)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def lengthened(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"x")
+
+
+def as_directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def as_file(directory: Path) -> None:
+    shutil.rmtree(directory)
+    directory.touch()
+
+
+def as_link_to_nothing(directory: Path) -> None:
+    shutil.rmtree(directory)
+    directory.symlink_to("nowhere")
+
+
+# A damage to one file, and what is said about it.
+OF_A_FILE: list[tuple[Callable[[Path], Any], str]] = [
+    (Path.unlink, "cannot be read: No such file or directory"),
+    (lambda path: path.write_bytes(b""), r"damaged: it has 0 bytes, expected 5\d\d"),
+    (cut, r"damaged: it has 5\d\d bytes, expected 5\d\d"),
+    (lengthened, r"damaged: it has 5\d\d bytes, expected 5\d\d"),
+    (lambda path: flip(path, 0), "damaged: its checksum is not the one in manifest.json"),
+    (lambda path: flip(path, -1, 7), "damaged: its checksum is not the one in manifest.json"),
+    (as_directory, "damaged: it has|cannot be read"),
+]
+OF_ALL: list[tuple[Callable[[Path], Any], str]] = [
+    (shutil.rmtree, "there is no base model"),
+    (as_file, "cannot be read: Not a directory"),
+    (lambda path: (path / MANIFEST).unlink(), "there is no base model"),
+    (lambda path: as_directory(path / MANIFEST), "cannot be read: Is a directory"),
+]
+DAMAGES = OF_ALL + [
+    (lambda directory, name=name, change=change: change(directory / name), message)
+    for name in FILES
+    for change, message in OF_A_FILE
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGES)
+def test_every_damage_is_found_and_named(damage: Callable[[Path], Any], message: str, cache: Path) -> None:
+    directory = published(cache)
+    damage(directory)
+    with pytest.raises(BaseModelError, match=message) as refused:
+        base_model.verify(str(directory), DIGEST)
+    assert str(refused.value).startswith(str(directory))
+    assert "\n" not in str(refused.value)
+
+
+def manifest(**changed: Any) -> str:
+    known = {"digest": DIGEST, "files": {name: {"bytes": 1, "sha256": "0" * 64} for name in FILES}}
+    return json.dumps({**known, **changed})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "{", "[]", "null", "7", '"text"', "{}", "[" * 100_000, '{"digest": "\xff',
+        manifest(digest=None), manifest(digest=7), manifest(digest=NAME), manifest(digest="G" * 64),
+        manifest(files=None), manifest(files=[]), manifest(files={}), manifest(files=dict.fromkeys(FILES)),
+        manifest(files={name: {"bytes": 1, "sha256": "0" * 64} for name in FILES[1:]}),
+        manifest(files={name: {"bytes": "1", "sha256": "0" * 64} for name in FILES}),
+        manifest(files={name: {"bytes": 1, "sha256": None} for name in FILES}),
+    ],
+)  # fmt: skip
+def test_a_manifest_that_is_rubbish_is_a_damage(text: str, cache: Path) -> None:
+    directory = published(cache)
+    (directory / MANIFEST).write_text(text, encoding="latin-1")
+    with pytest.raises(BaseModelError, match=f"damaged; remove {directory} and train the base model again"):
+        base_model.verify(str(directory), DIGEST)
+    assert base_model.digests_in(str(cache)) == []
+
+
+def test_a_digest_that_begins_with_the_same_characters_is_another_base_model(cache: Path) -> None:
+    directory = published(cache)
+    with pytest.raises(BaseModelError, match=f"holds the base model {DIGEST}, expected {SAME_NAME}"):
+        base_model.verify(str(directory), SAME_NAME)
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(position=st.integers(0, 10_000), bit=st.integers(0, 7))
+def test_one_flipped_bit_of_the_manifest_is_found_or_changes_nothing_that_matters(
+    position: int, bit: int, tmp_path: Path
+) -> None:
+    directory = tmp_path / "cache" / NAME
+    if not directory.exists():
+        published(tmp_path / "cache")
+        shutil.copy(directory / MANIFEST, tmp_path / "good")
+    shutil.copy(tmp_path / "good", directory / MANIFEST)
+    good = base_model.read_manifest(str(directory))
+    flip(directory / MANIFEST, position % (directory / MANIFEST).stat().st_size, bit)
+    try:
+        found = base_model.verify(str(directory), DIGEST)
+    except BaseModelError:
+        return
+    assert (found["digest"], found["files"]) == (good["digest"], good["files"])
+
+
+# ---------------------------------------------------------------- stage and publish
+
+
+def test_a_copy_is_not_visible_before_it_is_published(cache: Path, tmp_path: Path) -> None:
+    source = trained(tmp_path / "out")
+    staging = base_model.stage(str(cache), source, base_model.manifest_of(source, DIGEST))
+    assert base_model.names_in(str(cache)) == base_model.digests_in(str(cache)) == []
+    assert base_model.names_of_staging(str(cache)) == [NAME]
+    base_model.publish(str(cache), DIGEST, staging)
+    assert base_model.names_in(str(cache)) == [NAME]
+    assert base_model.digests_in(str(cache)) == [DIGEST]
+    assert base_model.names_of_staging(str(cache)) == []
+    assert (cache / NAME).stat().st_mode & 0o777 == 0o755
+
+
+@pytest.mark.parametrize("name", [*FILES, MANIFEST])
+@pytest.mark.parametrize(
+    "change", [Path.unlink, lambda path: path.write_bytes(path.read_bytes()[:9]), lambda path: flip(path, 20)]
+)
+def test_an_incomplete_or_damaged_copy_is_not_published_and_is_removed(
+    name: str, change: Callable[[Path], object], cache: Path, tmp_path: Path
+) -> None:
+    source = trained(tmp_path / "out")
+    staging = base_model.stage(str(cache), source, base_model.manifest_of(source, DIGEST))
+    change(Path(staging, name))
+    with pytest.raises(BaseModelError):
+        base_model.publish(str(cache), DIGEST, staging)
+    assert list(cache.iterdir()) == []
+
+
+def test_a_copy_of_another_base_model_is_not_published(cache: Path, tmp_path: Path) -> None:
+    source = trained(tmp_path / "out")
+    staging = base_model.stage(str(cache), source, base_model.manifest_of(source, OTHER))
+    with pytest.raises(BaseModelError, match=f"holds the base model {OTHER}, expected {DIGEST}"):
+        base_model.publish(str(cache), DIGEST, staging)
+    assert list(cache.iterdir()) == []
+
+
+def test_a_source_that_has_changed_since_its_manifest_was_made_is_not_published(cache: Path, tmp_path: Path) -> None:
+    source = trained(tmp_path / "out")
+    known = base_model.manifest_of(source, DIGEST)
+    flip(Path(source, WEIGHTS), 100)
+    with pytest.raises(BaseModelError, match="its checksum is not the one in"):
+        base_model.publish(str(cache), DIGEST, base_model.stage(str(cache), source, known))
+
+
+def test_publishing_over_a_valid_base_model_keeps_it(cache: Path) -> None:
+    before = published(cache, text="first").stat().st_ino
+    assert published(cache, text="second").stat().st_ino == before
+    assert "first" in (cache / NAME / WEIGHTS).read_text()
+    assert hidden(cache) == []
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path: flip(path / WEIGHTS, 3),
+        lambda path: (path / MANIFEST).unlink(),
+        lambda path: (path / MANIFEST).write_text(manifest(digest=SAME_NAME)),
+        as_file,
+        as_link_to_nothing,
+    ],
+)
+def test_publishing_over_a_damaged_base_model_replaces_it(damage: Callable[[Path], object], cache: Path) -> None:
+    damage(published(cache))
+    published(cache)
+    base_model.verify(str(cache / NAME), DIGEST)
+    assert hidden(cache) == []
+
+
+def test_a_full_disk_leaves_nothing(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = trained(tmp_path / "out")
+    known = base_model.manifest_of(source, DIGEST)
+
+    def full(_: str, target: str) -> None:
+        Path(target).write_text("a part")
+        raise OSError(errno.ENOSPC, "No space left on device", target)
+
+    monkeypatch.setattr(shutil, "copyfile", full)
+    with pytest.raises(OSError, match="No space left on device"):
+        base_model.stage(str(cache), source, known)
+    assert list(cache.iterdir()) == []
+
+
+def test_remove_takes_a_base_model_away_and_nothing_else(cache: Path) -> None:
+    published(cache)
+    published(cache, OTHER)
+    base_model.remove(str(cache), NAME)
+    base_model.remove(str(cache), NAME)  # it is not there
+    assert [path.name for path in cache.iterdir()] == [OTHER[:12]]
+    base_model.verify(str(cache / OTHER[:12]), OTHER)
+
+
+def test_staging_directories_of_one_base_model_are_removed(cache: Path) -> None:
+    for digest in (DIGEST, DIGEST, OTHER):
+        base_model.new_staging(str(cache), digest)
+    base_model.remove_staging(str(cache), DIGEST)
+    assert base_model.names_of_staging(str(cache)) == [OTHER[:12]]
+
+
+def test_a_cache_that_is_not_there_holds_nothing(cache: Path) -> None:
+    assert base_model.names_in(str(cache)) == base_model.names_of_staging(str(cache)) == []
+    assert base_model.digests_in(str(cache)) == []
+    assert base_model.signature(str(cache / NAME)) == []
+
+
+# ---------------------------------------------------------------- processes that are killed, or at once
+
+
+def in_process(function: Callable[..., Any], *args: Any) -> Any:
+    """What a function returns in a process that may fork."""
+    with _context.Pool(1) as pool:
+        return pool.apply_async(function, args).get(PATIENCE)
+
+
+def forked(work: Callable[[], object], kill_at: int | None = None) -> int:
+    """Start a child. kill_at: it is killed at so many events (files opened, directories made, names changed, ...)."""
+    child = os.fork()
+    if child:
+        return child
+    seen = itertools.count()
+
+    def count(*_: object) -> None:
+        if next(seen) == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    try:
+        if kill_at is not None:
+            sys.addaudithook(count)
+        work()
+        os._exit(0)
+    finally:
+        os._exit(1)
+
+
+def code_of(child: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def publish_and_be_killed(cache: Path, before: str) -> tuple[int, list[str]]:
+    """(how often the child was killed, faults). before: what is there: nothing, valid or damaged."""
+    faults = []
+    for number in itertools.count():
+        shutil.rmtree(cache, ignore_errors=True)
+        if before != "nothing":
+            published(cache, text="before")
+        if before == "damaged":
+            flip(cache / NAME / WEIGHTS, 3)
+        source = trained(cache.parent / "out", "after")
+        known = base_model.manifest_of(source, DIGEST)
+
+        def work(known: dict[str, Any] = known, source: str = source) -> None:
+            base_model.publish(str(cache), DIGEST, base_model.stage(str(cache), source, known))
+
+        code = code_of(forked(work, kill_at=number))
+        if (state := state_of(cache)) not in {"nothing": ("nothing", "valid"), "valid": ("valid",)}.get(
+            before, ("nothing", "valid", "damaged")
+        ):
+            faults.append(f"killed at {number}: {state}")
+        if code != -signal.SIGKILL:
+            return number, faults + ([] if code == 0 and state == "valid" else [f"exit code {code}"])
+        work()  # as the next process does
+        base_model.remove_staging(str(cache), DIGEST)
+        if state_of(cache) != "valid" or hidden(cache):
+            faults.append(f"killed at {number}: afterwards {state_of(cache)}, left {hidden(cache)}")
+    raise AssertionError
+
+
+def state_of(cache: Path) -> str:
+    if not (cache / NAME).exists():
+        return "nothing"
+    try:
+        base_model.verify(str(cache / NAME), DIGEST)
+        return "valid"
+    except BaseModelError:
+        return "damaged"
+
+
+@pytest.mark.parametrize("before", ["nothing", "valid", "damaged"])
+def test_a_process_killed_at_any_event_leaves_nothing_or_a_valid_base_model(before: str, cache: Path) -> None:
+    kills, faults = in_process(publish_and_be_killed, cache, before)
+    assert not faults
+    assert kills > 20
+
+
+def publish_large_and_be_killed(cache: Path, seconds: float) -> tuple[str, str]:
+    """(what is there after a kill, what is there after another process has published it)."""
+    source = trained(cache.parent / "out")
+    Path(source, WEIGHTS).write_bytes(os.urandom(1 << 20) * 24)
+    known = base_model.manifest_of(source, DIGEST)
+
+    def work() -> None:
+        base_model.publish(str(cache), DIGEST, base_model.stage(str(cache), source, known))
+
+    child = forked(work)
+    time.sleep(seconds)
+    os.kill(child, signal.SIGKILL)
+    code_of(child)
+    after = state_of(cache)
+    work()
+    return after, state_of(cache)
+
+
+def test_a_process_killed_while_it_copies_leaves_nothing_or_a_valid_base_model(cache: Path) -> None:
+    with _context.Pool(1) as pool:
+        for milliseconds in (0, 2, 5, 10, 20, 40, 80):
+            shutil.rmtree(cache, ignore_errors=True)
+            call = pool.apply_async(publish_large_and_be_killed, (cache, milliseconds / 1000))
+            after, again = call.get(PATIENCE)
+            assert after in ("nothing", "valid")
+            assert again == "valid"
+
+
+def publish_at_once(cache: Path) -> list[int]:
+    codes = []
+    sources = [trained(cache.parent / f"out{number}") for number in range(3)]
+    for _ in range(20):
+        shutil.rmtree(cache, ignore_errors=True)
+        staged = [base_model.stage(str(cache), each, base_model.manifest_of(each, DIGEST)) for each in sources]
+        ready, go = os.pipe()
+
+        def work(staging: str, ready: int = ready, go: int = go) -> None:
+            os.close(go)
+            os.read(ready, 1)  # until all are there
+            base_model.publish(str(cache), DIGEST, staging)
+
+        children = [forked(lambda staging=staging: work(staging)) for staging in staged]  # type: ignore[misc]
+        os.close(go)
+        os.close(ready)
+        codes += [code_of(child) for child in children]
+        base_model.verify(str(cache / NAME), DIGEST)
+        codes += [len(hidden(cache))]
+    return codes
+
+
+def test_processes_that_publish_at_once_leave_one_valid_base_model(cache: Path) -> None:
+    assert not any(in_process(publish_at_once, cache))
+
+
+def claim_at_once(cwd: Path) -> list[int]:
+    """How often each of some rounds has trained."""
+    output = trained(cwd / "out")
+    rounds = []
+    for number in range(5):
+        digest = f"{number:064x}"[::-1]
+        log = os.open(cwd / f"trained{number}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+        def work(digest: str = digest, log: int = log) -> None:
+            own = Cache(cwd)
+            while (found := own.claim(digest)) == "busy":
+                time.sleep(0.001 * (1 + os.getpid() % 7))
+            if found == "train":
+                os.write(log, b"x")
+                own.publish(digest, output)
+            base_model.verify(own.path(digest), digest)
+
+        children = [forked(work) for _ in range(4)]
+        assert [code_of(child) for child in children] == [0] * 4
+        rounds.append((cwd / f"trained{number}").stat().st_size)
+    return rounds
+
+
+def test_of_processes_that_want_one_base_model_at_once_one_trains_it(tmp_path: Path) -> None:
+    assert in_process(claim_at_once, tmp_path) == [1] * 5
+
+
+# ---------------------------------------------------------------- locks
+
+
+class Other:
+    """Another process, with a cache of its own over the same files."""
+
+    def __init__(self, cwd: Path) -> None:
+        self._pipe, theirs = _context.Pipe()
+        self._process = _context.Process(target=serve, args=(theirs, cwd))
+        self._process.start()
+        theirs.close()
+
+    def __call__(self, method: str, *args: Any) -> Any:
+        self._pipe.send((method, args))
+        assert self._pipe.poll(PATIENCE)
+        return self._pipe.recv()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+        self._pipe.close()
+
+
+def serve(pipe: Connection, cwd: Path) -> None:
+    own = Cache(cwd)
+    while True:
+        method, args = pipe.recv()
+        pipe.send(getattr(own, method)(*args))
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Iterator[Other]:
+    started = Other(tmp_path)
+    yield started
+    started.kill()
+
+
+def test_a_lock_is_shared_by_users_and_exclusive_to_one(cache: Path) -> None:
+    first, second = (base_model.lock(str(cache), DIGEST, exclusive=False) for _ in range(2))
+    assert first is not None and second is not None
+    assert base_model.lock(str(cache), DIGEST, exclusive=True) is None
+    os.close(first)
+    assert base_model.lock(str(cache), DIGEST, exclusive=True) is None
+    os.close(second)
+    alone = base_model.lock(str(cache), DIGEST, exclusive=True)
+    assert alone is not None
+    assert base_model.lock(str(cache), DIGEST, exclusive=True) is None
+    assert base_model.lock(str(cache), DIGEST, exclusive=False) is None
+    free = base_model.lock(str(cache), OTHER, exclusive=True)
+    assert free is not None
+    os.close(alone)
+    os.close(free)
+
+
+def test_one_trains_the_others_wait_and_then_all_use_it_and_none_removes_it(tmp_path: Path, other: Other) -> None:
+    own, output = Cache(tmp_path), trained(tmp_path / "out")
+    assert own.claim(DIGEST) == "train"
+    assert own.claim(DIGEST) == "train"
+    assert other("claim", DIGEST) == "busy"
+    assert own.publish(DIGEST, output, seconds=1)["seconds"] == 1
+    assert other("claim", DIGEST) == own.claim(DIGEST) == "ready"
+    assert prune(tmp_path, keep=()) == ([], [NAME])
+    own.release(DIGEST)
+    assert prune(tmp_path, keep=()) == ([], [NAME])
+    other("release", DIGEST)
+    assert prune(tmp_path, keep=()) == ([NAME], [])
+    assert other("claim", DIGEST) == "train"
+
+
+@pytest.mark.parametrize("mask", [0o002, 0o022, 0o077])
+def test_the_permissions_of_a_base_model_are_those_of_the_umask(mask: int, cache: Path) -> None:
+    before = os.umask(mask)
+    try:
+        directory = published(cache)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o777 & ~mask
+    assert {stat.S_IMODE(path.stat().st_mode) for path in directory.iterdir()} == {0o666 & ~mask}
+
+
+def test_a_base_model_of_another_user_can_be_locked(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root may write everything: so the refusal is simulated."""
+    os.close(base_model.lock(str(cache), DIGEST, exclusive=True) or -1)
+    real = os.open
+
+    def refuse(path: str, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_RDWR:
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return real(path, flags, mode)
+
+    monkeypatch.setattr(os, "open", refuse)
+    file = base_model.lock(str(cache), DIGEST, exclusive=False)
+    assert file is not None
+    os.close(file)
+
+
+def test_a_lock_ends_with_its_process(tmp_path: Path, other: Other) -> None:
+    own = Cache(tmp_path)
+    assert other("claim", DIGEST) == "train"
+    assert own.claim(DIGEST) == "busy"
+    other.kill()
+    assert own.claim(DIGEST) == "train"
+
+
+def test_a_damaged_base_model_is_removed_by_the_one_who_trains_it_and_not_while_it_is_used(
+    tmp_path: Path, other: Other
+) -> None:
+    own, path = Cache(tmp_path), published(tmp_path / CACHE)
+    base_model.new_staging(own.directory, DIGEST)  # of a process that was killed
+    assert other("claim", DIGEST) == own.claim(DIGEST) == "ready"
+    flip(path / WEIGHTS, 3)
+    assert own.claim(DIGEST) == "busy"
+    assert path.exists()
+    other.kill()
+    assert own.claim(DIGEST) == "train"
+    assert not path.exists()
+    assert hidden(path.parent) == []
+
+
+def test_publishing_what_is_there_already_keeps_it_and_shares_the_lock(tmp_path: Path, other: Other) -> None:
+    own = Cache(tmp_path)
+    assert own.claim(DIGEST) == "train"
+    before = published(tmp_path / CACHE, text="first").stat().st_ino
+    own.publish(DIGEST, trained(tmp_path / "out", "second"))
+    assert (tmp_path / CACHE / NAME).stat().st_ino == before
+    assert other("claim", DIGEST) == own.claim(DIGEST) == "ready"
+
+
+def test_a_training_that_has_left_a_file_out_publishes_nothing_and_keeps_the_lock(tmp_path: Path) -> None:
+    own, output = Cache(tmp_path), trained(tmp_path / "out")
+    Path(output, FILES[2]).unlink()
+    assert own.claim(DIGEST) == "train"
+    with pytest.raises(BaseModelError, match=FILES[2]):
+        own.publish(DIGEST, output)
+    assert own.claim(DIGEST) == "train"
+    assert base_model.names_in(own.directory) == []
+
+
+# ---------------------------------------------------------------- what was verified, and what is in a cache
+
+
+def test_a_base_model_is_read_again_only_when_it_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, path = Cache(tmp_path), published(tmp_path / CACHE)
+    read: list[str] = []
+    real = base_model.sha256
+
+    def counted(path: str) -> str:
+        read.append(path)
+        return real(path)
+
+    monkeypatch.setattr(base_model, "sha256", counted)
+    first = own.verify(DIGEST)
+    assert own.verify(DIGEST) == first
+    assert len(read) == len(FILES)
+    (path / FILES[1]).write_bytes((path / FILES[1]).read_bytes())
+    own.verify(DIGEST)
+    assert len(read) == 2 * len(FILES)
+    flip(path / WEIGHTS, 9)
+    for _ in range(2):
+        with pytest.raises(BaseModelError, match="its checksum is not"):
+            own.verify(DIGEST)
+
+
+def test_a_name_gives_the_digest_of_a_base_model_that_is_valid(tmp_path: Path) -> None:
+    own = Cache(tmp_path)
+    with pytest.raises(BaseModelError, match="there is no base model"):
+        own.digest_of(NAME)
+    path = published(tmp_path / CACHE)
+    assert own.digest_of(NAME) == DIGEST
+    path.rename(path.with_name(OTHER[:12]))
+    with pytest.raises(BaseModelError, match=f"{OTHER[:12]}: holds the base model {NAME}"):
+        own.digest_of(OTHER[:12])
+    flip(published(tmp_path / CACHE) / WEIGHTS, 3)
+    with pytest.raises(BaseModelError, match="its checksum is not"):
+        own.digest_of(NAME)
+
+
+def test_a_list_of_a_cache_names_what_is_damaged_and_finds_flipped_bits_when_it_verifies(tmp_path: Path) -> None:
+    cache = tmp_path / CACHE
+    flip(published(cache) / WEIGHTS, 3)
+    good = published(cache, OTHER)
+    shutil.copytree(good, cache / ("1" * 12))
+    shutil.copytree(good, cache / ("2" * 12))
+    (cache / ("2" * 12) / MANIFEST).write_text('{"digest": 1, "files": {"a": 1}}')
+    (cache / "notes").mkdir()
+    base_model.new_staging(str(cache), DIGEST)
+    faults = {each.name: each.fault for each in cached(tmp_path, verify=False)}
+    assert {name for name, fault in faults.items() if fault} == {"1" * 12, "2" * 12}
+    assert faults["1" * 12].endswith(f"holds the base model {OTHER[:12]}; remove it")
+    found = {each.name: each for each in cached(tmp_path, verify=True)}
+    assert {name for name, each in found.items() if each.fault} == {"1" * 12, "2" * 12, NAME}
+    assert found[OTHER[:12]].size == sum((good / name).stat().st_size for name in FILES)
+    assert found["2" * 12].size == 0
+
+
+def test_prune_keeps_what_it_is_to_keep_unless_it_is_damaged(tmp_path: Path) -> None:
+    cache = tmp_path / CACHE
+    for digest in (DIGEST, OTHER, "1" * 64):
+        published(cache, digest)
+    base_model.new_staging(str(cache), OTHER)
+    base_model.new_staging(str(cache), "2" * 64)
+    assert prune(tmp_path) == ([], [])
+    assert hidden(cache) == []
+    flip(cache / NAME / WEIGHTS, 3)
+    assert prune(tmp_path) == ([NAME], [])
+    assert prune(tmp_path, keep=["1" * 12, "3" * 12]) == ([OTHER[:12]], [])
+    assert base_model.names_in(str(cache)) == ["1" * 12]

@@ -1,0 +1,404 @@
+"""A base model is trained once and fine-tuned by many runs: an error in it, or the wrong one, spoils all their results.
+
+Held here: base_only writes the weights with the lowest held-out loss, the same after a stop, and never a set of files
+that looks complete and is not; full_fine_tuning starts from exactly these weights, after every byte was verified, or
+is refused with 2 and one line on each rank; from_scratch trains on the same batches; any number of processes learns
+the same, and a resumed run ends bit for bit as one never stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import forked
+import pytest
+import torch
+from test_train import KIT, Bench, Done, content, done, events, found, lines_of, weights
+
+from distributed.config import Settings
+from distributed.files import write_json
+from distributed.training import base_model, base_training
+from distributed.training.base_model import CACHE, FILES, MANIFEST, hash_of, manifest_of, publish, stage
+
+DIGEST = "3fa2b1c09d12" + "0" * 52
+LITTLE = (
+    *("--data_path", "texts", "--batch_size", "8", "--lr", "1e-2", "model.n_layer=1", "model.n_embd=16"),
+    *("model.block_size=32", "train.warmup_steps=2", "train.evaluate_every=2", "checkpoint.every=1", "logging.every=1"),
+    "logging.sample=0",
+)
+TUNE = ("--fold", "1", "--mode", "full_fine_tuning", "--steps", "6", *LITTLE)
+BASE = ("--mode", "base_only", "--fold", "1", "--base_steps", "20", *LITTLE)
+WORDS = {"ada": "the engine weaves algebra ", "bob": "fair copy of the ledger ", "eve": "quiet waves on a wire "}
+
+
+def texts(folder: Path) -> None:
+    (folder / "texts").mkdir()
+    for name, text in WORDS.items():
+        (folder / f"texts/{name}.txt").write_text(text * 200)
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    monkeypatch.chdir(tmp_path)
+    texts(tmp_path)
+    return Bench(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output directory of a job that trained a base model without bob."""
+    folder, before = tmp_path_factory.mktemp("base"), Path.cwd()
+    os.chdir(folder)
+    texts(folder)
+    try:
+        ended = Bench(folder).job(*BASE, MUSTER_OUTPUT_DIR="out", MUSTER_BASE_MODEL_DIGEST=DIGEST)
+    finally:
+        os.chdir(before)
+    assert ended.returncode == 0, ended.stderr
+    return folder / "out"
+
+
+def publish_base(source: Path, digest: str = DIGEST) -> Path:
+    """Put a base model into the cache of this working directory."""
+    staging = stage(CACHE, str(source), manifest_of(str(source), digest))
+    publish(CACHE, digest, staging)
+    return Path(CACHE, hash_of(digest)).absolute()
+
+
+@pytest.fixture
+def base(bench: Bench, trained: Path) -> Path:
+    return publish_base(trained)
+
+
+def read(run: Path, name: str) -> Any:
+    return json.loads((run / name).read_text())
+
+
+def losses(run: Path) -> dict[int, float]:
+    return {line["step"]: line["loss"] for line in lines_of(run) if "loss" in line}
+
+
+def saved(run: Path) -> dict[str, Any]:
+    loaded: dict[str, Any] = torch.load(run / "best_base_model.pt", weights_only=True)
+    return loaded
+
+
+# ---------------------------------------------------------------- base_only
+
+
+def test_a_base_model_is_the_weights_with_the_lowest_held_out_loss(bench: Bench) -> None:
+    """The learning rate is one that spoils the model after a few steps."""
+    words = ("--mode", "base_only", "--base_steps", "12", *LITTLE, "--lr", "1", "train.warmup_steps=8")
+    ended = bench.job(*words, MUSTER_OUTPUT_DIR="out")
+    assert ended.returncode == 0, ended.stderr
+    run = bench.folder / "out"
+    held_out = {
+        line["step"]: line["held_out_loss"]
+        for line in lines_of(run)
+        if line.keys() == {"step", "time", "held_out_loss"}
+    }
+    best = min(held_out, key=lambda step: held_out[step])
+    assert best < 12, "the test needs a training whose last step is not its best"
+    metrics = read(run, "base_metrics.json")
+    assert (metrics["step"], metrics["held_out_loss"], metrics["steps"]) == (best, held_out[best], 12)
+    assert metrics["tokens"] == best * 8 * 32
+    assert metrics["participants"] == ["ada", "bob", "eve"]
+    there = torch.load(run / f"checkpoints/step_{best:08}/state.pt", weights_only=True)["model"]
+    ours = saved(run)["model"]
+    assert ours.keys() == there.keys()
+    assert all(torch.equal(ours[name], there[name]) for name in there)
+
+
+def test_the_files_of_a_base_model_say_what_it_is(trained: Path) -> None:
+    assert {path.name for path in trained.iterdir()} >= {*FILES, "metrics.jsonl", "checkpoints"}
+    content = saved(trained)
+    assert content.keys() == {"model", "model_settings", "corpus"}
+    assert content["model_settings"] == {
+        "n_layer": 1, "n_head": 4, "n_embd": 16, "block_size": 32, "vocab_size": 256, "dropout": 0.0, "bias": False,
+    }  # fmt: skip
+    assert all(tensor.device.type == "cpu" for tensor in content["model"].values())
+    assert "domains ada, eve; participant bob, mode base_only" in content["corpus"]
+    assert read(trained, "base_metrics.json")["participants"] == ["ada", "eve"]
+    curve = read(trained, "base_losses.json")
+    assert [entry["step"] for entry in curve["loss"]] == list(range(1, 21))
+    assert [entry["step"] for entry in curve["held_out_loss"]] == list(range(2, 21, 2))
+    assert min(entry["held_out_loss"] for entry in curve["held_out_loss"]) < math.log(256) - 1
+    config = read(trained, "base_config.json")
+    assert config["digest"] == DIGEST
+    assert config["arguments"]["base_steps"] == "20"
+    assert (config["settings"]["train"]["steps"], config["settings"]["data"]["mode"]) == (20, "base_only")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_processes_write_the_base_model_of_one(bench: Bench, trained: Path, strategy: str) -> None:
+    ended = bench.job(*BASE, f"distributed.strategy={strategy}", nproc=2, MUSTER_OUTPUT_DIR="out")
+    assert ended.returncode == 0, ended.stderr
+    one, two = saved(trained), saved(bench.folder / "out")
+    assert one["model_settings"] == two["model_settings"]
+    assert one["model"].keys() == two["model"].keys()
+    for name, tensor in one["model"].items():
+        torch.testing.assert_close(tensor, two["model"][name], rtol=1e-3, atol=1e-4)
+
+
+def test_a_base_model_whose_training_was_stopped_is_the_same(bench: Bench) -> None:
+    assert bench.job(*BASE, MUSTER_OUTPUT_DIR="whole").returncode == 0
+    launched = forked.launched(
+        1, forked.script, str(KIT / "train.py"), *BASE, "--device", "cpu", env={"MUSTER_OUTPUT_DIR": "out"}
+    )
+    with launched as training:
+        training.wait_for("step  3/20")
+        training.signal(signal.SIGTERM)
+        assert done(training).returncode == 75
+    run, whole = bench.folder / "out", bench.folder / "whole"
+    assert not [name for name in FILES if (run / name).exists()]
+    for line in ("going on from", "nothing left to do"):  # it resumes; a job that has ended is started again
+        ended = bench.job(*BASE, MUSTER_OUTPUT_DIR="out")
+        assert ended.returncode == 0, ended.stderr
+        assert line in ended.stdout
+        assert (run / "best_base_model.pt").read_bytes() == (whole / "best_base_model.pt").read_bytes()
+        for name in ("base_metrics.json", "base_losses.json"):
+            assert read(run, name) == read(whole, name)
+
+
+def test_what_a_killed_process_leaves_does_not_look_like_a_base_model(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    def until_killed(count: int, write: Callable[..., None]) -> Callable[..., None]:
+        def counted(*values: Any) -> None:
+            calls.append(values)
+            if len(calls) > count:
+                raise Killed
+            write(*values)
+
+        calls: list[Any] = []
+        return counted
+
+    settings = Settings.model_validate({"train": {"steps": 1, "batch_size": 1}})
+    model = saved(trained)
+    arguments: Any = (tmp_path, model["model"], model["model_settings"], {"corpus": "x"}, settings, {})
+    real = write_json
+    for count in range(4):
+        base_training.write(*arguments)
+        manifest_of(str(tmp_path), DIGEST)
+        with monkeypatch.context() as patch:
+            patch.setattr(base_training, "write_json", until_killed(count, real))
+            patch.setattr(torch, "save", until_killed(0, torch.save))
+            with pytest.raises(Killed):
+                base_training.write(*arguments)
+        with pytest.raises(base_model.BaseModelError, match=r"best_base_model\.pt: No such file"):
+            manifest_of(str(tmp_path), DIGEST)
+
+
+# ---------------------------------------------------------------- full_fine_tuning and from_scratch
+
+
+def test_fine_tuning_starts_from_the_weights_of_the_base_model(bench: Bench, base: Path, trained: Path) -> None:
+    shown = "experiments/base_models/3fa2b1c09d12"
+    ended = bench.job(*TUNE, MUSTER_BASE_MODEL=shown, MUSTER_BASE_MODEL_DIGEST=DIGEST, MUSTER_OUTPUT_DIR="tuned")
+    assert ended.returncode == 0, ended.stderr
+    metrics = read(trained, "base_metrics.json")
+    loss = f"held-out loss {metrics['held_out_loss']:.3f} at step {metrics['step']}"
+    assert f"base   {shown} (digest 3fa2b1c09d12..., {loss})" in ended.stdout
+    scratch = bench.job(*TUNE, "--mode", "from_scratch", MUSTER_BASE_MODEL="nowhere", MUSTER_OUTPUT_DIR="scratch")
+    assert scratch.returncode == 0, scratch.stderr
+    tuned, untuned = losses(bench.folder / "tuned"), losses(bench.folder / "scratch")
+    assert untuned[1] == pytest.approx(math.log(256), abs=0.1)
+    assert tuned[1] < untuned[1] - 0.5
+    assert tuned[6] < tuned[1]
+    assert found(bench.folder / "tuned/checkpoints").facts["base_model"] == DIGEST
+
+
+def test_a_base_model_that_knows_the_target_is_named_in_a_warning(bench: Bench, base: Path) -> None:
+    for participant, warned in (("bob", 0), ("ada", 1)):
+        ended = bench.job(*TUNE, "--fold", str(int(participant == "bob")), "--steps", "1", "--base_model", str(base))
+        assert ended.returncode == 0, ended.stderr
+        assert (
+            ended.stdout.count(f"the base model was trained on text of {participant}, too, without its end") == warned
+        )
+
+
+MIXED = ("--target_batch_pct", "0.5", "--target_data_pct", "0.5")
+
+
+@pytest.mark.parametrize("words", [(), MIXED])
+def test_two_processes_fine_tune_as_one(bench: Bench, base: Path, words: tuple[str, ...]) -> None:
+    for nproc in (1, 2):
+        out = f"out{nproc}"
+        ended = bench.job(*TUNE, *words, "--base_model", str(base), nproc=nproc, MUSTER_OUTPUT_DIR=out)
+        assert ended.returncode == 0, ended.stderr
+    one, two = losses(bench.folder / "out1"), losses(bench.folder / "out2")
+    assert one.keys() == two.keys() == set(range(1, 7))
+    assert one == pytest.approx(two, rel=1e-4)
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_resumed_fine_tuning_is_bit_for_bit_one_never_stopped(bench: Bench, base: Path, nproc: int) -> None:
+    words = (*TUNE, *MIXED, "--base_model", str(base), "model.dropout=0", "checkpoint.keep=9")
+    assert bench.job(*words, nproc=nproc, MUSTER_OUTPUT_DIR="whole").returncode == 0
+    whole, out = bench.folder / "whole", bench.folder / "out"
+    shutil.copytree(whole / "checkpoints/step_00000003", out / "checkpoints/step_00000003")
+    resumed = bench.job(*words, nproc=nproc, MUSTER_OUTPUT_DIR="out")
+    assert resumed.returncode == 0, resumed.stderr
+    assert [line["step"] for line in events(out, "start", "resume")] == [3]
+    assert losses(out) == {step: losses(whole)[step] for step in (4, 5, 6)}
+    assert weights(out / "checkpoints") == weights(whole / "checkpoints")
+    assert content(out / "checkpoints") == content(whole / "checkpoints")
+
+
+INDICES = """
+import os, runpy, sys
+from pathlib import Path
+sys.path.insert(0, {kit!r})
+sys.argv = sys.argv[1:]
+from distributed.training import data
+fetch = data.Mixture.__getitems__
+def noted(self, indices):
+    with Path(os.environ["MUSTER_OUTPUT_DIR"] + ".indices").open("a") as file:
+        file.write(str(indices) + "\\n")
+    return fetch(self, indices)
+data.Mixture.__getitems__ = noted
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_from_scratch_trains_on_the_batches_of_fine_tuning(bench: Bench, base: Path) -> None:
+    script = bench.wrapper(INDICES.format(kit=str(KIT)))
+    modes = {"full_fine_tuning": ("--base_model", str(base)), "from_scratch": ()}
+    for mode, more in modes.items():
+        words = (*TUNE, *MIXED, "--mode", mode, *more, "--device", "cpu")
+        env = {"MUSTER_OUTPUT_DIR": mode}
+        with forked.launched(1, forked.script, script, str(KIT / "train.py"), *words, env=env) as training:
+            assert done(training).returncode == 0
+    tuned, scratch = (Path(f"{mode}.indices").read_text() for mode in modes)
+    assert tuned.count("\n") >= 6
+    assert tuned == scratch
+
+
+def test_a_share_of_the_target_too_small_for_a_window_is_refused_in_one_line(bench: Bench) -> None:
+    refused(bench.job(*TUNE, "--mode", "from_scratch", "--target_data_pct", "0.005"), "raise data.target_data_pct")
+
+
+# ---------------------------------------------------------------- a base model that cannot be started from
+
+
+def refused(ended: Done, message: str, nproc: int = 1) -> None:
+    assert ended.returncode == 2, ended
+    assert len(ended.stderr.splitlines()) == nproc, ended.stderr
+    assert ended.stderr.count(message) == nproc, ended.stderr
+
+
+def flip_a_bit(base: Path) -> None:
+    data = bytearray((base / "best_base_model.pt").read_bytes())
+    data[len(data) // 2] ^= 1
+    (base / "best_base_model.pt").write_bytes(data)
+
+
+def refill(name: str, content: bytes) -> Callable[[Path], None]:
+    """Another content of a file, with a manifest that fits."""
+
+    def refilled(base: Path) -> None:
+        (base / name).write_bytes(content)
+        (base / MANIFEST).write_text(json.dumps(manifest_of(str(base), DIGEST)))
+
+    return refilled
+
+
+class Code:
+    """Runs when it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("touch ran",)
+
+
+def pickled(value: object) -> bytes:
+    with Path("pickled").open("wb") as file:
+        torch.save(value, file)
+    return Path("pickled").read_bytes()
+
+
+SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "missing": (shutil.rmtree, "there is no base model; give --base_model DIR"),
+    "flipped bit": (
+        flip_a_bit,
+        "best_base_model.pt: damaged: its checksum is not the one in manifest.json; give --base",
+    ),
+    "cut short": (
+        lambda base: os.truncate(base / FILES[0], 100),
+        "best_base_model.pt: damaged: it has 100 bytes, expe",
+    ),
+    "file missing": (
+        lambda base: (base / "base_losses.json").unlink(),
+        "base_losses.json: cannot be read: No such file",
+    ),
+    "no manifest": (lambda base: (base / MANIFEST).unlink(), "there is no base model; give --base_model DIR"),
+    "manifest": (lambda base: (base / MANIFEST).write_text("{"), "manifest.json: damaged; remove"),
+    "other content": (lambda base: refill(FILES[0], pickled([]))(base), "not the weights of a base model of train.py"),
+    "code": (lambda base: refill(FILES[0], pickled(Code()))(base), "which no checkpoint needs: do not trust it"),
+    "no pickle": (refill(FILES[0], b"no pickle"), "best_base_model.pt: cannot be loaded: "),
+}
+
+
+@pytest.mark.parametrize("fault", SPOILED)
+def test_a_base_model_that_is_not_whole_is_refused(bench: Bench, base: Path, fault: str) -> None:
+    spoil, message = SPOILED[fault]
+    spoil(base)
+    refused(bench.job(*TUNE, "--base_model", str(base)), message)
+    assert not (bench.folder / "ran").exists()
+
+
+def test_every_rank_names_the_base_model_that_it_cannot_start_from(bench: Bench, base: Path) -> None:
+    flip_a_bit(base)
+    ended = bench.job(*TUNE, "--base_model", str(base), nproc=2)
+    refused(ended, "best_base_model.pt: damaged", nproc=2)
+    assert sorted(line.partition(": ")[0] for line in ended.stderr.splitlines()) == ["train.py", "train.py, rank 1"]
+    refused(
+        bench.job(*TUNE, nproc=2), "data.mode=full_fine_tuning: no base model; give --base_model DIR, or r", nproc=2
+    )
+
+
+def test_another_base_model_than_the_job_names_is_refused(bench: Bench, base: Path) -> None:
+    other = DIGEST.replace("3", "4")
+    ended = bench.job(*TUNE, MUSTER_BASE_MODEL=str(base), MUSTER_BASE_MODEL_DIGEST=other)
+    refused(ended, f"holds the base model {DIGEST}, expected {other}")
+
+
+def test_the_argument_wins_over_the_environment(bench: Bench, base: Path) -> None:
+    ended = bench.job(*TUNE, "--base_model", str(base), MUSTER_BASE_MODEL="nowhere")
+    assert ended.returncode == 0, ended.stderr
+    refused(bench.job(*TUNE, "--base_model", "nowhere", MUSTER_BASE_MODEL=str(base)), "nowhere: there is no base model")
+
+
+def test_a_base_model_of_another_size_is_refused_with_the_settings_that_differ(bench: Bench, base: Path) -> None:
+    ended = bench.job(*TUNE, "--base_model", str(base), "model.n_embd=32", "model.block_size=16")
+    refused(ended, "other settings: model.n_embd=32 (there 16), model.block_size=16 (there 32); give these keys its")
+
+
+def test_a_base_model_in_another_mode_is_refused(bench: Bench, base: Path) -> None:
+    ended = bench.job(*TUNE, "--mode", "from_scratch", "--base_model", str(base))
+    refused(ended, "mode from_scratch starts from random weights; remove --base_model, or set --mode full_fine_tuning")
+
+
+def test_a_resumed_fine_tuning_verifies_its_base_model_and_takes_no_other(
+    bench: Bench, base: Path, trained: Path
+) -> None:
+    shorter = (*TUNE, "--steps", "2")
+    assert bench.job(*shorter, "--base_model", str(base), MUSTER_OUTPUT_DIR="out").returncode == 0
+    other = publish_base(trained, "4e" * 32)
+    message = f"step_00000002 was trained from another base model: {'4e' * 32} now, {DIGEST} there"
+    refused(bench.job(*TUNE, "--base_model", str(other), MUSTER_OUTPUT_DIR="out"), message)
+    pct = ("--target_batch_pct", "0.5")
+    message = "data.target_batch_pct=0.5 (there 1.0); name another prefix"
+    refused(bench.job(*TUNE, *pct, "--base_model", str(base), MUSTER_OUTPUT_DIR="out"), message)
+    flip_a_bit(base)
+    refused(bench.job(*TUNE, "--base_model", str(base), MUSTER_OUTPUT_DIR="out"), "best_base_model.pt: damaged")
+    assert found(bench.folder / "out/checkpoints").step == 2

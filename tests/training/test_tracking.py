@@ -1,0 +1,193 @@
+"""What a run writes down is the only thing left of it.
+
+Held here: every line of metrics.jsonl is valid JSON and whole while it grows, also with NaN; TensorBoard and
+Weights & Biases (offline) really hold the values, read back with their own readers; a tracker that is not installed
+is refused before the training starts, with the remedy.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distributed.training.tracking import Tracker, TrackerMissing, check, describe_machine, write_settings
+
+KIT = Path(__file__).resolve().parents[2]
+
+
+def asked(**logging: Any) -> dict[str, Any]:
+    return {"logging": {"tensorboard": False, "wandb": "disabled", "project": "muster", **logging}}
+
+
+def strictly(line: str) -> dict[str, Any]:
+    """Parsed as JSON alone allows; Python would take NaN as well."""
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    parsed: dict[str, Any] = json.loads(line, parse_constant=refuse)
+    return parsed
+
+
+# ---------------------------------------------------------------- metrics.jsonl
+
+
+def test_a_line_is_whole_as_soon_as_it_is_logged(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    with Tracker(tmp_path, asked()) as tracker:
+        for step in range(3):
+            tracker.log(step, loss=step / 2, event="über")
+            lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+            assert len(lines) == step + 1
+            assert lines[-1].endswith("\n")
+            found = strictly(lines[-1])
+            assert (found["step"], found["loss"], found["event"]) == (step, step / 2, "über")
+            assert isinstance(found["time"], float)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_null(tmp_path: Path, value: float) -> None:
+    with Tracker(tmp_path, asked()) as tracker:
+        tracker.log(1, loss=value, lr=0.5, rank_seconds=[0.25, value])
+    found = strictly((tmp_path / "metrics.jsonl").read_text())
+    assert (found["loss"], found["lr"], found["rank_seconds"]) == (None, 0.5, [0.25, None])
+
+
+def test_a_resumed_run_appends(tmp_path: Path) -> None:
+    for step in (1, 2):
+        with Tracker(tmp_path, asked()) as tracker:
+            tracker.log(step, loss=1.0)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [strictly(line)["step"] for line in lines] == [1, 2]
+
+
+def test_the_end_of_a_failed_run_is_written_too(tmp_path: Path) -> None:
+    def train() -> None:
+        with Tracker(tmp_path, asked()) as tracker:
+            tracker.log(1, event="fail", ranks=[1])
+            raise ValueError("boom")
+
+    with pytest.raises(ValueError, match="boom"):
+        train()
+    assert strictly((tmp_path / "metrics.jsonl").read_text())["event"] == "fail"
+
+
+# ---------------------------------------------------------------- the trackers that are asked for
+
+WRITE_AND_READ = """
+import json, struct, sys
+from pathlib import Path
+from distributed.training.tracking import Tracker
+
+run = Path(sys.argv[1])
+settings = {"logging": {"tensorboard": True, "wandb": "offline", "project": "tests"}, "train": {"steps": 2}}
+with Tracker(run, settings) as tracker:
+    tracker.log(1, loss=0.5, lr=0.25, rank_seconds=[0.1, 0.2], event="start")
+    tracker.log(2, loss=float("nan"), lr=0.125)
+
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+events = EventAccumulator(str(run / "tensorboard")).Reload()
+board = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+def chunks(data):  # of a log of LevelDB, in blocks of 32 KiB: checksum, length, whether it ends a record
+    at, record = 7, b""
+    while at + 7 <= len(data):
+        if 2**15 - at % 2**15 < 7:
+            at += 2**15 - at % 2**15
+            continue
+        length, kind = struct.unpack_from("<HB", data, at + 4)
+        record += data[at + 7:at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):
+            yield record
+            record = b""
+
+from wandb.proto.wandb_internal_pb2 import Record
+(file,) = run.glob("wandb/offline-run-*/*.wandb")
+history, name, config = [], "", {}
+for data in chunks(file.read_bytes()):
+    record = Record.FromString(data)
+    if record.HasField("history"):
+        items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+        history.append({key: items[key] for key in ("_step", "loss", "lr") if key in items})
+    if record.HasField("run"):
+        name = record.run.display_name
+        config.update((item.key, json.loads(item.value_json)) for item in record.run.config.update)
+print(json.dumps({"tensorboard": board, "wandb": history, "name": name, "steps": config["train"]["steps"]}))
+"""
+
+
+def test_both_trackers_hold_what_was_logged(tmp_path: Path) -> None:
+    run = tmp_path / "train-1"
+    run.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", WRITE_AND_READ, run],
+        env={**os.environ, "PYTHONPATH": str(KIT), "WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"},
+        stdout=subprocess.PIPE, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["tensorboard"] == {"loss": [[1, 0.5]], "lr": [[1, 0.25], [2, 0.125]]}
+    assert found["wandb"] == [{"_step": 1, "loss": 0.5, "lr": 0.25}, {"_step": 2, "lr": 0.125}]
+    assert (found["name"], found["steps"]) == ("train-1", 2)
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("package", "logging", "setting"),
+    [
+        ("tensorboard", {"tensorboard": True}, "logging.tensorboard=true"),
+        ("wandb", {"wandb": "offline"}, "logging.wandb=offline"),
+        ("wandb", {"wandb": "online"}, "logging.wandb=online"),
+    ],
+)
+def test_a_tracker_that_is_not_installed_is_refused_with_the_remedy(
+    monkeypatch: pytest.MonkeyPatch, package: str, logging: dict[str, Any], setting: str
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else object())
+    with pytest.raises(TrackerMissing) as refused:
+        check(asked(**logging))
+    assert str(refused.value) == (
+        f"{setting}, but the package {package} is not installed: python -m pip install -r requirements-trackers.txt"
+    )
+    assert f"\n{package}>=" in (KIT / "requirements-trackers.txt").read_text()
+
+
+def test_a_tracker_that_nobody_asked_for_need_not_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    check(asked())
+
+
+def test_trackers_that_are_installed_are_no_fault() -> None:
+    check(asked(tensorboard=True, wandb="offline"))
+
+
+# ---------------------------------------------------------------- settings.json
+
+
+def test_settings_and_facts_are_written_whole(tmp_path: Path) -> None:
+    write_settings(tmp_path, {"train": {"steps": 2}, "data": {"path": tmp_path}}, model={"parameters": 3})
+    text = (tmp_path / "settings.json").read_text()
+    assert strictly(text) == {
+        "settings": {"data": {"path": str(tmp_path)}, "train": {"steps": 2}}, "model": {"parameters": 3},
+    }  # fmt: skip
+    assert re.match(r'\{\n  "model": \{\n    "parameters": 3\n', text), "indented and sorted"
+    assert [file.name for file in tmp_path.iterdir()] == ["settings.json"]
+
+
+def test_the_machine_is_described() -> None:
+    machine = describe_machine()
+    assert set(machine) == {"host", "cpu", "cores", "memory_bytes", "python", "platform"}
+    assert machine["cores"] == len(os.sched_getaffinity(0))
+    kibibytes = re.search(r"^MemTotal: +(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    assert kibibytes
+    assert machine["memory_bytes"] == int(kibibytes[1]) * 1024
+    assert machine["cpu"]
