@@ -141,7 +141,7 @@ class Own:
 
 
 REFUSED: dict[str, tuple[dict[Any, Any], str]] = {
-    "an object": ({"a": {"b": [Own()]}}, r"state\['a'\]\['b'\]\[0\] is a test_checkpoint.Own, which cannot"),
+    "an object": ({"a": {"b": [Own()]}}, r"state\['a'\]\['b'\]\[0\] is a test_checkpoints.Own, which cannot"),
     "a function": ({"a": print}, r"state\['a'\] is a builtins.builtin_function_or_method"),
     "a set": ({"a": {1, 2}}, r"state\['a'\] is a builtins.set"),
     "a key": ({"a": {(1, 2): 3}}, r"state\['a'\] has the key \(1, 2\): a key must be a string or an int"),
