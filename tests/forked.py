@@ -27,7 +27,7 @@ NOTHING: Mapping[str, str] = {}
 
 _context = multiprocessing.get_context("forkserver")
 # torch._dynamo: the first fully_shard() brings it.
-_context.set_forkserver_preload(["pytest", "hypothesis", "torch", "torch._dynamo", "train", "distributed.smoke"])
+_context.set_forkserver_preload(["pytest", "hypothesis", "torch", "torch._dynamo", "train", "distributed.smoke.checks"])
 
 
 def ranks(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:

@@ -199,6 +199,8 @@ def test_tests_lie_in_directories_like_the_package() -> None:
     assert max(len(path.parts) for path in tests) == 2
     assert len({path.name for path in tests}) == len(tests), "two files of one name: pytest imports only one of them"
     assert not list(KIT.glob("tests/**/__init__.py"))
+    settings = (KIT / "pyproject.toml").read_text()
+    assert all(settings.count(f'"tests/{name}"') == 2 for name in packages), "mypy and pytest find the files there"
 
 
 def test_what_forks_ranks_starts_an_agent_or_raises_a_laboratory_is_slow(tmp_path: Path) -> None:

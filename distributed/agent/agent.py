@@ -124,7 +124,7 @@ class Agent(LocalElasticAgent):
         """Exchange failure records with the other nodes, keep theirs, and return the exit code of the run."""
         if self.membership and (end := self.membership.end()):
             self._write_account(end.node if end.lost else None)
-            self.membership.exchange_records(self._accounts())
+            self.membership.exchange_records(self._records())
             for records in self.membership.records.values():
                 failure_records.keep(records)
         return self.exit_code()
@@ -141,14 +141,14 @@ class Agent(LocalElasticAgent):
             self.membership.report_end(
                 End(failure_records.node_name(), code, f"received {signal.Signals(number).name}")
             )
-            self.membership.leave(self._accounts())
+            self.membership.leave(self._records())
         return code
 
     def cannot_start(self, reason: str) -> int:
         """The ranks cannot be started: the other nodes need not wait. Returns the exit code."""
         if self.membership:
             self.membership.report_end(End(failure_records.node_name(), 1, reason))
-            self.membership.leave(self._accounts())
+            self.membership.leave(self._records())
         return 1
 
     def all_stopped(self) -> bool:
@@ -222,7 +222,7 @@ class Agent(LocalElasticAgent):
             reason = f"rank {death.rank} ended with exit code {death.exit_code}"
             self.membership.report_end(End(failure_records.node_name(), death.exit_code, reason))
 
-    def _accounts(self) -> failure_records.Accounts:
+    def _records(self) -> failure_records.Records:
         return failure_records.of_this_node(death.rank for death in self.deaths.values())
 
     def _write_account(self, lost: str | None = None) -> None:
@@ -373,7 +373,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _let_nobody_disturb() -> None:
-    """All ranks have ended, and so do we: who asks us to stop now must not cut the accounts short."""
+    """All ranks have ended, and so do we: who asks us to stop now must not cut the records short."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 

@@ -1,6 +1,6 @@
 """What the processes of a run write about their end, for the verdict: errors/ in the folder of the run.
 
-rank_<rank>.json is a rank's own account, with its traceback; node_<name>.json is what the agent saw of its ranks.
+rank_<rank>.json is a rank's own record, with its traceback; node_<name>.json is what the agent saw of its ranks.
 Without a folder (MUSTER_RUN_DIR is not set) nothing is written.
 """
 
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-Accounts = Mapping[str, Mapping[str, Any]]  # name of a file in errors/ -> what stands in it
+Records = Mapping[str, Mapping[str, Any]]  # name of a file in errors/ -> what stands in it
 
 
 def node_name() -> str:
@@ -26,11 +26,11 @@ def node_name() -> str:
 
 
 def write_of_rank(code: int, error: BaseException) -> None:
-    """This rank's own account: it ends with this exit code because of this error."""
+    """This rank's own record: it ends with this exit code because of this error."""
     if not _folder():
         return
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
-    account = {
+    record = {
         "rank": rank,
         "local_rank": local_rank,
         "node": node_name(),
@@ -41,26 +41,26 @@ def write_of_rank(code: int, error: BaseException) -> None:
         "message": str(error),
         "traceback": "".join(traceback.format_exception(type(error), error, error.__traceback__)),
     }
-    _write(f"rank_{rank}.json", account)
+    _write(f"rank_{rank}.json", record)
 
 
 def write_of_node(deaths: Sequence[Mapping[str, Any]], ended_well: Sequence[int], lost: str | None = None) -> None:
     """What this node's agent saw: the ranks that failed, those that ended with 0, and the node it could not hear."""
     more = {"ended_well": list(ended_well), "lost": lost}
-    account = {"node": node_name(), "deaths": list(deaths)} | {name: value for name, value in more.items() if value}
-    _write(f"node_{node_name()}.json", account)
+    record = {"node": node_name(), "deaths": list(deaths)} | {name: value for name, value in more.items() if value}
+    _write(f"node_{node_name()}.json", record)
 
 
-def of_this_node(ranks: Iterable[int]) -> Accounts:
-    """The accounts that were written here, of the node and of these ranks."""
+def of_this_node(ranks: Iterable[int]) -> Records:
+    """The records that were written here, of the node and of these ranks."""
     names = [f"node_{node_name()}.json", *(f"rank_{rank}.json" for rank in ranks)]
-    return {name: account for name in names if (account := _read(name))}
+    return {name: record for name in names if (record := _read(name))}
 
 
-def keep(accounts: Accounts) -> None:
+def keep(records: Records) -> None:
     """Write down what other nodes have told. What they have written here themselves, in a shared folder, stays."""
-    for name, account in accounts.items():
-        _write(name, account, os.link)
+    for name, record in records.items():
+        _write(name, record, os.link)
 
 
 def _folder() -> Path | None:
@@ -76,14 +76,14 @@ def _read(name: str) -> dict[str, Any]:
         return {}
 
 
-def _write(name: str, account: object, put: Callable[[Path, Path], object] = os.replace) -> None:
+def _write(name: str, record: object, put: Callable[[Path, Path], object] = os.replace) -> None:
     """Write beside, then put it into its place: a reader sees the whole or nothing. A full disk is told, no more."""
     folder = _folder()
     if not folder:
         return
     beside = folder / f".{name}.{os.getpid()}"
     try:
-        beside.write_text(json.dumps(account, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        beside.write_text(json.dumps(record, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         put(beside, folder / name)
     except FileExistsError:
         pass

@@ -24,7 +24,7 @@ from typing import Any
 
 from torch.distributed import PrefixStore, Store
 
-from distributed.agent.failure_records import Accounts
+from distributed.agent.failure_records import Records
 from distributed.exit_codes import TIMED_OUT, UNFIT
 
 INTERVAL = 0.5  # seconds between two heartbeats
@@ -99,7 +99,7 @@ class Membership:
         self.rank, self.size = rank, size
         self.run: Run | None = None  # once it is known
         self.members: dict[int, Facts] = {}  # nodes that have joined, as far as known
-        self.records: dict[int, Accounts] = {}  # of the other nodes, once the run has failed
+        self.records: dict[int, Records] = {}  # of the other nodes, once the run has failed
         self._facts = {**facts, "process": uuid.uuid4().hex}
         self._place, self._connect, self._run_name = place, connect, run_name
         self._names = dict(enumerate(names))
@@ -173,14 +173,14 @@ class Membership:
         self.leave()
         return self._end
 
-    def exchange_records(self, records: Accounts) -> None:
+    def exchange_records(self, records: Records) -> None:
         """Send this node's failure records, and collect those of the others. Takes RECORDS_TIMEOUT at most."""
         self._leaving = True
         self._send(f"records/{self.rank}", records)
         self._wait(lambda: self._living() <= {self.rank, *self.records}, RECORDS_TIMEOUT)
         self._leave()
 
-    def leave(self, records: Accounts | None = None) -> None:
+    def leave(self, records: Records | None = None) -> None:
         """Leave without waiting for the records of the others. Takes LEAVING seconds at most."""
         self._leaving = True
         self._send(f"records/{self.rank}", records or {})

@@ -142,9 +142,8 @@ class Checkpoints:
         self._lock: IO[str] | None = None
         self.ranks.decide(self._take_over)
         if sharded:
-            importlib.import_module(
-                "distributed.checkpoint.sharded"
-            )  # takes half a second: now, and not at the first save
+            # It takes half a second: now, and not at the first save.
+            importlib.import_module("distributed.checkpoint.sharded")
 
     def _take_over(self) -> None:
         self._lock = store.take_over(self.folder)

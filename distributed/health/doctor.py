@@ -1,6 +1,6 @@
 """Is this machine fit for training, and what is to be done when it is not?
 
-Facts are gathered first (facts), then judged (fitness), then told. Nothing is changed. The standard library is
+Facts are gathered first (host.facts), then judged (checks), then told. Nothing is changed. The standard library is
 enough, so it runs before anything else.
 
 Try it: scripts/doctor.sh, or python3 -m distributed.health.doctor

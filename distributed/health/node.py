@@ -86,7 +86,7 @@ def route_to(nodes: Sequence[str], sys_folder: Path = SYS) -> Route:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Print what this node finds, as an answer."""
-    parser = argparse.ArgumentParser(prog="members", description=str(__doc__).splitlines()[0], allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog="node", description=str(__doc__).splitlines()[0], allow_abbrev=False)
     parser.add_argument("--folder", type=Path, required=True, help="the working folder of the launch")
     parser.add_argument("--log-dir", type=Path, required=True, help="where runs will be logged")
     parser.add_argument("--master-port", type=int, required=True)

@@ -2,9 +2,9 @@
 
 usage: array_task.py ARRAY
 
-ARRAY is the directory LIST/array-ID of an array that slurm.py has submitted, and SLURM_ARRAY_TASK_ID says which line of
-its file `attempts` names the attempt. What to run is in the attempt's order, a file with mode 0600, as it holds the
-environment of the job:
+ARRAY is the directory LIST/array-ID of an array that jobs/slurm.py has submitted, and SLURM_ARRAY_TASK_ID says which
+line of its file `attempts` names the attempt. What to run is in the attempt's order, a file with mode 0600, as it holds
+the environment of the job:
 
   LIST/ATTEMPT/order         belongs to no array yet
   LIST/ATTEMPT/order.ID      belongs to this array

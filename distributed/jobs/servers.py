@@ -51,7 +51,7 @@ RSYNC_SHELL = "scripts/lib/rsync_shell.py"
 UPLOAD = "muster-upload"  # what a server prints that has not got the kit
 NO_PYTHON = "muster-no-python"
 USUAL, NO_RSYNC = 3, 4  # exit codes: ~/ml-customization is there; rsync is not
-# What host.py and the supervisors that it forks need on a server.
+# What jobs/host.py and the supervisors that it forks need on a server. They take no samples of usage.
 KIT_FILES = (
     "distributed/__init__.py", "distributed/exit_codes.py", "distributed/files.py", "distributed/metrics.py",
     "distributed/host/__init__.py", "distributed/host/gpus.py", "distributed/host/probe.py",

@@ -1,1 +1,1 @@
-"""What starts a command on a node and watches over it."""
+"""A launch: are the nodes fit, where do they meet, and one command on each that leaves nothing behind."""

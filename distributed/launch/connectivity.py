@@ -179,7 +179,7 @@ def _place(word: str) -> tuple[str, tuple[str, int]]:
 
 
 def _parse(words: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="reach", description=str(__doc__).splitlines()[0], allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog="connectivity", description=str(__doc__).splitlines()[0], allow_abbrev=False)
     verbs = parser.add_subparsers(dest="verb", required=True)
     listening = verbs.add_parser("listen", help="say where this node listens, until standard input ends")
     listening.add_argument("nodes", nargs="+", help="names of all nodes")

@@ -42,7 +42,8 @@ def place(master: str, node_rank: int, found: str, own: Sequence[str]) -> tuple[
 
 def main(words: Sequence[str] | None = None) -> int:
     """Print the address at which to meet, or what speaks against it. Returns 0, or UNFIT."""
-    parser = argparse.ArgumentParser(prog="by_hand", description=str(__doc__).splitlines()[0], allow_abbrev=False)
+    summary = str(__doc__).splitlines()[0]
+    parser = argparse.ArgumentParser(prog="master_address", description=summary, allow_abbrev=False)
     parser.add_argument("master", help="MASTER_ADDR")
     parser.add_argument("--node-rank", type=int, required=True)
     options = parser.parse_args(words)

@@ -1,1 +1,1 @@
-"""What a run leaves behind, and what it says: how it is, why it ended, its report."""
+"""Runs: how one is while it goes on, and what it leaves behind: its directory, why it ended, its report."""

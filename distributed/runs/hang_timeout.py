@@ -104,7 +104,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def parse(words: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="hang", description=str(__doc__).splitlines()[0], allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog="hang_timeout", description=str(__doc__).splitlines()[0], allow_abbrev=False)
     parser.add_argument("run", type=Path, metavar="RUN")
     parser.add_argument("answers", type=Path, metavar="DIRECTORY", help="holds NODE.out, NODE.err and NODE.code")
     parser.add_argument("--timeout", type=float, required=True, metavar="SECONDS", help="without output or metric")

@@ -299,7 +299,7 @@ SAMPLES = 200  # of each rank and attempt are enough for a chart
 
 @dataclass
 class Usage:
-    """What each rank used over time, sampled beside it; see usage.py."""
+    """What each rank used over time, sampled beside it; see distributed/launch/usage.py."""
 
     attempts: list[float] = field(default_factory=list)  # Unix seconds of the first sample of each
     last: float = math.nan  # Unix seconds of the last sample of all

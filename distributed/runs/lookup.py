@@ -122,7 +122,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """Print, each ended by a NUL: folder, mark, python, the launcher's where, host, pid, since and grace, job; then of
     each node its name, address, number of ranks and first rank. Returns 2 when there is no such run, or it is not ours.
     """
-    parser = argparse.ArgumentParser(prog="whereabouts", description=str(__doc__).splitlines()[0], allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog="lookup", description=str(__doc__).splitlines()[0], allow_abbrev=False)
     parser.add_argument("--from", type=Path, required=True, dest="cwd", metavar="DIR", help="where a path begins")
     parser.add_argument("--log-dir", type=Path, default=Path("logs"), metavar="DIR", help="where a name is looked for")
     parser.add_argument("run", metavar="RUN")

@@ -349,7 +349,7 @@ def from_json(told: dict[str, Any]) -> Look:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="look", description=str(__doc__).splitlines()[0], allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog="node_status", description=str(__doc__).splitlines()[0], allow_abbrev=False)
     parser.add_argument("--run", required=True, help="as the processes carry it in MUSTER_RUN_DIR")
     parser.add_argument("--node", required=True, help="as the processes carry it in MUSTER_NODE")
     parser.add_argument("--count", type=int, default=0, help="how many ranks it is to have")

@@ -250,7 +250,7 @@ def _parse(words: Sequence[str]) -> dict[str, Any]:
     import argparse
 
     parser = argparse.ArgumentParser(
-        prog="run_folder",
+        prog="run_directory",
         allow_abbrev=False,
         description="Make the folder of a new run.",
         epilog="Behind -- comes the command as the person gave it.",
@@ -285,7 +285,7 @@ def _node(name: str) -> str:
 
 
 def _say(message: str) -> None:
-    sys.stderr.write(f"run_folder: {message}\n")
+    sys.stderr.write(f"run_directory: {message}\n")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 srun starts this process. It forks: the child becomes the rank, and the parent, which knows nothing of PyTorch, keeps
 what the rank says where a run keeps it, passes on what the console shows, and reports how it ended. It speaks to
-step.py, on the other side of srun, through its standard output and input:
+distributed/slurm/srun.py, on the other side, through its standard output and input:
 
     up     lines of the console, and between them reports: REPORT, one JSON object, a line break
     down   stop (TERM, and KILL after the grace), kill, or an empty line: the launcher is there

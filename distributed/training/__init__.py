@@ -1,1 +1,1 @@
-"""What train.py is made of: data, what the ranks agree on, trackers, base models."""
+"""What train.py is made of: data, what the ranks agree on, signals, trackers, base models."""

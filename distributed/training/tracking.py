@@ -1,6 +1,6 @@
 """What rank 0 writes down while it trains: metrics.jsonl always, TensorBoard and Weights & Biases when asked.
 
-metrics.jsonl is written as metrics.py does it for every script.
+metrics.jsonl is written as distributed/metrics.py does it for every script.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 
 from distributed.agent import membership
 from distributed.agent.agent import Agent
-from distributed.agent.failure_records import Accounts
+from distributed.agent.failure_records import Records
 from distributed.agent.membership import End, Membership, RendezvousFailed, keys_of
 from distributed.agent.rendezvous import Rendezvous
 from distributed.agent.worker import Script
@@ -363,7 +363,7 @@ def test_the_first_report_of_an_end_counts_on_all_nodes(join: Join) -> None:
 
 def test_the_failure_records_of_each_node_reach_all(join: Join) -> None:
     one, two, three = gathered(join)
-    records: list[Accounts] = [{f"node_node{number}.json": {"deaths": []}} for number in (1, 2, 3)]
+    records: list[Records] = [{f"node_node{number}.json": {"deaths": []}} for number in (1, 2, 3)]
     two.report_end(End("node2", 1, "rank 1 ended with exit code 1"))
     assert comes(lambda: one.end() and three.end())
     pairs = zip((one, two, three), records, strict=True)

@@ -539,7 +539,7 @@ def test_two_runs_do_not_write_into_one_folder(bench: Bench) -> None:
 # ---------------------------------------------------------------- what it writes down
 
 
-def test_the_run_folder_says_what_happened(bench: Bench) -> None:
+def test_the_run_directory_says_what_happened(bench: Bench) -> None:
     agent = (KIT / "scripts/lib/agent.py", "--standalone", "--nproc-per-node", "2")
     assert bench.run_by_hand(*agent).returncode == 0
     folder = next(bench.folder.glob("logs/train-*"))
