@@ -23,7 +23,7 @@ main() { # <true or preflight> <node...>
     NODES+=("$node") NPROC[$node]=1 ADDRESS[$node]=$node
   done
   open_connections
-  WORK=("$KIT/train.py")
+  SCRIPT_FILE=$KIT/train.py
   case $1 in
     true) ask_nodes "$SOCKETS" true ;;
     preflight) check_nodes ;;
