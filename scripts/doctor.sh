@@ -121,7 +121,7 @@ look_at_nodes() {
   pick_python "$ASKED_PYTHON"
   name_nodes 1 "${WORDS[@]}"
   local answers
-  module_as_ranks health.node --folder "$PWD" --log-dir "$LOG_DIR" --master-port "${MASTER_PORT:-29500}" "${NODES[@]}"
+  module_as_ranks host.probe --folder "$PWD" --log-dir "$LOG_DIR" --port "${MASTER_PORT:-29500}" -- "${NODES[@]}"
   if [[ ${DRY_RUN:-0} == 1 ]]; then
     printf '%s: %s\n' "${NODES[*]}" "$(quote "${COMMAND[@]}")"
     return

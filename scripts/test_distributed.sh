@@ -161,7 +161,7 @@ test_connections() {
   for node in "${NODES[@]}"; do
     words+=("$node:${NPROC[$node]}")
   done
-  kit_python launch.connectivity judge --report "$FOLDER/report" "$SOCKETS/answers" "${words[@]}" || code=$?
+  kit_python smoke.connections --report "$FOLDER/report" "$SOCKETS/answers" "${words[@]}" || code=$?
   ((code == 0)) || show_report "$FOLDER/report" "$code"
   log "each of $(counted ${#NODES[@]} node) can connect to every other"
 }

@@ -29,13 +29,13 @@ BELOW: dict[str, set[str]] = {
     "checkpoint": {"config", "training"},
     "config": {"fold"},
     "fold": {"topics"},
-    "health": {"exit_codes", "host", "launch", "nodelist", "smoke"},
+    "health": {"exit_codes", "host", "launch", "nodelist", "terminal"},
     "host": {"exit_codes"},
-    "jobs": {"config", "exit_codes", "files", "fold", "host", "launch", "metrics", "runs", "training"},
-    "launch": {"exit_codes", "files", "host", "nodelist", "runs", "smoke", "world"},
-    "runs": {"exit_codes", "files", "host", "metrics"},
+    "jobs": {"config", "exit_codes", "files", "fold", "host", "launch", "metrics", "runs", "terminal", "training"},
+    "launch": {"exit_codes", "files", "host", "nodelist", "runs", "world"},
+    "runs": {"exit_codes", "files", "host", "metrics", "terminal"},
     "slurm": {"exit_codes", "host", "launch", "nodelist"},
-    "smoke": {"files", "torch", "world"},
+    "smoke": {"exit_codes", "files", "host", "launch", "nodelist", "terminal", "torch", "world"},
     "torch": {"agent", "world"},
     "training": {"config", "files", "fold", "metrics", "runs", "topics"},
     "world": {"nodelist"},
@@ -45,9 +45,9 @@ KNOW_PYTORCH = {"agent", "checkpoint", "smoke", "torch", "training"}
 STANDARD_LIBRARY_ALONE = {
     "agent.failure_records", "agent.fork_server", "agent.preloaded", "checkpoint.store", "exit_codes", "files", "fold",
     "health", "host", "jobs.array_task", "jobs.host", "jobs.page", "jobs.panes", "launch", "metrics", "nodelist",
-    "runs", "slurm", "smoke.bandwidth", "smoke.report", "topics", "training.base_model", "world",
+    "runs", "slurm", "smoke.bandwidth", "smoke.connections", "smoke.report", "terminal", "topics",
+    "training.base_model", "world",
 }  # fmt: skip
-WHERE_IT_IS_THERE = {"rich"}  # inside a try
 
 SCRIPTS = sorted(
     path
@@ -162,8 +162,7 @@ def test_what_runs_on_a_bare_node_needs_the_standard_library_alone(path: Path) -
     for found in imports(path):
         standard = found.top in sys.stdlib_module_names or found.top == "__future__"
         ours = found.ours is not None and is_standard_library_alone(found.ours)
-        optional = found.top in WHERE_IT_IS_THERE and found.in_try
-        assert standard or ours or optional, f"{said(path, found)} is not there on a bare node"
+        assert standard or ours, f"{said(path, found)} is not there on a bare node"
 
 
 def test_every_requirement_is_imported() -> None:

@@ -1,6 +1,6 @@
-"""What the facts of a machine mean for training: lines that are ok, a warning or a fault, with the fix.
+"""What the facts of a machine mean for training: findings that are ok, a warning or a fault, with the fix.
 
-Values in, values out: each check takes the facts and tells what it thinks of them.
+Values in, values out: each check takes the facts and yields what it finds.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from pathlib import Path
 from distributed.host.facts import Facts, Run
 from distributed.host.gpus import Gpu, visible
 from distributed.host.interpreter import Torch
-from distributed.host.probe import GIB, MIB
 from distributed.host.resources import Space
+from distributed.host.system import GIB, MIB
 
 OLDEST_PYTHON = (3, 10)
 OLDEST_TORCH = (2, 10)  # below it a checkpoint can run code: CVE-2025-32434, CVE-2026-24747
@@ -27,7 +27,7 @@ MASTER_PORT = 29500  # PyTorch's own default
 
 
 @dataclass(frozen=True)
-class Line:
+class Finding:
     level: str  # ok, warning, fault
     topic: str
     fact: str
@@ -35,14 +35,14 @@ class Line:
     command: str = ""  # to paste
 
 
-ok, warning, fault = partial(Line, "ok"), partial(Line, "warning"), partial(Line, "fault")
+ok, warning, fault = partial(Finding, "ok"), partial(Finding, "warning"), partial(Finding, "fault")
 LEVELS = ("ok", "warning", "fault")  # the last is what a person sees first: it stands above the prompt
 
 
 # ---------------------------------------------------------------- judge: Python and PyTorch
 
 
-def check_python(facts: Facts) -> Iterator[Line]:
+def check_python(facts: Facts) -> Iterator[Finding]:
     """Python is new enough, and the one that was meant."""
     python = facts.interpreter
     if numbers(python.version) < OLDEST_PYTHON:
@@ -62,7 +62,7 @@ def check_python(facts: Facts) -> Iterator[Line]:
         yield ok("python", f"{python.version}, {python.why}: {python.path}")
 
 
-def check_torch(facts: Facts) -> Iterator[Line]:
+def check_torch(facts: Facts) -> Iterator[Finding]:
     """PyTorch is there, new enough, and can be imported."""
     torch = facts.torch
     if not torch.version:
@@ -99,7 +99,7 @@ def built_for(torch: Torch) -> str:
     return f"CUDA {torch.cuda}" + (f" with NCCL {torch.nccl}" if torch.nccl else ", without NCCL")
 
 
-def check_packages(facts: Facts) -> Iterator[Line]:
+def check_packages(facts: Facts) -> Iterator[Finding]:
     """The rest of requirements.txt: train.py and job lists need it, a script of one's own does not."""
     missing = [package.name for package in facts.packages if not package.installed]
     old = [
@@ -128,7 +128,7 @@ def install_command(facts: Facts) -> str:
     return f"{python} -m venv .venv && .venv/bin/python -m pip install -r {requirements}"
 
 
-def check_cuda(facts: Facts) -> Iterator[Line]:
+def check_cuda(facts: Facts) -> Iterator[Finding]:
     """PyTorch and the driver agree, where there are GPUs and PyTorch can be imported."""
     torch, gpus = facts.torch, facts.gpus
     if not gpus.devices or not torch.version or torch.error:
@@ -158,7 +158,7 @@ def check_cuda(facts: Facts) -> Iterator[Line]:
         )
 
 
-def check_architecture(torch: Torch) -> Iterator[Line]:
+def check_architecture(torch: Torch) -> Iterator[Finding]:
     """This build has code for these GPUs; else the first kernel fails with "no kernel image is available"."""
     missing = sorted({gpu for gpu in torch.capabilities if not has_code(torch.archs, gpu)})
     if missing:
@@ -191,7 +191,7 @@ def newest_cuda(driver: str) -> str:
 # ---------------------------------------------------------------- judge: GPUs
 
 
-def check_gpus(facts: Facts) -> Iterator[Line]:
+def check_gpus(facts: Facts) -> Iterator[Finding]:
     """There are GPUs, they answer, and they can be seen from this shell."""
     gpus, setting = facts.gpus, facts.environment.get("CUDA_VISIBLE_DEVICES")
     if gpus.error:
@@ -211,7 +211,7 @@ def check_gpus(facts: Facts) -> Iterator[Line]:
             "install NVIDIA's utilities; in a container, set NVIDIA_DRIVER_CAPABILITIES=compute,utility",
         )
     elif setting is None:
-        yield ok("GPUs", describe(gpus.devices, gpus.driver))
+        yield ok("GPUs", f"{describe(gpus.devices)}, driver {gpus.driver}")
     else:
         yield from check_visible(setting, facts)
 
@@ -224,7 +224,7 @@ def driver_remedy(error: str) -> str:
     return "restart the machine; when that does not help, reinstall NVIDIA's driver"
 
 
-def check_visible(setting: str, facts: Facts) -> Iterator[Line]:
+def check_visible(setting: str, facts: Facts) -> Iterator[Finding]:
     """CUDA_VISIBLE_DEVICES hides GPUs, and silently stops at the first word it does not know."""
     gpus = facts.gpus
     count, seen = len(gpus.devices), visible(setting, gpus.devices)
@@ -244,16 +244,15 @@ def check_visible(setting: str, facts: Facts) -> Iterator[Line]:
             command=unset(facts, "CUDA_VISIBLE_DEVICES"),
         )
     else:
-        yield ok("GPUs", f"CUDA_VISIBLE_DEVICES={setting} of {count}: {describe(seen, gpus.driver)}")
+        yield ok("GPUs", f"CUDA_VISIBLE_DEVICES={setting} of {count}: {describe(seen)}, driver {gpus.driver}")
 
 
-def describe(gpus: Sequence[Gpu], driver: str) -> str:
+def describe(gpus: Sequence[Gpu]) -> str:
     names = {gpu.name: [other for other in gpus if other.name == gpu.name] for gpu in gpus}
-    kinds = [f"{len(alike)} x {name}, {size(alike[0].memory)}" for name, alike in names.items()]
-    return f"{'; '.join(kinds)}, driver {driver}"
+    return "; ".join(f"{len(alike)} x {name}, {size(alike[0].memory)}" for name, alike in names.items())
 
 
-def check_gpu_use(facts: Facts) -> Iterator[Line]:
+def check_gpu_use(facts: Facts) -> Iterator[Finding]:
     """Processes on the GPUs this shell would use."""
     seen = visible(facts.environment.get("CUDA_VISIBLE_DEVICES"), facts.gpus.devices)
     idle = [gpu for gpu in facts.gpus.devices if not gpu.busy]
@@ -263,7 +262,7 @@ def check_gpu_use(facts: Facts) -> Iterator[Line]:
     for level, gpus in (("warning", shared), ("fault", full)):
         if gpus:
             fact = "; ".join(describe_use(gpu, runs) for gpu in gpus)
-            yield Line(level, "GPU use", fact, *(("use the idle ones:", take(idle)) if idle else wait_for(gpus, facts)))
+            yield Finding(level, "GPU use", fact, *(take(idle) if idle else wait_for(gpus, facts)))
 
 
 def describe_use(gpu: Gpu, runs: Mapping[int, Run]) -> str:
@@ -288,14 +287,13 @@ def wait_for(gpus: Sequence[Gpu], facts: Facts) -> tuple[str, str]:
     return "no GPU is idle: wait, or ask their users", ""
 
 
-def take(idle: Sequence[Gpu]) -> str:
-    """nvidia-smi counts by PCI bus, CUDA by speed unless it is told."""
-    if not idle:
-        return ""
-    return f"export CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES={','.join(str(gpu.index) for gpu in idle)}"
+def take(idle: Sequence[Gpu]) -> tuple[str, str]:
+    """The fix, and a command. nvidia-smi counts by PCI bus, CUDA by speed unless CUDA_DEVICE_ORDER is set."""
+    indices = ",".join(str(gpu.index) for gpu in idle)
+    return "use the idle ones:", f"export CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES={indices}"
 
 
-def check_gpu_health(facts: Facts) -> Iterator[Line]:
+def check_gpu_health(facts: Facts) -> Iterator[Finding]:
     """Modes and faults of single GPUs."""
     for gpu in visible(facts.environment.get("CUDA_VISIBLE_DEVICES"), facts.gpus.devices):
         topic = f"GPU {gpu.index}"
@@ -321,7 +319,7 @@ def check_gpu_health(facts: Facts) -> Iterator[Line]:
             )
 
 
-def check_gpu_host(facts: Facts) -> Iterator[Line]:
+def check_gpu_host(facts: Facts) -> Iterator[Finding]:
     """What all GPUs of the machine share."""
     gpus = facts.gpus.devices
     if gpus and not all(gpu.persistence for gpu in gpus):
@@ -344,7 +342,7 @@ def check_gpu_host(facts: Facts) -> Iterator[Line]:
 # ---------------------------------------------------------------- judge: memory, disk, cores, limits
 
 
-def check_memory(facts: Facts) -> Iterator[Line]:
+def check_memory(facts: Facts) -> Iterator[Finding]:
     """Enough for the ranks, each of which is a Python with PyTorch (about 0.5 GiB)."""
     memory = facts.memory
     total = min(memory.total, memory.limit or memory.total)
@@ -356,24 +354,21 @@ def check_memory(facts: Facts) -> Iterator[Line]:
         yield fault("memory", f"{fact}: not enough for two ranks", "what uses it:", "ps aux --sort=-rss | head")
     elif available < 4 * GIB:
         yield warning(
-            "memory",
-            f"{fact}: each rank needs about 0.5 GiB before the model",
-            "",
-            "ps aux --sort=-rss | head",
+            "memory", f"{fact}: each rank needs about 0.5 GiB before the model", "", "ps aux --sort=-rss | head"
         )
     else:
         yield ok("memory", fact)
 
 
-def check_disks(facts: Facts) -> Iterator[Line]:
+def check_disks(facts: Facts) -> Iterator[Finding]:
     """Room for checkpoints and logs, and the right to write them."""
-    problems = [line for disk in facts.disks for line in check_disk(disk)]
+    problems = [finding for disk in facts.disks for finding in check_disk(disk)]
     yield from problems
     if not problems:
         yield ok("disk", "free: " + ", ".join(f"{disk.purpose} {size(disk.free)}" for disk in facts.disks))
 
 
-def check_disk(disk: Space) -> Iterator[Line]:
+def check_disk(disk: Space) -> Iterator[Finding]:
     path = shlex.quote(disk.path)
     if not disk.writable:
         yield fault(
@@ -384,10 +379,7 @@ def check_disk(disk: Space) -> Iterator[Line]:
         )
     elif not disk.inodes_free:
         yield fault(
-            "disk",
-            f"{disk.purpose}: no file can be made in {disk.path}, all inodes are in use",
-            "",
-            f"df -i {path}",
+            "disk", f"{disk.purpose}: no file can be made in {disk.path}, all inodes are in use", "", f"df -i {path}"
         )
     elif disk.free < GIB:
         yield fault(
@@ -405,15 +397,12 @@ def check_disk(disk: Space) -> Iterator[Line]:
         )
 
 
-def check_shm(facts: Facts) -> Iterator[Line]:
+def check_shm(facts: Facts) -> Iterator[Finding]:
     """Data loader workers and NCCL hand data over in /dev/shm; when it is full they die of a bus error."""
     shm = facts.shm
     if shm is None:
         yield fault(
-            "/dev/shm",
-            "is not there: data loader workers and NCCL need it",
-            "",
-            "sudo mount -t tmpfs tmpfs /dev/shm",
+            "/dev/shm", "is not there: data loader workers and NCCL need it", "", "sudo mount -t tmpfs tmpfs /dev/shm"
         )
         return
     if facts.container:
@@ -422,10 +411,7 @@ def check_shm(facts: Facts) -> Iterator[Line]:
         fix, command = "", "sudo mount -o remount,size=50% /dev/shm"
     if shm.total <= 64 * MIB:
         yield fault(
-            "/dev/shm",
-            f"{size(shm.total)} in all: NCCL and data loader workers die of a bus error",
-            fix,
-            command,
+            "/dev/shm", f"{size(shm.total)} in all: NCCL and data loader workers die of a bus error", fix, command
         )
     elif shm.free < 64 * MIB:
         yield fault(
@@ -440,7 +426,7 @@ def check_shm(facts: Facts) -> Iterator[Line]:
         yield ok("/dev/shm", f"{size(shm.free)} of {size(shm.total)} free")
 
 
-def check_cores(facts: Facts) -> Iterator[Line]:
+def check_cores(facts: Facts) -> Iterator[Finding]:
     """Cores that are there are not always cores that may be used."""
     cores = facts.cores
     usable = cores.usable
@@ -458,7 +444,7 @@ def check_cores(facts: Facts) -> Iterator[Line]:
         yield ok("cores", fact)
 
 
-def check_limits(facts: Facts) -> Iterator[Line]:
+def check_limits(facts: Facts) -> Iterator[Finding]:
     """What ulimit and the cgroup allow."""
     limits, problems = facts.limits, []
     if limits.open_files is not None and limits.open_files < 1024:
@@ -490,15 +476,14 @@ def check_limits(facts: Facts) -> Iterator[Line]:
     yield from problems
     if not problems:
         yield ok(
-            "limits",
-            f"{limits.open_files or 'no limit of'} open files, {limits.processes or 'no limit of'} processes",
+            "limits", f"{limits.open_files or 'no limit of'} open files, {limits.processes or 'no limit of'} processes"
         )
 
 
 # ---------------------------------------------------------------- judge: network and shell
 
 
-def check_port(facts: Facts) -> Iterator[Line]:
+def check_port(facts: Facts) -> Iterator[Finding]:
     """The port at which the ranks meet."""
     port, (low, high) = facts.port, facts.port.ephemeral
     if port.loopback_error:
@@ -521,7 +506,7 @@ def check_port(facts: Facts) -> Iterator[Line]:
         yield ok("port", f"{port.number} is free and outside the ephemeral range {low}-{high}")
 
 
-def check_names(facts: Facts) -> Iterator[Line]:
+def check_names(facts: Facts) -> Iterator[Finding]:
     """The host's own name leads to an address that other nodes can use."""
     names, forward = facts.names, facts.names.forward
     entry = f"{names.outward or '127.0.0.1'} {names.host}"
@@ -542,13 +527,13 @@ def check_names(facts: Facts) -> Iterator[Line]:
         yield ok("names", f"{names.host} is {', '.join(forward.answers)}")
 
 
-def check_resolver(facts: Facts) -> Iterator[Line]:
+def check_resolver(facts: Facts) -> Iterator[Finding]:
     """Every connection to the store looks a name up backwards: a slow resolver is paid for many times."""
     slow = [lookup for lookup in (facts.names.forward, *facts.names.reverse) if lookup.seconds >= 0.5]
     if not slow:
         return
     worst = max(slow, key=lambda lookup: lookup.seconds)
-    yield Line(
+    yield Finding(
         "fault" if worst.seconds >= 3 else "warning",
         "resolver",
         "; ".join(f"looking up {lookup.query} takes {lookup.seconds:.1f} s" for lookup in slow)
@@ -557,7 +542,7 @@ def check_resolver(facts: Facts) -> Iterator[Line]:
     )
 
 
-def check_environment(facts: Facts) -> Iterator[Line]:
+def check_environment(facts: Facts) -> Iterator[Finding]:
     """What an earlier launch, or a profile, left in this shell."""
     problems = [*leftovers(facts), *missing_interfaces(facts), *odd_settings(facts)]
     yield from problems
@@ -570,7 +555,7 @@ def unset(facts: Facts, *names: str) -> str:
     return f"{'set --erase' if facts.shell == 'fish' else 'unset'} {' '.join(names)}"
 
 
-def leftovers(facts: Facts) -> Iterator[Line]:
+def leftovers(facts: Facts) -> Iterator[Finding]:
     env = facts.environment
     place = [
         name for name in env if re.fullmatch(r"((LOCAL_|GROUP_)?(RANK|WORLD_SIZE)|NODE_RANK|MASTER_(ADDR|PORT))", name)
@@ -592,7 +577,7 @@ def leftovers(facts: Facts) -> Iterator[Line]:
         )
 
 
-def missing_interfaces(facts: Facts) -> Iterator[Line]:
+def missing_interfaces(facts: Facts) -> Iterator[Finding]:
     """NCCL takes prefixes, `=exact` and `^not`; gloo takes whole names only."""
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         value = facts.environment.get(name, "")
@@ -607,7 +592,7 @@ def missing_interfaces(facts: Facts) -> Iterator[Line]:
             )
 
 
-def odd_settings(facts: Facts) -> Iterator[Line]:
+def odd_settings(facts: Facts) -> Iterator[Finding]:
     env, cores = facts.environment, facts.cores.affinity
     threads = env.get("OMP_NUM_THREADS", "1").split(",")[0].strip()
     if not threads.isdigit() or not 1 <= int(threads) <= cores:
@@ -621,11 +606,11 @@ def odd_settings(facts: Facts) -> Iterator[Line]:
             yield warning("shell", f"{name}=1 makes GPUs talk to each other more slowly", command=unset(facts, name))
 
 
-def check_shadows(facts: Facts) -> Iterator[Line]:
+def check_shadows(facts: Facts) -> Iterator[Finding]:
     """Files that Python would import in place of a library."""
     for path in facts.shadows:
         name = Path(path).stem
-        yield Line(
+        yield Finding(
             "fault" if name == "torch" else "warning",
             "imports",
             f"{path} may be imported as {name!r}, in place of the real one",
@@ -633,16 +618,13 @@ def check_shadows(facts: Facts) -> Iterator[Line]:
         )
 
 
-def check_clock(facts: Facts) -> Iterator[Line]:
+def check_clock(facts: Facts) -> Iterator[Finding]:
     """Logs and verdicts of several nodes are put in order by their clocks."""
     clock = facts.clock
     now = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(clock.now))
     if clock.now < clock.newest_file - 60:
         yield warning(
-            "clock",
-            f"{now} is before the kit was written: the clock is behind",
-            "",
-            "sudo timedatectl set-ntp true",
+            "clock", f"{now} is before the kit was written: the clock is behind", "", "sudo timedatectl set-ntp true"
         )
     elif clock.synchronised is False and not facts.container:
         yield warning(
@@ -655,14 +637,14 @@ def check_clock(facts: Facts) -> Iterator[Line]:
         yield ok("clock", now + (", synchronised" if clock.synchronised else ""))
 
 
-def check_programs(facts: Facts) -> Iterator[Line]:
+def check_programs(facts: Facts) -> Iterator[Finding]:
     """Needed by some launchers only: never a fault."""
     here = [name for name, path in facts.programs.items() if path]
     absent = [name for name, path in facts.programs.items() if not path]
     yield ok("programs", ", ".join(here) + ("; not here: " + ", ".join(absent) if absent else ""))
 
 
-def check_runs(facts: Facts) -> Iterator[Line]:
+def check_runs(facts: Facts) -> Iterator[Finding]:
     """A run that goes on, or that its launcher left behind."""
     for run in facts.runs:
         count = f"{len(run.pids)} process{'es' * (len(run.pids) > 1)}"
@@ -686,7 +668,7 @@ def show(pids: Iterable[int]) -> str:
     return f"ps -fp {','.join(map(str, pids))}"
 
 
-CHECKS: tuple[Callable[[Facts], Iterator[Line]], ...] = (
+CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
     check_python,
     check_torch,
     check_packages,
@@ -711,8 +693,8 @@ CHECKS: tuple[Callable[[Facts], Iterator[Line]], ...] = (
 )
 
 
-def judge(facts: Facts) -> list[Line]:
-    return [line for check in CHECKS for line in check(facts)]
+def judge(facts: Facts) -> list[Finding]:
+    return [finding for check in CHECKS for finding in check(facts)]
 
 
 def numbers(version: str) -> tuple[int, ...]:

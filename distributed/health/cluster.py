@@ -1,8 +1,8 @@
 """Are these nodes fit to train together, and which of them is not like the others?
 
-Each node has been asked for its facts, and has tried to connect to every other; scripts/doctor.sh NODE... leads them
-through it and keeps their answers. Here each is judged as the doctor judges one machine, then they are compared. What
-several nodes have in common is said once.
+scripts/doctor.sh NODE... has run the node probe (host.probe) on each node and has let each try to connect to every
+other. Here each node is judged as the doctor judges one machine, then they are compared. A finding that several nodes
+have in common is printed once.
 
 Standard library only: nothing else need be there.
 """
@@ -14,19 +14,21 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
+from distributed import terminal
 from distributed.exit_codes import UNFIT
-from distributed.health.checks import LEVELS, Line, fault, judge, size
-from distributed.health.comparison import differences
-from distributed.health.doctor import plural, render, rows, terminal, wrap
-from distributed.health.node import Member, of_answer
-from distributed.host.replies import Answer, read
-from distributed.launch.connectivity import Gap, read_gaps
+from distributed.health.checks import LEVELS, Finding, fault, judge, size
+from distributed.health.differences import compare
+from distributed.health.doctor import plural, render, render_findings
+from distributed.host.facts import Facts, FullNodeFacts, Route
+from distributed.host.replies import Reply, read
+from distributed.launch.connectivity import REMEDY, Gap, read_gaps
 from distributed.nodelist import fold
-from distributed.smoke.report import REMEDY
 
 
 @dataclass(frozen=True)
@@ -34,168 +36,188 @@ class Cluster:
     """What is known of the nodes, each by its name, in the order of node ranks."""
 
     nodes: tuple[str, ...]
-    members: Mapping[str, Member]
-    ahead: Mapping[str, float]  # seconds by which the clock of each member goes before ours
-    silent: Mapping[str, str]  # why a node has not answered
+    facts: Mapping[str, FullNodeFacts]  # of each node that has replied
+    ahead: Mapping[str, float]  # seconds by which the clock of each of these is ahead of ours
+    silent: Mapping[str, str]  # why a node has not replied
     gaps: tuple[Gap, ...]
 
 
 # ---------------------------------------------------------------- what came back
 
 
-def heard(folder: Path, nodes: Sequence[str]) -> Cluster:
-    """From the answers: FOLDER/looking has the facts; listening and trying, where there are any, the connections."""
-    answers = {node: read(folder / "looking", node) for node in nodes}
-    found = {node: member_of(answer) for node, answer in answers.items()}
-    members = {node: one for node, one in found.items() if isinstance(one, Member)}
+def read_cluster(folder: Path, nodes: Sequence[str]) -> Cluster:
+    """From the replies: FOLDER/looking has the facts; listening and trying, where there are any, the connections."""
+    replies = {node: read(folder / "looking", node) for node in nodes}
+    found = {node: facts_of(reply) for node, reply in replies.items()}
+    facts = {node: one for node, one in found.items() if isinstance(one, FullNodeFacts)}
     return Cluster(
         nodes=tuple(nodes),
-        members=members,
-        ahead={node: member.now - answers[node].arrived for node, member in members.items()},
+        facts=facts,
+        ahead={node: one.now - replies[node].arrived for node, one in facts.items()},
         silent={node: one for node, one in found.items() if isinstance(one, str)},
-        gaps=tuple(read_gaps(folder, tuple(members))) if (folder / "trying").exists() else (),
+        gaps=tuple(read_gaps(folder, tuple(facts))) if (folder / "trying").exists() else (),
     )
 
 
-def member_of(answer: Answer) -> Member | str:
-    """What the node found, or why there is no answer."""
+def facts_of(reply: Reply) -> FullNodeFacts | str:
+    """What the node reported, or why there is nothing."""
+    value = reply.value()
+    if value is None:
+        return reply.why_none()
     try:
-        value = answer.value()
-        return answer.why_none() if value is None else of_answer(value)
-    except (TypeError, ValueError) as error:
+        return rebuilt(value)
+    except (TypeError, KeyError) as error:
         return f"answers as another version of the kit does ({error}): give all nodes the same"
+
+
+def rebuilt(value: Mapping[str, Any]) -> FullNodeFacts:
+    """The value that the node had, from what JSON has made of it.
+
+    Raises:
+        TypeError, KeyError: parts are missing or unknown, as in the reply of an older kit.
+    """
+    facts, route = rebuilt_part(Facts, value["facts"]), Route(**value["route"])
+    return FullNodeFacts(**{**value, "addresses": tuple(value["addresses"]), "facts": facts, "route": route})
+
+
+def rebuilt_part(kind: Any, value: Any) -> Any:
+    if get_origin(kind) is UnionType:
+        return None if value is None else rebuilt_part(get_args(kind)[0], value)
+    if get_origin(kind) is tuple:
+        return tuple(rebuilt_part(get_args(kind)[0], part) for part in value)
+    if isinstance(kind, type) and is_dataclass(kind):
+        kinds = get_type_hints(kind)
+        return kind(**{name: rebuilt_part(kinds[name], part) for name, part in value.items()})
+    return value
 
 
 # ---------------------------------------------------------------- judge
 
 
-def judged(cluster: Cluster) -> dict[str, list[Line]]:
+def judge_cluster(cluster: Cluster) -> dict[str, list[Finding]]:
     """What is wrong, or may be, on each node: by itself, and beside the others."""
-    lines = {node: [fault("ssh", why)] for node, why in cluster.silent.items()}
-    for node, member in cluster.members.items():
-        lines[node] = [line for line in judge(member.facts) if line.level != "ok" and concerns(line, node, cluster)]
+    found = {node: [fault("ssh", cluster.silent[node])] if node in cluster.silent else [] for node in cluster.nodes}
+    for node, one in cluster.facts.items():
+        own = [finding for finding in judge(one.facts) if finding.level != "ok"]
+        # The port is that of the first node, where ranks meet.
+        found[node] += [finding for finding in own if finding.topic != "port" or node == cluster.nodes[0]]
     for gap in cluster.gaps:
         for node in gap.nodes:
-            lines[node].append(fault("reach", str(gap).removeprefix(f"{fold(gap.nodes)} "), REMEDY["reach"]))
-    for node, line in unlike(cluster):
-        lines[node].append(line)
-    return {node: lines[node] for node in cluster.nodes}
+            found[node].append(fault("reach", str(gap).removeprefix(f"{fold(gap.nodes)} "), REMEDY))
+    for node, finding in compare_nodes(cluster):
+        found[node].append(finding)
+    return found
 
 
-def unlike(cluster: Cluster) -> list[tuple[str, Line]]:
-    """Who differs from the others, and in what."""
-    return differences(cluster.members, cluster.ahead) if len(cluster.members) > 1 else []
-
-
-def concerns(line: Line, node: str, cluster: Cluster) -> bool:
-    """The port is that of the first node, where ranks meet."""
-    return line.topic != "port" or node == cluster.nodes[0]
+def compare_nodes(cluster: Cluster) -> list[tuple[str, Finding]]:
+    """Each node that differs from the others, and in what."""
+    return compare(cluster.facts, cluster.ahead) if len(cluster.facts) > 1 else []
 
 
 @dataclass(frozen=True)
 class Block:
-    """Lines that the same nodes have in common."""
+    """Findings that the same nodes have in common."""
 
     nodes: tuple[str, ...]
-    lines: tuple[Line, ...]
+    findings: tuple[Finding, ...]
     alike: bool  # all but the figures; they are the first node's
 
-    @property
-    def worst(self) -> int:
-        return max(LEVELS.index(line.level) for line in self.lines)
 
-
-def blocks(lines: Mapping[str, Sequence[Line]]) -> list[Block]:
-    """Each line once, with those that have it; what is worst comes last."""
-    having: dict[Line, list[tuple[str, Line]]] = {}
-    for node, own in lines.items():
-        for line in own:
-            having.setdefault(without_figures(line, node), []).append((node, line))
-    groups: dict[tuple[str, ...], list[list[Line]]] = {}
-    for each in having.values():
-        groups.setdefault(tuple(node for node, _ in each), []).append([line for _, line in each])
-    found = [
-        Block(nodes, tuple(said[0] for said in group), alike=any(len(set(said)) > 1 for said in group))
+def blocks(found: Mapping[str, Sequence[Finding]]) -> list[Block]:
+    """Each finding once, with the nodes that have it; the worst comes last."""
+    having: dict[Finding, dict[str, Finding]] = {}
+    for node, findings in found.items():
+        for finding in findings:
+            having.setdefault(without_figures(finding, node), {})[node] = finding
+    groups: dict[tuple[str, ...], list[list[Finding]]] = {}
+    for by_node in having.values():
+        groups.setdefault(tuple(by_node), []).append(list(by_node.values()))
+    result = [
+        Block(nodes, tuple(same[0] for same in group), alike=any(len(set(same)) > 1 for same in group))
         for nodes, group in groups.items()
     ]
-    return sorted(found, key=lambda block: (block.worst, -len(block.nodes)))
+    return sorted(result, key=lambda block: (max(map(severity, block.findings)), -len(block.nodes)))
 
 
-def without_figures(line: Line, node: str) -> Line:
-    """A line that two nodes share may differ in its figures and in the node's name; not in what is to be pasted."""
-
-    def plain(text: str) -> str:
-        return re.sub(r"[\d.]+", "0", text.replace(node, ""))
-
-    return Line(line.level, line.topic, plain(line.fact), plain(line.fix), line.command)
+def severity(finding: Finding) -> int:
+    return LEVELS.index(finding.level)
 
 
-# ---------------------------------------------------------------- tell
+def without_figures(finding: Finding, node: str) -> Finding:
+    """Findings that nodes share may differ in figures and in the node's name; not in what is to be pasted.
 
-# What the table shows of each node.
-COLUMNS: dict[str, Callable[[Member], str]] = {
-    "python": lambda member: member.facts.interpreter.version,
-    "torch": lambda member: member.facts.torch.version or "none",
-    "GPUs": lambda member: gpus(member) or "none",
-    "cores": lambda member: f"{member.facts.cores.usable:g}",
-    "memory": lambda member: size(member.facts.memory.total),
-    "network": lambda member: member.route.interface or "-",
-}
+    Nodes that cannot be reached are named and numbered: none of these is a figure.
+    """
+    if finding.topic == "reach":
+        return finding
+    fact, fix = (re.sub(r"[\d.]+", "0", text.replace(node, "")) for text in (finding.fact, finding.fix))
+    return Finding(finding.level, finding.topic, fact, fix, finding.command)
 
 
-def gpus(member: Member) -> str:
-    count = Counter(gpu.name.removeprefix("NVIDIA ") for gpu in member.facts.gpus.devices)
-    return ", ".join(f"{number} x {name}" for name, number in count.items())
+# ---------------------------------------------------------------- text
+
+COLUMNS = ("", "python", "torch", "GPUs", "cores", "memory", "network")
 
 
-def table(members: Mapping[str, Member]) -> list[str]:
+def row_of(node: FullNodeFacts) -> tuple[str, ...]:
+    """What the table shows of a node."""
+    facts = node.facts
+    count = Counter(gpu.name.removeprefix("NVIDIA ") for gpu in facts.gpus.devices)
+    gpus = ", ".join(f"{number} x {name}" for name, number in count.items())
+    return (
+        facts.interpreter.version,
+        facts.torch.version or "none",
+        gpus or "none",
+        f"{facts.cores.usable:g}",
+        size(facts.memory.total),
+        node.route.interface or "-",
+    )
+
+
+def node_table(nodes: Mapping[str, FullNodeFacts]) -> list[str]:
     """A row for all nodes that are alike."""
     alike: dict[tuple[str, ...], list[str]] = {}
-    for node, member in members.items():
-        alike.setdefault(tuple(show(member) for show in COLUMNS.values()), []).append(node)
-    cells = [("", *COLUMNS), *((fold(nodes), *row) for row, nodes in alike.items())]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+    for name, node in nodes.items():
+        alike.setdefault(row_of(node), []).append(name)
+    return terminal.table([COLUMNS, *((fold(names), *row) for row, names in alike.items())])
 
 
-def tell(cluster: Cluster, width: int | None = None, colour: bool = False) -> str:
+def render_cluster(cluster: Cluster, width: int | None = None) -> str:
     """The nodes side by side, what is wrong with some or all of them, and the sum of it.
 
     Args:
-        width: of the terminal, in characters; None does not break lines.
+        width: of the terminal, in columns; None does not break lines.
     """
-    lines = judged(cluster)
-    parts = [table(cluster.members)] if cluster.members else []
-    parts += [list(block_rows(block, cluster, width, colour)) for block in blocks(lines)]
-    return "\n\n".join("\n".join(part) for part in [*parts, wrap(summary(cluster, lines), width, 0)]) + "\n"
+    found = judge_cluster(cluster)
+    parts = [node_table(cluster.facts)] if cluster.facts else []
+    parts += [list(render_block(block, cluster, width)) for block in blocks(found)]
+    return "\n\n".join("\n".join(part) for part in [*parts, terminal.wrap(summary(cluster, found), width)]) + "\n"
 
 
-def block_rows(block: Block, cluster: Cluster, width: int | None, colour: bool) -> Iterator[str]:
+def render_block(block: Block, cluster: Cluster, width: int | None) -> Iterator[str]:
     everybody = len(cluster.nodes) > 1 and block.nodes == cluster.nodes
     yield ("all nodes" if everybody else fold(block.nodes)) + (f" (figures of {block.nodes[0]})" if block.alike else "")
-    column = max(len(line.topic) for line in block.lines) + 2
-    for line in sorted(block.lines, key=lambda line: LEVELS.index(line.level)):
-        yield from rows(line, column, width, colour)
+    yield from render_findings(block.findings, width)
 
 
-def summary(cluster: Cluster, lines: Mapping[str, Sequence[Line]]) -> str:
-    """How many are fit, who is not and in what, and who is but differs."""
-    unfit = by_topics((node, line) for node, own in lines.items() for line in own if line.level == "fault")
-    differing = by_topics((node, line) for node, line in unlike(cluster) if line.level == "warning")
+def summary(cluster: Cluster, found: Mapping[str, Sequence[Finding]]) -> str:
+    """How many are fit; which are not, and in what; which are but differ."""
+    unfit = by_topics((node, one) for node, own in found.items() for one in own if one.level == "fault")
+    differing = by_topics((node, one) for node, one in compare_nodes(cluster) if one.level == "warning")
     fit = len(cluster.nodes) - sum(map(len, unfit.values()))
-    said = [f"{('all' if not unfit else fit or 'none')} fit for training"]
-    if not unfit and len(cluster.members) > 1:
-        said.append("each can connect to every other")
-    said += [f"{fold(nodes)} {'is' if len(nodes) == 1 else 'are'} not: {topics}" for topics, nodes in unfit.items()]
-    said += [f"{fold(nodes)} differ{'s' * (len(nodes) == 1)}: {topics}" for topics, nodes in differing.items()]
-    return f"{plural(len(cluster.nodes), 'node')}: {'; '.join(said)}"
+    parts = [f"{('all' if not unfit else fit or 'none')} fit for training"]
+    if not unfit and len(cluster.facts) > 1:
+        parts.append("each can connect to every other")
+    parts += [f"{fold(nodes)} {'is' if len(nodes) == 1 else 'are'} not: {topics}" for topics, nodes in unfit.items()]
+    parts += [f"{fold(nodes)} differ{'s' * (len(nodes) == 1)}: {topics}" for topics, nodes in differing.items()]
+    return f"{plural(len(cluster.nodes), 'node')}: {'; '.join(parts)}"
 
 
-def by_topics(lines: Iterable[tuple[str, Line]]) -> dict[str, list[str]]:
+def by_topics(findings: Iterable[tuple[str, Finding]]) -> dict[str, list[str]]:
     """Topics, such as "torch, MTU" -> the nodes that have just these."""
     topics: dict[str, list[str]] = {}
-    for node, line in lines:
-        topics.setdefault(node, []).append(line.topic)
+    for node, finding in findings:
+        topics.setdefault(node, []).append(finding.topic)
     found: dict[str, list[str]] = {}
     for node, own in topics.items():
         found.setdefault(", ".join(dict.fromkeys(own)), []).append(node)
@@ -203,11 +225,11 @@ def by_topics(lines: Iterable[tuple[str, Line]]) -> dict[str, list[str]]:
 
 
 def as_json(cluster: Cluster) -> str:
-    """Every fact of every node; of one that did not answer, why."""
+    """Every fact of every node; of one that did not reply, why."""
     told = {
         node: {"silent": cluster.silent[node]}
         if node in cluster.silent
-        else asdict(cluster.members[node]) | {"unreached": [str(gap) for gap in cluster.gaps if node in gap.nodes]}
+        else asdict(cluster.facts[node]) | {"unreached": [str(gap) for gap in cluster.gaps if node in gap.nodes]}
         for node in cluster.nodes
     }
     return json.dumps(told, indent=2, sort_keys=True) + "\n"
@@ -217,24 +239,23 @@ def as_json(cluster: Cluster) -> str:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """0: fit; 1: a fault; UNFIT: a node has not answered."""
+    """0: fit; 1: a fault; UNFIT: a node has not replied."""
     parser = argparse.ArgumentParser(prog="cluster", description=str(__doc__).splitlines()[0], allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help="print the facts, judge nothing")
-    parser.add_argument("folder", type=Path, help="holds the answers: looking/, listening/ and trying/")
+    parser.add_argument("folder", type=Path, help="holds the replies: looking/, listening/ and trying/")
     parser.add_argument("nodes", nargs="+", help="names, by node rank")
     options = parser.parse_args(words)
-    cluster = heard(options.folder, options.nodes)
-    width, colour = terminal()
-    alone = cluster.members[cluster.nodes[0]].facts if len(cluster.nodes) == len(cluster.members) == 1 else None
+    cluster = read_cluster(options.folder, options.nodes)
     if options.json:
         sys.stdout.write(as_json(cluster))
-    elif alone:
-        sys.stdout.write(render(judge(alone), cluster.nodes[0], width, colour))
+    elif len(cluster.nodes) == 1 and cluster.facts:
+        [(name, only)] = cluster.facts.items()
+        terminal.show(render(judge(only.facts), name, terminal.width()))
     else:
-        sys.stdout.write(tell(cluster, width, colour))
+        terminal.show(render_cluster(cluster, terminal.width()))
     if cluster.silent:
         return UNFIT
-    faults = any(line.level == "fault" for own in judged(cluster).values() for line in own)
+    faults = any(finding.level == "fault" for found in judge_cluster(cluster).values() for finding in found)
     return 1 if faults and not options.json else 0
 
 

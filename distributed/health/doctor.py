@@ -1,6 +1,6 @@
 """Is this machine fit for training, and what is to be done when it is not?
 
-Facts are gathered first (host.facts), then judged (checks), then told. Nothing is changed. The standard library is
+Facts are gathered first (host.facts), then judged (checks), then printed. Nothing is changed. The standard library is
 enough, so it runs before anything else.
 
 Try it: scripts/doctor.sh, or python3 -m distributed.health.doctor
@@ -10,71 +10,51 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import shutil
 import sys
-import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
 
-from distributed.health.checks import LEVELS, MASTER_PORT, Line, judge
+from distributed import terminal
+from distributed.health.checks import LEVELS, MASTER_PORT, Finding, judge
 from distributed.host.facts import gather
 
-COLOURS = {"ok": "32", "warning": "33", "fault": "31;1"}
+COLOURS = {"ok": terminal.GREEN, "warning": terminal.YELLOW, "fault": terminal.RED}
 
 
-# ---------------------------------------------------------------- tell
+# ---------------------------------------------------------------- text
 
 
-def render(lines: Sequence[Line], host: str, width: int | None = None, colour: bool = False) -> str:
-    """A table that ends with what is worst and the counts. Commands are never broken: they are to be pasted.
+def render(findings: Sequence[Finding], host: str, width: int | None = None) -> str:
+    """What is ok, then what is wrong, the worst last, then the counts.
 
     Args:
-        width: of the terminal, in characters; None does not break lines.
+        width: of the terminal, in columns; None does not break lines.
     """
-    column = max(len(line.topic) for line in lines) + 2
-    good = [line for line in lines if line.level == "ok"]
-    bad = sorted((line for line in lines if line not in good), key=lambda line: LEVELS.index(line.level))
-    blocks = [
-        "\n".join(row for line in block for row in rows(line, column, width, colour)) for block in (good, bad) if block
-    ]
-    return "\n\n".join([*blocks, summary(lines, host)]) + "\n"
+    good = [finding for finding in findings if finding.level == "ok"]
+    bad = [finding for finding in findings if finding.level != "ok"]
+    column = max(len(finding.topic) for finding in findings)
+    blocks = ["\n".join(render_findings(block, width, column)) for block in (good, bad) if block]
+    counts = Counter(finding.level for finding in findings)
+    verdict = "not fit for training" if counts["fault"] else "fit for training"
+    faults, warnings = plural(counts["fault"], "fault"), plural(counts["warning"], "warning")
+    return "\n\n".join([*blocks, f"{host} is {verdict}: {faults}, {warnings}, {counts['ok']} ok"]) + "\n"
 
 
-def summary(lines: Sequence[Line], host: str) -> str:
-    counts = Counter(line.level for line in lines)
-    faults, warnings = counts["fault"], counts["warning"]
-    verdict = "not fit for training" if faults else "fit for training"
-    return f"{host} is {verdict}: {plural(faults, 'fault')}, {plural(warnings, 'warning')}, {counts['ok']} ok"
-
-
-def rows(line: Line, column: int, width: int | None, colour: bool) -> Iterator[str]:
-    level = f"{line.level:<9}"
-    if colour:
-        level = f"\033[{COLOURS[line.level]}m{level}\033[0m"
-    indent = " " * (9 + column)
-    first, *rest = wrap(line.fact, width, len(indent))
-    fix = wrap(f"fix: {line.fix}", width, len(indent)) if line.fix else []
-    yield f"{level}{line.topic:<{column}}{first}"
-    yield from (indent + words for words in (*rest, *fix))
-    if line.command:
-        yield f"{indent}$ {line.command}"
-
-
-def wrap(text: str, width: int | None, indent: int) -> list[str]:
-    if width is None:
-        return [text]
-    return textwrap.wrap(text, max(20, width - indent), break_long_words=False, break_on_hyphens=False)
-
-
-def terminal() -> tuple[int | None, bool]:
-    """The width of the terminal that we print on, None for a pipe; and whether it wants colours."""
-    if not sys.stdout.isatty():
-        return None, False
-    return shutil.get_terminal_size().columns, not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+def render_findings(findings: Sequence[Finding], width: int | None, column: int = 0) -> Iterator[str]:
+    """Lines, the worst last. Commands are never broken: they are to be pasted. column: width of the topics."""
+    column = column or max(len(finding.topic) for finding in findings)
+    indent = " " * (9 + column + 2)
+    for finding in sorted(findings, key=lambda finding: LEVELS.index(finding.level)):
+        fixes = [f"fix: {finding.fix}"] if finding.fix else []
+        room = width and max(20, width - len(indent))
+        first, *rest = [line for text in (finding.fact, *fixes) for line in terminal.wrap(text, room)]
+        yield f"{terminal.paint(f'{finding.level:<9}', COLOURS[finding.level])}{finding.topic:<{column}}  {first}"
+        yield from (indent + line for line in rest)
+        if finding.command:
+            yield f"{indent}$ {finding.command}"
 
 
 def plural(number: int, noun: str) -> str:
@@ -91,9 +71,9 @@ def main(words: Sequence[str] | None = None) -> int:
     if call.json:
         print(json.dumps(asdict(facts), indent=2, sort_keys=True))
         return 0
-    lines = judge(facts)
-    sys.stdout.write(render(lines, facts.names.host, *terminal()))
-    return 1 if any(line.level == "fault" for line in lines) else 0
+    findings = judge(facts)
+    terminal.show(render(findings, facts.names.host, terminal.width()))
+    return 1 if any(finding.level == "fault" for finding in findings) else 0
 
 
 class Parser(argparse.ArgumentParser):

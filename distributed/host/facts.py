@@ -14,7 +14,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,7 +22,6 @@ from distributed.host.dns import Names, look_up_names
 from distributed.host.gpus import Gpus, look_at_gpus, owner
 from distributed.host.identity import user
 from distributed.host.interpreter import (
-    KIT,
     Interpreter,
     Package,
     Torch,
@@ -31,8 +30,16 @@ from distributed.host.interpreter import (
     required_packages,
     which_python,
 )
-from distributed.host.network import ephemeral_range, listener, loopback_error, port_is_free
-from distributed.host.probe import PROC, ask, read
+from distributed.host.network import (
+    address_towards,
+    ephemeral_range,
+    interface_to,
+    listener,
+    loopback_error,
+    mtu_of_interface,
+    port_is_free,
+)
+from distributed.host.node_facts import NodeFacts
 from distributed.host.resources import (
     Cores,
     Limits,
@@ -43,6 +50,7 @@ from distributed.host.resources import (
     look_at_memory,
     look_at_space,
 )
+from distributed.host.system import KIT, PROC, SYS, read, run_program
 
 PROGRAMS = ("ssh", "rsync", "tmux", "pdsh", "srun")
 # What torch, NCCL, gloo, OpenMP and Python's imports listen to, and nothing that could be a secret.
@@ -104,6 +112,26 @@ class Facts:
     shell: str = ""  # that user's, as $SHELL names it
 
 
+@dataclass(frozen=True)
+class Route:
+    """The way to the other nodes."""
+
+    interface: str  # empty: unknown
+    mtu: int  # bytes; 0: unknown
+    speed: int  # Mbit/s, as the card has agreed with the switch; 0: unknown
+
+
+@dataclass(frozen=True)
+class FullNodeFacts(NodeFacts):
+    """A machine as one node among others: what the doctor judges, and what nodes can be compared by."""
+
+    facts: Facts
+    kernel: str
+    kit: Mapping[str, str | None]  # of each file of the kit that ranks run: SHA-256
+    route: Route
+    now: float  # unix seconds, when it replied
+
+
 def gather(folder: Path, logs: Path, port: int, env: Mapping[str, str] = os.environ) -> Facts:
     """All facts of this machine, as a launch from `folder` with logs in `logs` would meet them."""
     return Facts(
@@ -136,13 +164,21 @@ def gather(folder: Path, logs: Path, port: int, env: Mapping[str, str] = os.envi
     )
 
 
+def route_to(nodes: Sequence[str]) -> Route:
+    """The interface on the way to the first of the other nodes."""
+    others = (node for node in nodes if node != socket.gethostname() and address_towards(node))
+    name = next((found for found in map(interface_to, others) if found and found != "lo"), "")
+    speed = read(SYS / "class/net" / name / "speed") if name else ""
+    return Route(name, mtu_of_interface(name), int(speed) if speed.isdigit() else 0)  # -1: the card does not know
+
+
 def in_container() -> bool:
     marks = Path("/.dockerenv"), Path("/run/.containerenv"), Path("/var/run/secrets/kubernetes.io")
     return "container" in os.environ or any(mark.exists() for mark in marks)
 
 
 def clock_is_synchronised() -> bool | None:
-    answer = ask(["timedatectl", "show", "--property=NTPSynchronized", "--value"], 3).out.strip()
+    answer = run_program(["timedatectl", "show", "--property=NTPSynchronized", "--value"], 3).out.strip()
     return {"yes": True, "no": False}.get(answer)
 
 

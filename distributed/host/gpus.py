@@ -1,6 +1,6 @@
 """Which GPUs are here, who uses them, and which of them a process sees.
 
-nvidia-smi tells; without it the kernel's files at least say how many there are. The standard library is enough.
+nvidia-smi reports them; without it the kernel's files show how many there are. The standard library is enough.
 
 Try it: python3 -m distributed.host.gpus
 """
@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from distributed.host.probe import GIB, MIB, PROC, SYS, Reply, ask, read
+from distributed.host.system import GIB, MIB, PROC, SYS, Output, read, run_program
 
 NVIDIA_LIMIT = 20.0  # seconds; a driver without persistence mode takes some for each GPU
 # Xid codes that a faulty program causes, not a faulty GPU.
@@ -31,7 +31,7 @@ APP_FIELDS = "gpu_uuid,pid,used_memory,process_name"
 @dataclass(frozen=True)
 class GpuProcess:
     pid: int
-    user: str  # empty: not to be seen from here, as when it runs in another container
+    user: str  # empty: not visible from here, as when it runs in another container
     name: str
     memory: int  # bytes
 
@@ -63,31 +63,31 @@ class Gpus:
     xids: tuple[str, ...] = ()  # "PCI:0000:3b:00 79", as the kernel reported them
 
 
-# ---------------------------------------------------------------- what nvidia-smi says
+# ---------------------------------------------------------------- nvidia-smi
 
 
 def look_at_gpus(dev: Path = Path("/dev"), sys_folder: Path = SYS) -> Gpus:
-    """The GPUs and who uses them, as nvidia-smi tells."""
+    """The GPUs and who uses them, as nvidia-smi reports."""
     hardware = nvidia_cards(sys_folder)
     if not shutil.which("nvidia-smi"):
         return Gpus(hardware=hardware, devices=device_files(dev))
-    reply = query("gpu", GPU_FIELDS)
-    if reply.code == 6 or "No devices were found" in reply.out:
+    output = query("gpu", GPU_FIELDS)
+    if output.code == 6 or "No devices were found" in output.out:
         return Gpus(hardware=hardware)
-    if reply.code != 0:
-        return Gpus(hardware=hardware, error="nvidia-smi: " + " ".join((reply.out + reply.error).split()))
+    if output.code != 0:
+        return Gpus(hardware=hardware, error="nvidia-smi: " + " ".join((output.out + output.error).split()))
     users = gpu_processes(query("compute-apps", APP_FIELDS).out)
-    rows = table(reply.out, GPU_FIELDS)
+    rows = table(output.out, GPU_FIELDS)
     return Gpus(
         driver=rows[0]["driver_version"] if rows else "",
         hardware=hardware,
         devices=tuple(gpu_from(row, users.get(row["uuid"], ())) for row in rows),
-        xids=xids(ask(["dmesg"], 5).out),
+        xids=xids(run_program(["dmesg"], 5).out),
     )
 
 
-def query(what: str, fields: str) -> Reply:
-    return ask(["nvidia-smi", f"--query-{what}={fields}", "--format=csv,noheader,nounits"], NVIDIA_LIMIT)
+def query(what: str, fields: str) -> Output:
+    return run_program(["nvidia-smi", f"--query-{what}={fields}", "--format=csv,noheader,nounits"], NVIDIA_LIMIT)
 
 
 def table(csv: str, fields: str) -> list[dict[str, str]]:
@@ -136,7 +136,7 @@ def mebibytes(word: str) -> int:
 
 
 def owner(pid: int, proc: Path = PROC) -> str:
-    """The user of a process; empty when it is not to be seen from here."""
+    """The user of a process; empty when it is not visible from here."""
     try:
         uid = (proc / str(pid)).stat().st_uid
     except OSError:
@@ -147,7 +147,7 @@ def owner(pid: int, proc: Path = PROC) -> str:
         return str(uid)
 
 
-# ---------------------------------------------------------------- what the kernel says
+# ---------------------------------------------------------------- the kernel
 
 
 def nvidia_cards(sys_folder: Path) -> int:
@@ -163,7 +163,7 @@ def xids(kernel_log: str) -> tuple[str, ...]:
 
 
 def device_files(dev: Path) -> tuple[Gpu, ...]:
-    """Where there is no nvidia-smi, the kernel's files at least tell how many GPUs there are."""
+    """GPUs without nvidia-smi: the kernel's files show no more than how many there are."""
     numbers = [path.name.removeprefix("nvidia") for path in dev.glob("nvidia*")]
     indices = sorted(int(number) for number in numbers if number.isdigit())
     return tuple(Gpu(index, f"/dev/nvidia{index}", "NVIDIA GPU", 0, 0) for index in indices)
@@ -175,27 +175,20 @@ def device_files(dev: Path) -> tuple[Gpu, ...]:
 def visible(setting: str | None, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
     """The GPUs that CUDA_VISIBLE_DEVICES leaves; None when it is not set.
 
-    As CUDA reads it: numbers or beginnings of a uuid, up to the first that is no GPU; one named twice leaves
-    none.
+    As CUDA reads it: numbers or beginnings of a uuid, up to the first that is no GPU; one named twice leaves none.
     Where MIG is on, a process sees one slice of one GPU.
     """
-    words = None if setting is None else [word.strip() for word in setting.split(",")]
-    seen = list(gpus) if words is None else known(words, gpus)
-    if words is not None and len(set(words[: len(seen)])) < len(seen):
-        return ()
+    seen = list(gpus)
+    if setting is not None:
+        seen, words = [], [word.strip() for word in setting.split(",")]
+        for word in words:
+            if not (gpu := named(word, gpus)):
+                break
+            seen.append(gpu)
+        if len(set(words[: len(seen)])) < len(seen):
+            return ()
     sliced = [gpu for gpu in seen if gpu.mig]
     return tuple(sliced[:1] or seen)
-
-
-def known(words: Sequence[str], gpus: Sequence[Gpu]) -> list[Gpu]:
-    """The GPUs that these words name, up to the first that names none."""
-    found: list[Gpu] = []
-    for word in words:
-        gpu = named(word, gpus)
-        if gpu is None:
-            break
-        found.append(gpu)
-    return found
 
 
 def named(word: str, gpus: Sequence[Gpu]) -> Gpu | None:

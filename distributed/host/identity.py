@@ -1,8 +1,6 @@
 """Which machine, process, user and software is this, so that another node or a later command knows it again?
 
 This runs before every launch, so it imports little, and that late. Standard library only.
-
-Try it: python -m distributed.host.identity
 """
 
 from __future__ import annotations
@@ -57,15 +55,3 @@ def _torch_version(path: Sequence[str]) -> str | None:
             if dot and base.startswith("torch-"):
                 return base.removeprefix("torch-")
     return None
-
-
-def main() -> int:
-    """Print the versions as JSON."""
-    import json
-
-    print(json.dumps(versions()))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

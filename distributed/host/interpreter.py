@@ -17,9 +17,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from distributed.host.probe import Reply, ask, read
+from distributed.host.system import KIT, Output, read, run_program
 
-KIT = Path(__file__).resolve().parents[2]
 TORCH_LIMIT = 120.0  # seconds for `import torch`, which a cold network disk makes long
 
 
@@ -114,18 +113,18 @@ def ask_torch(python: str, limit: float = TORCH_LIMIT) -> Torch:
     version = installed("torch")
     if not version:
         return Torch()
-    reply = ask([python, "-c", TORCH_QUESTIONS], limit)
-    if reply.code != 0:
-        return Torch(version, error=import_error(reply))
-    told: dict[str, Any] = json.loads(reply.out.splitlines()[-1])
+    output = run_program([python, "-c", TORCH_QUESTIONS], limit)
+    if output.code != 0:
+        return Torch(version, error=import_error(output))
+    told: dict[str, Any] = json.loads(output.out.splitlines()[-1])
     told |= {name: tuple(told[name]) for name in ("archs", "capabilities")}
     return Torch(version, **told)
 
 
-def import_error(reply: Reply) -> str:
-    if reply.code is not None and reply.code < 0:
-        return f"Python dies of {signal.Signals(-reply.code).name} while importing it"
-    return (reply.error.strip().splitlines() or [f"Python exits with {reply.code}"])[-1]
+def import_error(output: Output) -> str:
+    if output.code is not None and output.code < 0:
+        return f"Python dies of {signal.Signals(-output.code).name} while importing it"
+    return (output.error.strip().splitlines() or [f"Python exits with {output.code}"])[-1]
 
 
 def installed(package: str) -> str:

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from distributed.host.probe import PROC, read
+from distributed.host.system import PROC, read
 
 PORTS = range(20_000, 30_000)  # to choose from; below the usual ephemeral ones
 MAX_SHOWN = 100  # characters of a command line in a message

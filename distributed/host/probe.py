@@ -1,51 +1,118 @@
-"""Ask a program, or read a file of the machine: what does not answer says so, and nothing is ever raised.
+"""The node probe: what a node reports about itself, before a launch and for the doctor.
 
-The standard library is enough.
+Every node runs it over ssh and prints a reply (host.replies). A launch asks for what it cannot do without, within
+tenths of a second; with --folder the reply also has all facts of the machine, for the doctor.
+
+Standard library only: nothing else need be there.
 """
 
 from __future__ import annotations
 
-import subprocess
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+import argparse
+import hashlib
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
-PROC, SYS = Path("/proc"), Path("/sys")
-MIB, GIB = 2**20, 2**30  # bytes
+from distributed.host.gpus import Gpus, look_at_gpus, visible
+from distributed.host.identity import machine, versions
+from distributed.host.network import (
+    address_of,
+    free_port,
+    listener,
+    own_addresses,
+    port_is_free,
+)
+from distributed.host.node_facts import NodeFacts
+from distributed.host.replies import framed
+from distributed.host.system import KIT
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from distributed.host.facts import FullNodeFacts
+
+RUN_BY_RANKS = ("train.py", "distributed/**/*.py", "scripts/lib/*")  # of the kit: must be the same on all nodes
 
 
-@dataclass(frozen=True)
-class Reply:
-    code: int | None  # None: the program is not there, or gave no answer in time
-    out: str = ""
-    error: str = ""
+def probe(
+    nodes: Sequence[str],
+    port: int | None,
+    files: Sequence[str],
+    gpus: Gpus | None = None,
+    env: Mapping[str, str] = os.environ,
+) -> NodeFacts:
+    """What a launch needs to know of this node.
 
-
-def ask(words: Sequence[str], limit: float) -> Reply:
-    """Run a program for at most `limit` seconds.
-
-    One that waits inside a broken driver cannot be killed: it is left alone.
+    Args:
+        nodes: names of all nodes, by node rank.
+        port: where ranks are to meet on the first one; None for any free port.
+        files: that the ranks will read.
+        gpus: of this machine, where they are known already.
     """
-    try:
-        process = subprocess.Popen(
-            words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-    except OSError as error:
-        return Reply(None, "", f"{words[0]}: {error.strerror}")
-    try:
-        out, err = process.communicate(timeout=limit)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        with suppress(subprocess.TimeoutExpired):
-            process.communicate(timeout=1)
-        return Reply(None, "", f"no answer within {limit:g} s")
-    return Reply(process.returncode, out, err)
+    gpus = gpus or look_at_gpus()
+    begun = time.monotonic()
+    master = address_of(nodes[0])
+    seconds = time.monotonic() - begun
+    found = versions()
+    return NodeFacts(
+        python=str(found["python"]),
+        torch=found["torch"],
+        gpus=len(visible(env.get("CUDA_VISIBLE_DEVICES"), gpus.devices)),
+        gpu_error=gpus.error,
+        files={file: checksum(Path(file)) for file in files},
+        machine=machine(),
+        addresses=own_addresses(),
+        ssh_address=(env.get("SSH_CONNECTION", "").split() + [""] * 3)[2],
+        master=master,
+        seconds=seconds,
+        port=port or free_port(),
+        holder=None if port is None or port_is_free(port) else listener(port),
+    )
 
 
-def read(path: Path) -> str:
-    """The text of a file of /proc or /sys, empty when it cannot be read."""
+def full_probe(nodes: Sequence[str], port: int, folder: Path, logs: Path) -> FullNodeFacts:
+    """And what the doctor needs to know of it, as a launch from `folder` with logs in `logs` would meet it."""
+    from distributed.host import facts  # its imports would take a third of the time of a launch's probe
+
+    own = facts.gather(folder, logs, port)
+    kit = sorted(path for pattern in RUN_BY_RANKS for path in KIT.glob(pattern) if path.is_file())
+    return facts.FullNodeFacts(
+        **vars(probe(nodes, port, [], own.gpus)),
+        facts=own,
+        kernel=os.uname().release,
+        kit={str(path.relative_to(KIT)): checksum(path) for path in kit},
+        route=facts.route_to(nodes),
+        now=time.time(),
+    )
+
+
+def checksum(file: Path) -> str | None:
     try:
-        return path.read_text(errors="replace").strip()
+        return hashlib.sha256(file.read_bytes()).hexdigest()
     except OSError:
-        return ""
+        return None
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Print what this node reports, as a reply."""
+    parser = argparse.ArgumentParser(prog="probe", description=str(__doc__).splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--port", type=int, default=0, help="where ranks are to meet; 0: any")
+    parser.add_argument("--file", action="append", default=[], help="that the ranks will read; may be repeated")
+    parser.add_argument("--folder", type=Path, help="report all facts, as a launch from this directory meets them")
+    parser.add_argument("--log-dir", type=Path, help="with --folder: where runs will be logged")
+    parser.add_argument("nodes", nargs="+", help="names of all nodes, by node rank")
+    options = parser.parse_args(words)
+    found = (
+        full_probe(options.nodes, options.port, options.folder, options.log_dir)
+        if options.folder
+        else probe(options.nodes, options.port or None, options.file)
+    )
+    sys.stdout.write(framed(asdict(found)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from distributed.host.probe import PROC, SYS, read
+from distributed.host.system import PROC, SYS, read
 
 
 @dataclass(frozen=True)

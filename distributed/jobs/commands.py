@@ -56,6 +56,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from distributed import terminal
 from distributed.exit_codes import STOPPED, WRONG_CALL
 from distributed.fold import DEFAULT_PARTICIPANTS
 from distributed.jobs import bases, console, host, journal, servers
@@ -617,10 +618,10 @@ def expected_duration(end: float, unknown: int, jobs: int) -> str:
 # ---------------------------------------------------------------- commands about a list
 
 
-def show(table: Sequence[Sequence[str]], below: Sequence[str] = ()) -> None:
+def show(rows: Sequence[Sequence[str]], below: Sequence[str] = ()) -> None:
     """The first row holds the headings. below: a line for each row, empty for none."""
-    for number, line in enumerate(console.aligned(table)):
-        print(f"\033[1m{line}\033[0m" if number == 0 and sys.stdout.isatty() else line)
+    for number, line in enumerate(terminal.table(rows)):
+        terminal.show((line if number else terminal.paint(line, terminal.BOLD)) + "\n")
         if below and below[number]:
             print(below[number])
 

@@ -8,11 +8,10 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, cast
 
-from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
@@ -20,13 +19,13 @@ from rich.text import Text
 from distributed.jobs.dispatcher import Link
 from distributed.jobs.state import Attempt, JobState, State
 from distributed.runs.report import duration
+from distributed.terminal import GAP, columns, cut, pad
 
 BACKLOG = 1 << 20  # bytes kept for an output that does not take them
 CHUNK = 4096  # bytes written at once
 FULL = 1.0  # seconds between two tries to write to a full disk
 PATIENCE = 3.0  # seconds that the output has for what is left at the end
 STYLES = {"done": "green", "failed": "red", "paused": "yellow", "retry": "yellow", "cancelled": "yellow"}
-GAP = "  "  # between two columns
 LONGEST_SLOT = 24  # columns
 # The columns behind `slot` and `job`, each as wide as what it mostly holds.
 NUMBERS = {"step": 11, "loss": 6, "held-out": 8, "time": 7, "left": 7}
@@ -156,8 +155,8 @@ def overview(state: State, links: Mapping[str, Link], width: int, height: int) -
     """A row for each slot, as many as fit into so many columns and lines, and a line of totals."""
     every = list(rows(state, links))
     shown, rest = fitting(every, height - AROUND)
-    slot = max([len("slot"), *(cell_len(row.where) for row in every)])
-    sizes = columns(state)
+    slot = max([len("slot"), *(columns(row.where) for row in every)])
+    sizes = shown_numbers(state)
     job = max(10, width - slot - sum(sizes.values()) - len(GAP) * (len(sizes) + 1))
     lines = [Text(), Text(laid_out("slot", "job", list(NUMBERS), slot, job, sizes), style="dim")]
     for row in shown:
@@ -165,7 +164,7 @@ def overview(state: State, links: Mapping[str, Link], width: int, height: int) -
             lines.append(Text(laid_out(row.where, row.job, row.numbers, slot, job, sizes)))
         else:
             style = "yellow" if row.kind == "trouble" else "dim"
-            lines.append(Text(cut(row.where, slot) + GAP + row.job, style=style))
+            lines.append(Text(pad(row.where, slot) + GAP + row.job, style=style))
     if rest:
         lines.append(Text(f"and {rest}", style="dim"))
     usable = sum(len(link.server.room.slots) for link in links.values() if link.state == "ready")
@@ -175,7 +174,7 @@ def overview(state: State, links: Mapping[str, Link], width: int, height: int) -
     return lines
 
 
-def columns(state: State) -> dict[str, int]:
+def shown_numbers(state: State) -> dict[str, int]:
     """NUMBERS without losses that no job of the list has reported yet: a column appears once, and stays."""
     reported = {name for name, key in LOSSES.items() if any(key in job.metrics for job in state.jobs.values())}
     return {name: size for name, size in NUMBERS.items() if name not in LOSSES or name in reported}
@@ -204,7 +203,7 @@ def short_names(names: Sequence[str]) -> dict[str, str]:
     short = {name: name if name.replace(".", "").isdecimal() else name.partition(".")[0] for name in names}
     if len(set(short.values())) < len(names):
         short = {name: name for name in names}
-    return {name: cut(each, LONGEST_SLOT - 4).rstrip() for name, each in short.items()}
+    return {name: cut(each, LONGEST_SLOT - 4) for name, each in short.items()}
 
 
 def fitting(every: Sequence[Row], most: int) -> tuple[list[Row], str]:
@@ -225,29 +224,8 @@ def fitting(every: Sequence[Row], most: int) -> tuple[list[Row], str]:
 def laid_out(
     where: str, job: str, numbers: Sequence[str], slot_width: int, job_width: int, sizes: Mapping[str, int]
 ) -> str:
-    right = [
-        " " * (sizes[name] - cell_len(text)) + text
-        for name, text in zip(NUMBERS, numbers, strict=True)
-        if name in sizes
-    ]
-    return GAP.join([cut(where, slot_width), cut(job, job_width), *right])
-
-
-def cut(text: str, width: int) -> str:
-    """Exactly so many columns."""
-    found = Text(text)
-    found.truncate(width, overflow="ellipsis", pad=True)
-    return found.plain
-
-
-def aligned(table: Iterable[Sequence[str]]) -> list[str]:
-    """Rows of cells as lines in which columns stand one below the other."""
-    cells = list(table)
-    widths = [max(map(cell_len, column)) for column in zip(*cells, strict=True)]
-    return [
-        GAP.join(cell + " " * (width - cell_len(cell)) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in cells
-    ]
+    right = [pad(text, sizes[name], right=True) for name, text in zip(NUMBERS, numbers, strict=True) if name in sizes]
+    return GAP.join([pad(where, slot_width), pad(cut(job, job_width), job_width), *right])
 
 
 def numbers(job: JobState, attempt: Attempt) -> list[str]:

@@ -54,7 +54,7 @@ USUAL, NO_RSYNC = 3, 4  # exit codes: ~/ml-customization is there; rsync is not
 # What jobs/host.py and the supervisors that it forks need on a server. They take no samples of usage.
 KIT_FILES = (
     "distributed/__init__.py", "distributed/exit_codes.py", "distributed/files.py", "distributed/metrics.py",
-    "distributed/host/__init__.py", "distributed/host/gpus.py", "distributed/host/probe.py",
+    "distributed/host/__init__.py", "distributed/host/gpus.py", "distributed/host/system.py",
     "distributed/host/process_scan.py",
     "distributed/jobs/__init__.py", "distributed/jobs/host.py", "distributed/jobs/panes.py",
     "distributed/launch/__init__.py", "distributed/launch/console.py", "distributed/launch/supervisor.py",

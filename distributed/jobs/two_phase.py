@@ -42,6 +42,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from distributed import terminal
 from distributed.fold import DEFAULT_PARTICIPANTS
 from distributed.jobs import base_cache, bases, commands, console
 from distributed.jobs.base_cache import Cached
@@ -246,7 +247,7 @@ def explain(one: Job, other: Job, rules: bases.Rules) -> list[str]:
     answer = f"one base model: {names[0]}" if len(names) == 1 else f"two base models: {names[0]} and {names[1]}"
     found = bases.differences(one, other, rules)
     table = [("differs in", "class", one.name, other.name), *found]
-    return [answer, "", *console.aligned(table)] if found else [answer]
+    return [answer, "", *terminal.table(table)] if found else [answer]
 
 
 def no_base(rules: bases.Rules) -> str:
@@ -266,7 +267,7 @@ def report(plan: bases.Plan, rules: bases.Rules, cached: Mapping[str, Cached], s
         return [f"{console.plural(len(plan.jobs), 'job')}; none starts from a base model: {no_base(rules)}"]
     there = sum(base.name in cached for base in found)
     start = "all start" if starting == len(plan.jobs) else f"{starting} of them start"
-    lines = console.aligned([
+    lines = terminal.table([
         ("jobs", f"{len(plan.jobs)}; {start} from a base model"),
         ("base models", f"{len(found)}; {there} in the cache, {len(found) - there} to train"),
         ("trainings avoided", f"{bases.avoided(plan)} by sharing ({saved(plan, rules)}), {there} by the cache"),
@@ -316,9 +317,9 @@ def base_table(plan: bases.Plan, cached: Mapping[str, Cached]) -> list[str]:
             ranges([numbers[job.id] for job in base.jobs]), base.jobs[0].name, text_of(form),
         ))  # fmt: skip
     if len(found) == 1:
-        return [*console.aligned([row[:-1] for row in table]), "", f"settings: {text_of(forms[0])}"]
+        return [*terminal.table([row[:-1] for row in table]), "", f"settings: {text_of(forms[0])}"]
     same = {key: value for key, value in forms[0].items() if all(form.get(key) == value for form in forms)}
-    return [*console.aligned(table), "", f"settings of all: {text_of(same)}"]
+    return [*terminal.table(table), "", f"settings of all: {text_of(same)}"]
 
 
 def differing_from_all(forms: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

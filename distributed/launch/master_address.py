@@ -1,6 +1,6 @@
-"""One node of several, each started by hand: is MASTER_ADDR what all of them can use?
+"""One node of several, each started by hand: is MASTER_ADDR an address that all of them can use?
 
-Nobody asks the other nodes, so only what this one knows can be told.
+The other nodes are not asked: only what this one knows is checked.
 
 Standard library only: nothing else need be there.
 """
@@ -16,10 +16,12 @@ from distributed.exit_codes import UNFIT
 from distributed.host.network import address_of, own_addresses
 
 
-def place(master: str, node_rank: int, found: str, own: Sequence[str]) -> tuple[str, str]:
-    """MASTER_ADDR as this node is to use it, and what speaks against it; one of the two is empty.
+def check_master(master: str, node_rank: int, found: str, own: Sequence[str]) -> tuple[str, str]:
+    """MASTER_ADDR as this node is to use it, and the fault; one of the two is empty.
 
-    found: the address this node has for it, empty for none. own: this node's addresses, without loopback.
+    Args:
+        found: the address that this node finds for it, empty for none.
+        own: this node's addresses, without loopback.
     """
     said = f"MASTER_ADDR '{master}'"
     if not found:
@@ -41,15 +43,19 @@ def place(master: str, node_rank: int, found: str, own: Sequence[str]) -> tuple[
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Print the address at which to meet, or what speaks against it. Returns 0, or UNFIT."""
-    summary = str(__doc__).splitlines()[0]
-    parser = argparse.ArgumentParser(prog="master_address", description=summary, allow_abbrev=False)
+    """Print the address that ranks are to use, or the fault. Returns 0, or UNFIT."""
+    parser = argparse.ArgumentParser(
+        prog="master_address", description=str(__doc__).splitlines()[0], allow_abbrev=False
+    )
     parser.add_argument("master", help="MASTER_ADDR")
     parser.add_argument("--node-rank", type=int, required=True)
     options = parser.parse_args(words)
-    address, fault = place(options.master, options.node_rank, address_of(options.master), own_addresses())
-    print(address) if address else sys.stderr.write(f"preflight: {fault}\n")
-    return 0 if address else UNFIT
+    address, fault = check_master(options.master, options.node_rank, address_of(options.master), own_addresses())
+    if fault:
+        sys.stderr.write(f"preflight: {fault}\n")
+        return UNFIT
+    print(address)
+    return 0
 
 
 if __name__ == "__main__":

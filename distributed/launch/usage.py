@@ -122,7 +122,7 @@ def take(run: str, node: str, *, gpus: bool, proc: Path | None = None) -> Sample
     """One sample. gpus: also ask nvidia-smi, which may take seconds."""
     from pathlib import Path
 
-    from distributed.host.probe import PROC
+    from distributed.host.system import PROC
     from distributed.runs import node_status
 
     families = node_status.families(node_status.processes_of(run, node, proc or PROC))

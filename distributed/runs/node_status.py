@@ -25,9 +25,9 @@ from typing import Any
 
 from distributed.host import process_scan
 from distributed.host.gpus import count, mebibytes, query, table
-from distributed.host.probe import PROC, ask, read
 from distributed.host.replies import framed
 from distributed.host.stacks import Frame, of_the_script, stack_of
+from distributed.host.system import PROC, read, run_program
 
 TAIL = 8192  # bytes at the end of a rank's output that its last line is looked for in
 MAIN = "MainThread"  # as py-spy calls it
@@ -244,7 +244,8 @@ def stands(one: Process, output: str) -> tuple[str, tuple[Frame, ...]]:
     if py_spy:
         # One that is stopped need not, and must not, be stopped once more.
         calm = ["--nonblocking"] if one.state in "Tt" else []
-        reply = ask([py_spy, "dump", "--json", "--full-filenames", "--pid", str(one.pid), *calm], STACK_SECONDS)
+        dump = [py_spy, "dump", "--json", "--full-filenames", "--pid", str(one.pid), *calm]
+        reply = run_program(dump, STACK_SECONDS)
         if reply.code == 0 and (found := in_py_spy(one.pid, reply.out)):
             return found
         why = f"py-spy: {' '.join((reply.error or reply.out).split())}"

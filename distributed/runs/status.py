@@ -15,20 +15,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
 import shutil
 import sys
-import textwrap
 import time
-import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from distributed import metrics
+from distributed import metrics, terminal
 from distributed.exit_codes import UNFIT
 from distributed.files import KIT
 from distributed.runs.hang_detection import Beat, Pulse, feel, needs_stacks
@@ -36,13 +33,14 @@ from distributed.runs.lookup import ELSEWHERE, GONE, HERE, IN_JOB, NoRun, Run, r
 from distributed.runs.node_status import Gpu, Rank
 from distributed.runs.verdict import decide
 from distributed.runs.visit import Visit, left_on, visits
+from distributed.terminal import BOLD, DIM, GREEN, RED, YELLOW, paint
 
 FALLBACK = (120, 40)  # columns and lines where there is no terminal
 STATES = {"R": "runs", "S": "sleeps", "D": "disk", "T": "STOPPED", "t": "STOPPED", "I": "sleeps", "W": "sleeps"}
 COLUMNS = ("node", "rank", "pid", "state", "cpu", "memory", "gpu", "quiet", "last line")
+AT_THE_RIGHT = ("rank", "pid", "cpu", "memory", "quiet")
 WIDE = 100  # columns; on less, the last line is worth more than the process id
 NEEDS_STACKS = "needs-stacks"  # in place of a state
-RED, GREEN, YELLOW, DIM = "1;31", "32", "33", "2"
 
 
 @dataclass(frozen=True)
@@ -204,27 +202,23 @@ def read_progress(folder: Path, now: float) -> Progress:
 # ---------------------------------------------------------------- drawing
 
 
-@dataclass(frozen=True)
-class Cell:
-    text: str
-    colour: str = ""
-    right: bool = False  # numbers stand at the right
-
-
-def draw(status: Status, width: int, colour: bool, with_stacks: bool = True) -> str:
+def draw(status: Status, width: int, with_stacks: bool = True) -> str:
     """The whole for a person. No row of the table is longer than width; commands and stacks are shown whole."""
     state, pulse = status.state, status.pulse
-    paint = RED if state.wrong else YELLOW
-    lines = [headline(status, colour)]
-    lines += wrapped(state.more, width, GREEN if state.name == "ended" and not state.wrong else paint, colour)
+    colour = RED if state.wrong else GREEN if state.name == "ended" else YELLOW
+    lines = [headline(status), *wrapped(state.more, width, colour)]
     lines += [f"  $ {state.remedy}"] * bool(state.remedy)
-    lines += wrapped(pulse.words, width, RED if pulse.hung else YELLOW, colour)
+    lines += wrapped(pulse.words, width, RED if pulse.hung else YELLOW)
     lines += [f"  $ {pulse.remedy}"] * bool(pulse.remedy)
-    lines += ["", *table(status, width, colour)]
-    notes = [line for note in notes_on(status) for line in wrapped(note, width, YELLOW, colour)]
+    lines += ["", *table(status, width)]
+    notes = [line for note in notes_on(status) for line in wrapped(note, width, YELLOW)]
     lines += [""] * bool(notes) + notes
-    lines += stacks(status, colour) if with_stacks else []
-    return "".join(f"{line.rstrip()}\n" for line in lines)
+    lines += stacks(status) if with_stacks else []
+    return "".join(f"{line}\n" for line in lines)
+
+
+def wrapped(text: str, width: int, colour: str) -> list[str]:
+    return [paint(line, colour) for line in terminal.wrap(text, width, indent="  ")]
 
 
 HEADS = {
@@ -238,13 +232,13 @@ HEADS = {
 }
 
 
-def headline(status: Status, colour: bool) -> str:
+def headline(status: Status) -> str:
     state = status.state
     calm = state.name in ("running", "ended") and not status.pulse.hung
-    how = painted(HEADS[state.name], RED if state.wrong else GREEN if calm else YELLOW, colour)
+    how = paint(HEADS[state.name], RED if state.wrong else GREEN if calm else YELLOW)
     ago = " ago" * (state.name == "waiting")
     facts = [f"{how} {duration(status.seconds)}{ago}", *progress_words(status.progress)]
-    return f"{painted(status.run.folder.name, '1', colour)}: {', '.join(facts)}"
+    return f"{paint(status.run.folder.name, BOLD)}: {', '.join(facts)}"
 
 
 def progress_words(progress: Progress) -> Iterator[str]:
@@ -254,54 +248,49 @@ def progress_words(progress: Progress) -> Iterator[str]:
             yield f"loss {progress.loss:.4f}"
 
 
-def table(status: Status, width: int, colour: bool) -> list[str]:
+def table(status: Status, width: int) -> list[str]:
     """Columns in which nobody has anything are left out; the last one takes what room is left."""
-    rows = [row for one in status.visits for row in rows_of(one, status.state)]
-    heads = [head for head in COLUMNS if any(row[head].text for row in rows) and (width >= WIDE or head != "pid")]
-    if not rows:
-        return []
-    rows.insert(0, {head: Cell(head, DIM, any(row[head].right for row in rows)) for head in COLUMNS})
-    widths = {head: max(columns(row[head].text) for row in rows) for head in heads}
-    room = max(8, width - sum(widths[head] + 2 for head in heads[:-1]))
-    widths[heads[-1]] = min(widths[heads[-1]], room)
-    return ["  ".join(fitted(row[head], widths[head], colour) for head in heads) for row in rows]
+    rows = [dict.fromkeys(COLUMNS, "") | row for one in status.visits for row in rows_of(one, status.state)]
+    heads = [head for head in COLUMNS if any(row[head] for row in rows) and (width >= WIDE or head != "pid")]
+    right = [column for column, head in enumerate(heads) if head in AT_THE_RIGHT]
+    cells = [[row[head] for head in heads] for row in rows]
+    if cells:
+        cells.insert(0, [paint(head, DIM) for head in heads])
+    return terminal.table(cells, right, width)
 
 
-def rows_of(one: Visit, state: State) -> Iterator[dict[str, Cell]]:
-    blank = dict.fromkeys(COLUMNS, Cell(""))
-    name = Cell(one.place.node)
+def rows_of(one: Visit, state: State) -> Iterator[dict[str, str]]:
+    name = one.place.node
     if one.look is None:
         first, last = one.place.first_rank, one.place.first_rank + one.place.processes - 1
-        ranks = str(first) if first >= last else f"{first}-{last}"
-        yield {**blank, "node": name, "rank": Cell(ranks, right=True), "state": Cell("not seen", YELLOW)}
+        yield {
+            "node": name,
+            "rank": f"{first}-{last}" if first < last else f"{first}",
+            "state": paint("not seen", YELLOW),
+        }
         return
     for rank in one.look.ranks:
-        yield {**blank, **row_of(rank, state), "node": name}
-        name = Cell("")
+        yield {"node": name, **row_of(rank, state)}
+        name = ""
 
 
-def row_of(rank: Rank, state: State) -> dict[str, Cell]:
-    here = rank.pid is not None
-    quiet = "" if rank.silent is None or state.name == "ended" else duration(rank.silent)
-    return {
-        "rank": Cell(str(rank.rank), right=True),
-        "pid": Cell(str(rank.pid) if here else "", right=True),
-        "state": state_cell(rank, state),
-        "cpu": Cell(f"{rank.cpu:.0%}" if here else "", right=True),
-        "memory": Cell(size(rank.memory) if here else "", right=True),
-        "gpu": Cell(" ".join(map(gpu_words, rank.gpus))),
-        "quiet": Cell(quiet, right=True),
-        "last line": Cell(rank.line),
-    }
+def row_of(rank: Rank, state: State) -> dict[str, str]:
+    row = {"rank": str(rank.rank), "state": state_words(rank, state), "last line": rank.line}
+    row["gpu"] = " ".join(map(gpu_words, rank.gpus))
+    if rank.pid is not None:
+        row |= {"pid": str(rank.pid), "cpu": f"{rank.cpu:.0%}", "memory": size(rank.memory)}
+    if rank.silent is not None and state.name != "ended":
+        row["quiet"] = duration(rank.silent)
+    return row
 
 
-def state_cell(rank: Rank, state: State) -> Cell:
+def state_words(rank: Rank, state: State) -> str:
     if rank.pid is not None:
         word = STATES.get(rank.state, rank.state)
-        return Cell(word, RED if word.isupper() else "")
+        return paint(word, RED) if word.isupper() else word
     if state.name in ("ended", "ending", "waiting"):
-        return Cell("ended", DIM)
-    return Cell("gone", RED) if rank.silent is not None else Cell("not yet", YELLOW)
+        return paint("ended", DIM)
+    return paint("gone", RED) if rank.silent is not None else paint("not yet", YELLOW)
 
 
 def gpu_words(gpu: Gpu) -> str:
@@ -327,52 +316,13 @@ def notes_on(status: Status) -> Iterator[str]:
         yield f"the launcher is process {launcher.pid} on {launcher.host}, and cannot be seen from here"
 
 
-def stacks(status: Status, colour: bool) -> Iterator[str]:
+def stacks(status: Status) -> Iterator[str]:
     for one in status.visits:
         for rank in one.look.ranks if one.look else ():
             if rank.stands:
                 yield ""
-                yield painted(f"rank {rank.rank} on {one.place.node}, process {rank.pid}", "1", colour)
-                yield from (f"  {line}" for line in rank.stands.splitlines())
-
-
-def fitted(cell: Cell, width: int, colour: bool) -> str:
-    shown = cut(cell.text, width)
-    fill = " " * (width - columns(shown))
-    text = painted(shown, cell.colour, colour)
-    return fill + text if cell.right else text + fill
-
-
-def painted(text: str, code: str, colour: bool) -> str:
-    return f"\x1b[{code}m{text}\x1b[0m" if colour and code and text else text
-
-
-def wrapped(text: str, width: int, code: str, colour: bool) -> list[str]:
-    lines = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False, subsequent_indent="  ")
-    return [painted(line, code, colour) for line in lines]
-
-
-def columns(text: str) -> int:
-    """How many a terminal takes for it."""
-    return sum(columns_of(letter) for letter in text)
-
-
-def columns_of(letter: str) -> int:
-    if unicodedata.combining(letter):
-        return 0
-    return 2 if unicodedata.east_asian_width(letter) in "WF" else 1
-
-
-def cut(text: str, width: int) -> str:
-    if columns(text) <= width:
-        return text
-    kept, taken = "", 1  # for the mark
-    for letter in text:
-        taken += columns_of(letter)
-        if taken > width:
-            break
-        kept += letter
-    return f"{kept}…"
+                yield paint(f"rank {rank.rank} on {one.place.node}, process {rank.pid}", BOLD)
+                yield from (f"  {line}".rstrip() for line in rank.stands.splitlines())
 
 
 def duration(seconds: float) -> str:
@@ -446,15 +396,12 @@ def as_json(status: Status) -> str:
 
 
 def show(status: Status, in_place: bool, with_stacks: bool) -> None:
-    terminal = sys.stdout.isatty()
-    colour = terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     width, height = shutil.get_terminal_size(FALLBACK)
-    text = draw(status, width, colour, with_stacks)
+    text = draw(status, width, with_stacks)
     if in_place:
         lines = text.splitlines()[: height - 1]
         text = "\x1b[H" + "".join(f"{line}\x1b[K\n" for line in lines) + "\x1b[J"
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    terminal.show(text)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from distributed.host.network import PORTS, port_is_free
-from distributed.host.probe import ask
+from distributed.host.system import run_program
 from distributed.nodelist import NodeListError, expand, tasks_per_node
 
 STRIDE = 997  # between two ports that a job tries; jobs with neighbouring numbers begin at neighbouring ports
@@ -146,7 +146,7 @@ def main(words: Sequence[str] | None = None) -> int:
         print(free_port(options.port))
         return 0
     try:
-        job = ask(["scontrol", "show", "job", "--details", os.environ.get("SLURM_JOB_ID", "")], SCONTROL_LIMIT)
+        job = run_program(["scontrol", "show", "job", "--details", os.environ.get("SLURM_JOB_ID", "")], SCONTROL_LIMIT)
         found = Allocation.from_env(os.environ, options.ranks, job.out)
     except AllocationError as error:
         sys.stderr.write(f"allocation: {error}\n")

@@ -3,7 +3,7 @@
 Every rank runs this. It joins the process group, runs each collective that training uses on values that
 betray a missing, swapped or narrowed contribution, and checks its own result; it times messages of growing
 size, and its own computing. What the ranks found goes through the store, not through the collectives under
-test: a rank that is broken or frozen does not silence the others, and the lowest that answers speaks for all.
+test: a rank that is broken or frozen does not silence the others, and the lowest that answers reports for all.
 
     torchrun --nproc-per-node 2 -m distributed.smoke
     srun python -m distributed.smoke --json
@@ -14,6 +14,7 @@ Exit code: 0 all is well, 1 a check failed, 2 wrong call.
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import os
 import re
@@ -21,7 +22,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -34,6 +35,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store
 
+from distributed import terminal
 from distributed.files import write_json
 from distributed.smoke.bandwidth import Link, rounds, slow
 from distributed.smoke.report import (
@@ -72,17 +74,17 @@ MAX_ITERATIONS = 1024
 SMALLEST_LINK = 64 * 1024  # bytes
 LINK_SECONDS = 0.25  # for two nodes to exchange messages
 LINK_REPEATS = 10  # exchanges of the largest message beyond the first, within LINK_SECONDS
+LINK_PASSES = 3  # while a link seems slow
 MOST_ROUNDS = 32  # in which nodes meet: more nodes do not meet all others
 
-ROUNDS = 20  # in a pass
+ROUNDS = 40
 ROUND_SECONDS = 0.025
-PASSES = 3  # a rank is called slow only when it is so in every pass
 SLOW = {"cpu": 2.0, "cuda": 1.5}  # times the others' time; a CPU is shared with the system, a GPU is not
 
 GRACE = 5.0  # seconds between the first and the last rank that give up waiting for the same thing
-LEAVING = 4 * GRACE  # seconds for handing in, reading, speaking and leaving
+LEAVING = 4 * GRACE  # seconds for handing in, reading, reporting and leaving
 SOURCE_LINE = r"^\[[^\]]*:[0-9]+\] "  # "[/pytorch/third_party/gloo/.../pair.cc:553] "
-BEFORE_WATCHDOG = 0.9  # NCCL's watchdog ends the process at the group's timeout: speak before it does
+BEFORE_WATCHDOG = 0.9  # NCCL's watchdog ends the process at the group's timeout: report before it does
 
 
 class Watch:
@@ -127,7 +129,7 @@ class Here:
         if self.device.type == "cuda":
             self.poll(torch.cuda.current_stream(self.device).query)
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Wait until every rank is here; unlike a plain barrier of NCCL it gives up in time to say so."""
         work = dist.barrier(async_op=True)
         if self.device.type == "cuda":
@@ -247,7 +249,7 @@ def check_point_to_point(case: Case) -> tuple[Tensor, Tensor]:
 
 
 def check_barrier(case: Case) -> tuple[Tensor, Tensor]:
-    """One rank comes late: nobody may be through before it has signed the book."""
+    """One rank comes late: no other may leave the barrier before it has arrived."""
     if case.rank == COUNTS.index(case.count) % case.size:
         time.sleep(0.02)
     case.store.add(f"book/{case}", 1)
@@ -280,7 +282,9 @@ def difference(got: Tensor, expected: Tensor) -> tuple[int, str, str] | None:
 def first_fault(name: str, here: Here) -> Fault | None:
     """Run one collective in every type and size; the first wrong result of this rank, if there is one."""
     found = None
-    for case in cases(here):
+    for dtype, count in itertools.product(UNIT, COUNTS):
+        store = PrefixStore(here.step, here.store)
+        case = Case(here.world.rank, here.world.size, count, dtype, here.device, store)
         got, expected = CHECKS[name](case)
         here.settle()
         wrong = difference(got, expected)
@@ -288,13 +292,6 @@ def first_fault(name: str, here: Here) -> Fault | None:
             index, should_be, is_now = wrong
             found = Fault(name, here.world.rank, here.host, should_be, is_now, f"{case}, element {index}")
     return found
-
-
-def cases(here: Here) -> Iterator[Case]:
-    for dtype in UNIT:
-        for count in COUNTS:
-            store = PrefixStore(here.step, here.store)
-            yield Case(here.world.rank, here.world.size, count, dtype, here.device, store)
 
 
 # ---------------------------------------------------------------- how fast?
@@ -355,7 +352,7 @@ def measure(name: str, message: Message, here: Here, seconds: float) -> Speed:
 
 
 def elapsed(name: str, message: Message, here: Here, iterations: int) -> float:
-    here.meet()
+    here.barrier()
     start = time.perf_counter()
     for _ in range(iterations):
         MOVES[name](message)
@@ -379,10 +376,10 @@ def measure_links(here: Here, largest: int) -> list[Link]:
     leaders = [rank for rank, first in enumerate(gathered_numbers(here.world.local_rank == 0, here)) if first]
     hosts = [here.store.get(f"host/{rank}").decode() for rank in leaders]
     speeds = torch.zeros(len(leaders), len(leaders), dtype=torch.float64, device=here.device)
-    for attempt in range(PASSES):
+    for attempt in range(LINK_PASSES):
         here.begin(f"links, pass {attempt + 1}", lasting=MOST_ROUNDS * LINK_SECONDS)
         for pairs in rounds(len(leaders))[:MOST_ROUNDS]:
-            here.meet()
+            here.barrier()
             for one, other in pairs:
                 partner = {leaders[one]: leaders[other], leaders[other]: leaders[one]}.get(here.world.rank)
                 if partner is not None:
@@ -401,7 +398,9 @@ def speed_to(partner: int, largest: int, here: Here) -> float:
     swap(partner, torch.zeros(1, device=here.device), here)  # the connection, where it is made at first use
     while True:
         message = torch.zeros(max(1, size // torch.float32.itemsize), device=here.device)
-        seconds = swap(partner, torch.tensor([swapping(partner, message, here)], device=here.device), here)
+        start = time.perf_counter()
+        swap(partner, message, here)
+        seconds = swap(partner, torch.tensor([time.perf_counter() - start], device=here.device), here)
         best = max(best, message.nbytes / seconds / 1e9)
         left -= seconds
         if seconds <= LINK_SECONDS / GROWTH and size * GROWTH <= largest:
@@ -410,12 +409,6 @@ def speed_to(partner: int, largest: int, here: Here) -> float:
             repeats -= 1
         else:
             return best
-
-
-def swapping(partner: int, message: Tensor, here: Here) -> float:
-    start = time.perf_counter()
-    swap(partner, message, here)
-    return time.perf_counter() - start
 
 
 def swap(partner: int, mine: Tensor, here: Here) -> float:
@@ -440,18 +433,12 @@ def gathered_numbers(mine: float, here: Here) -> list[float]:
 
 
 def measure_pace(here: Here) -> list[Pace]:
-    """Let every rank do the same work by itself between barriers. Who seems slow is measured again."""
-    suspects = set(range(here.world.size))
+    """Let every rank do the same work by itself between barriers."""
     work = Work.fitting(here)
-    for attempt in range(PASSES):
-        here.begin(f"pace, pass {attempt + 1}")
-        computing, waiting = gathered([work.round() for _ in range(ROUNDS)], here)
-        good = [good_round(own) for own in computing]
-        factors, late = slowness(good), lateness(waiting)
-        suspects &= {rank for rank, factor in enumerate(factors) if factor > SLOW[here.device.type]}
-        if not suspects:
-            break
-    return [Pace(rank, good[rank], factors[rank], late[rank], rank in suspects) for rank in range(here.world.size)]
+    computing, waiting = gathered([work.round() for _ in range(ROUNDS)], here)
+    good, late = [good_round(own) for own in computing], lateness(waiting)
+    limit = SLOW[here.device.type]
+    return [Pace(rank, good[rank], factor, late[rank], factor > limit) for rank, factor in enumerate(slowness(good))]
 
 
 @dataclass(frozen=True)
@@ -479,10 +466,10 @@ class Work:
 
     def round(self) -> tuple[float, float]:
         """Seconds of computing, and of waiting for the others."""
-        self.here.meet()
+        self.here.barrier()
         computing = self.seconds()
         start = time.perf_counter()
-        self.here.meet()
+        self.here.barrier()
         return computing, time.perf_counter() - start
 
 
@@ -516,20 +503,21 @@ def examine(here: Here, sizes: Sequence[int], seconds: float) -> tuple[Findings,
     measured = Measured()
     try:
         for name in CHECKS:
-            if enter(name, here, findings) and (fault := first_fault(name, here)):
+            if begin_check(name, here, findings) and (fault := first_fault(name, here)):
                 findings.faults.append(fault)
         if all_sound(here, findings):
-            if enter("links", here, findings):
+            if begin_check("links", here, findings):
                 measured.links = measure_links(here, sizes[-1])
-            if enter("bandwidth", here, findings):
+            if begin_check("bandwidth", here, findings):
                 measured.bandwidth = measure_bandwidth(here, sizes, seconds)
-            if enter("pace", here, findings):
+            if begin_check("pace", here, findings):
                 measured.pace = measure_pace(here)
         here.begin("report")
     except RuntimeError as error:
         findings.broken = True
         name = here.step if here.step in PROVED else findings.done[-1]
-        findings.faults.append(unanswered(here, name, error))
+        case = here.step if here.step != name else ""
+        findings.faults.append(Fault(name, here.world.rank, here.host, "an answer", brief(error), case))
     return findings, measured
 
 
@@ -542,7 +530,7 @@ def all_sound(here: Here, findings: Findings) -> bool:
     return all(here.store.get(key) == b"True" for key in keys)
 
 
-def enter(name: str, here: Here, findings: Findings) -> bool:
+def begin_check(name: str, here: Here, findings: Findings) -> bool:
     """Begin a step, unless it needs a second rank or node."""
     if here.world.size == 1 and name in NEED_TWO:
         findings.skipped[name] = "needs two ranks"
@@ -553,11 +541,6 @@ def enter(name: str, here: Here, findings: Findings) -> bool:
     here.begin(name)
     findings.done.append(name)
     return True
-
-
-def unanswered(here: Here, name: str, error: BaseException) -> Fault:
-    case = here.step if here.step != name else ""
-    return Fault(name, here.world.rank, here.host, "an answer", brief(error), case)
 
 
 def device_label(where: torch.device) -> str:
@@ -596,23 +579,25 @@ def arrived(store: Store, keys: list[str], seconds: float) -> bool:
 
 
 def absences(here: Here, answered: Mapping[int, Findings]) -> list[Fault]:
-    """A fault for each rank that has not answered, with the place where it was last seen."""
-    return [absence(rank, here) for rank in range(here.world.size) if rank not in answered]
+    """A fault for each rank that has not answered, with the step in which it was last seen."""
 
-
-def absence(rank: int, here: Here) -> Fault:
-    def told(what: str) -> str:
-        key = f"{what}/{rank}"
+    def stored(key: str) -> str:
         return here.store.get(key).decode() if here.store.check([key]) else "unknown"
 
-    got = f"none in {here.timeout:g} s; last seen in {told('at')}"
-    return Fault("answer", rank, told("host"), "an answer", got)
+    return [
+        Fault(
+            "answer", rank, stored(f"host/{rank}"), "an answer",
+            f"none in {here.timeout:g} s; last seen in {stored(f'at/{rank}')}",
+        )
+        for rank in range(here.world.size)
+        if rank not in answered
+    ]  # fmt: skip
 
 
-def take_turns(here: Here, answered: Mapping[int, Findings], speak: Callable[[], None]) -> None:
-    """The lowest rank speaks, the others leave after it, and rank 0, where the store may be, leaves last."""
+def report_in_turn(here: Here, answered: Mapping[int, Findings], report: Callable[[], None]) -> None:
+    """The lowest rank reports, the others leave after it, and rank 0, where the store may be, leaves last."""
     if here.world.rank == min(answered):
-        speak()
+        report()
         here.store.set("said", "")
     arrived(here.store, ["said"], GRACE)
     here.store.set(f"left/{here.world.rank}", "")
@@ -620,7 +605,7 @@ def take_turns(here: Here, answered: Mapping[int, Findings], speak: Callable[[],
         arrived(here.store, [f"left/{rank}" for rank in answered], GRACE)
 
 
-# ---------------------------------------------------------------- speak and leave
+# ---------------------------------------------------------------- report and leave
 
 
 def byte_size(text: str) -> int:
@@ -661,8 +646,8 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
 
 
 @dataclass(frozen=True)
-class Voice:
-    """How this rank speaks: for all, or for itself when there is no way to agree with the others."""
+class Reporter:
+    """Prints or writes the report: of all ranks, or of this one when there is no way to agree with the others."""
 
     world: World
     device: torch.device
@@ -680,44 +665,44 @@ class Voice:
         }
 
     @property
-    def meeting(self) -> str:
+    def rendezvous(self) -> str:
         return f"the store at {self.world.master_addr}:{self.world.master_port}"
 
-    def speak(self, report: Mapping[str, Any]) -> None:
+    def report(self, report: Mapping[str, Any]) -> None:
         if self.options.json_file:
             write_json(Path(os.environ.get("MUSTER_RUN_DIR", ""), self.options.json_file), report)
-            sys.stderr.write(f"distributed.smoke: {verdict_line(report)}\n")
+            sys.stderr.write(f"distributed.smoke: {terminal.plain(verdict_line(report))}\n")
         else:
             show(report, self.options.json)
 
-    def apart(self, check: str, expected: str, got: str) -> NoReturn:
-        """Say what is wrong, and leave at once."""
+    def fail_alone(self, check: str, expected: str, got: str) -> NoReturn:
+        """Report what is wrong, and exit at once."""
         fault = Fault(check, self.world.rank, self.host, expected, got)
         if self.world.rank == 0 or self.options.json_file:
-            self.speak(alone(self.launch, fault))
+            self.report(alone(self.launch, fault))
         if self.world.rank > 0:
             sys.stderr.write(f"distributed.smoke: {fault}\n")
             sys.stderr.flush()
-            time.sleep(1)  # the first rank to leave ends the others: let rank 0 speak
+            time.sleep(1)  # the first rank to leave ends the others: let rank 0 report
         os._exit(1)
 
     def out_of_time(self, step: str, seconds: float) -> NoReturn:
-        got = f"no end in {seconds:g} s: {self.meeting} or its host is frozen or cut off"
-        self.apart("answer", f"{step} to end", got)
+        got = f"no end in {seconds:g} s: {self.rendezvous} or its host is frozen or cut off"
+        self.fail_alone("answer", f"{step} to end", got)
 
 
-def together(here: Here, voice: Voice) -> int:
-    """Examine, hand in, and let one rank speak for all. Returns the exit code."""
+def together(here: Here, reporter: Reporter) -> int:
+    """Examine, hand in, and let one rank report for all. Returns the exit code."""
     here.store.set(f"host/{here.world.rank}", here.host)
-    options = voice.options
+    options = reporter.options
     largest = options.max_bytes or max(options.min_bytes, LARGEST[here.device.type])
     findings, measured = examine(here, message_sizes(options.min_bytes, largest), options.seconds)
     answered = exchange(findings, here)
     absent = absences(here, answered)
-    report = summarise(voice.launch, PROVED, answered, measured, absent)
-    take_turns(here, answered, lambda: voice.speak(report))
+    report = summarise(reporter.launch, PROVED, answered, measured, absent)
+    report_in_turn(here, answered, lambda: reporter.report(report))
     if absent or any(one.broken for one in answered.values()):
-        os._exit(1)  # saying goodbye would wait for ranks that are gone
+        os._exit(1)  # leaving the group would wait for ranks that are gone
     return 0 if report["verdict"] == "ok" else 1
 
 
@@ -732,16 +717,16 @@ def main(words: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)  # ranks that take all cores each would measure one another
     where = device(world, options.backend)
     host = os.environ.get("MUSTER_NODE") or socket.gethostname()
-    voice = Voice(world, where, host, options)
-    watch = Watch(voice.out_of_time)
+    reporter = Reporter(world, where, host, options)
+    watch = Watch(reporter.out_of_time)
     watch.restart("join", options.timeout + LEAVING)
     with ExitStack() as group:
         try:
             group.enter_context(process_group(world, options.backend, options.timeout))
         except RuntimeError as error:
-            voice.apart("join", f"{world.size} ranks that meet", brief(error))
+            reporter.fail_alone("join", f"{world.size} ranks that meet", brief(error))
         store = PrefixStore("smoke", _get_default_store())
         try:
-            return together(Here(world, where, host, store, options.timeout, watch), voice)
+            return together(Here(world, where, host, store, options.timeout, watch), reporter)
         except dist.DistError as error:
-            voice.apart("answer", voice.meeting, brief(error))
+            reporter.fail_alone("answer", reporter.rendezvous, brief(error))

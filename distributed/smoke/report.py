@@ -1,7 +1,7 @@
 """What the smoke test found, for people and for programs.
 
-Each rank hands in its Findings; `summarise` puts them together into one JSON object, `render` tells it to
-people. Nothing here knows PyTorch, so that a launcher can tell the report of ranks that ran elsewhere:
+Each rank hands in its Findings; `summarise` puts them together into one JSON object, `render` makes text of it. Nothing
+here knows PyTorch, so that a launcher can print the report of ranks that ran elsewhere:
 
     python -m distributed.smoke.report [--json] REPORT.json
 """
@@ -11,17 +11,19 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
+from distributed import terminal
+from distributed.launch import connectivity
 from distributed.smoke.bandwidth import Link, slow
 from distributed.smoke.bandwidth import speed as speed_label
 
 REMEDY = {
-    "reach": "open TCP between the nodes, on all ports above 1023 (firewall, security group, network policy)",
+    "reach": connectivity.REMEDY,
     "join": "see that every rank was started, and reaches the master's address and port",
     "answer": "look at that rank's own output: it may have died, be stopped, or wait for its GPU or a disk",
     "bandwidth": "look at the ranks' own output, and at the network between the nodes",
@@ -135,7 +137,7 @@ def slowness(good: Sequence[float]) -> list[float]:
 
 
 def good_round(seconds: Sequence[float]) -> float:
-    """The lower quartile of the seconds: who was unlucky has good rounds too, who is slow has none."""
+    """The lower quartile: a rank that shares its core now and then has good rounds too, a slow one has none."""
     return quantiles(seconds, n=4)[0]
 
 
@@ -224,7 +226,7 @@ def slow_rank(one: Pace, host: str, ranks: int) -> Fault:
 def check_report(name: str, known: str, findings: Sequence[Findings], faults: Sequence[Fault]) -> dict[str, Any]:
     status, summary = "ok", known
     if faults:
-        status, summary = "fault", "; ".join(told_each(faults))
+        status, summary = "fault", "; ".join(shortened(faults))
     elif why := [reason for one in findings if (reason := why_not(name, one))]:
         status, summary = "skipped", why[0]
     return {
@@ -243,22 +245,18 @@ def why_not(name: str, findings: Findings) -> str | None:
     return findings.skipped.get(name, "a check before it failed")
 
 
-def told_each(faults: Sequence[Fault], at_most: int = 3) -> list[str]:
+def shortened(faults: Sequence[Fault], at_most: int = 3) -> list[str]:
     more = [f"and {len(faults) - at_most} more"] if len(faults) > at_most else []
     return [*map(str, faults[:at_most]), *more]
 
 
-def to_json(report: Mapping[str, Any]) -> str:
-    return json.dumps(report, indent=2, sort_keys=True) + "\n"
-
-
-# ---------------------------------------------------------------- told to people
+# ---------------------------------------------------------------- text
 
 
 def render(report: Mapping[str, Any]) -> str:
     """The report for people."""
     world = report["world"]
-    where = f"{_ranks(world['size'])} on {world['nodes']} node{'s' * (world['nodes'] != 1)}"
+    where = f"{plural(world['size'], 'rank')} on {plural(world['nodes'], 'node')}"
     blocks = [
         [f"smoke test: {where}, {world['backend']}, torch {world['torch']}"],
         [line for check in report["checks"] for line in check_lines(check)],
@@ -270,56 +268,60 @@ def render(report: Mapping[str, Any]) -> str:
     return "\n\n".join("\n".join(lines) for lines in blocks if lines) + "\n"
 
 
-def check_lines(check: Mapping[str, Any]) -> list[str]:
+STATUS = {"ok": ("ok", terminal.GREEN), "skipped": ("skipped", terminal.YELLOW), "fault": ("FAULT", terminal.RED)}
+
+
+def check_lines(check: Mapping[str, Any]) -> Iterator[str]:
     """What is known, or a line a fault, and the remedy."""
-    word = "FAULT" if check["status"] == "fault" else check["status"]
-    said = told_each([Fault(**fault) for fault in check["faults"]]) or [check["summary"]]
-    lines = [f"  {word:<8}{check['name']:<16}{said[0]}", *(f"{'':<26}{more}" for more in said[1:])]
-    return [*lines, f"{'':<10}-> {check['remedy']}"] if check["remedy"] else lines
+    word, colour = STATUS[check["status"]]
+    first, *rest = shortened([Fault(**fault) for fault in check["faults"]]) or [check["summary"]]
+    yield f"  {terminal.paint(f'{word:<8}', colour)}{check['name']:<16}{first}"
+    yield from (f"{'':<26}{more}" for more in rest)
+    if check["remedy"]:
+        yield f"{'':<10}-> {check['remedy']}"
 
 
 def bandwidth_lines(speeds: Sequence[Mapping[str, Any]]) -> list[str]:
     """A row a message size: the time of an all-reduce, then the bus bandwidth of each collective."""
-    if not speeds:
-        return []
     cells = {(one["bytes"], one["collective"]): one for one in speeds}
     names = list(dict.fromkeys(one["collective"] for one in speeds))
-    lines = [f"  {'message':>7}{'all_reduce':>13}   bus bandwidth, GB/s"]
-    lines += [f"  {'':>7}{'ms':>13}" + "".join(f"{name:>15}" for name in names)]
-    for size in sorted({one["bytes"] for one in speeds}):
-        time = milliseconds(cells.get((size, "all_reduce")))
-        bus = [bus_bandwidth(cells.get((size, name))) for name in names]
-        lines.append(f"  {size_label(size):>7}{time:>13}" + "".join(f"{one:>15}" for one in bus))
-    return lines
+
+    def row(size: int) -> list[str]:
+        found = [cells.get((size, name)) for name in names]
+        bus = [f"{one['bus_gb_per_second']:.3f}" if one else "-" for one in found]
+        all_reduce = cells.get((size, "all_reduce"))
+        return [size_label(size), f"{all_reduce['seconds'] * 1e3:.3f}" if all_reduce else "-", *bus]
+
+    rows = [row(size) for size in sorted({one["bytes"] for one in speeds})]
+    title = "time of an all_reduce, ms; bus bandwidth, GB/s"
+    return titled(title, [["message", "ms", *names], *rows], right=range(2 + len(names)))
 
 
 def link_lines(links: Sequence[Mapping[str, Any]], at_most: int = 8) -> list[str]:
-    if not links:
-        return []
-    slowest_first = sorted(links, key=lambda one: one["gb_per_second"])[:at_most]
-    lines = [f"  between nodes, the slowest {len(slowest_first)} of {len(links)}", f"  {'GB/s':>7}   where"]
-    return lines + [f"  {one['gb_per_second']:7.3f}   {one['one']} - {one['other']}" for one in slowest_first]
-
-
-def milliseconds(speed: Mapping[str, Any] | None) -> str:
-    return f"{speed['seconds'] * 1e3:.3f}" if speed else "-"
-
-
-def bus_bandwidth(speed: Mapping[str, Any] | None) -> str:
-    return f"{speed['bus_gb_per_second']:.3f}" if speed else "-"
+    slowest = sorted(links, key=lambda one: one["gb_per_second"])[:at_most]
+    rows = [[f"{one['gb_per_second']:.3f}", f"{one['one']} - {one['other']}"] for one in slowest]
+    return titled(f"between nodes, the slowest {len(slowest)} of {len(links)}", [["GB/s", "where"], *rows], right=[0])
 
 
 def pace_lines(ranks: Sequence[Mapping[str, Any]], at_most: int = 8) -> list[str]:
-    if not ranks:
-        return []
-    slowest_first = sorted(ranks, key=lambda one: -one["factor"])[:at_most]
-    lines = [f"  computing alone, the slowest {len(slowest_first)} of {len(ranks)}"]
-    lines += [f"  {'rank':>7}{'ms a round':>13}{'times the others':>19}{'ms late':>11}   where"]
-    return lines + [
-        f"  {one['rank']:>7}{one['compute_seconds'] * 1e3:13.1f}{one['factor']:19.2f}"
-        f"{one['late_seconds'] * 1e3:11.1f}   {one['host']}, {one['device']}"
-        for one in slowest_first
+    slowest = sorted(ranks, key=lambda one: -one["factor"])[:at_most]
+    rows = [
+        [
+            str(one["rank"]),
+            f"{one['compute_seconds'] * 1e3:.1f}",
+            f"{one['factor']:.2f}",
+            f"{one['late_seconds'] * 1e3:.1f}",
+            f"{one['host']}, {one['device']}",
+        ]
+        for one in slowest
     ]
+    heading = ["rank", "ms a round", "times the others", "ms late", "where"]
+    return titled(f"computing alone, the slowest {len(slowest)} of {len(ranks)}", [heading, *rows], right=range(4))
+
+
+def titled(title: str, rows: Sequence[Sequence[str]], right: Collection[int]) -> list[str]:
+    """A table; nothing when it has only a heading."""
+    return [f"  {line}" for line in (title, *terminal.table(rows, right))] if len(rows) > 1 else []
 
 
 def size_label(size: float) -> str:
@@ -334,42 +336,23 @@ def size_label(size: float) -> str:
 def verdict_line(report: Mapping[str, Any]) -> str:
     bad = [check["name"] for check in report["checks"] if check["status"] == "fault"]
     if bad:
-        return f"verdict: FAULT in {', '.join(bad)}"
+        return f"verdict: {terminal.paint('FAULT', terminal.RED)} in {', '.join(bad)}"
     size = report["world"]["size"]
-    return f"verdict: ok, {_ranks(size)} work{'s' * (size == 1)} together as {'it' if size == 1 else 'they'} should"
+    ok = terminal.paint("verdict: ok", terminal.GREEN)
+    return f"{ok}, {plural(size, 'rank')} work{'s' * (size == 1)} together as {'it' if size == 1 else 'they'} should"
 
 
-def _ranks(number: int) -> str:
-    return f"{number} rank{'s' * (number != 1)}"
+def plural(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def show(report: Mapping[str, Any], as_json: bool = False) -> None:
-    """Print the report: for people, in colours where rich is there and this is a terminal; or as JSON."""
-    text = to_json(report) if as_json else render(report)
-    if sys.stdout.isatty() and not as_json:
-        text = coloured(text)
-    sys.stdout.write(text)
-    sys.stdout.flush()
-
-
-def coloured(text: str) -> str:
-    try:
-        from rich.console import Console
-        from rich.text import Text
-    except ImportError:
-        return text
-    styled = Text(text)
-    styled.highlight_regex(r"(?m)^  ok|^verdict: ok", "green")
-    styled.highlight_regex(r"(?m)^  skipped", "yellow")
-    styled.highlight_regex(r"FAULT", "bold red")
-    console = Console()
-    with console.capture() as captured:
-        console.print(styled, end="", soft_wrap=True)
-    return captured.get()
+    """Print the report: for people, or as JSON."""
+    terminal.show(json.dumps(report, indent=2, sort_keys=True) + "\n" if as_json else render(report))
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Tell a report that was written to a file. Returns 0 when all was well, 1 when a check failed."""
+    """Print a report that was written to a file. Returns 0 when all was well, 1 when a check failed."""
     summary = str(__doc__).splitlines()[0]
     parser = argparse.ArgumentParser("distributed.smoke.report", description=summary, allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help="as the one JSON object")

@@ -44,7 +44,7 @@ check_nodes() {
   ANSWERS=$(mktemp -d "$SOCKETS/answers-XXXXXX") # goes when the connections go
   local node files=("${CONFIG_ARGS[@]:1}") words=() meeting
   [[ $MODULE ]] || files+=("$SCRIPT_FILE")
-  module_as_ranks launch.survey --port "${MASTER_PORT:-0}" --master "${NODES[0]}" -- "${files[@]}"
+  module_as_ranks host.probe --port "${MASTER_PORT:-0}" "${files[@]/#/--file=}" -- "${NODES[@]}"
   ask_nodes "$ANSWERS" "${COMMAND[@]}"
   for node in "${NODES[@]}"; do
     words+=("$node:${NPROC[$node]}")

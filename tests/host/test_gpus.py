@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from distributed.host.gpus import Gpu, GpuProcess, look_at_gpus, main, nvidia_cards, owner, visible, xids
-from distributed.host.probe import GIB, MIB
+from distributed.host.system import GIB, MIB
 
 A100 = "NVIDIA A100-SXM4-80GB"
 GPUS = tuple(Gpu(index, f"GPU-{index}{index}aa-bb", A100, 80 * GIB, 4 * MIB) for index in range(4))

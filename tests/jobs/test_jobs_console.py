@@ -140,12 +140,6 @@ def test_losses_have_a_column_from_the_first_value_in_the_list_on(metrics: dict[
     assert row.endswith("   1:30")
 
 
-def test_columns_of_other_scripts_are_aligned_too() -> None:
-    assert console.aligned([("id", "名前", "x"), ("1", "a", ""), ("22", "長い名前", "y")]) == [
-        "id  名前      x", "1   a", "22  長い名前  y",
-    ]  # fmt: skip
-
-
 # ---------------------------------------------------------------- the output
 
 

@@ -7,48 +7,53 @@ port is seen there, is held by launch_torchrun_auto.bats.
 from __future__ import annotations
 
 import json
-import socket
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
-from distributed.host.replies import MARK, Answer
-from distributed.launch.preflight import Look, Node, judge, main
-from distributed.launch.survey import look
+from distributed.host.node_facts import NodeFacts
+from distributed.host.replies import MARK, Reply
+from distributed.launch import preflight
+from distributed.launch.preflight import main
 
-GOOD = Look(
+GOOD = NodeFacts(
     python="3.11.7", torch="2.13.0", files={"a.py": "11"}, gpus=0, gpu_error="", machine="", addresses=("10.0.0.1",),
     ssh_address="10.0.0.1", master="10.0.0.1", seconds=0.001, port=23456, holder=None,
 )  # fmt: skip
 
 
-def node(number: int, nproc: int = 2, code: int = 0, err: str = "", out: str | None = None, **other: object) -> Node:
-    """node1, node2, ... that answers, differing in some things."""
+def node(number: int, code: int = 0, err: str = "", out: str | None = None, **other: object) -> Reply:
+    """node1, node2, ... that replies, differing in some things."""
     here = f"10.0.0.{number}"
     found = replace(GOOD, **{"machine": here, "addresses": (here,), "ssh_address": here, **other})  # type: ignore[arg-type]
     said = f"Welcome!\n{MARK}{json.dumps(asdict(found))}\n" if out is None else out
-    return Node(f"node{number}", nproc, Answer(f"node{number}", code, said, err))
+    return Reply(f"node{number}", code, said, err)
 
 
-def faults(*nodes: Node, port: int | None = None) -> list[str]:
-    found, warnings, place = judge(nodes, port)
+def judge(replies: list[Reply], port: int | None = None) -> tuple[list[str], list[str], str]:
+    """Two processes on each."""
+    return preflight.judge({one.node: one for one in replies}, {one.node: 2 for one in replies}, port)
+
+
+def faults(*replies: Reply, port: int | None = None) -> list[str]:
+    found, warnings, place = judge(list(replies), port)
     assert (not place) == bool(found)
     assert warnings == []
     return found
 
 
 def test_nodes_that_are_alike_meet_at_the_address_that_the_others_find_for_the_first() -> None:
-    assert judge([node(1), node(2), node(3)], None) == ([], [], "10.0.0.1 23456")
+    assert judge([node(1), node(2), node(3)]) == ([], [], "10.0.0.1 23456")
 
 
 def test_where_names_say_nothing_they_meet_where_ssh_found_the_first() -> None:
-    assert judge([node(1, master="127.0.1.1"), node(2, master="")], None)[2] == "10.0.0.1 23456"
+    assert judge([node(1, master="127.0.1.1"), node(2, master="")])[2] == "10.0.0.1 23456"
 
 
 def test_a_node_that_is_alone_needs_no_address_for_others() -> None:
-    assert judge([node(1, master="", ssh_address="127.0.0.1")], None) == ([], [], "127.0.0.1 23456")
-    assert judge([node(1, master="127.0.1.1"), node(2, master="127.0.1.1")], None)[2] == "10.0.0.1 23456"
+    assert judge([node(1, master="", ssh_address="127.0.0.1")]) == ([], [], "127.0.0.1 23456")
+    assert judge([node(1, master="127.0.1.1"), node(2, master="127.0.1.1")])[2] == "10.0.0.1 23456"
 
 
 @pytest.mark.parametrize(
@@ -67,7 +72,10 @@ def test_a_node_that_is_alone_needs_no_address_for_others() -> None:
             "node2: 2 processes, but 1 GPU: start fewer there (n",
         ),
         ([node(1, gpus=8), node(2, gpus=8), node(3)], "node3: no GPU, but GPUs elsewhere: leave out what differs"),
-        ([node(1), node(2, gpu_error="nvidia-smi: died")], "node2: its GPUs cannot be counted (nvidia-smi: died)"),
+        (
+            [node(1, gpus=8), node(2, gpu_error="nvidia-smi: died")],
+            "node2: its GPUs cannot be counted (nvidia-smi: died)",
+        ),
         ([node(1), node(2, machine="10.0.0.1")], "node2: is the same machine as node1: name it once"),
         ([node(1, holder="python (pid 7)"), node(2)], "node1: port 29500 is taken by python (pid 7): name another"),
         ([node(1, holder=""), node(2)], "node1: port 29500 is taken: name another"),
@@ -77,7 +85,7 @@ def test_a_node_that_is_alone_needs_no_address_for_others() -> None:
         ),
     ],
 )
-def test_what_does_not_fit_is_one_line(nodes: list[Node], fault: str) -> None:
+def test_what_does_not_fit_is_one_line(nodes: list[Reply], fault: str) -> None:
     [found] = faults(*nodes, port=29500)
     assert found.startswith(fault)
 
@@ -113,31 +121,25 @@ def test_why_a_node_did_not_answer(code: int, err: str, fault: str) -> None:
     assert found.startswith(f"node2: {fault}")
 
 
+def test_a_node_that_has_the_file_is_not_the_one_that_differs_where_most_lack_it() -> None:
+    lacking = [node(number, files={"a.py": None}) for number in (2, 3)]
+    assert [fault.partition(":")[0] for fault in faults(node(1), *lacking)] == ["node2", "node3"]
+
+
 def test_all_that_did_not_answer_are_named_at_once() -> None:
     assert len(faults(*(node(number, code=255, err="ssh: no route", out="") for number in (1, 2, 3)))) == 3
 
 
 def test_a_resolver_that_is_slow_is_a_warning() -> None:
-    found, [warning], place = judge([node(1), node(2, seconds=5.04)], None)
+    found, [warning], place = judge([node(1), node(2, seconds=5.04)])
     assert found == [] and place
     assert warning.startswith("node2: looking up 'node1' took 5.0 s")
 
 
-def test_a_node_looks_around_for_real(tmp_path: Path) -> None:
-    (tmp_path / "a.py").write_text("pass\n")
-    with socket.create_server(("", 0)) as server:
-        port = server.getsockname()[1]
-        found = look([str(tmp_path / "a.py"), "/nix"], "localhost", port, {"SSH_CONNECTION": "10.0.0.9 5 10.0.0.1 22"})
-    assert found.holder is not None and found.port == port
-    assert (found.ssh_address, found.files["/nix"]) == ("10.0.0.1", None)
-    assert len(found.files[str(tmp_path / "a.py")] or "") == 64
-    assert found.python.startswith("3.") and found.torch
-
-
 def test_as_a_program_it_prints_the_place_or_the_faults(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for one in (node(1), node(2)):
-        for kind, text in {"out": one.answer.out, "err": one.answer.err, "code": str(one.answer.code)}.items():
-            (tmp_path / f"{one.name}.{kind}").write_text(text)
+        for kind, text in {"out": one.out, "err": one.err, "code": str(one.code)}.items():
+            (tmp_path / f"{one.node}.{kind}").write_text(text)
     assert main([str(tmp_path), "node1:2", "node2:2"]) == 0
     assert capsys.readouterr() == ("10.0.0.1 23456\n", "")
     (tmp_path / "node2.out").write_text("")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from distributed.host.replies import Answer
+from distributed.host.replies import Reply
 from distributed.host.stacks import Frame
 from distributed.runs import node_status
 from distributed.runs.node_status import Process
@@ -187,5 +187,5 @@ def test_without_py_spy_a_rank_says_itself_where_it_is(monkeypatch: pytest.Monke
 
 def test_what_is_printed_comes_back_as_it_was(capsys: pytest.CaptureFixture[str]) -> None:
     assert node_status.main(["--run", RUN, "--node", "n1", "--count", "2", "--first-rank", "4"]) == 0
-    found = node_status.from_json(Answer("n1", 0, capsys.readouterr().out, "").value())
+    found = node_status.from_json(Reply("n1", 0, capsys.readouterr().out, "").value())
     assert [(rank.rank, rank.local_rank, rank.pid) for rank in found.ranks] == [(4, 0, None), (5, 1, None)]

@@ -22,6 +22,7 @@ from distributed.runs.lookup import ELSEWHERE, GONE, HERE, IN_JOB, Launcher, NoR
 from distributed.runs.node_status import Gpu, Look, Process, Rank
 from distributed.runs.status import Progress, judge
 from distributed.runs.visit import Visit
+from distributed.terminal import columns, plain
 
 GPU = Gpu(0, "NVIDIA H100", 97, 412.4, 0, 0)
 LAUNCHER = Launcher("head", 4711, 1, HERE, 8)
@@ -92,7 +93,7 @@ def test_a_job_of_slurm_stands_as_the_queue_says(where: str, job_state: str, nam
     verdict = {} if where == IN_JOB else STOPPED
     found = judge(run, [here("n1", RANK if where == IN_JOB else DEAD)], verdict, Progress(), START + 60, job_state)
     assert (found.state.name, found.exit_code) == (name, code)
-    assert ("job 17 waits for its next turn (BeginTime)" in status.draw(found, 80, colour=False)) == (name == "waiting")
+    assert ("job 17 waits for its next turn (BeginTime)" in plain(status.draw(found, 80))) == (name == "waiting")
 
 
 def test_the_json_names_each_node() -> None:
@@ -129,8 +130,8 @@ LONG = replace(RANK, rank=1, local_rank=1, line="火" * 200, state="T", silent=3
 @pytest.mark.parametrize("width", [80, 100, 120])
 def test_what_is_drawn_fits_and_is_aligned(width: int) -> None:
     found = judge(RUN, [here("node1", RANK, LONG), lost("n2")], {}, Progress(120, 1200, 2.3125, 1.0), START + 720)
-    lines = status.draw(found, width, colour=False).splitlines()
-    assert all(status.columns(line) <= width for line in lines)
+    lines = plain(status.draw(found, width)).splitlines()
+    assert all(columns(line) <= width for line in lines)
     assert lines[0] == "train-1: running for 12 min, step 120 of 1,200, loss 2.3125"
     assert lines[1:3] == ["looks hung: rank 1 on node1 is stopped (state T); to go on, there:", "  $ kill -CONT 100"]
     head = lines[4]
@@ -143,14 +144,9 @@ def test_what_is_drawn_fits_and_is_aligned(width: int) -> None:
     assert " ".join(" ".join(lines[8:]).split()) == "n2: cannot be reached (timed out); try: ssh n2 true"
 
 
-def test_colours_change_nothing_but_colours() -> None:
-    found = judge(RUN, [here("n1", RANK, LONG)], {}, Progress(), START)
-    assert re.sub(r"\x1b\[[\d;]*m", "", status.draw(found, 80, colour=True)) == status.draw(found, 80, colour=False)
-
-
 def test_columns_in_which_nobody_has_anything_are_left_out() -> None:
     found = judge(launched(GONE), [here("n1", DEAD)], OK, Progress(), START)
-    assert "node  rank  state  last line" in status.draw(found, 80, colour=False)
+    assert "node  rank  state  last line" in plain(status.draw(found, 80))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,54 @@
+"""Run a program, or read a file of /proc or /sys. Neither ever raises: no answer is an answer too.
+
+The standard library is enough.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+KIT = Path(__file__).resolve().parents[2]
+PROC, SYS = Path("/proc"), Path("/sys")
+MIB, GIB = 2**20, 2**30  # bytes
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a program printed, and its exit code."""
+
+    code: int | None  # None: the program is not there, or did not end in time
+    out: str = ""
+    error: str = ""
+
+
+def run_program(command: Sequence[str], limit: float) -> Output:
+    """Run a program for at most `limit` seconds.
+
+    One that waits inside a broken driver cannot be killed: it is left alone.
+    """
+    try:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+    except OSError as error:
+        return Output(None, "", f"{command[0]}: {error.strerror}")
+    try:
+        out, err = process.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=1)
+        return Output(None, "", f"no answer within {limit:g} s")
+    return Output(process.returncode, out, err)
+
+
+def read(path: Path) -> str:
+    """The text of a file of /proc or /sys, empty when it cannot be read."""
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return ""

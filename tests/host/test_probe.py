@@ -1,0 +1,44 @@
+"""A node reports what a launch needs to know of it; for the doctor, everything.
+
+What comes of it is held by test_preflight.py and test_cluster.py, and over a real sshd by launch_torchrun_auto.bats and
+across_nodes.bats.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from distributed.health.cluster import facts_of
+from distributed.host.facts import FullNodeFacts
+from distributed.host.probe import main, probe
+from distributed.host.replies import Reply
+
+
+def test_a_node_reports_what_a_launch_needs(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("pass\n")
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        files = [str(tmp_path / "a.py"), "/nix"]
+        found = probe(["localhost"], port, files, env={"SSH_CONNECTION": "10.0.0.9 5 10.0.0.1 22"})
+    assert found.holder is not None and found.port == port
+    assert (found.ssh_address, found.files["/nix"]) == ("10.0.0.1", None)
+    assert len(found.files[str(tmp_path / "a.py")] or "") == 64
+    assert found.python.startswith("3.") and found.torch
+
+
+def test_only_the_doctor_waits_for_all_facts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["--file", __file__, "localhost"]) == 0
+    quick = Reply("localhost", 0, capsys.readouterr().out, "").value()
+    assert "facts" not in quick and list(quick["files"]) == [__file__]
+    main(["--folder", str(tmp_path), "--log-dir", str(tmp_path), "--port", "29500", "localhost"])
+    reply = Reply("localhost", 0, capsys.readouterr().out, "")
+    full = facts_of(reply)
+    assert isinstance(full, FullNodeFacts) and full.facts.folder == str(tmp_path)
+    assert json.loads(json.dumps(asdict(full))) == reply.value(), "it comes back as it was"
+    assert full.python == full.facts.interpreter.version and full.port == 29500
+    assert full.kit["train.py"] and full.kit["distributed/torch.py"] and full.kit["scripts/lib/module.py"]
