@@ -143,11 +143,11 @@ def check_cuda(facts: Facts) -> Iterator[Finding]:
     elif torch.cuda_available:
         yield from check_architecture(torch)
     elif needed and gpus.driver and numbers(gpus.driver) < needed:
+        newest = max((major for major, oldest in OLDEST_DRIVER.items() if numbers(gpus.driver) >= oldest), default=11)
         yield fault(
             "cuda",
             f"driver {gpus.driver} is too old: torch built for CUDA {torch.cuda} needs {needed[0]} or newer",
-            f"update the driver, or install the build for CUDA {newest_cuda(gpus.driver)}: "
-            "https://pytorch.org/get-started/locally",
+            f"update the driver, or install the build for CUDA {newest}: https://pytorch.org/get-started/locally",
         )
     elif visible(facts.environment.get("CUDA_VISIBLE_DEVICES"), gpus.devices):
         yield fault(
@@ -182,10 +182,6 @@ def has_code(archs: Sequence[str], gpu: str) -> bool:
         if kind == "compute" and (arch_major, arch_minor) <= (major, minor):
             return True
     return False
-
-
-def newest_cuda(driver: str) -> str:
-    return str(max((major for major, oldest in OLDEST_DRIVER.items() if numbers(driver) >= oldest), default=11))
 
 
 # ---------------------------------------------------------------- judge: GPUs
@@ -266,16 +262,13 @@ def check_gpu_use(facts: Facts) -> Iterator[Finding]:
 
 
 def describe_use(gpu: Gpu, runs: Mapping[int, Run]) -> str:
-    users = [
-        f"{user.name} of {user.user or 'an unknown user'} (pid {user.pid}{in_run(runs.get(user.pid))})"
-        for user in gpu.processes
-    ]
+    """runs: process id -> the run it belongs to."""
+    users = []
+    for user in gpu.processes:
+        run = f", run {Path(runs[user.pid].folder).name}" if user.pid in runs else ""
+        users.append(f"{user.name} of {user.user or 'an unknown user'} (pid {user.pid}{run})")
     by = ", ".join(users) or "a process that cannot be seen from here"
     return f"GPU {gpu.index}: {size(gpu.memory_used)} of {size(gpu.memory)} by {by}"
-
-
-def in_run(run: Run | None) -> str:
-    return f", run {Path(run.folder).name}" if run else ""
 
 
 def wait_for(gpus: Sequence[Gpu], facts: Facts) -> tuple[str, str]:

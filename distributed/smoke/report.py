@@ -224,11 +224,11 @@ def slow_rank(one: Pace, host: str, ranks: int) -> Fault:
 
 
 def check_report(name: str, known: str, findings: Sequence[Findings], faults: Sequence[Fault]) -> dict[str, Any]:
-    status, summary = "ok", known
+    """known: what is known when no rank found a fault."""
+    skipped = [one.skipped.get(name, "a check before it failed") for one in findings if name not in one.done]
+    status, summary = ("skipped", skipped[0]) if skipped else ("ok", known)
     if faults:
         status, summary = "fault", "; ".join(shortened(faults))
-    elif why := [reason for one in findings if (reason := why_not(name, one))]:
-        status, summary = "skipped", why[0]
     return {
         "name": name,
         "status": status,
@@ -236,13 +236,6 @@ def check_report(name: str, known: str, findings: Sequence[Findings], faults: Se
         "remedy": REMEDY.get(name, MANGLED) if faults else None,
         "faults": [asdict(fault) for fault in faults],
     }
-
-
-def why_not(name: str, findings: Findings) -> str | None:
-    """Why a rank did not make a check, None when it did."""
-    if name in findings.done:
-        return None
-    return findings.skipped.get(name, "a check before it failed")
 
 
 def shortened(faults: Sequence[Fault], at_most: int = 3) -> list[str]:
