@@ -123,8 +123,8 @@ def _places(nodes: Sequence[str], nproc: int, words: Sequence[str], first_rank: 
     places: list[dict[str, object]] = []
     for node, word in zip(nodes, words or [f":{nproc}"] * len(nodes), strict=True):
         address, _, processes = word.rpartition(":")
-        place = {"node": node, "address": address if words else None, "processes": int(processes)}
-        places.append(place | {"first_rank": first_rank})
+        reached = address if words else None
+        places.append({"node": node, "address": reached, "processes": int(processes), "first_rank": first_rank})
         first_rank += int(processes)
     return places
 
