@@ -1,8 +1,8 @@
-"""Decide whether a run hangs, from what its nodes answered to scripts/lib/hang_watch.sh.
+"""Decide whether a run hangs, from what its nodes replied to scripts/lib/hang_watch.sh.
 
 A run hangs when there has been no output and no metric for the timeout. By default that is not enough: a rank that
 evaluates for long is silent, too, so the rank that the others wait for must use neither CPU nor GPU, or all ranks must
-wait in a collective. What is found goes to .hang.json in the run directory, for the verdict. Standard library only.
+wait in a collective. The finding goes to .hang.json in the run directory, for the verdict. Standard library only.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from distributed.files import write_json
 from distributed.host.stacks import as_traceback
-from distributed.runs.hang_detection import Beat, Finding, find
+from distributed.runs.hang_analysis import Activity, Finding, find
 from distributed.runs.lookup import NoRun, read
 from distributed.runs.status import Seen, read_progress, seen
 from distributed.runs.visit import visits
@@ -55,6 +55,12 @@ def decide(ranks: Seen, timeout: float, silent: float, finding: Finding | None, 
 
 def record(ranks: Seen, silent: float, finding: Finding, asked: str) -> dict[str, Any]:
     """For the verdict: the suspect, with its stack, and where all others are. asked: the option, in brackets."""
+
+    def where(rank: Activity) -> str:
+        if not rank.frames:
+            return f"used {rank.cpu:.0%} CPU"
+        return f"{'waited in a collective' if rank.in_collective else 'was'} at {rank.line}"
+
     suspect = finding.suspects[0] if finding.suspects else None
     return {
         "cause": f"hung: no output for {silent:.0f} s{asked}; {finding.words}",
@@ -63,17 +69,11 @@ def record(ranks: Seen, silent: float, finding: Finding, asked: str) -> dict[str
         "time": time.time(),
         "traceback": as_traceback(suspect.frames) if suspect else "",
         "others": [
-            {"node": beat.node, "rank": beat.rank, "message": where(beat), "traceback": as_traceback(beat.frames)}
-            for beat in ranks.beats
-            if beat != suspect
+            {"node": rank.node, "rank": rank.rank, "message": where(rank), "traceback": as_traceback(rank.frames)}
+            for rank in ranks.beats
+            if rank != suspect
         ],
     }
-
-
-def where(beat: Beat) -> str:
-    if not beat.frames:
-        return f"used {beat.cpu:.0%} CPU"
-    return f"{'waited in a collective' if beat.in_collective else 'was'} at {beat.place}"
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -104,7 +104,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def parse(words: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="hang_timeout", description=str(__doc__).splitlines()[0], allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog="hang_decision", description=str(__doc__).splitlines()[0], allow_abbrev=False)
     parser.add_argument("run", type=Path, metavar="RUN")
     parser.add_argument("answers", type=Path, metavar="DIRECTORY", help="holds NODE.out, NODE.err and NODE.code")
     parser.add_argument("--timeout", type=float, required=True, metavar="SECONDS", help="without output or metric")
