@@ -25,7 +25,7 @@ class Visit:
     """What a node saw, or why it did not say."""
 
     place: Place
-    look: node_status.Look | None
+    look: node_status.NodeStatus | None
     why: str = ""
 
 
@@ -45,7 +45,7 @@ def number(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 'es' if noun.endswith('s') else 's'}"
 
 
-def left_on(found: node_status.Look) -> str:
+def left_on(found: node_status.NodeStatus) -> str:
     """Which processes there are, for a person."""
     told = [f"{one.pid} {short(one.command)}" for one in found.processes[:SHOWN]]
     more = ["..."] if len(found.processes) > SHOWN else []

@@ -19,7 +19,7 @@ from distributed.host import identity
 from distributed.runs import lookup, run_directory, status, visit
 from distributed.runs.hang_analysis import Diagnosis
 from distributed.runs.lookup import ELSEWHERE, GONE, HERE, IN_JOB, Launcher, NoRun, Place, Run, seen
-from distributed.runs.node_status import Gpu, Look, Process, Rank
+from distributed.runs.node_status import Gpu, NodeStatus, Process, Rank
 from distributed.runs.status import Progress, judge
 from distributed.runs.visit import Visit
 
@@ -33,7 +33,7 @@ PROCESS = Process(100, 1, "R", "/usr/bin/python my script.py", 0, 0, 1, 0)
 
 def here(node: str, *ranks: Rank, processes: int | None = None) -> Visit:
     count = len([rank for rank in ranks if rank.pid]) if processes is None else processes
-    return Visit(Place(node, node, len(ranks), 0), Look(node, 1.0, ranks, (PROCESS,) * count))
+    return Visit(Place(node, node, len(ranks), 0), NodeStatus(node, 1.0, ranks, (PROCESS,) * count))
 
 
 def lost(node: str) -> Visit:
