@@ -28,8 +28,9 @@ from distributed.files import write_file
 from distributed.jobs.timeline import Span, Track, draw_tracks
 from distributed.runs import charts
 from distributed.runs.charts import Line, cut, figure
-from distributed.runs.history import History, is_time, listed, mapping, number, read_metrics
+from distributed.runs.history import History, read_metrics
 from distributed.runs.page import Tile, card, document, duration, folded, loss_text, plain, ranges, section, tile_list
+from distributed.runs.records import is_time, listed, mapping, number
 
 FOLD = 200  # rows of the table that are shown at first; report.css hides the rest
 FAILURES = 50  # failed jobs with their last lines

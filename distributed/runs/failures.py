@@ -8,7 +8,6 @@ the exit codes of the nodes, and their logs. Any of them may be missing, cut sho
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import signal
@@ -21,6 +20,7 @@ from typing import Any
 
 from distributed.exit_codes import STOPPED, UNFIT
 from distributed.runs.node_log import Log, Raised, last_exception, read_log
+from distributed.runs.records import integer, listed, mapping, read_object, text
 
 STOP_CODES = (STOPPED, 128 + signal.SIGHUP, 128 + signal.SIGINT, 128 + signal.SIGTERM)  # of ranks that were stopped
 NODE_ENV = "config/node_env.sh: "  # before what is wrong with that file, as a node prints it
@@ -67,21 +67,21 @@ Logs = dict[str, Log]
 def gather(run: Path) -> Evidence:
     """Read all records in a run directory, and join those about one rank."""
     warnings: list[str] = []
-    facts = _read_json(run / "run.json", warnings)
+    facts = read_object(run / "run.json", warnings)
     records = []  # of the kit's agents
     for path in sorted(run.glob("errors/node_*.json")):
-        record = _read_json(path, warnings)
-        records.append(record | {"node": _text(record.get("node")) or path.name[5:-5]})
+        record = read_object(path, warnings)
+        records.append(record | {"node": text(record.get("node")) or path.name[5:-5]})
     known = Evidence(
         exits=_exit_codes(run, warnings),
         ranks=_ranks_of_nodes(facts),
         ended_well={
             rank: record["node"]
             for record in records
-            for value in _list(record.get("ended_well"))
-            if (rank := _int(value)) is not None
+            for value in listed(record.get("ended_well"))
+            if (rank := integer(value)) is not None
         },
-        hang=_read_json(run / "hang.json", warnings),
+        hang=read_object(run / "hang.json", warnings),
     )
     logs = {path.name[5:-4]: read_log(path, path.name[5:-4]) for path in sorted(run.glob("node_*.log"))}
     # Of two records about a rank the better one stands to the right.
@@ -127,10 +127,10 @@ def _joined(cause: Failure, end: Failure) -> Failure:
 def _ranks_of_nodes(facts: Json) -> dict[str, range]:
     """From run.json."""
     ranks = {}
-    for place in _list(facts.get("places")):
-        if isinstance(place, dict) and (node := _text(place.get("node"))):
-            first = _int(place.get("first_rank")) or 0
-            ranks[node] = range(first, first + min(_int(place.get("processes")) or 0, MOST_RANKS))
+    for place in map(mapping, listed(facts.get("places"))):
+        if node := text(place.get("node")):
+            first = integer(place.get("first_rank")) or 0
+            ranks[node] = range(first, first + min(integer(place.get("processes")) or 0, MOST_RANKS))
     return ranks
 
 
@@ -150,33 +150,33 @@ def _exit_codes(run: Path, warnings: list[str]) -> dict[str, int]:
 def _worker_records(run: Path, warnings: list[str]) -> Iterator[Failure]:
     """errors/rank_<rank>.json, which a worker writes."""
     for path in sorted(run.glob("errors/rank_*.json")):
-        if failure := _from_record(_read_json(path, warnings), node="?"):
+        if failure := _from_record(read_object(path, warnings), node="?"):
             yield failure
 
 
 def _deaths(records: Iterable[Json]) -> Iterator[Failure]:
     """The ranks that the kit's agents saw end."""
     for record in records:
-        for death in _list(record.get("deaths")):
-            if isinstance(death, dict) and (failure := _from_record(death, record["node"])):
+        for death in listed(record.get("deaths")):
+            if failure := _from_record(mapping(death), record["node"]):
                 yield failure
 
 
-def _from_record(record: Json, node: str) -> Failure | None:
+def _from_record(record: Mapping[str, Any], node: str) -> Failure | None:
     """None when it does not even have a rank."""
-    rank = _int(record.get("rank"))
+    rank = integer(record.get("rank"))
     if rank is None:
         return None
     return Failure(
-        node=_text(record.get("node")) or node,
+        node=text(record.get("node")) or node,
         rank=rank,
-        local_rank=_int(record.get("local_rank")),
-        pid=_int(record.get("pid")),
+        local_rank=integer(record.get("local_rank")),
+        pid=integer(record.get("pid")),
         time=_seconds(record.get("time")),
         exit_code=_exit_code(record.get("exit_code")),
-        exception=_text(record.get("exception")) or None,
-        message=_text(record.get("message")),
-        traceback=_text(record.get("traceback")),
+        exception=text(record.get("exception")) or None,
+        message=text(record.get("message")),
+        traceback=text(record.get("traceback")),
         ended_by_agent=record.get("ended_by_agent") is True,
     )
 
@@ -189,15 +189,14 @@ def _torchrun_records(run: Path, ends: Failures, known: Evidence, warnings: list
             local_rank = int(path.parent.name) if path.parent.name.isdecimal() else 0
             same = (one.rank for (name, _), one in ends.items() if name == node and one.local_rank == local_rank)
             rank = next(same, known.ranks.get(node, range(0)).start + local_rank)
-            record = _read_json(path, warnings)
+            record = read_object(path, warnings)
             message = record.get("message")
             if isinstance(message, str):
                 yield Failure(node, rank, local_rank, message=message, time=_seconds(record.get("timestamp")))
             elif isinstance(message, dict):
-                extra = message.get("extraInfo")
-                extra = extra if isinstance(extra, dict) else {}
-                name, _, text = _text(message.get("message")).partition(": ")
-                raised = Raised(name, text, _text(extra.get("py_callstack")))
+                extra = mapping(message.get("extraInfo"))
+                name, _, words = text(message.get("message")).partition(": ")
+                raised = Raised(name, words, text(extra.get("py_callstack")))
                 yield Failure(node, rank, local_rank, time=_seconds(extra.get("timestamp")), **raised._asdict())
 
 
@@ -216,9 +215,9 @@ _SUMMARY = re.compile(
 def _torchrun_summaries(logs: Logs) -> Iterator[Failure]:
     """The list of failures that torchrun's agent prints at its end."""
     for node, log in logs.items():
-        text = "\n".join(line.text for line in log.get(None, []))
-        ended = {int(pid) for pid in re.findall(r"Sending process (\d{1,9}) closing signal", text)}
-        for when, *numbers in _SUMMARY.findall(text[text.rfind("\nFailures:") :]):
+        output = "\n".join(line.text for line in log.get(None, []))
+        ended = {int(pid) for pid in re.findall(r"Sending process (\d{1,9}) closing signal", output)}
+        for when, *numbers in _SUMMARY.findall(output[output.rfind("\nFailures:") :]):
             rank, local_rank, code, pid = map(int, numbers)
             try:  # 2025-01-02_03:04:05, in the node's time zone, which is taken to be ours
                 time = datetime.fromisoformat(when.replace("_", "T")).timestamp()
@@ -241,16 +240,16 @@ def _exceptions_in_logs(logs: Logs, ends: Failures) -> Iterator[Failure]:
 
 def _supervisor_records(run: Path, facts: Json, warnings: list[str]) -> Iterator[Failure]:
     """errors/supervisor_<name>.json: one that was killed, or has lost its launcher."""
-    places = [place for place in _list(facts.get("places")) if isinstance(place, dict)]
-    without_ssh = {place.get("node") for place in places if not place.get("address")}
+    places = map(mapping, listed(facts.get("places")))
+    without_ssh = {text(place.get("node")) for place in places if not place.get("address")}
     for path in sorted(run.glob("errors/supervisor_*.json")):
-        record = _read_json(path, warnings)
+        record = read_object(path, warnings)
         node, time = path.name[11:-5], _seconds(record.get("time"))
         if record.get("cause") == "killed":
             yield Failure(node, time=time, exit_code=128 + signal.SIGKILL, program="supervisor")
         elif record.get("cause") == "launcher lost" and node in without_ssh:  # there is no connection to be lost
             yield Failure(node, time=time, exit_code=128 + signal.SIGKILL, program="launcher")
-        elif message := _text(record.get("message")):
+        elif message := text(record.get("message")):
             yield Failure(node, time=time, message=message)
 
 
@@ -285,7 +284,7 @@ def _lost_nodes(run: Path, known: Evidence, failures: Sequence[Failure], records
     else:
         # By the agents. Where a network breaks in two, each side does not hear the other: the larger one is believed,
         # then the first.
-        missed = Counter(lost for record in records if (lost := _text(record.get("lost"))))
+        missed = Counter(lost for record in records if (lost := text(record.get("lost"))))
         order = {node: n for n, node in enumerate(known.ranks)}
         likely = max(missed, key=lambda node: (missed[node], order.get(node, 0)), default="")
         # A node that is cut off stops its ranks. What ended by something else had ended before it was missed.
@@ -301,30 +300,9 @@ def _first_line(path: Path) -> str:
         return ""
 
 
-# ---------------------------------------------------------------- JSON that may be anything
-
-
-def _read_json(path: Path, warnings: list[str]) -> Json:
-    """Empty when there is no object in it."""
-    try:
-        value = json.loads(path.read_bytes())
-        if isinstance(value, dict):
-            return value
-        warnings.append(f"{path}: passed over, expected a JSON object")
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError, RecursionError) as error:
-        warnings.append(f"{path}: passed over, it was not written to its end or is damaged ({error})")
-    return {}
-
-
-def _int(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
 def _exit_code(value: object) -> int | None:
     """-9 of a process killed by signal 9 becomes 137."""
-    code = _int(value)
+    code = integer(value)
     return code if code is None else (128 - code if code < 0 else code) & 0xFF
 
 
@@ -334,11 +312,3 @@ def _seconds(value: object) -> float | None:
     except (ValueError, OverflowError):
         return None
     return seconds if math.isfinite(seconds) else None
-
-
-def _text(value: object) -> str:
-    return value if isinstance(value, str) else ""
-
-
-def _list(value: object) -> list[Any]:
-    return value if isinstance(value, list) else []

@@ -12,45 +12,17 @@ from __future__ import annotations
 import json
 import math
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from distributed.runs.records import is_time, listed, number
 
 Point = tuple[float, float]  # step, value; the value is NaN where it was none
 RankValues = list[tuple[float, list[float]]]  # step, a value of each rank
 Line = dict[str, Any]
 
 NO_VALUES = {"step", "time", "steps", "event", "rank_seconds", "wait_share"}  # keys of lines
-HUGE = 1e100  # beyond it a number is as good as infinite: sums and scales stay finite below it
-
-
-# ---------------------------------------------------------------- values of JSON that may be anything
-
-
-def number(value: Any) -> float:
-    """A float; NaN for what is no number, infinite, or as good as infinite."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return math.nan
-    return float(value) if -HUGE < value < HUGE else math.nan
-
-
-def mapping(value: Any) -> Mapping[str, Any]:
-    """The value where it is an object, else an empty one."""
-    return value if isinstance(value, Mapping) else {}
-
-
-def listed(value: Any) -> list[Any]:
-    """The value where it is a list, else an empty one."""
-    return value if isinstance(value, list) else []
-
-
-def is_time(value: float) -> bool:
-    """Whether a calendar has these Unix seconds."""
-    return math.isfinite(value) and 0 < value < 253_000_000_000
-
-
-# ---------------------------------------------------------------- the lines that count
 
 
 @dataclass

@@ -7,7 +7,6 @@ file may be missing, cut short or hold anything. scripts/report.sh finds a run a
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import shlex
 import statistics
@@ -24,9 +23,10 @@ from typing import Any
 from distributed.files import write_file
 from distributed.runs import charts, ranks
 from distributed.runs.charts import Line, Mark, compact, figure
-from distributed.runs.history import History, Point, is_time, listed, mapping, number, read_metrics
+from distributed.runs.history import History, Point, read_metrics
 from distributed.runs.lookup import NoRun, find
 from distributed.runs.page import Tile, card, document, duration, folded, loss_text, plain, section, spans, tile_list
+from distributed.runs.records import is_time, listed, mapping, number, read_object
 from distributed.runs.usage import Usage, read_usage
 
 MOST_CHARTS = 24  # of values that a script has logged
@@ -88,7 +88,7 @@ def read(directory: Path) -> Run:
     """Read a run directory. Raises OSError when the directory itself cannot be read."""
     directory = directory.resolve(strict=True)
     notes: list[str] = []
-    about, setup, verdict = (_object(directory / f"{name}.json", notes) for name in ("run", "settings", "verdict"))
+    about, setup, verdict = (read_object(directory / f"{name}.json", notes) for name in ("run", "settings", "verdict"))
     history = read_metrics(directory / "metrics.jsonl", notes)
     history.earlier[:0] = _resumed_from(directory, history)
     try:
@@ -107,20 +107,6 @@ def read(directory: Path) -> Run:
         nodes=[*map(str, listed(about.get("nodes")))],
         started=started,
     )
-
-
-def _object(path: Path, notes: list[str]) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8", errors="replace"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, RecursionError) as error:
-        notes.append(f"{path.name} cannot be read and is left out: {error}")
-        return {}
-    if not isinstance(value, dict):
-        notes.append(f"{path.name} is left out: expected an object, got a {type(value).__name__}")
-        return {}
-    return value
 
 
 def _resumed_from(directory: Path, history: History) -> list[History]:

@@ -16,8 +16,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from distributed.files import read_json
-from distributed.runs.history import Point, is_time, listed, mapping, number
+from distributed.runs.history import Point
+from distributed.runs.records import is_time, listed, mapping, number, read_object
 
 SAMPLES = 200  # of each rank and attempt are enough for a chart
 
@@ -46,7 +46,7 @@ def read_usage(run: Path) -> Usage:
     usage = Usage()
     attempts = sorted(run.glob("try_*"), key=lambda path: (len(path.name), path.name))
     for attempt in [*attempts, run]:
-        places = map(mapping, listed(read_json(attempt / "run.json").get("places")))
+        places = map(mapping, listed(read_object(attempt / "run.json", []).get("places")))
         first_ranks = {str(place.get("node")): number(place.get("first_rank")) for place in places}
         times = []
         for path in sorted(attempt.glob("node_*.samples.jsonl")):
