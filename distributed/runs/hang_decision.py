@@ -12,7 +12,6 @@ import math
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,32 +24,26 @@ from distributed.runs.visit import visits
 
 FOUND = ".hang.json"  # in the run directory; the launcher accepts it by renaming it to hang.json
 DOUBT = 60.0  # seconds after which a silent run that does not hang for certain is asked again
-HUNG, STACKS, WAIT = "hung", "stacks", "wait"
+HUNG, STACKS = "hung", "stacks"
 
 
-@dataclass(frozen=True)
-class Decision:
-    """What hang_watch.sh does next: it reports the hang, asks again with the stacks, or waits for so many seconds."""
+def decide(ranks: Seen, timeout: float, silent: float, finding: Finding | None, certain: bool) -> str:
+    """What hang_watch.sh does next: it reports the hang, asks again with the stacks, or waits.
 
-    word: str
-    seconds: float = 0.0
-
-    def __str__(self) -> str:
-        return f"{self.word} {max(1, math.ceil(self.seconds))}" if self.word == WAIT else self.word
-
-
-def decide(ranks: Seen, timeout: float, silent: float, finding: Finding | None, certain: bool) -> Decision:
-    """silent: seconds. finding: by the stacks; None when they have not been asked for yet.
-    certain: whether the silence alone is not enough."""
+    silent: seconds. finding: by the stacks; None when they have not been asked for yet. certain: whether the silence
+    alone is not enough.
+    """
     if not ranks.beats or ranks.to_come:
-        return Decision(WAIT, timeout)  # it starts, or it ends
+        return wait(timeout)  # it starts, or it ends
     if silent < timeout:
-        return Decision(WAIT, timeout - silent)
+        return wait(timeout - silent)
     if finding is None:
-        return Decision(STACKS)
-    if certain and not finding.stuck:
-        return Decision(WAIT, min(timeout, DOUBT))
-    return Decision(HUNG)
+        return STACKS
+    return wait(min(timeout, DOUBT)) if certain and not finding.stuck else HUNG
+
+
+def wait(seconds: float) -> str:
+    return f"wait {max(1, math.ceil(seconds))}"
 
 
 def record(ranks: Seen, silent: float, finding: Finding, asked: str) -> dict[str, Any]:
@@ -90,13 +83,13 @@ def main(words: Sequence[str] | None = None) -> int:
     silent = min(ranks.silent, options.watched)
     logs = progress.silent is not None or any(one.look and one.look.metrics is not None for one in found)
     if any(one.look is None for one in found):  # that a node cannot be asked does not mean that it hangs
-        decision = Decision(WAIT, min(options.timeout, DOUBT))
+        decision = wait(min(options.timeout, DOUBT))
     elif options.certain and not logs:
-        decision = Decision(WAIT, options.timeout)
+        decision = wait(options.timeout)
     else:
         finding = find(ranks.beats, ranks.seconds, ranks.ended) if options.stacks and ranks.beats else None
         decision = decide(ranks, options.timeout, silent, finding, options.certain)
-        if finding and decision.word == HUNG:
+        if finding and decision == HUNG:
             asked = "" if options.certain else f" (--hang-timeout {options.timeout:.0f})"
             write_json(str(run.folder / FOUND), record(ranks, silent, finding, asked))
     sys.stdout.write(f"{decision}\n")

@@ -34,7 +34,7 @@ def decided(
 ) -> str:
     found = seen(beats, silent, to_come)
     finding = find(found.beats, 1.0) if stacks and found.beats else None
-    return str(decide(found, 100.0, silent, finding, certain))
+    return decide(found, 100.0, silent, finding, certain)
 
 
 @pytest.mark.parametrize(

@@ -489,7 +489,7 @@ def test_on_narrow_screens_wide_charts_are_scrolled_not_shrunk(tmp_path: Path) -
     text = page(folder(tmp_path, [step_line(10), step_line(20)]))
     drawn = re.findall(r'<svg class="lines( wide)?" role="img" viewBox="0 0 (\d+) ', text)
     assert {(bool(wide), int(width) > 700) for wide, width in drawn} == {(True, True), (False, False)}
-    assert "svg.wide { min-width: 680px; }" in text
+    assert "svg.wide { min-width: 780px; }" in text
 
 
 # ---------------------------------------------------------------- charts
