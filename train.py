@@ -671,7 +671,8 @@ def train(settings: Settings, job: Mapping[str, Any], world: World, cut: Batch, 
             with tracking.Tracker(place.run, settings.model_dump(mode="json")) as tracker:
                 return run(training, checkpoints, tracker, job)
         finally:
-            log.info(f"report {report.write(place.run)}")
+            if str(place.run) != os.environ.get("MUSTER_RUN_DIR"):  # else the launcher writes it, with the verdict
+                log.info(f"report {report.write(place.run)}")
 
 
 def open_corpus(settings: Settings, cut: Batch) -> data.Corpus:

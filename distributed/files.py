@@ -1,4 +1,4 @@
-"""Files that appear completely or not at all, their locks, and the place of the kit.
+"""Files that appear completely or not at all, their locks, and the directory of the kit.
 
 Standard library only. The supervisor imports this before every command, so it imports little, and that late.
 """
@@ -26,7 +26,7 @@ def write_file(path: str | os.PathLike[str], content: str | bytes) -> None:
 
 
 def write_json(path: str | os.PathLike[str], value: object) -> None:
-    """What is not UTF-8 is kept as an escape (os.fsencode gives its bytes back). Raises OSError."""
+    """Bytes that are not UTF-8 are kept as escapes (os.fsencode gives them back). Raises OSError."""
     write_file(path, to_json(value))
 
 
@@ -41,7 +41,7 @@ def to_json(value: object) -> bytes:
 
 
 def read_json(path: str | os.PathLike[str]) -> dict[str, object]:
-    """Empty when there is nothing in it that can be read."""
+    """The object in a file; empty when there is none that can be read."""
     import json
 
     try:
@@ -53,7 +53,7 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, object]:
 
 
 def try_lock(file: int, exclusive: bool = True) -> bool:
-    """Lock a file until all who have this descriptor have closed it. False: another process holds the lock."""
+    """Lock a file until every process that has this descriptor has closed it. False: another one holds the lock."""
     import fcntl
 
     try:

@@ -107,6 +107,8 @@ END
   run "$KIT/scripts/run_ddp.sh" -n 2 -c tiny.yaml -- train.steps=2
   [ "$status" -eq 0 ]
   [[ "$output" == *"step 2/2"* ]]
+  # Written once, by the launcher.
+  [[ "$(grep -c '^report ' <<<"$output")" == 1 && "$(tail -n 1 <<<"$output")" == "report "*/report.html ]]
   [ -s logs/latest/report.html ]
   [ "$(wc -l <logs/latest/metrics.jsonl)" -gt 2 ]
 }

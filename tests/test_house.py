@@ -44,8 +44,8 @@ KNOW_PYTORCH = {"agent", "checkpoint", "smoke", "torch", "training"}
 # They run where nothing is installed yet. Whatever they import of ours is held to the same.
 STANDARD_LIBRARY_ALONE = {
     "agent.failure_records", "agent.fork_server", "agent.preloaded", "checkpoint.store", "exit_codes", "files", "fold",
-    "health", "host", "jobs.array_task", "jobs.host", "jobs.page", "jobs.panes", "launch", "metrics", "nodelist",
-    "runs", "slurm", "smoke.bandwidth", "smoke.connections", "smoke.report", "terminal", "topics",
+    "health", "host", "jobs.array_task", "jobs.host", "jobs.page", "jobs.panes", "jobs.timeline", "launch", "metrics",
+    "nodelist", "runs", "slurm", "smoke.bandwidth", "smoke.connections", "smoke.report", "terminal", "topics",
     "training.base_model", "world",
 }  # fmt: skip
 

@@ -77,7 +77,7 @@ from distributed.jobs.journal import Journal, JournalError
 from distributed.jobs.placement import Room, order, plan, usual_seconds
 from distributed.jobs.results import Results, phase_files
 from distributed.jobs.state import FINAL, Attempt, JobState, State, chosen, listed, one, unanswered
-from distributed.runs.report import duration
+from distributed.runs.page import duration
 from distributed.training.base_model import BaseModelError, hash_of
 
 PROGRAM = "run_distributed_training.py"

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from distributed.jobs.dispatcher import Link
 from distributed.jobs.state import Attempt, JobState, State
-from distributed.runs.report import duration
+from distributed.runs.page import duration
 from distributed.terminal import GAP, columns, cut, pad
 
 BACKLOG = 1 << 20  # bytes kept for an output that does not take them

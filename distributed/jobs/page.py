@@ -24,22 +24,13 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from distributed.files import write_file
+from distributed.jobs.timeline import Span, Track, draw_tracks
 from distributed.runs import charts
-from distributed.runs.charts import Line, Span, Track, cut, figure
-from distributed.runs.history import History, fold, is_time, mapping, number, read_metrics
-from distributed.runs.report import (
-    Tile,
-    card,
-    document,
-    duration,
-    folded,
-    listed,
-    loss_text,
-    plain,
-    publish,
-    section,
-    tile_list,
-)
+from distributed.runs.charts import Line, cut, figure
+from distributed.runs.history import History, read_metrics
+from distributed.runs.page import Tile, card, document, duration, folded, loss_text, plain, ranges, section, tile_list
+from distributed.runs.records import is_time, listed, mapping, number
 
 FOLD = 200  # rows of the table that are shown at first; report.css hides the rest
 FAILURES = 50  # failed jobs with their last lines
@@ -138,7 +129,7 @@ def _attempt(position: int, facts: Mapping[str, Any], state: str) -> Attempt:
         as_text(facts.get("number")) or str(position),
         server,
         whole_numbers(facts.get("slots")),
-        ":".join(filter(None, [server, fold(sorted(set(gpus))) if gpus else ""])),
+        ":".join(filter(None, [server, ranges(sorted(set(gpus))) if gpus else ""])),
         start,
         end,
         seconds if seconds >= 0 else end - start,
@@ -199,7 +190,9 @@ def write(results: Path) -> Path:
     notes: list[str] = []
     facts = read_results(results, notes)
     curves = read_curves(results, jobs_of(facts), notes)
-    return publish(results.with_suffix(".html"), page(facts, curves, notes))
+    target = results.with_suffix(".html")
+    write_file(target, page(facts, curves, notes).encode(errors="replace"))
+    return target
 
 
 def read_results(path: Path, notes: list[str]) -> Mapping[str, Any]:
@@ -487,7 +480,7 @@ def timeline(results: Mapping[str, Any], jobs: Sequence[Job], now: float) -> str
     title = f"one row a slot{more}; time since the first start"
     keys = "".join(f'<span><i class="{name}"></i>{text}</span>' for name, text in LEGEND.items() if name in outcomes)
     legend = f'<p class="legend">{keys}</p>' if keys else ""
-    return card("Slots", title, charts.timeline(found[:TRACKS]) + legend)
+    return card("Slots", title, draw_tracks(found[:TRACKS]) + legend)
 
 
 def tracks(results: Mapping[str, Any], jobs: Iterable[Job], now: float) -> list[Track]:

@@ -1,7 +1,7 @@
-"""Where does a run go on: in which folder, on which nodes, and is its launcher still there?
+"""Find a run: its directory, its nodes, and whether its launcher is still there.
 
-A person names a run by its folder or by its name below logs; run.json tells the rest, also in another terminal, on
-another day and on another machine that shares the folder. Standard library only.
+A person names a run by its directory or by its name below logs; run.json has the rest, also in another terminal, on
+another day and on another machine that shares the directory. Standard library only.
 
 Try it: python -m distributed.runs.lookup --from "$PWD" logs/latest | tr '\\0' '\\n'
 """
@@ -26,7 +26,7 @@ JOB = re.compile(r"\d+(_\d+)?")  # as SLURM calls one, or an element of an array
 
 
 class NoRun(ValueError):
-    """Nothing that we can ask about."""
+    """There is no such run, or nothing can be asked about it."""
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,13 @@ class Launcher:
     pid: int
     since: int | None  # its start, in clock ticks of its machine
     where: str  # HERE, GONE or ELSEWHERE
-    grace: int  # seconds that it gives to ranks that are asked to stop
+    grace: int  # seconds that it gives to ranks after a stop request
 
 
 @dataclass(frozen=True)
 class Run:
     folder: Path
-    mark: str  # what its processes carry in MUSTER_RUN_DIR; the folder, as its nodes know it
+    mark: str  # MUSTER_RUN_DIR of its processes: the directory, as its nodes know it
     python: str  # the interpreter of the ranks
     user: str
     started: str
@@ -62,16 +62,16 @@ class Run:
 
 
 def find(word: str, cwd: Path, logs: Path) -> Path:
-    """The folder of the run that a person calls so: a path, a name below logs, or the number of a SLURM job.
+    """The directory of a run: word is a path, a name below logs, or the number of a SLURM job.
 
-    Raises NoRun, which says what is there instead.
+    Raises NoRun, which names the runs that are there instead.
     """
     jobs = [logs / f"slurm-{word}"] if JOB.fullmatch(word) else []
-    for folder in (cwd / word, logs / word, *jobs):
-        if (folder / "run.json").is_file():
-            return Path(os.path.realpath(folder))
+    for directory in (cwd / word, logs / word, *jobs):
+        if (directory / "run.json").is_file():
+            return Path(os.path.realpath(directory))
     if (cwd / word).is_dir():
-        raise NoRun(f"RUN '{word}': this folder is not of a run, it has no run.json")
+        raise NoRun(f"RUN '{word}': this is no run directory, it has no run.json")
     there = sorted(logs.glob("*/run.json"), key=lambda path: path.stat().st_mtime)
     names = [path.parent.name for path in there if not path.parent.is_symlink()]
     if names:
@@ -80,7 +80,7 @@ def find(word: str, cwd: Path, logs: Path) -> Path:
 
 
 def read(folder: Path) -> Run:
-    """What run.json tells, and how things stand now. Raises NoRun when it does not tell enough."""
+    """The run by its run.json, and where its launcher is now. Raises NoRun when run.json is not complete."""
     try:
         facts = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -107,7 +107,7 @@ def read(folder: Path) -> Run:
 
 
 def seen(host: str, its_machine: str, pid: int, its_since: int | None) -> str:
-    """Where a launcher is. Its number alone tells nothing: the process may be another by now."""
+    """Where a launcher is. Its number alone is not enough: it may be another process by now."""
     if its_machine == machine():
         return HERE if its_since is not None and its_since == since(pid) else GONE
     restarted = host == os.uname().nodename and boot(its_machine) != boot(machine())
@@ -119,8 +119,10 @@ def boot(a_machine: str) -> str:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Print, each ended by a NUL: folder, mark, python, the launcher's where, host, pid, since and grace, job; then of
-    each node its name, address, number of ranks and first rank. Returns 2 when there is no such run, or it is not ours.
+    """Print, each ended by a NUL: directory, mark, python, the launcher's where, host, pid, since and grace, job; then
+    of each node its name, address, number of ranks and first rank.
+
+    Returns 2 when there is no such run, or another user has started it.
     """
     parser = argparse.ArgumentParser(prog="lookup", description=str(__doc__).splitlines()[0], allow_abbrev=False)
     parser.add_argument("--from", type=Path, required=True, dest="cwd", metavar="DIR", help="where a path begins")
@@ -134,11 +136,11 @@ def main(words: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"{error}\n")
         return 2
     launcher = run.launcher
-    told = [str(run.folder), run.mark, run.python, launcher.where, launcher.host, str(launcher.pid)]
-    told += [str(launcher.since), str(launcher.grace), run.job]
+    fields = [run.folder, run.mark, run.python, launcher.where, launcher.host, launcher.pid, launcher.since]
+    fields += [launcher.grace, run.job]
     for place in run.places:
-        told += [place.node, place.address, str(place.processes), str(place.first_rank)]
-    sys.stdout.buffer.write(b"".join(os.fsencode(word) + b"\0" for word in told))
+        fields += [place.node, place.address, place.processes, place.first_rank]
+    sys.stdout.buffer.write(b"".join(os.fsencode(str(field)) + b"\0" for field in fields))
     return 0
 
 

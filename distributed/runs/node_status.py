@@ -1,15 +1,16 @@
-"""What does this node see of one run: its processes and ranks, what they use, and what they last said?
+"""What this node has of one run: its processes and ranks, what they use, and their last output.
 
-The processes of a run carry its folder and the name of their node in their environment. Which of them is which rank
-is told by the file that its output goes to, ranks/<node>/.../attempt_<n>/<local rank>/stdout.log: that is so under
+The processes of a run have its directory and the name of their node in their environment. Which of them is which rank
+follows from the file that its output goes to, ranks/<node>/.../attempt_<n>/<local rank>/stdout.log: that is so under
 torchrun's agent and under ours, whose workers are forks and show an environment from before they had a rank.
 
-Everything is read from /proc and the folder of the run; of GPUs, nvidia-smi tells. Standard library only.
+Everything is read from /proc, the run directory and nvidia-smi. Standard library only.
 """
 
 from __future__ import annotations
 
 import argparse
+import glob
 import json
 import os
 import re
@@ -29,7 +30,7 @@ from distributed.host.replies import framed
 from distributed.host.stacks import Frame, of_the_script, stack_of
 from distributed.host.system import PROC, read, run_program
 
-TAIL = 8192  # bytes at the end of a rank's output that its last line is looked for in
+TAIL = 8192  # bytes at the end of a rank's output in which its last line is looked for
 MAIN = "MainThread"  # as py-spy calls it
 STACK_SECONDS = 15.0  # for py-spy, which stops a process while it reads its stacks
 TICK = os.sysconf("SC_CLK_TCK")
@@ -69,18 +70,18 @@ class Rank:
     local_rank: int
     pid: int | None  # None: there is no such process, not yet or no more
     state: str = ""
-    cpu: float = 0.0  # cores used while we looked, with its children
+    cpu: float = 0.0  # cores used while it was watched, with its children
     memory: int = 0  # bytes, with its children
     gpus: tuple[Gpu, ...] = ()
     silent: float | None = None  # seconds since its last output; None: it has not begun
-    line: str = ""  # the last that it said
-    stands: str = ""  # where, for a person, when that was asked for
+    line: str = ""  # the last of its output
+    stands: str = ""  # its stacks for a person, when they were asked for
     frames: tuple[Frame, ...] = ()  # of its main thread then, the innermost first
 
 
 @dataclass(frozen=True)
-class Look:
-    """What a node finds."""
+class NodeStatus:
+    """What a node has of the run."""
 
     host: str
     seconds: float  # for which the CPU was watched
@@ -96,17 +97,17 @@ class Look:
 
 
 def processes_of(run: str, node: str, proc: Path = PROC) -> list[Process]:
-    """All processes that carry the mark of this run on this node."""
+    """All processes on this node that have the mark of this run in their environment."""
     output = re.compile(OUTPUT.format(node=re.escape(node)))
     found = []
     for pid in process_scan.marked(process_scan.of_run(run, node), process_scan.pids(str(proc)), str(proc)):
         with suppress(OSError):  # it has ended
-            found.append(process(proc / str(pid), output))
+            found.append(_process(proc / str(pid), output))
     return sorted(found, key=lambda one: one.pid)
 
 
-def process(folder: Path, output: re.Pattern[str]) -> Process:
-    """Raises OSError when it is gone."""
+def _process(folder: Path, output: re.Pattern[str]) -> Process:
+    """Raises OSError when it has ended."""
     state, *fields = (folder / "stat").read_bytes().rpartition(b")")[2].decode().split()
     command = (folder / "cmdline").read_bytes().rstrip(b"\0").replace(b"\0", b" ").decode(errors="replace")
     return Process(
@@ -117,13 +118,13 @@ def process(folder: Path, output: re.Pattern[str]) -> Process:
         ticks=int(fields[10]) + int(fields[11]),
         memory=int(fields[20]) * os.sysconf("SC_PAGE_SIZE"),
         threads=int(fields[16]),
-        local_rank=local_rank_of(folder, output),
+        local_rank=_local_rank(folder, output),
         ticks_of_ended=int(fields[12]) + int(fields[13]),
     )
 
 
-def local_rank_of(folder: Path, output: re.Pattern[str]) -> int | None:
-    for stream in ("1", "2"):  # a script may have sent one of them elsewhere
+def _local_rank(folder: Path, output: re.Pattern[str]) -> int | None:
+    for stream in ("1", "2"):  # a script may have redirected one of them
         with suppress(OSError):
             if found := output.search(os.readlink(folder / "fd" / stream)):
                 return int(found["local_rank"])
@@ -151,21 +152,17 @@ def cores_used(before: Sequence[Process], after: Sequence[Process], seconds: flo
     return sum(one.ticks - then[one.pid] for one in after if one.pid in then) / TICK / max(seconds, 1 / TICK)
 
 
-# ---------------------------------------------------------------- what they said
+# ---------------------------------------------------------------- their output
 
 
 def outputs(run: Path, node: str) -> dict[int, list[Path]]:
     """Of each local rank the files of its newest attempt."""
-    attempts = sorted(run.glob(f"ranks/{glob_escape(node)}/*/attempt_*"), key=lambda path: int(path.name[8:]))
+    attempts = sorted(run.glob(f"ranks/{glob.escape(node)}/*/attempt_*"), key=lambda path: int(path.name[8:]))
     folders = attempts[-1].iterdir() if attempts else ()
     return {int(folder.name): sorted(folder.glob("std*.log")) for folder in folders if folder.name.isdigit()}
 
 
-def glob_escape(name: str) -> str:
-    return re.sub(r"([*?[])", r"[\1]", name)
-
-
-def last_said(files: Sequence[Path], now: float) -> tuple[float | None, str]:
+def last_output(files: Sequence[Path], now: float) -> tuple[float | None, str]:
     """Seconds since the newest of these files was written to, and its last line."""
     times = {}
     for file in files:
@@ -177,20 +174,18 @@ def last_said(files: Sequence[Path], now: float) -> tuple[float | None, str]:
 
 
 def last_line(file: Path) -> str:
-    """The last line with something in it; of a progress bar, as it stands now."""
+    """The last line that is not empty; of a progress bar, its current state. Without what would move a cursor."""
     try:
         with file.open("rb") as content:
             content.seek(-min(TAIL, os.fstat(content.fileno()).st_size), os.SEEK_END)
             text = content.read().decode(errors="replace")
     except OSError:
         return ""
-    return next(filter(None, map(printable, reversed(re.split(r"[\r\n]", text)))), "")
-
-
-def printable(line: str) -> str:
-    """Without colours, and without anything else that would move a cursor."""
-    line = re.sub(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)|.)", "", line)
-    return "".join(letter if letter.isprintable() else " " for letter in line).strip()
+    for line in reversed(re.split(r"[\r\n]", text)):
+        line = re.sub(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)|.)", "", line)
+        if shown := "".join(letter if letter.isprintable() else " " for letter in line).strip():
+            return shown
+    return ""
 
 
 # ---------------------------------------------------------------- GPUs
@@ -204,24 +199,18 @@ def look_at_gpus() -> tuple[dict[str, Gpu], list[tuple[str, int]], str]:
     if reply.code != 0:
         return {}, [], "nvidia-smi: " + " ".join((reply.out + reply.error).split())
     users = table(query("compute-apps", "gpu_uuid,pid").out, "gpu_uuid,pid")
-    gpus = {row["uuid"]: gpu_from(row) for row in table(reply.out, GPU_FIELDS)}
+    gpus = {}
+    for row in table(reply.out, GPU_FIELDS):
+        watts = row["power.draw"]
+        gpus[row["uuid"]] = Gpu(
+            index=count(row["index"]),
+            name=row["name"],
+            use=count(row["utilization.gpu"]),
+            watts=float(watts) if re.fullmatch(r"\d+(\.\d+)?", watts) else 0.0,  # [N/A] and its like
+            memory_used=mebibytes(row["memory.used"]),
+            memory=mebibytes(row["memory.total"]),
+        )
     return gpus, [(row["gpu_uuid"], count(row["pid"])) for row in users], ""
-
-
-def gpu_from(row: Mapping[str, str]) -> Gpu:
-    return Gpu(
-        index=count(row["index"]),
-        name=row["name"],
-        use=count(row["utilization.gpu"]),
-        watts=decimal(row["power.draw"]),
-        memory_used=mebibytes(row["memory.used"]),
-        memory=mebibytes(row["memory.total"]),
-    )
-
-
-def decimal(word: str) -> float:
-    """A number of nvidia-smi; 0 for [N/A] and its like."""
-    return float(word) if re.fullmatch(r"\d+(\.\d+)?", word) else 0.0
 
 
 def used_by(family: Sequence[Process], gpus: Mapping[str, Gpu], users: Sequence[tuple[str, int]]) -> tuple[Gpu, ...]:
@@ -231,17 +220,16 @@ def used_by(family: Sequence[Process], gpus: Mapping[str, Gpu], users: Sequence[
     return tuple(gpu for uuid, gpu in gpus.items() if uuid in found)
 
 
-# ---------------------------------------------------------------- where they stand
+# ---------------------------------------------------------------- their stacks
 
 
 def stands(one: Process, output: str) -> tuple[str, tuple[Frame, ...]]:
-    """The stack for a person, and the frames of the main thread, the innermost first.
+    """The stacks for a person, and the frames of the main thread, the innermost first.
 
-    Of all threads, as py-spy sees them; else of the main thread, as the rank itself writes it; else what the kernel
+    Of all threads, as py-spy reads them; else of the main thread, as the rank itself writes it; else what the kernel
     knows. output: the directory of the rank's output.
     """
-    py_spy, why = find_py_spy(), ""
-    if py_spy:
+    if py_spy := find_py_spy():
         # One that is stopped need not, and must not, be stopped once more.
         calm = ["--nonblocking"] if one.state in "Tt" else []
         dump = [py_spy, "dump", "--json", "--full-filenames", "--pid", str(one.pid), *calm]
@@ -252,7 +240,7 @@ def stands(one: Process, output: str) -> tuple[str, tuple[Frame, ...]]:
     else:
         why = f"for all threads: '{sys.executable}' -m pip install py-spy"
     frames = () if one.state in "Tt" else stack_of(one.pid, output)
-    known = "\n".join(["main thread", *map(shown, frames)]) if frames else threads(one)
+    known = "\n".join(["main thread", *map(_shown, frames)]) if frames else _threads(one)
     return f"{known}\n{why}", frames
 
 
@@ -271,11 +259,11 @@ def in_py_spy(pid: int, dump: str) -> tuple[str, tuple[Frame, ...]] | None:
         ]
     except (ValueError, KeyError, TypeError):
         return None
-    lines = [line for head, frames in zip(heads, stacks, strict=True) for line in (head, *map(shown, frames))]
+    lines = [line for head, frames in zip(heads, stacks, strict=True) for line in (head, *map(_shown, frames))]
     return ("\n".join(lines), stacks[0]) if stacks else None
 
 
-def shown(frame: Frame) -> str:
+def _shown(frame: Frame) -> str:
     return f"    {frame.function} ({os.path.join(*Path(os.path.normpath(frame.file)).parts[-2:])}:{frame.line})"
 
 
@@ -284,7 +272,7 @@ def find_py_spy() -> str | None:
     return str(beside) if os.access(beside, os.X_OK) else shutil.which("py-spy")
 
 
-def threads(one: Process, proc: Path = PROC) -> str:
+def _threads(one: Process, proc: Path = PROC) -> str:
     """A line for each thread: its state, and the function of the kernel in which it waits."""
     lines = []
     for folder in sorted(proc.glob(f"{one.pid}/task/[0-9]*"), key=lambda path: int(path.name)):
@@ -298,66 +286,60 @@ def threads(one: Process, proc: Path = PROC) -> str:
 # ---------------------------------------------------------------- the whole
 
 
-def look(run: str, node: str, *, count: int, first_rank: int, seconds: float, stacks: bool) -> Look:
+def observe(run: str, node: str, *, count: int, first_rank: int, seconds: float, stacks: bool) -> NodeStatus:
     """Watch this node's part of a run for some seconds. count: how many ranks it is to have."""
     before, begun = processes_of(run, node), time.monotonic()
     gpus, users, error = look_at_gpus() if seconds else ({}, [], "")
     time.sleep(max(0.0, seconds - (time.monotonic() - begun)))
     after, watched = processes_of(run, node), time.monotonic() - begun
-    by_rank, said = families(after), outputs(Path(run), node)
+    by_rank, written = families(after), outputs(Path(run), node)
 
-    def rank(local_rank: int) -> Rank:
-        family = by_rank.get(local_rank, [])
-        files = said.get(local_rank, [])
-        silent, line = last_said(files, time.time())
-        asked = stands(family[0], str(files[0].parent)) if stacks and family and files else ("", ())
+    def status_of(local_rank: int) -> Rank:
+        family, files = by_rank.get(local_rank, []), written.get(local_rank, [])
+        silent, line = last_output(files, time.time())
+        if not family:
+            return Rank(first_rank + local_rank, local_rank, None, silent=silent, line=line)
+        text, frames = stands(family[0], str(files[0].parent)) if stacks and files else ("", ())
         return Rank(
             rank=first_rank + local_rank,
             local_rank=local_rank,
-            pid=family[0].pid if family else None,
-            state=family[0].state if family else "",
+            pid=family[0].pid,
+            state=family[0].state,
             cpu=cores_used(before, family, watched),
             memory=sum(one.memory for one in family),
             gpus=used_by(family, gpus, users),
             silent=silent,
             line=line,
-            stands=asked[0],
-            frames=asked[1],
+            stands=text,
+            frames=frames,
         )
 
     with ThreadPoolExecutor(8) as several:  # each py-spy takes a moment
-        ranks = tuple(several.map(rank, sorted(set(range(count)) | set(by_rank))))
+        ranks = tuple(several.map(status_of, sorted(set(range(count)) | set(by_rank))))
     line = last_line(Path(run, f"node_{node}.log"))
-    metrics, _ = last_said([Path(run, "metrics.jsonl")], time.time())
-    return Look(os.uname().nodename, watched, ranks, tuple(after), line, tuple(gpus.values()), error, metrics)
+    metrics, _ = last_output([Path(run, "metrics.jsonl")], time.time())
+    return NodeStatus(os.uname().nodename, watched, ranks, tuple(after), line, tuple(gpus.values()), error, metrics)
 
 
-def from_json(told: dict[str, Any]) -> Look:
-    """What a node answered, as it was there."""
-    ranks = [
-        Rank(
-            **rank
-            | {
-                "gpus": tuple(Gpu(**gpu) for gpu in rank["gpus"]),
-                "frames": tuple(Frame(**frame) for frame in rank["frames"]),
-            }
-        )
-        for rank in told["ranks"]
-    ]
-    processes = [Process(**process) for process in told["processes"]]
-    gpus = [Gpu(**gpu) for gpu in told["gpus"]]
-    return Look(**told | {"ranks": tuple(ranks), "processes": tuple(processes), "gpus": tuple(gpus)})
+def from_json(facts: dict[str, Any]) -> NodeStatus:
+    """What a node replied, as it was there."""
+    ranks = []
+    for rank in facts["ranks"]:
+        gpus, frames = [Gpu(**gpu) for gpu in rank["gpus"]], [Frame(**frame) for frame in rank["frames"]]
+        ranks.append(Rank(**rank | {"gpus": tuple(gpus), "frames": tuple(frames)}))
+    processes, gpus = [Process(**one) for one in facts["processes"]], [Gpu(**gpu) for gpu in facts["gpus"]]
+    return NodeStatus(**facts | {"ranks": tuple(ranks), "processes": tuple(processes), "gpus": tuple(gpus)})
 
 
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="node_status", description=str(__doc__).splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--run", required=True, help="as the processes carry it in MUSTER_RUN_DIR")
-    parser.add_argument("--node", required=True, help="as the processes carry it in MUSTER_NODE")
+    parser.add_argument("--run", required=True, help="as the processes have it in MUSTER_RUN_DIR")
+    parser.add_argument("--node", required=True, help="as the processes have it in MUSTER_NODE")
     parser.add_argument("--count", type=int, default=0, help="how many ranks it is to have")
     parser.add_argument("--first-rank", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=0.0, help="to watch the CPU for")
-    parser.add_argument("--stacks", action="store_true", help="also where each rank stands")
-    sys.stdout.write(framed(asdict(look(**vars(parser.parse_args(words))))))
+    parser.add_argument("--stacks", action="store_true", help="also the stacks of each rank")
+    sys.stdout.write(framed(asdict(observe(**vars(parser.parse_args(words))))))
     return 0
 
 

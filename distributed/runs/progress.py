@@ -1,4 +1,4 @@
-"""How far has a run come? Prints the furthest step of its metrics.jsonl, and nothing when it writes none.
+"""The furthest step of a run by its metrics.jsonl; prints nothing when there is none.
 
 Try it: python -m distributed.runs.progress logs/latest
 """
@@ -8,26 +8,19 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 
 def furthest(run: Path) -> int | None:
-    """The highest step that any try of this run has logged."""
-    return max(steps(run / "metrics.jsonl"), default=None)
-
-
-def steps(metrics: Path) -> Iterator[int]:
-    """The steps of the lines that can be read."""
-    try:
-        lines = metrics.read_bytes().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        with contextlib.suppress(
-            ValueError, TypeError, KeyError, OverflowError, RecursionError
-        ):  # cut short, or about something else
-            yield int(json.loads(line)["step"])
+    """The highest step that any attempt of this run has logged."""
+    steps = []
+    with contextlib.suppress(OSError):
+        for line in (run / "metrics.jsonl").read_bytes().splitlines():
+            # A line that is cut short, or has no step.
+            with contextlib.suppress(ValueError, TypeError, KeyError, OverflowError, RecursionError):
+                steps.append(int(json.loads(line)["step"]))
+    return max(steps, default=None)
 
 
 def main(words: Sequence[str]) -> int:

@@ -28,7 +28,7 @@ from typing import Any
 from distributed import metrics, terminal
 from distributed.exit_codes import UNFIT
 from distributed.files import KIT
-from distributed.runs.hang_detection import Beat, Pulse, feel, needs_stacks
+from distributed.runs.hang_analysis import Activity, Diagnosis, diagnose, needs_stacks
 from distributed.runs.lookup import ELSEWHERE, GONE, HERE, IN_JOB, NoRun, Run, read
 from distributed.runs.node_status import Gpu, Rank
 from distributed.runs.verdict import decide
@@ -65,7 +65,7 @@ class Progress:
 class Status:
     run: Run
     state: State
-    pulse: Pulse
+    pulse: Diagnosis
     progress: Progress
     seconds: float  # since the start, or from the start to the end
     visits: tuple[Visit, ...]
@@ -91,9 +91,9 @@ def judge(
     seconds = max(0.0, end - datetime.fromisoformat(run.started).timestamp())
     moving = state.name in ("running", "left", "unknown")
     if not moving:
-        return Status(run, state, Pulse(False), progress, seconds, tuple(found))
+        return Status(run, state, Diagnosis(False), progress, seconds, tuple(found))
     ranks = seen(found, progress, seconds)
-    pulse = feel(ranks.beats, ranks.seconds, ranks.silent, ranks.ended)
+    pulse = diagnose(ranks.beats, ranks.seconds, ranks.silent, ranks.ended)
     doubt = needs_stacks(ranks.beats, ranks.silent) and not any(beat.stopped for beat in ranks.beats)
     return Status(run, state, pulse, progress, seconds, tuple(found), doubt)
 
@@ -137,7 +137,7 @@ def said(verdict: Mapping[str, Any]) -> str:
 class Seen:
     """What the nodes saw of all ranks."""
 
-    beats: tuple[Beat, ...]  # of the ranks that are there
+    beats: tuple[Activity, ...]  # of the ranks that are there
     ended: tuple[str, ...]  # the ranks that were there, and are no more
     to_come: int  # ranks that have not begun
     seconds: float  # for which they were watched
@@ -148,7 +148,7 @@ def seen(found: Sequence[Visit], progress: Progress, running: float) -> Seen:
     """running: seconds since the start; a rank cannot have been silent for longer."""
     ranks = [(rank, one.place.node) for one in found if one.look for rank in one.look.ranks]
     beats = tuple(
-        Beat(
+        Activity(
             rank=rank.rank,
             node=node,
             pid=rank.pid,

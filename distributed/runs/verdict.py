@@ -1,16 +1,16 @@
 """Whose failure came first?
 
-When one rank dies, the others lose their connection to it, and often report that before anybody has noticed
-the death. So causes are told from consequences by what each account says, and only then by time. In order:
+When one rank dies, the others lose their connection to it, and often report that before the death is noticed. So
+causes are told from consequences by what each record says, and only then by time. In order:
 
     a hang, because of which the launcher ended the run
     a rank that raised an error of its own, died of a signal, or exited by itself; a supervisor or a launcher that was
     killed
     an agent that could not go on, though no rank of its node had failed
     a node to which the connection was lost
-    what may be a cause or not: exit 1 without a word, a broken connection that is not PyTorch's
-    a rank that ended with 0 while others waited for it, that another one names as missing, or that alone said nothing
-    while all others waited in vain
+    what may be a cause or not: exit 1 without output, a broken connection that is not PyTorch's
+    a rank that ended with 0 while others waited for it, that another one names as missing, or that alone recorded
+    nothing while all others waited in vain
     a rank that lost the others or waited for them in vain: then the cause was not recorded
     what stopped on request, what was ended from outside
 
@@ -23,33 +23,20 @@ Try it: python -m distributed.runs.verdict logs/latest
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
 import math
 import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import IntEnum
 from pathlib import Path
 
 from distributed.exit_codes import STOPPED, TIMED_OUT, UNFIT
-from distributed.runs.failures import (
-    FATAL,
-    NODE_ENV,
-    SRUN,
-    Evidence,
-    Failure,
-    Json,
-    Line,
-    Said,
-    blocks,
-    exception_of,
-    gather,
-    read_log,
-)
+from distributed.files import write_json
+from distributed.runs.failures import NODE_ENV, SRUN, Evidence, Failure, Json, gather
+from distributed.runs.node_log import FATAL, Raised, blocks, exception_of, read_log
 
 INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 CLOCK_DOUBT = 1.0  # seconds
@@ -60,12 +47,9 @@ SHOWN_LINES = 8  # of a message or a log
 SHOWN_FRAMES = 3
 
 
-# ---------------------------------------------------------------- the verdict
-
-
 @dataclass(frozen=True)
 class Verdict:
-    """What the launcher says and exits with: the content of verdict.json."""
+    """What the launcher reports and exits with: the content of verdict.json."""
 
     outcome: str  # "ok", "stopped" or "failed"
     exit_code: int
@@ -79,8 +63,16 @@ class Verdict:
     collateral: tuple[Json, ...] = ()  # of each other one: "node", "rank", "message"
 
 
+def decide(run: Path, launcher: int | None = None) -> Verdict:
+    """The verdict on the run in this directory; reads only. launcher: the exit code that it would end with itself."""
+    return judge(gather(run), launcher)
+
+
+# ---------------------------------------------------------------- causes and consequences
+
+
 class Kind(IntEnum):
-    """What an account is worth: the lower, the likelier the cause."""
+    """What a failure is: the lower, the likelier the cause."""
 
     OWN = 1
     AGENT = 2
@@ -92,9 +84,7 @@ class Kind(IntEnum):
     ENDED = 8
 
 
-# ---------------------------------------------------------------- causes and consequences
-
-# What an innocent rank says when another one is gone: seen in torch 2.13, or read in its source.
+# What an innocent rank records when another one is lost: seen in torch 2.13, or read in its source.
 _LOST_THE_OTHERS = re.compile(
     r"""
       [Cc]onnection\ closed\ by\ (remote\ )?peer | [Cc]onnection\ reset\ by\ peer | [Cc]onnection\ refused
@@ -126,7 +116,7 @@ _CHATTER = re.compile(
 
 
 def kind(failure: Failure) -> Kind:
-    """What this account is worth."""
+    """By what is recorded; without an exception or a message by the exit code."""
     if failure.witness:
         return Kind.ACCUSED
     if failure.exit_code == STOPPED:
@@ -136,55 +126,47 @@ def kind(failure: Failure) -> Kind:
     if failure.rank is None and failure.exit_code is None:
         return Kind.LOST_NODE
     if failure.exception or failure.message:
-        return _kind_by_words(failure)
-    return _kind_by_end(failure)
-
-
-def _kind_by_words(failure: Failure) -> Kind:
-    if failure.exception in _FROM_OUTSIDE:
-        return Kind.ENDED
-    worth = _worth(chain(failure)[0])
-    if worth is not Kind.OWN:
-        return worth
-    if failure.rank is None:
-        return Kind.AGENT if failure.exception else Kind.UNSURE
-    # The first error may have been handled when a later one, or the agent, ended the rank.
-    handled = failure.ended_by_agent or _worth(chain(failure)[-1]) is not Kind.OWN
-    return Kind.UNSURE if handled else Kind.OWN
-
-
-def _kind_by_end(failure: Failure) -> Kind:
-    """Of one that ended without a word."""
-    from_outside = [128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)]
-    if failure.ended_by_agent or failure.exit_code in from_outside:
+        return _kind_by_exception(failure)
+    if failure.ended_by_agent or failure.exit_code in (128 + signal.SIGHUP, *INTERRUPTED):
         return Kind.ENDED
     return Kind.UNSURE if failure.rank is None or failure.exit_code == 1 else Kind.OWN
 
 
-def _worth(said: Said) -> Kind:
-    if said.exception in _ALWAYS_COLLATERAL:
+def _kind_by_exception(failure: Failure) -> Kind:
+    if failure.exception in _FROM_OUTSIDE:
+        return Kind.ENDED
+    kinds = [_kind_of_exception(raised) for raised in chain(failure)]
+    if kinds[0] is not Kind.OWN:
+        return kinds[0]
+    if failure.rank is None:
+        return Kind.AGENT if failure.exception else Kind.UNSURE
+    # The first error may have been handled when a later one, or the agent, ended the rank.
+    return Kind.UNSURE if failure.ended_by_agent or kinds[-1] is not Kind.OWN else Kind.OWN
+
+
+def _kind_of_exception(raised: Raised) -> Kind:
+    if raised.exception in _ALWAYS_COLLATERAL:
         return Kind.COLLATERAL
-    if not _LOST_THE_OTHERS.search(said.message):
+    if not _LOST_THE_OTHERS.search(raised.message):
         return Kind.OWN
-    of_torch = said.exception is None or _OF_TORCH.fullmatch(said.exception)
+    of_torch = raised.exception is None or _OF_TORCH.fullmatch(raised.exception)
     return Kind.COLLATERAL if of_torch else Kind.UNSURE
 
 
-def chain(failure: Failure) -> list[Said]:
+def chain(failure: Failure) -> list[Raised]:
     """The exceptions that the traceback chains, in the order in which they were raised."""
     *earlier, last = blocks(failure.traceback)
-    return [*map(exception_of, earlier), Said(failure.exception, failure.message, last)]
+    return [*map(exception_of, earlier), Raised(failure.exception, failure.message, last)]
 
 
-def decisive(failure: Failure) -> Said:
+def decisive(failure: Failure) -> Raised:
     """The exception to show: the last one, unless that only came of the first."""
-    said = chain(failure)
-    if _worth(said[0]) is Kind.OWN and _worth(said[-1]) is not Kind.OWN:
-        return said[0]
-    return said[-1]
+    raised = chain(failure)
+    first_is_cause = _kind_of_exception(raised[0]) is Kind.OWN and _kind_of_exception(raised[-1]) is not Kind.OWN
+    return raised[0] if first_is_cause else raised[-1]
 
 
-# ---------------------------------------------------------------- who was first
+# ---------------------------------------------------------------- which was first
 
 
 def first(failures: Iterable[Failure]) -> Failure:
@@ -198,44 +180,33 @@ def _order(failure: Failure) -> tuple[Kind, float, str, int]:
 
 
 def accused(evidence: Evidence) -> Iterator[Failure]:
-    """The ranks that others miss, though they say nothing of that themselves."""
+    """The ranks that others waited for in vain, though they recorded nothing of that themselves."""
     waited = [one for one in evidence.failures if one.rank is not None and kind(one) is Kind.COLLATERAL]
     if waited and evidence.ended_well:
-        yield _ended_early(first(waited), evidence.ended_well)
+        one, rank, more = first(waited), min(evidence.ended_well), len(evidence.ended_well) - 1
+        others = f"and {more} more rank{'s' * (more > 1)} " if more else ""
+        witness = f"{others}ended with exit code 0 while {name_of(one)} was in a collective{_at(one)}"
+        yield replace(one, rank=rank, node=evidence.ended_well[rank], witness=witness)
         return
     for failure in evidence.failures:
         if names := _NAMES_A_RANK.search(failure.message):
             rank = int(next(filter(None, names.groups())))
-            witness = f"was missing in a collective: {who(failure)} says: {_short(what(failure))}"
-            yield replace(failure, rank=rank, node=_home(rank, evidence), witness=witness)
-    if (silent := _only_silent_rank(evidence)) is not None:
-        one = first(waited)
-        witness = f"was missing in a collective: it alone reported nothing; {who(one)} says: {_short(what(one))}"
-        yield replace(one, rank=silent, node=_home(silent, evidence), witness=witness)
-
-
-def _ended_early(waited: Failure, ended_well: Mapping[int, str]) -> Failure:
-    rank, others = min(ended_well), len(ended_well) - 1
-    more = f"and {others} more rank{'s' * (others > 1)} " if others else ""
-    witness = f"{more}ended with exit code 0 while {who(waited)} was in a collective{_at(waited)}"
-    return replace(waited, rank=rank, node=ended_well[rank], witness=witness)
-
-
-def _only_silent_rank(evidence: Evidence) -> int | None:
-    """The one that has told nothing, when all others lost it, or waited for it in vain."""
-    told = {one.rank: kind(one) for one in evidence.failures if one.rank is not None and kind(one) is not Kind.ENDED}
+            witness = f"was missing in a collective: {name_of(failure)} says: {_short(what(failure))}"
+            yield replace(failure, rank=rank, node=_node_of(rank, evidence), witness=witness)
+    # Only one rank recorded nothing, and all others lost it, or waited for it in vain.
+    kinds = {one.rank: kind(one) for one in evidence.failures if one.rank is not None and kind(one) is not Kind.ENDED}
     size = sum(map(len, evidence.ranks.values()))
-    if set(told.values()) != {Kind.COLLATERAL} or len(told) != size - 1 or max(told) >= size:
-        return None
-    return sum(range(size)) - sum(told)
+    if set(kinds.values()) == {Kind.COLLATERAL} and len(kinds) == size - 1 and max(kinds) < size:
+        silent, one = sum(range(size)) - sum(kinds), first(waited)
+        witness = f"was missing in a collective: it alone reported nothing; {name_of(one)} says: {_short(what(one))}"
+        yield replace(one, rank=silent, node=_node_of(silent, evidence), witness=witness)
 
 
-def _home(rank: int, evidence: Evidence) -> str:
+def _node_of(rank: int, evidence: Evidence) -> str:
     """The node of a rank, as far as it is known."""
-    for failure in evidence.failures:
-        if failure.rank == rank:
-            return failure.node
-    return next((node for node, ranks in evidence.ranks.items() if rank in ranks), "?")
+    by_failure = (failure.node for failure in evidence.failures if failure.rank == rank)
+    by_place = (node for node, ranks in evidence.ranks.items() if rank in ranks)
+    return next(by_failure, next(by_place, "?"))
 
 
 def judge(evidence: Evidence, launcher: int | None = None) -> Verdict:
@@ -246,23 +217,23 @@ def judge(evidence: Evidence, launcher: int | None = None) -> Verdict:
     if not failures or (_all_well(evidence) and (not launcher or launcher in INTERRUPTED)):
         return _nothing_failed(evidence, launcher)
     culprit = first(failures)
-    worth = kind(culprit)
-    if worth is Kind.STOPPED and launcher != UNFIT:
-        return Verdict("stopped", STOPPED, _SENTENCES[worth](culprit))
-    interrupted = launcher in INTERRUPTED and worth is not Kind.OWN and BY_SLURM not in culprit.message
-    if worth is Kind.STOPPED or interrupted:  # ranks that the launcher stopped for a cause of its own
+    its_kind = kind(culprit)
+    if its_kind is Kind.STOPPED and launcher != UNFIT:
+        return Verdict("stopped", STOPPED, _sentence(culprit))
+    interrupted = launcher in INTERRUPTED and its_kind is not Kind.OWN and BY_SLURM not in culprit.message
+    if its_kind is Kind.STOPPED or interrupted:  # ranks that the launcher stopped for a cause of its own
         return replace(_nothing_failed(evidence, launcher), collateral=_collateral(failures))
     codes = [one.exit_code for one in failures if one.exit_code and kind(one) < Kind.STOPPED]
-    said = decisive(culprit)
+    raised = decisive(culprit)
     return Verdict(
-        outcome="stopped" if worth is Kind.ENDED else "failed",
-        exit_code=culprit.exit_code or [*([UNFIT] if worth is Kind.LOST_NODE else codes), launcher or 1][0],
-        cause=_SENTENCES[worth](culprit) + _remarks(culprit, evidence),
+        outcome="stopped" if its_kind is Kind.ENDED else "failed",
+        exit_code=culprit.exit_code or [*([UNFIT] if its_kind is Kind.LOST_NODE else codes), launcher or 1][0],
+        cause=_sentence(culprit) + _remarks(culprit, evidence),
         node=culprit.node,
         rank=culprit.rank,
         time=culprit.time,
-        exception=said.exception,
-        message=said.message,
+        exception=raised.exception,
+        message=raised.message,
         traceback=culprit.traceback,
         collateral=_collateral([one for one in failures if (one.node, one.rank) != (culprit.node, culprit.rank)]),
     )
@@ -284,7 +255,7 @@ def _hung(hang: Json) -> Verdict:
 
 
 def _all_well(evidence: Evidence) -> bool:
-    """Every agent ended well: accounts of failures are then those of attempts before the last."""
+    """Every agent ended well: failures are then those of attempts before the last."""
     return bool(evidence.exits) and {evidence.exits.get(node) for node in (*evidence.exits, *evidence.ranks)} == {0}
 
 
@@ -302,77 +273,73 @@ def _nothing_failed(evidence: Evidence, launcher: int | None) -> Verdict:
 
 
 def _collateral(failures: Iterable[Failure]) -> tuple[Json, ...]:
-    told = [one for one in failures if not one.witness]
-    return tuple({"node": one.node, "rank": one.rank, "message": _short(what(one))} for one in told)
+    return tuple(
+        {"node": one.node, "rank": one.rank, "message": _short(what(one))} for one in failures if not one.witness
+    )
 
 
-def decide(run: Path, launcher: int | None = None) -> Verdict:
-    """The verdict on the run in this folder; reads only. launcher: the exit code that it would end with by itself."""
-    return judge(gather(run), launcher)
+# ---------------------------------------------------------------- in one sentence
 
-
-# ---------------------------------------------------------------- in words
-
-_AGENT_SAYS = "agent: "  # before each line of the agent's own; its last one is why it ended
+_AGENT_PREFIX = "agent: "  # before each line of the agent's own; its last one is why it ended
 _WHY_LOST = "no power or network there, or all its processes were killed"
-_SENTENCES: dict[Kind, Callable[[Failure], str]] = {
-    Kind.OWN: lambda one: f"{who(one)} {_did(one)}",
-    Kind.AGENT: lambda one: f"{who(one)} could not go on: {_short(what(one))}",
-    Kind.LOST_NODE: lambda one: f"{one.node}: connection lost: {one.message or _WHY_LOST}",
-    Kind.UNSURE: lambda one: _unsure(one),
-    Kind.ACCUSED: lambda one: f"{who(one)} {one.witness}",
-    Kind.COLLATERAL: lambda one: f"the cause was not recorded; {who(one)} lost the others first: {_short(what(one))}",
-    Kind.STOPPED: lambda _: "stopped on request, a checkpoint is written: run the same command again to go on",
-    Kind.ENDED: lambda one: f"{who(one)} {_did(one)}; no rank had failed before",
-}
 
 
-def _unsure(one: Failure) -> str:
-    if one.rank is None and one.message.startswith(_AGENT_SAYS):
-        return f"{who(one)} could not go on: {_short(one.message.removeprefix(_AGENT_SAYS))}"
+def _sentence(one: Failure) -> str:
+    """What happened, by the kind of failure."""
+    name, its_kind = name_of(one), kind(one)
+    how = f"{name} {_short(what(one, 'raised '))}"
+    if its_kind is Kind.OWN:
+        return how
+    if its_kind is Kind.AGENT:
+        return f"{name} could not go on: {_short(what(one))}"
+    if its_kind is Kind.LOST_NODE:
+        return f"{one.node}: connection lost: {one.message or _WHY_LOST}"
+    if its_kind is Kind.ACCUSED:
+        return f"{name} {one.witness}"
+    if its_kind is Kind.COLLATERAL:
+        return f"the cause was not recorded; {name} lost the others first: {_short(what(one))}"
+    if its_kind is Kind.STOPPED:
+        return "stopped on request, a checkpoint is written: run the same command again to go on"
+    if its_kind is Kind.ENDED:
+        return f"{how}; no rank had failed before"
+    if one.rank is None and one.message.startswith(_AGENT_PREFIX):
+        return f"{name} could not go on: {_short(one.message.removeprefix(_AGENT_PREFIX))}"
     if one.rank is None and NODE_ENV in one.message:  # the agent had not been started yet
         return one.message
-    return f"{who(one)} {_did(one)}; nothing clearer was recorded"
+    return f"{how}; nothing clearer was recorded"
 
 
-def who(failure: Failure) -> str:
+def name_of(failure: Failure) -> str:
+    """rank 3 on node2."""
     if failure.node == SRUN:
         return SRUN
     name = f"the {failure.program}" if failure.rank is None else f"rank {failure.rank}"
     return f"{name} on {failure.node}"
 
 
-def _did(failure: Failure) -> str:
-    return _short(what(failure, "raised "))
-
-
 def what(failure: Failure, verb: str = "") -> str:
-    """What it says of its end, or else how it ended."""
-    said = decisive(failure)
-    if said.exception:
-        return f"{verb}{said.exception}: {said.message}" if said.message else f"{verb}{said.exception}"
-    if said.message:
-        return f"ended with: {said.message}" if verb else said.message
-    if failure.exit_code is None:
+    """The exception or message, or else how it ended. verb: before an exception, in a sentence."""
+    raised, code = decisive(failure), failure.exit_code
+    if raised.exception:
+        return f"{verb}{raised.exception}" + (f": {raised.message}" if raised.message else "")
+    if raised.message:
+        return f"ended with: {raised.message}" if verb else raised.message
+    if code is None:
         return "left nothing behind"
-    return _ended(failure.exit_code, failure.ended_by_agent)
+    name = signal_name(code)
+    if failure.ended_by_agent:
+        return f"was ended with the others ({name or f'exit code {code}'})"
+    return f"died of {name}" if name else f"exited with code {code}"
 
 
 def _at(failure: Failure) -> str:
     """The last line of the person's own code in its traceback; empty when there is none."""
     frames = list(_FRAME.finditer(decisive(failure).traceback))
-    theirs = [frame for frame in frames if not _NOT_THEIRS.search(frame[0])] or frames
-    if not theirs:
+    own = [frame for frame in frames if not _LIBRARY.search(frame[0])] or frames
+    if not own:
         return ""
-    file, line, function = theirs[-1].groups()
+    file, line, function = own[-1].groups()
     return f" at {os.path.basename(file)}:{line}" + ("" if function.startswith("<") else f" in {function}()")
-
-
-def _ended(code: int, by_agent: bool) -> str:
-    name = signal_name(code)
-    if by_agent:
-        return f"was ended with the others ({name or f'exit code {code}'})"
-    return f"died of {name}" if name else f"exited with code {code}"
 
 
 def signal_name(code: int) -> str | None:
@@ -390,26 +357,22 @@ def _short(text: str) -> str:
 
 
 def _remarks(culprit: Failure, evidence: Evidence) -> str:
-    """Who else it may have been."""
+    """Which others may have been first."""
     others = [one for one in evidence.failures if one != culprit and kind(one) is kind(culprit) is Kind.OWN]
-    same = [one for one in others if what(one) == what(culprit)]
-    if same:
-        return f"; {len(same)} more rank{'s' * (len(same) > 1)} the same"
-    close = [one for one in others if _too_close(one, culprit)]
-    return f"; too close in time to say which was first: {who(close[0])} {_did(close[0])}" if close else ""
-
-
-def _too_close(one: Failure, other: Failure) -> bool:
-    """Whether these times do not tell which was first."""
-    if one.time is None or other.time is None:
-        return True
-    coarse = one.node != other.node or one.time.is_integer() or other.time.is_integer()
-    return abs(one.time - other.time) <= CLOCK_DOUBT * coarse
+    if same := len([one for one in others if what(one) == what(culprit)]):
+        return f"; {same} more rank{'s' * (same > 1)} the same"
+    for one in others:
+        if one.time is not None and culprit.time is not None:
+            coarse = one.node != culprit.node or one.time.is_integer() or culprit.time.is_integer()
+            if abs(one.time - culprit.time) > CLOCK_DOUBT * coarse:
+                continue
+        return f"; too close in time to say which was first: {_sentence(one)}"
+    return ""
 
 
 # ---------------------------------------------------------------- what a person reads
 
-# The likely meaning of what a rank died of: in its words, or the name of its signal.
+# The likely meaning of what a rank died of: in its message, or the name of its signal.
 _MEANINGS = {
     r"SIGKILL|killed by signal: Killed": "often the kernel, when memory is full: `dmesg -T | grep -i oom` on {node} "
     "shows it; fewer ranks per node, a smaller batch or fewer data loader workers need less",
@@ -425,7 +388,7 @@ _MEANINGS = {
 }
 _NO_STACK = "; with --env PYTHONFAULTHANDLER=1 the log shows where"
 _FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
-_NOT_THEIRS = re.compile(r'File "(<frozen |.*/(site-packages|dist-packages|lib/python3[.\d]*)/)')
+_LIBRARY = re.compile(r'File "(<frozen |.*/(site-packages|dist-packages|lib/python3[.\d]*)/)')
 
 
 def in_words(verdict: Verdict, run: Path) -> str:
@@ -441,16 +404,25 @@ def _details(verdict: Verdict, run: Path) -> Iterator[str]:
     if f"code {verdict.exit_code}" not in verdict.cause:
         yield f"exit code {verdict.exit_code}" + (f" ({name})" if name else "")
     about = f"{name} {verdict.exception} {verdict.message}"
-    for words, meaning in _MEANINGS.items():
-        if verdict.node and re.search(words, about):
+    for pattern, meaning in _MEANINGS.items():
+        if verdict.node and re.search(pattern, about):
             yield meaning.format(node=verdict.node, where="" if verdict.traceback else _NO_STACK)
     log = run / f"node_{verdict.node}.log"
     if verdict.traceback:
         yield from _last_frames(verdict)
-    elif verdict.rank is not None:
-        yield from _last_lines(read_log(log, str(verdict.node)).get(verdict.rank, []))
-    yield from _others(verdict)
-    if verdict.exit_code == TIMED_OUT and (stacks := run / "hang.json").is_file():
+    elif verdict.rank is not None:  # it may have printed why it ended
+        lines = read_log(log, str(verdict.node)).get(verdict.rank, [])
+        if last := [line.text for line in lines if line.text.strip()][-SHOWN_LINES:]:
+            yield "its last lines:"
+            yield from (f"  {line}" for line in last)
+    # Of those that only followed the first one, of a hang some others, and how many there are.
+    others = [one for one in verdict.collateral if one["rank"] is not None and one["message"] not in verdict.cause]
+    hung = verdict.exit_code == TIMED_OUT
+    if shown := others[: SHOWN_OTHERS if hung else 1]:
+        more = f" ({len(verdict.collateral)} in all, see verdict.json)" if len(others) > len(shown) else ""
+        texts = "; ".join(f"rank {one['rank']} on {one['node']}: {one['message']}" for one in shown)
+        yield f"{'meanwhile' if hung else 'followed'}: {texts}{more}"
+    if hung and (stacks := run / "hang.json").is_file():
         yield f"all stacks: {stacks}"
     if log.is_file():
         yield f"all output of {verdict.node}: {log}"
@@ -464,75 +436,45 @@ def _last_frames(verdict: Verdict) -> Iterator[str]:
     chained = blocks(verdict.traceback)
     block = next((block for block in chained if exception_of(block).message == verdict.message), chained[-1])
     frames = re.findall(r'^  File ".*\n(?:    .*\n)*', block, re.MULTILINE)
-    theirs = [frame for frame in frames if not _NOT_THEIRS.search(frame)] or frames
-    yield from "".join(theirs[-SHOWN_FRAMES:]).splitlines()
+    own = [frame for frame in frames if not _LIBRARY.search(frame)] or frames
+    yield from "".join(own[-SHOWN_FRAMES:]).splitlines()
     if verdict.exception:
         yield from f"{verdict.exception}: {verdict.message}".splitlines()[:SHOWN_LINES]
 
 
-def _last_lines(lines: Sequence[Line]) -> Iterator[str]:
-    """A rank that left no traceback may have printed why it ended."""
-    shown = [line.text for line in lines if line.text.strip()][-SHOWN_LINES:]
-    if shown:
-        yield "its last lines:"
-        yield from (f"  {line}" for line in shown)
-
-
-def _others(verdict: Verdict) -> Iterator[str]:
-    """One of those that only followed, or the others of a hang, and how many there are."""
-    told = [one for one in verdict.collateral if one["rank"] is not None and one["message"] not in verdict.cause]
-    if told:
-        hangs = verdict.exit_code == TIMED_OUT
-        shown = told[: SHOWN_OTHERS if hangs else 1]
-        more = f" ({len(verdict.collateral)} in all, see verdict.json)" if len(told) > len(shown) else ""
-        others = "; ".join(f"rank {one['rank']} on {one['node']}: {one['message']}" for one in shown)
-        yield f"{'meanwhile' if hangs else 'followed'}: {others}{more}"
-
-
-def save(verdict: Verdict, run: Path) -> None:
-    """Write verdict.json, whole or not at all."""
-    beside = run / f".verdict.json.{os.getpid()}"
-    try:
-        beside.write_text(json.dumps(asdict(verdict), indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        beside.replace(run / "verdict.json")
-    except OSError:
-        with contextlib.suppress(OSError):
-            beside.unlink()
-        raise
+# ---------------------------------------------------------------- the program
 
 
 def main(words: Sequence[str]) -> int:
-    """Judge a run, write verdict.json, say it on standard error. Returns the exit code for the launcher."""
+    """Judge a run, write verdict.json, print it on standard error. Returns the exit code for the launcher."""
     parser = argparse.ArgumentParser(prog="verdict", description="Whose failure came first?", allow_abbrev=False)
-    parser.add_argument("run", type=Path, metavar="RUN_FOLDER")
+    parser.add_argument("run", type=Path, metavar="RUN_DIRECTORY")
     parser.add_argument("--report", action="store_true", help="also write report.html")
     parser.add_argument("--exit-code", type=int, metavar="N", help="what the launcher would end with by itself")
     options = parser.parse_args(words)
     if not options.run.is_dir():
-        parser.error(f"'{options.run}' is not the folder of a run: name one of those in logs/")
+        parser.error(f"'{options.run}' is not a run directory: name one of those in logs/")
     evidence = gather(options.run)
     verdict = judge(evidence, options.exit_code)
     try:
-        save(verdict, options.run)
+        write_json(options.run / "verdict.json", asdict(verdict))
     except OSError as error:
         sys.stderr.write(f"verdict: warning: cannot write {options.run}/verdict.json: {error.strerror}\n")
     sys.stderr.write("".join(f"verdict: warning: {warning}\n" for warning in evidence.warnings))
     sys.stderr.write(in_words(verdict, options.run))
     if options.report:
-        sys.stderr.write(report_on(options.run))
+        sys.stderr.write(_write_report(options.run))
     return verdict.exit_code
 
 
-def report_on(run: Path) -> str:
-    """Write report.html. Returns a line: where it is, unless the script has said so, or why it is not there."""
+def _write_report(run: Path) -> str:
+    """Write report.html. Returns a line: where it is, or why it cannot be written."""
     from distributed.runs import report  # status imports this module, and draws no report
 
-    known = (run / "report.html").exists()
     try:
-        report.write(run)
+        return f"report {report.write(run)}\n"
     except Exception as error:  # noqa: BLE001 - the exit code of a training must not depend on a drawing
         return f"verdict: warning: cannot write {run}/report.html: {error}\n"
-    return "" if known else f"report {run}/report.html\n"
 
 
 if __name__ == "__main__":

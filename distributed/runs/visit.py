@@ -1,7 +1,6 @@
-"""What the nodes of a run answered when they were asked, and the proof that nothing of it is left.
+"""What the nodes of a run replied, and whether processes of it are left.
 
-scripts/lib/visit.bash asks them all at once, and keeps what came back.
-Standard library only.
+scripts/lib/visit.bash asks all nodes at once, and keeps their replies in files. Standard library only.
 """
 
 from __future__ import annotations
@@ -18,49 +17,43 @@ from distributed.runs import node_status
 from distributed.runs.lookup import HERE, NoRun, Place, Run, read
 
 SHOWN = 3  # processes of a node
+SHOWN_LETTERS = 40  # of a command
 
 
 @dataclass(frozen=True)
 class Visit:
-    """What a node saw, or why it did not say."""
+    """What a node replied, or why it did not."""
 
     place: Place
-    look: node_status.Look | None
+    look: node_status.NodeStatus | None
     why: str = ""
 
 
-def visits(run: Run, folder: Path) -> list[Visit]:
-    return [visit(place, folder) for place in run.places]
+def visits(run: Run, answers: Path) -> list[Visit]:
+    return [visit(place, answers) for place in run.places]
 
 
-def visit(place: Place, folder: Path) -> Visit:
-    answer = replies.read(folder, place.node)
+def visit(place: Place, answers: Path) -> Visit:
+    answer = replies.read(answers, place.node)
     found = answer.value()
     if found is not None:
         return Visit(place, node_status.from_json(found))
     return Visit(place, None, "has not answered in time" if answer.code == KILLED else answer.why_none())
 
 
-def number(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 'es' if noun.endswith('s') else 's'}"
-
-
-def left_on(found: node_status.Look) -> str:
-    """Which processes there are, for a person."""
-    told = [f"{one.pid} {short(one.command)}" for one in found.processes[:SHOWN]]
-    more = ["..."] if len(found.processes) > SHOWN else []
-    return f"{number(len(found.processes), 'process')} of this run: {', '.join([*told, *more])}"
-
-
-def short(command: str) -> str:
-    """A command without the folders of its program."""
-    program, _, words = command.partition(" ")
-    text = f"{program.rpartition('/')[2]} {words}".strip()
-    return text if len(text) <= 40 else f"{text[:39]}…"
+def left_on(found: node_status.NodeStatus) -> str:
+    """The processes that are left on a node, for a person; commands without the directories of their programs."""
+    count, shown = len(found.processes), []
+    for one in found.processes[:SHOWN]:
+        program, blank, arguments = one.command.partition(" ")
+        text = f"{program.rpartition('/')[2]}{blank}{arguments}".strip()
+        shown.append(f"{one.pid} {text if len(text) <= SHOWN_LETTERS else f'{text[: SHOWN_LETTERS - 1]}…'}")
+    shown += ["..."] * (count > SHOWN)
+    return f"{count} {'process' if count == 1 else 'processes'} of this run: {', '.join(shown)}"
 
 
 def prove(run: Run, found: Sequence[Visit]) -> tuple[list[str], int]:
-    """A line for each node, and 0 when all say that nothing is left, 1 when something is, 69 when one did not say."""
+    """A line for each node, and 0 when nothing is left on any, 1 when something is, 69 when one did not reply."""
     lines = []
     for one in found:
         if one.look is None:
@@ -76,10 +69,10 @@ def prove(run: Run, found: Sequence[Visit]) -> tuple[list[str], int]:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Print the proof. Returns its exit code."""
+    """Print the lines of prove(). Returns its exit code."""
     parser = argparse.ArgumentParser(prog="visit", description=str(__doc__).splitlines()[0], allow_abbrev=False)
-    parser.add_argument("run", type=Path, metavar="RUN_FOLDER")
-    parser.add_argument("answers", type=Path, metavar="FOLDER", help="holds NODE.out, NODE.err and NODE.code")
+    parser.add_argument("run", type=Path, metavar="RUN_DIRECTORY")
+    parser.add_argument("answers", type=Path, metavar="DIRECTORY", help="holds NODE.out, NODE.err and NODE.code")
     options = parser.parse_args(words)
     try:
         run = read(options.run)

@@ -6,7 +6,7 @@
 #
 # A run that makes progress is asked about once per timeout. When it hangs, that is in .hang.json of the run directory,
 # the line "/hang 0" is printed, and this program exits. It exits, too, when its standard input ends: the launcher holds
-# the other end. With --certain silence alone is no hang; see distributed/runs/hang_timeout.py.
+# the other end. With --certain silence alone is no hang; see distributed/runs/hang_decision.py.
 #
 set -euo pipefail
 # shellcheck source=scripts/lib/common.bash
@@ -60,7 +60,7 @@ pause() { # <seconds>
 decide() { # [--stacks]
   [[ ! $JOB ]] || look_for_job
   ask_nodes look_at --seconds "$([[ ${1-} ]] && echo "$LOOK" || echo 0)" "$@"
-  kit_python runs.hang_timeout --timeout "$TIMEOUT" --watched $((SECONDS - WATCHED)) "${CERTAIN[@]}" "$@" "$RUN" "$ANSWERS"
+  kit_python runs.hang_decision --timeout "$TIMEOUT" --watched $((SECONDS - WATCHED)) "${CERTAIN[@]}" "$@" "$RUN" "$ANSWERS"
 }
 
 

@@ -27,8 +27,8 @@ from hypothesis import strategies as st
 from test_report import HOSTILE, VALUES, Json, Reader
 
 from distributed.jobs import page
+from distributed.jobs.timeline import Span, Track, draw_tracks
 from distributed.runs import charts
-from distributed.runs.charts import Span, Track
 from distributed.runs.history import History
 
 KIT = Path(__file__).resolve().parents[2]
@@ -375,7 +375,7 @@ def overlaps(found: list[Rectangle]) -> list[tuple[Rectangle, Rectangle]]:
 @pytest.mark.parametrize(("servers", "slots", "jobs"), [(1, 1, 1), (1, 1, 40), (3, 8, 200), (16, 8, 1000), (70, 1, 99)])
 def test_nothing_on_a_timeline_covers_a_label(servers: int, slots: int, jobs: int) -> None:
     made = sample(servers, slots, jobs)
-    drawing = charts.timeline(page.tracks(made, page.jobs_of(made), made["updated"]))
+    drawing = draw_tracks(page.tracks(made, page.jobs_of(made), made["updated"]))
     width, height = map(float, re.findall(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', drawing)[0])
     labels = [*boxes(drawing, "label end"), *boxes(drawing, "tick"), *boxes(drawing, "tick mid")]
     inside = boxes(drawing, "inside")
@@ -396,7 +396,7 @@ def test_nothing_on_a_timeline_covers_a_label(servers: int, slots: int, jobs: in
 
 def test_a_bar_is_where_its_time_is() -> None:
     track = Track("gpu1", "0", [Span(100, 150, "done", "a"), Span(150, 200, "failed", "b")])
-    drawing = charts.timeline([track])
+    drawing = draw_tracks([track])
     (done, wide), (bad, _) = [
         (float(x), float(w))
         for x, w in re.findall(r'<rect class="period \w+" x="([\d.]+)".*?width="([\d.]+)"', drawing)
@@ -414,10 +414,10 @@ def test_a_label_is_written_only_where_it_fits() -> None:
         Span(80, 83, "done", "", "too narrow"),
         Span(83, 100, "done", "", "too long a name for this one/ok"),
     ]
-    texts = re.findall(r'class="inside">([^<]*)<', charts.timeline([Track("gpu1", "0", spans)]))
+    texts = re.findall(r'class="inside">([^<]*)<', draw_tracks([Track("gpu1", "0", spans)]))
     assert texts == ["wide/enough", "ok"]
     many = [Track("gpu1", str(n), spans) for n in range(128)]
-    assert 'class="inside"' not in charts.timeline(many)
+    assert 'class="inside"' not in draw_tracks(many)
 
 
 def test_of_a_crowded_timeline_failures_stay_visible_and_it_stays_small() -> None:
@@ -425,7 +425,7 @@ def test_of_a_crowded_timeline_failures_stay_visible_and_it_stays_small() -> Non
         return [Span(n, n + 0.9, "failed" if n % 97 == row % 97 else "done", "title", "name") for n in range(1000)]
 
     begin = time.process_time()
-    drawing = charts.timeline([Track(f"gpu{row // 8}", str(row % 8), spans(row)) for row in range(128)])
+    drawing = draw_tracks([Track(f"gpu{row // 8}", str(row % 8), spans(row)) for row in range(128)])
     assert time.process_time() - begin < 5
     assert len(drawing) < 400_000
     assert re.findall(r'class="periods (\w+)"', drawing) == ["done", "failed"]  # failures over the rest
@@ -435,7 +435,7 @@ def test_of_a_crowded_timeline_failures_stay_visible_and_it_stays_small() -> Non
 
 def test_of_short_attempts_the_rare_ones_are_drawn_last() -> None:
     styles = ["done", "failed", "done", "done"]
-    drawing = charts.timeline([Track("gpu1", "0", [Span(n, n + 1, style, "") for n, style in enumerate(styles)])])
+    drawing = draw_tracks([Track("gpu1", "0", [Span(n, n + 1, style, "") for n, style in enumerate(styles)])])
     assert re.findall(r'class="period (\w+)"', drawing) == ["done", "done", "done", "failed"]
 
 

@@ -108,9 +108,9 @@ def test_what_a_rank_said_last_stands_in_the_newer_of_its_files(tmp_path: Path) 
         (tmp_path / name).write_text(line)
         os.utime(tmp_path / name, (time, time))
     files = sorted(tmp_path.iterdir())
-    assert node_status.last_said(files, 1012.0) == (12.0, "step 1")
-    assert node_status.last_said(files, 900.0) == (0.0, "step 1"), "the clock of a file server may be ahead"
-    assert node_status.last_said([], 0.0) == (None, "")
+    assert node_status.last_output(files, 1012.0) == (12.0, "step 1")
+    assert node_status.last_output(files, 900.0) == (0.0, "step 1"), "the clock of a file server may be ahead"
+    assert node_status.last_output([], 0.0) == (None, "")
 
 
 def test_the_newest_attempt_counts(tmp_path: Path) -> None:

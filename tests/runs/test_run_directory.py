@@ -169,7 +169,7 @@ def test_a_place_that_is_no_folder_is_one_line_and_exit_2(tmp_path: Path) -> Non
     done = call(tmp_path / "file" / "logs")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        f"run_directory: cannot make a run folder: {tmp_path}/file/logs: Not a directory: "
+        f"run_directory: cannot create a run directory: {tmp_path}/file/logs: Not a directory; "
         "name another place with --log-dir\n"
     )
 

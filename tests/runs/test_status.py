@@ -17,9 +17,9 @@ import pytest
 
 from distributed.host import identity
 from distributed.runs import lookup, run_directory, status, visit
-from distributed.runs.hang_detection import Pulse
+from distributed.runs.hang_analysis import Diagnosis
 from distributed.runs.lookup import ELSEWHERE, GONE, HERE, IN_JOB, Launcher, NoRun, Place, Run, seen
-from distributed.runs.node_status import Gpu, Look, Process, Rank
+from distributed.runs.node_status import Gpu, NodeStatus, Process, Rank
 from distributed.runs.status import Progress, judge
 from distributed.runs.visit import Visit
 from distributed.terminal import columns, plain
@@ -34,7 +34,7 @@ PROCESS = Process(100, 1, "R", "/usr/bin/python my script.py", 0, 0, 1, 0)
 
 def here(node: str, *ranks: Rank, processes: int | None = None) -> Visit:
     count = len([rank for rank in ranks if rank.pid]) if processes is None else processes
-    return Visit(Place(node, node, len(ranks), 0), Look(node, 1.0, ranks, (PROCESS,) * count))
+    return Visit(Place(node, node, len(ranks), 0), NodeStatus(node, 1.0, ranks, (PROCESS,) * count))
 
 
 def lost(node: str) -> Visit:
@@ -103,7 +103,7 @@ def test_the_json_names_each_node() -> None:
 
 def test_a_run_that_has_ended_took_the_time_to_its_verdict_and_cannot_hang() -> None:
     found = judge(launched(GONE), [here("n1", DEAD)], OK | {"written": START + 720}, Progress(), START + 90_000)
-    assert (found.seconds, found.pulse) == (720.0, Pulse(False))
+    assert (found.seconds, found.pulse) == (720.0, Diagnosis(False))
 
 
 def test_silence_is_broken_by_metrics_too() -> None:

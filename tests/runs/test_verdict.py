@@ -25,7 +25,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distributed.runs import verdict
-from distributed.runs.failures import Evidence, Failure, gather, read_log
+from distributed.runs.failures import Evidence, Failure, gather
+from distributed.runs.node_log import read_log
 from distributed.runs.verdict import Kind, kind
 
 KIT = Path(__file__).resolve().parents[2]
@@ -844,7 +845,7 @@ def test_without_an_agent_the_ranks_in_the_log_of_a_failed_node_count(run: Run) 
 
 
 def test_only_the_end_of_a_large_log_is_read(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distributed.runs.failures.LOG_TAIL", 2000)
+    monkeypatch.setattr("distributed.runs.node_log.LOG_TAIL", 2000)
     run.file("node_n1.log", LOST_IN_LOG + "[n1:0] step\n" * 1000 + RAISED_IN_LOG)
     log = read_log(run.path / "node_n1.log", "n1")
     assert {line.text for line in log[0]} == {"step"} and len(log[1]) == 5
@@ -990,7 +991,7 @@ def test_what_is_no_folder_is_a_wrong_call(tmp_path: Path, capsys: pytest.Captur
     with pytest.raises(SystemExit) as refused:
         verdict.main([str(tmp_path / "nowhere")])
     assert refused.value.code == 2
-    assert f"'{tmp_path}/nowhere' is not the folder of a run" in capsys.readouterr().err
+    assert f"'{tmp_path}/nowhere' is not a run directory" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- the real thing

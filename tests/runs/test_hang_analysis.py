@@ -11,9 +11,9 @@ from dataclasses import replace
 import pytest
 
 from distributed.host.stacks import Frame
-from distributed.runs.hang_detection import Beat, feel, find, needs_stacks
+from distributed.runs.hang_analysis import Activity, diagnose, find, needs_stacks
 
-WORKS = Beat(rank=0, node="n1", pid=100, state="R", cpu=1.0, gpu=None, silent=0.0)
+WORKS = Activity(rank=0, node="n1", pid=100, state="R", cpu=1.0, gpu=None, silent=0.0)
 SLEEPS = replace(WORKS, state="S", cpu=0.0)
 STOPPED = replace(SLEEPS, state="T")
 ON_GPU = replace(SLEEPS, gpu=97)
@@ -21,7 +21,7 @@ IDLE_GPU = replace(SLEEPS, gpu=0)
 DISK = replace(SLEEPS, state="D")
 
 
-def ranks(*beats: Beat) -> list[Beat]:
+def ranks(*beats: Activity) -> list[Activity]:
     """As ranks 0, 1, ... on n1, n2, ..."""
     return [replace(beat, rank=rank, node=f"n{rank + 1}", pid=100 + rank) for rank, beat in enumerate(beats)]
 
@@ -62,15 +62,15 @@ def ranks(*beats: Beat) -> list[Beat]:
         ([replace(WORKS, cpu=0.1), SLEEPS, SLEEPS], 130.0, ""),  # neither asleep nor at work
     ],
 )
-def test_what_is_said_of_a_run(beats: list[Beat], silent: float, words: str) -> None:
-    pulse = feel(ranks(*beats), 1.0, silent)
+def test_what_is_said_of_a_run(beats: list[Activity], silent: float, words: str) -> None:
+    pulse = diagnose(ranks(*beats), 1.0, silent)
     assert words in pulse.words and bool(words) == bool(pulse.words)
     assert pulse.hung == pulse.words.startswith("looks hung")
     assert pulse.hung == (words != "" and "but ranks are at work" not in words)
 
 
 def test_a_stopped_rank_comes_with_the_command_that_lets_it_go_on() -> None:
-    assert feel(ranks(STOPPED, WORKS, STOPPED), 1.0, 0.0).remedy == "kill -CONT 100 102"
+    assert diagnose(ranks(STOPPED, WORKS, STOPPED), 1.0, 0.0).remedy == "kill -CONT 100 102"
 
 
 LIBRARY = "/venv/lib/python3.11/site-packages/"
@@ -136,7 +136,7 @@ LOST_CPU = (
         ([WAITS, replace(STOPPED, frames=LOOP)], [1], False, "rank 1 on n2 is stopped (state T)"),
     ],
 )
-def test_who_keeps_the_others_waiting(beats: list[Beat], suspects: list[int], stuck: bool, words: str) -> None:
+def test_who_keeps_the_others_waiting(beats: list[Activity], suspects: list[int], stuck: bool, words: str) -> None:
     found = find(ranks(*beats), 1.0)
     assert words in found.words
     assert ([beat.rank for beat in found.suspects], found.stuck) == (suspects, stuck)
@@ -155,8 +155,10 @@ def test_a_rank_that_has_ended_is_the_one_for_whom_the_others_wait() -> None:
 
 def test_what_the_stacks_tell_looks_hung_after_the_same_silence() -> None:
     beats = ranks(WAITS, LOOPS)
-    assert not feel(beats, 1.0, 119.0).hung
-    assert feel(beats, 1.0, 130.0).words.startswith("looks hung: no output for 130 s; rank 1 on n2 is not in a coll")
+    assert not diagnose(beats, 1.0, 119.0).hung
+    assert diagnose(beats, 1.0, 130.0).words.startswith(
+        "looks hung: no output for 130 s; rank 1 on n2 is not in a coll"
+    )
 
 
 @pytest.mark.parametrize(
@@ -169,5 +171,7 @@ def test_what_the_stacks_tell_looks_hung_after_the_same_silence() -> None:
         ([WORKS], 1.0, False),
     ],
 )
-def test_stacks_are_asked_for_when_it_has_been_quiet_for_long(beats: list[Beat], silent: float, needed: bool) -> None:
+def test_stacks_are_asked_for_when_it_has_been_quiet_for_long(
+    beats: list[Activity], silent: float, needed: bool
+) -> None:
     assert needs_stacks(ranks(*beats), silent) == needed

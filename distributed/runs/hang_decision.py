@@ -1,8 +1,8 @@
-"""Decide whether a run hangs, from what its nodes answered to scripts/lib/hang_watch.sh.
+"""Decide whether a run hangs, from what its nodes replied to scripts/lib/hang_watch.sh.
 
 A run hangs when there has been no output and no metric for the timeout. By default that is not enough: a rank that
 evaluates for long is silent, too, so the rank that the others wait for must use neither CPU nor GPU, or all ranks must
-wait in a collective. What is found goes to .hang.json in the run directory, for the verdict. Standard library only.
+wait in a collective. The finding goes to .hang.json in the run directory, for the verdict. Standard library only.
 """
 
 from __future__ import annotations
@@ -12,49 +12,48 @@ import math
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from distributed.files import write_json
 from distributed.host.stacks import as_traceback
-from distributed.runs.hang_detection import Beat, Finding, find
+from distributed.runs.hang_analysis import Activity, Finding, find
 from distributed.runs.lookup import NoRun, read
 from distributed.runs.status import Seen, read_progress, seen
 from distributed.runs.visit import visits
 
 FOUND = ".hang.json"  # in the run directory; the launcher accepts it by renaming it to hang.json
 DOUBT = 60.0  # seconds after which a silent run that does not hang for certain is asked again
-HUNG, STACKS, WAIT = "hung", "stacks", "wait"
+HUNG, STACKS = "hung", "stacks"
 
 
-@dataclass(frozen=True)
-class Decision:
-    """What hang_watch.sh does next: it reports the hang, asks again with the stacks, or waits for so many seconds."""
+def decide(ranks: Seen, timeout: float, silent: float, finding: Finding | None, certain: bool) -> str:
+    """What hang_watch.sh does next: it reports the hang, asks again with the stacks, or waits.
 
-    word: str
-    seconds: float = 0.0
-
-    def __str__(self) -> str:
-        return f"{self.word} {max(1, math.ceil(self.seconds))}" if self.word == WAIT else self.word
-
-
-def decide(ranks: Seen, timeout: float, silent: float, finding: Finding | None, certain: bool) -> Decision:
-    """silent: seconds. finding: by the stacks; None when they have not been asked for yet.
-    certain: whether the silence alone is not enough."""
+    silent: seconds. finding: by the stacks; None when they have not been asked for yet. certain: whether the silence
+    alone is not enough.
+    """
     if not ranks.beats or ranks.to_come:
-        return Decision(WAIT, timeout)  # it starts, or it ends
+        return wait(timeout)  # it starts, or it ends
     if silent < timeout:
-        return Decision(WAIT, timeout - silent)
+        return wait(timeout - silent)
     if finding is None:
-        return Decision(STACKS)
-    if certain and not finding.stuck:
-        return Decision(WAIT, min(timeout, DOUBT))
-    return Decision(HUNG)
+        return STACKS
+    return wait(min(timeout, DOUBT)) if certain and not finding.stuck else HUNG
+
+
+def wait(seconds: float) -> str:
+    return f"wait {max(1, math.ceil(seconds))}"
 
 
 def record(ranks: Seen, silent: float, finding: Finding, asked: str) -> dict[str, Any]:
     """For the verdict: the suspect, with its stack, and where all others are. asked: the option, in brackets."""
+
+    def where(rank: Activity) -> str:
+        if not rank.frames:
+            return f"used {rank.cpu:.0%} CPU"
+        return f"{'waited in a collective' if rank.in_collective else 'was'} at {rank.line}"
+
     suspect = finding.suspects[0] if finding.suspects else None
     return {
         "cause": f"hung: no output for {silent:.0f} s{asked}; {finding.words}",
@@ -63,17 +62,11 @@ def record(ranks: Seen, silent: float, finding: Finding, asked: str) -> dict[str
         "time": time.time(),
         "traceback": as_traceback(suspect.frames) if suspect else "",
         "others": [
-            {"node": beat.node, "rank": beat.rank, "message": where(beat), "traceback": as_traceback(beat.frames)}
-            for beat in ranks.beats
-            if beat != suspect
+            {"node": rank.node, "rank": rank.rank, "message": where(rank), "traceback": as_traceback(rank.frames)}
+            for rank in ranks.beats
+            if rank != suspect
         ],
     }
-
-
-def where(beat: Beat) -> str:
-    if not beat.frames:
-        return f"used {beat.cpu:.0%} CPU"
-    return f"{'waited in a collective' if beat.in_collective else 'was'} at {beat.place}"
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -90,13 +83,13 @@ def main(words: Sequence[str] | None = None) -> int:
     silent = min(ranks.silent, options.watched)
     logs = progress.silent is not None or any(one.look and one.look.metrics is not None for one in found)
     if any(one.look is None for one in found):  # that a node cannot be asked does not mean that it hangs
-        decision = Decision(WAIT, min(options.timeout, DOUBT))
+        decision = wait(min(options.timeout, DOUBT))
     elif options.certain and not logs:
-        decision = Decision(WAIT, options.timeout)
+        decision = wait(options.timeout)
     else:
         finding = find(ranks.beats, ranks.seconds, ranks.ended) if options.stacks and ranks.beats else None
         decision = decide(ranks, options.timeout, silent, finding, options.certain)
-        if finding and decision.word == HUNG:
+        if finding and decision == HUNG:
             asked = "" if options.certain else f" (--hang-timeout {options.timeout:.0f})"
             write_json(str(run.folder / FOUND), record(ranks, silent, finding, asked))
     sys.stdout.write(f"{decision}\n")
@@ -104,7 +97,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def parse(words: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="hang_timeout", description=str(__doc__).splitlines()[0], allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog="hang_decision", description=str(__doc__).splitlines()[0], allow_abbrev=False)
     parser.add_argument("run", type=Path, metavar="RUN")
     parser.add_argument("answers", type=Path, metavar="DIRECTORY", help="holds NODE.out, NODE.err and NODE.code")
     parser.add_argument("--timeout", type=float, required=True, metavar="SECONDS", help="without output or metric")

@@ -15,26 +15,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_hang_detection import IDLES, LOOPS, SLEEPS, STOPPED, WAITS, WORKS, ranks
+from test_hang_analysis import IDLES, LOOPS, SLEEPS, STOPPED, WAITS, WORKS, ranks
 
 from distributed.host.replies import framed
-from distributed.runs import hang_timeout
-from distributed.runs.hang_detection import Beat, find
-from distributed.runs.hang_timeout import decide, record
+from distributed.runs import hang_decision
+from distributed.runs.hang_analysis import Activity, find
+from distributed.runs.hang_decision import decide, record
 from distributed.runs.run_directory import create
 from distributed.runs.status import Seen
 
 
-def seen(beats: Sequence[Beat], silent: float = 0.0, to_come: int = 0, ended: Sequence[str] = ()) -> Seen:
+def seen(beats: Sequence[Activity], silent: float = 0.0, to_come: int = 0, ended: Sequence[str] = ()) -> Seen:
     return Seen(tuple(ranks(*beats)), tuple(ended), to_come, 1.0, silent)
 
 
 def decided(
-    beats: Sequence[Beat], silent: float, *, stacks: bool = True, certain: bool = False, to_come: int = 0
+    beats: Sequence[Activity], silent: float, *, stacks: bool = True, certain: bool = False, to_come: int = 0
 ) -> str:
     found = seen(beats, silent, to_come)
     finding = find(found.beats, 1.0) if stacks and found.beats else None
-    return str(decide(found, 100.0, silent, finding, certain))
+    return decide(found, 100.0, silent, finding, certain)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def decided(
     ],
 )
 def test_the_nodes_are_asked_about_once_per_timeout_and_for_stacks_when_it_is_over(
-    beats: list[Beat], silent: float, words: str
+    beats: list[Activity], silent: float, words: str
 ) -> None:
     assert decided(beats, silent, stacks=False) == words
 
@@ -66,7 +66,7 @@ def test_the_nodes_are_asked_about_once_per_timeout_and_for_stacks_when_it_is_ov
         ([LOOPS], "hung", "wait 60"),
     ],
 )
-def test_by_default_only_what_cannot_end_by_itself_hangs(beats: list[Beat], asked: str, by_default: str) -> None:
+def test_by_default_only_what_cannot_end_by_itself_hangs(beats: list[Activity], asked: str, by_default: str) -> None:
     assert decided(beats, 100.0) == asked
     assert decided(beats, 100.0, certain=True) == by_default
 
@@ -128,12 +128,12 @@ def test_the_launcher_learns_what_is_to_be_done(
 ) -> None:
     run = run_directory(tmp_path)
     answer(tmp_path, code, **facts)
-    assert hang_timeout.main([str(run), str(tmp_path), "--timeout", "600", *words]) == 0
+    assert hang_decision.main([str(run), str(tmp_path), "--timeout", "600", *words]) == 0
     assert capsys.readouterr().out == f"{said}\n"
-    assert (run / hang_timeout.FOUND).exists() == (said == "hung")
+    assert (run / hang_decision.FOUND).exists() == (said == "hung")
     if said == "hung":
         asked = "" if "--certain" in words else " (--hang-timeout 600)"
-        assert json.loads((run / hang_timeout.FOUND).read_text())["cause"] == (
+        assert json.loads((run / hang_decision.FOUND).read_text())["cause"] == (
             f"hung: no output for {facts.get('metrics', 700.0):.0f} s{asked}; no rank used CPU in 1.0 s"
         )
 
@@ -145,7 +145,7 @@ def test_metrics_of_an_earlier_attempt_do_not_count_as_silence(
     answer(tmp_path, 0, ranks=[RANK | {"silent": 3.0}])
     (run / "metrics.jsonl").touch()
     os.utime(run / "metrics.jsonl", (time.time() - 5000,) * 2)
-    assert hang_timeout.main([str(run), str(tmp_path), "--timeout", "600", "--watched", "700"]) == 0
+    assert hang_decision.main([str(run), str(tmp_path), "--timeout", "600", "--watched", "700"]) == 0
     assert capsys.readouterr().out == "wait 597\n"
 
 

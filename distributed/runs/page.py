@@ -1,0 +1,101 @@
+"""The parts of a page that opens anywhere: it needs no network, follows light or dark, and prints.
+
+The report of a run and the results of a job list are made of them. Standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from distributed.runs.charts import figure
+
+Tile = tuple[str, str, str]  # name, value, note
+
+
+def document(title: str, parts: Iterable[str], script: str = "") -> str:
+    """A page of these parts; empty parts are left out. script: JavaScript besides report.js."""
+    style, code = (Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("report.css", "report.js"))
+    policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        '<meta name="color-scheme" content="light dark">\n'
+        f"<title>{escape(title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n<main>\n"
+        + "\n".join(filter(None, parts))
+        + f"\n</main>\n<script>\n{code}{script}</script>\n</body>\n</html>\n"
+    )
+
+
+def section(title: str, content: str) -> str:
+    """A part of the page with its heading; nothing where there is no content."""
+    name = title.lower().replace(" ", "-")
+    return f'<section id="{name}">\n<h2>{title}</h2>\n{content}\n</section>' if content else ""
+
+
+def card(title: str, unit: str, drawing: str, anchor: str = "") -> str:
+    """A chart with its title; the read-out is filled by the pointer. anchor: the id that links lead to."""
+    name = f' id="{escape(anchor)}"' if anchor else ""
+    return (
+        f'<figure class="card"{name}>\n<figcaption><b>{escape(title)}</b> <span>{escape(unit)}</span>'
+        f'<output class="readout"></output></figcaption>\n{drawing}\n</figure>'
+    )
+
+
+def tile_list(tiles: Sequence[Tile | None]) -> str:
+    """Tiles side by side; one that is None is left out."""
+    rows = [
+        f'<div class="tile"><dt>{label}</dt><dd class="value">{escape(value)}</dd>'
+        f'<dd class="note">{escape(note)}</dd></div>'
+        for label, value, note in filter(None, tiles)
+    ]
+    return "\n".join(['<dl class="tiles">', *rows, "</dl>"]) if rows else ""
+
+
+def spans(texts: Iterable[str]) -> str:
+    """Texts side by side; empty ones are left out."""
+    return "".join(f"<span>{escape(text)}</span>" for text in texts if text)
+
+
+def folded(title: str, text: str) -> str:
+    """Text behind a line to click on; nothing for no text."""
+    return f"<details><summary>{title}</summary><pre>{escape(text)}</pre></details>" if text.strip() else ""
+
+
+# ---------------------------------------------------------------- values as text
+
+
+def plain(value: Any) -> str:
+    """A value as text: as it would be written in a settings file."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def loss_text(loss: float) -> str:
+    """Three decimals, as losses are compared."""
+    return f"{loss:.3f}" if 0.01 <= abs(loss) < 1000 else figure(loss)
+
+
+def duration(seconds: float) -> str:
+    """81 ms, 4.2 s, 3 min 20 s, 5 h 2 min, 3 d 4 h."""
+    if seconds < 1:
+        return f"{figure(float(f'{seconds * 1000:.3g}'))} ms"
+    whole = round(seconds)
+    for size, unit, part, smaller in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if whole >= size and seconds >= 60:
+            return f"{whole // size:,} {unit} {whole % size // part} {smaller}"
+    return f"{seconds:.3g} s"
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Rising numbers: 0-3, 7."""
+    parts: list[list[int]] = []
+    for value in numbers:
+        if parts and value == parts[-1][-1] + 1:
+            parts[-1][1:] = [value]
+        else:
+            parts.append([value])
+    return ", ".join("-".join(map(str, part)) for part in parts)

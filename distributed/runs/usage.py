@@ -1,0 +1,112 @@
+"""What the ranks of a run used over time, through all attempts: node_<name>.samples.jsonl of each.
+
+distributed/launch/usage.py samples them beside the ranks. A sample that cannot be read is left out. Standard library
+only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from distributed.runs.history import Point
+from distributed.runs.records import is_time, listed, mapping, number, read_object
+
+SAMPLES = 200  # of each rank and attempt are enough for a chart
+
+
+@dataclass
+class Usage:
+    """What each rank used over time."""
+
+    attempts: list[float] = field(default_factory=list)  # Unix seconds of the first sample of each
+    last: float = math.nan  # Unix seconds of the last sample of all
+    # Over Unix seconds, by what is measured and by "rank 3" (or "node1 GPU 0", where its rank is not known):
+    # "cpu" (cores), "memory" (bytes), "output" (bytes a second), "gpu" (share of time), "gpu_memory" (bytes).
+    series: dict[str, dict[str, list[Point]]] = field(default_factory=dict)
+
+    def of(self, kind: str) -> dict[str, list[Point]]:
+        return self.series.get(kind, {})
+
+    def add(self, kind: str, name: str, points: Sequence[Point]) -> None:
+        """The next attempt's. Between two attempts is a gap."""
+        line = self.series.setdefault(kind, {}).setdefault(name, [])
+        line += [(points[0][0], math.nan)] * bool(line and points) + [*points]
+
+
+def read_usage(run: Path) -> Usage:
+    """All attempts of a run, the oldest first."""
+    usage = Usage()
+    attempts = sorted(run.glob("try_*"), key=lambda path: (len(path.name), path.name))
+    for attempt in [*attempts, run]:
+        places = map(mapping, listed(read_object(attempt / "run.json", []).get("places")))
+        first_ranks = {str(place.get("node")): number(place.get("first_rank")) for place in places}
+        times = []
+        for path in sorted(attempt.glob("node_*.samples.jsonl")):
+            node = path.name.removeprefix("node_").removesuffix(".samples.jsonl")
+            samples = _samples(path)
+            times += [sample["time"] for sample in samples]
+            _add_ranks(usage, node, first_ranks.get(node, math.nan), samples)
+            _add_gpus(usage, node, first_ranks.get(node, math.nan), samples)
+        if times:
+            usage.attempts.append(min(times))
+            usage.last = max(times)
+    return usage
+
+
+def _samples(path: Path) -> list[Mapping[str, Any]]:
+    """Those that say when they were taken, evenly spread."""
+    found: list[Mapping[str, Any]] = []
+    with contextlib.suppress(OSError):
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            with contextlib.suppress(ValueError, RecursionError):
+                sample = mapping(json.loads(line))
+                if is_time(number(sample.get("time"))) and not (found and sample["time"] <= found[-1]["time"]):
+                    found.append(sample)
+    return found[:: math.ceil(len(found) / SAMPLES) or 1]
+
+
+def _name(node: str, first_rank: float, local_rank: Any) -> str:
+    known = math.isfinite(first_rank) and str(local_rank).isdecimal()
+    return f"rank {int(first_rank) + int(local_rank)}" if known else f"{node} rank {local_rank}"
+
+
+def _add_ranks(usage: Usage, node: str, first_rank: float, samples: Sequence[Mapping[str, Any]]) -> None:
+    by_rank: dict[str, list[tuple[float, Mapping[str, Any]]]] = {}
+    for sample in samples:
+        for rank, values in mapping(sample.get("ranks")).items():
+            by_rank.setdefault(rank, []).append((sample["time"], mapping(values)))
+    for rank, values in sorted(by_rank.items(), key=lambda item: (len(item[0]), item[0])):
+        name = _name(node, first_rank, rank)
+        usage.add("memory", name, [(time, number(one.get("memory"))) for time, one in values])
+        for kind in ("cpu", "output"):
+            counts = [(time, number(one.get(kind))) for time, one in values]
+            rates = [(b, (y - x) / (b - a)) for (a, x), (b, y) in pairwise(counts)]
+            rates = [(time, 0.0 if rate < 0 else rate) for time, rate in rates]  # a child has ended unseen
+            if rates:
+                usage.add(kind, name, rates)
+
+
+def _add_gpus(usage: Usage, node: str, first_rank: float, samples: Sequence[Mapping[str, Any]]) -> None:
+    """A GPU belongs to the rank that computes on it; where none is known on this node, it has its own name."""
+    gpus = [
+        (sample["time"], index, mapping(gpu), listed(mapping(gpu).get("ranks")))
+        for sample in samples
+        for index, gpu in mapping(sample.get("gpus")).items()
+    ]
+    known = any(ranks for *_, ranks in gpus)
+    lines: dict[tuple[str, str], dict[float, list[float]]] = {}
+    for time, index, gpu, ranks in gpus:
+        for name in [_name(node, first_rank, rank) for rank in ranks] if known else [f"{node} GPU {index}"]:
+            lines.setdefault(("gpu", name), {}).setdefault(time, []).append(number(gpu.get("use")) / 100)
+            lines.setdefault(("gpu_memory", name), {}).setdefault(time, []).append(number(gpu.get("memory")))
+    for (kind, name), values in lines.items():
+        join = math.fsum if kind == "gpu_memory" else statistics.fmean
+        usage.add(kind, name, [(time, join(several)) for time, several in values.items()])
