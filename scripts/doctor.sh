@@ -90,8 +90,8 @@ find_python() {
 
 look_at_nodes() {
   local replies
-  WORK_IS_HERE=0 CONFIG=-
-  check_call_on_nodes "${POSITIONAL[@]}"
+  pick_python "$ASKED_PYTHON"
+  name_nodes ask_python 1 "${POSITIONAL[@]}"
   module_as_ranks health.node --folder "$PWD" --log-dir "$LOG_DIR" --master-port "${MASTER_PORT:-29500}" "${NODES[@]}"
   if [[ ${DRY_RUN:-0} == 1 ]]; then
     printf '%s: %s\n' "${NODES[*]}" "$(quote "${COMMAND[@]}")"

@@ -149,8 +149,7 @@ bytes() { # <size>
 # Ranks on nodes that cannot connect to each other would wait for each other in silence.
 test_connections() {
   local node words=() code=0
-  WORK_IS_HERE=0 CONFIG=-
-  check_call_on_nodes "${POSITIONAL[@]:1}"
+  name_nodes ask_python "$NPROC" "${POSITIONAL[@]:1}"
   open_connections
   ((!SYNC)) || sync_nodes
   try_all_pairs "$SOCKETS/replies"

@@ -69,17 +69,8 @@ take_config_nproc_nodes() {
 }
 
 
-# Set the nodes, too.
-check_call_on_nodes() { # <node...>
-  check_call --nodes "$NPROC" ${HOSTFILE:+"--hostfile=$HOSTFILE"} ${EXCLUDE:+"--exclude=$EXCLUDE"} "${@/#/--node=}"
-  ENVIRONMENT+=("MUSTER_NODES=${NODES[*]}") # for the agents, which can then name each other
-}
-
-
-# All that Python has to find out before anything is started, in one process: see scripts/lib/check_call.py. Its facts may
-# set NODES, MASTER_ADDR, MASTER_PORT and what SLURM has allocated.
-check_call() { # <option of check_call.py...>
-  local facts status=0 name value processes
+# All that Python must find out before anything is started, in one process: see scripts/lib/check_call.py.
+check_call() { # <question of check_call.py...>
   pick_rank_python
   check_script
   check_config
@@ -88,6 +79,27 @@ check_call() { # <option of check_call.py...>
     # What the kit's own trainer will read is checked to the last key.
     [[ ! ${CONFIG_ARGS[*]-} || $MODULE || $SCRIPT ]] || set -- --config "$CONFIG" "$@"
   fi
+  ask_python "$@"
+}
+
+
+check_call_on_nodes() { # <node...>
+  name_nodes check_call "$NPROC" "$@"
+  ENVIRONMENT+=("MUSTER_NODES=${NODES[*]}") # for the agents, which can then name each other
+}
+
+
+# Set the nodes from names, --hostfile and --exclude.
+name_nodes() { # <check_call or ask_python> <processes on a node that does not say so itself> <node...>
+  local names=("${@:3}")
+  "$1" --nodes "$2" ${HOSTFILE:+"--hostfile=$HOSTFILE"} ${EXCLUDE:+"--exclude=$EXCLUDE"} "${names[@]/#/--node=}"
+}
+
+
+# Ask check_call.py, and take its facts: the nodes, MASTER_ADDR, MASTER_PORT, what SLURM has allocated. Refuses a call that
+# cannot work.
+ask_python() { # <question...>
+  local facts status=0 name value processes
   facts=$(trap '' INT && exec_in_environment "${#ENVIRONMENT[@]}" "${ENVIRONMENT[@]}" \
     "$PYTHON" "$KIT/scripts/lib/check_call.py" "$@" -- "${SCRIPT_ARGS[@]}") || status=$?
   while read -r name value processes; do
