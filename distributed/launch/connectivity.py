@@ -5,7 +5,7 @@ laid side by side:
 
     node2 cannot connect to node3 (10.0.0.3): no answer within 3 s: a firewall between them?
 
-scripts/lib/reach.bash leads them through it. Standard library only: nothing else need be there.
+scripts/lib/connectivity.bash leads them through it. Standard library only: nothing else need be there.
 """
 
 from __future__ import annotations

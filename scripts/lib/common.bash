@@ -79,7 +79,13 @@ need_value() { # <option> [value] [rest...]
 
 # The opening comment of the script is its help.
 usage() {
-  sed -nE -e '1,2{/^#(!.*)?$/d}' -e '/^#( |$)/!q' -e 's/^# ?//p' -- "$PROGRAM_FILE"
+  local line number=0
+  while IFS= read -r line && [[ $line == '#' || $line == '# '* || $line == '#!'* ]]; do
+    number=$((number + 1))
+    ((number > 2)) || [[ $line == '# '* ]] || continue # the shebang, and the line below it
+    line=${line#'#'}
+    printf '%s\n' "${line# }"
+  done <"$PROGRAM_FILE"
 }
 
 

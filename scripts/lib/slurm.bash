@@ -79,7 +79,8 @@ slurm_check_call() { # <number of ranks; 0: as many as are allocated>
   check_call "${torch[@]}" --allocation "$1"
   RANK_PYTHON=$PYTHON
   [[ ! ${CONTAINER-} ]] || RANK_PYTHON=${asked:-python3}
-  SLURM_JOB=("$SLURM_JOB_ID" ${SLURM_ARRAY_JOB_ID:+"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"})
+  SLURM_JOB=("$SLURM_JOB_ID")
+  [[ ! ${SLURM_ARRAY_JOB_ID-} ]] || SLURM_JOB+=("${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID")
 }
 
 

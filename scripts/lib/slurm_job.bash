@@ -19,10 +19,11 @@ take_arguments_of_job() {
 }
 
 
-refuse_sbatch_options() { # <argument...>
+refuse_misplaced_options() { # <argument...>
   while (($#)); do
     case $1 in
       --) return ;;
+      --detach) die_usage "--detach: sbatch leaves the terminal by itself" ;;
       --nodes* | --ntasks* | --gres* | --gpus* | --time* | --mem* | --cpus-per-task* | --partition* | --account* | --array* | \
         -N* | -n* | -p* | -A* | -t* | -w* | -c*)
         die_usage "$1: options of sbatch stand before the script: sbatch $1 ... $PROGRAM"

@@ -81,11 +81,10 @@ source "$KIT/scripts/lib/slurm.bash"
 # shellcheck source=scripts/lib/slurm_job.bash
 source "$KIT/scripts/lib/slurm_job.bash"
 
-PROGRAM=$name
-
 
 main() {
-  refuse_sbatch_options "$@"
+  PROGRAM=$name # SLURM runs a copy that has another
+  refuse_misplaced_options "$@"
   parse_options "$@"
   take_arguments_of_job
   if [[ ! ${SLURM_JOB_ID-} && ${DRY_RUN:-0} == 1 ]]; then

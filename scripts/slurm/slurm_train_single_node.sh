@@ -20,6 +20,7 @@
 #   --hang-timeout S     end the run with 124 when it has not written a line or a metric for S seconds;
 #                        0: never (default: 600 for a run that logs steps, when nothing can end the wait)
 #   --log-dir DIR        where the run directory is made (default: logs)
+#   --rendezvous-timeout SECONDS  with LAUNCHER=torchrun: how long to wait until the agent has begun (default: 600)
 #   --max-requeues N     how often the job may requeue itself when its time is up (default: 100)
 #   --dry-run            print what would be submitted and run, and do neither; on a login node too
 #   --quiet              no lines of the launcher's own
@@ -80,11 +81,10 @@ source "$KIT/scripts/lib/slurm.bash"
 # shellcheck source=scripts/lib/slurm_job.bash
 source "$KIT/scripts/lib/slurm_job.bash"
 
-PROGRAM=$name
-
 
 main() {
-  refuse_sbatch_options "$@"
+  PROGRAM=$name # SLURM runs a copy that has another
+  refuse_misplaced_options "$@"
   parse_options "$@"
   take_arguments_of_job
   if [[ ! ${SLURM_JOB_ID-} && ${DRY_RUN:-0} == 1 ]]; then
