@@ -8,25 +8,35 @@
 set -euo pipefail
 # shellcheck source=scripts/lib/common.bash
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/../scripts/lib/common.bash"
-# shellcheck source=scripts/lib/launcher.bash
-source "$KIT/scripts/lib/launcher.bash"
-# shellcheck source=scripts/lib/ssh.bash
-source "$KIT/scripts/lib/ssh.bash"
+# shellcheck source=scripts/lib/options.bash
+source "$KIT/scripts/lib/options.bash"
+# shellcheck source=scripts/lib/node_env.bash
+source "$KIT/scripts/lib/node_env.bash"
 # shellcheck source=scripts/lib/nodes.bash
 source "$KIT/scripts/lib/nodes.bash"
+# shellcheck source=scripts/lib/launch.bash
+source "$KIT/scripts/lib/launch.bash"
+# shellcheck source=scripts/lib/watch.bash
+source "$KIT/scripts/lib/watch.bash"
+# shellcheck source=scripts/lib/ssh.bash
+source "$KIT/scripts/lib/ssh.bash"
 
 
 main() { # <true or preflight> <node...>
   local node
   pick_python ''
   for node in "${@:2}"; do
-    NODES+=("$node") NPROC[$node]=1 ADDRESS[$node]=$node
+    add_node "$node" 1 "$node"
   done
   open_connections
-  SCRIPT_FILE=$KIT/train.py
   case $1 in
-    true) ask_nodes "$SOCKETS" true ;;
-    preflight) check_nodes ;;
+    true) ask_nodes "$SOCKETS" ssh_run true ;;
+    preflight)
+      check_script
+      ssh_probe_nodes
+      compare_arguments
+      kit_python launch.open_run "${COMPARE[@]}"
+      ;;
   esac
 }
 

@@ -63,11 +63,14 @@ class Node:
     user: str | None = None  # who logs in there; None: ssh decides
     slots: int | None = None  # its own number of processes; None: that of the launch
 
+    @property
+    def address(self) -> str:
+        """As ssh is called: [user@]name."""
+        return self.name if self.user is None else f"{self.user}@{self.name}"
+
     def __str__(self) -> str:
         """The word that names this node and nothing else: user@name:slots."""
-        user = "" if self.user is None else f"{self.user}@"
-        slots = "" if self.slots is None else f":{self.slots}"
-        return f"{user}{self.name}{slots}"
+        return self.address if self.slots is None else f"{self.address}:{self.slots}"
 
 
 def parse(words: str | Iterable[str]) -> list[Node]:
@@ -100,6 +103,21 @@ def exclude(nodes: Iterable[Node], hostlist: str) -> list[Node]:
     if not left:
         raise NodeListError(f"no node is left without {_excerpt(hostlist)}: exclude fewer")
     return left
+
+
+def requested(words: list[str], hostfile: str | None, unwanted: str | None) -> list[Node]:
+    """The nodes of the words or of the hostfile, without the unwanted ones. Raises NodeListError and OSError."""
+    if hostfile is None:
+        nodes = parse(words)
+    elif words:
+        raise NodeListError("nodes are given both as words and by --hostfile: leave one out")
+    else:
+        with open(hostfile, encoding="utf-8-sig", errors="replace") as file:  # a comment may hold anything
+            text = file.read(LARGEST_HOSTFILE + 1)
+        if len(text) > LARGEST_HOSTFILE:
+            raise NodeListError(f"{hostfile}: larger than 10 MB; name a file that lists nodes")
+        nodes = parse_hostfile(text, hostfile)
+    return nodes if unwanted is None else exclude(nodes, unwanted)
 
 
 def expand(hostlist: str) -> list[str]:
@@ -421,7 +439,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--fold", action="store_true", help="print one line, as short as it can be")
     options = parser.parse_intermixed_args(argv)
     try:
-        nodes = _asked_for(options.words, options.hostfile, options.exclude)
+        nodes = requested(options.words, options.hostfile, options.exclude)
         print(fold(nodes) if options.fold else "\n".join(map(str, nodes)))
         return 0
     except NodeListError as error:
@@ -429,20 +447,6 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         print(f"nodelist: {error.filename}: {error.strerror}: name a hostfile to read", file=sys.stderr)
     return 2
-
-
-def _asked_for(words: list[str], hostfile: str | None, unwanted: str | None) -> list[Node]:
-    if hostfile is None:
-        nodes = parse(words)
-    elif words:
-        raise NodeListError("nodes are given both as words and by --hostfile: leave one out")
-    else:
-        with open(hostfile, encoding="utf-8-sig", errors="replace") as file:  # a comment may hold anything
-            text = file.read(LARGEST_HOSTFILE + 1)
-        if len(text) > LARGEST_HOSTFILE:
-            raise NodeListError(f"{hostfile}: larger than 10 MB; name a file that lists nodes")
-        nodes = parse_hostfile(text, hostfile)
-    return nodes if unwanted is None else exclude(nodes, unwanted)
 
 
 if __name__ == "__main__":

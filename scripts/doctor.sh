@@ -37,63 +37,34 @@
 set -euo pipefail
 # shellcheck source=scripts/lib/common.bash
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/lib/common.bash"
-# shellcheck source=scripts/lib/launcher.bash
-source "$KIT/scripts/lib/launcher.bash" # for what nodes.bash asks of it
-# shellcheck source=scripts/lib/ssh.bash
-source "$KIT/scripts/lib/ssh.bash"
+# shellcheck source=scripts/lib/options.bash
+source "$KIT/scripts/lib/options.bash"
+# shellcheck source=scripts/lib/node_env.bash
+source "$KIT/scripts/lib/node_env.bash"
 # shellcheck source=scripts/lib/nodes.bash
 source "$KIT/scripts/lib/nodes.bash"
+# shellcheck source=scripts/lib/launch.bash
+source "$KIT/scripts/lib/launch.bash"
+# shellcheck source=scripts/lib/watch.bash
+source "$KIT/scripts/lib/watch.bash"
+# shellcheck source=scripts/lib/ssh.bash
+source "$KIT/scripts/lib/ssh.bash"
 # shellcheck source=scripts/lib/sync.bash
 source "$KIT/scripts/lib/sync.bash"
-# shellcheck source=scripts/lib/reach.bash
-source "$KIT/scripts/lib/reach.bash"
+# shellcheck source=scripts/lib/connectivity.bash
+source "$KIT/scripts/lib/connectivity.bash"
 
-WORDS=()  # nodes, as they were given
-TELL=()   # words for who tells
-
-
-main() {
-  parse_args "$@"
-  if [[ ${WORDS[*]-}$HOSTFILE ]]; then
-    look_at_nodes
-  else
-    look_here
-  fi
-}
-
-
-parse_args() { # <argument...>
-  while (($# > 0)); do
-    case $1 in
-      --help | -h) usage; exit 0 ;;
-      --python) need_value "$@"; ASKED_PYTHON=$2; shift 2 ;;
-      --master-port) need_value "$@"; MASTER_PORT=$2; shift 2 ;;
-      --log-dir) need_value "$@"; LOG_DIR=$2; shift 2 ;;
-      --hostfile) need_value "$@"; HOSTFILE=$2; shift 2 ;;
-      --exclude) need_value "$@"; EXCLUDE=$2; shift 2 ;;
-      --sync) SYNC=1; shift ;;
-      --json) TELL=(--json); shift ;;
-      --dry-run) DRY_RUN=1; shift ;;
-      --quiet) QUIET=1; shift ;;
-      -*) die_usage "$1: unknown option" ;;
-      *) WORDS+=("$1"); shift ;;
-    esac
-  done
-  LOG_DIR=$(realpath -m -- "$LOG_DIR")
-  check_options
-  [[ ! $EXCLUDE || ${WORDS[*]-}$HOSTFILE ]] || die_usage "--exclude '$EXCLUDE': from which nodes? name them"
-  [[ $SYNC == 0 || ${WORDS[*]-}$HOSTFILE ]] || die_usage "--sync: to which nodes? name them"
-}
+FORM=()  # options for the program that prints
 
 
 # ---------------------------------------------------------------- this machine
 
 look_here() {
-  if [[ ! $ASKED_PYTHON && ! ${TELL[*]-} ]]; then
+  if [[ ! $ASKED_PYTHON && $JSON == 0 ]]; then
     find_python
   fi
   pick_python "$ASKED_PYTHON"
-  set -- health.doctor "${TELL[@]}" --folder "$PWD" --log-dir "$LOG_DIR" --master-port "${MASTER_PORT:-29500}"
+  set -- health.doctor "${FORM[@]}" --folder "$PWD" --log-dir "$LOG_DIR" --master-port "${MASTER_PORT:-29500}"
   if [[ ${DRY_RUN:-0} == 1 ]]; then
     quote "$PYTHON" -m "distributed.$1" "${@:2}"
   else
@@ -118,9 +89,9 @@ find_python() {
 # ---------------------------------------------------------------- nodes
 
 look_at_nodes() {
+  local replies
   pick_python "$ASKED_PYTHON"
-  name_nodes 1 "${WORDS[@]}"
-  local answers
+  name_nodes ask_python 1 "${POSITIONAL[@]}"
   module_as_ranks host.probe --folder "$PWD" --log-dir "$LOG_DIR" --port "${MASTER_PORT:-29500}" -- "${NODES[@]}"
   if [[ ${DRY_RUN:-0} == 1 ]]; then
     printf '%s: %s\n' "${NODES[*]}" "$(quote "${COMMAND[@]}")"
@@ -128,15 +99,15 @@ look_at_nodes() {
   fi
   open_connections
   ((!SYNC)) || sync_nodes
-  answers=$SOCKETS/answers
-  mkdir -p -- "$answers/looking"
-  ask_nodes "$answers/looking" "${COMMAND[@]}"
-  connect_those_that_answered "$answers"
-  kit_python health.cluster "${TELL[@]}" "$answers" "${NODES[@]}"
+  replies=$SOCKETS/replies
+  mkdir -p -- "$replies/looking"
+  ask_nodes "$replies/looking" ssh_ask "$(command_line "${COMMAND[@]}")"
+  connect_those_that_replied "$replies"
+  kit_python health.cluster "${FORM[@]}" "$replies" "${NODES[@]}"
 }
 
 
-connect_those_that_answered() { # <folder of the answers>
+connect_those_that_replied() { # <directory of the replies>
   local node there=()
   for node in "${NODES[@]}"; do
     (($(<"$1/looking/$node.code") != 0)) || there+=("$node")
@@ -147,5 +118,18 @@ connect_those_that_answered() { # <folder of the answers>
   fi
 }
 
+
+main() {
+  parse_options "$@"
+  LOG_DIR=$(realpath -m -- "$LOG_DIR")
+  ((!JSON)) || FORM=(--json)
+  if [[ ${POSITIONAL[*]-}$HOSTFILE ]]; then
+    look_at_nodes
+    return
+  fi
+  [[ ! $EXCLUDE ]] || die_usage "--exclude '$EXCLUDE': from which nodes? name them"
+  ((!SYNC)) || die_usage "--sync: to which nodes? name them"
+  look_here
+}
 
 main "$@"

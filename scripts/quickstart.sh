@@ -18,37 +18,19 @@
 set -euo pipefail
 # shellcheck source=scripts/lib/common.bash
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/lib/common.bash"
+# shellcheck source=scripts/lib/options.bash
+source "$KIT/scripts/lib/options.bash"
 # shellcheck source=scripts/lib/venv.bash
 source "$KIT/scripts/lib/venv.bash"
 
 LAUNCH=scripts/ssh/launch_singlenode.sh
-CONFIG=config/quickstart.yaml
-BASE_PYTHON=
-FRESH=
-OVERRIDES=() # what the caller says, after ours
-SETTINGS=()
-NPROC=2
-
-
-parse_args() { # <argument...>
-  while (($# > 0)); do
-    case $1 in
-      --fresh) FRESH=1 ;;
-      --python) need_value "$@" && BASE_PYTHON=$2 && shift ;;
-      --dry-run) DRY_RUN=1 ;;
-      --help | -h) usage && exit ;;
-      --) OVERRIDES=("${@:2}") && return ;;
-      *) die_usage "unknown argument '$1': settings stand behind a --, as in: -- train.steps=100" ;;
-    esac
-    shift
-  done
-}
-
+SETTINGS=() # arguments of the trainer
 
 
 # The global batch must divide by the number of processes: 16 windows for each GPU.
 choose_settings() {
   local gpus
+  CONFIG=config/quickstart.yaml NPROC=2
   gpus=$(kit_python host.gpus)
   if ((gpus > 0)); then
     NPROC=$gpus
@@ -57,17 +39,17 @@ choose_settings() {
   else
     log "training on the CPU with $NPROC processes: no GPU is visible"
   fi
-  if [[ $FRESH ]]; then
+  if ((FRESH)); then
     SETTINGS+=("checkpoint.dir=checkpoints/quickstart-$(date +%Y%m%d-%H%M%S)")
   fi
-  SETTINGS+=("${OVERRIDES[@]}")
+  SETTINGS+=("${SCRIPT_ARGS[@]}")
 }
 
 
 # What makes the next training longer than this one.
 longer() {
   local word steps=1500 # the file says 1200
-  for word in "${OVERRIDES[@]}"; do
+  for word in "${SCRIPT_ARGS[@]}"; do
     [[ $word != train.epochs=* ]] || return 0 # the caller knows how long
     [[ ! $word =~ ^train\.steps=([1-9][0-9]*)$ ]] || steps=${BASH_REMATCH[1]}
   done
@@ -122,9 +104,11 @@ END
 
 main() {
   CALLER=$PWD
-  parse_args "$@"
+  parse_options "$@"
+  ((${#POSITIONAL[@]} == 0)) ||
+    die_usage "unknown argument '${POSITIONAL[0]}': settings stand behind a --, as in: -- train.steps=100"
   cd -- "$KIT"
-  provide_venv "$BASE_PYTHON" requirements.txt
+  provide_venv "$ASKED_PYTHON" requirements.txt
   choose_settings
   train
   [[ ${DRY_RUN:-0} == 1 ]] || say_what_next

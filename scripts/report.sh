@@ -18,31 +18,15 @@
 set -euo pipefail
 # shellcheck source=scripts/lib/common.bash
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/lib/common.bash"
-
-LOG_DIR=logs ASKED_PYTHON='' WORD=''
-
-
-parse_args() { # <word...>
-  while (($#)); do
-    case $1 in
-      --log-dir) need_value "$@"; LOG_DIR=$2; shift ;;
-      --python) need_value "$@"; ASKED_PYTHON=$2; shift ;;
-      --help | -h) usage; exit ;;
-      -*) die_usage "$1: unknown option" ;;
-      *)
-        [[ ! $WORD ]] || die_usage "expected one RUN, got: $(quote "$WORD" "$1")"
-        WORD=$1
-        ;;
-    esac
-    shift
-  done
-}
+# shellcheck source=scripts/lib/options.bash
+source "$KIT/scripts/lib/options.bash"
 
 
 main() {
-  parse_args "$@"
+  parse_options "$@"
+  take_one_argument RUN latest
   pick_python "$ASKED_PYTHON"
-  kit_python runs.report --from "$PWD" --log-dir "$LOG_DIR" -- "${WORD:-latest}"
+  kit_python runs.report --from "$PWD" --log-dir "$LOG_DIR" -- "$ARGUMENT"
 }
 
 main "$@"

@@ -23,44 +23,28 @@
 set -euo pipefail
 # shellcheck source=scripts/lib/common.bash
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/lib/common.bash"
+# shellcheck source=scripts/lib/options.bash
+source "$KIT/scripts/lib/options.bash"
+# shellcheck source=scripts/lib/nodes.bash
+source "$KIT/scripts/lib/nodes.bash"
 # shellcheck source=scripts/lib/ssh.bash
 source "$KIT/scripts/lib/ssh.bash"
 # shellcheck source=scripts/lib/visit.bash
 source "$KIT/scripts/lib/visit.bash"
 
-EVERY=2    # seconds between two looks
-LOOK=1     # seconds for which the use of the CPU is measured
-WATCH=0 STACKS=0 HOW=() WORD=''
+EVERY=2    # seconds between two looks at the run
+SAMPLE=1   # seconds for which the use of the CPU is measured
+HOW=()     # options for the table
 
 
-parse_args() { # <word...>
-  while (($#)); do
-    case $1 in
-      --watch) WATCH=1 ;;
-      --stacks) STACKS=1 ;;
-      --json) HOW=(--json) ;;
-      --log-dir | --python) take_common_option "$@"; shift ;;
-      --help | -h) usage; exit ;;
-      -*) die_usage "$1: unknown option" ;;
-      *)
-        [[ ! $WORD ]] || die_usage "expected one RUN, got: $(quote "$WORD" "$1")"
-        WORD=$1
-        ;;
-    esac
-    shift
-  done
-  ((!WATCH || ${#HOW[@]} == 0)) || die_usage "--watch is for people, and --json for programs: give one of the two"
-}
-
-
-# Once more with the stacks where the run has been quiet for long: they tell who waits for whom.
+# Once more with the stacks where the run has been quiet for long: they show who waits for whom.
 look_once() {
   local status=0
   if ((STACKS)); then
     look_with --stacks || status=$?
   else
     look_with --first || status=$?
-    [[ $(cat -- "$ANSWERS/state" 2>/dev/null) != needs-stacks ]] || { status=0 && look_with '' || status=$?; }
+    [[ $(cat -- "$VISITED/state" 2>/dev/null) != needs-stacks ]] || { status=0 && look_with '' || status=$?; }
   fi
   return "$status"
 }
@@ -68,13 +52,13 @@ look_once() {
 
 # The launcher first: what the nodes saw before it ended would look like left behind.
 look_with() { # <--first, --stacks, or nothing: ask for the stacks and do not show them>
-  local words=(--seconds "$LOOK")
+  local words=(--seconds "$SAMPLE")
   [[ $1 == --first ]] || words+=(--stacks)
   [[ $LAUNCHER_IS != here ]] || launcher_lives || LAUNCHER_IS=gone
   [[ ! $JOB ]] || look_for_job
-  ask_nodes look_at "${words[@]}"
+  ask_nodes "$VISITED" visit_status "${words[@]}"
   kit_python runs.status "${HOW[@]}" ${1:+"$1"} --launcher "$LAUNCHER_IS" --job-state "$JOB_STATE" \
-    --state "$ANSWERS/state" "$RUN" "$ANSWERS"
+    --state "$VISITED/state" "$RUN" "$VISITED"
 }
 
 
@@ -87,7 +71,7 @@ job_without_run() { # <number>
 # On a screen of its own.
 watch_run() {
   local status
-  ANSWER_WITHIN=5
+  ANSWER_WITHIN=5 QUIET=1
   if [[ -t 1 ]]; then
     HOW=(--in-place)
     printf '\e[?1049h\e[2J'
@@ -95,29 +79,32 @@ watch_run() {
   fi
   while true; do
     look_once && status=0 || status=$?
-    (trap '' INT && exec cp -rT -- "$ANSWERS" "$ANSWERS.last")
-    [[ $(<"$ANSWERS/state") != ended ]] || break
-    read -r -t $((EVERY - LOOK)) <> <(:) || true # sleeps without a child: nobody writes there
+    (trap '' INT && exec cp -rT -- "$VISITED" "$VISITED.last")
+    [[ $(<"$VISITED/state") != ended ]] || break
+    read -r -t $((EVERY - SAMPLE)) <> <(:) || true # sleeps without a child: nothing writes there
   done
   exit "$status"
 }
 
 
-# The last complete look stays below the command, and the prompt comes below that.
+# The last complete table stays below the command, and the prompt comes below that.
 leave_screen() {
-  local answers=$ANSWERS.last
-  [[ -e $answers ]] || answers=$ANSWERS # of the first look
+  local replies=$VISITED.last
+  [[ -e $replies ]] || replies=$VISITED # of the first look
   printf '\e[?1049l'
-  [[ ! -e $answers/state ]] ||
-    kit_python runs.status --launcher "$LAUNCHER_IS" --job-state "$JOB_STATE" "$RUN" "$answers" || true
+  [[ ! -e $replies/state ]] ||
+    kit_python runs.status --launcher "$LAUNCHER_IS" --job-state "$JOB_STATE" "$RUN" "$replies" || true
 }
 
 
 main() {
-  parse_args "$@"
+  parse_options "$@"
+  ((!WATCH || !JSON)) || die_usage "--watch is for people, and --json for programs: give one of the two"
+  ((!JSON)) || HOW=(--json)
+  take_one_argument RUN latest
   pick_python "$ASKED_PYTHON"
   open_connections
-  find_run "${WORD:-latest}"
+  find_run "$ARGUMENT"
   ANSWER_WITHIN=$((STACKS ? 60 : 20))
   if ((WATCH)); then
     watch_run

@@ -24,34 +24,19 @@
 set -euo pipefail
 # shellcheck source=scripts/lib/common.bash
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/lib/common.bash"
+# shellcheck source=scripts/lib/options.bash
+source "$KIT/scripts/lib/options.bash"
+# shellcheck source=scripts/lib/nodes.bash
+source "$KIT/scripts/lib/nodes.bash"
 # shellcheck source=scripts/lib/ssh.bash
 source "$KIT/scripts/lib/ssh.bash"
 # shellcheck source=scripts/lib/visit.bash
 source "$KIT/scripts/lib/visit.bash"
 
-NOW=0 WORD='' PROOF=''
+PROOF=''      # that nothing is left, in a sentence
 ASK_WITHIN=15 # seconds in which a node must say what is left
 FAREWELL=15   # seconds that a launcher gets beside the grace: to end its nodes, to judge, to write its report
 REPORT=5      # seconds between two lines that name what is waited for
-
-
-parse_args() { # <word...>
-  while (($#)); do
-    case $1 in
-      --now) NOW=1 ;;
-      --quiet) QUIET=1 ;;
-      --log-dir | --python) take_common_option "$@"; shift ;;
-      --help | -h) usage; exit ;;
-      -*) die_usage "$1: unknown option" ;;
-      *)
-        [[ ! $WORD ]] || die_usage "expected one RUN, got: $(quote "$WORD" "$1")"
-        WORD=$1
-        ;;
-    esac
-    shift
-  done
-  [[ $WORD ]] || die_usage "RUN is missing: which run? For the newest: $PROGRAM latest"
-}
 
 
 # Two of us must not ask twice: for the launcher that means to end all at once.
@@ -66,7 +51,7 @@ take_turns() {
 
 # ---------------------------------------------------------------- the launcher
 
-# On a machine that shares the folder: there it can be asked, and reaches its nodes as it did. Returns when that fails.
+# On a machine that shares the run directory: there it can be asked, and reaches its nodes as it did. Returns when that fails.
 hand_over() {
   local status=0 words=("$KIT/scripts/stop.sh" --python "$RUN_PYTHON")
   ((!NOW)) || words+=(--now)
@@ -82,9 +67,9 @@ hand_over() {
 
 end_launcher() {
   launcher_lives || return 0
-  log "$RUN: asking its launcher, process $LAUNCHER, to stop; $(grace_in_words)"
-  kill -TERM "$LAUNCHER" 2>/dev/null || true
-  kill -CONT "$LAUNCHER" 2>/dev/null || true # one that is stopped would not hear it
+  log "$RUN: asking its launcher, process $LAUNCHER_PID, to stop; $(grace_in_words)"
+  kill -TERM "$LAUNCHER_PID" 2>/dev/null || true
+  kill -CONT "$LAUNCHER_PID" 2>/dev/null || true # one that is stopped would not hear it
   ((!NOW)) || sweep_nodes 0
   wait_for_launcher $((RUN_GRACE + FAREWELL)) || give_up_launcher
 }
@@ -106,7 +91,7 @@ launcher_ended() {
 
 
 launcher_in_words() {
-  echo "process $LAUNCHER, the launcher, to end"
+  echo "process $LAUNCHER_PID, the launcher, to end"
 }
 
 
@@ -126,9 +111,9 @@ await() { # <seconds> <seconds between two looks> <function that prints what is 
 
 
 give_up_launcher() {
-  warn "process $LAUNCHER, the launcher, does not end: ending its nodes without it"
+  warn "process $LAUNCHER_PID, the launcher, does not end: ending its nodes without it"
   sweep_nodes 0
-  wait_for_launcher 5 || kill -KILL "$LAUNCHER"
+  wait_for_launcher 5 || kill -KILL "$LAUNCHER_PID"
 }
 
 
@@ -189,14 +174,14 @@ clear_nodes() {
 
 ask_left() {
   ANSWER_WITHIN=$ASK_WITHIN
-  ask_nodes look_at
-  PROOF=$(kit_python runs.visit "$RUN" "$ANSWERS")
+  ask_nodes "$VISITED" visit_status
+  PROOF=$(kit_python runs.visit "$RUN" "$VISITED")
 }
 
 
 sweep_nodes() { # <seconds between the request to stop and the end>
   ANSWER_WITHIN=$(($1 + ASK_WITHIN))
-  ask_nodes sweep_node "$1"
+  ask_nodes "$VISITED" sweep_node "$1"
 }
 
 
@@ -206,10 +191,12 @@ sweep_node() { # <node> <seconds>
 
 
 main() {
-  parse_args "$@"
+  parse_options "$@"
+  take_one_argument RUN ''
+  [[ $ARGUMENT ]] || die_usage "RUN is missing: which run? For the newest: $PROGRAM latest"
   pick_python "$ASKED_PYTHON"
   open_connections
-  find_run "$WORD"
+  find_run "$ARGUMENT"
   if [[ $JOB && ($LAUNCHER_IS == job || ! $JOB_STATE || $JOB_STATE == PENDING*) ]]; then
     end_job
     return
@@ -222,7 +209,7 @@ main() {
   end_launcher
   clear_nodes
   if [[ $LAUNCHER_IS == elsewhere ]]; then
-    die_with "$EXIT_UNFIT" "$LAUNCHER_HOST: could not be asked whether the launcher, process $LAUNCHER, is still there;" \
+    die_with "$EXIT_UNFIT" "$LAUNCHER_HOST: could not be asked whether the launcher, process $LAUNCHER_PID, is still there;" \
       "with --max-restarts it would start the run again"
   fi
 }

@@ -25,11 +25,17 @@
 #   --max-bytes SIZE     largest message; each is 4 times the one before (default: 64M, on GPUs 1G)
 #   --seconds S          time for the bandwidth table (default: 10)
 #   --timeout S          how long one rank waits for another (default: 60)
+#   --python PATH        default: the active venv or conda environment, .venv here, the kit's .venv, python3
+#   --agent fast|torchrun  fast: workers forked from one warm process; torchrun: the plain one
+#   --master-port PORT   default: a free one
+#   --rendezvous-timeout SECONDS  how long to wait until all nodes have joined (default: 600)
+#   --env NAME=VALUE     environment of the processes, repeatable
+#   --env-file FILE      the same, one NAME=VALUE a line
+#   --log-dir DIR        where the run directory is made (default: logs)
+#   --no-preflight       do not check GPUs and port, or ask the nodes whether they are fit
+#   --dry-run            print what would run, and run nothing
 #   --quiet              no lines of the launcher's own
 #   --help               show this
-#
-# The launchers' --python, --agent, --master-port, --rendezvous-timeout, --env, --env-file, --log-dir, --no-preflight and
-# --dry-run are understood too: see scripts/ssh/launch_singlenode.sh --help.
 #
 # Exit codes: 0 all is well, 1 a check failed, 2 wrong call, 69 a node cannot be reached or is not
 # fit, 130 Ctrl-C, 143 TERM.
@@ -41,65 +47,48 @@
 set -euo pipefail
 # shellcheck source=scripts/lib/common.bash
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/lib/common.bash"
-# shellcheck source=scripts/lib/launcher.bash
-source "$KIT/scripts/lib/launcher.bash" # for what nodes.bash asks of it
-# shellcheck source=scripts/lib/ssh.bash
-source "$KIT/scripts/lib/ssh.bash"
+# shellcheck source=scripts/lib/options.bash
+source "$KIT/scripts/lib/options.bash"
+# shellcheck source=scripts/lib/node_env.bash
+source "$KIT/scripts/lib/node_env.bash"
 # shellcheck source=scripts/lib/nodes.bash
 source "$KIT/scripts/lib/nodes.bash"
+# shellcheck source=scripts/lib/launch.bash
+source "$KIT/scripts/lib/launch.bash"
+# shellcheck source=scripts/lib/watch.bash
+source "$KIT/scripts/lib/watch.bash"
+# shellcheck source=scripts/lib/ssh.bash
+source "$KIT/scripts/lib/ssh.bash"
 # shellcheck source=scripts/lib/sync.bash
 source "$KIT/scripts/lib/sync.bash"
-# shellcheck source=scripts/lib/reach.bash
-source "$KIT/scripts/lib/reach.bash"
+# shellcheck source=scripts/lib/connectivity.bash
+source "$KIT/scripts/lib/connectivity.bash"
 # shellcheck source=scripts/lib/slurm.bash
 source "$KIT/scripts/lib/slurm.bash"
 
-SMOKE=()             # words for the test itself
-LAUNCH=()            # words for the launcher
-TELL=()              # words for the report
-WORDS=()             # nodes, as they were given
-STARTER=$KIT/scripts/ssh/launch_singlenode.sh
-LOG_DIR=$PWD/logs PROCESSES='' BACKEND=auto MIN_BYTES=1K MAX_BYTES=''
+LAUNCH=()            # options and arguments of the launcher
+SMOKE=()             # options of the test itself
+FORM=()              # options of the program that prints the report
+STARTER=''           # the launcher
 
 
-parse_args() { # <word...>
-  local positional=()
-  while (($#)); do
-    case $1 in
-      --sync) SYNC=1; LAUNCH+=("$1") ;;
-      --json) TELL=(--json) ;;
-      --min-bytes) need_value "$@"; check_size "$@"; MIN_BYTES=$2; shift ;;
-      --max-bytes) need_value "$@"; check_size "$@"; MAX_BYTES=$2; shift ;;
-      --seconds | --timeout) need_value "$@"; check_seconds "$@"; SMOKE+=("$1" "$2"); shift ;;
-      --backend) need_value "$@"; BACKEND=$2; shift ;;
-      --hostfile) need_value "$@"; HOSTFILE=$(absolute "$2"); shift ;;
-      --exclude) need_value "$@"; EXCLUDE=$2; shift ;;
-      --python) need_value "$@"; ASKED_PYTHON=$2; shift ;;
-      --log-dir) need_value "$@"; LOG_DIR=$(absolute "$2"); shift ;;
-      --env-file) need_value "$@"; read_env_file "$2"; LAUNCH+=("$1" "$(absolute "$2")"); shift ;;
-      --env) need_value "$@"; add_environment "$1" "$2"; LAUNCH+=("$1" "$2"); shift ;;
-      --agent | --master-port | --rendezvous-timeout) need_value "$@"; LAUNCH+=("$1" "$2"); shift ;;
-      --no-preflight) LAUNCH+=("$1") ;;
-      --quiet) LAUNCH+=("$1"); QUIET=1 ;;
-      --dry-run) DRY_RUN=1 ;;
-      --help | -h) usage; exit ;;
-      -*[!0-9]*) die_usage "$1: unknown option" ;;
-      *) positional+=("$1") ;;
-    esac
-    shift
-  done
-  ((${#positional[@]} >= 1)) || die_usage "expected N, the number of processes; nothing was given"
-  PROCESSES=${positional[0]} WORDS=("${positional[@]:1}")
-  is_nproc "$PROCESSES" || die_usage "N: expected a number of processes from 1 to $MAX_NPROC, got '$PROCESSES'"
-  if [[ ${WORDS[*]-}$HOSTFILE ]]; then
+# N NODE...
+take_arguments() {
+  ((${#POSITIONAL[@]} >= 1)) || die_usage "expected N, the number of processes; nothing was given"
+  NPROC=${POSITIONAL[0]}
+  is_nproc "$NPROC" || die_usage "N: expected a number of processes from 1 to $MAX_NPROC, got '$NPROC'"
+  if [[ ${POSITIONAL[1]-}$HOSTFILE ]]; then
     STARTER=$KIT/scripts/ssh/launch_torchrun_auto.sh
-    [[ ! $HOSTFILE ]] || LAUNCH+=(--hostfile "$HOSTFILE")
-    [[ ! $EXCLUDE ]] || LAUNCH+=(--exclude "$EXCLUDE")
-  else
-    [[ ! $EXCLUDE ]] || die_usage "--exclude '$EXCLUDE': from which nodes? name them"
-    ((!SYNC)) || die_usage "--sync: to which nodes? name them"
-    ! in_allocation || STARTER=$KIT/scripts/run_ddp.sh
+    return
   fi
+  [[ ! $EXCLUDE ]] || die_usage "--exclude '$EXCLUDE': from which nodes? name them"
+  ((!SYNC)) || die_usage "--sync: to which nodes? name them"
+  if in_allocation; then
+    STARTER=$KIT/scripts/run_ddp.sh
+    return
+  fi
+  [[ ! $RENDEZVOUS_TIMEOUT ]] || die_usage "--rendezvous-timeout: on one machine no other node has to join; leave it out"
+  STARTER=$KIT/scripts/ssh/launch_singlenode.sh
 }
 
 
@@ -113,28 +102,34 @@ on_the_allocation() {
 }
 
 
-check_size() { # <option> <value> [rest...]
+# What the ranks would refuse, each for itself, is refused before they are started.
+check_smoke() {
+  check_size --min-bytes "$MIN_BYTES"
+  SMOKE=(--backend "$BACKEND" --min-bytes "$MIN_BYTES")
+  if [[ $MAX_BYTES ]]; then
+    check_size --max-bytes "$MAX_BYTES"
+    (($(bytes "$MIN_BYTES") <= $(bytes "$MAX_BYTES"))) ||
+      die_usage "--max-bytes '$MAX_BYTES': less than --min-bytes, $MIN_BYTES"
+    SMOKE+=(--max-bytes "$MAX_BYTES")
+  fi
+  check_seconds --seconds "$SECONDS_FOR_TABLE"
+  check_seconds --timeout "$TIMEOUT"
+  [[ $BACKEND =~ ^(auto|nccl|gloo)$ ]] || die_usage "--backend: expected auto, nccl or gloo, got '$BACKEND'"
+  on_several_nodes || on_the_allocation || check_backend_here
+}
+
+
+check_size() { # <option> <value>
   [[ $2 =~ ^[1-9][0-9]{0,11}[KMGkmg]?$ ]] ||
     die_usage "$1: expected a size in bytes such as 1024, 64K, 16M or 1G, got '$2'"
 }
 
 
-check_seconds() { # <option> <value> [rest...]
+check_seconds() { # <option> <value, if it was given>
+  [[ $2 ]] || return 0
   [[ $2 =~ ^[0-9]+([.][0-9]+)?$ && $2 =~ [1-9] ]] ||
     die_usage "$1: expected a number of seconds above 0, got '$2'"
-}
-
-
-# What the ranks would refuse, each for itself, is refused before they are started.
-check_smoke() {
-  SMOKE+=(--backend "$BACKEND" --min-bytes "$MIN_BYTES")
-  if [[ $MAX_BYTES ]]; then
-    (($(bytes "$MIN_BYTES") <= $(bytes "$MAX_BYTES"))) ||
-      die_usage "--max-bytes '$MAX_BYTES': less than --min-bytes, $MIN_BYTES"
-    SMOKE+=(--max-bytes "$MAX_BYTES")
-  fi
-  [[ $BACKEND =~ ^(auto|nccl|gloo)$ ]] || die_usage "--backend: expected auto, nccl or gloo, got '$BACKEND'"
-  on_several_nodes || on_the_allocation || check_backend_here
+  SMOKE+=("$1" "$2")
 }
 
 
@@ -154,15 +149,15 @@ bytes() { # <size>
 # Ranks on nodes that cannot connect to each other would wait for each other in silence.
 test_connections() {
   local node words=() code=0
+  name_nodes ask_python "$NPROC" "${POSITIONAL[@]:1}"
   open_connections
-  name_nodes "$PROCESSES" "${WORDS[@]}"
   ((!SYNC)) || sync_nodes
-  try_all_pairs "$SOCKETS/answers"
+  try_all_pairs "$SOCKETS/replies"
   for node in "${NODES[@]}"; do
-    words+=("$node:${NPROC[$node]}")
+    words+=("$node:${NPROC_OF[$node]}")
   done
-  kit_python smoke.connections --report "$FOLDER/report" "$SOCKETS/answers" "${words[@]}" || code=$?
-  ((code == 0)) || show_report "$FOLDER/report" "$code"
+  kit_python smoke.connections --report "$SCRATCH/report" "$SOCKETS/replies" "${words[@]}" || code=$?
+  ((code == 0)) || show_report "$SCRATCH/report" "$code"
   log "each of $(counted ${#NODES[@]} node) can connect to every other"
 }
 
@@ -170,9 +165,9 @@ test_connections() {
 # What the launcher and the ranks say is not the answer: the answer is the report.
 test_ranks() {
   local code=0 run
-  MUSTER_RUN_FILE=$FOLDER/run wait_for "$STARTER" "${LAUNCH[@]}" >&2 || code=$?
-  [[ -s $FOLDER/run ]] || exit "$code" # it was not even begun
-  run=$(<"$FOLDER/run")
+  MUSTER_RUN_FILE=$SCRATCH/run wait_for "$STARTER" "${LAUNCH[@]}" >&2 || code=$?
+  [[ -s $SCRATCH/run ]] || exit "$code" # it was not even begun
+  run=$(<"$SCRATCH/run")
   [[ -e $run/smoke.json ]] || ((code)) || die "no rank wrote a report; see node_*.log in $run"
   show_report "$run/smoke.json" "$code"
 }
@@ -181,33 +176,37 @@ test_ranks() {
 show_report() { # <report> <exit code, where the report is missing or good>
   local code=$2
   if [[ -e $1 ]]; then
-    kit_python smoke.report "${TELL[@]}" "$1" || ((code)) || code=$?
+    kit_python smoke.report "${FORM[@]}" "$1" || ((code)) || code=$?
   fi
   exit "$code"
 }
 
 
 main() {
-  parse_args "$@"
+  parse_options "$@"
+  take_arguments
   if on_the_allocation; then
     enter_node_env "$@"
     take_port_of_environment
-    LAUNCH=(${MASTER_PORT:+--master-port "$MASTER_PORT"} "${LAUNCH[@]}")
+    LAUNCH+=(${MASTER_PORT:+--master-port "$MASTER_PORT"})
   fi
-  pick_rank_python
+  pick_python "$ASKED_PYTHON"
   check_smoke
-  LAUNCH+=(--python "$PYTHON" --log-dir "$LOG_DIR" --script "$KIT/scripts/lib/smoke.py")
+  ((!JSON)) || FORM=(--json)
+  LOG_DIR=$(absolute "$LOG_DIR")
+  pass_on_all_but --json --backend --min-bytes --max-bytes --seconds --timeout --python --log-dir --master-port --dry-run
+  LAUNCH+=("${PASSED_ON[@]}" --python "$PYTHON" --log-dir "$LOG_DIR" --script "$KIT/scripts/lib/smoke.py")
   if on_the_allocation; then
-    LAUNCH+=(-c - -n $((PROCESSES * SLURM_JOB_NUM_NODES)))
+    LAUNCH+=(-c - -n $((NPROC * SLURM_JOB_NUM_NODES)))
   else
-    LAUNCH+=(- "$PROCESSES" "${WORDS[@]}")
+    LAUNCH+=(${MASTER_PORT:+--master-port "$MASTER_PORT"} - "$NPROC" "${POSITIONAL[@]:1}")
   fi
   LAUNCH+=(-- "${SMOKE[@]}" --json-file smoke.json)
   if [[ ${DRY_RUN:-0} == 1 ]]; then
-    exec "$STARTER" --dry-run "${LAUNCH[@]}"
+    exec_in_environment 0 "$STARTER" --dry-run "${LAUNCH[@]}"
   fi
-  FOLDER=$(mktemp -d)
-  trap 'rm -rf -- "$FOLDER"' EXIT
+  SCRATCH=$(mktemp -d)
+  trap 'rm -rf -- "$SCRATCH"' EXIT
   if on_several_nodes; then
     test_connections
   fi

@@ -9,7 +9,7 @@ bats_require_minimum_version 1.5.0
 setup() {
   KIT="$BATS_TEST_TMPDIR/a 'kit' & \"more\" \$HOME"
   mkdir -p "$KIT/scripts/lib" "$KIT/distributed" "$BATS_TEST_TMPDIR/elsewhere"
-  cp "$BATS_TEST_DIRNAME"/../scripts/lib/common.bash "$KIT/scripts/lib"
+  cp "$BATS_TEST_DIRNAME"/../scripts/lib/{common,node_env}.bash "$KIT/scripts/lib"
   unset VIRTUAL_ENV CONDA_PREFIX CONDA_DEFAULT_ENV QUIET DRY_RUN
 }
 
@@ -28,6 +28,8 @@ script() { # <body on standard input>
 set -euo pipefail
 # shellcheck source=scripts/lib/common.bash
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/lib/common.bash"
+# shellcheck source=scripts/lib/node_env.bash
+source "$KIT/scripts/lib/node_env.bash"
 END
     cat
   } >"$SCRIPT"

@@ -8,20 +8,20 @@
 set -euo pipefail
 # shellcheck source=scripts/lib/common.bash
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/../scripts/lib/common.bash"
-for part in launcher ssh nodes pdsh; do
+for part in options node_env nodes launch watch ssh pdsh; do
   # shellcheck disable=SC1090
   source "$KIT/scripts/lib/$part.bash"
 done
 
 
 # shellcheck disable=SC2034 # pdsh.bash reads them
-through_pdsh() { # <node> <python> <script> [word...]
-  NODES=("$1") NPROC=(["$1"]=1) MASTER_ADDR=$1 MASTER_PORT=29500 PYTHON=$2
+through_pdsh() { # <node> <python> <script> [argument...]
+  add_node "$1" 1 "$1"
+  MASTER_ADDR=$1 MASTER_PORT=29500 PYTHON=$2
   AGENT_WORDS=("${@:2:2}") SCRIPT_WORDS=("${@:4}")
-  agent_words() { :; } # they stand above
   RUN=$(mktemp -d "$SOCKETS/run-XXXXXX")
   name_supervisor
-  send_environment
+  pdsh_send_environment
   run_pdsh <> <(:) # as long as it is open, the launcher is there
 }
 
@@ -34,7 +34,7 @@ main() { # <door> <where> <command...>
   ADDRESS=(["$2"]="$2")
   open_connections
   case $1 in
-    ssh) on_node "${@:2}" </dev/null ;;
+    ssh) ssh_run "${@:2}" </dev/null ;;
     pdsh) through_pdsh "${@:2}" ;;
   esac
 }

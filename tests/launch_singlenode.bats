@@ -475,7 +475,7 @@ refused() { # <what the line must name> <word...>
   refused "-m 'nix.trainer': " -m nix.trainer - 2
   refused "-m 'os.json': " -m os.json - 2
   refused "--bad" --bad - 2
-  refused "this launcher asks for none" --hostfile hosts --script "my script.py" - 2
+  refused "--hostfile: unknown option" --hostfile hosts --script "my script.py" - 2
   refused "--agent: expected fast or torchrun, got 'slow'" --agent slow - 2
   refused "--master-port '99999'" --master-port 99999 - 2
   refused "--env: expected NAME=VALUE, got 'NOVALUE'" --env NOVALUE - 2
@@ -511,7 +511,7 @@ with socket.create_server(("", 0)) as server:
   run "$LAUNCH" --master-port "$(cat port)" --script "my script.py" - 2
   kill "$holder"
   [ "$status" -eq 69 ]
-  [[ "$output" == "port $(cat port) is taken by pid $holder ("*") of run train-1"*"--master-port $(cat port): in use on this "* ]]
+  [[ "$output" == *"--master-port $(cat port): in use on this machine by pid $holder ("*") of run train-1"*"; choose another, or leave it out" ]]
   [ ! -e logs ]
 }
 

@@ -13,7 +13,7 @@ setup() {
   export CALLS="$BATS_TEST_TMPDIR/calls"
   : >"$CALLS"
   mkdir -p "$KIT/scripts/lib" "$KIT/scripts/ssh" "$BATS_TEST_TMPDIR/bin"
-  cp "$BATS_TEST_DIRNAME"/../scripts/lib/{common,venv}.bash "$KIT/scripts/lib"
+  cp "$BATS_TEST_DIRNAME"/../scripts/lib/{common,options,venv}.bash "$KIT/scripts/lib"
   cp "$BATS_TEST_DIRNAME"/../scripts/quickstart.sh "$KIT/scripts"
   echo 'torch==2.13.0' >"$KIT/requirements.txt"
   stand_in_python "$BATS_TEST_TMPDIR/bin/python3"

@@ -84,7 +84,7 @@ refuses() { # <what it must say>
   refuses "--rendezvous-timeout: only agents wait for each other (LAUNCHER=torchrun)"
   in_job LAUNCHER=torchrun "$TRAIN" --dry-run --rendezvous-timeout=0 -
   refuses "--rendezvous-timeout: expected a whole number of seconds, 1 or more, got '0'"
-  run "$KIT/scripts/ssh/launch_singlenode.sh" --rendezvous-timeout 30 - 1
+  run "$KIT/scripts/run_ddp.sh" --rendezvous-timeout 30 -n 1 -c -
   refuses "--rendezvous-timeout: on one machine no other node has to join; leave it out"
 }
 

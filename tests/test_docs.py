@@ -410,7 +410,9 @@ def test_the_table_of_options_is_what_the_script_says_of_itself(script: str) -> 
     listed = [literal(row[0]).split()[0] for row in table("LAUNCH_GUIDE.md", script)]
     own = subprocess.run([KIT / script, "--help"], capture_output=True, text=True, check=True).stdout
     explained = re.findall(r"^ {2,3}(--?[a-z][\w-]*)", own, re.MULTILINE)
-    assert listed == explained
+    # A chapter may refer to the options of launch_singlenode.sh.
+    shared = {literal(row[0]).split()[0] for row in table("LAUNCH_GUIDE.md", "scripts/ssh/launch_singlenode.sh")}
+    assert listed == [option for option in explained if option in listed or option not in shared]
 
 
 def test_the_tables_of_the_program_for_job_lists_are_what_it_says_of_itself() -> None:

@@ -13,6 +13,7 @@ import re
 import stat
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
@@ -237,6 +238,65 @@ def test_what_is_sourced_ends_in_bash_and_cannot_be_run() -> None:
     for path in shell(".bash"):
         assert not os.access(path, os.X_OK), f"chmod -x {path.relative_to(KIT)}"
         assert path.read_text().startswith("# shellcheck shell=bash\n#\n# "), f"{path}: what it is"
+
+
+SOURCED = {path.stem: path for path in KIT.glob("scripts/lib/*.bash")}
+PROGRAMS = [path for path in KIT.glob("scripts/**/*.sh") if "source" in path.read_text()]
+
+
+def sourced_by(program: Path) -> list[str]:
+    """The files of scripts/lib that a program sources, in its order."""
+    return re.findall(r"^ *source .*/(\w+)\.bash\"$", program.read_text(), re.MULTILINE)
+
+
+def functions_of(path: Path) -> set[str]:
+    return set(re.findall(r"^(\w+)\(\) ", path.read_text(), re.MULTILINE))
+
+
+def variables_of(path: Path) -> list[str]:
+    """What a file gives a value outside of its functions."""
+    lines = [line for line in path.read_text().splitlines() if re.match(r"( {2})?(declare -A )?[A-Z_]+=", line)]
+    top = [line for line in lines if not line.startswith(" ") or line.startswith("  EXIT_")]
+    return [name for line in top for name in re.findall(r"(?:^|(?<= ))([A-Z_]+)=", line.partition(" #")[0])]
+
+
+def test_no_function_and_no_variable_stands_in_two_sourced_files() -> None:
+    functions = Counter(name for path in SOURCED.values() for name in functions_of(path))
+    variables = Counter(name for path in SOURCED.values() for name in set(variables_of(path)))
+    assert functions["open_run"] == variables["NODES"] == variables["LOG_DIR"] == 1
+    assert [name for name, files in (functions + variables).items() if files > 1] == []
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.name)
+def test_a_program_replaces_nothing_that_it_sources(program: Path) -> None:
+    sourced = [SOURCED[name] for name in sourced_by(program)]
+    assert sourced
+    assert not functions_of(program) & set().union(*map(functions_of, sourced))
+    assert not set(variables_of(program)) & {name for path in sourced for name in variables_of(path)}
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.name)
+def test_the_order_in_which_files_are_sourced_does_not_matter(program: Path) -> None:
+    """But for common.bash, which says where they are."""
+    common, *rest = sourced_by(program)
+    assert common == "common"
+    show = (
+        'set -u; KIT=$1; for part in common "${@:2}"; do . "$KIT/scripts/lib/$part.bash"; done; declare -f; declare -p'
+    )
+    state = [
+        subprocess.check_output(["bash", "-c", show, "sh", KIT, *names], text=True, env={"PATH": os.environ["PATH"]})
+        for names in (rest, rest[::-1])
+    ]
+    changing = re.compile(r"^declare \S+ (_|BASH\w*|EPOCH\w+|RANDOM|SRANDOM|SECONDS|PIPESTATUS|FUNCNAME|part|PPID)\b")
+    forward, backward = ([line for line in text.splitlines() if not changing.match(line)] for text in state)
+    assert forward == backward
+
+
+def test_nothing_asks_whether_a_function_is_there() -> None:
+    asking = [
+        path.name for path in [*SOURCED.values(), *PROGRAMS] if re.search(r"declare -F|type -t", path.read_text())
+    ]
+    assert asking == []
 
 
 def call(path: Path, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:

@@ -4,8 +4,10 @@
 
 bats_require_minimum_version 1.5.0
 
-# shellcheck source=scripts/lib/watch.bash
-source "$BATS_TEST_DIRNAME/../scripts/lib/watch.bash"
+for part in options nodes watch; do
+  # shellcheck disable=SC1090
+  source "$BATS_TEST_DIRNAME/../scripts/lib/$part.bash"
+done
 
 
 record() { # <message...>
@@ -20,10 +22,10 @@ KIT=$(readlink -f "$BATS_TEST_DIRNAME/..")
 setup() {
   cd "$BATS_TEST_TMPDIR" || return
   # shellcheck disable=SC2034 # for wait_for_nodes
-  DEADLINE='' REQUEST=''
-  STATUS=0 RUN=$PWD
+  DEADLINE='' REQUEST='' HANG_TIMEOUT=0
+  RUN=$PWD
   declare -gA CLIENT=() CONTROL=() DEAD=()
-  open_events
+  exec {EVENTS}<> <(:)
   : >recorded
 }
 
@@ -111,14 +113,15 @@ teardown() {
 # In a shell of its own: bash prints such lines only in a script.
 @test "when a client or its command is killed, the console shows no command of the launcher" {
   cat >launcher.sh <<'END'
-source "$KIT/scripts/lib/common.bash"
-source "$KIT/scripts/lib/watch.bash"
+for part in common options nodes watch; do
+  source "$KIT/scripts/lib/$part.bash"
+done
 record() { echo "$@"; }
-DEADLINE='' RUN=$PWD
-open_events
-start_client node1 on_node node1 bash -c 'echo of the command >&2; kill -KILL $$'
+RUN=$PWD HANG_TIMEOUT=0
+begin_run
+start_client node1 run_here node1 bash -c 'echo of the command >&2; kill -KILL $$'
 wait_for_nodes
-start_client node2 on_node node2 bash -c 'kill -KILL $PPID'
+start_client node2 run_here node2 bash -c 'kill -KILL $PPID'
 wait_for_nodes
 END
   KIT=$BATS_TEST_DIRNAME/.. bash launcher.sh >out 2>&1

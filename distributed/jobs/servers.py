@@ -61,6 +61,7 @@ KIT_FILES = (
     "distributed/launch/usage.py",
     "distributed/training/__init__.py", "distributed/training/base_model.py",
     "scripts/lib/jobs_host.py", "scripts/lib/in_node_env.sh", "scripts/lib/common.bash",
+    "scripts/lib/node_env.bash",
 )  # fmt: skip
 # Neither what git ignores, nor what runs leave: a copy is what a colleague would get by `git clone`.
 NOT_COPIED = (

@@ -5,7 +5,7 @@ launching side reads the replies:
 
     node2 cannot connect to node3 (10.0.0.3): no answer within 3 s: a firewall between them?
 
-scripts/lib/reach.bash goes through these steps. Standard library only: nothing else need be there.
+scripts/lib/connectivity.bash goes through these steps. Standard library only: nothing else need be there.
 """
 
 from __future__ import annotations

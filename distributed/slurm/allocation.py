@@ -1,20 +1,11 @@
 """What has SLURM really allocated to this job: which nodes, how many ranks on each, how many cores for each rank?
 
-    cores-a-rank 4
-    cores-a-node 8
-    port 23117
-    node1 2
-    node2 1
-
 Read from the variables of the batch script or the shell of salloc. They do not tell the GPUs of each node, and in the
 shell of salloc not even those of the first: scontrol does. Standard library only.
-
-Try it: salloc -N2 --ntasks-per-node=2 python -m distributed.slurm.allocation
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import os
 import re
@@ -87,6 +78,12 @@ class Allocation:
             yield f"this job has {env['SLURM_HET_SIZE']} components: only the nodes of the first are used"
 
 
+def read(ranks: int) -> Allocation:
+    """The allocation that this process is in; ranks as for from_env. Raises AllocationError."""
+    job = run_program(["scontrol", "show", "job", "--details", os.environ.get("SLURM_JOB_ID", "")], SCONTROL_LIMIT)
+    return Allocation.from_env(os.environ, ranks, job.out)
+
+
 def gpus_of_nodes(shown: str, job: str) -> dict[str, int]:
     """The GPUs allocated to a job on each node, from what `scontrol show job --details` prints.
 
@@ -136,29 +133,11 @@ def free_port(job: int) -> int:
     return next(port for port in itertools.islice(ports(job), len(PORTS)) if port_is_free(port))
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Print the allocation. Returns 2 when it does not fit."""
-    parser = argparse.ArgumentParser(prog="allocation", description=str(__doc__).splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--ranks", type=int, default=0, metavar="N", help="default: as many as are allocated")
-    parser.add_argument("--port", type=int, default=0, metavar="JOB", help="print a port for this job, and no more")
-    options = parser.parse_args(words)
-    if options.port:
-        print(free_port(options.port))
-        return 0
-    try:
-        job = run_program(["scontrol", "show", "job", "--details", os.environ.get("SLURM_JOB_ID", "")], SCONTROL_LIMIT)
-        found = Allocation.from_env(os.environ, options.ranks, job.out)
-    except AllocationError as error:
-        sys.stderr.write(f"allocation: {error}\n")
-        return 2
-    for note in found.notes(os.environ):
-        sys.stderr.write(f"allocation: warning: {note}\n")
-    here = os.environ.get("SLURMD_NODENAME") == found.nodes[0]
-    print(f"cores-a-rank {found.cores_a_task}\ncores-a-node {min(found.cores)}")
-    print(f"port {free_port(found.job) if here else '-'}")
-    print("".join(f"{node} {tasks}\n" for node, tasks in zip(found.nodes, found.tasks, strict=True)), end="")
+def main(words: Sequence[str]) -> int:
+    """Print a free port of this machine for the job whose number is given."""
+    print(free_port(int(words[0])))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -3,7 +3,7 @@
 # What every script of the kit shares: words for people, refusals, and where things are.
 #
 # Sourced, never run; it defines, and lets Ctrl-C end the script with 130. A script of scripts/ begins like this, so that
-# it also works through a symbolic link and from any folder:
+# it also works through a symbolic link and from any directory:
 #
 #   set -euo pipefail
 #   # shellcheck source=scripts/lib/common.bash
@@ -23,7 +23,7 @@
 }
 
 PROGRAM=${0##*/}                       # the name it was called by
-PROGRAM_FILE=$(readlink -f -- "$0")    # the script itself, whatever folder we go to later
+PROGRAM_FILE=$(readlink -f -- "$0")    # the script itself, whatever directory it goes to later
 KIT=$(readlink -f -- "${BASH_SOURCE[0]}")
 KIT=${KIT%/scripts/lib/*}              # root of the repository, absolute, symbolic links resolved
 
@@ -79,7 +79,13 @@ need_value() { # <option> [value] [rest...]
 
 # The opening comment of the script is its help.
 usage() {
-  sed -nE -e '1,2{/^#(!.*)?$/d}' -e '/^#( |$)/!q' -e 's/^# ?//p' -- "$PROGRAM_FILE"
+  local line number=0
+  while IFS= read -r line && [[ $line == '#' || $line == '# '* || $line == '#!'* ]]; do
+    number=$((number + 1))
+    ((number > 2)) || [[ $line == '# '* ]] || continue # the shebang, and the line below it
+    line=${line#'#'}
+    printf '%s\n' "${line# }"
+  done <"$PROGRAM_FILE"
 }
 
 
@@ -114,7 +120,7 @@ wait_for() { # <program> [argument...]
   INTERRUPTED=
   trap 'SIGNALLED=1 INTERRUPTED=INT' INT
   trap 'SIGNALLED=1 INTERRUPTED=TERM; [[ ! $child ]] || kill -TERM "$child"' TERM
-  (trap - INT TERM && exec "$@") <&0 &
+  (trap - INT TERM && exec_in_environment 0 "$@") <&0 &
   child=$!
   [[ $INTERRUPTED != TERM ]] || kill -TERM "$child" # it came before there was a child
   join "$child" || status=$?
@@ -148,13 +154,31 @@ join() { # <process id>
 # Set PYTHON, absolute: the one asked for, else the first that list_pythons finds, else python3. Refuses what is not there
 # or older than 3.10.
 pick_python() { # [value of --python]
-  if [[ ${1-} ]]; then
-    PYTHONS=()
-    check_python "$1" --python
-  else
-    list_pythons
-    check_python "${PYTHONS[0]:-python3}" "${PYTHON_ORIGINS[0]:-PATH}"
-  fi
+  name_python "${1-}"
+  check_python
+}
+
+
+# The same, but for the version.
+name_python() { # [value of --python]
+  PYTHONS=() PYTHON_ORIGINS=()
+  [[ ${1-} ]] || list_pythons
+  local python=${1:-${PYTHONS[0]:-python3}}
+  PYTHON_ORIGIN=${PYTHON_ORIGINS[0]:-PATH}
+  [[ ! ${1-} ]] || PYTHON_ORIGIN=--python
+  PYTHON=$(type -P -- "$python") || die_usage "no Python at '$python' (from $PYTHON_ORIGIN): name another with --python PATH"
+  # Not resolved further: the link itself is what tells Python its virtual environment.
+  [[ $PYTHON == /* ]] || PYTHON=$PWD/$PYTHON
+}
+
+
+check_python() {
+  local version
+  version=$("$PYTHON" --version 2>&1) || true
+  [[ $version =~ ^Python\ ([0-9]+)\.([0-9]+) ]] ||
+    die_usage "'$PYTHON' (from $PYTHON_ORIGIN) does not run as Python: name another with --python PATH"
+  ((BASH_REMATCH[1] * 1000 + BASH_REMATCH[2] >= 3010)) ||
+    die_usage "'$PYTHON' (from $PYTHON_ORIGIN) is $version, older than 3.10: name another with --python PATH"
 }
 
 
@@ -186,29 +210,10 @@ list_python() { # <path or name> <where it comes from>
 }
 
 
-check_python() { # <path or name> <where it came from>
-  PYTHON=$(type -P -- "$1") || die_usage "no Python at '$1' (from $2): name another with --python PATH"
-  # Not resolved further: the link itself is what tells Python its virtual environment.
-  [[ $PYTHON == /* ]] || PYTHON=$PWD/$PYTHON
-  local version
-  version=$("$PYTHON" --version 2>&1) || true
-  [[ $version =~ ^Python\ ([0-9]+)\.([0-9]+) ]] ||
-    die_usage "'$PYTHON' (from $2) does not run as Python: name another with --python PATH"
-  ((BASH_REMATCH[1] * 1000 + BASH_REMATCH[2] >= 3010)) ||
-    die_usage "'$PYTHON' (from $2) is $version, older than 3.10: name another with --python PATH"
-}
-
-
-# Run a module of distributed/ that takes a moment, with $PYTHON. The working folder becomes KIT, so paths among the
+# Run a module of distributed/ that takes a moment, with $PYTHON. The working directory becomes KIT, so paths among the
 # arguments must be absolute; an installed Dask (also "distributed") is then never picked up.
 kit_python() { # <module> [argument...]
   (trap '' INT && cd -- "$KIT" && unset PYTHONSAFEPATH && exec "$PYTHON" -m "distributed.$1" "${@:2}")
-}
-
-
-# Run Python for a moment. Ctrl-C ends the script behind it: while Python starts, it would print a traceback.
-short_python() { # <argument...>
-  (trap '' INT && exec "$PYTHON" "$@")
 }
 
 
@@ -234,86 +239,27 @@ forget_other_launches() {
 }
 
 
-# What a person wants to happen on every node before training: modules, conda, NCCL settings. A command of the file that
-# fails ends this process with EXIT_UNFIT, by the rules of `set -e`. Failures inside functions and inside other files
-# that it sources do not count: those of conda and Lmod are not written for `set -e`.
-source_node_env() { # <config/node_env.sh> [command to run when this process must end...]
-  local folder=$PWD status
-  NODE_ENV_FILE=$1 NODE_ENV_CLEANUP=("${@:2}")
-  exec {NODE_ENV_STDERR}>&2 # the file may redirect ours
-  trap 'node_env_exited "$?"' EXIT
-  trap 'node_env_failed "$?" "$LINENO"' ERR
-  set +eu +o pipefail
-  # shellcheck disable=SC1090
-  source "$1"
-  status=$?
-  set -euo pipefail
-  [[ $(trap -p ERR) == *node_env_failed* ]] ||
-    node_env_unfit "$NODE_ENV_FILE: sets or removes the trap for ERR, which notices commands that fail; leave that trap alone"
-  trap - ERR EXIT
-  ((status == 0)) || check_node_env_syntax
-  exec 2>&"$NODE_ENV_STDERR" {NODE_ENV_STDERR}>&-
-  cd -- "$folder"
+# Give exported variables the values back with which this script was started: it uses some of these names for itself. What it
+# has unset stays so.
+restore_environment() {
+  local - entry name
+  set +u
+  while IFS= read -r -d '' entry; do
+    name=${entry%%=*}
+    [[ $name =~ ^[A-Za-z_][A-Za-z_0-9]*$ && $name != @(_|PWD|OLDPWD|SHLVL|entry|name) ]] || continue
+    [[ ${!name@a} == *x* && ${!name@a} != *r* ]] || continue
+    unset -v "$name" # it may be an array now
+    export "${entry?}"
+  done <"/proc/$$/environ"
 }
 
 
-# As `source` reads a file that bash cannot read to its end.
-check_node_env_syntax() {
-  local fault
-  fault=$(bash -O extglob -n -- "$NODE_ENV_FILE" 2>&1) || node_env_unfit "${fault%%$'\n'*}"
-}
-
-
-node_env_exited() { # <exit code>
-  node_env_unfit "$NODE_ENV_FILE: exited with code $1, so nothing was started; it is sourced and must neither exit nor exec a command"
-}
-
-
-node_env_failed() { # <exit code> <line>
-  [[ ${BASH_SOURCE[1]} == "$NODE_ENV_FILE" && ${FUNCNAME[1]} == source ]] || return 0
-  ! node_env_may_fail "$2" || return 0
-  local command
-  command=$(sed -n -e "$2"'{:more' -e '/\\$/{N;s/\\\n[[:blank:]]*//;b more' -e '};s/^[[:blank:]]*//;s/\r$//;p;}' -- "$NODE_ENV_FILE")
-  node_env_unfit "$NODE_ENV_FILE: line $2: '$command' failed with exit code $1; mend it, or write '$command || true'"
-}
-
-
-# Whether `set +e` stands above this line, and no `set -e` behind that. It cannot be seen in $-: there `e` is not set
-# while the file is sourced, as it would end this process in the midst of a function too.
-node_env_may_fail() { # <line>
-  [[ $(head -n "$1" -- "$NODE_ENV_FILE" | grep -oE '^[[:blank:]]*set [-+]e' | tail -n 1) == *+e ]]
-}
-
-
-node_env_unfit() { # <message>
-  trap - ERR EXIT
-  exec 2>&"$NODE_ENV_STDERR"
-  printf '%s\n' "${MUSTER_NODE:+$MUSTER_NODE: }$1" >&2
-  "${NODE_ENV_CLEANUP[@]}"
-  exit "$EXIT_UNFIT"
-}
-
-
-end_background() {
-  # shellcheck disable=SC2046 # a word each
-  kill $(left_in_background) 2>/dev/null || true
-}
-
-
-# The processes that it has left in the background, with all that they have started: they would keep our output open.
-left_in_background() {
-  local pid
-  for pid in $(jobs -pr); do
-    with_children "$pid"
+# Become a command, in the environment with which this script was started, and with these entries.
+exec_in_environment() { # <number of entries> <NAME=VALUE...> <command...>
+  restore_environment
+  while (($1)); do
+    export "${2?}"
+    set -- $(($1 - 1)) "${@:3}"
   done
-}
-
-
-with_children() { # <process id>
-  local children child
-  printf '%s\n' "$1"
-  read -r -d '' -a children < <(cat "/proc/$1/task/"*/children 2>/dev/null) || true
-  for child in "${children[@]}"; do
-    with_children "$child"
-  done
+  exec "${@:2}"
 }

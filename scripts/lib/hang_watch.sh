@@ -2,40 +2,30 @@
 #
 # Runs beside a launcher, for its own run: asks the nodes now and then whether the run still makes progress.
 #
-# Usage: hang_watch.sh --python PATH --timeout SECONDS [--certain] RUN
+# Usage: hang_watch.sh [options] RUN
+#
+#   --python PATH      the interpreter
+#   --timeout SECONDS  without progress after which a run hangs
+#   --certain          silence alone is no hang; see distributed/runs/hang_decision.py
 #
 # A run that makes progress is asked about once per timeout. When it hangs, that is in .hang.json of the run directory,
 # the line "/hang 0" is printed, and this program exits. It exits, too, when its standard input ends: the launcher holds
-# the other end. With --certain silence alone is no hang; see distributed/runs/hang_decision.py.
+# the other end.
 #
 set -euo pipefail
 # shellcheck source=scripts/lib/common.bash
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/common.bash"
+# shellcheck source=scripts/lib/options.bash
+source "$KIT/scripts/lib/options.bash"
+# shellcheck source=scripts/lib/nodes.bash
+source "$KIT/scripts/lib/nodes.bash"
 # shellcheck source=scripts/lib/ssh.bash
 source "$KIT/scripts/lib/ssh.bash"
 # shellcheck source=scripts/lib/visit.bash
 source "$KIT/scripts/lib/visit.bash"
 
-TIMEOUT='' CERTAIN=() WORD=''
 LATE=5       # seconds that a pause may take longer; after more, the machine or this program was stopped meanwhile
-LOOK=1       # seconds for which the use of the CPU is measured before a run is said to hang
 WATCHED=0    # since then no rank can have been silent: the start, or the end of such a stop
-
-
-parse_args() { # <argument...>
-  while (($#)); do
-    case $1 in
-      --python) take_common_option "$@"; shift ;;
-      --timeout) need_value "$@"; TIMEOUT=$2; shift ;;
-      --certain) CERTAIN=(--certain) LOOK=5 ;;
-      --help | -h) usage; exit ;;
-      -*) die_usage "$1: unknown option" ;;
-      *) WORD=$1 ;;
-    esac
-    shift
-  done
-  [[ $TIMEOUT && $WORD ]] || die_usage "--timeout and RUN are missing"
-}
 
 
 # With all of this program's process group, also in the middle of a question. Not by a trap: a signal that comes just
@@ -59,19 +49,25 @@ pause() { # <seconds>
 # Print what is to be done next: "hung", "stacks" or "wait SECONDS".
 decide() { # [--stacks]
   [[ ! $JOB ]] || look_for_job
-  ask_nodes look_at --seconds "$([[ ${1-} ]] && echo "$LOOK" || echo 0)" "$@"
-  kit_python runs.hang_decision --timeout "$TIMEOUT" --watched $((SECONDS - WATCHED)) "${CERTAIN[@]}" "$@" "$RUN" "$ANSWERS"
+  local certain=() sample=0
+  ((!CERTAIN)) || certain=(--certain)
+  [[ ! ${1-} ]] || sample=$((CERTAIN ? 5 : 1)) # seconds for which the use of the CPU is measured before a run is said to hang
+  ask_nodes "$VISITED" visit_status --seconds "$sample" "$@"
+  kit_python runs.hang_decision --timeout "$TIMEOUT" --watched $((SECONDS - WATCHED)) "${certain[@]}" "$@" "$RUN" "$VISITED"
 }
 
 
 main() {
   local decision
-  parse_args "$@"
+  parse_options "$@"
+  QUIET=1
+  take_one_argument RUN ''
+  [[ $TIMEOUT && $ARGUMENT ]] || die_usage "--timeout and RUN are missing"
   end_with_launcher
   pause "$TIMEOUT"
   pick_python "$ASKED_PYTHON"
   open_connections
-  find_run "$WORD"
+  find_run "$ARGUMENT"
   while true; do
     ANSWER_WITHIN=15
     decision=$(decide)

@@ -2,44 +2,61 @@
 #
 # All nodes through one pdsh: one client for all of them, in place of one ssh each.
 #
-# Sourced behind nodes.bash and ssh.bash, never run. pdsh gives all nodes the same command, and only the position of each
-# in the list; so the command holds what differs as a table. It gives them an open standard input for as long as it
-# lives, through which nothing comes: its end is the end of the control channel, but requests and the environment go
-# over ssh.
+# Sourced, never run; it needs nodes.bash, ssh.bash, launch.bash and watch.bash. pdsh gives all nodes the same command, and
+# each its position in the list; so the command holds what differs as lists. It gives them an open standard input for as
+# long as it lives, through which nothing comes: its end is the end of the control channel, but requests and the
+# environment go over ssh.
 
+# shellcheck disable=SC2034,SC2153 # other files read and set what stands here
 need_pdsh() {
   type -P pdsh >/dev/null || die "there is no pdsh on this machine: install it, or use launch_torchrun_auto.sh"
 }
 
 
-start_by_pdsh() {
+pdsh_start_nodes() {
+  local node
   name_supervisor
-  send_environment
+  agent_words
+  for node in "${NODES[@]}"; do
+    REACHED_BY["$node"]=ssh_run
+  done
+  pdsh_send_environment
   start_client pdsh run_pdsh
 }
 
 
 # To a file of each node that nobody else can read. Its supervisor removes it.
-send_environment() {
+pdsh_send_environment() {
   local node sending=()
   for node in "${NODES[@]}"; do
-    line_on_node "$node" "mkdir -p -- $(quote "$RUN") && umask 077 && cat >$(quote "$RUN/node_$node.environment")" \
-      < <(environment_block) &
+    ssh_call "$node" keep_environment_there "$RUN" "$RUN/node_$node.environment" < <(environment_block) &
     sending+=($!)
   done
   wait "${sending[@]}" || true # the supervisor of a node without the file reports that
 }
 
 
+keep_environment_there() { # <run directory> <file>
+  mkdir -p -- "$1" && umask 077 && cat >"$2"
+}
+
+
 # Runs until all nodes have ended. Requests come on standard input; its end means that the launcher is gone.
 run_pdsh() {
-  local pdsh status=0 errors reader
+  local pdsh status=0 errors reader node addresses=() counts=() supervisor
   trap '' INT TERM HUP TSTP # it carries the nodes' last output, whatever ends the launcher
   exec 3<&0
   pipe_into errors read_errors
   reader=$!
+  for node in "${NODES[@]}"; do
+    addresses+=("${ADDRESS[$node]}") counts+=("${NPROC_OF[$node]}")
+  done
+  supervisor=("${SUPERVISOR[@]}" run --dir "$RUN" --grace "$GRACE" --source "$(node_env)" --sample-usage)
   PDSH_RCMD_TYPE=${PDSH_RCMD_TYPE:-ssh} PDSH_SSH_ARGS_APPEND="${SSH_OPTIONS[*]}" \
-    pdsh -S -N -f "${#NODES[@]}" -w "$(all_addresses)" "$(for_any_shell "$(line_for_all)") %n" \
+    pdsh -S -N -f "${#NODES[@]}" -w "$(IFS=, && printf '%s' "${addresses[*]}")" \
+    "$(for_any_shell "$(declare -f supervise_there)
+      supervise_there \"\$3\" $(quote "$PWD" "$RUN" "$MASTER_ADDR" "$MASTER_PORT" "${#NODES[@]}" "${NODES[@]}" "${counts[@]}" \
+        "${#supervisor[@]}" "${supervisor[@]}" "${#AGENT_WORDS[@]}" "${AGENT_WORDS[@]}" "${SCRIPT_WORDS[@]}")") %n" \
     </dev/null 2>&"$errors" 3<&- {errors}>&- &
   pdsh=$!
   exec {errors}>&-
@@ -48,6 +65,24 @@ run_pdsh() {
   { kill -KILL $! && wait $!; } 2>/dev/null || true
   wait "$reader" || true
   return $((status == 255 ? EXIT_UNFIT : status))
+}
+
+
+# Become the supervisor of the agent. Each list but the last stands behind its length.
+supervise_there() { # <node rank> <working directory> <run directory> <master address> <port> <nodes...> <processes...>
+  #                   <supervisor...> <agent...> <script...>
+  local rank=$1 directory=$2 run=$3 address=$4 port=$5 nodes counts supervisor agent
+  shift 5
+  nodes=("${@:2:$1}") counts=("${@:$1+2:$1}")
+  shift $(($1 * 2 + 1))
+  supervisor=("${@:2:$1}")
+  shift $(($1 + 1))
+  agent=("${@:2:$1}")
+  shift $(($1 + 1))
+  cd -- "$directory" || exit 69
+  exec "${supervisor[@]}" --name "${nodes[rank]}" --environment "$run/node_${nodes[rank]}.environment" -- \
+    "${agent[@]}" --rdzv-id "${run##*/}" --nnodes "${#nodes[@]}" --node-rank "$rank" --nproc-per-node "${counts[rank]}" \
+    --master-addr "$address" --master-port "$port" --log-dir "$run/ranks/${nodes[rank]}" "$@"
 }
 
 
@@ -97,42 +132,12 @@ forward_requests() { # <process id of pdsh>
 
 
 request_all() { # <stop or kill>
-  # shellcheck disable=SC2034 # call_ssh reads it
   local node requests=() ANSWER_WITHIN=5
   for node in "${NODES[@]}"; do
     if [[ ! -e $RUN/node_$node.lost ]]; then
-      on_node "$node" "${SUPERVISOR[@]}" "$1" --dir "$RUN" --name "$node" </dev/null &
+      ssh_run "$node" "${SUPERVISOR[@]}" "$1" --dir "$RUN" --name "$node" </dev/null &
       requests+=($!)
     fi
   done
   ((${#requests[@]} == 0)) || wait "${requests[@]}" || true
-}
-
-
-all_addresses() {
-  local node addresses=()
-  for node in "${NODES[@]}"; do
-    addresses+=("${ADDRESS[$node]}")
-  done
-  (IFS=, && printf '%s\n' "${addresses[*]}")
-}
-
-
-# The line that each node runs; its node rank comes behind it, as $3.
-line_for_all() {
-  local node counts=()
-  for node in "${NODES[@]}"; do
-    counts+=("${NPROC[$node]}")
-  done
-  agent_words
-  # shellcheck disable=SC2016 # it is for the other side
-  printf '%s' \
-    "nodes=($(quote "${NODES[@]}")) nprocs=(${counts[*]}); node=\${nodes[\$3]}; " \
-    "cd -- $(quote "$PWD") || exit $EXIT_UNFIT; " \
-    "exec $(quote "${SUPERVISOR[@]}" run --dir "$RUN" --grace "$GRACE" --source "$(node_env)" --sample-usage) --name \"\$node\" " \
-    "--environment $(quote "$RUN/node_")\"\$node\".environment -- " \
-    "$(quote "${AGENT_WORDS[@]}" --rdzv-id "${RUN##*/}" --nnodes "${#NODES[@]}" --master-addr "$MASTER_ADDR") " \
-    "--master-port $MASTER_PORT " \
-    "--node-rank \"\$3\" --nproc-per-node \"\${nprocs[\$3]}\" --log-dir $(quote "$RUN/ranks/")\"\$node\" " \
-    "$(quote "${SCRIPT_WORDS[@]}")"
 }

@@ -2,22 +2,17 @@
 #
 # A training on the SLURM allocation that this shell is in: on all of its nodes, started by srun.
 #
-# Sourced behind launcher.bash, never run.
-#
-#   in_allocation && launch_on_allocation [RANKS]
+# Sourced, never run; it needs options.bash, nodes.bash, node_env.bash, launch.bash and watch.bash.
 #
 # Settings from the environment: LAUNCHER, srun (one task a rank) or torchrun (one agent a node); CONTAINER, words
 # before Python on the nodes, or options of srun; SRUN_ARGS, more options of srun.
 
+# shellcheck disable=SC2034 # other files read and set what stands here
 LAUNCHER=${LAUNCHER:-srun}
-NODES=()            # of the allocation, by node rank
-TASKS=()            # of each node: how many ranks
-RANKS=0             # of all
-CORES=0             # of each rank; 0: there are fewer than ranks
-NODE_CORES=1        # of the node that has the fewest
-PORT=''             # where the ranks meet, on the first node; - is not known yet
+CORES_PER_RANK=0    # 0: there are fewer than ranks
+CORES_PER_NODE=1    # of the node that has the fewest
 IN_CONTAINER=()     # words before Python
-SRUN_OPTIONS=()     # the person's own
+SRUN_OPTIONS=()     # the user's own
 RANK_PYTHON=''
 
 
@@ -36,9 +31,11 @@ enter_node_env() { # <argument of the script...>
     unset MUSTER_ENTERED
     return
   fi
-  source_node_env "$(node_env)" end_background </dev/null >&2
+  set -- "$(node_env)" "$PROGRAM_FILE" "$@"
+  restore_environment
+  source_node_env "$1" end_background </dev/null >&2
   end_background
-  MUSTER_ENTERED=1 MASTER_PORT=$PORT_OF_ENVIRONMENT exec bash "$PROGRAM_FILE" "$@"
+  MUSTER_ENTERED=1 exec bash "${@:2}"
 }
 
 
@@ -69,67 +66,55 @@ split_words() { # <name of a variable>
 }
 
 
-# What the image holds cannot be looked at from here, and what is here need not be able to train.
-check_work() {
-  if [[ ! ${CONTAINER-} ]]; then
-    pick_rank_python
-    RANK_PYTHON=$PYTHON
-    check_torch
-    check_script
-  else
-    pick_python ''
-    RANK_PYTHON=${ASKED_PYTHON:-python3}
-    if [[ $MODULE ]]; then
-      WORK=(-m "$MODULE")
-    else
-      SCRIPT=${SCRIPT:-$KIT/train.py}
-      check_script
-    fi
+# Set the nodes, the script and what each rank gets. What a container's image holds cannot be looked at from here, and what
+# is here need not be able to train.
+slurm_check_call() { # <number of ranks; 0: as many as are allocated>
+  local torch=(--torch) asked=$ASKED_PYTHON
+  ((!DETACH)) || die_usage "--detach: inside an allocation the run ends with it; use sbatch to leave the terminal"
+  check_slurm_settings
+  take_port_of_environment
+  if [[ ${CONTAINER-} ]]; then
+    ASKED_PYTHON='' torch=() WORK_IS_HERE=0
   fi
-}
-
-
-read_allocation() { # [number of ranks]
-  local lines name value
-  lines=$(kit_python slurm.allocation --ranks "${1:-0}") || exit "$EXIT_USAGE"
-  while read -r name value; do
-    case $name in
-      cores-a-rank) CORES=$value ;;
-      cores-a-node) NODE_CORES=$value ;;
-      port) PORT=${MASTER_PORT:-$value} ;;
-      *) NODES+=("$name") TASKS+=("$value") PLACES+=("$name:$value") RANKS=$((RANKS + value)) ;;
-    esac
-  done <<<"$lines"
+  check_call "${torch[@]}" --allocation "$1"
+  RANK_PYTHON=$PYTHON
+  [[ ! ${CONTAINER-} ]] || RANK_PYTHON=${asked:-python3}
+  SLURM_JOB=("$SLURM_JOB_ID")
+  [[ ! ${SLURM_ARRAY_JOB_ID-} ]] || SLURM_JOB+=("${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID")
 }
 
 
 # On the node where the ranks meet; this shell may be on another.
-find_port() {
-  [[ $PORT == - ]] || return 0
+slurm_choose_port() {
+  [[ ! $MASTER_PORT ]] || return 0
   # Without --gres none, the step of a job with --gpus would ask for all of its GPUs on this one node.
-  PORT=$(srun --overlap --gres none --nodes 1 --ntasks 1 --nodelist "${NODES[0]}" --input none \
-    "$PYTHON" "$KIT/scripts/lib/module.py" slurm.allocation --port "$SLURM_JOB_ID") ||
+  MASTER_PORT=$(srun --overlap --gres none --nodes 1 --ntasks 1 --nodelist "${NODES[0]}" --input none \
+    "$PYTHON" "$KIT/scripts/lib/module.py" slurm.allocation "$SLURM_JOB_ID") ||
     die "${NODES[0]}: cannot be asked for a free port; see what srun says above, or name one with --master-port"
 }
 
 
 # ---------------------------------------------------------------- what runs
 
-# srun and all its words, in COMMAND.
-srun_command() { # <folder of the run>
+# srun and all its arguments, in COMMAND.
+srun_command() { # <run directory>
   local task=("$KIT/scripts/lib/task.sh" "$(node_env)" "${IN_CONTAINER[@]}" "$RANK_PYTHON" "$KIT/scripts/lib/task.py")
   local shares always=(srun --export ALL --kill-on-bad-exit=1 --nodes "${#NODES[@]}")
+  local node counts=()
+  for node in "${NODES[@]}"; do
+    counts+=("${NPROC_OF[$node]}")
+  done
   mapfile -t shares < <(shares_of_a_rank)
   if [[ $LAUNCHER == torchrun ]]; then
     PYTHON=$RANK_PYTHON agent_words
-    COMMAND=(env MASTER_ADDR="${NODES[0]}" MASTER_PORT="$PORT"
-      "${always[@]}" --ntasks "${#NODES[@]}" --ntasks-per-node 1 --cpus-per-task "$NODE_CORES"
-      "${SRUN_OPTIONS[@]}" "${task[@]}" agent "$1" "$GRACE" "$(IFS=, && printf '%s' "${TASKS[*]}")"
+    COMMAND=(env MASTER_ADDR="${NODES[0]}" MASTER_PORT="$MASTER_PORT"
+      "${always[@]}" --ntasks "${#NODES[@]}" --ntasks-per-node 1 --cpus-per-task "$CORES_PER_NODE"
+      "${SRUN_OPTIONS[@]}" "${task[@]}" agent "$1" "$GRACE" "$(IFS=, && printf '%s' "${counts[*]}")"
       "${AGENT_WORDS[@]}" -- "${SCRIPT_WORDS[@]}")
   else
-    COMMAND=(env MASTER_PORT="$PORT"
+    COMMAND=(env MASTER_PORT="$MASTER_PORT"
       "${always[@]}" --ntasks "$RANKS" --distribution block "${shares[@]}"
-      "${SRUN_OPTIONS[@]}" "${task[@]}" rank "$1" "$GRACE" "${WORK[@]}" "${CONFIG_ARGS[@]}" "${USER_ARGS[@]}")
+      "${SRUN_OPTIONS[@]}" "${task[@]}" rank "$1" "$GRACE" "${WORK[@]}" "${CONFIG_ARGS[@]}" "${SCRIPT_ARGS[@]}")
   fi
 }
 
@@ -137,11 +122,11 @@ srun_command() { # <folder of the run>
 # What srun does not take over from sbatch. With --cpus-per-task, SLURM binds each task to cores of its own, where the
 # cluster is configured to bind at all.
 shares_of_a_rank() {
-  if [[ $(printf '%s\n' "${TASKS[@]}" | sort -u | wc -l) == 1 ]]; then
-    printf '%s\n' --ntasks-per-node "${TASKS[0]}"
+  if [[ $(printf '%s\n' "${NPROC_OF[@]}" | sort -u | wc -l) == 1 ]]; then
+    printf '%s\n' --ntasks-per-node "${NPROC_OF[${NODES[0]}]}"
   fi
-  if ((CORES)); then
-    printf '%s\n' --cpus-per-task "$CORES"
+  if ((CORES_PER_RANK)); then
+    printf '%s\n' --cpus-per-task "$CORES_PER_RANK"
   else
     printf '%s\n' --overcommit
   fi
@@ -151,46 +136,30 @@ shares_of_a_rank() {
 }
 
 
-start_step() {
-  local places=("${PLACES[@]}")
-  [[ $LAUNCHER == srun ]] || places=("${NODES[@]/%/:1}")
-  start_client slurm run_step "$(IFS=, && printf '%s' "${places[*]}")" "${COMMAND[@]}"
+# For --dry-run.
+slurm_show_step() {
+  MASTER_PORT=${MASTER_PORT:-<a free port of ${NODES[0]}>}
+  srun_command "$LOG_DIR/<run>"
+  shown "${COMMAND[@]}"
 }
 
 
-# Runs until all tasks have ended. Orders come on standard input; its end means that the launcher is gone.
-run_step() { # <node:tasks,...> <word...>
-  local status=0
-  trap '' INT TERM HUP TSTP USR2 # it carries the tasks' last words, whatever ends us
-  give_environment # srun hands it on
-  "$PYTHON" "$KIT/scripts/lib/step.py" "$RUN" "$@" || status=$?
-  return $((status == 255 ? EXIT_UNFIT : status)) # 255 would be a lost node
-}
-
-
-# ---------------------------------------------------------------- the whole of a launch
-
-# Sets CODE.
-launch_on_allocation() { # <CONFIG> [number of ranks]
-  ((!DETACH)) || die_usage "--detach: inside an allocation the run ends with it; use sbatch to leave the terminal"
-  check_slurm_settings
-  take_port_of_environment
-  check_work
-  read_allocation "${2-}"
-  check_config "$1" "$RANKS"
-  if [[ ${DRY_RUN:-0} == 1 ]]; then
-    [[ $PORT != - ]] || PORT="<a free port of ${NODES[0]}>"
-    srun_command "$LOG_DIR/<run>"
-    shown "${COMMAND[@]}"
-    exit
-  fi
-  find_port
-  forget_other_launches
-  # shellcheck disable=SC2034 # open_run tells it
-  SLURM_JOB=("$SLURM_JOB_ID" ${SLURM_ARRAY_JOB_ID:+"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"})
-  [[ ! $AGAIN ]] || archive_attempt "$AGAIN"
-  open_run "$RANKS" "${NODES[@]}"
+slurm_start_step() {
+  local node tasks=()
+  for node in "${NODES[@]}"; do
+    [[ $LAUNCHER == srun ]] && tasks+=("$node:${NPROC_OF[$node]}") || tasks+=("$node:1")
+  done
   srun_command "$RUN"
-  unset SLURM_NTASKS_PER_NODE SLURM_GPUS_PER_TASK SLURM_DISTRIBUTION # what is meant of them stands there
-  run_nodes start_step
+  start_client slurm run_step "$(IFS=, && printf '%s' "${tasks[*]}")" "${COMMAND[@]}"
+}
+
+
+# Runs until all tasks have ended. Requests come on standard input; its end means that the launcher is gone.
+run_step() { # <node:tasks,...> <command...>
+  local status=0
+  trap '' INT TERM HUP TSTP USR2 # it carries the tasks' last output, whatever ends the launcher
+  unset SLURM_NTASKS_PER_NODE SLURM_GPUS_PER_TASK SLURM_DISTRIBUTION # srun's arguments say what is meant of them
+  # srun hands the environment on.
+  (exec_in_environment "${#ENVIRONMENT[@]}" "${ENVIRONMENT[@]}" "$PYTHON" "$KIT/scripts/lib/step.py" "$RUN" "$@") || status=$?
+  return $((status == 255 ? EXIT_UNFIT : status)) # 255 would be a lost node
 }

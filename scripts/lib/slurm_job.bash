@@ -1,44 +1,36 @@
 # shellcheck shell=bash
 #
-# A batch job of SLURM: its words, its run over several turns, and whether there is a next turn.
+# A batch job of SLURM, which may be started several times: requeued by us when its time was up, or by SLURM when a node was
+# lost or another job more urgent. All starts have one run directory, which logs/slurm-<job> points to.
 #
-# Sourced by the scripts of scripts/slurm behind common.bash, never run. A turn is what SLURM starts: the job may be
-# started anew, by us when its time was up, or by SLURM when a node was lost or another job more urgent. All turns have
-# one folder of the run, which logs/slurm-<job> points to.
+# Sourced by the scripts of scripts/slurm, never run; it needs slurm.bash and all that slurm.bash needs.
 
-SUBMITTED_CONFIG=${CONFIG-} SUBMITTED_SCRIPT=${SCRIPT-} # before those who follow take the names
-# shellcheck source=scripts/lib/launcher.bash
-source "$KIT/scripts/lib/launcher.bash"
-# shellcheck source=scripts/lib/slurm.bash
-source "$KIT/scripts/lib/slurm.bash"
-
-GRACE=${MUSTER_GRACE:-120} # SLURM's own KillWait is mostly shorter, and ends what is left
-MAX_REQUEUES=100
+# shellcheck disable=SC2034 # other files read and set what stands here
 REQUEUES=${SLURM_RESTART_COUNT:-0} # so far, also those that were not our doing
 
 
-parse_job() { # <word...>
-  local words=() call=("$@")
+# CONFIG, and the options of the job, from the arguments or from the environment in which sbatch was called.
+take_arguments_of_job() {
+  CALL=(sbatch "$KIT/scripts/slurm/$PROGRAM" "${CALL[@]:1}")
+  GRACE=${MUSTER_GRACE:-120} # SLURM's own KillWait is mostly shorter, and ends what is left
+  [[ $SCRIPT$MODULE ]] || SCRIPT=$SCRIPT_OF_ENVIRONMENT
+  ((${#POSITIONAL[@]})) || POSITIONAL=("${CONFIG_OF_ENVIRONMENT:-$KIT/config/quickstart.yaml}")
+  choose_config "${POSITIONAL[@]}"
+}
+
+
+refuse_misplaced_options() { # <argument...>
   while (($#)); do
     case $1 in
-      --max-requeues) need_value "$@"; MAX_REQUEUES=$2; shift ;;
-      --max-requeues=*) MAX_REQUEUES=${1#*=} ;;
-      --) break ;;
+      --) return ;;
+      --detach) die_usage "--detach: sbatch leaves the terminal by itself" ;;
       --nodes* | --ntasks* | --gres* | --gpus* | --time* | --mem* | --cpus-per-task* | --partition* | --account* | --array* | \
         -N* | -n* | -p* | -A* | -t* | -w* | -c*)
         die_usage "$1: options of sbatch stand before the script: sbatch $1 ... $PROGRAM"
         ;;
-      *) words+=("$1") ;;
     esac
     shift
   done
-  parse_options "${words[@]}" "$@"
-  CALL=(sbatch "$KIT/scripts/slurm/$PROGRAM" "${call[@]}")
-  [[ $SCRIPT$MODULE ]] || SCRIPT=$SUBMITTED_SCRIPT
-  is_count "$MAX_REQUEUES" || die_usage "--max-requeues: expected a whole number, got '$MAX_REQUEUES'"
-  ((!DETACH)) || die_usage "--detach: sbatch leaves the terminal by itself"
-  ((${#POSITIONAL[@]})) || POSITIONAL=("${SUBMITTED_CONFIG:-$KIT/config/quickstart.yaml}")
-  choose_config "${POSITIONAL[@]}"
 }
 
 
@@ -54,14 +46,14 @@ choose_config() { # <CONFIG...>
   CONFIG=$1
   if [[ ${SLURM_ARRAY_TASK_ID-} ]]; then
     CONFIG=${CONFIG//%a/$SLURM_ARRAY_TASK_ID}
-    USER_ARGS=("${USER_ARGS[@]//%a/$SLURM_ARRAY_TASK_ID}")
+    SCRIPT_ARGS=("${SCRIPT_ARGS[@]//%a/$SLURM_ARRAY_TASK_ID}")
   fi
 }
 
 
 # ---------------------------------------------------------------- before it is submitted
 
-# What sbatch reads, and what would run if just that were allocated.
+# What sbatch reads; then the allocation becomes just that, so that it can be shown what would run.
 show_submission() {
   local nodes tasks cores
   nodes=$(default_of nodes) tasks=$(default_of ntasks-per-node) cores=$(default_of cpus-per-task)
@@ -69,7 +61,6 @@ show_submission() {
   [[ $nodes$tasks$cores =~ ^[0-9]+$ ]] || die "$PROGRAM_FILE: expected a number in its #SBATCH lines for --nodes, --ntasks-per-node and --cpus-per-task; correct them"
   export SLURM_JOB_ID=0 SLURM_JOB_NODELIST="node[1-$nodes]" SLURM_TASKS_PER_NODE="$tasks(x$nodes)" \
     SLURM_JOB_CPUS_PER_NODE="$((tasks * cores))(x$nodes)" SLURM_NTASKS=$((nodes * tasks)) SLURM_CPUS_PER_TASK=$cores
-  launch_on_allocation "$CONFIG"
 }
 
 
@@ -78,10 +69,10 @@ default_of() { # <option of sbatch>
 }
 
 
-# ---------------------------------------------------------------- from turn to turn
+# ---------------------------------------------------------------- when the job is started again
 
-# The folder in which the turn before has left the run, in AGAIN. What has ended well stays so.
-find_turn_before() {
+# The directory in which the job has left its run, in EARLIER_RUN. A run that has ended well stays so.
+find_earlier_run() {
   local before
   ((REQUEUES)) && before=$(readlink -e -- "$LOG_DIR/slurm-$SLURM_JOB_ID") || return 0
   log "job $SLURM_JOB_ID was requeued $(counted "$REQUEUES" time): going on in ${before##*/}"
@@ -89,16 +80,16 @@ find_turn_before() {
     log "the run has ended well before: nothing is left to do"
     exit
   fi
-  AGAIN=$before
+  EARLIER_RUN=$before
 }
 
 
 # When SLURM has stopped the ranks, or a node was lost; not when a person has stopped us, or a rank has failed.
-next_turn() {
+requeue_if_stopped() {
   is_batch_script && { stopped_by_slurm || lost_a_node; } || return 0
   if ((REQUEUES >= MAX_REQUEUES)); then
     record "requeued $(counted "$REQUEUES" time), and --max-requeues is $MAX_REQUEUES: not requeueing; submit the same job to go on"
-  elif in_vain; then
+  elif requeued_in_vain; then
     record "no progress${FURTHEST:+ past step $FURTHEST} in the last $MOST_STALLED turns: not requeueing; submit the same job to go on"
   else
     record "requeueing job $SLURM_JOB_ID${FURTHEST:+ at step $FURTHEST}, to go on from the newest checkpoint"
@@ -107,18 +98,13 @@ next_turn() {
 }
 
 
-# The ranks were told, not we. Both are when a job is preempted: then those that know no signal die of it, and those
+# The ranks were signalled, not we. Both are when a job is preempted: then those that know no signal die of it, and those
 # that end with 0 may not have come to their end.
 stopped_by_slurm() {
   if [[ ! $SIGNAL ]] && ((CODE == EXIT_STOPPED)); then
     return
   fi
   ((CODE == EXIT_STOPPED || CODE == EXIT_TERMINATED)) || [[ $SIGNAL && $CODE == 0 ]] || return 1
-  is_preempted
-}
-
-
-is_preempted() {
   [[ $(scontrol show job --oneliner "${SLURM_JOB[-1]}") == *" PreemptTime="[0-9]* ]]
 }
 
@@ -134,27 +120,12 @@ is_batch_script() {
 }
 
 
-# Whether the last turns came no further, one after the other; counted beside the run.
-in_vain() {
+# Whether the last starts made no progress, one after the other; counted beside the run.
+requeued_in_vain() {
   local vain=0
   if ! made_progress; then
     vain=$(($(cat -- "$RUN/turns_in_vain" 2>/dev/null || echo 0) + 1))
   fi
   echo "$vain" >"$RUN/turns_in_vain"
   ((vain >= MOST_STALLED))
-}
-
-
-train_in_job() { # <word...>
-  parse_job "$@"
-  if [[ ! ${SLURM_JOB_ID-} ]] && ((${DRY_RUN:-0})); then
-    show_submission
-  fi
-  in_allocation || die_usage "this is for sbatch: $(quote "${CALL[@]}") (--dry-run shows what that would do)"
-  enter_node_env "$@"
-  find_turn_before
-  trap 'request stop' USR2 # where it is sent to the batch script too
-  launch_on_allocation "$CONFIG"
-  next_turn
-  exit "$CODE"
 }

@@ -1,17 +1,21 @@
 # shellcheck shell=bash
 #
-# The kit's door to other nodes: OpenSSH's own client, with the person's own configuration.
-#
-# Sourced behind common.bash, never run; nodes.bash says who the nodes are. One connection a node serves all
-# calls of one launch:
+# Other nodes, through OpenSSH's own client with the user's own configuration. One connection to each node serves all calls
+# of a script:
 #
 #   open_connections
-#   on_node NODE COMMAND [WORD...]
+#   ssh_run NODE COMMAND [ARGUMENT...]
+#
+# Sourced, never run. nodes.bash has the nodes; a launch over ssh needs launch.bash and watch.bash as well.
+
+# shellcheck disable=SC2034 # other files read and set what stands here
+SOCKETS=''       # directory for the sockets of the connections, and for what else must not outlive this script
+SSH_OPTIONS=()
 
 
-# One folder of sockets for each launch, short enough for a socket's name (ssh takes 90 bytes, 41 of them its own). The
-# kit's ssh_config is called by a name in it, as ssh (for ProxyJump), rsync and pdsh take a blank in a path for its end.
-# It goes when we do; the connections themselves end when nobody has used them for a few seconds.
+# A directory for each call, short enough for a socket's name (ssh takes 90 bytes, 41 of them its own). ssh_config is called
+# by a name in it, as ssh (for ProxyJump), rsync and pdsh take a blank in a path for its end. The directory is removed when
+# this script ends; the connections themselves end when nothing has used them for a few seconds.
 open_connections() {
   SOCKETS=$(mktemp -d "${XDG_RUNTIME_DIR:-/tmp}/muster-XXXXXX")
   if ((${#SOCKETS} > 45)) || [[ $SOCKETS == *[[:space:]]* ]]; then
@@ -24,52 +28,55 @@ open_connections() {
 }
 
 
-# Not by a trap, which SIGKILL would not run; and by nobody's child, for whom we might wait.
-remove_later() { # <folder>
+# Not by a trap, which SIGKILL would not run; and not in a child, for which `wait` would wait.
+remove_later() { # <directory>
   remove_at_end_of_input "$1" <&0 >/dev/null 2>&1 &
 }
 
 
-remove_at_end_of_input() { # <folder>
+remove_at_end_of_input() { # <directory>
   trap '' INT TERM HUP TSTP
   read -r _ || true
   rm -rf -- "$1"
 }
 
 
-# In a session of its own: Ctrl-C is for us to handle, and ssh would not let itself be told to ignore it.
-call_ssh() { # <ssh's words...>
+# ---------------------------------------------------------------- one command on one node
+
+# In a session of its own: Ctrl-C is for this script to handle. ANSWER_WITHIN: seconds after which it is killed.
+call_ssh() { # <ssh's arguments...>
   unreported setsid --wait ${ANSWER_WITHIN:+timeout -s KILL "$ANSWER_WITHIN"} ssh "${SSH_OPTIONS[@]}" "$@"
 }
 
 
-# Run a command in the working folder of a node, with its standard input and output.
-# Ends with the command's own status, or with 255 when the node cannot be reached or is lost.
-on_node() { # <node> <command> [word...]
-  say_to_node "$1" "$(for_nodes "${@:2}")"
+# Run a command in the working directory of a node, with our standard input and output. Returns the command's own status, or
+# 255 when the node is unreachable or the connection is lost.
+ssh_run() { # <node> <command> [argument...]
+  ssh_send "$1" "$(command_line "${@:2}")"
 }
 
 
-line_on_node() { # <node> <line for bash>
-  say_to_node "$1" "$(for_any_shell "$2")"
+# Run one of our functions on a node.
+ssh_call() { # <node> <function> [argument...]
+  ssh_send "$1" "$(for_any_shell "$(declare -f "$2")"$'\n'"$(quote "${@:2}")")"
 }
 
 
-# Who says the same to many nodes writes it once.
-say_to_node() { # <node> <what for_nodes or for_any_shell wrote>
+# What is sent to many nodes is written once.
+ssh_send() { # <node> <what command_line or for_any_shell printed>
   call_ssh -- "${ADDRESS[$1]}" "$2"
 }
 
 
-for_nodes() { # <command> [word...]
+command_line() { # <command> [argument...]
   for_any_shell "cd -- $(quote "$PWD") || exit $EXIT_UNFIT; exec $(quote "$@")"
 }
 
 
-# ssh joins its words with blanks, and the login shell of the person parses them again: it may be any shell. So it gets
-# one word that all shells leave as it is, and hands it to bash: what a shell, or pdsh, would change stands there as =XX.
+# ssh joins its arguments with blanks, and the user's login shell parses them again: it may be any shell. So it gets one
+# argument that all shells leave as it is, and hands it to bash: what a shell, or pdsh, would change stands there as =XX.
 # shellcheck disable=SC2016 # what it holds is for the other side
-for_any_shell() { # <line for bash>
+for_any_shell() { # <lines for bash>
   local LC_ALL=C line=${1//=/=3D} strange code
   while [[ $line =~ [^]A-Za-z0-9_./:,+@{}\(\)\[\;\$\&\|\<\>\"\*\?\~\#\^\ =-] ]]; do
     strange=${BASH_REMATCH[0]}
@@ -77,4 +84,47 @@ for_any_shell() { # <line for bash>
     line=${line//"$strange"/$code}
   done
   printf "exec bash -c 'eval \"\$(printf %%b \"\${1//=/\$2}\")\"' bash '%s' '\\\\x'\\n" "$line"
+}
+
+
+# ---------------------------------------------------------------- a launch over ssh
+
+need_ssh() {
+  type -P ssh >/dev/null || die "there is no ssh on this machine: install OpenSSH's client"
+}
+
+
+# For ask_nodes: what command_line printed, with the environment of the ranks on its standard input.
+ssh_ask() { # <node> <what command_line printed>
+  ssh_send "$@" < <(environment_block)
+}
+
+
+# In COMMAND, what runs a module of the package on a node in the environment of the ranks; it reads an environment block
+# from its standard input first.
+module_as_ranks() { # <module> [argument...]
+  COMMAND=("$KIT/scripts/lib/in_node_env.sh" "$(node_env)" "$PYTHON" "$KIT/scripts/lib/module.py" "$@")
+}
+
+
+# Ask all nodes what the preflight compares, in REPLIES. Without a preflight, the ranks meet at the first node.
+ssh_probe_nodes() {
+  local files=("${CONFIG_ARGS[@]:1}")
+  if ((!PREFLIGHT)); then
+    MASTER_ADDR=${NODES[0]} MASTER_PORT=${MASTER_PORT:-29500}
+    return
+  fi
+  REPLIES=$(mktemp -d "$SOCKETS/replies-XXXXXX")
+  [[ $MODULE ]] || files+=("$SCRIPT_FILE")
+  module_as_ranks host.probe --port "${MASTER_PORT:-0}" "${files[@]/#/--file=}" -- "${NODES[@]}"
+  ask_nodes "$REPLIES" ssh_ask "$(command_line "${COMMAND[@]}")"
+}
+
+
+ssh_start_nodes() {
+  local rank
+  for rank in "${!NODES[@]}"; do
+    agent_on_node "$rank" "$RUN"
+    start_node ssh_run "${NODES[rank]}" "${COMMAND[@]}"
+  done
 }

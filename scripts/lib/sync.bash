@@ -1,29 +1,30 @@
 # shellcheck shell=bash
 #
-# Nodes that share no folder with this machine: what they need is copied there, what they wrote is brought home.
+# Nodes that do not share the working directory (--sync): what they need is copied there, what they write is copied back.
 #
-# Sourced behind nodes.bash and ssh.bash, never run.
+# Sourced, never run; it needs nodes.bash and ssh.bash. The functions that run on a node have `there` in their names.
 
+# shellcheck disable=SC2034 # other files read and set what stands here
 # Neither what git ignores, nor what runs and checkpoints leave: a copy is what a colleague would get by `git clone`.
 NOT_COPIED=(--exclude=/.git --exclude=/logs --exclude=/checkpoints --filter=':- .gitignore')
-FOLLOW_EVERY=2 # seconds between two looks at the nodes' logs
-FOLLOWER=''    # the process that brings them, while the nodes run
-FETCHED=() # nodes whose part of the run's folder was brought home
+FOLLOW_EVERY=2 # seconds between two copies of what is new in the nodes' logs
+FOLLOWER=''    # the process that copies them, while the nodes run
+FETCHED=()     # nodes whose part of the run directory was copied back
 
 
 # ---------------------------------------------------------------- there
 
-# Copy the working folder, and the kit when it lies elsewhere, to every node that does not see ours. Nothing is deleted.
+# Copy the working directory, and the kit when it lies elsewhere, to every node that does not see ours. Nothing is deleted.
 sync_nodes() {
-  local folder
+  local directory
   type -P rsync >/dev/null || die "--sync: there is no rsync on this machine: install it"
-  for folder in "$PWD" "$KIT"; do
-    [[ $folder == "$KIT" && $PWD/ == "$KIT"/* ]] || sync_folder "$folder"
+  for directory in "$PWD" "$KIT"; do
+    [[ $directory == "$KIT" && $PWD/ == "$KIT"/* ]] || sync_directory "$directory"
   done
 }
 
 
-sync_folder() { # <folder>
+sync_directory() { # <directory>
   local node mark copying=() failed=()
   mark=$(mktemp -- "$1/.muster-XXXXXX") || die "--sync: cannot write into $1"
   for node in "${NODES[@]}"; do
@@ -38,27 +39,27 @@ sync_folder() { # <folder>
 }
 
 
-copy_unless_shared() { # <node> <folder> <name of a file that is in ours>
-  local answer
-  answer=$(line_on_node "$1" "mkdir -p -- $(quote "$2") && cd -- $(quote "$2") && if test -e $3; then echo shared $3;
-    else echo apart $3; fi" </dev/null) || return
-  case $answer in
-    *"shared $3"*) ;;
-    *) copy "$@" ;;
-  esac
-}
-
-
-copy() { # <node> <folder> <file that is only a mark>
+copy_unless_shared() { # <node> <directory> <name of a file that is in ours>
+  local reply
+  reply=$(ssh_call "$1" is_shared_there "$2" "$3" </dev/null) || return
+  [[ $reply != *"shared $3"* ]] || return 0
   log "--sync: copying $2 to $1"
   rsync --archive --compress --protect-args --exclude="/$3" "${NOT_COPIED[@]}" \
     -e "ssh ${SSH_OPTIONS[*]}" -- "$2/" "${ADDRESS[$1]}:$2/" </dev/null
 }
 
 
+is_shared_there() { # <directory> <name of a file>
+  mkdir -p -- "$1" && cd -- "$1" || return
+  if [[ -e $2 ]]; then
+    echo "shared $2"
+  fi
+}
+
+
 # ---------------------------------------------------------------- and back
 
-# With --sync, bring the logs of the nodes while they run.
+# Copy the logs of the nodes while they run.
 follow_logs() {
   ((SYNC)) || return 0
   pipe_into FOLLOWING append_logs_repeatedly
@@ -68,7 +69,6 @@ follow_logs() {
 
 # To the end of the input: then the run, or the launcher, has ended.
 append_logs_repeatedly() {
-  # shellcheck disable=SC2034 # call_ssh reads it
   local node status ANSWER_WITHIN=3
   trap '' INT TERM HUP TSTP PIPE
   close_control_channels
@@ -83,28 +83,28 @@ append_logs_repeatedly() {
 }
 
 
-# Append what is new in the log of a node to ours, which holds the same bytes so far. A node that shares the run
-# directory, and so has run.json, writes ours itself.
+# Append what is new in the log of a node to ours, which holds the same bytes so far.
 append_log() { # <node>
   local log=$RUN/node_$1.log size=0
   [[ ! -e $log ]] || size=$(stat -c %s -- "$log")
-  line_on_node "$1" "cd -- $(quote "$RUN") && { test -e run.json || tail -c +$((size + 1)) -- $(quote "node_$1.log"); }" \
-    </dev/null >>"$log"
+  ssh_call "$1" print_log_there "$RUN" "node_$1.log" $((size + 1)) </dev/null >>"$log"
 }
 
 
-stop_following() {
-  [[ $FOLLOWER ]] || return 0
-  exec {FOLLOWING}>&-
-  join "$FOLLOWER" || true
-  FOLLOWER=''
+# A node that shares the run directory, and so has run.json, writes our log itself.
+print_log_there() { # <run directory> <log file> <first byte>
+  cd -- "$1" && { [[ -e run.json ]] || tail -c +"$3" -- "$2"; }
 }
 
 
-# What is not here yet of each node's part of the run's folder; checkpoints stay where they are.
-bring_home() {
+# What is not here yet of each node's part of the run directory; checkpoints stay where they are.
+collect_logs() {
   local node fetching=()
-  stop_following
+  if [[ $FOLLOWER ]]; then
+    exec {FOLLOWING}>&-
+    join "$FOLLOWER" || true
+    FOLLOWER=''
+  fi
   FETCHED=()
   for node in "${NODES[@]}"; do
     if [[ ! -e $RUN/node_$node.exit && ! -e $RUN/node_$node.lost ]]; then
@@ -119,17 +119,27 @@ bring_home() {
 
 fetch() { # <node>
   ((!SYNC)) || append_log "$1" 2>/dev/null || rm -f -- "$RUN/node_$1.log" # then all of it comes with the rest
-  line_on_node "$1" "cd -- $(quote "$RUN") && tar -cf - --exclude=./checkpoints ." </dev/null |
+  ssh_call "$1" pack_there "$RUN" </dev/null |
     tar -xf - --keep-newer-files --no-same-owner -C "$RUN" 2>/dev/null ||
-    warn "$1: its part of $RUN could not be brought here; it may still be there"
+    warn "$1: its part of $RUN could not be copied back; it may still be there"
 }
 
 
-# An earlier try's files make room there too, so that they are not brought as the next one's.
-put_away() { # <folder for them>
+pack_there() { # <run directory>
+  cd -- "$1" && tar -cf - --exclude=./checkpoints .
+}
+
+
+# The files of the last attempt make room on the nodes too, so that they are not copied back as the next one's.
+archive_attempt_on_nodes() {
   local node
   for node in "${FETCHED[@]}"; do
-    line_on_node "$node" "cd -- $(quote "$RUN") && mkdir -p $1 && mv errors ranks node_* $1/" </dev/null ||
+    ssh_call "$node" archive_there "$RUN" "try_$ATTEMPT" </dev/null ||
       warn "$node: $RUN could not be tidied up there"
   done
+}
+
+
+archive_there() { # <run directory> <directory for an earlier attempt>
+  cd -- "$1" && mkdir -p -- "$2" && mv errors ranks node_* "$2/"
 }

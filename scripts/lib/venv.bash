@@ -3,6 +3,7 @@
 # The kit's own virtual environment, $KIT/.venv: made when it is missing, filled when the requirements
 # have changed, made anew when an installation was cut short. Sourced after common.bash.
 
+# shellcheck disable=SC2034 # other files read and set what stands here
 VENV=$KIT/.venv
 
 
@@ -41,11 +42,9 @@ stamp() { # <requirement file>
 
 # Set PYTHON to the one to build on, which is never the one of the environment being built.
 base_python() { # <value of --python, may be empty>
-  if [[ $1 ]]; then
-    check_python "$1" --python
-  else
-    check_python python3 PATH
-  fi
+  name_python "${1:-python3}"
+  [[ $1 ]] || PYTHON_ORIGIN=PATH
+  check_python
   if [[ ${PYTHON%/*} -ef $VENV/bin ]]; then
     PYTHON=$(readlink -f -- "$PYTHON")
   fi

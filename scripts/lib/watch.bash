@@ -2,45 +2,54 @@
 #
 # Nodes while they run: start them, wait for the first failure, stop the others, judge, restart.
 #
-# Sourced by launcher.bash, never run.
+# Sourced, never run; it needs options.bash, nodes.bash and launch.bash (record). A launcher calls, after open_run:
+#
+#   begin_run
+#   while true; do
+#     start_node FUNCTION NODE COMMAND... for each node; wait_for_nodes; judge
+#     may_restart || break
+#     prepare_restart
+#   done
+#   exit "$CODE"
 
+# shellcheck disable=SC2034,SC2153 # other files read and set what stands here
 # Every node has a client: a process that runs the node's supervisor, with ssh the one that is connected to the node.
 # Its standard input is the control channel of the supervisor; its exit code comes through EVENTS.
 declare -A CLIENT=() CONTROL=() # of each node that has not ended: its process, and the control channel
+declare -A REACHED_BY=()        # of each node: the function that runs a command there
 declare -A DEAD=()              # clients that have ended, perhaps with an exit code that is still to come
 declare -A UNSTARTED=()         # nodes on which not even a supervisor could be started, with the exit code
 declare -A SUPERVISED=()        # nodes with a client of their own, and with an exit code in node_NAME.exit
 CLEARING=()                     # processes that end what is left on nodes whose client was lost
+EVENTS=''                       # file descriptor of a pipe, both ends: a client never waits for a reader
+CODE=0                          # of the run, when it is judged
 STATUS=0                        # of the first node that failed
+SIGNAL=''                       # the one that asked us to stop
+DEADLINE='' REQUEST=''          # when nodes that still run get the next request, and which
 HEARTBEAT_TIMEOUT=''            # seconds without a heartbeat of the launcher after which a node stops its command
+RESTARTS=0                      # so far
+ATTEMPT=0                       # number of the last attempt that was put away
+STALLED=0                       # consecutive restarts without progress
+FURTHEST=''                     # the last step that the run has logged
+BEGUN=0                         # when this attempt began, as $SECONDS
 MOST_STALLED=3                  # consecutive restarts without progress before giving up
 MINUTES=300                     # seconds after which a failure is no longer one of the start
-HANG_TIMEOUT=''                 # seconds without progress after which a run hangs; 0: never; empty: see start_hang_watch
-HANG_OF_STEPS=600               # the same for a run that logs steps, without --hang-timeout
+HANG_OF_STEPS=600               # HANG_TIMEOUT of a run that logs steps, without --hang-timeout
 HANG_WATCHER='' HANG_CHANNEL='' # process that watches for a hang, and the end of its standard input
 HURRY=10                        # seconds between the request to stop and SIGKILL, when a node has failed
 
 
-# Run a command on a node; a launcher over ssh has a function of its own.
-on_node() { # <node> <command> [argument...]
-  unreported "${@:2}"
+# To be called when there is a run directory, and before anything is started.
+begin_run() {
+  [[ ! -e $RUN/metrics.jsonl ]] || FURTHEST=$(kit_python runs.progress "$RUN")
+  exec {EVENTS}<> <(:)
+  watch_signals
 }
 
 
-# What nodes that do not share the run directory have written; such a launcher knows how to get it.
-bring_home() {
-  :
-}
-
-
-put_away() { # <directory for an earlier attempt>
-  :
-}
-
-
-# Bring the logs of such nodes while they run.
-follow_logs() {
-  :
+# Run a command on this machine, in the environment with which the launcher was started. Bash reports nothing of it.
+run_here() { # <node> <command> [argument...]
+  { (exec_in_environment 0 "${@:2}" 2>&9 9>&-); } 9>&2 2>/dev/null
 }
 
 
@@ -50,15 +59,16 @@ name_supervisor() {
 }
 
 
-start_node() { # <node> <command...>
+start_node() { # <function that runs a command on a node> <node> <command...>
   local terminal=()
   [[ ! -t 1 || ! -t 2 ]] || terminal=(--terminal)
   name_supervisor
-  start_client "$1" on_node "$1" "${SUPERVISOR[@]}" run --dir "$RUN" --name "$1" --grace "$GRACE" --environment - \
+  REACHED_BY[$2]=$1
+  start_client "$2" "$1" "$2" "${SUPERVISOR[@]}" run --dir "$RUN" --name "$2" --grace "$GRACE" --environment - \
     "${terminal[@]}" ${HEARTBEAT_TIMEOUT:+--heartbeat-timeout "$HEARTBEAT_TIMEOUT"} --source "$(node_env)" \
-    --sample-usage -- "${@:2}"
-  SUPERVISED[$1]=1
-  { environment_block >&"${CONTROL[$1]}"; } 2>/dev/null || true # it may have ended
+    --sample-usage -- "${@:3}"
+  SUPERVISED[$2]=1
+  { environment_block >&"${CONTROL[$2]}"; } 2>/dev/null || true # it may have ended
 }
 
 
@@ -96,19 +106,13 @@ close_control_channels() {
 }
 
 
-# config/node_env.sh of the working directory, else of the kit.
-node_env() {
-  if [[ -e config/node_env.sh ]]; then
-    absolute config/node_env.sh
-  else
-    printf '%s\n' "$KIT/config/node_env.sh"
-  fi
-}
-
-
 # To the end of the last node. The first failure stops all the others.
 wait_for_nodes() {
   local received begun='' node status
+  STATUS=0
+  [[ ! $SIGNAL ]] || request stop # it came before there was a node
+  [[ ! $HEARTBEAT_TIMEOUT ]] || pipe_into HEARTBEATS send_heartbeats
+  start_hang_watch
   while ((${#CLIENT[@]})); do
     if IFS= read -r -t 0.5 -u "$EVENTS" received; then
       read -r node status <<<"$begun$received"
@@ -128,6 +132,8 @@ wait_for_nodes() {
   done
   ((${#CLEARING[@]} == 0)) || wait "${CLEARING[@]}" || true
   CLEARING=()
+  stop_hang_watch
+  [[ ! $HEARTBEAT_TIMEOUT ]] || exec {HEARTBEATS}>&-
 }
 
 
@@ -193,7 +199,7 @@ clear_node() { # <node>
   trap '' INT TERM HUP TSTP
   close_control_channels
   name_supervisor
-  if ! ANSWER_WITHIN=$((GRACE + HURRY)) on_node "$1" "${SUPERVISOR[@]}" sweep --dir "$RUN" --name "$1" --grace "$GRACE" \
+  if ! ANSWER_WITHIN=$((GRACE + HURRY)) "${REACHED_BY[$1]}" "$1" "${SUPERVISOR[@]}" sweep --dir "$RUN" --name "$1" --grace "$GRACE" \
     </dev/null >/dev/null 2>&1; then
     : >"$RUN/node_$1.lost" # for the verdict
   fi
@@ -320,6 +326,7 @@ stop_hang_watch() {
 # Whose failure came first, the exit code of it all in CODE, and the report.
 judge() {
   local asked=() verdict
+  note_unstarted
   case $SIGNAL in
     INT) asked=(--exit-code "$EXIT_INTERRUPTED") ;;
     TERM | HUP) asked=(--exit-code "$EXIT_TERMINATED") ;;
@@ -359,9 +366,8 @@ made_progress() {
 
 # Keep what the failed attempt left, and make room for the next.
 prepare_restart() {
-  RESTARTS=$((RESTARTS + 1))
+  RESTARTS=$((RESTARTS + 1)) DEADLINE='' REQUEST='' BEGUN=$SECONDS
   archive_attempt "$RUN"
-  put_away "try_$ATTEMPT"
   record "exit code $CODE: restart $RESTARTS of $MAX_RESTARTS, from the newest valid checkpoint"
 }
 
@@ -379,35 +385,4 @@ archive_attempt() { # <run directory>
     [[ ! -e $file ]] || mv -- "$file" "$1/try_$ATTEMPT/"
   done
   mkdir -- "$1/errors" "$1/ranks"
-}
-
-
-# Start the nodes, wait, judge; again while --max-restarts allows it. Sets CODE.
-run_nodes() { # <function that starts them> [its words...]
-  RESTARTS=0 STALLED=0 FURTHEST=''
-  [[ ! -e $RUN/metrics.jsonl ]] || FURTHEST=$(kit_python runs.progress "$RUN")
-  open_events
-  watch_signals
-  while true; do
-    STATUS=0 DEADLINE='' REQUEST='' BEGUN=$SECONDS
-    "$@"
-    [[ ! $SIGNAL ]] || request stop # it came before there was a node
-    follow_logs # before the heartbeats, which must end with the launcher alone
-    [[ ! $HEARTBEAT_TIMEOUT ]] || pipe_into HEARTBEATS send_heartbeats
-    start_hang_watch
-    wait_for_nodes
-    stop_hang_watch
-    [[ ! $HEARTBEAT_TIMEOUT ]] || exec {HEARTBEATS}>&-
-    bring_home
-    note_unstarted
-    judge
-    may_restart || break
-    prepare_restart
-  done
-}
-
-
-# Both ends in one file descriptor: a client never waits for a reader.
-open_events() {
-  exec {EVENTS}<> <(:)
 }

@@ -2,24 +2,29 @@
 #
 # Train on one node of a SLURM cluster, as a batch job.
 #
-# Usage: sbatch [sbatch's options] scripts/slurm/slurm_train_single_node.sh [options] [CONFIG...] [-- WORD...]
+# Usage: sbatch [sbatch's options] scripts/slurm/slurm_train_single_node.sh [options] [CONFIG...] [-- ARGUMENT...]
 #
 #   CONFIG               settings file, reaches the script as --config CONFIG; - passes nothing (default: $CONFIG, else
 #                        the kit's config/quickstart.yaml). For an array, one for each element, or one with %a, which
 #                        becomes the element's number
-#   WORD...              go to the script untouched, for the kit's trainer: section.key=value; %a as above
+#   ARGUMENT...          go to the script untouched, for the kit's trainer: section.key=value; %a as above
 #
 #   --script PATH        what to run (default: $SCRIPT, else the kit's train.py)
 #   -m MODULE            run a module in its place
+#   --python PATH        default: the active venv or conda environment, .venv here, the kit's .venv, python3
+#   --agent fast|torchrun  with LAUNCHER=torchrun. fast: workers forked from one warm process
+#   --master-port PORT   default: that of the environment, else a free one of the first node
+#   --env NAME=VALUE     environment of the processes, repeatable
+#   --env-file FILE      the same, one NAME=VALUE a line
 #   --max-restarts N     after a failure start again in the same job, up to N times (default: 0)
 #   --hang-timeout S     end the run with 124 when it has not written a line or a metric for S seconds;
 #                        0: never (default: 600 for a run that logs steps, when nothing can end the wait)
+#   --log-dir DIR        where the run directory is made (default: logs)
+#   --rendezvous-timeout SECONDS  with LAUNCHER=torchrun: how long to wait until the agent has begun (default: 600)
 #   --max-requeues N     how often the job may requeue itself when its time is up (default: 100)
 #   --dry-run            print what would be submitted and run, and do neither; on a login node too
+#   --quiet              no lines of the launcher's own
 #   --help               show this
-#
-# The launchers' --python, --env, --env-file, --log-dir, --agent, --master-port and --quiet are understood too: see
-# scripts/ssh/launch_singlenode.sh --help.
 #
 # From the environment, where sbatch is called:
 #
@@ -61,8 +66,53 @@ if [[ ! -e $kit/scripts/lib/slurm_job.bash ]]; then
 fi
 # shellcheck source=scripts/lib/common.bash
 source "$kit/scripts/lib/common.bash"
+# shellcheck source=scripts/lib/options.bash
+source "$KIT/scripts/lib/options.bash"
+# shellcheck source=scripts/lib/node_env.bash
+source "$KIT/scripts/lib/node_env.bash"
+# shellcheck source=scripts/lib/nodes.bash
+source "$KIT/scripts/lib/nodes.bash"
+# shellcheck source=scripts/lib/launch.bash
+source "$KIT/scripts/lib/launch.bash"
+# shellcheck source=scripts/lib/watch.bash
+source "$KIT/scripts/lib/watch.bash"
+# shellcheck source=scripts/lib/slurm.bash
+source "$KIT/scripts/lib/slurm.bash"
 # shellcheck source=scripts/lib/slurm_job.bash
 source "$KIT/scripts/lib/slurm_job.bash"
 
-PROGRAM=$name
-train_in_job "$@"
+
+main() {
+  PROGRAM=$name # SLURM runs a copy that has another
+  refuse_misplaced_options "$@"
+  parse_options "$@"
+  take_arguments_of_job
+  if [[ ! ${SLURM_JOB_ID-} && ${DRY_RUN:-0} == 1 ]]; then
+    show_submission
+  else
+    in_allocation || die_usage "this is for sbatch: $(quote "${CALL[@]}") (--dry-run shows what that would do)"
+    enter_node_env "$@"
+    find_earlier_run
+  fi
+  slurm_check_call 0
+  if [[ ${DRY_RUN:-0} == 1 ]]; then
+    slurm_show_step
+    return
+  fi
+  slurm_choose_port
+  [[ ! $EARLIER_RUN ]] || archive_attempt "$EARLIER_RUN"
+  open_run
+  begin_run
+  trap 'request stop' USR2 # where SLURM sends it to the batch script too
+  while true; do
+    slurm_start_step
+    wait_for_nodes
+    judge
+    may_restart || break
+    prepare_restart
+  done
+  requeue_if_stopped
+  exit "$CODE"
+}
+
+main "$@"

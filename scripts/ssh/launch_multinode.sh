@@ -5,20 +5,21 @@
 # As launch_torchrun_multinode.sh, but each process gets the word --local-rank=N before all others, as
 # from torch.distributed.launch, which torchrun has replaced.
 #
-# Usage: launch_multinode.sh [options] CONFIG NPROC NNODES NODE_RANK MASTER_ADDR [MASTER_PORT]
+# Usage: launch_multinode.sh [options] CONFIG NPROC NNODES NODE_RANK MASTER_ADDR [MASTER_PORT] [-- ARGUMENT...]
 #
 #   CONFIG               settings file, reaches the script as --config CONFIG; - passes nothing
 #   NPROC                number of processes on this node; one a GPU where there are GPUs
 #   NNODES               number of nodes
 #   NODE_RANK            which of them this is, from 0
 #   MASTER_ADDR          name or address of the node with NODE_RANK 0, where the ranks meet
-#   MASTER_PORT          default: that of the environment, else 29500
+#   MASTER_PORT          default: --master-port, else that of the environment, else 29500
 #
 #   --script PATH        what to run (default: the kit's train.py)
 #   -m MODULE            run a module in its place
 #   --python PATH        default: the active venv or conda environment, .venv here, the kit's .venv, python3
 #   --agent fast|torchrun  fast: workers forked from one warm process; torchrun: torch.distributed.launch
 #                        itself, which does not know when another node has failed
+#   --master-port PORT   the same as MASTER_PORT
 #   --rendezvous-timeout SECONDS  how long to wait until all nodes have joined (default: 600)
 #   --env NAME=VALUE     environment of the processes, repeatable
 #   --env-file FILE      the same, one NAME=VALUE a line
@@ -33,7 +34,7 @@
 #   --quiet              no lines of the launcher's own
 #   --help               show this
 #
-# Words behind -- go to the script untouched. The first node prints which nodes are missing. Exit codes are
+# ARGUMENTs go to the script untouched. The first node prints which nodes are missing. Exit codes are
 # those of launch_singlenode.sh; besides, 69: the connection to a node was lost, or this node was refused
 # (PyTorch, script, CONFIG or NNODES differ from those of the first node, its NODE_RANK is taken, or the
 # port belongs to another run); 124: not all nodes joined in time, or the run hung.
@@ -44,12 +45,47 @@
 set -euo pipefail
 # shellcheck source=scripts/lib/common.bash
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/../lib/common.bash"
-# shellcheck source=scripts/lib/launcher.bash
-source "$KIT/scripts/lib/launcher.bash"
+# shellcheck source=scripts/lib/options.bash
+source "$KIT/scripts/lib/options.bash"
+# shellcheck source=scripts/lib/node_env.bash
+source "$KIT/scripts/lib/node_env.bash"
+# shellcheck source=scripts/lib/nodes.bash
+source "$KIT/scripts/lib/nodes.bash"
+# shellcheck source=scripts/lib/launch.bash
+source "$KIT/scripts/lib/launch.bash"
+# shellcheck source=scripts/lib/watch.bash
+source "$KIT/scripts/lib/watch.bash"
 # shellcheck source=scripts/lib/by_hand.bash
 source "$KIT/scripts/lib/by_hand.bash"
 
-# shellcheck disable=SC2034 # launcher.bash starts the agent with them
-PLAIN_AGENT=torch.distributed.launch FAST_OPTIONS=(--pass-local-rank)
 
-launch_by_hand "$@"
+main() {
+  parse_options "$@"
+  # shellcheck disable=SC2034 # launch.bash reads them
+  PLAIN_AGENT=torch.distributed.launch FAST_OPTIONS=(--pass-local-rank)
+  take_arguments_of_one_node
+  check_one_node
+  if [[ ${DRY_RUN:-0} == 1 ]]; then
+    agent_of_one_node "$LOG_DIR/<run>"
+    show_command
+    return
+  fi
+  if ((DETACH)); then
+    detach
+    return
+  fi
+  open_run
+  ((!NODE_RANK)) || log "rank 0 prints on the first node; what is printed here: tail -f $RUN/node_${NODES[0]}.log"
+  begin_run
+  while true; do
+    agent_of_one_node "$RUN"
+    start_node run_here "${NODES[0]}" "${COMMAND[@]}"
+    wait_for_nodes
+    judge
+    may_restart || break
+    prepare_restart
+  done
+  exit "$CODE"
+}
+
+main "$@"

@@ -2,7 +2,7 @@
 #
 # Start one training on several nodes with pdsh, from one place.
 #
-# Usage: launch_pdsh_multinode.sh [options] CONFIG NPROC NODE...
+# Usage: launch_pdsh_multinode.sh [options] CONFIG NPROC NODE... [-- ARGUMENT...]
 #
 # As launch_torchrun_auto.sh, with the same options, for who knows his nodes through pdsh: it alone
 # starts the processes, on all nodes at once however many they are, over ssh. With PDSH_RCMD_TYPE set it
@@ -35,22 +35,60 @@
 #   --quiet              no lines of the launcher's own
 #   --help               show this
 #
-# Words behind -- go to the script untouched. Exit codes are those of launch_torchrun_auto.sh.
+# ARGUMENTs go to the script untouched. Exit codes are those of launch_torchrun_auto.sh.
 #
 #   launch_pdsh_multinode.sh config/large_multinode.yaml 8 'node[1-40]'
 #
 set -euo pipefail
 # shellcheck source=scripts/lib/common.bash
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/../lib/common.bash"
-# shellcheck source=scripts/lib/launcher.bash
-source "$KIT/scripts/lib/launcher.bash"
-# shellcheck source=scripts/lib/ssh.bash
-source "$KIT/scripts/lib/ssh.bash"
+# shellcheck source=scripts/lib/options.bash
+source "$KIT/scripts/lib/options.bash"
+# shellcheck source=scripts/lib/node_env.bash
+source "$KIT/scripts/lib/node_env.bash"
 # shellcheck source=scripts/lib/nodes.bash
 source "$KIT/scripts/lib/nodes.bash"
+# shellcheck source=scripts/lib/launch.bash
+source "$KIT/scripts/lib/launch.bash"
+# shellcheck source=scripts/lib/watch.bash
+source "$KIT/scripts/lib/watch.bash"
+# shellcheck source=scripts/lib/ssh.bash
+source "$KIT/scripts/lib/ssh.bash"
 # shellcheck source=scripts/lib/sync.bash
 source "$KIT/scripts/lib/sync.bash"
 # shellcheck source=scripts/lib/pdsh.bash
 source "$KIT/scripts/lib/pdsh.bash"
 
-launch_on_nodes need_pdsh start_by_pdsh "$@"
+
+main() {
+  parse_options "$@"
+  take_config_nproc_nodes
+  need_pdsh
+  check_call_on_nodes "${POSITIONAL[@]:2}"
+  if [[ ${DRY_RUN:-0} == 1 ]]; then
+    show_agents
+    return
+  fi
+  open_connections
+  ((!SYNC)) || sync_nodes
+  ssh_probe_nodes
+  if ((DETACH)); then
+    detach
+    return
+  fi
+  open_run
+  begin_run
+  while true; do
+    pdsh_start_nodes
+    follow_logs
+    wait_for_nodes
+    collect_logs
+    judge
+    may_restart || break
+    prepare_restart
+    archive_attempt_on_nodes
+  done
+  exit "$CODE"
+}
+
+main "$@"

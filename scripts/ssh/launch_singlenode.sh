@@ -2,11 +2,11 @@
 #
 # Start one training on this machine, with NPROC processes.
 #
-# Usage: launch_singlenode.sh [options] CONFIG NPROC [-- WORD...]
+# Usage: launch_singlenode.sh [options] CONFIG NPROC [-- ARGUMENT...]
 #
 #   CONFIG               settings file, reaches the script as --config CONFIG; - passes nothing
 #   NPROC                number of processes; one a GPU where there are GPUs
-#   WORD...              go to the script untouched, for the kit's trainer: section.key=value
+#   ARGUMENT...          go to the script untouched, for the kit's trainer: section.key=value
 #
 #   --script PATH        what to run (default: the kit's train.py)
 #   -m MODULE            run a module in its place
@@ -34,58 +34,62 @@
 set -euo pipefail
 # shellcheck source=scripts/lib/common.bash
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/../lib/common.bash"
-# shellcheck source=scripts/lib/launcher.bash
-source "$KIT/scripts/lib/launcher.bash"
+# shellcheck source=scripts/lib/options.bash
+source "$KIT/scripts/lib/options.bash"
+# shellcheck source=scripts/lib/node_env.bash
+source "$KIT/scripts/lib/node_env.bash"
+# shellcheck source=scripts/lib/nodes.bash
+source "$KIT/scripts/lib/nodes.bash"
+# shellcheck source=scripts/lib/launch.bash
+source "$KIT/scripts/lib/launch.bash"
+# shellcheck source=scripts/lib/watch.bash
+source "$KIT/scripts/lib/watch.bash"
 
 
-parse_args() { # <word...>
-  parse_options "$@"
+take_arguments() {
   ((${#POSITIONAL[@]} == 2)) || die_usage "expected CONFIG and NPROC, got: $(quote "${POSITIONAL[@]:-nothing}")" \
     "(arguments of the script go after --)"
   CONFIG=${POSITIONAL[0]} NPROC=${POSITIONAL[1]}
-  [[ ! $RENDEZVOUS_TIMEOUT ]] || die_usage "--rendezvous-timeout: on one machine no other node has to join; leave it out"
   is_nproc "$NPROC" || die_usage "NPROC: expected a number of processes from 1 to $MAX_NPROC, got '$NPROC'"
+  add_node "$(uname -n)" "$NPROC"
 }
 
 
-check() {
-  pick_rank_python
-  check_torch
-  check_script
-  check_config "$CONFIG" "$NPROC"
-  check_gpus "$NPROC"
-  check_port
-}
-
-
-# A port of our own choice would be a race; torchrun takes a free one itself when it is given none.
-rendezvous() {
-  if [[ $MASTER_PORT ]]; then
-    printf '%s\n' --master-addr 127.0.0.1 --master-port "$MASTER_PORT"
-  else
-    printf '%s\n' --standalone --local-addr 127.0.0.1
-  fi
+# The agent's command line, in COMMAND. Without --master-port torchrun takes a free port itself: one of our choice would be a
+# race.
+agent_here() { # <run directory>
+  local meeting=(--standalone --local-addr 127.0.0.1)
+  [[ ! $MASTER_PORT ]] || meeting=(--master-addr 127.0.0.1 --master-port "$MASTER_PORT")
+  agent_command "${meeting[@]}" --nproc-per-node "$NPROC" --log-dir "$1/ranks/${NODES[0]}"
 }
 
 
 main() {
-  local node meeting
-  parse_args "$@"
-  check
-  node=$(uname -n)
-  mapfile -t meeting < <(rendezvous)
+  local questions=(--torch --ranks)
+  parse_options "$@"
+  take_arguments
+  questions+=("$NPROC")
+  ((!PREFLIGHT)) || questions+=(--gpus "$NPROC" ${MASTER_PORT:+--port "$MASTER_PORT"})
+  check_call "${questions[@]}"
   if [[ ${DRY_RUN:-0} == 1 ]]; then
-    agent_command "${meeting[@]}" --nproc-per-node "$NPROC" --log-dir "$LOG_DIR/<run>/ranks/$node"
-    printf '%s: %s\n' "$node" "$(shown "${COMMAND[@]}")"
+    agent_here "$LOG_DIR/<run>"
+    show_command
     return
   fi
   if ((DETACH)); then
     detach
     return
   fi
-  open_run "$NPROC" "$node"
-  agent_command "${meeting[@]}" --nproc-per-node "$NPROC" --log-dir "$RUN/ranks/$node"
-  run_nodes start_node "$node" "${COMMAND[@]}"
+  open_run
+  begin_run
+  while true; do
+    agent_here "$RUN"
+    start_node run_here "${NODES[0]}" "${COMMAND[@]}"
+    wait_for_nodes
+    judge
+    may_restart || break
+    prepare_restart
+  done
   exit "$CODE"
 }
 

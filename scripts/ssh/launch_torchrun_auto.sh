@@ -2,7 +2,7 @@
 #
 # Start one training on several nodes over SSH, from one place.
 #
-# Usage: launch_torchrun_auto.sh [options] CONFIG NPROC NODE...
+# Usage: launch_torchrun_auto.sh [options] CONFIG NPROC NODE... [-- ARGUMENT...]
 #
 #   CONFIG               settings file, reaches the script as --config CONFIG; - passes nothing
 #   NPROC                number of processes on each node; one a GPU where there are GPUs
@@ -31,7 +31,7 @@
 #   --quiet              no lines of the launcher's own
 #   --help               show this
 #
-# Words behind -- go to the script untouched. The nodes see this folder and the kit's under the same
+# ARGUMENTs go to the script untouched. The nodes see this directory and the kit's under the same
 # names: they share them, or get a copy by --sync. Your own ssh_config decides how they are reached;
 # nothing is asked on the way.
 #
@@ -45,16 +45,52 @@
 set -euo pipefail
 # shellcheck source=scripts/lib/common.bash
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/../lib/common.bash"
-# shellcheck source=scripts/lib/launcher.bash
-source "$KIT/scripts/lib/launcher.bash"
-# shellcheck source=scripts/lib/ssh.bash
-source "$KIT/scripts/lib/ssh.bash"
+# shellcheck source=scripts/lib/options.bash
+source "$KIT/scripts/lib/options.bash"
+# shellcheck source=scripts/lib/node_env.bash
+source "$KIT/scripts/lib/node_env.bash"
 # shellcheck source=scripts/lib/nodes.bash
 source "$KIT/scripts/lib/nodes.bash"
+# shellcheck source=scripts/lib/launch.bash
+source "$KIT/scripts/lib/launch.bash"
+# shellcheck source=scripts/lib/watch.bash
+source "$KIT/scripts/lib/watch.bash"
+# shellcheck source=scripts/lib/ssh.bash
+source "$KIT/scripts/lib/ssh.bash"
 # shellcheck source=scripts/lib/sync.bash
 source "$KIT/scripts/lib/sync.bash"
 
-# shellcheck disable=SC2034 # watch.bash hands it to the nodes
-HEARTBEAT_TIMEOUT=20 # seconds
 
-launch_on_nodes need_ssh start_by_ssh "$@"
+main() {
+  parse_options "$@"
+  take_config_nproc_nodes
+  need_ssh
+  check_call_on_nodes "${POSITIONAL[@]:2}"
+  if [[ ${DRY_RUN:-0} == 1 ]]; then
+    show_agents
+    return
+  fi
+  open_connections
+  ((!SYNC)) || sync_nodes
+  ssh_probe_nodes
+  if ((DETACH)); then
+    detach
+    return
+  fi
+  open_run
+  begin_run
+  HEARTBEAT_TIMEOUT=20 # seconds
+  while true; do
+    ssh_start_nodes
+    follow_logs
+    wait_for_nodes
+    collect_logs
+    judge
+    may_restart || break
+    prepare_restart
+    archive_attempt_on_nodes
+  done
+  exit "$CODE"
+}
+
+main "$@"

@@ -126,5 +126,5 @@ def test_a_port_that_somebody_has_is_passed_over(capsys: pytest.CaptureFixture[s
     job = 4711
     first = next(ports(job))
     with socket.create_server(("", first)):
-        assert allocation.main(["--port", str(job)]) == 0
+        assert allocation.main([str(job)]) == 0
         assert int(capsys.readouterr().out) == PORTS[(job + STRIDE) % len(PORTS)]

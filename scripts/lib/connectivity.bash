@@ -1,31 +1,32 @@
 # shellcheck shell=bash
 #
-# Let every node try to connect to every other, over ssh: distributed.launch.connectivity says what comes of it.
+# Let every node try to connect to every other, over ssh; distributed.launch.connectivity compares what they find.
 #
-# Sourced behind nodes.bash, never run.
+# Sourced, never run; it needs nodes.bash and ssh.bash.
 
+# shellcheck disable=SC2153 # other files read and set what stands here
 
-# What each of NODES finds is in FOLDER/trying, where each listened in FOLDER/listening.
-try_all_pairs() { # <new folder>
+# What each of NODES finds is in DIRECTORY/trying, where each listened in DIRECTORY/listening.
+try_all_pairs() { # <new directory>
   local places
   mkdir -p -- "$1/listening" "$1/trying"
   listen_everywhere "$1/listening"
   mapfile -t places < <(kit_python launch.connectivity places "$1/listening" "${NODES[@]}")
   module_as_ranks launch.connectivity try "${places[@]}"
-  ask_nodes "$1/trying" "${COMMAND[@]}"
-  exec {LISTENING}>&- # they read the end of their input
+  ask_nodes "$1/trying" ssh_ask "$(command_line "${COMMAND[@]}")"
+  exec {LISTENING}>&- # the listeners read the end of their input
   wait
 }
 
 
 # Start a listener on each node, and wait until each has said where it listens, or has ended.
-listen_everywhere() { # <folder for the answers>
-  local node question
+listen_everywhere() { # <directory for the replies>
+  local node command
   mkfifo -- "$1/until"
   module_as_ranks launch.connectivity listen "${NODES[@]}"
-  question=$(for_nodes "${COMMAND[@]}")
+  command=$(command_line "${COMMAND[@]}")
   for node in "${NODES[@]}"; do
-    ask_node "$1" "$node" "$question" < <(environment_block && exec cat -- "$1/until") &
+    ask_node "$1" "$node" ssh_send "$command" < <(environment_block && exec cat -- "$1/until") &
   done
   exec {LISTENING}>"$1/until" # opened when all are forked: none of them holds the writing end
   for node in "${NODES[@]}"; do

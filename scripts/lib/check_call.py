@@ -1,0 +1,188 @@
+"""Can this call of a launcher work? All that Python must find out before anything is started, in one process.
+
+usage: check_call.py [option...] -- [SCRIPT-ARGUMENT...]
+
+  --torch               is PyTorch installed
+  --module NAME         is there such a module, from this directory
+  --nodes NPROC         the nodes that --node (repeatable) or --hostfile name, without those of --exclude
+  --allocation RANKS    the nodes that SLURM has allocated for so many ranks; 0: as many as SLURM was asked for
+  --gpus NPROC          are there enough GPUs, or cores, for so many ranks on this machine
+  --port PORT           is the port free on this machine
+  --master ADDRESS --node-rank N   can all nodes use this address of node rank 0
+  --config FILE         are these settings, with the arguments behind --, valid for the kit's trainer
+  --ranks N             on so many ranks (default: those of the nodes)
+
+Prints facts, one a line, for check_call in launch.bash. The last one is `ok`, `usage MESSAGE` or `unfit MESSAGE`.
+"""
+
+import sys
+
+if sys.version_info < (3, 10):  # noqa: UP036
+    sys.exit()  # the launcher notices that `ok` is missing, and asks for the version
+
+import argparse
+import os
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
+
+KIT = os.path.abspath(f"{__file__}/../../..")
+RANKS_PER_CORE = 4  # more are worth a warning
+
+
+class Refused(Exception):
+    """`usage` or `unfit`, then the message."""
+
+
+def is_module(name: str) -> bool:
+    """Whether `python -m NAME` would find it from this directory. It is not imported: PyTorch takes a second."""
+    sys.path[0] = ""
+    first, *inner = name.split(".")
+    found = find_spec(first) if first else None
+    for part in inner:
+        first = f"{first}.{part}"
+        found = PathFinder.find_spec(first, found.submodule_search_locations or []) if found else None
+    sys.path[0] = KIT
+    return found is not None
+
+
+def check_modules(options: argparse.Namespace) -> None:
+    if options.torch and not is_module("torch"):
+        remedy = "install it there, or name another Python with --python PATH"
+        raise Refused("usage", f"'{sys.executable}' has no PyTorch; {remedy}")
+    if options.module is not None and not is_module(options.module):
+        missing = f"'{sys.executable}' has no such module (looked in {os.getcwd()} too)"
+        raise Refused("usage", f"-m '{options.module}': {missing}")
+
+
+def print_named_nodes(options: argparse.Namespace) -> int:
+    """Returns how many ranks there are."""
+    from distributed.nodelist import NodeListError, requested
+
+    try:
+        nodes = requested(options.node, options.hostfile, options.exclude)
+    except NodeListError as error:
+        raise Refused("usage", str(error)) from None
+    except OSError as error:
+        raise Refused("usage", f"{error.filename}: {error.strerror}: name a hostfile to read") from None
+    for node in nodes:
+        print(f"node {node.address} {node.slots or options.nodes}")
+    return sum(node.slots or options.nodes for node in nodes)
+
+
+def print_allocation(ranks: int) -> int:
+    """Returns how many ranks there are."""
+    from distributed.slurm.allocation import AllocationError, free_port, read
+
+    try:
+        found = read(ranks)
+    except AllocationError as error:
+        raise Refused("usage", str(error)) from None
+    for note in found.notes(os.environ):
+        print(f"warning {note}")
+    print(f"cores-per-rank {found.cores_a_task}")
+    print(f"cores-per-node {min(found.cores)}")
+    if os.environ.get("SLURMD_NODENAME") == found.nodes[0]:
+        print(f"port {free_port(found.job)}")
+    for node, tasks in zip(found.nodes, found.tasks, strict=True):
+        print(f"node {node} {tasks}")
+    return sum(found.tasks)
+
+
+def check_gpus(ranks: int) -> None:
+    from distributed.host.gpus import look_at_gpus, visible
+    from distributed.host.resources import look_at_cores
+
+    found = look_at_gpus()
+    if found.error:
+        sys.stderr.write(f"{found.error}\n")
+    gpus = len(visible(os.environ.get("CUDA_VISIBLE_DEVICES"), found.devices))
+    if 0 < gpus < ranks:
+        here = f"{gpus} GPU{'s' * (gpus > 1)}"
+        raise Refused("usage", f"NPROC {ranks}: this machine has {here}, and each process needs its own")
+    if not gpus and ranks > RANKS_PER_CORE:
+        cores = max(1, int(look_at_cores().usable))
+        if ranks > RANKS_PER_CORE * cores:
+            print(f"warning NPROC {ranks}: many for {cores} CPU core{'s' * (cores > 1)}, which they have to share")
+
+
+def check_port(port: int) -> None:
+    from distributed.host.network import listener, port_is_free
+
+    if not port_is_free(port):
+        holder = listener(port)
+        taken = f"in use on this machine{holder and f' by {holder}'}"
+        raise Refused("unfit", f"--master-port {port}: {taken}; choose another, or leave it out")
+
+
+def print_master(master: str, node_rank: int) -> None:
+    from distributed.host.network import address_of, own_addresses
+    from distributed.launch.master_address import place
+
+    address, fault = place(master, node_rank, address_of(master), own_addresses())
+    if fault:
+        raise Refused("unfit", fault)
+    print(f"master {address}")
+
+
+def check_settings(config: str, arguments: list[str], ranks: int) -> None:
+    """What the kit's trainer would refuse. Its messages, one a fault, go to standard error."""
+    from distributed.checkpoint.compatibility import refuse_misfit
+    from distributed.checkpoint.store import CheckpointError, described
+    from distributed.config import ConfigError, for_ranks, holds_settings, parser
+
+    if {"--help", "-h"} & set(arguments):  # the trainer itself answers these
+        return
+    options = parser("", "train.py").parse_intermixed_args(["--config", config, *arguments])
+    try:
+        settings, _ = for_ranks(options, ranks)
+        for newest in described(settings.checkpoint.dir)[:1] if settings.checkpoint.dir else ():
+            refuse_misfit(newest, settings, settings.model.vocab_size)
+    except (ConfigError, CheckpointError) as error:
+        sys.stderr.write(f"{error}\n")
+        try:
+            foreign = not holds_settings(options.config)
+        except ConfigError:
+            foreign = False
+        if foreign:
+            hint = "no setting of the kit's train.py is in this file; for a script of your own, add --script FILE"
+            sys.stderr.write(f"{config}: {hint}\n")
+        sys.exit(2)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="check_call.py", allow_abbrev=False)
+    for name in ("--module", "--hostfile", "--exclude", "--master", "--config"):
+        parser.add_argument(name)
+    for name in ("--nodes", "--allocation", "--gpus", "--port", "--node-rank", "--ranks"):
+        parser.add_argument(name, type=int)
+    parser.add_argument("--torch", action="store_true")
+    parser.add_argument("--node", action="append", default=[])
+    end = sys.argv.index("--")
+    options = parser.parse_args(sys.argv[1:end])
+    try:
+        check_modules(options)
+        ranks = options.ranks or 0
+        if options.nodes is not None:
+            ranks = print_named_nodes(options)
+        if options.allocation is not None:
+            ranks = print_allocation(options.allocation)
+        if options.config is not None:
+            check_settings(options.config, sys.argv[end + 1 :], ranks)
+        if options.gpus is not None:
+            check_gpus(options.gpus)
+        if options.port is not None:
+            check_port(options.port)
+        if options.master is not None:
+            print_master(options.master, options.node_rank)
+        print("ok")
+    except Refused as refused:
+        kind, message = refused.args
+        print(kind, " ".join(message.splitlines()))
+
+
+if __name__ == "__main__":
+    if getattr(sys.flags, "safe_path", False):
+        sys.path.insert(0, KIT)
+    else:
+        sys.path[0] = KIT
+    main()

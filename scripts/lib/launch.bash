@@ -1,0 +1,277 @@
+# shellcheck shell=bash
+#
+# The steps that all launches share: is it a call that can work, the run directory, the agent's command line.
+#
+# Sourced, never run; it needs options.bash and nodes.bash. The nodes are started by ssh.bash, pdsh.bash, slurm.bash or
+# watch.bash alone, and watch.bash waits for them.
+
+# shellcheck disable=SC2034 # other files read and set what stands here
+WORK=()                  # what each rank runs: a script, or -m and a module
+SCRIPT_FILE=''           # the file of --script that Python begins with
+WORK_IS_HERE=1           # whether the Python of the ranks, and what it imports, can be looked at from here
+CONFIG_ARGS=()           # --config CONFIG, or nothing
+MASTER_ADDR=''           # where the ranks meet, with MASTER_PORT
+NODE_RANK=''             # of a node that was started by hand
+FIRST_RANK=0             # the lowest rank of the first of NODES
+PLAIN_AGENT=torch.distributed.run # with --agent torchrun
+FAST_OPTIONS=()          # of the kit's own agent
+REPLIES=''               # directory with what nodes replied to the preflight
+EARLIER_RUN=''           # directory of the same run before SLURM started the job anew
+SLURM_JOB=()             # number of the job that this launch is in, and its name as an element of an array
+
+
+# ---------------------------------------------------------------- is it a call that can work?
+
+# Pick the Python of the ranks, and say which one where the user may expect another. check_call finds out whether it works.
+pick_rank_python() {
+  local number line=''
+  name_python "$ASKED_PYTHON"
+  ((${#PYTHONS[@]} >= 2)) || return 0
+  for ((number = 1; number < ${#PYTHONS[@]}; number++)); do
+    line+="${line:+, }${PYTHONS[number]} (${PYTHON_ORIGINS[number]})"
+  done
+  log "Python: $PYTHON (${PYTHON_ORIGINS[0]}), not $line; --python names another"
+}
+
+
+# Set WORK.
+check_script() {
+  if [[ $MODULE ]]; then
+    WORK=(-m "$MODULE")
+    return
+  fi
+  WORK=("${SCRIPT:-$KIT/train.py}")
+  SCRIPT_FILE=${WORK[0]}
+  [[ ! -d $SCRIPT_FILE ]] || SCRIPT_FILE+=/__main__.py
+  [[ -e ${WORK[0]} ]] || die_usage "--script '$SCRIPT': there is no such file (looked in $PWD)"
+  [[ -e $SCRIPT_FILE ]] || die_usage "--script '$SCRIPT': a directory without a __main__.py"
+  [[ -f $SCRIPT_FILE && -r $SCRIPT_FILE ]] || die_usage "--script '$SCRIPT': cannot be read as a file"
+}
+
+
+# CONFIG reaches the script as --config CONFIG; - passes nothing.
+check_config() {
+  [[ $CONFIG != - ]] || return 0
+  [[ -e $CONFIG ]] || die_usage "CONFIG '$CONFIG': there is no such file (looked in $PWD); - stands for none"
+  [[ -f $CONFIG && -r $CONFIG ]] || die_usage "CONFIG '$CONFIG': cannot be read as a file"
+  CONFIG_ARGS=(--config "$CONFIG")
+}
+
+
+# CONFIG NPROC NODE...
+take_config_nproc_nodes() {
+  local least=3
+  [[ ! $HOSTFILE ]] || least=2
+  ((${#POSITIONAL[@]} >= least)) ||
+    die_usage "expected CONFIG, NPROC and NODE..., got: $(quote "${POSITIONAL[@]:-nothing}")"
+  CONFIG=${POSITIONAL[0]} NPROC=${POSITIONAL[1]}
+  is_nproc "$NPROC" || die_usage "NPROC: expected a number of processes from 1 to $MAX_NPROC, got '$NPROC'"
+}
+
+
+# All that Python must find out before anything is started, in one process: see scripts/lib/check_call.py.
+check_call() { # <question of check_call.py...>
+  pick_rank_python
+  check_script
+  check_config
+  if ((WORK_IS_HERE)); then
+    [[ ! $MODULE ]] || set -- --module "$MODULE" "$@"
+    # What the kit's own trainer will read is checked to the last key.
+    [[ ! ${CONFIG_ARGS[*]-} || $MODULE || $SCRIPT ]] || set -- --config "$CONFIG" "$@"
+  fi
+  ask_python "$@"
+}
+
+
+check_call_on_nodes() { # <node...>
+  name_nodes check_call "$NPROC" "$@"
+  ENVIRONMENT+=("MUSTER_NODES=${NODES[*]}") # for the agents, which can then name each other
+}
+
+
+# Set the nodes from names, --hostfile and --exclude.
+name_nodes() { # <check_call or ask_python> <processes on a node that does not say so itself> <node...>
+  local names=("${@:3}")
+  "$1" --nodes "$2" ${HOSTFILE:+"--hostfile=$HOSTFILE"} ${EXCLUDE:+"--exclude=$EXCLUDE"} "${names[@]/#/--node=}"
+}
+
+
+# Ask check_call.py, and take its facts: the nodes, MASTER_ADDR, MASTER_PORT, what SLURM has allocated. Refuses a call that
+# cannot work.
+ask_python() { # <question...>
+  local facts status=0 name value processes
+  facts=$(trap '' INT && exec_in_environment "${#ENVIRONMENT[@]}" "${ENVIRONMENT[@]}" \
+    "$PYTHON" "$KIT/scripts/lib/check_call.py" "$@" -- "${SCRIPT_ARGS[@]}") || status=$?
+  while read -r name value processes; do
+    case $name in
+      node) add_node "${value#*@}" "$processes" "$value" ;;
+      master) MASTER_ADDR=$value ;;
+      port) MASTER_PORT=${MASTER_PORT:-$value} ;;
+      cores-per-rank) CORES_PER_RANK=$value ;;
+      cores-per-node) CORES_PER_NODE=$value ;;
+      warning) warn "$value $processes" ;;
+      usage) die_usage "$value $processes" ;;
+      unfit) die_with "$EXIT_UNFIT" "$value $processes" ;;
+      ok) return ;;
+    esac
+  done <<<"$facts"
+  check_python # perhaps that is why
+  exit $((status ? status : 1))
+}
+
+
+# ---------------------------------------------------------------- the run directory
+
+# In COMPARE, what lets the replies of the nodes be compared; nothing where they were not asked.
+compare_arguments() {
+  local node
+  COMPARE=()
+  [[ $REPLIES ]] || return 0
+  COMPARE=(compare --port "${MASTER_PORT:-0}" "$REPLIES")
+  for node in "${NODES[@]}"; do
+    COMPARE+=("$node:${NPROC_OF[$node]}")
+  done
+}
+
+
+# Compare the replies, choose where the ranks meet, and make the run directory. Sets RUN, MASTER_ADDR and MASTER_PORT.
+open_run() {
+  local node opened places=() name=${MODULE:-${WORK[0]}}
+  [[ ! -d $name ]] || name=$(cd -- "$name" && pwd)
+  name=${name##*/}
+  for node in "${NODES[@]}"; do
+    [[ ! ${ADDRESS[$node]-} ]] || places+=("${ADDRESS[$node]}:${NPROC_OF[$node]}")
+  done
+  show_call
+  compare_arguments
+  opened=$(kit_python launch.open_run "${COMPARE[@]}" \
+    create --logs "$(absolute "$LOG_DIR")" --name "${name%.py}" --nproc "$RANKS" \
+    --nodes "${NODES[@]}" ${places:+--places "${places[@]}"} --first-rank "$FIRST_RANK" --launcher $$ --grace "$GRACE" \
+    ${EARLIER_RUN:+--again "$EARLIER_RUN"} ${SLURM_JOB:+--slurm-job "${SLURM_JOB[@]}"} \
+    --script "${MODULE:-${WORK[0]}}" --config "${CONFIG_ARGS[1]:--}" --cwd "$PWD" --python "$PYTHON" \
+    -- "${SHOWN_CALL[@]}") || exit
+  if [[ $REPLIES ]]; then
+    read -r MASTER_ADDR MASTER_PORT <<<"${opened%%$'\n'*}"
+    opened=${opened#*$'\n'}
+  fi
+  RUN=$opened
+  record "run ${RUN##*/}: $(counted "$RANKS" process processes) on ${NODES[*]}"
+  # The caller of a launcher may name a file in which to be told the run directory.
+  [[ ! ${MUSTER_RUN_FILE-} ]] || printf '%s\n' "$RUN" >"$MUSTER_RUN_FILE"
+  unset MUSTER_RUN_FILE
+}
+
+
+# The launcher's own command line without the values of --env, in SHOWN_CALL.
+show_call() {
+  local argument before=''
+  SHOWN_CALL=()
+  for argument in "${CALL[@]}"; do
+    if [[ $before != -- && $argument == --env=*=* ]]; then
+      argument=${argument%%=*}=$(name_alone "${argument#*=}")
+    elif [[ $before == --env ]]; then
+      argument=$(name_alone "$argument")
+    fi
+    SHOWN_CALL+=("$argument")
+    [[ $before == -- ]] || before=$argument
+  done
+}
+
+
+name_alone() { # <NAME=VALUE>
+  printf '%s\n' "${1%%=*}=..."
+}
+
+
+# A command for the eye, without the values of its environment.
+shown() { # <command...>
+  local entry shown=()
+  for entry in "${ENVIRONMENT[@]}"; do
+    shown+=("$(name_alone "$entry")")
+  done
+  quote ${shown:+env "${shown[@]}"} "$@"
+}
+
+
+absolute() { # <path>
+  [[ $1 == /* ]] && printf '%s\n' "$1" || printf '%s\n' "$PWD/$1"
+}
+
+
+# What happens, for the person and for launcher.log.
+record() { # <message...>
+  log "$@"
+  printf '%(%F %T)T %s\n' -1 "$*" >>"$RUN/launcher.log" || true
+}
+
+
+# ---------------------------------------------------------------- what runs
+
+# In AGENT_WORDS, what starts the agent; torchrun's options come between these and SCRIPT_WORDS.
+agent_words() {
+  AGENT_WORDS=("$PYTHON" "$KIT/scripts/lib/agent.py")
+  if [[ $AGENT == fast ]]; then
+    AGENT_WORDS+=("${FAST_OPTIONS[@]}")
+  else
+    AGENT_WORDS+=(--plain "$PLAIN_AGENT")
+  fi
+  [[ ! $RENDEZVOUS_TIMEOUT ]] || AGENT_WORDS+=(--rdzv-conf "timeout=$RENDEZVOUS_TIMEOUT")
+  # The -- keeps torchrun from taking the script's own arguments for (abbreviated) options.
+  SCRIPT_WORDS=(--tee 3 ${MODULE:+-m} -- "${MODULE:-${WORK[0]}}" "${CONFIG_ARGS[@]}" "${SCRIPT_ARGS[@]}")
+}
+
+
+# The agent's command line on this machine, in COMMAND.
+agent_command() { # <torchrun's options...>
+  agent_words
+  COMMAND=("${AGENT_WORDS[@]}" "$@" "${SCRIPT_WORDS[@]}")
+}
+
+
+# The same on one of NODES. Static rendezvous: node ranks are as the nodes were given.
+agent_on_node() { # <node rank> <run directory>
+  local node=${NODES[$1]}
+  agent_command --rdzv-id "${2##*/}" --nnodes "${#NODES[@]}" --node-rank "$1" --nproc-per-node "${NPROC_OF[$node]}" \
+    --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" --log-dir "$2/ranks/$node"
+}
+
+
+# For --dry-run.
+show_command() {
+  printf '%s: %s\n' "${NODES[0]}" "$(shown "${COMMAND[@]}")"
+}
+
+
+# For --dry-run.
+show_agents() {
+  local rank
+  MASTER_ADDR=${NODES[0]} MASTER_PORT=${MASTER_PORT:-<a free port of ${NODES[0]}>}
+  for rank in "${!NODES[@]}"; do
+    agent_on_node "$rank" "$LOG_DIR/<run>"
+    printf '%s: %s\n' "${NODES[rank]}" "$(shown "${COMMAND[@]}")"
+  done
+}
+
+
+# Start this very launcher once more, apart from the terminal, and return when it has a run directory.
+detach() {
+  local words=() word out child told
+  compare_arguments
+  [[ ! $REPLIES ]] || kit_python launch.open_run "${COMPARE[@]}" >/dev/null || exit # what can be refused, is
+  for word in "${CALL[@]:0:${#CALL[@]}-${#SCRIPT_ARGS[@]}}"; do
+    [[ $word == --detach ]] || words+=("$word")
+  done
+  mkdir -p -- "$LOG_DIR"
+  out=$(mktemp -- "$LOG_DIR/detached-XXXXXX.log")
+  told=$(mktemp)
+  (exec_in_environment 1 MUSTER_RUN_FILE="$told" setsid "${words[@]}" "${SCRIPT_ARGS[@]}" </dev/null >"$out" 2>&1) &
+  child=$!
+  until [[ -s $told ]] || ! kill -0 "$child" 2>/dev/null; do
+    sleep 0.05
+  done
+  RUN=$(<"$told")
+  rm -f -- "$told"
+  [[ $RUN ]] || { cat -- "$out" >&2 && wait "$child"; }
+  log "run ${RUN##*/} goes on in the background, process $child:" \
+    "$KIT/scripts/status.sh $(quote "$RUN") shows it, stop.sh stops it, $out has what it says"
+}

@@ -1,0 +1,103 @@
+# shellcheck shell=bash
+#
+# config/node_env.sh: what a person wants to happen on every node before training, such as modules, conda, NCCL settings.
+#
+# Sourced, never run.
+
+NODE_ENV_FILE=''       # the file that is being sourced
+NODE_ENV_CLEANUP=()    # command to run when this process must end
+NODE_ENV_STDERR=''     # our standard error, which the file may redirect
+
+
+# config/node_env.sh of the working directory, else of the kit.
+node_env() {
+  if [[ -e config/node_env.sh ]]; then
+    printf '%s\n' "$PWD/config/node_env.sh"
+  else
+    printf '%s\n' "$KIT/config/node_env.sh"
+  fi
+}
+
+
+# Source the file. A command of it that fails ends this process with EXIT_UNFIT, by the rules of `set -e`. Failures inside
+# functions and inside other files that it sources do not count: those of conda and Lmod are not written for `set -e`.
+source_node_env() { # <config/node_env.sh> [command to run when this process must end...]
+  local directory=$PWD status
+  NODE_ENV_FILE=$1 NODE_ENV_CLEANUP=("${@:2}")
+  exec {NODE_ENV_STDERR}>&2 # the file may redirect ours
+  trap 'node_env_exited "$?"' EXIT
+  trap 'node_env_failed "$?" "$LINENO"' ERR
+  set +eu +o pipefail
+  # shellcheck disable=SC1090
+  source "$1"
+  status=$?
+  set -euo pipefail
+  [[ $(trap -p ERR) == *node_env_failed* ]] ||
+    node_env_unfit "$NODE_ENV_FILE: sets or removes the trap for ERR, which notices commands that fail; leave that trap alone"
+  trap - ERR EXIT
+  ((status == 0)) || check_node_env_syntax
+  exec 2>&"$NODE_ENV_STDERR" {NODE_ENV_STDERR}>&-
+  cd -- "$directory"
+}
+
+
+# As `source` reads a file that bash cannot read to its end.
+check_node_env_syntax() {
+  local fault
+  fault=$(bash -O extglob -n -- "$NODE_ENV_FILE" 2>&1) || node_env_unfit "${fault%%$'\n'*}"
+}
+
+
+node_env_exited() { # <exit code>
+  node_env_unfit "$NODE_ENV_FILE: exited with code $1, so nothing was started; it is sourced and must neither exit nor exec a command"
+}
+
+
+node_env_failed() { # <exit code> <line>
+  [[ ${BASH_SOURCE[1]} == "$NODE_ENV_FILE" && ${FUNCNAME[1]} == source ]] || return 0
+  ! node_env_may_fail "$2" || return 0
+  local command
+  command=$(sed -n -e "$2"'{:more' -e '/\\$/{N;s/\\\n[[:blank:]]*//;b more' -e '};s/^[[:blank:]]*//;s/\r$//;p;}' -- "$NODE_ENV_FILE")
+  node_env_unfit "$NODE_ENV_FILE: line $2: '$command' failed with exit code $1; mend it, or write '$command || true'"
+}
+
+
+# Whether `set +e` stands above this line, and no `set -e` behind that. It cannot be seen in $-: there `e` is not set
+# while the file is sourced, as it would end this process in the midst of a function too.
+node_env_may_fail() { # <line>
+  [[ $(head -n "$1" -- "$NODE_ENV_FILE" | grep -oE '^[[:blank:]]*set [-+]e' | tail -n 1) == *+e ]]
+}
+
+
+node_env_unfit() { # <message>
+  trap - ERR EXIT
+  exec 2>&"$NODE_ENV_STDERR"
+  printf '%s\n' "${MUSTER_NODE:+$MUSTER_NODE: }$1" >&2
+  "${NODE_ENV_CLEANUP[@]}"
+  exit "$EXIT_UNFIT"
+}
+
+
+end_background() {
+  # shellcheck disable=SC2046 # a word each
+  kill $(left_in_background) 2>/dev/null || true
+}
+
+
+# The processes that it has left in the background, with all that they have started: they would keep our output open.
+left_in_background() {
+  local pid
+  for pid in $(jobs -pr); do
+    with_children "$pid"
+  done
+}
+
+
+with_children() { # <process id>
+  local children child
+  printf '%s\n' "$1"
+  read -r -d '' -a children < <(cat "/proc/$1/task/"*/children 2>/dev/null) || true
+  for child in "${children[@]}"; do
+    with_children "$child"
+  done
+}

@@ -1,0 +1,248 @@
+# shellcheck shell=bash
+#
+# The options of all scripts, and the one parser that reads them.
+#
+# A script has the options that its help shows, which is its opening comment: a line that begins with the option and,
+# where it takes a value, with the name of that value. --help and -h need no line.
+#
+# Sourced, never run.
+
+# shellcheck disable=SC2034 # other files read and set what stands here
+# What the environment has under names that are used here.
+CONFIG_OF_ENVIRONMENT=${CONFIG-} SCRIPT_OF_ENVIRONMENT=${SCRIPT-} PORT_OF_ENVIRONMENT=${MASTER_PORT-}
+
+declare -A VALUE_OF=()   # of each option of this script: the name of its value; "none" for a flag
+CALL=()                  # the script and its arguments, as they were given
+GIVEN=() GIVEN_VALUES=() # the options among them, and the value of each
+POSITIONAL=()            # the arguments among them
+SCRIPT_ARGS=()           # what stands after --: arguments of the user's script
+
+SCRIPT='' MODULE=''      # --script, -m: what to train; a file, a directory with a __main__.py, or a module
+ASKED_PYTHON=''          # --python
+MASTER_PORT=''           # --master-port
+ENVIRONMENT=()           # --env, --env-file: NAME=VALUE; never part of a command line, which every user can see
+MAX_RESTARTS=0           # --max-restarts
+HANG_TIMEOUT=''          # --hang-timeout: seconds without progress after which a run hangs; 0: never
+LOG_DIR=logs             # --log-dir
+AGENT=fast               # --agent
+RENDEZVOUS_TIMEOUT=''    # --rendezvous-timeout: seconds in which all nodes must have joined; empty: torchrun's own, 600
+HOSTFILE='' EXCLUDE=''   # --hostfile, --exclude
+SYNC=0 PREFLIGHT=1 DETACH=0 # --sync, --no-preflight, --detach; --dry-run and --quiet set DRY_RUN and QUIET
+MAX_REQUEUES=100         # --max-requeues
+NPROC='' CONFIG='' LEVEL='' # -n, -c, -l
+JSON=0 WATCH=0 STACKS=0 NOW=0 CERTAIN=0 FRESH=0 # --json, --watch, --stacks, --now, --certain, --fresh
+BACKEND=auto MIN_BYTES=1K MAX_BYTES='' SECONDS_FOR_TABLE='' # --backend, --min-bytes, --max-bytes, --seconds
+TIMEOUT=''               # --timeout
+
+GRACE=${MUSTER_GRACE:-8} # seconds that ranks get to write a checkpoint when they are asked to stop
+MAX_NPROC=1024           # on one machine: more is a slip of the finger
+
+
+# Set the variables above from the arguments of the script.
+parse_options() { # <argument...>
+  CALL=("$PROGRAM_FILE" "$@")
+  read_help
+  while (($#)); do
+    case $1 in
+      --help | -h) usage; exit ;;
+      --)
+        [[ ${VALUE_OF[--]-} ]] || die_usage "--: unknown option"
+        SCRIPT_ARGS=("${@:2}")
+        break
+        ;;
+      --*=*)
+        [[ ${VALUE_OF[${1%%=*}]-none} != none ]] || refuse_option "$1"
+        set -- "${1%%=*}" "${1#*=}" "${@:2}"
+        continue
+        ;;
+      -[!0-9]*)
+        [[ ${VALUE_OF[$1]-} ]] || refuse_option "$1"
+        GIVEN+=("$1")
+        if [[ ${VALUE_OF[$1]} == none ]]; then
+          GIVEN_VALUES+=('')
+          set_flag "$1"
+        else
+          need_value "$@"
+          GIVEN_VALUES+=("$2")
+          set_value "$1" "$2"
+          shift
+        fi
+        ;;
+      *) POSITIONAL+=("$1") ;;
+    esac
+    shift
+  done
+  check_options
+}
+
+
+# In VALUE_OF, the options of this script; `--` among them where its usage line has it.
+read_help() {
+  local line
+  while IFS= read -r line; do
+    if [[ $line =~ ^\ {2,}(-[a-z]|--[a-z][a-z-]+)(\ ([^ ]+))?($|\ \ ) ]]; then
+      VALUE_OF[${BASH_REMATCH[1]}]=${BASH_REMATCH[3]:-none}
+    elif [[ $line == Usage:*'[-- '* ]]; then
+      VALUE_OF[--]=none
+    fi
+  done < <(usage)
+}
+
+
+set_flag() { # <option>
+  case $1 in
+    --sync) SYNC=1 ;;
+    --no-preflight) PREFLIGHT=0 ;;
+    --detach) DETACH=1 ;;
+    --dry-run) DRY_RUN=1 ;;
+    --quiet) QUIET=1 ;;
+    --json) JSON=1 ;;
+    --watch) WATCH=1 ;;
+    --stacks) STACKS=1 ;;
+    --now) NOW=1 ;;
+    --certain) CERTAIN=1 ;;
+    --fresh) FRESH=1 ;;
+  esac
+}
+
+
+set_value() { # <option> <value>
+  case $1 in
+    --script) SCRIPT=$2 ;;
+    -m) MODULE=$2 ;;
+    --python) ASKED_PYTHON=$2 ;;
+    --master-port) MASTER_PORT=$2 ;;
+    --env) add_environment --env "$2" ;;
+    --env-file) read_env_file "$2" ;;
+    --max-restarts) MAX_RESTARTS=$2 ;;
+    --hang-timeout) HANG_TIMEOUT=$2 ;;
+    --log-dir) LOG_DIR=$2 ;;
+    --agent) AGENT=$2 ;;
+    --rendezvous-timeout) RENDEZVOUS_TIMEOUT=$2 ;;
+    --hostfile) HOSTFILE=$2 ;;
+    --exclude) EXCLUDE=$2 ;;
+    --max-requeues) MAX_REQUEUES=$2 ;;
+    -n) NPROC=$2 ;;
+    -c) CONFIG=$2 ;;
+    -l) LEVEL=$2 ;;
+    --backend) BACKEND=$2 ;;
+    --min-bytes) MIN_BYTES=$2 ;;
+    --max-bytes) MAX_BYTES=$2 ;;
+    --seconds) SECONDS_FOR_TABLE=$2 ;;
+    --timeout) TIMEOUT=$2 ;;
+  esac
+}
+
+
+refuse_option() { # <option>
+  local hint=''
+  [[ ! ${VALUE_OF[--]-} ]] || hint="; arguments of the script go after --"
+  die_usage "$1: unknown option$hint$(suggest_option "$1")"
+}
+
+
+# The option that was meant: it differs from the given one in two letters in one place at most.
+suggest_option() { # <unknown option>
+  local known given=${1%%=*} same_start same_end
+  for known in "${!VALUE_OF[@]}"; do
+    [[ $known == --?* ]] || continue
+    same_start=0 same_end=0
+    while ((same_start < ${#known})) && [[ ${given:same_start:1} == "${known:same_start:1}" ]]; do
+      same_start=$((same_start + 1))
+    done
+    while ((same_end < ${#known} - same_start)) && [[ ${given: -1-same_end:1} == "${known: -1-same_end:1}" ]]; do
+      same_end=$((same_end + 1))
+    done
+    if ((same_start + same_end >= (${#given} > ${#known} ? ${#given} : ${#known}) - 2)); then
+      printf '; did you mean %s?\n' "$known"
+      return
+    fi
+  done
+}
+
+
+check_options() {
+  [[ ! $SCRIPT || ! $MODULE ]] || die_usage "--script '$SCRIPT' and -m '$MODULE': give one of the two"
+  [[ $AGENT == fast || $AGENT == torchrun ]] || die_usage "--agent: expected fast or torchrun, got '$AGENT'"
+  is_count "$MAX_RESTARTS" || die_usage "--max-restarts: expected a whole number, got '$MAX_RESTARTS'"
+  is_count "$MAX_REQUEUES" || die_usage "--max-requeues: expected a whole number, got '$MAX_REQUEUES'"
+  [[ ! $HANG_TIMEOUT ]] || is_count "$HANG_TIMEOUT" ||
+    die_usage "--hang-timeout: expected a whole number of seconds (0 = off), got '$HANG_TIMEOUT'"
+  is_count "$GRACE" || die_usage "MUSTER_GRACE: expected a whole number of seconds, got '$GRACE'"
+  [[ ! $MASTER_PORT ]] || is_port "$MASTER_PORT" ||
+    die_usage "--master-port '$MASTER_PORT': a port is a number from 1 to 65535"
+  [[ ! $RENDEZVOUS_TIMEOUT ]] || { is_count "$RENDEZVOUS_TIMEOUT" && ((RENDEZVOUS_TIMEOUT >= 1)); } ||
+    die_usage "--rendezvous-timeout: expected a whole number of seconds, 1 or more, got '$RENDEZVOUS_TIMEOUT'"
+  # Into a pipe Python would keep back what ranks print; the kit's own agent takes care of that itself.
+  [[ $AGENT == fast ]] || ENVIRONMENT=(PYTHONUNBUFFERED=1 "${ENVIRONMENT[@]}")
+}
+
+
+is_nproc() { # <argument>
+  is_count "$1" && (($1 >= 1 && $1 <= MAX_NPROC))
+}
+
+
+is_count() { # <argument>
+  [[ $1 =~ ^[0-9]{1,9}$ && ! $1 =~ ^0[0-9] ]]
+}
+
+
+is_port() { # <argument>
+  is_count "$1" && (($1 >= 1 && $1 <= 65535))
+}
+
+
+# MASTER_PORT of the environment, where no option names a port. Beside RANK or MUSTER_RUN_DIR it is the port of another
+# launch, of which this shell is a part, or which has left it there.
+take_port_of_environment() {
+  [[ ! $MASTER_PORT && $PORT_OF_ENVIRONMENT && ! ${RANK-}${MUSTER_RUN_DIR-} ]] || return 0
+  is_port "$PORT_OF_ENVIRONMENT" || die_usage "MASTER_PORT='$PORT_OF_ENVIRONMENT' of the environment: expected a port" \
+    "from 1 to 65535; unset it, or name a port with --master-port"
+  MASTER_PORT=$PORT_OF_ENVIRONMENT
+}
+
+
+add_environment() { # <where from> <NAME=VALUE>
+  [[ $2 =~ ^[A-Za-z_][A-Za-z_0-9]*= ]] || die_usage "$1: expected NAME=VALUE, got '$2'"
+  case ${2%%=*} in
+    MUSTER_RUN_DIR | MUSTER_METRICS | MUSTER_NODE | MUSTER_NODES | RANK | WORLD_SIZE | LOCAL_RANK | MASTER_ADDR | MASTER_PORT | \
+      TORCHELASTIC_* | PET_*)
+      die_usage "$1 '${2%%=*}': the launcher sets it; leave it out" ;;
+  esac
+  ENVIRONMENT+=("$2")
+}
+
+
+# One NAME=VALUE a line, taken as it stands; empty lines and lines that begin with # do not count.
+read_env_file() { # <file>
+  [[ -f $1 && -r $1 ]] || die_usage "--env-file '$1': cannot be read as a file (looked in $PWD)"
+  local line number=0
+  (($(wc -c <"$1") <= 1000000)) || die_usage "--env-file '$1': larger than 1 MB; name a file of NAME=VALUE lines"
+  (($(tr -d '\0' <"$1" | wc -c) == $(wc -c <"$1"))) || die_usage "--env-file '$1': holds a NUL byte: no text file"
+  while IFS= read -r line || [[ $line ]]; do
+    number=$((number + 1))
+    [[ $line != *$'\r' ]] || die_usage "--env-file '$1', line $number: ends with a carriage return, as files from" \
+      "Windows have it; without them: tr -d '\\r' <old >new"
+    [[ ! $line || $line == '#'* ]] || add_environment "--env-file '$1', line $number:" "$line"
+  done <"$1"
+}
+
+
+# The one argument of a script that takes one at most, in ARGUMENT.
+take_one_argument() { # <its name> <default, if any>
+  ((${#POSITIONAL[@]} <= 1)) || die_usage "expected one $1, got: $(quote "${POSITIONAL[@]}")"
+  ARGUMENT=${POSITIONAL[0]:-$2}
+}
+
+
+# In PASSED_ON, the options as they were given, but for these: for another script.
+pass_on_all_but() { # <option...>
+  local number
+  PASSED_ON=()
+  for number in "${!GIVEN[@]}"; do
+    [[ " $* " != *" ${GIVEN[number]} "* ]] || continue
+    PASSED_ON+=("${GIVEN[number]}")
+    [[ ${VALUE_OF[${GIVEN[number]}]} == none ]] || PASSED_ON+=("${GIVEN_VALUES[number]}")
+  done
+}
