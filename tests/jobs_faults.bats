@@ -3,6 +3,7 @@
 # What dies while a job list runs: the dispatcher, its connections, servers, supervisors, disks. No job runs twice because
 # a program died, none is lost, none that failed is called done, and a server that is silent is unknown, not dead.
 
+# bats file_tags=laboratory
 bats_require_minimum_version 1.5.0
 # shellcheck source=tests/lab/nodes.bash
 source "$BATS_TEST_DIRNAME/lab/nodes.bash"

@@ -3,6 +3,7 @@
 # Job lists on a real SLURM: one array for all that can start, the same results as over ssh, and whatever dies, no job
 # runs twice and none is lost. What a person, a more urgent job, the time limit or a lost node does to a job is named.
 
+# bats file_tags=laboratory
 bats_require_minimum_version 1.5.0
 load lab/nodes.bash
 load lab/secrets.bash

@@ -3,6 +3,7 @@
 # Base models on real servers: each is trained once and copied once to each server that needs it, whatever dies on the
 # way, and no experiment ever runs from a part of one.
 
+# bats file_tags=laboratory
 bats_require_minimum_version 1.5.0
 # shellcheck source=tests/lab/nodes.bash
 source "$BATS_TEST_DIRNAME/lab/nodes.bash"
