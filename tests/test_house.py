@@ -27,7 +27,7 @@ KIT = Path(__file__).resolve().parent.parent
 
 # Which packages, and modules beside them, each may import; one without a line here none.
 BELOW: dict[str, set[str]] = {
-    "agent": {"exit_codes", "host"},
+    "agent": {"exit_codes", "files", "host"},
     "checkpoint": {"config", "training"},
     "config": {"fold"},
     "fold": {"topics"},
