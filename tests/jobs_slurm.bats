@@ -585,6 +585,12 @@ running_at_once() { # <name>: processes of it
 
 
 # SLURM takes half a minute to notice; for both at once.
+slurm_marks_nodes_down_after() { # <seconds>
+  sed -i "s/^SlurmdTimeout=.*/SlurmdTimeout=$1/" "$SLURM_CONF"
+  scontrol reconfigure
+}
+
+
 @test "a node loses its power, and one cannot be reached by SLURM alone: their jobs run elsewhere, never twice at once" {
   local lost unreachable
   cluster '"gpus": 0' --exclusive
@@ -593,6 +599,7 @@ running_at_once() { # <name>: processes of it
   begun a
   begun b
   lost=$(node_of_job a) unreachable=$(node_of_job b)
+  slurm_marks_nodes_down_after 8
   lab kill "$lost"
   lab cut "$unreachable"
   until grep -q "^begin b .*" <(grep -v " $unreachable " "$STARTED"); do
@@ -608,6 +615,7 @@ running_at_once() { # <name>: processes of it
   LAUNCHER=''
   holds '[each["failure"] for each in job["a"]["attempts"]] == ["server lost", ""]'
   holds '"has failed" in job["a"]["attempts"][0]["reason"] and len(job["b"]["attempts"]) == 2'
+  slurm_marks_nodes_down_after 30
 }
 
 
