@@ -1,12 +1,12 @@
-"""A rank: a process that cannot be told from a fresh `python script.py`.
+"""A rank: a process in which a script finds what it finds in a fresh `python script.py`.
 
 The agent forks ranks from a process that has imported PyTorch (`distributed.agent.fork_server`); a task of srun
-becomes one itself. `become_main` removes what is left of the process that it was, and `work` ends it as an interpreter
+becomes one itself. `become_main` resets the state of the process that it was, and `work` ends it as an interpreter
 ends.
 
-What stays different: PyTorch has read its environment variables before the script begins (`distributed.agent.preloaded`
-detects a change), strings have the same hash on all ranks of a node, sys.meta_path has a finder of ours, and where the
-output goes to a file, a real-time signal writes the stack to another beside it (`distributed.host.stacks`).
+What differs: PyTorch has read its environment variables before the script begins (`distributed.agent.preloaded` detects
+a change), strings have the same hash on all ranks of a node, sys.meta_path has a finder of ours, and where the output
+goes to a file, a real-time signal writes the stack to another one beside it (`distributed.host.stacks`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any, NoReturn, TextIO
 
 from distributed.agent import failure_records
@@ -125,7 +125,7 @@ def become_main(script: Script) -> None:
     multiprocessing.current_process().authkey = os.urandom(32)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
-    if "SLURM_JOB_ID" not in os.environ:  # there it means that the time is up, and who does not know it must not die
+    if "SLURM_JOB_ID" not in os.environ:  # in a job, a script that does not handle this warning must not die
         signal.signal(signal.SIGUSR2, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _reseed()
@@ -223,7 +223,9 @@ def _exit_code(code: object) -> int:
 
 def _report(error: BaseException, keep: bool) -> int:
     """Print the traceback as the interpreter would, without our frames. keep: also as a failure record."""
-    trace = _without_our_frames(error.__traceback__)
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename in BEFORE_THE_SCRIPT:
+        trace = trace.tb_next
     _finish_line()
     sys.excepthook(type(error), error.with_traceback(trace), trace)
     interrupted = isinstance(error, KeyboardInterrupt)
@@ -241,12 +243,6 @@ def _finish_line() -> None:
                 output.seek(-1, os.SEEK_END)
                 if output.read() != b"\n":
                     sys.stderr.write("\n")
-
-
-def _without_our_frames(trace: TracebackType | None) -> TracebackType | None:
-    while trace is not None and trace.tb_frame.f_code.co_filename in BEFORE_THE_SCRIPT:
-        trace = trace.tb_next
-    return trace
 
 
 def shut_down(code: int) -> int:

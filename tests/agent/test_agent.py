@@ -1054,6 +1054,6 @@ def test_each_rank_gets_its_share_of_the_cores(
     if before:
         monkeypatch.setenv("OMP_NUM_THREADS", before)
     entry = runpy.run_path(str(KIT / "scripts/lib/agent.py"))
-    entry["choose_threads"](entry["said"](words))
+    entry["choose_threads"](entry["options_of"](words))
     assert os.environ.get("OMP_NUM_THREADS") == after
     assert capsys.readouterr().err == printed
