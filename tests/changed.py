@@ -1,7 +1,5 @@
 """Which test files depend on what has changed: for tests/run.sh --changed. Standard library only.
 
-Usage: python tests/changed.py
-
 A test depends on the files that it names, and on those that these name: a Python file names what it imports, and the
 files and modules in its strings; any other file, those outside its comments. Prints a line for each test file, with the
 changed files that it depends on:
@@ -53,15 +51,15 @@ def affected(changed: Collection[str], files: Collection[str], root: Path) -> di
 
 
 def names_of(file: Path) -> list[str]:
-    """What other files call it."""
-    if file.suffix != ".py" or file.parts[0] != "distributed":
-        return [file.name, *([file.stem] if file.suffix == ".py" else [])]
+    if file.suffix != ".py":
+        return [file.name]
+    if file.parts[0] != "distributed":  # a test is imported, and never run by another one
+        return [file.stem] if TEST.fullmatch(str(file)) else [file.stem, file.name]
     parts = [part for part in file.with_suffix("").parts if part not in ("__init__", "__main__")]
     return [".".join(parts), ".".join(parts[1:])]  # scripts/lib/module.py takes it without the first
 
 
 def names_in(path: Path) -> Iterator[str]:
-    """What a file calls others, among other words."""
     text = path.read_text(errors="replace")
     if path.suffix == ".py":
         nodes = list(ast.walk(ast.parse(text, str(path))))
@@ -75,11 +73,10 @@ def names_in(path: Path) -> Iterator[str]:
                 # With blanks it is a message, which may name any file, or a program.
                 yield from (MODULE if re.search(r"\s", node.value) else NAME).findall(node.value)
     elif path.suffix != ".md":
-        yield from NAME.findall(re.sub(r"^\s*#.*", "", text, flags=re.MULTILINE))
+        yield from NAME.findall(re.sub(r"(?<!\S)#.*", "", text))
 
 
 def git(*words: str) -> list[str]:
-    """The lines that it prints; none when it refuses."""
     done = subprocess.run(["git", "-C", KIT, *words], capture_output=True, text=True, check=False)
     return done.stdout.splitlines() if done.returncode == 0 else []
 
@@ -97,7 +94,7 @@ def main() -> int:
         print(f"everything: {', '.join(used)}")
         return 0
     for test, causes in affected(changed, files, KIT).items():
-        print(f"{test}: {', '.join(causes)}")
+        print(f"{test}: {', '.join(causes[:3])}{f' and {len(causes) - 3} more' if len(causes) > 3 else ''}")
     return 0
 
 

@@ -179,7 +179,7 @@ without() { # <program...>
   grep -qx "pytest .*--numprocesses 2 --no-loadscope-reorder tests/test_b.py" "$CALLS"
   rm "$CALLS"
 
-  echo "everything: tests/conftest.py" >"$ANSWERS/changed"
+  echo "everything: requirements.txt" >"$ANSWERS/changed"
   run_sh --changed
   grep -qx "bats .* $KIT/tests/a.bats $KIT/tests/b.bats" "$CALLS"
   grep -qx "pytest .* tests" "$CALLS"

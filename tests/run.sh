@@ -16,7 +16,7 @@
 # Python packages go into .venv. System packages are installed with apt-get by root; for anyone else
 # the command to give to an administrator is printed, and that is the end (exit code 69).
 #
-# pytest works while the linters and bats do, and what it says is shown when they are done.
+# pytest runs beside the linters and bats, and its output is shown when they have ended.
 #
 # The last line adds up what the runners counted, where each linter is one:
 #

@@ -15,7 +15,7 @@ HOUSE = {
     "distributed/runs/verdict.py": "from distributed import nodes\n",
     "distributed/jobs/__init__.py": "",
     "distributed/jobs/page.py": '"""See distributed.runs.verdict."""\nREMEDY = "see scripts/status.sh --help"\n',
-    "scripts/launch.sh": 'source "$(dirname "$0")/lib/common.bash"\n# not lib/pdsh.bash\nrun "$KIT/train.py"\n',
+    "scripts/launch.sh": 'source "$(dirname "$0")/lib/common.bash"\nrun "$KIT/train.py" # not lib/pdsh.bash\n',
     "scripts/lib/common.bash": '"$PYTHON" "$KIT/scripts/lib/module.py" runs.verdict -F "$KIT/scripts/lib/ssh_config"\n',
     "scripts/lib/module.py": "import sys\n",
     "scripts/lib/pdsh.bash": "",
@@ -29,6 +29,7 @@ HOUSE = {
     "tests/jobs/test_page.py": "def test_page():\n    import distributed.jobs.page\n",
     "tests/test_status.py": 'import forked\nKIT / "scripts/status.sh"\n',
     "tests/test_train.py": 'from test_status import KIT\nKIT / "train.py"\n',
+    "tests/test_runner.py": 'RUNS = "tests/test_status.py"\n',
     "tests/test_docs.py": "",
     "tests/test_house.py": "",
 }
@@ -49,6 +50,7 @@ HOUSE = {
         "tests/lab/nodes.bash": ["launch.bats"],
         "tests/forked.py": ["test_status.py", "test_train.py"],
         "tests/launch.bats": ["launch.bats"],
+        "tests/test_status.py": ["test_status.py", "test_train.py"],  # imported by the second, named by test_runner.py
         "scripts/lib/gone.bash": [],
     }.items(),
 )
