@@ -3,6 +3,7 @@
 # doctor.sh and test_distributed.sh asked about several nodes, on the laboratory cluster: the node that differs, the one
 # that cannot be asked, the pair that cannot talk and the slow one are named, and nobody waits in silence for them.
 
+# bats file_tags=laboratory
 bats_require_minimum_version 1.5.0
 # shellcheck source=tests/lab/nodes.bash
 source "$BATS_TEST_DIRNAME/lab/nodes.bash"

@@ -4,6 +4,7 @@
 # closed, a disk that is full, a neighbour. Each time the verdict names the host, the rank and the cause, the exit code is
 # the first failing rank's own, a death is seen within a second, and 10 seconds later nothing of the run is left.
 
+# bats file_tags=laboratory
 bats_require_minimum_version 1.5.0
 # shellcheck source=tests/lab/nodes.bash
 source "$BATS_TEST_DIRNAME/lab/nodes.bash"

@@ -4,6 +4,7 @@
 # recorded, its results come home, a server that cannot be used is named with the remedy, and a person can watch, stop,
 # cancel and go on at any time. What happens when programs, connections and servers die is in jobs_faults.bats.
 
+# bats file_tags=laboratory
 bats_require_minimum_version 1.5.0
 # shellcheck source=tests/lab/nodes.bash
 source "$BATS_TEST_DIRNAME/lab/nodes.bash"
@@ -79,6 +80,7 @@ pane_shows() { # <node> <pane's number> <text>: or one that begins with it
 # ---------------------------------------------------------------- a list
 
 
+# bats test_tags=quick
 @test "nine jobs on three servers: each runs once, and results, table, log and page tell what came of it" {
   cluster "$N1:2" "$N2:1" "$N3:1"
   for fold in 0 1 2 3 4 5 6 7 8; do

@@ -3,6 +3,7 @@
 # What dies while a job list runs: the dispatcher, its connections, servers, supervisors, disks. No job runs twice because
 # a program died, none is lost, none that failed is called done, and a server that is silent is unknown, not dead.
 
+# bats file_tags=laboratory
 bats_require_minimum_version 1.5.0
 # shellcheck source=tests/lab/nodes.bash
 source "$BATS_TEST_DIRNAME/lab/nodes.bash"
@@ -105,58 +106,6 @@ fill() { # <directory>: until nothing more fits
   alive "$pid"
   : >go
   undisturbed
-}
-
-
-@test "a dispatcher that dies before, at or after any of its records changes nothing of what comes of a list" {
-  cat >dying.py <<END
-import os, signal, sys, threading
-sys.path.insert(0, "$KIT")
-from distributed.jobs import commands, journal
-END
-  cat >>dying.py <<'END'
-commit, moment, left = journal.Journal.commit, sys.argv[1], [2]
-
-def die():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-def dying_commit(self):
-    if not self.pending:
-        return
-    left[0] -= 1
-    if left[0] == 0 and moment == "before":
-        die()
-    commit(self)
-    if left[0] == 0 and moment == "at":
-        die()
-    if left[0] == 0:
-        threading.Timer(0.1, die).start()
-
-journal.Journal.commit = dying_commit
-sys.exit(commands.main(sys.argv[2:]))
-END
-  cluster "$N1:1" "$N2:1"
-  job_list <<END
-{"name": "a", "seconds": 0.5}
-{"name": "b", "seconds": 0.5, "exit": 7, "exit_once": "$PWD/once"}
-{"name": "c", "seconds": 0.5, "exit": 5, "_retries": 0}
-END
-  words=(--cluster-config cluster.json --jobs-config jobs.json --grace 3 --no-tmux)
-  status=137 deaths=0
-  while ((status == 137)); do
-    for moment in before at after; do
-      run "$VIRTUAL_ENV/bin/python" dying.py "$moment" "${words[@]}"
-      ((status == 137)) || break
-      deaths=$((deaths + 1))
-    done
-    ((deaths < 90))
-  done
-  echo "$deaths deaths; $output"
-  [ "$status" -eq 1 ]
-  ((deaths > 6)) # fewer, when what happens at once is committed together
-  holds 'sorted(began) == ["a", "b", "b", "c"]'
-  holds '[job[name]["state"] for name in "abc"] == ["done", "done", "failed"]'
-  holds '[each["exit_code"] for name in "abc" for each in job[name]["attempts"]] == [0, 7, 0, 5]'
 }
 
 

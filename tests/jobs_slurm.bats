@@ -3,6 +3,7 @@
 # Job lists on a real SLURM: one array for all that can start, the same results as over ssh, and whatever dies, no job
 # runs twice and none is lost. What a person, a more urgent job, the time limit or a lost node does to a job is named.
 
+# bats file_tags=laboratory
 bats_require_minimum_version 1.5.0
 load lab/nodes.bash
 load lab/secrets.bash
@@ -584,6 +585,12 @@ running_at_once() { # <name>: processes of it
 
 
 # SLURM takes half a minute to notice; for both at once.
+slurm_marks_nodes_down_after() { # <seconds>
+  sed -i "s/^SlurmdTimeout=.*/SlurmdTimeout=$1/" "$SLURM_CONF"
+  scontrol reconfigure
+}
+
+
 @test "a node loses its power, and one cannot be reached by SLURM alone: their jobs run elsewhere, never twice at once" {
   local lost unreachable
   cluster '"gpus": 0' --exclusive
@@ -592,6 +599,7 @@ running_at_once() { # <name>: processes of it
   begun a
   begun b
   lost=$(node_of_job a) unreachable=$(node_of_job b)
+  slurm_marks_nodes_down_after 8
   lab kill "$lost"
   lab cut "$unreachable"
   until grep -q "^begin b .*" <(grep -v " $unreachable " "$STARTED"); do
@@ -607,6 +615,7 @@ running_at_once() { # <name>: processes of it
   LAUNCHER=''
   holds '[each["failure"] for each in job["a"]["attempts"]] == ["server lost", ""]'
   holds '"has failed" in job["a"]["attempts"][0]["reason"] and len(job["b"]["attempts"]) == 2'
+  slurm_marks_nodes_down_after 30
 }
 
 

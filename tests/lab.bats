@@ -3,6 +3,7 @@
 # tests/lab/lab.sh: its nodes are such as a cluster has, each fault does what its name says and nothing else, and
 # whatever happened before, nothing is left behind.
 
+# bats file_tags=laboratory
 bats_require_minimum_version 1.5.0
 
 

@@ -3,6 +3,7 @@
 # launch_pdsh_multinode.sh with a real pdsh on the laboratory: one pdsh for all nodes, the words arrive, exit codes are
 # the ranks' own, and whoever is killed or cut off, nothing is left.
 
+# bats file_tags=laboratory
 bats_require_minimum_version 1.5.0
 # shellcheck source=tests/lab/nodes.bash
 source "$BATS_TEST_DIRNAME/lab/nodes.bash"
@@ -32,6 +33,7 @@ teardown() {
 }
 
 
+# bats test_tags=quick
 @test "pdsh starts all nodes at once, each with its own number of processes, and the words arrive" {
   script <<'END'
 assert os.environ["SECRET"] == open("secret").read()

@@ -4,6 +4,7 @@
 # words arrive byte for byte, the verdict names the host and rank that failed first, what cannot work is refused before
 # it starts, and nothing is left on any node, whoever is killed, cut off or frozen.
 
+# bats file_tags=laboratory
 bats_require_minimum_version 1.5.0
 # shellcheck source=tests/lab/nodes.bash
 source "$BATS_TEST_DIRNAME/lab/nodes.bash"
@@ -33,6 +34,7 @@ teardown() {
 }
 
 
+# bats test_tags=quick
 @test "a script that is not ours runs on three nodes, with its words byte for byte, and secrets are seen nowhere" {
   script <<'END'
 assert os.environ["SECRET"] == open("secret").read()

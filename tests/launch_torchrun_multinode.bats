@@ -3,6 +3,7 @@
 # launch_torchrun_multinode.sh and launch_multinode.sh, started by hand on each node of the laboratory: people see who is
 # missing, the agents know of each other's end without a launcher above them, and each node's verdict is the same.
 
+# bats file_tags=laboratory
 bats_require_minimum_version 1.5.0
 # shellcheck source=tests/lab/nodes.bash
 source "$BATS_TEST_DIRNAME/lab/nodes.bash"
@@ -40,6 +41,7 @@ by_hand() { # <node> <launcher> <NODE_RANK> <word...> - the words hold NODE_RANK
 }
 
 
+# bats test_tags=quick
 @test "by hand on three nodes: who is missing is told, and the words arrive" {
   script <<'END'
 total = torch.tensor(rank)
@@ -191,6 +193,7 @@ END
 }
 
 
+# bats test_tags=quick
 @test "launch_multinode.sh gives --local-rank to the script, by either agent" {
   echo 'import sys; print(*sys.argv[1:], file=open(sys.argv[-1], "a"))' >old.py
   run "$KIT/scripts/ssh/launch_multinode.sh" --script old.py - 2 1 0 localhost "$PORT" -- --lr 1 told

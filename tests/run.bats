@@ -40,6 +40,7 @@ case "$*" in
     [[ ! -p $ANSWERS/pytest.waits ]] || wait_for_ctrl_c
     cat "$ANSWERS/pytest.report" >"$4" 2>/dev/null
     exit "$(<"$ANSWERS/pytest")" ;;
+  tests/changed.py) cat "$ANSWERS/changed"; exit "$(cat "$ANSWERS/changed.status" 2>/dev/null || echo 0)" ;;
   *) echo "${*:2}" >>"$CALLS"; exit "$(cat "$ANSWERS/$2" 2>/dev/null || echo 0)" ;;
 esac
 END
@@ -153,18 +154,46 @@ without() { # <program...>
 }
 
 
-@test "--quick leaves out what is slow, and files that raise a laboratory" {
-  echo '  raise_nodes 3' >"$KIT/tests/nodes.bats"
-  echo '  "$BATS_TEST_DIRNAME/lab/lab.sh" "$@"' >"$KIT/tests/lab.bats"
+@test "--quick leaves out what is slow and what raises a laboratory, but for one launch by each launcher" {
   run_sh --quick
   [ "$status" -eq 0 ]
   [ "${lines[-1]}" = "Muster: 8 passed, 0 failed, 0 skipped" ]
   grep -qx "pytest .* -m not soak and not slow .*--numprocesses 2 .*tests" "$CALLS"
-  grep -qx "bats .*--filter-tags !soak,!slow $KIT/tests/a.bats" "$CALLS"
+  grep -qx "bats .*--filter-tags !soak,!slow,!laboratory --filter-tags quick $KIT/tests/a.bats" "$CALLS"
+  rm "$CALLS"
   run_sh
-  grep -qx "bats .*--filter-tags !soak $KIT/tests/a.bats $KIT/tests/lab.bats $KIT/tests/nodes.bats" "$CALLS"
+  grep -qx "bats .*--filter-tags !soak $KIT/tests/a.bats" "$CALLS"
   run_sh --quick --soak
   [ "$status" -eq 2 ]
+}
+
+
+@test "--changed: linters and the tests of what has changed, each with the reason" {
+  touch "$KIT"/tests/{b.bats,test_b.py}
+  printf '%s\n' "tests/b.bats: scripts/b.sh, train.py" "tests/test_b.py: train.py" >"$ANSWERS/changed"
+  run_sh --changed
+  [ "$status" -eq 0 ]
+  [ "${lines[-1]}" = "Muster: 8 passed, 0 failed, 0 skipped" ]
+  [[ "$output" == *"tests/b.bats: scripts/b.sh, train.py"$'\n'"tests/test_b.py: train.py"* ]]
+  grep -qx "bats .* $KIT/tests/b.bats" "$CALLS"
+  grep -qx "pytest .*--numprocesses 2 --no-loadscope-reorder tests/test_b.py" "$CALLS"
+  rm "$CALLS"
+
+  echo "everything: requirements.txt" >"$ANSWERS/changed"
+  run_sh --changed
+  grep -qx "bats .* $KIT/tests/a.bats $KIT/tests/b.bats" "$CALLS"
+  grep -qx "pytest .* tests" "$CALLS"
+
+  : >"$ANSWERS/changed"
+  run_sh --changed
+  [ "${lines[-1]}" = "Muster: 4 passed, 0 failed, 0 skipped" ]
+  echo 69 >"$ANSWERS/changed.status"
+  run_sh --changed
+  [ "$status" -eq 69 ]
+  for words in --quick --lint "$KIT/tests/a.bats"; do
+    run_sh --changed "$words"
+    [ "$status" -eq 2 ]
+  done
 }
 
 

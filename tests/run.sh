@@ -7,15 +7,16 @@
 #   FILE            only this one: a pytest file (or FILE::TEST) or a bats file; then no linters
 #   --lint          only the linters: ruff, mypy, shellcheck
 #   --soak          also the tests marked soak, for which a quarter of an hour is too short
-#   --quick         a first answer within four minutes: linters, and what raises no laboratory, launches no ranks
-#                   but for a few, and starts no agent. Left out are all faults on nodes, SLURM, training and the agent
+#   --quick         a first answer within four minutes: linters, what needs no launch, and one launch by each launcher.
+#                   Left out are all faults on nodes, SLURM, training and the agent, and all job lists but one
+#   --changed       linters, and the tests of what has changed on this branch since it left main, or is not committed
 #   --python PATH   the Python, 3.10 or newer, to make .venv from (default: python3)
 #   --help          show this
 #
 # Python packages go into .venv. System packages are installed with apt-get by root; for anyone else
 # the command to give to an administrator is printed, and that is the end (exit code 69).
 #
-# pytest works while the linters and bats do, and what it says is shown when they are done.
+# pytest runs beside the linters and bats, and its output is shown when they have ended.
 #
 # The last line adds up what the runners counted, where each linter is one:
 #
@@ -37,10 +38,10 @@ TOOLS=(
 )
 
 REQUIREMENTS=(requirements.txt requirements-trackers.txt requirements-test.txt)
-WHAT=all # or files, or linters
+WHAT=all # or files, changed, linters
 SOAK=
 QUICK=
-LABORATORY='^ *(raise_nodes|[^ ]*/lab/lab[.]sh.) ' # a line of a bats file that raises one
+CHANGED=
 BASE_PYTHON=
 PYTEST=() # files to give to pytest
 BATS=()   # files to give to bats
@@ -57,6 +58,7 @@ parse_args() { # <argument...>
       --lint) WHAT=linters ;;
       --soak) SOAK=1 ;;
       --quick) QUICK=1 ;;
+      --changed) CHANGED=1 ;;
       --python) need_value "$@" && BASE_PYTHON=$2 && shift ;;
       --help | -h) usage && exit ;;
       -*) die_usage "unknown option '$1'" ;;
@@ -64,12 +66,19 @@ parse_args() { # <argument...>
     esac
     shift
   done
-  [[ ! $SOAK || ! $QUICK ]] || die_usage "--soak and --quick: give one of the two"
-  if [[ $WHAT == all ]]; then
-    PYTEST=(tests)
-    BATS=("$KIT"/tests/*.bats)
-    [[ ! $QUICK ]] || mapfile -t BATS < <(grep -LE "$LABORATORY" "$KIT"/tests/*.bats)
+  ((${#SOAK} + ${#QUICK} + ${#CHANGED} <= 1)) || die_usage "--soak, --quick and --changed: give one of the three"
+  if [[ $CHANGED ]]; then
+    [[ $WHAT == all ]] || die_usage "--changed: chooses the files itself; give neither FILE nor --lint with it"
+    WHAT=changed
+  elif [[ $WHAT == all ]]; then
+    choose_all
   fi
+}
+
+
+choose_all() {
+  PYTEST=(tests)
+  BATS=("$KIT"/tests/*.bats)
 }
 
 
@@ -84,6 +93,20 @@ choose_file() { # <file, or file::test>
     *) die_usage "'$name' is neither a .py nor a .bats file" ;;
   esac
   WHAT=files
+}
+
+
+choose_changed() {
+  local line lines
+  lines=$("$PYTHON" tests/changed.py)
+  while read -r line; do
+    printf '%s\n' "$line"
+    case ${line%%: *} in
+      everything) choose_all ;;
+      *.bats) BATS+=("$KIT/${line%%: *}") ;;
+      *.py) PYTEST+=("${line%%: *}") ;;
+    esac
+  done <<<"$lines"
 }
 
 
@@ -168,7 +191,8 @@ run_bats() { # <file...>
   local report=$RESULTS/report.tap skipped
   local options=(--print-output-on-failure --report-formatter tap --output "$RESULTS")
   options+=(--jobs 3 --no-parallelize-within-files) # three files at once: they wait much, above all for SLURM
-  [[ $SOAK ]] || options+=(--filter-tags "!soak${QUICK:+,!slow}")
+  [[ $SOAK ]] || options+=(--filter-tags "!soak${QUICK:+,!slow,!laboratory}")
+  [[ ! $QUICK ]] || options+=(--filter-tags quick) # or one of these
   show bats "${options[@]}" "$@"
   runner bats "${options[@]}" "$@"
   skipped=$(occurrences '^ok [0-9]+ .* # skip' "$report")
@@ -182,7 +206,7 @@ start_pytest() { # <file...>
   [[ ! $SOAK ]] || PYTEST_COMMAND+=(-m '')
   [[ ! $QUICK ]] || PYTEST_COMMAND+=(-m 'not soak and not slow')
   [[ ! -t 1 ]] || PYTEST_COMMAND+=(--color yes)
-  [[ $WHAT != all ]] || PYTEST_COMMAND+=(--numprocesses 2 --no-loadscope-reorder) # tests/conftest.py says which apart
+  [[ $WHAT == files ]] || PYTEST_COMMAND+=(--numprocesses 2 --no-loadscope-reorder) # tests/conftest.py says which apart
   PYTEST_COMMAND+=("$@")
   env --default-signal=INT,QUIT "${PYTEST_COMMAND[@]}" >"$RESULTS/pytest.log" 2>&1 &
   PYTEST_RUNS=$!
@@ -243,6 +267,7 @@ main() {
   mkdir -- "$MUSTER_TESTS"
   trap leave EXIT
   export BATS_TEST_TIMEOUT=300
+  [[ $WHAT != changed ]] || choose_changed
   ((${#PYTEST[@]} == 0)) || start_pytest "${PYTEST[@]}"
   [[ $WHAT == files ]] || run_linters
   ((${#BATS[@]} == 0)) || run_bats "${BATS[@]}"

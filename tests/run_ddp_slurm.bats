@@ -3,6 +3,7 @@
 # scripts/run_ddp.sh inside an allocation of a real SLURM (tests/lab/lab.sh raises one): srun starts the processes, SLURM
 # names their ranks, and the run folder, the verdict and the exit code are those of every launcher.
 
+# bats file_tags=laboratory
 bats_require_minimum_version 1.5.0
 
 
@@ -37,6 +38,7 @@ in_allocation() { # <word...>
 }
 
 
+# bats test_tags=quick
 @test "the trainer runs on the allocation, and secrets of its environment are seen nowhere" {
   cat >tiny.yaml <<'END'
 model: {n_layer: 1, n_head: 1, n_embd: 8, block_size: 16}

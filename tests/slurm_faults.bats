@@ -3,6 +3,7 @@
 # What can happen to a job on SLURM: a rank fails, a node or its daemon is lost, a person or the time ends it. Each time
 # there is a verdict and an exit code, nothing is left running, and what can go on goes on where it was.
 
+# bats file_tags=laboratory
 bats_require_minimum_version 1.5.0
 load lab/nodes.bash
 load lab/jobs.bash

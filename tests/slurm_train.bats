@@ -3,6 +3,7 @@
 # The batch scripts on a real SLURM: they train what CONFIG, SCRIPT and words say, on all that was really allocated, and
 # leave a run like every launcher's. A job is found, watched and stopped by its number.
 
+# bats file_tags=laboratory
 bats_require_minimum_version 1.5.0
 load lab/nodes.bash
 load lab/jobs.bash
@@ -68,6 +69,7 @@ places() { # <expected line for each rank...>
 }
 
 
+# bats test_tags=quick
 @test "a job trains on its nodes, and leaves a run like every launcher's" {
   endless_training | sed 's/100000/2/' >tiny.yaml
   export RANK=7 MASTER_ADDR=nowhere MASTER_PORT=1 # of another launch, that sbatch takes along

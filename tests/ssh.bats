@@ -4,6 +4,7 @@
 # break a launch there does not. No host key is accepted unseen and no question is asked; nodes that cannot be reached or
 # do not fit together are refused, all at once, each with its remedy.
 
+# bats file_tags=laboratory
 bats_require_minimum_version 1.5.0
 # shellcheck source=tests/lab/nodes.bash
 source "$BATS_TEST_DIRNAME/lab/nodes.bash"

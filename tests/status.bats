@@ -4,6 +4,7 @@
 # run is seen where it is; what does not move is named; one run is stopped and no other, with the time to write a
 # checkpoint; and what is said to be gone is gone.
 
+# bats file_tags=laboratory
 bats_require_minimum_version 1.5.0
 # shellcheck source=tests/lab/nodes.bash
 source "$BATS_TEST_DIRNAME/lab/nodes.bash"

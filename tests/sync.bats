@@ -3,6 +3,7 @@
 # Nodes that share no folder with the launcher: --sync takes there what they need and nothing else, and what they write
 # comes home, also of a failed run, so that the verdict knows who failed first.
 
+# bats file_tags=laboratory
 bats_require_minimum_version 1.5.0
 # shellcheck source=tests/lab/nodes.bash
 source "$BATS_TEST_DIRNAME/lab/nodes.bash"

@@ -27,7 +27,7 @@ field() { # <name> <file>: a field of the one JSON object in a file
 }
 
 
-# bats test_tags=slow
+# bats test_tags=slow,quick
 @test "two processes: the report is the answer, the launcher's words are not" {
   run --separate-stderr quick 2
   [[ $status == 0 ]]

@@ -22,11 +22,13 @@ from pathlib import Path
 import pytest
 from conftest import slow_names
 
+from distributed.jobs.servers import KIT_FILES
+
 KIT = Path(__file__).resolve().parent.parent
 
 # Which packages, and modules beside them, each may import; one without a line here none.
 BELOW: dict[str, set[str]] = {
-    "agent": {"exit_codes", "host"},
+    "agent": {"exit_codes", "files", "host"},
     "checkpoint": {"config", "training"},
     "config": {"fold"},
     "fold": {"topics"},
@@ -166,6 +168,21 @@ def test_what_runs_on_a_bare_node_needs_the_standard_library_alone(path: Path) -
         assert standard or ours, f"{said(path, found)} is not there on a bare node"
 
 
+def test_the_server_of_a_job_list_gets_the_files_that_it_imports_and_no_others() -> None:
+    entry = "scripts/lib/jobs_host.py"
+    found, left = set(), {entry}
+    while left:
+        found.add(file := left.pop())
+        for one in imports(KIT / file):
+            # launch.usage imports `runs` when it takes samples: for a job list it takes none.
+            if one.ours and package_of(one.ours) != "runs":
+                module = Path("distributed", *one.ours.split(".")).with_suffix(".py")
+                left |= {str(module), *(f"{package}/__init__.py" for package in module.parents[:-1])} - found
+    by_the_supervisor = {"scripts/lib/in_node_env.sh", "scripts/lib/common.bash"}
+    assert set(KIT_FILES) == found | by_the_supervisor
+    assert len(KIT_FILES) == len(set(KIT_FILES))
+
+
 def test_every_requirement_is_imported() -> None:
     """But for numpy, which torch wants. What tests alone import is in requirements-test.txt."""
     lines = (KIT / "requirements.txt").read_text().splitlines()
@@ -219,6 +236,13 @@ def test_of_values(): assert KIT
 """)
     found = {name for name in slow_names(tmp_path / "test_a.py") if name.startswith("test_")}
     assert found == {f"test_{how}" for how in ("of_a_fixture", "by_a_helper", "of_an_imported_name", "by_a_class")}
+
+
+def test_a_bats_file_that_raises_a_laboratory_is_tagged() -> None:
+    for path in shell(".bats"):
+        text = path.read_text()
+        raises = re.search(r"lab/(nodes\.bash|lab\.sh)", text) is not None
+        assert raises == ("\n# bats file_tags=laboratory\n" in text), path.name
 
 
 def shell(ending: str) -> list[Path]:

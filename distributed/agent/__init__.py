@@ -1,1 +1,1 @@
-"""torchrun's agent with ranks forked from a warm process; the nodes of a run meet and know of each other."""
+"""torchrun's agent, with ranks forked from a warm process and heartbeats between the nodes of a run."""

@@ -1,9 +1,9 @@
-"""torchrun's own agent, with warm workers, that ends quickly and says who died.
+"""torchrun's own agent with workers forked from a warm process; it stops fast and records which rank failed first.
 
-Options, rendezvous, environment and restarts are torchrun's (`torch.distributed.run`). What differs: workers are
-forked from one warm process (`distributed.agent.worker`), every rank that dies is noted with its exit code and time in
-errors/node_<name>.json, the others are ended within seconds (torchrun: 30), also on the other nodes (torchrun: not at
-all), and the exit code is the first one's (torchrun: always 1).
+Options, rendezvous, environment and restarts are torchrun's (`torch.distributed.run`). What differs: workers are forked
+from one process that has imported PyTorch (`distributed.agent.worker`); every rank that fails is recorded with its exit
+code and time in errors/node_<name>.json; the other ranks are stopped within seconds (torchrun: 30), also on the other
+nodes (torchrun: not at all); and the exit code is that of the first rank that failed (torchrun: always 1).
 
 Try it: python scripts/lib/agent.py --nproc-per-node 2 train.py --config config/quickstart.yaml
 """
@@ -39,33 +39,33 @@ from torch.distributed.launcher import api as launcher
 from distributed.agent import failure_records
 from distributed.agent.fork_server import ForkServer, ForkServerError, Process, signals
 from distributed.agent.membership import End, Membership, RendezvousFailed
-from distributed.agent.rendezvous import Rendezvous, say
+from distributed.agent.rendezvous import Rendezvous, log
 from distributed.agent.worker import Rank, Script
 from distributed.exit_codes import STOPPED
 
-LOOK = 0.1  # seconds between two looks at ranks of which none dies
-FAREWELL = 1.0  # seconds that the others get to report after one rank has failed
-TERM_GRACE = 3.0  # seconds between TERM and KILL after one rank has failed
-STOP_GRACE = 30.0  # seconds that the others get to write their part when one rank has stopped on request
+POLL = 0.1  # seconds between two checks of the ranks, when none has exited
+REPORT_GRACE = 1.0  # seconds between the first failure and SIGTERM, in which other ranks may write their own record
+TERM_GRACE = 3.0  # seconds between SIGTERM and SIGKILL after a failure
+STOP_GRACE = 30.0  # seconds in which the other ranks may save their state, when one has stopped on request
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 BLOCK = 1 << 20  # bytes of a rank's output that are read at once
 
 
 @dataclass(frozen=True)
-class Death:
-    """A rank that ended, and not well."""
+class Failure:
+    """A rank that exited with another code than 0."""
 
     rank: int
     local_rank: int
     pid: int
     time: float  # unix seconds at which the agent saw it
     exit_code: int  # 128+n for a signal
-    ended_by_agent: bool  # TERM or KILL, after another one had failed
+    ended_by_agent: bool  # by SIGTERM or SIGKILL, after another one had failed
 
 
 @dataclass(frozen=True)
 class Handler:
-    """A rank's process, as torchrun's SubprocessContext wants it."""
+    """A rank's process with the interface of torchrun's SubprocessHandler."""
 
     proc: Process
 
@@ -91,16 +91,16 @@ class Ranks(SubprocessContext):
 
 
 class Agent(LocalElasticAgent):
-    """torchrun's agent, that also notes deaths, does not wait long for those who survive, and knows the other nodes."""
+    """torchrun's agent that records failures, stops the other ranks soon, and shares both with the other nodes."""
 
-    latest: Agent | None = None  # the one that torchrun made
+    latest: Agent  # the one that torchrun made
     script: Script
     rendezvous: Rendezvous | None = None
 
     def __init__(self, spec: WorkerSpec, *args: Any, **options: Any) -> None:
         super().__init__(spec, *args, **options)
-        self.deaths: dict[int, Death] = {}
-        self.ended_well: list[int] = []  # ranks that ended with 0, not asked to
+        self.failures: dict[int, Failure] = {}  # by local rank
+        self.ended_well: list[int] = []  # ranks that exited with 0 before any was asked to stop
         if isinstance(spec.rdzv_handler, StaticTCPRendezvous):
             spec.rdzv_handler = self.rendezvous = Rendezvous(spec.rdzv_handler, self.script)
         Agent.latest = self
@@ -110,87 +110,84 @@ class Agent(LocalElasticAgent):
         """In a run of several nodes."""
         return self.rendezvous.membership if self.rendezvous else None
 
-    def ended(self) -> End | None:
+    def end_of_run(self) -> End | None:
         """Why the run of several nodes cannot go on, here or elsewhere."""
         return self.membership.end() if self.membership else None
 
     def exit_code(self) -> int:
-        """Of the first rank that died by itself, here or elsewhere."""
-        if end := self.ended():
+        """Of the first rank that failed by itself, here or elsewhere."""
+        if end := self.end_of_run():
             return end.exit_code
-        return self._first_death().exit_code if self._own_deaths() else 1
+        first = self._first_failure()
+        return first.exit_code if first else 1
 
     def failed(self) -> int:
-        """Exchange failure records with the other nodes, keep theirs, and return the exit code of the run."""
+        """Exchange failure records with the other nodes, write theirs, and return the exit code of the run."""
         if self.membership and (end := self.membership.end()):
-            self._write_account(end.node if end.lost else None)
+            self._write_record(end.node if end.lost else None)
             self.membership.exchange_records(self._records())
             for records in self.membership.records.values():
                 failure_records.keep(records)
         return self.exit_code()
 
     def stopped_by(self, number: int) -> int:
-        """The ranks have ended because the agent received this signal: end the other nodes. Returns the exit code."""
-        self.note_deaths(ended_by_agent=True)
-        if not self.ended() and self._ended_well():
+        """The agent received this signal, and its ranks have exited: stop the other nodes. Returns the exit code."""
+        self.reap_ranks(ended_by_agent=True)
+        if not self.end_of_run() and self._all_ended_well():
             return 0
-        if self.ended():  # the run was ending already, and the launcher stops what is left of it
+        if self.end_of_run():  # the run was ending already, and the launcher stops what is left of it
             return self.failed()
-        code = STOPPED if self.all_stopped() else 128 + number
+        return self.leave(STOPPED if self.all_stopped() else 128 + number, f"received {signal.Signals(number).name}")
+
+    def leave(self, code: int, reason: str) -> int:
+        """End the run on the other nodes, without waiting for their records. Returns the exit code."""
         if self.membership:
-            self.membership.report_end(
-                End(failure_records.node_name(), code, f"received {signal.Signals(number).name}")
-            )
+            self.membership.report_end(End(failure_records.node_name(), code, reason))
             self.membership.leave(self._records())
         return code
 
-    def cannot_start(self, reason: str) -> int:
-        """The ranks cannot be started: the other nodes need not wait. Returns the exit code."""
-        if self.membership:
-            self.membership.report_end(End(failure_records.node_name(), 1, reason))
-            self.membership.leave(self._records())
-        return 1
-
     def all_stopped(self) -> bool:
-        """Whether every rank that ended did so on request, with a checkpoint written."""
-        return {death.exit_code for death in self.deaths.values()} == {STOPPED}
+        """Whether every rank that failed did so on request, with a checkpoint written."""
+        return {failure.exit_code for failure in self.failures.values()} == {STOPPED}
 
-    def note_deaths(self, ended_by_agent: bool = False) -> None:
-        """Reap the ranks that have ended, and record those that failed."""
-        news = [
-            self._death(local_rank, process, ended_by_agent)
-            for local_rank, process in enumerate(self._processes())
-            if process.reap() and local_rank not in self.deaths
-        ]
-        self.deaths.update((death.local_rank, death) for death in news)
+    def reap_ranks(self, ended_by_agent: bool = False) -> None:
+        """Reap the ranks that have exited, and record those that failed."""
+        for local_rank, process in enumerate(self._processes()):
+            code = process.reap()
+            if not code or local_rank in self.failures:
+                continue
+            code = code if code > 0 else 128 - code
+            rank = self._worker_group.workers[local_rank].global_rank
+            if not ended_by_agent and code != STOPPED:
+                sys.stderr.write(f"agent: rank {rank} (pid {process.pid}) ended with exit code {code}\n")
+            self.failures[local_rank] = Failure(rank, local_rank, process.pid, time.time(), code, ended_by_agent)
         if not ended_by_agent:
             workers = zip(self._worker_group.workers, self._processes(), strict=False)
             self.ended_well = [worker.global_rank for worker, process in workers if process.returncode == 0]
-        if self.deaths:
-            self._write_account()
+        if self.failures:
+            self._write_record()
 
     # -------- torchrun's own steps
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self.deaths.clear()
+        self.failures.clear()
         return super()._start_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         with signals.held():
-            return self._look_after(worker_group)
-
-    def _look_after(self, worker_group: WorkerGroup) -> RunResult:
-        # A death is seen when it happens: of two that die a moment apart, the first is told from the second.
-        Ranks.server.wakeup.wait(LOOK)
-        self.note_deaths()
-        if self._own_deaths():
-            self._tell_of_death()
-            self._end_the_others(self.all_stopped())
-        elif not self.deaths and (end := self.ended()):
-            what = f"{end.node}: connection lost" if end.lost else f"{end.node} ends the run ({end.reason})"
-            say(f"{what}; stopping the ranks of this node")
-            self._end_the_others(end.exit_code == STOPPED)
-        return super()._monitor_workers(worker_group)
+            # An exit is seen when it happens: of two failures a moment apart, the first is known.
+            Ranks.server.wakeup.wait(POLL)
+            self.reap_ranks()
+            if first := self._first_failure():
+                if self.membership:
+                    reason = f"rank {first.rank} ended with exit code {first.exit_code}"
+                    self.membership.report_end(End(failure_records.node_name(), first.exit_code, reason))
+                self._stop_ranks(self.all_stopped())
+            elif not self.failures and (end := self.end_of_run()):
+                cause = f"{end.node}: connection lost" if end.lost else f"{end.node} ends the run ({end.reason})"
+                log(f"{cause}; stopping the ranks of this node")
+                self._stop_ranks(end.exit_code == STOPPED)
+            return super()._monitor_workers(worker_group)
 
     def _exit_barrier(self) -> None:
         if self.membership:
@@ -200,8 +197,8 @@ class Agent(LocalElasticAgent):
 
     # -------- ours
 
-    def _ended_well(self) -> bool:
-        """Whether all ranks of the run have ended with 0, though this node was asked to stop."""
+    def _all_ended_well(self) -> bool:
+        """Whether all ranks of the run have exited with 0, though this node was asked to stop."""
         processes = self._processes()
         if not processes or any(process.reap() != 0 for process in processes):
             return False
@@ -210,50 +207,34 @@ class Agent(LocalElasticAgent):
         except TimeoutError:
             return False
 
-    def _own_deaths(self) -> list[Death]:
-        return [death for death in self.deaths.values() if not death.ended_by_agent]
-
-    def _first_death(self) -> Death:
-        return min(self._own_deaths(), key=lambda death: death.time)
-
-    def _tell_of_death(self) -> None:
-        death = self._first_death()
-        if self.membership:
-            reason = f"rank {death.rank} ended with exit code {death.exit_code}"
-            self.membership.report_end(End(failure_records.node_name(), death.exit_code, reason))
+    def _first_failure(self) -> Failure | None:
+        own = [failure for failure in self.failures.values() if not failure.ended_by_agent]
+        return min(own, key=lambda failure: failure.time, default=None)
 
     def _records(self) -> failure_records.Records:
-        return failure_records.of_this_node(death.rank for death in self.deaths.values())
+        return failure_records.of_this_node(failure.rank for failure in self.failures.values())
 
-    def _write_account(self, lost: str | None = None) -> None:
-        deaths = [asdict(death) for _, death in sorted(self.deaths.items())]
-        failure_records.write_of_node(deaths, self.ended_well, lost)
+    def _write_record(self, lost: str | None = None) -> None:
+        failures = [asdict(failure) for _, failure in sorted(self.failures.items())]
+        failure_records.write_of_node(failures, self.ended_well, lost)
 
     def _processes(self) -> list[Process]:
         context = self._pcontext
         handlers = context.subprocess_handlers if isinstance(context, Ranks) else {}
         return [handler.proc for handler in handlers.values()]  # type: ignore[misc]
 
-    def _death(self, local_rank: int, process: Process, ended_by_agent: bool) -> Death:
-        rank = self._worker_group.workers[local_rank].global_rank
-        code = process.returncode or 0
-        code = code if code > 0 else 128 - code
-        if not ended_by_agent and code != STOPPED:
-            sys.stderr.write(f"agent: rank {rank} (pid {process.pid}) ended with exit code {code}\n")
-        return Death(rank, local_rank, process.pid, time.time(), code, ended_by_agent)
-
-    def _end_the_others(self, stopping: bool) -> None:
-        """Time for a last word, then TERM, then KILL. Ranks that stop on request may still be writing."""
-        self._wait(STOP_GRACE if stopping else FAREWELL)
-        self.note_deaths()
+    def _stop_ranks(self, on_request: bool) -> None:
+        """Wait for their own records, or for what they save on request, then send SIGTERM, then SIGKILL."""
+        self._wait(STOP_GRACE if on_request else REPORT_GRACE)
+        self.reap_ranks()
         for number in (signal.SIGTERM, signal.SIGKILL):
             for process in self._processes():
                 process.signal(number)
             self._wait(TERM_GRACE)
-        self.note_deaths(ended_by_agent=True)
+        self.reap_ranks(ended_by_agent=True)
 
     def _wait(self, seconds: float) -> None:
-        """Until all have ended, but no longer than that."""
+        """Until all ranks have exited, but no longer than that."""
         end = time.monotonic() + seconds
         while any(process.reap() is None for process in self._processes()) and (left := end - time.monotonic()) > 0:
             Ranks.server.wakeup.wait(left)
@@ -316,23 +297,17 @@ def unexpected() -> str:
 
 def main(options: argparse.Namespace, server: ForkServer) -> int:
     """Run torchrun's command line. Returns 0, or the exit code of the first rank that failed."""
-    options.monitor_interval = 0.001  # the waiting is done by the agent itself, which wakes when a rank dies
+    options.monitor_interval = 0.001  # the agent itself waits, and wakes up when a rank exits
     if options.standalone:
         # torchrun waits up to 0.3 s before the rendezvous, so that many nodes do not begin it at the same time.
         dynamic_rendezvous._delay = lambda seconds: None
     if options.max_restarts:
         # With the shared store, recovery seldom works (torch 2.13: 12 of 34 tries; with its own, 23 of 23).
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    _take_our_place(
-        Script(
-            options.training_script,
-            tuple(options.training_script_args),
-            options.module,
-            _fresh_path(),
-            options.pass_local_rank,
-        ),
-        server,
-    )
+    # Of sys.path as Python made it, without the first entry, this program's directory: a worker puts its own there.
+    arguments, path = tuple(options.training_script_args), tuple(sys.path[1:])
+    script = Script(options.training_script, arguments, options.module, path, options.pass_local_rank)
+    _replace_in_torchrun(script, server)
     try:
         return _run(options)
     finally:
@@ -348,39 +323,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def _run(options: argparse.Namespace) -> int:
-    try:
-        torchrun.run(options)
-    except SignalException as error:
-        _let_nobody_disturb()
-        return _agent().stopped_by(int(error.sigval))
-    except RendezvousFailed as failure:
-        say(str(failure))
-        return failure.exit_code
-    except ForkServerError as error:
-        say(str(error))
-        return _agent().cannot_start(str(error))
-    except ChildFailedError:
-        pass
-    except DistError:  # a store that is gone, because the others have ended
-        if not _agent().ended():
-            raise
-    else:
-        if not _agent().ended():
-            return 0
-    _let_nobody_disturb()
-    return _agent().failed()
-
-
-def _let_nobody_disturb() -> None:
-    """All ranks have ended, and so do we: who asks us to stop now must not cut the records short."""
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-
-
-def _take_our_place(script: Script, server: ForkServer) -> None:
-    """torchrun offers no argument for what is launched, by which agent, and how logs are followed: its names for them
-    become ours."""
+def _replace_in_torchrun(script: Script, server: ForkServer) -> None:
+    """torchrun has no argument for what is launched, by which agent, and how logs are followed: replace these in it."""
 
     def launch(config: launcher.LaunchConfig, entrypoint: object) -> Any:
         return lambda *words: launcher.launch_agent(config, script.name, [])
@@ -391,9 +335,39 @@ def _take_our_place(script: Script, server: ForkServer) -> None:
     launcher.LocalElasticAgent = Agent  # type: ignore[misc]
     elastic_multiprocessing.SubprocessContext = Ranks  # type: ignore[misc]
     tail_log.tail_logfile = follow
-    # They would print a failed worker's traceback a second time, and that somebody asked us to stop.
+    # They would print a failed worker's traceback a second time, and that the agent was asked to stop.
     for name in ("multiprocessing.api", "agent.server.api"):
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
+
+
+def _run(options: argparse.Namespace) -> int:
+    try:
+        torchrun.run(options)
+    except SignalException as error:
+        _ignore_stop_signals()
+        return Agent.latest.stopped_by(int(error.sigval))
+    except RendezvousFailed as failure:
+        log(str(failure))
+        return failure.exit_code
+    except ForkServerError as error:
+        log(str(error))
+        return Agent.latest.leave(1, str(error))
+    except ChildFailedError:
+        pass
+    except DistError:  # the store is gone, because the other nodes have ended
+        if not Agent.latest.end_of_run():
+            raise
+    else:
+        if not Agent.latest.end_of_run():
+            return 0
+    _ignore_stop_signals()
+    return Agent.latest.failed()
+
+
+def _ignore_stop_signals() -> None:
+    """All ranks have exited: a stop request that comes now must not interrupt the exchange of failure records."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def follow(
@@ -404,12 +378,12 @@ def follow(
     interval_sec: float,
     log_line_filter: Callable[[str], bool] | None = None,
 ) -> None:
-    """Pass on the lines of a rank's output with the header, each when it is complete, until finished.
+    """Copy the lines of a rank's output with the header, each when it is complete, until finished.
 
     A line that a carriage return lets the next one overwrite, as progress bars do, ends with a carriage return and a
     line break: `distributed.launch.console` then shows them in one place.
 
-    torchrun passes on what is there: when two ranks have unfinished lines, the one becomes the end of the other.
+    torchrun copies also unfinished lines: the line of another rank is then appended to it.
     """
     while not os.path.exists(file):
         if finished.wait(interval_sec) and not os.path.exists(file):  # the rank may have begun and ended meanwhile
@@ -437,19 +411,9 @@ def _complete_lines(output: bytes) -> tuple[list[str], bytes]:
 
 
 def _write(lines: list[str], dst: TextIO) -> None:
-    """Many lines in one write, but no more than a pipe takes without interruption by others that write to it."""
+    """Many lines in one write, but no more than PIPE_BUF bytes: other processes cannot write in between."""
     text, start = "".join(lines).encode(), 0
     while start < len(text):
         end = text.rfind(b"\n", start, start + select.PIPE_BUF) + 1 or text.index(b"\n", start) + 1
         dst.write(text[start:end].decode())
         start = end
-
-
-def _fresh_path() -> tuple[str, ...]:
-    """sys.path as Python made it, without the entry's own folder: workers put theirs in its place."""
-    return tuple(sys.path[1:])
-
-
-def _agent() -> Agent:
-    assert Agent.latest is not None
-    return Agent.latest

@@ -1,38 +1,40 @@
-"""What the processes of a run write about their end, for the verdict: errors/ in the folder of the run.
+"""Failure records of a run, for the verdict: files in errors/ in the run directory.
 
-rank_<rank>.json is a rank's own record, with its traceback; node_<name>.json is what the agent saw of its ranks.
-Without a folder (MUSTER_RUN_DIR is not set) nothing is written.
+rank_<rank>.json is written by the rank that fails, with its traceback; node_<name>.json by the agent, with the exit
+codes of its ranks. Nothing is written where there is no run directory (MUSTER_RUN_DIR is not set).
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
+import json  # here: in a rank, an import inside a function could find a json.py of the script's directory
 import os
 import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-Records = Mapping[str, Mapping[str, Any]]  # name of a file in errors/ -> what stands in it
+from distributed.files import write_file
+
+Records = Mapping[str, Mapping[str, Any]]  # name of a file in errors/ -> its content
 
 
 def node_name() -> str:
-    """What this node is called in logs and verdicts."""
+    """The name of this node in logs and verdicts."""
     return os.environ.get("MUSTER_NODE") or socket.gethostname()
 
 
 def write_of_rank(code: int, error: BaseException) -> None:
-    """This rank's own record: it ends with this exit code because of this error."""
-    if not _folder():
+    """The record of this rank, which exits with this code because of this error."""
+    if not _directory():
         return
-    rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+    rank = int(os.environ["RANK"])
     record = {
         "rank": rank,
-        "local_rank": local_rank,
+        "local_rank": int(os.environ["LOCAL_RANK"]),
         "node": node_name(),
         "pid": os.getpid(),
         "time": time.time(),
@@ -44,51 +46,44 @@ def write_of_rank(code: int, error: BaseException) -> None:
     _write(f"rank_{rank}.json", record)
 
 
-def write_of_node(deaths: Sequence[Mapping[str, Any]], ended_well: Sequence[int], lost: str | None = None) -> None:
-    """What this node's agent saw: the ranks that failed, those that ended with 0, and the node it could not hear."""
-    more = {"ended_well": list(ended_well), "lost": lost}
-    record = {"node": node_name(), "deaths": list(deaths)} | {name: value for name, value in more.items() if value}
-    _write(f"node_{node_name()}.json", record)
+def write_of_node(failures: Sequence[Mapping[str, Any]], ended_well: Sequence[int], lost: str | None = None) -> None:
+    """The record of this node's agent: ranks that failed, ranks that exited with 0, and the node that it lost."""
+    record = {"node": node_name(), "deaths": list(failures), "ended_well": list(ended_well), "lost": lost}
+    _write(f"node_{node_name()}.json", {name: value for name, value in record.items() if value or name == "deaths"})
 
 
 def of_this_node(ranks: Iterable[int]) -> Records:
-    """The records that were written here, of the node and of these ranks."""
+    """The records of this node and of these ranks of it."""
     names = [f"node_{node_name()}.json", *(f"rank_{rank}.json" for rank in ranks)]
     return {name: record for name in names if (record := _read(name))}
 
 
 def keep(records: Records) -> None:
-    """Write down what other nodes have told. What they have written here themselves, in a shared folder, stays."""
+    """Write the records of other nodes, except those that these have written themselves: into a shared directory."""
     for name, record in records.items():
-        _write(name, record, os.link)
+        if not _read(name):
+            _write(name, record)
 
 
-def _folder() -> Path | None:
+def _directory() -> str | None:
     run = os.environ.get("MUSTER_RUN_DIR")
-    return Path(run, "errors") if run else None
+    return os.path.join(run, "errors") if run else None
 
 
-def _read(name: str) -> dict[str, Any]:
-    folder = _folder()
+def _read(name: str) -> Mapping[str, Any]:
+    directory = _directory()
     try:
-        return json.loads((folder / name).read_bytes()) if folder else {}
+        return json.loads(Path(directory, name).read_bytes()) if directory else {}
     except (OSError, ValueError):
         return {}
 
 
-def _write(name: str, record: object, put: Callable[[Path, Path], object] = os.replace) -> None:
-    """Write beside, then put it into its place: a reader sees the whole or nothing. A full disk is told, no more."""
-    folder = _folder()
-    if not folder:
+def _write(name: str, record: Mapping[str, Any]) -> None:
+    """A failure to write, such as a full disk, is reported, and nothing else: the rank's exit code must not change."""
+    if not (directory := _directory()):
         return
-    beside = folder / f".{name}.{os.getpid()}"
     try:
-        beside.write_text(json.dumps(record, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        put(beside, folder / name)
-    except FileExistsError:
-        pass
+        write_file(Path(directory, name), json.dumps(record, indent=2, sort_keys=True) + "\n")
     except OSError as error:
-        with contextlib.suppress(OSError):  # a rank's own words may go to that disk too
-            sys.stderr.write(f"cannot write {folder / name}: {error.strerror}\n")
-    with contextlib.suppress(OSError):
-        beside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # stderr may go to the same disk
+            sys.stderr.write(f"cannot write {directory}/{name}: {error.strerror}\n")

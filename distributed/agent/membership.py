@@ -1,13 +1,12 @@
 """Membership of a run on several nodes: join it, send heartbeats, learn of its end, exchange failure records.
 
-torchrun's agents meet once and then know nothing of each other: when a rank dies on one node, the others wait until
-their collectives time out, for 10 to 30 minutes. Here each agent sends heartbeats through the store of the first node,
-and the first agent that cannot go on ends the run. The others know within a second; a node without heartbeats is given
-up after HEARTBEAT_TIMEOUT. At the end the agents exchange their failure records, so that each can judge which failure
-came first.
+torchrun's agents exchange nothing after the rendezvous: when a rank fails on one node, the others wait until their
+collectives time out, for 10 to 30 minutes. Here each agent sends heartbeats through the store of the first node, and
+the first agent that cannot go on ends the run. The others read that within a second; a node without heartbeats is lost
+after HEARTBEAT_TIMEOUT. At the end the agents exchange their failure records, so that each finds the first failure.
 
-All keys of a run stand below its name. A node that is refused has written none that the members act upon: it leaves,
-and the run goes on.
+All keys of a run are below its id. A node that is refused writes none that the members act upon: it exits, and the run
+goes on.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from distributed.agent.failure_records import Records
 from distributed.exit_codes import TIMED_OUT, UNFIT
 
 INTERVAL = 0.5  # seconds between two heartbeats
-FAST = 0.05  # the same, while the nodes gather and finish; a node whose ranks are done may wait long for the others
+FAST = 0.05  # the same, while the nodes join and finish
 HEARTBEAT_TIMEOUT = 12.0  # seconds
 RETRY = 0.2  # seconds between two attempts to find the first node
 REPORT = 5.0  # seconds between two lines about missing nodes
@@ -76,8 +75,8 @@ class RendezvousFailed(Exception):
 class Membership:
     """The agents of a run, seen from one of them.
 
-    One thread alone uses the store, and the agent uses only that thread: a store that does not answer must not keep the
-    agent from ending its workers.
+    Only a thread of its own uses the store: a store that does not answer must not keep the agent from stopping its
+    ranks.
     """
 
     def __init__(
@@ -85,15 +84,15 @@ class Membership:
         rank: int,
         size: int,
         facts: Facts,
-        place: str,
+        address: str,
         connect: Callable[[], Store],
         run_name: str = "",
         names: Sequence[str] = (),
     ) -> None:
         """rank: of this node, among size nodes. facts: its name under "node", and what must be the same on all.
 
-        place: of the store, as HOST:PORT. connect: one attempt to reach it; raises OSError or RuntimeError.
-        run_name: the first node must know it; on the others "" joins any run that fits.
+        address: of the store, as HOST:PORT. connect: one attempt to connect to it; raises OSError or RuntimeError.
+        run_name: required on the first node; on the others "" joins any run with the same facts.
         names: of all nodes, where they are known beforehand.
         """
         self.rank, self.size = rank, size
@@ -101,16 +100,16 @@ class Membership:
         self.members: dict[int, Facts] = {}  # nodes that have joined, as far as known
         self.records: dict[int, Records] = {}  # of the other nodes, once the run has failed
         self._facts = {**facts, "process": uuid.uuid4().hex}
-        self._place, self._connect, self._run_name = place, connect, run_name
+        self._address, self._connect, self._run_name = address, connect, run_name
         self._names = dict(enumerate(names))
         self._absent = list(range(size))  # node ranks
         self._store: Store | None = None  # below the run's name, once this node has joined
         self._host: Host | None = None
-        self._obstacle = f"waiting for the first node at {place}"  # until this node has joined
+        self._obstacle = f"waiting for the first node at {address}"  # until this node has joined
         self._refusal: RendezvousFailed | None = None
         self._end: End | None = None
         self._complete = self._all_done = self._leaving = self._gone = self._closed = False
-        self._heard = time.monotonic()
+        self._last_contact = time.monotonic()
         self._outbox: queue.SimpleQueue[tuple[str, object]] = queue.SimpleQueue()
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._work, daemon=True, name="membership")
@@ -149,7 +148,7 @@ class Membership:
 
     def end(self) -> End | None:
         """Why the run cannot go on, if it cannot."""
-        if self._end is None and self._store and time.monotonic() - self._heard > HEARTBEAT_TIMEOUT:
+        if self._end is None and self._store and time.monotonic() - self._last_contact > HEARTBEAT_TIMEOUT:
             self._end = lost(self.members, 0)
         return self._end
 
@@ -203,11 +202,11 @@ class Membership:
             return
         try:
             while not self._closed:
-                self._turn()
-                self._heard = time.monotonic()
+                self._update()
+                self._last_contact = time.monotonic()
                 self._wake.wait(INTERVAL if self._complete and not self._leaving else FAST)
                 self._wake.clear()
-        except RuntimeError:  # whatever the store raises: its host is gone
+        except RuntimeError:  # from the store: the first node is gone
             self._end = self._end or lost(self.members, 0)
 
     def _try_to_join(self) -> None:
@@ -219,41 +218,41 @@ class Membership:
                 self.run = self._find_run(root)
             store = keys_of(root, self.run)
             if self._fits(store, self.run):
-                self._heard = time.monotonic()
+                self._last_contact = time.monotonic()
                 self.members = {0: self.run.facts, self.rank: self._facts}
                 self._host = Host(store, self.size) if self.rank == 0 else None
                 self._store = store
                 return
         except (OSError, RuntimeError):  # nobody listens there, or the store has just gone
-            self._obstacle = f"waiting for the first node at {self._place}"
+            self._obstacle = f"waiting for the first node at {self._address}"
         self._wake.wait(RETRY)
 
     def _find_run(self, root: Store) -> Run:
         until = time.monotonic() + HEARTBEAT_TIMEOUT
         while not (run := read_run(root)):
             if time.monotonic() > until:
-                raise RendezvousFailed(f"{self._place}: in use by another program; choose another --master-port")
+                raise RendezvousFailed(f"{self._address}: in use by another program; choose another --master-port")
             time.sleep(FAST)
         return run
 
     def _fits(self, store: Store, run: Run) -> bool:
         """Claim this node's rank in the run. False when the run is over. Raises RendezvousFailed when refused."""
         if is_over(store):
-            self._obstacle = f"waiting for the first node at {self._place}, where {run} is ending"
+            self._obstacle = f"waiting for the first node at {self._address}, where {run} is ending"
             return False
         if self._run_name and run.name != self._run_name:
             raise RendezvousFailed(
-                f"{self._place}: in use by {run}, not by {self._run_name}; choose another --master-port"
+                f"{self._address}: in use by {run}, not by {self._run_name}; choose another --master-port"
             )
         if odd := differences(self._facts, run.facts):
             store.set("refused", f"{self._facts['node']}: {odd}")
             raise RendezvousFailed(
-                f"{self._place}: in use by {run}: {odd}; make them equal, or choose another --master-port"
+                f"{self._address}: in use by {run}: {odd}; make them equal, or choose another --master-port"
             )
         return self._claim(store, run)
 
     def _claim(self, store: Store, run: Run) -> bool:
-        """A member that was killed holds its rank until it is missed, and then its run ends. A living one keeps it."""
+        """The rank of a node that was killed is taken until it is lost, which ends its run. A living node keeps it."""
         before = ask(store, f"heartbeat/{self.rank}")
         while not (self._closed or is_over(store)):
             holder = json.loads(store.compare_set(f"member/{self.rank}", "", json.dumps(self._facts)))
@@ -261,7 +260,7 @@ class Membership:
                 return True
             if ask(store, f"heartbeat/{self.rank}") != before:
                 raise RendezvousFailed(
-                    f"{self._place}: in use by {run}: NODE_RANK {self.rank} is taken by {holder['node']}; "
+                    f"{self._address}: in use by {run}: NODE_RANK {self.rank} is taken by {holder['node']}; "
                     "choose another --master-port for another run, another NODE_RANK for this one"
                 )
             self._obstacle = f"waiting for the end of {run}: {holder['node']} sends no heartbeat"
@@ -270,18 +269,24 @@ class Membership:
 
     # ---------------------------------------------------------------- the thread: as a member
 
-    def _turn(self) -> None:
+    def _update(self) -> None:
+        """Send what is in the outbox, and a heartbeat; then read what the others have sent."""
         assert self._store
         while not self._outbox.empty():
-            self._deliver(self._store, *self._outbox.get())
-        if self._gone and not self._host:  # the first node may have left with the store when it saw that we have
+            key, value = self._outbox.get()
+            if key == "end":  # the first report counts
+                self._store.compare_set(key, "", json.dumps(value))
+            else:
+                self._store.set(key, json.dumps(value))
+            self._gone = self._gone or (key == f"left/{self.rank}" and not self._host)
+        if self._gone and not self._host:  # the first node closes the store when all others have left
             self._closed = True
             return
         self._store.set(f"heartbeat/{self.rank}", json.dumps(time.monotonic()))
         if self._host:
-            self._host.look_around()
+            self._host.update()
             self.members = self._host.members
-            self._gone = self._leaving and self._host.is_alone(self._living() - {0})
+            self._gone = self._leaving and self._host.have_left(self._living() - {0})
         if not self._complete:
             self._absent = ask(self._store, "absent") or []
         if not self._complete and (members := ask(self._store, "members")):
@@ -290,30 +295,19 @@ class Membership:
         self._end = self._end or read_end(self._store)
         self._all_done = self._all_done or bool(ask(self._store, "all done"))
         if self._end and self._leaving:
-            self._collect(self._store)
-        self._closed = self._closed or (not self._host and bool(ask(self._store, "closing")))  # it would only complain
+            for rank in set(self.members) - {self.rank, *self.records}:
+                if (records := ask(self._store, f"records/{rank}")) is not None:
+                    self.records[rank] = records
+        self._closed = self._closed or (not self._host and bool(ask(self._store, "closing")))
 
-    def _deliver(self, store: Store, key: str, value: object) -> None:
-        if key == "end":
-            store.compare_set(key, "", json.dumps(value))
-        else:
-            store.set(key, json.dumps(value))
-        self._gone = self._gone or (key == f"left/{self.rank}" and not self._host)
-
-    def _collect(self, store: Store) -> None:
-        for rank in set(self.members) - {self.rank, *self.records}:
-            records = ask(store, f"records/{rank}")
-            if records is not None:
-                self.records[rank] = records
-
-    # ---------------------------------------------------------------- for both
+    # ---------------------------------------------------------------- used by both
 
     def _send(self, key: str, value: object) -> None:
         self._outbox.put((key, value))
         self._wake.set()
 
     def _leave(self) -> None:
-        """The first node, which has the store, goes last."""
+        """The first node, which has the store, leaves last."""
         self._send(f"left/{self.rank}", True)
         self._wait(lambda: self._gone or not self._store, LEAVING)
         if self._host and not self._gone:
@@ -325,8 +319,8 @@ class Membership:
         """The line to log when none was logged for so long."""
         if not self._store:
             return self._obstacle if seconds >= REPORT_UNJOINED else ""
-        speaks = self._host or not self._names  # elsewhere a person sees the lines of all nodes in one place
-        return self._missing() if self._absent and speaks and seconds >= REPORT else ""
+        reports = self._host or not self._names  # a launcher that knows the names shows the lines of all nodes at once
+        return self._missing() if self._absent and reports and seconds >= REPORT else ""
 
     def _missing(self) -> str:
         missing = [self._names.get(rank, f"node rank {rank}") for rank in self._absent]
@@ -339,13 +333,13 @@ class Membership:
     def _wait(self, condition: Callable[[], bool], timeout: float) -> None:
         until = time.monotonic() + timeout
         while not (condition() or self._closed) and time.monotonic() < until:
-            if self._store and time.monotonic() - self._heard >= HEARTBEAT_TIMEOUT:
+            if self._store and time.monotonic() - self._last_contact >= HEARTBEAT_TIMEOUT:
                 return
             time.sleep(FAST)
 
 
 class Host:
-    """What the first node does for all, as it has the store: sees who joins, who sends heartbeats, and who is done."""
+    """What the first node does for all, as it has the store: check which nodes join, send heartbeats, and are done."""
 
     def __init__(self, store: Store, size: int) -> None:
         self.members: dict[int, Facts] = {}
@@ -353,20 +347,18 @@ class Host:
         self._store, self._size = store, size
         self._heartbeats: dict[int, tuple[bytes, float]] = {}  # of each node: the last one, and when it was new
 
-    def look_around(self) -> None:
-        """One turn."""
+    def update(self) -> None:
         if len(self.members) < self._size:
-            self._welcome()
+            self._admit()
         for rank in self._without_heartbeat(HEARTBEAT_TIMEOUT):
             self._store.compare_set("end", "", json.dumps(asdict(lost(self.members, rank))))
         if self._store.check([f"done/{rank}" for rank in range(self._size)]):
             self._store.set("all done", "true")
 
-    def is_alone(self, others: set[int]) -> bool:
-        """Whether these have left."""
+    def have_left(self, others: set[int]) -> bool:
         return not others or self._store.check([f"left/{rank}" for rank in others])
 
-    def _welcome(self) -> None:
+    def _admit(self) -> None:
         for rank in set(range(self._size)) - set(self.members):
             if facts := ask(self._store, f"member/{rank}"):
                 self.members[rank] = facts
@@ -388,18 +380,18 @@ class Host:
         return [r for r in ranks if now - self._heartbeats[r][1] > seconds and not self._store.check([f"left/{r}"])]
 
 
-# ---------------------------------------------------------------- what stands in the store
+# ---------------------------------------------------------------- the content of the store
 
 
 def publish(root: Store, name: str, facts: Facts) -> Run:
-    """Write at the root of the first node's store whose store it is."""
+    """Publish the run at the root of the first node's store."""
     run = Run(uuid.uuid4().hex, name, time.time(), facts)
     root.set(RUN, json.dumps(asdict(run)))
     return run
 
 
 def read_run(root: Store) -> Run | None:
-    """The run whose store this is; None when no agent has published one."""
+    """The run that is published there, None when there is none."""
     published = ask(root, RUN)
     return Run(**published) if published else None
 
@@ -410,23 +402,23 @@ def keys_of(root: Store, run: Run) -> Store:
 
 
 def is_over(store: Store) -> bool:
-    """Whether the run is ending, so that nobody can join it."""
+    """Whether the run is ending, so that no node can join it."""
     return store.check(["end"]) or store.check(["all done"])
 
 
 def differences(facts: Facts, first: Facts) -> str:
-    """What is not the same on this node as on the first one; empty when all is."""
+    """What differs between this node and the first one; empty when nothing does."""
     odd = [what for what in first if what not in ("node", "process") and facts.get(what) != first[what]]
     return ", ".join(f"{what} {facts.get(what)}, but {first[what]} on {first['node']}" for what in odd)
 
 
 def lost(members: Mapping[int, Facts], rank: int) -> End:
-    """The end of a run of which one node sends no heartbeat any more."""
+    """The end of a run because this node sends no heartbeats any more."""
     return End(members[rank]["node"] if rank in members else f"node rank {rank}", UNFIT, "connection lost", lost=True)
 
 
 def read_end(store: Store) -> End | None:
-    """The end of the run, once one is reported."""
+    """The end of the run, once it is reported."""
     end = ask(store, "end")
     return End(**end) if end else None
 

@@ -1,11 +1,11 @@
 """Modules that a process has imported before its script begins, hidden from the script until it imports them.
 
-A rank is a fork of a process that has imported PyTorch. To the script it must look like a fresh interpreter: what
-nobody has imported is not in sys.modules, a module of the script's own directory comes before one of Python's with the
-same name, and what PyTorch reads from the environment at its import is read as the script has left it. The last cannot
-be had, so it is detected. Standard library only.
+A rank is a fork of a process that has imported PyTorch. The script must find a fresh interpreter: sys.modules has only
+what the script has imported, and a module of the script's directory comes before one of Python's with the same name.
+PyTorch has read its environment variables before the script can change them: such a change is detected and reported.
+Standard library only.
 
-What remains different: PyTorch itself uses Python's modules, also where the script's directory has one of that name.
+What differs: PyTorch itself uses Python's modules, also where the script's directory has one of that name.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Rendezvous: torchrun's static one, with what it keeps from people.
+"""torchrun's static rendezvous, with messages and checks.
 
-torchrun's waits for up to ten minutes without a line, and then raises what a store raises. Here a person sees which
-nodes are missing, a node that does not fit is refused, a port that belongs to another run is named with its owner, and
-from then on the agents know of each other (`distributed.agent.membership`).
+torchrun's waits for up to ten minutes without a message, and then raises an error of its store. This one reports which
+nodes are missing, refuses a node that does not fit, names the run that uses the port, and from then on keeps the agents
+in contact (`distributed.agent.membership`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OWNER_ANSWERS = 5.0  # seconds in which the owner of a port that is in use may s
 
 
 class Rendezvous(StaticTCPRendezvous):
-    """A static rendezvous; with several nodes, `membership` knows them afterwards."""
+    """A static rendezvous. `membership` is set afterwards, if there are several nodes."""
 
     def __init__(self, plain: StaticTCPRendezvous, script: Script) -> None:
         seconds = int(plain.timeout.total_seconds())
@@ -41,7 +41,7 @@ class Rendezvous(StaticTCPRendezvous):
         self.membership: Membership | None = None
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Gather the nodes. Raises RendezvousFailed when they do not come, or this node is refused."""
+        """Wait for all nodes. Raises RendezvousFailed when one does not join, or this node is refused."""
         facts = facts_of_node(self.script, self.world_size)
         run_name = "" if self.run_id == UNNAMED else self.run_id
         if self.rank == 0:
@@ -57,11 +57,11 @@ class Rendezvous(StaticTCPRendezvous):
         )
 
     def _gather(self, run_name: str, facts: Facts) -> Run:
-        if self.membership:  # of the attempt before
+        if self.membership:  # of the previous attempt
             self.membership.close()
-        place, names = f"{self.master_addr}:{self.master_port}", os.environ.get("MUSTER_NODES", "").split()
-        self.membership = Membership(self.rank, self.world_size, facts, place, self._connect, run_name, names)
-        return self.membership.gather(self.timeout.total_seconds(), say)
+        address, names = f"{self.master_addr}:{self.master_port}", os.environ.get("MUSTER_NODES", "").split()
+        self.membership = Membership(self.rank, self.world_size, facts, address, self._connect, run_name, names)
+        return self.membership.gather(self.timeout.total_seconds(), log)
 
     def _serve(self) -> TCPStore:
         try:
@@ -77,19 +77,19 @@ class Rendezvous(StaticTCPRendezvous):
     def _connect(self) -> Store:
         if self.rank == 0 and self._store:
             return self._store
-        # TCPStore cannot be interrupted while it tries to connect, and prints pages when it fails.
+        # TCPStore cannot be interrupted while it connects, and prints a long trace when it fails.
         socket.create_connection((self.master_addr, self.master_port), CONNECTING).close()
         self._store = self._tcp_store(is_master=False)
         return self._store
 
     def _owner(self) -> Run | None:
-        """The run that listens at our port. A program that is no store may never answer."""
+        """The run that listens at this port. A program that is no store may never answer."""
         found: list[Run | None] = []
 
         def ask() -> None:
-            with suppress(RuntimeError):  # it is no store, has just gone, or is not of a run
+            with suppress(RuntimeError):  # it is no store, has just ended, or belongs to no run
                 store = self._tcp_store(is_master=False)
-                store.wait([RUN], timedelta(seconds=OWNER_ANSWERS))  # it may have begun just now
+                store.wait([RUN], timedelta(seconds=OWNER_ANSWERS))  # it may have started just now
                 found.append(read_run(store))
 
         asking = threading.Thread(target=ask, daemon=True)
@@ -104,18 +104,18 @@ class Rendezvous(StaticTCPRendezvous):
             self.world_size,
             is_master=is_master,
             timeout=self.timeout,
-            wait_for_workers=False,  # we do that ourselves, and say for whom
+            wait_for_workers=False,  # Membership.gather waits, and reports for which nodes
             multi_tenant=True,
         )
 
 
 def facts_of_node(script: Script, nodes: int) -> dict[str, str]:
-    """The node's name, and what must be the same on all nodes of a run."""
+    """The name of this node, and what must be the same on all nodes of a run."""
     facts = {"node": node_name(), "NNODES": str(nodes), "PyTorch": torch.__version__}
     if not script.is_module:
         facts["the script"] = checksum(script.file)
-    if list(script.words[:1]) == ["--config"]:  # as the launchers pass CONFIG on
-        facts["CONFIG"] = checksum(script.words[1])
+    if list(script.arguments[:1]) == ["--config"]:  # as the launchers pass CONFIG on
+        facts["CONFIG"] = checksum(script.arguments[1])
     return facts
 
 
@@ -126,6 +126,5 @@ def checksum(file: str) -> str:
         return f"not to be read ({error.strerror})"
 
 
-def say(line: str) -> None:
-    """One line of the agent's own, for people."""
+def log(line: str) -> None:
     sys.stderr.write(f"agent: {line}\n")

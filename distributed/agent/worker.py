@@ -1,12 +1,12 @@
-"""A rank: a process that cannot be told from a fresh `python script.py`.
+"""A rank: a process in which a script finds what it finds in a fresh `python script.py`.
 
 The agent forks ranks from a process that has imported PyTorch (`distributed.agent.fork_server`); a task of srun
-becomes one itself. `become_main` removes what is left of the process that it was, and `work` ends it as an interpreter
+becomes one itself. `become_main` resets the state of the process that it was, and `work` ends it as an interpreter
 ends.
 
-What stays different: PyTorch has read its environment variables before the script begins (`distributed.agent.preloaded`
-detects a change), strings have the same hash on all ranks of a node, sys.meta_path has a finder of ours, and where the
-output goes to a file, a real-time signal writes the stack to another beside it (`distributed.host.stacks`).
+What differs: PyTorch has read its environment variables before the script begins (`distributed.agent.preloaded` detects
+a change), strings have the same hash on all ranks of a node, sys.meta_path has a finder of ours, and where the output
+goes to a file, a real-time signal writes the stack to another one beside it (`distributed.host.stacks`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any, NoReturn, TextIO
 
 from distributed.agent import failure_records
@@ -50,7 +50,7 @@ class Script:
     """What a rank runs, and with which arguments. Not a string: torchrun would replace ${local_rank} in it."""
 
     name: str  # a path as the person gave it, or a module
-    words: tuple[str, ...]
+    arguments: tuple[str, ...]
     is_module: bool
     path: tuple[str, ...]  # sys.path of a fresh interpreter, without its first entry
     pass_local_rank: bool = False  # as an argument, for scripts written for torch.distributed.launch
@@ -63,7 +63,7 @@ class Script:
     def command(self, interpreter: Sequence[str]) -> list[str]:
         """The command line of a fresh interpreter that runs it."""
         local_rank = [f"--local-rank={os.environ['LOCAL_RANK']}"] if self.pass_local_rank else []
-        return [*interpreter, *(["-m"] if self.is_module else []), self.name, *local_rank, *self.words]
+        return [*interpreter, *(["-m"] if self.is_module else []), self.name, *local_rank, *self.arguments]
 
 
 @dataclass(frozen=True)
@@ -89,10 +89,10 @@ def start(preload: Preload, rank: Rank) -> NoReturn:
 
 
 def work(script: Script, preload: Preload | None = None, output: str = "") -> NoReturn:
-    """Be `python script words...` in this process, to its end. output: the directory of its output files, if any."""
+    """Be `python script arguments...` in this process, to its end. output: directory of its output files, if any."""
     process = os.getpid()
     inherited = dict(sys.modules)
-    _end_before_what_is_loaded()
+    _skip_exit_handlers()
     if output:
         stacks.register(output)
     try:
@@ -121,14 +121,14 @@ def become_main(script: Script) -> None:
     _set_command_line(sys.orig_argv, os.environ)
     first = os.getcwd() if script.is_module else os.path.dirname(os.path.realpath(script.name))
     sys.path[:] = [*([] if getattr(sys.flags, "safe_path", False) else [first]), *script.path]
-    _forget_ours()
+    _remove_our_modules()
     multiprocessing.current_process().authkey = os.urandom(32)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
-    if "SLURM_JOB_ID" not in os.environ:  # there it means that the time is up, and who does not know it must not die
+    if "SLURM_JOB_ID" not in os.environ:  # in a job, a script that does not handle this warning must not die
         signal.signal(signal.SIGUSR2, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    _forget_random_numbers()
+    _reseed()
     for name, file in (("stdout", 1), ("stderr", 2)):
         if (stream := getattr(sys, name)) is not None:  # it was not open when the interpreter started
             vars(sys)[name] = vars(sys)[f"__{name}__"] = _unbuffered(stream, file)
@@ -167,8 +167,8 @@ def _unbuffered(stream: TextIO, number: int) -> TextIO:
     return text
 
 
-def _forget_ours() -> None:
-    """The kit's own modules: with `import distributed` a script may mean Dask's, or another version of ours."""
+def _remove_our_modules() -> None:
+    """With `import distributed` a script may mean Dask's, or another version of ours; and it has its own __main__."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "distributed"]:
         del sys.modules[name]
     main = ModuleType("__main__")
@@ -179,7 +179,7 @@ def _forget_ours() -> None:
     sys.modules["__main__"] = sys.modules["__mp_main__"] = main
 
 
-def _forget_random_numbers() -> None:
+def _reseed() -> None:
     """A fork inherits every global generator: with the same numbers all ranks would shuffle alike."""
     random.seed()
     if "numpy.random" in sys.modules:
@@ -222,9 +222,11 @@ def _exit_code(code: object) -> int:
 
 
 def _report(error: BaseException, keep: bool) -> int:
-    """Show the traceback as the interpreter would, without our frames. keep: also for the verdict."""
-    trace = _without_ours(error.__traceback__)
-    _end_the_line()
+    """Print the traceback as the interpreter would, without our frames. keep: also as a failure record."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename in BEFORE_THE_SCRIPT:
+        trace = trace.tb_next
+    _finish_line()
     sys.excepthook(type(error), error.with_traceback(trace), trace)
     interrupted = isinstance(error, KeyboardInterrupt)
     if keep:  # not that of a fork of the rank
@@ -232,8 +234,8 @@ def _report(error: BaseException, keep: bool) -> int:
     return -signal.SIGINT if interrupted else 1
 
 
-def _end_the_line() -> None:
-    """A progress bar leaves its line open in the output file; a traceback behind it would be part of the bar."""
+def _finish_line() -> None:
+    """A progress bar leaves its line unfinished in the output file: without a newline it would hide the traceback."""
     with contextlib.suppress(AttributeError, OSError, ValueError):  # closed, or removed by the script
         sys.stderr.flush()
         if stat.S_ISREG(os.fstat(2).st_mode):
@@ -241,12 +243,6 @@ def _end_the_line() -> None:
                 output.seek(-1, os.SEEK_END)
                 if output.read() != b"\n":
                     sys.stderr.write("\n")
-
-
-def _without_ours(trace: TracebackType | None) -> TracebackType | None:
-    while trace is not None and trace.tb_frame.f_code.co_filename in BEFORE_THE_SCRIPT:
-        trace = trace.tb_next
-    return trace
 
 
 def shut_down(code: int) -> int:
@@ -309,10 +305,10 @@ def _clear(names: dict[str, Any]) -> None:
         names[name] = None
 
 
-def _end_before_what_is_loaded() -> None:
-    """Let exit(3) run what is registered from now on, flush the streams of C, and end the process.
+def _skip_exit_handlers() -> None:
+    """Let exit(3) run the handlers that are registered from now on, flush the streams of C, and end the process.
 
-    What libraries have registered that are loaded already is not run: PyTorch's would take 0.3 s.
+    Handlers of libraries that are loaded already are skipped: PyTorch's would take 0.3 s.
     """
     libc = ctypes.CDLL(None)
     libc.on_exit(libc._exit, None)  # _exit(code): handlers run in reverse order of registration

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import NoReturn
 
 
-def said(words: list[str]) -> dict[str, str]:
-    """torchrun's options with their values, as the launchers write them; of an option said twice, the first."""
-    end = words.index("--") if "--" in words else len(words)  # behind it stands the script, with words of its own
-    return dict(reversed(list(itertools.pairwise(words[:end]))))
+def options_of(arguments: list[str]) -> dict[str, str]:
+    """torchrun's options with their values, as the launchers write them; of an option given twice, the first."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)  # the script follows, with its own arguments
+    return dict(reversed(list(itertools.pairwise(arguments[:end]))))
 
 
 def choose_threads(options: dict[str, str]) -> None:
@@ -44,8 +44,8 @@ def choose_interface(options: dict[str, str]) -> None:
 
 def main() -> int:
     """Run the kit's own agent. Returns its exit code."""
-    choose_interface(said(sys.argv[1:]))
-    # Into a pipe Python would keep back what ranks say until there is much of it.
+    choose_interface(options_of(sys.argv[1:]))
+    # Into a pipe, Python would write the output of ranks in large blocks only.
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell starts its background jobs with it ignored
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # meant for the ranks
@@ -73,26 +73,21 @@ def main() -> int:
     if reason:
         server.close()
         print(f"agent: {reason}; using --agent torchrun", file=sys.stderr)
-        become_torchrun(sys.argv[1:])
+        arguments = sys.argv[1:]
+        if "--pass-local-rank" not in arguments[: arguments.index("--") if "--" in arguments else None]:
+            become("torch.distributed.run", arguments)
+        arguments.remove("--pass-local-rank")
+        become("torch.distributed.launch", arguments)
     return agent.main(options, server)
 
 
-def become_torchrun(words: list[str]) -> NoReturn:
-    """Let torchrun's own agent run this command line of the kit's."""
-    end = words.index("--") if "--" in words else len(words)
-    local_rank = "--pass-local-rank" in words[:end]
-    if local_rank:
-        words.remove("--pass-local-rank")
-    become("torch.distributed.launch" if local_rank else "torch.distributed.run", words)
-
-
-def become(module: str, words: list[str]) -> NoReturn:
-    """Be `python -m module words...`, with the signals of a fresh process."""
+def become(module: str, arguments: list[str]) -> NoReturn:
+    """Be `python -m module arguments...`, with the signals of a fresh process."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell starts its background jobs with it ignored
-    if "SLURM_JOB_ID" not in os.environ:  # there it means that the time is up, and who does not know it must not die
+    if "SLURM_JOB_ID" not in os.environ:  # in a job, a script that does not handle this warning must not die
         signal.signal(signal.SIGUSR2, signal.SIG_DFL)
     os.environ.setdefault("PYTHONUNBUFFERED", "1")
-    os.execv(sys.executable, [sys.executable, "-m", module, *words])
+    os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
 
 
 if __name__ == "__main__":
@@ -101,8 +96,8 @@ if __name__ == "__main__":
         sys.path.insert(0, kit)
     else:
         sys.path[0] = kit
-    choose_threads(said(sys.argv[1:]))
+    choose_threads(options_of(sys.argv[1:]))
     if sys.argv[1:2] == ["--plain"]:
         become(sys.argv[2], sys.argv[3:])
     code = main()
-    os._exit(code)  # nothing is left to be done, and the interpreter's teardown of PyTorch takes a second
+    os._exit(code)  # the interpreter's teardown of PyTorch would take a second

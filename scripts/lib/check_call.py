@@ -116,9 +116,9 @@ def check_port(port: int) -> None:
 
 def print_master(master: str, node_rank: int) -> None:
     from distributed.host.network import address_of, own_addresses
-    from distributed.launch.master_address import place
+    from distributed.launch.master_address import check_master
 
-    address, fault = place(master, node_rank, address_of(master), own_addresses())
+    address, fault = check_master(master, node_rank, address_of(master), own_addresses())
     if fault:
         raise Refused("unfit", fault)
     print(f"master {address}")

@@ -7,6 +7,7 @@ several nodes.
 from __future__ import annotations
 
 import gc
+import json
 import multiprocessing
 import os
 import signal
@@ -26,7 +27,7 @@ import pytest
 from torch.distributed import Store, TCPStore
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-from distributed.agent import membership
+from distributed.agent import failure_records, membership
 from distributed.agent.agent import Agent
 from distributed.agent.failure_records import Records
 from distributed.agent.membership import End, Membership, RendezvousFailed, keys_of
@@ -372,6 +373,17 @@ def test_the_failure_records_of_each_node_reach_all(join: Join) -> None:
     assert three.records == {0: records[0], 1: records[1]}
 
 
+def test_records_of_other_nodes_are_kept_but_not_over_those_that_they_wrote_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MUSTER_RUN_DIR", str(tmp_path))
+    (tmp_path / "errors").mkdir()
+    (tmp_path / "errors/node_n1.json").write_text('{"node": "n1", "lost": "n3"}')
+    failure_records.keep({"node_n1.json": {"node": "n1"}, "rank_2.json": {"rank": 2}})
+    found = {file.name: json.loads(file.read_text()) for file in (tmp_path / "errors").iterdir()}
+    assert found == {"node_n1.json": {"node": "n1", "lost": "n3"}, "rank_2.json": {"rank": 2}}
+
+
 def test_no_node_leaves_before_all_are_done(join: Join, store: TCPStore) -> None:
     one, two, three = gathered(join)
     with ThreadPoolExecutor() as pool:
@@ -413,7 +425,7 @@ def test_an_agent_that_is_stopped_while_it_ends_with_a_lost_node_ends_by_that_ca
 ) -> None:
     one, two = gathered(join, size=2)
     agent = Agent.__new__(Agent)
-    agent.deaths, agent.ended_well, agent._pcontext = {}, [], None
+    agent.failures, agent.ended_well, agent._pcontext = {}, [], None
     agent.rendezvous = SimpleNamespace(membership=one)  # type: ignore[assignment]
     monkeypatch.setattr(membership, "HEARTBEAT_TIMEOUT", 1.0)
     two.close()

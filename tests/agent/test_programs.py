@@ -31,21 +31,6 @@ work(Script("table.py", (), False, path))
 """.replace("KIT", repr(str(KIT)))
 
 PROGRAMS = {
-    "a process by forkserver": """
-        import multiprocessing
-
-        def work(queue):
-            queue.put("from the process")
-
-        if __name__ == "__main__":
-            context = multiprocessing.get_context("forkserver")
-            queue = context.SimpleQueue()
-            process = context.Process(target=work, args=(queue,))
-            process.start()
-            print(queue.get())
-            process.join()
-            print(process.exitcode)
-        """,
     "a pool by forkserver": """
         import multiprocessing
 
@@ -55,13 +40,6 @@ PROGRAMS = {
         if __name__ == "__main__":
             with multiprocessing.get_context("forkserver").Pool(2) as pool:
                 print(pool.map(square, range(5)))
-        """,
-    "a data loader by forkserver": """
-        from torch.utils.data import DataLoader
-
-        if __name__ == "__main__":
-            loader = DataLoader(range(4), 2, num_workers=1, multiprocessing_context="forkserver")
-            print([batch.tolist() for batch in loader])
         """,
     "a manager, and its key": """
         import multiprocessing

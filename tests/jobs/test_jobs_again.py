@@ -146,21 +146,6 @@ def test_results_of_one_script_do_not_come_over_those_of_another(a_list: List) -
     assert a_list.starts() == 1
 
 
-def test_the_same_job_of_two_lists_does_not_run_twice_at_once(a_list: List) -> None:
-    a_list.jobs({"until": "go"})
-    one = a_list.begin(*RUN)
-    wait_until(lambda: a_list.starts() == 1)
-    two = a_list.begin(*RUN, "--log-file", "two.json")
-    wait_until(lambda: "another attempt writes there; trying again when it has ended" in two.printed)
-    code, printed = a_list.call("status", "--log-file", "two.json")
-    assert (code, "another attempt writes there" in printed) == (0, True), printed
-    assert a_list.starts() == 1
-    (a_list.directory / "go").touch()
-    assert one.process.wait(SECONDS) == 0
-    assert two.process.wait(SECONDS) == 0
-    assert a_list.starts() == 2, "the second one when the first had ended"
-
-
 def test_what_a_job_wrote_before_a_command_was_not_found_is_kept_with_the_reason(a_list: List) -> None:
     (a_list.directory / "job.sh").write_text("#!/bin/sh\necho x >$MUSTER_OUTPUT_DIR/x\nno_such_command\n")
     a_list.jobs({"n": 1, "_retries": 0})

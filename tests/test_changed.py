@@ -1,0 +1,130 @@
+"""tests/run.sh --changed: a test runs when a file has changed that it depends on, however indirectly."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import changed
+import pytest
+
+HOUSE = {
+    "distributed/__init__.py": "",
+    "distributed/nodes.py": "",
+    "distributed/runs/__init__.py": "",
+    "distributed/runs/verdict.py": "from distributed import nodes\n",
+    "distributed/jobs/__init__.py": "",
+    "distributed/jobs/page.py": '"""See distributed.runs.verdict."""\nREMEDY = "see scripts/status.sh --help"\n',
+    "scripts/launch.sh": 'source "$(dirname "$0")/lib/common.bash"\nrun "$KIT/train.py" # not lib/pdsh.bash\n',
+    "scripts/lib/common.bash": '"$PYTHON" "$KIT/scripts/lib/module.py" runs.verdict -F "$KIT/scripts/lib/ssh_config"\n',
+    "scripts/lib/module.py": "import sys\n",
+    "scripts/lib/pdsh.bash": "",
+    "scripts/lib/ssh_config": "",
+    "scripts/status.sh": "echo 'see GUIDE.md'\n",
+    "train.py": "import distributed.jobs.page\n",
+    "GUIDE.md": "scripts/status.sh\n",
+    "tests/lab/nodes.bash": "",
+    "tests/forked.py": "",
+    "tests/launch.bats": "load lab/nodes.bash\nscripts/launch.sh\n",
+    "tests/jobs/test_page.py": "def test_page():\n    import distributed.jobs.page\n",
+    "tests/test_status.py": 'import forked\nKIT / "scripts/status.sh"\n',
+    "tests/test_train.py": 'from test_status import KIT\nKIT / "train.py"\n',
+    "tests/test_runner.py": 'RUNS = "tests/test_status.py"\n',
+    "tests/test_docs.py": "",
+    "tests/test_house.py": "",
+}
+
+
+@pytest.mark.parametrize(
+    ("file", "tests"),
+    {
+        "distributed/nodes.py": ["launch.bats"],  # common.bash runs a module that imports it
+        "distributed/runs/__init__.py": ["launch.bats"],
+        "distributed/jobs/page.py": ["jobs/test_page.py", "test_train.py"],  # a launcher runs any script
+        "scripts/lib/common.bash": ["launch.bats"],
+        "scripts/lib/ssh_config": ["launch.bats"],
+        "scripts/lib/pdsh.bash": [],  # a comment names it
+        "scripts/status.sh": ["test_status.py", "test_train.py"],
+        "train.py": ["test_train.py"],
+        "GUIDE.md": [],  # a message names it
+        "tests/lab/nodes.bash": ["launch.bats"],
+        "tests/forked.py": ["test_status.py", "test_train.py"],
+        "tests/launch.bats": ["launch.bats"],
+        "tests/test_status.py": ["test_status.py", "test_train.py"],  # imported by the second, named by test_runner.py
+        "scripts/lib/gone.bash": [],
+    }.items(),
+)
+def test_a_change_concerns_the_tests_that_name_the_file_or_what_names_it(
+    file: str, tests: list[str], tmp_path: Path
+) -> None:
+    for name, text in HOUSE.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    found = changed.affected([file], list(HOUSE), tmp_path)
+    assert found == {f"tests/{name}": [file] for name in sorted([*tests, "test_docs.py", "test_house.py"])}
+
+
+def test_every_file_of_the_product_is_one_that_a_test_depends_on() -> None:
+    files = [file for file in changed.git("ls-files") if (changed.KIT / file).is_file()]
+    product = {file for file in files if file.startswith(("distributed/", "scripts/")) or file == "train.py"}
+    found = changed.affected(product, files, changed.KIT)
+    tested = {cause for test, causes in found.items() if test not in changed.USE_ALL_FILES for cause in causes}
+    assert tested == product
+
+
+@pytest.fixture
+def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository with a branch main and a remote that has its first commit."""
+    monkeypatch.setattr(changed, "KIT", tmp_path)
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", "/dev/null")
+    git(tmp_path, "init", "--quiet", "--initial-branch=main")
+    commit(tmp_path, "tests/test_a.py")
+    git(tmp_path, "update-ref", "refs/remotes/origin/main", "main")
+    return tmp_path
+
+
+def git(house: Path, *words: str) -> None:
+    subprocess.run(["git", "-c", "user.name=me", "-c", "user.email=me@here", *words], cwd=house, check=True)
+
+
+def commit(house: Path, name: str) -> None:
+    (house / name).parent.mkdir(exist_ok=True)
+    (house / name).write_text("a = 1\n")
+    git(house, "add", name)
+    git(house, "commit", "--quiet", "--message", name)
+
+
+def listed(capfd: pytest.CaptureFixture[str]) -> list[str]:
+    assert changed.main() == 0
+    return capfd.readouterr().out.splitlines()
+
+
+def test_changed_is_what_main_does_not_have_and_what_is_not_committed(
+    house: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert listed(capfd) == []
+    commit(house, "tests/b.bats")
+    assert listed(capfd) == ["tests/b.bats: tests/b.bats"]  # on main: ahead of origin/main
+    git(house, "switch", "--quiet", "--create", "mine")
+    commit(house, "tests/c.bats")
+    git(house, "rm", "--quiet", "tests/test_a.py")
+    (house / "tests/test_d.py").write_text("")
+    assert listed(capfd) == ["tests/c.bats: tests/c.bats", "tests/test_d.py: tests/test_d.py"]
+
+
+@pytest.mark.parametrize("file", ["requirements-test.txt", "pyproject.toml", "tests/conftest.py", "tests/lab/lab.sh"])
+def test_a_change_of_what_all_tests_depend_on_is_named(
+    file: str, house: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (house / "tests/lab").mkdir()
+    (house / file).write_text("")
+    assert listed(capfd) == [f"everything: {file}"]
+
+
+def test_without_git_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(changed, "KIT", tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert changed.main() == 69
+    assert "not a git work tree" in capfd.readouterr().err
