@@ -178,7 +178,7 @@ def test_the_server_of_a_job_list_gets_the_files_that_it_imports_and_no_others()
             if one.ours and package_of(one.ours) != "runs":
                 module = Path("distributed", *one.ours.split(".")).with_suffix(".py")
                 left |= {str(module), *(f"{package}/__init__.py" for package in module.parents[:-1])} - found
-    by_the_supervisor = {"scripts/lib/in_node_env.sh", "scripts/lib/common.bash"}
+    by_the_supervisor = {f"scripts/lib/{name}" for name in ("in_node_env.sh", "common.bash", "node_env.bash")}
     assert set(KIT_FILES) == found | by_the_supervisor
     assert len(KIT_FILES) == len(set(KIT_FILES))
 

@@ -1,8 +1,6 @@
 """Which ports are free, and by which interface and address this machine speaks to others.
 
 The standard library is enough.
-
-Try it: python3 -m distributed.host.network 29500 && echo free
 """
 
 from __future__ import annotations
@@ -152,20 +150,3 @@ def ask_interface(name: str, question: int) -> bytes:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
         return fcntl.ioctl(probe.fileno(), question, struct.pack("256s", name.encode()[:15]))
     return b""
-
-
-# ---------------------------------------------------------------- the program
-
-
-def main(words: Sequence[str]) -> int:
-    """Whether a port is free: 0; or 1, and who has it."""
-    port = int(words[0])
-    if port_is_free(port):
-        return 0
-    holder = listener(port)
-    sys.stderr.write(f"port {port} is taken{holder and f' by {holder}'}\n")
-    return 1
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -7,13 +7,8 @@ Standard library only: nothing else need be there.
 
 from __future__ import annotations
 
-import argparse
 import ipaddress
-import sys
 from collections.abc import Sequence
-
-from distributed.exit_codes import UNFIT
-from distributed.host.network import address_of, own_addresses
 
 
 def check_master(master: str, node_rank: int, found: str, own: Sequence[str]) -> tuple[str, str]:
@@ -40,23 +35,3 @@ def check_master(master: str, node_rank: int, found: str, own: Sequence[str]) ->
     if len(reachable) == 1:
         return reachable[0], ""  # its own name is 127.0.1.1, as Debian has it
     return "", f"{said} is {found}, where no other node finds it: give an address of this node ({', '.join(own)})"
-
-
-def main(words: Sequence[str] | None = None) -> int:
-    """Print the address that ranks are to use, or the fault. Returns 0, or UNFIT."""
-    parser = argparse.ArgumentParser(
-        prog="master_address", description=str(__doc__).splitlines()[0], allow_abbrev=False
-    )
-    parser.add_argument("master", help="MASTER_ADDR")
-    parser.add_argument("--node-rank", type=int, required=True)
-    options = parser.parse_args(words)
-    address, fault = check_master(options.master, options.node_rank, address_of(options.master), own_addresses())
-    if fault:
-        sys.stderr.write(f"preflight: {fault}\n")
-        return UNFIT
-    print(address)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -17,7 +17,6 @@ from distributed.host.network import (
     free_port,
     interface_to,
     listener,
-    main,
     own_addresses,
     port_is_free,
 )
@@ -76,11 +75,3 @@ def test_a_port_is_chosen_below_those_that_the_kernel_gives_away() -> None:
 def test_a_machine_that_shows_nothing_is_no_crash(tmp_path: Path) -> None:
     assert ephemeral_range(tmp_path) == (32768, 60999)
     assert listener(29500, tmp_path) == ""
-
-
-def test_the_launcher_can_ask_whether_a_port_is_free(server: socket.socket, capsys: pytest.CaptureFixture[str]) -> None:
-    port = server.getsockname()[1]
-    assert main([str(port)]) == 1
-    assert capsys.readouterr().err.startswith(f"port {port} is taken by pid {os.getpid()} (")
-    server.close()
-    assert main([str(port)]) == 0
