@@ -14,8 +14,6 @@ import random
 import re
 import socket
 import struct
-import sys
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
