@@ -109,7 +109,7 @@ stepd_on() { # <node>
   submit_work
   lab cut "$N2"
   wait_for_line "logs/slurm-$JOB.err" "verdict: "
-  shows err "step: $N2: nothing was heard of it for 12 s: ending the others"
+  shows err "step: $N2: no heartbeat for 12 s; stopping the other nodes"
   shows err "verdict: failed: $N2: connection lost"
   nothing_left_within 10
   wait_for_turn 1

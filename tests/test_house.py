@@ -34,7 +34,7 @@ BELOW: dict[str, set[str]] = {
     "jobs": {"config", "exit_codes", "files", "fold", "host", "launch", "metrics", "runs", "training"},
     "launch": {"exit_codes", "files", "host", "nodelist", "runs", "smoke", "world"},
     "runs": {"exit_codes", "files", "host", "metrics"},
-    "slurm": {"exit_codes", "host", "launch", "nodelist"},
+    "slurm": {"exit_codes", "files", "host", "launch", "nodelist"},
     "smoke": {"files", "torch", "world"},
     "torch": {"agent", "world"},
     "training": {"config", "files", "fold", "metrics", "runs", "topics"},

@@ -89,9 +89,10 @@ class Refused(Exception):
 class Files:
     """Every file that a supervisor reads or writes."""
 
-    def __init__(self, directory: str, name: str) -> None:
+    def __init__(self, directory: str, name: str, stem: str = "") -> None:
+        """stem: what the paths of the files begin with, when it is not node_NAME in the directory."""
         self.directory, self.name = os.path.abspath(directory), name
-        stem = os.path.join(self.directory, f"node_{name}")
+        stem = os.path.join(self.directory, stem or f"node_{name}")
         self.log, self.pids, self.exit = f"{stem}.log", f"{stem}.pid", f"{stem}.exit"
         self.request, self.heartbeat, self.usage = f"{stem}.stop", f"{stem}.heartbeat", f"{stem}.usage"
         self.record = os.path.join(self.directory, "errors", f"supervisor_{name}.json")
@@ -240,11 +241,11 @@ def children() -> list[int] | None:
         return None
 
 
-def default_signals() -> None:
-    """As a fresh process has them, whatever was ignored or blocked when this one started."""
+def default_signals(ignored: Sequence[int] = ()) -> None:
+    """As a fresh process has them, whatever was ignored or blocked when this one started; some are to be ignored."""
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         with contextlib.suppress(OSError, ValueError):  # some are the C library's own
-            signal.signal(number, signal.SIG_DFL)
+            signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
 
 
@@ -310,8 +311,8 @@ class Guard:
 
 def _watch(files: Files, lifeline: int, supervisor: int) -> None:
     """What the guard does."""
-    for term in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(term, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
     signal.set_wakeup_fd(-1)
     null = os.open(os.devnull, os.O_RDWR)
     for file in range(3):
@@ -352,10 +353,11 @@ class Stream:
             self.flush()
 
     def flush(self) -> None:
-        """Write what can be written without waiting."""
+        """Write what can be written without waiting. Other writers do not break lines: each write ends with one."""
         try:
             while self.pending and self._ready.poll(0):
-                del self.pending[: os.write(self.number, self.pending[:CHUNK])]
+                end = self.pending.rfind(b"\n", 0, CHUNK) + 1
+                del self.pending[: os.write(self.number, self.pending[: end or CHUNK])]
         except BlockingIOError:
             pass
         except OSError:  # closed, or full
@@ -368,6 +370,9 @@ class Stream:
 
 class Supervisor:
     """One command, from its start to the moment when nothing of it is left."""
+
+    SIGNALS: Sequence[int] = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # that take_signal() handles
+    IGNORED: Sequence[int] = ()  # signals that the command ignores until it sets a handler
 
     def __init__(
         self,
@@ -385,16 +390,19 @@ class Supervisor:
         self.files, self.grace, self.heartbeat_timeout, self.timeout = files, grace, heartbeat_timeout, timeout
         self._attached, self._detached = attached, not attached  # neither, once the launcher has gone
         self.code: int | None = None  # of the command, when it has ended
+        self.ended = 0.0  # when that was, in seconds since the epoch
         self._samples_usage, self._sampler = samples_usage, 0  # the process that samples, while there is one
         self.stopping = False
         self._received = received
         self._kill_at = self._stop_at = float("inf")
         self._swept = False  # nothing of the command is left
+        self._output = -1  # pipe that the command writes to
         self._output_ended = False
         self._log_failed = False
         self._asked_to_end = False  # what it left behind
         self._heard = time.monotonic()
         self._poll_at = self._beat_at = self._scan_at = 0.0
+        self._interval = POLL  # seconds between two looks at the clock, at most
         self._console: Console | None = None
         self._terminal = terminal
         self._streams = [Stream(1), Stream(2)] if attached else []
@@ -410,11 +418,7 @@ class Supervisor:
         if source:
             command = [WRAPPER, "--exec", source, *command]
         self._source, self._block = source, _memory(block + b"\0") if source else os.open(os.devnull, os.O_RDONLY)
-        self._output, output = os.pipe()
-        with contextlib.suppress(OSError):
-            import fcntl
-
-            fcntl.fcntl(output, fcntl.F_SETPIPE_SZ, BLOCK)
+        outputs = self.open_outputs()
         parent = os.getpid()
         self._stop_at = time.monotonic() + self.timeout
         self._started = time.time()
@@ -423,16 +427,26 @@ class Supervisor:
             try:
                 os.setsid()
                 die_with_parent(parent)
-                default_signals()
-                for number, file in enumerate((self._block, output, output)):
+                default_signals(self.IGNORED)
+                for number, file in enumerate((self._block, *outputs)):
                     os.dup2(file, number)
                 become(command, env)
             finally:
                 os._exit(126)
-        os.close(output)
+        for file in set(outputs):
+            os.close(file)
         if self._samples_usage:
             self._sampler = usage.start(self.files.directory, self.files.name)
         self._introduce()
+
+    def open_outputs(self) -> tuple[int, int]:
+        """Standard output and standard error of the command: one pipe, so that lines keep their order."""
+        self._output, output = os.pipe()
+        with contextlib.suppress(OSError):
+            import fcntl
+
+            fcntl.fcntl(output, fcntl.F_SETPIPE_SZ, BLOCK)
+        return output, output
 
     def _catch_signals(self) -> int:
         """A file descriptor from which the numbers of signals can be read."""
@@ -440,7 +454,7 @@ class Supervisor:
         os.set_blocking(source, False)
         os.set_blocking(target, False)
         signal.set_wakeup_fd(target, warn_on_full_buffer=False)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
+        for number in (*self.SIGNALS, signal.SIGCHLD):
             signal.signal(number, lambda *_: None)
         return source
 
@@ -465,18 +479,22 @@ class Supervisor:
             self._wait()
             self._look_at_clock()
         self.finish()
-        while any(stream.pending for stream in self._streams):
+        while self.is_needed():
             self._wait()
             self._look_at_clock()
         assert self.code is not None
         return self.code
+
+    def is_needed(self) -> bool:
+        """Whether something is to be done yet when nothing of the command is left."""
+        return any(stream.pending for stream in self._streams)
 
     def _wait(self) -> None:
         """For the next event, but not long, and react to it."""
         actions = {self._signals: self._take_signals}
         if self._attached:
             actions[0] = self._take_control
-        if self._may_read():
+        if self._output >= 0 and self._may_read():
             actions[self._output] = self._take_output
         poll = select.poll()
         for file in actions:
@@ -491,7 +509,7 @@ class Supervisor:
             due = self._kill_at
         else:
             due = self._scan_at
-        for file, _ in poll.poll(1000 * max(0.0, min(POLL, due - time.monotonic()))):
+        for file, _ in poll.poll(1000 * max(0.0, min(self._interval, due - time.monotonic()))):
             actions[file]()
 
     def _may_read(self) -> bool:
@@ -541,10 +559,10 @@ class Supervisor:
             if number == signal.SIGCHLD:
                 self._reap()
             else:
-                self.take_signal()
+                self.take_signal(number)
 
-    def take_signal(self) -> None:
-        """SIGTERM, SIGINT or SIGHUP."""
+    def take_signal(self, number: int) -> None:
+        """One of SIGNALS was received."""
         if self.stopping:
             self.kill()
         else:
@@ -555,7 +573,7 @@ class Supervisor:
             self._scan_at = 0.0  # one less may be left
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 if ended[0] == self.pid:
-                    self.code = _exit_code(ended[1]) or self._code_of_start()
+                    self.code, self.ended = _exit_code(ended[1]) or self._code_of_start(), time.time()
                     if self._sampler:
                         usage.stop(self._sampler)
                 elif ended[0] == self._sampler:
@@ -628,7 +646,7 @@ class Supervisor:
         if now >= self._poll_at:
             self._poll_at = now + POLL
             self._obey(_requested(self.files))
-        if self._attached and now - self._heard > self.heartbeat_timeout:
+        if self._attached and now - self._heard > self.heartbeat_timeout and not select.select([0], [], [], 0)[0]:
             self._heard = float("inf")
             self._launcher_lost(f"nothing was received from the launcher for {self.heartbeat_timeout:g} s")
         if now >= self._stop_at and self.code is None and not self.stopping:
@@ -690,7 +708,7 @@ class Supervisor:
 
         largest = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024  # of its largest process
         with contextlib.suppress(OSError):
-            write_json(self.files.usage, {"started": self._started, "ended": time.time(), "peak_memory": largest})
+            write_json(self.files.usage, {"started": self._started, "ended": self.ended, "peak_memory": largest})
 
 
 def _without_updates(block: bytes) -> bytes:

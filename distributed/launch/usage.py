@@ -1,7 +1,7 @@
 """What the ranks of one node use over time: CPU, memory, output and GPUs, whatever the script logs itself.
 
-A child process of what runs the ranks there, the supervisor or the first task of srun, appends one JSON object a sample
-to node_<name>.samples.jsonl in the run directory:
+A child process of the supervisor, with srun of the node's first task, appends one JSON object a sample to
+node_<name>.samples.jsonl in the run directory:
 
     {"time": 1764000000.5, "ranks": {"0": {"cpu": 41.2, "memory": 1288490188, "output": 5120}},
      "gpus": {"3": {"use": 97, "memory": 17179869184, "ranks": [0]}}}
@@ -67,6 +67,7 @@ def _detach(parent: int) -> None:
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # SLURM sends it to every process of a task
     null = os.open(os.devnull, os.O_RDWR)
     for file in range(3):
         os.dup2(null, file)

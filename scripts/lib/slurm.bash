@@ -115,9 +115,10 @@ find_port() {
 
 # ---------------------------------------------------------------- what runs
 
-# srun and all its words, in COMMAND.
-srun_command() { # <folder of the run>
-  local task=("$KIT/scripts/lib/task.sh" "$(node_env)" "${IN_CONTAINER[@]}" "$RANK_PYTHON" "$KIT/scripts/lib/task.py")
+# srun and all its arguments, in COMMAND.
+srun_command() { # <run directory>
+  local task=("$KIT/scripts/lib/in_node_env.sh" --task "$(node_env)" "${IN_CONTAINER[@]}" "$RANK_PYTHON" -I -S)
+  task+=("$KIT/scripts/lib/srun_task.py")
   local shares always=(srun --export ALL --kill-on-bad-exit=1 --nodes "${#NODES[@]}")
   mapfile -t shares < <(shares_of_a_rank)
   if [[ $LAUNCHER == torchrun ]]; then
@@ -158,12 +159,12 @@ start_step() {
 }
 
 
-# Runs until all tasks have ended. Orders come on standard input; its end means that the launcher is gone.
-run_step() { # <node:tasks,...> <word...>
+# Runs until all tasks have ended. Standard input is the control channel.
+run_step() { # <node:tasks,...> <command...>
   local status=0
-  trap '' INT TERM HUP TSTP USR2 # it carries the tasks' last words, whatever ends us
+  trap '' INT TERM HUP TSTP USR2 # the reports of the tasks come through it, also when a signal ends the launcher
   give_environment # srun hands it on
-  "$PYTHON" "$KIT/scripts/lib/step.py" "$RUN" "$@" || status=$?
+  "$PYTHON" -I -S "$KIT/scripts/lib/step.py" "$RUN" "$@" || status=$?
   return $((status == 255 ? EXIT_UNFIT : status)) # 255 would be a lost node
 }
 
