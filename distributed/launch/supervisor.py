@@ -15,7 +15,7 @@ run starts COMMAND in a session of its own and waits for its end:
   --environment FROM environment for COMMAND: NAME=VALUE entries, each ended by a NUL byte, then an empty entry. FROM
                      is - for standard input, or a file that is removed when it has been read
   --grace SECONDS    time between SIGTERM and SIGKILL (default: 8)
-  --heartbeat-timeout SECONDS  the launcher is gone when nothing was received for so long (default: never)
+  --heartbeat-timeout SECONDS  the launcher is lost when nothing was received for so long (default: never)
   --terminal         standard output and standard error are one terminal: a progress bar of rank 0 stays on one line
   --timeout SECONDS  stop COMMAND when it has run for so long (default: never)
   --sample-usage     record what each rank uses in node_NAME.samples.jsonl; see distributed/launch/usage.py
@@ -23,7 +23,7 @@ run starts COMMAND in a session of its own and waits for its end:
                      every 3 seconds; node_NAME.usage (JSON) gets its times and the memory that it used
 
 Standard input is the control channel: `stop` means SIGTERM, and SIGKILL after the grace; `kill` means SIGKILL; an
-empty line is a heartbeat; its end means that the launcher is gone: stop. SIGTERM and SIGINT mean stop, a second one
+empty line is a heartbeat; its end means that the launcher is lost: stop. SIGTERM and SIGINT mean stop, a second one
 kill. The file node_NAME.stop, holding `stop` or `kill`, means the same: `stop` and `kill` write it. Rank 0's lines
 are copied to standard output, lines that no rank wrote to standard error; a console that is closed or full is given
 up. The exit code is that of COMMAND, 128+n for signal n.
@@ -59,15 +59,15 @@ if TYPE_CHECKING:
 BLOCK = 1 << 20  # bytes read at once
 CHUNK = 4096  # bytes that a pipe which is ready takes without blocking
 BACKLOG = 4 << 20  # bytes kept for a console that is slower than the command, which then has to wait
-POLL = 0.5  # seconds between two looks at the file with requests
-SWEEP = 0.01  # seconds between two looks at processes that were killed
-SCAN = 0.1  # seconds between two looks at what the command left behind; sooner when something of it ends
+POLL_INTERVAL = 0.5  # seconds between two checks of the file with requests
+KILL_INTERVAL = 0.01  # seconds between two checks of processes that were killed
+SCAN_INTERVAL = 0.1  # seconds between two scans for what the command left behind; sooner when a process ends
 LEFTOVER_GRACE = 1.0  # seconds between SIGTERM and SIGKILL for what the command left behind
 UNKILLABLE = 5.0  # seconds after which a process that outlives SIGKILL is given up
-BEAT = 3.0  # seconds between two heartbeats of a detached supervisor
+HEARTBEAT_INTERVAL = 3.0  # seconds between two heartbeats of a detached supervisor
 UNRESPONSIVE = 4.0  # seconds beside the grace after which a supervisor that has not ended is killed
 RESERVED = 8  # bytes of the file with the exit code
-GUARD = 2.0  # seconds in which the guard of a supervisor that was killed has written the exit code
+GUARD_TIMEOUT = 2.0  # seconds in which the guard of a supervisor that was killed has written the exit code
 WRAPPER = os.path.join(KIT, "scripts", "lib", "in_node_env.sh")
 # What another launch left in the environment: PET_* even changes torchrun's options.
 FOREIGN = (
@@ -263,7 +263,7 @@ def kill_all(find: Callable[[], list[int]]) -> None:
     end = time.monotonic() + UNKILLABLE
     while (pids := find()) and time.monotonic() < end:
         send(signal.SIGKILL, pids)
-        time.sleep(SWEEP)
+        time.sleep(KILL_INTERVAL)
 
 
 def send(number: int, pids: Sequence[int]) -> None:
@@ -388,7 +388,7 @@ class Supervisor:
     ) -> None:
         """received: what came through the control channel behind the environment block."""
         self.files, self.grace, self.heartbeat_timeout, self.timeout = files, grace, heartbeat_timeout, timeout
-        self._attached, self._detached = attached, not attached  # neither, once the launcher has gone
+        self._attached, self._detached = attached, not attached  # neither, once the launcher is lost
         self.code: int | None = None  # of the command, when it has ended
         self.ended = 0.0  # when that was, in seconds since the epoch
         self._samples_usage, self._sampler = samples_usage, 0  # the process that samples, while there is one
@@ -400,9 +400,9 @@ class Supervisor:
         self._output_ended = False
         self._log_failed = False
         self._asked_to_end = False  # what it left behind
-        self._heard = time.monotonic()
-        self._poll_at = self._beat_at = self._scan_at = 0.0
-        self._interval = POLL  # seconds between two looks at the clock, at most
+        self._received_at = time.monotonic()
+        self._poll_at = self._heartbeat_at = self._scan_at = 0.0
+        self._interval = POLL_INTERVAL  # seconds between two checks of the clock, at most
         self._console: Console | None = None
         self._terminal = terminal
         self._streams = [Stream(1), Stream(2)] if attached else []
@@ -437,7 +437,7 @@ class Supervisor:
             os.close(file)
         if self._samples_usage:
             self._sampler = usage.start(self.files.directory, self.files.name)
-        self._introduce()
+        self._record_processes()
 
     def open_outputs(self) -> tuple[int, int]:
         """Standard output and standard error of the command: one pipe, so that lines keep their order."""
@@ -458,7 +458,7 @@ class Supervisor:
             signal.signal(number, lambda *_: None)
         return source
 
-    def _introduce(self) -> None:
+    def _record_processes(self) -> None:
         """Report the process ids to the guard, and write them to node_NAME.pid."""
         self._guard.report(f"session {self.pid}")
         if self._sampler:
@@ -474,14 +474,14 @@ class Supervisor:
 
     def watch(self) -> int:
         """To the end of the command and of all that it left behind. Returns its exit code."""
-        self._obey_lines()
+        self._handle_requests()
         while not (self._swept and self._output_ended):
             self._wait()
-            self._look_at_clock()
+            self._check_clock()
         self.finish()
         while self.is_needed():
             self._wait()
-            self._look_at_clock()
+            self._check_clock()
         assert self.code is not None
         return self.code
 
@@ -491,11 +491,11 @@ class Supervisor:
 
     def _wait(self) -> None:
         """For the next event, but not long, and react to it."""
-        actions = {self._signals: self._take_signals}
+        actions = {self._signals: self._read_signals}
         if self._attached:
-            actions[0] = self._take_control
+            actions[0] = self._read_control
         if self._output >= 0 and self._may_read():
-            actions[self._output] = self._take_output
+            actions[self._output] = self._read_output
         poll = select.poll()
         for file in actions:
             poll.register(file, select.POLLIN)
@@ -517,7 +517,7 @@ class Supervisor:
         behind = any(len(stream.pending) > BACKLOG for stream in self._streams)
         return not self._output_ended and (not behind or self.stopping or self.code is not None)
 
-    def _take_output(self) -> None:
+    def _read_output(self) -> None:
         block = os.read(self._output, BLOCK)
         self._output_ended = not block
         self._keep(block if b"\r\n" not in block else _without_updates(block))
@@ -554,7 +554,7 @@ class Supervisor:
         for stream in self._streams[1:]:
             stream.put(self._console.aside(line) if self._console else line)
 
-    def _take_signals(self) -> None:
+    def _read_signals(self) -> None:
         for number in os.read(self._signals, 4096):
             if number == signal.SIGCHLD:
                 self._reap()
@@ -581,7 +581,7 @@ class Supervisor:
                 elif ended[0] == self._guard.pid:
                     self._guard.close()
                     self._guard = Guard(self.files)
-                    self._introduce()
+                    self._record_processes()
 
     def _code_of_start(self) -> int:
         """UNFIT when config/node_env.sh has replaced the shell of the wrapper, so that the command never started."""
@@ -594,21 +594,21 @@ class Supervisor:
 
     # ---- requests
 
-    def _take_control(self) -> None:
-        words = os.read(0, BLOCK)
-        self._heard = time.monotonic()
-        self._received += words
-        self._obey_lines()
-        if not words:
+    def _read_control(self) -> None:
+        received = os.read(0, BLOCK)
+        self._received_at = time.monotonic()
+        self._received += received
+        self._handle_requests()
+        if not received:
             self._attached = False
             self._launcher_lost("the control channel was closed: the launcher, or the connection to it, is gone")
 
-    def _obey_lines(self) -> None:
+    def _handle_requests(self) -> None:
         *lines, self._received = self._received.split(b"\n")
         for line in lines:
-            self._obey(line)
+            self._handle_request(line)
 
-    def _obey(self, request: bytes) -> None:
+    def _handle_request(self, request: bytes) -> None:
         if request == b"stop":
             self.stop()
         elif request == b"kill":
@@ -641,32 +641,32 @@ class Supervisor:
             for stream in self._streams:
                 stream.give_up()
 
-    def _look_at_clock(self) -> None:
+    def _check_clock(self) -> None:
         now = time.monotonic()
         if now >= self._poll_at:
-            self._poll_at = now + POLL
-            self._obey(_requested(self.files))
-        if self._attached and now - self._heard > self.heartbeat_timeout and not select.select([0], [], [], 0)[0]:
-            self._heard = float("inf")
+            self._poll_at = now + POLL_INTERVAL
+            self._handle_request(_requested(self.files))
+        if self._attached and now - self._received_at > self.heartbeat_timeout and not select.select([0], [], [], 0)[0]:
+            self._received_at = float("inf")
             self._launcher_lost(f"nothing was received from the launcher for {self.heartbeat_timeout:g} s")
         if now >= self._stop_at and self.code is None and not self.stopping:
             message = f"the command has run for {self.timeout:g} s (--timeout)"
             write_record(self.files, "timeout", message)
             self._note(f"{message}; stopping")
             self.stop()
-        if self._detached and now >= self._beat_at:
-            self._beat_at = now + BEAT
+        if self._detached and now >= self._heartbeat_at:
+            self._heartbeat_at = now + HEARTBEAT_INTERVAL
             _touch(self.files.heartbeat)
         if not self._swept and (self.code is not None or now >= self._kill_at) and now >= self._scan_at:
-            self._end_rest(now)
+            self._end_leftovers(now)
 
     # ---- end
 
-    def _end_rest(self, now: float) -> None:
+    def _end_leftovers(self, now: float) -> None:
         """End what the command left behind: SIGTERM, then SIGKILL. As long as it runs itself, only SIGKILL."""
-        self._scan_at = now + SCAN
+        self._scan_at = now + SCAN_INTERVAL
         ours = [self._guard.pid, self._sampler]
-        rest = [] if self._childless(ours) else process_scan.living(self.files.mark, [self.pid], os.getpid(), ours)
+        rest = [] if self._nothing_left(ours) else process_scan.living(self.files.mark, [self.pid], os.getpid(), ours)
         if now >= self._kill_at:
             send(signal.SIGKILL, rest)
             if self.code is not None and now >= self._kill_at + UNKILLABLE:
@@ -680,10 +680,10 @@ class Supervisor:
         if self.code is not None and not rest:
             self._swept = True
 
-    def _childless(self, ours: Sequence[int]) -> bool:
+    def _nothing_left(self, ours: Sequence[int]) -> bool:
         """Whether nothing of the command can be left: all that it left behind became a child of this process.
 
-        That spares a look at every process of the machine.
+        That spares a scan of all processes of the machine.
         """
         found = children()
         return self._adopts and self.code is not None and found is not None and set(found) <= set(ours)
@@ -827,7 +827,7 @@ def sweep(files: Files, grace: float) -> int:
         send(signal.SIGTERM, [pid for pid in left if pid in processes and processes[pid].parent not in left])
         wait_until(lambda: not process_scan.living(files.mark), grace)
     kill_all(lambda: process_scan.living(files.mark))
-    if os.path.exists(files.pids) and not wait_until(lambda: os.path.exists(files.exit), GUARD):
+    if os.path.exists(files.pids) and not wait_until(lambda: os.path.exists(files.exit), GUARD_TIMEOUT):
         write_record(files, "killed", "the supervisor and its guard were killed")
         with contextlib.suppress(OSError):
             write_code(files, KILLED)
@@ -839,7 +839,7 @@ def wait_until(condition: Callable[[], object], seconds: float) -> bool:
     while not condition():
         if time.monotonic() >= end:
             return False
-        time.sleep(SWEEP * 2)
+        time.sleep(KILL_INTERVAL * 2)
     return True
 
 
@@ -865,7 +865,7 @@ DURATIONS = ("--grace", "--heartbeat-timeout", "--timeout")
 
 
 class Options:
-    """The words of a call, checked."""
+    """The arguments of a call, checked."""
 
     def __init__(self, arguments: Sequence[str]) -> None:
         self.dir = self.name = self.source = self.environment = ""

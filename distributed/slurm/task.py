@@ -33,10 +33,10 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-REPORT = b"\x1e"  # ASCII's record separator, which nobody prints
+REPORT = b"\x1e"  # ASCII's record separator, which no program prints
 HEARTBEAT_INTERVAL = 3.0  # seconds, in both directions
 HEARTBEAT_TIMEOUT = 4 * HEARTBEAT_INTERVAL  # seconds without a heartbeat after which the other side is lost
-COPY_INTERVAL = 0.05  # seconds between two looks at the files that a rank writes its output to
+COPY_INTERVAL = 0.05  # seconds between two reads of the files that a rank writes its output to
 REPEAT_INTERVAL = 0.5  # seconds between two attempts to repeat a signal
 ENDED_BY_STOP = (0, 128 + signal.SIGTERM, KILLED)  # exit codes of a rank that does nothing special on SIGTERM
 
@@ -83,7 +83,7 @@ class Task(supervisor.Supervisor):
         self.files: TaskFiles = TaskFiles(run, env)
         self.rank = int(env["SLURM_PROCID"]) if is_rank else None
         self.local_rank = int(env["SLURM_LOCALID"])
-        self._identity = {
+        self._facts = {
             "node": self.files.name,
             "step": f"{env['SLURM_JOB_ID']}.{env['SLURM_STEP_ID']}",  # as scancel calls it
             "tasks": len(env["SLURM_GTIDS"].split(",")),  # of the step on this node
@@ -92,7 +92,7 @@ class Task(supervisor.Supervisor):
         self._lines = Lines()  # for the console
         self._usr2_missed = False  # by the command, which had no handler
         self._repeat_at = 0.0
-        os.makedirs(self.files.output, exist_ok=True)
+        os.makedirs(os.path.dirname(self.files.pids), exist_ok=True)
         super().__init__(
             self.files,
             grace=grace,
@@ -118,6 +118,7 @@ class Task(supervisor.Supervisor):
         if self.rank is None:
             return super().open_outputs()
         self._interval = COPY_INTERVAL
+        os.makedirs(self.files.output, exist_ok=True)
         paths = [os.path.join(self.files.output, f"{name}.log") for name in ("stdout", "stderr")]
         stdout, stderr = (os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666) for path in paths)
         for path in paths:
@@ -149,7 +150,7 @@ class Task(supervisor.Supervisor):
     def _report(self, **more: object) -> bytes:
         import json
 
-        return REPORT + json.dumps(self._identity | more).encode() + b"\n"
+        return REPORT + json.dumps(self._facts | more).encode() + b"\n"
 
     def _send_heartbeats(self) -> None:
         """In a thread: a disk may block the other one."""
@@ -165,7 +166,7 @@ class Task(supervisor.Supervisor):
 
     def finish(self) -> None:
         super().finish()
-        self._interval = supervisor.POLL
+        self._interval = supervisor.POLL_INTERVAL
         end = {
             "rank": self.rank,
             "local_rank": self.local_rank,
@@ -206,8 +207,8 @@ class Task(supervisor.Supervisor):
         ours = [self._guard.pid, self._sampler]
         return [pid for pid in process_scan.living(self.files.mark, [self.pid], but=ours) if handles_usr2(pid)]
 
-    def _look_at_clock(self) -> None:
-        super()._look_at_clock()
+    def _check_clock(self) -> None:
+        super()._check_clock()
         if self._outputs and self._may_read():
             self._copy_output()
         if self._usr2_missed and time.monotonic() >= self._repeat_at:
@@ -233,7 +234,7 @@ def agent_options(run: str, counts: Sequence[int], env: Mapping[str, str]) -> li
     ]
 
 
-def main(kind: str, run: str, grace: str, *words: str) -> int:
+def main(kind: str, run: str, grace: str, *arguments: str) -> int:
     """The program. Returns the exit code of the command."""
     env = os.environ
     with open("/proc/self/environ", "rb") as file:  # Python has changed what os.environ shows
@@ -242,11 +243,11 @@ def main(kind: str, run: str, grace: str, *words: str) -> int:
         task = Task(run, float(grace), env, is_rank=kind == "rank")
         environment = supervisor.environment(own, task.files)
         if kind == "rank":
-            command = [sys.executable, os.path.join(KIT, "scripts", "lib", "rank.py"), task.files.output, *words]
+            command = [sys.executable, os.path.join(KIT, "scripts", "lib", "rank.py"), task.files.output, *arguments]
         else:
-            end = words.index("--")
-            counts = [int(count) for count in words[0].split(",")]
-            command = [*words[1:end], *agent_options(run, counts, env), *words[end + 1 :]]
+            end = arguments.index("--")
+            counts = [int(count) for count in arguments[0].split(",")]
+            command = [*arguments[1:end], *agent_options(run, counts, env), *arguments[end + 1 :]]
             del environment[b"MASTER_ADDR"], environment[b"MASTER_PORT"]
         task.start(command, environment, b"")
     except OSError as error:

@@ -152,20 +152,17 @@ SECONDS = 60.0  # for what takes a moment on a machine that is not busy
 class Started:
     """A task as srun starts it: with a pipe to each of its standard files."""
 
-    def __init__(self, run: Path, script: str, rank: int = 3, grace: int = 8) -> None:
+    def __init__(self, run: Path, script: str, rank: int = 3, grace: int = 8, agent: bool = False) -> None:
+        """script: in Python; of an agent in bash."""
         (run / f"script_{rank}.py").write_text(f"import os, signal, sys, time\n{script}")
-        env = {
-            "SLURM_PROCID": str(rank),
-            "SLURM_LOCALID": str(rank % 2),
-            "MUSTER_RUN_DIR": str(run),
-            "MUSTER_NODE": "n2",
-        }
-        words = [sys.executable, "-I", "-S", str(KIT / "scripts/lib/srun_task.py"), "rank", str(run), str(grace)]
+        env = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank % 2), "MUSTER_RUN_DIR": str(run)}
+        words = [sys.executable, "-I", "-S", str(KIT / "scripts/lib/srun_task.py"), "agent" if agent else "rank"]
+        command = ["2,4", "bash", "-c", script, "bash", "--"] if agent else [str(run / f"script_{rank}.py")]
         self.process: Any = subprocess.Popen(
-            [*words, str(run / f"script_{rank}.py")],
+            [*words, str(run), str(grace), *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=os.environ | ENV | env,
+            env=os.environ | ENV | env | {"MUSTER_NODE": "n2"},
             bufsize=0,
             preexec_fn=lambda: signal.signal(signal.SIGUSR2, signal.SIG_IGN),  # as in_node_env.sh --task does
         )
@@ -228,6 +225,17 @@ def test_the_console_has_rank_0_and_the_log_has_all(run: Path, start: Start) -> 
         assert task.close() == 5
     assert (run / "node_n2.log").read_text() == "".join(f"[n2:{n}] rank {n}\n[n2:{n}] last\n" for n in (0, 3))
     assert (run / "ranks/n2/slurm/attempt_0/1/stdout.log").read_text() == "rank 3\nlast"
+
+
+def test_of_an_agent_the_console_has_what_no_other_rank_prints_and_the_log_has_all(run: Path, start: Start) -> None:
+    task = start(
+        r"printf '[n2:0] a\n[n2:1] b\nagent\n[n2:0] 10%%\r\n[n2:0] 20%%\n'; echo $6 $MASTER_ADDR", rank=0, agent=True
+    )
+    end = task.end()
+    assert (end["rank"], end["exit_code"], task.close()) == (None, 0, 0)
+    assert task.output == b"[n2:0] a\nagent\n[n2:0] 10%\r\n[n2:0] 20%\n1\n"
+    assert (run / "node_n2.log").read_bytes() == b"[n2:0] a\n[n2:1] b\nagent\n[n2:0] 20%\n1\n"
+    assert not list(run.glob("ranks/n2/slurm/attempt_*")), "its ranks' output is elsewhere"
 
 
 def test_the_first_task_of_a_node_sends_heartbeats(start: Start) -> None:
