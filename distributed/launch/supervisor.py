@@ -266,6 +266,22 @@ def kill_all(find: Callable[[], list[int]]) -> None:
         time.sleep(KILL_INTERVAL)
 
 
+def isolate(kept: int = -1) -> None:
+    """In a process that helps the supervisor: it takes none of its signals and holds none of its files open.
+
+    kept: a file descriptor that becomes 3.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    signal.set_wakeup_fd(-1)
+    null = os.open(os.devnull, os.O_RDWR)
+    for file in range(3):
+        os.dup2(null, file)
+    if kept >= 0:
+        os.dup2(kept, 3)
+    os.closerange(4 if kept >= 0 else 3, 1 << 16)
+
+
 def send(number: int, pids: Sequence[int]) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -311,16 +327,9 @@ class Guard:
 
 def _watch(files: Files, lifeline: int, supervisor: int) -> None:
     """What the guard does."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
-    signal.set_wakeup_fd(-1)
-    null = os.open(os.devnull, os.O_RDWR)
-    for file in range(3):
-        os.dup2(null, file)
-    lifeline = os.dup2(lifeline, 3)
-    os.closerange(4, 1 << 16)
+    isolate(lifeline)
     received = b""
-    while more := os.read(lifeline, 4096):
+    while more := os.read(3, 4096):
         received += more
     if b"end\n" in received:
         return
@@ -436,8 +445,21 @@ class Supervisor:
         for file in set(outputs):
             os.close(file)
         if self._samples_usage:
-            self._sampler = usage.start(self.files.directory, self.files.name)
+            self._sampler = self._start_sampler(parent)
         self._record_processes()
+
+    def _start_sampler(self, parent: int) -> int:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.setsid()
+                isolate()
+                die_with_parent(parent)
+                os.nice(10)
+                usage.record(self.files.directory, self.files.name)
+            finally:
+                os._exit(0)
+        return pid
 
     def open_outputs(self) -> tuple[int, int]:
         """Standard output and standard error of the command: one pipe, so that lines keep their order."""

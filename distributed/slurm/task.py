@@ -251,6 +251,7 @@ def main(kind: str, run: str, grace: str, *arguments: str) -> int:
             del environment[b"MASTER_ADDR"], environment[b"MASTER_PORT"]
         task.start(command, environment, b"")
     except OSError as error:
-        os.write(2, os.fsencode(f"srun_task.py: {env['SLURMD_NODENAME']}: {error.filename}: {error.strerror}\n"))
+        reason = f"{error.filename}: {error.strerror}"
+        os.write(2, os.fsencode(f"srun_task.py: {env['SLURMD_NODENAME']}: the rank was not started: {reason}\n"))
         return UNFIT
     return task.watch()

@@ -9,8 +9,8 @@
 #              COMMAND
 #   --task     the same in a task of srun, which hands on the environment, and whose standard input is for COMMAND alone
 #
-# Standard input begins with NAME=VALUE entries for the environment, each ended by a NUL byte, up to an empty entry: so no
-# value stands in a command line. The rest of it is for COMMAND; with --exec that reads from /dev/null.
+# Standard input begins with NAME=VALUE entries for the environment, each ended by a NUL byte, up to an empty entry: so
+# no value is in a command line. The rest of it is for COMMAND; with --exec that reads from /dev/null.
 #
 set -euo pipefail
 # shellcheck source=scripts/lib/common.bash
