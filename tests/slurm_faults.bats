@@ -110,7 +110,7 @@ stepd_on() { # <node>
   submit_work
   lab cut "$N2"
   wait_for_line "logs/slurm-$JOB.err" "verdict: "
-  shows err "step: $N2: nothing was heard of it for 12 s: ending the others"
+  shows err "step: $N2: no heartbeat for 12 s; stopping the other nodes"
   shows err "verdict: failed: $N2: connection lost"
   nothing_left_within 10
   wait_for_turn 1
@@ -161,19 +161,20 @@ END
 }
 
 
-@test "a guard that is killed takes its rank along" {
-  local guard
+@test "a supervisor that is killed takes its rank along, and so does the process of the launcher that watches srun" {
+  local who
   printf 'import time\nprint("at work", flush=True)\ntime.sleep(1000)\n' >"my script.py"
-  SCRIPT="my script.py" submit --no-requeue --nodes=2 --ntasks-per-node=1 slurm_train.sh -
-  wait_for_line "logs/slurm-$JOB.out" "at work"
-  guard=$(pgrep -f "task.py rank $WORK/logs/" | while read -r pid; do
-    [[ ! /proc/$pid/ns/net -ef $MUSTER_LAB/$N1/net ]] || echo "$pid"
-  done | head -n 1) # the older one: its child has the same words
-  kill -KILL "$guard"
-  status_of_job "$JOB"
-  [ "$status" -ne 0 ]
-  shows err "verdict: failed: "
-  nothing_left_within 10
+  for who in "srun_task.py rank" step.py; do
+    SCRIPT="my script.py" submit --no-requeue --nodes=2 --ntasks-per-node=1 slurm_train.sh -
+    wait_for_line "logs/slurm-$JOB.out" "at work"
+    kill -KILL "$(pgrep -f "^[^ ]* -I -S $KIT/scripts/lib/$who $WORK/logs/" | while read -r pid; do
+      [[ ! /proc/$pid/ns/net -ef $MUSTER_LAB/$N1/net ]] || echo "$pid"
+    done | head -n 1)" # the oldest: a guard has the same arguments
+    status_of_job "$JOB"
+    [ "$status" -ne 0 ]
+    shows err "verdict: failed: $([[ $who == step.py ]] || echo "the supervisor on $N1 died of SIGKILL")"
+    nothing_left_within 10
+  done
 }
 
 

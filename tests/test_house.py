@@ -37,7 +37,7 @@ BELOW: dict[str, set[str]] = {
     "jobs": {"config", "exit_codes", "files", "fold", "host", "launch", "metrics", "runs", "terminal", "training"},
     "launch": {"exit_codes", "files", "host", "nodelist", "runs", "world"},
     "runs": {"exit_codes", "files", "host", "metrics", "terminal"},
-    "slurm": {"exit_codes", "host", "launch", "nodelist"},
+    "slurm": {"exit_codes", "files", "host", "launch", "nodelist"},
     "smoke": {"exit_codes", "files", "host", "launch", "nodelist", "terminal", "torch", "world"},
     "torch": {"agent", "world"},
     "training": {"config", "files", "fold", "metrics", "runs", "topics"},

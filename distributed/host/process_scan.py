@@ -97,8 +97,3 @@ def living(
     candidates = [pid for pid, found in processes.items() if found.alive and pid not in kept_out]
     certain = {pid for pid in candidates if pid in below or processes[pid].session in sessions}
     return sorted(certain.union(marked(mark, (pid for pid in candidates if pid not in certain), proc)))
-
-
-def family(mark: Set[bytes]) -> list[int]:
-    """Processes whose environment has this mark, but for this one and those that it comes from."""
-    return living(mark)

@@ -142,7 +142,7 @@ class SlurmSupervisor(supervisor.Supervisor):
         self._leave = max(1.0, kill_wait - max(2.0, kill_wait / 5))  # so that the exit code can still be written
         self._signalled = False
 
-    def take_signal(self) -> None:
+    def take_signal(self, number: int) -> None:
         """SLURM's. It sends SIGKILL itself, also to this process: a second signal does not hasten that."""
         self._signalled = True
         self.stop()

@@ -12,6 +12,7 @@ _PREFIX = re.compile(rb"\[[^\]: ]*:(\d+)")  # of a rank's line, up to the bracke
 
 
 _UPDATE = re.compile(rb"^\[[^\]: ]*:\d+\] [^\n]*\r\n", re.MULTILINE)  # a line that the rank's next one overwrites
+_OF_OTHERS = re.compile(rb"^\[[^\]: ]*:(?!0\])\d+\] [^\n]*\n", re.MULTILINE)  # a line of a rank that is not rank 0
 _CLEAR = b"\r\x1b[K"  # go to the begin of the line, and empty it
 _CUT, _WRAP = b"\x1b[?7l", b"\x1b[?7h"  # what is wider than the terminal
 
@@ -77,6 +78,11 @@ class Console:
 def without_updates(output: bytes) -> bytes:
     """For a log: the output of ranks without the lines that the next one overwrites, as far as they are whole."""
     return _UPDATE.sub(b"", output)
+
+
+def without_other_ranks(lines: bytes) -> bytes:
+    """For a console elsewhere: whole lines, without those that it would leave out."""
+    return _OF_OTHERS.sub(b"", lines)
 
 
 def _joined(lines: list[bytes]) -> bytes:

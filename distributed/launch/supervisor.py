@@ -15,7 +15,7 @@ run starts COMMAND in a session of its own and waits for its end:
   --environment FROM environment for COMMAND: NAME=VALUE entries, each ended by a NUL byte, then an empty entry. FROM
                      is - for standard input, or a file that is removed when it has been read
   --grace SECONDS    time between SIGTERM and SIGKILL (default: 8)
-  --heartbeat-timeout SECONDS  the launcher is gone when nothing was received for so long (default: never)
+  --heartbeat-timeout SECONDS  the launcher is lost when nothing was received for so long (default: never)
   --terminal         standard output and standard error are one terminal: a progress bar of rank 0 stays on one line
   --timeout SECONDS  stop COMMAND when it has run for so long (default: never)
   --sample-usage     record what each rank uses in node_NAME.samples.jsonl; see distributed/launch/usage.py
@@ -23,7 +23,7 @@ run starts COMMAND in a session of its own and waits for its end:
                      every 3 seconds; node_NAME.usage (JSON) gets its times and the memory that it used
 
 Standard input is the control channel: `stop` means SIGTERM, and SIGKILL after the grace; `kill` means SIGKILL; an
-empty line is a heartbeat; its end means that the launcher is gone: stop. SIGTERM and SIGINT mean stop, a second one
+empty line is a heartbeat; its end means that the launcher is lost: stop. SIGTERM and SIGINT mean stop, a second one
 kill. The file node_NAME.stop, holding `stop` or `kill`, means the same: `stop` and `kill` write it. Rank 0's lines
 are copied to standard output, lines that no rank wrote to standard error; a console that is closed or full is given
 up. The exit code is that of COMMAND, 128+n for signal n.
@@ -59,15 +59,15 @@ if TYPE_CHECKING:
 BLOCK = 1 << 20  # bytes read at once
 CHUNK = 4096  # bytes that a pipe which is ready takes without blocking
 BACKLOG = 4 << 20  # bytes kept for a console that is slower than the command, which then has to wait
-POLL = 0.5  # seconds between two looks at the file with requests
-SWEEP = 0.01  # seconds between two looks at processes that were killed
-SCAN = 0.1  # seconds between two looks at what the command left behind; sooner when something of it ends
+POLL_INTERVAL = 0.5  # seconds between two checks of the file with requests
+KILL_INTERVAL = 0.01  # seconds between two checks of processes that were killed
+SCAN_INTERVAL = 0.1  # seconds between two scans for what the command left behind; sooner when a process ends
 LEFTOVER_GRACE = 1.0  # seconds between SIGTERM and SIGKILL for what the command left behind
 UNKILLABLE = 5.0  # seconds after which a process that outlives SIGKILL is given up
-BEAT = 3.0  # seconds between two heartbeats of a detached supervisor
+HEARTBEAT_INTERVAL = 3.0  # seconds between two heartbeats of a detached supervisor
 UNRESPONSIVE = 4.0  # seconds beside the grace after which a supervisor that has not ended is killed
 RESERVED = 8  # bytes of the file with the exit code
-GUARD = 2.0  # seconds in which the guard of a supervisor that was killed has written the exit code
+GUARD_TIMEOUT = 2.0  # seconds in which the guard of a supervisor that was killed has written the exit code
 WRAPPER = os.path.join(KIT, "scripts", "lib", "in_node_env.sh")
 # What another launch left in the environment: PET_* even changes torchrun's options.
 FOREIGN = (
@@ -89,9 +89,10 @@ class Refused(Exception):
 class Files:
     """Every file that a supervisor reads or writes."""
 
-    def __init__(self, directory: str, name: str) -> None:
+    def __init__(self, directory: str, name: str, stem: str = "") -> None:
+        """stem: what the paths of the files begin with, when it is not node_NAME in the directory."""
         self.directory, self.name = os.path.abspath(directory), name
-        stem = os.path.join(self.directory, f"node_{name}")
+        stem = os.path.join(self.directory, stem or f"node_{name}")
         self.log, self.pids, self.exit = f"{stem}.log", f"{stem}.pid", f"{stem}.exit"
         self.request, self.heartbeat, self.usage = f"{stem}.stop", f"{stem}.heartbeat", f"{stem}.usage"
         self.record = os.path.join(self.directory, "errors", f"supervisor_{name}.json")
@@ -240,11 +241,11 @@ def children() -> list[int] | None:
         return None
 
 
-def default_signals() -> None:
-    """As a fresh process has them, whatever was ignored or blocked when this one started."""
+def default_signals(ignored: Sequence[int] = ()) -> None:
+    """As a fresh process has them, whatever was ignored or blocked when this one started; some are to be ignored."""
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         with contextlib.suppress(OSError, ValueError):  # some are the C library's own
-            signal.signal(number, signal.SIG_DFL)
+            signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
 
 
@@ -262,7 +263,23 @@ def kill_all(find: Callable[[], list[int]]) -> None:
     end = time.monotonic() + UNKILLABLE
     while (pids := find()) and time.monotonic() < end:
         send(signal.SIGKILL, pids)
-        time.sleep(SWEEP)
+        time.sleep(KILL_INTERVAL)
+
+
+def isolate(kept: int = -1) -> None:
+    """In a process that helps the supervisor: it takes none of its signals and holds none of its files open.
+
+    kept: a file descriptor that becomes 3.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    signal.set_wakeup_fd(-1)
+    null = os.open(os.devnull, os.O_RDWR)
+    for file in range(3):
+        os.dup2(null, file)
+    if kept >= 0:
+        os.dup2(kept, 3)
+    os.closerange(4 if kept >= 0 else 3, 1 << 16)
 
 
 def send(number: int, pids: Sequence[int]) -> None:
@@ -310,16 +327,9 @@ class Guard:
 
 def _watch(files: Files, lifeline: int, supervisor: int) -> None:
     """What the guard does."""
-    for term in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(term, signal.SIG_IGN)
-    signal.set_wakeup_fd(-1)
-    null = os.open(os.devnull, os.O_RDWR)
-    for file in range(3):
-        os.dup2(null, file)
-    lifeline = os.dup2(lifeline, 3)
-    os.closerange(4, 1 << 16)
+    isolate(lifeline)
     received = b""
-    while more := os.read(lifeline, 4096):
+    while more := os.read(3, 4096):
         received += more
     if b"end\n" in received:
         return
@@ -352,10 +362,11 @@ class Stream:
             self.flush()
 
     def flush(self) -> None:
-        """Write what can be written without waiting."""
+        """Write what can be written without waiting. Other writers do not break lines: each write ends with one."""
         try:
             while self.pending and self._ready.poll(0):
-                del self.pending[: os.write(self.number, self.pending[:CHUNK])]
+                end = self.pending.rfind(b"\n", 0, CHUNK) + 1
+                del self.pending[: os.write(self.number, self.pending[: end or CHUNK])]
         except BlockingIOError:
             pass
         except OSError:  # closed, or full
@@ -368,6 +379,9 @@ class Stream:
 
 class Supervisor:
     """One command, from its start to the moment when nothing of it is left."""
+
+    SIGNALS: Sequence[int] = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # that take_signal() handles
+    IGNORED: Sequence[int] = ()  # signals that the command ignores until it sets a handler
 
     def __init__(
         self,
@@ -383,18 +397,21 @@ class Supervisor:
     ) -> None:
         """received: what came through the control channel behind the environment block."""
         self.files, self.grace, self.heartbeat_timeout, self.timeout = files, grace, heartbeat_timeout, timeout
-        self._attached, self._detached = attached, not attached  # neither, once the launcher has gone
+        self._attached, self._detached = attached, not attached  # neither, once the launcher is lost
         self.code: int | None = None  # of the command, when it has ended
+        self.ended = 0.0  # when that was, in seconds since the epoch
         self._samples_usage, self._sampler = samples_usage, 0  # the process that samples, while there is one
         self.stopping = False
         self._received = received
         self._kill_at = self._stop_at = float("inf")
         self._swept = False  # nothing of the command is left
+        self._output = -1  # pipe that the command writes to
         self._output_ended = False
         self._log_failed = False
         self._asked_to_end = False  # what it left behind
-        self._heard = time.monotonic()
-        self._poll_at = self._beat_at = self._scan_at = 0.0
+        self._received_at = time.monotonic()
+        self._poll_at = self._heartbeat_at = self._scan_at = 0.0
+        self._interval = POLL_INTERVAL  # seconds between two checks of the clock, at most
         self._console: Console | None = None
         self._terminal = terminal
         self._streams = [Stream(1), Stream(2)] if attached else []
@@ -410,11 +427,7 @@ class Supervisor:
         if source:
             command = [WRAPPER, "--exec", source, *command]
         self._source, self._block = source, _memory(block + b"\0") if source else os.open(os.devnull, os.O_RDONLY)
-        self._output, output = os.pipe()
-        with contextlib.suppress(OSError):
-            import fcntl
-
-            fcntl.fcntl(output, fcntl.F_SETPIPE_SZ, BLOCK)
+        outputs = self.open_outputs()
         parent = os.getpid()
         self._stop_at = time.monotonic() + self.timeout
         self._started = time.time()
@@ -423,16 +436,39 @@ class Supervisor:
             try:
                 os.setsid()
                 die_with_parent(parent)
-                default_signals()
-                for number, file in enumerate((self._block, output, output)):
+                default_signals(self.IGNORED)
+                for number, file in enumerate((self._block, *outputs)):
                     os.dup2(file, number)
                 become(command, env)
             finally:
                 os._exit(126)
-        os.close(output)
+        for file in set(outputs):
+            os.close(file)
         if self._samples_usage:
-            self._sampler = usage.start(self.files.directory, self.files.name)
-        self._introduce()
+            self._sampler = self._start_sampler(parent)
+        self._record_processes()
+
+    def _start_sampler(self, parent: int) -> int:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.setsid()
+                isolate()
+                die_with_parent(parent)
+                os.nice(10)
+                usage.record(self.files.directory, self.files.name)
+            finally:
+                os._exit(0)
+        return pid
+
+    def open_outputs(self) -> tuple[int, int]:
+        """Standard output and standard error of the command: one pipe, so that lines keep their order."""
+        self._output, output = os.pipe()
+        with contextlib.suppress(OSError):
+            import fcntl
+
+            fcntl.fcntl(output, fcntl.F_SETPIPE_SZ, BLOCK)
+        return output, output
 
     def _catch_signals(self) -> int:
         """A file descriptor from which the numbers of signals can be read."""
@@ -440,11 +476,11 @@ class Supervisor:
         os.set_blocking(source, False)
         os.set_blocking(target, False)
         signal.set_wakeup_fd(target, warn_on_full_buffer=False)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
+        for number in (*self.SIGNALS, signal.SIGCHLD):
             signal.signal(number, lambda *_: None)
         return source
 
-    def _introduce(self) -> None:
+    def _record_processes(self) -> None:
         """Report the process ids to the guard, and write them to node_NAME.pid."""
         self._guard.report(f"session {self.pid}")
         if self._sampler:
@@ -460,24 +496,28 @@ class Supervisor:
 
     def watch(self) -> int:
         """To the end of the command and of all that it left behind. Returns its exit code."""
-        self._obey_lines()
+        self._handle_requests()
         while not (self._swept and self._output_ended):
             self._wait()
-            self._look_at_clock()
+            self._check_clock()
         self.finish()
-        while any(stream.pending for stream in self._streams):
+        while self.is_needed():
             self._wait()
-            self._look_at_clock()
+            self._check_clock()
         assert self.code is not None
         return self.code
 
+    def is_needed(self) -> bool:
+        """Whether something is to be done yet when nothing of the command is left."""
+        return any(stream.pending for stream in self._streams)
+
     def _wait(self) -> None:
         """For the next event, but not long, and react to it."""
-        actions = {self._signals: self._take_signals}
+        actions = {self._signals: self._read_signals}
         if self._attached:
-            actions[0] = self._take_control
-        if self._may_read():
-            actions[self._output] = self._take_output
+            actions[0] = self._read_control
+        if self._output >= 0 and self._may_read():
+            actions[self._output] = self._read_output
         poll = select.poll()
         for file in actions:
             poll.register(file, select.POLLIN)
@@ -491,7 +531,7 @@ class Supervisor:
             due = self._kill_at
         else:
             due = self._scan_at
-        for file, _ in poll.poll(1000 * max(0.0, min(POLL, due - time.monotonic()))):
+        for file, _ in poll.poll(1000 * max(0.0, min(self._interval, due - time.monotonic()))):
             actions[file]()
 
     def _may_read(self) -> bool:
@@ -499,7 +539,7 @@ class Supervisor:
         behind = any(len(stream.pending) > BACKLOG for stream in self._streams)
         return not self._output_ended and (not behind or self.stopping or self.code is not None)
 
-    def _take_output(self) -> None:
+    def _read_output(self) -> None:
         block = os.read(self._output, BLOCK)
         self._output_ended = not block
         self._keep(block if b"\r\n" not in block else _without_updates(block))
@@ -536,15 +576,15 @@ class Supervisor:
         for stream in self._streams[1:]:
             stream.put(self._console.aside(line) if self._console else line)
 
-    def _take_signals(self) -> None:
+    def _read_signals(self) -> None:
         for number in os.read(self._signals, 4096):
             if number == signal.SIGCHLD:
                 self._reap()
             else:
-                self.take_signal()
+                self.take_signal(number)
 
-    def take_signal(self) -> None:
-        """SIGTERM, SIGINT or SIGHUP."""
+    def take_signal(self, number: int) -> None:
+        """One of SIGNALS was received."""
         if self.stopping:
             self.kill()
         else:
@@ -555,7 +595,7 @@ class Supervisor:
             self._scan_at = 0.0  # one less may be left
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 if ended[0] == self.pid:
-                    self.code = _exit_code(ended[1]) or self._code_of_start()
+                    self.code, self.ended = _exit_code(ended[1]) or self._code_of_start(), time.time()
                     if self._sampler:
                         usage.stop(self._sampler)
                 elif ended[0] == self._sampler:
@@ -563,7 +603,7 @@ class Supervisor:
                 elif ended[0] == self._guard.pid:
                     self._guard.close()
                     self._guard = Guard(self.files)
-                    self._introduce()
+                    self._record_processes()
 
     def _code_of_start(self) -> int:
         """UNFIT when config/node_env.sh has replaced the shell of the wrapper, so that the command never started."""
@@ -576,21 +616,21 @@ class Supervisor:
 
     # ---- requests
 
-    def _take_control(self) -> None:
-        words = os.read(0, BLOCK)
-        self._heard = time.monotonic()
-        self._received += words
-        self._obey_lines()
-        if not words:
+    def _read_control(self) -> None:
+        received = os.read(0, BLOCK)
+        self._received_at = time.monotonic()
+        self._received += received
+        self._handle_requests()
+        if not received:
             self._attached = False
             self._launcher_lost("the control channel was closed: the launcher, or the connection to it, is gone")
 
-    def _obey_lines(self) -> None:
+    def _handle_requests(self) -> None:
         *lines, self._received = self._received.split(b"\n")
         for line in lines:
-            self._obey(line)
+            self._handle_request(line)
 
-    def _obey(self, request: bytes) -> None:
+    def _handle_request(self, request: bytes) -> None:
         if request == b"stop":
             self.stop()
         elif request == b"kill":
@@ -623,32 +663,32 @@ class Supervisor:
             for stream in self._streams:
                 stream.give_up()
 
-    def _look_at_clock(self) -> None:
+    def _check_clock(self) -> None:
         now = time.monotonic()
         if now >= self._poll_at:
-            self._poll_at = now + POLL
-            self._obey(_requested(self.files))
-        if self._attached and now - self._heard > self.heartbeat_timeout:
-            self._heard = float("inf")
+            self._poll_at = now + POLL_INTERVAL
+            self._handle_request(_requested(self.files))
+        if self._attached and now - self._received_at > self.heartbeat_timeout and not select.select([0], [], [], 0)[0]:
+            self._received_at = float("inf")
             self._launcher_lost(f"nothing was received from the launcher for {self.heartbeat_timeout:g} s")
         if now >= self._stop_at and self.code is None and not self.stopping:
             message = f"the command has run for {self.timeout:g} s (--timeout)"
             write_record(self.files, "timeout", message)
             self._note(f"{message}; stopping")
             self.stop()
-        if self._detached and now >= self._beat_at:
-            self._beat_at = now + BEAT
+        if self._detached and now >= self._heartbeat_at:
+            self._heartbeat_at = now + HEARTBEAT_INTERVAL
             _touch(self.files.heartbeat)
         if not self._swept and (self.code is not None or now >= self._kill_at) and now >= self._scan_at:
-            self._end_rest(now)
+            self._end_leftovers(now)
 
     # ---- end
 
-    def _end_rest(self, now: float) -> None:
+    def _end_leftovers(self, now: float) -> None:
         """End what the command left behind: SIGTERM, then SIGKILL. As long as it runs itself, only SIGKILL."""
-        self._scan_at = now + SCAN
+        self._scan_at = now + SCAN_INTERVAL
         ours = [self._guard.pid, self._sampler]
-        rest = [] if self._childless(ours) else process_scan.living(self.files.mark, [self.pid], os.getpid(), ours)
+        rest = [] if self._nothing_left(ours) else process_scan.living(self.files.mark, [self.pid], os.getpid(), ours)
         if now >= self._kill_at:
             send(signal.SIGKILL, rest)
             if self.code is not None and now >= self._kill_at + UNKILLABLE:
@@ -662,10 +702,10 @@ class Supervisor:
         if self.code is not None and not rest:
             self._swept = True
 
-    def _childless(self, ours: Sequence[int]) -> bool:
+    def _nothing_left(self, ours: Sequence[int]) -> bool:
         """Whether nothing of the command can be left: all that it left behind became a child of this process.
 
-        That spares a look at every process of the machine.
+        That spares a scan of all processes of the machine.
         """
         found = children()
         return self._adopts and self.code is not None and found is not None and set(found) <= set(ours)
@@ -690,7 +730,7 @@ class Supervisor:
 
         largest = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024  # of its largest process
         with contextlib.suppress(OSError):
-            write_json(self.files.usage, {"started": self._started, "ended": time.time(), "peak_memory": largest})
+            write_json(self.files.usage, {"started": self._started, "ended": self.ended, "peak_memory": largest})
 
 
 def _without_updates(block: bytes) -> bytes:
@@ -809,7 +849,7 @@ def sweep(files: Files, grace: float) -> int:
         send(signal.SIGTERM, [pid for pid in left if pid in processes and processes[pid].parent not in left])
         wait_until(lambda: not process_scan.living(files.mark), grace)
     kill_all(lambda: process_scan.living(files.mark))
-    if os.path.exists(files.pids) and not wait_until(lambda: os.path.exists(files.exit), GUARD):
+    if os.path.exists(files.pids) and not wait_until(lambda: os.path.exists(files.exit), GUARD_TIMEOUT):
         write_record(files, "killed", "the supervisor and its guard were killed")
         with contextlib.suppress(OSError):
             write_code(files, KILLED)
@@ -821,7 +861,7 @@ def wait_until(condition: Callable[[], object], seconds: float) -> bool:
     while not condition():
         if time.monotonic() >= end:
             return False
-        time.sleep(SWEEP * 2)
+        time.sleep(KILL_INTERVAL * 2)
     return True
 
 
@@ -847,7 +887,7 @@ DURATIONS = ("--grace", "--heartbeat-timeout", "--timeout")
 
 
 class Options:
-    """The words of a call, checked."""
+    """The arguments of a call, checked."""
 
     def __init__(self, arguments: Sequence[str]) -> None:
         self.dir = self.name = self.source = self.environment = ""

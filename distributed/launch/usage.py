@@ -1,7 +1,7 @@
 """What the ranks of one node use over time: CPU, memory, output and GPUs, whatever the script logs itself.
 
-A child process of what runs the ranks there, the supervisor or the first task of srun, appends one JSON object a sample
-to node_<name>.samples.jsonl in the run directory:
+A child process of the supervisor, with srun of the node's first task, appends one JSON object a sample to
+node_<name>.samples.jsonl in the run directory:
 
     {"time": 1764000000.5, "ranks": {"0": {"cpu": 41.2, "memory": 1288490188, "output": 5120}},
      "gpus": {"3": {"use": 97, "memory": 17179869184, "ranks": [0]}}}
@@ -34,54 +34,21 @@ INTERVAL = 1.0  # seconds between the first samples
 MOST = 500  # samples in a file
 GPU_INTERVAL = 10.0  # seconds between two calls of nvidia-smi
 
-PR_SET_PDEATHSIG = 1
 Sample = dict[str, "Any"]
 
 
-def start(run: str, node: str) -> int:
-    """Fork the process that records samples until it is ended, or until this one has died. Returns its id.
-
-    It leads a session of its own, in which nvidia-smi runs: see stop().
-    """
-    parent = os.getpid()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            os.setsid()
-            _detach(parent)
-            record(run, node)
-        finally:
-            os._exit(0)
-    return pid
-
-
 def stop(pid: int) -> None:
-    """SIGKILL for the process that start() has forked, and for what it runs."""
+    """SIGKILL for a process that runs record(), and for what it runs."""
     for kill in (os.kill, os.killpg):  # it may not yet lead a group
         with contextlib.suppress(ProcessLookupError, PermissionError):
             kill(pid, signal.SIGKILL)
 
 
-def _detach(parent: int) -> None:
-    """Hold nothing open whose end another process waits for, take no signal of the parent's, and end with it."""
-    signal.set_wakeup_fd(-1)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
-        signal.signal(number, signal.SIG_DFL)
-    null = os.open(os.devnull, os.O_RDWR)
-    for file in range(3):
-        os.dup2(null, file)
-    os.closerange(3, 1 << 16)
-    with contextlib.suppress(ImportError, OSError, AttributeError):
-        import ctypes
-
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(0)
-    os.nice(10)
-
-
 def record(run: str, node: str) -> None:
-    """Append samples, for ever. Nothing is imported before the first is due: the start of the ranks comes first."""
+    """Append samples, for ever. To be called in a process that leads a session, in which nvidia-smi then runs.
+
+    Nothing is imported before the first sample is due: the start of the ranks comes first.
+    """
     time.sleep(INTERVAL)
     path, samples, interval = os.path.join(run, f"node_{node}.samples.jsonl"), list[Sample](), INTERVAL
     ask_gpus_at = 0.0

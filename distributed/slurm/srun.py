@@ -1,10 +1,9 @@
-"""A job step from the launcher's side: srun, what its tasks report, and their silence.
+"""A job step from the launcher's side: it runs srun, and records how the tasks end.
 
-srun runs as a child, in a session of its own: Ctrl-C is for the launcher to handle. Through its standard input the
-tasks hear that the launcher is there, and its orders; through its standard output they report
-(distributed/slurm/task.py). From the reports come the files that agents write elsewhere: errors/node_<name>.json,
-node_<name>.exit and, of a node that falls silent, node_<name>.lost. The first task that ends badly ends the others.
-Standard library only.
+srun runs as a child, in a session of its own: Ctrl-C is for the launcher to handle. Its standard input is the control
+channel of all tasks, and through its standard output they report (distributed/slurm/task.py). From the reports come the
+files that agents and supervisors write elsewhere: errors/node_<name>.json, node_<name>.exit and, of a node whose
+heartbeats are missing, node_<name>.lost. The first task that fails stops the others. Standard library only.
 """
 
 from __future__ import annotations
@@ -18,25 +17,26 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from distributed.exit_codes import STOPPED, UNFIT
+from distributed.files import write_file, write_json
 from distributed.launch.console import Console
 from distributed.nodelist import expand
-from distributed.slurm.task import BEAT, PATIENCE, REPORT
+from distributed.slurm.task import HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT, REPORT
 
-TOLD = 128 + signal.SIGTERM
-HURRY = 5.0  # seconds between the request to stop and the order to end, when a task has failed
-CHECKPOINT = 30.0  # seconds that the others get when one has stopped with a checkpoint
-FAREWELL = 5.0  # seconds for srun to end when its tasks have; it would wait for a lost node as long as SLURM does
-IMPATIENCE = 10.0  # seconds after which it is said which nodes have not begun; then twice as many, and so on
-NODE_FAILURE = re.compile(r"Node failure on (\S+)")  # in srun's words
-ORDERS = 0  # file descriptor through which the launcher speaks
-SRUN = "srun"  # what it says is kept as if it were a node: node_srun.log
+TERMINATED = 128 + signal.SIGTERM
+STOP_GRACE = 5.0  # seconds between the request to stop and the request to kill, when a task has failed
+CHECKPOINT_GRACE = 30.0  # seconds before the request to stop, when a task has stopped with a checkpoint
+SRUN_GRACE = 5.0  # seconds for srun to end after its tasks; for a lost node it would wait as long as SLURM does
+FIRST_WARNING = 10.0  # seconds until nodes that have not joined are named; the interval then doubles
+NODE_FAILURE = re.compile(r"Node failure on (\S+)")  # printed by srun
+CONTROL = 0  # file descriptor of the launcher's requests
+SRUN = "srun"  # the node whose log and exit code are srun's own: node_srun.log
 
 Json = dict[str, Any]
 
@@ -47,8 +47,8 @@ class Node:
 
     name: str
     tasks: int
-    heard: float | None = None  # when; None: it has not begun
-    ends: list[Json] = field(default_factory=list)  # of its tasks, as they came
+    last_report: float | None = None  # None: it has not joined
+    ends: list[Json] = field(default_factory=list)  # of its tasks, in the order of their reports
     lost: bool = False
 
     @property
@@ -57,211 +57,184 @@ class Node:
 
     @property
     def exit_code(self) -> int:
-        """Of the first task that ended badly."""
-        return next((code for code in map(code_of, self.ends) if code), 0)
+        """Of its first task that failed."""
+        return next((end["exit_code"] for end in self.ends if end["exit_code"]), 0)
 
 
-def code_of(end: Mapping[str, Any]) -> int:
-    """128+n for a signal."""
-    code = int(end["exit_code"])
-    return code if code >= 0 else 128 - code
-
-
-# ---------------------------------------------------------------- what comes through srun
-
-
-class Stream:
-    """srun's output, parted into words for the console and reports, also where one comes amid the other."""
+class Parser:
+    """Parts srun's output into output of the tasks and reports, also where a report is in the middle of a line."""
 
     def __init__(self) -> None:
-        self._begun = b""
+        self._partial = b""
 
-    def feed(self, words: bytes) -> Iterator[bytes | Json]:
-        self._begun += words
-        while self._begun:
-            plain, mark, rest = self._begun.partition(REPORT)
+    def feed(self, output: bytes) -> Iterator[bytes | Json]:
+        self._partial += output
+        while self._partial:
+            plain, mark, rest = self._partial.partition(REPORT)
             if plain:
                 yield plain
-            told, end, rest = rest.partition(b"\n")
-            if mark and not end:
-                self._begun = mark + told
+            line, newline, rest = rest.partition(b"\n")
+            if mark and not newline:
+                self._partial = mark + line
                 return
-            self._begun = rest
+            self._partial = rest
             if mark:
-                yield report_in(told) or mark + told + end
+                yield parse_report(line) or mark + line + newline
 
 
-def report_in(told: bytes) -> Json:
+def parse_report(line: bytes) -> Json:
     """Empty when a rank has printed our mark itself."""
     with suppress(ValueError):
-        report = json.loads(told)
+        report = json.loads(line)
         if isinstance(report, dict) and "node" in report:
             return report
     return {}
-
-
-# ---------------------------------------------------------------- the step
 
 
 class Step:
     """srun and its tasks, until the last one has ended."""
 
     def __init__(self, run: Path, nodes: Sequence[Node], srun: subprocess.Popen[bytes]) -> None:
+        """srun: with pipes to all its standard files."""
         self.run = run
         self.nodes = {node.name: node for node in nodes}
-        self.code = 0  # of the first that ended badly
-        self._step = ""  # its id, as its tasks tell it
-        self._due: list[tuple[float, Callable[[], None]]] = []  # what is to be done, and when
-        self._begun = time.monotonic()
-        self._complain = self._begun + IMPATIENCE
-        self._looked = self._begun  # at the clock
-        self._line_of_srun = b""  # begun, and not at its end
-        self._said_of_srun = (run / f"node_{SRUN}.log").open("ab", buffering=0)
+        self.code = 0  # of the first task that failed
+        self._step = ""  # its id, as its tasks report it
+        self._due: list[tuple[float, Callable[[], None]]] = []  # actions, and when
+        self._started = self._checked = time.monotonic()  # checked: the clock
+        self._warn_at = self._started + FIRST_WARNING
+        self._partial_line = b""  # of srun's standard error
+        self._srun_log = (run / f"node_{SRUN}.log").open("ab", buffering=0)
         self._srun = srun
-        self._stream = Stream()
+        self._parser = Parser()
         self._console = Console()
 
-    @property
-    def all_heard(self) -> bool:
-        """Every task has told of its end."""
-        return all(len(node.ends) == node.tasks for node in self.nodes.values())
-
-    # ---- what comes in
+    # ---- events
 
     def watch(self) -> int:
-        """To the end of srun. Returns the exit code of it all."""
-        with self._srun, self._said_of_srun, selectors.DefaultSelector() as channels:
-            channels.register(self._srun.stdout, selectors.EVENT_READ, self.hear)  # type: ignore[arg-type]
-            channels.register(self._srun.stderr, selectors.EVENT_READ, self.hear_srun)  # type: ignore[arg-type]
-            channels.register(ORDERS, selectors.EVENT_READ, self.hand_on)
-            threading.Thread(target=self.keep_company, daemon=True).start()
-            while any(key.data != self.hand_on for key in channels.get_map().values()):
-                self.listen(channels)
-                self.look_at_the_clock()
+        """To the end of srun. Returns the exit code of the step."""
+        with self._srun, self._srun_log, selectors.DefaultSelector() as channels:
+            channels.register(self._srun.stdout, selectors.EVENT_READ, self.take_output)  # type: ignore[arg-type]
+            channels.register(self._srun.stderr, selectors.EVENT_READ, self.take_errors)  # type: ignore[arg-type]
+            channels.register(CONTROL, selectors.EVENT_READ, self.take_requests)
+            threading.Thread(target=self.send_heartbeats, daemon=True).start()
+            while any(key.data != self.take_requests for key in channels.get_map().values()):
+                for key, _ in channels.select(HEARTBEAT_INTERVAL / 4):
+                    received = os.read(key.fd, 65536)
+                    key.data(received)
+                    if not received:
+                        channels.unregister(key.fileobj)
+                self.check_clock()
         return self.settle()
 
-    def listen(self, channels: selectors.BaseSelector) -> None:
-        for key, _ in channels.select(BEAT / 4):
-            words = os.read(key.fd, 65536)
-            key.data(words)
-            if not words:
-                channels.unregister(key.fileobj)
-
-    def hear(self, words: bytes) -> None:
-        for word in self._stream.feed(words):
-            if isinstance(word, bytes):
-                self.show(word)
-            elif word["node"] in self.nodes:
-                self.note(self.nodes[word["node"]], word)
-        if not words:
+    def take_output(self, received: bytes) -> None:
+        for part in self._parser.feed(received):
+            if isinstance(part, bytes):
+                self.show(part)
+            elif part["node"] in self.nodes:
+                self.take_report(self.nodes[part["node"]], part)
+        if not received:
             self.show(b"", last=True)
 
-    def show(self, words: bytes, last: bool = False) -> None:
-        for file, text in zip((1, 2), self._console.feed(words, last), strict=True):
-            put(file, text)
+    def show(self, output: bytes, last: bool = False) -> None:
+        for file, text in zip((1, 2), self._console.feed(output, last), strict=True):
+            write_console(file, text)
 
-    def hear_srun(self, words: bytes) -> None:
-        """Kept in any case. What it says of tasks that have been heard to their end is no news."""
-        if not self.all_heard:
-            put(2, words)
+    def take_errors(self, received: bytes) -> None:
+        """What srun prints. About tasks that have reported their end it prints nothing new."""
+        if not all(len(node.ends) == node.tasks for node in self.nodes.values()):
+            write_console(2, received)
         with suppress(OSError):
-            self._said_of_srun.write(words)
-        *lines, self._line_of_srun = (self._line_of_srun + words).split(b"\n")
+            self._srun_log.write(received)
+        *lines, self._partial_line = (self._partial_line + received).split(b"\n")
         for failed in NODE_FAILURE.findall(b"\n".join(lines).decode(errors="replace")):
             for name in expand(failed):
                 if name in self.nodes and not self.nodes[name].ended:
                     self.lose(self.nodes[name], "SLURM says that this node has failed")
 
-    def hand_on(self, words: bytes) -> None:
-        """The launcher's orders; its end is an order too."""
-        for order in words.decode().split():
-            self.tell(order)
-        if not words:
-            self.leave()
+    def take_requests(self, received: bytes) -> None:
+        for request in received.decode().split():
+            self.request(request)
+        if not received:  # the launcher is gone
+            self.close_channel()
 
-    # ---- what follows
-
-    def note(self, node: Node, report: Json) -> None:
-        node.heard = time.monotonic()
+    def take_report(self, node: Node, report: Json) -> None:
+        node.last_report = time.monotonic()
         self._step = report.get("step") or self._step
-        node.tasks = report.get("tasks") or node.tasks  # SLURM may have laid them out in another way
+        node.tasks = report.get("tasks") or node.tasks  # SLURM may have placed them in another way
         if end := report.get("end"):
             node.ends.append(end)
-            self.ended(code_of(end))
+            self.task_ended(end["exit_code"])
             if node.ended:
-                self.write_down(node)
-        self.leave_when_all_have_ended()
+                self.record_node(node)
+        self.close_channel_when_all_ended()
 
-    def ended(self, code: int) -> None:
-        """A task has, or its node. That one was told to end comes of another's end."""
-        if code and self.code in (0, TOLD):
-            begun, self.code = self.code, code
-            if begun:
+    # ---- consequences
+
+    def task_ended(self, code: int) -> None:
+        """A task has ended, or its node is lost. SIGTERM is the consequence of another failure."""
+        if code and self.code in (0, TERMINATED):
+            stopping, self.code = self.code, code
+            if stopping:
                 return
-            patience = CHECKPOINT if code == STOPPED else 0.0
-            self.later(patience, lambda: self.tell("stop"))
-            self.later(patience + HURRY, lambda: self.tell("kill"))
-            self.later(patience + 2 * HURRY, self.leave)
+            seconds = CHECKPOINT_GRACE if code == STOPPED else 0.0
+            self.later(seconds, lambda: self.request("stop"))
+            self.later(seconds + STOP_GRACE, lambda: self.request("kill"))
+            self.later(seconds + 2 * STOP_GRACE, self.close_channel)
 
     def later(self, seconds: float, action: Callable[[], None]) -> None:
         self._due.append((time.monotonic() + seconds, action))
 
-    def look_at_the_clock(self) -> None:
+    def check_clock(self) -> None:
         now = time.monotonic()
-        self.forgive(now - self._looked - BEAT)
-        self._looked = now
+        # While a disk or a terminal blocked this process, it received nothing: that is not a fault of the nodes.
+        blocked, self._checked = max(0.0, now - self._checked - HEARTBEAT_INTERVAL), now
         due, self._due = [one for one in self._due if one[0] <= now], [one for one in self._due if one[0] > now]
         for _, action in due:
             action()
         for node in self.nodes.values():
-            if node.heard is not None and now - node.heard > PATIENCE and not node.ended:
-                self.lose(node)
-        if now > self._complain:
-            self.complain(now)
+            if node.last_report is not None and not node.ended:
+                node.last_report += blocked
+                if now - node.last_report > HEARTBEAT_TIMEOUT:
+                    self.lose(node)
+        if now > self._warn_at:
+            self._warn_at = now + (now - self._started)
+            self.warn_of_missing(now - self._started)
 
-    def forgive(self, seconds: float) -> None:
-        """Who could not listen for so long, because a disk or a terminal let us wait, must not blame the nodes."""
-        for node in self.nodes.values():
-            if node.heard is not None:
-                node.heard += max(0.0, seconds)
-
-    def keep_company(self) -> None:
-        """Say now and then that we are there. In a thread, as a disk may let us wait."""
-        while not self._srun.stdin.closed:  # type: ignore[union-attr]
-            self.tell("")
-            time.sleep(BEAT)
-
-    def lose(self, node: Node, why: str = "") -> None:
-        """why: more than its silence."""
-        node.lost = True
-        write(self.run / f"node_{node.name}.lost", f"{why}\n")
-        self.say(f"{node.name}: {why or f'nothing was heard of it for {PATIENCE:.0f} s'}: ending the others")
-        self.ended(UNFIT)
-        self.leave_when_all_have_ended()
-
-    def complain(self, now: float) -> None:
-        """Who has not begun, while others wait for him."""
-        missing = [node.name for node in self.nodes.values() if node.heard is None]
+    def warn_of_missing(self, seconds: float) -> None:
+        missing = [node.name for node in self.nodes.values() if node.last_report is None]
         if missing:
-            total = len(self.nodes)
-            self.say(
-                f"{total - len(missing)} of {total} nodes joined, waiting for {', '.join(missing)}, "
-                f"{now - self._begun:.0f} s"
-            )
-        self._complain = now + (now - self._begun)
+            joined = f"{len(self.nodes) - len(missing)} of {len(self.nodes)} nodes joined"
+            self.print(f"{joined}, waiting for {', '.join(missing)}, {seconds:.0f} s")
 
-    def tell(self, order: str) -> None:
-        """All tasks that can hear it."""
+    def lose(self, node: Node, reason: str = "") -> None:
+        """reason: another one than missing heartbeats."""
+        node.lost = True
+        write(self.run / f"node_{node.name}.lost", f"{reason}\n")
+        self.print(f"{node.name}: {reason or f'no heartbeat for {HEARTBEAT_TIMEOUT:.0f} s'}; stopping the other nodes")
+        self.task_ended(UNFIT)
+        self.close_channel_when_all_ended()
+
+    # ---- control channel of the tasks
+
+    def send_heartbeats(self) -> None:
+        """A task stops when it misses them. In a thread, as a disk may block the other one."""
+        while not self._srun.stdin.closed:  # type: ignore[union-attr]
+            self.request("")
+            time.sleep(HEARTBEAT_INTERVAL)
+
+    def request(self, request: str) -> None:
+        """Send a request to all tasks."""
         assert self._srun.stdin
-        with suppress(OSError, ValueError):  # srun has ended, or we have left
-            self._srun.stdin.write(f"{order}\n".encode())
+        with suppress(OSError, ValueError):  # srun has ended, or the channel is closed
+            self._srun.stdin.write(f"{request}\n".encode())
 
-    def leave_when_all_have_ended(self) -> None:
+    def close_channel_when_all_ended(self) -> None:
         if all(node.ended for node in self.nodes.values()):
-            self.leave()
+            self.close_channel()
 
-    def leave(self) -> None:
-        """Tasks that have been heard may go, others have to; where srun does not end by that, it is ended."""
+    def close_channel(self) -> None:
+        """Tasks that have reported their end exit, others stop. srun is ended where it does not end by that."""
         assert self._srun.stdin
         if not self._srun.stdin.closed:
             with suppress(OSError):
@@ -270,81 +243,71 @@ class Step:
                 self.cancel()
                 self.later(1.0, self._srun.kill)
             else:
-                self.later(FAREWELL, self.cancel)
-                self.later(2 * FAREWELL, self._srun.kill)
+                self.later(SRUN_GRACE, self.cancel)
+                self.later(2 * SRUN_GRACE, self._srun.kill)
 
     def cancel(self) -> None:
         if self._step:
             subprocess.Popen(["scancel", "--quiet", self._step], stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
-    # ---- what is written
+    # ---- records
 
-    def write_down(self, node: Node) -> None:
-        """As agents do it: how the ranks of a node ended, when one of the run failed, and the exit code of it all."""
+    def record_node(self, node: Node) -> None:
+        """As agents do: how the ranks of a node ended, when one of the run failed; and the exit code of the node."""
         ranks = [end for end in node.ends if end["rank"] is not None]
         deaths = [end for end in ranks if end["exit_code"]]
         ended_well = [end["rank"] for end in ranks if not end["exit_code"] and not end.get("ended_by_agent")]
         if self.code and (deaths or ended_well):
             record = {"node": node.name, "deaths": deaths, "ended_well": ended_well}
-            write(self.run / "errors" / f"node_{node.name}.json", json_of(record))
+            write(self.run / "errors" / f"node_{node.name}.json", record)
         write(self.run / f"node_{node.name}.exit", f"{node.exit_code}\n")
 
     def settle(self) -> int:
-        """srun has ended: what it says of tasks that did not."""
+        """After the end of srun: what follows for tasks that have not reported theirs. Returns the exit code."""
         for node in self.nodes.values():
-            if self.code and node.ended and not node.lost:  # what ended well is of interest only now
-                self.write_down(node)
+            if self.code and node.ended and not node.lost:  # which ranks ended well matters only now
+                self.record_node(node)
         silent = [node for node in self.nodes.values() if not node.ended]
         if not silent:
             return self.code
-        if all(node.heard is None for node in silent) and len(silent) == len(self.nodes):
+        if len(silent) == len(self.nodes) and all(node.last_report is None for node in silent):
             code = self._srun.returncode
             code = (128 - code if code < 0 else code) or UNFIT
             write(self.run / f"node_{SRUN}.exit", f"{code}\n")
             return code
         for node in silent:
             if node.ends:
-                self.write_down(node)
+                self.record_node(node)
             if not self.code or not node.ends:
                 self.lose(node, "srun has ended before its tasks")
         return self.code
 
-    def say(self, words: str) -> None:
-        put(2, f"step: {words}\n".encode())
+    def print(self, message: str) -> None:
+        write_console(2, f"step: {message}\n".encode())
 
 
-def put(file: int, words: bytes) -> None:
-    """On the console: that it was closed, or is full, is no reason to end."""
+def write_console(file: int, text: bytes) -> None:
+    """A console that is closed or full is no reason to end."""
     with suppress(OSError):
-        while words:
-            words = words[os.write(file, words) :]
+        while text:
+            text = text[os.write(file, text) :]
 
 
-def json_of(value: object) -> str:
-    return json.dumps(value, indent=2, sort_keys=True) + "\n"
-
-
-def write(path: Path, text: str) -> None:
-    """Whole or not at all; a full disk is told, no more."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+def write(path: Path, content: str | Json) -> None:
+    """JSON, or text. A full disk is reported, and no reason to end."""
     try:
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(path)
+        if isinstance(content, str):
+            write_file(path, content)
+        else:
+            write_json(path, content)
     except OSError as error:
         sys.stderr.write(f"step: cannot write {path}: {error.strerror}\n")
 
 
-# ---------------------------------------------------------------- the whole
-
-
 def watch(run: str, nodes: str, srun: subprocess.Popen[bytes]) -> int:
-    """To the end of srun. Returns the exit code of the first task that ended badly.
+    """Watch a job step to the end of srun. Returns the exit code of the first task that failed.
 
     nodes: name:tasks of each, with commas between. srun: with pipes to all its standard files.
     """
-    return Step(Path(run), [node_of(word) for word in nodes.split(",")], srun).watch()
-
-
-def node_of(word: str) -> Node:
-    name, _, tasks = word.rpartition(":")
-    return Node(name, int(tasks))
+    places = (place.rpartition(":") for place in nodes.split(","))
+    return Step(Path(run), [Node(name, int(tasks)) for name, _, tasks in places], srun).watch()

@@ -98,7 +98,8 @@ slurm_choose_port() {
 
 # srun and all its arguments, in COMMAND.
 srun_command() { # <run directory>
-  local task=("$KIT/scripts/lib/task.sh" "$(node_env)" "${IN_CONTAINER[@]}" "$RANK_PYTHON" "$KIT/scripts/lib/task.py")
+  local task=("$KIT/scripts/lib/in_node_env.sh" --task "$(node_env)" "${IN_CONTAINER[@]}" "$RANK_PYTHON" -I -S)
+  task+=("$KIT/scripts/lib/srun_task.py")
   local shares always=(srun --export ALL --kill-on-bad-exit=1 --nodes "${#NODES[@]}")
   local node counts=()
   for node in "${NODES[@]}"; do
@@ -154,12 +155,14 @@ slurm_start_step() {
 }
 
 
-# Runs until all tasks have ended. Requests come on standard input; its end means that the launcher is gone.
+# Runs until all tasks have ended. Standard input is the control channel.
 run_step() { # <node:tasks,...> <command...>
   local status=0
-  trap '' INT TERM HUP TSTP USR2 # it carries the tasks' last output, whatever ends the launcher
+  trap '' INT TERM HUP TSTP USR2 # the reports of the tasks come through it, also when a signal ends the launcher
+  forget_other_launches
   unset SLURM_NTASKS_PER_NODE SLURM_GPUS_PER_TASK SLURM_DISTRIBUTION # srun's arguments say what is meant of them
   # srun hands the environment on.
-  (exec_in_environment "${#ENVIRONMENT[@]}" "${ENVIRONMENT[@]}" "$PYTHON" "$KIT/scripts/lib/step.py" "$RUN" "$@") || status=$?
+  (exec_in_environment "${#ENVIRONMENT[@]}" "${ENVIRONMENT[@]}" \
+    "$PYTHON" -I -S "$KIT/scripts/lib/step.py" "$RUN" "$@") || status=$?
   return $((status == 255 ? EXIT_UNFIT : status)) # 255 would be a lost node
 }

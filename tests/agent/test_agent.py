@@ -459,7 +459,7 @@ def test_a_task_of_srun_is_told_its_place_as_torchrun_tells_it(tmp_path: Path) -
     }  # fmt: skip
     Path("errors").mkdir()
     Path("script.py").write_text(f"import os\nassert {place}.items() <= os.environ.items()\nraise ValueError('boom')\n")
-    task = [sys.executable, str(KIT / "scripts/lib/task.py"), "rank", str(tmp_path), "8", "script.py"]
+    task = [sys.executable, "-I", "-S", str(KIT / "scripts/lib/srun_task.py"), "rank", str(tmp_path), "8", "script.py"]
     env = {**os.environ, "MUSTER_RUN_DIR": str(tmp_path), "MUSTER_NODE": "n10", **step}
     with subprocess.Popen(task, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env) as guard:
         assert guard.stdin and guard.stdout

@@ -1,7 +1,7 @@
-"""What SLURM tells each process, for every way a step may be started: asked of a real SLURM, and recorded.
+"""SLURM's variables of each process, for every way a step may be started: read on a real SLURM, and recorded.
 
-Each way is a command that starts tell.sh some times, which writes down its host and its environment. Where
-the processes really are says what World.from_env must answer. Needs SLURM_CONF of lab.sh up 3 --slurm --gpus 2.
+Each way is a command that starts tell.sh some times, which writes its host and its environment to a file. Where the
+processes really ran decides what World.from_env must return. Needs SLURM_CONF of lab.sh up 3 --slurm --gpus 2.
 
 Try it: python tests/lab/slurm_steps.py tests/slurm_environments.json   (records them anew)
 """
@@ -31,7 +31,7 @@ _OF_A_LAUNCHER = re.compile(
     r"|RANK|WORLD_SIZE|(MASTER|LOCAL|GROUP|ROLE|TORCHELASTIC)_\w+"
 )
 
-# What World.from_env answers: each process's place, one process alone, or (any other text) a refusal.
+# What World.from_env returns: each process's place, one process alone, or (any other text) a refusal.
 PLACES, ALONE = "places", "alone"
 
 
@@ -110,29 +110,29 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Told:
-    """What one process was told, and where it ran."""
+class Observed:
+    """The environment of one process, and where it ran."""
 
     host: str
     environment: dict[str, str]
 
 
-def ask(step: Step) -> list[Told]:
-    """Start the step on the SLURM of SLURM_CONF; what its processes were told, by rank."""
+def start(step: Step) -> list[Observed]:
+    """Run the step on the SLURM of SLURM_CONF. Returns what was observed of its processes, by rank."""
     environment = {name: value for name, value in os.environ.items() if not _OF_A_LAUNCHER.fullmatch(name)}
     with tempfile.TemporaryDirectory() as folder:
-        told = Path(folder, "told")
-        told.mkdir()
-        tell = Path(folder, "tell.sh")  # a name that stays one word through the shells of a command
+        files = Path(folder, "files")
+        files.mkdir()
+        tell = Path(folder, "tell.sh")  # a path that stays one argument through the shells of a command
         tell.symlink_to(TELL)
         subprocess.run(
             ["bash", "-c", step.command.replace("TELL", str(tell))],
-            env={**environment, **names(), "TOLD": str(told), "PYTHON": sys.executable},
+            env={**environment, **names(), "TOLD": str(files), "PYTHON": sys.executable},
             stdout=subprocess.PIPE,
             check=True,
             timeout=120,
         )
-        return sorted((_told(file.read_text()) for file in told.iterdir()), key=_rank)
+        return sorted((_observed(file.read_text()) for file in files.iterdir()), key=_rank)
 
 
 def names() -> dict[str, str]:
@@ -146,14 +146,14 @@ def names() -> dict[str, str]:
     return {f"N{number}": node for number, node in enumerate(nodes, 1)}
 
 
-def _told(written: str) -> Told:
+def _observed(written: str) -> Observed:
     host, _, environment = written.partition("\n")
-    return Told(host, dict(entry.split("=", 1) for entry in environment.split("\0") if entry))
+    return Observed(host, dict(entry.split("=", 1) for entry in environment.split("\0") if entry))
 
 
-def places(told: list[Told]) -> list[Place]:
+def places(observed: list[Observed]) -> list[Place]:
     """Where the processes of a step are, by rank; only the numbering of the ranks is the launcher's own."""
-    hosts = [process.host for process in told]
+    hosts = [process.host for process in observed]
     numbered = list(dict.fromkeys(hosts))
     return [
         Place(
@@ -169,9 +169,9 @@ def places(told: list[Told]) -> list[Place]:
     ]
 
 
-def _rank(process: Told) -> int:
-    told = process.environment
-    return int(told["RANK"] if "TORCHELASTIC_RUN_ID" in told else told.get("SLURM_PROCID", "0"))
+def _rank(process: Observed) -> int:
+    env = process.environment
+    return int(env["RANK"] if "TORCHELASTIC_RUN_ID" in env else env.get("SLURM_PROCID", "0"))
 
 
 # --- recording ---------------------------------------------------------------------------------------
@@ -180,17 +180,17 @@ _OF_THIS_MACHINE = re.compile(r"SLURM_(TASK_PID|STEP_LAUNCHER_PORT|NODE_ALIASES\
 
 
 def recorded(step: Step) -> dict[str, object]:
-    """The step as a record: what is common to its processes once, then what each was told besides."""
-    told = ask(step)
-    environments = [_worth_keeping(process.environment) for process in told]
+    """The step as a record: what is common to its processes once, then what each has besides."""
+    observed = start(step)
+    environments = [_worth_keeping(process.environment) for process in observed]
     common = dict(set.intersection(*(set(environment.items()) for environment in environments)))
     processes = [
         {"environment": {name: value for name, value in environment.items() if name not in common}}
         | ({"place": asdict(place)} if step.answer == PLACES else {})
-        for environment, place in zip(environments, places(told), strict=True)
+        for environment, place in zip(environments, places(observed), strict=True)
     ]
-    asked = {"name": step.name, "command": step.command, "answer": step.answer}
-    return {**asked, "common": common, "processes": processes}
+    described = {"name": step.name, "command": step.command, "answer": step.answer}
+    return {**described, "common": common, "processes": processes}
 
 
 def _worth_keeping(environment: Mapping[str, str]) -> dict[str, str]:

@@ -6,12 +6,15 @@ killed but the command.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -179,6 +182,29 @@ def test_heartbeats_that_stop_mean_that_the_launcher_is_gone(run: Run) -> None:
     process = run.start(FAMILY, "--heartbeat-timeout", "1")
     assert process.wait(SECONDS) == 143
     assert "nothing was received from the launcher for 1 s" in str(read_json(run.files.record)["message"])
+
+
+def test_heartbeats_that_wait_to_be_read_are_not_missing(run: Run) -> None:
+    """A disk, here a pipe in place of the log, blocks the supervisor for longer than the timeout."""
+    os.makedirs(run.files.directory)
+    os.mkfifo(run.files.log)
+    log = os.open(run.files.log, os.O_RDONLY | os.O_NONBLOCK)
+    words = [*SUPERVISOR, "run", "--dir", run.files.directory, "--name", "n1", "--heartbeat-timeout", "1", "--"]
+    command = ["bash", "-c", "head -c 300000 /dev/zero; exec sleep 300"]
+    process = subprocess.Popen([*words, *command], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, bufsize=0)
+    wait_until(lambda: struct.unpack("i", fcntl.ioctl(log, termios.FIONREAD, bytes(4)))[0] >= 1 << 16)
+    assert process.stdin
+    for _ in range(3):
+        time.sleep(0.5)
+        process.stdin.write(b"\n")
+    process.stdin.write(b"stop\n")
+    os.set_blocking(log, True)
+    while os.read(log, 1 << 20):
+        pass
+    assert process.wait(SECONDS) == 143
+    assert not os.path.exists(run.files.record)
+    process.stdin.close()
+    os.close(log)
 
 
 def test_a_request_to_stop_is_obeyed_while_heartbeats_are_missing_and_once_is_enough(run: Run) -> None:

@@ -1,8 +1,8 @@
-"""A process that a real SLURM started knows its place: which rank of how many, on which node, whom to meet.
+"""A process that a real SLURM started knows its place: its rank of how many, its node, and the master address.
 
-SLURM says it in some twenty variables that contradict each other: some describe the job and some the step,
-some are left over from the shell. So real steps are started in every way a person starts them, and the
-answer is held against where the processes really are.
+SLURM sets some twenty variables that contradict each other: some describe the job and some the step, some are left over
+from the shell. So real steps are started in every way a person starts them, and the result is compared with where the
+processes really ran.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from lab.slurm_steps import ALONE, PLACES, STEPS, Step, Told, ask, places
+from lab.slurm_steps import ALONE, PLACES, STEPS, Observed, Step, places, start
 
 from distributed.world import World, WorldError
 
@@ -44,10 +44,10 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def asked(slurm: None) -> Iterator[dict[str, Future[list[Told]]]]:
-    """The answers of SLURM to all steps, which are asked side by side."""
+def observations(slurm: None) -> Iterator[dict[str, Future[list[Observed]]]]:
+    """What was observed of the processes of each step; the steps run side by side."""
     with ThreadPoolExecutor(6) as pool:
-        yield {step.name: pool.submit(ask, step) for step in STEPS}
+        yield {step.name: pool.submit(start, step) for step in STEPS}
 
 
 def steps(answer: str | None = None) -> pytest.MarkDecorator:
@@ -57,42 +57,42 @@ def steps(answer: str | None = None) -> pytest.MarkDecorator:
 
 
 @steps(PLACES)
-def test_every_process_knows_its_place(step: Step, asked: dict[str, Future[list[Told]]]) -> None:
-    told = asked[step.name].result()
-    worlds = [asdict(World.from_env(process.environment)) for process in told]
-    expected = [asdict(place) for place in places(told)]
+def test_every_process_knows_its_place(step: Step, observations: dict[str, Future[list[Observed]]]) -> None:
+    observed = observations[step.name].result()
+    worlds = [asdict(World.from_env(process.environment)) for process in observed]
+    expected = [asdict(place) for place in places(observed)]
     assert [{key: world[key] for key in expected[0]} for world in worlds] == expected
 
 
 @steps(PLACES)
-def test_all_processes_meet_at_one_port(step: Step, asked: dict[str, Future[list[Told]]]) -> None:
-    worlds = [World.from_env(process.environment) for process in asked[step.name].result()]
+def test_all_processes_have_the_same_master_port(step: Step, observations: dict[str, Future[list[Observed]]]) -> None:
+    worlds = [World.from_env(process.environment) for process in observations[step.name].result()]
     assert len({world.master_port for world in worlds}) == 1
     assert 1024 < (worlds[0].master_port or 0) < 65536
 
 
 @steps(ALONE)
-def test_python_by_hand_in_a_job_is_one_process_and_is_told_so(
-    step: Step, asked: dict[str, Future[list[Told]]]
+def test_python_by_hand_in_a_job_is_one_process_and_is_warned(
+    step: Step, observations: dict[str, Future[list[Observed]]]
 ) -> None:
-    (told,) = asked[step.name].result()
-    world = World.from_env(told.environment)
+    (process,) = observations[step.name].result()
+    world = World.from_env(process.environment)
     assert (world.rank, world.size, world.nodes, world.launcher) == (0, 1, 1, "single")
-    assert f"inside SLURM job {told.environment['SLURM_JOB_ID']}" in world.notes[0]
+    assert f"inside SLURM job {process.environment['SLURM_JOB_ID']}" in world.notes[0]
     assert "srun" in world.notes[0]
 
 
 @steps()
-def test_what_cannot_be_known_is_refused(step: Step, asked: dict[str, Future[list[Told]]]) -> None:
-    told = asked[step.name].result()
-    assert told
-    for process in told:
+def test_what_cannot_be_known_is_refused(step: Step, observations: dict[str, Future[list[Observed]]]) -> None:
+    observed = observations[step.name].result()
+    assert observed
+    for process in observed:
         with pytest.raises(WorldError, match=step.answer):
             World.from_env(process.environment)
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: record["name"])
-def test_the_record_is_of_the_step_as_it_is_asked_today(record: dict[str, object]) -> None:
+def test_the_record_is_of_the_step_as_it_is_started_today(record: dict[str, object]) -> None:
     (step,) = (step for step in STEPS if step.name == record["name"])
     assert record["command"] == step.command.replace(sys.executable, "python")
     assert record["answer"] == step.answer

@@ -1,4 +1,4 @@
-"""What comes through srun is parted into words and reports, however it is cut; and an srun that fails has a verdict.
+"""What comes through srun is parted into output and reports, however it is cut; and an srun that fails has a verdict.
 
 The rest of a step is shown on a real SLURM: tests/slurm_train.bats, tests/slurm_faults.bats.
 """
@@ -8,10 +8,12 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import select
+import signal
 import subprocess
+import sys
 import time
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distributed.exit_codes import UNFIT
+from distributed.files import read_json
+from distributed.host import process_scan
 from distributed.runs import verdict
-from distributed.slurm import srun, task
-from distributed.slurm.srun import Node, Stream
-from distributed.slurm.task import REPORT, Task
+from distributed.slurm import srun
+from distributed.slurm.srun import Node, Parser
+from distributed.slurm.task import REPORT, TaskFiles, agent_options
+
+KIT = Path(__file__).resolve().parents[2]
 
 SAID = b"step 1\nstep 2 is cut amid " + REPORT + b'{"node": "n2", "end": {"exit_code": 0}}\n' + b"its line\n"
 SAID += REPORT + b'{"node": "n1"}\n' + REPORT + b"no report\n" + REPORT + b"[1]\n" + b"the end\n"
@@ -31,10 +37,10 @@ SAID += REPORT + b'{"node": "n1"}\n' + REPORT + b"no report\n" + REPORT + b"[1]\
 
 @given(st.lists(st.integers(1, len(SAID)), max_size=12))
 def test_reports_are_found_wherever_the_stream_is_cut(cuts: list[int]) -> None:
-    stream, found = Stream(), []
+    parser, found = Parser(), []
     places = sorted({0, *cuts, len(SAID)})
     for begin, end in itertools.pairwise(places):
-        found += list(stream.feed(SAID[begin:end]))
+        found += list(parser.feed(SAID[begin:end]))
     assert b"".join(word for word in found if isinstance(word, bytes)) == (
         b"step 1\nstep 2 is cut amid its line\n" + REPORT + b"no report\n" + REPORT + b"[1]\nthe end\n"
     )
@@ -43,7 +49,7 @@ def test_reports_are_found_wherever_the_stream_is_cut(cuts: list[int]) -> None:
 
 def test_a_node_ends_with_the_code_of_its_first_task_that_ended_badly() -> None:
     node = Node("n1", tasks=3)
-    for code in (0, -9, 1):
+    for code in (0, 137, 1):
         assert not node.ended
         node.ends.append({"exit_code": code})
     assert node.ended
@@ -55,8 +61,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "errors").mkdir()
     places = [{"node": "n1", "address": "n1", "processes": 1, "first_rank": 0}]
     (tmp_path / "run.json").write_text(json.dumps({"places": places}))
-    reading, writing = os.pipe()  # nobody gives orders
-    monkeypatch.setattr("distributed.slurm.srun.ORDERS", reading)
+    reading, writing = os.pipe()  # nobody sends requests
+    monkeypatch.setattr("distributed.slurm.srun.CONTROL", reading)
     yield tmp_path
     os.close(reading)
     os.close(writing)
@@ -87,7 +93,7 @@ def test_an_srun_that_ends_well_without_its_tasks_is_no_success(run: Path) -> No
     assert verdict.decide(run, UNFIT).outcome == "failed"
 
 
-def test_of_a_task_that_never_told_its_end_the_node_is_lost(run: Path) -> None:
+def test_the_node_of_a_task_that_has_not_reported_its_end_is_lost(run: Path) -> None:
     report = (REPORT + b'{"node": "n1", "tasks": 1}\n').decode()
     assert step_of(run, "printf", "%s", report) == UNFIT
     assert (run / "node_n1.lost").read_text() == "srun has ended before its tasks\n"
@@ -114,49 +120,199 @@ def test_what_slurm_says_of_a_failed_node_may_come_in_pieces(run: Path) -> None:
     assert (run / "node_n1.lost").read_text() == "SLURM says that this node has failed\n"
 
 
-@pytest.mark.parametrize(("away", "lost"), [(60.0, False), (0.0, True)])
-def test_a_node_is_not_blamed_for_what_we_could_not_hear(run: Path, away: float, lost: bool) -> None:
-    """When a disk or a terminal has let us wait, words of the nodes may wait for us."""
-    node = Node("n1", tasks=1, heard=time.monotonic() - 60)
+@pytest.mark.parametrize(("blocked", "lost"), [(60.0, False), (0.0, True)])
+def test_a_node_is_not_lost_while_a_disk_blocked_the_launcher(run: Path, blocked: float, lost: bool) -> None:
+    """Its reports may wait to be read."""
+    node = Node("n1", tasks=1, last_report=time.monotonic() - 60)
     watched = srun.Step(run, [node], started("true"))
-    with watched._srun, watched._said_of_srun:
-        watched._looked = time.monotonic() - away
-        watched.look_at_the_clock()
+    with watched._srun, watched._srun_log:
+        watched._checked = time.monotonic() - blocked
+        watched.check_clock()
     assert node.lost == lost
 
 
+# ---------------------------------------------------------------- tasks
+
 ENV = {
-    "SLURM_PROCID": "3",
     "SLURMD_NODENAME": "n2",
     "SLURM_NODEID": "1",
-    "SLURM_LOCALID": "1",
     "SLURM_JOB_ID": "17",
     "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_STEP_NODELIST": "n[1-2]",
     "SLURM_GTIDS": "2,3",
     "MASTER_ADDR": "n1",
     "MASTER_PORT": "20017",
+    "OMP_NUM_THREADS": "1",
 }
+SECONDS = 60.0  # for what takes a moment on a machine that is not busy
 
 
-def test_the_console_has_rank_0_and_the_log_has_all(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    for rank in ("0", "3"):
-        here = Task.from_env(tmp_path, ENV | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank}, agent=False)
-        with closing(task.Voice(here)) as voice:
-            here.outputs()[0].write_bytes(b"begun, " + rank.encode())
-            voice.pass_on()
-            with here.outputs()[0].open("ab") as more:
-                more.write(b" and ended\nlast")
-            voice.pass_on(last=True)
-    assert capfd.readouterr().out == "[n2:0] begun, 0 and ended\n[n2:0] last\n"
-    assert (tmp_path / "node_n2.log").read_bytes().splitlines() == [
-        *(b"[n2:0] begun, 0 and ended", b"[n2:0] last"),
-        *(b"[n2:3] begun, 3 and ended", b"[n2:3] last"),
-    ]
+class Started:
+    """A task as srun starts it: with a pipe to each of its standard files."""
+
+    def __init__(self, run: Path, script: str, rank: int = 3, grace: int = 8, agent: bool = False) -> None:
+        """script: in Python; of an agent in bash."""
+        (run / f"script_{rank}.py").write_text(f"import os, signal, sys, time\n{script}")
+        env = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank % 2), "MUSTER_RUN_DIR": str(run)}
+        words = [sys.executable, "-I", "-S", str(KIT / "scripts/lib/srun_task.py"), "agent" if agent else "rank"]
+        command = ["2,4", "bash", "-c", script, "bash", "--"] if agent else [str(run / f"script_{rank}.py")]
+        self.process: Any = subprocess.Popen(
+            [*words, str(run), str(grace), *command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | ENV | env | {"MUSTER_NODE": "n2"},
+            bufsize=0,
+            preexec_fn=lambda: signal.signal(signal.SIGUSR2, signal.SIG_IGN),  # as in_node_env.sh --task does
+        )
+        self.parser = Parser()
+        self.output = b""
+        self.reports: list[Any] = []
+
+    def read_until(self, condition: Callable[[], object]) -> None:
+        end = time.monotonic() + SECONDS
+        while not condition():
+            assert select.select([self.process.stdout], [], [], end - time.monotonic())[0]
+            received = os.read(self.process.stdout.fileno(), 65536)
+            assert received
+            for part in self.parser.feed(received):
+                if isinstance(part, bytes):
+                    self.output += part
+                else:
+                    self.reports.append(part)
+
+    def end(self) -> dict[str, Any]:
+        """Its last report."""
+        self.read_until(lambda: self.reports and "end" in self.reports[-1])
+        return dict(self.reports[-1]["end"])
+
+    def close(self) -> int:
+        """Close the control channel, as srun.py does when it has all reports. Returns the exit code."""
+        self.process.stdin.close()
+        self.process.stdout.close()
+        return int(self.process.wait(SECONDS))
+
+
+Start = Callable[..., Started]
+
+
+@pytest.fixture
+def start(run: Path) -> Iterator[Start]:
+    tasks: list[Started] = []
+
+    def start(*arguments: Any, **options: Any) -> Started:
+        tasks.append(Started(run, *arguments, **options))
+        return tasks[-1]
+
+    yield start
+    for task in tasks:
+        if task.process.poll() is None and not task.process.stdin.closed:
+            task.process.stdin.write(b"kill\n")
+        task.close()
+
+
+AT_WORK = "print('at work', flush=True)\ntime.sleep(300)\n"
+
+
+def test_the_console_has_rank_0_and_the_log_has_all(run: Path, start: Start) -> None:
+    for rank in (0, 3):
+        task = start("print(f'rank {os.environ[\"RANK\"]}')\nsys.stdout.write('last')\nsys.exit(5)\n", rank)
+        end = task.end()
+        assert (end["rank"], end["exit_code"], end["ended_by_agent"]) == (rank, 5, False)
+        assert task.output == (b"[n2:0] rank 0\n[n2:0] last\n" if rank == 0 else b"")
+        assert task.process.poll() is None  # else srun would end the others
+        assert task.close() == 5
+    assert (run / "node_n2.log").read_text() == "".join(f"[n2:{n}] rank {n}\n[n2:{n}] last\n" for n in (0, 3))
+    assert (run / "ranks/n2/slurm/attempt_0/1/stdout.log").read_text() == "rank 3\nlast"
+
+
+def test_of_an_agent_the_console_has_what_no_other_rank_prints_and_the_log_has_all(run: Path, start: Start) -> None:
+    task = start(
+        r"printf '[n2:0] a\n[n2:1] b\nagent\n[n2:0] 10%%\r\n[n2:0] 20%%\n'; echo $6 $MASTER_ADDR", rank=0, agent=True
+    )
+    end = task.end()
+    assert (end["rank"], end["exit_code"], task.close()) == (None, 0, 0)
+    assert task.output == b"[n2:0] a\nagent\n[n2:0] 10%\r\n[n2:0] 20%\n1\n"
+    assert (run / "node_n2.log").read_bytes() == b"[n2:0] a\n[n2:1] b\nagent\n[n2:0] 20%\n1\n"
+    assert not list(run.glob("ranks/n2/slurm/attempt_*")), "its ranks' output is elsewhere"
+
+
+def test_the_first_task_of_a_node_sends_heartbeats(start: Start) -> None:
+    task = start(AT_WORK, rank=0)
+    task.read_until(lambda: len(task.reports) > 1)
+    assert task.reports == [{"node": "n2", "step": "17.0", "tasks": 2}] * 2
+    task.process.stdin.write(b"kill\n")
+    task.end()
+    task.close()
+
+
+@pytest.mark.parametrize(
+    ("handler", "code", "by_agent"),
+    [("", 143, True), ("signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\n", 75, False)],
+)
+def test_a_rank_that_is_asked_to_stop_is_recorded_as_such(
+    run: Path, start: Start, handler: str, code: int, by_agent: bool
+) -> None:
+    task = start(handler + AT_WORK, rank=0)
+    task.read_until(lambda: b"at work" in task.output)
+    task.process.stdin.write(b"stop\n")
+    end = task.end()
+    assert (end["exit_code"], end["ended_by_agent"]) == (code, by_agent)
+    assert task.close() == code
+
+
+def test_a_rank_is_killed_when_the_grace_is_over(start: Start) -> None:
+    task = start("signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + AT_WORK, rank=0, grace=1)
+    task.read_until(lambda: b"at work" in task.output)
+    task.process.stdin.write(b"stop\n")
+    assert (task.end()["exit_code"], task.close()) == (137, 137)
+
+
+def test_a_task_whose_launcher_is_gone_stops_and_ends(start: Start) -> None:
+    task = start(AT_WORK, rank=0)
+    task.read_until(lambda: b"at work" in task.output)
+    task.process.stdin.close()
+    assert task.end()["exit_code"] == 143
+    assert task.close() == 143
+
+
+@pytest.mark.parametrize("who", ["supervisor", "command"])
+def test_whatever_of_a_task_is_killed_nothing_is_left_and_another_task_goes_on(
+    run: Path, start: Start, who: str
+) -> None:
+    script = "import subprocess\nsubprocess.Popen(['sleep', '300'], start_new_session=True)\n"
+    task, other = start(script + AT_WORK, rank=0), start(AT_WORK, rank=3)
+    task.read_until(lambda: b"at work" in task.output)
+    facts: Any = read_json(run / "ranks/n2/slurm/task_0.pid")
+    os.kill(facts[who]["pid"], signal.SIGKILL)
+    if who == "command":
+        assert task.end()["exit_code"] == 137
+    else:
+        task.process.wait(SECONDS)
+    mark = TaskFiles(str(run), ENV | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}).mark
+    end = time.monotonic() + SECONDS
+    while (left := process_scan.living(mark, but=[task.process.pid])) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not left
+    assert other.process.poll() is None
+    other.process.stdin.write(b"kill\n")
+    assert (other.end()["exit_code"], other.close()) == (137, 137)
+    task.close()
+
+
+def test_a_signal_before_its_handler_is_set_is_repeated(run: Path, start: Start) -> None:
+    handler = "signal.signal(signal.SIGUSR2, lambda *_: sys.exit(75))\n"
+    task = start(f"print('at work', flush=True)\ntime.sleep(1)\n{handler}time.sleep(300)\n", rank=0)
+    task.read_until(lambda: b"at work" in task.output)
+    facts: Any = read_json(run / "ranks/n2/slurm/task_0.pid")
+    for name in ("supervisor", "guard", "command"):  # as SLURM does
+        os.kill(facts[name]["pid"], signal.SIGUSR2)
+    assert (task.end()["exit_code"], task.close()) == (75, 75)
 
 
 def test_an_agent_gets_the_options_of_its_node() -> None:
-    here = Task.from_env(Path("/logs/train-1"), ENV, agent=True)
-    words = task.agent_options(here, [2, 4], ENV)
+    words = agent_options("/logs/train-1", [2, 4], ENV)
     options: dict[str, Any] = dict(zip(words[::2], words[1::2], strict=True))
     assert options == {
         "--rdzv-id": "train-1",

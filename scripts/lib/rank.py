@@ -1,10 +1,9 @@
-"""One task of srun: a rank, or the agent of its node, guarded by this process.
+"""Become one rank of a job step: `python SCRIPT` in the environment that torchrun would give it.
 
-Usage: python task.py rank RUN GRACE SCRIPT|-m MODULE [WORD...]
-       python task.py agent RUN GRACE COUNTS AGENT-WORD... -- SCRIPT-WORD...
+Usage: python rank.py OUTPUT SCRIPT|-m MODULE [ARGUMENT...]
 
-SLURM says in words of its own which task this is; for a rank they become RANK, WORLD_SIZE, MASTER_ADDR and so on, so
-that a script written for torchrun runs unchanged. COUNTS are the ranks of each node, as in 2,2,1.
+From SLURM's variables it derives RANK, WORLD_SIZE, MASTER_ADDR and so on, so that a script that was written for
+torchrun runs unchanged. OUTPUT is the directory of the files that its output goes to.
 """
 
 # ruff: noqa: E402
@@ -14,14 +13,12 @@ FRESH = frozenset(sys.modules)  # what the interpreter itself has imported
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NoReturn
 
-KIT = str(Path(__file__).resolve().parents[2])
+KIT = os.path.abspath(f"{__file__}/../../..")
 
 
-def become_rank(run: str, output: str, words: Sequence[str]) -> NoReturn:
-    """Be `python SCRIPT`, in the environment that torchrun would give it. output: the directory of its output."""
+def become_rank(output: str, words: Sequence[str]) -> NoReturn:
     is_module = words[0] == "-m"
     name, *rest = words[1:] if is_module else words
 
@@ -31,9 +28,9 @@ def become_rank(run: str, output: str, words: Sequence[str]) -> NoReturn:
     try:
         world = World.from_env()
     except WorldError as error:
-        sys.stderr.write(f"task.py: {error}\n")
+        sys.stderr.write(f"rank.py: {error}\n")
         sys.exit(2)
-    os.environ.update(as_env(world, run))
+    os.environ.update(as_env(world, os.path.basename(os.environ["MUSTER_RUN_DIR"])))
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # as torchrun sets it
     choose_interface(world.nodes, world.master_addr)
     line = share_cores(world.local_size, tasks=world.local_size)
@@ -57,18 +54,9 @@ def choose_interface(nodes: int, master: str | None) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
-def main(kind: str, run: str, grace: str, *words: str) -> int:
-    from distributed.slurm import task
-
-    here = task.Task.from_env(Path(run), os.environ, agent=kind == "agent")
-    if kind == "rank":
-        output = str(here.outputs()[0].parent)
-        return task.run(here, float(grace), lambda: become_rank(here.run.name, output, words))
-    counts = [int(count) for count in words[0].split(",")]
-    options = task.agent_options(here, counts, os.environ)
-    return task.run(here, float(grace), lambda: task.start_agent(here, words[1:], options))
-
-
 if __name__ == "__main__":
-    sys.path[0] = KIT
-    sys.exit(main(*sys.argv[1:]))
+    if getattr(sys.flags, "safe_path", False):
+        sys.path.insert(0, KIT)
+    else:
+        sys.path[0] = KIT
+    become_rank(sys.argv[1], sys.argv[2:])
