@@ -34,7 +34,7 @@ import torch
 from torch import nn
 
 from distributed.checkpoint.checkpoints import Checkpoints
-from distributed.checkpoint.store import final_folder
+from distributed.checkpoint.directory import final_folder
 
 TARGET = 0.1
 WARM_UP = 2  # turns: the first save of each allocates

@@ -26,7 +26,7 @@ KIT = Path(__file__).resolve().parent.parent
 # Which packages, and modules beside them, each may import; one without a line here none.
 BELOW: dict[str, set[str]] = {
     "agent": {"exit_codes", "host"},
-    "checkpoint": {"config", "training"},
+    "checkpoint": {"config", "exit_codes", "torch", "training"},
     "config": {"fold"},
     "fold": {"topics"},
     "health": {"exit_codes", "host", "launch", "nodelist", "smoke"},
@@ -36,16 +36,16 @@ BELOW: dict[str, set[str]] = {
     "runs": {"exit_codes", "files", "host", "metrics"},
     "slurm": {"exit_codes", "host", "launch", "nodelist"},
     "smoke": {"files", "torch", "world"},
-    "torch": {"agent", "world"},
-    "training": {"config", "files", "fold", "metrics", "runs", "topics"},
+    "torch": {"agent", "exit_codes", "world"},
+    "training": {"config", "files", "fold", "metrics", "runs", "topics", "world"},
     "world": {"nodelist"},
 }
 KNOW_PYTORCH = {"agent", "checkpoint", "smoke", "torch", "training"}
 # They run where nothing is installed yet. Whatever they import of ours is held to the same.
 STANDARD_LIBRARY_ALONE = {
-    "agent.failure_records", "agent.fork_server", "agent.preloaded", "checkpoint.store", "exit_codes", "files", "fold",
-    "health", "host", "jobs.array_task", "jobs.host", "jobs.page", "jobs.panes", "launch", "metrics", "nodelist",
-    "runs", "slurm", "smoke.bandwidth", "smoke.report", "topics", "training.base_model", "world",
+    "agent.failure_records", "agent.fork_server", "agent.preloaded", "checkpoint.directory", "exit_codes", "files",
+    "fold", "health", "host", "jobs.array_task", "jobs.host", "jobs.page", "jobs.panes", "launch", "metrics",
+    "nodelist", "runs", "slurm", "smoke.bandwidth", "smoke.report", "topics", "training.base_model", "world",
 }  # fmt: skip
 WHERE_IT_IS_THERE = {"rich"}  # inside a try
 

@@ -1,8 +1,8 @@
 """Save a training in the background, and resume it.
 
 save() stops the training only while the state is copied (distributed/checkpoint/snapshot.py). A thread writes the copy
-to the disk and publishes it when it is complete (distributed/checkpoint/store.py); the training is informed when that
-fails. The thread calls no collective: those belong to the thread that trains.
+to the disk and publishes it when it is complete (distributed/checkpoint/directory.py); the training is informed when
+that fails. The thread calls no collective: those belong to the thread that trains.
 
     step_00000120/
         state.pt               the state, written by rank 0: `torch.load` reads it
@@ -39,9 +39,9 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from distributed.checkpoint import store
+from distributed.checkpoint import directory
+from distributed.checkpoint.directory import CheckpointError, FileNotes, Found
 from distributed.checkpoint.snapshot import THREADS, Place, Snapshot, name_of
-from distributed.checkpoint.store import CheckpointError, FileNotes, Found
 from distributed.training.collectives import Ranks
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ class Checkpoints:
             importlib.import_module("distributed.checkpoint.sharded")
 
     def _take_over(self) -> None:
-        self._lock = store.take_over(self.folder)
+        self._lock = directory.take_over(self.folder)
 
     # -- saving
 
@@ -174,7 +174,7 @@ class Checkpoints:
         owns = self._settle(Snapshot().take(own, "own"))
         if self.ranks.rank != 0 and not self.sharded:
             return
-        final = store.final_folder(self.folder, step)
+        final = directory.final_folder(self.folder, step)
         writing, part = self._planned(final, state) if self.sharded else (None, None)
         copy = self._copy(state, until)
         whole: dict[str, Any] = {} if self.ranks.rank != 0 else {"ranks.pt": owns}
@@ -224,7 +224,7 @@ class Checkpoints:
     def _planned(self, final: Path, state: Mapping[str, Any]) -> tuple[Path, Part]:
         from distributed.checkpoint import sharded
 
-        writing = self.ranks.decide(lambda: store.new_folder(final))
+        writing = self.ranks.decide(lambda: directory.new_folder(final))
         return writing, sharded.Part(writing, state, self.ranks)
 
     # -- on the thread behind
@@ -234,7 +234,7 @@ class Checkpoints:
         writing = job.writing
         try:
             self._snapshot.finish()
-            writing = writing or store.new_folder(job.final)
+            writing = writing or directory.new_folder(job.final)
             with _without_crc32():
                 self._write_files(job, writing)
         except Exception as error:
@@ -252,7 +252,7 @@ class Checkpoints:
         notes: FileNotes = {}
         copied = time.monotonic()
         for name, content in job.whole.items():
-            with store.written(writing / name, notes) as file:
+            with directory.written(writing / name, notes) as file:
                 torch.save(content, file)
         if job.part is not None:
             job.part.write(job.copy)
@@ -261,13 +261,13 @@ class Checkpoints:
             start = time.monotonic()
             notes |= job.part.collect(self.ranks.size, late=lambda: self._is_late(start))
         complete = time.monotonic()
-        store.publish(writing, job.final, {**job.manifest, "files": notes})
+        directory.publish(writing, job.final, {**job.manifest, "files": notes})
         size = sum(note["bytes"] for note in notes.values())
         log.debug(
             f"checkpoint {job.final.name}: copied in {copied - job.begun:.3f} s, {size:,} bytes written in "
             f"{complete - copied:.3f} s, published in {time.monotonic() - complete:.3f} s"
         )
-        store.prune(self.folder, job.manifest["step"], self.keep)
+        directory.prune(self.folder, job.manifest["step"], self.keep)
 
     def _is_late(self, start: float) -> bool:
         """Whether rank 0 has waited long enough for the other ranks."""
@@ -281,11 +281,11 @@ class Checkpoints:
 
         Raises CheckpointError when checkpoints exist and none can be used, or the directory cannot be listed.
         """
-        return self.ranks.decide(lambda: store.newest(self.folder))
+        return self.ranks.decide(lambda: directory.newest(self.folder))
 
     def best(self) -> Found | None:
         """The good checkpoint with the lowest score; otherwise as newest()."""
-        return self.ranks.decide(lambda: store.best(self.folder))
+        return self.ranks.decide(lambda: directory.best(self.folder))
 
     def load(self, found: Found, state: dict[str, Any]) -> dict[str, Any]:
         """The state of a checkpoint: on the CPU, or in the sharded tensors of `state`.

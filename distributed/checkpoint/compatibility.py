@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from distributed.checkpoint.store import Found
+from distributed.checkpoint.directory import Found
 from distributed.config import BASE_ONLY, FROM_SCRATCH, FULL_FINE_TUNING, TWO_PHASES, ConfigError, Settings
 
 # What may differ between a checkpoint and the run that goes on from it, and what follows.

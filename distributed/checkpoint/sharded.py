@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan
 
-from distributed.checkpoint.store import CheckpointError, FileNotes, written
+from distributed.checkpoint.directory import CheckpointError, FileNotes, written
 from distributed.training.collectives import Ranks, load_safely, refusal
 
 POLL = 0.05  # seconds between two looks at a file that another rank will write

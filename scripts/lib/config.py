@@ -10,7 +10,7 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from distributed.checkpoint.compatibility import refuse_misfit  # noqa: E402
-from distributed.checkpoint.store import CheckpointError, described  # noqa: E402
+from distributed.checkpoint.directory import CheckpointError, described  # noqa: E402
 from distributed.config import ConfigError, for_ranks, holds_settings, parser  # noqa: E402
 
 nproc, *words = sys.argv[1:]

@@ -26,8 +26,8 @@ from typing import Any
 import forked
 import pytest
 
-from distributed.checkpoint import store
-from distributed.checkpoint.store import (
+from distributed.checkpoint import directory
+from distributed.checkpoint.directory import (
     CheckpointError,
     FileNotes,
     Found,
@@ -91,7 +91,7 @@ def names(folder: Path) -> list[str]:
 
 # ---- files ----
 
-BLOCK = 4 * store.MIB
+BLOCK = 4 * directory.MIB
 SIZES = [0, 1, 4095, 4096, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 4097]
 
 
@@ -364,7 +364,7 @@ def publish_and_die(folder: Path, moment: int) -> None:
     disk = {"open", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "shutil.rmtree"}
     sys.addaudithook(lambda event, _: count() if event in disk else None)
     os.fsync = counted(os.fsync)
-    store.HashedFile._put = counted(store.HashedFile._put)  # type: ignore[method-assign]
+    directory.HashedFile._put = counted(directory.HashedFile._put)  # type: ignore[method-assign]
     with take_over(folder) or pytest.fail("there is no lock"):
         keep_a_checkpoint(folder, 2, life=1, keep=2)
         keep_a_checkpoint(folder, 3, life=1, keep=2)
@@ -395,7 +395,7 @@ def test_killed_at_any_moment_there_is_a_good_one_and_the_next_run_cleans_up(mem
             assert found is not None and found.step >= 2, moment
             with take_over(folder) or pytest.fail("the kernel did not free the lock"):
                 left = names(folder)
-            assert [name for name in left if store.STEP.fullmatch(name)] == left, moment
+            assert [name for name in left if directory.STEP.fullmatch(name)] == left, moment
             assert is_bit_for_bit(newest(folder)), moment
             keep_a_checkpoint(folder, 4, life=2, keep=1)
             assert names(folder) == ["step_00000004"], moment
@@ -485,7 +485,7 @@ def test_only_the_leftovers_of_the_dead_are_removed(tmp_path: Path, monkeypatch:
     for name in leftovers:
         (tmp_path / name).mkdir()
         (tmp_path / name / "state.pt").write_text("half")
-    long_ago = time.time() - 2 * store.ABANDONED_AFTER
+    long_ago = time.time() - 2 * directory.ABANDONED_AFTER
     for path in (tmp_path / "step_00000002.writing-there-17" / "state.pt", tmp_path / "step_00000002.writing-there-17"):
         os.utime(path, (long_ago, long_ago))
     os.utime(tmp_path / "step_00000001.writing-there-17", (long_ago, long_ago))  # its file is still written to

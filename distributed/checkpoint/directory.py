@@ -7,7 +7,7 @@ older one is good. Where checkpoints exist and none can be used, that is an erro
 
 Standard library alone.
 
-Try it: python -m distributed.checkpoint.store DIRECTORY    lists the checkpoints and checks every byte
+Try it: python -m distributed.checkpoint.directory DIRECTORY    lists the checkpoints and checks every byte
 """
 
 from __future__ import annotations
@@ -424,7 +424,7 @@ def _me() -> str:
 def main(words: list[str], say: Callable[[str], object] = print) -> int:
     """List the checkpoints of a directory. 0: all are good; 1: one is not, or there is none; 2: no such directory."""
     if len(words) != 1 or not Path(words[0]).is_dir():
-        sys.stderr.write(f"no directory {' '.join(words)!r}: python -m distributed.checkpoint.store DIRECTORY\n")
+        sys.stderr.write(f"no directory {' '.join(words)!r}: python -m distributed.checkpoint.directory DIRECTORY\n")
         return 2
     try:
         paths = step_folders(Path(words[0]))
