@@ -10,6 +10,7 @@ tutorial shows: forward, backward, clip, step. Its turns take place where train.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import statistics
 import subprocess
@@ -96,10 +97,8 @@ def measure(options: argparse.Namespace) -> None:
             raise Measured
 
         TrainingData.batches = interrupted  # type: ignore[method-assign]
-        try:
+        with contextlib.suppress(Measured):
             train.train(settings, {}, world, cut, threading.Event())
-        except Measured:
-            pass
         if world.rank == 0:
             ratios = [ours / theirs for ours, theirs in zip(times["train.py"], times["by hand"], strict=True)]
             for name, seconds in times.items():
