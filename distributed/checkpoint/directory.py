@@ -18,7 +18,6 @@ import hashlib
 import io
 import json
 import logging
-import mmap
 import os
 import re
 import shlex
@@ -217,63 +216,33 @@ def _checksum(manifest: Mapping[str, Any]) -> str:
 
 
 class HashedFile(io.FileIO):
-    """A new file that knows the SHA-256 of what was written to it; closed well, it is on the disk.
-
-    Where the filesystem allows it, it goes past the page cache: to find pages for a file of that size can take
-    more processor time than all the rest, and they would drive out the training's data.
-    """
+    """A new file that knows the SHA-256 of what was written to it. After close() it is on the disk."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, "xb")
         self._sha256, self._written = hashlib.sha256(), 0
-        self._block, self._filled = memoryview(mmap.mmap(-1, 4 * MIB)), 0  # aligned to a page, as the disk demands
-        self._go_direct(True)
 
     def write(self, data: Any) -> int:
-        """Write all of `data`. Other threads run while a full block is hashed and written."""
+        """Write all of `data`. Other threads run while it is hashed and written."""
         rest = memoryview(data).cast("B")
         count = rest.nbytes
+        self._sha256.update(rest)
         while rest:
-            room = min(len(rest), len(self._block) - self._filled)
-            self._block[self._filled : self._filled + room] = rest[:room]
-            self._filled, rest = self._filled + room, rest[room:]
-            if self._filled == len(self._block):
-                self._put()
+            rest = rest[super().write(rest) :]
+        self._written += count
         return count
 
-    def tell(self) -> int:
-        return self._written + self._filled
-
     def close(self) -> None:
-        """Bring what is left, and all, to the disk."""
+        """Sync the file to the disk, and close it."""
         if not self.closed:
             try:
-                self._put()
                 os.fsync(self.fileno())
             finally:
                 super().close()
 
     def note(self) -> dict[str, Any]:
-        """What a manifest says of it."""
+        """Its entry in a manifest."""
         return {"bytes": self._written, "sha256": self._sha256.hexdigest()}
-
-    def _put(self) -> None:
-        rest = self._block[: self._filled]
-        self._sha256.update(rest)
-        self._written, self._filled = self._written + len(rest), 0
-        while rest:
-            try:
-                rest = rest[super().write(rest) :]
-            except OSError as error:
-                if error.errno != errno.EINVAL or not self._go_direct(False):
-                    raise
-
-    def _go_direct(self, direct: bool) -> bool:
-        """Past the page cache, or not; whether that changed anything."""
-        before = fcntl.fcntl(self.fileno(), fcntl.F_GETFL)
-        with suppress(OSError):
-            fcntl.fcntl(self.fileno(), fcntl.F_SETFL, before | os.O_DIRECT if direct else before & ~os.O_DIRECT)
-        return fcntl.fcntl(self.fileno(), fcntl.F_GETFL) != before
 
 
 @contextmanager
