@@ -125,7 +125,7 @@ def slows(training: Training, checkpoints: Checkpoints) -> None:
         usual = [timed(training.step) for _ in range(10)]
         checkpoints.save(step, training.state(), until=training.optimizer)
         start, slowed = time.perf_counter(), []
-        while not final_folder(checkpoints.folder, step).exists():
+        while not final_folder(checkpoints.path, step).exists():
             slowed.append(timed(training.step))
         lasted.seconds.append(time.perf_counter() - start)
         alone.seconds += usual

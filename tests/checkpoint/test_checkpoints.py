@@ -79,8 +79,8 @@ def newest(checkpoints: Checkpoints) -> Found:
 @contextmanager
 def held_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """The thread behind does nothing before the event is set."""
-    go, bring = threading.Event(), Checkpoints._bring
-    monkeypatch.setattr(Checkpoints, "_bring", lambda *job: (go.wait(), bring(*job)))
+    go, write = threading.Event(), Checkpoints._write_job
+    monkeypatch.setattr(Checkpoints, "_write_job", lambda *job: (go.wait(), write(*job)))
     try:
         yield go
     finally:

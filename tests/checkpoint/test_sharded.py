@@ -85,8 +85,8 @@ class Training:
                 for name, tensor in tensors.items()}  # fmt: skip
 
 
-def opened(folder: Path, rank: int, size: int, patience: float = 60.0) -> Checkpoints:
-    return Checkpoints(folder, rank=rank, size=size, sharded=True, patience=patience)
+def opened(folder: Path, rank: int, size: int, shard_timeout: float = 60.0) -> Checkpoints:
+    return Checkpoints(folder, rank=rank, size=size, sharded=True, shard_timeout=shard_timeout)
 
 
 def newest(checkpoints: Checkpoints) -> Found:
@@ -338,7 +338,7 @@ def test_of_attributes_only_members_of_enumerations_are_read() -> None:
 
 def fail_on_rank_1(rank: int, size: int, folder: Path, how: str) -> str:
     training = Training()
-    with opened(folder, rank, size, patience=0.5) as checkpoints:
+    with opened(folder, rank, size, shard_timeout=0.5) as checkpoints:
         training.learn(1)
         checkpoints.save(1, training.state())
         checkpoints.wait()
