@@ -188,12 +188,12 @@ class Checkpoints:
         if self.ranks.rank != 0 and not self.sharded:
             return
 
-        final = directory.final_folder(self.path, step)
+        final = directory.final_path(self.path, step)
         writing = part = None
         if self.sharded:
             from distributed.checkpoint.sharded import Part
 
-            writing = self.ranks.decide(lambda: directory.new_folder(final))
+            writing = self.ranks.decide(lambda: directory.new_directory(final))
             part = Part(writing, state, self.ranks)
         if until is None:
             copy = self._snapshot.take(state)
@@ -230,7 +230,7 @@ class Checkpoints:
         writing = job.writing
         try:
             self._snapshot.finish()
-            writing = writing or directory.new_folder(job.final)
+            writing = writing or directory.new_directory(job.final)
             with _without_crc32():
                 self._write_files(job, writing)
         except Exception as error:

@@ -92,7 +92,7 @@ class Found:
             was, now = ("in shards", "whole") if self.sharded else ("whole", "in shards")
             raise CheckpointError(
                 f"{self.path} was written {was}, and this run reads and writes {now}: resume with the strategy "
-                f"that wrote it, or start anew in another folder"
+                f"that wrote it, or start anew in another directory"
             )
 
     def fault(self) -> str | None:
@@ -118,22 +118,22 @@ class Found:
                 stream.read(1)
 
 
-def newest(folder: Path) -> Found | None:
+def newest(directory: Path) -> Found | None:
     """The newest good checkpoint, every byte checked; None when the directory holds no checkpoint.
 
     Each newer one that is damaged or unreadable is named in a warning.
     Raises CheckpointError when checkpoints exist and none can be used, or the directory cannot be listed.
     """
-    return _first_good(folder, lambda found: -found.step)
+    return _first_good(directory, lambda found: -found.step)
 
 
-def best(folder: Path) -> Found | None:
+def best(directory: Path) -> Found | None:
     """The good checkpoint with the lowest score, the newest of equals; otherwise as newest()."""
-    return _first_good(folder, _score)
+    return _first_good(directory, _score)
 
 
-def _first_good(folder: Path, order: Callable[[Found], float]) -> Found | None:
-    candidates, faults = _read_all(folder)
+def _first_good(directory: Path, order: Callable[[Found], float]) -> Found | None:
+    candidates, faults = _read_all(directory)
     for found in sorted(candidates, key=order):
         fault = found.fault()
         if fault is None:
@@ -141,24 +141,24 @@ def _first_good(folder: Path, order: Callable[[Found], float]) -> Found | None:
             return found
         faults[found.path] = fault
     if faults:
-        raise CheckpointError(_none_usable(folder, faults))
+        raise CheckpointError(_none_usable(directory, faults))
     return None
 
 
-def described(folder: Path) -> list[Found]:
+def described(directory: Path) -> list[Found]:
     """The checkpoints whose manifest is intact, newest first; the others are named in a warning.
 
     Raises CheckpointError when the directory cannot be listed.
     """
-    found, faults = _read_all(folder)
+    found, faults = _read_all(directory)
     _warn(faults)
     return found
 
 
-def _read_all(folder: Path) -> tuple[list[Found], dict[Path, str]]:
+def _read_all(directory: Path) -> tuple[list[Found], dict[Path, str]]:
     """The checkpoints with an intact manifest, newest first, and the faults of the others."""
     found, faults = [], {}
-    for path in step_folders(folder):
+    for path in step_directories(directory):
         try:
             found.append(Found.read(path))
         except CheckpointError as error:
@@ -171,29 +171,29 @@ def _warn(faults: Mapping[Path, str]) -> None:
         log.warning("skipping a checkpoint: %s", faults[path])
 
 
-def _none_usable(folder: Path, faults: Mapping[Path, str]) -> str:
-    here = shlex.quote(str(folder))
+def _none_usable(directory: Path, faults: Mapping[Path, str]) -> str:
+    here = shlex.quote(str(directory))
     return "\n".join([
-        f"{folder}: checkpoints exist, and none can be used:",
+        f"{directory}: checkpoints exist, and none can be used:",
         *(f"    {faults[path]}" for path in sorted(faults, reverse=True)),
         "To resume, make one of them readable. To start from step 0, use another checkpoint directory "
         f"(checkpoint.dir=PATH), or move this one: mv {here} {here}.unusable",
     ])  # fmt: skip
 
 
-def step_folders(folder: Path) -> list[Path]:
+def step_directories(directory: Path) -> list[Path]:
     """The published checkpoints, newest first. An `.old` one is the previous version of the same step.
 
     Raises CheckpointError when the directory exists and cannot be listed.
     """
     try:
-        names = os.listdir(folder)
+        names = os.listdir(directory)
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise CheckpointError(f"{folder}: cannot list the checkpoints: {error.strerror or error}") from error
+        raise CheckpointError(f"{directory}: cannot list the checkpoints: {error.strerror or error}") from error
     matches = filter(None, map(STEP.fullmatch, names))
-    return [folder / match[0] for match in sorted(matches, key=lambda match: (-int(match[1]), match[2] is not None))]
+    return [directory / match[0] for match in sorted(matches, key=lambda match: (-int(match[1]), match[2] is not None))]
 
 
 def _score(found: Found) -> float:
@@ -253,12 +253,12 @@ def written(file: Path, notes: FileNotes) -> Iterator[HashedFile]:
     notes[file.name] = stream.note()
 
 
-def final_folder(folder: Path, step: int) -> Path:
+def final_path(directory: Path, step: int) -> Path:
     """Where the checkpoint of a step is published."""
-    return folder / f"step_{step:08d}"
+    return directory / f"step_{step:08d}"
 
 
-def new_folder(final: Path) -> Path:
+def new_directory(final: Path) -> Path:
     """Make the directory in which a checkpoint is written before it is published."""
     writing = final.with_name(f"{final.name}.writing-{_me()}")
     shutil.rmtree(writing, ignore_errors=True)
@@ -274,23 +274,23 @@ def publish(writing: Path, final: Path, manifest: Mapping[str, Any]) -> None:
     text = json.dumps({**manifest, "sha256": _checksum(manifest)}, indent=2, sort_keys=True)
     with written(writing / "manifest.json", {}) as stream:
         stream.write(f"{text}\n".encode())
-    _sync_folder(writing)
+    _sync_directory(writing)
     old = final.with_name(f"{final.name}.old")
     if final.exists():
         remove(old)
         os.rename(final, old)
     os.rename(writing, final)
-    _sync_folder(final.parent)
+    _sync_directory(final.parent)
     remove(old)
 
 
-def prune(folder: Path, step: int, keep: int) -> None:
+def prune(directory: Path, step: int, keep: int) -> None:
     """Remove old checkpoints: the newest `keep` up to this step stay, and the best one.
 
     A later step belongs to another run and stays. What cannot be read stays too: it may be readable again.
     """
     try:
-        ours = [found for found in described(folder) if found.step <= step]
+        ours = [found for found in described(directory) if found.step <= step]
     except CheckpointError as error:
         log.warning("old checkpoints are not removed: %s", error)
         return
@@ -313,8 +313,8 @@ def remove(path: Path) -> None:
         shutil.rmtree(going)
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
@@ -327,25 +327,25 @@ def _sync_folder(folder: Path) -> None:
 # ---- one run writes to a directory ----
 
 
-def take_over(folder: Path) -> io.TextIOWrapper | None:
+def take_over(directory: Path) -> io.TextIOWrapper | None:
     """Make the directory, lock it, and remove the unfinished checkpoints of runs that have ended.
 
     Returns the lock, which is released when it is closed; None where the file system has no locks.
     Raises CheckpointError when another run holds the lock, or the directory cannot be written to.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = _lock(folder)
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = _lock(directory)
     except OSError as error:
-        raise CheckpointError(f"{folder}: checkpoints cannot be kept here: {error}") from error
-    for leftover in filter(_abandoned, folder.glob("step_*")):
+        raise CheckpointError(f"{directory}: checkpoints cannot be kept here: {error}") from error
+    for leftover in filter(_abandoned, directory.glob("step_*")):
         shutil.rmtree(leftover, ignore_errors=True)
     return lock
 
 
-def _lock(folder: Path) -> io.TextIOWrapper | None:
+def _lock(directory: Path) -> io.TextIOWrapper | None:
     """The kernel releases it when this process ends. Not flock(2): a forked data worker would hold that one too."""
-    lock = (folder / ".lock").open("a+")
+    lock = (directory / ".lock").open("a+")
     try:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -353,10 +353,10 @@ def _lock(folder: Path) -> io.TextIOWrapper | None:
             if error.errno not in UNSUPPORTED:
                 lock.seek(0)
                 raise CheckpointError(
-                    f"{folder}: another run ({lock.read().strip()}) writes its checkpoints here: "
-                    f"wait for it, stop it, or give this run a folder of its own"
+                    f"{directory}: another run ({lock.read().strip()}) writes its checkpoints here: "
+                    f"wait for it, stop it, or give this run a directory of its own"
                 ) from error
-        log.warning("%s: this filesystem has no locks: see to it that no second run writes here", folder)
+        log.warning("%s: this filesystem has no locks: see to it that no second run writes here", directory)
         return None
     lock.truncate(0)
     lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
@@ -396,7 +396,7 @@ def main(words: list[str], say: Callable[[str], object] = print) -> int:
         sys.stderr.write(f"no directory {' '.join(words)!r}: python -m distributed.checkpoint.directory DIRECTORY\n")
         return 2
     try:
-        paths = step_folders(Path(words[0]))
+        paths = step_directories(Path(words[0]))
     except CheckpointError as error:
         sys.stderr.write(f"{error}\n")
         return 2

@@ -215,7 +215,7 @@ class Bomb:
 @pytest.mark.parametrize("name", ["state.pt", "ranks.pt"])
 def test_a_strangers_code_is_not_run(tmp_path: Path, name: str) -> None:
     final, notes = tmp_path / "step_00000001", directory.FileNotes()
-    writing = directory.new_folder(final)
+    writing = directory.new_directory(final)
     for file in ("state.pt", "ranks.pt"):
         with directory.written(writing / file, notes) as stream:
             torch.save([Bomb(tmp_path / "boom")] if file == name else {}, stream)

@@ -32,9 +32,9 @@ from distributed.checkpoint.directory import (
     FileNotes,
     Found,
     best,
-    final_folder,
+    final_path,
     main,
-    new_folder,
+    new_directory,
     newest,
     prune,
     publish,
@@ -51,8 +51,8 @@ def content_of(step: int, life: int = 0) -> dict[str, bytes]:
 
 def keep_a_checkpoint(folder: Path, step: int, life: int = 0, score: float | None = None, keep: int = 9) -> Path:
     folder.mkdir(exist_ok=True)
-    final = final_folder(folder, step)
-    writing, notes = new_folder(final), FileNotes()
+    final = final_path(folder, step)
+    writing, notes = new_directory(final), FileNotes()
     for name, content in content_of(step, life).items():
         with written(writing / name, notes) as file:
             file.write(content[:30_000])
