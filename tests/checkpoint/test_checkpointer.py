@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import re
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 from test_docs import example
 from torch import Tensor, nn
 
+from distributed.checkpoint import directory
 from distributed.checkpoint.checkpointer import Checkpointer
 from distributed.checkpoint.checkpoints import CheckpointError
 from distributed.training.preemption import NonFiniteLoss
@@ -61,9 +63,9 @@ class Training:
         self.loader = Loader(rank)
         torch.manual_seed(rank)
 
-    def checkpointer(self, directory: Path) -> Checkpointer:
+    def checkpointer(self, path: Path) -> Checkpointer:
         objects = {"scheduler": self.scheduler, "per_rank": {"loader": self.loader}}
-        return Checkpointer(directory, self.model, self.optimizer, **objects)  # type: ignore[arg-type]
+        return Checkpointer(path, self.model, self.optimizer, **objects)  # type: ignore[arg-type]
 
     def learn(self) -> Tensor:
         loss: Tensor = self.model(self.loader.next()).square().mean()
@@ -81,20 +83,20 @@ class Training:
 # ---------------------------------------------------------------- resume
 
 
-def resumed(rank: int, size: int, kind: str, directory: Path) -> bool:
+def resumed(rank: int, size: int, kind: str, path: Path) -> bool:
     never_stopped = Training(kind, rank)
     for _ in range(6):
         never_stopped.learn()
 
     first = Training(kind, rank)
-    with first.checkpointer(directory) as checkpointer:
+    with first.checkpointer(path) as checkpointer:
         assert checkpointer.restore() == 0
         for step in range(1, 4):
             assert not checkpointer.should_stop(step, first.learn())
         checkpointer.save(3)
 
     second = Training(kind, rank)
-    with second.checkpointer(directory) as checkpointer:
+    with second.checkpointer(path) as checkpointer:
         assert checkpointer.restore() == 3
         for _ in range(3):
             second.learn()
@@ -126,8 +128,8 @@ def test_what_a_checkpoint_lacks_is_named(tmp_path: Path) -> None:
         only_per_rank.restore()
 
 
-def saved(rank: int, size: int, directory: Path) -> None:
-    with Training("ddp", rank).checkpointer(directory) as checkpointer:
+def saved(rank: int, size: int, path: Path) -> None:
+    with Training("ddp", rank).checkpointer(path) as checkpointer:
         checkpointer.save(1)
 
 
@@ -144,10 +146,10 @@ def test_per_rank_objects_stay_with_another_number_of_ranks(tmp_path: Path, capl
 # ---------------------------------------------------------------- stop
 
 
-def answers(rank: int, size: int, directory: Path) -> list[bool]:
+def answers(rank: int, size: int, path: Path) -> list[bool]:
     """One rank of three gets a signal after its second step."""
     training = Training("ddp", rank)
-    with training.checkpointer(directory) as checkpointer:
+    with training.checkpointer(path) as checkpointer:
         found = []
         for step in range(1, 5):
             if (rank, step) == (1, 3):
@@ -164,8 +166,8 @@ def test_the_mean_loss_is_that_of_all_ranks(tmp_path: Path) -> None:
     assert forked.ranks(2, mean_loss, tmp_path) == [1.5, 1.5]
 
 
-def mean_loss(rank: int, size: int, directory: Path) -> float:
-    with Training("ddp", rank).checkpointer(directory) as checkpointer:
+def mean_loss(rank: int, size: int, path: Path) -> float:
+    with Training("ddp", rank).checkpointer(path) as checkpointer:
         checkpointer.should_stop(1, torch.tensor(1.0 + rank))
         return checkpointer.mean_loss()
 
@@ -177,6 +179,18 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
         with pytest.raises(NonFiniteLoss, match=r"the weights are not finite .* after step 1"):
             checkpointer.save(1)
         assert checkpointer.newest() is None
+
+
+def test_a_process_does_not_exit_with_75_when_its_checkpoint_could_not_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def publish(*_: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(directory, "publish", publish)
+    with pytest.raises(CheckpointError, match="no space left"), Training("plain", 0).checkpointer(tmp_path) as saving:
+        saving.save(1)
+        sys.exit(75)
 
 
 def test_the_example_of_the_guide_stops_on_request_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
