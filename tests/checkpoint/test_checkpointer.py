@@ -187,10 +187,14 @@ def test_a_process_does_not_exit_with_75_when_its_checkpoint_could_not_be_writte
     def publish(*_: object) -> None:
         raise OSError("no space left")
 
+    def stop() -> None:
+        with Training("plain", 0).checkpointer(tmp_path) as checkpointer:
+            checkpointer.save(1)
+            sys.exit(75)
+
     monkeypatch.setattr(directory, "publish", publish)
-    with pytest.raises(CheckpointError, match="no space left"), Training("plain", 0).checkpointer(tmp_path) as saving:
-        saving.save(1)
-        sys.exit(75)
+    with pytest.raises(CheckpointError, match="no space left"):
+        stop()
 
 
 def test_the_example_of_the_guide_stops_on_request_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
