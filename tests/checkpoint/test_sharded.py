@@ -392,4 +392,4 @@ def save_where_rank_1_does_not_see_it(rank: int, size: int, folder: Path) -> str
 def test_a_node_that_does_not_share_the_folder_is_named(tmp_path: Path) -> None:
     first, second = forked.ranks(2, save_where_rank_1_does_not_see_it, tmp_path)
     assert first == second
-    assert first.startswith("rank 1 on ") and "fsdp needs a checkpoint folder that all nodes share" in first
+    assert first.startswith("rank 1 on ") and "fsdp needs a checkpoint directory that all nodes share" in first
