@@ -34,7 +34,7 @@ import torch
 from torch import nn
 
 from distributed.checkpoint.checkpoints import Checkpoints
-from distributed.checkpoint.store import final_folder
+from distributed.checkpoint.directory import final_path
 
 TARGET = 0.1
 WARM_UP = 2  # turns: the first save of each allocates
@@ -125,7 +125,7 @@ def slows(training: Training, checkpoints: Checkpoints) -> None:
         usual = [timed(training.step) for _ in range(10)]
         checkpoints.save(step, training.state(), until=training.optimizer)
         start, slowed = time.perf_counter(), []
-        while not final_folder(checkpoints.folder, step).exists():
+        while not final_path(checkpoints.path, step).exists():
             slowed.append(timed(training.step))
         lasted.seconds.append(time.perf_counter() - start)
         alone.seconds += usual

@@ -13,6 +13,8 @@ Text is read from the embedded corpus: what the tokens are does not change the s
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import sys
 import tempfile
 import threading
@@ -25,16 +27,13 @@ sys.path[0] = str(KIT)  # benchmarks/ comes first otherwise
 import torch  # noqa: E402
 
 import train  # noqa: E402
-from distributed.checkpoint.checkpoints import Checkpoints  # noqa: E402
 from distributed.config import batch, read  # noqa: E402
 from distributed.torch import device, process_group  # noqa: E402
-from distributed.training import data  # noqa: E402
 
 QUIET = (
-    *("data.path=null", "train.steps=1000000"),
-    *("train.evaluate_every=0", "checkpoint.every=0", "logging.level=warning"),
+    *("data.path=null", "train.evaluate_every=0", "train.evaluate_windows=1", "logging.sample=0"),
+    *("checkpoint.every=0", "logging.level=warning"),
 )
-WARM_UP = 5  # steps that compile and allocate
 
 
 def settle(here: torch.device) -> float:
@@ -56,26 +55,22 @@ def ceiling(here: torch.device, dtype: torch.dtype) -> float:
     return 2 * size**3 / sorted(seconds[3:])[5]
 
 
-def measure(config: Path, overrides: list[str], steps: int, run: Path) -> None:
-    """Train some steps and print the figures."""
-    settings = read(config, [*QUIET, *overrides])
+def measure(config: Path, overrides: list[str], steps: int) -> None:
+    """Train some steps, and print the figures of metrics.jsonl but for the first of its two lines."""
+    settings = read(config, [*QUIET, f"train.steps={2 * steps}", f"logging.every={steps}", *overrides])
     with process_group() as world:
-        here = device(world)
-        place = train.Place(world, here, ["here"] * world.size, run, threading.Event())
-        training = train.Training(settings, batch(settings, world.size), place, data.load())
-        batches, progress = training.batches(), train.Progress(training, None)
-        checkpoints = Checkpoints(run / "checkpoints", rank=world.rank, size=world.size)
-        for _ in range(WARM_UP):
-            train.advance(training, batches, checkpoints, progress)
-        begun = settle(here)
-        for _ in range(steps):
-            train.advance(training, batches, checkpoints, progress)
-        speed = steps * training.cut.tokens / (settle(here) - begun)
-        model, most = settings.model, ceiling(here, training.dtype) * world.size
-        work = 6 * training.parameters + 12 * model.n_layer * model.n_embd * model.block_size
+        cut = batch(settings, world.size)
+        train.train(settings, {}, world, cut, threading.Event())
+        dtype = train.choose_precision(settings.train.precision, device(world))
+        most = ceiling(device(world), dtype) * world.size
         if world.rank == 0:
-            print(f"{training.parameters:,} parameters, {training.dtype}, compile={settings.train.compile}, "
-                  f"{world.size} x {here.type}: {training.cut}")  # fmt: skip
+            run, model = Path(os.environ["MUSTER_OUTPUT_DIR"]), settings.model
+            parameters = json.loads((run / "settings.json").read_text())["model"]["parameters"]
+            lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+            *_, speed = (line["tokens_per_second"] for line in lines if "tokens_per_second" in line)
+            work = 6 * parameters + 12 * model.n_layer * model.n_embd * model.block_size
+            print(f"{parameters:,} parameters, {dtype}, compile={settings.train.compile}, "
+                  f"{world.size} x {device(world).type}: {cut}")  # fmt: skip
             print(f"tokens a second {speed:12,.0f}")
             print(f"of the ceiling  {speed * work / most:12.1%}  ({speed * work:.3g} of {most:.3g} FLOP/s)")
 
@@ -88,7 +83,8 @@ def main() -> int:
     options.add_argument("overrides", nargs="*")
     given = options.parse_intermixed_args()
     with tempfile.TemporaryDirectory() as run:
-        measure(given.config, given.overrides, given.steps, Path(run))
+        os.environ["MUSTER_OUTPUT_DIR"] = run  # rank 0's counts
+        measure(given.config, [*given.overrides, f"checkpoint.dir={run}/checkpoints"], given.steps)
     return 0
 
 

@@ -1,8 +1,8 @@
 """How much time does train.py add to a step of a hand-written DDP loop of the same model?
 
-Both train the same GPT with two processes on CPU and gloo, in turns of some steps each, in one run. train.py's turns
-are its real loop: schedule, accumulation, clipping, the vote on loss and stop, progress lines. The loop by hand is
-what a tutorial shows: forward, backward, clip, step.
+Both train the same GPT with two processes on CPU and gloo, in turns of some steps each, in one run. train.py runs its
+real loop: schedule, accumulation, clipping, agreement on loss and stop, progress lines. The loop by hand is what a
+tutorial shows: forward, backward, clip, step. Its turns take place where train.py asks for its next batch.
 
     python benchmarks/train_step.py [--turns 12] [--steps 10] [--config FILE] [key=value ...]
 """
@@ -10,14 +10,17 @@ what a tutorial shows: forward, backward, clip, step.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 KIT = Path(__file__).resolve().parents[1]
 sys.path[0] = str(KIT)  # benchmarks/ comes first otherwise
@@ -26,19 +29,25 @@ import torch  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 import train  # noqa: E402
-from distributed.checkpoint.checkpoints import Checkpoints  # noqa: E402
-from distributed.config import batch, read  # noqa: E402
+from distributed.config import Settings, batch, read  # noqa: E402
 from distributed.torch import device, process_group  # noqa: E402
 from distributed.training import data  # noqa: E402
+from distributed.training.dataset import TrainingData  # noqa: E402
+from distributed.training.model import GPT  # noqa: E402
+from distributed.world import World  # noqa: E402
 
 QUIET = ("train.evaluate_every=0", "checkpoint.every=0", "logging.level=warning", "train.steps=1000000")
 
 
-def by_hand(settings: train.Settings, world: train.World, corpus: data.Corpus) -> Callable[[], None]:
+class Measured(Exception):
+    """All turns are done: train.py is to end here."""
+
+
+def by_hand(settings: Settings, world: World) -> Callable[[], None]:
     """One step as a tutorial shows it."""
-    here = device(world)
+    here, corpus = device(world), data.load()
     torch.manual_seed(0)
-    model = DistributedDataParallel(train.GPT(settings.model, corpus.vocab_size or 256).to(here))
+    model = DistributedDataParallel(GPT(settings.model, corpus.vocab_size).to(here))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), fused=True)
     windows = data.Windows(corpus.train, settings.model.block_size)
     share = batch(settings, world.size).micro
@@ -55,40 +64,41 @@ def by_hand(settings: train.Settings, world: train.World, corpus: data.Corpus) -
     return step
 
 
-def by_train(settings: train.Settings, world: train.World, corpus: data.Corpus, run: Path) -> Callable[[], None]:
-    """One step of train.py's own loop."""
-    place = train.Place(world, device(world), ["here"] * world.size, run, threading.Event())
-    training = train.Training(settings, batch(settings, world.size), place, corpus)
-    batches, progress = training.batches(), train.Progress(training, None)
-    checkpoints = Checkpoints(run / "checkpoints", rank=world.rank, size=world.size)
-    return lambda: bool(train.advance(training, batches, checkpoints, progress)) and None
-
-
-def turn(step: Callable[[], None], steps: int) -> float:
-    """Seconds a step."""
-    begun = time.perf_counter()
-    for _ in range(steps):
-        step()
+def settle() -> float:
+    """The time when all that was asked of the device is done."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    return (time.perf_counter() - begun) / steps
+    return time.perf_counter()
 
 
 def measure(options: argparse.Namespace) -> None:
     """Run the turns in this rank; rank 0 prints."""
     settings = read(options.config, [*QUIET, *options.overrides])
+    times: dict[str, list[float]] = {"by hand": [], "train.py": []}
     with process_group() as world:
-        corpus = data.load()
-        sides = {
-            "by hand": by_hand(settings, world, corpus),
-            "train.py": by_train(settings, world, corpus, Path(options.run)),
-        }
-        times: dict[str, list[float]] = {name: [] for name in sides}
-        for number in range(options.turns + 1):
-            for name in sides if number % 2 else reversed(sides):
-                seconds = turn(sides[name], options.steps)
-                if number:  # the first turn warms up
-                    times[name].append(seconds)
+        step = by_hand(settings, world)
+        cut, batches = batch(settings, world.size), TrainingData.batches
+
+        def interrupted(self: TrainingData, *args: Any, **more: Any) -> Iterator[Any]:
+            """train.py's batches; after each turn of it comes one of the other."""
+            source = batches(self, *args, **more)
+            for turn in range(options.turns + 1):
+                begun = settle()
+                for _ in range(options.steps):
+                    step()
+                theirs = settle() - begun
+                begun = settle()
+                for _ in range(options.steps * cut.accumulation):
+                    yield next(source)  # it comes back for the next batch when it has done the step
+                ours = settle() - begun
+                if turn:  # the first turn warms up
+                    times["by hand"].append(theirs / options.steps)
+                    times["train.py"].append(ours / options.steps)
+            raise Measured
+
+        TrainingData.batches = interrupted  # type: ignore[method-assign]
+        with contextlib.suppress(Measured):
+            train.train(settings, {}, world, cut, threading.Event())
         if world.rank == 0:
             ratios = [ours / theirs for ours, theirs in zip(times["train.py"], times["by hand"], strict=True)]
             for name, seconds in times.items():
@@ -103,18 +113,16 @@ def main() -> int:
     options.add_argument("--steps", type=int, default=10)
     options.add_argument("--config", type=Path, default=KIT / "config/quickstart.yaml")
     options.add_argument("--nproc", type=int, default=2)
-    options.add_argument("--run", help=argparse.SUPPRESS)
     options.add_argument("overrides", nargs="*")
     given = options.parse_intermixed_args()
     if "RANK" in os.environ:
         measure(given)
         return 0
-    import tempfile
-
     with tempfile.TemporaryDirectory() as run:
         agent = [str(KIT / "scripts/lib/agent.py"), "--standalone", "--nproc-per-node", str(given.nproc), "--"]
-        words = [str(Path(__file__).resolve()), *sys.argv[1:], "--run", run]
-        return subprocess.run([sys.executable, *agent, *words], check=False).returncode
+        words = [str(Path(__file__).resolve()), *sys.argv[1:], f"checkpoint.dir={run}/checkpoints"]
+        env = {**os.environ, "MUSTER_OUTPUT_DIR": run}
+        return subprocess.run([sys.executable, *agent, *words], env=env, check=False).returncode
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from distributed.agent.worker import shut_down
+from distributed.exit_codes import STOPPED
 from distributed.world import MASTER, PLACE, SLURM, World, WorldError
 
 log = logging.getLogger(__name__)
@@ -60,10 +61,10 @@ def device(world: World, backend: str = "auto", name: str = "auto") -> torch.dev
 def process_group(
     world: World | None = None, backend: str = "auto", timeout: float = 600.0, name: str = "auto"
 ) -> Iterator[World]:
-    """Join the default process group, and leave it when all went well.
+    """Join the default process group, and destroy it at the end of the block.
 
-    After a failure the group is left as it is: saying goodbye would wait for ranks that are gone and hide the
-    traceback. The process is about to end anyway.
+    After an exception it is not destroyed: that would wait for ranks that are gone, and hide the traceback. Only after
+    sys.exit(75) it is: all ranks stop on request together.
 
     Args:
         backend: nccl, gloo, or auto for nccl where the device is a GPU.
@@ -98,7 +99,12 @@ def process_group(
     )
     ranks = f"{world.size} rank{'s' * (world.size > 1)}"
     log.debug(f"rendezvous: {ranks} met in {met - start:.2f} s, joined {backend} in {time.perf_counter() - met:.2f} s")
-    yield world
+    try:
+        yield world
+    except SystemExit as leaving:
+        if leaving.code == STOPPED:
+            dist.destroy_process_group()
+        raise
     dist.destroy_process_group()
 
 

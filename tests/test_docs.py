@@ -50,7 +50,7 @@ JOBS = "scripts/jobs/run_distributed_training.py"
 TWO_PHASE = "scripts/jobs/run_two_phase_training.py"
 HELPER = "scripts/jobs/distributed_train_helper.py"
 JOB = "4711"  # stands in the guides for the number that sbatch prints
-AS_THEY_STAND = ("checkpoint.store", "runs.verdict")  # modules that start nothing
+AS_THEY_STAND = ("checkpoint.directory", "runs.verdict")  # modules that start nothing
 OTHERS = {
     *("cp", "df", "env", "free", "export", "git", "ip", "less", "ls", "mkdir", "mv", "nvidia-smi", "python", "sacct"),
     *("sacctmgr", "salloc", "sbatch", "scancel", "scontrol", "sinfo", "source", "squeue", "srun", "ss", "ssh", "sudo"),

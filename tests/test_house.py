@@ -29,7 +29,7 @@ KIT = Path(__file__).resolve().parent.parent
 # Which packages, and modules beside them, each may import; one without a line here none.
 BELOW: dict[str, set[str]] = {
     "agent": {"exit_codes", "files", "host"},
-    "checkpoint": {"config", "training"},
+    "checkpoint": {"config", "exit_codes", "torch", "training"},
     "config": {"fold"},
     "fold": {"topics"},
     "health": {"exit_codes", "host", "launch", "nodelist", "terminal"},
@@ -39,14 +39,15 @@ BELOW: dict[str, set[str]] = {
     "runs": {"exit_codes", "files", "host", "metrics", "terminal"},
     "slurm": {"exit_codes", "files", "host", "launch", "nodelist"},
     "smoke": {"exit_codes", "files", "host", "launch", "nodelist", "terminal", "torch", "world"},
-    "torch": {"agent", "world"},
-    "training": {"config", "files", "fold", "metrics", "runs", "topics"},
+    "torch": {"agent", "exit_codes", "world"},
+    "training": {"config", "files", "fold", "metrics", "runs", "topics", "world"},
     "world": {"nodelist"},
 }
 KNOW_PYTORCH = {"agent", "checkpoint", "smoke", "torch", "training"}
 # They run where nothing is installed yet. Whatever they import of ours is held to the same.
 STANDARD_LIBRARY_ALONE = {
-    "agent.failure_records", "agent.fork_server", "agent.preloaded", "checkpoint.store", "exit_codes", "files", "fold",
+    "agent.failure_records", "agent.fork_server", "agent.preloaded", "checkpoint.directory", "exit_codes", "files",
+    "fold",
     "health", "host", "jobs.array_task", "jobs.host", "jobs.page", "jobs.panes", "jobs.timeline", "launch", "metrics",
     "nodelist", "runs", "slurm", "smoke.bandwidth", "smoke.connections", "smoke.report", "terminal", "topics",
     "training.base_model", "world",

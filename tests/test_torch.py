@@ -93,6 +93,16 @@ def test_a_process_alone_needs_no_address_and_opens_no_store() -> None:
     assert not dist.is_initialized()
 
 
+@pytest.mark.parametrize(("code", "left"), [(75, True), (1, False)])
+def test_of_processes_that_exit_only_one_that_stops_on_request_leaves_the_group(code: int, left: bool) -> None:
+    """After another exit the other ranks may be gone."""
+    with pytest.raises(SystemExit), process_group(World()):
+        sys.exit(code)
+    assert dist.is_initialized() != left
+    if not left:
+        dist.destroy_process_group()
+
+
 ENDS_WHILE_GLOO_HOLDS_TENSORS = """
 import sys
 import torch

@@ -1,13 +1,13 @@
 """Save a training in the background, and resume it.
 
 save() stops the training only while the state is copied (distributed/checkpoint/snapshot.py). A thread writes the copy
-to the disk and publishes it when it is complete (distributed/checkpoint/store.py); the training is informed when that
-fails. The thread calls no collective: those belong to the thread that trains.
+to the disk and publishes it when it is complete (distributed/checkpoint/directory.py); the training is informed when
+that fails. The thread calls no collective: those belong to the thread that trains.
 
     step_00000120/
         state.pt               the state, written by rank 0: `torch.load` reads it
         .metadata, *.distcp    or each rank's shards of it, where FSDP shards (distributed/checkpoint/sharded.py)
-        ranks.pt               what each rank keeps for itself, such as its random states
+        ranks.pt               what differs between ranks, such as their random states
         manifest.json          step, score, facts about the run, and the checksums of all files
 
 Nothing is loaded that could run code (`weights_only=True`), and what could not be loaded so is not saved.
@@ -39,9 +39,9 @@ import torch
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from distributed.checkpoint import store
+from distributed.checkpoint import directory
+from distributed.checkpoint.directory import CheckpointError, FileNotes, Found
 from distributed.checkpoint.snapshot import THREADS, Place, Snapshot, name_of
-from distributed.checkpoint.store import CheckpointError, FileNotes, Found
 from distributed.training.collectives import Ranks
 
 if TYPE_CHECKING:
@@ -88,51 +88,53 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class _Job:
-    """One checkpoint on its way to the disk."""
+    """One checkpoint that is to be written."""
 
     final: Path
     manifest: dict[str, Any]
-    whole: dict[str, Any]  # file name -> what torch.save writes there
+    files: dict[str, Any]  # name -> what torch.save writes there
     copy: dict[str, Any]
     part: Part | None  # of a sharded state
-    writing: Path | None  # the folder beside, where it had to be made before planning
+    writing: Path | None  # the directory that is written, where planning needed it before
     begun: float  # when save() was called, as time.monotonic() has it
 
 
 class Checkpoints:
-    """The checkpoints of one training in one folder.
+    """The checkpoints of one training in one directory.
 
     Every rank makes one, and all ranks call its methods alike, on the thread that trains: they are
     collectives of the default process group. Only failed() is not.
 
-        with Checkpoints(folder, rank=world.rank, size=world.size) as checkpoints:
+        with Checkpoints(directory, rank=world.rank, size=world.size) as checkpoints:
             if found := checkpoints.newest():
                 state = checkpoints.load(found, {"model": model.state_dict(), ...})
                 model.load_state_dict(state["model"])
                 ...
             checkpoints.save(step, {"model": model.state_dict(), ...}, own=random_state())
+
+    `distributed.checkpoint.checkpointer` does this for the objects of a training.
     """
 
     def __init__(
         self,
-        folder: Path,
+        path: Path,
         keep: int = 3,
         rank: int = 0,
         size: int = 1,
         sharded: bool = False,
-        patience: float = 600.0,
+        shard_timeout: float = 600.0,
     ) -> None:
-        """Take the folder over: make it, lock it, remove what dead runs left half done.
+        """Make the directory, lock it, and remove the unfinished checkpoints of runs that have ended.
 
         keep: how many of the newest stay; the best one stays besides.
-        sharded: every rank writes its shards, into a folder that all nodes share. Otherwise rank 0 alone
-            writes, and other nodes need not have the folder.
-        patience: seconds that rank 0, done with its own shards, waits for the other ranks'.
+        sharded: every rank writes its shards, into a directory that all nodes share. Otherwise rank 0 alone
+            writes, and other nodes need not have the directory.
+        shard_timeout: seconds that rank 0, done with its own shards, waits for the other ranks'.
         Raises CheckpointError when another run writes here.
         """
         if keep < 1:
             raise ValueError(f"keep is {keep}: the newest checkpoint at least must stay: say 1 or more")
-        self.folder, self.keep, self.sharded, self.patience = Path(folder).absolute(), keep, sharded, patience
+        self.path, self.keep, self.sharded, self.shard_timeout = Path(path).absolute(), keep, sharded, shard_timeout
         self.ranks = Ranks(rank, size)
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="checkpoint")
         self._snapshot = Snapshot(sharded, self._threads)
@@ -146,7 +148,7 @@ class Checkpoints:
             importlib.import_module("distributed.checkpoint.sharded")
 
     def _take_over(self) -> None:
-        self._lock = store.take_over(self.folder)
+        self._lock = directory.take_over(self.path)  # only on rank 0, and not sent to the others
 
     # -- saving
 
@@ -160,9 +162,9 @@ class Checkpoints:
         score: float | None = None,
         until: Optimizer | None = None,
     ) -> None:
-        """Copy the state and return; it is written behind. The write before is waited for.
+        """Copy the state and return; a thread writes the copy. Waits for the write before.
 
-        own: something small that is each rank's own, its random states say; every rank's is kept.
+        own: something small that differs between ranks, such as random states; that of every rank is kept.
         facts: what made this checkpoint, as JSON: read from the manifest before anything is loaded.
         score: the lowest is the best.
         until: an optimizer, whose tensors are copied after save() has returned, while the next gradients are
@@ -170,75 +172,71 @@ class Checkpoints:
         Raises CheckpointError when the write before failed on any rank, or the state could not be loaded again.
         """
         begun = time.monotonic()
-        manifest = self._manifest(step, facts or {}, score)
-        owns = self._settle(Snapshot().take(own, "own"))
-        if self.ranks.rank != 0 and not self.sharded:
-            return
-        final = store.final_folder(self.folder, step)
-        writing, part = self._planned(final, state) if self.sharded else (None, None)
-        copy = self._copy(state, until)
-        whole: dict[str, Any] = {} if self.ranks.rank != 0 else {"ranks.pt": owns}
-        if not self.sharded:
-            whole["state.pt"] = copy
-        self._write = self._threads.submit(self._bring, _Job(final, manifest, whole, copy, part, writing, begun))
-        log.debug(f"checkpoint {final.name}: the training went on after {time.monotonic() - begun:.3f} s")
-
-    def _copy(self, state: Mapping[str, Any], until: Optimizer | None) -> dict[str, Any]:
-        if until is None:
-            return self._snapshot.take(state)
-        if until not in self._hooks:
-            self._hooks[until] = until.register_step_pre_hook(lambda *_: self._snapshot.finish())
-        return self._snapshot.begin(state, until=until)
-
-    def failed(self) -> BaseException | None:
-        """Why the write behind failed on this rank, or None. Cheap: ask at each step, and stop the run."""
-        return self._write.exception() if self._write is not None and self._write.done() else None
-
-    def wait(self) -> None:
-        """Until the last save is published, on every rank. Raises CheckpointError with the cause."""
-        self._settle()
-
-    def _settle(self, own: Any = None) -> list[Any]:
-        """wait(), and what every rank gave."""
-        write, self._write = self._write, None
-        failure = write.exception() if write is not None else None
-        told = self.ranks.everyone((None if failure is None else str(failure), own))
-        if reason := next(filter(None, (reason for reason, _ in told)), None):
-            raise CheckpointError(reason) from failure
-        return [own for _, own in told]
-
-    def _manifest(self, step: int, facts: Mapping[str, Any], score: float | None) -> dict[str, Any]:
         manifest = {
             "step": step,
             "score": score,
             "ranks": self.ranks.size,
             "sharded": self.sharded,
             "written": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "facts": facts,
+            "facts": facts or {},
         }
         try:
-            return dict(json.loads(json.dumps(manifest, allow_nan=False)))
+            manifest = json.loads(json.dumps(manifest, allow_nan=False))
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"facts {facts!r} or score {score!r} cannot be written as JSON: {error}") from error
+        owns = self._finish_write(Snapshot().take(own, "own"))
+        if self.ranks.rank != 0 and not self.sharded:
+            return
 
-    def _planned(self, final: Path, state: Mapping[str, Any]) -> tuple[Path, Part]:
-        from distributed.checkpoint import sharded
+        final = directory.final_path(self.path, step)
+        writing = part = None
+        if self.sharded:
+            from distributed.checkpoint.sharded import Part
 
-        writing = self.ranks.decide(lambda: store.new_folder(final))
-        return writing, sharded.Part(writing, state, self.ranks)
+            writing = self.ranks.decide(lambda: directory.new_directory(final))
+            part = Part(writing, state, self.ranks)
+        if until is None:
+            copy = self._snapshot.take(state)
+        else:
+            if until not in self._hooks:
+                self._hooks[until] = until.register_step_pre_hook(lambda *_: self._snapshot.finish())
+            copy = self._snapshot.begin(state, until=until)
+        files: dict[str, Any] = {"ranks.pt": owns} if self.ranks.rank == 0 else {}
+        if not self.sharded:
+            files["state.pt"] = copy
+        self._write = self._threads.submit(self._write_job, _Job(final, manifest, files, copy, part, writing, begun))
+        log.debug(f"checkpoint {final.name}: the training went on after {time.monotonic() - begun:.3f} s")
 
-    # -- on the thread behind
+    def failed(self) -> BaseException | None:
+        """Why the last write failed on this rank, or None. Cheap: ask at each step, and stop the run."""
+        return self._write.exception() if self._write is not None and self._write.done() else None
 
-    def _bring(self, job: _Job) -> None:
-        """Bring one checkpoint to the disk."""
+    def wait(self) -> None:
+        """Until the last save is published, on every rank. Raises CheckpointError with the cause."""
+        self._finish_write()
+
+    def _finish_write(self, own: Any = None) -> list[Any]:
+        """wait(), and the `own` of every rank."""
+        write, self._write = self._write, None
+        failure = write.exception() if write is not None else None
+        answers = self.ranks.everyone((None if failure is None else str(failure), own))
+        if reason := next(filter(None, (reason for reason, _ in answers)), None):
+            raise CheckpointError(reason) from failure
+        return [own for _, own in answers]
+
+    # -- on the writing thread
+
+    def _write_job(self, job: _Job) -> None:
         writing = job.writing
         try:
             self._snapshot.finish()
-            writing = writing or store.new_folder(job.final)
+            writing = writing or directory.new_directory(job.final)
             with _without_crc32():
                 self._write_files(job, writing)
         except Exception as error:
-            cause = _first_cause(error)
+            cause: BaseException = error  # torch.save follows a failed write with an error of its own
+            while (earlier := cause.__cause__ or cause.__context__) is not None:
+                cause = earlier
             if self.ranks.rank == 0 and writing is not None:
                 shutil.rmtree(writing, ignore_errors=True)
             elif job.part is not None:
@@ -251,8 +249,8 @@ class Checkpoints:
     def _write_files(self, job: _Job, writing: Path) -> None:
         notes: FileNotes = {}
         copied = time.monotonic()
-        for name, content in job.whole.items():
-            with store.written(writing / name, notes) as file:
+        for name, content in job.files.items():
+            with directory.written(writing / name, notes) as file:
                 torch.save(content, file)
         if job.part is not None:
             job.part.write(job.copy)
@@ -261,18 +259,18 @@ class Checkpoints:
             start = time.monotonic()
             notes |= job.part.collect(self.ranks.size, late=lambda: self._is_late(start))
         complete = time.monotonic()
-        store.publish(writing, job.final, {**job.manifest, "files": notes})
+        directory.publish(writing, job.final, {**job.manifest, "files": notes})
         size = sum(note["bytes"] for note in notes.values())
         log.debug(
             f"checkpoint {job.final.name}: copied in {copied - job.begun:.3f} s, {size:,} bytes written in "
             f"{complete - copied:.3f} s, published in {time.monotonic() - complete:.3f} s"
         )
-        store.prune(self.folder, job.manifest["step"], self.keep)
+        directory.prune(self.path, job.manifest["step"], self.keep)
 
     def _is_late(self, start: float) -> bool:
         """Whether rank 0 has waited long enough for the other ranks."""
-        patience = min(self.patience, GRACE) if self._leaving.is_set() else self.patience
-        return time.monotonic() - start > patience
+        timeout = min(self.shard_timeout, GRACE) if self._leaving.is_set() else self.shard_timeout
+        return time.monotonic() - start > timeout
 
     # -- resuming
 
@@ -281,11 +279,11 @@ class Checkpoints:
 
         Raises CheckpointError when checkpoints exist and none can be used, or the directory cannot be listed.
         """
-        return self.ranks.decide(lambda: store.newest(self.folder))
+        return self.ranks.decide(lambda: directory.newest(self.path))
 
     def best(self) -> Found | None:
         """The good checkpoint with the lowest score; otherwise as newest()."""
-        return self.ranks.decide(lambda: store.best(self.folder))
+        return self.ranks.decide(lambda: directory.best(self.path))
 
     def load(self, found: Found, state: dict[str, Any]) -> dict[str, Any]:
         """The state of a checkpoint: on the CPU, or in the sharded tensors of `state`.
@@ -325,14 +323,14 @@ class Checkpoints:
     # -- leaving
 
     def close(self) -> None:
-        """Wait for the last save, and give the folder back. Raises CheckpointError when that save failed."""
+        """Wait for the last save, and unlock the directory. Raises CheckpointError when that save failed."""
         try:
             self.wait()
         finally:
             self._leave()
 
     def _leave(self) -> None:
-        """Finish this rank's write and give the folder back; no collective."""
+        """Finish this rank's write, and unlock the directory; no collective."""
         self._leaving.set()
         self._threads.shutdown(wait=True)
         for hook in self._hooks.values():
@@ -353,7 +351,12 @@ class Checkpoints:
 def _misfits(loaded: Any, state: Any) -> Iterator[str]:
     """The tensors of `state` that `loaded` has not, or in another shape."""
     for place, tensor in _tensors(state, ("state",)):
-        saved = _value_at(loaded, place[1:])
+        saved = loaded
+        try:
+            for key in place[1:]:
+                saved = saved[key]
+        except (KeyError, IndexError, TypeError):
+            saved = None
         if not isinstance(saved, torch.Tensor):
             yield f"it has no {name_of(place)}"
         elif saved.shape != tensor.shape:
@@ -367,23 +370,6 @@ def _tensors(value: Any, place: Place) -> Iterator[tuple[Place, torch.Tensor]]:
         items = value.items() if isinstance(value, Mapping) else enumerate(value)
         for key, item in items:
             yield from _tensors(item, (*place, key))
-
-
-def _value_at(value: Any, place: Place) -> Any:
-    """The value at a place of a state, or None."""
-    for key in place:
-        try:
-            value = value[key]
-        except (KeyError, IndexError, TypeError):
-            return None
-    return value
-
-
-def _first_cause(error: BaseException) -> BaseException:
-    """torch.save follows a failed write with an error of its own; the first one tells the cause."""
-    while (earlier := error.__cause__ or error.__context__) is not None:
-        error = earlier
-    return error
 
 
 @contextmanager

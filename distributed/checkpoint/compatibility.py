@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from distributed.checkpoint.store import Found
+from distributed.checkpoint.directory import Found
 from distributed.config import BASE_ONLY, FROM_SCRATCH, FULL_FINE_TUNING, TWO_PHASES, ConfigError, Settings
 
 # What may differ between a checkpoint and the run that goes on from it, and what follows.
@@ -29,10 +29,10 @@ CHANGEABLE = {
 
 
 def refuse_misfit(found: Found, settings: Settings, vocab_size: int | None) -> None:
-    """Refuse a checkpoint that the settings do not want, or cannot use.
+    """Refuse a checkpoint of another model or fold, or of another strategy; any, where settings exclude resuming.
 
     Args:
-        vocab_size: None when only the data can tell it, and that has not been looked at yet.
+        vocab_size: None when it follows from the data, which have not been read yet.
 
     Raises:
         ConfigError, CheckpointError: names the checkpoint, the setting, both values, and what to do.
@@ -40,14 +40,16 @@ def refuse_misfit(found: Found, settings: Settings, vocab_size: int | None) -> N
     if settings.checkpoint.resume == "never":
         raise ConfigError(f"checkpoint.resume=never, but {found.path} is there: name another checkpoint.dir")
     found.refuse_other_form(sharded=settings.distributed.strategy == "fsdp")
-    _refuse_another_fold(found, settings)
-    _refuse_another_model(found, {**settings.model.model_dump(), "vocab_size": vocab_size})
-
-
-def _refuse_another_model(found: Found, ours: dict[str, Any]) -> None:
-    theirs = found.facts.get("model", {})
-    said = {key: value for key, value in ours.items() if key != "vocab_size" or value is not None}
-    differ = [f"model.{key}={said[key]} (there {theirs.get(key)})" for key in said if said[key] != theirs.get(key)]
+    data, theirs = experiment_of(settings), found.facts  # what is held out now may have been trained on there
+    differ = [f"data.{key}={data[key]} (there {theirs.get(key)})" for key in data if data[key] != theirs.get(key)]
+    if differ:
+        raise ConfigError(
+            f"{found.path} is of another fold: {', '.join(differ)}; name another prefix, or another checkpoint.dir"
+        )
+    model, theirs = {**settings.model.model_dump(), "vocab_size": vocab_size}, found.facts.get("model", {})
+    if vocab_size is None:
+        del model["vocab_size"]
+    differ = [f"model.{key}={model[key]} (there {theirs.get(key)})" for key in model if model[key] != theirs.get(key)]
     if differ:
         raise ConfigError(
             f"{found.path} is of another model: {', '.join(differ)}; "
@@ -68,16 +70,6 @@ def experiment_of(settings: Settings) -> dict[str, Any]:
     if data.mode in (FULL_FINE_TUNING, FROM_SCRATCH):
         found |= {"target_data_pct": data.target_data_pct, "target_batch_pct": data.target_batch_pct}
     return found
-
-
-def _refuse_another_fold(found: Found, settings: Settings) -> None:
-    """What is held out now may have been trained on there."""
-    ours, theirs = experiment_of(settings), found.facts
-    differ = [f"data.{key}={ours[key]} (there {theirs.get(key)})" for key in ours if ours[key] != theirs.get(key)]
-    if differ:
-        raise ConfigError(
-            f"{found.path} is of another fold: {', '.join(differ)}; name another prefix, or another checkpoint.dir"
-        )
 
 
 def refuse_another_base(found: Found, ours: str | None) -> None:

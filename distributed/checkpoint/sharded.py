@@ -1,8 +1,8 @@
 """A state that FSDP shards, saved and loaded through torch.distributed.checkpoint.
 
 All ranks plan together, on the main thread. Then each writes its own file, on a thread that calls no
-collective: a rank that is done says so by a file in the folder that is being written, and rank 0 waits for
-those files. So the nodes must share that folder, as anybody must who is to read all the shards again.
+collective: a rank that is done says so by a file in the directory that is being written, and rank 0 waits for
+those files. So the nodes must share that directory, as anybody must who is to read all the shards again.
 
 The files are torch's own format, and its tools read them; for example, all weights into one file:
 
@@ -29,11 +29,11 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan
 
-from distributed.checkpoint.store import CheckpointError, FileNotes, written
+from distributed.checkpoint.directory import CheckpointError, FileNotes, written
 from distributed.training.collectives import Ranks, load_safely, refusal
 
 POLL = 0.05  # seconds between two looks at a file that another rank will write
-SHARED_WITHIN = 10.0  # seconds in which a new folder must be seen on every node
+SHARED_WITHIN = 10.0  # seconds in which a new directory must be seen on every node
 
 METADATA = "torch.distributed.checkpoint.metadata"
 HARMLESS = {
@@ -55,13 +55,13 @@ HARMLESS = {
 class Part:
     """This rank's part of one checkpoint: planned with all ranks, written without them."""
 
-    def __init__(self, folder: Path, state: Mapping[str, Any], ranks: Ranks) -> None:
-        """A collective. `folder` is there already. Raises CheckpointError where a node does not see it."""
-        if unseen := next(filter(None, ranks.everyone(_unseen(folder, ranks.rank))), None):
+    def __init__(self, directory: Path, state: Mapping[str, Any], ranks: Ranks) -> None:
+        """A collective. `directory` is there already. Raises CheckpointError where a node does not see it."""
+        if unseen := next(filter(None, ranks.everyone(_unseen(directory, ranks.rank))), None):
             raise CheckpointError(unseen)
-        self._folder, self._rank = folder, ranks.rank
+        self._directory, self._rank = directory, ranks.rank
         self._planner = _PlannerOfCopies()
-        self._writer = dcp.FileSystemWriter(folder, thread_count=1, per_thread_copy_ahead=0, sync_files=False)
+        self._writer = dcp.FileSystemWriter(directory, thread_count=1, per_thread_copy_ahead=0, sync_files=False)
         self._writer.fs = self._files = _HashedFiles()
         self._planner.set_up_planner(dict(state), self._writer.storage_meta(), ranks.rank == 0)
         self._writer.set_up_storage_writer(ranks.rank == 0)
@@ -85,7 +85,7 @@ class Part:
             self._file(self._rank, "failed").write_text(f"rank {self._rank}: {cause}")
 
     def collect(self, size: int, late: Callable[[], bool]) -> FileNotes:
-        """Wait for all ranks, complete the folder, and return its files. For rank 0."""
+        """Wait for all ranks, complete the directory, and return its files. For rank 0."""
         noted = [self._note_of(rank, late) for rank in range(1, size)]
         self._writer.finish(self._metadata, [self._results, *(results for _, results in noted)])
         notes = self._files.notes
@@ -112,7 +112,7 @@ class Part:
         os.rename(beside, file)
 
     def _file(self, rank: int, outcome: str) -> Path:
-        return self._folder / f"rank_{rank}.{outcome}"
+        return self._directory / f"rank_{rank}.{outcome}"
 
 
 class _PlannerOfCopies(DefaultSavePlanner):
@@ -140,14 +140,14 @@ class _HashedFiles(FileSystem):
             yield stream
 
 
-def _unseen(folder: Path, rank: int) -> str | None:
-    """Network filesystems show a new folder late; one that is not shared never does."""
+def _unseen(directory: Path, rank: int) -> str | None:
+    """Network filesystems show a new directory late; one that is not shared never does."""
     start = time.monotonic()
-    while not folder.is_dir():
+    while not directory.is_dir():
         if time.monotonic() - start > SHARED_WITHIN:
             return (
-                f"rank {rank} on {socket.gethostname()} does not see {folder}, which rank 0 made: "
-                f"fsdp needs a checkpoint folder that all nodes share"
+                f"rank {rank} on {socket.gethostname()} does not see {directory}, which rank 0 made: "
+                f"fsdp needs a checkpoint directory that all nodes share"
             )
         time.sleep(POLL)
     return None
@@ -156,13 +156,13 @@ def _unseen(folder: Path, rank: int) -> str | None:
 # ---- loading ----
 
 
-def load(folder: Path, state: dict[str, Any], ranks: Ranks) -> None:
+def load(directory: Path, state: dict[str, Any], ranks: Ranks) -> None:
     """Fill the state in place, its sharded tensors included, whatever the world size was that saved it.
 
     Raises CheckpointError on every rank when one of them cannot read its shards, or when a tensor of either is missing
     in the other, or has another shape.
     """
-    reader = _SafeReader(folder)
+    reader = _SafeReader(directory)
     if fault := next(filter(None, ranks.everyone(reader.fault(ranks.rank))), None):
         raise CheckpointError(fault)
     try:
@@ -170,10 +170,10 @@ def load(folder: Path, state: dict[str, Any], ranks: Ranks) -> None:
     except dcp.CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
         if isinstance(cause, OSError):
-            raise CheckpointError(f"{folder}: cannot be read on rank {rank}: {cause}") from error
+            raise CheckpointError(f"{directory}: cannot be read on rank {rank}: {cause}") from error
         if isinstance(cause, pickle.UnpicklingError):
-            raise CheckpointError(f"{folder}: not loaded: {cause}") from error
-        raise CheckpointError(f"{folder} does not fit this training: {cause}") from error
+            raise CheckpointError(f"{directory}: not loaded: {cause}") from error
+        raise CheckpointError(f"{directory} does not fit this training: {cause}") from error
 
 
 class _SafeReader(dcp.FileSystemReader):

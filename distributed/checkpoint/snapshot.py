@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from distributed.checkpoint.store import CheckpointError
+from distributed.checkpoint.directory import CheckpointError
 
 Place = tuple[object, ...]  # the keys that lead to a value: ("state", "model", "weight")
 

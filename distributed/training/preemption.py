@@ -1,14 +1,10 @@
-"""Stop together: signals only set a flag, and the ranks agree on what it means at a step boundary.
+"""Stop on request, on all ranks at the same step.
 
-A rank that stops alone leaves the others waiting in a collective. So once a step all ranks add up one small ballot:
-the loss, who was asked to stop, whose loss is not finite, who has failed behind the scenes. Every rank reads the same
-sums and therefore decides the same at the same step.
+A signal handler only sets a flag: a rank that stops alone leaves the others waiting in a collective. After each step
+the ranks all-reduce a small vector: the loss, whether a stop was requested, whose loss is not finite, who has failed
+outside of the step. All ranks read the same sums, so they decide the same at the same step.
 
-    with stop_signals() as asked:
-        for step in ...:
-            ...
-            ballots.cast(step, loss, stop=asked.is_set(), failed=False)
-            for outcome in ballots.settle(): ...
+`distributed.checkpoint.checkpointer` is built on this; a script uses that.
 """
 
 from __future__ import annotations
@@ -25,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
-NOT_FINITE, FAILED = 1, 2  # what a rank says of itself on the ballot
+NOT_FINITE, FAILED = 1, 2  # flags of a rank
 
 
 class NonFiniteLoss(RuntimeError):
@@ -38,84 +34,83 @@ class PeerFailed(RuntimeError):
 
 @contextmanager
 def stop_signals() -> Iterator[threading.Event]:
-    """While inside, SIGTERM, SIGINT and SIGUSR2 set the event and do nothing else."""
-    asked = threading.Event()
+    """Within the block SIGTERM, SIGINT and SIGUSR2 set the event and do nothing else."""
+    requested = threading.Event()
 
-    def note(number: int, frame: FrameType | None) -> None:
-        asked.set()
+    def handle(number: int, frame: FrameType | None) -> None:
+        requested.set()
 
-    before = {number: signal.signal(number, note) for number in STOP_SIGNALS}
+    before = {number: signal.signal(number, handle) for number in STOP_SIGNALS}
     try:
-        yield asked
+        yield requested
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What all ranks together said of one step."""
+class StepStatus:
+    """The state of all ranks after one step."""
 
     step: int
     loss: float  # mean over all ranks, that is over the global batch
-    stop: bool  # somebody was asked to stop
+    stop: bool  # a stop was requested on some rank
     not_finite: tuple[int, ...]  # ranks whose loss is NaN or infinite
     failed: tuple[int, ...]  # ranks with a failure outside of the step, such as a checkpoint that cannot be written
 
     def raise_for(self, rank: int, cause: BaseException | None, hosts: list[str]) -> None:
-        """Raise on every rank when one of them cannot go on: the culprits their cause, the others PeerFailed."""
+        """Raise on every rank when one of them cannot go on: its own error there, PeerFailed on the others."""
         if self.failed:
             if cause is not None:
                 raise cause
-            raise PeerFailed(f"{_who(self.failed, hosts)} failed at step {self.step}: stopping with it")
+            raise PeerFailed(f"{_names(self.failed, hosts)} failed at step {self.step}: stopping with it")
         if self.not_finite:
-            text = f"the loss of {_who(self.not_finite, hosts)} is not finite (NaN or inf) at step {self.step}"
+            text = f"the loss of {_names(self.not_finite, hosts)} is not finite (NaN or inf) at step {self.step}"
             remedy = "; no checkpoint was written of this step. Lower the learning rate, or look at that rank's data"
             raise (NonFiniteLoss if rank in self.not_finite else PeerFailed)(text + remedy)
 
 
-def _who(ranks: tuple[int, ...], hosts: list[str]) -> str:
+def _names(ranks: tuple[int, ...], hosts: list[str]) -> str:
     return ", ".join(f"rank {rank} on {hosts[rank]}" for rank in ranks)
 
 
-class Ballots:
-    """One all-reduce a step, read without making a GPU wait: there, a step late."""
+class StatusExchange:
+    """One all-reduce per step. On a GPU its result is read one step late, so that the host does not wait for it."""
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
         self.rank, self.size, self.device = rank, size, device
         self.late = 1 if device.type == "cuda" else 0
-        self._cast: deque[tuple[int, torch.Tensor, torch.cuda.Event | None]] = deque()
+        self._sent: deque[tuple[int, torch.Tensor, torch.cuda.Event | None]] = deque()
 
-    def cast(self, step: int, loss: torch.Tensor, stop: bool, failed: bool) -> None:
-        """Add this rank's ballot. Collective. `loss` is a scalar on the device: this rank's mean."""
-        ballot = torch.zeros(2 + self.size, device=self.device)
-        ballot[0] = loss
-        ballot[1] = float(stop)
-        ballot[2 + self.rank] = (~torch.isfinite(loss)) * float(NOT_FINITE) + float(FAILED * failed)
-        dist.all_reduce(ballot)
-        self._cast.append((step, *self._fetch(ballot)))
-
-    def settle(self, now: bool = False) -> list[Outcome]:
-        """The outcomes that are ready, oldest first; with `now`, of all steps so far. The same on every rank."""
-        keep = 0 if now else self.late
-        return [self._read(*self._cast.popleft()) for _ in range(len(self._cast) - keep)]
-
-    def _fetch(self, ballot: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+    def send(self, step: int, loss: torch.Tensor, stop: bool, failed: bool) -> None:
+        """Contribute the state of this rank. Collective. loss: a scalar on the device, the mean of this rank."""
+        flags = torch.zeros(2 + self.size, device=self.device)
+        flags[0] = loss
+        flags[1] = float(stop)
+        flags[2 + self.rank] = (~torch.isfinite(loss)) * float(NOT_FINITE) + float(FAILED * failed)
+        if self.size > 1:
+            dist.all_reduce(flags)
         if self.device.type != "cuda":
-            return ballot, None
-        copy = torch.empty(ballot.shape, pin_memory=True).copy_(ballot, non_blocking=True)
+            self._sent.append((step, flags, None))
+            return
+        copy = torch.empty(flags.shape, pin_memory=True).copy_(flags, non_blocking=True)
         copied = torch.cuda.Event()
         copied.record()
-        return copy, copied
+        self._sent.append((step, copy, copied))
 
-    def _read(self, step: int, ballot: torch.Tensor, copied: torch.cuda.Event | None) -> Outcome:
+    def receive(self, now: bool = False) -> list[StepStatus]:
+        """The steps whose sums are here, oldest first; with `now`, all steps so far. The same on every rank."""
+        keep = 0 if now else self.late
+        return [self._status(*self._sent.popleft()) for _ in range(len(self._sent) - keep)]
+
+    def _status(self, step: int, flags: torch.Tensor, copied: torch.cuda.Event | None) -> StepStatus:
         if copied is not None:
             copied.synchronize()
-        loss, stop, *said = ballot.tolist()
-        return Outcome(
+        loss, stop, *of_ranks = flags.tolist()
+        return StepStatus(
             step=step,
             loss=loss / self.size,
             stop=stop > 0,
-            not_finite=tuple(rank for rank, word in enumerate(said) if int(word) & NOT_FINITE),
-            failed=tuple(rank for rank, word in enumerate(said) if int(word) & FAILED),
+            not_finite=tuple(rank for rank, flag in enumerate(of_ranks) if int(flag) & NOT_FINITE),
+            failed=tuple(rank for rank, flag in enumerate(of_ranks) if int(flag) & FAILED),
         )

@@ -1,4 +1,4 @@
-"""What rank 0 writes down while it trains: metrics.jsonl always, TensorBoard and Weights & Biases when asked.
+"""The run directory of a training, and what rank 0 writes there: settings.json, metrics.jsonl, trackers when asked.
 
 metrics.jsonl is written as distributed/metrics.py does it for every script.
 """
@@ -6,16 +6,24 @@ metrics.jsonl is written as distributed/metrics.py does it for every script.
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import platform
 import socket
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
+
 from distributed import metrics
+from distributed.config import ConfigError
+from distributed.files import write_json
+from distributed.fold import DEFAULT_PARTICIPANTS, output_directory
+from distributed.runs.run_directory import create
+from distributed.training.collectives import Ranks
+from distributed.world import World
 
 Scalars = Mapping[str, float]
 
@@ -93,12 +101,41 @@ class Tracker:
         self._ends.append(started.finish)
 
 
+def run_directory(job: Mapping[str, Any], world: World, ranks: Ranks, script: str) -> Path:
+    """$MUSTER_OUTPUT_DIR, else the launcher's directory of this run; without a launcher, rank 0 makes one. Collective.
+
+    Raises:
+        ConfigError: it cannot be made. The same on every rank.
+    """
+
+    def made() -> Path:
+        given = os.environ.get("MUSTER_OUTPUT_DIR") or os.environ.get("MUSTER_RUN_DIR")
+        try:
+            path = given or _own_run_directory(job, world, script)
+            os.makedirs(path, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"{error.filename}: cannot make the run directory: {error.strerror}; "
+                "give another prefix, or start in another directory"
+            ) from None
+        return Path(path)
+
+    return ranks.decide(made)
+
+
+def _own_run_directory(job: Mapping[str, Any], world: World, script: str) -> str:
+    """A new one in logs or, with a prefix, in experiments/PREFIX. With a fold too it is always the same: it resumes."""
+    output = os.path.abspath(output_directory(job, "job", DEFAULT_PARTICIPANTS))
+    return create(
+        os.path.dirname(output) if "prefix" in job else "logs", "train", nodes=[socket.gethostname()],
+        nproc=world.local_size, script=script, config=None, cwd=os.getcwd(), python=sys.executable,
+        command=sys.argv, again=output if {"prefix", "fold"} <= job.keys() else None,
+    )  # fmt: skip
+
+
 def write_settings(run: Path, settings: Mapping[str, Any], **facts: Mapping[str, Any]) -> None:
     """Write settings.json: every setting, and the facts (world, model, machine) that figures depend on."""
-    text = json.dumps({"settings": settings, **facts}, indent=2, sort_keys=True, default=str)
-    beside = run / f"settings.json.{os.getpid()}"
-    beside.write_text(text + "\n", encoding="utf-8")
-    beside.replace(run / "settings.json")
+    write_json(run / "settings.json", {"settings": settings, **facts})
 
 
 def describe_machine() -> dict[str, Any]:
@@ -110,6 +147,8 @@ def describe_machine() -> dict[str, Any]:
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "python": platform.python_version(),
         "platform": platform.platform(),
+        "torch": torch.__version__,
+        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
     }
 
 

@@ -127,7 +127,7 @@ def print_master(master: str, node_rank: int) -> None:
 def check_settings(config: str, arguments: list[str], ranks: int) -> None:
     """What the kit's trainer would refuse. Its messages, one a fault, go to standard error."""
     from distributed.checkpoint.compatibility import refuse_misfit
-    from distributed.checkpoint.store import CheckpointError, described
+    from distributed.checkpoint.directory import CheckpointError, described
     from distributed.config import ConfigError, for_ranks, holds_settings, parser
 
     if {"--help", "-h"} & set(arguments):  # the trainer itself answers these

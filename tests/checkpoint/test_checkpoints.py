@@ -28,10 +28,10 @@ from typing import Any
 import forked
 import pytest
 import torch
-from test_store import stub_of_open
+from test_directory import stub_of_open
 from torch import Tensor, nn
 
-from distributed.checkpoint import snapshot, store
+from distributed.checkpoint import directory, snapshot
 from distributed.checkpoint.checkpoints import CheckpointError, Checkpoints, Found, random_state, set_random_state
 from distributed.training import collectives
 
@@ -79,8 +79,8 @@ def newest(checkpoints: Checkpoints) -> Found:
 @contextmanager
 def held_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """The thread behind does nothing before the event is set."""
-    go, bring = threading.Event(), Checkpoints._bring
-    monkeypatch.setattr(Checkpoints, "_bring", lambda *job: (go.wait(), bring(*job)))
+    go, write = threading.Event(), Checkpoints._write_job
+    monkeypatch.setattr(Checkpoints, "_write_job", lambda *job: (go.wait(), write(*job)))
     try:
         yield go
     finally:
@@ -214,13 +214,13 @@ class Bomb:
 
 @pytest.mark.parametrize("name", ["state.pt", "ranks.pt"])
 def test_a_strangers_code_is_not_run(tmp_path: Path, name: str) -> None:
-    final, notes = tmp_path / "step_00000001", store.FileNotes()
-    writing = store.new_folder(final)
+    final, notes = tmp_path / "step_00000001", directory.FileNotes()
+    writing = directory.new_directory(final)
     for file in ("state.pt", "ranks.pt"):
-        with store.written(writing / file, notes) as stream:
+        with directory.written(writing / file, notes) as stream:
             torch.save([Bomb(tmp_path / "boom")] if file == name else {}, stream)
     manifest = {"step": 1, "score": None, "ranks": 1, "sharded": False, "written": "", "facts": {}, "files": notes}
-    store.publish(writing, final, manifest)
+    directory.publish(writing, final, manifest)
     with Checkpoints(tmp_path) as checkpoints:
         found = newest(checkpoints)
         with pytest.raises(CheckpointError) as caught:
@@ -352,7 +352,7 @@ def test_leaving_waits_for_the_last_save_also_after_an_error(tmp_path: Path) -> 
 
     with pytest.raises(ZeroDivisionError):
         save_and_fail()
-    found = store.newest(tmp_path)
+    found = directory.newest(tmp_path)
     assert found is not None and found.step == 1
 
 
@@ -369,7 +369,7 @@ def test_leaving_tells_of_a_write_that_failed(tmp_path: Path, monkeypatch: pytes
 
 def try_to_take_over(pipe: Connection, folder: Path) -> None:
     try:
-        pipe.send(store.take_over(folder) is not None)
+        pipe.send(directory.take_over(folder) is not None)
     except CheckpointError:
         pipe.send(False)
 
@@ -465,7 +465,7 @@ def test_a_run_killed_while_it_saves_goes_on_from_a_good_one(tmp_path: Path) -> 
         with Checkpoints(tmp_path) as checkpoints:
             found = newest(checkpoints)
             assert same(checkpoints.load(found, {}), state_of(found.step, size=100_000))
-            assert all(store.STEP.fullmatch(path.name) for path in tmp_path.glob("step_*"))
+            assert all(directory.STEP.fullmatch(path.name) for path in tmp_path.glob("step_*"))
 
 
 def test_a_wrong_keep_is_refused(tmp_path: Path) -> None:

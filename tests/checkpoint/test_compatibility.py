@@ -15,7 +15,7 @@ from distributed.checkpoint.compatibility import (
     refuse_another_base,
     refuse_misfit,
 )
-from distributed.checkpoint.store import CheckpointError, Found
+from distributed.checkpoint.directory import CheckpointError, Found
 from distributed.config import ConfigError, Settings
 
 MODEL = {"n_layer": 2, "n_head": 1, "n_embd": 8, "block_size": 16}

@@ -18,13 +18,13 @@ from typing import Any
 import forked
 import pytest
 import torch
-from test_store import stub_of_open
+from test_directory import stub_of_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
-from distributed.checkpoint import sharded, store
+from distributed.checkpoint import directory, sharded
 from distributed.checkpoint.checkpoints import CheckpointError, Checkpoints, Found
 
 WIDTHS = (5, 7, 1)  # shared out to 2 or 3 ranks, some have more than others, and some have nothing
@@ -85,8 +85,8 @@ class Training:
                 for name, tensor in tensors.items()}  # fmt: skip
 
 
-def opened(folder: Path, rank: int, size: int, patience: float = 60.0) -> Checkpoints:
-    return Checkpoints(folder, rank=rank, size=size, sharded=True, patience=patience)
+def opened(folder: Path, rank: int, size: int, shard_timeout: float = 60.0) -> Checkpoints:
+    return Checkpoints(folder, rank=rank, size=size, sharded=True, shard_timeout=shard_timeout)
 
 
 def newest(checkpoints: Checkpoints) -> Found:
@@ -200,10 +200,10 @@ def test_damage_to_any_file_is_found(by_two: Saved, tmp_path: Path, name: str) -
     for place in range(0, len(sound), len(sound) // 7):
         for damaged in (sound[:place], sound[:place] + bytes([sound[place] ^ 4]) + sound[place + 1 :]):
             file.write_bytes(damaged)
-            found = store.newest(tmp_path)
+            found = directory.newest(tmp_path)
             assert found is not None and found.step == 1, place
     file.write_bytes(sound)
-    found = store.newest(tmp_path)
+    found = directory.newest(tmp_path)
     assert found is not None and found.step == 2
 
 
@@ -338,7 +338,7 @@ def test_of_attributes_only_members_of_enumerations_are_read() -> None:
 
 def fail_on_rank_1(rank: int, size: int, folder: Path, how: str) -> str:
     training = Training()
-    with opened(folder, rank, size, patience=0.5) as checkpoints:
+    with opened(folder, rank, size, shard_timeout=0.5) as checkpoints:
         training.learn(1)
         checkpoints.save(1, training.state())
         checkpoints.wait()
@@ -359,7 +359,7 @@ def spoil(how: str) -> None:
     if how == "silent":
         patch.setattr(sharded.Part, "_leave_note", lambda *_: None)
     else:
-        patch.setattr(store.HashedFile, "write", full)
+        patch.setattr(directory.HashedFile, "write", full)
     if how == "so full that it cannot say it":
         patch.setattr(Path, "write_text", lambda self, _: self.touch())
 
@@ -392,4 +392,4 @@ def save_where_rank_1_does_not_see_it(rank: int, size: int, folder: Path) -> str
 def test_a_node_that_does_not_share_the_folder_is_named(tmp_path: Path) -> None:
     first, second = forked.ranks(2, save_where_rank_1_does_not_see_it, tmp_path)
     assert first == second
-    assert first.startswith("rank 1 on ") and "fsdp needs a checkpoint folder that all nodes share" in first
+    assert first.startswith("rank 1 on ") and "fsdp needs a checkpoint directory that all nodes share" in first

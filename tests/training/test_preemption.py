@@ -14,7 +14,14 @@ import forked
 import pytest
 import torch
 
-from distributed.training.preemption import STOP_SIGNALS, Ballots, NonFiniteLoss, Outcome, PeerFailed, stop_signals
+from distributed.training.preemption import (
+    STOP_SIGNALS,
+    NonFiniteLoss,
+    PeerFailed,
+    StatusExchange,
+    StepStatus,
+    stop_signals,
+)
 
 HOSTS = ["n1", "n1", "n2"]
 
@@ -24,12 +31,12 @@ HOSTS = ["n1", "n1", "n2"]
 
 @pytest.mark.parametrize("number", STOP_SIGNALS, ids=lambda number: number.name)
 def test_a_signal_only_sets_the_flag(number: signal.Signals) -> None:
-    with stop_signals() as asked:
-        assert not asked.is_set()
+    with stop_signals() as requested:
+        assert not requested.is_set()
         signal.raise_signal(number)
-        assert asked.is_set()
+        assert requested.is_set()
         signal.raise_signal(number)  # a second one is no more than the first
-    assert asked.is_set()
+    assert requested.is_set()
 
 
 @pytest.mark.parametrize("error", [None, ValueError, KeyboardInterrupt])
@@ -57,48 +64,48 @@ def test_the_launchers_stop_signals_are_all_caught() -> None:
 NAN, INF = math.nan, math.inf
 # Of each step: the loss on each rank, who is asked to stop, who has failed; and what all are to read.
 STEPS = [
-    ((1.0, 2.0, 6.0), (), (), Outcome(0, 3.0, stop=False, not_finite=(), failed=())),
-    ((1.0, 2.0, 6.0), (1,), (), Outcome(1, 3.0, stop=True, not_finite=(), failed=())),
-    ((1.0, 2.0, 6.0), (0, 1, 2), (), Outcome(2, 3.0, stop=True, not_finite=(), failed=())),
-    ((1.0, NAN, 6.0), (), (), Outcome(3, NAN, stop=False, not_finite=(1,), failed=())),
-    ((INF, 2.0, -INF), (), (), Outcome(4, NAN, stop=False, not_finite=(0, 2), failed=())),
-    ((1.0, 2.0, INF), (0,), (1,), Outcome(5, INF, stop=True, not_finite=(2,), failed=(1,))),
-    ((1.0, 2.0, NAN), (), (2,), Outcome(6, NAN, stop=False, not_finite=(2,), failed=(2,))),
-    ((0.0, 0.0, 0.0), (), (), Outcome(7, 0.0, stop=False, not_finite=(), failed=())),
+    ((1.0, 2.0, 6.0), (), (), StepStatus(0, 3.0, stop=False, not_finite=(), failed=())),
+    ((1.0, 2.0, 6.0), (1,), (), StepStatus(1, 3.0, stop=True, not_finite=(), failed=())),
+    ((1.0, 2.0, 6.0), (0, 1, 2), (), StepStatus(2, 3.0, stop=True, not_finite=(), failed=())),
+    ((1.0, NAN, 6.0), (), (), StepStatus(3, NAN, stop=False, not_finite=(1,), failed=())),
+    ((INF, 2.0, -INF), (), (), StepStatus(4, NAN, stop=False, not_finite=(0, 2), failed=())),
+    ((1.0, 2.0, INF), (0,), (1,), StepStatus(5, INF, stop=True, not_finite=(2,), failed=(1,))),
+    ((1.0, 2.0, NAN), (), (2,), StepStatus(6, NAN, stop=False, not_finite=(2,), failed=(2,))),
+    ((0.0, 0.0, 0.0), (), (), StepStatus(7, 0.0, stop=False, not_finite=(), failed=())),
 ]
 
 
-def vote(rank: int, size: int, late: int, dtype: torch.dtype) -> list[list[Outcome]]:
+def exchanged(rank: int, size: int, late: int, dtype: torch.dtype) -> list[list[StepStatus]]:
     """What this rank reads after each of the steps, and at last."""
-    ballots = Ballots(rank, size, torch.device("cpu"))
-    ballots.late = late
+    exchange = StatusExchange(rank, size, torch.device("cpu"))
+    exchange.late = late
     read = []
     for step, (losses, stopping, failing, _) in enumerate(STEPS):
         loss = torch.tensor(losses[rank], dtype=dtype)
-        ballots.cast(step, loss, stop=rank in stopping, failed=rank in failing)
-        read.append(ballots.settle())
-    return [*read, ballots.settle(now=True), ballots.settle(now=True)]
+        exchange.send(step, loss, stop=rank in stopping, failed=rank in failing)
+        read.append(exchange.receive())
+    return [*read, exchange.receive(now=True), exchange.receive(now=True)]
 
 
 @pytest.mark.parametrize(("late", "dtype"), [(0, torch.bfloat16), (1, torch.float32)], ids=["at once", "a step late"])
 def test_all_ranks_read_the_same_of_every_step(late: int, dtype: torch.dtype) -> None:
     """A step late is how a GPU is read without making it wait; here the CPU is."""
-    expected: list[list[Outcome]] = [[outcome] for *_, outcome in STEPS]
+    expected: list[list[StepStatus]] = [[outcome] for *_, outcome in STEPS]
     expected = [*([[]] * late), *expected, *([[]] * (2 - late))]
-    for read in forked.ranks(3, vote, late, dtype):
+    for read in forked.ranks(3, exchanged, late, dtype):
         assert [list(map(readable, outcomes)) for outcomes in read] == [
             list(map(readable, outcomes)) for outcomes in expected
         ]
 
 
-def readable(outcome: Outcome) -> str:
+def readable(outcome: StepStatus) -> str:
     """As text: NaN is equal to nothing, not even to itself."""
     return str(asdict(outcome))
 
 
 def test_only_a_gpu_is_read_late() -> None:
-    assert Ballots(0, 1, torch.device("cpu")).late == 0
-    assert Ballots(0, 1, torch.device("cuda")).late == 1
+    assert StatusExchange(0, 1, torch.device("cpu")).late == 0
+    assert StatusExchange(0, 1, torch.device("cuda")).late == 1
 
 
 # ---------------------------------------------------------------- who raises what
@@ -124,7 +131,7 @@ def test_the_culprit_raises_its_cause_and_the_others_name_it(
     message: str,
 ) -> None:  # fmt: skip
     with pytest.raises(error) as raised:
-        Outcome(7, 1.0, False, not_finite, failed).raise_for(rank, cause, HOSTS)
+        StepStatus(7, 1.0, False, not_finite, failed).raise_for(rank, cause, HOSTS)
     assert str(raised.value).startswith(message)
     assert raised.type is error
     if cause:
@@ -133,4 +140,4 @@ def test_the_culprit_raises_its_cause_and_the_others_name_it(
 
 @pytest.mark.parametrize("stop", [False, True])
 def test_nobody_raises_when_all_is_well_or_a_stop_was_asked_for(stop: bool) -> None:
-    Outcome(7, 1.0, stop, (), ()).raise_for(0, None, HOSTS)
+    StepStatus(7, 1.0, stop, (), ()).raise_for(0, None, HOSTS)

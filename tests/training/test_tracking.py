@@ -174,7 +174,7 @@ def test_trackers_that_are_installed_are_no_fault() -> None:
 
 
 def test_settings_and_facts_are_written_whole(tmp_path: Path) -> None:
-    write_settings(tmp_path, {"train": {"steps": 2}, "data": {"path": tmp_path}}, model={"parameters": 3})
+    write_settings(tmp_path, {"train": {"steps": 2}, "data": {"path": str(tmp_path)}}, model={"parameters": 3})
     text = (tmp_path / "settings.json").read_text()
     assert strictly(text) == {
         "settings": {"data": {"path": str(tmp_path)}, "train": {"steps": 2}}, "model": {"parameters": 3},
@@ -185,7 +185,7 @@ def test_settings_and_facts_are_written_whole(tmp_path: Path) -> None:
 
 def test_the_machine_is_described() -> None:
     machine = describe_machine()
-    assert set(machine) == {"host", "cpu", "cores", "memory_bytes", "python", "platform"}
+    assert set(machine) == {"host", "cpu", "cores", "memory_bytes", "python", "platform", "torch", "gpus"}
     assert machine["cores"] == len(os.sched_getaffinity(0))
     kibibytes = re.search(r"^MemTotal: +(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
     assert kibibytes

@@ -7,7 +7,7 @@ older one is good. Where checkpoints exist and none can be used, that is an erro
 
 Standard library alone.
 
-Try it: python -m distributed.checkpoint.store DIRECTORY    lists the checkpoints and checks every byte
+Try it: python -m distributed.checkpoint.directory DIRECTORY    lists the checkpoints and checks every byte
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import hashlib
 import io
 import json
 import logging
-import mmap
 import os
 import re
 import shlex
@@ -93,7 +92,7 @@ class Found:
             was, now = ("in shards", "whole") if self.sharded else ("whole", "in shards")
             raise CheckpointError(
                 f"{self.path} was written {was}, and this run reads and writes {now}: resume with the strategy "
-                f"that wrote it, or start anew in another folder"
+                f"that wrote it, or start anew in another directory"
             )
 
     def fault(self) -> str | None:
@@ -119,22 +118,22 @@ class Found:
                 stream.read(1)
 
 
-def newest(folder: Path) -> Found | None:
+def newest(directory: Path) -> Found | None:
     """The newest good checkpoint, every byte checked; None when the directory holds no checkpoint.
 
     Each newer one that is damaged or unreadable is named in a warning.
     Raises CheckpointError when checkpoints exist and none can be used, or the directory cannot be listed.
     """
-    return _first_good(folder, lambda found: -found.step)
+    return _first_good(directory, lambda found: -found.step)
 
 
-def best(folder: Path) -> Found | None:
+def best(directory: Path) -> Found | None:
     """The good checkpoint with the lowest score, the newest of equals; otherwise as newest()."""
-    return _first_good(folder, _score)
+    return _first_good(directory, _score)
 
 
-def _first_good(folder: Path, order: Callable[[Found], float]) -> Found | None:
-    candidates, faults = _read_all(folder)
+def _first_good(directory: Path, order: Callable[[Found], float]) -> Found | None:
+    candidates, faults = _read_all(directory)
     for found in sorted(candidates, key=order):
         fault = found.fault()
         if fault is None:
@@ -142,24 +141,24 @@ def _first_good(folder: Path, order: Callable[[Found], float]) -> Found | None:
             return found
         faults[found.path] = fault
     if faults:
-        raise CheckpointError(_none_usable(folder, faults))
+        raise CheckpointError(_none_usable(directory, faults))
     return None
 
 
-def described(folder: Path) -> list[Found]:
+def described(directory: Path) -> list[Found]:
     """The checkpoints whose manifest is intact, newest first; the others are named in a warning.
 
     Raises CheckpointError when the directory cannot be listed.
     """
-    found, faults = _read_all(folder)
+    found, faults = _read_all(directory)
     _warn(faults)
     return found
 
 
-def _read_all(folder: Path) -> tuple[list[Found], dict[Path, str]]:
+def _read_all(directory: Path) -> tuple[list[Found], dict[Path, str]]:
     """The checkpoints with an intact manifest, newest first, and the faults of the others."""
     found, faults = [], {}
-    for path in step_folders(folder):
+    for path in step_directories(directory):
         try:
             found.append(Found.read(path))
         except CheckpointError as error:
@@ -172,29 +171,29 @@ def _warn(faults: Mapping[Path, str]) -> None:
         log.warning("skipping a checkpoint: %s", faults[path])
 
 
-def _none_usable(folder: Path, faults: Mapping[Path, str]) -> str:
-    here = shlex.quote(str(folder))
+def _none_usable(directory: Path, faults: Mapping[Path, str]) -> str:
+    here = shlex.quote(str(directory))
     return "\n".join([
-        f"{folder}: checkpoints exist, and none can be used:",
+        f"{directory}: checkpoints exist, and none can be used:",
         *(f"    {faults[path]}" for path in sorted(faults, reverse=True)),
         "To resume, make one of them readable. To start from step 0, use another checkpoint directory "
         f"(checkpoint.dir=PATH), or move this one: mv {here} {here}.unusable",
     ])  # fmt: skip
 
 
-def step_folders(folder: Path) -> list[Path]:
+def step_directories(directory: Path) -> list[Path]:
     """The published checkpoints, newest first. An `.old` one is the previous version of the same step.
 
     Raises CheckpointError when the directory exists and cannot be listed.
     """
     try:
-        names = os.listdir(folder)
+        names = os.listdir(directory)
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise CheckpointError(f"{folder}: cannot list the checkpoints: {error.strerror or error}") from error
+        raise CheckpointError(f"{directory}: cannot list the checkpoints: {error.strerror or error}") from error
     matches = filter(None, map(STEP.fullmatch, names))
-    return [folder / match[0] for match in sorted(matches, key=lambda match: (-int(match[1]), match[2] is not None))]
+    return [directory / match[0] for match in sorted(matches, key=lambda match: (-int(match[1]), match[2] is not None))]
 
 
 def _score(found: Found) -> float:
@@ -217,63 +216,33 @@ def _checksum(manifest: Mapping[str, Any]) -> str:
 
 
 class HashedFile(io.FileIO):
-    """A new file that knows the SHA-256 of what was written to it; closed well, it is on the disk.
-
-    Where the filesystem allows it, it goes past the page cache: to find pages for a file of that size can take
-    more processor time than all the rest, and they would drive out the training's data.
-    """
+    """A new file that knows the SHA-256 of what was written to it. After close() it is on the disk."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, "xb")
         self._sha256, self._written = hashlib.sha256(), 0
-        self._block, self._filled = memoryview(mmap.mmap(-1, 4 * MIB)), 0  # aligned to a page, as the disk demands
-        self._go_direct(True)
 
     def write(self, data: Any) -> int:
-        """Write all of `data`. Other threads run while a full block is hashed and written."""
+        """Write all of `data`. Other threads run while it is hashed and written."""
         rest = memoryview(data).cast("B")
         count = rest.nbytes
+        self._sha256.update(rest)
         while rest:
-            room = min(len(rest), len(self._block) - self._filled)
-            self._block[self._filled : self._filled + room] = rest[:room]
-            self._filled, rest = self._filled + room, rest[room:]
-            if self._filled == len(self._block):
-                self._put()
+            rest = rest[super().write(rest) :]
+        self._written += count
         return count
 
-    def tell(self) -> int:
-        return self._written + self._filled
-
     def close(self) -> None:
-        """Bring what is left, and all, to the disk."""
+        """Sync the file to the disk, and close it."""
         if not self.closed:
             try:
-                self._put()
                 os.fsync(self.fileno())
             finally:
                 super().close()
 
     def note(self) -> dict[str, Any]:
-        """What a manifest says of it."""
+        """Its entry in a manifest."""
         return {"bytes": self._written, "sha256": self._sha256.hexdigest()}
-
-    def _put(self) -> None:
-        rest = self._block[: self._filled]
-        self._sha256.update(rest)
-        self._written, self._filled = self._written + len(rest), 0
-        while rest:
-            try:
-                rest = rest[super().write(rest) :]
-            except OSError as error:
-                if error.errno != errno.EINVAL or not self._go_direct(False):
-                    raise
-
-    def _go_direct(self, direct: bool) -> bool:
-        """Past the page cache, or not; whether that changed anything."""
-        before = fcntl.fcntl(self.fileno(), fcntl.F_GETFL)
-        with suppress(OSError):
-            fcntl.fcntl(self.fileno(), fcntl.F_SETFL, before | os.O_DIRECT if direct else before & ~os.O_DIRECT)
-        return fcntl.fcntl(self.fileno(), fcntl.F_GETFL) != before
 
 
 @contextmanager
@@ -284,12 +253,12 @@ def written(file: Path, notes: FileNotes) -> Iterator[HashedFile]:
     notes[file.name] = stream.note()
 
 
-def final_folder(folder: Path, step: int) -> Path:
+def final_path(directory: Path, step: int) -> Path:
     """Where the checkpoint of a step is published."""
-    return folder / f"step_{step:08d}"
+    return directory / f"step_{step:08d}"
 
 
-def new_folder(final: Path) -> Path:
+def new_directory(final: Path) -> Path:
     """Make the directory in which a checkpoint is written before it is published."""
     writing = final.with_name(f"{final.name}.writing-{_me()}")
     shutil.rmtree(writing, ignore_errors=True)
@@ -305,23 +274,23 @@ def publish(writing: Path, final: Path, manifest: Mapping[str, Any]) -> None:
     text = json.dumps({**manifest, "sha256": _checksum(manifest)}, indent=2, sort_keys=True)
     with written(writing / "manifest.json", {}) as stream:
         stream.write(f"{text}\n".encode())
-    _sync_folder(writing)
+    _sync_directory(writing)
     old = final.with_name(f"{final.name}.old")
     if final.exists():
         remove(old)
         os.rename(final, old)
     os.rename(writing, final)
-    _sync_folder(final.parent)
+    _sync_directory(final.parent)
     remove(old)
 
 
-def prune(folder: Path, step: int, keep: int) -> None:
+def prune(directory: Path, step: int, keep: int) -> None:
     """Remove old checkpoints: the newest `keep` up to this step stay, and the best one.
 
     A later step belongs to another run and stays. What cannot be read stays too: it may be readable again.
     """
     try:
-        ours = [found for found in described(folder) if found.step <= step]
+        ours = [found for found in described(directory) if found.step <= step]
     except CheckpointError as error:
         log.warning("old checkpoints are not removed: %s", error)
         return
@@ -344,8 +313,8 @@ def remove(path: Path) -> None:
         shutil.rmtree(going)
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
@@ -358,25 +327,25 @@ def _sync_folder(folder: Path) -> None:
 # ---- one run writes to a directory ----
 
 
-def take_over(folder: Path) -> io.TextIOWrapper | None:
+def take_over(directory: Path) -> io.TextIOWrapper | None:
     """Make the directory, lock it, and remove the unfinished checkpoints of runs that have ended.
 
     Returns the lock, which is released when it is closed; None where the file system has no locks.
     Raises CheckpointError when another run holds the lock, or the directory cannot be written to.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = _lock(folder)
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = _lock(directory)
     except OSError as error:
-        raise CheckpointError(f"{folder}: checkpoints cannot be kept here: {error}") from error
-    for leftover in filter(_abandoned, folder.glob("step_*")):
+        raise CheckpointError(f"{directory}: checkpoints cannot be kept here: {error}") from error
+    for leftover in filter(_abandoned, directory.glob("step_*")):
         shutil.rmtree(leftover, ignore_errors=True)
     return lock
 
 
-def _lock(folder: Path) -> io.TextIOWrapper | None:
+def _lock(directory: Path) -> io.TextIOWrapper | None:
     """The kernel releases it when this process ends. Not flock(2): a forked data worker would hold that one too."""
-    lock = (folder / ".lock").open("a+")
+    lock = (directory / ".lock").open("a+")
     try:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -384,10 +353,10 @@ def _lock(folder: Path) -> io.TextIOWrapper | None:
             if error.errno not in UNSUPPORTED:
                 lock.seek(0)
                 raise CheckpointError(
-                    f"{folder}: another run ({lock.read().strip()}) writes its checkpoints here: "
-                    f"wait for it, stop it, or give this run a folder of its own"
+                    f"{directory}: another run ({lock.read().strip()}) writes its checkpoints here: "
+                    f"wait for it, stop it, or give this run a directory of its own"
                 ) from error
-        log.warning("%s: this filesystem has no locks: see to it that no second run writes here", folder)
+        log.warning("%s: this filesystem has no locks: see to it that no second run writes here", directory)
         return None
     lock.truncate(0)
     lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
@@ -424,10 +393,10 @@ def _me() -> str:
 def main(words: list[str], say: Callable[[str], object] = print) -> int:
     """List the checkpoints of a directory. 0: all are good; 1: one is not, or there is none; 2: no such directory."""
     if len(words) != 1 or not Path(words[0]).is_dir():
-        sys.stderr.write(f"no directory {' '.join(words)!r}: python -m distributed.checkpoint.store DIRECTORY\n")
+        sys.stderr.write(f"no directory {' '.join(words)!r}: python -m distributed.checkpoint.directory DIRECTORY\n")
         return 2
     try:
-        paths = step_folders(Path(words[0]))
+        paths = step_directories(Path(words[0]))
     except CheckpointError as error:
         sys.stderr.write(f"{error}\n")
         return 2

@@ -1,0 +1,213 @@
+"""Save and restore the objects of a training, and stop it on request.
+
+    with process_group() as world:
+        model = wrap(Net().to(device(world)), "auto", world)
+        optimizer = torch.optim.AdamW(model.parameters())
+        with Checkpointer("checkpoints/net", model, optimizer) as checkpointer:
+            for step in range(checkpointer.restore() + 1, STEPS + 1):
+                ...  # forward, backward, optimizer.step()
+                stop = checkpointer.should_stop(step, loss)
+                if stop or step % 100 == 0:
+                    checkpointer.save(step)
+                if stop:
+                    sys.exit(STOPPED)
+
+`distributed.checkpoint.checkpoints` below it saves state dicts, and knows no objects.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import socket
+import threading
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from distributed.checkpoint.checkpoints import CheckpointError, Checkpoints, Found, random_state, set_random_state
+from distributed.exit_codes import STOPPED
+from distributed.torch import unwrap
+from distributed.training.preemption import NonFiniteLoss, StatusExchange, StepStatus, stop_signals
+
+log = logging.getLogger(__name__)
+NOTHING: Mapping[str, Any] = {}
+
+
+class Checkpointer:
+    """The checkpoints of one training, and its stop requests.
+
+    All ranks make one and call its methods alike: they are collectives of the default process group. Within its `with`
+    block SIGTERM, SIGINT and SIGUSR2 only request a stop. The block ends when the last checkpoint is published, also
+    after sys.exit(75).
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        keep: int = 3,
+        per_rank: Mapping[str, Stateful] = NOTHING,
+        stop_requested: threading.Event | None = None,
+        **shared: Stateful,
+    ) -> None:
+        """Lock the directory. Raises CheckpointError when another run writes its checkpoints there.
+
+        Args:
+            model: as it is trained: plain, in DistributedDataParallel, or sharded by fully_shard (then all nodes must
+                share the directory).
+            keep: how many of the newest checkpoints stay; the one with the lowest score stays besides.
+            per_rank: objects whose state differs between ranks, such as the position of a data loader.
+            stop_requested: set by the caller to request a stop, in place of the signals.
+            shared: other objects whose state is the same on all ranks, such as a scheduler or a gradient scaler.
+        """
+        grouped = dist.is_available() and dist.is_initialized()
+        rank, size = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
+        parameters = list(model.parameters())
+        sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
+        self._model, self._optimizer, self._shared, self._per_rank = model, optimizer, shared, per_rank
+        self._checkpoints = Checkpoints(Path(directory), keep=keep, rank=rank, size=size, sharded=sharded)
+        self._hosts = self._checkpoints.ranks.everyone(socket.gethostname())
+        self._exchange = StatusExchange(rank, size, parameters[0].device)
+        self._stop, self._loss = False, math.nan
+        self._signals = ExitStack()
+        self._catches_signals = stop_requested is None
+        self.stop_requested = stop_requested or threading.Event()
+
+    def restore(self, found: Found | None = None) -> int:
+        """Restore all objects and the random states from the newest checkpoint, or that one.
+
+        Returns the step that it was saved with; 0 where there is no checkpoint. With another number of ranks than
+        before, ranks beyond it keep their random states, and `per_rank` objects stay as they are.
+
+        Raises CheckpointError when checkpoints exist and none can be used, or it does not fit the objects.
+        """
+        found = found or self.newest()
+        if found is None:
+            return 0
+        state = self.load(found)
+        if missing := [name for name in self._shared if name not in state]:
+            raise CheckpointError(f"{found.path} does not fit this training: it has no {', '.join(missing)}")
+        set_state_dict(
+            unwrap(self._model), self._optimizer,
+            model_state_dict=state["model"], optim_state_dict=state["optimizer"],
+        )  # fmt: skip
+        for name, shared in self._shared.items():
+            shared.load_state_dict(state[name])
+        if own := self._checkpoints.load_own(found):
+            self._restore_own(own, found)
+        return found.step
+
+    def _restore_own(self, own: Mapping[str, Any], found: Found) -> None:
+        set_random_state(own)
+        size = self._checkpoints.ranks.size
+        for name, of_rank in self._per_rank.items():
+            if found.ranks != size:
+                log.warning(f"{found.path} is of {found.ranks} ranks, now {size}: {name} is not restored")
+            elif name in own.get("objects", {}):
+                of_rank.load_state_dict(own["objects"][name])
+            else:
+                raise CheckpointError(f"{found.path} does not fit this training: it has no {name}")
+
+    def should_stop(self, step: int, loss: Tensor | None = None) -> bool:
+        """Whether a stop was requested on any rank; the same on all of them. Call it once after each step.
+
+        On a GPU the answer is one step late, so that the host does not wait for the GPU. loss: this rank's, a scalar.
+
+        Raises on all ranks: NonFiniteLoss where the loss is NaN or infinite, CheckpointError where the last checkpoint
+        could not be written, and on the other ranks PeerFailed, which names them.
+        """
+        loss = torch.zeros((), device=self._exchange.device) if loss is None else loss.detach()
+        failed = self._checkpoints.failed() is not None
+        self._exchange.send(step, loss, stop=self.stop_requested.is_set(), failed=failed)
+        self._read(self._exchange.receive())
+        return self._stop
+
+    def mean_loss(self) -> float:
+        """The mean over all ranks of the loss given last to should_stop(); waits for the GPU, and raises as it does."""
+        self._read(self._exchange.receive(now=True))
+        return self._loss
+
+    def _read(self, received: list[StepStatus]) -> None:
+        for status in received:
+            status.raise_for(self._checkpoints.ranks.rank, self._checkpoints.failed(), self._hosts)
+            self._stop, self._loss = self._stop or status.stop, status.loss
+
+    def save(
+        self, step: int, *, facts: Mapping[str, Any] | None = None, score: float | None = None, overlap: bool = False
+    ) -> None:
+        """Copy the state of all objects and return; a thread writes it, and publishes it when it is complete.
+
+        Args:
+            step: how many steps are done.
+            facts: JSON for the manifest, readable without loading anything.
+            score: the lowest is the best.
+            overlap: copy what the optimizer changes after returning, while the next gradients are computed. Nothing
+                but optimizer.step() may change that before its next call; evaluation with other weights would.
+
+        Raises CheckpointError when the save before could not be written, or the state could not be loaded again;
+        NonFiniteLoss when the weights are NaN or infinite: the checkpoints before stay the newest.
+        """
+        self._read(self._exchange.receive(now=True))
+        norm = nn.utils.get_total_norm(self._model.parameters())  # a loss is that of the weights before its step
+        if not math.isfinite(norm.full_tensor() if isinstance(norm, DTensor) else norm):
+            raise NonFiniteLoss(
+                f"the weights are not finite (NaN or inf) after step {step}: no checkpoint is written of them. "
+                "Lower the learning rate; started again, it goes on from the newest checkpoint"
+            )
+        objects = {name: of_rank.state_dict() for name, of_rank in self._per_rank.items()}
+        self._checkpoints.save(
+            step, self._state(), own={**random_state(), "objects": objects}, facts=facts, score=score,
+            until=self._optimizer if overlap else None,
+        )  # fmt: skip
+
+    def _state(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(unwrap(self._model), self._optimizer)
+        return {
+            "model": model, "optimizer": optimizer,
+            **{name: shared.state_dict() for name, shared in self._shared.items()},
+        }  # fmt: skip
+
+    def newest(self) -> Found | None:
+        """The newest valid checkpoint, or None. Raises CheckpointError when there are some and none can be used."""
+        return self._checkpoints.newest()
+
+    def best(self) -> Found | None:
+        """The valid checkpoint with the lowest score, or None; raises as newest() does."""
+        return self._checkpoints.best()
+
+    def load(self, found: Found) -> dict[str, Any]:
+        """The state in a checkpoint, on the CPU. Where the model is sharded, its shards are overwritten and returned.
+
+        Raises CheckpointError when it cannot be read, or does not fit the model and the optimizer.
+        """
+        return self._checkpoints.load(found, self._state())
+
+    def wait(self) -> None:
+        """Until the last save is published. Raises CheckpointError when it could not be written."""
+        self._checkpoints.wait()
+
+    def __enter__(self) -> Checkpointer:
+        if self._catches_signals:
+            self.stop_requested = self._signals.enter_context(stop_signals())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        stopped = isinstance(error, SystemExit) and error.code == STOPPED  # all ranks do
+        with self._signals:
+            self._checkpoints.__exit__(None if stopped else kind, error, trace)

@@ -1,0 +1,145 @@
+"""The model: a GPT, and the text that it writes."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from distributed.config import Model
+from distributed.training.data import Corpus
+
+log = logging.getLogger("muster")
+SAMPLE_SECONDS = 10.0  # that the sample at the end may take
+
+
+class Attention(nn.Module):
+    """Causal self-attention of several heads."""
+
+    def __init__(self, m: Model) -> None:
+        super().__init__()
+        self.n_head, self.dropout = m.n_head, m.dropout
+        self.qkv = nn.Linear(m.n_embd, 3 * m.n_embd, bias=m.bias)
+        self.proj = nn.Linear(m.n_embd, m.n_embd, bias=m.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, time, width] -> the same."""
+        b, t, c = x.shape
+        q, k, v = (part.view(b, t, self.n_head, c // self.n_head).transpose(1, 2) for part in self.qkv(x).split(c, 2))
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=True)
+        return F.dropout(self.proj(y.transpose(1, 2).reshape(b, t, c)), self.dropout, self.training)
+
+
+class Block(nn.Module):
+    """Attention, then a feed-forward layer, each behind a normalisation and beside the residual stream."""
+
+    def __init__(self, m: Model) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(m.n_embd, bias=m.bias)
+        self.attention = Attention(m)
+        self.norm2 = nn.LayerNorm(m.n_embd, bias=m.bias)
+        self.up = nn.Linear(m.n_embd, 4 * m.n_embd, bias=m.bias)
+        self.down = nn.Linear(4 * m.n_embd, m.n_embd, bias=m.bias)
+        self.dropout = m.dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, time, width] -> the same."""
+        x = x + self.attention(self.norm1(x))
+        return x + F.dropout(self.down(F.gelu(self.up(self.norm2(x)))), self.dropout, self.training)
+
+
+class GPT(nn.Module):
+    """A GPT-2 shaped language model with tied input and output embeddings."""
+
+    def __init__(self, m: Model, vocab_size: int, gradient_checkpointing: bool = False) -> None:
+        super().__init__()
+        self.block_size, self.dropout, self.gradient_checkpointing = m.block_size, m.dropout, gradient_checkpointing
+        self.tokens = nn.Embedding(vocab_size, m.n_embd)
+        self.positions = nn.Embedding(m.block_size, m.n_embd)
+        self.blocks = nn.ModuleList(Block(m) for _ in range(m.n_layer))
+        self.norm = nn.LayerNorm(m.n_embd, bias=m.bias)
+        self.head = nn.Linear(m.n_embd, vocab_size, bias=False)
+        self.head.weight = self.tokens.weight
+        for name, parameter in self.named_parameters():
+            if parameter.dim() > 1:  # the residual stream sums 2 n_layer terms: each begins that much smaller (GPT-2)
+                residual = name.endswith(("proj.weight", "down.weight"))
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * m.n_layer) if residual else 0.02)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+
+    def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Logits [batch, time, vocabulary]; with targets, the mean loss of each window [batch] in nats a token."""
+        x = self.tokens(inputs) + self.positions(torch.arange(inputs.shape[1], device=inputs.device))
+        x = F.dropout(x, self.dropout, self.training)
+        for block in self.blocks:
+            again = self.gradient_checkpointing and self.training  # compute it again, in place of keeping it
+            x = checkpoint(block, x, use_reentrant=False) if again else block(x)
+        logits: Tensor = self.head(self.norm(x))
+        if targets is None:
+            return logits
+        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+        return losses.view_as(targets).mean(1)
+
+
+@torch.no_grad()
+def generate(model: nn.Module, prompt: Tensor, block_size: int, temperature: float = 0.8) -> Iterator[Tensor]:
+    """Continue a prompt [time]: one token [1] after the other, without end."""
+    draw = torch.Generator(device=prompt.device).manual_seed(0)
+    written = prompt
+    while True:
+        logits = model(written[None])[0, -1] / temperature
+        token = torch.multinomial(logits.float().softmax(0), 1, generator=draw)
+        written = torch.cat([written, token])[-block_size:]
+        yield token
+
+
+def sample(
+    model: GPT,
+    corpus: Corpus,
+    length: int,
+    *,
+    writes: bool,
+    first: bool,
+    stop: threading.Event,
+    autocast: torch.autocast,
+) -> str:
+    """A text of the model with a heading; "" on ranks but the first, and where the tokens are no text. Collective.
+
+    All ranks agree after each token whether to go on: for SAMPLE_SECONDS at most, and until `stop` is set on one.
+
+    Args:
+        length: in tokens.
+        writes: whether this rank runs the model: one rank is enough where it has all weights.
+    """
+    if not length or corpus.kind != "bytes":
+        return ""
+    device = next(model.parameters()).device
+    prompt = corpus.encode("\n").to(device)
+    tokens, written = generate(model, prompt, model.block_size), list[Tensor]()
+    model.eval()
+    start = time.perf_counter()
+    with autocast:
+        while len(written) < length:
+            written.append(next(tokens) if writes else prompt)
+            late = first and time.perf_counter() - start >= SAMPLE_SECONDS
+            flags = torch.tensor([stop.is_set(), late], dtype=torch.float32, device=device)
+            dist.all_reduce(flags)
+            stopped, late = (total > 0 for total in flags.tolist())
+            if stopped or late:
+                break
+    model.train()
+    if stopped:
+        log.info("stop request: all steps are done; no longer sample")
+    if not first:
+        return ""
+    part = f" ({len(written)} of {length:,} tokens, in {SAMPLE_SECONDS:g} s)" if late and len(written) < length else ""
+    text = corpus.decode(torch.cat(written)).strip()
+    return f"a sample{part}:\n\n" + "".join(f"    {line}\n" for line in text.splitlines())

@@ -1,0 +1,151 @@
+"""How a training goes: progress lines on the console of rank 0, and metrics.jsonl."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from distributed.config import Settings
+from distributed.runs import report
+from distributed.training.collectives import Ranks
+from distributed.training.tracking import Tracker
+
+log = logging.getLogger("muster")
+
+
+class Stopwatch:
+    """How long a part of each step takes on this rank."""
+
+    def __init__(self, here: torch.device) -> None:
+        self.cuda = here.type == "cuda"
+        self._spans: list[tuple[Any, Any]] = []
+        self._begun: Any = None
+
+    def begin(self) -> None:
+        """The part begins now; of several calls in a step the last one counts."""
+        self._begun = self._now()
+
+    def end(self) -> None:
+        """What belongs to the part is done (or, on a GPU, queued)."""
+        if self._begun is not None:
+            self._spans.append((self._begun, self._now()))
+
+    def forget(self) -> None:
+        """The steps up to here do not count."""
+        self._spans.clear()
+
+    def mean(self) -> float:
+        """Mean seconds a step since the last call; NaN where the part never began."""
+        if not self._spans:
+            return math.nan
+        if self.cuda:
+            self._spans[-1][1].synchronize()
+            seconds = [begun.elapsed_time(ended) / 1000 for begun, ended in self._spans]
+        else:
+            seconds = [ended - begun for begun, ended in self._spans]
+        self.forget()
+        return sum(seconds) / len(seconds)
+
+    def _now(self) -> Any:
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+class Progress:
+    """Measures the steps, and reports them on rank 0. All ranks call it alike: some figures are gathered from all."""
+
+    def __init__(
+        self, run: Path, settings: Settings, ranks: Ranks, here: torch.device, steps: int, tokens: int
+    ) -> None:
+        """steps: of the whole training. tokens: of one step."""
+        self._run, self._settings, self._ranks, self._here = run, settings, ranks, here
+        self._steps, self._tokens = steps, tokens
+        self._timed_steps, self._timed_seconds = 0, 0.0
+        self._tracker: Tracker | None = None
+        self._stack = ExitStack()
+        # Up to where a rank first waits for others, so that it shows a slow rank.
+        self.compute = Stopwatch(here)
+        # From this rank's last gradient to the sum over all ranks. Not measured under fsdp: there ranks wait for each
+        # other in every layer.
+        self.waiting = Stopwatch(here)
+
+    def __enter__(self) -> Progress:
+        if self._ranks.rank == 0:
+            if str(self._run) != os.environ.get("MUSTER_RUN_DIR"):  # else the launcher writes it, with the verdict
+                self._stack.callback(lambda: log.info(f"report {report.write(self._run)}"))
+            self._tracker = self._stack.enter_context(Tracker(self._run, self._settings.model_dump(mode="json")))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
+
+    def time_waiting(self, model: nn.Module) -> None:
+        """For ddp: the parameter that is used first gets its gradient last, and there the waiting begins."""
+        first = next(parameter for parameter in model.parameters() if parameter.requires_grad)
+        first.register_post_accumulate_grad_hook(lambda _: self.waiting.begin())
+
+    def restart_clock(self, step: int) -> None:
+        """The time up to here is not that of steps."""
+        self._from_step, self._from_time = step, time.perf_counter()
+        self.waiting.forget()
+
+    def event(self, step: int, name: str, **values: Any) -> None:
+        """A line of metrics.jsonl for the report."""
+        if self._tracker:
+            self._tracker.log(step, event=name, **values)
+
+    def log_step(self, step: int, loss: float, rate: float, norm: Tensor) -> None:
+        """Report the steps since the last call. Collective. rate: the learning rate. norm: of the gradients."""
+        rank_seconds = self._of_all_ranks(self.compute.mean())
+        gradient_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        steps = step - self._from_step
+        seconds = (time.perf_counter() - self._from_time) / max(steps, 1)
+        wait_share = self._of_all_ranks(self.waiting.mean() / seconds)  # each rank by its own clock
+        self._timed_steps, self._timed_seconds = self._timed_steps + steps, self._timed_seconds + steps * seconds
+        speed = self._tokens / seconds
+        minutes, rest = divmod(round(seconds * (self._steps - step)), 60)
+        log.info(
+            f"step {step:>{len(str(self._steps))}}/{self._steps}  loss {loss:.4f}  lr {rate:.2e}  "
+            f"grad {gradient_norm:.2f}  {speed:,.0f} tokens/s  {minutes // 60}:{minutes % 60:02}:{rest:02} left"
+        )
+        if self._tracker:
+            self._tracker.log(
+                step, loss=loss, lr=rate, grad_norm=gradient_norm,
+                tokens_per_second=speed, step_seconds=seconds, rank_seconds=rank_seconds, wait_share=wait_share,
+            )  # fmt: skip
+        self.restart_clock(step)
+
+    def log_held_out(self, step: int, loss: float) -> None:
+        """The held-out loss, in nats a token."""
+        log.info(f"held-out loss {loss:.4f} ({loss / math.log(2):.3f} bits a token)")
+        if self._tracker:
+            self._tracker.log(step, held_out_loss=loss)
+
+    def finish(self, step: int, held_out_loss: float) -> None:
+        """All steps are done."""
+        tokens = self._tokens * self._timed_steps
+        speed = f"{tokens / self._timed_seconds:,.0f} tokens/s" if tokens else "nothing left to do"
+        log.info(f"finished: {step} steps, held-out loss {held_out_loss:.4f}, {speed}")
+        self.event(step, "finish", held_out_loss=held_out_loss)
+
+    def _of_all_ranks(self, seconds: float) -> list[float]:
+        every = torch.zeros(self._ranks.size, device=self._here)
+        every[self._ranks.rank] = seconds
+        dist.all_reduce(every)
+        return [round(each, 6) for each in every.tolist()]

@@ -1,0 +1,217 @@
+"""A script of one's own resumes bit for bit and stops on request, with three calls.
+
+Held here: restored objects continue as if they had never stopped, with DDP, FSDP2 and one process; every rank reads a
+stop request at the same step; weights that are not finite are not saved; what a checkpoint lacks is named; the example
+of LAUNCH_GUIDE.md, stopped by a signal, ends with 75 and its checkpoint, and goes on from it.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import forked
+import pytest
+import torch
+from test_docs import example
+from torch import Tensor, nn
+
+from distributed.checkpoint import directory
+from distributed.checkpoint.checkpointer import Checkpointer
+from distributed.checkpoint.checkpoints import CheckpointError
+from distributed.training.preemption import NonFiniteLoss
+
+KIT = Path(__file__).resolve().parents[2]
+
+
+class Loader:
+    """Draws the samples of one rank, and knows how far it is."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.position = rank, 0
+
+    def next(self) -> Tensor:
+        self.position += 1
+        return torch.full((4, 6), float(self.position + 10 * self.rank)).sin()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position, "rank": self.rank}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state["rank"] == self.rank
+        self.position = state["position"]
+
+
+class Training:
+    """A model with dropout in one of the wrappers, AdamW, a scheduler, a loader."""
+
+    def __init__(self, kind: str, rank: int) -> None:
+        torch.manual_seed(0)
+        self.model: nn.Module = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+        if kind == "ddp":
+            self.model = nn.parallel.DistributedDataParallel(self.model)
+        elif kind == "fsdp":
+            from torch.distributed.fsdp import fully_shard
+
+            fully_shard(self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=2, gamma=0.5)
+        self.loader = Loader(rank)
+        torch.manual_seed(rank)
+
+    def checkpointer(self, path: Path) -> Checkpointer:
+        objects = {"scheduler": self.scheduler, "per_rank": {"loader": self.loader}}
+        return Checkpointer(path, self.model, self.optimizer, **objects)  # type: ignore[arg-type]
+
+    def learn(self) -> Tensor:
+        loss: Tensor = self.model(self.loader.next()).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.scheduler.step()
+        return loss
+
+    def weights(self) -> list[list[float]]:
+        tensors = (getattr(tensor, "to_local", lambda tensor=tensor: tensor)() for tensor in self.model.parameters())
+        return [tensor.flatten().tolist() for tensor in tensors]
+
+
+# ---------------------------------------------------------------- resume
+
+
+def resumed(rank: int, size: int, kind: str, path: Path) -> bool:
+    never_stopped = Training(kind, rank)
+    for _ in range(6):
+        never_stopped.learn()
+
+    first = Training(kind, rank)
+    with first.checkpointer(path) as checkpointer:
+        assert checkpointer.restore() == 0
+        for step in range(1, 4):
+            assert not checkpointer.should_stop(step, first.learn())
+        checkpointer.save(3)
+
+    second = Training(kind, rank)
+    with second.checkpointer(path) as checkpointer:
+        assert checkpointer.restore() == 3
+        for _ in range(3):
+            second.learn()
+    assert second.optimizer.param_groups[0]["lr"] == never_stopped.optimizer.param_groups[0]["lr"] == 0.0125
+    assert second.loader.position == 6
+    return second.weights() == never_stopped.weights() != first.weights()
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_objects_that_are_restored_continue_bit_for_bit(tmp_path: Path, kind: str) -> None:
+    assert forked.ranks(2, resumed, kind, tmp_path) == [True, True]
+
+
+def test_one_process_needs_no_process_group(tmp_path: Path) -> None:
+    assert resumed(0, 1, "plain", tmp_path)
+
+
+def test_what_a_checkpoint_lacks_is_named(tmp_path: Path) -> None:
+    training = Training("plain", 0)
+    with Checkpointer(tmp_path, training.model, training.optimizer) as checkpointer:
+        checkpointer.save(1)
+    with (
+        training.checkpointer(tmp_path) as checkpointer,
+        pytest.raises(CheckpointError, match="does not fit this training: it has no scheduler"),
+    ):
+        checkpointer.restore()
+    only_per_rank = Checkpointer(tmp_path, training.model, training.optimizer, per_rank={"loader": training.loader})
+    with only_per_rank, pytest.raises(CheckpointError, match="it has no loader"):
+        only_per_rank.restore()
+
+
+def saved(rank: int, size: int, path: Path) -> None:
+    with Training("ddp", rank).checkpointer(path) as checkpointer:
+        checkpointer.save(1)
+
+
+def test_per_rank_objects_stay_with_another_number_of_ranks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    forked.ranks(2, saved, tmp_path)
+    training = Training("plain", 0)
+    training.loader.position = 7
+    with training.checkpointer(tmp_path) as checkpointer, caplog.at_level(logging.WARNING):
+        assert checkpointer.restore() == 1
+    assert training.loader.position == 7
+    assert "is of 2 ranks, now 1: loader is not restored" in caplog.text
+
+
+# ---------------------------------------------------------------- stop
+
+
+def answers(rank: int, size: int, path: Path) -> list[bool]:
+    """One rank of three gets a signal after its second step."""
+    training = Training("ddp", rank)
+    with training.checkpointer(path) as checkpointer:
+        found = []
+        for step in range(1, 5):
+            if (rank, step) == (1, 3):
+                signal.raise_signal(signal.SIGTERM)
+            found.append(checkpointer.should_stop(step))
+        return found
+
+
+def test_all_ranks_learn_of_a_stop_request_at_the_same_step(tmp_path: Path) -> None:
+    assert forked.ranks(3, answers, tmp_path) == [[False, False, True, True]] * 3
+
+
+def test_the_mean_loss_is_that_of_all_ranks(tmp_path: Path) -> None:
+    assert forked.ranks(2, mean_loss, tmp_path) == [1.5, 1.5]
+
+
+def mean_loss(rank: int, size: int, path: Path) -> float:
+    with Training("ddp", rank).checkpointer(path) as checkpointer:
+        checkpointer.should_stop(1, torch.tensor(1.0 + rank))
+        return checkpointer.mean_loss()
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
+    training = Training("plain", 0)
+    with training.checkpointer(tmp_path) as checkpointer:
+        nn.init.constant_(next(training.model.parameters()), float("nan"))
+        with pytest.raises(NonFiniteLoss, match=r"the weights are not finite .* after step 1"):
+            checkpointer.save(1)
+        assert checkpointer.newest() is None
+
+
+def test_a_process_does_not_exit_with_75_when_its_checkpoint_could_not_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def publish(*_: object) -> None:
+        raise OSError("no space left")
+
+    def stop() -> None:
+        with Training("plain", 0).checkpointer(tmp_path) as checkpointer:
+            checkpointer.save(1)
+            sys.exit(75)
+
+    monkeypatch.setattr(directory, "publish", publish)
+    with pytest.raises(CheckpointError, match="no space left"):
+        stop()
+
+
+def test_the_example_of_the_guide_stops_on_request_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "distributed").symlink_to(KIT / "distributed")
+    script = tmp_path / "my_train.py"
+    script.write_text(example().replace("STEPS = 300", "STEPS = 1_000_000_000"))
+    with forked.launched(2, forked.script, str(script)) as training:
+        training.wait_for("step 100: loss ")
+        training.signal(signal.SIGTERM, 1)
+        told = training.told()
+    assert [rank.code for rank in told.values()] == [75, 75], told
+    stopped = int(re.findall(r"^step (\d+): loss", told[0].out, re.MULTILINE)[-1])
+    assert stopped > 100
+    last = (stopped // 100 + 1) * 100
+    script.write_text(example().replace("STEPS = 300", f"STEPS = {last}"))
+    with forked.launched(2, forked.script, str(script)) as training:
+        told = training.told()
+    assert [rank.code for rank in told.values()] == [0, 0], told
+    assert re.findall(r"^step (\d+): loss", told[0].out, re.MULTILINE) == [str(last)]
