@@ -1,13 +1,15 @@
 #!/usr/bin/env bats
 #
-# scripts/lib/watch.bash, where no launch would show it: what is told of a node's end arrives whole.
+# scripts/lib/watch.bash, where no launch would show it: what is reported of a node's end arrives whole.
 
 bats_require_minimum_version 1.5.0
 
-for part in options nodes watch; do
-  # shellcheck disable=SC1090
-  source "$BATS_TEST_DIRNAME/../scripts/lib/$part.bash"
-done
+# shellcheck source=scripts/lib/options.bash
+source "$BATS_TEST_DIRNAME/../scripts/lib/options.bash"
+# shellcheck source=scripts/lib/nodes.bash
+source "$BATS_TEST_DIRNAME/../scripts/lib/nodes.bash"
+# shellcheck source=scripts/lib/watch.bash
+source "$BATS_TEST_DIRNAME/../scripts/lib/watch.bash"
 
 
 record() { # <message...>
@@ -18,7 +20,7 @@ record() { # <message...>
 KIT=$(readlink -f "$BATS_TEST_DIRNAME/..")
 
 
-# As a try begins, with a client for each node; what is said to the nodes goes nowhere.
+# As an attempt begins, with a client for each node; what is said to the nodes goes nowhere.
 setup() {
   cd "$BATS_TEST_TMPDIR" || return
   # shellcheck disable=SC2034 # for wait_for_nodes
