@@ -91,7 +91,8 @@ find_python() {
 look_at_nodes() {
   local replies
   pick_python "$ASKED_PYTHON"
-  name_nodes ask_python 1 "${POSITIONAL[@]}"
+  node_questions 1 "${POSITIONAL[@]}"
+  ask_python "${QUESTIONS[@]}"
   module_as_ranks host.probe --folder "$PWD" --log-dir "$LOG_DIR" --port "${MASTER_PORT:-29500}" -- "${NODES[@]}"
   if [[ ${DRY_RUN:-0} == 1 ]]; then
     printf '%s: %s\n' "${NODES[*]}" "$(quote "${COMMAND[@]}")"

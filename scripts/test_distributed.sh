@@ -149,7 +149,8 @@ bytes() { # <size>
 # Ranks on nodes that cannot connect to each other would wait for each other in silence.
 test_connections() {
   local node words=() code=0
-  name_nodes ask_python "$NPROC" "${POSITIONAL[@]:1}"
+  node_questions "$NPROC" "${POSITIONAL[@]:1}"
+  ask_python "${QUESTIONS[@]}"
   open_connections
   ((!SYNC)) || sync_nodes
   try_all_pairs "$SOCKETS/replies"

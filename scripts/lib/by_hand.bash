@@ -6,7 +6,7 @@
 # Sourced, never run; it needs options.bash, nodes.bash and launch.bash.
 
 # shellcheck disable=SC2034,SC2153 # other files read and set what stands here
-NNODES=''
+NNODES='' NODE_RANK=''
 
 
 # CONFIG NPROC NNODES NODE_RANK MASTER_ADDR [MASTER_PORT]

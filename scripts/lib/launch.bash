@@ -11,7 +11,6 @@ SCRIPT_FILE=''           # the file of --script that Python begins with
 WORK_IS_HERE=1           # whether the Python of the ranks, and what it imports, can be looked at from here
 CONFIG_ARGS=()           # --config CONFIG, or nothing
 MASTER_ADDR=''           # where the ranks meet, with MASTER_PORT
-NODE_RANK=''             # of a node that was started by hand
 FIRST_RANK=0             # the lowest rank of the first of NODES
 PLAIN_AGENT=torch.distributed.run # with --agent torchrun
 FAST_OPTIONS=()          # of the kit's own agent
@@ -83,16 +82,18 @@ check_call() { # <question of check_call.py...>
 }
 
 
+# The same, and set the nodes.
 check_call_on_nodes() { # <node...>
-  name_nodes check_call "$NPROC" "$@"
+  node_questions "$NPROC" "$@"
+  check_call "${QUESTIONS[@]}"
   ENVIRONMENT+=("MUSTER_NODES=${NODES[*]}") # for the agents, which can then name each other
 }
 
 
-# Set the nodes from names, --hostfile and --exclude.
-name_nodes() { # <check_call or ask_python> <processes on a node that does not say so itself> <node...>
-  local names=("${@:3}")
-  "$1" --nodes "$2" ${HOSTFILE:+"--hostfile=$HOSTFILE"} ${EXCLUDE:+"--exclude=$EXCLUDE"} "${names[@]/#/--node=}"
+# In QUESTIONS, what lets check_call.py read names of nodes, --hostfile and --exclude.
+node_questions() { # <processes on a node that does not say so itself> <node...>
+  local names=("${@:2}")
+  QUESTIONS=(--nodes "$1" ${HOSTFILE:+"--hostfile=$HOSTFILE"} ${EXCLUDE:+"--exclude=$EXCLUDE"} "${names[@]/#/--node=}")
 }
 
 
