@@ -273,6 +273,16 @@ END
 }
 
 
+@test "a command gets the caller's environment back, whatever the script did with variables of the same names" {
+  script <<<'AGENT=fast NODES=(a b); declare -A ADDRESS=([a]=b); unset RANK; MINE=1; exec_in_environment 2 "A=1 2" AGENT2= env'
+  AGENT=ppo NODES=3 ADDRESS=x RANK=7 run env -u _ "$SCRIPT"
+  for entry in AGENT=ppo NODES=3 ADDRESS=x "A=1 2" AGENT2=; do
+    grep -qxF -- "$entry" <<<"$output"
+  done
+  run ! grep -E "^(RANK|MINE)=" <<<"$output"
+}
+
+
 @test "a node_env.sh whose functions and files are not written for set -e is sourced to its end" {
   script <<<'source_node_env "$1"; echo "${LOADED-} ${CONDA_DEFAULT_ENV-} $-$(set -o | grep pipefail)"'
   cd "$BATS_TEST_TMPDIR"

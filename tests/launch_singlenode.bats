@@ -499,6 +499,19 @@ refused() { # <what the line must name> <word...>
 }
 
 
+# bats test_tags=slow
+@test "the launcher starts Python twice before the ranks, once after them, and hands its environment on as it was" {
+  script <<<'import os; assert os.environ["LOG_DIR"] == "mine" and os.environ["AGENT"] == "ppo"'
+  mkdir site
+  echo 'import os, sys; print(*sys.orig_argv, file=open(os.environ["CALLS"], "a"))' >site/sitecustomize.py
+  PYTHONPATH=$PWD/site CALLS=$PWD/calls LOG_DIR=mine AGENT=ppo run -0 "$LAUNCH" --script "my script.py" - 1
+  [ "$(grep -oE '(check_call|agent|distributed[.a-z]*[.][a-z_]+)( |[.]py)' calls)" = "check_call.py
+distributed.launch.open_run 
+agent.py
+distributed.runs.verdict " ] || { cat calls && false; }
+}
+
+
 @test "a port in use is refused with 69 and the run that has it" {
   script <<<''
   MUSTER_RUN_DIR=/logs/train-1 python3 -c '
