@@ -6,7 +6,7 @@
 #
 #   NODE...              node1 user@node2 node[3-8,10]: look at these, over ssh, in place of this machine
 #
-# Run it in the folder you would launch from. It looks at Python and PyTorch, GPUs and who uses them,
+# Run it in the directory you would launch from. It looks at Python and PyTorch, GPUs and who uses them,
 # memory, disk, /dev/shm, cores and limits, the master port, name resolution, leftovers in the shell's
 # environment, and runs that are still going on. It changes nothing.
 #

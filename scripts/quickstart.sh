@@ -4,7 +4,7 @@
 #
 # Usage: scripts/quickstart.sh [options] [-- KEY=VALUE...]
 #
-#   --fresh         train anew, into a checkpoint folder of its own; without it a second call
+#   --fresh         train anew, into a checkpoint directory of its own; without it a second call
 #                   goes on from the checkpoint of the first
 #   --python PATH   the Python, 3.10 or newer, to make .venv from (default: python3)
 #   --dry-run       show what would be run, and run nothing
@@ -13,7 +13,7 @@
 # Trains config/quickstart.yaml, with one process a GPU, or two on a machine without a GPU.
 # KEY=VALUE changes a setting, as in: scripts/quickstart.sh -- train.steps=100
 #
-# Everything stays in this folder: packages in .venv, which is filled again only when
+# Everything stays in this directory: packages in .venv, which is filled again only when
 # requirements.txt has changed, runs in logs, models in checkpoints.
 set -euo pipefail
 # shellcheck source=scripts/lib/common.bash

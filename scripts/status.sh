@@ -4,7 +4,7 @@
 #
 # Usage: status.sh [options] [RUN]
 #
-#   RUN            folder of a run, its name below logs, or the number of its SLURM job (default: latest)
+#   RUN            run directory, its name below logs, or the number of its SLURM job (default: latest)
 #
 #   --watch        again every 2 seconds, in place, until the run has ended or Ctrl-C
 #   --stacks       also where each rank is: its Python stack, with py-spy that of every thread
@@ -13,7 +13,7 @@
 #   --python PATH  default: the active venv or conda environment, .venv here, the kit's .venv, python3
 #   --help         show this
 #
-# It may be called from any terminal, also on another machine that shares the folder of the run, and
+# It may be called from any terminal, also on another machine that shares the run directory, and
 # changes nothing. "looks hung" is said, with the facts, when nothing has moved; a run that has been
 # silent for a minute or two is asked for its stacks, which show who waits for whom.
 #

@@ -4,7 +4,7 @@
 #
 # Usage: stop.sh [options] RUN
 #
-#   RUN            folder of a run, its name below logs, or the number of its SLURM job; latest is the newest
+#   RUN            run directory, its name below logs, or the number of its SLURM job; latest is the newest
 #
 #   --now          end the processes at once: no time to write a checkpoint
 #   --log-dir DIR  where a name is looked for (default: logs)
@@ -35,7 +35,7 @@ source "$KIT/scripts/lib/visit.bash"
 
 PROOF=''      # that nothing is left, in a sentence
 ASK_WITHIN=15 # seconds in which a node must say what is left
-FAREWELL=15   # seconds that a launcher gets beside the grace: to end its nodes, to judge, to write its report
+END_WITHIN=15   # seconds that a launcher gets beside the grace: to end its nodes, to judge, to write its report
 REPORT=5      # seconds between two lines that name what is waited for
 
 
@@ -71,7 +71,7 @@ end_launcher() {
   kill -TERM "$LAUNCHER_PID" 2>/dev/null || true
   kill -CONT "$LAUNCHER_PID" 2>/dev/null || true # one that is stopped would not hear it
   ((!NOW)) || sweep_nodes 0
-  wait_for_launcher $((RUN_GRACE + FAREWELL)) || give_up_launcher
+  wait_for_launcher $((RUN_GRACE + END_WITHIN)) || give_up_launcher
 }
 
 
@@ -120,7 +120,7 @@ give_up_launcher() {
 # ---------------------------------------------------------------- a job of SLURM
 
 job_without_run() { # <number>
-  JOB=$1 RUN_GRACE=30 # it has not told us yet
+  JOB=$1 RUN_GRACE=30 # not known yet
   end_job
   exit
 }
@@ -131,7 +131,7 @@ end_job() {
   if job_runs && ((!NOW)); then
     log "asking job $JOB to stop; $(grace_in_words)"
     scancel --batch --signal=INT "$JOB"
-    wait_for_job $((RUN_GRACE + FAREWELL)) || log "job $JOB does not end: cancelling it"
+    wait_for_job $((RUN_GRACE + END_WITHIN)) || log "job $JOB does not end: cancelling it"
   fi
   [[ ! $JOB_STATE ]] || scancel "$JOB"
   wait_for_job 120 || die "job $JOB is still ${JOB_STATE% *}: SLURM cannot end it; see scontrol show job $JOB"

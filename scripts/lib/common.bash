@@ -1,6 +1,6 @@
 # shellcheck shell=bash
 #
-# What every script of the kit shares: words for people, refusals, and where things are.
+# What every script of the kit shares: messages, refusals, which Python, and where things are.
 #
 # Sourced, never run; it defines, and lets Ctrl-C end the script with 130. A script of scripts/ begins like this, so that
 # it also works through a symbolic link and from any directory:
@@ -51,7 +51,7 @@ counted() { # <number> <noun> [its plural]
 }
 
 
-# End the script: who, what, the value, what to do.
+# End the script. A message has the subject, the problem, the value and the remedy.
 die() { # <message...>
   die_with 1 "$@"
 }
@@ -89,8 +89,8 @@ usage() {
 }
 
 
-# Print words as one line that a shell reads back as the same words.
-quote() { # <word...>
+# Print arguments as one line that a shell reads back as the same arguments.
+quote() { # <argument...>
   (($# > 0)) || return 0
   local line
   printf -v line '%q ' "$@"

@@ -256,7 +256,7 @@ show_agents() {
 
 # Start this very launcher once more, apart from the terminal, and return when it has a run directory.
 detach() {
-  local words=() word out child told
+  local words=() word out child run_file
   compare_arguments
   [[ ! $REPLIES ]] || kit_python launch.open_run "${COMPARE[@]}" >/dev/null || exit # what can be refused, is
   for word in "${CALL[@]:0:${#CALL[@]}-${#SCRIPT_ARGS[@]}}"; do
@@ -264,14 +264,14 @@ detach() {
   done
   mkdir -p -- "$LOG_DIR"
   out=$(mktemp -- "$LOG_DIR/detached-XXXXXX.log")
-  told=$(mktemp)
-  (exec_in_environment 1 MUSTER_RUN_FILE="$told" setsid "${words[@]}" "${SCRIPT_ARGS[@]}" </dev/null >"$out" 2>&1) &
+  run_file=$(mktemp)
+  (exec_in_environment 1 MUSTER_RUN_FILE="$run_file" setsid "${words[@]}" "${SCRIPT_ARGS[@]}" </dev/null >"$out" 2>&1) &
   child=$!
-  until [[ -s $told ]] || ! kill -0 "$child" 2>/dev/null; do
+  until [[ -s $run_file ]] || ! kill -0 "$child" 2>/dev/null; do
     sleep 0.05
   done
-  RUN=$(<"$told")
-  rm -f -- "$told"
+  RUN=$(<"$run_file")
+  rm -f -- "$run_file"
   [[ $RUN ]] || { cat -- "$out" >&2 && wait "$child"; }
   log "run ${RUN##*/} goes on in the background, process $child:" \
     "$KIT/scripts/status.sh $(quote "$RUN") shows it, stop.sh stops it, $out has what it says"

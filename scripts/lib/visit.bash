@@ -1,6 +1,6 @@
 # shellcheck shell=bash
 #
-# Find a run that somebody has started, perhaps elsewhere, and ask its nodes.
+# Find a run that was started before, perhaps elsewhere, and ask its nodes.
 #
 #   open_connections
 #   find_run RUN; ask_nodes "$REPLIES" visit_status --seconds 1
@@ -52,12 +52,12 @@ where_is() { # <directory where a path begins> <RUN>
 }
 
 
-# In which somebody has submitted it, perhaps another than that in which we are asked.
+# Where it was submitted, perhaps another directory than this one.
 directory_of_job() { # <RUN>
-  local told
-  is_job "$1" && told=$(scontrol show job --oneliner "$1" 2>/dev/null) || return 0
-  told=${told%%$'\n'*} # of an array, there is a line for each element
-  [[ ! $told =~ \ WorkDir=(.*)\ StdErr= ]] || printf '%s\n' "${BASH_REMATCH[1]}"
+  local shown
+  is_job "$1" && shown=$(scontrol show job --oneliner "$1" 2>/dev/null) || return 0
+  shown=${shown%%$'\n'*} # of an array, there is a line for each element
+  [[ ! $shown =~ \ WorkDir=(.*)\ StdErr= ]] || printf '%s\n' "${BASH_REMATCH[1]}"
 }
 
 
@@ -68,17 +68,17 @@ is_job() { # <RUN>
 
 # A job that waits has no run yet, and one that was refused never had.
 no_run() { # <RUN>
-  local told
+  local shown
   if is_job "$1"; then
     type -P scontrol >/dev/null || die_usage "RUN '$1': no run of job $1 in $LOG_DIR, and there is no SLURM here to be" \
       "asked; call it where the job was submitted, or name its run directory"
     JOB_STATE=$(state_of_job "$1")
     [[ ! $JOB_STATE ]] || job_without_run "$1"
-    told=$(scontrol show job --oneliner "$1" 2>&1 || true)
-    [[ ! $told =~ JobState=([A-Z_]+).*\ ExitCode=([0-9]+).*\ StdErr=(.*)\ StdIn= ]] ||
+    shown=$(scontrol show job --oneliner "$1" 2>&1 || true)
+    [[ ! $shown =~ JobState=([A-Z_]+).*\ ExitCode=([0-9]+).*\ StdErr=(.*)\ StdIn= ]] ||
       die "job $1 has ended before it had a run (${BASH_REMATCH[1]}, exit code ${BASH_REMATCH[2]}): see ${BASH_REMATCH[3]};" \
         "where that is missing, so was its directory"
-    die_usage "RUN '$1': no run of job $1 in $LOG_DIR, and SLURM knows of none (${told##*$'\n'}); of jobs that ended" \
+    die_usage "RUN '$1': no run of job $1 in $LOG_DIR, and SLURM knows of none (${shown##*$'\n'}); of jobs that ended" \
       "long ago: sacct -j $1"
   fi
   die_usage "$(<"$VISITED/why")"

@@ -47,7 +47,7 @@
 #SBATCH --time=1-00:00:00               # days-hours:minutes:seconds; when they are over, it goes on in a new turn
 ##SBATCH --partition=gpu                # which part of the cluster; sinfo shows what there is
 ##SBATCH --account=project              # who pays, where that is asked
-#SBATCH --output=logs/slurm-%j.out      # the folder must be there before; %j is the number of the job
+#SBATCH --output=logs/slurm-%j.out      # the directory must be there before; %j is the number of the job
 #SBATCH --error=logs/slurm-%j.err
 #SBATCH --open-mode=append              # a new turn writes behind the last one
 #SBATCH --signal=USR2@120               # seconds before the end that the processes hear of it: write a checkpoint
@@ -61,7 +61,7 @@ if [[ ! -e $kit/scripts/lib/slurm_job.bash && ${SLURM_JOB_ID-} ]]; then # sbatch
   kit=${kit%%$'\n'*} # of an array, there is one for each element
 fi
 if [[ ! -e $kit/scripts/lib/slurm_job.bash ]]; then
-  echo "$name: cannot find the kit: submit the script that lies in it, or export MUSTER_KIT=<its folder> before" >&2
+  echo "$name: cannot find the kit: submit the script that lies in it, or export MUSTER_KIT=<its directory> before" >&2
   exit 2
 fi
 # shellcheck source=scripts/lib/common.bash

@@ -23,11 +23,11 @@
 #   --rendezvous-timeout SECONDS  how long to wait until all nodes have joined (default: 600)
 #   --env NAME=VALUE     environment of the processes, repeatable
 #   --env-file FILE      the same, one NAME=VALUE a line
-#   --max-restarts N     after a failure start again, up to N times (default: 0); say the same on all
+#   --max-restarts N     after a failure start again, up to N times (default: 0); give it on all
 #                        nodes: a failure on one of them ends all
 #   --hang-timeout S     end the run with 124 when the ranks of this node have not written a line or a
 #                        metric for S seconds (default: 0, off)
-#   --log-dir DIR        where the folder of the run is made (default: logs)
+#   --log-dir DIR        where the run directory is made (default: logs)
 #   --no-preflight       do not check GPUs, MASTER_ADDR and port
 #   --detach             run in the background, apart from this terminal
 #   --dry-run            print what would run, and run nothing

@@ -4,7 +4,7 @@
 #
 # Usage: launch_pdsh_multinode.sh [options] CONFIG NPROC NODE... [-- ARGUMENT...]
 #
-# As launch_torchrun_auto.sh, with the same options, for who knows his nodes through pdsh: it alone
+# As launch_torchrun_auto.sh, with the same options, for users of pdsh: it alone
 # starts the processes, on all nodes at once however many they are, over ssh. With PDSH_RCMD_TYPE set it
 # goes that way; the questions before the start (--no-preflight leaves them out) always go over ssh.
 #
@@ -27,8 +27,8 @@
 #   --max-restarts N     after a failure start again, up to N times (default: 0)
 #   --hang-timeout S     end the run with 124 when it has not written a line or a metric for S seconds;
 #                        0: never (default: 600 for a run that logs steps, when nothing can end the wait)
-#   --log-dir DIR        where the folder of the run is made (default: logs)
-#   --sync               copy the working folder and the kit to nodes that do not share them
+#   --log-dir DIR        where the run directory is made (default: logs)
+#   --sync               copy the working directory and the kit to nodes that do not share them
 #   --no-preflight       do not ask the nodes whether they are fit
 #   --detach             run in the background, apart from this terminal
 #   --dry-run            print what would run on which node, and run nothing

@@ -18,7 +18,7 @@
 #   --max-restarts N     after a failure start again, up to N times (default: 0)
 #   --hang-timeout S     end the run with 124 when it has not written a line or a metric for S seconds;
 #                        0: never (default: 600 for a run that logs steps, when nothing can end the wait)
-#   --log-dir DIR        where the folder of the run is made (default: logs)
+#   --log-dir DIR        where the run directory is made (default: logs)
 #   --no-preflight       do not check GPUs and port
 #   --detach             run in the background, apart from this terminal
 #   --dry-run            print what would run, and run nothing

@@ -23,8 +23,8 @@
 #   --max-restarts N     after a failure start again, up to N times (default: 0)
 #   --hang-timeout S     end the run with 124 when it has not written a line or a metric for S seconds;
 #                        0: never (default: 600 for a run that logs steps, when nothing can end the wait)
-#   --log-dir DIR        where the folder of the run is made (default: logs)
-#   --sync               copy the working folder and the kit to nodes that do not share them
+#   --log-dir DIR        where the run directory is made (default: logs)
+#   --sync               copy the working directory and the kit to nodes that do not share them
 #   --no-preflight       do not ask the nodes whether they are fit
 #   --detach             run in the background, apart from this terminal
 #   --dry-run            print what would run on which node, and run nothing
