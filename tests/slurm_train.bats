@@ -161,7 +161,7 @@ END
   run -2 "$KIT/scripts/slurm/slurm_train.sh" --nodes=4 tiny.yaml
   [[ "$output" == *"--nodes=4: options of sbatch stand before the script: sbatch --nodes=4 ... slurm_train.sh"* ]]
   run -2 env MUSTER_KIT=/nope "$KIT/scripts/slurm/slurm_train.sh" tiny.yaml
-  [[ "$output" == *"cannot find the kit: submit the script that lies in it, or export MUSTER_KIT=<its folder> before"* ]]
+  [[ "$output" == *"cannot find the kit: submit the script that lies in it, or export MUSTER_KIT=<its directory> before"* ]]
   run -2 "$KIT/scripts/slurm/slurm_train.sh" --detach tiny.yaml
   [[ "$output" == *"sbatch leaves the terminal by itself"* ]]
   run -2 salloc -Q -n2 env LAUNCHER=mpirun "$KIT/scripts/slurm/slurm_train.sh" tiny.yaml
