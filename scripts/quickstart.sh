@@ -64,7 +64,7 @@ train() {
   fi
   show "${words[@]}"
   if [[ ${DRY_RUN:-0} != 1 ]]; then
-    wait_for "${words[@]}" || not_finished $? "${words[@]}"
+    wait_for exec_in_environment 0 "${words[@]}" || not_finished $? "${words[@]}"
   fi
 }
 

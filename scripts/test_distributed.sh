@@ -166,7 +166,7 @@ test_connections() {
 # What the launcher and the ranks say is not the answer: the answer is the report.
 test_ranks() {
   local code=0 run
-  MUSTER_RUN_FILE=$SCRATCH/run wait_for "$STARTER" "${LAUNCH[@]}" >&2 || code=$?
+  wait_for exec_in_environment 1 MUSTER_RUN_FILE="$SCRATCH/run" "$STARTER" "${LAUNCH[@]}" >&2 || code=$?
   [[ -s $SCRATCH/run ]] || exit "$code" # it was not even begun
   run=$(<"$SCRATCH/run")
   [[ -e $run/smoke.json ]] || ((code)) || die "no rank wrote a report; see node_*.log in $run"

@@ -139,7 +139,7 @@ activate_venv() {
 # Run a program and set STATUS to its exit status. Who interrupts it ends the whole run.
 runner() { # <program> [argument...]
   STATUS=0
-  wait_for "$@" || STATUS=$?
+  wait_for exec "$@" || STATUS=$?
   case $INTERRUPTED in
     INT) end_pytest INT && exit "$EXIT_INTERRUPTED" ;;
     TERM) end_pytest TERM && exit "$EXIT_TERMINATED" ;;

@@ -167,7 +167,7 @@ END
   for who in "srun_task.py rank" step.py; do
     SCRIPT="my script.py" submit --no-requeue --nodes=2 --ntasks-per-node=1 slurm_train.sh -
     wait_for_line "logs/slurm-$JOB.out" "at work"
-    kill -KILL "$(pgrep -f "^[^ ]* -I -S $KIT/scripts/lib/$who $WORK/logs/" | while read -r pid; do
+    kill -KILL "$(pgrep -f "^$VIRTUAL_ENV/bin/python -I -S $KIT/scripts/lib/$who $WORK/logs/" | while read -r pid; do
       [[ ! /proc/$pid/ns/net -ef $MUSTER_LAB/$N1/net ]] || echo "$pid"
     done | head -n 1)" # the oldest: a guard has the same arguments
     status_of_job "$JOB"

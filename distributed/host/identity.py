@@ -55,3 +55,15 @@ def _torch_version(path: Sequence[str]) -> str | None:
             if dot and base.startswith("torch-"):
                 return base.removeprefix("torch-")
     return None
+
+
+def main() -> int:
+    """Print the versions as JSON."""
+    import json
+
+    print(json.dumps(versions()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

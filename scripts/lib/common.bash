@@ -115,12 +115,12 @@ run() { # <command...>
 
 # Run a program to its end and return its status. Ctrl-C reaches it by itself, and a TERM that was meant
 # for us is handed on to it; INTERRUPTED then says which of the two it was.
-wait_for() { # <program> [argument...]
+wait_for() { # <exec or exec_in_environment> <its arguments...>
   local child='' status=0
   INTERRUPTED=
   trap 'SIGNALLED=1 INTERRUPTED=INT' INT
   trap 'SIGNALLED=1 INTERRUPTED=TERM; [[ ! $child ]] || kill -TERM "$child"' TERM
-  (trap - INT TERM && exec_in_environment 0 "$@") <&0 &
+  (trap - INT TERM && "$@") <&0 &
   child=$!
   [[ $INTERRUPTED != TERM ]] || kill -TERM "$child" # it came before there was a child
   join "$child" || status=$?
