@@ -30,7 +30,7 @@ stub() { # <name>, its text on standard input
   run -2 "$DOCTOR" --jsom
   [[ $output == *"--jsom: unknown option"*"Try: doctor.sh --help" ]]
   run -2 "$DOCTOR" 'node[1-'
-  [[ $output == *"this '[' is never closed"* ]]
+  [[ $output == *"its brackets do not match"* ]]
   run -2 "$DOCTOR" --exclude node1
   [[ $output == *"--exclude 'node1': from which nodes?"* ]]
   run -2 "$DOCTOR" --python
