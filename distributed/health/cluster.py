@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
-from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from distributed import terminal
@@ -81,8 +80,6 @@ def rebuilt(value: Mapping[str, Any]) -> FullNodeFacts:
 
 
 def rebuilt_part(kind: Any, value: Any) -> Any:
-    if get_origin(kind) is UnionType:
-        return None if value is None else rebuilt_part(get_args(kind)[0], value)
     if get_origin(kind) is tuple:
         return tuple(rebuilt_part(get_args(kind)[0], part) for part in value)
     if isinstance(kind, type) and is_dataclass(kind):

@@ -75,18 +75,6 @@ def ephemeral_range(proc: Path = PROC) -> tuple[int, int]:
     return int(low), int(high)
 
 
-def loopback_error() -> str:
-    """Why two processes of this machine cannot speak over 127.0.0.1; empty when they can."""
-    try:
-        with (
-            socket.create_server(("127.0.0.1", 0)) as server,
-            socket.create_connection(server.getsockname(), 2),
-        ):
-            return ""
-    except OSError as error:
-        return str(error)
-
-
 # ---------------------------------------------------------------- interfaces and addresses
 
 

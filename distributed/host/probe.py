@@ -26,8 +26,7 @@ from distributed.host.network import (
     own_addresses,
     port_is_free,
 )
-from distributed.host.node_facts import NodeFacts
-from distributed.host.replies import framed
+from distributed.host.replies import NodeFacts, framed
 from distributed.host.system import KIT
 
 TYPE_CHECKING = False
@@ -82,7 +81,6 @@ def full_probe(nodes: Sequence[str], port: int, folder: Path, logs: Path) -> Ful
     return facts.FullNodeFacts(
         **vars(probe(nodes, port, [], own.gpus)),
         facts=own,
-        kernel=os.uname().release,
         kit={str(path.relative_to(KIT)): checksum(path) for path in kit},
         route=facts.route_to(nodes),
         now=time.time(),

@@ -17,8 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from distributed.exit_codes import UNFIT
-from distributed.host.node_facts import NodeFacts
-from distributed.host.replies import Reply, read
+from distributed.host.replies import NodeFacts, Reply, read
 from distributed.launch.comparison import (
     MUST_BE_SAME,
     differences,
