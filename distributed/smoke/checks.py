@@ -46,7 +46,6 @@ from distributed.smoke.report import (
     Speed,
     alone,
     good_round,
-    lateness,
     show,
     size_label,
     slowness,
@@ -373,7 +372,8 @@ def agreed(seconds: float, op: Any, here: Here) -> float:
 
 def measure_links(here: Here, largest: int) -> list[Link]:
     """Let the first ranks of the nodes exchange messages, two by two. When a link seems slow, all do so again."""
-    leaders = [rank for rank, first in enumerate(gathered_numbers(here.world.local_rank == 0, here)) if first]
+    leads = torch.tensor([float(here.world.local_rank == 0)], device=here.device)
+    leaders = gathered(leads, here).flatten().nonzero().flatten().tolist()
     hosts = [here.store.get(f"host/{rank}").decode() for rank in leaders]
     speeds = torch.zeros(len(leaders), len(leaders), dtype=torch.float64, device=here.device)
     for attempt in range(LINK_PASSES):
@@ -421,12 +421,12 @@ def swap(partner: int, mine: Tensor, here: Here) -> float:
     return max(mine[0].item(), theirs[0].item())
 
 
-def gathered_numbers(mine: float, here: Here) -> list[float]:
-    """Every rank's number."""
-    everyones = torch.zeros(here.world.size, device=here.device)
-    all_gather_single(everyones, torch.tensor([float(mine)], device=here.device))
+def gathered(mine: Tensor, here: Here) -> Tensor:
+    """Every rank's row of numbers: ranks x numbers."""
+    everyones = mine.new_zeros(here.world.size * mine.numel())
+    all_gather_single(everyones, mine)
     here.settle()
-    return everyones.tolist()
+    return everyones.view(here.world.size, -1)
 
 
 # ---------------------------------------------------------------- who is slow?
@@ -434,53 +434,27 @@ def gathered_numbers(mine: float, here: Here) -> list[float]:
 
 def measure_pace(here: Here) -> list[Pace]:
     """Let every rank do the same work by itself between barriers."""
-    work = Work.fitting(here)
-    computing, waiting = gathered([work.round() for _ in range(ROUNDS)], here)
-    good, late = [good_round(own) for own in computing], lateness(waiting)
+    cuda = here.device.type == "cuda"
+    side, dtype = (4096, torch.bfloat16) if cuda else (256, torch.float32)
+    matrix = torch.full((side, side), 1e-3, dtype=dtype, device=here.device)
+    one = min(seconds_of_products(2, matrix, here) for _ in range(20)) / 2
+    products = max(1, round(ROUND_SECONDS / agreed(one, dist.ReduceOp.MIN, here)))  # keep the fastest rank busy so long
+    rounds = []
+    for _ in range(ROUNDS):
+        here.barrier()
+        rounds.append(seconds_of_products(products, matrix, here))
+    everyones = gathered(torch.tensor(rounds, dtype=torch.float64, device=here.device), here)
+    good = [good_round(own) for own in everyones.tolist()]
     limit = SLOW[here.device.type]
-    return [Pace(rank, good[rank], factor, late[rank], factor > limit) for rank, factor in enumerate(slowness(good))]
+    return [Pace(rank, good[rank], factor, factor > limit) for rank, factor in enumerate(slowness(good))]
 
 
-@dataclass(frozen=True)
-class Work:
-    """A matrix product, so many times: the same work on every rank."""
-
-    here: Here
-    matrix: Tensor
-    products: int
-
-    @classmethod
-    def fitting(cls, here: Here) -> Work:
-        """Enough products to keep the fastest rank busy for ROUND_SECONDS."""
-        side, dtype = (4096, torch.bfloat16) if here.device.type == "cuda" else (256, torch.float32)
-        few = cls(here, torch.full((side, side), 1e-3, dtype=dtype, device=here.device), products=2)
-        fastest = agreed(min(few.seconds() for _ in range(20)), dist.ReduceOp.MIN, here) / few.products
-        return cls(here, few.matrix, max(1, round(ROUND_SECONDS / fastest)))
-
-    def seconds(self) -> float:
-        start = time.perf_counter()
-        for _ in range(self.products):
-            torch.mm(self.matrix, self.matrix)
-        self.here.settle()
-        return time.perf_counter() - start
-
-    def round(self) -> tuple[float, float]:
-        """Seconds of computing, and of waiting for the others."""
-        self.here.barrier()
-        computing = self.seconds()
-        start = time.perf_counter()
-        self.here.barrier()
-        return computing, time.perf_counter() - start
-
-
-def gathered(rounds: Sequence[tuple[float, float]], here: Here) -> tuple[list[list[float]], list[list[float]]]:
-    """Every rank's seconds of computing and of waiting, both ranks x rounds."""
-    mine = torch.tensor(rounds, dtype=torch.float64, device=here.device).T.flatten()
-    everyones = mine.new_zeros(here.world.size * mine.numel())
-    all_gather_single(everyones, mine)
+def seconds_of_products(count: int, matrix: Tensor, here: Here) -> float:
+    start = time.perf_counter()
+    for _ in range(count):
+        torch.mm(matrix, matrix)
     here.settle()
-    table = everyones.view(here.world.size, 2, len(rounds)).cpu()
-    return table[:, 0].tolist(), table[:, 1].tolist()
+    return time.perf_counter() - start
 
 
 # ---------------------------------------------------------------- one rank's way through it
