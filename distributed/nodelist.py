@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 MAX_NODES = 250_000  # names in one list: more is a slip of the finger, and must not fill the memory
-MAX_NAME = 253  # characters in a host name (RFC 1035)
 MAX_SLOTS = 1024  # processes on one node: more is an ssh port in the wrong place
 LARGEST_HOSTFILE = 10**7  # characters: a line for each of MAX_NODES
 SHOWN = 80  # characters of a long item in a message
@@ -224,8 +223,6 @@ def _names(item: str) -> list[str]:
         raise NodeListError(f"{what}: write it as in node1 or node[1-8,10]")
     numbers = [_numbers(content) for content in parts[1::2]]
     _refuse_too_many(math.prod(map(len, numbers)))
-    if sum(map(len, parts[::2])) + sum(max(map(len, some)) for some in numbers) > MAX_NAME:
-        raise NodeListError(f"a host name has at most {MAX_NAME} characters: shorten it")
     if not numbers:
         return [item]
     *others, last = numbers

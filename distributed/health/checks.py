@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from distributed import terminal
 from distributed.host.facts import Facts, Run
 from distributed.host.gpus import Gpu, visible
 from distributed.host.interpreter import Torch
@@ -21,9 +22,6 @@ from distributed.host.system import GIB, MIB
 
 OLDEST_PYTHON = (3, 10)
 OLDEST_TORCH = (2, 10)  # below it a checkpoint can run code: CVE-2025-32434, CVE-2026-24747
-# CUDA major version -> oldest driver of that family (NVIDIA's "minor version compatibility").
-OLDEST_DRIVER = {11: (450,), 12: (525,), 13: (580,)}
-MASTER_PORT = 29500  # PyTorch's own default
 
 
 @dataclass(frozen=True)
@@ -128,30 +126,22 @@ def install_command(facts: Facts) -> str:
 def check_cuda(facts: Facts) -> Iterator[Finding]:
     """PyTorch and the driver agree, where there are GPUs and PyTorch can be imported."""
     torch, gpus = facts.torch, facts.gpus
+    count = terminal.plural(len(gpus.devices), "GPU")
     if not gpus.devices or not torch.version or torch.error:
         return
-    needed = OLDEST_DRIVER.get(numbers(torch.cuda)[0]) if torch.cuda else None
     if not torch.cuda and not torch.hip:
         yield fault(
             "cuda",
-            f"torch {torch.version} is built without CUDA, but the machine has {_gpus(len(gpus.devices))}",
+            f"torch {torch.version} is built without CUDA, but the machine has {count}",
             "install the build for your driver: https://pytorch.org/get-started/locally",
         )
     elif torch.cuda_available:
         yield from check_architecture(torch)
-    elif needed and gpus.driver and numbers(gpus.driver) < needed:
-        newest = max((major for major, oldest in OLDEST_DRIVER.items() if numbers(gpus.driver) >= oldest), default=11)
-        yield fault(
-            "cuda",
-            f"driver {gpus.driver} is too old: torch built for CUDA {torch.cuda} needs {needed[0]} or newer",
-            f"update the driver, or install the build for CUDA {newest}: https://pytorch.org/get-started/locally",
-        )
     elif visible(facts.environment.get("CUDA_VISIBLE_DEVICES"), gpus.devices):
         yield fault(
             "cuda",
-            f"nvidia-smi shows {_gpus(len(gpus.devices))}, torch sees none"
-            + (torch.complaint and f": {torch.complaint}"),
-            "in a container: start it with --gpus all; else restart the machine, or reinstall the driver",
+            f"nvidia-smi shows {count}, torch sees none" + (torch.complaint and f": {torch.complaint}"),
+            "in a container: start it with --gpus all; else restart the machine, or update the driver",
         )
 
 
@@ -219,6 +209,7 @@ def check_visible(setting: str, facts: Facts) -> Iterator[Finding]:
     gpus = facts.gpus
     count, seen = len(gpus.devices), visible(setting, gpus.devices)
     words = [word for word in setting.split(",") if word.strip()]
+    named = terminal.plural(len(words), "GPU")
     if not seen:
         yield warning(
             "GPUs",
@@ -229,7 +220,7 @@ def check_visible(setting: str, facts: Facts) -> Iterator[Finding]:
     elif len(seen) < len(words) and not setting.startswith("MIG-"):
         yield fault(
             "GPUs",
-            f"CUDA_VISIBLE_DEVICES={setting} names {_gpus(len(words))}, of which CUDA takes {len(seen)}: "
+            f"CUDA_VISIBLE_DEVICES={setting} names {named}, of which CUDA takes {len(seen)}: "
             f"there are {count}, 0 to {count - 1}, and it stops at the first that is not",
             command="unset CUDA_VISIBLE_DEVICES",
         )
@@ -649,7 +640,3 @@ def numbers(version: str) -> tuple[int, ...]:
 def size(number: int) -> str:
     """Bytes for people: "64 MiB", "23.5 GiB"."""
     return f"{number / GIB:.1f} GiB" if number >= GIB else f"{number / MIB:.0f} MiB"
-
-
-def _gpus(number: int) -> str:
-    return f"{number} GPU{'s' * (number != 1)}"

@@ -3,8 +3,6 @@
 scripts/doctor.sh NODE... has run the node probe (host.probe) on each node and has let each try to connect to every
 other. Here each node is judged as the doctor judges one machine, then they are compared. A finding that several nodes
 have in common is printed once.
-
-Standard library only: nothing else need be there.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from distributed import terminal
 from distributed.exit_codes import UNFIT
 from distributed.health.checks import LEVELS, Finding, fault, judge, size
 from distributed.health.differences import compare
-from distributed.health.doctor import plural, render, render_findings
+from distributed.health.doctor import render, render_findings
 from distributed.host.facts import Facts, FullNodeFacts, Route
 from distributed.host.replies import Reply, read
 from distributed.launch.connectivity import REMEDY, Gap, read_gaps
@@ -207,7 +205,7 @@ def summary(cluster: Cluster, found: Mapping[str, Sequence[Finding]]) -> str:
         parts.append("each can connect to every other")
     parts += [f"{fold(nodes)} {'is' if len(nodes) == 1 else 'are'} not: {topics}" for topics, nodes in unfit.items()]
     parts += [f"{fold(nodes)} differ{'s' * (len(nodes) == 1)}: {topics}" for topics, nodes in differing.items()]
-    return f"{plural(len(cluster.nodes), 'node')}: {'; '.join(parts)}"
+    return f"{terminal.plural(len(cluster.nodes), 'node')}: {'; '.join(parts)}"
 
 
 def by_topics(findings: Iterable[tuple[str, Finding]]) -> dict[str, list[str]]:

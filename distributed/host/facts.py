@@ -1,7 +1,7 @@
 """What is true of this machine: the facts that the doctor judges, and that nodes can be compared by.
 
 Only looking, no opinion: each function reads one corner of the machine and returns values. What cannot be
-read is empty or None, never an exception. The standard library is enough.
+read is empty or None, never an exception.
 
 Try it: python3 -m distributed.health.doctor --json
 """

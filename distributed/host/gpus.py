@@ -1,6 +1,6 @@
 """Which GPUs are here, who uses them, and which of them a process sees.
 
-nvidia-smi reports them; without it the kernel's files show how many there are. The standard library is enough.
+nvidia-smi reports them; without it the kernel's files show how many there are.
 
 Try it: python3 -m distributed.host.gpus
 """

@@ -1,7 +1,4 @@
-"""Which Python this is, which PyTorch and which packages it has, and what would be imported in their place.
-
-The standard library is enough; PyTorch is asked in a process of its own.
-"""
+"""Which Python this is, which PyTorch and which packages it has, and what would be imported in their place."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Which ports are free, and by which interface and address this machine speaks to others.
-
-The standard library is enough.
-"""
+"""Which ports are free, and by which interface and address this machine speaks to others."""
 
 from __future__ import annotations
 

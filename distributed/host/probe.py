@@ -2,8 +2,6 @@
 
 Every node runs it over ssh and prints a reply (host.replies). A launch asks for what it cannot do without, within
 tenths of a second; with --folder the reply also has all facts of the machine, for the doctor.
-
-Standard library only: nothing else need be there.
 """
 
 from __future__ import annotations

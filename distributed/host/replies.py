@@ -2,8 +2,6 @@
 
 A node prints one line of JSON behind a mark, because a login shell may print lines of its own. The launching side
 keeps what came back in files: NODE.out, NODE.err and NODE.code.
-
-Standard library only: nothing else need be there.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""How much memory, disk and computing time a process gets here, and the limits on what it may open.
-
-The standard library is enough.
-"""
+"""How much memory, disk and computing time a process gets here, and the limits on what it may open."""
 
 from __future__ import annotations
 

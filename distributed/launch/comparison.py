@@ -2,8 +2,6 @@
 
 Before a launch (launch.preflight) what keeps nodes from working together is compared, by the doctor
 (health.differences) also what makes them slow. Values in, values out.
-
-Standard library only: nothing else need be there.
 """
 
 from __future__ import annotations

@@ -5,8 +5,6 @@ replies, names each fault with its remedy, and chooses where the ranks will meet
 
     node1: 2 processes, but 1 GPU: start fewer there (node1:1)
     node3: PyTorch 2.12.0, but PyTorch 2.13.0 elsewhere: install the same on all
-
-Standard library only: nothing else need be there.
 """
 
 from __future__ import annotations

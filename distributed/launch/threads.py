@@ -1,7 +1,7 @@
 """How many threads each rank computes with: OMP_NUM_THREADS, which PyTorch reads when it is imported.
 
 More threads than cores slow a small model tenfold, and torchrun sets 1 whatever there is. So the ranks of a machine
-share the cores that they really have. Standard library only.
+share the cores that they really have.
 
 Try it: python -m distributed.launch.threads   (how many cores a process may use here)
 """

@@ -44,7 +44,6 @@ from distributed.smoke.report import (
     Measured,
     Pace,
     Speed,
-    alone,
     good_round,
     show,
     size_label,
@@ -653,7 +652,7 @@ class Reporter:
         """Report what is wrong, and exit at once."""
         fault = Fault(check, self.world.rank, self.host, expected, got)
         if self.world.rank == 0 or self.options.json_file:
-            self.report(alone(self.launch, fault))
+            self.report(summarise(self.launch, {check: ""}, {}, Measured(), [fault]))
         if self.world.rank > 0:
             sys.stderr.write(f"distributed.smoke: {fault}\n")
             sys.stderr.flush()

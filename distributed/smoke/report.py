@@ -18,12 +18,10 @@ from statistics import median, quantiles
 from typing import Any
 
 from distributed import terminal
-from distributed.launch import connectivity
 from distributed.smoke.bandwidth import Link, slow
 from distributed.smoke.bandwidth import speed as speed_label
 
 REMEDY = {
-    "reach": connectivity.REMEDY,
     "join": "see that every rank was started, and reaches the master's address and port",
     "answer": "look at that rank's own output: it may have died, be stopped, or wait for its GPU or a disk",
     "bandwidth": "look at the ranks' own output, and at the network between the nodes",
@@ -177,11 +175,6 @@ def summarise(
     }
 
 
-def alone(launch: Mapping[str, Any], fault: Fault) -> dict[str, Any]:
-    """The report of a rank that cannot hear the others."""
-    return summarise(launch, {fault.check: ""}, {}, Measured(), [fault])
-
-
 def slow_links(measured: Measured, answered: Mapping[int, Findings]) -> list[Fault]:
     first = {one.host: rank for rank, one in sorted(answered.items(), reverse=True)}
     return [
@@ -227,7 +220,7 @@ def shortened(faults: Sequence[Fault], at_most: int = 3) -> list[str]:
 def render(report: Mapping[str, Any]) -> str:
     """The report for people."""
     world = report["world"]
-    where = f"{plural(world['size'], 'rank')} on {plural(world['nodes'], 'node')}"
+    where = f"{terminal.plural(world['size'], 'rank')} on {terminal.plural(world['nodes'], 'node')}"
     blocks = [
         [f"smoke test: {where}, {world['backend']}, torch {world['torch']}"],
         [line for check in report["checks"] for line in check_lines(check)],
@@ -309,11 +302,8 @@ def verdict_line(report: Mapping[str, Any]) -> str:
         return f"verdict: {terminal.paint('FAULT', terminal.RED)} in {', '.join(bad)}"
     size = report["world"]["size"]
     ok = terminal.paint("verdict: ok", terminal.GREEN)
-    return f"{ok}, {plural(size, 'rank')} work{'s' * (size == 1)} together as {'it' if size == 1 else 'they'} should"
-
-
-def plural(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"
+    works = "works together as it should" if size == 1 else "work together as they should"
+    return f"{ok}, {terminal.plural(size, 'rank')} {works}"
 
 
 def show(report: Mapping[str, Any], as_json: bool = False) -> None:

@@ -132,9 +132,6 @@ BROKEN: list[tuple[str, dict[str, Any], str, str, str]] = [
      "warning packages", "rich 13.6.9 (needs 13.7)", "pip install -r"),
     ("torch without CUDA", {"torch__cuda": "", "torch__cuda_available": False},
      "fault cuda", "built without CUDA, but the machine has 4 GPUs", "install the build"),
-    ("driver too old", {"gpus__driver": "535.183.01", "torch__cuda_available": False},
-     "fault cuda", "driver 535.183.01 is too old: torch built for CUDA 13.0 needs 580 or newer",
-     "build for CUDA 12"),
     ("torch sees no GPU", {"torch__cuda_available": False, "torch__complaint": "CUDA unknown error"},
      "fault cuda", "torch sees none: CUDA unknown error", "--gpus all"),
     ("GPU too old for this torch", {"torch__capabilities": ("sm_70",)},
@@ -252,7 +249,6 @@ def test_what_is_right_is_not_complained_about() -> None:
         {"environment": {"NCCL_SOCKET_IFNAME": "^docker,lo"}},
         {"environment": {"NCCL_SOCKET_IFNAME": "=ib0"}},
         {"environment": {"CUDA_VISIBLE_DEVICES": "2,3"}},
-        {"gpus__driver": "535.183.01"},  # NVIDIA's forward compatibility package: torch does see the GPUs
         {"torch__capabilities": ("sm_89", "sm_120", "sm_130")},  # by sm_80, and by translating compute_120
         {"names": replace(LOOPBACK, outward="")},  # no network at all: nobody to mislead
         {"clock": Clock(2e9, None)},
@@ -456,7 +452,7 @@ def test_the_facts_as_json_hold_every_part(tmp_path: Path) -> None:
     assert all(set(told[part]) == {key.name for key in fields(getattr(HEALTHY, part))} for part in parts)
 
 
-@pytest.mark.parametrize("words", [("--master-port", "0"), ("--master-port", "x"), ("node1",)])
+@pytest.mark.parametrize("words", [("--master-port", "x"), ("node1",)])
 def test_a_wrong_call_is_refused(words: tuple[str, ...]) -> None:
     reply = ask_doctor(*words)
     assert reply.returncode == 2
