@@ -146,10 +146,7 @@ def test_what_nodes_have_in_common_is_said_once_and_the_worst_stands_last() -> N
         "fault    reach  cannot connect to node3 (10.0.0.3): no answer within 3 s: a firewall between them?"
     )
     assert blocks[3][1] == "fault    torch  2.12.0, but 2.13.0 on node[1-2]"
-    assert blocks[-1] == [
-        "4 nodes: none fit for training; node[1-2] are not: /dev/shm, reach; node3 is not: /dev/shm, torch; "
-        "node4 is not: ssh"
-    ]
+    assert blocks[-1] == ["4 nodes: none fit for training; node[1-4] are not"]
 
 
 def test_lines_that_differ_in_figures_alone_are_said_once_and_whose_they_are() -> None:
@@ -176,11 +173,11 @@ def test_what_is_to_be_pasted_is_said_for_each() -> None:
     ]  # fmt: skip
 
 
-def test_who_differs_without_a_fault_is_named_in_the_sum_of_it() -> None:
+def test_the_last_line_counts_the_nodes_that_are_fit() -> None:
+    text = text_of(cluster(three(torch__version="2.12.0")))
+    assert text.splitlines()[-1] == "3 nodes: 2 fit for training; node3 is not"
     text = text_of(cluster(three(route=Route("eth0", 1500, 0))))
-    assert text.splitlines()[-1] == (
-        "3 nodes: all fit for training; each can connect to every other; node3 differs: MTU"
-    )
+    assert text.splitlines()[-1] == "3 nodes: all fit for training; each can connect to every other"
 
 
 def test_on_a_terminal_every_line_fits() -> None:
