@@ -84,9 +84,10 @@ def _read(env: Mapping[str, str]) -> World:
     if not given.keys() - set(MASTER) and _is_task(env):
         return _from_slurm(env)
     if given:
+        values = ", ".join(f"{name}={value}" for name, value in given.items())
         raise WorldError(
-            f"{_names(given)} set, but not {', '.join(missing)}: start this process with torchrun or srun, "
-            f"or unset {' '.join(given)} to run it alone"
+            f"{values} {'is' if len(given) == 1 else 'are'} set, but not {', '.join(missing)}: "
+            f"start this process with torchrun or srun, or unset {' '.join(given)} to run it alone"
         )
     return World(notes=_alone_in_an_allocation(env))
 
@@ -320,11 +321,6 @@ def _value(env: Mapping[str, str], name: str) -> str:
         else "start from a clean shell"
     )
     raise WorldError(f"{name} is not set, though other variables of its launcher are: {remedy}")
-
-
-def _names(given: Mapping[str, str]) -> str:
-    words = [f"{name}={value}" for name, value in given.items()]
-    return f"{', '.join(words)} {'is' if len(words) == 1 else 'are'}"
 
 
 def _joined(counts: list[int]) -> str:

@@ -41,7 +41,6 @@ LEVELS = ("ok", "warning", "fault")  # the last is what a person sees first: it 
 
 
 def check_python(facts: Facts) -> Iterator[Finding]:
-    """Python is new enough, and the one that was meant."""
     python = facts.interpreter
     if numbers(python.version) < OLDEST_PYTHON:
         yield fault(
@@ -61,7 +60,6 @@ def check_python(facts: Facts) -> Iterator[Finding]:
 
 
 def check_torch(facts: Facts) -> Iterator[Finding]:
-    """PyTorch is there, new enough, and can be imported."""
     torch = facts.torch
     if not torch.version:
         yield fault("torch", "PyTorch is not installed", command=install_command(facts))
@@ -124,7 +122,6 @@ def install_command(facts: Facts) -> str:
 
 
 def check_cuda(facts: Facts) -> Iterator[Finding]:
-    """PyTorch and the driver agree, where there are GPUs and PyTorch can be imported."""
     torch, gpus = facts.torch, facts.gpus
     count = terminal.plural(len(gpus.devices), "GPU")
     if not gpus.devices or not torch.version or torch.error:
@@ -175,7 +172,6 @@ def has_code(archs: Sequence[str], gpu: str) -> bool:
 
 
 def check_gpus(facts: Facts) -> Iterator[Finding]:
-    """There are GPUs, they answer, and they can be seen from this shell."""
     gpus, setting = facts.gpus, facts.environment.get("CUDA_VISIBLE_DEVICES")
     if gpus.error:
         yield fault(
@@ -234,7 +230,6 @@ def describe(gpus: Sequence[Gpu]) -> str:
 
 
 def check_gpu_use(facts: Facts) -> Iterator[Finding]:
-    """Processes on the GPUs this shell would use."""
     seen = visible(facts.environment.get("CUDA_VISIBLE_DEVICES"), facts.gpus.devices)
     idle = [gpu for gpu in facts.gpus.devices if not gpu.busy]
     full = [gpu for gpu in seen if gpu.busy and gpu.memory_used > 0.9 * gpu.memory]
@@ -262,7 +257,6 @@ def describe_use(gpu: Gpu, runs: Mapping[int, Run]) -> str:
 
 
 def check_gpu_health(facts: Facts) -> Iterator[Finding]:
-    """Modes and faults of single GPUs."""
     for gpu in visible(facts.environment.get("CUDA_VISIBLE_DEVICES"), facts.gpus.devices):
         topic = f"GPU {gpu.index}"
         if gpu.ecc_errors:
@@ -282,7 +276,6 @@ def check_gpu_health(facts: Facts) -> Iterator[Finding]:
 
 
 def check_gpu_host(facts: Facts) -> Iterator[Finding]:
-    """What all GPUs of the machine share."""
     gpus = facts.gpus.devices
     if gpus and not all(gpu.persistence for gpu in gpus):
         yield warning(
@@ -315,7 +308,6 @@ def check_memory(facts: Facts) -> Iterator[Finding]:
 
 
 def check_disks(facts: Facts) -> Iterator[Finding]:
-    """Room for checkpoints and logs, and the right to write them."""
     problems = [finding for disk in facts.disks for finding in check_disk(disk)]
     yield from problems
     if not problems:
@@ -394,7 +386,6 @@ def check_cores(facts: Facts) -> Iterator[Finding]:
 
 
 def check_limits(facts: Facts) -> Iterator[Finding]:
-    """What ulimit and the cgroup allow."""
     limits, problems = facts.limits, []
     if limits.open_files is not None and limits.open_files < 1024:
         problems.append(
@@ -432,7 +423,6 @@ def check_limits(facts: Facts) -> Iterator[Finding]:
 
 
 def check_port(facts: Facts) -> Iterator[Finding]:
-    """The port at which the ranks meet."""
     port, (low, high) = facts.port, facts.port.ephemeral
     if not port.free:
         yield fault(

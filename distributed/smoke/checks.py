@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -538,17 +538,14 @@ def exchange(findings: Findings, here: Here) -> dict[int, Findings]:
     keys = {rank: f"findings/{rank}" for rank in range(here.world.size)}
     here.store.set(keys[findings.rank], findings.to_json())
     in_step = time.monotonic() - here.since
-    arrived(here.store, list(keys.values()), max(0.0, here.timeout - in_step) + GRACE)
+    wait_for(here.store, list(keys.values()), max(0.0, here.timeout - in_step) + GRACE)
     answered = {rank: key for rank, key in keys.items() if here.store.check([key])}
     return {rank: Findings.from_json(here.store.get(key)) for rank, key in answered.items()}
 
 
-def arrived(store: Store, keys: list[str], seconds: float) -> bool:
-    try:
+def wait_for(store: Store, keys: list[str], seconds: float) -> None:
+    with suppress(dist.DistStoreError):  # not all came in time
         store.wait(keys, timedelta(seconds=seconds))
-    except dist.DistStoreError:
-        return False
-    return True
 
 
 def absences(here: Here, answered: Mapping[int, Findings]) -> list[Fault]:
@@ -572,10 +569,10 @@ def report_in_turn(here: Here, answered: Mapping[int, Findings], report: Callabl
     if here.world.rank == min(answered):
         report()
         here.store.set("said", "")
-    arrived(here.store, ["said"], GRACE)
+    wait_for(here.store, ["said"], GRACE)
     here.store.set(f"left/{here.world.rank}", "")
     if here.world.rank == 0:
-        arrived(here.store, [f"left/{rank}" for rank in answered], GRACE)
+        wait_for(here.store, [f"left/{rank}" for rank in answered], GRACE)
 
 
 # ---------------------------------------------------------------- report and leave
