@@ -45,3 +45,9 @@ def _torch_version(path: Sequence[str]) -> str | None:
             if dot and base.startswith("torch-"):
                 return base.removeprefix("torch-")
     return None
+
+
+if __name__ == "__main__":  # runs.run_directory asks another Python
+    import json
+
+    print(json.dumps(versions()))
