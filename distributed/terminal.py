@@ -23,6 +23,10 @@ def paint(text: str, colour: str) -> str:
     return f"\x1b[{colour}m{text}\x1b[0m" if text and colour else text
 
 
+def plural(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def plain(text: str) -> str:
     """Without colours."""
     return re.sub(r"\x1b\[[\d;]*m", "", text)

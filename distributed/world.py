@@ -1,8 +1,8 @@
 """Which process of the run am I?
 
 torchrun and srun each describe a process by environment variables. `World.from_env` reads the whole environment of
-*one* launcher, never variable by variable: an incomplete environment is an error or, where what is left determines
-the rest, a note; never a silent guess. Standard library only: a launcher must not import PyTorch to know its place.
+*one* launcher, never variable by variable: an incomplete environment is an error that names what is missing, never a
+silent guess. Standard library only: a launcher must not import PyTorch to know its place.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 from distributed.nodelist import NodeListError, expand, tasks_per_node
@@ -84,9 +84,10 @@ def _read(env: Mapping[str, str]) -> World:
     if not given.keys() - set(MASTER) and _is_task(env):
         return _from_slurm(env)
     if given:
+        values = ", ".join(f"{name}={value}" for name, value in given.items())
         raise WorldError(
-            f"{_names(given)} set, but not {', '.join(missing)}: start this process with torchrun or srun, "
-            f"or unset {' '.join(given)} to run it alone"
+            f"{values} {'is' if len(given) == 1 else 'are'} set, but not {', '.join(missing)}: "
+            f"start this process with torchrun or srun, or unset {' '.join(given)} to run it alone"
         )
     return World(notes=_alone_in_an_allocation(env))
 
@@ -195,28 +196,23 @@ def _is_task(env: Mapping[str, str]) -> bool:
         return not step.isdecimal() or int(step) < FIRST_SPECIAL_STEP
     if env.get("SLURM_STEP_NUM_TASKS"):
         return env["SLURM_STEP_NUM_TASKS"] != "1"
-    return bool(env.get("SLURM_PROCID")) and (env.get("SLURM_NTASKS") or "1") != "1" and not _could_be_batch_script(env)
-
-
-def _could_be_batch_script(env: Mapping[str, str]) -> bool:
-    return bool(env.get("SLURM_JOB_ID") and env.get("SLURM_NODEID"))
+    could_be_batch_script = env.get("SLURM_JOB_ID") and env.get("SLURM_NODEID")
+    return bool(env.get("SLURM_PROCID")) and (env.get("SLURM_NTASKS") or "1") != "1" and not could_be_batch_script
 
 
 def _from_slurm(env: Mapping[str, str]) -> World:
     """The variables of the step come first: inside `srun -N1 -w n9` the others still describe the job."""
-    rank, local_rank = _int(env, "SLURM_PROCID"), _int(env, "SLURM_LOCALID")
-    size = _step_size(env)
+    size, node_rank = _step_size(env), _int(env, "SLURM_NODEID")
     counts = _tasks_of_nodes(env, size)
-    node_rank = _int(env, "SLURM_NODEID") if env.get("SLURM_NODEID") else _node_by_blocks(env, rank, local_rank, counts)
     if node_rank >= len(counts):
         raise WorldError(
             f"SLURM_NODEID={node_rank}, but the step has {len(counts)} node{'s' * (len(counts) != 1)} with "
             f"{_joined(counts)} tasks: the environment mixes two job steps; start from a clean shell"
         )
-    world = World(
-        rank=rank,
+    return World(
+        rank=_int(env, "SLURM_PROCID"),
         size=size,
-        local_rank=local_rank,
+        local_rank=_int(env, "SLURM_LOCALID"),
         local_size=len(env["SLURM_GTIDS"].split(",")) if env.get("SLURM_GTIDS") else counts[node_rank],
         node_rank=node_rank,
         nodes=len(counts),
@@ -224,56 +220,17 @@ def _from_slurm(env: Mapping[str, str]) -> World:
         master_port=_port(env) if env.get("MASTER_PORT") else slurm_port(env),
         launcher="slurm",
     )
-    return replace(world, notes=_assumptions(env, world))
-
-
-def _assumptions(env: Mapping[str, str], world: World) -> tuple[str, ...]:
-    layout = () if world.nodes == 1 else ("SLURM_NODEID", "SLURM_TASKS_PER_NODE")
-    given = {name for name in (*layout, "SLURM_STEP_ID") if env.get(name)}
-    if env.get("SLURM_STEP_TASKS_PER_NODE"):
-        given.add("SLURM_TASKS_PER_NODE")
-    missing = [name for name in ("SLURM_STEP_ID", *layout) if name not in given]
-    if not missing:
-        return ()
-    return (
-        f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set: taking this process for task "
-        f"{world.rank} of {world.size}, node {world.node_rank} of {world.nodes}; pass on all of SLURM's variables, "
-        "or unset SLURM_PROCID to run it alone",
-    )
 
 
 def _tasks_of_nodes(env: Mapping[str, str], size: int) -> list[int]:
-    """How many tasks each node of the step has. Without SLURM's word for it: equally many."""
-    if env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE"):
-        counts = _unfold(tasks_per_node, env, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
-        if sum(counts) != size:
-            raise WorldError(
-                f"SLURM says {size} tasks, but {_joined(counts)} on its nodes: the environment mixes two job steps; "
-                "start from a clean shell"
-            )
-        return counts
-    name = next((name for name in ("SLURM_STEP_NUM_NODES", "SLURM_NNODES") if env.get(name)), "")
-    nodes = _int(env, name, least=1) if name else len(_hosts(env))
-    if size % nodes:
+    """How many tasks each node of the step has."""
+    counts = _unfold(tasks_per_node, env, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    if sum(counts) != size:
         raise WorldError(
-            f"SLURM_TASKS_PER_NODE is not set, and {size} tasks on {nodes} nodes can be laid out in several ways: "
-            "let the wrapper or container pass it on"
+            f"SLURM says {size} tasks, but {_joined(counts)} on its nodes: the environment mixes two job steps; "
+            "start from a clean shell"
         )
-    return [size // nodes] * nodes
-
-
-def _node_by_blocks(env: Mapping[str, str], rank: int, local_rank: int, counts: list[int]) -> int:
-    """By srun's default: ranks 0 and 1 on the first node, 2 and 3 on the second. The local rank has to agree."""
-    distribution = env.get("SLURM_DISTRIBUTION", "block") if max(counts) > 1 else "block"
-    first = 0
-    for node, count in enumerate(counts if distribution.startswith("block") else ()):
-        if rank == first + local_rank and local_rank < count:
-            return node
-        first += count
-    raise WorldError(
-        f"SLURM_NODEID is not set, and task {rank} with SLURM_LOCALID={local_rank} can be on several nodes of "
-        f"{_joined(counts)} tasks (distribution {distribution}): let the wrapper or container pass it on"
-    )
+    return counts
 
 
 def slurm_port(env: Mapping[str, str]) -> int:
@@ -364,11 +321,6 @@ def _value(env: Mapping[str, str], name: str) -> str:
         else "start from a clean shell"
     )
     raise WorldError(f"{name} is not set, though other variables of its launcher are: {remedy}")
-
-
-def _names(given: Mapping[str, str]) -> str:
-    words = [f"{name}={value}" for name, value in given.items()]
-    return f"{', '.join(words)} {'is' if len(words) == 1 else 'are'}"
 
 
 def _joined(counts: list[int]) -> str:

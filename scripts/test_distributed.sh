@@ -13,7 +13,7 @@
 # broadcast, all_gather, reduce_scatter, all_to_all, point to point, barrier), measures the bus
 # bandwidth by message size as nccl-tests do, refuses two ranks on one GPU, and names a rank that is
 # slow, frozen or missing. Of several nodes it first sees whether each can connect to every other, and
-# it measures each link between two: a pair that cannot talk, a slow node and a slow link are named.
+# ends with 69 where one cannot; it measures each link between two, and names a slow node and a slow link.
 # The report goes to standard output, all else to standard error.
 #
 #   --hostfile FILE      lines such as `node1 slots=4` in place of NODE...
@@ -148,17 +148,12 @@ bytes() { # <size>
 
 # Ranks on nodes that cannot connect to each other would wait for each other in silence.
 test_connections() {
-  local node words=() code=0
   node_questions "$NPROC" "${POSITIONAL[@]:1}"
   ask_python "${QUESTIONS[@]}"
   open_connections
   ((!SYNC)) || sync_nodes
   try_all_pairs "$SOCKETS/replies"
-  for node in "${NODES[@]}"; do
-    words+=("$node:${NPROC_OF[$node]}")
-  done
-  kit_python smoke.connections --report "$SCRATCH/report" "$SOCKETS/replies" "${words[@]}" || code=$?
-  ((code == 0)) || show_report "$SCRATCH/report" "$code"
+  kit_python launch.connectivity judge "$SOCKETS/replies" "${NODES[@]}" || exit
   log "each of $(counted ${#NODES[@]} node) can connect to every other"
 }
 
@@ -169,15 +164,10 @@ test_ranks() {
   wait_for exec_in_environment 1 MUSTER_RUN_FILE="$SCRATCH/run" "$STARTER" "${LAUNCH[@]}" >&2 || code=$?
   [[ -s $SCRATCH/run ]] || exit "$code" # it was not even begun
   run=$(<"$SCRATCH/run")
-  [[ -e $run/smoke.json ]] || ((code)) || die "no rank wrote a report; see node_*.log in $run"
-  show_report "$run/smoke.json" "$code"
-}
-
-
-show_report() { # <report> <exit code, where the report is missing or good>
-  local code=$2
-  if [[ -e $1 ]]; then
-    kit_python smoke.report "${FORM[@]}" "$1" || ((code)) || code=$?
+  if [[ -e $run/smoke.json ]]; then
+    kit_python smoke.report "${FORM[@]}" "$run/smoke.json" || ((code)) || code=$?
+  elif ((!code)); then
+    die "no rank wrote a report; see node_*.log in $run"
   fi
   exit "$code"
 }

@@ -30,7 +30,7 @@ stub() { # <name>, its text on standard input
   run -2 "$DOCTOR" --jsom
   [[ $output == *"--jsom: unknown option"*"Try: doctor.sh --help" ]]
   run -2 "$DOCTOR" 'node[1-'
-  [[ $output == *"this '[' is never closed"* ]]
+  [[ $output == *"its brackets do not match"* ]]
   run -2 "$DOCTOR" --exclude node1
   [[ $output == *"--exclude 'node1': from which nodes?"* ]]
   run -2 "$DOCTOR" --python
@@ -56,10 +56,10 @@ stub() { # <name>, its text on standard input
 }
 
 
-@test "the Python of .venv of the working directory is taken, and why is said" {
+@test "the Python of .venv of the working directory is taken" {
   python3 -m venv --without-pip .venv
   run -1 "$DOCTOR"
-  [[ $output == *".venv of the working directory: $PROJECT/.venv/bin/python"* ]]
+  [[ $output == *"python "*": $PROJECT/.venv/bin/python"* ]]
   [[ $output == *"fault    torch"*"PyTorch is not installed"*"$ '$PROJECT/.venv/bin/python' -m pip install -r "* ]]
 }
 
@@ -92,8 +92,8 @@ STUB
 # Stub: answers as nvidia-smi does with --format=csv,noheader,nounits.
 case \$* in
   *query-gpu*)
-    echo "0, GPU-aa, 580.65.06, 81920, 81000, Enabled, Disabled, 0, Default, NVIDIA A100-SXM4-80GB"
-    echo "1, GPU-bb, 580.65.06, 81920, 4, Enabled, Disabled, 0, Default, NVIDIA A100-SXM4-80GB" ;;
+    echo "0, GPU-aa, 580.65.06, 81920, 81000, Enabled, Disabled, 0, NVIDIA A100-SXM4-80GB"
+    echo "1, GPU-bb, 580.65.06, 81920, 4, Enabled, Disabled, 0, NVIDIA A100-SXM4-80GB" ;;
   *query-compute-apps*) echo "GPU-aa, $$, 80000, python" ;;
 esac
 STUB

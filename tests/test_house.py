@@ -38,7 +38,7 @@ BELOW: dict[str, set[str]] = {
     "launch": {"exit_codes", "files", "host", "nodelist", "runs", "world"},
     "runs": {"exit_codes", "files", "host", "metrics", "terminal"},
     "slurm": {"exit_codes", "files", "host", "launch", "nodelist"},
-    "smoke": {"exit_codes", "files", "host", "launch", "nodelist", "terminal", "torch", "world"},
+    "smoke": {"files", "terminal", "torch", "world"},
     "torch": {"agent", "exit_codes", "world"},
     "training": {"config", "files", "fold", "metrics", "runs", "topics", "world"},
     "world": {"nodelist"},
@@ -49,7 +49,7 @@ STANDARD_LIBRARY_ALONE = {
     "agent.failure_records", "agent.fork_server", "agent.preloaded", "checkpoint.directory", "exit_codes", "files",
     "fold",
     "health", "host", "jobs.array_task", "jobs.host", "jobs.page", "jobs.panes", "jobs.timeline", "launch", "metrics",
-    "nodelist", "runs", "slurm", "smoke.bandwidth", "smoke.connections", "smoke.report", "terminal", "topics",
+    "nodelist", "runs", "slurm", "smoke.bandwidth", "smoke.report", "terminal", "topics",
     "training.base_model", "world",
 }  # fmt: skip
 

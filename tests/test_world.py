@@ -1,8 +1,8 @@
 """A process that does not know its place trains the wrong thing, or waits for ever.
 
 Held here: the place is read from the whole environment of one launcher. An incomplete environment, a stale one or one
-of two launches is an error that names what is missing. Where a wrapper or a container has dropped a part of SLURM's
-variables, what is left determines the place, or the process is refused; it never becomes rank 0 of 1 silently.
+of two launches is an error that names what is missing. So is a part of SLURM's variables, where a wrapper or a
+container has dropped the rest: such a process never becomes rank 0 of 1 silently.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ STEP = {  # task 5 of 7, the third node's second, as 2(x3),1 lays them out in bl
     "SLURM_STEP_NUM_TASKS": "7", "SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_STEP_NODELIST": "n[08-10],x1",
 }  # fmt: skip
 FIRST = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
-# What many wrappers and containers pass on: here of task 3 of 4, the second one on n2.
+# What a wrapper or container passes on that drops the rest: here of task 3 of 4, the second one on n2.
 FOUR = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", "SLURM_NODELIST": "n[1-2]"}
 FIRST_OF_FOUR = {**FOUR, "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
 
@@ -103,37 +103,6 @@ def place(env: Mapping[str, str]) -> tuple[object, ...]:
             (5, 7, 1, 7, 0, 1, "n1:2", "environment"),
             id="a step whose script sets what SLURM says as well",
         ),
-        pytest.param(FOUR, (3, 4, 1, 2, 1, 2, "n1:29500", "slurm"), id="four variables"),
-        pytest.param(FIRST_OF_FOUR, (0, 4, 0, 2, 0, 2, "n1:29500", "slurm"), id="four variables, task 0"),
-        pytest.param(
-            {**FOUR, "SLURM_JOB_ID": "4711"}, (3, 4, 1, 2, 1, 2, "n1:24711", "slurm"), id="four variables and the job"
-        ),
-        pytest.param(
-            {**FIRST_OF_FOUR, "SLURM_JOB_ID": "4711"},
-            (0, 4, 0, 2, 0, 2, "n1:24711", "slurm"),
-            id="four variables and the job, task 0: a batch script has SLURM_NODEID too",
-        ),
-        pytest.param(
-            {**FOUR, "MASTER_ADDR": "n9", "MASTER_PORT": "1234"},
-            (3, 4, 1, 2, 1, 2, "n9:1234", "slurm"),
-            id="four variables, MASTER_ADDR and MASTER_PORT",
-        ),
-        pytest.param(
-            {**FOUR, "SLURM_LOCALID": "0", "SLURM_TASKS_PER_NODE": "3,1"},
-            (3, 4, 0, 1, 1, 2, "n1:29500", "slurm"),
-            id="four variables and an uneven layout",
-        ),
-        pytest.param(
-            {**FOUR, "SLURM_NODEID": "0"}, (3, 4, 1, 2, 0, 2, "n1:29500", "slurm"), id="four variables and the node"
-        ),
-        pytest.param(
-            {**FOUR, "SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_NTASKS": "2", "SLURM_DISTRIBUTION": "cyclic"},
-            (1, 2, 0, 1, 1, 2, "n1:29500", "slurm"),
-            id="one task a node is the same in every distribution",
-        ),
-        pytest.param(
-            without(STEP, "SLURM_NODEID"), (5, 7, 1, 2, 2, 4, "n08:24711", "slurm"), id="a step without its node"
-        ),
         pytest.param(
             without(STEP, "SLURM_JOB_ID"), (5, 7, 1, 2, 2, 4, "n08:29500", "slurm"), id="a step without its job"
         ),
@@ -170,7 +139,7 @@ def test_by_hand_in_an_allocation_is_one_process_and_a_note(more: Mapping[str, s
     assert World.from_env({**JOB, **more}).notes == (note,)
 
 
-@pytest.mark.parametrize("env", [{}, TORCHRUN, STEP, FOUR, {**COMPLETE, "LOCAL_WORLD_SIZE": "2"}])
+@pytest.mark.parametrize("env", [{}, TORCHRUN, STEP, {**COMPLETE, "LOCAL_WORLD_SIZE": "2"}])
 def test_a_place_can_be_passed_on_in_torchruns_variables(env: Mapping[str, str]) -> None:
     world = World.from_env(env)
     passed_on = as_env(world, "run-1")
@@ -184,30 +153,10 @@ def test_a_guess_is_noted() -> None:
     assert World.from_env({}).notes == World.from_env(TORCHRUN).notes == World.from_env(STEP).notes == ()
 
 
-@pytest.mark.parametrize(
-    ("env", "note"),
-    [
-        (
-            FOUR,
-            "SLURM_STEP_ID, SLURM_NODEID, SLURM_TASKS_PER_NODE are not set: taking this process for task 3 of 4, ",
-        ),
-        (without(STEP, "SLURM_NODEID"), "SLURM_NODEID is not set: taking this process for task 5 of 7, node 2 of 4; "),
-        (
-            {**FIRST_OF_FOUR, "SLURM_NODELIST": "n1"},
-            "SLURM_STEP_ID is not set: taking this process for task 0 of 4, node 0 of 1; pass on all of SLURM's "
-            "variables, or unset SLURM_PROCID to run it alone",
-        ),
-    ],
-)
-def test_what_slurms_remaining_variables_are_taken_for_is_noted(env: Mapping[str, str], note: str) -> None:
-    (noted,) = World.from_env(env).notes
-    assert noted.startswith(note)
-
-
 def test_rank_0_prints_a_note_once() -> None:
     """In an interpreter of its own: the notes are those of its own environment."""
     code = "from distributed.world import World; World.from_env(); World.from_env()"
-    for env, notes in ((FIRST_OF_FOUR, 1), (FOUR, 0), ({**JOB, **FIRST}, 1), ({}, 0)):
+    for env, notes in ((COMPLETE, 0), ({**COMPLETE, "RANK": "0"}, 1), ({**JOB, **FIRST}, 1), ({}, 0)):
         ended = subprocess.run(
             [sys.executable, "-S", "-c", code], env=env, cwd=KIT, capture_output=True, text=True, check=True
         )
@@ -248,25 +197,12 @@ NO_NUMBER = "is not a number: unset it, or start this process with torchrun or s
     [
         *((without(TORCHRUN, name), f"{name} {CLEAN_SHELL}") for name in ("LOCAL_WORLD_SIZE", "GROUP_RANK")),
         *((without(STEP, name), f"{name} {DROPPED}") for name in ("SLURM_LOCALID", "SLURM_PROCID")),
-        *((without(FOUR, name), f"{name} {DROPPED}") for name in ("SLURM_LOCALID", "SLURM_NTASKS", "SLURM_NODELIST")),
-        (without(FOUR, "SLURM_PROCID"), f"SLURM_PROCID {DROPPED}"),
+        *((env, f"SLURM_NODEID {DROPPED}") for env in (FOUR, FIRST_OF_FOUR, {**FIRST_OF_FOUR, "SLURM_JOB_ID": "4711"})),
+        (without(STEP, "SLURM_STEP_TASKS_PER_NODE"), f"SLURM_TASKS_PER_NODE {DROPPED}"),
+        (without(STEP, "SLURM_NODEID"), f"SLURM_NODEID {DROPPED}"),
         (
-            without(STEP, "SLURM_STEP_TASKS_PER_NODE"),
-            "SLURM_TASKS_PER_NODE is not set, and 7 tasks on 4 nodes can be laid out in several ways: let the wrapper",
-        ),
-        (
-            {**FOUR, "SLURM_LOCALID": "0"},
-            "SLURM_NODEID is not set, and task 3 with SLURM_LOCALID=0 can be on several nodes of 2,2 tasks "
-            "(distribution block): let the wrapper or container pass it on",
-        ),
-        (
-            {**FOUR, "SLURM_DISTRIBUTION": "cyclic"},
-            "SLURM_NODEID is not set, and task 3 with SLURM_LOCALID=1 can be on several nodes of 2,2 tasks "
-            "(distribution cyclic): let the wrapper or container pass it on",
-        ),
-        (
-            {**FOUR, "SLURM_NNODES": "1", "SLURM_LOCALID": "3"},
-            "the host of task 0 is not known (SLURM_STEP_NODELIST is not set, and the step has 1 of the job's 2 nodes):"
+            without({**STEP, "SLURM_NODELIST": "n[08-12]", "SLURM_JOB_NODELIST": "n[08-12]"}, "SLURM_STEP_NODELIST"),
+            "the host of task 0 is not known (SLURM_STEP_NODELIST is not set, and the step has 4 of the job's 5 nodes):"
             " let the wrapper or container pass it on, or export MASTER_ADDR=<host of task 0>",
         ),
         (
@@ -280,8 +216,8 @@ NO_NUMBER = "is not a number: unset it, or start this process with torchrun or s
         *(({**COMPLETE, "RANK": value}, f"RANK={value!r} {NO_NUMBER}") for value in ("-1", "1.0", " 1", "²", "0x1")),
         ({**COMPLETE, "NODE_RANK": "x"}, f"NODE_RANK='x' {NO_NUMBER}"),
         *(({**STEP, name: "x"}, f"{name}='x' {NO_NUMBER}") for name in ("SLURM_PROCID", "SLURM_NODEID")),
-        ({**STEP, "SLURM_STEP_TASKS_PER_NODE": "2(x"}, "SLURM_STEP_TASKS_PER_NODE: '2(x', character 1: "),
-        ({**STEP, "SLURM_STEP_NODELIST": "n[1-"}, "SLURM_STEP_NODELIST: 'n[1-', character 2: "),
+        ({**STEP, "SLURM_STEP_TASKS_PER_NODE": "2(x"}, "SLURM_STEP_TASKS_PER_NODE: '2(x' is no number of tasks: "),
+        ({**STEP, "SLURM_STEP_NODELIST": "n[1-"}, "SLURM_STEP_NODELIST: 'n[1-': its brackets do not match: "),
         ({**COMPLETE, "WORLD_SIZE": "0"}, "WORLD_SIZE='0' is not a number from 1 up"),
         ({**COMPLETE, "LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE='0' is not a number from 1 up"),
         ({**COMPLETE, "MASTER_PORT": "x"}, f"MASTER_PORT='x' {NO_NUMBER}"),
@@ -361,19 +297,18 @@ def test_the_environments_of_a_real_slurm_are_understood(record: dict[str, Any])
 
 
 TASKS = [
-    (record["name"], {**record["common"], **process["environment"]}, process["place"])
+    ({**record["common"], **process["environment"]}, process["place"])
     for record in RECORDS
     for process in record["processes"]
     if record["answer"] == "places" and "TORCHELASTIC_RUN_ID" not in record["common"]
 ]
-BLOCKS = ("two tasks on each of three nodes", "one GPU a task", "MASTER_ADDR and MASTER_PORT given")
 
 
 @settings(deadline=None, max_examples=400)
 @given(st.data())
 def test_a_part_of_a_tasks_environment_gives_its_rank_or_a_refusal(data: st.DataObject) -> None:
     """Whatever part of it a wrapper passes on."""
-    name, env, true = data.draw(st.sampled_from(TASKS))
+    env, true = data.draw(st.sampled_from(TASKS))
     some = data.draw(st.sets(st.sampled_from(sorted(env))))
     rest = {name: env[name] for name in (some if data.draw(st.booleans()) else env.keys() - some)}
     try:
@@ -384,17 +319,6 @@ def test_a_part_of_a_tasks_environment_gives_its_rank_or_a_refusal(data: st.Data
         assert rest.get("SLURM_PROCID", "0") == "0"
         return
     assert (world.rank, world.size, world.local_rank) == (true["rank"], true["size"], true["local_rank"])
-    if name in BLOCKS:
-        assert {key: getattr(world, key) for key in true} == true
-
-
-def test_parts_of_a_tasks_environment_that_determine_its_place() -> None:
-    """So that the test above does not hold because all parts are refused."""
-    (_, env, true) = next(task for task in TASKS if task[0] == BLOCKS[0] and task[2]["rank"] == 3)
-    needed = {"SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS"}
-    for nodes in ("SLURM_NODELIST", "SLURM_JOB_NODELIST", "SLURM_STEP_NODELIST"):
-        world = World.from_env({name: env[name] for name in {*needed, nodes}})
-        assert {key: getattr(world, key) for key in true} == true
 
 
 def port(job: int, step: int) -> int:

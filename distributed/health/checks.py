@@ -8,11 +8,12 @@ from __future__ import annotations
 import re
 import shlex
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from distributed import terminal
 from distributed.host.facts import Facts, Run
 from distributed.host.gpus import Gpu, visible
 from distributed.host.interpreter import Torch
@@ -21,9 +22,6 @@ from distributed.host.system import GIB, MIB
 
 OLDEST_PYTHON = (3, 10)
 OLDEST_TORCH = (2, 10)  # below it a checkpoint can run code: CVE-2025-32434, CVE-2026-24747
-# CUDA major version -> oldest driver of that family (NVIDIA's "minor version compatibility").
-OLDEST_DRIVER = {11: (450,), 12: (525,), 13: (580,)}
-MASTER_PORT = 29500  # PyTorch's own default
 
 
 @dataclass(frozen=True)
@@ -43,27 +41,25 @@ LEVELS = ("ok", "warning", "fault")  # the last is what a person sees first: it 
 
 
 def check_python(facts: Facts) -> Iterator[Finding]:
-    """Python is new enough, and the one that was meant."""
     python = facts.interpreter
     if numbers(python.version) < OLDEST_PYTHON:
         yield fault(
             "python",
-            f"{python.version} is older than 3.10: {python.path} ({python.why})",
+            f"{python.version} is older than 3.10: {python.path}",
             "install Python 3.10 or newer, or name another with --python PATH",
         )
     elif python.unused_conda:
         yield warning(
             "python",
-            f"{python.version} of {python.path} ({python.why}), not the active conda {python.unused_conda}",
+            f"{python.version} of {python.path}, not the active conda {python.unused_conda}",
             "if that is not meant:",
             f"scripts/doctor.sh --python {shlex.quote(python.unused_conda + '/bin/python')}",
         )
     else:
-        yield ok("python", f"{python.version}, {python.why}: {python.path}")
+        yield ok("python", f"{python.version}: {python.path}")
 
 
 def check_torch(facts: Facts) -> Iterator[Finding]:
-    """PyTorch is there, new enough, and can be imported."""
     torch = facts.torch
     if not torch.version:
         yield fault("torch", "PyTorch is not installed", command=install_command(facts))
@@ -109,10 +105,7 @@ def check_packages(facts: Facts) -> Iterator[Finding]:
     ]
     if missing:
         fact = f"not installed: {', '.join(missing)}; train.py and job lists need requirements.txt"
-        if facts.torch.version:
-            yield warning("packages", fact, command=install_command(facts))
-        else:
-            yield warning("packages", fact, "installed by the same command as torch")
+        yield warning("packages", fact, command=install_command(facts))
     if old:
         yield warning("packages", f"older than requirements.txt says: {', '.join(old)}", command=install_command(facts))
     if not missing and not old:
@@ -129,32 +122,23 @@ def install_command(facts: Facts) -> str:
 
 
 def check_cuda(facts: Facts) -> Iterator[Finding]:
-    """PyTorch and the driver agree, where there are GPUs and PyTorch can be imported."""
     torch, gpus = facts.torch, facts.gpus
+    count = terminal.plural(len(gpus.devices), "GPU")
     if not gpus.devices or not torch.version or torch.error:
         return
-    needed = OLDEST_DRIVER.get(numbers(torch.cuda)[0]) if torch.cuda else None
     if not torch.cuda and not torch.hip:
         yield fault(
             "cuda",
-            f"torch {torch.version} is built without CUDA, but the machine has {_gpus(len(gpus.devices))}",
+            f"torch {torch.version} is built without CUDA, but the machine has {count}",
             "install the build for your driver: https://pytorch.org/get-started/locally",
         )
     elif torch.cuda_available:
         yield from check_architecture(torch)
-    elif needed and gpus.driver and numbers(gpus.driver) < needed:
-        newest = max((major for major, oldest in OLDEST_DRIVER.items() if numbers(gpus.driver) >= oldest), default=11)
-        yield fault(
-            "cuda",
-            f"driver {gpus.driver} is too old: torch built for CUDA {torch.cuda} needs {needed[0]} or newer",
-            f"update the driver, or install the build for CUDA {newest}: https://pytorch.org/get-started/locally",
-        )
     elif visible(facts.environment.get("CUDA_VISIBLE_DEVICES"), gpus.devices):
         yield fault(
             "cuda",
-            f"nvidia-smi shows {_gpus(len(gpus.devices))}, torch sees none"
-            + (torch.complaint and f": {torch.complaint}"),
-            "in a container: start it with --gpus all; else restart the machine, or reinstall the driver",
+            f"nvidia-smi shows {count}, torch sees none" + (torch.complaint and f": {torch.complaint}"),
+            "in a container: start it with --gpus all; else restart the machine, or update the driver",
         )
 
 
@@ -188,10 +172,14 @@ def has_code(archs: Sequence[str], gpu: str) -> bool:
 
 
 def check_gpus(facts: Facts) -> Iterator[Finding]:
-    """There are GPUs, they answer, and they can be seen from this shell."""
     gpus, setting = facts.gpus, facts.environment.get("CUDA_VISIBLE_DEVICES")
     if gpus.error:
-        yield fault("GPUs", gpus.error, driver_remedy(gpus.error))
+        yield fault(
+            "GPUs",
+            gpus.error,
+            "restart the machine, or reinstall NVIDIA's driver; without permission, ask for access to /dev/nvidia* "
+            "(ls -l /dev/nvidia*)",
+        )
     elif not gpus.devices and gpus.hardware:
         yield warning(
             "GPUs",
@@ -212,32 +200,25 @@ def check_gpus(facts: Facts) -> Iterator[Finding]:
         yield from check_visible(setting, facts)
 
 
-def driver_remedy(error: str) -> str:
-    if "version mismatch" in error:
-        return "the driver was updated while loaded: restart the machine, or unload and load its modules"
-    if "Insufficient Permissions" in error:
-        return "ask for access to /dev/nvidia*: the group 'video' or 'render' may have it (ls -l /dev/nvidia*)"
-    return "restart the machine; when that does not help, reinstall NVIDIA's driver"
-
-
 def check_visible(setting: str, facts: Facts) -> Iterator[Finding]:
     """CUDA_VISIBLE_DEVICES hides GPUs, and silently stops at the first word it does not know."""
     gpus = facts.gpus
     count, seen = len(gpus.devices), visible(setting, gpus.devices)
     words = [word for word in setting.split(",") if word.strip()]
+    named = terminal.plural(len(words), "GPU")
     if not seen:
         yield warning(
             "GPUs",
             f"CUDA_VISIBLE_DEVICES={shlex.quote(setting)} hides {'the GPU' if count == 1 else f'all {count} GPUs'}: "
             "training runs on the CPU",
-            command=unset(facts, "CUDA_VISIBLE_DEVICES"),
+            command="unset CUDA_VISIBLE_DEVICES",
         )
     elif len(seen) < len(words) and not setting.startswith("MIG-"):
         yield fault(
             "GPUs",
-            f"CUDA_VISIBLE_DEVICES={setting} names {_gpus(len(words))}, of which CUDA takes {len(seen)}: "
+            f"CUDA_VISIBLE_DEVICES={setting} names {named}, of which CUDA takes {len(seen)}: "
             f"there are {count}, 0 to {count - 1}, and it stops at the first that is not",
-            command=unset(facts, "CUDA_VISIBLE_DEVICES"),
+            command="unset CUDA_VISIBLE_DEVICES",
         )
     else:
         yield ok("GPUs", f"CUDA_VISIBLE_DEVICES={setting} of {count}: {describe(seen)}, driver {gpus.driver}")
@@ -249,7 +230,6 @@ def describe(gpus: Sequence[Gpu]) -> str:
 
 
 def check_gpu_use(facts: Facts) -> Iterator[Finding]:
-    """Processes on the GPUs this shell would use."""
     seen = visible(facts.environment.get("CUDA_VISIBLE_DEVICES"), facts.gpus.devices)
     idle = [gpu for gpu in facts.gpus.devices if not gpu.busy]
     full = [gpu for gpu in seen if gpu.busy and gpu.memory_used > 0.9 * gpu.memory]
@@ -258,7 +238,12 @@ def check_gpu_use(facts: Facts) -> Iterator[Finding]:
     for level, gpus in (("warning", shared), ("fault", full)):
         if gpus:
             fact = "; ".join(describe_use(gpu, runs) for gpu in gpus)
-            yield Finding(level, "GPU use", fact, *(take(idle) if idle else wait_for(gpus, facts)))
+            if idle:  # nvidia-smi counts by PCI bus, CUDA by speed unless CUDA_DEVICE_ORDER is set
+                indices = ",".join(str(gpu.index) for gpu in idle)
+                take = f"export CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES={indices}"
+                yield Finding(level, "GPU use", fact, "use the idle ones:", take)
+            else:
+                yield Finding(level, "GPU use", fact, "no GPU is idle: wait, or ask their users")
 
 
 def describe_use(gpu: Gpu, runs: Mapping[int, Run]) -> str:
@@ -271,23 +256,7 @@ def describe_use(gpu: Gpu, runs: Mapping[int, Run]) -> str:
     return f"GPU {gpu.index}: {size(gpu.memory_used)} of {size(gpu.memory)} by {by}"
 
 
-def wait_for(gpus: Sequence[Gpu], facts: Facts) -> tuple[str, str]:
-    """All GPUs are in use. A run is under the topic runs, with the way to stop it."""
-    in_runs = {pid for run in facts.runs for pid in run.pids}
-    own = [user.pid for gpu in gpus for user in gpu.processes if user.user == facts.user and user.pid not in in_runs]
-    if own:
-        return "no GPU is idle: wait; of the processes, these are yours:", show(sorted(set(own)))
-    return "no GPU is idle: wait, or ask their users", ""
-
-
-def take(idle: Sequence[Gpu]) -> tuple[str, str]:
-    """The fix, and a command. nvidia-smi counts by PCI bus, CUDA by speed unless CUDA_DEVICE_ORDER is set."""
-    indices = ",".join(str(gpu.index) for gpu in idle)
-    return "use the idle ones:", f"export CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES={indices}"
-
-
 def check_gpu_health(facts: Facts) -> Iterator[Finding]:
-    """Modes and faults of single GPUs."""
     for gpu in visible(facts.environment.get("CUDA_VISIBLE_DEVICES"), facts.gpus.devices):
         topic = f"GPU {gpu.index}"
         if gpu.ecc_errors:
@@ -296,12 +265,6 @@ def check_gpu_health(facts: Facts) -> Iterator[Finding]:
                 f"{gpu.ecc_errors} uncorrected memory errors since the driver was loaded",
                 "end what runs on it, then reset it; if they come back, have the card replaced",
                 f"sudo nvidia-smi --gpu-reset --id={gpu.index}",
-            )
-        if gpu.compute_mode == "Prohibited":
-            yield fault(
-                topic,
-                "its compute mode is Prohibited: no process may use it",
-                command=f"sudo nvidia-smi --id={gpu.index} --compute-mode=DEFAULT",
             )
         if gpu.mig:
             yield warning(
@@ -313,7 +276,6 @@ def check_gpu_health(facts: Facts) -> Iterator[Finding]:
 
 
 def check_gpu_host(facts: Facts) -> Iterator[Finding]:
-    """What all GPUs of the machine share."""
     gpus = facts.gpus.devices
     if gpus and not all(gpu.persistence for gpu in gpus):
         yield warning(
@@ -323,13 +285,6 @@ def check_gpu_host(facts: Facts) -> Iterator[Finding]:
         )
     if len({gpu.name for gpu in gpus}) > 1:
         yield warning("GPUs", "they are of several kinds: the slowest sets the pace of every step")
-    if facts.gpus.xids:
-        yield warning(
-            "GPUs",
-            f"the kernel reported GPU errors (Xid): {'; '.join(facts.gpus.xids)}",
-            "what they mean: https://docs.nvidia.com/deploy/xid-errors",
-            "sudo dmesg --ctime | grep Xid",
-        )
 
 
 # ---------------------------------------------------------------- judge: memory, disk, cores, limits
@@ -340,9 +295,8 @@ def check_memory(facts: Facts) -> Iterator[Finding]:
     memory = facts.memory
     total = min(memory.total, memory.limit or memory.total)
     available = min(memory.available, total)
-    swap = f"{size(memory.swap_free)} of {size(memory.swap_total)} swap" if memory.swap_total else "no swap"
     bound = ", the limit of this container or job" if total < memory.total else ""
-    fact = f"{size(available)} of {size(total)} free{bound}, {swap}"
+    fact = f"{size(available)} of {size(total)} free{bound}"
     if available < GIB:
         yield fault("memory", f"{fact}: not enough for two ranks", "what uses it:", "ps aux --sort=-rss | head")
     elif available < 4 * GIB:
@@ -354,7 +308,6 @@ def check_memory(facts: Facts) -> Iterator[Finding]:
 
 
 def check_disks(facts: Facts) -> Iterator[Finding]:
-    """Room for checkpoints and logs, and the right to write them."""
     problems = [finding for disk in facts.disks for finding in check_disk(disk)]
     yield from problems
     if not problems:
@@ -393,11 +346,6 @@ def check_disk(disk: Space) -> Iterator[Finding]:
 def check_shm(facts: Facts) -> Iterator[Finding]:
     """Data loader workers and NCCL hand data over in /dev/shm; when it is full they die of a bus error."""
     shm = facts.shm
-    if shm is None:
-        yield fault(
-            "/dev/shm", "is not there: data loader workers and NCCL need it", "", "sudo mount -t tmpfs tmpfs /dev/shm"
-        )
-        return
     if facts.container:
         fix, command = "start the container with --shm-size=8g or --ipc=host", ""
     else:
@@ -438,16 +386,14 @@ def check_cores(facts: Facts) -> Iterator[Finding]:
 
 
 def check_limits(facts: Facts) -> Iterator[Finding]:
-    """What ulimit and the cgroup allow."""
     limits, problems = facts.limits, []
     if limits.open_files is not None and limits.open_files < 1024:
-        more = min(65536, limits.open_files_hard or 65536)
         problems.append(
             warning(
                 "limits",
                 f"{limits.open_files} open files: ranks and data loader workers run out of them",
-                "" if more > limits.open_files else "raise nofile in /etc/security/limits.conf, log in again",
-                f"ulimit -n {more}" if more > limits.open_files else "",
+                "where this is refused, raise nofile in /etc/security/limits.conf and log in again:",
+                "ulimit -n 65536",
             )
         )
     if limits.processes is not None and limits.processes < 2048:
@@ -477,11 +423,8 @@ def check_limits(facts: Facts) -> Iterator[Finding]:
 
 
 def check_port(facts: Facts) -> Iterator[Finding]:
-    """The port at which the ranks meet."""
     port, (low, high) = facts.port, facts.port.ephemeral
-    if port.loopback_error:
-        yield fault("port", f"nothing can listen on 127.0.0.1: {port.loopback_error}", "", "sudo ip link set lo up")
-    elif not port.free:
+    if not port.free:
         yield fault(
             "port",
             f"{port.number} is taken" + (port.holder and f" by {port.holder}"),
@@ -543,11 +486,6 @@ def check_environment(facts: Facts) -> Iterator[Finding]:
         yield ok("shell", "no leftovers of another launch in the environment")
 
 
-def unset(facts: Facts, *names: str) -> str:
-    """The command that removes variables from the shell; fish has no unset."""
-    return f"{'set --erase' if facts.shell == 'fish' else 'unset'} {' '.join(names)}"
-
-
 def leftovers(facts: Facts) -> Iterator[Finding]:
     env = facts.environment
     place = [
@@ -560,13 +498,13 @@ def leftovers(facts: Facts) -> Iterator[Finding]:
         yield fault(
             "shell",
             "TORCHELASTIC_USE_AGENT_STORE=True: a process started by hand waits for a store that nobody runs",
-            command=unset(facts, *place, *agent),
+            command=f"unset {' '.join(place + agent)}",
         )
     elif place or agent:
         yield warning(
             "shell",
             f"left over from a launch: {', '.join(f'{name}={env[name]}' for name in place + agent)}",
-            command=unset(facts, *place, *agent),
+            command=f"unset {' '.join(place + agent)}",
         )
 
 
@@ -581,7 +519,7 @@ def missing_interfaces(facts: Facts) -> Iterator[Finding]:
             yield fault(
                 "shell",
                 f"{name}={value}: no such network interface here, only {', '.join(facts.interfaces)}",
-                command=unset(facts, name),
+                command=f"unset {name}",
             )
 
 
@@ -592,11 +530,11 @@ def odd_settings(facts: Facts) -> Iterator[Finding]:
         yield warning(
             "shell",
             f"OMP_NUM_THREADS={env['OMP_NUM_THREADS']} with {cores} cores",
-            command=unset(facts, "OMP_NUM_THREADS"),
+            command="unset OMP_NUM_THREADS",
         )
     for name in ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE"):
         if facts.gpus.devices and env.get(name) == "1":
-            yield warning("shell", f"{name}=1 makes GPUs talk to each other more slowly", command=unset(facts, name))
+            yield warning("shell", f"{name}=1 makes GPUs talk to each other more slowly", command=f"unset {name}")
 
 
 def check_shadows(facts: Facts) -> Iterator[Finding]:
@@ -615,11 +553,7 @@ def check_clock(facts: Facts) -> Iterator[Finding]:
     """Logs and verdicts of several nodes are put in order by their clocks."""
     clock = facts.clock
     now = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(clock.now))
-    if clock.now < clock.newest_file - 60:
-        yield warning(
-            "clock", f"{now} is before the kit was written: the clock is behind", "", "sudo timedatectl set-ntp true"
-        )
-    elif clock.synchronised is False and not facts.container:
+    if clock.synchronised is False and not facts.container:
         yield warning(
             "clock",
             f"{now}, not synchronised: times in logs of several nodes will differ",
@@ -651,14 +585,11 @@ def how_to_stop(run: Run, facts: Facts) -> tuple[str, str]:
     if run.user != facts.user:
         return f"ask {run.user} whether it is still needed", ""
     if not run.recorded:
-        return "started from another machine, or by a job list: stop it from there; its processes:", show(run.pids)
+        pids = ",".join(map(str, run.pids))
+        return "started from another machine, or by a job list: stop it from there; its processes:", f"ps -fp {pids}"
     scripts, folder = f"{facts.kit}/scripts", shlex.quote(run.folder)
     status, stop = (f"{shlex.quote(f'{scripts}/{name}.sh')} {folder}" for name in ("status", "stop"))
     return f"to stop it: {stop}; to see whether it is training:", status
-
-
-def show(pids: Iterable[int]) -> str:
-    return f"ps -fp {','.join(map(str, pids))}"
 
 
 CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
@@ -699,7 +630,3 @@ def numbers(version: str) -> tuple[int, ...]:
 def size(number: int) -> str:
     """Bytes for people: "64 MiB", "23.5 GiB"."""
     return f"{number / GIB:.1f} GiB" if number >= GIB else f"{number / MIB:.0f} MiB"
-
-
-def _gpus(number: int) -> str:
-    return f"{number} GPU{'s' * (number != 1)}"

@@ -3,8 +3,6 @@
 scripts/doctor.sh NODE... has run the node probe (host.probe) on each node and has let each try to connect to every
 other. Here each node is judged as the doctor judges one machine, then they are compared. A finding that several nodes
 have in common is printed once.
-
-Standard library only: nothing else need be there.
 """
 
 from __future__ import annotations
@@ -14,17 +12,16 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
-from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from distributed import terminal
 from distributed.exit_codes import UNFIT
 from distributed.health.checks import LEVELS, Finding, fault, judge, size
 from distributed.health.differences import compare
-from distributed.health.doctor import plural, render, render_findings
+from distributed.health.doctor import render, render_findings
 from distributed.host.facts import Facts, FullNodeFacts, Route
 from distributed.host.replies import Reply, read
 from distributed.launch.connectivity import REMEDY, Gap, read_gaps
@@ -81,8 +78,6 @@ def rebuilt(value: Mapping[str, Any]) -> FullNodeFacts:
 
 
 def rebuilt_part(kind: Any, value: Any) -> Any:
-    if get_origin(kind) is UnionType:
-        return None if value is None else rebuilt_part(get_args(kind)[0], value)
     if get_origin(kind) is tuple:
         return tuple(rebuilt_part(get_args(kind)[0], part) for part in value)
     if isinstance(kind, type) and is_dataclass(kind):
@@ -104,14 +99,9 @@ def judge_cluster(cluster: Cluster) -> dict[str, list[Finding]]:
     for gap in cluster.gaps:
         for node in gap.nodes:
             found[node].append(fault("reach", str(gap).removeprefix(f"{fold(gap.nodes)} "), REMEDY))
-    for node, finding in compare_nodes(cluster):
+    for node, finding in compare(cluster.facts, cluster.ahead) if len(cluster.facts) > 1 else ():
         found[node].append(finding)
     return found
-
-
-def compare_nodes(cluster: Cluster) -> list[tuple[str, Finding]]:
-    """Each node that differs from the others, and in what."""
-    return compare(cluster.facts, cluster.ahead) if len(cluster.facts) > 1 else []
 
 
 @dataclass(frozen=True)
@@ -201,27 +191,14 @@ def render_block(block: Block, cluster: Cluster, width: int | None) -> Iterator[
 
 
 def summary(cluster: Cluster, found: Mapping[str, Sequence[Finding]]) -> str:
-    """How many are fit; which are not, and in what; which are but differ."""
-    unfit = by_topics((node, one) for node, own in found.items() for one in own if one.level == "fault")
-    differing = by_topics((node, one) for node, one in compare_nodes(cluster) if one.level == "warning")
-    fit = len(cluster.nodes) - sum(map(len, unfit.values()))
-    parts = [f"{('all' if not unfit else fit or 'none')} fit for training"]
+    """How many are fit, and which are not."""
+    unfit = [node for node, own in found.items() if any(one.level == "fault" for one in own)]
+    parts = [f"{'all' if not unfit else len(found) - len(unfit) or 'none'} fit for training"]
     if not unfit and len(cluster.facts) > 1:
         parts.append("each can connect to every other")
-    parts += [f"{fold(nodes)} {'is' if len(nodes) == 1 else 'are'} not: {topics}" for topics, nodes in unfit.items()]
-    parts += [f"{fold(nodes)} differ{'s' * (len(nodes) == 1)}: {topics}" for topics, nodes in differing.items()]
-    return f"{plural(len(cluster.nodes), 'node')}: {'; '.join(parts)}"
-
-
-def by_topics(findings: Iterable[tuple[str, Finding]]) -> dict[str, list[str]]:
-    """Topics, such as "torch, MTU" -> the nodes that have just these."""
-    topics: dict[str, list[str]] = {}
-    for node, finding in findings:
-        topics.setdefault(node, []).append(finding.topic)
-    found: dict[str, list[str]] = {}
-    for node, own in topics.items():
-        found.setdefault(", ".join(dict.fromkeys(own)), []).append(node)
-    return found
+    if unfit:
+        parts.append(f"{fold(unfit)} {'is' if len(unfit) == 1 else 'are'} not")
+    return f"{terminal.plural(len(cluster.nodes), 'node')}: {'; '.join(parts)}"
 
 
 def as_json(cluster: Cluster) -> str:

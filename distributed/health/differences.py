@@ -62,11 +62,6 @@ def link(node: FullNodeFacts) -> str:
     return f"{node.route.speed} Mbit/s ({node.route.interface})" if node.route.speed else ""
 
 
-def locked_memory(node: FullNodeFacts) -> str:
-    allowed = node.facts.limits.locked_memory
-    return f"{'any' if allowed is None else size(allowed)} locked memory" if node.facts.limits.infiniband else ""
-
-
 def network_settings(node: FullNodeFacts) -> str:
     """NCCL's and gloo's; interfaces and cards may have other names on each node."""
     own = r"(NCCL|TORCH_NCCL|GLOO)_(?!SOCKET_IFNAME|IB_HCA)\w+"
@@ -83,7 +78,6 @@ TRAITS = (
     Trait("warning", "network", infiniband, "NCCL speaks to it over TCP, slowly: see ibstat"),
     Trait("warning", "MTU", mtu, "large messages may vanish on the way: give all the same"),
     Trait("warning", "network", link, "the slowest sets the pace of every step: look at cable and switch"),
-    Trait("warning", "limits", locked_memory, "set memlock alike in /etc/security/limits.conf"),
     Trait("warning", "NCCL", network_settings, "set them alike, in config/node_env.sh or with --env"),
 )
 

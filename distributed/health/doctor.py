@@ -1,7 +1,6 @@
 """Is this machine fit for training, and what is to be done when it is not?
 
-Facts are gathered first (host.facts), then judged (checks), then printed. Nothing is changed. The standard library is
-enough, so it runs before anything else.
+Facts are gathered first (host.facts), then judged (checks), then printed. Nothing is changed.
 
 Try it: scripts/doctor.sh, or python3 -m distributed.health.doctor
 """
@@ -15,10 +14,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import NoReturn
 
 from distributed import terminal
-from distributed.health.checks import LEVELS, MASTER_PORT, Finding, judge
+from distributed.health.checks import LEVELS, Finding, judge
 from distributed.host.facts import gather
 
 COLOURS = {"ok": terminal.GREEN, "warning": terminal.YELLOW, "fault": terminal.RED}
@@ -39,7 +37,7 @@ def render(findings: Sequence[Finding], host: str, width: int | None = None) -> 
     blocks = ["\n".join(render_findings(block, width, column)) for block in (good, bad) if block]
     counts = Counter(finding.level for finding in findings)
     verdict = "not fit for training" if counts["fault"] else "fit for training"
-    faults, warnings = plural(counts["fault"], "fault"), plural(counts["warning"], "warning")
+    faults, warnings = terminal.plural(counts["fault"], "fault"), terminal.plural(counts["warning"], "warning")
     return "\n\n".join([*blocks, f"{host} is {verdict}: {faults}, {warnings}, {counts['ok']} ok"]) + "\n"
 
 
@@ -57,16 +55,17 @@ def render_findings(findings: Sequence[Finding], width: int | None, column: int 
             yield f"{indent}$ {finding.command}"
 
 
-def plural(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
 # ---------------------------------------------------------------- the program
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """0: fit; 1: a fault; 2: wrong call."""
-    call = parse(words)
+    parser = argparse.ArgumentParser(prog="doctor", description="Is this machine fit for training?", allow_abbrev=False)
+    parser.add_argument("--json", action="store_true", help="print the facts, judge nothing")
+    parser.add_argument("--folder", type=Path, default=Path.cwd(), help="the working folder of the launch")
+    parser.add_argument("--log-dir", type=Path, help="default: logs in the working folder")
+    parser.add_argument("--master-port", type=int, default=29500, help="default: 29500")
+    call = parser.parse_args(words)
     facts = gather(call.folder, call.log_dir or call.folder / "logs", call.master_port)
     if call.json:
         print(json.dumps(asdict(facts), indent=2, sort_keys=True))
@@ -74,26 +73,6 @@ def main(words: Sequence[str] | None = None) -> int:
     findings = judge(facts)
     terminal.show(render(findings, facts.names.host, terminal.width()))
     return 1 if any(finding.level == "fault" for finding in findings) else 0
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\nTry: scripts/doctor.sh --help\n")
-
-
-def parse(words: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(prog="doctor", description="Is this machine fit for training?", allow_abbrev=False)
-    parser.add_argument("--json", action="store_true", help="print the facts, judge nothing")
-    parser.add_argument("--folder", type=Path, default=Path.cwd(), help="the working folder of the launch")
-    parser.add_argument("--log-dir", type=Path, help="default: logs in the working folder")
-    parser.add_argument("--master-port", type=port_number, default=MASTER_PORT, help=f"default: {MASTER_PORT}")
-    return parser.parse_args(words)
-
-
-def port_number(word: str) -> int:
-    if not word.isdigit() or not 1 <= int(word) <= 65535:
-        raise argparse.ArgumentTypeError(f"{word!r} is not a port: give a number from 1 to 65535")
-    return int(word)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,4 @@
-"""What the host's own name leads to, what its addresses lead back to, and how long a resolver takes to say so.
-
-The standard library is enough.
-"""
+"""What the host's own name leads to, what its addresses lead back to, and how long a resolver takes to say so."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What is true of this machine: the facts that the doctor judges, and that nodes can be compared by.
 
 Only looking, no opinion: each function reads one corner of the machine and returns values. What cannot be
-read is empty or None, never an exception. The standard library is enough.
+read is empty or None, never an exception.
 
 Try it: python3 -m distributed.health.doctor --json
 """
@@ -35,11 +35,10 @@ from distributed.host.network import (
     ephemeral_range,
     interface_to,
     listener,
-    loopback_error,
     mtu_of_interface,
     port_is_free,
 )
-from distributed.host.node_facts import NodeFacts
+from distributed.host.replies import NodeFacts
 from distributed.host.resources import (
     Cores,
     Limits,
@@ -66,13 +65,11 @@ class Port:
     free: bool = True
     holder: str = ""  # "pid 12 (python train.py)", where that can be seen
     ephemeral: tuple[int, int] = (32768, 60999)
-    loopback_error: str = ""
 
 
 @dataclass(frozen=True)
 class Clock:
     now: float  # unix seconds
-    newest_file: float  # unix seconds; the kit cannot be from the future
     synchronised: bool | None = None  # None: nobody knows
 
 
@@ -97,7 +94,7 @@ class Facts:
     gpus: Gpus
     memory: Memory
     disks: tuple[Space, ...]
-    shm: Space | None
+    shm: Space
     cores: Cores
     limits: Limits
     port: Port
@@ -105,11 +102,10 @@ class Facts:
     interfaces: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)  # what speaks to torch, NCCL, gloo, OpenMP
     shadows: tuple[str, ...] = ()  # files that are imported in place of a library
-    clock: Clock = Clock(0, 0)
+    clock: Clock = Clock(0)
     programs: Mapping[str, str] = field(default_factory=dict)  # name -> path, empty: not here
     runs: tuple[Run, ...] = ()
     user: str = ""  # who asks
-    shell: str = ""  # that user's, as $SHELL names it
 
 
 @dataclass(frozen=True)
@@ -126,7 +122,6 @@ class FullNodeFacts(NodeFacts):
     """A machine as one node among others: what the doctor judges, and what nodes can be compared by."""
 
     facts: Facts
-    kernel: str
     kit: Mapping[str, str | None]  # of each file of the kit that ranks run: SHA-256
     route: Route
     now: float  # unix seconds, when it replied
@@ -138,7 +133,7 @@ def gather(folder: Path, logs: Path, port: int, env: Mapping[str, str] = os.envi
         kit=str(KIT),
         folder=str(folder),
         container=in_container(),
-        interpreter=which_python(sys.executable, folder, env),
+        interpreter=which_python(sys.executable, env),
         torch=ask_torch(sys.executable),
         packages=required_packages(KIT / "requirements.txt"),
         gpus=look_at_gpus(),
@@ -148,19 +143,18 @@ def gather(folder: Path, logs: Path, port: int, env: Mapping[str, str] = os.envi
             look_at_space("logs", logs),
             look_at_space("/tmp", Path("/tmp")),
         ),
-        shm=look_at_space("/dev/shm", Path("/dev/shm")) if os.path.isdir("/dev/shm") else None,
+        shm=look_at_space("/dev/shm", Path("/dev/shm")),
         cores=look_at_cores(),
         limits=look_at_limits(),
-        port=Port(port, port_is_free(port), listener(port), ephemeral_range(), loopback_error()),
+        port=Port(port, port_is_free(port), listener(port), ephemeral_range()),
         names=look_up_names(),
         interfaces=tuple(name for _, name in socket.if_nameindex()),
         environment={name: value for name, value in sorted(env.items()) if SPEAKING.fullmatch(name)},
         shadows=find_shadows(folder, env.get("PYTHONPATH", "")),
-        clock=Clock(time.time(), Path(__file__).stat().st_mtime, clock_is_synchronised()),
+        clock=Clock(time.time(), clock_is_synchronised()),
         programs={name: shutil.which(name) or "" for name in PROGRAMS},
         runs=find_runs(),
         user=user(),
-        shell=Path(env.get("SHELL", "")).name,
     )
 
 

@@ -1,6 +1,6 @@
 """Which GPUs are here, who uses them, and which of them a process sees.
 
-nvidia-smi reports them; without it the kernel's files show how many there are. The standard library is enough.
+nvidia-smi reports them; without it the kernel's files show how many there are.
 
 Try it: python3 -m distributed.host.gpus
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import pwd
-import re
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,11 +18,9 @@ from pathlib import Path
 from distributed.host.system import GIB, MIB, PROC, SYS, Output, read, run_program
 
 NVIDIA_LIMIT = 20.0  # seconds; a driver without persistence mode takes some for each GPU
-# Xid codes that a faulty program causes, not a faulty GPU.
-PROGRAM_XIDS = ("13", "31", "43", "45")
 GPU_FIELDS = (
     "index,uuid,driver_version,memory.total,memory.used,persistence_mode,mig.mode.current,"
-    "ecc.errors.uncorrected.volatile.total,compute_mode,name"
+    "ecc.errors.uncorrected.volatile.total,name"
 )
 APP_FIELDS = "gpu_uuid,pid,used_memory,process_name"
 
@@ -46,7 +43,6 @@ class Gpu:
     persistence: bool = True
     mig: bool = False
     ecc_errors: int = 0  # uncorrected, since the driver was loaded
-    compute_mode: str = "Default"
     processes: tuple[GpuProcess, ...] = ()
 
     @property
@@ -60,7 +56,6 @@ class Gpus:
     error: str = ""  # why nvidia-smi does not answer
     hardware: int = 0  # NVIDIA's cards on the PCI bus, with or without a driver
     devices: tuple[Gpu, ...] = ()
-    xids: tuple[str, ...] = ()  # "PCI:0000:3b:00 79", as the kernel reported them
 
 
 # ---------------------------------------------------------------- nvidia-smi
@@ -82,7 +77,6 @@ def look_at_gpus(dev: Path = Path("/dev"), sys_folder: Path = SYS) -> Gpus:
         driver=rows[0]["driver_version"] if rows else "",
         hardware=hardware,
         devices=tuple(gpu_from(row, users.get(row["uuid"], ())) for row in rows),
-        xids=xids(run_program(["dmesg"], 5).out),
     )
 
 
@@ -107,7 +101,6 @@ def gpu_from(row: Mapping[str, str], processes: tuple[GpuProcess, ...]) -> Gpu:
         persistence=row["persistence_mode"] != "Disabled",
         mig=row["mig.mode.current"] == "Enabled",
         ecc_errors=count(row["ecc.errors.uncorrected.volatile.total"]),
-        compute_mode=row["compute_mode"],
         processes=processes,
     )
 
@@ -154,12 +147,6 @@ def nvidia_cards(sys_folder: Path) -> int:
     """NVIDIA's display and compute cards on the PCI bus, whether a driver knows them or not."""
     devices = sys_folder.glob("bus/pci/devices/*")
     return sum(read(card / "vendor") == "0x10de" and read(card / "class").startswith("0x03") for card in devices)
-
-
-def xids(kernel_log: str) -> tuple[str, ...]:
-    """Each kind of GPU error that the kernel reported, once, such as `PCI:0000:3b:00 79`."""
-    found = re.findall(r"NVRM: Xid \((PCI:[0-9a-fA-F:.]+)\): (\d+)", kernel_log)
-    return tuple(dict.fromkeys(f"{bus} {code}" for bus, code in found if code not in PROGRAM_XIDS))
 
 
 def device_files(dev: Path) -> tuple[Gpu, ...]:

@@ -1,6 +1,6 @@
 """Which machine, process, user and software is this, so that another node or a later command knows it again?
 
-This runs before every launch, so it imports little, and that late. Standard library only.
+This runs before every launch, so it imports little, and that late.
 """
 
 from __future__ import annotations
@@ -17,16 +17,6 @@ def machine() -> str:
     """The boot, and the network within it: containers and network namespaces are machines of their own."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         return file.read().strip() + os.readlink("/proc/self/ns/net")
-
-
-def since(pid: int) -> int | None:
-    """When this process was started, in clock ticks since the machine was; None when there is none."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            state, *fields = file.read().rpartition(b")")[2].split()
-    except OSError:
-        return None
-    return None if state in b"ZX" else int(fields[18])
 
 
 def user() -> str:
@@ -57,13 +47,7 @@ def _torch_version(path: Sequence[str]) -> str | None:
     return None
 
 
-def main() -> int:
-    """Print the versions as JSON."""
+if __name__ == "__main__":  # runs.run_directory asks another Python
     import json
 
     print(json.dumps(versions()))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

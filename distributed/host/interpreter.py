@@ -1,14 +1,10 @@
-"""Which Python this is, which PyTorch and which packages it has, and what would be imported in their place.
-
-The standard library is enough; PyTorch is asked in a process of its own.
-"""
+"""Which Python this is, which PyTorch and which packages it has, and what would be imported in their place."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-import shutil
 import signal
 import sys
 from collections.abc import Mapping
@@ -26,7 +22,6 @@ TORCH_LIMIT = 120.0  # seconds for `import torch`, which a cold network disk mak
 class Interpreter:
     path: str
     version: str
-    why: str  # which rule picked it
     isolated: bool = True  # a virtual or conda environment: packages can be installed
     unused_conda: str = ""  # an active conda environment that was not picked
 
@@ -36,7 +31,6 @@ class Torch:
     version: str = ""  # from package metadata; empty: not installed
     error: str = ""  # why it cannot be imported
     seconds: float = 0.0  # that importing took
-    file: str = ""
     cuda: str = ""  # version it was built for; empty: built without
     hip: str = ""
     nccl: str = ""
@@ -54,27 +48,14 @@ class Package:
     installed: str  # empty: not installed
 
 
-def which_python(executable: str, folder: Path, env: Mapping[str, str]) -> Interpreter:
-    """Which Python this is, and by which of the launchers' rules it was picked."""
-    virtual, conda = env.get("VIRTUAL_ENV", ""), env.get("CONDA_PREFIX", "")
+def which_python(executable: str, env: Mapping[str, str]) -> Interpreter:
+    """Which Python this is."""
+    conda = env.get("CONDA_PREFIX", "")
     base = env.get("CONDA_DEFAULT_ENV") == "base"  # active in every shell: it counts as python3
-    if virtual and executable == f"{virtual}/bin/python":
-        why = "the active virtual environment"
-    elif conda and not base and executable == f"{conda}/bin/python":
-        why = "the active conda environment"
-    elif executable == f"{folder}/.venv/bin/python":
-        why = ".venv of the working directory"
-    elif executable == f"{KIT}/.venv/bin/python":
-        why = "the kit's .venv"
-    elif executable == shutil.which("python3", path=env.get("PATH")):
-        why = "python3 of PATH"
-    else:
-        why = "as called"
     in_conda = Path(sys.prefix, "conda-meta").is_dir()
     return Interpreter(
         path=executable,
         version=".".join(map(str, sys.version_info[:3])),
-        why=why,
         isolated=in_conda or sys.prefix != sys.base_prefix,
         unused_conda="" if base or executable.startswith(conda + "/") else conda,
     )
@@ -95,7 +76,6 @@ if available and dist.is_available() and dist.is_nccl_available():
 gpus = range(torch.cuda.device_count()) if available else ()
 print(json.dumps({
     "seconds": seconds,
-    "file": torch.__file__,
     "cuda": torch.version.cuda or "",
     "hip": torch.version.hip or "",
     "nccl": ".".join(map(str, nccl)),
@@ -147,10 +127,4 @@ def find_shadows(folder: Path, pythonpath: str) -> tuple[str, ...]:
     own = [str(path) for path in folder.glob("*.py") if path.stem in names]
     places = [Path(word) for word in pythonpath.split(os.pathsep) if word]
     foreign = [str(place / "distributed") for place in places if place != KIT and (place / "distributed").is_dir()]
-    hollow = [str(place / "torch") for place in (folder, *places) if is_hollow_torch(place / "torch")]
-    return tuple(sorted(own) + foreign + hollow)
-
-
-def is_hollow_torch(package: Path) -> bool:
-    """A package `torch` without PyTorch's compiled part, as in a checkout of its sources."""
-    return (package / "__init__.py").exists() and not any(package.glob("_C.*"))
+    return tuple(sorted(own) + foreign)

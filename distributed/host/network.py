@@ -1,7 +1,4 @@
-"""Which ports are free, and by which interface and address this machine speaks to others.
-
-The standard library is enough.
-"""
+"""Which ports are free, and by which interface and address this machine speaks to others."""
 
 from __future__ import annotations
 
@@ -73,18 +70,6 @@ def listener(port: int, proc: Path = PROC) -> str:
 def ephemeral_range(proc: Path = PROC) -> tuple[int, int]:
     low, high = read(proc / "sys/net/ipv4/ip_local_port_range").split() or (32768, 60999)
     return int(low), int(high)
-
-
-def loopback_error() -> str:
-    """Why two processes of this machine cannot speak over 127.0.0.1; empty when they can."""
-    try:
-        with (
-            socket.create_server(("127.0.0.1", 0)) as server,
-            socket.create_connection(server.getsockname(), 2),
-        ):
-            return ""
-    except OSError as error:
-        return str(error)
 
 
 # ---------------------------------------------------------------- interfaces and addresses

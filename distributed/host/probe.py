@@ -2,8 +2,6 @@
 
 Every node runs it over ssh and prints a reply (host.replies). A launch asks for what it cannot do without, within
 tenths of a second; with --folder the reply also has all facts of the machine, for the doctor.
-
-Standard library only: nothing else need be there.
 """
 
 from __future__ import annotations
@@ -26,8 +24,7 @@ from distributed.host.network import (
     own_addresses,
     port_is_free,
 )
-from distributed.host.node_facts import NodeFacts
-from distributed.host.replies import framed
+from distributed.host.replies import NodeFacts, framed
 from distributed.host.system import KIT
 
 TYPE_CHECKING = False
@@ -82,7 +79,6 @@ def full_probe(nodes: Sequence[str], port: int, folder: Path, logs: Path) -> Ful
     return facts.FullNodeFacts(
         **vars(probe(nodes, port, [], own.gpus)),
         facts=own,
-        kernel=os.uname().release,
         kit={str(path.relative_to(KIT)): checksum(path) for path in kit},
         route=facts.route_to(nodes),
         now=time.time(),

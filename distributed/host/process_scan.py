@@ -1,6 +1,6 @@
 """Which processes belong to a run, or to one command of it: the environment that their launcher gave them shows it.
 
-The supervisor starts with this, so it imports nothing that costs milliseconds. Standard library only.
+The supervisor starts with this, so it imports nothing that costs milliseconds.
 """
 
 from __future__ import annotations
@@ -58,6 +58,12 @@ def process(pid: int, proc: str = "/proc") -> Process | None:
             return Process(file.readall())
     except OSError:
         return None
+
+
+def since(pid: int) -> int | None:
+    """When this process was started, in clock ticks since the machine was; None when there is none that is alive."""
+    found = process(pid)
+    return found.start if found and found.alive else None
 
 
 def table(proc: str = "/proc") -> dict[int, Process]:

@@ -1,9 +1,7 @@
-"""The reply of a node that was asked over ssh, or why there is none, and the remedy.
+"""The reply of a node that was asked over ssh, or why there is none, and the remedy; what a launch asks it for.
 
 A node prints one line of JSON behind a mark, because a login shell may print lines of its own. The launching side
 keeps what came back in files: NODE.out, NODE.err and NODE.code.
-
-Standard library only: nothing else need be there.
 """
 
 from __future__ import annotations
@@ -16,6 +14,7 @@ from distributed.exit_codes import UNFIT
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # typing itself would cost every launch milliseconds
+    from collections.abc import Mapping
     from typing import Any
 
 MARK = "muster-answer "  # before the JSON
@@ -41,6 +40,24 @@ NOT_STARTED = {
     ": exec: ": NO_PYTHON,
     "bash: line 1: /": NO_PYTHON,
 }
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """What a launch needs to know of a node."""
+
+    python: str
+    torch: str | None
+    gpus: int  # that its ranks see
+    gpu_error: str
+    files: Mapping[str, str | None]  # of each file the ranks will read: SHA-256, None when it cannot be read
+    machine: str  # the same for two names of one machine
+    addresses: tuple[str, ...]  # its own
+    ssh_address: str  # the one at which it was reached; empty when not through ssh
+    master: str  # the address it finds for the first node's name; empty when it finds none
+    seconds: float  # that this took
+    port: int  # the one that was asked for, else a free one
+    holder: str | None  # who has it; None when it is free
 
 
 @dataclass(frozen=True)

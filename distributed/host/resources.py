@@ -1,7 +1,4 @@
-"""How much memory, disk and computing time a process gets here, and the limits on what it may open.
-
-The standard library is enough.
-"""
+"""How much memory, disk and computing time a process gets here, and the limits on what it may open."""
 
 from __future__ import annotations
 
@@ -20,8 +17,6 @@ class Memory:
     total: int  # bytes, as all of these
     available: int
     limit: int | None = None  # of the container or job
-    swap_total: int = 0
-    swap_free: int = 0
 
 
 @dataclass(frozen=True)
@@ -52,7 +47,6 @@ class Limits:
     """None: no limit."""
 
     open_files: int | None
-    open_files_hard: int | None
     locked_memory: int | None  # bytes
     processes: int | None
     infiniband: bool = False
@@ -66,8 +60,6 @@ def look_at_memory(proc: Path = PROC, sys_folder: Path = SYS) -> Memory:
         total=total,
         available=table.get("MemAvailable", 0),
         limit=limit if limit is not None and limit < total else None,
-        swap_total=table.get("SwapTotal", 0),
-        swap_free=table.get("SwapFree", 0),
     )
 
 
@@ -125,12 +117,10 @@ def look_at_cores(proc: Path = PROC, sys_folder: Path = SYS) -> Cores:
 
 
 def look_at_limits(proc: Path = PROC, sys_folder: Path = SYS) -> Limits:
-    open_files, open_files_hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     of_user = bounded(resource.getrlimit(resource.RLIMIT_NPROC)[0])
     of_group = cgroup_limit("pids", ("pids.max",), proc, sys_folder)
     return Limits(
-        open_files=bounded(open_files),
-        open_files_hard=bounded(open_files_hard),
+        open_files=bounded(resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
         locked_memory=bounded(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]),
         processes=min((limit for limit in (of_user, of_group) if limit is not None), default=None),
         infiniband=any(sys_folder.glob("class/infiniband/*")),

@@ -2,7 +2,7 @@
 
 A rank registers SIGNAL with faulthandler before its script begins. The signal makes it write the stack to a file beside
 its output; it costs nothing until then, and the script goes on. Only the main thread's: to walk the stacks of threads
-that run is not safe, and the main thread is the one that waits in collectives. Standard library only.
+that run is not safe, and the main thread is the one that waits in collectives.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Run a program, or read a file of /proc or /sys. Neither ever raises: no answer is an answer too.
-
-The standard library is enough.
-"""
+"""Run a program, or read a file of /proc or /sys. Neither ever raises: no answer is an answer too."""
 
 from __future__ import annotations
 

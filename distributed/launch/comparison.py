@@ -2,8 +2,6 @@
 
 Before a launch (launch.preflight) what keeps nodes from working together is compared, by the doctor
 (health.differences) also what makes them slow. Values in, values out.
-
-Standard library only: nothing else need be there.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from distributed.host.node_facts import NodeFacts
+from distributed.host.replies import NodeFacts
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # typing itself would cost every launch milliseconds

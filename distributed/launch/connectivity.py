@@ -5,14 +5,13 @@ launching side reads the replies:
 
     node2 cannot connect to node3 (10.0.0.3): no answer within 3 s: a firewall between them?
 
-scripts/lib/connectivity.bash goes through these steps. Standard library only: nothing else need be there.
+scripts/lib/connectivity.bash goes through these steps.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import errno
 import os
 import socket
 import sys
@@ -20,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from distributed.exit_codes import UNFIT
 from distributed.host.network import address_of_interface, address_towards
 from distributed.host.replies import framed, read
 from distributed.nodelist import fold
@@ -63,8 +63,6 @@ async def trouble_to(host: str, port: int, seconds: float) -> str:
     except asyncio.TimeoutError:
         return f"no answer within {seconds:g} s"
     except OSError as error:
-        if error.errno == errno.EINVAL:  # what the kernel says of a route of the kind `blackhole`
-            return "its route there leads nowhere"
         return os.strerror(error.errno).lower() if error.errno and error.errno > 0 else str(error)
     connection.close()
     return ""
@@ -113,16 +111,28 @@ def read_gaps(folder: Path, nodes: Sequence[str]) -> list[Gap]:
     return gaps(tried, read_places(folder / "listening", nodes))
 
 
+def judge(folder: Path, nodes: Sequence[str]) -> list[str]:
+    """Each node that has not replied, with the reason; when all have, each gap."""
+    replies = [read(folder / question, node) for node in nodes for question in ("listening", "trying")]
+    if silent := {reply.node: reply.why_none() for reply in reversed(replies) if reply.value() is None}:
+        return [f"{node}: {silent[node]}" for node in nodes if node in silent]
+    return [f"{gap}; {REMEDY}" for gap in read_gaps(folder, nodes)]
+
+
 # ---------------------------------------------------------------- the program
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """`listen` and `try` on a node, `places` on the launching side."""
+    """`listen` and `try` on a node, `places` and `judge` on the launching side. Returns 0, or UNFIT."""
     options = _parse(words)
     if options.verb == "listen":
         return listen(options.nodes)
     if options.verb == "try":
         sys.stdout.write(framed(asyncio.run(try_all(dict(options.places)))))
+    elif options.verb == "judge":
+        faults = judge(options.folder, options.nodes)
+        sys.stderr.write("".join(f"connectivity: {fault}\n" for fault in faults))
+        return UNFIT if faults else 0
     else:
         for node, (address, port) in read_places(options.folder, options.nodes).items():
             print(f"{node}={address}:{port}")
@@ -146,6 +156,9 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
     places = verbs.add_parser("places", help="print where each node listens, as arguments of try")
     places.add_argument("folder", type=Path, help="holds NODE.out, NODE.err and NODE.code")
     places.add_argument("nodes", nargs="+")
+    judging = verbs.add_parser("judge", help="print who cannot connect to whom, and nodes without a reply")
+    judging.add_argument("folder", type=Path, help="holds the replies: listening/ and trying/")
+    judging.add_argument("nodes", nargs="+")
     return parser.parse_args(words)
 
 

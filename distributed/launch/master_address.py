@@ -1,8 +1,6 @@
 """One node of several, each started by hand: is MASTER_ADDR an address that all of them can use?
 
 The other nodes are not asked: only what this one knows is checked.
-
-Standard library only: nothing else need be there.
 """
 
 from __future__ import annotations

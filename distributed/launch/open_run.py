@@ -3,7 +3,7 @@
     python -m distributed.launch.open_run [compare ARGUMENT...] [create ARGUMENT...]
 
 The arguments are those of distributed.launch.preflight, which prints where the ranks meet, and of
-distributed.runs.run_directory, which prints the path. Standard library only.
+distributed.runs.run_directory, which prints the path.
 """
 
 from __future__ import annotations

@@ -5,8 +5,6 @@ replies, names each fault with its remedy, and chooses where the ranks will meet
 
     node1: 2 processes, but 1 GPU: start fewer there (node1:1)
     node3: PyTorch 2.12.0, but PyTorch 2.13.0 elsewhere: install the same on all
-
-Standard library only: nothing else need be there.
 """
 
 from __future__ import annotations
@@ -17,8 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from distributed.exit_codes import UNFIT
-from distributed.host.node_facts import NodeFacts
-from distributed.host.replies import Reply, read
+from distributed.host.replies import NodeFacts, Reply, read
 from distributed.launch.comparison import (
     MUST_BE_SAME,
     differences,

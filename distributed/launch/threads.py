@@ -1,15 +1,12 @@
 """How many threads each rank computes with: OMP_NUM_THREADS, which PyTorch reads when it is imported.
 
 More threads than cores slow a small model tenfold, and torchrun sets 1 whatever there is. So the ranks of a machine
-share the cores that they really have. Standard library only.
-
-Try it: python -m distributed.launch.threads   (how many cores a process may use here)
+share the cores that they really have.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping, MutableMapping
 
 from distributed.host.resources import Cores, look_at_cores
@@ -60,13 +57,3 @@ def share_cores(
 
 def _count(number: float, what: str) -> str:
     return f"{number:g} {what}{'' if number == 1 else 's'}"
-
-
-def main() -> int:
-    """Print how many cores a process may use here, at least 1."""
-    sys.stdout.write(f"{max(1, int(look_at_cores().usable))}\n")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from distributed.host.identity import machine, since, user
+from distributed.host.identity import machine, user
+from distributed.host.process_scan import since
 
 HERE, GONE, ELSEWHERE = "here", "gone", "elsewhere"  # where the launcher is, seen from this machine
 IN_JOB = "job"  # it is the batch script of a job that runs

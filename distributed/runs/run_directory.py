@@ -22,7 +22,8 @@ import sys
 import time
 
 from distributed.files import KIT, write_json
-from distributed.host.identity import machine, since, user, versions
+from distributed.host.identity import machine, user, versions
+from distributed.host.process_scan import since
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # typing itself would cost milliseconds

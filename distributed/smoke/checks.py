@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -44,9 +44,7 @@ from distributed.smoke.report import (
     Measured,
     Pace,
     Speed,
-    alone,
     good_round,
-    lateness,
     show,
     size_label,
     slowness,
@@ -373,7 +371,8 @@ def agreed(seconds: float, op: Any, here: Here) -> float:
 
 def measure_links(here: Here, largest: int) -> list[Link]:
     """Let the first ranks of the nodes exchange messages, two by two. When a link seems slow, all do so again."""
-    leaders = [rank for rank, first in enumerate(gathered_numbers(here.world.local_rank == 0, here)) if first]
+    leads = torch.tensor([float(here.world.local_rank == 0)], device=here.device)
+    leaders = gathered(leads, here).flatten().nonzero().flatten().tolist()
     hosts = [here.store.get(f"host/{rank}").decode() for rank in leaders]
     speeds = torch.zeros(len(leaders), len(leaders), dtype=torch.float64, device=here.device)
     for attempt in range(LINK_PASSES):
@@ -421,12 +420,12 @@ def swap(partner: int, mine: Tensor, here: Here) -> float:
     return max(mine[0].item(), theirs[0].item())
 
 
-def gathered_numbers(mine: float, here: Here) -> list[float]:
-    """Every rank's number."""
-    everyones = torch.zeros(here.world.size, device=here.device)
-    all_gather_single(everyones, torch.tensor([float(mine)], device=here.device))
+def gathered(mine: Tensor, here: Here) -> Tensor:
+    """Every rank's row of numbers: ranks x numbers."""
+    everyones = mine.new_zeros(here.world.size * mine.numel())
+    all_gather_single(everyones, mine)
     here.settle()
-    return everyones.tolist()
+    return everyones.view(here.world.size, -1)
 
 
 # ---------------------------------------------------------------- who is slow?
@@ -434,53 +433,27 @@ def gathered_numbers(mine: float, here: Here) -> list[float]:
 
 def measure_pace(here: Here) -> list[Pace]:
     """Let every rank do the same work by itself between barriers."""
-    work = Work.fitting(here)
-    computing, waiting = gathered([work.round() for _ in range(ROUNDS)], here)
-    good, late = [good_round(own) for own in computing], lateness(waiting)
+    cuda = here.device.type == "cuda"
+    side, dtype = (4096, torch.bfloat16) if cuda else (256, torch.float32)
+    matrix = torch.full((side, side), 1e-3, dtype=dtype, device=here.device)
+    one = min(seconds_of_products(2, matrix, here) for _ in range(20)) / 2
+    products = max(1, round(ROUND_SECONDS / agreed(one, dist.ReduceOp.MIN, here)))  # keep the fastest rank busy so long
+    rounds = []
+    for _ in range(ROUNDS):
+        here.barrier()
+        rounds.append(seconds_of_products(products, matrix, here))
+    everyones = gathered(torch.tensor(rounds, dtype=torch.float64, device=here.device), here)
+    good = [good_round(own) for own in everyones.tolist()]
     limit = SLOW[here.device.type]
-    return [Pace(rank, good[rank], factor, late[rank], factor > limit) for rank, factor in enumerate(slowness(good))]
+    return [Pace(rank, good[rank], factor, factor > limit) for rank, factor in enumerate(slowness(good))]
 
 
-@dataclass(frozen=True)
-class Work:
-    """A matrix product, so many times: the same work on every rank."""
-
-    here: Here
-    matrix: Tensor
-    products: int
-
-    @classmethod
-    def fitting(cls, here: Here) -> Work:
-        """Enough products to keep the fastest rank busy for ROUND_SECONDS."""
-        side, dtype = (4096, torch.bfloat16) if here.device.type == "cuda" else (256, torch.float32)
-        few = cls(here, torch.full((side, side), 1e-3, dtype=dtype, device=here.device), products=2)
-        fastest = agreed(min(few.seconds() for _ in range(20)), dist.ReduceOp.MIN, here) / few.products
-        return cls(here, few.matrix, max(1, round(ROUND_SECONDS / fastest)))
-
-    def seconds(self) -> float:
-        start = time.perf_counter()
-        for _ in range(self.products):
-            torch.mm(self.matrix, self.matrix)
-        self.here.settle()
-        return time.perf_counter() - start
-
-    def round(self) -> tuple[float, float]:
-        """Seconds of computing, and of waiting for the others."""
-        self.here.barrier()
-        computing = self.seconds()
-        start = time.perf_counter()
-        self.here.barrier()
-        return computing, time.perf_counter() - start
-
-
-def gathered(rounds: Sequence[tuple[float, float]], here: Here) -> tuple[list[list[float]], list[list[float]]]:
-    """Every rank's seconds of computing and of waiting, both ranks x rounds."""
-    mine = torch.tensor(rounds, dtype=torch.float64, device=here.device).T.flatten()
-    everyones = mine.new_zeros(here.world.size * mine.numel())
-    all_gather_single(everyones, mine)
+def seconds_of_products(count: int, matrix: Tensor, here: Here) -> float:
+    start = time.perf_counter()
+    for _ in range(count):
+        torch.mm(matrix, matrix)
     here.settle()
-    table = everyones.view(here.world.size, 2, len(rounds)).cpu()
-    return table[:, 0].tolist(), table[:, 1].tolist()
+    return time.perf_counter() - start
 
 
 # ---------------------------------------------------------------- one rank's way through it
@@ -565,17 +538,14 @@ def exchange(findings: Findings, here: Here) -> dict[int, Findings]:
     keys = {rank: f"findings/{rank}" for rank in range(here.world.size)}
     here.store.set(keys[findings.rank], findings.to_json())
     in_step = time.monotonic() - here.since
-    arrived(here.store, list(keys.values()), max(0.0, here.timeout - in_step) + GRACE)
+    wait_for(here.store, list(keys.values()), max(0.0, here.timeout - in_step) + GRACE)
     answered = {rank: key for rank, key in keys.items() if here.store.check([key])}
     return {rank: Findings.from_json(here.store.get(key)) for rank, key in answered.items()}
 
 
-def arrived(store: Store, keys: list[str], seconds: float) -> bool:
-    try:
+def wait_for(store: Store, keys: list[str], seconds: float) -> None:
+    with suppress(dist.DistStoreError):  # not all came in time
         store.wait(keys, timedelta(seconds=seconds))
-    except dist.DistStoreError:
-        return False
-    return True
 
 
 def absences(here: Here, answered: Mapping[int, Findings]) -> list[Fault]:
@@ -599,10 +569,10 @@ def report_in_turn(here: Here, answered: Mapping[int, Findings], report: Callabl
     if here.world.rank == min(answered):
         report()
         here.store.set("said", "")
-    arrived(here.store, ["said"], GRACE)
+    wait_for(here.store, ["said"], GRACE)
     here.store.set(f"left/{here.world.rank}", "")
     if here.world.rank == 0:
-        arrived(here.store, [f"left/{rank}" for rank in answered], GRACE)
+        wait_for(here.store, [f"left/{rank}" for rank in answered], GRACE)
 
 
 # ---------------------------------------------------------------- report and leave
@@ -679,7 +649,7 @@ class Reporter:
         """Report what is wrong, and exit at once."""
         fault = Fault(check, self.world.rank, self.host, expected, got)
         if self.world.rank == 0 or self.options.json_file:
-            self.report(alone(self.launch, fault))
+            self.report(summarise(self.launch, {check: ""}, {}, Measured(), [fault]))
         if self.world.rank > 0:
             sys.stderr.write(f"distributed.smoke: {fault}\n")
             sys.stderr.flush()

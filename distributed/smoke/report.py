@@ -18,12 +18,10 @@ from statistics import median, quantiles
 from typing import Any
 
 from distributed import terminal
-from distributed.launch import connectivity
 from distributed.smoke.bandwidth import Link, slow
 from distributed.smoke.bandwidth import speed as speed_label
 
 REMEDY = {
-    "reach": connectivity.REMEDY,
     "join": "see that every rank was started, and reaches the master's address and port",
     "answer": "look at that rank's own output: it may have died, be stopped, or wait for its GPU or a disk",
     "bandwidth": "look at the ranks' own output, and at the network between the nodes",
@@ -74,7 +72,6 @@ class Pace:
     rank: int
     compute_seconds: float  # of a good round; a round is the same work on every rank
     factor: float  # times what the others need
-    late_seconds: float  # at the barrier, after the first
     slow: bool
 
 
@@ -141,15 +138,6 @@ def good_round(seconds: Sequence[float]) -> float:
     return quantiles(seconds, n=4)[0]
 
 
-def lateness(waits: Sequence[Sequence[float]]) -> list[float]:
-    """How long after the first each rank usually came to the barrier, in seconds.
-
-    The first waits longest and the last hardly at all; all leave together. So no clocks are compared.
-    """
-    longest = [max(waited) for waited in zip(*waits, strict=True)]
-    return [median(most - own for most, own in zip(longest, waited, strict=True)) for waited in waits]
-
-
 # ---------------------------------------------------------------- put together
 
 
@@ -187,11 +175,6 @@ def summarise(
     }
 
 
-def alone(launch: Mapping[str, Any], fault: Fault) -> dict[str, Any]:
-    """The report of a rank that cannot hear the others."""
-    return summarise(launch, {fault.check: ""}, {}, Measured(), [fault])
-
-
 def slow_links(measured: Measured, answered: Mapping[int, Findings]) -> list[Fault]:
     first = {one.host: rank for rank, one in sorted(answered.items(), reverse=True)}
     return [
@@ -202,25 +185,13 @@ def slow_links(measured: Measured, answered: Mapping[int, Findings]) -> list[Fau
 
 
 def slow_ranks(measured: Measured, answered: Mapping[int, Findings]) -> list[Fault]:
-    """Each slow rank; one fault for a node of which all are."""
-    on = {rank: one.host for rank, one in answered.items()}
-    slow_on: dict[str, list[Pace]] = {}
-    for one in measured.pace:
-        if one.slow and one.rank in on:
-            slow_on.setdefault(on[one.rank], []).append(one)
     found = []
-    for host, paces in slow_on.items():
-        whole = len(paces) == list(on.values()).count(host)
-        found += [slow_rank(one, host, len(paces) if whole else 1) for one in (paces[:1] if whole else paces)]
+    for one in measured.pace:
+        if one.slow and one.rank in answered:
+            expected = f"{one.compute_seconds / one.factor * 1e3:.1f} ms of computing a round, as the others"
+            got = f"{one.compute_seconds * 1e3:.1f} ms: {one.factor:.1f} times as long"
+            found.append(Fault("pace", one.rank, answered[one.rank].host, expected, got))
     return found
-
-
-def slow_rank(one: Pace, host: str, ranks: int) -> Fault:
-    """ranks: how many of this host this one stands for."""
-    expected = f"{one.compute_seconds / one.factor * 1e3:.1f} ms of computing a round, as the others"
-    got = f"{one.compute_seconds * 1e3:.1f} ms: {one.factor:.1f} times as long"
-    said = f"all {ranks} ranks on {host}: expected {expected}, got {got} (rank {one.rank})" if ranks > 1 else ""
-    return Fault("pace", one.rank, host, expected, got, said=said)
 
 
 def check_report(name: str, known: str, findings: Sequence[Findings], faults: Sequence[Fault]) -> dict[str, Any]:
@@ -249,7 +220,7 @@ def shortened(faults: Sequence[Fault], at_most: int = 3) -> list[str]:
 def render(report: Mapping[str, Any]) -> str:
     """The report for people."""
     world = report["world"]
-    where = f"{plural(world['size'], 'rank')} on {plural(world['nodes'], 'node')}"
+    where = f"{terminal.plural(world['size'], 'rank')} on {terminal.plural(world['nodes'], 'node')}"
     blocks = [
         [f"smoke test: {where}, {world['backend']}, torch {world['torch']}"],
         [line for check in report["checks"] for line in check_lines(check)],
@@ -303,13 +274,12 @@ def pace_lines(ranks: Sequence[Mapping[str, Any]], at_most: int = 8) -> list[str
             str(one["rank"]),
             f"{one['compute_seconds'] * 1e3:.1f}",
             f"{one['factor']:.2f}",
-            f"{one['late_seconds'] * 1e3:.1f}",
             f"{one['host']}, {one['device']}",
         ]
         for one in slowest
     ]
-    heading = ["rank", "ms a round", "times the others", "ms late", "where"]
-    return titled(f"computing alone, the slowest {len(slowest)} of {len(ranks)}", [heading, *rows], right=range(4))
+    heading = ["rank", "ms a round", "times the others", "where"]
+    return titled(f"computing alone, the slowest {len(slowest)} of {len(ranks)}", [heading, *rows], right=range(3))
 
 
 def titled(title: str, rows: Sequence[Sequence[str]], right: Collection[int]) -> list[str]:
@@ -332,11 +302,8 @@ def verdict_line(report: Mapping[str, Any]) -> str:
         return f"verdict: {terminal.paint('FAULT', terminal.RED)} in {', '.join(bad)}"
     size = report["world"]["size"]
     ok = terminal.paint("verdict: ok", terminal.GREEN)
-    return f"{ok}, {plural(size, 'rank')} work{'s' * (size == 1)} together as {'it' if size == 1 else 'they'} should"
-
-
-def plural(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"
+    works = "works together as it should" if size == 1 else "work together as they should"
+    return f"{ok}, {terminal.plural(size, 'rank')} {works}"
 
 
 def show(report: Mapping[str, Any], as_json: bool = False) -> None:

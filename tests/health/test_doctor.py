@@ -48,7 +48,7 @@ HEALTHY = Facts(
     kit="/opt/muster",
     folder="/home/ada/project",
     container=False,
-    interpreter=Interpreter("/home/ada/project/.venv/bin/python", "3.11.2", ".venv of the working directory"),
+    interpreter=Interpreter("/home/ada/project/.venv/bin/python", "3.11.2"),
     torch=Torch(
         "2.13.0",
         seconds=1.5,
@@ -68,11 +68,11 @@ HEALTHY = Facts(
     ),
     shm=Space("/dev/shm", "/dev/shm", 256 * GIB, 250 * GIB),
     cores=Cores(64, 64),
-    limits=Limits(65536, 1048576, None, None),
+    limits=Limits(65536, None, None),
     port=Port(29500),
     names=Names("node1", "10.0.0.5", Lookup("node1", ("10.0.0.5",)), (Lookup("10.0.0.5", ("node1",)),)),
     interfaces=("lo", "eth0", "ib0"),
-    clock=Clock(2e9, 1e9, True),
+    clock=Clock(2e9, True),
     programs={"ssh": "/usr/bin/ssh", "pdsh": ""},
     user="ada",
 )
@@ -132,9 +132,6 @@ BROKEN: list[tuple[str, dict[str, Any], str, str, str]] = [
      "warning packages", "rich 13.6.9 (needs 13.7)", "pip install -r"),
     ("torch without CUDA", {"torch__cuda": "", "torch__cuda_available": False},
      "fault cuda", "built without CUDA, but the machine has 4 GPUs", "install the build"),
-    ("driver too old", {"gpus__driver": "535.183.01", "torch__cuda_available": False},
-     "fault cuda", "driver 535.183.01 is too old: torch built for CUDA 13.0 needs 580 or newer",
-     "build for CUDA 12"),
     ("torch sees no GPU", {"torch__cuda_available": False, "torch__complaint": "CUDA unknown error"},
      "fault cuda", "torch sees none: CUDA unknown error", "--gpus all"),
     ("GPU too old for this torch", {"torch__capabilities": ("sm_70",)},
@@ -156,15 +153,12 @@ BROKEN: list[tuple[str, dict[str, Any], str, str, str]] = [
      "fault GPU use", "GPU 3: 79.0 GiB of 80.0 GiB", "no GPU is idle"),
     ("GPU memory faults", {"gpus__devices": (*GPUS[:3], replace(GPUS[3], ecc_errors=2))},
      "fault GPU 3", "2 uncorrected memory errors", "nvidia-smi --gpu-reset --id=3"),
-    ("GPU forbidden", {"gpus__devices": (*GPUS[:3], replace(GPUS[3], compute_mode="Prohibited"))},
-     "fault GPU 3", "Prohibited", "--compute-mode=DEFAULT"),
     ("GPU in slices", {"gpus__devices": (replace(GPUS[0], mig=True), *GPUS[1:])},
      "warning GPU 0", "MIG is on", "--multi-instance-gpu=0"),
     ("driver unloads itself", {"gpus__devices": tuple(replace(gpu, persistence=False) for gpu in GPUS)},
      "warning GPUs", "persistence mode is off", "--persistence-mode=1"),
     ("mixed GPUs", {"gpus__devices": (*GPUS[:3], replace(GPUS[3], name="NVIDIA T4"))},
      "warning GPUs", "several kinds", ""),
-    ("GPU errors", {"gpus__xids": ("PCI:0000:3b:00 79",)}, "warning GPUs", "PCI:0000:3b:00 79", "xid-errors"),
     ("no memory", {"memory__available": 400 * MIB}, "fault memory", "400 MiB of 512.0 GiB", "ps aux"),
     ("job's memory limit", {"memory__limit": 2 * GIB},
      "warning memory", "2.0 GiB free, the limit of this", "ps aux"),
@@ -181,23 +175,18 @@ BROKEN: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("small shm without a container", {"shm": Space("/dev/shm", "/dev/shm", 512 * MIB, 512 * MIB)},
      "warning /dev/shm", "512 MiB in all", "mount -o remount,size=50% /dev/shm"),
     ("full shm", {"shm__free": MIB}, "fault /dev/shm", "1 MiB of 256.0 GiB free", "ls -lt /dev/shm"),
-    ("no shm", {"shm": None}, "fault /dev/shm", "not there", "mount -t tmpfs"),
     ("cores by quota", {"cores": Cores(64, 64, quota=3.5)},
      "warning cores", "3.5 of 64 may be used", "export OMP_NUM_THREADS=3"),
     ("busy cores", {"cores": Cores(64, 64, load=120.0)},
      "warning cores", "load 120.0", "ps aux --sort=-%cpu"),
     ("few open files", {"limits__open_files": 256}, "warning limits", "256 open files", "ulimit -n 65536"),
-    ("few open files for good", {"limits": Limits(256, 256, None, None)},
-     "warning limits", "256 open files", "/etc/security/limits.conf"),
     ("few processes", {"limits__processes": 512}, "warning limits", "512 processes", "--pids-limit"),
-    ("memory that RDMA cannot lock", {"limits": Limits(65536, 65536, 64 * 1024, None, infiniband=True)},
+    ("memory that RDMA cannot lock", {"limits": Limits(65536, 64 * 1024, None, infiniband=True)},
      "warning limits", "too little for InfiniBand", "memlock"),
     ("port taken", {"port": Port(29500, free=False, holder="pid 12 (python train.py)")},
      "fault port", "29500 is taken by pid 12 (python train.py)", "--master-port"),
     ("port taken unseen", {"port": Port(29500, free=False)}, "fault port", "29500 is taken", "ss -ltnp"),
     ("ephemeral port", {"port": Port(40000)}, "warning port", "32768-60999", "ip_local_reserved_ports=40000"),
-    ("no loopback", {"port__loopback_error": "unreachable"},
-     "fault port", "127.0.0.1: unreachable", "ip link set lo up"),
     ("name unknown", {"names": NAMELESS},
      "warning names", "node1 does not resolve", "echo '10.0.0.5 node1' | sudo tee"),
     ("name on loopback", {"names": LOOPBACK},
@@ -207,8 +196,6 @@ BROKEN: list[tuple[str, dict[str, Any], str, str, str]] = [
      "warning shell", "RANK=3, MASTER_ADDR=n1, PET_NNODES=2", "unset RANK MASTER_ADDR PET_NNODES"),
     ("stale agent store", {"environment": {"TORCHELASTIC_USE_AGENT_STORE": "True"}},
      "fault shell", "waits for a store that nobody runs", "unset TORCHELASTIC_USE_AGENT_STORE"),
-    ("stale rank, and fish", {"environment": {"RANK": "3", "NODE_RANK": "1"}, "shell": "fish"},
-     "warning shell", "RANK=3, NODE_RANK=1", "set --erase RANK NODE_RANK"),
     ("interface gone", {"environment": {"NCCL_SOCKET_IFNAME": "ens5"}},
      "fault shell", "NCCL_SOCKET_IFNAME=ens5: no such network interface here, only lo, eth0, ib0",
      "unset NCCL_SOCKET_IFNAME"),
@@ -222,8 +209,7 @@ BROKEN: list[tuple[str, dict[str, Any], str, str, str]] = [
      "fault imports", "project/torch.py", "rename it"),
     ("Dask on the path", {"shadows": ("/opt/dask/distributed",)},
      "warning imports", "'distributed'", "PYTHONPATH"),
-    ("clock behind", {"clock": Clock(1e8, 1e9)}, "warning clock", "the clock is behind", "timedatectl"),
-    ("clock drifts", {"clock": Clock(2e9, 1e9, False)}, "warning clock", "not synchronised", "timedatectl"),
+    ("clock drifts", {"clock": Clock(2e9, False)}, "warning clock", "not synchronised", "timedatectl"),
     ("run of ours", {"runs": (Run("/my logs/train-1", (7, 8), "ada"),)},
      "warning runs", "/my logs/train-1 has 2 processes of ada here",
      "to stop it: /opt/muster/scripts/stop.sh '/my logs/train-1'; to see whether it is training: "
@@ -235,9 +221,6 @@ BROKEN: list[tuple[str, dict[str, Any], str, str, str]] = [
      "warning runs", "/logs/train-1 has 1 process of bob here", "ask bob whether it is still needed"),
     ("no idle GPU, a run of ours on it", {"gpus__devices": FULL, "runs": (Run("/logs/train-1", (4711,), "bob"),)},
      "fault GPU use", "by python of bob (pid 4711, run train-1)", "no GPU is idle: wait, or ask their users"),
-    ("no idle GPU, an unknown process of ours on it", {"gpus__devices": FULL, "user": "bob"},
-     "fault GPU use", "by python of bob (pid 4711)",
-     "no GPU is idle: wait; of the processes, these are yours: ps -fp 4711"),
 ]
 # fmt: on
 
@@ -266,10 +249,9 @@ def test_what_is_right_is_not_complained_about() -> None:
         {"environment": {"NCCL_SOCKET_IFNAME": "^docker,lo"}},
         {"environment": {"NCCL_SOCKET_IFNAME": "=ib0"}},
         {"environment": {"CUDA_VISIBLE_DEVICES": "2,3"}},
-        {"gpus__driver": "535.183.01"},  # NVIDIA's forward compatibility package: torch does see the GPUs
         {"torch__capabilities": ("sm_89", "sm_120", "sm_130")},  # by sm_80, and by translating compute_120
         {"names": replace(LOOPBACK, outward="")},  # no network at all: nobody to mislead
-        {"clock": Clock(2e9, 1e9, None)},
+        {"clock": Clock(2e9, None)},
         {"gpus__devices": (BUSY, *GPUS[1:]), "environment": {"CUDA_VISIBLE_DEVICES": "1"}},  # not ours
     ):
         assert problems(change(**fine)) == [], fine
@@ -341,7 +323,7 @@ def test_limits_of_version_2_control_groups_bind_from_any_height(tmp_path: Path)
         tmp_path,
         {
             "self/cgroup": "0::/slurm/job_7/step_0\n",
-            "meminfo": "MemTotal: 67108864 kB\nMemAvailable: 33554432 kB\nSwapTotal: 8 kB\nSwapFree: 4 kB",
+            "meminfo": "MemTotal: 67108864 kB\nMemAvailable: 33554432 kB\nSwapFree: 4 kB",
             "fs/cgroup/slurm/job_7/step_0/memory.max": "max\n",
             "fs/cgroup/slurm/job_7/memory.max": f"{8 * GIB}\n",
             "fs/cgroup/slurm/job_7/cpu.max": "250000 100000\n",
@@ -349,7 +331,7 @@ def test_limits_of_version_2_control_groups_bind_from_any_height(tmp_path: Path)
             "fs/cgroup/slurm/pids.max": "300\n",
         },
     )
-    assert look_at_memory(tmp_path, tmp_path) == Memory(64 * GIB, 32 * GIB, 8 * GIB, 8192, 4096)
+    assert look_at_memory(tmp_path, tmp_path) == Memory(64 * GIB, 32 * GIB, 8 * GIB)
     assert look_at_cores(tmp_path, tmp_path).quota == 2.5
     assert look_at_limits(tmp_path, tmp_path).processes == 300
 
@@ -385,44 +367,19 @@ def test_files_that_stand_before_a_library_are_found(tmp_path: Path) -> None:
             "project/torch.py": "",
             "project/random.py": "",
             "project/train.py": "",
-            "sources/torch/__init__.py": "",
-            "site/torch/__init__.py": "",
-            "site/torch/_C.cpython-311-x86_64-linux-gnu.so": "",
             "site/distributed/__init__.py": "",
         },
     )
-    path = f"{tmp_path}/sources:{tmp_path}/site::{KIT}"
+    path = f"{tmp_path}/site::{KIT}"
     found = [Path(name).relative_to(tmp_path).as_posix() for name in find_shadows(tmp_path / "project", path)]
-    assert found == ["project/random.py", "project/torch.py", "site/distributed", "sources/torch"]
-
-
-@pytest.mark.parametrize(
-    ("env", "why"),
-    [
-        ({"VIRTUAL_ENV": "/v"}, "the active virtual environment"),
-        ({"VIRTUAL_ENV": "/elsewhere"}, "as called"),
-        ({"CONDA_PREFIX": "/v", "CONDA_DEFAULT_ENV": "train"}, "the active conda environment"),
-        ({"CONDA_PREFIX": "/v", "CONDA_DEFAULT_ENV": "base"}, "as called"),
-        ({}, "as called"),
-    ],
-)
-def test_the_rule_that_picked_this_python_is_named(env: dict[str, str], why: str) -> None:
-    assert which_python("/v/bin/python", Path("/work"), env).why == why
-
-
-def test_python_of_the_working_folder_is_named(tmp_path: Path) -> None:
-    assert which_python(f"{tmp_path}/.venv/bin/python", tmp_path, {}).why == ".venv of the working directory"
+    assert found == ["project/random.py", "project/torch.py", "site/distributed"]
 
 
 def test_an_active_conda_environment_that_is_not_used_is_a_fact() -> None:
-    assert which_python("/v/bin/python", Path("/work"), {"CONDA_PREFIX": "/conda"}).unused_conda == "/conda"
-    assert which_python("/conda/bin/python", Path("/work"), {"CONDA_PREFIX": "/conda"}).unused_conda == ""
+    assert which_python("/v/bin/python", {"CONDA_PREFIX": "/conda"}).unused_conda == "/conda"
+    assert which_python("/conda/bin/python", {"CONDA_PREFIX": "/conda"}).unused_conda == ""
     base = {"CONDA_PREFIX": "/conda", "CONDA_DEFAULT_ENV": "base"}
-    assert which_python("/v/bin/python", Path("/work"), base).unused_conda == ""
-
-
-def test_python_of_the_kit_is_named() -> None:
-    assert which_python(f"{KIT}/.venv/bin/python", Path("/work"), {}).why == "the kit's .venv"
+    assert which_python("/v/bin/python", base).unused_conda == ""
 
 
 @pytest.mark.parametrize(
@@ -495,7 +452,7 @@ def test_the_facts_as_json_hold_every_part(tmp_path: Path) -> None:
     assert all(set(told[part]) == {key.name for key in fields(getattr(HEALTHY, part))} for part in parts)
 
 
-@pytest.mark.parametrize("words", [("--master-port", "0"), ("--master-port", "x"), ("node1",)])
+@pytest.mark.parametrize("words", [("--master-port", "x"), ("node1",)])
 def test_a_wrong_call_is_refused(words: tuple[str, ...]) -> None:
     reply = ask_doctor(*words)
     assert reply.returncode == 2

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from distributed.host.gpus import Gpu, GpuProcess, look_at_gpus, main, nvidia_cards, owner, visible, xids
+from distributed.host.gpus import Gpu, GpuProcess, look_at_gpus, main, nvidia_cards, owner, visible
 from distributed.host.system import GIB, MIB
 
 A100 = "NVIDIA A100-SXM4-80GB"
@@ -48,8 +48,8 @@ STUB_NVIDIA_SMI = """#!/bin/sh
 # Stub: answers as nvidia-smi does with --format=csv,noheader,nounits.
 case $* in
   *--query-gpu=index,uuid,driver_version,*,name\\ --format=csv,noheader,nounits)
-    echo "0, GPU-aa, 550.54.14, 81920, 71680, Enabled, Disabled, 0, Default, NVIDIA A100-SXM4-80GB"
-    echo "1, GPU-bb, 550.54.14, 24576, 4, Disabled, [N/A], [N/A], Exclusive_Process, NVIDIA T4" ;;
+    echo "0, GPU-aa, 550.54.14, 81920, 71680, Enabled, Disabled, 0, NVIDIA A100-SXM4-80GB"
+    echo "1, GPU-bb, 550.54.14, 24576, 4, Disabled, [N/A], [N/A], NVIDIA T4" ;;
   *--query-compute-apps=gpu_uuid,pid,used_memory,process_name\\ --format=csv,noheader,nounits)
     echo "GPU-aa, {pid}, 71000, /usr/bin/python3"
     echo "GPU-aa, 4194305, [N/A], a, b" ;;
@@ -74,19 +74,13 @@ def path_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_gpus_and_their_users_are_read_from_nvidia_smi(path_folder: Path) -> None:
     stub(path_folder, "nvidia-smi", STUB_NVIDIA_SMI.format(pid=os.getpid()))
-    stub(
-        path_folder,
-        "dmesg",
-        "#!/bin/sh\necho '[1.2] NVRM: Xid (PCI:0000:3b:00): 79, pid=1, GPU has fallen off'\n",
-    )
     found = look_at_gpus()
     me = owner(os.getpid())
     assert found.driver == "550.54.14"
-    assert found.xids == ("PCI:0000:3b:00 79",)
     users = GpuProcess(os.getpid(), me, "python3", 71000 * MIB), GpuProcess(4194305, "", "a, b", 0)
     assert found.devices == (
         Gpu(0, "GPU-aa", A100, 80 * GIB, 70 * GIB, processes=users),
-        Gpu(1, "GPU-bb", "NVIDIA T4", 24 * GIB, 4 * MIB, False, compute_mode="Exclusive_Process"),
+        Gpu(1, "GPU-bb", "NVIDIA T4", 24 * GIB, 4 * MIB, False),
     )
 
 
@@ -108,11 +102,6 @@ def test_without_nvidia_smi_the_device_files_are_counted(path_folder: Path, tmp_
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
     assert [gpu.index for gpu in look_at_gpus(dev=tmp_path).devices] == [0, 1]
-
-
-def test_errors_of_programs_are_not_taken_for_errors_of_gpus() -> None:
-    log = "\n".join(f"[1.0] NVRM: Xid (PCI:0000:3b:00): {code}, pid=7, name=python" for code in (31, 79, 79, 13))
-    assert xids(log) == ("PCI:0000:3b:00 79",)
 
 
 def test_cards_without_a_driver_are_found_on_the_bus(tmp_path: Path) -> None:

@@ -72,3 +72,26 @@ def test_as_a_program_it_says_who_listens_where(tmp_path: Path, capsys: pytest.C
         (tmp_path / f"{node}.out").write_text(f"Welcome!\n{framed(place)}")
     assert main(["places", str(tmp_path), "node1", "node2"]) == 0
     assert capsys.readouterr().out == "node1=10.0.0.1:4000\nnode2=10.0.0.2:4000\n"
+
+
+def test_a_gap_and_a_node_without_a_reply_make_the_nodes_unfit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said: dict[str, dict[str, object]] = {
+        "listening": {"node1": ["10.0.0.1", 4000], "node2": ["10.0.0.2", 4000]},
+        "trying": {"node1": {"node1": "", "node2": LATE}, "node2": {"node1": "", "node2": ""}},
+    }
+    for question, replies in said.items():
+        (tmp_path / question).mkdir()
+        for node, reply in replies.items():
+            (tmp_path / question / f"{node}.out").write_text(f"Welcome!\n{framed(reply)}")
+    words = ["judge", str(tmp_path), "node1", "node2"]
+    assert main(words) == 69
+    assert capsys.readouterr().err.startswith(f"connectivity: node1 cannot connect to node2 (10.0.0.2): {LATE}")
+    (tmp_path / "trying/node1.out").write_text(framed({"node1": "", "node2": ""}))
+    assert main(words) == 0
+    (tmp_path / "trying/node2.out").write_text("Welcome!\n")
+    (tmp_path / "trying/node2.code").write_text("255\n")
+    (tmp_path / "trying/node2.err").write_text("Host key verification failed.\n")
+    assert main(words) == 69
+    assert capsys.readouterr().err.startswith("connectivity: node2: its host key is not known: log in by hand")

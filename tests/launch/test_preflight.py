@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from distributed.host.node_facts import NodeFacts
-from distributed.host.replies import MARK, Reply
+from distributed.host.replies import MARK, NodeFacts, Reply
 from distributed.launch import preflight
 from distributed.launch.preflight import main
 

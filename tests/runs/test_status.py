@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from distributed.host import identity
+from distributed.host import identity, process_scan
 from distributed.runs import lookup, run_directory, status, visit
 from distributed.runs.hang_analysis import Diagnosis
 from distributed.runs.lookup import ELSEWHERE, GONE, HERE, IN_JOB, Launcher, NoRun, Place, Run, seen
@@ -244,7 +244,7 @@ def test_a_damaged_run_json_is_refused(tmp_path: Path, text: str) -> None:
 
 
 def test_a_launcher_is_known_by_more_than_its_number() -> None:
-    host, machine, since = os.uname().nodename, identity.machine(), identity.since(os.getpid())
+    host, machine, since = os.uname().nodename, identity.machine(), process_scan.since(os.getpid())
     assert since is not None
     assert seen(host, machine, os.getpid(), since) == HERE
     assert seen(host, machine, os.getpid(), since - 1) == GONE, "another process has its number now"

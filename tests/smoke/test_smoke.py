@@ -243,7 +243,6 @@ def test_a_slow_rank_is_named(start: Callable[..., Launch]) -> None:
     ranks = report_of(told[0])["ranks"]
     assert [one["slow"] for one in ranks] == [False, True]
     assert ranks[1]["factor"] > 2
-    assert ranks[1]["late_seconds"] > ranks[0]["late_seconds"]
 
 
 IMPATIENT = ("--json", "--max-bytes", "4K", "--seconds", "0.1", "--timeout", "10")
@@ -563,12 +562,6 @@ def test_a_rank_that_shares_its_core_half_of_the_time_has_good_rounds() -> None:
     assert smoke_report.good_round([0.9] * 20) == pytest.approx(0.9)
 
 
-def test_the_last_at_the_barrier_is_the_one_that_waits_least() -> None:
-    """Rank 1 comes 0.3 s after rank 0 in most rounds, rank 2 now and then."""
-    waits = [[0.3, 0.3, 0.3, 0.5], [0.0, 0.0, 0.0, 0.2], [0.3, 0.3, 0.3, 0.0]]
-    assert smoke_report.lateness(waits) == pytest.approx([0.0, 0.3, 0.0])
-
-
 # ---------------------------------------------------------------- the report
 
 LAUNCH = {"size": 2, "nodes": 1, "launcher": "torchrun", "backend": "gloo", "torch": "2.13.0"}
@@ -581,7 +574,7 @@ def finding(rank: int, *faults: Fault, done: tuple[str, ...] = ("all_reduce", "p
 
 
 def pace(rank: int, slow: bool) -> Pace:
-    return Pace(rank, 0.1 if slow else 0.025, 4.0 if slow else 0.25, 0.075 if slow else 0.0, slow)
+    return Pace(rank, 0.1 if slow else 0.025, 4.0 if slow else 0.25, slow)
 
 
 def test_findings_come_back_from_json_as_they_were() -> None:
@@ -610,18 +603,6 @@ def test_a_slow_rank_is_told_with_its_factor() -> None:
     ) in text
     table = text[text.index("computing alone") :].splitlines()
     assert [line.split()[0] for line in table[2:4]] == ["1", "0"], "the slowest comes first"
-
-
-def test_a_node_of_which_all_ranks_are_slow_is_told_once() -> None:
-    """Ranks 2 and 3 are all of node2; of node1 only rank 0 is slow."""
-    answered = {rank: replace(finding(rank), host="node1" if rank < 2 else "node2") for rank in range(4)}
-    measured = Measured(pace=[pace(0, True), pace(1, False), pace(2, True), pace(3, True)])
-    (_, check) = smoke_report.summarise(LAUNCH, PROVED, answered, measured)["checks"]
-    assert [(fault["rank"], fault["host"], fault["said"]) for fault in check["faults"]] == [
-        (0, "node1", ""),
-        (2, "node2", "all 2 ranks on node2: expected 25.0 ms of computing a round, as the others, got 100.0 ms: "
-         "4.0 times as long (rank 2)"),
-    ]  # fmt: skip
 
 
 def test_links_are_told_the_slowest_first() -> None:

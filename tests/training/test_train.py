@@ -308,7 +308,7 @@ def test_a_sample_that_takes_too_long_is_cut_short(bench: Bench) -> None:
     script = bench.wrapper(IMPATIENT.format(kit=str(KIT)))
     ended = bench.run(2, "train.steps=1", "logging.sample=1000000", wrapper=script)
     assert ended.returncode == 0, ended
-    assert "a sample (1 of 1,000,000 tokens, in 0 s):" in ended.stdout
+    assert "a sample (1 of 1,000,000 tokens, in 0 s):" in ended.stdout, ended.stdout
 
 
 def test_a_finished_training_stays_finished(bench: Bench) -> None:
