@@ -1,4 +1,4 @@
-"""Numbers as SVG: lines over steps or seconds, ranks as bars, ranks over steps as a heat map.
+"""Numbers as SVG: lines over steps or seconds.
 
 Every chart is a string of SVG that a page holds as it is. It names CSS classes only: colours and fonts come from
 report.css, so that one drawing serves light, dark and paper. Standard library only.
@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import math
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from html import escape
@@ -21,8 +20,7 @@ from operator import itemgetter
 Point = tuple[float, float]  # x, y; a y that is NaN is a gap
 
 COLUMNS = 400  # a long line is drawn with at most two points for each of so many columns
-MANY = 60  # points from which on a smooth line is drawn over the raw one
-LOG_RATIO = 20.0  # values that span more than this are drawn on a logarithmic axis
+MANY = 60  # points from which on a line is drawn smooth
 TINY = 1e-100  # what is nearer to zero is drawn as zero
 LETTER = 6.2  # width of a letter of the labels, pixels
 
@@ -81,30 +79,17 @@ class Scale:
     high: float
     start: float
     end: float
-    log: bool = False
-    step: float = 0.0  # between ticks; 0: as many as fit
+    step: float = 1.0  # between ticks
 
     def __call__(self, value: float) -> float:
         """The pixel of a value; a value outside of the scale is drawn on the border."""
         inside = min(max(value, self.low), self.high)
-        low, high, at = (math.log10(v) if self.log else v for v in (self.low, self.high, inside))
-        return self.start + (at - low) / (high - low) * (self.end - self.start)
+        return self.start + (inside - self.low) / (self.high - self.low) * (self.end - self.start)
 
-    def ticks(self, count: int) -> list[tuple[float, str]]:
-        """About `count` values and their texts: 1, 2 or 5 times a power of ten.
-
-        On a logarithmic scale: all of these where there is room, else every power of ten, every second, ...
-        """
-        if not self.log:
-            return even_ticks(self.low, self.high, self.step or nice_step(self.high - self.low, count))
-        first, last = math.floor(math.log10(self.low) + 1e-9), math.ceil(math.log10(self.high) - 1e-9)
-        for digits, every in (((1, 2, 5), 1), *(((1,), every) for every in range(1, last - first + 1))):
-            powers = range(math.ceil(first / every) * every, last + 1, every)
-            values = [digit * 10.0**power for power in powers for digit in digits]
-            ticks = [(v, _tick_text(v, v)) for v in values if self.low * (1 - 1e-9) <= v <= self.high * (1 + 1e-9)]
-            if len(ticks) <= 2 * count + 1:
-                break
-        return ticks
+    def ticks(self) -> list[tuple[float, str]]:
+        """All multiples of `step` from low to high, and their texts."""
+        numbers = range(math.ceil(self.low / self.step - 1e-9), math.floor(self.high / self.step + 1e-9) + 1)
+        return [(n * self.step, _tick_text(n * self.step, self.step)) for n in numbers]
 
 
 def nice_step(span: float, count: int) -> float:
@@ -113,20 +98,11 @@ def nice_step(span: float, count: int) -> float:
     return next(m * power for m in (1, 2, 5, 10, 20) if m * power * count >= span * (1 - 1e-9))
 
 
-def even_ticks(low: float, high: float, step: float) -> list[tuple[float, str]]:
-    """All multiples of `step` from low to high, and their texts."""
-    values = [n * step for n in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
-    return [(value, _tick_text(value, step)) for value in values]
-
-
 TIME_STEPS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400)  # seconds
 
 
 def time_ticks(seconds: float, count: int) -> list[tuple[float, str]]:
     """At most about `count` times from 0 on and their texts: 0, 30 s, 1 min, 1 min 30 s."""
-    if seconds < count:
-        ticks = even_ticks(0, seconds, nice_step(seconds, count))
-        return [(value, f"{text} s" if value else text) for value, text in ticks]
     days = 86400 * max(1.0, nice_step(seconds / 86400, count))
     step = next((step for step in TIME_STEPS if step * count >= seconds), days)
     return [(n * step, _time_text(n * step)) for n in range(math.floor(seconds / step + 1e-9) + 1)]
@@ -144,25 +120,25 @@ def _time_text(seconds: float) -> str:
 def step_scale(xs: Iterable[float], start: float, end: float) -> Scale:
     """A scale from the first to the last step."""
     low, high = _extent(xs)
-    return Scale(low, high, start, end) if _apart(low, high) else Scale(low - 1, high + 1, start, end)
+    if not _apart(low, high):
+        low, high = low - 1, high + 1
+    return Scale(low, high, start, end, max(1.0, nice_step(high - low, _tick_count(start, end))))
 
 
-def value_scale(ys: Iterable[float], start: float, end: float, *, zero: bool, count: int = 4) -> Scale:
-    """A scale that ends on ticks; from zero if requested, logarithmic where the values span much."""
+def _tick_count(start: float, end: float) -> int:
+    """How many ticks of steps or times have room."""
+    return max(2, int((end - start) / 56))
+
+
+def value_scale(ys: Iterable[float], start: float, end: float, *, zero: bool, count: int) -> Scale:
+    """A scale that ends on ticks, at most about `count`; from zero if requested."""
     low, high = _extent(ys)
-    if not zero and low > TINY and high / low > LOG_RATIO:
-        powers = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 2)
-        borders = [digit * 10.0**power for power in powers for digit in (1, 2, 5)]
-        below = max(border for border in borders if border <= low * (1 + 1e-9))
-        above = min(border for border in borders if border >= high * (1 - 1e-9))
-        return Scale(below, above, start, end, log=True)
     if zero:
         low, high = min(low, 0.0), max(high, 0.0)
     if not _apart(low, high):
         low, high = low - (abs(low) / 10 or 1) * (not zero), high + (abs(high) / 10 or 1)
     step = nice_step(high - low, count)
-    low, high = math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step
-    return Scale(low, high, start, end, step=step)
+    return Scale(math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step, start, end, step)
 
 
 def _extent(values: Iterable[float]) -> Point:
@@ -191,7 +167,12 @@ def thin(points: Sequence[Point], columns: int = COLUMNS) -> list[Point]:
 
 
 def smooth(points: Sequence[Point], columns: int = COLUMNS) -> list[Point]:
-    """The running mean. Its window grows from the first point on, so that a steep beginning stays steep."""
+    """The running mean of many points; few stay as they are.
+
+    Its window grows from the first point on, so that a steep beginning stays steep.
+    """
+    if len(points) < MANY:
+        return list(points)
     means = [_mean(column) for column in _columns(points, columns)]
     means[0], means[-1] = (points[0][0], means[0][1]), (points[-1][0], means[-1][1])
     widest = max(2, len(means) // 40)
@@ -264,13 +245,12 @@ def text_at(x: float, y: float, text: str, style: str) -> str:
     return f'<text x="{px(x)}" y="{px(y)}" class="{style}">{escape(text)}</text>'
 
 
-def _x_axis(box: Box, x: Scale, seconds: bool = False) -> Iterator[str]:
+def _x_axis(box: Box, x: Scale, seconds: bool) -> Iterator[str]:
     """The axis of steps, or of seconds from 0 on."""
-    count = max(2, int((box.end - box.left) / 56))
     if seconds:
-        ticks = time_ticks(max(x.high, 1e-3), count)
+        ticks = time_ticks(x.high, _tick_count(box.left, box.end))
     else:
-        (first, text), *rest = replace(x, step=max(1.0, nice_step(x.high - x.low, count))).ticks(count)
+        (first, text), *rest = x.ticks()
         ticks = [(first, f"step {text}"), *rest]
     yield f'<path class="axis" d="M{px(box.left)} {px(box.floor)}H{px(box.end)}"/>'
     for value, text in ticks:
@@ -355,7 +335,7 @@ def lines(
     count = max(2, int((box.floor - box.top) / 45))
     y = value_scale(values, box.floor, box.top, zero=zero, count=count)
     parts = []
-    for value, text in y.ticks(count):
+    for value, text in y.ticks():
         parts.append(f'<path class="grid" d="M{px(box.left)} {px(y(value))}H{px(box.end)}"/>')
         parts.append(text_at(box.left - 8, y(value) + 4, text, "tick end"))
     parts += _x_axis(box, x, seconds)
@@ -398,38 +378,30 @@ def _end_labels(drawn: Sequence[Line], y: Scale, box: Box) -> Iterator[str]:
 
 
 def _marks(box: Box, x: Scale, marks: Sequence[Mark], notes: bool, seconds: bool) -> Iterator[str]:
-    """A vertical line where something happened. With notes: one text for all marks that stand close together."""
+    """A vertical line where something happened. With notes: its text, where the one before leaves room for it."""
     inside = sorted((mark for mark in marks if x.low <= mark.x <= x.high), key=lambda mark: mark.x)
+    free = box.left
     for (at, style), group in groupby(inside, key=lambda mark: (round(x(mark.x) / 3) * 3, mark.style)):
+        close = list(group)
         texts = [
             f"{mark.text} after {_time_text(round(mark.x))}" if seconds else f"{mark.text} at step {figure(mark.x)}"
-            for mark in group
+            for mark in close
         ]
         title = "; ".join([*dict.fromkeys(texts)][:9])
         top = box.floor - 6 if style == "checkpoint" else box.top - 10 if notes else box.top
         yield f'<path class="mark {style}" d="M{at} {px(top)}V{px(box.floor)}"><title>{escape(title)}</title></path>'
-    groups: list[list[Mark]] = []
-    for mark in inside if notes else ():
-        if mark.style == "checkpoint":
-            continue
-        if groups and x(mark.x) - x(groups[-1][0].x) < 120:
-            groups[-1].append(mark)
-        else:
-            groups.append([mark])
-    for close in groups:
-        start = x(close[0].x)
-        at_end = start > box.width - 160
-        counts = Counter(mark.text for mark in close)
-        text = ", ".join(f"{text} ×{count}" if count > 1 else text for text, count in counts.items())
-        style = "note" + " end" * at_end + " bad" * any(mark.style == "bad" for mark in close)
-        yield text_at(start - 5 if at_end else start + 5, box.top - 4, cut(text, 40), style)
+        if notes and style != "checkpoint" and at >= free:
+            free = at + 120
+            at_end = free > box.width
+            note = "note" + " end" * at_end + " bad" * (style == "bad")
+            yield text_at(at - 5 if at_end else at + 5, box.top - 4, cut(close[0].text, 18), note)
 
 
 def _readout(drawn: Sequence[Line], x: Scale, y: Scale, seconds: bool) -> str:
     """What report.js needs to show the values under the pointer. NaN is left out."""
     facts = {
         "x": [x.low, x.high, x.start, x.end],
-        "y": [y.low, y.high, y.start, y.end, int(y.log)],
+        "y": [y.low, y.high, y.start, y.end],
         "seconds": int(seconds),
         "lines": [
             {
@@ -442,80 +414,3 @@ def _readout(drawn: Sequence[Line], x: Scale, y: Scale, seconds: bool) -> str:
     }
     text = json.dumps(facts, separators=(",", ":")).replace("<", "\\u003c")
     return f'<script type="application/json">{text}</script>'
-
-
-# ---------------------------------------------------------------- ranks
-
-
-@dataclass(frozen=True)
-class Bar:
-    """One rank: its usual value and the range of most of its values."""
-
-    name: str
-    value: float
-    low: float
-    high: float
-    text: str  # behind the bar
-    bad: bool = False
-
-
-def bars(ranks: Sequence[Bar], usual: float, usual_text: str, *, width: int = 488, height: int = 280) -> str:
-    """Bars from zero, a thin line from low to high, and a rule at what is usual, as SVG."""
-    row = min((height - 36) / len(ranks), 44.0)
-    tall = min(20.0, row * 0.64)
-    left = max(len(bar.name) for bar in ranks) * LETTER + 16
-    right = max(len(bar.text) for bar in ranks) * LETTER + 22
-    box = Box(width, height, left, right, top=(height - 26 - row * len(ranks)) / 2)
-    floor = box.top + row * len(ranks)
-    x = value_scale([bar.high for bar in ranks], box.left, box.end, zero=True)
-    parts = []
-    for n, bar in enumerate(ranks):
-        middle, bad, end = box.top + row * (n + 0.5), " bad" * bar.bad, x(bar.value)
-        size = f'x="{px(x.start)}" y="{px(middle - tall / 2)}" height="{px(tall)}"'
-        parts += [
-            text_at(x.start - 8, middle + 4, bar.name, f"label end{bad}"),
-            f'<rect class="bar{bad}" {size} rx="2" width="{px(max(1.0, end - x.start))}"/>',
-            f'<path class="whisker" d="M{px(x(bar.low))} {px(middle)}H{px(x(bar.high))}"/>',
-            text_at(max(end, x(bar.high)) + 8, middle + 4, bar.text, f"label value{bad}"),
-        ]
-    parts.append(f'<path class="rule" d="M{px(x(usual))} {px(box.top - 2)}V{px(floor + 4)}"/>')
-    parts.append(text_at(x(usual), floor + 20, usual_text, "tick mid"))
-    return svg(box, parts, "bars")
-
-
-HEAT = (1.05, 1.15, 1.3, 1.6, 2.0)  # the upper borders of all levels but the last
-
-
-def heat(steps: Sequence[float], rows: Sequence[Sequence[float]], labels: Sequence[tuple[int, str]]) -> str:
-    """Ratios as colours: a row for each rank, a column for each step. NaN stays empty.
-
-    labels: (row, text) of the rows that are named at the right, by rising row.
-    """
-    longest = max((len(text) for _, text in labels), default=0)
-    tall = max(1, round(320 / len(rows)))
-    box = Box(1032, tall * len(rows) + 36, right=longest * LETTER + 20, top=6)
-    wide = (box.end - box.left) / len(steps)
-    strokes: list[list[str]] = [[] for _ in range(len(HEAT) + 1)]  # of each level; neighbours in a row are one
-    for row, ratios in enumerate(rows):
-        column = 0
-        levels = [sum(ratio > border for border in HEAT) if math.isfinite(ratio) else None for ratio in ratios]
-        for level, cells in groupby(levels):
-            length = len(list(cells))
-            if level is not None:
-                start = f"M{px(box.left + column * wide)} {px(box.top + tall * (row + 0.5))}"
-                strokes[level].append(f"{start}h{px(length * wide)}")
-            column += length
-    parts = [
-        f'<path class="heat{level}" stroke-width="{tall}" d="{"".join(paths)}"/>'
-        for level, paths in enumerate(strokes)
-        if paths
-    ]
-    every = 1 << max(0, math.ceil(math.log2(len(rows) / 9)))  # at most nine of them are numbered
-    for row in range(0, len(rows), every):
-        text = f"{row:,}" if row else "rank 0"
-        parts.append(text_at(box.left - 8, box.top + tall * (row + 0.5) + 4, text, "tick end"))
-    parts += _x_axis(box, step_scale(steps, box.left, box.end))
-    places = spread([box.top + tall * (row + 0.5) for row, _ in labels], 14, box.top + 4, box.floor)
-    for at, (_, text) in zip(places, labels, strict=True):
-        parts.append(text_at(box.end + 8, at + 4, text, "label bad"))
-    return svg(box, parts, "heat")

@@ -19,9 +19,8 @@ function nearest(points, x) {
   return Math.abs(points[low][0] - x) < Math.abs(points[high][0] - x) ? points[low] : points[high];
 }
 
-function place([low, high, start, end, log], value) {
-  const scale = log ? Math.log10 : Number;
-  return start + (scale(value) - scale(low)) / (scale(high) - scale(low)) * (end - start);
+function place([low, high, start, end], value) {
+  return start + (value - low) / (high - low) * (end - start);
 }
 
 function drawn(name, attributes) {

@@ -77,12 +77,6 @@ class Run:
         known = number(self.fact("world", "size")), number(self.about.get("nproc"))
         return next((int(size) for size in known if size > 0), 0)
 
-    @property
-    def is_bytes(self) -> bool:
-        """Whether a token is a byte: text needs no model.vocab_size, token files do."""
-        known = bool(mapping(self.fact("settings", "data")))
-        return known and (self.setting("data", "path") is None or self.setting("model", "vocab_size") is None)
-
 
 def read(directory: Path) -> Run:
     """Read a run directory. Raises OSError when the directory itself cannot be read."""
@@ -142,7 +136,7 @@ def page(run: Run) -> str:
         tile_list([*training_tiles(run), *run_tiles(run), *usage_tiles(run)]),
         ranks.warning(compared),
         section("Training", training_charts(run, happened, events)),
-        section("Ranks", ranks.compute_charts(compute, compared, events) + waiting_chart(waits, events)),
+        section("Ranks", ranks.compute_chart(compute, compared, events) + waiting_chart(waits, events)),
         section("Usage", usage_charts(run)),
         section("Settings", settings_tables(run)),
         section("Machine", machine_tables(run)),
@@ -166,9 +160,7 @@ class State:
 
 def state(run: Run) -> State:
     """From the verdict; without one from the last event."""
-    outcome, code = run.verdict.get("outcome"), run.verdict.get("exit_code")
-    if not outcome and code is not None:
-        outcome = {0: "ok", 75: "stopped"}.get(code if isinstance(code, int) else -1, "failed")
+    outcome = run.verdict.get("outcome")
     event = run.history.last_event("finish", "stop", "nonfinite", "fail", "resume", "start") or {}
     last = event.get("event")
     if outcome == "ok" or (not outcome and last == "finish"):
@@ -263,10 +255,6 @@ def training_tiles(run: Run) -> list[Tile]:
         best, when = min(((loss, step) for step, loss in losses if math.isfinite(loss)), default=(loss, step))
         note = f"best {loss_text(best)} at step {figure(when)}" if best < loss else f"at step {figure(step)}"
         tiles.append(("Held-out loss", loss_text(loss), note))
-        if run.is_bytes:
-            tiles.append(("Bits per byte", loss_text(loss / math.log(2)), "held out"))
-        else:
-            tiles.append(("Perplexity", figure(math.exp(loss) if loss < 300 else math.inf), "held out, per token"))
     if rates := finite(run.history.series("tokens_per_second")):
         rate = statistics.median(rates)
         note = f"{compact(rate / run.size)} a rank" if run.size > 1 else "median of the run"
@@ -362,7 +350,7 @@ def training_charts(run: Run, happened: Sequence[Mark], events: Sequence[Mark]) 
     """Losses over the whole width, then the other values."""
     history = run.history
     earlier = [*earlier_lines(history, "loss"), *earlier_lines(history, "held_out_loss")]
-    notes = [f"nats a {'byte' if run.is_bytes else 'token'}"] if run.setup else []
+    notes = ["nats a token"] if run.setup else []
     notes += ["dashed: earlier attempts"] if earlier else []
     notes += ["ticks on the axis: checkpoints"] if len(happened) > len(events) else []
     losses = earlier + charts.smoothed(Line("training", history.series("loss"), "train", "training"))
@@ -425,16 +413,13 @@ def side_by_side(cards: Sequence[str]) -> str:
 
 # ---------------------------------------------------------------- tables
 
-ORDER = ("model", "data", "train", "distributed", "checkpoint", "logging")  # of sections; any other comes after them
-
 
 def settings_tables(run: Run) -> str:
     """All settings, a table for each section."""
     settings = mapping(run.setup.get("settings"))
     sections = {key: value for key, value in settings.items() if isinstance(value, Mapping)}
-    names = sorted(sections, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
     loose = {key: value for key, value in settings.items() if key not in sections}
-    return tables({name: sections[name] for name in names} | {"": loose})
+    return tables(sections | {"": loose})
 
 
 def machine_tables(run: Run) -> str:

@@ -333,7 +333,7 @@ def test_an_attempt_without_an_end_goes_on_until_now() -> None:
 @pytest.mark.parametrize(
     ("seconds", "texts"),
     [
-        (0.5, ["0", "0.1 s", "0.2 s", "0.3 s", "0.4 s", "0.5 s"]),
+        (0.5, ["0"]),
         (50, ["0", "10 s", "20 s", "30 s", "40 s", "50 s"]),
         (100, ["0", "30 s", "1 min", "1 min 30 s"]),
         (3601, ["0", "15 min", "30 min", "45 min", "1 h"]),

@@ -132,7 +132,7 @@ class Reader(HTMLParser):
 
     def tiles(self) -> dict[str, tuple[str, str]]:
         """What the figures at the top say: name -> (value, note)."""
-        names = ("Training loss", "Held-out loss", "Bits per byte", "Perplexity", "Tokens per second", "Steps",
+        names = ("Training loss", "Held-out loss", "Tokens per second", "Steps",
                  "Wall time", "Ranks", "Parameters")  # fmt: skip
         heads = [n for n, text in enumerate(self.texts[: self.texts.index("Training")]) if text in names]
         return {self.texts[n]: (self.texts[n + 1], self.texts[n + 2]) for n in heads}
@@ -163,7 +163,6 @@ def test_the_figures_are_those_of_the_files(tmp_path: Path) -> None:
     assert reader.tiles() == {
         "Training loss": ("3.500", "at step 500"),
         "Held-out loss": ("3.000", "best 2.900 at step 300"),
-        "Bits per byte": (f"{3 / math.log(2):.3f}", "held out"),
         "Tokens per second": ("12,346", "6,173 a rank"),
         "Steps": ("500", "of 500"),
         "Wall time": ("8 min 10 s", "81 ms a step"),
@@ -171,14 +170,6 @@ def test_the_figures_are_those_of_the_files(tmp_path: Path) -> None:
         "Parameters": ("10.8 M", "6 layers, width 384"),
     }
     assert "finished" in reader.texts
-
-
-def test_tokens_that_are_not_bytes_have_a_perplexity(tmp_path: Path) -> None:
-    tokens = {"model": {"vocab_size": 50257}, "data": {"path": "/data/train.bin"}}
-    run = folder(tmp_path, [step_line(10), held_out(10, 2.0)], settings=setup(settings=tokens))
-    tiles = seen(run).tiles()
-    assert tiles["Perplexity"] == ("7.389", "held out, per token")
-    assert "Bits per byte" not in tiles
 
 
 def test_all_settings_and_the_machine_are_told(tmp_path: Path) -> None:
@@ -238,9 +229,6 @@ def test_a_failed_run_says_who_and_why(tmp_path: Path) -> None:
         ({"outcome": "ok"}, "start", "finished"),
         ({"outcome": "stopped"}, "start", "stopped"),
         ({"outcome": "failed"}, "finish", "failed"),
-        ({"exit_code": 75}, "start", "stopped"),
-        ({"exit_code": 0}, "start", "finished"),
-        ({"exit_code": 1}, "finish", "failed"),
         ({}, "finish", "finished"),
         ({}, "stop", "stopped"),
         ({}, "nonfinite", "failed"),
@@ -395,9 +383,9 @@ def test_any_number_of_ranks_has_its_picture(tmp_path: Path, size: int) -> None:
     text = page(folder(tmp_path, [step_line(step, seconds) for step in range(10, 200, 10)], run=about(nproc=size)))
     reader = Reader(text)
     assert reader.faults == []
-    assert (f"rank {slow}  1.5×" in reader.texts) == (size > 16)
     assert f"rank {slow}" in reader.texts
-    assert ("<rect" in text) == (1 < size <= 16)
+    assert ('class="line slow"' in text) == (size > 1)
+    assert ("median of all ranks" in text) == (size > 16)
     assert len(text) < 200_000
 
 
@@ -534,7 +522,7 @@ def test_one_enormous_value_does_not_spoil_the_mean_of_others() -> None:
 )
 def test_an_axis_holds_all_values_and_has_few_even_ticks(values: list[float], zero: bool, count: int) -> None:
     scale = charts.value_scale(values, 300, 10, zero=zero, count=count)
-    ticks = [value for value, _ in scale.ticks(count)]
+    ticks = [value for value, _ in scale.ticks()]
     close = max(charts.TINY, 1e-6 * max(map(abs, values)))
     assert scale.low <= min(values) + close and max(values) - close <= scale.high
     assert ticks == sorted(set(ticks)) and 2 <= len(ticks) <= 3 * count + 3
@@ -547,21 +535,12 @@ def test_an_axis_holds_all_values_and_has_few_even_ticks(values: list[float], ze
         ([0, 12_000], ["0", "5,000", "10,000", "15,000"]),
         ([0, 3e-4], ["0", "0.0001", "0.0002", "0.0003"]),
         ([1.1, 5.4], ["0", "2", "4", "6"]),
-        ([0.9, 2_000_000], ["1", "10", "100", "1,000", "10,000", "100,000", "1 M"]),
-        ([0.9, 2e11], ["1", "100", "10,000", "1 M", "100 M", "10 G"]),
-        ([1.2, 55], ["1", "2", "5", "10", "20", "50", "100"]),
+        ([0.9, 2_000_000], ["0", "500,000", "1 M", "1.5 M", "2 M"]),
     ],
 )
 def test_ticks_are_round(values: list[float], texts: list[str]) -> None:
     scale = charts.value_scale(values, 300, 10, zero=False, count=4)
-    assert [text for _, text in scale.ticks(4)] == texts
-
-
-def test_values_that_span_much_are_drawn_on_a_logarithmic_axis() -> None:
-    assert charts.value_scale([0.1, 9.0], 0, 1, zero=False).log
-    assert not charts.value_scale([1.0, 9.0], 0, 1, zero=False).log
-    assert not charts.value_scale([0.1, 9.0], 0, 1, zero=True).log
-    assert not charts.value_scale([-0.1, 9.0], 0, 1, zero=False).log
+    assert [text for _, text in scale.ticks()] == texts
 
 
 def test_a_gap_is_a_gap_and_marked() -> None:
@@ -654,7 +633,7 @@ def test_losses_that_are_not_finite_are_told(tmp_path: Path) -> None:
     lines = [step_line(10), step_line(20, loss=None), step_line(30, loss=math.inf), held_out(30, math.nan)]
     tiles = seen(folder(tmp_path, lines)).tiles()
     assert tiles["Training loss"] == ("not finite", "3.990 at step 10")
-    assert tiles["Held-out loss"][0] == tiles["Perplexity"][0] == "not finite"
+    assert tiles["Held-out loss"][0] == "not finite"
 
 
 def test_a_hundred_thousand_lines_make_a_small_page(tmp_path: Path) -> None:
