@@ -69,21 +69,17 @@ def warning(ranks: Sequence[Rank]) -> str:
 
 def comparison(ranks: Sequence[Rank]) -> str:
     """One sentence: which ranks are slow."""
-    slow, usual = stragglers(ranks), "the other one" if len(ranks) == 2 else "the median"
+    slow = stragglers(ranks)
     if not slow:
         slowest = max(ranks, key=lambda rank: rank.median)
-        if slowest.ratio < 1.02:
-            return "No straggler: the ranks keep pace, the slowest within 2 % of the others."
-        return f"No straggler: the slowest, {slowest.name}, takes {times(slowest.ratio)} as long as {usual}."
+        return f"No straggler: the slowest, {slowest.name}, takes {times(slowest.ratio)} as long as the median."
     hosts = sorted({rank.host for rank in slow if rank.host})
     place = f" ({', '.join(hosts)})" if 0 < len(hosts) <= 3 else ""
-    named = f"{'Ranks' if len(slow) > 1 else 'Rank'} {ranges(sorted(rank.rank for rank in slow))}{place}"
+    numbers, factor = ranges(sorted(rank.rank for rank in slow)), times(slow[0].ratio)
     if len(slow) == 1:
-        return f"{named} is {times(slow[0].ratio)} slower than {usual}; every step waits for it."
-    return (
-        f"{named} are {times(slow[-1].ratio)} to {times(slow[0].ratio)} slower than {usual}; "
-        f"every step waits for the slowest, {slow[0].name}."
-    )
+        return f"Rank {numbers}{place} is {factor} slower than the median; every step waits for it."
+    factor = f"{times(slow[-1].ratio)} to {factor}"
+    return f"Ranks {numbers}{place} are {factor} slower than the median; every step waits for {slow[0].name}."
 
 
 def times(ratio: float) -> str:
@@ -103,7 +99,7 @@ def compute_chart(rows: RankValues, ranks: Sequence[Rank], events: Sequence[Mark
         rank.name: charts.smooth([(step, values[rank.rank] * factor) for step, values in rows]) for rank in ranks
     }
     slow = [rank.name for rank in stragglers(ranks)]
-    sentence = "" if slow else f'<p class="sentence">{escape(comparison(ranks))}</p>\n'
+    sentence = "" if slow or len(ranks) == 1 else f'<p class="sentence">{escape(comparison(ranks))}</p>\n'
     return sentence + chart_of_ranks("Own compute", unit, by_rank, events, slow=slow)
 
 
@@ -133,8 +129,8 @@ def chart_of_ranks(
         band = [(x, min(values), max(values)) for x, values in table]
         by_rank = {name: by_rank[name] for name in [*slow][:LABELLED]}
         unit += " · shaded: from the lowest to the highest rank"
-    for n, (name, points) in enumerate(by_rank.items()):
+    for n, (name, line) in enumerate(by_rank.items()):
         style = "slow" if name in slow else f"rank{n}" if len(by_rank) <= FEWER else "crowd"
-        drawn.append(Line(name, points, style, "" if style == "crowd" else name))
+        drawn.append(Line(name, line, style, "" if style == "crowd" else name))
     drawn.sort(key=lambda line: line.style == "slow")  # over the others
     return card(title, unit, charts.lines(drawn, marks, band=band, width=width, height=190, zero=True, seconds=seconds))

@@ -418,33 +418,20 @@ def settings_tables(run: Run) -> str:
     """All settings, a table for each section."""
     settings = mapping(run.setup.get("settings"))
     sections = {key: value for key, value in settings.items() if isinstance(value, Mapping)}
-    loose = {key: value for key, value in settings.items() if key not in sections}
-    return tables(sections | {"": loose})
+    return tables(sections | {"": {key: value for key, value in settings.items() if key not in sections}})
 
 
 def machine_tables(run: Run) -> str:
     """What it ran on, and with which versions."""
-    facts, versions = mapping(run.setup.get("machine")), mapping(run.about.get("versions"))
-    gpus = Counter(map(plain, listed(facts.get("gpus"))))
-    groups: dict[str, Mapping[str, Any]] = {
-        "hardware": {
-            "host of rank 0": facts.get("host"),
-            "processor": facts.get("cpu"),
-            "cores": facts.get("cores"),
-            "memory": memory(number(facts.get("memory_bytes"))),
-            "GPUs": ", ".join(f"{count} × {name}" for name, count in gpus.items()),
-            "nodes": ", ".join(run.nodes),
-        },
-        "software": {
-            "Python": facts.get("python") or versions.get("python"),
-            "PyTorch": facts.get("torch") or versions.get("torch"),
-            "system": facts.get("platform"),
-        },
-        "ranks": mapping(run.setup.get("world")),
+    machine = dict(mapping(run.setup.get("machine")))
+    machine["memory"] = memory(number(machine.pop("memory_bytes", None)))
+    machine["gpus"] = ", ".join(f"{n} × {name}" for name, n in Counter(map(plain, listed(machine.get("gpus")))).items())
+    machine = {**mapping(run.about.get("versions")), **machine}
+    groups = {
+        "machine of rank 0": {key: value for key, value in machine.items() if value not in (None, "")},
+        "ranks": {**mapping(run.setup.get("world")), **({"node names": ", ".join(run.nodes)} if run.nodes else {})},
         "model": mapping(run.setup.get("model")),
     }
-    for name, rows in groups.items():
-        groups[name] = {key: value for key, value in rows.items() if value not in (None, "")}
     return tables(groups)
 
 

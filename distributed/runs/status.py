@@ -31,6 +31,7 @@ from distributed.files import KIT
 from distributed.runs.hang_analysis import Activity, Diagnosis, diagnose, needs_stacks
 from distributed.runs.lookup import ELSEWHERE, GONE, HERE, IN_JOB, NoRun, Run, read
 from distributed.runs.node_status import Gpu, Rank
+from distributed.runs.records import read_object
 from distributed.runs.verdict import decide
 from distributed.runs.visit import Visit, left_on, visits
 from distributed.terminal import BOLD, DIM, GREEN, RED, YELLOW, paint
@@ -176,15 +177,6 @@ def seen(found: Sequence[Visit], progress: Progress, running: float) -> Seen:
 
 
 # ---------------------------------------------------------------- what the folder of the run tells
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """A JSON object, with the time it was written; empty when it is not there, or no such thing."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return {**found, "written": path.stat().st_mtime} if isinstance(found, dict) else {}
-    except (OSError, ValueError, RecursionError):
-        return {}
 
 
 def read_progress(folder: Path, now: float) -> Progress:
@@ -357,8 +349,10 @@ def main(words: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"{error}\n")
         return 2
     found = visits(run, options.answers)
-    verdict = read_object(run.folder / "verdict.json")
-    if not verdict and run.launcher.where == GONE:
+    written = run.folder / "verdict.json"
+    if verdict := read_object(written, []):
+        verdict["written"] = written.stat().st_mtime
+    elif run.launcher.where == GONE:
         decided = decide(run.folder)  # the launcher was killed before it could write it
         verdict = asdict(decided) | {"written": decided.time or now}
     status = judge(run, found, verdict, read_progress(run.folder, now), now, options.job_state)

@@ -176,9 +176,9 @@ def test_all_settings_and_the_machine_are_told(tmp_path: Path) -> None:
     texts = seen(folder(tmp_path, run=about(), settings=setup())).texts
     pairs = set(pairwise(texts))
     assert pairs >= {
-        ("vocab_size", "not set"), ("n_layer", "6"), ("min_learning_rate", "3e-05"), ("processor", "EPYC"),
-        ("memory", "64.0 GiB"), ("GPUs", "2 × H100"), ("Python", "3.11.2"), ("PyTorch", "2.13.0"),
-        ("nodes", "node1"), ("backend", "gloo"),
+        ("vocab_size", "not set"), ("n_layer", "6"), ("min_learning_rate", "3e-05"), ("cpu", "EPYC"),
+        ("memory", "64.0 GiB"), ("gpus", "2 × H100"), ("python", "3.11.2"), ("torch", "2.13.0"),
+        ("node names", "node1"), ("backend", "gloo"),
     }  # fmt: skip
     assert "train.py --config 'my config.yaml'" in texts
     assert "commit 28c5a2e97d1afa83f24f9f17d67c0081ee4e4a8a, with uncommitted changes" in texts
@@ -356,13 +356,13 @@ def ranks_of(place: Path, *seconds: float, nodes: Iterable[str] = ("node1",)) ->
     ("seconds", "sentence"),
     [
         ([0.1] * 3 + [0.18] + [0.1] * 4, "Rank 3 (node1) is 1.8× slower than the median; every step waits for it."),
-        ([0.1, 0.14], "Rank 1 (node1) is 1.4× slower than the other one; every step waits for it."),
+        ([0.1, 0.14], "Rank 1 (node1) is 1.4× slower than the median; every step waits for it."),
         ([0.1] * 5 + [0.15, 0.2, 0.1, 0.3], "Ranks 5-6, 8 (node1) are 1.5× to 3.0× slower than the median; "
-         "every step waits for the slowest, rank 8."),
+         "every step waits for rank 8."),
         ([0.1, 0.1, 0.117], "Rank 2 (node1) is 1.17× slower than the median; every step waits for it."),
         ([0.1, 0.1, 0.11], "No straggler: the slowest, rank 2, takes 1.10× as long as the median."),
-        ([0.1, 0.13], "No straggler: the slowest, rank 1, takes 1.3× as long as the other one."),
-        ([0.1, 0.1], "No straggler: the ranks keep pace, the slowest within 2 % of the others."),
+        ([0.1, 0.13], "No straggler: the slowest, rank 1, takes 1.3× as long as the median."),
+        ([0.1, 0.1], "No straggler: the slowest, rank 0, takes 1.00× as long as the median."),
     ],
 )  # fmt: skip
 def test_the_straggler_is_named(tmp_path: Path, seconds: list[float], sentence: str) -> None:

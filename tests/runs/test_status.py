@@ -20,6 +20,7 @@ from distributed.runs import lookup, run_directory, status, visit
 from distributed.runs.hang_analysis import Diagnosis
 from distributed.runs.lookup import ELSEWHERE, GONE, HERE, IN_JOB, Launcher, NoRun, Place, Run, seen
 from distributed.runs.node_status import Gpu, NodeStatus, Process, Rank
+from distributed.runs.records import read_object
 from distributed.runs.status import Progress, judge
 from distributed.runs.visit import Visit
 from distributed.terminal import columns, plain
@@ -240,7 +241,7 @@ def test_a_damaged_run_json_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "run.json").write_text(text)
     with pytest.raises(NoRun, match=r"run.json: cannot be read"):
         lookup.read(tmp_path)
-    assert status.read_object(tmp_path / "run.json") == {}
+    assert read_object(tmp_path / "run.json", []) == {}
 
 
 def test_a_launcher_is_known_by_more_than_its_number() -> None:
