@@ -12,6 +12,7 @@ Standard library alone.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import operator
@@ -133,3 +134,19 @@ def newest(path: str | os.PathLike[str]) -> dict[str, float | None]:
     if (found.get("step") or 0) > (found.get("steps") or math.inf):
         del found["steps"]  # the number is not that of all steps
     return found
+
+
+def furthest(path: str | os.PathLike[str]) -> int | None:
+    """The highest step in a file, of all attempts; None: there is none."""
+    steps = []
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        for line in file:
+            # A line that is cut short, or has no step.
+            with contextlib.suppress(ValueError, TypeError, KeyError, OverflowError, RecursionError):
+                steps.append(int(json.loads(line)["step"]))
+    return max(steps, default=None)
+
+
+if __name__ == "__main__":  # for the launcher, which compares it before and after a restart
+    found = furthest(sys.argv[1])
+    print("" if found is None else found)

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from distributed import metrics
+
+KIT = Path(__file__).resolve().parents[1]
 
 
 class Tensor:
@@ -112,3 +116,24 @@ def test_the_newest_values_stand_at_both_ends_of_a_file(tmp_path: Path) -> None:
     assert metrics.newest(path) == {"step": 19_999, "steps": 20_000, "loss": 19_999 / 2}
     path.write_text('{"step": null, "steps": 9}\n{"steps": null}\n')
     assert metrics.newest(path) == {"step": None, "steps": None}
+
+
+@pytest.mark.parametrize(
+    ("text", "step"),
+    [
+        (None, None),
+        ("", None),
+        ('{"step": 3}\n{"step": 12}\n{"step": 4}\n', 12),  # the second try began anew
+        ('{"loss": 1}\n{"step": "x"}\n[1]\n{"step": null}\n', None),
+        ('{"step": 7}\n{"step": 8', 7),
+        ('{"step": 7}\n' + "[" * 100_000 + '\n{"step": 1e999}\n{"step": ' + "9" * 5000 + "}", 7),
+        (b'{"step": 5}\n\xff\xfe{"step": 6}\n', 5),
+    ],
+)
+def test_the_furthest_step_of_all_attempts(tmp_path: Path, text: str | bytes | None, step: int | None) -> None:
+    file = tmp_path / "metrics.jsonl"
+    if text is not None:
+        file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert metrics.furthest(file) == step
+    program = [sys.executable, "-m", "distributed.metrics", str(file)]
+    assert subprocess.check_output(program, cwd=KIT, text=True) == f"{'' if step is None else step}\n"

@@ -41,7 +41,7 @@ HURRY=10                        # seconds between the request to stop and SIGKIL
 
 # To be called when there is a run directory, and before anything is started.
 begin_run() {
-  [[ ! -e $RUN/metrics.jsonl ]] || FURTHEST=$(kit_python runs.progress "$RUN")
+  [[ ! -e $RUN/metrics.jsonl ]] || FURTHEST=$(kit_python metrics "$RUN/metrics.jsonl")
   exec {EVENTS}<> <(:)
   watch_signals
 }
@@ -355,7 +355,7 @@ may_restart() {
 # By the steps that the script has logged; where it logs none, by its having run for minutes.
 made_progress() {
   local before=$FURTHEST
-  FURTHEST=$(kit_python runs.progress "$RUN") || FURTHEST=''
+  FURTHEST=$(kit_python metrics "$RUN/metrics.jsonl") || FURTHEST=''
   if [[ $FURTHEST ]]; then
     ((FURTHEST > ${before:--1}))
   else
