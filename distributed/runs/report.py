@@ -386,7 +386,9 @@ def waiting_chart(waits: Sequence[tuple[float, Sequence[float]]], events: Sequen
     """The share of a step that each rank waits; nothing where that was not measured."""
     if not any(math.isfinite(value) for _, row in waits for value in row):
         return ""
-    by_rank = {f"rank {n}": [(step, row[n] * 100) for step, row in waits] for n in range(len(waits[0][1]))}
+    by_rank = {
+        f"rank {n}": charts.smooth([(step, row[n] * 100) for step, row in waits]) for n in range(len(waits[0][1]))
+    }
     unit = "% of a step in which a rank has all its own gradients and waits for their sum over all ranks"
     return ranks.chart_of_ranks("Waiting for other ranks", unit, by_rank, events)
 
