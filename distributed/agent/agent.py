@@ -125,7 +125,7 @@ class Agent(LocalElasticAgent):
         """Exchange failure records with the other nodes, write theirs, and return the exit code of the run."""
         if self.membership and (end := self.membership.end()):
             self._write_record(end.node if end.lost else None)
-            self.membership.exchange_records(self._records())
+            self.membership.leave(self._records(), collect=True)
             for records in self.membership.records.values():
                 failure_records.keep(records)
         return self.exit_code()

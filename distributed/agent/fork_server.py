@@ -9,7 +9,6 @@ do not depend on the server. Standard library only.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import os
 import select
@@ -24,7 +23,8 @@ from multiprocessing.connection import Connection
 from types import FrameType
 from typing import Any, NoReturn
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
+from distributed.host.process_scan import adopt_orphans, die_with_parent
+
 ALL_SIGNALS = signal.valid_signals()
 
 
@@ -154,14 +154,14 @@ class ForkServer:
 
     def fork(self, orders: Sequence[Any]) -> list[Process]:
         """Start one process for each order, all or none. Raises ForkServerError."""
-        _prctl(PR_SET_CHILD_SUBREAPER, 1)
+        adopt_orphans()
         try:
             self._channel.send(orders)
             pids, error = self._channel.recv()
         except (OSError, EOFError):
             raise ForkServerError(self._end()) from None
         finally:
-            _prctl(PR_SET_CHILD_SUBREAPER, 0)
+            adopt_orphans(False)
         processes = [Process(pid, self.wakeup) for pid in pids]
         if error:
             for process in processes:
@@ -200,7 +200,7 @@ def signals_blocked() -> Iterator[set[int]]:
 
 def _serve(channel: Connection, run: Callable[[Any], None], agent: int, mask: set[int]) -> NoReturn:
     """Answer each list of orders with (process ids, error), until the agent has closed the channel."""
-    _die_with_parent(agent, signal.SIGKILL)
+    die_with_parent(agent, signal.SIGKILL)
     _close_inherited(channel.fileno())
     with contextlib.suppress(OSError, EOFError):
         while True:
@@ -257,20 +257,10 @@ def _become(order: Any, run: Callable[[Any], None], agent: int, mask: set[int]) 
         os.setsid()
         while starter != agent and os.getppid() == starter:
             time.sleep(0.001)
-        _die_with_parent(agent, signal.SIGTERM)
+        die_with_parent(agent, signal.SIGTERM)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         run(order)
     except BaseException:  # noqa: BLE001 (nothing may unwind into the server's frames)
         traceback.print_exc()
     finally:
         os._exit(1)
-
-
-def _die_with_parent(parent: int, number: int) -> None:
-    _prctl(PR_SET_PDEATHSIG, number)
-    if os.getppid() != parent:  # it ended before
-        os._exit(128 + number)
-
-
-def _prctl(option: int, value: int) -> None:
-    ctypes.CDLL(None).prctl(option, value)

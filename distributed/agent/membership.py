@@ -172,18 +172,22 @@ class Membership:
         self.leave()
         return self._end
 
-    def exchange_records(self, records: Records) -> None:
-        """Send this node's failure records, and collect those of the others. Takes RECORDS_TIMEOUT at most."""
-        self._leaving = True
-        self._send(f"records/{self.rank}", records)
-        self._wait(lambda: self._living() <= {self.rank, *self.records}, RECORDS_TIMEOUT)
-        self._leave()
+    def leave(self, records: Records | None = None, collect: bool = False) -> None:
+        """Send this node's failure records and leave. Takes LEAVING seconds at most.
 
-    def leave(self, records: Records | None = None) -> None:
-        """Leave without waiting for the records of the others. Takes LEAVING seconds at most."""
+        collect: before that, wait for the records of the others, for at most RECORDS_TIMEOUT.
+        """
         self._leaving = True
         self._send(f"records/{self.rank}", records or {})
-        self._leave()
+        if collect:
+            self._wait(lambda: self._living() <= {self.rank, *self.records}, RECORDS_TIMEOUT)
+        # The first node, which has the store, leaves last.
+        self._send(f"left/{self.rank}", True)
+        self._wait(lambda: self._gone or not self._store, LEAVING)
+        if self._host and not self._gone:
+            self._send("closing", True)
+            self._wait(lambda: False, 2 * INTERVAL)
+        self.close()
 
     def close(self) -> None:
         """Stop the heartbeats. A thread that is in the store's code when Python ends would abort the process."""
@@ -286,7 +290,8 @@ class Membership:
         if self._host:
             self._host.update()
             self.members = self._host.members
-            self._gone = self._leaving and self._host.have_left(self._living() - {0})
+            left = [f"left/{rank}" for rank in self._living() - {0}]
+            self._gone = self._leaving and (not left or self._store.check(left))
         if not self._complete:
             self._absent = ask(self._store, "absent") or []
         if not self._complete and (members := ask(self._store, "members")):
@@ -305,15 +310,6 @@ class Membership:
     def _send(self, key: str, value: object) -> None:
         self._outbox.put((key, value))
         self._wake.set()
-
-    def _leave(self) -> None:
-        """The first node, which has the store, leaves last."""
-        self._send(f"left/{self.rank}", True)
-        self._wait(lambda: self._gone or not self._store, LEAVING)
-        if self._host and not self._gone:
-            self._send("closing", True)
-            self._wait(lambda: False, 2 * INTERVAL)
-        self.close()
 
     def _progress(self, seconds: float) -> str:
         """The line to log when none was logged for so long."""
@@ -354,9 +350,6 @@ class Host:
             self._store.compare_set("end", "", json.dumps(asdict(lost(self.members, rank))))
         if self._store.check([f"done/{rank}" for rank in range(self._size)]):
             self._store.set("all done", "true")
-
-    def have_left(self, others: set[int]) -> bool:
-        return not others or self._store.check([f"left/{rank}" for rank in others])
 
     def _admit(self) -> None:
         for rank in set(range(self._size)) - set(self.members):

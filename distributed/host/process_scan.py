@@ -1,16 +1,19 @@
 """Which processes belong to a run, or to one command of it: the environment that their launcher gave them shows it.
 
-The supervisor starts with this, so it imports nothing that costs milliseconds.
+Also what ties a process to its parent. The supervisor starts with this, so it imports nothing that costs milliseconds.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Set
 
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
 DEAD = b"ZX"  # states of a process that has ended; one that process 1 never reaps stays a zombie
 
 
@@ -103,3 +106,24 @@ def living(
     candidates = [pid for pid, found in processes.items() if found.alive and pid not in kept_out]
     certain = {pid for pid in candidates if pid in below or processes[pid].session in sessions}
     return sorted(certain.union(marked(mark, (pid for pid in candidates if pid not in certain), proc)))
+
+
+def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
+    """This signal for this process when its parent has died; when that was a moment ago, end at once."""
+    prctl(PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:
+        os._exit(128 + number)
+
+
+def adopt_orphans(adopt: bool = True) -> bool:
+    """Whether descendants whose parents end become children of this process, which can then find and reap them."""
+    return prctl(PR_SET_CHILD_SUBREAPER, adopt)
+
+
+def prctl(option: int, value: int) -> bool:
+    """See prctl(2). False where there is no libc to be called: the environment mark is left."""
+    with contextlib.suppress(ImportError, OSError, AttributeError):
+        import ctypes
+
+        return ctypes.CDLL(None).prctl(option, value, 0, 0, 0) == 0
+    return False

@@ -32,6 +32,7 @@ from typing import Any
 
 from distributed.exit_codes import KILLED, UNFIT, WRONG_CALL
 from distributed.files import try_lock, write_json
+from distributed.host import process_scan
 from distributed.jobs import host
 from distributed.launch import supervisor
 from distributed.training import base_model
@@ -199,7 +200,7 @@ def run(attempt: str, order: Facts) -> int:
     os.makedirs(os.path.dirname(options.files.record), exist_ok=True)
     os.chdir(order["workdir"])
     given, own = blocks(order, dict(os.environ))
-    supervisor.adopt_orphans()
+    process_scan.adopt_orphans()
     timeout = float("inf") if order["timeout"] is None else float(order["timeout"])
     job = SlurmSupervisor(options.files, grace=order["grace"], timeout=timeout, kill_wait=order["kill_wait"])
     setup = os.path.join(attempt, SETUP) if order["setup"] else ""

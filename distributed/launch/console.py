@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import re
 
-_PREFIX = re.compile(rb"\[[^\]: ]*:(\d+)")  # of a rank's line, up to the bracket that ends it
-
-
-_UPDATE = re.compile(rb"^\[[^\]: ]*:\d+\] [^\n]*\r\n", re.MULTILINE)  # a line that the rank's next one overwrites
-_OF_OTHERS = re.compile(rb"^\[[^\]: ]*:(?!0\])\d+\] [^\n]*\n", re.MULTILINE)  # a line of a rank that is not rank 0
+_RANK_0 = re.compile(rb"\[[^\]: \n]*:0\] ")  # what its lines begin with
+_UPDATE = re.compile(rb"^\[[^\]: \n]*:\d+\] [^\n]*\r\n", re.MULTILINE)  # a line that the rank's next one overwrites
+_OF_OTHERS = re.compile(rb"^\[[^\]: \n]*:(?!0\])\d+\] [^\n]*\n", re.MULTILINE)  # a line of a rank that is not rank 0
 _CLEAR = b"\r\x1b[K"  # go to the begin of the line, and empty it
 _CUT, _WRAP = b"\x1b[?7l", b"\x1b[?7h"  # what is wider than the terminal
 
@@ -25,31 +23,20 @@ class Console:
         self._terminal = terminal
         self._bar = False  # the line with the cursor is a progress bar
         self._begun = b""  # a line that is not at its end
-        self._rank_0: set[bytes] = set()  # prefixes that were met: to look them up is quicker than to match them
-        self._others: set[bytes] = set()
 
     def feed(self, output: bytes, last: bool = False) -> tuple[bytes, bytes]:
         """What is for standard output and for standard error, in whole lines. last: also a line that has no end."""
-        whole, newline, self._begun = (self._begun + output).rpartition(b"\n")
-        lines = whole.split(b"\n") if newline else []
-        if last and self._begun:
-            lines.append(self._begun)
-            self._begun = b""
+        output = self._begun + output
+        if last and output and not output.endswith(b"\n"):
+            output += b"\n"
+        whole, newline, self._begun = output.rpartition(b"\n")
         shown: list[bytes] = []
         plain: list[bytes] = []
-        for line in lines:
-            prefix, bracket, text = line.partition(b"] ")
-            if bracket and prefix in self._rank_0:
-                shown.append(text)
-            elif not bracket or prefix not in self._others:
-                if bracket and (found := _PREFIX.fullmatch(prefix)):
-                    if found[1] == b"0":
-                        self._rank_0.add(prefix)
-                        shown.append(text)
-                    else:
-                        self._others.add(prefix)
-                else:
-                    plain.append(line)
+        for line in without_other_ranks(whole + newline).split(b"\n")[:-1]:
+            if prefix := _RANK_0.match(line):
+                shown.append(line[prefix.end() :])
+            else:
+                plain.append(line)
         return self._of_rank_0(shown, last), self._of_no_rank(plain)
 
     def aside(self, line: bytes) -> bytes:

@@ -208,27 +208,6 @@ def environment(block: bytes, files: Files) -> Environment:
 # ---------------------------------------------------------------- processes
 
 
-def prctl(option: int, value: int) -> bool:
-    """See prctl(2). Where there is no libc to be called, the guard and the environment mark are left."""
-    with contextlib.suppress(ImportError, OSError, AttributeError):
-        import ctypes
-
-        return ctypes.CDLL(None).prctl(option, value, 0, 0, 0) == 0
-    return False
-
-
-def die_with_parent(parent: int) -> None:
-    """SIGKILL for this process when its parent has died, also when that was a moment ago."""
-    prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:
-        os._exit(KILLED)
-
-
-def adopt_orphans() -> bool:
-    """What the command's processes leave behind becomes a child of this process, which can then find and reap it."""
-    return prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
-
-
 def children() -> list[int] | None:
     """The processes whose parent is this one, zombies among them; None where this kernel does not list them."""
     try:
@@ -414,7 +393,7 @@ class Supervisor:
         self._streams = [Stream(1), Stream(2)] if attached else []
         self._log = os.open(files.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         self._signals = self._catch_signals()
-        self._adopts = adopt_orphans()
+        self._adopts = process_scan.adopt_orphans()
         self._guard = Guard(files)
 
     # ---- start
@@ -432,7 +411,7 @@ class Supervisor:
         if self.pid == 0:
             try:
                 os.setsid()
-                die_with_parent(parent)
+                process_scan.die_with_parent(parent)
                 default_signals(self.IGNORED)
                 for number, file in enumerate((self._block, *outputs)):
                     os.dup2(file, number)
@@ -451,7 +430,7 @@ class Supervisor:
             try:
                 os.setsid()
                 isolate()
-                die_with_parent(parent)
+                process_scan.die_with_parent(parent)
                 os.nice(10)
                 usage.record(self.files.directory, self.files.name)
             finally:
@@ -539,7 +518,12 @@ class Supervisor:
     def _read_output(self) -> None:
         block = os.read(self._output, BLOCK)
         self._output_ended = not block
-        self._keep(block if b"\r\n" not in block else _without_updates(block))
+        kept = block
+        if b"\r\n" in block:
+            from distributed.launch.console import without_updates
+
+            kept = without_updates(block)
+        self._keep(kept)
         self._show(block, last=not block)
 
     def _keep(self, block: bytes) -> None:
@@ -728,12 +712,6 @@ class Supervisor:
         largest = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024  # of its largest process
         with contextlib.suppress(OSError):
             write_json(self.files.usage, {"started": self._started, "ended": self.ended, "peak_memory": largest})
-
-
-def _without_updates(block: bytes) -> bytes:
-    from distributed.launch.console import without_updates
-
-    return without_updates(block)
 
 
 def _exit_code(status: int) -> int:

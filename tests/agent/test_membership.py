@@ -368,7 +368,7 @@ def test_the_failure_records_of_each_node_reach_all(join: Join) -> None:
     two.report_end(End("node2", 1, "rank 1 ended with exit code 1"))
     assert comes(lambda: one.end() and three.end())
     pairs = zip((one, two, three), records, strict=True)
-    at_once(*(lambda pair=pair: pair[0].exchange_records(pair[1]) for pair in pairs))
+    at_once(*(lambda pair=pair: pair[0].leave(pair[1], collect=True) for pair in pairs))
     assert one.records == {1: records[1], 2: records[2]}
     assert three.records == {0: records[0], 1: records[1]}
 
@@ -452,7 +452,7 @@ def test_when_the_first_node_is_gone_the_others_know(how: signal.Signals, monkey
     os.kill(process.pid or 0, how)
     assert comes(second.end)
     assert second.end() == End("node1", 69, "connection lost", lost=True)
-    second.exchange_records({})  # returns, though no node reads it
+    second.leave(collect=True)  # returns, though no node reads it
     process.kill()
     process.join()
 

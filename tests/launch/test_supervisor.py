@@ -75,17 +75,15 @@ class Run:
     def left(self) -> list[int]:
         return process_scan.living(self.files.mark)
 
-    def detach(self, *command: str, options: tuple[str, ...] = (), block: bytes = b"") -> None:
-        """Start a command in a process of its own, as the server of a job list does."""
-        words = ["--dir", self.files.directory, "--name", "n1", "--grace", "8", "--detach", *options, "--", *command]
-        if os.fork() == 0:
-            try:
-                null = os.open(os.devnull, os.O_RDWR)
-                for number in range(3):
-                    os.dup2(null, number)
-                supervisor.supervise(Options(words), block)
-            finally:
-                os._exit(0)
+    def detach(self, *command: str, options: tuple[str, ...] = (), block: bytes = b"\0") -> None:
+        """Start a command, and close the standard input of its supervisor."""
+        words = [*SUPERVISOR, "run", "--dir", self.files.directory, "--name", "n1", "--detach", "--environment", "-"]
+        null = subprocess.DEVNULL
+        self.process = subprocess.Popen(
+            [*words, *options, "--", *command], stdin=subprocess.PIPE, stdout=null, stderr=null, bufsize=0
+        )
+        self.control.write(block)
+        self.control.close()
 
     def sweep(self, *options: str) -> None:
         words = [*SUPERVISOR, "sweep", "--dir", self.files.directory, "--name", "n1", *options]
@@ -351,7 +349,7 @@ def test_a_block_of_the_environment_ends_with_an_empty_entry(received: bytes, bl
 def test_a_detached_command_has_a_session_of_its_own_and_a_heartbeat_and_obeys_requests(run: Run) -> None:
     script = "echo $A; trap 'exit 7' TERM; echo ready; while true; do sleep 0.1; done"
     assert not supervisor.supervisor_of(run.files)
-    run.detach("bash", "-c", script, block=b"A=1\0")
+    run.detach("bash", "-c", script, block=b"A=1\0\0")
     wait_until(lambda: run.log == "1\nready\n" and os.path.exists(run.files.heartbeat))
     pid = supervisor.supervisor_of(run.files)
     assert os.getsid(pid) == pid == run.pid("supervisor")
