@@ -6,7 +6,7 @@ anybody must who wants to have one at every moment. Before each timing the disk 
 saves, which allocate memory, are not counted.
 
 What to expect. torch.save computes a CRC-32 and copies into the page cache with one thread, while the kernel
-finds the pages. save() reads and writes the state once in memory, with several threads: on 2 cores that takes
+finds the pages. save() reads and writes the state once in memory: on 2 cores that takes
 a tenth to a fifth as long. Told which optimizer's step is the next to change the state, it does even that
 while the next gradients are computed; what counts then is save() and what the step waits. The write behind
 slows the steps beside it, where all cores compute, by about its own processor time.

@@ -41,7 +41,7 @@ from torch.utils.hooks import RemovableHandle
 
 from distributed.checkpoint import directory
 from distributed.checkpoint.directory import CheckpointError, FileNotes, Found
-from distributed.checkpoint.snapshot import THREADS, Place, Snapshot, name_of
+from distributed.checkpoint.snapshot import Place, Snapshot, name_of
 from distributed.training.collectives import Ranks
 
 if TYPE_CHECKING:
@@ -136,8 +136,8 @@ class Checkpoints:
             raise ValueError(f"keep is {keep}: the newest checkpoint at least must stay: say 1 or more")
         self.path, self.keep, self.sharded, self.shard_timeout = Path(path).absolute(), keep, sharded, shard_timeout
         self.ranks = Ranks(rank, size)
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="checkpoint")
-        self._snapshot = Snapshot(sharded, self._threads)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._snapshot = Snapshot(sharded)
         self._write: Future[None] | None = None
         self._hooks: dict[Optimizer, RemovableHandle] = {}
         self._leaving = threading.Event()
@@ -195,16 +195,13 @@ class Checkpoints:
 
             writing = self.ranks.decide(lambda: directory.new_directory(final))
             part = Part(writing, state, self.ranks)
-        if until is None:
-            copy = self._snapshot.take(state)
-        else:
-            if until not in self._hooks:
-                self._hooks[until] = until.register_step_pre_hook(lambda *_: self._snapshot.finish())
-            copy = self._snapshot.begin(state, until=until)
+        if until is not None and until not in self._hooks:
+            self._hooks[until] = until.register_step_pre_hook(lambda *_: self._snapshot.finish())
+        copy = self._snapshot.take(state, until=until)
         files: dict[str, Any] = {"ranks.pt": owns} if self.ranks.rank == 0 else {}
         if not self.sharded:
             files["state.pt"] = copy
-        self._write = self._threads.submit(self._write_job, _Job(final, manifest, files, copy, part, writing, begun))
+        self._write = self._thread.submit(self._write_job, _Job(final, manifest, files, copy, part, writing, begun))
         log.debug(f"checkpoint {final.name}: the training went on after {time.monotonic() - begun:.3f} s")
 
     def failed(self) -> BaseException | None:
@@ -332,7 +329,7 @@ class Checkpoints:
     def _leave(self) -> None:
         """Finish this rank's write, and unlock the directory; no collective."""
         self._leaving.set()
-        self._threads.shutdown(wait=True)
+        self._thread.shutdown(wait=True)
         for hook in self._hooks.values():
             hook.remove()
         if self._lock is not None:

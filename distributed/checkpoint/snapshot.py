@@ -1,22 +1,14 @@
 """The copy of a state that a checkpoint is written from.
 
-It is made in CPU memory (page-locked for CUDA tensors), in the same memory each time. What only an optimizer's
-step changes, its parameters and moments, may be copied while the training computes the next gradients: the
-step waits until it is done, and helps.
-
-The bytes are moved piece by piece, each thread the next piece. torch's own threads would all wait for each
-other after every tensor; on a busy node, where one of them is held up, that took ten times as long.
+It is made in CPU memory (page-locked for CUDA tensors), in the same memory each time. What only an optimizer's step
+changes on a CPU, its parameters and moments, may be copied while the training computes the next gradients: the step
+waits until it is done, and helps.
 """
 
 from __future__ import annotations
 
-import ctypes
-import os
-import queue
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass
+import threading
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -28,24 +20,6 @@ from distributed.checkpoint.directory import CheckpointError
 Place = tuple[object, ...]  # the keys that lead to a value: ("state", "model", "weight")
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
-THREADS = min(4, len(os.sched_getaffinity(0)))  # as many as fill a memory bus
-PIECE = 4 * 2**20  # bytes that a thread moves at once
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Some bytes of a tensor, on their way to its copy."""
-
-    tensor: Tensor
-    version: int  # of the tensor, which every change in place counts up
-    source: int
-    target: int
-    bytes: int
-
-    def move(self) -> bool:
-        """Whether the tensor was still the same afterwards. Other threads run meanwhile."""
-        ctypes.memmove(self.target, self.source, self.bytes)
-        return self.tensor._version == self.version
 
 
 class Snapshot:
@@ -57,37 +31,30 @@ class Snapshot:
     # Of the copy in the making:
     _copies: dict[object, Tensor]  # identity of the original -> its copy
     _taken: dict[Place, Tensor]  # memory of this copy
-    _later: set[int] | None  # addresses of what may be moved after begin(); None: of everything
+    _later: set[int]  # addresses of what finish() copies
     _devices: set[torch.device]  # that copy to page-locked memory
 
-    def __init__(self, sharded: bool = False, threads: ThreadPoolExecutor | None = None) -> None:
-        """threads: idle ones that help with take()."""
-        self._sharded, self._threads = sharded, threads
+    def __init__(self, sharded: bool = False) -> None:
+        self._sharded = sharded
         self._memory: dict[Place, Tensor] = {}  # of the copy before
-        self._pieces: queue.Queue[Piece] = queue.Queue()
+        self._rest: list[tuple[Tensor, Tensor, int]] = []  # to copy: from, to, and how often it had been changed
+        self._copying = threading.Lock()
         self._changed = False
 
-    def take(self, state: Any, name: str = "state") -> Any:
+    def take(self, state: Any, name: str = "state", until: Optimizer | None = None) -> Any:
         """The same nested dicts, lists and scalars, with every tensor copied; tied tensors stay tied.
 
-        Of a sharded tensor it holds this rank's shard. Valid until the next copy. `name` is for errors.
+        Of a sharded tensor it holds this rank's shard. Valid until the next copy.
+
+        Args:
+            name: of the state, for errors.
+            until: leave this optimizer's tensors to finish(); its step must not come before.
+
         Raises CheckpointError for what `torch.load(weights_only=True)` would refuse to give back.
         """
-        copy = self.begin(state, name)
-        if self._threads is not None:
-            for _ in range(THREADS - 1):
-                self._threads.submit(self.finish)
-        self.finish()
-        return copy
-
-    def begin(self, state: Any, name: str = "state", until: Optimizer | None = None) -> Any:
-        """As take(), but complete only after finish(), on any thread.
-
-        until: copy all but this optimizer's tensors now; its step must not come before finish().
-        """
         self._copies, self._taken, self._devices = {}, {}, set()
-        self._later = None if until is None else _addresses(until)
-        self._pieces, self._changed = queue.Queue(), False
+        self._rest, self._changed = [], False
+        self._later = set() if until is None else _addresses(until)
         copy = self._copy(state, (name,))
         for device in self._devices:
             torch.cuda.synchronize(device)
@@ -95,17 +62,15 @@ class Snapshot:
         return copy
 
     def finish(self) -> None:
-        """Move what is left, and wait for what others are moving.
+        """Copy the rest, or wait for the thread that does. On any thread.
 
         Raises CheckpointError when a tensor was changed that was not copied yet.
         """
-        pieces = self._pieces
-        with suppress(queue.Empty):
-            while True:
-                if not pieces.get_nowait().move():
-                    self._changed = True
-                pieces.task_done()
-        pieces.join()
+        with self._copying:
+            while self._rest:
+                tensor, copy, version = self._rest.pop()
+                copy.copy_(tensor)
+                self._changed = self._changed or tensor._version != version
         if self._changed:
             raise CheckpointError(
                 "the state was changed while it was copied, and not by the step of the optimizer that was named: "
@@ -141,9 +106,8 @@ class Snapshot:
         identity = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if identity not in self._copies:
             memory = self._copies[identity] = self._taken[place] = self._memory_for(tensor, place)
-            if self._may_be_moved(tensor, memory):
-                for piece in _pieces(tensor, memory):
-                    self._pieces.put(piece)
+            if tensor.is_cpu and tensor.data_ptr() in self._later:
+                self._rest.append((tensor, memory, tensor._version))
             else:
                 memory.copy_(tensor, non_blocking=True)
         return self._copies[identity]
@@ -155,19 +119,6 @@ class Snapshot:
         if memory is not None and memory.shape == tensor.shape and memory.dtype == tensor.dtype:
             return memory
         return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-
-    def _may_be_moved(self, tensor: Tensor, memory: Tensor) -> bool:
-        """Whether it may be copied later, and byte by byte: `memory` is dense."""
-        if self._later is not None and tensor.data_ptr() not in self._later:
-            return False
-        plain = tensor.is_cpu and not (tensor.is_conj() or tensor.is_neg() or tensor.is_inference())
-        return plain and tensor.stride() == memory.stride()
-
-
-def _pieces(tensor: Tensor, memory: Tensor) -> Iterator[Piece]:
-    source, target, version = tensor.data_ptr(), memory.data_ptr(), tensor._version
-    for start in range(0, tensor.nbytes, PIECE):
-        yield Piece(tensor, version, source + start, target + start, min(PIECE, tensor.nbytes - start))
 
 
 def _addresses(optimizer: Optimizer) -> set[int]:

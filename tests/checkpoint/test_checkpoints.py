@@ -100,7 +100,7 @@ ODD = {
     "not contiguous": {"a": torch.arange(12).reshape(3, 4).t(), "b": torch.arange(12)[::3]},
     "channels last": {"a": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)},
     "expanded": {"a": torch.arange(3).expand(4, 3)},
-    "larger than a piece": {"a": torch.arange(1_500_001), "b": torch.arange(2 * snapshot.PIECE).to(torch.uint8)},
+    "large": {"a": torch.arange(1_500_001), "b": torch.arange(8 * 2**20).to(torch.uint8)},
     "part of a larger one": {"a": torch.arange(1_000_000)[5:8]},
     "sizes and dtypes": {"a": torch.Size([2, 3]), "b": torch.float16, "c": torch.device("cpu")},
     "a parameter": {"a": nn.Parameter(torch.randn(3))},
@@ -277,7 +277,7 @@ def test_the_step_of_an_optimizer_waits_for_the_copy(tmp_path: Path, monkeypatch
             before = copy.deepcopy(plain(training.state()))
             go.clear()
             checkpoints.save(step, training.state(), until=training.optimizer)
-            assert checkpoints._snapshot._pieces.qsize() >= 12  # not copied yet: four tensors, two moments of each
+            assert len(checkpoints._snapshot._rest) >= 12  # not copied yet: four tensors, two moments of each
             training.average += 1
             training.compute_gradients()
             training.optimizer.step()
@@ -290,15 +290,16 @@ def test_the_step_of_an_optimizer_waits_for_the_copy(tmp_path: Path, monkeypatch
 
 
 def test_the_step_waits_for_what_another_thread_is_copying(monkeypatch: pytest.MonkeyPatch) -> None:
-    training, copies, move = Small(), snapshot.Snapshot(), snapshot.Piece.move
+    training, copies, copy_ = Small(), snapshot.Snapshot(), torch.Tensor.copy_
     taken, go, stepped = threading.Event(), threading.Event(), threading.Event()
 
-    def slowly(piece: snapshot.Piece) -> bool:
+    def slowly(memory: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
         taken.set()
-        return go.wait() and move(piece)
+        go.wait()
+        return copy_(memory, tensor)
 
-    copies.begin({"a": training.linear.weight}, until=training.optimizer)
-    monkeypatch.setattr(snapshot.Piece, "move", slowly)
+    copies.take({"a": training.linear.weight}, until=training.optimizer)
+    monkeypatch.setattr(torch.Tensor, "copy_", slowly)
     behind = threading.Thread(target=copies.finish)
     behind.start()
     taken.wait()
