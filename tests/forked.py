@@ -167,7 +167,7 @@ def script(rank: int, name: str, *words: str) -> None:
     from distributed.agent.worker import Script, work
 
     torch.set_num_threads(1)
-    work(Script(name, words, is_module=False, path=tuple(sys.path[1:])), sys.modules.keys())
+    work(Script(name, words, is_module=False, path=tuple(sys.path[1:])))
 
 
 def _place(rank: int, size: int, port: int) -> dict[str, str]:
