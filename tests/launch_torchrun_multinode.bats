@@ -113,7 +113,7 @@ END
   by_hand "$N2" launch_torchrun_multinode.sh 1 tiny.yaml 1 2 1 "$N1" "$PORT"
   wait_for_line out.0 "step      3/100000"
   run=$(grep -o "run [^ :]*" out.1 | cut -d' ' -f2)
-  echo stop >"$WORK/logs/$run/node_$N2.stop"
+  supervisor stop --dir "$WORK/logs/$run" --name "$N2"
   for number in 0 1; do
     status_of "${PIDS[number]}"
     [ "$status" -eq 75 ]
@@ -132,6 +132,7 @@ END
   status_of "${PIDS[1]}"
   [ "$status" -eq 69 ]
   grep -q "agent: $N1:$PORT: in use by run .*: the script sha256 .*, but sha256 .* on $N1; make them equal, or " out.1
+  wait_for_line out.0 "agent: refused $N2: the script sha256 "
   by_hand "$N2" launch_torchrun_multinode.sh 1 --script "my script.py" - 1 2 1 "$N1" "$PORT"
   for number in 0 1; do
     status_of "${PIDS[number]}"
@@ -161,10 +162,9 @@ END
     status_of "${PIDS[number]}"
     [ "$status" -eq 69 ]
   done
-  name=$(grep -o -m1 'my-script-[^ :]*' out.0)
-  grep -F "agent: $N1:$PORT: in use by run $name (first node $N1, started " out.2 |
-    grep -q "NODE_RANK 1 is taken by $N2; choose another --master-port for"
-  grep -q "agent: port $PORT: in use by pid .* of run $name; choose another --master-port" out.3
+  run_of="in use by run $(grep -o -m1 'my-script-[^ :]*' out.0) (first node $N1, started "
+  grep -F "agent: $N1:$PORT: $run_of" out.2 | grep -q "NODE_RANK 1 is taken by $N2; choose another --master-port for"
+  grep -F "agent: port $PORT: $run_of" out.3 | grep -q "choose another --master-port"
   : >go
   for number in 0 1; do
     status_of "${PIDS[number]}"

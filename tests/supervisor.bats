@@ -184,12 +184,14 @@ left() {
 }
 
 
-@test "a request in a file is obeyed by the supervisor of that node alone" {
+@test "requests that do not come through the control channel reach the supervisor of that run alone" {
   start -- sh -c 'trap "exit 7" TERM; echo up; while true; do sleep 1 & wait $!; done'
   wait_for_line up
-  echo stop >"$RUN/node_n2.stop"
+  "${SUPERVISOR[@]}" stop --dir "$RUN-2" --name n1
+  "${SUPERVISOR[@]}" stop --dir "$RUN" --name n2
+  [ ! -e "$RUN-2" ] && [ ! -e "$RUN/node_n2.stop" ]
   kill -0 "$NODE"
-  echo stop >"$RUN/node_n1.stop"
+  "${SUPERVISOR[@]}" stop --dir "$RUN" --name n1
   status_of_node
   [ "$status" -eq 7 ]
 }

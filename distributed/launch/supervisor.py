@@ -1,7 +1,9 @@
 """Run one command on this node, and leave nothing behind.
 
 usage: supervisor.py run --dir DIR --name NAME [option...] -- COMMAND [ARGUMENT...]
+       supervisor.py stop|kill --dir DIR --name NAME
        supervisor.py sweep --dir DIR --name NAME [--grace SECONDS]
+       supervisor.py status --dir DIR --name NAME
 
 run starts COMMAND in a session of its own and waits for its end:
 
@@ -17,17 +19,18 @@ run starts COMMAND in a session of its own and waits for its end:
   --terminal         standard output and standard error are one terminal: a progress bar of rank 0 stays on one line
   --timeout SECONDS  stop COMMAND when it has run for so long (default: never)
   --sample-usage     record what each rank uses in node_NAME.samples.jsonl; see distributed/launch/usage.py
-  --detach           do not watch standard input, as for a job. node_NAME.heartbeat is touched every 3 seconds;
-                     node_NAME.usage (JSON) gets the times of COMMAND and the memory that it used
+  --detach           return when COMMAND has started; do not watch standard input. node_NAME.heartbeat is touched
+                     every 3 seconds; node_NAME.usage (JSON) gets its times and the memory that it used
 
 Standard input is the control channel: `stop` means SIGTERM, and SIGKILL after the grace; `kill` means SIGKILL; an
 empty line is a heartbeat; its end means that the launcher is lost: stop. SIGTERM and SIGINT mean stop, a second one
-kill. The file node_NAME.stop, holding `stop` or `kill`, means the same. Rank 0's lines are copied to standard output,
-lines that no rank wrote to standard error; a console that is closed or full is given up. The exit code is that of
-COMMAND, 128+n for signal n.
+kill. The file node_NAME.stop, holding `stop` or `kill`, means the same: `stop` and `kill` write it. Rank 0's lines
+are copied to standard output, lines that no rank wrote to standard error; a console that is closed or full is given
+up. The exit code is that of COMMAND, 128+n for signal n.
 
 A second process, the guard, ends COMMAND when the supervisor is killed. At the end no process is left that COMMAND
-started, wherever it went. sweep ends what is left when both were killed, and waits until nothing is left.
+started, wherever it went. sweep ends what is left when both were killed, and waits until nothing is left. status
+prints JSON: "state" is absent, running, ended (with "exit_code") or killed.
 
 Standard library only. It starts before every command, so it imports little, and that late.
 """
@@ -745,16 +748,19 @@ def _touch(path: str) -> None:
 
 
 def run(options: Options) -> int:
-    """Returns the exit code of the command."""
+    """Returns the exit code of the command; 0 with --detach."""
+    files = options.files
     block = received = b""
     if options.environment == "-":
         block, received = read_block(0)
     elif options.environment:
         block = take_block(options.environment)
     try:
+        if options.detach:
+            return detached(lambda started: supervise(options, block, started=started))
         return supervise(options, block, received)
     except OSError as error:
-        reason = f"{error.filename or options.dir}: {error.strerror}"
+        reason = f"{error.filename or files.directory}: {error.strerror}"
         raise Refused(UNFIT, f"the command was not started: {reason}") from None
 
 
@@ -782,13 +788,33 @@ def supervise(options: Options, block: bytes, received: bytes = b"", started: Ca
     return supervisor.watch()
 
 
-def request(files: Files, what: str) -> None:
+def detached(supervise: Callable[[Callable[[], None]], int]) -> int:
+    """Let a child supervise, which belongs to no terminal and no connection. Returns when the command runs."""
+    source, target = os.pipe()
+    if os.fork():
+        os.close(target)
+        if error := os.read(source, CHUNK):
+            raise Refused(UNFIT, os.fsdecode(error))
+        return 0
+    null = os.open(os.devnull, os.O_RDWR)
+    for number in range(3):
+        os.dup2(null, number)
+    try:
+        code = supervise(lambda: os.close(target))
+    except OSError as error:
+        os.write(target, os.fsencode(f"the command was not started: {error.filename}: {error.strerror}"))
+        code = UNFIT
+    os._exit(code)
+
+
+def request(files: Files, what: str) -> int:
     """Ask the supervisor that runs here to stop or kill its command; nothing happens where there is none."""
     if supervisor_of(files):
         write_file(files.request, what + "\n")
+    return 0
 
 
-def sweep(files: Files, grace: float) -> None:
+def sweep(files: Files, grace: float) -> int:
     """End what is here of a command, and wait until nothing is left. grace: 0 for SIGKILL at once."""
     if pid := supervisor_of(files):
         request(files, "stop" if grace else "kill")
@@ -805,6 +831,7 @@ def sweep(files: Files, grace: float) -> None:
         write_record(files, "killed", "the supervisor and its guard were killed")
         with contextlib.suppress(OSError):
             write_code(files, KILLED)
+    return 0
 
 
 def wait_until(condition: Callable[[], object], seconds: float) -> bool:
@@ -814,6 +841,19 @@ def wait_until(condition: Callable[[], object], seconds: float) -> bool:
             return False
         time.sleep(KILL_INTERVAL * 2)
     return True
+
+
+def status(files: Files) -> dict[str, object]:
+    """What the files and the processes of this machine show of a command."""
+    pids, code = read_json(files.pids), read_code(files.exit)
+    facts: dict[str, object] = {"name": files.name, "state": "absent"}
+    if code is not None:
+        facts |= {"state": "ended", "exit_code": code}
+    elif pids:
+        facts["state"] = "running" if supervisor_of(files) else "killed"
+    with contextlib.suppress(OSError):
+        facts["heartbeat"] = os.stat(files.heartbeat).st_mtime
+    return facts | pids
 
 
 # ---------------------------------------------------------------- the command line
@@ -890,14 +930,20 @@ def _main(arguments: Sequence[str]) -> int:
         os.write(1, (__doc__ or "").encode())
         return 0
     verb = arguments[0] if arguments else ""
-    if verb not in ("run", "sweep"):
-        raise Refused(WRONG_CALL, f"expected run or sweep, got '{verb}'")
+    if verb not in ("run", "stop", "kill", "sweep", "status"):
+        raise Refused(WRONG_CALL, f"expected run, stop, kill, sweep or status, got '{verb}'")
     options = Options(arguments[1:])
+    if verb == "run":
+        if not options.command:
+            raise Refused(WRONG_CALL, "there is no command behind --")
+        if options.grace < 0:
+            options.grace = 8.0
+        return run(options)
     if verb == "sweep":
-        sweep(options.files, max(0.0, options.grace))
+        return sweep(options.files, max(0.0, options.grace))
+    if verb == "status":
+        import json
+
+        os.write(1, json.dumps(status(options.files), sort_keys=True).encode() + b"\n")
         return 0
-    if not options.command:
-        raise Refused(WRONG_CALL, "there is no command behind --")
-    if options.grace < 0:
-        options.grace = 8.0
-    return run(options)
+    return request(options.files, verb)

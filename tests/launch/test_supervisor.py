@@ -7,6 +7,7 @@ killed but the command.
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import re
 import signal
@@ -75,19 +76,13 @@ class Run:
     def left(self) -> list[int]:
         return process_scan.living(self.files.mark)
 
-    def detach(self, *command: str, options: tuple[str, ...] = (), block: bytes = b"\0") -> None:
-        """Start a command, and close the standard input of its supervisor."""
-        words = [*SUPERVISOR, "run", "--dir", self.files.directory, "--name", "n1", "--detach", "--environment", "-"]
-        null = subprocess.DEVNULL
-        self.process = subprocess.Popen(
-            [*words, *options, "--", *command], stdin=subprocess.PIPE, stdout=null, stderr=null, bufsize=0
-        )
-        self.control.write(block)
-        self.control.close()
+    def call(self, verb: str, *options: str) -> str:
+        words = [*SUPERVISOR, verb, "--dir", self.files.directory, "--name", "n1", *options]
+        return subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True, timeout=SECONDS).stdout
 
-    def sweep(self, *options: str) -> None:
-        words = [*SUPERVISOR, "sweep", "--dir", self.files.directory, "--name", "n1", *options]
-        subprocess.run(words, check=True, timeout=SECONDS)
+    @property
+    def state(self) -> dict[str, Any]:
+        return dict(json.loads(self.call("status")))
 
 
 def wait_until(condition: Callable[[], object]) -> None:
@@ -101,7 +96,7 @@ def wait_until(condition: Callable[[], object]) -> None:
 def run(tmp_path: Path) -> Iterator[Run]:
     run = Run(tmp_path / "my 'run'")
     yield run
-    run.sweep()
+    run.call("sweep")
     if run.process:
         run.control.close()
         run.process.wait(SECONDS)
@@ -142,7 +137,7 @@ def test_when_supervisor_and_guard_are_killed_at_once_the_command_dies_and_sweep
     process = run.start(FAMILY)
     kill(process.pid, run.pid("guard"))
     wait_until(lambda: not (found := process_scan.process(run.pid("command"))) or not found.alive)
-    run.sweep()
+    run.call("sweep")
     assert not run.left()
     assert (run.code, read_json(run.files.record)["cause"]) == (137, "killed")
 
@@ -346,22 +341,29 @@ def test_a_block_of_the_environment_ends_with_an_empty_entry(received: bytes, bl
 # ---------------------------------------------------------------- detached
 
 
-def test_a_detached_command_has_a_session_of_its_own_and_a_heartbeat_and_obeys_requests(run: Run) -> None:
+def test_a_detached_command_outlives_its_caller_and_is_found_again(run: Run) -> None:
+    words = [*SUPERVISOR, "run", "--dir", run.files.directory, "--name", "n1", "--detach", "--environment", "-", "--"]
+    assert run.state["state"] == "absent"
     script = "echo $A; trap 'exit 7' TERM; echo ready; while true; do sleep 0.1; done"
-    assert not supervisor.supervisor_of(run.files)
-    run.detach("bash", "-c", script, block=b"A=1\0\0")
-    wait_until(lambda: run.log == "1\nready\n" and os.path.exists(run.files.heartbeat))
-    pid = supervisor.supervisor_of(run.files)
-    assert os.getsid(pid) == pid == run.pid("supervisor")
-    supervisor.request(run.files, "stop")
+    # Its pipes would keep the caller waiting for as long as the command runs.
+    words += ["bash", "-c", script]
+    done = subprocess.run(words, input=b"A=1\0\0", capture_output=True, timeout=SECONDS, check=True)
+    assert (done.stdout, done.stderr) == (b"", b"")
+    wait_until(lambda: run.log == "1\nready\n")
+    state = run.state
+    assert state["state"] == "running"
+    assert abs(time.time() - state["heartbeat"]) < SECONDS
+    assert os.getsid(state["supervisor"]["pid"]) == state["supervisor"]["pid"]
+    run.call("stop")
     wait_until(lambda: run.code is not None)
-    assert run.code == 7
+    assert run.state["state"] == "ended"
+    assert run.state["exit_code"] == 7
 
 
-def test_a_command_that_cannot_be_started_is_reported(run: Run) -> None:
+def test_a_detached_command_that_cannot_be_started_is_reported(run: Run, tmp_path: Path) -> None:
     Path(run.files.directory).mkdir()
     Path(run.files.log).mkdir()  # as little to be written as on a full disk
-    words = [*SUPERVISOR, "run", "--dir", run.files.directory, "--name", "n1", "--", "true"]
+    words = [*SUPERVISOR, "run", "--dir", run.files.directory, "--name", "n1", "--detach", "--", "true"]
     answer = subprocess.run(words, capture_output=True, text=True, check=False)
     assert answer.returncode == 69
     assert "the command was not started: " in answer.stderr
@@ -369,7 +371,8 @@ def test_a_command_that_cannot_be_started_is_reported(run: Run) -> None:
 
 
 def test_a_detached_supervisor_that_is_killed_leaves_an_exit_code_and_no_process(run: Run) -> None:
-    run.detach("bash", "-c", FAMILY)
+    words = [*SUPERVISOR, "run", "--dir", run.files.directory, "--name", "n1", "--detach", "--", "bash", "-c", FAMILY]
+    subprocess.run(words, timeout=SECONDS, check=True)
     wait_until(lambda: "ready" in run.log)
     kill(run.pid("supervisor"))
     wait_until(lambda: run.code == 137)
@@ -378,7 +381,8 @@ def test_a_detached_supervisor_that_is_killed_leaves_an_exit_code_and_no_process
 
 def detach(run: Run, *command: str, options: tuple[str, ...] = ()) -> None:
     """Start a command, and wait for its end."""
-    run.detach(*command, options=options)
+    words = [*SUPERVISOR, "run", "--dir", run.files.directory, "--name", "n1", "--detach", *options, "--", *command]
+    subprocess.run(words, timeout=SECONDS, check=True)
     wait_until(lambda: run.code is not None)
 
 
@@ -458,10 +462,19 @@ def test_a_command_that_was_asked_to_stop_before_its_time_is_over_has_not_run_to
 # ---------------------------------------------------------------- sweep
 
 
+def test_why_a_command_was_stopped_is_recorded_also_where_nobody_has_made_errors(run: Run) -> None:
+    os.makedirs(run.files.directory)
+    words = ["--dir", run.files.directory, "--name", "n1", "--grace", "8", "--timeout", "1", "--detach"]
+    if (pid := os.fork()) == 0:  # as the server of a job list does
+        os._exit(supervisor.supervise(Options([*words, "--", "sleep", "300"]), b"") != 128 + signal.SIGTERM)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert read_json(run.files.record)["cause"] == "timeout"
+
+
 def test_sweep_gives_the_grace_and_touches_nothing_else(run: Run) -> None:
     bystander = subprocess.Popen(["sleep", "300"])
     process = run.start("trap 'echo saved; exit 75' TERM; echo ready; while true; do sleep 0.1; done")
-    run.sweep("--grace", "8")
+    run.call("sweep", "--grace", "8")
     assert process.wait(SECONDS) == 75
     assert "saved" in run.log
     assert bystander.poll() is None
@@ -472,7 +485,7 @@ def test_sweep_gives_the_grace_and_touches_nothing_else(run: Run) -> None:
 def test_sweep_wakes_a_supervisor_that_is_stopped(run: Run) -> None:
     process = run.start(FAMILY)
     os.kill(process.pid, signal.SIGSTOP)
-    run.sweep("--grace", "8")
+    run.call("sweep", "--grace", "8")
     assert not run.left()
     assert process.wait(SECONDS) == 143
 
