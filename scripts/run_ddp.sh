@@ -14,7 +14,7 @@
 #   -m MODULE            run a module in its place
 #   --python PATH        default: the active venv or conda environment, .venv here, the kit's .venv, python3
 #   --agent fast|torchrun  fast: workers forked from one warm process; torchrun: the plain one
-#   --master-port PORT   default: a free one
+#   --master-port PORT   default: a free one; inside an allocation, that of the environment before
 #   --env NAME=VALUE     environment of the processes, repeatable
 #   --env-file FILE      the same, one NAME=VALUE a line
 #   --max-restarts N     after a failure start again, up to N times (default: 0)

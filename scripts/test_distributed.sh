@@ -19,7 +19,7 @@
 #   --hostfile FILE      lines such as `node1 slots=4` in place of NODE...
 #   --exclude NODES      leave these out
 #   --sync               copy the working directory and the kit to nodes that do not share them first
-#   --json               one JSON object in place of the report for people
+#   --json               one JSON object in place of the report for people; none where nodes cannot connect (69)
 #   --backend BACKEND    auto, nccl or gloo (default: nccl where there are GPUs, else gloo)
 #   --min-bytes SIZE     smallest message, such as 1024, 64K, 16M or 1G (default: 1K)
 #   --max-bytes SIZE     largest message; each is 4 times the one before (default: 64M, on GPUs 1G)
@@ -181,7 +181,8 @@ main() {
     take_port_of_environment
     LAUNCH+=(${MASTER_PORT:+--master-port "$MASTER_PORT"})
   fi
-  pick_python "$ASKED_PYTHON"
+  pick_rank_python
+  check_python
   check_smoke
   ((!JSON)) || FORM=(--json)
   LOG_DIR=$(absolute "$LOG_DIR")

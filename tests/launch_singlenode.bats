@@ -475,6 +475,7 @@ refused() { # <what the line must name> <word...>
   refused "'.': a directory without a __main__.py" --script . - 2
   refused "-m 'nix.trainer': " -m nix.trainer - 2
   refused "-m 'os.json': " -m os.json - 2
+  refused "-m '__main__': " -m __main__ - 2
   refused "--bad" --bad - 2
   refused "--hostfile: unknown option" --hostfile hosts --script "my script.py" - 2
   refused "--agent: expected fast or torchrun, got 'slow'" --agent slow - 2

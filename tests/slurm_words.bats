@@ -89,6 +89,12 @@ refuses() { # <what it must say>
 }
 
 
+@test "what would be submitted is shown, whatever SLURM's variables say here" {
+  SLURM_NTASKS=7 SLURM_CPUS_PER_TASK=9 run -0 "$TRAIN" --dry-run --script "$KIT/train.py" -
+  [[ "$output" == *"--ntasks 4 "*"--cpus-per-task 2 "* ]]
+}
+
+
 @test "%a in CONFIG is the number of the array's element" {
   touch run_4.yaml mine.py
   in_job SLURM_ARRAY_TASK_ID=4 SLURM_ARRAY_TASK_MIN=3 "$TRAIN" --dry-run --script mine.py run_%a.yaml

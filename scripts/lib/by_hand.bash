@@ -38,7 +38,7 @@ check_one_node() {
   local questions=(--torch --ranks 1) # other nodes may have another NPROC: whether the batch divides is for the ranks to say
   if ((PREFLIGHT)); then
     questions+=(--gpus "$NPROC")
-    ((NNODES == 1)) || questions+=(--master "$MASTER_ADDR" --node-rank "$NODE_RANK")
+    ((NNODES == 1)) || questions+=("--master=$MASTER_ADDR" --node-rank "$NODE_RANK")
     ((NNODES == 1 || NODE_RANK)) || questions+=(--port "$MASTER_PORT")
   fi
   check_call "${questions[@]}"

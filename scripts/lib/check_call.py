@@ -37,7 +37,7 @@ def is_module(name: str) -> bool:
     """Whether `python -m NAME` would find it from this directory. It is not imported: PyTorch takes a second."""
     sys.path[0] = ""
     first, *inner = name.split(".")
-    found = find_spec(first) if first else None
+    found = find_spec(first) if first not in ("", "__main__") else None
     for part in inner:
         first = f"{first}.{part}"
         found = PathFinder.find_spec(first, found.submodule_search_locations or []) if found else None

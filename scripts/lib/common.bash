@@ -240,16 +240,17 @@ forget_other_launches() {
 
 
 # Give exported variables the values back with which this script was started: it uses some of these names for itself. What it
-# has unset stays so.
+# has unset stays so, and so does what it exports of SLURM's.
 restore_environment() {
-  local - entry name
+  local - inherited inherited_name
   set +u
-  while IFS= read -r -d '' entry; do
-    name=${entry%%=*}
-    [[ $name =~ ^[A-Za-z_][A-Za-z_0-9]*$ && $name != @(_|PWD|OLDPWD|SHLVL|entry|name) ]] || continue
-    [[ ${!name@a} == *x* && ${!name@a} != *r* ]] || continue
-    unset -v "$name" # it may be an array now
-    export "${entry?}"
+  while IFS= read -r -d '' inherited; do
+    inherited_name=${inherited%%=*}
+    [[ $inherited_name =~ ^[A-Za-z_][A-Za-z_0-9]*$ ]] || continue
+    [[ $inherited_name != @(_|PWD|OLDPWD|SHLVL|SLURM_*|inherited|inherited_name) ]] || continue
+    [[ ${!inherited_name@a} == *x* && ${!inherited_name@a} != *r* ]] || continue
+    unset -v "$inherited_name" # it may be an array now
+    export "${inherited?}"
   done <"/proc/$$/environ"
 }
 

@@ -70,13 +70,14 @@ take_config_nproc_nodes() {
 
 # All that Python must find out before anything is started, in one process: see scripts/lib/check_call.py.
 check_call() { # <question of check_call.py...>
+  is_count "$GRACE" || die_usage "MUSTER_GRACE: expected a whole number of seconds, got '$GRACE'"
   pick_rank_python
   check_script
   check_config
   if ((WORK_IS_HERE)); then
-    [[ ! $MODULE ]] || set -- --module "$MODULE" "$@"
+    [[ ! $MODULE ]] || set -- "--module=$MODULE" "$@"
     # What the kit's own trainer will read is checked to the last key.
-    [[ ! ${CONFIG_ARGS[*]-} || $MODULE || $SCRIPT ]] || set -- --config "$CONFIG" "$@"
+    [[ ! ${CONFIG_ARGS[*]-} || $MODULE || $SCRIPT ]] || set -- "--config=$CONFIG" "$@"
   fi
   ask_python "$@"
 }
@@ -157,7 +158,7 @@ open_run() {
   fi
   RUN=$opened
   record "run ${RUN##*/}: $(counted "$RANKS" process processes) on ${NODES[*]}"
-  # The caller of a launcher may name a file in which to be told the run directory.
+  # The caller of a launcher may name a file that gets the path of the run directory.
   [[ ! ${MUSTER_RUN_FILE-} ]] || printf '%s\n' "$RUN" >"$MUSTER_RUN_FILE"
   unset MUSTER_RUN_FILE
 }
@@ -274,5 +275,5 @@ detach() {
   rm -f -- "$run_file"
   [[ $RUN ]] || { cat -- "$out" >&2 && wait "$child"; }
   log "run ${RUN##*/} goes on in the background, process $child:" \
-    "$KIT/scripts/status.sh $(quote "$RUN") shows it, stop.sh stops it, $out has what it says"
+    "$KIT/scripts/status.sh $(quote "$RUN") shows it, stop.sh stops it, its output is in $out"
 }

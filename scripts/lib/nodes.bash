@@ -50,7 +50,8 @@ show_waiting() { # <directory>
     for node in "${NODES[@]}"; do
       [[ -e $1/$node.code ]] || missing+=("$node")
     done
-    ((${#missing[@]})) || return 0
+    # bash lets a background process ignore Ctrl-C: it ends with the script.
+    ((${#missing[@]})) && kill -0 "$$" 2>/dev/null || return 0
     log "$((${#NODES[@]} - ${#missing[@]})) of ${#NODES[@]} nodes answered, waiting for ${missing[*]}," \
       "$((SECONDS - begun)) s"
   done

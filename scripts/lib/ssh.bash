@@ -11,6 +11,7 @@
 # shellcheck disable=SC2034 # other files read and set what stands here
 SOCKETS=''       # directory for the sockets of the connections, and for what else must not outlive this script
 SSH_OPTIONS=()
+ANSWER_WITHIN='' # seconds after which a command on a node is killed; empty: never
 
 
 # A directory for each call, short enough for a socket's name (ssh takes 90 bytes, 41 of them its own). ssh_config is called
@@ -43,7 +44,7 @@ remove_at_end_of_input() { # <directory>
 
 # ---------------------------------------------------------------- one command on one node
 
-# In a session of its own: Ctrl-C is for this script to handle. ANSWER_WITHIN: seconds after which it is killed.
+# In a session of its own: Ctrl-C is for this script to handle.
 call_ssh() { # <ssh's arguments...>
   unreported setsid --wait ${ANSWER_WITHIN:+timeout -s KILL "$ANSWER_WITHIN"} ssh "${SSH_OPTIONS[@]}" "$@"
 }

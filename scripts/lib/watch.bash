@@ -35,6 +35,7 @@ BEGUN=0                         # when this attempt began, as $SECONDS
 MOST_STALLED=3                  # consecutive restarts without progress before giving up
 MINUTES=300                     # seconds after which a failure is no longer one of the start
 HANG_OF_STEPS=600               # HANG_TIMEOUT of a run that logs steps, without --hang-timeout
+HEARTBEATS=''                   # file descriptor: its end ends the heartbeats
 HANG_WATCHER='' HANG_CHANNEL='' # process that watches for a hang, and the end of its standard input
 HURRY=10                        # seconds between the request to stop and SIGKILL, when a node has failed
 
@@ -103,6 +104,7 @@ close_control_channels() {
   for control in "${CONTROL[@]}"; do
     exec {control}>&-
   done
+  [[ ! $HEARTBEATS ]] || exec {HEARTBEATS}>&-
 }
 
 
@@ -133,7 +135,8 @@ wait_for_nodes() {
   ((${#CLEARING[@]} == 0)) || wait "${CLEARING[@]}" || true
   CLEARING=()
   stop_hang_watch
-  [[ ! $HEARTBEAT_TIMEOUT ]] || exec {HEARTBEATS}>&-
+  [[ ! $HEARTBEATS ]] || exec {HEARTBEATS}>&-
+  HEARTBEATS=''
 }
 
 
@@ -307,7 +310,6 @@ run_hang_watch() {
   [[ $HANG_TIMEOUT ]] || options+=(--certain)
   trap '' INT HUP TSTP USR2
   close_control_channels
-  [[ ! $HEARTBEAT_TIMEOUT ]] || exec {HEARTBEATS}>&-
   exec setsid "$KIT/scripts/lib/hang_watch.sh" --python "$PYTHON" "${options[@]}" "$RUN" \
     1>&"$EVENTS" 2>>"$RUN/launcher.log"
 }

@@ -93,6 +93,7 @@ main() {
     in_allocation || die_usage "this is for sbatch: $(quote "${CALL[@]}") (--dry-run shows what that would do)"
     enter_node_env "$@"
     find_earlier_run
+    trap 'request stop' USR2 # where SLURM sends it to the batch script too
   fi
   slurm_check_call 0
   if [[ ${DRY_RUN:-0} == 1 ]]; then
@@ -103,7 +104,6 @@ main() {
   [[ ! $EARLIER_RUN ]] || archive_attempt "$EARLIER_RUN"
   open_run
   begin_run
-  trap 'request stop' USR2 # where SLURM sends it to the batch script too
   while true; do
     slurm_start_step
     wait_for_nodes

@@ -55,20 +55,19 @@ take_arguments() {
 }
 
 
-# The agent's command line, in COMMAND. Without --master-port torchrun takes a free port itself: one of our choice would be a
-# race.
+# The agent's command line, in COMMAND. Without --master-port torchrun takes a free port itself: a port that is chosen before
+# may be taken meanwhile.
 agent_here() { # <run directory>
-  local meeting=(--standalone --local-addr 127.0.0.1)
-  [[ ! $MASTER_PORT ]] || meeting=(--master-addr 127.0.0.1 --master-port "$MASTER_PORT")
-  agent_command "${meeting[@]}" --nproc-per-node "$NPROC" --log-dir "$1/ranks/${NODES[0]}"
+  local rendezvous=(--standalone --local-addr 127.0.0.1)
+  [[ ! $MASTER_PORT ]] || rendezvous=(--master-addr 127.0.0.1 --master-port "$MASTER_PORT")
+  agent_command "${rendezvous[@]}" --nproc-per-node "$NPROC" --log-dir "$1/ranks/${NODES[0]}"
 }
 
 
 main() {
-  local questions=(--torch --ranks)
   parse_options "$@"
   take_arguments
-  questions+=("$NPROC")
+  local questions=(--torch --ranks "$NPROC")
   ((!PREFLIGHT)) || questions+=(--gpus "$NPROC" ${MASTER_PORT:+--port "$MASTER_PORT"})
   check_call "${questions[@]}"
   if [[ ${DRY_RUN:-0} == 1 ]]; then
