@@ -766,10 +766,10 @@ HANDLES_TERM = """
 import time
 received = []
 signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
+with open("ready", "w") as ready:
+    ready.write(str(rank))
 if rank == 0:
     sys.exit()
-with open("ready", "w") as ready:
-    ready.write("01")
 while not received:  # a signal that comes before a pause() would not end it
     time.sleep(0.01)
 """
