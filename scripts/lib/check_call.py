@@ -88,7 +88,15 @@ def print_allocation(ranks: int) -> int:
     return sum(found.tasks)
 
 
+def may_have_gpus() -> bool:
+    """Whether counting them is worth its imports."""
+    programs = (os.path.join(directory, "nvidia-smi") for directory in os.environ.get("PATH", "").split(os.pathsep))
+    return any(map(os.path.exists, programs)) or any(name.startswith("nvidia") for name in os.listdir("/dev"))
+
+
 def check_gpus(ranks: int) -> None:
+    if ranks <= RANKS_PER_CORE and not may_have_gpus():
+        return
     from distributed.host.gpus import look_at_gpus, visible
     from distributed.host.resources import look_at_cores
 
