@@ -1,6 +1,6 @@
 """What programs print for people: tables, colours, lines as wide as the terminal.
 
-Texts carry their colours, and `show` leaves these out where nobody wants them: in a pipe, with NO_COLOR, in a dumb
+Texts carry their colours, and `show` leaves these out where they do not belong: in a pipe, with NO_COLOR, in a dumb
 terminal. Plain text alone, without rich: it is the same wherever the launchers run. Standard library only.
 """
 

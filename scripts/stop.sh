@@ -51,7 +51,8 @@ take_turns() {
 
 # ---------------------------------------------------------------- the launcher
 
-# On a machine that shares the run directory: there it can be asked, and reaches its nodes as it did. Returns when that fails.
+# On a machine that shares the run directory: there it can be asked, and reaches its nodes as it did. Returns when that
+# fails.
 hand_over() {
   local status=0 words=("$KIT/scripts/stop.sh" --python "$RUN_PYTHON")
   ((!NOW)) || words+=(--now)

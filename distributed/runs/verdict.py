@@ -1,7 +1,7 @@
 """Whose failure came first?
 
 When one rank dies, the others lose their connection to it, and often report that before the death is noticed. So
-causes are told from consequences by what each record says, and only then by time. In order:
+causes are distinguished from consequences by what each record says, and only then by time. In order:
 
     a hang, because of which the launcher ended the run
     a rank that raised an error of its own, died of a signal, or exited by itself; a supervisor or a launcher that was
@@ -10,8 +10,8 @@ causes are told from consequences by what each record says, and only then by tim
     a node to which the connection was lost
     what may be a cause or not: exit 1 without output, a broken connection that is not PyTorch's
     a rank that ended with 0 while others waited for it, that another one names as missing, or that alone recorded
-    nothing while all others waited in vain
-    a rank that lost the others or waited for them in vain: then the cause was not recorded
+    nothing while all others waited for it
+    a rank that lost the others or gave up waiting for them: then the cause was not recorded
     what stopped on request, what was ended from outside
 
 The earliest of the likeliest kind is first, by the nodes' own clocks. They differ by up to a second or so,
@@ -180,7 +180,7 @@ def _order(failure: Failure) -> tuple[Kind, float, str, int]:
 
 
 def accused(evidence: Evidence) -> Iterator[Failure]:
-    """The ranks that others waited for in vain, though they recorded nothing of that themselves."""
+    """The ranks that others gave up waiting for, though they recorded nothing themselves."""
     waited = [one for one in evidence.failures if one.rank is not None and kind(one) is Kind.COLLATERAL]
     if waited and evidence.ended_well:
         one, rank, more = first(waited), min(evidence.ended_well), len(evidence.ended_well) - 1
@@ -193,7 +193,7 @@ def accused(evidence: Evidence) -> Iterator[Failure]:
             rank = int(next(filter(None, names.groups())))
             witness = f"was missing in a collective: {name_of(failure)} says: {_short(what(failure))}"
             yield replace(failure, rank=rank, node=_node_of(rank, evidence), witness=witness)
-    # Only one rank recorded nothing, and all others lost it, or waited for it in vain.
+    # Only one rank recorded nothing, and all others lost it, or gave up waiting for it.
     kinds = {one.rank: kind(one) for one in evidence.failures if one.rank is not None and kind(one) is not Kind.ENDED}
     size = sum(map(len, evidence.ranks.values()))
     if set(kinds.values()) == {Kind.COLLATERAL} and len(kinds) == size - 1 and max(kinds) < size:

@@ -1,7 +1,7 @@
 # shellcheck shell=bash
 #
-# One node of several, each of which a person starts by hand with the same arguments and another NODE_RANK. The agents find
-# each other at MASTER_ADDR, and report their end to each other.
+# One node of several, each of which a person starts by hand with the same arguments and another NODE_RANK. The agents
+# find each other at MASTER_ADDR, and report their end to each other.
 #
 # Sourced, never run; it needs options.bash, nodes.bash and launch.bash.
 

@@ -2,8 +2,8 @@
 #
 # What every script of the kit shares: messages, refusals, which Python, and where things are.
 #
-# Sourced, never run; it defines, and lets Ctrl-C end the script with 130. A script of scripts/ begins like this, so that
-# it also works through a symbolic link and from any directory:
+# Sourced, never run; it defines, and lets Ctrl-C end the script with 130. A script of scripts/ begins like this, so
+# that it also works through a symbolic link and from any directory:
 #
 #   set -euo pipefail
 #   # shellcheck source=scripts/lib/common.bash
@@ -30,7 +30,7 @@ KIT=${KIT%/scripts/lib/*}              # root of the repository, absolute, symbo
 trap 'exit "$EXIT_INTERRUPTED"' INT
 
 
-# Tell a person what happens. Who does not listen any more (a closed terminal, `| head`) is no reason to end.
+# Report what happens. A closed standard error (a terminal that is gone, `| head`) is no reason to exit.
 log() { # <message...>
   [[ ${QUIET:-0} == 1 ]] || printf '%s: %s\n' "$PROGRAM" "$*" >&2 || true
 }
@@ -139,8 +139,8 @@ unreported() { # <command> [argument...]
 # Wait for a child to its very end and return its own status. `wait` alone returns early when a trap runs:
 # a trap that may run meanwhile says so with SIGNALLED=1.
 join() { # <process id>
-  # `wait` also answers 127 when it has told us of the child before, and -1 (bash 5.2) when the child ended in the very
-  # moment in which the trap ran: then what it said last stands, 128 and the signal.
+  # `wait` also returns 127 when it has reported the child before, and -1 (bash 5.2) when the child ended in the very
+  # moment in which the trap ran: then its last status counts, 128 and the signal.
   local status=127 latest
   while true; do
     SIGNALLED=
@@ -151,8 +151,8 @@ join() { # <process id>
 }
 
 
-# Set PYTHON, absolute: the one asked for, else the first that list_pythons finds, else python3. Refuses what is not there
-# or older than 3.10.
+# Set PYTHON, absolute: the one asked for, else the first that list_pythons finds, else python3. Refuses what is not
+# there or older than 3.10.
 pick_python() { # [value of --python]
   name_python "${1-}"
   check_python
@@ -239,8 +239,8 @@ forget_other_launches() {
 }
 
 
-# Give exported variables the values back with which this script was started: it uses some of these names for itself. What it
-# has unset stays so, and so does what it exports of SLURM's.
+# Give exported variables the values back with which this script was started: it uses some of these names for itself.
+# What it has unset stays so, and so does what it exports of SLURM's.
 restore_environment() {
   local - inherited inherited_name
   set +u

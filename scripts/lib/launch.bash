@@ -21,7 +21,8 @@ SLURM_JOB=()             # number of the job that this launch is in, and its nam
 
 # ---------------------------------------------------------------- is it a call that can work?
 
-# Pick the Python of the ranks, and say which one where the user may expect another. check_call finds out whether it works.
+# Pick the Python of the ranks, and say which one where the user may expect another. check_call finds out whether it
+# works.
 pick_rank_python() {
   local number line=''
   name_python "$ASKED_PYTHON"
@@ -98,8 +99,8 @@ node_questions() { # <processes on a node that does not say so itself> <node...>
 }
 
 
-# Ask check_call.py, and take its facts: the nodes, MASTER_ADDR, MASTER_PORT, what SLURM has allocated. Refuses a call that
-# cannot work.
+# Ask check_call.py, and take its facts: the nodes, MASTER_ADDR, MASTER_PORT, what SLURM has allocated. Refuses a call
+# that cannot work.
 ask_python() { # <question...>
   local facts status=0 name value processes
   facts=$(trap '' INT && exec_in_environment "${#ENVIRONMENT[@]}" "${ENVIRONMENT[@]}" \

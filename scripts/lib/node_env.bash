@@ -1,6 +1,7 @@
 # shellcheck shell=bash
 #
-# config/node_env.sh: what a person wants to happen on every node before training, such as modules, conda, NCCL settings.
+# config/node_env.sh: what a person wants to happen on every node before training, such as modules, conda, NCCL
+# settings.
 #
 # Sourced, never run.
 
@@ -19,8 +20,9 @@ node_env() {
 }
 
 
-# Source the file. A command of it that fails ends this process with EXIT_UNFIT, by the rules of `set -e`. Failures inside
-# functions and inside other files that it sources do not count: those of conda and Lmod are not written for `set -e`.
+# Source the file. A command of it that fails ends this process with EXIT_UNFIT, by the rules of `set -e`. Failures
+# inside functions and inside other files that it sources do not count: those of conda and Lmod are not
+# written for `set -e`.
 source_node_env() { # <config/node_env.sh> [command to run when this process must end...]
   local directory=$PWD status
   NODE_ENV_FILE=$1 NODE_ENV_CLEANUP=("${@:2}")

@@ -20,8 +20,8 @@ add_node() { # <name> <processes> [how ssh reaches it: [user@]name]
 }
 
 
-# Run a function for every node at once, and wait for the last one. What NODE prints is in DIRECTORY/NODE.out and NODE.err,
-# and the function's status in NODE.code: distributed.host.replies reads them.
+# Run a function for every node at once, and wait for the last one. What NODE prints is in DIRECTORY/NODE.out and
+# NODE.err, and the function's status in NODE.code: distributed.host.replies reads them.
 ask_nodes() { # <directory> <function> [argument...]: runs FUNCTION NODE ARGUMENT...
   local node asked=()
   rm -f -- "$1"/*.code

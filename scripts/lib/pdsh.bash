@@ -2,9 +2,9 @@
 #
 # All nodes through one pdsh: one client for all of them, in place of one ssh each.
 #
-# Sourced, never run; it needs nodes.bash, ssh.bash, launch.bash and watch.bash. pdsh gives all nodes the same command, and
-# each its position in the list; so the command holds what differs as lists. It gives them an open standard input for as
-# long as it lives, through which nothing comes: its end is the end of the control channel, but requests and the
+# Sourced, never run; it needs nodes.bash, ssh.bash, launch.bash and watch.bash. pdsh gives all nodes the same command,
+# and each its position in the list; so the command holds what differs as lists. It gives them an open standard input
+# for as long as it lives, through which nothing comes: its end is the end of the control channel, but requests and the
 # environment go over ssh.
 
 # shellcheck disable=SC2034,SC2153 # other files read and set what stands here

@@ -66,8 +66,8 @@ split_words() { # <name of a variable>
 }
 
 
-# Set the nodes, the script and what each rank gets. What a container's image holds cannot be looked at from here, and what
-# is here need not be able to train.
+# Set the nodes, the script and what each rank gets. What a container's image holds cannot be looked at from here, and
+# what is here need not be able to train.
 slurm_check_call() { # <number of ranks; 0: as many as are allocated>
   local torch=(--torch) asked=$ASKED_PYTHON
   ((!DETACH)) || die_usage "--detach: inside an allocation the run ends with it; use sbatch to leave the terminal"

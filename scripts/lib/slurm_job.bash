@@ -1,12 +1,13 @@
 # shellcheck shell=bash
 #
-# A batch job of SLURM, which may be started several times: requeued by us when its time was up, or by SLURM when a node was
-# lost or another job more urgent. All starts have one run directory, which logs/slurm-<job> points to.
+# A batch job of SLURM, which may be started several times: it requeues itself when its time is up, and SLURM requeues
+# it when a node is lost or another job is more urgent. All starts have one run directory, which logs/slurm-<job> points
+# to.
 #
 # Sourced by the scripts of scripts/slurm, never run; it needs slurm.bash and all that slurm.bash needs.
 
 # shellcheck disable=SC2034 # other files read and set what stands here
-REQUEUES=${SLURM_RESTART_COUNT:-0} # so far, also those that were not our doing
+REQUEUES=${SLURM_RESTART_COUNT:-0} # so far, those by SLURM included
 
 
 # CONFIG, and the options of the job, from the arguments or from the environment in which sbatch was called.
@@ -84,7 +85,8 @@ find_earlier_run() {
 }
 
 
-# When SLURM has stopped the ranks, or a node was lost; not when a person has stopped us, or a rank has failed.
+# When SLURM has stopped the ranks, or a node was lost; not when a person has stopped the launcher, or a rank has
+# failed.
 requeue_if_stopped() {
   is_batch_script && { stopped_by_slurm || lost_a_node; } || return 0
   if ((REQUEUES >= MAX_REQUEUES)); then
@@ -98,8 +100,8 @@ requeue_if_stopped() {
 }
 
 
-# The ranks were signalled, not we. Both are when a job is preempted: then those that know no signal die of it, and those
-# that end with 0 may not have come to their end.
+# The ranks were signalled, not the launcher. Both are when a job is preempted: then ranks without a handler die of it,
+# and ranks that exit with 0 may not have finished.
 stopped_by_slurm() {
   if [[ ! $SIGNAL ]] && ((CODE == EXIT_STOPPED)); then
     return

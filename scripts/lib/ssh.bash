@@ -1,7 +1,7 @@
 # shellcheck shell=bash
 #
-# Other nodes, through OpenSSH's own client with the user's own configuration. One connection to each node serves all calls
-# of a script:
+# Other nodes, through OpenSSH's own client with the user's own configuration. One connection to each node serves all
+# calls of a script:
 #
 #   open_connections
 #   ssh_run NODE COMMAND [ARGUMENT...]
@@ -14,9 +14,9 @@ SSH_OPTIONS=()
 ANSWER_WITHIN='' # seconds after which a command on a node is killed; empty: never
 
 
-# A directory for each call, short enough for a socket's name (ssh takes 90 bytes, 41 of them its own). ssh_config is called
-# by a name in it, as ssh (for ProxyJump), rsync and pdsh take a blank in a path for its end. The directory is removed when
-# this script ends; the connections themselves end when nothing has used them for a few seconds.
+# A directory for each call, short enough for a socket's name (ssh takes 90 bytes, 41 of them its own). ssh_config is
+# called by a name in it, as ssh (for ProxyJump), rsync and pdsh take a blank in a path for its end. The directory is
+# removed when this script ends; the connections themselves end when nothing has used them for a few seconds.
 open_connections() {
   SOCKETS=$(mktemp -d "${XDG_RUNTIME_DIR:-/tmp}/muster-XXXXXX")
   if ((${#SOCKETS} > 45)) || [[ $SOCKETS == *[[:space:]]* ]]; then
@@ -50,8 +50,8 @@ call_ssh() { # <ssh's arguments...>
 }
 
 
-# Run a command in the working directory of a node, with our standard input and output. Returns the command's own status, or
-# 255 when the node is unreachable or the connection is lost.
+# Run a command in the working directory of a node, with our standard input and output. Returns the command's own
+# status, or 255 when the node is unreachable or the connection is lost.
 ssh_run() { # <node> <command> [argument...]
   ssh_send "$1" "$(command_line "${@:2}")"
 }
@@ -75,7 +75,8 @@ command_line() { # <command> [argument...]
 
 
 # ssh joins its arguments with blanks, and the user's login shell parses them again: it may be any shell. So it gets one
-# argument that all shells leave as it is, and hands it to bash: what a shell, or pdsh, would change stands there as =XX.
+# argument that all shells leave as it is, and hands it to bash: what a shell, or pdsh, would change stands there as
+# =XX.
 # shellcheck disable=SC2016 # what it holds is for the other side
 for_any_shell() { # <lines for bash>
   local LC_ALL=C line=${1//=/=3D} strange code

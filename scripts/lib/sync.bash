@@ -1,6 +1,7 @@
 # shellcheck shell=bash
 #
-# Nodes that do not share the working directory (--sync): what they need is copied there, what they write is copied back.
+# Nodes that do not share the working directory (--sync): what they need is copied there, what they write is copied
+# back.
 #
 # Sourced, never run; it needs nodes.bash and ssh.bash. The functions that run on a node have `there` in their names.
 
@@ -14,7 +15,8 @@ FETCHED=()     # nodes whose part of the run directory was copied back
 
 # ---------------------------------------------------------------- there
 
-# Copy the working directory, and the kit when it lies elsewhere, to every node that does not see ours. Nothing is deleted.
+# Copy the working directory, and the kit when it lies elsewhere, to every node that does not see ours. Nothing is
+# deleted.
 sync_nodes() {
   local directory
   type -P rsync >/dev/null || die "--sync: there is no rsync on this machine: install it"

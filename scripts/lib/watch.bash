@@ -28,7 +28,7 @@ SIGNAL=''                       # the one that asked us to stop
 DEADLINE='' REQUEST=''          # when nodes that still run get the next request, and which
 HEARTBEAT_TIMEOUT=''            # seconds without a heartbeat of the launcher after which a node stops its command
 RESTARTS=0                      # so far
-ATTEMPT=0                       # number of the last attempt that was put away
+ATTEMPT=0                       # number of the last attempt that was archived
 STALLED=0                       # consecutive restarts without progress
 FURTHEST=''                     # the last step that the run has logged
 BEGUN=0                         # when this attempt began, as $SECONDS
@@ -296,8 +296,8 @@ send_heartbeats() {
 }
 
 
-# Watch for a hang until stop_hang_watch, or until the launcher is gone. Without --hang-timeout only a run that logs steps
-# can hang, and only when it is certain that nothing will end the silence.
+# Watch for a hang until stop_hang_watch, or until the launcher is gone. Without --hang-timeout only a run that logs
+# steps can hang, and only when it is certain that nothing will end the silence.
 start_hang_watch() {
   [[ $HANG_TIMEOUT != 0 ]] || return 0
   pipe_into HANG_CHANNEL run_hang_watch
@@ -374,7 +374,8 @@ prepare_restart() {
 }
 
 
-# Move what an attempt leaves into the next try_<n>, whose number is then in ATTEMPT. What belongs to the whole run stays.
+# Move what an attempt leaves into the next try_<n>, whose number is then in ATTEMPT. What belongs to the whole run
+# stays.
 archive_attempt() { # <run directory>
   local file
   ATTEMPT=1

@@ -55,8 +55,8 @@ take_arguments() {
 }
 
 
-# The agent's command line, in COMMAND. Without --master-port torchrun takes a free port itself: a port that is chosen before
-# may be taken meanwhile.
+# The agent's command line, in COMMAND. Without --master-port torchrun takes a free port itself: a port that is chosen
+# before may be taken meanwhile.
 agent_here() { # <run directory>
   local rendezvous=(--standalone --local-addr 127.0.0.1)
   [[ ! $MASTER_PORT ]] || rendezvous=(--master-addr 127.0.0.1 --master-port "$MASTER_PORT")
