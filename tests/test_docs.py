@@ -395,15 +395,10 @@ def test_the_table_of_arguments_of_a_job_is_what_the_trainer_takes() -> None:
 @pytest.mark.parametrize(
     "script",
     [
-        "scripts/quickstart.sh",
         "scripts/ssh/launch_singlenode.sh",
         "scripts/run_ddp.sh",
         *SLURM,
         "scripts/status.sh",
-        "scripts/stop.sh",
-        "scripts/report.sh",
-        "scripts/test_distributed.sh",
-        "scripts/doctor.sh",
     ],
 )
 def test_the_table_of_options_is_what_the_script_says_of_itself(script: str) -> None:
@@ -497,7 +492,7 @@ def test_the_table_of_exit_codes_is_the_kit_s() -> None:
 
 def files_of_a_run() -> dict[str, re.Pattern[str]]:
     """The guide's table: names, and what they stand for."""
-    listed = [literal(row[0]).rstrip("/") for row in table("LAUNCH_GUIDE.md", "The folder of a run")]
+    listed = [literal(row[0]).rstrip("/") for row in table("LAUNCH_GUIDE.md", "Run directory")]
     return {name: re.compile(re.escape(name).replace("<name>", ".+").replace("<n>", r"\d+")) for name in listed}
 
 
