@@ -96,10 +96,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         subprocess.run([LAB, "down"], env=bare, check=True)
 
 
-def wait_until(happens: Callable[..., object], *words: object) -> None:
+def wait_until(condition: Callable[..., object], cluster: Cluster, job: str, *arguments: object) -> None:
     end = time.monotonic() + SECONDS
-    while not happens(*words):
-        assert time.monotonic() < end, f"{happens.__name__} {words}: not within {SECONDS} s"
+    while not condition(cluster, job, *arguments):
+        if time.monotonic() > end:
+            state = cluster.call(f"scontrol show job {job}; squeue; sinfo; ps -eo pid,ppid,stat,etime,wchan:20,args")
+            output = cluster.words_of(job, "out") + cluster.words_of(job, "err")
+            pytest.fail(f"{condition.__name__} {arguments}: not within {SECONDS} s\n{state}\n{output}")
         time.sleep(0.2)
 
 
@@ -119,11 +122,11 @@ def follow_job(submission: Command, others: list[Command], cluster: Cluster) -> 
     job = cluster.call(submission.text).split()[-1]
     turns = 1
     for one in others:
-        wait_until(cluster.is_at_work, job, turns)
+        wait_until(Cluster.is_at_work, cluster, job, turns)
         said = cluster.call(one.text.replace(JOB, job))
         assert one.words[0] == "scancel" or job in said, f"{one}\n{said}"
         turns += "--signal=USR2" in one.words
-    wait_until(cluster.exit_codes, job)
+    wait_until(Cluster.exit_codes, cluster, job)
     told = cluster.words_of(job, "err")
     stopped = any(one.script == "scripts/stop.sh" for one in others)
     assert cluster.exit_codes(job) == ({STOPPED} if stopped else {"0:0"}), told
