@@ -540,7 +540,7 @@ def test_the_map_of_the_house_is_true() -> None:
     for module in (name_of(path) for path in modules() if not path.stem.startswith("__")):
         found.setdefault(package_of(module), set()).add(module.partition(".")[2])
     told: set[str] = set()
-    for name, what, knows in table("CONTRIBUTING.md", "The house"):
+    for name, what, knows in table("CONTRIBUTING.md", "Architecture"):
         names = set(re.findall(r"`(\w+)`", name))
         inside = set().union(*(found[package] for package in names)) - {""}
         below = set().union(*(BELOW.get(package, set()) for package in names))
