@@ -12,19 +12,19 @@ source "$BATS_TEST_DIRNAME/lab/nodes.bash"
 setup_file() {
   export PRIVATE=$BATS_FILE_TMPDIR/private
   mkdir -p "$PRIVATE/own"
-  raise_nodes 3 --private "$PRIVATE"
+  start_lab 3 --private "$PRIVATE"
   python3 -m venv --without-pip "$BATS_FILE_TMPDIR/bare" # without PyTorch a node is asked in a moment
 }
 
 
 teardown_file() {
-  lower_nodes
+  stop_lab
 }
 
 
 setup() {
   unset CUDA_VISIBLE_DEVICES
-  enter_work
+  enter_workdir
 }
 
 

@@ -15,18 +15,18 @@ setup_file() {
   export SMALL_DISK=$BATS_FILE_TMPDIR/small # before the nodes, which then share it
   mkdir "$SMALL_DISK"
   mount -t tmpfs -o size=200k tmpfs "$SMALL_DISK"
-  raise_nodes 40
+  start_lab 40
 }
 
 
 teardown_file() {
-  lower_nodes
+  stop_lab
   ! mountpoint -q "$SMALL_DISK" || umount --lazy "$SMALL_DISK"
 }
 
 
 setup() {
-  enter_work
+  enter_workdir
 }
 
 
@@ -117,7 +117,7 @@ status_of_launcher() {
 }
 
 
-nothing_left_within() { # <seconds>
+no_processes_within() { # <seconds>
   timeout "$1" sh -c 'while grep -qsz -- "^MUSTER_RUN_DIR=$1" /proc/[0-9]*/environ; do sleep 0.1; done' sh "$WORK"
 }
 
@@ -136,7 +136,7 @@ verdict_of() { # <exit code> <words of the verdict> <word of the launcher...>
   run timeout 90 "$LAUNCH" --script "my script.py" - 1 "${@:3}"
   [ "$status" -eq "$1" ] || { echo "status $status: $output" && return 1; }
   [[ "$output" == *"verdict: failed: $2"* ]] || { echo "$output" && return 1; }
-  nothing_left_within 10
+  no_processes_within 10
 }
 
 
@@ -171,7 +171,7 @@ END
 
 
 @test "a rank in an endless loop: --hang-timeout ends the run and names it, its line and its stack" {
-  hanging_script
+  write_hanging_script
   verdict_of 124 "hung: no output for " --hang-timeout 3 "$N1" "$N2"
   [[ "$output" == *"rank 1 on $N2 is not in a collective, the other waits for it; it is at my script.py:"*" in main()"* ]]
   [[ "$output" == *"line "*", in main"*"meanwhile: rank 0 on $N1: waited in a collective at my script.py:"* ]]
@@ -208,7 +208,7 @@ END
   status_of_launcher
   [ "$status" -eq 137 ]
   grep -q "verdict: failed: the agent on $N2 died of SIGKILL" out
-  nothing_left_within 10
+  no_processes_within 10
 }
 
 
@@ -220,7 +220,7 @@ END
   status_of_launcher
   [ "$status" -eq 137 ]
   grep -q "verdict: failed: the agent on $N1 died of SIGKILL" out
-  nothing_left_within 10
+  no_processes_within 10
 }
 
 
@@ -247,7 +247,7 @@ with socket.create_server(("", 29500)):
   status_of_launcher
   [ "$status" -eq 137 ]
   grep -q "verdict: failed: the supervisor on $N2 died of SIGKILL" out
-  nothing_left_within 10
+  no_processes_within 10
 }
 
 

@@ -136,7 +136,7 @@ END
   sed -i 's/70000/300/' "$HOMES/$N1/gpus"
   eventually grep -q "$N1: GPU 2: free again" out
   : >go
-  status_of "$LAUNCHER"
+  wait_for_exit "$LAUNCHER"
   [ "$status" -eq 0 ]
   grep -q "arguments --name a --seconds 1 --device cuda:0" logs/jobs/*/*/node_*.log
   holds '[words[4] for words in started if words[0] == "begin" and words[1] == "two"] in (["0,1"], ["0,3"])'
@@ -230,7 +230,7 @@ END
 
 @test "results come home from servers that share no files, and a job goes on elsewhere with what it has written" {
   WORK="$APART/my 'work' [k]" # both this and the prefix "[p]" are wildcards for a shell and for rsync
-  enter_work
+  enter_workdir
   write_job_script
   cat >>job.py <<'END'
 with open(f"{out}/diary", "a") as file:
@@ -255,7 +255,7 @@ END
   [[ "$output" == *"b-tick-1"* ]]
   lab ssh "$N1" touch "$PWD/go"
   lab ssh "$N2" touch "$PWD/go"
-  status_of "$LAUNCHER"
+  wait_for_exit "$LAUNCHER"
   [ "$status" -eq 0 ]
   run ! grep "cannot be copied" out
   holds 'all(each["state"] == "done" for each in r["jobs"]) and len(job["a"]["attempts"]) == 2'
@@ -268,7 +268,7 @@ END
 @test "--sync copies to ~/ml-customization where that is there, as jobs run there" {
   local usual="$HOMES/$N1/ml-customization"
   WORK="$APART/usual"
-  enter_work
+  enter_workdir
   write_job_script
   cluster "$N1:1"
   job_list <<<'{"name": "a"}'
@@ -311,7 +311,7 @@ END
   [ "$(panes "$N2" '#{pane_title}' | grep -c ': idle$')" -ge 4 ]
   shows_on_terminal "$name-tick-" ssh -tt "$node" tmux attach -t ml_training
   : >go
-  status_of "$LAUNCHER"
+  wait_for_exit "$LAUNCHER"
   [ "$status" -eq 0 ]
   run ! panes "$N1" x # it ends with the list
 }
@@ -333,7 +333,7 @@ END
   lab ssh "$N2" tmux kill-server
   pids=$(awk '{ print $4 }' "$STARTED")
   : >go
-  status_of "$LAUNCHER"
+  wait_for_exit "$LAUNCHER"
   [ "$status" -eq 0 ]
   holds 'len(began) == 3 and r["totals"]["done"] == 3'
   [ "$pids" = "$(awk '$1 == "begin" { print $4 }' "$STARTED")" ]
@@ -355,11 +355,11 @@ END
   wait_for_line out "$N1: connected; watch: ssh -t $N1 tmux attach -t ml_training_2"
   begun b
   : >go.b
-  status_of "$LAUNCHER"
+  wait_for_exit "$LAUNCHER"
   [ "$status" -eq 0 ]
   [ "$(panes "$N1" x | wc -l)" -eq 2 ] # a's
   : >go.a
-  status_of "$first"
+  wait_for_exit "$first"
   [ "$status" -eq 0 ]
   grep -q "finished: 1 of 1 done" out.a
   run ! lab ssh "$N1" tmux has-session
@@ -371,7 +371,7 @@ END
 
 @test "what is wrong with a server is told at the start with the remedy, no password is asked, and the others go on" {
   WORK="$APART/unfit 'work'"
-  enter_work
+  enter_workdir
   write_job_script
   mkdir -p home/.ssh
   second_sshd "$N2" 2222 -o PubkeyAuthentication=no -o PasswordAuthentication=yes
@@ -440,7 +440,7 @@ END
 
 @test "fish and tcsh as login shells will do, a .bashrc may print, and RemoteCommand and RequestTTY disturb nothing" {
   WORK="$APART/loud"
-  enter_work
+  enter_workdir
   write_job_script
   mkdir -p home/.ssh
   furnish "$N2" "$(type -P fish)"
@@ -548,7 +548,7 @@ END
   run -0 list logs fold0
   [[ "$output" == *"a-tick-1"* ]]
   kill -INT -- "-$LAUNCHER"
-  status_of "$LAUNCHER"
+  wait_for_exit "$LAUNCHER"
   [ "$status" -eq 130 ]
   grep -q "interrupted: 0 of 2 done; 2 still running, and not disturbed by this" out
   grep -q "to go on:  .*run_distributed_training.py.* resume" out
@@ -560,7 +560,7 @@ END
   start_command resume --log-file "$WORK/results.json" # from anywhere
   cd "$WORK"
   : >go
-  status_of "$LAUNCHER"
+  wait_for_exit "$LAUNCHER"
   [ "$status" -eq 0 ]
   holds 'len(began) == 2 and r["totals"]["attempts"] == r["totals"]["done"] == 2'
 }
@@ -579,10 +579,10 @@ END
   eventually grep -q a-tick-3 followed
   eventually grep -q "1 job; results: results.json" first
   : >go
-  status_of "$LAUNCHER"
+  wait_for_exit "$LAUNCHER"
   [ "$status" -eq 0 ]
   holds 'job["a"]["state"] == "done"'
-  status_of "$follower"
+  wait_for_exit "$follower"
   [ "$status" -eq 0 ]
   cmp followed logs/jobs/*/*/node_*.log
 }
@@ -608,7 +608,7 @@ END
   [[ "$output" == *"cancelled on request; no process of it is left; GPU 0: 5 MiB in use"* ]]
   [ "$(grep -c 'no process of it is left' <<<"$output")" -eq 4 ]
   nothing_left
-  status_of "$LAUNCHER"
+  wait_for_exit "$LAUNCHER"
   [ "$status" -eq 1 ]
   grep -q "cancelled: 0 of 6 done, 6 cancelled" out
   run -0 list cancel all

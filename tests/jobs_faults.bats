@@ -60,7 +60,7 @@ job_on() { # <node>: the name of the job that was started there last
 
 # All are done, each at its first attempt.
 undisturbed() {
-  status_of "$LAUNCHER"
+  wait_for_exit "$LAUNCHER"
   [ "$status" -eq 0 ] || { cat out && return 1; }
   holds 'r["totals"]["done"] == r["totals"]["attempts"] == len(began) == len(job)'
 }
@@ -198,7 +198,7 @@ fill() { # <directory>: until nothing more fits
   lab kill "$N3"
   wait_for_line out "retry: "
   : >go
-  status_of "$LAUNCHER"
+  wait_for_exit "$LAUNCHER"
   [ "$status" -eq 0 ]
   holds 'r["totals"]["done"] == 3 and len(began) == 4 and began.count("'"$lost"'") == 2'
   holds '[each["failure"] for each in job["'"$lost"'"]["attempts"]] == ["server lost", ""]'
@@ -230,7 +230,7 @@ fill() { # <directory>: until nothing more fits
   begun later # there, as the others are busy
   run ! alive "$pid"
   : >go
-  status_of "$LAUNCHER"
+  wait_for_exit "$LAUNCHER"
   [ "$status" -eq 0 ]
   [ "$(node_of_job later)" = "$N3" ]
   holds 'r["totals"]["done"] == 4 and len(began) == 5 and not [words for words in started if words[0] == "overlap"]'
@@ -248,7 +248,7 @@ fill() { # <directory>: until nothing more fits
   : >go
   wait_for_line out "another attempt writes there; trying again when it has ended"
   rm experiments/*/.muster_job # a file server takes its locks back from a machine that it does not reach
-  status_of "$LAUNCHER"
+  wait_for_exit "$LAUNCHER"
   [ "$status" -eq 0 ]
   grep -q "$N3: was lost" out
   lab heal "$N3"
@@ -281,7 +281,7 @@ END
   wait_for_line out "$N2: gets no more jobs: "
   run -0 list cancel p/fold0
   [[ "$output" == *"cancelled: p/fold0: cancelled on request; no process of it is left"* ]]
-  status_of "$LAUNCHER"
+  wait_for_exit "$LAUNCHER"
   [ "$status" -eq 75 ]
   grep -q "paused: no server can be used for the jobs that wait; see the reasons above" out
   holds '[job[name]["state"] for name in ("ends", "d", "e", "fills", "f")] == ["done"] * 3 + ["failed", "waiting"]'
@@ -311,7 +311,7 @@ END
   done
   [ "$(supervised guard b)" != "$guard" ]
   : >go
-  status_of "$LAUNCHER"
+  wait_for_exit "$LAUNCHER"
   [ "$status" -eq 0 ]
   holds 'sorted(began) == ["a", "a", "b", "c", "c"] and r["totals"]["done"] == 3'
   holds 'all(job[name]["attempts"][0]["failure"] == "supervisor killed" for name in "ac")'
@@ -351,7 +351,7 @@ END
   wait_for_line "$BATS_TEST_TMPDIR/out" "its results cannot be copied: rsync: "
   begun b20
   rm fill
-  status_of "$LAUNCHER"
+  wait_for_exit "$LAUNCHER"
   [ "$status" -eq 0 ]
   holds 'r["totals"]["done"] == len(began) == 21'
   lab ssh "$N1" cat "$there/$(tell 'job["a"]["output"].split()')/big" | cmp - "$(tell 'job["a"]["output"].split()')/big"
@@ -360,7 +360,7 @@ END
 
 @test "a copy that is killed on its way is made again, and a half copied file is never taken for a whole one" {
   WORK="$APART/my work"
-  enter_work
+  enter_workdir
   write_job_script
   cluster "$N1:1"
   job_list <<<'{"name": "a", "big": 2, "prefix": "p", "fold": 0, "until": "'"$PWD/go"'"}'
@@ -375,7 +375,7 @@ END
   done < <(grep -lsa "^rsync.*$PWD" /proc/[0-9]*/cmdline)
   lab heal "$N1"
   wait_for_line out "p/fold0: its results cannot be copied: "
-  status_of "$LAUNCHER"
+  wait_for_exit "$LAUNCHER"
   [ "$status" -eq 0 ]
   lab ssh "$N1" cat "$PWD/experiments/p/fold0/big" | cmp - experiments/p/fold0/big
   holds 'began == ["a"] and job["a"]["state"] == "done"'
@@ -384,7 +384,7 @@ END
 
 @test "a job that is done, but whose server is lost before its results are here, runs elsewhere" {
   WORK="$APART/their work"
-  enter_work
+  enter_workdir
   write_job_script
   cluster "$N3:1" "$N1:1"
   job_list <<<'{"name": "a", "big": 2, "prefix": "p", "fold": 0, "until": "'"$PWD/go"'", "_retries": 0}'
@@ -399,7 +399,7 @@ END
   for node in "$N1" "$N3"; do
     [ "$node" = "$first" ] || lab ssh "$node" touch "$PWD/go"
   done
-  status_of "$LAUNCHER"
+  wait_for_exit "$LAUNCHER"
   lab up "$NODES" --prefix "$PREFIX" --private "$APART" >/dev/null
   furnish "$first"
   [ "$status" -eq 0 ]
@@ -414,7 +414,7 @@ END
 @test "a server that is taken out of the configuration gives its jobs to the others after --lost-after" {
   start_three_jobs --lost-after 3
   kill -INT -- "-$LAUNCHER"
-  status_of "$LAUNCHER"
+  wait_for_exit "$LAUNCHER"
   [ "$status" -eq 130 ]
   cluster "$N1:2" "$N2:1"
   start_command resume
@@ -422,7 +422,7 @@ END
   wait_for_line out "another attempt writes there; trying again when it has ended" # to the files that all share
   holds 'len(began) == 3'
   : >go
-  status_of "$LAUNCHER"
+  wait_for_exit "$LAUNCHER"
   [ "$status" -eq 0 ]
   holds 'r["totals"]["done"] == 3 and len(began) == 4'
 }

@@ -10,17 +10,17 @@ load lab/secrets.bash
 
 
 setup_file() {
-  raise_nodes 4 --slurm --gpus 2
+  start_lab 4 --slurm --gpus 2
 }
 
 
 teardown_file() {
-  lower_nodes
+  stop_lab
 }
 
 
 setup() {
-  enter_work
+  enter_workdir
   DISPATCH=("$VIRTUAL_ENV/bin/python" "$KIT/scripts/jobs/run_distributed_training.py")
   STARTED=$BATS_TEST_TMPDIR/started
   : >"$STARTED"
@@ -75,7 +75,7 @@ start_list() {
 
 kill_dispatcher() {
   kill -KILL "$LAUNCHER"
-  status_of "$LAUNCHER"
+  wait_for_exit "$LAUNCHER"
   LAUNCHER=''
 }
 
@@ -379,7 +379,7 @@ END
   [[ "$output" == *"cancelled: "*"no process of it is left"* ]]
   eventually holds 'job["waits"]["state"] == "cancelled"'
   run -0 list cancel all
-  status_of "$LAUNCHER"
+  wait_for_exit "$LAUNCHER"
   [ "$status" -ne 0 ]
   holds 'all(each["state"] == "cancelled" and each["reason"].startswith("cancelled on request") for each in r["jobs"])'
   holds 'last["deaf"]["signal"] == "SIGKILL" and len(began) == 4'
@@ -423,7 +423,7 @@ END
   start_list
   wait_for_line out "still runs"
   : >go
-  status_of "$LAUNCHER"
+  wait_for_exit "$LAUNCHER"
   [ "$status" -eq 1 ]
   LAUNCHER=''
   holds 'sorted(began) == sorted(job) and all(len(each["attempts"]) == 1 for each in r["jobs"])'
@@ -480,7 +480,7 @@ END
   : >submit
   eventually two_arrays
   : >go
-  status_of "$LAUNCHER"
+  wait_for_exit "$LAUNCHER"
   [ "$status" -eq 0 ]
   LAUNCHER=''
   eventually queue_is_empty
@@ -511,7 +511,7 @@ two_arrays() {
   scancel "$(element_of a)" "$(element_of waits)"
   eventually holds 'job["a"]["state"] == job["waits"]["state"] == "failed"'
   : >go
-  status_of "$LAUNCHER"
+  wait_for_exit "$LAUNCHER"
   [ "$status" -eq 1 ]
   LAUNCHER=''
   holds 'last["a"]["failure"] == last["waits"]["failure"] == "cancelled outside" and last["a"]["signal"] == "SIGTERM"'
@@ -527,7 +527,7 @@ two_arrays() {
   start_list
   begun a
   eventually scontrol update "jobid=$(element_of a)" EndTime=now # not in the second in which it has begun
-  status_of "$LAUNCHER"
+  wait_for_exit "$LAUNCHER"
   [ "$status" -eq 1 ]
   LAUNCHER=''
   holds 'last["a"]["failure"] == "timeout" and "SLURM'"'"'s time limit" in last["a"]["reason"]'
@@ -545,7 +545,7 @@ two_arrays() {
   begins_again a
   [ -s urgent ]
   : >go
-  status_of "$LAUNCHER"
+  wait_for_exit "$LAUNCHER"
   [ "$status" -eq 0 ]
   LAUNCHER=''
   holds '[each["failure"] for each in job["a"]["attempts"]] == ["preempted", ""]'
@@ -564,7 +564,7 @@ two_arrays() {
   begins_again a
   [ "$(node_of_job a)" != "$node" ]
   : >go
-  status_of "$LAUNCHER"
+  wait_for_exit "$LAUNCHER"
   [ "$status" -eq 0 ]
   LAUNCHER=''
   holds '[each["failure"] for each in job["a"]["attempts"]] == ["server lost", ""]'
@@ -610,7 +610,7 @@ slurm_marks_nodes_down_after() { # <seconds>
   begins_again a
   run ! grep -E "^begin . ($lost|$unreachable) " <(tail -n 2 "$STARTED")
   : >go
-  status_of "$LAUNCHER"
+  wait_for_exit "$LAUNCHER"
   [ "$status" -eq 0 ]
   LAUNCHER=''
   holds '[each["failure"] for each in job["a"]["attempts"]] == ["server lost", ""]'
@@ -633,7 +633,7 @@ slurm_marks_nodes_down_after() { # <seconds>
   : >go
   begun a
   start_slurmctld
-  status_of "$LAUNCHER"
+  wait_for_exit "$LAUNCHER"
   [ "$status" -eq 0 ]
   LAUNCHER=''
   holds 'sorted(began) == ["a", "b", "c"] and r["totals"]["attempts"] == r["totals"]["done"] == 3'
@@ -651,7 +651,7 @@ slurm_marks_nodes_down_after() { # <seconds>
   kill -KILL "$pid"
   begins_again a
   : >go
-  status_of "$LAUNCHER"
+  wait_for_exit "$LAUNCHER"
   [ "$status" -eq 0 ]
   LAUNCHER=''
   holds '[each["failure"] for each in job["a"]["attempts"]] == ["supervisor killed", ""]'
@@ -688,7 +688,7 @@ slurm_marks_nodes_down_after() { # <seconds>
   run ! grep -rlaF -f secret "$MUSTER_LAB/slurmctld" "$MUSTER_LAB"/*/slurmd
   run ! grep -rlF -f secret results.json results.journal
   : >go
-  status_of "$LAUNCHER"
+  wait_for_exit "$LAUNCHER"
   [ "$status" -eq 0 ]
   LAUNCHER=''
   : >kept
@@ -743,7 +743,7 @@ waiting_for_base() { # how many wait in SLURM's queue for their base model
   begun base
   eventually waiting_for_base 3
   : >go
-  status_of "$LAUNCHER"
+  wait_for_exit "$LAUNCHER"
   [ "$status" -eq 0 ] || { cat out && false; }
   holds 'began.count("base") == 2 and all(len(job[name]["attempts"]) == 1 for name in ("e1", "e2", "e3"))'
   rm -r experiments go
@@ -751,7 +751,7 @@ waiting_for_base() { # how many wait in SLURM's queue for their base model
   start out "${DISPATCH[@]}" "${OPTIONS[@]}" --retries 0 --log-file failing.json
   eventually waiting_for_base 3
   : >go
-  status_of "$LAUNCHER"
+  wait_for_exit "$LAUNCHER"
   [ "$status" -eq 1 ]
   [ "$(grep -c '"reason": "base [0-9a-f]* failed"' failing.json)" -eq 3 ]
   [ "$(grep -c '^begin e' "$STARTED")" -eq 3 ]

@@ -36,7 +36,7 @@ teardown() {
 # From here on the working directory is one that the servers do not share with this machine, nor with one another.
 apart() {
   WORK="$APART/my $BATS_TEST_NUMBER work"
-  enter_work
+  enter_workdir
   write_job_script
 }
 
@@ -70,7 +70,7 @@ copies() { # how many were made, as the dispatcher says
 
 
 all_done() {
-  status_of "$LAUNCHER"
+  wait_for_exit "$LAUNCHER"
   [ "$status" -eq 0 ] || { cat out && return 1; }
   holds 'r["totals"]["done"] == len(job) + len([each for each in r["jobs"] if "name" not in each["settings"]]) - 1'
 }
@@ -117,7 +117,7 @@ all_valid() { # <node...>
   [ "$(grep -c '"id"' phase2_experiments.json)" -eq 15 ]
   # Again, in another list: nothing is trained, nothing is copied.
   start_list --log-file again.json
-  status_of "$LAUNCHER"
+  wait_for_exit "$LAUNCHER"
   [ "$status" -eq 0 ]
   furnish "$N2"
   furnish "$N3"
@@ -129,7 +129,7 @@ all_valid() { # <node...>
 @test "servers that share their files get one copy, and experiments start when their own base model is there" {
   WORK=$APART/shared
   mkdir -p "$BATS_TEST_TMPDIR/shared"
-  enter_work
+  enter_workdir
   write_job_script
   for node in "$N1" "$N2" "$N3"; do
     on "$node" mkdir -p "$WORK"
@@ -161,10 +161,10 @@ all_valid() { # <node...>
   start "$WORK/second" "${DISPATCH[@]}" --cluster-config cluster.json --jobs-config jobs.json --log-file second.json --sync
   wait_for_line second "another list, which trains or copies it; waiting"
   lab ssh "$N1" touch "$WORK/go"
-  status_of "$LAUNCHER"
+  wait_for_exit "$LAUNCHER"
   [ "$status" -eq 0 ] || { cat second && false; }
   LAUNCHER=$first
-  status_of "$LAUNCHER"
+  wait_for_exit "$LAUNCHER"
   [ "$status" -eq 0 ]
   [ "$(trainings)" -eq 1 ]
   [ "$(copies)" -eq 0 ]
@@ -191,7 +191,7 @@ all_valid() { # <node...>
     ! on "$N2" test -e "$WORK/$base" || all_valid "$N2" # on a busy machine it may be complete by now
     kill_rsync "$side"
     lab heal "$N2"
-    status_of "$LAUNCHER"
+    wait_for_exit "$LAUNCHER"
     [ "$status" -eq 0 ] || { cat out && false; }
     all_valid "$N2"
     [ "$(grep -c "^base $side. weights" "$STARTED")" -eq 2 ]
@@ -227,11 +227,11 @@ kill_rsync() { # <here or there>: the one that sends, or the one that receives
   two_phase_cluster "$N2:1"
   experiments 1 | sed 's/"e1/"e2/g' | job_list
   start_list --sync --log-file there.json
-  status_of "$LAUNCHER"
+  wait_for_exit "$LAUNCHER"
   on "$N2" sh -c "$flip"
   experiments 1 | sed 's/"e1/"e3/g' | job_list
   start_list --log-file there-again.json
-  status_of "$LAUNCHER"
+  wait_for_exit "$LAUNCHER"
   [ "$status" -eq 0 ]
   [ "$(copies)" -eq 1 ]
   [ "$(trainings)" -eq 1 ]
@@ -243,7 +243,7 @@ kill_rsync() { # <here or there>: the one that sends, or the one that receives
   run -2 dispatch --log-file skip.json --skip-phase1
   [[ "$output" == *"base $(hash) of 1 job, the first e4/"*"damaged"* ]]
   start_list --log-file here.json
-  status_of "$LAUNCHER"
+  wait_for_exit "$LAUNCHER"
   [ "$status" -eq 0 ]
   [ "$(trainings)" -eq 2 ]
   all_valid "$N2"
@@ -260,7 +260,7 @@ kill_rsync() { # <here or there>: the one that sends, or the one that receives
   two_phase_cluster "$N2:2" "$N3:1"
   experiments 3 '"base_mb": 4' | sed 's/"e/"g/g' | job_list
   start_list --sync --log-file full.json
-  status_of "$LAUNCHER"
+  wait_for_exit "$LAUNCHER"
   [ "$status" -eq 0 ] || { cat out && false; }
   grep -q "$N2: g./fold0_a was not started: base $(hash): .*: [0-9]* MiB free, [0-9]* MiB needed" out
   [ "$(grep -c "begin g. $N3" "$STARTED")" -eq 3 ]

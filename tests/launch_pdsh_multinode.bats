@@ -13,29 +13,29 @@ source "$BATS_TEST_DIRNAME/lab/secrets.bash"
 
 setup_file() {
   export LAUNCH=$BATS_TEST_DIRNAME/../scripts/ssh/launch_pdsh_multinode.sh
-  raise_nodes 3
+  start_lab 3
 }
 
 
 teardown_file() {
-  lower_nodes
+  stop_lab
 }
 
 
 setup() {
-  enter_work
+  enter_workdir
 }
 
 
 teardown() {
   lab heal "$N3" >/dev/null 2>&1 || true
-  leave_work
+  sweep_runs
 }
 
 
 # bats test_tags=quick
 @test "pdsh starts all nodes at once, each with its own number of processes, and the words arrive" {
-  script <<'END'
+  write_script <<'END'
 assert os.environ["SECRET"] == open("secret").read()
 total = torch.tensor(rank)
 dist.all_reduce(total)
@@ -57,13 +57,13 @@ END
   done
   [ "$(cat logs/latest/node_*.exit | sort -u)" = 0 ]
   [[ "$stderr" == *"verdict: ok"* ]]
-  secret_was_kept
+  secret_did_not_leak
   [ ! -e "logs/latest/node_$N1.environment" ]
 }
 
 
 @test "torchrun's own agents know nothing of each other: the first node that ends badly ends the others" {
-  script <<'END'
+  write_script <<'END'
 dist.barrier()
 if rank == 2:
     sys.exit(42)
@@ -73,29 +73,29 @@ END
   [ "$status" -eq 42 ]
   [[ "$output" == *"$N3: ssh exited with exit code 1"* ]]
   [[ "$output" == *"verdict: failed: rank 2 on $N3 exited with code 42"* ]]
-  [ "$(left)" -eq 0 ]
+  [ "$(processes_left)" -eq 0 ]
 }
 
 @test "Ctrl-C reaches the ranks, which write a checkpoint: 75" {
-  endless_training >tiny.yaml
+  endless_settings >tiny.yaml
   start out "$LAUNCH" tiny.yaml 1 "$N1" "$N2"
   wait_for_line out "step      3/100000"
   kill -INT -- "-$LAUNCHER"
-  status_of "$LAUNCHER"
+  wait_for_exit "$LAUNCHER"
   [ "$status" -eq 75 ]
   grep -q "^stopped on request at step" out # the last words come through
   [ "$(find "check points" -maxdepth 1 -name 'step_*' | wc -l)" -eq 1 ]
   run ! grep -q interrupt out # pdsh would have its say
-  [ "$(left)" -eq 0 ]
+  [ "$(processes_left)" -eq 0 ]
 }
 
 
 @test "SIGKILL of the launcher takes pdsh along, and leaves nothing on any node" {
-  working_script
-  start_work - 1 "$N1" "$N2" "$N3"
+  write_endless_script
+  start_endless_script - 1 "$N1" "$N2" "$N3"
   [ "$(pgrep -cf "pdsh -S .*$N1")" -eq 1 ]
   kill -KILL "$LAUNCHER"
-  nothing_left_within 10
+  no_processes_within 10
   run ! pgrep -f "pdsh -S .*$N1"
 }
 
@@ -103,16 +103,16 @@ END
 # The agents notice it, as with ssh.
 # bats test_tags=soak
 @test "a node that is cut off ends the run with 69, and its own processes by itself" {
-  working_script
-  start_work - 1 "$N1" "$N2" "$N3"
+  write_endless_script
+  start_endless_script - 1 "$N1" "$N2" "$N3"
   lab cut "$N3"
   SECONDS=0
-  status_of "$LAUNCHER"
+  wait_for_exit "$LAUNCHER"
   ((SECONDS <= 30)) # 12 to notice, 10 to end the others, and a busy machine
   [ "$status" -eq 69 ]
   grep -q "$N3: connection to its supervisor lost; stopping the run" logs/latest/launcher.log
   grep -q "verdict: failed: $N3: connection lost" out
-  nothing_left_within 25
+  no_processes_within 25
 }
 
 

@@ -153,7 +153,7 @@ print(max(1, int(look_at_cores().usable)))')
     --env-file secrets.env -m mod - 1 -- 'x y'
   [ "$status" -eq 0 ]
   [ "$output" = "1 2 from a file \$x $cores ['x y']" ]
-  secret_was_kept
+  secret_did_not_leak
   [ "$(grep -c "^OMP_NUM_THREADS=$cores for each of 1 rank on $cores core" <<<"$stderr")" -eq 1 ]
 }
 
@@ -358,7 +358,7 @@ leave_py_spy_out() {
 # bats test_tags=slow
 @test "a rank in an endless loop: status.sh names it and its line without py-spy" {
   local line file
-  hanging_script
+  write_hanging_script
   leave_py_spy_out
   line=$(grep -n "while True" "my script.py" | cut -d: -f1)
   UNDER=("${WITHOUT_PY_SPY[@]}")
@@ -380,7 +380,7 @@ leave_py_spy_out() {
 
 # bats test_tags=slow
 @test "--hang-timeout ends a run that hangs with 124 and names the rank, and --max-restarts starts it again" {
-  hanging_script
+  write_hanging_script
   leave_py_spy_out
   run timeout 120 "${WITHOUT_PY_SPY[@]}" "$LAUNCH" --hang-timeout 3 --max-restarts 1 --script "my script.py" - 2
   [ "$status" -eq 124 ]

@@ -14,29 +14,29 @@ source "$BATS_TEST_DIRNAME/lab/secrets.bash"
 
 setup_file() {
   export LAUNCH=$BATS_TEST_DIRNAME/../scripts/ssh/launch_torchrun_auto.sh
-  raise_nodes 3
+  start_lab 3
 }
 
 
 teardown_file() {
-  lower_nodes
+  stop_lab
 }
 
 
 setup() {
-  enter_work
+  enter_workdir
 }
 
 
 teardown() {
   lab heal "$N3" >/dev/null 2>&1 || true
-  leave_work
+  sweep_runs
 }
 
 
 # bats test_tags=quick
 @test "a script that is not ours runs on three nodes, with its words byte for byte, and secrets are seen nowhere" {
-  script <<'END'
+  write_script <<'END'
 assert os.environ["SECRET"] == open("secret").read()
 total = torch.tensor(rank)
 dist.all_reduce(total)
@@ -65,19 +65,19 @@ END
     [ "$(<"logs/latest/node_$node.exit")" = 0 ]
   done
   grep -q "verdict: ok" <<<"$stderr"
-  secret_was_kept
+  secret_did_not_leak
 }
 
 
 @test "Ctrl-C in the middle of a training: one checkpoint, 75, and the same command goes on" {
-  endless_training >tiny.yaml
+  endless_settings >tiny.yaml
   start out "$LAUNCH" tiny.yaml 1 "$N1" "$N2"
   wait_for_line out "step      3/100000"
   kill -INT -- "-$LAUNCHER"
-  status_of "$LAUNCHER"
+  wait_for_exit "$LAUNCHER"
   [ "$status" -eq 75 ]
   grep -q "^stopped on request at step" out # the last words come through
-  [ "$(left)" -eq 0 ]
+  [ "$(processes_left)" -eq 0 ]
   step=$(find "check points" -name 'step_*' -printf '%f' | sed 's/step_0*//')
   run "$LAUNCH" tiny.yaml 1 "$N1" "$N2" -- train.steps=$((step + 1))
   [ "$status" -eq 0 ]
@@ -86,43 +86,43 @@ END
 
 
 @test "SIGKILL of the launcher leaves nothing on any node" {
-  working_script
-  start_work - 1 "$N1" "$N2" "$N3"
+  write_endless_script
+  start_endless_script - 1 "$N1" "$N2" "$N3"
   kill -KILL "$LAUNCHER"
-  nothing_left_within 10
+  no_processes_within 10
 }
 
 
 @test "a node that is cut off ends the run with 69, and when it comes back nothing runs there" {
-  working_script
-  start_work - 1 "$N1" "$N2" "$N3"
+  write_endless_script
+  start_endless_script - 1 "$N1" "$N2" "$N3"
   lab cut "$N3"
   SECONDS=0
-  status_of "$LAUNCHER"
+  wait_for_exit "$LAUNCHER"
   ((SECONDS <= 25)) # 12 to notice, 10 to end the others, and a busy machine
   [ "$status" -eq 69 ]
   grep -q "verdict: failed: $N3: connection lost" out
   lab heal "$N3"
-  nothing_left_within 10
+  no_processes_within 10
 }
 
 
 # bats test_tags=soak
 @test "a node that is frozen ends the run, and when it thaws nothing runs there" {
-  working_script
-  start_work - 1 "$N1" "$N3"
+  write_endless_script
+  start_endless_script - 1 "$N1" "$N3"
   lab freeze "$N3"
-  status_of "$LAUNCHER"
+  wait_for_exit "$LAUNCHER"
   [ "$status" -eq 69 ]
   grep -q "verdict: failed: $N3: connection lost" out
   lab heal "$N3"
-  nothing_left_within 10
+  no_processes_within 10
 }
 
 
 # bats test_tags=soak
 @test "--max-restarts starts all nodes again" {
-  script <<'END'
+  write_script <<'END'
 dist.barrier()
 if rank == 1 and not os.path.exists("tried"):
     open("tried", "w").close()
@@ -152,7 +152,7 @@ def killed_once(self, indices):
 data.Windows.__getitems__ = killed_once
 runpy.run_path(sys.argv[0], run_name="__main__")
 END
-  endless_training >tiny.yaml
+  endless_settings >tiny.yaml
   train=("$LAUNCH" --max-restarts 1 --script "my script.py" tiny.yaml 1 "$N1" "$N2" "$N3" -- train.steps=8
     train.batch_size=15 checkpoint.every=1)
   run "${train[@]}"
@@ -168,7 +168,7 @@ END
 
 # bats test_tags=soak
 @test "two launches at once on the same nodes do not meet" {
-  script <<'END'
+  write_script <<'END'
 total = torch.ones(1)
 dist.all_reduce(total)
 print(f"sum {total.item()}")
@@ -183,7 +183,7 @@ END
 
 
 @test "nodes whose own names are 127.0.1.1, as Debian has it, meet all the same" {
-  script <<'END'
+  write_script <<'END'
 total = torch.ones(1)
 dist.all_reduce(total)
 print(f"sum {total.item()}")
@@ -198,7 +198,7 @@ END
 
 
 @test "what cannot work is refused before it starts, with the node and the remedy" {
-  script <<<''
+  write_script <<<''
   refused 2 "expected CONFIG, NPROC and NODE..." - 2
   refused 2 "named twice" --script "my script.py" - 2 "$N1" "$N1"
   refused 2 "NPROC: expected a number of processes from 1 to 1024, got 'two'" --script "my script.py" - two "$N1"
@@ -213,7 +213,7 @@ END
 
 
 @test "of two launches at once with one port, one is refused with the name of the other, which goes on" {
-  script <<'END'
+  write_script <<'END'
 dist.barrier()
 while not os.path.exists("go"):
     time.sleep(0.1)
@@ -225,19 +225,19 @@ END
   wait -n "$first" "$LAUNCHER" && status=0 || status=$?
   [ "$status" -eq 69 ]
   : >go
-  status_of "$first"
+  wait_for_exit "$first"
   statuses=$status
-  status_of "$LAUNCHER"
+  wait_for_exit "$LAUNCHER"
   [[ "$statuses $status" == "69 0" || "$statuses $status" == "0 69" ]]
   refused=$(grep -l "agent: .*: in use by run " out.?) # whichever of its nodes was first
   other=out.$((3 - ${refused#out.}))
   grep -q "in use by run $(grep -o -m1 'my-script-[^ :]*' "$other") (first node $N1, started .*; choose another" "$refused"
-  [ "$(left)" -eq 0 ]
+  [ "$(processes_left)" -eq 0 ]
 }
 
 
 @test "a port that is taken on the first node is refused, there and not here" {
-  script <<<''
+  write_script <<<''
   "$BATS_TEST_DIRNAME/lab/lab.sh" ssh "$N2" python3 -c '
 import socket, time
 with socket.create_server(("", 29123)):
@@ -251,7 +251,7 @@ with socket.create_server(("", 29123)):
 
 
 @test "--dry-run prints what would run on which node, and touches none" {
-  script <<<''
+  write_script <<<''
   printf '%s\n' '# ours' 'a1 slots=4' b2 c3 >hosts
   run "$LAUNCH" --dry-run --hostfile hosts --exclude c3 --script "my script.py" - 2 -- 'x y'
   [ "$status" -eq 0 ]

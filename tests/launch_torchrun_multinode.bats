@@ -11,24 +11,24 @@ source "$BATS_TEST_DIRNAME/lab/nodes.bash"
 
 setup_file() {
   export LAUNCH=$BATS_TEST_DIRNAME/../scripts/ssh/launch_torchrun_multinode.sh
-  raise_nodes 3
+  start_lab 3
 }
 
 
 teardown_file() {
-  lower_nodes
+  stop_lab
 }
 
 
 setup() {
-  enter_work
+  enter_workdir
   PORT=$((20000 + RANDOM % 9000))
 }
 
 
 teardown() {
   lab heal "$N3" >/dev/null 2>&1 || true
-  leave_work
+  sweep_runs
 }
 
 
@@ -43,7 +43,7 @@ by_hand() { # <node> <launcher> <NODE_RANK> <word...> - the words hold NODE_RANK
 
 # bats test_tags=quick
 @test "by hand on three nodes: who is missing is told, and the words arrive" {
-  script <<'END'
+  write_script <<'END'
 total = torch.tensor(rank)
 dist.all_reduce(total)
 with open(f"told.{rank}", "w") as file:
@@ -56,7 +56,7 @@ END
   wait_for_line out.1 "agent: 2 of 3 nodes joined, waiting for node rank 2, "
   by_hand "$N3" launch_torchrun_multinode.sh 2 "${words[@]}"
   for number in 0 1 2; do
-    status_of "${PIDS[number]}"
+    wait_for_exit "${PIDS[number]}"
     [ "$status" -eq 0 ]
     [ "$(<"told.$number")" = "${PREFIX}$((number + 1)) 3 ['x  y', '*', 'a\\nb', ''] a 'b' \$c" ]
   done
@@ -64,7 +64,7 @@ END
 
 
 @test "a rank that fails on one node ends all, and every node tells the same verdict and code" {
-  script <<'END'
+  write_script <<'END'
 dist.barrier()
 if rank == 2:
     raise ValueError("boom")
@@ -75,17 +75,17 @@ END
     by_hand "${PREFIX}$((number + 1))" launch_multinode.sh "$number" "${words[@]}"
   done
   for number in 0 1 2; do
-    status_of "${PIDS[number]}"
+    wait_for_exit "${PIDS[number]}"
     [ "$status" -eq 1 ]
     grep -q "verdict: failed: rank 2 on $N3 raised ValueError: boom" "out.$number"
     grep -q 'File ".*my script.py", line 8' "out.$number"
   done
-  [ "$(left)" -eq 0 ]
+  [ "$(processes_left)" -eq 0 ]
 }
 
 
 @test "a node that is cut off is named by the others, ends its own ranks, and all end with 69" {
-  working_script
+  write_endless_script
   words=(--script "my script.py" - 1 3 NODE_RANK "$N1" "$PORT")
   for number in 0 1 2; do
     by_hand "${PREFIX}$((number + 1))" launch_torchrun_multinode.sh "$number" "${words[@]}"
@@ -97,10 +97,10 @@ END
     wait_for_line "out.$number" "agent: $N3: connection lost; stopping the ranks of this node"
     ((SECONDS <= 16))
   done
-  nothing_left_within 25 # on the cut node as well, without its coming back
+  no_processes_within 25 # on the cut node as well, without its coming back
   lab heal "$N3"
   for number in 0 1; do
-    status_of "${PIDS[number]}"
+    wait_for_exit "${PIDS[number]}"
     [ "$status" -eq 69 ]
     grep -q "verdict: failed: $N3: connection lost" "out.$number"
   done
@@ -108,41 +108,41 @@ END
 
 
 @test "Ctrl-C on one node: all write one checkpoint, and end with 75" {
-  endless_training >tiny.yaml
+  endless_settings >tiny.yaml
   by_hand "$N1" launch_torchrun_multinode.sh 0 tiny.yaml 1 2 0 "$N1" "$PORT"
   by_hand "$N2" launch_torchrun_multinode.sh 1 tiny.yaml 1 2 1 "$N1" "$PORT"
   wait_for_line out.0 "step      3/100000"
   run=$(grep -o "run [^ :]*" out.1 | cut -d' ' -f2)
   supervisor stop --dir "$WORK/logs/$run" --name "$N2"
   for number in 0 1; do
-    status_of "${PIDS[number]}"
+    wait_for_exit "${PIDS[number]}"
     [ "$status" -eq 75 ]
   done
   [ "$(find "check points" -maxdepth 1 -name 'step_*' | wc -l)" -eq 1 ]
-  [ "$(left)" -eq 0 ]
+  [ "$(processes_left)" -eq 0 ]
 }
 
 
 @test "a node that does not fit is refused with both values, and the first waits for one that does" {
-  script <<<''
+  write_script <<<''
   cp "my script.py" "other.py"
   echo "# newer" >>other.py
   by_hand "$N1" launch_torchrun_multinode.sh 0 --script "my script.py" - 1 2 0 "$N1" "$PORT"
   by_hand "$N2" launch_torchrun_multinode.sh 1 --script other.py - 1 2 1 "$N1" "$PORT"
-  status_of "${PIDS[1]}"
+  wait_for_exit "${PIDS[1]}"
   [ "$status" -eq 69 ]
   grep -q "agent: $N1:$PORT: in use by run .*: the script sha256 .*, but sha256 .* on $N1; make them equal, or " out.1
   wait_for_line out.0 "agent: refused $N2: the script sha256 "
   by_hand "$N2" launch_torchrun_multinode.sh 1 --script "my script.py" - 1 2 1 "$N1" "$PORT"
   for number in 0 1; do
-    status_of "${PIDS[number]}"
+    wait_for_exit "${PIDS[number]}"
     [ "$status" -eq 0 ]
   done
 }
 
 
 @test "launches that come later to the same port are refused with the run that has it, and that run goes on" {
-  script <<'END'
+  write_script <<'END'
 dist.barrier()
 if rank == 0:
     print("at work", flush=True)
@@ -159,7 +159,7 @@ END
   by_hand "$N3" launch_torchrun_multinode.sh 2 "${words[@]}" 2 1 "$N1" "$PORT" # the one of somebody else
   by_hand "$N1" launch_torchrun_multinode.sh 3 "${words[@]}" 2 0 "$N1" "$PORT"
   for number in 2 3; do
-    status_of "${PIDS[number]}"
+    wait_for_exit "${PIDS[number]}"
     [ "$status" -eq 69 ]
   done
   run_of="in use by run $(grep -o -m1 'my-script-[^ :]*' out.0) (first node $N1, started "
@@ -167,7 +167,7 @@ END
   grep -F "agent: port $PORT: $run_of" out.3 | grep -q "choose another --master-port"
   : >go
   for number in 0 1; do
-    status_of "${PIDS[number]}"
+    wait_for_exit "${PIDS[number]}"
     [ "$status" -eq 0 ]
   done
 }
@@ -175,7 +175,7 @@ END
 
 # bats test_tags=soak
 @test "--max-restarts by hand: after a failure all nodes find each other again at the same port" {
-  script <<'END'
+  write_script <<'END'
 dist.barrier()
 if not os.path.exists("failed before") and rank == 1:
     open("failed before", "w").close()
@@ -186,7 +186,7 @@ END
   by_hand "$N1" launch_torchrun_multinode.sh 0 "${words[@]}"
   by_hand "$N2" launch_torchrun_multinode.sh 1 "${words[@]}"
   for number in 0 1; do
-    status_of "${PIDS[number]}"
+    wait_for_exit "${PIDS[number]}"
     [ "$status" -eq 0 ]
     grep -q "restart 1 of 1" "out.$number"
   done
@@ -205,7 +205,7 @@ END
 
 
 @test "what cannot work is refused before it starts, with the value and the remedy" {
-  script <<<''
+  write_script <<<''
   refused 2 "NPROC, NNODES, NODE_RANK, MASTER_ADDR and perhaps MASTER_PORT, got:" - 1 2 0
   refused 2 "NNODES: expected a number of nodes, 1 or more, got '0'" --script "my script.py" - 1 0 0 "$N1"
   refused 2 "NODE_RANK: with NNODES 2, expected a number from 0 to 1, got '2'" --script "my script.py" - 1 2 2 "$N1"
@@ -220,7 +220,7 @@ END
 
 
 @test "--dry-run prints what would run here, and touches nothing" {
-  script <<<''
+  write_script <<<''
   run "$KIT/scripts/ssh/launch_torchrun_multinode.sh" --no-preflight --dry-run --script "my script.py" - 4 2 1 a1 -- 'x y'
   [ "$status" -eq 0 ]
   [[ "$output" == "$(uname -n): "*"--nnodes 2 --node-rank 1 --nproc-per-node 4 --master-addr a1 --master-port 29500 "* ]]
@@ -234,7 +234,7 @@ END
 
 
 @test "--rendezvous-timeout is how long a node waits for the others, with both agents" {
-  script <<<''
+  write_script <<<''
   words=(--rendezvous-timeout 1 --no-preflight --script "my script.py" - 1 2 0 127.0.0.1 "$PORT")
   run "$KIT/scripts/ssh/launch_torchrun_multinode.sh" "${words[@]}"
   [ "$status" -eq 124 ]

@@ -14,22 +14,22 @@ source "$BATS_TEST_DIRNAME/lab/secrets.bash"
 
 
 setup_file() {
-  raise_nodes 2 --slurm --gpus 2
+  start_lab 2 --slurm --gpus 2
 }
 
 
 teardown_file() {
-  lower_nodes
+  stop_lab
 }
 
 
 setup() {
-  enter_work
+  enter_workdir
 }
 
 
 teardown() {
-  leave_work
+  sweep_runs
 }
 
 
@@ -49,7 +49,7 @@ END
   watch_command_lines
   in_allocation -n 3 -c tiny.yaml --env-file secrets.env --env SEEN=yes
   [ "$status" -eq 0 ]
-  secret_was_kept
+  secret_did_not_leak
   [[ "$output" == *"ddp on 3 x cpu"*"step 2/2"*"finished"* ]]
   [ -s logs/latest/report.html ]
   grep -q '"nodes": 2' logs/latest/settings.json
@@ -97,7 +97,7 @@ END
   salloc=$!
   wait_for_line out "step      3/100000"
   kill -TERM "$(pgrep -f -o "^bash $KIT/scripts/run_ddp.sh -n 3 -c tiny.yaml")"
-  status_of "$salloc"
+  wait_for_exit "$salloc"
   [ "$status" -eq 75 ] || { tail -n 20 out && return 1; }
   ls -d checkpoints/step_*
 }

@@ -12,7 +12,7 @@ load lab/jobs.bash
 # On the last node: turns, each of which SLURM lets wait for 5 s. They take their time beside the other tests, of which
 # some set nodes down: this one is reserved.
 setup_file() {
-  raise_nodes 4 --slurm
+  start_lab 4 --slurm
   export SBATCH_GRES=none
   scontrol create reservation reservationname=turns nodes="${PREFIX}4" users=root starttime=now duration=infinite
   SBATCH_RESERVATION=turns begin_bounded_jobs
@@ -25,12 +25,12 @@ setup_file() {
 
 teardown_file() {
   kill -- "-$(<"$BATS_FILE_TMPDIR/five.pid")" 2>/dev/null || true
-  lower_nodes
+  stop_lab
 }
 
 
 setup() {
-  enter_work
+  enter_workdir
   JOBS=()
 }
 
@@ -43,7 +43,7 @@ teardown() {
 
 # A rank that fails when it is told to by a file.
 failing_script() {
-  script <<'END'
+  write_script <<'END'
 if rank == 0:
     print("at work", flush=True)
 while True:
@@ -76,44 +76,44 @@ stepd_on() { # <node>
     LAUNCHER=$launcher SCRIPT="my script.py" submit --ntasks-per-node=1 slurm_train.sh -
     wait_for_line "logs/slurm-$JOB.out" "at work"
     touch fail1
-    status_of_job "$JOB"
+    wait_for_job_exit "$JOB"
     [ "$status" -eq 1 ]
     shows err "verdict: failed: rank 1 on $N2 raised ValueError: boom"
     shows err "ValueError: boom"
-    nothing_left_within 10
+    no_processes_within 10
   done
 }
 
 
 @test "a rank in an endless loop: --hang-timeout ends the job and names it" {
-  hanging_script
+  write_hanging_script
   SCRIPT="my script.py" submit --ntasks-per-node=1 slurm_train.sh --hang-timeout 3 -
-  status_of_job "$JOB"
+  wait_for_job_exit "$JOB"
   [ "$status" -eq 124 ]
   shows err "rank 1 on $N2 is not in a collective, the other waits for it; it is at my script.py:"
-  nothing_left_within 10
+  no_processes_within 10
 }
 
 
 @test "a node whose slurmstepd is killed is given up, and its ranks end by themselves" {
-  submit_work --no-requeue
+  submit_endless_script --no-requeue
   kill -KILL "$(stepd_on "$N2")"
-  status_of_job "$JOB"
+  wait_for_job_exit "$JOB"
   [ "$status" -eq 69 ]
   shows err "verdict: failed: $N2: connection lost"
   shows err "SLURM does not requeue it: submit the same job to go on"
-  nothing_left_within 10
+  no_processes_within 10
 }
 
 
 @test "a node that is cut off is given up before SLURM does, its ranks end there, and the job goes on on other nodes" {
-  submit_work
+  submit_endless_script
   lab cut "$N2"
   wait_for_line "logs/slurm-$JOB.err" "verdict: "
   shows err "step: $N2: no heartbeat for 12 s; stopping the other nodes"
   shows err "verdict: failed: $N2: connection lost"
-  nothing_left_within 10
-  wait_for_turn 1
+  no_processes_within 10
+  wait_for_requeue 1
   wait_for_second_run
   run ! grep -F "\"$N2\"" "logs/slurm-$JOB/run.json"
 }
@@ -121,14 +121,14 @@ stepd_on() { # <node>
 
 @test "a node that SLURM sets down is named, and the job goes on in a next turn when there are nodes again" {
   local second
-  endless_training >tiny.yaml
+  endless_settings >tiny.yaml
   submit --ntasks-per-node=1 slurm_train.sh tiny.yaml -- checkpoint.every=1
   wait_for_line "logs/slurm-$JOB.out" "step      3/100000"
   second=$(sed -n 's/.*2 processes on .* //p' "logs/slurm-$JOB.err")
   scontrol update "nodename=$second" state=drain reason=test # else it would come back at once, half forgotten
   scontrol update "nodename=$second" state=down reason=test
   wait_for_line "logs/slurm-$JOB.err" "verdict: failed: $second: connection lost: SLURM says that this node has failed"
-  wait_for_turn 1
+  wait_for_requeue 1
   wait_for_line "logs/slurm-$JOB.out" "going on from"
   [ -e "logs/slurm-$JOB/try_1/verdict.json" ]
   scontrol update "nodename=$second" state=resume
@@ -146,18 +146,18 @@ END
   SCRIPT="my script.py" submit --nodes=1 --ntasks-per-node=1 slurm_train.sh --max-requeues 0 -
   wait_for_line "logs/slurm-$JOB.out" "at work"
   scancel --signal=USR2 "$JOB"
-  status_of_job "$JOB"
+  wait_for_job_exit "$JOB"
   [ "$status" -eq 75 ]
   shows err "and --max-requeues is 0: not requeueing"
 }
 
 
 @test "all processes of the batch script may hear that the time is up, and the job still goes on in a next turn" {
-  endless_training >tiny.yaml
+  endless_settings >tiny.yaml
   submit --ntasks-per-node=1 slurm_train.sh tiny.yaml
   wait_for_line "logs/slurm-$JOB.out" "step      3/100000"
   scancel --full --signal=USR2 "$JOB"
-  wait_for_turn 1
+  wait_for_requeue 1
 }
 
 
@@ -170,10 +170,10 @@ END
     kill -KILL "$(pgrep -f "^$VIRTUAL_ENV/bin/python -I -S $KIT/scripts/lib/$who $WORK/logs/" | while read -r pid; do
       [[ ! /proc/$pid/ns/net -ef $MUSTER_LAB/$N1/net ]] || echo "$pid"
     done | head -n 1)" # the oldest: a guard has the same arguments
-    status_of_job "$JOB"
+    wait_for_job_exit "$JOB"
     [ "$status" -ne 0 ]
     shows err "verdict: failed: $([[ $who == step.py ]] || echo "the supervisor on $N1 died of SIGKILL")"
-    nothing_left_within 10
+    no_processes_within 10
   done
 }
 
@@ -185,9 +185,9 @@ child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
 child.returncode = 0  # not waited for
 END
   SCRIPT="my script.py" submit --nodes=1 --ntasks-per-node=1 slurm_train.sh -
-  status_of_job "$JOB"
+  wait_for_job_exit "$JOB"
   [ "$status" -eq 0 ]
-  nothing_left_within 10
+  no_processes_within 10
 }
 
 
@@ -196,7 +196,7 @@ END
   echo '[[ ! ${SLURM_STEP_ID-} ]] || none' >config/node_env.sh
   touch "my script.py"
   SCRIPT="my script.py" submit --nodes=1 --ntasks-per-node=1 slurm_train.sh -
-  status_of_job "$JOB"
+  wait_for_job_exit "$JOB"
   [ "$status" -eq 69 ]
   shows err "verdict: failed: $N1: $WORK/config/node_env.sh: line 1: '[[ ! "
   shows err "|| none' failed with exit code 127; mend it, or write "
@@ -204,55 +204,55 @@ END
 
 
 @test "scancel gives the ranks the time to write a checkpoint, and there is no next turn" {
-  endless_training >tiny.yaml
+  endless_settings >tiny.yaml
   submit --ntasks-per-node=1 slurm_train.sh tiny.yaml
   wait_for_line "logs/slurm-$JOB.out" "step      3/100000"
   scancel "$JOB"
-  status_of_job "$JOB"
+  wait_for_job_exit "$JOB"
   [ "$status" -eq 75 ]
   shows err "verdict: stopped: stopped on request, a checkpoint is written"
   ls -d "check points"/step_*
   run ! grep requeue "logs/slurm-$JOB.err"
-  nothing_left_within 10
+  no_processes_within 10
 }
 
 
 # SLURM counts in minutes.
 # bats test_tags=soak
 @test "a job whose time is nearly up writes a checkpoint, and goes on in a next turn" {
-  endless_training >tiny.yaml
+  endless_settings >tiny.yaml
   submit --ntasks-per-node=1 --time=1 --signal=USR2@30 slurm_train.sh tiny.yaml
-  wait_for_turn 1
+  wait_for_requeue 1
   shows err "requeueing job $JOB at step"
   wait_for_line "logs/slurm-$JOB.out" "going on from"
 }
 
 
 @test "a job that is pushed out by a more urgent one comes again, and goes on where it was" {
-  endless_training >tiny.yaml
+  endless_settings >tiny.yaml
   submit --ntasks-per-node=1 --exclusive --nodes=3 slurm_train.sh tiny.yaml -- train.batch_size=3
   wait_for_line "logs/slurm-$JOB.out" "step      3/100000"
   JOBS+=("$(sbatch --parsable --partition=urgent --nodes=3 --exclusive --output=urgent --wrap 'echo here')")
-  wait_for_turn 1
+  wait_for_requeue 1
   wait_for_line "logs/slurm-$JOB.out" "going on from"
   [ -s urgent ]
 }
 
 
 @test "ranks that know no signal die of it when their job is pushed out, and it comes again all the same" {
-  submit_work --signal=TERM@60 --exclusive --nodes=3
+  submit_endless_script --signal=TERM@60 --exclusive --nodes=3
   JOBS+=("$(sbatch --parsable --partition=urgent --nodes=3 --exclusive --output=urgent --wrap 'echo here')")
-  wait_for_turn 1
+  wait_for_requeue 1
   [ -s urgent ]
 }
 
 
 @test "a requeue in the midst of a checkpoint goes on from the last that is whole" {
-  endless_training >tiny.yaml
+  endless_settings >tiny.yaml
   submit --ntasks-per-node=1 slurm_train.sh tiny.yaml -- checkpoint.every=1 checkpoint.keep=2
   wait_for_line "logs/slurm-$JOB.out" "step      5/100000"
   scontrol requeue "$JOB" # at a step of which nobody knows, with one checkpoint after the other being written
-  wait_for_turn 1
+  wait_for_requeue 1
   wait_for_line "logs/slurm-$JOB.out" "going on from"
   run ! grep -F "nothing good" "logs/slurm-$JOB.err"
 }
@@ -291,7 +291,7 @@ preempt_five_times() {
   local turn
   mkdir "$BATS_FILE_TMPDIR/five"
   cd "$BATS_FILE_TMPDIR/five" || return
-  endless_training | sed 's/100000/60/' >tiny.yaml
+  endless_settings | sed 's/100000/60/' >tiny.yaml
   cat >slow.py <<END
 import runpy, sys, time
 sys.path.insert(0, "$KIT")
@@ -306,7 +306,7 @@ END
   for turn in {1..5}; do
     timeout 120 bash -c 'until "$@"; do sleep 0.1; done' bash is_at_work_in_turn "$turn" "logs/slurm-$JOB.out"
     scancel --signal=USR2 "$JOB"
-    wait_for_turn "$turn"
+    wait_for_requeue "$turn"
   done
 }
 
@@ -315,7 +315,7 @@ END
   cd "$BATS_FILE_TMPDIR/five"
   timeout 240 tail --pid "$(<../five.pid)" -f /dev/null
   JOB=$(<job)
-  status_of_job "$JOB"
+  wait_for_job_exit "$JOB"
   [ "$status" -eq 0 ] || { cat ../five.log logs/slurm-*.err && false; }
   [ "$(grep -c 'going on from' "logs/slurm-$JOB.out")" -eq 5 ] || { cat ../five.log logs/slurm-"$JOB".* && false; }
   run -0 "$VIRTUAL_ENV/bin/python" - <<'END'
@@ -332,11 +332,11 @@ END
 
 @test "a job does not requeue itself for ever: not more often than it may, and not when it comes no further" {
   look_at_bounded_job 1
-  status_of_job "$JOB"
+  wait_for_job_exit "$JOB"
   [ "$status" -eq 75 ]
   shows err "requeued 1 time, and --max-requeues is 1: not requeueing"
   look_at_bounded_job 2
-  status_of_job "$JOB"
+  wait_for_job_exit "$JOB"
   [ "$status" -eq 75 ]
   shows err "no progress in the last 3 turns: not requeueing"
 }
@@ -344,7 +344,7 @@ END
 
 @test "a rank may end well long before the others" {
   look_at_bounded_job 3
-  status_of_job "$JOB"
+  wait_for_job_exit "$JOB"
   [ "$status" -eq 0 ] || { cat logs/slurm-"$JOB".err && false; }
 }
 
@@ -352,7 +352,7 @@ END
 @test "a job that SLURM may not requeue ends with its checkpoint, and says how it goes on" {
   echo 'import sys; sys.exit(75)' >"my script.py"
   SCRIPT="my script.py" submit --nodes=1 --ntasks-per-node=1 --no-requeue slurm_train.sh -
-  status_of_job "$JOB"
+  wait_for_job_exit "$JOB"
   [ "$status" -eq 75 ]
   shows err "SLURM does not requeue it: submit the same job to go on"
 }

@@ -10,17 +10,17 @@ load lab/jobs.bash
 
 
 setup_file() {
-  raise_nodes 3 --slurm --gpus 2
+  start_lab 3 --slurm --gpus 2
 }
 
 
 teardown_file() {
-  lower_nodes
+  stop_lab
 }
 
 
 setup() {
-  enter_work
+  enter_workdir
   JOBS=()
 }
 
@@ -50,7 +50,7 @@ END
 
 # Ranks that meet, and write how many they are.
 meeting_script() {
-  script <<'END'
+  write_script <<'END'
 total = torch.ones(1)
 dist.all_reduce(total)
 open(f"{rank}", "w").write(f"{int(total)} at {os.environ['MASTER_PORT']}")
@@ -71,10 +71,10 @@ places() { # <expected line for each rank...>
 
 # bats test_tags=quick
 @test "a job trains on its nodes, and leaves a run like every launcher's" {
-  endless_training | sed 's/100000/2/' >tiny.yaml
+  endless_settings | sed 's/100000/2/' >tiny.yaml
   export RANK=7 MASTER_ADDR=nowhere MASTER_PORT=1 # of another launch, that sbatch takes along
   submit slurm_train.sh tiny.yaml -- logging.level=info
-  status_of_job "$JOB"
+  wait_for_job_exit "$JOB"
   [ "$status" -eq 0 ] || { cat logs/slurm-*.err && false; }
   shows out "ddp on 4 x cpu"
   shows out "step 2/2"
@@ -94,7 +94,7 @@ places() { # <expected line for each rank...>
 @test "CONFIG and SCRIPT choose the work, words go to it untouched, and so do options of the launchers" {
   placing_script
   CONFIG=- SCRIPT="my script.py" submit --nodes=1 --ntasks-per-node=1 slurm_train.sh --env 'A=1 2' -- 'x  y' "it's" '$HOME'
-  status_of_job "$JOB"
+  wait_for_job_exit "$JOB"
   [ "$status" -eq 0 ] || { cat logs/slurm-*.err && false; }
   places "0 0 1 1 $N1 x  y it's \$HOME"
   grep -q '"A=\.\.\."' "logs/slurm-$JOB/run.json"
@@ -110,7 +110,7 @@ places() { # <expected line for each rank...>
   for launcher in srun torchrun; do
     rm -f places/*
     LAUNCHER=$launcher SCRIPT="my script.py" submit --nodes=2 --ntasks=3 --gres=none slurm_train.sh -
-    status_of_job "$JOB"
+    wait_for_job_exit "$JOB"
     [ "$status" -eq 0 ] || { cat logs/slurm-*.err && false; }
     places "0 0 2 3 $N1" "1 1 2 3 $N1" "2 0 1 3 $N2"
     grep -hvE "ERROR_FILE|LOG_LINE_PREFIX|SIGNALS_TO_HANDLE|USE_AGENT_STORE" variables.? >"variables of $launcher"
@@ -126,7 +126,7 @@ places() { # <expected line for each rank...>
   mkdir logs
   JOB=$(MUSTER_KIT=$KIT LAUNCHER=torchrun SCRIPT="my script.py" sbatch --parsable "my job.sh" -)
   JOBS+=("$JOB")
-  status_of_job "$JOB"
+  wait_for_job_exit "$JOB"
   [ "$status" -eq 0 ] || { cat logs/slurm-*.err && false; }
   places "0 0 2 2 $N1" "1 1 2 2 $N1"
 }
@@ -140,8 +140,8 @@ open(f"places/{sys.argv[-1]}", "w").write(" ".join(sys.argv[1:]))
 END
   touch a.yaml "b c.yaml"
   SCRIPT="my script.py" submit --array=4-5 --nodes=1 --ntasks-per-node=1 slurm_train.sh a.yaml "b c.yaml" -- seed=%a %a
-  status_of_job "${JOB}_4"
-  status_of_job "${JOB}_5"
+  wait_for_job_exit "${JOB}_4"
+  wait_for_job_exit "${JOB}_5"
   [ "$status" -eq 0 ]
   [ "$(<places/4)" = "--config a.yaml seed=4 4" ]
   [ "$(<places/5)" = "--config b c.yaml seed=5 5" ]
@@ -151,7 +151,7 @@ END
 
 
 @test "what cannot work is refused with the remedy, before anything starts" {
-  endless_training >tiny.yaml
+  endless_settings >tiny.yaml
   run -2 "$KIT/scripts/slurm/slurm_train.sh" tiny.yaml
   [[ "$output" == *"this is for sbatch: sbatch $(printf %q "$KIT")/scripts/slurm/slurm_train.sh tiny.yaml"* ]]
   run -2 "$KIT/scripts/slurm/slurm_train.sh" a.yaml b.yaml
@@ -175,15 +175,15 @@ END
 
 
 @test "a batch script that is refused says why in its .err, and ends with 2" {
-  endless_training >tiny.yaml
+  endless_settings >tiny.yaml
   submit --nodes=1 --ntasks-per-node=3 slurm_train.sh tiny.yaml
-  status_of_job "$JOB"
+  wait_for_job_exit "$JOB"
   [ "$status" -eq 2 ]
   shows err "3 processes on $N1, and 2 GPUs allocated there"
   run -1 "$KIT/scripts/status.sh" "$JOB"
   [[ "$output" == *"job $JOB has ended before it had a run (FAILED, exit code 2): see $WORK/logs/slurm-$JOB.err"* ]]
   submit --array=0-2 --nodes=1 slurm_train.sh tiny.yaml tiny.yaml
-  status_of_job "${JOB}_2"
+  wait_for_job_exit "${JOB}_2"
   [ "$status" -eq 2 ]
   grep -qF "element 2 has no CONFIG: the array begins at 0, and 2 are given" logs/slurm-*.err || { head -n 50 logs/slurm-*.err && false; }
 }
@@ -205,7 +205,7 @@ END
   placing_script
   CONTAINER="unshare --mount --uts sh -c 'mount -t tmpfs none /etc/munge && hostname inside && exec \"\$@\"' sh" \
     SCRIPT="my script.py" submit --ntasks-per-node=1 slurm_train.sh --python "$VIRTUAL_ENV/bin/python" -
-  status_of_job "$JOB"
+  wait_for_job_exit "$JOB"
   [ "$status" -eq 0 ] || { cat logs/slurm-*.err && false; }
   places "0 0 1 2 inside" "1 0 1 2 inside"
 }
@@ -213,18 +213,18 @@ END
 
 @test "outside of a container there need be no more than Python" {
   local inside=$VIRTUAL_ENV/bin/python
-  endless_training | sed 's/100000/2/' >tiny.yaml
+  endless_settings | sed 's/100000/2/' >tiny.yaml
   python3 -m venv --without-pip bare
   VIRTUAL_ENV=$PWD/bare CONTAINER="unshare --mount" submit --nodes=1 --ntasks-per-node=1 slurm_train.sh \
     --python "$inside" tiny.yaml
-  status_of_job "$JOB"
+  wait_for_job_exit "$JOB"
   [ "$status" -eq 0 ] || { cat logs/slurm-*.err && false; }
   shows out "step 2/2"
 }
 
 
 @test "a running job is seen on all its nodes, and stops with a checkpoint when a person asks: that is no next turn" {
-  endless_training >tiny.yaml
+  endless_settings >tiny.yaml
   submit --ntasks-per-node=1 slurm_train.sh tiny.yaml
   wait_for_line "logs/slurm-$JOB.out" "step      3/100000"
   cd /
@@ -233,7 +233,7 @@ END
   run -0 "$KIT/scripts/stop.sh" --log-dir "$WORK/logs" "$JOB"
   [[ "$output" == *"job $JOB has ended"* ]]
   cd "$WORK"
-  status_of_job "$JOB"
+  wait_for_job_exit "$JOB"
   [ "$status" -eq 75 ]
   ls -d "check points"/step_*
   run ! grep requeue "logs/slurm-$JOB.err"
@@ -241,10 +241,10 @@ END
   submit --ntasks-per-node=1 slurm_train.sh tiny.yaml -- train.steps=$steps logging.sample=1000000
   wait_for_line "logs/slurm-$JOB.out" "step $steps/$steps" # and then the sample
   "$KIT/scripts/stop.sh" "$JOB"
-  status_of_job "$JOB"
+  wait_for_job_exit "$JOB"
   [ "$status" -eq 0 ]
   shows err "verdict: stopped: stopped on request, and every rank ended well"
-  nothing_left_within 10
+  no_processes_within 10
 }
 
 
@@ -267,21 +267,21 @@ END
   SCRIPT="$PWD/my script.py" submit --chdir="$WORK/one" --nodelist="$N1" --nodes=1 --gres=none slurm_train.sh -
   first=$JOB
   SCRIPT="$PWD/my script.py" submit --chdir="$WORK/two" --nodelist="$N1" --nodes=1 --gres=none slurm_train.sh -
-  status_of_job "$first"
+  wait_for_job_exit "$first"
   [ "$status" -eq 0 ]
-  status_of_job "$JOB"
+  wait_for_job_exit "$JOB"
   [ "$status" -eq 0 ]
   [[ "$(<one/1)" == "2 at "* && "$(<two/1)" == "2 at "* && "$(<one/1)" != "$(<two/1)" ]]
 }
 
 
 @test "in the shell of salloc the same script trains, and there is no next turn" {
-  endless_training >tiny.yaml
+  endless_settings >tiny.yaml
   salloc -Q -N2 -n2 "$KIT/scripts/slurm/slurm_train.sh" tiny.yaml >out 2>&1 3>&- &
   salloc=$!
   wait_for_line out "step      3/100000"
   scancel --signal=USR2 "$(squeue --noheader --format=%i)"
-  status_of "$salloc"
+  wait_for_exit "$salloc"
   [ "$status" -eq 75 ] || { tail out && false; }
   ls -d "check points"/step_*
   run ! grep requeue out

@@ -12,18 +12,18 @@ source "$BATS_TEST_DIRNAME/lab/nodes.bash"
 
 setup_file() {
   export LAUNCH=$BATS_TEST_DIRNAME/../scripts/ssh/launch_torchrun_auto.sh
-  raise_nodes 4
+  start_lab 4
 }
 
 
 teardown_file() {
-  lower_nodes
+  stop_lab
 }
 
 
 setup() {
   WORK=$BATS_TEST_TMPDIR
-  enter_work
+  enter_workdir
   N4=${PREFIX}4
   mkdir -p home/.ssh
   : >script.py

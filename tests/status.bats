@@ -14,17 +14,17 @@ setup_file() {
   export LAUNCH STATUS STOP
   LAUNCH=$BATS_TEST_DIRNAME/../scripts/ssh/launch_torchrun_auto.sh
   STATUS=$BATS_TEST_DIRNAME/../scripts/status.sh STOP=$BATS_TEST_DIRNAME/../scripts/stop.sh
-  raise_nodes 3
+  start_lab 3
 }
 
 
 teardown_file() {
-  lower_nodes
+  stop_lab
 }
 
 
 setup() {
-  enter_work
+  enter_workdir
   cat >"my script.py" <<'END'
 import os, signal, sys, time
 def leave(*_):
@@ -43,7 +43,7 @@ teardown() {
   [ "${BATS_TEST_COMPLETED-}" ] || tail -n 30 "$WORK"/out* "$WORK"/logs/*/*.log
   lab heal "$N3" >/dev/null 2>&1 || true
   tmux -L "$PREFIX" kill-server 2>/dev/null || true
-  leave_work
+  sweep_runs
 }
 
 

@@ -12,28 +12,28 @@ source "$BATS_TEST_DIRNAME/lab/nodes.bash"
 setup_file() {
   export APART=$BATS_FILE_TMPDIR/apart LAUNCH=$BATS_TEST_DIRNAME/../scripts/ssh/launch_torchrun_auto.sh
   mkdir "$APART"
-  raise_nodes 2 --private "$APART"
+  start_lab 2 --private "$APART"
 }
 
 
 teardown_file() {
-  lower_nodes
+  stop_lab
 }
 
 
 setup() {
   WORK="$APART/my 'work' $BATS_TEST_NUMBER"
-  enter_work
+  enter_workdir
 }
 
 
 teardown() {
-  leave_work
+  sweep_runs
 }
 
 
 @test "what is needed is copied, what git ignores is not, and the run's folder comes home whole" {
-  script <<'END'
+  write_script <<'END'
 dist.barrier()
 open(os.path.join(os.environ["MUSTER_RUN_DIR"], f"of rank {rank}"), "w").write(open("da ta/it").read())
 END
@@ -56,7 +56,7 @@ END
 
 
 @test "the log of a node comes home while the run goes on, and is the node's own byte for byte at the end" {
-  script <<'END'
+  write_script <<'END'
 print("one line")
 while not os.path.exists(f"go on {rank}"):
     time.sleep(0.05)
@@ -70,7 +70,7 @@ END
   lab ssh "$N2" touch "$WORK/go on 1"
   wait_for_log "$N2" "another line"
   lab ssh "$N1" touch "$WORK/go on 0"
-  status_of "$LAUNCHER"
+  wait_for_exit "$LAUNCHER"
   [ "$status" -eq 3 ]
   for node in "$N1" "$N2"; do
     cmp "logs/latest/node_$node.log" <(lab ssh "$node" cat "$(readlink -f logs/latest)/node_$node.log")
@@ -97,7 +97,7 @@ wait_for_log() { # <node> <text>
 
 
 @test "a rank that fails there is named with its traceback, also in the second try, and words arrive through pdsh" {
-  script <<'END'
+  write_script <<'END'
 run, node = os.environ["MUSTER_RUN_DIR"], os.environ["MUSTER_NODE"]
 if rank == 0:
     print('{"step": 1}', file=open(os.environ["MUSTER_METRICS"], "a"))

@@ -32,7 +32,7 @@ raise_servers() { # <how many>
   export APART=$BATS_FILE_TMPDIR/apart HOMES=$BATS_FILE_TMPDIR/homes NODES=$1
   mkdir "$APART" "$HOMES"
   mkdir -p "$TMUX_SOCKETS" && chmod 700 "$TMUX_SOCKETS"
-  raise_nodes "$1" --private "$APART"
+  start_lab "$1" --private "$APART"
   for node in $(all_nodes); do
     furnish "$node"
   done
@@ -43,7 +43,7 @@ TMUX_SOCKETS=/tmp/tmux-$(id -u)
 
 
 lower_servers() {
-  lower_nodes
+  stop_lab
 }
 
 
@@ -78,7 +78,7 @@ address() { # <node>
 
 
 enter_list() {
-  enter_work
+  enter_workdir
   DISPATCH=("$VIRTUAL_ENV/bin/python" "$KIT/scripts/jobs/run_distributed_training.py")
   STARTED=$BATS_TEST_TMPDIR/started
   : >"$STARTED"

@@ -20,8 +20,8 @@ submit() { # [sbatch's options...] <its name below scripts/slurm> <word...>
 
 
 # The same, with the working script of nodes.bash, until its ranks are at work.
-submit_work() { # [sbatch's options...]
-  working_script
+submit_endless_script() { # [sbatch's options...]
+  write_endless_script
   SCRIPT="my script.py" submit --ntasks-per-node=1 "$@" slurm_train.sh -
   wait_for_line "logs/slurm-$JOB.out" "at work"
 }
@@ -42,7 +42,7 @@ wait_for_jobs() {
 
 # Wait for its end, and set status to the exit code of the batch script.
 # shellcheck disable=SC2016,SC2034 # the inner shell is to expand it; it is for the tests
-status_of_job() { # <number>
+wait_for_job_exit() { # <number>
   local told ends='COMPLETED|FAILED|CANCELLED|TIMEOUT|NODE_FAIL|PREEMPTED'
   timeout 120 bash -c 'until scontrol show job "$1" | grep -qE "JobState=($2)"; do sleep 0.2; done' bash "$1" "$ends"
   told=$(scontrol show job "$1")
@@ -57,6 +57,6 @@ shows() { # <out or err> <text>
 }
 
 
-wait_for_turn() { # <number of restarts>
+wait_for_requeue() { # <number of restarts>
   wait_for_line "logs/slurm-$JOB.err" "was requeued $1 time"
 }

@@ -2,8 +2,8 @@
 #
 # A laboratory for a bats file, and what its tests say of launches on it.
 #
-# Sourced by a bats file that calls raise_nodes N [option...] in setup_file, lower_nodes in teardown_file, enter_work in
-# setup and leave_work in teardown. A test then has nodes N1, N2, N3 and a working folder WORK of its own, and with
+# Sourced by a bats file that calls start_lab N [option...] in setup_file, stop_lab in teardown_file, enter_workdir in
+# setup and sweep_runs in teardown. A test then has nodes N1, N2, N3 and a working folder WORK of its own, and with
 # --slurm the SLURM_CONF to use.
 # shellcheck disable=SC2034,SC2153,SC2154 # what it sets is for the tests, and what run sets for it
 
@@ -11,7 +11,7 @@
 source "$BATS_TEST_DIRNAME/lab/hanging_script.bash"
 
 
-raise_nodes() { # <how many> [lab.sh's options...]
+start_lab() { # <how many> [lab.sh's options...]
   [ "$(id -u)" -eq 0 ] || skip "raising nodes needs root"
   local conf
   export KIT PREFIX MUSTER_LAB VIRTUAL_ENV
@@ -24,13 +24,13 @@ raise_nodes() { # <how many> [lab.sh's options...]
 }
 
 
-lower_nodes() {
+stop_lab() {
   [ "$(id -u)" -eq 0 ] || return 0
   lab down
 }
 
 
-enter_work() {
+enter_workdir() {
   N1=${PREFIX}1 N2=${PREFIX}2 N3=${PREFIX}3
   WORK=${WORK:-"$BATS_TEST_TMPDIR/my 'work'"}
   mkdir -p "$WORK"
@@ -38,7 +38,7 @@ enter_work() {
 }
 
 
-leave_work() {
+sweep_runs() {
   local run node
   for run in "$WORK"/logs/*/; do
     [ -d "$run" ] || continue
@@ -66,7 +66,7 @@ lab() { # <word...>
 
 
 # A script of the user's, that knows nothing of us. The words of a launch that runs it: --script "my script.py".
-script() { # <body on standard input>
+write_script() { # <body on standard input>
   {
     cat <<'END'
 import os, socket, sys, time
@@ -81,8 +81,8 @@ END
 
 
 # One that is at work until somebody ends it.
-working_script() {
-  script <<'END'
+write_endless_script() {
+  write_script <<'END'
 dist.barrier()
 if rank == 0:
     print("at work", flush=True)
@@ -93,14 +93,14 @@ END
 
 
 # Start my script.py with LAUNCH in the background, and wait until its ranks are at work.
-start_work() { # <word...>
+start_endless_script() { # <word...>
   start out "$LAUNCH" --script "my script.py" "$@"
   wait_for_line out "at work"
 }
 
 
 # Settings of a training that goes on until it is stopped, with the least of everything.
-endless_training() {
+endless_settings() {
   cat <<'END'
 model: {n_layer: 1, n_head: 1, n_embd: 8, block_size: 16}
 train: {steps: 100000, batch_size: 4, evaluate_every: 0, evaluate_windows: 4}
@@ -125,18 +125,18 @@ wait_for_line() { # <file> <text>
 }
 
 
-status_of() { # <process id>
+wait_for_exit() { # <process id>
   wait "$1" && status=0 || status=$?
 }
 
 
-left() {
+processes_left() {
   grep -lsz -- "^MUSTER_RUN_DIR=$WORK" /proc/[0-9]*/environ 2>/dev/null | wc -l
 }
 
 
 # shellcheck disable=SC2016 # the inner shell is to expand it
-nothing_left_within() { # <seconds>
+no_processes_within() { # <seconds>
   timeout "$1" sh -c 'while grep -qsz -- "^MUSTER_RUN_DIR=$1" /proc/[0-9]*/environ; do sleep 0.1; done' sh "$WORK"
 }
 
