@@ -1,10 +1,13 @@
 #!/usr/bin/env bash
 #
-# For the tests: run a command of these very words as the launchers would run it elsewhere.
+# For the tests: run a command the way the launchers do, with the same quoting.
 #
-# Usage: door.sh ssh NODE COMMAND [WORD...]           through scripts/lib/ssh.bash
-#        door.sh pdsh NODE PYTHON FILE -- [WORD...]   through scripts/lib/pdsh.bash; options come before the --
-#        door.sh login SHELL COMMAND [WORD...]        here, by the line that ssh would give to this login shell
+# Usage: run_remote.sh ssh NODE COMMAND [ARGUMENT...]
+#        run_remote.sh pdsh NODE PYTHON FILE [OPTION...] -- [ARGUMENT...]
+#        run_remote.sh login SHELL COMMAND [ARGUMENT...]
+#
+# ssh and pdsh go through scripts/lib/ssh.bash and pdsh.bash. login runs on this machine: it gives SHELL the command line
+# that ssh would give it.
 set -euo pipefail
 # shellcheck source=scripts/lib/common.bash
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/../scripts/lib/common.bash"
@@ -22,11 +25,11 @@ through_pdsh() { # <node> <python> <script> [argument...]
   RUN=$(mktemp -d "$SOCKETS/run-XXXXXX")
   name_supervisor
   pdsh_send_environment
-  run_pdsh <> <(:) # as long as it is open, the launcher is there
+  run_pdsh <> <(:) # open until it ends: end of file would mean that the launcher has exited
 }
 
 
-main() { # <door> <where> <command...>
+main() { # <ssh, pdsh or login> <node or shell> <command...>
   if [[ $1 == login ]]; then
     exec "$2" -c "$(for_any_shell "exec $(quote "${@:3}")")"
   fi

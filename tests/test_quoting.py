@@ -55,7 +55,7 @@ def told(folder: Path, door: str, where: str, sent: list[bytes]) -> list[bytes]:
     """The words that arrive."""
     program = folder / "tell it's.py"
     program.write_text(TELL, encoding="utf-8")
-    call: list[str | bytes] = [str(TESTS / "door.sh"), door, where, sys.executable, str(program), "--", *sent]
+    call: list[str | bytes] = [str(TESTS / "run_remote.sh"), door, where, sys.executable, str(program), "--", *sent]
     subprocess.run(call, cwd=folder, check=True, timeout=60)
     _, *arrived = Path(f"{program}.told").read_bytes().split(b"\0")[:-1]
     return arrived[arrived.index(b"--") + 1 :]
