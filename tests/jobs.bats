@@ -219,8 +219,7 @@ END
   printf '[{"seen": "=yes", "_env": {"SECRET": "%s"}}]\n' "$(<secret)" >jobs.json
   sed -i 's/SEEN=yes/--seen/' patterns
   run -0 dispatch
-  : >kept
-  wait "$WATCHER"
+  stop_watching
   grep -qx -- --seen seen
   run ! grep -F -f secret seen
   run ! grep -rlF -f secret logs experiments results.json results.html results.journal

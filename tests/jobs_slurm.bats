@@ -691,8 +691,7 @@ slurm_marks_nodes_down_after() { # <seconds>
   wait_for_exit "$LAUNCHER"
   [ "$status" -eq 0 ]
   LAUNCHER=''
-  : >kept
-  wait "$WATCHER"
+  stop_watching
   run ! grep -F -f secret seen
   run ! grep -rlF -f secret logs experiments results.json results.html results.journal
 }

@@ -3,12 +3,12 @@
 # A script that hangs, for bats files. Sourced, never run.
 
 
-# Write "my script.py", in which rank 0 waits in a collective for rank 1, which is in an endless loop.
+# Write "my script.py": rank 1 is in an endless loop, and rank 0 waits for it in a collective.
 hanging_script() {
   cat >"my script.py" <<'END'
 import os, threading
 at_work = threading.Event()
-def show_progress():  # however long the start takes
+def show_progress():  # until the ranks are at work: a slow start is no hang
     while not at_work.wait(0.3):
         print(".", flush=True)
 threading.Thread(target=show_progress, daemon=True).start()

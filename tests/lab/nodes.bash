@@ -1,23 +1,23 @@
 # shellcheck shell=bash
 #
-# A laboratory for a bats file, and what its tests say of launches on it.
+# A laboratory (tests/lab/lab.sh) for a bats file, and helpers for launches on its nodes.
 #
 # Sourced by a bats file that calls start_lab N [option...] in setup_file, stop_lab in teardown_file, enter_workdir in
-# setup and sweep_runs in teardown. A test then has nodes N1, N2, N3 and a working folder WORK of its own, and with
-# --slurm the SLURM_CONF to use.
-# shellcheck disable=SC2034,SC2153,SC2154 # what it sets is for the tests, and what run sets for it
+# setup and sweep_runs in teardown. Each test then has nodes N1, N2, N3 and a separate working directory WORK; with
+# --slurm, SLURM_CONF is set.
+# shellcheck disable=SC2034,SC2153,SC2154 # the tests read what it sets, and it reads what bats sets
 
 # shellcheck source=tests/lab/hanging_script.bash
 source "$BATS_TEST_DIRNAME/lab/hanging_script.bash"
 
 
-start_lab() { # <how many> [lab.sh's options...]
+start_lab() { # <number of nodes> [option of lab.sh up...]
   [ "$(id -u)" -eq 0 ] || skip "raising nodes needs root"
   local conf
   export KIT PREFIX MUSTER_LAB VIRTUAL_ENV
   KIT=$(readlink -f "$BATS_TEST_DIRNAME/..")
   VIRTUAL_ENV=${VIRTUAL_ENV:-$KIT/.venv}
-  PREFIX=t$(tr 0-9 a-j <<<"$$") # so that no other laboratory on this machine has it
+  PREFIX=t$(tr 0-9 a-j <<<"$$") # unique among the laboratories of this machine
   MUSTER_LAB=${MUSTER_TESTS:-$BATS_FILE_TMPDIR}/$PREFIX
   conf=$(lab up "$1" --prefix "$PREFIX" "${@:2}")
   [ -z "$conf" ] || export SLURM_CONF=$conf
@@ -49,23 +49,23 @@ sweep_runs() {
 }
 
 
-supervisor() { # <verb> <argument...>
+supervisor() { # <command> <argument...>
   "$VIRTUAL_ENV/bin/python" -I -S "$KIT/scripts/lib/supervisor.py" "$@"
 }
 
 
-# Of a process that watches over the newest run, or is watched over.
+# Print the process id of the newest run's supervisor, guard or command on a node.
 pid_of() { # <supervisor, guard or command> <node>
   python3 -c 'import json, sys; print(json.load(open(sys.argv[2]))[sys.argv[1]]["pid"])' "$1" "logs/latest/node_$2.pid"
 }
 
 
-lab() { # <word...>
+lab() { # <argument...>
   "$BATS_TEST_DIRNAME/lab/lab.sh" "$@" 3>&-
 }
 
 
-# A script of the user's, that knows nothing of us. The words of a launch that runs it: --script "my script.py".
+# Write "my script.py": a user's script, which imports nothing of Muster.
 write_script() { # <body on standard input>
   {
     cat <<'END'
@@ -80,7 +80,7 @@ END
 }
 
 
-# One that is at work until somebody ends it.
+# Write "my script.py", which prints "at work" and runs until it is stopped.
 write_endless_script() {
   write_script <<'END'
 dist.barrier()
@@ -92,14 +92,14 @@ END
 }
 
 
-# Start my script.py with LAUNCH in the background, and wait until its ranks are at work.
-start_endless_script() { # <word...>
+# Start "my script.py" with LAUNCH in the background, and wait until its ranks are at work.
+start_endless_script() { # <argument of LAUNCH...>
   start out "$LAUNCH" --script "my script.py" "$@"
   wait_for_line out "at work"
 }
 
 
-# Settings of a training that goes on until it is stopped, with the least of everything.
+# Print settings of a training that runs until it is stopped, with the smallest model.
 endless_settings() {
   cat <<'END'
 model: {n_layer: 1, n_head: 1, n_embd: 8, block_size: 16}
@@ -110,8 +110,8 @@ END
 }
 
 
-# Start in the background with its own process group, as a terminal does.
-start() { # <file for its output> <command...>
+# Start a command in the background in a separate process group, as a terminal does. Sets LAUNCHER.
+start() { # <output file> <command...>
   : >"$1"
   set -m
   "${@:2}" >"$1" 2>&1 3>&- &
@@ -125,24 +125,27 @@ wait_for_line() { # <file> <text>
 }
 
 
+# Wait for a background process, and set status to its exit code.
 wait_for_exit() { # <process id>
   wait "$1" && status=0 || status=$?
 }
 
 
+# Print the number of processes that belong to runs in WORK.
 processes_left() {
   grep -lsz -- "^MUSTER_RUN_DIR=$WORK" /proc/[0-9]*/environ 2>/dev/null | wc -l
 }
 
 
-# shellcheck disable=SC2016 # the inner shell is to expand it
+# Fail if processes of runs in WORK remain after this time.
+# shellcheck disable=SC2016 # the inner shell expands $1
 no_processes_within() { # <seconds>
   timeout "$1" sh -c 'while grep -qsz -- "^MUSTER_RUN_DIR=$1" /proc/[0-9]*/environ; do sleep 0.1; done' sh "$WORK"
 }
 
 
-# Called with these words, LAUNCH says so, and has begun nothing.
-refused() { # <exit code> <what the line must name> <word...>
+# Check that LAUNCH with these arguments exits with the code, prints the text and creates nothing.
+refused() { # <exit code> <expected text> <argument...>
   run "$LAUNCH" "${@:3}"
   [ "$status" -eq "$1" ] || { echo "status $status: $output" && return 1; }
   [[ "$output" == *"$2"* ]] || { echo "$output" && return 1; }

@@ -1,13 +1,14 @@
 # shellcheck shell=bash
 #
-# Is a secret of --env-file in a command line, where every user of a machine can read it, or in a file of the run?
+# Check that a secret from --env-file appears in no command line, which every user of the machine can read, and in no
+# file of the run.
 #
 # Sourced by bats files, never run. The secret is in the file "secret", and in no command line of the test itself:
 #
 #   make_secret
 #   watch_command_lines
 #   LAUNCH --env-file secrets.env --env SEEN=yes ...
-#   secret_was_kept
+#   secret_did_not_leak
 
 make_secret() {
   printf 'k3pt-by-%s' "$RANDOM$RANDOM" >secret
@@ -15,10 +16,11 @@ make_secret() {
 }
 
 
-# All command lines of this machine, again and again until secret_was_kept. What --env gives is seen: so is a secret.
+# Search all command lines of this machine, in the background, and copy those with the secret to "seen". SEEN=yes of
+# --env must be in one of them: that proves that the search would find the secret.
 watch_command_lines() {
   printf '%s\nSEEN=yes\n' "$(<secret)" >patterns
-  while [ ! -e kept ] && kill -0 "$$"; do
+  while [ ! -e stop_watching ] && kill -0 "$$"; do
     grep -hasz -f patterns /proc/[0-9]*/cmdline | tr '\0' '\n' >>seen || true
     sleep 0.02
   done 3>&- &
@@ -26,9 +28,14 @@ watch_command_lines() {
 }
 
 
-secret_was_kept() {
-  : >kept
+stop_watching() {
+  : >stop_watching
   wait "$WATCHER"
+}
+
+
+secret_did_not_leak() {
+  stop_watching
   grep -qx 'SEEN=yes' seen
   ! grep -F -f secret seen || return 1
   ! grep -rlF -f secret logs || return 1
