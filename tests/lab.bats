@@ -1,7 +1,7 @@
 #!/usr/bin/env bats
 #
-# tests/lab/lab.sh: its nodes are such as a cluster has, each fault does what its name says and nothing else, and
-# whatever happened before, nothing is left behind.
+# tests/lab/lab.sh: nodes behave like those of a cluster, each fault has exactly the documented effect, and down removes
+# everything in any state.
 
 # bats file_tags=laboratory
 bats_require_minimum_version 1.5.0
@@ -10,7 +10,7 @@ bats_require_minimum_version 1.5.0
 setup() {
   [ "$(id -u)" -eq 0 ] || skip "raising nodes needs root"
   export MUSTER_LAB=$BATS_TEST_TMPDIR/lab
-  PREFIX=$(tr 0-9 a-j <<<"$$") # so that no other laboratory on this machine has it
+  PREFIX=$(tr 0-9 a-j <<<"$$") # unique among the laboratories of this machine
   N1=${PREFIX}1 N2=${PREFIX}2 N3=${PREFIX}3
 }
 
@@ -21,7 +21,7 @@ teardown() {
 }
 
 
-lab() { # <word...>
+lab() { # <argument...>
   "$BATS_TEST_DIRNAME/lab/lab.sh" "$@" 3>&-
 }
 
@@ -53,7 +53,7 @@ wait_until() { # <command...>
 }
 
 
-# Whatever of the laboratory can be seen on this machine.
+# Print everything of the laboratory that exists on this machine.
 traces() {
   ip -brief link | grep -F "muster-$PREFIX " || true
   ip route | grep -F "muster-$PREFIX " || true
@@ -64,14 +64,14 @@ traces() {
 }
 
 
-# Open a connection to a node, whose other end returns what it is told.
-connect() { # <ssh's words>
+# Open a connection to a node, whose other end echoes its input.
+connect() { # <argument of ssh...>
   coproc ECHO { exec ssh "$@" cat 3>&- 2>"$BATS_TEST_TMPDIR/connection"; }
-  answers first
+  echoes first
 }
 
 
-answers() { # <text>
+echoes() { # <text>
   local line
   echo "$1" >&"${ECHO[1]}"
   read -r -t 20 line <&"${ECHO[0]}"
@@ -79,18 +79,18 @@ answers() { # <text>
 }
 
 
-is_silent() {
+is_idle() {
   local line
-  echo unheard >&"${ECHO[1]}"
+  echo delayed >&"${ECHO[1]}"
   run read -r -t 0.5 line <&"${ECHO[0]}"
-  [ "$status" -gt 128 ] # it ran out of time; the end of the connection would be 1
+  [ "$status" -gt 128 ] # timeout; a closed connection would give 1
 }
 
 
-was_heard() {
+delayed_line_arrives() {
   local line
   read -r -t 20 line <&"${ECHO[0]}"
-  [ "$line" = unheard ]
+  [ "$line" = delayed ]
 }
 
 
@@ -101,7 +101,7 @@ milliseconds_for() { # <command...>
 }
 
 
-# 100 kB are 0.8 s at 1000 kbit/s.
+# 100 kB take 0.8 s at 1000 kbit/s.
 send() {
   head -c 100000 /dev/urandom | ssh "$N1" 'cat >/dev/null'
 }
@@ -112,7 +112,7 @@ receive() {
 }
 
 
-@test "three nodes have names of their own, and reach each other by them" {
+@test "nodes have host names, and reach each other by them" {
   up
   for node in "$N1" "$N2" "$N3"; do
     [ "$(ssh "$node" hostname)" = "$node" ]
@@ -126,7 +126,7 @@ receive() {
 }
 
 
-@test "the nodes divide the cores of this machine, over SSH and under SLURM; a value of one's own stays" {
+@test "OMP_NUM_THREADS divides the cores among nodes and GPUs, over SSH and under SLURM, unless it is set" {
   local cores threads
   cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc)
   threads=$((cores >= 12 ? cores / 6 : 1)) # three nodes with two ranks each
@@ -142,7 +142,7 @@ receive() {
 }
 
 
-@test "pdsh reaches all of them" {
+@test "pdsh reaches all nodes" {
   up
   [ "$(PDSH_RCMD_TYPE=ssh pdsh -S -w "${PREFIX}[1-3]" hostname 2>/dev/null | sort)" = "$N1: $N1
 $N2: $N2
@@ -150,7 +150,7 @@ $N3: $N3" ]
 }
 
 
-@test "the words of a command arrive as they are" {
+@test "ssh passes arguments unchanged, and returns the exit code" {
   up
   [ "$(lab ssh "$N2" printf '<%s>' 'a  b' '$HOME' "it's")" = "<a  b><\$HOME><it's>" ]
   run lab ssh "$N2" sh -c 'exit 42'
@@ -158,51 +158,51 @@ $N3: $N3" ]
 }
 
 
-@test "up twice is harmless, and other settings are refused" {
+@test "up is idempotent, and refuses other settings" {
   up
   before=$(lab status)
   up
   [ "$(lab status)" = "$before" ]
   run lab up 2 --prefix "$PREFIX"
   [ "$status" -eq 1 ]
-  [[ "$output" == *"other settings is up in $MUSTER_LAB ($N1 $N2 $N3)"* ]]
+  [[ "$output" == *"$MUSTER_LAB: a laboratory with other settings is up ($N1 $N2 $N3); remove it with lab.sh down"* ]]
   [ "$(lab status)" = "$before" ]
 }
 
 
-@test "cut silences an open connection without ending it, and heal lets it go on" {
+@test "cut stops traffic without closing a connection, and heal restores it" {
   up
   connect "$N1"
   lab cut "$N1"
   [ "$(state "$N1")" = cut ]
-  is_silent
+  is_idle
   run lab ssh "$N2" timeout 0.3 bash -c ": </dev/tcp/$N1/22"
   [ "$status" -eq 124 ]
   lab heal "$N1"
-  was_heard
-  answers again
+  delayed_line_arrives
+  echoes again
   [ "$(state "$N1")" = up ]
 }
 
 
-@test "freeze stops everything on the node, a daemon too, and heal lets it go on" {
+@test "freeze stops all processes of the node, daemons too, and heal continues them" {
   up
   connect "$N1"
   ssh "$N1" 'setsid sleep 300 </dev/null >/dev/null 2>&1 &'
   lab freeze "$N1"
   [ "$(state "$N1")" = frozen ]
-  is_silent
+  is_idle
   mapfile -t processes < <(processes_on "$N1")
   [ "$(ps -o comm= -p "${processes[*]}" | grep -cx sleep)" -eq 1 ]
   [ "$(ps -o stat= -p "${processes[*]}" | cut -c1 | sort -u)" = T ]
   [ "$(ssh "$N2" hostname)" = "$N2" ]
   lab heal "$N1"
-  was_heard
+  delayed_line_arrives
   [ "$(state "$N1")" = up ]
 }
 
 
-@test "slow limits what goes to the node and what comes from it" {
+@test "slow limits bandwidth in both directions" {
   up
   lab slow "$N1" 1000
   [ "$(state "$N1")" = slow ]
@@ -217,7 +217,7 @@ $N3: $N3" ]
 }
 
 
-@test "kill leaves no process on the node, and the others are not told" {
+@test "kill leaves no process on the node, and closes no connection to it" {
   up
   ssh "$N1" 'setsid sleep 300 </dev/null >/dev/null 2>&1 &'
   connect "$N2" ssh "$N1"
@@ -227,15 +227,15 @@ $N3: $N3" ]
   lab kill "$N1"
   [ -z "$(processes_in "$network")" ]
   [ "$(state "$N1")" = dead ]
-  is_silent
+  is_idle
   [ "$(ssh "$N2" ss --no-header --tcp state established dst "$address" | wc -l)" -eq 1 ]
   run lab heal "$N1"
   [ "$status" -eq 1 ]
-  [[ "$output" == *"$N1 is dead"* ]]
+  [[ "$output" == *"$N1: is dead; restart it with lab.sh up"* ]]
 }
 
 
-@test "up raises a killed node again, with its keys, and heals the others" {
+@test "up restarts a killed node with its keys, and heals the others" {
   up
   second=$(lab status | sed -n 2p)
   lab kill "$N1"
@@ -248,23 +248,23 @@ $N3: $N3" ]
 }
 
 
-@test "a private folder is another one on every node, and outlives its power" {
-  folder="$BATS_TEST_TMPDIR/a folder"
-  mkdir "$folder"
-  touch "$folder/here"
-  up --private "$folder"
-  lab ssh "$N1" touch "$folder/one" "$BATS_TEST_TMPDIR/shared"
-  [ "$(lab ssh "$N1" ls "$folder")" = one ]
-  [ -z "$(lab ssh "$N2" ls "$folder")" ]
-  [ "$(ls "$folder")" = here ]
+@test "--private: each node has its own directory, which survives kill" {
+  directory="$BATS_TEST_TMPDIR/a directory"
+  mkdir "$directory"
+  touch "$directory/here"
+  up --private "$directory"
+  lab ssh "$N1" touch "$directory/one" "$BATS_TEST_TMPDIR/shared"
+  [ "$(lab ssh "$N1" ls "$directory")" = one ]
+  [ -z "$(lab ssh "$N2" ls "$directory")" ]
+  [ "$(ls "$directory")" = here ]
   lab ssh "$N2" test -e "$BATS_TEST_TMPDIR/shared"
   lab kill "$N1"
-  up --private "$folder"
-  [ "$(lab ssh "$N1" ls "$folder")" = one ]
+  up --private "$directory"
+  [ "$(lab ssh "$N1" ls "$directory")" = one ]
 }
 
 
-@test "with --slurm, srun reaches the nodes, and each task gets its own GPU" {
+@test "--slurm: srun reaches the nodes, and each task gets its own GPU" {
   SLURM_CONF=$(up --slurm --gpus 2)
   export SLURM_CONF
   [ "$(srun -N3 hostname | sort | xargs)" = "$N1 $N2 $N3" ]
@@ -277,7 +277,7 @@ $N3: $N3" ]
 }
 
 
-@test "with --slurm, a batch job has what it asks for, beside another one, and can be looked into" {
+@test "--slurm: two jobs share a node, and srun --overlap and squeue reach a running one" {
   SLURM_CONF=$(up --slurm --gpus 2)
   export SLURM_CONF
   mkfifo "$BATS_TEST_TMPDIR/go"
@@ -293,14 +293,14 @@ $N3: $N3" ]
 }
 
 
-@test "with --slurm, a job that urgent pushes out is warned, and comes again" {
+@test "--slurm: a job preempted by partition urgent gets its --signal, and is requeued" {
   SLURM_CONF=$(up --slurm)
   export SLURM_CONF
   cat >"$BATS_TEST_TMPDIR/job" <<'END'
 #!/bin/bash
 srun bash -c 'trap "echo warned" USR2; echo "try ${SLURM_RESTART_COUNT-0}"; while :; do sleep 0.1; done'
 END
-  follow() { # <line> waits for it
+  follow() { # <line>; waits for it
     timeout 60 grep -qx -m1 -- "$1" <(tail -n +1 -F "$BATS_TEST_TMPDIR/out" 2>/dev/null)
   }
   sbatch --open-mode=append --output="$BATS_TEST_TMPDIR/out" --nodes=3 --exclusive --signal=USR2 "$BATS_TEST_TMPDIR/job"
@@ -311,7 +311,7 @@ END
 }
 
 
-@test "with --slurm, down ends the jobs, and who waits for them" {
+@test "--slurm: down ends jobs, and the srun that waits for one" {
   SLURM_CONF=$(up --slurm)
   export SLURM_CONF
   srun --nodes=3 bash -c 'trap "" TERM; echo here; while :; do sleep 0.1; done' >"$BATS_TEST_TMPDIR/out" 2>&1 3>&- &
@@ -324,7 +324,7 @@ END
 }
 
 
-@test "down leaves no trace, whatever the nodes are doing, and may be repeated" {
+@test "down removes everything, also with cut and frozen nodes, and may be repeated" {
   [ -z "$(traces)" ]
   up
   [ "$(traces | grep -cF -e "muster-$PREFIX" -e /etc/ssh -e sshd -e "$MUSTER_LAB/id.pub")" -ge 6 ]
@@ -343,11 +343,11 @@ END
   lab down
   run lab status
   [ "$status" -eq 1 ]
-  [[ "$output" == *"no laboratory is up in $MUSTER_LAB"* ]]
+  [[ "$output" == *"$MUSTER_LAB: no laboratory is up; start one with lab.sh up 3"* ]]
 }
 
 
-@test "after a crash in the middle of up, up and down find their way" {
+@test "up and down work after an up that was killed halfway" {
   for moment in settings switch "$N3/sshd.pid"; do
     "$BATS_TEST_DIRNAME/lab/lab.sh" up 3 --prefix "$PREFIX" 3>&- &
     wait_until test -e "$MUSTER_LAB/$moment"
@@ -361,22 +361,22 @@ END
 }
 
 
-@test "who stops up with TERM finds nothing of it" {
+@test "SIGTERM during up removes everything" {
   "$BATS_TEST_DIRNAME/lab/lab.sh" up 3 --prefix "$PREFIX" 3>&- &
   wait_until test -e "$MUSTER_LAB/$N1"
   kill -TERM $!
   wait $! || true
-  [ -z "$(traces)" ] || [ "$(lab status | grep -c ' up ')" -eq 3 ] # it may have been too late
+  [ -z "$(traces)" ] || [ "$(lab status | grep -c ' up ')" -eq 3 ] # or up had finished
 }
 
 
-@test "a second laboratory stands beside the first, but not with its names" {
+@test "a second laboratory is separate from the first, and must have another prefix" {
   up
   first=$MUSTER_LAB
   MUSTER_LAB=$BATS_TEST_TMPDIR/other
   run up
   [ "$status" -eq 1 ]
-  [[ "$output" == *"$N1 is a node of the laboratory in $first: name yours with --prefix"* ]]
+  [[ "$output" == *"$N1: already a node of the laboratory in $first; choose other names with --prefix"* ]]
   [ ! -e "$MUSTER_LAB" ]
   lab up 1 --prefix "${PREFIX}x"
   [ "$(ssh "${PREFIX}x1" hostname)" = "${PREFIX}x1" ]
@@ -388,46 +388,46 @@ END
 }
 
 
-@test "a wrong call is refused, and leaves no trace" {
-  refused_with() { # <text> <word...>
+@test "wrong arguments are refused, and nothing is created" {
+  refused_with() { # <text> <argument...>
     run lab "${@:2}"
     [ "$status" -eq 2 ]
     [[ "$output" == *"$1"*"Try: lab.sh --help"* ]]
   }
-  refused_with "say what to do"
-  refused_with "unknown verb 'fly'" fly
-  refused_with "needs the number of nodes" up
-  refused_with "'0' is not a number of nodes from 1 to 64" up 0
-  refused_with "'65' is not a number" up 65
-  refused_with "not also '4'" up 3 4
+  refused_with "no command"
+  refused_with "unknown command 'fly'" fly
+  refused_with "up: the number of nodes is missing" up
+  refused_with "expected a number of nodes from 1 to 64, got '0'" up 0
+  refused_with "got '65'" up 65
+  refused_with "expected one number of nodes, got '3' and '4'" up 3 4
   refused_with "--gpus needs a value" up 3 --slurm --gpus
-  refused_with "--gpus 'two'" up 3 --slurm --gpus two
+  refused_with "--gpus: expected a number from 0 to 99, got 'two'" up 3 --slurm --gpus two
   refused_with "add --slurm" up 3 --gpus 2
-  refused_with "--prefix 'n1'" up 3 --prefix n1
+  refused_with "--prefix: expected 1 to 8 lower-case letters, got 'n1'" up 3 --prefix n1
   refused_with "unknown option '--fast'" up 3 --fast
-  refused_with "'/no/such' is not a folder" up 3 --private /no/such
+  refused_with "--private: no directory '/no/such'" up 3 --private /no/such
   refused_with "would hide the laboratory" up 3 --private "$BATS_TEST_TMPDIR"
-  refused_with "not 'all'" down all
-  refused_with "takes a node, not ''" cut
-  refused_with "'fast' is not a number of kbit/s" slow node1 fast
+  refused_with "down: expected no arguments, got 'all'" down all
+  refused_with "cut: expected NODE, got ''" cut
+  refused_with "slow: expected kbit/s as a positive whole number, got 'fast'" slow node1 fast
   [ -z "$(traces)" ]
   mkdir "$MUSTER_LAB"
   touch "$MUSTER_LAB/mine"
-  refused_with "was not made by this script" down
+  refused_with "MUSTER_LAB='$MUSTER_LAB': not created by lab.sh" down
   [ -e "$MUSTER_LAB/mine" ]
   rm -r "$MUSTER_LAB"
 }
 
 
-@test "a name that is no node's is refused" {
+@test "an unknown node is refused" {
   up
   run lab cut "${PREFIX}4"
   [ "$status" -eq 2 ]
-  [[ "$output" == *"'${PREFIX}4' is not one of the nodes: $N1 $N2 $N3"* ]]
+  [[ "$output" == *"no node '${PREFIX}4'; the nodes are: $N1 $N2 $N3"* ]]
 }
 
 
-@test "a machine where it cannot work is told what to do" {
+@test "missing configuration, program or privilege: the message names the remedy" {
   unfit() { # <text>
     [ "$status" -eq 69 ]
     [[ "$output" == *"$1"* ]]
@@ -440,7 +440,7 @@ END
   without /etc/ssh/ssh_config
   unfit "add the line 'Include /etc/ssh/ssh_config.d/*.conf'"
   without "$(type -P ssh-keygen)"
-  unfit "no program 'ssh-keygen': apt-get install openssh-client"
+  unfit "ssh-keygen: not installed; run: apt-get install openssh-client"
   run unshare --user -- "$BATS_TEST_DIRNAME/lab/lab.sh" up 3 --prefix "$PREFIX"
   unfit "run it with sudo"
 }

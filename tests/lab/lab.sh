@@ -1,30 +1,30 @@
 #!/usr/bin/env bash
 #
-# No cluster? Make one: real nodes on this one Linux machine, without containers. Needs root.
+# Start a cluster of nodes on this Linux machine, without containers. Needs root.
 #
-# Usage: lab.sh up N [options]     raise node1 .. nodeN, or mend them where they have suffered
-#        lab.sh down               remove every trace
-#        lab.sh status             a line a node: name, address, state, process id of its sshd
-#        lab.sh ssh NODE [WORD...] a shell on the node, or a command of these very words
-#        lab.sh cut NODE           pull its network cable: no packet in or out, connections go silent
-#        lab.sh freeze NODE        stop all its processes (SIGSTOP)
-#        lab.sh slow NODE KBIT     let only KBIT kbit/s through, each way
-#        lab.sh heal NODE          undo cut, freeze and slow
-#        lab.sh kill NODE          power off: all its processes die, and nobody is told; up raises it again
+# Usage: lab.sh up N [options]            start node1 .. nodeN; if they are up, restart dead ones and heal the others
+#        lab.sh down                      remove the laboratory and everything it created
+#        lab.sh status                    print a line per node: name, address, state, process id of its sshd
+#        lab.sh ssh NODE [ARGUMENT...]    open a shell on the node, or run a command there, arguments unchanged
+#        lab.sh cut NODE                  drop all packets to and from the node; connections stay open but idle
+#        lab.sh freeze NODE               stop all its processes (SIGSTOP)
+#        lab.sh slow NODE KBIT            limit its bandwidth to KBIT kbit/s in each direction
+#        lab.sh heal NODE                 undo cut, freeze and slow
+#        lab.sh kill NODE                 power off: kill all its processes without closing connections; up restarts it
 #
 # Options of up:
-#   --private DIR   each node has a folder of its own in place of DIR; may be given several times
-#   --slurm         with SLURM; prints the SLURM_CONF to use. A job in its partition urgent pushes out
-#                   those in lab, the default, which come again later
-#   --gpus G        SLURM gives out G pretended GPUs a node
-#   --prefix WORD   call the nodes WORD1 .. WORDN, for a second laboratory beside the first
+#   --private DIR     give each node its own DIR, initially empty; may be given several times
+#   --slurm           start SLURM and print the SLURM_CONF to use. A job in partition urgent preempts jobs in lab,
+#                     the default partition, which are requeued
+#   --gpus G          simulate G GPUs per node in SLURM
+#   --prefix PREFIX   name the nodes PREFIX1 .. PREFIXN, for a second laboratory on this machine
 #
-# A node has an address, a host name, an /etc/hosts and an sshd of its own; files, /tmp, /dev/shm and process
-# ids are those of this machine, as with a shared file system. `ssh node1` works here and on every node.
-# The nodes share the cores of this machine, and each sees them all: so OMP_NUM_THREADS is set on them, by sshd and
-# by SLURM, to what a rank of each node (one for each pretended GPU) has of the cores; a value of your own stays.
-# A state is up, slow, frozen, cut or dead. Everything lies in MUSTER_LAB (default: /run/muster-lab), also
-# the file bashrc, empty at first, that the nodes have in place of root's ~/.bashrc.
+# Each node has its own address, host name, /etc/hosts and sshd. Files, /tmp, /dev/shm and process ids are those of
+# this machine, as with a shared file system. `ssh node1` works on this machine and on every node.
+# Each node sees all cores of this machine. sshd and SLURM therefore set OMP_NUM_THREADS, unless it is set, to the
+# cores divided by the number of ranks: one per simulated GPU, or one per node.
+# State is up, slow, frozen, cut or dead. All files are in MUSTER_LAB (default: /run/muster-lab), among them bashrc,
+# initially empty, which replaces root's ~/.bashrc on the nodes.
 #
 #   tests/lab/lab.sh up 3
 #   ssh node2 hostname
@@ -35,14 +35,14 @@ source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/../../scripts/lib/
 
 PATH=$PATH:/usr/sbin:/sbin
 MARK="# Muster's laboratory"
-UNFINISHED=.muster-lab-settings
+UNFINISHED_SETTINGS=.muster-lab-settings
 SSH_CONFIG=/etc/ssh/ssh_config
-SSHD_FOLDER=/run/sshd # sshd does not start without this empty folder
-PATIENCE=20           # seconds that starting, and each part of stopping, may take
-KILL_WAIT=5           # seconds that SLURM leaves a job between TERM and KILL, to write a checkpoint
-MOST_NODES=64
+SSHD_DIRECTORY=/run/sshd # sshd does not start unless this empty directory exists
+STEP_TIMEOUT=20          # seconds for starting the nodes, and for each step of stopping
+KILL_WAIT=5              # seconds between SIGTERM and SIGKILL of a SLURM job, for writing a checkpoint
+MAX_NODES=64
 
-NODES=0 # how many
+NODES=0 # their number
 PREFIX=node
 SLURM=
 GPUS=0
@@ -61,7 +61,7 @@ Host $node $(address "$node")
   IdentitiesOnly yes
   UserKnownHostsFile $LAB/known_hosts
   StrictHostKeyChecking yes
-  # Of those that sshd offers, the one that costs least: a login takes two thirds of the time.
+  # The cheapest key exchange: a login takes two thirds of the time.
   KexAlgorithms curve25519-sha256
 CONF
   done
@@ -74,7 +74,7 @@ PermitRootLogin prohibit-password
 PasswordAuthentication no
 KbdInteractiveAuthentication no
 AuthorizedKeysFile $LAB/id.pub
-# The laboratory may lie below /tmp.
+# The laboratory may be below /tmp.
 StrictModes no
 UsePAM no
 PrintLastLog no
@@ -82,23 +82,23 @@ PrintMotd no
 AcceptEnv LANG LC_*
 Subsystem sftp internal-sftp
 CONF
-  # One line: sshd obeys the first.
-  echo "SetEnv OMP_NUM_THREADS=$(threads)${SLURM:+ SLURM_CONF=$LAB/slurm.conf}"
+  # One line: sshd uses only the first SetEnv.
+  echo "SetEnv OMP_NUM_THREADS=$(threads_per_rank)${SLURM:+ SLURM_CONF=$LAB/slurm.conf}"
 }
 
 
-threads() { # of each rank, when each node has one for each pretended GPU
+threads_per_rank() { # with one rank per simulated GPU, or per node
   local cores ranks=$((GPUS > 0 ? NODES * GPUS : NODES))
-  cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc) # which obeys them
+  cores=$(env -u OMP_NUM_THREADS -u OMP_THREAD_LIMIT nproc) # nproc obeys them
   echo $((cores > ranks ? cores / ranks : 1))
 }
 
 
-# SLURM runs it before each task and batch script, and adds what it prints to the environment.
+# SLURM runs it before each task and batch script, and adds its output to their environment.
 task_prolog() {
   cat <<END
 #!/bin/sh
-[ -n "\$OMP_NUM_THREADS" ] || echo export OMP_NUM_THREADS=$(threads)
+[ -n "\$OMP_NUM_THREADS" ] || echo export OMP_NUM_THREADS=$(threads_per_rank)
 END
 }
 
@@ -107,11 +107,11 @@ hosts() {
   local node
   echo "127.0.0.1 localhost"
   echo "::1 localhost ip6-localhost ip6-loopback"
-  echo "$(address_of_this_side) $(hostname)"
+  echo "$(host_address) $(hostname)"
   for node in $(all_nodes); do
     echo "$(address "$node") $node"
-    # PyTorch's store asks for the names of its clients by their addresses as IPv6 has them, which is no other name for
-    # the lines above. A name of its own: else looking up the node would find two addresses.
+    # PyTorch's store looks up its clients by IPv4-mapped IPv6 address, which the line above does not answer. The name
+    # differs from the node's, which must have one address only.
     echo "::ffff:$(address "$node") $node.mapped"
   done
 }
@@ -119,16 +119,16 @@ hosts() {
 
 slurm_conf() {
   local second
-  IFS=. read -r _ second _ < <(net)
+  IFS=. read -r _ second _ < <(network_prefix)
   cat <<CONF
 ClusterName=lab
-SlurmctldHost=localhost($(address_of_this_side))
-# It listens on every address of this machine, where another laboratory's has another port.
+SlurmctldHost=localhost($(host_address))
+# slurmctld listens on every address of this machine: each laboratory needs another port.
 SlurmctldPort=$((7000 + second))
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-# A requeued job waits as long as a credential lasts: 5 s is the least that SLURM takes, 120 s its default.
+# A requeued job waits until its credential expires: 5 s is SLURM's minimum, 120 s its default.
 AuthInfo=socket=$LAB/munge.socket,cred_expire=5
 CredType=cred/munge
 StateSaveLocation=$LAB/slurmctld
@@ -138,7 +138,7 @@ SlurmdSpoolDir=$LAB/%n/slurmd
 SlurmdPidFile=$LAB/%n/slurmd.pid
 SlurmdLogFile=$LAB/%n/slurmd.log
 MailProg=/bin/true
-# As an ordinary user's machine can have it: no cgroups, more CPUs than there are.
+# Works on any machine: no cgroups, and more CPUs than it has.
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 TaskProlog=$LAB/task_prolog
@@ -146,22 +146,22 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SlurmdParameters=config_overrides
 ReturnToService=2
-# An ended job stays known for as long as a test file may take: the default is 300 s.
+# scontrol must show a job until its test file ends: the default is 300 s.
 MinJobAge=3600
-# Longer than the kit takes to give a silent node up.
+# Longer than Muster's heartbeat timeout.
 SlurmdTimeout=30
-# What can start is looked for every second.
+# Schedule every second.
 SchedulerParameters=bf_interval=1,sched_interval=1
 JobRequeue=1
 KillWait=$KILL_WAIT
-# A job in lab that one in urgent pushes out gets the signal of its --signal, or else TERM, and has 15 s:
-# not GraceTime, which is less, but KillWait and MessageTimeout.
+# A preempted job receives the signal of its --signal, or else SIGTERM, and has 15 s: GraceTime is shorter, and
+# KillWait and MessageTimeout decide.
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 SlurmctldParameters=preempt_send_user_signal
 LaunchParameters=use_interactive_step
 GresTypes=gpu
-NodeName=${PREFIX}[1-$NODES] NodeAddr=$(net).[1-$NODES] CPUs=8 RealMemory=64000 Gres=gpu:$GPUS
+NodeName=${PREFIX}[1-$NODES] NodeAddr=$(network_prefix).[1-$NODES] CPUs=8 RealMemory=64000 Gres=gpu:$GPUS
 PartitionName=lab Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=5
 PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=2
 CONF
@@ -178,22 +178,22 @@ all_nodes() {
 }
 
 
-net() { # the first three numbers of every address
+network_prefix() { # the first three numbers of every address
   cat -- "$LAB/net"
 }
 
 
 address() { # <node>
-  echo "$(net).${1#"$PREFIX"}"
+  echo "$(network_prefix).${1#"$PREFIX"}"
 }
 
 
-address_of_this_side() {
-  echo "$(net).254"
+host_address() {
+  echo "$(network_prefix).254"
 }
 
 
-link_name() { # of the cable from this side to the switch
+link_name() { # of the interface between this machine and the switch
   echo "muster-$PREFIX"
 }
 
@@ -209,13 +209,14 @@ ssh_config_file() {
 
 up() {
   check_programs
-  if is_whole; then
+  if is_up; then
     [[ $(settings) == "$(cat -- "$LAB/settings")" ]] ||
-      die "a laboratory with other settings is up in $LAB ($(load_settings && all_nodes | xargs)): $PROGRAM down ends it"
-    mend
+      die "$LAB: a laboratory with other settings is up ($(load_settings && all_nodes | xargs)); remove it with" \
+        "$PROGRAM down"
+    repair
   else
     (down)
-    raise
+    create
   fi
   log "$NODES nodes are up: ssh ${PREFIX}1"
   [[ ! $SLURM ]] || echo "$LAB/slurm.conf"
@@ -234,46 +235,46 @@ check_programs() {
   [[ ! $SLURM ]] || need_program slurmd slurmd
   [[ ! $SLURM ]] || need_program sinfo slurm-client
   [[ ! $SLURM ]] || need_program munged munge
-  ssh_reads_our_settings ||
-    die_with "$EXIT_UNFIT" "$SSH_CONFIG does not include $SSH_CONFIG.d: add the line 'Include $SSH_CONFIG.d/*.conf'"
+  ssh_includes_config_directory ||
+    die_with "$EXIT_UNFIT" "$SSH_CONFIG: does not include $SSH_CONFIG.d; add the line 'Include $SSH_CONFIG.d/*.conf'"
 }
 
 
 need_program() { # <program> <Debian package>
-  [[ -x $(type -P "$1") ]] || die_with "$EXIT_UNFIT" "no program '$1': apt-get install $2"
+  [[ -x $(type -P "$1") ]] || die_with "$EXIT_UNFIT" "$1: not installed; run: apt-get install $2"
 }
 
 
-ssh_reads_our_settings() {
+ssh_includes_config_directory() {
   grep -qsiE "^[[:space:]]*Include[[:space:]].*($SSH_CONFIG\.d|[[:space:]]ssh_config\.d)/\*" "$SSH_CONFIG"
 }
 
 
-raise() {
-  check_names_are_free
+create() {
+  check_prefix_is_free
   trap 'show_logs; down' EXIT
   mkdir -m 700 -- "$LAB"
-  settings >"$LAB/$UNFINISHED"
-  mv -- "$LAB/$UNFINISHED" "$LAB/settings" # whole, or not at all
-  free_net >"$LAB/net"
+  settings >"$LAB/$UNFINISHED_SETTINGS"
+  mv -- "$LAB/$UNFINISHED_SETTINGS" "$LAB/settings" # atomically
+  free_network >"$LAB/net"
   ssh_config >"$(ssh_config_file)"
   write_files
-  raise_switch
+  create_switch
   [[ ! $SLURM ]] || start_slurm
   # shellcheck disable=SC2046  # names without blanks
   start_nodes $(all_nodes)
-  : >"$LAB/whole"
+  : >"$LAB/complete"
   trap - EXIT
 }
 
 
-check_names_are_free() {
+check_prefix_is_free() {
   local owner
   owner=$(head -n 1 "$(ssh_config_file)" 2>/dev/null) || return 0
   owner=${owner#"$MARK in "}
-  # The owner may have gone without a word, when the machine went down.
+  # The owner's directory is gone if the machine was rebooted.
   [[ $owner == "$LAB" || ! -e $owner ]] ||
-    die "${PREFIX}1 is a node of the laboratory in $owner: name yours with --prefix"
+    die "${PREFIX}1: already a node of the laboratory in $owner; choose other names with --prefix"
 }
 
 
@@ -292,7 +293,7 @@ load_settings() {
 }
 
 
-free_net() {
+free_network() {
   local second
   for second in {201..254}; do
     if [[ ! $(ip -4 route show table all root "10.$second.0.0/16") ]]; then
@@ -311,27 +312,27 @@ write_files() {
   : >"$LAB/bashrc"
   # An sshd without PAM refuses the root of Ubuntu, whose password is locked.
   (umask 077 && sed 's/^root:!/root:*/' /etc/shadow >"$LAB/shadow")
-  if [[ ! -e $SSHD_FOLDER ]]; then
-    : >"$LAB/made_sshd_folder"
-    mkdir -m 755 -- "$SSHD_FOLDER"
+  if [[ ! -e $SSHD_DIRECTORY ]]; then
+    : >"$LAB/made_sshd_directory"
+    mkdir -m 755 -- "$SSHD_DIRECTORY"
   fi
 }
 
 
-# The switch has a network namespace of its own, where this machine's firewall has no say.
-raise_switch() {
-  new_network "$LAB/switch"
+# The switch is in a separate network namespace, where this machine's firewall does not apply.
+create_switch() {
+  create_network "$LAB/switch"
   in_switch ip link add switch up type bridge
   ip -batch - <<LINKS
 link add $(link_name) type veth peer name uplink netns $LAB/switch
-address add $(address_of_this_side)/24 dev $(link_name)
+address add $(host_address)/24 dev $(link_name)
 link set $(link_name) up
 LINKS
   in_switch ip link set uplink master switch up
 }
 
 
-new_network() { # <file that keeps it>
+create_network() { # <file to bind it to>
   : >"$1"
   unshare --net="$1" true
 }
@@ -345,41 +346,41 @@ in_switch() { # <command...>
 start_nodes() { # <node...>
   local node starting=()
   for node; do
-    make_node "$node"
+    create_node "$node"
     nsenter --net="$LAB/$node/net" unshare --uts --mount -- "$PROGRAM_FILE" start-node "$node" &
     starting+=($!)
   done
   for node in "${starting[@]}"; do
-    wait "$node" || die "a node does not start"
+    wait "$node" || die "a node failed to start"
   done
-  wait_until "$PATIENCE" are_alive "$@" || die "the nodes are not ready after $PATIENCE s"
-  [[ ! $SLURM ]] || wait_until "$PATIENCE" all_idle || die "SLURM's nodes are not ready after $PATIENCE s"
+  wait_until "$STEP_TIMEOUT" are_alive "$@" || die "the nodes are not ready after $STEP_TIMEOUT s"
+  [[ ! $SLURM ]] || wait_until "$STEP_TIMEOUT" all_available || die "SLURM's nodes are not ready after $STEP_TIMEOUT s"
 }
 
 
-# A node that was killed keeps its keys and its private folders.
-make_node() { # <node>
-  local folder=$LAB/$1 folders=("${PRIVATE[@]/#/"$LAB/$1/private"}")
-  mkdir -p -- "$folder" "${folders[@]}"
-  if [[ ! -e $folder/host_key.pub ]]; then
-    ssh-keygen -q -t ed25519 -N '' -C "$1" -f "$folder/host_key"
-    echo "$1,$(address "$1") $(cat -- "$folder/host_key.pub")" >>"$LAB/known_hosts"
+# A killed node keeps its keys and private directories.
+create_node() { # <node>
+  local directory=$LAB/$1
+  mkdir -p -- "$directory" "${PRIVATE[@]/#/"$directory/private"}"
+  if [[ ! -e $directory/host_key.pub ]]; then
+    ssh-keygen -q -t ed25519 -N '' -C "$1" -f "$directory/host_key"
+    echo "$1,$(address "$1") $(cat -- "$directory/host_key.pub")" >>"$LAB/known_hosts"
   fi
-  new_network "$folder/net"
+  create_network "$directory/net"
   in_switch ip link add "$1" master switch up type veth \
-    peer name eth0 address "$(hardware_address "$1")" netns "$folder/net"
+    peer name eth0 address "$(hardware_address "$1")" netns "$directory/net"
 }
 
 
-# The same after power was off: the others remember it.
+# The same after a restart: it is in the other nodes' ARP caches.
 hardware_address() { # <node>
   printf '02:00:00:00:00:%02d\n' "${1#"$PREFIX"}"
 }
 
 
-# Runs on the node: the host name and the mounts last as long as its processes.
+# Runs in the node's namespaces: host name and mounts exist as long as its processes.
 start_node() { # <node>
-  local folder
+  local directory
   hostname "$1"
   ip -batch - <<LINKS
 link set lo up
@@ -388,10 +389,10 @@ link set eth0 up
 LINKS
   mount --bind -- "$LAB/hosts" /etc/hosts
   mount --bind -- "$LAB/shadow" /etc/shadow
-  # A node may lose its power at any moment: not while it runs what somebody does at each login of his own.
+  # Commands in root's ~/.bashrc must not be killed halfway by lab.sh kill.
   [[ ! -e ~root/.bashrc ]] || mount --bind -- "$LAB/bashrc" ~root/.bashrc
-  for folder in "${PRIVATE[@]}"; do
-    mount --bind -- "$LAB/$1/private$folder" "$folder"
+  for directory in "${PRIVATE[@]}"; do
+    mount --bind -- "$LAB/$1/private$directory" "$directory"
   done
   [[ ! $SLURM ]] || slurmd -f "$LAB/slurm.conf" -N "$1" 9<&-
   exec "$(type -P sshd)" -f "$LAB/sshd_config" -h "$LAB/$1/host_key" -o PidFile="$LAB/$1/sshd.pid" \
@@ -406,7 +407,7 @@ start_slurm() {
   task_prolog >"$LAB/task_prolog"
   chmod +x -- "$LAB/task_prolog"
   for ((gpu = 0; gpu < GPUS; gpu++)); do
-    mknod -- "$LAB/gpu$gpu" c 1 3 # SLURM wants a device file: each is one more /dev/null
+    mknod -- "$LAB/gpu$gpu" c 1 3 # SLURM needs a device file: another /dev/null
   done
   ((GPUS == 0)) || echo "NodeName=${PREFIX}[1-$NODES] Name=gpu File=$LAB/gpu[0-$((GPUS - 1))]" >"$LAB/gres.conf"
   (umask 077 && head -c 128 /dev/urandom >"$LAB/munge.key")
@@ -416,15 +417,15 @@ start_slurm() {
 }
 
 
-all_idle() { # a node with jobs is well too
+all_available() { # idle, or running jobs
   local states
   states=$(SLURM_CONF=$LAB/slurm.conf timeout 5 sinfo --noheader --Node --format=%T 2>/dev/null) || return 1
   [[ $states ]] && ! grep -qvxE 'idle|mixed|allocated|completing' <<<"$states"
 }
 
 
-is_whole() ( # whatever settings were asked for
-  load_settings && [[ -e $LAB/whole && -e /sys/class/net/$(link_name) ]] && { [[ ! $SLURM ]] || slurm_runs; }
+is_up() ( # with any settings
+  load_settings && [[ -e $LAB/complete && -e /sys/class/net/$(link_name) ]] && { [[ ! $SLURM ]] || slurm_runs; }
 )
 
 
@@ -433,14 +434,14 @@ slurm_runs() {
 }
 
 
-mend() {
+repair() {
   local node dead=()
   for node in $(all_nodes); do
     if is_alive "$node"; then
       heal "$node"
     else
       power_off "$node"
-      # The other nodes' mounts keep the old network alive: its cable goes by name.
+      # The old network namespace may still be mounted in other nodes: delete the interface by name.
       in_switch ip link del "$node" 2>/dev/null || true
       remove_network "$LAB/$node/net"
       dead+=("$node")
@@ -450,9 +451,9 @@ mend() {
 }
 
 
-# ---- what runs on a node ----
+# ---- processes and state of a node ----
 
-processes_of() { # <node>; also those that somebody else started there
+processes_of() { # <node>; all in its network namespace, whoever started them
   local link
   for link in /proc/[0-9]*/ns/net; do
     if [[ $link -ef $LAB/$1/net ]]; then
@@ -518,7 +519,7 @@ is_slow() { # <node>
 }
 
 
-# ---- what can happen to a node ----
+# ---- faults ----
 
 cut() { # <node>
   in_switch bridge link set dev "$1" state disabled
@@ -527,7 +528,7 @@ cut() { # <node>
 
 freeze() { # <node>
   local now seen=
-  # A process may have had a child before it stopped: look again until nothing is new.
+  # A process may have forked before it stopped: repeat until there are no new ones.
   until now=$(processes_of "$1") && [[ $now == "$seen" ]]; do
     signal STOP "$now"
     seen=$now
@@ -549,7 +550,7 @@ limit() { # <network> <device> <kbit>
 
 
 heal() { # <node>
-  is_alive "$1" || die "$1 is dead: $PROGRAM up raises it again"
+  is_alive "$1" || die "$1: is dead; restart it with $PROGRAM up"
   unlimit "$LAB/switch" "$1"
   unlimit "$LAB/$1/net" eth0
   signal CONT "$(processes_of "$1")"
@@ -558,7 +559,7 @@ heal() { # <node>
 
 
 unlimit() { # <network> <device>
-  nsenter --net="$1" tc qdisc del dev "$2" root 2>/dev/null || true # it had no limit
+  nsenter --net="$1" tc qdisc del dev "$2" root 2>/dev/null || true # no limit was set
 }
 
 
@@ -569,19 +570,20 @@ kill_node() { # <node>
 
 
 power_off() { # <node>
-  wait_until "$PATIENCE" has_nothing_left "$1" || die "$1: processes $(processes_of "$1" | xargs) do not die"
+  wait_until "$STEP_TIMEOUT" kill_processes "$1" ||
+    die "$1: processes $(processes_of "$1" | xargs) did not exit after SIGKILL"
 }
 
 
-has_nothing_left() { # <node>; sees to it
-  local left
-  left=$(processes_of "$1")
-  signal KILL "$left"
-  [[ ! $left ]]
+kill_processes() { # <node>; succeeds when there was none
+  local processes
+  processes=$(processes_of "$1")
+  signal KILL "$processes"
+  [[ ! $processes ]]
 }
 
 
-signal() { # <name> <process ids, a line each>; some may have ended meanwhile
+signal() { # <name> <process ids, one per line; some may have exited>
   # shellcheck disable=SC2086  # a list of numbers
   [[ ! $2 ]] || kill -"$1" $2 2>/dev/null || true
 }
@@ -591,12 +593,12 @@ signal() { # <name> <process ids, a line each>; some may have ended meanwhile
 
 down() {
   local node
-  forget_names
-  rm -f -- "$LAB/$UNFINISHED"
+  remove_ssh_config
+  rm -f -- "$LAB/$UNFINISHED_SETTINGS"
   [[ -e $LAB ]] && ! rmdir -- "$LAB" 2>/dev/null || return 0
-  load_settings || die_usage "'$LAB' was not made by this script: name another folder"
-  rm -f -- "$LAB/whole"
-  [[ ! $SLURM ]] || end_jobs
+  load_settings || die_usage "MUSTER_LAB='$LAB': not created by $PROGRAM; choose another directory"
+  rm -f -- "$LAB/complete"
+  [[ ! $SLURM ]] || cancel_jobs
   for node in $(all_nodes); do
     signal KILL "$(processes_of "$node")"
   done
@@ -604,14 +606,14 @@ down() {
     power_off "$node"
     remove_network "$LAB/$node/net"
   done
-  [[ ! $SLURM ]] || end_slurm
+  [[ ! $SLURM ]] || stop_slurm
   ip link del "$(link_name)" 2>/dev/null || true
-  remove_network "$LAB/switch" # and with it all its cables
+  remove_network "$LAB/switch" # and with it all links to the nodes
   remove_files
 }
 
 
-forget_names() {
+remove_ssh_config() {
   local file
   for file in "$SSH_CONFIG.d"/muster-lab*.conf; do
     [[ $(head -n 1 -- "$file" 2>/dev/null) != "$MARK in $LAB" ]] || rm -f -- "$file"
@@ -619,14 +621,14 @@ forget_names() {
 }
 
 
-# An srun on this side ends with its job, and would wait for a node that falls silent.
-end_jobs() {
+# An srun on this machine exits with its job. Without scancel it would wait for killed nodes.
+cancel_jobs() {
   local -x SLURM_CONF=$LAB/slurm.conf
   local jobs
   jobs=$(timeout 5 squeue --noheader --format=%A 2>/dev/null) && [[ $jobs ]] || return 0
   # shellcheck disable=SC2086  # a list of numbers
   timeout 5 scancel $jobs || true
-  wait_until $((KILL_WAIT + 2)) no_jobs || true # those on a node that is cut off stay, until all ends
+  wait_until $((KILL_WAIT + 2)) no_jobs || true # jobs on a cut node remain
 }
 
 
@@ -635,15 +637,15 @@ no_jobs() {
 }
 
 
-remove_network() { # <file that keeps it>
+remove_network() { # <file it is bound to>
   umount -- "$1" 2>/dev/null || true
 }
 
 
-# The settings go last: they say whose folder this is, should we be stopped in between.
+# The settings are removed last: if this is interrupted, they identify the directory to the next down.
 remove_files() {
-  if [[ -e $LAB/made_sshd_folder ]] && ! pgrep -x --runstates D,R,S,T sshd >/dev/null; then
-    rmdir -- "$SSHD_FOLDER" 2>/dev/null || true
+  if [[ -e $LAB/made_sshd_directory ]] && ! pgrep -x --runstates D,R,S,T sshd >/dev/null; then
+    rmdir -- "$SSHD_DIRECTORY" 2>/dev/null || true
   fi
   find "$LAB" -xdev -mindepth 1 ! -path "$LAB/settings" -delete
   rm -- "$LAB/settings"
@@ -651,31 +653,32 @@ remove_files() {
 }
 
 
-# Nothing of SLURM's is to be kept, so that it need not end in order.
-end_slurm() {
-  wait_until "$PATIENCE" has_no_slurm_left || die "processes $(daemons munged slurmctld | xargs) do not die"
+# SIGKILL, because SLURM's state is not needed any more.
+stop_slurm() {
+  wait_until "$STEP_TIMEOUT" kill_slurm_daemons ||
+    die "processes $(daemons munged slurmctld | xargs) did not exit after SIGKILL"
 }
 
 
-has_no_slurm_left() { # sees to it
-  local left
-  left=$(daemons munged slurmctld)
-  signal KILL "$left"
-  [[ ! $left ]]
+kill_slurm_daemons() { # succeeds when there was none
+  local processes
+  processes=$(daemons munged slurmctld)
+  signal KILL "$processes"
+  [[ ! $processes ]]
 }
 
 
-daemons() { # <program...>; process ids of those that this side runs for the laboratory
-  local program pid words
-  while read -r pid words; do
+daemons() { # <program...>; prints the process ids of those that run on this machine for the laboratory
+  local program pid arguments
+  while read -r pid arguments; do
     for program; do
-      [[ $words != "$program "*" $LAB/"* && $words != "$program "*"=$LAB/"* ]] || echo "$pid"
+      [[ $arguments != "$program "*" $LAB/"* && $arguments != "$program "*"=$LAB/"* ]] || echo "$pid"
     done
   done < <(ps -eww -o pid=,args=)
 }
 
 
-# ---- the rest ----
+# ---- commands and their arguments ----
 
 status() {
   local node pid
@@ -687,7 +690,7 @@ status() {
 }
 
 
-log_in() { # <node> [word...]; ssh would join the words, and the node's shell part them elsewhere
+ssh_to() { # <node> [argument...]; quoted, because ssh joins them and the node's shell splits them again
   local command=()
   (($# == 1)) || command=("$(quote "${@:2}")")
   exec ssh "$1" "${command[@]}"
@@ -708,8 +711,8 @@ show_logs() {
 }
 
 
-# One call at a time on this machine, and no file to leave behind: the lock is on a folder.
-# Daemons are started without descriptor 9, which would keep it for ever.
+# One lab.sh at a time on this machine. The lock is on a directory, so that no lock file remains. Daemons are started
+# without descriptor 9: they would hold the lock.
 lock() {
   exec 9<"${SSH_CONFIG%/*}"
   flock 9
@@ -724,75 +727,76 @@ parse_up() { # <argument...>
       --prefix) need_value "$@" && PREFIX=$2 && shift ;;
       --private) need_value "$@" && add_private "$2" && shift ;;
       -*) die_usage "unknown option '$1'" ;;
-      *) set_nodes "$1" ;;
+      *) set_node_count "$1" ;;
     esac
     shift
   done
-  ((NODES > 0)) || die_usage "up needs the number of nodes"
-  [[ $PREFIX =~ ^[a-z]{1,8}$ ]] || die_usage "--prefix '$PREFIX' is not a word of one to eight small letters"
-  [[ $GPUS =~ ^(0|[1-9][0-9]?)$ ]] || die_usage "--gpus '$GPUS' is not a number from 0 to 99"
-  [[ $SLURM ]] || ((GPUS == 0)) || die_usage "the GPUs are pretended, and only SLURM believes in them: add --slurm"
+  ((NODES > 0)) || die_usage "up: the number of nodes is missing"
+  [[ $PREFIX =~ ^[a-z]{1,8}$ ]] || die_usage "--prefix: expected 1 to 8 lower-case letters, got '$PREFIX'"
+  [[ $GPUS =~ ^(0|[1-9][0-9]?)$ ]] || die_usage "--gpus: expected a number from 0 to 99, got '$GPUS'"
+  [[ $SLURM ]] || ((GPUS == 0)) || die_usage "--gpus: GPUs are simulated in SLURM only; add --slurm"
 }
 
 
-set_nodes() { # <word>
-  ((NODES == 0)) || die_usage "up takes one number of nodes, not also '$1'"
-  if [[ ! $1 =~ ^[1-9][0-9]?$ ]] || (($1 > MOST_NODES)); then
-    die_usage "'$1' is not a number of nodes from 1 to $MOST_NODES"
+set_node_count() { # <number>
+  ((NODES == 0)) || die_usage "up: expected one number of nodes, got '$NODES' and '$1'"
+  if [[ ! $1 =~ ^[1-9][0-9]?$ ]] || (($1 > MAX_NODES)); then
+    die_usage "up: expected a number of nodes from 1 to $MAX_NODES, got '$1'"
   fi
   NODES=$1
 }
 
 
-add_private() { # <folder>
-  local folder
-  [[ -d $1 ]] || die_usage "--private '$1' is not a folder"
-  folder=$(readlink -f -- "$1")
-  [[ $folder != *$'\n'* ]] || die_usage "--private '$1' has a line break"
-  [[ $LAB/ != "${folder%/}"/* ]] || die_usage "--private '$1' would hide the laboratory in $LAB: set MUSTER_LAB"
-  PRIVATE+=("$folder")
+add_private() { # <directory>
+  local directory
+  [[ -d $1 ]] || die_usage "--private: no directory '$1'"
+  directory=$(readlink -f -- "$1")
+  [[ $directory != *$'\n'* ]] || die_usage "--private: '$1' contains a line break"
+  [[ $LAB/ != "${directory%/}"/* ]] ||
+    die_usage "--private: '$1' would hide the laboratory in $LAB; set MUSTER_LAB to another directory"
+  PRIVATE+=("$directory")
 }
 
 
 need_root() {
-  ((EUID == 0)) || die_with "$EXIT_UNFIT" "only root can give a node an address and a name of its own: run it with sudo"
+  ((EUID == 0)) || die_with "$EXIT_UNFIT" "needs root; run it with sudo"
 }
 
 
-enter() { # the laboratory that is up
+need_lab() {
   need_root
-  load_settings || die "no laboratory is up in $LAB: $PROGRAM up 3 raises one"
+  load_settings || die "$LAB: no laboratory is up; start one with $PROGRAM up 3"
 }
 
 
-enter_node() { # <node>
-  enter
-  grep -qxF -- "$1" <<<"$(all_nodes)" || die_usage "'$1' is not one of the nodes: $(all_nodes | xargs)"
+need_node() { # <node>
+  need_lab
+  grep -qxF -- "$1" <<<"$(all_nodes)" || die_usage "no node '$1'; the nodes are: $(all_nodes | xargs)"
 }
 
 
-need_words() { # <what they are> <how many> <word...>
-  (($# - 2 == $2)) || die_usage "$VERB takes $1, not '${*:3}'"
+need_arguments() { # <their names> <their number> <argument...>
+  (($# - 2 == $2)) || die_usage "$COMMAND: expected $1, got '${*:3}'"
 }
 
 
-act() { # <node> [kbit]
-  enter_node "$1"
+change_node() { # <node> [kbit]
+  need_node "$1"
   lock
-  if [[ $VERB == kill ]]; then
+  if [[ $COMMAND == kill ]]; then
     kill_node "$1"
   else
-    "$VERB" "$@"
+    "$COMMAND" "$@"
   fi
 }
 
 
 main() {
-  VERB=${1-}
+  COMMAND=${1-}
   LAB=$(readlink -m -- "${MUSTER_LAB:-/run/muster-lab}")
-  [[ $LAB != *[[:space:]]* ]] || die_usage "MUSTER_LAB '$LAB' has a blank, which ssh_config cannot hold: name another"
+  [[ $LAB != *[[:space:]]* ]] || die_usage "MUSTER_LAB='$LAB': contains white space; choose another directory"
   shift $(($# > 0))
-  case $VERB in
+  case $COMMAND in
     -h | --help) usage ;;
     up)
       parse_up "$@"
@@ -801,36 +805,36 @@ main() {
       up
       ;;
     down)
-      need_words "no words" 0 "$@"
+      need_arguments "no arguments" 0 "$@"
       need_root
       lock
       down
       ;;
     status)
-      need_words "no words" 0 "$@"
-      enter
+      need_arguments "no arguments" 0 "$@"
+      need_lab
       status
       ;;
     ssh)
-      (($# > 0)) || die_usage "ssh takes a node"
-      enter_node "$1"
-      log_in "$@"
+      (($# > 0)) || die_usage "ssh: expected NODE [ARGUMENT...]"
+      need_node "$1"
+      ssh_to "$@"
       ;;
     cut | freeze | heal | kill)
-      need_words "a node" 1 "$@"
-      act "$1"
+      need_arguments "NODE" 1 "$@"
+      change_node "$1"
       ;;
     slow)
-      need_words "a node and a number" 2 "$@"
-      [[ $2 =~ ^[1-9][0-9]{0,7}$ ]] || die_usage "'$2' is not a number of kbit/s"
-      act "$@"
+      need_arguments "NODE KBIT" 2 "$@"
+      [[ $2 =~ ^[1-9][0-9]{0,7}$ ]] || die_usage "slow: expected kbit/s as a positive whole number, got '$2'"
+      change_node "$@"
       ;;
     start-node)
-      enter
+      need_lab
       start_node "$1"
       ;;
-    '') die_usage "say what to do" ;;
-    *) die_usage "unknown verb '$VERB'" ;;
+    '') die_usage "no command" ;;
+    *) die_usage "unknown command '$COMMAND'" ;;
   esac
 }
 
