@@ -1,33 +1,33 @@
 #!/usr/bin/env bats
 #
-# tests/run.sh: its last line and its exit code must be true, above all when something goes wrong.
+# tests/run.sh: its last line and its exit code are right, also when a runner crashes or is interrupted.
 #
-# It runs here in a kit of its own, with stand-ins for the runners that answer as they are told to.
+# It runs in a copy of the repository, with stubs in place of Python, bats and shellcheck.
 
 bats_require_minimum_version 1.5.0
 
 
 setup() {
-  KIT="$BATS_TEST_TMPDIR/it's a kit"
-  export CALLS="$BATS_TEST_TMPDIR/calls" ANSWERS="$BATS_TEST_TMPDIR/answers"
-  mkdir -p "$KIT/scripts/lib" "$KIT/tests" "$ANSWERS" "$BATS_TEST_TMPDIR/bin"
+  KIT="$BATS_TEST_TMPDIR/it's a copy"
+  export CALLS="$BATS_TEST_TMPDIR/calls" STUBS="$BATS_TEST_TMPDIR/stubs"
+  mkdir -p "$KIT/scripts/lib" "$KIT/tests" "$STUBS" "$BATS_TEST_TMPDIR/bin"
   cp "$BATS_TEST_DIRNAME"/../scripts/lib/{common,venv}.bash "$KIT/scripts/lib"
   cp "$BATS_TEST_DIRNAME/run.sh" "$KIT/tests"
   touch "$KIT"/requirements{,-test,-trackers}.txt "$KIT/pyproject.toml" "$KIT/tests"/{a.bats,test_a.py}
-  stand_ins
+  write_stubs
   PATH="$BATS_TEST_TMPDIR/bin:$PATH"
-  bats_says 0 $'1..2\nok 1 works\nok 2 works too'
-  pytest_says 0 '<testcase name="a" /><testcase name="b" />'
+  stub_bats 0 $'1..2\nok 1 works\nok 2 works too'
+  stub_pytest 0 '<testcase name="a" /><testcase name="b" />'
 }
 
 
-# Each notes its call; its exit status and report are files in $ANSWERS. Python is also pip and venv.
-stand_ins() {
+# Each stub appends its arguments to $CALLS; its exit code and report are files in $STUBS. Python is also pip and venv.
+write_stubs() {
   cat >"$BATS_TEST_TMPDIR/bin/python3" <<'END'
 #!/usr/bin/env bash
 wait_for_ctrl_c() {
-  trap 'echo "pytest is interrupted" >>"$CALLS"; exit 2' INT
-  echo >"$ANSWERS/pytest.waits"
+  trap 'echo "pytest: interrupted" >>"$CALLS"; exit 2' INT
+  echo >"$STUBS/pytest.waits"
   while :; do sleep 0.01; done
 }
 case "$*" in
@@ -36,36 +36,36 @@ case "$*" in
   "-m pip "* | "-m ensurepip "*) ;;
   "-m pytest --junitxml "*)
     echo "pytest ${*:4}" >>"$CALLS"
-    echo "pytest speaks"
-    [[ ! -p $ANSWERS/pytest.waits ]] || wait_for_ctrl_c
-    cat "$ANSWERS/pytest.report" >"$4" 2>/dev/null
-    exit "$(<"$ANSWERS/pytest")" ;;
-  tests/changed.py) cat "$ANSWERS/changed"; exit "$(cat "$ANSWERS/changed.status" 2>/dev/null || echo 0)" ;;
-  *) echo "${*:2}" >>"$CALLS"; exit "$(cat "$ANSWERS/$2" 2>/dev/null || echo 0)" ;;
+    echo "pytest output"
+    [[ ! -p $STUBS/pytest.waits ]] || wait_for_ctrl_c
+    cat "$STUBS/pytest.report" >"$4" 2>/dev/null
+    exit "$(<"$STUBS/pytest")" ;;
+  tests/changed.py) cat "$STUBS/changed"; exit "$(cat "$STUBS/changed.status" 2>/dev/null || echo 0)" ;;
+  *) echo "${*:2}" >>"$CALLS"; exit "$(cat "$STUBS/$2" 2>/dev/null || echo 0)" ;;
 esac
 END
   cat >"$BATS_TEST_TMPDIR/bin/bats" <<'END'
 #!/usr/bin/env bash
 echo "bats $*" >>"$CALLS"
-echo "bats speaks"
+echo "bats output"
 while [[ $1 != --output ]]; do shift; done
-cat "$ANSWERS/bats.report" >"$2/report.tap"
-exit "$(<"$ANSWERS/bats")"
+cat "$STUBS/bats.report" >"$2/report.tap"
+exit "$(<"$STUBS/bats")"
 END
   printf '#!/bin/sh\necho "shellcheck $*" >>"$CALLS"\n' >"$BATS_TEST_TMPDIR/bin/shellcheck"
   chmod +x "$BATS_TEST_TMPDIR/bin"/*
 }
 
 
-bats_says() { # <exit status> <tap>
-  echo "$1" >"$ANSWERS/bats"
-  echo "$2" >"$ANSWERS/bats.report"
+stub_bats() { # <exit code> <tap>
+  echo "$1" >"$STUBS/bats"
+  echo "$2" >"$STUBS/bats.report"
 }
 
 
-pytest_says() { # <exit status> <test cases>
-  echo "$1" >"$ANSWERS/pytest"
-  echo "<testsuites><testsuite errors=\"0\">$2</testsuite></testsuites>" >"$ANSWERS/pytest.report"
+stub_pytest() { # <exit code> <test cases>
+  echo "$1" >"$STUBS/pytest"
+  echo "<testsuites><testsuite errors=\"0\">$2</testsuite></testsuites>" >"$STUBS/pytest.report"
 }
 
 
@@ -74,7 +74,7 @@ run_sh() {
 }
 
 
-# The programs of this machine without these, and a person who is not root.
+# Hide these programs of this machine, and replace id and apt-get: the user is not root, or USER_ID.
 without() { # <program...>
   cp -rs /usr/bin "$BATS_TEST_TMPDIR/usr" 2>/dev/null || true
   (cd "$BATS_TEST_TMPDIR/usr" && rm -f -- "$@" id)
@@ -86,16 +86,16 @@ without() { # <program...>
 }
 
 
-@test "all is well: four linters, and what bats and pytest have counted" {
+@test "the last line adds up four linters, bats and pytest" {
   run_sh
   [ "$status" -eq 0 ]
   [ "${lines[-1]}" = "Muster: 8 passed, 0 failed, 0 skipped" ]
 }
 
 
-@test "failed and skipped tests are counted, and the exit code is 1" {
-  bats_says 1 $'1..4\nok 1 fine\nnot ok 2 bad\n# ok 9 only output\nok 3 later # skip no GPU\nok 4 fine'
-  pytest_says 1 '<testcase name="a" /><testcase name="b"><failure message="&lt;skipped "></failure></testcase>
+@test "failed and skipped tests are counted; exit code 1" {
+  stub_bats 1 $'1..4\nok 1 fine\nnot ok 2 bad\n# ok 9 only output\nok 3 later # skip no GPU\nok 4 fine'
+  stub_pytest 1 '<testcase name="a" /><testcase name="b"><failure message="&lt;skipped "></failure></testcase>
 <testcase name="c"><skipped type="x"></skipped></testcase>
 <testcase name="d"><error message="x"></error></testcase>'
   run_sh
@@ -104,33 +104,33 @@ without() { # <program...>
 }
 
 
-@test "a runner that dies without a report is one failure" {
-  echo 139 >"$ANSWERS/pytest"
-  rm "$ANSWERS/pytest.report"
+@test "a runner that crashes without a report is one failure" {
+  echo 139 >"$STUBS/pytest"
+  rm "$STUBS/pytest.report"
   run_sh
   [ "$status" -eq 1 ]
   [ "${lines[-1]}" = "Muster: 6 passed, 1 failed, 0 skipped" ]
-  [[ "$stderr" == *"pytest ended with 139"* ]]
+  [[ "$stderr" == *"pytest: exit code 139"* ]]
 }
 
 
-@test "a runner that dies after tests that passed is one failure" {
-  bats_says 1 $'1..9\nok 1 fine'
+@test "a runner that crashes after passed tests is one failure" {
+  stub_bats 1 $'1..9\nok 1 fine'
   run_sh
   [ "$status" -eq 1 ]
   [ "${lines[-1]}" = "Muster: 7 passed, 1 failed, 0 skipped" ]
 }
 
 
-@test "a linter that finds something is one failure, and the tests are run all the same" {
-  echo 1 >"$ANSWERS/mypy"
+@test "a linter that fails is one failure, and the tests still run" {
+  echo 1 >"$STUBS/mypy"
   run_sh
   [ "$status" -eq 1 ]
   [ "${lines[-1]}" = "Muster: 7 passed, 1 failed, 0 skipped" ]
 }
 
 
-@test "only the files that are named, from the folder they are named in" {
+@test "FILE runs only that file, relative to the current directory" {
   cd "$KIT/tests"
   run_sh a.bats
   [[ "$(<"$CALLS")" == "bats "*" $KIT/tests/a.bats" ]]
@@ -147,14 +147,14 @@ without() { # <program...>
 }
 
 
-@test "only the linters" {
+@test "--lint runs only the linters" {
   run_sh --lint
   [ "${lines[-1]}" = "Muster: 4 passed, 0 failed, 0 skipped" ]
   run ! grep -e ^pytest -e ^bats "$CALLS"
 }
 
 
-@test "--quick leaves out what is slow and what raises a laboratory, but for one launch by each launcher" {
+@test "--quick leaves out slow tests and laboratories, except one launch per launcher" {
   run_sh --quick
   [ "$status" -eq 0 ]
   [ "${lines[-1]}" = "Muster: 8 passed, 0 failed, 0 skipped" ]
@@ -168,9 +168,9 @@ without() { # <program...>
 }
 
 
-@test "--changed: linters and the tests of what has changed, each with the reason" {
+@test "--changed runs linters and the affected tests, and shows the reason for each" {
   touch "$KIT"/tests/{b.bats,test_b.py}
-  printf '%s\n' "tests/b.bats: scripts/b.sh, train.py" "tests/test_b.py: train.py" >"$ANSWERS/changed"
+  printf '%s\n' "tests/b.bats: scripts/b.sh, train.py" "tests/test_b.py: train.py" >"$STUBS/changed"
   run_sh --changed
   [ "$status" -eq 0 ]
   [ "${lines[-1]}" = "Muster: 8 passed, 0 failed, 0 skipped" ]
@@ -179,25 +179,25 @@ without() { # <program...>
   grep -qx "pytest .*--numprocesses 2 --no-loadscope-reorder tests/test_b.py" "$CALLS"
   rm "$CALLS"
 
-  echo "everything: requirements.txt" >"$ANSWERS/changed"
+  echo "everything: requirements.txt" >"$STUBS/changed"
   run_sh --changed
   grep -qx "bats .* $KIT/tests/a.bats $KIT/tests/b.bats" "$CALLS"
   grep -qx "pytest .* tests" "$CALLS"
 
-  : >"$ANSWERS/changed"
+  : >"$STUBS/changed"
   run_sh --changed
   [ "${lines[-1]}" = "Muster: 4 passed, 0 failed, 0 skipped" ]
-  echo 69 >"$ANSWERS/changed.status"
+  echo 69 >"$STUBS/changed.status"
   run_sh --changed
   [ "$status" -eq 69 ]
-  for words in --quick --lint "$KIT/tests/a.bats"; do
-    run_sh --changed "$words"
+  for argument in --quick --lint "$KIT/tests/a.bats"; do
+    run_sh --changed "$argument"
     [ "$status" -eq 2 ]
   done
 }
 
 
-@test "a file that is none, and an unknown option, are refused" {
+@test "missing files, files of other kinds and unknown options are refused" {
   run_sh nothing.py
   [ "$status" -eq 2 ]
   [[ "$stderr" == *"no file 'nothing.py' in $PWD"* ]]
@@ -209,18 +209,18 @@ without() { # <program...>
 }
 
 
-@test "who is not root is told the one command, and nothing else happens" {
+@test "without root, the command that installs missing programs is printed, and nothing runs" {
   without bats scontrol
   run_sh
   [ "$status" -eq 69 ]
-  [[ "$stderr" == *"the tests call programs that are not here, an administrator can install them:"* ]]
+  [[ "$stderr" == *"programs for the tests are missing; install them:"* ]]
   [[ "$stderr" == *$'\n'"  sudo apt-get install -y --no-install-recommends bats slurm-wlm" ]]
   [ ! -e "$CALLS" ]
   [ ! -e "$KIT/.venv" ]
 }
 
 
-@test "root gets what is missing installed, and only that" {
+@test "as root, only the missing programs are installed" {
   USER_ID=0 without scontrol
   run_sh
   [ "$status" -eq 0 ]
@@ -230,29 +230,29 @@ apt-get install -y --no-install-recommends slurm-wlm -q -o DPkg::Lock::Timeout=6
 }
 
 
-@test "Ctrl-C ends the run, not only the runner of the moment" {
-  mkfifo "$BATS_TEST_TMPDIR/ready" "$ANSWERS/pytest.waits"
+@test "Ctrl-C stops the whole run, not only the current runner" {
+  mkfifo "$BATS_TEST_TMPDIR/ready" "$STUBS/pytest.waits"
   cat >"$BATS_TEST_TMPDIR/bin/bats" <<'END'
 #!/usr/bin/env bash
 trap 'exit 1' INT
-echo >"$ANSWERS/../ready"
+echo >"$STUBS/../ready"
 while :; do sleep 0.01; done
 END
   setsid env --default-signal=INT "$KIT/tests/run.sh" >"$BATS_TEST_TMPDIR/out" 2>&1 3>&- &
-  read -r _ <"$ANSWERS/pytest.waits"
+  read -r _ <"$STUBS/pytest.waits"
   read -r _ <"$BATS_TEST_TMPDIR/ready"
   kill -INT -- "-$!"
   wait $! || status=$?
   [ "$status" -eq 130 ]
-  grep -qx "pytest is interrupted" "$CALLS"
+  grep -qx "pytest: interrupted" "$CALLS"
   run ! grep "^Muster:" "$BATS_TEST_TMPDIR/out"
 }
 
 
-@test "TERM ends pytest, which runs beside the others" {
-  mkfifo "$ANSWERS/pytest.waits"
+@test "SIGTERM stops pytest, which runs in the background" {
+  mkfifo "$STUBS/pytest.waits"
   setsid "$KIT/tests/run.sh" "$KIT/tests/test_a.py" >"$BATS_TEST_TMPDIR/out" 2>&1 3>&- &
-  read -r _ <"$ANSWERS/pytest.waits"
+  read -r _ <"$STUBS/pytest.waits"
   kill -TERM $!
   wait $! || status=$?
   [ "$status" -eq 143 ]
@@ -260,13 +260,13 @@ END
 }
 
 
-@test "TERM ends pytest also when it comes between two runners" {
-  run_sh # what else it says is said when it has made .venv
-  mkfifo "$BATS_TEST_TMPDIR/full" "$ANSWERS/pytest.waits"
+@test "SIGTERM between two runners stops pytest" {
+  run_sh # creates .venv: the next call prints less
+  mkfifo "$BATS_TEST_TMPDIR/full" "$STUBS/pytest.waits"
   exec 9<>"$BATS_TEST_TMPDIR/full"
-  head -c 65536 /dev/zero >&9 # all that a pipe holds: nothing more can be said
+  head -c 65536 /dev/zero >&9 # fills the pipe: run.sh blocks when it prints
   setsid "$KIT/tests/run.sh" "$KIT/tests/test_a.py" >&9 2>&9 3>&- &
-  read -r _ <"$ANSWERS/pytest.waits"
+  read -r _ <"$STUBS/pytest.waits"
   kill -TERM $!
   wait $! || status=$?
   exec 9>&-
@@ -275,12 +275,12 @@ END
 }
 
 
-@test "TERM ends what bats has started, which bats itself does not" {
+@test "SIGTERM kills the processes that bats started" {
   mkfifo "$BATS_TEST_TMPDIR/ready"
   cat >"$BATS_TEST_TMPDIR/bin/bats" <<'END'
 #!/usr/bin/env bash
 sleep 1000 &
-echo $! >"$ANSWERS/../ready"
+echo $! >"$STUBS/../ready"
 wait
 END
   setsid "$KIT/tests/run.sh" "$KIT/tests/a.bats" >"$BATS_TEST_TMPDIR/out" 2>&1 3>&- &
@@ -292,9 +292,9 @@ END
 }
 
 
-@test "what pytest said is shown in one piece, behind what bats said" {
+@test "pytest's output is shown in one piece, after that of bats" {
   run_sh
-  [[ "$output" == "bats speaks"$'\n'"pytest speaks"$'\n'"Muster: "* ]]
+  [[ "$output" == "bats output"$'\n'"pytest output"$'\n'"Muster: "* ]]
 }
 
 
