@@ -1,12 +1,12 @@
-"""Which test files depend on what has changed: for tests/run.sh --changed. Standard library only.
+"""Print the test files that depend on changed files, for tests/run.sh --changed. Standard library only.
 
-A test depends on the files that it names, and on those that these name: a Python file names what it imports, and the
-files and modules in its strings; any other file, those outside its comments. Prints a line for each test file, with the
-changed files that it depends on:
+A file depends on the files that it names, and on their dependencies. A Python file names its imports, and the files and
+modules in its strings; any other file, those outside its comments. Prints one line per test file, with the changed
+files that it depends on:
 
   tests/ssh.bats: scripts/lib/ssh.bash
 
-or "everything: " and the files on which all tests depend.
+or "everything: " and the changed files that all tests depend on.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 KIT = Path(__file__).resolve().parents[1]
-ALL_TESTS_USE = re.compile(r"requirements.*\.txt|pyproject\.toml|tests/(conftest\.py|lab/lab\.sh)")
+USED_BY_ALL_TESTS = re.compile(r"requirements.*\.txt|pyproject\.toml|tests/(conftest\.py|lab/lab\.sh)")
 USE_ALL_FILES = ("tests/test_docs.py", "tests/test_house.py")
-TEST = re.compile(r"tests/([^/]+/)?test_[^/]+\.py|tests/[^/]+\.bats")
-NAME = re.compile(r"\w[\w-]*[._][\w.-]*\w")  # launcher.bash, ssh_config, runs.verdict
-MODULE = re.compile(r"\bdistributed\.[\w.]*\w")
+TEST_FILE = re.compile(r"tests/([^/]+/)?test_[^/]+\.py|tests/[^/]+\.bats")
+FILE_NAME = re.compile(r"\w[\w-]*[._][\w.-]*\w")  # launcher.bash, ssh_config, runs.verdict
+MODULE_NAME = re.compile(r"\bdistributed\.[\w.]*\w")
 
 
 def affected(changed: Collection[str], files: Collection[str], root: Path) -> dict[str, list[str]]:
-    """Each test file among files, and the changed files that it depends on. Paths are relative to root."""
+    """Return the test files among files, each with the changed files it depends on. Paths are relative to root."""
     by_name: dict[str, set[str]] = {}
     for file in {*files, *changed}:
         for name in names_of(Path(file)):
@@ -35,31 +35,33 @@ def affected(changed: Collection[str], files: Collection[str], root: Path) -> di
     uses: dict[str, set[str]] = {}
     for file in files:
         named = {other for name in names_in(root / file) for other in by_name.get(name, ())}
-        # Messages name guides, and launchers run any script: only tests really read the one and run the other.
+        # Messages name guides, and launchers contain train.py: only in tests is that a dependency.
         uses[file] = {n for n in named if file.startswith("tests/") or n.startswith(("distributed/", "scripts/"))}
         uses[file] |= {init for package in Path(file).parents if (init := f"{package}/__init__.py") in files}
     found = {}
-    for test in sorted(filter(TEST.fullmatch, files)):
-        reached, left = {test}, [test]
-        while left:
-            new = uses.get(left.pop(), set()) - reached
-            reached |= new
-            left += new
-        if causes := sorted(changed if test in USE_ALL_FILES else reached & set(changed)):
+    for test in sorted(filter(TEST_FILE.fullmatch, files)):
+        dependencies, unvisited = {test}, [test]
+        while unvisited:
+            new = uses.get(unvisited.pop(), set()) - dependencies
+            dependencies |= new
+            unvisited += new
+        if causes := sorted(changed if test in USE_ALL_FILES else dependencies & set(changed)):
             found[test] = causes
     return found
 
 
 def names_of(file: Path) -> list[str]:
+    """Return the names by which other files refer to this one."""
     if file.suffix != ".py":
         return [file.name]
-    if file.parts[0] != "distributed":  # a test is imported, and never run by another one
-        return [file.stem] if TEST.fullmatch(str(file)) else [file.stem, file.name]
+    if file.parts[0] != "distributed":  # tests import each other by stem; none runs another as a file
+        return [file.stem] if TEST_FILE.fullmatch(str(file)) else [file.stem, file.name]
     parts = [part for part in file.with_suffix("").parts if part not in ("__init__", "__main__")]
-    return [".".join(parts), ".".join(parts[1:])]  # scripts/lib/module.py takes it without the first
+    return [".".join(parts), ".".join(parts[1:])]  # scripts/lib/module.py takes runs.verdict
 
 
 def names_in(path: Path) -> Iterator[str]:
+    """Yield the names of files and modules in a file."""
     text = path.read_text(errors="replace")
     if path.suffix == ".py":
         nodes = list(ast.walk(ast.parse(text, str(path))))
@@ -70,27 +72,28 @@ def names_in(path: Path) -> Iterator[str]:
             elif isinstance(node, ast.ImportFrom):  # of a module, or of a name in it
                 yield from (str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in docstrings:
-                # With blanks it is a message, which may name any file, or a program.
-                yield from (MODULE if re.search(r"\s", node.value) else NAME).findall(node.value)
+                # A string with white space is a message: files it names are no dependencies, modules it runs are.
+                yield from (MODULE_NAME if re.search(r"\s", node.value) else FILE_NAME).findall(node.value)
     elif path.suffix != ".md":
-        yield from NAME.findall(re.sub(r"(?<!\S)#.*", "", text))
+        yield from FILE_NAME.findall(re.sub(r"(?<!\S)#.*", "", text))
 
 
-def git(*words: str) -> list[str]:
-    done = subprocess.run(["git", "-C", KIT, *words], capture_output=True, text=True, check=False)
+def git(*arguments: str) -> list[str]:
+    """Return the lines of git's output; none when git fails."""
+    done = subprocess.run(["git", "-C", KIT, *arguments], capture_output=True, text=True, check=False)
     return done.stdout.splitlines() if done.returncode == 0 else []
 
 
 def main() -> int:
     files = [file for file in git("ls-files", "--cached", "--others", "--exclude-standard") if (KIT / file).is_file()]
     if not files:
-        sys.stderr.write(f"changed.py: {KIT}: not a git work tree; name the test files instead\n")
+        sys.stderr.write(f"changed.py: {KIT}: not a git work tree; give the test files instead\n")
         return 69
     on_main = git("branch", "--show-current") == ["main"]
     bases = [git("merge-base", "HEAD", name) for name in (("origin/main",) if on_main else ("main", "origin/main"))]
     base = next((commit for commits in bases for commit in commits), "HEAD")
     changed = git("diff", "--name-only", "--no-renames", base) + git("ls-files", "--others", "--exclude-standard")
-    if used := [file for file in changed if ALL_TESTS_USE.fullmatch(file)]:
+    if used := [file for file in changed if USED_BY_ALL_TESTS.fullmatch(file)]:
         print(f"everything: {', '.join(used)}")
         return 0
     for test, causes in affected(changed, files, KIT).items():

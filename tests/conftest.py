@@ -1,8 +1,8 @@
-"""Which tests are slow, and which may not run at once.
+"""Mark slow tests, and keep tests in one worker that must not run concurrently.
 
-Tests that fork ranks, start an agent or raise a laboratory are marked slow: tests/run.sh --quick leaves them out.
-The mark is derived from the source, through helpers and fixtures, so that no test has to be marked by hand. A test that
-is slow for another reason carries the mark itself.
+Tests that fork ranks, start an agent or start a laboratory are marked slow: tests/run.sh --quick leaves them out.
+The mark is derived from the source, through helpers and fixtures. A test that is slow for another reason has the mark
+in its source.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import pytest
 
 TESTS = Path(__file__).resolve().parent
 RANKS = "forked"  # the module that forks ranks
-GUIDE = "tests/test_guide_"  # files that raise the laboratory of the guide: its nodes have the same names in all
-COMMANDS = ("lab.sh", "lib/agent.py", "torch.distributed.run")
+GUIDE = "tests/test_guide_"  # these files start laboratories whose nodes have the same names
+SLOW_COMMANDS = ("lab.sh", "lib/agent.py", "torch.distributed.run")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -29,7 +29,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With several workers, the tests of one file run in one worker, and so do those of all files of the guide."""
+    """With several workers, run the tests of each file in one worker, and those of all GUIDE files in one."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):  # type: ignore[misc]
@@ -41,7 +41,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @cache
 def slow_names(path: Path) -> frozenset[str]:
-    """The functions and constants of a module that use, directly or through others, what is slow."""
+    """Return the functions, classes and constants of a module that use RANKS or SLOW_COMMANDS, also indirectly."""
     slow, uses = {RANKS}, {}
     for node in ast.parse(path.read_text()).body:
         match node:
@@ -56,10 +56,10 @@ def slow_names(path: Path) -> frozenset[str]:
 
 
 def used(node: ast.AST) -> Iterator[str]:
-    """Names, fixtures among them; a command that is slow counts as RANKS."""
+    """Yield the names and fixtures that a node uses; RANKS stands for a slow command."""
     for inner in ast.walk(node):
         match inner:
             case ast.Name(id=name) | ast.arg(arg=name):
                 yield name
-            case ast.Constant(value=str(text)) if any(command in text for command in COMMANDS):
+            case ast.Constant(value=str(text)) if any(command in text for command in SLOW_COMMANDS):
                 yield RANKS

@@ -1,4 +1,4 @@
-"""tests/run.sh --changed: a test runs when a file has changed that it depends on, however indirectly."""
+"""tests/run.sh --changed selects the tests that depend on a changed file, directly or indirectly."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import changed
 import pytest
 
-HOUSE = {
+REPOSITORY = {
     "distributed/__init__.py": "",
     "distributed/nodes.py": "",
     "distributed/runs/__init__.py": "",
@@ -40,7 +40,10 @@ HOUSE = {
     {
         "distributed/nodes.py": ["launch.bats"],  # common.bash runs a module that imports it
         "distributed/runs/__init__.py": ["launch.bats"],
-        "distributed/jobs/page.py": ["jobs/test_page.py", "test_train.py"],  # a launcher runs any script
+        "distributed/jobs/page.py": [
+            "jobs/test_page.py",
+            "test_train.py",
+        ],  # launch.sh runs any script
         "scripts/lib/common.bash": ["launch.bats"],
         "scripts/lib/ssh_config": ["launch.bats"],
         "scripts/lib/pdsh.bash": [],  # a comment names it
@@ -51,20 +54,20 @@ HOUSE = {
         "tests/forked.py": ["test_status.py", "test_train.py"],
         "tests/launch.bats": ["launch.bats"],
         "tests/test_status.py": ["test_status.py", "test_train.py"],  # imported by the second, named by test_runner.py
-        "scripts/lib/gone.bash": [],
+        "scripts/lib/removed.bash": [],
     }.items(),
 )
-def test_a_change_concerns_the_tests_that_name_the_file_or_what_names_it(
+def test_tests_that_name_a_changed_file_directly_or_indirectly_are_selected(
     file: str, tests: list[str], tmp_path: Path
 ) -> None:
-    for name, text in HOUSE.items():
+    for name, text in REPOSITORY.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    found = changed.affected([file], list(HOUSE), tmp_path)
+    found = changed.affected([file], list(REPOSITORY), tmp_path)
     assert found == {f"tests/{name}": [file] for name in sorted([*tests, "test_docs.py", "test_house.py"])}
 
 
-def test_every_file_of_the_product_is_one_that_a_test_depends_on() -> None:
+def test_every_file_of_the_product_is_a_dependency_of_a_test() -> None:
     files = [file for file in changed.git("ls-files") if (changed.KIT / file).is_file()]
     product = {file for file in files if file.startswith(("distributed/", "scripts/")) or file == "train.py"}
     found = changed.affected(product, files, changed.KIT)
@@ -73,8 +76,8 @@ def test_every_file_of_the_product_is_one_that_a_test_depends_on() -> None:
 
 
 @pytest.fixture
-def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A repository with a branch main and a remote that has its first commit."""
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository with a branch main, and its first commit on origin/main."""
     monkeypatch.setattr(changed, "KIT", tmp_path)
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", "/dev/null")
     git(tmp_path, "init", "--quiet", "--initial-branch=main")
@@ -83,45 +86,45 @@ def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def git(house: Path, *words: str) -> None:
-    subprocess.run(["git", "-c", "user.name=me", "-c", "user.email=me@here", *words], cwd=house, check=True)
+def git(repository: Path, *arguments: str) -> None:
+    subprocess.run(["git", "-c", "user.name=me", "-c", "user.email=me@here", *arguments], cwd=repository, check=True)
 
 
-def commit(house: Path, name: str) -> None:
-    (house / name).parent.mkdir(exist_ok=True)
-    (house / name).write_text("a = 1\n")
-    git(house, "add", name)
-    git(house, "commit", "--quiet", "--message", name)
+def commit(repository: Path, name: str) -> None:
+    (repository / name).parent.mkdir(exist_ok=True)
+    (repository / name).write_text("a = 1\n")
+    git(repository, "add", name)
+    git(repository, "commit", "--quiet", "--message", name)
 
 
-def listed(capfd: pytest.CaptureFixture[str]) -> list[str]:
+def selected(capfd: pytest.CaptureFixture[str]) -> list[str]:
     assert changed.main() == 0
     return capfd.readouterr().out.splitlines()
 
 
-def test_changed_is_what_main_does_not_have_and_what_is_not_committed(
-    house: Path, capfd: pytest.CaptureFixture[str]
+def test_changed_files_differ_from_main_or_are_not_committed(
+    repository: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert listed(capfd) == []
-    commit(house, "tests/b.bats")
-    assert listed(capfd) == ["tests/b.bats: tests/b.bats"]  # on main: ahead of origin/main
-    git(house, "switch", "--quiet", "--create", "mine")
-    commit(house, "tests/c.bats")
-    git(house, "rm", "--quiet", "tests/test_a.py")
-    (house / "tests/test_d.py").write_text("")
-    assert listed(capfd) == ["tests/c.bats: tests/c.bats", "tests/test_d.py: tests/test_d.py"]
+    assert selected(capfd) == []
+    commit(repository, "tests/b.bats")
+    assert selected(capfd) == ["tests/b.bats: tests/b.bats"]  # on main: ahead of origin/main
+    git(repository, "switch", "--quiet", "--create", "mine")
+    commit(repository, "tests/c.bats")
+    git(repository, "rm", "--quiet", "tests/test_a.py")
+    (repository / "tests/test_d.py").write_text("")
+    assert selected(capfd) == ["tests/c.bats: tests/c.bats", "tests/test_d.py: tests/test_d.py"]
 
 
 @pytest.mark.parametrize("file", ["requirements-test.txt", "pyproject.toml", "tests/conftest.py", "tests/lab/lab.sh"])
-def test_a_change_of_what_all_tests_depend_on_is_named(
-    file: str, house: Path, capfd: pytest.CaptureFixture[str]
+def test_a_changed_file_that_all_tests_use_selects_everything(
+    file: str, repository: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    (house / "tests/lab").mkdir()
-    (house / file).write_text("")
-    assert listed(capfd) == [f"everything: {file}"]
+    (repository / "tests/lab").mkdir()
+    (repository / file).write_text("")
+    assert selected(capfd) == [f"everything: {file}"]
 
 
-def test_without_git_that_is_said(
+def test_outside_a_git_work_tree_the_exit_code_is_69(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(changed, "KIT", tmp_path)
