@@ -40,10 +40,7 @@ REPOSITORY = {
     {
         "distributed/nodes.py": ["launch.bats"],  # common.bash runs a module that imports it
         "distributed/runs/__init__.py": ["launch.bats"],
-        "distributed/jobs/page.py": [
-            "jobs/test_page.py",
-            "test_train.py",
-        ],  # launch.sh runs any script
+        "distributed/jobs/page.py": ["jobs/test_page.py", "test_train.py"],  # launch.sh runs any script
         "scripts/lib/common.bash": ["launch.bats"],
         "scripts/lib/ssh_config": ["launch.bats"],
         "scripts/lib/pdsh.bash": [],  # a comment names it

@@ -1,8 +1,7 @@
-"""The house stands as it was drawn.
+"""Rules for all modules and scripts.
 
-Modules know only those below them, what must run on a bare node needs nothing installed, every script
-explains itself and refuses what it does not know. Modules and scripts are found here by looking, so that
-the next one is held to the same.
+Packages import only those listed for them, modules for bare nodes need the standard library alone, and every script has
+a help and refuses unknown options. New modules and scripts are found automatically.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from distributed.jobs.servers import KIT_FILES
 
 KIT = Path(__file__).resolve().parent.parent
 
-# Which packages, and modules beside them, each may import; one without a line here none.
-BELOW: dict[str, set[str]] = {
+# The packages and top-level modules that each may import; one that is not a key may import none.
+ALLOWED_IMPORTS: dict[str, set[str]] = {
     "agent": {"exit_codes", "files", "host"},
     "checkpoint": {"config", "exit_codes", "torch", "training"},
     "config": {"fold"},
@@ -43,8 +42,8 @@ BELOW: dict[str, set[str]] = {
     "training": {"config", "files", "fold", "metrics", "runs", "topics", "world"},
     "world": {"nodelist"},
 }
-KNOW_PYTORCH = {"agent", "checkpoint", "smoke", "torch", "training"}
-# They run where nothing is installed yet. Whatever they import of ours is held to the same.
+MAY_IMPORT_PYTORCH = {"agent", "checkpoint", "smoke", "torch", "training"}
+# They run where nothing is installed yet, and so may import only modules of this set and the standard library.
 STANDARD_LIBRARY_ALONE = {
     "agent.failure_records", "agent.fork_server", "agent.preloaded", "checkpoint.directory", "exit_codes", "files",
     "fold",
@@ -74,8 +73,8 @@ class Import:
         return self.name.partition(".")[0]
 
     @property
-    def ours(self) -> str | None:
-        """Our module that it brings: "torch" of distributed.torch, "launch.console" of distributed.launch.console."""
+    def module(self) -> str | None:
+        """The module of our package: "torch" for distributed.torch, None for another package."""
         if self.top != "distributed":
             return None
         package, *rest = [*self.name.split(".")[1:], "__init__"]
@@ -83,7 +82,7 @@ class Import:
 
 
 def imports(path: Path) -> list[Import]:
-    """Every import of a file, also those inside functions."""
+    """Return all imports of a file, also those inside functions."""
     return list(_imports(ast.parse(path.read_text()), in_try=False))
 
 
@@ -93,7 +92,7 @@ def _imports(node: ast.AST, in_try: bool) -> Iterator[Import]:
             yield Import(alias.name, node.lineno, False, in_try)
     elif isinstance(node, ast.ImportFrom):
         for alias in node.names:
-            # `from distributed import torch` brings a module, `from distributed.torch import World` a name.
+            # `from distributed import torch` imports a module, `from distributed.torch import World` a name.
             package = node.module and (KIT / node.module.replace(".", "/") / "__init__.py").is_file()
             name = f"{node.module}.{alias.name}" if package else node.module or alias.name
             yield Import(name, node.lineno, node.level > 0, in_try)
@@ -109,83 +108,83 @@ def name_of(path: Path) -> str:
     return ".".join(path.relative_to(KIT / "distributed").with_suffix("").parts)
 
 
-def every_module(argument: str = "path") -> pytest.MarkDecorator:
-    return pytest.mark.parametrize(argument, [pytest.param(path, id=name_of(path)) for path in modules()])
+every_module = pytest.mark.parametrize("path", modules(), ids=name_of)
+every_script = pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: str(path.relative_to(KIT)))
 
 
-def every_script() -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("path", [pytest.param(p, id=str(p.relative_to(KIT))) for p in SCRIPTS])
-
-
-def said(path: Path, found: Import) -> str:
+def describe(path: Path, found: Import) -> str:
     return f"{path.relative_to(KIT)}:{found.line}: import of {found.name}"
 
 
 def package_of(module: str) -> str:
-    """Of a module beside the packages: itself."""
+    """Return the package of a module; a top-level module is its own package."""
     return module.partition(".")[0]
 
 
-def test_imports_go_only_downward() -> None:
-    TopologicalSorter(BELOW).prepare()  # raises CycleError, which names the circle
-    TopologicalSorter({name_of(path): {one.ours for one in imports(path) if one.ours} for path in modules()}).prepare()
+def test_imports_have_no_cycle() -> None:
+    TopologicalSorter(ALLOWED_IMPORTS).prepare()  # raises CycleError
+    TopologicalSorter(
+        {name_of(path): {one.module for one in imports(path) if one.module} for path in modules()}
+    ).prepare()
 
 
-@every_module()
-def test_a_module_imports_only_from_packages_below_its_own(path: Path) -> None:
+@every_module
+def test_a_module_imports_only_allowed_packages(path: Path) -> None:
     own = package_of(name_of(path))
-    below = BELOW.get(own, set()) | {own}
+    allowed = ALLOWED_IMPORTS.get(own, set()) | {own}
     for found in imports(path):
-        assert not found.relative, f"{said(path, found)} is relative: write distributed.{found.name}"
-        assert found.ours is None or package_of(found.ours) in below, f"{said(path, found)} is not below it"
+        assert not found.relative, f"{describe(path, found)} is relative; write distributed.{found.name}"
+        assert found.module is None or package_of(found.module) in allowed, (
+            f"{describe(path, found)} is not in ALLOWED_IMPORTS"
+        )
 
 
-def test_no_line_of_the_table_is_left_over() -> None:
+def test_every_allowed_import_is_used() -> None:
     found: dict[str, set[str]] = {}
     for path in modules():
         own = package_of(name_of(path))
-        packages = {package_of(one.ours) for one in imports(path) if one.ours} - {own}
+        packages = {package_of(one.module) for one in imports(path) if one.module} - {own}
         found[own] = found.get(own, set()) | packages
-    assert {name: below for name, below in found.items() if below} == BELOW
+    assert {name: packages for name, packages in found.items() if packages} == ALLOWED_IMPORTS
 
 
-@every_module()
-def test_only_some_know_pytorch(path: Path) -> None:
-    if package_of(name_of(path)) not in KNOW_PYTORCH:
-        assert not [said(path, found) for found in imports(path) if found.top == "torch"]
+@every_module
+def test_only_some_packages_import_pytorch(path: Path) -> None:
+    if package_of(name_of(path)) not in MAY_IMPORT_PYTORCH:
+        assert not [describe(path, found) for found in imports(path) if found.top == "torch"]
 
 
 def is_standard_library_alone(module: str) -> bool:
     return not {module, package_of(module)}.isdisjoint(STANDARD_LIBRARY_ALONE)
 
 
-@every_module()
-def test_what_runs_on_a_bare_node_needs_the_standard_library_alone(path: Path) -> None:
+@every_module
+def test_modules_for_bare_nodes_need_the_standard_library_alone(path: Path) -> None:
     if not is_standard_library_alone(name_of(path)):
         return
     for found in imports(path):
         standard = found.top in sys.stdlib_module_names or found.top == "__future__"
-        ours = found.ours is not None and is_standard_library_alone(found.ours)
-        assert standard or ours, f"{said(path, found)} is not there on a bare node"
+        allowed = found.module is not None and is_standard_library_alone(found.module)
+        assert standard or allowed, f"{describe(path, found)} is not available on a bare node"
 
 
-def test_the_server_of_a_job_list_gets_the_files_that_it_imports_and_no_others() -> None:
+def test_servers_of_a_job_list_get_exactly_the_files_that_they_import() -> None:
     entry = "scripts/lib/jobs_host.py"
-    found, left = set(), {entry}
-    while left:
-        found.add(file := left.pop())
+    found, unvisited = set(), {entry}
+    while unvisited:
+        found.add(file := unvisited.pop())
         for one in imports(KIT / file):
-            # launch.usage imports `runs` when it takes samples: for a job list it takes none.
-            if one.ours and package_of(one.ours) != "runs":
-                module = Path("distributed", *one.ours.split(".")).with_suffix(".py")
-                left |= {str(module), *(f"{package}/__init__.py" for package in module.parents[:-1])} - found
+            # launch.usage imports `runs` only for samples, which servers of a job list do not take.
+            if one.module and package_of(one.module) != "runs":
+                module = Path("distributed", *one.module.split(".")).with_suffix(".py")
+                unvisited |= {str(module), *(f"{package}/__init__.py" for package in module.parents[:-1])} - found
     by_the_supervisor = {f"scripts/lib/{name}" for name in ("in_node_env.sh", "common.bash", "node_env.bash")}
     assert set(KIT_FILES) == found | by_the_supervisor
     assert len(KIT_FILES) == len(set(KIT_FILES))
 
 
 def test_every_requirement_is_imported() -> None:
-    """But for numpy, which torch wants. What tests alone import is in requirements-test.txt."""
+    """numpy is an exception: torch needs it. requirements-test.txt has what only tests import."""
     lines = (KIT / "requirements.txt").read_text().splitlines()
     names = {re.split("[=<>]", line)[0] for line in lines if not line.startswith("#")} - {"numpy"}
     sources = [*(KIT / "distributed").rglob("*.py"), KIT / "train.py"]
@@ -193,9 +192,9 @@ def test_every_requirement_is_imported() -> None:
     assert {{"PyYAML": "yaml"}.get(name, name) for name in names} <= found
 
 
-@every_module()
+@every_module
 def test_a_module_is_never_run_as_a_file(path: Path) -> None:
-    """As a file, its folder comes first on sys.path and `import torch` finds our torch.py."""
+    """Run as a file, its directory is first on sys.path, and `import torch` finds our torch.py."""
     text = path.read_text()
     assert not text.startswith("#!")
     assert not path.stat().st_mode & stat.S_IXUSR
@@ -203,25 +202,27 @@ def test_a_module_is_never_run_as_a_file(path: Path) -> None:
 
 
 def test_nothing_is_installable() -> None:
-    """An installed `distributed` would shadow, or be shadowed by, another one of that name."""
+    """An installed `distributed` would shadow, or be shadowed by, Dask's package of that name."""
     assert "[project]" not in (KIT / "pyproject.toml").read_text()
     assert "[build-system]" not in (KIT / "pyproject.toml").read_text()
     assert not (KIT / "setup.py").exists()
 
 
-def test_tests_lie_in_directories_like_the_package() -> None:
-    """None of which is a package: tests/distributed/__init__.py would be found in place of ours."""
+def test_directories_of_tests_are_those_of_the_package() -> None:
+    """They contain no __init__.py: tests/distributed/__init__.py would replace the package."""
     packages = {path.parent.name for path in modules() if path.name == "__init__.py"} - {"distributed"}
     tests = [path.relative_to(KIT / "tests") for path in KIT.glob("tests/**/test_*.py")]
     assert {path.parts[0] for path in tests if len(path.parts) > 1} == packages
     assert max(len(path.parts) for path in tests) == 2
-    assert len({path.name for path in tests}) == len(tests), "two files of one name: pytest imports only one of them"
+    assert len({path.name for path in tests}) == len(tests), "two test files of one name: pytest imports only one"
     assert not list(KIT.glob("tests/**/__init__.py"))
     settings = (KIT / "pyproject.toml").read_text()
-    assert all(settings.count(f'"tests/{name}"') == 2 for name in packages), "mypy and pytest find the files there"
+    assert all(settings.count(f'"tests/{name}"') == 2 for name in packages), (
+        "add each directory to pyproject.toml for mypy and for pytest"
+    )
 
 
-def test_what_forks_ranks_starts_an_agent_or_raises_a_laboratory_is_slow(tmp_path: Path) -> None:
+def test_tests_that_fork_ranks_start_an_agent_or_start_a_laboratory_are_slow(tmp_path: Path) -> None:
     (tmp_path / "test_a.py").write_text("""
 import forked
 from test_guide_on_nodes import KIT, LAB
@@ -239,30 +240,32 @@ def test_of_values(): assert KIT
     assert found == {f"test_{how}" for how in ("of_a_fixture", "by_a_helper", "of_an_imported_name", "by_a_class")}
 
 
-def test_a_bats_file_that_raises_a_laboratory_is_tagged() -> None:
-    for path in shell(".bats"):
+def test_a_bats_file_that_starts_a_laboratory_has_the_tag() -> None:
+    for path in bash_files(".bats"):
         text = path.read_text()
-        raises = re.search(r"lab/(nodes\.bash|lab\.sh)", text) is not None
-        assert raises == ("\n# bats file_tags=laboratory\n" in text), path.name
+        uses_laboratory = re.search(r"lab/(nodes\.bash|lab\.sh)", text) is not None
+        assert uses_laboratory == ("\n# bats file_tags=laboratory\n" in text), path.name
 
 
-def shell(ending: str) -> list[Path]:
-    folders = ("scripts", "tests", "benchmarks")
-    return sorted(path for folder in folders for path in KIT.glob(f"{folder}/**/*{ending}"))
+def bash_files(suffix: str) -> list[Path]:
+    directories = ("scripts", "tests", "benchmarks")
+    return sorted(path for directory in directories for path in KIT.glob(f"{directory}/**/*{suffix}"))
 
 
-def test_programs_end_in_sh_and_can_be_run() -> None:
-    for path in shell(".sh"):
+def test_programs_have_the_suffix_sh_and_are_executable() -> None:
+    for path in bash_files(".sh"):
         name, text = path.relative_to(KIT), path.read_text()
         assert os.access(path, os.X_OK), f"chmod +x {name}"
-        assert re.match(r"#!(/usr/bin/env bash|/bin/sh)\n#\n# ", text), f"{name}: a shebang, then what it is"
-        assert text.startswith("#!/bin/sh") or "\nset -euo pipefail\n" in text, f"{name}: not strict"
+        assert re.match(r"#!(/usr/bin/env bash|/bin/sh)\n#\n# ", text), (
+            f"{name}: must begin with a shebang, then a description"
+        )
+        assert text.startswith("#!/bin/sh") or "\nset -euo pipefail\n" in text, f"{name}: strict mode is missing"
 
 
-def test_what_is_sourced_ends_in_bash_and_cannot_be_run() -> None:
-    for path in shell(".bash"):
+def test_sourced_files_have_the_suffix_bash_and_are_not_executable() -> None:
+    for path in bash_files(".bash"):
         assert not os.access(path, os.X_OK), f"chmod -x {path.relative_to(KIT)}"
-        assert path.read_text().startswith("# shellcheck shell=bash\n#\n# "), f"{path}: what it is"
+        assert path.read_text().startswith("# shellcheck shell=bash\n#\n# "), f"{path}: must begin with a description"
 
 
 SOURCED = {path.stem: path for path in KIT.glob("scripts/lib/*.bash")}
@@ -270,7 +273,7 @@ PROGRAMS = [path for path in KIT.glob("scripts/**/*.sh") if "source" in path.rea
 
 
 def sourced_by(program: Path) -> list[str]:
-    """The files of scripts/lib that a program sources, in its order."""
+    """Return the files of scripts/lib that a program sources, in its order, without suffix."""
     return re.findall(r"^ *source .*/(\w+)\.bash\"$", program.read_text(), re.MULTILINE)
 
 
@@ -279,13 +282,13 @@ def functions_of(path: Path) -> set[str]:
 
 
 def variables_of(path: Path) -> list[str]:
-    """What a file gives a value outside of its functions."""
+    """Return the variables that a file assigns outside of functions."""
     lines = [line for line in path.read_text().splitlines() if re.match(r"( {2})?(declare -A )?[A-Z_]+=", line)]
     top = [line for line in lines if not line.startswith(" ") or line.startswith("  EXIT_")]
     return [name for line in top for name in re.findall(r"(?:^|(?<= ))([A-Z_]+)=", line.partition(" #")[0])]
 
 
-def test_no_function_and_no_variable_stands_in_two_sourced_files() -> None:
+def test_each_function_and_variable_is_defined_in_one_sourced_file() -> None:
     functions = Counter(name for path in SOURCED.values() for name in functions_of(path))
     variables = Counter(name for path in SOURCED.values() for name in set(variables_of(path)))
     assert functions["open_run"] == variables["NODES"] == variables["LOG_DIR"] == 1
@@ -293,7 +296,7 @@ def test_no_function_and_no_variable_stands_in_two_sourced_files() -> None:
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.name)
-def test_a_program_replaces_nothing_that_it_sources(program: Path) -> None:
+def test_a_program_redefines_nothing_of_the_files_it_sources(program: Path) -> None:
     sourced = [SOURCED[name] for name in sourced_by(program)]
     assert sourced
     assert not functions_of(program) & set().union(*map(functions_of, sourced))
@@ -302,7 +305,7 @@ def test_a_program_replaces_nothing_that_it_sources(program: Path) -> None:
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.name)
 def test_the_order_in_which_files_are_sourced_does_not_matter(program: Path) -> None:
-    """But for common.bash, which says where they are."""
+    """common.bash is always first: it sets the directory of the others."""
     common, *rest = sourced_by(program)
     assert common == "common"
     show = (
@@ -312,56 +315,54 @@ def test_the_order_in_which_files_are_sourced_does_not_matter(program: Path) -> 
         subprocess.check_output(["bash", "-c", show, "sh", KIT, *names], text=True, env={"PATH": os.environ["PATH"]})
         for names in (rest, rest[::-1])
     ]
-    changing = re.compile(r"^declare \S+ (_|BASH\w*|EPOCH\w+|RANDOM|SRANDOM|SECONDS|PIPESTATUS|FUNCNAME|part|PPID)\b")
-    forward, backward = ([line for line in text.splitlines() if not changing.match(line)] for text in state)
+    differs = re.compile(r"^declare \S+ (_|BASH\w*|EPOCH\w+|RANDOM|SRANDOM|SECONDS|PIPESTATUS|FUNCNAME|part|PPID)\b")
+    forward, backward = ([line for line in text.splitlines() if not differs.match(line)] for text in state)
     assert forward == backward
 
 
-def test_nothing_asks_whether_a_function_is_there() -> None:
-    asking = [
-        path.name for path in [*SOURCED.values(), *PROGRAMS] if re.search(r"declare -F|type -t", path.read_text())
-    ]
-    assert asking == []
+def test_no_script_tests_whether_a_function_exists() -> None:
+    found = [path.name for path in [*SOURCED.values(), *PROGRAMS] if re.search(r"declare -F|type -t", path.read_text())]
+    assert found == []
 
 
 def call(path: Path, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, path] if path.suffix == ".py" else [path]
-    return subprocess.run([*words, *arguments], cwd=cwd, capture_output=True, text=True, check=False)
+    command = [sys.executable, path] if path.suffix == ".py" else [path]
+    return subprocess.run([*command, *arguments], cwd=cwd, capture_output=True, text=True, check=False)
 
 
 def opening_comment(path: Path) -> str:
-    """What stands between the shebang and the first line that is no comment."""
+    """Return the lines between the shebang and the first line that is no comment."""
     lines = path.read_text().splitlines()[2:]
     end = next(number for number, line in enumerate(lines) if line != "#" and not line.startswith("# "))
     return "".join(line[2:] + "\n" for line in lines[:end])
 
 
-@every_script()
-def test_a_script_explains_itself_by_its_opening_comment(path: Path, tmp_path: Path) -> None:
-    answer = call(path, "--help", cwd=tmp_path)
-    assert (answer.returncode, answer.stderr) == (0, "")
+@every_script
+def test_the_help_of_a_script_is_its_opening_comment(path: Path, tmp_path: Path) -> None:
+    done = call(path, "--help", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
     if path.suffix == ".sh":
-        assert answer.stdout == opening_comment(path)
-    assert f"{path.name} " in answer.stdout, "its usage line names it"
+        assert done.stdout == opening_comment(path)
+    assert f"{path.name} " in done.stdout, "the usage line names the script"
 
 
-@every_script()
-def test_a_script_refuses_an_option_it_does_not_know(path: Path, tmp_path: Path) -> None:
-    answer = call(path, "--no-such-option", cwd=tmp_path)
-    assert answer.returncode == 2
-    assert "--no-such-option" in answer.stderr
-    assert "--help" in answer.stderr or "usage:" in answer.stderr
-    assert not answer.stdout
+@every_script
+def test_a_script_refuses_an_unknown_option(path: Path, tmp_path: Path) -> None:
+    done = call(path, "--no-such-option", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "--no-such-option" in done.stderr
+    assert "--help" in done.stderr or "usage:" in done.stderr
+    assert not done.stdout
     assert not list(tmp_path.iterdir())
 
 
 def sources() -> Iterator[Path]:
     yield from (path for path in KIT.iterdir() if path.suffix in {".md", ".py", ".toml", ".txt"})
-    for folder in (".ci", "benchmarks", "config", "distributed", "scripts", "tests"):
-        yield from (path for path in (KIT / folder).glob("**/*") if path.is_file() and path.suffix != ".pyc")
+    for directory in (".ci", "benchmarks", "config", "distributed", "scripts", "tests"):
+        yield from (path for path in (KIT / directory).glob("**/*") if path.is_file() and path.suffix != ".pyc")
 
 
-def test_nothing_names_the_machine_it_was_written_on() -> None:
+def test_no_file_contains_a_path_of_this_machine() -> None:
     private = re.compile(rf"/(?:work|root|Users)/|{re.escape(str(KIT))}")
     named = [
         f"{path.relative_to(KIT)}:{number}: {line.strip()}"

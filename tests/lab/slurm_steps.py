@@ -1,8 +1,7 @@
 """SLURM's variables of each process, for every way a step may be started: read on a real SLURM, and recorded.
 
-Each way is a command that starts record_process.sh some times, which writes its host and its environment to a file.
-Where the processes really ran decides what World.from_env must return. Needs the SLURM_CONF that
-`lab.sh up 3 --slurm --gpus 2` prints.
+Each way is a command that runs record_process.sh in each process, which writes its host and environment to a file.
+Where the processes ran determines what World.from_env must return. Needs SLURM_CONF of lab.sh up 3 --slurm --gpus 2.
 
 Try it: python tests/lab/slurm_steps.py tests/slurm_environments.json   (records them anew)
 """
@@ -22,8 +21,8 @@ from pathlib import Path
 
 TORCHRUN = """PORT=$((10000 + RANDOM % 10000)) srun -w $N1,$N2 --ntasks-per-node=1 sh -c '
   "$PYTHON" -m torch.distributed.run --nnodes=2 --node-rank=$SLURM_NODEID \\
-    --nproc-per-node=2 --master-addr=$N1 --master-port=$PORT --no-python RECORD'"""
-RECORD = Path(__file__).resolve().with_name("record_process.sh")
+    --nproc-per-node=2 --master-addr=$N1 --master-port=$PORT --no-python TELL'"""
+TELL = Path(__file__).resolve().with_name("record_process.sh")
 STALE = "RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 MASTER_ADDR=old MASTER_PORT=29500"
 
 _OF_A_LAUNCHER = re.compile(
@@ -46,54 +45,54 @@ class Step:
 
 
 STEPS = [
-    Step("two tasks on each of three nodes", "srun -N3 --ntasks-per-node=2 RECORD"),
-    Step("one task", "srun -n1 RECORD"),
-    Step("more tasks on the first node", "srun -N3 -n5 RECORD"),
-    Step("cyclic", "srun -N3 --ntasks-per-node=2 -m cyclic RECORD"),
-    Step("plane", "srun -N2 --ntasks-per-node=3 -m plane=2 RECORD"),
-    Step("nodes named backwards", "srun -w $N3,$N1 -n3 RECORD"),
-    Step("one GPU a task", "srun -N2 --ntasks-per-node=2 --gpus-per-task=1 RECORD"),
-    Step("all GPUs for each task", "srun -N2 --ntasks-per-node=2 --gres=gpu:2 RECORD"),
-    Step("one node of a job", "salloc -Q -N3 --ntasks-per-node=2 srun -N1 -w $N2 -n2 RECORD"),
+    Step("two tasks on each of three nodes", "srun -N3 --ntasks-per-node=2 TELL"),
+    Step("one task", "srun -n1 TELL"),
+    Step("more tasks on the first node", "srun -N3 -n5 TELL"),
+    Step("cyclic", "srun -N3 --ntasks-per-node=2 -m cyclic TELL"),
+    Step("plane", "srun -N2 --ntasks-per-node=3 -m plane=2 TELL"),
+    Step("nodes named backwards", "srun -w $N3,$N1 -n3 TELL"),
+    Step("one GPU a task", "srun -N2 --ntasks-per-node=2 --gpus-per-task=1 TELL"),
+    Step("all GPUs for each task", "srun -N2 --ntasks-per-node=2 --gres=gpu:2 TELL"),
+    Step("one node of a job", "salloc -Q -N3 --ntasks-per-node=2 srun -N1 -w $N2 -n2 TELL"),
     Step(
         "the last two nodes of a cyclic job",
-        "salloc -Q -N3 --ntasks-per-node=2 -m cyclic srun -N2 -n4 -r1 RECORD",
+        "salloc -Q -N3 --ntasks-per-node=2 -m cyclic srun -N2 -n4 -r1 TELL",
     ),
-    Step("fewer tasks than the job", "salloc -Q -N3 --ntasks-per-node=2 srun -N2 -n3 RECORD"),
-    Step("srun in the batch script", "sbatch -Q -W -o /dev/null -N2 -n3 --wrap 'srun RECORD'"),
-    Step("srun in an element of an array", "sbatch -Q -W -o /dev/null --array=3 -N2 -n3 --wrap 'srun RECORD'"),
-    Step("srun in a batch script without -n", "sbatch -Q -W -o /dev/null -N2 --wrap 'srun RECORD'"),
-    Step("two components of a job", "salloc -Q -w $N1 -n2 : -w $N2 -n1 srun --het-group=0,1 RECORD"),
+    Step("fewer tasks than the job", "salloc -Q -N3 --ntasks-per-node=2 srun -N2 -n3 TELL"),
+    Step("srun in the batch script", "sbatch -Q -W -o /dev/null -N2 -n3 --wrap 'srun TELL'"),
+    Step("srun in an element of an array", "sbatch -Q -W -o /dev/null --array=3 -N2 -n3 --wrap 'srun TELL'"),
+    Step("srun in a batch script without -n", "sbatch -Q -W -o /dev/null -N2 --wrap 'srun TELL'"),
+    Step("two components of a job", "salloc -Q -w $N1 -n2 : -w $N2 -n1 srun --het-group=0,1 TELL"),
     Step(
         "two components, the second on earlier nodes",
-        "salloc -Q -w $N3 -n2 : -w $N1,$N2 -n3 srun --het-group=0,1 RECORD",
+        "salloc -Q -w $N3 -n2 : -w $N1,$N2 -n3 srun --het-group=0,1 TELL",
     ),
     Step(
-        "the last two of three components", "salloc -Q -w $N3 -n1 : -w $N2 -n2 : -w $N1 -n1 srun --het-group=1,2 RECORD"
+        "the last two of three components", "salloc -Q -w $N3 -n1 : -w $N2 -n2 : -w $N1 -n1 srun --het-group=1,2 TELL"
     ),
-    Step("MASTER_ADDR and MASTER_PORT given", "env MASTER_ADDR=$N2 MASTER_PORT=29500 srun -w $N2,$N3 -n2 RECORD"),
+    Step("MASTER_ADDR and MASTER_PORT given", "env MASTER_ADDR=$N2 MASTER_PORT=29500 srun -w $N2,$N3 -n2 TELL"),
     Step("torchrun on each of two nodes", TORCHRUN),
-    Step("arbitrary, on one node", "srun -m arbitrary -w $N3,$N3 -n2 RECORD"),
-    Step("arbitrary, by -w", "srun -m arbitrary -w $N3,$N1,$N3 -n3 RECORD", "host of task 0 is not known"),
+    Step("arbitrary, on one node", "srun -m arbitrary -w $N3,$N3 -n2 TELL"),
+    Step("arbitrary, by -w", "srun -m arbitrary -w $N3,$N1,$N3 -n3 TELL", "host of task 0 is not known"),
     Step(
         "arbitrary, in a job that was arbitrary in another order",
-        "salloc -Q -m arbitrary -w $N3,$N1 -n2 srun -n2 -m arbitrary -w $N3,$N1 RECORD",
+        "salloc -Q -m arbitrary -w $N3,$N1 -n2 srun -n2 -m arbitrary -w $N3,$N1 TELL",
         "host of task 0 is not known",
     ),
     Step(
         "block, in a job that was arbitrary",
-        "salloc -Q -m arbitrary -w $N3,$N1 -n2 srun -N2 -n2 -m block RECORD",
+        "salloc -Q -m arbitrary -w $N3,$N1 -n2 srun -N2 -n2 -m block TELL",
     ),
-    Step("stale ranks exported", f"env {STALE} srun -n2 RECORD", "left over from another launch"),
-    Step("a stale RANK exported", "env RANK=0 srun -n2 RECORD", "RANK=0 is set, but not"),
-    Step("by hand in salloc", "salloc -Q -N2 -n3 RECORD", ALONE),
+    Step("stale ranks exported", f"env {STALE} srun -n2 TELL", "left over from another launch"),
+    Step("a stale RANK exported", "env RANK=0 srun -n2 TELL", "RANK=0 is set, but not"),
+    Step("by hand in salloc", "salloc -Q -N2 -n3 TELL", ALONE),
     Step(
         "by hand in the shell that salloc opens on a node",
-        "script -qec 'env SHELL=RECORD salloc -Q -N2 -n3' /dev/null </dev/null",
+        "script -qec 'env SHELL=TELL salloc -Q -N2 -n3' /dev/null </dev/null",
         ALONE,
     ),
-    Step("by hand in the batch script", "sbatch -Q -W -o /dev/null -N2 --wrap RECORD", ALONE),
-    Step("by hand in a batch script with -n", "sbatch -Q -W -o /dev/null -N2 -n3 --wrap RECORD", ALONE),
+    Step("by hand in the batch script", "sbatch -Q -W -o /dev/null -N2 --wrap TELL", ALONE),
+    Step("by hand in a batch script with -n", "sbatch -Q -W -o /dev/null -N2 -n3 --wrap TELL", ALONE),
 ]
 
 
@@ -124,10 +123,10 @@ def start(step: Step) -> list[Observed]:
     with tempfile.TemporaryDirectory() as folder:
         files = Path(folder, "files")
         files.mkdir()
-        program = Path(folder, "record_process.sh")  # a path that stays one argument through the shells of a command
-        program.symlink_to(RECORD)
+        tell = Path(folder, "record.sh")  # a path that stays one argument through the shells of a command
+        tell.symlink_to(TELL)
         subprocess.run(
-            ["bash", "-c", step.command.replace("RECORD", str(program))],
+            ["bash", "-c", step.command.replace("TELL", str(tell))],
             env={**environment, **names(), "RECORDS": str(files), "PYTHON": sys.executable},
             stdout=subprocess.PIPE,
             check=True,
