@@ -1,9 +1,8 @@
-"""What the guides say is so.
+"""The guides agree with the code.
 
-People paste from them, and search in them. Held here: commands run (or run dry, or, where they need what not every
-machine has, name scripts and options that exist); the messages that TROUBLESHOOTING.md explains stand in the sources;
-tables of settings, options, files and exit codes agree with the code; links lead somewhere; the example script trains
-and goes on; each config does the arithmetic that it shows.
+Commands run, or run with --dry-run; those that need special hardware name existing scripts and options. The sources
+contain the messages that TROUBLESHOOTING.md explains. Tables of settings, options, files and exit codes agree with the
+code. Links have a target. The example script trains and resumes. The arithmetic in each config is correct.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from pathlib import Path
 import pytest
 import yaml
 from pydantic import BaseModel
-from test_house import BELOW, modules, name_of, package_of
+from test_house import ALLOWED_IMPORTS, modules, name_of, package_of
 
 from distributed import config
 from distributed.fold import DEFAULT_PARTICIPANTS
@@ -35,30 +34,30 @@ from distributed.jobs import config as jobs_config
 
 KIT = Path(__file__).resolve().parents[1]
 GUIDES = ("README.md", "LAUNCH_GUIDE.md", "TROUBLESHOOTING.md", "CONTRIBUTING.md", "CHANGELOG.md")
-RUN = ("README.md", "LAUNCH_GUIDE.md")  # their commands are run, as far as any machine can
+RUN = ("README.md", "LAUNCH_GUIDE.md")  # their commands are run where any machine can run them
 CONFIGS = sorted(path.name for path in (KIT / "config").glob("*.yaml"))
-SECONDS = 120  # after which a command counts as hanging
+COMMAND_TIMEOUT = 120  # seconds
 
-# They know --dry-run.
-STARTERS = (
+# Scripts with --dry-run.
+LAUNCHERS = (
     "launch_singlenode.sh", "launch_torchrun_auto.sh", "launch_torchrun_multinode.sh", "launch_multinode.sh",
     "launch_pdsh_multinode.sh", "run_ddp.sh", "quickstart.sh", "test_distributed.sh", "doctor.sh",
 )  # fmt: skip
 SLURM = ("scripts/slurm/slurm_train_single_node.sh", "scripts/slurm/slurm_train.sh")
-ASKERS = ("scripts/status.sh", "scripts/stop.sh", "scripts/report.sh")  # of a run that has ended, as they stand
+RUN_TOOLS = ("scripts/status.sh", "scripts/stop.sh", "scripts/report.sh")  # run unchanged, on a run that has ended
 JOBS = "scripts/jobs/run_distributed_training.py"
 TWO_PHASE = "scripts/jobs/run_two_phase_training.py"
 HELPER = "scripts/jobs/distributed_train_helper.py"
-JOB = "4711"  # stands in the guides for the number that sbatch prints
-AS_THEY_STAND = ("checkpoint.directory", "runs.verdict")  # modules that start nothing
-OTHERS = {
+JOB = "4711"  # the job id in the guides
+HARMLESS_MODULES = ("checkpoint.directory", "runs.verdict")  # they start nothing
+SYSTEM_PROGRAMS = {
     *("cp", "df", "env", "free", "export", "git", "ip", "less", "ls", "mkdir", "mv", "nvidia-smi", "python", "sacct"),
     *("sacctmgr", "salloc", "sbatch", "scancel", "scontrol", "sinfo", "source", "squeue", "srun", "ss", "ssh", "sudo"),
     *("tail", "tensorboard", "torchfrtrace", "torchrun", "unset", "wandb"),
 }
 
 
-# ---------------------------------------------------------------- reading the guides
+# ---------------------------------------------------------------- read the guides
 
 
 @dataclass(frozen=True)
@@ -68,13 +67,13 @@ class Command:
     file: str
     line: int
     text: str
-    needs: str = ""  # what not every machine has
-    exit_code: int = 0  # as the guide shows it
-    output: tuple[str, ...] = ()  # as the guide shows it
+    needs: str = ""  # the comment "# Needs ..." of its block
+    exit_code: int = 0
+    output: tuple[str, ...] = ()
 
     @property
     def words(self) -> list[str]:
-        """Without the variables that stand before the program."""
+        """The program and its arguments, without variables before them."""
         words = shlex.split(self.text, comments=True)
         return words[len(self.variables) :]
 
@@ -90,9 +89,9 @@ class Command:
 
     @property
     def script(self) -> str | None:
-        """Our script that it calls, also behind another program's words."""
-        ours = (word for word in self.words if word.startswith("scripts/") and not word.startswith("scripts/lib/"))
-        return next((word for word in ours if word.endswith((".sh", ".py"))), None)
+        """The script in scripts/ that it calls, also as an argument of another program."""
+        paths = (word for word in self.words if word.startswith("scripts/") and not word.startswith("scripts/lib/"))
+        return next((word for word in paths if word.endswith((".sh", ".py"))), None)
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}: {self.text}"
@@ -104,7 +103,7 @@ def text_of(name: str) -> str:
 
 
 def blocks(name: str, *languages: str) -> Iterator[tuple[int, list[str]]]:
-    """The fenced blocks of a guide: the number of their first line, and their lines."""
+    """Yield the fenced code blocks of a guide: the number of the first line, and the lines."""
     lines, inside = text_of(name).splitlines(), None
     for number, line in enumerate(lines, 1):
         if not line.startswith("```"):
@@ -115,7 +114,7 @@ def blocks(name: str, *languages: str) -> Iterator[tuple[int, list[str]]]:
             if lines[inside - 1][3:] in languages:
                 yield inside + 1, lines[inside : number - 1]
             inside = None
-    assert inside is None, f"{name}:{inside}: this block does not end"
+    assert inside is None, f"{name}:{inside}: this block is not closed"
 
 
 def commands(name: str) -> Iterator[Command]:
@@ -129,182 +128,181 @@ def commands(name: str) -> Iterator[Command]:
 
 
 def transcript(name: str, first: int, lines: list[str]) -> Iterator[Command]:
-    """The commands behind a $, what they print, and the exit code where `echo $?` follows."""
+    """Yield the commands after $, each with its output, and the exit code if `echo $?` follows."""
     starts = [index for index, line in enumerate(lines) if line.startswith("$ ")]
     for start, end in itertools.pairwise([*starts, len(lines)]):
-        asks = lines[end : end + 2]
-        code = int(asks[1]) if asks[:1] == ["$ echo $?"] else 0
+        following = lines[end : end + 2]
+        code = int(following[1]) if following[:1] == ["$ echo $?"] else 0
         if lines[start] != "$ echo $?":
             yield Command(name, first + start, lines[start][2:], "", code, tuple(lines[start + 1 : end]))
 
 
 def every_command(*names: str) -> list[Command]:
-    """Each once, whatever guides it stands in."""
+    """Return the commands of the guides, each once."""
     found = {(one.text, one.output): one for name in reversed(names) for one in commands(name)}
     return sorted(found.values(), key=lambda one: (one.file, one.line))
 
 
 def table(name: str, heading: str) -> list[list[str]]:
-    """The rows of the first table below a heading, without its own two lines."""
+    """Return the rows of the first table below a heading, without the table's header."""
     text = text_of(name)
     start = re.search(rf"^#+ {re.escape(heading)}$", text, re.MULTILINE)
     assert start, f"{name} has no heading {heading!r}"
     rows = re.search(r"(?:^\|.*\n)+", text[start.end() :], re.MULTILINE)
     assert rows, f"{name}: no table below {heading!r}"
-    # A | inside a cell is written \|
+    # \| is a | within a cell.
     return [
         [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", row)[1:-1]]
         for row in rows[0].splitlines()[2:]
     ]
 
 
-def literal(cell: str) -> str:
+def unquoted(cell: str) -> str:
     return cell.strip("`")
 
 
-# ---------------------------------------------------------------- commands run
+# ---------------------------------------------------------------- run the commands
 
 
 @pytest.fixture(scope="module")
-def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The kit's folder as a newcomer has it, with a training behind him and files of his own."""
-    folder = tmp_path_factory.mktemp("desk")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A user's copy of the repository, with the files that the guides mention and one finished run."""
+    directory = tmp_path_factory.mktemp("project")
     for name in ("scripts", "config", "distributed", "train.py", "README.md", "requirements-trackers.txt"):
-        (folder / name).symlink_to(KIT / name)
-    (folder / "my_train.py").write_text(example())
+        (directory / name).symlink_to(KIT / name)
+    (directory / "my_train.py").write_text(example())
     for name in ("my_old_train.py", "my_tracked.py", "wandb.env"):
-        (folder / name).touch()
-    (folder / "make_jobs.py").write_text(example("Write my_jobs.json"))
-    (folder / "jobs_config.json").write_text('[{"lr": 0.003}]')
-    (folder / "cluster_config.json").write_bytes((KIT / "config/cluster_config.json").read_bytes())
-    (folder / "my.yaml").write_text("{}\n")
-    (folder / "my_hosts").write_text("node1 slots=4\nnode2\n")
+        (directory / name).touch()
+    (directory / "make_jobs.py").write_text(example("Write my_jobs.json"))
+    (directory / "jobs_config.json").write_text('[{"lr": 0.003}]')
+    (directory / "cluster_config.json").write_bytes((KIT / "config/cluster_config.json").read_bytes())
+    (directory / "my.yaml").write_text("{}\n")
+    (directory / "my_hosts").write_text("node1 slots=4\nnode2\n")
     for corpus in ("books", "data/openwebtext", "data/tokens"):
-        (folder / corpus).mkdir(parents=True)
-    assert call(folder, ["python", "make_jobs.py"]).returncode == 0
+        (directory / corpus).mkdir(parents=True)
+    assert call(directory, ["python", "make_jobs.py"]).returncode == 0
     training = "scripts/ssh/launch_singlenode.sh config/quickstart.yaml 2"
     assert training in {one.text for one in every_command("README.md")}
-    little = ["train.steps=2", "train.evaluate_windows=8", "logging.sample=0"]
-    done = call(folder, [*training.split(), "--", *little])
+    short = ["train.steps=2", "train.evaluate_windows=8", "logging.sample=0"]
+    done = call(directory, [*training.split(), "--", *short])
     assert done.returncode == 0, done.stderr
-    return folder
+    return directory
 
 
-def call(folder: Path, words: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a command as somebody with this Python's environment active, on a machine without a GPU."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "MUSTER_"))}
-    path = f"{Path(sys.executable).parent}:{kept['PATH']}"
-    env = kept | {"VIRTUAL_ENV": sys.prefix, "PATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+def call(directory: Path, command: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a command with the environment of this Python active, as on a machine without a GPU."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "MUSTER_"))}
+    path = f"{Path(sys.executable).parent}:{inherited['PATH']}"
+    active = {"VIRTUAL_ENV": sys.prefix, "PATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    env = inherited | active | variables
     return subprocess.run(
-        words, cwd=folder, env=env | variables, capture_output=True, text=True, timeout=SECONDS, check=False
+        command, cwd=directory, env=env, capture_output=True, text=True, timeout=COMMAND_TIMEOUT, check=False
     )
 
 
-def harmless(words: list[str]) -> list[str] | None:
-    """The command so that it starts no training and installs nothing; None when there is no such way."""
-    if JOB in words:
+def without_effects(command: list[str]) -> list[str] | None:
+    """Return the command in a form that starts no training and installs nothing, or None if there is none."""
+    if JOB in command:
         return None
-    if words == ["scripts/doctor.sh"] or words[0] in ASKERS or module_of(words) in AS_THEY_STAND:
-        return words
-    if Path(words[0]).name in STARTERS:
-        # The names of nodes that are not there are nothing to look up.
-        known = ["--no-preflight"] if "--no-preflight" in help_of(words[0]) else []
-        return [words[0], "--dry-run", *known, *words[1:]]
-    if HELPER in words or words[:3] == ["python", TWO_PHASE, "cache"]:
-        return words
-    if {JOBS, TWO_PHASE} & set(words) and "--jobs-config" in words:
-        return [*words, "--plan"]
+    if command == ["scripts/doctor.sh"] or command[0] in RUN_TOOLS or module_of(command) in HARMLESS_MODULES:
+        return command
+    if Path(command[0]).name in LAUNCHERS:
+        # The nodes of the guides do not exist.
+        no_preflight = ["--no-preflight"] if "--no-preflight" in help_of(command[0]) else []
+        return [command[0], "--dry-run", *no_preflight, *command[1:]]
+    if HELPER in command or command[:3] == ["python", TWO_PHASE, "cache"]:
+        return command
+    if {JOBS, TWO_PHASE} & set(command) and "--jobs-config" in command:
+        return [*command, "--plan"]
     return None
 
 
 def jobs_program(command: Command) -> bool:
-    """Whether it is about a job list."""
+    """Return whether the command calls the program for job lists."""
     return command.script == JOBS
 
 
-def module_of(words: list[str]) -> str | None:
-    """Our module that a Python is to run."""
-    starts = words[:2] == ["python", "-m"] and words[2].startswith("distributed.")
-    return words[2].removeprefix("distributed.") if starts else None
+def module_of(command: list[str]) -> str | None:
+    """Return the module of the package that `python -m` runs."""
+    starts = command[:2] == ["python", "-m"] and command[2].startswith("distributed.")
+    return command[2].removeprefix("distributed.") if starts else None
 
 
 @cache
 def help_of(script: str) -> str:
-    """The launcher's options are those of run_ddp.sh too, as its help says."""
+    """Return the help of a script, with that of the scripts to whose options it refers."""
     program = [sys.executable] if script.endswith(".py") else []
     text = subprocess.run([*program, KIT / script, "--help"], capture_output=True, text=True, check=True).stdout
-    return text if script.endswith("launch_singlenode.sh") else text + common(script)
-
-
-def common(script: str) -> str:
     if script == TWO_PHASE:
-        return help_of(JOBS)
-    return help_of("scripts/ssh/launch_singlenode.sh") if script.endswith(("run_ddp.sh", "test_distributed.sh")) else ""
+        return text + help_of(JOBS)
+    if script.endswith(("run_ddp.sh", "test_distributed.sh")):
+        return text + help_of("scripts/ssh/launch_singlenode.sh")
+    return text
 
 
-RUNNABLE = [one for one in every_command(*RUN) if harmless(one.words)]
+RUNNABLE = [one for one in every_command(*RUN) if without_effects(one.words)]
 
 
 @pytest.mark.parametrize("command", RUNNABLE, ids=str)
-def test_a_command_does_what_the_guide_says(command: Command, desk: Path) -> None:
-    words = harmless(command.words)
+def test_a_command_has_the_exit_code_and_output_of_the_guide(command: Command, project: Path) -> None:
+    words = without_effects(command.words)
     assert words
     if "--dry-run" in command.words:
         words.remove("--dry-run")
-    done = call(desk, words, **command.variables)
-    if command.exit_code == 2:  # a refusal comes before anything starts, so that it is the same when run dry
+    done = call(project, words, **command.variables)
+    if command.exit_code == 2:  # also with --dry-run
         assert done.returncode == 2
         assert done.stderr.splitlines() == list(command.output)
-    elif words[0] != "scripts/doctor.sh":  # whose answer is about this machine
+    elif words[0] != "scripts/doctor.sh":  # its exit code depends on this machine
         assert done.returncode == 0, done.stderr
     if "--dry-run" in command.words and command.output:
-        assert as_ada(done.stdout, desk).splitlines() == list(command.output)
+        assert as_in_guide(done.stdout, project).splitlines() == list(command.output)
 
 
-def as_ada(text: str, desk: Path) -> str:
-    """What a command prints, as if the kit were in /home/ada/muster of the machine node1."""
+def as_in_guide(text: str, project: Path) -> str:
+    """Replace this machine's names by those of the guide: the repository is /home/ada/muster on node1."""
     text = re.sub(rf"(^|/){re.escape(os.uname().nodename)}\b", r"\1node1", text, flags=re.MULTILINE)
     kit = "/home/ada/muster"
-    for place, name in ((sys.prefix, f"{kit}/.venv"), (str(desk), kit), (str(KIT), kit)):
-        for shown in (place, re.sub(r"([^\w@%+=:,./-])", r"\\\1", place)):  # as it is, and as bash quotes it
+    for path, name in ((sys.prefix, f"{kit}/.venv"), (str(project), kit), (str(KIT), kit)):
+        for shown in (path, re.sub(r"([^\w@%+=:,./-])", r"\\\1", path)):  # plain, and quoted by bash
             text = text.replace(shown, name)
     return re.sub(r"/bin/python[\d.]*", "/bin/python", text)
 
 
 def test_most_commands_of_the_guides_are_run() -> None:
-    """So that a change of the reading above does not silently leave them out."""
+    """A change of the parser above must not silently leave them out."""
     assert len(RUNNABLE) > 20
-    assert {module_of(one.words) for one in RUNNABLE} >= set(AS_THEY_STAND)
+    assert {module_of(one.words) for one in RUNNABLE} >= set(HARMLESS_MODULES)
     assert len(RUNNABLE) > 0.5 * len(every_command(*RUN))
 
 
 @pytest.mark.parametrize("name", RUN)
-def test_what_is_left_out_says_why(name: str) -> None:
-    """A block that is only read begins with `# Needs ...`, which tells a person too; or it is a tool of the system."""
+def test_a_command_that_is_not_run_says_why(name: str) -> None:
+    """Its block begins with `# Needs ...`, or it is a system program."""
     for one in commands(name):
         known = one.script or module_of(one.words) or {"train.py", "torchrun"} & set(one.words)
-        assert one.needs or known or one.words[0] in OTHERS, f"{one}: not run, not looked up, and no `# Needs`"
+        assert one.needs or known or one.words[0] in SYSTEM_PROGRAMS, (
+            f"{one}: not run; begin the block with `# Needs ...`"
+        )
 
 
 @pytest.mark.parametrize("name", GUIDES)
-def test_a_command_names_what_is_there(name: str) -> None:
+def test_a_command_names_existing_scripts_options_and_modules(name: str) -> None:
     for one in commands(name):
-        assert one.script or one.words[0] in OTHERS or (KIT / one.words[0]).exists() or is_python(one), f"{one}: what?"
+        program = one.words[0]
+        known = one.script or program in {*SYSTEM_PROGRAMS, ".venv/bin/python"} or (KIT / program).exists()
+        assert known, f"{one}: unknown program"
         if one.script:
             assert os.access(KIT / one.script, os.X_OK), f"{one}: no such script"
             unknown = options_of(one) - options_in(help_of(one.script))
-            assert not unknown, f"{one}: {one.script} --help knows no {', '.join(sorted(unknown))}"
+            assert not unknown, f"{one}: {one.script} --help does not list {', '.join(sorted(unknown))}"
         if module := module_of(one.words):
             path = KIT / "distributed" / module.replace(".", "/")
             assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), f"{one}: no such module"
 
 
-def is_python(command: Command) -> bool:
-    return command.words[0] == ".venv/bin/python"
-
-
 def options_of(command: Command) -> set[str]:
-    """The options that a command gives to our script; the words behind -- are somebody else's."""
+    """Return the options that a command gives to its script, without what follows --."""
     words = command.words[command.words.index(str(command.script)) + 1 :]
     words = words[: words.index("--")] if "--" in words else words
     return {word.partition("=")[0] for word in words if re.match(r"--?[a-zA-Z]", word)}
@@ -318,47 +316,47 @@ TORCHRUN = [one for one in every_command(*RUN) if one.words[0] == "torchrun" or 
 
 
 @pytest.mark.parametrize("command", TORCHRUN, ids=str)
-def test_a_training_without_launchers_is_one_that_could_start(
-    command: Command, desk: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_command_that_calls_train_py_directly_has_valid_settings(
+    command: Command, project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from torch.distributed.run import get_args_parser
 
-    monkeypatch.chdir(desk)
-    program, *words = command.words
-    nproc = 1
+    monkeypatch.chdir(project)
+    program, *arguments = command.words
+    ranks = 1
     if program == "torchrun":
-        said: argparse.Namespace = get_args_parser().parse_args(words)
-        nproc = int(said.nproc_per_node) * int(said.nnodes.split(":")[-1])
-        words = [said.training_script, *said.training_script_args]
-    words = words[words.index("train.py") :]
-    config.for_ranks(config.parser("").parse_intermixed_args(words[1:]), nproc)
+        parsed: argparse.Namespace = get_args_parser().parse_args(arguments)
+        ranks = int(parsed.nproc_per_node) * int(parsed.nnodes.split(":")[-1])
+        arguments = [parsed.training_script, *parsed.training_script_args]
+    arguments = arguments[arguments.index("train.py") + 1 :]
+    config.for_ranks(config.parser("").parse_intermixed_args(arguments), ranks)
 
 
 # ---------------------------------------------------------------- the example script
 
 
 def example(opening: str = "Learn a line") -> str:
-    """A script that LAUNCH_GUIDE.md shows."""
+    """Return the Python script in LAUNCH_GUIDE.md whose docstring begins so."""
     [lines] = [lines for _, lines in blocks("LAUNCH_GUIDE.md", "python") if lines[0].startswith(f'"""{opening}')]
     return "\n".join(lines) + "\n"
 
 
 @pytest.mark.slow
-def test_the_example_script_learns_and_goes_on_where_it_was(desk: Path) -> None:
-    script, text = desk / "my_train.py", example()
+def test_the_example_script_learns_and_resumes(project: Path) -> None:
+    script, text = project / "my_train.py", example()
     script.write_text(text.replace("STEPS = 300", "STEPS = 100"))
     launch = "scripts/ssh/launch_singlenode.sh --script my_train.py - 2"
     assert launch in text_of("LAUNCH_GUIDE.md")
-    first = call(desk, launch.split())
+    first = call(project, launch.split())
     script.write_text(text)
-    second = call(desk, launch.split())
+    second = call(project, launch.split())
     assert (first.returncode, second.returncode) == (0, 0), second.stderr
     losses = [float(loss) for loss in re.findall(r"^step \d00: loss (.+)$", first.stdout + second.stdout, re.MULTILINE)]
-    assert len(losses) == 3, "each hundredth step once"
+    assert len(losses) == 3, "every hundredth step once: 100, then 200 and 300"
     assert losses[2] < 0.5 * losses[0]
 
 
-def test_the_example_with_wandb_tracks_rank_0_and_keeps_the_id(tmp_path: Path) -> None:
+def test_the_example_with_wandb_tracks_rank_0_and_reuses_the_id(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     (tmp_path / "my_tracked.py").write_text(example("Track rank 0"))
     for rank in ("0", "1", "0"):
@@ -372,23 +370,23 @@ def test_the_example_with_wandb_tracks_rank_0_and_keeps_the_id(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("section", list(config.Settings.model_fields))
-def test_the_table_of_settings_is_what_the_trainer_knows(section: str) -> None:
+def test_the_table_of_settings_agrees_with_the_trainer(section: str) -> None:
     kind = config.Settings.model_fields[section].annotation
     assert kind is not None
     fields = kind.model_fields
     rows = table("LAUNCH_GUIDE.md", section)
-    assert [literal(key) for key, _, _ in rows] == list(fields)
+    assert [unquoted(key) for key, _, _ in rows] == list(fields)
     for key, default, meaning in rows:
-        field = fields[literal(key)]
-        assert yaml.safe_load(literal(default)) == field.default, f"{section}.{key}"
+        field = fields[unquoted(key)]
+        assert yaml.safe_load(unquoted(default)) == field.default, f"{section}.{key}"
         for choice in getattr(field.annotation, "__args__", ()):
             assert not isinstance(choice, str) or f"`{choice}`" in meaning + default, f"{section}.{key}: {choice}"
 
 
-def test_the_table_of_arguments_of_a_job_is_what_the_trainer_takes() -> None:
+def test_the_table_of_arguments_of_a_job_agrees_with_the_trainer() -> None:
     _, found, own = config.parser("").format_help().partition("arguments of a job:")
     assert found
-    listed = [literal(row[0]).split()[0] for row in table("LAUNCH_GUIDE.md", "Arguments of a job")]
+    listed = [unquoted(row[0]).split()[0] for row in table("LAUNCH_GUIDE.md", "Arguments of a job")]
     assert listed == re.findall(r"^  (--[a-z_]+) [A-Z]", own, re.MULTILINE)
 
 
@@ -401,21 +399,21 @@ def test_the_table_of_arguments_of_a_job_is_what_the_trainer_takes() -> None:
         "scripts/status.sh",
     ],
 )
-def test_the_table_of_options_is_what_the_script_says_of_itself(script: str) -> None:
-    listed = [literal(row[0]).split()[0] for row in table("LAUNCH_GUIDE.md", script)]
+def test_the_table_of_options_agrees_with_the_help(script: str) -> None:
+    listed = [unquoted(row[0]).split()[0] for row in table("LAUNCH_GUIDE.md", script)]
     own = subprocess.run([KIT / script, "--help"], capture_output=True, text=True, check=True).stdout
     explained = re.findall(r"^ {2,3}(--?[a-z][\w-]*)", own, re.MULTILINE)
-    # A chapter may refer to the options of launch_singlenode.sh.
-    shared = {literal(row[0]).split()[0] for row in table("LAUNCH_GUIDE.md", "scripts/ssh/launch_singlenode.sh")}
+    # The table may leave out options that are in the table of launch_singlenode.sh.
+    shared = {unquoted(row[0]).split()[0] for row in table("LAUNCH_GUIDE.md", "scripts/ssh/launch_singlenode.sh")}
     assert listed == [option for option in explained if option in listed or option not in shared]
 
 
-def test_the_tables_of_the_program_for_job_lists_are_what_it_says_of_itself() -> None:
+def test_the_tables_of_the_program_for_job_lists_agree_with_its_help() -> None:
     own = help_of(JOBS)
-    listed = [literal(row[0]).split()[0] for row in table("LAUNCH_GUIDE.md", "Options and subcommands")]
+    listed = [unquoted(row[0]).split()[0] for row in table("LAUNCH_GUIDE.md", "Options and subcommands")]
     assert listed == re.findall(r"^ {2}(--[a-z][\w-]*)", own, re.MULTILINE)
     _, _, rest = text_of("LAUNCH_GUIDE.md").partition("| subcommand | what it does |")
-    listed = [literal(row.split("|")[1].strip()).split()[0] for row in rest.partition("\n\n")[0].splitlines()[2:]]
+    listed = [unquoted(row.split("|")[1].strip()).split()[0] for row in rest.partition("\n\n")[0].splitlines()[2:]]
     assert listed == re.findall(r"^ {2}([a-z]+) .{3,}", own, re.MULTILINE)
 
 
@@ -427,33 +425,35 @@ def test_the_tables_of_the_program_for_job_lists_are_what_it_says_of_itself() ->
         ("cluster_config.json", "key of a server", jobs_config.Server),
     ],
 )
-def test_the_tables_of_configs_for_job_lists_are_what_is_read(heading: str, first: str, kind: type[BaseModel]) -> None:
+def test_the_tables_of_configs_for_job_lists_agree_with_the_models(
+    heading: str, first: str, kind: type[BaseModel]
+) -> None:
     _, _, rest = text_of("LAUNCH_GUIDE.md").partition(f"\n### {heading}\n")
     rows = rest.partition(f"| {first} | default | meaning |\n")[2].partition("\n\n")[0].splitlines()[1:]
-    listed = {literal(row.split("|")[1].strip()): literal(row.split("|")[2].strip()) for row in rows}
+    listed = {unquoted(row.split("|")[1].strip()): unquoted(row.split("|")[2].strip()) for row in rows}
     sign = "_" if kind is jobs_config.JobOptions else ""
     assert set(listed) == {sign + name for name in kind.model_fields}
     for name, field in kind.model_fields.items():
         default = listed[sign + name]
-        if default[:1] in '[{"0123456789':  # others are words
+        if default[:1] in '[{"0123456789':  # other defaults are prose
             assert json.loads(default) == field.get_default(call_default_factory=True), name
 
 
-def test_the_tables_of_base_models_are_what_is_read() -> None:
+def test_the_tables_of_base_models_agree_with_the_model() -> None:
     _, _, rest = text_of("LAUNCH_GUIDE.md").partition("| key of base_models | default | meaning |\n")
     rows = [row.split("|") for row in rest.partition("\n\n")[0].splitlines()[1:]]
-    listed = {literal(row[1].strip()): literal(row[2].strip()) for row in rows}
+    listed = {unquoted(row[1].strip()): unquoted(row[2].strip()) for row in rows}
     assert set(listed) == set(jobs_config.BaseModels.model_fields)
     for name, field in jobs_config.BaseModels.model_fields.items():
         if listed[name] != "none":
             assert json.loads(listed[name]) == field.get_default(call_default_factory=True), name
     _, _, rest = text_of("LAUNCH_GUIDE.md").partition("| class | keys without the section | what it means |\n")
     rows = [row.split("|") for row in rest.partition("\n\n")[0].splitlines()[1:]]
-    classes = {literal(row[1].strip()): re.findall(r"`(\w+)`", row[2]) for row in rows}
+    classes = {unquoted(row[1].strip()): re.findall(r"`(\w+)`", row[2]) for row in rows}
     assert classes == {"base": list(bases.BASE), "experiment": list(bases.EXPERIMENT), "ignored": []}
 
 
-def test_the_table_of_the_two_phase_program_is_what_it_says_of_itself() -> None:
+def test_the_table_of_the_two_phase_program_agrees_with_its_help() -> None:
     section = text_of("LAUNCH_GUIDE.md").partition("## Base models that many jobs share\n")[2]
     section = section.partition("\n### Options\n")[2]
     listed = re.findall(r"^\| `(--[a-z][\w-]*)", section.partition("\n### ")[0], re.MULTILINE)
@@ -471,96 +471,96 @@ def test_the_configs_for_job_lists_are_valid(tmp_path: Path) -> None:
     assert jobs_config.read_base_models(KIT / "config/base_models.json").base == ["fold"]
 
 
-def test_the_program_that_writes_experiments_writes_those_of_the_kit(desk: Path) -> None:
-    (desk / "make_experiments.py").write_text(example("Write my_experiments.json"))
-    assert call(desk, ["python", "make_experiments.py"]).returncode == 0
-    assert (desk / "my_experiments.json").read_text() == text_of("config/two_phase_jobs.json")
+def test_the_example_that_writes_experiments_writes_two_phase_jobs_json(project: Path) -> None:
+    (project / "make_experiments.py").write_text(example("Write my_experiments.json"))
+    assert call(project, ["python", "make_experiments.py"]).returncode == 0
+    assert (project / "my_experiments.json").read_text() == text_of("config/two_phase_jobs.json")
 
 
-@pytest.mark.parametrize("words", [[], ["explain", "0", "7"]])
-def test_the_helper_prints_what_the_guide_shows(desk: Path, words: list[str]) -> None:
-    given = ["config/two_phase_jobs.json", *words, "--base-models", "config/base_models.json"]
-    printed = call(desk, ["python", HELPER, *given]).stdout
+@pytest.mark.parametrize("arguments", [[], ["explain", "0", "7"]])
+def test_the_helper_prints_what_the_guide_shows(project: Path, arguments: list[str]) -> None:
+    command = ["python", HELPER, "config/two_phase_jobs.json", *arguments, "--base-models", "config/base_models.json"]
+    printed = call(project, command).stdout
     assert printed.rstrip() in text_of("LAUNCH_GUIDE.md")
 
 
-def test_the_table_of_exit_codes_is_the_kit_s() -> None:
+def test_the_table_of_exit_codes_agrees_with_common_bash() -> None:
     listed = {int(row[0]) for row in table("LAUNCH_GUIDE.md", "Exit codes") if row[0].isdigit()}
     codes = re.findall(r"^ +EXIT_\w+=(\d+)", text_of("scripts/lib/common.bash"), re.MULTILINE)
     assert listed == {0, *map(int, codes)}
 
 
 def files_of_a_run() -> dict[str, re.Pattern[str]]:
-    """The guide's table: names, and what they stand for."""
-    listed = [literal(row[0]).rstrip("/") for row in table("LAUNCH_GUIDE.md", "Run directory")]
+    """Return the file names of the guide's table, each with a pattern that matches it."""
+    listed = [unquoted(row[0]).rstrip("/") for row in table("LAUNCH_GUIDE.md", "Run directory")]
     return {name: re.compile(re.escape(name).replace("<name>", ".+").replace("<n>", r"\d+")) for name in listed}
 
 
 def unexplained(run: Path) -> list[str]:
-    """What lies in the folder of a run, and is not in that table."""
+    """Return the files of a run directory that are not in that table."""
     patterns = files_of_a_run().values()
     return [path.name for path in run.iterdir() if not any(pattern.fullmatch(path.name) for pattern in patterns)]
 
 
-def test_the_table_of_files_is_what_a_run_leaves(desk: Path) -> None:
-    run = next(desk.glob("logs/train-*"))
+def test_the_table_of_files_lists_the_files_of_a_run(project: Path) -> None:
+    run = next(project.glob("logs/train-*"))
     assert not unexplained(run), "files of a run that the guide does not explain"
     found = [path.name for path in run.iterdir()]
     missing = {name for name, pattern in files_of_a_run().items() if not any(map(pattern.fullmatch, found))}
-    seldom = {"checkpoints", "hang.json", "node_<name>.lost", "node_<name>.stop", "smoke.json"}
-    seldom |= {"tensorboard", "wandb", "try_<n>"}
+    optional = {"checkpoints", "hang.json", "node_<name>.lost", "node_<name>.stop", "smoke.json"}
+    optional |= {"tensorboard", "wandb", "try_<n>"}
     of_slurm = {"node_srun.log", "node_srun.exit", "turns_in_vain"}
-    assert missing == seldom | of_slurm, "made only when asked for, or when there is a reason"
+    assert missing == optional | of_slurm
 
 
 @pytest.mark.parametrize("script", SLURM)
-def test_the_table_of_lines_for_sbatch_is_what_the_script_begins_with(script: str) -> None:
-    listed = [literal(row[0]) for row in table("LAUNCH_GUIDE.md", "Lines for sbatch")]
+def test_the_table_of_lines_for_sbatch_agrees_with_the_script(script: str) -> None:
+    listed = [unquoted(row[0]) for row in table("LAUNCH_GUIDE.md", "Lines for sbatch")]
     assert listed == re.findall(r"^##?SBATCH (--[a-z-]+)", text_of(script), re.MULTILINE)
 
 
 @pytest.mark.parametrize("script", SLURM)
-def test_the_table_of_variables_for_sbatch_is_what_the_script_says_of_itself(script: str) -> None:
-    listed = [literal(row[0]) for row in table("LAUNCH_GUIDE.md", "Variables for sbatch")]
+def test_the_table_of_variables_for_sbatch_agrees_with_the_help(script: str) -> None:
+    listed = [unquoted(row[0]) for row in table("LAUNCH_GUIDE.md", "Variables for sbatch")]
     _, _, own = help_of(script).partition("From the environment")
     explained = re.findall(r"^ {2}([A-Z_]{2,}) ", own, re.MULTILINE)
     named_in_passing = {"CONFIG", "SCRIPT"}
     assert sorted(listed) == sorted({*explained} | named_in_passing)
 
 
-def test_the_variables_of_the_guide_are_read_or_written_somewhere() -> None:
+def test_the_environment_variables_of_the_guide_occur_in_the_code() -> None:
     code = "".join(path.read_text() for path in sources())
     for variable, _ in table("LAUNCH_GUIDE.md", "Environment variables"):
-        assert literal(variable) in code, f"nothing knows {variable}"
+        assert unquoted(variable) in code, f"no source contains {variable}"
 
 
-def test_the_map_of_the_house_is_true() -> None:
-    """Every package has its row, with its modules and with what it may import."""
+def test_the_table_of_packages_agrees_with_the_code() -> None:
+    """Each package has a row with its modules and allowed imports."""
     found: dict[str, set[str]] = {}
     for module in (name_of(path) for path in modules() if not path.stem.startswith("__")):
         found.setdefault(package_of(module), set()).add(module.partition(".")[2])
-    told: set[str] = set()
-    for name, what, knows in table("CONTRIBUTING.md", "Architecture"):
+    listed: set[str] = set()
+    for name, description, imports in table("CONTRIBUTING.md", "Architecture"):
         names = set(re.findall(r"`(\w+)`", name))
         inside = set().union(*(found[package] for package in names)) - {""}
-        below = set().union(*(BELOW.get(package, set()) for package in names))
-        assert not inside or set(re.findall(r"`(\w+)`", what)) == inside, f"{name}: its modules are {inside}"
-        assert set(re.findall(r"`(\w+)`", knows)) == below, name
-        told |= names
-    assert told == set(found)
+        allowed = set().union(*(ALLOWED_IMPORTS.get(package, set()) for package in names))
+        assert not inside or set(re.findall(r"`(\w+)`", description)) == inside, f"{name}: its modules are {inside}"
+        assert set(re.findall(r"`(\w+)`", imports)) == allowed, name
+        listed |= names
+    assert listed == set(found)
 
 
-def test_what_the_scripts_share_is_told_file_by_file() -> None:
+def test_the_table_of_scripts_lib_lists_all_its_files() -> None:
     rows = re.findall(r"^\| (`[^|]+) \| [^|]+ \|$", text_of("CONTRIBUTING.md"), re.MULTILINE)
-    told = [name for row in rows for name in re.findall(r"`([\w.]+)`", row) if "." in name or name == "ssh_config"]
-    assert sorted(told) == sorted(path.name for path in (KIT / "scripts/lib").iterdir() if path.is_file())
+    listed = [name for row in rows for name in re.findall(r"`([\w.]+)`", row) if "." in name or name == "ssh_config"]
+    assert sorted(listed) == sorted(path.name for path in (KIT / "scripts/lib").iterdir() if path.is_file())
 
 
 # ---------------------------------------------------------------- links and names
 
 
 @pytest.mark.parametrize("name", GUIDES)
-def test_links_lead_somewhere(name: str) -> None:
+def test_links_have_a_target(name: str) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", text_of(name)):
         if target.startswith(("http://", "https://")):
             continue
@@ -570,35 +570,35 @@ def test_links_lead_somewhere(name: str) -> None:
 
 
 def anchors(name: str) -> set[str]:
-    """As GitHub makes them of headings."""
+    """Return the anchors that GitHub derives from headings."""
     headings = re.findall(r"^#+ (.+)$", text_of(name), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("name", GUIDES)
-def test_files_that_are_named_are_there(name: str) -> None:
-    rooms = r"(?:scripts|config|distributed|tests|benchmarks|\.ci)/"
-    for word in re.findall(rf"`({rooms}[\w./-]*|[\w.-]+\.(?:md|toml|txt))`", text_of(name)):
-        assert (KIT / word).exists() or word in ABSENT, f"{name}: there is no {word}"
+def test_files_that_are_named_exist(name: str) -> None:
+    directories = r"(?:scripts|config|distributed|tests|benchmarks|\.ci)/"
+    for word in re.findall(rf"`({directories}[\w./-]*|[\w.-]+\.(?:md|toml|txt))`", text_of(name)):
+        assert (KIT / word).exists() or word in NEVER_PRESENT, f"{name}: there is no {word}"
 
 
-ABSENT = {"launcher.log", "tests/distributed/__init__.py"}  # made by a run; never to be made
+NEVER_PRESENT = {"launcher.log", "tests/distributed/__init__.py"}  # created by a run; must never exist
 
 
 # ---------------------------------------------------------------- messages
 
-GAP = "\0"  # what differs from case to case
-FOREIGN = "PyTorch, CUDA, NCCL and the shell"  # the section of messages that are not ours
+GAP = "\0"  # in place of a value
+FOREIGN_MESSAGES = "PyTorch, CUDA, NCCL and the shell"  # the section of messages of other programs
 
 
 def sources() -> list[Path]:
-    folders = ("distributed/**/*.py", "scripts/**/*.py", "scripts/**/*.sh", "scripts/**/*.bash")
-    return [KIT / "train.py", KIT / "tests/run.sh", *(path for each in folders for path in KIT.glob(each))]
+    patterns = ("distributed/**/*.py", "scripts/**/*.py", "scripts/**/*.sh", "scripts/**/*.bash")
+    return [KIT / "train.py", KIT / "tests/run.sh", *(path for pattern in patterns for path in KIT.glob(pattern))]
 
 
 @cache
-def templates() -> tuple[str, ...]:
-    """All texts of the sources, with a GAP for each value."""
+def message_templates() -> tuple[str, ...]:
+    """Return all strings in the sources, with a GAP for each value."""
     return tuple(
         text
         for path in sources()
@@ -616,73 +616,75 @@ def _texts_of_python(code: str) -> Iterator[str]:
 
 def _texts_of_bash(code: str) -> Iterator[str]:
     code = re.sub(r"\$\([^()]*\)|\$\{[^}]*\}|\$\w+|\$[*#]", GAP, code)
-    code = re.sub(r'"\s*\\\n\s*"', " ", code)  # words of one message on two lines
+    code = re.sub(r'"\s*\\\n\s*"', " ", code)  # one message on two lines
     yield from (text.replace('\\"', '"') for text in re.findall(r'"((?:[^"\\]|\\.)*)"', code))
 
 
-def agreement(template: str, message: str) -> float:
-    """The share of the message that the template says, letter by letter; a GAP on either side stands for any text.
+def match_ratio(template: str, message: str) -> float:
+    """Return the share of the message's characters that the template contains; a GAP in either matches any text.
 
-    Negative when the two contradict each other.
+    Negative when the two do not match.
     """
-    best = [0.0] * (len(template) + 1)  # before the message, the template may say anything
+    best = [0.0] * (len(template) + 1)  # the template may begin before the message
     for letter in message:
         before, best = best, [best[0] + (0.0 if letter == GAP else -math.inf)]
-        for place, other in enumerate(template):
-            any_text = max(before[place + 1], best[place]) if GAP in (letter, other) else -math.inf
-            best.append(max(any_text, before[place] + 1 if letter == other != GAP else -math.inf))
+        for index, other in enumerate(template):
+            any_text = max(before[index + 1], best[index]) if GAP in (letter, other) else -math.inf
+            best.append(max(any_text, before[index] + 1 if letter == other != GAP else -math.inf))
     return best[-1] / len(message.replace(GAP, ""))
 
 
 @cache
 def is_printed(message: str) -> bool:
-    """Whether one of our texts says at least half of it, and eight letters."""
+    """Return whether a string in the sources contains at least half of it, and eight characters."""
     message = GAP + message.replace("...", GAP)
-    alike = (text for text in templates() if any(len(part) >= 5 and part[:8] in message for part in text.split(GAP)))
+    similar = (
+        text for text in message_templates() if any(len(part) >= 5 and part[:8] in message for part in text.split(GAP))
+    )
     least = max(0.5, 8 / len(message))
-    return any(agreement(GAP + template, message) >= least for template in alike)
+    return any(match_ratio(GAP + template, message) >= least for template in similar)
 
 
 def headings() -> list[str]:
-    ours, found, _ = text_of("TROUBLESHOOTING.md").partition(f"## {FOREIGN}")
+    own, found, _ = text_of("TROUBLESHOOTING.md").partition(f"## {FOREIGN_MESSAGES}")
     assert found
-    return re.findall(r"^### `(.+)`$", ours, re.MULTILINE)
+    return re.findall(r"^### `(.+)`$", own, re.MULTILINE)
 
 
 @pytest.mark.parametrize("heading", headings())
-def test_a_message_that_is_explained_is_one_that_we_print(heading: str) -> None:
+def test_an_explained_message_is_in_the_sources(heading: str) -> None:
     assert is_printed(heading)
 
 
 @pytest.mark.parametrize(
-    "strange",
+    "unknown",
     [
         "NPROC ...: this machine has ... GPUs, and each process needs two",
         "train.batch_size=... is divisible by ...",
         "... died of boredom, and nobody knows ...",
     ],
 )
-def test_an_explained_message_that_we_do_not_print_would_be_found(strange: str) -> None:
-    assert not is_printed(strange)
+def test_an_unknown_message_is_not_found_in_the_sources(unknown: str) -> None:
+    assert not is_printed(unknown)
 
 
 @cache
-def said_by_tests() -> str:
-    """What stands in the tests, without marks of quotation, and texts on two lines joined."""
+def expected_by_tests() -> str:
+    """Return the text of the tests, without quotes, and with strings on two lines joined."""
     files = [*KIT.glob("tests/**/test_*.py"), *KIT.glob("tests/*.bats")]
     text = "".join(path.read_text() for path in files if path != Path(__file__))
     return re.sub(r"""["'\\`]""", "", re.sub(r'"\s*\n\s*f?"', "", text))
 
 
 @pytest.mark.parametrize("heading", headings())
-def test_a_message_that_is_explained_is_one_that_a_test_provokes(heading: str) -> None:
-    """At least ten letters of it are expected somewhere: so that no entry explains what never comes."""
+def test_an_explained_message_is_expected_by_a_test(heading: str) -> None:
+    """At least ten characters of it occur in a test."""
     parts = [re.sub(r"""["'\\`]""", "", part) for part in heading.split("...")]
     pieces = [part[start : start + 10] for part in parts for start in range(len(part) - 9)]
-    assert not pieces or any(piece in said_by_tests() for piece in pieces)
+    assert not pieces or any(piece in expected_by_tests() for piece in pieces)
 
 
-def test_every_heading_is_a_message_and_stands_once() -> None:
+def test_every_heading_is_a_message_and_unique() -> None:
     every = re.findall(r"^### (.+)$", text_of("TROUBLESHOOTING.md"), re.MULTILINE)
     assert all(heading.startswith("`") and heading.endswith("`") for heading in every)
     assert len(set(every)) == len(every)
@@ -692,25 +694,25 @@ def test_every_heading_is_a_message_and_stands_once() -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_config_shows_its_launch_its_arithmetic_and_what_to_expect(
-    name: str, desk: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_config_shows_its_command_arithmetic_and_expected_result(
+    name: str, project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(desk)
+    monkeypatch.chdir(project)
     comment = re.sub(r"^# ?", "", re.match(r"(?:#.*\n)+", text_of(f"config/{name}"))[0], flags=re.MULTILINE)  # type: ignore[index]
     launch = re.search(rf"^  (scripts/.+config/{re.escape(name)}.*)$", comment, re.MULTILINE)
-    assert launch, "it opens with its launch line"
-    words = launch[1].split()
-    ranks = int(words[words.index("-n") + 1] if "-n" in words else words[-1])
+    assert launch, "its opening comment has no launch command"
+    command = launch[1].split()
+    ranks = int(command[command.index("-n") + 1] if "-n" in command else command[-1])
     settings = config.read(Path("config") / name)
-    cut = config.batch(settings, ranks)
-    assert f"\n{cut}\n" in comment
-    sums = r"^([\d,]+) steps x ([\d,]+) tokens = ([\d,]+) tokens"
-    for steps, tokens, total in re.findall(sums, comment, re.MULTILINE):
+    batch = config.batch(settings, ranks)
+    assert f"\n{batch}\n" in comment
+    totals = r"^([\d,]+) steps x ([\d,]+) tokens = ([\d,]+) tokens"
+    for steps, tokens, total in re.findall(totals, comment, re.MULTILINE):
         assert number(steps) == settings.train.steps
-        assert number(tokens) == cut.tokens
+        assert number(tokens) == batch.tokens
         assert number(total) == number(steps) * number(tokens)
     assert re.search(r"^Expect: ", comment, re.MULTILINE)
-    assert f"(config/{name})" in text_of("README.md"), "the README lists it"
+    assert f"(config/{name})" in text_of("README.md"), "README.md must list it"
 
 
 def number(text: str) -> int:
