@@ -1,7 +1,7 @@
-"""What the guides say of SLURM is so: their commands are run as they are printed, on a laboratory with SLURM.
+"""The commands in the guides that need SLURM run as printed, on a laboratory with SLURM.
 
-A group is a job, or the shell of salloc, and the commands that are about it. Those that are about a job are given while
-it is at work, with its number in place of the one that the guides print.
+A group is a job, or the shell of salloc, with the commands that refer to it. Commands that refer to a job run while it
+is training, with its job id in place of the one in the guides.
 """
 
 from __future__ import annotations
@@ -16,17 +16,19 @@ from pathlib import Path
 
 import pytest
 from test_docs import JOB, RUN, Command, every_command, unexplained
-from test_guide_on_nodes import KIT, LAB, SECONDS, lay_desk
+from test_guide_on_nodes import KIT, LAB, SECONDS, make_project
 
-WATCHED = "sbatch scripts/slurm/slurm_train.sh config/quickstart.yaml"  # the job that the guide then watches and stops
-SHELL = "salloc --nodes=2 --ntasks-per-node=1"  # opens the shell that it then uses
-STOPPED = "75:0"  # the ExitCode of a job that stopped on request with a checkpoint
+WATCHED = (
+    "sbatch scripts/slurm/slurm_train.sh config/quickstart.yaml"  # the job that the following commands watch and stop
+)
+SHELL = "salloc --nodes=2 --ntasks-per-node=1"  # opens the shell for the following commands
+STOPPED = "75:0"  # ExitCode of a job that was stopped and wrote a checkpoint
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="raising nodes needs root")
 
 
-def topic(command: Command) -> str:
-    """The command that it belongs to."""
+def group_of(command: Command) -> str:
+    """Return the first command of its group."""
     if command.needs.endswith("In the shell of salloc:"):
         return SHELL
     if JOB in command.words or command.words[0] == "squeue":
@@ -37,7 +39,7 @@ def topic(command: Command) -> str:
 def groups(commands: list[Command]) -> list[list[Command]]:
     found: dict[str, list[Command]] = {}
     for one in commands:
-        found.setdefault(topic(one), []).append(one)
+        found.setdefault(group_of(one), []).append(one)
     return list(found.values())
 
 
@@ -48,13 +50,13 @@ UP = [one.text for one in COMMANDS if one.needs == "# Needs root, and the progra
 
 @dataclass(frozen=True)
 class Cluster:
-    """The laboratory, and the folder of somebody who uses it."""
+    """The laboratory, and the project directory of its user."""
 
     desk: Path
     env: dict[str, str]
 
     def call(self, text: str, typed: str = "") -> str:
-        """Type it, and what comes behind. What it says; it ends well."""
+        """Run a command line, with `typed` as its standard input. Return the output; fail when it fails."""
         done = subprocess.run(
             ["bash", "-c", text], cwd=self.desk, env=self.env, input=typed, timeout=SECONDS,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
@@ -63,7 +65,7 @@ class Cluster:
         return done.stdout
 
     def words_of(self, job: str, ending: str) -> str:
-        """What a job, or all elements of an array, have said so far."""
+        """Return the output so far of a job, or of all elements of an array; ending is out or err."""
         return "".join(path.read_text() for path in sorted(self.desk.glob(f"logs/slurm-{job}[._]*{ending}")))
 
     def is_at_work(self, job: str, turn: int) -> bool:
@@ -79,21 +81,23 @@ class Cluster:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Raised by the guide's own command."""
-    desk = lay_desk(tmp_path_factory.mktemp("desk"))
+    """Started with the commands of the guide."""
+    desk = make_project(tmp_path_factory.mktemp("project"))
     (desk / "logs").mkdir()
     (desk / "my_job.sh").write_bytes((KIT / "scripts/slurm/slurm_train.sh").read_bytes())
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_", "MUSTER_"))}
-    activated = {"VIRTUAL_ENV": f"{desk}/.venv", "PATH": f"{desk}/.venv/bin:{kept['PATH']}"}
-    # A login sets SHELL, which is what salloc opens, and no number of threads.
-    kept.pop("OMP_NUM_THREADS", None)
+    inherited = {
+        name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_", "MUSTER_"))
+    }
+    activated = {"VIRTUAL_ENV": f"{desk}/.venv", "PATH": f"{desk}/.venv/bin:{inherited['PATH']}"}
+    # Like a login shell: SHELL is set, which salloc starts, and OMP_NUM_THREADS is not.
+    inherited.pop("OMP_NUM_THREADS", None)
     login = {"SHELL": "/bin/bash", "MUSTER_LAB": f"{desk}/lab"}
-    bare = kept | activated | login
+    env = inherited | activated | login
     try:
-        conf = Cluster(desk, bare).call("\n".join(["set -e", *UP, "printenv SLURM_CONF"])).splitlines()[-1]
-        yield Cluster(desk, bare | {"SLURM_CONF": conf})
+        conf = Cluster(desk, env).call("\n".join(["set -e", *UP, "printenv SLURM_CONF"])).splitlines()[-1]
+        yield Cluster(desk, env | {"SLURM_CONF": conf})
     finally:
-        subprocess.run([LAB, "down"], env=bare, check=True)
+        subprocess.run([LAB, "down"], env=env, check=True)
 
 
 def wait_until(condition: Callable[..., object], cluster: Cluster, job: str, *arguments: object) -> None:
@@ -107,13 +111,13 @@ def wait_until(condition: Callable[..., object], cluster: Cluster, job: str, *ar
 
 
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: str(group[0]))
-def test_a_command_for_slurm_does_what_the_guide_says(group: list[Command], cluster: Cluster) -> None:
+def test_a_command_for_slurm_succeeds(group: list[Command], cluster: Cluster) -> None:
     first, *others = group
     if first.words[0] == "sbatch":
         follow_job(first, others, cluster)
     elif first.text == SHELL:
         lines = "\n".join(one.text for one in others)
-        cluster.call(SHELL, f"(set -e\n{lines}\n) </dev/null\n")  # else srun would read what is typed next
+        cluster.call(SHELL, f"(set -e\n{lines}\n) </dev/null\n")  # srun must not read the following lines
     else:
         cluster.call(first.text)
 
@@ -137,7 +141,7 @@ def follow_job(submission: Command, others: list[Command], cluster: Cluster) -> 
 
 
 def test_the_guide_has_commands_for_slurm() -> None:
-    """So that a change of the reading above does not silently leave them out."""
+    """A change of the parser must not silently leave them out."""
     assert {WATCHED, SHELL} <= {group[0].text for group in GROUPS}
     programs = {word for group in GROUPS for one in group for word in one.words}
     assert programs >= {"sbatch", "salloc", "srun", "squeue", "scontrol", "scancel"}
