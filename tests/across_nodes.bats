@@ -1,7 +1,7 @@
 #!/usr/bin/env bats
 #
-# doctor.sh and test_distributed.sh asked about several nodes, on the laboratory cluster: the node that differs, the one
-# that cannot be asked, the pair that cannot talk and the slow one are named, and nobody waits in silence for them.
+# doctor.sh and test_distributed.sh on several nodes: they name a node that differs, an unreachable node, a pair that
+# cannot connect and a slow node, and do not hang.
 
 # bats file_tags=laboratory
 bats_require_minimum_version 1.5.0
@@ -13,7 +13,7 @@ setup_file() {
   export PRIVATE=$BATS_FILE_TMPDIR/private
   mkdir -p "$PRIVATE/own"
   start_lab 3 --private "$PRIVATE"
-  python3 -m venv --without-pip "$BATS_FILE_TMPDIR/bare" # without PyTorch a node is asked in a moment
+  python3 -m venv --without-pip "$BATS_FILE_TMPDIR/bare" # without PyTorch, doctor.sh takes less time
 }
 
 
@@ -36,18 +36,18 @@ teardown() {
 }
 
 
-# From N3 no connection to N2 comes about, while both reach N1, and N2 reaches N3.
-drop_connections_to_2() {
+# N3 cannot connect to N2; all other connections work.
+block_connections_from_3_to_2() {
   lab ssh "$N2" iptables -A INPUT -s "$(lab ssh "$N3" hostname -I | cut -d' ' -f1)" -p tcp -m tcp --syn -j DROP
 }
 
 
-quickly() { # <option, N or node...>
+smoke_test() { # <argument of test_distributed.sh...>
   "$KIT/scripts/test_distributed.sh" --max-bytes 64K --seconds 0.2 "$@" 3>&-
 }
 
 
-@test "the doctor says once what nodes have in common, and that each can connect to every other" {
+@test "doctor.sh groups nodes without differences, and checks that each can connect to every other" {
   run --separate-stderr "$KIT/scripts/doctor.sh" --quiet "${PREFIX}[1-3]"
   [ "$status" -eq 0 ]
   [[ ${lines[0]} == *" python "*" torch "*" cores "*" network" ]]
@@ -57,16 +57,16 @@ quickly() { # <option, N or node...>
 }
 
 
-@test "the doctor names who differs, who cannot be connected to, and who cannot be asked" {
+@test "doctor.sh names a node that differs, one that others cannot connect to, and one that is unreachable" {
   lab ssh "$N2" ip link set eth0 mtu 1400
-  drop_connections_to_2
+  block_connections_from_3_to_2
   echo 'echo "Welcome to $(uname -n)!"' >"$MUSTER_LAB/bashrc"
   mkdir config
   echo '[[ $(uname -n) != *3 ]] || export NCCL_IB_DISABLE=1' >config/node_env.sh
   run --separate-stderr "$KIT/scripts/doctor.sh" --python "$BATS_FILE_TMPDIR/bare/bin/python" "$N1" "$N2" "$N3" nowhere
   [ "$status" -eq 69 ]
   [ "$(grep -c "PyTorch is not installed" <<<"$output")" -eq 1 ]
-  # What else is told of this machine, which others may be using, moves the columns.
+  # Other findings about this machine change the width of columns.
   [[ $(tr -s ' ' <<<"$output") == *$'\n'"$N2"$'\n'*"warning MTU 1400 bytes, but 1500 bytes on ${PREFIX}[1,3]"$'\n'* ]]
   [[ $(tr -s ' ' <<<"$output") == *$'\n'"$N3"$'\n'*"warning NCCL NCCL_IB_DISABLE=1 is set, but nothing is set on ${PREFIX}[1-2]"$'\n'* ]]
   [[ $(tr -s ' ' <<<"$output") == *"fault reach cannot connect to $N2 ("*"): no answer within 3 s: a firewall between them?"* ]]
@@ -75,7 +75,7 @@ quickly() { # <option, N or node...>
 }
 
 
-@test "the doctor does not wait for what node_env.sh leaves in the background, and names one that fails" {
+@test "doctor.sh does not wait for background processes of node_env.sh, and names a node where it fails" {
   mkdir config
   echo "export COMPANION='$PWD'; while sleep 60; do :; done & case \$(uname -n) in *2) none ;; esac" >config/node_env.sh
   run --separate-stderr timeout 60 \
@@ -87,7 +87,7 @@ quickly() { # <option, N or node...>
 }
 
 
-@test "the doctor names a node that has no such folder, and tells the facts of the others" {
+@test "doctor.sh names a node without the working directory, and reports the facts of the others" {
   local node
   for node in "$N1" "$N2"; do
     lab ssh "$node" mkdir -p "$PRIVATE/own"
@@ -104,22 +104,22 @@ for node, found in json.load(open(sys.argv[1])).items(): print(found.get("silent
 }
 
 
-@test "a pair that cannot talk is named before anything is started" {
-  drop_connections_to_2
-  run --separate-stderr quickly 1 "${PREFIX}[1-3]"
+@test "test_distributed.sh names a pair that cannot connect before it starts a rank" {
+  block_connections_from_3_to_2
+  run --separate-stderr smoke_test 1 "${PREFIX}[1-3]"
   [ "$status" -eq 69 ]
   [[ $stderr == *"connectivity: $N3 cannot connect to $N2 ("*"): no answer within 3 s: a firewall between them?; open TCP "* ]]
   [[ -z $output ]]
   [ ! -e logs ]
-  run --separate-stderr quickly 1 "$N1" nowhere
+  run --separate-stderr smoke_test 1 "$N1" nowhere
   [ "$status" -eq 69 ]
   [[ $stderr == *"connectivity: nowhere: cannot be reached (ssh: Could not resolve hostname nowhere: "* && -z $output ]]
 }
 
 
-@test "a slow node is named, with its figures and those of the others, in the folder of the run too" {
+@test "test_distributed.sh names a slow node with its bandwidth and that of the others, also in the run directory" {
   lab slow "$N3" 20000
-  quickly --json --quiet 1 "${PREFIX}[1-3]" >report.json && status=0 || status=$?
+  smoke_test --json --quiet 1 "${PREFIX}[1-3]" >report.json && status=0 || status=$?
   [ "$status" -eq 1 ]
   cmp report.json logs/latest/smoke.json
   run -0 "$VIRTUAL_ENV/bin/python" -c 'import json
@@ -135,8 +135,8 @@ print(*(check["summary"] for check in report["checks"] if check["status"] == "fa
 
 
 # bats test_tags=soak
-@test "two nodes that are well, one with two ranks, get a report without a fault" {
-  run --separate-stderr quickly 1 "$N1" "$N2:2"
+@test "test_distributed.sh finds no fault on two healthy nodes, one with two ranks" {
+  run --separate-stderr smoke_test 1 "$N1" "$N2:2"
   [ "$status" -eq 0 ]
   [[ ${lines[0]} == "smoke test: 3 ranks on 2 nodes, gloo, torch "* ]]
   [[ $output == *"  ok      links           "*"  between nodes, the slowest 1 of 1"$'\n'*" $N1 - $N2"$'\n'* ]]

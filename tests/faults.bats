@@ -1,8 +1,8 @@
 #!/usr/bin/env bats
 #
-# What goes wrong while a training runs on several nodes: ranks and agents that die, hang or leave, a terminal that is
-# closed, a disk that is full, a neighbour. Each time the verdict names the host, the rank and the cause, the exit code is
-# the first failing rank's own, a death is seen within a second, and 10 seconds later nothing of the run is left.
+# Failures during a run on several nodes: ranks and agents that crash, hang or exit early, a closed terminal, a full
+# disk. The verdict names node, rank and cause, the exit code is that of the first failed rank, the failure is detected
+# within a second, and 10 seconds later no process of the run remains.
 
 # bats file_tags=laboratory
 bats_require_minimum_version 1.5.0
@@ -12,7 +12,7 @@ source "$BATS_TEST_DIRNAME/lab/nodes.bash"
 
 setup_file() {
   export LAUNCH=$BATS_TEST_DIRNAME/../scripts/ssh/launch_torchrun_auto.sh
-  export SMALL_DISK=$BATS_FILE_TMPDIR/small # before the nodes, which then share it
+  export SMALL_DISK=$BATS_FILE_TMPDIR/small # before the nodes start, so that they share it
   mkdir "$SMALL_DISK"
   mount -t tmpfs -o size=200k tmpfs "$SMALL_DISK"
   start_lab 40
@@ -30,7 +30,7 @@ setup() {
 }
 
 
-# Whatever a failed test has left: the marks of the product are not to be trusted here. Other files run meanwhile.
+# Kill the processes that a failed test left. Processes of other test files, which run concurrently, must survive.
 teardown() {
   local file
   tmux -L "$PREFIX" kill-server 2>/dev/null || true
@@ -40,8 +40,8 @@ teardown() {
 }
 
 
-# FAULT RANK [FAULT RANK]: when all ranks are there, the first named one suffers it, then, when that one is gone, the
-# second; all others wait for good, or until there is a file "go". No PyTorch.
+# Write a script with arguments FAULT RANK: when all ranks have started, RANK fails in this way; the others wait until a
+# file "go" exists. Without PyTorch.
 faulty_script() {
   cat >"my script.py" <<'END'
 import ctypes, os, signal, sys, time
@@ -53,8 +53,8 @@ def wait_for(*files):
         time.sleep(0.02)
 
 def fail(fault):
-    with open(f"{run}/moment", "w") as moment:
-        moment.write(f"{time.time()}")
+    with open(f"{run}/failed_at", "w") as file:
+        file.write(f"{time.time()}")
     if fault == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     elif fault == "segfault":
@@ -67,18 +67,17 @@ def fail(fault):
     else:
         sys.exit(int(fault))
 
-open(f"{run}/here_{rank}", "w").close()
-wait_for(*(f"{run}/here_{rank}" for rank in ranks))
+open(f"{run}/started_{rank}", "w").close()
+wait_for(*(f"{run}/started_{rank}" for rank in ranks))
 print("at work", flush=True)
-for fault, who in zip(sys.argv[1::2], sys.argv[2::2]):
-    if rank == int(who):
-        fail(fault)
+if sys.argv[2:] == [str(rank)]:
+    fail(sys.argv[1])
 wait_for(f"{run}/go")
 END
 }
 
 
-# One that trains with PyTorch, and of which rank 1 does what stands on standard input.
+# Write a script that uses PyTorch; standard input is the code of rank 1.
 training_script() {
   {
     cat <<'END'
@@ -96,43 +95,24 @@ END
 }
 
 
-# Start in the background with its own process group, as a terminal does; wait until the ranks are at work.
-start() { # <word...>
-  : >out
-  set -m
-  "$LAUNCH" --script "my script.py" "$@" >out 2>&1 3>&- &
-  LAUNCHER=$!
-  set +m
-  wait_for_line "at work" out
+# Start "my script.py" in the background, and wait until its ranks are at work.
+launch() { # <argument of LAUNCH...>
+  start out "$LAUNCH" --script "my script.py" "$@"
+  wait_for_line out "at work"
 }
 
 
-wait_for_line() { # <text> <file>
-  timeout 120 grep -qF -m1 -- "$1" <(tail -n +1 -F "$2" 2>/dev/null)
-}
-
-
-status_of_launcher() {
-  wait "$LAUNCHER" && status=0 || status=$?
-}
-
-
-no_processes_within() { # <seconds>
-  timeout "$1" sh -c 'while grep -qsz -- "^MUSTER_RUN_DIR=$1" /proc/[0-9]*/environ; do sleep 0.1; done' sh "$WORK"
-}
-
-
-# The agent of a node has seen the death of its rank soon after the moment that the rank wrote down.
-seen_within() { # <seconds> <node>
+# Check that the agent of a node detected the failure soon after the time that the rank had written.
+detected_within() { # <seconds> <node>
   python3 -c '
 import json, sys
 deaths = json.load(open(f"logs/latest/errors/node_{sys.argv[2]}.json"))["deaths"]
-took = min(death["time"] for death in deaths) - float(open("logs/latest/moment").read())
-sys.exit(0 if took <= float(sys.argv[1]) else f"seen after {took:.2f} s")' "$@"
+took = min(death["time"] for death in deaths) - float(open("logs/latest/failed_at").read())
+sys.exit(0 if took <= float(sys.argv[1]) else f"detected after {took:.2f} s")' "$@"
 }
 
 
-verdict_of() { # <exit code> <words of the verdict> <word of the launcher...>
+fails_with() { # <exit code> <text of the verdict> <argument of LAUNCH...>
   run timeout 90 "$LAUNCH" --script "my script.py" - 1 "${@:3}"
   [ "$status" -eq "$1" ] || { echo "status $status: $output" && return 1; }
   [[ "$output" == *"verdict: failed: $2"* ]] || { echo "$output" && return 1; }
@@ -140,16 +120,16 @@ verdict_of() { # <exit code> <words of the verdict> <word of the launcher...>
 }
 
 
-@test "rank 0 is killed, on the node where all meet" {
+@test "rank 0 is killed, on the node of the rendezvous" {
   faulty_script
-  verdict_of 137 "rank 0 on $N1 died of SIGKILL" "$N1" "$N2" -- killed 0
-  seen_within 1 "$N1"
+  fails_with 137 "rank 0 on $N1 died of SIGKILL" "$N1" "$N2" -- killed 0
+  detected_within 1 "$N1"
 }
 
 
-@test "an innocent rank reports first: the verdict names the one that failed" {
+@test "a rank that lost its peer reports first: the verdict names the peer that failed" {
   training_script <<'END'
-for number in range(3, 200):  # as when it is dying slowly: the others lose it
+for number in range(3, 200):  # the others lose their connections before this rank exits
     with contextlib.suppress(OSError):
         line = socket.socket(fileno=os.dup(number))
         line.getpeername()
@@ -158,54 +138,54 @@ while not os.path.exists(f"{os.environ['MUSTER_RUN_DIR']}/errors/rank_0.json"):
     time.sleep(0.02)
 os._exit(42)
 END
-  verdict_of 42 "rank 1 on $N2 exited with code 42" "$N1" "$N2"
+  fails_with 42 "rank 1 on $N2 exited with code 42" "$N1" "$N2"
 }
 
 
-@test "a rank hangs: when the others give up waiting, the verdict names it" {
+@test "a rank hangs: after the timeout of the others, the verdict names it" {
   training_script <<'END'
 time.sleep(1000)
 END
-  verdict_of 1 "rank 1 on $N2 was missing in a collective: it alone reported nothing; rank " "$N1:1" "$N2:2"
+  fails_with 1 "rank 1 on $N2 was missing in a collective: it alone reported nothing; rank " "$N1:1" "$N2:2"
 }
 
 
-@test "a rank in an endless loop: --hang-timeout ends the run and names it, its line and its stack" {
+@test "a rank is in an endless loop: --hang-timeout ends the run, and names the rank, its line and its stack" {
   write_hanging_script
-  verdict_of 124 "hung: no output for " --hang-timeout 3 "$N1" "$N2"
+  fails_with 124 "hung: no output for " --hang-timeout 3 "$N1" "$N2"
   [[ "$output" == *"rank 1 on $N2 is not in a collective, the other waits for it; it is at my script.py:"*" in main()"* ]]
   [[ "$output" == *"line "*", in main"*"meanwhile: rank 0 on $N1: waited in a collective at my script.py:"* ]]
 }
 
 
 # bats test_tags=soak
-@test "a rank leaves early, without an error" {
+@test "a rank exits early with 0" {
   training_script <<'END'
 os._exit(0)
 END
-  verdict_of 1 "rank 1 on $N2 ended with exit code 0 while rank " "$N1:1" "$N2:2"
+  fails_with 1 "rank 1 on $N2 ended with exit code 0 while rank " "$N1:1" "$N2:2"
   [[ "$output" == *" was in a collective at my script.py:"* ]]
-  verdict_of 1 "rank 1 on $N2 ended with exit code 0 while rank 0 on $N1 was in a collective" "$N1" "$N2"
+  fails_with 1 "rank 1 on $N2 ended with exit code 0 while rank 0 on $N1 was in a collective" "$N1" "$N2"
 }
 
 
 # bats test_tags=soak
 @test "a segmentation fault, an exit code, an exception" {
   faulty_script
-  verdict_of 139 "rank 1 on $N2 died of SIGSEGV" "$N1" "$N2" -- segfault 1
-  seen_within 1 "$N2"
-  verdict_of 42 "rank 1 on $N2 exited with code 42" "$N1" "$N2" -- 42 1
-  seen_within 1 "$N2"
-  verdict_of 1 "rank 2 on $N2 raised ValueError: boom" "$N1" "$N2:2" -- raises 2
-  seen_within 1 "$N2"
+  fails_with 139 "rank 1 on $N2 died of SIGSEGV" "$N1" "$N2" -- segfault 1
+  detected_within 1 "$N2"
+  fails_with 42 "rank 1 on $N2 exited with code 42" "$N1" "$N2" -- 42 1
+  detected_within 1 "$N2"
+  fails_with 1 "rank 2 on $N2 raised ValueError: boom" "$N1" "$N2:2" -- raises 2
+  detected_within 1 "$N2"
 }
 
 
-@test "an agent is killed: so are its ranks, and the verdict says who died" {
+@test "an agent is killed: its ranks are killed, and the verdict names the agent" {
   faulty_script
-  start - 1 "$N1" "$N2"
+  launch - 1 "$N1" "$N2"
   kill -KILL "$(pid_of command "$N2")"
-  status_of_launcher
+  wait_for_exit "$LAUNCHER"
   [ "$status" -eq 137 ]
   grep -q "verdict: failed: the agent on $N2 died of SIGKILL" out
   no_processes_within 10
@@ -213,11 +193,11 @@ END
 
 
 # bats test_tags=soak
-@test "the agent of the first node, where all meet, is killed" {
+@test "the agent of the first node, with the rendezvous, is killed" {
   faulty_script
-  start - 1 "$N1" "$N2"
+  launch - 1 "$N1" "$N2"
   kill -KILL "$(pid_of command "$N1")"
-  status_of_launcher
+  wait_for_exit "$LAUNCHER"
   [ "$status" -eq 137 ]
   grep -q "verdict: failed: the agent on $N1 died of SIGKILL" out
   no_processes_within 10
@@ -225,7 +205,7 @@ END
 
 
 # bats test_tags=soak
-@test "the port is taken between the check and the start" {
+@test "the port is taken between preflight and start" {
   faulty_script
   lab ssh "$N1" python3 -c '
 import socket, time
@@ -233,57 +213,57 @@ with socket.create_server(("", 29500)):
     print("listening", flush=True)
     time.sleep(60)' >port &
   local holder=$!
-  wait_for_line listening port
-  verdict_of 69 "the agent on $N1 could not go on: port 29500: in use by another program; choose another " \
+  wait_for_line port listening
+  fails_with 69 "the agent on $N1 could not go on: port 29500: in use by another program; choose another " \
     --no-preflight "$N1" "$N2"
   kill "$holder"
 }
 
 
-@test "a supervisor on a node is killed: the others end, and the verdict names it and its host" {
+@test "a supervisor is killed: the other nodes stop, and the verdict names supervisor and node" {
   faulty_script
-  start - 1 "$N1" "$N2"
+  launch - 1 "$N1" "$N2"
   kill -KILL "$(pid_of supervisor "$N2")"
-  status_of_launcher
+  wait_for_exit "$LAUNCHER"
   [ "$status" -eq 137 ]
   grep -q "verdict: failed: the supervisor on $N2 died of SIGKILL" out
   no_processes_within 10
 }
 
 
-@test "the ssh client of a node is killed: a connection was lost, nobody asked to stop, and the run is restarted" {
+@test "the ssh client of a node is killed: the connection is lost, and the run is restarted" {
   faulty_script
-  start --max-restarts 1 - 1 "$N1" "$N2"
+  launch --max-restarts 1 - 1 "$N1" "$N2"
   kill -KILL "$(pgrep -f "^ssh .*supervisor.py run .*--name $N2 ")"
-  wait_for_line "restart 1 of 1" out
+  wait_for_line out "restart 1 of 1"
   : >logs/latest/go
-  status_of_launcher
+  wait_for_exit "$LAUNCHER"
   [ "$status" -eq 0 ]
   grep -q "verdict: failed: $N2: connection lost: the control channel was closed" out
-  run ! grep -w Killed out # so bash would begin, with the whole command
+  run ! grep -w Killed out # bash's own message about the killed job
   grep -q '"exit_code": 69' logs/latest/try_1/verdict.json
 }
 
 
-@test "a closed terminal ends its run as TERM does, and touches no other on the same nodes" {
+@test "a closed terminal ends its run as SIGTERM does, and no other run on the same nodes" {
   faulty_script
-  mkdir neighbour
-  cp "my script.py" neighbour
-  cd neighbour || return
-  start - 1 "$N1" "$N2"
+  mkdir other_run
+  cp "my script.py" other_run
+  cd other_run || return
+  launch - 1 "$N1" "$N2"
   cd "$WORK" || return
   tmux -L "$PREFIX" -f /dev/null new-session -d -- "$LAUNCH" --script "my script.py" - 1 "$N1" "$N2"
-  wait_for_line "at work" "logs/latest/node_$N2.log"
+  wait_for_line "logs/latest/node_$N2.log" "at work"
   tmux -L "$PREFIX" kill-server
   timeout 10 sh -c 'while grep -qsz -- "^MUSTER_RUN_DIR=$1/logs" /proc/[0-9]*/environ; do sleep 0.1; done' sh "$WORK"
-  wait_for_line '"exit_code": 143' logs/latest/verdict.json
-  : >neighbour/logs/latest/go
-  status_of_launcher
+  wait_for_line logs/latest/verdict.json '"exit_code": 143'
+  : >other_run/logs/latest/go
+  wait_for_exit "$LAUNCHER"
   [ "$status" -eq 0 ]
 }
 
 
-@test "a disk runs full under the logs: the run ends with the rank's own code, and the disk is named" {
+@test "the disk with the logs is full: the run ends with the rank's exit code, and the message names the file" {
   faulty_script
   run timeout 90 "$LAUNCH" --log-dir "$SMALL_DISK" --script "my script.py" - 1 "$N1" "$N2" -- fills 1
   [ "$status" -eq 1 ]
@@ -294,13 +274,13 @@ with socket.create_server(("", 29500)):
 }
 
 
-# A real meeting of 40, without PyTorch: the nodes start this in place of the agent, and each waits for all others.
-# pdsh starts 32 at once if nobody says otherwise, and the user's own FANOUT says 8: then none would ever end.
-@test "40 nodes named to pdsh all run at once" {
+# The nodes run this script as Python, which waits in place of the agent until all 40 have started. pdsh's default is 32
+# connections at once, and the user's FANOUT here is 8: with either, no node would ever finish.
+@test "40 nodes of pdsh run concurrently" {
   cat >python <<END
 #!/bin/sh
 case \$1 in
-  */agent.py) : >"here_\$MUSTER_NODE"; while [ "\$(ls -d here_* | wc -l)" -lt 40 ]; do sleep 0.3; done ;;
+  */agent.py) : >"started_\$MUSTER_NODE"; while [ "\$(ls -d started_* | wc -l)" -lt 40 ]; do sleep 0.3; done ;;
   *) exec "$VIRTUAL_ENV/bin/python" "\$@" ;;
 esac
 END

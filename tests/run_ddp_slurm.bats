@@ -1,7 +1,7 @@
 #!/usr/bin/env bats
 #
-# scripts/run_ddp.sh inside an allocation of a real SLURM (tests/lab/lab.sh raises one): srun starts the processes, SLURM
-# names their ranks, and the run folder, the verdict and the exit code are those of every launcher.
+# scripts/run_ddp.sh inside an allocation of SLURM (from tests/lab/lab.sh): srun starts the processes, SLURM assigns the
+# ranks, and run directory, verdict and exit code are as with every launcher.
 
 # bats file_tags=laboratory
 bats_require_minimum_version 1.5.0
@@ -33,13 +33,13 @@ teardown() {
 }
 
 
-in_allocation() { # <word...>
+in_allocation() { # <argument of run_ddp.sh...>
   run timeout 120 salloc -Q -N2 -n3 "$KIT/scripts/run_ddp.sh" "$@"
 }
 
 
 # bats test_tags=quick
-@test "the trainer runs on the allocation, and secrets of its environment are seen nowhere" {
+@test "the trainer runs on the allocation, and secrets of --env-file do not leak" {
   cat >tiny.yaml <<'END'
 model: {n_layer: 1, n_head: 1, n_embd: 8, block_size: 16}
 train: {steps: 2, batch_size: 3, evaluate_windows: 3}
@@ -56,7 +56,7 @@ END
 }
 
 
-@test "GPUs are counted on every node, and a job with uneven ones runs" {
+@test "GPUs are counted per node, and a job with different numbers runs" {
   : >none.py
   run -2 timeout 120 salloc -Q -N2 --gpus=3 bash -c '"$0" --dry-run -n 3 --script none.py; "$0" -n 4 --script none.py' \
     "$KIT/scripts/run_ddp.sh"
@@ -66,10 +66,10 @@ END
 }
 
 
-@test "metrics of a script, and samples of each node, are in the run's folder" {
+@test "the run directory has the metrics of a script, and usage samples of each node" {
   cat >own.py <<'END'
 import os, sys, time
-sys.path.insert(0, os.environ["THE_KIT"])
+sys.path.insert(0, os.environ["MUSTER_CHECKOUT"])
 from distributed import metrics
 metrics.log(3, steps=9, loss=0.5)
 samples = f"{os.environ['MUSTER_RUN_DIR']}/node_{os.environ['MUSTER_NODE']}.samples.jsonl"
@@ -77,7 +77,7 @@ end = time.monotonic() + 60
 while not os.path.exists(samples) and time.monotonic() < end:
     time.sleep(0.1)
 END
-  in_allocation --script own.py -n 3 -c - --env THE_KIT="$KIT"
+  in_allocation --script own.py -n 3 -c - --env MUSTER_CHECKOUT="$KIT"
   [ "$status" -eq 0 ]
   grep -q '"step": 3,.*"steps": 9, "loss": 0.5}' logs/latest/metrics.jsonl
   [ "$(wc -l <logs/latest/metrics.jsonl)" -eq 1 ]
@@ -86,7 +86,7 @@ END
 }
 
 
-@test "TERM reaches the tasks, which write a checkpoint, and 75 is the exit code" {
+@test "SIGTERM reaches the tasks, which write a checkpoint; exit code 75" {
   cat >tiny.yaml <<'END'
 model: {n_layer: 1, n_head: 1, n_embd: 8, block_size: 16}
 train: {steps: 100000, batch_size: 3, evaluate_every: 0}
@@ -103,7 +103,7 @@ END
 }
 
 
-@test "inside a job step it is refused: every task would start all of them" {
+@test "a call inside a job step is refused" {
   run timeout 60 srun -Q -n1 "$KIT/scripts/run_ddp.sh" -n 1 -c - --script /dev/null
   [ "$status" -eq 2 ]
   [[ "$output" == *"not through srun"* ]]
@@ -118,7 +118,7 @@ END
 }
 
 
-@test "without srun on the PATH that is said" {
+@test "a missing srun is reported" {
   mkdir bin
   for tool in bash readlink dirname env; do
     ln -s "$(type -P "$tool")" bin/

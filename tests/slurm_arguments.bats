@@ -1,7 +1,7 @@
 #!/usr/bin/env bats
 #
-# An allocation and the environment become the words of srun, or are refused. No SLURM needs to run for it: its variables
-# are given, and --dry-run shows what would follow.
+# Allocation and environment are translated to arguments of srun, or refused. Without SLURM: its variables are set here,
+# and --dry-run prints the command.
 
 bats_require_minimum_version 1.5.0
 
@@ -14,35 +14,35 @@ setup() {
 }
 
 
-# As the batch script sees two nodes of eight cores, with one task each unless told otherwise.
-in_job() { # <NAME=VALUE or word...>
+# Run a command with the variables of a batch script: two nodes with eight cores each, and one task per node.
+in_job() { # [NAME=VALUE...] <command...>
   run env SLURM_JOB_ID=7 SLURM_JOB_NODELIST='n[1-2]' SLURM_JOB_CPUS_PER_NODE='8(x2)' SLURM_TASKS_PER_NODE='1(x2)' \
     SLURM_NTASKS=2 "$@"
 }
 
 
-refuses() { # <what it must say>
+refuses() { # <expected text>
   [ "$status" -eq 2 ] || { echo "status $status: $output" && return 1; }
   [[ "$output" == *"$1"* ]] || { echo "$output" && return 1; }
   [ ! -e logs ]
 }
 
 
-@test "CONTAINER is words before Python, and LAUNCHER=torchrun starts the image's Python too" {
+@test "CONTAINER precedes Python, also with LAUNCHER=torchrun" {
   in_job CONTAINER="apptainer exec 'my image.sif'" LAUNCHER=torchrun "$TRAIN" --dry-run --python /opt/python -
   [ "$status" -eq 0 ]
   [[ "$output" == *" apptainer exec my\\ image.sif /opt/python "*" agent "*" /opt/python $(printf %q "$KIT")/scripts/lib/agent.py "* ]]
 }
 
 
-@test "a CONTAINER of blanks is none" {
+@test "a CONTAINER of white space is ignored" {
   in_job CONTAINER=" " "$TRAIN" --dry-run -
   [ "$status" -eq 0 ]
   [[ "$output" == *"/node_env.sh python3 "* ]]
 }
 
 
-@test "config/node_env.sh is sourced before Python is chosen, and its failure ends the job with 69" {
+@test "config/node_env.sh is sourced before Python is chosen; when it fails, the exit code is 69" {
   mkdir -p config env/bin
   printf '#!/bin/sh\nexec %q "$@"\n' "$VIRTUAL_ENV/bin/python" >env/bin/python
   chmod +x env/bin/python
@@ -63,7 +63,7 @@ refuses() { # <what it must say>
 }
 
 
-@test "MASTER_PORT of the environment is used where no option names a port, and where it is no other launch's" {
+@test "MASTER_PORT of the environment is used without --master-port, unless RANK shows that it is another launch's" {
   in_job MASTER_PORT=29999 "$TRAIN" --dry-run -
   [[ "$output" == "env MASTER_PORT=29999 srun "* ]]
   in_job MASTER_PORT=29999 "$TRAIN" --dry-run --master-port 28888 -
@@ -77,7 +77,7 @@ refuses() { # <what it must say>
 }
 
 
-@test "--rendezvous-timeout reaches the agents, and is refused where there are none" {
+@test "--rendezvous-timeout is passed to agents, and refused without agents" {
   in_job LAUNCHER=torchrun "$TRAIN" --dry-run --rendezvous-timeout 30 -
   [[ "$output" == *"/agent.py --rdzv-conf timeout=30 -- "* ]]
   in_job "$TRAIN" --dry-run --rendezvous-timeout 30 -
@@ -89,20 +89,20 @@ refuses() { # <what it must say>
 }
 
 
-@test "what would be submitted is shown, whatever SLURM's variables say here" {
+@test "--dry-run outside a job shows the script's own #SBATCH options, not SLURM variables" {
   SLURM_NTASKS=7 SLURM_CPUS_PER_TASK=9 run -0 "$TRAIN" --dry-run --script "$KIT/train.py" -
   [[ "$output" == *"--ntasks 4 "*"--cpus-per-task 2 "* ]]
 }
 
 
-@test "%a in CONFIG is the number of the array's element" {
+@test "%a in CONFIG is the index of the array task" {
   touch run_4.yaml mine.py
   in_job SLURM_ARRAY_TASK_ID=4 SLURM_ARRAY_TASK_MIN=3 "$TRAIN" --dry-run --script mine.py run_%a.yaml
   [[ "$output" == *" mine.py --config run_4.yaml" ]]
 }
 
 
-@test "an allocation ends with its shell: --detach is refused" {
+@test "--detach is refused inside an allocation" {
   in_job "$KIT/scripts/run_ddp.sh" -n 2 --detach
   refuses "--detach: inside an allocation the run ends with it; use sbatch to leave the terminal"
 }
@@ -114,7 +114,7 @@ refuses() { # <what it must say>
 }
 
 
-@test "what is allocated and not used, or too little, is told" {
+@test "unused GPUs, too few cores and heterogeneous jobs give a warning" {
   in_job SLURM_GPUS_ON_NODE=4 "$TRAIN" --dry-run -
   [ "$status" -eq 0 ]
   [[ "$output" == *"warning: 4 GPUs on n1, and 1 of them used: --ntasks-per-node=4 uses all"* ]]
@@ -125,13 +125,13 @@ refuses() { # <what it must say>
 }
 
 
-@test "a shell that has the number of a job and no allocation is told so" {
+@test "SLURM_JOB_ID without an allocation is refused" {
   run env SLURM_JOB_ID=7 "$KIT/scripts/run_ddp.sh" -n 2
   refuses "SLURM_JOB_NODELIST is not set: not in a SLURM allocation; call this from a batch script or the shell of salloc"
 }
 
 
-@test "a first node that cannot be asked for a port is named, with srun's own words" {
+@test "when srun cannot get a free port from the first node, node and srun's error are printed" {
   mkdir bin
   printf '#!/bin/sh\necho "srun: error: no" >&2\nexit 1\n' >bin/srun
   chmod +x bin/srun
@@ -142,7 +142,7 @@ refuses() { # <what it must say>
 }
 
 
-@test "stop.sh names what it waits for, as long as SLURM takes to end a job" {
+@test "stop.sh waits until SLURM has ended the job, and prints its state" {
   mkdir bin
   printf '%s\n' '#!/bin/sh' '[ -e shown ] || echo COMPLETING None' >bin/squeue
   printf '%s\n' '#!/bin/sh' 'echo "$@" >>cancelled' >bin/scancel
