@@ -1,7 +1,7 @@
 #!/usr/bin/env bats
 #
-# What can happen to a job on SLURM: a rank fails, a node or its daemon is lost, a person or the time ends it. Each time
-# there is a verdict and an exit code, nothing is left running, and what can go on goes on where it was.
+# Failures of jobs on SLURM: a rank fails, a node or its daemon is lost, scancel or the time limit ends the job. Each has
+# its verdict and exit code, no process remains, and a requeued job resumes from its checkpoint.
 
 # bats file_tags=laboratory
 bats_require_minimum_version 1.5.0
@@ -9,15 +9,15 @@ load lab/nodes.bash
 load lab/jobs.bash
 
 
-# On the last node: turns, each of which SLURM lets wait for 5 s. They take their time beside the other tests, of which
-# some set nodes down: this one is reserved.
+# The last node runs jobs that are requeued several times, concurrently with the tests: SLURM waits 5 s for each requeue.
+# Some tests mark nodes DOWN, so this node is reserved.
 setup_file() {
   start_lab 4 --slurm
   export SBATCH_GRES=none
-  scontrol create reservation reservationname=turns nodes="${PREFIX}4" users=root starttime=now duration=infinite
-  SBATCH_RESERVATION=turns begin_bounded_jobs
+  scontrol create reservation reservationname=requeues nodes="${PREFIX}4" users=root starttime=now duration=infinite
+  SBATCH_RESERVATION=requeues submit_background_jobs
   set -m
-  SBATCH_RESERVATION=turns preempt_five_times >"$BATS_FILE_TMPDIR/five.log" 2>&1 3>&- &
+  SBATCH_RESERVATION=requeues preempt_five_times >"$BATS_FILE_TMPDIR/five.log" 2>&1 3>&- &
   echo $! >"$BATS_FILE_TMPDIR/five.pid"
   set +m
 }
@@ -36,12 +36,12 @@ setup() {
 
 
 teardown() {
-  lab up 4 --prefix "$PREFIX" --slurm >/dev/null # mends what a test has broken
+  lab up 4 --prefix "$PREFIX" --slurm >/dev/null # restarts and heals nodes
   cancel_jobs
 }
 
 
-# A rank that fails when it is told to by a file.
+# Write a script in which rank R fails when a file failR exists.
 failing_script() {
   write_script <<'END'
 if rank == 0:
@@ -54,12 +54,12 @@ END
 }
 
 
-wait_for_second_run() {
+wait_for_second_start() {
   timeout 120 sh -c 'until [ "$(grep -cF "2 processes on " "$1")" -eq 2 ]; do sleep 0.2; done' sh "logs/slurm-$JOB.err"
 }
 
 
-# Of the step, not of the batch script.
+# Print the process id of the slurmstepd of JOB's step, not of its batch script.
 stepd_on() { # <node>
   local pid
   for pid in $(pgrep -f "^slurmstepd: \[$JOB\.0\]"); do
@@ -68,7 +68,7 @@ stepd_on() { # <node>
 }
 
 
-@test "a rank that raises ends the others, and is named with its own exit code, under srun and under torchrun" {
+@test "a rank raises: the others stop, and the verdict names the rank, with srun and with torchrun" {
   local launcher
   for launcher in srun torchrun; do
     rm -f fail1
@@ -85,7 +85,7 @@ stepd_on() { # <node>
 }
 
 
-@test "a rank in an endless loop: --hang-timeout ends the job and names it" {
+@test "a rank is in an endless loop: --hang-timeout ends the job, and the verdict names the rank" {
   write_hanging_script
   SCRIPT="my script.py" submit --ntasks-per-node=1 slurm_train.sh --hang-timeout 3 -
   wait_for_job_exit "$JOB"
@@ -95,7 +95,7 @@ stepd_on() { # <node>
 }
 
 
-@test "a node whose slurmstepd is killed is given up, and its ranks end by themselves" {
+@test "a slurmstepd is killed: the connection to its node is lost, and its ranks exit by themselves" {
   submit_endless_script --no-requeue
   kill -KILL "$(stepd_on "$N2")"
   wait_for_job_exit "$JOB"
@@ -106,7 +106,7 @@ stepd_on() { # <node>
 }
 
 
-@test "a node that is cut off is given up before SLURM does, its ranks end there, and the job goes on on other nodes" {
+@test "a node is cut off: it is lost before SLURM notices, its ranks exit, and the job is requeued on other nodes" {
   submit_endless_script
   lab cut "$N2"
   wait_for_line "logs/slurm-$JOB.err" "verdict: "
@@ -114,18 +114,18 @@ stepd_on() { # <node>
   shows err "verdict: failed: $N2: connection lost"
   no_processes_within 10
   wait_for_requeue 1
-  wait_for_second_run
+  wait_for_second_start
   run ! grep -F "\"$N2\"" "logs/slurm-$JOB/run.json"
 }
 
 
-@test "a node that SLURM sets down is named, and the job goes on in a next turn when there are nodes again" {
+@test "SLURM marks a node DOWN: the verdict names it, and the job is requeued and resumes" {
   local second
   endless_settings >tiny.yaml
   submit --ntasks-per-node=1 slurm_train.sh tiny.yaml -- checkpoint.every=1
   wait_for_line "logs/slurm-$JOB.out" "step      3/100000"
   second=$(sed -n 's/.*2 processes on .* //p' "logs/slurm-$JOB.err")
-  scontrol update "nodename=$second" state=drain reason=test # else it would come back at once, half forgotten
+  scontrol update "nodename=$second" state=drain reason=test # without drain it would return to service at once
   scontrol update "nodename=$second" state=down reason=test
   wait_for_line "logs/slurm-$JOB.err" "verdict: failed: $second: connection lost: SLURM says that this node has failed"
   wait_for_requeue 1
@@ -135,7 +135,7 @@ stepd_on() { # <node>
 }
 
 
-@test "SLURM's word that the time is up waits for a rank that is not ready for it" {
+@test "SIGUSR2 is repeated until a rank has its handler" {
   cat >"my script.py" <<'END'
 import signal, sys, time
 print("at work", flush=True)
@@ -152,7 +152,7 @@ END
 }
 
 
-@test "all processes of the batch script may hear that the time is up, and the job still goes on in a next turn" {
+@test "scancel --full: SIGUSR2 to all processes of the batch script also requeues the job" {
   endless_settings >tiny.yaml
   submit --ntasks-per-node=1 slurm_train.sh tiny.yaml
   wait_for_line "logs/slurm-$JOB.out" "step      3/100000"
@@ -161,24 +161,24 @@ END
 }
 
 
-@test "a supervisor that is killed takes its rank along, and so does the process of the launcher that watches srun" {
-  local who
+@test "a killed supervisor, or a killed step.py, kills its ranks" {
+  local program
   printf 'import time\nprint("at work", flush=True)\ntime.sleep(1000)\n' >"my script.py"
-  for who in "srun_task.py rank" step.py; do
+  for program in "srun_task.py rank" step.py; do
     SCRIPT="my script.py" submit --no-requeue --nodes=2 --ntasks-per-node=1 slurm_train.sh -
     wait_for_line "logs/slurm-$JOB.out" "at work"
-    kill -KILL "$(pgrep -f "^$VIRTUAL_ENV/bin/python -I -S $KIT/scripts/lib/$who $WORK/logs/" | while read -r pid; do
+    kill -KILL "$(pgrep -f "^$VIRTUAL_ENV/bin/python -I -S $KIT/scripts/lib/$program $WORK/logs/" | while read -r pid; do
       [[ ! /proc/$pid/ns/net -ef $MUSTER_LAB/$N1/net ]] || echo "$pid"
     done | head -n 1)" # the oldest: a guard has the same arguments
     wait_for_job_exit "$JOB"
     [ "$status" -ne 0 ]
-    shows err "verdict: failed: $([[ $who == step.py ]] || echo "the supervisor on $N1 died of SIGKILL")"
+    shows err "verdict: failed: $([[ $program == step.py ]] || echo "the supervisor on $N1 died of SIGKILL")"
     no_processes_within 10
   done
 }
 
 
-@test "a process that went away from its rank by itself is ended with it" {
+@test "a detached child of a rank is killed with it" {
   cat >"my script.py" <<'END'
 import os, subprocess
 child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
@@ -191,7 +191,7 @@ END
 }
 
 
-@test "a node_env.sh that fails on a node is named" {
+@test "a node_env.sh fails on a node: the verdict names node and line" {
   mkdir config
   echo '[[ ! ${SLURM_STEP_ID-} ]] || none' >config/node_env.sh
   touch "my script.py"
@@ -203,7 +203,7 @@ END
 }
 
 
-@test "scancel gives the ranks the time to write a checkpoint, and there is no next turn" {
+@test "scancel: the ranks write a checkpoint, and the job is not requeued" {
   endless_settings >tiny.yaml
   submit --ntasks-per-node=1 slurm_train.sh tiny.yaml
   wait_for_line "logs/slurm-$JOB.out" "step      3/100000"
@@ -217,9 +217,9 @@ END
 }
 
 
-# SLURM counts in minutes.
+# A time limit is at least a minute.
 # bats test_tags=soak
-@test "a job whose time is nearly up writes a checkpoint, and goes on in a next turn" {
+@test "before its time limit a job writes a checkpoint, is requeued and resumes" {
   endless_settings >tiny.yaml
   submit --ntasks-per-node=1 --time=1 --signal=USR2@30 slurm_train.sh tiny.yaml
   wait_for_requeue 1
@@ -228,7 +228,7 @@ END
 }
 
 
-@test "a job that is pushed out by a more urgent one comes again, and goes on where it was" {
+@test "a preempted job is requeued and resumes" {
   endless_settings >tiny.yaml
   submit --ntasks-per-node=1 --exclusive --nodes=3 slurm_train.sh tiny.yaml -- train.batch_size=3
   wait_for_line "logs/slurm-$JOB.out" "step      3/100000"
@@ -239,7 +239,7 @@ END
 }
 
 
-@test "ranks that know no signal die of it when their job is pushed out, and it comes again all the same" {
+@test "a preempted job is requeued also when its ranks have no signal handler" {
   submit_endless_script --signal=TERM@60 --exclusive --nodes=3
   JOBS+=("$(sbatch --parsable --partition=urgent --nodes=3 --exclusive --output=urgent --wrap 'echo here')")
   wait_for_requeue 1
@@ -247,21 +247,21 @@ END
 }
 
 
-@test "a requeue in the midst of a checkpoint goes on from the last that is whole" {
+@test "a requeue during a checkpoint resumes from the last complete one" {
   endless_settings >tiny.yaml
   submit --ntasks-per-node=1 slurm_train.sh tiny.yaml -- checkpoint.every=1 checkpoint.keep=2
   wait_for_line "logs/slurm-$JOB.out" "step      5/100000"
-  scontrol requeue "$JOB" # at a step of which nobody knows, with one checkpoint after the other being written
+  scontrol requeue "$JOB" # at an arbitrary moment, while checkpoints are being written
   wait_for_requeue 1
   wait_for_line "logs/slurm-$JOB.out" "going on from"
   run ! grep -F "nothing good" "logs/slurm-$JOB.err"
 }
 
 
-# Two jobs that stop with 75 at once, and never come any further; and one whose ranks do not end together.
-begin_bounded_jobs() {
-  mkdir "$BATS_FILE_TMPDIR/bounded"
-  cd "$BATS_FILE_TMPDIR/bounded" || return
+# Submit two jobs that exit with 75 without progress, and one whose ranks end at different times.
+submit_background_jobs() {
+  mkdir "$BATS_FILE_TMPDIR/background"
+  cd "$BATS_FILE_TMPDIR/background" || return
   echo 'import sys; sys.exit(75)' >"my script.py"
   SCRIPT="my script.py" submit --nodelist="${PREFIX}4" --nodes=1 --ntasks-per-node=1 slurm_train.sh --max-requeues 1 -
   SCRIPT="my script.py" submit --nodelist="${PREFIX}4" --nodes=1 --ntasks-per-node=1 slurm_train.sh -
@@ -271,24 +271,24 @@ begin_bounded_jobs() {
 }
 
 
-look_at_bounded_job() { # <1, 2 or 3>
-  cd "$BATS_FILE_TMPDIR/bounded" || return
+enter_background_job() { # <1, 2 or 3>
+  cd "$BATS_FILE_TMPDIR/background" || return
   JOB=$(sed -n "$1p" numbers)
 }
 
 
-# Four steps behind the place where it began: a signal that comes before would find no step of the job.
-is_at_work_in_turn() { # <number> <what rank 0 says>
-  [ -e "$2" ] && awk -v "turn=$1" '/going on from/ { gone++; steps = 0 } /^step / { steps++ }
-    END { exit !(gone == turn - 1 && steps >= 4) }' "$2"
+# Succeed when this attempt has printed four steps: before the first one, SLURM has no job step to signal.
+is_training() { # <attempt> <output of rank 0>
+  [ -e "$2" ] && awk -v "attempt=$1" '/going on from/ { resumed++; steps = 0 } /^step / { steps++ }
+    END { exit !(resumed == attempt - 1 && steps >= 4) }' "$2"
 }
-export -f is_at_work_in_turn
+export -f is_training
 
 
-# The same training twice: never stopped, and stopped five times after some steps, which are slow enough to count. Once
-# with one task a rank, once with one agent a node.
+# Train twice: without interruption, with one task per rank; and with five preemptions, slow steps and one agent per
+# node.
 preempt_five_times() {
-  local turn
+  local attempt
   mkdir "$BATS_FILE_TMPDIR/five"
   cd "$BATS_FILE_TMPDIR/five" || return
   endless_settings | sed 's/100000/60/' >tiny.yaml
@@ -297,21 +297,21 @@ import runpy, sys, time
 sys.path.insert(0, "$KIT")
 import torch
 step = torch.optim.AdamW.step
-torch.optim.AdamW.step = lambda *words, **more: (time.sleep(0.3), step(*words, **more))[1]
+torch.optim.AdamW.step = lambda *args, **kwargs: (time.sleep(0.3), step(*args, **kwargs))[1]
 runpy.run_path("$KIT/train.py", run_name="__main__")
 END
   submit --nodelist="${PREFIX}4" --nodes=1 slurm_train.sh tiny.yaml -- checkpoint.dir=unstopped
   LAUNCHER=torchrun SCRIPT=slow.py submit --nodelist="${PREFIX}4" --nodes=1 slurm_train.sh tiny.yaml -- checkpoint.dir=stopped
   echo "$JOB" >job
-  for turn in {1..5}; do
-    timeout 120 bash -c 'until "$@"; do sleep 0.1; done' bash is_at_work_in_turn "$turn" "logs/slurm-$JOB.out"
+  for attempt in {1..5}; do
+    timeout 120 bash -c 'until "$@"; do sleep 0.1; done' bash is_training "$attempt" "logs/slurm-$JOB.out"
     scancel --signal=USR2 "$JOB"
-    wait_for_requeue "$turn"
+    wait_for_requeue "$attempt"
   done
 }
 
 
-@test "preempted five times, a training ends with the weights of one that was never stopped, bit for bit" {
+@test "after five preemptions the weights are identical to those of an uninterrupted training" {
   cd "$BATS_FILE_TMPDIR/five"
   timeout 240 tail --pid "$(<../five.pid)" -f /dev/null
   JOB=$(<job)
@@ -320,7 +320,7 @@ END
   [ "$(grep -c 'going on from' "logs/slurm-$JOB.out")" -eq 5 ] || { cat ../five.log logs/slurm-"$JOB".* && false; }
   run -0 "$VIRTUAL_ENV/bin/python" - <<'END'
 import torch
-one, other = (torch.load(f"{folder}/step_00000060/state.pt") for folder in ("unstopped", "stopped"))
+one, other = (torch.load(f"{directory}/step_00000060/state.pt") for directory in ("unstopped", "stopped"))
 assert one["model"].keys() == other["model"].keys()
 for name in one["model"]:
     assert torch.equal(one["model"][name], other["model"][name]), name
@@ -330,26 +330,26 @@ END
 }
 
 
-@test "a job does not requeue itself for ever: not more often than it may, and not when it comes no further" {
-  look_at_bounded_job 1
+@test "requeueing ends after --max-requeues, and without progress" {
+  enter_background_job 1
   wait_for_job_exit "$JOB"
   [ "$status" -eq 75 ]
   shows err "requeued 1 time, and --max-requeues is 1: not requeueing"
-  look_at_bounded_job 2
+  enter_background_job 2
   wait_for_job_exit "$JOB"
   [ "$status" -eq 75 ]
   shows err "no progress in the last 3 turns: not requeueing"
 }
 
 
-@test "a rank may end well long before the others" {
-  look_at_bounded_job 3
+@test "a rank may exit with 0 long before the others" {
+  enter_background_job 3
   wait_for_job_exit "$JOB"
   [ "$status" -eq 0 ] || { cat logs/slurm-"$JOB".err && false; }
 }
 
 
-@test "a job that SLURM may not requeue ends with its checkpoint, and says how it goes on" {
+@test "a job with --no-requeue exits with 75 and prints how to resume" {
   echo 'import sys; sys.exit(75)' >"my script.py"
   SCRIPT="my script.py" submit --nodes=1 --ntasks-per-node=1 --no-requeue slurm_train.sh -
   wait_for_job_exit "$JOB"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bats
 #
-# The batch scripts on a real SLURM: they train what CONFIG, SCRIPT and words say, on all that was really allocated, and
-# leave a run like every launcher's. A job is found, watched and stopped by its number.
+# The batch scripts on SLURM: they run CONFIG or SCRIPT with their arguments on everything that was allocated, with the
+# run directory of every launcher. status.sh and stop.sh accept the job id.
 
 # bats file_tags=laboratory
 bats_require_minimum_version 1.5.0
@@ -30,17 +30,17 @@ teardown() {
 }
 
 
-# Writes what each rank knows of its place, a line each, into places/. Without PyTorch: that is quicker.
-placing_script() {
-  mkdir -p places
+# Write a script in which each rank writes its rank, sizes, host and arguments to positions/RANK. Without PyTorch.
+write_position_script() {
+  mkdir -p positions
   cat >"my script.py" <<'END'
 import os, socket, sys
 names = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE")
-words = [os.environ[name] for name in names] + [socket.gethostname(), *sys.argv[1:]]
-with open(f"places/{words[0]}", "w") as file:
-    print(*words, file=file)
+position = [os.environ[name] for name in names] + [socket.gethostname(), *sys.argv[1:]]
+with open(f"positions/{position[0]}", "w") as file:
+    print(*position, file=file)
 prefixes = ("RANK", "WORLD", "LOCAL", "GROUP", "ROLE", "MASTER", "TORCHELASTIC", "TORCH_NCCL")
-with open(f"variables.{words[0]}", "w") as file:
+with open(f"variables.{position[0]}", "w") as file:
     for name, value in sorted(os.environ.items()):
         if name.startswith(prefixes):
             print(name, "" if name in ("MASTER_PORT", "TORCHELASTIC_RUN_ID") else value, file=file)
@@ -48,31 +48,31 @@ END
 }
 
 
-# Ranks that meet, and write how many they are.
-meeting_script() {
+# Write a script in which each rank writes the number of ranks and the port to a file.
+write_collective_script() {
   write_script <<'END'
 total = torch.ones(1)
 dist.all_reduce(total)
-open(f"{rank}", "w").write(f"{int(total)} at {os.environ['MASTER_PORT']}")
+open(f"{rank}", "w").write(f"{int(total)} ranks at {os.environ['MASTER_PORT']}")
 dist.destroy_process_group()
 END
 }
 
 
-places() { # <expected line for each rank...>
+positions_are() { # <expected line of each rank...>
   local rank=0 line
   for line; do
-    [ "$(<"places/$rank")" = "$line" ] || { head places/* && cat logs/slurm-*.err && return 1; }
+    [ "$(<"positions/$rank")" = "$line" ] || { head positions/* && cat logs/slurm-*.err && return 1; }
     rank=$((rank + 1))
   done
-  [ ! -e "places/$rank" ]
+  [ ! -e "positions/$rank" ]
 }
 
 
 # bats test_tags=quick
-@test "a job trains on its nodes, and leaves a run like every launcher's" {
+@test "a job trains on its nodes, with the run directory of every launcher" {
   endless_settings | sed 's/100000/2/' >tiny.yaml
-  export RANK=7 MASTER_ADDR=nowhere MASTER_PORT=1 # of another launch, that sbatch takes along
+  export RANK=7 MASTER_ADDR=nowhere MASTER_PORT=1 # left over from another launch; sbatch passes them on
   submit slurm_train.sh tiny.yaml -- logging.level=info
   wait_for_job_exit "$JOB"
   [ "$status" -eq 0 ] || { cat logs/slurm-*.err && false; }
@@ -91,28 +91,28 @@ places() { # <expected line for each rank...>
 }
 
 
-@test "CONFIG and SCRIPT choose the work, words go to it untouched, and so do options of the launchers" {
-  placing_script
+@test "CONFIG and SCRIPT select what runs; its arguments are unchanged, and launcher options apply" {
+  write_position_script
   CONFIG=- SCRIPT="my script.py" submit --nodes=1 --ntasks-per-node=1 slurm_train.sh --env 'A=1 2' -- 'x  y' "it's" '$HOME'
   wait_for_job_exit "$JOB"
   [ "$status" -eq 0 ] || { cat logs/slurm-*.err && false; }
-  places "0 0 1 1 $N1 x  y it's \$HOME"
+  positions_are "0 0 1 1 $N1 x  y it's \$HOME"
   grep -q '"A=\.\.\."' "logs/slurm-$JOB/run.json"
   run ! grep -rF 'A=1 2' "logs/slurm-$JOB/"
 }
 
 
-@test "uneven nodes have the ranks that were allocated, with one task a rank and with one agent a node" {
+@test "nodes with different numbers of tasks, with one task per rank and with one agent per node" {
   local launcher
-  placing_script
+  write_position_script
   mkdir config
-  echo "unset OMP_NUM_THREADS" >config/node_env.sh # the laboratory's
+  echo "unset OMP_NUM_THREADS" >config/node_env.sh # set by the laboratory
   for launcher in srun torchrun; do
-    rm -f places/*
+    rm -f positions/*
     LAUNCHER=$launcher SCRIPT="my script.py" submit --nodes=2 --ntasks=3 --gres=none slurm_train.sh -
     wait_for_job_exit "$JOB"
     [ "$status" -eq 0 ] || { cat logs/slurm-*.err && false; }
-    places "0 0 2 3 $N1" "1 1 2 3 $N1" "2 0 1 3 $N2"
+    positions_are "0 0 2 3 $N1" "1 1 2 3 $N1" "2 0 1 3 $N2"
     grep -hvE "ERROR_FILE|LOG_LINE_PREFIX|SIGNALS_TO_HANDLE|USE_AGENT_STORE" variables.? >"variables of $launcher"
     [ "$(cat "logs/slurm-$JOB".{out,err} | grep -c "^OMP_NUM_THREADS=1 for each of 2 ranks on [12] core")" -eq 1 ]
   done
@@ -120,37 +120,37 @@ places() { # <expected line for each rank...>
 }
 
 
-@test "one node: the agent imports PyTorch once, and the same script may be in a project elsewhere" {
-  placing_script
+@test "one node: a copy of the batch script in another project works with MUSTER_KIT" {
+  write_position_script
   cp "$KIT/scripts/slurm/slurm_train_single_node.sh" "my job.sh"
   mkdir logs
   JOB=$(MUSTER_KIT=$KIT LAUNCHER=torchrun SCRIPT="my script.py" sbatch --parsable "my job.sh" -)
   JOBS+=("$JOB")
   wait_for_job_exit "$JOB"
   [ "$status" -eq 0 ] || { cat logs/slurm-*.err && false; }
-  places "0 0 2 2 $N1" "1 1 2 2 $N1"
+  positions_are "0 0 2 2 $N1" "1 1 2 2 $N1"
 }
 
 
-@test "each element of an array has a CONFIG of its own, and its number for %a" {
-  mkdir places
+@test "each array task has its own CONFIG, and its index for %a" {
+  mkdir results
   cat >"my script.py" <<'END'
 import sys
-open(f"places/{sys.argv[-1]}", "w").write(" ".join(sys.argv[1:]))
+open(f"results/{sys.argv[-1]}", "w").write(" ".join(sys.argv[1:]))
 END
   touch a.yaml "b c.yaml"
   SCRIPT="my script.py" submit --array=4-5 --nodes=1 --ntasks-per-node=1 slurm_train.sh a.yaml "b c.yaml" -- seed=%a %a
   wait_for_job_exit "${JOB}_4"
   wait_for_job_exit "${JOB}_5"
   [ "$status" -eq 0 ]
-  [ "$(<places/4)" = "--config a.yaml seed=4 4" ]
-  [ "$(<places/5)" = "--config b c.yaml seed=5 5" ]
+  [ "$(<results/4)" = "--config a.yaml seed=4 4" ]
+  [ "$(<results/5)" = "--config b c.yaml seed=5 5" ]
   run -0 "$KIT/scripts/status.sh" "${JOB}_4"
   [[ "$output" == *"verdict: ok"* ]]
 }
 
 
-@test "what cannot work is refused with the remedy, before anything starts" {
+@test "wrong arguments are refused with a remedy before anything starts" {
   endless_settings >tiny.yaml
   run -2 "$KIT/scripts/slurm/slurm_train.sh" tiny.yaml
   [[ "$output" == *"this is for sbatch: sbatch $(printf %q "$KIT")/scripts/slurm/slurm_train.sh tiny.yaml"* ]]
@@ -174,7 +174,7 @@ END
 }
 
 
-@test "a batch script that is refused says why in its .err, and ends with 2" {
+@test "a refused batch job prints the reason to its .err file and exits with 2" {
   endless_settings >tiny.yaml
   submit --nodes=1 --ntasks-per-node=3 slurm_train.sh tiny.yaml
   wait_for_job_exit "$JOB"
@@ -189,7 +189,7 @@ END
 }
 
 
-@test "--dry-run shows what sbatch reads and the line of srun, on a login node and in a job" {
+@test "--dry-run prints the #SBATCH lines and the srun command, on a login node and in a job" {
   touch "my script.py"
   run -0 "$KIT/scripts/slurm/slurm_train.sh" --dry-run --script "my script.py" - -- 'x y'
   [[ "$output" == *"#SBATCH --ntasks-per-node=2 "*"srun "*"--nodes 2 --ntasks 4 "*"--cpus-per-task 2 "*"my\\ script.py x\\ y" ]]
@@ -201,17 +201,17 @@ END
 }
 
 
-@test "a container has another host name and no munge, and the ranks know their places" {
-  placing_script
+@test "ranks have the right positions in a container with another host name and without munge" {
+  write_position_script
   CONTAINER="unshare --mount --uts sh -c 'mount -t tmpfs none /etc/munge && hostname inside && exec \"\$@\"' sh" \
     SCRIPT="my script.py" submit --ntasks-per-node=1 slurm_train.sh --python "$VIRTUAL_ENV/bin/python" -
   wait_for_job_exit "$JOB"
   [ "$status" -eq 0 ] || { cat logs/slurm-*.err && false; }
-  places "0 0 1 2 inside" "1 0 1 2 inside"
+  positions_are "0 0 1 2 inside" "1 0 1 2 inside"
 }
 
 
-@test "outside of a container there need be no more than Python" {
+@test "with a container, the host needs only Python" {
   local inside=$VIRTUAL_ENV/bin/python
   endless_settings | sed 's/100000/2/' >tiny.yaml
   python3 -m venv --without-pip bare
@@ -223,7 +223,7 @@ END
 }
 
 
-@test "a running job is seen on all its nodes, and stops with a checkpoint when a person asks: that is no next turn" {
+@test "status.sh shows a running job on all nodes; stop.sh stops it with a checkpoint and no requeue" {
   endless_settings >tiny.yaml
   submit --ntasks-per-node=1 slurm_train.sh tiny.yaml
   wait_for_line "logs/slurm-$JOB.out" "step      3/100000"
@@ -248,7 +248,7 @@ END
 }
 
 
-@test "a job that waits is seen in the queue, and is stopped there" {
+@test "status.sh and stop.sh work on a pending job" {
   touch "my script.py"
   SCRIPT="my script.py" submit --begin=now+1hour slurm_train.sh -
   run -0 "$KIT/scripts/status.sh" "$JOB"
@@ -260,9 +260,9 @@ END
 }
 
 
-@test "two jobs on one node at once meet at ports of their own" {
+@test "two concurrent jobs on one node use different ports" {
   local first
-  meeting_script
+  write_collective_script
   mkdir -p one/logs two/logs
   SCRIPT="$PWD/my script.py" submit --chdir="$WORK/one" --nodelist="$N1" --nodes=1 --gres=none slurm_train.sh -
   first=$JOB
@@ -271,11 +271,11 @@ END
   [ "$status" -eq 0 ]
   wait_for_job_exit "$JOB"
   [ "$status" -eq 0 ]
-  [[ "$(<one/1)" == "2 at "* && "$(<two/1)" == "2 at "* && "$(<one/1)" != "$(<two/1)" ]]
+  [[ "$(<one/1)" == "2 ranks at "* && "$(<two/1)" == "2 ranks at "* && "$(<one/1)" != "$(<two/1)" ]]
 }
 
 
-@test "in the shell of salloc the same script trains, and there is no next turn" {
+@test "the batch script trains in the shell of salloc, without requeue" {
   endless_settings >tiny.yaml
   salloc -Q -N2 -n2 "$KIT/scripts/slurm/slurm_train.sh" tiny.yaml >out 2>&1 3>&- &
   salloc=$!
