@@ -1,7 +1,7 @@
 #!/usr/bin/env bats
 #
-# Failures of jobs on SLURM: a rank fails, a node or its daemon is lost, scancel or the time limit ends the job. Each has
-# its verdict and exit code, no process remains, and a requeued job resumes from its checkpoint.
+# Failures of jobs on SLURM: a rank fails, a node or its daemon is lost, scancel or the time limit ends the job. Each
+# has a verdict and exit code, no process remains, and a requeued job resumes from its checkpoint.
 
 # bats file_tags=laboratory
 bats_require_minimum_version 1.5.0
@@ -9,7 +9,7 @@ load lab/nodes.bash
 load lab/jobs.bash
 
 
-# The last node runs jobs that are requeued several times, concurrently with the tests: SLURM waits 5 s for each requeue.
+# The last node runs jobs that are requeued several times, concurrently with the tests: each requeue takes 5 s.
 # Some tests mark nodes DOWN, so this node is reserved.
 setup_file() {
   start_lab 4 --slurm
