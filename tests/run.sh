@@ -8,7 +8,7 @@
 #   --lint          run only the linters: ruff, mypy, shellcheck
 #   --soak          also run the long tests, marked soak
 #   --quick         four minutes: linters, tests without ranks and nodes, and one launch per launcher. Leaves out
-#                   node failures, SLURM, training, the agent, and all job lists but one
+#                   failures of nodes, SLURM jobs, training and agents, and all job lists but one
 #   --changed       run the linters, and the tests that depend on files that are uncommitted or differ from main
 #   --python PATH   create .venv with this Python, 3.10 or newer (default: python3)
 #   --help          show this help
