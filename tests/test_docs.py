@@ -250,7 +250,7 @@ def test_a_command_has_the_exit_code_and_output_of_the_guide(command: Command, p
     if "--dry-run" in command.words:
         words.remove("--dry-run")
     done = call(project, words, **command.variables)
-    if command.exit_code == 2:  # also with --dry-run
+    if command.exit_code == 2:  # a wrong call is refused with --dry-run too
         assert done.returncode == 2
         assert done.stderr.splitlines() == list(command.output)
     elif words[0] != "scripts/doctor.sh":  # its exit code depends on this machine
