@@ -4,7 +4,7 @@
 
 
 # Write "my script.py": rank 1 is in an endless loop, and rank 0 waits for it in a collective.
-hanging_script() {
+write_hanging_script() {
   cat >"my script.py" <<'END'
 import os, threading
 at_work = threading.Event()
