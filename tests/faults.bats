@@ -166,7 +166,7 @@ END
   training_script <<'END'
 time.sleep(1000)
 END
-  verdict_of 1 "rank 1 on $N2 was missing in a collective: it alone reported nothing; rank " "$N1:1" "$N2:2"
+  verdict_of 1 "rank 1 on $N2 was missing from a collective: only this rank reported nothing; rank " "$N1:1" "$N2:2"
 }
 
 
@@ -174,7 +174,7 @@ END
   hanging_script
   verdict_of 124 "hung: no output for " --hang-timeout 3 "$N1" "$N2"
   [[ "$output" == *"rank 1 on $N2 is not in a collective, the other waits for it; it is at my script.py:"*" in main()"* ]]
-  [[ "$output" == *"line "*", in main"*"meanwhile: rank 0 on $N1: waited in a collective at my script.py:"* ]]
+  [[ "$output" == *"line "*", in main"*"other ranks: rank 0 on $N1: waited in a collective at my script.py:"* ]]
 }
 
 
@@ -234,7 +234,7 @@ with socket.create_server(("", 29500)):
     time.sleep(60)' >port &
   local holder=$!
   wait_for_line listening port
-  verdict_of 69 "the agent on $N1 could not go on: port 29500: in use by another program; choose another " \
+  verdict_of 69 "the agent on $N1 failed: port 29500: in use by another program; choose another " \
     --no-preflight "$N1" "$N2"
   kill "$holder"
 }

@@ -210,7 +210,7 @@ END
   scancel "$JOB"
   status_of_job "$JOB"
   [ "$status" -eq 75 ]
-  shows err "verdict: stopped: stopped on request, a checkpoint is written"
+  shows err "verdict: stopped: stopped on request, checkpoint written"
   ls -d "check points"/step_*
   run ! grep requeue "logs/slurm-$JOB.err"
   nothing_left_within 10

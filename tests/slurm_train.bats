@@ -243,7 +243,7 @@ END
   "$KIT/scripts/stop.sh" "$JOB"
   status_of_job "$JOB"
   [ "$status" -eq 0 ]
-  shows err "verdict: stopped: stopped on request, and every rank ended well"
+  shows err "verdict: stopped: stopped on request; all ranks exited with 0"
   nothing_left_within 10
 }
 
