@@ -24,7 +24,7 @@ from distributed.files import write_file
 from distributed.runs import charts, ranks
 from distributed.runs.charts import Line, Mark, compact, figure
 from distributed.runs.history import History, Point, read_metrics
-from distributed.runs.lookup import NoRun, find
+from distributed.runs.lookup import RunLookupError, find
 from distributed.runs.page import Tile, card, document, duration, folded, loss_text, plain, section, spans, tile_list
 from distributed.runs.records import is_time, listed, mapping, number, read_object
 from distributed.runs.usage import Usage, read_usage
@@ -479,7 +479,7 @@ def main(words: Sequence[str]) -> int:
     if not any((directory / name).is_file() for name in ("run.json", "metrics.jsonl")):
         try:
             directory = find(options.run, options.cwd, options.cwd / options.log_dir)
-        except NoRun as error:
+        except RunLookupError as error:
             sys.stderr.write(f"report.sh: {error}\nTry: report.sh --help\n")
             return 2
     try:
