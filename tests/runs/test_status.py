@@ -232,7 +232,7 @@ def create_run(logs: Path, **changes: Any) -> Path:
 
 def test_a_run_is_found_with_its_nodes_and_its_launcher(tmp_path: Path) -> None:
     folder = create_run(tmp_path / "my logs")
-    run_directory.point_to(str(folder), [])
+    run_directory.link_to(str(folder), [])
     for argument in (str(folder), folder.name, "latest", "my logs/latest"):
         found = lookup.read(lookup.find(argument, tmp_path, tmp_path / "my logs"))
         assert (found.folder, found.mark) == (folder, str(folder))
