@@ -579,8 +579,8 @@ def how_to_stop(run: Run, facts: Facts) -> tuple[str, str]:
     if not run.recorded:
         pids = ",".join(map(str, run.pids))
         return "started from another machine or by a job list; stop it there; its processes:", f"ps -fp {pids}"
-    scripts, folder = f"{facts.kit}/scripts", shlex.quote(run.folder)
-    status, stop = (f"{shlex.quote(f'{scripts}/{name}.sh')} {folder}" for name in ("status", "stop"))
+    scripts, directory = f"{facts.kit}/scripts", shlex.quote(run.folder)
+    status, stop = (f"{shlex.quote(f'{scripts}/{name}.sh')} {directory}" for name in ("status", "stop"))
     return f"to stop it: {stop}; to see whether it is training:", status
 
 

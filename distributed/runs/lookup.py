@@ -80,14 +80,14 @@ def find(argument: str, cwd: Path, logs: Path) -> Path:
     raise RunLookupError(f"RUN '{argument}': no such run and no runs in {logs}; choose another with --log-dir")
 
 
-def read(folder: Path) -> Run:
+def read(directory: Path) -> Run:
     """Read run.json and check where the launcher is. Raises RunLookupError when run.json cannot be used."""
     try:
-        facts = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+        facts = json.loads((directory / "run.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise RunLookupError(f"{folder}/run.json: cannot be read ({error})") from None
+        raise RunLookupError(f"{directory}/run.json: cannot be read ({error})") from None
     if not isinstance(facts, dict) or not {"folder", "launcher", "places", "python"} <= facts.keys():
-        raise RunLookupError(f"{folder}/run.json: incomplete, or written by an older version of Muster")
+        raise RunLookupError(f"{directory}/run.json: incomplete, or written by an older version of Muster")
     launcher = facts["launcher"]
     where = locate_launcher(launcher["host"], launcher["machine"], launcher["pid"], launcher["since"])
     home = launcher["host"] if where == ELSEWHERE else ""
@@ -95,7 +95,7 @@ def read(folder: Path) -> Run:
         RunNode(one["node"], one["address"] or home, one["processes"], one["first_rank"]) for one in facts["places"]
     ]
     return Run(
-        folder=folder,
+        folder=directory,
         mark=facts["folder"],
         python=facts["python"],
         user=facts["user"],

@@ -106,30 +106,30 @@ def processes_of(run: str, node: str, proc: Path = PROC) -> list[RunProcess]:
     return sorted(found, key=lambda one: one.pid)
 
 
-def _process(folder: Path, output: re.Pattern[str]) -> RunProcess:
+def _process(directory: Path, output: re.Pattern[str]) -> RunProcess:
     """Raises OSError when the process has exited."""
-    state, *fields = (folder / "stat").read_bytes().rpartition(b")")[2].decode().split()
-    command = (folder / "cmdline").read_bytes().rstrip(b"\0").replace(b"\0", b" ").decode(errors="replace")
+    state, *fields = (directory / "stat").read_bytes().rpartition(b")")[2].decode().split()
+    command = (directory / "cmdline").read_bytes().rstrip(b"\0").replace(b"\0", b" ").decode(errors="replace")
     return RunProcess(
-        pid=int(folder.name),
+        pid=int(directory.name),
         parent=int(fields[0]),
         state=state,
         command=command,
         ticks=int(fields[10]) + int(fields[11]),
         memory=int(fields[20]) * os.sysconf("SC_PAGE_SIZE"),
         threads=int(fields[16]),
-        local_rank=_local_rank(folder, output),
+        local_rank=_local_rank(directory, output),
         ticks_of_ended=int(fields[12]) + int(fields[13]),
     )
 
 
-def _local_rank(folder: Path, output: re.Pattern[str]) -> int | None:
+def _local_rank(directory: Path, output: re.Pattern[str]) -> int | None:
     for stream in ("1", "2"):  # the script may have redirected one of them
         with suppress(OSError):
-            if found := output.search(os.readlink(folder / "fd" / stream)):
+            if found := output.search(os.readlink(directory / "fd" / stream)):
                 return int(found["local_rank"])
     with suppress(OSError):  # or both
-        if in_environment := LOCAL_RANK.search((folder / "environ").read_bytes()):
+        if in_environment := LOCAL_RANK.search((directory / "environ").read_bytes()):
             return int(in_environment["local_rank"])
     return None
 
@@ -159,8 +159,10 @@ def cores_used(before: Sequence[RunProcess], after: Sequence[RunProcess], second
 def output_files(run: Path, node: str) -> dict[int, list[Path]]:
     """The output files of each local rank in the newest attempt."""
     attempts = sorted(run.glob(f"ranks/{glob.escape(node)}/*/attempt_*"), key=lambda path: int(path.name[8:]))
-    folders = attempts[-1].iterdir() if attempts else ()
-    return {int(folder.name): sorted(folder.glob("std*.log")) for folder in folders if folder.name.isdigit()}
+    directories = attempts[-1].iterdir() if attempts else ()
+    return {
+        int(directory.name): sorted(directory.glob("std*.log")) for directory in directories if directory.name.isdigit()
+    }
 
 
 def last_output(files: Sequence[Path], now: float) -> tuple[float | None, str]:
@@ -279,11 +281,13 @@ def path_of_py_spy() -> str | None:
 def _kernel_threads(process: RunProcess, proc: Path = PROC) -> str:
     """A line for each thread: its state, and the kernel function in which it waits."""
     lines = []
-    for folder in sorted(proc.glob(f"{process.pid}/task/[0-9]*"), key=lambda path: int(path.name)):
-        state = read(folder / "stat").rpartition(")")[2][1:2]
-        waits = read(folder / "wchan").strip("0")
-        main = "main thread" if folder.name == str(process.pid) else "thread"
-        lines.append(f"{main} {folder.name} {read(folder / 'comm')}: {state}{f', waits in {waits}' if waits else ''}")
+    for directory in sorted(proc.glob(f"{process.pid}/task/[0-9]*"), key=lambda path: int(path.name)):
+        state = read(directory / "stat").rpartition(")")[2][1:2]
+        waits = read(directory / "wchan").strip("0")
+        main = "main thread" if directory.name == str(process.pid) else "thread"
+        lines.append(
+            f"{main} {directory.name} {read(directory / 'comm')}: {state}{f', waits in {waits}' if waits else ''}"
+        )
     return "\n".join(lines)
 
 

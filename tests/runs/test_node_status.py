@@ -32,13 +32,13 @@ def process(
     ticks: int = 0,
 ) -> None:
     """Write the files of a process in /proc. output: the target of its standard output."""
-    folder = proc / str(pid)
-    (folder / "fd").mkdir(parents=True)
-    (folder / "environ").write_bytes(f"A=1\0MUSTER_RUN_DIR={run}\0MUSTER_NODE={node}\0".encode())
-    (folder / "cmdline").write_bytes(b"python\0my script.py\0")
+    directory = proc / str(pid)
+    (directory / "fd").mkdir(parents=True)
+    (directory / "environ").write_bytes(f"A=1\0MUSTER_RUN_DIR={run}\0MUSTER_NODE={node}\0".encode())
+    (directory / "cmdline").write_bytes(b"python\0my script.py\0")
     fields = [state, parent, *[0] * 9, ticks, 0, *[0] * 4, 7, 0, 0, 0, 256]
-    (folder / "stat").write_text(f"{pid} (a ) b) " + " ".join(map(str, fields)))
-    (folder / "fd" / "1").symlink_to(output or "/dev/null")
+    (directory / "stat").write_text(f"{pid} (a ) b) " + " ".join(map(str, fields)))
+    (directory / "fd" / "1").symlink_to(output or "/dev/null")
 
 
 def output_of(local_rank: int, node: str = "n1") -> str:

@@ -63,17 +63,17 @@ def call(logs: Path, *command: str, cwd: str = "/", prefix: tuple[str, ...] = ()
 def test_the_program_prints_the_directory_and_records_the_exact_command(tmp_path: Path) -> None:
     done = call(tmp_path / "my logs", *STUBBORN)
     assert (done.returncode, done.stderr) == (0, "")
-    folder = Path(done.stdout.removesuffix("\n"))
-    assert folder.is_absolute() and folder.parent == tmp_path / "my logs"
-    assert re.fullmatch(r"train-\d{8}-\d{6}-[0-9a-f]{4}", folder.name)
-    assert sorted(os.listdir(folder)) == ["errors", "ranks", "run.json"]
-    assert run_json(folder)["command"] == STUBBORN
+    directory = Path(done.stdout.removesuffix("\n"))
+    assert directory.is_absolute() and directory.parent == tmp_path / "my logs"
+    assert re.fullmatch(r"train-\d{8}-\d{6}-[0-9a-f]{4}", directory.name)
+    assert sorted(os.listdir(directory)) == ["errors", "ranks", "run.json"]
+    assert run_json(directory)["command"] == STUBBORN
 
 
 def test_run_json_describes_the_launch(tmp_path: Path) -> None:
-    folder = create(tmp_path, nodes=["n2", "n1"], config="a.yaml", cwd="/")
-    found = run_json(folder)
-    assert found["run"] == folder.name
+    directory = create(tmp_path, nodes=["n2", "n1"], config="a.yaml", cwd="/")
+    found = run_json(directory)
+    assert found["run"] == directory.name
     assert (found["nodes"], found["nproc"], found["config"], found["script"]) == (
         ["n2", "n1"],
         2,
@@ -129,8 +129,8 @@ def test_an_existing_directory_is_not_used(tmp_path: Path, monkeypatch: pytest.M
 
 def test_concurrent_launches_get_different_directories(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
-        folders = list(pool.map(lambda _: create(tmp_path), range(64)))
-    assert len(set(folders)) == 64 and all(map(run_json, folders))
+        directories = list(pool.map(lambda _: create(tmp_path), range(64)))
+    assert len(set(directories)) == 64 and all(map(run_json, directories))
 
 
 # ---------------------------------------------------------------- links
@@ -138,10 +138,10 @@ def test_concurrent_launches_get_different_directories(tmp_path: Path) -> None:
 
 def test_links_point_to_the_newest_run(tmp_path: Path) -> None:
     for _ in range(2):
-        folder = Path(call(tmp_path).stdout.strip())
-        (folder / "node_n2.log").write_text(folder.name)
-        assert os.readlink(tmp_path / "latest") == folder.name
-        assert (tmp_path / "node_n2.log").read_text() == folder.name
+        directory = Path(call(tmp_path).stdout.strip())
+        (directory / "node_n2.log").write_text(directory.name)
+        assert os.readlink(tmp_path / "latest") == directory.name
+        assert (tmp_path / "node_n2.log").read_text() == directory.name
     strangers = [name for name in os.listdir(tmp_path) if not name.startswith(("train-", "latest", "node_n"))]
     assert strangers == []
 
@@ -206,10 +206,10 @@ def test_a_node_name_that_cannot_be_part_of_a_file_name_is_refused(tmp_path: Pat
 # ---------------------------------------------------------------- versions
 
 
-def site(folder: Path, *names: str) -> str:
+def site(directory: Path, *names: str) -> str:
     for name in names:
-        (folder / name).mkdir(parents=True)
-    return str(folder)
+        (directory / name).mkdir(parents=True)
+    return str(directory)
 
 
 def test_the_version_of_torch_is_read_without_importing_it(tmp_path: Path) -> None:

@@ -231,29 +231,29 @@ def create_run(logs: Path, **changes: Any) -> Path:
 
 
 def test_a_run_is_found_with_its_nodes_and_its_launcher(tmp_path: Path) -> None:
-    folder = create_run(tmp_path / "my logs")
-    run_directory.link_to(str(folder), [])
-    for argument in (str(folder), folder.name, "latest", "my logs/latest"):
+    directory = create_run(tmp_path / "my logs")
+    run_directory.link_to(str(directory), [])
+    for argument in (str(directory), directory.name, "latest", "my logs/latest"):
         found = lookup.read(lookup.find(argument, tmp_path, tmp_path / "my logs"))
-        assert (found.folder, found.mark) == (folder, str(folder))
+        assert (found.folder, found.mark) == (directory, str(directory))
     assert found.places == (RunNode("n1", "ada@n1", 1, 0), RunNode("n2", "n2", 2, 1))
     assert (found.launcher.where, found.launcher.pid) == (HERE, os.getpid())
 
 
 def test_a_run_directory_that_was_moved_keeps_the_mark_of_its_processes(tmp_path: Path) -> None:
-    folder = create_run(tmp_path / "logs")
+    directory = create_run(tmp_path / "logs")
     moved = (tmp_path / "logs").rename(tmp_path / "old")
-    found = lookup.read(moved / folder.name)
-    assert (found.folder, found.mark) == (moved / folder.name, str(folder))
+    found = lookup.read(moved / directory.name)
+    assert (found.folder, found.mark) == (moved / directory.name, str(directory))
 
 
 def test_from_elsewhere_a_node_without_an_address_is_the_host_of_the_launcher(tmp_path: Path) -> None:
-    folder = create_run(tmp_path, nodes=["n1"], places=[])
-    assert lookup.read(folder).places == (RunNode("n1", "", 3, 0),)
-    facts = json.loads((folder / "run.json").read_text())
+    directory = create_run(tmp_path, nodes=["n1"], places=[])
+    assert lookup.read(directory).places == (RunNode("n1", "", 3, 0),)
+    facts = json.loads((directory / "run.json").read_text())
     facts["launcher"] |= {"machine": "another", "host": "far"}
-    (folder / "run.json").write_text(json.dumps(facts))
-    found = lookup.read(folder)
+    (directory / "run.json").write_text(json.dumps(facts))
+    found = lookup.read(directory)
     assert (found.launcher.where, found.places) == (ELSEWHERE, (RunNode("n1", "far", 3, 0),))
 
 
