@@ -94,7 +94,11 @@ def judge(
     job_state: str = "",
 ) -> Status:
     """verdict: verdict.json with its time as "written", or empty. job_state: state and reason in squeue."""
-    state = pending(run, job_state) or state_of(run, replies, verdict)
+    job, _, reason = job_state.partition(" ")
+    if job == "PENDING":
+        state = RunState("waiting", f"job {run.job} is requeued and pending ({reason})")
+    else:
+        state = state_of(run, replies, verdict)
     end = verdict.get("written", now) if state.name == "ended" else now
     seconds = max(0.0, end - datetime.fromisoformat(run.started).timestamp())
     if state.name not in ("running", "left", "unknown"):
@@ -103,12 +107,6 @@ def judge(
     diagnosis = diagnose(observed.ranks, observed.seconds, observed.silent, observed.exited)
     stacks = needs_stacks(observed.ranks, observed.silent) and not any(rank.stopped for rank in observed.ranks)
     return Status(run, state, diagnosis, progress, seconds, tuple(replies), stacks)
-
-
-def pending(run: Run, job_state: str) -> RunState | None:
-    """The state of a job that SLURM has requeued."""
-    state, _, reason = job_state.partition(" ")
-    return RunState("waiting", f"job {run.job} is requeued and pending ({reason})") if state == "PENDING" else None
 
 
 def state_of(run: Run, replies: Sequence[NodeReply], verdict: Mapping[str, Any]) -> RunState:
@@ -230,16 +228,13 @@ def headline(status: Status) -> str:
     state = status.state
     healthy = state.name in ("running", "ended") and not status.diagnosis.hung
     how = paint(HEADLINES[state.name], RED if state.wrong else GREEN if healthy else YELLOW)
-    ago = " ago" * (state.name == "waiting")
-    facts = [f"{how} {duration(status.seconds)}{ago}", *progress_texts(status.progress)]
-    return f"{paint(status.run.folder.name, BOLD)}: {', '.join(facts)}"
-
-
-def progress_texts(progress: RunProgress) -> Iterator[str]:
+    text = f"{paint(status.run.folder.name, BOLD)}: {how} {duration(status.seconds)}"
+    text += " ago" if state.name == "waiting" else ""
+    progress = status.progress
     if progress.step is not None:
-        yield f"step {progress.step:,}" + (f" of {progress.steps:,}" if progress.steps else "")
-        if progress.loss is not None:
-            yield f"loss {progress.loss:.4f}"
+        text += f", step {progress.step:,}" + (f" of {progress.steps:,}" if progress.steps else "")
+        text += f", loss {progress.loss:.4f}" if progress.loss is not None else ""
+    return text
 
 
 def table(status: Status, width: int) -> list[str]:

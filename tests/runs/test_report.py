@@ -630,10 +630,6 @@ def test_invalid_files_are_ignored(tmp_path: Path, text: str) -> None:
     assert len(report.read(run).notes) == (0 if text.startswith('{"') else 3)
 
 
-def test_a_single_point_has_a_page(tmp_path: Path) -> None:
-    assert 'class="dot train"' in page(write_run(tmp_path, [step_line(10)]))
-
-
 def test_losses_that_are_not_finite_are_shown(tmp_path: Path) -> None:
     lines = [step_line(10), step_line(20, loss=None), step_line(30, loss=math.inf), held_out(30, math.nan)]
     tiles = parsed(write_run(tmp_path, lines)).tiles()
