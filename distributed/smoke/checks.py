@@ -135,7 +135,7 @@ class RankContext:
         deadline = time.monotonic() + limit
         while not done():
             if time.monotonic() > deadline:
-                raise RuntimeError(f"no reply in {limit:g} s")
+                raise RuntimeError(f"timed out after {limit:g} s")
 
 
 # ---------------------------------------------------------------- correct results

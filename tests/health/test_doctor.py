@@ -206,7 +206,7 @@ BROKEN: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("slow NCCL", {"environment": {"NCCL_P2P_DISABLE": "1"}},
      "warning shell", "slows communication", "unset NCCL_P2P_DISABLE"),
     ("own torch.py", {"shadows": ("/home/ada/project/torch.py",)},
-     "fault imports", "project/torch.py", "rename it"),
+     "fault imports", "project/torch.py shadows the library 'torch'", "rename it"),
     ("Dask on the path", {"shadows": ("/opt/dask/distributed",)},
      "warning imports", "'distributed'", "PYTHONPATH"),
     ("clock not synchronised", {"clock": Clock(2e9, False)}, "warning clock", "not synchronised", "timedatectl"),
