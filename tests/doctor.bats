@@ -1,6 +1,6 @@
 #!/usr/bin/env bats
 #
-# doctor.sh as a person meets it: from any folder, with any Python or none, on a terminal and in a pipe.
+# doctor.sh end to end: from any directory, with any Python or none, on a terminal and in a pipe.
 
 setup() {
   DOCTOR=$BATS_TEST_DIRNAME/../scripts/doctor.sh
@@ -13,7 +13,7 @@ setup() {
 }
 
 
-stub() { # <name>, its text on standard input
+stub() { # <name>; its text is read from standard input
   cat > "$STUBS/$1"
   chmod +x "$STUBS/$1"
 }
@@ -26,7 +26,7 @@ stub() { # <name>, its text on standard input
 }
 
 
-@test "a wrong call is refused with 2 and names the word" {
+@test "a wrong call exits with 2 and names the argument" {
   run -2 "$DOCTOR" --jsom
   [[ $output == *"--jsom: unknown option"*"Try: doctor.sh --help" ]]
   run -2 "$DOCTOR" 'node[1-'
@@ -42,7 +42,7 @@ stub() { # <name>, its text on standard input
 }
 
 
-@test "in a folder with blanks, through a link, each line has its level and the last one counts them" {
+@test "in a directory with blanks, through a link, each line has its level and the last line counts them" {
   ln -s "$DOCTOR" "$STUBS/fit"
   run "$STUBS/fit"
   local line faults=0
@@ -52,11 +52,11 @@ stub() { # <name>, its text on standard input
   done
   [[ ${lines[-1]} =~ fit\ for\ training:\ $faults\ fault ]]
   ((status == (faults > 0)))
-  [[ $output == *"disk "*"working folder"* ]]
+  [[ $output == *"disk "*"working directory"* ]]
 }
 
 
-@test "the Python of .venv of the working directory is taken" {
+@test "the Python of .venv in the working directory is used" {
   python3 -m venv --without-pip .venv
   run -1 "$DOCTOR"
   [[ $output == *"python "*": $PROJECT/.venv/bin/python"* ]]
@@ -64,7 +64,7 @@ stub() { # <name>, its text on standard input
 }
 
 
-@test "no Python, and one that is too old, are faults with the remedy" {
+@test "a missing Python and one that is too old are faults with a fix" {
   stub python <<'STUB'
 #!/bin/sh
 # Stub: an old Python.
@@ -79,17 +79,17 @@ STUB
 }
 
 
-@test "the facts are JSON" {
+@test "--json prints the facts" {
   "$DOCTOR" --json --log-dir runs > facts.json
   run -0 python3 -c 'import json; facts = json.load(open("facts.json")); print(facts["folder"], facts["disks"][1]["path"])'
   [[ $output == "$PROJECT $PROJECT/runs" ]]
 }
 
 
-@test "a GPU in use names who uses it and the GPUs that are idle" {
+@test "for a GPU in use its processes and the idle GPUs are printed" {
   stub nvidia-smi <<STUB
 #!/bin/sh
-# Stub: answers as nvidia-smi does with --format=csv,noheader,nounits.
+# Stub: prints what nvidia-smi prints with --format=csv,noheader,nounits.
 case \$* in
   *query-gpu*)
     echo "0, GPU-aa, 580.65.06, 81920, 81000, Enabled, Disabled, 0, NVIDIA A100-SXM4-80GB"
@@ -104,9 +104,9 @@ STUB
 }
 
 
-@test "on a terminal faults are coloured and lines fit, in a pipe and with NO_COLOR they are plain" {
+@test "output has colours and fits on a terminal, and is plain in a pipe or with NO_COLOR" {
   local shell=(env TERM=xterm COLUMNS=60 script -qec)
-  python3 -m venv --without-pip .venv # without PyTorch: there is a fault, and no time goes into its import
+  python3 -m venv --without-pip .venv # a Python without PyTorch is a fault, and saves the time of its import
   "${shell[@]}" "'$DOCTOR'" /dev/null > seen || true
   grep -q $'\e\[' seen
   local line

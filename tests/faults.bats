@@ -146,7 +146,7 @@ END
   training_script <<'END'
 time.sleep(1000)
 END
-  fails_with 1 "rank 1 on $N2 was missing in a collective: it alone reported nothing; rank " "$N1:1" "$N2:2"
+  fails_with 1 "rank 1 on $N2 was missing from a collective: only this rank reported nothing; rank " "$N1:1" "$N2:2"
 }
 
 
@@ -154,7 +154,7 @@ END
   write_hanging_script
   fails_with 124 "hung: no output for " --hang-timeout 3 "$N1" "$N2"
   [[ "$output" == *"rank 1 on $N2 is not in a collective, the other waits for it; it is at my script.py:"*" in main()"* ]]
-  [[ "$output" == *"line "*", in main"*"meanwhile: rank 0 on $N1: waited in a collective at my script.py:"* ]]
+  [[ "$output" == *"line "*", in main"*"other ranks: rank 0 on $N1: waited in a collective at my script.py:"* ]]
 }
 
 
@@ -214,7 +214,7 @@ with socket.create_server(("", 29500)):
     time.sleep(60)' >port &
   local holder=$!
   wait_for_line port listening
-  fails_with 69 "the agent on $N1 could not go on: port 29500: in use by another program; choose another " \
+  fails_with 69 "the agent on $N1 failed: port 29500: in use by another program; choose another " \
     --no-preflight "$N1" "$N2"
   kill "$holder"
 }

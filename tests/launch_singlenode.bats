@@ -247,7 +247,7 @@ END
   "$KIT/scripts/stop.sh" latest
   status_of_launcher
   [ "$status" -eq 0 ] || { cat out && false; }
-  grep -q "verdict: stopped: stopped on request, and every rank ended well" out
+  grep -q "verdict: stopped: stopped on request; all ranks exited with 0" out
   rm -r logs
   refused "is of another model: model.n_embd=16 (there 8)" tiny.yaml 2 -- model.n_embd=16
   refused "checkpoint.resume=never, but" tiny.yaml 2 -- checkpoint.resume=never

@@ -210,7 +210,7 @@ END
   scancel "$JOB"
   wait_for_job_exit "$JOB"
   [ "$status" -eq 75 ]
-  shows err "verdict: stopped: stopped on request, a checkpoint is written"
+  shows err "verdict: stopped: stopped on request, checkpoint written"
   ls -d "check points"/step_*
   run ! grep requeue "logs/slurm-$JOB.err"
   no_processes_within 10

@@ -243,7 +243,7 @@ END
   "$KIT/scripts/stop.sh" "$JOB"
   wait_for_job_exit "$JOB"
   [ "$status" -eq 0 ]
-  shows err "verdict: stopped: stopped on request, and every rank ended well"
+  shows err "verdict: stopped: stopped on request; all ranks exited with 0"
   no_processes_within 10
 }
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env bats
 #
-# scripts/status.sh and scripts/stop.sh on the laboratory cluster: from any terminal, folder and machine, each rank of a
-# run is seen where it is; what does not move is named; one run is stopped and no other, with the time to write a
-# checkpoint; and what is said to be gone is gone.
+# scripts/status.sh and scripts/stop.sh on the laboratory cluster: from any terminal, directory and machine, status.sh
+# shows each rank and names one that hangs; stop.sh stops one run and no other, with time for a checkpoint, and no
+# process remains.
 
 # bats file_tags=laboratory
 bats_require_minimum_version 1.5.0
@@ -47,8 +47,8 @@ teardown() {
 }
 
 
-# Start a run in the background that is called so; sets LAUNCHER and RUN when all its ranks are at work.
-start_run() { # <name> <number of ranks> <word...>
+# Start a run in the background; set LAUNCHER and RUN when all its ranks print "at work".
+start_run() { # <name> <number of ranks> <argument...>
   "$LAUNCH" --script "my script.py" - 1 "${@:3}" -- "$1" >"out $1" 2>&1 3>&- &
   LAUNCHER=$!
   timeout 120 grep -qF -m1 "at work" <(tail -n +1 -F "out $1" 2>/dev/null)
@@ -71,12 +71,12 @@ pid_in() { # <supervisor, guard or command> <node>
 }
 
 
-left() { # <run>
+count_processes() { # <run>
   grep -lsFxz -- "MUSTER_RUN_DIR=$1" /proc/[0-9]*/environ 2>/dev/null | wc -l
 }
 
 
-@test "every rank is shown where it is, a stopped one looks hung, stop.sh ends this run and no other" {
+@test "each rank is shown on its node, a stopped one looks hung, stop.sh stops this run and no other" {
   start_run one 2 "$N1" "$N2"
   one=$RUN one_launcher=$LAUNCHER
   start_run two 2 "$N2" "$N3"
@@ -101,52 +101,52 @@ left() { # <run>
 
   cd "$WORK"
   run -0 --separate-stderr "$STOP" "${one##*/}"
-  [ "$output" = "$N1: nothing of this run is left"$'\n'"$N2: nothing of this run is left" ]
-  [ "$(left "$one")" -eq 0 ]
+  [ "$output" = "$N1: no process of this run remains"$'\n'"$N2: no process of this run remains" ]
+  [ "$(count_processes "$one")" -eq 0 ]
   wait "$one_launcher" && status=0 || status=$?
   [ "$status" -eq 75 ]
   [ -e "saved 0 one" ] && [ -e "saved 1 one" ]
   run -0 "$STATUS" "$one"
   [[ "${lines[0]}" == *": ended after "* ]]
   run -0 "$STOP" "$one"
-  [[ "$output" == *"has ended already"*"$N2: nothing of this run is left"* ]]
+  [[ "$output" == *"has ended already"*"$N2: no process of this run remains"* ]]
 
   "$STATUS" --watch >watched 3>&- &
   watcher=$!
   timeout 60 sh -c 'until [ "$(grep -c "^$1: running for" watched)" -ge 2 ]; do sleep 0.1; done' sh "${two##*/}"
   run -0 "$STOP" --now latest
-  [[ "$output" == *"$N3: nothing of this run is left"* ]]
+  [[ "$output" == *"$N3: no process of this run remains"* ]]
   wait "$watcher" || true
   grep -q "^${two##*/}: ended after" watched
   wait "$two_launcher" && status=0 || status=$?
   [ "$status" -ne 0 ]
-  [ "$(left "$two")" -eq 0 ]
+  [ "$(count_processes "$two")" -eq 0 ]
 }
 
 
-@test "what outlived launcher and supervisor is found, said to be left behind, and ended" {
+@test "processes that outlive launcher and supervisor are shown and stopped" {
   start_run one 2 "$N1" "$N2"
   kill -STOP "$(pid_in supervisor "$N2")"
   kill -KILL "$LAUNCHER"
   timeout 20 sh -c 'while grep -qsFxz -- "MUSTER_NODE=$1" $(grep -lsFxz -- "MUSTER_RUN_DIR=$2" /proc/[0-9]*/environ); do sleep 0.1; done' sh "$N1" "$RUN"
   run -1 "$STATUS"
-  [[ "$output" == *"left behind"*"the launcher is gone, but processes are left on $N2"*"scripts/stop.sh"* ]]
+  [[ "$output" == *"without a launcher"*"the launcher has exited, but processes remain on $N2"*"scripts/stop.sh"* ]]
   run -0 --separate-stderr "$STOP" latest
-  [ "$output" = "$N1: nothing of this run is left"$'\n'"$N2: nothing of this run is left" ]
+  [ "$output" = "$N1: no process of this run remains"$'\n'"$N2: no process of this run remains" ]
   [ -e "saved 1 one" ]
-  [ "$(left "$RUN")" -eq 0 ]
+  [ "$(count_processes "$RUN")" -eq 0 ]
 }
 
 
-@test "on a machine that only shares the folder: the launcher is named, and stopped from there" {
+@test "on a machine that only shares the directory the launcher is named, and the run is stopped from there" {
   lab ssh "$N1" sh -c 'cd "$1" && exec "$2" --python "$3/bin/python" --script "my script.py" - 1 "$4" -- one' \
     sh "$WORK" "$LAUNCH" "$VIRTUAL_ENV" "$N2" >"out one" 2>&1 3>&- &
   timeout 120 grep -qF -m1 "at work" <(tail -n +1 -F "out one" 2>/dev/null)
   run -0 "$STATUS"
   [[ "${lines[0]}" == *": running for "* ]]
-  [[ "$output" == *"at work as one"*"the launcher is process "*" on $N1, and cannot be seen from here"* ]]
+  [[ "$output" == *"at work as one"*"the launcher is process "*" on $N1, which this machine cannot check"* ]]
   run -0 "$STOP" latest
-  [[ "$output" == *"its launcher is on $N1"*"$N2: nothing of this run is left"* ]]
+  [[ "$output" == *"its launcher is on $N1"*"$N2: no process of this run remains"* ]]
   [ -e "saved 0 one" ]
   run -0 "$STATUS"
   [[ "${lines[0]}" == *": ended after "* ]]
@@ -154,20 +154,20 @@ left() { # <run>
 
 
 # bats test_tags=soak
-@test "a node that is cut off is named with the reason, and nothing is claimed of it" {
+@test "a disconnected node is named with the reason, and is not reported as free of processes" {
   start_run one 2 "$N1" "$N3"
   lab cut "$N3"
   run -69 "$STATUS"
   [[ "$output" == *"$N3: cannot be reached ("*"ssh $N3 true"* ]]
   run -69 "$STOP" latest
-  [[ "$output" == *"$N1: nothing of this run is left"*"$N3: cannot be reached ("*"ends when it is alone: ask again"* ]]
+  [[ "$output" == *"$N1: no process of this run remains"*"$N3: cannot be reached ("*"exit when heartbeats time out: ask again"* ]]
   lab heal "$N3"
   timeout 20 sh -c 'while grep -qsFxz -- "MUSTER_RUN_DIR=$1" /proc/[0-9]*/environ; do sleep 0.1; done' sh "$RUN"
   run -0 "$STOP" latest
 }
 
 
-# Its pane as it looks now.
+# The current content of the pane.
 screen() {
   tmux -L "$PREFIX" capture-pane -p
 }
@@ -179,7 +179,7 @@ on_screen() { # <extended regular expression for a line>
 }
 
 
-@test "--watch leaves the last state on the terminal, and the prompt below it, at Ctrl-C and at the end" {
+@test "--watch leaves the last table on the terminal, above the prompt, after Ctrl-C and at the end" {
   type -P tmux >/dev/null || skip "needs tmux"
   LAUNCH=${LAUNCH/torchrun_auto/singlenode} start_run one 1
   tmux -L "$PREFIX" -f /dev/null new-session -d -x 120 -y 40 'PS1="ready> " exec bash --norc --noprofile'
@@ -200,19 +200,19 @@ on_screen() { # <extended regular expression for a line>
 }
 
 
-@test "a run that is not there is refused with 2, and what is there is named" {
+@test "an unknown run exits with 2 and lists the newest runs" {
   run -2 "$STATUS"
-  [[ "$output" == *"RUN 'latest': there is no such run, and none at all in $WORK/logs"* ]]
+  [[ "$output" == *"RUN 'latest': no such run and no runs in $WORK/logs"* ]]
   run -2 "$STOP"
   [[ "$output" == *"RUN is missing"* ]]
   mkdir -p logs/train-1
   run -2 "$STOP" logs/train-1
-  [[ "$output" == *"it has no run.json"* ]]
+  [[ "$output" == *"not a run directory: no run.json in it"* ]]
   echo '{}' >logs/train-1/run.json
   run -2 "$STOP" nix
-  [[ "$output" == *"RUN 'nix': there is no such run; the newest in $WORK/logs: train-1"* ]]
+  [[ "$output" == *"RUN 'nix': no such run; newest in $WORK/logs: train-1"* ]]
   run -2 "$STOP" train-1
-  [[ "$output" == *"an older version of the kit wrote it"* ]]
+  [[ "$output" == *"written by an older version of Muster"* ]]
   mkdir bin
   type -P bash readlink dirname sed mktemp ln rm rmdir cat | xargs ln -s -t bin
   PATH=$PWD/bin run -2 "$STATUS" 99

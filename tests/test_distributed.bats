@@ -1,7 +1,7 @@
 #!/usr/bin/env bats
 #
-# scripts/test_distributed.sh: the question of anyone who has just got a machine. Its answer must be one
-# report on standard output, and its exit code must say what the report says; a wrong call starts nothing.
+# scripts/test_distributed.sh prints one report on standard output, its exit code agrees with the report, and a wrong
+# call starts nothing.
 
 bats_require_minimum_version 1.5.0
 
@@ -11,28 +11,28 @@ setup() {
   TEST_DISTRIBUTED=$KIT/scripts/test_distributed.sh
   export VIRTUAL_ENV=${VIRTUAL_ENV:-$KIT/.venv} GLOO_SOCKET_IFNAME=lo
   export TMPDIR="$BATS_TEST_TMPDIR/it's temporary"
-  mkdir -- "$TMPDIR" "$BATS_TEST_TMPDIR/it's a folder"
-  cd -- "$BATS_TEST_TMPDIR/it's a folder" || return
+  mkdir -- "$TMPDIR" "$BATS_TEST_TMPDIR/it's a directory"
+  cd -- "$BATS_TEST_TMPDIR/it's a directory" || return
 }
 
 
-# Small enough for a busy machine.
+# With messages and times for a busy machine.
 quick() { # <option or N...>
   "$TEST_DISTRIBUTED" --quiet --max-bytes 4K --seconds 0.1 --timeout 120 "$@"
 }
 
 
-field() { # <name> <file>: a field of the one JSON object in a file
+field() { # <name> <file>; print a field of the JSON object in a file
   "$VIRTUAL_ENV/bin/python" -c 'import json, sys; print(json.load(open(sys.argv[2]))[sys.argv[1]])' "$@"
 }
 
 
 # bats test_tags=slow,quick
-@test "two processes: the report is the answer, the launcher's words are not" {
+@test "two processes: standard output is the report" {
   run --separate-stderr quick 2
   [[ $status == 0 ]]
   [[ ${lines[0]} == "smoke test: 2 ranks on 1 node, gloo, torch "* ]]
-  [[ ${lines[-1]} == "verdict: ok, 2 ranks work together as they should" ]]
+  [[ ${lines[-1]} == "verdict: ok, 2 ranks passed all checks" ]]
   [[ $output == *"  ok      all_reduce "* ]]
   [[ $output == *"bus bandwidth, GB/s"* ]]
   run ! grep -q 'FAULT' <<<"$output"
@@ -40,7 +40,7 @@ field() { # <name> <file>: a field of the one JSON object in a file
 
 
 # bats test_tags=slow
-@test "--json prints one object and nothing else, from any folder, whichever agent starts the ranks" {
+@test "--json prints one object and nothing else, with either agent" {
   quick --json --agent torchrun 1 >report.json
   [[ $(field verdict report.json) == ok ]]
   [[ $(field world report.json) == *"'size': 1"* ]]
@@ -49,23 +49,23 @@ field() { # <name> <file>: a field of the one JSON object in a file
 
 
 # bats test_tags=slow
-@test "a check that fails is in the report and in the exit code" {
+@test "a failed check is in the report and in the exit code" {
   run --separate-stderr quick --json --timeout 20 --env GLOO_SOCKET_IFNAME=none0 2
   [[ $status == 1 ]]
   printf '%s' "$output" >report.json
   [[ $(field verdict report.json) == fault ]]
-  [[ $(field checks report.json) == *"'name': 'join', "*"2 ranks that meet"* ]]
+  [[ $(field checks report.json) == *"'name': 'join', "*"2 ranks"* ]]
 }
 
 
-@test "a wrong call is refused in one line, and nothing is started" {
-  while IFS='|' read -r words says; do
+@test "a wrong call is refused in one line and starts nothing" {
+  while IFS='|' read -r arguments message; do
     # shellcheck disable=SC2086
-    run --separate-stderr "$TEST_DISTRIBUTED" $words
-    [[ $status == 2 ]] || { echo "$words: exit code $status"; false; }
-    [[ -z $output ]] || { echo "$words: $output"; false; }
+    run --separate-stderr "$TEST_DISTRIBUTED" $arguments
+    [[ $status == 2 ]] || { echo "$arguments: exit code $status"; false; }
+    [[ -z $output ]] || { echo "$arguments: $output"; false; }
     # shellcheck disable=SC2154
-    [[ ${stderr_lines[0]} == "test_distributed.sh: $says"* ]] || { echo "$words: $stderr"; false; }
+    [[ ${stderr_lines[0]} == "test_distributed.sh: $message"* ]] || { echo "$arguments: $stderr"; false; }
     [[ ${stderr_lines[1]} == "Try: test_distributed.sh --help" ]]
   done <<'END'
 0|N: expected a number of processes from 1 to 1024, got '0'
@@ -89,11 +89,11 @@ END
 }
 
 
-@test "more processes than GPUs are refused (a stub of nvidia-smi: there is no GPU here)" {
+@test "more processes than GPUs are refused (with a stub of nvidia-smi)" {
   mkdir stub
   cat >stub/nvidia-smi <<'END'
 #!/usr/bin/env bash
-# Stub: answers as nvidia-smi does with --format=csv,noheader,nounits.
+# Stub: prints what nvidia-smi prints with --format=csv,noheader,nounits.
 case $* in *query-gpu*) echo "0, GPU-aa, 580.65.06, 81920, 4, Enabled, Disabled, 0, Default, STUB" ;; esac
 END
   chmod +x stub/nvidia-smi
@@ -104,7 +104,7 @@ END
 }
 
 
-@test "--dry-run prints what would run, and runs nothing" {
+@test "--dry-run prints the command and runs nothing" {
   run --separate-stderr "$TEST_DISTRIBUTED" --dry-run --backend gloo --max-bytes 1M 3
   [[ $status == 0 ]]
   [[ $output == *"--nproc-per-node 3 "*"/scripts/lib/smoke.py --backend gloo --min-bytes 1K --max-bytes 1M "* ]]
@@ -112,7 +112,7 @@ END
 }
 
 
-@test "--dry-run over several nodes shows what each would run, and asks none" {
+@test "--dry-run with several nodes prints the command of each and connects to none" {
   printf 'node1 slots=4\nnode2\nnode3\n' >hosts
   run --separate-stderr "$TEST_DISTRIBUTED" --dry-run --hostfile hosts --exclude node3 2
   [[ $status == 0 ]]
@@ -123,12 +123,12 @@ END
 
 
 # bats test_tags=slow
-@test "TERM ends everything, and nothing is left of it" {
+@test "SIGTERM stops all processes and removes temporary files" {
   set -m
-  "$TEST_DISTRIBUTED" --seconds 300 2 2>said 3>&- &
+  "$TEST_DISTRIBUTED" --seconds 300 2 2>stderr 3>&- &
   test=$!
   set +m
-  timeout 60 bash -c 'until compgen -G "logs/latest/ranks/*/*" >/dev/null; do sleep 0.1; done' # the agent's own
+  timeout 60 bash -c 'until compgen -G "logs/latest/ranks/*/*" >/dev/null; do sleep 0.1; done' # the agent has started
   kill -TERM "$test"
   wait "$test" && status=0 || status=$?
   [[ $status == 143 ]]

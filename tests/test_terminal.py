@@ -1,4 +1,4 @@
-"""What a person sees is aligned whatever the letters are, fits the terminal, and has colours only on one."""
+"""Tables are aligned with wide and combining characters, fit the terminal, and have colours only on a terminal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from distributed import terminal
 from distributed.terminal import GREEN, RED, columns, cut, paint, plain, show, table
 
 
-def test_columns_stand_one_below_the_other() -> None:
+def test_columns_are_aligned() -> None:
     assert table([("id", "名前", "x"), ("1", "a", ""), ("22", "長い名前", "y")], right=[0]) == [
         "id  名前      x",
         " 1  a",
@@ -19,23 +19,23 @@ def test_columns_stand_one_below_the_other() -> None:
     assert table([]) == []
 
 
-def test_colours_do_not_move_a_column() -> None:
+def test_colours_do_not_change_the_alignment() -> None:
     rows = [("a", "b"), (paint("long", RED), "c")]
     assert [plain(line) for line in table(rows)] == ["a     b", "long  c"]
 
 
 @pytest.mark.parametrize("letters", ["ab", "火", "e\u0301"])
-def test_the_last_cell_takes_what_is_left(letters: str) -> None:
+def test_the_last_cell_is_cut_to_the_remaining_width(letters: str) -> None:
     head, line = table([("node", "last line"), ("node1", letters * 200)], most=40)
     assert columns(line) in (39, 40) and line.endswith("…") and head.index("last") == line.index(letters)
 
 
-def test_what_fits_is_not_cut() -> None:
+def test_text_is_cut_only_if_it_does_not_fit() -> None:
     assert [cut("火火", width) for width in (4, 3, 1)] == ["火火", "火…", "…"]
 
 
-class Screen:
-    """A terminal that keeps what was printed."""
+class FakeOutput:
+    """Records what was printed."""
 
     def __init__(self, terminal: bool) -> None:
         self.text, self.isatty = "", lambda: terminal
@@ -56,18 +56,18 @@ class Screen:
         (True, {"TERM": "dumb"}, False),
     ],
 )
-def test_colours_are_printed_only_where_they_are_wanted(
+def test_colours_are_printed_only_on_a_terminal_that_supports_them(
     terminal: bool, environment: dict[str, str], coloured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    screen = Screen(terminal)
-    monkeypatch.setattr(sys, "stdout", screen)
+    output = FakeOutput(terminal)
+    monkeypatch.setattr(sys, "stdout", output)
     show(paint("ok", GREEN))
-    assert screen.text == ("\x1b[32mok\x1b[0m" if coloured else "ok")
+    assert output.text == ("\x1b[32mok\x1b[0m" if coloured else "ok")
 
 
 def test_a_pipe_has_no_width(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdout", Screen(False))
+    monkeypatch.setattr(sys, "stdout", FakeOutput(False))
     assert terminal.width() is None

@@ -1,1 +1,1 @@
-"""What the facts of machines mean for training, and the fix."""
+"""Judge whether machines are fit for training, and how to fix those that are not."""

@@ -1,7 +1,4 @@
-"""What the facts of a machine mean for training: findings that are ok, a warning or a fault, with the fix.
-
-Values in, values out: each check takes the facts and yields what it finds.
-"""
+"""Health checks of one machine: each takes its facts and yields findings (ok, warning or fault) with a fix."""
 
 from __future__ import annotations
 
@@ -29,15 +26,15 @@ class Finding:
     level: str  # ok, warning, fault
     topic: str
     fact: str
-    fix: str = ""  # in words
-    command: str = ""  # to paste
+    fix: str = ""  # a sentence
+    command: str = ""  # a shell command
 
 
 ok, warning, fault = partial(Finding, "ok"), partial(Finding, "warning"), partial(Finding, "fault")
-LEVELS = ("ok", "warning", "fault")  # the last is what a person sees first: it stands above the prompt
+LEVELS = ("ok", "warning", "fault")  # in the order of printing: the worst is next to the prompt
 
 
-# ---------------------------------------------------------------- judge: Python and PyTorch
+# ---------------------------------------------------------------- Python and PyTorch
 
 
 def check_python(facts: Facts) -> Iterator[Finding]:
@@ -46,13 +43,13 @@ def check_python(facts: Facts) -> Iterator[Finding]:
         yield fault(
             "python",
             f"{python.version} is older than 3.10: {python.path}",
-            "install Python 3.10 or newer, or name another with --python PATH",
+            "install Python 3.10 or newer, or choose another with --python PATH",
         )
     elif python.unused_conda:
         yield warning(
             "python",
             f"{python.version} of {python.path}, not the active conda {python.unused_conda}",
-            "if that is not meant:",
+            "to use the Python of that environment:",
             f"scripts/doctor.sh --python {shlex.quote(python.unused_conda + '/bin/python')}",
         )
     else:
@@ -67,7 +64,7 @@ def check_torch(facts: Facts) -> Iterator[Finding]:
     if numbers(torch.version) < OLDEST_TORCH:
         yield fault(
             "torch",
-            f"{torch.version} is older than 2.10: loading a checkpoint can run foreign code (CVE-2025-32434, "
+            f"{torch.version} is older than 2.10: loading a checkpoint can run arbitrary code (CVE-2025-32434, "
             "CVE-2026-24747)",
             command=f"{shlex.quote(facts.interpreter.path)} -m pip install --upgrade 'torch>=2.10'",
         )
@@ -80,8 +77,8 @@ def check_torch(facts: Facts) -> Iterator[Finding]:
     elif torch.seconds > 20:
         yield warning(
             "torch",
-            f"{torch.version} takes {torch.seconds:.0f} s to import: every start pays that",
-            "put the virtual environment on a local disk instead of a network one",
+            f"{torch.version} takes {torch.seconds:.0f} s to import, at every start",
+            "move the virtual environment from the network to a local disk",
         )
     elif numbers(torch.version) >= OLDEST_TORCH:
         yield ok("torch", f"{torch.version} for {built_for(torch)}, imported in {torch.seconds:.1f} s")
@@ -96,7 +93,7 @@ def built_for(torch: Torch) -> str:
 
 
 def check_packages(facts: Facts) -> Iterator[Finding]:
-    """The rest of requirements.txt: train.py and job lists need it, a script of one's own does not."""
+    """The other packages of requirements.txt. Only train.py and job lists need them."""
     missing = [package.name for package in facts.packages if not package.installed]
     old = [
         f"{package.name} {package.installed} (needs {package.oldest})"
@@ -107,13 +104,14 @@ def check_packages(facts: Facts) -> Iterator[Finding]:
         fact = f"not installed: {', '.join(missing)}; train.py and job lists need requirements.txt"
         yield warning("packages", fact, command=install_command(facts))
     if old:
-        yield warning("packages", f"older than requirements.txt says: {', '.join(old)}", command=install_command(facts))
+        fact = f"older than requirements.txt requires: {', '.join(old)}"
+        yield warning("packages", fact, command=install_command(facts))
     if not missing and not old:
-        yield ok("packages", f"all {len(facts.packages)} others of requirements.txt")
+        yield ok("packages", f"{len(facts.packages)} more of requirements.txt installed")
 
 
 def install_command(facts: Facts) -> str:
-    """Outside a virtual environment a distribution's Python refuses to install: make one first."""
+    """pip install, in a new virtual environment where pip refuses to change the distribution's Python."""
     requirements = shlex.quote(f"{facts.kit}/requirements.txt")
     if facts.interpreter.isolated:
         return f"{shlex.quote(facts.interpreter.path)} -m pip install -r {requirements}"
@@ -138,25 +136,25 @@ def check_cuda(facts: Facts) -> Iterator[Finding]:
         yield fault(
             "cuda",
             f"nvidia-smi shows {count}, torch sees none" + (torch.complaint and f": {torch.complaint}"),
-            "in a container: start it with --gpus all; else restart the machine, or update the driver",
+            "start a container with --gpus all; otherwise restart the machine or update the driver",
         )
 
 
 def check_architecture(torch: Torch) -> Iterator[Finding]:
-    """This build has code for these GPUs; else the first kernel fails with "no kernel image is available"."""
+    """Without code for a GPU the first kernel fails with "no kernel image is available"."""
     missing = sorted({gpu for gpu in torch.capabilities if not has_code(torch.archs, gpu)})
     if missing:
         yield fault(
             "cuda",
             f"torch {torch.version} has no code for {', '.join(missing)}, only for {', '.join(torch.archs)}",
-            "install a build that has it: https://pytorch.org/get-started/locally",
+            "install a build for these GPUs: https://pytorch.org/get-started/locally",
         )
     elif not torch.nccl and not torch.hip:
-        yield warning("cuda", f"torch {torch.version} is built without NCCL: GPUs would talk through gloo, slowly")
+        yield warning("cuda", f"torch {torch.version} is built without NCCL: GPUs communicate through gloo, slowly")
 
 
 def has_code(archs: Sequence[str], gpu: str) -> bool:
-    """sm_XY runs on the same major version from minor Y up; compute_XY is translated for anything newer."""
+    """sm_XY runs on major version X from minor version Y on; compute_XY (PTX) is compiled for any newer GPU."""
     major, minor = divmod(int(gpu.removeprefix("sm_")), 10)
     for arch in archs:
         kind, _, digits = arch.partition("_")
@@ -168,7 +166,7 @@ def has_code(archs: Sequence[str], gpu: str) -> bool:
     return False
 
 
-# ---------------------------------------------------------------- judge: GPUs
+# ---------------------------------------------------------------- GPUs
 
 
 def check_gpus(facts: Facts) -> Iterator[Finding]:
@@ -177,13 +175,13 @@ def check_gpus(facts: Facts) -> Iterator[Finding]:
         yield fault(
             "GPUs",
             gpus.error,
-            "restart the machine, or reinstall NVIDIA's driver; without permission, ask for access to /dev/nvidia* "
+            "restart the machine or reinstall NVIDIA's driver; if permission is denied, ask for access to /dev/nvidia* "
             "(ls -l /dev/nvidia*)",
         )
     elif not gpus.devices and gpus.hardware:
         yield warning(
             "GPUs",
-            f"{gpus.hardware} NVIDIA cards are in this machine, but no driver: training runs on the CPU",
+            f"{gpus.hardware} NVIDIA cards, but no driver: training runs on the CPU",
             "install NVIDIA's driver (Ubuntu: sudo ubuntu-drivers install), then restart",
         )
     elif not gpus.devices:
@@ -191,7 +189,7 @@ def check_gpus(facts: Facts) -> Iterator[Finding]:
     elif not gpus.driver:
         yield warning(
             "GPUs",
-            f"{len(gpus.devices)}, but no nvidia-smi on PATH: who uses them cannot be shown",
+            f"{len(gpus.devices)}, but no nvidia-smi on PATH: processes that use them are not shown",
             "install NVIDIA's utilities; in a container, set NVIDIA_DRIVER_CAPABILITIES=compute,utility",
         )
     elif setting is None:
@@ -201,11 +199,10 @@ def check_gpus(facts: Facts) -> Iterator[Finding]:
 
 
 def check_visible(setting: str, facts: Facts) -> Iterator[Finding]:
-    """CUDA_VISIBLE_DEVICES hides GPUs, and silently stops at the first word it does not know."""
+    """CUDA reads CUDA_VISIBLE_DEVICES up to the first unknown entry and silently ignores the rest."""
     gpus = facts.gpus
     count, seen = len(gpus.devices), visible(setting, gpus.devices)
-    words = [word for word in setting.split(",") if word.strip()]
-    named = terminal.plural(len(words), "GPU")
+    entries = [entry for entry in setting.split(",") if entry.strip()]
     if not seen:
         yield warning(
             "GPUs",
@@ -213,11 +210,11 @@ def check_visible(setting: str, facts: Facts) -> Iterator[Finding]:
             "training runs on the CPU",
             command="unset CUDA_VISIBLE_DEVICES",
         )
-    elif len(seen) < len(words) and not setting.startswith("MIG-"):
+    elif len(seen) < len(entries) and not setting.startswith("MIG-"):
         yield fault(
             "GPUs",
-            f"CUDA_VISIBLE_DEVICES={setting} names {named}, of which CUDA takes {len(seen)}: "
-            f"there are {count}, 0 to {count - 1}, and it stops at the first that is not",
+            f"CUDA_VISIBLE_DEVICES={setting} lists {terminal.plural(len(entries), 'GPU')}, but CUDA uses {len(seen)}: "
+            f"it ignores the list from the first unknown GPU on, and this machine has GPUs 0 to {count - 1}",
             command="unset CUDA_VISIBLE_DEVICES",
         )
     else:
@@ -240,10 +237,10 @@ def check_gpu_use(facts: Facts) -> Iterator[Finding]:
             fact = "; ".join(describe_use(gpu, runs) for gpu in gpus)
             if idle:  # nvidia-smi counts by PCI bus, CUDA by speed unless CUDA_DEVICE_ORDER is set
                 indices = ",".join(str(gpu.index) for gpu in idle)
-                take = f"export CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES={indices}"
-                yield Finding(level, "GPU use", fact, "use the idle ones:", take)
+                command = f"export CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES={indices}"
+                yield Finding(level, "GPU use", fact, "use the idle GPUs:", command)
             else:
-                yield Finding(level, "GPU use", fact, "no GPU is idle: wait, or ask their users")
+                yield Finding(level, "GPU use", fact, "no GPU is idle; wait, or ask the users")
 
 
 def describe_use(gpu: Gpu, runs: Mapping[int, Run]) -> str:
@@ -252,7 +249,7 @@ def describe_use(gpu: Gpu, runs: Mapping[int, Run]) -> str:
     for user in gpu.processes:
         run = f", run {Path(runs[user.pid].folder).name}" if user.pid in runs else ""
         users.append(f"{user.name} of {user.user or 'an unknown user'} (pid {user.pid}{run})")
-    by = ", ".join(users) or "a process that cannot be seen from here"
+    by = ", ".join(users) or "a process that is not visible here"
     return f"GPU {gpu.index}: {size(gpu.memory_used)} of {size(gpu.memory)} by {by}"
 
 
@@ -263,14 +260,14 @@ def check_gpu_health(facts: Facts) -> Iterator[Finding]:
             yield fault(
                 topic,
                 f"{gpu.ecc_errors} uncorrected memory errors since the driver was loaded",
-                "end what runs on it, then reset it; if they come back, have the card replaced",
+                "stop its processes and reset it; if errors recur, have the card replaced",
                 f"sudo nvidia-smi --gpu-reset --id={gpu.index}",
             )
         if gpu.mig:
             yield warning(
                 topic,
-                "MIG is on: a process sees one slice of it, and slices cannot train together over NCCL",
-                "to have the whole GPU, end what runs on it, then",
+                "MIG is enabled: a process sees one instance, and NCCL cannot connect instances",
+                "to use the whole GPU, stop its processes, then:",
                 f"sudo nvidia-smi --id={gpu.index} --multi-instance-gpu=0",
             )
 
@@ -280,28 +277,27 @@ def check_gpu_host(facts: Facts) -> Iterator[Finding]:
     if gpus and not all(gpu.persistence for gpu in gpus):
         yield warning(
             "GPUs",
-            "persistence mode is off: the driver is set up anew, for seconds a GPU, at every start",
+            "persistence mode is off: every start initialises the driver again, for seconds per GPU",
             command="sudo nvidia-smi --persistence-mode=1",
         )
     if len({gpu.name for gpu in gpus}) > 1:
-        yield warning("GPUs", "they are of several kinds: the slowest sets the pace of every step")
+        yield warning("GPUs", "different models: every step waits for the slowest")
 
 
-# ---------------------------------------------------------------- judge: memory, disk, cores, limits
+# ---------------------------------------------------------------- memory, disk, cores, limits
 
 
 def check_memory(facts: Facts) -> Iterator[Finding]:
-    """Enough for the ranks, each of which is a Python with PyTorch (about 0.5 GiB)."""
     memory = facts.memory
     total = min(memory.total, memory.limit or memory.total)
     available = min(memory.available, total)
     bound = ", the limit of this container or job" if total < memory.total else ""
     fact = f"{size(available)} of {size(total)} free{bound}"
     if available < GIB:
-        yield fault("memory", f"{fact}: not enough for two ranks", "what uses it:", "ps aux --sort=-rss | head")
+        yield fault("memory", f"{fact}: not enough for two ranks", "find what uses it:", "ps aux --sort=-rss | head")
     elif available < 4 * GIB:
         yield warning(
-            "memory", f"{fact}: each rank needs about 0.5 GiB before the model", "", "ps aux --sort=-rss | head"
+            "memory", f"{fact}: each rank needs about 0.5 GiB besides the model", "", "ps aux --sort=-rss | head"
         )
     else:
         yield ok("memory", fact)
@@ -320,63 +316,59 @@ def check_disk(disk: Space) -> Iterator[Finding]:
         yield fault(
             "disk",
             f"{disk.purpose}: {disk.path} cannot be written",
-            "choose another folder, or change who may write it:",
+            "choose another directory, or change its permissions:",
             f"ls -ld {path}",
         )
     elif not disk.inodes_free:
-        yield fault(
-            "disk", f"{disk.purpose}: no file can be made in {disk.path}, all inodes are in use", "", f"df -i {path}"
-        )
+        yield fault("disk", f"{disk.purpose}: no free inodes in {disk.path}", "", f"df -i {path}")
     elif disk.free < GIB:
         yield fault(
             "disk",
             f"{disk.purpose}: {size(disk.free)} free in {disk.path}",
-            "make room:",
+            "free some space:",
             f"du -xh {path} | sort -h | tail",
         )
     elif disk.free < 10 * GIB and disk.purpose != "/tmp":
         yield warning(
             "disk",
-            f"{disk.purpose}: {size(disk.free)} free in {disk.path}; a checkpoint takes 12 bytes a parameter",
-            "make room:",
+            f"{disk.purpose}: {size(disk.free)} free in {disk.path}; a checkpoint takes 12 bytes per parameter",
+            "free some space:",
             f"du -xh {path} | sort -h | tail",
         )
 
 
 def check_shm(facts: Facts) -> Iterator[Finding]:
-    """Data loader workers and NCCL hand data over in /dev/shm; when it is full they die of a bus error."""
+    """NCCL and data loader workers exchange data through /dev/shm. When it is full, they die of SIGBUS."""
     shm = facts.shm
     if facts.container:
         fix, command = "start the container with --shm-size=8g or --ipc=host", ""
     else:
         fix, command = "", "sudo mount -o remount,size=50% /dev/shm"
     if shm.total <= 64 * MIB:
-        yield fault(
-            "/dev/shm", f"{size(shm.total)} in all: NCCL and data loader workers die of a bus error", fix, command
-        )
+        yield fault("/dev/shm", f"only {size(shm.total)}: NCCL and data loader workers die of SIGBUS", fix, command)
     elif shm.free < 64 * MIB:
         yield fault(
             "/dev/shm",
             f"{size(shm.free)} of {size(shm.total)} free",
-            "remove what dead processes left:",
+            "remove the files of dead processes:",
             "ls -lt /dev/shm",
         )
     elif shm.total < GIB:
-        yield warning("/dev/shm", f"{size(shm.total)} in all: little for data loader workers", fix, command)
+        yield warning("/dev/shm", f"only {size(shm.total)}: may be too small for data loader workers", fix, command)
     else:
         yield ok("/dev/shm", f"{size(shm.free)} of {size(shm.total)} free")
 
 
 def check_cores(facts: Facts) -> Iterator[Finding]:
-    """Cores that are there are not always cores that may be used."""
+    """A container or job may use fewer cores than the machine has."""
     cores = facts.cores
     usable = cores.usable
-    fact = f"{usable:g} of {cores.present} may be used, load {cores.load:.1f}"
+    fact = f"{usable:g} of {cores.present} usable, load {cores.load:.1f}"
     if usable < cores.affinity:
         yield warning(
             "cores",
-            f"{fact}: the quota of this container or job; OpenMP would start {cores.affinity} threads a rank",
-            "with N ranks, N times fewer:",
+            f"{fact}: CPU quota of this container or job; OpenMP would start {cores.affinity} threads per rank",
+            "divide by the number of ranks:",
             f"export OMP_NUM_THREADS={max(1, int(usable))}",
         )
     elif cores.load > 1.5 * usable:
@@ -391,8 +383,8 @@ def check_limits(facts: Facts) -> Iterator[Finding]:
         problems.append(
             warning(
                 "limits",
-                f"{limits.open_files} open files: ranks and data loader workers run out of them",
-                "where this is refused, raise nofile in /etc/security/limits.conf and log in again:",
+                f"{limits.open_files} open files: too few for ranks and data loader workers",
+                "if this is refused, raise nofile in /etc/security/limits.conf and log in again:",
                 "ulimit -n 65536",
             )
         )
@@ -400,8 +392,8 @@ def check_limits(facts: Facts) -> Iterator[Finding]:
         problems.append(
             warning(
                 "limits",
-                f"{limits.processes} processes and threads: a rank takes one a core and some more",
-                "raise nproc in /etc/security/limits.conf, in a container --pids-limit",
+                f"{limits.processes} processes and threads: a rank needs one per core and some more",
+                "raise nproc in /etc/security/limits.conf; in a container, --pids-limit",
             )
         )
     if limits.infiniband and limits.locked_memory is not None and limits.locked_memory < GIB:
@@ -409,17 +401,17 @@ def check_limits(facts: Facts) -> Iterator[Finding]:
             warning(
                 "limits",
                 f"{size(limits.locked_memory)} of locked memory: too little for InfiniBand",
-                "set memlock to unlimited in /etc/security/limits.conf, in a container --ulimit memlock=-1",
+                "set memlock to unlimited in /etc/security/limits.conf; in a container, --ulimit memlock=-1",
             )
         )
     yield from problems
     if not problems:
         yield ok(
-            "limits", f"{limits.open_files or 'no limit of'} open files, {limits.processes or 'no limit of'} processes"
+            "limits", f"{limits.open_files or 'unlimited'} open files, {limits.processes or 'unlimited'} processes"
         )
 
 
-# ---------------------------------------------------------------- judge: network and shell
+# ---------------------------------------------------------------- network and shell
 
 
 def check_port(facts: Facts) -> Iterator[Finding]:
@@ -427,15 +419,15 @@ def check_port(facts: Facts) -> Iterator[Finding]:
     if not port.free:
         yield fault(
             "port",
-            f"{port.number} is taken" + (port.holder and f" by {port.holder}"),
-            "give the launcher --master-port with another",
+            f"{port.number} is in use" + (port.holder and f" by {port.holder}"),
+            "choose another with --master-port",
             "" if port.holder else f"sudo ss -ltnp 'sport = :{port.number}'",
         )
     elif low <= port.number <= high:
         yield warning(
             "port",
-            f"{port.number} is free, but in the ephemeral range {low}-{high}: any connection may take it",
-            "give the launcher --master-port with one outside, or reserve it:",
+            f"{port.number} is free, but in the ephemeral range {low}-{high}: any connection may use it",
+            "choose one outside with --master-port, or reserve it:",
             f"sudo sysctl net.ipv4.ip_local_reserved_ports={port.number}",
         )
     else:
@@ -443,7 +435,7 @@ def check_port(facts: Facts) -> Iterator[Finding]:
 
 
 def check_names(facts: Facts) -> Iterator[Finding]:
-    """The host's own name leads to an address that other nodes can use."""
+    """The host's own name must resolve to an address that other nodes can use."""
     names, forward = facts.names, facts.names.forward
     entry = f"{names.outward or '127.0.0.1'} {names.host}"
     if forward.error:
@@ -456,15 +448,15 @@ def check_names(facts: Facts) -> Iterator[Finding]:
     elif names.outward and all(address.startswith("127.") or address == "::1" for address in forward.answers):
         yield warning(
             "names",
-            f"{names.host} is {', '.join(forward.answers)}: fine for one machine, a trap for several",
-            f"in /etc/hosts, name {names.host} beside {names.outward} instead",
+            f"{names.host} is {', '.join(forward.answers)}: works on one machine, not across several",
+            f"in /etc/hosts, map {names.host} to {names.outward}",
         )
     elif forward.seconds < 0.5:
         yield ok("names", f"{names.host} is {', '.join(forward.answers)}")
 
 
 def check_resolver(facts: Facts) -> Iterator[Finding]:
-    """Every connection to the store looks a name up backwards: a slow resolver is paid for many times."""
+    """Every connection to the store does a reverse lookup, so a slow resolver delays each of them."""
     slow = [lookup for lookup in (facts.names.forward, *facts.names.reverse) if lookup.seconds >= 0.5]
     if not slow:
         return
@@ -473,57 +465,57 @@ def check_resolver(facts: Facts) -> Iterator[Finding]:
         "fault" if worst.seconds >= 3 else "warning",
         "resolver",
         "; ".join(f"looking up {lookup.query} takes {lookup.seconds:.1f} s" for lookup in slow)
-        + ": each rank waits that long, several times",
-        "put all nodes into /etc/hosts, or a resolver that answers into /etc/resolv.conf",
+        + ": each rank waits that long several times",
+        "add all nodes to /etc/hosts, or a working resolver to /etc/resolv.conf",
     )
 
 
 def check_environment(facts: Facts) -> Iterator[Finding]:
-    """What an earlier launch, or a profile, left in this shell."""
-    problems = [*leftovers(facts), *missing_interfaces(facts), *odd_settings(facts)]
+    """Variables that an earlier launch or a shell profile set."""
+    problems = [*check_leftover_variables(facts), *check_interfaces(facts), *check_slow_settings(facts)]
     yield from problems
     if not problems:
-        yield ok("shell", "no leftovers of another launch in the environment")
+        yield ok("shell", "no variables of another launch in the environment")
 
 
-def leftovers(facts: Facts) -> Iterator[Finding]:
+def check_leftover_variables(facts: Facts) -> Iterator[Finding]:
     env = facts.environment
-    place = [
+    of_rank = [
         name for name in env if re.fullmatch(r"((LOCAL_|GROUP_)?(RANK|WORLD_SIZE)|NODE_RANK|MASTER_(ADDR|PORT))", name)
     ]
-    agent = [name for name in env if name.startswith(("TORCHELASTIC_", "PET_"))]
-    if place == ["MASTER_PORT"]:  # alone it is a setting, which launchers use
-        place = []
+    of_agent = [name for name in env if name.startswith(("TORCHELASTIC_", "PET_"))]
+    if of_rank == ["MASTER_PORT"]:  # alone it is a setting of the launchers
+        of_rank = []
     if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         yield fault(
             "shell",
-            "TORCHELASTIC_USE_AGENT_STORE=True: a process started by hand waits for a store that nobody runs",
-            command=f"unset {' '.join(place + agent)}",
+            "TORCHELASTIC_USE_AGENT_STORE=True: a process started by hand waits for a store that no agent runs",
+            command=f"unset {' '.join(of_rank + of_agent)}",
         )
-    elif place or agent:
+    elif of_rank or of_agent:
         yield warning(
             "shell",
-            f"left over from a launch: {', '.join(f'{name}={env[name]}' for name in place + agent)}",
-            command=f"unset {' '.join(place + agent)}",
+            f"left over from a launch: {', '.join(f'{name}={env[name]}' for name in of_rank + of_agent)}",
+            command=f"unset {' '.join(of_rank + of_agent)}",
         )
 
 
-def missing_interfaces(facts: Facts) -> Iterator[Finding]:
-    """NCCL takes prefixes, `=exact` and `^not`; gloo takes whole names only."""
-    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
-        value = facts.environment.get(name, "")
-        words = [word for word in value.lstrip("=").split(",") if word]
-        exact = name.startswith("GLOO") or value.startswith("=")
-        found = [word for word in words if any(i == word if exact else i.startswith(word) for i in facts.interfaces)]
-        if not value.startswith("^") and words and (not found or (exact and len(found) < len(words))):
+def check_interfaces(facts: Facts) -> Iterator[Finding]:
+    """NCCL accepts prefixes, `=name` and `^name`; gloo accepts whole names only."""
+    for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        value = facts.environment.get(variable, "")
+        names = [name for name in value.lstrip("=").split(",") if name]
+        exact = variable.startswith("GLOO") or value.startswith("=")
+        found = [name for name in names if any(i == name if exact else i.startswith(name) for i in facts.interfaces)]
+        if not value.startswith("^") and names and (not found or (exact and len(found) < len(names))):
             yield fault(
                 "shell",
-                f"{name}={value}: no such network interface here, only {', '.join(facts.interfaces)}",
-                command=f"unset {name}",
+                f"{variable}={value}: no such network interface; this machine has {', '.join(facts.interfaces)}",
+                command=f"unset {variable}",
             )
 
 
-def odd_settings(facts: Facts) -> Iterator[Finding]:
+def check_slow_settings(facts: Facts) -> Iterator[Finding]:
     env, cores = facts.environment, facts.cores.affinity
     threads = env.get("OMP_NUM_THREADS", "1").split(",")[0].strip()
     if not threads.isdigit() or not 1 <= int(threads) <= cores:
@@ -534,23 +526,23 @@ def odd_settings(facts: Facts) -> Iterator[Finding]:
         )
     for name in ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE"):
         if facts.gpus.devices and env.get(name) == "1":
-            yield warning("shell", f"{name}=1 makes GPUs talk to each other more slowly", command=f"unset {name}")
+            yield warning("shell", f"{name}=1 slows communication between GPUs", command=f"unset {name}")
 
 
 def check_shadows(facts: Facts) -> Iterator[Finding]:
-    """Files that Python would import in place of a library."""
+    """Files that Python imports instead of a library of the same name."""
     for path in facts.shadows:
         name = Path(path).stem
         yield Finding(
             "fault" if name == "torch" else "warning",
             "imports",
-            f"{path} may be imported as {name!r}, in place of the real one",
-            "rename it" if Path(path).parent == Path(facts.folder) else "take its folder off PYTHONPATH",
+            f"{path} shadows the library {name!r}",
+            "rename it" if Path(path).parent == Path(facts.folder) else "remove its directory from PYTHONPATH",
         )
 
 
 def check_clock(facts: Facts) -> Iterator[Finding]:
-    """Logs and verdicts of several nodes are put in order by their clocks."""
+    """Logs and failures of several nodes are ordered by their clocks."""
     clock = facts.clock
     now = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(clock.now))
     if clock.synchronised is False and not facts.container:
@@ -565,30 +557,30 @@ def check_clock(facts: Facts) -> Iterator[Finding]:
 
 
 def check_programs(facts: Facts) -> Iterator[Finding]:
-    """Needed by some launchers only: never a fault."""
-    here = [name for name, path in facts.programs.items() if path]
-    absent = [name for name, path in facts.programs.items() if not path]
-    yield ok("programs", ", ".join(here) + ("; not here: " + ", ".join(absent) if absent else ""))
+    """Only some launchers need these programs, so a missing one is no fault."""
+    found = [name for name, path in facts.programs.items() if path]
+    missing = [name for name, path in facts.programs.items() if not path]
+    yield ok("programs", ", ".join(found) + ("; not installed: " + ", ".join(missing) if missing else ""))
 
 
 def check_runs(facts: Facts) -> Iterator[Finding]:
-    """A run that goes on, or that its launcher left behind."""
+    """Runs that have processes here, with or without a launcher."""
     for run in facts.runs:
         count = f"{len(run.pids)} process{'es' * (len(run.pids) > 1)}"
         yield warning("runs", f"{run.folder} has {count} of {run.user} here", *how_to_stop(run, facts))
     if not facts.runs:
-        yield ok("runs", "none here")
+        yield ok("runs", "none on this machine")
 
 
 def how_to_stop(run: Run, facts: Facts) -> tuple[str, str]:
-    """Advice, and a command. The run may be training, or another user's: no command here kills it unseen."""
+    """A fix and a command. The run may be training, or another user's, so the command never kills it."""
     if run.user != facts.user:
         return f"ask {run.user} whether it is still needed", ""
     if not run.recorded:
         pids = ",".join(map(str, run.pids))
-        return "started from another machine, or by a job list: stop it from there; its processes:", f"ps -fp {pids}"
-    scripts, folder = f"{facts.kit}/scripts", shlex.quote(run.folder)
-    status, stop = (f"{shlex.quote(f'{scripts}/{name}.sh')} {folder}" for name in ("status", "stop"))
+        return "started from another machine or by a job list; stop it there; its processes:", f"ps -fp {pids}"
+    scripts, directory = f"{facts.kit}/scripts", shlex.quote(run.folder)
+    status, stop = (f"{shlex.quote(f'{scripts}/{name}.sh')} {directory}" for name in ("status", "stop"))
     return f"to stop it: {stop}; to see whether it is training:", status
 
 
@@ -628,5 +620,5 @@ def numbers(version: str) -> tuple[int, ...]:
 
 
 def size(number: int) -> str:
-    """Bytes for people: "64 MiB", "23.5 GiB"."""
+    """Bytes as text: "64 MiB", "23.5 GiB"."""
     return f"{number / GIB:.1f} GiB" if number >= GIB else f"{number / MIB:.0f} MiB"

@@ -1,8 +1,8 @@
-"""Are these nodes fit to train together, and which of them is not like the others?
+"""Check whether several nodes are fit to train together, and print how they differ.
 
-scripts/doctor.sh NODE... has run the node probe (host.probe) on each node and has let each try to connect to every
-other. Here each node is judged as the doctor judges one machine, then they are compared. A finding that several nodes
-have in common is printed once.
+scripts/doctor.sh NODE... runs the node probe (host.probe) on each node and lets each connect to every other. This
+module reads the replies, judges each node as the doctor judges one machine, and compares the nodes. A finding that
+several nodes share is printed once.
 """
 
 from __future__ import annotations
@@ -29,72 +29,68 @@ from distributed.nodelist import fold
 
 
 @dataclass(frozen=True)
-class Cluster:
-    """What is known of the nodes, each by its name, in the order of node ranks."""
+class ClusterFacts:
+    """The facts of the nodes, by name, in the order of node ranks."""
 
     nodes: tuple[str, ...]
-    facts: Mapping[str, FullNodeFacts]  # of each node that has replied
-    ahead: Mapping[str, float]  # seconds by which the clock of each of these is ahead of ours
-    silent: Mapping[str, str]  # why a node has not replied
+    facts: Mapping[str, FullNodeFacts]  # of the nodes that replied
+    ahead: Mapping[str, float]  # seconds by which their clocks are ahead of this machine's
+    failed: Mapping[str, str]  # node that did not reply -> reason
     gaps: tuple[Gap, ...]
 
 
-# ---------------------------------------------------------------- what came back
+# ---------------------------------------------------------------- the replies
 
 
-def read_cluster(folder: Path, nodes: Sequence[str]) -> Cluster:
-    """From the replies: FOLDER/looking has the facts; listening and trying, where there are any, the connections."""
-    replies = {node: read(folder / "looking", node) for node in nodes}
+def read_cluster(replies_dir: Path, nodes: Sequence[str]) -> ClusterFacts:
+    """Read looking/ (facts) and, if there are any, listening/ and trying/ (connections) in the replies directory."""
+    replies = {node: read(replies_dir / "looking", node) for node in nodes}
     found = {node: facts_of(reply) for node, reply in replies.items()}
-    facts = {node: one for node, one in found.items() if isinstance(one, FullNodeFacts)}
-    return Cluster(
+    facts = {node: value for node, value in found.items() if isinstance(value, FullNodeFacts)}
+    return ClusterFacts(
         nodes=tuple(nodes),
         facts=facts,
-        ahead={node: one.now - replies[node].arrived for node, one in facts.items()},
-        silent={node: one for node, one in found.items() if isinstance(one, str)},
-        gaps=tuple(read_gaps(folder, tuple(facts))) if (folder / "trying").exists() else (),
+        ahead={node: value.now - replies[node].arrived for node, value in facts.items()},
+        failed={node: value for node, value in found.items() if isinstance(value, str)},
+        gaps=tuple(read_gaps(replies_dir, tuple(facts))) if (replies_dir / "trying").exists() else (),
     )
 
 
 def facts_of(reply: Reply) -> FullNodeFacts | str:
-    """What the node reported, or why there is nothing."""
+    """The facts in a reply, or why it has none."""
     value = reply.value()
     if value is None:
         return reply.why_none()
     try:
-        return rebuilt(value)
+        return from_json(value)
     except (TypeError, KeyError) as error:
-        return f"answers as another version of the kit does ({error}): give all nodes the same"
+        return f"runs another version of Muster ({error}); use the same version on all nodes"
 
 
-def rebuilt(value: Mapping[str, Any]) -> FullNodeFacts:
-    """The value that the node had, from what JSON has made of it.
-
-    Raises:
-        TypeError, KeyError: parts are missing or unknown, as in the reply of an older kit.
-    """
-    facts, route = rebuilt_part(Facts, value["facts"]), Route(**value["route"])
+def from_json(value: Mapping[str, Any]) -> FullNodeFacts:
+    """Raises TypeError or KeyError when parts are missing or unknown, as in the reply of another version."""
+    facts, route = from_json_as(Facts, value["facts"]), Route(**value["route"])
     return FullNodeFacts(**{**value, "addresses": tuple(value["addresses"]), "facts": facts, "route": route})
 
 
-def rebuilt_part(kind: Any, value: Any) -> Any:
+def from_json_as(kind: Any, value: Any) -> Any:
     if get_origin(kind) is tuple:
-        return tuple(rebuilt_part(get_args(kind)[0], part) for part in value)
+        return tuple(from_json_as(get_args(kind)[0], part) for part in value)
     if isinstance(kind, type) and is_dataclass(kind):
         kinds = get_type_hints(kind)
-        return kind(**{name: rebuilt_part(kinds[name], part) for name, part in value.items()})
+        return kind(**{name: from_json_as(kinds[name], part) for name, part in value.items()})
     return value
 
 
 # ---------------------------------------------------------------- judge
 
 
-def judge_cluster(cluster: Cluster) -> dict[str, list[Finding]]:
-    """What is wrong, or may be, on each node: by itself, and beside the others."""
-    found = {node: [fault("ssh", cluster.silent[node])] if node in cluster.silent else [] for node in cluster.nodes}
-    for node, one in cluster.facts.items():
-        own = [finding for finding in judge(one.facts) if finding.level != "ok"]
-        # The port is that of the first node, where ranks meet.
+def judge_cluster(cluster: ClusterFacts) -> dict[str, list[Finding]]:
+    """The warnings and faults of each node: of its own, and compared with the others."""
+    found = {node: [fault("ssh", cluster.failed[node])] if node in cluster.failed else [] for node in cluster.nodes}
+    for node, node_facts in cluster.facts.items():
+        own = [finding for finding in judge(node_facts.facts) if finding.level != "ok"]
+        # Only the first node listens on the master port.
         found[node] += [finding for finding in own if finding.topic != "port" or node == cluster.nodes[0]]
     for gap in cluster.gaps:
         for node in gap.nodes:
@@ -105,38 +101,37 @@ def judge_cluster(cluster: Cluster) -> dict[str, list[Finding]]:
 
 
 @dataclass(frozen=True)
-class Block:
-    """Findings that the same nodes have in common."""
+class SharedFindings:
+    """Findings that the same nodes have."""
 
     nodes: tuple[str, ...]
     findings: tuple[Finding, ...]
-    alike: bool  # all but the figures; they are the first node's
+    numbers_differ: bool  # the findings show the numbers of the first node
 
 
-def blocks(found: Mapping[str, Sequence[Finding]]) -> list[Block]:
+def group_findings(found: Mapping[str, Sequence[Finding]]) -> list[SharedFindings]:
     """Each finding once, with the nodes that have it; the worst comes last."""
-    having: dict[Finding, dict[str, Finding]] = {}
+    by_text: dict[Finding, dict[str, Finding]] = {}
     for node, findings in found.items():
         for finding in findings:
-            having.setdefault(without_figures(finding, node), {})[node] = finding
-    groups: dict[tuple[str, ...], list[list[Finding]]] = {}
-    for by_node in having.values():
-        groups.setdefault(tuple(by_node), []).append(list(by_node.values()))
-    result = [
-        Block(nodes, tuple(same[0] for same in group), alike=any(len(set(same)) > 1 for same in group))
-        for nodes, group in groups.items()
+            by_text.setdefault(without_numbers(finding, node), {})[node] = finding
+    by_nodes: dict[tuple[str, ...], list[list[Finding]]] = {}
+    for by_node in by_text.values():
+        by_nodes.setdefault(tuple(by_node), []).append(list(by_node.values()))
+    groups = [
+        SharedFindings(nodes, tuple(same[0] for same in group), any(len(set(same)) > 1 for same in group))
+        for nodes, group in by_nodes.items()
     ]
-    return sorted(result, key=lambda block: (max(map(severity, block.findings)), -len(block.nodes)))
+    return sorted(
+        groups,
+        key=lambda group: (max(LEVELS.index(finding.level) for finding in group.findings), -len(group.nodes)),
+    )
 
 
-def severity(finding: Finding) -> int:
-    return LEVELS.index(finding.level)
+def without_numbers(finding: Finding, node: str) -> Finding:
+    """The same for findings of several nodes that differ only in numbers and the node's name; commands must be equal.
 
-
-def without_figures(finding: Finding, node: str) -> Finding:
-    """Findings that nodes share may differ in figures and in the node's name; not in what is to be pasted.
-
-    Nodes that cannot be reached are named and numbered: none of these is a figure.
+    In findings about connections the numbers are names and addresses of nodes, so these stay.
     """
     if finding.topic == "reach":
         return finding
@@ -150,7 +145,6 @@ COLUMNS = ("", "python", "torch", "GPUs", "cores", "memory", "network")
 
 
 def row_of(node: FullNodeFacts) -> tuple[str, ...]:
-    """What the table shows of a node."""
     facts = node.facts
     count = Counter(gpu.name.removeprefix("NVIDIA ") for gpu in facts.gpus.devices)
     gpus = ", ".join(f"{number} x {name}" for name, number in count.items())
@@ -165,34 +159,34 @@ def row_of(node: FullNodeFacts) -> tuple[str, ...]:
 
 
 def node_table(nodes: Mapping[str, FullNodeFacts]) -> list[str]:
-    """A row for all nodes that are alike."""
-    alike: dict[tuple[str, ...], list[str]] = {}
+    """A row for all nodes with the same values."""
+    nodes_of: dict[tuple[str, ...], list[str]] = {}
     for name, node in nodes.items():
-        alike.setdefault(row_of(node), []).append(name)
-    return terminal.table([COLUMNS, *((fold(names), *row) for row, names in alike.items())])
+        nodes_of.setdefault(row_of(node), []).append(name)
+    return terminal.table([COLUMNS, *((fold(names), *row) for row, names in nodes_of.items())])
 
 
-def render_cluster(cluster: Cluster, width: int | None = None) -> str:
-    """The nodes side by side, what is wrong with some or all of them, and the sum of it.
+def render_cluster(cluster: ClusterFacts, width: int | None = None) -> str:
+    """A table of the nodes, their findings, and a summary.
 
     Args:
-        width: of the terminal, in columns; None does not break lines.
+        width: columns of the terminal; None does not break lines.
     """
     found = judge_cluster(cluster)
     parts = [node_table(cluster.facts)] if cluster.facts else []
-    parts += [list(render_block(block, cluster, width)) for block in blocks(found)]
+    parts += [list(render_group(group, cluster, width)) for group in group_findings(found)]
     return "\n\n".join("\n".join(part) for part in [*parts, terminal.wrap(summary(cluster, found), width)]) + "\n"
 
 
-def render_block(block: Block, cluster: Cluster, width: int | None) -> Iterator[str]:
-    everybody = len(cluster.nodes) > 1 and block.nodes == cluster.nodes
-    yield ("all nodes" if everybody else fold(block.nodes)) + (f" (figures of {block.nodes[0]})" if block.alike else "")
-    yield from render_findings(block.findings, width)
+def render_group(group: SharedFindings, cluster: ClusterFacts, width: int | None) -> Iterator[str]:
+    names = "all nodes" if len(cluster.nodes) > 1 and group.nodes == cluster.nodes else fold(group.nodes)
+    yield names + (f" (numbers of {group.nodes[0]})" if group.numbers_differ else "")
+    yield from render_findings(group.findings, width)
 
 
-def summary(cluster: Cluster, found: Mapping[str, Sequence[Finding]]) -> str:
+def summary(cluster: ClusterFacts, found: Mapping[str, Sequence[Finding]]) -> str:
     """How many are fit, and which are not."""
-    unfit = [node for node, own in found.items() if any(one.level == "fault" for one in own)]
+    unfit = [node for node, findings in found.items() if any(finding.level == "fault" for finding in findings)]
     parts = [f"{'all' if not unfit else len(found) - len(unfit) or 'none'} fit for training"]
     if not unfit and len(cluster.facts) > 1:
         parts.append("each can connect to every other")
@@ -201,28 +195,28 @@ def summary(cluster: Cluster, found: Mapping[str, Sequence[Finding]]) -> str:
     return f"{terminal.plural(len(cluster.nodes), 'node')}: {'; '.join(parts)}"
 
 
-def as_json(cluster: Cluster) -> str:
-    """Every fact of every node; of one that did not reply, why."""
-    told = {
-        node: {"silent": cluster.silent[node]}
-        if node in cluster.silent
+def as_json(cluster: ClusterFacts) -> str:
+    """The facts of every node; of a node that did not reply, the reason."""
+    facts = {
+        node: {"silent": cluster.failed[node]}
+        if node in cluster.failed
         else asdict(cluster.facts[node]) | {"unreached": [str(gap) for gap in cluster.gaps if node in gap.nodes]}
         for node in cluster.nodes
     }
-    return json.dumps(told, indent=2, sort_keys=True) + "\n"
+    return json.dumps(facts, indent=2, sort_keys=True) + "\n"
 
 
 # ---------------------------------------------------------------- the program
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """0: fit; 1: a fault; UNFIT: a node has not replied."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Return 0 when all nodes are fit, 1 when there is a fault, UNFIT when a node did not reply."""
     parser = argparse.ArgumentParser(prog="cluster", description=str(__doc__).splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--json", action="store_true", help="print the facts, judge nothing")
-    parser.add_argument("folder", type=Path, help="holds the replies: looking/, listening/ and trying/")
+    parser.add_argument("--json", action="store_true", help="print the facts as JSON and judge nothing")
+    parser.add_argument("replies", type=Path, help="directory with looking/, listening/ and trying/")
     parser.add_argument("nodes", nargs="+", help="names, by node rank")
-    options = parser.parse_args(words)
-    cluster = read_cluster(options.folder, options.nodes)
+    options = parser.parse_args(arguments)
+    cluster = read_cluster(options.replies, options.nodes)
     if options.json:
         sys.stdout.write(as_json(cluster))
     elif len(cluster.nodes) == 1 and cluster.facts:
@@ -230,7 +224,7 @@ def main(words: Sequence[str] | None = None) -> int:
         terminal.show(render(judge(only.facts), name, terminal.width()))
     else:
         terminal.show(render_cluster(cluster, terminal.width()))
-    if cluster.silent:
+    if cluster.failed:
         return UNFIT
     faults = any(finding.level == "fault" for found in judge_cluster(cluster).values() for finding in found)
     return 1 if faults and not options.json else 0

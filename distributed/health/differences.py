@@ -1,7 +1,7 @@
-"""In what do nodes differ, so far as it matters to training on all of them?
+"""Differences between nodes that matter when they train together.
 
-Values in, values out: each check takes the nodes' facts and yields the nodes that differ from most of the others, with
-both values and the fix.
+Each comparison takes the facts of all nodes and yields the nodes that differ from most others, with both values and a
+fix.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from distributed.launch.comparison import (
 )
 from distributed.nodelist import fold
 
-CLOCK_TOLERANCE = 2.0  # seconds; verdicts of several nodes are put in order by their clocks
+CLOCK_TOLERANCE = 2.0  # seconds; failures on several nodes are ordered by their clocks
 MEMORY_TOLERANCE = 0.1  # of the memory
-SHOWN = 3  # names of files in a line
+SHOWN = 3  # file names in a finding
 
 Nodes = Mapping[str, FullNodeFacts]  # by name, in the order of node ranks
-Found = Iterator[tuple[str, Finding]]  # the node, and what was found
+NodeFindings = Iterator[tuple[str, Finding]]  # node name, finding
 
 
-# ---------------------------------------------------------------- the same or not
+# ---------------------------------------------------------------- equal or not
 
 
 def nccl(node: FullNodeFacts) -> str:
@@ -63,71 +63,71 @@ def link(node: FullNodeFacts) -> str:
 
 
 def network_settings(node: FullNodeFacts) -> str:
-    """NCCL's and gloo's; interfaces and cards may have other names on each node."""
-    own = r"(NCCL|TORCH_NCCL|GLOO)_(?!SOCKET_IFNAME|IB_HCA)\w+"
-    found = [f"{name}={value}" for name, value in node.facts.environment.items() if re.fullmatch(own, name)]
+    """Variables of NCCL and gloo, except names of interfaces and cards, which may differ between nodes."""
+    compared = r"(NCCL|TORCH_NCCL|GLOO)_(?!SOCKET_IFNAME|IB_HCA)\w+"
+    found = [f"{name}={value}" for name, value in node.facts.environment.items() if re.fullmatch(compared, name)]
     return f"{' '.join(found) or 'nothing'} is set"
 
 
 TRAITS = (
     *MUST_BE_SAME,
     Trait("fault", "NCCL", nccl, "install the same build of torch on all"),
-    Trait("warning", "GPUs", gpus, "the slowest sets the pace of every step: leave it out, or give it fewer processes"),
+    Trait("warning", "GPUs", gpus, "every step waits for the slowest; leave it out, or give it fewer processes"),
     Trait("warning", "driver", driver, "install the same on all"),
-    Trait("warning", "cores", cores, "the slowest sets the pace of every step"),
-    Trait("warning", "network", infiniband, "NCCL speaks to it over TCP, slowly: see ibstat"),
-    Trait("warning", "MTU", mtu, "large messages may vanish on the way: give all the same"),
-    Trait("warning", "network", link, "the slowest sets the pace of every step: look at cable and switch"),
-    Trait("warning", "NCCL", network_settings, "set them alike, in config/node_env.sh or with --env"),
+    Trait("warning", "cores", cores, "every step waits for the slowest"),
+    Trait("warning", "network", infiniband, "NCCL falls back to TCP, which is slow; check ibstat"),
+    Trait("warning", "MTU", mtu, "large packets may be dropped; set the same MTU on all"),
+    Trait("warning", "network", link, "every step waits for the slowest; check cable and switch"),
+    Trait("warning", "NCCL", network_settings, "use the same on all, in config/node_env.sh or with --env"),
 )
 
 
-def compare_traits(nodes: Nodes) -> Found:
+def compare_traits(nodes: Nodes) -> NodeFindings:
     for trait in TRAITS:
         for name, value, usual, others in differences_in(trait, nodes):
             yield name, Finding(trait.level, trait.topic, f"{value}, but {usual} on {fold(others)}", trait.fix)
 
 
-# ---------------------------------------------------------------- more or less
+# ---------------------------------------------------------------- nearly equal
 
 
-def compare_memory(nodes: Nodes) -> Found:
+def compare_memory(nodes: Nodes) -> NodeFindings:
     total = {name: min(node.facts.memory.total, node.facts.memory.limit or 2**63) for name, node in nodes.items()}
     for name, own in total.items():
         others = median(other for other_name, other in total.items() if other_name != name)
         if own < (1 - MEMORY_TOLERANCE) * others:
-            fact = f"{size(own)} in all, but {size(int(others))} elsewhere"
-            yield name, Finding("warning", "memory", fact, "what fits there must fit here")
+            fact = f"{size(own)}, but {size(int(others))} on the others"
+            yield name, Finding("warning", "memory", fact, "a job must fit into the smallest node")
 
 
-def compare_clocks(ahead: Mapping[str, float]) -> Found:
-    """ahead: seconds by which each node's clock is ahead of the launching side's."""
+def compare_clocks(ahead: Mapping[str, float]) -> NodeFindings:
+    """ahead: seconds by which each node's clock is ahead of this machine's."""
     usual = median(ahead.values())
     for name, seconds in ahead.items():
         apart = seconds - usual
         if abs(apart) > CLOCK_TOLERANCE:
             fact = f"{abs(apart):.0f} s {'ahead of' if apart > 0 else 'behind'} the others"
-            fix = "verdicts may blame the wrong node: synchronise it"
+            fix = "verdicts may name the wrong node; synchronise the clock:"
             yield name, Finding("warning", "clock", fact, fix, "sudo timedatectl set-ntp true")
 
 
-# ---------------------------------------------------------------- together
+# ---------------------------------------------------------------- installation and names
 
 
-def compare_kits(nodes: Nodes) -> Found:
-    """Nodes on which files of the kit are different."""
+def compare_installations(nodes: Nodes) -> NodeFindings:
+    """Nodes on which files of Muster differ."""
     differing: dict[str, list[str]] = {}
     for file in sorted({file for node in nodes.values() for file in node.kit}):
         for name, *_ in differences({name: node.kit.get(file) or "none" for name, node in nodes.items()}):
             differing.setdefault(name, []).append(file)
     for name, files in differing.items():
         more = f" and {len(files) - SHOWN} more" if len(files) > SHOWN else ""
-        fact = f"another kit than elsewhere: {', '.join(files[:SHOWN])}{more} in {nodes[name].facts.kit}"
-        yield name, Finding("fault", "kit", fact, "make them the same: one folder for all nodes, or rsync")
+        fact = f"differs from the other nodes: {', '.join(files[:SHOWN])}{more} in {nodes[name].facts.kit}"
+        yield name, Finding("fault", "Muster", fact, "use the same files: a shared directory, or rsync")
 
 
-def compare_names(nodes: Nodes) -> Found:
-    """Whether each name is another machine, and ranks find the first one."""
+def compare_names(nodes: Nodes) -> NodeFindings:
+    """Each name must be another machine, and the first node must have an address that the others can use."""
     for name, other in same_machines(nodes):
         yield name, Finding("fault", "names", f"is the same machine as {other}", "name it once")
     if not rendezvous_address(nodes):
@@ -135,11 +135,11 @@ def compare_names(nodes: Nodes) -> Found:
 
 
 def compare(nodes: Nodes, ahead: Mapping[str, float]) -> list[tuple[str, Finding]]:
-    """All differences of at least two nodes, in the order of what they mean."""
+    """All differences between two or more nodes."""
     return [
         *compare_traits(nodes),
         *compare_memory(nodes),
-        *compare_kits(nodes),
+        *compare_installations(nodes),
         *compare_names(nodes),
         *compare_clocks(ahead),
     ]

@@ -1,6 +1,6 @@
-"""Is this machine fit for training, and what is to be done when it is not?
+"""Check whether this machine is fit for training, and print how to fix what is not.
 
-Facts are gathered first (host.facts), then judged (checks), then printed. Nothing is changed.
+Gathers facts (host.facts), judges them (checks) and prints the findings. Changes nothing.
 
 Try it: scripts/doctor.sh, or python3 -m distributed.health.doctor
 """
@@ -26,10 +26,10 @@ COLOURS = {"ok": terminal.GREEN, "warning": terminal.YELLOW, "fault": terminal.R
 
 
 def render(findings: Sequence[Finding], host: str, width: int | None = None) -> str:
-    """What is ok, then what is wrong, the worst last, then the counts.
+    """The findings that are ok, then the others with the worst last, then the counts.
 
     Args:
-        width: of the terminal, in columns; None does not break lines.
+        width: columns of the terminal; None does not break lines.
     """
     good = [finding for finding in findings if finding.level == "ok"]
     bad = [finding for finding in findings if finding.level != "ok"]
@@ -42,7 +42,7 @@ def render(findings: Sequence[Finding], host: str, width: int | None = None) -> 
 
 
 def render_findings(findings: Sequence[Finding], width: int | None, column: int = 0) -> Iterator[str]:
-    """Lines, the worst last. Commands are never broken: they are to be pasted. column: width of the topics."""
+    """Lines of the findings, the worst last. column: width of the topics. Commands are not wrapped, to be pasted."""
     column = column or max(len(finding.topic) for finding in findings)
     indent = " " * (9 + column + 2)
     for finding in sorted(findings, key=lambda finding: LEVELS.index(finding.level)):
@@ -58,16 +58,16 @@ def render_findings(findings: Sequence[Finding], width: int | None, column: int 
 # ---------------------------------------------------------------- the program
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """0: fit; 1: a fault; 2: wrong call."""
-    parser = argparse.ArgumentParser(prog="doctor", description="Is this machine fit for training?", allow_abbrev=False)
-    parser.add_argument("--json", action="store_true", help="print the facts, judge nothing")
-    parser.add_argument("--folder", type=Path, default=Path.cwd(), help="the working folder of the launch")
-    parser.add_argument("--log-dir", type=Path, help="default: logs in the working folder")
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Return 0 when the machine is fit, 1 when there is a fault, 2 for a wrong call."""
+    parser = argparse.ArgumentParser(prog="doctor", description=str(__doc__).splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--json", action="store_true", help="print the facts as JSON and judge nothing")
+    parser.add_argument("--folder", type=Path, default=Path.cwd(), help="working directory of the launch")
+    parser.add_argument("--log-dir", type=Path, help="default: logs in the working directory")
     parser.add_argument("--master-port", type=int, default=29500, help="default: 29500")
-    call = parser.parse_args(words)
-    facts = gather(call.folder, call.log_dir or call.folder / "logs", call.master_port)
-    if call.json:
+    options = parser.parse_args(arguments)
+    facts = gather(options.folder, options.log_dir or options.folder / "logs", options.master_port)
+    if options.json:
         print(json.dumps(asdict(facts), indent=2, sort_keys=True))
         return 0
     findings = judge(facts)

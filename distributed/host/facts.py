@@ -139,7 +139,7 @@ def gather(folder: Path, logs: Path, port: int, env: Mapping[str, str] = os.envi
         gpus=look_at_gpus(),
         memory=look_at_memory(),
         disks=(
-            look_at_space("working folder", folder),
+            look_at_space("working directory", folder),
             look_at_space("logs", logs),
             look_at_space("/tmp", Path("/tmp")),
         ),

@@ -92,8 +92,8 @@ def take(run: str, node: str, *, gpus: bool, proc: Path | None = None) -> Sample
     from distributed.host.system import PROC
     from distributed.runs import node_status
 
-    families = node_status.families(node_status.processes_of(run, node, proc or PROC))
-    written = node_status.outputs(Path(run), node)
+    families = node_status.processes_by_rank(node_status.processes_of(run, node, proc or PROC))
+    written = node_status.output_files(Path(run), node)
     ranks = {
         str(rank): {
             "cpu": round(sum(one.ticks + one.ticks_of_ended for one in family) / node_status.TICK, 2),
@@ -104,9 +104,9 @@ def take(run: str, node: str, *, gpus: bool, proc: Path | None = None) -> Sample
     }
     sample: Sample = {"time": round(time.time(), 2), "ranks": ranks}
     if gpus and ranks:
-        found, users, _ = node_status.look_at_gpus()
+        found, users, _ = node_status.query_gpus()
         by_gpu = {
-            gpu.index: [rank for rank, family in families.items() if gpu in node_status.used_by(family, found, users)]
+            gpu.index: [rank for rank, family in families.items() if gpu in node_status.gpus_of(family, found, users)]
             for gpu in found.values()
         }
         if found:

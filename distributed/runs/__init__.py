@@ -1,1 +1,1 @@
-"""Runs: how one is while it goes on, and what it leaves behind: its directory, why it ended, its report."""
+"""Runs: their directories, their state while they run, why they ended, and their reports."""

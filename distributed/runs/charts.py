@@ -1,7 +1,7 @@
-"""Numbers as SVG: lines over steps or seconds.
+"""Draw line charts over steps or seconds as SVG.
 
-Every chart is a string of SVG that a page holds as it is. It names CSS classes only: colours and fonts come from
-report.css, so that one drawing serves light, dark and paper. Standard library only.
+A chart is a string of SVG for a page. Colours and fonts come from CSS classes in report.css, for light and dark screens
+and for print. Standard library only.
 
 Try it: python -c "from distributed.runs.charts import *; print(lines([Line('loss', [(1, 3.2), (2, 2.9)], 'train')]))"
 """
@@ -17,19 +17,19 @@ from html import escape
 from itertools import groupby
 from operator import itemgetter
 
-Point = tuple[float, float]  # x, y; a y that is NaN is a gap
+Point = tuple[float, float]  # x, y; NaN as y is a gap
 
-COLUMNS = 400  # a long line is drawn with at most two points for each of so many columns
-MANY = 60  # points from which on a line is drawn smooth
-TINY = 1e-100  # what is nearer to zero is drawn as zero
-LETTER = 6.2  # width of a letter of the labels, pixels
+COLUMNS = 400  # a long line is drawn with about two points per column
+MANY = 60  # lines with at least this many points are smoothed
+TINY = 1e-100  # smaller values are drawn as zero
+LETTER = 6.2  # width of a letter in labels, pixels
 
 
 # ---------------------------------------------------------------- numbers as text
 
 
 def figure(value: float) -> str:
-    """Four digits, thousands separated: 12,346  2.313  0.0003  3e-5."""
+    """Four significant digits with thousands separators: 12,346  2.313  0.0003  3e-5."""
     if not math.isfinite(value):
         return "not finite"
     size = abs(value)
@@ -39,7 +39,7 @@ def figure(value: float) -> str:
 
 
 def compact(value: float) -> str:
-    """12,346 stays; from a million on 10.8 M, 1.5 G, 2 T."""
+    """12,346; from a million on 10.8 M, 1.5 G, 2 T."""
     for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
         if size <= abs(value) < 1e15:
             return f"{value / size:,.3g} {letter}"
@@ -47,18 +47,18 @@ def compact(value: float) -> str:
 
 
 def cut(text: str, length: int) -> str:
-    """The text, shortened to a length."""
+    """The text, cut to a length."""
     return text if len(text) <= length else text[: length - 1] + "…"
 
 
 def _short_exponent(text: str) -> str:
-    """3e-5 of 3e-05."""
+    """3e-5 for 3e-05."""
     mantissa, mark, exponent = text.partition("e")
     return f"{mantissa}e{int(exponent)}" if mark else text
 
 
 def _tick_text(value: float, step: float) -> str:
-    """A tick with as many decimals as its distance to the next one requires."""
+    """The label of a tick, with the decimals that the step needs."""
     if value == 0:
         return "0"
     if abs(value) >= 1e6:
@@ -73,7 +73,7 @@ def _tick_text(value: float, step: float) -> str:
 
 @dataclass(frozen=True)
 class Scale:
-    """Data to pixels: `low` falls on `start`, `high` on `end`."""
+    """Maps values to pixels: `low` to `start`, `high` to `end`."""
 
     low: float
     high: float
@@ -82,12 +82,12 @@ class Scale:
     step: float = 1.0  # between ticks
 
     def __call__(self, value: float) -> float:
-        """The pixel of a value; a value outside of the scale is drawn on the border."""
+        """The pixel of a value; values outside the scale are drawn on its border."""
         inside = min(max(value, self.low), self.high)
         return self.start + (inside - self.low) / (self.high - self.low) * (self.end - self.start)
 
     def ticks(self) -> list[tuple[float, str]]:
-        """All multiples of `step` from low to high, and their texts."""
+        """The multiples of `step` from low to high, and their labels."""
         numbers = range(math.ceil(self.low / self.step - 1e-9), math.floor(self.high / self.step + 1e-9) + 1)
         return [(n * self.step, _tick_text(n * self.step, self.step)) for n in numbers]
 
@@ -102,7 +102,7 @@ TIME_STEPS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 108
 
 
 def time_ticks(seconds: float, count: int) -> list[tuple[float, str]]:
-    """At most about `count` times from 0 on and their texts: 0, 30 s, 1 min, 1 min 30 s."""
+    """About `count` times from 0 on and their labels: 0, 30 s, 1 min, 1 min 30 s."""
     days = 86400 * max(1.0, nice_step(seconds / 86400, count))
     step = next((step for step in TIME_STEPS if step * count >= seconds), days)
     return [(n * step, _time_text(n * step)) for n in range(math.floor(seconds / step + 1e-9) + 1)]
@@ -126,12 +126,12 @@ def step_scale(xs: Iterable[float], start: float, end: float) -> Scale:
 
 
 def _tick_count(start: float, end: float) -> int:
-    """How many ticks of steps or times have room."""
+    """The number of ticks of steps or times that fit."""
     return max(2, int((end - start) / 56))
 
 
 def value_scale(ys: Iterable[float], start: float, end: float, *, zero: bool, count: int) -> Scale:
-    """A scale that ends on ticks, at most about `count`; from zero if requested."""
+    """A scale with about `count` ticks, from the first to the last tick. zero: include zero."""
     low, high = _extent(ys)
     if zero:
         low, high = min(low, 0.0), max(high, 0.0)
@@ -150,11 +150,11 @@ def _apart(low: float, high: float) -> bool:
     return high - low > max(TINY, 1e-9 * max(abs(low), abs(high)))
 
 
-# ---------------------------------------------------------------- fewer points, the same picture
+# ---------------------------------------------------------------- reducing the number of points
 
 
 def thin(points: Sequence[Point], columns: int = COLUMNS) -> list[Point]:
-    """Few points that look the same: of each column the smallest, the largest and one gap, if it has one."""
+    """Fewer points that look the same: minimum, maximum and one gap of each column, and both ends."""
     if len(points) <= 2 * columns:
         return list(points)
     kept = [points[0]]
@@ -167,9 +167,9 @@ def thin(points: Sequence[Point], columns: int = COLUMNS) -> list[Point]:
 
 
 def smooth(points: Sequence[Point], columns: int = COLUMNS) -> list[Point]:
-    """The running mean of many points; few stay as they are.
+    """The running mean of many points; fewer than MANY are returned unchanged.
 
-    Its window grows from the first point on, so that a steep beginning stays steep.
+    The window is smaller near the first point, so that a steep start stays steep.
     """
     if len(points) < MANY:
         return list(points)
@@ -193,7 +193,7 @@ def _mean(points: Sequence[Point]) -> Point:
 
 
 def _columns(points: Sequence[Point], columns: int) -> Iterator[list[Point]]:
-    """The points of each column of equal width; every point its own when there are few."""
+    """The points of each column of equal width; with few points, each is a column."""
     if len(points) <= columns:
         yield from ([point] for point in points)
         return
@@ -210,7 +210,7 @@ def _columns(points: Sequence[Point], columns: int) -> Iterator[list[Point]]:
 
 @dataclass(frozen=True)
 class Box:
-    """The area of a drawing in which values are drawn, pixels."""
+    """The size and margins of a chart, pixels."""
 
     width: float
     height: float
@@ -231,7 +231,7 @@ class Box:
 
 
 def svg(box: Box, parts: Iterable[str], style: str) -> str:
-    """A drawing. On narrow screens a wide one is scrolled, see report.css."""
+    """The SVG of a chart. On narrow screens a wide chart is scrolled, see report.css."""
     size = f'viewBox="0 0 {px(box.width)} {px(box.height)}" style="max-width:{px(box.width * 1.5)}px"'
     style += " wide" if box.width > 700 else ""
     return f'<svg class="{style}" role="img" {size}>{"".join(parts)}</svg>'
@@ -246,7 +246,7 @@ def text_at(x: float, y: float, text: str, style: str) -> str:
 
 
 def _x_axis(box: Box, x: Scale, seconds: bool) -> Iterator[str]:
-    """The axis of steps, or of seconds from 0 on."""
+    """The x axis of steps, or of seconds from 0 on."""
     if seconds:
         ticks = time_ticks(x.high, _tick_count(box.left, box.end))
     else:
@@ -262,16 +262,16 @@ def _x_axis(box: Box, x: Scale, seconds: bool) -> Iterator[str]:
             yield text_at(at, box.floor + 17, text, "tick mid")
 
 
-def spread(places: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """Rising places, moved as little as possible to stand `gap` apart, from low to high."""
-    out: list[float] = []
-    for place in places:
-        out.append(max(place, out[-1] + gap if out else low))
+def spread(positions: Sequence[float], gap: float, low: float, high: float) -> list[float]:
+    """Move rising positions so that they are at least `gap` apart and between low and high."""
+    moved: list[float] = []
+    for position in positions:
+        moved.append(max(position, moved[-1] + gap if moved else low))
     ceiling = high
-    for n in reversed(range(len(out))):
-        out[n] = min(out[n], ceiling)
-        ceiling = out[n] - gap
-    return out
+    for n in reversed(range(len(moved))):
+        moved[n] = min(moved[n], ceiling)
+        ceiling = moved[n] - gap
+    return moved
 
 
 # ---------------------------------------------------------------- lines over steps
@@ -281,19 +281,19 @@ def spread(places: Sequence[float], gap: float, low: float, high: float) -> list
 class Line:
     """Values over steps."""
 
-    name: str  # in the read-out under the pointer
+    name: str  # in the read-out of the pointer
     points: Sequence[Point]  # by rising x
-    style: str  # class that gives the colour
-    label: str = ""  # written at its end
-    raw: bool = False  # only the faint background of a smoothed one
+    style: str  # CSS class of the colour
+    label: str = ""  # at the end of the line
+    raw: bool = False  # the faint raw values behind a smoothed line
 
 
-Band = Sequence[tuple[float, float, float]]  # x, low, high: the area between a lower and an upper line
+Band = Sequence[tuple[float, float, float]]  # x, low, high: a shaded area
 
 
 @dataclass(frozen=True)
 class Mark:
-    """Something that happened at a step."""
+    """An event at a step."""
 
     x: float
     text: str
@@ -301,7 +301,7 @@ class Mark:
 
 
 def smoothed(line: Line) -> list[Line]:
-    """A line as it is or, when it has many points, smooth over faint raw values."""
+    """The line; if it has many points, the faint raw line and its running mean."""
     if len(line.points) < MANY:
         return [line]
     mean = replace(line, name=f"{line.name}, smoothed", points=smooth(line.points))
@@ -319,11 +319,10 @@ def lines(
     notes: bool = False,
     seconds: bool = False,
 ) -> str:
-    """Lines over steps as SVG, with the numbers for the read-out beside it.
+    """A chart as SVG with the data for its read-out; a paragraph if no value is finite.
 
-    zero: the axis of values begins at zero. notes: marks get their text, and not only when pointed at. seconds: the
-    x axis shows seconds from 0 on, not steps, and a value that is not finite is unknown.
-    Without one finite value: a sentence that says so.
+    zero: the y axis includes zero. notes: print the texts of marks, which otherwise are tooltips. seconds: the x axis
+    has seconds from 0 on instead of steps, and values that are not finite are unknown.
     """
     drawn = [replace(line, points=thin(line.points, min(COLUMNS, width // 2))) for line in drawn if line.points]
     values = [y for line in drawn for _, y in _finite(line.points)] + [y for _, *pair in band for y in pair]
@@ -350,7 +349,7 @@ def lines(
 
 
 def _line(line: Line, x: Scale, y: Scale, box: Box, seconds: bool) -> Iterator[str]:
-    """Its finite stretches, and dots for single points and for the few of held-out losses."""
+    """The finite parts of a line, dots for single points and sparse held-out losses, wedges for other values."""
     runs = [list(run) for finite, run in groupby(line.points, lambda p: math.isfinite(p[1])) if finite]
     path = "".join("M" + " ".join(f"{px(x(a))},{px(y(b))}" for a, b in run) for run in runs if len(run) > 1)
     if path:
@@ -363,22 +362,22 @@ def _line(line: Line, x: Scale, y: Scale, box: Box, seconds: bool) -> Iterator[s
         spots = "".join(f"M{px(x(a))},{px(y(b))}h0" for a, b in dots)
         yield f'<path class="dot {line.style}" d="{spots}"/>'
     lost = sorted({round(x(a)) for a, b in line.points if not math.isfinite(b)})
-    if lost and not seconds:  # a red wedge on the lower border
+    if lost and not seconds:  # red wedges on the x axis
         wedges = "".join(f"M{at - 4} {px(box.floor)}l4-7l4 7z" for at in lost)
         yield f'<path class="lost" d="{wedges}"><title>{escape(line.name)}: not finite</title></path>'
 
 
 def _end_labels(drawn: Sequence[Line], y: Scale, box: Box) -> Iterator[str]:
-    """Each label beside the last finite value of its line, none over another."""
+    """Labels beside the last finite values of the lines, without overlaps."""
     ends = [(y(_finite(line.points)[-1][1]), line) for line in drawn if line.label and _finite(line.points)]
     ends.sort(key=itemgetter(0))
-    places = spread([end for end, _ in ends], 14, box.top + 4, box.floor)
-    for at, (_, line) in zip(places, ends, strict=True):
+    positions = spread([end for end, _ in ends], 14, box.top + 4, box.floor)
+    for at, (_, line) in zip(positions, ends, strict=True):
         yield text_at(box.end + 8, at + 4, line.label, f"label {line.style}")
 
 
 def _marks(box: Box, x: Scale, marks: Sequence[Mark], notes: bool, seconds: bool) -> Iterator[str]:
-    """A vertical line where something happened. With notes: its text, where the one before leaves room for it."""
+    """A vertical line for each event. notes: with its text, if that does not overlap the previous one."""
     inside = sorted((mark for mark in marks if x.low <= mark.x <= x.high), key=lambda mark: mark.x)
     free = box.left
     for (at, style), group in groupby(inside, key=lambda mark: (round(x(mark.x) / 3) * 3, mark.style)):
@@ -398,7 +397,7 @@ def _marks(box: Box, x: Scale, marks: Sequence[Mark], notes: bool, seconds: bool
 
 
 def _readout(drawn: Sequence[Line], x: Scale, y: Scale, seconds: bool) -> str:
-    """What report.js needs to show the values under the pointer. NaN is left out."""
+    """The data for report.js to show the values under the pointer, without NaN."""
     facts = {
         "x": [x.low, x.high, x.start, x.end],
         "y": [y.low, y.high, y.start, y.end],

@@ -1,10 +1,10 @@
-"""The lines of a metrics.jsonl that still count, after restarts and resumed runs have taken some back.
+"""Read metrics.jsonl, without the lines of steps that a restart or a resumed run has repeated.
 
     history = read_metrics(Path("logs/latest/metrics.jsonl"), notes)
     history.series("loss")    ->  [(10.0, 2.31), (20.0, 2.2), ...]
 
-A file may be missing, cut short or hold anything: what cannot be read is left out and named in `notes`. Standard
-library only.
+The file may be missing, incomplete or of any content: lines that cannot be read are ignored and counted in `notes`.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from typing import Any
 
 from distributed.runs.records import is_time, listed, number
 
-Point = tuple[float, float]  # step, value; the value is NaN where it was none
+Point = tuple[float, float]  # step, value; the value is NaN if it was not a number
 RankValues = list[tuple[float, list[float]]]  # step, a value of each rank
-Line = dict[str, Any]
+MetricsLine = dict[str, Any]
 
-NO_VALUES = {"step", "time", "steps", "event", "rank_seconds", "wait_share"}  # keys of lines
+NO_VALUES = {"step", "time", "steps", "event", "rank_seconds", "wait_share"}  # keys that are not logged values
 
 
 @dataclass
 class History:
-    """The lines of metrics.jsonl that still count, each kind by rising step."""
+    """The valid lines of metrics.jsonl, each kind by rising step."""
 
-    steps: list[Line] = field(default_factory=list)
-    held_out: list[Line] = field(default_factory=list)
-    events: list[Line] = field(default_factory=list)  # in the order of the file
-    earlier: list[History] = field(default_factory=list)  # what later attempts have done again; runs resumed from
+    steps: list[MetricsLine] = field(default_factory=list)
+    held_out: list[MetricsLine] = field(default_factory=list)
+    events: list[MetricsLine] = field(default_factory=list)  # in the order of the file
+    earlier: list[History] = field(default_factory=list)  # steps that later attempts repeated; runs resumed from
 
-    def add(self, line: Line) -> None:
-        """Take the next line of the file. Going back to a step, a resumed run takes back what came after it."""
+    def add(self, line: MetricsLine) -> None:
+        """Add the next line of the file. A run that resumes at a step replaces the lines after that step."""
         step = line["step"]
         if "event" in line:
             self.events.append(line)
@@ -52,20 +52,20 @@ class History:
                 self._go_back_to(step)
             same = bisect_left(self.steps, step, key=_step)
             self.steps[same:] = [one for one in self.steps[same:] if one["step"] > step or keys.isdisjoint(one)]
-            insort(self.steps, line, key=_step)  # another program may log an earlier step late
+            insort(self.steps, line, key=_step)  # another program may log an earlier step later
 
     def _go_back_to(self, step: float) -> None:
         undone = History()
         for lines, others in ((self.steps, undone.steps), (self.held_out, undone.held_out)):
             keep = bisect_right(lines, step, key=_step)
             if keep < len(lines):
-                others += lines[max(0, keep - 1) :]  # from where the two part
+                others += lines[max(0, keep - 1) :]  # with the last common step
                 del lines[keep:]
         if undone.steps or undone.held_out:
             self.earlier.append(undone)
 
     def names(self) -> list[str]:
-        """The names of all values, in the order in which they were first logged."""
+        """The names of all logged values, in the order of their first line."""
         return list(dict.fromkeys(key for line in self.steps for key in line if key not in NO_VALUES))
 
     def series(self, key: str) -> list[Point]:
@@ -73,30 +73,30 @@ class History:
         return [(line["step"], number(line[key])) for line in self.steps if key in line]
 
     def held_out_losses(self) -> list[Point]:
-        """Held-out loss over steps, in nats a token."""
+        """Held-out loss over steps, in nats per token."""
         return [(line["step"], number(line["held_out_loss"])) for line in self.held_out]
 
     def by_rank(self, key: str) -> RankValues:
-        """A value of each rank over steps, of as many ranks as the run last had.
+        """A value of each rank over steps. Steps with another number of ranks than the last are left out.
 
-        key: "rank_seconds", each rank's own compute seconds; "wait_share", the share of a step in which it waits for
-        the gradients of others.
+        key: "rank_seconds", the compute seconds of each rank; "wait_share", the share of a step in which it waits for
+        the gradients of other ranks.
         """
         lines = [(line["step"], values) for line in self.steps if (values := listed(line.get(key)))]
         size = len(lines[-1][1]) if lines else 0
         return [(step, [*map(number, values)]) for step, values in lines if len(values) == size]
 
-    def last_event(self, *names: str) -> Line | None:
-        """The newest event of one of these names."""
+    def last_event(self, *names: str) -> MetricsLine | None:
+        """The newest event with one of these names."""
         return next((event for event in reversed(self.events) if event["event"] in names), None)
 
     def times(self) -> list[float]:
-        """Unix seconds at which lines were written, as far as they say so."""
+        """Unix seconds of all lines that have a time."""
         times = (number(line.get("time")) for line in (*self.steps, *self.held_out, *self.events))
         return [time for time in times if is_time(time)]
 
 
-def _step(line: Line) -> float:
+def _step(line: MetricsLine) -> float:
     return float(line["step"])
 
 
@@ -104,30 +104,29 @@ def _step(line: Line) -> float:
 
 
 def read_metrics(path: Path, notes: list[str], most: int = 0) -> History:
-    """The lines of a metrics.jsonl; what cannot be read is named in `notes`.
+    """Read metrics.jsonl; appends a note about lines that cannot be read to `notes`.
 
-    most: of a longer file, read about so many lines of each kind (steps, held-out losses, events), evenly spread.
+    most: if not 0, read at most about that many lines of each kind (steps, held-out losses, events), evenly spaced.
     """
-    history, faulty, cut = History(), 0, False
+    history, invalid, incomplete = History(), 0, False
     try:
         with path.open(encoding="utf-8", errors="replace") as lines:
-            for text in _spread(list(lines), most, path.name, notes) if most else lines:
-                line = _parsed(text)
-                faulty, cut = faulty + (line is None), line is None and not text.endswith("\n")
+            for text in _select(list(lines), most, path.name, notes) if most else lines:
+                line = _parse(text)
+                invalid, incomplete = invalid + (line is None), line is None and not text.endswith("\n")
                 if line:
                     history.add(line)
     except FileNotFoundError:
         pass
     except OSError as error:
-        notes.append(f"{path.name} cannot be read further: {error.strerror}")
-    if faulty - cut:  # a last line without an end is a run that was cut off, and no fault
-        wrong = "1 line holds" if faulty - cut == 1 else f"{faulty - cut} lines hold"
-        notes.append(f"{path.name}: {wrong} no object with a step: left out")
+        notes.append(f"{path.name}: cannot be read further ({error.strerror})")
+    if count := invalid - incomplete:  # an incomplete last line is normal after SIGKILL
+        notes.append(f"{path.name}: ignored {count} invalid line{'s' * (count > 1)}")
     return history
 
 
-def _spread(lines: list[str], most: int, name: str, notes: list[str]) -> list[str]:
-    """At most about `most` lines of each kind, the last of each among them."""
+def _select(lines: list[str], most: int, name: str, notes: list[str]) -> list[str]:
+    """At most about `most` lines of each kind, including the last of each."""
     if len(lines) <= most:
         return lines
     kinds: dict[tuple[bool, ...], list[int]] = {}
@@ -135,12 +134,12 @@ def _spread(lines: list[str], most: int, name: str, notes: list[str]) -> list[st
         kinds.setdefault(('"event"' in text, '"held_out_loss"' in text), []).append(n)
     kept = {n for kind in kinds.values() for n in (*kind[:: math.ceil(len(kind) / most)], kind[-1])}
     if len(kept) < len(lines):
-        notes.append(f"{name}: {len(kept):,} of {len(lines):,} lines are shown, evenly spread")
+        notes.append(f"{name}: {len(kept):,} of {len(lines):,} lines are shown, evenly spaced")
     return [lines[n] for n in sorted(kept)]
 
 
-def _parsed(text: str) -> Line | None:
-    """A line with its step as a float; empty for one that only has the number of planned steps; None for any other."""
+def _parse(text: str) -> MetricsLine | None:
+    """The line with its step as a float; empty for a line with only the number of planned steps; None if invalid."""
     try:
         line = json.loads(text)
     except (ValueError, RecursionError):

@@ -1,7 +1,7 @@
-"""Find a run: its directory, its nodes, and whether its launcher is still there.
+"""Find a run: its directory, its nodes, and whether its launcher still runs.
 
-A person names a run by its directory or by its name below logs; run.json has the rest, also in another terminal, on
-another day and on another machine that shares the directory. Standard library only.
+A run is given as its directory, its name in logs, or the number of its SLURM job. Everything else is in run.json, so a
+run can be found from any machine that shares the directory. Standard library only.
 
 Try it: python -m distributed.runs.lookup --from "$PWD" logs/latest | tr '\\0' '\\n'
 """
@@ -20,22 +20,22 @@ from pathlib import Path
 from distributed.host.identity import machine, user
 from distributed.host.process_scan import since
 
-HERE, GONE, ELSEWHERE = "here", "gone", "elsewhere"  # where the launcher is, seen from this machine
-IN_JOB = "job"  # it is the batch script of a job that runs
-NEWEST = 5  # how many runs a refusal names
-JOB = re.compile(r"\d+(_\d+)?")  # as SLURM calls one, or an element of an array
+HERE, GONE, ELSEWHERE = "here", "gone", "elsewhere"  # running here; has exited; on another machine, so not known
+IN_JOB = "job"  # the launcher is the batch script of a running SLURM job
+NEWEST = 5  # runs named in an error
+JOB = re.compile(r"\d+(_\d+)?")  # number of a SLURM job or of an array's element
 
 
-class NoRun(ValueError):
-    """There is no such run, or nothing can be asked about it."""
+class RunLookupError(ValueError):
+    """The run does not exist, its run.json cannot be used, or another user started it."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """A node of the run."""
+class RunNode:
+    """A node of a run."""
 
     node: str
-    address: str  # as ssh is called; empty: this machine
+    address: str  # [user@]host for ssh; empty: this machine
     processes: int
     first_rank: int
 
@@ -44,58 +44,58 @@ class Place:
 class Launcher:
     host: str
     pid: int
-    since: int | None  # its start, in clock ticks of its machine
-    where: str  # HERE, GONE or ELSEWHERE
-    grace: int  # seconds that it gives to ranks after a stop request
+    since: int | None  # start time in clock ticks of its machine
+    where: str  # HERE, GONE, ELSEWHERE or IN_JOB
+    grace: int  # seconds from a stop request to SIGKILL
 
 
 @dataclass(frozen=True)
 class Run:
     folder: Path
-    mark: str  # MUSTER_RUN_DIR of its processes: the directory, as its nodes know it
+    mark: str  # MUSTER_RUN_DIR of its processes: the directory at the time of the launch
     python: str  # the interpreter of the ranks
     user: str
     started: str
     command: tuple[str, ...]
     launcher: Launcher
-    places: tuple[Place, ...]
-    job: str = ""  # the number of its SLURM job
+    places: tuple[RunNode, ...]
+    job: str = ""  # number of its SLURM job
 
 
-def find(word: str, cwd: Path, logs: Path) -> Path:
-    """The directory of a run: word is a path, a name below logs, or the number of a SLURM job.
+def find(argument: str, cwd: Path, logs: Path) -> Path:
+    """The directory of a run. argument: a path, a name in logs, or the number of a SLURM job.
 
-    Raises NoRun, which names the runs that are there instead.
+    Raises RunLookupError, with the newest runs, when there is no such run.
     """
-    jobs = [logs / f"slurm-{word}"] if JOB.fullmatch(word) else []
-    for directory in (cwd / word, logs / word, *jobs):
+    jobs = [logs / f"slurm-{argument}"] if JOB.fullmatch(argument) else []
+    for directory in (cwd / argument, logs / argument, *jobs):
         if (directory / "run.json").is_file():
             return Path(os.path.realpath(directory))
-    if (cwd / word).is_dir():
-        raise NoRun(f"RUN '{word}': this is no run directory, it has no run.json")
-    there = sorted(logs.glob("*/run.json"), key=lambda path: path.stat().st_mtime)
-    names = [path.parent.name for path in there if not path.parent.is_symlink()]
-    if names:
-        raise NoRun(f"RUN '{word}': there is no such run; the newest in {logs}: {' '.join(names[: -NEWEST - 1 : -1])}")
-    raise NoRun(f"RUN '{word}': there is no such run, and none at all in {logs}: name another place with --log-dir")
+    if (cwd / argument).is_dir():
+        raise RunLookupError(f"RUN '{argument}': not a run directory: no run.json in it")
+    runs = sorted(logs.glob("*/run.json"), key=lambda path: path.stat().st_mtime)
+    if names := [path.parent.name for path in runs if not path.parent.is_symlink()]:
+        newest = " ".join(names[: -NEWEST - 1 : -1])
+        raise RunLookupError(f"RUN '{argument}': no such run; newest in {logs}: {newest}")
+    raise RunLookupError(f"RUN '{argument}': no such run and no runs in {logs}; choose another with --log-dir")
 
 
-def read(folder: Path) -> Run:
-    """The run by its run.json, and where its launcher is now. Raises NoRun when run.json is not complete."""
+def read(directory: Path) -> Run:
+    """Read run.json and check where the launcher is. Raises RunLookupError when run.json cannot be used."""
     try:
-        facts = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+        facts = json.loads((directory / "run.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise NoRun(f"{folder}/run.json: cannot be read ({error})") from None
+        raise RunLookupError(f"{directory}/run.json: cannot be read ({error})") from None
     if not isinstance(facts, dict) or not {"folder", "launcher", "places", "python"} <= facts.keys():
-        raise NoRun(f"{folder}/run.json: does not tell where the run is, an older version of the kit wrote it")
+        raise RunLookupError(f"{directory}/run.json: incomplete, or written by an older version of Muster")
     launcher = facts["launcher"]
-    where = seen(launcher["host"], launcher["machine"], launcher["pid"], launcher["since"])
+    where = locate_launcher(launcher["host"], launcher["machine"], launcher["pid"], launcher["since"])
     home = launcher["host"] if where == ELSEWHERE else ""
     places = [
-        Place(one["node"], one["address"] or home, one["processes"], one["first_rank"]) for one in facts["places"]
+        RunNode(one["node"], one["address"] or home, one["processes"], one["first_rank"]) for one in facts["places"]
     ]
     return Run(
-        folder=folder,
+        folder=directory,
         mark=facts["folder"],
         python=facts["python"],
         user=facts["user"],
@@ -107,33 +107,33 @@ def read(folder: Path) -> Run:
     )
 
 
-def seen(host: str, its_machine: str, pid: int, its_since: int | None) -> str:
-    """Where a launcher is. Its number alone is not enough: it may be another process by now."""
-    if its_machine == machine():
-        return HERE if its_since is not None and its_since == since(pid) else GONE
-    restarted = host == os.uname().nodename and boot(its_machine) != boot(machine())
-    return GONE if restarted else ELSEWHERE
+def locate_launcher(host: str, launcher_machine: str, pid: int, started: int | None) -> str:
+    """HERE, GONE or ELSEWHERE. The start time is compared, because another process may have its pid now."""
+    if launcher_machine == machine():
+        return HERE if started is not None and started == since(pid) else GONE
+    rebooted = host == os.uname().nodename and boot_id(launcher_machine) != boot_id(machine())
+    return GONE if rebooted else ELSEWHERE
 
 
-def boot(a_machine: str) -> str:
-    return a_machine.partition("net:")[0]
+def boot_id(machine_id: str) -> str:
+    return machine_id.partition("net:")[0]
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Print, each ended by a NUL: directory, mark, python, the launcher's where, host, pid, since and grace, job; then
-    of each node its name, address, number of ranks and first rank.
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print, each followed by a NUL: directory, mark, python, the launcher's where, host, pid, since and grace, job;
+    then for each node its name, address, number of ranks and first rank.
 
-    Returns 2 when there is no such run, or another user has started it.
+    Returns 2 when there is no such run, or another user started it.
     """
     parser = argparse.ArgumentParser(prog="lookup", description=str(__doc__).splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--from", type=Path, required=True, dest="cwd", metavar="DIR", help="where a path begins")
-    parser.add_argument("--log-dir", type=Path, default=Path("logs"), metavar="DIR", help="where a name is looked for")
+    parser.add_argument("--from", type=Path, required=True, dest="cwd", metavar="DIR", help="base of relative paths")
+    parser.add_argument("--log-dir", type=Path, default=Path("logs"), metavar="DIR", help="the directory of all runs")
     parser.add_argument("run", metavar="RUN")
-    options = parser.parse_args(words)
+    options = parser.parse_args(arguments)
     try:
         run = read(find(options.run, options.cwd, options.cwd / options.log_dir))
-        refuse_others(run, user(), os.geteuid())
-    except NoRun as error:
+        refuse_other_users(run, user(), os.geteuid())
+    except RunLookupError as error:
         sys.stderr.write(f"{error}\n")
         return 2
     launcher = run.launcher
@@ -145,9 +145,11 @@ def main(words: Sequence[str] | None = None) -> int:
     return 0
 
 
-def refuse_others(run: Run, me: str, uid: int) -> None:
-    if uid != 0 and run.user != me:
-        raise NoRun(f"{run.folder}: {run.user} has started it, and you are {me}: processes of others cannot be seen")
+def refuse_other_users(run: Run, caller: str, uid: int) -> None:
+    if uid != 0 and run.user != caller:
+        raise RunLookupError(
+            f"{run.folder}: started by {run.user}, and you are {caller}, who cannot inspect processes of other users"
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The end of a node's log: the lines of each rank, and the exception that they end with. Standard library only."""
+"""Read the end of a node's log: the lines of each rank, and their last exception. Standard library only."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-LOG_TAIL = 1 << 20  # bytes at the end of a log that are read
-LAST_LINES = 30  # a traceback with more output of its rank behind it was not the end of the rank
+LOG_TAIL = 1 << 20  # bytes read from the end of a log
+LAST_LINES = 30  # a traceback followed by more lines of its rank is not why the rank ended
 FATAL = "Fatal Python error: "
 TRACEBACK = "Traceback (most recent call last):"
 
@@ -21,18 +21,18 @@ _CHAIN = re.compile(
 )
 
 
-class Line(NamedTuple):
-    """A line of one rank, without the marks in front of it."""
+class LogLine(NamedTuple):
+    """A line of a rank, without its prefixes."""
 
     text: str
-    marked: bool  # [rank0]: was there, which PyTorch puts before each line of an exception
+    marked: bool  # had the prefix [rank0]:, which PyTorch prints before each line of an exception
 
 
-Log = dict[int | None, list[Line]]  # the lines of each rank; under None those without a mark, the agent's own
+Log = dict[int | None, list[LogLine]]  # rank -> its lines; None -> lines without a prefix, which the agent printed
 
 
 def read_log(path: Path, node: str) -> Log:
-    """The end of a node's log, by rank; empty when there is none."""
+    """The end of a node's log, by rank; empty when the log cannot be read."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -48,57 +48,57 @@ def read_log(path: Path, node: str) -> Log:
             text, rank = text[found.end() :], int(found[1]) if found[1] else None
         if marked := _RANK_MARK.match(text):
             text, rank = text[marked.end() :], int(marked[1]) if rank is None else rank
-        log.setdefault(rank, []).append(Line(text.rstrip(), bool(marked)))
+        log.setdefault(rank, []).append(LogLine(text.rstrip(), bool(marked)))
     return log
 
 
 # ---------------------------------------------------------------- exceptions
 
 
-class Raised(NamedTuple):
-    """An exception as a log or a failure record has it."""
+class LoggedException(NamedTuple):
+    """An exception in a log or a failure record."""
 
     exception: str | None  # name of its class
     message: str
     traceback: str
 
 
-def blocks(traceback: str) -> list[str]:
-    """The parts of a traceback, one for each exception that it chains, in the order in which they were raised."""
+def split_chain(traceback: str) -> list[str]:
+    """The tracebacks of chained exceptions, in the order in which these were raised."""
     return _CHAIN.split(traceback)
 
 
-def exception_of(block: str) -> Raised:
-    """What follows the last frame of a traceback: Class: message."""
+def parse_exception(block: str) -> LoggedException:
+    """The exception at the end of one traceback, where `Class: message` follows the last frame."""
     lines = block.splitlines()
     frames = [number for number, line in enumerate(lines) if line.startswith('  File "')]
     rest = lines[frames[-1] + 1 :] if frames else lines
     while rest and rest[0].startswith("  "):
         del rest[0]
     name, _, message = "\n".join(rest).strip().partition(": ")
-    return Raised(_class_name(name), message, block)
+    return LoggedException(_class_name(name), message, block)
 
 
-def last_exception(lines: Sequence[Line]) -> Raised | None:
-    """The exception that these lines end with: Python's, or what native code prints of its end. None: there is none."""
+def last_exception(lines: Sequence[LogLine]) -> LoggedException | None:
+    """The exception of Python or native code with which these lines end; None when there is none."""
     starts = [number for number, line in enumerate(lines) if line.text == TRACEBACK]
     if starts:
         begin = starts.pop()
-        end, marked = begin + 1, lines[begin].marked  # behind the message: the end of the marks, else an empty line
+        end, marked = begin + 1, lines[begin].marked  # the message ends with the marked lines, else at an empty line
         while end < len(lines) and lines[end].marked == marked and (marked or lines[end].text):
             end += 1
         if len(lines) - end <= LAST_LINES:
             while starts and _CHAIN.search("\n".join(line.text for line in lines[starts[-1] : begin + 1])):
                 begin = starts.pop()
             trace = "\n".join(line.text for line in lines[begin:end])
-            return exception_of(blocks(trace)[-1])._replace(traceback=trace)
+            return parse_exception(split_chain(trace)[-1])._replace(traceback=trace)
     text = "\n".join(line.text for line in lines)
-    if thrown := _THROWN.findall(text):  # C++, and nothing caught it
-        return Raised(_class_name(thrown[-1][0]), thrown[-1][1], "")
-    fatal = text.rfind(FATAL)  # the stack that Python prints when it dies of a signal
-    return None if fatal < 0 else Raised(None, "", text[fatal:])
+    if thrown := _THROWN.findall(text):  # an uncaught C++ exception
+        return LoggedException(_class_name(thrown[-1][0]), thrown[-1][1], "")
+    fatal = text.rfind(FATAL)  # faulthandler prints the stack when a signal kills Python
+    return None if fatal < 0 else LoggedException(None, "", text[fatal:])
 
 
 def _class_name(name: str) -> str:
-    """torch.distributed.DistStoreError and c10::DistStoreError are DistStoreError."""
+    """The name without modules and namespaces: DistStoreError for c10::DistStoreError."""
     return re.split(r"\.|::", name)[-1]

@@ -1,10 +1,10 @@
-"""What this node has of one run: its processes and ranks, what they use, and their last output.
+"""The status of a run on this node: its processes and ranks, what they use, and their last output.
 
-The processes of a run have its directory and the name of their node in their environment. Which of them is which rank
-follows from the file that its output goes to, ranks/<node>/.../attempt_<n>/<local rank>/stdout.log: that is so under
-torchrun's agent and under ours, whose workers are forks and show an environment from before they had a rank.
+Processes of a run have its directory and the name of their node in their environment. A process is identified as a
+rank by its output file, ranks/<node>/.../attempt_<n>/<local rank>/stdout.log. Its environment does not tell: workers of
+Muster's agent are forks, and /proc shows the environment from before they became a rank.
 
-Everything is read from /proc, the run directory and nvidia-smi. Standard library only.
+Reads /proc, the run directory and nvidia-smi. Standard library only.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from distributed.host.replies import framed
 from distributed.host.stacks import Frame, of_the_script, stack_of
 from distributed.host.system import PROC, read, run_program
 
-TAIL = 8192  # bytes at the end of a rank's output in which its last line is looked for
-MAIN = "MainThread"  # as py-spy calls it
-STACK_SECONDS = 15.0  # for py-spy, which stops a process while it reads its stacks
+TAIL = 8192  # bytes at the end of a rank's output in which to find the last line
+MAIN = "MainThread"  # name of the main thread in py-spy
+STACK_TIMEOUT = 15.0  # seconds for py-spy, which stops a process while it reads its stacks
 TICK = os.sysconf("SC_CLK_TCK")
 GPU_FIELDS = "index,uuid,utilization.gpu,power.draw,memory.used,memory.total,name"
 LOCAL_RANK = re.compile(rb"(?:^|\0)LOCAL_RANK=(?P<local_rank>\d+)(?:\0|$)")
@@ -40,22 +40,22 @@ OUTPUT = r"/ranks/{node}/[^/]+/attempt_(?P<attempt>\d+)/(?P<local_rank>\d+)/std(
 
 
 @dataclass(frozen=True)
-class Process:
-    """One process of the run, at one moment."""
+class RunProcess:
+    """A process of the run at one moment."""
 
     pid: int
     parent: int
-    state: str  # as /proc has it: R runs, S sleeps, D waits for a disk, T is stopped
+    state: str  # in /proc: R running, S sleeping, D waiting for a disk, T stopped
     command: str
-    ticks: int  # of CPU used since its start
-    memory: int  # bytes, resident
+    ticks: int  # clock ticks of CPU used since its start
+    memory: int  # resident bytes
     threads: int
-    local_rank: int | None  # of the rank that it is, or a child of
-    ticks_of_ended: int = 0  # of CPU used by children that have ended
+    local_rank: int | None  # of the rank, or of the rank whose child it is
+    ticks_of_ended: int = 0  # clock ticks of CPU used by children that have exited
 
 
 @dataclass(frozen=True)
-class Gpu:
+class GpuUsage:
     index: int
     name: str
     use: int  # per cent of the time in which a kernel ran
@@ -65,105 +65,108 @@ class Gpu:
 
 
 @dataclass(frozen=True)
-class Rank:
+class RankStatus:
     rank: int
     local_rank: int
-    pid: int | None  # None: there is no such process, not yet or no more
+    pid: int | None  # None: not started, or has exited
     state: str = ""
-    cpu: float = 0.0  # cores used while it was watched, with its children
+    cpu: float = 0.0  # cores used while sampled, with its children
     memory: int = 0  # bytes, with its children
-    gpus: tuple[Gpu, ...] = ()
-    silent: float | None = None  # seconds since its last output; None: it has not begun
-    line: str = ""  # the last of its output
-    stands: str = ""  # its stacks for a person, when they were asked for
-    frames: tuple[Frame, ...] = ()  # of its main thread then, the innermost first
+    gpus: tuple[GpuUsage, ...] = ()
+    silent: float | None = None  # seconds since its last output; None: not started
+    line: str = ""  # last line of its output
+    stands: str = ""  # its stacks as text, if requested
+    frames: tuple[Frame, ...] = ()  # of its main thread, innermost first, if stacks were requested
 
 
 @dataclass(frozen=True)
 class NodeStatus:
-    """What a node has of the run."""
+    """The status of the run on one node."""
 
     host: str
-    seconds: float  # for which the CPU was watched
-    ranks: tuple[Rank, ...] = ()
-    processes: tuple[Process, ...] = ()
-    line: str = ""  # the last of the node's log
-    gpus: tuple[Gpu, ...] = ()
+    seconds: float  # duration of the CPU sample
+    ranks: tuple[RankStatus, ...] = ()
+    processes: tuple[RunProcess, ...] = ()
+    line: str = ""  # last line of the node's log
+    gpus: tuple[GpuUsage, ...] = ()
     gpu_error: str = ""
-    metrics: float | None = None  # seconds since metrics.jsonl was written to; None: there is none
+    metrics: float | None = None  # seconds since metrics.jsonl was written to; None: no such file
 
 
 # ---------------------------------------------------------------- processes
 
 
-def processes_of(run: str, node: str, proc: Path = PROC) -> list[Process]:
-    """All processes on this node that have the mark of this run in their environment."""
+def processes_of(run: str, node: str, proc: Path = PROC) -> list[RunProcess]:
+    """All processes on this node that have this run in their environment."""
     output = re.compile(OUTPUT.format(node=re.escape(node)))
     found = []
     for pid in process_scan.marked(process_scan.of_run(run, node), process_scan.pids(str(proc)), str(proc)):
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # it has exited
             found.append(_process(proc / str(pid), output))
     return sorted(found, key=lambda one: one.pid)
 
 
-def _process(folder: Path, output: re.Pattern[str]) -> Process:
-    """Raises OSError when it has ended."""
-    state, *fields = (folder / "stat").read_bytes().rpartition(b")")[2].decode().split()
-    command = (folder / "cmdline").read_bytes().rstrip(b"\0").replace(b"\0", b" ").decode(errors="replace")
-    return Process(
-        pid=int(folder.name),
+def _process(directory: Path, output: re.Pattern[str]) -> RunProcess:
+    """Raises OSError when the process has exited."""
+    state, *fields = (directory / "stat").read_bytes().rpartition(b")")[2].decode().split()
+    command = (directory / "cmdline").read_bytes().rstrip(b"\0").replace(b"\0", b" ").decode(errors="replace")
+    return RunProcess(
+        pid=int(directory.name),
         parent=int(fields[0]),
         state=state,
         command=command,
         ticks=int(fields[10]) + int(fields[11]),
         memory=int(fields[20]) * os.sysconf("SC_PAGE_SIZE"),
         threads=int(fields[16]),
-        local_rank=_local_rank(folder, output),
+        local_rank=_local_rank(directory, output),
         ticks_of_ended=int(fields[12]) + int(fields[13]),
     )
 
 
-def _local_rank(folder: Path, output: re.Pattern[str]) -> int | None:
-    for stream in ("1", "2"):  # a script may have redirected one of them
+def _local_rank(directory: Path, output: re.Pattern[str]) -> int | None:
+    for stream in ("1", "2"):  # the script may have redirected one of them
         with suppress(OSError):
-            if found := output.search(os.readlink(folder / "fd" / stream)):
+            if found := output.search(os.readlink(directory / "fd" / stream)):
                 return int(found["local_rank"])
     with suppress(OSError):  # or both
-        if in_environment := LOCAL_RANK.search((folder / "environ").read_bytes()):
+        if in_environment := LOCAL_RANK.search((directory / "environ").read_bytes()):
             return int(in_environment["local_rank"])
     return None
 
 
-def families(processes: Sequence[Process]) -> dict[int, list[Process]]:
-    """Of each local rank its processes, the rank itself first: the one whose parent is none of them."""
-    found: dict[int, list[Process]] = {}
-    for one in processes:
-        if one.local_rank is not None:
-            found.setdefault(one.local_rank, []).append(one)
-    for family in found.values():
-        pids = {one.pid for one in family}
-        family.sort(key=lambda one: (one.parent in pids, one.pid))
+def processes_by_rank(processes: Sequence[RunProcess]) -> dict[int, list[RunProcess]]:
+    """The processes of each local rank, the rank itself first (its parent is none of the others)."""
+    found: dict[int, list[RunProcess]] = {}
+    for process in processes:
+        if process.local_rank is not None:
+            found.setdefault(process.local_rank, []).append(process)
+    for group in found.values():
+        pids = {process.pid for process in group}
+        group.sort(key=lambda process: (process.parent in pids, process.pid))
     return found
 
 
-def cores_used(before: Sequence[Process], after: Sequence[Process], seconds: float) -> float:
-    """1.0 is one core. Of processes that are there both times."""
-    then = {one.pid: one.ticks for one in before}
-    return sum(one.ticks - then[one.pid] for one in after if one.pid in then) / TICK / max(seconds, 1 / TICK)
+def cores_used(before: Sequence[RunProcess], after: Sequence[RunProcess], seconds: float) -> float:
+    """CPU cores used by the processes that are in both samples; 1.0 is one core."""
+    ticks = {process.pid: process.ticks for process in before}
+    used = sum(process.ticks - ticks[process.pid] for process in after if process.pid in ticks)
+    return used / TICK / max(seconds, 1 / TICK)
 
 
-# ---------------------------------------------------------------- their output
+# ---------------------------------------------------------------- output
 
 
-def outputs(run: Path, node: str) -> dict[int, list[Path]]:
-    """Of each local rank the files of its newest attempt."""
+def output_files(run: Path, node: str) -> dict[int, list[Path]]:
+    """The output files of each local rank in the newest attempt."""
     attempts = sorted(run.glob(f"ranks/{glob.escape(node)}/*/attempt_*"), key=lambda path: int(path.name[8:]))
-    folders = attempts[-1].iterdir() if attempts else ()
-    return {int(folder.name): sorted(folder.glob("std*.log")) for folder in folders if folder.name.isdigit()}
+    directories = attempts[-1].iterdir() if attempts else ()
+    return {
+        int(directory.name): sorted(directory.glob("std*.log")) for directory in directories if directory.name.isdigit()
+    }
 
 
 def last_output(files: Sequence[Path], now: float) -> tuple[float | None, str]:
-    """Seconds since the newest of these files was written to, and its last line."""
+    """Seconds since the newest of these files was written to, and the last line."""
     times = {}
     for file in files:
         with suppress(OSError):
@@ -174,7 +177,7 @@ def last_output(files: Sequence[Path], now: float) -> tuple[float | None, str]:
 
 
 def last_line(file: Path) -> str:
-    """The last line that is not empty; of a progress bar, its current state. Without what would move a cursor."""
+    """The last line that is not empty, or the last state of a progress bar; without control sequences."""
     try:
         with file.open("rb") as content:
             content.seek(-min(TAIL, os.fstat(content.fileno()).st_size), os.SEEK_END)
@@ -183,7 +186,7 @@ def last_line(file: Path) -> str:
         return ""
     for line in reversed(re.split(r"[\r\n]", text)):
         line = re.sub(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)|.)", "", line)
-        if shown := "".join(letter if letter.isprintable() else " " for letter in line).strip():
+        if shown := "".join(character if character.isprintable() else " " for character in line).strip():
             return shown
     return ""
 
@@ -191,8 +194,8 @@ def last_line(file: Path) -> str:
 # ---------------------------------------------------------------- GPUs
 
 
-def look_at_gpus() -> tuple[dict[str, Gpu], list[tuple[str, int]], str]:
-    """GPUs by uuid, which process uses which, and what went wrong. Without a driver there are none."""
+def query_gpus() -> tuple[dict[str, GpuUsage], list[tuple[str, int]], str]:
+    """GPUs by uuid, pairs of uuid and pid of a process that uses it, and an error. Without nvidia-smi all are empty."""
     if not shutil.which("nvidia-smi"):
         return {}, [], ""
     reply = query("gpu", GPU_FIELDS)
@@ -202,52 +205,55 @@ def look_at_gpus() -> tuple[dict[str, Gpu], list[tuple[str, int]], str]:
     gpus = {}
     for row in table(reply.out, GPU_FIELDS):
         watts = row["power.draw"]
-        gpus[row["uuid"]] = Gpu(
+        gpus[row["uuid"]] = GpuUsage(
             index=count(row["index"]),
             name=row["name"],
             use=count(row["utilization.gpu"]),
-            watts=float(watts) if re.fullmatch(r"\d+(\.\d+)?", watts) else 0.0,  # [N/A] and its like
+            watts=float(watts) if re.fullmatch(r"\d+(\.\d+)?", watts) else 0.0,  # may be [N/A]
             memory_used=mebibytes(row["memory.used"]),
             memory=mebibytes(row["memory.total"]),
         )
     return gpus, [(row["gpu_uuid"], count(row["pid"])) for row in users], ""
 
 
-def used_by(family: Sequence[Process], gpus: Mapping[str, Gpu], users: Sequence[tuple[str, int]]) -> tuple[Gpu, ...]:
-    """The GPUs on which one of these processes computes. In a container, the driver may know them by other numbers."""
-    pids = {one.pid for one in family}
+def gpus_of(
+    processes: Sequence[RunProcess], gpus: Mapping[str, GpuUsage], users: Sequence[tuple[str, int]]
+) -> tuple[GpuUsage, ...]:
+    """The GPUs that one of these processes uses. In a container nvidia-smi may show other pids, which do not match."""
+    pids = {process.pid for process in processes}
     found = {uuid for uuid, pid in users if pid in pids}
     return tuple(gpu for uuid, gpu in gpus.items() if uuid in found)
 
 
-# ---------------------------------------------------------------- their stacks
+# ---------------------------------------------------------------- stacks
 
 
-def stands(one: Process, output: str) -> tuple[str, tuple[Frame, ...]]:
-    """The stacks for a person, and the frames of the main thread, the innermost first.
+def read_stacks(process: RunProcess, output: str) -> tuple[str, tuple[Frame, ...]]:
+    """The stacks as text, and the frames of the main thread, innermost first.
 
-    Of all threads, as py-spy reads them; else of the main thread, as the rank itself writes it; else what the kernel
-    knows. output: the directory of the rank's output.
+    py-spy reads the stacks of all threads. Without it the rank itself writes that of its main thread; if it does not,
+    the kernel tells what each thread waits for. output: the directory of the rank's output.
     """
-    if py_spy := find_py_spy():
-        # One that is stopped need not, and must not, be stopped once more.
-        calm = ["--nonblocking"] if one.state in "Tt" else []
-        dump = [py_spy, "dump", "--json", "--full-filenames", "--pid", str(one.pid), *calm]
-        reply = run_program(dump, STACK_SECONDS)
-        if reply.code == 0 and (found := in_py_spy(one.pid, reply.out)):
+    stopped = process.state in ("T", "t")
+    if py_spy := path_of_py_spy():
+        # py-spy must not stop a stopped process again.
+        options = ["--nonblocking"] if stopped else []
+        dump = [py_spy, "dump", "--json", "--full-filenames", "--pid", str(process.pid), *options]
+        reply = run_program(dump, STACK_TIMEOUT)
+        if reply.code == 0 and (found := parse_py_spy(process.pid, reply.out)):
             return found
-        why = f"py-spy: {' '.join((reply.error or reply.out).split())}"
+        note = f"py-spy: {' '.join((reply.error or reply.out).split())}"
     else:
-        why = f"for all threads: '{sys.executable}' -m pip install py-spy"
-    frames = () if one.state in "Tt" else stack_of(one.pid, output)
-    known = "\n".join(["main thread", *map(_shown, frames)]) if frames else _threads(one)
-    return f"{known}\n{why}", frames
+        note = f"for all threads: '{sys.executable}' -m pip install py-spy"
+    frames = () if stopped else stack_of(process.pid, output)
+    text = "\n".join(["main thread", *map(_render_frame, frames)]) if frames else _kernel_threads(process)
+    return f"{text}\n{note}", frames
 
 
-def in_py_spy(pid: int, dump: str) -> tuple[str, tuple[Frame, ...]] | None:
-    """The same from py-spy's JSON; None when that is no such thing."""
+def parse_py_spy(pid: int, dump: str) -> tuple[str, tuple[Frame, ...]] | None:
+    """The result of read_stacks() from py-spy's JSON; None when it cannot be parsed."""
     try:
-        # In a container the system's number of a thread may not be known.
+        # In a container os_thread_id may be unknown.
         main_first = sorted(json.loads(dump), key=lambda one: (one["os_thread_id"] != pid, one["thread_name"] != MAIN))
         stacks = [
             of_the_script([Frame(one["filename"], one["line"], one["name"]) for one in thread["frames"]])
@@ -259,87 +265,89 @@ def in_py_spy(pid: int, dump: str) -> tuple[str, tuple[Frame, ...]] | None:
         ]
     except (ValueError, KeyError, TypeError):
         return None
-    lines = [line for head, frames in zip(heads, stacks, strict=True) for line in (head, *map(_shown, frames))]
+    lines = [line for head, frames in zip(heads, stacks, strict=True) for line in (head, *map(_render_frame, frames))]
     return ("\n".join(lines), stacks[0]) if stacks else None
 
 
-def _shown(frame: Frame) -> str:
+def _render_frame(frame: Frame) -> str:
     return f"    {frame.function} ({os.path.join(*Path(os.path.normpath(frame.file)).parts[-2:])}:{frame.line})"
 
 
-def find_py_spy() -> str | None:
+def path_of_py_spy() -> str | None:
     beside = Path(sys.executable).parent / "py-spy"
     return str(beside) if os.access(beside, os.X_OK) else shutil.which("py-spy")
 
 
-def _threads(one: Process, proc: Path = PROC) -> str:
-    """A line for each thread: its state, and the function of the kernel in which it waits."""
+def _kernel_threads(process: RunProcess, proc: Path = PROC) -> str:
+    """A line for each thread: its state, and the kernel function in which it waits."""
     lines = []
-    for folder in sorted(proc.glob(f"{one.pid}/task/[0-9]*"), key=lambda path: int(path.name)):
-        state = read(folder / "stat").rpartition(")")[2][1:2]
-        waits = read(folder / "wchan").strip("0")
-        main = "main thread" if folder.name == str(one.pid) else "thread"
-        lines.append(f"{main} {folder.name} {read(folder / 'comm')}: {state}{f', waits in {waits}' if waits else ''}")
+    for directory in sorted(proc.glob(f"{process.pid}/task/[0-9]*"), key=lambda path: int(path.name)):
+        state = read(directory / "stat").rpartition(")")[2][1:2]
+        waits = read(directory / "wchan").strip("0")
+        main = "main thread" if directory.name == str(process.pid) else "thread"
+        lines.append(
+            f"{main} {directory.name} {read(directory / 'comm')}: {state}{f', waits in {waits}' if waits else ''}"
+        )
     return "\n".join(lines)
 
 
-# ---------------------------------------------------------------- the whole
+# ---------------------------------------------------------------- the status of this node
 
 
 def observe(run: str, node: str, *, count: int, first_rank: int, seconds: float, stacks: bool) -> NodeStatus:
-    """Watch this node's part of a run for some seconds. count: how many ranks it is to have."""
-    before, begun = processes_of(run, node), time.monotonic()
-    gpus, users, error = look_at_gpus() if seconds else ({}, [], "")
-    time.sleep(max(0.0, seconds - (time.monotonic() - begun)))
-    after, watched = processes_of(run, node), time.monotonic() - begun
-    by_rank, written = families(after), outputs(Path(run), node)
+    """The status of a run on this node. count: expected ranks. seconds: duration of the CPU sample."""
+    before, start = processes_of(run, node), time.monotonic()
+    gpus, users, error = query_gpus() if seconds else ({}, [], "")
+    time.sleep(max(0.0, seconds - (time.monotonic() - start)))
+    after, elapsed = processes_of(run, node), time.monotonic() - start
+    by_rank, written = processes_by_rank(after), output_files(Path(run), node)
 
-    def status_of(local_rank: int) -> Rank:
-        family, files = by_rank.get(local_rank, []), written.get(local_rank, [])
+    def status_of(local_rank: int) -> RankStatus:
+        processes, files = by_rank.get(local_rank, []), written.get(local_rank, [])
         silent, line = last_output(files, time.time())
-        if not family:
-            return Rank(first_rank + local_rank, local_rank, None, silent=silent, line=line)
-        text, frames = stands(family[0], str(files[0].parent)) if stacks and files else ("", ())
-        return Rank(
+        if not processes:
+            return RankStatus(first_rank + local_rank, local_rank, None, silent=silent, line=line)
+        text, frames = read_stacks(processes[0], str(files[0].parent)) if stacks and files else ("", ())
+        return RankStatus(
             rank=first_rank + local_rank,
             local_rank=local_rank,
-            pid=family[0].pid,
-            state=family[0].state,
-            cpu=cores_used(before, family, watched),
-            memory=sum(one.memory for one in family),
-            gpus=used_by(family, gpus, users),
+            pid=processes[0].pid,
+            state=processes[0].state,
+            cpu=cores_used(before, processes, elapsed),
+            memory=sum(process.memory for process in processes),
+            gpus=gpus_of(processes, gpus, users),
             silent=silent,
             line=line,
             stands=text,
             frames=frames,
         )
 
-    with ThreadPoolExecutor(8) as several:  # each py-spy takes a moment
-        ranks = tuple(several.map(status_of, sorted(set(range(count)) | set(by_rank))))
+    with ThreadPoolExecutor(8) as pool:  # py-spy takes a moment for each rank
+        ranks = tuple(pool.map(status_of, sorted(set(range(count)) | set(by_rank))))
     line = last_line(Path(run, f"node_{node}.log"))
     metrics, _ = last_output([Path(run, "metrics.jsonl")], time.time())
-    return NodeStatus(os.uname().nodename, watched, ranks, tuple(after), line, tuple(gpus.values()), error, metrics)
+    return NodeStatus(os.uname().nodename, elapsed, ranks, tuple(after), line, tuple(gpus.values()), error, metrics)
 
 
 def from_json(facts: dict[str, Any]) -> NodeStatus:
-    """What a node replied, as it was there."""
+    """The inverse of asdict(), for the reply of a node."""
     ranks = []
     for rank in facts["ranks"]:
-        gpus, frames = [Gpu(**gpu) for gpu in rank["gpus"]], [Frame(**frame) for frame in rank["frames"]]
-        ranks.append(Rank(**rank | {"gpus": tuple(gpus), "frames": tuple(frames)}))
-    processes, gpus = [Process(**one) for one in facts["processes"]], [Gpu(**gpu) for gpu in facts["gpus"]]
+        gpus, frames = [GpuUsage(**gpu) for gpu in rank["gpus"]], [Frame(**frame) for frame in rank["frames"]]
+        ranks.append(RankStatus(**rank | {"gpus": tuple(gpus), "frames": tuple(frames)}))
+    processes, gpus = [RunProcess(**one) for one in facts["processes"]], [GpuUsage(**gpu) for gpu in facts["gpus"]]
     return NodeStatus(**facts | {"ranks": tuple(ranks), "processes": tuple(processes), "gpus": tuple(gpus)})
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="node_status", description=str(__doc__).splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--run", required=True, help="as the processes have it in MUSTER_RUN_DIR")
-    parser.add_argument("--node", required=True, help="as the processes have it in MUSTER_NODE")
-    parser.add_argument("--count", type=int, default=0, help="how many ranks it is to have")
+    parser.add_argument("--run", required=True, help="MUSTER_RUN_DIR of its processes")
+    parser.add_argument("--node", required=True, help="MUSTER_NODE of its processes")
+    parser.add_argument("--count", type=int, default=0, help="expected number of ranks")
     parser.add_argument("--first-rank", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=0.0, help="to watch the CPU for")
-    parser.add_argument("--stacks", action="store_true", help="also the stacks of each rank")
-    sys.stdout.write(framed(asdict(observe(**vars(parser.parse_args(words))))))
+    parser.add_argument("--seconds", type=float, default=0.0, help="duration of the CPU sample")
+    parser.add_argument("--stacks", action="store_true", help="also read the stacks of each rank")
+    sys.stdout.write(framed(asdict(observe(**vars(parser.parse_args(arguments))))))
     return 0
 
 

@@ -1,6 +1,6 @@
-"""The parts of a page that opens anywhere: it needs no network, follows light or dark, and prints.
+"""Parts of an HTML page without external resources, for light and dark screens and for print.
 
-The report of a run and the results of a job list are made of them. Standard library only.
+Used for the report of a run and the results of a job list. Standard library only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Tile = tuple[str, str, str]  # name, value, note
 
 
 def document(title: str, parts: Iterable[str], script: str = "") -> str:
-    """A page of these parts; empty parts are left out. script: JavaScript besides report.js."""
+    """The page with these parts, without empty ones. script: JavaScript in addition to report.js."""
     style, code = (Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("report.css", "report.js"))
     policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
     return (
@@ -32,13 +32,13 @@ def document(title: str, parts: Iterable[str], script: str = "") -> str:
 
 
 def section(title: str, content: str) -> str:
-    """A part of the page with its heading; nothing where there is no content."""
+    """A section with a heading; empty if there is no content."""
     name = title.lower().replace(" ", "-")
     return f'<section id="{name}">\n<h2>{title}</h2>\n{content}\n</section>' if content else ""
 
 
 def card(title: str, unit: str, drawing: str, anchor: str = "") -> str:
-    """A chart with its title; the read-out is filled by the pointer. anchor: the id that links lead to."""
+    """A chart with a title and an empty read-out for report.js. anchor: its id, for links."""
     name = f' id="{escape(anchor)}"' if anchor else ""
     return (
         f'<figure class="card"{name}>\n<figcaption><b>{escape(title)}</b> <span>{escape(unit)}</span>'
@@ -47,7 +47,7 @@ def card(title: str, unit: str, drawing: str, anchor: str = "") -> str:
 
 
 def tile_list(tiles: Sequence[Tile | None]) -> str:
-    """Tiles side by side; one that is None is left out."""
+    """Tiles side by side, without those that are None."""
     rows = [
         f'<div class="tile"><dt>{label}</dt><dd class="value">{escape(value)}</dd>'
         f'<dd class="note">{escape(note)}</dd></div>'
@@ -57,12 +57,12 @@ def tile_list(tiles: Sequence[Tile | None]) -> str:
 
 
 def spans(texts: Iterable[str]) -> str:
-    """Texts side by side; empty ones are left out."""
+    """Texts side by side, without empty ones."""
     return "".join(f"<span>{escape(text)}</span>" for text in texts if text)
 
 
 def folded(title: str, text: str) -> str:
-    """Text behind a line to click on; nothing for no text."""
+    """A collapsed block of text; empty if there is no text."""
     return f"<details><summary>{title}</summary><pre>{escape(text)}</pre></details>" if text.strip() else ""
 
 
@@ -70,12 +70,12 @@ def folded(title: str, text: str) -> str:
 
 
 def plain(value: Any) -> str:
-    """A value as text: as it would be written in a settings file."""
+    """A value as text: a string unchanged, others as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def loss_text(loss: float) -> str:
-    """Three decimals, as losses are compared."""
+    """A loss with three decimals."""
     return f"{loss:.3f}" if 0.01 <= abs(loss) < 1000 else figure(loss)
 
 
@@ -91,7 +91,7 @@ def duration(seconds: float) -> str:
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Rising numbers: 0-3, 7."""
+    """Rising numbers as text: 0-3, 7."""
     parts: list[list[int]] = []
     for value in numbers:
         if parts and value == parts[-1][-1] + 1:

@@ -1,4 +1,4 @@
-// The values under the pointer. The page says everything without it, too.
+// Shows the values under the pointer. The page is complete without it.
 "use strict";
 
 const SVG = "http://www.w3.org/2000/svg";

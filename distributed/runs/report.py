@@ -1,7 +1,7 @@
-"""What happened in a run, on one page: RUN/report.html.
+"""Write RUN/report.html, a page with the outcome, charts and settings of a run.
 
-The page can be written at any time, also of a run that failed, still goes on, or has only half of its files: every
-file may be missing, cut short or hold anything. scripts/report.sh finds a run and calls this. Standard library only.
+The page can be written at any time, also while the run continues or after a failure: files may be missing, incomplete
+or of any content. scripts/report.sh runs this module. Standard library only.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from distributed.files import write_file
 from distributed.runs import charts, ranks
 from distributed.runs.charts import Line, Mark, compact, figure
 from distributed.runs.history import History, Point, read_metrics
-from distributed.runs.lookup import NoRun, find
+from distributed.runs.lookup import RunLookupError, find
 from distributed.runs.page import Tile, card, document, duration, folded, loss_text, plain, section, spans, tile_list
 from distributed.runs.records import is_time, listed, mapping, number, read_object
 from distributed.runs.usage import Usage, read_usage
 
-MOST_CHARTS = 24  # of values that a script has logged
-MOST_RUNS = 20  # that are followed from one to the one that it resumed from
+MAX_CHARTS = 24  # of other values that a script has logged
+MAX_RUNS = 20  # in a chain of runs of which each resumed from the previous one
 
 
 def write(run: Path) -> Path:
-    """Write report.html into a run directory and return its path. Raises OSError when it cannot."""
+    """Write report.html to a run directory and return its path. Raises OSError."""
     target = run / "report.html"
     write_file(target, page(read(run)).encode(errors="replace"))
     return target
@@ -44,8 +44,8 @@ def write(run: Path) -> Path:
 
 
 @dataclass(frozen=True)
-class Run:
-    """One run directory."""
+class RunRecords:
+    """The content of a run directory."""
 
     name: str
     about: Mapping[str, Any]  # run.json
@@ -53,7 +53,7 @@ class Run:
     verdict: Mapping[str, Any]
     history: History
     usage: Usage
-    notes: Sequence[str]  # what could not be read
+    notes: Sequence[str]  # about files that could not be read
     nodes: Sequence[str]  # in the order of their node ranks
     started: datetime | None
 
@@ -67,19 +67,19 @@ class Run:
 
     @property
     def start(self) -> float:
-        """Unix seconds of the launch; NaN when it is not recorded."""
+        """Unix seconds of the launch; NaN if not recorded."""
         seconds = self.started.timestamp() if self.started else math.nan
         return seconds if is_time(seconds) else math.nan
 
     @property
     def size(self) -> int:
-        """Number of ranks; 0 when it is not recorded."""
+        """The number of ranks; 0 if not recorded."""
         known = number(self.fact("world", "size")), number(self.about.get("nproc"))
         return next((int(size) for size in known if size > 0), 0)
 
 
-def read(directory: Path) -> Run:
-    """Read a run directory. Raises OSError when the directory itself cannot be read."""
+def read(directory: Path) -> RunRecords:
+    """Read a run directory. Raises OSError when it does not exist."""
     directory = directory.resolve(strict=True)
     notes: list[str] = []
     about, setup, verdict = (read_object(directory / f"{name}.json", notes) for name in ("run", "settings", "verdict"))
@@ -90,7 +90,7 @@ def read(directory: Path) -> Run:
         started = started if started.tzinfo else started.replace(tzinfo=timezone.utc)
     except ValueError:
         started = None
-    return Run(
+    return RunRecords(
         name=about["run"] if isinstance(about.get("run"), str) and about["run"] else directory.name,
         about=about,
         setup=setup,
@@ -104,14 +104,14 @@ def read(directory: Path) -> Run:
 
 
 def _resumed_from(directory: Path, history: History) -> list[History]:
-    """What the run logged from whose checkpoint this one resumed, and the one before that, the oldest first."""
+    """The histories of the runs from whose checkpoints this run resumed, the oldest first."""
     found: list[History] = []
     seen = {directory}
     while event := next((event for event in history.events if event.get("event") == "resume"), None):
-        path = Path(str(event.get("run")))  # as it was then: the directory of all runs may have been moved
-        there = (place.resolve() for place in (path, directory.parent / path.name) if place.is_dir())
-        directory = next(there, directory)
-        if directory in seen or len(seen) > MOST_RUNS:
+        path = Path(str(event.get("run")))  # the directory of all runs may have been moved since
+        found_at = (one.resolve() for one in (path, directory.parent / path.name) if one.is_dir())
+        directory = next(found_at, directory)
+        if directory in seen or len(seen) > MAX_RUNS:
             break
         seen.add(directory)
         history = read_metrics(directory / "metrics.jsonl", [])
@@ -122,126 +122,127 @@ def _resumed_from(directory: Path, history: History) -> list[History]:
 # ---------------------------------------------------------------- the page
 
 
-def page(run: Run) -> str:
-    """The whole page."""
+def page(run: RunRecords) -> str:
     compute, waits = run.history.by_rank("rank_seconds"), run.history.by_rank("wait_share")
     compared = ranks.compare(compute, run.nodes)
-    happened = marks(run.history)
-    events = [mark for mark in happened if mark.style != "checkpoint"]
+    all_marks = event_marks(run.history)
+    events = [mark for mark in all_marks if mark.style != "checkpoint"]
     notes = "".join(f"<p>{escape(note)}</p>" for note in run.notes)
-    again = f"<p>Draw it again: <code>scripts/report.sh {escape(shlex.quote(run.name))}</code></p>"
+    update = f"<p>Update this page: <code>scripts/report.sh {escape(shlex.quote(run.name))}</code></p>"
     parts = [
         heading(run),
         failure(run),
         tile_list([*training_tiles(run), *run_tiles(run), *usage_tiles(run)]),
         ranks.warning(compared),
-        section("Training", training_charts(run, happened, events)),
+        section("Training", training_charts(run, all_marks, events)),
         section("Ranks", ranks.compute_chart(compute, compared, events) + waiting_chart(waits, events)),
         section("Usage", usage_charts(run)),
         section("Settings", settings_tables(run)),
         section("Machine", machine_tables(run)),
         section("Command", command(run)),
-        f"<footer>{notes}{again}</footer>",
+        f"<footer>{notes}{update}</footer>",
     ]
     return document(run.name, parts)
 
 
-# ---------------------------------------------------------------- how it ended
+# ---------------------------------------------------------------- outcome
 
 
 @dataclass(frozen=True)
-class State:
-    """How a run ended, or that it did not."""
+class Outcome:
+    """How a run ended, if it has ended."""
 
     kind: str  # finished, stopped, failed, open
     text: str
     sentence: str
 
 
-def state(run: Run) -> State:
-    """From the verdict; without one from the last event."""
+def outcome_of(run: RunRecords) -> Outcome:
+    """The outcome by the verdict; without a verdict by the last event."""
     outcome = run.verdict.get("outcome")
     event = run.history.last_event("finish", "stop", "nonfinite", "fail", "resume", "start") or {}
     last = event.get("event")
     if outcome == "ok" or (not outcome and last == "finish"):
-        return State("finished", "finished", "")
+        return Outcome("finished", "finished", "")
     if outcome == "stopped" or (not outcome and last == "stop"):
-        return State("stopped", "stopped", "It stopped on request, with a checkpoint written. "
-                     "The same command goes on from there.")  # fmt: skip
+        sentence = "Stopped on request, checkpoint written. Run the same command again to resume."
+        return Outcome("stopped", "stopped", sentence)
     if outcome or last in ("nonfinite", "fail"):
-        return State("failed", "failed", cause(run))
-    return State("open", "no end recorded", "It is still running, or was cut off without a word.")
+        return Outcome("failed", "failed", cause(run))
+    return Outcome("open", "no end recorded", "Still running, or killed before it recorded its end.")
 
 
-def cause(run: Run) -> str:
-    """The verdict's sentence, or what the last bad event says."""
+def cause(run: RunRecords) -> str:
+    """The cause in the verdict; without a verdict the last event of a failure."""
     if run.verdict.get("cause"):
         return str(run.verdict["cause"])
     event = run.history.last_event("nonfinite", "fail")
     if not event:
         return "No cause was recorded."
     more = ", ".join(f"{key} {plain(value)}" for key, value in event.items() if key not in ("step", "time", "event"))
-    what = "A loss that is not finite" if event["event"] == "nonfinite" else "A failure"
-    return f"{what} at step {figure(event['step'])}" + (f": {more}" if more else ".")
+    problem = "Loss not finite" if event["event"] == "nonfinite" else "Failure"
+    return f"{problem} at step {figure(event['step'])}" + (f": {more}" if more else ".")
 
 
-def heading(run: Run) -> str:
-    """Name, state, and when and where it ran."""
-    now = state(run)
+def heading(run: RunRecords) -> str:
+    """Name, outcome, start, nodes and user."""
+    outcome = outcome_of(run)
     nodes = run.nodes if len(run.nodes) <= 3 else [run.nodes[0], "…", run.nodes[-1]]
     started = f"started {moment(run.start, run)}" if is_time(run.start) else ""
     facts = [started, ", ".join(nodes), f"by {run.about['user']}" if run.about.get("user") else ""]
-    sentence = f'<p class="sentence">{escape(now.sentence)}</p>\n' if now.sentence and now.kind != "failed" else ""
+    shown = outcome.sentence and outcome.kind != "failed"
+    sentence = f'<p class="sentence">{escape(outcome.sentence)}</p>\n' if shown else ""
     return (
         f'<header>\n<p class="eyebrow">Training run</p>\n<h1>{escape(run.name)}</h1>\n'
-        f'<p class="facts"><span class="state {now.kind}">{now.text}</span>{spans(facts)}</p>\n{sentence}</header>'
+        f'<p class="facts"><span class="state {outcome.kind}">{outcome.text}</span>{spans(facts)}</p>\n'
+        f"{sentence}</header>"
     )
 
 
-def failure(run: Run) -> str:
-    """Why it failed, where, and the traceback; nothing for a run that did not fail."""
-    now, verdict = state(run), run.verdict
-    if now.kind != "failed":
+def failure(run: RunRecords) -> str:
+    """Cause, location and traceback of a failure; empty for other outcomes."""
+    outcome, verdict = outcome_of(run), run.verdict
+    if outcome.kind != "failed":
         return ""
     time = number(verdict.get("time"))
-    places = [
-        *_place(verdict),
+    facts = [
+        *_location(verdict),
         f"exit code {plain(verdict['exit_code'])}" if verdict.get("exit_code") is not None else "",
         moment(time, run) if is_time(time) else "",
     ]
     error = ": ".join(str(verdict[key]) for key in ("exception", "message") if verdict.get(key))
-    followed = []
-    for fault in listed(verdict.get("collateral")):
-        facts = mapping(fault)
-        message = f": {plain(facts['message'])}" if facts.get("message") else ""
-        followed.append(" ".join(_place(facts)) + message if facts else plain(fault))
+    others = []
+    for value in listed(verdict.get("collateral")):
+        other = mapping(value)
+        message = f": {plain(other['message'])}" if other.get("message") else ""
+        others.append(" ".join(_location(other)) + message if other else plain(value))
     parts = [
-        f'<p class="cause">{escape(now.sentence)}</p>',
-        f'<p class="facts">{spans(places)}</p>',
-        f"<pre>{escape(error)}</pre>" if error and error not in now.sentence else "",
+        f'<p class="cause">{escape(outcome.sentence)}</p>',
+        f'<p class="facts">{spans(facts)}</p>',
+        f"<pre>{escape(error)}</pre>" if error and error not in outcome.sentence else "",
         folded("Traceback", str(verdict.get("traceback") or "")),
-        folded("What failed because of it", "\n".join(followed)),
+        folded("Other failures", "\n".join(others)),
     ]
     return f'<aside class="failure">\n{"".join(filter(None, parts))}\n</aside>'
 
 
-def _place(fault: Mapping[str, Any]) -> list[str]:
-    """rank 3, on node2; as far as known."""
-    known = (("rank", fault.get("rank")), ("on", fault.get("node")))
-    return [f"{word} {plain(value)}" for word, value in known if value is not None]
+def _location(failure: Mapping[str, Any]) -> list[str]:
+    """["rank 3", "on node2"], as far as known."""
+    known = (("rank", failure.get("rank")), ("on", failure.get("node")))
+    return [f"{prefix} {plain(value)}" for prefix, value in known if value is not None]
 
 
-def moment(seconds: float, run: Run) -> str:
-    """Unix seconds as date and time in the zone in which the run was started."""
+def moment(seconds: float, run: RunRecords) -> str:
+    """Unix seconds as date and time in the time zone of run.json."""
     zone = run.started.tzinfo if run.started else timezone.utc
     return datetime.fromtimestamp(seconds, zone).strftime("%Y-%m-%d %H:%M:%S %Z")
 
 
-# ---------------------------------------------------------------- tiles: one that is not known is left out
+# ---------------------------------------------------------------- tiles, without those whose value is not known
 
 
-def training_tiles(run: Run) -> list[Tile]:
-    """Losses, speed, and how far it came."""
+def training_tiles(run: RunRecords) -> list[Tile]:
+    """Losses, throughput and steps."""
     tiles: list[Tile] = []
     if losses := run.history.series("loss"):
         step, loss = losses[-1]
@@ -257,7 +258,7 @@ def training_tiles(run: Run) -> list[Tile]:
         tiles.append(("Held-out loss", loss_text(loss), note))
     if rates := finite(run.history.series("tokens_per_second")):
         rate = statistics.median(rates)
-        note = f"{compact(rate / run.size)} a rank" if run.size > 1 else "median of the run"
+        note = f"{compact(rate / run.size)} per rank" if run.size > 1 else "median of the run"
         tiles.append(("Tokens per second", compact(rate), note))
     if lines := run.history.steps:
         step = lines[-1]["step"]
@@ -267,20 +268,20 @@ def training_tiles(run: Run) -> list[Tile]:
     return tiles
 
 
-def run_tiles(run: Run) -> list[Tile]:
-    """Time, processes, and size of the model."""
+def run_tiles(run: RunRecords) -> list[Tile]:
+    """Time, ranks and model size."""
     tiles: list[Tile] = []
     times = [run.start, number(run.verdict.get("time")), *run.history.times(), *run.usage.attempts, run.usage.last]
     if len(times := [time for time in times if is_time(time)]) > 1:
         steps = finite(run.history.series("step_seconds"))
-        note = f"{duration(statistics.median(steps))} a step" if steps else ""
+        note = f"{duration(statistics.median(steps))} per step" if steps else ""
         tiles.append(("Wall time", duration(max(times) - min(times)), note))
     if run.size:
         nodes = number(run.fact("world", "nodes"))
         count = int(nodes) if nodes > 0 else len(run.nodes)
-        place = f"on {count} node{'s' * (count != 1)}" if count else ""
-        means = [plain(run.fact("world", key)) for key in ("strategy", "backend", "device") if run.fact("world", key)]
-        tiles.append(("Ranks", figure(run.size), ", ".join(filter(None, [place, *means]))))
+        nodes_text = f"on {count} node{'s' * (count != 1)}" if count else ""
+        world = [plain(run.fact("world", key)) for key in ("strategy", "backend", "device") if run.fact("world", key)]
+        tiles.append(("Ranks", figure(run.size), ", ".join(filter(None, [nodes_text, *world]))))
     parameters = number(run.fact("model", "parameters"))
     if math.isfinite(parameters):
         layers, width = run.setting("model", "n_layer"), run.setting("model", "n_embd")
@@ -289,16 +290,16 @@ def run_tiles(run: Run) -> list[Tile]:
     return tiles
 
 
-def usage_tiles(run: Run) -> list[Tile]:
-    """How busy the ranks were, and how much memory the largest of them needed."""
+def usage_tiles(run: RunRecords) -> list[Tile]:
+    """Waiting time, GPU or CPU use, and the largest memory of a rank."""
     tiles: list[Tile] = []
     if waits := [value for _, row in run.history.by_rank("wait_share") for value in row if math.isfinite(value)]:
-        tiles.append(("Waiting", f"{statistics.fmean(waits):.0%}", "of a step, for the gradients of other ranks"))
+        tiles.append(("Waiting", f"{statistics.fmean(waits):.0%}", "of a step, for gradients of other ranks"))
     gpu, cpu = (finite(chain(*run.usage.of(kind).values())) for kind in ("gpu", "cpu"))
     if gpu:
         tiles.append(("GPU use", f"{statistics.fmean(gpu):.0%}", "mean of all samples"))
     elif cpu:
-        tiles.append(("CPU", f"{statistics.fmean(cpu):.2f} cores", "a rank, mean of all samples"))
+        tiles.append(("CPU", f"{statistics.fmean(cpu):.2f} cores", "per rank, mean of all samples"))
     for kind, title in (("memory", "Memory"), ("gpu_memory", "GPU memory")):
         peaks = {name: max(known) for name, points in run.usage.of(kind).items() if (known := finite(points))}
         if peaks:
@@ -308,7 +309,7 @@ def usage_tiles(run: Run) -> list[Tile]:
 
 
 def finite(points: Iterable[Point]) -> list[float]:
-    """The values that are finite."""
+    """The finite values."""
     return [value for _, value in points if math.isfinite(value)]
 
 
@@ -326,42 +327,42 @@ EVENTS = {
     "nonfinite": ("not finite", "bad"),
     "fail": ("failed", "bad"),
 }
-VALUES = {  # of train.py, by key: title, unit, whether the axis begins at zero
+VALUES = {  # key in metrics.jsonl -> title, unit, whether the y axis includes zero
     "lr": ("Learning rate", "", True),
     "grad_norm": ("Gradient norm", "before clipping", False),
     "tokens_per_second": ("Tokens per second", "all ranks", True),
 }
-USAGE = {  # kind: title, unit, factor
+USAGE = {  # quantity -> title, unit, factor
     "gpu": ("GPU use", "% of the time in which a kernel ran", 100.0),
     "gpu_memory": ("GPU memory", "GiB in use on the GPUs of a rank", 2.0**-30),
-    "cpu": ("CPU", "cores, with the rank's children", 1.0),
-    "memory": ("Memory", "GiB resident, with the rank's children", 2.0**-30),
-    "output": ("Output", "kB a second", 1e-3),
+    "cpu": ("CPU", "cores, including child processes", 1.0),
+    "memory": ("Memory", "GiB resident, including child processes", 2.0**-30),
+    "output": ("Output", "kB per second", 1e-3),
 }
 
 
-def marks(history: History) -> list[Mark]:
-    """What happened on the way. A start and a finish are seen without a mark."""
+def event_marks(history: History) -> list[Mark]:
+    """Marks for all events but start and finish."""
     known = [event for event in history.events if event["event"] not in ("start", "finish")]
     return [Mark(event["step"], *EVENTS.get(name := plain(event["event"]), (name, "event"))) for event in known]
 
 
-def training_charts(run: Run, happened: Sequence[Mark], events: Sequence[Mark]) -> str:
-    """Losses over the whole width, then the other values."""
+def training_charts(run: RunRecords, all_marks: Sequence[Mark], events: Sequence[Mark]) -> str:
+    """A wide chart of the losses, then small charts of the other values."""
     history = run.history
     earlier = [*earlier_lines(history, "loss"), *earlier_lines(history, "held_out_loss")]
-    notes = ["nats a token"] if run.setup else []
+    notes = ["nats per token"] if run.setup else []
     notes += ["dashed: earlier attempts"] if earlier else []
-    notes += ["ticks on the axis: checkpoints"] if len(happened) > len(events) else []
+    notes += ["ticks on the axis: checkpoints"] if len(all_marks) > len(events) else []
     losses = earlier + charts.smoothed(Line("training", history.series("loss"), "train", "training"))
     losses.append(Line("held-out", history.held_out_losses(), "held-out", "held-out"))
     loss = ""
     if any(line.points for line in losses):
-        loss = card("Loss", " · ".join(notes), charts.lines(losses, happened, notes=True))
+        loss = card("Loss", " · ".join(notes), charts.lines(losses, all_marks, notes=True))
     known = {*VALUES, "loss", "held_out_loss", "step_seconds"}
     others = [name for name in history.names() if name not in known and finite(history.series(name))]
     small = []
-    for key in [*VALUES, *others[:MOST_CHARTS]]:
+    for key in [*VALUES, *others[:MAX_CHARTS]]:
         if not (points := history.series(key)):
             continue
         title, unit, zero = VALUES.get(key, (key, "", False))
@@ -369,12 +370,12 @@ def training_charts(run: Run, happened: Sequence[Mark], events: Sequence[Mark]) 
         drawn = earlier_lines(history, key) + ([line] if key == "lr" else charts.smoothed(line))
         small.append(card(title, unit, charts.lines(drawn, events, width=ranks.SMALL, height=190, zero=zero)))
     if not loss and not small:
-        return '<p class="nothing">No metrics were logged. metrics.log(step, loss=...) of the kit adds them.</p>'
+        return '<p class="nothing">No metrics were logged. Call metrics.log(step, loss=...) to add them.</p>'
     return f"{loss}\n{side_by_side(small)}"
 
 
 def earlier_lines(history: History, key: str) -> list[Line]:
-    """What earlier attempts logged and later ones have done again, and runs that this one resumed from."""
+    """Lines of earlier attempts, and of runs from which this run resumed."""
     found = []
     for n, earlier in enumerate(history.earlier, 1):
         points = earlier.held_out_losses() if key == "held_out_loss" else earlier.series(key)
@@ -383,18 +384,18 @@ def earlier_lines(history: History, key: str) -> list[Line]:
 
 
 def waiting_chart(waits: Sequence[tuple[float, Sequence[float]]], events: Sequence[Mark]) -> str:
-    """The share of a step that each rank waits; nothing where that was not measured."""
+    """The share of a step that each rank waits; empty if not measured."""
     if not any(math.isfinite(value) for _, row in waits for value in row):
         return ""
     by_rank = {
         f"rank {n}": charts.smooth([(step, row[n] * 100) for step, row in waits]) for n in range(len(waits[0][1]))
     }
-    unit = "% of a step in which a rank has all its own gradients and waits for their sum over all ranks"
+    unit = "% of a step in which a rank has computed its gradients and waits for the all-reduce"
     return ranks.chart_of_ranks("Waiting for other ranks", unit, by_rank, events)
 
 
-def usage_charts(run: Run) -> str:
-    """What each rank used over time, through all attempts."""
+def usage_charts(run: RunRecords) -> str:
+    """Resource usage of each rank over time, in all attempts."""
     begin = min((time for time in (run.start, *run.usage.attempts) if is_time(time)), default=0.0)
     restarts = [Mark(time - begin, f"attempt {n}") for n, time in enumerate(run.usage.attempts, 1) if n > 1]
     small = []
@@ -416,15 +417,15 @@ def side_by_side(cards: Sequence[str]) -> str:
 # ---------------------------------------------------------------- tables
 
 
-def settings_tables(run: Run) -> str:
-    """All settings, a table for each section."""
+def settings_tables(run: RunRecords) -> str:
+    """A table of settings for each section."""
     settings = mapping(run.setup.get("settings"))
     sections = {key: value for key, value in settings.items() if isinstance(value, Mapping)}
     return tables(sections | {"": {key: value for key, value in settings.items() if key not in sections}})
 
 
-def machine_tables(run: Run) -> str:
-    """What it ran on, and with which versions."""
+def machine_tables(run: RunRecords) -> str:
+    """Machine, versions, ranks and model."""
     machine = dict(mapping(run.setup.get("machine")))
     machine["memory"] = memory(number(machine.pop("memory_bytes", None)))
     machine["gpus"] = ", ".join(f"{n} × {name}" for name, n in Counter(map(plain, listed(machine.get("gpus")))).items())
@@ -438,7 +439,7 @@ def machine_tables(run: Run) -> str:
 
 
 def tables(groups: Mapping[str, Mapping[str, Any]]) -> str:
-    """Names and values under their captions; a value that is not set is faint."""
+    """A table of names and values for each caption; values that are not set are faint."""
     found = []
     for title, rows in groups.items():
         lines = ""
@@ -451,35 +452,35 @@ def tables(groups: Mapping[str, Mapping[str, Any]]) -> str:
     return '<div class="tables">\n' + "\n".join(found) + "\n</div>" if found else ""
 
 
-def command(run: Run) -> str:
-    """The command as a person can paste it, and where it was given."""
-    words = listed(run.about.get("command"))
-    if not words:
+def command(run: RunRecords) -> str:
+    """The command line, quoted for a shell, with its working directory and commit."""
+    arguments = listed(run.about.get("command"))
+    if not arguments:
         return ""
     cwd, git = run.about.get("cwd"), mapping(run.about.get("git"))
     changed = ", with uncommitted changes" if git.get("dirty") else ""
-    places = [f"in {plain(cwd)}" if cwd else "", f"commit {plain(git['commit'])}{changed}" if git.get("commit") else ""]
-    text = escape(shlex.join(map(plain, words)))
-    return f'<pre class="command card">{text}</pre><p class="facts">{spans(places)}</p>'
+    facts = [f"in {plain(cwd)}" if cwd else "", f"commit {plain(git['commit'])}{changed}" if git.get("commit") else ""]
+    text = escape(shlex.join(map(plain, arguments)))
+    return f'<pre class="command card">{text}</pre><p class="facts">{spans(facts)}</p>'
 
 
 # ---------------------------------------------------------------- the program
 
 
-def main(words: Sequence[str]) -> int:
-    """Write the report and print its path."""
+def main(arguments: Sequence[str]) -> int:
+    """Write the report and print its path. Returns 2 when there is no such run, 1 when it cannot be written."""
     parser = argparse.ArgumentParser(
         prog="report.sh", allow_abbrev=False, description="Write RUN/report.html, a page about the run."
     )
-    parser.add_argument("run", metavar="RUN", help="run directory, its name below logs, or a SLURM job's number")
-    parser.add_argument("--from", type=Path, default=Path(), dest="cwd", metavar="DIR", help="where a path begins")
-    parser.add_argument("--log-dir", type=Path, default=Path("logs"), metavar="DIR", help="where a name is looked for")
-    options = parser.parse_args(words)
+    parser.add_argument("run", metavar="RUN", help="run directory, its name in logs, or the number of a SLURM job")
+    parser.add_argument("--from", type=Path, default=Path(), dest="cwd", metavar="DIR", help="base of relative paths")
+    parser.add_argument("--log-dir", type=Path, default=Path("logs"), metavar="DIR", help="the directory of all runs")
+    options = parser.parse_args(arguments)
     directory = options.cwd / options.run
     if not any((directory / name).is_file() for name in ("run.json", "metrics.jsonl")):
         try:
             directory = find(options.run, options.cwd, options.cwd / options.log_dir)
-        except NoRun as error:
+        except RunLookupError as error:
             sys.stderr.write(f"report.sh: {error}\nTry: report.sh --help\n")
             return 2
     try:

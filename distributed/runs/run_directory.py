@@ -1,15 +1,15 @@
-"""Create the directory of a run, with run.json, and the links to it.
+"""Create a run directory with run.json, and the links to it.
 
     logs/train-20250102-030405-9f3a/
-        run.json          what was started: command, nodes, commit, versions (written here)
+        run.json          command, nodes, commit, versions (written by this module)
         errors/           failure records of ranks and agents
         ranks/            torchrun's own files
-        node_<name>.log   node_<name>.exit   metrics.jsonl   verdict.json   ... (written by the run)
+        node_<name>.log   node_<name>.exit   metrics.jsonl   verdict.json   ... (written during the run)
     logs/latest           -> the newest run
     logs/node_<name>.log  -> the node's log in the newest run
-    logs/slurm-<job>      -> the run of this job
+    logs/slurm-<job>      -> the run of this SLURM job
 
-This runs before every launch, so it imports little, and that late. Standard library only.
+Every launch runs this module, so it avoids slow imports. Standard library only.
 
 Try it: python -m distributed.runs.run_directory create --logs /tmp/logs --name train --nodes "$(hostname)" \
             --nproc 2 --script train.py --config - --cwd "$PWD" --python "$(command -v python3)" -- train.py
@@ -26,20 +26,20 @@ from distributed.host.identity import machine, user, versions
 from distributed.host.process_scan import since
 
 TYPE_CHECKING = False
-if TYPE_CHECKING:  # typing itself would cost milliseconds
+if TYPE_CHECKING:  # importing typing costs milliseconds
     from collections.abc import Sequence
     from typing import Any
 
-GIT_SECONDS = 2.0  # a repository on a slow disk must not hold a launch
-PYTHON_SECONDS = 10.0
+GIT_TIMEOUT = 2.0  # seconds; a repository on a slow disk must not delay a launch
+PYTHON_TIMEOUT = 10.0  # seconds
 MAX_NAME = 100  # bytes of the script's name in the name of a run
 
 
 def create(logs: str, name: str, *, again: str | None = None, **launch: Any) -> str:
     """Create a run directory in `logs` and return its absolute path.
 
-    again: the directory of the same run before SLURM requeued it, to go on in. launch: the arguments of describe().
-    Raises OSError when the directory cannot be written; nothing incomplete is left then.
+    again: the existing directory of a run that SLURM requeued. launch: the arguments of describe().
+    Raises OSError when the directory cannot be written, and removes an incomplete directory.
     """
     directory = again or _create_directory(os.path.abspath(logs), name)
     try:
@@ -56,9 +56,9 @@ def create(logs: str, name: str, *, again: str | None = None, **launch: Any) -> 
 
 
 def _create_directory(logs: str, name: str) -> str:
-    """mkdir decides who has a name, so that two launches in the same second get two directories."""
+    """mkdir fails when another launch took the name, so that no two launches share a directory."""
     os.makedirs(logs, exist_ok=True)
-    # A name that needs no quotes: letters and digits of any script, and . _ -
+    # Letters and digits of any script, and . _ -, so that the name needs no quotes.
     plain = "".join(c if c.isalnum() or c in "._-" else "-" for c in name).lstrip(".-")
     plain = plain.encode()[:MAX_NAME].decode(errors="ignore") or "run"
     while True:
@@ -88,22 +88,22 @@ def describe(
 ) -> dict[str, object]:
     """The content of run.json.
 
-    nproc: processes in all. config: None when the script gets none. python: the interpreter that the ranks run with.
-    places: for each node [user@]name:processes, as ssh is called; none when all is on this machine. first_rank: the
-    lowest rank of the first node; 0, unless other nodes have runs of their own. launcher: its process id; default: the
-    parent. grace: seconds that it gives to ranks after a stop request. slurm_job: its number and, of an array's
-    element, its other name, as in 17_3.
+    nproc: number of processes on all nodes. config: None when the script gets no settings file. python: interpreter of
+    the ranks. places: [user@]host:processes for each node that is reached over ssh; empty when all are on this machine.
+    first_rank: the lowest rank of the first node; not 0 when other nodes have their own run directories. launcher: its
+    pid; default: the parent process. grace: seconds from a stop request to SIGKILL. slurm_job: the job number and, for
+    an element of an array, also ARRAY_INDEX, such as 17_3.
     """
     pid = launcher or os.getppid()
     zone = time.strftime("%z")
     return {
         "run": os.path.basename(directory),
-        "folder": directory,  # as processes of the run carry it in MUSTER_RUN_DIR
+        "folder": directory,  # MUSTER_RUN_DIR of its processes
         "command": list(command),
         "started": f"{time.strftime('%Y-%m-%dT%H:%M:%S')}{zone[:3]}:{zone[3:]}",
         "nodes": list(nodes),
         "places": _places(nodes, nproc, places, first_rank),
-        # By its start and its machine another terminal finds this launcher, and no later process with its number.
+        # Start time and machine tell this launcher apart from a later process with the same pid.
         "launcher": {
             "host": os.uname().nodename, "pid": pid, "since": since(pid), "machine": machine(), "grace": grace,
         },
@@ -119,52 +119,52 @@ def describe(
     }  # fmt: skip
 
 
-def _places(nodes: Sequence[str], nproc: int, words: Sequence[str], first_rank: int) -> list[dict[str, object]]:
-    """Each node, how to reach it over ssh (None: it is the launcher's own machine), and which ranks it has."""
-    places: list[dict[str, object]] = []
-    for node, word in zip(nodes, words or [f":{nproc}"] * len(nodes), strict=True):
-        address, _, processes = word.rpartition(":")
-        reached = address if words else None
-        places.append({"node": node, "address": reached, "processes": int(processes), "first_rank": first_rank})
+def _places(nodes: Sequence[str], nproc: int, places: Sequence[str], first_rank: int) -> list[dict[str, object]]:
+    """Name, ssh address (None: this machine), number of processes and first rank of each node."""
+    found: list[dict[str, object]] = []
+    for node, place in zip(nodes, places or [f":{nproc}"] * len(nodes), strict=True):
+        address, _, processes = place.rpartition(":")
+        ssh = address if places else None
+        found.append({"node": node, "address": ssh, "processes": int(processes), "first_rank": first_rank})
         first_rank += int(processes)
-    return places
+    return found
 
 
 def _versions(python: str) -> dict[str, str | None]:
-    """versions() of the ranks' interpreter, which is asked unless it is this one; unknown when it does not answer."""
-    # This one: both names in one bin/, and one file behind them. Two environments may link to the same file.
+    """versions() of the ranks' interpreter; None for each when it does not reply."""
+    # The same interpreter has the same directory and the same target: two environments may link to one file.
     names = (os.path.abspath(python), os.path.abspath(sys.executable))
     if len({os.path.dirname(name) for name in names}) == len({os.path.realpath(name) for name in names}) == 1:
         return versions()
     import json
     import subprocess
 
-    words = [python, "-m", "distributed.host.identity"]
-    env = _environment_without("PYTHONSAFEPATH")  # with it, -m would not find us in the working directory
+    command = [python, "-m", "distributed.host.identity"]
+    env = _environment_without("PYTHONSAFEPATH")  # which would exclude the working directory from the import path
     try:
-        answer = subprocess.check_output(words, cwd=KIT, env=env, stderr=subprocess.DEVNULL, timeout=PYTHON_SECONDS)
-        return dict(json.loads(answer))
+        output = subprocess.check_output(command, cwd=KIT, env=env, stderr=subprocess.DEVNULL, timeout=PYTHON_TIMEOUT)
+        return dict(json.loads(output))
     except (OSError, subprocess.SubprocessError, ValueError):
         return {"python": None, "torch": None}
 
 
 def _git(cwd: str) -> dict[str, object] | None:
-    """Commit, and whether a tracked file differs from it. None without git, commit or a quick answer."""
+    """The commit, and whether a tracked file differs from it. None without a commit or when git is too slow."""
     above = directory = os.path.abspath(cwd)
-    while not os.path.exists(os.path.join(directory, ".git")):  # starting git would take longer
+    while not os.path.exists(os.path.join(directory, ".git")):  # faster than starting git
         directory, above = os.path.dirname(directory), directory
         if directory == above:
             return None
     import subprocess
 
-    words = ["git", "-C", cwd, "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
-    # In a hook these would name another repository; a status that locks the index could disturb a commit.
+    command = ["git", "-C", cwd, "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
+    # In a git hook these variables name another repository. A lock of the index could make a commit fail.
     env = _environment_without("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE") | {"GIT_OPTIONAL_LOCKS": "0"}
     try:
-        answer = subprocess.run(words, env=env, capture_output=True, timeout=GIT_SECONDS, check=True)
+        done = subprocess.run(command, env=env, capture_output=True, timeout=GIT_TIMEOUT, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    lines = answer.stdout.decode(errors="replace").splitlines()
+    lines = done.stdout.decode(errors="replace").splitlines()
     commit = next((line.split()[2] for line in lines if line.startswith("# branch.oid ")), "(initial)")
     if commit == "(initial)":
         return None
@@ -175,17 +175,16 @@ def _environment_without(*names: str) -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in names}
 
 
-def point_to(directory: str, nodes: Sequence[str], slurm_job: Sequence[str] = ()) -> list[str]:
-    """Move logs/latest, logs/node_<name>.log and logs/slurm-<job> to this run. Returns what prevented some of them."""
+def link_to(directory: str, nodes: Sequence[str], slurm_job: Sequence[str] = ()) -> list[str]:
+    """Point logs/latest, logs/node_<name>.log and logs/slurm-<job> to this run. Returns an error for each failure."""
     logs, run = os.path.split(directory)
     targets = {"latest": run} | {f"slurm-{job}": run for job in slurm_job}
     targets |= {f"node_{node}.log": os.path.join(run, f"node_{node}.log") for node in nodes}
-    faults = []
+    errors = []
     for name, target in targets.items():
         link = os.path.join(logs, name)
         if os.path.lexists(link) and not os.path.islink(link):
-            remedy = "move it away to have it point to the newest run"
-            faults.append(f"{link} is not a link of ours: left as it is; {remedy}")
+            errors.append(f"{link}: not a symbolic link; move it away to let it point to the newest run")
             continue
         beside = f"{link}.{os.urandom(4).hex()}"
         try:
@@ -194,62 +193,61 @@ def point_to(directory: str, nodes: Sequence[str], slurm_job: Sequence[str] = ()
         except OSError as error:
             if os.path.lexists(beside):
                 os.unlink(beside)
-            faults.append(f"{link}: cannot make this link ({error.strerror}); the run is in {target}")
-    return faults
+            errors.append(f"{link}: cannot create this link ({error.strerror}); the run is in {target}")
+    return errors
 
 
 # ---------------------------------------------------------------- the program
 
 
-def main(words: Sequence[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Create a run directory and print its path. Returns 2 when it cannot be created."""
-    options = _parse(words)
+    options = _parse(arguments)
     try:
         directory = create(**options)
     except OSError as error:
         path = error.filename or options["logs"]
-        message = f"cannot create a run directory: {path}: {error.strerror}; name another place with --log-dir"
+        message = f"cannot create a run directory: {path}: {error.strerror}; choose another directory with --log-dir"
         sys.stderr.write(f"run_directory: {message}\n")
         return 2
-    for fault in point_to(directory, options["nodes"], options["slurm_job"]):
-        sys.stderr.write(f"run_directory: {fault}\n")
+    for message in link_to(directory, options["nodes"], options["slurm_job"]):
+        sys.stderr.write(f"run_directory: {message}\n")
     sys.stdout.buffer.write(os.fsencode(directory) + b"\n")
     return 0
 
 
-def _parse(words: Sequence[str]) -> dict[str, Any]:
+def _parse(arguments: Sequence[str]) -> dict[str, Any]:
     """The arguments of create()."""
     import argparse
 
     def node(name: str) -> str:
-        """It becomes part of the name of a file."""
-        if not name or "/" in name:
+        if not name or "/" in name:  # it is part of file names
             raise ValueError
         return name
 
     parser = argparse.ArgumentParser(
         prog="run_directory",
         allow_abbrev=False,
-        description="Create the directory of a new run.",
-        epilog="After -- comes the command as the person gave it.",
+        description="Create a run directory.",
+        epilog="The command line of the user follows after --.",
     )
-    parser.add_argument("create", choices=["create"], help="create a directory, print its path")
+    parser.add_argument("create", choices=["create"], help="create a directory and print its path")
     parser.add_argument("--logs", required=True, metavar="DIR", help="the directory of all runs")
-    parser.add_argument("--name", required=True, help="what is run; date, time and a number are added")
+    parser.add_argument("--name", required=True, help="name of the script; date, time and a number are appended")
     parser.add_argument("--nodes", required=True, nargs="+", metavar="NODE", type=node)
-    parser.add_argument("--nproc", required=True, type=int, metavar="N", help="processes in all")
+    parser.add_argument("--nproc", required=True, type=int, metavar="N", help="number of processes on all nodes")
     parser.add_argument("--first-rank", type=int, metavar="N", default=0, help="of the first node")
     parser.add_argument("--places", nargs="+", metavar="ADDRESS:N", default=(), help="of each node over ssh")
     parser.add_argument("--launcher", type=int, metavar="PID", default=0, help="default: the caller")
     parser.add_argument("--grace", type=int, metavar="SECONDS", default=8)
-    parser.add_argument("--again", metavar="RUN", help="go on in this directory, of the same run before")
-    parser.add_argument("--slurm-job", nargs="+", metavar="NAME", default=(), help="its number, and its other names")
+    parser.add_argument("--again", metavar="RUN", help="use the existing directory of this requeued run")
+    parser.add_argument("--slurm-job", nargs="+", metavar="NAME", default=(), help="job number and other names")
     parser.add_argument("--script", required=True)
     parser.add_argument("--config", required=True, help="- for none")
     parser.add_argument("--cwd", required=True, metavar="DIR", help="working directory of the ranks")
     parser.add_argument("--python", required=True, metavar="PATH", help="interpreter of the ranks")
-    end = words.index("--") if "--" in words else len(words)
-    options = vars(parser.parse_args(words[:end])) | {"command": words[end + 1 :]}
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    options = vars(parser.parse_args(arguments[:end])) | {"command": arguments[end + 1 :]}
     options["config"] = None if options["config"] == "-" else options["config"]
     del options["create"]
     return options

@@ -1,14 +1,14 @@
-"""How is that run? Each rank alive or not, what it uses and last said; and in one line above, what all that means.
+"""Show the status of a run: a summary, then the state, resource usage and last output of each rank.
 
     train-20261121-122942-0a81: running for 12 min, step 120 of 1,200, loss 2.3125
-    looks hung: rank 1 on node2 is stopped (state T); to go on, there:
+    looks hung: rank 1 on node2 is stopped (state T); to continue, run there:
       $ kill -CONT 4711
 
     node   rank  state     cpu  memory  quiet  last line
     node1     0  sleeps     1%    1.2G   40 s  step  120/1200  loss 2.3125 ...
     node2     1  STOPPED    0%    1.2G   41 s
 
-scripts/status.sh has asked the nodes; here the answers are judged and drawn. Standard library only.
+scripts/status.sh queries the nodes; this module judges and renders their replies. Standard library only.
 """
 
 from __future__ import annotations
@@ -29,126 +29,131 @@ from distributed import metrics, terminal
 from distributed.exit_codes import UNFIT
 from distributed.files import KIT
 from distributed.runs.hang_analysis import Activity, Diagnosis, diagnose, needs_stacks
-from distributed.runs.lookup import ELSEWHERE, GONE, HERE, IN_JOB, NoRun, Run, read
-from distributed.runs.node_status import Gpu, Rank
+from distributed.runs.lookup import ELSEWHERE, GONE, HERE, IN_JOB, Run, RunLookupError, read
+from distributed.runs.node_status import GpuUsage, RankStatus
 from distributed.runs.records import read_object
 from distributed.runs.verdict import decide
-from distributed.runs.visit import Visit, left_on, visits
+from distributed.runs.visit import NodeReply, read_replies, remaining_processes
 from distributed.terminal import BOLD, DIM, GREEN, RED, YELLOW, paint
 
-FALLBACK = (120, 40)  # columns and lines where there is no terminal
+FALLBACK = (120, 40)  # columns and lines without a terminal
 STATES = {"R": "runs", "S": "sleeps", "D": "disk", "T": "STOPPED", "t": "STOPPED", "I": "sleeps", "W": "sleeps"}
 COLUMNS = ("node", "rank", "pid", "state", "cpu", "memory", "gpu", "quiet", "last line")
-AT_THE_RIGHT = ("rank", "pid", "cpu", "memory", "quiet")
-WIDE = 100  # columns; on less, the last line is worth more than the process id
-NEEDS_STACKS = "needs-stacks"  # in place of a state
+RIGHT_ALIGNED = ("rank", "pid", "cpu", "memory", "quiet")
+WIDE = 100  # columns; on narrower terminals the pid is left out, for the last line
+NEEDS_STACKS = "needs-stacks"  # instead of a state's name
 
 
 @dataclass(frozen=True)
-class State:
-    """How the whole run stands."""
+class RunState:
+    """The state of a run as a whole."""
 
-    name: str  # starting, running, ending, ended, left (behind), waiting (for SLURM), unknown
-    more: str = ""  # why, or what of it
+    name: str  # starting, running, ending, ended, left (without a launcher), waiting (in SLURM's queue), unknown
+    more: str = ""  # the details
     wrong: bool = False
     remedy: str = ""  # a command
 
 
 @dataclass(frozen=True)
-class Progress:
+class RunProgress:
+    """The newest values in metrics.jsonl."""
+
     step: int | None = None
-    steps: int | None = None  # in all
+    steps: int | None = None  # planned
     loss: float | None = None
-    silent: float | None = None  # seconds since it was written
+    silent: float | None = None  # seconds since the file was written; None: no such file
 
 
 @dataclass(frozen=True)
 class Status:
     run: Run
-    state: State
-    pulse: Diagnosis
-    progress: Progress
-    seconds: float  # since the start, or from the start to the end
-    visits: tuple[Visit, ...]
-    needs_stacks: bool = False  # it has been quiet for so long that they should be asked for
+    state: RunState
+    diagnosis: Diagnosis
+    progress: RunProgress
+    seconds: float  # from the start until now, or until the end
+    replies: tuple[NodeReply, ...]
+    needs_stacks: bool = False  # for a diagnosis
 
     @property
     def exit_code(self) -> int:
-        """What is known to be wrong is worth more than what is not known."""
-        if self.state.wrong or self.pulse.hung:
+        """1 for a failure or a hang, else UNFIT when a node did not reply, else 0."""
+        if self.state.wrong or self.diagnosis.hung:
             return 1
-        return UNFIT if any(one.look is None for one in self.visits) else 0
+        return UNFIT if any(reply.status is None for reply in self.replies) else 0
 
 
-# ---------------------------------------------------------------- judging
+# ---------------------------------------------------------------- judge
 
 
 def judge(
-    run: Run, found: Sequence[Visit], verdict: Mapping[str, Any], progress: Progress, now: float, job_state: str = ""
+    run: Run,
+    replies: Sequence[NodeReply],
+    verdict: Mapping[str, Any],
+    progress: RunProgress,
+    now: float,
+    job_state: str = "",
 ) -> Status:
-    """verdict: what verdict.json says, empty when there is none. job_state: of its SLURM job, as squeue has it."""
-    state = waiting(run, job_state) or state_of(run, found, verdict)
+    """verdict: verdict.json with its time as "written", or empty. job_state: state and reason in squeue."""
+    job, _, reason = job_state.partition(" ")
+    if job == "PENDING":
+        state = RunState("waiting", f"job {run.job} is requeued and pending ({reason})")
+    else:
+        state = state_of(run, replies, verdict)
     end = verdict.get("written", now) if state.name == "ended" else now
     seconds = max(0.0, end - datetime.fromisoformat(run.started).timestamp())
-    moving = state.name in ("running", "left", "unknown")
-    if not moving:
-        return Status(run, state, Diagnosis(False), progress, seconds, tuple(found))
-    ranks = seen(found, progress, seconds)
-    pulse = diagnose(ranks.beats, ranks.seconds, ranks.silent, ranks.ended)
-    doubt = needs_stacks(ranks.beats, ranks.silent) and not any(beat.stopped for beat in ranks.beats)
-    return Status(run, state, pulse, progress, seconds, tuple(found), doubt)
+    if state.name not in ("running", "left", "unknown"):
+        return Status(run, state, Diagnosis(False), progress, seconds, tuple(replies))
+    observed = observe_ranks(replies, progress, seconds)
+    diagnosis = diagnose(observed.ranks, observed.seconds, observed.silent, observed.exited)
+    stacks = needs_stacks(observed.ranks, observed.silent) and not any(rank.stopped for rank in observed.ranks)
+    return Status(run, state, diagnosis, progress, seconds, tuple(replies), stacks)
 
 
-def waiting(run: Run, job_state: str) -> State | None:
-    """For the job's next turn."""
-    word, _, reason = job_state.partition(" ")
-    return State("waiting", f"job {run.job} waits for its next turn ({reason})") if word == "PENDING" else None
-
-
-def state_of(run: Run, found: Sequence[Visit], verdict: Mapping[str, Any]) -> State:
-    on = [one.place.node for one in found if one.look and one.look.processes]
-    if run.launcher.where in (HERE, IN_JOB) or (run.launcher.where == ELSEWHERE and on):
-        return going_on(found, verdict)
-    if on:
+def state_of(run: Run, replies: Sequence[NodeReply], verdict: Mapping[str, Any]) -> RunState:
+    nodes = [reply.name for reply in replies if reply.status and reply.status.processes]
+    if run.launcher.where in (HERE, IN_JOB) or (run.launcher.where == ELSEWHERE and nodes):
+        return state_with_launcher(replies, verdict)
+    if nodes:
         stop = f"{KIT}/scripts/stop.sh {shlex.quote(str(run.folder))}"
-        return State("left", f"the launcher is gone, but processes are left on {', '.join(on)}", True, stop)
+        return RunState("left", f"the launcher has exited, but processes remain on {', '.join(nodes)}", True, stop)
     if verdict:
-        return State("ended", said(verdict), verdict.get("outcome") == "failed")
-    ask = f"cd {shlex.quote(KIT)} && python -m distributed.runs.verdict {shlex.quote(str(run.folder))}"
-    return State("unknown", "nothing of it runs, and there is no verdict; what is known:", True, ask)
+        return RunState("ended", verdict_text(verdict), verdict.get("outcome") == "failed")
+    command = f"cd {shlex.quote(KIT)} && python -m distributed.runs.verdict {shlex.quote(str(run.folder))}"
+    return RunState("unknown", "no process of the run was found, and it has no verdict; to get one:", True, command)
 
 
-def going_on(found: Sequence[Visit], verdict: Mapping[str, Any]) -> State:
-    ranks = [(rank, one.place.node) for one in found if one.look for rank in one.look.ranks]
+def state_with_launcher(replies: Sequence[NodeReply], verdict: Mapping[str, Any]) -> RunState:
+    """The state of a run whose launcher still runs."""
+    ranks = [(rank, reply.name) for reply in replies if reply.status for rank in reply.status.ranks]
     missing = [f"rank {rank.rank} on {node}" for rank, node in ranks if rank.pid is None]
     if verdict:
-        return State("ending", said(verdict))
+        return RunState("ending", verdict_text(verdict))
     if ranks and len(missing) == len(ranks):
-        began = any(rank.silent is not None for rank, _ in ranks)
-        return State("ending", "no rank is there any more") if began else State("starting")
-    who = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
-    return State("running", f"not there: {who}" if missing else "")
+        started = any(rank.silent is not None for rank, _ in ranks)
+        return RunState("ending", "all ranks have exited") if started else RunState("starting")
+    names = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
+    return RunState("running", f"not running: {names}" if missing else "")
 
 
-def said(verdict: Mapping[str, Any]) -> str:
+def verdict_text(verdict: Mapping[str, Any]) -> str:
     return f"verdict: {verdict.get('outcome')}: {verdict.get('cause')}"
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What the nodes saw of all ranks."""
+class Observation:
+    """The ranks of all nodes."""
 
-    beats: tuple[Activity, ...]  # of the ranks that are there
-    ended: tuple[str, ...]  # the ranks that were there, and are no more
-    to_come: int  # ranks that have not begun
-    seconds: float  # for which they were watched
-    silent: float  # since the last output or metric of any of them
+    ranks: tuple[Activity, ...]  # the ranks that run
+    exited: tuple[str, ...]  # names of the ranks that have exited
+    not_started: int  # number of ranks that have not started
+    seconds: float  # duration of the sample
+    silent: float  # seconds since the last output or metric of any rank
 
 
-def seen(found: Sequence[Visit], progress: Progress, running: float) -> Seen:
-    """running: seconds since the start; a rank cannot have been silent for longer."""
-    ranks = [(rank, one.place.node) for one in found if one.look for rank in one.look.ranks]
-    beats = tuple(
+def observe_ranks(replies: Sequence[NodeReply], progress: RunProgress, running: float) -> Observation:
+    """running: seconds since the start, for ranks without any output."""
+    ranks = [(rank, reply.name) for reply in replies if reply.status for rank in reply.status.ranks]
+    activities = tuple(
         Activity(
             rank=rank.rank,
             node=node,
@@ -162,46 +167,41 @@ def seen(found: Sequence[Visit], progress: Progress, running: float) -> Seen:
         for rank, node in ranks
         if rank.pid is not None
     )
-    looks = [one.look for one in found if one.look]
-    silences = [beat.silent for beat in beats]
-    silences += [silent for silent in (progress.silent, *(look.metrics for look in looks)) if silent is not None]
-    return Seen(
-        beats=beats,
-        ended=tuple(
-            f"rank {rank.rank} on {node}" for rank, node in ranks if rank.pid is None and rank.silent is not None
-        ),
-        to_come=len([rank for rank, _ in ranks if rank.pid is None and rank.silent is None]),
-        seconds=max((look.seconds for look in looks), default=0.0),
-        silent=min(silences, default=0.0),
+    statuses = [reply.status for reply in replies if reply.status]
+    ages = [progress.silent, *(status.metrics for status in statuses), *(rank.silent for rank in activities)]
+    exited = [f"rank {rank.rank} on {node}" for rank, node in ranks if rank.pid is None and rank.silent is not None]
+    return Observation(
+        ranks=activities,
+        exited=tuple(exited),
+        not_started=len([rank for rank, _ in ranks if rank.pid is None and rank.silent is None]),
+        seconds=max((status.seconds for status in statuses), default=0.0),
+        silent=min((age for age in ages if age is not None), default=0.0),
     )
 
 
-# ---------------------------------------------------------------- what the folder of the run tells
-
-
-def read_progress(folder: Path, now: float) -> Progress:
-    """How far the script is, by the newest values in metrics.jsonl."""
-    path = folder / "metrics.jsonl"
+def read_progress(directory: Path, now: float) -> RunProgress:
+    """The newest values in the run's metrics.jsonl."""
+    path = directory / "metrics.jsonl"
     try:
         silent = max(0.0, now - path.stat().st_mtime)
     except OSError:
-        return Progress()
+        return RunProgress()
     found = metrics.newest(path)
     step, steps = (None if value is None else int(value) for value in (found.get("step"), found.get("steps")))
-    return Progress(step, steps, found.get("loss"), silent)
+    return RunProgress(step, steps, found.get("loss"), silent)
 
 
-# ---------------------------------------------------------------- drawing
+# ---------------------------------------------------------------- text
 
 
-def draw(status: Status, width: int, with_stacks: bool = True) -> str:
-    """The whole for a person. No row of the table is longer than width; commands and stacks are shown whole."""
-    state, pulse = status.state, status.pulse
+def render(status: Status, width: int, with_stacks: bool = True) -> str:
+    """The status as text. The table fits the width; commands and stacks are not wrapped."""
+    state, diagnosis = status.state, status.diagnosis
     colour = RED if state.wrong else GREEN if state.name == "ended" else YELLOW
     lines = [headline(status), *wrapped(state.more, width, colour)]
     lines += [f"  $ {state.remedy}"] * bool(state.remedy)
-    lines += wrapped(pulse.words, width, RED if pulse.hung else YELLOW)
-    lines += [f"  $ {pulse.remedy}"] * bool(pulse.remedy)
+    lines += wrapped(diagnosis.words, width, RED if diagnosis.hung else YELLOW)
+    lines += [f"  $ {diagnosis.remedy}"] * bool(diagnosis.remedy)
     lines += ["", *table(status, width)]
     notes = [line for note in notes_on(status) for line in wrapped(note, width, YELLOW)]
     lines += [""] * bool(notes) + notes
@@ -213,62 +213,59 @@ def wrapped(text: str, width: int, colour: str) -> list[str]:
     return [paint(line, colour) for line in terminal.wrap(text, width, indent="  ")]
 
 
-HEADS = {
+HEADLINES = {
     "starting": "starting for",
     "running": "running for",
     "ending": "ending, after",
     "ended": "ended after",
-    "left": "left behind, after",
-    "unknown": "not known, after",
-    "waiting": "waiting in the queue, begun",
+    "left": "without a launcher, after",
+    "unknown": "state unknown, after",
+    "waiting": "pending in the queue, started",
 }
 
 
 def headline(status: Status) -> str:
     state = status.state
-    calm = state.name in ("running", "ended") and not status.pulse.hung
-    how = paint(HEADS[state.name], RED if state.wrong else GREEN if calm else YELLOW)
-    ago = " ago" * (state.name == "waiting")
-    facts = [f"{how} {duration(status.seconds)}{ago}", *progress_words(status.progress)]
-    return f"{paint(status.run.folder.name, BOLD)}: {', '.join(facts)}"
-
-
-def progress_words(progress: Progress) -> Iterator[str]:
+    healthy = state.name in ("running", "ended") and not status.diagnosis.hung
+    how = paint(HEADLINES[state.name], RED if state.wrong else GREEN if healthy else YELLOW)
+    text = f"{paint(status.run.folder.name, BOLD)}: {how} {duration(status.seconds)}"
+    text += " ago" if state.name == "waiting" else ""
+    progress = status.progress
     if progress.step is not None:
-        yield f"step {progress.step:,}" + (f" of {progress.steps:,}" if progress.steps else "")
-        if progress.loss is not None:
-            yield f"loss {progress.loss:.4f}"
+        text += f", step {progress.step:,}" + (f" of {progress.steps:,}" if progress.steps else "")
+        text += f", loss {progress.loss:.4f}" if progress.loss is not None else ""
+    return text
 
 
 def table(status: Status, width: int) -> list[str]:
-    """Columns in which nobody has anything are left out; the last one takes what room is left."""
-    rows = [dict.fromkeys(COLUMNS, "") | row for one in status.visits for row in rows_of(one, status.state)]
+    """A row for each rank. Empty columns are left out, and the last column is cut to fit the width."""
+    rows = [dict.fromkeys(COLUMNS, "") | row for reply in status.replies for row in rows_of(reply, status.state)]
     heads = [head for head in COLUMNS if any(row[head] for row in rows) and (width >= WIDE or head != "pid")]
-    right = [column for column, head in enumerate(heads) if head in AT_THE_RIGHT]
+    right = [column for column, head in enumerate(heads) if head in RIGHT_ALIGNED]
     cells = [[row[head] for head in heads] for row in rows]
     if cells:
         cells.insert(0, [paint(head, DIM) for head in heads])
     return terminal.table(cells, right, width)
 
 
-def rows_of(one: Visit, state: State) -> Iterator[dict[str, str]]:
-    name = one.place.node
-    if one.look is None:
-        first, last = one.place.first_rank, one.place.first_rank + one.place.processes - 1
+def rows_of(reply: NodeReply, state: RunState) -> Iterator[dict[str, str]]:
+    name = reply.name
+    if reply.status is None:
+        first, last = reply.node.first_rank, reply.node.first_rank + reply.node.processes - 1
         yield {
             "node": name,
             "rank": f"{first}-{last}" if first < last else f"{first}",
-            "state": paint("not seen", YELLOW),
+            "state": paint("no reply", YELLOW),
         }
         return
-    for rank in one.look.ranks:
+    for rank in reply.status.ranks:
         yield {"node": name, **row_of(rank, state)}
         name = ""
 
 
-def row_of(rank: Rank, state: State) -> dict[str, str]:
-    row = {"rank": str(rank.rank), "state": state_words(rank, state), "last line": rank.line}
-    row["gpu"] = " ".join(map(gpu_words, rank.gpus))
+def row_of(rank: RankStatus, state: RunState) -> dict[str, str]:
+    row = {"rank": str(rank.rank), "state": rank_state_text(rank, state), "last line": rank.line}
+    row["gpu"] = " ".join(map(gpu_text, rank.gpus))
     if rank.pid is not None:
         row |= {"pid": str(rank.pid), "cpu": f"{rank.cpu:.0%}", "memory": size(rank.memory)}
     if rank.silent is not None and state.name != "ended":
@@ -276,44 +273,44 @@ def row_of(rank: Rank, state: State) -> dict[str, str]:
     return row
 
 
-def state_words(rank: Rank, state: State) -> str:
+def rank_state_text(rank: RankStatus, state: RunState) -> str:
     if rank.pid is not None:
-        word = STATES.get(rank.state, rank.state)
-        return paint(word, RED) if word.isupper() else word
+        text = STATES.get(rank.state, rank.state)
+        return paint(text, RED) if text.isupper() else text
     if state.name in ("ended", "ending", "waiting"):
         return paint("ended", DIM)
-    return paint("gone", RED) if rank.silent is not None else paint("not yet", YELLOW)
+    return paint("exited", RED) if rank.silent is not None else paint("not started", YELLOW)
 
 
-def gpu_words(gpu: Gpu) -> str:
+def gpu_text(gpu: GpuUsage) -> str:
     return f"{gpu.index}: {gpu.use}%" + (f" {gpu.watts:.0f}W" if gpu.watts else "")
 
 
 def notes_on(status: Status) -> Iterator[str]:
-    for one in status.visits:
-        node = one.place.node
-        if one.look is None:
-            yield f"{node}: {one.why}"
+    for reply in status.replies:
+        node = reply.status
+        if node is None:
+            yield f"{reply.name}: {reply.error}"
             continue
-        if status.state.name == "left" and one.look.processes:
-            yield f"{node}: {left_on(one.look)}"
-        if one.look.gpu_error:
-            yield f"{node}: {one.look.gpu_error}"
-        if one.look.gpus and not any(rank.gpus for rank in one.look.ranks):
-            yield f"{node}: all GPUs, whoever uses them: {', '.join(map(gpu_words, one.look.gpus))}"
-        if one.look.line and all(rank.silent is None for rank in one.look.ranks):
-            yield f"{node}: last line of its log: {one.look.line}"
+        if status.state.name == "left" and node.processes:
+            yield f"{reply.name}: {remaining_processes(node)}"
+        if node.gpu_error:
+            yield f"{reply.name}: {node.gpu_error}"
+        if node.gpus and not any(rank.gpus for rank in node.ranks):
+            yield f"{reply.name}: all its GPUs, with any processes: {', '.join(map(gpu_text, node.gpus))}"
+        if node.line and all(rank.silent is None for rank in node.ranks):
+            yield f"{reply.name}: last line of its log: {node.line}"
     launcher = status.run.launcher
     if launcher.where == ELSEWHERE:
-        yield f"the launcher is process {launcher.pid} on {launcher.host}, and cannot be seen from here"
+        yield f"the launcher is process {launcher.pid} on {launcher.host}, which this machine cannot check"
 
 
 def stacks(status: Status) -> Iterator[str]:
-    for one in status.visits:
-        for rank in one.look.ranks if one.look else ():
+    for reply in status.replies:
+        for rank in reply.status.ranks if reply.status else ():
             if rank.stands:
                 yield ""
-                yield paint(f"rank {rank.rank} on {one.place.node}, process {rank.pid}", BOLD)
+                yield paint(f"rank {rank.rank} on {reply.name}, process {rank.pid}", BOLD)
                 yield from (f"  {line}".rstrip() for line in rank.stands.splitlines())
 
 
@@ -335,27 +332,27 @@ def size(amount: int) -> str:
 # ---------------------------------------------------------------- the program
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Draw, once. Returns 0 when all is well, 1 when something is wrong, UNFIT when not all could be asked.
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the status. Returns Status.exit_code, or 2 when there is no such run.
 
-    With --first nothing is drawn when the stacks should be asked for: the state is then NEEDS_STACKS.
+    With --first, and when stacks are needed, prints nothing and writes NEEDS_STACKS as the state.
     """
-    options = parse(words)
+    options = parse(arguments)
     now = time.time()
     try:
         run = read(options.run)
         run = replace(run, launcher=replace(run.launcher, where=options.launcher or run.launcher.where))
-    except NoRun as error:
+    except RunLookupError as error:
         sys.stderr.write(f"{error}\n")
         return 2
-    found = visits(run, options.answers)
-    written = run.folder / "verdict.json"
-    if verdict := read_object(written, []):
-        verdict["written"] = written.stat().st_mtime
+    replies = read_replies(run, options.replies)
+    path = run.folder / "verdict.json"
+    if verdict := read_object(path, []):
+        verdict["written"] = path.stat().st_mtime
     elif run.launcher.where == GONE:
-        decided = decide(run.folder)  # the launcher was killed before it could write it
+        decided = decide(run.folder)  # the launcher was killed before it wrote verdict.json
         verdict = asdict(decided) | {"written": decided.time or now}
-    status = judge(run, found, verdict, read_progress(run.folder, now), now, options.job_state)
+    status = judge(run, replies, verdict, read_progress(run.folder, now), now, options.job_state)
     if options.first and status.needs_stacks:
         options.state.write_text(NEEDS_STACKS + "\n")
         return 0
@@ -368,30 +365,33 @@ def main(words: Sequence[str] | None = None) -> int:
     return status.exit_code
 
 
-def parse(words: Sequence[str] | None) -> argparse.Namespace:
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="status", description=str(__doc__).splitlines()[0], allow_abbrev=False)
-    parser.add_argument("run", type=Path, metavar="RUN_FOLDER")
-    parser.add_argument("answers", type=Path, metavar="FOLDER", help="holds NODE.out, NODE.err and NODE.code")
-    places = (HERE, GONE, ELSEWHERE, IN_JOB)
-    parser.add_argument("--launcher", choices=places, help="where it was before the nodes were asked")
-    parser.add_argument("--job-state", default="", help="of its SLURM job, as squeue has it")
-    parser.add_argument("--first", action="store_true", help="nothing is drawn when the stacks are needed to judge")
-    parser.add_argument("--stacks", action="store_true", help="show the stacks too")
+    parser.add_argument("run", type=Path, metavar="RUN_DIRECTORY")
+    parser.add_argument("replies", type=Path, metavar="DIRECTORY", help="has NODE.out, NODE.err and NODE.code")
+    where = (HERE, GONE, ELSEWHERE, IN_JOB)
+    parser.add_argument("--launcher", choices=where, help="where it was before the nodes were queried")
+    parser.add_argument("--job-state", default="", help="state and reason of its SLURM job in squeue")
+    parser.add_argument("--first", action="store_true", help="print nothing when stacks are needed")
+    parser.add_argument("--stacks", action="store_true", help="print the stacks, too")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--in-place", action="store_true", help="over what the terminal shows, and no more lines")
-    parser.add_argument("--state", type=Path, metavar="FILE", help="gets the one word for how the run stands")
-    return parser.parse_args(words)
+    parser.add_argument("--in-place", action="store_true", help="overwrite the screen of the terminal")
+    parser.add_argument("--state", type=Path, metavar="FILE", help="write the name of the state to this file")
+    return parser.parse_args(arguments)
 
 
 def as_json(status: Status) -> str:
     facts = asdict(status) | {"exit_code": status.exit_code}
-    facts["nodes"] = [one | one.pop("place") for one in facts.pop("visits")]
+    facts["pulse"] = facts.pop("diagnosis")
+    facts["nodes"] = [
+        reply["node"] | {"look": reply["status"], "why": reply["error"]} for reply in facts.pop("replies")
+    ]
     return json.dumps(facts, indent=2, sort_keys=True, default=str) + "\n"
 
 
 def show(status: Status, in_place: bool, with_stacks: bool) -> None:
     width, height = shutil.get_terminal_size(FALLBACK)
-    text = draw(status, width, with_stacks)
+    text = render(status, width, with_stacks)
     if in_place:
         lines = text.splitlines()[: height - 1]
         text = "\x1b[H" + "".join(f"{line}\x1b[K\n" for line in lines) + "\x1b[J"

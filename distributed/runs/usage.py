@@ -1,7 +1,6 @@
-"""What the ranks of a run used over time, through all attempts: node_<name>.samples.jsonl of each.
+"""Read the resource usage of a run's ranks over time, in all attempts, from node_<name>.samples.jsonl.
 
-distributed/launch/usage.py samples them beside the ranks. A sample that cannot be read is left out. Standard library
-only.
+distributed/launch/usage.py writes the samples. Samples that cannot be read are ignored. Standard library only.
 """
 
 from __future__ import annotations
@@ -19,30 +18,30 @@ from typing import Any
 from distributed.runs.history import Point
 from distributed.runs.records import is_time, listed, mapping, number, read_object
 
-SAMPLES = 200  # of each rank and attempt are enough for a chart
+SAMPLES = 200  # per rank and attempt, enough for a chart
 
 
 @dataclass
 class Usage:
-    """What each rank used over time."""
+    """Resource usage of each rank over time."""
 
-    attempts: list[float] = field(default_factory=list)  # Unix seconds of the first sample of each
-    last: float = math.nan  # Unix seconds of the last sample of all
-    # Over Unix seconds, by what is measured and by "rank 3" (or "node1 GPU 0", where its rank is not known):
-    # "cpu" (cores), "memory" (bytes), "output" (bytes a second), "gpu" (share of time), "gpu_memory" (bytes).
+    attempts: list[float] = field(default_factory=list)  # Unix seconds of the first sample of each attempt
+    last: float = math.nan  # Unix seconds of the last sample
+    # Points (Unix seconds, value) by quantity and by "rank 3", or "node1 GPU 0" for a GPU whose rank is not known.
+    # Quantities: cpu (cores), memory (bytes), output (bytes per second), gpu (share of time), gpu_memory (bytes).
     series: dict[str, dict[str, list[Point]]] = field(default_factory=dict)
 
     def of(self, kind: str) -> dict[str, list[Point]]:
         return self.series.get(kind, {})
 
     def add(self, kind: str, name: str, points: Sequence[Point]) -> None:
-        """The next attempt's. Between two attempts is a gap."""
+        """Append the points of an attempt, after a gap."""
         line = self.series.setdefault(kind, {}).setdefault(name, [])
         line += [(points[0][0], math.nan)] * bool(line and points) + [*points]
 
 
 def read_usage(run: Path) -> Usage:
-    """All attempts of a run, the oldest first."""
+    """The usage in all attempts of a run, the oldest first."""
     usage = Usage()
     attempts = sorted(run.glob("try_*"), key=lambda path: (len(path.name), path.name))
     for attempt in [*attempts, run]:
@@ -62,7 +61,7 @@ def read_usage(run: Path) -> Usage:
 
 
 def _samples(path: Path) -> list[Mapping[str, Any]]:
-    """Those that say when they were taken, evenly spread."""
+    """The samples that have a time, at most about SAMPLES, evenly spaced."""
     found: list[Mapping[str, Any]] = []
     with contextlib.suppress(OSError):
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -89,13 +88,13 @@ def _add_ranks(usage: Usage, node: str, first_rank: float, samples: Sequence[Map
         for kind in ("cpu", "output"):
             counts = [(time, number(one.get(kind))) for time, one in values]
             rates = [(b, (y - x) / (b - a)) for (a, x), (b, y) in pairwise(counts)]
-            rates = [(time, 0.0 if rate < 0 else rate) for time, rate in rates]  # a child has ended unseen
+            rates = [(time, 0.0 if rate < 0 else rate) for time, rate in rates]  # negative after a child has exited
             if rates:
                 usage.add(kind, name, rates)
 
 
 def _add_gpus(usage: Usage, node: str, first_rank: float, samples: Sequence[Mapping[str, Any]]) -> None:
-    """A GPU belongs to the rank that computes on it; where none is known on this node, it has its own name."""
+    """A GPU belongs to the ranks that use it. When none is known on this node, GPUs have their own names."""
     gpus = [
         (sample["time"], index, mapping(gpu), listed(mapping(gpu).get("ranks")))
         for sample in samples
@@ -108,5 +107,5 @@ def _add_gpus(usage: Usage, node: str, first_rank: float, samples: Sequence[Mapp
             lines.setdefault(("gpu", name), {}).setdefault(time, []).append(number(gpu.get("use")) / 100)
             lines.setdefault(("gpu_memory", name), {}).setdefault(time, []).append(number(gpu.get("memory")))
     for (kind, name), values in lines.items():
-        join = math.fsum if kind == "gpu_memory" else statistics.fmean
-        usage.add(kind, name, [(time, join(several)) for time, several in values.items()])
+        combine = math.fsum if kind == "gpu_memory" else statistics.fmean
+        usage.add(kind, name, [(time, combine(of_gpus)) for time, of_gpus in values.items()])

@@ -1,21 +1,20 @@
-"""Whose failure came first?
+"""Find the first failure of a run and write verdict.json.
 
-When one rank dies, the others lose their connection to it, and often report that before the death is noticed. So
-causes are distinguished from consequences by what each record says, and only then by time. In order:
+When a rank dies, the others lose their connection to it and often report that before its agent notices the death. So
+failures are ordered by kind first, causes before consequences, and by time second:
 
-    a hang, because of which the launcher ended the run
-    a rank that raised an error of its own, died of a signal, or exited by itself; a supervisor or a launcher that was
-    killed
-    an agent that could not go on, though no rank of its node had failed
+    a hang for which the launcher stopped the run
+    a rank that raised an error, died of a signal or exited by itself; a supervisor or launcher that was killed
+    an agent that failed although no rank of its node had failed
     a node to which the connection was lost
-    what may be a cause or not: exit 1 without output, a broken connection that is not PyTorch's
-    a rank that ended with 0 while others waited for it, that another one names as missing, or that alone recorded
-    nothing while all others waited for it
-    a rank that lost the others or gave up waiting for them: then the cause was not recorded
-    what stopped on request, what was ended from outside
+    failures that may be causes or consequences: exit code 1 without output, a lost connection that is not PyTorch's
+    a rank that exited with 0 while others waited for it, that another rank names as missing, or that is the only one
+    without a record while all others waited
+    a rank that lost its connection to others or timed out waiting for them: the cause was not recorded
+    a rank that was stopped on request or terminated
 
-The earliest of the likeliest kind is first, by the nodes' own clocks. They differ by up to a second or so,
-and torchrun writes whole seconds: when two causes are as close as that, the sentence names both.
+The earliest failure of the first kind is the cause. Clocks of nodes differ by up to a second, and torchrun records
+whole seconds: when another failure of the same kind is as close as that, the verdict names both.
 
 Try it: python -m distributed.runs.verdict logs/latest
 """
@@ -36,56 +35,56 @@ from pathlib import Path
 from distributed.exit_codes import STOPPED, TIMED_OUT, UNFIT
 from distributed.files import write_json
 from distributed.runs.failures import NODE_ENV, SRUN, Evidence, Failure, Json, gather
-from distributed.runs.node_log import FATAL, Raised, blocks, exception_of, read_log
+from distributed.runs.node_log import FATAL, LoggedException, parse_exception, read_log, split_chain
 
 INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
-CLOCK_DOUBT = 1.0  # seconds
-BY_SLURM = "SLURM says that this node has failed"  # and then SLURM itself ends the job
-SHOWN_OTHERS = 3  # ranks of a hang
+CLOCK_TOLERANCE = 1.0  # seconds between failures on two nodes that may have happened in either order
+BY_SLURM = "SLURM says that this node has failed"  # message of a lost node; SLURM then ends the job
+SHOWN_OTHERS = 3  # other ranks of a hang
 SHOWN = 240  # characters of a message in a sentence
-SHOWN_LINES = 8  # of a message or a log
+SHOWN_LINES = 8  # lines of a message or a log
 SHOWN_FRAMES = 3
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the launcher reports and exits with: the content of verdict.json."""
+    """Why and how the run ended: the content of verdict.json."""
 
     outcome: str  # "ok", "stopped" or "failed"
     exit_code: int
     cause: str  # one sentence
     node: str | None = None
     rank: int | None = None
-    time: float | None = None  # unix seconds
+    time: float | None = None  # Unix seconds
     exception: str | None = None
     message: str = ""
     traceback: str = ""
-    collateral: tuple[Json, ...] = ()  # of each other one: "node", "rank", "message"
+    collateral: tuple[Json, ...] = ()  # the other failures: "node", "rank", "message"
 
 
-def decide(run: Path, launcher: int | None = None) -> Verdict:
-    """The verdict on the run in this directory; reads only. launcher: the exit code that it would end with itself."""
-    return judge(gather(run), launcher)
+def decide(run: Path, launcher_code: int | None = None) -> Verdict:
+    """The verdict on the run in this directory, without writing it. launcher_code: the launcher's own exit code."""
+    return judge(gather(run), launcher_code)
 
 
 # ---------------------------------------------------------------- causes and consequences
 
 
 class Kind(IntEnum):
-    """What a failure is: the lower, the likelier the cause."""
+    """The kinds of failures, the likeliest cause first."""
 
-    OWN = 1
+    OWN_ERROR = 1
     AGENT = 2
     LOST_NODE = 3
-    UNSURE = 4
-    ACCUSED = 5
+    UNCLEAR = 4
+    MISSING_RANK = 5
     COLLATERAL = 6
     STOPPED = 7
-    ENDED = 8
+    TERMINATED = 8
 
 
-# What an innocent rank records when another one is lost: seen in torch 2.13, or read in its source.
-_LOST_THE_OTHERS = re.compile(
+# Messages of ranks that lost another one: observed in torch 2.13, or found in its source.
+_LOST_PEER = re.compile(
     r"""
       [Cc]onnection\ closed\ by\ (remote\ )?peer | [Cc]onnection\ reset\ by\ peer | [Cc]onnection\ refused
     | [Bb]roken\ pipe | Socket\ closed | Socket\ Timeout
@@ -100,147 +99,155 @@ _LOST_THE_OTHERS = re.compile(
     """,
     re.VERBOSE,
 )
-# Such words in an error of another class may be about any connection: to a file server, to a hub of models.
+# In an exception of another class such a message may be about any connection, such as one to a file server.
 _OF_TORCH = re.compile(r"RuntimeError|Dist\w*Error|Rendezvous\w*Error")
 _ALWAYS_COLLATERAL = ("DistStoreError", "PeerFailed", "RendezvousConnectionError", "RendezvousTimeoutError")
-_FROM_OUTSIDE = ("KeyboardInterrupt", "SignalException")
+_TERMINATED = ("KeyboardInterrupt", "SignalException")
 _NAMES_A_RANK = re.compile(
     r"[Rr]anks? \[?(\d{1,9})[\d, ]*\]? (?:failed to pass monitoredBarrier|are the lagging ranks)"
     r"|\[(\d{1,9})[\d, ]*\] finished collective #\d+, but didn't join"
     r"|\brank (\d{1,9}) on .+? (?:failed at step|is not finite)"
 )
-_CHATTER = re.compile(
+_NOISE = re.compile(
     r"\[/\S+\.(?:cc|cpp|h):\d+\] |\s+(?:This is typically caused by|Original exception:|Exception raised from).*",
     re.DOTALL,
 )
 
 
-def kind(failure: Failure) -> Kind:
-    """By what is recorded; without an exception or a message by the exit code."""
+def kind_of(failure: Failure) -> Kind:
+    """The kind by exception or message; without them by the exit code."""
     if failure.witness:
-        return Kind.ACCUSED
+        return Kind.MISSING_RANK
     if failure.exit_code == STOPPED:
         return Kind.STOPPED
     if failure.program in ("supervisor", "launcher"):
-        return Kind.OWN
+        return Kind.OWN_ERROR
     if failure.rank is None and failure.exit_code is None:
         return Kind.LOST_NODE
     if failure.exception or failure.message:
         return _kind_by_exception(failure)
     if failure.ended_by_agent or failure.exit_code in (128 + signal.SIGHUP, *INTERRUPTED):
-        return Kind.ENDED
-    return Kind.UNSURE if failure.rank is None or failure.exit_code == 1 else Kind.OWN
+        return Kind.TERMINATED
+    return Kind.UNCLEAR if failure.rank is None or failure.exit_code == 1 else Kind.OWN_ERROR
 
 
 def _kind_by_exception(failure: Failure) -> Kind:
-    if failure.exception in _FROM_OUTSIDE:
-        return Kind.ENDED
-    kinds = [_kind_of_exception(raised) for raised in chain(failure)]
-    if kinds[0] is not Kind.OWN:
+    if failure.exception in _TERMINATED:
+        return Kind.TERMINATED
+    kinds = [_kind_of_exception(raised) for raised in exception_chain(failure)]
+    if kinds[0] is not Kind.OWN_ERROR:
         return kinds[0]
     if failure.rank is None:
-        return Kind.AGENT if failure.exception else Kind.UNSURE
-    # The first error may have been handled when a later one, or the agent, ended the rank.
-    return Kind.UNSURE if failure.ended_by_agent or kinds[-1] is not Kind.OWN else Kind.OWN
+        return Kind.AGENT if failure.exception else Kind.UNCLEAR
+    # The script may have handled the first exception before a later one, or the agent, ended the rank.
+    return Kind.UNCLEAR if failure.ended_by_agent or kinds[-1] is not Kind.OWN_ERROR else Kind.OWN_ERROR
 
 
-def _kind_of_exception(raised: Raised) -> Kind:
+def _kind_of_exception(raised: LoggedException) -> Kind:
     if raised.exception in _ALWAYS_COLLATERAL:
         return Kind.COLLATERAL
-    if not _LOST_THE_OTHERS.search(raised.message):
-        return Kind.OWN
+    if not _LOST_PEER.search(raised.message):
+        return Kind.OWN_ERROR
     of_torch = raised.exception is None or _OF_TORCH.fullmatch(raised.exception)
-    return Kind.COLLATERAL if of_torch else Kind.UNSURE
+    return Kind.COLLATERAL if of_torch else Kind.UNCLEAR
 
 
-def chain(failure: Failure) -> list[Raised]:
-    """The exceptions that the traceback chains, in the order in which they were raised."""
-    *earlier, last = blocks(failure.traceback)
-    return [*map(exception_of, earlier), Raised(failure.exception, failure.message, last)]
+def exception_chain(failure: Failure) -> list[LoggedException]:
+    """The chained exceptions of the traceback, in the order in which they were raised."""
+    *earlier, last = split_chain(failure.traceback)
+    return [*map(parse_exception, earlier), LoggedException(failure.exception, failure.message, last)]
 
 
-def decisive(failure: Failure) -> Raised:
-    """The exception to show: the last one, unless that only came of the first."""
-    raised = chain(failure)
-    first_is_cause = _kind_of_exception(raised[0]) is Kind.OWN and _kind_of_exception(raised[-1]) is not Kind.OWN
-    return raised[0] if first_is_cause else raised[-1]
+def decisive_exception(failure: Failure) -> LoggedException:
+    """The exception to show: the last of the chain, unless that is a consequence of the first."""
+    chain = exception_chain(failure)
+    first, last = _kind_of_exception(chain[0]), _kind_of_exception(chain[-1])
+    return chain[0] if first is Kind.OWN_ERROR and last is not Kind.OWN_ERROR else chain[-1]
 
 
 # ---------------------------------------------------------------- which was first
 
 
-def first(failures: Iterable[Failure]) -> Failure:
-    """The earliest of the likeliest kind. Takes at least one; their order does not matter."""
+def first_failure(failures: Iterable[Failure]) -> Failure:
+    """The earliest failure of the likeliest kind. failures: one or more, in any order."""
     return min(failures, key=_order)
 
 
 def _order(failure: Failure) -> tuple[Kind, float, str, int]:
-    when = math.inf if failure.time is None else failure.time
-    return kind(failure), when, failure.node, -1 if failure.rank is None else failure.rank
+    time = math.inf if failure.time is None else failure.time
+    return kind_of(failure), time, failure.node, -1 if failure.rank is None else failure.rank
 
 
-def accused(evidence: Evidence) -> Iterator[Failure]:
-    """The ranks that others gave up waiting for, though they recorded nothing themselves."""
-    waited = [one for one in evidence.failures if one.rank is not None and kind(one) is Kind.COLLATERAL]
-    if waited and evidence.ended_well:
-        one, rank, more = first(waited), min(evidence.ended_well), len(evidence.ended_well) - 1
+def missing_ranks(evidence: Evidence) -> Iterator[Failure]:
+    """The ranks for which others waited, though they recorded no failure."""
+    waited = [
+        failure for failure in evidence.failures if failure.rank is not None and kind_of(failure) is Kind.COLLATERAL
+    ]
+    if waited and evidence.succeeded:
+        first, rank, more = first_failure(waited), min(evidence.succeeded), len(evidence.succeeded) - 1
         others = f"and {more} more rank{'s' * (more > 1)} " if more else ""
-        witness = f"{others}ended with exit code 0 while {name_of(one)} was in a collective{_at(one)}"
-        yield replace(one, rank=rank, node=evidence.ended_well[rank], witness=witness)
+        witness = f"{others}ended with exit code 0 while {name_of(first)} was in a collective{_at(first)}"
+        yield replace(first, rank=rank, node=evidence.succeeded[rank], witness=witness)
         return
     for failure in evidence.failures:
         if names := _NAMES_A_RANK.search(failure.message):
             rank = int(next(filter(None, names.groups())))
-            witness = f"was missing in a collective: {name_of(failure)} says: {_short(what(failure))}"
+            witness = f"was missing from a collective; {name_of(failure)} reports: {_short(describe(failure))}"
             yield replace(failure, rank=rank, node=_node_of(rank, evidence), witness=witness)
-    # Only one rank recorded nothing, and all others lost it, or gave up waiting for it.
-    kinds = {one.rank: kind(one) for one in evidence.failures if one.rank is not None and kind(one) is not Kind.ENDED}
+    # All ranks but one lost a connection or timed out, and that one recorded nothing.
+    kinds = {
+        failure.rank: kind
+        for failure in evidence.failures
+        if failure.rank is not None and (kind := kind_of(failure)) is not Kind.TERMINATED
+    }
     size = sum(map(len, evidence.ranks.values()))
     if set(kinds.values()) == {Kind.COLLATERAL} and len(kinds) == size - 1 and max(kinds) < size:
-        silent, one = sum(range(size)) - sum(kinds), first(waited)
-        witness = f"was missing in a collective: it alone reported nothing; {name_of(one)} says: {_short(what(one))}"
-        yield replace(one, rank=silent, node=_node_of(silent, evidence), witness=witness)
+        missing, first = sum(range(size)) - sum(kinds), first_failure(waited)
+        witness = (
+            "was missing from a collective: only this rank reported nothing; "
+            f"{name_of(first)} reports: {_short(describe(first))}"
+        )
+        yield replace(first, rank=missing, node=_node_of(missing, evidence), witness=witness)
 
 
 def _node_of(rank: int, evidence: Evidence) -> str:
-    """The node of a rank, as far as it is known."""
     by_failure = (failure.node for failure in evidence.failures if failure.rank == rank)
-    by_place = (node for node, ranks in evidence.ranks.items() if rank in ranks)
-    return next(by_failure, next(by_place, "?"))
+    by_ranks = (node for node, ranks in evidence.ranks.items() if rank in ranks)
+    return next(by_failure, next(by_ranks, "?"))
 
 
-def judge(evidence: Evidence, launcher: int | None = None) -> Verdict:
-    """The verdict on what is known. launcher: the exit code that the launcher would end with by itself."""
+def judge(evidence: Evidence, launcher_code: int | None = None) -> Verdict:
+    """The verdict on this evidence. launcher_code: the launcher's own exit code."""
     if evidence.hang:
         return _hung(evidence.hang)
-    failures = sorted([*evidence.failures, *accused(evidence)], key=_order)
-    if not failures or (_all_well(evidence) and (not launcher or launcher in INTERRUPTED)):
-        return _nothing_failed(evidence, launcher)
-    culprit = first(failures)
-    its_kind = kind(culprit)
-    if its_kind is Kind.STOPPED and launcher != UNFIT:
-        return Verdict("stopped", STOPPED, _sentence(culprit))
-    interrupted = launcher in INTERRUPTED and its_kind is not Kind.OWN and BY_SLURM not in culprit.message
-    if its_kind is Kind.STOPPED or interrupted:  # ranks that the launcher stopped for a cause of its own
-        return replace(_nothing_failed(evidence, launcher), collateral=_collateral(failures))
-    codes = [one.exit_code for one in failures if one.exit_code and kind(one) < Kind.STOPPED]
-    raised = decisive(culprit)
+    failures = sorted([*evidence.failures, *missing_ranks(evidence)], key=_order)
+    if not failures or (_all_succeeded(evidence) and (not launcher_code or launcher_code in INTERRUPTED)):
+        return _nothing_failed(evidence, launcher_code)
+    cause = first_failure(failures)
+    kind = kind_of(cause)
+    if kind is Kind.STOPPED and launcher_code != UNFIT:
+        return Verdict("stopped", STOPPED, _sentence(cause))
+    interrupted = launcher_code in INTERRUPTED and kind is not Kind.OWN_ERROR and BY_SLURM not in cause.message
+    if kind is Kind.STOPPED or interrupted:  # the launcher stopped the ranks, for a reason that is not among failures
+        return replace(_nothing_failed(evidence, launcher_code), collateral=_collateral(failures))
+    codes = [failure.exit_code for failure in failures if failure.exit_code and kind_of(failure) < Kind.STOPPED]
+    raised = decisive_exception(cause)
     return Verdict(
-        outcome="stopped" if its_kind is Kind.ENDED else "failed",
-        exit_code=culprit.exit_code or [*([UNFIT] if its_kind is Kind.LOST_NODE else codes), launcher or 1][0],
-        cause=_sentence(culprit) + _remarks(culprit, evidence),
-        node=culprit.node,
-        rank=culprit.rank,
-        time=culprit.time,
+        outcome="stopped" if kind is Kind.TERMINATED else "failed",
+        exit_code=cause.exit_code or [*([UNFIT] if kind is Kind.LOST_NODE else codes), launcher_code or 1][0],
+        cause=_sentence(cause) + _remarks(cause, evidence),
+        node=cause.node,
+        rank=cause.rank,
+        time=cause.time,
         exception=raised.exception,
         message=raised.message,
-        traceback=culprit.traceback,
-        collateral=_collateral([one for one in failures if (one.node, one.rank) != (culprit.node, culprit.rank)]),
+        traceback=cause.traceback,
+        collateral=_collateral(one for one in failures if (one.node, one.rank) != (cause.node, cause.rank)),
     )
 
 
 def _hung(hang: Json) -> Verdict:
-    """The ranks ended because the launcher stopped them."""
+    """Failures of ranks are ignored: they ended because the launcher stopped them."""
     others = [{name: one.get(name) for name in ("node", "rank", "message")} for one in hang.get("others", [])]
     return Verdict(
         outcome="failed",
@@ -254,59 +261,61 @@ def _hung(hang: Json) -> Verdict:
     )
 
 
-def _all_well(evidence: Evidence) -> bool:
-    """Every agent ended well: failures are then those of attempts before the last."""
+def _all_succeeded(evidence: Evidence) -> bool:
+    """Whether every agent exited with 0: then all failures are those of earlier attempts."""
     return bool(evidence.exits) and {evidence.exits.get(node) for node in (*evidence.exits, *evidence.ranks)} == {0}
 
 
-def _nothing_failed(evidence: Evidence, launcher: int | None) -> Verdict:
-    if launcher in INTERRUPTED and _all_well(evidence):
-        return Verdict("stopped", 0, "stopped on request, and every rank ended well")
-    if launcher in INTERRUPTED:
-        how = "Ctrl-C" if launcher == 128 + signal.SIGINT else "SIGTERM"
-        return Verdict("stopped", launcher, f"interrupted ({how}); no rank had failed")
-    if launcher:
-        return Verdict("failed", launcher, f"no rank recorded a failure; the launcher ended with code {launcher}")
-    if launcher == 0 or _all_well(evidence):
-        return Verdict("ok", 0, "every rank ended well")
-    return Verdict("failed", 1, "the run left neither an exit status nor an error: nothing started, or all is lost")
+def _nothing_failed(evidence: Evidence, launcher_code: int | None) -> Verdict:
+    if launcher_code in INTERRUPTED and _all_succeeded(evidence):
+        return Verdict("stopped", 0, "stopped on request; all ranks exited with 0")
+    if launcher_code in INTERRUPTED:
+        how = "Ctrl-C" if launcher_code == 128 + signal.SIGINT else "SIGTERM"
+        return Verdict("stopped", launcher_code, f"interrupted ({how}); no rank had failed")
+    if launcher_code:
+        cause = f"the launcher exited with code {launcher_code}; no rank recorded a failure"
+        return Verdict("failed", launcher_code, cause)
+    if launcher_code == 0 or _all_succeeded(evidence):
+        return Verdict("ok", 0, "all ranks exited with 0")
+    return Verdict("failed", 1, "no exit code and no failure recorded; the run did not start, or its files are lost")
 
 
 def _collateral(failures: Iterable[Failure]) -> tuple[Json, ...]:
     return tuple(
-        {"node": one.node, "rank": one.rank, "message": _short(what(one))} for one in failures if not one.witness
+        {"node": failure.node, "rank": failure.rank, "message": _short(describe(failure))}
+        for failure in failures
+        if not failure.witness
     )
 
 
 # ---------------------------------------------------------------- in one sentence
 
-_AGENT_PREFIX = "agent: "  # before each line of the agent's own; its last one is why it ended
-_WHY_LOST = "no power or network there, or all its processes were killed"
+_AGENT_PREFIX = "agent: "  # of the agent's own lines; the last of them is why it exited
+_WHY_LOST = "the node lost power or network, or all its processes were killed"
 
 
-def _sentence(one: Failure) -> str:
-    """What happened, by the kind of failure."""
-    name, its_kind = name_of(one), kind(one)
-    how = f"{name} {_short(what(one, 'raised '))}"
-    if its_kind is Kind.OWN:
+def _sentence(failure: Failure) -> str:
+    name, kind = name_of(failure), kind_of(failure)
+    how = f"{name} {_short(describe(failure, 'raised '))}"
+    if kind is Kind.OWN_ERROR:
         return how
-    if its_kind is Kind.AGENT:
-        return f"{name} could not go on: {_short(what(one))}"
-    if its_kind is Kind.LOST_NODE:
-        return f"{one.node}: connection lost: {one.message or _WHY_LOST}"
-    if its_kind is Kind.ACCUSED:
-        return f"{name} {one.witness}"
-    if its_kind is Kind.COLLATERAL:
-        return f"the cause was not recorded; {name} lost the others first: {_short(what(one))}"
-    if its_kind is Kind.STOPPED:
-        return "stopped on request, a checkpoint is written: run the same command again to go on"
-    if its_kind is Kind.ENDED:
+    if kind is Kind.AGENT:
+        return f"{name} failed: {_short(describe(failure))}"
+    if kind is Kind.LOST_NODE:
+        return f"{failure.node}: connection lost: {failure.message or _WHY_LOST}"
+    if kind is Kind.MISSING_RANK:
+        return f"{name} {failure.witness}"
+    if kind is Kind.COLLATERAL:
+        return f"the cause was not recorded; {name} was the first to lose the others: {_short(describe(failure))}"
+    if kind is Kind.STOPPED:
+        return "stopped on request, checkpoint written; run the same command again to resume"
+    if kind is Kind.TERMINATED:
         return f"{how}; no rank had failed before"
-    if one.rank is None and one.message.startswith(_AGENT_PREFIX):
-        return f"{name} could not go on: {_short(one.message.removeprefix(_AGENT_PREFIX))}"
-    if one.rank is None and NODE_ENV in one.message:  # the agent had not been started yet
-        return one.message
-    return f"{how}; nothing clearer was recorded"
+    if failure.rank is None and failure.message.startswith(_AGENT_PREFIX):
+        return f"{name} failed: {_short(failure.message.removeprefix(_AGENT_PREFIX))}"
+    if failure.rank is None and NODE_ENV in failure.message:  # the agent was not started
+        return failure.message
+    return f"{how}; no clearer cause was recorded"
 
 
 def name_of(failure: Failure) -> str:
@@ -317,24 +326,24 @@ def name_of(failure: Failure) -> str:
     return f"{name} on {failure.node}"
 
 
-def what(failure: Failure, verb: str = "") -> str:
-    """The exception or message, or else how it ended. verb: before an exception, in a sentence."""
-    raised, code = decisive(failure), failure.exit_code
+def describe(failure: Failure, verb: str = "") -> str:
+    """The exception or message; without them the exit code. verb: put before an exception."""
+    raised, code = decisive_exception(failure), failure.exit_code
     if raised.exception:
         return f"{verb}{raised.exception}" + (f": {raised.message}" if raised.message else "")
     if raised.message:
         return f"ended with: {raised.message}" if verb else raised.message
     if code is None:
-        return "left nothing behind"
+        return "left no record"
     name = signal_name(code)
     if failure.ended_by_agent:
-        return f"was ended with the others ({name or f'exit code {code}'})"
+        return f"was stopped with the others ({name or f'exit code {code}'})"
     return f"died of {name}" if name else f"exited with code {code}"
 
 
 def _at(failure: Failure) -> str:
-    """The last line of the person's own code in its traceback; empty when there is none."""
-    frames = list(_FRAME.finditer(decisive(failure).traceback))
+    """The innermost frame of the user's code in the traceback; empty when there is none."""
+    frames = list(_FRAME.finditer(decisive_exception(failure).traceback))
     own = [frame for frame in frames if not _LIBRARY.search(frame[0])] or frames
     if not own:
         return ""
@@ -343,7 +352,7 @@ def _at(failure: Failure) -> str:
 
 
 def signal_name(code: int) -> str | None:
-    """SIGKILL for 137, None for what is no signal's exit code."""
+    """SIGKILL for 137; None when the exit code is not that of a signal."""
     try:
         return signal.Signals(code - 128).name
     except ValueError:
@@ -351,48 +360,50 @@ def signal_name(code: int) -> str | None:
 
 
 def _short(text: str) -> str:
-    """One line of a sentence's length, without gloo's file names and advice."""
-    line = " ".join(_CHATTER.sub("", text).split())
+    """One line of at most SHOWN characters, without gloo's file names and advice."""
+    line = " ".join(_NOISE.sub("", text).split())
     return line if len(line) <= SHOWN else line[: SHOWN - 3] + "..."
 
 
-def _remarks(culprit: Failure, evidence: Evidence) -> str:
-    """Which others may have been first."""
-    others = [one for one in evidence.failures if one != culprit and kind(one) is kind(culprit) is Kind.OWN]
-    if same := len([one for one in others if what(one) == what(culprit)]):
-        return f"; {same} more rank{'s' * (same > 1)} the same"
-    for one in others:
-        if one.time is not None and culprit.time is not None:
-            coarse = one.node != culprit.node or one.time.is_integer() or culprit.time.is_integer()
-            if abs(one.time - culprit.time) > CLOCK_DOUBT * coarse:
+def _remarks(cause: Failure, evidence: Evidence) -> str:
+    """Other failures that are the same as the cause, or so close in time that they may have been first."""
+    others = [one for one in evidence.failures if one != cause and kind_of(one) is kind_of(cause) is Kind.OWN_ERROR]
+    if same := len([one for one in others if describe(one) == describe(cause)]):
+        return f"; the same on {same} more rank{'s' * (same > 1)}"
+    for other in others:
+        if other.time is not None and cause.time is not None:
+            coarse = other.node != cause.node or other.time.is_integer() or cause.time.is_integer()
+            if abs(other.time - cause.time) > CLOCK_TOLERANCE * coarse:
                 continue
-        return f"; too close in time to say which was first: {_sentence(one)}"
+        return f"; too close in time to tell which was first: {_sentence(other)}"
     return ""
 
 
-# ---------------------------------------------------------------- what a person reads
+# ---------------------------------------------------------------- the printed verdict
 
-# The likely meaning of what a rank died of: in its message, or the name of its signal.
-_MEANINGS = {
-    r"SIGKILL|killed by signal: Killed": "often the kernel, when memory is full: `dmesg -T | grep -i oom` on {node} "
-    "shows it; fewer ranks per node, a smaller batch or fewer data loader workers need less",
-    r"SIGBUS|Bus error": "often a full /dev/shm: `df -h /dev/shm` on {node}; a container needs a larger --shm-size",
-    r"SIGSEGV": "native code crashed: an extension, a driver or PyTorch{where}",
-    r"SIGABRT": "native code gave up; what it said stands in the log",
-    r"(?i:cuda|hip)\b.*out of memory|OutOfMemoryError": "a smaller batch needs less; `nvidia-smi` on {node} shows who "
-    "uses a GPU",
-    r"\b(_Array)?MemoryError|[Cc]an(no|')t allocate memory|not enough memory": "the main memory of {node}, or the "
-    "limit of its container or job, is used up: `free -h` there; fewer ranks per node or a smaller batch need less",
-    r"EADDRINUSE|[Aa]ddress already in use": "another process has this port on {node}: --master-port takes another",
-    r"No space left on device": "`df -h` on {node} shows which disk is full",
+# Pattern of a message or signal name -> its likely cause and a remedy.
+_HINTS = {
+    r"SIGKILL|killed by signal: Killed": "often the kernel's OOM killer: check `dmesg -T | grep -i oom` on {node}; use "
+    "fewer ranks per node, a smaller batch or fewer data loader workers",
+    r"SIGBUS|Bus error": "often a full /dev/shm: check `df -h /dev/shm` on {node}; start a container with a larger "
+    "--shm-size",
+    r"SIGSEGV": "native code crashed: an extension, a driver or PyTorch{stack}",
+    r"SIGABRT": "native code aborted; its message is in the log",
+    r"(?i:cuda|hip)\b.*out of memory|OutOfMemoryError": "use a smaller batch; `nvidia-smi` on {node} shows the "
+    "processes that use a GPU",
+    r"\b(_Array)?MemoryError|[Cc]an(no|')t allocate memory|not enough memory": "main memory of {node}, or the limit of "
+    "its container or job, is exhausted: check `free -h` there; use fewer ranks per node or a smaller batch",
+    r"EADDRINUSE|[Aa]ddress already in use": "another process uses this port on {node}; choose another with "
+    "--master-port",
+    r"No space left on device": "`df -h` on {node} shows the full disk",
 }
-_NO_STACK = "; with --env PYTHONFAULTHANDLER=1 the log shows where"
+_NO_STACK = "; --env PYTHONFAULTHANDLER=1 prints its stack to the log"
 _FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
 _LIBRARY = re.compile(r'File "(<frozen |.*/(site-packages|dist-packages|lib/python3[.\d]*)/)')
 
 
-def in_words(verdict: Verdict, run: Path) -> str:
-    """The verdict for a person: what happened, what it means, where to read on."""
+def render(verdict: Verdict, run: Path) -> str:
+    """The verdict as text: the cause, hints, the traceback, and where the log is."""
     lines = [f"verdict: {verdict.outcome}: {verdict.cause}"]
     if verdict.outcome == "failed":
         lines += [f"  {line}" for line in _details(verdict, run)]
@@ -404,24 +415,23 @@ def _details(verdict: Verdict, run: Path) -> Iterator[str]:
     if f"code {verdict.exit_code}" not in verdict.cause:
         yield f"exit code {verdict.exit_code}" + (f" ({name})" if name else "")
     about = f"{name} {verdict.exception} {verdict.message}"
-    for pattern, meaning in _MEANINGS.items():
+    for pattern, hint in _HINTS.items():
         if verdict.node and re.search(pattern, about):
-            yield meaning.format(node=verdict.node, where="" if verdict.traceback else _NO_STACK)
+            yield hint.format(node=verdict.node, stack="" if verdict.traceback else _NO_STACK)
     log = run / f"node_{verdict.node}.log"
     if verdict.traceback:
         yield from _last_frames(verdict)
-    elif verdict.rank is not None:  # it may have printed why it ended
+    elif verdict.rank is not None:  # its output may show why it ended
         lines = read_log(log, str(verdict.node)).get(verdict.rank, [])
         if last := [line.text for line in lines if line.text.strip()][-SHOWN_LINES:]:
-            yield "its last lines:"
+            yield "last lines of its output:"
             yield from (f"  {line}" for line in last)
-    # Of those that only followed the first one, of a hang some others, and how many there are.
     others = [one for one in verdict.collateral if one["rank"] is not None and one["message"] not in verdict.cause]
     hung = verdict.exit_code == TIMED_OUT
     if shown := others[: SHOWN_OTHERS if hung else 1]:
         more = f" ({len(verdict.collateral)} in all, see verdict.json)" if len(others) > len(shown) else ""
         texts = "; ".join(f"rank {one['rank']} on {one['node']}: {one['message']}" for one in shown)
-        yield f"{'meanwhile' if hung else 'followed'}: {texts}{more}"
+        yield f"{'other ranks' if hung else 'followed'}: {texts}{more}"
     if hung and (stacks := run / "hang.json").is_file():
         yield f"all stacks: {stacks}"
     if log.is_file():
@@ -429,12 +439,12 @@ def _details(verdict: Verdict, run: Path) -> Iterator[str]:
 
 
 def _last_frames(verdict: Verdict) -> Iterator[str]:
-    """The last frames of the person's own code, then the message."""
-    if verdict.traceback.startswith(FATAL):  # that one begins with the last frame
+    """The last frames of the user's code, then the message."""
+    if verdict.traceback.startswith(FATAL):  # starts with the innermost frame
         yield from verdict.traceback.splitlines()[:SHOWN_LINES]
         return
-    chained = blocks(verdict.traceback)
-    block = next((block for block in chained if exception_of(block).message == verdict.message), chained[-1])
+    chained = split_chain(verdict.traceback)
+    block = next((block for block in chained if parse_exception(block).message == verdict.message), chained[-1])
     frames = re.findall(r'^  File ".*\n(?:    .*\n)*', block, re.MULTILINE)
     own = [frame for frame in frames if not _LIBRARY.search(frame)] or frames
     yield from "".join(own[-SHOWN_FRAMES:]).splitlines()
@@ -445,15 +455,15 @@ def _last_frames(verdict: Verdict) -> Iterator[str]:
 # ---------------------------------------------------------------- the program
 
 
-def main(words: Sequence[str]) -> int:
-    """Judge a run, write verdict.json, print it on standard error. Returns the exit code for the launcher."""
-    parser = argparse.ArgumentParser(prog="verdict", description="Whose failure came first?", allow_abbrev=False)
+def main(arguments: Sequence[str]) -> int:
+    """Judge a run, write verdict.json and print the verdict to stderr. Returns the exit code for the launcher."""
+    parser = argparse.ArgumentParser(prog="verdict", description=str(__doc__).splitlines()[0], allow_abbrev=False)
     parser.add_argument("run", type=Path, metavar="RUN_DIRECTORY")
     parser.add_argument("--report", action="store_true", help="also write report.html")
-    parser.add_argument("--exit-code", type=int, metavar="N", help="what the launcher would end with by itself")
-    options = parser.parse_args(words)
+    parser.add_argument("--exit-code", type=int, metavar="N", help="the launcher's own exit code")
+    options = parser.parse_args(arguments)
     if not options.run.is_dir():
-        parser.error(f"'{options.run}' is not a run directory: name one of those in logs/")
+        parser.error(f"'{options.run}' is not a run directory; choose one in logs/")
     evidence = gather(options.run)
     verdict = judge(evidence, options.exit_code)
     try:
@@ -461,19 +471,19 @@ def main(words: Sequence[str]) -> int:
     except OSError as error:
         sys.stderr.write(f"verdict: warning: cannot write {options.run}/verdict.json: {error.strerror}\n")
     sys.stderr.write("".join(f"verdict: warning: {warning}\n" for warning in evidence.warnings))
-    sys.stderr.write(in_words(verdict, options.run))
+    sys.stderr.write(render(verdict, options.run))
     if options.report:
         sys.stderr.write(_write_report(options.run))
     return verdict.exit_code
 
 
 def _write_report(run: Path) -> str:
-    """Write report.html. Returns a line: where it is, or why it cannot be written."""
-    from distributed.runs import report  # status imports this module, and draws no report
+    """Write report.html. Returns a line with its path, or with the reason why it cannot be written."""
+    from distributed.runs import report  # not at the top: status imports this module and needs no report
 
     try:
         return f"report {report.write(run)}\n"
-    except Exception as error:  # noqa: BLE001 - the exit code of a training must not depend on a drawing
+    except Exception as error:  # noqa: BLE001 - the exit code of a run must not depend on its report
         return f"verdict: warning: cannot write {run}/report.html: {error}\n"
 
 

@@ -1,6 +1,6 @@
-"""What the nodes of a run replied, and whether processes of it are left.
+"""Read the replies of a run's nodes, and report which processes of the run remain.
 
-scripts/lib/visit.bash asks all nodes at once, and keeps their replies in files. Standard library only.
+scripts/lib/visit.bash queries all nodes at once and writes their replies to files. Standard library only.
 """
 
 from __future__ import annotations
@@ -14,71 +14,75 @@ from pathlib import Path
 from distributed.exit_codes import KILLED, UNFIT
 from distributed.host import replies
 from distributed.runs import node_status
-from distributed.runs.lookup import HERE, NoRun, Place, Run, read
+from distributed.runs.lookup import HERE, Run, RunLookupError, RunNode, read
 
 SHOWN = 3  # processes of a node
-SHOWN_LETTERS = 40  # of a command
+SHOWN_CHARACTERS = 40  # of a command
 
 
 @dataclass(frozen=True)
-class Visit:
-    """What a node replied, or why it did not."""
+class NodeReply:
+    """The status that a node replied with, or why it did not reply."""
 
-    place: Place
-    look: node_status.NodeStatus | None
-    why: str = ""
+    node: RunNode
+    status: node_status.NodeStatus | None
+    error: str = ""
 
-
-def visits(run: Run, answers: Path) -> list[Visit]:
-    return [visit(place, answers) for place in run.places]
-
-
-def visit(place: Place, answers: Path) -> Visit:
-    answer = replies.read(answers, place.node)
-    found = answer.value()
-    if found is not None:
-        return Visit(place, node_status.from_json(found))
-    return Visit(place, None, "has not answered in time" if answer.code == KILLED else answer.why_none())
+    @property
+    def name(self) -> str:
+        return self.node.node
 
 
-def left_on(found: node_status.NodeStatus) -> str:
-    """The processes that are left on a node, for a person; commands without the directories of their programs."""
-    count, shown = len(found.processes), []
-    for one in found.processes[:SHOWN]:
-        program, blank, arguments = one.command.partition(" ")
+def read_replies(run: Run, directory: Path) -> list[NodeReply]:
+    return [read_reply(node, directory) for node in run.places]
+
+
+def read_reply(node: RunNode, directory: Path) -> NodeReply:
+    reply = replies.read(directory, node.node)
+    value = reply.value()
+    if value is not None:
+        return NodeReply(node, node_status.from_json(value))
+    return NodeReply(node, None, "did not reply in time" if reply.code == KILLED else reply.why_none())
+
+
+def remaining_processes(status: node_status.NodeStatus) -> str:
+    """The processes on a node as text; commands without the directories of their programs."""
+    count, shown = len(status.processes), []
+    for process in status.processes[:SHOWN]:
+        program, blank, arguments = process.command.partition(" ")
         text = f"{program.rpartition('/')[2]}{blank}{arguments}".strip()
-        shown.append(f"{one.pid} {text if len(text) <= SHOWN_LETTERS else f'{text[: SHOWN_LETTERS - 1]}…'}")
+        shown.append(f"{process.pid} {text if len(text) <= SHOWN_CHARACTERS else f'{text[: SHOWN_CHARACTERS - 1]}…'}")
     shown += ["..."] * (count > SHOWN)
     return f"{count} {'process' if count == 1 else 'processes'} of this run: {', '.join(shown)}"
 
 
-def prove(run: Run, found: Sequence[Visit]) -> tuple[list[str], int]:
-    """A line for each node, and 0 when nothing is left on any, 1 when something is, 69 when one did not reply."""
+def report_remaining(run: Run, node_replies: Sequence[NodeReply]) -> tuple[list[str], int]:
+    """A line for each node, and the exit code: 0 no process remains, 1 some remain, UNFIT a node did not reply."""
     lines = []
-    for one in found:
-        if one.look is None:
-            ends = "" if run.launcher.where == HERE else "; what runs there ends when it is alone: ask again"
-            lines.append(f"{one.place.node}: {one.why}{ends}")
-        elif one.look.processes:
-            lines.append(f"{one.place.node}: still has {left_on(one.look)}")
+    for reply in node_replies:
+        if reply.status is None:
+            until = "" if run.launcher.where == HERE else "; its processes exit when heartbeats time out: ask again"
+            lines.append(f"{reply.name}: {reply.error}{until}")
+        elif reply.status.processes:
+            lines.append(f"{reply.name}: still has {remaining_processes(reply.status)}")
         else:
-            lines.append(f"{one.place.node}: nothing of this run is left")
-    if any(one.look and one.look.processes for one in found):
+            lines.append(f"{reply.name}: no process of this run remains")
+    if any(reply.status and reply.status.processes for reply in node_replies):
         return lines, 1
-    return lines, UNFIT if any(one.look is None for one in found) else 0
+    return lines, UNFIT if any(reply.status is None for reply in node_replies) else 0
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Print the lines of prove(). Returns its exit code."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the lines of report_remaining(). Returns its exit code."""
     parser = argparse.ArgumentParser(prog="visit", description=str(__doc__).splitlines()[0], allow_abbrev=False)
     parser.add_argument("run", type=Path, metavar="RUN_DIRECTORY")
-    parser.add_argument("answers", type=Path, metavar="DIRECTORY", help="holds NODE.out, NODE.err and NODE.code")
-    options = parser.parse_args(words)
+    parser.add_argument("replies", type=Path, metavar="DIRECTORY", help="has NODE.out, NODE.err and NODE.code")
+    options = parser.parse_args(arguments)
     try:
         run = read(options.run)
-    except NoRun as error:
+    except RunLookupError as error:
         parser.error(str(error))
-    lines, code = prove(run, visits(run, options.answers))
+    lines, code = report_remaining(run, read_replies(run, options.replies))
     sys.stdout.write("".join(f"{line}\n" for line in lines))
     return code
 

@@ -1,1 +1,1 @@
-"""Do the ranks compute together, how fast, and who is slow."""
+"""The smoke test: collectives give correct results, their bandwidth, and slow ranks and links."""

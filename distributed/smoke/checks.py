@@ -1,14 +1,14 @@
-"""Do the ranks of this launch compute together, how fast, and is one of them slow?
+"""Check the collectives of this launch, measure their bandwidth, and find slow ranks and links.
 
-Every rank runs this. It joins the process group, runs each collective that training uses on values that
-betray a missing, swapped or narrowed contribution, and checks its own result; it times messages of growing
-size, and its own computing. What the ranks found goes through the store, not through the collectives under
-test: a rank that is broken or frozen does not silence the others, and the lowest that answers reports for all.
+Every rank runs this program. It joins the process group, runs each collective that training uses, on values that show
+a missing, swapped or narrowed contribution, and checks its result; then it times messages of growing size, and its own
+computing. The ranks exchange their findings through the store, not through the collectives under test, so that a broken
+or frozen rank does not prevent the report. The lowest rank that replies prints it.
 
     torchrun --nproc-per-node 2 -m distributed.smoke
     srun python -m distributed.smoke --json
 
-Exit code: 0 all is well, 1 a check failed, 2 wrong call.
+Exit code: 0 all checks passed, 1 a check failed, 2 wrong call.
 """
 
 from __future__ import annotations
@@ -37,98 +37,94 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from distributed import terminal
 from distributed.files import write_json
-from distributed.smoke.bandwidth import Link, rounds, slow
+from distributed.smoke.bandwidth import NodeLink, find_bottlenecks, round_robin
 from distributed.smoke.report import (
     Fault,
     Findings,
-    Measured,
+    Measurements,
     Pace,
     Speed,
-    good_round,
+    lower_quartile,
     show,
     size_label,
-    slowness,
-    speed,
+    slow_factors,
+    speed_of,
     summarise,
     verdict_line,
 )
 from distributed.torch import device, process_group
 from distributed.world import World, WorldError
 
-# From torch 2.13 on the old names warn; before it the new ones are not there.
+# The old names warn from torch 2.13 on, which has the new ones.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 COUNTS = (1, 1009, 65_537)  # elements; primes, so that no number of ranks divides them
-# A value is a small number times this unit, whose last bit is lost when the type is narrowed on the way.
-UNIT = {torch.float32: 2**16 + 1, torch.bfloat16: 1, torch.int64: 2**53 + 1}
-DIGITS = 23  # small numbers are 1 to 23,
-MIXED = 8  # and the sum of 8 of them (184) is exact in every type, added in any order
+# A value is a small number times this factor; its last bit is lost when the type is narrowed.
+FACTOR = {torch.float32: 2**16 + 1, torch.bfloat16: 1, torch.int64: 2**53 + 1}
+LARGEST_NUMBER = 23  # the small numbers are 1 to 23
+MAX_SUMMANDS = 8  # the sum of 8 small numbers (184) is exact in every type and order
 
 GROWTH = 4  # from one message size to the next
-LARGEST = {"cpu": 64 * 2**20, "cuda": 2**30}  # bytes; GPUs' links need larger messages to fill
+LARGEST = {"cpu": 64 * 2**20, "cuda": 2**30}  # bytes; links between GPUs need larger messages for full bandwidth
 MAX_ITERATIONS = 1024
 
 SMALLEST_LINK = 64 * 1024  # bytes
-LINK_SECONDS = 0.25  # for two nodes to exchange messages
-LINK_REPEATS = 10  # exchanges of the largest message beyond the first, within LINK_SECONDS
-LINK_PASSES = 3  # while a link seems slow
-MOST_ROUNDS = 32  # in which nodes meet: more nodes do not meet all others
+LINK_SECONDS = 0.25  # of messages between two nodes
+LINK_REPEATS = 10  # of the largest message, within LINK_SECONDS
+LINK_ATTEMPTS = 3  # while a link seems slow
+MAX_ROUNDS = 32  # more nodes do not exchange messages with all others
 
-ROUNDS = 40
-ROUND_SECONDS = 0.025
-SLOW = {"cpu": 2.0, "cuda": 1.5}  # times the others' time; a CPU is shared with the system, a GPU is not
+PACE_ROUNDS = 40
+PACE_ROUND_SECONDS = 0.025
+SLOW_FACTOR = {"cpu": 2.0, "cuda": 1.5}  # of the others' time; a CPU is shared with the system, a GPU is not
 
-GRACE = 5.0  # seconds between the first and the last rank that give up waiting for the same thing
-LEAVING = 4 * GRACE  # seconds for handing in, reading, reporting and leaving
+REPLY_GRACE = 5.0  # seconds between the timeouts of the first and the last rank that wait for the same operation
+EXIT_TIMEOUT = 4 * REPLY_GRACE  # seconds to exchange findings, report and leave
 SOURCE_LINE = r"^\[[^\]]*:[0-9]+\] "  # "[/pytorch/third_party/gloo/.../pair.cc:553] "
-BEFORE_WATCHDOG = 0.9  # NCCL's watchdog ends the process at the group's timeout: report before it does
+BEFORE_WATCHDOG = 0.9  # of the group's timeout, at which NCCL's watchdog ends the process
 
 
-class Watch:
-    """Gives up when a step takes too long: a store whose host is frozen ignores every timeout it was given."""
+class Watchdog:
+    """Calls back when a step takes too long: timeouts of the store do not work when its host is frozen."""
 
-    def __init__(self, give_up: Callable[[str, float], None]) -> None:
-        self.give_up = give_up  # with the step and its limit in seconds; on a thread of its own
-        self.timer = threading.Timer(0, give_up)
+    def __init__(self, on_timeout: Callable[[str, float], None]) -> None:
+        self.on_timeout = on_timeout  # called with the step and its timeout in seconds, on another thread
+        self.timer = threading.Timer(0, on_timeout)
 
     def restart(self, step: str, seconds: float) -> None:
         self.timer.cancel()
-        self.timer = threading.Timer(seconds, self.give_up, (step, seconds))
+        self.timer = threading.Timer(seconds, self.on_timeout, (step, seconds))
         self.timer.daemon = True
         self.timer.start()
 
 
 @dataclass
-class Here:
-    """This rank, the group it is in, and what it is doing."""
+class RankContext:
+    """This rank, its process group, and the current step."""
 
     world: World
     device: torch.device
     host: str
     store: Store
     timeout: float  # seconds
-    watch: Watch
+    watchdog: Watchdog
     step: str = "join"
     since: float = field(default_factory=time.monotonic)
 
     def begin(self, step: str, lasting: float = 0.0) -> None:
-        """Note what this rank does now, for about so many seconds: the others can say where it was last seen."""
+        """Set the current step, also in the store for the report. lasting: its expected duration in seconds."""
         self.step, self.since = step, time.monotonic()
-        self.watch.restart(step, lasting + self.timeout + LEAVING)
+        self.watchdog.restart(step, lasting + self.timeout + EXIT_TIMEOUT)
         self.store.set(f"at/{self.world.rank}", step)
 
-    def settle(self) -> None:
-        """Wait until the device has done what it was asked to.
-
-        Raises:
-            RuntimeError: it has not, within the timeout.
-        """
+    def synchronize(self) -> None:
+        """Wait until the device has finished. Raises RuntimeError after the timeout."""
         if self.device.type == "cuda":
             self.poll(torch.cuda.current_stream(self.device).query)
 
     def barrier(self) -> None:
-        """Wait until every rank is here; unlike a plain barrier of NCCL it gives up in time to say so."""
+        """A barrier that raises RuntimeError before NCCL's watchdog ends the process."""
         work = dist.barrier(async_op=True)
         if self.device.type == "cuda":
             self.poll(work.is_completed)
@@ -139,27 +135,27 @@ class Here:
         deadline = time.monotonic() + limit
         while not done():
             if time.monotonic() > deadline:
-                raise RuntimeError(f"no answer in {limit:g} s")
+                raise RuntimeError(f"timed out after {limit:g} s")
 
 
-# ---------------------------------------------------------------- is it right?
+# ---------------------------------------------------------------- correct results
 
 
 def signature(rank: int, count: int) -> Tensor:
-    """Numbers 1 to 23 that tell rank and position: the rank's digits in turn, moved on by one each time."""
+    """Numbers 1 to LARGEST_NUMBER that depend on rank and position: the rank's digits, shifted by the position."""
     index = torch.arange(count)
-    return 1 + (rank // DIGITS ** (index % 4) % DIGITS + index) % DIGITS
+    return 1 + (rank // LARGEST_NUMBER ** (index % 4) % LARGEST_NUMBER + index) % LARGEST_NUMBER
 
 
-def share(rank: int, size: int, count: int) -> Tensor:
-    """What a rank adds to a sum: in each element at most MIXED ranks have their signature, the others 0."""
-    turn = (rank + torch.arange(count)) % math.ceil(size / MIXED) == 0
-    return signature(rank, count) * turn
+def summand(rank: int, size: int, count: int) -> Tensor:
+    """What a rank adds to a sum: each element has the signature of at most MAX_SUMMANDS ranks, and 0 of the others."""
+    selected = (rank + torch.arange(count)) % math.ceil(size / MAX_SUMMANDS) == 0
+    return signature(rank, count) * selected
 
 
 @dataclass(frozen=True)
 class Case:
-    """One run of a collective, as one rank sees it."""
+    """The arguments of a check on one rank."""
 
     rank: int
     size: int
@@ -168,91 +164,91 @@ class Case:
     device: torch.device
     store: Store
 
-    def exact(self, numbers: Tensor) -> Tensor:
-        return (numbers * UNIT[self.dtype]).to(self.device, self.dtype)
+    def to_tensor(self, numbers: Tensor) -> Tensor:
+        return (numbers * FACTOR[self.dtype]).to(self.device, self.dtype)
 
-    def mine(self) -> Tensor:
-        return self.exact(signature(self.rank, self.count))
+    def own(self) -> Tensor:
+        return self.to_tensor(signature(self.rank, self.count))
 
-    def everyones(self) -> list[Tensor]:
+    def of_all_ranks(self) -> list[Tensor]:
         return [signature(rank, self.count) for rank in range(self.size)]
 
     def total(self, count: int) -> Tensor:
-        return self.exact(torch.stack([share(rank, self.size, count) for rank in range(self.size)]).sum(0))
+        return self.to_tensor(torch.stack([summand(rank, self.size, count) for rank in range(self.size)]).sum(0))
 
-    def empty(self, count: int) -> Tensor:
+    def zeros(self, count: int) -> Tensor:
         return torch.zeros(count, dtype=self.dtype, device=self.device)
 
     def __str__(self) -> str:
-        return f"{short(self.dtype)}, {self.count} elements"
+        return f"{dtype_name(self.dtype)}, {self.count} elements"
 
 
-def short(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-# Each check runs one collective, and returns what this rank got and what it should have got.
+# Each check runs one collective and returns the result of this rank and the expected one.
 
 
 def check_all_reduce(case: Case) -> tuple[Tensor, Tensor]:
-    mine = case.exact(share(case.rank, case.size, case.count))
-    dist.all_reduce(mine)
-    return mine, case.total(case.count)
+    got = case.to_tensor(summand(case.rank, case.size, case.count))
+    dist.all_reduce(got)
+    return got, case.total(case.count)
 
 
 def check_all_reduce_max(case: Case) -> tuple[Tensor, Tensor]:
-    mine = case.mine()
-    dist.all_reduce(mine, op=dist.ReduceOp.MAX)
-    return mine, case.exact(torch.stack(case.everyones()).amax(0))
+    got = case.own()
+    dist.all_reduce(got, op=dist.ReduceOp.MAX)
+    return got, case.to_tensor(torch.stack(case.of_all_ranks()).amax(0))
 
 
 def check_broadcast(case: Case) -> tuple[Tensor, Tensor]:
     roots = (0, case.size - 1)
-    got = [case.mine() for _ in roots]
+    got = [case.own() for _ in roots]
     for root, tensor in zip(roots, got, strict=True):
         dist.broadcast(tensor, root)
-    return torch.cat(got), case.exact(torch.cat([signature(root, case.count) for root in roots]))
+    return torch.cat(got), case.to_tensor(torch.cat([signature(root, case.count) for root in roots]))
 
 
 def check_all_gather(case: Case) -> tuple[Tensor, Tensor]:
-    got = case.empty(case.size * case.count)
-    all_gather_single(got, case.mine())
-    return got, case.exact(torch.cat(case.everyones()))
+    got = case.zeros(case.size * case.count)
+    all_gather_single(got, case.own())
+    return got, case.to_tensor(torch.cat(case.of_all_ranks()))
 
 
 def check_reduce_scatter(case: Case) -> tuple[Tensor, Tensor]:
-    whole, got = case.size * case.count, case.empty(case.count)
-    reduce_scatter_single(got, case.exact(share(case.rank, case.size, whole)))
-    return got, case.total(whole)[case.rank * case.count :][: case.count]
+    count, got = case.size * case.count, case.zeros(case.count)
+    reduce_scatter_single(got, case.to_tensor(summand(case.rank, case.size, count)))
+    return got, case.total(count)[case.rank * case.count :][: case.count]
 
 
 def check_all_to_all(case: Case) -> tuple[Tensor, Tensor]:
-    """Any two ranks exchange messages of their own, of a length of their own."""
+    """Each pair of ranks exchanges different messages; lengths differ between pairs."""
     lengths = [case.count + (case.rank + other) % 3 for other in range(case.size)]
     sent = [signature(case.rank * case.size + other, length) for other, length in enumerate(lengths)]
     expected = [signature(other * case.size + case.rank, length) for other, length in enumerate(lengths)]
-    got = case.empty(sum(lengths))
-    dist.all_to_all_single(got, case.exact(torch.cat(sent)), lengths, lengths)
-    return got, case.exact(torch.cat(expected))
+    got = case.zeros(sum(lengths))
+    dist.all_to_all_single(got, case.to_tensor(torch.cat(sent)), lengths, lengths)
+    return got, case.to_tensor(torch.cat(expected))
 
 
 def check_point_to_point(case: Case) -> tuple[Tensor, Tensor]:
-    """Once around the ring."""
+    """Each rank sends to the next one, in a ring."""
     before, after = (case.rank - 1) % case.size, (case.rank + 1) % case.size
-    got = case.empty(case.count)
-    both = [dist.P2POp(dist.isend, case.mine(), after), dist.P2POp(dist.irecv, got, before)]
+    got = case.zeros(case.count)
+    both = [dist.P2POp(dist.isend, case.own(), after), dist.P2POp(dist.irecv, got, before)]
     for work in dist.batch_isend_irecv(both):
         work.wait()
-    return got, case.exact(signature(before, case.count))
+    return got, case.to_tensor(signature(before, case.count))
 
 
 def check_barrier(case: Case) -> tuple[Tensor, Tensor]:
-    """One rank comes late: no other may leave the barrier before it has arrived."""
+    """One rank is late: the others must not pass the barrier before it arrives."""
     if case.rank == COUNTS.index(case.count) % case.size:
         time.sleep(0.02)
-    case.store.add(f"book/{case}", 1)
+    case.store.add(f"arrived/{case}", 1)
     dist.barrier()
-    return torch.tensor([case.store.add(f"book/{case}", 0)]), torch.tensor([case.size])
+    return torch.tensor([case.store.add(f"arrived/{case}", 0)]), torch.tensor([case.size])
 
 
 CHECKS: dict[str, Callable[[Case], tuple[Tensor, Tensor]]] = {
@@ -268,48 +264,47 @@ CHECKS: dict[str, Callable[[Case], tuple[Tensor, Tensor]]] = {
 
 
 def difference(got: Tensor, expected: Tensor) -> tuple[int, str, str] | None:
-    """The first element that differs: its index, what it should be, what it is; None when all are equal."""
+    """The index of the first element that differs, its expected and its actual value; None when all are equal."""
     wrong = torch.nonzero(got != expected).flatten()
     if not len(wrong):
         return None
     first = int(wrong[0])
-    extent = f"{len(wrong)} of {len(got)} elements are wrong"
-    return first, str(expected[first].item()), f"{got[first].item()} ({extent})"
+    return first, str(expected[first].item()), f"{got[first].item()} ({len(wrong)} of {len(got)} elements are wrong)"
 
 
-def first_fault(name: str, here: Here) -> Fault | None:
-    """Run one collective in every type and size; the first wrong result of this rank, if there is one."""
+def first_fault(name: str, context: RankContext) -> Fault | None:
+    """Run one collective with every type and size. Returns the first wrong result of this rank."""
     found = None
-    for dtype, count in itertools.product(UNIT, COUNTS):
-        store = PrefixStore(here.step, here.store)
-        case = Case(here.world.rank, here.world.size, count, dtype, here.device, store)
+    for dtype, count in itertools.product(FACTOR, COUNTS):
+        store = PrefixStore(context.step, context.store)
+        case = Case(context.world.rank, context.world.size, count, dtype, context.device, store)
         got, expected = CHECKS[name](case)
-        here.settle()
+        context.synchronize()
         wrong = difference(got, expected)
         if wrong and not found:
-            index, should_be, is_now = wrong
-            found = Fault(name, here.world.rank, here.host, should_be, is_now, f"{case}, element {index}")
+            index, wanted, actual = wrong
+            found = Fault(name, context.world.rank, context.host, wanted, actual, f"{case}, element {index}")
     return found
 
 
-# ---------------------------------------------------------------- how fast?
+# ---------------------------------------------------------------- bandwidth of collectives
 
 
 @dataclass(frozen=True)
 class Message:
     whole: Tensor
-    other: Tensor  # as large as the whole
-    part: Tensor  # one rank's part of it
+    other: Tensor  # of the same size
+    part: Tensor  # of one rank
 
     @classmethod
-    def of(cls, size: int, here: Here) -> Message:
-        """About `size` bytes, a multiple of the ranks; written to, so that the memory is really there."""
-        part = max(1, size // (torch.float32.itemsize * here.world.size))
-        lengths = (part * here.world.size, part * here.world.size, part)
-        return cls(*(torch.empty(length, device=here.device).zero_() for length in lengths))
+    def of(cls, size: int, context: RankContext) -> Message:
+        """About `size` bytes, divisible by the number of ranks. Zeroed, so that the memory is allocated."""
+        part = max(1, size // (torch.float32.itemsize * context.world.size))
+        lengths = (part * context.world.size, part * context.world.size, part)
+        return cls(*(torch.empty(length, device=context.device).zero_() for length in lengths))
 
 
-MOVES: dict[str, Callable[[Message], Any]] = {
+COLLECTIVES: dict[str, Callable[[Message], Any]] = {
     "all_reduce": lambda message: dist.all_reduce(message.whole),
     "all_gather": lambda message: all_gather_single(message.whole, message.part),
     "reduce_scatter": lambda message: reduce_scatter_single(message.part, message.whole),
@@ -319,199 +314,202 @@ MOVES: dict[str, Callable[[Message], Any]] = {
 
 
 def message_sizes(smallest: int, largest: int) -> list[int]:
-    """Bytes, each GROWTH times the one before."""
+    """Bytes; each size is GROWTH times the previous one."""
     sizes = [smallest]
     while sizes[-1] * GROWTH <= largest:
         sizes.append(sizes[-1] * GROWTH)
     return sizes
 
 
-def measure_bandwidth(here: Here, sizes: Sequence[int], seconds: float) -> list[Speed]:
-    """Time every collective on every size, in about `seconds`; one that gets too slow grows no further."""
-    budget = seconds / len(sizes) / len(MOVES)
+def measure_bandwidth(context: RankContext, sizes: Sequence[int], seconds: float) -> list[Speed]:
+    """Measure all collectives at all sizes, in about `seconds`. A collective that is too slow skips larger sizes."""
+    budget = seconds / len(sizes) / len(COLLECTIVES)
     speeds: list[Speed] = []
-    for name in MOVES:
+    for name in COLLECTIVES:
         for size in sizes:
-            here.begin(f"bandwidth of {name}, {size_label(size)}", lasting=2 * budget)
-            speeds.append(measure(name, Message.of(size, here), here, budget))
+            context.begin(f"bandwidth of {name}, {size_label(size)}", lasting=2 * budget)
+            speeds.append(measure_collective(name, Message.of(size, context), context, budget))
             if speeds[-1].seconds > budget:
                 break
     return speeds
 
 
-def measure(name: str, message: Message, here: Here, seconds: float) -> Speed:
-    """Warm up, then send it once, twice, four times ... until the ranks agree that it lasted long enough."""
-    elapsed(name, message, here, 1)
-    iterations, took = 1, agreed(elapsed(name, message, here, 1), dist.ReduceOp.MAX, here)
+def measure_collective(name: str, message: Message, context: RankContext, seconds: float) -> Speed:
+    """Warm up, then double the iterations until they take half of `seconds` on the slowest rank."""
+    elapsed(name, message, context, 1)
+    iterations, took = 1, reduce_seconds(elapsed(name, message, context, 1), dist.ReduceOp.MAX, context)
     while took < seconds / 2 and iterations < MAX_ITERATIONS:
         iterations *= 2
-        took = agreed(elapsed(name, message, here, iterations), dist.ReduceOp.MAX, here)
-    return speed(name, here.world.size, message.whole.nbytes, iterations, took / iterations)
+        took = reduce_seconds(elapsed(name, message, context, iterations), dist.ReduceOp.MAX, context)
+    return speed_of(name, context.world.size, message.whole.nbytes, iterations, took / iterations)
 
 
-def elapsed(name: str, message: Message, here: Here, iterations: int) -> float:
-    here.barrier()
+def elapsed(name: str, message: Message, context: RankContext, iterations: int) -> float:
+    context.barrier()
     start = time.perf_counter()
     for _ in range(iterations):
-        MOVES[name](message)
-    here.settle()
+        COLLECTIVES[name](message)
+    context.synchronize()
     return time.perf_counter() - start
 
 
-def agreed(seconds: float, op: Any, here: Here) -> float:
-    """The MAX (the slowest) or MIN (the fastest) of all ranks' seconds."""
-    everyones = torch.tensor([seconds], dtype=torch.float64, device=here.device)
-    dist.all_reduce(everyones, op=op)
-    here.settle()
-    return everyones.item()
+def reduce_seconds(seconds: float, op: Any, context: RankContext) -> float:
+    """The MAX or MIN of the seconds of all ranks."""
+    result = torch.tensor([seconds], dtype=torch.float64, device=context.device)
+    dist.all_reduce(result, op=op)
+    context.synchronize()
+    return result.item()
 
 
-# ---------------------------------------------------------------- how fast between nodes?
+# ---------------------------------------------------------------- bandwidth between nodes
 
 
-def measure_links(here: Here, largest: int) -> list[Link]:
-    """Let the first ranks of the nodes exchange messages, two by two. When a link seems slow, all do so again."""
-    leads = torch.tensor([float(here.world.local_rank == 0)], device=here.device)
-    leaders = gathered(leads, here).flatten().nonzero().flatten().tolist()
-    hosts = [here.store.get(f"host/{rank}").decode() for rank in leaders]
-    speeds = torch.zeros(len(leaders), len(leaders), dtype=torch.float64, device=here.device)
-    for attempt in range(LINK_PASSES):
-        here.begin(f"links, pass {attempt + 1}", lasting=MOST_ROUNDS * LINK_SECONDS)
-        for pairs in rounds(len(leaders))[:MOST_ROUNDS]:
-            here.barrier()
+def measure_links(context: RankContext, largest: int) -> list[NodeLink]:
+    """The first ranks of all nodes exchange messages in pairs. Repeated while a link seems slow."""
+    is_leader = torch.tensor([float(context.world.local_rank == 0)], device=context.device)
+    leaders = all_gather_rows(is_leader, context).flatten().nonzero().flatten().tolist()
+    hosts = [context.store.get(f"host/{rank}").decode() for rank in leaders]
+    speeds = torch.zeros(len(leaders), len(leaders), dtype=torch.float64, device=context.device)
+    for attempt in range(LINK_ATTEMPTS):
+        context.begin(f"links, attempt {attempt + 1}", lasting=MAX_ROUNDS * LINK_SECONDS)
+        for pairs in round_robin(len(leaders))[:MAX_ROUNDS]:
+            context.barrier()
             for one, other in pairs:
-                partner = {leaders[one]: leaders[other], leaders[other]: leaders[one]}.get(here.world.rank)
+                partner = {leaders[one]: leaders[other], leaders[other]: leaders[one]}.get(context.world.rank)
                 if partner is not None:
-                    speeds[one, other] = max(speeds[one, other].item(), speed_to(partner, largest, here))
+                    speeds[one, other] = max(speeds[one, other].item(), measure_link(partner, largest, context))
         dist.all_reduce(speeds, op=dist.ReduceOp.MAX)
-        here.settle()
-        links = [Link(hosts[one], hosts[other], speeds[one, other].item()) for one, other in speeds.nonzero().tolist()]
-        if not slow(links):
+        context.synchronize()
+        links = [
+            NodeLink(hosts[one], hosts[other], speeds[one, other].item()) for one, other in speeds.nonzero().tolist()
+        ]
+        if not find_bottlenecks(links):
             break
     return links
 
 
-def speed_to(partner: int, largest: int, here: Here) -> float:
-    """GB/s each way: the best of several exchanges, of growing messages and then of the largest one."""
+def measure_link(partner: int, largest: int, context: RankContext) -> float:
+    """GB/s in each direction: the best of exchanges of growing messages, then of the largest message."""
     size, best, left, repeats = min(SMALLEST_LINK, largest), 0.0, LINK_SECONDS, LINK_REPEATS
-    swap(partner, torch.zeros(1, device=here.device), here)  # the connection, where it is made at first use
+    exchange(partner, torch.zeros(1, device=context.device), context)  # some backends connect at the first message
     while True:
-        message = torch.zeros(max(1, size // torch.float32.itemsize), device=here.device)
+        message = torch.zeros(max(1, size // torch.float32.itemsize), device=context.device)
         start = time.perf_counter()
-        swap(partner, message, here)
-        seconds = swap(partner, torch.tensor([time.perf_counter() - start], device=here.device), here)
+        exchange(partner, message, context)
+        seconds = exchange(partner, torch.tensor([time.perf_counter() - start], device=context.device), context)
         best = max(best, message.nbytes / seconds / 1e9)
         left -= seconds
         if seconds <= LINK_SECONDS / GROWTH and size * GROWTH <= largest:
             size *= GROWTH
-        elif repeats and left > seconds:  # one exchange says little where another process may have the core
+        elif repeats and left > seconds:  # another process may have had the core during a single exchange
             repeats -= 1
         else:
             return best
 
 
-def swap(partner: int, mine: Tensor, here: Here) -> float:
-    """Send and receive at once. Returns the larger of both first numbers, so that both ranks decide alike."""
-    theirs = torch.empty_like(mine)
-    both = [dist.P2POp(dist.isend, mine, partner), dist.P2POp(dist.irecv, theirs, partner)]
+def exchange(partner: int, own: Tensor, context: RankContext) -> float:
+    """Send and receive at the same time. Returns the maximum of both first elements, the same value on both ranks."""
+    received = torch.empty_like(own)
+    both = [dist.P2POp(dist.isend, own, partner), dist.P2POp(dist.irecv, received, partner)]
     for work in dist.batch_isend_irecv(both):
         work.wait()
-    here.settle()
-    return max(mine[0].item(), theirs[0].item())
+    context.synchronize()
+    return max(own[0].item(), received[0].item())
 
 
-def gathered(mine: Tensor, here: Here) -> Tensor:
-    """Every rank's row of numbers: ranks x numbers."""
-    everyones = mine.new_zeros(here.world.size * mine.numel())
-    all_gather_single(everyones, mine)
-    here.settle()
-    return everyones.view(here.world.size, -1)
+def all_gather_rows(own: Tensor, context: RankContext) -> Tensor:
+    """The tensors of all ranks as rows: ranks x elements."""
+    rows = own.new_zeros(context.world.size * own.numel())
+    all_gather_single(rows, own)
+    context.synchronize()
+    return rows.view(context.world.size, -1)
 
 
-# ---------------------------------------------------------------- who is slow?
+# ---------------------------------------------------------------- compute time
 
 
-def measure_pace(here: Here) -> list[Pace]:
-    """Let every rank do the same work by itself between barriers."""
-    cuda = here.device.type == "cuda"
+def measure_pace(context: RankContext) -> list[Pace]:
+    """Time the same work on every rank, between barriers."""
+    cuda = context.device.type == "cuda"
     side, dtype = (4096, torch.bfloat16) if cuda else (256, torch.float32)
-    matrix = torch.full((side, side), 1e-3, dtype=dtype, device=here.device)
-    one = min(seconds_of_products(2, matrix, here) for _ in range(20)) / 2
-    products = max(1, round(ROUND_SECONDS / agreed(one, dist.ReduceOp.MIN, here)))  # keep the fastest rank busy so long
+    matrix = torch.full((side, side), 1e-3, dtype=dtype, device=context.device)
+    one = min(seconds_of_products(2, matrix, context) for _ in range(20)) / 2
+    # A round takes PACE_ROUND_SECONDS on the fastest rank.
+    products = max(1, round(PACE_ROUND_SECONDS / reduce_seconds(one, dist.ReduceOp.MIN, context)))
     rounds = []
-    for _ in range(ROUNDS):
-        here.barrier()
-        rounds.append(seconds_of_products(products, matrix, here))
-    everyones = gathered(torch.tensor(rounds, dtype=torch.float64, device=here.device), here)
-    good = [good_round(own) for own in everyones.tolist()]
-    limit = SLOW[here.device.type]
-    return [Pace(rank, good[rank], factor, factor > limit) for rank, factor in enumerate(slowness(good))]
+    for _ in range(PACE_ROUNDS):
+        context.barrier()
+        rounds.append(seconds_of_products(products, matrix, context))
+    by_rank = all_gather_rows(torch.tensor(rounds, dtype=torch.float64, device=context.device), context)
+    seconds = [lower_quartile(row) for row in by_rank.tolist()]
+    limit = SLOW_FACTOR[context.device.type]
+    return [Pace(rank, seconds[rank], factor, factor > limit) for rank, factor in enumerate(slow_factors(seconds))]
 
 
-def seconds_of_products(count: int, matrix: Tensor, here: Here) -> float:
+def seconds_of_products(count: int, matrix: Tensor, context: RankContext) -> float:
     start = time.perf_counter()
     for _ in range(count):
         torch.mm(matrix, matrix)
-    here.settle()
+    context.synchronize()
     return time.perf_counter() - start
 
 
-# ---------------------------------------------------------------- one rank's way through it
+# ---------------------------------------------------------------- all checks
 
-NEED_TWO = ("point_to_point", "links", "bandwidth", "pace")
-# Every check in its order, and what is known when it found no fault.
-PROVED = {
-    "answer": "every rank joined, finished and reported",
-    **dict.fromkeys(CHECKS, f"{', '.join(map(short, UNIT))}; {COUNTS[0]} to {COUNTS[-1]:,} elements"),
-    "barrier": "nobody came through early",
-    "links": "no node, and no link between two, is clearly slower than the others",
+NEED_TWO_RANKS = ("point_to_point", "links", "bandwidth", "pace")
+# All checks in order -> the summary when there is no fault.
+SUMMARIES = {
+    "answer": "all ranks joined, finished and reported",
+    **dict.fromkeys(CHECKS, f"{', '.join(map(dtype_name, FACTOR))}; {COUNTS[0]} to {COUNTS[-1]:,} elements"),
+    "barrier": "no rank passed it early",
+    "links": "no slow node and no slow link between nodes",
     "bandwidth": "see the table",
-    "pace": "no rank is clearly slower than the others",
+    "pace": "no slow rank",
 }
 
 
-def examine(here: Here, sizes: Sequence[int], seconds: float) -> tuple[Findings, Measured]:
-    """Check and measure. A collective that raises ends it: the group is of no more use."""
-    findings = Findings(here.world.rank, here.host, device_label(here.device), done=["answer"])
-    measured = Measured()
+def run_checks(context: RankContext, sizes: Sequence[int], seconds: float) -> tuple[Findings, Measurements]:
+    """Check and measure until a collective raises: then the process group cannot be used any more."""
+    findings = Findings(context.world.rank, context.host, device_label(context.device), done=["answer"])
+    measured = Measurements()
     try:
         for name in CHECKS:
-            if begin_check(name, here, findings) and (fault := first_fault(name, here)):
+            if begin_check(name, context, findings) and (fault := first_fault(name, context)):
                 findings.faults.append(fault)
-        if all_sound(here, findings):
-            if begin_check("links", here, findings):
-                measured.links = measure_links(here, sizes[-1])
-            if begin_check("bandwidth", here, findings):
-                measured.bandwidth = measure_bandwidth(here, sizes, seconds)
-            if begin_check("pace", here, findings):
-                measured.pace = measure_pace(here)
-        here.begin("report")
+        if all_correct(context, findings):
+            if begin_check("links", context, findings):
+                measured.links = measure_links(context, sizes[-1])
+            if begin_check("bandwidth", context, findings):
+                measured.bandwidth = measure_bandwidth(context, sizes, seconds)
+            if begin_check("pace", context, findings):
+                measured.pace = measure_pace(context)
+        context.begin("report")
     except RuntimeError as error:
         findings.broken = True
-        name = here.step if here.step in PROVED else findings.done[-1]
-        case = here.step if here.step != name else ""
-        findings.faults.append(Fault(name, here.world.rank, here.host, "an answer", brief(error), case))
+        name = context.step if context.step in SUMMARIES else findings.done[-1]
+        case = context.step if context.step != name else ""
+        findings.faults.append(Fault(name, context.world.rank, context.host, "a result", brief(error), case))
     return findings, measured
 
 
-def all_sound(here: Here, findings: Findings) -> bool:
-    """Whether no rank has found a fault: to measure, ranks must agree by collectives that can be trusted."""
-    here.begin("answer")
-    keys = [f"sound/{rank}" for rank in range(here.world.size)]
-    here.store.set(keys[findings.rank], str(not findings.faults))
-    here.store.wait(keys, timedelta(seconds=here.timeout))
-    return all(here.store.get(key) == b"True" for key in keys)
+def all_correct(context: RankContext, findings: Findings) -> bool:
+    """Whether no rank has found a fault: measuring relies on correct collectives."""
+    context.begin("answer")
+    keys = [f"correct/{rank}" for rank in range(context.world.size)]
+    context.store.set(keys[findings.rank], str(not findings.faults))
+    context.store.wait(keys, timedelta(seconds=context.timeout))
+    return all(context.store.get(key) == b"True" for key in keys)
 
 
-def begin_check(name: str, here: Here, findings: Findings) -> bool:
-    """Begin a step, unless it needs a second rank or node."""
-    if here.world.size == 1 and name in NEED_TWO:
+def begin_check(name: str, context: RankContext, findings: Findings) -> bool:
+    """Begin a check, unless it needs a second rank or node."""
+    if context.world.size == 1 and name in NEED_TWO_RANKS:
         findings.skipped[name] = "needs two ranks"
         return False
-    if here.world.nodes == 1 and name == "links":
+    if context.world.nodes == 1 and name == "links":
         findings.skipped[name] = "needs two nodes"
         return False
-    here.begin(name)
+    context.begin(name)
     findings.done.append(name)
     return True
 
@@ -521,69 +519,70 @@ def device_label(where: torch.device) -> str:
 
 
 def brief(error: BaseException) -> str:
-    """The first sentence of an error; what follows is advice, or the library's own stack."""
+    """The first sentence of an error, without advice and the stack of the library."""
     first = next(iter(str(error).splitlines()), "").split(". ")[0]
     return f"{type(error).__name__}: {re.sub(SOURCE_LINE, '', first)}"
 
 
-# ---------------------------------------------------------------- what they found together
+# ---------------------------------------------------------------- findings of all ranks
 
 
-def exchange(findings: Findings, here: Here) -> dict[int, Findings]:
-    """Hand in this rank's findings and read everyone's; who has not answered in time is not among them.
+def exchange_findings(findings: Findings, context: RankContext) -> dict[int, Findings]:
+    """Publish the findings of this rank, and read those of all ranks that publish theirs in time.
 
-    Who waits in vain in a collective gives up after the timeout, and so do the others: the time that this
-    rank has spent in its last step counts.
+    A rank that waits for a missing one in a collective times out first. So the time that this rank has spent in its
+    last step is subtracted from the timeout.
     """
-    keys = {rank: f"findings/{rank}" for rank in range(here.world.size)}
-    here.store.set(keys[findings.rank], findings.to_json())
-    in_step = time.monotonic() - here.since
-    wait_for(here.store, list(keys.values()), max(0.0, here.timeout - in_step) + GRACE)
-    answered = {rank: key for rank, key in keys.items() if here.store.check([key])}
-    return {rank: Findings.from_json(here.store.get(key)) for rank, key in answered.items()}
+    keys = {rank: f"findings/{rank}" for rank in range(context.world.size)}
+    context.store.set(keys[findings.rank], findings.to_json())
+    in_step = time.monotonic() - context.since
+    wait_for(context.store, list(keys.values()), max(0.0, context.timeout - in_step) + REPLY_GRACE)
+    published = {rank: key for rank, key in keys.items() if context.store.check([key])}
+    return {rank: Findings.from_json(context.store.get(key)) for rank, key in published.items()}
 
 
 def wait_for(store: Store, keys: list[str], seconds: float) -> None:
-    with suppress(dist.DistStoreError):  # not all came in time
+    """Wait until all keys are set, or for `seconds`."""
+    with suppress(dist.DistStoreError):
         store.wait(keys, timedelta(seconds=seconds))
 
 
-def absences(here: Here, answered: Mapping[int, Findings]) -> list[Fault]:
-    """A fault for each rank that has not answered, with the step in which it was last seen."""
+def missing_replies(context: RankContext, replies: Mapping[int, Findings]) -> list[Fault]:
+    """A fault for each rank that did not reply, with its last step."""
 
     def stored(key: str) -> str:
-        return here.store.get(key).decode() if here.store.check([key]) else "unknown"
+        return context.store.get(key).decode() if context.store.check([key]) else "unknown"
 
     return [
         Fault(
-            "answer", rank, stored(f"host/{rank}"), "an answer",
-            f"none in {here.timeout:g} s; last seen in {stored(f'at/{rank}')}",
+            "answer", rank, stored(f"host/{rank}"), "a reply",
+            f"none in {context.timeout:g} s; last step: {stored(f'at/{rank}')}",
         )
-        for rank in range(here.world.size)
-        if rank not in answered
+        for rank in range(context.world.size)
+        if rank not in replies
     ]  # fmt: skip
 
 
-def report_in_turn(here: Here, answered: Mapping[int, Findings], report: Callable[[], None]) -> None:
-    """The lowest rank reports, the others leave after it, and rank 0, where the store may be, leaves last."""
-    if here.world.rank == min(answered):
+def report_and_wait(context: RankContext, replies: Mapping[int, Findings], report: Callable[[], None]) -> None:
+    """The lowest rank reports. The others exit after it, and rank 0, which may host the store, exits last."""
+    if context.world.rank == min(replies):
         report()
-        here.store.set("said", "")
-    wait_for(here.store, ["said"], GRACE)
-    here.store.set(f"left/{here.world.rank}", "")
-    if here.world.rank == 0:
-        wait_for(here.store, [f"left/{rank}" for rank in answered], GRACE)
+        context.store.set("reported", "")
+    wait_for(context.store, ["reported"], REPLY_GRACE)
+    context.store.set(f"exits/{context.world.rank}", "")
+    if context.world.rank == 0:
+        wait_for(context.store, [f"exits/{rank}" for rank in replies], REPLY_GRACE)
 
 
-# ---------------------------------------------------------------- report and leave
+# ---------------------------------------------------------------- the program
 
 
 def byte_size(text: str) -> int:
-    """8, 64K, 16M, 1G; K is 1024."""
+    """Bytes of 8, 64K, 16M, 1G; K is 1024."""
     unit = "KMG".find(text[-1:].upper() or "-")
     number = text if unit < 0 else text[:-1]
     if not number.isdecimal() or int(number) < 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a size in bytes, such as 1024, 64K, 16M or 1G")
+        raise argparse.ArgumentTypeError(f"expected a size in bytes such as 1024, 64K, 16M or 1G, got '{text}'")
     return int(number) * 1024 ** (unit + 1)
 
 
@@ -593,31 +592,31 @@ def duration(text: str) -> float:
     except ValueError:
         seconds = math.nan
     if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number of seconds above 0")
+        raise argparse.ArgumentTypeError(f"expected a number of seconds above 0, got '{text}'")
     return seconds
 
 
-def parse(words: Sequence[str] | None) -> argparse.Namespace:
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("distributed.smoke", description=__doc__.splitlines()[0], allow_abbrev=False)
     option = parser.add_argument
-    option("--json", action="store_true", help="print one JSON object instead of the report for people")
-    option("--json-file", type=Path, metavar="PATH", help="write it here, relative to the run's folder; print nothing")
+    option("--json", action="store_true", help="print JSON")
+    option("--json-file", type=Path, metavar="PATH", help="write JSON to this file in the run directory; print nothing")
     option("--backend", choices=("auto", "nccl", "gloo"), default="auto", help="default: nccl on GPUs, else gloo")
     option("--min-bytes", type=byte_size, default=1024, metavar="SIZE", help="smallest message; default: 1K")
     option("--max-bytes", type=byte_size, metavar="SIZE", help="largest message; default: 64M, on GPUs 1G")
     option("--seconds", type=duration, default=10.0, help="time for the bandwidth table; default: 10")
     option("--timeout", type=duration, default=60.0, help="seconds a rank waits for another; default: 60")
-    options = parser.parse_args(words)
+    options = parser.parse_args(arguments)
     if options.max_bytes is not None and options.max_bytes < options.min_bytes:
         parser.error(f"--max-bytes {options.max_bytes} is less than --min-bytes {options.min_bytes}")
     if options.backend == "nccl" and not torch.cuda.is_available():
-        parser.error("--backend nccl: there is no GPU here; use gloo")
+        parser.error("--backend nccl: this machine has no GPU; use gloo")
     return options
 
 
 @dataclass(frozen=True)
 class Reporter:
-    """Prints or writes the report: of all ranks, or of this one when there is no way to agree with the others."""
+    """Prints or writes the report of all ranks, or of this rank when it cannot reach the others."""
 
     world: World
     device: torch.device
@@ -645,58 +644,58 @@ class Reporter:
         else:
             show(report, self.options.json)
 
-    def fail_alone(self, check: str, expected: str, got: str) -> NoReturn:
-        """Report what is wrong, and exit at once."""
+    def fail(self, check: str, expected: str, got: str) -> NoReturn:
+        """Report a fault of this rank, and exit at once."""
         fault = Fault(check, self.world.rank, self.host, expected, got)
         if self.world.rank == 0 or self.options.json_file:
-            self.report(summarise(self.launch, {check: ""}, {}, Measured(), [fault]))
+            self.report(summarise(self.launch, {check: ""}, {}, Measurements(), [fault]))
         if self.world.rank > 0:
             sys.stderr.write(f"distributed.smoke: {fault}\n")
             sys.stderr.flush()
-            time.sleep(1)  # the first rank to leave ends the others: let rank 0 report
+            time.sleep(1)  # the launcher stops all ranks after the first exit: let rank 0 report before
         os._exit(1)
 
-    def out_of_time(self, step: str, seconds: float) -> NoReturn:
-        got = f"no end in {seconds:g} s: {self.rendezvous} or its host is frozen or cut off"
-        self.fail_alone("answer", f"{step} to end", got)
+    def time_out(self, step: str, seconds: float) -> NoReturn:
+        got = f"no result in {seconds:g} s: {self.rendezvous} or its host is frozen or disconnected"
+        self.fail("answer", f"{step} to finish", got)
 
 
-def together(here: Here, reporter: Reporter) -> int:
-    """Examine, hand in, and let one rank report for all. Returns the exit code."""
-    here.store.set(f"host/{here.world.rank}", here.host)
+def run_in_group(context: RankContext, reporter: Reporter) -> int:
+    """Run the checks and report. Returns the exit code."""
+    context.store.set(f"host/{context.world.rank}", context.host)
     options = reporter.options
-    largest = options.max_bytes or max(options.min_bytes, LARGEST[here.device.type])
-    findings, measured = examine(here, message_sizes(options.min_bytes, largest), options.seconds)
-    answered = exchange(findings, here)
-    absent = absences(here, answered)
-    report = summarise(reporter.launch, PROVED, answered, measured, absent)
-    report_in_turn(here, answered, lambda: reporter.report(report))
-    if absent or any(one.broken for one in answered.values()):
-        os._exit(1)  # leaving the group would wait for ranks that are gone
+    largest = options.max_bytes or max(options.min_bytes, LARGEST[context.device.type])
+    findings, measured = run_checks(context, message_sizes(options.min_bytes, largest), options.seconds)
+    replies = exchange_findings(findings, context)
+    missing = missing_replies(context, replies)
+    report = summarise(reporter.launch, SUMMARIES, replies, measured, missing)
+    report_and_wait(context, replies, lambda: reporter.report(report))
+    if missing or any(one.broken for one in replies.values()):
+        os._exit(1)  # destroying the process group would wait for missing ranks
     return 0 if report["verdict"] == "ok" else 1
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """What one rank does, from start to end. Returns the exit code."""
-    options = parse(words)
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one rank of the smoke test. Returns the exit code."""
+    options = parse(arguments)
     try:
         world = World.from_env()
     except WorldError as error:
         sys.stderr.write(f"distributed.smoke: {error}\n")
         return 2
-    torch.set_num_threads(1)  # ranks that take all cores each would measure one another
+    torch.set_num_threads(1)  # with more threads the ranks of a node would slow each other
     where = device(world, options.backend)
     host = os.environ.get("MUSTER_NODE") or socket.gethostname()
     reporter = Reporter(world, where, host, options)
-    watch = Watch(reporter.out_of_time)
-    watch.restart("join", options.timeout + LEAVING)
+    watchdog = Watchdog(reporter.time_out)
+    watchdog.restart("join", options.timeout + EXIT_TIMEOUT)
     with ExitStack() as group:
         try:
             group.enter_context(process_group(world, options.backend, options.timeout))
         except RuntimeError as error:
-            reporter.fail_alone("join", f"{world.size} ranks that meet", brief(error))
+            reporter.fail("join", f"{world.size} ranks", brief(error))
         store = PrefixStore("smoke", _get_default_store())
         try:
-            return together(Here(world, where, host, store, options.timeout, watch), reporter)
+            return run_in_group(RankContext(world, where, host, store, options.timeout, watchdog), reporter)
         except dist.DistError as error:
-            reporter.fail_alone("answer", reporter.rendezvous, brief(error))
+            reporter.fail("answer", reporter.rendezvous, brief(error))

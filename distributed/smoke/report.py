@@ -1,7 +1,7 @@
-"""What the smoke test found, for people and for programs.
+"""Print the report of a smoke test.
 
-Each rank hands in its Findings; `summarise` puts them together into one JSON object, `render` makes text of it. Nothing
-here knows PyTorch, so that a launcher can print the report of ranks that ran elsewhere:
+`summarise` merges the Findings of all ranks into one JSON object, `render` makes text of it. Does not use PyTorch, so
+that a launcher can print the report of ranks on other machines:
 
     python -m distributed.smoke.report [--json] REPORT.json
 """
@@ -18,25 +18,24 @@ from statistics import median, quantiles
 from typing import Any
 
 from distributed import terminal
-from distributed.smoke.bandwidth import Link, slow
-from distributed.smoke.bandwidth import speed as speed_label
+from distributed.smoke.bandwidth import NodeLink, bandwidth_label, find_bottlenecks
 
-REMEDY = {
-    "join": "see that every rank was started, and reaches the master's address and port",
-    "answer": "look at that rank's own output: it may have died, be stopped, or wait for its GPU or a disk",
-    "bandwidth": "look at the ranks' own output, and at the network between the nodes",
-    "links": "look at cable, switch port and MTU there, and at which interface NCCL takes (NCCL_DEBUG=INFO)",
-    "pace": "look at what else runs there (top, nvidia-smi), at its clocks and heat, or leave that node out",
+REMEDIES = {
+    "join": "check that every rank was started and can reach the master address and port",
+    "answer": "read the output of that rank: it may have died, be stopped, or be waiting for its GPU or a disk",
+    "bandwidth": "read the output of the ranks, and check the network between the nodes",
+    "links": "check cable, switch port and MTU of that node, and which interface NCCL uses (NCCL_DEBUG=INFO)",
+    "pace": "check what else runs there (top, nvidia-smi), clock speeds and temperature, or leave that node out",
 }
-MANGLED = (
-    "--backend gloo tells the GPUs' links from the rest; with NCCL try NCCL_P2P_DISABLE=1, NCCL_IB_DISABLE=1 "
-    "and NCCL_DEBUG=INFO one at a time"
+WRONG_RESULT_REMEDY = (
+    "run with --backend gloo to rule out the links between GPUs; with NCCL, try NCCL_P2P_DISABLE=1, NCCL_IB_DISABLE=1 "
+    "and NCCL_DEBUG=INFO, one at a time"
 )
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that is not as it should be, at one rank."""
+    """A check that failed on one rank."""
 
     check: str
     rank: int
@@ -44,7 +43,7 @@ class Fault:
     expected: str
     got: str
     case: str = ""  # "float32, 1009 elements, element 3"
-    said: str = ""  # all of it, where it reads better in other words
+    said: str = ""  # the complete text, if it is not that of __str__
 
     def __str__(self) -> str:
         if self.said:
@@ -55,61 +54,61 @@ class Fault:
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast one collective moves one size of message. GB is 10^9 bytes."""
+    """The bandwidth of one collective at one message size. GB is 10^9 bytes."""
 
     collective: str
-    bytes: int  # of the whole message, as nccl-tests counts it
+    bytes: int  # message size as defined by nccl-tests
     iterations: int
-    seconds: float  # of one message, on the slowest rank
+    seconds: float  # per message, on the slowest rank
     algorithm_gb_per_second: float
     bus_gb_per_second: float
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How fast one rank computes by itself."""
+    """The compute speed of one rank."""
 
     rank: int
-    compute_seconds: float  # of a good round; a round is the same work on every rank
-    factor: float  # times what the others need
+    compute_seconds: float  # per round, lower quartile; a round is the same work on every rank
+    factor: float  # its time divided by the median time of the others
     slow: bool
 
 
 @dataclass
 class Findings:
-    """What one rank found."""
+    """The results of one rank."""
 
     rank: int
     host: str
     device: str
     done: list[str] = field(default_factory=list)
-    skipped: dict[str, str] = field(default_factory=dict)  # check -> why
+    skipped: dict[str, str] = field(default_factory=dict)  # check -> reason
     faults: list[Fault] = field(default_factory=list)
-    broken: bool = False  # a collective raised: the group is of no more use
+    broken: bool = False  # a collective raised, so the process group cannot be used any more
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Findings:
-        told = json.loads(text)
-        return cls(**{**told, "faults": [Fault(**fault) for fault in told["faults"]]})
+        facts = json.loads(text)
+        return cls(**{**facts, "faults": [Fault(**fault) for fault in facts["faults"]]})
 
 
 @dataclass
-class Measured:
-    """What the ranks measured together; every rank knows all of it."""
+class Measurements:
+    """Results of collective measurements, which are the same on every rank."""
 
     bandwidth: list[Speed] = field(default_factory=list)
     pace: list[Pace] = field(default_factory=list)
-    links: list[Link] = field(default_factory=list)
+    links: list[NodeLink] = field(default_factory=list)
 
 
-# ---------------------------------------------------------------- figures from seconds
+# ---------------------------------------------------------------- measurements
 
 
-# How often a message crosses the links, so that the figure can be held against the hardware's whatever the
-# number of ranks is: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
+# Bus bandwidth / algorithm bandwidth, by number of ranks. Bus bandwidth can be compared with that of the hardware:
+# https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
 BUS_FACTOR: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda ranks: 2 * (ranks - 1) / ranks,
     "all_gather": lambda ranks: (ranks - 1) / ranks,
@@ -119,53 +118,53 @@ BUS_FACTOR: dict[str, Callable[[int], float]] = {
 }
 
 
-def speed(collective: str, ranks: int, size: int, iterations: int, seconds: float) -> Speed:
-    """Bandwidths, from the seconds that one message of `size` bytes takes."""
+def speed_of(collective: str, ranks: int, size: int, iterations: int, seconds: float) -> Speed:
+    """size: bytes of a message. seconds: per message."""
     algorithm = size / seconds / 1e9
     bus = algorithm * BUS_FACTOR[collective](ranks)
     return Speed(collective, size, iterations, seconds, algorithm, bus)
 
 
-def slowness(good: Sequence[float]) -> list[float]:
-    """How many times as long as the others each rank computes, from the seconds of a good round of each."""
-    if len(good) == 1:
+def slow_factors(seconds: Sequence[float]) -> list[float]:
+    """The time of each rank divided by the median time of the others."""
+    if len(seconds) == 1:
         return [1.0]
-    return [own / median([*good[:rank], *good[rank + 1 :]]) for rank, own in enumerate(good)]
+    return [own / median([*seconds[:rank], *seconds[rank + 1 :]]) for rank, own in enumerate(seconds)]
 
 
-def good_round(seconds: Sequence[float]) -> float:
-    """The lower quartile: a rank that shares its core now and then has good rounds too, a slow one has none."""
+def lower_quartile(seconds: Sequence[float]) -> float:
+    """The time of a good round: a rank that shares its core at times has some, a slow rank has none."""
     return quantiles(seconds, n=4)[0]
 
 
-# ---------------------------------------------------------------- put together
+# ---------------------------------------------------------------- the report
 
 
 def summarise(
     launch: Mapping[str, Any],
-    proved: Mapping[str, str],
-    answered: Mapping[int, Findings],
-    measured: Measured,
-    absent: Sequence[Fault] = (),
+    checks: Mapping[str, str],
+    replies: Mapping[int, Findings],
+    measured: Measurements,
+    missing: Sequence[Fault] = (),
 ) -> dict[str, Any]:
-    """The whole report, ready for JSON.
+    """The report as a JSON object.
 
     Args:
-        launch: what was started: size, nodes, launcher, backend, torch.
-        proved: each check, and what is known when it found no fault.
-        answered: rank -> what it found.
-        absent: a fault for each rank that has not answered.
+        launch: size, nodes, launcher, backend, torch.
+        checks: name of each check -> its summary when it found no fault.
+        replies: rank -> its findings.
+        missing: a fault for each rank that did not reply.
     """
-    findings = [answered[rank] for rank in sorted(answered)]
-    faults = [*absent, *(fault for one in findings for fault in one.faults)]
-    faults += [*slow_links(measured, answered), *slow_ranks(measured, answered)]
+    findings = [replies[rank] for rank in sorted(replies)]
+    faults = [*missing, *(fault for one in findings for fault in one.faults)]
+    faults += [*slow_links(measured, replies), *slow_ranks(measured, replies)]
     paces = {one.rank: asdict(one) for one in measured.pace}
     return {
         "verdict": "fault" if faults else "ok",
         "world": dict(launch),
         "checks": [
-            check_report(name, known, findings, [fault for fault in faults if fault.check == name])
-            for name, known in proved.items()
+            check_report(name, summary, findings, [fault for fault in faults if fault.check == name])
+            for name, summary in checks.items()
         ],
         "bandwidth": [asdict(one) for one in measured.bandwidth],
         "links": [asdict(one) for one in measured.links],
@@ -175,41 +174,48 @@ def summarise(
     }
 
 
-def slow_links(measured: Measured, answered: Mapping[int, Findings]) -> list[Fault]:
-    first = {one.host: rank for rank, one in sorted(answered.items(), reverse=True)}
+def slow_links(measured: Measurements, replies: Mapping[int, Findings]) -> list[Fault]:
+    first_rank = {one.host: rank for rank, one in sorted(replies.items(), reverse=True)}
     return [
-        Fault("links", first[one.node], one.node, speed_label(one.expected), speed_label(one.got), said=one.said)
-        for one in slow(measured.links)
-        if one.node in first
+        Fault(
+            check="links",
+            rank=first_rank[one.node],
+            host=one.node,
+            expected=bandwidth_label(one.expected),
+            got=bandwidth_label(one.got),
+            said=one.text,
+        )
+        for one in find_bottlenecks(measured.links)
+        if one.node in first_rank
     ]
 
 
-def slow_ranks(measured: Measured, answered: Mapping[int, Findings]) -> list[Fault]:
+def slow_ranks(measured: Measurements, replies: Mapping[int, Findings]) -> list[Fault]:
     found = []
     for one in measured.pace:
-        if one.slow and one.rank in answered:
-            expected = f"{one.compute_seconds / one.factor * 1e3:.1f} ms of computing a round, as the others"
-            got = f"{one.compute_seconds * 1e3:.1f} ms: {one.factor:.1f} times as long"
-            found.append(Fault("pace", one.rank, answered[one.rank].host, expected, got))
+        if one.slow and one.rank in replies:
+            expected = f"{one.compute_seconds / one.factor * 1e3:.1f} ms per round of computing, as on the others"
+            got = f"{one.compute_seconds * 1e3:.1f} ms ({one.factor:.1f} times as long)"
+            found.append(Fault("pace", one.rank, replies[one.rank].host, expected, got))
     return found
 
 
-def check_report(name: str, known: str, findings: Sequence[Findings], faults: Sequence[Fault]) -> dict[str, Any]:
-    """known: what is known when no rank found a fault."""
-    skipped = [one.skipped.get(name, "a check before it failed") for one in findings if name not in one.done]
-    status, summary = ("skipped", skipped[0]) if skipped else ("ok", known)
+def check_report(name: str, summary: str, findings: Sequence[Findings], faults: Sequence[Fault]) -> dict[str, Any]:
+    """summary: of the check when no rank found a fault."""
+    skipped = [one.skipped.get(name, "an earlier check failed") for one in findings if name not in one.done]
+    status, summary = ("skipped", skipped[0]) if skipped else ("ok", summary)
     if faults:
-        status, summary = "fault", "; ".join(shortened(faults))
+        status, summary = "fault", "; ".join(fault_texts(faults))
     return {
         "name": name,
         "status": status,
         "summary": summary,
-        "remedy": REMEDY.get(name, MANGLED) if faults else None,
+        "remedy": REMEDIES.get(name, WRONG_RESULT_REMEDY) if faults else None,
         "faults": [asdict(fault) for fault in faults],
     }
 
 
-def shortened(faults: Sequence[Fault], at_most: int = 3) -> list[str]:
+def fault_texts(faults: Sequence[Fault], at_most: int = 3) -> list[str]:
     more = [f"and {len(faults) - at_most} more"] if len(faults) > at_most else []
     return [*map(str, faults[:at_most]), *more]
 
@@ -218,7 +224,7 @@ def shortened(faults: Sequence[Fault], at_most: int = 3) -> list[str]:
 
 
 def render(report: Mapping[str, Any]) -> str:
-    """The report for people."""
+    """The report as text."""
     world = report["world"]
     where = f"{terminal.plural(world['size'], 'rank')} on {terminal.plural(world['nodes'], 'node')}"
     blocks = [
@@ -236,17 +242,17 @@ STATUS = {"ok": ("ok", terminal.GREEN), "skipped": ("skipped", terminal.YELLOW),
 
 
 def check_lines(check: Mapping[str, Any]) -> Iterator[str]:
-    """What is known, or a line a fault, and the remedy."""
-    word, colour = STATUS[check["status"]]
-    first, *rest = shortened([Fault(**fault) for fault in check["faults"]]) or [check["summary"]]
-    yield f"  {terminal.paint(f'{word:<8}', colour)}{check['name']:<16}{first}"
+    """The summary, or a line for each fault, and the remedy."""
+    label, colour = STATUS[check["status"]]
+    first, *rest = fault_texts([Fault(**fault) for fault in check["faults"]]) or [check["summary"]]
+    yield f"  {terminal.paint(f'{label:<8}', colour)}{check['name']:<16}{first}"
     yield from (f"{'':<26}{more}" for more in rest)
     if check["remedy"]:
         yield f"{'':<10}-> {check['remedy']}"
 
 
 def bandwidth_lines(speeds: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A row a message size: the time of an all-reduce, then the bus bandwidth of each collective."""
+    """A row for each message size: the time of an all-reduce, then the bus bandwidth of each collective."""
     cells = {(one["bytes"], one["collective"]): one for one in speeds}
     names = list(dict.fromkeys(one["collective"] for one in speeds))
 
@@ -264,7 +270,7 @@ def bandwidth_lines(speeds: Sequence[Mapping[str, Any]]) -> list[str]:
 def link_lines(links: Sequence[Mapping[str, Any]], at_most: int = 8) -> list[str]:
     slowest = sorted(links, key=lambda one: one["gb_per_second"])[:at_most]
     rows = [[f"{one['gb_per_second']:.3f}", f"{one['one']} - {one['other']}"] for one in slowest]
-    return titled(f"between nodes, the slowest {len(slowest)} of {len(links)}", [["GB/s", "where"], *rows], right=[0])
+    return titled(f"links between nodes, slowest {len(slowest)} of {len(links)}", [["GB/s", "nodes"], *rows], right=[0])
 
 
 def pace_lines(ranks: Sequence[Mapping[str, Any]], at_most: int = 8) -> list[str]:
@@ -278,17 +284,17 @@ def pace_lines(ranks: Sequence[Mapping[str, Any]], at_most: int = 8) -> list[str
         ]
         for one in slowest
     ]
-    heading = ["rank", "ms a round", "times the others", "where"]
-    return titled(f"computing alone, the slowest {len(slowest)} of {len(ranks)}", [heading, *rows], right=range(3))
+    heading = ["rank", "ms per round", "times the others", "host, device"]
+    return titled(f"compute time, slowest {len(slowest)} of {len(ranks)} ranks", [heading, *rows], right=range(3))
 
 
 def titled(title: str, rows: Sequence[Sequence[str]], right: Collection[int]) -> list[str]:
-    """A table; nothing when it has only a heading."""
+    """A table with a title; empty when it has no row below the heading."""
     return [f"  {line}" for line in (title, *terminal.table(rows, right))] if len(rows) > 1 else []
 
 
 def size_label(size: float) -> str:
-    """Bytes as nccl-tests write them: 65536 is 64K."""
+    """Bytes as in nccl-tests: 64K for 65536."""
     for unit in ("", "K", "M"):
         if size < 1023.5:
             return f"{size:.4g}{unit}"
@@ -300,28 +306,26 @@ def verdict_line(report: Mapping[str, Any]) -> str:
     bad = [check["name"] for check in report["checks"] if check["status"] == "fault"]
     if bad:
         return f"verdict: {terminal.paint('FAULT', terminal.RED)} in {', '.join(bad)}"
-    size = report["world"]["size"]
     ok = terminal.paint("verdict: ok", terminal.GREEN)
-    works = "works together as it should" if size == 1 else "work together as they should"
-    return f"{ok}, {terminal.plural(size, 'rank')} {works}"
+    return f"{ok}, {terminal.plural(report['world']['size'], 'rank')} passed all checks"
 
 
 def show(report: Mapping[str, Any], as_json: bool = False) -> None:
-    """Print the report: for people, or as JSON."""
+    """Print the report as text or as JSON."""
     terminal.show(json.dumps(report, indent=2, sort_keys=True) + "\n" if as_json else render(report))
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Print a report that was written to a file. Returns 0 when all was well, 1 when a check failed."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print a report from a file. Returns 0 when all checks passed, 1 when one failed."""
     summary = str(__doc__).splitlines()[0]
     parser = argparse.ArgumentParser("distributed.smoke.report", description=summary, allow_abbrev=False)
-    parser.add_argument("--json", action="store_true", help="as the one JSON object")
-    parser.add_argument("report", type=Path, metavar="REPORT.json", help="what distributed.smoke wrote")
-    options = parser.parse_args(words)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("report", type=Path, metavar="REPORT.json", help="written by distributed.smoke --json-file")
+    options = parser.parse_args(arguments)
     try:
         report = json.loads(options.report.read_text())
     except (OSError, ValueError, RecursionError) as error:
-        parser.error(f"'{options.report}' cannot be read as a report: {error}")
+        parser.error(f"'{options.report}': cannot read the report: {error}")
     show(report, options.json)
     return 0 if report["verdict"] == "ok" else 1
 

@@ -1,6 +1,6 @@
-"""Of several nodes the odd one out is named, with both values and the remedy; what all have in common is said once.
+"""The cluster check names nodes that differ, with both values and a fix, and prints shared findings once.
 
-Nodes are facts made by hand; across_nodes.bats asks real ones.
+Facts of nodes are made by hand; across_nodes.bats probes real nodes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 from test_doctor import HEALTHY
 from test_gpus import GPUS
 
-from distributed.health.cluster import Cluster, main, read_cluster, rebuilt, render_cluster
+from distributed.health.cluster import ClusterFacts, from_json, main, read_cluster, render_cluster
 from distributed.health.differences import compare
 from distributed.host.dns import Lookup
 from distributed.host.facts import Facts, FullNodeFacts, Route, Run
@@ -27,12 +27,12 @@ from distributed.host.system import GIB
 from distributed.launch.connectivity import Gap
 from distributed.terminal import plain
 
-WAY = Route("eth0", 9000, 100_000)
+ROUTE = Route("eth0", 9000, 100_000)
 NODES = ("node1", "node2", "node3")
 
 
-def node(number: int, route: Route = WAY, **facts: Any) -> FullNodeFacts:
-    """A good node; facts are changed as part__key=value."""
+def node(number: int, route: Route = ROUTE, **facts: Any) -> FullNodeFacts:
+    """A healthy node; facts are changed as part__key=value."""
     own: Facts = HEALTHY
     for path, value in facts.items():
         part, _, key = path.partition("__")
@@ -47,47 +47,47 @@ def node(number: int, route: Route = WAY, **facts: Any) -> FullNodeFacts:
 
 
 def three(**third: Any) -> dict[str, FullNodeFacts]:
-    """Three nodes, of which the third differs."""
+    """Three nodes; third: what differs on the third."""
     return {"node1": node(1), "node2": node(2), "node3": node(3, **third)}
 
 
-def cluster(nodes: Mapping[str, FullNodeFacts], gaps: tuple[Gap, ...] = (), **silent: str) -> Cluster:
-    return Cluster((*nodes, *silent), nodes, dict.fromkeys(nodes, 0.0), silent, gaps)
+def cluster(nodes: Mapping[str, FullNodeFacts], gaps: tuple[Gap, ...] = (), **failed: str) -> ClusterFacts:
+    return ClusterFacts((*nodes, *failed), nodes, dict.fromkeys(nodes, 0.0), failed, gaps)
 
 
-def text_of(cluster: Cluster, width: int | None = None) -> str:
+def text_of(cluster: ClusterFacts, width: int | None = None) -> str:
     return plain(render_cluster(cluster, width))
 
 
-def of(name: str, change: dict[str, Any]) -> dict[str, FullNodeFacts]:
+def with_third(**changes: Any) -> dict[str, FullNodeFacts]:
     nodes = three()
-    return nodes | {name: replace(nodes[name], **change)}
+    return nodes | {"node3": replace(nodes["node3"], **changes)}
 
 
 # fmt: off
-# The nodes; who is named; level, topic, words of the fact, words of the remedy.
-ODD = [
+# The nodes, of which node3 differs; level and topic, part of the fact, part of the fix.
+DIFFERENCES = [
     (three(interpreter__version="3.12.1"), "fault python", "3.12, but 3.11 on node[1-2]", "use the same on all"),
     (three(torch__version="2.12.0"), "fault torch", "2.12.0, but 2.13.0 on node[1-2]", "install the same"),
     (three(torch__nccl="2.27.7"), "fault NCCL", "NCCL 2.27.7, but NCCL 2.29.3 on node[1-2]", "same build of torch"),
     (three(gpus=Gpus()), "fault GPUs", "no GPU, but GPUs on node[1-2]", "leave out"),
-    (three(gpus__devices=GPUS[:2]), "warning GPUs", "2 x NVIDIA A100-SXM4-80GB, 80.0 GiB, but 4 x NVIDIA", "pace"),
+    (three(gpus__devices=GPUS[:2]), "warning GPUs", "2 x NVIDIA A100-SXM4-80GB, 80.0 GiB, but 4 x NVIDIA", "slowest"),
     (three(gpus__driver="575.1"), "warning driver", "driver 575.1, but driver 580.65.06 on node[1-2]", "the same"),
-    (three(cores__quota=8.0), "warning cores", "8 cores, but 64 cores on node[1-2]", "pace"),
-    (three(memory=Memory(256 * GIB, 250 * GIB)), "warning memory", "256.0 GiB in all, but 512.0 GiB elsewhere", "fit"),
-    (three(route=Route("eth0", 1500, 100_000)), "warning MTU", "1500 bytes, but 9000 bytes on node[1-2]", "vanish"),
+    (three(cores__quota=8.0), "warning cores", "8 cores, but 64 cores on node[1-2]", "slowest"),
+    (three(memory=Memory(256 * GIB, 250 * GIB)), "warning memory", "256.0 GiB, but 512.0 GiB on the others", "fit"),
+    (three(route=Route("eth0", 1500, 100_000)), "warning MTU", "1500 bytes, but 9000 bytes on node[1-2]", "dropped"),
     (three(route=Route("eth1", 9000, 1000)), "warning network", "1000 Mbit/s (eth1), but 100000 Mbit/s", "cable"),
     (three(limits__infiniband=True), "warning network", "InfiniBand, but no InfiniBand on node[1-2]", "ibstat"),
-    (three(environment={"NCCL_IB_DISABLE": "1"}), "warning NCCL", "NCCL_IB_DISABLE=1 is set, but nothing", "alike"),
-    (of("node3", {"kit": {"train.py": "11"}}), "fault kit", "another kit than elsewhere: distributed/torch.py in /",
-     "make them the same"),
-    (of("node3", {"machine": "boot1"}), "fault names", "is the same machine as node1", "name it once"),
+    (three(environment={"NCCL_IB_DISABLE": "1"}), "warning NCCL", "NCCL_IB_DISABLE=1 is set, but nothing", "same on"),
+    (with_third(kit={"train.py": "11"}), "fault Muster", "differs from the other nodes: distributed/torch.py in /",
+     "use the same files"),
+    (with_third(machine="boot1"), "fault names", "is the same machine as node1", "name it once"),
 ]
 # fmt: on
 
 
-@pytest.mark.parametrize(("nodes", "line", "fact", "fix"), ODD, ids=[row[2] for row in ODD])
-def test_the_odd_one_out_is_named_with_both_values(
+@pytest.mark.parametrize(("nodes", "line", "fact", "fix"), DIFFERENCES, ids=[row[2] for row in DIFFERENCES])
+def test_a_node_that_differs_is_named_with_both_values(
     nodes: dict[str, FullNodeFacts], line: str, fact: str, fix: str
 ) -> None:
     [(name, found)] = compare(nodes, dict.fromkeys(nodes, 0.0))
@@ -95,33 +95,33 @@ def test_the_odd_one_out_is_named_with_both_values(
     assert fact in found.fact and fix in found.fix
 
 
-def test_nodes_that_are_alike_differ_in_nothing() -> None:
+def test_equal_nodes_and_small_differences_give_no_finding() -> None:
     assert compare(three(), dict.fromkeys(NODES, -1.5)) == []
     small = Memory(510 * GIB, 1)
     fine = three(memory=small, environment={"NCCL_SOCKET_IFNAME": "eth1", "CUDA_VISIBLE_DEVICES": "0"})
     assert compare(fine, {"node1": 0.0, "node2": -0.5, "node3": 1.5}) == []
 
 
-def test_a_clock_is_compared_with_the_other_nodes_not_with_ours() -> None:
+def test_clocks_are_compared_between_nodes_not_with_this_machine() -> None:
     [(name, line)] = compare(three(), {"node1": -60.0, "node2": -67.4, "node3": -60.1})
     assert (name, line.fact, line.command) == ("node2", "7 s behind the others", "sudo timedatectl set-ntp true")
 
 
-def test_a_torch_that_is_missing_is_not_also_called_different() -> None:
+def test_a_missing_torch_is_not_also_reported_as_different() -> None:
     assert not [line for _, line in compare(three(torch=Torch()), dict.fromkeys(NODES, 0.0)) if line.topic == "torch"]
 
 
-def test_where_nobody_finds_the_first_node_nobody_can_meet() -> None:
-    nodes = {name: replace(one, master="127.0.1.1", ssh_address="") for name, one in three().items()}
+def test_a_first_node_without_a_usable_address_is_a_fault() -> None:
+    nodes = {name: replace(facts, master="127.0.1.1", ssh_address="") for name, facts in three().items()}
     [(name, line)] = compare(nodes, dict.fromkeys(NODES, 0.0))
     assert (name, line.fix) == ("node1", "correct the names in /etc/hosts or DNS")
     assert line.fact.startswith("no address at which the others could meet it (for 'node1' node2 finds 127.0.1.1")
 
 
-# ---------------------------------------------------------------- telling
+# ---------------------------------------------------------------- text
 
 
-def test_nodes_that_are_well_are_one_row_and_one_line() -> None:
+def test_healthy_nodes_are_one_row_and_a_summary() -> None:
     assert text_of(cluster(three())).splitlines() == [
         "           python  torch   GPUs                cores  memory     network",
         "node[1-3]  3.11.2  2.13.0  4 x A100-SXM4-80GB  64     512.0 GiB  eth0",
@@ -130,7 +130,7 @@ def test_nodes_that_are_well_are_one_row_and_one_line() -> None:
     ]
 
 
-def test_what_nodes_have_in_common_is_said_once_and_the_worst_stands_last() -> None:
+def test_shared_findings_are_printed_once_and_the_worst_last() -> None:
     short: dict[str, Any] = {"shm__free": 2**20}
     nodes = {
         "node1": node(1, **short),
@@ -149,21 +149,21 @@ def test_what_nodes_have_in_common_is_said_once_and_the_worst_stands_last() -> N
     assert blocks[-1] == ["4 nodes: none fit for training; node[1-4] are not"]
 
 
-def test_lines_that_differ_in_figures_alone_are_said_once_and_whose_they_are() -> None:
+def test_findings_that_differ_only_in_numbers_are_printed_once_with_the_node_of_the_numbers() -> None:
     nodes = {name: node(number, cores__load=100.0 + number) for number, name in enumerate(NODES, 1)}
     text = text_of(cluster(nodes))
     assert text.count("other processes use them") == 1
-    assert "all nodes (figures of node1)\nwarning  cores  64 of 64 may be used, load 101.0" in text
+    assert "all nodes (numbers of node1)\nwarning  cores  64 of 64 usable, load 101.0" in text
 
 
-def test_a_line_that_names_its_node_is_said_once_too() -> None:
+def test_findings_that_differ_only_in_the_name_of_the_node_are_printed_once() -> None:
     names = {name: replace(HEALTHY.names, forward=Lookup(name, ("127.0.1.1",)), host=name) for name in ("ada", "bob")}
     text = text_of(cluster({name: node(number, names=names[name]) for number, name in enumerate(names, 1)}))
-    assert text.count("a trap for several") == 1
-    assert "all nodes (figures of ada)\nwarning  names  ada is 127.0.1.1: fine for one" in text
+    assert text.count("not across several") == 1
+    assert "all nodes (numbers of ada)\nwarning  names  ada is 127.0.1.1: works on one" in text
 
 
-def test_what_is_to_be_pasted_is_said_for_each() -> None:
+def test_each_node_has_its_own_command() -> None:
     nodes = {
         name: node(number, runs=(Run("/logs/a", (number,), "ada", recorded=False),))
         for number, name in enumerate(NODES, 1)
@@ -173,73 +173,73 @@ def test_what_is_to_be_pasted_is_said_for_each() -> None:
     ]  # fmt: skip
 
 
-def test_the_last_line_counts_the_nodes_that_are_fit() -> None:
+def test_the_summary_counts_the_fit_nodes() -> None:
     text = text_of(cluster(three(torch__version="2.12.0")))
     assert text.splitlines()[-1] == "3 nodes: 2 fit for training; node3 is not"
     text = text_of(cluster(three(route=Route("eth0", 1500, 0))))
     assert text.splitlines()[-1] == "3 nodes: all fit for training; each can connect to every other"
 
 
-def test_on_a_terminal_every_line_fits() -> None:
+def test_lines_fit_the_width() -> None:
     nodes = three(route=Route("eth0", 1500, 0), torch__version="2.12.0", gpus__driver="575.1")
     gap = Gap(("node1", "node2"), "node3", "10.0.0.3", "no answer within 3 s")
     assert max(map(len, text_of(cluster(nodes, (gap,)), width=80).splitlines())) <= 80
 
 
-def test_each_node_that_cannot_be_reached_is_named() -> None:
-    """Though the findings of one node differ in nothing but numbers."""
+def test_each_pair_that_cannot_connect_is_printed() -> None:
+    """Their findings differ only in numbers, but these are names of nodes."""
     gaps = [Gap((node,), to, f"10.0.0.{to[-1]}", "no answer within 3 s") for node, to in
             (("node1", "node2"), ("node1", "node3"), ("node2", "node3"))]  # fmt: skip
     text = text_of(cluster(three(), tuple(gaps)))
     assert "cannot connect to node2 (10.0.0.2)" in text and text.count("cannot connect to node3 (10.0.0.3)") == 1
-    assert "figures" not in text
+    assert "numbers of" not in text
 
 
-def test_the_port_of_the_first_node_is_the_one_that_counts() -> None:
-    taken: dict[str, Any] = {"port": replace(HEALTHY.port, free=False)}
-    assert "is taken" not in text_of(cluster(three(**taken)))
-    assert "is taken" in text_of(cluster({"node1": node(1, **taken), "node2": node(2)}))
+def test_only_the_port_of_the_first_node_is_checked() -> None:
+    in_use: dict[str, Any] = {"port": replace(HEALTHY.port, free=False)}
+    assert "is in use" not in text_of(cluster(three(**in_use)))
+    assert "is in use" in text_of(cluster({"node1": node(1, **in_use), "node2": node(2)}))
 
 
-# ---------------------------------------------------------------- asked and heard
+# ---------------------------------------------------------------- replies
 
 
-def test_an_answer_comes_back_as_it_was_and_an_older_one_is_told() -> None:
-    own = node(1)
-    assert rebuilt(json.loads(json.dumps(asdict(own)))) == own
-    without: dict[str, Any] = asdict(own)
+def test_facts_survive_json_and_those_of_another_version_raise() -> None:
+    facts = node(1)
+    assert from_json(json.loads(json.dumps(asdict(facts)))) == facts
+    without: dict[str, Any] = asdict(facts)
     del without["route"]
     with pytest.raises(KeyError, match="route"):
-        rebuilt(without)
+        from_json(without)
 
 
-def answered(folder: Path, **said: Any) -> None:
-    (folder / "looking").mkdir(exist_ok=True)
-    for node, value in said.items():
-        (folder / "looking" / f"{node}.out").write_text(framed(value) if value else "")
-        (folder / "looking" / f"{node}.err").write_text("" if value else "ssh: no route")
-        (folder / "looking" / f"{node}.code").write_text("0" if value else "255")
+def write_replies(directory: Path, **replies: Any) -> None:
+    (directory / "looking").mkdir(exist_ok=True)
+    for node, value in replies.items():
+        (directory / "looking" / f"{node}.out").write_text(framed(value) if value else "")
+        (directory / "looking" / f"{node}.err").write_text("" if value else "ssh: no route")
+        (directory / "looking" / f"{node}.code").write_text("0" if value else "255")
 
 
-def test_what_came_back_is_sorted_into_those_that_speak_and_those_that_do_not(tmp_path: Path) -> None:
-    answered(tmp_path, node1=asdict(node(1)), node2=None, node3={"python": "3.11"})
+def test_nodes_without_a_usable_reply_have_a_reason(tmp_path: Path) -> None:
+    write_replies(tmp_path, node1=asdict(node(1)), node2=None, node3={"python": "3.11"})
     found = read_cluster(tmp_path, NODES)
     assert list(found.facts) == ["node1"]
-    assert found.silent["node2"] == "cannot be reached (ssh: no route); try: ssh node2 true"
-    assert found.silent["node3"].startswith("answers as another version of the kit does (")
+    assert found.failed["node2"] == "cannot be reached (ssh: no route); try: ssh node2 true"
+    assert found.failed["node3"].startswith("runs another version of Muster (")
 
 
 def test_exit_codes_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    answered(tmp_path, node1=asdict(node(1)), node2=asdict(node(2, torch__version="2.12.0")), node3=None)
+    write_replies(tmp_path, node1=asdict(node(1)), node2=asdict(node(2, torch__version="2.12.0")), node3=None)
     now = (tmp_path / "looking").stat().st_mtime
-    answered(tmp_path, **{f"node{number}": asdict(replace(node(number), now=now)) for number in (1, 4)})
+    write_replies(tmp_path, **{f"node{number}": asdict(replace(node(number), now=now)) for number in (1, 4)})
     assert main([str(tmp_path), "node1", "node4"]) == 0
     assert main([str(tmp_path), "node1", "node2"]) == 1
     assert main([str(tmp_path), "node1", "node3"]) == 69
     capsys.readouterr()
     assert main([str(tmp_path), "node1"]) == 0
-    assert "ok       torch     2.13.0" in capsys.readouterr().out, "one node is told of as this machine would be"
+    assert "ok       torch     2.13.0" in capsys.readouterr().out, "one node is printed like this machine"
     assert main(["--json", str(tmp_path), *NODES]) == 69
-    told = json.loads(capsys.readouterr().out)
-    assert told["node2"]["facts"]["torch"]["version"] == "2.12.0"
-    assert told["node3"] == {"silent": "cannot be reached (ssh: no route); try: ssh node3 true"}
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["node2"]["facts"]["torch"]["version"] == "2.12.0"
+    assert facts["node3"] == {"silent": "cannot be reached (ssh: no route); try: ssh node3 true"}

@@ -1,7 +1,6 @@
-"""The doctor finds what will make training fail, says it with the remedy, and is quiet on a good machine.
+"""The doctor finds what makes training fail, prints a fix, and finds nothing on a healthy machine.
 
-Broken machines are facts made by hand, and files of /proc and /sys a folder made by hand. The last tests look at this
-very machine.
+Facts of machines, and files of /proc and /sys, are made by hand; the last tests check this machine.
 """
 
 import json
@@ -63,7 +62,7 @@ HEALTHY = Facts(
     gpus=Gpus("580.65.06", hardware=4, devices=GPUS),
     memory=Memory(512 * GIB, 500 * GIB),
     disks=(
-        Space("working folder", "/home/ada/project", 900 * GIB, 500 * GIB),
+        Space("working directory", "/home/ada/project", 900 * GIB, 500 * GIB),
         Space("/tmp", "/tmp", 9 * GIB, 5 * GIB),
     ),
     shm=Space("/dev/shm", "/dev/shm", 256 * GIB, 250 * GIB),
@@ -79,7 +78,7 @@ HEALTHY = Facts(
 
 
 def change(**paths: Any) -> Facts:
-    """HEALTHY with some facts changed, a part of a part as torch__error="..."."""
+    """HEALTHY with some facts changed; torch__error="..." changes HEALTHY.torch.error."""
     changed = HEALTHY
     for path, value in paths.items():
         part, _, key = path.partition("__")
@@ -91,15 +90,15 @@ def problems(broken: Facts) -> list[Finding]:
     return [line for line in judge(broken) if line.level != "ok"]
 
 
-# ---------------------------------------------------------------- judging
+# ---------------------------------------------------------------- checks
 
 
-def test_a_good_machine_gets_no_warning() -> None:
+def test_a_healthy_machine_gets_no_warning() -> None:
     assert problems(HEALTHY) == []
     assert len(judge(HEALTHY)) >= 14
 
 
-def test_a_good_machine_without_gpus_gets_no_warning() -> None:
+def test_a_healthy_machine_without_gpus_gets_no_warning() -> None:
     assert problems(change(gpus=Gpus(), torch=Torch("2.13.0+cpu", gloo=True))) == []
 
 
@@ -111,7 +110,7 @@ NAMELESS = Names("node1", "10.0.0.5", Lookup("node1", error="Name or service not
 ROOT = Space("logs", "/data/log s", 900 * GIB, 500 * GIB)
 
 # fmt: off
-# What is wrong: the changed facts; level and topic of the line; words of the fact; words of the remedy.
+# Name, changed facts, level and topic, part of the fact, part of the fix or command.
 BROKEN: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("old python", {"interpreter__version": "3.8.10"},
      "fault python", "3.8.10 is older than 3.10", "--python PATH"),
@@ -125,7 +124,7 @@ BROKEN: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("broken torch", {"torch__error": "ImportError: libcudnn.so.9"},
      "fault torch", "2.13.0 is installed, but cannot be imported: ImportError: libcudnn.so.9",
      "--force-reinstall torch"),
-    ("torch on a network disk", {"torch__seconds": 48.0}, "warning torch", "48 s to import", "local disk"),
+    ("slow torch", {"torch__seconds": 48.0}, "warning torch", "48 s to import", "local disk"),
     ("package missing", {"packages": (Package("rich", "13.7", ""),)},
      "warning packages", "not installed: rich; train.py and job lists need requirements.txt", "pip install -r"),
     ("package too old", {"packages": (Package("rich", "13.7", "13.6.9"),)},
@@ -137,107 +136,108 @@ BROKEN: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("GPU too old for this torch", {"torch__capabilities": ("sm_70",)},
      "fault cuda", "no code for sm_70", "install a build"),
     ("no NCCL", {"torch__nccl": ""}, "warning cuda", "without NCCL", ""),
-    ("driver half updated", {"gpus": Gpus(error="nvidia-smi: Driver/library version mismatch", hardware=4)},
+    ("driver mismatch", {"gpus": Gpus(error="nvidia-smi: Driver/library version mismatch", hardware=4)},
      "fault GPUs", "version mismatch", "restart the machine"),
     ("no driver", {"gpus": Gpus(hardware=2)}, "warning GPUs", "2 NVIDIA cards", "install NVIDIA's driver"),
     ("no nvidia-smi", {"gpus__driver": ""},
      "warning GPUs", "no nvidia-smi on PATH", "NVIDIA_DRIVER_CAPABILITIES"),
     ("GPUs hidden", {"environment": {"CUDA_VISIBLE_DEVICES": ""}},
      "warning GPUs", "CUDA_VISIBLE_DEVICES='' hides all 4 GPUs", "unset CUDA_VISIBLE_DEVICES"),
-    ("a GPU that is not there", {"environment": {"CUDA_VISIBLE_DEVICES": "0,7,1"}},
-     "fault GPUs", "names 3 GPUs, of which CUDA takes 1: there are 4, 0 to 3", "unset CUDA_VISIBLE_DEVICES"),
+    ("unknown GPU", {"environment": {"CUDA_VISIBLE_DEVICES": "0,7,1"}},
+     "fault GPUs", "lists 3 GPUs, but CUDA uses 1: it ignores", "unset CUDA_VISIBLE_DEVICES"),
     ("a GPU in use", {"gpus__devices": (BUSY, *GPUS[1:])},
      "warning GPU use", "GPU 0: 70.0 GiB of 80.0 GiB by python of bob (pid 4711)",
      "export CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=1,2,3"),
     ("all GPUs full", {"gpus__devices": FULL},
      "fault GPU use", "GPU 3: 79.0 GiB of 80.0 GiB", "no GPU is idle"),
-    ("GPU memory faults", {"gpus__devices": (*GPUS[:3], replace(GPUS[3], ecc_errors=2))},
+    ("GPU memory errors", {"gpus__devices": (*GPUS[:3], replace(GPUS[3], ecc_errors=2))},
      "fault GPU 3", "2 uncorrected memory errors", "nvidia-smi --gpu-reset --id=3"),
-    ("GPU in slices", {"gpus__devices": (replace(GPUS[0], mig=True), *GPUS[1:])},
-     "warning GPU 0", "MIG is on", "--multi-instance-gpu=0"),
-    ("driver unloads itself", {"gpus__devices": tuple(replace(gpu, persistence=False) for gpu in GPUS)},
+    ("MIG", {"gpus__devices": (replace(GPUS[0], mig=True), *GPUS[1:])},
+     "warning GPU 0", "MIG is enabled", "--multi-instance-gpu=0"),
+    ("no persistence mode", {"gpus__devices": tuple(replace(gpu, persistence=False) for gpu in GPUS)},
      "warning GPUs", "persistence mode is off", "--persistence-mode=1"),
     ("mixed GPUs", {"gpus__devices": (*GPUS[:3], replace(GPUS[3], name="NVIDIA T4"))},
-     "warning GPUs", "several kinds", ""),
+     "warning GPUs", "different models", ""),
     ("no memory", {"memory__available": 400 * MIB}, "fault memory", "400 MiB of 512.0 GiB", "ps aux"),
     ("job's memory limit", {"memory__limit": 2 * GIB},
      "warning memory", "2.0 GiB free, the limit of this", "ps aux"),
     ("full disk", {"disks": (replace(ROOT, free=MIB),)},
      "fault disk", "logs: 1 MiB free", "du -xh '/data/log s'"),
     ("small disk", {"disks": (replace(ROOT, free=5 * GIB),)},
-     "warning disk", "5.0 GiB free in /data", "make room"),
+     "warning disk", "5.0 GiB free in /data", "free some space"),
     ("read-only disk", {"disks": (replace(ROOT, writable=False),)},
      "fault disk", "cannot be written", "ls -ld"),
     ("no inodes", {"disks": (replace(ROOT, inodes_free=False),)},
      "fault disk", "inodes", "df -i '/data/log s'"),
     ("docker's shm", {"shm": Space("/dev/shm", "/dev/shm", 64 * MIB, 64 * MIB), "container": True},
-     "fault /dev/shm", "64 MiB in all: NCCL and data loader workers die of a bus error", "--shm-size=8g or --ipc=host"),
+     "fault /dev/shm", "only 64 MiB: NCCL and data loader workers die of SIGBUS", "--shm-size=8g or --ipc=host"),
     ("small shm without a container", {"shm": Space("/dev/shm", "/dev/shm", 512 * MIB, 512 * MIB)},
-     "warning /dev/shm", "512 MiB in all", "mount -o remount,size=50% /dev/shm"),
+     "warning /dev/shm", "only 512 MiB", "mount -o remount,size=50% /dev/shm"),
     ("full shm", {"shm__free": MIB}, "fault /dev/shm", "1 MiB of 256.0 GiB free", "ls -lt /dev/shm"),
-    ("cores by quota", {"cores": Cores(64, 64, quota=3.5)},
-     "warning cores", "3.5 of 64 may be used", "export OMP_NUM_THREADS=3"),
+    ("CPU quota", {"cores": Cores(64, 64, quota=3.5)},
+     "warning cores", "3.5 of 64 usable", "export OMP_NUM_THREADS=3"),
     ("busy cores", {"cores": Cores(64, 64, load=120.0)},
      "warning cores", "load 120.0", "ps aux --sort=-%cpu"),
     ("few open files", {"limits__open_files": 256}, "warning limits", "256 open files", "ulimit -n 65536"),
     ("few processes", {"limits__processes": 512}, "warning limits", "512 processes", "--pids-limit"),
-    ("memory that RDMA cannot lock", {"limits": Limits(65536, 64 * 1024, None, infiniband=True)},
+    ("little locked memory", {"limits": Limits(65536, 64 * 1024, None, infiniband=True)},
      "warning limits", "too little for InfiniBand", "memlock"),
-    ("port taken", {"port": Port(29500, free=False, holder="pid 12 (python train.py)")},
-     "fault port", "29500 is taken by pid 12 (python train.py)", "--master-port"),
-    ("port taken unseen", {"port": Port(29500, free=False)}, "fault port", "29500 is taken", "ss -ltnp"),
+    ("port in use", {"port": Port(29500, free=False, holder="pid 12 (python train.py)")},
+     "fault port", "29500 is in use by pid 12 (python train.py)", "--master-port"),
+    ("port in use by an unknown process", {"port": Port(29500, free=False)},
+     "fault port", "29500 is in use", "ss -ltnp"),
     ("ephemeral port", {"port": Port(40000)}, "warning port", "32768-60999", "ip_local_reserved_ports=40000"),
     ("name unknown", {"names": NAMELESS},
      "warning names", "node1 does not resolve", "echo '10.0.0.5 node1' | sudo tee"),
     ("name on loopback", {"names": LOOPBACK},
-     "warning names", "node1 is 127.0.1.1: fine for one", "node1 beside 10.0.0.5"),
+     "warning names", "node1 is 127.0.1.1: works on one", "map node1 to 10.0.0.5"),
     ("slow resolver", {"names": SLOW}, "fault resolver", "looking up 10.0.0.5 takes 5.0 s", "/etc/hosts"),
     ("stale rank", {"environment": {"RANK": "3", "MASTER_ADDR": "n1", "PET_NNODES": "2"}},
      "warning shell", "RANK=3, MASTER_ADDR=n1, PET_NNODES=2", "unset RANK MASTER_ADDR PET_NNODES"),
     ("stale agent store", {"environment": {"TORCHELASTIC_USE_AGENT_STORE": "True"}},
-     "fault shell", "waits for a store that nobody runs", "unset TORCHELASTIC_USE_AGENT_STORE"),
-    ("interface gone", {"environment": {"NCCL_SOCKET_IFNAME": "ens5"}},
-     "fault shell", "NCCL_SOCKET_IFNAME=ens5: no such network interface here, only lo, eth0, ib0",
+     "fault shell", "waits for a store that no agent runs", "unset TORCHELASTIC_USE_AGENT_STORE"),
+    ("unknown interface", {"environment": {"NCCL_SOCKET_IFNAME": "ens5"}},
+     "fault shell", "NCCL_SOCKET_IFNAME=ens5: no such network interface; this machine has lo, eth0, ib0",
      "unset NCCL_SOCKET_IFNAME"),
     ("prefix for gloo", {"environment": {"GLOO_SOCKET_IFNAME": "eth"}},
      "fault shell", "=eth: no such", "unset GLOO"),
     ("too many threads", {"environment": {"OMP_NUM_THREADS": "128"}},
      "warning shell", "128 with 64 cores", "unset OMP"),
     ("slow NCCL", {"environment": {"NCCL_P2P_DISABLE": "1"}},
-     "warning shell", "more slowly", "unset NCCL_P2P_DISABLE"),
+     "warning shell", "slows communication", "unset NCCL_P2P_DISABLE"),
     ("own torch.py", {"shadows": ("/home/ada/project/torch.py",)},
-     "fault imports", "project/torch.py", "rename it"),
+     "fault imports", "project/torch.py shadows the library 'torch'", "rename it"),
     ("Dask on the path", {"shadows": ("/opt/dask/distributed",)},
      "warning imports", "'distributed'", "PYTHONPATH"),
-    ("clock drifts", {"clock": Clock(2e9, False)}, "warning clock", "not synchronised", "timedatectl"),
-    ("run of ours", {"runs": (Run("/my logs/train-1", (7, 8), "ada"),)},
+    ("clock not synchronised", {"clock": Clock(2e9, False)}, "warning clock", "not synchronised", "timedatectl"),
+    ("own run", {"runs": (Run("/my logs/train-1", (7, 8), "ada"),)},
      "warning runs", "/my logs/train-1 has 2 processes of ada here",
      "to stop it: /opt/muster/scripts/stop.sh '/my logs/train-1'; to see whether it is training: "
      "/opt/muster/scripts/status.sh '/my logs/train-1'"),
-    ("run of ours, started elsewhere", {"runs": (Run("/logs/train-1", (7, 8), "ada", recorded=False),)},
-     "warning runs", "/logs/train-1", "started from another machine, or by a job list: stop it from there; "
+    ("own run, started elsewhere", {"runs": (Run("/logs/train-1", (7, 8), "ada", recorded=False),)},
+     "warning runs", "/logs/train-1", "started from another machine or by a job list; stop it there; "
      "its processes: ps -fp 7,8"),
-    ("run of somebody else", {"runs": (Run("/logs/train-1", (7,), "bob"),)},
+    ("run of another user", {"runs": (Run("/logs/train-1", (7,), "bob"),)},
      "warning runs", "/logs/train-1 has 1 process of bob here", "ask bob whether it is still needed"),
-    ("no idle GPU, a run of ours on it", {"gpus__devices": FULL, "runs": (Run("/logs/train-1", (4711,), "bob"),)},
-     "fault GPU use", "by python of bob (pid 4711, run train-1)", "no GPU is idle: wait, or ask their users"),
+    ("no idle GPU, used by a run", {"gpus__devices": FULL, "runs": (Run("/logs/train-1", (4711,), "bob"),)},
+     "fault GPU use", "by python of bob (pid 4711, run train-1)", "no GPU is idle; wait, or ask the users"),
 ]
 # fmt: on
 
 
-def test_no_command_kills_what_may_be_training() -> None:
-    everything = [line for row in BROKEN for line in problems(change(**row[1]))]
-    assert not [line for line in everything if re.search(r"\bkill\b", f"{line.fix} {line.command}")]
+def test_no_command_kills_a_run() -> None:
+    findings = [finding for row in BROKEN for finding in problems(change(**row[1]))]
+    assert not [finding for finding in findings if re.search(r"\bkill\b", f"{finding.fix} {finding.command}")]
 
 
 @pytest.mark.parametrize(("broken", "line", "fact", "fix"), [pytest.param(*row[1:], id=row[0]) for row in BROKEN])
-def test_what_is_broken_is_said_with_its_remedy(broken: dict[str, Any], line: str, fact: str, fix: str) -> None:
+def test_a_problem_is_found_with_its_fix(broken: dict[str, Any], line: str, fact: str, fix: str) -> None:
     level, topic = line.split(" ", 1)
-    found = [said for said in problems(change(**broken)) if (said.level, said.topic) == (level, topic)]
-    assert any(fact in said.fact and fix in f"{said.fix} {said.command}" for said in found), found
+    found = [finding for finding in problems(change(**broken)) if (finding.level, finding.topic) == (level, topic)]
+    assert any(fact in finding.fact and fix in f"{finding.fix} {finding.command}" for finding in found), found
 
 
-def test_what_is_right_is_not_complained_about() -> None:
+def test_valid_settings_get_no_finding() -> None:
     for fine in (
         {
             "environment": {
@@ -250,14 +250,14 @@ def test_what_is_right_is_not_complained_about() -> None:
         {"environment": {"NCCL_SOCKET_IFNAME": "=ib0"}},
         {"environment": {"CUDA_VISIBLE_DEVICES": "2,3"}},
         {"torch__capabilities": ("sm_89", "sm_120", "sm_130")},  # by sm_80, and by translating compute_120
-        {"names": replace(LOOPBACK, outward="")},  # no network at all: nobody to mislead
+        {"names": replace(LOOPBACK, outward="")},  # a machine without a network
         {"clock": Clock(2e9, None)},
-        {"gpus__devices": (BUSY, *GPUS[1:]), "environment": {"CUDA_VISIBLE_DEVICES": "1"}},  # not ours
+        {"gpus__devices": (BUSY, *GPUS[1:]), "environment": {"CUDA_VISIBLE_DEVICES": "1"}},  # the busy one is hidden
     ):
         assert problems(change(**fine)) == [], fine
 
 
-def test_a_missing_torch_is_one_fault_and_not_three() -> None:
+def test_a_missing_torch_is_one_fault() -> None:
     faults = [line for line in problems(change(torch=Torch())) if line.level == "fault"]
     assert [line.topic for line in faults] == ["torch"]
 
@@ -276,22 +276,22 @@ def test_versions_are_compared_by_their_numbers(version: str, found: tuple[int, 
     assert numbers(version) == found
 
 
-# ---------------------------------------------------------------- telling
+# ---------------------------------------------------------------- text
 
 
-def test_the_worst_stands_last_above_the_counts() -> None:
-    lines = [checks.fault("torch", "is gone"), checks.ok("port", "29500"), checks.warning("cores", "few")]
+def test_the_worst_finding_is_last_above_the_counts() -> None:
+    lines = [checks.fault("torch", "is missing"), checks.ok("port", "29500"), checks.warning("cores", "few")]
     assert plain(render(lines, "node1")).splitlines() == [
         "ok       port   29500",
         "",
         "warning  cores  few",
-        "fault    torch  is gone",
+        "fault    torch  is missing",
         "",
         "node1 is not fit for training: 1 fault, 1 warning, 1 ok",
     ]
 
 
-def test_words_are_broken_at_the_width_and_commands_never() -> None:
+def test_text_is_wrapped_at_the_width_and_commands_are_not() -> None:
     line = checks.warning("disk", "so little room " * 9, "make some " * 9, f"du {'/long' * 30}")
     *table, command, _, _ = plain(render([line], "node1", width=80)).splitlines()
     assert len(table) > 3
@@ -299,16 +299,16 @@ def test_words_are_broken_at_the_width_and_commands_never() -> None:
     assert command == f"{'':15}$ du {'/long' * 30}"
 
 
-# ---------------------------------------------------------------- gathering
+# ---------------------------------------------------------------- facts
 
 
-def test_a_program_that_hangs_is_given_up() -> None:
+def test_a_program_that_hangs_is_killed_after_the_limit() -> None:
     reply = run_program([sys.executable, "-c", "import sys; sys.stdin = None; __import__('time').sleep(600)"], 0.2)
     assert reply.code is None
     assert "no answer within" in reply.error
 
 
-def test_a_program_that_is_not_there_is_no_crash() -> None:
+def test_a_missing_program_has_no_exit_code() -> None:
     assert run_program(["no-such-program"], 1).code is None
 
 
@@ -318,7 +318,7 @@ def write(root: Path, files: dict[str, str]) -> None:
         (root / name).write_text(text)
 
 
-def test_limits_of_version_2_control_groups_bind_from_any_height(tmp_path: Path) -> None:
+def test_limits_of_all_parent_control_groups_version_2_are_read(tmp_path: Path) -> None:
     write(
         tmp_path,
         {
@@ -336,7 +336,7 @@ def test_limits_of_version_2_control_groups_bind_from_any_height(tmp_path: Path)
     assert look_at_limits(tmp_path, tmp_path).processes == 300
 
 
-def test_limits_of_version_1_control_groups_are_read(tmp_path: Path) -> None:
+def test_limits_of_control_groups_version_1_are_read(tmp_path: Path) -> None:
     write(
         tmp_path,
         {
@@ -353,14 +353,14 @@ def test_limits_of_version_1_control_groups_are_read(tmp_path: Path) -> None:
     assert look_at_cores(tmp_path, tmp_path).quota == 4.0
 
 
-def test_a_machine_that_shows_nothing_is_no_crash(tmp_path: Path) -> None:
+def test_missing_files_of_the_system_give_empty_facts(tmp_path: Path) -> None:
     nothing = tmp_path / "nothing"
     assert look_at_memory(nothing, nothing).total == 0
     assert find_runs(nothing) == ()
     assert required_packages(nothing) == ()
 
 
-def test_files_that_stand_before_a_library_are_found(tmp_path: Path) -> None:
+def test_files_that_shadow_a_library_are_found(tmp_path: Path) -> None:
     write(
         tmp_path,
         {
@@ -375,7 +375,7 @@ def test_files_that_stand_before_a_library_are_found(tmp_path: Path) -> None:
     assert found == ["project/random.py", "project/torch.py", "site/distributed"]
 
 
-def test_an_active_conda_environment_that_is_not_used_is_a_fact() -> None:
+def test_an_active_conda_environment_that_is_not_used_is_reported() -> None:
     assert which_python("/v/bin/python", {"CONDA_PREFIX": "/conda"}).unused_conda == "/conda"
     assert which_python("/conda/bin/python", {"CONDA_PREFIX": "/conda"}).unused_conda == ""
     base = {"CONDA_PREFIX": "/conda", "CONDA_DEFAULT_ENV": "base"}
@@ -391,7 +391,7 @@ def test_an_active_conda_environment_that_is_not_used_is_a_fact() -> None:
         ("exec sleep 600", "no answer within 1 s"),
     ],
 )
-def test_a_torch_that_cannot_be_imported_is_a_fact_and_not_a_crash(tmp_path: Path, python: str, error: str) -> None:
+def test_a_torch_that_cannot_be_imported_is_reported(tmp_path: Path, python: str, error: str) -> None:
     (tmp_path / "python").write_text(f"#!/bin/sh\n# Stub: a Python whose torch is broken.\n{python}\n")
     (tmp_path / "python").chmod(0o755)
     assert error in ask_torch(str(tmp_path / "python"), limit=1).error
@@ -404,7 +404,7 @@ def test_required_packages_come_from_requirements_txt(tmp_path: Path) -> None:
     assert absent == Package("no-such-thing", "", "")
 
 
-def test_a_run_is_known_by_its_marker(tmp_path: Path) -> None:
+def test_runs_are_found_by_the_environment_of_their_processes(tmp_path: Path) -> None:
     environ = "HOME=/root\0MUSTER_RUN_DIR=/logs/train-1\0RANK=0\0"
     write(tmp_path, {"12/environ": environ, "7/environ": environ, "8/environ": "NOT_MUSTER_RUN_DIR=/x\0"})
     assert find_runs(tmp_path) == (Run("/logs/train-1", (7, 12), user(), recorded=False),)
@@ -413,11 +413,11 @@ def test_a_run_is_known_by_its_marker(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- this machine
 
 
-def ask_doctor(
-    *words: str, python: tuple[str, ...] = (sys.executable,), **env: str
+def run_doctor(
+    *arguments: str, python: tuple[str, ...] = (sys.executable,), **env: str
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*python, "-m", "distributed.health.doctor", *words],
+        [*python, "-m", "distributed.health.doctor", *arguments],
         cwd=KIT,
         env=os.environ | env,
         capture_output=True,
@@ -426,8 +426,8 @@ def ask_doctor(
     )
 
 
-def test_this_machine_is_judged_and_the_exit_code_agrees_with_the_counts(tmp_path: Path) -> None:
-    reply = ask_doctor("--folder", str(tmp_path))
+def test_the_exit_code_agrees_with_the_findings_of_this_machine(tmp_path: Path) -> None:
+    reply = run_doctor("--folder", str(tmp_path))
     levels = [row.split()[0] for row in reply.stdout.splitlines()[:-2] if row[:1].strip()]
     assert reply.stderr == ""
     assert set(levels) <= set(checks.LEVELS)
@@ -436,24 +436,24 @@ def test_this_machine_is_judged_and_the_exit_code_agrees_with_the_counts(tmp_pat
     assert f"{sys.executable}" in reply.stdout
 
 
-def test_a_bare_python_is_enough_and_told_what_it_lacks(tmp_path: Path) -> None:
-    reply = ask_doctor("--folder", str(tmp_path), python=(sys.executable, "-E", "-S"))
+def test_a_python_without_packages_can_run_the_doctor(tmp_path: Path) -> None:
+    reply = run_doctor("--folder", str(tmp_path), python=(sys.executable, "-E", "-S"))
     assert "PyTorch is not installed" in reply.stdout, reply.stderr
     assert reply.returncode == 1
 
 
-def test_the_facts_as_json_hold_every_part(tmp_path: Path) -> None:
-    told = json.loads(ask_doctor("--folder", str(tmp_path), "--json", MASTER_ADDR="n1", SECRET_TOKEN="s").stdout)
-    assert set(told) == {part.name for part in fields(Facts)}
-    assert told["torch"]["gloo"] is True
-    assert told["environment"]["MASTER_ADDR"] == "n1"
-    assert "SECRET_TOKEN" not in told["environment"]
+def test_json_has_every_fact_and_no_secret_variable(tmp_path: Path) -> None:
+    facts = json.loads(run_doctor("--folder", str(tmp_path), "--json", MASTER_ADDR="n1", SECRET_TOKEN="s").stdout)
+    assert set(facts) == {part.name for part in fields(Facts)}
+    assert facts["torch"]["gloo"] is True
+    assert facts["environment"]["MASTER_ADDR"] == "n1"
+    assert "SECRET_TOKEN" not in facts["environment"]
     parts = [part.name for part in fields(HEALTHY) if is_dataclass(getattr(HEALTHY, part.name))]
-    assert all(set(told[part]) == {key.name for key in fields(getattr(HEALTHY, part))} for part in parts)
+    assert all(set(facts[part]) == {key.name for key in fields(getattr(HEALTHY, part))} for part in parts)
 
 
-@pytest.mark.parametrize("words", [("--master-port", "x"), ("node1",)])
-def test_a_wrong_call_is_refused(words: tuple[str, ...]) -> None:
-    reply = ask_doctor(*words)
+@pytest.mark.parametrize("arguments", [("--master-port", "x"), ("node1",)])
+def test_a_wrong_call_is_refused(arguments: tuple[str, ...]) -> None:
+    reply = run_doctor(*arguments)
     assert reply.returncode == 2
-    assert words[-1] in reply.stderr
+    assert arguments[-1] in reply.stderr

@@ -609,7 +609,7 @@ def test_without_results_above_it_outputs_are_those_of_the_working_directory(
 
 def test_a_corrupt_metrics_file_is_a_note(tmp_path: Path) -> None:
     path = written(tmp_path, results([job(1)]), ['{"steps": 9}', "nonsense", "\x00\xff", '{"step": 1, "loss": 2}'])
-    note = "experiments/exp1/fold1_data/metrics.jsonl: 2 lines hold no object with a step: left out"
+    note = "experiments/exp1/fold1_data/metrics.jsonl: ignored 2 invalid lines"
     assert note in Reader(page.write(path).read_text()).texts
 
 
@@ -684,7 +684,7 @@ def test_of_long_metrics_files_a_part_is_read(tmp_path: Path, monkeypatch: pytes
     lines = [*metrics(5000, held_out_every=100), {"step": 5000, "event": "finish"}]
     path = written(tmp_path, results([job(n, metrics={}) for n in (1, 2)]), map(json.dumps, lines))
     text = page.write(path).read_text()
-    assert "metrics.jsonl: 547 of 5,001 lines are shown, evenly spread" in text
+    assert "metrics.jsonl: 547 of 5,001 lines are shown, evenly spaced" in text
     assert [row[-3] for row in rows(text)] == ["step", "5,000", "5,000"]
     assert tiles(Reader(text))["Best held-out loss"][0] == f"{3 / math.sqrt(5000) + 0.1:.3f}"
 

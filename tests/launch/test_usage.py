@@ -35,7 +35,7 @@ def test_a_sample_counts_each_rank_with_its_children(tmp_path: Path, monkeypatch
     fields = (proc / "20/stat").read_text().split()
     fields[17:19] = ["3", "4"]  # CPU of children that have ended, after "20 (a ) b)"
     (proc / "20/stat").write_text(" ".join(fields))
-    monkeypatch.setattr(node_status, "outputs", lambda run, node: {0: [folder, folder / "none"]})
+    monkeypatch.setattr(node_status, "output_files", lambda run, node: {0: [folder, folder / "none"]})
     folder.mkdir()
     found = usage.take("/x/my logs/train-1", "n1", gpus=False, proc=proc)["ranks"]
     page = os.sysconf("SC_PAGE_SIZE")

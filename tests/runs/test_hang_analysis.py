@@ -1,7 +1,6 @@
-"""When a run that is there is said to hang, and who keeps it: never on a guess, always with the facts.
+"""When a run looks hung, and which rank the others wait for: never a guess, always with the evidence.
 
-A long step, an evaluation or a checkpoint is quiet too; a training on GPUs that hangs in NCCL shows busy GPUs. What the
-facts do not tell is not said.
+A long step, an evaluation or a checkpoint has no output either, and ranks that hang in NCCL show busy GPUs.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from distributed.host.stacks import Frame
-from distributed.runs.hang_analysis import Activity, diagnose, find, needs_stacks
+from distributed.runs.hang_analysis import Activity, diagnose, find_stall, needs_stacks
 
 WORKS = Activity(rank=0, node="n1", pid=100, state="R", cpu=1.0, gpu=None, silent=0.0)
 SLEEPS = replace(WORKS, state="S", cpu=0.0)
@@ -21,21 +20,23 @@ IDLE_GPU = replace(SLEEPS, gpu=0)
 DISK = replace(SLEEPS, state="D")
 
 
-def ranks(*beats: Activity) -> list[Activity]:
-    """As ranks 0, 1, ... on n1, n2, ..."""
-    return [replace(beat, rank=rank, node=f"n{rank + 1}", pid=100 + rank) for rank, beat in enumerate(beats)]
+def ranks(*activities: Activity) -> list[Activity]:
+    """The activities as those of ranks 0, 1, ... on n1, n2, ..."""
+    return [
+        replace(activity, rank=rank, node=f"n{rank + 1}", pid=100 + rank) for rank, activity in enumerate(activities)
+    ]
 
 
 @pytest.mark.parametrize(
-    ("beats", "silent", "words"),
+    ("activities", "silent", "words"),
     [
         ([], 1e6, ""),
         ([WORKS, WORKS], 599.0, ""),
-        ([WORKS, WORKS], 600.0, "no output for 600 s, but ranks are at work"),
+        ([WORKS, WORKS], 600.0, "no output for 600 s, but ranks are busy"),
         ([SLEEPS, SLEEPS], 59.0, ""),
         ([SLEEPS, SLEEPS], 60.0, "looks hung: no output for 60 s; no rank used CPU in 1.0 s"),
         ([IDLE_GPU, IDLE_GPU], 61.0, "looks hung: no output for 61 s; no rank used CPU or GPU in 1.0 s"),
-        ([ON_GPU, ON_GPU], 300.0, ""),  # waits for its GPU, which is at work
+        ([ON_GPU, ON_GPU], 300.0, ""),  # both wait for busy GPUs
         ([SLEEPS, DISK], 312.0, "no rank used CPU in 1.0 s; rank 1 on n2 is waiting for a disk or a network file s"),
         ([WORKS, STOPPED], 0.0, "looks hung: rank 1 on n2 is stopped (state T)"),
         ([STOPPED, STOPPED], 0.0, "looks hung: rank 0 on n1, rank 1 on n2 are stopped"),
@@ -43,33 +44,33 @@ def ranks(*beats: Activity) -> list[Activity]:
         (
             [WORKS, WORKS, SLEEPS],
             120.0,
-            "looks hung: no output for 120 s; rank 2 on n3 uses no CPU, and the 2 others are at work: either it waits "
+            "looks hung: no output for 120 s; rank 2 on n3 uses no CPU, and the 2 others are busy: either it waits "
             "for the others in a collective, or for something else",
         ),
         (
             [WORKS, SLEEPS],
             130.0,
-            "rank 1 on n2 uses no CPU, and rank 0 on n1 is at work: either it waits for the other",
+            "rank 1 on n2 uses no CPU, and rank 0 on n1 is busy: either it waits for the other",
         ),
         (
             [SLEEPS, WORKS, SLEEPS],
             130.0,
-            "the 2 others use no CPU, and rank 1 on n2 is at work: either they wait for the one",
+            "the 2 others use no CPU, and rank 1 on n2 is busy: either they wait for that rank",
         ),
-        ([WORKS, WORKS, SLEEPS, SLEEPS], 130.0, ""),  # half of them is no odd one
+        ([WORKS, WORKS, SLEEPS, SLEEPS], 130.0, ""),  # no single rank differs
         ([WORKS], 130.0, ""),
         ([SLEEPS], 130.0, "looks hung: no output for 130 s"),
-        ([replace(WORKS, cpu=0.1), SLEEPS, SLEEPS], 130.0, ""),  # neither asleep nor at work
+        ([replace(WORKS, cpu=0.1), SLEEPS, SLEEPS], 130.0, ""),  # neither idle nor busy
     ],
 )
-def test_what_is_said_of_a_run(beats: list[Activity], silent: float, words: str) -> None:
-    pulse = diagnose(ranks(*beats), 1.0, silent)
-    assert words in pulse.words and bool(words) == bool(pulse.words)
-    assert pulse.hung == pulse.words.startswith("looks hung")
-    assert pulse.hung == (words != "" and "but ranks are at work" not in words)
+def test_the_diagnosis_without_stacks(activities: list[Activity], silent: float, words: str) -> None:
+    diagnosis = diagnose(ranks(*activities), 1.0, silent)
+    assert words in diagnosis.words and bool(words) == bool(diagnosis.words)
+    assert diagnosis.hung == diagnosis.words.startswith("looks hung")
+    assert diagnosis.hung == (words != "" and "but ranks are busy" not in words)
 
 
-def test_a_stopped_rank_comes_with_the_command_that_lets_it_go_on() -> None:
+def test_a_stopped_rank_has_a_command_that_continues_it() -> None:
     assert diagnose(ranks(STOPPED, WORKS, STOPPED), 1.0, 0.0).remedy == "kill -CONT 100 102"
 
 
@@ -100,7 +101,7 @@ LOST_CPU = (
 
 
 @pytest.mark.parametrize(
-    ("beats", "suspects", "stuck", "words"),
+    ("activities", "suspects", "permanent", "text"),
     [
         ([WAITS, LOOPS], [1], False, "2 is not in a collective, the other waits for it; it is at hang.py:12 in main()"),
         ([LOOPS, IN_DDP], [0], False, "1 is not in a collective, the other waits for it; it is at hang.py:12 in ma"),
@@ -116,11 +117,11 @@ LOST_CPU = (
             [WAITS, ON_GPU_AT_A],
             [1],
             False,
-            "is busy with the GPU, in a computation or in a collective, the other waits",
+            "is using the GPU, in a computation or in a collective, the other waits",
         ),
         ([WAITS, WAITS], [], True, "both ranks wait in the same collective, at hang.py:9: a connection is lost, or"),
-        ([WAITS, AT_BARRIER], [], True, "not at the same place; rank 0 on n1 at hang.py:9, all_reduce(); rank 1 on"),
-        ([WAITS, IN_BACKWARD], [], True, "not at the same place; rank 0 on n1 at hang.py:9, all_reduce(); rank 1 on"),
+        ([WAITS, AT_BARRIER], [], True, "not at the same line; rank 0 on n1 at hang.py:9, all_reduce(); rank 1 on"),
+        ([WAITS, IN_BACKWARD], [], True, "not at the same line; rank 0 on n1 at hang.py:9, all_reduce(); rank 1 on"),
         ([WAITS], [], True, "rank 0 on n1 waits in a collective, at hang.py:9: a connection is lost"),
         ([IDLES, LOOPS], [], False, LOST_CPU),
         (
@@ -130,39 +131,41 @@ LOST_CPU = (
             "no rank is in a collective; rank 0 on n1 at hang.py:12 in main(), rank 1 on n2 at",
         ),
         ([SLOW, SLEEPS], [], False, "which rank waits for which: rank 0 on n1 used 30% CPU, rank 1 on n2 used 0% CPU"),
-        ([LOOPS], [0], False, "rank 0 on n1, the only one here, is at work; it is at hang.py:12 in main()"),
+        ([LOOPS], [0], False, "rank 0 on n1, the only rank, is busy; it is at hang.py:12 in main()"),
         ([IDLES], [0], True, "no rank used CPU in 1.0 s; rank 0 on n1 is at hang.py:12 in main()"),
         ([SLEEPS, SLEEPS], [], True, "no rank used CPU in 1.0 s"),
         ([WAITS, replace(STOPPED, frames=LOOP)], [1], False, "rank 1 on n2 is stopped (state T)"),
     ],
 )
-def test_who_keeps_the_others_waiting(beats: list[Activity], suspects: list[int], stuck: bool, words: str) -> None:
-    found = find(ranks(*beats), 1.0)
-    assert words in found.words
-    assert ([beat.rank for beat in found.suspects], found.stuck) == (suspects, stuck)
+def test_which_rank_the_others_wait_for(
+    activities: list[Activity], suspects: list[int], permanent: bool, text: str
+) -> None:
+    stall = find_stall(ranks(*activities), 1.0)
+    assert text in stall.text
+    assert ([activity.rank for activity in stall.suspects], stall.permanent) == (suspects, permanent)
 
 
-def test_a_rank_that_has_ended_is_the_one_for_whom_the_others_wait() -> None:
-    found = find(ranks(WAITS, WAITS), 1.0, ["rank 2 on n3"])
-    assert found.words.startswith(
+def test_the_others_wait_for_a_rank_that_has_exited() -> None:
+    stall = find_stall(ranks(WAITS, WAITS), 1.0, ["rank 2 on n3"])
+    assert stall.text.startswith(
         "rank 2 on n3 ended with exit code 0 while the others wait in a collective; rank 0 on n1 at hang.py:9"
     )
-    assert find(ranks(WAITS), 1.0, ["rank 1 on n2"]).words == (
+    assert find_stall(ranks(WAITS), 1.0, ["rank 1 on n2"]).text == (
         "rank 1 on n2 ended with exit code 0 while rank 0 on n1 waits in a collective at hang.py:9"
     )
-    assert find(ranks(SLEEPS), 1.0, ["rank 2 on n3"]).words.endswith("in 1.0 s; rank 2 on n3 ended with exit code 0")
+    assert find_stall(ranks(SLEEPS), 1.0, ["rank 2 on n3"]).text.endswith("; rank 2 on n3 ended with exit code 0")
 
 
-def test_what_the_stacks_tell_looks_hung_after_the_same_silence() -> None:
-    beats = ranks(WAITS, LOOPS)
-    assert not diagnose(beats, 1.0, 119.0).hung
-    assert diagnose(beats, 1.0, 130.0).words.startswith(
+def test_with_stacks_the_timeout_is_the_same() -> None:
+    activities = ranks(WAITS, LOOPS)
+    assert not diagnose(activities, 1.0, 119.0).hung
+    assert diagnose(activities, 1.0, 130.0).words.startswith(
         "looks hung: no output for 130 s; rank 1 on n2 is not in a coll"
     )
 
 
 @pytest.mark.parametrize(
-    ("beats", "silent", "needed"),
+    ("activities", "silent", "needed"),
     [
         ([SLEEPS, SLEEPS], 60.0, True),
         ([SLEEPS, SLEEPS], 59.0, False),
@@ -171,7 +174,5 @@ def test_what_the_stacks_tell_looks_hung_after_the_same_silence() -> None:
         ([WORKS], 1.0, False),
     ],
 )
-def test_stacks_are_asked_for_when_it_has_been_quiet_for_long(
-    beats: list[Activity], silent: float, needed: bool
-) -> None:
-    assert needs_stacks(ranks(*beats), silent) == needed
+def test_stacks_are_needed_after_a_time_without_output(activities: list[Activity], silent: float, needed: bool) -> None:
+    assert needs_stacks(ranks(*activities), silent) == needed

@@ -1,7 +1,7 @@
-"""When a launcher ends its run as hung: after the silence that was asked for, and never by default while a rank may
-still come to an end by itself.
+"""When a launcher stops its run as hung: after --hang-timeout without output, or by default only when no rank can
+continue.
 
-A run that starts, ends, or cannot be asked does not hang. status.bats and faults.bats let real runs hang.
+A run that starts or ends, or whose nodes do not reply, does not hang; status.bats and faults.bats have real runs.
 """
 
 from __future__ import annotations
@@ -19,26 +19,22 @@ from test_hang_analysis import IDLES, LOOPS, SLEEPS, STOPPED, WAITS, WORKS, rank
 
 from distributed.host.replies import framed
 from distributed.runs import hang_decision
-from distributed.runs.hang_analysis import Activity, find
-from distributed.runs.hang_decision import decide, record
+from distributed.runs.hang_analysis import Activity, find_stall
+from distributed.runs.hang_decision import decide, hang_record
 from distributed.runs.run_directory import create
-from distributed.runs.status import Seen
+from distributed.runs.status import Observation
 
 
-def seen(beats: Sequence[Activity], silent: float = 0.0, to_come: int = 0, ended: Sequence[str] = ()) -> Seen:
-    return Seen(tuple(ranks(*beats)), tuple(ended), to_come, 1.0, silent)
-
-
-def decided(
-    beats: Sequence[Activity], silent: float, *, stacks: bool = True, certain: bool = False, to_come: int = 0
+def decision_on(
+    activities: Sequence[Activity], silent: float, *, stacks: bool = True, certain: bool = False, not_started: int = 0
 ) -> str:
-    found = seen(beats, silent, to_come)
-    finding = find(found.beats, 1.0) if stacks and found.beats else None
-    return decide(found, 100.0, silent, finding, certain)
+    observed = Observation(tuple(ranks(*activities)), (), not_started, 1.0, silent)
+    stall = find_stall(observed.ranks, 1.0) if stacks and observed.ranks else None
+    return decide(observed, 100.0, silent, stall, certain)
 
 
 @pytest.mark.parametrize(
-    ("beats", "silent", "words"),
+    ("activities", "silent", "decision"),
     [
         ([WORKS, WORKS], 0.0, "wait 100"),
         ([WORKS, WORKS], 99.5, "wait 1"),
@@ -47,14 +43,14 @@ def decided(
         ([], 1e6, "wait 100"),
     ],
 )
-def test_the_nodes_are_asked_about_once_per_timeout_and_for_stacks_when_it_is_over(
-    beats: list[Activity], silent: float, words: str
+def test_nodes_are_queried_about_once_per_timeout_and_for_stacks_after_it(
+    activities: list[Activity], silent: float, decision: str
 ) -> None:
-    assert decided(beats, silent, stacks=False) == words
+    assert decision_on(activities, silent, stacks=False) == decision
 
 
 @pytest.mark.parametrize(
-    ("beats", "asked", "by_default"),
+    ("activities", "with_timeout", "by_default"),
     [
         ([WAITS, LOOPS], "hung", "wait 60"),  # it may evaluate
         ([WAITS, IDLES], "hung", "hung"),
@@ -62,93 +58,98 @@ def test_the_nodes_are_asked_about_once_per_timeout_and_for_stacks_when_it_is_ov
         ([WORKS, WORKS], "hung", "wait 60"),
         ([WORKS, SLEEPS], "hung", "wait 60"),
         ([SLEEPS, SLEEPS], "hung", "hung"),
-        ([WAITS, STOPPED], "hung", "wait 60"),  # somebody has stopped it on purpose
+        ([WAITS, STOPPED], "hung", "wait 60"),  # a user stopped it on purpose
         ([LOOPS], "hung", "wait 60"),
     ],
 )
-def test_by_default_only_what_cannot_end_by_itself_hangs(beats: list[Activity], asked: str, by_default: str) -> None:
-    assert decided(beats, 100.0) == asked
-    assert decided(beats, 100.0, certain=True) == by_default
+def test_by_default_only_a_run_that_cannot_continue_hangs(
+    activities: list[Activity], with_timeout: str, by_default: str
+) -> None:
+    assert decision_on(activities, 100.0) == with_timeout
+    assert decision_on(activities, 100.0, certain=True) == by_default
 
 
-def test_a_run_hangs_only_when_all_its_ranks_have_begun() -> None:
-    assert decided([SLEEPS], 200.0, to_come=1) == "wait 100"
+def test_a_run_hangs_only_when_all_its_ranks_have_started() -> None:
+    assert decision_on([SLEEPS], 200.0, not_started=1) == "wait 100"
 
 
-def test_what_is_recorded_names_the_suspect_with_its_stack_and_where_the_others_are() -> None:
-    found = seen([WAITS, LOOPS, SLEEPS])
-    told = record(found, 100.4, find(found.beats, 1.0), " (--hang-timeout 90)")
-    assert told["cause"].startswith("hung: no output for 100 s (--hang-timeout 90); rank 1 on n2 is not in a coll")
-    assert (told["node"], told["rank"]) == ("n2", 1)
-    assert told["traceback"].endswith('  File "/home/ada/hang.py", line 12, in main\n')
-    assert [(one["rank"], one["message"]) for one in told["others"]] == [
+def test_the_record_has_the_suspect_with_its_stack_and_the_lines_of_the_others() -> None:
+    observed = Observation(tuple(ranks(WAITS, LOOPS, SLEEPS)), (), 0, 1.0, 0.0)
+    record = hang_record(observed, 100.4, find_stall(observed.ranks, 1.0), " (--hang-timeout 90)")
+    assert record["cause"].startswith("hung: no output for 100 s (--hang-timeout 90); rank 1 on n2 is not in a coll")
+    assert (record["node"], record["rank"]) == ("n2", 1)
+    assert record["traceback"].endswith('  File "/home/ada/hang.py", line 12, in main\n')
+    assert [(one["rank"], one["message"]) for one in record["others"]] == [
         (0, "waited in a collective at hang.py:9"),
         (2, "used 0% CPU"),
     ]
 
 
-def run_directory(folder: Path) -> Path:
+def run_directory(logs: Path) -> Path:
     return Path(
         create(
-            str(folder), "train", nodes=["n1"], nproc=1, script="train.py", config=None, cwd="/", python="python3",
+            str(logs), "train", nodes=["n1"], nproc=1, script="train.py", config=None, cwd="/", python="python3",
             command=["x"], launcher=os.getpid(),
         )
     )  # fmt: skip
 
 
-RANK = {
+RANK_STATUS = {
     "rank": 0, "local_rank": 0, "pid": 7, "state": "S", "cpu": 0.0, "memory": 0, "gpus": [], "silent": 900.0,
     "line": "", "stands": "", "frames": [],
 }  # fmt: skip
-LOOK = {
-    "host": "n1", "seconds": 1.0, "ranks": [RANK], "processes": [], "line": "", "gpus": [], "gpu_error": "",
+NODE_STATUS = {
+    "host": "n1", "seconds": 1.0, "ranks": [RANK_STATUS], "processes": [], "line": "", "gpus": [], "gpu_error": "",
     "metrics": None,
 }  # fmt: skip
 
 
-def answer(folder: Path, code: int, **facts: Any) -> None:
-    (folder / "n1.out").write_text(framed(LOOK | facts) if code == 0 else "")
-    (folder / "n1.err").write_text("")
-    (folder / "n1.code").write_text(f"{code}\n")
+def write_reply(directory: Path, code: int, **facts: Any) -> None:
+    (directory / "n1.out").write_text(framed(NODE_STATUS | facts) if code == 0 else "")
+    (directory / "n1.err").write_text("")
+    (directory / "n1.code").write_text(f"{code}\n")
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "facts", "said"),
+    ("options", "code", "facts", "decision"),
     [
         (["--watched", "700", "--stacks"], 0, {}, "hung"),
-        (["--watched", "599", "--stacks"], 0, {}, "wait 1"),  # what was before we began to watch does not count
-        (["--watched", "700", "--stacks"], 255, {}, "wait 60"),  # a node that cannot be asked
+        (["--watched", "599", "--stacks"], 0, {}, "wait 1"),  # the time before the watch started is ignored
+        (["--watched", "700", "--stacks"], 255, {}, "wait 60"),  # the node does not reply
         (["--watched", "700", "--stacks", "--certain"], 0, {}, "wait 600"),  # it logs no steps
         (["--watched", "700", "--stacks", "--certain"], 0, {"metrics": 650.0}, "hung"),
         (["--watched", "700", "--stacks", "--certain"], 0, {"metrics": 100.0}, "wait 500"),
     ],
 )
-def test_the_launcher_learns_what_is_to_be_done(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], code: int, facts: dict[str, Any], said: str
+def test_the_decision_is_printed_and_a_hang_is_recorded(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    code: int,
+    facts: dict[str, Any],
+    decision: str,
 ) -> None:
     run = run_directory(tmp_path)
-    answer(tmp_path, code, **facts)
-    assert hang_decision.main([str(run), str(tmp_path), "--timeout", "600", *words]) == 0
-    assert capsys.readouterr().out == f"{said}\n"
-    assert (run / hang_decision.FOUND).exists() == (said == "hung")
-    if said == "hung":
-        asked = "" if "--certain" in words else " (--hang-timeout 600)"
-        assert json.loads((run / hang_decision.FOUND).read_text())["cause"] == (
-            f"hung: no output for {facts.get('metrics', 700.0):.0f} s{asked}; no rank used CPU in 1.0 s"
+    write_reply(tmp_path, code, **facts)
+    assert hang_decision.main([str(run), str(tmp_path), "--timeout", "600", *options]) == 0
+    assert capsys.readouterr().out == f"{decision}\n"
+    assert (run / hang_decision.HANG_FILE).exists() == (decision == "hung")
+    if decision == "hung":
+        option = "" if "--certain" in options else " (--hang-timeout 600)"
+        assert json.loads((run / hang_decision.HANG_FILE).read_text())["cause"] == (
+            f"hung: no output for {facts.get('metrics', 700.0):.0f} s{option}; no rank used CPU in 1.0 s"
         )
 
 
-def test_metrics_of_an_earlier_attempt_do_not_count_as_silence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_old_metrics_of_an_earlier_attempt_are_ignored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = run_directory(tmp_path)
-    answer(tmp_path, 0, ranks=[RANK | {"silent": 3.0}])
+    write_reply(tmp_path, 0, ranks=[RANK_STATUS | {"silent": 3.0}])
     (run / "metrics.jsonl").touch()
     os.utime(run / "metrics.jsonl", (time.time() - 5000,) * 2)
     assert hang_decision.main([str(run), str(tmp_path), "--timeout", "600", "--watched", "700"]) == 0
     assert capsys.readouterr().out == "wait 597\n"
 
 
-def test_idle_is_what_uses_no_gpu_either() -> None:
+def test_a_rank_that_uses_its_gpu_is_not_idle() -> None:
     on_gpu = [replace(SLEEPS, gpu=100), SLEEPS]
-    assert decided(on_gpu, 100.0, certain=True) == "wait 60"
+    assert decision_on(on_gpu, 100.0, certain=True) == "wait 60"

@@ -1,6 +1,6 @@
-"""What a node sees of a run: its processes and no others, which of them is which rank, and what they last said.
+"""The status of a run on a node: its processes and no others, which of them is which rank, and their last output.
 
-/proc and the folder of the run are made by hand here, and nvidia-smi is a stub; status.bats looks at real runs.
+/proc and the run directory are made by hand here, and nvidia-smi is a stub; status.bats tests real runs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 from distributed.host.replies import Reply
 from distributed.host.stacks import Frame
 from distributed.runs import node_status
-from distributed.runs.node_status import Process
+from distributed.runs.node_status import RunProcess
 
 RUN = "/x/my logs/train-1"
 
@@ -31,54 +31,54 @@ def process(
     state: str = "S",
     ticks: int = 0,
 ) -> None:
-    """One as the kernel shows it. output: what its standard output is."""
-    folder = proc / str(pid)
-    (folder / "fd").mkdir(parents=True)
-    (folder / "environ").write_bytes(f"A=1\0MUSTER_RUN_DIR={run}\0MUSTER_NODE={node}\0".encode())
-    (folder / "cmdline").write_bytes(b"python\0my script.py\0")
+    """Write the files of a process in /proc. output: the target of its standard output."""
+    directory = proc / str(pid)
+    (directory / "fd").mkdir(parents=True)
+    (directory / "environ").write_bytes(f"A=1\0MUSTER_RUN_DIR={run}\0MUSTER_NODE={node}\0".encode())
+    (directory / "cmdline").write_bytes(b"python\0my script.py\0")
     fields = [state, parent, *[0] * 9, ticks, 0, *[0] * 4, 7, 0, 0, 0, 256]
-    (folder / "stat").write_text(f"{pid} (a ) b) " + " ".join(map(str, fields)))
-    (folder / "fd" / "1").symlink_to(output or "/dev/null")
+    (directory / "stat").write_text(f"{pid} (a ) b) " + " ".join(map(str, fields)))
+    (directory / "fd" / "1").symlink_to(output or "/dev/null")
 
 
 def output_of(local_rank: int, node: str = "n1") -> str:
     return f"{RUN}/ranks/{node}/abc_def/attempt_0/{local_rank}/stdout.log"
 
 
-def test_only_processes_of_this_run_on_this_node_are_seen(tmp_path: Path) -> None:
+def test_only_processes_of_this_run_on_this_node_are_found(tmp_path: Path) -> None:
     process(tmp_path, 10)
     process(tmp_path, 11, run=RUN + "2")
     process(tmp_path, 12, node="n10")
-    (tmp_path / "13").mkdir()  # it has just ended
+    (tmp_path / "13").mkdir()  # has just exited
     [found] = node_status.processes_of(RUN, "n1", tmp_path)
     size = 256 * os.sysconf("SC_PAGE_SIZE")
-    assert found == Process(10, 1, "S", "python my script.py", 0, size, 7, None)
+    assert found == RunProcess(10, 1, "S", "python my script.py", 0, size, 7, None)
 
 
-def test_a_rank_is_known_by_the_file_its_output_goes_to_and_its_children_belong_to_it(tmp_path: Path) -> None:
+def test_a_rank_is_identified_by_its_output_file_and_its_children_belong_to_it(tmp_path: Path) -> None:
     process(tmp_path, 10)  # the agent
     process(tmp_path, 20, parent=10, output=output_of(0))
-    process(tmp_path, 9, parent=20, output=output_of(0))  # a child, with a lower number than its parent
+    process(tmp_path, 9, parent=20, output=output_of(0))  # a child with a lower pid than its parent
     process(tmp_path, 30, parent=10, output=output_of(1))
-    process(tmp_path, 31, parent=10, output=output_of(0, "n2"))  # not of a rank of this node
-    found = node_status.families(node_status.processes_of(RUN, "n1", tmp_path))
-    assert {rank: [one.pid for one in family] for rank, family in found.items()} == {0: [20, 9], 1: [30]}
+    process(tmp_path, 31, parent=10, output=output_of(0, "n2"))  # of a rank on another node
+    found = node_status.processes_by_rank(node_status.processes_of(RUN, "n1", tmp_path))
+    assert {rank: [one.pid for one in processes] for rank, processes in found.items()} == {0: [20, 9], 1: [30]}
 
 
-def test_a_rank_that_sent_its_output_elsewhere_is_known_by_its_errors(tmp_path: Path) -> None:
+def test_a_rank_that_redirected_stdout_is_identified_by_stderr(tmp_path: Path) -> None:
     process(tmp_path, 20, output="/tmp/mine.log")
     (tmp_path / "20/fd/2").symlink_to(output_of(3).replace("stdout", "stderr"))
-    assert list(node_status.families(node_status.processes_of(RUN, "n1", tmp_path))) == [3]
+    assert list(node_status.processes_by_rank(node_status.processes_of(RUN, "n1", tmp_path))) == [3]
 
 
-def test_a_rank_that_sent_all_its_output_elsewhere_is_known_by_its_environment(tmp_path: Path) -> None:
+def test_a_rank_that_redirected_stdout_and_stderr_is_identified_by_its_environment(tmp_path: Path) -> None:
     process(tmp_path, 20, output="/tmp/mine.log")
     with (tmp_path / "20/environ").open("ab") as environ:
         environ.write(b"LOCAL_RANK=2\0")
-    assert list(node_status.families(node_status.processes_of(RUN, "n1", tmp_path))) == [2]
+    assert list(node_status.processes_by_rank(node_status.processes_of(RUN, "n1", tmp_path))) == [2]
 
 
-def test_the_cpu_is_that_of_those_who_were_there_both_times(tmp_path: Path) -> None:
+def test_cpu_is_measured_for_processes_in_both_samples(tmp_path: Path) -> None:
     process(tmp_path / "a", 1, ticks=100)
     process(tmp_path / "b", 1, ticks=100 + node_status.TICK)
     process(tmp_path / "b", 2, ticks=5000)
@@ -91,19 +91,19 @@ def test_the_cpu_is_that_of_those_who_were_there_both_times(tmp_path: Path) -> N
     [
         (b"", ""),
         (b"one\ntwo\n\n", "two"),
-        (b"one\ntwo, not yet ended", "two, not yet ended"),
+        (b"one\ntwo, incomplete", "two, incomplete"),
         (b"10%\r20%\r30%\r", "30%"),
         (b"\x1b[31mred\x1b[0m \x1b]0;title\x07text\x07", "red text"),
         (b"gr\xfc\xc3\xbcn\n", "gr�ün"),
         (b"x" * 50_000 + b"\nlast", "last"),
     ],
 )
-def test_the_last_line_is_one_that_can_be_shown(tmp_path: Path, written: bytes, line: str) -> None:
+def test_the_last_line_is_printable_and_not_empty(tmp_path: Path, written: bytes, line: str) -> None:
     (tmp_path / "log").write_bytes(written)
     assert node_status.last_line(tmp_path / "log") == line
 
 
-def test_what_a_rank_said_last_stands_in_the_newer_of_its_files(tmp_path: Path) -> None:
+def test_the_last_output_is_that_of_the_newest_file(tmp_path: Path) -> None:
     for name, line, time in (("stdout.log", "step 1", 1000), ("stderr.log", "warning", 990)):
         (tmp_path / name).write_text(line)
         os.utime(tmp_path / name, (time, time))
@@ -113,13 +113,13 @@ def test_what_a_rank_said_last_stands_in_the_newer_of_its_files(tmp_path: Path) 
     assert node_status.last_output([], 0.0) == (None, "")
 
 
-def test_the_newest_attempt_counts(tmp_path: Path) -> None:
+def test_output_files_are_those_of_the_newest_attempt(tmp_path: Path) -> None:
     for attempt in (0, 2, 10):
         (tmp_path / f"ranks/n[1]/abc/attempt_{attempt}/0").mkdir(parents=True)
         (tmp_path / f"ranks/n[1]/abc/attempt_{attempt}/0/stdout.log").touch()
-    [files] = node_status.outputs(tmp_path, "n[1]").values()
+    [files] = node_status.output_files(tmp_path, "n[1]").values()
     assert [file.parent.parent.name for file in files] == ["attempt_10"]
-    assert node_status.outputs(tmp_path, "n2") == {}
+    assert node_status.output_files(tmp_path, "n2") == {}
 
 
 STUB_NVIDIA_SMI = """#!/bin/sh
@@ -131,15 +131,15 @@ esac
 """
 
 
-def test_the_gpus_of_a_rank_are_those_it_computes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpus_of_a_rank_are_those_that_it_uses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "nvidia-smi").write_text(STUB_NVIDIA_SMI)
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     process(tmp_path / "proc", 20, output=output_of(0))
-    [family] = node_status.families(node_status.processes_of(RUN, "n1", tmp_path / "proc")).values()
-    gpus, users, error = node_status.look_at_gpus()
-    [mine] = node_status.used_by(family, gpus, users)
-    assert (mine.index, mine.use, mine.watts, error) == (0, 97, 412.37, "")
+    [processes] = node_status.processes_by_rank(node_status.processes_of(RUN, "n1", tmp_path / "proc")).values()
+    gpus, users, error = node_status.query_gpus()
+    [gpu] = node_status.gpus_of(processes, gpus, users)
+    assert (gpu.index, gpu.use, gpu.watts, error) == (0, 97, 412.37, "")
     assert (gpus["GPU-bb"].use, gpus["GPU-bb"].watts) == (0, 0.0)
 
 
@@ -147,14 +147,14 @@ def frame(name: str, file: str, line: int) -> dict[str, object]:
     return {"name": name, "filename": file, "short_filename": file, "line": line}
 
 
-def test_py_spy_s_answer_is_cut_to_the_script_s_own_frames() -> None:
+def test_stacks_of_py_spy_are_cut_to_frames_of_the_script() -> None:
     below = [frame("_run", "/kit/distributed/agent/worker.py", 125), frame("main", "/py/fork.py", 274)]
     main = [frame("wait", "/x/a.py", 3), frame("<module>", "/x/my.py", 8), *below]
     dump = [
         {"os_thread_id": 21, "thread_name": "Loader", "active": True, "frames": [frame("get", "/py/queue.py", 1)]},
         {"os_thread_id": 20, "thread_name": "MainThread", "active": False, "frames": main},
     ]
-    text, frames = node_status.in_py_spy(20, json.dumps(dump)) or ("", ())
+    text, frames = node_status.parse_py_spy(20, json.dumps(dump)) or ("", ())
     assert text.splitlines() == [
         'Thread 20 (idle): "MainThread"',
         "    wait (x/a.py:3)",
@@ -164,28 +164,28 @@ def test_py_spy_s_answer_is_cut_to_the_script_s_own_frames() -> None:
     ]
     assert frames == (Frame("/x/a.py", 3, "wait"), Frame("/x/my.py", 8, "<module>"))
     assert (
-        node_status.in_py_spy(20, "Error")
-        is node_status.in_py_spy(20, "[]")
-        is node_status.in_py_spy(20, "[{}]")
+        node_status.parse_py_spy(20, "Error")
+        is node_status.parse_py_spy(20, "[]")
+        is node_status.parse_py_spy(20, "[{}]")
         is None
     )
 
 
-def test_without_py_spy_a_rank_says_itself_where_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """And of one that has not registered, the kernel tells where its threads wait."""
-    monkeypatch.setattr(node_status, "find_py_spy", lambda: None)
-    me = Process(os.getpid(), 1, "R", "", 0, 0, 1, 0)
-    said, frames = node_status.stands(me, str(tmp_path))
-    assert f"main thread {os.getpid()} " in said and not frames
-    assert "-m pip install py-spy" in said
+def test_without_py_spy_a_rank_writes_its_own_stack(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """When it does not, the kernel tells where its threads wait."""
+    monkeypatch.setattr(node_status, "path_of_py_spy", lambda: None)
+    me = RunProcess(os.getpid(), 1, "R", "", 0, 0, 1, 0)
+    text, frames = node_status.read_stacks(me, str(tmp_path))
+    assert f"main thread {os.getpid()} " in text and not frames
+    assert "-m pip install py-spy" in text
     monkeypatch.setattr(node_status, "stack_of", lambda pid, output: (Frame("/x/my.py", pid, output),))
-    said, frames = node_status.stands(me, "f")
-    assert said.splitlines()[:2] == ["main thread", f"    f (x/my.py:{os.getpid()})"]
+    text, frames = node_status.read_stacks(me, "f")
+    assert text.splitlines()[:2] == ["main thread", f"    f (x/my.py:{os.getpid()})"]
     assert frames == (Frame("/x/my.py", os.getpid(), "f"),)
-    assert node_status.stands(replace(me, state="T"), "f")[1] == (), "one that is stopped cannot answer"
+    assert node_status.read_stacks(replace(me, state="T"), "f")[1] == (), "a stopped rank cannot write its stack"
 
 
-def test_what_is_printed_comes_back_as_it_was(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_status_of_a_node_survives_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert node_status.main(["--run", RUN, "--node", "n1", "--count", "2", "--first-rank", "4"]) == 0
     found = node_status.from_json(Reply("n1", 0, capsys.readouterr().out, "").value())
     assert [(rank.rank, rank.local_rank, rank.pid) for rank in found.ranks] == [(4, 0, None), (5, 1, None)]

@@ -1,8 +1,7 @@
-"""A run on one page: what a person reads there must be what happened.
+"""The report of a run has correct content for any content of the run directory.
 
-Guarded here: the figures are those of the files, of lines that a resumed run took back none is left, the
-slow rank and the failed one are named, no text of a person becomes markup, the page needs no network, and
-whatever is missing, cut short or absurd in the files, there is a page.
+Values are those of the files, lines that a resumed run replaced are left out, slow and failed ranks are named, text is
+escaped, the page needs no network, and missing, incomplete or invalid files still give a page.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ VOID = {"meta", "br", "hr", "img", "input", "link"}
 Json = dict[str, Any]
 
 
-# ---------------------------------------------------------------- runs that might have been
+# ---------------------------------------------------------------- example runs
 
 
 def step_line(step: int, seconds: Iterable[float] = (0.05, 0.051), **changes: Any) -> Json:
@@ -85,13 +84,13 @@ def setup(**changes: Any) -> Json:
     } | changes
 
 
-def folder(place: Path, lines: Iterable[Json] = (), tail: str = "", **files: Json | str) -> Path:
-    """A run folder with metrics.jsonl and the named JSON files, or any text instead."""
+def write_run(directory: Path, lines: Iterable[Json] = (), tail: str = "", **files: Json | str) -> Path:
+    """Write metrics.jsonl (tail: more text) and JSON files, given as objects or as any text, to a run directory."""
     metrics = "".join(json.dumps(line) + "\n" for line in lines) + tail
     texts = {f"{name}.json": value if isinstance(value, str) else json.dumps(value) for name, value in files.items()}
     for name, text in (({"metrics.jsonl": metrics} if metrics else {}) | texts).items():
-        (place / name).write_text(text, encoding="utf-8")
-    return place
+        (directory / name).write_text(text, encoding="utf-8")
+    return directory
 
 
 VALUES = st.recursive(
@@ -102,7 +101,7 @@ VALUES = st.recursive(
 
 
 class Reader(HTMLParser):
-    """Reads a page as a browser would: what is said, in which elements, and whether all of them are closed."""
+    """The texts and elements of a page; faults: elements that are not closed correctly."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -131,7 +130,7 @@ class Reader(HTMLParser):
             self.texts.append(text.strip())
 
     def tiles(self) -> dict[str, tuple[str, str]]:
-        """What the figures at the top say: name -> (value, note)."""
+        """The tiles at the top: name -> (value, note)."""
         names = ("Training loss", "Held-out loss", "Tokens per second", "Steps",
                  "Wall time", "Ranks", "Parameters")  # fmt: skip
         heads = [n for n, text in enumerate(self.texts[: self.texts.index("Training")]) if text in names]
@@ -146,34 +145,34 @@ def page(run: Path) -> str:
     return report.write(run).read_text(encoding="utf-8")
 
 
-def seen(run: Path) -> Reader:
+def parsed(run: Path) -> Reader:
     reader = Reader(page(run))
     assert reader.faults == []
     return reader
 
 
-# ---------------------------------------------------------------- the figures
+# ---------------------------------------------------------------- values
 
 
-def test_the_figures_are_those_of_the_files(tmp_path: Path) -> None:
+def test_the_tiles_have_the_values_of_the_files(tmp_path: Path) -> None:
     lines = [*(step_line(step) for step in range(10, 501, 10)), held_out(300, 2.9), held_out(500, 3.0)]
     verdict = {"outcome": "ok", "exit_code": 0, "time": None}
-    run = folder(tmp_path, lines, run=about(started=None), settings=setup(), verdict=verdict)
-    reader = seen(run)
+    run = write_run(tmp_path, lines, run=about(started=None), settings=setup(), verdict=verdict)
+    reader = parsed(run)
     assert reader.tiles() == {
         "Training loss": ("3.500", "at step 500"),
         "Held-out loss": ("3.000", "best 2.900 at step 300"),
-        "Tokens per second": ("12,346", "6,173 a rank"),
+        "Tokens per second": ("12,346", "6,173 per rank"),
         "Steps": ("500", "of 500"),
-        "Wall time": ("8 min 10 s", "81 ms a step"),
+        "Wall time": ("8 min 10 s", "81 ms per step"),
         "Ranks": ("2", "on 1 node, ddp, gloo, cpu"),
         "Parameters": ("10.8 M", "6 layers, width 384"),
     }
     assert "finished" in reader.texts
 
 
-def test_all_settings_and_the_machine_are_told(tmp_path: Path) -> None:
-    texts = seen(folder(tmp_path, run=about(), settings=setup())).texts
+def test_all_settings_and_the_machine_are_shown(tmp_path: Path) -> None:
+    texts = parsed(write_run(tmp_path, run=about(), settings=setup())).texts
     pairs = set(pairwise(texts))
     assert pairs >= {
         ("vocab_size", "not set"), ("n_layer", "6"), ("min_learning_rate", "3e-05"), ("cpu", "EPYC"),
@@ -190,7 +189,7 @@ def test_all_settings_and_the_machine_are_told(tmp_path: Path) -> None:
     [(0.0, "0"), (2.3134, "2.313"), (12345.6, "12,346"), (3e-4, "0.0003"), (3e-5, "3e-5"), (1e30, "1e30"), (-5.0, "-5"),
      (math.nan, "not finite")],
 )  # fmt: skip
-def test_a_figure_is_written_as_people_read_it(value: float, text: str) -> None:
+def test_figures(value: float, text: str) -> None:
     assert charts.figure(value) == text
 
 
@@ -199,21 +198,21 @@ def test_a_figure_is_written_as_people_read_it(value: float, text: str) -> None:
     [(0.0812, "81.2 ms"), (4.21, "4.21 s"), (59.99, "60 s"), (200, "3 min 20 s"), (18120, "5 h 2 min"),
      (273600, "3 d 4 h")],
 )  # fmt: skip
-def test_a_duration_is_written_as_people_read_it(seconds: float, text: str) -> None:
+def test_durations(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
 
-# ---------------------------------------------------------------- how it ended
+# ---------------------------------------------------------------- outcome
 
 
-def test_a_failed_run_says_who_and_why(tmp_path: Path) -> None:
+def test_a_failed_run_shows_rank_cause_and_traceback(tmp_path: Path) -> None:
     verdict = {
         "outcome": "failed", "exit_code": 134, "node": "node2", "rank": 11, "time": 1735783445.0,
         "cause": "rank 11 on node2 ran out of memory", "exception": "OutOfMemoryError", "message": "tried 2 GiB",
         "traceback": "Traceback (most recent call last):\n  File \"train.py\"",
         "collateral": [{"node": "node1", "rank": 3, "message": "Connection closed by peer"}],
     }  # fmt: skip
-    reader = seen(folder(tmp_path, [step_line(10), event(10, "finish")], run=about(), verdict=verdict))
+    reader = parsed(write_run(tmp_path, [step_line(10), event(10, "finish")], run=about(), verdict=verdict))
     for text in (
         "failed", "rank 11 on node2 ran out of memory", "rank 11", "on node2", "exit code 134",
         "OutOfMemoryError: tried 2 GiB", 'Traceback (most recent call last):\n  File "train.py"',
@@ -237,95 +236,101 @@ def test_a_failed_run_says_who_and_why(tmp_path: Path) -> None:
         ({}, "checkpoint", "open"),
     ],
 )
-def test_the_state_is_the_verdicts_or_the_last_events(tmp_path: Path, verdict: Json, last: str, kind: str) -> None:
-    run = report.read(folder(tmp_path, [event(0, "start"), event(9, last)], verdict=verdict))
-    assert report.state(run).kind == kind
+def test_the_outcome_is_that_of_the_verdict_or_the_last_event(
+    tmp_path: Path, verdict: Json, last: str, kind: str
+) -> None:
+    run = report.read(write_run(tmp_path, [event(0, "start"), event(9, last)], verdict=verdict))
+    assert report.outcome_of(run).kind == kind
 
 
-def test_a_stopped_run_says_how_to_go_on(tmp_path: Path) -> None:
-    run = folder(tmp_path, run=about(), verdict={"outcome": "stopped", "exit_code": 75})
-    assert "The same command goes on from there." in seen(run).text
+def test_a_stopped_run_says_how_to_resume(tmp_path: Path) -> None:
+    run = write_run(tmp_path, run=about(), verdict={"outcome": "stopped", "exit_code": 75})
+    assert "Run the same command again to resume." in parsed(run).text
 
 
-def test_without_a_verdict_the_event_says_what_was_not_finite(tmp_path: Path) -> None:
-    run = folder(tmp_path, [step_line(10, loss=None), event(10, "nonfinite", rank=1)])
-    assert "A loss that is not finite at step 10: rank 1" in seen(run).texts
+def test_without_a_verdict_the_event_of_a_loss_that_is_not_finite_is_the_cause(tmp_path: Path) -> None:
+    run = write_run(tmp_path, [step_line(10, loss=None), event(10, "nonfinite", rank=1)])
+    assert "Loss not finite at step 10: rank 1" in parsed(run).texts
 
 
-# ---------------------------------------------------------------- lines that count
+# ---------------------------------------------------------------- replaced lines
 
 
-def test_a_resumed_run_takes_back_what_it_had_not_saved(tmp_path: Path) -> None:
+def test_a_resumed_run_replaces_the_lines_after_its_checkpoint(tmp_path: Path) -> None:
     lines = [
         *(step_line(step, loss=9.0) for step in (10, 20, 30, 40)), held_out(40, 9.0),
         event(20, "resume"), step_line(30, loss=1.0),
     ]  # fmt: skip
-    run = report.read(folder(tmp_path, lines))
+    run = report.read(write_run(tmp_path, lines))
     assert run.history.series("loss") == [(10, 9.0), (20, 9.0), (30, 1.0)]
     assert run.history.held_out_losses() == []
 
 
-def test_steps_that_go_back_without_a_word_are_taken_back_too(tmp_path: Path) -> None:
+def test_a_lower_step_replaces_lines_without_an_event(tmp_path: Path) -> None:
     lines = [step_line(10, loss=9.0), step_line(20, loss=9.0), held_out(20, 9.0), step_line(10, loss=1.0)]
-    run = report.read(folder(tmp_path, lines))
+    run = report.read(write_run(tmp_path, lines))
     assert run.history.series("loss") == [(10, 1.0)]
     assert run.history.held_out_losses() == []
 
 
-def test_a_held_out_loss_may_share_its_line_and_a_checkpoint_may_come_late(tmp_path: Path) -> None:
+def test_a_held_out_loss_may_share_a_line_and_a_checkpoint_may_be_logged_later(tmp_path: Path) -> None:
     both = step_line(20) | {"held_out_loss": 2.0}
-    run = report.read(folder(tmp_path, [step_line(10), both, event(10, "checkpoint")]))
+    run = report.read(write_run(tmp_path, [step_line(10), both, event(10, "checkpoint")]))
     assert [step for step, _ in run.history.series("loss")] == [10, 20]
     assert run.history.held_out_losses() == [(20, 2.0)]
 
 
-def test_what_was_done_again_is_shown_as_an_earlier_attempt(tmp_path: Path) -> None:
+def test_replaced_lines_are_shown_as_an_earlier_attempt(tmp_path: Path) -> None:
     lines = [*(step_line(step, loss=9.0) for step in (10, 20, 30)), held_out(30, 8.0), event(20, "resume")]
-    run = report.read(folder(tmp_path, [*lines, step_line(30, loss=1.0), held_out(30, 2.0)]))
+    run = report.read(write_run(tmp_path, [*lines, step_line(30, loss=1.0), held_out(30, 2.0)]))
     [earlier] = run.history.earlier
-    assert earlier.series("loss") == [(20, 9.0), (30, 9.0)], "from where the two part"
+    assert earlier.series("loss") == [(20, 9.0), (30, 9.0)], "from the last common step"
     assert earlier.held_out_losses() == [(30, 8.0)]
     text = page(tmp_path)
     assert "dashed: earlier attempts" in text and 'class="line earlier"' in text
 
 
-def test_a_run_that_resumed_from_another_one_shows_what_that_one_did(tmp_path: Path) -> None:
+def test_a_run_that_resumed_from_another_one_shows_its_history(tmp_path: Path) -> None:
     runs = [tmp_path / name for name in ("first", "second", "third")]
-    for number, place in enumerate(runs):
-        place.mkdir()
-        # run.json of an earlier place: the directory of all runs has been moved
+    for number, directory in enumerate(runs):
+        directory.mkdir()
+        # the directory of all runs was moved
         before = [event(10 * number, "resume", run=f"/moved/{runs[number - 1].name}")] if number else []
-        folder(place, [*before, step_line(10 * number + 10, loss=number), step_line(10 * number + 20, loss=number)])
+        write_run(
+            directory, [*before, step_line(10 * number + 10, loss=number), step_line(10 * number + 20, loss=number)]
+        )
     found = report.read(runs[2]).history
     assert [earlier.series("loss") for earlier in found.earlier] == [[(10, 0), (20, 0)], [(20, 1), (30, 1)]]
-    folder(runs[0], [event(5, "resume", run=str(runs[2])), step_line(10)])
-    assert len(report.read(runs[2]).history.earlier) == 2, "a circle is left where it closes"
+    write_run(runs[0], [event(5, "resume", run=str(runs[2])), step_line(10)])
+    assert len(report.read(runs[2]).history.earlier) == 2, "a cycle ends"
 
 
-def test_a_program_that_logs_an_earlier_step_late_takes_nothing_back(tmp_path: Path) -> None:
+def test_another_value_at_an_earlier_step_replaces_nothing(tmp_path: Path) -> None:
     lines = [{"step": step, "loss": 1.0} for step in (10, 20, 30)]
     lines[2:2] = [{"step": 10, "accuracy": 0.5}, {"step": 20, "accuracy": 0.6}]
     lines += [{"step": 25, "accuracy": 0.7}]
-    found = report.read(folder(tmp_path, lines)).history
+    found = report.read(write_run(tmp_path, lines)).history
     assert [step for step, _ in found.series("loss")] == [10, 20, 30]
     assert found.series("accuracy") == [(10, 0.5), (20, 0.6), (25, 0.7)]
-    found.add({"step": 10, "loss": 2.0})  # started anew
+    found.add({"step": 10, "loss": 2.0})  # restarted
     assert (found.series("loss"), found.series("accuracy")) == ([(10, 2.0)], [(10, 0.5)])
 
 
-def test_the_values_of_a_script_have_charts_by_their_names(tmp_path: Path) -> None:
+def test_values_of_a_script_have_charts(tmp_path: Path) -> None:
     lines = [{"step": step, "steps": 30, "top-5 <b>": step / 50, "never": None} for step in (10, 20)]
-    reader = seen(folder(tmp_path, lines))
+    reader = parsed(write_run(tmp_path, lines))
     assert "top-5 <b>" in reader.texts and "never" not in reader.texts and "Loss" not in reader.texts
     assert "nats a token" not in reader.text and reader.tiles()["Steps"] == ("20", "of 30")
-    assert seen(folder(tmp_path, [*lines, {"step": 40, "x": 1}])).tiles()["Steps"] == ("40", "done"), "never 40 of 30"
+    assert parsed(write_run(tmp_path, [*lines, {"step": 40, "x": 1}])).tiles()["Steps"] == ("40", "done"), (
+        "never 40 of 30"
+    )
 
 
-def test_a_last_line_cut_short_is_no_fault_and_others_are_told(tmp_path: Path) -> None:
-    cut = folder(tmp_path, [step_line(10)], tail='{"step": 20, "lo')
+def test_invalid_lines_are_counted_except_an_incomplete_last_one(tmp_path: Path) -> None:
+    cut = write_run(tmp_path, [step_line(10)], tail='{"step": 20, "lo')
     assert report.read(cut).notes == []
-    broken = folder(tmp_path, tail='nonsense\n[1]\n{"step": "x"}\n' + json.dumps(step_line(10)) + "\n")
-    assert report.read(broken).notes == ["metrics.jsonl: 3 lines hold no object with a step: left out"]
+    broken = write_run(tmp_path, tail='nonsense\n[1]\n{"step": "x"}\n' + json.dumps(step_line(10)) + "\n")
+    assert report.read(broken).notes == ["metrics.jsonl: ignored 3 invalid lines"]
     assert len(report.read(broken).history.steps) == 1
 
 
@@ -338,17 +343,17 @@ def test_events_are_marked(tmp_path: Path) -> None:
         event(40, "stop"),
         step_line(50),
     ]
-    texts = seen(folder(tmp_path, lines)).texts
+    texts = parsed(write_run(tmp_path, lines)).texts
     assert {"resumed", "stopped", "resumed at step 20", "checkpoint at step 30", "stopped at step 40"} <= set(texts)
 
 
 # ---------------------------------------------------------------- ranks
 
 
-def ranks_of(place: Path, *seconds: float, nodes: Iterable[str] = ("node1",)) -> list[ranks.Rank]:
+def ranks_of(directory: Path, *seconds: float, nodes: Iterable[str] = ("node1",)) -> list[ranks.RankTiming]:
     nodes = list(nodes)
     lines = [step_line(step, seconds) for step in (10, 20, 30)]
-    run = report.read(folder(place, lines, run=about(nodes=nodes, nproc=len(seconds))))
+    run = report.read(write_run(directory, lines, run=about(nodes=nodes, nproc=len(seconds))))
     return ranks.compare(run.history.by_rank("rank_seconds"), run.nodes)
 
 
@@ -365,22 +370,22 @@ def ranks_of(place: Path, *seconds: float, nodes: Iterable[str] = ("node1",)) ->
         ([0.1, 0.1], "No straggler: the slowest, rank 0, takes 1.00× as long as the median."),
     ],
 )  # fmt: skip
-def test_the_straggler_is_named(tmp_path: Path, seconds: list[float], sentence: str) -> None:
+def test_stragglers_are_named(tmp_path: Path, seconds: list[float], sentence: str) -> None:
     assert ranks.comparison(ranks_of(tmp_path, *seconds)) == sentence
-    assert sentence in seen(tmp_path).texts
+    assert sentence in parsed(tmp_path).texts
 
 
-def test_a_slow_node_is_named_by_its_host(tmp_path: Path) -> None:
+def test_the_host_of_a_straggler_is_named(tmp_path: Path) -> None:
     found = ranks_of(tmp_path, 0.1, 0.1, 0.1, 0.1, 0.2, 0.2, nodes=("a", "b", "c"))
     assert ranks.comparison(found).startswith("Ranks 4-5 (c) are ")
     assert [rank.host for rank in found] == ["a", "a", "b", "b", "c", "c"]
 
 
 @pytest.mark.parametrize("size", [1, 2, 8, 16, 17, 256, 1300])
-def test_any_number_of_ranks_has_its_picture(tmp_path: Path, size: int) -> None:
+def test_any_number_of_ranks_has_a_chart(tmp_path: Path, size: int) -> None:
     slow = size // 2
     seconds = [0.1 * (1.5 if rank == slow and size > 1 else 1) for rank in range(size)]
-    text = page(folder(tmp_path, [step_line(step, seconds) for step in range(10, 200, 10)], run=about(nproc=size)))
+    text = page(write_run(tmp_path, [step_line(step, seconds) for step in range(10, 200, 10)], run=about(nproc=size)))
     reader = Reader(text)
     assert reader.faults == []
     assert f"rank {slow}" in reader.texts
@@ -389,38 +394,38 @@ def test_any_number_of_ranks_has_its_picture(tmp_path: Path, size: int) -> None:
     assert len(text) < 200_000
 
 
-def test_after_a_change_of_world_the_last_one_is_compared(tmp_path: Path) -> None:
+def test_after_a_change_of_world_size_the_last_ranks_are_compared(tmp_path: Path) -> None:
     lost: list[Any] = [0.1, None]
     lines = [step_line(10, [0.1, 0.9, 0.1]), step_line(20, [0.1, 0.1]), step_line(30, lost)]
-    run = report.read(folder(tmp_path, lines))
+    run = report.read(write_run(tmp_path, lines))
     assert [rank.median for rank in ranks.compare(run.history.by_rank("rank_seconds"), run.nodes)] == [0.1, 0.1]
 
 
-# ---------------------------------------------------------------- what the ranks waited for and used
+# ---------------------------------------------------------------- waiting time and resource usage
 
 
-def test_the_share_of_a_step_that_ranks_wait_is_told(tmp_path: Path) -> None:
+def test_the_share_of_a_step_that_ranks_wait_is_shown(tmp_path: Path) -> None:
     lines = [step_line(step, wait_share=[0.1, 0.3]) for step in (10, 20)]
-    reader = seen(folder(tmp_path, lines))
+    reader = parsed(write_run(tmp_path, lines))
     assert "Waiting for other ranks" in reader.texts
     assert reader.texts[reader.texts.index("Waiting") + 1] == "20%"
-    assert "Waiting for other ranks" not in seen(folder(tmp_path, [step_line(10, wait_share=[])])).texts
+    assert "Waiting for other ranks" not in parsed(write_run(tmp_path, [step_line(10, wait_share=[])])).texts
 
 
 def sample(time: float, *ranks: tuple[float, int, int], gpus: Json | None = None) -> Json:
-    """ranks: of each its seconds of CPU, bytes of memory and bytes of output so far."""
+    """ranks: CPU seconds, bytes of memory and total bytes of output of each."""
     values = {str(rank): dict(zip(("cpu", "memory", "output"), one, strict=True)) for rank, one in enumerate(ranks)}
     return {"time": 1.7e9 + time, "ranks": values} | ({"gpus": gpus} if gpus else {})
 
 
-def attempt(place: Path, *samples: Json, node: str = "node2", tail: str = "") -> Path:
-    place.mkdir(exist_ok=True)
-    (place / f"node_{node}.samples.jsonl").write_text("".join(json.dumps(one) + "\n" for one in samples) + tail)
+def attempt(directory: Path, *samples: Json, node: str = "node2", tail: str = "") -> Path:
+    directory.mkdir(exist_ok=True)
+    (directory / f"node_{node}.samples.jsonl").write_text("".join(json.dumps(one) + "\n" for one in samples) + tail)
     places = [{"node": "node1", "first_rank": 0}, {"node": "node2", "first_rank": 2}]
-    return folder(place, run=about(places=places))
+    return write_run(directory, run=about(places=places))
 
 
-def test_what_each_rank_used_is_drawn_through_all_attempts(tmp_path: Path) -> None:
+def test_resource_usage_is_drawn_for_all_attempts(tmp_path: Path) -> None:
     attempt(tmp_path / "try_1", sample(0, (1, 8, 0)), sample(2, (4, 9, 100)), sample(4, (5, 9, 100)))
     attempt(tmp_path, sample(9, (0, 7, 0), (0, 1, 0)), sample(10, (2, 7, 50), (0, 1, 0)), tail='{"time": 1')
     usage = report.read(tmp_path).usage
@@ -430,27 +435,27 @@ def test_what_each_rank_used_is_drawn_through_all_attempts(tmp_path: Path) -> No
     assert [point for point in cores if math.isfinite(point[1])] == [(2, 1.5), (4, 0.5), (10, 2.0)]
     assert [math.isnan(value) for _, value in cores] == [False, False, True, False], "a gap between two attempts"
     assert [value for _, value in usage.of("output")["rank 2"] if value >= 0] == [50, 0, 50]
-    reader = seen(tmp_path)
+    reader = parsed(tmp_path)
     assert {"Usage", "CPU", "Memory", "Output", "rank 3"} <= set(reader.texts)
     assert any(text.startswith("attempt 2 after ") for text in reader.texts)
     assert "No metrics were logged." in reader.text
 
 
-def test_a_gpu_is_that_of_the_rank_that_computes_on_it_or_has_its_own_name(tmp_path: Path) -> None:
+def test_a_gpu_belongs_to_the_ranks_that_use_it_or_has_its_own_name(tmp_path: Path) -> None:
     rank, gpus = (
         (1.0, 8, 0),
         {"3": {"use": 90, "memory": 2**30, "ranks": [0]}, "4": {"use": 0, "memory": 5, "ranks": []}},
     )
     attempt(tmp_path, sample(0, rank, gpus=gpus), sample(1, rank))
     assert report.read(tmp_path).usage.of("gpu") == {"rank 2": [(1.7e9, 0.9)]}
-    assert {"GPU use", "GPU memory"} <= set(seen(tmp_path).texts)
-    gpus["3"]["ranks"] = []  # in a container the driver knows processes by other numbers
+    assert {"GPU use", "GPU memory"} <= set(parsed(tmp_path).texts)
+    gpus["3"]["ranks"] = []  # in a container, where nvidia-smi shows other pids
     attempt(tmp_path, sample(0, rank, gpus=gpus))
     assert [*report.read(tmp_path).usage.of("gpu")] == ["node2 GPU 3", "node2 GPU 4"]
 
 
 @pytest.mark.parametrize("size", [5, 17, 300])
-def test_any_number_of_ranks_has_its_usage_drawn_on_a_small_page(tmp_path: Path, size: int) -> None:
+def test_the_usage_of_any_number_of_ranks_makes_a_small_page(tmp_path: Path, size: int) -> None:
     attempt(tmp_path, *(sample(time, *[(time / 2, 2**30, time)] * size) for time in range(500)))
     text = page(tmp_path)
     assert Reader(text).faults == [] and len(text) < 400_000
@@ -468,13 +473,13 @@ STRANGE = st.fixed_dictionaries(
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(STRANGE))
-def test_whatever_the_samples_hold_there_is_a_page(samples: list[Json]) -> None:
-    with tempfile.TemporaryDirectory() as place:
-        seen(attempt(Path(place), *samples))
+def test_any_content_of_the_samples_gives_a_page(samples: list[Json]) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        parsed(attempt(Path(directory), *samples))
 
 
-def test_on_narrow_screens_wide_charts_are_scrolled_not_shrunk(tmp_path: Path) -> None:
-    text = page(folder(tmp_path, [step_line(10), step_line(20)]))
+def test_on_narrow_screens_wide_charts_are_scrolled(tmp_path: Path) -> None:
+    text = page(write_run(tmp_path, [step_line(10), step_line(20)]))
     drawn = re.findall(r'<svg class="lines( wide)?" role="img" viewBox="0 0 (\d+) ', text)
     assert {(bool(wide), int(width) > 700) for wide, width in drawn} == {(True, True), (False, False)}
     assert "svg.wide { min-width: 780px; }" in text
@@ -483,7 +488,7 @@ def test_on_narrow_screens_wide_charts_are_scrolled_not_shrunk(tmp_path: Path) -
 # ---------------------------------------------------------------- charts
 
 
-def test_fewer_points_keep_the_extremes_the_ends_and_the_gaps() -> None:
+def test_thinned_points_keep_extremes_ends_and_gaps() -> None:
     points = [(float(x), 1.0) for x in range(100_000)]
     points[31_007], points[77_123], points[50_000] = (31_007.0, 99.0), (77_123.0, -99.0), (50_000.0, math.nan)
     kept = charts.thin(points, 300)
@@ -494,7 +499,7 @@ def test_fewer_points_keep_the_extremes_the_ends_and_the_gaps() -> None:
 
 
 @given(st.lists(st.floats(-1e9, 1e9) | st.just(math.nan), min_size=1, max_size=200), st.integers(1, 20))
-def test_fewer_points_are_some_of_the_points(values: list[float], columns: int) -> None:
+def test_thinned_points_are_a_subset(values: list[float], columns: int) -> None:
     points = [(float(x), y) for x, y in enumerate(values)]
     kept = charts.thin(points, columns)
     finite, left = ([y for _, y in part if math.isfinite(y)] for part in (points, kept))
@@ -502,14 +507,14 @@ def test_fewer_points_are_some_of_the_points(values: list[float], columns: int) 
     assert (min(finite, default=0), max(finite, default=0)) == (min(left, default=0), max(left, default=0))
 
 
-def test_a_smooth_line_begins_and_ends_with_the_run_and_stays_within_it() -> None:
+def test_a_smoothed_line_has_the_same_ends() -> None:
     points = [(float(x), 5.0 + (x % 2)) for x in range(1, 5001)]
     means = charts.smooth(points)
     assert (means[0][0], means[-1][0]) == (1.0, 5000.0)
     assert all(5.3 < y < 5.7 for _, y in means[10:])
 
 
-def test_one_enormous_value_does_not_spoil_the_mean_of_others() -> None:
+def test_a_huge_value_does_not_change_the_mean_of_other_points() -> None:
     points = [(float(x), 1.0) for x in range(2000)]
     points[100] = (100.0, 1e90)
     assert charts.smooth(points)[-1][1] == 1.0
@@ -520,7 +525,7 @@ def test_one_enormous_value_does_not_spoil_the_mean_of_others() -> None:
     st.booleans(),
     st.integers(2, 8),
 )
-def test_an_axis_holds_all_values_and_has_few_even_ticks(values: list[float], zero: bool, count: int) -> None:
+def test_an_axis_includes_all_values_and_has_few_ticks(values: list[float], zero: bool, count: int) -> None:
     scale = charts.value_scale(values, 300, 10, zero=zero, count=count)
     ticks = [value for value, _ in scale.ticks()]
     close = max(charts.TINY, 1e-6 * max(map(abs, values)))
@@ -543,7 +548,7 @@ def test_ticks_are_round(values: list[float], texts: list[str]) -> None:
     assert [text for _, text in scale.ticks()] == texts
 
 
-def test_a_gap_is_a_gap_and_marked() -> None:
+def test_a_value_that_is_not_finite_is_a_gap_with_a_mark() -> None:
     points = [(1.0, 2.0), (2.0, 3.0), (3.0, math.nan), (4.0, 1.0)]
     drawing = charts.lines([charts.Line("loss", points, "train")])
     path = re.search(r'class="line train" d="([^"]*)"', drawing)
@@ -552,29 +557,29 @@ def test_a_gap_is_a_gap_and_marked() -> None:
     assert "loss: not finite" in drawing
 
 
-def test_nothing_finite_is_said_and_not_drawn() -> None:
+def test_without_a_finite_value_there_is_no_chart() -> None:
     drawing = charts.lines([charts.Line("loss", [(1.0, math.nan)], "train")])
     assert "No finite value was logged." in drawing and "<svg" not in drawing
 
 
 @given(st.lists(st.floats(0, 500), max_size=20))
-def test_labels_that_would_cover_each_other_are_moved_apart(places: list[float]) -> None:
-    moved = charts.spread(sorted(places), 14, 0, 500)
+def test_labels_do_not_overlap(positions: list[float]) -> None:
+    moved = charts.spread(sorted(positions), 14, 0, 500)
     assert all(later - earlier > 13.999 for earlier, later in pairwise(moved))
-    assert all(place <= 500 for place in moved)
+    assert all(position <= 500 for position in moved)
 
 
-def test_the_readout_holds_the_values_of_the_drawing() -> None:
+def test_the_readout_has_the_values_of_the_chart() -> None:
     drawing = charts.lines([charts.Line(HOSTILE, [(1.0, 2.0), (2.0, math.nan), (3.0, 2.5)], "train")])
     facts = re.search(r'<script type="application/json">([^<]*)</script>', drawing)
     assert facts
     assert json.loads(facts[1])["lines"] == [{"name": HOSTILE, "style": "train", "points": [[1, 2], [3, 2.5]]}]
 
 
-# ---------------------------------------------------------------- the page itself
+# ---------------------------------------------------------------- the page
 
 
-def test_text_of_people_stays_text(tmp_path: Path) -> None:
+def test_text_is_escaped(tmp_path: Path) -> None:
     calm = Reader(page(full(tmp_path, "calm")))
     hostile = Reader(page(full(tmp_path, HOSTILE)))
     assert hostile.faults == []
@@ -582,15 +587,15 @@ def test_text_of_people_stays_text(tmp_path: Path) -> None:
     assert hostile.text.count(HOSTILE) >= 15
 
 
-def full(place: Path, text: str) -> Path:
-    """A run in which everything that a person or a machine can name has this name."""
+def full(directory: Path, text: str) -> Path:
+    """A run in which every name is this text."""
     lines = [step_line(10), event(10, text), event(15, {text: text}), step_line(20)]
     who = {"node": text, "rank": text, "message": text}
     sections = {"model": {text: text}, text: {"a": [text], "b": {text: None}}, "loose": text}
     machine = {"host": text, "cpu": text, "cores": text, "gpus": [text], "platform": text, "python": text}
     world = {"size": 2, "nodes": 1, "strategy": text, "backend": text, text: text}
-    return folder(
-        place,
+    return write_run(
+        directory,
         lines,
         run=about(run=text, nodes=[text], user=text, cwd=text, command=[text], git={"commit": text}),
         settings={"settings": sections, "world": world, "machine": machine, "model": {"parameters": text}},
@@ -604,41 +609,37 @@ def test_the_page_needs_no_network(tmp_path: Path) -> None:
     assert "default-src 'none'" in text
 
 
-def test_the_page_serves_light_dark_and_paper(tmp_path: Path) -> None:
-    text = page(folder(tmp_path))
+def test_the_page_has_styles_for_light_and_dark_screens_and_print(tmp_path: Path) -> None:
+    text = page(write_run(tmp_path))
     assert "prefers-color-scheme: dark" in text and "@media print" in text
     used, known = (set(re.findall(pattern, text)) for pattern in (r"var\((--[\w-]+)\)", r"(--[\w-]+):"))
     assert used == known
 
 
-def test_an_empty_folder_has_a_page(tmp_path: Path) -> None:
+def test_an_empty_directory_has_a_page(tmp_path: Path) -> None:
     run = tmp_path / "train-1"
     run.mkdir()
-    reader = seen(run)
+    reader = parsed(run)
     assert "train-1" in reader.texts and "No metrics were logged." in reader.text and "no end recorded" in reader.texts
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", "null", "7", "\0", '{"settings": 5, "world": [], "nodes": {}}'])
-def test_files_that_are_not_what_they_should_be_are_left_out(tmp_path: Path, text: str) -> None:
-    run = folder(tmp_path, [step_line(10)], run=text, settings=text, verdict=text)
-    assert "3.990" in seen(run).texts
+def test_invalid_files_are_ignored(tmp_path: Path, text: str) -> None:
+    run = write_run(tmp_path, [step_line(10)], run=text, settings=text, verdict=text)
+    assert "3.990" in parsed(run).texts
     assert len(report.read(run).notes) == (0 if text.startswith('{"') else 3)
 
 
-def test_one_point_has_a_page(tmp_path: Path) -> None:
-    assert 'class="dot train"' in page(folder(tmp_path, [step_line(10)]))
-
-
-def test_losses_that_are_not_finite_are_told(tmp_path: Path) -> None:
+def test_losses_that_are_not_finite_are_shown(tmp_path: Path) -> None:
     lines = [step_line(10), step_line(20, loss=None), step_line(30, loss=math.inf), held_out(30, math.nan)]
-    tiles = seen(folder(tmp_path, lines)).tiles()
+    tiles = parsed(write_run(tmp_path, lines)).tiles()
     assert tiles["Training loss"] == ("not finite", "3.990 at step 10")
     assert tiles["Held-out loss"][0] == "not finite"
 
 
 def test_a_hundred_thousand_lines_make_a_small_page(tmp_path: Path) -> None:
     lines = (step_line(step, loss=3 + math.sin(step), grad_norm=1 + step % 7) for step in range(1, 100_001))
-    text = page(folder(tmp_path, lines))
+    text = page(write_run(tmp_path, lines))
     assert len(text) < 400_000
     assert Reader(text).tiles()["Steps"][0] == "100,000"
 
@@ -663,48 +664,48 @@ FACTS = {
 
 @settings(max_examples=60, deadline=None)
 @given(lines=st.lists(METRICS, max_size=12), data=st.data())
-def test_whatever_the_files_hold_there_is_a_page(lines: list[Json], data: st.DataObject) -> None:
+def test_any_content_of_the_files_gives_a_page(lines: list[Json], data: st.DataObject) -> None:
     files: dict[str, Any] = {
         name: data.draw(st.dictionaries(st.sampled_from(keys), VALUES)) for name, keys in FACTS.items()
     }
-    with tempfile.TemporaryDirectory() as place:
-        seen(folder(Path(place), lines, **files))
+    with tempfile.TemporaryDirectory() as directory:
+        parsed(write_run(Path(directory), lines, **files))
 
 
 # ---------------------------------------------------------------- the program
 
 
-def program(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    words = (str(KIT / "scripts/report.sh"), "--python", sys.executable, *words)
-    return subprocess.run(words, cwd=cwd, capture_output=True, text=True)
+def program(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = (str(KIT / "scripts/report.sh"), "--python", sys.executable, *arguments)
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("words", [(), ("train-1",), ("logs/train-1",), ("--log-dir", "logs", "17")])
-def test_the_program_finds_a_run_from_any_directory_and_prints_where_the_page_is(tmp_path: Path, words: Any) -> None:
+@pytest.mark.parametrize("arguments", [(), ("train-1",), ("logs/train-1",), ("--log-dir", "logs", "17")])
+def test_the_program_finds_a_run_and_prints_the_path_of_the_page(tmp_path: Path, arguments: Any) -> None:
     run = tmp_path / "logs" / "train-1"
     run.mkdir(parents=True)
     (run / "run.json").write_text("{}")
     for name in ("latest", "slurm-17"):
         (tmp_path / "logs" / name).symlink_to("train-1")
-    done = program(*words, cwd=tmp_path)
+    done = program(*arguments, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert Path(done.stdout.rstrip("\n")).samefile(run / "report.html")
     assert sorted(path.name for path in run.iterdir()) == ["report.html", "run.json"]
 
 
 def test_an_output_directory_of_a_job_has_a_report_too(tmp_path: Path) -> None:
-    folder(tmp_path, [step_line(10)])
+    write_run(tmp_path, [step_line(10)])
     assert program(str(tmp_path), cwd=KIT).stdout == f"{tmp_path}/report.html\n"
 
 
-@pytest.mark.parametrize("words", [["/nowhere/at-all"], ["a", "b"], ["/"], ["--run"], []])
-def test_a_wrong_call_exits_2(tmp_path: Path, words: list[str]) -> None:
-    done = program(*words, cwd=tmp_path)
+@pytest.mark.parametrize("arguments", [["/nowhere/at-all"], ["a", "b"], ["/"], ["--run"], []])
+def test_a_wrong_call_exits_with_2(tmp_path: Path, arguments: list[str]) -> None:
+    done = program(*arguments, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("report.sh: ") and done.stderr.endswith("Try: report.sh --help\n")
 
 
-def test_a_page_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_a_page_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "report.html").mkdir()
     (tmp_path / "run.json").write_text("{}")
     done = program(str(tmp_path), cwd=tmp_path)

@@ -1,7 +1,7 @@
-"""Every launch begins by making the folder that its run writes into.
+"""Creating a run directory, at the start of every launch.
 
-Guarded here: no two launches share a folder, run.json holds the command word for word, logs/latest moves
-in one step and never over a file of the person's, and a folder that cannot be made is one line and exit 2.
+Two launches never share a directory, run.json has the exact command, logs/latest is replaced atomically and never
+replaces a file of the user, and a directory that cannot be created is an error in one line with exit code 2.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STUBBORN = ["a b", "it's", 'say "x"', "two\nlines", "$HOME `id`", "grün 火", "
 
 
 def facts(**changes: Any) -> dict[str, Any]:
-    """Arguments of create() for a run of no interest."""
+    """Default arguments of create()."""
     return {
         "name": "train",
         "nodes": ["n1"],
@@ -44,36 +44,36 @@ def create(logs: Path, **changes: Any) -> Path:
     return Path(run_directory.create(str(logs), **facts(**changes)))
 
 
-def run_json(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+def run_json(directory: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((directory / "run.json").read_text(encoding="utf-8"))
     return found
 
 
-def call(logs: Path, *words: str, cwd: str = "/", before: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    """The program as a launcher calls it."""
-    program = [*before, sys.executable, "-m", "distributed.runs.run_directory", "create", "--logs", str(logs)]
+def call(logs: Path, *command: str, cwd: str = "/", prefix: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    """Run the program. command: the command line of the user. prefix: a command that executes the program."""
+    program = [*prefix, sys.executable, "-m", "distributed.runs.run_directory", "create", "--logs", str(logs)]
     options = ["--name", "train", "--nodes", "n1", "n2", "--nproc", "2", "--script", "train.py"]
-    rest = ["--config", "-", "--cwd", cwd, "--python", sys.executable, "--", *words]
+    rest = ["--config", "-", "--cwd", cwd, "--python", sys.executable, "--", *command]
     return subprocess.run([*program, *options, *rest], cwd=KIT, capture_output=True, text=True, check=False)
 
 
-# ---------------------------------------------------------------- the folder and run.json
+# ---------------------------------------------------------------- the directory and run.json
 
 
-def test_the_program_prints_the_folder_and_the_command_survives_word_for_word(tmp_path: Path) -> None:
+def test_the_program_prints_the_directory_and_records_the_exact_command(tmp_path: Path) -> None:
     done = call(tmp_path / "my logs", *STUBBORN)
     assert (done.returncode, done.stderr) == (0, "")
-    folder = Path(done.stdout.removesuffix("\n"))
-    assert folder.is_absolute() and folder.parent == tmp_path / "my logs"
-    assert re.fullmatch(r"train-\d{8}-\d{6}-[0-9a-f]{4}", folder.name)
-    assert sorted(os.listdir(folder)) == ["errors", "ranks", "run.json"]
-    assert run_json(folder)["command"] == STUBBORN
+    directory = Path(done.stdout.removesuffix("\n"))
+    assert directory.is_absolute() and directory.parent == tmp_path / "my logs"
+    assert re.fullmatch(r"train-\d{8}-\d{6}-[0-9a-f]{4}", directory.name)
+    assert sorted(os.listdir(directory)) == ["errors", "ranks", "run.json"]
+    assert run_json(directory)["command"] == STUBBORN
 
 
-def test_run_json_says_what_was_started(tmp_path: Path) -> None:
-    folder = create(tmp_path, nodes=["n2", "n1"], config="a.yaml", cwd="/")
-    found = run_json(folder)
-    assert found["run"] == folder.name
+def test_run_json_describes_the_launch(tmp_path: Path) -> None:
+    directory = create(tmp_path, nodes=["n2", "n1"], config="a.yaml", cwd="/")
+    found = run_json(directory)
+    assert found["run"] == directory.name
     assert (found["nodes"], found["nproc"], found["config"], found["script"]) == (
         ["n2", "n1"],
         2,
@@ -89,12 +89,12 @@ def test_no_config_is_null(tmp_path: Path) -> None:
     assert run_json(Path(call(tmp_path).stdout.strip()))["config"] is None
 
 
-def test_a_word_that_is_not_utf8_is_kept(tmp_path: Path) -> None:
-    word = os.fsdecode(b"caf\xe9")
-    assert run_json(create(tmp_path, command=[word]))["command"] == [word]
+def test_an_argument_that_is_not_utf8_is_kept(tmp_path: Path) -> None:
+    argument = os.fsdecode(b"caf\xe9")
+    assert run_json(create(tmp_path, command=[argument]))["command"] == [argument]
 
 
-def test_run_json_is_for_people_too(tmp_path: Path) -> None:
+def test_run_json_is_indented_and_sorted(tmp_path: Path) -> None:
     text = (create(tmp_path, command=["grün"]) / "run.json").read_text(encoding="utf-8")
     assert "grün" in text
     assert text == json.dumps(json.loads(text), indent=2, sort_keys=True, ensure_ascii=False) + "\n"
@@ -116,76 +116,76 @@ def test_the_name_of_a_run_needs_no_quotes(tmp_path: Path, name: str, becomes: s
     assert re.fullmatch(rf"{becomes}-\d+-\d+-[0-9a-f]+", create(tmp_path, name=name).name)
 
 
-def test_a_long_name_still_makes_a_folder(tmp_path: Path) -> None:
+def test_a_long_name_is_cut(tmp_path: Path) -> None:
     assert create(tmp_path, name="火" * 300).is_dir()
 
 
-def test_a_name_that_is_taken_is_left_to_its_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_existing_directory_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     draws = iter([b"\0\1", b"\0\1", b"\0\2"])
     monkeypatch.setattr(time, "strftime", lambda *_: "20250102-030405")
     monkeypatch.setattr(os, "urandom", lambda size: next(draws) if size == 2 else bytes(size))
     assert [create(tmp_path).name[-4:], create(tmp_path).name[-4:]] == ["0001", "0002"]
 
 
-def test_many_at_once_get_a_folder_each(tmp_path: Path) -> None:
+def test_concurrent_launches_get_different_directories(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
-        folders = list(pool.map(lambda _: create(tmp_path), range(64)))
-    assert len(set(folders)) == 64 and all(map(run_json, folders))
+        directories = list(pool.map(lambda _: create(tmp_path), range(64)))
+    assert len(set(directories)) == 64 and all(map(run_json, directories))
 
 
 # ---------------------------------------------------------------- links
 
 
-def test_links_move_to_the_newest_run(tmp_path: Path) -> None:
+def test_links_point_to_the_newest_run(tmp_path: Path) -> None:
     for _ in range(2):
-        folder = Path(call(tmp_path).stdout.strip())
-        (folder / "node_n2.log").write_text(folder.name)
-        assert os.readlink(tmp_path / "latest") == folder.name
-        assert (tmp_path / "node_n2.log").read_text() == folder.name
+        directory = Path(call(tmp_path).stdout.strip())
+        (directory / "node_n2.log").write_text(directory.name)
+        assert os.readlink(tmp_path / "latest") == directory.name
+        assert (tmp_path / "node_n2.log").read_text() == directory.name
     strangers = [name for name in os.listdir(tmp_path) if not name.startswith(("train-", "latest", "node_n"))]
     assert strangers == []
 
 
 @pytest.mark.parametrize("name", ["latest", "node_n1.log"])
 @pytest.mark.parametrize("kind", ["file", "folder"])
-def test_what_is_not_a_link_is_left_alone_and_named(tmp_path: Path, name: str, kind: str) -> None:
+def test_a_file_or_directory_is_not_replaced_by_a_link(tmp_path: Path, name: str, kind: str) -> None:
     if kind == "file":
         (tmp_path / name).write_text("mine")
     else:
         (tmp_path / name / "mine").mkdir(parents=True)
     done = call(tmp_path)
     assert done.returncode == 0 and Path(done.stdout.strip()).is_dir()
-    assert f"{tmp_path / name} is not a link of ours" in done.stderr
+    assert f"{tmp_path / name}: not a symbolic link" in done.stderr
     assert (tmp_path / name).read_text() == "mine" if kind == "file" else (tmp_path / name / "mine").is_dir()
     others = {"latest", "node_n1.log", "node_n2.log"} - {name}
     assert all((tmp_path / other).is_symlink() for other in others)
 
 
-# ---------------------------------------------------------------- what cannot be
+# ---------------------------------------------------------------- errors
 
 
-def test_a_place_that_is_no_folder_is_one_line_and_exit_2(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_created_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     done = call(tmp_path / "file" / "logs")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
         f"run_directory: cannot create a run directory: {tmp_path}/file/logs: Not a directory; "
-        "name another place with --log-dir\n"
+        "choose another directory with --log-dir\n"
     )
 
 
-def test_a_full_disk_is_one_line_and_leaves_nothing_half_made(tmp_path: Path) -> None:
+def test_a_full_disk_is_one_line_and_leaves_no_incomplete_directory(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
-    # A limit of 0 blocks refuses the first byte of run.json, as a full disk does.
-    done = call(tmp_path / "logs", before=("bash", "-c", 'ulimit -f 0 && exec "$@"', "bash"))
+    # A file size limit of 0 makes writing run.json fail, like a full disk.
+    done = call(tmp_path / "logs", prefix=("bash", "-c", 'ulimit -f 0 && exec "$@"', "bash"))
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.count("\n") == 1 and "File too large" in done.stderr
     assert os.listdir(tmp_path / "logs") == []
 
 
 @pytest.mark.parametrize("node", ["", "a/b"])
-def test_a_node_that_cannot_name_a_file_is_refused(tmp_path: Path, node: str) -> None:
-    words = [
+def test_a_node_name_that_cannot_be_part_of_a_file_name_is_refused(tmp_path: Path, node: str) -> None:
+    arguments = [
         "create",
         "--logs",
         str(tmp_path),
@@ -199,17 +199,17 @@ def test_a_node_that_cannot_name_a_file_is_refused(tmp_path: Path, node: str) ->
         "x",
     ]
     with pytest.raises(SystemExit) as refused:
-        run_directory.main([*words, "--config", "-", "--cwd", "/", "--python", "x", "--"])
+        run_directory.main([*arguments, "--config", "-", "--cwd", "/", "--python", "x", "--"])
     assert refused.value.code == 2 and os.listdir(tmp_path) == []
 
 
 # ---------------------------------------------------------------- versions
 
 
-def site(folder: Path, *names: str) -> str:
+def site(directory: Path, *names: str) -> str:
     for name in names:
-        (folder / name).mkdir(parents=True)
-    return str(folder)
+        (directory / name).mkdir(parents=True)
+    return str(directory)
 
 
 def test_the_version_of_torch_is_read_without_importing_it(tmp_path: Path) -> None:
@@ -221,20 +221,20 @@ def test_the_version_of_torch_is_read_without_importing_it(tmp_path: Path) -> No
     assert versions([plain])["torch"] is None
 
 
-def test_another_python_is_asked_for_its_own_versions(tmp_path: Path) -> None:
-    """An environment without torch, linked to the very file that runs this test."""
+def test_the_versions_are_those_of_the_ranks_interpreter(tmp_path: Path) -> None:
+    """A virtual environment without torch, linked to the interpreter of this test."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"], check=True)
     found = run_json(create(tmp_path, python=str(tmp_path / "env" / "bin" / "python")))
     assert found["versions"] == {"python": sys.version.split()[0], "torch": None}
 
 
-def test_a_python_that_is_not_there_has_no_versions(tmp_path: Path) -> None:
+def test_a_missing_python_has_no_versions(tmp_path: Path) -> None:
     found = run_json(create(tmp_path, python=str(tmp_path / "python")))
     assert found["versions"] == {"python": None, "torch": None}
 
 
-def test_a_launch_imports_nothing_slow() -> None:
-    """What costs more than the work itself: pathlib, dataclasses, importlib.metadata, PyTorch."""
+def test_no_slow_module_is_imported() -> None:
+    """Importing pathlib, dataclasses, importlib.metadata or PyTorch takes longer than the work itself."""
     program = "import sys; from distributed.runs import run_directory; run_directory.versions(); print(*sys.modules)"
     loaded = subprocess.check_output([sys.executable, "-S", "-c", program], cwd=KIT, text=True).split()
     assert not {"pathlib", "dataclasses", "typing", "importlib.metadata", "torch", "subprocess"} & set(loaded)
@@ -243,13 +243,13 @@ def test_a_launch_imports_nothing_slow() -> None:
 # ---------------------------------------------------------------- git
 
 
-def git(folder: Path, *words: str) -> str:
+def git(directory: Path, *arguments: str) -> str:
     quiet = {"GIT_CONFIG_GLOBAL": "/dev/null", "GIT_CONFIG_SYSTEM": "/dev/null", "PATH": os.environ["PATH"]}
     author = ["-c", "user.name=n", "-c", "user.email=e@example.org"]
-    return subprocess.check_output(["git", "-C", folder, *author, *words], env=quiet, text=True).strip()
+    return subprocess.check_output(["git", "-C", directory, *author, *arguments], env=quiet, text=True).strip()
 
 
-def test_the_commit_of_the_working_folder_and_whether_it_differs(tmp_path: Path) -> None:
+def test_the_commit_of_the_working_directory_and_whether_it_differs(tmp_path: Path) -> None:
     work = tmp_path / "work"
     (work / "deep").mkdir(parents=True)
     git(work, "init", "-q")
@@ -265,16 +265,16 @@ def test_the_commit_of_the_working_folder_and_whether_it_differs(tmp_path: Path)
     assert run_json(create(tmp_path, cwd=str(work)))["git"] == {"commit": commit, "dirty": True}
 
 
-def test_a_git_that_does_not_answer_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_git_is_killed_after_the_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / ".git").mkdir()
     (tmp_path / "git").write_text("#!/bin/sh\nexec sleep 60\n")
     (tmp_path / "git").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(run_directory, "GIT_SECONDS", 0.1)
+    monkeypatch.setattr(run_directory, "GIT_TIMEOUT", 0.1)
     assert run_json(create(tmp_path, cwd=str(tmp_path)))["git"] is None
 
 
-def test_a_hook_s_git_variables_do_not_name_another_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_git_variables_of_a_hook_are_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("hooked", "work"):
         (tmp_path / name).mkdir()
         git(tmp_path / name, "init", "-q")

@@ -1,11 +1,10 @@
-"""When a run fails, one rank is named, and it must be the one that failed first.
+"""The verdict names the rank that failed first.
 
-The innocent ones report too, and often earlier: "Connection closed by peer" is written before anybody has seen
-the death behind it. Guarded here: causes win over consequences in whatever order and from whatever file they are
-told, a file that is cut short or garbage is passed over, and the exit code is the guilty rank's own.
+Ranks that lose a failed one report that too, often before its agent records the failure. Tested here: causes win over
+consequences in any order and from any file, damaged files are ignored, and the exit code is that of the first failure.
 
-The messages are real ones of torch 2.13 with gloo, provoked by ranks that raise, exit, hang and die of signals;
-those of NCCL follow the formats in PyTorch's source. A test at the end provokes some of them again.
+Messages were recorded with torch 2.13 and gloo, from ranks that raise, exit, hang and die of signals; those of NCCL
+have the formats of PyTorch's source. The last test provokes some of them again.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ from hypothesis import strategies as st
 from distributed.runs import verdict
 from distributed.runs.failures import Evidence, Failure, gather
 from distributed.runs.node_log import read_log
-from distributed.runs.verdict import Kind, kind
+from distributed.runs.verdict import Kind, kind_of
 
 KIT = Path(__file__).resolve().parents[2]
-T0 = 1_700_000_000.25  # when things go wrong, in unix seconds
+TIME = 1_700_000_000.25  # of the failures, Unix seconds
 
 GLOO = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/"
 CLOSED = (
@@ -54,7 +53,7 @@ REMOTE = (
     "reset by peer"
 )
 
-INNOCENT = [
+CONSEQUENCES = [
     ("RuntimeError", CLOSED),
     ("RuntimeError", RESET),
     ("RuntimeError", WAITED),
@@ -100,7 +99,7 @@ INNOCENT = [
     ("PeerFailed", "rank 1 on n2 failed at step 7: stopping with it"),
     ("RuntimeError", "DataLoader worker (pid 4711) is killed by signal: Terminated. "),
 ]
-GUILTY = [
+CAUSES = [
     ("ValueError", "the data is bad\nsecond line"),
     ("OutOfMemoryError", "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.6 GiB"),
     ("RuntimeError", "DataLoader worker (pid 4711) is killed by signal: Killed. "),
@@ -113,9 +112,9 @@ GUILTY = [
 ]  # fmt: skip
 
 
-def told(exception: str | None, message: str = "", **more: Any) -> Failure:
-    """Rank 1 of node n1 tells of an exception."""
-    facts: dict[str, Any] = {"node": "n1", "rank": 1, "time": T0, "exit_code": 1} | more
+def raised(exception: str | None, message: str = "", **more: Any) -> Failure:
+    """An exception recorded by rank 1 on node n1."""
+    facts: dict[str, Any] = {"node": "n1", "rank": 1, "time": TIME, "exit_code": 1} | more
     return Failure(exception=exception, message=message, **facts)
 
 
@@ -123,50 +122,50 @@ TWO_NODES = {"n1": range(2), "n2": range(2, 4)}
 
 
 def died(code: int, **more: Any) -> Failure:
-    facts: dict[str, Any] = {"node": "n1", "rank": 1, "time": T0, "exit_code": code} | more
+    facts: dict[str, Any] = {"node": "n1", "rank": 1, "time": TIME, "exit_code": code} | more
     return Failure(**facts)
 
 
 # ---------------------------------------------------------------- causes and consequences
 
 
-@pytest.mark.parametrize(("exception", "message"), INNOCENT)
-def test_what_an_innocent_rank_says_is_no_cause(exception: str, message: str) -> None:
-    assert kind(told(exception, message)) is Kind.COLLATERAL
+@pytest.mark.parametrize(("exception", "message"), CONSEQUENCES)
+def test_a_lost_connection_or_timeout_is_a_consequence(exception: str, message: str) -> None:
+    assert kind_of(raised(exception, message)) is Kind.COLLATERAL
 
 
-@pytest.mark.parametrize(("exception", "message"), GUILTY)
-def test_an_error_of_its_own_is_a_cause(exception: str, message: str) -> None:
-    assert kind(told(exception, message)) is Kind.OWN
+@pytest.mark.parametrize(("exception", "message"), CAUSES)
+def test_any_other_error_of_a_rank_is_a_cause(exception: str, message: str) -> None:
+    assert kind_of(raised(exception, message)) is Kind.OWN_ERROR
 
 
 @pytest.mark.parametrize(
     ("failure", "expected"),
     [
-        (died(137), Kind.OWN),
-        (died(139), Kind.OWN),
-        (died(42), Kind.OWN),
-        (died(2), Kind.OWN),
-        (died(1), Kind.UNSURE),  # without a word: the code of any Python exception, an innocent one's too
-        (died(143), Kind.ENDED),
-        (died(129), Kind.ENDED),
-        (died(137, ended_by_agent=True), Kind.ENDED),
-        (died(1, ended_by_agent=True), Kind.ENDED),
+        (died(137), Kind.OWN_ERROR),
+        (died(139), Kind.OWN_ERROR),
+        (died(42), Kind.OWN_ERROR),
+        (died(2), Kind.OWN_ERROR),
+        (died(1), Kind.UNCLEAR),  # the code of every Python exception, also of a consequence
+        (died(143), Kind.TERMINATED),
+        (died(129), Kind.TERMINATED),
+        (died(137, ended_by_agent=True), Kind.TERMINATED),
+        (died(1, ended_by_agent=True), Kind.TERMINATED),
         (died(75), Kind.STOPPED),
         (died(75, ended_by_agent=True), Kind.STOPPED),
-        (told("KeyboardInterrupt", exit_code=130), Kind.ENDED),
-        (told("ValueError", "own", ended_by_agent=True), Kind.UNSURE),  # may have come of being ended
-        (told("ConnectionResetError", "[Errno 104] Connection reset by peer"), Kind.UNSURE),  # by whom?
-        (told("BrokenPipeError", "[Errno 32] Broken pipe"), Kind.UNSURE),
-        (told("DistNetworkError", "EADDRINUSE", rank=None), Kind.AGENT),
-        (died(1, rank=None), Kind.UNSURE),
-        (died(137, rank=None), Kind.UNSURE),
-        (died(143, rank=None), Kind.ENDED),
+        (raised("KeyboardInterrupt", exit_code=130), Kind.TERMINATED),
+        (raised("ValueError", "own", ended_by_agent=True), Kind.UNCLEAR),  # may be a consequence of SIGTERM
+        (raised("ConnectionResetError", "[Errno 104] Connection reset by peer"), Kind.UNCLEAR),  # any connection
+        (raised("BrokenPipeError", "[Errno 32] Broken pipe"), Kind.UNCLEAR),
+        (raised("DistNetworkError", "EADDRINUSE", rank=None), Kind.AGENT),
+        (died(1, rank=None), Kind.UNCLEAR),
+        (died(137, rank=None), Kind.UNCLEAR),
+        (died(143, rank=None), Kind.TERMINATED),
         (Failure("n1"), Kind.LOST_NODE),
     ],
 )
-def test_what_an_account_is_worth(failure: Failure, expected: Kind) -> None:
-    assert kind(failure) is expected
+def test_the_kind_of_a_failure(failure: Failure, expected: Kind) -> None:
+    assert kind_of(failure) is expected
 
 
 def trace(
@@ -186,67 +185,69 @@ DIRECT = "The above exception was the direct cause of the following exception"
     [
         ([LOST, OWN], DIRECT, Kind.COLLATERAL, OWN),  # raise ValueError("own") from lost
         ([LOST, OWN], "During handling of the above exception, another exception occurred", Kind.COLLATERAL, OWN),
-        # finally: dist.barrier() fails because of the ValueError; or an innocent rank was handling a StopIteration
-        ([OWN, LOST], "During handling of the above exception, another exception occurred", Kind.UNSURE, OWN),
-        ([("KeyError", "'x'"), OWN], DIRECT, Kind.OWN, OWN),
+        # dist.barrier() in `finally` fails after the ValueError; or a healthy rank was handling a StopIteration
+        ([OWN, LOST], "During handling of the above exception, another exception occurred", Kind.UNCLEAR, OWN),
+        ([("KeyError", "'x'"), OWN], DIRECT, Kind.OWN_ERROR, OWN),
     ],
 )
 def test_the_first_exception_of_a_chain_decides(
     errors: list[tuple[str, str]], joint: str, expected: Kind, shown: tuple[str, str]
 ) -> None:
-    failure = told(*errors[-1], traceback=trace(*errors, joint=joint))
-    assert kind(failure) is expected
-    assert verdict.decisive(failure)[:2] == shown
+    failure = raised(*errors[-1], traceback=trace(*errors, joint=joint))
+    assert kind_of(failure) is expected
+    assert verdict.decisive_exception(failure)[:2] == shown
 
 
-# ---------------------------------------------------------------- who was first
+# ---------------------------------------------------------------- which was first
 
-_innocents = st.builds(
-    lambda words, rank, later: told(*words, rank=rank, node=f"n{rank % 3}", time=T0 + later),
-    st.sampled_from(INNOCENT),
+_consequences = st.builds(
+    lambda error, rank, later: raised(*error, rank=rank, node=f"n{rank % 3}", time=TIME + later),
+    st.sampled_from(CONSEQUENCES),
     st.integers(0, 63),
     st.floats(-600, 600),
 )
-_ended = st.builds(
-    lambda code, rank, later: died(code, rank=rank, time=T0 + later, ended_by_agent=True),
+_terminated = st.builds(
+    lambda code, rank, later: died(code, rank=rank, time=TIME + later, ended_by_agent=True),
     st.sampled_from([143, 137, 1]),
     st.integers(0, 63),
     st.floats(-600, 600),
 )
-_guilty = st.one_of(
-    st.builds(lambda words: told(*words, rank=99, node="n9"), st.sampled_from(GUILTY)),
+_causes = st.one_of(
+    st.builds(lambda error: raised(*error, rank=99, node="n9"), st.sampled_from(CAUSES)),
     st.builds(lambda code: died(code, rank=99, node="n9"), st.sampled_from([2, 3, 42, 134, 135, 137, 139, 255])),
 )
 
 
 @settings(deadline=None)
-@given(st.lists(st.one_of(_innocents, _ended), max_size=12), _guilty, st.randoms())
-def test_the_guilty_one_wins_whoever_reports_first(others: list[Failure], guilty: Failure, shuffle: Any) -> None:
-    failures = [*others, guilty]
-    shuffle.shuffle(failures)
-    assert verdict.first(failures) == guilty
-    said = verdict.judge(Evidence(tuple(failures)))
-    assert (said.outcome, said.node, said.rank, said.exit_code) == ("failed", "n9", 99, guilty.exit_code)
-    assert len(said.collateral) == len(others)
+@given(st.lists(st.one_of(_consequences, _terminated), max_size=12), _causes, st.randoms())
+def test_a_cause_wins_over_earlier_consequences(others: list[Failure], cause: Failure, random: Any) -> None:
+    failures = [*others, cause]
+    random.shuffle(failures)
+    assert verdict.first_failure(failures) == cause
+    found = verdict.judge(Evidence(tuple(failures)))
+    assert (found.outcome, found.node, found.rank, found.exit_code) == ("failed", "n9", 99, cause.exit_code)
+    assert len(found.collateral) == len(others)
 
 
 @settings(deadline=None)
-@given(st.lists(_guilty, min_size=2, max_size=6), st.randoms())
-def test_among_causes_the_earliest_wins(causes: list[Failure], shuffle: Any) -> None:
-    timed = [replace(cause, rank=rank, time=T0 + rank) for rank, cause in enumerate(causes)]
-    shuffle.shuffle(timed)
-    assert verdict.first(timed).rank == 0
+@given(st.lists(_causes, min_size=2, max_size=6), st.randoms())
+def test_of_several_causes_the_earliest_wins(causes: list[Failure], random: Any) -> None:
+    timed = [replace(cause, rank=rank, time=TIME + rank) for rank, cause in enumerate(causes)]
+    random.shuffle(timed)
+    assert verdict.first_failure(timed).rank == 0
 
 
-def test_a_death_without_a_time_is_not_taken_for_the_earliest() -> None:
-    assert verdict.first([died(139, rank=0, time=None), died(137, rank=1)]).rank == 1
+def test_a_failure_without_a_time_is_not_the_earliest() -> None:
+    assert verdict.first_failure([died(139, rank=0, time=None), died(137, rank=1)]).rank == 1
 
 
-def test_only_consequences_are_told_as_such() -> None:
-    said = verdict.judge(Evidence((told("RuntimeError", RESET, rank=0, time=T0 + 1), told("RuntimeError", CLOSED))))
-    assert (said.rank, said.exit_code) == (1, 1)
-    assert said.cause == (
-        "the cause was not recorded; rank 1 on n1 lost the others first: "
+def test_without_a_cause_the_first_consequence_is_named() -> None:
+    found = verdict.judge(
+        Evidence((raised("RuntimeError", RESET, rank=0, time=TIME + 1), raised("RuntimeError", CLOSED)))
+    )
+    assert (found.rank, found.exit_code) == (1, 1)
+    assert found.cause == (
+        "the cause was not recorded; rank 1 on n1 was the first to lose the others: "
         "RuntimeError: Connection closed by peer [127.0.0.1]:2955."
     )
 
@@ -255,42 +256,42 @@ def test_only_consequences_are_told_as_such() -> None:
     ("code", "cause"),
     [
         (135, "rank 0 on n1 died of SIGBUS"),
-        (1, "rank 0 on n1 exited with code 1; nothing clearer was recorded"),
+        (1, "rank 0 on n1 exited with code 1; no clearer cause was recorded"),
     ],
 )
-def test_what_is_said_of_one_that_ended_without_a_word(code: int, cause: str) -> None:
+def test_a_rank_that_recorded_only_its_exit_code(code: int, cause: str) -> None:
     assert verdict.judge(Evidence((died(code, rank=0),), ranks={"n1": range(1)})).cause == cause
 
 
-def test_the_one_rank_that_said_nothing_while_all_others_waited_did_not_come() -> None:
-    waited = [told("RuntimeError", WAITED, rank=rank, node="n1") for rank in (0, 1, 3)]
+def test_the_only_rank_without_a_record_while_all_others_waited_is_missing() -> None:
+    waited = [raised("RuntimeError", WAITED, rank=rank, node="n1") for rank in (0, 1, 3)]
     hung = died(143, rank=2, node="n2", ended_by_agent=True)
-    said = verdict.judge(Evidence((*waited, hung), ranks=TWO_NODES))
-    assert (said.node, said.rank, said.exit_code) == ("n2", 2, 1)
-    assert said.cause.startswith(
-        "rank 2 on n2 was missing in a collective: it alone reported nothing; rank 0 on n1 says: "
+    found = verdict.judge(Evidence((*waited, hung), ranks=TWO_NODES))
+    assert (found.node, found.rank, found.exit_code) == ("n2", 2, 1)
+    assert found.cause.startswith(
+        "rank 2 on n2 was missing from a collective: only this rank reported nothing; rank 0 on n1 reports: "
     )
-    left = verdict.judge(Evidence(tuple(waited), ranks={"n1": range(1), "n2": range(1, 4)}))
-    assert (left.node, left.rank) == ("n2", 2), "by the numbers of ranks: it left nothing behind at all"
-    two_said_nothing = verdict.judge(Evidence((*waited[:2], hung), ranks=TWO_NODES))
-    assert "alone" not in two_said_nothing.cause
-    rank_out_of_place = verdict.judge(Evidence((replace(waited[0], rank=5),), ranks={"n1": range(2)}))
-    assert "alone" not in rank_out_of_place.cause
+    without_end = verdict.judge(Evidence(tuple(waited), ranks={"n1": range(1), "n2": range(1, 4)}))
+    assert (without_end.node, without_end.rank) == ("n2", 2), "run.json tells which rank has no record at all"
+    two_missing = verdict.judge(Evidence((*waited[:2], hung), ranks=TWO_NODES))
+    assert "only this rank" not in two_missing.cause
+    unknown_rank = verdict.judge(Evidence((replace(waited[0], rank=5),), ranks={"n1": range(2)}))
+    assert "only this rank" not in unknown_rank.cause
 
 
-def test_a_rank_that_ended_with_0_while_others_waited_for_it_is_named_with_where_they_were(run: Run) -> None:
+def test_a_rank_that_exited_with_0_while_others_waited_for_it_is_named(run: RunDirectory) -> None:
     run.start("n1", "n2")
     run.rank(0, "RuntimeError", "[Rank 0]: Ranks 3, 5 failed to pass monitoredBarrier in 2000 ms")
-    run.rank(1, "RuntimeError", CLOSED, time=T0 + 1)
-    run.rank(2, "RuntimeError", RESET, node="n2", time=T0 + 1)
+    run.rank(1, "RuntimeError", CLOSED, time=TIME + 1)
+    run.rank(2, "RuntimeError", RESET, node="n2", time=TIME + 1)
     run.deaths("n1", r0=(1, False), r1=(1, False))
     run.deaths("n2", r2=(1, False), ended_well=[3])
-    said = run.decide()
+    found = run.decide()
     waits = "rank 0 on n1 was in a collective at train.py:3 in step()"
-    assert (said.node, said.rank, said.exit_code) == ("n2", 3, 1)
-    assert said.cause == f"rank 3 on n2 ended with exit code 0 while {waits}"
-    run.rank(1, "ValueError", "own", time=T0 + 1)
-    assert run.decide().rank == 1, "what a rank died of counts more than that another one ended early"
+    assert (found.node, found.rank, found.exit_code) == ("n2", 3, 1)
+    assert found.cause == f"rank 3 on n2 ended with exit code 0 while {waits}"
+    run.rank(1, "ValueError", "own", time=TIME + 1)
+    assert run.decide().rank == 1, "an error of a rank wins over the early exit of another"
     (run.path / "errors/rank_1.json").unlink()
     run.deaths("n1", r0=(1, False), ended_well=[1])
     assert run.decide().cause == f"rank 1 on n1 and 1 more rank ended with exit code 0 while {waits}"
@@ -298,11 +299,11 @@ def test_a_rank_that_ended_with_0_while_others_waited_for_it_is_named_with_where
     run.deaths("n1", r0=(75, False), ended_well=[1])
     (run.path / "errors/rank_2.json").unlink()
     run.deaths("n2", r2=(75, False), ended_well=[3])
-    assert run.decide().outcome == "stopped", "nobody waited"
+    assert run.decide().outcome == "stopped", "no rank waited"
 
 
-def test_an_agent_whose_ranks_ended_well_has_not_failed_by_itself(run: Run) -> None:
-    """It ends with the exit code of the run."""
+def test_an_agent_whose_ranks_exited_with_0_is_not_the_cause(run: RunDirectory) -> None:
+    """It exits with the code of the run."""
     run.start("n1", "n2", nproc=1)
     run.rank(0, "RuntimeError", RESET)
     run.deaths("n1", r0=(1, False))
@@ -326,29 +327,29 @@ def test_an_agent_whose_ranks_ended_well_has_not_failed_by_itself(run: Run) -> N
         ("PeerFailed", "the loss of rank 3 on n2, rank 5 on n3 is not finite (NaN or inf) at step 7"),
     ],
 )  # fmt: skip
-def test_a_message_that_names_another_rank_points_at_it(exception: str, message: str) -> None:
-    accuser, other = told(exception, message, rank=0), told("RuntimeError", CLOSED, rank=1, time=T0 - 1)
-    said = verdict.judge(Evidence((accuser, other), ranks=TWO_NODES))
-    assert (said.node, said.rank, said.exit_code) == ("n2", 3, 1)
-    assert said.cause.startswith("rank 3 on n2 was missing in a collective: rank 0 on n1 says: ")
-    own = verdict.judge(Evidence((accuser, other, died(139, rank=1, node="n1"))))
-    assert own.rank == 1, "what a rank died of counts more than what another one says of it"
+def test_a_rank_that_another_one_names_as_missing_is_the_cause(exception: str, message: str) -> None:
+    witness, other = raised(exception, message, rank=0), raised("RuntimeError", CLOSED, rank=1, time=TIME - 1)
+    found = verdict.judge(Evidence((witness, other), ranks=TWO_NODES))
+    assert (found.node, found.rank, found.exit_code) == ("n2", 3, 1)
+    assert found.cause.startswith("rank 3 on n2 was missing from a collective; rank 0 on n1 reports: ")
+    with_own_error = verdict.judge(Evidence((witness, other, died(139, rank=1, node="n1"))))
+    assert with_own_error.rank == 1, "an error of a rank wins"
 
 
-def test_two_causes_as_close_as_clocks_differ_are_both_named() -> None:
-    one, other = told("ValueError", "x", rank=0, node="n1"), died(137, rank=1, node="n2", time=T0 + 0.6)
-    both = "rank 0 on n1 raised ValueError: x; too close in time to say which was first: rank 1 on n2 died of SIGKILL"
+def test_two_causes_closer_than_clocks_can_tell_are_both_named() -> None:
+    one, other = raised("ValueError", "x", rank=0, node="n1"), died(137, rank=1, node="n2", time=TIME + 0.6)
+    both = "rank 0 on n1 raised ValueError: x; too close in time to tell which was first: rank 1 on n2 died of SIGKILL"
     assert verdict.judge(Evidence((one, other))).cause == both
-    assert "too close" not in verdict.judge(Evidence((one, replace(other, time=T0 + 1.1)))).cause
+    assert "too close" not in verdict.judge(Evidence((one, replace(other, time=TIME + 1.1)))).cause
     assert "too close" not in verdict.judge(Evidence((one, replace(other, node="n1")))).cause
     whole = (replace(one, time=1_700_000_000.0), replace(other, node="n1"))
     assert "too close" in verdict.judge(Evidence(whole)).cause, "torchrun's whole seconds on one node"
 
 
 def test_the_same_error_on_every_rank_is_counted() -> None:
-    same = [told("ValueError", "no such layer", rank=rank, time=T0 + rank) for rank in range(4)]
+    same = [raised("ValueError", "no such layer", rank=rank, time=TIME + rank) for rank in range(4)]
     assert verdict.judge(Evidence(tuple(same))).cause == (
-        "rank 0 on n1 raised ValueError: no such layer; 3 more ranks the same"
+        "rank 0 on n1 raised ValueError: no such layer; the same on 3 more ranks"
     )
 
 
@@ -356,7 +357,7 @@ def test_the_same_error_on_every_rank_is_counted() -> None:
 
 STOP = (died(75, rank=0), died(75, rank=1))
 BY_AGENT = died(143, rank=1, ended_by_agent=True)
-ACCIDENT = (died(139, rank=0), BY_AGENT)
+CRASH = (died(139, rank=0), BY_AGENT)
 
 
 @pytest.mark.parametrize(
@@ -367,37 +368,37 @@ ACCIDENT = (died(139, rank=0), BY_AGENT)
         ((), {}, None, ("failed", 1)),
         ((), {"n1": 0}, 124, ("failed", 124)),
         ((), {}, 130, ("stopped", 130)),
-        ((), {"n1": 0}, 130, ("stopped", 0)),  # the request came when all was done, or was no reason to fail
-        (ACCIDENT, {"n1": 0}, 143, ("stopped", 0)),  # the same, in an attempt after one that failed
-        (ACCIDENT, {"n1": 0}, None, ("ok", 0)),  # it was started again and ended well
-        (ACCIDENT, {"n1": 1}, None, ("failed", 139)),
-        (ACCIDENT, {"n1": 139}, 130, ("failed", 139)),  # it failed before the person pressed Ctrl-C
+        ((), {"n1": 0}, 130, ("stopped", 0)),  # all ranks exited with 0 before or after the request
+        (CRASH, {"n1": 0}, 143, ("stopped", 0)),  # the same, in an attempt after one that failed
+        (CRASH, {"n1": 0}, None, ("ok", 0)),  # the restart succeeded
+        (CRASH, {"n1": 1}, None, ("failed", 139)),
+        (CRASH, {"n1": 139}, 130, ("failed", 139)),  # it failed before Ctrl-C
         (STOP, {"n1": 75}, None, ("stopped", 75)),
         ((died(75, rank=0, ended_by_agent=True), BY_AGENT), {"n1": 75}, None, ("stopped", 75)),
-        (STOP, {"n1": 75}, 143, ("stopped", 75)),  # a checkpoint is written: that is the better news
+        (STOP, {"n1": 75}, 143, ("stopped", 75)),  # a checkpoint was written
         ((*STOP, died(137, rank=2)), {"n1": 75}, None, ("failed", 137)),
-        ((died(75, rank=0), told("RuntimeError", CLOSED)), {"n1": 75}, None, ("failed", 1)),
+        ((died(75, rank=0), raised("RuntimeError", CLOSED)), {"n1": 75}, None, ("failed", 1)),
         ((BY_AGENT,), {"n1": 143}, None, ("stopped", 143)),
         ((BY_AGENT,), {"n1": 143}, 130, ("stopped", 130)),
-        ((told("RuntimeError", CLOSED, rank=0), BY_AGENT), {"n1": 1}, 143, ("stopped", 143)),
-        ((told("KeyboardInterrupt", exit_code=130),), {"n1": 130}, 130, ("stopped", 130)),
-        ((told("RuntimeError", CLOSED, exit_code=3), Failure("n2")), {"n1": 3}, None, ("failed", 69)),
+        ((raised("RuntimeError", CLOSED, rank=0), BY_AGENT), {"n1": 1}, 143, ("stopped", 143)),
+        ((raised("KeyboardInterrupt", exit_code=130),), {"n1": 130}, 130, ("stopped", 130)),
+        ((raised("RuntimeError", CLOSED, exit_code=3), Failure("n2")), {"n1": 3}, None, ("failed", 69)),
         ((BY_AGENT, Failure("n2")), {"n1": 143}, 69, ("failed", 69)),
     ],
 )
 def test_outcome_and_exit_code(
     failures: tuple[Failure, ...], exits: dict[str, int], launcher: int | None, expected: tuple[str, int]
 ) -> None:
-    said = verdict.judge(Evidence(failures, exits, ranks={"n1": range(2)}), launcher)
-    assert (said.outcome, said.exit_code) == expected
+    found = verdict.judge(Evidence(failures, exits, ranks={"n1": range(2)}), launcher)
+    assert (found.outcome, found.exit_code) == expected
 
 
-# ---------------------------------------------------------------- what a run leaves behind
+# ---------------------------------------------------------------- the files of a run
 
 
 @dataclass(frozen=True)
-class Run:
-    """A run folder, written as agents and workers write it."""
+class RunDirectory:
+    """A run directory with files as agents and workers write them."""
 
     path: Path
 
@@ -412,20 +413,20 @@ class Run:
         self.file("run.json", {"places": places})
 
     def rank(self, rank: int, exception: str, message: str, node: str = "n1", **more: Any) -> None:
-        facts = {"rank": rank, "local_rank": rank, "node": node, "pid": 100 + rank, "time": T0, "exit_code": 1}
-        words = {"exception": exception, "message": message, "traceback": trace((exception, message))}
-        self.file(f"errors/rank_{rank}.json", facts | words | more)
+        facts = {"rank": rank, "local_rank": rank, "node": node, "pid": 100 + rank, "time": TIME, "exit_code": 1}
+        error = {"exception": exception, "message": message, "traceback": trace((exception, message))}
+        self.file(f"errors/rank_{rank}.json", facts | error | more)
 
     def deaths(self, node: str, ended_well: Sequence[int] = (), **codes: tuple[int, bool]) -> None:
-        """r0=(137, False): rank 0 died of SIGKILL, not by the agent. ended_well: ranks that ended with 0 before."""
+        """r0=(137, False): rank 0 died of SIGKILL, not sent by the agent. ended_well: ranks that exited with 0."""
         found = [
-            {"rank": int(rank[1:]), "local_rank": int(rank[1:]), "pid": 100 + int(rank[1:]), "time": T0 + 0.1}
+            {"rank": int(rank[1:]), "local_rank": int(rank[1:]), "pid": 100 + int(rank[1:]), "time": TIME + 0.1}
             | {"exit_code": code, "ended_by_agent": by_agent}
             for rank, (code, by_agent) in codes.items()
         ]
         self.file(f"errors/node_{node}.json", {"node": node, "deaths": found, "ended_well": list(ended_well)})
 
-    def torchrun(self, place: str, exception: str, message: str, seconds: int = int(T0)) -> None:
+    def torchrun(self, place: str, exception: str, message: str, seconds: int = int(TIME)) -> None:
         extra = {"py_callstack": trace((exception, message)), "timestamp": str(seconds)}
         self.file(f"ranks/{place}/error.json", {"message": {"message": f"{exception}: {message}", "extraInfo": extra}})
 
@@ -434,128 +435,136 @@ class Run:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
-    return Run(tmp_path)
+def run(tmp_path: Path) -> RunDirectory:
+    return RunDirectory(tmp_path)
 
 
-def test_a_killed_rank_has_no_words_and_still_wins_over_those_who_have(run: Run) -> None:
-    run.rank(0, "RuntimeError", RESET, time=T0 - 0.2)
+def test_a_killed_rank_wins_over_recorded_consequences(run: RunDirectory) -> None:
+    run.rank(0, "RuntimeError", RESET, time=TIME - 0.2)
     run.deaths("n1", r0=(1, False), r1=(137, False))
-    said = run.decide()
-    assert (said.rank, said.exit_code, said.cause) == (1, 137, "rank 1 on n1 died of SIGKILL")
-    assert [one["rank"] for one in said.collateral] == [0]
+    found = run.decide()
+    assert (found.rank, found.exit_code, found.cause) == (1, 137, "rank 1 on n1 died of SIGKILL")
+    assert [one["rank"] for one in found.collateral] == [0]
 
 
-def test_a_hang_for_which_the_launcher_ended_the_run_wins_over_all_that_followed(run: Run) -> None:
+def test_a_hang_wins_over_all_other_failures(run: RunDirectory) -> None:
     stack = 'Stack (most recent call last):\n  File "/x/my.py", line 12, in main\n'
     other = {"node": "n1", "rank": 0, "message": "waited in a collective at my.py:9", "traceback": stack}
-    hang = {"cause": "hung: no output", "node": "n2", "rank": 1, "time": T0, "traceback": stack, "others": [other]}
+    hang = {"cause": "hung: no output", "node": "n2", "rank": 1, "time": TIME, "traceback": stack, "others": [other]}
     run.file("hang.json", hang)
-    run.rank(0, "RuntimeError", RESET, time=T0 - 0.2)
+    run.rank(0, "RuntimeError", RESET, time=TIME - 0.2)
     run.deaths("n2", r1=(137, False))
-    said = run.decide(124)
-    assert (said.outcome, said.exit_code, said.cause, said.rank) == ("failed", 124, "hung: no output", 1)
-    assert verdict.in_words(said, run.path).splitlines() == [
+    found = run.decide(124)
+    assert (found.outcome, found.exit_code, found.cause, found.rank) == ("failed", 124, "hung: no output", 1)
+    assert verdict.render(found, run.path).splitlines() == [
         "verdict: failed: hung: no output",
         "  exit code 124",
         '    File "/x/my.py", line 12, in main',
-        "  meanwhile: rank 0 on n1: waited in a collective at my.py:9",
+        "  other ranks: rank 0 on n1: waited in a collective at my.py:9",
         f"  all stacks: {run.path}/hang.json",
     ]
 
 
-def test_what_a_rank_told_and_what_its_agent_saw_are_one_account(run: Run) -> None:
-    """PyTorch's threads may abort a process that is leaving after an exception: 134 is not its code."""
-    run.rank(1, "ValueError", "bad", time=T0)
-    run.rank(0, "RuntimeError", CLOSED, time=T0 - 0.1)
+def test_the_records_of_a_rank_and_of_its_agent_are_merged(run: RunDirectory) -> None:
+    """PyTorch's threads may abort a process that exits after an exception: then 134 is not its exit code."""
+    run.rank(1, "ValueError", "bad", time=TIME)
+    run.rank(0, "RuntimeError", CLOSED, time=TIME - 0.1)
     run.deaths("n1", r1=(134, False), r0=(134, False))
-    said = run.decide()
-    assert (said.rank, said.exception, said.message, said.exit_code, said.time) == (1, "ValueError", "bad", 1, T0)
-    assert len(said.collateral) == 1
+    found = run.decide()
+    assert (found.rank, found.exception, found.message, found.exit_code, found.time) == (
+        1,
+        "ValueError",
+        "bad",
+        1,
+        TIME,
+    )
+    assert len(found.collateral) == 1
 
 
-def test_a_rank_that_raised_and_then_hung_until_the_agent_ended_it(run: Run) -> None:
+def test_a_rank_that_raised_and_then_hung_until_the_agent_killed_it(run: RunDirectory) -> None:
     run.rank(1, "ValueError", "bad")
     run.rank(0, "RuntimeError", CLOSED)
     run.deaths("n1", r0=(1, False), r1=(137, True))
     assert (run.decide().rank, run.decide().exit_code) == (1, 1)
 
 
-def test_an_account_of_an_attempt_before_is_passed_over(run: Run) -> None:
-    """The agent started rank 1 again, as another process, and then rank 0 was killed."""
-    run.rank(1, "ValueError", "bad", pid=7, time=T0 - 60)
+def test_records_of_earlier_attempts_are_ignored(run: RunDirectory) -> None:
+    """The agent restarted rank 1, and then rank 0 was killed."""
+    run.rank(1, "ValueError", "bad", pid=7, time=TIME - 60)
     run.deaths("n1", r0=(137, False), r1=(143, True))
-    said = run.decide()
-    assert (said.rank, said.exit_code) == (0, 137)
-    assert said.collateral == ({"node": "n1", "rank": 1, "message": "was ended with the others (SIGTERM)"},)
+    found = run.decide()
+    assert (found.rank, found.exit_code) == (0, 137)
+    assert found.collateral == ({"node": "n1", "rank": 1, "message": "was stopped with the others (SIGTERM)"},)
 
 
-def test_torchruns_own_files_of_the_last_attempt(run: Run) -> None:
+def test_error_files_of_torchrun_are_read_from_the_last_attempt(run: RunDirectory) -> None:
     run.start("n1", "n2")
-    run.torchrun("n2/none_ab/attempt_9/0", "KeyError", "'an attempt before'")
-    run.torchrun("n2/none_ab/attempt_10/1", "ValueError", "bad: really", seconds=int(T0) + 3)
+    run.torchrun("n2/none_ab/attempt_9/0", "KeyError", "'an earlier attempt'")
+    run.torchrun("n2/none_ab/attempt_10/1", "ValueError", "bad: really", seconds=int(TIME) + 3)
     run.torchrun("n2/none_ab/attempt_10/0", "RuntimeError", CLOSED)
     run.torchrun("n1/none_ab/attempt_10/0", "RuntimeError", RESET)
-    said = run.decide()
-    assert (said.node, said.rank, said.exception, said.message) == ("n2", 3, "ValueError", "bad: really")
-    assert (said.exit_code, said.time) == (1, float(int(T0) + 3))
-    assert {one["rank"] for one in said.collateral} == {0, 2}
+    found = run.decide()
+    assert (found.node, found.rank, found.exception, found.message) == ("n2", 3, "ValueError", "bad: really")
+    assert (found.exit_code, found.time) == (1, float(int(TIME) + 3))
+    assert {one["rank"] for one in found.collateral} == {0, 2}
 
 
-def test_the_attempts_of_the_last_launch_count(run: Run) -> None:
+def test_error_files_of_torchrun_are_read_from_the_last_launch(run: RunDirectory) -> None:
     run.torchrun("n1/none_old/attempt_5/0", "KeyError", "'old'")
     run.torchrun("n1/none_new/attempt_0/1", "ValueError", "new")
-    os.utime(run.path / "ranks/n1/none_old", (T0, T0))
-    os.utime(run.path / "ranks/n1/none_new", (T0 + 60, T0 + 60))
+    os.utime(run.path / "ranks/n1/none_old", (TIME, TIME))
+    os.utime(run.path / "ranks/n1/none_new", (TIME + 60, TIME + 60))
     assert run.decide().exception == "ValueError"
 
 
-def test_a_node_env_that_fails_is_the_cause_in_its_own_words(run: Run) -> None:
+def test_a_failed_node_env_is_quoted(run: RunDirectory) -> None:
     run.start("n2")
     message = "n2: /w/config/node_env.sh: line 3: 'module load cuda' failed with exit code 127; mend it, or write '...'"
     run.file("node_n2.log", f"/w/config/node_env.sh: line 3: module: command not found\n{message}\nsrun: error\n")
     run.file("node_n2.exit", "69\n")
-    said = run.decide(69)
-    assert (said.node, said.exit_code, said.cause) == ("n2", 69, message)
+    found = run.decide(69)
+    assert (found.node, found.exit_code, found.cause) == ("n2", 69, message)
 
 
-def test_a_node_that_left_nothing_is_the_likelier_cause_than_those_who_lost_it(run: Run) -> None:
+def test_a_node_without_any_file_is_lost(run: RunDirectory) -> None:
     run.start("n1", "n2")
     run.rank(0, "RuntimeError", RESET)
     run.deaths("n1", r0=(1, False), r1=(143, True))
     run.file("node_n1.exit", "1\n")
-    said = run.decide()
-    assert (said.node, said.rank, said.exit_code) == ("n2", None, 69)
-    assert said.cause == "n2: connection lost: no power or network there, or all its processes were killed"
+    found = run.decide()
+    assert (found.node, found.rank, found.exit_code) == ("n2", None, 69)
+    assert found.cause == "n2: connection lost: the node lost power or network, or all its processes were killed"
     (run.path / "node_n1.exit").unlink()
-    assert run.decide().rank == 0, "where no node leaves an exit status, none of them is lost"
+    assert run.decide().rank == 0, "when no node has an exit code, none of them is lost"
 
 
 @pytest.mark.parametrize(
-    ("not_heard", "lost"),
+    ("missed", "lost"),
     [
         ({"n1": "n3", "n2": "n3", "n3": "n1"}, "n3"),
         ({"n1": "n2", "n2": "n1", "n3": "n1"}, "n1"),
-        ({"n1": "n2", "n2": "n1"}, "n2"),  # the first node is where the others are missed
+        ({"n1": "n2", "n2": "n1"}, "n2"),  # of two, the later one
         ({"n1": "n2"}, "n2"),
     ],
 )
-def test_of_nodes_that_do_not_hear_each_other_the_lonelier_one_is_lost(
-    run: Run, not_heard: dict[str, str], lost: str
+def test_the_node_whose_heartbeats_most_agents_miss_is_lost(
+    run: RunDirectory, missed: dict[str, str], lost: str
 ) -> None:
-    run.start(*not_heard)
-    for node, other in not_heard.items():
+    run.start(*missed)
+    for node, other in missed.items():
         run.file(f"errors/node_{node}.json", json.dumps({"node": node, "deaths": [], "lost": other}))
         run.file(f"node_{node}.exit", "69\n")
-    said = run.decide()
-    assert (said.outcome, said.node, said.exit_code) == ("failed", lost, 69)
+    found = run.decide()
+    assert (found.outcome, found.node, found.exit_code) == ("failed", lost, 69)
     run.file(f"node_{lost}.exit", "137\n")
-    assert "connection lost" not in run.decide().cause, "it ended by something else, and was missed only then"
+    assert "connection lost" not in run.decide().cause, "it failed before its heartbeats stopped"
 
 
 @pytest.mark.parametrize("code", [75, 129, 143])
 @pytest.mark.parametrize("seen_by", ["the launcher", "the other agent"])
-def test_a_stop_that_follows_a_lost_connection_is_no_stop_on_request(run: Run, code: int, seen_by: str) -> None:
+def test_ranks_that_stop_after_a_lost_connection_did_not_stop_on_request(
+    run: RunDirectory, code: int, seen_by: str
+) -> None:
     run.start("n1", "n2")
     run.deaths("n1", r0=(code, True), r1=(code, True))
     run.deaths("n2", r2=(code, True), r3=(code, True))
@@ -565,9 +574,9 @@ def test_a_stop_that_follows_a_lost_connection_is_no_stop_on_request(run: Run, c
         run.file("node_n2.lost", "")
     else:
         run.file("errors/node_n1.json", json.dumps({"node": "n1", "deaths": [], "lost": "n2"}))
-    said = run.decide(69)
-    assert (said.outcome, said.node, said.exit_code) == ("failed", "n2", 69)
-    assert said.cause.startswith("n2: connection lost")
+    found = run.decide(69)
+    assert (found.outcome, found.node, found.exit_code) == ("failed", "n2", 69)
+    assert found.cause.startswith("n2: connection lost")
 
 
 @pytest.mark.parametrize(
@@ -577,28 +586,26 @@ def test_a_stop_that_follows_a_lost_connection_is_no_stop_on_request(run: Run, c
         ("ada@n1", 69, "n1: connection lost: the control channel was closed"),
     ],
 )
-def test_without_ssh_in_between_a_lost_launcher_was_killed(
-    run: Run, address: str | None, code: int, cause: str
-) -> None:
+def test_without_ssh_a_lost_launcher_was_killed(run: RunDirectory, address: str | None, code: int, cause: str) -> None:
     run.file("run.json", {"places": [{"node": "n1", "address": address, "first_rank": 0, "processes": 2}]})
     run.deaths("n1", r0=(143, True), r1=(143, True))
-    lost = {"node": "n1", "time": T0, "cause": "launcher lost", "message": "the control channel was closed"}
+    lost = {"node": "n1", "time": TIME, "cause": "launcher lost", "message": "the control channel was closed"}
     run.file("errors/supervisor_n1.json", lost)
-    said = run.decide()
-    assert (said.outcome, said.exit_code, said.cause) == ("failed", code, cause)
+    found = run.decide()
+    assert (found.outcome, found.exit_code, found.cause) == ("failed", code, cause)
 
 
-def test_an_agent_that_was_refused_could_not_go_on_and_why_is_the_last_line_of_its_log(run: Run) -> None:
+def test_the_last_line_of_an_agent_is_why_it_failed(run: RunDirectory) -> None:
     run.start("n1", "n2")
     run.file("node_n1.exit", "69\n")
     run.file("node_n1.log", "agent: waiting\nagent: port 29500: in use by another program; choose another\n")
     run.file("node_n2.exit", "143\n")
-    said = run.decide(69)
-    assert said.cause == ("the agent on n1 could not go on: port 29500: in use by another program; choose another")
-    assert (said.outcome, said.exit_code) == ("failed", 69)
+    found = run.decide(69)
+    assert found.cause == "the agent on n1 failed: port 29500: in use by another program; choose another"
+    assert (found.outcome, found.exit_code) == ("failed", 69)
 
 
-def test_ranks_that_stopped_because_the_launcher_ended_with_69_did_not_stop_on_request(run: Run) -> None:
+def test_ranks_that_stopped_because_the_launcher_exited_with_69_did_not_stop_on_request(run: RunDirectory) -> None:
     run.start("n1")
     run.deaths("n1", r0=(75, False), r1=(75, False))
     run.file("node_n1.exit", "75\n")
@@ -606,7 +613,7 @@ def test_ranks_that_stopped_because_the_launcher_ended_with_69_did_not_stop_on_r
     assert (run.decide(69).outcome, run.decide(69).exit_code) == ("failed", 69)
 
 
-def test_garbage_and_half_written_files_are_passed_over_with_a_warning(run: Run) -> None:
+def test_damaged_and_incomplete_files_are_ignored_with_a_warning(run: RunDirectory) -> None:
     whole = run.file("errors/rank_7.json", {"rank": 7, "exception": "KeyError", "message": "x" * 99})
     run.file("errors/rank_5.json", whole.read_text()[:40])
     run.file("errors/rank_6.json", "\0" * 4096)
@@ -663,21 +670,21 @@ _files = st.sampled_from(
 
 @settings(deadline=None)
 @given(st.dictionaries(_files, _json | st.text(), max_size=5), st.sampled_from([None, 0, 1, 130]))
-def test_nothing_that_stands_in_the_files_can_stop_the_verdict(files: dict[str, Any], launcher: int | None) -> None:
-    with tempfile.TemporaryDirectory() as folder:
+def test_any_content_of_the_files_gives_a_verdict(files: dict[str, Any], launcher: int | None) -> None:
+    with tempfile.TemporaryDirectory() as directory:
         for name, content in files.items():
-            path = Path(folder, name)
+            path = Path(directory, name)
             path.parent.mkdir(parents=True, exist_ok=True)
             text = content if isinstance(content, str) else json.dumps(content)
             path.write_text(text, encoding="utf-8", errors="replace")
-        said = verdict.decide(Path(folder), launcher)
-        assert 0 <= said.exit_code <= 255 and (said.exit_code == 0) == (said.outcome == "ok")
-        assert verdict.in_words(said, Path(folder))
+        found = verdict.decide(Path(directory), launcher)
+        assert 0 <= found.exit_code <= 255 and (found.exit_code == 0) == (found.outcome == "ok")
+        assert verdict.render(found, Path(directory))
 
 
-# ---------------------------------------------------------------- what only the log tells
+# ---------------------------------------------------------------- failures known only from the log
 
-# The agent's own part of the log of a torchrun, whose rank 1 called os._exit(42) when rank 0 was in an all-reduce.
+# The agent's part of a torchrun log; rank 1 called os._exit(42) while rank 0 was in an all-reduce.
 TORCHRUN = """\
 W1121 11:30:32.803000 9003 elastic/multiprocessing/api.py:1028] Sending process 9007 closing signal SIGTERM
 E1121 11:30:33.002000 9003 elastic/multiprocessing/api.py:1002] failed (exitcode: 42) local_rank: 1 (pid: 9008)
@@ -726,29 +733,29 @@ RAISED_IN_LOG = """\
 ABORTED = "[n1:1] terminate called without an active exception\n"
 
 
-def test_the_list_of_failures_that_torchrun_prints(run: Run) -> None:
+def test_the_list_of_failures_that_torchrun_prints(run: RunDirectory) -> None:
     run.file("node_n1.log", LOST_IN_LOG + "[n1:1] no data here\n" + TORCHRUN)
     run.file("node_n1.exit", "1\n")
-    said = run.decide()
-    assert (said.node, said.rank, said.exit_code, said.exception) == ("n1", 1, 42, None)
-    assert said.cause == "rank 1 on n1 exited with code 42"
-    words = "RuntimeError: Read error [127.0.0.1]:61582: Connection reset by peer."
-    assert said.collateral == ({"node": "n1", "rank": 0, "message": words},)
-    assert "its last lines:\n    no data here\n" in verdict.in_words(said, run.path)
+    found = run.decide()
+    assert (found.node, found.rank, found.exit_code, found.exception) == ("n1", 1, 42, None)
+    assert found.cause == "rank 1 on n1 exited with code 42"
+    message = "RuntimeError: Read error [127.0.0.1]:61582: Connection reset by peer."
+    assert found.collateral == ({"node": "n1", "rank": 0, "message": message},)
+    assert "last lines of its output:\n    no data here\n" in verdict.render(found, run.path)
 
 
-def test_torchrun_blames_the_abort_where_an_exception_was_first(run: Run) -> None:
-    """Seen: rank 1 raises, PyTorch's threads abort it on its way out, torchrun reports signal 6."""
+def test_an_exception_wins_over_the_abort_that_torchrun_reports(run: RunDirectory) -> None:
+    """Observed: rank 1 raises, PyTorch's threads abort it while it exits, torchrun reports signal 6."""
     agent = TORCHRUN.replace("exitcode  : 42", "exitcode  : -6")
     run.file("node_n1.log", RAISED_IN_LOG + LOST_IN_LOG + ABORTED + agent)
-    said = run.decide()
-    assert (said.rank, said.exit_code, said.exception) == (1, 1, "ValueError")
-    assert said.message == "the data is bad\nsecond line"
-    assert said.time is not None and said.time.is_integer(), "the time is torchrun's"
-    assert said.traceback.startswith("Traceback (most recent call last):\n  File ")
+    found = run.decide()
+    assert (found.rank, found.exit_code, found.exception) == (1, 1, "ValueError")
+    assert found.message == "the data is bad\nsecond line"
+    assert found.time is not None and found.time.is_integer(), "the time is torchrun's"
+    assert found.traceback.startswith("Traceback (most recent call last):\n  File ")
 
 
-def test_of_two_accounts_of_one_rank_the_better_one_counts(run: Run) -> None:
+def test_of_two_records_of_a_rank_the_more_reliable_one_is_used(run: RunDirectory) -> None:
     run.file("node_n1.log", RAISED_IN_LOG + TORCHRUN)
     run.torchrun("n1/none_ab/attempt_0/1", "ValueError", "from torchrun's file")
     assert (run.decide().rank, run.decide().message, run.decide().exit_code) == (1, "from torchrun's file", 42)
@@ -758,29 +765,29 @@ def test_of_two_accounts_of_one_rank_the_better_one_counts(run: Run) -> None:
     assert (run.decide().message, run.decide().exit_code) == ("from the rank's file", 4)
 
 
-def test_the_last_of_two_lists_of_failures_counts(run: Run) -> None:
+def test_the_last_list_of_failures_in_a_log_is_used(run: RunDirectory) -> None:
     before = TORCHRUN.replace("rank      : 0", "rank      : 5").replace("-15", "7")
     run.file("node_n1.log", before + TORCHRUN)
     assert [failure.exit_code for failure in gather(run.path).failures] == [143, 42]
 
 
-def test_a_rank_that_torchrun_ended_is_innocent_whatever_its_exit_code(run: Run) -> None:
+def test_a_rank_that_torchrun_terminated_is_not_the_cause(run: RunDirectory) -> None:
     log = TORCHRUN.replace("exitcode  : -15", "exitcode  : 5").replace("exitcode  : 42", "exitcode  : 1")
     run.file("node_n1.log", log)
     assert (run.decide().rank, run.decide().exit_code) == (1, 1)
 
 
-def test_a_chain_of_exceptions_in_the_log_is_read_from_its_first(run: Run) -> None:
-    """Seen: an error, then a barrier in `finally`, which waits in vain."""
+def test_chained_exceptions_in_the_log_are_read_from_the_first(run: RunDirectory) -> None:
+    """Observed: an error, then a barrier in `finally` that times out."""
     lines = trace(("ValueError", "own"), ("RuntimeError", WAITED)).splitlines()
     marked = "".join(f"[n1:1] [rank1]: {line}\n" if line else "[n1:1] \n" for line in lines)
     run.file("node_n1.log", LOST_IN_LOG + "[n1:1] step 19\n" + marked)
     run.deaths("n1", r0=(1, False), r1=(1, False))
-    said = run.decide()
-    assert (said.rank, said.exception, said.message, said.traceback) == (1, "ValueError", "own", "\n".join(lines))
+    found = run.decide()
+    assert (found.rank, found.exception, found.message, found.traceback) == (1, "ValueError", "own", "\n".join(lines))
 
 
-def test_an_innocent_rank_that_was_aborted_after_its_message_stays_innocent(run: Run) -> None:
+def test_an_abort_after_a_lost_connection_is_not_the_cause(run: RunDirectory) -> None:
     log = LOST_IN_LOG.replace("n1:0", "n1:1").replace("rank0", "rank1") + ABORTED
     agent = TORCHRUN.partition("\n")[2]  # without the line that it ended rank 0
     agent = agent.replace("exitcode  : 42", "exitcode  : -6").replace("exitcode  : -15", "exitcode  : 3")
@@ -788,34 +795,34 @@ def test_an_innocent_rank_that_was_aborted_after_its_message_stays_innocent(run:
     assert (run.decide().rank, run.decide().exit_code) == (0, 3)
 
 
-def test_an_abort_by_the_watchdog_of_nccl_is_no_cause(run: Run) -> None:
+def test_an_abort_by_the_watchdog_of_nccl_is_not_the_cause(run: RunDirectory) -> None:
     thrown = f"terminate called after throwing an instance of 'c10::DistBackendError'\n  what():  {WATCHDOG}\n"
     before = "terminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc\n"
     log = "".join(f"[n1:0] {line}\n" for line in (before + thrown).splitlines())
     run.file("node_n1.log", log + "[n1:0] frame #0: c10::Error::Error (libc10.so)\n")
     run.deaths("n1", r0=(134, False), r1=(139, False))
-    said = run.decide()
-    assert (said.rank, said.exit_code) == (1, 139)
-    assert said.collateral[0]["message"].startswith("DistBackendError: [Rank 0] Watchdog caught")
+    found = run.decide()
+    assert (found.rank, found.exit_code) == (1, 139)
+    assert found.collateral[0]["message"].startswith("DistBackendError: [Rank 0] Watchdog caught")
 
 
-def test_an_exception_that_was_logged_long_before_is_not_what_a_rank_died_of(run: Run) -> None:
+def test_an_exception_that_was_logged_long_before_is_not_the_cause(run: RunDirectory) -> None:
     run.file("node_n1.log", RAISED_IN_LOG + "[n1:1] step\n" * 40)
     run.deaths("n1", r1=(3, False))
     assert run.decide().exception is None
     run.file("node_n1.log", RAISED_IN_LOG)
     run.deaths("n1", r1=(137, False))
-    assert run.decide().exception is None, "nor one that was killed"
+    assert run.decide().exception is None, "nor that of a rank that was killed"
 
 
-def test_where_python_was_when_a_signal_ended_it(run: Run) -> None:
+def test_the_stack_that_faulthandler_logs_is_the_traceback(run: RunDirectory) -> None:
     fault = 'Fatal Python error: Segmentation fault\n\nCurrent thread 0x1:\n  File "a.py", line 3 in f'
     run.file("node_n1.log", "".join(f"[n1:0] {line}\n" for line in fault.splitlines()))
     run.deaths("n1", r0=(139, False))
-    said = run.decide()
-    assert (said.cause, said.traceback) == ("rank 0 on n1 died of SIGSEGV", fault)
-    assert '  File "a.py", line 3 in f\n' in verdict.in_words(said, run.path)
-    assert "PYTHONFAULTHANDLER" not in verdict.in_words(said, run.path), "the stack is there already"
+    found = run.decide()
+    assert (found.cause, found.traceback) == ("rank 0 on n1 died of SIGSEGV", fault)
+    assert '  File "a.py", line 3 in f\n' in verdict.render(found, run.path)
+    assert "PYTHONFAULTHANDLER" not in verdict.render(found, run.path), "the stack is known"
 
 
 @pytest.mark.parametrize(
@@ -828,42 +835,42 @@ def test_where_python_was_when_a_signal_ended_it(run: Run) -> None:
          1, "DistNetworkError: EADDRINUSE"),
     ],
 )  # fmt: skip
-def test_an_agent_that_failed_before_any_rank(run: Run, log: str, code: int, expected: str) -> None:
+def test_an_agent_that_failed_before_any_rank(run: RunDirectory, log: str, code: int, expected: str) -> None:
     run.start("n1", "n2")
     run.file("node_n1.log", log)
     run.file("node_n1.exit", f"{code}\n")
     run.file("node_n2.exit", "143\n")
-    said = run.decide()
-    assert (said.outcome, said.node, said.rank, said.exit_code) == ("failed", "n1", None, code)
-    assert "the agent on n1 " in said.cause and expected in said.cause
+    found = run.decide()
+    assert (found.outcome, found.node, found.rank, found.exit_code) == ("failed", "n1", None, code)
+    assert "the agent on n1 " in found.cause and expected in found.cause
 
 
-def test_without_an_agent_the_ranks_in_the_log_of_a_failed_node_count(run: Run) -> None:
+def test_without_records_exceptions_are_read_from_the_log_of_a_failed_node(run: RunDirectory) -> None:
     run.file("node_n1.log", LOST_IN_LOG + RAISED_IN_LOG)
     run.file("node_n1.exit", "1\n")
     assert (run.decide().rank, run.decide().exception, len(run.decide().collateral)) == (1, "ValueError", 1)
 
 
-def test_only_the_end_of_a_large_log_is_read(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_end_of_a_large_log_is_read(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("distributed.runs.node_log.LOG_TAIL", 2000)
     run.file("node_n1.log", LOST_IN_LOG + "[n1:0] step\n" * 1000 + RAISED_IN_LOG)
     log = read_log(run.path / "node_n1.log", "n1")
     assert {line.text for line in log[0]} == {"step"} and len(log[1]) == 5
-    assert [line.text for line in log[None]] == [""], "the line that was cut is left out"
+    assert [line.text for line in log[None]] == [""], "the incomplete first line is skipped"
 
 
-# ---------------------------------------------------------------- what a person reads, and the program
+# ---------------------------------------------------------------- the printed verdict, and the program
 
 
-def test_the_verdict_in_words(run: Run) -> None:
+def test_the_printed_verdict(run: RunDirectory) -> None:
     site = '  File "/usr/lib/python3.11/site-packages/torch/x.py", line 1, in all_reduce\n    wait()\n'
     mine = "".join(f'  File "/home/me/train.py", line {line}, in f{line}\n    f{line}()\n' for line in range(1, 6))
     stack = f"Traceback (most recent call last):\n{mine}{site}ValueError: bad\n"
     run.rank(1, "ValueError", "bad", node="n2", traceback=stack)
     for rank in (0, 2):
-        run.rank(rank, "RuntimeError", CLOSED, time=T0 - 0.1)
+        run.rank(rank, "RuntimeError", CLOSED, time=TIME - 0.1)
     run.file("node_n2.log", "")
-    assert verdict.in_words(run.decide(), run.path) == (
+    assert verdict.render(run.decide(), run.path) == (
         "verdict: failed: rank 1 on n2 raised ValueError: bad\n"
         "  exit code 1\n"
         '    File "/home/me/train.py", line 3, in f3\n'
@@ -882,38 +889,38 @@ def test_the_verdict_in_words(run: Run) -> None:
 @pytest.mark.parametrize(
     ("failure", "hint"),
     [
-        (died(137), "often the kernel, when memory is full: `dmesg -T | grep -i oom` on n1"),
+        (died(137), "often the kernel's OOM killer: check `dmesg -T | grep -i oom` on n1"),
         (died(135), "`df -h /dev/shm` on n1"),
         (died(139), "PYTHONFAULTHANDLER=1"),
-        (told("RuntimeError", "DataLoader worker (pid 7) is killed by signal: Bus error. "), "/dev/shm"),
-        (told(*GUILTY[1]), "`nvidia-smi` on n1"),
-        (told("RuntimeError", "CUDA error: out of memory"), "`nvidia-smi` on n1"),
-        (told("MemoryError"), "`free -h`"),
-        (told("_ArrayMemoryError", "Unable to allocate 512. TiB for an array with shape (1,)"), "`free -h`"),
+        (raised("RuntimeError", "DataLoader worker (pid 7) is killed by signal: Bus error. "), "/dev/shm"),
+        (raised(*CAUSES[1]), "`nvidia-smi` on n1"),
+        (raised("RuntimeError", "CUDA error: out of memory"), "`nvidia-smi` on n1"),
+        (raised("MemoryError"), "`free -h`"),
+        (raised("_ArrayMemoryError", "Unable to allocate 512. TiB for an array with shape (1,)"), "`free -h`"),
         (
-            told(
+            raised(
                 "RuntimeError",
                 "[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: you tried to "
                 "allocate 281474976710656 bytes. Error code 12 (Cannot allocate memory)",
             ),
             "`free -h`",
         ),
-        (told("OSError", "[Errno 28] No space left on device: 'x.pt'"), "`df -h` on n1"),
-        (told(*GUILTY[4], rank=None), "--master-port"),
+        (raised("OSError", "[Errno 28] No space left on device: 'x.pt'"), "`df -h` on n1"),
+        (raised(*CAUSES[4], rank=None), "--master-port"),
     ],
 )
-def test_the_likely_meaning_is_told(tmp_path: Path, failure: Failure, hint: str) -> None:
-    said = verdict.in_words(verdict.judge(Evidence((failure,))), tmp_path)
-    assert hint in said
-    assert ("nvidia-smi" in said) == ("nvidia-smi" in hint), "only where a GPU is full"
+def test_the_likely_cause_and_a_remedy_are_printed(tmp_path: Path, failure: Failure, hint: str) -> None:
+    found = verdict.render(verdict.judge(Evidence((failure,))), tmp_path)
+    assert hint in found
+    assert ("nvidia-smi" in found) == ("nvidia-smi" in hint), "only where a GPU is full"
 
 
-def test_frames_of_libraries_are_shown_when_there_are_no_others(run: Run) -> None:
+def test_frames_of_libraries_are_printed_when_there_are_no_others(run: RunDirectory) -> None:
     stack = (
         'Traceback (most recent call last):\n  File "/lib/python3.11/runpy.py", line 3, in f\n    f()\nValueError: x\n'
     )
     run.rank(0, "ValueError", "x", traceback=stack)
-    assert "runpy.py" in verdict.in_words(run.decide(), run.path)
+    assert "runpy.py" in verdict.render(run.decide(), run.path)
 
 
 @pytest.mark.parametrize(
@@ -923,38 +930,38 @@ def test_frames_of_libraries_are_shown_when_there_are_no_others(run: Run) -> Non
         (137, ["verdict: failed: rank 1 on n1 died of SIGKILL", "  exit code 137 (SIGKILL)"]),
     ],
 )
-def test_the_exit_code_is_told_once(tmp_path: Path, code: int, lines: list[str]) -> None:
-    said = verdict.in_words(verdict.judge(Evidence((died(code),))), tmp_path).splitlines()
-    assert said[: len(lines)] == lines
-    assert sum(str(code) in line for line in said) == 1
+def test_the_exit_code_is_printed_once(tmp_path: Path, code: int, lines: list[str]) -> None:
+    found = verdict.render(verdict.judge(Evidence((died(code),))), tmp_path).splitlines()
+    assert found[: len(lines)] == lines
+    assert sum(str(code) in line for line in found) == 1
 
 
-def test_a_witness_is_quoted_once(run: Run) -> None:
+def test_a_witness_is_quoted_once(run: RunDirectory) -> None:
     run.rank(0, "RuntimeError", "[Rank 0]: Rank 1 failed to pass monitoredBarrier in 2000 ms")
-    assert verdict.in_words(run.decide(), run.path).splitlines()[-1] == (
+    assert verdict.render(run.decide(), run.path).splitlines()[-1] == (
         "  RuntimeError: [Rank 0]: Rank 1 failed to pass monitoredBarrier in 2000 ms"
     )
 
 
-def call(*words: object) -> subprocess.CompletedProcess[str]:
-    program = [sys.executable, "-m", "distributed.runs.verdict", *map(str, words)]
+def call(*arguments: object) -> subprocess.CompletedProcess[str]:
+    program = [sys.executable, "-m", "distributed.runs.verdict", *map(str, arguments)]
     return subprocess.run(program, cwd=KIT, capture_output=True, text=True, check=False)
 
 
-def test_the_program_writes_verdict_json_and_ends_with_the_guilty_ranks_code(run: Run) -> None:
+def test_the_program_writes_verdict_json_and_exits_with_the_code_of_the_cause(run: RunDirectory) -> None:
     run.deaths("n1", r1=(137, False))
     run.file("errors/rank_5.json", "{")
     done = call(run.path)
     assert (done.returncode, done.stdout) == (137, "")
-    warning, said = done.stderr.splitlines()[:2]
-    assert warning.startswith("verdict: warning: ") and "rank_5.json: passed over" in warning
-    assert said == "verdict: failed: rank 1 on n1 died of SIGKILL"
+    warning, found = done.stderr.splitlines()[:2]
+    assert warning.startswith("verdict: warning: ") and "rank_5.json: ignored" in warning
+    assert found == "verdict: failed: rank 1 on n1 died of SIGKILL"
     assert json.loads((run.path / "verdict.json").read_text()) == {
         "outcome": "failed",
         "exit_code": 137,
         "node": "n1",
         "rank": 1,
-        "time": T0 + 0.1,
+        "time": TIME + 0.1,
         "cause": "rank 1 on n1 died of SIGKILL",
         "exception": None,
         "message": "",
@@ -963,40 +970,42 @@ def test_the_program_writes_verdict_json_and_ends_with_the_guilty_ranks_code(run
     }
 
 
-def test_an_interrupted_launcher_gives_its_code(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupted_launcher_determines_the_exit_code(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
     run.deaths("n1", r0=(143, True))
     for code, how in ((130, "Ctrl-C"), (143, "SIGTERM")):
         assert verdict.main([str(run.path), "--exit-code", f"{code}"]) == code
         assert capsys.readouterr().err == f"verdict: stopped: interrupted ({how}); no rank had failed\n"
 
 
-def test_a_run_that_stopped_says_how_to_go_on(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verdict_of_a_stopped_run_says_how_to_resume(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
     run.deaths("n1", r0=(75, False), r1=(75, True))
     assert verdict.main([str(run.path)]) == 75
-    assert "run the same command again to go on" in capsys.readouterr().err
+    assert "run the same command again to resume" in capsys.readouterr().err
 
 
-def test_a_folder_that_is_full_does_not_keep_the_verdict_from_being_said(
-    run: Run, capsys: pytest.CaptureFixture[str]
+def test_a_full_disk_does_not_prevent_the_printed_verdict(
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run.deaths("n1", r0=(139, False))
-    (run.path / "verdict.json").mkdir()  # as little to be written as on a full disk
+    (run.path / "verdict.json").mkdir()  # cannot be written, as on a full disk
     assert verdict.main([str(run.path)]) == 139
-    said = capsys.readouterr().err
-    assert "warning: cannot write" in said and "died of SIGSEGV" in said
+    found = capsys.readouterr().err
+    assert "warning: cannot write" in found and "died of SIGSEGV" in found
     assert list(run.path.glob(".verdict*")) == []
 
 
-def test_what_is_no_folder_is_a_wrong_call(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_run_directory_is_a_wrong_call(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as refused:
         verdict.main([str(tmp_path / "nowhere")])
     assert refused.value.code == 2
     assert f"'{tmp_path}/nowhere' is not a run directory" in capsys.readouterr().err
 
 
-# ---------------------------------------------------------------- the real thing
+# ---------------------------------------------------------------- torchrun and gloo
 
-CRASH = """\
+SCRIPT = """\
 import datetime, os, signal
 import torch, torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -1013,16 +1022,19 @@ main()
 """
 
 
-def test_torchrun_and_gloo_of_today_are_understood(run: Run) -> None:
-    """Rank 0 leaves an error file of torchrun's; that rank 1 was killed stands in the log alone."""
+def test_a_killed_rank_under_torchrun_is_the_cause(run: RunDirectory) -> None:
+    """Rank 0 writes an error file; only the log shows that rank 1 was killed."""
     run.start("n1")
     agent = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--tee", "3"]
-    words = ["--log-dir", str(run.path / "ranks" / "n1"), str(run.file("crash.py", CRASH))]
+    options = ["--log-dir", str(run.path / "ranks" / "n1"), str(run.file("crash.py", SCRIPT))]
     env = os.environ | {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[n1:${rank}] ", "OMP_NUM_THREADS": "1"}
     with (run.path / "node_n1.log").open("wb") as log:
-        status = subprocess.run([*agent, *words], env=env, stdout=log, stderr=log, check=False).returncode
+        status = subprocess.run([*agent, *options], env=env, stdout=log, stderr=log, check=False).returncode
     run.file("node_n1.exit", f"{status}\n")
     evidence = gather(run.path)
-    said = verdict.judge(evidence)
-    assert (said.exit_code, said.cause) == (137, "rank 1 on n1 died of SIGKILL")
-    assert {kind(failure) for failure in evidence.failures if failure.rank == 0} <= {Kind.COLLATERAL, Kind.ENDED}
+    found = verdict.judge(evidence)
+    assert (found.exit_code, found.cause) == (137, "rank 1 on n1 died of SIGKILL")
+    assert {kind_of(failure) for failure in evidence.failures if failure.rank == 0} <= {
+        Kind.COLLATERAL,
+        Kind.TERMINATED,
+    }

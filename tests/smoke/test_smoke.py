@@ -1,9 +1,8 @@
-"""A cluster that computes wrongly, slowly or not at all must not pass for a good one.
+"""The smoke test finds wrong results, slow ranks and links, and ranks that freeze, die or do not start.
 
-The smoke test's values must betray every way in which a collective can go wrong, its figures must be those
-of nccl-tests, and whatever happens to a rank (a wrong sum, a freeze, a crash, no start at all), the report
-comes in time, names that rank, and ends in a code other than 0. Its ranks are real processes over gloo; what
-is broken in them is broken for real, and stand-ins are called so.
+Its values must show every error of a collective, and its bandwidths must be those of nccl-tests. Whatever happens to a
+rank, the report is printed in time and names that rank, and the exit code is not 0. Ranks are processes with gloo, and
+their faults are real unless a test says otherwise.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ from hypothesis import strategies as st
 from distributed.files import write_json
 from distributed.smoke import checks
 from distributed.smoke import report as smoke_report
-from distributed.smoke.bandwidth import Link
-from distributed.smoke.report import Fault, Findings, Measured, Pace
+from distributed.smoke.bandwidth import NodeLink
+from distributed.smoke.report import Fault, Findings, Measurements, Pace
 from distributed.terminal import plain
 from distributed.torch import refuse_shared_devices
 from distributed.world import World
@@ -43,29 +42,28 @@ QUICK = ("--max-bytes", "4K", "--seconds", "0.1", "--timeout", "120")
 NAMES = ["answer", *checks.CHECKS, "links", "bandwidth", "pace"]
 
 
-# ---------------------------------------------------------------- real ranks
+# ---------------------------------------------------------------- ranks
 
 
-Trouble = Callable[[int], None]  # arranges what is to go wrong on a rank, before it begins
+Trouble = Callable[[int], None]  # prepares a fault on a rank before the smoke test starts
 
 
-def as_rank(rank: int, words: tuple[str, ...], trouble: Trouble) -> None:
-    """The work of one process of a launch."""
+def run_rank(rank: int, arguments: tuple[str, ...], trouble: Trouble) -> None:
     trouble(rank)
-    sys.exit(checks.main(words))
+    sys.exit(checks.main(arguments))
 
 
-def well(rank: int) -> None:
+def no_trouble(rank: int) -> None:
     pass
 
 
 @pytest.fixture(scope="module")
 def start() -> Iterator[Callable[..., Launch]]:
-    """start(size, *words, trouble=..., only=ranks): ranks of one launch, ended when the tests are."""
+    """start(size, *arguments, trouble=..., only=ranks): the ranks of a launch, killed after the tests."""
     with ExitStack() as stack:
 
-        def start(size: int, *words: str, trouble: Trouble = well, only: tuple[int, ...] = ()) -> Launch:
-            return stack.enter_context(forked.launched(size, as_rank, words, trouble, only=only))
+        def start(size: int, *arguments: str, trouble: Trouble = no_trouble, only: tuple[int, ...] = ()) -> Launch:
+            return stack.enter_context(forked.launched(size, run_rank, arguments, trouble, only=only))
 
         yield start
 
@@ -80,29 +78,29 @@ def check_of(told: Told, name: str) -> dict[str, Any]:
 
 
 def at(step: str, act: Callable[[], None]) -> None:
-    """Act when this rank begins a step."""
-    begin = checks.Here.begin
+    """Call act() when this rank begins a step."""
+    begin = checks.RankContext.begin
 
-    def begin_and_act(here: checks.Here, now: str, lasting: float = 0.0) -> None:
-        begin(here, now, lasting)
-        if now == step:
+    def begin_and_act(context: checks.RankContext, current: str, lasting: float = 0.0) -> None:
+        begin(context, current, lasting)
+        if current == step:
             act()
 
-    checks.Here.begin = begin_and_act  # type: ignore[method-assign, assignment]
+    checks.RankContext.begin = begin_and_act  # type: ignore[method-assign, assignment]
 
 
-def no_pace() -> None:
-    """Where it is not what is tested: two rounds, and whatever they take is no fault."""
-    checks.ROUNDS, checks.SLOW = 2, {"cpu": 1e9}
+def no_pace(rank: int = 0) -> None:
+    """Make the pace check short and always successful, for tests of other checks."""
+    checks.PACE_ROUNDS, checks.SLOW_FACTOR = 2, {"cpu": 1e9}
 
 
-# ---------------------------------------------------------------- all is well
+# ---------------------------------------------------------------- no faults
 
 
-def test_two_ranks_that_are_well(start: Callable[..., Launch]) -> None:
+def test_two_ranks_pass(start: Callable[..., Launch]) -> None:
     told = start(2, "--json", *QUICK).told()
     assert [one.code for one in told.values()] == [0, 0], told
-    assert told[1].out == "", "one rank speaks"
+    assert told[1].out == "", "one rank prints the report"
     report = report_of(told[0])
     assert set(report) == {"verdict", "world", "checks", "bandwidth", "links", "ranks"}
     assert report["verdict"] == "ok"
@@ -117,27 +115,23 @@ def test_two_ranks_that_are_well(start: Callable[..., Launch]) -> None:
     ]
 
 
-def test_the_bandwidths_are_those_of_the_times(start: Callable[..., Launch]) -> None:
-    told = start(3, "--json", *QUICK, trouble=paceless).told()
+def test_bandwidths_follow_from_the_times(start: Callable[..., Launch]) -> None:
+    told = start(3, "--json", *QUICK, trouble=no_pace).told()
     speeds = report_of(told[0])["bandwidth"]
-    assert {one["collective"] for one in speeds} == set(checks.MOVES)
-    assert {one["bytes"] for one in speeds} == {1020, 4092}, "divided among three ranks, in fours"
+    assert {one["collective"] for one in speeds} == set(checks.COLLECTIVES)
+    assert {one["bytes"] for one in speeds} == {1020, 4092}, "float32, divisible by three ranks"
     for one in speeds:
         assert one["algorithm_gb_per_second"] == pytest.approx(one["bytes"] / one["seconds"] / 1e9)
         factor = smoke_report.BUS_FACTOR[one["collective"]](3)
         assert one["bus_gb_per_second"] == pytest.approx(factor * one["algorithm_gb_per_second"])
 
 
-def paceless(rank: int) -> None:
-    no_pace()
-
-
-def test_one_process_alone_says_what_it_could_not_try(start: Callable[..., Launch]) -> None:
+def test_a_single_rank_skips_what_needs_two(start: Callable[..., Launch]) -> None:
     told = start(1, *QUICK).told()[0]
     assert told.code == 0
     assert "skipped point_to_point  needs two ranks" in told.out
     assert "ok      all_reduce " in told.out
-    assert told.out.splitlines()[-1] == "verdict: ok, 1 rank works together as it should"
+    assert told.out.splitlines()[-1] == "verdict: ok, 1 rank passed all checks"
 
 
 # ---------------------------------------------------------------- wrong results
@@ -150,7 +144,7 @@ def adds_one_too_many(rank: int) -> None:
 
 
 def leaves_one_out(rank: int) -> None:
-    """Every rank gets the sum without rank 1's share."""
+    """All ranks get the sum without rank 1."""
     right = dist.all_reduce
     dist.all_reduce = lambda tensor, *a, **k: right(tensor.zero_() if rank == 1 else tensor, *a, **k)
 
@@ -186,7 +180,7 @@ def swaps(rank: int) -> None:
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_a_wrong_result_is_named(
+def test_a_wrong_result_is_reported(
     start: Callable[..., Launch], trouble: Trouble, check: str, wrong: list[int], case: str
 ) -> None:
     told = start(2, "--json", *QUICK, trouble=trouble).told()
@@ -196,33 +190,33 @@ def test_a_wrong_result_is_named(
     fault = found["faults"][0]
     assert fault["case"] == case
     assert fault["expected"] != fault["got"].split()[0]
-    assert check_of(told[0], "broadcast")["status"] == "ok", "the others are still checked"
-    assert check_of(told[0], "bandwidth")["status"] == "skipped", "ranks that add wrongly cannot agree on a time"
+    assert check_of(told[0], "broadcast")["status"] == "ok", "other collectives are still checked"
+    assert check_of(told[0], "bandwidth")["status"] == "skipped", "measuring relies on correct collectives"
 
 
-def walks_through(rank: int) -> None:
+def skips_barriers(rank: int) -> None:
     dist.barrier = lambda: None  # type: ignore[assignment, misc]
 
 
-def test_a_barrier_that_holds_nobody_is_named(start: Callable[..., Launch]) -> None:
-    """Rank 0 is the first to come late, so rank 1 finds the book without its name."""
-    told = start(2, "--json", *QUICK, trouble=walks_through).told()
+def test_a_barrier_that_does_not_wait_is_reported(start: Callable[..., Launch]) -> None:
+    """Rank 0 is the first that is late, so rank 1 passes before it has arrived."""
+    told = start(2, "--json", *QUICK, trouble=skips_barriers).told()
     assert [one.code for one in told.values()] == [1, 1]
     fault = next(fault for fault in check_of(told[0], "barrier")["faults"] if fault["rank"] == 1)
     assert (fault["expected"], fault["got"]) == ("2", "1 (1 of 1 elements are wrong)")
 
 
-# ---------------------------------------------------------------- slow, frozen, gone
+# ---------------------------------------------------------------- slow, frozen, dead or missing ranks
 
 
 def is_slowed(rank: int) -> None:
-    """Rank 1 is stopped four fifths of the time, as on a machine that is far too busy."""
-    checks.ROUNDS = 8
+    """Rank 1 is stopped four fifths of the time, as on an overloaded machine."""
+    checks.PACE_ROUNDS = 8
     if rank == 1:
-        at("pace", lambda: brake(os.getpid()))
+        at("pace", lambda: slow_down(os.getpid()))
 
 
-def brake(pid: int) -> None:
+def slow_down(pid: int) -> None:
     program = (
         "import os, signal, sys, time\n"
         "pid = int(sys.argv[1])\n"
@@ -235,7 +229,7 @@ def brake(pid: int) -> None:
     assert started.stdout and started.stdout.readline()
 
 
-def test_a_slow_rank_is_named(start: Callable[..., Launch]) -> None:
+def test_a_slow_rank_is_reported(start: Callable[..., Launch]) -> None:
     told = start(2, "--json", *QUICK, trouble=is_slowed).told()
     assert [one.code for one in told.values()] == [1, 1], told
     found = check_of(told[0], "pace")
@@ -245,34 +239,34 @@ def test_a_slow_rank_is_named(start: Callable[..., Launch]) -> None:
     assert ranks[1]["factor"] > 2
 
 
-IMPATIENT = ("--json", "--max-bytes", "4K", "--seconds", "0.1", "--timeout", "10")
+SHORT_TIMEOUT = ("--json", "--max-bytes", "4K", "--seconds", "0.1", "--timeout", "10")
 
 
 def freezes(rank: int) -> None:
     no_pace()
-    checks.GRACE = 3.0
+    checks.REPLY_GRACE = 3.0
     if rank == 1:
         at("broadcast", lambda: os.kill(os.getpid(), signal.SIGSTOP))
 
 
 def host_freezes(rank: int) -> None:
-    """Rank 0 holds the store at which the ranks meet: whoever asks it waits for ever."""
+    """Rank 0 hosts the store, so that other ranks wait for it without a timeout."""
     no_pace()
-    checks.GRACE, checks.LEAVING = 3.0, 4.0
+    checks.REPLY_GRACE, checks.EXIT_TIMEOUT = 3.0, 4.0
     if rank == 0:
         at("broadcast", lambda: os.kill(os.getpid(), signal.SIGSTOP))
 
 
 def dies(rank: int) -> None:
     no_pace()
-    checks.GRACE = 3.0
+    checks.REPLY_GRACE = 3.0
     if rank == 1:
         at("all_gather", lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
 @dataclass
-class Waits:
-    """Runs that wait for somebody in vain, all at the same time."""
+class WaitingLaunches:
+    """Launches with ranks that wait until the timeout, at the same time."""
 
     frozen: Launch
     host_frozen: Launch
@@ -280,52 +274,52 @@ class Waits:
     missing: Launch
 
 
-@pytest.fixture(scope="module", autouse=True)  # while they wait, other tests work
-def waits(start: Callable[..., Launch]) -> Waits:
-    return Waits(
-        frozen=start(3, *IMPATIENT, trouble=freezes),
-        host_frozen=start(2, *IMPATIENT, trouble=host_freezes),
-        dead=start(2, *IMPATIENT, trouble=dies),
-        missing=start(2, *IMPATIENT, only=(0,)),
+@pytest.fixture(scope="module", autouse=True)  # other tests run while they wait
+def waiting(start: Callable[..., Launch]) -> WaitingLaunches:
+    return WaitingLaunches(
+        frozen=start(3, *SHORT_TIMEOUT, trouble=freezes),
+        host_frozen=start(2, *SHORT_TIMEOUT, trouble=host_freezes),
+        dead=start(2, *SHORT_TIMEOUT, trouble=dies),
+        missing=start(2, *SHORT_TIMEOUT, only=(0,)),
     )
 
 
-def test_a_frozen_rank_is_named_with_the_place_where_it_was_last_seen(waits: Waits) -> None:
-    told = waits.frozen.told(1)
+def test_a_frozen_rank_is_reported_with_its_last_step(waiting: WaitingLaunches) -> None:
+    told = waiting.frozen.told(1)
     assert [told[0].code, told[2].code] == [1, 1]
     (fault,) = check_of(told[0], "answer")["faults"]
     assert (fault["rank"], fault["host"]) == (1, "host1")
-    assert fault["got"] == "none in 10 s; last seen in broadcast"
+    assert fault["got"] == "none in 10 s; last step: broadcast"
     assert check_of(told[0], "pace") == {
-        "name": "pace", "status": "skipped", "summary": "a check before it failed",
+        "name": "pace", "status": "skipped", "summary": "an earlier check failed",
         "remedy": None, "faults": [],
     }  # fmt: skip
 
 
-def test_a_rank_that_dies_is_named(waits: Waits) -> None:
-    told = waits.dead.told()
+def test_a_rank_that_dies_is_reported(waiting: WaitingLaunches) -> None:
+    told = waiting.dead.told()
     assert [told[0].code, told[1].code] == [1, -signal.SIGKILL]
     (fault,) = check_of(told[0], "answer")["faults"]
     assert (fault["rank"], fault["host"]) == (1, "host1")
-    assert fault["got"].endswith("last seen in all_gather")
+    assert fault["got"].endswith("last step: all_gather")
 
 
-def test_a_frozen_store_ends_the_others_too(waits: Waits) -> None:
-    told = waits.host_frozen.told(0)[1]
+def test_a_frozen_store_is_reported_by_other_ranks(waiting: WaitingLaunches) -> None:
+    told = waiting.host_frozen.told(0)[1]
     assert told.code == 1
-    assert "rank 1 on host1: expected broadcast to end, got no end in 14 s: the store at 127.0.0.1:" in told.err
+    assert "rank 1 on host1: expected broadcast to finish, got no result in 14 s: the store at 127.0.0.1:" in told.err
 
 
-def test_a_rank_that_never_comes_ends_the_others(waits: Waits) -> None:
-    told = waits.missing.told()[0]
+def test_a_rank_that_does_not_start_is_reported(waiting: WaitingLaunches) -> None:
+    told = waiting.missing.told()[0]
     assert told.code == 1
     (fault,) = check_of(told, "join")["faults"]
-    assert fault["expected"] == "2 ranks that meet"
+    assert fault["expected"] == "2 ranks"
     assert "rank 1 of 2 did not come" in fault["got"]
 
 
 def shares_its_gpu(rank: int) -> None:
-    """A stand-in for two ranks that find themselves on one GPU: no such machine is needed to see the answer."""
+    """Simulates two ranks on one GPU."""
 
     def process_group(*_: Any) -> NoReturn:
         refuse_shared_devices({0: ("host0", "GPU-5f1c"), 1: ("host0", "GPU-5f1c")})
@@ -346,17 +340,17 @@ def test_two_ranks_on_one_gpu_are_refused(start: Callable[..., Launch], tmp_path
     assert list(tmp_path.iterdir()) == [file], "written beside and renamed"
 
 
-# ---------------------------------------------------------------- between nodes
+# ---------------------------------------------------------------- links between nodes
 
 
-def on_a_node_of_its_own(rank: int) -> None:
+def on_own_node(rank: int) -> None:
     no_pace()
     os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "NODE_RANK": str(rank), "NNODES": "3"}
 
 
 def on_a_slow_node(rank: int) -> None:
-    """Whatever rank 2 sends comes late."""
-    on_a_node_of_its_own(rank)
+    """All messages of rank 2 are late."""
+    on_own_node(rank)
     if rank == 2:
         right = dist.batch_isend_irecv
 
@@ -367,7 +361,7 @@ def on_a_slow_node(rank: int) -> None:
         dist.batch_isend_irecv = late  # type: ignore[assignment]
 
 
-def test_each_link_between_nodes_is_measured_and_a_slow_node_named(start: Callable[..., Launch]) -> None:
+def test_links_between_nodes_are_measured_and_a_slow_node_is_reported(start: Callable[..., Launch]) -> None:
     told = start(3, "--json", "--max-bytes", "64K", "--seconds", "0.1", trouble=on_a_slow_node).told()
     assert [one.code for one in told.values()] == [1, 1, 1], told
     report = report_of(told[0])
@@ -376,15 +370,13 @@ def test_each_link_between_nodes_is_measured_and_a_slow_node_named(start: Callab
     ]  # fmt: skip
     (fault,) = check_of(told[0], "links")["faults"]
     assert (fault["rank"], fault["host"]) == (2, "host2")
-    assert check_of(told[0], "bandwidth")["status"] == "ok", "it is measured all the same"
+    assert check_of(told[0], "bandwidth")["status"] == "ok", "bandwidth is still measured"
 
 
-def test_on_several_nodes_the_report_goes_into_the_folder_of_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_json_file_is_in_the_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reporter = checks.Reporter(World(), CPU, "host0", checks.parse(["--json-file", "smoke.json"]))
     monkeypatch.setenv("MUSTER_RUN_DIR", str(tmp_path))
-    reporter.report(smoke_report.summarise(LAUNCH, PROVED, {0: finding(0)}, Measured()))
+    reporter.report(smoke_report.summarise(LAUNCH, SUMMARIES, {0: finding(0)}, Measurements()))
     assert [path.name for path in tmp_path.iterdir()] == ["smoke.json"]
 
 
@@ -392,36 +384,36 @@ def test_on_several_nodes_the_report_goes_into_the_folder_of_the_run(
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("arguments", "message"),
     [
-        (["--min-bytes", "3Q"], "'3Q' is not a size"),
-        (["--min-bytes", "0"], "'0' is not a size"),
-        (["--max-bytes", ""], "'' is not a size"),
+        (["--min-bytes", "3Q"], "expected a size in bytes such as 1024, 64K, 16M or 1G, got '3Q'"),
+        (["--min-bytes", "0"], "got '0'"),
+        (["--max-bytes", ""], "got ''"),
         (["--max-bytes", "512"], "--max-bytes 512 is less than --min-bytes 1024"),
-        (["--seconds", "-1"], "'-1' is not a number of seconds above 0"),
-        (["--timeout", "nan"], "'nan' is not a number of seconds above 0"),
-        (["--timeout", "inf"], "'inf' is not a number of seconds above 0"),
+        (["--seconds", "-1"], "expected a number of seconds above 0, got '-1'"),
+        (["--timeout", "nan"], "got 'nan'"),
+        (["--timeout", "inf"], "got 'inf'"),
         (["--backend", "mpi"], "'mpi'"),
         (["--jso"], "--jso"),
         (["3"], "3"),
     ],
 )
-def test_a_wrong_call_is_refused(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_call_is_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as refused:
-        checks.main(words)
-    said = capsys.readouterr()
-    assert (refused.value.code, said.out) == (2, "")
-    assert says in said.err
+        checks.main(arguments)
+    printed = capsys.readouterr()
+    assert (refused.value.code, printed.out) == (2, "")
+    assert message in printed.err
 
 
 def test_nccl_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match="2"):
         checks.main(["--backend", "nccl"])
-    assert "no GPU here; use gloo" in capsys.readouterr().err
+    assert "this machine has no GPU; use gloo" in capsys.readouterr().err
 
 
-def test_half_an_environment_is_a_wrong_call(
+def test_an_incomplete_environment_is_a_wrong_call(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_ID"):
@@ -431,14 +423,14 @@ def test_half_an_environment_is_a_wrong_call(
     assert "RANK" in capsys.readouterr().err
 
 
-# ---------------------------------------------------------------- values that betray
+# ---------------------------------------------------------------- values of the checks
 
 SIZES = st.integers(min_value=1, max_value=600)
 
 
 @settings(deadline=None)
 @given(size=SIZES, data=st.data())
-def test_no_two_ranks_send_the_same(size: int, data: st.DataObject) -> None:
+def test_values_of_two_ranks_differ(size: int, data: st.DataObject) -> None:
     one, other = (data.draw(st.integers(0, size - 1)) for _ in range(2))
     same = torch.equal(checks.signature(one, 1009), checks.signature(other, 1009))
     assert same == (one == other)
@@ -446,7 +438,7 @@ def test_no_two_ranks_send_the_same(size: int, data: st.DataObject) -> None:
 
 @settings(deadline=None)
 @given(rank=SIZES, offset=st.integers(1, 22))
-def test_a_message_that_is_moved_on_is_another(rank: int, offset: int) -> None:
+def test_shifted_values_differ(rank: int, offset: int) -> None:
     values = checks.signature(rank, 1009)
     assert not torch.equal(values[offset:], values[:-offset])
 
@@ -454,21 +446,21 @@ def test_a_message_that_is_moved_on_is_another(rank: int, offset: int) -> None:
 @settings(deadline=None, max_examples=20)
 @given(size=SIZES, seed=st.integers(0, 100))
 @example(size=600, seed=0)
-def test_a_sum_is_exact_in_every_type_and_any_order(size: int, seed: int) -> None:
+def test_sums_are_exact_in_every_type_and_order(size: int, seed: int) -> None:
     order = torch.randperm(size, generator=torch.Generator().manual_seed(seed)).tolist()
-    for dtype in checks.UNIT:
+    for dtype in checks.FACTOR:
         case = checks.Case(0, size, 11, dtype, CPU, dist.HashStore())
-        total = case.empty(11)
+        total = case.zeros(11)
         for rank in order:
-            total += case.exact(checks.share(rank, size, 11))
+            total += case.to_tensor(checks.summand(rank, size, 11))
         assert torch.equal(total, case.total(11))
 
 
 @settings(deadline=None)
 @given(size=SIZES, data=st.data())
-def test_a_sum_misses_every_rank_that_is_left_out(size: int, data: st.DataObject) -> None:
+def test_a_sum_without_a_rank_differs(size: int, data: st.DataObject) -> None:
     missing = data.draw(st.integers(0, size - 1))
-    assert checks.share(missing, size, 1009).any()
+    assert checks.summand(missing, size, 1009).any()
 
 
 @pytest.mark.parametrize(
@@ -480,8 +472,8 @@ def test_a_sum_misses_every_rank_that_is_left_out(size: int, data: st.DataObject
         (torch.int64, torch.int32),
     ],
 )
-def test_a_value_does_not_survive_a_narrower_type(dtype: torch.dtype, narrower: torch.dtype) -> None:
-    values = checks.Case(0, 2, 1, dtype, CPU, dist.HashStore()).mine()
+def test_values_change_in_a_narrower_type(dtype: torch.dtype, narrower: torch.dtype) -> None:
+    values = checks.Case(0, 2, 1, dtype, CPU, dist.HashStore()).own()
     assert not torch.equal(values.to(narrower).to(dtype), values)
 
 
@@ -493,13 +485,11 @@ def test_a_value_does_not_survive_a_narrower_type(dtype: torch.dtype, narrower: 
         ([float("nan")], [1.0], (0, "1.0", "nan (1 of 1 elements are wrong)")),
     ],
 )
-def test_the_first_difference_is_told(
-    got: list[float], expected: list[float], difference: tuple[int, str, str] | None
-) -> None:
+def test_the_first_difference(got: list[float], expected: list[float], difference: tuple[int, str, str] | None) -> None:
     assert checks.difference(torch.tensor(got), torch.tensor(expected)) == difference
 
 
-# ---------------------------------------------------------------- figures
+# ---------------------------------------------------------------- measurements
 
 
 @pytest.mark.parametrize(
@@ -513,39 +503,39 @@ def test_the_first_difference_is_told(
         ("broadcast", 8, 1.0),
     ],
 )
-def test_bus_bandwidth_is_what_nccl_tests_say(collective: str, ranks: int, bus: float) -> None:
+def test_bus_bandwidth_is_that_of_nccl_tests(collective: str, ranks: int, bus: float) -> None:
     """A message of 2 * 10^9 bytes in two seconds; doc/PERFORMANCE.md of nccl-tests."""
-    speed = smoke_report.speed(collective, ranks, 2_000_000_000, 5, 2.0)
+    speed = smoke_report.speed_of(collective, ranks, 2_000_000_000, 5, 2.0)
     assert speed.algorithm_gb_per_second == pytest.approx(1.0)
     assert speed.bus_gb_per_second == pytest.approx(bus)
 
 
-def test_every_collective_that_is_timed_has_its_factor() -> None:
-    assert set(checks.MOVES) == set(smoke_report.BUS_FACTOR)
+def test_every_collective_has_a_bus_factor() -> None:
+    assert set(checks.COLLECTIVES) == set(smoke_report.BUS_FACTOR)
 
 
 @pytest.mark.parametrize(
     ("smallest", "largest", "sizes"),
     [(1024, 1024, [1024]), (1024, 16384, [1024, 4096, 16384]), (5, 79, [5, 20]), (5, 80, [5, 20, 80])],
 )
-def test_messages_grow_up_to_the_largest(smallest: int, largest: int, sizes: list[int]) -> None:
+def test_message_sizes(smallest: int, largest: int, sizes: list[int]) -> None:
     assert checks.message_sizes(smallest, largest) == sizes
 
 
 @pytest.mark.parametrize(("text", "size"), [("8", 8), ("1K", 1024), ("64k", 65536), ("16M", 2**24), ("1G", 2**30)])
-def test_sizes_are_read_as_nccl_tests_write_them(text: str, size: int) -> None:
+def test_sizes_are_parsed_as_in_nccl_tests(text: str, size: int) -> None:
     assert checks.byte_size(text) == size
 
 
 @pytest.mark.parametrize(
     ("size", "label"), [(8, "8"), (1020, "1020"), (1024, "1K"), (65532, "64K"), (2**26, "64M"), (2**31, "2G")]
 )
-def test_sizes_are_told_as_nccl_tests_write_them(size: int, label: str) -> None:
+def test_sizes_are_printed_as_in_nccl_tests(size: int, label: str) -> None:
     assert smoke_report.size_label(size) == label
 
 
 @pytest.mark.parametrize(
-    ("good", "factors"),
+    ("seconds", "factors"),
     [
         ([0.5], [1.0]),
         ([0.1, 0.5], [0.2, 5.0]),
@@ -553,19 +543,19 @@ def test_sizes_are_told_as_nccl_tests_write_them(size: int, label: str) -> None:
         ([0.1, 0.2, 0.1, 0.1], [1.0, 2.0, 1.0, 1.0]),
     ],
 )
-def test_a_rank_is_as_slow_as_the_others_are_fast(good: list[float], factors: list[float]) -> None:
-    assert smoke_report.slowness(good) == pytest.approx(factors)
+def test_a_slow_factor_compares_a_rank_with_the_others(seconds: list[float], factors: list[float]) -> None:
+    assert smoke_report.slow_factors(seconds) == pytest.approx(factors)
 
 
-def test_a_rank_that_shares_its_core_half_of_the_time_has_good_rounds() -> None:
-    assert smoke_report.good_round([0.1, 0.9] * 10) == pytest.approx(0.1)
-    assert smoke_report.good_round([0.9] * 20) == pytest.approx(0.9)
+def test_a_rank_that_shares_its_core_half_of_the_time_is_not_slow() -> None:
+    assert smoke_report.lower_quartile([0.1, 0.9] * 10) == pytest.approx(0.1)
+    assert smoke_report.lower_quartile([0.9] * 20) == pytest.approx(0.9)
 
 
 # ---------------------------------------------------------------- the report
 
 LAUNCH = {"size": 2, "nodes": 1, "launcher": "torchrun", "backend": "gloo", "torch": "2.13.0"}
-PROVED = {"all_reduce": "right", "pace": "even"}
+SUMMARIES = {"all_reduce": "right", "pace": "even"}
 WRONG = Fault("all_reduce", 1, "node2", "5.0", "4.0 (1 of 7 elements are wrong)", "float32, 7 elements, element 3")
 
 
@@ -577,64 +567,64 @@ def pace(rank: int, slow: bool) -> Pace:
     return Pace(rank, 0.1 if slow else 0.025, 4.0 if slow else 0.25, slow)
 
 
-def test_findings_come_back_from_json_as_they_were() -> None:
+def test_findings_survive_json() -> None:
     findings = replace(finding(1, WRONG), broken=True, skipped={"pace": "needs two ranks"})
     assert Findings.from_json(findings.to_json()) == findings
 
 
-def test_a_wrong_result_is_told_in_one_line_with_its_remedy() -> None:
-    report = smoke_report.summarise(LAUNCH, PROVED, {0: finding(0), 1: finding(1, WRONG)}, Measured())
+def test_a_wrong_result_is_printed_in_one_line_with_a_remedy() -> None:
+    report = smoke_report.summarise(LAUNCH, SUMMARIES, {0: finding(0), 1: finding(1, WRONG)}, Measurements())
     lines = plain(smoke_report.render(report)).splitlines()
     assert (
         "  FAULT   all_reduce      rank 1 on node2 (float32, 7 elements, element 3): "
         "expected 5.0, got 4.0 (1 of 7 elements are wrong)"
     ) in lines
-    assert any(line.strip().startswith("-> --backend gloo tells") for line in lines)
+    assert any(line.strip().startswith("-> run with --backend gloo") for line in lines)
     assert "  ok      pace            even" in lines
     assert lines[-1] == "verdict: FAULT in all_reduce"
 
 
-def test_a_slow_rank_is_told_with_its_factor() -> None:
-    measured = Measured(pace=[pace(0, False), pace(1, True)])
-    report = smoke_report.summarise(LAUNCH, PROVED, {0: finding(0), 1: finding(1)}, measured)
+def test_a_slow_rank_is_printed_with_its_factor() -> None:
+    measured = Measurements(pace=[pace(0, False), pace(1, True)])
+    report = smoke_report.summarise(LAUNCH, SUMMARIES, {0: finding(0), 1: finding(1)}, measured)
     text = plain(smoke_report.render(report))
     assert (
-        "rank 1 on node2: expected 25.0 ms of computing a round, as the others, got 100.0 ms: 4.0 times as long"
+        "rank 1 on node2: expected 25.0 ms per round of computing, as on the others, got 100.0 ms (4.0 times as long)"
     ) in text
-    table = text[text.index("computing alone") :].splitlines()
-    assert [line.split()[0] for line in table[2:4]] == ["1", "0"], "the slowest comes first"
+    table = text[text.index("compute time") :].splitlines()
+    assert [line.split()[0] for line in table[2:4]] == ["1", "0"], "the slowest is first"
 
 
-def test_links_are_told_the_slowest_first() -> None:
-    links = [Link("node1", "node2", 9.8), Link("node1", "node3", 0.9), Link("node2", "node3", 1.1)]
-    answered = {rank: finding(rank) for rank in range(3)}
-    report = smoke_report.summarise(LAUNCH, {"links": "alike"}, answered, Measured(links=links))
+def test_links_are_printed_the_slowest_first() -> None:
+    links = [NodeLink("node1", "node2", 9.8), NodeLink("node1", "node3", 0.9), NodeLink("node2", "node3", 1.1)]
+    replies = {rank: finding(rank) for rank in range(3)}
+    report = smoke_report.summarise(LAUNCH, {"links": "alike"}, replies, Measurements(links=links))
     lines = plain(smoke_report.render(report)).splitlines()
-    said = "node3: 0.9 GB/s to node1, 1.1 GB/s to node2; the others have 9.8 GB/s among themselves"
-    assert f"  FAULT   links           {said}" in lines
-    start = lines.index("  between nodes, the slowest 3 of 3")
+    text = "node3: 0.9 GB/s to node1, 1.1 GB/s to node2; the others have 9.8 GB/s among themselves"
+    assert f"  FAULT   links           {text}" in lines
+    start = lines.index("  links between nodes, slowest 3 of 3")
     assert lines[start + 2 : start + 4] == ["  0.900  node1 - node3", "  1.100  node2 - node3"]
 
 
-def test_many_faults_are_told_shortly_and_kept_wholly() -> None:
-    answered = {rank: finding(rank, replace(WRONG, rank=rank)) for rank in range(9)}
-    (check, _) = smoke_report.summarise(LAUNCH, PROVED, answered, Measured())["checks"]
+def test_of_many_faults_three_are_printed_and_all_are_in_the_json() -> None:
+    replies = {rank: finding(rank, replace(WRONG, rank=rank)) for rank in range(9)}
+    (check, _) = smoke_report.summarise(LAUNCH, SUMMARIES, replies, Measurements())["checks"]
     assert check["summary"].endswith("; and 6 more")
     assert len(check["faults"]) == 9
 
 
-def test_a_check_that_was_not_reached_is_not_called_ok() -> None:
-    answered = {0: finding(0, done=("all_reduce",)), 1: finding(1, done=("all_reduce",))}
-    (_, check) = smoke_report.summarise(LAUNCH, PROVED, answered, Measured())["checks"]
-    assert (check["status"], check["summary"]) == ("skipped", "a check before it failed")
+def test_a_check_that_did_not_run_is_skipped() -> None:
+    replies = {0: finding(0, done=("all_reduce",)), 1: finding(1, done=("all_reduce",))}
+    (_, check) = smoke_report.summarise(LAUNCH, SUMMARIES, replies, Measurements())["checks"]
+    assert (check["status"], check["summary"]) == ("skipped", "an earlier check failed")
 
 
-def test_a_collective_that_grew_too_slow_leaves_a_gap_in_the_table() -> None:
+def test_a_size_that_was_not_measured_is_a_dash() -> None:
     speeds = [
-        smoke_report.speed(name, 2, size, 1, 0.001)
+        smoke_report.speed_of(name, 2, size, 1, 0.001)
         for name, size in (("all_reduce", 1024), ("broadcast", 1024), ("broadcast", 4096))
     ]
-    report = smoke_report.summarise(LAUNCH, PROVED, {0: finding(0), 1: finding(1)}, Measured(bandwidth=speeds))
+    report = smoke_report.summarise(LAUNCH, SUMMARIES, {0: finding(0), 1: finding(1)}, Measurements(bandwidth=speeds))
     rows = [
         line.split()
         for line in plain(smoke_report.render(report)).splitlines()
@@ -644,10 +634,10 @@ def test_a_collective_that_grew_too_slow_leaves_a_gap_in_the_table() -> None:
 
 
 @pytest.mark.parametrize(("faults", "code"), [((), 0), ((WRONG,), 1)])
-def test_a_written_report_is_told_again(
+def test_a_report_is_printed_from_its_file(
     faults: tuple[Fault, ...], code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    report = smoke_report.summarise(LAUNCH, PROVED, {0: finding(0), 1: finding(1, *faults)}, Measured())
+    report = smoke_report.summarise(LAUNCH, SUMMARIES, {0: finding(0), 1: finding(1, *faults)}, Measurements())
     file = tmp_path / "it's a report.json"
     write_json(file, report)
     assert smoke_report.main([str(file)]) == code
@@ -657,10 +647,12 @@ def test_a_written_report_is_told_again(
 
 
 @pytest.mark.parametrize("text", [None, "{"])
-def test_what_is_no_report_is_refused(text: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_is_no_report_is_refused(
+    text: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "report.json"
     if text is not None:
         file.write_text(text)
     with pytest.raises(SystemExit, match="2"):
         smoke_report.main([str(file)])
-    assert f"'{file}' cannot be read as a report" in capsys.readouterr().err
+    assert f"'{file}': cannot read the report" in capsys.readouterr().err
