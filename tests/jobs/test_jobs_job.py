@@ -27,9 +27,9 @@ from hypothesis import strategies as st
 
 from distributed.fold import DEFAULT_PARTICIPANTS
 from distributed.jobs import config
-from distributed.jobs.dispatcher import Event, Order
+from distributed.jobs.dispatcher import Event, StartRequest
 from distributed.jobs.job import LONGEST, Job, JobError, Options, arguments, document, job_id, job_of
-from distributed.jobs.servers import Launch, LocalServer, for_any_shell
+from distributed.jobs.servers import ListContext, LocalServer, for_any_shell
 
 KIT = Path(__file__).resolve().parents[2]
 PROGRAM = KIT / "scripts/jobs/run_distributed_training.py"
@@ -249,16 +249,16 @@ def test_an_argument_is_not_changed_by_a_server_with_setup_lines(tmp_path: Path)
 
     async def run() -> None:
         prepared(tmp_path, jobs)
-        launch = Launch("abc", tmp_path, "words.py", grace=5.0, panes=False)
+        context = ListContext("abc", tmp_path, "words.py", grace=5.0, panes=False)
         setup = ["export SETUP='of the server' OMP_NUM_THREADS=37 SECRET=no", "unset NOTHING", "none", "cd /"]
-        server = LocalServer("local", config.Server(host="localhost", gpus=0, setup=setup), launch)
+        server = LocalServer("local", config.Server(host="localhost", gpus=0, setup=setup), context)
         ended: asyncio.Queue[Event] = asyncio.Queue()
         await server.connect(lambda event: ended.put_nowait(event) if event.kind == "ended" else None)
         try:
             for said in jobs:
                 job = made(said, env={"SECRET": secret})
-                assert (await server.look({f"{job.id}.1": job.output}))[f"{job.id}.1"] == {"state": "absent"}
-                order = Order(f"{job.id}.1", job, [0], [], arguments(job, "cpu"), "title")
+                assert (await server.query({f"{job.id}.1": job.output}))[f"{job.id}.1"] == {"state": "absent"}
+                order = StartRequest(f"{job.id}.1", job, [0], [], arguments(job, "cpu"), "title")
                 await server.start(order)
             for _ in jobs:
                 event = await asyncio.wait_for(ended.get(), SECONDS)
