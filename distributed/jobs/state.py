@@ -361,7 +361,7 @@ def _failure(code: int | None, lines: list[str]) -> tuple[str, str]:
     if memory:
         return "out of memory", memory
     if name := signal_name(code):
-        hint = "; possibly by the kernel, out of memory (see dmesg)" if name == "SIGKILL" else ""
+        hint = ", possibly by the kernel's OOM killer (see dmesg)" if name == "SIGKILL" else ""
         return "signal", f"killed by {name}{hint}"
     return "exit code", f"exit code {code}" + (f": {last}" if last else "")
 

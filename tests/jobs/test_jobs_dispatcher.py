@@ -453,7 +453,7 @@ def test_jobs_without_expected_time_start_in_the_planned_order(tmp_path: Path) -
     [
         ({"code": 0}, ("", "")),
         ({"code": 1, "lines": ["Traceback", "ValueError: x", ""]}, ("exit code", "exit code 1: ValueError: x")),
-        ({"code": 137}, ("signal", "killed by SIGKILL; possibly by the kernel, out of memory (see dmesg)")),
+        ({"code": 137}, ("signal", "killed by SIGKILL, possibly by the kernel's OOM killer (see dmesg)")),
         ({"code": 139}, ("signal", "killed by SIGSEGV")),
         ({"code": 255}, ("exit code", "exit code 255")),
         ({"code": 127, "lines": ["train.py: not found"]}, ("exit code", "exit code 127: train.py: not found")),
