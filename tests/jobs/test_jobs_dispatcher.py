@@ -604,7 +604,7 @@ def lost_attempt(one: SimulatedServer, two: SimulatedServer) -> Callable[[ListRu
     """A job starts on `one`, which is then unreachable for lost_after seconds, and runs on `two`."""
 
     async def scenario(run: ListRun) -> str:
-        one.zz, two.reachable = exits(UNTIL_ENDED), False
+        one.outcome_of, two.reachable = exits(UNTIL_ENDED), False
         await run.wait_until(lambda: one.running())
         (name,) = one.running()
         two.reconnect()
@@ -640,7 +640,7 @@ def test_a_lost_attempt_is_stopped_before_its_slot_is_reused(tmp_path: Path, res
         first = job(0, retries=0)
         assert run.jobs[0] == first
         async with run:
-            one.zz, two.reachable = exits(UNTIL_ENDED), False
+            one.outcome_of, two.reachable = exits(UNTIL_ENDED), False
             await run.wait_until(lambda: one.running())
             (name,) = one.running()
             two.reconnect()
@@ -717,7 +717,7 @@ def test_copying_results_is_retried(tmp_path: Path) -> None:
         async with ListRun(tmp_path, one) as run:
             await run.finished()
         assert (run.states(), one.fetched) == (["done"], [f"{run.jobs[0].id}.1"])
-        assert len([line for line in run.log if "cannot be copied: No space left on device" in line]) == 1
+        assert len([line for line in run.log if "cannot copy results: No space left on device" in line]) == 1
 
     asyncio.run(scenario())
 
@@ -734,7 +734,7 @@ def test_sending_files_of_an_earlier_attempt_is_retried(tmp_path: Path) -> None:
 
     async def scenario() -> None:
         one, two = SimulatedServer("one"), Full("two")
-        one.zz, two.reachable = exits(1), False
+        one.outcome_of, two.reachable = exits(1), False
         async with ListRun(tmp_path, one, two) as run:
             await run.wait_until(lambda: one.fetched)
             one.refusal = "no more"

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dispatchers import Call, Dispatchers, dispatchers
+from dispatchers import DispatcherCall, Dispatchers, dispatchers
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -226,7 +226,7 @@ def forked() -> Iterator[Dispatchers]:
 def test_an_argument_is_not_changed_on_the_way(forked: Dispatchers, jobs: list[dict[str, Any]]) -> None:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name).resolve()
-        call = Call(directory, tuple(prepared(directory, jobs)))
+        call = DispatcherCall(directory, tuple(prepared(directory, jobs)))
         assert forked.run(call) == 0, call.printed
         for said in jobs:
             check_arrived(directory, said)
@@ -235,7 +235,7 @@ def test_an_argument_is_not_changed_on_the_way(forked: Dispatchers, jobs: list[d
 def test_every_hostile_value_and_the_longest_one_arrive(forked: Dispatchers, tmp_path: Path) -> None:
     jobs: list[dict[str, Any]] = [{"all": [word for word in HOSTILE if len(word) < 1000]}, {"a": longest("a")}]
     jobs += [{"long": word} for word in HOSTILE if len(word) > 1000] + [{"id": "mine", "flag": True, "none": None}]
-    call = Call(tmp_path, tuple(prepared(tmp_path, jobs)))
+    call = DispatcherCall(tmp_path, tuple(prepared(tmp_path, jobs)))
     assert forked.run(call) == 0, call.printed
     for said in jobs:
         check_arrived(tmp_path, said)

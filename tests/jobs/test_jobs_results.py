@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dispatchers import Call, Dispatchers, dispatchers
+from dispatchers import DispatcherCall, Dispatchers, dispatchers
 
 from distributed.jobs import page
 from distributed.jobs.job import Options, job_of
@@ -118,7 +118,7 @@ def seen(forked: Dispatchers, tmp_path_factory: pytest.TempPathFactory) -> tuple
     documents: list[dict[str, Any]] = []
     lines: set[str] = set()
     with ThreadPoolExecutor(1) as pool:
-        running: Future[int] = pool.submit(forked.run, Call(directory, RUN))
+        running: Future[int] = pool.submit(forked.run, DispatcherCall(directory, RUN))
         while not running.done():
             if path.exists():
                 documents.append(json.loads(path.read_text()))
@@ -234,7 +234,7 @@ def test_a_call_for_a_list_that_has_ended_changes_neither_its_figures_nor_its_pa
     directory = prepared(tmp_path, [{"kind": "quick"}])
     documents = []
     for words in (RUN, ("resume",)):
-        assert forked.run(Call(directory, words)) == 0
+        assert forked.run(DispatcherCall(directory, words)) == 0
         documents.append(json.loads((directory / "results.json").read_text()))
     first, second = documents
     assert second["updated"] > first["updated"]
