@@ -140,7 +140,7 @@ def test_results_of_one_script_do_not_overwrite_those_of_another(job_list: JobLi
     assert " of job.sh; move it away, or give this job another prefix" in printed
     job_list.jobs({"write": "first", "prefix": "q", "fold": 0})
     code, printed = job_list.call(*other)
-    assert (code, "was calls with the script job.sh; use another --log-file" in printed) == (2, True), printed
+    assert (code, "was begun with the script job.sh; use another --log-file" in printed) == (2, True), printed
     assert job_list.starts() == 1
 
 
