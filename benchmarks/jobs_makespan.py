@@ -1,15 +1,14 @@
-"""How close does a job list come to the shortest time that its slots allow, also when a server is lost half way?
+"""Compare the time of a job list with the shortest possible time on its slots, also if a server is lost.
 
-200 jobs of mixed length on three servers of 2, 4 and 8 slots, one list after the other:
+200 jobs of different length on three servers of 2, 4 and 8 slots, one list after the other:
 
-  - each job says how long it takes (_expected_seconds), so the longest start first; and the same without that;
-  - with a server (the largest, by default) that the laboratory powers off when half of the shortest time has passed.
+  - with _expected_seconds in each job, so the longest start first; and without
+  - with a server (by default the largest) that is powered off after half of the shortest time
 
-No schedule is shorter than max(total / slots, longest). With a server lost at second t, none is shorter than
-t + rest / (slots that are left), where rest = total - slots * t + thrown away: until t every slot of a perfect schedule
-is busy; what the lost server ran at t is thrown away, and done again. That a server is lost, and not only unreachable
-for a while, is known --lost-after seconds after the connection is; this is not part of the bound, and neither is the
-time that connecting takes. Times are taken from the command to its end. Needs root.
+No schedule is shorter than max(total / slots, longest). If a server is lost at second t, none is shorter than
+t + rest / remaining slots, where rest = total - slots * t + lost work: until t, every slot of a perfect schedule is
+busy, and what the jobs on the lost server did until t must be repeated. The bound includes neither the time to connect
+nor the --lost-after seconds after which a server is treated as lost. Times include the whole command. Needs root.
 
     python -m benchmarks.jobs_makespan [--jobs 200] [--mean 5] [--lost-after 10]
 """
@@ -38,15 +37,15 @@ exec sleep "$2"
 
 
 def lengths(count: int, mean: float) -> list[float]:
-    """Seconds of each job: from a fifth of the mean to nine times as much, as evenly as a computer's dice fall."""
-    dice = random.Random(11)
-    return [round(dice.uniform(0.2, 1.8) * mean, 2) for _ in range(count)]
+    """Seconds of each job, uniformly distributed from 0.2 to 1.8 times the mean."""
+    generator = random.Random(11)
+    return [round(generator.uniform(0.2, 1.8) * mean, 2) for _ in range(count)]
 
 
 def run(
-    names: list[str], directory: Path, seconds: list[float], told: bool, options: list[str]
+    names: list[str], directory: Path, seconds: list[float], with_expected: bool, options: list[str]
 ) -> tuple[float, dict[str, Any]]:
-    """(seconds from the command to its end, results.json)."""
+    """Run a list; return (seconds of the command, results.json)."""
     directory.mkdir()
     script = directory / "job.sh"
     script.write_text(SCRIPT)
@@ -57,60 +56,60 @@ def run(
     ]
     (directory / "cluster.json").write_text(json.dumps({"servers": servers, "script_path": script.name}))
     jobs = [
-        {"seconds": each, "n": number} | ({"_expected_seconds": each} if told else {})
+        {"seconds": each, "n": number} | ({"_expected_seconds": each} if with_expected else {})
         for number, each in enumerate(seconds)
     ]
     (directory / "jobs.json").write_text(json.dumps(jobs))
-    words = [sys.executable, str(RUN), "--cluster-config", "cluster.json", "--jobs-config", "jobs.json", "--no-tmux"]
-    begun = time.monotonic()
-    subprocess.run([*words, *options], cwd=directory, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    taken = time.monotonic() - begun
+    command = [sys.executable, str(RUN), "--cluster-config", "cluster.json", "--jobs-config", "jobs.json", "--no-tmux"]
+    start = time.monotonic()
+    subprocess.run([*command, *options], cwd=directory, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    elapsed = time.monotonic() - start
     results = json.loads((directory / "results.json").read_text())
     if results["totals"]["done"] != len(jobs):
         sys.exit(f"{results['totals']['done']} of {len(jobs)} jobs are done")
-    return taken, results
+    return elapsed, results
 
 
-def whole(names: list[str], directory: Path, seconds: list[float], told: bool) -> None:
-    """A list that nothing disturbs."""
-    taken, _ = run(names, directory, seconds, told, [])
+def undisturbed(names: list[str], directory: Path, seconds: list[float], with_expected: bool) -> None:
+    """Run a list without the loss of a server."""
+    elapsed, _ = run(names, directory, seconds, with_expected, [])
     shortest = max(sum(seconds) / sum(SLOTS), max(seconds))
-    says = "jobs say how long they take" if told else "jobs say nothing"
+    kind = "with _expected_seconds" if with_expected else "without _expected_seconds"
     print(
-        f"{says}: {taken:.1f} s, bound {shortest:.1f} s, ratio {taken / shortest:.3f} (wanted: at most 1.05)",
+        f"{kind}: {elapsed:.1f} s, bound {shortest:.1f} s, ratio {elapsed / shortest:.3f} (target: at most 1.05)",
         flush=True,
     )
 
 
 class PowerOff:
-    """Powers a server off after so many seconds, and remembers when it was done."""
+    """Powers off a server after so many seconds, and records the time."""
 
     def __init__(self, name: str, lab: Path, after: float) -> None:
-        self.words, self.env = [str(LAB), "kill", name], os.environ | {"MUSTER_LAB": str(lab)}
+        self.command, self.env = [str(LAB), "kill", name], os.environ | {"MUSTER_LAB": str(lab)}
         self.done = 0.0  # Unix seconds
         self._timer = threading.Timer(after, self._run)
         self._timer.start()
 
     def _run(self) -> None:
-        subprocess.run(self.words, env=self.env, check=True)
+        subprocess.run(self.command, env=self.env, check=True)
         self.done = time.time()
 
 
 def with_loss(names: list[str], directory: Path, seconds: list[float], lost: int, lab: Path, after: int) -> None:
-    """A server is powered off half way. lost: its index."""
+    """Run a list during which a server is powered off. lost: its index."""
     slots, left = sum(SLOTS), sum(SLOTS) - SLOTS[lost]
-    begun = time.time()
+    start = time.time()
     power_off = PowerOff(names[lost], lab, sum(seconds) / slots / 2)
-    taken, results = run(names, directory, seconds, True, ["--lost-after", str(after)])
+    elapsed, results = run(names, directory, seconds, True, ["--lost-after", str(after)])
     attempts = [attempt for job in results["jobs"] for attempt in job["attempts"]]
-    in_vain = [max(0.0, power_off.done - each["start"]) for each in attempts if each["failure"] == "server lost"]
-    if not power_off.done or not in_vain:
+    lost_work = [max(0.0, power_off.done - each["start"]) for each in attempts if each["failure"] == "server lost"]
+    if not power_off.done or not lost_work:
         sys.exit("no attempt was lost")
-    moment = power_off.done - begun
-    shortest = moment + (sum(seconds) - slots * moment + sum(in_vain)) / left
+    moment = power_off.done - start
+    shortest = moment + (sum(seconds) - slots * moment + sum(lost_work)) / left
     print(
-        f"{names[lost]} ({SLOTS[lost]} slots, {len(in_vain)} jobs on it) lost after {moment:.1f} s: {taken:.1f} s, "
-        f"bound {shortest:.1f} s, ratio {taken / shortest:.3f} (wanted: at most 1.05)"
+        f"{names[lost]} ({SLOTS[lost]} slots, {len(lost_work)} jobs on it) lost after {moment:.1f} s: {elapsed:.1f} s, "
+        f"bound {shortest:.1f} s, ratio {elapsed / shortest:.3f} (target: at most 1.05)"
     )
 
 
@@ -121,15 +120,19 @@ def main() -> int:
     options.add_argument("--mean", type=float, default=5.0, help="seconds of a job")
     options.add_argument("--lose", type=int, choices=(1, 2, 3), default=3, help="which server is lost (default: 3)")
     options.add_argument("--lost-after", type=int, default=10, help="see run_distributed_training.py (default: 10)")
-    options.add_argument("--only", choices=("told", "untold", "lost"), help="one of the three lists")
+    options.add_argument(
+        "--only",
+        choices=("told", "untold", "lost"),
+        help="run one list: with or without _expected_seconds, or with a lost server",
+    )
     given = options.parse_args()
     seconds = lengths(given.jobs, given.mean)
-    with tempfile.TemporaryDirectory() as name, nodes(3, prefix="jbench") as (names, folder):
+    with tempfile.TemporaryDirectory() as name, nodes(3, prefix="jbench") as (names, directory):
         for kind in [given.only] if given.only else ["told", "untold"]:
             if kind != "lost":
-                whole(names, Path(name, kind), seconds, told=kind == "told")
+                undisturbed(names, Path(name, kind), seconds, with_expected=kind == "told")
         if given.only in (None, "lost"):
-            with_loss(names, Path(name, "lost"), seconds, given.lose - 1, folder / "lab", given.lost_after)
+            with_loss(names, Path(name, "lost"), seconds, given.lose - 1, directory / "lab", given.lost_after)
     return 0
 
 

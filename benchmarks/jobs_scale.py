@@ -1,10 +1,9 @@
-"""What does the dispatcher of a job list cost with 100 servers of 8 slots and 10,000 jobs?
+"""Measure the cost of the dispatcher for 100 servers of 8 slots and 10,000 jobs.
 
-The servers are simulated in this process: no ssh, no job runs, each job ends after its time and reports progress until
-then, as host.py does. All else is what a real list has: the journal is written and fsynced in the directory that is
-named (choose one on a real disk), results.json and results.html are written as always. What is counted is the CPU time
-of this process from the first connection to the last result, the simulation included; the page is the one thing that a
-process of its own writes.
+The servers are simulated in this process: no ssh, no job runs; each job ends after its time and reports progress until
+then, as host.py does. The journal is real, and synced in the given directory (choose one on a real disk); results.json
+and results.html are written as usual. The CPU time is that of this process, including the simulation, from the first
+connection to the last result; only the page is written by another process.
 
     python -m benchmarks.jobs_scale [--servers 100] [--slots 8] [--jobs 10000] [--seconds 1.5] [--directory .]
 """
@@ -28,48 +27,48 @@ from typing import Any
 
 from distributed.jobs import commands
 from distributed.jobs.config import read_jobs
-from distributed.jobs.dispatcher import Dispatcher, Event, Order, Policy
-from distributed.jobs.host import PROGRESS
+from distributed.jobs.dispatcher import Dispatcher, Event, Policy, StartRequest
+from distributed.jobs.host import PROGRESS_INTERVAL
 from distributed.jobs.job import Job
 from distributed.jobs.journal import Journal
-from distributed.jobs.placement import Room, Slot
-from distributed.jobs.state import Attempt, State, listed
+from distributed.jobs.placement import Slot, SlotPool
+from distributed.jobs.state import Attempt, ListState, job_records
 
-LOOK = 0.05  # seconds between two looks at whether the event loop is free
+PROBE_INTERVAL = 0.05  # seconds between probes of the event loop
 
 
-class Simulated:
-    """A server without anything behind it. See dispatcher.Server."""
+class SimulatedServer:
+    """A simulated server; see dispatcher.JobServer."""
 
     watches_gpus = queues_dependents = False
 
     def __init__(self, name: str, slots: int) -> None:
         self.name = name
-        self.room = Room(name, tuple(Slot(number, number) for number in range(slots)))
+        self.pool = SlotPool(name, tuple(Slot(number, number) for number in range(slots)))
         self._post: Callable[[Event], None] = lambda _: None
 
     async def connect(self, post: Callable[[Event], None]) -> str:
         self._post = post
         return ""
 
-    async def lost(self) -> str:
+    async def wait_until_lost(self) -> str:
         return await asyncio.get_running_loop().create_future()
 
-    async def look(self, attempts: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    async def query(self, attempts: Mapping[str, str]) -> dict[str, dict[str, Any]]:
         return {name: {"state": "absent"} for name in attempts}
 
-    async def start(self, order: Order) -> dict[str, Any]:
-        await asyncio.sleep(0.01)  # as long as a fork and the way there and back take
-        self._go_on(order.attempt, time.time(), float(order.job.settings["seconds"]))
+    async def start(self, request: StartRequest) -> dict[str, Any]:
+        await asyncio.sleep(0.01)  # a fork and a round trip
+        self._continue(request.attempt, time.time(), float(request.job.settings["seconds"]))
         return {"state": "running", "pid": 4711, "start_time": 815, "boot_id": "2f6e4d4e-4c2f-4c3e-9a51-2b1c6d7e8f90"}
 
-    def _go_on(self, attempt: str, started: float, left: float) -> None:
+    def _continue(self, attempt: str, started: float, left: float) -> None:
         loop = asyncio.get_running_loop()
-        if left <= PROGRESS:
+        if left <= PROGRESS_INTERVAL:
             loop.call_later(left, self._end, attempt, started)
             return
         self._post(Event("progress", self.name, {"attempt": attempt, "metrics": {"step": left, "loss": 2.7183}}))
-        loop.call_later(PROGRESS, self._go_on, attempt, started, left - PROGRESS)
+        loop.call_later(PROGRESS_INTERVAL, self._continue, attempt, started, left - PROGRESS_INTERVAL)
 
     def _end(self, attempt: str, started: float) -> None:
         end = {
@@ -79,52 +78,52 @@ class Simulated:
         self._post(Event("ended", self.name, end))
 
     async def stop(self, attempt: str, kill: bool) -> None:
-        """Nobody cancels."""
+        """No job is cancelled."""
 
-    async def have_base(self, digest: str) -> int:
+    async def ensure_base(self, digest: str) -> int:
         """No job starts from a base model."""
         return 0
 
     async def remove_output(self, output: str) -> None:
-        """Nothing is evicted."""
+        """No base model is evicted."""
 
-    async def bring(self, attempt: Attempt, job: Job) -> None:
+    async def fetch_results(self, attempt: Attempt, job: Job) -> None:
         await asyncio.sleep(0.01)
 
-    async def send(self, output: str) -> None:
-        """No job is tried twice."""
+    async def send_results(self, output: str) -> None:
+        """No job is retried."""
 
-    async def gpus(self) -> list[dict[str, Any]]:
+    async def query_gpus(self) -> list[dict[str, Any]]:
         return []
 
     async def close(self, finished: bool) -> None:
-        """Nothing is open."""
+        """There is no connection."""
 
 
-class Watch:
-    """The longest time in which the event loop did nothing else, seconds."""
+class LoopMonitor:
+    """Measures the longest time, in seconds, for which the event loop was blocked."""
 
     def __init__(self) -> None:
         self.longest = 0.0
 
-    async def look(self) -> None:
+    async def measure(self) -> None:
         while True:
             before = time.monotonic()
-            await asyncio.sleep(LOOK)
-            self.longest = max(self.longest, time.monotonic() - before - LOOK)
+            await asyncio.sleep(PROBE_INTERVAL)
+            self.longest = max(self.longest, time.monotonic() - before - PROBE_INTERVAL)
 
 
 @contextmanager
-def watched(watch: Watch) -> Iterator[None]:
-    """Let the watch look for as long as a dispatcher runs."""
+def monitored(monitor: LoopMonitor) -> Iterator[None]:
+    """Measure the event loop while a dispatcher runs."""
     real = Dispatcher.run
 
     async def run(self: Dispatcher) -> None:
-        looking = asyncio.ensure_future(watch.look())
+        measuring = asyncio.ensure_future(monitor.measure())
         try:
             await real(self)
         finally:
-            looking.cancel()
+            measuring.cancel()
 
     Dispatcher.run = run  # type: ignore[method-assign]
     try:
@@ -133,18 +132,18 @@ def watched(watch: Watch) -> Iterator[None]:
         Dispatcher.run = real  # type: ignore[method-assign]
 
 
-def cpu() -> float:
-    """Seconds of this process so far."""
+def cpu_seconds() -> float:
+    """CPU seconds of this process."""
     return time.process_time()
 
 
-def peak() -> float:
-    """Most memory that this process has had so far, MB."""
+def peak_memory() -> float:
+    """Peak memory of this process, MB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
 
 
 def job_list(count: int, seconds: float) -> list[dict[str, Any]]:
-    """Jobs as people write them; their lengths are spread evenly around the mean."""
+    """A typical jobs.json; the lengths are uniformly distributed around the mean."""
     lengths = random.Random(1)
     return [
         {"fold": number, "prefix": "scale", "batch_size": 64, "lr": 3e-4, "model": "medium", "_retries": 1,
@@ -153,24 +152,24 @@ def job_list(count: int, seconds: float) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def dispatched(jobs: list[Job], servers: list[Simulated], watch: Watch) -> float:
-    """Run the list as the command does. Returns the CPU seconds."""
+def dispatch(jobs: list[Job], servers: list[SimulatedServer], monitor: LoopMonitor) -> float:
+    """Run the list; return its CPU seconds."""
     with Journal.open(Path("results.journal")) as book:
-        state = State()
+        state = ListState()
         about = {"list": "0123456789", "cwd": str(Path.cwd()), "script": "train.py", "backend": "ssh"}
-        state.apply(book.add("list", **about, jobs=listed(jobs)))
+        state.apply(book.add("list", **about, jobs=job_records(jobs)))
         book.commit()
-        begun = cpu()
-        with watched(watch):
+        start = cpu_seconds()
+        with monitored(monitor):
             code = commands.dispatch(book, state, jobs, servers, Policy(), Path("results.json"))
-        spent = cpu() - begun
+        spent = cpu_seconds() - start
     if code or state.counts["done"] != len(jobs):
         sys.exit(f"exit code {code}: {state.counts}")
     return spent
 
 
 def main() -> int:
-    """Print CPU time per job, memory, and how long the event loop was held up."""
+    """Print CPU time per job, memory, and how long the event loop was blocked."""
     options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     options.add_argument("--servers", type=int, default=100)
     options.add_argument("--slots", type=int, default=8)
@@ -181,28 +180,27 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=os.path.abspath(given.directory)) as directory:
         os.chdir(directory)
         Path("jobs.json").write_text(json.dumps(job_list(given.jobs, given.seconds)))
-        before, begun = peak(), cpu()
+        before, start = peak_memory(), cpu_seconds()
         jobs = read_jobs(Path("jobs.json"))
-        reading = cpu() - begun
-        servers = [Simulated(f"gpu{number}", given.slots) for number in range(given.servers)]
-        watch, wall = Watch(), time.monotonic()
-        spent = dispatched(jobs, servers, watch)
+        reading = cpu_seconds() - start
+        servers = [SimulatedServer(f"gpu{number}", given.slots) for number in range(given.servers)]
+        monitor, wall = LoopMonitor(), time.monotonic()
+        spent = dispatch(jobs, servers, monitor)
         wall = time.monotonic() - wall
-        used, size = peak(), Path("results.journal").stat().st_size
+        used, size = peak_memory(), Path("results.journal").stat().st_size
         gc.collect()
-        begun = cpu()
+        start = cpu_seconds()
         with Journal.open(Path("results.journal")) as book:
-            State.of(book.records)
-        again = cpu() - begun
+            ListState.of(book.records)
+        again = cpu_seconds() - start
         os.chdir("/")
     slots = given.servers * given.slots
     least = sum(job.settings["seconds"] for job in jobs) / slots
     print(f"{given.jobs:,} jobs on {given.servers} servers of {given.slots} slots, journal in {given.directory}:")
-    print(f"  dispatcher: {1000 * spent / given.jobs:.2f} ms of CPU per job (wanted: at most 1)")
+    print(f"  dispatcher: {1000 * spent / given.jobs:.2f} ms of CPU per job (target: at most 1)")
     print(f"  peak memory: {used:.0f} MB, of which {used - before:.0f} MB since before the list was read")
-    print(
-        f"  wall: {wall:.1f} s, of which the jobs need {least:.1f} s; event loop held up at most {watch.longest:.2f} s"
-    )
+    print(f"  wall: {wall:.1f} s, of which the jobs need {least:.1f} s")
+    print(f"  event loop blocked for at most {monitor.longest:.2f} s")
     print(f"  list read in {reading:.2f} s of CPU; journal of {size / 1e6:.1f} MB read again in {again:.2f} s")
     return 0
 

@@ -1,8 +1,7 @@
-"""Calls of run_distributed_training.py and run_two_phase_training.py, each in a process of its own, and killed where a
-test wants.
+"""Calls of run_distributed_training.py and run_two_phase_training.py, each in its own process, optionally killed.
 
-They are forked from a process that has imported it once. Only here, and not in the product, is known how a dispatcher
-can be killed at a certain record of its journal.
+The processes are forked from one that has imported the programs. The code that kills a dispatcher at a record of its
+journal is only here, not in the product.
 """
 
 from __future__ import annotations
@@ -19,53 +18,53 @@ from pathlib import Path
 from typing import IO, Any
 
 KIT = Path(__file__).resolve().parent.parent
-MOMENTS = ("before", "during", "after")  # the commit of a record
+MOMENTS = ("before", "during", "after")  # relative to the commit of a record
 
 
 @dataclass(frozen=True)
-class Call:
-    """One call. kill: the moment and the number of the record, from 1, at which it is killed."""
+class DispatcherCall:
+    """One call of a program. kill: the moment and the number (from 1) of the record at which it is killed."""
 
     directory: Path
-    words: tuple[str, ...]
+    arguments: tuple[str, ...]
     kill: tuple[str, int] | None = None
     env: dict[str, str] = field(default_factory=dict)
-    two_phase: bool = False  # the program
+    two_phase: bool = False  # whether it calls run_two_phase_training.py
 
     @property
     def printed(self) -> str:
-        """On standard output and standard error, by all calls in this directory."""
+        """Standard output and standard error of all calls in this directory."""
         path = self.directory / "printed"
         return path.read_text() if path.exists() else ""
 
 
 class Dispatchers:
-    """The process from which they are forked."""
+    """The process from which dispatchers are forked."""
 
     def __init__(self) -> None:
-        words = [sys.executable, str(Path(__file__).resolve())]
-        self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        arguments = [sys.executable, str(Path(__file__).resolve())]
+        self._process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def run(self, call: Call) -> int:
-        """Its exit code; -9 when it was killed."""
+    def run(self, call: DispatcherCall) -> int:
+        """Return the exit code of a call; -9 if it was killed."""
         return self.run_all([[call]])[0][0]
 
-    def run_all(self, chains: Sequence[Sequence[Call]]) -> list[list[int]]:
-        """The exit codes of calls: those of a chain one after the other, all chains at once."""
+    def run_all(self, chains: Sequence[Sequence[DispatcherCall]]) -> list[list[int]]:
+        """Return the exit codes of calls. Chains run concurrently, the calls of a chain one after the other."""
         assert self._process.stdin and self._process.stdout
-        said = [[asdict(call) | {"directory": str(call.directory)} for call in chain] for chain in chains]
-        self._process.stdin.write(json.dumps(said) + "\n")
+        message = [[asdict(call) | {"directory": str(call.directory)} for call in chain] for chain in chains]
+        self._process.stdin.write(json.dumps(message) + "\n")
         self._process.stdin.flush()
         return list(json.loads(self._process.stdout.readline()))
 
     def end(self) -> None:
-        """Every call has ended."""
+        """Wait for all calls, and end the process."""
         self._process.communicate()
 
 
 @contextlib.contextmanager
 def dispatchers() -> Iterator[Dispatchers]:
-    """For a fixture."""
+    """A context manager for fixtures."""
     server = Dispatchers()
     try:
         yield server
@@ -73,7 +72,7 @@ def dispatchers() -> Iterator[Dispatchers]:
         server.end()
 
 
-# ---------------------------------------------------------------- in the process
+# ---------------------------------------------------------------- the forking process
 
 
 def main() -> None:
@@ -82,7 +81,7 @@ def main() -> None:
 
     for line in sys.stdin:
         running = [fork_chain([commands.main, two_phase.main], chain) for chain in json.loads(line)]
-        codes = [[int(word) for word in file.read().split()] for file in running]
+        codes = [[int(code) for code in file.read().split()] for file in running]
         sys.stdout.write(json.dumps(codes) + "\n")
         sys.stdout.flush()
         with contextlib.suppress(ChildProcessError):
@@ -91,7 +90,7 @@ def main() -> None:
 
 
 def fork_chain(programs: Sequence[Any], chain: list[dict[str, Any]]) -> IO[str]:
-    """What it prints are exit codes."""
+    """Run a chain of calls in a forked process; the file yields their exit codes."""
     source, target = os.pipe()
     if os.fork() == 0:
         for call in chain:
@@ -103,7 +102,7 @@ def fork_chain(programs: Sequence[Any], chain: list[dict[str, Any]]) -> IO[str]:
 
 
 def fork(program: Any, call: dict[str, Any]) -> int:
-    """The id of a process that makes this call."""
+    """Make a call in a forked process; return its id."""
     pid = os.fork()
     if pid:
         return pid
@@ -116,14 +115,14 @@ def fork(program: Any, call: dict[str, Any]) -> int:
         os.dup2(1, 2)
         if call["kill"]:
             kill_at(*call["kill"])
-        code = program(call["words"])
+        code = program(call["arguments"])
         sys.stdout.flush()
     finally:
         os._exit(code)
 
 
 def kill_at(moment: str, number: int) -> None:
-    """Let the dispatcher of this process kill itself at a record."""
+    """Make the dispatcher in this process kill itself at a record."""
     from distributed.jobs import journal
 
     commit, committed = journal.Journal.commit, 0
@@ -131,18 +130,18 @@ def kill_at(moment: str, number: int) -> None:
     def commit_and_die(book: journal.Journal) -> None:
         nonlocal committed
         pending = list(book._pending)
-        now = committed < number <= committed + len(pending)
-        if now and moment == "during":
-            before = [journal.line(record) for record in pending[: number - committed]]
+        kill = committed < number <= committed + len(pending)
+        if kill and moment == "during":
+            before = [journal.encode(record) for record in pending[: number - committed]]
             os.write(book._file, b"".join(before)[: -len(before[-1]) // 2])
-        if now and moment != "after":
+        if kill and moment != "after":
             os.kill(os.getpid(), signal.SIGKILL)
         commit(book)
         committed += len(pending)
-        if now:
+        if kill:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    setattr(journal.Journal, "commit", commit_and_die)  # noqa: B010 (mypy takes it for no method)
+    setattr(journal.Journal, "commit", commit_and_die)  # noqa: B010 (mypy rejects an assignment)
 
 
 if __name__ == "__main__":

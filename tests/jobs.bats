@@ -128,8 +128,8 @@ pane_shows() { # <node> <pane's number> <text>: or one that begins with it
 {"name": "long", "until": "$PWD/go", "_priority": 1}
 END
   start_list
-  wait_for_line out "$N3: not used: GPU 0: not there: $N3 has 0 GPUs"
-  wait_for_line out "$N1: GPU 2: used by somebody else; waiting for it"
+  wait_for_line out "$N3: not used: GPU 0: not found: $N3 has 0 GPUs"
+  wait_for_line out "$N1: GPU 2: in use by another process; waiting"
   eventually holds 'r["totals"]["done"] == 6'
   holds 'not [words for words in started if words[0] == "overlap"]'
   holds '("'"$N1"'", "2") not in [(words[2], words[4]) for words in started if words[0] == "begin"]'
@@ -174,7 +174,7 @@ END
   run list why slow
   [ "$status" -eq 2 ] # no name of a job, as it has no prefix
   run -0 list why "$(tell '[job["fault"]["id"]]')"
-  [[ "$output" == *": failed"*"attempt 1 on "*": signal: ended by SIGSEGV"* ]]
+  [[ "$output" == *": failed"*"attempt 1 on "*": signal: killed by SIGSEGV"* ]]
 }
 
 
@@ -419,7 +419,7 @@ END
   on "$N3" umount "$(type -P rsync)"
   echo "$output"
   [ "$status" -eq 0 ]
-  [[ "$output" =~ (good|twin)": connected; tmux is not installed: no live view of the slots there; install it" ]]
+  [[ "$output" =~ (good|twin)": connected; tmux is not installed; no live view of its slots; install it" ]]
   [[ "$output" =~ (good|twin)": not used: is the same machine as "(good|twin)"; list it once" ]]
   [[ "$output" == *"$N1: not used: nobody@"*"Permission denied"*"; check user and ssh_key; \`ssh $N1 true\` must"* ]]
   [[ "$output" == *"wrongkey: not used: "*"Permission denied"*"; check user and ssh_key"* ]]
@@ -481,7 +481,7 @@ END
     echo "{\"name\": \"j$number\", \"exit\": 1, \"_retries\": 0}"
   done | job_list
   run -75 dispatch
-  [[ "$output" == *"paused: 5 attempts in a row failed within 30 s, the last: exit code 1: "*"gives up; mend the cause"* ]]
+  [[ "$output" == *"paused: 5 attempts in a row failed within 30 s, the last: exit code 1: "*"gives up; fix the cause"* ]]
   [[ "$output" == *"paused: 0 of 9 done, 5 failed, 4 waiting"*"to go on: "*"run_distributed_training.py"*" resume"* ]]
   holds 'len(began) == 5 and r["state"] == "paused"'
   run list status
@@ -541,7 +541,7 @@ END
   begun a
   begun b
   run -2 dispatch
-  [[ "$output" == *"a dispatcher is working on this list already"* ]]
+  [[ "$output" == *"a dispatcher already runs this list"* ]]
   run -0 list status
   [[ "$output" == *"x/fold0"*" running "*"a dispatcher works on this list"* ]]
   run -0 list logs fold0
@@ -604,8 +604,8 @@ END
   run -0 list cancel all
   echo "$output"
   [ "$(grep -c '^cancelled: ' <<<"$output")" -eq 6 ]
-  [[ "$output" == *"cancelled on request; no process of it is left; GPU 0: 5 MiB in use"* ]]
-  [ "$(grep -c 'no process of it is left' <<<"$output")" -eq 4 ]
+  [[ "$output" == *"cancelled on request; no process remains; GPU 0: 5 MiB in use"* ]]
+  [ "$(grep -c 'no process remains' <<<"$output")" -eq 4 ]
   nothing_left
   wait_for_exit "$LAUNCHER"
   [ "$status" -eq 1 ]

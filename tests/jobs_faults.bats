@@ -1,7 +1,7 @@
 #!/usr/bin/env bats
 #
-# What dies while a job list runs: the dispatcher, its connections, servers, supervisors, disks. No job runs twice because
-# a program died, none is lost, none that failed is called done, and a server that is silent is unknown, not dead.
+# Faults while a job list runs: of the dispatcher, its connections, servers, supervisors and disks. No job runs twice or
+# is lost, no failed job is reported as done, and an unreachable server is not treated as failed before --lost-after.
 
 # bats file_tags=laboratory
 bats_require_minimum_version 1.5.0
@@ -32,7 +32,7 @@ teardown() {
 }
 
 
-# Three jobs that run until there is a file "go", one on each server.
+# Three jobs, one on each server, that run until the file "go" exists.
 three_jobs() {
   cluster "$N1:1" "$N2:1" "$N3:1"
   job_list <<END
@@ -49,7 +49,7 @@ start_three_jobs() { # [option...]
   begun a
   begun b
   begun c
-  eventually holds 'len(last) == 3' # the results know, too
+  eventually holds 'len(last) == 3' # also in the results
 }
 
 
@@ -58,7 +58,7 @@ job_on() { # <node>: the name of the job that was started there last
 }
 
 
-# All are done, each at its first attempt.
+# All jobs are done, each in its first attempt.
 undisturbed() {
   wait_for_exit "$LAUNCHER"
   [ "$status" -eq 0 ] || { cat out && return 1; }
@@ -73,7 +73,7 @@ small_disk() {
 }
 
 
-starts_settle() { # no job has begun for a second
+starts_settle() { # no job starts for a second
   local before
   before=$(grep -c ^begin "$STARTED")
   sleep 1
@@ -81,7 +81,7 @@ starts_settle() { # no job has begun for a second
 }
 
 
-fill() { # <directory>: until nothing more fits
+fill() { # <directory>: fill its file system
   cat /dev/zero >"$1/fill" 2>/dev/null || true
 }
 
@@ -89,7 +89,7 @@ fill() { # <directory>: until nothing more fits
 # ---------------------------------------------------------------- the dispatcher
 
 
-@test "after SIGKILL of the dispatcher, resume finds its jobs again, and those that have ended meanwhile" {
+@test "after SIGKILL of the dispatcher, resume finds its running jobs, and those that have ended since" {
   three_jobs
   sed -i "s#\"name\": \"c\", \"until\": \"$PWD/go\"#\"name\": \"c\", \"until\": \"$PWD/go.c\"#" jobs.json
   start_list
@@ -109,7 +109,7 @@ fill() { # <directory>: until nothing more fits
 }
 
 
-@test "of two names of one machine, resume uses the one under which its jobs run" {
+@test "of two names of one machine, resume uses the one under which jobs run" {
   cluster "$N1:1" "$(address "$N1"):1"
   job_list <<<"{\"name\": \"a\", \"until\": \"$PWD/go\"}"
   start_list --lost-after 1
@@ -131,7 +131,7 @@ fill() { # <directory>: until nothing more fits
 # ---------------------------------------------------------------- connections
 
 
-@test "when all connections are killed jobs go on, and are found again" {
+@test "when all connections are killed, jobs continue, and are found after the reconnect" {
   start_three_jobs
   connections=$(grep -lsa "/muster-$(id -u)-$(tell 'r["list"].split()')/" /proc/[0-9]*/cmdline || true)
   [ "$(wc -l <<<"$connections")" -ge 6 ] # a master and a client for each server
@@ -148,7 +148,7 @@ fill() { # <directory>: until nothing more fits
 }
 
 
-@test "a server that is cut off for a while fails nothing: its job goes on, and others do not wait for it" {
+@test "a temporary network failure fails no job: the job on that server continues, and others do not wait for it" {
   three_jobs
   sed -i 's/}]$/},/' jobs.json
   printf '{"_env": {"STARTED": "%s"}, "name": "later", "_priority": -1}]\n' "$STARTED" >>jobs.json
@@ -170,7 +170,7 @@ fill() { # <directory>: until nothing more fits
 
 
 # bats test_tags=soak
-@test "a server that is frozen for a while fails nothing, and one that is frozen at the start holds nobody up" {
+@test "a temporarily frozen server fails no job, and one that is frozen at the start does not delay others" {
   lab freeze "$N2"
   three_jobs
   start_list
@@ -192,7 +192,7 @@ fill() { # <directory>: until nothing more fits
 # ---------------------------------------------------------------- servers
 
 
-@test "the jobs of a server that was powered off run elsewhere, not as their failure, and nothing runs twice when it is back" {
+@test "jobs of a powered-off server run elsewhere, not counted as failures, and none runs twice when it is back" {
   start_three_jobs --lost-after 5
   lost=$(job_on "$N3")
   lab kill "$N3"
@@ -213,7 +213,7 @@ fill() { # <directory>: until nothing more fits
 }
 
 
-@test "what still runs on a server that was given up is stopped when it is back, before its slot is used again" {
+@test "an attempt on a lost server is stopped when the server is back, before its slot is reused" {
   three_jobs
   sed -i -e 's/"_retries": 0/"alone": true, &/' -e 's/}]$/},/' jobs.json
   printf '{"_env": {"STARTED": "%s"}, "name": "later", "alone": true, "_priority": -1}]\n' "$STARTED" >>jobs.json
@@ -224,10 +224,10 @@ fill() { # <directory>: until nothing more fits
   lost=$(job_on "$N3")
   pid=$(pid_of_job "$lost")
   lab cut "$N3"
-  wait_for_line out "retry: " # it waits for a slot
+  wait_for_line out "retry: " # waits for a slot
   lab heal "$N3"
-  wait_for_line out "still ran there: stopping it, as it was given up"
-  begun later # there, as the others are busy
+  wait_for_line out "still runs after it was given up; stopping it"
+  begun later # on that server, as the others are busy
   run ! alive "$pid"
   : >go
   wait_for_exit "$LAUNCHER"
@@ -239,15 +239,15 @@ fill() { # <directory>: until nothing more fits
 
 
 # bats test_tags=soak
-@test "cancel all ends what was left on a server that came back after the end of the list" {
+@test "cancel all stops an attempt on a lost server that is back after the end of the list" {
   start_three_jobs --lost-after 2
   lost=$(job_on "$N3")
   pid=$(pid_of_job "$lost")
   kill -STOP "$pid" # so that it does not end by itself
   lab cut "$N3"
   : >go
-  wait_for_line out "another attempt writes there; trying again when it has ended"
-  rm experiments/*/.muster_job # a file server takes its locks back from a machine that it does not reach
+  wait_for_line out "another attempt writes there; retrying when it ends"
+  rm experiments/*/.muster_job # as a file server releases the locks of an unreachable machine
   wait_for_exit "$LAUNCHER"
   [ "$status" -eq 0 ]
   grep -q "$N3: was lost" out
@@ -258,7 +258,7 @@ fill() { # <directory>: until nothing more fits
 }
 
 
-@test "a server whose disk is full gets no more jobs, and its jobs' exit codes are known" {
+@test "a server whose disk is full gets no more jobs, and the exit codes of its jobs are reported" {
   small=$HOMES/$N2/small
   mkdir "$small"
   on "$N2" mount -t tmpfs -o size=2m tmpfs "$small"
@@ -276,14 +276,14 @@ END
   start_list
   begun stays
   begun ends
-  wait_for_line out "no space is left on the disk with its log"
+  wait_for_line out "no space left on the disk with its log"
   : >full
   wait_for_line out "$N2: gets no more jobs: "
   run -0 list cancel p/fold0
-  [[ "$output" == *"cancelled: p/fold0: cancelled on request; no process of it is left"* ]]
+  [[ "$output" == *"cancelled: p/fold0: cancelled on request; no process remains"* ]]
   wait_for_exit "$LAUNCHER"
   [ "$status" -eq 75 ]
-  grep -q "paused: no server can be used for the jobs that wait; see the reasons above" out
+  grep -q "paused: no usable server for the waiting jobs; see the reasons above" out
   holds '[job[name]["state"] for name in ("ends", "d", "e", "fills", "f")] == ["done"] * 3 + ["failed", "waiting"]'
   holds 'last["fills"]["reason"].startswith("exit code 1: ")'
   holds 'last["fills"]["exit_code"] == 1 and last["ends"]["exit_code"] == 0 and len(began) == 5'
@@ -294,10 +294,10 @@ END
 }
 
 
-# ---------------------------------------------------------------- what watches over a job
+# ---------------------------------------------------------------- supervisors
 
 
-@test "a job whose supervisor was killed leaves nothing behind and runs again; one whose guard was killed goes on" {
+@test "a job whose supervisor is killed leaves no process and is retried; one whose guard is killed continues" {
   start_three_jobs
   kill -KILL "$(supervised supervisor a)"
   guard=$(supervised guard b)
@@ -321,7 +321,7 @@ END
 # ---------------------------------------------------------------- results
 
 
-@test "a disk that is full here stops nothing that runs: results come when there is space, and so do new starts" {
+@test "with a full disk on the dispatcher's machine, running jobs continue; results and new starts wait for space" {
   there=$APART/there
   lab ssh "$N1" mkdir -p "$there"
   lab ssh "$N1" tee "$there/job.py" <job.py >/dev/null
@@ -339,16 +339,16 @@ END
   begun a
   fill .
   lab ssh "$N1" touch "$APART/go"
-  wait_for_line "$BATS_TEST_TMPDIR/out" "results.journal: No space left on device: nothing new is started until"
-  eventually starts_settle # what was decided before the disk was full still begins
+  wait_for_line "$BATS_TEST_TMPDIR/out" "results.journal: No space left on device; no new jobs start until"
+  eventually starts_settle # committed starts are still executed
   before=$(grep -c ^begin "$STARTED")
   ((before < 21))
-  sleep 2 # what must not happen has no event
+  sleep 2 # there is no event to wait for
   [ "$(grep -c ^begin "$STARTED")" -eq "$before" ]
   rm fill
   head -c 3500000 /dev/zero >fill
-  wait_for_line "$BATS_TEST_TMPDIR/out" "results.journal: written again"
-  wait_for_line "$BATS_TEST_TMPDIR/out" "its results cannot be copied: rsync: "
+  wait_for_line "$BATS_TEST_TMPDIR/out" "results.journal: writable again"
+  wait_for_line "$BATS_TEST_TMPDIR/out" "cannot copy results: rsync: "
   begun b20
   rm fill
   wait_for_exit "$LAUNCHER"
@@ -358,7 +358,7 @@ END
 }
 
 
-@test "a copy that is killed on its way is made again, and a half copied file is never taken for a whole one" {
+@test "a killed copy is repeated, and an incomplete file never has its final name" {
   WORK="$APART/my work"
   enter_workdir
   write_job_script
@@ -374,7 +374,7 @@ END
     kill -KILL "${file//[!0-9]/}" 2>>seen || true
   done < <(grep -lsa "^rsync.*$PWD" /proc/[0-9]*/cmdline)
   lab heal "$N1"
-  wait_for_line out "p/fold0: its results cannot be copied: "
+  wait_for_line out "p/fold0: cannot copy results: "
   wait_for_exit "$LAUNCHER"
   [ "$status" -eq 0 ]
   lab ssh "$N1" cat "$PWD/experiments/p/fold0/big" | cmp - experiments/p/fold0/big
@@ -382,7 +382,7 @@ END
 }
 
 
-@test "a job that is done, but whose server is lost before its results are here, runs elsewhere" {
+@test "a finished job whose server is lost before its results were copied runs elsewhere" {
   WORK="$APART/their work"
   enter_workdir
   write_job_script
@@ -395,7 +395,7 @@ END
   lab ssh "$first" touch "$PWD/go"
   eventually eval 'compgen -G "experiments/p/fold0/.big.*"'
   lab kill "$first"
-  wait_for_line out "and the results are there"
+  wait_for_line out "before its results were copied"
   for node in "$N1" "$N3"; do
     [ "$node" = "$first" ] || lab ssh "$node" touch "$PWD/go"
   done
@@ -411,7 +411,7 @@ END
 # ---------------------------------------------------------------- the configuration
 
 
-@test "a server that is taken out of the configuration gives its jobs to the others after --lost-after" {
+@test "jobs of a server that was removed from the configuration run elsewhere after --lost-after" {
   start_three_jobs --lost-after 3
   kill -INT -- "-$LAUNCHER"
   wait_for_exit "$LAUNCHER"
@@ -419,7 +419,7 @@ END
   cluster "$N1:2" "$N2:1"
   start_command resume
   wait_for_line out "$N3: no longer in the cluster config; its jobs run elsewhere in 3 s"
-  wait_for_line out "another attempt writes there; trying again when it has ended" # to the files that all share
+  wait_for_line out "another attempt writes there; retrying when it ends" # all servers share the files
   holds 'len(began) == 3'
   : >go
   wait_for_exit "$LAUNCHER"

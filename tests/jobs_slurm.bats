@@ -1,7 +1,7 @@
 #!/usr/bin/env bats
 #
-# Job lists on a real SLURM: one array for all that can start, the same results as over ssh, and whatever dies, no job
-# runs twice and none is lost. What a person, a more urgent job, the time limit or a lost node does to a job is named.
+# Job lists on a real SLURM: one array for all attempts that can start, the same results as over ssh, and after any
+# failure no job runs twice and none is lost. Ends by scancel, preemption, time limit and node failure are classified.
 
 # bats file_tags=laboratory
 bats_require_minimum_version 1.5.0
@@ -32,7 +32,7 @@ setup() {
 teardown() {
   [ -z "$LAUNCHER" ] || kill -KILL "$LAUNCHER" 2>/dev/null || true
   slurmctld_runs || start_slurmctld
-  lab up 4 --prefix "$PREFIX" --slurm --gpus 2 >/dev/null # mends what a test has broken
+  lab up 4 --prefix "$PREFIX" --slurm --gpus 2 >/dev/null # repairs the laboratory after a test
   scancel --user=root
   eventually queue_is_empty
 }
@@ -49,7 +49,7 @@ cluster() { # <keys of the entry that describes a node> [option of sbatch...]
 }
 
 
-job_list() { # on standard input: objects without the comma between them, a line each; each gets STARTED as a variable
+job_list() { # standard input: one object per line, without commas; each gets the variable STARTED
   sed -e "s#^{#{\"_env\": {\"STARTED\": \"$STARTED\"}, #" -e '1s/^/[/' -e '$!s/$/,/' -e '$s/$/]/' >jobs.json
 }
 
@@ -62,12 +62,12 @@ dispatch() { # [option...]
 }
 
 
-list() { # <command> [word...]
+list() { # <command> [argument...]
   "${DISPATCH[@]}" "$@" 3>&-
 }
 
 
-# In the background: LAUNCHER is the dispatcher, "out" what it prints.
+# Start in the background; LAUNCHER is the dispatcher, "out" its output.
 start_list() {
   start out "${DISPATCH[@]}" "${OPTIONS[@]}"
 }
@@ -80,8 +80,8 @@ kill_dispatcher() {
 }
 
 
-holds() { # <Python expression: r is results.json, job its jobs by name, last their last attempts; began are all names
-  # that stand in STARTED, started its lines>
+holds() { # <Python expression of r (results.json), job (its jobs by name), last (their last attempts), started (lines of
+  # STARTED) and began (names of started jobs)>
   "$VIRTUAL_ENV/bin/python" -I - "$STARTED" "$1" <<'END'
 import json, sys
 r = json.load(open("results.json"))
@@ -96,7 +96,7 @@ END
 }
 
 
-eventually() { # <command...>: it succeeds within a minute and a half
+eventually() { # <command...>: retried until it succeeds, for 90 s
   local end=$((SECONDS + 90))
   until "$@" >"$BATS_TEST_TMPDIR/eventually" 2>&1; do
     if ((SECONDS >= end)); then
@@ -110,12 +110,12 @@ eventually() { # <command...>: it succeeds within a minute and a half
 }
 
 
-begun() { # <name>: the job has begun
+begun() { # <name>: wait until the job has started
   wait_for_line "$STARTED" "begin $1 "
 }
 
 
-node_of_job() { # <name>, of its newest start
+node_of_job() { # <name>: the node of its newest start
   awk -v name="$1" '$1 == "begin" && $2 == name { node = $3 } END { print node }' "$STARTED"
 }
 
@@ -187,7 +187,7 @@ queue_is_empty() {
 }
 
 
-element_of() { # <name>: as ARRAY_INDEX, of its newest attempt
+element_of() { # <name>: ARRAY_INDEX of its newest attempt
   local id attempt
   id=$("$VIRTUAL_ENV/bin/python" -c '
 import json, sys
@@ -213,7 +213,7 @@ index_of() { # <directory of an attempt>
 }
 
 
-arrays() { # how many SLURM has got of the list here
+arrays() { # the number of this list's arrays
   squeue --noheader --array --states=all --format=%j | grep "^muster-$(basename logs/jobs/*)-" | sort -u | wc -l
 }
 
@@ -237,7 +237,7 @@ start_slurmctld() {
 # ---------------------------------------------------------------- a list
 
 
-@test "nine jobs are one array: each runs once on a GPU of its own, and results, table, log and page are as over ssh" {
+@test "nine jobs are one array: each runs once on its own GPU; results, table, log and page are as over ssh" {
   cluster '"gpus": 1'
   for fold in 0 1 2 3 4 5 6 7 8; do
     echo "{\"name\": \"f$fold\", \"fold\": $fold, \"prefix\": \"exp1\", \"seconds\": 1, \"words\": [\"it's\", \"\$x;\"]}"
@@ -261,12 +261,12 @@ start_slurmctld() {
   run -0 list why fold3
   [[ "$output" == *"exp1/fold3: done"*"attempt 1 on slurm:"*" ($PREFIX"*"done"* ]]
   no_order_left
-  run -0 list resume # there is nothing to do
+  run -0 list resume # nothing to do
   holds 'len(began) == 9'
 }
 
 
-@test "how a job ends has the same class as over ssh, a failed one is tried again, and nothing of any is left" {
+@test "ends of jobs are classified as over ssh, a failed job is retried, and no process remains" {
   cluster '"gpus": 0'
   job_list <<END
 {"name": "fails", "exit": 7, "_retries": 0}
@@ -288,7 +288,7 @@ END
 }
 
 
-@test "a job that takes longer than _timeout is stopped, a deaf one by SIGKILL" {
+@test "a job that exceeds _timeout is stopped, by SIGKILL if it ignores SIGTERM" {
   cluster '"gpus": 0'
   job_list <<END
 {"name": "slow", "seconds": 60, "_timeout": 1, "_retries": 0}
@@ -302,7 +302,7 @@ END
 }
 
 
-@test "what a job needs is asked of SLURM, and what SLURM refuses is said: of one job, or of the whole list" {
+@test "resources of a job are requested from SLURM; a refusal of one job, or of the whole list, is reported" {
   cluster '"gpus": 1'
   job_list <<END
 {"name": "one", "seconds": 1}
@@ -328,11 +328,11 @@ END
   no_order_left
   cluster '"gpus": 1' --array=0-3
   run -2 dispatch --log-file third.json
-  [[ "$output" == *"sbatch: '--array=0-3': is set for each array; remove it"* ]]
+  [[ "$output" == *"sbatch: '--array=0-3': is set automatically; remove it"* ]]
 }
 
 
-@test "jobs that wait in SLURM's queue are shown as such, a log can be followed, and setup lines are run" {
+@test "jobs in SLURM's queue are shown as queued, a log can be followed, and setup lines run" {
   cluster "\"gpus\": 0, \"setup\": [\"module load none\", \"export FROM_SETUP=yes\"]" --exclusive
   job_list <<END
 {"name": "a", "until": "$PWD/go", "_priority": 1}
@@ -361,7 +361,7 @@ END
 # ---------------------------------------------------------------- cancel
 
 
-@test "cancel ends a job that runs and one that waits, and proves that nothing of them is left, here and in SLURM" {
+@test "cancel stops running and queued jobs, and none remains, as a process or in SLURM" {
   cluster '"gpus": 0' --exclusive
   job_list <<END
 {"name": "a", "seconds": 600}
@@ -376,7 +376,7 @@ END
   begun deaf
   eventually holds 'job["waits"]["reason"] == "in SLURM'"'"'s queue"'
   run -0 list cancel "$(holds 'print(job["waits"]["id"]) or True')"
-  [[ "$output" == *"cancelled: "*"no process of it is left"* ]]
+  [[ "$output" == *"cancelled: "*"no process remains"* ]]
   eventually holds 'job["waits"]["state"] == "cancelled"'
   run -0 list cancel all
   wait_for_exit "$LAUNCHER"
@@ -389,7 +389,7 @@ END
 }
 
 
-@test "cancel without a dispatcher does the same" {
+@test "cancel without a running dispatcher stops running and queued jobs" {
   cluster '"gpus": 0' --exclusive
   printf '{"name": "%s", "seconds": 600}\n' a b c d e f | job_list
   start_list
@@ -403,10 +403,10 @@ END
 }
 
 
-# ---------------------------------------------------------------- the dispatcher dies
+# ---------------------------------------------------------------- a killed dispatcher
 
 
-@test "the dispatcher is killed while jobs run and wait: resume finds both, and none has run twice" {
+@test "the dispatcher is killed while jobs run and wait: resume finds both, and none runs twice" {
   cluster '"gpus": 0' --exclusive
   {
     printf '{"name": "%s", "seconds": 1}\n' a b c d e f1 f2
@@ -415,8 +415,8 @@ END
   } | job_list
   start_list
   begun b
-  kill_dispatcher # some run, some wait
-  eventually grep -q '^begin g ' "$STARTED" # SLURM goes on
+  kill_dispatcher # some jobs run, some wait
+  eventually grep -q '^begin g ' "$STARTED" # SLURM starts further jobs
   start_list
   wait_for_line out "still runs"
   kill_dispatcher
@@ -434,7 +434,7 @@ END
 }
 
 
-@test "the dispatcher is killed at one record of its journal after the other: the results are those of an undisturbed list" {
+@test "a list whose dispatcher is killed at many records of its journal has the results of an undisturbed list" {
   local number
   cluster '"gpus": 0'
   for number in {1..24}; do
@@ -452,7 +452,7 @@ END
 }
 
 
-# SLURM's sbatch; the first call of it is slow.
+# sbatch, whose first call waits for the file "submit".
 slow_sbatch() {
   mkdir bin
   cat >bin/sbatch <<END
@@ -466,7 +466,7 @@ END
 }
 
 
-@test "sbatch outlives its dispatcher, and submits after resume has submitted the same attempts: none runs twice" {
+@test "sbatch outlives its dispatcher and submits after resume has submitted the same attempts: none runs twice" {
   cluster '"gpus": 0'
   printf '{"name": "%s", "until": "'"$PWD"'/go"}\n' a b c | job_list
   slow_sbatch
@@ -495,10 +495,10 @@ two_arrays() {
 }
 
 
-# ---------------------------------------------------------------- what else ends a job
+# ---------------------------------------------------------------- other ends of a job
 
 
-@test "a job that a person ends in SLURM fails with that reason and is not tried again, whether it ran or waited" {
+@test "a job that is cancelled by scancel fails with that reason and is not retried, whether it ran or waited" {
   cluster '"gpus": 0' --exclusive
   {
     printf '{"name": "%s", "until": "'"$PWD"'/go"}\n' a b c d
@@ -515,7 +515,7 @@ two_arrays() {
   [ "$status" -eq 1 ]
   LAUNCHER=''
   holds 'last["a"]["failure"] == last["waits"]["failure"] == "cancelled outside" and last["a"]["signal"] == "SIGTERM"'
-  holds '"somebody ended it in SLURM (scancel) before it was started" in last["waits"]["reason"]'
+  holds '"cancelled by scancel before it started" in last["waits"]["reason"]'
   holds 'r["totals"]["done"] == 4 and r["totals"]["attempts"] == 6 and "waits" not in began'
   no_order_left
 }
@@ -526,7 +526,7 @@ two_arrays() {
   echo '{"name": "a", "seconds": 600, "_retries": 0}' | job_list
   start_list
   begun a
-  eventually scontrol update "jobid=$(element_of a)" EndTime=now # not in the second in which it has begun
+  eventually scontrol update "jobid=$(element_of a)" EndTime=now # fails in the second of its start
   wait_for_exit "$LAUNCHER"
   [ "$status" -eq 1 ]
   LAUNCHER=''
@@ -535,13 +535,13 @@ two_arrays() {
 }
 
 
-@test "a job that a more urgent one pushes out goes on in a further attempt, and that is no failure of the job" {
+@test "a job that is preempted by one in partition urgent gets another attempt, and that is not counted as a failure" {
   cluster '"gpus": 0' --exclusive
   echo "{\"name\": \"a\", \"until\": \"$PWD/go\", \"_retries\": 0}" | job_list
   start_list
   begun a
   sbatch --partition=urgent --nodes=4 --exclusive --output=urgent --wrap 'echo here'
-  wait_for_line out "preempted: SLURM needed its node for a more urgent job"
+  wait_for_line out "preempted: SLURM gave its node to a job of higher priority"
   begins_again a
   [ -s urgent ]
   : >go
@@ -552,7 +552,7 @@ two_arrays() {
 }
 
 
-@test "a job on a node that SLURM sets down runs elsewhere, and that is no failure of the job" {
+@test "a job on a node that is marked DOWN runs elsewhere, and that is not counted as a failure" {
   local node
   cluster '"gpus": 0'
   echo "{\"name\": \"a\", \"until\": \"$PWD/go\", \"_retries\": 0}" | job_list
@@ -577,21 +577,20 @@ begins_again() { # <name>
 }
 
 
-running_at_once() { # <name>: processes of it
+running_at_once() { # <name>: the number of its processes
   grep -lszF -e "STARTED=$STARTED" /proc/[0-9]*/environ | while read -r file; do
     tr '\0' ' ' <"${file%environ}cmdline"
   done | grep -cF -- "job.py --name $1 "
 }
 
 
-# SLURM takes half a minute to notice; for both at once.
 slurm_marks_nodes_down_after() { # <seconds>
   sed -i "s/^SlurmdTimeout=.*/SlurmdTimeout=$1/" "$SLURM_CONF"
   scontrol reconfigure
 }
 
 
-@test "a node loses its power, and one cannot be reached by SLURM alone: their jobs run elsewhere, never twice at once" {
+@test "one node is powered off, another unreachable for SLURM: their jobs run elsewhere, never twice at once" {
   local lost unreachable
   cluster '"gpus": 0' --exclusive
   printf '{"name": "%s", "until": "'"$PWD"'/go", "_retries": 0}\n' a b | job_list
@@ -619,7 +618,7 @@ slurm_marks_nodes_down_after() { # <seconds>
 }
 
 
-@test "SLURM's controller goes away for a while: jobs go on, the list waits, and nothing counts as lost" {
+@test "while slurmctld is stopped, jobs continue, the list waits, and nothing is treated as lost" {
   cluster '"gpus": 0'
   {
     printf '{"name": "%s", "seconds": 2}\n' a b
@@ -627,7 +626,7 @@ slurm_marks_nodes_down_after() { # <seconds>
   } | job_list
   start_list
   begun c
-  kill "$(pid_of_slurmctld)" # SIGKILL would lose what it knows: after it, SLURM itself starts jobs a second time
+  kill "$(pid_of_slurmctld)" # not SIGKILL: it would lose its state, and SLURM itself would start jobs twice
   wait_for_line out "slurm: unreachable: "
   grep -q "Unable to contact slurm controller" out
   : >go
@@ -640,7 +639,7 @@ slurm_marks_nodes_down_after() { # <seconds>
 }
 
 
-@test "a supervisor that is killed takes its job along, and the job is tried again" {
+@test "the job of a killed supervisor is killed and retried" {
   local pid
   cluster '"gpus": 0'
   echo "{\"name\": \"a\", \"until\": \"$PWD/go\", \"_retries\": 0}" | job_list
@@ -661,7 +660,7 @@ slurm_marks_nodes_down_after() { # <seconds>
 # ---------------------------------------------------------------- secrets
 
 
-@test "a secret reaches the job, and is in no command line, in nothing that SLURM keeps or shows, and in no file later" {
+@test "a secret reaches the job, and is in no command line, not in SLURM's files or output, and in no file later" {
   make_secret
   cluster '"gpus": 0' --exclusive
   {
@@ -699,7 +698,7 @@ slurm_marks_nodes_down_after() { # <seconds>
 
 # ---------------------------------------------------------------- base models
 
-# Three experiments from one base model, whose training takes until there is a file "go".
+# Three experiments from one base model, whose training runs until the file "go" exists.
 three_experiments() { # [more settings of the base model]
   local number
   DISPATCH[1]=$KIT/scripts/jobs/run_two_phase_training.py
@@ -713,12 +712,12 @@ three_experiments() { # [more settings of the base model]
 }
 
 
-waiting_for_base() { # how many wait in SLURM's queue for their base model
+waiting_for_base() { # <number>: so many experiments wait in SLURM's queue for their base model
   [ "$(squeue --noheader --array --states=PENDING --format='%E' | grep -c '^afterok:')" -eq "$1" ]
 }
 
 
-@test "experiments wait in SLURM's queue behind their base model, and start without a dispatcher" {
+@test "experiments wait in SLURM's queue for their base model, and start without a dispatcher" {
   three_experiments
   start_list
   begun base
@@ -736,7 +735,7 @@ waiting_for_base() { # how many wait in SLURM's queue for their base model
 }
 
 
-@test "experiments leave SLURM's queue with a base model that fails, come again with its retry, and fail with it" {
+@test "experiments leave SLURM's queue if their base model fails, are queued for its retry, and fail with it" {
   three_experiments "\"base_exit\": 3, \"base_exit_once\": \"$WORK/tried\""
   start_list
   begun base

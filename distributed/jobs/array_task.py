@@ -1,20 +1,20 @@
-"""One element of an array of SLURM: runs one attempt of a job under its supervisor, on the node that SLURM chose.
+"""One element of a job array: run one attempt under its supervisor, on the node that SLURM chose.
 
 usage: array_task.py ARRAY
 
-ARRAY is the directory LIST/array-ID of an array that jobs/slurm.py has submitted, and SLURM_ARRAY_TASK_ID says which
-line of its file `attempts` names the attempt. What to run is in the attempt's order, a file with mode 0600, as it holds
-the environment of the job:
+ARRAY is the directory LIST/array-ID of an array that jobs/slurm.py submitted. Line SLURM_ARRAY_TASK_ID (from 0) of its
+file `attempts` names the attempt. The order of an attempt specifies what to run. It is a file with mode 0600, as it
+holds the environment of the job:
 
-  LIST/ATTEMPT/order         belongs to no array yet
-  LIST/ATTEMPT/order.ID      belongs to this array
-  LIST/ATTEMPT/taken.ID      an element has taken it, and has not started the command
-  LIST/ATTEMPT/element.json  who has taken it: host, number in SLURM
+  LIST/ATTEMPT/order         not assigned to an array
+  LIST/ATTEMPT/order.ID      assigned to this array
+  LIST/ATTEMPT/taken.ID      claimed by an element that has not started the command
+  LIST/ATTEMPT/element.json  the element that claimed it: host, number in SLURM
 
-An order is taken, given back and handed to another array by renaming it, which only one process can do; the command is
-started only by the process that has removed taken.ID. So an attempt runs once, however often it is submitted or
-requeued. The rest is as on a server: the lock, and the files of the supervisor. That SLURM sent SIGTERM, and why, goes
-into the supervisor's record.
+An order is assigned, released and claimed by renaming it, which succeeds in one process only, and only the process that
+removes taken.ID starts the command. So an attempt runs once, even if it is submitted or requeued several times. The
+lock and the files of the supervisor are the same as on a server. If SLURM stops the job, the cause is written to the
+supervisor's record.
 
 Standard library only: it runs on compute nodes.
 """
@@ -37,16 +37,16 @@ from distributed.jobs import host
 from distributed.launch import supervisor
 from distributed.training import base_model
 
-SERVER = "slurm"  # the name of the server, and in those of the supervisor's files
+SERVER = "slurm"  # the name of the server, also in the names of the supervisor's files
 ORDER, TAKEN, NEW = "order", "taken", ".order"
-ATTEMPTS = "attempts"  # in an array's directory: the names of its attempts, a line for each element
+ATTEMPTS = "attempts"  # in an array's directory: the names of its attempts, one per line
 ELEMENT = "element.json"
 SETUP = "setup.sh"
-LOCK = 2.0  # seconds in which the lock must be free: the dispatcher looks at it, too
-ASK = 3.0  # seconds that SLURM has to say why it sent SIGTERM
-# Set by SLURM for the node that it chose: never those of the machine that submitted.
-PLACES = ("CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "HOSTNAME")
-OF_SLURM = ("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SQUEUE_", "MUSTER_", "TMUX")
+LOCK_TIMEOUT = 2.0  # seconds; the dispatcher holds the lock briefly when it checks it
+SCONTROL_TIMEOUT = 3.0  # seconds
+# Variables that SLURM sets on the compute node; those of the submitting machine are not passed on.
+NODE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "HOSTNAME")
+FOREIGN_PREFIXES = ("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SQUEUE_", "MUSTER_", "TMUX")
 
 Facts = dict[str, Any]
 
@@ -55,7 +55,7 @@ Facts = dict[str, Any]
 
 
 def order_path(attempt: str, array: str = "") -> str:
-    """The order of the attempt in this directory, as long as nobody has taken it."""
+    """The unclaimed order of the attempt in this directory. array: to which it is assigned."""
     return os.path.join(attempt, f"{ORDER}.{array}" if array else ORDER)
 
 
@@ -64,7 +64,7 @@ def taken_path(attempt: str, array: str) -> str:
 
 
 def write_order(attempt: str, order: Facts) -> None:
-    """Only for this user, completely or not at all. Raises OSError."""
+    """Write an order atomically, readable by this user only. Raises OSError."""
     new = os.path.join(attempt, NEW)
     file = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with open(file, "w") as target:
@@ -73,7 +73,7 @@ def write_order(attempt: str, order: Facts) -> None:
 
 
 def move(source: str, target: str) -> bool:
-    """Whether it was this call that has renamed it."""
+    """Rename a file. False: it does not exist."""
     try:
         os.rename(source, target)
     except FileNotFoundError:
@@ -82,7 +82,7 @@ def move(source: str, target: str) -> bool:
 
 
 def remove(path: str) -> bool:
-    """Whether it was this call that has removed it."""
+    """Remove a file. False: it does not exist."""
     try:
         os.unlink(path)
     except FileNotFoundError:
@@ -90,12 +90,12 @@ def remove(path: str) -> bool:
     return True
 
 
-def take_order(attempt: str, array: str) -> Facts | None:
-    """The order, when it still belongs to this array."""
+def claim_order(attempt: str, array: str) -> Facts | None:
+    """Claim the order of an attempt. None: it is not assigned to this array."""
     taken = taken_path(attempt, array)
     move(order_path(attempt, array), taken)
     try:
-        with open(taken) as file:  # also when an element took it that was ended before it could start anything
+        with open(taken) as file:  # also if an earlier element claimed it, but was killed before it started the command
             found: Facts = json.load(file)
     except FileNotFoundError:
         return None
@@ -105,22 +105,22 @@ def take_order(attempt: str, array: str) -> Facts | None:
 # ---------------------------------------------------------------- the environment
 
 
-def carried(environment: dict[str, str]) -> dict[str, str]:
-    """What of the environment of the call a job gets on its node, as a job of sbatch does."""
-    foreign = {os.fsdecode(name) for name in supervisor.FOREIGN} | set(PLACES)
-    prefixes = (*OF_SLURM, *map(os.fsdecode, supervisor.FOREIGN_PREFIXES))
+def caller_environment(environment: dict[str, str]) -> dict[str, str]:
+    """The part of the dispatcher's environment that jobs get on their nodes, as sbatch passes it on."""
+    foreign = {os.fsdecode(name) for name in supervisor.FOREIGN} | set(NODE_VARIABLES)
+    prefixes = (*FOREIGN_PREFIXES, *map(os.fsdecode, supervisor.FOREIGN_PREFIXES))
     return {name: value for name, value in environment.items() if name not in foreign and not name.startswith(prefixes)}
 
 
-def blocks(order: Facts, here: dict[str, str]) -> tuple[bytes, bytes]:
-    """Entries for the supervisor: what it gets behind its own environment, and what no line of `setup` changes.
+def environment_blocks(order: Facts, here: dict[str, str]) -> tuple[bytes, bytes]:
+    """(variables for the supervisor, variables of the job, which `setup` cannot change), as NUL-terminated entries.
 
-    here: its own environment, as SLURM made it.
+    here: the environment set by SLURM; it overrides that of the dispatcher.
     """
     cores = here.get("SLURM_CPUS_PER_TASK") or here.get("SLURM_CPUS_ON_NODE") or "1"
     defaults = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": cores}
     if order["gpus"]:
-        defaults["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # as SLURM numbers them
+        defaults["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # SLURM's order
     else:
         defaults["CUDA_VISIBLE_DEVICES"] = ""
     given = {name: value for name, value in {**defaults, **order["call"]}.items() if name not in here}
@@ -135,71 +135,69 @@ def block(environment: dict[str, str]) -> bytes:
 
 
 class SlurmSupervisor(supervisor.Supervisor):
-    """The supervisor of a job that SLURM may end."""
+    """A supervisor that handles SLURM's SIGTERM."""
 
     def __init__(self, files: supervisor.Files, *, grace: float, timeout: float, kill_wait: float) -> None:
-        """kill_wait: seconds between SIGTERM and SIGKILL of SLURM."""
+        """kill_wait: SLURM's seconds between SIGTERM and SIGKILL."""
         super().__init__(files, grace=grace, timeout=timeout)
-        self._leave = max(1.0, kill_wait - max(2.0, kill_wait / 5))  # so that the exit code can still be written
+        self._grace_in_slurm = max(1.0, kill_wait - max(2.0, kill_wait / 5))  # leaves time to write the exit code
         self._signalled = False
 
     def take_signal(self, number: int) -> None:
-        """SLURM's. It sends SIGKILL itself, also to this process: a second signal does not hasten that."""
+        """Stop the command before SLURM sends SIGKILL to this process. Further signals do not shorten the grace."""
         self._signalled = True
         self.stop()
-        self._kill_at = min(self._kill_at, time.monotonic() + self._leave)
+        self._kill_at = min(self._kill_at, time.monotonic() + self._grace_in_slurm)
 
     def finish(self) -> None:
-        """Find out whether SLURM wanted the end, and why, as long as it knows. It signals the command as well, which
-        may have ended before this process has got the signal."""
+        """Record the cause if SLURM stopped the job. It signals the command directly, perhaps before this process."""
         ended_by_signal = self._signalled or self.code in (128 + signal.SIGTERM, KILLED)
         if ended_by_signal and not os.path.exists(self.files.record):
-            cause, message = reason_of_end(number_in_slurm())
+            cause, message = reason_of_end(slurm_job_id())
             if cause:
                 supervisor.write_record(self.files, cause, message)
         super().finish()
 
 
-def number_in_slurm() -> str:
-    """123_4: the number of the job of the last element is that of the whole array, too."""
+def slurm_job_id() -> str:
+    """SLURM's number of this element, such as 123_4. SLURM_JOB_ID is ambiguous: for one element, it is the array's."""
     return f"{os.environ.get('SLURM_ARRAY_JOB_ID', '')}_{os.environ['SLURM_ARRAY_TASK_ID']}"
 
 
 def reason_of_end(job: str) -> tuple[str, str]:
-    """(cause, message): why SLURM ends this job; both empty when it does not, or does not answer."""
+    """(cause, message): why SLURM is stopping a job; both empty if it is not, or does not reply."""
+    command = ["scontrol", "show", "job", "--oneliner", job]
     try:
-        asked = subprocess.run(
-            ["scontrol", "show", "job", "--oneliner", job], capture_output=True, timeout=ASK, stdin=subprocess.DEVNULL
-        )
+        shown = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=SCONTROL_TIMEOUT)
     except (OSError, subprocess.TimeoutExpired):
         return "", ""
-    return reason_in(os.fsdecode(asked.stdout))
+    return reason_in(os.fsdecode(shown.stdout))
 
 
 def reason_in(shown: str) -> tuple[str, str]:
-    """The same, of what `scontrol show job` has shown of a job that is there."""
+    """reason_of_end() from the output of `scontrol show job`."""
     facts = {name: value for name, equals, value in (word.partition("=") for word in shown.split()) if equals}
     if facts.get("Reason") == "TimeLimit":
         return "timeout", f"SLURM's time limit ({facts.get('TimeLimit', 'unknown')}) was reached"
     if facts.get("Reason") == "NodeDown" or facts.get("JobState") == "NODE_FAIL":
-        return "node failed", f"SLURM has set {facts.get('BatchHost', 'its node')} down"
+        return "node failed", f"SLURM marked {facts.get('BatchHost', 'its node')} DOWN"
     if facts.get("PreemptTime", "None") not in ("None", "Unknown", "N/A"):
-        return "preempted", "SLURM needed its node for a more urgent job"
+        return "preempted", "SLURM gave its node to a job of higher priority"
     if facts.get("JobState", "RUNNING") != "RUNNING":
-        return "cancelled outside", "somebody ended it in SLURM (scancel), not through this list"
+        return "cancelled outside", "cancelled by scancel, not through this list"
     return "", ""
 
 
 def run(attempt: str, order: Facts) -> int:
-    """Run the command of an order to its end. Returns its exit code. Raises HostError."""
-    # The file stays open, and so locked, until this process ends.
+    """Run the command of an order. Returns its exit code. Raises HostError."""
+    # The output directory stays locked until this process exits.
     owner = order.get("owner") or os.path.basename(attempt).rpartition(".")[0]
-    host.claim(order["env"]["MUSTER_OUTPUT_DIR"], owner, order["script"])
-    words = ["--dir", attempt, "--name", SERVER, "--detach"]
-    options = supervisor.Options([*words, "--", *order["command"]])
+    host.claim_output(order["env"]["MUSTER_OUTPUT_DIR"], owner, order["script"])
+    arguments = ["--dir", attempt, "--name", SERVER, "--detach"]
+    options = supervisor.Options([*arguments, "--", *order["command"]])
     os.makedirs(os.path.dirname(options.files.record), exist_ok=True)
     os.chdir(order["workdir"])
-    given, own = blocks(order, dict(os.environ))
+    given, own = environment_blocks(order, dict(os.environ))
     process_scan.adopt_orphans()
     timeout = float("inf") if order["timeout"] is None else float(order["timeout"])
     job = SlurmSupervisor(options.files, grace=order["grace"], timeout=timeout, kill_wait=order["kill_wait"])
@@ -212,14 +210,14 @@ def run(attempt: str, order: Facts) -> int:
 
 
 def publish(order: Facts) -> None:
-    """Put a base model into the cache before SLURM starts those that wait for it. Raises HostError."""
+    """Publish a trained base model before SLURM starts the jobs that depend on it. Raises HostError."""
     output, cache, digest = order["env"]["MUSTER_OUTPUT_DIR"], order["cache"], order["trains"]
     for tries_left in (2, 1, 0):
         try:
             manifest = base_model.manifest_of(output, digest, settings=order["settings"], created=time.time())
             base_model.publish(cache, digest, base_model.stage(cache, output, manifest))
             return
-        except (base_model.BaseModelError, FileNotFoundError) as error:  # a dispatcher has just tidied up the cache
+        except (base_model.BaseModelError, FileNotFoundError) as error:  # a dispatcher may have cleaned the cache
             if not tries_left:
                 raise host.HostError(str(error)) from None
 
@@ -228,17 +226,17 @@ def publish(order: Facts) -> None:
 
 
 def attempt_of(array: str, index: int) -> str:
-    """The directory of the attempt that this element of an array is for."""
+    """The directory of the attempt at this index of an array."""
     with open(os.path.join(array, ATTEMPTS)) as file:
         names = file.read().split()
     return os.path.join(os.path.dirname(array), names[index])
 
 
 def take_lock(attempt: str) -> bool:
-    """Hold the attempt's lock as long as this process runs. False: another process holds it."""
-    file = os.open(host.Attempt(attempt, SERVER, "", 0.0).lock, os.O_RDWR | os.O_CREAT, 0o600)
-    end = time.monotonic() + LOCK
-    while not try_lock(file):  # on a file system without locks, the order is taken only once, too
+    """Lock the attempt until this process exits. False: another process holds the lock."""
+    file = os.open(host.HostAttempt(attempt, SERVER, "", 0.0).lock, os.O_RDWR | os.O_CREAT, 0o600)
+    end = time.monotonic() + LOCK_TIMEOUT
+    while not try_lock(file):  # without support for locks, claiming the order still ensures that it runs once
         if time.monotonic() > end:
             return False
         time.sleep(0.1)
@@ -246,21 +244,21 @@ def take_lock(attempt: str) -> bool:
 
 
 def work(array: str) -> int:
-    """Returns the exit code of the command; 0 where there is nothing to do."""
+    """Run the attempt of this element. Returns the exit code of its command; 0 if there is nothing to do."""
     array = os.path.abspath(array)
     attempt = attempt_of(array, int(os.environ["SLURM_ARRAY_TASK_ID"]))
     name, identifier = os.path.basename(attempt), os.path.basename(array).removeprefix("array-")
     if not os.path.isdir(attempt):
-        return nothing_to_do(f"{name}: its directory is not there any more")
+        return nothing_to_do(f"{name}: its directory was removed")
     if not take_lock(attempt):
-        return nothing_to_do(f"{name}: runs already")
-    order = take_order(attempt, identifier)
+        return nothing_to_do(f"{name}: already running")
+    order = claim_order(attempt, identifier)
     if order is None:
-        return nothing_to_do(f"{name}: its order was carried out, or taken back")
-    facts = {"host": os.uname().nodename, "time": time.time(), "array": identifier, "job": number_in_slurm()}
+        return nothing_to_do(f"{name}: its order was already executed or withdrawn")
+    facts = {"host": os.uname().nodename, "time": time.time(), "array": identifier, "job": slurm_job_id()}
     write_json(os.path.join(attempt, ELEMENT), facts)
     if not remove(taken_path(attempt, identifier)):
-        return nothing_to_do(f"{name}: was given up")
+        return nothing_to_do(f"{name}: given up by the dispatcher")
     return run(attempt, order)
 
 
@@ -269,16 +267,16 @@ def nothing_to_do(message: str) -> int:
     return 0
 
 
-def main(words: list[str]) -> int:
-    """The program."""
-    if words == ["--help"]:
+def main(arguments: list[str]) -> int:
+    """Run the program. Returns its exit code."""
+    if arguments == ["--help"]:
         sys.stdout.write(__doc__ or "")
         return 0
-    if len(words) != 1:
+    if len(arguments) != 1:
         sys.stderr.write("array_task.py: expected one argument, the directory of an array\n")
         return WRONG_CALL
     try:
-        return work(words[0])
+        return work(arguments[0])
     except supervisor.Refused as refused:
         message: object = refused.args[1]
     except host.HostError as error:

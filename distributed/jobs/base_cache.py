@@ -1,11 +1,11 @@
-"""The cache of base models on the dispatcher's side: experiments/base_models in the working directory.
+"""The dispatcher's cache of base models: experiments/base_models in the working directory.
 
     cache = Cache(Path.cwd())
-    cache.claim(digest)           "ready": it is there; "train": this process is to train it; "busy": another one does
+    cache.claim(digest)           "ready" to use, "train" it in this list, or "busy": another process has locked it
     cache.publish(digest, output, facts)
 
-A base model that is used is locked by its users together, one that is trained by its trainer alone. So two dispatchers
-train it once, and `cache prune` removes none that is in use. Locks end with their process.
+Users of a base model hold a shared lock, its trainer an exclusive one. So two dispatchers never both train it, and
+`cache prune` removes none that is in use. Locks end with their process.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from distributed.files import try_lock
 from distributed.training import base_model
 from distributed.training.base_model import CACHE, BaseModelError, Manifest
 
-MOMENT = 0.5  # seconds
+LOCK_TIMEOUT = 0.5  # seconds
 
 
 class Cache:
-    """The base models here, and the locks on those that this process trains or uses."""
+    """The base models of a working directory, and this process's locks on them."""
 
     def __init__(self, cwd: Path) -> None:
         self.directory = str(cwd / CACHE)
@@ -35,11 +35,14 @@ class Cache:
         self._verified: dict[str, list[list[int]]] = {}  # digest -> signature
 
     def path(self, digest: str) -> str:
-        """Where a base model is, or would be."""
+        """The directory of a base model, whether it exists or not."""
         return os.path.join(self.directory, base_model.hash_of(digest))
 
     def verify(self, digest: str) -> Manifest:
-        """Raises BaseModelError. What has not been written since the last time is not read again."""
+        """Verify a base model; return its manifest. Files unchanged since the last time are not read again.
+
+        Raises BaseModelError.
+        """
         path = self.path(digest)
         before = base_model.signature(path)
         if before and self._verified.get(digest) == before:
@@ -50,21 +53,21 @@ class Cache:
         return manifest
 
     def digest_of(self, name: str) -> str:
-        """The whole digest of a base model that is here and valid. Raises BaseModelError."""
+        """The full digest of a valid base model in the cache. Raises BaseModelError."""
         manifest = base_model.read_manifest(self.path(name))
         refuse_other_name(self.path(name), manifest)
         return str(self.verify(manifest["digest"])["digest"])
 
     def claim(self, digest: str) -> str:
-        """Lock a base model: `ready` to use it, `train` to train it, `busy` where another process has it.
+        """Lock a base model. Returns `ready` to use it, `train` to train it, `busy` if another process has locked it.
 
-        What is there and damaged is removed by the one who is to train it.
+        With `train`, a damaged base model was removed.
         """
         if digest in self._training:
             return "train"
         for exclusive in (False, True):
             self.release(digest)
-            file = lock_soon(self.directory, digest, exclusive)
+            file = lock_with_timeout(self.directory, digest, exclusive)
             if file is None:
                 return "busy"
             self._locks[digest] = file
@@ -77,11 +80,9 @@ class Cache:
         return "train"
 
     def publish(self, digest: str, output: str, **facts: Any) -> Manifest:
-        """Take the files of a base model from the output directory of its job, and use it from now on.
+        """Publish a base model from the output directory of its job, and hold the shared lock from now on.
 
-        Raises:
-            BaseModelError: a file is missing.
-            OSError: as on a full disk.
+        Raises BaseModelError for a missing file, and OSError.
         """
         try:
             manifest = self.verify(digest)
@@ -89,32 +90,32 @@ class Cache:
             manifest = base_model.manifest_of(output, digest, **facts)
             staging = base_model.stage(self.directory, output, manifest)
             manifest = base_model.publish(self.directory, digest, staging)
-        # For a moment the lock is free: a process that takes it then finds the base model valid, and shares the lock.
+        # flock() releases the lock for a moment. A process that locks it then finds a valid base model and shares it.
         while digest in self._locks and not try_lock(self._locks[digest], exclusive=False):
             time.sleep(0.01)
         self._training.discard(digest)
         return manifest
 
     def release(self, digest: str) -> None:
-        """Give the lock up."""
+        """Release the lock on a base model, if this process holds it."""
         self._training.discard(digest)
         if (file := self._locks.pop(digest, None)) is not None:
             os.close(file)
 
 
-def lock_soon(directory: str, digest: str, exclusive: bool) -> int | None:
-    """As base_model.lock(); a lock that is held for a moment only is waited for.
+def lock_with_timeout(directory: str, digest: str, exclusive: bool) -> int | None:
+    """base_model.lock(), retried for LOCK_TIMEOUT.
 
-    Others hold it while they look at a base model, and a child of this process that is just forked holds each of its
-    locks until it runs another program.
+    Other processes hold the lock briefly while they verify a base model, and a forked child of this process holds the
+    locks that it inherits until it calls exec.
     """
-    end = time.monotonic() + MOMENT
+    end = time.monotonic() + LOCK_TIMEOUT
     while (file := base_model.lock(directory, digest, exclusive)) is None and time.monotonic() < end:
         time.sleep(0.02)
     return file
 
 
-# ---------------------------------------------------------------- what is in it
+# ---------------------------------------------------------------- list and prune
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ class Cached:
     """One base model of a cache."""
 
     name: str
-    fault: str  # why it is not valid; empty: it is, or was not verified
+    fault: str  # why it is invalid; empty if it is valid or was not verified
     manifest: Manifest
 
     @property
@@ -132,7 +133,7 @@ class Cached:
 
 
 def cached(cwd: Path, verify: bool) -> list[Cached]:
-    """All base models of a cache. verify: read every byte."""
+    """All base models of a cache. verify: read all their files."""
     found = []
     directory = str(cwd / CACHE)
     for name in base_model.names_in(directory):
@@ -149,18 +150,16 @@ def cached(cwd: Path, verify: bool) -> list[Cached]:
 
 
 def refuse_other_name(path: str, manifest: Manifest) -> None:
-    """Raises BaseModelError where the digest in a manifest is not that of its directory."""
-    if (held := base_model.hash_of(manifest["digest"])) != os.path.basename(path):
-        raise BaseModelError(f"{path}: holds the base model {held}; remove it")
+    """Raise BaseModelError if the digest in a manifest does not match the name of its directory."""
+    if (found := base_model.hash_of(manifest["digest"])) != os.path.basename(path):
+        raise BaseModelError(f"{path}: holds the base model {found}; remove it")
 
 
 def prune(cwd: Path, keep: Iterable[str] | None = None) -> tuple[list[str], list[str]]:
-    """Remove what is damaged and what cut-off copies have left, and all base models but those to keep.
+    """Remove damaged base models, incomplete copies, and all base models but those to keep.
 
-    Args:
-        keep: names; None: all that are valid.
-
-    Returns the names of base models that were removed, and of those that are in use and therefore stay.
+    keep: names; None: all valid ones. Returns the names of removed base models, and of those not removed because they
+    are in use.
     """
     directory, kept = str(cwd / CACHE), None if keep is None else set(keep)
     removed, used = [], []
@@ -181,7 +180,7 @@ def prune(cwd: Path, keep: Iterable[str] | None = None) -> tuple[list[str], list
 
 
 def valid(path: str) -> bool:
-    """Whether a base model is complete and undamaged; reads every byte."""
+    """Whether a base model is complete and undamaged. Reads all its files."""
     try:
         refuse_other_name(path, base_model.verify(path))
     except BaseModelError:

@@ -71,12 +71,21 @@ from distributed.jobs.config import (
     read_jobs,
     server_name,
 )
-from distributed.jobs.dispatcher import Dispatcher, Policy, Server
+from distributed.jobs.dispatcher import Dispatcher, JobServer, Policy
 from distributed.jobs.job import Job
 from distributed.jobs.journal import Journal, JournalError
-from distributed.jobs.placement import Room, order, plan, usual_seconds
+from distributed.jobs.placement import SlotPool, mean_seconds, plan, sort_key
 from distributed.jobs.results import Results, phase_files
-from distributed.jobs.state import FINAL, Attempt, JobState, State, chosen, listed, one, unanswered
+from distributed.jobs.state import (
+    FINAL,
+    Attempt,
+    JobState,
+    ListState,
+    find_job,
+    job_records,
+    select_jobs,
+    unhandled_requests,
+)
 from distributed.runs.page import duration
 from distributed.training.base_model import BaseModelError, hash_of
 
@@ -231,7 +240,7 @@ def list_call(words: list[str]) -> int | None:
             raise CallError(
                 f"{given.log_file}: there is no list of jobs ({path} is missing); name its results: --log-file"
             )
-        if not journal.begun(path):
+        if not journal.has_list(path):
             raise CallError(f"{path}: there is no list of jobs in it; give the call that was to begin it once more")
         verbs = {"status": status, "logs": logs, "why": why, "cancel": cancel, "retry": retry, "resume": resume}
         return verbs[words[0]](given, path)
@@ -344,36 +353,36 @@ def with_digest(job: Job, cache: Cache) -> Job:
         ) from None
 
 
-def make_servers(asked: Call, list_id: str) -> list[Server]:
+def make_servers(asked: Call, list_id: str) -> list[JobServer]:
     """The servers of a call. Raises ConfigError."""
     given = asked.given
-    launch = servers.Launch(
+    context = servers.ListContext(
         list_id, Path.cwd(), asked.script, grace=float(given.grace), panes=not given.no_tmux, sync=given.sync,
         sockets=servers.sockets_directory(list_id), cache=asked.cache,
     )  # fmt: skip
     if given.backend == "local":
-        return [servers.local_server(launch, given.slots)]
+        return [servers.local_server(context, given.slots)]
     assert asked.cluster
     if given.backend == "slurm":
         from distributed.jobs.slurm import SlurmServer
 
-        return [SlurmServer(asked.cluster, launch, sum(job.options.gpus for job in asked.jobs))]
+        return [SlurmServer(asked.cluster, context, sum(job.options.gpus for job in asked.jobs))]
     for server in asked.cluster.servers:
         if server.ssh_key and not Path(server.ssh_key).expanduser().is_file():
             raise ConfigError(f"{given.cluster_config}: {server.host}: ssh_key={server.ssh_key}: there is no such file")
-    return [servers.SshServer(server_name(server), server, launch) for server in asked.cluster.servers]
+    return [servers.SshServer(server_name(server), server, context) for server in asked.cluster.servers]
 
 
-def refuse_homeless(jobs: Sequence[Job], made: Sequence[Server]) -> None:
+def refuse_homeless(jobs: Sequence[Job], made: Sequence[JobServer]) -> None:
     """Jobs that no server could ever take. Raises ConfigError."""
-    rooms = [server.room for server in made]
+    pools = [server.pool for server in made]
     faults = []
     for job in jobs:
         labels = frozenset(job.options.labels)
-        if not any(labels <= room.labels for room in rooms):
+        if not any(labels <= pool.labels for pool in pools):
             faults.append(f"{job.name}: no server has the labels {', '.join(sorted(labels))}")
-        elif not any(labels <= room.labels and job.options.gpus <= room.capacity() for room in rooms):
-            most = max(room.capacity() for room in rooms if labels <= room.labels)
+        elif not any(labels <= pool.labels and job.options.gpus <= pool.capacity() for pool in pools):
+            most = max(pool.capacity() for pool in pools if labels <= pool.labels)
             faults.append(f"{job.name}: _gpus={job.options.gpus}, but no server that fits has more than {most}")
     raise_faults(faults)
 
@@ -389,7 +398,7 @@ def run(given: argparse.Namespace) -> int:
     if given.plan:
         return show_plan(asked)
     with Journal.open(journal_of(given.log_file)) as book:
-        state = State.of(book.records)
+        state = ListState.of(book.records)
         refuse_other_list(state, asked)
         list_id = state.id or secrets.token_hex(5)
         made = make_servers(asked, list_id)
@@ -397,7 +406,7 @@ def run(given: argparse.Namespace) -> int:
         about = {name: str(value) if isinstance(value, Path) else value for name, value in about.items()}
         record = book.add(
             "list", list=list_id, cwd=str(Path.cwd()), pid=os.getpid(), host=os.uname().nodename, call=about,
-            backend=given.backend, script=asked.script, jobs=listed(asked.jobs),
+            backend=given.backend, script=asked.script, jobs=job_records(asked.jobs),
         )  # fmt: skip
         state.apply(record)
         book.commit()
@@ -435,7 +444,7 @@ def refuse_taken_directories(asked: Call) -> None:
     raise_faults(faults)
 
 
-def refuse_other_list(state: State, asked: Call) -> None:
+def refuse_other_list(state: ListState, asked: Call) -> None:
     """The results of one list never go into those of another. Raises ConfigError."""
     if not state.id:
         return
@@ -461,14 +470,14 @@ def other_base(known: JobState | None, job: Job) -> str:
 
 
 def dispatch(
-    book: Journal, state: State, jobs: Sequence[Job], made: Sequence[Server], policy: Policy, log_file: Path,
+    book: Journal, state: ListState, jobs: Sequence[Job], made: Sequence[JobServer], policy: Policy, log_file: Path,
     cache: Cache | None = None,
 ) -> int:  # fmt: skip
     """Work on the list until its end. Returns the exit code. cache: see Dispatcher."""
     results: Results
     dispatcher = Dispatcher(
-        book, state, jobs, made, policy, say=lambda line: screen.say(line),
-        changed=lambda: setattr(results, "changed", True), cache=cache,
+        book, state, jobs, made, policy, log=lambda line: screen.say(line),
+        on_change=lambda: setattr(results, "changed", True), cache=cache,
     )  # fmt: skip
     results = Results(log_file, state, dispatcher.links)
     screen = console.Screen(state, dispatcher.links)
@@ -514,7 +523,7 @@ def dispatch(
     return code
 
 
-def ending(state: State, caught: Sequence[int], policy: Policy) -> tuple[str, int]:
+def ending(state: ListState, caught: Sequence[int], policy: Policy) -> tuple[str, int]:
     """(state of the list, exit code)."""
     counts = state.counts
     if caught:
@@ -523,12 +532,12 @@ def ending(state: State, caught: Sequence[int], policy: Policy) -> tuple[str, in
         return ("paused" if state.paused else "interrupted"), 0 if policy.drain else STOPPED
     if counts["failed"]:
         return "finished", 1
-    if any(job.state == "cancelled" and not job.dropped for job in state.jobs.values()):
+    if any(job.state == "cancelled" and not job.unlisted for job in state.jobs.values()):
         return ("cancelled" if not counts["done"] else "finished"), 0 if policy.drain else 1
     return "finished", 0
 
 
-def report_end(state: State, outcome: str, results: Results, log_file: Path, put: Callable[[str], None]) -> None:
+def report_end(state: ListState, outcome: str, results: Results, log_file: Path, put: Callable[[str], None]) -> None:
     """The last lines."""
     counts = state.counts
     words = [f"{counts['done']} of {len(state.jobs)} done"]
@@ -546,7 +555,7 @@ def report_end(state: State, outcome: str, results: Results, log_file: Path, put
     if failed:
         put(f"see the output:  {called(f'why {failed[0].job.id}', log_file)}")
         put(f"run them again:  {called('retry failed', log_file)}")
-    for server in sorted({attempt.server for attempt in state.given_up()}):
+    for server in sorted({attempt.server for attempt in state.lost_attempts()}):
         put(f"{server}: was lost; what ran there may still run. When it is back: {called('cancel all', log_file)}")
     if outcome in ("paused", "interrupted"):
         put(f"to go on:        {called('resume', log_file)}")
@@ -561,16 +570,16 @@ def report_end(state: State, outcome: str, results: Results, log_file: Path, put
 
 def show_plan(asked: Call) -> int:
     """Where and when each job would run that has not ended yet."""
-    rooms: dict[str, Room] = {server.room.name: server.room for server in make_servers(asked, "plan")}
-    for room in rooms.values():
-        room.open = True
+    pools: dict[str, SlotPool] = {server.pool.name: server.pool for server in make_servers(asked, "plan")}
+    for pool in pools.values():
+        pool.open = True
     path = journal_of(asked.given.log_file)
-    state = state_of(path) if path.exists() else State()
+    state = state_of(path) if path.exists() else ListState()
     refuse_other_list(state, asked)
     left = [job for job in asked.jobs if job.id not in state.jobs or state.jobs[job.id].state not in FINAL]
     jobs = {job.id: job for job in left if not (job.trains and in_cache(asked.cache, job.trains))}
-    usual = usual_seconds(asked.jobs)
-    steps = plan(jobs.values(), rooms, lambda job: job.options.seconds(usual))
+    usual = mean_seconds(asked.jobs)
+    steps = plan(jobs.values(), pools, lambda job: job.options.seconds(usual))
     table = [("start", "expected", "where", "id", "output")]
     for start, job_id, server, slots in steps:
         where = ",".join(str(slot.index if slot.gpu is None else slot.gpu) for slot in slots)
@@ -581,10 +590,10 @@ def show_plan(asked: Call) -> int:
         ))  # fmt: skip
     unknown = sum(job.options.expected_seconds is None for job in jobs.values())
     show(table if unknown < len(jobs) else [row[2:] for row in table])
-    slots_in_all = sum(len(room.slots) for room in rooms.values())
+    slots_in_all = sum(len(pool.slots) for pool in pools.values())
     print(
         f"{console.plural(len(jobs), 'job')} on {console.plural(slots_in_all, 'slot')} of "
-        f"{console.plural(len(rooms), 'server')}; no two write the same directory"
+        f"{console.plural(len(pools), 'server')}; no two write the same directory"
     )
     end = max((start + jobs[job_id].options.seconds(usual) for start, job_id, _, _ in steps), default=0.0)
     print(expected_duration(end, unknown, len(jobs)))
@@ -626,16 +635,16 @@ def show(rows: Sequence[Sequence[str]], below: Sequence[str] = ()) -> None:
             print(below[number])
 
 
-def state_of(path: Path) -> State:
-    return State.of(journal.read(path)[0])
+def state_of(path: Path) -> ListState:
+    return ListState.of(journal.read(path)[0])
 
 
 def status(given: argparse.Namespace, path: Path) -> int:
     """Every job in a line, and below it why it is not done."""
     records, lives = journal.read(path)[0], journal.dispatcher_runs(path)
-    state = State.of(records)
+    state = ListState.of(records)
     newest_metrics(state, given.log_file)
-    asked = {job: record["event"] for record in unanswered(state, records) for job in record["jobs"]}
+    asked = {job: record["event"] for record in unhandled_requests(state, records) for job in record["jobs"]}
     table: list[Sequence[str]] = [("id", "job", "state", "where", "time", "step", "loss", "held-out")]
     for job in state.jobs.values():
         last = job.last
@@ -655,7 +664,7 @@ def status(given: argparse.Namespace, path: Path) -> int:
     return 1 if state.counts["failed"] else 0
 
 
-def reason_of(state: State, job: JobState) -> str:
+def reason_of(state: ListState, job: JobState) -> str:
     """Why a job is in its state."""
     trainer = state.waits_for(job)
     return job.reason or (f"waits for base {hash_of(job.job.base)}: {trainer.state}" if trainer else "")
@@ -672,7 +681,7 @@ def servers_without_jobs(log_file: Path) -> list[str]:
     return [f"{name}: {state}{reason}" for name, state, reason in found if reason]
 
 
-def newest_metrics(state: State, log_file: Path) -> None:
+def newest_metrics(state: ListState, log_file: Path) -> None:
     """Of jobs that run: a dispatcher writes them into the results alone."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         for entry in json.loads(log_file.read_bytes())["jobs"]:
@@ -698,8 +707,8 @@ def place_of(attempt: Attempt) -> str:
 def why(given: argparse.Namespace, path: Path) -> int:
     """All that is known of one job."""
     state = state_of(path)
-    job = state.jobs[one(state, given.job)]
-    told = any(job.reason.endswith(attempt.how) for attempt in job.attempts if attempt.failure)
+    job = state.jobs[find_job(state, given.job)]
+    told = any(job.reason.endswith(attempt.failure_text) for attempt in job.attempts if attempt.failure)
     print(f"{job.job.id}  {job.job.name}: {job.state}" + (f": {job.reason}" if job.reason and not told else ""))
     print(f"  output: {job.job.output}")
     for attempt in job.attempts:
@@ -714,12 +723,12 @@ def why(given: argparse.Namespace, path: Path) -> int:
 def attempt_line(attempt: Attempt) -> str:
     began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(attempt.start))
     took = f", {duration(attempt.seconds)}" if attempt.seconds is not None else ""
-    end = attempt.state if attempt.open else attempt.how if attempt.failure else "done"
+    end = attempt.state if attempt.open else attempt.failure_text if attempt.failure else "done"
     host = f" ({attempt.process['host']})" if attempt.process.get("host") else ""
     return f"attempt {attempt.number} on {place_of(attempt)}{host}, {began}{took}: {end}"
 
 
-def explanation(state: State, job: JobState, log_file: Path) -> list[str]:
+def explanation(state: ListState, job: JobState, log_file: Path) -> list[str]:
     """Why it is not further."""
     if job.state in FINAL:
         trainer = None if job.state == "done" else state.waits_for(job)
@@ -734,9 +743,9 @@ def explanation(state: State, job: JobState, log_file: Path) -> list[str]:
     if trainer := state.waits_for(job):
         return [f"waits for base {hash_of(job.job.base)}, which {trainer.job.id} trains: {trainer.state}"]
     waiting = [each for each in state.jobs.values() if each.state == "waiting"]
-    usual = usual_seconds(each.job for each in state.jobs.values())
-    mine = order(job.job, usual, job.number)
-    before = sum(order(each.job, usual, each.number) < mine for each in waiting)
+    usual = mean_seconds(each.job for each in state.jobs.values())
+    mine = sort_key(job.job, usual, job.number)
+    before = sum(sort_key(each.job, usual, each.number) < mine for each in waiting)
     lines = [f"waits for a free slot; {console.plural(before, 'job')} of the list before it"]
     needs = [f"{job.job.options.gpus} GPUs of one server"] if job.job.options.gpus > 1 else []
     needs += [f"a server with the labels {', '.join(job.job.options.labels)}"] if job.job.options.labels else []
@@ -748,7 +757,7 @@ def logs(given: argparse.Namespace, path: Path) -> int:
     """The output of an attempt."""
     path = path.absolute()
     state = state_of(path)
-    job = state.jobs[one(state, given.job)]
+    job = state.jobs[find_job(state, given.job)]
     attempt = job.last if given.attempt is None else state.attempt(f"{job.job.id}.{given.attempt}")
     if attempt is None:
         known = ", ".join(str(each.number) for each in job.attempts)
@@ -776,7 +785,7 @@ def logs(given: argparse.Namespace, path: Path) -> int:
     return 0
 
 
-def stored_call(state: State) -> Call:
+def stored_call(state: ListState) -> Call:
     """The call that began the list, or went on with it last."""
     os.chdir(state.about["cwd"])
     said: dict[str, Any] = {"two_phase": False, **BASE_OPTIONS, **state.about["call"]}
@@ -790,12 +799,14 @@ def stored_call(state: State) -> Call:
 def cancel(given: argparse.Namespace, path: Path) -> int:
     """Ask the dispatcher; where none runs, do its work for these jobs."""
     records = journal.read(path)[0]
-    state = State.of(records)
-    jobs = chosen(state, "cancel", given.jobs)
+    state = ListState.of(records)
+    jobs = select_jobs(state, "cancel", given.jobs)
     if "all" in given.jobs:
-        retried = (job for each in unanswered(state, records) if each["event"] == "retry" for job in each["jobs"])
+        retried = (
+            job for each in unhandled_requests(state, records) if each["event"] == "retry" for job in each["jobs"]
+        )
         jobs = list(dict.fromkeys([*jobs, *retried]))
-    if not jobs and not state.given_up():
+    if not jobs and not state.lost_attempts():
         print("nothing to cancel: no job is waiting or running")
         return 0
     if jobs:
@@ -804,7 +815,7 @@ def cancel(given: argparse.Namespace, path: Path) -> int:
         return wait_until_final(path, jobs)
     here, log_file = Path.cwd(), absolute(given.log_file)
     with Journal.open(journal_of(log_file)) as book:
-        state = State.of(book.records)
+        state = ListState.of(book.records)
         asked = stored_call(state)
         shown = from_here(log_file) if Path.cwd() == here else log_file
         policy = policy_of(asked.given, drain=True)
@@ -812,9 +823,9 @@ def cancel(given: argparse.Namespace, path: Path) -> int:
     return code or all_ended(state, jobs)
 
 
-def all_ended(state: State, jobs: Sequence[str]) -> int:
+def all_ended(state: ListState, jobs: Sequence[str]) -> int:
     """The exit code of `cancel`: 1 when something of these jobs may still run."""
-    return 1 if state.given_up() or any(state.jobs[job].state not in FINAL for job in jobs) else 0
+    return 1 if state.lost_attempts() or any(state.jobs[job].state not in FINAL for job in jobs) else 0
 
 
 def wait_until_final(path: Path, jobs: Sequence[str]) -> int:
@@ -822,8 +833,8 @@ def wait_until_final(path: Path, jobs: Sequence[str]) -> int:
     told: set[str] = set()
     while True:
         records = journal.read(path)[0]
-        state = State.of(records)
-        asked = {job for each in unanswered(state, records) for job in each["jobs"]}
+        state = ListState.of(records)
+        asked = {job for each in unhandled_requests(state, records) for job in each["jobs"]}
         for job in map(state.jobs.__getitem__, jobs):
             if job.state not in FINAL or job.job.id in told | asked:
                 continue
@@ -850,7 +861,7 @@ def from_here(path: Path) -> Path:
 def retry(given: argparse.Namespace, path: Path) -> int:
     """Ask for another attempt."""
     state = state_of(path)
-    jobs = [job for job in chosen(state, "retry", given.jobs) if state.jobs[job].state in ("failed", "cancelled")]
+    jobs = [job for job in select_jobs(state, "retry", given.jobs) if state.jobs[job].state in ("failed", "cancelled")]
     if not jobs:
         print("nothing to retry: no such job has failed or was cancelled")
         return 0

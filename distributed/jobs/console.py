@@ -16,8 +16,8 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from distributed.jobs.dispatcher import Link
-from distributed.jobs.state import Attempt, JobState, State
+from distributed.jobs.dispatcher import ServerLink
+from distributed.jobs.state import Attempt, JobState, ListState
 from distributed.runs.page import duration
 from distributed.terminal import GAP, columns, cut, pad
 
@@ -89,7 +89,7 @@ class Output(io.TextIOBase):
 class Screen:
     """Lines, and below them, on a terminal, the table. Output that is slow, closed or full disturbs nothing."""
 
-    def __init__(self, state: State, links: Mapping[str, Link]) -> None:
+    def __init__(self, state: ListState, links: Mapping[str, ServerLink]) -> None:
         self._output = Output()
         self._console = Console(file=cast("IO[str]", self._output), highlight=False, soft_wrap=True)
         self._state, self._links = state, links
@@ -151,7 +151,7 @@ class Row:
     numbers: Sequence[str] = ()
 
 
-def overview(state: State, links: Mapping[str, Link], width: int, height: int) -> list[Text]:
+def overview(state: ListState, links: Mapping[str, ServerLink], width: int, height: int) -> list[Text]:
     """A row for each slot, as many as fit into so many columns and lines, and a line of totals."""
     every = list(rows(state, links))
     shown, rest = fitting(every, height - AROUND)
@@ -167,34 +167,34 @@ def overview(state: State, links: Mapping[str, Link], width: int, height: int) -
             lines.append(Text(pad(row.where, slot) + GAP + row.job, style=style))
     if rest:
         lines.append(Text(f"and {rest}", style="dim"))
-    usable = sum(len(link.server.room.slots) for link in links.values() if link.state == "ready")
+    usable = sum(len(link.server.pool.slots) for link in links.values() if link.state == "ready")
     lines.append(Text(totals(state, usable), style="bold"))
     for line in lines:
         line.truncate(width, overflow="ellipsis")
     return lines
 
 
-def shown_numbers(state: State) -> dict[str, int]:
+def shown_numbers(state: ListState) -> dict[str, int]:
     """NUMBERS without losses that no job of the list has reported yet: a column appears once, and stays."""
     reported = {name for name, key in LOSSES.items() if any(key in job.metrics for job in state.jobs.values())}
     return {name: size for name, size in NUMBERS.items() if name not in LOSSES or name in reported}
 
 
-def rows(state: State, links: Mapping[str, Link]) -> Iterator[Row]:
+def rows(state: ListState, links: Mapping[str, ServerLink]) -> Iterator[Row]:
     """In the order of the servers."""
     running = {(each.server, slot): each for each in state.open.values() for slot in each.slots}
     called = short_names(list(links))
     for name, link in links.items():
         if link.state != "ready" or not link.usable:
             yield Row("trouble", called[name], f"{link.state}: {link.reason}" if link.reason else link.state)
-        for slot in link.server.room.slots:
+        for slot in link.server.pool.slots:
             where = f"{called[name]}:{slot.index if slot.gpu is None else slot.gpu}"
             attempt = running.get((name, slot.index))
             if attempt:
                 job = state.jobs[attempt.job]
                 yield Row("running", where, job.job.name, numbers(job, attempt))
             elif link.state == "ready" and link.usable:
-                blocked = slot.gpu in link.server.room.blocked
+                blocked = slot.gpu in link.server.pool.blocked
                 yield Row("idle", where, "used by somebody else" if blocked else "idle")
 
 
@@ -269,7 +269,7 @@ def remaining(job: JobState, attempt: Attempt) -> float | None:
 # ---------------------------------------------------------------- totals
 
 
-def totals(state: State, slots: int = 0) -> str:
+def totals(state: ListState, slots: int = 0) -> str:
     """12 of 40 done, 1 failed, 8 running, 19 waiting; about 12 min left. slots: 0 for no guess of the time."""
     counts = state.counts
     parts = [f"{counts['done']} of {len(state.jobs)} done"]
@@ -281,7 +281,7 @@ def totals(state: State, slots: int = 0) -> str:
     )  # fmt: skip
 
 
-def list_remaining(state: State, slots: int) -> float | None:
+def list_remaining(state: ListState, slots: int) -> float | None:
     """Seconds until the list has ended, by the mean time of jobs that are done."""
     took = [job.last.seconds for job in state.jobs.values() if job.state == "done" and job.last and job.last.seconds]
     mean = sum(took) / len(took) if took else None

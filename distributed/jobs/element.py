@@ -1,8 +1,8 @@
-"""One attempt of a job list on SLURM, from the dispatcher's side: an element of an array, seen through its files.
+"""One attempt on SLURM, from the dispatcher's side: an element of a job array, observed through its files.
 
-The working directory is shared, so the files of an attempt are those that array_task.py and the supervisor write on a
-compute node. The exit code is the truth. What SLURM shows only says that an element waits, or that it can write nothing
-any more; and then a heartbeat that goes on says that SLURM is wrong.
+array_task.py and the supervisor write the files on a compute node, in the shared working directory. The exit code file
+decides how an attempt ended. SLURM's state only shows that an element waits, or that it ended; if the supervisor still
+writes heartbeats after that, it still runs.
 """
 
 from __future__ import annotations
@@ -21,53 +21,52 @@ from distributed.exit_codes import KILLED
 from distributed.files import read_json, write_file
 from distributed.jobs import host
 from distributed.jobs.array_task import ATTEMPTS, ELEMENT, NEW, ORDER, SERVER, TAKEN, move, order_path, remove
-from distributed.jobs.sbatch import Entry, Needs, Queue, end_without_code
+from distributed.jobs.sbatch import QueueEntry, ResourceRequest, SlurmQueue, end_without_code
 from distributed.launch import supervisor
 
-LATE = 30.0  # seconds without a heartbeat, after which nothing is there any more; more than it may take to here
-SOON = 6.0  # seconds that an exit code may take to here
-LOCKED = 180.0  # seconds for which a lock alone, without a heartbeat, means that the supervisor is there
-
-EXPLAIN = 10.0  # seconds that SLURM may take to say that it was the cause
-SIGNALS = (128 + signal.SIGTERM, KILLED)  # exit codes of what SLURM ends
-OF_SLURM = ("CANCELLED", "DEADLINE", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT")
+HEARTBEAT_TIMEOUT = 30.0  # seconds; longer than a file on NFS may take to appear on this machine
+LOCKED_TIMEOUT = 180.0  # the same for a supervisor that still holds its lock
+EXIT_CODE_DELAY = 6.0  # seconds that an exit code file may take to appear on this machine
+CAUSE_TIMEOUT = 10.0  # seconds to wait for SLURM's state after an exit code of SLURM_EXIT_CODES
+SLURM_EXIT_CODES = (128 + signal.SIGTERM, KILLED)  # exit codes of a command that SLURM may have stopped
+SLURM_CAUSES = ("CANCELLED", "DEADLINE", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT")
 
 Facts = dict[str, Any]
 
 
-class Element(host.Attempt):
-    """One attempt, which is an element of an array or will be."""
+class Element(host.HostAttempt):
+    """One attempt that is, or will be, an element of a job array."""
 
     def __init__(self, directory: str, output: str, grace: float) -> None:
         super().__init__(directory, SERVER, output, grace)
         self.array, self.index = "", -1
-        self.entry: Entry | None = None
-        self.since = math.inf  # when it was submitted, or told to end: what squeue showed before says nothing
-        self.begun = False  # its element has been seen to begin
-        self.cancelled = False  # its order was taken back
-        self.shown = ""  # why it waits, as it was reported last
-        self.cancel_at = math.inf  # when scancel is called
-        self._gone_at: float | None = None
-        self._ended_at: float | None = None
-        self._beat = self._beat_at = 0.0
-        self._reported = False
+        self.entry: QueueEntry | None = None
+        self.changed_at = math.inf  # when it was submitted or withdrawn: an earlier output of squeue is outdated
+        self.started = False  # whether its element has claimed the order
+        self.cancelled = False  # whether its order was withdrawn
+        self.reported_reason = ""  # the last reported reason why it waits
+        self.cancel_at = math.inf  # when scancel is called; monotonic clock
+        self._left_queue_at: float | None = None
+        self._end_seen_at: float | None = None
+        self._heartbeat = self._heartbeat_at = 0.0
+        self._start_reported = False
 
     # ---- files
 
-    def names(self) -> list[str]:
-        """Of its files. To list a directory makes an NFS client forget what it thinks is not there."""
+    def file_names(self) -> list[str]:
+        """The names of its files. Listing a directory invalidates negative entries in the cache of an NFS client."""
         try:
             return os.listdir(self.directory)
         except FileNotFoundError:
             return []
 
     def end(self) -> Facts:
-        """How it ended: on another machine, so that its boot id says nothing."""
+        """See HostAttempt. The boot id is not compared: it is that of another machine."""
         record = read_json(self.files.record)
         return super().end() | {"cause": record.get("cause", ""), "message": record.get("message", "")}
 
     def locked(self) -> bool:
-        """Whether a supervisor runs, as far as the file system knows locks."""
+        """Whether a supervisor holds the lock; False if the file system does not support locks."""
         try:
             return super().locked()
         except OSError:
@@ -77,154 +76,154 @@ class Element(host.Attempt):
         return supervisor.read_code(self.files.exit) is not None and not self.locked()
 
     def element(self) -> Facts:
-        """What its element has written about itself; empty where none has begun."""
+        """The record that an element wrote when it claimed the order; empty before."""
         return read_json(os.path.join(self.directory, ELEMENT))
 
     def process(self) -> Facts:
-        """What it is known by when its command runs; else empty."""
+        """Process id, start time, boot id and host of its command; empty if that has not started."""
         if not os.path.exists(self.files.pids):
             return {}
         return self.facts() | {"host": self.element().get("host", "")}
 
-    def void(self) -> bool:
-        """Take the order back, whichever array it belongs to. False: an element has taken it."""
-        for _ in range(10):  # it may just be handed to an array
-            orders = [name for name in self.names() if name == ORDER or name.startswith(f"{ORDER}.")]
+    def withdraw(self) -> bool:
+        """Remove the order, whether it is assigned to an array or not. False: an element has claimed it."""
+        for _ in range(10):  # the order may be renamed meanwhile
+            orders = [name for name in self.file_names() if name == ORDER or name.startswith(f"{ORDER}.")]
             if any(remove(os.path.join(self.directory, name)) for name in orders):
                 return True
             if not orders:
                 return False
         return False
 
-    def forget_order(self) -> None:
-        """Nobody is to start it any more."""
-        for name in self.names():
+    def delete_order(self) -> None:
+        """Remove all forms of the order, so that no element starts it."""
+        for name in self.file_names():
             if name == NEW or name.startswith((ORDER, TAKEN)):
                 remove(os.path.join(self.directory, name))
 
     def output_of_element(self) -> str:
         return os.path.join(os.path.dirname(self.directory), f"array-{self.array}", f"{self.index}.out")
 
-    # ---- looks
+    # ---- polling
 
     def find(self) -> str:
-        """absent, ended, held (in no array yet) or there; for a dispatcher that has not seen it start."""
-        if ORDER in self.names():
+        """Its state for a new dispatcher: absent, ended, held (not assigned to an array), or submitted."""
+        if ORDER in self.file_names():
             return "held"
         known, ended = self.locate(), self.has_ended()
-        if ended and (self._says_all() or not known):
+        if ended and (self._cause_known() or not known):
             return "ended"
         if not known:
-            self.forget_order()
+            self.delete_order()
             return "absent"
-        self.since = -math.inf
-        return "there"
+        self.changed_at = -math.inf
+        return "submitted"
 
     def locate(self) -> bool:
-        """Find out which element of which array it is. False: of none."""
-        known = [name.partition(".")[2] for name in self.names() if name.startswith((f"{ORDER}.", f"{TAKEN}."))]
+        """Find its array and index. False: it has none."""
+        known = [name.partition(".")[2] for name in self.file_names() if name.startswith((f"{ORDER}.", f"{TAKEN}."))]
         self.array = known[0] if known else str(self.element().get("array", ""))
         self.index = index_in(os.path.dirname(self.output_of_element()), self.name)
         return bool(self.array)
 
-    def look(self, queue: Queue, now: float, progress: bool) -> Iterator[tuple[str, Facts]]:
-        """What has happened, as kinds of events and their facts: waits, started, progress, ended; held: SLURM has never
-        got it."""
-        current = queue.began > self.since
+    def poll(self, queue: SlurmQueue, now: float, progress: bool) -> Iterator[tuple[str, Facts]]:
+        """Yield events and their facts: waits, started, progress, ended, or held (SLURM never accepted its array)."""
+        current = queue.began > self.changed_at
         self.entry = queue.entries.get((self.array, self.index)) if current else self.entry
         if self.cancelled:
             if current and not (self.entry and not self.entry.ended):
-                yield "ended", never_started()
-        elif self.entry and self.entry.waits and not self.begun:
-            yield from self._wait(self.entry)
+                yield "ended", unstarted_end()
+        elif self.entry and self.entry.waits and not self.started:
+            yield from self._poll_waiting(self.entry)
         elif self.has_ended():
-            if self._is_explained(queue, now):
-                yield from self._run(now, progress=False)
-                yield "ended", self._last()
+            if self._cause_known_or_late(queue, now):
+                yield from self._poll_running(now, progress=False)
+                yield "ended", self._end_facts()
         else:
-            yield from self._run(now, progress)
+            yield from self._poll_running(now, progress)
             if current and (self.entry is None or self.entry.ended):
-                yield from self._conclude(now)
+                yield from self._poll_left_queue(now)
             else:
-                self._gone_at = None
+                self._left_queue_at = None
 
-    def _wait(self, entry: Entry) -> Iterator[tuple[str, Facts]]:
-        if entry.waiting_reason != self.shown:
-            self.shown = entry.waiting_reason
-            yield "waits", {"reason": self.shown}
+    def _poll_waiting(self, entry: QueueEntry) -> Iterator[tuple[str, Facts]]:
+        if entry.waiting_reason != self.reported_reason:
+            self.reported_reason = entry.waiting_reason
+            yield "waits", {"reason": self.reported_reason}
 
-    def _run(self, now: float, progress: bool) -> Iterator[tuple[str, Facts]]:
-        self.begun = self.begun or os.path.exists(os.path.join(self.directory, ELEMENT))
-        if not self.begun:
+    def _poll_running(self, now: float, progress: bool) -> Iterator[tuple[str, Facts]]:
+        self.started = self.started or os.path.exists(os.path.join(self.directory, ELEMENT))
+        if not self.started:
             return
-        if not self._reported and (process := self.process()):
-            self._reported = True
+        if not self._start_reported and (process := self.process()):
+            self._start_reported = True
             yield "started", {"state": "running", **process}
         if progress:
-            self._look_at_heartbeat(now)
+            self._check_heartbeat(now)
         if progress and (metrics := host.read_metrics(self.output)) != self.metrics:
             self.metrics = metrics
             yield "progress", {"metrics": metrics}
 
-    def _conclude(self, now: float) -> Iterator[tuple[str, Facts]]:
-        """SLURM is done with it, and there is no exit code."""
-        names = self.names()
-        if self.has_ended():  # seen by the next look
+    def _poll_left_queue(self, now: float) -> Iterator[tuple[str, Facts]]:
+        """Handle an element that SLURM has ended, or does not list, without an exit code."""
+        names = self.file_names()
+        if self.has_ended():  # handled by the next poll
             return
         taken = not any(name.startswith(f"{ORDER}.") for name in names)
         if not taken and not self.entry and not os.path.exists(job_path(os.path.dirname(self.output_of_element()))):
             if move(order_path(self.directory, self.array), order_path(self.directory)):
-                self.array, self.index, self.since = "", -1, math.inf
+                self.array, self.index, self.changed_at = "", -1, math.inf
                 yield "held", {}
             return
-        if not taken and self.void():
+        if not taken and self.withdraw():
             yield "ended", self._without_code(taken=False)
             return
-        if self._is_silent(now):
-            self.forget_order()
+        if self._heartbeat_timed_out(now):
+            self.delete_order()
             yield "ended", self._without_code(taken=True)
 
-    def _is_silent(self, now: float) -> bool:
-        """Whether nothing has been heard of its supervisor for long enough."""
-        if self._gone_at is None:
-            self._gone_at = now
-            self._beat_at = self._beat_at or now
-        if self._look_at_heartbeat(now) and now > self._gone_at and self.entry:  # it goes on, and SLURM does not know
-            self._ask("kill")
-        return now - self._beat_at > (LOCKED if self.locked() else LATE) and now - self._gone_at > SOON
+    def _heartbeat_timed_out(self, now: float) -> bool:
+        """Whether its supervisor has sent no heartbeat for too long."""
+        if self._left_queue_at is None:
+            self._left_queue_at = now
+            self._heartbeat_at = self._heartbeat_at or now
+        if self._check_heartbeat(now) and now > self._left_queue_at and self.entry:  # it still runs, unknown to SLURM
+            self._request_stop("kill")
+        timeout = LOCKED_TIMEOUT if self.locked() else HEARTBEAT_TIMEOUT
+        return now - self._heartbeat_at > timeout and now - self._left_queue_at > EXIT_CODE_DELAY
 
-    def _look_at_heartbeat(self, now: float) -> bool:
-        """Whether there was one since the last look; by this machine's clock."""
-        beat = host.modified(self.files.heartbeat) or 0.0
-        news, self._beat = beat != self._beat, beat
-        if news:
-            self._beat_at = now
-        return news
+    def _check_heartbeat(self, now: float) -> bool:
+        """Whether a heartbeat was written since the last call."""
+        heartbeat = host.modification_time(self.files.heartbeat) or 0.0
+        changed, self._heartbeat = heartbeat != self._heartbeat, heartbeat
+        if changed:
+            self._heartbeat_at = now
+        return changed
 
-    def _is_explained(self, queue: Queue, now: float) -> bool:
-        """A command that a signal has ended may have been ended by SLURM, which then says so a moment later."""
-        if self._ended_at is None:
-            self._ended_at = now
-        known = queue.began > self.since and (self.entry is None or self.entry.ended)
-        return self._says_all() or known or now - self._ended_at > EXPLAIN
+    def _cause_known_or_late(self, queue: SlurmQueue, now: float) -> bool:
+        """Whether SLURM's state is known, or late. SLURM may show it some time after a signal ended the command."""
+        if self._end_seen_at is None:
+            self._end_seen_at = now
+        known = queue.began > self.changed_at and (self.entry is None or self.entry.ended)
+        return self._cause_known() or known or now - self._end_seen_at > CAUSE_TIMEOUT
 
-    def _says_all(self) -> bool:
-        """Whether SLURM has nothing to add to what its files say about its end."""
-        return supervisor.read_code(self.files.exit) not in SIGNALS or bool(read_json(self.files.record))
+    def _cause_known(self) -> bool:
+        """Whether the files of the attempt alone explain its end."""
+        return supervisor.read_code(self.files.exit) not in SLURM_EXIT_CODES or bool(read_json(self.files.record))
 
-    def _last(self) -> Facts:
-        with contextlib.suppress(OSError):  # what an element prints is of use only when it cannot begin
+    def _end_facts(self) -> Facts:
+        with contextlib.suppress(OSError):  # remove the empty output file of the element
             if os.path.getsize(self.output_of_element()) == 0:
                 os.unlink(self.output_of_element())
         end = self.end()
-        if end["code"] in SIGNALS and not end["cause"] and self.entry and self.entry.state in OF_SLURM:
-            end["cause"], end["message"] = end_without_code(self.entry, taken=True, begun=True)
+        if end["code"] in SLURM_EXIT_CODES and not end["cause"] and self.entry and self.entry.state in SLURM_CAUSES:
+            end["cause"], end["message"] = end_without_code(self.entry, taken=True, started=True)
         return end
 
     def _without_code(self, taken: bool) -> Facts:
         printed = host.last_lines(self.output_of_element())
-        begun = os.path.exists(self.files.pids)
-        cause, message = end_without_code(self.entry, taken, begun, printed[-1] if printed else "")
+        started = os.path.exists(self.files.pids)
+        cause, message = end_without_code(self.entry, taken, started, printed[-1] if printed else "")
         now = time.time()
         return {
             "code": None, "started": self.element().get("time", now), "ended": now, "cause": cause, "message": message,
@@ -234,18 +233,18 @@ class Element(host.Attempt):
     # ---- end
 
     def stop(self, kill: bool) -> None:
-        """Take the order back, or ask the supervisor, wherever it runs."""
-        if self.void():
+        """Withdraw the order, or else ask the supervisor to stop; schedule scancel in case it does not."""
+        if self.withdraw():
             self.cancelled = True
-            self.since = time.monotonic()
-            self.cancel_at = self.since
+            self.changed_at = time.monotonic()
+            self.cancel_at = self.changed_at
         elif not self.has_ended():
-            asked = self._ask("kill" if kill else "stop")
+            asked = self._request_stop("kill" if kill else "stop")
             wait = (0.0 if kill else self.grace) + 2 * supervisor.UNRESPONSIVE if asked else 0.0
             self.cancel_at = min(self.cancel_at, time.monotonic() + wait)
 
-    def _ask(self, request: str) -> bool:
-        """Whether the request could be written: on a full disk it cannot, and SLURM sends SIGTERM instead."""
+    def _request_stop(self, request: str) -> bool:
+        """Write a request to the supervisor. False: the disk is full, and scancel must do it."""
         try:
             write_file(self.files.request, request + "\n")
         except OSError:
@@ -253,13 +252,13 @@ class Element(host.Attempt):
         return True
 
 
-def never_started() -> Facts:
+def unstarted_end() -> Facts:
     now = time.time()
     return {"code": None, "started": now, "ended": now, "lines": []}
 
 
 def index_in(array: str, name: str) -> int:
-    """Which element of an array an attempt is; -1 where that is not known."""
+    """The index of an attempt in an array; -1 if unknown."""
     try:
         with open(os.path.join(array, ATTEMPTS)) as file:
             return file.read().split().index(name)
@@ -268,37 +267,37 @@ def index_in(array: str, name: str) -> int:
 
 
 def job_path(array: str) -> str:
-    """In the directory of an array: SLURM's number of it, written when SLURM has accepted it."""
+    """The file with SLURM's number of an array, written when SLURM has accepted it."""
     return os.path.join(array, "job")
 
 
 # ---------------------------------------------------------------- the files of an array
 
 
-def assign(path: str, array: str, elements: Sequence[Element]) -> None:
-    """Make the directory of an array, and hand it their orders. An order that was taken back meanwhile stays so."""
+def assign_orders(path: str, array: str, elements: Sequence[Element]) -> None:
+    """Create the directory of an array, and assign it the orders of these elements, unless they were withdrawn."""
     os.mkdir(path, 0o777)
     write_file(os.path.join(path, ATTEMPTS), "".join(f"{each.name}\n" for each in elements))
     for each in elements:
         move(order_path(each.directory), order_path(each.directory, array))
 
 
-def take_back(path: str, array: str, elements: Sequence[Element]) -> None:
-    """SLURM has not taken the array: the orders belong to none again."""
+def release_orders(path: str, array: str, elements: Sequence[Element]) -> None:
+    """Remove an array that SLURM did not accept, and release its orders."""
     for each in elements:
         move(order_path(each.directory, array), order_path(each.directory))
     shutil.rmtree(path, ignore_errors=True)
 
 
-def discard(path: str, elements: Sequence[Element]) -> None:
-    """SLURM refuses them."""
+def discard_array(path: str, elements: Sequence[Element]) -> None:
+    """Remove an array that SLURM refused, and its orders."""
     for each in elements:
-        each.forget_order()
+        each.delete_order()
     shutil.rmtree(path, ignore_errors=True)
 
 
-def needs_of(element: Element) -> Needs:
-    """Of an order that belongs to no array."""
+def resources_of(element: Element) -> ResourceRequest:
+    """The resources of an attempt whose order is not assigned to an array."""
     with open(order_path(element.directory)) as file:
         gpus, minutes, labels, *after = json.load(file)["needs"]
-    return Needs(gpus, minutes, tuple(labels), *after)
+    return ResourceRequest(gpus, minutes, tuple(labels), *after)

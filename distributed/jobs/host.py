@@ -1,19 +1,19 @@
-"""The server's side of a job list: start jobs, watch them, answer the dispatcher.
+"""The server's side of a job list: start jobs, monitor them, and reply to the dispatcher.
 
 usage: jobs_host.py serve
-       jobs_host.py view DIR SLOT       see panes.py
-       jobs_host.py follow LOG EXIT     print LOG, and what is added to it until EXIT exists
+       jobs_host.py view DIR SLOT       show the output of a slot; see panes.py
+       jobs_host.py follow LOG EXIT     print LOG, and lines added to it, until the file EXIT exists
 
-serve reads requests from standard input and writes replies and events to standard output, one JSON object a line, the
-first of them HELLO. The end of standard input means that the dispatcher or the connection is gone: serve ends, and
-the jobs go on, as each has a supervisor of its own. Of one job list only one serve works on a server: a new one
-ends an older one that still waits for a connection that is lost.
+serve reads requests from standard input and writes replies and events to standard output, one JSON object per line; the
+first is HELLO. At the end of standard input, the dispatcher exited or the connection was lost: serve exits, and jobs
+continue under their own supervisors. A server runs one serve process per job list: a new process stops an older one
+whose connection is lost.
 
-Everything about an attempt is in WORKDIR/logs/jobs/LIST/ATTEMPT/: the files of its supervisor, and `lock`, which
-is locked from before its supervisor is forked until that has ended. So a later serve knows for certain whether an
-attempt was started. What belongs to one server, as others may share its files, is in LIST/servers/NAME/.
+WORKDIR/logs/jobs/LIST/ATTEMPT/ holds the files of an attempt's supervisor, and `lock`, which is locked from before the
+fork of the supervisor until it exits: so a later serve knows whether the attempt was started. Servers may share files,
+so the files of one server are in LIST/servers/NAME/.
 
-Standard library only: it runs on servers on which nothing is installed.
+Standard library only: it runs on servers without packages.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-with contextlib.suppress(ImportError):  # a supervisor wants them: so each one that is forked here has them already
+with contextlib.suppress(ImportError):  # imported once here for all forked supervisors
     import ctypes  # noqa: F401
     import resource  # noqa: F401
 
@@ -49,26 +49,26 @@ from distributed.training import base_model
 from distributed.training.base_model import BaseModelError
 
 HELLO = "muster-jobs-host"
-POLL = 0.2  # seconds between two looks at what an older serve has started
-PROGRESS = 2.0  # seconds between two looks at the metrics of running jobs
-FENCE = 3.0  # seconds that an older serve has to end by itself
-START = 30.0  # seconds in which a supervisor has started its command
-LAST_LINES = 20  # of the output of an attempt that failed
+POLL_INTERVAL = 0.2  # seconds between checks of running attempts
+PROGRESS_INTERVAL = 2.0  # seconds between reads of the metrics of running jobs
+OLD_SERVICE_TIMEOUT = 3.0  # seconds after which an older serve process is killed
+START_TIMEOUT = 30.0  # seconds in which a supervisor must start its command
+LAST_LINES = 20  # of the output of a failed attempt
 TAIL = 16 * 1024  # bytes read from the end of a file
-OWNER = ".muster_job"  # in an output directory: whose it is; locked while an attempt writes there
-OLDEST = (3, 10)  # Python
+OWNER = ".muster_job"  # in an output directory: names its job; locked while an attempt writes there
+MIN_PYTHON = (3, 10)
 
 Request = dict[str, Any]
 
 
 class HostError(Exception):
-    """What the dispatcher is to show: problem and remedy."""
+    """A request failed. The message states problem and remedy."""
 
     kind = "server"  # of dispatcher.NotStarted
 
 
 class JobRefused(HostError):
-    """The job cannot be started on any server."""
+    """No server can start the job."""
 
     kind = "job"
 
@@ -79,14 +79,14 @@ class Busy(HostError):
     kind = "busy"
 
 
-class Attempt:
+class HostAttempt:
     """One attempt of a job on this server."""
 
     def __init__(self, directory: str, server: str, output: str, grace: float) -> None:
         self.directory, self.output, self.grace = directory, output, grace
         self.name = os.path.basename(directory)
         self.files = supervisor.Files(directory, server)
-        self.kill_at = float("inf")  # when the supervisor that was told to stop is given up
+        self.kill_at = float("inf")  # when a supervisor that was asked to stop is killed; monotonic clock
         self.metrics: dict[str, Any] = {}
 
     @property
@@ -94,7 +94,7 @@ class Attempt:
         return os.path.join(self.directory, "lock")
 
     def locked(self) -> bool:
-        """Whether a supervisor runs, or is about to."""
+        """Whether a supervisor runs, or is being started."""
         try:
             file = os.open(self.lock, os.O_RDWR)
         except FileNotFoundError:
@@ -108,33 +108,33 @@ class Attempt:
         return False
 
     def state(self) -> str:
-        """absent: never started; running; ended; killed: its supervisor has died, and nothing has been written."""
+        """absent (never started), running, ended, or killed (the supervisor died without writing an exit code)."""
         if supervisor.read_code(self.files.exit) is not None:
             return "ended"
         if self.locked():
             return "running"
-        if supervisor.read_code(self.files.exit) is not None:  # written between both looks
+        if supervisor.read_code(self.files.exit) is not None:  # written since the first read
             return "ended"
         return "killed" if os.path.exists(self.files.pids) else "absent"
 
     def facts(self) -> dict[str, Any]:
-        """What a running attempt is known by: process id, start time, boot id."""
+        """The process id, start time and boot id of a running attempt."""
         pids = read_json(self.files.pids)
         command = pids.get("command")
         return {"boot_id": pids.get("boot_id"), **(command if isinstance(command, dict) else {})}
 
     def end(self) -> dict[str, Any]:
-        """How it ended."""
+        """The facts of the event `ended`."""
         code = supervisor.read_code(self.files.exit)
         usage = read_json(self.files.usage)
         record = read_json(self.files.record)
-        ended = usage.get("ended") or modified(self.files.exit)
+        ended = usage.get("ended") or modification_time(self.files.exit)
         cause = record.get("cause", "")
         boot = read_json(self.files.pids).get("boot_id", supervisor.boot_id())
         return {
             "code": code,
-            "asked": os.path.exists(self.files.request),  # to stop
-            "started": usage.get("started") or modified(self.files.pids),
+            "asked": os.path.exists(self.files.request),  # whether it was asked to stop
+            "started": usage.get("started") or modification_time(self.files.pids),
             "ended": ended,
             "peak_memory": usage.get("peak_memory"),
             "cause": "rebooted" if cause == "killed" and boot != supervisor.boot_id() else cause,
@@ -144,7 +144,7 @@ class Attempt:
         }
 
 
-def modified(path: str) -> float | None:
+def modification_time(path: str) -> float | None:
     try:
         return os.stat(path).st_mtime
     except OSError:
@@ -152,7 +152,7 @@ def modified(path: str) -> float | None:
 
 
 def tail(path: str) -> bytes:
-    """The last bytes of a file; empty when it cannot be read."""
+    """The last bytes of a file; empty if it cannot be read."""
     try:
         with open(path, "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
@@ -162,30 +162,30 @@ def tail(path: str) -> bytes:
 
 
 def last_lines(path: str) -> list[str]:
-    """The last lines of a log. When its disk is full, the last one says so: the job's own message may be lost."""
+    """The last lines of a log, and a note if its disk is full: the job's own messages may be missing."""
     lines = [line[:500] for line in tail(path).decode(errors="replace").splitlines()[-LAST_LINES:]]
     with contextlib.suppress(OSError):
         if not os.statvfs(os.path.dirname(path)).f_bavail:
-            lines[-1:] = ["; ".join((*lines[-1:], "no space is left on the disk with its log"))]
+            lines[-1:] = ["; ".join((*lines[-1:], "no space left on the disk with its log"))]
     return lines
 
 
 def read_metrics(output: str) -> dict[str, Any]:
-    """The newest value of each number that the job wrote into its metrics.jsonl."""
+    """The newest value of each metric in metrics.jsonl."""
     found = metrics.newest(os.path.join(output, "metrics.jsonl"))
     return {key: value for key, value in found.items() if value is not None}
 
 
-# ---------------------------------------------------------------- one serve a job list
+# ---------------------------------------------------------------- one serve process per job list
 
 
-def take_fence(directory: str) -> int:
-    """The only serve of this list on this server. Returns the locked file; raises HostError."""
+def lock_list(directory: str) -> int:
+    """Become the only serve process of this list on this server. Returns the locked file. Raises HostError."""
     os.makedirs(directory, exist_ok=True)
     path = os.path.join(directory, "serve")
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    end = time.monotonic() + 2 * FENCE
-    asked = False
+    end = time.monotonic() + 2 * OLD_SERVICE_TIMEOUT
+    killed = False
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -194,9 +194,9 @@ def take_fence(directory: str) -> int:
             holder = supervisor.same_process(read_json(path))
             if time.monotonic() > end:
                 os.close(file)
-                raise HostError(f"{path} is held by another process: is the list used from another machine?") from None
-            if holder and not asked and time.monotonic() > end - FENCE:
-                asked = True
+                raise HostError(f"{path}: locked by another process; is another machine running this list?") from None
+            if holder and not killed and time.monotonic() > end - OLD_SERVICE_TIMEOUT:
+                killed = True
                 supervisor.send(signal.SIGKILL, [holder])
             time.sleep(0.05)
     os.ftruncate(file, 0)
@@ -207,19 +207,19 @@ def take_fence(directory: str) -> int:
 # ---------------------------------------------------------------- the program
 
 
-class Serve:
-    """Requests in, replies and events out."""
+class Service:
+    """The program `serve`: reads requests, writes replies and events."""
 
     def __init__(self) -> None:
-        self.workdir = self.server = self.directory = self.own = self.session = ""
+        self.workdir = self.server = self.directory = self.server_directory = self.session = ""
         self.python: list[str] = []
         self.slots: list[str] = []
-        self.attempts: dict[str, Attempt] = {}  # that have not ended
-        self.fence = -1
-        self.bases: dict[str, list[list[int]]] = {}  # digest of a base model that was verified -> its signature
-        self.copying: dict[str, int] = {}  # digest of a base model that is looked at or copied -> its locked file
-        self._children: dict[int, Callable[[str], None]] = {}  # pipe -> what to do with what a child writes to it
-        self._texts: dict[int, bytes] = {}
+        self.attempts: dict[str, HostAttempt] = {}  # not ended
+        self.list_lock = -1
+        self.bases: dict[str, list[list[int]]] = {}  # digest of a verified base model -> its signature
+        self.base_locks: dict[str, int] = {}  # digest of a base model being verified or copied -> locked file
+        self._children: dict[int, Callable[[str], None]] = {}  # pipe from a child process -> callback for its output
+        self._child_output: dict[int, bytes] = {}
         self._received = b""
         self._progress_at = 0.0
         source, target = os.pipe()
@@ -230,17 +230,17 @@ class Serve:
         self._signals = (source, target)
 
     def run(self) -> int:
-        """Until standard input ends."""
+        """Serve until the end of standard input. Returns the exit code."""
         self.send(
             event="hello", protocol=HELLO, host=os.uname().nodename, boot_id=supervisor.boot_id(), home=home(),
             python=list(sys.version_info[:3]), user=os.getuid(),
         )  # fmt: skip
         while self._wait():
-            self._look()
+            self._report()
         return 0
 
     def send(self, **facts: Any) -> None:
-        """One line out. Where nobody reads any more, this program has no use."""
+        """Write one line. Exits if the reader has closed the pipe."""
         data = json.dumps(facts).encode() + b"\n"
         try:
             while data:
@@ -252,7 +252,7 @@ class Serve:
         poll = select.poll()
         for file in (0, self._signals[0], *self._children):
             poll.register(file, select.POLLIN)
-        for file, _ in poll.poll(1000 * POLL if self.attempts else 5000):
+        for file, _ in poll.poll(1000 * POLL_INTERVAL if self.attempts else 5000):
             if file == 0:
                 block = os.read(0, 1 << 20)
                 if not block:
@@ -271,16 +271,16 @@ class Serve:
 
     def _answer(self, line: bytes) -> None:
         if not line.strip():
-            self.send(event="beat")
+            self.send(event="heartbeat")
             return
         request = json.loads(line)
-        verbs: dict[str, Callable[[Request], dict[str, Any] | None]] = {
-            "open": self.open, "look": self.look, "start": self.start, "stop": self.stop, "gpus": self.gpus,
+        handlers: dict[str, Callable[[Request], dict[str, Any] | None]] = {
+            "open": self.open, "query": self.query, "start": self.start, "stop": self.stop, "gpus": self.gpus,
             "exists": self.exists, "close": self.close, "base": self.base, "publish_base": self.publish_base,
             "remove_output": self.remove_output,
         }  # fmt: skip
         try:
-            reply = verbs[request["do"]](request)
+            reply = handlers[request["do"]](request)
         except HostError as error:
             self.send(reply=request["id"], error=str(error), kind=error.kind)
         except OSError as error:
@@ -293,13 +293,11 @@ class Serve:
     # ---- requests
 
     def open(self, request: Request) -> dict[str, Any]:
-        """Find the working directory, check what jobs need, and become the only serve of this list here."""
-        if sys.version_info[:2] < OLDEST:
-            raise HostError(f"Python {sys.version.split()[0]}: 3.10 or newer is needed; set python for this server")
+        """Find the working directory, check the requirements of jobs, and lock the list."""
+        if sys.version_info[:2] < MIN_PYTHON:
+            raise HostError(f"Python {sys.version.split()[0]}: 3.10 or newer required; set python for this server")
         if request["remote"] and ends_at_logout():
-            raise HostError(
-                "systemd would end the jobs with the connection (KillUserProcesses): loginctl enable-linger"
-            )
+            raise HostError("systemd would kill the jobs at logout (KillUserProcesses); run loginctl enable-linger")
         self.server = request["server"]
         self.workdir = find_workdir(request["workdir"], request["default_workdir"])
         script = os.path.join(self.workdir, request["script"])
@@ -309,10 +307,10 @@ class Serve:
             )
         self.python = find_python(request["python"], self.workdir)
         self.directory = os.path.join(self.workdir, "logs", "jobs", request["list"])
-        self.own = panes.own_directory(self.directory, self.server)
-        self.fence = take_fence(self.own)
+        self.server_directory = panes.server_directory(self.directory, self.server)
+        self.list_lock = lock_list(self.server_directory)
         self.slots = request["slots"]
-        self.session, note = panes.ensure(self.own, self.slots) if request["panes"] else ("", "")
+        self.session, note = panes.ensure(self.server_directory, self.slots) if request["panes"] else ("", "")
         return {
             "workdir": self.workdir, "directory": self.directory, "rsync": bool(shutil.which("rsync")),
             "session": self.session, "note": note, "cores": len(os.sched_getaffinity(0)),
@@ -320,11 +318,11 @@ class Serve:
         }  # fmt: skip
 
     def exists(self, request: Request) -> dict[str, Any]:
-        """Whether a file of the working directory is there: it is when both sides share the file system."""
+        """Whether a file exists in the working directory; the dispatcher detects a shared file system by it."""
         return {"exists": os.path.exists(os.path.join(self.workdir, request["path"]))}
 
-    def look(self, request: Request) -> dict[str, Any]:
-        """The state of attempts that the dispatcher knows of; those that run are watched from now on."""
+    def query(self, request: Request) -> dict[str, Any]:
+        """Return the state of these attempts, and monitor the running ones from now on."""
         found: dict[str, Any] = {}
         for name, output in request["attempts"].items():
             attempt = self._attempt(name, output, request.get("grace", 8.0))
@@ -336,31 +334,32 @@ class Serve:
             elif state == "ended":
                 found[name] |= attempt.end()
             elif os.path.isdir(attempt.directory):
-                # Made by a serve that was killed before it forked: no supervisor can come any more.
+                # Left by a serve process that was killed before it forked the supervisor.
                 os.rename(attempt.directory, f"{attempt.directory}.unused-{os.getpid()}-{time.time_ns()}")
         return {"attempts": found}
 
     def start(self, request: Request) -> dict[str, Any] | None:
-        """Start an attempt, once: where its directory is there already, its state is the reply."""
+        """Start an attempt once; if its directory exists already, reply with its state."""
         attempt = self._attempt(request["attempt"], request["output"], request["grace"])
         try:
             os.mkdir(attempt.directory, 0o777)
         except FileExistsError:
-            return self.look({"attempts": {attempt.name: request["output"]}})["attempts"][attempt.name]
+            return self.query({"attempts": {attempt.name: request["output"]}})["attempts"][attempt.name]
         try:
-            claimed = claim(attempt.output, request["job"], request["script"])
+            output_lock = claim_output(attempt.output, request["job"], request["script"])
         except (HostError, OSError):
             os.rmdir(attempt.directory)
             raise
         try:
             return self._start(attempt, request)
         finally:
-            os.close(claimed)  # the supervisor holds it
+            os.close(output_lock)  # the supervisor has inherited it
 
-    def _start(self, attempt: Attempt, request: Request) -> dict[str, Any]:
-        words = ["--dir", attempt.directory, "--name", self.server, "--grace", f"{request['grace']:.0f}", "--detach"]
+    def _start(self, attempt: HostAttempt, request: Request) -> dict[str, Any]:
+        grace = f"{request['grace']:.0f}"
+        arguments = ["--dir", attempt.directory, "--name", self.server, "--grace", grace, "--detach"]
         if request.get("timeout"):
-            words += ["--timeout", f"{max(1, round(request['timeout']))}"]
+            arguments += ["--timeout", f"{max(1, round(request['timeout']))}"]
         env = request["env"] | {
             "MUSTER_OUTPUT_DIR": attempt.output,
             "MUSTER_METRICS": os.path.join(attempt.output, "metrics.jsonl"),
@@ -371,36 +370,36 @@ class Serve:
         defaults = {name: value for name, value in defaults.items() if name not in os.environ}
         if request.get("setup"):
             setup = os.path.join(attempt.directory, "setup.sh")
-            first = [f"export {name}={value}" for name, value in defaults.items()]  # these, setup lines may change
-            write_file(setup, "\n".join(["set +e", *first, *request["setup"], ""]))  # a line may fail
-            words += ["--source", setup]
+            first = [f"export {name}={value}" for name, value in defaults.items()]  # setup lines may change these
+            write_file(setup, "\n".join(["set +e", *first, *request["setup"], ""]))  # +e: a line may fail
+            arguments += ["--source", setup]
         else:
             env = defaults | env
         command = [*program(self.python, request["script"], self.workdir), *request["arguments"]]
-        options = supervisor.Options([*words, "--", *command])
+        options = supervisor.Options([*arguments, "--", *command])
         block = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in env.items())
         self._fork_supervisor(attempt, options, block)
         self.attempts[attempt.name] = attempt
         for slot in request["slots"]:
-            panes.show(self.own, slot, request["title"], attempt.files.log, attempt.files.exit)
+            panes.show(self.server_directory, slot, request["title"], attempt.files.log, attempt.files.exit)
         return {"state": "running", **attempt.facts()}
 
     def stop(self, request: Request) -> dict[str, Any]:
-        """Ask the supervisor of an attempt to end it; the event `ended` follows when nothing of it is left."""
+        """Ask the supervisor of an attempt to stop it; the event `ended` follows when no process remains."""
         attempt = self.attempts.get(request["attempt"])
         if attempt:
             grace = 0.0 if request["kill"] else attempt.grace
             attempt.kill_at = min(attempt.kill_at, time.monotonic() + grace + supervisor.UNRESPONSIVE)
             try:
                 supervisor.request(attempt.files, "kill" if request["kill"] else "stop")
-            except OSError:  # a full disk, most often; SIGTERM means stop, too, and kill comes by kill_at
+            except OSError:  # probably a full disk; SIGTERM also requests a stop, and kill_at a kill
                 supervisor.send(signal.SIGTERM, list(filter(None, [supervisor.supervisor_of(attempt.files)])))
         return {"known": attempt is not None}
 
     def gpus(self, request: Request) -> None:
-        """Memory of the GPUs, in MiB; nvidia-smi may take seconds, so a child asks it."""
+        """Reply with the memory of the GPUs, in MiB. Runs in a child process, as nvidia-smi may take seconds."""
 
-        def ask() -> str:
+        def read_gpus() -> str:
             found = look_at_gpus()
             devices = [
                 {"index": gpu.index, "memory": gpu.memory >> 20, "used": gpu.memory_used >> 20,
@@ -410,7 +409,7 @@ class Serve:
             return json.dumps({"gpus": devices, "problem": found.error})
 
         self._in_child(
-            ask, lambda text: self.send(reply=request["id"], **json.loads(text or '{"gpus": [], "problem": ""}'))
+            read_gpus, lambda text: self.send(reply=request["id"], **json.loads(text or '{"gpus": [], "problem": ""}'))
         )
 
     # ---- base models
@@ -423,11 +422,11 @@ class Serve:
         return os.path.join(self._cache, base_model.hash_of(digest))
 
     def base(self, request: Request) -> None:
-        """Whether a base model is here: ready, busy (another process copies or trains it), damaged, or `copy`.
+        """Reply with the state of a base model: ready, busy (another process copies or trains it), damaged, or copy.
 
-        copy: it is now locked for this serve, and expected in the directory `staging`; then comes publish_base. A job
-        that has trained it here has left it already. With `shared`, the cache is the dispatcher's, and nothing is
-        copied. Reading it may take seconds, so a child does it.
+        copy: this process has locked it; the dispatcher copies it to the directory `staging`, then sends publish_base.
+        It is taken from the output directory of its training instead, if that was here. With `shared`, the cache is
+        the dispatcher's own, and nothing is copied. Runs in a child process, as verification may take seconds.
         """
         digest, manifest = request["digest"], request["manifest"]
         signature = base_model.signature(self._base_path(digest))
@@ -436,9 +435,9 @@ class Serve:
             return
         file = None if request["shared"] else base_model.lock(self._cache, digest, exclusive=True)
         if file is not None:
-            self.copying[digest] = file
+            self.base_locks[digest] = file
 
-        def look() -> str:
+        def verify() -> str:
             try:
                 base_model.verify(self._base_path(digest), digest)
                 return json.dumps({"state": "ready"})
@@ -449,17 +448,17 @@ class Serve:
             return json.dumps(self._prepare_copy(digest, manifest, request["output"]))
 
         def then(text: str) -> None:
-            found = json.loads(text or '{"state": "failed", "reason": "the base model could not be looked at"}')
+            found = json.loads(text or '{"state": "failed", "reason": "the base model could not be read"}')
             if found["state"] == "ready":
                 self.bases[digest] = base_model.signature(self._base_path(digest))
             if file is not None and found["state"] != "copy":
-                os.close(self.copying.pop(digest))
+                os.close(self.base_locks.pop(digest))
             self.send(reply=request["id"], **found)
 
-        self._in_child(look, then)
+        self._in_child(verify, then)
 
     def _prepare_copy(self, digest: str, manifest: dict[str, Any], output: str) -> dict[str, Any]:
-        """Take a base model from the output directory of the job that has trained it here, else wait for a copy."""
+        """Publish a base model from the output directory of its training, if that was here, else prepare a copy."""
         try:
             base_model.remove_staging(self._cache, digest)
             trained = os.path.join(self.workdir, output)
@@ -477,7 +476,7 @@ class Serve:
             return {"state": "failed", "reason": f"{error.filename}: {error.strerror}"}
 
     def publish_base(self, request: Request) -> None:
-        """What was copied is complete, or (`failed`) is not needed any more."""
+        """Publish a complete copy of a base model, or with `failed` remove it."""
         digest, staging = request["digest"], os.path.join(self.workdir, request["staging"])
 
         def publish() -> str:
@@ -494,16 +493,17 @@ class Serve:
             return json.dumps({"state": "ready"})
 
         def then(text: str) -> None:
-            if (file := self.copying.pop(digest, None)) is not None:
+            if (file := self.base_locks.pop(digest, None)) is not None:
                 os.close(file)
             self.send(
-                reply=request["id"], **json.loads(text or '{"state": "failed", "reason": "it was not published"}')
+                reply=request["id"],
+                **json.loads(text or '{"state": "failed", "reason": "the base model could not be published"}'),
             )
 
         self._in_child(publish, then)
 
     def remove_output(self, request: Request) -> None:
-        """Remove the output directory of a job that has ended."""
+        """Remove the output directory of an ended job."""
         output = os.path.join(self.workdir, request["output"])
 
         def remove() -> str:
@@ -513,26 +513,26 @@ class Serve:
         self._in_child(remove, lambda text: self.send(reply=request["id"]))
 
     def close(self, request: Request) -> dict[str, Any]:
-        """The list has ended here: its tmux session is not needed any more."""
-        panes.remove(self.own)
+        """Remove the tmux session of the list, which has ended."""
+        panes.remove(self.server_directory)
         return {}
 
     # ---- attempts
 
-    def _attempt(self, name: str, output: str, grace: float) -> Attempt:
+    def _attempt(self, name: str, output: str, grace: float) -> HostAttempt:
         directory = os.path.join(self.directory, name)
-        return Attempt(directory, self.server, os.path.join(self.workdir, output), grace)
+        return HostAttempt(directory, self.server, os.path.join(self.workdir, output), grace)
 
     def _threads(self) -> int:
         return max(1, len(os.sched_getaffinity(0)) // max(1, len(self.slots)))
 
-    def _fork_supervisor(self, attempt: Attempt, options: supervisor.Options, block: bytes) -> None:
+    def _fork_supervisor(self, attempt: HostAttempt, options: supervisor.Options, block: bytes) -> None:
         lock = os.open(attempt.lock, os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX)
         source, target = os.pipe()
         if os.fork() == 0:
             try:
-                self._leave(source)
+                self._close_inherited(source)
                 os.chdir(self.workdir)
                 supervisor.supervise(options, block, started=lambda: os.close(target))
             except OSError as error:
@@ -542,16 +542,16 @@ class Serve:
                 os._exit(0)
         os.close(lock)
         os.close(target)
-        if failed := read_until_closed(source, START):
+        if failed := read_until_closed(source, START_TIMEOUT):
             raise HostError(os.fsdecode(failed))
 
-    def _leave(self, *files: int) -> None:
-        """In a child: give up what belongs to serve, so that its connection and its fence end with it."""
+    def _close_inherited(self, *files: int) -> None:
+        """In a child: close the files of serve, so that its connection and locks end when serve exits."""
         null = os.open(os.devnull, os.O_RDWR)
         for number in range(3):
             os.dup2(null, number)
         signal.set_wakeup_fd(-1)
-        for file in (null, self.fence, *self._signals, *self._children, *self.copying.values(), *files):
+        for file in (null, self.list_lock, *self._signals, *self._children, *self.base_locks.values(), *files):
             with contextlib.suppress(OSError):
                 os.close(file)
 
@@ -559,34 +559,34 @@ class Serve:
         source, target = os.pipe()
         if os.fork() == 0:
             try:
-                self._leave(source)
+                self._close_inherited(source)
                 text = work().encode()
                 while text:
                     text = text[os.write(target, text) :]
             finally:
                 os._exit(0)
         os.close(target)
-        self._children[source], self._texts[source] = then, b""
+        self._children[source], self._child_output[source] = then, b""
 
     def _read_child(self, file: int) -> None:
         block = os.read(file, 1 << 16)
-        self._texts[file] += block
+        self._child_output[file] += block
         if not block:
             os.close(file)
-            self._children.pop(file)(self._texts.pop(file).decode())
+            self._children.pop(file)(self._child_output.pop(file).decode())
 
-    def _look(self) -> None:
-        """Report what has ended, and now and then how far the others have come."""
+    def _report(self) -> None:
+        """Report ended attempts and, every PROGRESS_INTERVAL, the metrics of running ones."""
         now = time.monotonic()
         progress = now >= self._progress_at
         if progress:
-            self._progress_at = now + PROGRESS
+            self._progress_at = now + PROGRESS_INTERVAL
         for attempt in list(self.attempts.values()):
             if os.path.exists(attempt.files.exit) and not attempt.locked():
                 del self.attempts[attempt.name]
                 end = attempt.end()
                 if end["code"]:
-                    self.bases.clear()  # perhaps as its base model is damaged: each is read again
+                    self.bases.clear()  # a damaged base model may be the cause: verify each again
                 self.send(event="ended", attempt=attempt.name, **end)
             elif now >= attempt.kill_at or (progress and attempt.state() == "killed"):
                 attempt.kill_at = now + 2 * supervisor.UNRESPONSIVE
@@ -597,12 +597,12 @@ class Serve:
 
 
 def sweep(files: supervisor.Files) -> str:
-    """End what is left of an attempt; its exit code is written then."""
+    """Kill the remaining processes of an attempt, then write its exit code."""
     return str(supervisor.sweep(files, 0))
 
 
 def read_until_closed(file: int, seconds: float) -> bytes:
-    """What is written to a pipe until all its writers have closed it."""
+    """Read a pipe until its writers have closed it, for at most so many seconds; then close it."""
     text, end = b"", time.monotonic() + seconds
     poll = select.poll()
     poll.register(file, select.POLLIN)
@@ -616,7 +616,7 @@ def read_until_closed(file: int, seconds: float) -> bytes:
 
 
 def ends_at_logout(etc: str = "/etc/systemd", linger: str = "/var/lib/systemd/linger") -> bool:
-    """Whether systemd-logind ends a user's processes when the last connection is closed; see logind.conf(5)."""
+    """Whether systemd-logind kills a user's processes at logout; see logind.conf(5)."""
     paths = sorted(glob.glob(os.path.join(etc, "logind.conf.d", "*.conf")), key=os.path.basename)
     kills = False
     for path in (os.path.join(etc, "logind.conf"), *paths):  # the last one wins
@@ -632,42 +632,42 @@ def home() -> str:
     return os.path.expanduser("~")
 
 
-def find_workdir(asked: str, default: str) -> str:
-    """Absolute. asked: the server's own; else ~/ml-customization, else the dispatcher's working directory."""
-    if not asked:
+def find_workdir(requested: str, default: str) -> str:
+    """The absolute working directory: the requested one, else an existing ~/ml-customization, else the default."""
+    if not requested:
         usual = os.path.join(home(), "ml-customization")
-        asked = usual if os.path.isdir(usual) else default
-    found = os.path.join(home(), os.path.expanduser(asked))
+        requested = usual if os.path.isdir(usual) else default
+    found = os.path.join(home(), os.path.expanduser(requested))
     if not os.path.isdir(found):
-        raise HostError(f"workdir {asked}: no such directory on {os.uname().nodename}; set workdir, or use --sync")
+        raise HostError(f"workdir {requested}: no such directory on {os.uname().nodename}; set workdir, or use --sync")
     if not os.access(found, os.W_OK | os.X_OK):
-        raise HostError(f"workdir {asked}: not writable by this user; set another workdir")
+        raise HostError(f"workdir {requested}: not writable by this user; set another workdir")
     return os.path.realpath(found)
 
 
-def find_python(asked: str, workdir: str) -> list[str]:
-    """The interpreter for scripts in Python."""
-    own = os.path.join(workdir, ".venv", "bin", "python")
-    path = os.path.join(workdir, os.path.expanduser(asked)) if "/" in asked else asked
-    path = path or (own if os.path.exists(own) else "python3")
+def find_python(requested: str, workdir: str) -> list[str]:
+    """The command of the Python interpreter for scripts. Raises HostError."""
+    venv = os.path.join(workdir, ".venv", "bin", "python")
+    path = os.path.join(workdir, os.path.expanduser(requested)) if "/" in requested else requested
+    path = path or (venv if os.path.exists(venv) else "python3")
     try:
-        asked_version = subprocess.run([path, "--version"], capture_output=True, timeout=30, stdin=subprocess.DEVNULL)
+        version = subprocess.run([path, "--version"], capture_output=True, timeout=30, stdin=subprocess.DEVNULL)
     except OSError as error:
         raise HostError(f"python {path}: {error.strerror}; set python for this server") from None
     except subprocess.TimeoutExpired:
         raise HostError(f"python {path}: no answer within 30 s; set python for this server") from None
-    if asked_version.returncode:
-        raise HostError(f"python {path}: ends with exit code {asked_version.returncode}; set python for this server")
+    if version.returncode:
+        raise HostError(f"python {path}: exits with code {version.returncode}; set python for this server")
     return [path]
 
 
 def program(python: list[str], script: str, workdir: str) -> list[str]:
-    """A script in Python is run by the server's interpreter, another program by itself."""
+    """The command that runs a script: with the interpreter for .py, otherwise directly."""
     return [*python, script] if script.endswith(".py") else [os.path.join(workdir, script)]
 
 
 def owner_of(output: str) -> str:
-    """The job that has written into a directory, as owner_mark() names it; empty when none has."""
+    """The job whose results are in a directory, as owner_mark() names it; empty if there are none."""
     try:
         with open(os.path.join(output, OWNER)) as mark:
             owner = mark.read().strip()
@@ -681,24 +681,24 @@ def owner_mark(job: str, script: str) -> str:
 
 
 def refuse_other_owner(output: str, job: str, script: str) -> None:
-    """Results of one job never come over those of another. Raises JobRefused."""
+    """Raise JobRefused if a directory holds the results of another job."""
     owner = owner_of(output)
     if owner and owner != owner_mark(job, script):
         raise JobRefused(f"{output} holds the results of job {owner}; move it away, or give this job another prefix")
 
 
-def claim(output: str, job: str, script: str) -> int:
-    """Two jobs never write into one directory, and neither do two attempts at once, not even those of two lists.
+def claim_output(output: str, job: str, script: str) -> int:
+    """Lock an output directory for an attempt, and mark it as the job's.
 
-    Returns the file that stays locked as long as a process has it open. Raises JobRefused and Busy.
+    Returns a file that stays locked as long as any process has it open. Raises JobRefused and Busy.
     """
     os.makedirs(output, exist_ok=True)
     file = os.open(os.path.join(output, OWNER), os.O_RDWR | os.O_CREAT, 0o666)
     try:
         if not try_lock(file):
-            raise Busy(f"{output}: another attempt writes there; trying again when it has ended")
+            raise Busy(f"{output}: another attempt writes there; retrying when it ends")
         refuse_other_owner(output, job, script)
-        os.ftruncate(file, os.write(file, f"{owner_mark(job, script)}\n".encode()))  # in this order on a full disk
+        os.ftruncate(file, os.write(file, f"{owner_mark(job, script)}\n".encode()))  # write first: the disk may be full
     except (HostError, OSError):
         os.close(file)
         raise
@@ -706,7 +706,7 @@ def claim(output: str, job: str, script: str) -> int:
 
 
 def follow(log: str, end: str) -> int:
-    """Print a log and what is added to it, until the attempt has ended."""
+    """Print a log, and lines added to it, until the file `end` exists."""
     position = 0
     while True:
         ended = os.path.exists(end)
@@ -721,18 +721,18 @@ def follow(log: str, end: str) -> int:
             pass
         if ended:
             return 0
-        time.sleep(POLL)
+        time.sleep(POLL_INTERVAL)
 
 
-def main(words: list[str]) -> int:
-    """The verbs."""
+def main(arguments: list[str]) -> int:
+    """Run a command of this program. Returns the exit code."""
     try:
-        if words == ["serve"]:
-            return Serve().run()
-        if words[:1] == ["view"] and len(words) == 3:
-            return panes.view(words[1], int(words[2]))
-        if words[:1] == ["follow"] and len(words) == 3:
-            return follow(words[1], words[2])
+        if arguments == ["serve"]:
+            return Service().run()
+        if arguments[:1] == ["view"] and len(arguments) == 3:
+            return panes.view(arguments[1], int(arguments[2]))
+        if arguments[:1] == ["follow"] and len(arguments) == 3:
+            return follow(arguments[1], arguments[2])
     except (KeyboardInterrupt, BrokenPipeError):
         return 0
     except OSError as error:
@@ -740,4 +740,4 @@ def main(words: list[str]) -> int:
             return 0
         raise
     sys.stderr.write(__doc__ or "")
-    return 0 if words == ["--help"] else WRONG_CALL
+    return 0 if arguments == ["--help"] else WRONG_CALL

@@ -1,8 +1,8 @@
-"""Which job goes where next. Pure: no clock, no connection.
+"""Decide which job starts next, and on which server. Pure functions.
 
-Jobs wait in an order: higher priority, then those that train base models, then longer expected time, then earlier in
-the list. The first that fits somewhere is placed; one that needs several GPUs and does not fit yet keeps a server free
-of others until it does.
+Order of waiting jobs: higher priority, then trainings of base models, then longer expected time, then list order. The
+first job that fits is placed. A job of several GPUs that does not fit yet reserves a server, which gets no other jobs
+until that one fits.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from distributed.jobs.job import Job
 
 @dataclass(frozen=True)
 class Slot:
-    """A place for one job at a time."""
+    """A slot runs one job at a time."""
 
     index: int  # on its server
     gpu: int | None  # nvidia-smi's index; None without GPUs
 
 
 @dataclass
-class Room:
-    """The slots of one server, as far as placement needs to know."""
+class SlotPool:
+    """The slots of one server."""
 
     name: str
     slots: tuple[Slot, ...]
     labels: frozenset[str] = frozenset()
-    free: set[int] = field(default_factory=set)  # indices of slots that no job of ours has
-    blocked: frozenset[int] = frozenset()  # GPUs that other people use
+    free: set[int] = field(default_factory=set)  # indices of slots without a job of this list
+    blocked: frozenset[int] = frozenset()  # GPUs in use by other processes
     open: bool = False  # whether jobs may be placed here now
-    bases: set[str] = field(default_factory=set)  # digests of base models that are there
+    bases: set[str] = field(default_factory=set)  # digests of base models in the server's cache
 
     def __post_init__(self) -> None:
         self.free = {slot.index for slot in self.slots}
@@ -41,18 +41,18 @@ class Room:
             self.gpus.setdefault(slot.gpu, []).append(slot)
 
     def capacity(self) -> int:
-        """GPUs, or CPU slots, that one job could have."""
+        """The largest number of GPUs, or of CPU slots, for one job."""
         return len(self.slots) if None in self.gpus else len(self.gpus)
 
-    def taken_by(self, slots: Collection[int], gpus: Collection[int]) -> set[int]:
-        """The slots of an attempt; all slots of its GPUs where the cluster config has numbered them anew since."""
+    def slots_of(self, slots: Collection[int], gpus: Collection[int]) -> set[int]:
+        """The slots of an attempt; all slots of its GPUs if the cluster config has renumbered the slots since."""
         known = {slot.index: slot.gpu for slot in self.slots if slot.index in slots}
         if set(known.values()) == set(gpus) or None in self.gpus:
             return set(known)
         return {slot.index for slot in self.slots if slot.gpu in gpus}
 
     def available(self, count: int) -> list[Slot]:
-        """Free slots on so many different GPUs, those with the fewest jobs first; fewer where there are fewer."""
+        """At most `count` free slots, each on another GPU, those with the fewest jobs first."""
         if None in self.gpus:
             return [slot for slot in self.slots if slot.index in self.free][:count]
         best = []
@@ -64,125 +64,123 @@ class Room:
 
 
 @dataclass(frozen=True)
-class Need:
-    """Jobs with the same needs wait in one queue."""
+class Requirements:
+    """What a job requires of a server. Jobs with equal requirements share one heap."""
 
     gpus: int
     labels: frozenset[str]
-    avoid: frozenset[str]  # servers on which the job has failed
+    avoid: frozenset[str]  # servers on which the job failed
     base: str = ""  # digest of the base model that the job starts from
 
-    def met_by(self, room: Room) -> bool:
-        return self.labels <= room.labels and self.gpus <= room.capacity()
+    def fit(self, pool: SlotPool) -> bool:
+        return self.labels <= pool.labels and self.gpus <= pool.capacity()
 
 
-Order = tuple[float, bool, float, int]
+SortKey = tuple[float, bool, float, int]
 
 
-def order(job: Job, usual: float, number: int) -> Order:
-    """Of a job that waits; the smallest starts first. See Queue.put()."""
-    return -job.options.priority, not job.trains, -job.options.seconds(usual), number
+def sort_key(job: Job, mean: float, number: int) -> SortKey:
+    """The order of waiting jobs; the smallest starts first. Parameters as in JobQueue.put()."""
+    return -job.options.priority, not job.trains, -job.options.seconds(mean), number
 
 
-def usual_seconds(jobs: Iterable[Job]) -> float:
-    """How long a job takes that does not say it: the mean of those that do."""
-    said = [job.options.expected_seconds for job in jobs if job.options.expected_seconds is not None]
-    return sum(said) / len(said) if said else 1.0
+def mean_seconds(jobs: Iterable[Job]) -> float:
+    """The mean expected time of the jobs that have one; it is used for all others."""
+    known = [job.options.expected_seconds for job in jobs if job.options.expected_seconds is not None]
+    return sum(known) / len(known) if known else 1.0
 
 
-class Queue:
-    """The jobs that wait."""
+class JobQueue:
+    """The waiting jobs."""
 
     def __init__(self) -> None:
-        self._heaps: dict[Need, list[tuple[Order, str]]] = {}
-        self._needs: dict[str, Need] = {}
+        self._heaps: dict[Requirements, list[tuple[SortKey, str]]] = {}
+        self._required: dict[str, Requirements] = {}
 
     def __len__(self) -> int:
-        return len(self._needs)
+        return len(self._required)
 
     def __contains__(self, job: str) -> bool:
-        return job in self._needs
+        return job in self._required
 
-    def put(self, job: Job, number: int, usual: float, avoid: Iterable[str] = ()) -> None:
-        """number: its place in the list. usual: see usual_seconds()."""
-        need = Need(job.options.gpus, frozenset(job.options.labels), frozenset(avoid), job.base)
-        self._needs[job.id] = need
-        heapq.heappush(self._heaps.setdefault(need, []), (order(job, usual, number), job.id))
+    def put(self, job: Job, number: int, mean: float, avoid: Iterable[str] = ()) -> None:
+        """Add a job. number: its position in the list. mean: see mean_seconds(). avoid: servers."""
+        required = Requirements(job.options.gpus, frozenset(job.options.labels), frozenset(avoid), job.base)
+        self._required[job.id] = required
+        heapq.heappush(self._heaps.setdefault(required, []), (sort_key(job, mean, number), job.id))
 
     def remove(self, job: str) -> None:
-        """The job does not wait any more."""
-        self._needs.pop(job, None)
+        """Remove a job, if it is queued."""
+        self._required.pop(job, None)
 
-    def _first(self, need: Need) -> tuple[Order, str] | None:
-        heap = self._heaps[need]
-        while heap and self._needs.get(heap[0][1]) != need:
+    def _first(self, required: Requirements) -> tuple[SortKey, str] | None:
+        heap = self._heaps[required]
+        while heap and self._required.get(heap[0][1]) != required:
             heapq.heappop(heap)
         return heap[0] if heap else None
 
-    def place(self, rooms: Mapping[str, Room]) -> list[tuple[str, str, list[Slot]]]:
-        """Take what can start now out of the queue: (job, server, slots). The slots are no longer free then."""
+    def place(self, pools: Mapping[str, SlotPool]) -> list[tuple[str, str, list[Slot]]]:
+        """Remove the jobs that can start now: (job, server, slots). Their slots are occupied from now on."""
         placed: list[tuple[str, str, list[Slot]]] = []
-        kept: set[str] = set()  # servers that wait for a job of several GPUs
-        able = {name: room for name, room in rooms.items() if room.open and room.free}
-        needs = {need: first for need in list(self._heaps) if (first := self._first(need))}
-        while able and needs:
-            need = min(needs, key=lambda each: needs[each])
-            target = best_room(need, [room for name, room in able.items() if name not in kept])
+        reserved: set[str] = set()  # servers reserved for jobs of several GPUs
+        candidates = {name: pool for name, pool in pools.items() if pool.open and pool.free}
+        firsts = {each: first for each in list(self._heaps) if (first := self._first(each))}
+        while candidates and firsts:
+            required = min(firsts, key=firsts.__getitem__)
+            target = best_pool(required, [pool for name, pool in candidates.items() if name not in reserved])
             if target is None:
-                if need.gpus > 1 and (waiting := room_to_keep(need, rooms.values(), kept)):
-                    kept.add(waiting)
-                del needs[need]
+                if required.gpus > 1 and (server := pool_to_reserve(required, pools.values(), reserved)):
+                    reserved.add(server)
+                del firsts[required]
                 continue
-            job, slots = needs[need][1], target.available(need.gpus)
+            job, slots = firsts[required][1], target.available(required.gpus)
             target.free -= {slot.index for slot in slots}
             if not target.free:
-                del able[target.name]
+                del candidates[target.name]
             placed.append((job, target.name, slots))
             self.remove(job)
-            if first := self._first(need):
-                needs[need] = first
+            if first := self._first(required):
+                firsts[required] = first
             else:
-                del needs[need]
-        for need in [need for need, heap in self._heaps.items() if not heap]:
-            del self._heaps[need]
+                del firsts[required]
+        self._heaps = {required: heap for required, heap in self._heaps.items() if heap}
         return placed
 
 
-def best_room(need: Need, rooms: Iterable[Room]) -> Room | None:
-    """Where its base model is, then where most is free.
-
-    A server on which the job has failed only where no other could ever take it.
-    """
-    fitting = [room for room in rooms if need.met_by(room) and room.name not in need.avoid]
-    fitting = [room for room in fitting if len(room.available(need.gpus)) == need.gpus]
+def best_pool(required: Requirements, pools: Iterable[SlotPool]) -> SlotPool | None:
+    """The best pool with enough free slots: one with the base model, then the one with the largest free share."""
+    fitting = [pool for pool in pools if required.fit(pool) and pool.name not in required.avoid]
+    fitting = [pool for pool in fitting if len(pool.available(required.gpus)) == required.gpus]
     return max(
         fitting,
-        key=lambda room: (need.base in room.bases, len(room.free) / len(room.slots), -len(room.name)),
+        key=lambda pool: (required.base in pool.bases, len(pool.free) / len(pool.slots), -len(pool.name)),
         default=None,
     )
 
 
-def room_to_keep(need: Need, rooms: Iterable[Room], kept: set[str]) -> str | None:
-    """The server on which a job of several GPUs fits soonest."""
-    able = [room for room in rooms if room.open and need.met_by(room) and room.name not in need.avoid | kept]
-    best = max(able, key=lambda room: len(room.available(need.gpus)), default=None)
+def pool_to_reserve(required: Requirements, pools: Iterable[SlotPool], reserved: set[str]) -> str | None:
+    """The server with the most available GPUs for a job that fits on none yet."""
+    candidates = [
+        pool for pool in pools if pool.open and required.fit(pool) and pool.name not in required.avoid | reserved
+    ]
+    best = max(candidates, key=lambda pool: len(pool.available(required.gpus)), default=None)
     return best.name if best else None
 
 
 def plan(
-    jobs: Iterable[Job], rooms: Mapping[str, Room], expected: Callable[[Job], float]
+    jobs: Iterable[Job], pools: Mapping[str, SlotPool], expected: Callable[[Job], float]
 ) -> list[tuple[float, str, str, list[Slot]]]:
-    """(start in seconds, job, server, slots) of each job, if every job took the time that is expected of it.
+    """Simulate the list: (start in seconds, job, server, slots) of each job, if every job takes its expected time.
 
-    A job whose base model is trained by another one of them starts when that has ended.
+    A job whose base model is trained by another one of the jobs starts after that one.
     """
-    queue, listed = Queue(), {job.id: (number, job) for number, job in enumerate(jobs)}
+    queue, listed = JobQueue(), {job.id: (number, job) for number, job in enumerate(jobs)}
     seconds = {name: expected(job) for name, (_, job) in listed.items()}
-    held: dict[str, list[str]] = {job.trains: [] for _, job in listed.values() if job.trains}
+    dependents: dict[str, list[str]] = {job.trains: [] for _, job in listed.values() if job.trains}
     for name, (_, job) in listed.items():
-        if job.base in held:
-            held[job.base].append(name)
-    ready = [name for name, (_, job) in listed.items() if job.base not in held]
+        if job.base in dependents:
+            dependents[job.base].append(name)
+    ready = [name for name, (_, job) in listed.items() if job.base not in dependents]
     running: list[tuple[float, int, str, str, list[Slot]]] = []
     found: list[tuple[float, str, str, list[Slot]]] = []
     now = 0.0
@@ -190,7 +188,7 @@ def plan(
         for name in ready:
             number, job = listed[name]
             queue.put(job, number, seconds[name])
-        for name, server, slots in queue.place(rooms):
+        for name, server, slots in queue.place(pools):
             found.append((now, name, server, slots))
             heapq.heappush(running, (now + seconds[name], len(found), name, server, slots))
         if not running:
@@ -198,6 +196,6 @@ def plan(
         now, ready = running[0][0], []
         while running and running[0][0] == now:
             _, _, name, server, slots = heapq.heappop(running)
-            rooms[server].free |= {slot.index for slot in slots}
-            rooms[server].bases.add(listed[name][1].trains)
-            ready += held.pop(listed[name][1].trains, ())
+            pools[server].free |= {slot.index for slot in slots}
+            pools[server].bases.add(listed[name][1].trains)
+            ready += dependents.pop(listed[name][1].trains, ())

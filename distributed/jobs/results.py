@@ -18,8 +18,8 @@ from typing import Any
 
 from distributed.files import KIT, write_file
 from distributed.jobs import page
-from distributed.jobs.dispatcher import Link
-from distributed.jobs.state import Attempt, JobState, State, signal_name
+from distributed.jobs.dispatcher import ServerLink
+from distributed.jobs.state import Attempt, JobState, ListState, signal_name
 from distributed.training.base_model import CACHE, hash_of
 
 EVERY = 1.0  # seconds between two writes of results.json, and 20 times as long as one takes
@@ -30,7 +30,7 @@ PAGE = Path(KIT, "scripts", "lib", "module.py")  # its first argument is a modul
 NO_JOBS = '\n  "jobs": []'  # in the text of a document without its jobs, and only once: they are in the outer object
 
 
-def document(state: State, links: Mapping[str, Link], outcome: str, reason: str = "") -> dict[str, Any]:
+def document(state: ListState, links: Mapping[str, ServerLink], outcome: str, reason: str = "") -> dict[str, Any]:
     """All of results.json but its jobs. outcome: running, paused, finished, interrupted or cancelled.
 
     The seconds of the list are from its creation until now; where nothing runs any more, until the last attempt ended.
@@ -58,8 +58,8 @@ def encoded(value: Any) -> str:
     return json.dumps(value, indent=2, sort_keys=True)
 
 
-def server(link: Link) -> dict[str, Any]:
-    slots = [{"name": f"{link.server.name}:{slot.index}", "gpu": slot.gpu} for slot in link.server.room.slots]
+def server(link: ServerLink) -> dict[str, Any]:
+    slots = [{"name": f"{link.server.name}:{slot.index}", "gpu": slot.gpu} for slot in link.server.pool.slots]
     return {"slots": slots, "state": link.state, "reason": link.reason}
 
 
@@ -103,7 +103,7 @@ def jobs_text(jobs: Sequence[str]) -> str:
 class Results:
     """Writes both files, now and then."""
 
-    def __init__(self, path: Path, state: State, links: Mapping[str, Link]) -> None:
+    def __init__(self, path: Path, state: ListState, links: Mapping[str, ServerLink]) -> None:
         self.path, self.state, self.links = path, state, links
         self.changed = True
         self.trouble = ""  # why they could not be written

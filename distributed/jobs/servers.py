@@ -1,7 +1,7 @@
-"""A server, from the dispatcher's side: a channel to the program `host.py` there, over ssh or to this machine itself.
+"""Servers of a job list: a channel to the program `host.py` on each server, over ssh, or on this machine.
 
-One OpenSSH connection a server serves everything: the channel, and rsync for the results. What host.py needs is
-copied to the server once (~/.cache/muster/), so a server needs only ssh, bash, tar and Python 3.10.
+The channel and rsync share one OpenSSH connection per server. The dispatcher copies host.py and its modules to each
+server once (~/.cache/muster/), so a server needs only ssh, bash, tar and Python 3.10.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from distributed.files import KIT, write_file
 from distributed.host.gpus import look_at_gpus
 from distributed.jobs import config, host
 from distributed.jobs.base_cache import Cache
-from distributed.jobs.dispatcher import Event, NotStarted, Order, Refused, Unreachable
+from distributed.jobs.dispatcher import Event, NotStarted, ServerUnusable, StartRequest, Unreachable
 from distributed.jobs.job import Job, document
 from distributed.jobs.panes import PLAIN_PYTHON
-from distributed.jobs.placement import Room, Slot
+from distributed.jobs.placement import Slot, SlotPool
 from distributed.jobs.state import Attempt
 from distributed.training.base_model import TRAINING, BaseModelError, hash_of
 
-BEAT = 4.0  # seconds between two heartbeats
-SILENCE = 15.0  # seconds without any, after which a connection is lost
-CONNECT = 60.0  # seconds that connecting may take
-COPY_TRIES = 3  # of a base model that was damaged on its way
-COPY_POLL = 0.2  # seconds between two looks at whether another process has copied it
-COPIES = 2  # rsyncs at once with a server, each way
-TOGETHER = 100  # attempts whose results one rsync copies, at most
+HEARTBEAT_INTERVAL = 4.0  # seconds
+HEARTBEAT_TIMEOUT = 15.0  # seconds without a heartbeat after which a connection is lost
+CONNECT_TIMEOUT = 60.0  # seconds
+MAX_COPIES = 3  # of a base model whose copy was damaged
+COPY_POLL_INTERVAL = 0.2  # seconds between checks whether another process has finished copying a base model
+MAX_RSYNCS = 2  # concurrent rsyncs with a server, in each direction
+MAX_ATTEMPTS_PER_RSYNC = 100
 ENTRY = "scripts/lib/jobs_host.py"
 RSYNC_SHELL = "scripts/lib/rsync_shell.py"
-UPLOAD = "muster-upload"  # what a server prints that has not got the kit
+NOT_INSTALLED = "muster-upload"  # printed by a server without Muster
 NO_PYTHON = "muster-no-python"
-USUAL, NO_RSYNC = 3, 4  # exit codes: ~/ml-customization is there; rsync is not
-# What jobs/host.py and the supervisors that it forks need on a server. They take no samples of usage.
+DEFAULT_WORKDIR_EXISTS, NO_RSYNC = 3, 4  # exit codes: ~/ml-customization exists; rsync is missing
+# The files that jobs/host.py and its supervisors need on a server. They do not sample usage.
 KIT_FILES = (
     "distributed/__init__.py", "distributed/exit_codes.py", "distributed/files.py", "distributed/metrics.py",
     "distributed/host/__init__.py", "distributed/host/gpus.py", "distributed/host/system.py",
@@ -63,7 +63,7 @@ KIT_FILES = (
     "scripts/lib/jobs_host.py", "scripts/lib/in_node_env.sh", "scripts/lib/common.bash",
     "scripts/lib/node_env.bash",
 )  # fmt: skip
-# Neither what git ignores, nor what runs leave: a copy is what a colleague would get by `git clone`.
+# Neither ignored files nor results: --sync copies what `git clone` would.
 NOT_COPIED = (
     "--exclude=/.git",
     "--exclude=/logs",
@@ -71,7 +71,7 @@ NOT_COPIED = (
     "--exclude=/experiments",
     "--filter=:- .gitignore",
 )
-# What ssh says when trying again would not help, and what does.
+# Errors of ssh after which a retry is useless, and their remedies.
 REMEDIES = {
     "REMOTE HOST IDENTIFICATION HAS CHANGED": "if the server was reinstalled: `ssh-keygen -R HOST`",
     "Host key verification failed": "connect once by hand (`ssh HOST`) and check the fingerprint",
@@ -83,8 +83,8 @@ REMEDIES = {
 
 
 @dataclass(frozen=True)
-class Launch:
-    """What all servers of a list share."""
+class ListContext:
+    """What all servers of a list have in common."""
 
     list_id: str
     cwd: Path
@@ -98,7 +98,7 @@ class Launch:
 
 
 def slots_of(server: config.ServerOptions) -> tuple[Slot, ...]:
-    """Each GPU's slots one after the other; without GPUs slots_per_gpu slots."""
+    """slots_per_gpu slots for each GPU in turn; without GPUs slots_per_gpu CPU slots."""
     gpus: list[int | None] = []
     if isinstance(server, config.Server):
         gpus += [gpu for gpu in server.devices for _ in range(server.slots_per_gpu)]
@@ -106,19 +106,21 @@ def slots_of(server: config.ServerOptions) -> tuple[Slot, ...]:
 
 
 class Channel:
-    """Requests to host.py, and what it replies and reports."""
+    """Send requests to host.py; receive replies and events."""
 
     def __init__(self, process: asyncio.subprocess.Process, name: str, post: Callable[[Event], None]) -> None:
         self._process, self._name, self._post = process, name, post
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._next = 0
-        self._heard = time.monotonic()
-        self.gone: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._last_received = time.monotonic()
+        self.closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._tasks: list[asyncio.Task[None]] = []
 
     async def hello(self) -> dict[str, Any]:
-        """The first line of host.py, behind whatever a login prints. Raises Unreachable and EOFError (its argument
-        is what was printed instead)."""
+        """Return the first message of host.py. Skips the output of a login shell.
+
+        Raises Unreachable, and EOFError with the output if host.py did not start.
+        """
         assert self._process.stdout
         printed: list[str] = []
         while line := await self._process.stdout.readline():
@@ -126,15 +128,15 @@ class Channel:
             with contextlib.suppress(ValueError):
                 found = json.loads(text)
                 if isinstance(found, dict) and found.get("protocol") == host.HELLO:
-                    self._tasks = [asyncio.ensure_future(self._read()), asyncio.ensure_future(self._beat())]
+                    self._tasks = [asyncio.ensure_future(self._read()), asyncio.ensure_future(self._send_heartbeats())]
                     return found
             printed.append(text)
         raise EOFError("\n".join(printed))
 
     async def call(self, verb: str, **facts: Any) -> dict[str, Any]:
-        """The reply. Raises Unreachable, and Refused or NotStarted's reason as HostSays."""
-        if self.gone.done():
-            raise Unreachable(self.gone.result())
+        """Send a request and return the reply. Raises Unreachable and HostReplyError."""
+        if self.closed.done():
+            raise Unreachable(self.closed.result())
         self._next += 1
         reply: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._waiting[self._next] = reply
@@ -142,7 +144,7 @@ class Channel:
         self._process.stdin.write(json.dumps({"id": self._next, "do": verb, **facts}).encode() + b"\n")
         found = await reply
         if "error" in found:
-            raise HostSays(found["error"], found.get("kind", "server"))
+            raise HostReplyError(found["error"], found.get("kind", "server"))
         return found
 
     async def _read(self) -> None:
@@ -150,34 +152,34 @@ class Channel:
         received = b""
         try:
             while block := await self._process.stdout.read(1 << 18):
-                self._heard = time.monotonic()
+                self._last_received = time.monotonic()
                 *lines, received = (received + block).split(b"\n")
                 for line in lines:
-                    self._take(json.loads(line))
+                    self._handle(json.loads(line))
         except (OSError, ValueError) as error:
-            self._end(f"the connection is disturbed: {error}")
-        self._end("the connection was closed")
+            self._end(f"connection failed: {error}")
+        self._end("connection closed")
 
-    def _take(self, message: dict[str, Any]) -> None:
+    def _handle(self, message: dict[str, Any]) -> None:
         if "reply" in message:
             future = self._waiting.pop(message.pop("reply"), None)
             if future and not future.done():
                 future.set_result(message)
-        elif (kind := message.pop("event")) != "beat":
+        elif (kind := message.pop("event")) != "heartbeat":
             self._post(Event(kind, self._name, message))
 
-    async def _beat(self) -> None:
+    async def _send_heartbeats(self) -> None:
         assert self._process.stdin
-        while not self.gone.done():
+        while not self.closed.done():
             with contextlib.suppress(OSError):
                 self._process.stdin.write(b"\n")
-            await asyncio.sleep(BEAT)
-            if (silent := time.monotonic() - self._heard) > SILENCE:
-                self._end(f"no answer for {silent:.0f} s")
+            await asyncio.sleep(HEARTBEAT_INTERVAL)
+            if (silence := time.monotonic() - self._last_received) > HEARTBEAT_TIMEOUT:
+                self._end(f"no heartbeat for {silence:.0f} s")
 
     def _end(self, reason: str) -> None:
-        if not self.gone.done():
-            self.gone.set_result(reason)
+        if not self.closed.done():
+            self.closed.set_result(reason)
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(Unreachable(reason))
@@ -187,7 +189,7 @@ class Channel:
             self._process.kill()
 
     async def close(self) -> None:
-        """End host.py; jobs go on."""
+        """Stop host.py; running jobs continue."""
         self._end("closed")
         for task in self._tasks:
             task.cancel()
@@ -195,8 +197,8 @@ class Channel:
             await self._process.wait()
 
 
-class HostSays(Exception):
-    """host.py refuses. kind: see NotStarted."""
+class HostReplyError(Exception):
+    """host.py replied with an error. kind: see NotStarted."""
 
     def __init__(self, reason: str, kind: str) -> None:
         super().__init__(reason)
@@ -204,14 +206,14 @@ class HostSays(Exception):
 
 
 class HostServer:
-    """What a server over ssh and this machine have in common."""
+    """A server that runs host.py: the base class for remote servers and this machine."""
 
-    def __init__(self, name: str, server: config.Server, launch: Launch) -> None:
-        self.name, self.settings, self.launch = name, server, launch
-        self.room = Room(name, slots_of(server), frozenset(server.labels))
-        self.watches_gpus = any(slot.gpu is not None for slot in self.room.slots)
+    def __init__(self, name: str, server: config.Server, context: ListContext) -> None:
+        self.name, self.settings, self.context = name, server, context
+        self.pool = SlotPool(name, slots_of(server), frozenset(server.labels))
+        self.watches_gpus = any(slot.gpu is not None for slot in self.pool.slots)
         self.queues_dependents = False
-        self.shared = True  # its working directory is ours
+        self.shared = True  # whether it shares the working directory with this machine
         self.session = ""  # of tmux
         self.directory = self.workdir = ""  # on the server: of the list, and of the jobs
         self._channel: Channel | None = None
@@ -219,83 +221,83 @@ class HostServer:
     # ---- connecting
 
     async def connect(self, post: Callable[[Event], None]) -> str:
-        """See dispatcher.Server."""
+        """See dispatcher.JobServer."""
         await self.disconnect()
         await self._prepare()
         try:
-            return await asyncio.wait_for(self._connect(post), CONNECT)
+            return await asyncio.wait_for(self._connect(post), CONNECT_TIMEOUT)
         except BaseException as error:
             await self.disconnect()
             if isinstance(error, asyncio.TimeoutError):
-                raise Unreachable(f"not connected within {CONNECT:.0f} s") from None
-            if isinstance(error, HostSays):
-                raise Refused(str(error)) from None
+                raise Unreachable(f"not connected within {CONNECT_TIMEOUT:.0f} s") from None
+            if isinstance(error, HostReplyError):
+                raise ServerUnusable(str(error)) from None
             raise
 
     async def _connect(self, post: Callable[[Event], None]) -> str:
         self._channel = await self._open_channel(post)
         opened = await self._channel.call(
-            "open", server=self.name, list=self.launch.list_id, workdir=self._workdir_asked(),
-            default_workdir=str(self.launch.cwd), script=self.launch.script,
+            "open", server=self.name, list=self.context.list_id, workdir=self._requested_workdir(),
+            default_workdir=str(self.context.cwd), script=self.context.script,
             python=self.settings.python or self._python(), remote=isinstance(self, SshServer),
-            slots=[f"{self.name}:{slot.index}" for slot in self.room.slots], panes=self.launch.panes,
+            slots=[f"{self.name}:{slot.index}" for slot in self.pool.slots], panes=self.context.panes,
         )  # fmt: skip
         self.workdir, self.directory, self.session = opened["workdir"], opened["directory"], opened["session"]
-        self.room.bases = set(opened["bases"])
+        self.pool.bases = set(opened["bases"])
         if self.watches_gpus:
             self._check_gpus(await self._channel.call("gpus"))
         await self._after_open(opened)
-        return "; ".join(filter(None, [self._attach_line(), opened["note"]]))
+        return "; ".join(filter(None, [self._attach_command(), opened["note"]]))
 
-    def _workdir_asked(self) -> str:
+    def _requested_workdir(self) -> str:
         return self.settings.workdir or ""
 
     def _python(self) -> str:
         return ""
 
     async def _prepare(self) -> None:
-        """What may take longer than connecting."""
+        """Preparations that may take longer than CONNECT_TIMEOUT."""
 
     async def _open_channel(self, post: Callable[[Event], None]) -> Channel:
         raise NotImplementedError
 
     async def _after_open(self, opened: Mapping[str, Any]) -> None:
-        """Further checks."""
+        """Checks after connecting."""
 
-    def _attach_line(self) -> str:
+    def _attach_command(self) -> str:
         return f"watch: tmux attach -t {self.session}" if self.session else ""
 
     def _check_gpus(self, found: Mapping[str, Any]) -> None:
-        there = [gpu["index"] for gpu in found["gpus"]]
-        missing = [gpu for gpu in self.settings.devices if gpu not in there]
+        present = [gpu["index"] for gpu in found["gpus"]]
+        missing = [gpu for gpu in self.settings.devices if gpu not in present]
         if found["problem"]:
-            raise Refused(found["problem"])
+            raise ServerUnusable(found["problem"])
         if missing:
-            raise Refused(
-                f"GPU {', '.join(map(str, missing))}: not there: {self.name} has {len(there)} "
-                f"GPU{'s' * (len(there) != 1)} ({', '.join(map(str, there)) or 'none'}); correct gpus or gpu_ids "
+            raise ServerUnusable(
+                f"GPU {', '.join(map(str, missing))}: not found: {self.name} has {len(present)} "
+                f"GPU{'s' * (len(present) != 1)} ({', '.join(map(str, present)) or 'none'}); correct gpus or gpu_ids "
                 "(gpus 0: CPU slots)"
             )
 
-    def _is_new_machine(self, hello: Mapping[str, Any]) -> None:
-        """One machine under two names would get twice as many jobs as it has slots."""
-        other = self.launch.machines.setdefault((hello["host"], hello["boot_id"]), self.name)
+    def _refuse_same_machine(self, hello: Mapping[str, Any]) -> None:
+        """Raise ServerUnusable if the machine is already used by another name: its slots would be used twice."""
+        other = self.context.machines.setdefault((hello["host"], hello["boot_id"]), self.name)
         if other != self.name:
-            raise Refused(f"is the same machine as {other}; list it once")
+            raise ServerUnusable(f"is the same machine as {other}; list it once")
 
-    async def lost(self) -> str:
-        """See dispatcher.Server."""
+    async def wait_until_lost(self) -> str:
+        """See dispatcher.JobServer."""
         assert self._channel
-        return await asyncio.shield(self._channel.gone)
+        return await asyncio.shield(self._channel.closed)
 
     async def disconnect(self) -> None:
-        """Give the channel up."""
+        """Close the channel."""
         channel, self._channel = self._channel, None
         if channel:
             await channel.close()
 
     async def close(self, finished: bool) -> None:
-        """See dispatcher.Server."""
+        """See dispatcher.JobServer."""
         if finished and self._channel:
             with contextlib.suppress(Exception):
                 await asyncio.wait_for(self._call("close"), 5.0)
@@ -308,46 +310,47 @@ class HostServer:
 
     # ---- jobs
 
-    async def look(self, attempts: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-        """See dispatcher.Server."""
+    async def query(self, attempts: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+        """See dispatcher.JobServer."""
         try:
-            reply = await self._call("look", attempts=dict(attempts), grace=self.launch.grace)
-        except HostSays as error:
+            reply = await self._call("query", attempts=dict(attempts), grace=self.context.grace)
+        except HostReplyError as error:
             raise Unreachable(str(error)) from None
         found: dict[str, dict[str, Any]] = reply["attempts"]
         return found
 
-    async def start(self, order: Order) -> dict[str, Any]:
-        """See dispatcher.Server."""
-        options = order.job.options
-        env = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # as nvidia-smi numbers them, also where GPUs differ
-        env |= {**options.env, "CUDA_VISIBLE_DEVICES": ",".join(map(str, order.gpus))}
-        if digest := order.job.base or order.job.trains:
+    async def start(self, request: StartRequest) -> dict[str, Any]:
+        """See dispatcher.JobServer."""
+        options = request.job.options
+        env = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # the order of nvidia-smi, also for GPUs of different types
+        env |= {**options.env, "CUDA_VISIBLE_DEVICES": ",".join(map(str, request.gpus))}
+        if digest := request.job.base or request.job.trains:
             env["MUSTER_BASE_MODEL_DIGEST"] = digest
         try:
             return await self._call(
-                "start", attempt=order.attempt, job=order.job.owner, output=order.job.output, slots=list(order.slots),
-                title=order.title, script=self.launch.script, arguments=list(order.arguments),
-                setup=self.settings.setup, env={**env, "MUSTER_JOB": document(order.job)},
-                timeout=options.timeout, grace=self.launch.grace, base=order.job.base,
+                "start", attempt=request.attempt, job=request.job.owner, output=request.job.output,
+                slots=list(request.slots), title=request.title, script=self.context.script,
+                arguments=list(request.arguments), setup=self.settings.setup,
+                env={**env, "MUSTER_JOB": document(request.job)}, timeout=options.timeout, grace=self.context.grace,
+                base=request.job.base,
             )  # fmt: skip
-        except HostSays as error:
+        except HostReplyError as error:
             raise NotStarted(str(error), error.kind) from None
 
     async def stop(self, attempt: str, kill: bool) -> None:
-        """See dispatcher.Server."""
+        """See dispatcher.JobServer."""
         await self._call("stop", attempt=attempt, kill=kill)
 
-    async def gpus(self) -> list[dict[str, Any]]:
-        """See dispatcher.Server."""
+    async def query_gpus(self) -> list[dict[str, Any]]:
+        """See dispatcher.JobServer."""
         found: list[dict[str, Any]] = (await self._call("gpus"))["gpus"]
         return found
 
-    async def have_base(self, digest: str) -> int:
-        """See dispatcher.Server."""
+    async def ensure_base(self, digest: str) -> int:
+        """See dispatcher.JobServer."""
         copied = 0
-        for _ in range(COPY_TRIES):
-            found = await self._ask_for_base(digest)
+        for _ in range(MAX_COPIES):
+            found = await self._request_base(digest)
             if found["state"] == "copy":
                 found = await self._copy_base(digest, found["staging"])
                 copied += found.get("bytes", 0)
@@ -358,41 +361,41 @@ class HostServer:
         kind = "base" if self.shared and found["state"] == "damaged" else "server"
         raise NotStarted(f"base {hash_of(digest)}: {found['reason']}", kind)
 
-    async def _ask_for_base(self, digest: str) -> dict[str, Any]:
-        """What base() of host.py replies, when no other process copies it there any more."""
-        manifest = await cached_manifest(self.launch.cache, digest)
+    async def _request_base(self, digest: str) -> dict[str, Any]:
+        """The reply of base() in host.py, once no other process is copying the base model."""
+        manifest = await cached_manifest(self.context.cache, digest)
         output = f"{TRAINING}/{hash_of(digest)}"
         while True:
             try:
                 found = await self._call("base", digest=digest, manifest=manifest, output=output, shared=self.shared)
-            except HostSays as error:
+            except HostReplyError as error:
                 raise NotStarted(str(error)) from None
             if found["state"] != "busy":
                 return found
-            await asyncio.sleep(COPY_POLL)
+            await asyncio.sleep(COPY_POLL_INTERVAL)
 
     async def _copy_base(self, digest: str, staging: str) -> dict[str, Any]:
         raise NotImplementedError
 
     async def remove_output(self, output: str) -> None:
-        """See dispatcher.Server."""
+        """See dispatcher.JobServer."""
         if not self.shared:
             await self._call("remove_output", output=output)
 
-    async def bring(self, attempt: Attempt, job: Job) -> None:
-        """Nothing where the files are ours already."""
+    async def fetch_results(self, attempt: Attempt, job: Job) -> None:
+        """Do nothing: the files are on this machine."""
 
-    async def send(self, output: str) -> None:
-        """Nothing where the files are ours already."""
+    async def send_results(self, output: str) -> None:
+        """Do nothing: the files are on this machine."""
 
     def follow_command(self, attempt: Attempt, once: bool = False) -> list[str]:
-        """A program that prints the log of an attempt until its end; once: what is there now."""
+        """See dispatcher.JobServer."""
         stem = os.path.join(self._list_directory(), attempt.name, f"node_{self.name}")
         end = "/" if once else f"{stem}.exit"
         return [sys.executable, *PLAIN_PYTHON, f"{KIT}/{ENTRY}", "follow", f"{stem}.log", end]
 
     def _list_directory(self) -> str:
-        return self.directory or os.path.join(self.launch.cwd, "logs", "jobs", self.launch.list_id)
+        return self.directory or os.path.join(self.context.cwd, "logs", "jobs", self.context.list_id)
 
 
 class LocalServer(HostServer):
@@ -401,12 +404,12 @@ class LocalServer(HostServer):
     def _python(self) -> str:
         return sys.executable
 
-    def _workdir_asked(self) -> str:
-        return self.settings.workdir or str(self.launch.cwd)
+    def _requested_workdir(self) -> str:
+        return self.settings.workdir or str(self.context.cwd)
 
     async def _open_channel(self, post: Callable[[Event], None]) -> Channel:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, *PLAIN_PYTHON, f"{KIT}/{ENTRY}", "serve", cwd=self.launch.cwd,
+            sys.executable, *PLAIN_PYTHON, f"{KIT}/{ENTRY}", "serve", cwd=self.context.cwd,
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=1 << 24, start_new_session=True,
         )  # fmt: skip
         channel = Channel(process, self.name, post)
@@ -414,14 +417,14 @@ class LocalServer(HostServer):
         return channel
 
 
-def local_server(launch: Launch, slots: int | None, gpus: list[int] | None = None) -> LocalServer:
-    """This machine's GPUs or, without any, `slots` CPU slots (default: half as many as cores)."""
+def local_server(context: ListContext, slots: int | None, gpus: list[int] | None = None) -> LocalServer:
+    """This machine, with `slots` slots per GPU (default: 1) or, without GPUs, CPU slots (default: half the cores)."""
     devices = [gpu.index for gpu in look_at_gpus().devices] if gpus is None else gpus
     cpus = slots or max(1, len(os.sched_getaffinity(0)) // 2)
-    said: dict[str, Any] = (
+    resources: dict[str, Any] = (
         {"gpu_ids": devices, "slots_per_gpu": slots or 1} if devices else {"gpus": 0, "slots_per_gpu": cpus}
     )
-    return LocalServer("local", config.Server(host="localhost", **said), launch)
+    return LocalServer("local", config.Server(host="localhost", **resources), context)
 
 
 # ---------------------------------------------------------------- over ssh
@@ -430,18 +433,18 @@ def local_server(launch: Launch, slots: int | None, gpus: list[int] | None = Non
 class SshServer(HostServer):
     """A server over ssh."""
 
-    def __init__(self, name: str, server: config.Server, launch: Launch) -> None:
-        super().__init__(name, server, launch)
+    def __init__(self, name: str, server: config.Server, context: ListContext) -> None:
+        super().__init__(name, server, context)
         self.shared = False
-        self._bringing, self._sending = asyncio.Semaphore(COPIES), asyncio.Semaphore(COPIES)
-        self._to_bring: list[tuple[list[str], asyncio.Future[None]]] = []  # directories that wait for an rsync
-        self._synced = not launch.sync
+        self._fetching, self._sending = asyncio.Semaphore(MAX_RSYNCS), asyncio.Semaphore(MAX_RSYNCS)
+        self._to_fetch: list[tuple[list[str], asyncio.Future[None]]] = []  # directories to copy
+        self._synced = not context.sync
         self._kit = kit_archive()
-        self._config = launch.sockets / f"{name}.conf"
+        self._config = context.sockets / f"{name}.conf"
 
     @property
     def ssh(self) -> list[str]:
-        """ssh with the configuration of this server."""
+        """The ssh command for this server."""
         return ["ssh", "-F", str(self._config)]
 
     async def _prepare(self) -> None:
@@ -457,40 +460,40 @@ class SshServer(HostServer):
                 stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, limit=1 << 24, start_new_session=True,
             )  # fmt: skip
             channel = Channel(process, self.name, post)
-            errors = asyncio.ensure_future(drained(process.stderr))
+            errors = asyncio.ensure_future(read_tail(process.stderr))
             try:
-                self._is_new_machine(await channel.hello())
+                self._refuse_same_machine(await channel.hello())
                 return channel
             except EOFError as error:
                 printed = str(error)
                 code = await process.wait()
-                said = await errors
-            except BaseException:  # as when the time to connect is over
+                stderr = await errors
+            except BaseException:  # such as CONNECT_TIMEOUT
                 await channel.close()
                 raise
-            if UPLOAD in printed and attempt == 0:
+            if NOT_INSTALLED in printed and attempt == 0:
                 await self._upload()
                 continue
             if NO_PYTHON in printed:
                 found = f"python {self.settings.python}: not" if self.settings.python else "no"
-                raise Refused(f"{found} Python 3.10 or newer there: install one, or set python for this server")
-            raise failure(said or printed, code, self.settings.host)
-        raise Refused("the kit could not be copied to it")
+                raise ServerUnusable(f"{found} Python 3.10 or newer there: install one, or set python for this server")
+            raise ssh_error(stderr or printed, code, self.settings.host)
+        raise ServerUnusable("cannot copy Muster to it")
 
-    def _host_program(self, words: str) -> str:
-        """Line of bash, in the home directory: run host.py of the kit there, or say what is missing."""
+    def _host_program(self, arguments: str) -> str:
+        """A line of bash, for the home directory: run host.py, or print NOT_INSTALLED or NO_PYTHON."""
         workdir = self.settings.workdir or "~/ml-customization"
         own = [self.settings.python] if self.settings.python else []
-        own += [f"{base}/{path}" for path in own for base in (workdir, self.launch.cwd) if path[0] not in "~/"]
-        candidates = own or [f"{workdir}/.venv/bin/python", f"{self.launch.cwd}/.venv/bin/python", "python3"]
-        pythons = " ".join(home_relative(each) for each in candidates)
+        own += [f"{base}/{path}" for path in own for base in (workdir, self.context.cwd) if path[0] not in "~/"]
+        candidates = own or [f"{workdir}/.venv/bin/python", f"{self.context.cwd}/.venv/bin/python", "python3"]
+        pythons = " ".join(quoted_path(each) for each in candidates)
         plain = " ".join(PLAIN_PYTHON)
         newer = shlex.quote("import sys; sys.exit(sys.version_info < (3, 10))")
         return (
             f'd="${{XDG_CACHE_HOME:-$HOME/.cache}}/muster/jobs-{self._kit[0]}"; '
-            f'[ -e "$d/complete" ] || {{ echo {UPLOAD}; exit 0; }}; '
+            f'[ -e "$d/complete" ] || {{ echo {NOT_INSTALLED}; exit 0; }}; '
             f"for p in {pythons}; do "
-            f'if "$p" {plain} -c {newer} 2>/dev/null; then exec "$p" {plain} "$d/{ENTRY}" {words}; fi; done; '
+            f'if "$p" {plain} -c {newer} 2>/dev/null; then exec "$p" {plain} "$d/{ENTRY}" {arguments}; fi; done; '
             f"echo {NO_PYTHON}"
         )
 
@@ -500,24 +503,25 @@ class SshServer(HostServer):
             f'tar -xf - -C "$t" && touch "$t/complete" && '
             f'{{ mv -T "$t" "$d/jobs-{self._kit[0]}" 2>/dev/null || rm -rf "$t"; }}'
         )
-        code, said = await self._run([*self.ssh, "--", self.settings.host, for_any_shell(line)], self._kit[1])
+        code, stderr = await self._run([*self.ssh, "--", self.settings.host, for_any_shell(line)], self._kit[1])
         if code:
-            raise failure(said, code, self.settings.host)
+            raise ssh_error(stderr, code, self.settings.host)
 
     async def _sync(self) -> None:
-        """Copy the working directory there, as a first start needs it; nothing is deleted."""
-        target = self.settings.workdir or str(self.launch.cwd)
-        usual = "" if self.settings.workdir else f"[ ! -d ~/ml-customization ] || exit {USUAL}; "  # see find_workdir()
-        line = f"command -v rsync >/dev/null || exit {NO_RSYNC}; {usual}mkdir -p -- {home_relative(target)}"
+        """Copy the working directory to the server; nothing is deleted."""
+        target = self.settings.workdir or str(self.context.cwd)
+        # As find_workdir() in host.py: without a setting, an existing ~/ml-customization is used.
+        default = "" if self.settings.workdir else f"[ ! -d ~/ml-customization ] || exit {DEFAULT_WORKDIR_EXISTS}; "
+        line = f"command -v rsync >/dev/null || exit {NO_RSYNC}; {default}mkdir -p -- {quoted_path(target)}"
         self._refuse_without_rsync(there=True)
-        code, said = await self._run([*self.ssh, "--", self.settings.host, for_any_shell(line)])
+        code, stderr = await self._run([*self.ssh, "--", self.settings.host, for_any_shell(line)])
         self._refuse_without_rsync(there=code != NO_RSYNC)
-        if code == USUAL:
+        if code == DEFAULT_WORKDIR_EXISTS:
             target = "ml-customization"
         elif code:
-            raise failure(said, code, self.settings.host)
+            raise ssh_error(stderr, code, self.settings.host)
         target = target.removeprefix("~/")
-        await self._rsync([*NOT_COPIED, f"{self.launch.cwd}/", f"server:{literal(target)}/"])
+        await self._rsync([*NOT_COPIED, f"{self.context.cwd}/", f"server:{rsync_literal(target)}/"])
         self._synced = True
 
     async def _after_open(self, opened: Mapping[str, Any]) -> None:
@@ -527,14 +531,14 @@ class SshServer(HostServer):
 
     def _refuse_without_rsync(self, there: bool) -> None:
         if not there:
-            raise Refused("rsync is not installed there, and files must be copied: install it (apt-get install rsync)")
+            raise ServerUnusable("rsync is not installed there; install it (apt-get install rsync)")
         if not shutil.which("rsync"):
-            raise Refused("rsync is not installed on this machine, and files must be copied: install it")
+            raise ServerUnusable("rsync is not installed on this machine; install it (apt-get install rsync)")
 
     async def _shares_files(self) -> bool:
-        """Whether its working directory is ours: a file that we make here is seen there."""
+        """Whether the server sees a file that is created in the working directory on this machine."""
         try:
-            file, path = tempfile.mkstemp(prefix=".muster-", dir=self.launch.cwd)
+            file, path = tempfile.mkstemp(prefix=".muster-", dir=self.context.cwd)
         except OSError:
             return False
         try:
@@ -543,7 +547,7 @@ class SshServer(HostServer):
         finally:
             os.unlink(path)
 
-    def _attach_line(self) -> str:
+    def _attach_command(self) -> str:
         if not self.session:
             return ""
         user = f"{self.settings.user}@" if self.settings.user else ""
@@ -554,57 +558,56 @@ class SshServer(HostServer):
     def follow_command(self, attempt: Attempt, once: bool = False) -> list[str]:
         """See HostServer."""
         write_ssh_config(self._config, self.settings)
-        usual = f'w=~/ml-customization; [ -d "$w" ] || w={shlex.quote(str(self.launch.cwd))}'
-        workdir = f"w={home_relative(self.settings.workdir)}" if self.settings.workdir else usual
-        log = f'"$w"/{shlex.quote(f"logs/jobs/{self.launch.list_id}/{attempt.name}/node_{self.name}")}'
+        default = f'w=~/ml-customization; [ -d "$w" ] || w={shlex.quote(str(self.context.cwd))}'
+        workdir = f"w={quoted_path(self.settings.workdir)}" if self.settings.workdir else default
+        log = f'"$w"/{shlex.quote(f"logs/jobs/{self.context.list_id}/{attempt.name}/node_{self.name}")}'
         end = "/" if once else f"{log}.exit"
         line = f"cd; {workdir}; {self._host_program(f'follow {log}.log {end}')}"
         return [*self.ssh, "--", self.settings.host, for_any_shell(line)]
 
     # ---- results
 
-    async def bring(self, attempt: Attempt, job: Job) -> None:
-        """See dispatcher.Server."""
+    async def fetch_results(self, attempt: Attempt, job: Job) -> None:
+        """See dispatcher.JobServer."""
         if self.shared:
             return
         try:
-            host.refuse_other_owner(str(self.launch.cwd / job.output), job.owner, self.launch.script)
+            host.refuse_other_owner(str(self.context.cwd / job.output), job.owner, self.context.script)
         except host.HostError as error:
             raise OSError(str(error)) from None
-        log = f"logs/jobs/{self.launch.list_id}/{attempt.name}"
-        brought: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._to_bring.append(([job.output, log], brought))
-        async with self._bringing:
-            if not brought.done():
-                together, self._to_bring = self._to_bring[:TOGETHER], self._to_bring[TOGETHER:]
-                await self._bring(together)
-        await asyncio.shield(brought)
+        log = f"logs/jobs/{self.context.list_id}/{attempt.name}"
+        fetched: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._to_fetch.append(([job.output, log], fetched))
+        async with self._fetching:
+            if not fetched.done():
+                batch, self._to_fetch = self._to_fetch[:MAX_ATTEMPTS_PER_RSYNC], self._to_fetch[MAX_ATTEMPTS_PER_RSYNC:]
+                await self._fetch(batch)
+        await asyncio.shield(fetched)
 
-    async def _bring(self, together: Sequence[tuple[list[str], asyncio.Future[None]]]) -> None:
-        """One rsync for all that wait: of short jobs more end than can be copied one by one."""
-        directories = [directory for several, _ in together for directory in several]
+    async def _fetch(self, batch: Sequence[tuple[list[str], asyncio.Future[None]]]) -> None:
+        """Copy a batch of results with one rsync: short jobs may end faster than one rsync each would take."""
+        directories = [directory for several, _ in batch for directory in several]
         try:
             if directories:
-                await self._copy(directories, f"server:{literal(self.workdir)}/", f"{self.launch.cwd}/")
+                await self._copy(directories, f"server:{rsync_literal(self.workdir)}/", f"{self.context.cwd}/")
         except (Unreachable, OSError) as error:
-            if isinstance(error, OSError) and len(together) > 1:  # it may concern one of them alone
-                for each in together:
-                    await self._bring([each])
+            if isinstance(error, OSError) and len(batch) > 1:  # the error may affect only one of them
+                for each in batch:
+                    await self._fetch([each])
                 return
-            for _, brought in together:
-                brought.set_exception(error)
+            for _, fetched in batch:
+                fetched.set_exception(error)
         else:
-            for _, brought in together:
-                brought.set_result(None)
+            for _, fetched in batch:
+                fetched.set_result(None)
 
     async def _copy_base(self, digest: str, staging: str) -> dict[str, Any]:
-        """Copy a base model of the cache here into a directory there, which is then verified and renamed."""
+        """Copy a base model to a staging directory on the server, which host.py then verifies and renames."""
         failed = True
         try:
             async with self._sending:
-                await self._rsync(
-                    [f"{self.launch.cache.path(digest)}/", f"server:{literal(self.workdir)}/{literal(staging)}/"]
-                )
+                target = f"server:{rsync_literal(self.workdir)}/{rsync_literal(staging)}/"
+                await self._rsync([f"{self.context.cache.path(digest)}/", target])
             failed = False
         except OSError as error:
             return {"state": "failed", "reason": str(error)}
@@ -612,53 +615,53 @@ class SshServer(HostServer):
             found = await self._call("publish_base", digest=digest, staging=staging, failed=failed)
         return found
 
-    async def send(self, output: str) -> None:
-        """See dispatcher.Server."""
-        if not self.shared and (self.launch.cwd / output).is_dir():
+    async def send_results(self, output: str) -> None:
+        """See dispatcher.JobServer."""
+        if not self.shared and (self.context.cwd / output).is_dir():
             async with self._sending:
-                await self._copy([output], f"{self.launch.cwd}/", f"server:{literal(self.workdir)}/")
+                await self._copy([output], f"{self.context.cwd}/", f"server:{rsync_literal(self.workdir)}/")
 
     async def _copy(self, directories: Sequence[str], source: str, target: str) -> None:
-        """Directories with all that is in them; their names are on standard input, where rsync takes them literally."""
+        """Copy directories recursively. rsync reads their names literally from standard input."""
         names = b"".join(os.fsencode(f"{name}/") + b"\0" for name in directories)
         await self._rsync(["--recursive", "--from0", "--files-from=-", source, target], names)
 
-    async def _rsync(self, words: Sequence[str], data: bytes = b"") -> None:
-        words_of_shell = [sys.executable, "-I", "-S", f"{KIT}/{RSYNC_SHELL}", str(self._config), self.settings.host]
-        shell = " ".join("'" + word.replace("'", "''") + "'" for word in words_of_shell)  # as rsync reads them
-        call = ["rsync", "--archive", "--protect-args", "--timeout=60", "-e", shell, *words]
-        code, said = await self._run(call, data)
+    async def _rsync(self, arguments: Sequence[str], data: bytes = b"") -> None:
+        remote_shell = [sys.executable, "-I", "-S", f"{KIT}/{RSYNC_SHELL}", str(self._config), self.settings.host]
+        shell = " ".join("'" + each.replace("'", "''") + "'" for each in remote_shell)  # rsync's own quoting
+        call = ["rsync", "--archive", "--protect-args", "--timeout=60", "-e", shell, *arguments]
+        code, stderr = await self._run(call, data)
         if code in (12, 30, 35, 255):
-            raise Unreachable(last_line(said) or f"rsync: exit code {code}")
+            raise Unreachable(last_line(stderr) or f"rsync: exit code {code}")
         if code:
-            cause = next((line for line in said.splitlines() if line.startswith("rsync:")), last_line(said))
+            cause = next((line for line in stderr.splitlines() if line.startswith("rsync:")), last_line(stderr))
             raise OSError(cause or f"rsync: exit code {code}")
 
-    async def _run(self, words: Sequence[str], data: bytes = b"") -> tuple[int, str]:
-        """(exit code, standard error)."""
+    async def _run(self, command: Sequence[str], data: bytes = b"") -> tuple[int, str]:
+        """Run a command with this standard input; return (exit code, standard error)."""
         process = await asyncio.create_subprocess_exec(
-            *words, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
+            *command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
             start_new_session=True,
         )  # fmt: skip
         try:
-            _, said = await process.communicate(data)
+            _, stderr = await process.communicate(data)
         except asyncio.CancelledError:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             raise
-        return process.returncode or 0, said.decode(errors="replace").strip()
+        return process.returncode or 0, stderr.decode(errors="replace").strip()
 
 
 async def cached_manifest(cache: Cache, digest: str) -> dict[str, Any]:
-    """Of a base model that is valid here. Raises NotStarted."""
+    """The manifest of a base model in the dispatcher's cache, verified. Raises NotStarted."""
     try:
         return await asyncio.to_thread(cache.verify, digest)
     except BaseModelError as error:
         raise NotStarted(f"base {hash_of(digest)}: {error}", "base") from None
 
 
-async def drained(stream: asyncio.StreamReader | None) -> str:
-    """What ssh says, the last of it."""
+async def read_tail(stream: asyncio.StreamReader | None) -> str:
+    """The last 8 KiB of a stream."""
     assert stream
     text = b""
     while block := await stream.read(1 << 16):
@@ -670,24 +673,24 @@ def last_line(text: str) -> str:
     return text.splitlines()[-1] if text else ""
 
 
-def failure(said: str, code: int, name: str) -> Exception:
-    """What ssh's end means."""
-    if "Temporary failure in name resolution" in said:  # no network here, perhaps; trying again may help
-        return Unreachable(last_line(said))
-    for words, remedy in REMEDIES.items():
-        if words in said:
-            line = next(line for line in said.splitlines() if words in line)
-            return Refused(f"{line.strip().strip('@ ')}; {remedy.replace('HOST', name)}")
-    return Unreachable(last_line(said) or f"ssh: exit code {code}")
+def ssh_error(stderr: str, code: int, name: str) -> Exception:
+    """The exception for a failed ssh command: ServerUnusable if a retry is useless, otherwise Unreachable."""
+    if "Temporary failure in name resolution" in stderr:  # perhaps this machine has no network: retry
+        return Unreachable(last_line(stderr))
+    for sign, remedy in REMEDIES.items():
+        if sign in stderr:
+            line = next(line for line in stderr.splitlines() if sign in line)
+            return ServerUnusable(f"{line.strip().strip('@ ')}; {remedy.replace('HOST', name)}")
+    return Unreachable(last_line(stderr) or f"ssh: exit code {code}")
 
 
-def home_relative(path: str) -> str:
-    """A word of bash for a path in which a leading ~/ is the home directory."""
+def quoted_path(path: str) -> str:
+    """Quote a path for bash; a leading ~/ remains the home directory."""
     return f"~/{shlex.quote(path[2:])}" if path.startswith("~/") else "~" if path == "~" else shlex.quote(path)
 
 
-def literal(path: str) -> str:
-    """Escape a path on the server for rsync, which expands wildcards there; without any it keeps backslashes."""
+def rsync_literal(path: str) -> str:
+    """Escape a remote path for rsync, which expands wildcards; without wildcards, rsync keeps backslashes."""
     return re.sub(r"([*?\[\\])", r"\\\1", path) if set("*?[") & set(path) else path
 
 
@@ -695,43 +698,43 @@ PLAIN = frozenset(b'ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz01234567
 
 
 def for_any_shell(line: str) -> str:
-    """A command that any login shell hands to bash unchanged: what a shell might change stands there as =XX.
+    """A command that any login shell passes to bash unchanged: special characters are encoded as =XX.
 
-    The same as for_any_shell of scripts/lib/ssh.bash.
+    The same as for_any_shell in scripts/lib/ssh.bash.
     """
-    coded = "".join(chr(byte) if byte in PLAIN else f"={byte:02X}" for byte in os.fsencode(line))
-    return f"exec bash -c 'eval \"$(printf %b \"${{1//=/$2}}\")\"' bash '{coded}' '\\x'"
+    encoded = "".join(chr(byte) if byte in PLAIN else f"={byte:02X}" for byte in os.fsencode(line))
+    return f"exec bash -c 'eval \"$(printf %b \"${{1//=/$2}}\")\"' bash '{encoded}' '\\x'"
 
 
 def write_ssh_config(path: Path, server: config.Server) -> None:
-    """The kit's ssh_config, and above it what cluster_config.json says: ssh takes the first value it meets."""
-    said = {
+    """Write the server's settings, then include scripts/lib/ssh_config: ssh uses the first value of an option."""
+    options = {
         "Port": server.port, "User": server.user, "ControlPath": f"{path.parent}/%C",
         "IdentityFile": server.ssh_key and f'"{server.ssh_key}"', "IdentitiesOnly": "yes" if server.ssh_key else None,
     }  # fmt: skip
-    lines = [f"  {name} {value}" for name, value in said.items() if value is not None]
+    lines = [f"  {name} {value}" for name, value in options.items() if value is not None]
     text = "\n".join(["Host *", *lines, f'Include "{KIT}/scripts/lib/ssh_config"', ""])
     make_private(path.parent)
     write_file(str(path), text)
 
 
 def make_private(directory: Path) -> None:
-    """A directory that no other user can write to, as in /tmp anybody may have made it. Raises PermissionError."""
+    """Create a directory that only this user can write to. Raises PermissionError if others can write to it."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    about = directory.lstat()
-    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid() or about.st_mode & 0o022:
-        raise PermissionError(errno.EACCES, "others can write to it; remove it", str(directory))
+    found = directory.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise PermissionError(errno.EACCES, "writable by other users; remove it", str(directory))
 
 
 def sockets_directory(list_id: str) -> Path:
-    """For the sockets of a list's connections, the same each time; short, as ssh takes no long ones."""
+    """The directory of ssh's control sockets for a list. Short, as the length of a socket's path is limited."""
     base = os.environ.get("XDG_RUNTIME_DIR") or "/tmp"
     base = base if len(base) < 20 and not any(map(str.isspace, base)) and os.path.isdir(base) else "/tmp"
     return Path(base, f"muster-{os.getuid()}-{list_id}")
 
 
 def remove_sockets(list_id: str) -> None:
-    """The connections of a list take no new calls, and end with the last one that uses them."""
+    """Close the connections of a list; each stays open until its last session ends."""
     directory = sockets_directory(list_id)
     with contextlib.suppress(OSError):
         for path in directory.iterdir():
@@ -745,7 +748,7 @@ def remove_sockets(list_id: str) -> None:
 
 @functools.cache
 def kit_archive() -> tuple[str, bytes]:
-    """(name, tar archive) of what a server needs; the name follows from the contents."""
+    """(name, tar archive) of KIT_FILES; the name is a hash of the contents."""
     buffer = io.BytesIO()
     digest = hashlib.sha256()
     with tarfile.open(fileobj=buffer, mode="w") as archive:

@@ -1,22 +1,22 @@
-"""A cluster with SLURM, from the dispatcher's side: one server, on which a start is one element of an array of sbatch.
+"""The SLURM backend: a cluster is one server, and each attempt is one element of a job array.
 
-The list is called on a login node. The compute nodes see the same files under the same paths: the working directory,
-the kit and the Python that runs it. In cluster_config.json
+The dispatcher runs on a login node. The compute nodes must see the same files under the same paths: the working
+directory, Muster, and the Python interpreter. In cluster_config.json:
 
-  servers     the first entry describes a compute node: with `gpus` 0 jobs get `--device cpu`, otherwise each job asks
-              for as many GPUs as its `_gpus` says (--gres=gpu:N). `python` and `setup` mean what they mean over ssh.
-              The host is not connected to: SLURM chooses node and GPUs, and `labels` need not be listed
-  sbatch      options of sbatch: partition, account, --cpus-per-task, ...; a --gres or --gpus of them gets the number
-              of GPUs that a job needs, and keeps its type
-  max_queued  how many jobs may be in SLURM's queue or running at once
+  servers     the first entry describes a compute node. With `gpus` 0 jobs get `--device cpu`; otherwise a job requests
+              `_gpus` GPUs (--gres=gpu:N). `python` and `setup` are used as over ssh. `host` is not used: SLURM chooses
+              node and GPUs. `labels` need not be listed
+  sbatch      options of sbatch: partition, account, --cpus-per-task, ...; in --gres or --gpus, the number of GPUs is
+              replaced by that of the job, and their type is kept
+  max_queued  the maximum number of jobs in SLURM's queue or running
 
-and in jobs_config.json `_timeout` becomes --time as well, `_labels` become --constraint.
+In jobs_config.json, `_timeout` also sets --time, and `_labels` set --constraint.
 
-What is started in one moment goes into one array for each need (GPUs, time, labels). The order of an attempt is a file
-that only one process can take; see array_task.py. The exit code that the supervisor writes is the truth about an
-attempt; SLURM's queue, asked for all elements in one call, only says that one waits, or that none can write any more.
-An element never runs again, as it is submitted with --no-requeue: where SLURM takes its node away, the next attempt is
-the dispatcher's.
+Attempts that start at the same time with the same resources (GPUs, time, labels) form one array. The order of an
+attempt is a file that only one process can claim; see array_task.py. An attempt ends with the exit code that its
+supervisor writes; SLURM's queue, read for all elements by one squeue, shows only that an element waits, or that it can
+no longer write an exit code. Elements are submitted with --no-requeue: after the loss of a node, the dispatcher starts
+a new attempt.
 """
 
 from __future__ import annotations
@@ -37,69 +37,78 @@ from distributed.files import KIT, write_file
 from distributed.jobs import array_task, host
 from distributed.jobs.array_task import SERVER, SETUP
 from distributed.jobs.config import Cluster, ConfigError
-from distributed.jobs.dispatcher import Event, NotStarted, Order, Refused, Unreachable
-from distributed.jobs.element import Element, assign, discard, job_path, needs_of, never_started, take_back
+from distributed.jobs.dispatcher import Event, NotStarted, ServerUnusable, StartRequest, Unreachable
+from distributed.jobs.element import (
+    Element,
+    assign_orders,
+    discard_array,
+    job_path,
+    release_orders,
+    resources_of,
+    unstarted_end,
+)
 from distributed.jobs.job import Job, arguments, document
-from distributed.jobs.placement import Room, Slot
+from distributed.jobs.placement import Slot, SlotPool
 from distributed.jobs.sbatch import (
     IN_QUEUE,
-    LIMITS,
+    NO_REPLY,
     QUEUE_FORMAT,
-    SILENCE,
+    QUEUE_FULL,
     WRONG_OPTIONS,
-    Needs,
-    Queue,
-    any_of,
+    ResourceRequest,
+    SlurmQueue,
     checked_options,
-    environment_of_programs,
-    number_in,
+    contains_any,
+    error_message,
+    leading_number,
     parse_queue,
-    said,
-    sbatch_words,
+    sbatch_command,
     setting,
+    slurm_environment,
 )
-from distributed.jobs.servers import ENTRY, Launch, cached_manifest
+from distributed.jobs.servers import ENTRY, ListContext, cached_manifest
 from distributed.jobs.state import Attempt
 
 PROGRAMS = ("sbatch", "squeue", "scancel", "scontrol")
-TICK = 0.5  # seconds between two looks at the files of running elements
-QUEUE = 2.0  # seconds between two calls of squeue
-PROGRESS = 2.0  # seconds between two looks at the metrics of running jobs
-GATHER = 0.05  # seconds in which starts become one array
-ASK = 60.0  # seconds that squeue, scancel and scontrol may take
-SUBMIT = 180.0  # seconds that sbatch may take: it tries again by itself
-SILENT = 3  # calls of squeue that fail, one after the other, until the connection counts as lost
-FULL = 15.0  # seconds before what SLURM did not take is submitted again
-CANCEL_AGAIN = 10.0  # seconds
-MOST_WORDS = 200  # elements that one scancel names
-MARGIN = 60.0  # seconds that SLURM leaves a job beyond its _timeout, which its supervisor watches over
+POLL_INTERVAL = 0.5  # seconds between reads of the files of elements
+QUEUE_INTERVAL = 2.0  # seconds between calls of squeue
+PROGRESS_INTERVAL = 2.0  # seconds between reads of the metrics of running jobs
+BATCH_DELAY = 0.05  # seconds in which starts are collected into one array
+COMMAND_TIMEOUT = 60.0  # seconds for squeue, scancel and scontrol
+SUBMIT_TIMEOUT = 180.0  # seconds for sbatch, which has its own retries
+MAX_QUEUE_FAILURES = 3  # consecutive failures of squeue after which the connection is lost
+FULL_QUEUE_DELAY = 15.0  # seconds before a submission that exceeded a limit is retried
+CANCEL_INTERVAL = 10.0  # seconds before scancel is repeated
+MAX_SCANCEL_JOBS = 200  # elements per call of scancel
+TIME_MARGIN = 60.0  # seconds of --time beyond _timeout and grace, as the supervisor enforces _timeout itself
 
 Facts = dict[str, Any]
 
 
 class AnyLabels(frozenset[str]):
-    """SLURM knows the features of its nodes: it refuses what no node has."""
+    """A superset of any labels: SLURM itself refuses features that no node has."""
 
     def __ge__(self, other: object) -> bool:
         return True
 
 
 @dataclass(eq=False)
-class Start:
-    """An attempt that is to be submitted."""
+class PendingStart:
+    """An attempt to submit."""
 
     element: Element
-    needs: Needs
-    order: Order | None = None  # None: it is on the disk already
-    reply: asyncio.Future[Facts] | None = None  # None: it has been replied
+    resources: ResourceRequest
+    request: StartRequest | None = None  # None: its order is written already
+    reply: asyncio.Future[Facts] | None = None  # None: already set
 
     def answer(self, found: Facts) -> None:
+        """Set the reply, if start() waits for it."""
         if self.reply and not self.reply.done():
             self.reply.set_result(found)
         self.reply = None
 
     def fail(self, error: Exception) -> bool:
-        """Whether somebody waited for the reply."""
+        """Set an exception as the reply; return False if start() does not wait for it."""
         reply, self.reply = self.reply, None
         if reply and not reply.done():
             reply.set_exception(error)
@@ -107,59 +116,59 @@ class Start:
         return reply is not None
 
 
-def grouped(starts: Iterable[Start]) -> list[tuple[Needs, list[Start]]]:
-    """Those with the same needs together."""
-    groups: dict[Needs, list[Start]] = {}
+def group_by_resources(starts: Iterable[PendingStart]) -> list[tuple[ResourceRequest, list[PendingStart]]]:
+    """Group starts by their resources."""
+    groups: dict[ResourceRequest, list[PendingStart]] = {}
     for start in starts:
-        groups.setdefault(start.needs, []).append(start)
+        groups.setdefault(start.resources, []).append(start)
     return list(groups.items())
 
 
 class SlurmServer:
-    """See dispatcher.Server."""
+    """A SLURM cluster as a server; see dispatcher.JobServer."""
 
-    def __init__(self, cluster: Cluster, launch: Launch, wanted: int) -> None:
-        """wanted: slots that the jobs of the list would fill. Raises ConfigError."""
-        self.name, self.launch = SERVER, launch
+    def __init__(self, cluster: Cluster, context: ListContext, slots_needed: int) -> None:
+        """slots_needed: of all jobs of the list. Raises ConfigError."""
+        self.name, self.context = SERVER, context
         self.settings, self._has_more_servers = cluster.servers[0], len(cluster.servers) > 1
         self._options = checked_options(cluster.sbatch)
         self._check_workdir()
-        slots = tuple(Slot(index, None) for index in range(max(1, min(cluster.max_queued, wanted))))
-        self.room = Room(SERVER, slots, AnyLabels())
+        slots = tuple(Slot(index, None) for index in range(max(1, min(cluster.max_queued, slots_needed))))
+        self.pool = SlotPool(SERVER, slots, AnyLabels())
         self.watches_gpus = False
         self.queues_dependents = True
-        self.directory = os.path.join(launch.cwd, "logs", "jobs", launch.list_id)
-        self._prefix = f"muster-{launch.list_id}-"
-        self._environment = environment_of_programs(os.environ)
+        self.directory = os.path.join(context.cwd, "logs", "jobs", context.list_id)
+        self._prefix = f"muster-{context.list_id}-"
+        self._environment = slurm_environment(os.environ)
         self._post: Callable[[Event], None] = lambda _: None
         self._python: list[str] = []
-        self._largest, self._kill_wait = 1000, 30  # elements of an array; seconds
-        self._elements: dict[str, Element] = {}  # that have not ended
-        self._starts: list[Start] = []
-        self._held: list[Start] = []  # which SLURM has not taken, as its queue is full
+        self._max_array, self._kill_wait = 1000, 30  # elements; seconds
+        self._elements: dict[str, Element] = {}  # not ended
+        self._pending: list[PendingStart] = []
+        self._held: list[PendingStart] = []  # not submitted, as SLURM's queue is full
         self._held_until = 0.0
-        self._queue = Queue()
-        self._unwanted: list[str] = []  # elements to cancel
-        self._asked_for_queue = False  # by bring()
-        self._files = asyncio.Lock()  # one thread at a time works on elements
+        self._queue = SlurmQueue()
+        self._to_cancel: list[str] = []  # elements, as SLURM numbers them
+        self._queue_requested = False  # by fetch_results()
+        self._files = asyncio.Lock()  # held while a thread accesses elements
         self._submitting: asyncio.Task[None] | None = None
         self._polling: asyncio.Task[None] | None = None
-        self._gone: asyncio.Future[str] | None = None
-        self._ready = False  # the elements are known
+        self._lost: asyncio.Future[str] | None = None
+        self._ready = False  # whether self._elements is complete
         self._closing = False
 
     def _check_workdir(self) -> None:
-        asked = self.settings.workdir
-        if asked and os.path.realpath(os.path.expanduser(asked)) != os.path.realpath(self.launch.cwd):
+        workdir = self.settings.workdir
+        if workdir and os.path.realpath(os.path.expanduser(workdir)) != os.path.realpath(self.context.cwd):
             raise ConfigError(
-                f"workdir {asked}: with --backend slurm jobs run where the list is called, here {self.launch.cwd}; "
-                "call it from there, or remove workdir"
+                f"workdir {workdir}: with --backend slurm jobs run in the current directory, {self.context.cwd}; "
+                "run the command in workdir, or remove workdir"
             )
 
     # ---- connecting
 
     async def connect(self, post: Callable[[Event], None]) -> str:
-        """See dispatcher.Server."""
+        """See dispatcher.JobServer."""
         self._ready = False
         await self._end_tasks()
         self._post = post
@@ -168,62 +177,62 @@ class SlurmServer:
             self._python = await asyncio.to_thread(self._find_python)
             os.makedirs(self.directory, exist_ok=True)
         except host.HostError as error:
-            raise Refused(str(error)) from None
+            raise ServerUnusable(str(error)) from None
         config = await self._call(["scontrol", "show", "config"])
-        self._largest = max(1, number_in(setting(config, "MaxArraySize"), 1001))
-        self._kill_wait = number_in(setting(config, "KillWait"), 30)
-        self._gone = asyncio.get_running_loop().create_future()
-        self._queue, self._elements, self._held = Queue(), {}, []
-        self._polling = self._begin(self._poll())
+        self._max_array = max(1, leading_number(setting(config, "MaxArraySize"), 1001))
+        self._kill_wait = leading_number(setting(config, "KillWait"), 30)
+        self._lost = asyncio.get_running_loop().create_future()
+        self._queue, self._elements, self._held = SlurmQueue(), {}, []
+        self._polling = self._spawn(self._poll())
         version = setting(config, "SLURM_VERSION")
-        more = "; of servers only the first is used" if self._has_more_servers else ""
-        return f"SLURM {version}, up to {len(self.room.slots)} jobs in its queue; watch: squeue --me{more}"
+        more = "; only the first of the servers is used" if self._has_more_servers else ""
+        return f"SLURM {version}, up to {len(self.pool.slots)} jobs in its queue; watch: squeue --me{more}"
 
     def _check_programs(self) -> None:
         for program in PROGRAMS:
             if not shutil.which(program):
-                raise Refused(f"no program {program!r} here: call it on a login node of the cluster")
-        if not os.path.isfile(os.path.join(self.launch.cwd, self.launch.script)):
-            raise Refused(f"script {self.launch.script}: not in {self.launch.cwd}; copy it there")
+                raise ServerUnusable(f"{program}: not found; run this on a login node of the cluster")
+        if not os.path.isfile(os.path.join(self.context.cwd, self.context.script)):
+            raise ServerUnusable(f"script {self.context.script}: not in {self.context.cwd}; copy it there")
 
     def _find_python(self) -> list[str]:
-        """Of the scripts; like everything, it must be the same file on the compute nodes."""
-        own = os.path.exists(os.path.join(self.launch.cwd, ".venv", "bin", "python"))
-        asked = self.settings.python or ("" if own else sys.executable)
-        return host.find_python(asked, str(self.launch.cwd))
+        """The interpreter for scripts; it must have the same path on the compute nodes."""
+        has_venv = os.path.exists(os.path.join(self.context.cwd, ".venv", "bin", "python"))
+        requested = self.settings.python or ("" if has_venv else sys.executable)
+        return host.find_python(requested, str(self.context.cwd))
 
-    async def lost(self) -> str:
-        """See dispatcher.Server."""
-        assert self._gone
-        return await asyncio.shield(self._gone)
+    async def wait_until_lost(self) -> str:
+        """See dispatcher.JobServer."""
+        assert self._lost
+        return await asyncio.shield(self._lost)
 
     def _lose(self, reason: str) -> None:
         self._ready = False
-        if self._gone and not self._gone.done():
-            self._gone.set_result(reason)
-        for start in self._starts:
+        if self._lost and not self._lost.done():
+            self._lost.set_result(reason)
+        for start in self._pending:
             start.fail(Unreachable(reason))
-        self._starts = []
+        self._pending = []
 
     async def close(self, finished: bool) -> None:
-        """See dispatcher.Server."""
+        """See dispatcher.JobServer."""
         self._closing = True
         self._lose("closed")
         await self._end_tasks()
 
-    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """A task whose failure ends the dispatcher."""
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Start a task whose exception ends the dispatcher."""
 
-        def look(task: asyncio.Task[None]) -> None:
+        def report(task: asyncio.Task[None]) -> None:
             if not task.cancelled() and (error := task.exception()):
-                self._post(Event("broken", SERVER, {"error": error}))
+                self._post(Event("task_failed", SERVER, {"error": error}))
 
         task = asyncio.get_running_loop().create_task(work)
-        task.add_done_callback(look)
+        task.add_done_callback(report)
         return task
 
     async def _end_tasks(self) -> None:
-        """sbatch is waited for: what it has submitted is to be known."""
+        """Stop the tasks. Waits for sbatch, as the result of a submission must be known."""
         if self._submitting:
             await asyncio.wait([self._submitting])
             self._submitting = None
@@ -234,10 +243,10 @@ class SlurmServer:
 
     # ---- SLURM's programs
 
-    async def _run(self, words: Sequence[str], limit: float) -> tuple[int, str, str]:
-        """(exit code, standard output, standard error). Raises Unreachable."""
+    async def _run(self, command: Sequence[str], limit: float) -> tuple[int, str, str]:
+        """Run a command for at most limit seconds. Returns (exit code, stdout, stderr). Raises Unreachable."""
         process = await asyncio.create_subprocess_exec(
-            *words, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+            *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
             env=self._environment, start_new_session=True,
         )  # fmt: skip
         try:
@@ -247,48 +256,48 @@ class SlurmServer:
                 process.kill()
             if isinstance(error, asyncio.CancelledError):
                 raise
-            raise Unreachable(f"{words[0]}: no answer within {limit:.0f} s") from None
+            raise Unreachable(f"{command[0]}: no answer within {limit:.0f} s") from None
         return process.returncode or 0, out.decode(errors="replace"), err.decode(errors="replace")
 
-    async def _call(self, words: Sequence[str]) -> str:
-        """Standard output. Raises Unreachable."""
-        code, out, err = await self._run(words, ASK)
+    async def _call(self, command: Sequence[str]) -> str:
+        """Run a command; return its standard output. Raises Unreachable if it fails."""
+        code, out, err = await self._run(command, COMMAND_TIMEOUT)
         if code:
-            raise Unreachable(f"{words[0]}: {said(err) or f'exit code {code}'}")
+            raise Unreachable(f"{command[0]}: {error_message(err) or f'exit code {code}'}")
         return out
 
-    async def _ask_queue(self) -> Queue:
+    async def _query_queue(self) -> SlurmQueue:
         began = time.monotonic()
-        # All states: what has ended is shown for some minutes, with the reason.
-        words = ["squeue", "--noheader", "--array", "--states=all", f"--user={os.getuid()}", f"--format={QUEUE_FORMAT}"]
-        return Queue(began, parse_queue(await self._call(words), self._prefix))
+        # With --states=all, squeue also shows elements that ended some minutes ago.
+        options = ["--noheader", "--array", "--states=all", f"--user={os.getuid()}", f"--format={QUEUE_FORMAT}"]
+        return SlurmQueue(began, parse_queue(await self._call(["squeue", *options]), self._prefix))
 
-    # ---- looking
+    # ---- reconnecting
 
-    async def look(self, attempts: Mapping[str, str]) -> dict[str, Facts]:
-        """See dispatcher.Server."""
-        queue = await self._ask_queue()
+    async def query(self, attempts: Mapping[str, str]) -> dict[str, Facts]:
+        """See dispatcher.JobServer."""
+        queue = await self._query_queue()
         found: dict[str, Facts] = {}
         async with self._files:
             self._elements, self._held, self._queue = {}, [], queue
-            looks = await asyncio.to_thread(lambda: [self._find(*each) for each in attempts.items()])
-        for element, state, facts in looks:
+            results = await asyncio.to_thread(lambda: [self._find(*each) for each in attempts.items()])
+        for element, state, facts in results:
             found[element.name] = facts
-            if state in ("held", "there"):
+            if state in ("held", "submitted"):
                 self._elements[element.name] = element
             if state == "held":
-                self._hold(Start(element, needs_of(element)))
-        self._unwanted = self._orphans()
+                self._hold(PendingStart(element, resources_of(element)))
+        self._to_cancel = self._orphaned_elements()
         self._ready = True
         return found
 
-    def _element(self, name: str, output: str) -> Element:
+    def _element_of(self, name: str, output: str) -> Element:
         return Element(
-            os.path.join(self.directory, name), os.path.join(self.launch.cwd, output), float(self.launch.grace)
+            os.path.join(self.directory, name), os.path.join(self.context.cwd, output), float(self.context.grace)
         )
 
     def _find(self, name: str, output: str) -> tuple[Element, str, Facts]:
-        element = self._element(name, output)
+        element = self._element_of(name, output)
         state = element.find()
         if state == "ended":
             return element, state, {"state": "ended", **element.end()}
@@ -297,119 +306,121 @@ class SlurmServer:
         facts: Facts = {"state": "running", **element.process()}
         return element, state, facts
 
-    def _orphans(self) -> list[str]:
-        """Elements that wait, and would find nothing to do: their orders were taken back."""
+    def _orphaned_elements(self) -> list[str]:
+        """Waiting elements whose orders were withdrawn."""
         known = {(each.array, each.index) for each in self._elements.values()}
-        return [entry.job for place, entry in self._queue.entries.items() if entry.waits and place not in known]
+        return [entry.job for key, entry in self._queue.entries.items() if entry.waits and key not in known]
 
     # ---- starting
 
-    async def start(self, order: Order) -> Facts:
-        """See dispatcher.Server."""
+    async def start(self, request: StartRequest) -> Facts:
+        """See dispatcher.JobServer."""
         reply: asyncio.Future[Facts] = asyncio.get_running_loop().create_future()
-        element = self._element(order.attempt, order.job.output)
-        needs = self._needs(order, await asyncio.to_thread(self._number, order.after) if order.after else "")
-        self._starts.append(Start(element, needs, order, reply))
+        element = self._element_of(request.attempt, request.job.output)
+        resources = self._resources_for(
+            request, await asyncio.to_thread(self._element_number, request.after) if request.after else ""
+        )
+        self._pending.append(PendingStart(element, resources, request, reply))
         self._submit_soon()
         return await reply
 
-    def _number(self, attempt: str) -> str:
-        """Of an attempt that was submitted, as SLURM numbers its element. Raises NotStarted."""
+    def _element_number(self, attempt: str) -> str:
+        """SLURM's number of a submitted attempt, such as 123_4. Raises NotStarted."""
         if (element := self._elements.get(attempt)) and element.array:
             with contextlib.suppress(OSError), open(job_path(self._array_path(element.array))) as file:
                 return f"{file.read().strip()}_{element.index}"
-        raise NotStarted("its base model is not submitted yet, or no longer trained", "busy")
+        raise NotStarted("the training of its base model is not in SLURM's queue", "busy")
 
-    def _needs(self, order: Order, after: str) -> Needs:
-        options = order.job.options
-        seconds = None if options.timeout is None else options.timeout + self.launch.grace + MARGIN
-        return Needs(
+    def _resources_for(self, request: StartRequest, after: str) -> ResourceRequest:
+        options = request.job.options
+        seconds = None if options.timeout is None else options.timeout + self.context.grace + TIME_MARGIN
+        return ResourceRequest(
             options.gpus if self.settings.devices else 0, None if seconds is None else math.ceil(seconds / 60),
             tuple(sorted(options.labels)), after,
         )  # fmt: skip
 
-    def _order(self, start: Start) -> Facts:
-        """Everything that a compute node has to know."""
-        assert start.order
-        job, element = start.order.job, start.element
-        device = "cuda:0" if start.needs.gpus else "cpu"
-        cwd = str(self.launch.cwd)
+    def _order_of(self, start: PendingStart) -> Facts:
+        """The order: everything that a compute node needs to run an attempt."""
+        assert start.request
+        job, element, resources = start.request.job, start.element, start.resources
+        device = "cuda:0" if resources.gpus else "cpu"
+        cwd = str(self.context.cwd)
         return {
-            "command": [*host.program(self._python, self.launch.script, cwd), *arguments(job, device)],
-            "script": self.launch.script, "owner": job.owner,
-            "workdir": cwd, "setup": bool(self.settings.setup), "gpus": start.needs.gpus,
+            "command": [*host.program(self._python, self.context.script, cwd), *arguments(job, device)],
+            "script": self.context.script, "owner": job.owner,
+            "workdir": cwd, "setup": bool(self.settings.setup), "gpus": resources.gpus,
             "timeout": None if job.options.timeout is None else max(1, round(job.options.timeout)),
-            "grace": float(self.launch.grace), "kill_wait": self._kill_wait,
-            "needs": [start.needs.gpus, start.needs.minutes, list(start.needs.labels), start.needs.after],
-            "trains": job.trains, "cache": self.launch.cache.directory, "settings": dict(job.settings),
-            "call": array_task.carried(dict(os.environ)),
+            "grace": float(self.context.grace), "kill_wait": self._kill_wait,
+            "needs": [resources.gpus, resources.minutes, list(resources.labels), resources.after],
+            "trains": job.trains, "cache": self.context.cache.directory, "settings": dict(job.settings),
+            "call": array_task.caller_environment(dict(os.environ)),
             "env": {**job.options.env, **self._base_variables(job), "MUSTER_JOB": document(job),
                     "MUSTER_OUTPUT_DIR": element.output,
                     "MUSTER_METRICS": os.path.join(element.output, "metrics.jsonl")},
         }  # fmt: skip
 
     def _base_variables(self, job: Job) -> dict[str, str]:
-        found = {"MUSTER_BASE_MODEL": self.launch.cache.path(job.base)} if job.base else {}
+        found = {"MUSTER_BASE_MODEL": self.context.cache.path(job.base)} if job.base else {}
         digest = job.base or job.trains
         return {**found, "MUSTER_BASE_MODEL_DIGEST": digest} if digest else found
 
-    async def have_base(self, digest: str) -> int:
-        """See dispatcher.Server: the compute nodes see the cache."""
-        await cached_manifest(self.launch.cache, digest)
+    async def ensure_base(self, digest: str) -> int:
+        """See dispatcher.JobServer. Copies nothing: the compute nodes share the cache."""
+        await cached_manifest(self.context.cache, digest)
         return 0
 
     async def remove_output(self, output: str) -> None:
-        """Nothing: the files are ours."""
+        """Do nothing: the compute nodes share the files."""
 
-    def _prepare(self, start: Start) -> Exception | None:
-        """Write an order. Returns why it cannot be started."""
-        element, order = start.element, start.order
-        assert order
+    def _prepare(self, start: PendingStart) -> Exception | None:
+        """Write the order of an attempt. Returns the error that prevents its start."""
+        element, request = start.element, start.request
+        assert request
         try:
             os.mkdir(element.directory, 0o777)
-            os.close(host.claim(element.output, order.job.owner, self.launch.script))
+            os.close(host.claim_output(element.output, request.job.owner, self.context.script))
             if self.settings.setup:
                 write_file(os.path.join(element.directory, SETUP), "\n".join(["set +e", *self.settings.setup, ""]))
-            array_task.write_order(element.directory, self._order(start))
+            array_task.write_order(element.directory, self._order_of(start))
         except host.HostError as error:
             os.rmdir(element.directory)
             return NotStarted(str(error), error.kind)
         except OSError as error:
-            element.forget_order()
+            element.delete_order()
             return NotStarted(f"{error.filename}: {error.strerror}" if error.filename else str(error))
         return None
 
     def _submit_soon(self) -> None:
         if not self._submitting and not self._closing:
-            self._submitting = self._begin(self._submit_all())
+            self._submitting = self._spawn(self._submit_all())
 
     async def _submit_all(self) -> None:
-        await asyncio.sleep(GATHER)
+        await asyncio.sleep(BATCH_DELAY)
         try:
-            while self._starts:
-                starts, self._starts = self._starts, []
-                new = [start for start in starts if start.order and start.reply]
+            while self._pending:
+                starts, self._pending = self._pending, []
+                new = [start for start in starts if start.request and start.reply]
                 errors = await asyncio.to_thread(lambda new=new: [self._prepare(start) for start in new])  # type: ignore[misc]
                 refused = {id(start): error for start, error in zip(new, errors, strict=True) if error}
                 for start in starts:
                     if error := refused.get(id(start)):
                         self._refuse(start, error)
-                for needs, group in grouped(start for start in starts if id(start) not in refused):
-                    for place in range(0, len(group), self._largest):
-                        await self._submit(needs, group[place : place + self._largest])
+                for resources, group in group_by_resources(start for start in starts if id(start) not in refused):
+                    for index in range(0, len(group), self._max_array):
+                        await self._submit(resources, group[index : index + self._max_array])
         finally:
             self._submitting = None
 
-    def _refuse(self, start: Start, error: Exception) -> None:
+    def _refuse(self, start: PendingStart, error: Exception) -> None:
         self._elements.pop(start.element.name, None)
         if not start.fail(error) and isinstance(error, NotStarted):
             self._post(Event("not_started", SERVER, error.facts(start.element.name)))
 
-    async def _submit(self, needs: Needs, starts: list[Start]) -> None:
-        """As one array; as several where SLURM does not take so many."""
-        if self._gone is None or self._gone.done():
+    async def _submit(self, resources: ResourceRequest, starts: list[PendingStart]) -> None:
+        """Submit attempts as one array, or as several if SLURM limits its size."""
+        if self._lost is None or self._lost.done():
             for start in starts:
-                start.fail(Unreachable("the connection was lost"))
+                start.fail(Unreachable("connection lost"))
             return
         if time.monotonic() < self._held_until:
             for start in starts:
@@ -418,149 +429,155 @@ class SlurmServer:
         array = secrets.token_hex(4)
         path = self._array_path(array)
         try:
-            await asyncio.to_thread(assign, path, array, [start.element for start in starts])
+            await asyncio.to_thread(assign_orders, path, array, [start.element for start in starts])
         except OSError as error:
             await self._refuse_all(starts, array, NotStarted(f"{error.filename or path}: {error.strerror}"))
             return
         try:
-            reply = await self._run(self._sbatch(needs, array, len(starts)), SUBMIT)
+            reply = await self._run(self._sbatch(resources, array, len(starts)), SUBMIT_TIMEOUT)
         except Unreachable as error:
-            self._no_answer(starts, str(error))
+            self._submission_unknown(starts, str(error))
         else:
-            await self._take_answer(needs, starts, array, *reply)
+            await self._handle_sbatch_reply(resources, starts, array, *reply)
 
-    async def _take_answer(self, needs: Needs, starts: list[Start], array: str, code: int, out: str, err: str) -> None:
-        """Of sbatch."""
+    async def _handle_sbatch_reply(
+        self, resources: ResourceRequest, starts: list[PendingStart], array: str, code: int, out: str, err: str
+    ) -> None:
+        """Handle exit code and output of sbatch."""
         job = out.strip().splitlines()[-1].partition(";")[0] if out.strip() else ""
         if code == 0 and job.isdecimal():
-            with contextlib.suppress(OSError):  # a full disk; SLURM knows the array by its name, too
+            with contextlib.suppress(OSError):  # a full disk; the array is also found by its name
                 await asyncio.to_thread(write_file, job_path(self._array_path(array)), f"{job}\n")
-            self._watch(starts, array)
-        elif code == 0 or any_of(SILENCE, err):
-            self._no_answer(starts, f"sbatch: {said(err) or out.strip()}")
-        elif any_of(LIMITS, err):
-            await self._not_so_many(needs, starts, array, said(err))
-        elif any_of(WRONG_OPTIONS, err):
-            reason = f"sbatch: {said(err)}; correct sbatch in the cluster config, then resume"
+            self._register(starts, array)
+        elif code == 0 or contains_any(NO_REPLY, err):
+            self._submission_unknown(starts, f"sbatch: {error_message(err) or out.strip()}")
+        elif contains_any(QUEUE_FULL, err):
+            await self._submit_fewer(resources, starts, array, error_message(err))
+        elif contains_any(WRONG_OPTIONS, err):
+            reason = f"sbatch: {error_message(err)}; correct sbatch in the cluster config, then resume"
             await self._refuse_all(starts, array, NotStarted(reason, "useless"))
         else:
-            await self._refuse_all(starts, array, NotStarted(f"sbatch: {said(err)}", needs.kind_of_refusal))
+            await self._refuse_all(
+                starts, array, NotStarted(f"sbatch: {error_message(err)}", resources.kind_of_refusal)
+            )
 
-    async def _refuse_all(self, starts: Sequence[Start], array: str, error: NotStarted) -> None:
-        await asyncio.to_thread(discard, self._array_path(array), [start.element for start in starts])
+    async def _refuse_all(self, starts: Sequence[PendingStart], array: str, error: NotStarted) -> None:
+        await asyncio.to_thread(discard_array, self._array_path(array), [start.element for start in starts])
         for start in starts:
             self._refuse(start, error)
 
     def _array_path(self, array: str) -> str:
         return os.path.join(self.directory, f"array-{array}")
 
-    def _sbatch(self, needs: Needs, array: str, count: int) -> list[str]:
-        relative = os.path.join("logs", "jobs", self.launch.list_id, f"array-{array}", "%a.out")
+    def _sbatch(self, resources: ResourceRequest, array: str, count: int) -> list[str]:
+        relative = os.path.join("logs", "jobs", self.context.list_id, f"array-{array}", "%a.out")
         script = [f"{KIT}/scripts/lib/array_task.sh", KIT, sys.executable, self._array_path(array)]
-        return sbatch_words(
-            self._options, needs, name=f"{self._prefix}{array}", count=count, directory=str(self.launch.cwd),
+        return sbatch_command(
+            self._options, resources, name=f"{self._prefix}{array}", count=count, directory=str(self.context.cwd),
             output=relative, script=script,
         )  # fmt: skip
 
-    def _watch(self, starts: Sequence[Start], array: str) -> None:
+    def _register(self, starts: Sequence[PendingStart], array: str) -> None:
         now = time.monotonic()
         for index, start in enumerate(starts):
             element = start.element
-            element.array, element.index, element.since = array, index, now
+            element.array, element.index, element.changed_at = array, index, now
             self._elements[element.name] = element
             start.answer({"state": "running"})
 
-    def _no_answer(self, starts: Sequence[Start], reason: str) -> None:
-        """Whether they were submitted is not known: look() finds out when SLURM answers again."""
+    def _submission_unknown(self, starts: Sequence[PendingStart], reason: str) -> None:
+        """Treat the connection as lost; after the reconnect, query() finds out whether the attempts were submitted."""
         for start in starts:
             start.fail(Unreachable(reason))
         self._lose(reason)
 
-    async def _not_so_many(self, needs: Needs, starts: list[Start], array: str, reason: str) -> None:
-        """SLURM's limit for a user, or for all, is reached: submit fewer, and the others later."""
-        await asyncio.to_thread(take_back, self._array_path(array), array, [start.element for start in starts])
+    async def _submit_fewer(
+        self, resources: ResourceRequest, starts: list[PendingStart], array: str, reason: str
+    ) -> None:
+        """A limit of SLURM is exceeded: submit half of the attempts; hold a single one for later."""
+        await asyncio.to_thread(release_orders, self._array_path(array), array, [start.element for start in starts])
         if len(starts) > 1:
             half = len(starts) // 2
-            await self._submit(needs, starts[:half])
-            await self._submit(needs, starts[half:])
+            await self._submit(resources, starts[:half])
+            await self._submit(resources, starts[half:])
             return
-        self._held_until = time.monotonic() + FULL
+        self._held_until = time.monotonic() + FULL_QUEUE_DELAY
         self._hold(starts[0], reason)
 
-    def _hold(self, start: Start, reason: str = "") -> None:
-        """It counts as started: it can be cancelled, and a later dispatcher finds its order."""
+    def _hold(self, start: PendingStart, reason: str = "") -> None:
+        """Retry a submission later. The attempt is treated as started: its order is written and can be withdrawn."""
         self._held.append(start)
         self._elements[start.element.name] = start.element
         start.answer({"state": "running"})
-        shown = f"not yet {IN_QUEUE}" + (f": {reason}" if reason else "")
-        if start.element.shown != shown:
-            start.element.shown = shown
-            self._post(Event("waits", SERVER, {"attempt": start.element.name, "reason": shown}))
+        reason = f"not yet {IN_QUEUE}" + (f": {reason}" if reason else "")
+        if start.element.reported_reason != reason:
+            start.element.reported_reason = reason
+            self._post(Event("waits", SERVER, {"attempt": start.element.name, "reason": reason}))
 
-    # ---- watching
+    # ---- monitoring
 
     async def _poll(self) -> None:
-        """Until the connection is lost."""
+        """Monitor elements until the connection is lost."""
         failures, queue_at, progress_at = 0, 0.0, 0.0
         while True:
-            await asyncio.sleep(TICK)
+            await asyncio.sleep(POLL_INTERVAL)
             now = time.monotonic()
             self._submit_held(now)
             try:
-                if now >= queue_at and (self._elements or self._asked_for_queue):
-                    queue_at = now + QUEUE
-                    self._queue, self._asked_for_queue = await self._ask_queue(), False
+                if now >= queue_at and (self._elements or self._queue_requested):
+                    queue_at = now + QUEUE_INTERVAL
+                    self._queue, self._queue_requested = await self._query_queue(), False
                 await self._cancel(now)
                 failures = 0
             except (Unreachable, OSError) as error:
                 failures += 1
-                if failures >= SILENT:
+                if failures >= MAX_QUEUE_FAILURES:
                     self._lose(str(error))
                     return
-            await self._look_at_elements(now, progress=now >= progress_at)
-            progress_at = now + PROGRESS if now >= progress_at else progress_at
+            await self._poll_elements(now, progress=now >= progress_at)
+            progress_at = now + PROGRESS_INTERVAL if now >= progress_at else progress_at
 
     def _submit_held(self, now: float) -> None:
         if self._held and now >= self._held_until and not self._submitting and not self._closing:
-            self._starts += [start for start in self._held if not start.element.cancelled]
+            self._pending += [start for start in self._held if not start.element.cancelled]
             self._held = []
             self._submit_soon()
 
-    async def _look_at_elements(self, now: float, progress: bool) -> None:
+    async def _poll_elements(self, now: float, progress: bool) -> None:
         queue = self._queue
 
-        def look(elements: Sequence[Element]) -> list[tuple[Element, str, Facts]]:
+        def poll(elements: Sequence[Element]) -> list[tuple[Element, str, Facts]]:
             found: list[tuple[Element, str, Facts]] = []
             for each in elements:
-                with contextlib.suppress(OSError):  # the file system is disturbed: the next look
-                    found.extend((each, kind, facts) for kind, facts in each.look(queue, now, progress))
+                with contextlib.suppress(OSError):  # an error of the file system: poll again later
+                    found.extend((each, kind, facts) for kind, facts in each.poll(queue, now, progress))
             return found
 
         async with self._files:
             elements = [each for each in self._elements.values() if each.array]
-            seen = await asyncio.to_thread(look, elements)
-        for element, kind, facts in seen:
+            events = await asyncio.to_thread(poll, elements)
+        for element, kind, facts in events:
             if kind == "held":
-                self._hold(Start(element, needs_of(element)))
+                self._hold(PendingStart(element, resources_of(element)))
                 continue
             if kind == "ended":
                 self._elements.pop(element.name, None)
             self._post(Event(kind, SERVER, {"attempt": element.name, **facts}))
 
     async def _cancel(self, now: float) -> None:
-        """scancel for elements whose order was taken back, and for those whose supervisor does not react."""
+        """Call scancel for elements with a withdrawn order, and for those whose supervisor did not stop in time."""
         due = [
             each for each in self._elements.values() if each.cancel_at <= now and each.entry and not each.entry.ended
         ]
-        jobs = [each.entry.job for each in due if each.entry] + self._unwanted
-        for place in range(0, len(jobs), MOST_WORDS):
-            await self._call(["scancel", *jobs[place : place + MOST_WORDS]])
-        self._unwanted = []
+        jobs = [each.entry.job for each in due if each.entry] + self._to_cancel
+        for index in range(0, len(jobs), MAX_SCANCEL_JOBS):
+            await self._call(["scancel", *jobs[index : index + MAX_SCANCEL_JOBS]])
+        self._to_cancel = []
         for each in due:
-            each.cancel_at = now + CANCEL_AGAIN
+            each.cancel_at = now + CANCEL_INTERVAL
 
     async def stop(self, attempt: str, kill: bool) -> None:
-        """See dispatcher.Server."""
+        """See dispatcher.JobServer."""
         if not self._ready:
             raise Unreachable("not connected")
         element = self._elements.get(attempt)
@@ -570,32 +587,32 @@ class SlurmServer:
             await asyncio.to_thread(element.stop, kill)
         if element.cancelled and not element.array:
             self._elements.pop(attempt, None)
-            self._post(Event("ended", SERVER, {"attempt": attempt, **never_started()}))
+            self._post(Event("ended", SERVER, {"attempt": attempt, **unstarted_end()}))
 
     # ---- results
 
-    async def bring(self, attempt: Attempt, job: Job) -> None:
-        """The files are here already. A cancelled job has ended when SLURM shows it no more, either."""
+    async def fetch_results(self, attempt: Attempt, job: Job) -> None:
+        """Copy nothing: the files are shared. Waits until SLURM has ended a cancelled attempt, too."""
         if attempt.failure != "cancelled":
             return
-        began, element = time.monotonic(), self._element(attempt.name, job.output)
+        began, element = time.monotonic(), self._element_of(attempt.name, job.output)
         if not element.locate():
             return
-        while self._gone and not self._gone.done() and time.monotonic() < began + ASK:
+        while self._lost and not self._lost.done() and time.monotonic() < began + COMMAND_TIMEOUT:
             entry = self._queue.entries.get((element.array, element.index))
             if self._queue.began > began and (entry is None or entry.ended):
                 return
-            self._asked_for_queue = True
-            await asyncio.sleep(TICK / 2)
+            self._queue_requested = True
+            await asyncio.sleep(POLL_INTERVAL / 2)
 
-    async def send(self, output: str) -> None:
-        """Nothing: the files are there already."""
+    async def send_results(self, output: str) -> None:
+        """Do nothing: the compute nodes share the files."""
 
-    async def gpus(self) -> list[Facts]:
-        """SLURM watches over them."""
+    async def query_gpus(self) -> list[Facts]:
+        """Return nothing: SLURM allocates the GPUs."""
         return []
 
     def follow_command(self, attempt: Attempt, once: bool = False) -> list[str]:
-        """See dispatcher.Server."""
+        """See dispatcher.JobServer."""
         stem = os.path.join(self.directory, attempt.name, f"node_{SERVER}")
         return [sys.executable, "-I", "-S", f"{KIT}/{ENTRY}", "follow", f"{stem}.log", "/" if once else f"{stem}.exit"]

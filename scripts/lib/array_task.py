@@ -1,4 +1,4 @@
-"""One element of an array of SLURM; see distributed/jobs/array_task.py. Called with `python -I -S`."""
+"""Entry to distributed/jobs/array_task.py on a compute node. Called with `python -I -S`."""
 
 import os
 import sys

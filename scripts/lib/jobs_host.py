@@ -1,4 +1,4 @@
-"""The server's side of a job list; see distributed/jobs/host.py. Called with `python -I -S`, as supervisor.py is."""
+"""Entry to distributed/jobs/host.py on a server of a job list. Called with `python -I -S`, as supervisor.py is."""
 
 import os
 import sys

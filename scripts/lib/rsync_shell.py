@@ -1,8 +1,8 @@
-"""The remote shell of rsync: ssh, without what a login prints before the command begins.
+"""The remote shell of rsync: ssh, without the output of a login shell before the command starts.
 
 usage: rsync_shell.py SSH_CONFIG HOST NAME COMMAND...
 
-NAME is what rsync calls the host, and is left out: HOST may be an address that rsync would not understand.
+NAME, the host name that rsync passes, is ignored: HOST may be an address that rsync cannot parse.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ BEGIN = b"muster-rsync-begins\n"
 
 
 def main(config: str, host: str, _: str, *command: str) -> int:
-    """Returns the exit code of ssh."""
+    """Run the command over ssh. Returns the exit code of ssh."""
     line = f"echo {BEGIN.decode().strip()}; exec {' '.join(command)}"
     ssh = subprocess.Popen(["ssh", "-F", config, "--", host, line], stdout=subprocess.PIPE)
     assert ssh.stdout
     source = ssh.stdout.fileno()
-    os.set_blocking(1, True)  # rsync does not
+    os.set_blocking(1, True)  # rsync's pipes are non-blocking
     received = b""
     while BEGIN not in received and (block := os.read(source, 1 << 16)):
         received += block

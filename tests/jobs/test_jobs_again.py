@@ -1,6 +1,6 @@
-"""A list that is called again, edited, cancelled or begun beside another one: real dispatchers and jobs, here.
+"""A list that is called again, edited, cancelled, or started beside another one: real dispatchers and local jobs.
 
-What is done stays done, what was corrected runs, no result is written over, and an exit code never says too much.
+Finished jobs stay done, corrected jobs run, no result is overwritten, and exit codes are true.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 
 PROGRAM = Path(__file__).resolve().parents[2] / "scripts/jobs/run_distributed_training.py"
-SECONDS = 60  # after which something counts as hanging
+SECONDS = 60  # timeout
 RUN = ("--backend", "local", "--slots", "2", "--no-tmux", "--script", "job.sh", "--jobs-config", "jobs.json")
-# Notes its start, waits for the file that it is told, and ends as it is told.
+# Records its start; then its arguments wait for a file, write, exit, or run a command.
 SCRIPT = """#!/bin/sh
 trap '' TERM
 echo "start $$" >>starts
@@ -37,14 +37,15 @@ done
 """
 
 
-class Running:
-    """A call that may not have ended."""
+class RunningCall:
+    """A call that may still run."""
 
-    def __init__(self, output: Path, words: Sequence[str], directory: Path) -> None:
+    def __init__(self, output: Path, arguments: Sequence[str], directory: Path) -> None:
         self.output = output
         with output.open("w") as file:
+            command = [sys.executable, *arguments]
             self.process = subprocess.Popen(
-                [sys.executable, *words], cwd=directory, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT
+                command, cwd=directory, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT
             )
 
     @property
@@ -52,17 +53,17 @@ class Running:
         return self.output.read_text()
 
     def interrupt(self) -> int:
-        """Ctrl-C. Returns the exit code."""
+        """Send SIGINT; return the exit code."""
         self.process.send_signal(signal.SIGINT)
         return self.process.wait(SECONDS)
 
 
-class List:
-    """A directory with a list of jobs, and calls in it."""
+class JobList:
+    """A project directory with a job list, and calls in it."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.begun: list[Running] = []
+        self.calls: list[RunningCall] = []
         for name in ("job.sh", "other.sh"):
             (directory / name).write_text(SCRIPT)
             (directory / name).chmod(0o755)
@@ -70,33 +71,30 @@ class List:
     def jobs(self, *jobs: Mapping[str, Any]) -> None:
         (self.directory / "jobs.json").write_text(json.dumps(jobs))
 
-    def begin(self, *words: str) -> Running:
-        running = Running(self.directory / f"printed-{len(self.begun)}", [str(PROGRAM), *words], self.directory)
-        self.begun.append(running)
+    def start_call(self, *arguments: str) -> RunningCall:
+        running = RunningCall(self.directory / f"printed-{len(self.calls)}", [str(PROGRAM), *arguments], self.directory)
+        self.calls.append(running)
         return running
 
-    def call(self, *words: str) -> tuple[int, str]:
-        """(exit code, what was printed)."""
-        running = self.begin(*words)
+    def call(self, *arguments: str) -> tuple[int, str]:
+        """Return (exit code, output)."""
+        running = self.start_call(*arguments)
         return running.process.wait(SECONDS), running.printed
 
-    def results(self, name: str = "results.json") -> dict[str, Any]:
-        found: dict[str, Any] = json.loads((self.directory / name).read_text())
+    def results(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.directory / "results.json").read_text())
         return found
 
     def starts(self) -> int:
         path = self.directory / "starts"
         return len(path.read_text().splitlines()) if path.exists() else 0
 
-    def states(self) -> dict[str, str]:
-        return {job["output"].removeprefix("experiments/"): job["state"] for job in self.results()["jobs"]}
-
 
 @pytest.fixture
-def a_list(tmp_path: Path) -> Iterator[List]:
-    made = List(tmp_path)
+def job_list(tmp_path: Path) -> Iterator[JobList]:
+    made = JobList(tmp_path)
     yield made
-    for running in made.begun:
+    for running in made.calls:
         if running.process.poll() is None:
             running.process.kill()
             running.process.wait()
@@ -109,132 +107,132 @@ def wait_until(condition: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
-def test_a_job_that_was_corrected_runs_and_the_wrong_one_is_not_counted(a_list: List) -> None:
-    a_list.jobs({"prefix": "p", "fold": 0, "exit": 3, "_retries": 0}, {"prefix": "p", "fold": 1})
-    code, printed = a_list.call(*RUN)
+def test_a_corrected_job_runs_and_the_failed_original_is_not_counted(job_list: JobList) -> None:
+    job_list.jobs({"prefix": "p", "fold": 0, "exit": 3, "_retries": 0}, {"prefix": "p", "fold": 1})
+    code, printed = job_list.call(*RUN)
     assert (code, "finished: 1 of 2 done, 1 failed" in printed) == (1, True), printed
-    a_list.jobs({"prefix": "p", "fold": 0, "exit": 0}, {"prefix": "p", "fold": 1})
-    code, printed = a_list.call("resume")
+    job_list.jobs({"prefix": "p", "fold": 0, "exit": 0}, {"prefix": "p", "fold": 1})
+    code, printed = job_list.call("resume")
     assert (code, "finished: 2 of 3 done, 1 cancelled" in printed) == (0, True), printed
-    assert a_list.starts() == 3
-    code, printed = a_list.call("status")
+    assert job_list.starts() == 3
+    code, printed = job_list.call("status")
     assert (code, "no longer in the list" in printed) == (0, True), printed
 
 
-def test_a_job_that_was_taken_out_and_put_back_runs_anew(a_list: List) -> None:
-    a_list.jobs({"n": 1}, {"n": 2, "exit": 3, "_retries": 0})
-    assert a_list.call(*RUN)[0] == 1
-    a_list.jobs({"n": 1})
-    assert a_list.call("resume")[0] == 0
-    a_list.jobs({"n": 1}, {"n": 2, "exit": 3, "_retries": 0})
-    assert a_list.call("resume")[0] == 1
-    assert a_list.starts() == 3, "the second one again, as its second attempt"
-    assert [len(job["attempts"]) for job in a_list.results()["jobs"]] == [1, 2]
+def test_a_job_that_was_removed_and_added_again_runs_again(job_list: JobList) -> None:
+    job_list.jobs({"n": 1}, {"n": 2, "exit": 3, "_retries": 0})
+    assert job_list.call(*RUN)[0] == 1
+    job_list.jobs({"n": 1})
+    assert job_list.call("resume")[0] == 0
+    job_list.jobs({"n": 1}, {"n": 2, "exit": 3, "_retries": 0})
+    assert job_list.call("resume")[0] == 1
+    assert job_list.starts() == 3, "the second job ran again, as attempt 2"
+    assert [len(job["attempts"]) for job in job_list.results()["jobs"]] == [1, 2]
 
 
-def test_results_of_one_script_do_not_come_over_those_of_another(a_list: List) -> None:
-    a_list.jobs({"write": "first", "prefix": "p", "fold": 0})
-    assert a_list.call(*RUN)[0] == 0
+def test_results_of_one_script_do_not_overwrite_those_of_another(job_list: JobList) -> None:
+    job_list.jobs({"write": "first", "prefix": "p", "fold": 0})
+    assert job_list.call(*RUN)[0] == 0
     other = [word.replace("job.sh", "other.sh") for word in RUN]
-    code, printed = a_list.call(*other)
+    code, printed = job_list.call(*other)
     assert code == 2
     assert "experiments/p/fold0 holds the results of job " in printed
     assert " of job.sh; move it away, or give this job another prefix" in printed
-    a_list.jobs({"write": "first", "prefix": "q", "fold": 0})
-    code, printed = a_list.call(*other)
+    job_list.jobs({"write": "first", "prefix": "q", "fold": 0})
+    code, printed = job_list.call(*other)
     assert (code, "was begun with the script job.sh; use another --log-file" in printed) == (2, True), printed
-    assert a_list.starts() == 1
+    assert job_list.starts() == 1
 
 
-def test_what_a_job_wrote_before_a_command_was_not_found_is_kept_with_the_reason(a_list: List) -> None:
-    (a_list.directory / "job.sh").write_text("#!/bin/sh\necho x >$MUSTER_OUTPUT_DIR/x\nno_such_command\n")
-    a_list.jobs({"n": 1, "_retries": 0})
-    code, printed = a_list.call(*RUN)
+def test_the_reason_of_a_job_whose_command_was_not_found_includes_its_output(job_list: JobList) -> None:
+    (job_list.directory / "job.sh").write_text("#!/bin/sh\necho x >$MUSTER_OUTPUT_DIR/x\nno_such_command\n")
+    job_list.jobs({"n": 1, "_retries": 0})
+    code, printed = job_list.call(*RUN)
     assert code == 1
     assert "exit code 127: " in printed
     assert "no_such_command: not found" in printed
 
 
-def test_cancel_all_means_also_what_was_to_be_tried_again(a_list: List) -> None:
-    a_list.jobs({"n": 1, "exit": 3, "_retries": 0}, {"n": 2})
-    assert a_list.call(*RUN)[0] == 1
-    code, printed = a_list.call("retry", "failed")
+def test_cancel_all_also_cancels_pending_retries(job_list: JobList) -> None:
+    job_list.jobs({"n": 1, "exit": 3, "_retries": 0}, {"n": 2})
+    assert job_list.call(*RUN)[0] == 1
+    code, printed = job_list.call("retry", "failed")
     assert (code, printed.startswith("1 job to run again; to start: ")) == (0, True), printed
-    code, printed = a_list.call("cancel", "all")
+    code, printed = job_list.call("cancel", "all")
     assert (code, "1 of 2 done, 1 cancelled" in printed) == (0, True), printed
-    assert a_list.call("resume")[0] == 1
-    assert a_list.starts() == 2
+    assert job_list.call("resume")[0] == 1
+    assert job_list.starts() == 2
 
 
 @pytest.mark.parametrize("beside", [True, False])
-def test_a_cancel_that_was_interrupted_does_not_say_that_all_is_ended(a_list: List, beside: bool) -> None:
-    """beside: a dispatcher works on the list, and the call waits for it."""
-    a_list.jobs({"until": "go"})
-    one = a_list.begin(*RUN, "--grace", "30")
-    wait_until(lambda: a_list.starts() == 1)
+def test_an_interrupted_cancel_does_not_report_success(job_list: JobList, beside: bool) -> None:
+    """beside: another dispatcher runs the list, and the call waits for it."""
+    job_list.jobs({"until": "go"})
+    one = job_list.start_call(*RUN, "--grace", "30")
+    wait_until(lambda: job_list.starts() == 1)
     if not beside:
         assert one.interrupt() == 128 + signal.SIGINT
-    cancel = a_list.begin("cancel", "all")
-    journal = a_list.directory / "results.journal"
+    cancel = job_list.start_call("cancel", "all")
+    journal = job_list.directory / "results.journal"
     wait_until(lambda: any(json.loads(line)["event"] == "asked" for line in journal.read_text().splitlines()))
     assert cancel.interrupt() == 128 + signal.SIGINT
     assert "Traceback" not in cancel.printed
-    (a_list.directory / "go").touch()  # its job has got SIGTERM, and ignores it
-    assert (one.process.wait(SECONDS) if beside else a_list.call("resume")[0]) in (0, 1), "done or cancelled"
+    (job_list.directory / "go").touch()  # the job ignores SIGTERM
+    assert (one.process.wait(SECONDS) if beside else job_list.call("resume")[0]) in (0, 1), "done or cancelled"
 
 
-def test_the_plan_of_a_list_that_has_begun_is_what_is_left(a_list: List) -> None:
-    a_list.jobs({"n": 1})
-    assert a_list.call(*RUN)[0] == 0
-    a_list.jobs({"n": 1}, {"n": 2})
-    code, printed = a_list.call(*RUN, "--plan")
+def test_the_plan_of_a_started_list_contains_the_remaining_jobs(job_list: JobList) -> None:
+    job_list.jobs({"n": 1})
+    assert job_list.call(*RUN)[0] == 0
+    job_list.jobs({"n": 1}, {"n": 2})
+    code, printed = job_list.call(*RUN, "--plan")
     assert code == 0
     assert "1 job on 2 slots of 1 server" in printed
     assert "1 job of the list: already done, failed or cancelled" in printed
-    assert a_list.starts() == 1
+    assert job_list.starts() == 1
 
 
-def test_status_and_why_name_the_servers_that_get_no_jobs_and_why(a_list: List) -> None:
-    a_list.jobs({"n": 1, "until": "go"}, {"n": 2, "_labels": ["x"]}, {"n": 3, "_labels": ["x"], "_priority": 1})
+def test_status_and_why_show_unusable_servers_with_reasons(job_list: JobList) -> None:
+    job_list.jobs({"n": 1, "until": "go"}, {"n": 2, "_labels": ["x"]}, {"n": 3, "_labels": ["x"], "_priority": 1})
     servers = [{"host": "localhost", "port": 1, "labels": ["x"]}, {"host": "localhost", "port": 2}]
-    (a_list.directory / "servers.json").write_text(json.dumps({"servers": servers}))
-    words = ["--cluster-config", "servers.json", "--jobs-config", "jobs.json", "--script", "job.sh", "--no-tmux"]
-    dispatcher = a_list.begin(*words)
-    wait_until(lambda: (a_list.directory / "results.json").exists() and a_list.results()["servers"])
-    wait_until(lambda: all(each["reason"] for each in a_list.results()["servers"].values()))
+    (job_list.directory / "servers.json").write_text(json.dumps({"servers": servers}))
+    arguments = ["--cluster-config", "servers.json", "--jobs-config", "jobs.json", "--script", "job.sh", "--no-tmux"]
+    dispatcher = job_list.start_call(*arguments)
+    wait_until(lambda: (job_list.directory / "results.json").exists() and job_list.results()["servers"])
+    wait_until(lambda: all(each["reason"] for each in job_list.results()["servers"].values()))
     reason = "localhost-1: unreachable: ssh: connect to host localhost port 1: Connection refused"
-    assert reason in a_list.call("status")[1]
-    printed = a_list.call("why", a_list.results()["jobs"][0]["id"])[1]
+    assert reason in job_list.call("status")[1]
+    printed = job_list.call("why", job_list.results()["jobs"][0]["id"])[1]
     assert "waits for a free slot; 1 job of the list before it" in printed, "the third one has a higher priority"
     assert reason in printed
-    printed = a_list.call("why", a_list.results()["jobs"][1]["id"])[1]
+    printed = job_list.call("why", job_list.results()["jobs"][1]["id"])[1]
     assert "needs a server with the labels x" in printed
     assert dispatcher.interrupt() == 128 + signal.SIGINT
 
 
-@pytest.mark.parametrize("words", [("status",), ("--help",)])
-def test_an_output_that_nobody_reads_to_its_end_is_no_fault(a_list: List, words: Sequence[str]) -> None:
-    a_list.jobs(*({"n": number, "exit": 1} for number in range(3)))
-    assert a_list.call(*RUN, "--fail-fast")[0] == 1
+@pytest.mark.parametrize("arguments", [("status",), ("--help",)])
+def test_a_closed_output_pipe_is_not_an_error(job_list: JobList, arguments: Sequence[str]) -> None:
+    job_list.jobs(*({"n": number, "exit": 1} for number in range(3)))
+    assert job_list.call(*RUN, "--fail-fast")[0] == 1
     source, target = os.pipe()
     os.close(source)
     with subprocess.Popen(
-        [sys.executable, PROGRAM, *words], cwd=a_list.directory, stdout=target, stderr=subprocess.PIPE, text=True
+        [sys.executable, PROGRAM, *arguments], cwd=job_list.directory, stdout=target, stderr=subprocess.PIPE, text=True
     ) as process:
         os.close(target)
         assert process.stderr
         assert (process.stderr.read(), process.wait(SECONDS)) == ("", 128 + signal.SIGPIPE)
 
 
-def test_a_printed_command_can_be_pasted_where_the_kit_is_in_a_directory_with_a_blank(tmp_path: Path) -> None:
+def test_a_printed_command_can_be_pasted_if_the_installation_path_contains_a_space(tmp_path: Path) -> None:
     kit = tmp_path / "a kit"
     kit.mkdir()
     for name in ("distributed", "scripts"):
         (kit / name).symlink_to(PROGRAM.parents[2] / name)
     directory = tmp_path / "list"
     directory.mkdir()
-    a_list = List(directory)
-    a_list.jobs({"exit": 1, "_retries": 0})
+    job_list = JobList(directory)
+    job_list.jobs({"exit": 1, "_retries": 0})
     program = kit / PROGRAM.relative_to(PROGRAM.parents[2])
     run = subprocess.run(
         [sys.executable, program, *RUN], cwd=directory, capture_output=True, text=True, timeout=SECONDS

@@ -97,6 +97,6 @@ def test_sockets_are_put_only_where_no_other_user_can_write(directory: Path) -> 
     assert path.parent.stat().st_mode & 0o777 == 0o700
     path.unlink()
     path.parent.chmod(0o777)
-    with pytest.raises(PermissionError, match="others can write to it; remove it"):
+    with pytest.raises(PermissionError, match="writable by other users; remove it"):
         servers.write_ssh_config(path, config.Server(host="a"))
     assert not list(path.parent.iterdir())

@@ -24,9 +24,9 @@ from unittest import mock
 import pytest
 
 from distributed.jobs import console
-from distributed.jobs.dispatcher import Link, Server
-from distributed.jobs.placement import Room, Slot
-from distributed.jobs.state import State
+from distributed.jobs.dispatcher import JobServer, ServerLink
+from distributed.jobs.placement import Slot, SlotPool
+from distributed.jobs.state import ListState
 
 PROGRAM = Path(__file__).resolve().parents[2] / "scripts/jobs/run_distributed_training.py"
 SECONDS = 60  # after which something counts as hanging
@@ -41,15 +41,15 @@ class Place:
     """What the table asks of a server."""
 
     name: str
-    room: Room
+    pool: SlotPool
 
 
-def link(name: str, gpus: int, state: str = "ready", reason: str = "") -> Link:
+def link(name: str, gpus: int, state: str = "ready", reason: str = "") -> ServerLink:
     slots = tuple(Slot(index, index) for index in range(gpus))
-    return Link(cast(Server, Place(name, Room(name, slots))), state, reason)
+    return ServerLink(cast(JobServer, Place(name, SlotPool(name, slots))), state, reason)
 
 
-def running(*places: tuple[str, int], waiting: int = 0) -> State:
+def running(*places: tuple[str, int], waiting: int = 0) -> ListState:
     """A job at each of these places."""
     jobs = [f"{number:010x}" for number in range(len(places) + waiting)]
     records: list[dict[str, Any]] = [
@@ -62,14 +62,14 @@ def running(*places: tuple[str, int], waiting: int = 0) -> State:
         about = {"server": server, "slots": [gpu], "gpus": [gpu]}
         records.append({"event": "start", "time": NOW - 90, "attempt": f"{job}.1", **about})
         records.append({"event": "running", "time": NOW, "attempt": f"{job}.1", "process": {"pid": 1}})
-    state = State.of(records)
+    state = ListState.of(records)
     for number, known in enumerate(state.jobs.values()):
         if known.state == "running":
             known.metrics = {"step": 30 + number, "steps": 1200, "loss": 2.5, "held_out_loss": 2.25}
     return state
 
 
-def shown(state: State, *links: Link, width: int = 100, height: int = 30) -> list[str]:
+def shown(state: ListState, *links: ServerLink, width: int = 100, height: int = 30) -> list[str]:
     with mock.patch.object(time, "time", return_value=NOW):
         table = console.overview(state, {each.server.name: each for each in links}, width, height)
     lines = [line.plain for line in table]
@@ -80,7 +80,7 @@ def shown(state: State, *links: Link, width: int = 100, height: int = 30) -> lis
 
 def test_a_slot_has_its_job_its_progress_and_the_time_left() -> None:
     gpu1 = link("gpu1", 3)
-    gpu1.server.room.blocked = frozenset({2})
+    gpu1.server.pool.blocked = frozenset({2})
     heading, slot, idle, used, totals = shown(running(("gpu1", 0), waiting=2), gpu1)[1:]
     assert heading.split() == ["slot", "job", "step", "loss", "held-out", "time", "left"]
     assert slot.split() == ["gpu1:0", "medium/fold0_special-methods", "30/1,200", "2.500", "2.250", "1:30", "58:30"]

@@ -21,15 +21,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dispatchers import Call, Dispatchers, dispatchers
+from dispatchers import DispatcherCall, Dispatchers, dispatchers
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from distributed.fold import DEFAULT_PARTICIPANTS
 from distributed.jobs import config
-from distributed.jobs.dispatcher import Event, Order
+from distributed.jobs.dispatcher import Event, StartRequest
 from distributed.jobs.job import LONGEST, Job, JobError, Options, arguments, document, job_id, job_of
-from distributed.jobs.servers import Launch, LocalServer, for_any_shell
+from distributed.jobs.servers import ListContext, LocalServer, for_any_shell
 
 KIT = Path(__file__).resolve().parents[2]
 PROGRAM = KIT / "scripts/jobs/run_distributed_training.py"
@@ -226,7 +226,7 @@ def forked() -> Iterator[Dispatchers]:
 def test_an_argument_is_not_changed_on_the_way(forked: Dispatchers, jobs: list[dict[str, Any]]) -> None:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name).resolve()
-        call = Call(directory, tuple(prepared(directory, jobs)))
+        call = DispatcherCall(directory, tuple(prepared(directory, jobs)))
         assert forked.run(call) == 0, call.printed
         for said in jobs:
             check_arrived(directory, said)
@@ -235,7 +235,7 @@ def test_an_argument_is_not_changed_on_the_way(forked: Dispatchers, jobs: list[d
 def test_every_hostile_value_and_the_longest_one_arrive(forked: Dispatchers, tmp_path: Path) -> None:
     jobs: list[dict[str, Any]] = [{"all": [word for word in HOSTILE if len(word) < 1000]}, {"a": longest("a")}]
     jobs += [{"long": word} for word in HOSTILE if len(word) > 1000] + [{"id": "mine", "flag": True, "none": None}]
-    call = Call(tmp_path, tuple(prepared(tmp_path, jobs)))
+    call = DispatcherCall(tmp_path, tuple(prepared(tmp_path, jobs)))
     assert forked.run(call) == 0, call.printed
     for said in jobs:
         check_arrived(tmp_path, said)
@@ -249,16 +249,16 @@ def test_an_argument_is_not_changed_by_a_server_with_setup_lines(tmp_path: Path)
 
     async def run() -> None:
         prepared(tmp_path, jobs)
-        launch = Launch("abc", tmp_path, "words.py", grace=5.0, panes=False)
+        context = ListContext("abc", tmp_path, "words.py", grace=5.0, panes=False)
         setup = ["export SETUP='of the server' OMP_NUM_THREADS=37 SECRET=no", "unset NOTHING", "none", "cd /"]
-        server = LocalServer("local", config.Server(host="localhost", gpus=0, setup=setup), launch)
+        server = LocalServer("local", config.Server(host="localhost", gpus=0, setup=setup), context)
         ended: asyncio.Queue[Event] = asyncio.Queue()
         await server.connect(lambda event: ended.put_nowait(event) if event.kind == "ended" else None)
         try:
             for said in jobs:
                 job = made(said, env={"SECRET": secret})
-                assert (await server.look({f"{job.id}.1": job.output}))[f"{job.id}.1"] == {"state": "absent"}
-                order = Order(f"{job.id}.1", job, [0], [], arguments(job, "cpu"), "title")
+                assert (await server.query({f"{job.id}.1": job.output}))[f"{job.id}.1"] == {"state": "absent"}
+                order = StartRequest(f"{job.id}.1", job, [0], [], arguments(job, "cpu"), "title")
                 await server.start(order)
             for _ in jobs:
                 event = await asyncio.wait_for(ended.get(), SECONDS)

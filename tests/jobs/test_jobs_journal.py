@@ -1,7 +1,7 @@
-"""The journal of a job list: whatever is killed, full or written by two at once, it can be read, and it is complete.
+"""The journal of a job list survives kills, full disks and concurrent writers.
 
-Guarded here: a record that was committed is read again, one that was not is not, each request is found once, and what a
-journal tells when it is read is what its dispatcher knew.
+A committed record is read again, an uncommitted one is not, each request is read once, and the state read from a
+journal equals that of its dispatcher.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from distributed.jobs import journal
 from distributed.jobs.job import Options, job_of
 from distributed.jobs.journal import Journal, JournalError, Record
-from distributed.jobs.state import State, chosen, listed
+from distributed.jobs.state import ListState, job_records, select_jobs
 
 KIT = Path(__file__).resolve().parents[2]
 
@@ -46,10 +46,10 @@ def pending(book: Journal) -> bool:
     return book.pending
 
 
-# ---------------------------------------------------------------- what is committed is there
+# ---------------------------------------------------------------- committed records
 
 
-def test_what_was_committed_is_read_again_and_what_was_not_is_not(path: Path) -> None:
+def test_only_committed_records_are_read(path: Path) -> None:
     with Journal.open(path) as book:
         add(book, 1, 2)
         book.commit()
@@ -66,7 +66,7 @@ def test_what_was_committed_is_read_again_and_what_was_not_is_not(path: Path) ->
 TEXT = ["", "a\nb\r\n\u2028\x18\0", "é日本", '"\\', "\ud83d\ude00".encode("utf-16", "surrogatepass").decode("utf-16")]
 
 
-def test_a_record_holds_whatever_text_there_is(path: Path) -> None:
+def test_a_record_may_contain_any_text(path: Path) -> None:
     with Journal.open(path) as book:
         book.add("x", n=0, text=TEXT)
         book.commit()
@@ -75,9 +75,9 @@ def test_a_record_holds_whatever_text_there_is(path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [1, 5, -2, -1])
-def test_a_last_line_that_was_cut_off_is_left_out_and_those_after_it_are_not(path: Path, cut: int) -> None:
-    whole = journal.line({"event": "x", "n": 1})
-    path.write_bytes(whole + journal.line({"event": "x", "n": 2})[:cut])
+def test_a_truncated_line_is_ignored_and_later_lines_are_read(path: Path, cut: int) -> None:
+    whole = journal.encode({"event": "x", "n": 1})
+    path.write_bytes(whole + journal.encode({"event": "x", "n": 2})[:cut])
     for number in (3, 4):
         with Journal.open(path) as book:
             add(book, number)
@@ -85,27 +85,27 @@ def test_a_last_line_that_was_cut_off_is_left_out_and_those_after_it_are_not(pat
     assert numbers(journal.read(path)[0]) == [1, 3, 4]
 
 
-def test_a_request_after_a_line_that_was_cut_off_is_found(path: Path) -> None:
-    path.write_bytes(journal.line({"event": "x", "n": 1}) + b'{"event":"x","n":2')
+def test_a_request_after_a_truncated_line_is_read(path: Path) -> None:
+    path.write_bytes(journal.encode({"event": "x", "n": 1}) + b'{"event":"x","n":2')
     journal.request(path, "cancel", ["a"])
     with Journal.open(path) as book:
         assert [record["event"] for record in book.records] == ["x", "cancel"]
-        assert book.requests() == []  # it is among the records
+        assert book.requests() == []  # it is one of the records
 
 
 DAMAGED = [b'{"event": "x", "n"', b"null", b"[]", b'{"n": 1}', b'{"event": 1}', b"", b"[" * 99_999]
 
 
 @pytest.mark.parametrize("line", DAMAGED)
-def test_a_damaged_line_is_refused_with_its_number(path: Path, line: bytes) -> None:
+def test_a_damaged_line_is_reported_with_its_number(path: Path, line: bytes) -> None:
     path.write_bytes(b'{"event":"x","n":1}\n' + line + b'\n{"event":"x","n":2}\n')
     with pytest.raises(JournalError, match=r"results\.journal, line 2: damaged; .* Restore the file, or use another"):
         Journal.open(path)
 
 
-def test_the_journal_of_a_refused_call_can_be_opened_again(path: Path) -> None:
+def test_a_damaged_journal_is_not_left_locked(path: Path) -> None:
     path.write_bytes(b"damaged\n")
-    for _ in range(2):  # the lock is not held by the one that failed
+    for _ in range(2):  # the failed call has released the lock
         with pytest.raises(JournalError, match="line 1: damaged"):
             Journal.open(path)
 
@@ -113,8 +113,8 @@ def test_the_journal_of_a_refused_call_can_be_opened_again(path: Path) -> None:
 # ---------------------------------------------------------------- a full disk
 
 
-class Disk:
-    """os.write and os.fdatasync as on a disk that has so many bytes left."""
+class LimitedDisk:
+    """os.write and os.fdatasync as on a disk with `left` free bytes."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.left = 1 << 40
@@ -137,13 +137,13 @@ class Disk:
 
 
 @pytest.fixture
-def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
-    return Disk(monkeypatch)
+def disk(monkeypatch: pytest.MonkeyPatch) -> LimitedDisk:
+    return LimitedDisk(monkeypatch)
 
 
 @pytest.mark.parametrize("left", [0, 1, 50, 100, 150])
-def test_a_disk_that_gets_full_in_the_middle_of_a_commit_loses_and_doubles_nothing(
-    path: Path, disk: Disk, left: int
+def test_a_full_disk_during_a_commit_neither_loses_nor_repeats_records(
+    path: Path, disk: LimitedDisk, left: int
 ) -> None:
     with Journal.open(path) as book:
         add(book, 1)
@@ -153,7 +153,7 @@ def test_a_disk_that_gets_full_in_the_middle_of_a_commit_loses_and_doubles_nothi
         with pytest.raises(OSError, match="No space left"):
             book.commit()
         assert pending(book)
-        for left in (1, 2, 30):  # a little is free now and then
+        for left in (1, 2, 30):  # each time a little space is free
             disk.left = left
             with pytest.raises(OSError, match="No space left"):
                 book.commit()
@@ -166,14 +166,14 @@ def test_a_disk_that_gets_full_in_the_middle_of_a_commit_loses_and_doubles_nothi
     assert numbers(journal.read(path)[0]) == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_commit_that_is_not_synced_is_synced_by_the_next_one(path: Path, disk: Disk) -> None:
+def test_a_failed_sync_is_repeated_by_the_next_commit(path: Path, disk: LimitedDisk) -> None:
     with Journal.open(path) as book:
         add(book, 1)
         disk.syncs = False
         for _ in range(2):
             with pytest.raises(OSError, match="Input/output error"):
                 book.commit()
-            assert pending(book)  # what it announces must not be done yet
+            assert pending(book)  # the decision must not be executed yet
         disk.syncs = True
         book.commit()
         assert not pending(book)
@@ -181,7 +181,7 @@ def test_a_commit_that_is_not_synced_is_synced_by_the_next_one(path: Path, disk:
 
 
 @pytest.mark.parametrize("left", [0, 1, 20])
-def test_a_request_that_finds_no_space_is_refused_and_does_no_harm(path: Path, disk: Disk, left: int) -> None:
+def test_a_request_on_a_full_disk_fails_without_damage(path: Path, disk: LimitedDisk, left: int) -> None:
     with Journal.open(path) as book:
         add(book, 1)
         book.commit()
@@ -197,7 +197,7 @@ def test_a_request_that_finds_no_space_is_refused_and_does_no_harm(path: Path, d
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk")
-def test_on_a_real_disk_that_is_full_nothing_is_lost(tmp_path: Path) -> None:
+def test_no_record_is_lost_on_a_real_full_disk(tmp_path: Path) -> None:
     mount = tmp_path / "disk"
     mount.mkdir()
     made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", mount], capture_output=True, check=False)
@@ -223,17 +223,17 @@ def test_on_a_real_disk_that_is_full_nothing_is_lost(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- several processes
 
 
-def test_only_one_dispatcher_has_the_journal(path: Path) -> None:
+def test_only_one_dispatcher_can_open_the_journal(path: Path) -> None:
     assert not journal.dispatcher_runs(path)
     with Journal.open(path):
         assert journal.dispatcher_runs(path)
-        with pytest.raises(JournalError, match="a dispatcher is working on this list already; see it by `status`"):
+        with pytest.raises(JournalError, match="a dispatcher already runs this list; check it with `status`"):
             Journal.open(path)
     assert not journal.dispatcher_runs(path)
     Journal.open(path).close()
 
 
-def test_to_ask_whether_a_dispatcher_runs_keeps_none_from_beginning(path: Path) -> None:
+def test_checking_for_a_dispatcher_does_not_block_another_one(path: Path) -> None:
     path.touch()
     ended = threading.Event()
 
@@ -260,11 +260,11 @@ for number in range(int(sys.argv[2])):
 """
 
 
-def test_requests_of_other_processes_between_and_during_commits_are_found_once(path: Path) -> None:
+def test_concurrent_requests_are_each_read_once(path: Path) -> None:
     many = 150
     with Journal.open(path) as book:
-        words = [sys.executable, "-c", ASK, str(path), str(many)]
-        others = [subprocess.Popen([*words, name], cwd=KIT) for name in ("a", "b")]
+        command = [sys.executable, "-c", ASK, str(path), str(many)]
+        others = [subprocess.Popen([*command, name], cwd=KIT) for name in ("a", "b")]
         found: list[str] = []
         written = 0
         while any(other.poll() is None for other in others) or written < 50:
@@ -281,18 +281,16 @@ def test_requests_of_other_processes_between_and_during_commits_are_found_once(p
     assert sorted(job for record in records if record["event"] == "cancel" for job in record["jobs"]) == wanted
 
 
-def test_requests_are_found_in_a_commit_that_they_precede_or_follow(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whenever it is written: before the dispatcher looks, between its look and its write, and after that."""
+def test_requests_written_before_or_after_a_commit_are_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests are written just before the write or the sync of a commit."""
     write, sync = os.write, os.fdatasync
 
     def patched(name: str, call: Any) -> Any:
-        def patch(*words: Any) -> Any:
+        def patch(*arguments: Any) -> Any:
             if moment == name and not asked:
                 asked.append(name)
                 journal.request(path, "cancel", [name])
-            return call(*words)
+            return call(*arguments)
 
         return patch
 
@@ -308,7 +306,7 @@ def test_requests_are_found_in_a_commit_that_they_precede_or_follow(
     assert numbers(journal.read(path)[0]) == [0, 1, 2, 3]
 
 
-# ---------------------------------------------------------------- read again, it is what it was
+# ---------------------------------------------------------------- the state read from a journal
 
 JOBS = [job_of({"n": number}, Options(retries=number % 3, labels=("x",) * (number % 2))) for number in range(4)]
 COMMANDS = st.lists(
@@ -323,10 +321,10 @@ COMMANDS = st.lists(
 )  # fmt: skip
 
 
-def possible(state: State, which: int, number: int, failure: str) -> dict[str, dict[str, Any]]:
-    """What a dispatcher could write down now: event -> facts."""
+def possible(state: ListState, which: int, number: int, failure: str) -> dict[str, dict[str, Any]]:
+    """The records that a dispatcher could write in this state: event -> facts."""
     found: dict[str, dict[str, Any]] = {
-        "list": {"list": "abc", "jobs": listed(JOBS[which:])},
+        "list": {"list": "abc", "jobs": job_records(JOBS[which:])},
         "pause": {"reason": f"because of {number}"},
         "unknown": {"of": "a newer version"},
         "cancel": {"jobs": [JOBS[which].id]},
@@ -334,7 +332,7 @@ def possible(state: State, which: int, number: int, failure: str) -> dict[str, d
     job = state.jobs.get(JOBS[which].id)
     if not job:
         return found
-    jobs = chosen(state, "cancel", [job.job.id])
+    jobs = select_jobs(state, "cancel", [job.job.id])
     found["asked"] = {"request": f"r{number}", "what": "cancel" if number % 2 else "retry", "jobs": jobs}
     verdict = ["done", "failed", "waiting", "cancelled"][number % 4]
     if job.state == "ending" or (job.state == "waiting" and verdict == "cancelled"):
@@ -353,7 +351,7 @@ def possible(state: State, which: int, number: int, failure: str) -> dict[str, d
     return found
 
 
-def facts_of(state: State) -> dict[str, Any]:
+def facts_of(state: ListState) -> dict[str, Any]:
     known = dict(vars(state)) | {"jobs": {name: dataclasses.asdict(each) for name, each in state.jobs.items()}}
     return known | {"open": {name: dataclasses.asdict(each) for name, each in state.open.items()}}
 
@@ -364,31 +362,33 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @given(COMMANDS)
-def test_a_journal_that_is_read_again_gives_the_state_that_its_dispatcher_had(
+def test_the_state_read_from_a_journal_equals_that_of_its_dispatcher(
     directory: Path, commands: list[tuple[str, int, int, str]]
 ) -> None:
     path = directory / "results.journal"
     path.unlink(missing_ok=True)
     with Journal.open(path) as book:
-        live = State()
-        live.apply(book.add("list", list="abc", jobs=listed(JOBS)))
+        live = ListState()
+        live.apply(book.add("list", list="abc", jobs=job_records(JOBS)))
         for what, which, number, failure in commands:
             if facts := possible(live, which, number, failure).get(what):
                 live.apply(book.add(what, **facts))
         book.commit()
-    again = State.of(journal.read(path)[0])
-    assert facts_of(again) == facts_of(live)
+    restored = ListState.of(journal.read(path)[0])
+    assert facts_of(restored) == facts_of(live)
     counted = {state: [each.state for each in live.jobs.values()].count(state) for state in live.counts}
     assert counted == live.counts
     assert sorted(live.open) == sorted(a.name for each in live.jobs.values() for a in each.attempts if a.open)
-    assert again.open.keys() <= {a.name for each in again.jobs.values() for a in each.attempts}
-    assert all(again.open[name] is again.attempt(name) for name in again.open)  # one object, not two that are equal
+    assert restored.open.keys() <= {a.name for each in restored.jobs.values() for a in each.attempts}
+    assert all(
+        restored.open[name] is restored.attempt(name) for name in restored.open
+    )  # one object, not two that are equal
 
 
 def test_a_journal_of_a_newer_version_can_be_read(path: Path) -> None:
     lines = [
-        {"event": "list", "time": 1.0, "list": "abc", "jobs": listed(JOBS), "more": 1},
+        {"event": "list", "time": 1.0, "list": "abc", "jobs": job_records(JOBS), "more": 1},
         {"event": "moved", "time": 2.0, "attempt": "x.1"},
     ]
     path.write_text("".join(json.dumps(each) + "\n" for each in lines))
-    assert list(State.of(journal.read(path)[0]).jobs) == [job.id for job in JOBS]
+    assert list(ListState.of(journal.read(path)[0]).jobs) == [job.id for job in JOBS]

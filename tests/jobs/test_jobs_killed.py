@@ -1,7 +1,7 @@
-"""A dispatcher that is killed at any moment, then `resume`: the same results, and no job has run twice.
+"""A dispatcher that is killed at any moment, then `resume`: the results are the same, and no job runs twice.
 
 Real dispatchers with --backend local, real jobs. For each record of the journal, the dispatcher is killed with SIGKILL
-right before it is written, in the middle of it, and right after it was.
+before, during and after the commit.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dispatchers import MOMENTS, Call, Dispatchers, dispatchers
+from dispatchers import MOMENTS, DispatcherCall, Dispatchers, dispatchers
 
 from distributed.jobs import journal
 
-AT_ONCE = 13  # lists that run at the same time; they sleep most of it
-# Notes its start, works, and fails the first time where it is told so. Nothing is noted by one that is not started.
+AT_ONCE = 13  # concurrent lists, which mostly sleep
+# Records its start; waits for the file "go" if patient; fails the first time if flaky.
 SCRIPT = """#!/bin/sh
 echo "start $*" >>"$MUSTER_OUTPUT_DIR/starts"
 if [ "$2" = patient ]; then until [ -e go ]; do sleep 0.05; done; fi
@@ -49,7 +49,7 @@ def prepared(directory: Path, jobs: Sequence[Mapping[str, Any]] = JOBS) -> Path:
 
 
 def outcome(directory: Path) -> dict[str, Any]:
-    """What must be the same: all but times, and which number, slot and process an attempt had."""
+    """The results without times, and without numbers, slots and processes of attempts."""
     found = json.loads((directory / "results.json").read_text())
     kept = ("failure", "exit_code", "signal", "last_lines", "server")
     for job in found["jobs"]:
@@ -59,11 +59,11 @@ def outcome(directory: Path) -> dict[str, Any]:
     return {"jobs": found["jobs"], "totals": totals, "state": found["state"], "reason": found["reason"]}
 
 
-def test_a_list_whose_dispatcher_is_killed_at_any_record_ends_as_if_it_had_not_been(
+def test_a_list_whose_dispatcher_is_killed_at_any_record_has_the_same_results(
     tmp_path: Path, forked: Dispatchers
 ) -> None:
     undisturbed = prepared(tmp_path / "undisturbed")
-    assert forked.run(Call(undisturbed, RUN)) == 0
+    assert forked.run(DispatcherCall(undisturbed, RUN)) == 0
     wanted = outcome(undisturbed)
     assert [len(job["starts"]) for job in wanted["jobs"]] == [1, 2]
     assert [job["state"] for job in wanted["jobs"]] == ["done", "done"]
@@ -72,21 +72,23 @@ def test_a_list_whose_dispatcher_is_killed_at_any_record_ends_as_if_it_had_not_b
     kills = [(moment, number) for number in range(1, records + 1) for moment in MOMENTS]
     for first in range(0, len(kills), AT_ONCE):
         killed = {kill: prepared(tmp_path / f"{kill[0]}-{kill[1]}") for kill in kills[first : first + AT_ONCE]}
-        chains = [[Call(path, RUN, kill), Call(path, again(kill))] for kill, path in killed.items()]
+        chains = [
+            [DispatcherCall(path, RUN, kill), DispatcherCall(path, next_call(kill))] for kill, path in killed.items()
+        ]
         for kill, codes, (call, _) in zip(killed, forked.run_all(chains), chains, strict=True):
             assert (kill, codes, call.printed) == (kill, [-9, 0], call.printed)
             assert (kill, outcome(call.directory)) == (kill, wanted)
 
 
-def again(kill: tuple[str, int]) -> tuple[str, ...]:
-    """How one goes on: where the list was not written down, by the same call."""
+def next_call(kill: tuple[str, int]) -> tuple[str, ...]:
+    """The arguments that continue a killed list: the same call if the list was not recorded."""
     return RUN if kill in [("before", 1), ("during", 1)] else ("resume",)
 
 
-def test_a_job_that_runs_when_its_dispatcher_is_killed_is_found_again(tmp_path: Path, forked: Dispatchers) -> None:
-    call = Call(prepared(tmp_path / "list", [{"kind": "patient"}]), RUN, ("after", 3))  # list, start, running
+def test_a_running_job_is_found_after_its_dispatcher_was_killed(tmp_path: Path, forked: Dispatchers) -> None:
+    call = DispatcherCall(prepared(tmp_path / "list", [{"kind": "patient"}]), RUN, ("after", 3))  # list, start, running
     with ThreadPoolExecutor(1) as pool:
-        codes = pool.submit(forked.run_all, [[call, Call(call.directory, ("resume",))]])
+        codes = pool.submit(forked.run_all, [[call, DispatcherCall(call.directory, ("resume",))]])
         while " still runs\n" not in call.printed and not codes.done():
             time.sleep(0.02)
         (call.directory / "go").touch()
@@ -96,18 +98,20 @@ def test_a_job_that_runs_when_its_dispatcher_is_killed_is_found_again(tmp_path: 
 
 
 @pytest.mark.parametrize("moment", ["before", "during"])
-def test_a_list_that_was_not_begun_cannot_be_resumed(tmp_path: Path, forked: Dispatchers, moment: str) -> None:
-    call = Call(prepared(tmp_path / "list"), RUN, (moment, 1))
+def test_a_list_whose_dispatcher_was_killed_before_its_first_record_cannot_be_resumed(
+    tmp_path: Path, forked: Dispatchers, moment: str
+) -> None:
+    call = DispatcherCall(prepared(tmp_path / "list"), RUN, (moment, 1))
     assert forked.run(call) == -9
-    for words in (("resume",), ("status",), ("cancel", "all"), ("retry", "failed"), ("why", "x"), ("logs", "x")):
-        assert forked.run(Call(call.directory, words)) == 2
+    for command in (("resume",), ("status",), ("cancel", "all"), ("retry", "failed"), ("why", "x"), ("logs", "x")):
+        assert forked.run(DispatcherCall(call.directory, command)) == 2
     assert call.printed.count("results.journal: there is no list of jobs in it; give the call that was to begin") == 6
 
 
-def test_a_dispatcher_that_is_killed_again_and_again_gets_there(tmp_path: Path, forked: Dispatchers) -> None:
+def test_a_list_finishes_after_repeated_kills_of_its_dispatcher(tmp_path: Path, forked: Dispatchers) -> None:
     directory = prepared(tmp_path / "list")
     kills = 0
-    while (code := forked.run(Call(directory, ("resume",) if kills else RUN, ("before", 2 + kills)))) == -9:
+    while (code := forked.run(DispatcherCall(directory, ("resume",) if kills else RUN, ("before", 2 + kills)))) == -9:
         kills += 1
     assert code == 0
     assert [len(job["starts"]) for job in outcome(directory)["jobs"]] == [1, 2]

@@ -1,4 +1,4 @@
-"""The tmux session of a server: who goes from pane to pane meets the slots in their order."""
+"""The tmux session of a server: its panes are in slot order."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from distributed.jobs import panes
 
 
 @pytest.mark.parametrize("slots", [2, 3, 8, 16])
-def test_panes_stand_in_the_order_of_their_slots_row_by_row(
-    slots: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_panes_are_in_slot_order_row_by_row(slots: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMUX_TMPDIR", str(tmp_path))
     name, note = panes.ensure(str(tmp_path / "gpu1"), [f"gpu1:{slot}" for slot in range(slots)])
     try:
@@ -21,6 +19,6 @@ def test_panes_stand_in_the_order_of_their_slots_row_by_row(
         found = [line.replace('"', "").split() for line in lines.splitlines()]
     finally:
         panes.tmux("kill-server")
-    by_place = sorted(found, key=lambda words: (int(words[0]), int(words[1])))
-    assert [int(words[-1]) for words in by_place] == list(range(slots))
-    assert found == by_place, "Ctrl-b o goes the same way"
+    by_position = sorted(found, key=lambda pane: (int(pane[0]), int(pane[1])))
+    assert [int(pane[-1]) for pane in by_position] == list(range(slots))
+    assert found == by_position, "the order of Ctrl-b o"

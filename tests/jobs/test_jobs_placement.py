@@ -1,7 +1,6 @@
-"""Which job goes where next: in what order, and that none of them waits for ever.
+"""Which job starts next, and where: priority, expected time, and list order; no job starves; no slot is used twice.
 
-Guarded here: the order of priority, expected time and place in the list; a job of several GPUs is not overtaken for
-ever; a slot is given once; and the end of a planned list is as near to the optimum as Graham has proved.
+The length of a planned list is compared with the optimum, by Graham's bound.
 """
 
 from __future__ import annotations
@@ -13,20 +12,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distributed.jobs.job import Job, Options
-from distributed.jobs.placement import Queue, Room, Slot, plan
+from distributed.jobs.placement import JobQueue, Slot, SlotPool, plan
 
 
-def room(name: str, gpus: int = 0, slots: int = 1, labels: Iterable[str] = (), taken: Iterable[int] = ()) -> Room:
-    """Of so many GPUs with so many slots each, or of so many slots without GPUs."""
-    places: list[int | None] = [gpu for gpu in range(gpus) for _ in range(slots)]
-    places = places or [None] * slots
-    made = Room(name, tuple(Slot(index, gpu) for index, gpu in enumerate(places)), frozenset(labels))
+def pool(name: str, gpus: int = 0, slots: int = 1, labels: Iterable[str] = (), taken: Iterable[int] = ()) -> SlotPool:
+    """A pool of GPUs with this number of slots each, or without GPUs of this number of slots."""
+    devices: list[int | None] = [gpu for gpu in range(gpus) for _ in range(slots)]
+    devices = devices or [None] * slots
+    made = SlotPool(name, tuple(Slot(index, gpu) for index, gpu in enumerate(devices)), frozenset(labels))
     made.open = True
     made.free -= set(taken)
     return made
 
 
-def rooms(*made: Room) -> dict[str, Room]:
+def pools(*made: SlotPool) -> dict[str, SlotPool]:
     return {each.name: each for each in made}
 
 
@@ -34,9 +33,9 @@ def job(name: str, gpus: int = 1, priority: int = 0, labels: Iterable[str] = ())
     return Job(name, {}, Options(gpus=gpus, priority=priority, labels=tuple(labels)), f"experiments/{name}")
 
 
-def queue(*jobs: tuple[Job, float] | Job, avoid: Iterable[str] = ()) -> Queue:
-    """With the seconds that are expected of each."""
-    made = Queue()
+def queue(*jobs: tuple[Job, float] | Job, avoid: Iterable[str] = ()) -> JobQueue:
+    """A queue of jobs, or of pairs of a job and its expected seconds."""
+    made = JobQueue()
     for number, each in enumerate(jobs):
         one, seconds = each if isinstance(each, tuple) else (each, 1.0)
         made.put(one, number, seconds, avoid)
@@ -47,115 +46,115 @@ def names(placed: list[tuple[str, str, list[Slot]]]) -> list[str]:
     return [f"{name}@{server}:{','.join(str(slot.index) for slot in slots)}" for name, server, slots in placed]
 
 
-# ---------------------------------------------------------------- the order
+# ---------------------------------------------------------------- which job
 
 
-def test_the_longest_goes_first_and_of_equals_the_first_of_the_list() -> None:
+def test_the_longest_job_starts_first_then_list_order() -> None:
     waiting = queue((job("a"), 1), (job("b"), 3), (job("c"), 2), (job("d"), 3))
-    assert [name for name, _, _ in waiting.place(rooms(room("s", slots=4)))] == ["b", "d", "c", "a"]
+    assert [name for name, _, _ in waiting.place(pools(pool("s", slots=4)))] == ["b", "d", "c", "a"]
 
 
-def test_priority_goes_before_the_expected_time() -> None:
+def test_priority_precedes_expected_time() -> None:
     waiting = queue((job("a"), 9), (job("b", priority=1), 1), (job("c", priority=-1), 99))
-    assert [name for name, _, _ in waiting.place(rooms(room("s", slots=4)))] == ["b", "a", "c"]
+    assert [name for name, _, _ in waiting.place(pools(pool("s", slots=4)))] == ["b", "a", "c"]
 
 
-def test_jobs_are_spread_over_servers_by_what_is_free_there() -> None:
-    placed = queue(*map(job, "abcde")).place(rooms(room("big", slots=4), room("small", slots=2)))
+def test_jobs_are_distributed_by_free_share() -> None:
+    placed = queue(*map(job, "abcde")).place(pools(pool("big", slots=4), pool("small", slots=2)))
     assert names(placed) == ["a@big:0", "b@small:0", "c@big:1", "d@big:2", "e@small:1"]
 
 
-def test_what_does_not_fit_waits_and_what_comes_after_it_does_not() -> None:
+def test_a_job_that_does_not_fit_does_not_block_later_jobs() -> None:
     waiting = queue((job("a", labels=["x"]), 9), job("b"))
-    assert names(waiting.place(rooms(room("s")))) == ["b@s:0"]
+    assert names(waiting.place(pools(pool("s")))) == ["b@s:0"]
     assert "a" in waiting and len(waiting) == 1
 
 
-def test_a_job_that_does_not_wait_any_more_is_not_placed_and_can_be_put_back() -> None:
+def test_a_removed_job_is_not_placed_and_can_be_added_again() -> None:
     waiting = queue(job("a"), job("b"))
     waiting.remove("a")
-    waiting.remove("nobody")
-    assert names(waiting.place(rooms(room("s", slots=3)))) == ["b@s:0"]
+    waiting.remove("unknown")
+    assert names(waiting.place(pools(pool("s", slots=3)))) == ["b@s:0"]
     waiting.put(job("a"), 0, 1.0)
-    waiting.put(job("a"), 0, 5.0)  # twice, as when its expected time has changed
-    assert names(waiting.place(rooms(room("s", slots=3)))) == ["a@s:0"]
-    assert not waiting.place(rooms(room("s", slots=3)))
+    waiting.put(job("a"), 0, 5.0)  # repeated, with another expected time
+    assert names(waiting.place(pools(pool("s", slots=3)))) == ["a@s:0"]
+    assert not waiting.place(pools(pool("s", slots=3)))
 
 
-# ---------------------------------------------------------------- where
+# ---------------------------------------------------------------- which server
 
 
-def test_a_job_with_labels_goes_only_where_they_are() -> None:
+def test_a_job_with_labels_runs_only_on_servers_with_them() -> None:
     waiting = queue(job("a", labels=["x", "y"]), job("b", labels=["x"]), job("c"))
-    placed = waiting.place(rooms(room("x", slots=3, labels=["x"]), room("xy", labels=["x", "y", "z"])))
+    placed = waiting.place(pools(pool("x", slots=3, labels=["x"]), pool("xy", labels=["x", "y", "z"])))
     assert names(placed) == ["a@xy:0", "b@x:0", "c@x:1"]
 
 
-def test_a_server_to_be_avoided_is_not_used() -> None:
+def test_an_avoided_server_is_not_used() -> None:
     waiting = queue(job("a"), avoid=["s"])
-    assert not waiting.place(rooms(room("s")))
-    assert names(waiting.place(rooms(room("s"), room("t")))) == ["a@t:0"]
+    assert not waiting.place(pools(pool("s")))
+    assert names(waiting.place(pools(pool("s"), pool("t")))) == ["a@t:0"]
 
 
-def test_a_closed_server_gets_nothing() -> None:
-    closed = room("s")
+def test_a_closed_server_gets_no_jobs() -> None:
+    closed = pool("s")
     closed.open = False
-    assert not queue(job("a")).place(rooms(closed))
+    assert not queue(job("a")).place(pools(closed))
 
 
-def test_a_gpu_that_somebody_else_uses_is_left_to_them() -> None:
-    shared = room("s", gpus=2, slots=2)
+def test_a_blocked_gpu_gets_no_jobs() -> None:
+    shared = pool("s", gpus=2, slots=2)
     shared.blocked = frozenset({0})
     waiting = queue(job("a"), job("b"), job("c"))
-    assert names(waiting.place(rooms(shared))) == ["a@s:2", "b@s:3"]
+    assert names(waiting.place(pools(shared))) == ["a@s:2", "b@s:3"]
     shared.blocked = frozenset()
-    assert names(waiting.place(rooms(shared))) == ["c@s:0"]
+    assert names(waiting.place(pools(shared))) == ["c@s:0"]
 
 
-def test_slots_of_a_gpu_are_used_when_every_gpu_has_a_job() -> None:
-    placed = queue(*map(job, "abcdef")).place(rooms(room("s", gpus=2, slots=2)))
+def test_further_slots_of_a_gpu_are_used_when_every_gpu_has_a_job() -> None:
+    placed = queue(*map(job, "abcdef")).place(pools(pool("s", gpus=2, slots=2)))
     assert names(placed) == ["a@s:0", "b@s:2", "c@s:1", "d@s:3"]
 
 
-def test_several_gpus_are_different_ones_and_the_emptiest() -> None:
-    server = room("s", gpus=3, slots=2, taken=[0])
-    assert names(queue(job("a", gpus=2)).place(rooms(server))) == ["a@s:2,4"]
+def test_a_job_of_several_gpus_gets_the_least_used_ones() -> None:
+    server = pool("s", gpus=3, slots=2, taken=[0])
+    assert names(queue(job("a", gpus=2)).place(pools(server))) == ["a@s:2,4"]
     assert server.free == {1, 3, 5}
-    assert not queue(job("a", gpus=4)).place(rooms(room("s", gpus=3, slots=2)))
+    assert not queue(job("a", gpus=4)).place(pools(pool("s", gpus=3, slots=2)))
 
 
-def test_without_gpus_a_job_of_several_has_several_slots() -> None:
-    assert names(queue(job("a", gpus=3)).place(rooms(room("s", slots=4)))) == ["a@s:0,1,2"]
+def test_without_gpus_a_job_of_several_gets_several_slots() -> None:
+    assert names(queue(job("a", gpus=3)).place(pools(pool("s", slots=4)))) == ["a@s:0,1,2"]
 
 
 # ---------------------------------------------------------------- jobs of several GPUs
 
 
-def test_a_job_of_several_gpus_is_not_overtaken_for_ever() -> None:
-    """Two GPUs, short jobs without end, and one job that needs both at once."""
-    server = room("s", gpus=2, taken=[1])
+def test_a_job_of_several_gpus_is_not_starved() -> None:
+    """Two GPUs, many short jobs, and one job that needs both GPUs."""
+    server = pool("s", gpus=2, taken=[1])
     waiting = queue((job("wide", gpus=2), 9), *((job(f"n{number}"), 1) for number in range(50)))
-    assert not waiting.place(rooms(server))  # GPU 0 is kept free for it
+    assert not waiting.place(pools(server))  # GPU 0 is reserved for it
     server.free = {0, 1}
-    assert names(waiting.place(rooms(server))) == ["wide@s:0,1"]
+    assert names(waiting.place(pools(server))) == ["wide@s:0,1"]
 
 
-def test_one_server_is_kept_for_a_job_of_several_gpus_and_the_others_are_used() -> None:
+def test_one_server_is_reserved_for_a_job_of_several_gpus_and_the_others_are_used() -> None:
     waiting = queue((job("wide", gpus=2), 9), *map(job, "abc"))
-    most = room("most", gpus=3, taken=[0, 1])
-    placed = waiting.place(rooms(room("full", gpus=2, taken=[0, 1]), most, room("none")))
+    most = pool("most", gpus=3, taken=[0, 1])
+    placed = waiting.place(pools(pool("full", gpus=2, taken=[0, 1]), most, pool("none")))
     assert names(placed) == ["a@none:0"]
     assert most.free == {2}
 
 
-def test_what_goes_before_a_job_of_several_gpus_is_not_held_up_by_it() -> None:
+def test_a_job_of_several_gpus_does_not_delay_jobs_before_it() -> None:
     waiting = queue((job("wide", gpus=2), 1), (job("long"), 9))
-    assert names(waiting.place(rooms(room("s", gpus=2, taken=[0])))) == ["long@s:1"]
+    assert names(waiting.place(pools(pool("s", gpus=2, taken=[0])))) == ["long@s:1"]
 
 
-def test_a_server_that_is_kept_is_one_that_the_job_may_use() -> None:
+def test_only_a_server_that_the_job_can_use_is_reserved() -> None:
     waiting = queue((job("wide", gpus=2, labels=["x"]), 9), job("a"), avoid=())
-    placed = waiting.place(rooms(room("y", gpus=2), room("x", gpus=2, labels=["x"], taken=[1])))
+    placed = waiting.place(pools(pool("y", gpus=2), pool("x", gpus=2, labels=["x"], taken=[1])))
     assert names(placed) == ["a@y:0"]
 
 
@@ -167,7 +166,7 @@ SERVERS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 2)), min_size=1, 
 def test_every_job_that_fits_somewhere_runs_once_and_no_slot_is_given_twice(
     sizes: list[tuple[int, int, int]], servers: list[tuple[int, int]]
 ) -> None:
-    made = rooms(*(room(f"s{number}", gpus, slots) for number, (gpus, slots) in enumerate(servers)))
+    made = pools(*(pool(f"s{number}", gpus, slots) for number, (gpus, slots) in enumerate(servers)))
     most = max(each.capacity() for each in made.values())
     jobs = [job(f"j{number}", gpus, priority) for number, (gpus, _, priority) in enumerate(sizes) if gpus <= most]
     seconds = {f"j{number}": float(length) for number, (_, length, _) in enumerate(sizes)}
@@ -182,35 +181,35 @@ def test_every_job_that_fits_somewhere_runs_once_and_no_slot_is_given_twice(
             uses.setdefault((server, slot.index), []).append((start, start + seconds[name]))
     for spans in uses.values():
         assert all(one[1] <= other[0] for one, other in itertools.pairwise(sorted(spans)))
-    again = rooms(*(room(f"s{number}", gpus, slots) for number, (gpus, slots) in enumerate(servers)))
-    assert steps == plan(jobs, again, lambda each: seconds[each.id])
+    repeated = pools(*(pool(f"s{number}", gpus, slots) for number, (gpus, slots) in enumerate(servers)))
+    assert steps == plan(jobs, repeated, lambda each: seconds[each.id])
 
 
-# ---------------------------------------------------------------- how good the order is
+# ---------------------------------------------------------------- length of a planned list
 
 
 def makespan(lengths: list[int], slots: int) -> float:
-    """Seconds that the planned list takes, its slots on uneven servers."""
-    made = rooms(room("a", slots=1), *([room("b", slots=slots - 1)] if slots > 1 else []))
+    """Seconds of the planned list; its slots are on servers of different size."""
+    made = pools(pool("a", slots=1), *([pool("b", slots=slots - 1)] if slots > 1 else []))
     jobs = [job(f"j{number}") for number in range(len(lengths))]
     seconds = {f"j{number}": float(length) for number, length in enumerate(lengths)}
     return max(start + seconds[name] for start, name, _, _ in plan(jobs, made, lambda each: seconds[each.id]))
 
 
 def optimum(lengths: list[int], slots: int) -> int:
-    """By trying every way."""
+    """The shortest time, by trying every assignment."""
     best = sum(lengths)
-    for places in itertools.product(range(slots), repeat=len(lengths)):
+    for assignment in itertools.product(range(slots), repeat=len(lengths)):
         loads = [0] * slots
-        for place, length in zip(places, lengths, strict=True):
-            loads[place] += length
+        for slot, length in zip(assignment, lengths, strict=True):
+            loads[slot] += length
         best = min(best, max(loads))
     return best
 
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=7), st.integers(1, 3))
 def test_a_planned_list_takes_at_most_four_thirds_of_the_optimum(lengths: list[int], slots: int) -> None:
-    """Longest first ends within 4/3 - 1/(3m) of the optimum on m machines.
+    """Longest first takes at most 4/3 - 1/(3m) times the optimum on m machines.
 
     R. L. Graham, Bounds on Multiprocessing Timing Anomalies, SIAM J. Appl. Math. 17 (1969), theorem 2.
     """
@@ -218,15 +217,15 @@ def test_a_planned_list_takes_at_most_four_thirds_of_the_optimum(lengths: list[i
 
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=200), st.integers(1, 24))
-def test_a_long_list_takes_at_most_its_lower_bound_and_the_last_of_its_jobs(lengths: list[int], slots: int) -> None:
-    """No slot is idle while a job waits, and the job that ends last is one of the shortest where there are many."""
+def test_a_long_list_takes_at_most_its_lower_bound_plus_one_short_job(lengths: list[int], slots: int) -> None:
+    """No slot is idle while a job waits, and of many jobs, one of the shortest ends last."""
     bound = max(sum(lengths) / slots, max(lengths))
     shortest = sorted(lengths, reverse=True)[slots:] or [0]
     assert makespan(lengths, slots) <= bound + max(shortest) * (1 - 1 / slots) + 1e-9
 
 
-def test_the_example_of_graham_is_as_bad_as_he_says() -> None:
-    """Jobs of 2m-1, 2m-1, 2m-2, 2m-2, ..., m+1, m+1, m, m, m: 4m-1 in place of 3m."""
+def test_grahams_worst_case_is_reproduced() -> None:
+    """Jobs of 2m-1, 2m-1, 2m-2, 2m-2, ..., m+1, m+1, m, m, m take 4m-1 instead of 3m."""
     m = 4
     lengths = [length for length in range(2 * m - 1, m, -1) for _ in range(2)] + [m] * 3
     assert makespan(lengths, m) == 4 * m - 1

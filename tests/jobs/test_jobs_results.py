@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dispatchers import Call, Dispatchers, dispatchers
+from dispatchers import DispatcherCall, Dispatchers, dispatchers
 
 from distributed.jobs import page
 from distributed.jobs.job import Options, job_of
 from distributed.jobs.results import Results, document
-from distributed.jobs.state import State, listed
+from distributed.jobs.state import ListState, job_records
 
 SECONDS = 60.0
 TOKEN = "s3cr3t-7f1d'\n$x"
@@ -118,7 +118,7 @@ def seen(forked: Dispatchers, tmp_path_factory: pytest.TempPathFactory) -> tuple
     documents: list[dict[str, Any]] = []
     lines: set[str] = set()
     with ThreadPoolExecutor(1) as pool:
-        running: Future[int] = pool.submit(forked.run, Call(directory, RUN))
+        running: Future[int] = pool.submit(forked.run, DispatcherCall(directory, RUN))
         while not running.done():
             if path.exists():
                 documents.append(json.loads(path.read_text()))
@@ -234,7 +234,7 @@ def test_a_call_for_a_list_that_has_ended_changes_neither_its_figures_nor_its_pa
     directory = prepared(tmp_path, [{"kind": "quick"}])
     documents = []
     for words in (RUN, ("resume",)):
-        assert forked.run(Call(directory, words)) == 0
+        assert forked.run(DispatcherCall(directory, words)) == 0
         documents.append(json.loads((directory / "results.json").read_text()))
     first, second = documents
     assert second["updated"] > first["updated"]
@@ -264,7 +264,7 @@ def test_the_wall_time_counts_to_the_last_end_where_nothing_runs(
 ) -> None:
     monkeypatch.setattr(time, "time", lambda: 1e9 + 100)
     listed = {"id": ATTEMPT[:-2], "settings": {}, "options": {}, "output": "x"}
-    state = State.of([{"event": "list", "time": 1e9, "list": "abc", "jobs": [listed]}, *records])
+    state = ListState.of([{"event": "list", "time": 1e9, "list": "abc", "jobs": [listed]}, *records])
     assert document(state, {}, outcome)["totals"]["seconds"] == seconds
 
 
@@ -272,14 +272,14 @@ def test_the_wall_time_counts_to_the_last_end_where_nothing_runs(
 
 
 @pytest.fixture
-def state() -> State:
-    made = State()
+def state() -> ListState:
+    made = ListState()
     jobs = [job_of({"n": number}, Options(env={"TOKEN": TOKEN})) for number in range(3)]
-    made.apply({"event": "list", "time": 1e9, "list": "abc", "script": "x.py", "jobs": listed(jobs)})
+    made.apply({"event": "list", "time": 1e9, "list": "abc", "script": "x.py", "jobs": job_records(jobs)})
     return made
 
 
-def test_results_are_written_when_something_has_changed_and_not_too_often(tmp_path: Path, state: State) -> None:
+def test_results_are_written_when_something_has_changed_and_not_too_often(tmp_path: Path, state: ListState) -> None:
     path = tmp_path / "results.json"
     results = Results(path, state, {})
     results.write()
@@ -294,7 +294,7 @@ def test_results_are_written_when_something_has_changed_and_not_too_often(tmp_pa
 
 
 def test_results_that_cannot_be_written_are_written_later_and_the_old_ones_stay(
-    tmp_path: Path, state: State, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, state: ListState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "results.json"
     results = Results(path, state, {})
@@ -314,7 +314,7 @@ def test_results_that_cannot_be_written_are_written_later_and_the_old_ones_stay(
 
 
 def test_a_page_that_cannot_be_written_does_not_end_the_list(
-    tmp_path: Path, state: State, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, state: ListState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(path: Path) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -1,6 +1,6 @@
-"""What makes a list of many thousand jobs cheap changes nothing that it writes; and its benchmarks start.
+"""Optimizations for lists of many thousand jobs do not change the results; the benchmarks start.
 
-A real dispatcher, journal, results and page; the servers are those of benchmarks/jobs_scale.py, which simulates them.
+The dispatcher, journal, results and page are real; the servers are those that benchmarks/jobs_scale.py simulates.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from distributed.jobs import config
 from distributed.jobs.dispatcher import Unreachable
 from distributed.jobs.job import Job, Options, job_of
 from distributed.jobs.results import Results, entry
-from distributed.jobs.servers import COPIES, TOGETHER, Launch, SshServer
-from distributed.jobs.state import Attempt, State, listed
+from distributed.jobs.servers import MAX_ATTEMPTS_PER_RSYNC, MAX_RSYNCS, ListContext, SshServer
+from distributed.jobs.state import Attempt, ListState, job_records
 
 KIT = Path(__file__).resolve().parents[2]
 SECONDS = 60.0
@@ -29,37 +29,37 @@ JOBS = [job_of({"n": number}, Options()) for number in range(4)]
 
 
 @pytest.fixture
-def state() -> State:
-    made = State()
-    made.apply({"event": "list", "time": 1e9, "list": "abc", "script": "x.py", "jobs": listed(JOBS)})
+def state() -> ListState:
+    made = ListState()
+    made.apply({"event": "list", "time": 1e9, "list": "abc", "script": "x.py", "jobs": job_records(JOBS)})
     return made
 
 
-def start(state: State, number: int, attempt: int = 1) -> None:
+def start(state: ListState, number: int, attempt: int = 1) -> None:
     name = f"{JOBS[number].id}.{attempt}"
     state.apply({"event": "start", "time": 2e9, "attempt": name, "server": "gpu1", "slots": [number], "gpus": []})
 
 
-def end(state: State, number: int, outcome: str, attempt: int = 1, **facts: Any) -> None:
+def end(state: ListState, number: int, outcome: str, attempt: int = 1, **facts: Any) -> None:
     name = f"{JOBS[number].id}.{attempt}"
     state.apply({"event": "ended", "time": 3e9, "attempt": name, "reason": "", "code": 0, **facts})
     state.apply({"event": "settle", "time": 3e9, "job": JOBS[number].id, "state": outcome, "reason": facts["failure"]})
 
 
-def refuse(state: State, number: int, attempt: int, reason: str) -> None:
+def refuse(state: ListState, number: int, attempt: int, reason: str) -> None:
     start(state, number, attempt)
     state.apply({"event": "not_started", "attempt": f"{JOBS[number].id}.{attempt}", "reason": reason})
 
 
-def steps(state: State) -> list[Any]:
-    """Everything that changes what results.json says of a job."""
+def steps(state: ListState) -> list[Any]:
+    """All changes of a job that results.json shows."""
     return [
         lambda: start(state, 0),
         lambda: state.jobs[JOBS[0].id].metrics.update(step=1),
         lambda: state.jobs[JOBS[0].id].metrics.update(step=2),
         lambda: end(state, 0, "done", failure="", metrics={"loss": 2.5}),
         lambda: refuse(state, 1, 1, "its disk is full"),
-        lambda: refuse(state, 1, 2, "its GPU is gone"),  # between two writes
+        lambda: refuse(state, 1, 2, "its GPU has failed"),  # between two writes
         lambda: start(state, 1, attempt=3),
         lambda: end(state, 1, "failed", attempt=3, failure="exit code", lines=["one", "two"]),
         lambda: state.apply({"event": "asked", "request": "r", "what": "retry", "jobs": [JOBS[1].id]}),
@@ -72,7 +72,7 @@ def steps(state: State) -> list[Any]:
     ]
 
 
-def test_results_say_at_every_step_what_a_whole_new_document_would_say(state: State, tmp_path: Path) -> None:
+def test_incrementally_written_results_equal_a_new_document(state: ListState, tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     results = Results(path, state, {})
     for step in [lambda: None, *steps(state)]:
@@ -85,7 +85,7 @@ def test_results_say_at_every_step_what_a_whole_new_document_would_say(state: St
         assert text == json.dumps(found, indent=2, sort_keys=True) + "\n"
 
 
-def test_the_page_is_written_while_the_list_runs_and_nobody_waits_for_it(state: State, tmp_path: Path) -> None:
+def test_the_page_is_written_in_the_background(state: ListState, tmp_path: Path) -> None:
     results = Results(tmp_path / "results.json", state, {})
     results.write()
     assert not (tmp_path / "results.html").exists()
@@ -97,54 +97,54 @@ def test_the_page_is_written_while_the_list_runs_and_nobody_waits_for_it(state: 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["results.html", "results.json"]
 
 
-# ---------------------------------------------------------------- results that are copied together
+# ---------------------------------------------------------------- results copied by one rsync
 
 
-class Copying(SshServer):
-    """A server whose rsync is not run, but recorded."""
+class RecordingServer(SshServer):
+    """A server that records rsync calls instead of running them."""
 
-    def __init__(self, directory: Path, bad: Mapping[str, Exception]) -> None:
-        super().__init__("gpu1", config.Server(host="gpu1"), Launch("abc", directory, "x.py", sockets=directory))
+    def __init__(self, directory: Path, errors: Mapping[str, Exception]) -> None:
+        super().__init__("gpu1", config.Server(host="gpu1"), ListContext("abc", directory, "x.py", sockets=directory))
         self.copied: list[int] = []  # attempts of each rsync
-        self.bad = bad
+        self.errors = errors
 
-    async def _rsync(self, words: Sequence[str], data: bytes = b"") -> None:
+    async def _rsync(self, arguments: Sequence[str], data: bytes = b"") -> None:
         names = data.decode().split("\0")
         self.copied.append(sum(name.startswith("logs/") for name in names))
         await asyncio.sleep(0.01)
-        for name, error in self.bad.items():
+        for name, error in self.errors.items():
             if f"{name}/" in names:
                 raise error
 
 
-def brought(server: Copying, count: int) -> list[BaseException | None]:
-    """What comes of it when the results of so many attempts are to be copied at once."""
+def fetched(server: RecordingServer, count: int) -> list[BaseException | None]:
+    """The errors, if any, of fetching the results of so many attempts at once."""
     attempts = [Attempt(f"job{number}", 1, "gpu1", [], [], 0.0) for number in range(count)]
 
-    async def bring_all() -> list[BaseException | None]:
+    async def fetch_all() -> list[BaseException | None]:
         jobs = [Job(each.job, {}, Options(), each.job) for each in attempts]
-        return await asyncio.gather(*map(server.bring, attempts, jobs), return_exceptions=True)
+        return await asyncio.gather(*map(server.fetch_results, attempts, jobs), return_exceptions=True)
 
-    return asyncio.run(bring_all())
+    return asyncio.run(fetch_all())
 
 
-def test_attempts_that_end_together_are_copied_together(tmp_path: Path) -> None:
-    server = Copying(tmp_path, {})
-    assert brought(server, 250) == [None] * 250
+def test_results_of_attempts_that_end_together_are_copied_by_one_rsync(tmp_path: Path) -> None:
+    server = RecordingServer(tmp_path, {})
+    assert fetched(server, 250) == [None] * 250
     assert sum(server.copied) == 250
-    assert max(server.copied) <= TOGETHER
-    assert len(server.copied) <= COPIES + 3
+    assert max(server.copied) <= MAX_ATTEMPTS_PER_RSYNC
+    assert len(server.copied) <= MAX_RSYNCS + 3
 
 
-def test_results_that_cannot_be_copied_do_not_keep_back_those_that_were_copied_with_them(tmp_path: Path) -> None:
+def test_an_error_of_one_result_does_not_fail_the_rest_of_its_batch(tmp_path: Path) -> None:
     error = OSError("job5: Permission denied")
-    found = brought(Copying(tmp_path, {"job5": error}), 20)
+    found = fetched(RecordingServer(tmp_path, {"job5": error}), 20)
     assert found == [error if number == 5 else None for number in range(20)]
 
 
-def test_a_connection_that_is_lost_is_lost_for_all_that_were_copied_together(tmp_path: Path) -> None:
-    server = Copying(tmp_path, {f"job{number}": Unreachable("cut") for number in range(10, 20)})
-    found = brought(server, 20)
+def test_a_lost_connection_fails_the_whole_batch(tmp_path: Path) -> None:
+    server = RecordingServer(tmp_path, {f"job{number}": Unreachable("cut") for number in range(10, 20)})
+    found = fetched(server, 20)
     assert all(isinstance(each, Unreachable) for each in found[10:])
     assert len(server.copied) < 20
 
@@ -153,16 +153,16 @@ def test_a_connection_that_is_lost_is_lost_for_all_that_were_copied_together(tmp
 
 
 @pytest.mark.parametrize("name", ["jobs", "jobs_makespan", "jobs_scale"])
-def test_a_benchmark_of_job_lists_explains_itself(name: str) -> None:
-    words = [sys.executable, "-m", f"benchmarks.{name}", "--help"]
-    answer = subprocess.run(words, cwd=KIT, capture_output=True, text=True, check=True, timeout=SECONDS)
-    assert answer.stdout.startswith(f"usage: {name}.py")
+def test_benchmarks_of_job_lists_have_a_help_text(name: str) -> None:
+    arguments = [sys.executable, "-m", f"benchmarks.{name}", "--help"]
+    result = subprocess.run(arguments, cwd=KIT, capture_output=True, text=True, check=True, timeout=SECONDS)
+    assert result.stdout.startswith(f"usage: {name}.py")
 
 
-def test_a_small_list_on_simulated_servers_is_measured(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "benchmarks.jobs_scale", "--servers", "3", "--slots", "2", "--jobs", "20"]
-    words += ["--seconds", "0.1", "--directory", str(tmp_path)]
-    answer = subprocess.run(words, cwd=KIT, capture_output=True, text=True, check=True, timeout=SECONDS)
-    assert "finished: 20 of 20 done" in answer.stdout
-    assert "ms of CPU per job" in answer.stdout
+def test_the_scale_benchmark_runs_a_small_list(tmp_path: Path) -> None:
+    arguments = [sys.executable, "-m", "benchmarks.jobs_scale", "--servers", "3", "--slots", "2", "--jobs", "20"]
+    arguments += ["--seconds", "0.1", "--directory", str(tmp_path)]
+    result = subprocess.run(arguments, cwd=KIT, capture_output=True, text=True, check=True, timeout=SECONDS)
+    assert "finished: 20 of 20 done" in result.stdout
+    assert "ms of CPU per job" in result.stdout
     assert not list(tmp_path.iterdir())

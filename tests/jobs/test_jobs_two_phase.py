@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dispatchers import MOMENTS, Call, Dispatchers, dispatchers
-from test_jobs_dispatcher import STAYS, Outcome, Simulated, Story, exits, job, play
+from dispatchers import MOMENTS, DispatcherCall, Dispatchers, dispatchers
+from test_jobs_dispatcher import UNTIL_ENDED, ListRun, Outcome, SimulatedServer, exits, job
 
 from distributed.jobs import dispatcher, journal
 from distributed.jobs.base_cache import Cache
 from distributed.jobs.commands import other_base
-from distributed.jobs.dispatcher import NotStarted, Order
+from distributed.jobs.dispatcher import NotStarted, StartRequest
 from distributed.jobs.job import Job, Options, job_id
 from distributed.jobs.state import Attempt
 from distributed.training import base_model
@@ -31,9 +31,9 @@ A, B = "a" * 64, "b" * 64  # digests
 
 @pytest.fixture(autouse=True)
 def _fast(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("TICK", "COOLING", "GPU_LOOK", "LOCKED"):
+    for name in ("POLL_INTERVAL", "COOLDOWN", "GPU_INTERVAL", "LOCK_INTERVAL"):
         monkeypatch.setattr(dispatcher, name, 0.01)
-    monkeypatch.setattr(dispatcher, "BACKOFF", (0.01,))
+    monkeypatch.setattr(dispatcher, "RETRY_DELAYS", (0.01,))
     monkeypatch.chdir(tmp_path)
 
 
@@ -46,7 +46,7 @@ def experiment(number: int, digest: str, **options: Any) -> Job:
     return replace(job(number, **options), base=digest)
 
 
-class Server(Simulated):
+class Server(SimulatedServer):
     """A job that trains a base model leaves its files, unless the test forbids it."""
 
     def __init__(self, *args: Any, **more: Any) -> None:
@@ -54,19 +54,19 @@ class Server(Simulated):
         self.leaves: tuple[str, ...] = FILES
         self.refuses_base: list[NotStarted] = []  # one a call
 
-    async def bring(self, attempt: Attempt, job: Job) -> None:
-        await super().bring(attempt, job)
+    async def fetch_results(self, attempt: Attempt, job: Job) -> None:
+        await super().fetch_results(attempt, job)
         if job.trains:
             leave(Path(job.output), self.leaves)
 
-    async def start(self, order: Order) -> dict[str, Any]:
-        found = await super().start(order)
-        return {"state": "running"} if order.after else found  # it waits in the queue of its server
+    async def start(self, request: StartRequest) -> dict[str, Any]:
+        found = await super().start(request)
+        return {"state": "running"} if request.after else found  # it waits in the queue of its server
 
-    async def have_base(self, digest: str) -> int:
+    async def ensure_base(self, digest: str) -> int:
         if self.refuses_base:
             raise self.refuses_base.pop(0)
-        return await super().have_base(digest)
+        return await super().ensure_base(digest)
 
 
 def leave(output: Path, names: tuple[str, ...] = FILES) -> None:
@@ -82,125 +82,127 @@ def publish(digest: str) -> None:
     base_model.publish(CACHE, digest, base_model.stage(CACHE, str(source), base_model.manifest_of(str(source), digest)))
 
 
-def trains(outcome: Outcome, otherwise: Outcome = 0) -> Callable[[Order], Outcome]:
+def trains(outcome: Outcome, otherwise: Outcome = 0) -> Callable[[StartRequest], Outcome]:
     """How the jobs end that train base models, and the others."""
-    return lambda order: outcome if order.job.trains else otherwise
+    return lambda request: outcome if request.job.trains else otherwise
 
 
-def started(*servers: Simulated) -> list[str]:
+def started(*servers: SimulatedServer) -> list[str]:
     """The jobs in the order in which they were started: the letter of a base model, or the number of an experiment."""
-    orders = [order for server in servers for order in server.orders]
-    return [order.job.trains[:1] or str(order.job.settings["n"]) for order in orders]
+    orders = [request for server in servers for request in server.requests]
+    return [request.job.trains[:1] or str(request.job.settings["n"]) for request in orders]
 
 
 # ---------------------------------------------------------------- who waits for whom
 
 
 def test_a_base_model_is_trained_once_and_then_every_experiment_runs_from_it(tmp_path: Path) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         one = Server("one", 3)
         jobs = [trainer(A), *(experiment(number, A) for number in range(4))]
-        async with Story(tmp_path, one, jobs=jobs) as told:
-            await told.over()
-        assert told.states() == ["done"] * 5
+        async with ListRun(tmp_path, one, jobs=jobs) as run:
+            await run.finished()
+        assert run.states() == ["done"] * 5
         assert started(one)[0] == "a"
-        assert len(one.orders) == 5
+        assert len(one.requests) == 5
         assert one.bases == [A] * 4
         found = Cache(tmp_path).verify(A)
         assert (found["digest"], found["server"], found["held_out_loss"]) == (A, "one", 1.5)
         assert not [name for name in (tmp_path / CACHE).iterdir() if "incomplete" in name.name]
 
-    play(story())
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("barrier", [False, True])
 def test_an_experiment_starts_as_soon_as_its_own_base_model_is_there_or_all_are(tmp_path: Path, barrier: bool) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         one = Server("one", 3)
-        one.script = lambda order: STAYS if order.job.trains == B else 0
+        one.outcome_of = lambda request: UNTIL_ENDED if request.job.trains == B else 0
         jobs = [trainer(A), trainer(B), experiment(1, A), experiment(2, B)]
-        async with Story(tmp_path, one, jobs=jobs, barrier=barrier) as told:
-            await told.until(lambda: told.of(0).state == "done" and (barrier or told.of(2).state == "done"))
-            assert (told.of(2).state, told.of(3).state) == ("waiting" if barrier else "done", "waiting")
+        async with ListRun(tmp_path, one, jobs=jobs, barrier=barrier) as run:
+            await run.wait_until(
+                lambda: run.job_state(0).state == "done" and (barrier or run.job_state(2).state == "done")
+            )
+            assert (run.job_state(2).state, run.job_state(3).state) == ("waiting" if barrier else "done", "waiting")
             one.end(f"{jobs[1].id}.1")
-            await told.over()
-        assert told.states() == ["done"] * 4
+            await run.finished()
+        assert run.states() == ["done"] * 4
         assert sorted(started(one)[:2]) == ["a", "b"]
 
-    play(story())
+    asyncio.run(scenario())
 
 
 def test_training_goes_before_experiments_that_could_start(tmp_path: Path) -> None:
     """Otherwise the experiments that wait for it would be the end of the list."""
 
-    async def story() -> None:
+    async def scenario() -> None:
         one = Server("one", 1)
-        one.cut()
-        async with Story(tmp_path, one, jobs=[job(1), job(2), trainer(A), experiment(3, A)]) as told:
-            await told.until(lambda: len(told.dispatcher.queue) == 3)
-            one.mend()
-            await told.over()
+        one.disconnect()
+        async with ListRun(tmp_path, one, jobs=[job(1), job(2), trainer(A), experiment(3, A)]) as run:
+            await run.wait_until(lambda: len(run.dispatcher.queue) == 3)
+            one.reconnect()
+            await run.finished()
         assert started(one)[0] == "a"
 
-    play(story())
+    asyncio.run(scenario())
 
 
 def test_a_server_that_has_the_base_model_is_preferred(tmp_path: Path) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         one, two = Server("one", 4), Server("two", 4, labels=["x"])
-        one.script = two.script = trains(0, STAYS)
+        one.outcome_of = two.outcome_of = trains(0, UNTIL_ENDED)
         jobs = [trainer(A, labels=("x",)), *(experiment(number, A) for number in (1, 2))]
-        async with Story(tmp_path, one, two, jobs=jobs) as told:
-            await told.until(lambda: len(one.running() + two.running()) == 2)
+        async with ListRun(tmp_path, one, two, jobs=jobs) as run:
+            await run.wait_until(lambda: len(one.running() + two.running()) == 2)
             assert started(two) == ["a", "1", "2"]
             for name in two.running():
                 two.end(name)
-            await told.over()
+            await run.finished()
 
-    play(story())
+    asyncio.run(scenario())
 
 
 # ---------------------------------------------------------------- base models that fail
 
 
 def test_a_failed_base_model_fails_its_experiments_alone_and_a_retry_runs_them(tmp_path: Path) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         one = Server("one", 2)
-        one.script = lambda order: 3 if order.job.trains == A else 0
+        one.outcome_of = lambda request: 3 if request.job.trains == A else 0
         jobs = [trainer(A, retries=0), trainer(B), experiment(1, A), experiment(2, A), experiment(3, B)]
-        async with Story(tmp_path, one, jobs=jobs) as told:
-            await told.over()
-        assert told.states() == ["failed", "done", "failed", "failed", "done"]
-        assert {told.of(2).reason, told.of(3).reason} == {f"base {hash_of(A)} failed"}
-        assert not told.of(2).attempts
-        one.script = trains(0)
+        async with ListRun(tmp_path, one, jobs=jobs) as run:
+            await run.finished()
+        assert run.states() == ["failed", "done", "failed", "failed", "done"]
+        assert {run.job_state(2).reason, run.job_state(3).reason} == {f"base {hash_of(A)} failed"}
+        assert not run.job_state(2).attempts
+        one.outcome_of = trains(0)
         for word in (jobs[0].id, jobs[2].id, "failed"):
-            text = told.path.read_text()
-            told.ask("retry", word)
-            async with told:
-                await told.over()
-            assert told.states() == ["done"] * 5, word
-            told.path.write_text(text)
+            text = run.path.read_text()
+            run.request("retry", word)
+            async with run:
+                await run.finished()
+            assert run.states() == ["done"] * 5, word
+            run.path.write_text(text)
             base_model.remove(CACHE, hash_of(A))
-            one.orders.clear()
+            one.requests.clear()
 
-    play(story())
+    asyncio.run(scenario())
 
 
 def test_experiments_that_fail_with_their_base_model_count_for_max_failures(tmp_path: Path) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         one = Server("one", 4)
-        one.script = lambda order: 3 if order.job.trains == A else STAYS
+        one.outcome_of = lambda request: 3 if request.job.trains == A else UNTIL_ENDED
         jobs = [trainer(A, retries=0), experiment(1, A), job(2), job(3)]
-        async with Story(tmp_path, one, jobs=jobs, max_failures=2) as told:
-            await told.until(lambda: told.state.paused)
+        async with ListRun(tmp_path, one, jobs=jobs, max_failures=2) as run:
+            await run.wait_until(lambda: run.state.paused)
             for name in one.running():
                 one.end(name)
-            await told.over()
-        assert told.state.paused == "--max-failures 2: 2 jobs failed"
-        assert told.states()[:2] == ["failed", "failed"]
+            await run.finished()
+        assert run.state.paused == "--max-failures 2: 2 jobs failed"
+        assert run.states()[:2] == ["failed", "failed"]
 
-    play(story())
+    asyncio.run(scenario())
 
 
 def test_results_from_another_base_model_are_those_of_another_job() -> None:
@@ -209,193 +211,193 @@ def test_results_from_another_base_model_are_those_of_another_job() -> None:
 
 
 def test_a_base_model_that_fails_twice_and_then_succeeds(tmp_path: Path) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         one = Server("one")
-        one.script = exits(3, 3, 0)
-        async with Story(tmp_path, one, jobs=[trainer(A, retries=2), experiment(1, A)]) as told:
-            await told.over()
-        assert told.states() == ["done", "done"]
+        one.outcome_of = exits(3, 3, 0)
+        async with ListRun(tmp_path, one, jobs=[trainer(A, retries=2), experiment(1, A)]) as run:
+            await run.finished()
+        assert run.states() == ["done", "done"]
         assert started(one) == ["a", "a", "a", "1"]
 
-    play(story())
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("missing", FILES)
 def test_a_training_that_does_not_leave_its_files_has_failed(tmp_path: Path, missing: str) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         one = Server("one")
         one.leaves = tuple(name for name in FILES if name != missing)
-        async with Story(tmp_path, one, jobs=[trainer(A), experiment(1, A)]) as told:
-            await told.over()
-        assert told.states() == ["failed", "failed"]
-        assert told.failures() == ["no base model"] * 2
-        assert missing in told.of().reason
-        assert "base_only" in told.of().reason
+        async with ListRun(tmp_path, one, jobs=[trainer(A), experiment(1, A)]) as run:
+            await run.finished()
+        assert run.states() == ["failed", "failed"]
+        assert run.failures() == ["no base model"] * 2
+        assert missing in run.job_state().reason
+        assert "base_only" in run.job_state().reason
         assert not base_model.names_in(CACHE)
 
-    play(story())
+    asyncio.run(scenario())
 
 
 def test_a_cancelled_training_ends_what_waits_for_it(tmp_path: Path) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         one = Server("one")
-        one.script = trains(STAYS)
-        async with Story(tmp_path, one, jobs=[trainer(A), experiment(1, A)]) as told:
-            await told.until(one.running)
-            told.ask("cancel", told.jobs[0].id)
-            await told.over()
-        assert told.states() == ["cancelled", "failed"]
-        assert told.of(1).reason == f"base {hash_of(A)} cancelled"
+        one.outcome_of = trains(UNTIL_ENDED)
+        async with ListRun(tmp_path, one, jobs=[trainer(A), experiment(1, A)]) as run:
+            await run.wait_until(one.running)
+            run.request("cancel", run.jobs[0].id)
+            await run.finished()
+        assert run.states() == ["cancelled", "failed"]
+        assert run.job_state(1).reason == f"base {hash_of(A)} cancelled"
 
-    play(story())
+    asyncio.run(scenario())
 
 
 def test_experiments_that_wait_for_their_base_model_can_be_cancelled(tmp_path: Path) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         one = Server("one")
-        one.script = trains(STAYS)
-        async with Story(tmp_path, one, jobs=[trainer(A), experiment(1, A), experiment(2, A)]) as told:
-            await told.until(one.running)
-            told.ask("cancel", told.jobs[1].id)
-            await told.until(lambda: told.of(1).state == "cancelled")
+        one.outcome_of = trains(UNTIL_ENDED)
+        async with ListRun(tmp_path, one, jobs=[trainer(A), experiment(1, A), experiment(2, A)]) as run:
+            await run.wait_until(one.running)
+            run.request("cancel", run.jobs[1].id)
+            await run.wait_until(lambda: run.job_state(1).state == "cancelled")
             one.end(one.running()[0])
-            await told.over()
-        assert told.states() == ["done", "cancelled", "done"]
+            await run.finished()
+        assert run.states() == ["done", "cancelled", "done"]
 
-    play(story())
+    asyncio.run(scenario())
 
 
 # ---------------------------------------------------------------- the cache
 
 
 def test_a_base_model_of_the_cache_is_not_trained(tmp_path: Path) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         publish(A)
         one = Server("one")
-        async with Story(tmp_path, one, jobs=[trainer(A), experiment(1, A)]) as told:
-            await told.over()
-        assert told.states() == ["done", "done"]
+        async with ListRun(tmp_path, one, jobs=[trainer(A), experiment(1, A)]) as run:
+            await run.finished()
+        assert run.states() == ["done", "done"]
         assert started(one) == ["1"]
-        assert told.of().reason == "its base model was in the cache"
+        assert run.job_state().reason == "its base model was in the cache"
 
-    play(story())
+    asyncio.run(scenario())
 
 
 def test_a_damaged_base_model_is_trained_again(tmp_path: Path) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         publish(A)
         (tmp_path / CACHE / hash_of(A) / FILES[0]).write_text("{")
         one = Server("one")
-        async with Story(tmp_path, one, jobs=[trainer(A), experiment(1, A)]) as told:
-            await told.over()
+        async with ListRun(tmp_path, one, jobs=[trainer(A), experiment(1, A)]) as run:
+            await run.finished()
         assert started(one) == ["a", "1"]
         assert Cache(tmp_path).verify(A)
 
-    play(story())
+    asyncio.run(scenario())
 
 
 def test_a_base_model_that_is_damaged_while_the_list_runs_is_trained_again(tmp_path: Path) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         one = Server("one", 2)
 
-        def damage(order: Order) -> Outcome:
-            if order.job.settings.get("n") == 1:
+        def damage(request: StartRequest) -> Outcome:
+            if request.job.settings.get("n") == 1:
                 (tmp_path / CACHE / hash_of(A) / FILES[0]).write_text("{")
                 one.refuses_base = [NotStarted("damaged", "base")] * 2
             return 0
 
-        one.script = damage
+        one.outcome_of = damage
         jobs = [trainer(A), experiment(1, A), *(experiment(number, A, priority=-1) for number in (2, 3))]
-        one.room.slots = one.room.slots[:1]
-        async with Story(tmp_path, one, jobs=jobs) as told:
-            await told.over()
-        assert told.states() == ["done"] * 4
+        one.pool.slots = one.pool.slots[:1]
+        async with ListRun(tmp_path, one, jobs=jobs) as run:
+            await run.finished()
+        assert run.states() == ["done"] * 4
         assert started(one).count("a") == 2
         assert Cache(tmp_path).verify(A)
 
-    play(story())
+    asyncio.run(scenario())
 
 
 def test_a_missing_base_model_that_nothing_trains_fails_its_experiments(tmp_path: Path) -> None:
     """As with --skip-phase1, when it disappears behind the check at the start."""
 
-    async def story() -> None:
+    async def scenario() -> None:
         one = Server("one")
-        async with Story(tmp_path, one, jobs=[experiment(1, A), job(2)]) as told:
-            await told.over()
-        assert told.states() == ["failed", "done"]
-        assert "missing or damaged" in told.of().reason
+        async with ListRun(tmp_path, one, jobs=[experiment(1, A), job(2)]) as run:
+            await run.finished()
+        assert run.states() == ["failed", "done"]
+        assert "missing or damaged" in run.job_state().reason
 
-    play(story())
+    asyncio.run(scenario())
 
 
 def test_two_dispatchers_that_want_one_base_model_train_it_once(tmp_path: Path) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         one, two = Server("one"), Server("two")
-        one.script = trains(STAYS)
+        one.outcome_of = trains(UNTIL_ENDED)
         (tmp_path / "second").mkdir()
         jobs = [trainer(A), experiment(1, A)]
-        async with Story(tmp_path, one, jobs=jobs) as first:
-            await first.until(one.running)
-            second = Story(tmp_path / "second", two, jobs=jobs)
+        async with ListRun(tmp_path, one, jobs=jobs) as first:
+            await first.wait_until(one.running)
+            second = ListRun(tmp_path / "second", two, jobs=jobs)
             second.cache = Cache(tmp_path)
             async with second:
-                await second.until(lambda: any("another list" in line for line in second.said))
-                assert not two.orders
+                await second.wait_until(lambda: any("another list" in line for line in second.log))
+                assert not two.requests
                 one.end(one.running()[0])
-                await second.over()
-                await first.over()
+                await second.finished()
+                await first.finished()
         assert (first.states(), second.states()) == (["done", "done"], ["done", "done"])
         assert (started(one), started(two)) == (["a", "1"], ["1"])
 
-    play(story())
+    asyncio.run(scenario())
 
 
 def test_a_list_whose_training_is_given_up_leaves_it_to_the_other(tmp_path: Path) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         one, two = Server("one"), Server("two")
-        one.script = trains(STAYS)
+        one.outcome_of = trains(UNTIL_ENDED)
         (tmp_path / "second").mkdir()
         jobs = [trainer(A, retries=0), experiment(1, A)]
-        async with Story(tmp_path, one, jobs=jobs) as first:
-            await first.until(one.running)
-            second = Story(tmp_path / "second", two, jobs=jobs)
+        async with ListRun(tmp_path, one, jobs=jobs) as first:
+            await first.wait_until(one.running)
+            second = ListRun(tmp_path / "second", two, jobs=jobs)
             second.cache = Cache(tmp_path)
             async with second:
-                await second.until(lambda: any("another list" in line for line in second.said))
+                await second.wait_until(lambda: any("another list" in line for line in second.log))
                 one.end(one.running()[0], 3)
-                await first.over()
-                await second.over()
+                await first.finished()
+                await second.finished()
         assert (first.states(), second.states()) == (["failed", "failed"], ["done", "done"])
         assert started(two) == ["a", "1"]
 
-    play(story())
+    asyncio.run(scenario())
 
 
 def test_what_was_trained_is_published_only_when_no_other_list_writes_the_same_directory(tmp_path: Path) -> None:
     """As after `kill -9` of its dispatcher: another list has taken the lock, and trains it again."""
 
-    async def story() -> None:
+    async def scenario() -> None:
         one = Server("one")
-        one.script = trains(STAYS)
-        told = Story(tmp_path, one, jobs=[trainer(A), experiment(1, A)])
-        async with told:
-            await told.until(one.running)
-        told.cache.release(A)  # as the end of its process does
+        one.outcome_of = trains(UNTIL_ENDED)
+        run = ListRun(tmp_path, one, jobs=[trainer(A), experiment(1, A)])
+        async with run:
+            await run.wait_until(one.running)
+        run.cache.release(A)  # as the end of its process does
         other = Cache(tmp_path)
         assert other.claim(A) == "train"
-        one.script = trains(0)
-        async with told:
-            await told.until(lambda: any("another list" in line for line in told.said))
+        one.outcome_of = trains(0)
+        async with run:
+            await run.wait_until(lambda: any("another list" in line for line in run.log))
             one.end(one.running()[0])
-            await told.until(lambda: told.of(0).state == "ending")
+            await run.wait_until(lambda: run.job_state(0).state == "ending")
             await asyncio.sleep(0.1)
             assert not other_files(tmp_path / CACHE)
             other.release(A)
-            await told.over()
-        assert told.states() == ["done", "done"]
+            await run.finished()
+        assert run.states() == ["done", "done"]
 
-    play(story())
+    asyncio.run(scenario())
 
 
 def other_files(cache: Path) -> list[str]:
@@ -404,15 +406,15 @@ def other_files(cache: Path) -> list[str]:
 
 
 def test_with_eviction_the_output_of_a_training_leaves_its_server(tmp_path: Path) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         one = Server("one")
-        async with Story(tmp_path, one, jobs=[trainer(A), experiment(1, A)], evict=True) as told:
-            await told.over()
+        async with ListRun(tmp_path, one, jobs=[trainer(A), experiment(1, A)], evict=True) as run:
+            await run.finished()
         assert one.removed == [f"{TRAINING}/{hash_of(A)}"]
         assert one.bases == [A, A], "its server takes the base model over before"
-        assert told.states() == ["done", "done"]
+        assert run.states() == ["done", "done"]
 
-    play(story())
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize(("ended", "refused"), [(True, True), (False, False)])
@@ -421,31 +423,31 @@ def test_an_experiment_that_has_run_is_never_said_to_have_run_from_another_base_
 ) -> None:
     """As after a change of base_models: version 2."""
 
-    async def story() -> None:
+    async def scenario() -> None:
         one = Server("one")
-        one.script = trains(0, 0 if ended else STAYS)
-        told = Story(tmp_path, one, jobs=[trainer(A), experiment(1, A), *([] if ended else [experiment(2, A)])])
-        async with told:
-            await told.until(lambda: told.of(1).state == ("done" if ended else "running"))
-        kept = told.of(1 if ended else 2)
+        one.outcome_of = trains(0, 0 if ended else UNTIL_ENDED)
+        run = ListRun(tmp_path, one, jobs=[trainer(A), experiment(1, A), *([] if ended else [experiment(2, A)])])
+        async with run:
+            await run.wait_until(lambda: run.job_state(1).state == ("done" if ended else "running"))
+        kept = run.job_state(1 if ended else 2)
         fault = other_base(kept, replace(kept.job, base=B))
         assert bool(fault) == refused
         assert not refused or f"has run from base {hash_of(A)}, and would now run from base {hash_of(B)}" in fault
         assert not other_base(kept, kept.job)
 
-    play(story())
+    asyncio.run(scenario())
 
 
 def test_a_server_with_no_room_for_its_base_model_keeps_the_output_of_the_training(tmp_path: Path) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         one = Server("one")
         one.refuses_base = [NotStarted("no room")]
-        async with Story(tmp_path, one, jobs=[trainer(A)], evict=True) as told:
-            await told.over()
-        assert (told.states(), one.removed) == (["done"], [])
-        assert any("stays there: no room" in line for line in told.said)
+        async with ListRun(tmp_path, one, jobs=[trainer(A)], evict=True) as run:
+            await run.finished()
+        assert (run.states(), one.removed) == (["done"], [])
+        assert any("not removed: no room" in line for line in run.log)
 
-    play(story())
+    asyncio.run(scenario())
 
 
 # ---------------------------------------------------------------- a server that has a queue of its own
@@ -455,44 +457,44 @@ def queue_server(training: Outcome) -> Server:
     """As SLURM: it takes experiments whose base model is still trained. training: how that ends."""
     one = Server("one", 8)
     one.queues_dependents = True
-    one.script = trains(training, STAYS)
+    one.outcome_of = trains(training, UNTIL_ENDED)
     return one
 
 
 def test_experiments_wait_in_the_queue_of_a_server_behind_their_base_model(tmp_path: Path) -> None:
-    async def story() -> None:
-        one = queue_server(STAYS)
+    async def scenario() -> None:
+        one = queue_server(UNTIL_ENDED)
         jobs = [trainer(A), experiment(1, A), experiment(2, A)]
-        async with Story(tmp_path, one, jobs=jobs) as told:
-            await told.until(lambda: len(one.running()) == 3)
-            assert [order.after for order in one.orders] == ["", f"{jobs[0].id}.1", f"{jobs[0].id}.1"]
+        async with ListRun(tmp_path, one, jobs=jobs) as run:
+            await run.wait_until(lambda: len(one.running()) == 3)
+            assert [request.after for request in one.requests] == ["", f"{jobs[0].id}.1", f"{jobs[0].id}.1"]
             for name in one.running():
                 one.end(name)
-            await told.over()
-        assert told.states() == ["done"] * 3
+            await run.finished()
+        assert run.states() == ["done"] * 3
         assert one.bases == [], "the server itself sees to it"
 
-    play(story())
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("seen", ["first", "last"])
 def test_experiments_whose_base_model_fails_in_the_queue_come_again(tmp_path: Path, seen: str) -> None:
-    async def story() -> None:
-        one = queue_server(STAYS)
+    async def scenario() -> None:
+        one = queue_server(UNTIL_ENDED)
         jobs = [trainer(A), experiment(1, A)]
-        async with Story(tmp_path, one, jobs=jobs) as told:
-            await told.until(lambda: len(one.running()) == 2)
-            one.script = trains(0)
+        async with ListRun(tmp_path, one, jobs=jobs) as run:
+            await run.wait_until(lambda: len(one.running()) == 2)
+            one.outcome_of = trains(0)
             training, waiting = (f"{job.id}.1" for job in jobs)
             ends = [lambda: one.end(training, 3), lambda: one.end(waiting, None, cause="cancelled outside")]
             for end in ends if seen == "first" else ends[::-1]:
                 end()
-            await told.over()
-        assert told.states() == ["done", "done"]
-        assert told.failures() == ["exit code", ""]
-        assert [attempt.failure for attempt in told.of(1).attempts] == [""]
+            await run.finished()
+        assert run.states() == ["done", "done"]
+        assert run.failures() == ["exit code", ""]
+        assert [attempt.failure for attempt in run.job_state(1).attempts] == [""]
 
-    play(story())
+    asyncio.run(scenario())
 
 
 # ---------------------------------------------------------------- a dispatcher that ends, and goes on
@@ -500,42 +502,42 @@ def test_experiments_whose_base_model_fails_in_the_queue_come_again(tmp_path: Pa
 
 @pytest.mark.parametrize("moment", ["training", "experiment"])
 def test_a_list_that_was_interrupted_goes_on_and_trains_nothing_twice(tmp_path: Path, moment: str) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         one = Server("one")
-        one.script = trains(STAYS) if moment == "training" else trains(0, STAYS)
-        told = Story(tmp_path, one, jobs=[trainer(A), experiment(1, A)])
-        async with told:
-            await told.until(lambda: [name for name in one.running() if (name in told.state.open) and
+        one.outcome_of = trains(UNTIL_ENDED) if moment == "training" else trains(0, UNTIL_ENDED)
+        run = ListRun(tmp_path, one, jobs=[trainer(A), experiment(1, A)])
+        async with run:
+            await run.wait_until(lambda: [name for name in one.running() if (name in run.state.open) and
                                       started(one)[-1] == ("a" if moment == "training" else "1")])  # fmt: skip
-        one.script = trains(0)
-        told.cache.release(A)  # as the end of its process does
-        async with told:
+        one.outcome_of = trains(0)
+        run.cache.release(A)  # as the end of its process does
+        async with run:
             one.end(one.running()[0])
-            await told.over()
-        assert told.states() == ["done", "done"]
+            await run.finished()
+        assert run.states() == ["done", "done"]
         assert started(one) == ["a", "1"]
 
-    play(story())
+    asyncio.run(scenario())
 
 
 def test_a_base_model_that_disappears_between_two_dispatchers_is_trained_again(tmp_path: Path) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         one = Server("one")
-        one.script = trains(0, STAYS)
-        told = Story(tmp_path, one, jobs=[trainer(A), experiment(1, A), experiment(2, A)])
-        async with told:
-            await told.until(lambda: "1" in started(one))
+        one.outcome_of = trains(0, UNTIL_ENDED)
+        run = ListRun(tmp_path, one, jobs=[trainer(A), experiment(1, A), experiment(2, A)])
+        async with run:
+            await run.wait_until(lambda: "1" in started(one))
         base_model.remove(CACHE, hash_of(A))
-        told.cache.release(A)  # as the end of its process does
-        one.script = trains(0)
-        async with told:
+        run.cache.release(A)  # as the end of its process does
+        one.outcome_of = trains(0)
+        async with run:
             one.end(one.running()[0])
-            await told.over()
-        assert told.states() == ["done"] * 3
+            await run.finished()
+        assert run.states() == ["done"] * 3
         assert started(one) == ["a", "1", "a", "2"]
-        assert [each["event"] for each in journal.read(told.path)[0]].count("again") == 1
+        assert [each["event"] for each in journal.read(run.path)[0]].count("again") == 1
 
-    play(story())
+    asyncio.run(scenario())
 
 
 # ---------------------------------------------------------------- a dispatcher that is killed
@@ -585,7 +587,7 @@ def test_a_dispatcher_that_is_killed_at_any_record_trains_its_base_model_once(
     tmp_path: Path, forked: Dispatchers
 ) -> None:
     undisturbed = prepared(tmp_path / "undisturbed")
-    assert forked.run(Call(undisturbed, RUN, two_phase=True)) == 0
+    assert forked.run(DispatcherCall(undisturbed, RUN, two_phase=True)) == 0
     wanted = [["done"] * 3, [2, 1, 1], 1, []]
     assert outcome(undisturbed) == wanted
     records = len(journal.read(undisturbed / "results.journal")[0])
@@ -593,7 +595,7 @@ def test_a_dispatcher_that_is_killed_at_any_record_trains_its_base_model_once(
     kills = [(moment, number) for number in range(1, records + 1) for moment in MOMENTS]
     for first in range(0, len(kills), AT_ONCE):
         killed = {kill: prepared(tmp_path / f"{kill[0]}-{kill[1]}") for kill in kills[first : first + AT_ONCE]}
-        chains = [[Call(path, RUN, kill, two_phase=True), Call(path, RUN, two_phase=True)]
+        chains = [[DispatcherCall(path, RUN, kill, two_phase=True), DispatcherCall(path, RUN, two_phase=True)]
                   for kill, path in killed.items()]  # fmt: skip
         for kill, codes, (call, _) in zip(killed, forked.run_all(chains), chains, strict=True):
             assert (kill, codes, call.printed) == (kill, [-9, 0], call.printed)
@@ -603,7 +605,7 @@ def test_a_dispatcher_that_is_killed_at_any_record_trains_its_base_model_once(
 def test_a_job_with_the_hash_of_a_base_model_runs_without_the_two_phases(tmp_path: Path, forked: Dispatchers) -> None:
     directory = prepared(tmp_path / "list")
     (directory / "jobs.json").write_text(json.dumps([{"prefix": "p", "fold": 0, "_base_model_hash": hash_of(A)}]))
-    call = Call(directory, RUN)
+    call = DispatcherCall(directory, RUN)
     assert forked.run(call) == 2
     assert f"_base_model_hash={hash_of(A)}: " in call.printed
     assert not (directory / "results.journal").exists()
@@ -614,11 +616,11 @@ def test_a_job_with_the_hash_of_a_base_model_runs_without_the_two_phases(tmp_pat
 
 
 def test_the_story_of_a_wait_is_in_the_state(tmp_path: Path) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         one = Server("one")
-        one.script = trains(STAYS)
-        async with Story(tmp_path, one, jobs=[trainer(A), experiment(1, A)]) as told:
-            await told.until(one.running)
-            assert told.state.waits_for(told.of(1)) is told.of(0)
+        one.outcome_of = trains(UNTIL_ENDED)
+        async with ListRun(tmp_path, one, jobs=[trainer(A), experiment(1, A)]) as run:
+            await run.wait_until(one.running)
+            assert run.state.waits_for(run.job_state(1)) is run.job_state(0)
 
-    play(story())
+    asyncio.run(scenario())
