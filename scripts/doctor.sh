@@ -59,11 +59,11 @@ FORM=()  # options for the program that prints
 
 # ---------------------------------------------------------------- this machine
 
-look_here() {
-  if [[ ! $ASKED_PYTHON && $JSON == 0 ]]; then
+check_this_machine() {
+  if [[ ! $PYTHON_OPTION && $JSON == 0 ]]; then
     find_python
   fi
-  pick_python "$ASKED_PYTHON"
+  pick_python "$PYTHON_OPTION"
   set -- health.doctor "${FORM[@]}" --folder "$PWD" --log-dir "$LOG_DIR" --master-port "${MASTER_PORT:-29500}"
   if [[ ${DRY_RUN:-0} == 1 ]]; then
     quote "$PYTHON" -m "distributed.$1" "${@:2}"
@@ -88,34 +88,34 @@ find_python() {
 
 # ---------------------------------------------------------------- nodes
 
-look_at_nodes() {
+check_nodes() {
   local replies
-  pick_python "$ASKED_PYTHON"
-  node_questions 1 "${POSITIONAL[@]}"
-  ask_python "${QUESTIONS[@]}"
-  module_as_ranks host.probe --folder "$PWD" --log-dir "$LOG_DIR" --port "${MASTER_PORT:-29500}" -- "${NODES[@]}"
+  pick_python "$PYTHON_OPTION"
+  set_node_checks 1 "${POSITIONAL[@]}"
+  run_checks "${CHECKS[@]}"
+  build_module_command host.probe --folder "$PWD" --log-dir "$LOG_DIR" --port "${MASTER_PORT:-29500}" -- "${NODES[@]}"
   if [[ ${DRY_RUN:-0} == 1 ]]; then
     printf '%s: %s\n' "${NODES[*]}" "$(quote "${COMMAND[@]}")"
     return
   fi
   open_connections
   ((!SYNC)) || sync_nodes
-  replies=$SOCKETS/replies
+  replies=$CONNECTIONS_DIR/replies
   mkdir -p -- "$replies/looking"
-  ask_nodes "$replies/looking" ssh_ask "$(command_line "${COMMAND[@]}")"
-  connect_those_that_replied "$replies"
+  run_on_nodes "$replies/looking" ssh_probe "$(remote_command_line "${COMMAND[@]}")"
+  check_connections "$replies"
   kit_python health.cluster "${FORM[@]}" "$replies" "${NODES[@]}"
 }
 
 
-connect_those_that_replied() { # <directory of the replies>
+check_connections() { # <directory of the replies>
   local node there=()
   for node in "${NODES[@]}"; do
     (($(<"$1/looking/$node.code") != 0)) || there+=("$node")
   done
   if ((${#there[@]} > 1)); then
     local NODES=("${there[@]}")
-    try_all_pairs "$1"
+    connect_all_pairs "$1"
   fi
 }
 
@@ -125,12 +125,12 @@ main() {
   LOG_DIR=$(realpath -m -- "$LOG_DIR")
   ((!JSON)) || FORM=(--json)
   if [[ ${POSITIONAL[*]-}$HOSTFILE ]]; then
-    look_at_nodes
+    check_nodes
     return
   fi
   [[ ! $EXCLUDE ]] || die_usage "--exclude '$EXCLUDE': from which nodes? name them"
   ((!SYNC)) || die_usage "--sync: to which nodes? name them"
-  look_here
+  check_this_machine
 }
 
 main "$@"

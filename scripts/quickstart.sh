@@ -47,7 +47,7 @@ choose_settings() {
 
 
 # What makes the next training longer than this one.
-longer() {
+longer_training() {
   local word steps=1500 # the file says 1200
   for word in "${SCRIPT_ARGS[@]}"; do
     [[ $word != train.epochs=* ]] || return 0 # the caller knows how long
@@ -64,22 +64,22 @@ train() {
   fi
   show "${words[@]}"
   if [[ ${DRY_RUN:-0} != 1 ]]; then
-    wait_for exec_in_environment 0 "${words[@]}" || not_finished $? "${words[@]}"
+    run_forwarding_signals exec_in_environment 0 "${words[@]}" || report_failure $? "${words[@]}"
   fi
 }
 
 
-not_finished() { # <exit code> <command...>
+report_failure() { # <exit code> <command...>
   [[ $1 != "$EXIT_STOPPED" ]] || log "to go on: $(quote "${@:2}")"
   exit "$1"
 }
 
 
 # Commands that work as they stand, from where the caller is and with the Python he has active.
-say_what_next() {
+print_next_steps() {
   local more fish=''
   [[ ${SHELL-} != */fish ]] || fish=.fish
-  mapfile -t more < <(longer)
+  mapfile -t more < <(longer_training)
   printf '\nWhat to do next:\n\n'
   [[ $CALLER -ef $KIT ]] || printf '  cd %s\n' "$(quote "$KIT")"
   list_pythons
@@ -108,10 +108,10 @@ main() {
   ((${#POSITIONAL[@]} == 0)) ||
     die_usage "unknown argument '${POSITIONAL[0]}': settings stand behind a --, as in: -- train.steps=100"
   cd -- "$KIT"
-  provide_venv "$ASKED_PYTHON" requirements.txt
+  ensure_venv "$PYTHON_OPTION" requirements.txt
   choose_settings
   train
-  [[ ${DRY_RUN:-0} == 1 ]] || say_what_next
+  [[ ${DRY_RUN:-0} == 1 ]] || print_next_steps
 }
 
 

@@ -24,8 +24,8 @@ source "$KIT/scripts/lib/options.bash"
 
 main() {
   parse_options "$@"
-  take_one_argument RUN latest
-  pick_python "$ASKED_PYTHON"
+  parse_one_argument RUN latest
+  pick_python "$PYTHON_OPTION"
   kit_python runs.report --from "$PWD" --log-dir "$LOG_DIR" -- "$ARGUMENT"
 }
 

@@ -51,7 +51,7 @@ source "$KIT/scripts/lib/watch.bash"
 source "$KIT/scripts/lib/slurm.bash"
 
 
-take_arguments() {
+parse_arguments() {
   ((${#POSITIONAL[@]} == 0)) || die_usage "not understood: $(quote "${POSITIONAL[@]}")"
   [[ $NPROC ]] || die_usage "-n N is missing: how many processes?"
   [[ $NPROC =~ ^[1-9][0-9]{0,8}$ ]] || die_usage "-n: expected a number of processes, 1 or more, got '$NPROC'"
@@ -66,16 +66,16 @@ take_arguments() {
 
 main() {
   parse_options "$@"
-  take_arguments
+  parse_arguments
   if ! in_allocation; then
     [[ ! $RENDEZVOUS_TIMEOUT ]] || die_usage "--rendezvous-timeout: on one machine no other node has to join; leave it out"
-    pass_on_all_but -n -c -l
-    exec_in_environment 0 "$KIT/scripts/ssh/launch_singlenode.sh" "${PASSED_ON[@]}" "$CONFIG" "$NPROC" -- "${SCRIPT_ARGS[@]}"
+    forward_options_except -n -c -l
+    exec_in_environment 0 "$KIT/scripts/ssh/launch_singlenode.sh" "${FORWARDED_OPTIONS[@]}" "$CONFIG" "$NPROC" -- "${SCRIPT_ARGS[@]}"
   fi
   enter_node_env "$@"
   slurm_check_call "$NPROC"
   if [[ ${DRY_RUN:-0} == 1 ]]; then
-    slurm_show_step
+    slurm_print_step
     return
   fi
   slurm_choose_port
@@ -84,8 +84,8 @@ main() {
   while true; do
     slurm_start_step
     wait_for_nodes
-    judge
-    may_restart || break
+    report_verdict
+    should_restart || break
     prepare_restart
   done
   exit "$CODE"

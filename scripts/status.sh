@@ -38,27 +38,27 @@ HOW=()     # options for the table
 
 
 # Once more with the stacks where the run has been quiet for long: they show who waits for whom.
-look_once() {
+show_status() {
   local status=0
   if ((STACKS)); then
-    look_with --stacks || status=$?
+    query_status --stacks || status=$?
   else
-    look_with --first || status=$?
-    [[ $(cat -- "$VISITED/state" 2>/dev/null) != needs-stacks ]] || { status=0 && look_with '' || status=$?; }
+    query_status --first || status=$?
+    [[ $(cat -- "$VISIT_DIR/state" 2>/dev/null) != needs-stacks ]] || { status=0 && query_status '' || status=$?; }
   fi
   return "$status"
 }
 
 
 # The launcher first: what the nodes saw before it ended would look like left behind.
-look_with() { # <--first, --stacks, or nothing: ask for the stacks and do not show them>
+query_status() { # <--first, --stacks, or nothing: ask for the stacks and do not show them>
   local words=(--seconds "$SAMPLE")
   [[ $1 == --first ]] || words+=(--stacks)
-  [[ $LAUNCHER_IS != here ]] || launcher_lives || LAUNCHER_IS=gone
-  [[ ! $JOB ]] || look_for_job
-  ask_nodes "$VISITED" visit_status "${words[@]}"
-  kit_python runs.status "${HOW[@]}" ${1:+"$1"} --launcher "$LAUNCHER_IS" --job-state "$JOB_STATE" \
-    --state "$VISITED/state" "$RUN" "$VISITED"
+  [[ $LAUNCHER_STATE != here ]] || launcher_is_running || LAUNCHER_STATE=gone
+  [[ ! $JOB ]] || update_job_state
+  run_on_nodes "$VISIT_DIR" visit_status "${words[@]}"
+  kit_python runs.status "${HOW[@]}" ${1:+"$1"} --launcher "$LAUNCHER_STATE" --job-state "$JOB_STATE" \
+    --state "$VISIT_DIR/state" "$RUN" "$VISIT_DIR"
 }
 
 
@@ -71,16 +71,16 @@ job_without_run() { # <number>
 # On a screen of its own.
 watch_run() {
   local status
-  ANSWER_WITHIN=5 QUIET=1
+  REPLY_TIMEOUT=5 QUIET=1
   if [[ -t 1 ]]; then
     HOW=(--in-place)
     printf '\e[?1049h\e[2J'
     trap leave_screen EXIT
   fi
   while true; do
-    look_once && status=0 || status=$?
-    (trap '' INT && exec cp -rT -- "$VISITED" "$VISITED.last")
-    [[ $(<"$VISITED/state") != ended ]] || break
+    show_status && status=0 || status=$?
+    (trap '' INT && exec cp -rT -- "$VISIT_DIR" "$VISIT_DIR.last")
+    [[ $(<"$VISIT_DIR/state") != ended ]] || break
     read -r -t $((EVERY - SAMPLE)) <> <(:) || true # sleeps without a child: nothing writes there
   done
   exit "$status"
@@ -89,11 +89,11 @@ watch_run() {
 
 # The last complete table stays below the command, and the prompt comes below that.
 leave_screen() {
-  local replies=$VISITED.last
-  [[ -e $replies ]] || replies=$VISITED # of the first look
+  local replies=$VISIT_DIR.last
+  [[ -e $replies ]] || replies=$VISIT_DIR # of the first look
   printf '\e[?1049l'
   [[ ! -e $replies/state ]] ||
-    kit_python runs.status --launcher "$LAUNCHER_IS" --job-state "$JOB_STATE" "$RUN" "$replies" || true
+    kit_python runs.status --launcher "$LAUNCHER_STATE" --job-state "$JOB_STATE" "$RUN" "$replies" || true
 }
 
 
@@ -101,15 +101,15 @@ main() {
   parse_options "$@"
   ((!WATCH || !JSON)) || die_usage "--watch is for people, and --json for programs: give one of the two"
   ((!JSON)) || HOW=(--json)
-  take_one_argument RUN latest
-  pick_python "$ASKED_PYTHON"
+  parse_one_argument RUN latest
+  pick_python "$PYTHON_OPTION"
   open_connections
   find_run "$ARGUMENT"
-  ANSWER_WITHIN=$((STACKS ? 60 : 20))
+  REPLY_TIMEOUT=$((STACKS ? 60 : 20))
   if ((WATCH)); then
     watch_run
   else
-    look_once
+    show_status
   fi
 }
 

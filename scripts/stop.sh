@@ -33,14 +33,14 @@ source "$KIT/scripts/lib/ssh.bash"
 # shellcheck source=scripts/lib/visit.bash
 source "$KIT/scripts/lib/visit.bash"
 
-PROOF=''      # that nothing is left, in a sentence
-ASK_WITHIN=15 # seconds in which a node must say what is left
-END_WITHIN=15   # seconds that a launcher gets beside the grace: to end its nodes, to judge, to write its report
+SUMMARY=''      # that nothing is left, in a sentence
+CHECK_TIMEOUT=15 # seconds in which a node must say what is left
+END_TIMEOUT=15   # seconds that a launcher gets beside the grace: to end its nodes, to judge, to write its report
 REPORT=5      # seconds between two lines that name what is waited for
 
 
 # Two of us must not ask twice: for the launcher that means to end all at once.
-take_turns() {
+lock_run() {
   exec {LOCK}<>"$RUN/run.json"
   if ! flock -n "$LOCK"; then
     log "another $PROGRAM is stopping $RUN: waiting for it"
@@ -53,12 +53,12 @@ take_turns() {
 
 # On a machine that shares the run directory: there it can be asked, and reaches its nodes as it did. Returns when that
 # fails.
-hand_over() {
+stop_from_launcher_host() {
   local status=0 words=("$KIT/scripts/stop.sh" --python "$RUN_PYTHON")
   ((!NOW)) || words+=(--now)
   [[ ${QUIET:-0} == 0 ]] || words+=(--quiet)
   log "$RUN: its launcher is on $LAUNCHER_HOST: stopping it from there"
-  call_ssh -- "$LAUNCHER_HOST" "$(for_any_shell "exec $(quote "${words[@]}" "$MARK")")" </dev/null || status=$?
+  ssh_client -- "$LAUNCHER_HOST" "$(quote_for_any_shell "exec $(quote "${words[@]}" "$RUN_MARK")")" </dev/null || status=$?
   case $status in
     0 | 1 | "$EXIT_UNFIT") exit "$status" ;;
   esac
@@ -66,32 +66,32 @@ hand_over() {
 }
 
 
-end_launcher() {
-  launcher_lives || return 0
-  log "$RUN: asking its launcher, process $LAUNCHER_PID, to stop; $(grace_in_words)"
+stop_launcher() {
+  launcher_is_running || return 0
+  log "$RUN: asking its launcher, process $LAUNCHER_PID, to stop; $(describe_grace)"
   kill -TERM "$LAUNCHER_PID" 2>/dev/null || true
   kill -CONT "$LAUNCHER_PID" 2>/dev/null || true # one that is stopped would not hear it
   ((!NOW)) || sweep_nodes 0
-  wait_for_launcher $((RUN_GRACE + END_WITHIN)) || give_up_launcher
+  wait_for_launcher $((RUN_GRACE + END_TIMEOUT)) || kill_launcher
 }
 
 
-grace_in_words() {
+describe_grace() {
   ((NOW)) && echo "its processes are ended at once" || echo "up to $RUN_GRACE s to write a checkpoint"
 }
 
 
 wait_for_launcher() { # <seconds>
-  await "$1" 0.1 launcher_in_words launcher_ended
+  await "$1" 0.1 describe_launcher launcher_ended
 }
 
 
 launcher_ended() {
-  ! launcher_lives
+  ! launcher_is_running
 }
 
 
-launcher_in_words() {
+describe_launcher() {
   echo "process $LAUNCHER_PID, the launcher, to end"
 }
 
@@ -111,7 +111,7 @@ await() { # <seconds> <seconds between two looks> <function that prints what is 
 }
 
 
-give_up_launcher() {
+kill_launcher() {
   warn "process $LAUNCHER_PID, the launcher, does not end: ending its nodes without it"
   sweep_nodes 0
   wait_for_launcher 5 || kill -KILL "$LAUNCHER_PID"
@@ -122,17 +122,17 @@ give_up_launcher() {
 
 job_without_run() { # <number>
   JOB=$1 RUN_GRACE=30 # not known yet
-  end_job
+  stop_job
   exit
 }
 
 
 # Where the batch script does not end its job by itself, SLURM does.
-end_job() {
+stop_job() {
   if job_runs && ((!NOW)); then
-    log "asking job $JOB to stop; $(grace_in_words)"
+    log "asking job $JOB to stop; $(describe_grace)"
     scancel --batch --signal=INT "$JOB"
-    wait_for_job $((RUN_GRACE + END_WITHIN)) || log "job $JOB does not end: cancelling it"
+    wait_for_job $((RUN_GRACE + END_TIMEOUT)) || log "job $JOB does not end: cancelling it"
   fi
   [[ ! $JOB_STATE ]] || scancel "$JOB"
   wait_for_job 120 || die "job $JOB is still ${JOB_STATE% *}: SLURM cannot end it; see scontrol show job $JOB"
@@ -141,7 +141,7 @@ end_job() {
 
 
 wait_for_job() { # <seconds>
-  await "$1" 0.5 job_in_words job_ended
+  await "$1" 0.5 describe_job job_ended
 }
 
 
@@ -151,7 +151,7 @@ job_ended() {
 }
 
 
-job_in_words() {
+describe_job() {
   echo "job $JOB, which is ${JOB_STATE% *}, to end"
 }
 
@@ -159,57 +159,57 @@ job_in_words() {
 # ---------------------------------------------------------------- the nodes
 
 # End what is left, and ask again.
-clear_nodes() {
+stop_nodes() {
   local code=0
-  ask_left || code=$?
+  check_remaining || code=$?
   if ((code == 1)); then
-    log "$RUN: processes are left on its nodes; $(grace_in_words)"
+    log "$RUN: processes are left on its nodes; $(describe_grace)"
     sweep_nodes $((NOW ? 0 : RUN_GRACE))
     code=0
-    ask_left || code=$?
+    check_remaining || code=$?
   fi
-  printf '%s\n' "$PROOF"
+  printf '%s\n' "$SUMMARY"
   return "$code"
 }
 
 
-ask_left() {
-  ANSWER_WITHIN=$ASK_WITHIN
-  ask_nodes "$VISITED" visit_status
-  PROOF=$(kit_python runs.visit "$RUN" "$VISITED")
+check_remaining() {
+  REPLY_TIMEOUT=$CHECK_TIMEOUT
+  run_on_nodes "$VISIT_DIR" visit_status
+  SUMMARY=$(kit_python runs.visit "$RUN" "$VISIT_DIR")
 }
 
 
 sweep_nodes() { # <seconds between the request to stop and the end>
-  ANSWER_WITHIN=$(($1 + ASK_WITHIN))
-  ask_nodes "$VISITED" sweep_node "$1"
+  REPLY_TIMEOUT=$(($1 + CHECK_TIMEOUT))
+  run_on_nodes "$VISIT_DIR" sweep_node "$1"
 }
 
 
 sweep_node() { # <node> <seconds>
-  visit "$1" "$RUN_PYTHON" -I -S "$KIT/scripts/lib/supervisor.py" sweep --dir "$MARK" --name "$1" --grace "$2"
+  visit_node "$1" "$RUN_PYTHON" -I -S "$KIT/scripts/lib/supervisor.py" sweep --dir "$RUN_MARK" --name "$1" --grace "$2"
 }
 
 
 main() {
   parse_options "$@"
-  take_one_argument RUN ''
+  parse_one_argument RUN ''
   [[ $ARGUMENT ]] || die_usage "RUN is missing: which run? For the newest: $PROGRAM latest"
-  pick_python "$ASKED_PYTHON"
+  pick_python "$PYTHON_OPTION"
   open_connections
   find_run "$ARGUMENT"
-  if [[ $JOB && ($LAUNCHER_IS == job || ! $JOB_STATE || $JOB_STATE == PENDING*) ]]; then
-    end_job
+  if [[ $JOB && ($LAUNCHER_STATE == job || ! $JOB_STATE || $JOB_STATE == PENDING*) ]]; then
+    stop_job
     return
   fi
-  [[ $LAUNCHER_IS != elsewhere ]] || hand_over
-  take_turns
-  if [[ $LAUNCHER_IS == gone ]]; then
+  [[ $LAUNCHER_STATE != elsewhere ]] || stop_from_launcher_host
+  lock_run
+  if [[ $LAUNCHER_STATE == gone ]]; then
     log "$RUN: its launcher has ended already"
   fi
-  end_launcher
-  clear_nodes
-  if [[ $LAUNCHER_IS == elsewhere ]]; then
+  stop_launcher
+  stop_nodes
+  if [[ $LAUNCHER_STATE == elsewhere ]]; then
     die_with "$EXIT_UNFIT" "$LAUNCHER_HOST: could not be asked whether the launcher, process $LAUNCHER_PID, is still there;" \
       "with --max-restarts it would start the run again"
   fi

@@ -73,7 +73,7 @@ STARTER=''           # the launcher
 
 
 # N NODE...
-take_arguments() {
+parse_arguments() {
   ((${#POSITIONAL[@]} >= 1)) || die_usage "expected N, the number of processes; nothing was given"
   NPROC=${POSITIONAL[0]}
   is_nproc "$NPROC" || die_usage "N: expected a number of processes from 1 to $MAX_NPROC, got '$NPROC'"
@@ -92,12 +92,12 @@ take_arguments() {
 }
 
 
-on_several_nodes() {
+uses_nodes() {
   [[ $STARTER == *auto.sh ]]
 }
 
 
-on_the_allocation() {
+uses_allocation() {
   [[ $STARTER == *run_ddp.sh ]]
 }
 
@@ -115,7 +115,7 @@ check_smoke() {
   check_seconds --seconds "$SECONDS_FOR_TABLE"
   check_seconds --timeout "$TIMEOUT"
   [[ $BACKEND =~ ^(auto|nccl|gloo)$ ]] || die_usage "--backend: expected auto, nccl or gloo, got '$BACKEND'"
-  on_several_nodes || on_the_allocation || check_backend_here
+  uses_nodes || uses_allocation || check_backend_here
 }
 
 
@@ -148,12 +148,12 @@ bytes() { # <size>
 
 # Ranks on nodes that cannot connect to each other would wait for each other in silence.
 test_connections() {
-  node_questions "$NPROC" "${POSITIONAL[@]:1}"
-  ask_python "${QUESTIONS[@]}"
+  set_node_checks "$NPROC" "${POSITIONAL[@]:1}"
+  run_checks "${CHECKS[@]}"
   open_connections
   ((!SYNC)) || sync_nodes
-  try_all_pairs "$SOCKETS/replies"
-  kit_python launch.connectivity judge "$SOCKETS/replies" "${NODES[@]}" || exit
+  connect_all_pairs "$CONNECTIONS_DIR/replies"
+  kit_python launch.connectivity judge "$CONNECTIONS_DIR/replies" "${NODES[@]}" || exit
   log "each of $(counted ${#NODES[@]} node) can connect to every other"
 }
 
@@ -161,7 +161,7 @@ test_connections() {
 # What the launcher and the ranks say is not the answer: the answer is the report.
 test_ranks() {
   local code=0 run
-  wait_for exec_in_environment 1 MUSTER_RUN_FILE="$SCRATCH/run" "$STARTER" "${LAUNCH[@]}" >&2 || code=$?
+  run_forwarding_signals exec_in_environment 1 MUSTER_RUN_FILE="$SCRATCH/run" "$STARTER" "${LAUNCH[@]}" >&2 || code=$?
   [[ -s $SCRATCH/run ]] || exit "$code" # it was not even begun
   run=$(<"$SCRATCH/run")
   if [[ -e $run/smoke.json ]]; then
@@ -175,10 +175,10 @@ test_ranks() {
 
 main() {
   parse_options "$@"
-  take_arguments
-  if on_the_allocation; then
+  parse_arguments
+  if uses_allocation; then
     enter_node_env "$@"
-    take_port_of_environment
+    use_port_from_environment
     LAUNCH+=(${MASTER_PORT:+--master-port "$MASTER_PORT"})
   fi
   pick_rank_python
@@ -186,9 +186,9 @@ main() {
   check_smoke
   ((!JSON)) || FORM=(--json)
   LOG_DIR=$(absolute "$LOG_DIR")
-  pass_on_all_but --json --backend --min-bytes --max-bytes --seconds --timeout --python --log-dir --master-port --dry-run
-  LAUNCH+=("${PASSED_ON[@]}" --python "$PYTHON" --log-dir "$LOG_DIR" --script "$KIT/scripts/lib/smoke.py")
-  if on_the_allocation; then
+  forward_options_except --json --backend --min-bytes --max-bytes --seconds --timeout --python --log-dir --master-port --dry-run
+  LAUNCH+=("${FORWARDED_OPTIONS[@]}" --python "$PYTHON" --log-dir "$LOG_DIR" --script "$KIT/scripts/lib/smoke.py")
+  if uses_allocation; then
     LAUNCH+=(-c - -n $((NPROC * SLURM_JOB_NUM_NODES)))
   else
     LAUNCH+=(${MASTER_PORT:+--master-port "$MASTER_PORT"} - "$NPROC" "${POSITIONAL[@]:1}")
@@ -199,7 +199,7 @@ main() {
   fi
   SCRATCH=$(mktemp -d)
   trap 'rm -rf -- "$SCRATCH"' EXIT
-  if on_several_nodes; then
+  if uses_nodes; then
     test_connections
   fi
   test_ranks

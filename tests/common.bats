@@ -138,7 +138,7 @@ Usage: do_it.sh [options] WHAT
 
 
 @test "wait_for returns the program's status and lets it read" {
-  script <<<'wait_for exec sh -c "read -r x; echo got \$x; exit 9" || echo $?-$INTERRUPTED'
+  script <<<'run_forwarding_signals exec sh -c "read -r x; echo got \$x; exit 9" || echo $?-$INTERRUPTED'
   run "$SCRIPT" <<<word
   [ "$output" = $'got word\n9-' ]
 }
@@ -148,7 +148,7 @@ Usage: do_it.sh [options] WHAT
   mkfifo "$BATS_TEST_TMPDIR/ready"
   script <<'END'
 program='trap "echo saved; exit 75" TERM; echo >"$1"; while :; do sleep 0.01; done'
-wait_for exec bash -c "$program" - "$1" || echo $?-$INTERRUPTED
+run_forwarding_signals exec bash -c "$program" - "$1" || echo $?-$INTERRUPTED
 END
   "$SCRIPT" "$BATS_TEST_TMPDIR/ready" >"$BATS_TEST_TMPDIR/out" 3>&- &
   read -r _ <"$BATS_TEST_TMPDIR/ready"
@@ -161,7 +161,7 @@ END
 @test "Ctrl-C ends a program that wait_for waits for" {
   mkfifo "$BATS_TEST_TMPDIR/ready"
   script <<'END'
-wait_for exec sh -c 'echo >"$1"; while :; do sleep 0.01; done' - "$1" || echo $?-$INTERRUPTED
+run_forwarding_signals exec sh -c 'echo >"$1"; while :; do sleep 0.01; done' - "$1" || echo $?-$INTERRUPTED
 END
   setsid env --default-signal=INT "$SCRIPT" "$BATS_TEST_TMPDIR/ready" >"$BATS_TEST_TMPDIR/out" 3>&- &
   read -r _ <"$BATS_TEST_TMPDIR/ready"

@@ -10,7 +10,7 @@ NNODES='' NODE_RANK=''
 
 
 # CONFIG NPROC NNODES NODE_RANK MASTER_ADDR [MASTER_PORT]
-take_arguments_of_one_node() {
+parse_node_arguments() {
   local port
   ((${#POSITIONAL[@]} == 5 || ${#POSITIONAL[@]} == 6)) ||
     die_usage "expected CONFIG, NPROC, NNODES, NODE_RANK, MASTER_ADDR and perhaps MASTER_PORT, got:" \
@@ -23,7 +23,7 @@ take_arguments_of_one_node() {
     die_usage "NODE_RANK: with NNODES $NNODES, expected a number from 0 to $((NNODES - 1)), got '$NODE_RANK'"
   [[ ! $port || ! $MASTER_PORT ]] || die_usage "MASTER_PORT $port and --master-port $MASTER_PORT: give one of the two"
   MASTER_PORT=${port:-$MASTER_PORT}
-  take_port_of_environment
+  use_port_from_environment
   MASTER_PORT=${MASTER_PORT:-29500}
   is_port "$MASTER_PORT" || die_usage "MASTER_PORT '$MASTER_PORT': a port is a number from 1 to 65535"
   add_node "$(uname -n)" "$NPROC"
@@ -34,19 +34,19 @@ take_arguments_of_one_node() {
 
 
 # The first node may know itself by an address at which no other would find it.
-check_one_node() {
-  local questions=(--torch --ranks 1) # other nodes may have another NPROC: whether the batch divides is for the ranks to say
+check_manual_call() {
+  local checks=(--torch --ranks 1) # other nodes may have another NPROC: whether the batch divides is for the ranks to say
   if ((PREFLIGHT)); then
-    questions+=(--gpus "$NPROC")
-    ((NNODES == 1)) || questions+=("--master=$MASTER_ADDR" --node-rank "$NODE_RANK")
-    ((NNODES == 1 || NODE_RANK)) || questions+=(--port "$MASTER_PORT")
+    checks+=(--gpus "$NPROC")
+    ((NNODES == 1)) || checks+=("--master=$MASTER_ADDR" --node-rank "$NODE_RANK")
+    ((NNODES == 1 || NODE_RANK)) || checks+=(--port "$MASTER_PORT")
   fi
-  check_call "${questions[@]}"
+  check_call "${checks[@]}"
 }
 
 
 # The agent's command line, in COMMAND.
-agent_of_one_node() { # <run directory>
-  agent_command --nnodes "$NNODES" --node-rank "$NODE_RANK" --nproc-per-node "$NPROC" \
+build_manual_agent_command() { # <run directory>
+  build_agent_command --nnodes "$NNODES" --node-rank "$NODE_RANK" --nproc-per-node "$NPROC" \
     --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" --log-dir "$1/ranks/${NODES[0]}"
 }

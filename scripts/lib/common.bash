@@ -115,7 +115,7 @@ run() { # <command...>
 
 # Run a program to its end and return its status. Ctrl-C reaches it by itself, and a TERM that was meant
 # for us is handed on to it; INTERRUPTED then says which of the two it was.
-wait_for() { # <exec or exec_in_environment> <its arguments...>
+run_forwarding_signals() { # <exec or exec_in_environment> <its arguments...>
   local child='' status=0
   INTERRUPTED=
   trap 'SIGNALLED=1 INTERRUPTED=INT' INT
@@ -131,7 +131,7 @@ wait_for() { # <exec or exec_in_environment> <its arguments...>
 
 
 # Run a command of which bash reports nothing: it would print the whole line when the command is killed.
-unreported() { # <command> [argument...]
+run_unreported() { # <command> [argument...]
   { "$@" 2>&9 9>&-; } 9>&2 2>/dev/null
 }
 
@@ -154,13 +154,13 @@ join() { # <process id>
 # Set PYTHON, absolute: the one asked for, else the first that list_pythons finds, else python3. Refuses what is not
 # there or older than 3.10.
 pick_python() { # [value of --python]
-  name_python "${1-}"
+  resolve_python "${1-}"
   check_python
 }
 
 
 # The same, but for the version.
-name_python() { # [value of --python]
+resolve_python() { # [value of --python]
   PYTHONS=() PYTHON_ORIGINS=()
   [[ ${1-} ]] || list_pythons
   local python=${1:-${PYTHONS[0]:-python3}}
@@ -220,7 +220,7 @@ kit_python() { # <module> [argument...]
 # Start a command in the background that reads from a pipe, of which this shell holds the only writing
 # end: when the shell is gone, by whatever way, the command reads the end of its input.
 # Its process id is in $! afterwards.
-pipe_into() { # <variable for the file descriptor> <command...>
+start_with_pipe() { # <variable for the file descriptor> <command...>
   local pipe
   exec {pipe}<> <(:) # one that has no name
   {
@@ -233,7 +233,7 @@ pipe_into() { # <variable for the file descriptor> <command...>
 
 
 # What another launch left in the environment must not reach this one: PET_* even changes torchrun's options.
-forget_other_launches() {
+clear_launch_environment() {
   unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK NODE_RANK MASTER_ADDR MASTER_PORT
   unset "${!PET_@}" "${!TORCHELASTIC_@}"
 }

@@ -7,26 +7,26 @@
 # shellcheck disable=SC2153 # other files read and set what stands here
 
 # What each of NODES finds is in DIRECTORY/trying, where each listened in DIRECTORY/listening.
-try_all_pairs() { # <new directory>
+connect_all_pairs() { # <new directory>
   local places
   mkdir -p -- "$1/listening" "$1/trying"
-  listen_everywhere "$1/listening"
+  start_listeners "$1/listening"
   mapfile -t places < <(kit_python launch.connectivity places "$1/listening" "${NODES[@]}")
-  module_as_ranks launch.connectivity try "${places[@]}"
-  ask_nodes "$1/trying" ssh_ask "$(command_line "${COMMAND[@]}")"
+  build_module_command launch.connectivity try "${places[@]}"
+  run_on_nodes "$1/trying" ssh_probe "$(remote_command_line "${COMMAND[@]}")"
   exec {LISTENING}>&- # the listeners read the end of their input
   wait
 }
 
 
 # Start a listener on each node, and wait until each has said where it listens, or has ended.
-listen_everywhere() { # <directory for the replies>
+start_listeners() { # <directory for the replies>
   local node command
   mkfifo -- "$1/until"
-  module_as_ranks launch.connectivity listen "${NODES[@]}"
-  command=$(command_line "${COMMAND[@]}")
+  build_module_command launch.connectivity listen "${NODES[@]}"
+  command=$(remote_command_line "${COMMAND[@]}")
   for node in "${NODES[@]}"; do
-    ask_node "$1" "$node" ssh_send "$command" < <(environment_block && exec cat -- "$1/until") &
+    run_on_node "$1" "$node" ssh_run_line "$command" < <(environment_block && exec cat -- "$1/until") &
   done
   exec {LISTENING}>"$1/until" # opened when all are forked: none of them holds the writing end
   for node in "${NODES[@]}"; do

@@ -48,12 +48,12 @@ pause() { # <seconds>
 
 # Print what is to be done next: "hung", "stacks" or "wait SECONDS".
 decide() { # [--stacks]
-  [[ ! $JOB ]] || look_for_job
+  [[ ! $JOB ]] || update_job_state
   local certain=() sample=0
   ((!CERTAIN)) || certain=(--certain)
   [[ ! ${1-} ]] || sample=$((CERTAIN ? 5 : 1)) # seconds for which the use of the CPU is measured before a run is said to hang
-  ask_nodes "$VISITED" visit_status --seconds "$sample" "$@"
-  kit_python runs.hang_decision --timeout "$TIMEOUT" --watched $((SECONDS - WATCHED)) "${certain[@]}" "$@" "$RUN" "$VISITED"
+  run_on_nodes "$VISIT_DIR" visit_status --seconds "$sample" "$@"
+  kit_python runs.hang_decision --timeout "$TIMEOUT" --watched $((SECONDS - WATCHED)) "${certain[@]}" "$@" "$RUN" "$VISIT_DIR"
 }
 
 
@@ -61,18 +61,18 @@ main() {
   local decision
   parse_options "$@"
   QUIET=1
-  take_one_argument RUN ''
+  parse_one_argument RUN ''
   [[ $TIMEOUT && $ARGUMENT ]] || die_usage "--timeout and RUN are missing"
   end_with_launcher
   pause "$TIMEOUT"
-  pick_python "$ASKED_PYTHON"
+  pick_python "$PYTHON_OPTION"
   open_connections
   find_run "$ARGUMENT"
   while true; do
-    ANSWER_WITHIN=15
+    REPLY_TIMEOUT=15
     decision=$(decide)
     if [[ $decision == stacks ]]; then
-      ANSWER_WITHIN=60
+      REPLY_TIMEOUT=60
       decision=$(decide --stacks)
     fi
     [[ $decision != hung ]] || break

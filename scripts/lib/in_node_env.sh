@@ -39,7 +39,7 @@ main() {
     trap '' USR2 # SLURM sends it to every process of a task when the time limit is near
     export MUSTER_NODE=$SLURMD_NODENAME
   fi
-  source_node_env "$1" end_background </dev/null >&2
+  source_node_env "$1" kill_background </dev/null >&2
   shift
   [[ $mode != --task ]] || exec "$@"
   read_environment # not before: by that supervisor.py knows that NODE_ENV has not replaced this shell
@@ -48,7 +48,7 @@ main() {
     export "${entry?}"
   done
   [[ ! $mode && $(jobs -pr) ]] || exec "$@"
-  trap end_background EXIT
+  trap kill_background EXIT
   "$@"
 }
 

@@ -8,7 +8,7 @@
 # shellcheck disable=SC2034 # other files read and set what stands here
 WORK=()                  # what each rank runs: a script, or -m and a module
 SCRIPT_FILE=''           # the file of --script that Python begins with
-WORK_IS_HERE=1           # whether the Python of the ranks, and what it imports, can be looked at from here
+PROGRAM_IS_LOCAL=1           # whether the Python of the ranks, and what it imports, can be looked at from here
 CONFIG_ARGS=()           # --config CONFIG, or nothing
 MASTER_ADDR=''           # where the ranks meet, with MASTER_PORT
 FIRST_RANK=0             # the lowest rank of the first of NODES
@@ -25,7 +25,7 @@ SLURM_JOB=()             # number of the job that this launch is in, and its nam
 # works.
 pick_rank_python() {
   local number line=''
-  name_python "$ASKED_PYTHON"
+  resolve_python "$PYTHON_OPTION"
   ((${#PYTHONS[@]} >= 2)) || return 0
   for ((number = 1; number < ${#PYTHONS[@]}; number++)); do
     line+="${line:+, }${PYTHONS[number]} (${PYTHON_ORIGINS[number]})"
@@ -59,7 +59,7 @@ check_config() {
 
 
 # CONFIG NPROC NODE...
-take_config_nproc_nodes() {
+parse_config_nproc_nodes() {
   local least=3
   [[ ! $HOSTFILE ]] || least=2
   ((${#POSITIONAL[@]} >= least)) ||
@@ -75,33 +75,33 @@ check_call() { # <question of check_call.py...>
   pick_rank_python
   check_script
   check_config
-  if ((WORK_IS_HERE)); then
+  if ((PROGRAM_IS_LOCAL)); then
     [[ ! $MODULE ]] || set -- "--module=$MODULE" "$@"
     # What the kit's own trainer will read is checked to the last key.
     [[ ! ${CONFIG_ARGS[*]-} || $MODULE || $SCRIPT ]] || set -- "--config=$CONFIG" "$@"
   fi
-  ask_python "$@"
+  run_checks "$@"
 }
 
 
 # The same, and set the nodes.
 check_call_on_nodes() { # <node...>
-  node_questions "$NPROC" "$@"
-  check_call "${QUESTIONS[@]}"
+  set_node_checks "$NPROC" "$@"
+  check_call "${CHECKS[@]}"
   ENVIRONMENT+=("MUSTER_NODES=${NODES[*]}") # for the agents, which can then name each other
 }
 
 
-# In QUESTIONS, what lets check_call.py read names of nodes, --hostfile and --exclude.
-node_questions() { # <processes on a node that does not say so itself> <node...>
+# In CHECKS, what lets check_call.py read names of nodes, --hostfile and --exclude.
+set_node_checks() { # <processes on a node that does not say so itself> <node...>
   local names=("${@:2}")
-  QUESTIONS=(--nodes "$1" ${HOSTFILE:+"--hostfile=$HOSTFILE"} ${EXCLUDE:+"--exclude=$EXCLUDE"} "${names[@]/#/--node=}")
+  CHECKS=(--nodes "$1" ${HOSTFILE:+"--hostfile=$HOSTFILE"} ${EXCLUDE:+"--exclude=$EXCLUDE"} "${names[@]/#/--node=}")
 }
 
 
 # Ask check_call.py, and take its facts: the nodes, MASTER_ADDR, MASTER_PORT, what SLURM has allocated. Refuses a call
 # that cannot work.
-ask_python() { # <question...>
+run_checks() { # <question...>
   local facts status=0 name value processes
   facts=$(trap '' INT && exec_in_environment "${#ENVIRONMENT[@]}" "${ENVIRONMENT[@]}" \
     "$PYTHON" "$KIT/scripts/lib/check_call.py" "$@" -- "${SCRIPT_ARGS[@]}") || status=$?
@@ -126,7 +126,7 @@ ask_python() { # <question...>
 # ---------------------------------------------------------------- the run directory
 
 # In COMPARE, what lets the replies of the nodes be compared; nothing where they were not asked.
-compare_arguments() {
+set_compare_arguments() {
   local node
   COMPARE=()
   [[ $REPLIES ]] || return 0
@@ -145,14 +145,14 @@ open_run() {
   for node in "${NODES[@]}"; do
     [[ ! ${ADDRESS[$node]-} ]] || places+=("${ADDRESS[$node]}:${NPROC_OF[$node]}")
   done
-  show_call
-  compare_arguments
+  mask_call
+  set_compare_arguments
   opened=$(kit_python launch.open_run "${COMPARE[@]}" \
     create --logs "$(absolute "$LOG_DIR")" --name "${name%.py}" --nproc "$RANKS" \
     --nodes "${NODES[@]}" ${places:+--places "${places[@]}"} --first-rank "$FIRST_RANK" --launcher $$ --grace "$GRACE" \
     ${EARLIER_RUN:+--again "$EARLIER_RUN"} ${SLURM_JOB:+--slurm-job "${SLURM_JOB[@]}"} \
     --script "${MODULE:-${WORK[0]}}" --config "${CONFIG_ARGS[1]:--}" --cwd "$PWD" --python "$PYTHON" \
-    -- "${SHOWN_CALL[@]}") || exit
+    -- "${MASKED_CALL[@]}") || exit
   if [[ $REPLIES ]]; then
     read -r MASTER_ADDR MASTER_PORT <<<"${opened%%$'\n'*}"
     opened=${opened#*$'\n'}
@@ -165,32 +165,32 @@ open_run() {
 }
 
 
-# The launcher's own command line without the values of --env, in SHOWN_CALL.
-show_call() {
+# The launcher's own command line without the values of --env, in MASKED_CALL.
+mask_call() {
   local argument before=''
-  SHOWN_CALL=()
+  MASKED_CALL=()
   for argument in "${CALL[@]}"; do
     if [[ $before != -- && $argument == --env=*=* ]]; then
-      argument=${argument%%=*}=$(name_alone "${argument#*=}")
+      argument=${argument%%=*}=$(mask_value "${argument#*=}")
     elif [[ $before == --env ]]; then
-      argument=$(name_alone "$argument")
+      argument=$(mask_value "$argument")
     fi
-    SHOWN_CALL+=("$argument")
+    MASKED_CALL+=("$argument")
     [[ $before == -- ]] || before=$argument
   done
 }
 
 
-name_alone() { # <NAME=VALUE>
+mask_value() { # <NAME=VALUE>
   printf '%s\n' "${1%%=*}=..."
 }
 
 
 # A command for the eye, without the values of its environment.
-shown() { # <command...>
+masked_command() { # <command...>
   local entry shown=()
   for entry in "${ENVIRONMENT[@]}"; do
-    shown+=("$(name_alone "$entry")")
+    shown+=("$(mask_value "$entry")")
   done
   quote ${shown:+env "${shown[@]}"} "$@"
 }
@@ -210,48 +210,48 @@ record() { # <message...>
 
 # ---------------------------------------------------------------- what runs
 
-# In AGENT_WORDS, what starts the agent; torchrun's options come between these and SCRIPT_WORDS.
-agent_words() {
-  AGENT_WORDS=("$PYTHON" "$KIT/scripts/lib/agent.py")
+# In AGENT_PREFIX, what starts the agent; torchrun's options come between these and AGENT_SUFFIX.
+build_agent_parts() {
+  AGENT_PREFIX=("$PYTHON" "$KIT/scripts/lib/agent.py")
   if [[ $AGENT == fast ]]; then
-    AGENT_WORDS+=("${FAST_OPTIONS[@]}")
+    AGENT_PREFIX+=("${FAST_OPTIONS[@]}")
   else
-    AGENT_WORDS+=(--plain "$PLAIN_AGENT")
+    AGENT_PREFIX+=(--plain "$PLAIN_AGENT")
   fi
-  [[ ! $RENDEZVOUS_TIMEOUT ]] || AGENT_WORDS+=(--rdzv-conf "timeout=$RENDEZVOUS_TIMEOUT")
+  [[ ! $RENDEZVOUS_TIMEOUT ]] || AGENT_PREFIX+=(--rdzv-conf "timeout=$RENDEZVOUS_TIMEOUT")
   # The -- keeps torchrun from taking the script's own arguments for (abbreviated) options.
-  SCRIPT_WORDS=(--tee 3 ${MODULE:+-m} -- "${MODULE:-${WORK[0]}}" "${CONFIG_ARGS[@]}" "${SCRIPT_ARGS[@]}")
+  AGENT_SUFFIX=(--tee 3 ${MODULE:+-m} -- "${MODULE:-${WORK[0]}}" "${CONFIG_ARGS[@]}" "${SCRIPT_ARGS[@]}")
 }
 
 
 # The agent's command line on this machine, in COMMAND.
-agent_command() { # <torchrun's options...>
-  agent_words
-  COMMAND=("${AGENT_WORDS[@]}" "$@" "${SCRIPT_WORDS[@]}")
+build_agent_command() { # <torchrun's options...>
+  build_agent_parts
+  COMMAND=("${AGENT_PREFIX[@]}" "$@" "${AGENT_SUFFIX[@]}")
 }
 
 
 # The same on one of NODES. Static rendezvous: node ranks are as the nodes were given.
-agent_on_node() { # <node rank> <run directory>
+build_agent_command_on() { # <node rank> <run directory>
   local node=${NODES[$1]}
-  agent_command --rdzv-id "${2##*/}" --nnodes "${#NODES[@]}" --node-rank "$1" --nproc-per-node "${NPROC_OF[$node]}" \
+  build_agent_command --rdzv-id "${2##*/}" --nnodes "${#NODES[@]}" --node-rank "$1" --nproc-per-node "${NPROC_OF[$node]}" \
     --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" --log-dir "$2/ranks/$node"
 }
 
 
 # For --dry-run.
-show_command() {
-  printf '%s: %s\n' "${NODES[0]}" "$(shown "${COMMAND[@]}")"
+print_command() {
+  printf '%s: %s\n' "${NODES[0]}" "$(masked_command "${COMMAND[@]}")"
 }
 
 
 # For --dry-run.
-show_agents() {
+print_agent_commands() {
   local rank
   MASTER_ADDR=${NODES[0]} MASTER_PORT=${MASTER_PORT:-<a free port of ${NODES[0]}>}
   for rank in "${!NODES[@]}"; do
-    agent_on_node "$rank" "$LOG_DIR/<run>"
-    printf '%s: %s\n' "${NODES[rank]}" "$(shown "${COMMAND[@]}")"
+    build_agent_command_on "$rank" "$LOG_DIR/<run>"
+    printf '%s: %s\n' "${NODES[rank]}" "$(masked_command "${COMMAND[@]}")"
   done
 }
 
@@ -259,7 +259,7 @@ show_agents() {
 # Start this very launcher once more, apart from the terminal, and return when it has a run directory.
 detach() {
   local words=() word out child run_file
-  compare_arguments
+  set_compare_arguments
   [[ ! $REPLIES ]] || kit_python launch.open_run "${COMPARE[@]}" >/dev/null || exit # what can be refused, is
   for word in "${CALL[@]:0:${#CALL[@]}-${#SCRIPT_ARGS[@]}}"; do
     [[ $word == --detach ]] || words+=("$word")

@@ -80,26 +80,26 @@ node_env_unfit() { # <message>
 }
 
 
-end_background() {
+kill_background() {
   # shellcheck disable=SC2046 # a word each
-  kill $(left_in_background) 2>/dev/null || true
+  kill $(background_processes) 2>/dev/null || true
 }
 
 
 # The processes that it has left in the background, with all that they have started: they would keep our output open.
-left_in_background() {
+background_processes() {
   local pid
   for pid in $(jobs -pr); do
-    with_children "$pid"
+    process_tree "$pid"
   done
 }
 
 
-with_children() { # <process id>
+process_tree() { # <process id>
   local children child
   printf '%s\n' "$1"
   read -r -d '' -a children < <(cat "/proc/$1/task/"*/children 2>/dev/null) || true
   for child in "${children[@]}"; do
-    with_children "$child"
+    process_tree "$child"
   done
 }

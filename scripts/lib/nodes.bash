@@ -22,20 +22,20 @@ add_node() { # <name> <processes> [how ssh reaches it: [user@]name]
 
 # Run a function for every node at once, and wait for the last one. What NODE prints is in DIRECTORY/NODE.out and
 # NODE.err, and the function's status in NODE.code: distributed.host.replies reads them.
-ask_nodes() { # <directory> <function> [argument...]: runs FUNCTION NODE ARGUMENT...
+run_on_nodes() { # <directory> <function> [argument...]: runs FUNCTION NODE ARGUMENT...
   local node asked=()
   rm -f -- "$1"/*.code
   for node in "${NODES[@]}"; do
-    ask_node "$1" "$node" "${@:2}" &
+    run_on_node "$1" "$node" "${@:2}" &
     asked+=($!)
   done
-  show_waiting "$1" &
+  log_waiting "$1" &
   wait "${asked[@]}" || true
   kill $! 2>/dev/null || true
 }
 
 
-ask_node() { # <directory> <node> <function> [argument...]
+run_on_node() { # <directory> <node> <function> [argument...]
   local code=0
   "$3" "$2" "${@:4}" >"$1/$2.out" 2>"$1/$2.err" || code=$?
   echo "$code" >"$1/$2.code"
@@ -43,7 +43,7 @@ ask_node() { # <directory> <node> <function> [argument...]
 
 
 # Every few seconds: which nodes have not replied yet.
-show_waiting() { # <directory>
+log_waiting() { # <directory>
   local node begun=$SECONDS missing
   while ! read -r -t 5 <> <(:); do # sleeps without a child that would outlive us: nothing writes there
     missing=()

@@ -9,16 +9,16 @@
 
 # shellcheck disable=SC2034 # other files read and set what stands here
 # What the environment has under names that are used here.
-CONFIG_OF_ENVIRONMENT=${CONFIG-} SCRIPT_OF_ENVIRONMENT=${SCRIPT-} PORT_OF_ENVIRONMENT=${MASTER_PORT-}
+CONFIG_FROM_ENVIRONMENT=${CONFIG-} SCRIPT_FROM_ENVIRONMENT=${SCRIPT-} PORT_FROM_ENVIRONMENT=${MASTER_PORT-}
 
-declare -A VALUE_OF=()   # of each option of this script: the name of its value; "none" for a flag
+declare -A VALUE_NAME=()   # of each option of this script: the name of its value; "none" for a flag
 CALL=()                  # the script and its arguments, as they were given
-GIVEN=() GIVEN_VALUES=() # the options among them, and the value of each
+GIVEN_OPTIONS=() GIVEN_VALUES=() # the options among them, and the value of each
 POSITIONAL=()            # the arguments among them
 SCRIPT_ARGS=()           # what stands after --: arguments of the user's script
 
 SCRIPT='' MODULE=''      # --script, -m: what to train; a file, a directory with a __main__.py, or a module
-ASKED_PYTHON=''          # --python
+PYTHON_OPTION=''          # --python
 MASTER_PORT=''           # --master-port
 ENVIRONMENT=()           # --env, --env-file: NAME=VALUE; never part of a command line, which every user can see
 MAX_RESTARTS=0           # --max-restarts
@@ -46,19 +46,19 @@ parse_options() { # <argument...>
     case $1 in
       --help | -h) usage; exit ;;
       --)
-        [[ ${VALUE_OF[--]-} ]] || die_usage "--: unknown option"
+        [[ ${VALUE_NAME[--]-} ]] || die_usage "--: unknown option"
         SCRIPT_ARGS=("${@:2}")
         break
         ;;
       --*=*)
-        [[ ${VALUE_OF[${1%%=*}]-none} != none ]] || refuse_option "$1"
+        [[ ${VALUE_NAME[${1%%=*}]-none} != none ]] || refuse_option "$1"
         set -- "${1%%=*}" "${1#*=}" "${@:2}"
         continue
         ;;
       -[!0-9]*)
-        [[ ${VALUE_OF[$1]-} ]] || refuse_option "$1"
-        GIVEN+=("$1")
-        if [[ ${VALUE_OF[$1]} == none ]]; then
+        [[ ${VALUE_NAME[$1]-} ]] || refuse_option "$1"
+        GIVEN_OPTIONS+=("$1")
+        if [[ ${VALUE_NAME[$1]} == none ]]; then
           GIVEN_VALUES+=('')
           set_flag "$1"
         else
@@ -76,14 +76,14 @@ parse_options() { # <argument...>
 }
 
 
-# In VALUE_OF, the options of this script; `--` among them where its usage line has it.
+# In VALUE_NAME, the options of this script; `--` among them where its usage line has it.
 read_help() {
   local line
   while IFS= read -r line; do
     if [[ $line =~ ^\ {2,}(-[a-z]|--[a-z][a-z-]+)(\ ([^ ]+))?($|\ \ ) ]]; then
-      VALUE_OF[${BASH_REMATCH[1]}]=${BASH_REMATCH[3]:-none}
+      VALUE_NAME[${BASH_REMATCH[1]}]=${BASH_REMATCH[3]:-none}
     elif [[ $line == Usage:*'[-- '* ]]; then
-      VALUE_OF[--]=none
+      VALUE_NAME[--]=none
     fi
   done < <(usage)
 }
@@ -110,7 +110,7 @@ set_value() { # <option> <value>
   case $1 in
     --script) SCRIPT=$2 ;;
     -m) MODULE=$2 ;;
-    --python) ASKED_PYTHON=$2 ;;
+    --python) PYTHON_OPTION=$2 ;;
     --master-port) MASTER_PORT=$2 ;;
     --env) add_environment --env "$2" ;;
     --env-file) read_env_file "$2" ;;
@@ -136,7 +136,7 @@ set_value() { # <option> <value>
 
 refuse_option() { # <option>
   local hint=''
-  [[ ! ${VALUE_OF[--]-} ]] || hint="; arguments of the script go after --"
+  [[ ! ${VALUE_NAME[--]-} ]] || hint="; arguments of the script go after --"
   die_usage "$1: unknown option$hint$(suggest_option "$1")"
 }
 
@@ -144,7 +144,7 @@ refuse_option() { # <option>
 # The option that was meant: it differs from the given one in two letters in one place at most.
 suggest_option() { # <unknown option>
   local known given=${1%%=*} same_start same_end
-  for known in "${!VALUE_OF[@]}"; do
+  for known in "${!VALUE_NAME[@]}"; do
     [[ $known == --?* ]] || continue
     same_start=0 same_end=0
     while ((same_start < ${#known})) && [[ ${given:same_start:1} == "${known:same_start:1}" ]]; do
@@ -194,11 +194,11 @@ is_port() { # <argument>
 
 # MASTER_PORT of the environment, where no option names a port. Beside RANK or MUSTER_RUN_DIR it is the port of another
 # launch, of which this shell is a part, or which has left it there.
-take_port_of_environment() {
-  [[ ! $MASTER_PORT && $PORT_OF_ENVIRONMENT && ! ${RANK-}${MUSTER_RUN_DIR-} ]] || return 0
-  is_port "$PORT_OF_ENVIRONMENT" || die_usage "MASTER_PORT='$PORT_OF_ENVIRONMENT' of the environment: expected a port" \
+use_port_from_environment() {
+  [[ ! $MASTER_PORT && $PORT_FROM_ENVIRONMENT && ! ${RANK-}${MUSTER_RUN_DIR-} ]] || return 0
+  is_port "$PORT_FROM_ENVIRONMENT" || die_usage "MASTER_PORT='$PORT_FROM_ENVIRONMENT' of the environment: expected a port" \
     "from 1 to 65535; unset it, or name a port with --master-port"
-  MASTER_PORT=$PORT_OF_ENVIRONMENT
+  MASTER_PORT=$PORT_FROM_ENVIRONMENT
 }
 
 
@@ -229,19 +229,19 @@ read_env_file() { # <file>
 
 
 # The one argument of a script that takes one at most, in ARGUMENT.
-take_one_argument() { # <its name> <default, if any>
+parse_one_argument() { # <its name> <default, if any>
   ((${#POSITIONAL[@]} <= 1)) || die_usage "expected one $1, got: $(quote "${POSITIONAL[@]}")"
   ARGUMENT=${POSITIONAL[0]:-$2}
 }
 
 
-# In PASSED_ON, the options as they were given, but for these: for another script.
-pass_on_all_but() { # <option...>
+# In FORWARDED_OPTIONS, the options as they were given, but for these: for another script.
+forward_options_except() { # <option...>
   local number
-  PASSED_ON=()
-  for number in "${!GIVEN[@]}"; do
-    [[ " $* " != *" ${GIVEN[number]} "* ]] || continue
-    PASSED_ON+=("${GIVEN[number]}")
-    [[ ${VALUE_OF[${GIVEN[number]}]} == none ]] || PASSED_ON+=("${GIVEN_VALUES[number]}")
+  FORWARDED_OPTIONS=()
+  for number in "${!GIVEN_OPTIONS[@]}"; do
+    [[ " $* " != *" ${GIVEN_OPTIONS[number]} "* ]] || continue
+    FORWARDED_OPTIONS+=("${GIVEN_OPTIONS[number]}")
+    [[ ${VALUE_NAME[${GIVEN_OPTIONS[number]}]} == none ]] || FORWARDED_OPTIONS+=("${GIVEN_VALUES[number]}")
   done
 }

@@ -11,7 +11,7 @@
 LAUNCHER=${LAUNCHER:-srun}
 CORES_PER_RANK=0    # 0: there are fewer than ranks
 CORES_PER_NODE=1    # of the node that has the fewest
-IN_CONTAINER=()     # words before Python
+CONTAINER_COMMAND=()     # words before Python
 SRUN_OPTIONS=()     # the user's own
 RANK_PYTHON=''
 
@@ -33,8 +33,8 @@ enter_node_env() { # <argument of the script...>
   fi
   set -- "$(node_env)" "$PROGRAM_FILE" "$@"
   restore_environment
-  source_node_env "$1" end_background </dev/null >&2
-  end_background
+  source_node_env "$1" kill_background </dev/null >&2
+  kill_background
   MUSTER_ENTERED=1 exec bash "${@:2}"
 }
 
@@ -47,20 +47,20 @@ check_slurm_settings() {
   [[ ! $RENDEZVOUS_TIMEOUT || $LAUNCHER == torchrun ]] || die_usage "--rendezvous-timeout: only agents wait for each" \
     "other (LAUNCHER=torchrun); how long ranks wait is the script's own (distributed.timeout of the kit's trainer)"
   local lines words
-  lines=$(split_words SRUN_ARGS)
+  lines=$(split_arguments SRUN_ARGS)
   [[ ! $lines ]] || mapfile -t SRUN_OPTIONS <<<"$lines"
-  lines=$(split_words CONTAINER)
+  lines=$(split_arguments CONTAINER)
   [[ ! $lines ]] || mapfile -t words <<<"$lines"
   if [[ $lines == -* ]]; then
     SRUN_OPTIONS=("${words[@]}" "${SRUN_OPTIONS[@]}")
   elif [[ $lines ]]; then
-    IN_CONTAINER=("${words[@]}")
+    CONTAINER_COMMAND=("${words[@]}")
   fi
 }
 
 
 # Words with quotes as a shell has them, a line each.
-split_words() { # <name of a variable>
+split_arguments() { # <name of a variable>
   local line=${!1-}
   [[ ! $line ]] || xargs -n 1 printf '%s\n' <<<"$line" 2>/dev/null || die_usage "$1=\"$line\": a quote is not closed; quote as in a shell"
 }
@@ -69,12 +69,12 @@ split_words() { # <name of a variable>
 # Set the nodes, the script and what each rank gets. What a container's image holds cannot be looked at from here, and
 # what is here need not be able to train.
 slurm_check_call() { # <number of ranks; 0: as many as are allocated>
-  local torch=(--torch) asked=$ASKED_PYTHON
+  local torch=(--torch) asked=$PYTHON_OPTION
   ((!DETACH)) || die_usage "--detach: inside an allocation the run ends with it; use sbatch to leave the terminal"
   check_slurm_settings
-  take_port_of_environment
+  use_port_from_environment
   if [[ ${CONTAINER-} ]]; then
-    ASKED_PYTHON='' torch=() WORK_IS_HERE=0
+    PYTHON_OPTION='' torch=() PROGRAM_IS_LOCAL=0
   fi
   check_call "${torch[@]}" --allocation "$1"
   RANK_PYTHON=$PYTHON
@@ -97,21 +97,21 @@ slurm_choose_port() {
 # ---------------------------------------------------------------- what runs
 
 # srun and all its arguments, in COMMAND.
-srun_command() { # <run directory>
-  local task=("$KIT/scripts/lib/in_node_env.sh" --task "$(node_env)" "${IN_CONTAINER[@]}" "$RANK_PYTHON" -I -S)
+build_srun_command() { # <run directory>
+  local task=("$KIT/scripts/lib/in_node_env.sh" --task "$(node_env)" "${CONTAINER_COMMAND[@]}" "$RANK_PYTHON" -I -S)
   task+=("$KIT/scripts/lib/srun_task.py")
   local shares always=(srun --export ALL --kill-on-bad-exit=1 --nodes "${#NODES[@]}")
   local node counts=()
   for node in "${NODES[@]}"; do
     counts+=("${NPROC_OF[$node]}")
   done
-  mapfile -t shares < <(shares_of_a_rank)
+  mapfile -t shares < <(rank_resources)
   if [[ $LAUNCHER == torchrun ]]; then
-    PYTHON=$RANK_PYTHON agent_words
+    PYTHON=$RANK_PYTHON build_agent_parts
     COMMAND=(env MASTER_ADDR="${NODES[0]}" MASTER_PORT="$MASTER_PORT"
       "${always[@]}" --ntasks "${#NODES[@]}" --ntasks-per-node 1 --cpus-per-task "$CORES_PER_NODE"
       "${SRUN_OPTIONS[@]}" "${task[@]}" agent "$1" "$GRACE" "$(IFS=, && printf '%s' "${counts[*]}")"
-      "${AGENT_WORDS[@]}" -- "${SCRIPT_WORDS[@]}")
+      "${AGENT_PREFIX[@]}" -- "${AGENT_SUFFIX[@]}")
   else
     COMMAND=(env MASTER_PORT="$MASTER_PORT"
       "${always[@]}" --ntasks "$RANKS" --distribution block "${shares[@]}"
@@ -122,7 +122,7 @@ srun_command() { # <run directory>
 
 # What srun does not take over from sbatch. With --cpus-per-task, SLURM binds each task to cores of its own, where the
 # cluster is configured to bind at all.
-shares_of_a_rank() {
+rank_resources() {
   if [[ $(printf '%s\n' "${NPROC_OF[@]}" | sort -u | wc -l) == 1 ]]; then
     printf '%s\n' --ntasks-per-node "${NPROC_OF[${NODES[0]}]}"
   fi
@@ -138,10 +138,10 @@ shares_of_a_rank() {
 
 
 # For --dry-run.
-slurm_show_step() {
+slurm_print_step() {
   MASTER_PORT=${MASTER_PORT:-<a free port of ${NODES[0]}>}
-  srun_command "$LOG_DIR/<run>"
-  shown "${COMMAND[@]}"
+  build_srun_command "$LOG_DIR/<run>"
+  masked_command "${COMMAND[@]}"
 }
 
 
@@ -150,7 +150,7 @@ slurm_start_step() {
   for node in "${NODES[@]}"; do
     [[ $LAUNCHER == srun ]] && tasks+=("$node:${NPROC_OF[$node]}") || tasks+=("$node:1")
   done
-  srun_command "$RUN"
+  build_srun_command "$RUN"
   start_client slurm run_step "$(IFS=, && printf '%s' "${tasks[*]}")" "${COMMAND[@]}"
 }
 
@@ -159,7 +159,7 @@ slurm_start_step() {
 run_step() { # <node:tasks,...> <command...>
   local status=0
   trap '' INT TERM HUP TSTP USR2 # the reports of the tasks come through it, also when a signal ends the launcher
-  forget_other_launches
+  clear_launch_environment
   unset SLURM_NTASKS_PER_NODE SLURM_GPUS_PER_TASK SLURM_DISTRIBUTION # srun's arguments say what is meant of them
   # srun hands the environment on.
   (exec_in_environment "${#ENVIRONMENT[@]}" "${ENVIRONMENT[@]}" \

@@ -11,11 +11,11 @@ REQUEUES=${SLURM_RESTART_COUNT:-0} # so far, those by SLURM included
 
 
 # CONFIG, and the options of the job, from the arguments or from the environment in which sbatch was called.
-take_arguments_of_job() {
+parse_job_arguments() {
   CALL=(sbatch "$KIT/scripts/slurm/$PROGRAM" "${CALL[@]:1}")
   GRACE=${MUSTER_GRACE:-120} # SLURM's own KillWait is mostly shorter, and ends what is left
-  [[ $SCRIPT$MODULE ]] || SCRIPT=$SCRIPT_OF_ENVIRONMENT
-  ((${#POSITIONAL[@]})) || POSITIONAL=("${CONFIG_OF_ENVIRONMENT:-$KIT/config/quickstart.yaml}")
+  [[ $SCRIPT$MODULE ]] || SCRIPT=$SCRIPT_FROM_ENVIRONMENT
+  ((${#POSITIONAL[@]})) || POSITIONAL=("${CONFIG_FROM_ENVIRONMENT:-$KIT/config/quickstart.yaml}")
   choose_config "${POSITIONAL[@]}"
 }
 
@@ -55,9 +55,9 @@ choose_config() { # <CONFIG...>
 # ---------------------------------------------------------------- before it is submitted
 
 # What sbatch reads; then the allocation becomes just that, so that it can be shown what would run.
-show_submission() {
+print_submission() {
   local nodes tasks cores
-  nodes=$(default_of nodes) tasks=$(default_of ntasks-per-node) cores=$(default_of cpus-per-task)
+  nodes=$(sbatch_default nodes) tasks=$(sbatch_default ntasks-per-node) cores=$(sbatch_default cpus-per-task)
   grep '^#SBATCH ' -- "$PROGRAM_FILE"
   [[ $nodes$tasks$cores =~ ^[0-9]+$ ]] || die "$PROGRAM_FILE: expected a number in its #SBATCH lines for --nodes, --ntasks-per-node and --cpus-per-task; correct them"
   export SLURM_JOB_ID=0 SLURM_JOB_NODELIST="node[1-$nodes]" SLURM_TASKS_PER_NODE="$tasks(x$nodes)" \
@@ -65,7 +65,7 @@ show_submission() {
 }
 
 
-default_of() { # <option of sbatch>
+sbatch_default() { # <option of sbatch>
   sed -nE "s/^#SBATCH --$1=([^ ]+).*/\1/p" -- "$PROGRAM_FILE"
 }
 
@@ -91,10 +91,10 @@ requeue_if_stopped() {
   is_batch_script && { stopped_by_slurm || lost_a_node; } || return 0
   if ((REQUEUES >= MAX_REQUEUES)); then
     record "requeued $(counted "$REQUEUES" time), and --max-requeues is $MAX_REQUEUES: not requeueing; submit the same job to go on"
-  elif requeued_in_vain; then
-    record "no progress${FURTHEST:+ past step $FURTHEST} in the last $MOST_STALLED turns: not requeueing; submit the same job to go on"
+  elif requeued_without_progress; then
+    record "no progress${LAST_STEP:+ past step $LAST_STEP} in the last $MAX_STALLED turns: not requeueing; submit the same job to go on"
   else
-    record "requeueing job $SLURM_JOB_ID${FURTHEST:+ at step $FURTHEST}, to go on from the newest checkpoint"
+    record "requeueing job $SLURM_JOB_ID${LAST_STEP:+ at step $LAST_STEP}, to go on from the newest checkpoint"
     scontrol requeue "${SLURM_JOB[-1]}" || record "SLURM does not requeue it: submit the same job to go on"
   fi
 }
@@ -123,11 +123,11 @@ is_batch_script() {
 
 
 # Whether the last starts made no progress, one after the other; counted beside the run.
-requeued_in_vain() {
+requeued_without_progress() {
   local vain=0
   if ! made_progress; then
     vain=$(($(cat -- "$RUN/turns_in_vain" 2>/dev/null || echo 0) + 1))
   fi
   echo "$vain" >"$RUN/turns_in_vain"
-  ((vain >= MOST_STALLED))
+  ((vain >= MAX_STALLED))
 }

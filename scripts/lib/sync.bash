@@ -7,8 +7,8 @@
 
 # shellcheck disable=SC2034 # other files read and set what stands here
 # Neither what git ignores, nor what runs and checkpoints leave: a copy is what a colleague would get by `git clone`.
-NOT_COPIED=(--exclude=/.git --exclude=/logs --exclude=/checkpoints --filter=':- .gitignore')
-FOLLOW_EVERY=2 # seconds between two copies of what is new in the nodes' logs
+RSYNC_EXCLUDES=(--exclude=/.git --exclude=/logs --exclude=/checkpoints --filter=':- .gitignore')
+FOLLOW_INTERVAL=2 # seconds between two copies of what is new in the nodes' logs
 FOLLOWER=''    # the process that copies them, while the nodes run
 FETCHED=()     # nodes whose part of the run directory was copied back
 
@@ -43,15 +43,15 @@ sync_directory() { # <directory>
 
 copy_unless_shared() { # <node> <directory> <name of a file that is in ours>
   local reply
-  reply=$(ssh_call "$1" is_shared_there "$2" "$3" </dev/null) || return
+  reply=$(ssh_call_function "$1" remote_is_shared "$2" "$3" </dev/null) || return
   [[ $reply != *"shared $3"* ]] || return 0
   log "--sync: copying $2 to $1"
-  rsync --archive --compress --protect-args --exclude="/$3" "${NOT_COPIED[@]}" \
+  rsync --archive --compress --protect-args --exclude="/$3" "${RSYNC_EXCLUDES[@]}" \
     -e "ssh ${SSH_OPTIONS[*]}" -- "$2/" "${ADDRESS[$1]}:$2/" </dev/null
 }
 
 
-is_shared_there() { # <directory> <name of a file>
+remote_is_shared() { # <directory> <name of a file>
   mkdir -p -- "$1" && cd -- "$1" || return
   if [[ -e $2 ]]; then
     echo "shared $2"
@@ -64,18 +64,18 @@ is_shared_there() { # <directory> <name of a file>
 # Copy the logs of the nodes while they run.
 follow_logs() {
   ((SYNC)) || return 0
-  pipe_into FOLLOWING append_logs_repeatedly
+  start_with_pipe FOLLOWING append_logs_repeatedly
   FOLLOWER=$!
 }
 
 
 # To the end of the input: then the run, or the launcher, has ended.
 append_logs_repeatedly() {
-  local node status ANSWER_WITHIN=3
+  local node status REPLY_TIMEOUT=3
   trap '' INT TERM HUP TSTP PIPE
   close_control_channels
   while true; do
-    read -r -t "$FOLLOW_EVERY" _ && status=0 || status=$?
+    read -r -t "$FOLLOW_INTERVAL" _ && status=0 || status=$?
     ((status > 128)) || return 0
     for node in "${NODES[@]}"; do
       append_log "$node" 2>/dev/null &
@@ -89,12 +89,12 @@ append_logs_repeatedly() {
 append_log() { # <node>
   local log=$RUN/node_$1.log size=0
   [[ ! -e $log ]] || size=$(stat -c %s -- "$log")
-  ssh_call "$1" print_log_there "$RUN" "node_$1.log" $((size + 1)) </dev/null >>"$log"
+  ssh_call_function "$1" remote_print_log "$RUN" "node_$1.log" $((size + 1)) </dev/null >>"$log"
 }
 
 
 # A node that shares the run directory, and so has run.json, writes our log itself.
-print_log_there() { # <run directory> <log file> <first byte>
+remote_print_log() { # <run directory> <log file> <first byte>
   cd -- "$1" && { [[ -e run.json ]] || tail -c +"$3" -- "$2"; }
 }
 
@@ -111,7 +111,7 @@ collect_logs() {
   for node in "${NODES[@]}"; do
     if [[ ! -e $RUN/node_$node.exit && ! -e $RUN/node_$node.lost ]]; then
       FETCHED+=("$node")
-      fetch "$node" &
+      fetch_logs "$node" &
       fetching+=($!)
     fi
   done
@@ -119,15 +119,15 @@ collect_logs() {
 }
 
 
-fetch() { # <node>
+fetch_logs() { # <node>
   ((!SYNC)) || append_log "$1" 2>/dev/null || rm -f -- "$RUN/node_$1.log" # then all of it comes with the rest
-  ssh_call "$1" pack_there "$RUN" </dev/null |
+  ssh_call_function "$1" remote_pack "$RUN" </dev/null |
     tar -xf - --keep-newer-files --no-same-owner -C "$RUN" 2>/dev/null ||
     warn "$1: its part of $RUN could not be copied back; it may still be there"
 }
 
 
-pack_there() { # <run directory>
+remote_pack() { # <run directory>
   cd -- "$1" && tar -cf - --exclude=./checkpoints .
 }
 
@@ -136,12 +136,12 @@ pack_there() { # <run directory>
 archive_attempt_on_nodes() {
   local node
   for node in "${FETCHED[@]}"; do
-    ssh_call "$node" archive_there "$RUN" "try_$ATTEMPT" </dev/null ||
+    ssh_call_function "$node" remote_archive "$RUN" "try_$ATTEMPT" </dev/null ||
       warn "$node: $RUN could not be tidied up there"
   done
 }
 
 
-archive_there() { # <run directory> <directory for an earlier attempt>
+remote_archive() { # <run directory> <directory for an earlier attempt>
   cd -- "$1" && mkdir -p -- "$2" && mv errors ranks node_* "$2/"
 }

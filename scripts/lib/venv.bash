@@ -9,10 +9,10 @@ VENV=$KIT/.venv
 
 # After this $VENV holds what the requirement files (names in KIT) ask for, and PYTHON is its Python;
 # in a dry run, where there is no $VENV yet, the one it would be made from.
-provide_venv() { # <value of --python, may be empty> <requirement file...>
+ensure_venv() { # <value of --python, may be empty> <requirement file...>
   local files=("${@:2}")
   files=("${files[@]/#/--requirement=}")
-  if ! venv_holds "${@:2}"; then
+  if ! venv_is_current "${@:2}"; then
     base_python "$1"
     if [[ ${DRY_RUN:-0} == 1 ]]; then
       show "$PYTHON" -m venv "$VENV"
@@ -26,7 +26,7 @@ provide_venv() { # <value of --python, may be empty> <requirement file...>
 
 
 # Each file that was installed has left a stamp: with which Python, and which checksum it had.
-venv_holds() { # <requirement file...>
+venv_is_current() { # <requirement file...>
   local file
   [[ -x $VENV/bin/python && ! -e $VENV/unfinished ]] || return
   for file; do
@@ -42,7 +42,7 @@ stamp() { # <requirement file>
 
 # Set PYTHON to the one to build on, which is never the one of the environment being built.
 base_python() { # <value of --python, may be empty>
-  name_python "${1:-python3}"
+  resolve_python "${1:-python3}"
   [[ $1 ]] || PYTHON_ORIGIN=PATH
   check_python
   if [[ ${PYTHON%/*} -ef $VENV/bin ]]; then
@@ -55,10 +55,10 @@ base_python() { # <value of --python, may be empty>
 build_venv() ( # <requirement file...>
   cd -- "$KIT" || exit
   flock --nonblock 9 || { log "waiting for another installation into $VENV" && flock 9; }
-  if ! venv_holds "$@"; then
+  if ! venv_is_current "$@"; then
     clear_broken_venv
-    make_venv
-    fill_venv "$@"
+    create_venv
+    install_requirements "$@"
   fi
 )
 
@@ -76,7 +76,7 @@ clear_broken_venv() {
 
 
 # pip comes from ensurepip, which Debian packs apart from Python, or else from a pip that is there.
-make_venv() {
+create_venv() {
   if [[ -e $VENV ]]; then
     return
   fi
@@ -88,13 +88,13 @@ make_venv() {
 
 
 # "unfinished" stays behind when the installer is killed: nobody can say then what is half written.
-fill_venv() { # <requirement file...>
+install_requirements() { # <requirement file...>
   local file install=("$VENV/bin/python" -m pip install "${@/#/--requirement=}")
   trap 'exit "$EXIT_INTERRUPTED"' INT
   log "installing $*: minutes, the first time (to follow it: tail -f $(quote "$VENV/install.log"))"
   show "${install[@]}"
   : >"$VENV/unfinished"
-  { provide_pip && "${install[@]}"; } >"$VENV/install.log" 2>&1 || not_installed
+  { ensure_pip && "${install[@]}"; } >"$VENV/install.log" 2>&1 || report_pip_failure
   for file; do
     stamp "$file" >"$VENV/$file.stamp"
   done
@@ -102,14 +102,14 @@ fill_venv() { # <requirement file...>
 }
 
 
-provide_pip() {
+ensure_pip() {
   "$VENV/bin/python" -m pip --version ||
     "$VENV/bin/python" -m ensurepip ||
     "$PYTHON" -m pip --python "$VENV/bin/python" install pip
 }
 
 
-not_installed() {
+report_pip_failure() {
   rm -- "$VENV/unfinished"
   tail -n 20 -- "$VENV/install.log" >&2
   die "pip failed; its last lines are above, all of its output is in $VENV/install.log;" \

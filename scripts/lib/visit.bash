@@ -3,29 +3,29 @@
 # Find a run that was started before, perhaps elsewhere, and ask its nodes.
 #
 #   open_connections
-#   find_run RUN; ask_nodes "$REPLIES" visit_status --seconds 1
+#   find_run RUN; run_on_nodes "$REPLIES" visit_status --seconds 1
 #
 # Sourced, never run; it needs options.bash, nodes.bash and ssh.bash.
 
 # shellcheck disable=SC2034 # other files read and set what stands here
-MARK=''               # the run directory as its processes carry it in MUSTER_RUN_DIR
+RUN_MARK=''               # the run directory as its processes carry it in MUSTER_RUN_DIR
 RUN_PYTHON=''         # interpreter of its ranks
-LAUNCHER_IS=''        # here, gone, elsewhere, or in the job: it is its batch script
-LAUNCHER_HOST='' LAUNCHER_PID=0 LAUNCHER_SINCE='' # where it was started, its process id there, and its start
+LAUNCHER_STATE=''        # here, gone, elsewhere, or in the job: it is its batch script
+LAUNCHER_HOST='' LAUNCHER_PID=0 LAUNCHER_START='' # where it was started, its process id there, and its start
 RUN_GRACE=0           # seconds that it gives to ranks that are asked to stop
 JOB=''                # number of its SLURM job
 JOB_STATE=''          # as squeue has it, with the reason: RUNNING None, PENDING Resources; empty when it is over
 declare -A FIRST_RANK_OF=() # of each node
-VISITED=''            # directory for what the nodes reply
+VISIT_DIR=''            # directory for what the nodes reply
 
 
 find_run() { # <RUN>
   local words
-  VISITED=$(mktemp -d "$SOCKETS/replies-XXXXXX") # removed when the connections go
-  where_is "$PWD" "$1" || where_is "$(directory_of_job "$1")" "$1" || no_run "$1"
-  mapfile -d '' words <"$VISITED/found"
-  RUN=${words[0]} MARK=${words[1]} RUN_PYTHON=${words[2]}
-  LAUNCHER_IS=${words[3]} LAUNCHER_HOST=${words[4]} LAUNCHER_PID=${words[5]} LAUNCHER_SINCE=${words[6]}
+  VISIT_DIR=$(mktemp -d "$CONNECTIONS_DIR/replies-XXXXXX") # removed when the connections go
+  look_up_run "$PWD" "$1" || look_up_run "$(directory_of_job "$1")" "$1" || refuse_missing_run "$1"
+  mapfile -d '' words <"$VISIT_DIR/found"
+  RUN=${words[0]} RUN_MARK=${words[1]} RUN_PYTHON=${words[2]}
+  LAUNCHER_STATE=${words[3]} LAUNCHER_HOST=${words[4]} LAUNCHER_PID=${words[5]} LAUNCHER_START=${words[6]}
   RUN_GRACE=${words[7]} JOB=${words[8]}
   set -- "${words[@]:9}"
   while (($#)); do
@@ -34,21 +34,21 @@ find_run() { # <RUN>
     shift 4
   done
   cd / # a directory that is everywhere: ssh_run goes where we are
-  [[ ! $JOB ]] || look_for_job
+  [[ ! $JOB ]] || update_job_state
 }
 
 
 # The same process, not one that has its number now.
-launcher_lives() {
+launcher_is_running() {
   local stat fields
-  [[ $LAUNCHER_IS == here ]] && read -r stat 2>/dev/null <"/proc/$LAUNCHER_PID/stat" || return 1
+  [[ $LAUNCHER_STATE == here ]] && read -r stat 2>/dev/null <"/proc/$LAUNCHER_PID/stat" || return 1
   read -r -a fields <<<"${stat##*) }"
-  [[ ${fields[0]} != Z && ${fields[19]} == "$LAUNCHER_SINCE" ]]
+  [[ ${fields[0]} != Z && ${fields[19]} == "$LAUNCHER_START" ]]
 }
 
 
-where_is() { # <directory where a path begins> <RUN>
-  [[ $1 ]] && kit_python runs.lookup --from "$1" --log-dir "$LOG_DIR" -- "$2" >"$VISITED/found" 2>"$VISITED/why"
+look_up_run() { # <directory where a path begins> <RUN>
+  [[ $1 ]] && kit_python runs.lookup --from "$1" --log-dir "$LOG_DIR" -- "$2" >"$VISIT_DIR/found" 2>"$VISIT_DIR/why"
 }
 
 
@@ -67,7 +67,7 @@ is_job() { # <RUN>
 
 
 # A job that waits has no run yet, and one that was refused never had.
-no_run() { # <RUN>
+refuse_missing_run() { # <RUN>
   local shown
   if is_job "$1"; then
     type -P scontrol >/dev/null || die_usage "RUN '$1': no run of job $1 in $LOG_DIR, and there is no SLURM here to be" \
@@ -81,17 +81,17 @@ no_run() { # <RUN>
     die_usage "RUN '$1': no run of job $1 in $LOG_DIR, and SLURM knows of none (${shown##*$'\n'}); of jobs that ended" \
       "long ago: sacct -j $1"
   fi
-  die_usage "$(<"$VISITED/why")"
+  die_usage "$(<"$VISIT_DIR/why")"
 }
 
 
 # A batch script is there as long as its job; and without the job there are no processes that could be asked about.
-look_for_job() {
+update_job_state() {
   JOB_STATE=$(state_of_job "$JOB")
   if ! job_runs; then
-    LAUNCHER_IS=gone
-  elif [[ $LAUNCHER_IS == elsewhere && " ${NODES[*]} " == *" $LAUNCHER_HOST "* ]]; then
-    LAUNCHER_IS=job
+    LAUNCHER_STATE=gone
+  elif [[ $LAUNCHER_STATE == elsewhere && " ${NODES[*]} " == *" $LAUNCHER_HOST "* ]]; then
+    LAUNCHER_STATE=job
   fi
 }
 
@@ -107,17 +107,17 @@ job_runs() {
 
 
 # Beside the tasks that are there, however busy the node is.
-in_job() { # <node> <command...>
+run_in_job() { # <node> <command...>
   (
-    forget_job
-    exec ${ANSWER_WITHIN:+timeout -s KILL "$ANSWER_WITHIN"} srun --overlap --jobid "$JOB" --nodes 1 --ntasks 1 \
+    clear_slurm_environment
+    exec ${REPLY_TIMEOUT:+timeout -s KILL "$REPLY_TIMEOUT"} srun --overlap --jobid "$JOB" --nodes 1 --ntasks 1 \
       --nodelist "$1" --input none --quiet "${@:2}"
   )
 }
 
 
 # Another one, that this shell may be in.
-forget_job() {
+clear_slurm_environment() {
   local name
   for name in "${!SLURM_@}"; do
     [[ $name == SLURM_CONF ]] || unset "$name"
@@ -126,9 +126,9 @@ forget_job() {
 
 
 # Run a command on a node of the run, wherever that is. What a job has left lies in its directory, which is shared.
-visit() { # <node> <command...>
+visit_node() { # <node> <command...>
   if [[ $JOB ]] && job_runs; then
-    in_job "$@"
+    run_in_job "$@"
   elif [[ $JOB ]]; then
     "${@:2}"
   elif [[ ${ADDRESS[$1]-} ]]; then
@@ -139,8 +139,8 @@ visit() { # <node> <command...>
 }
 
 
-# For ask_nodes: what a node sees of the run.
+# For run_on_nodes: what a node sees of the run.
 visit_status() { # <node> [more options of runs.node_status...]
-  visit "$1" "$RUN_PYTHON" "$KIT/scripts/lib/module.py" runs.node_status --run "$MARK" --node "$1" \
+  visit_node "$1" "$RUN_PYTHON" "$KIT/scripts/lib/module.py" runs.node_status --run "$RUN_MARK" --node "$1" \
     --count "${NPROC_OF[$1]}" --first-rank "${FIRST_RANK_OF[$1]}" "${@:2}"
 }

@@ -7,7 +7,7 @@
 #   begin_run
 #   while true; do
 #     start_node FUNCTION NODE COMMAND... for each node; wait_for_nodes; judge
-#     may_restart || break
+#     should_restart || break
 #     prepare_restart
 #   done
 #   exit "$CODE"
@@ -20,7 +20,7 @@ declare -A REACHED_BY=()        # of each node: the function that runs a command
 declare -A DEAD=()              # clients that have ended, perhaps with an exit code that is still to come
 declare -A UNSTARTED=()         # nodes on which not even a supervisor could be started, with the exit code
 declare -A SUPERVISED=()        # nodes with a client of their own, and with an exit code in node_NAME.exit
-CLEARING=()                     # processes that end what is left on nodes whose client was lost
+SWEEPS=()                     # processes that end what is left on nodes whose client was lost
 EVENTS=''                       # file descriptor of a pipe, both ends: a client never waits for a reader
 CODE=0                          # of the run, when it is judged
 STATUS=0                        # of the first node that failed
@@ -30,19 +30,19 @@ HEARTBEAT_TIMEOUT=''            # seconds without a heartbeat of the launcher af
 RESTARTS=0                      # so far
 ATTEMPT=0                       # number of the last attempt that was archived
 STALLED=0                       # consecutive restarts without progress
-FURTHEST=''                     # the last step that the run has logged
-BEGUN=0                         # when this attempt began, as $SECONDS
-MOST_STALLED=3                  # consecutive restarts without progress before giving up
-MINUTES=300                     # seconds after which a failure is no longer one of the start
-HANG_OF_STEPS=600               # HANG_TIMEOUT of a run that logs steps, without --hang-timeout
+LAST_STEP=''                     # the last step that the run has logged
+ATTEMPT_START=0                         # when this attempt began, as $SECONDS
+MAX_STALLED=3                  # consecutive restarts without progress before giving up
+PROGRESS_SECONDS=300                     # seconds after which a failure is no longer one of the start
+DEFAULT_HANG_TIMEOUT=600               # HANG_TIMEOUT of a run that logs steps, without --hang-timeout
 HEARTBEATS=''                   # file descriptor: its end ends the heartbeats
 HANG_WATCHER='' HANG_CHANNEL='' # process that watches for a hang, and the end of its standard input
-HURRY=10                        # seconds between the request to stop and SIGKILL, when a node has failed
+STOP_TIMEOUT=10                        # seconds between the request to stop and SIGKILL, when a node has failed
 
 
 # To be called when there is a run directory, and before anything is started.
 begin_run() {
-  [[ ! -e $RUN/metrics.jsonl ]] || FURTHEST=$(kit_python metrics "$RUN/metrics.jsonl")
+  [[ ! -e $RUN/metrics.jsonl ]] || LAST_STEP=$(kit_python metrics "$RUN/metrics.jsonl")
   exec {EVENTS}<> <(:)
   watch_signals
 }
@@ -55,7 +55,7 @@ run_here() { # <node> <command> [argument...]
 
 
 # The program that runs commands on nodes, in SUPERVISOR.
-name_supervisor() {
+set_supervisor() {
   SUPERVISOR=("$PYTHON" -I -S "$KIT/scripts/lib/supervisor.py")
 }
 
@@ -63,7 +63,7 @@ name_supervisor() {
 start_node() { # <function that runs a command on a node> <node> <command...>
   local terminal=()
   [[ ! -t 1 || ! -t 2 ]] || terminal=(--terminal)
-  name_supervisor
+  set_supervisor
   REACHED_BY[$2]=$1
   start_client "$2" "$1" "$2" "${SUPERVISOR[@]}" run --dir "$RUN" --name "$2" --grace "$GRACE" --environment - \
     "${terminal[@]}" ${HEARTBEAT_TIMEOUT:+--heartbeat-timeout "$HEARTBEAT_TIMEOUT"} --source "$(node_env)" \
@@ -82,7 +82,7 @@ environment_block() {
 
 start_client() { # <its name> <command...>
   local control
-  pipe_into control run_client "$@"
+  start_with_pipe control run_client "$@"
   CLIENT[$1]=$! CONTROL[$1]=$control
   disown "$!" 2>/dev/null || true # bash would print it when it is killed, as it may have been already
 }
@@ -112,17 +112,17 @@ close_control_channels() {
 wait_for_nodes() {
   local received begun='' node status
   STATUS=0
-  [[ ! $SIGNAL ]] || request stop # it came before there was a node
-  [[ ! $HEARTBEAT_TIMEOUT ]] || pipe_into HEARTBEATS send_heartbeats
+  [[ ! $SIGNAL ]] || send_request stop # it came before there was a node
+  [[ ! $HEARTBEAT_TIMEOUT ]] || start_with_pipe HEARTBEATS send_heartbeats
   start_hang_watch
   while ((${#CLIENT[@]})); do
     if IFS= read -r -t 0.5 -u "$EVENTS" received; then
       read -r node status <<<"$begun$received"
       begun=''
       if [[ $node == /hang ]]; then
-        hung
+        handle_hang
       else
-        ended "$node" "$status"
+        handle_exit "$node" "$status"
       fi
     else
       begun+=$received # the timeout came in the middle of a line
@@ -132,8 +132,8 @@ wait_for_nodes() {
       escalate
     fi
   done
-  ((${#CLEARING[@]} == 0)) || wait "${CLEARING[@]}" || true
-  CLEARING=()
+  ((${#SWEEPS[@]} == 0)) || wait "${SWEEPS[@]}" || true
+  SWEEPS=()
   stop_hang_watch
   [[ ! $HEARTBEATS ]] || exec {HEARTBEATS}>&-
   HEARTBEATS=''
@@ -148,7 +148,7 @@ notice_dead_clients() {
     [[ $stat == *') Z'* ]] || continue
     if [[ ${DEAD[$node]-} ]]; then
       record "$node: process ${CLIENT[$node]}, the launcher's connection to it, was killed"
-      ended "$node" 137
+      handle_exit "$node" 137
     else
       DEAD[$node]=1 # its exit code may still be on its way
     fi
@@ -156,53 +156,53 @@ notice_dead_clients() {
 }
 
 
-ended() { # <node> <exit code of its client>
+handle_exit() { # <node> <exit code of its client>
   local control=${CONTROL[$1]} status=$2
   exec {control}>&-
   unset "CLIENT[$1]" "CONTROL[$1]" "DEAD[$1]"
-  if may_be_lost "$1" "$status"; then
-    [[ -e $RUN/node_$1.lost ]] || lost "$1"
+  if is_connection_lost "$1" "$status"; then
+    [[ -e $RUN/node_$1.lost ]] || handle_lost_node "$1"
     ((status != 255)) || status=$EXIT_UNFIT
   elif ((status == 126 || status == 127)); then
     UNSTARTED[$1]=$status
   fi
   if ((status != 0 && STATUS == 0)); then
     STATUS=$status
-    [[ $DEADLINE ]] || schedule $((status == EXIT_STOPPED ? 30 : 0)) stop # checkpoints may still be being written
+    [[ $DEADLINE ]] || schedule_request $((status == EXIT_STOPPED ? 30 : 0)) stop # checkpoints may still be being written
   fi
 }
 
 
 # The run makes no progress; why, is in .hang.json. Nothing follows from that when the run is ending already.
-hung() {
+handle_hang() {
   [[ $STATUS == 0 && ! $DEADLINE && -e $RUN/.hang.json ]] || return 0
   mv -- "$RUN/.hang.json" "$RUN/hang.json"
   STATUS=$EXIT_GAVE_UP
   record "the run hangs; stopping it"
-  schedule 0 stop
+  schedule_request 0 stop
 }
 
 
 # Whether this may be the client's own exit code, not the node's: ssh ends with 255 when the connection is lost, and
 # above 128 a signal has ended it. Where the run directory is shared, the node's own is in node_NAME.exit.
-may_be_lost() { # <node> <exit code>
+is_connection_lost() { # <node> <exit code>
   [[ ${SUPERVISED[$1]-} && ! -e $RUN/node_$1.exit ]] && (($2 == 255 || ($2 > 128 && !${DEADLINE:-0})))
 }
 
 
 # Without its connection a node stops its command by itself. Wait for that, and for what the node reports of it.
-lost() { # <node>
+handle_lost_node() { # <node>
   record "$1: connection to its supervisor lost; stopping the run"
-  clear_node "$1" &
-  CLEARING+=($!)
+  sweep_lost_node "$1" &
+  SWEEPS+=($!)
 }
 
 
-clear_node() { # <node>
+sweep_lost_node() { # <node>
   trap '' INT TERM HUP TSTP
   close_control_channels
-  name_supervisor
-  if ! ANSWER_WITHIN=$((GRACE + HURRY)) "${REACHED_BY[$1]}" "$1" "${SUPERVISOR[@]}" sweep --dir "$RUN" --name "$1" --grace "$GRACE" \
+  set_supervisor
+  if ! REPLY_TIMEOUT=$((GRACE + STOP_TIMEOUT)) "${REACHED_BY[$1]}" "$1" "${SUPERVISOR[@]}" sweep --dir "$RUN" --name "$1" --grace "$GRACE" \
     </dev/null >/dev/null 2>&1; then
     : >"$RUN/node_$1.lost" # for the verdict
   fi
@@ -211,7 +211,7 @@ clear_node() { # <node>
 
 # A shell ends with 126 or 127 where there is no interpreter to be started. The verdict reads that where it reads
 # what supervisors write.
-note_unstarted() {
+record_unstarted() {
   local node
   for node in "${!UNSTARTED[@]}"; do
     [[ ! -e $RUN/node_$node.exit ]] || continue
@@ -224,21 +224,21 @@ note_unstarted() {
 
 
 # What the remaining nodes are asked for when the time has come: stop, kill, then nothing more.
-schedule() { # <seconds from now> <request>
+schedule_request() { # <seconds from now> <request>
   DEADLINE=$((SECONDS + $1)) REQUEST=$2
 }
 
 
 escalate() {
   case $REQUEST in
-    stop) request stop; schedule "$HURRY" kill ;;
-    kill) request kill; schedule "$HURRY" abandon ;;
-    abandon) abandon ;;
+    stop) send_request stop; schedule_request "$STOP_TIMEOUT" kill ;;
+    kill) send_request kill; schedule_request "$STOP_TIMEOUT" abandon ;;
+    abandon) abandon_nodes ;;
   esac
 }
 
 
-request() { # <stop or kill>
+send_request() { # <stop or kill>
   local control
   for control in "${CONTROL[@]}"; do
     echo "$1" >&"$control" || true # it may just have ended
@@ -246,29 +246,29 @@ request() { # <stop or kill>
 }
 
 
-abandon() {
+abandon_nodes() {
   local node
   for node in "${!CLIENT[@]}"; do
     record "$node does not answer; its processes end without the launcher${HEARTBEAT_TIMEOUT:+ after $HEARTBEAT_TIMEOUT s}"
     : >"$RUN/node_$node.lost"
     kill -KILL "${CLIENT[$node]}" 2>/dev/null || true
-    ended "$node" 255
+    handle_exit "$node" 255
   done
 }
 
 
 # A person, or the system, asks the launcher to stop. The nodes are asked to, and asked to kill the second time.
-interrupted() { # <signal>
+handle_signal() { # <signal>
   if [[ $SIGNAL ]]; then
-    request kill
-    schedule "$HURRY" abandon
+    send_request kill
+    schedule_request "$STOP_TIMEOUT" abandon
     return
   fi
   SIGNAL=$1
   [[ $1 != HUP ]] || exec >>"$RUN/launcher.log" 2>&1 # the terminal is gone
   record "$1: stopping; up to $GRACE s to write a checkpoint, once more $1 to end at once"
-  request stop
-  schedule $((GRACE + HURRY)) abandon # a node keeps the grace itself
+  send_request stop
+  schedule_request $((GRACE + STOP_TIMEOUT)) abandon # a node keeps the grace itself
 }
 
 
@@ -277,7 +277,7 @@ watch_signals() {
   trap '' PIPE # a node may end while it is asked for something, and a console may be closed
   for name in INT TERM HUP; do
     # shellcheck disable=SC2064
-    trap "interrupted $name" "$name"
+    trap "handle_signal $name" "$name"
   done
 }
 
@@ -300,13 +300,13 @@ send_heartbeats() {
 # steps can hang, and only when it is certain that nothing will end the silence.
 start_hang_watch() {
   [[ $HANG_TIMEOUT != 0 ]] || return 0
-  pipe_into HANG_CHANNEL run_hang_watch
+  start_with_pipe HANG_CHANNEL run_hang_watch
   HANG_WATCHER=$!
 }
 
 
 run_hang_watch() {
-  local options=(--timeout "${HANG_TIMEOUT:-$HANG_OF_STEPS}")
+  local options=(--timeout "${HANG_TIMEOUT:-$DEFAULT_HANG_TIMEOUT}")
   [[ $HANG_TIMEOUT ]] || options+=(--certain)
   trap '' INT HUP TSTP USR2
   close_control_channels
@@ -326,9 +326,9 @@ stop_hang_watch() {
 
 
 # Whose failure came first, the exit code of it all in CODE, and the report.
-judge() {
+report_verdict() {
   local asked=() verdict
-  note_unstarted
+  record_unstarted
   case $SIGNAL in
     INT) asked=(--exit-code "$EXIT_INTERRUPTED") ;;
     TERM | HUP) asked=(--exit-code "$EXIT_TERMINATED") ;;
@@ -341,34 +341,34 @@ judge() {
 
 
 # Whether a restart may help: the call was valid, no stop was requested, and the last restarts made progress.
-may_restart() {
+should_restart() {
   [[ ! $SIGNAL ]] && ((CODE != 0 && CODE != EXIT_USAGE && CODE != EXIT_STOPPED && RESTARTS < MAX_RESTARTS)) || return 1
   if made_progress || ((RESTARTS == 0)); then
     STALLED=0
   else
     STALLED=$((STALLED + 1))
   fi
-  ((STALLED < MOST_STALLED)) && return
-  record "exit code $CODE: no progress${FURTHEST:+ past step $FURTHEST} in $STALLED restarts; giving up"
+  ((STALLED < MAX_STALLED)) && return
+  record "exit code $CODE: no progress${LAST_STEP:+ past step $LAST_STEP} in $STALLED restarts; giving up"
   return 1
 }
 
 
 # By the steps that the script has logged; where it logs none, by its having run for minutes.
 made_progress() {
-  local before=$FURTHEST
-  FURTHEST=$(kit_python metrics "$RUN/metrics.jsonl") || FURTHEST=''
-  if [[ $FURTHEST ]]; then
-    ((FURTHEST > ${before:--1}))
+  local before=$LAST_STEP
+  LAST_STEP=$(kit_python metrics "$RUN/metrics.jsonl") || LAST_STEP=''
+  if [[ $LAST_STEP ]]; then
+    ((LAST_STEP > ${before:--1}))
   else
-    ((SECONDS - BEGUN >= MINUTES))
+    ((SECONDS - ATTEMPT_START >= PROGRESS_SECONDS))
   fi
 }
 
 
 # Keep what the failed attempt left, and make room for the next.
 prepare_restart() {
-  RESTARTS=$((RESTARTS + 1)) DEADLINE='' REQUEST='' BEGUN=$SECONDS
+  RESTARTS=$((RESTARTS + 1)) DEADLINE='' REQUEST='' ATTEMPT_START=$SECONDS
   archive_attempt "$RUN"
   record "exit code $CODE: restart $RESTARTS of $MAX_RESTARTS, from the newest valid checkpoint"
 }

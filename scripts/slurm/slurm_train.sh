@@ -86,18 +86,18 @@ main() {
   PROGRAM=$name # SLURM runs a copy that has another
   refuse_misplaced_options "$@"
   parse_options "$@"
-  take_arguments_of_job
+  parse_job_arguments
   if [[ ! ${SLURM_JOB_ID-} && ${DRY_RUN:-0} == 1 ]]; then
-    show_submission
+    print_submission
   else
     in_allocation || die_usage "this is for sbatch: $(quote "${CALL[@]}") (--dry-run shows what that would do)"
     enter_node_env "$@"
     find_earlier_run
-    trap 'request stop' USR2 # where SLURM sends it to the batch script too
+    trap 'send_request stop' USR2 # where SLURM sends it to the batch script too
   fi
   slurm_check_call 0
   if [[ ${DRY_RUN:-0} == 1 ]]; then
-    slurm_show_step
+    slurm_print_step
     return
   fi
   slurm_choose_port
@@ -107,8 +107,8 @@ main() {
   while true; do
     slurm_start_step
     wait_for_nodes
-    judge
-    may_restart || break
+    report_verdict
+    should_restart || break
     prepare_restart
   done
   requeue_if_stopped

@@ -63,11 +63,11 @@ main() {
   parse_options "$@"
   # shellcheck disable=SC2034 # launch.bash reads them
   PLAIN_AGENT=torch.distributed.launch FAST_OPTIONS=(--pass-local-rank)
-  take_arguments_of_one_node
-  check_one_node
+  parse_node_arguments
+  check_manual_call
   if [[ ${DRY_RUN:-0} == 1 ]]; then
-    agent_of_one_node "$LOG_DIR/<run>"
-    show_command
+    build_manual_agent_command "$LOG_DIR/<run>"
+    print_command
     return
   fi
   if ((DETACH)); then
@@ -78,11 +78,11 @@ main() {
   ((!NODE_RANK)) || log "rank 0 prints on the first node; what is printed here: tail -f $RUN/node_${NODES[0]}.log"
   begin_run
   while true; do
-    agent_of_one_node "$RUN"
+    build_manual_agent_command "$RUN"
     start_node run_here "${NODES[0]}" "${COMMAND[@]}"
     wait_for_nodes
-    judge
-    may_restart || break
+    report_verdict
+    should_restart || break
     prepare_restart
   done
   exit "$CODE"

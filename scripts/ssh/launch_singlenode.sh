@@ -46,7 +46,7 @@ source "$KIT/scripts/lib/launch.bash"
 source "$KIT/scripts/lib/watch.bash"
 
 
-take_arguments() {
+parse_arguments() {
   ((${#POSITIONAL[@]} == 2)) || die_usage "expected CONFIG and NPROC, got: $(quote "${POSITIONAL[@]:-nothing}")" \
     "(arguments of the script go after --)"
   CONFIG=${POSITIONAL[0]} NPROC=${POSITIONAL[1]}
@@ -57,22 +57,22 @@ take_arguments() {
 
 # The agent's command line, in COMMAND. Without --master-port torchrun takes a free port itself: a port that is chosen
 # before may be taken meanwhile.
-agent_here() { # <run directory>
+build_local_agent_command() { # <run directory>
   local rendezvous=(--standalone --local-addr 127.0.0.1)
   [[ ! $MASTER_PORT ]] || rendezvous=(--master-addr 127.0.0.1 --master-port "$MASTER_PORT")
-  agent_command "${rendezvous[@]}" --nproc-per-node "$NPROC" --log-dir "$1/ranks/${NODES[0]}"
+  build_agent_command "${rendezvous[@]}" --nproc-per-node "$NPROC" --log-dir "$1/ranks/${NODES[0]}"
 }
 
 
 main() {
   parse_options "$@"
-  take_arguments
-  local questions=(--torch --ranks "$NPROC")
-  ((!PREFLIGHT)) || questions+=(--gpus "$NPROC" ${MASTER_PORT:+--port "$MASTER_PORT"})
-  check_call "${questions[@]}"
+  parse_arguments
+  local checks=(--torch --ranks "$NPROC")
+  ((!PREFLIGHT)) || checks+=(--gpus "$NPROC" ${MASTER_PORT:+--port "$MASTER_PORT"})
+  check_call "${checks[@]}"
   if [[ ${DRY_RUN:-0} == 1 ]]; then
-    agent_here "$LOG_DIR/<run>"
-    show_command
+    build_local_agent_command "$LOG_DIR/<run>"
+    print_command
     return
   fi
   if ((DETACH)); then
@@ -82,11 +82,11 @@ main() {
   open_run
   begin_run
   while true; do
-    agent_here "$RUN"
+    build_local_agent_command "$RUN"
     start_node run_here "${NODES[0]}" "${COMMAND[@]}"
     wait_for_nodes
-    judge
-    may_restart || break
+    report_verdict
+    should_restart || break
     prepare_restart
   done
   exit "$CODE"

@@ -63,11 +63,11 @@ source "$KIT/scripts/lib/sync.bash"
 
 main() {
   parse_options "$@"
-  take_config_nproc_nodes
-  need_ssh
+  parse_config_nproc_nodes
+  require_ssh
   check_call_on_nodes "${POSITIONAL[@]:2}"
   if [[ ${DRY_RUN:-0} == 1 ]]; then
-    show_agents
+    print_agent_commands
     return
   fi
   open_connections
@@ -85,8 +85,8 @@ main() {
     follow_logs
     wait_for_nodes
     collect_logs
-    judge
-    may_restart || break
+    report_verdict
+    should_restart || break
     prepare_restart
     archive_attempt_on_nodes
   done
