@@ -32,7 +32,7 @@ stub() { # <name>, its text on standard input
   run -2 "$DOCTOR" 'node[1-'
   [[ $output == *"its brackets do not match"* ]]
   run -2 "$DOCTOR" --exclude node1
-  [[ $output == *"--exclude 'node1': from which nodes?"* ]]
+  [[ $output == *"--exclude 'node1': requires NODE... or --hostfile"* ]]
   run -2 "$DOCTOR" --python
   [[ $output == *"--python needs a value"* ]]
   run -2 "$DOCTOR" --python /no/python

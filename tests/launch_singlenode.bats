@@ -134,7 +134,7 @@ END
   [ "$status" -eq 0 ]
   [[ "$output" == *"train.py a\\ b"* ]]
   run -2 "$KIT/scripts/run_ddp.sh" -n 2 --dry-run --script tiny.yaml -c - -l info
-  [[ "${lines[0]}" == "run_ddp.sh: -l 'info': is for the kit's train.py; give your own script its arguments behind --, such as -- --log-level info" ]]
+  [[ "${lines[0]}" == "run_ddp.sh: -l 'info': only for Muster's train.py; pass arguments of your own script after --, such as -- --log-level info" ]]
 }
 
 

@@ -87,7 +87,7 @@ places() { # <expected line for each rank...>
   run -0 "$KIT/scripts/status.sh" "$JOB"
   [[ "$output" == *"ended after"*"verdict: ok"* ]]
   run -0 "$KIT/scripts/stop.sh" "$JOB"
-  [ "$output" = "job $JOB has ended, and SLURM with it what it had on its nodes" ]
+  [ "$output" = "job $JOB has ended; SLURM has ended its processes on all nodes" ]
 }
 
 
@@ -153,7 +153,7 @@ END
 @test "what cannot work is refused with the remedy, before anything starts" {
   endless_training >tiny.yaml
   run -2 "$KIT/scripts/slurm/slurm_train.sh" tiny.yaml
-  [[ "$output" == *"this is for sbatch: sbatch $(printf %q "$KIT")/scripts/slurm/slurm_train.sh tiny.yaml"* ]]
+  [[ "$output" == *"not in a SLURM job; use: sbatch $(printf %q "$KIT")/scripts/slurm/slurm_train.sh tiny.yaml"* ]]
   run -2 "$KIT/scripts/slurm/slurm_train.sh" a.yaml b.yaml
   [[ "$output" == *"2 CONFIGs are for an array of 2 elements: sbatch --array=0-1"* ]]
   run -2 "$KIT/scripts/slurm/slurm_train.sh" --max-requeues often
@@ -161,7 +161,7 @@ END
   run -2 "$KIT/scripts/slurm/slurm_train.sh" --nodes=4 tiny.yaml
   [[ "$output" == *"--nodes=4: options of sbatch stand before the script: sbatch --nodes=4 ... slurm_train.sh"* ]]
   run -2 env MUSTER_KIT=/nope "$KIT/scripts/slurm/slurm_train.sh" tiny.yaml
-  [[ "$output" == *"cannot find the kit: submit the script that lies in it, or export MUSTER_KIT=<its directory> before"* ]]
+  [[ "$output" == *"cannot find Muster; submit the script in its directory, or export MUSTER_KIT=<its directory>"* ]]
   run -2 "$KIT/scripts/slurm/slurm_train.sh" --detach tiny.yaml
   [[ "$output" == *"sbatch leaves the terminal by itself"* ]]
   run -2 salloc -Q -n2 env LAUNCHER=mpirun "$KIT/scripts/slurm/slurm_train.sh" tiny.yaml
@@ -252,7 +252,7 @@ END
   touch "my script.py"
   SCRIPT="my script.py" submit --begin=now+1hour slurm_train.sh -
   run -0 "$KIT/scripts/status.sh" "$JOB"
-  [[ "$output" == *"job $JOB has no run yet, in the queue it is PENDING (BeginTime)"* ]]
+  [[ "$output" == *"job $JOB has not started a run; its state is PENDING (BeginTime)"* ]]
   run -0 "$KIT/scripts/stop.sh" "$JOB"
   [[ "$output" == *"job $JOB has ended"* ]]
   run -2 "$KIT/scripts/status.sh" 4711

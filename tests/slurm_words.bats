@@ -85,7 +85,7 @@ refuses() { # <what it must say>
   in_job LAUNCHER=torchrun "$TRAIN" --dry-run --rendezvous-timeout=0 -
   refuses "--rendezvous-timeout: expected a whole number of seconds, 1 or more, got '0'"
   run "$KIT/scripts/run_ddp.sh" --rendezvous-timeout 30 -n 1 -c -
-  refuses "--rendezvous-timeout: on one machine no other node has to join; leave it out"
+  refuses "--rendezvous-timeout: there is only one node; leave it out"
 }
 
 

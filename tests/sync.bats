@@ -92,7 +92,7 @@ wait_for_log() { # <node> <text>
   [ "$status" -eq 0 ]
   [[ "${lines[-1]}" == "verdict: ok, 2 ranks"* ]]
   run -2 "$KIT/scripts/doctor.sh" --sync
-  [[ "$output" == *"--sync: to which nodes? name them"* ]]
+  [[ "$output" == *"--sync: requires NODE... or --hostfile"* ]]
 }
 
 
