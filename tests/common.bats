@@ -203,7 +203,7 @@ END
   [ "$("$SCRIPT")" = $'the active virtual environment\nthe active conda environment' ]
   [ "$(CONDA_DEFAULT_ENV=base "$SCRIPT")" = "the active virtual environment"$'\n'"PATH, conda's base environment" ]
   cd conda
-  [ "$(VIRTUAL_ENV='' "$SCRIPT")" = $'the active conda environment\nthe kit\'s .venv' ]
+  [ "$(VIRTUAL_ENV='' "$SCRIPT")" = $'the active conda environment\nMuster\'s .venv' ]
   [ -z "$("$SCRIPT" bin/python)" ]
 }
 
@@ -222,7 +222,7 @@ END
   script <<<'pick_python "${1-}"'
   cd "$BATS_TEST_TMPDIR/elsewhere"
   run -2 "$SCRIPT" /nowhere/python
-  [ "${lines[0]}" = "do_it.sh: no Python at '/nowhere/python' (from --python): name another with \
+  [ "${lines[0]}" = "do_it.sh: no Python at '/nowhere/python' (from --python); choose another with \
 --python PATH" ]
   VIRTUAL_ENV=/gone run -2 "$SCRIPT"
   [[ "${lines[0]}" == "do_it.sh: no Python at '/gone/bin/python' (from the active virtual environment)"* ]]
@@ -238,7 +238,7 @@ END
   run -2 "$SCRIPT" ./old
   python odd 'command not found'
   run -2 "$SCRIPT" ./odd
-  [[ "${lines[0]}" == *"odd' (from --python) does not run as Python"* ]]
+  [[ "${lines[0]}" == *"odd' (from --python) is not a working Python"* ]]
   [ "${#lines[@]}" -eq 2 ]
 }
 

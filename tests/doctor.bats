@@ -38,7 +38,7 @@ stub() { # <name>, its text on standard input
   run -2 "$DOCTOR" --python /no/python
   [[ $output == *"no Python at '/no/python'"* ]]
   run -2 "$DOCTOR" --master-port 70000
-  [[ $output == *"--master-port '70000': a port is a number from 1 to 65535"* ]]
+  [[ $output == *"--master-port: expected a port from 1 to 65535, got '70000'"* ]]
 }
 
 

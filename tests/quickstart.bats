@@ -183,7 +183,7 @@ installations() {
 @test "a Python that is too old is refused before anything is written" {
   VERSION=3.9.18 quickstart
   [ "$status" -eq 2 ]
-  [[ "$stderr" == *"Python 3.9.18, older than 3.10: name another with --python PATH"* ]]
+  [[ "$stderr" == *"Python 3.9.18, older than 3.10; choose another with --python PATH"* ]]
   [ "$(ls -A "$KIT")" = "$(printf 'requirements.txt\nscripts')" ]
 }
 

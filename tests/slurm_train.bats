@@ -157,7 +157,7 @@ END
   run -2 "$KIT/scripts/slurm/slurm_train.sh" a.yaml b.yaml
   [[ "$output" == *"2 CONFIGs are for an array of 2 elements: sbatch --array=0-1"* ]]
   run -2 "$KIT/scripts/slurm/slurm_train.sh" --max-requeues often
-  [[ "$output" == *"--max-requeues: expected a whole number, got 'often'"* ]]
+  [[ "$output" == *"--max-requeues: expected a non-negative integer, got 'often'"* ]]
   run -2 "$KIT/scripts/slurm/slurm_train.sh" --nodes=4 tiny.yaml
   [[ "$output" == *"--nodes=4: options of sbatch stand before the script: sbatch --nodes=4 ... slurm_train.sh"* ]]
   run -2 env MUSTER_KIT=/nope "$KIT/scripts/slurm/slurm_train.sh" tiny.yaml
