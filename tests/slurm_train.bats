@@ -181,7 +181,7 @@ END
   [ "$status" -eq 2 ]
   shows err "3 processes on $N1, and 2 GPUs allocated there"
   run -1 "$KIT/scripts/status.sh" "$JOB"
-  [[ "$output" == *"job $JOB has ended before it had a run (FAILED, exit code 2): see $WORK/logs/slurm-$JOB.err"* ]]
+  [[ "$output" == *"job $JOB: ended before its run started (FAILED, exit code 2); see $WORK/logs/slurm-$JOB.err"* ]]
   submit --array=0-2 --nodes=1 slurm_train.sh tiny.yaml tiny.yaml
   status_of_job "${JOB}_2"
   [ "$status" -eq 2 ]
@@ -256,7 +256,7 @@ END
   run -0 "$KIT/scripts/stop.sh" "$JOB"
   [[ "$output" == *"job $JOB has ended"* ]]
   run -2 "$KIT/scripts/status.sh" 4711
-  [[ "$output" == *"RUN '4711': no run of job 4711 in logs, and SLURM knows of none ("*"Invalid job id specified); of "* ]]
+  [[ "$output" == *"RUN '4711': no run of job 4711 in logs, and SLURM has no such job ("*"Invalid job id specified); for "* ]]
 }
 
 
