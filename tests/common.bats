@@ -323,7 +323,7 @@ reports_failure() {
   MUSTER_NODE=node2 run --separate-stderr "$SCRIPT" "$PWD/env.sh"
   [ "$status" -eq 69 ]
   [ "$output" = "cleaned up" ]
-  [ "${stderr_lines[-1]}" = "node2: $PWD/env.sh: line $expected; mend it, or write '$command || true'" ]
+  [ "${stderr_lines[-1]}" = "node2: $PWD/env.sh: line $expected; fix it, or write '$command || true'" ]
 }
 
 
@@ -352,11 +352,11 @@ reports_failure() {
   for trap in "trap 'echo mine' ERR" 'trap - ERR'; do
     printf '%s\n' "$trap" false >env.sh
     run -69 "$SCRIPT" "$PWD/env.sh"
-    [ "${lines[-1]}" = "$PWD/env.sh: sets or removes the trap for ERR, which notices commands that fail; leave that trap alone" ]
+    [ "${lines[-1]}" = "$PWD/env.sh: changes the ERR trap, which detects failing commands; do not set or remove it" ]
   done
   printf '%s\n' 'exec >/dev/null 2>&1' false >env.sh
   run -69 "$SCRIPT" "$PWD/env.sh"
-  [ "$output" = "$PWD/env.sh: line 2: 'false' failed with exit code 1; mend it, or write 'false || true'" ]
+  [ "$output" = "$PWD/env.sh: line 2: 'false' failed with exit code 1; fix it, or write 'false || true'" ]
   printf '%s\n' 'exec 2>/dev/null' >env.sh
   run --separate-stderr -0 "$SCRIPT" "$PWD/env.sh"
   [ "$output" = reached ]

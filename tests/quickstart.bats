@@ -113,7 +113,7 @@ installations() {
   quickstart
   [ "$status" -eq 0 ]
   [ ! -e "$KIT/.venv/half-written" ]
-  [[ "$stderr" == *"was cut short: making it anew"* ]]
+  [[ "$stderr" == *"the last installation was interrupted; creating it again"* ]]
 }
 
 
@@ -129,7 +129,7 @@ installations() {
   unset PIP_WAITS
   quickstart
   [ "$status" -eq 0 ]
-  [[ "$stderr" == *"was cut short: making it anew"* ]]
+  [[ "$stderr" == *"the last installation was interrupted; creating it again"* ]]
 }
 
 
@@ -150,7 +150,7 @@ installations() {
   ln -s /nowhere/python3.9 "$KIT/.venv/bin/python"
   quickstart
   [ "$status" -eq 0 ]
-  [[ "$stderr" == *"does not run any more: making it anew"* ]]
+  [[ "$stderr" == *"its Python does not run; creating it again"* ]]
   [ "$(installations)" -eq 2 ]
 }
 

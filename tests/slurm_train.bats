@@ -155,19 +155,19 @@ END
   run -2 "$KIT/scripts/slurm/slurm_train.sh" tiny.yaml
   [[ "$output" == *"not in a SLURM job; use: sbatch $(printf %q "$KIT")/scripts/slurm/slurm_train.sh tiny.yaml"* ]]
   run -2 "$KIT/scripts/slurm/slurm_train.sh" a.yaml b.yaml
-  [[ "$output" == *"2 CONFIGs are for an array of 2 elements: sbatch --array=0-1"* ]]
+  [[ "$output" == *"2 CONFIGs require an array of 2 elements: sbatch --array=0-1"* ]]
   run -2 "$KIT/scripts/slurm/slurm_train.sh" --max-requeues often
   [[ "$output" == *"--max-requeues: expected a non-negative integer, got 'often'"* ]]
   run -2 "$KIT/scripts/slurm/slurm_train.sh" --nodes=4 tiny.yaml
-  [[ "$output" == *"--nodes=4: options of sbatch stand before the script: sbatch --nodes=4 ... slurm_train.sh"* ]]
+  [[ "$output" == *"--nodes=4: put options of sbatch before the script: sbatch --nodes=4 ... slurm_train.sh"* ]]
   run -2 env MUSTER_KIT=/nope "$KIT/scripts/slurm/slurm_train.sh" tiny.yaml
   [[ "$output" == *"cannot find Muster; submit the script in its directory, or export MUSTER_KIT=<its directory>"* ]]
   run -2 "$KIT/scripts/slurm/slurm_train.sh" --detach tiny.yaml
-  [[ "$output" == *"sbatch leaves the terminal by itself"* ]]
+  [[ "$output" == *"batch jobs are always detached; leave it out"* ]]
   run -2 salloc -Q -n2 env LAUNCHER=mpirun "$KIT/scripts/slurm/slurm_train.sh" tiny.yaml
   [[ "$output" == *"LAUNCHER: expected srun or torchrun, got 'mpirun'"* ]]
   run -2 salloc -Q -n2 env CONTAINER="apptainer exec 'half" "$KIT/scripts/slurm/slurm_train.sh" tiny.yaml
-  [[ "$output" == *"a quote is not closed; quote as in a shell"* ]]
+  [[ "$output" == *"unclosed quote; quote as in a shell"* ]]
   run -2 salloc -Q -N1 -n1 "$KIT/scripts/slurm/slurm_train.sh" tiny.yaml -- train.stepz=1
   [[ "$output" == *"train.stepz: unknown key; did you mean train.steps?"* ]]
   [ ! -e logs ]
@@ -185,7 +185,7 @@ END
   submit --array=0-2 --nodes=1 slurm_train.sh tiny.yaml tiny.yaml
   status_of_job "${JOB}_2"
   [ "$status" -eq 2 ]
-  grep -qF "element 2 has no CONFIG: the array begins at 0, and 2 are given" logs/slurm-*.err || { head -n 50 logs/slurm-*.err && false; }
+  grep -qF "array element 2: no CONFIG; the array starts at 0 and 2 CONFIGs are given" logs/slurm-*.err || { head -n 50 logs/slurm-*.err && false; }
 }
 
 

@@ -1,15 +1,15 @@
 # shellcheck shell=bash
 #
-# All nodes through one pdsh: one client for all of them, in place of one ssh each.
+# Start all nodes with one pdsh: one client for all nodes instead of one per node.
 #
-# Sourced, never run; it needs nodes.bash, ssh.bash, launch.bash and watch.bash. pdsh gives all nodes the same command,
-# and each its position in the list; so the command holds what differs as lists. It gives them an open standard input
-# for as long as it lives, through which nothing comes: its end is the end of the control channel, but requests and the
-# environment go over ssh.
+# Sourced, never run; it needs nodes.bash, ssh.bash, launch.bash and watch.bash. pdsh runs the same command on all nodes
+# and passes each node its position in the list, so per-node values are passed as lists. pdsh holds the standard input of
+# the nodes open without writing to it: its end closes the control channel; requests and the environment are sent over
+# ssh.
 
-# shellcheck disable=SC2034,SC2153 # other files read and set what stands here
+# shellcheck disable=SC2034,SC2153 # other files use these variables
 require_pdsh() {
-  type -P pdsh >/dev/null || die "there is no pdsh on this machine: install it, or use launch_torchrun_auto.sh"
+  type -P pdsh >/dev/null || die "pdsh: not found on this machine; install it, or use launch_torchrun_auto.sh"
 }
 
 
@@ -25,7 +25,7 @@ pdsh_start_nodes() {
 }
 
 
-# To a file of each node that nobody else can read. Its supervisor removes it.
+# Write the environment to a file of mode 0600 on each node. The supervisor removes it.
 pdsh_send_environment() {
   local node sending=()
   for node in "${NODES[@]}"; do
@@ -41,10 +41,11 @@ remote_store_environment() { # <run directory> <file>
 }
 
 
-# Runs until all nodes have ended. Requests come on standard input; its end means that the launcher is gone.
+# Run pdsh until all nodes have ended. Requests are read from standard input; end of file means that the launcher has
+# exited.
 run_pdsh() {
   local pdsh status=0 errors reader node addresses=() counts=() supervisor
-  trap '' INT TERM HUP TSTP # it carries the nodes' last output, whatever ends the launcher
+  trap '' INT TERM HUP TSTP # pdsh must survive signals to the launcher, to forward the nodes' last output
   exec 3<&0
   start_with_pipe errors read_errors
   reader=$!
@@ -68,7 +69,7 @@ run_pdsh() {
 }
 
 
-# Become the supervisor of the agent. Each list but the last stands behind its length.
+# Replace this process by the supervisor of the agent. Each list but the last is preceded by its length.
 remote_supervise() { # <node rank> <working directory> <run directory> <master address> <port> <nodes...> <processes...>
   #                   <supervisor...> <agent...> <script...>
   local rank=$1 directory=$2 run=$3 address=$4 port=$5 nodes counts supervisor agent
@@ -86,8 +87,8 @@ remote_supervise() { # <node rank> <working directory> <run directory> <master a
 }
 
 
-# pdsh's standard error, which shows how nodes ended; the first failure stops the others. What pdsh prints about Ctrl-C
-# is left out: that is not for it to handle.
+# Read pdsh's standard error, which has the exit codes of the nodes; the first failure stops the other nodes. Lines of
+# pdsh about Ctrl-C are dropped, as the launcher handles it.
 read_errors() {
   local line first='' stopping='' pid
   while IFS= read -r line; do
@@ -112,8 +113,8 @@ read_errors() {
 }
 
 
-# SIGKILL for those that have not ended in time. When all have, which is the end of standard input, no request may be
-# left on its way: it would reach the next attempt.
+# Send a stop request, and a kill request after STOP_TIMEOUT. Standard input ends when all nodes have ended; the caller
+# waits for this process then, as a late request would reach the next attempt.
 stop_all() {
   local status=0
   send_request_to_all stop

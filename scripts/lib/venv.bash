@@ -1,14 +1,14 @@
 # shellcheck shell=bash
 #
-# The kit's own virtual environment, $KIT/.venv: made when it is missing, filled when the requirements
-# have changed, made anew when an installation was cut short. Sourced after common.bash.
+# Muster's virtual environment, $KIT/.venv: created when missing, updated when the requirements have changed, created
+# again when an installation was interrupted. Sourced after common.bash.
 
-# shellcheck disable=SC2034 # other files read and set what stands here
+# shellcheck disable=SC2034 # other files use these variables
 VENV=$KIT/.venv
 
 
-# After this $VENV holds what the requirement files (names in KIT) ask for, and PYTHON is its Python;
-# in a dry run, where there is no $VENV yet, the one it would be made from.
+# Install the requirement files (names in KIT) into $VENV and set PYTHON to its Python. In a dry run without $VENV,
+# PYTHON is the one that would create it.
 ensure_venv() { # <value of --python, may be empty> <requirement file...>
   local files=("${@:2}")
   files=("${files[@]/#/--requirement=}")
@@ -25,7 +25,7 @@ ensure_venv() { # <value of --python, may be empty> <requirement file...>
 }
 
 
-# Each file that was installed has left a stamp: with which Python, and which checksum it had.
+# Each installed file has a stamp with the version of Python and its checksum.
 venv_is_current() { # <requirement file...>
   local file
   [[ -x $VENV/bin/python && ! -e $VENV/unfinished ]] || return
@@ -40,7 +40,7 @@ stamp() { # <requirement file>
 }
 
 
-# Set PYTHON to the one to build on, which is never the one of the environment being built.
+# Set PYTHON to the Python that creates $VENV, never the one in $VENV.
 base_python() { # <value of --python, may be empty>
   resolve_python "${1:-python3}"
   [[ $1 ]] || PYTHON_ORIGIN=PATH
@@ -51,7 +51,7 @@ base_python() { # <value of --python, may be empty>
 }
 
 
-# One at a time: the second to come finds the work done. Descriptor 9 holds the lock.
+# Descriptor 9 holds a lock: a concurrent call waits and then has nothing to install.
 build_venv() ( # <requirement file...>
   cd -- "$KIT" || exit
   flock --nonblock 9 || { log "waiting for another installation into $VENV" && flock 9; }
@@ -65,9 +65,9 @@ build_venv() ( # <requirement file...>
 
 clear_broken_venv() {
   if [[ -e $VENV/unfinished ]]; then
-    log "an installation into $VENV was cut short: making it anew"
+    log "$VENV: the last installation was interrupted; creating it again"
   elif [[ -e $VENV || -L $VENV ]] && ! "$VENV/bin/python" --version &>/dev/null; then
-    log "the Python of $VENV does not run any more: making it anew"
+    log "$VENV: its Python does not run; creating it again"
   else
     return 0
   fi
@@ -75,23 +75,23 @@ clear_broken_venv() {
 }
 
 
-# pip comes from ensurepip, which Debian packs apart from Python, or else from a pip that is there.
+# pip is installed by ensurepip, which Debian packages separately, or by the pip of $PYTHON.
 create_venv() {
   if [[ -e $VENV ]]; then
     return
   fi
   "$PYTHON" -m ensurepip --version &>/dev/null || "$PYTHON" -m pip --version &>/dev/null ||
-    die_with "$EXIT_UNFIT" "'$PYTHON' has neither ensurepip nor pip to fill a virtual environment with:" \
-      "sudo apt-get install python3-venv (Debian, Ubuntu), then run this again"
+    die_with "$EXIT_UNFIT" "'$PYTHON' has neither ensurepip nor pip;" \
+      "install one (Debian, Ubuntu: sudo apt-get install python3-venv) and run this again"
   run "$PYTHON" -m venv --without-pip "$VENV"
 }
 
 
-# "unfinished" stays behind when the installer is killed: nobody can say then what is half written.
+# The file "unfinished" remains when the installer is killed; clear_broken_venv then removes $VENV.
 install_requirements() { # <requirement file...>
   local file install=("$VENV/bin/python" -m pip install "${@/#/--requirement=}")
   trap 'exit "$EXIT_INTERRUPTED"' INT
-  log "installing $*: minutes, the first time (to follow it: tail -f $(quote "$VENV/install.log"))"
+  log "installing $*: takes minutes the first time; output: tail -f $(quote "$VENV/install.log")"
   show "${install[@]}"
   : >"$VENV/unfinished"
   { ensure_pip && "${install[@]}"; } >"$VENV/install.log" 2>&1 || report_pip_failure

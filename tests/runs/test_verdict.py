@@ -512,7 +512,7 @@ def test_the_attempts_of_the_last_launch_count(run: Run) -> None:
 
 def test_a_node_env_that_fails_is_the_cause_in_its_own_words(run: Run) -> None:
     run.start("n2")
-    message = "n2: /w/config/node_env.sh: line 3: 'module load cuda' failed with exit code 127; mend it, or write '...'"
+    message = "n2: /w/config/node_env.sh: line 3: 'module load cuda' failed with exit code 127; fix it, or write '...'"
     run.file("node_n2.log", f"/w/config/node_env.sh: line 3: module: command not found\n{message}\nsrun: error\n")
     run.file("node_n2.exit", "69\n")
     said = run.decide(69)
