@@ -30,11 +30,11 @@ main() { # <true or preflight> <node...>
   done
   open_connections
   case $1 in
-    true) ask_nodes "$SOCKETS" ssh_run true ;;
+    true) run_on_nodes "$CONNECTIONS_DIR" ssh_run true ;;
     preflight)
       check_script
       ssh_probe_nodes
-      compare_arguments
+      set_compare_arguments
       kit_python launch.open_run "${COMPARE[@]}"
       ;;
   esac

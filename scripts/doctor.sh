@@ -1,35 +1,35 @@
 #!/usr/bin/env bash
 #
-# Is this machine fit for training, or are these nodes, and what is to be done when not?
+# Check whether this machine, or a list of nodes, is ready for training, and print how to fix what is not.
 #
 # Usage: doctor.sh [options] [NODE...]
 #
-#   NODE...              node1 user@node2 node[3-8,10]: look at these, over ssh, in place of this machine
+#   NODE...              check these nodes over SSH instead of this machine: node1 user@node2 node[3-8,10]
 #
-# Run it in the directory you would launch from. It looks at Python and PyTorch, GPUs and who uses them,
-# memory, disk, /dev/shm, cores and limits, the master port, name resolution, leftovers in the shell's
-# environment, and runs that are still going on. It changes nothing.
+# Run it in the directory from which you launch. It checks Python and PyTorch, GPUs and the processes that
+# use them, memory, disk, /dev/shm, cores and limits, the master port, name resolution, variables left in
+# the environment by other launches, and runs that are still active. It changes nothing.
 #
-# Each line is ok, a warning (training works, but ...) or a fault (training will fail), with the fix:
-# in words, or behind a $ as a command to paste. The worst stands last, above the prompt.
+# Each line is ok, a warning (training works, with limits) or a fault (training will fail), with the fix: a
+# sentence, or a command after a $. The most severe finding is printed last.
 #
-# Several nodes are asked at once, try to connect to each other, and are compared: who differs from
-# most of the others is named, with both values. What they have in common is said once, and nothing
-# of what is ok.
+# Nodes are checked in parallel, connect to each other, and are compared: a node that differs from most
+# of the others is listed with both values. Findings that all nodes share are printed once; lines that are
+# ok are not printed.
 #
-#   --hostfile FILE      lines such as `node1 slots=4` in place of NODE...
-#   --exclude NODES      leave these out
-#   --sync               copy the working directory and the kit to nodes that do not share them first
-#   --python PATH        look at this Python
-#                        (default: the active venv or conda environment, .venv here, the kit's .venv, python3)
-#   --master-port PORT   the port at which ranks will meet (default 29500)
-#   --log-dir DIR        where runs will be logged (default logs)
-#   --json               print the facts as JSON instead, and judge nothing
-#   --dry-run            print the command that would look, and look at nothing
-#   --quiet              do not say which nodes are still waited for
-#   --help               print this
+#   --hostfile FILE      read the nodes from FILE, one per line: `node1 slots=4`
+#   --exclude NODES      exclude these nodes
+#   --sync               first copy the working directory and Muster to nodes that do not share them
+#   --python PATH        check this Python
+#                        (default: the active venv or conda environment, ./.venv, Muster's .venv, python3)
+#   --master-port PORT   port to check (default: 29500)
+#   --log-dir DIR        directory for run directories (default: logs)
+#   --json               print the facts as JSON, without findings
+#   --dry-run            print the command that collects the facts, run nothing
+#   --quiet              do not print which nodes have not replied yet
+#   --help               show this help
 #
-# Exit codes: 0 no fault, 1 a fault, 2 wrong call, 69 a node cannot be asked.
+# Exit codes: 0 no fault, 1 a fault, 2 wrong call, 69 a node cannot be checked.
 #
 #   doctor.sh
 #   doctor.sh 'node[1-4]'
@@ -54,17 +54,17 @@ source "$KIT/scripts/lib/sync.bash"
 # shellcheck source=scripts/lib/connectivity.bash
 source "$KIT/scripts/lib/connectivity.bash"
 
-FORM=()  # options for the program that prints
+OUTPUT_OPTIONS=()  # of the program that prints the findings
 
 
 # ---------------------------------------------------------------- this machine
 
-look_here() {
-  if [[ ! $ASKED_PYTHON && $JSON == 0 ]]; then
+check_this_machine() {
+  if [[ ! $PYTHON_OPTION && $JSON == 0 ]]; then
     find_python
   fi
-  pick_python "$ASKED_PYTHON"
-  set -- health.doctor "${FORM[@]}" --folder "$PWD" --log-dir "$LOG_DIR" --master-port "${MASTER_PORT:-29500}"
+  pick_python "$PYTHON_OPTION"
+  set -- health.doctor "${OUTPUT_OPTIONS[@]}" --folder "$PWD" --log-dir "$LOG_DIR" --master-port "${MASTER_PORT:-29500}"
   if [[ ${DRY_RUN:-0} == 1 ]]; then
     quote "$PYTHON" -m "distributed.$1" "${@:2}"
   else
@@ -73,14 +73,14 @@ look_here() {
 }
 
 
-# No Python that we can use is no wrong call, when none was named: it is the first fault of this machine.
+# Without --python, an unusable Python is not a wrong call but the first fault of this machine.
 find_python() {
-  local trouble
-  if ! trouble=$(pick_python 2>&1); then
-    trouble=${trouble%%$'\n'*}
-    printf 'fault    python    %s\n' "${trouble#"$PROGRAM: "}"
+  local message
+  if ! message=$(pick_python 2>&1); then
+    message=${message%%$'\n'*}
+    printf 'fault    python    %s\n' "${message#"$PROGRAM: "}"
     printf '                   %s\n' 'or install Python 3.10 or newer, on a cluster perhaps: module load python'
-    printf '\n%s is not fit for training: 1 fault, nothing else was looked at\n' "$(uname -n)"
+    printf '\n%s is not fit for training: 1 fault, nothing else was checked\n' "$(uname -n)"
     exit 1
   fi
 }
@@ -88,34 +88,34 @@ find_python() {
 
 # ---------------------------------------------------------------- nodes
 
-look_at_nodes() {
+check_nodes() {
   local replies
-  pick_python "$ASKED_PYTHON"
-  node_questions 1 "${POSITIONAL[@]}"
-  ask_python "${QUESTIONS[@]}"
-  module_as_ranks host.probe --folder "$PWD" --log-dir "$LOG_DIR" --port "${MASTER_PORT:-29500}" -- "${NODES[@]}"
+  pick_python "$PYTHON_OPTION"
+  set_node_checks 1 "${POSITIONAL[@]}"
+  run_checks "${CHECKS[@]}"
+  build_module_command host.probe --folder "$PWD" --log-dir "$LOG_DIR" --port "${MASTER_PORT:-29500}" -- "${NODES[@]}"
   if [[ ${DRY_RUN:-0} == 1 ]]; then
     printf '%s: %s\n' "${NODES[*]}" "$(quote "${COMMAND[@]}")"
     return
   fi
   open_connections
   ((!SYNC)) || sync_nodes
-  replies=$SOCKETS/replies
+  replies=$CONNECTIONS_DIR/replies
   mkdir -p -- "$replies/looking"
-  ask_nodes "$replies/looking" ssh_ask "$(command_line "${COMMAND[@]}")"
-  connect_those_that_replied "$replies"
-  kit_python health.cluster "${FORM[@]}" "$replies" "${NODES[@]}"
+  run_on_nodes "$replies/looking" ssh_probe "$(remote_command_line "${COMMAND[@]}")"
+  check_connections "$replies"
+  kit_python health.cluster "${OUTPUT_OPTIONS[@]}" "$replies" "${NODES[@]}"
 }
 
 
-connect_those_that_replied() { # <directory of the replies>
-  local node there=()
+check_connections() { # <directory of the replies>
+  local node reachable=()
   for node in "${NODES[@]}"; do
-    (($(<"$1/looking/$node.code") != 0)) || there+=("$node")
+    (($(<"$1/looking/$node.code") != 0)) || reachable+=("$node")
   done
-  if ((${#there[@]} > 1)); then
-    local NODES=("${there[@]}")
-    try_all_pairs "$1"
+  if ((${#reachable[@]} > 1)); then
+    local NODES=("${reachable[@]}")
+    connect_all_pairs "$1"
   fi
 }
 
@@ -123,14 +123,14 @@ connect_those_that_replied() { # <directory of the replies>
 main() {
   parse_options "$@"
   LOG_DIR=$(realpath -m -- "$LOG_DIR")
-  ((!JSON)) || FORM=(--json)
+  ((!JSON)) || OUTPUT_OPTIONS=(--json)
   if [[ ${POSITIONAL[*]-}$HOSTFILE ]]; then
-    look_at_nodes
+    check_nodes
     return
   fi
-  [[ ! $EXCLUDE ]] || die_usage "--exclude '$EXCLUDE': from which nodes? name them"
-  ((!SYNC)) || die_usage "--sync: to which nodes? name them"
-  look_here
+  [[ ! $EXCLUDE ]] || die_usage "--exclude '$EXCLUDE': requires NODE... or --hostfile"
+  ((!SYNC)) || die_usage "--sync: requires NODE... or --hostfile"
+  check_this_machine
 }
 
 main "$@"

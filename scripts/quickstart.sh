@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
 #
-# From a fresh clone to a trained model: make .venv, install, train, say what to run next.
+# Create .venv, install the requirements, train a small model, and print what to run next.
 #
 # Usage: scripts/quickstart.sh [options] [-- KEY=VALUE...]
 #
-#   --fresh         train anew, into a checkpoint directory of its own; without it a second call
-#                   goes on from the checkpoint of the first
-#   --python PATH   the Python, 3.10 or newer, to make .venv from (default: python3)
-#   --dry-run       show what would be run, and run nothing
-#   --help          show this
+#   --fresh         start from step 0, with a new checkpoint directory; without it a second call
+#                   resumes from the checkpoint of the first
+#   --python PATH   Python 3.10 or newer for .venv (default: python3)
+#   --dry-run       print the commands, run nothing
+#   --help          show this help
 #
-# Trains config/quickstart.yaml, with one process a GPU, or two on a machine without a GPU.
-# KEY=VALUE changes a setting, as in: scripts/quickstart.sh -- train.steps=100
+# It trains config/quickstart.yaml with one process per GPU, or two processes without GPUs. KEY=VALUE
+# changes a setting: scripts/quickstart.sh -- train.steps=100
 #
-# Everything stays in this directory: packages in .venv, which is filled again only when
-# requirements.txt has changed, runs in logs, models in checkpoints.
+# All files are in Muster's directory: packages in .venv, runs in logs, models in checkpoints. Packages
+# are installed again only when requirements.txt has changed.
 set -euo pipefail
 # shellcheck source=scripts/lib/common.bash
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/lib/common.bash"
@@ -27,7 +27,7 @@ LAUNCH=scripts/ssh/launch_singlenode.sh
 SETTINGS=() # arguments of the trainer
 
 
-# The global batch must divide by the number of processes: 16 windows for each GPU.
+# The global batch must be divisible by the number of processes: 16 windows per GPU.
 choose_settings() {
   local gpus
   CONFIG=config/quickstart.yaml NPROC=2
@@ -35,7 +35,7 @@ choose_settings() {
   if ((gpus > 0)); then
     NPROC=$gpus
     SETTINGS+=("train.batch_size=$((16 * gpus))")
-    log "training on the GPUs, one process on each: $gpus"
+    log "training on GPUs, one process per GPU: $gpus"
   else
     log "training on the CPU with $NPROC processes: no GPU is visible"
   fi
@@ -46,53 +46,53 @@ choose_settings() {
 }
 
 
-# What makes the next training longer than this one.
-longer() {
-  local word steps=1500 # the file says 1200
-  for word in "${SCRIPT_ARGS[@]}"; do
-    [[ $word != train.epochs=* ]] || return 0 # the caller knows how long
-    [[ ! $word =~ ^train\.steps=([1-9][0-9]*)$ ]] || steps=${BASH_REMATCH[1]}
+# Print the setting that makes the next training longer than this one.
+longer_training() {
+  local argument steps=1500 # config/quickstart.yaml has 1200
+  for argument in "${SCRIPT_ARGS[@]}"; do
+    [[ $argument != train.epochs=* ]] || return 0
+    [[ ! $argument =~ ^train\.steps=([1-9][0-9]*)$ ]] || steps=${BASH_REMATCH[1]}
   done
   printf 'train.steps=%d\n' $((steps < 1500 ? 3000 : 2 * steps))
 }
 
 
 train() {
-  local words=("$LAUNCH" --python "$VENV/bin/python" "$CONFIG" "$NPROC")
+  local command=("$LAUNCH" --python "$VENV/bin/python" "$CONFIG" "$NPROC")
   if ((${#SETTINGS[@]} > 0)); then
-    words+=(-- "${SETTINGS[@]}")
+    command+=(-- "${SETTINGS[@]}")
   fi
-  show "${words[@]}"
+  show "${command[@]}"
   if [[ ${DRY_RUN:-0} != 1 ]]; then
-    wait_for exec_in_environment 0 "${words[@]}" || not_finished $? "${words[@]}"
+    run_forwarding_signals exec_in_environment 0 "${command[@]}" || report_failure $? "${command[@]}"
   fi
 }
 
 
-not_finished() { # <exit code> <command...>
-  [[ $1 != "$EXIT_STOPPED" ]] || log "to go on: $(quote "${@:2}")"
+report_failure() { # <exit code> <command...>
+  [[ $1 != "$EXIT_STOPPED" ]] || log "to resume: $(quote "${@:2}")"
   exit "$1"
 }
 
 
-# Commands that work as they stand, from where the caller is and with the Python he has active.
-say_what_next() {
+# Print commands that work in the caller's directory and with the active Python.
+print_next_steps() {
   local more fish=''
   [[ ${SHELL-} != */fish ]] || fish=.fish
-  mapfile -t more < <(longer)
+  mapfile -t more < <(longer_training)
   printf '\nWhat to do next:\n\n'
   [[ $CALLER -ef $KIT ]] || printf '  cd %s\n' "$(quote "$KIT")"
   list_pythons
   [[ ${PYTHONS[0]%/*} -ef $VENV/bin ]] || printf '  source .venv/bin/activate%s\n' "$fish"
   cat <<END
-  # look at this training: open logs/latest/report.html, or
+  # see the results: open logs/latest/report.html, or
   tail -n 3 logs/latest/metrics.jsonl
 
-  # train on, from where it ended; or anew
+  # continue this training; or start from step 0
   $(quote "$LAUNCH" "$CONFIG" "$NPROC" -- "${SETTINGS[@]}" "${more[@]}")
   scripts/quickstart.sh --fresh
 
-  # is this machine fit, and do processes exchange their results right and fast?
+  # check this machine, and measure communication between processes
   scripts/doctor.sh
   scripts/test_distributed.sh $NPROC
 
@@ -106,12 +106,12 @@ main() {
   CALLER=$PWD
   parse_options "$@"
   ((${#POSITIONAL[@]} == 0)) ||
-    die_usage "unknown argument '${POSITIONAL[0]}': settings stand behind a --, as in: -- train.steps=100"
+    die_usage "'${POSITIONAL[0]}': unknown argument; settings go after --, such as -- train.steps=100"
   cd -- "$KIT"
-  provide_venv "$ASKED_PYTHON" requirements.txt
+  ensure_venv "$PYTHON_OPTION" requirements.txt
   choose_settings
   train
-  [[ ${DRY_RUN:-0} == 1 ]] || say_what_next
+  [[ ${DRY_RUN:-0} == 1 ]] || print_next_steps
 }
 
 

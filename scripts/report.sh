@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
 #
-# Write the report of a run, a page that needs no network, and print its path.
+# Write the HTML report of a run and print its path. The page needs no network.
 #
 # Usage: report.sh [options] [RUN]
 #
-#   RUN            run directory, its name below logs, or the number of its SLURM job (default: latest)
+#   RUN            run directory, its name in DIR, or the number of its SLURM job (default: latest)
 #
-#   --log-dir DIR  where a name is looked for (default: logs)
-#   --python PATH  default: the active venv or conda environment, .venv here, the kit's .venv, python3
-#   --help         show this
+#   --log-dir DIR  directory with the run directories (default: logs)
+#   --python PATH  default: the active venv or conda environment, ./.venv, Muster's .venv, python3
+#   --help         show this help
 #
-# Launchers write RUN/report.html when a run ends. This writes it at any time, also while the run goes on, and from any
-# directory. Of nodes that share nothing (--sync), it shows what was brought home when an attempt ended.
+# Launchers write RUN/report.html when a run ends. This script writes it at any time, also during the run. For nodes that
+# do not share the run directory (--sync), it shows the files that were copied back when an attempt ended.
 #
-# Exit codes: 0 the report is written, 1 it cannot be written, 2 wrong call.
+# Exit codes: 0 the report was written, 1 it could not be written, 2 wrong call.
 #
 set -euo pipefail
 # shellcheck source=scripts/lib/common.bash
@@ -24,8 +24,8 @@ source "$KIT/scripts/lib/options.bash"
 
 main() {
   parse_options "$@"
-  take_one_argument RUN latest
-  pick_python "$ASKED_PYTHON"
+  parse_one_argument RUN latest
+  pick_python "$PYTHON_OPTION"
   kit_python runs.report --from "$PWD" --log-dir "$LOG_DIR" -- "$ARGUMENT"
 }
 

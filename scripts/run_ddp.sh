@@ -1,35 +1,35 @@
 #!/usr/bin/env bash
 #
-# Train with N processes: on the SLURM allocation this shell is in, else on this machine.
+# Train with N processes, in the SLURM allocation of this shell if there is one, otherwise on this machine.
 #
 # Usage: run_ddp.sh -n N [options] [-- ARGUMENT...]
 #
 #   -n N                 number of processes in total
-#   -c CONFIG            settings file (default: the kit's config/quickstart.yaml); - passes nothing
-#   -l LEVEL             how much the kit's trainer prints: debug, info, warning or error, in any case; refused
-#                        with --script and -m, as it is an argument of the trainer's
-#   ARGUMENT...          go to the script untouched, for the kit's trainer: section.key=value
+#   -c CONFIG            settings file (default: Muster's config/quickstart.yaml); -: none
+#   -l LEVEL             log level of train.py: debug, info, warning or error; refused with --script and -m
+#   ARGUMENT...          passed to the script unchanged; for train.py: section.key=value
 #
-#   --script PATH        what to run (default: the kit's train.py)
-#   -m MODULE            run a module in its place
-#   --python PATH        default: the active venv or conda environment, .venv here, the kit's .venv, python3
-#   --agent fast|torchrun  fast: workers forked from one warm process; torchrun: the plain one
-#   --master-port PORT   default: a free one; inside an allocation, that of the environment before
-#   --env NAME=VALUE     environment of the processes, repeatable
-#   --env-file FILE      the same, one NAME=VALUE a line
-#   --max-restarts N     after a failure start again, up to N times (default: 0)
-#   --hang-timeout S     end the run with 124 when it has not written a line or a metric for S seconds;
-#                        0: never (default: 600 for a run that logs steps, when nothing can end the wait)
-#   --log-dir DIR        where the run directory is made (default: logs)
-#   --rendezvous-timeout SECONDS  with LAUNCHER=torchrun: how long to wait until all nodes have joined (default: 600)
-#   --no-preflight       do not check GPUs and port
-#   --detach             run in the background, apart from this terminal; refused inside an allocation
-#   --dry-run            print what would run, and run nothing
-#   --quiet              no lines of the launcher's own
-#   --help               show this
+#   --script PATH        script to run (default: Muster's train.py)
+#   -m MODULE            run a module instead of a script
+#   --python PATH        default: the active venv or conda environment, ./.venv, Muster's .venv, python3
+#   --agent fast|torchrun  fast (default): ranks are forked from a process that has imported PyTorch;
+#                        torchrun: PyTorch's own agent
+#   --master-port PORT   default: a free port; in an allocation $MASTER_PORT, if set
+#   --env NAME=VALUE     set an environment variable for the ranks; repeatable
+#   --env-file FILE      the same from a file, one NAME=VALUE per line
+#   --max-restarts N     restart up to N times after a failure (default: 0)
+#   --hang-timeout S     stop a run without output or metrics for S seconds, with exit code 124; 0: never
+#                        (default: 600 for runs that log steps, and only if no rank can make progress)
+#   --log-dir DIR        directory for run directories (default: logs)
+#   --rendezvous-timeout SECONDS  with LAUNCHER=torchrun: how long to wait for all nodes to join (default: 600)
+#   --no-preflight       skip the checks of GPUs and port
+#   --detach             run in the background, detached from this terminal; refused in an allocation
+#   --dry-run            print the command, run nothing
+#   --quiet              print no progress lines of the launcher
+#   --help               show this help
 #
-# Inside an allocation srun starts the processes: --agent counts with LAUNCHER=torchrun alone. LAUNCHER, CONTAINER and
-# SRUN_ARGS: see scripts/slurm/slurm_train.sh --help.
+# In an allocation srun starts the processes, and --agent has an effect only with LAUNCHER=torchrun. For LAUNCHER,
+# CONTAINER and SRUN_ARGS see scripts/slurm/slurm_train.sh --help.
 #
 #   run_ddp.sh -n 2
 #   salloc -N2 --gpus-per-node=8 scripts/run_ddp.sh -n 16 -c config/gpt2_124m.yaml
@@ -51,31 +51,33 @@ source "$KIT/scripts/lib/watch.bash"
 source "$KIT/scripts/lib/slurm.bash"
 
 
-take_arguments() {
-  ((${#POSITIONAL[@]} == 0)) || die_usage "not understood: $(quote "${POSITIONAL[@]}")"
-  [[ $NPROC ]] || die_usage "-n N is missing: how many processes?"
+parse_arguments() {
+  ((${#POSITIONAL[@]} == 0)) ||
+    die_usage "$(quote "${POSITIONAL[@]}"): unexpected; arguments of the script go after --"
+  [[ $NPROC ]] || die_usage "-n N: missing; give the number of processes"
   [[ $NPROC =~ ^[1-9][0-9]{0,8}$ ]] || die_usage "-n: expected a number of processes, 1 or more, got '$NPROC'"
   CONFIG=${CONFIG:-$KIT/config/quickstart.yaml}
   [[ $LEVEL ]] || return 0
   [[ ${LEVEL,,} =~ ^(debug|info|warning|error)$ ]] || die_usage "-l: expected debug, info, warning or error, got '$LEVEL'"
-  [[ ! $SCRIPT$MODULE || $SCRIPT -ef $KIT/train.py ]] || die_usage "-l '$LEVEL': is for the kit's train.py; give your own script its arguments" \
-    "behind --, such as -- --log-level ${LEVEL,,}"
+  [[ ! $SCRIPT$MODULE || $SCRIPT -ef $KIT/train.py ]] ||
+    die_usage "-l '$LEVEL': only for Muster's train.py; pass arguments of your own script after --," \
+      "such as -- --log-level ${LEVEL,,}"
   SCRIPT_ARGS+=(--log-level "${LEVEL,,}")
 }
 
 
 main() {
   parse_options "$@"
-  take_arguments
+  parse_arguments
   if ! in_allocation; then
-    [[ ! $RENDEZVOUS_TIMEOUT ]] || die_usage "--rendezvous-timeout: on one machine no other node has to join; leave it out"
-    pass_on_all_but -n -c -l
-    exec_in_environment 0 "$KIT/scripts/ssh/launch_singlenode.sh" "${PASSED_ON[@]}" "$CONFIG" "$NPROC" -- "${SCRIPT_ARGS[@]}"
+    [[ ! $RENDEZVOUS_TIMEOUT ]] || die_usage "--rendezvous-timeout: there is only one node; leave it out"
+    forward_options_except -n -c -l
+    exec_in_environment 0 "$KIT/scripts/ssh/launch_singlenode.sh" "${FORWARDED_OPTIONS[@]}" "$CONFIG" "$NPROC" -- "${SCRIPT_ARGS[@]}"
   fi
   enter_node_env "$@"
   slurm_check_call "$NPROC"
   if [[ ${DRY_RUN:-0} == 1 ]]; then
-    slurm_show_step
+    slurm_print_step
     return
   fi
   slurm_choose_port
@@ -84,8 +86,8 @@ main() {
   while true; do
     slurm_start_step
     wait_for_nodes
-    judge
-    may_restart || break
+    report_verdict
+    should_restart || break
     prepare_restart
   done
   exit "$CODE"

@@ -1,24 +1,24 @@
 #!/usr/bin/env bash
 #
-# How is that run? Each rank on each node: alive or not, what it uses, and what it last said.
+# Show the state of a run: for each rank of each node its state, resource use and last line of output.
 #
 # Usage: status.sh [options] [RUN]
 #
-#   RUN            run directory, its name below logs, or the number of its SLURM job (default: latest)
+#   RUN            run directory, its name in DIR, or the number of its SLURM job (default: latest)
 #
-#   --watch        again every 2 seconds, in place, until the run has ended or Ctrl-C
-#   --stacks       also where each rank is: its Python stack, with py-spy that of every thread
-#   --json         print the facts as one JSON object
-#   --log-dir DIR  where a name is looked for (default: logs)
-#   --python PATH  default: the active venv or conda environment, .venv here, the kit's .venv, python3
-#   --help         show this
+#   --watch        refresh every 2 seconds until the run ends or Ctrl-C
+#   --stacks       also print the Python stack of each rank; with py-spy installed, of all its threads
+#   --json         print one JSON object
+#   --log-dir DIR  directory with the run directories (default: logs)
+#   --python PATH  default: the active venv or conda environment, ./.venv, Muster's .venv, python3
+#   --help         show this help
 #
-# It may be called from any terminal, also on another machine that shares the run directory, and
-# changes nothing. "looks hung" is said, with the facts, when nothing has moved; a run that has been
-# silent for a minute or two is asked for its stacks, which show who waits for whom.
+# It works from any terminal, also on another machine that shares the run directory, and changes nothing.
+# A run without progress is shown as "looks hung", with the reasons. After a minute or two without output
+# the stacks of the ranks are read, which show which rank the others wait for.
 #
-# Exit codes: 0 the run goes on, or has ended well; 1 it failed, looks hung, or has left processes
-# behind; 2 wrong call; 69 nothing is known to be wrong, but a node could not be asked; 130 Ctrl-C.
+# Exit codes: 0 the run is active or has succeeded; 1 it failed, looks hung, or left processes running;
+# 2 wrong call; 69 no fault is known, but a node could not be queried; 130 Ctrl-C.
 #
 set -euo pipefail
 # shellcheck source=scripts/lib/common.bash
@@ -32,84 +32,84 @@ source "$KIT/scripts/lib/ssh.bash"
 # shellcheck source=scripts/lib/visit.bash
 source "$KIT/scripts/lib/visit.bash"
 
-EVERY=2    # seconds between two looks at the run
-SAMPLE=1   # seconds for which the use of the CPU is measured
-HOW=()     # options for the table
+REFRESH_INTERVAL=2 # seconds
+SAMPLE_SECONDS=1   # of CPU use
+TABLE_OPTIONS=()
 
 
-# Once more with the stacks where the run has been quiet for long: they show who waits for whom.
-look_once() {
+# Query a run without recent output once more with the stacks, which show which rank the others wait for.
+show_status() {
   local status=0
   if ((STACKS)); then
-    look_with --stacks || status=$?
+    query_status --stacks || status=$?
   else
-    look_with --first || status=$?
-    [[ $(cat -- "$VISITED/state" 2>/dev/null) != needs-stacks ]] || { status=0 && look_with '' || status=$?; }
+    query_status --first || status=$?
+    [[ $(cat -- "$VISIT_DIR/state" 2>/dev/null) != needs-stacks ]] || { status=0 && query_status '' || status=$?; }
   fi
   return "$status"
 }
 
 
-# The launcher first: what the nodes saw before it ended would look like left behind.
-look_with() { # <--first, --stacks, or nothing: ask for the stacks and do not show them>
-  local words=(--seconds "$SAMPLE")
-  [[ $1 == --first ]] || words+=(--stacks)
-  [[ $LAUNCHER_IS != here ]] || launcher_lives || LAUNCHER_IS=gone
-  [[ ! $JOB ]] || look_for_job
-  ask_nodes "$VISITED" visit_status "${words[@]}"
-  kit_python runs.status "${HOW[@]}" ${1:+"$1"} --launcher "$LAUNCHER_IS" --job-state "$JOB_STATE" \
-    --state "$VISITED/state" "$RUN" "$VISITED"
+# Check the launcher first: if it ended after the nodes were queried, its processes would look like leftovers.
+query_status() { # <--first, --stacks, or nothing: read the stacks without showing them>
+  local options=(--seconds "$SAMPLE_SECONDS")
+  [[ $1 == --first ]] || options+=(--stacks)
+  [[ $LAUNCHER_STATE != here ]] || launcher_is_running || LAUNCHER_STATE=gone
+  [[ ! $JOB ]] || update_job_state
+  run_on_nodes "$VISIT_DIR" visit_status "${options[@]}"
+  kit_python runs.status "${TABLE_OPTIONS[@]}" ${1:+"$1"} --launcher "$LAUNCHER_STATE" --job-state "$JOB_STATE" \
+    --state "$VISIT_DIR/state" "$RUN" "$VISIT_DIR"
 }
 
 
 job_without_run() { # <number>
-  log "job $1 has no run yet, in the queue it is ${JOB_STATE% *} (${JOB_STATE##* }): ask again when it runs"
+  log "job $1 has not started a run; its state is ${JOB_STATE% *} (${JOB_STATE##* })"
   exit
 }
 
 
-# On a screen of its own.
+# On the alternate screen of the terminal.
 watch_run() {
   local status
-  ANSWER_WITHIN=5 QUIET=1
+  REPLY_TIMEOUT=5 QUIET=1
   if [[ -t 1 ]]; then
-    HOW=(--in-place)
+    TABLE_OPTIONS=(--in-place)
     printf '\e[?1049h\e[2J'
     trap leave_screen EXIT
   fi
   while true; do
-    look_once && status=0 || status=$?
-    (trap '' INT && exec cp -rT -- "$VISITED" "$VISITED.last")
-    [[ $(<"$VISITED/state") != ended ]] || break
-    read -r -t $((EVERY - SAMPLE)) <> <(:) || true # sleeps without a child: nothing writes there
+    show_status && status=0 || status=$?
+    (trap '' INT && exec cp -rT -- "$VISIT_DIR" "$VISIT_DIR.last")
+    [[ $(<"$VISIT_DIR/state") != ended ]] || break
+    read -r -t $((REFRESH_INTERVAL - SAMPLE_SECONDS)) <> <(:) || true # sleep without a child process
   done
   exit "$status"
 }
 
 
-# The last complete table stays below the command, and the prompt comes below that.
+# Print the last complete table again on the normal screen.
 leave_screen() {
-  local replies=$VISITED.last
-  [[ -e $replies ]] || replies=$VISITED # of the first look
+  local replies=$VISIT_DIR.last
+  [[ -e $replies ]] || replies=$VISIT_DIR # of the first query
   printf '\e[?1049l'
   [[ ! -e $replies/state ]] ||
-    kit_python runs.status --launcher "$LAUNCHER_IS" --job-state "$JOB_STATE" "$RUN" "$replies" || true
+    kit_python runs.status --launcher "$LAUNCHER_STATE" --job-state "$JOB_STATE" "$RUN" "$replies" || true
 }
 
 
 main() {
   parse_options "$@"
-  ((!WATCH || !JSON)) || die_usage "--watch is for people, and --json for programs: give one of the two"
-  ((!JSON)) || HOW=(--json)
-  take_one_argument RUN latest
-  pick_python "$ASKED_PYTHON"
+  ((!WATCH || !JSON)) || die_usage "--watch and --json cannot be combined"
+  ((!JSON)) || TABLE_OPTIONS=(--json)
+  parse_one_argument RUN latest
+  pick_python "$PYTHON_OPTION"
   open_connections
   find_run "$ARGUMENT"
-  ANSWER_WITHIN=$((STACKS ? 60 : 20))
+  REPLY_TIMEOUT=$((STACKS ? 60 : 20))
   if ((WATCH)); then
     watch_run
   else
-    look_once
+    show_status
   fi
 }
 

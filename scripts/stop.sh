@@ -1,25 +1,24 @@
 #!/usr/bin/env bash
 #
-# Stop one run and no other, and prove that nothing of it is left on any of its nodes.
+# Stop one run and verify on each of its nodes that no process of it remains.
 #
 # Usage: stop.sh [options] RUN
 #
-#   RUN            run directory, its name below logs, or the number of its SLURM job; latest is the newest
+#   RUN            run directory, its name in DIR, or the number of its SLURM job; latest: the newest run
 #
-#   --now          end the processes at once: no time to write a checkpoint
-#   --log-dir DIR  where a name is looked for (default: logs)
-#   --python PATH  default: the active venv or conda environment, .venv here, the kit's .venv, python3
-#   --quiet        only the proof
-#   --help         show this
+#   --now          kill the processes immediately, without time to write a checkpoint
+#   --log-dir DIR  directory with the run directories (default: logs)
+#   --python PATH  default: the active venv or conda environment, ./.venv, Muster's .venv, python3
+#   --quiet        print only the result
+#   --help         show this help
 #
-# Its launcher is asked to stop, as by kill: the ranks get the time to write a checkpoint that the
-# launcher gives them (MUSTER_GRACE). Where the launcher is gone, or does not end, the run's processes
-# are ended on each node. Whatever the case, every node is then asked what is left of this run. A run
-# that has ended already is only asked about.
+# The launcher receives SIGTERM: ranks have the launcher's MUSTER_GRACE seconds to write a checkpoint. If the
+# launcher has exited, or does not exit in time, the processes are ended on each node. Then every node is
+# checked for processes of this run. A run that has already ended is only checked.
 #
-# Of a batch job, the batch script is asked; a job that waits is cancelled. It is not requeued.
+# For a batch job the batch script is signalled; a pending job is cancelled. The job is not requeued.
 #
-# Exit codes: 0 nothing is left; 1 something is; 2 wrong call; 69 a node could not be asked.
+# Exit codes: 0 no process remains; 1 a process remains; 2 wrong call; 69 a node could not be checked.
 #
 set -euo pipefail
 # shellcheck source=scripts/lib/common.bash
@@ -33,14 +32,14 @@ source "$KIT/scripts/lib/ssh.bash"
 # shellcheck source=scripts/lib/visit.bash
 source "$KIT/scripts/lib/visit.bash"
 
-PROOF=''      # that nothing is left, in a sentence
-ASK_WITHIN=15 # seconds in which a node must say what is left
-END_WITHIN=15   # seconds that a launcher gets beside the grace: to end its nodes, to judge, to write its report
-REPORT=5      # seconds between two lines that name what is waited for
+SUMMARY=''          # one sentence: which processes remain, if any
+CHECK_TIMEOUT=15    # seconds for a node to report the remaining processes
+END_TIMEOUT=15      # seconds after the grace period for the launcher to stop its nodes and write the report
+PROGRESS_INTERVAL=5 # seconds between two messages while waiting
 
 
-# Two of us must not ask twice: for the launcher that means to end all at once.
-take_turns() {
+# A second SIGTERM makes the launcher kill its ranks, so only one stop.sh may send it.
+lock_run() {
   exec {LOCK}<>"$RUN/run.json"
   if ! flock -n "$LOCK"; then
     log "another $PROGRAM is stopping $RUN: waiting for it"
@@ -51,58 +50,57 @@ take_turns() {
 
 # ---------------------------------------------------------------- the launcher
 
-# On a machine that shares the run directory: there it can be asked, and reaches its nodes as it did. Returns when that
-# fails.
-hand_over() {
-  local status=0 words=("$KIT/scripts/stop.sh" --python "$RUN_PYTHON")
-  ((!NOW)) || words+=(--now)
-  [[ ${QUIET:-0} == 0 ]] || words+=(--quiet)
-  log "$RUN: its launcher is on $LAUNCHER_HOST: stopping it from there"
-  call_ssh -- "$LAUNCHER_HOST" "$(for_any_shell "exec $(quote "${words[@]}" "$MARK")")" </dev/null || status=$?
+# Run stop.sh on the launcher's host, which shares the run directory. Returns only when that fails.
+stop_from_launcher_host() {
+  local status=0 command=("$KIT/scripts/stop.sh" --python "$RUN_PYTHON")
+  ((!NOW)) || command+=(--now)
+  [[ ${QUIET:-0} == 0 ]] || command+=(--quiet)
+  log "$RUN: launcher is on $LAUNCHER_HOST; stopping it from there"
+  ssh_client -- "$LAUNCHER_HOST" "$(quote_for_any_shell "exec $(quote "${command[@]}" "$RUN_MARK")")" </dev/null || status=$?
   case $status in
     0 | 1 | "$EXIT_UNFIT") exit "$status" ;;
   esac
-  warn "$LAUNCHER_HOST: cannot be asked (exit code $status); going to the nodes without the launcher"
+  warn "$LAUNCHER_HOST: cannot be reached (exit code $status); stopping the nodes without the launcher"
 }
 
 
-end_launcher() {
-  launcher_lives || return 0
-  log "$RUN: asking its launcher, process $LAUNCHER_PID, to stop; $(grace_in_words)"
+stop_launcher() {
+  launcher_is_running || return 0
+  log "$RUN: stopping its launcher, process $LAUNCHER_PID; $(describe_grace)"
   kill -TERM "$LAUNCHER_PID" 2>/dev/null || true
-  kill -CONT "$LAUNCHER_PID" 2>/dev/null || true # one that is stopped would not hear it
+  kill -CONT "$LAUNCHER_PID" 2>/dev/null || true # a suspended process handles no signal
   ((!NOW)) || sweep_nodes 0
-  wait_for_launcher $((RUN_GRACE + END_WITHIN)) || give_up_launcher
+  wait_for_launcher $((RUN_GRACE + END_TIMEOUT)) || kill_launcher
 }
 
 
-grace_in_words() {
-  ((NOW)) && echo "its processes are ended at once" || echo "up to $RUN_GRACE s to write a checkpoint"
+describe_grace() {
+  ((NOW)) && echo "killing its processes immediately" || echo "up to $RUN_GRACE s to write a checkpoint"
 }
 
 
 wait_for_launcher() { # <seconds>
-  await "$1" 0.1 launcher_in_words launcher_ended
+  await "$1" 0.1 describe_launcher launcher_ended
 }
 
 
 launcher_ended() {
-  ! launcher_lives
+  ! launcher_is_running
 }
 
 
-launcher_in_words() {
-  echo "process $LAUNCHER_PID, the launcher, to end"
+describe_launcher() {
+  echo "the launcher (process $LAUNCHER_PID) to exit"
 }
 
 
-# Until the condition holds; fails when the time is up.
-await() { # <seconds> <seconds between two looks> <function that prints what is waited for> <function: the condition>
-  local begun=$SECONDS reported=0 passed
+# Wait until the condition holds; fail on timeout.
+await() { # <timeout in seconds> <seconds between checks> <function that describes the condition> <function: condition>
+  local start=$SECONDS reported=0 passed
   until "$4"; do
-    passed=$((SECONDS - begun))
+    passed=$((SECONDS - start))
     ((passed < $1)) || return 1
-    if ((passed >= reported + REPORT)); then
+    if ((passed >= reported + PROGRESS_INTERVAL)); then
       reported=$passed
       log "waiting for $("$3"): $passed s, at most $1 s"
     fi
@@ -111,37 +109,37 @@ await() { # <seconds> <seconds between two looks> <function that prints what is 
 }
 
 
-give_up_launcher() {
-  warn "process $LAUNCHER_PID, the launcher, does not end: ending its nodes without it"
+kill_launcher() {
+  warn "the launcher (process $LAUNCHER_PID) does not exit; stopping its nodes without it"
   sweep_nodes 0
   wait_for_launcher 5 || kill -KILL "$LAUNCHER_PID"
 }
 
 
-# ---------------------------------------------------------------- a job of SLURM
+# ---------------------------------------------------------------- a SLURM job
 
 job_without_run() { # <number>
-  JOB=$1 RUN_GRACE=30 # not known yet
-  end_job
+  JOB=$1 RUN_GRACE=30 # the job's own value is unknown without a run directory
+  stop_job
   exit
 }
 
 
-# Where the batch script does not end its job by itself, SLURM does.
-end_job() {
+# Cancel the job when the batch script does not end in time.
+stop_job() {
   if job_runs && ((!NOW)); then
-    log "asking job $JOB to stop; $(grace_in_words)"
+    log "stopping job $JOB; $(describe_grace)"
     scancel --batch --signal=INT "$JOB"
-    wait_for_job $((RUN_GRACE + END_WITHIN)) || log "job $JOB does not end: cancelling it"
+    wait_for_job $((RUN_GRACE + END_TIMEOUT)) || log "job $JOB does not end; cancelling it"
   fi
   [[ ! $JOB_STATE ]] || scancel "$JOB"
-  wait_for_job 120 || die "job $JOB is still ${JOB_STATE% *}: SLURM cannot end it; see scontrol show job $JOB"
-  printf 'job %s has ended, and SLURM with it what it had on its nodes\n' "$JOB"
+  wait_for_job 120 || die "job $JOB: still ${JOB_STATE% *} after scancel; see scontrol show job $JOB"
+  printf 'job %s has ended; SLURM has ended its processes on all nodes\n' "$JOB"
 }
 
 
 wait_for_job() { # <seconds>
-  await "$1" 0.5 job_in_words job_ended
+  await "$1" 0.5 describe_job job_ended
 }
 
 
@@ -151,67 +149,67 @@ job_ended() {
 }
 
 
-job_in_words() {
-  echo "job $JOB, which is ${JOB_STATE% *}, to end"
+describe_job() {
+  echo "job $JOB (${JOB_STATE% *}) to end"
 }
 
 
 # ---------------------------------------------------------------- the nodes
 
-# End what is left, and ask again.
-clear_nodes() {
+# End the remaining processes and check again.
+stop_nodes() {
   local code=0
-  ask_left || code=$?
+  check_remaining || code=$?
   if ((code == 1)); then
-    log "$RUN: processes are left on its nodes; $(grace_in_words)"
+    log "$RUN: processes remain on its nodes; $(describe_grace)"
     sweep_nodes $((NOW ? 0 : RUN_GRACE))
     code=0
-    ask_left || code=$?
+    check_remaining || code=$?
   fi
-  printf '%s\n' "$PROOF"
+  printf '%s\n' "$SUMMARY"
   return "$code"
 }
 
 
-ask_left() {
-  ANSWER_WITHIN=$ASK_WITHIN
-  ask_nodes "$VISITED" visit_status
-  PROOF=$(kit_python runs.visit "$RUN" "$VISITED")
+check_remaining() {
+  REPLY_TIMEOUT=$CHECK_TIMEOUT
+  run_on_nodes "$VISIT_DIR" visit_status
+  SUMMARY=$(kit_python runs.visit "$RUN" "$VISIT_DIR")
 }
 
 
-sweep_nodes() { # <seconds between the request to stop and the end>
-  ANSWER_WITHIN=$(($1 + ASK_WITHIN))
-  ask_nodes "$VISITED" sweep_node "$1"
+sweep_nodes() { # <seconds between stop request and SIGKILL>
+  REPLY_TIMEOUT=$(($1 + CHECK_TIMEOUT))
+  run_on_nodes "$VISIT_DIR" sweep_node "$1"
 }
 
 
 sweep_node() { # <node> <seconds>
-  visit "$1" "$RUN_PYTHON" -I -S "$KIT/scripts/lib/supervisor.py" sweep --dir "$MARK" --name "$1" --grace "$2"
+  visit_node "$1" "$RUN_PYTHON" -I -S "$KIT/scripts/lib/supervisor.py" sweep --dir "$RUN_MARK" --name "$1" --grace "$2"
 }
 
 
 main() {
   parse_options "$@"
-  take_one_argument RUN ''
-  [[ $ARGUMENT ]] || die_usage "RUN is missing: which run? For the newest: $PROGRAM latest"
-  pick_python "$ASKED_PYTHON"
+  parse_one_argument RUN ''
+  [[ $ARGUMENT ]] || die_usage "RUN: missing; for the newest run use: $PROGRAM latest"
+  pick_python "$PYTHON_OPTION"
   open_connections
   find_run "$ARGUMENT"
-  if [[ $JOB && ($LAUNCHER_IS == job || ! $JOB_STATE || $JOB_STATE == PENDING*) ]]; then
-    end_job
+  if [[ $JOB && ($LAUNCHER_STATE == job || ! $JOB_STATE || $JOB_STATE == PENDING*) ]]; then
+    stop_job
     return
   fi
-  [[ $LAUNCHER_IS != elsewhere ]] || hand_over
-  take_turns
-  if [[ $LAUNCHER_IS == gone ]]; then
-    log "$RUN: its launcher has ended already"
+  [[ $LAUNCHER_STATE != elsewhere ]] || stop_from_launcher_host
+  lock_run
+  if [[ $LAUNCHER_STATE == gone ]]; then
+    log "$RUN: its launcher has already exited"
   fi
-  end_launcher
-  clear_nodes
-  if [[ $LAUNCHER_IS == elsewhere ]]; then
-    die_with "$EXIT_UNFIT" "$LAUNCHER_HOST: could not be asked whether the launcher, process $LAUNCHER_PID, is still there;" \
-      "with --max-restarts it would start the run again"
+  stop_launcher
+  stop_nodes
+  if [[ $LAUNCHER_STATE == elsewhere ]]; then
+    die_with "$EXIT_UNFIT" "$LAUNCHER_HOST: cannot be reached; the launcher (process $LAUNCHER_PID) may still run there" \
+      "and, with --max-restarts, restart the run"
   fi
 }
 

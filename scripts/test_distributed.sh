@@ -1,44 +1,44 @@
 #!/usr/bin/env bash
 #
-# Do N processes, on this machine or on each of several, compute together, how fast, and who is slow?
+# Test communication between N processes per machine: correct results, bandwidth, slow or hung ranks.
 #
 # Usage: test_distributed.sh [options] N [NODE...]
 #
-#   N                    number of processes on each node; one a GPU where there are GPUs
-#   NODE...              node1 user@node2 node[3-8,10] node9:4 (that one's own number of processes),
-#                        over ssh; without them, the SLURM allocation this shell is in, where SLURM lays
-#                        the N times as many processes out as it has allocated them, else this machine
+#   N                    number of processes per node: one per GPU, any number without GPUs
+#   NODE...              node1 user@node2 node[3-8,10] node9:4 (:4 overrides N), over SSH. Without NODE...: the
+#                        SLURM allocation of this shell, with N times its number of nodes as processes, else
+#                        this machine
 #
-# Checks that each collective that training uses gives the right result on every rank (all_reduce,
-# broadcast, all_gather, reduce_scatter, all_to_all, point to point, barrier), measures the bus
-# bandwidth by message size as nccl-tests do, refuses two ranks on one GPU, and names a rank that is
-# slow, frozen or missing. Of several nodes it first sees whether each can connect to every other, and
-# ends with 69 where one cannot; it measures each link between two, and names a slow node and a slow link.
-# The report goes to standard output, all else to standard error.
+# It checks the result of each collective on every rank (all_reduce, broadcast, all_gather, reduce_scatter,
+# all_to_all, point to point, barrier), measures the bus bandwidth by message size as nccl-tests do,
+# refuses two ranks on one GPU, and names slow, hung and missing ranks. With several nodes it first checks
+# that each can connect to every other (exit code 69 if not), then measures each link between two nodes and
+# names slow nodes and slow links. The report is written to standard output, everything else to standard error.
 #
-#   --hostfile FILE      lines such as `node1 slots=4` in place of NODE...
-#   --exclude NODES      leave these out
-#   --sync               copy the working directory and the kit to nodes that do not share them first
-#   --json               one JSON object in place of the report for people; none where nodes cannot connect (69)
+#   --hostfile FILE      read the nodes from FILE, one per line: `node1 slots=4`
+#   --exclude NODES      exclude these nodes
+#   --sync               first copy the working directory and Muster to nodes that do not share them
+#   --json               print one JSON object instead of the report; nothing if nodes cannot connect (69)
 #   --backend BACKEND    auto, nccl or gloo (default: nccl where there are GPUs, else gloo)
 #   --min-bytes SIZE     smallest message, such as 1024, 64K, 16M or 1G (default: 1K)
-#   --max-bytes SIZE     largest message; each is 4 times the one before (default: 64M, on GPUs 1G)
+#   --max-bytes SIZE     largest message; sizes grow by a factor of 4 (default: 64M, on GPUs 1G)
 #   --seconds S          time for the bandwidth table (default: 10)
-#   --timeout S          how long one rank waits for another (default: 60)
-#   --python PATH        default: the active venv or conda environment, .venv here, the kit's .venv, python3
-#   --agent fast|torchrun  fast: workers forked from one warm process; torchrun: the plain one
-#   --master-port PORT   default: a free one
-#   --rendezvous-timeout SECONDS  how long to wait until all nodes have joined (default: 600)
-#   --env NAME=VALUE     environment of the processes, repeatable
-#   --env-file FILE      the same, one NAME=VALUE a line
-#   --log-dir DIR        where the run directory is made (default: logs)
-#   --no-preflight       do not check GPUs and port, or ask the nodes whether they are fit
-#   --dry-run            print what would run, and run nothing
-#   --quiet              no lines of the launcher's own
-#   --help               show this
+#   --timeout S          how long a rank waits for the others (default: 60)
+#   --python PATH        default: the active venv or conda environment, ./.venv, Muster's .venv, python3
+#   --agent fast|torchrun  fast (default): ranks are forked from a process that has imported PyTorch;
+#                        torchrun: PyTorch's own agent
+#   --master-port PORT   default: a free port
+#   --rendezvous-timeout SECONDS  how long to wait for all nodes to join (default: 600)
+#   --env NAME=VALUE     set an environment variable for the ranks; repeatable
+#   --env-file FILE      the same from a file, one NAME=VALUE per line
+#   --log-dir DIR        directory for run directories (default: logs)
+#   --no-preflight       skip the checks of GPUs, port and nodes
+#   --dry-run            print the command, run nothing
+#   --quiet              print no progress lines of the launcher
+#   --help               show this help
 #
-# Exit codes: 0 all is well, 1 a check failed, 2 wrong call, 69 a node cannot be reached or is not
-# fit, 130 Ctrl-C, 143 TERM.
+# Exit codes: 0 success, 1 a check failed, 2 wrong call, 69 a node is unreachable or unfit, 130 SIGINT,
+# 143 SIGTERM.
 #
 #   test_distributed.sh 2
 #   test_distributed.sh 8 'node[1-4]'
@@ -66,56 +66,56 @@ source "$KIT/scripts/lib/connectivity.bash"
 # shellcheck source=scripts/lib/slurm.bash
 source "$KIT/scripts/lib/slurm.bash"
 
-LAUNCH=()            # options and arguments of the launcher
-SMOKE=()             # options of the test itself
-FORM=()              # options of the program that prints the report
-STARTER=''           # the launcher
+LAUNCHER_ARGUMENTS=()
+SMOKE_OPTIONS=()     # of the test itself
+OUTPUT_OPTIONS=()    # of the program that prints the report
+LAUNCHER_FILE=''
 
 
 # N NODE...
-take_arguments() {
-  ((${#POSITIONAL[@]} >= 1)) || die_usage "expected N, the number of processes; nothing was given"
+parse_arguments() {
+  ((${#POSITIONAL[@]} >= 1)) || die_usage "N: missing; give the number of processes"
   NPROC=${POSITIONAL[0]}
   is_nproc "$NPROC" || die_usage "N: expected a number of processes from 1 to $MAX_NPROC, got '$NPROC'"
   if [[ ${POSITIONAL[1]-}$HOSTFILE ]]; then
-    STARTER=$KIT/scripts/ssh/launch_torchrun_auto.sh
+    LAUNCHER_FILE=$KIT/scripts/ssh/launch_torchrun_auto.sh
     return
   fi
-  [[ ! $EXCLUDE ]] || die_usage "--exclude '$EXCLUDE': from which nodes? name them"
-  ((!SYNC)) || die_usage "--sync: to which nodes? name them"
+  [[ ! $EXCLUDE ]] || die_usage "--exclude '$EXCLUDE': requires NODE... or --hostfile"
+  ((!SYNC)) || die_usage "--sync: requires NODE... or --hostfile"
   if in_allocation; then
-    STARTER=$KIT/scripts/run_ddp.sh
+    LAUNCHER_FILE=$KIT/scripts/run_ddp.sh
     return
   fi
-  [[ ! $RENDEZVOUS_TIMEOUT ]] || die_usage "--rendezvous-timeout: on one machine no other node has to join; leave it out"
-  STARTER=$KIT/scripts/ssh/launch_singlenode.sh
+  [[ ! $RENDEZVOUS_TIMEOUT ]] || die_usage "--rendezvous-timeout: there is only one node; leave it out"
+  LAUNCHER_FILE=$KIT/scripts/ssh/launch_singlenode.sh
 }
 
 
-on_several_nodes() {
-  [[ $STARTER == *auto.sh ]]
+uses_nodes() {
+  [[ $LAUNCHER_FILE == *auto.sh ]]
 }
 
 
-on_the_allocation() {
-  [[ $STARTER == *run_ddp.sh ]]
+uses_allocation() {
+  [[ $LAUNCHER_FILE == *run_ddp.sh ]]
 }
 
 
-# What the ranks would refuse, each for itself, is refused before they are started.
+# Refuse here, before the start, what each rank would refuse.
 check_smoke() {
   check_size --min-bytes "$MIN_BYTES"
-  SMOKE=(--backend "$BACKEND" --min-bytes "$MIN_BYTES")
+  SMOKE_OPTIONS=(--backend "$BACKEND" --min-bytes "$MIN_BYTES")
   if [[ $MAX_BYTES ]]; then
     check_size --max-bytes "$MAX_BYTES"
     (($(bytes "$MIN_BYTES") <= $(bytes "$MAX_BYTES"))) ||
-      die_usage "--max-bytes '$MAX_BYTES': less than --min-bytes, $MIN_BYTES"
-    SMOKE+=(--max-bytes "$MAX_BYTES")
+      die_usage "--max-bytes: '$MAX_BYTES' is less than --min-bytes $MIN_BYTES"
+    SMOKE_OPTIONS+=(--max-bytes "$MAX_BYTES")
   fi
   check_seconds --seconds "$SECONDS_FOR_TABLE"
   check_seconds --timeout "$TIMEOUT"
   [[ $BACKEND =~ ^(auto|nccl|gloo)$ ]] || die_usage "--backend: expected auto, nccl or gloo, got '$BACKEND'"
-  on_several_nodes || on_the_allocation || check_backend_here
+  uses_nodes || uses_allocation || check_backend_here
 }
 
 
@@ -129,14 +129,14 @@ check_seconds() { # <option> <value, if it was given>
   [[ $2 ]] || return 0
   [[ $2 =~ ^[0-9]+([.][0-9]+)?$ && $2 =~ [1-9] ]] ||
     die_usage "$1: expected a number of seconds above 0, got '$2'"
-  SMOKE+=("$1" "$2")
+  SMOKE_OPTIONS+=("$1" "$2")
 }
 
 
 check_backend_here() {
   case $BACKEND in
-    nccl) (($(kit_python host.gpus) > 0)) || die_usage "--backend nccl: there is no GPU here; use gloo" ;;
-    gloo) LAUNCH+=(--no-preflight) ;; # on the CPU there may be more processes than GPUs
+    nccl) (($(kit_python host.gpus) > 0)) || die_usage "--backend nccl: no GPU on this machine; use gloo" ;;
+    gloo) LAUNCHER_ARGUMENTS+=(--no-preflight) ;; # with gloo, more processes than GPUs are allowed
   esac
 }
 
@@ -146,26 +146,26 @@ bytes() { # <size>
 }
 
 
-# Ranks on nodes that cannot connect to each other would wait for each other in silence.
+# Ranks on nodes that cannot connect to each other would wait without a message.
 test_connections() {
-  node_questions "$NPROC" "${POSITIONAL[@]:1}"
-  ask_python "${QUESTIONS[@]}"
+  set_node_checks "$NPROC" "${POSITIONAL[@]:1}"
+  run_checks "${CHECKS[@]}"
   open_connections
   ((!SYNC)) || sync_nodes
-  try_all_pairs "$SOCKETS/replies"
-  kit_python launch.connectivity judge "$SOCKETS/replies" "${NODES[@]}" || exit
+  connect_all_pairs "$CONNECTIONS_DIR/replies"
+  kit_python launch.connectivity judge "$CONNECTIONS_DIR/replies" "${NODES[@]}" || exit
   log "each of $(counted ${#NODES[@]} node) can connect to every other"
 }
 
 
-# What the launcher and the ranks say is not the answer: the answer is the report.
+# Run the launcher with its output on standard error, and print the report.
 test_ranks() {
   local code=0 run
-  wait_for exec_in_environment 1 MUSTER_RUN_FILE="$SCRATCH/run" "$STARTER" "${LAUNCH[@]}" >&2 || code=$?
-  [[ -s $SCRATCH/run ]] || exit "$code" # it was not even begun
+  run_forwarding_signals exec_in_environment 1 MUSTER_RUN_FILE="$SCRATCH/run" "$LAUNCHER_FILE" "${LAUNCHER_ARGUMENTS[@]}" >&2 || code=$?
+  [[ -s $SCRATCH/run ]] || exit "$code" # the launcher has made no run directory
   run=$(<"$SCRATCH/run")
   if [[ -e $run/smoke.json ]]; then
-    kit_python smoke.report "${FORM[@]}" "$run/smoke.json" || ((code)) || code=$?
+    kit_python smoke.report "${OUTPUT_OPTIONS[@]}" "$run/smoke.json" || ((code)) || code=$?
   elif ((!code)); then
     die "no rank wrote a report; see node_*.log in $run"
   fi
@@ -175,31 +175,31 @@ test_ranks() {
 
 main() {
   parse_options "$@"
-  take_arguments
-  if on_the_allocation; then
+  parse_arguments
+  if uses_allocation; then
     enter_node_env "$@"
-    take_port_of_environment
-    LAUNCH+=(${MASTER_PORT:+--master-port "$MASTER_PORT"})
+    use_port_from_environment
+    LAUNCHER_ARGUMENTS+=(${MASTER_PORT:+--master-port "$MASTER_PORT"})
   fi
   pick_rank_python
   check_python
   check_smoke
-  ((!JSON)) || FORM=(--json)
+  ((!JSON)) || OUTPUT_OPTIONS=(--json)
   LOG_DIR=$(absolute "$LOG_DIR")
-  pass_on_all_but --json --backend --min-bytes --max-bytes --seconds --timeout --python --log-dir --master-port --dry-run
-  LAUNCH+=("${PASSED_ON[@]}" --python "$PYTHON" --log-dir "$LOG_DIR" --script "$KIT/scripts/lib/smoke.py")
-  if on_the_allocation; then
-    LAUNCH+=(-c - -n $((NPROC * SLURM_JOB_NUM_NODES)))
+  forward_options_except --json --backend --min-bytes --max-bytes --seconds --timeout --python --log-dir --master-port --dry-run
+  LAUNCHER_ARGUMENTS+=("${FORWARDED_OPTIONS[@]}" --python "$PYTHON" --log-dir "$LOG_DIR" --script "$KIT/scripts/lib/smoke.py")
+  if uses_allocation; then
+    LAUNCHER_ARGUMENTS+=(-c - -n $((NPROC * SLURM_JOB_NUM_NODES)))
   else
-    LAUNCH+=(${MASTER_PORT:+--master-port "$MASTER_PORT"} - "$NPROC" "${POSITIONAL[@]:1}")
+    LAUNCHER_ARGUMENTS+=(${MASTER_PORT:+--master-port "$MASTER_PORT"} - "$NPROC" "${POSITIONAL[@]:1}")
   fi
-  LAUNCH+=(-- "${SMOKE[@]}" --json-file smoke.json)
+  LAUNCHER_ARGUMENTS+=(-- "${SMOKE_OPTIONS[@]}" --json-file smoke.json)
   if [[ ${DRY_RUN:-0} == 1 ]]; then
-    exec_in_environment 0 "$STARTER" --dry-run "${LAUNCH[@]}"
+    exec_in_environment 0 "$LAUNCHER_FILE" --dry-run "${LAUNCHER_ARGUMENTS[@]}"
   fi
   SCRATCH=$(mktemp -d)
   trap 'rm -rf -- "$SCRATCH"' EXIT
-  if on_several_nodes; then
+  if uses_nodes; then
     test_connections
   fi
   test_ranks

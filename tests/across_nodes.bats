@@ -81,7 +81,7 @@ smoke_test() { # <argument of test_distributed.sh...>
   run --separate-stderr timeout 60 \
     "$KIT/scripts/doctor.sh" --python "$BATS_FILE_TMPDIR/bare/bin/python" "$N1" "$N2"
   [ "$status" -eq 69 ]
-  [[ $(tr -s ' ' <<<"$output") == *$'\n'"$N2"$'\n'*"config/node_env.sh: line 1: '"*"' failed with exit code 127; mend it, or write '"* ]]
+  [[ $(tr -s ' ' <<<"$output") == *$'\n'"$N2"$'\n'*"config/node_env.sh: line 1: '"*"' failed with exit code 127; fix it, or write '"* ]]
   [[ $output != *"does not have the kit"* ]]
   run ! grep -lsFxz -- "COMPANION=$PWD" /proc/[0-9]*/environ
 }

@@ -138,7 +138,7 @@ Usage: do_it.sh [options] WHAT
 
 
 @test "wait_for returns the program's status and lets it read" {
-  script <<<'wait_for exec sh -c "read -r x; echo got \$x; exit 9" || echo $?-$INTERRUPTED'
+  script <<<'run_forwarding_signals exec sh -c "read -r x; echo got \$x; exit 9" || echo $?-$INTERRUPTED'
   run "$SCRIPT" <<<word
   [ "$output" = $'got word\n9-' ]
 }
@@ -148,7 +148,7 @@ Usage: do_it.sh [options] WHAT
   mkfifo "$BATS_TEST_TMPDIR/ready"
   script <<'END'
 program='trap "echo saved; exit 75" TERM; echo >"$1"; while :; do sleep 0.01; done'
-wait_for exec bash -c "$program" - "$1" || echo $?-$INTERRUPTED
+run_forwarding_signals exec bash -c "$program" - "$1" || echo $?-$INTERRUPTED
 END
   "$SCRIPT" "$BATS_TEST_TMPDIR/ready" >"$BATS_TEST_TMPDIR/out" 3>&- &
   read -r _ <"$BATS_TEST_TMPDIR/ready"
@@ -161,7 +161,7 @@ END
 @test "Ctrl-C ends a program that wait_for waits for" {
   mkfifo "$BATS_TEST_TMPDIR/ready"
   script <<'END'
-wait_for exec sh -c 'echo >"$1"; while :; do sleep 0.01; done' - "$1" || echo $?-$INTERRUPTED
+run_forwarding_signals exec sh -c 'echo >"$1"; while :; do sleep 0.01; done' - "$1" || echo $?-$INTERRUPTED
 END
   setsid env --default-signal=INT "$SCRIPT" "$BATS_TEST_TMPDIR/ready" >"$BATS_TEST_TMPDIR/out" 3>&- &
   read -r _ <"$BATS_TEST_TMPDIR/ready"
@@ -203,7 +203,7 @@ END
   [ "$("$SCRIPT")" = $'the active virtual environment\nthe active conda environment' ]
   [ "$(CONDA_DEFAULT_ENV=base "$SCRIPT")" = "the active virtual environment"$'\n'"PATH, conda's base environment" ]
   cd conda
-  [ "$(VIRTUAL_ENV='' "$SCRIPT")" = $'the active conda environment\nthe kit\'s .venv' ]
+  [ "$(VIRTUAL_ENV='' "$SCRIPT")" = $'the active conda environment\nMuster\'s .venv' ]
   [ -z "$("$SCRIPT" bin/python)" ]
 }
 
@@ -222,7 +222,7 @@ END
   script <<<'pick_python "${1-}"'
   cd "$BATS_TEST_TMPDIR/elsewhere"
   run -2 "$SCRIPT" /nowhere/python
-  [ "${lines[0]}" = "do_it.sh: no Python at '/nowhere/python' (from --python): name another with \
+  [ "${lines[0]}" = "do_it.sh: no Python at '/nowhere/python' (from --python); choose another with \
 --python PATH" ]
   VIRTUAL_ENV=/gone run -2 "$SCRIPT"
   [[ "${lines[0]}" == "do_it.sh: no Python at '/gone/bin/python' (from the active virtual environment)"* ]]
@@ -238,7 +238,7 @@ END
   run -2 "$SCRIPT" ./old
   python odd 'command not found'
   run -2 "$SCRIPT" ./odd
-  [[ "${lines[0]}" == *"odd' (from --python) does not run as Python"* ]]
+  [[ "${lines[0]}" == *"odd' (from --python) is not a working Python"* ]]
   [ "${#lines[@]}" -eq 2 ]
 }
 
@@ -323,7 +323,7 @@ reports_failure() {
   MUSTER_NODE=node2 run --separate-stderr "$SCRIPT" "$PWD/env.sh"
   [ "$status" -eq 69 ]
   [ "$output" = "cleaned up" ]
-  [ "${stderr_lines[-1]}" = "node2: $PWD/env.sh: line $expected; mend it, or write '$command || true'" ]
+  [ "${stderr_lines[-1]}" = "node2: $PWD/env.sh: line $expected; fix it, or write '$command || true'" ]
 }
 
 
@@ -352,11 +352,11 @@ reports_failure() {
   for trap in "trap 'echo mine' ERR" 'trap - ERR'; do
     printf '%s\n' "$trap" false >env.sh
     run -69 "$SCRIPT" "$PWD/env.sh"
-    [ "${lines[-1]}" = "$PWD/env.sh: sets or removes the trap for ERR, which notices commands that fail; leave that trap alone" ]
+    [ "${lines[-1]}" = "$PWD/env.sh: changes the ERR trap, which detects failing commands; do not set or remove it" ]
   done
   printf '%s\n' 'exec >/dev/null 2>&1' false >env.sh
   run -69 "$SCRIPT" "$PWD/env.sh"
-  [ "$output" = "$PWD/env.sh: line 2: 'false' failed with exit code 1; mend it, or write 'false || true'" ]
+  [ "$output" = "$PWD/env.sh: line 2: 'false' failed with exit code 1; fix it, or write 'false || true'" ]
   printf '%s\n' 'exec 2>/dev/null' >env.sh
   run --separate-stderr -0 "$SCRIPT" "$PWD/env.sh"
   [ "$output" = reached ]

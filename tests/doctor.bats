@@ -32,13 +32,13 @@ stub() { # <name>; its text is read from standard input
   run -2 "$DOCTOR" 'node[1-'
   [[ $output == *"its brackets do not match"* ]]
   run -2 "$DOCTOR" --exclude node1
-  [[ $output == *"--exclude 'node1': from which nodes?"* ]]
+  [[ $output == *"--exclude 'node1': requires NODE... or --hostfile"* ]]
   run -2 "$DOCTOR" --python
   [[ $output == *"--python needs a value"* ]]
   run -2 "$DOCTOR" --python /no/python
   [[ $output == *"no Python at '/no/python'"* ]]
   run -2 "$DOCTOR" --master-port 70000
-  [[ $output == *"--master-port '70000': a port is a number from 1 to 65535"* ]]
+  [[ $output == *"--master-port: expected a port from 1 to 65535, got '70000'"* ]]
 }
 
 

@@ -123,5 +123,5 @@ END
   done
   PATH=$PWD/bin run "$LAUNCH" - 1 "$N1"
   [ "$status" -eq 1 ]
-  [[ "$output" == *"there is no pdsh on this machine: install it, or use launch_torchrun_auto.sh"* ]]
+  [[ "$output" == *"pdsh: not found on this machine; install it, or use launch_torchrun_auto.sh"* ]]
 }

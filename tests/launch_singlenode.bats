@@ -134,7 +134,7 @@ END
   [ "$status" -eq 0 ]
   [[ "$output" == *"train.py a\\ b"* ]]
   run -2 "$KIT/scripts/run_ddp.sh" -n 2 --dry-run --script tiny.yaml -c - -l info
-  [[ "${lines[0]}" == "run_ddp.sh: -l 'info': is for the kit's train.py; give your own script its arguments behind --, such as -- --log-level info" ]]
+  [[ "${lines[0]}" == "run_ddp.sh: -l 'info': only for Muster's train.py; pass arguments of your own script after --, such as -- --log-level info" ]]
 }
 
 
@@ -409,7 +409,7 @@ leave_py_spy_out() {
   script <<<'print("at work", flush=True); time.sleep(1); open("done", "w")'
   run "$LAUNCH" --detach --script "my script.py" - 1
   [ "$status" -eq 0 ]
-  [[ "$output" == *"run my-script-"*" goes on in the background, process "*"/scripts/status.sh "*"/logs/my-script-"* ]]
+  [[ "$output" == *"run my-script-"*" started in the background, process "*"/scripts/status.sh "*"/logs/my-script-"* ]]
   timeout 60 sh -c 'until [ -e done ]; do sleep 0.1; done'
   launcher=${output##*process } launcher=${launcher%%:*}
   timeout 30 tail -f --pid="$launcher" /dev/null
@@ -468,10 +468,10 @@ refused() { # <what the line must name> <word...>
   refused "NPROC: expected a number of processes from 1 to 1024, got '1025'" --script "my script.py" - 1025
   refused "NPROC: expected a number of processes from 1 to 1024, got '-1'" --script "my script.py" - -1
   refused "got: nothing"
-  refused "holds a NUL byte" --env-file nul.env - 2
+  refused "contains a NUL byte" --env-file nul.env - 2
   refused "'nix.py'" --script nix.py - 2
   refused "'nix.py'" --script=nix.py - 2
-  refused "'.': cannot be read as a file" . 2
+  refused "'.': not a readable file" . 2
   refused "'.': a directory without a __main__.py" --script . - 2
   refused "-m 'nix.trainer': " -m nix.trainer - 2
   refused "-m 'os.json': " -m os.json - 2
@@ -479,12 +479,12 @@ refused() { # <what the line must name> <word...>
   refused "--bad" --bad - 2
   refused "--hostfile: unknown option" --hostfile hosts --script "my script.py" - 2
   refused "--agent: expected fast or torchrun, got 'slow'" --agent slow - 2
-  refused "--master-port '99999'" --master-port 99999 - 2
+  refused "--master-port: expected a port from 1 to 65535, got '99999'" --master-port 99999 - 2
   refused "--env: expected NAME=VALUE, got 'NOVALUE'" --env NOVALUE - 2
   refused "--env-file 'nix'" --env-file nix - 2
   refused "larger than 1 MB" --env-file large.env - 2
   refused "line 2: ends with a carriage return" --env-file windows.env - 2
-  refused "--max-restarts: expected a whole number, got 'x'" --max-restarts x - 2
+  refused "--max-restarts: expected a non-negative integer, got 'x'" --max-restarts x - 2
   refused "--hang-timeout: expected a whole number of seconds (0 = off), got '1.5'" --hang-timeout=1.5 - 2
   refused "'/nix/python'" --python /nix/python - 2
   refused "has no PyTorch" --python /usr/bin/python3 --script "my script.py" - 2

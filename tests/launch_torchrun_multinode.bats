@@ -206,10 +206,10 @@ END
 
 @test "what cannot work is refused before it starts, with the value and the remedy" {
   write_script <<<''
-  refused 2 "NPROC, NNODES, NODE_RANK, MASTER_ADDR and perhaps MASTER_PORT, got:" - 1 2 0
+  refused 2 "NPROC NNODES NODE_RANK MASTER_ADDR [MASTER_PORT], got:" - 1 2 0
   refused 2 "NNODES: expected a number of nodes, 1 or more, got '0'" --script "my script.py" - 1 0 0 "$N1"
   refused 2 "NODE_RANK: with NNODES 2, expected a number from 0 to 1, got '2'" --script "my script.py" - 1 2 2 "$N1"
-  refused 2 "MASTER_PORT '99999'" --script "my script.py" - 1 2 0 "$N1" 99999
+  refused 2 "MASTER_PORT: expected a port from 1 to 65535, got '99999'" --script "my script.py" - 1 2 0 "$N1" 99999
   MASTER_PORT=x refused 2 "MASTER_PORT='x' of the environment: expected a port" --script "my script.py" - 1 2 0 "$N1"
   refused 2 "give one of the two" --master-port 1234 --script "my script.py" - 1 2 0 "$N1" 4321
   refused 2 "--sync: unknown option" --sync --script "my script.py" - 1 2 0 "$N1"

@@ -81,11 +81,11 @@ refuses() { # <expected text>
   in_job LAUNCHER=torchrun "$TRAIN" --dry-run --rendezvous-timeout 30 -
   [[ "$output" == *"/agent.py --rdzv-conf timeout=30 -- "* ]]
   in_job "$TRAIN" --dry-run --rendezvous-timeout 30 -
-  refuses "--rendezvous-timeout: only agents wait for each other (LAUNCHER=torchrun)"
+  refuses "--rendezvous-timeout: requires LAUNCHER=torchrun; "
   in_job LAUNCHER=torchrun "$TRAIN" --dry-run --rendezvous-timeout=0 -
   refuses "--rendezvous-timeout: expected a whole number of seconds, 1 or more, got '0'"
   run "$KIT/scripts/run_ddp.sh" --rendezvous-timeout 30 -n 1 -c -
-  refuses "--rendezvous-timeout: on one machine no other node has to join; leave it out"
+  refuses "--rendezvous-timeout: there is only one node; leave it out"
 }
 
 
@@ -104,7 +104,7 @@ refuses() { # <expected text>
 
 @test "--detach is refused inside an allocation" {
   in_job "$KIT/scripts/run_ddp.sh" -n 2 --detach
-  refuses "--detach: inside an allocation the run ends with it; use sbatch to leave the terminal"
+  refuses "--detach: not possible in an allocation, which ends with this shell; use sbatch"
 }
 
 
@@ -137,7 +137,7 @@ refuses() { # <expected text>
   chmod +x bin/srun
   in_job PATH="$PWD/bin:$PATH" "$KIT/scripts/run_ddp.sh" -n 2
   [ "$status" -eq 1 ]
-  [[ "$output" == *"srun: error: no"*"n1: cannot be asked for a free port; see what srun says above, or name one with --master-port" ]]
+  [[ "$output" == *"srun: error: no"*"n1: cannot find a free port; see the messages of srun above, or give one with --master-port" ]]
   [ ! -e logs ]
 }
 

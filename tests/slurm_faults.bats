@@ -101,7 +101,7 @@ stepd_on() { # <node>
   wait_for_job_exit "$JOB"
   [ "$status" -eq 69 ]
   shows err "verdict: failed: $N2: connection lost"
-  shows err "SLURM does not requeue it: submit the same job to go on"
+  shows err "scontrol requeue failed: submit the same job to resume"
   no_processes_within 10
 }
 
@@ -326,7 +326,7 @@ for name in one["model"]:
     assert torch.equal(one["model"][name], other["model"][name]), name
 END
   scontrol requeue "$JOB"
-  wait_for_line "logs/slurm-$JOB.err" "the run has ended well before: nothing is left to do"
+  wait_for_line "logs/slurm-$JOB.err" "the run has already succeeded; nothing to do"
 }
 
 
@@ -338,7 +338,7 @@ END
   enter_background_job 2
   wait_for_job_exit "$JOB"
   [ "$status" -eq 75 ]
-  shows err "no progress in the last 3 turns: not requeueing"
+  shows err "no progress in 3 attempts; not requeueing"
 }
 
 
@@ -354,5 +354,5 @@ END
   SCRIPT="my script.py" submit --nodes=1 --ntasks-per-node=1 --no-requeue slurm_train.sh -
   wait_for_job_exit "$JOB"
   [ "$status" -eq 75 ]
-  shows err "SLURM does not requeue it: submit the same job to go on"
+  shows err "scontrol requeue failed: submit the same job to resume"
 }

@@ -87,7 +87,7 @@ positions_are() { # <expected line of each rank...>
   run -0 "$KIT/scripts/status.sh" "$JOB"
   [[ "$output" == *"ended after"*"verdict: ok"* ]]
   run -0 "$KIT/scripts/stop.sh" "$JOB"
-  [ "$output" = "job $JOB has ended, and SLURM with it what it had on its nodes" ]
+  [ "$output" = "job $JOB has ended; SLURM has ended its processes on all nodes" ]
 }
 
 
@@ -153,21 +153,21 @@ END
 @test "wrong arguments are refused with a remedy before anything starts" {
   endless_settings >tiny.yaml
   run -2 "$KIT/scripts/slurm/slurm_train.sh" tiny.yaml
-  [[ "$output" == *"this is for sbatch: sbatch $(printf %q "$KIT")/scripts/slurm/slurm_train.sh tiny.yaml"* ]]
+  [[ "$output" == *"not in a SLURM job; use: sbatch $(printf %q "$KIT")/scripts/slurm/slurm_train.sh tiny.yaml"* ]]
   run -2 "$KIT/scripts/slurm/slurm_train.sh" a.yaml b.yaml
-  [[ "$output" == *"2 CONFIGs are for an array of 2 elements: sbatch --array=0-1"* ]]
+  [[ "$output" == *"2 CONFIGs require an array of 2 elements: sbatch --array=0-1"* ]]
   run -2 "$KIT/scripts/slurm/slurm_train.sh" --max-requeues often
-  [[ "$output" == *"--max-requeues: expected a whole number, got 'often'"* ]]
+  [[ "$output" == *"--max-requeues: expected a non-negative integer, got 'often'"* ]]
   run -2 "$KIT/scripts/slurm/slurm_train.sh" --nodes=4 tiny.yaml
-  [[ "$output" == *"--nodes=4: options of sbatch stand before the script: sbatch --nodes=4 ... slurm_train.sh"* ]]
+  [[ "$output" == *"--nodes=4: put options of sbatch before the script: sbatch --nodes=4 ... slurm_train.sh"* ]]
   run -2 env MUSTER_KIT=/nope "$KIT/scripts/slurm/slurm_train.sh" tiny.yaml
-  [[ "$output" == *"cannot find the kit: submit the script that lies in it, or export MUSTER_KIT=<its directory> before"* ]]
+  [[ "$output" == *"cannot find Muster; submit the script in its directory, or export MUSTER_KIT=<its directory>"* ]]
   run -2 "$KIT/scripts/slurm/slurm_train.sh" --detach tiny.yaml
-  [[ "$output" == *"sbatch leaves the terminal by itself"* ]]
+  [[ "$output" == *"batch jobs are always detached; leave it out"* ]]
   run -2 salloc -Q -n2 env LAUNCHER=mpirun "$KIT/scripts/slurm/slurm_train.sh" tiny.yaml
   [[ "$output" == *"LAUNCHER: expected srun or torchrun, got 'mpirun'"* ]]
   run -2 salloc -Q -n2 env CONTAINER="apptainer exec 'half" "$KIT/scripts/slurm/slurm_train.sh" tiny.yaml
-  [[ "$output" == *"a quote is not closed; quote as in a shell"* ]]
+  [[ "$output" == *"unclosed quote; quote as in a shell"* ]]
   run -2 salloc -Q -N1 -n1 "$KIT/scripts/slurm/slurm_train.sh" tiny.yaml -- train.stepz=1
   [[ "$output" == *"train.stepz: unknown key; did you mean train.steps?"* ]]
   [ ! -e logs ]
@@ -181,11 +181,11 @@ END
   [ "$status" -eq 2 ]
   shows err "3 processes on $N1, and 2 GPUs allocated there"
   run -1 "$KIT/scripts/status.sh" "$JOB"
-  [[ "$output" == *"job $JOB has ended before it had a run (FAILED, exit code 2): see $WORK/logs/slurm-$JOB.err"* ]]
+  [[ "$output" == *"job $JOB: ended before its run started (FAILED, exit code 2); see $WORK/logs/slurm-$JOB.err"* ]]
   submit --array=0-2 --nodes=1 slurm_train.sh tiny.yaml tiny.yaml
   wait_for_job_exit "${JOB}_2"
   [ "$status" -eq 2 ]
-  grep -qF "element 2 has no CONFIG: the array begins at 0, and 2 are given" logs/slurm-*.err || { head -n 50 logs/slurm-*.err && false; }
+  grep -qF "array element 2: no CONFIG; the array starts at 0 and 2 CONFIGs are given" logs/slurm-*.err || { head -n 50 logs/slurm-*.err && false; }
 }
 
 
@@ -252,11 +252,11 @@ END
   touch "my script.py"
   SCRIPT="my script.py" submit --begin=now+1hour slurm_train.sh -
   run -0 "$KIT/scripts/status.sh" "$JOB"
-  [[ "$output" == *"job $JOB has no run yet, in the queue it is PENDING (BeginTime)"* ]]
+  [[ "$output" == *"job $JOB has not started a run; its state is PENDING (BeginTime)"* ]]
   run -0 "$KIT/scripts/stop.sh" "$JOB"
   [[ "$output" == *"job $JOB has ended"* ]]
   run -2 "$KIT/scripts/status.sh" 4711
-  [[ "$output" == *"RUN '4711': no run of job 4711 in logs, and SLURM knows of none ("*"Invalid job id specified); of "* ]]
+  [[ "$output" == *"RUN '4711': no run of job 4711 in logs, and SLURM has no such job ("*"Invalid job id specified); for "* ]]
 }
 
 

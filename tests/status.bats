@@ -216,7 +216,7 @@ on_screen() { # <extended regular expression for a line>
   mkdir bin
   type -P bash readlink dirname sed mktemp ln rm rmdir cat | xargs ln -s -t bin
   PATH=$PWD/bin run -2 "$STATUS" 99
-  [[ "${lines[0]}" == "status.sh: RUN '99': no run of job 99 in logs, and there is no SLURM here to be asked; call it where"* ]]
+  [[ "${lines[0]}" == "status.sh: RUN '99': no run of job 99 in logs, and scontrol is not on this machine; run status.sh where"* ]]
   run -2 "$STATUS" one two
   run -2 "$STATUS" --watch --json
 }

@@ -92,7 +92,7 @@ wait_for_log() { # <node> <text>
   [ "$status" -eq 0 ]
   [[ "${lines[-1]}" == "verdict: ok, 2 ranks"* ]]
   run -2 "$KIT/scripts/doctor.sh" --sync
-  [[ "$output" == *"--sync: to which nodes? name them"* ]]
+  [[ "$output" == *"--sync: requires NODE... or --hostfile"* ]]
 }
 
 
@@ -136,6 +136,6 @@ END
   echo 'print("ran")' >plain.py
   run "$LAUNCH" --sync --script plain.py - 1 "$N1" "$N2"
   [ "$status" -eq 69 ]
-  [[ "$output" == *"--sync: $PWD could not be copied to $N2: see the lines above"* ]]
+  [[ "$output" == *"--sync: $PWD could not be copied to $N2; see the messages above"* ]]
   [ ! -e logs ]
 }

@@ -73,12 +73,12 @@ field() { # <name> <file>; print a field of the JSON object in a file
 abc|N: expected a number of processes from 1 to 1024, got 'abc'
 2.5|N: expected a number of processes from 1 to 1024, got '2.5'
 02|N: expected a number of processes from 1 to 1024, got '02'
-|expected N, the number of processes; nothing was given
+|N: missing; give the number of processes
 9999|N: expected a number of processes from 1 to 1024, got '9999'
-2 --exclude node1|--exclude 'node1': from which nodes? name them
+2 --exclude node1|--exclude 'node1': requires NODE... or --hostfile
 --no-such-option 2|--no-such-option: unknown option
 --max-bytes 3Q 2|--max-bytes: expected a size in bytes such as 1024, 64K, 16M or 1G, got '3Q'
---max-bytes 512 2|--max-bytes '512': less than --min-bytes, 1K
+--max-bytes 512 2|--max-bytes: '512' is less than --min-bytes 1K
 --seconds 0 2|--seconds: expected a number of seconds above 0, got '0'
 --timeout soon 2|--timeout: expected a number of seconds above 0, got 'soon'
 --backend mpi 2|--backend: expected auto, nccl or gloo, got 'mpi'

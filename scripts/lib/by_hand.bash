@@ -1,19 +1,19 @@
 # shellcheck shell=bash
 #
-# One node of several, each of which a person starts by hand with the same arguments and another NODE_RANK. The agents
-# find each other at MASTER_ADDR, and report their end to each other.
+# One node of a launch that is started by hand on each node, with the same arguments and another NODE_RANK. The agents
+# connect to each other at MASTER_ADDR and exchange their exit codes.
 #
 # Sourced, never run; it needs options.bash, nodes.bash and launch.bash.
 
-# shellcheck disable=SC2034,SC2153 # other files read and set what stands here
+# shellcheck disable=SC2034,SC2153 # other files use these variables
 NNODES='' NODE_RANK=''
 
 
 # CONFIG NPROC NNODES NODE_RANK MASTER_ADDR [MASTER_PORT]
-take_arguments_of_one_node() {
+parse_node_arguments() {
   local port
   ((${#POSITIONAL[@]} == 5 || ${#POSITIONAL[@]} == 6)) ||
-    die_usage "expected CONFIG, NPROC, NNODES, NODE_RANK, MASTER_ADDR and perhaps MASTER_PORT, got:" \
+    die_usage "expected CONFIG NPROC NNODES NODE_RANK MASTER_ADDR [MASTER_PORT], got:" \
       "$(quote "${POSITIONAL[@]:-nothing}") (arguments of the script go after --)"
   CONFIG=${POSITIONAL[0]} NPROC=${POSITIONAL[1]} NNODES=${POSITIONAL[2]} NODE_RANK=${POSITIONAL[3]}
   MASTER_ADDR=${POSITIONAL[4]} port=${POSITIONAL[5]-}
@@ -21,32 +21,32 @@ take_arguments_of_one_node() {
   { is_count "$NNODES" && ((NNODES >= 1)); } || die_usage "NNODES: expected a number of nodes, 1 or more, got '$NNODES'"
   { is_count "$NODE_RANK" && ((NODE_RANK < NNODES)); } ||
     die_usage "NODE_RANK: with NNODES $NNODES, expected a number from 0 to $((NNODES - 1)), got '$NODE_RANK'"
-  [[ ! $port || ! $MASTER_PORT ]] || die_usage "MASTER_PORT $port and --master-port $MASTER_PORT: give one of the two"
+  [[ ! $port || ! $MASTER_PORT ]] ||
+    die_usage "MASTER_PORT $port and --master-port $MASTER_PORT cannot be combined; give one of the two"
   MASTER_PORT=${port:-$MASTER_PORT}
-  take_port_of_environment
+  use_port_from_environment
   MASTER_PORT=${MASTER_PORT:-29500}
-  is_port "$MASTER_PORT" || die_usage "MASTER_PORT '$MASTER_PORT': a port is a number from 1 to 65535"
+  is_port "$MASTER_PORT" || die_usage "MASTER_PORT: expected a port from 1 to 65535, got '$MASTER_PORT'"
   add_node "$(uname -n)" "$NPROC"
-  FIRST_RANK=$((NODE_RANK * NPROC)) # as good as can be known from here
-  # Ranks elsewhere, which cannot be seen from here, may be why those of this node wait.
+  FIRST_RANK=$((NODE_RANK * NPROC)) # assumes the same NPROC on all nodes
+  # Ranks of this node may wait for ranks of other nodes, which this launcher cannot inspect.
   ((NNODES == 1)) || HANG_TIMEOUT=${HANG_TIMEOUT:-0}
 }
 
 
-# The first node may know itself by an address at which no other would find it.
-check_one_node() {
-  local questions=(--torch --ranks 1) # other nodes may have another NPROC: whether the batch divides is for the ranks to say
+check_manual_call() {
+  local checks=(--torch --ranks 1) # the world size is unknown, as other nodes may have another NPROC
   if ((PREFLIGHT)); then
-    questions+=(--gpus "$NPROC")
-    ((NNODES == 1)) || questions+=("--master=$MASTER_ADDR" --node-rank "$NODE_RANK")
-    ((NNODES == 1 || NODE_RANK)) || questions+=(--port "$MASTER_PORT")
+    checks+=(--gpus "$NPROC")
+    ((NNODES == 1)) || checks+=("--master=$MASTER_ADDR" --node-rank "$NODE_RANK")
+    ((NNODES == 1 || NODE_RANK)) || checks+=(--port "$MASTER_PORT")
   fi
-  check_call "${questions[@]}"
+  check_call "${checks[@]}"
 }
 
 
-# The agent's command line, in COMMAND.
-agent_of_one_node() { # <run directory>
-  agent_command --nnodes "$NNODES" --node-rank "$NODE_RANK" --nproc-per-node "$NPROC" \
+# Set COMMAND.
+build_manual_agent_command() { # <run directory>
+  build_agent_command --nnodes "$NNODES" --node-rank "$NODE_RANK" --nproc-per-node "$NPROC" \
     --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" --log-dir "$1/ranks/${NODES[0]}"
 }

@@ -1,36 +1,36 @@
 # shellcheck shell=bash
 #
-# What every script of the kit shares: messages, refusals, which Python, and where things are.
+# Messages, errors, choice of Python, paths of the installation: shared by all scripts.
 #
-# Sourced, never run; it defines, and lets Ctrl-C end the script with 130. A script of scripts/ begins like this, so
-# that it also works through a symbolic link and from any directory:
+# Sourced, never run. It defines functions and makes Ctrl-C end the script with 130. A script in scripts/ starts like
+# this, and therefore works through a symbolic link and from any directory:
 #
 #   set -euo pipefail
 #   # shellcheck source=scripts/lib/common.bash
 #   source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/lib/common.bash"
 #
-# Settings it reads: QUIET=1 silences log, DRY_RUN=1 makes run show its command and not run it.
+# Settings: QUIET=1 disables log; with DRY_RUN=1, run prints its command only.
 
-# Exit codes have one meaning in the whole kit. Any other is the first failing rank's own.
-# shellcheck disable=SC2034  # they are for those who source this file
+# All other exit codes are those of the rank that failed first.
+# shellcheck disable=SC2034  # used by files that source this one
 {
   EXIT_USAGE=2         # wrong call or wrong config
-  EXIT_UNFIT=69        # a node cannot be reached, or is not fit
-  EXIT_STOPPED=75      # stopped on request with a checkpoint written: run again to go on
-  EXIT_GAVE_UP=124     # gave up waiting
-  EXIT_INTERRUPTED=130 # Ctrl-C
-  EXIT_TERMINATED=143  # TERM
+  EXIT_UNFIT=69        # a node is unreachable or unfit
+  EXIT_STOPPED=75      # stopped on request with a checkpoint: run again to resume
+  EXIT_GAVE_UP=124     # timed out
+  EXIT_INTERRUPTED=130 # SIGINT
+  EXIT_TERMINATED=143  # SIGTERM
 }
 
-PROGRAM=${0##*/}                       # the name it was called by
-PROGRAM_FILE=$(readlink -f -- "$0")    # the script itself, whatever directory it goes to later
+PROGRAM=${0##*/}                       # name in messages
+PROGRAM_FILE=$(readlink -f -- "$0")    # absolute path of the script
 KIT=$(readlink -f -- "${BASH_SOURCE[0]}")
-KIT=${KIT%/scripts/lib/*}              # root of the repository, absolute, symbolic links resolved
+KIT=${KIT%/scripts/lib/*}              # root of the repository: absolute, symbolic links resolved
 
 trap 'exit "$EXIT_INTERRUPTED"' INT
 
 
-# Report what happens. A closed standard error (a terminal that is gone, `| head`) is no reason to exit.
+# A closed standard error (terminal closed, `| head`) must not end the script.
 log() { # <message...>
   [[ ${QUIET:-0} == 1 ]] || printf '%s: %s\n' "$PROGRAM" "$*" >&2 || true
 }
@@ -41,8 +41,8 @@ warn() { # <message...>
 }
 
 
-# 1 node, 2 nodes.
-counted() { # <number> <noun> [its plural]
+# Print "1 node" or "2 nodes".
+counted() { # <number> <noun> [plural]
   if (($1 == 1)); then
     echo "1 $2"
   else
@@ -51,7 +51,6 @@ counted() { # <number> <noun> [its plural]
 }
 
 
-# End the script. A message has the subject, the problem, the value and the remedy.
 die() { # <message...>
   die_with 1 "$@"
 }
@@ -63,33 +62,31 @@ die_with() { # <exit code> <message...>
 }
 
 
-# Refuse a wrong call.
 die_usage() { # <message...>
   printf '%s: %s\nTry: %s --help\n' "$PROGRAM" "$*" "$PROGRAM" >&2
   exit "$EXIT_USAGE"
 }
 
 
-# Refuse an option that came last without its value, or with an empty one (often a variable that is not set):
-# need_value "$@"
+# Exit when the value of an option is missing or empty (often an unset variable).
 need_value() { # <option> [value] [rest...]
   [[ ${2-} ]] || die_usage "$1 needs a value"
 }
 
 
-# The opening comment of the script is its help.
+# Print the opening comment of the script.
 usage() {
   local line number=0
   while IFS= read -r line && [[ $line == '#' || $line == '# '* || $line == '#!'* ]]; do
     number=$((number + 1))
-    ((number > 2)) || [[ $line == '# '* ]] || continue # the shebang, and the line below it
+    ((number > 2)) || [[ $line == '# '* ]] || continue # skip the shebang and the line below it
     line=${line#'#'}
     printf '%s\n' "${line# }"
   done <"$PROGRAM_FILE"
 }
 
 
-# Print arguments as one line that a shell reads back as the same arguments.
+# Print arguments as one line, quoted for bash.
 quote() { # <argument...>
   (($# > 0)) || return 0
   local line
@@ -98,13 +95,12 @@ quote() { # <argument...>
 }
 
 
-# Show a command as it can be pasted.
 show() { # <command...>
   printf '+ %s\n' "$(quote "$@")" >&2
 }
 
 
-# Show a command that changes something, then run it.
+# Print a command, then run it unless DRY_RUN=1.
 run() { # <command...>
   show "$@"
   if [[ ${DRY_RUN:-0} != 1 ]]; then
@@ -113,16 +109,16 @@ run() { # <command...>
 }
 
 
-# Run a program to its end and return its status. Ctrl-C reaches it by itself, and a TERM that was meant
-# for us is handed on to it; INTERRUPTED then says which of the two it was.
-wait_for() { # <exec or exec_in_environment> <its arguments...>
+# Run a program and return its status. SIGINT from the terminal reaches the program by itself; SIGTERM is forwarded.
+# Sets INTERRUPTED to INT or TERM.
+run_forwarding_signals() { # <exec or exec_in_environment> <its arguments...>
   local child='' status=0
   INTERRUPTED=
   trap 'SIGNALLED=1 INTERRUPTED=INT' INT
   trap 'SIGNALLED=1 INTERRUPTED=TERM; [[ ! $child ]] || kill -TERM "$child"' TERM
   (trap - INT TERM && "$@") <&0 &
   child=$!
-  [[ $INTERRUPTED != TERM ]] || kill -TERM "$child" # it came before there was a child
+  [[ $INTERRUPTED != TERM ]] || kill -TERM "$child" # SIGTERM arrived before `child` was set
   join "$child" || status=$?
   trap - TERM
   trap 'exit "$EXIT_INTERRUPTED"' INT
@@ -130,17 +126,17 @@ wait_for() { # <exec or exec_in_environment> <its arguments...>
 }
 
 
-# Run a command of which bash reports nothing: it would print the whole line when the command is killed.
-unreported() { # <command> [argument...]
+# Run a command; bash prints nothing when it is killed.
+run_unreported() { # <command> [argument...]
   { "$@" 2>&9 9>&-; } 9>&2 2>/dev/null
 }
 
 
-# Wait for a child to its very end and return its own status. `wait` alone returns early when a trap runs:
-# a trap that may run meanwhile says so with SIGNALLED=1.
+# Wait until a child has exited and return its status. `wait` alone returns early when a trap runs; traps that can run
+# meanwhile must set SIGNALLED=1.
 join() { # <process id>
-  # `wait` also returns 127 when it has reported the child before, and -1 (bash 5.2) when the child ended in the very
-  # moment in which the trap ran: then its last status counts, 128 and the signal.
+  # `wait` returns 127 when it has already reported the child, and -1 (bash 5.2) when the child exits while the trap
+  # runs. The status before that is then the right one.
   local status=127 latest
   while true; do
     SIGNALLED=
@@ -151,23 +147,23 @@ join() { # <process id>
 }
 
 
-# Set PYTHON, absolute: the one asked for, else the first that list_pythons finds, else python3. Refuses what is not
-# there or older than 3.10.
+# Set PYTHON to an absolute path: the value of --python, else the first of list_pythons, else python3. Exits when it
+# does not exist or is older than 3.10.
 pick_python() { # [value of --python]
-  name_python "${1-}"
+  resolve_python "${1-}"
   check_python
 }
 
 
-# The same, but for the version.
-name_python() { # [value of --python]
+# As pick_python, without the check of the version.
+resolve_python() { # [value of --python]
   PYTHONS=() PYTHON_ORIGINS=()
   [[ ${1-} ]] || list_pythons
   local python=${1:-${PYTHONS[0]:-python3}}
   PYTHON_ORIGIN=${PYTHON_ORIGINS[0]:-PATH}
   [[ ! ${1-} ]] || PYTHON_ORIGIN=--python
-  PYTHON=$(type -P -- "$python") || die_usage "no Python at '$python' (from $PYTHON_ORIGIN): name another with --python PATH"
-  # Not resolved further: the link itself is what tells Python its virtual environment.
+  PYTHON=$(type -P -- "$python") || die_usage "no Python at '$python' (from $PYTHON_ORIGIN); choose another with --python PATH"
+  # The symbolic link is not resolved: Python finds its virtual environment by it.
   [[ $PYTHON == /* ]] || PYTHON=$PWD/$PYTHON
 }
 
@@ -176,14 +172,14 @@ check_python() {
   local version
   version=$("$PYTHON" --version 2>&1) || true
   [[ $version =~ ^Python\ ([0-9]+)\.([0-9]+) ]] ||
-    die_usage "'$PYTHON' (from $PYTHON_ORIGIN) does not run as Python: name another with --python PATH"
+    die_usage "'$PYTHON' (from $PYTHON_ORIGIN) is not a working Python; choose another with --python PATH"
   ((BASH_REMATCH[1] * 1000 + BASH_REMATCH[2] >= 3010)) ||
-    die_usage "'$PYTHON' (from $PYTHON_ORIGIN) is $version, older than 3.10: name another with --python PATH"
+    die_usage "'$PYTHON' (from $PYTHON_ORIGIN) is $version, older than 3.10; choose another with --python PATH"
 }
 
 
-# In PYTHONS the Pythons that could be meant, first the one to take, and in PYTHON_ORIGINS where each comes from. conda
-# activates its base environment in every shell, so that is no choice of the user's: it counts as python3.
+# Set PYTHONS, the candidates in order of preference, and PYTHON_ORIGINS, a description of each. conda activates its
+# base environment in every shell, so it has the lowest priority, like python3.
 list_pythons() {
   local conda=${CONDA_PREFIX-}
   PYTHONS=() PYTHON_ORIGINS=()
@@ -193,7 +189,7 @@ list_pythons() {
   fi
   [[ ! -e .venv && ! -L .venv ]] || list_python "$PWD/.venv/bin/python" ".venv of the working directory"
   if [[ -x $KIT/.venv/bin/python && ! -e $KIT/.venv/unfinished ]]; then
-    list_python "$KIT/.venv/bin/python" "the kit's .venv"
+    list_python "$KIT/.venv/bin/python" "Muster's .venv"
   fi
   if [[ $conda && ${CONDA_DEFAULT_ENV-} == base ]]; then
     list_python python3 "PATH, conda's base environment"
@@ -201,7 +197,8 @@ list_pythons() {
 }
 
 
-list_python() { # <path or name> <where it comes from>
+# Unless it is listed already.
+list_python() { # <path or name> <origin>
   local known
   for known in "${PYTHONS[@]}"; do
     [[ ! ${known%/*} -ef ${1%/*} ]] || return 0
@@ -210,19 +207,18 @@ list_python() { # <path or name> <where it comes from>
 }
 
 
-# Run a module of distributed/ that takes a moment, with $PYTHON. The working directory becomes KIT, so paths among the
-# arguments must be absolute; an installed Dask (also "distributed") is then never picked up.
+# Run a short-lived module of distributed/ with $PYTHON. The working directory is KIT, so that an installed Dask (also
+# named "distributed") is not imported; paths among the arguments must be absolute.
 kit_python() { # <module> [argument...]
   (trap '' INT && cd -- "$KIT" && unset PYTHONSAFEPATH && exec "$PYTHON" -m "distributed.$1" "${@:2}")
 }
 
 
-# Start a command in the background that reads from a pipe, of which this shell holds the only writing
-# end: when the shell is gone, by whatever way, the command reads the end of its input.
-# Its process id is in $! afterwards.
-pipe_into() { # <variable for the file descriptor> <command...>
+# Start a command in the background with a pipe as its standard input. Only this shell holds the writing end, so the
+# command reads end of file when this shell exits, even by SIGKILL. $! is its process id.
+start_with_pipe() { # <variable for the file descriptor> <command...>
   local pipe
-  exec {pipe}<> <(:) # one that has no name
+  exec {pipe}<> <(:) # an anonymous pipe
   {
     exec <"/dev/fd/$pipe" {pipe}>&-
     "${@:2}"
@@ -232,15 +228,15 @@ pipe_into() { # <variable for the file descriptor> <command...>
 }
 
 
-# What another launch left in the environment must not reach this one: PET_* even changes torchrun's options.
-forget_other_launches() {
+# Remove variables that another launch has left in the environment. PET_* would change torchrun's options.
+clear_launch_environment() {
   unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK NODE_RANK MASTER_ADDR MASTER_PORT
   unset "${!PET_@}" "${!TORCHELASTIC_@}"
 }
 
 
-# Give exported variables the values back with which this script was started: it uses some of these names for itself.
-# What it has unset stays so, and so does what it exports of SLURM's.
+# Restore exported variables to the values with which this script was started, as scripts use some of these names.
+# Variables that were unset stay unset; SLURM_* are left alone.
 restore_environment() {
   local - inherited inherited_name
   set +u
@@ -249,13 +245,13 @@ restore_environment() {
     [[ $inherited_name =~ ^[A-Za-z_][A-Za-z_0-9]*$ ]] || continue
     [[ $inherited_name != @(_|PWD|OLDPWD|SHLVL|SLURM_*|inherited|inherited_name) ]] || continue
     [[ ${!inherited_name@a} == *x* && ${!inherited_name@a} != *r* ]] || continue
-    unset -v "$inherited_name" # it may be an array now
+    unset -v "$inherited_name" # may be an array
     export "${inherited?}"
   done <"/proc/$$/environ"
 }
 
 
-# Become a command, in the environment with which this script was started, and with these entries.
+# Replace this process by a command, in the environment with which this script was started plus these entries.
 exec_in_environment() { # <number of entries> <NAME=VALUE...> <command...>
   restore_environment
   while (($1)); do

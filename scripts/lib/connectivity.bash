@@ -1,34 +1,34 @@
 # shellcheck shell=bash
 #
-# Let every node try to connect to every other, over ssh; distributed.launch.connectivity compares what they find.
+# Check over ssh that every node can connect to every other; distributed.launch.connectivity compares the results.
 #
 # Sourced, never run; it needs nodes.bash and ssh.bash.
 
-# shellcheck disable=SC2153 # other files read and set what stands here
+# shellcheck disable=SC2153 # other files use these variables
 
-# What each of NODES finds is in DIRECTORY/trying, where each listened in DIRECTORY/listening.
-try_all_pairs() { # <new directory>
+# The results are in DIRECTORY/trying, the addresses of the listeners in DIRECTORY/listening.
+connect_all_pairs() { # <new directory>
   local places
   mkdir -p -- "$1/listening" "$1/trying"
-  listen_everywhere "$1/listening"
+  start_listeners "$1/listening"
   mapfile -t places < <(kit_python launch.connectivity places "$1/listening" "${NODES[@]}")
-  module_as_ranks launch.connectivity try "${places[@]}"
-  ask_nodes "$1/trying" ssh_ask "$(command_line "${COMMAND[@]}")"
-  exec {LISTENING}>&- # the listeners read the end of their input
+  build_module_command launch.connectivity try "${places[@]}"
+  run_on_nodes "$1/trying" ssh_probe "$(remote_command_line "${COMMAND[@]}")"
+  exec {LISTENING}>&- # the listeners read end of file and exit
   wait
 }
 
 
-# Start a listener on each node, and wait until each has said where it listens, or has ended.
-listen_everywhere() { # <directory for the replies>
+# Start a listener on each node, and wait until each has printed its address or has exited.
+start_listeners() { # <directory for the replies>
   local node command
   mkfifo -- "$1/until"
-  module_as_ranks launch.connectivity listen "${NODES[@]}"
-  command=$(command_line "${COMMAND[@]}")
+  build_module_command launch.connectivity listen "${NODES[@]}"
+  command=$(remote_command_line "${COMMAND[@]}")
   for node in "${NODES[@]}"; do
-    ask_node "$1" "$node" ssh_send "$command" < <(environment_block && exec cat -- "$1/until") &
+    run_on_node "$1" "$node" ssh_run_line "$command" < <(environment_block && exec cat -- "$1/until") &
   done
-  exec {LISTENING}>"$1/until" # opened when all are forked: none of them holds the writing end
+  exec {LISTENING}>"$1/until" # opened after the forks, so that no child holds the writing end
   for node in "${NODES[@]}"; do
     until [[ -e $1/$node.code ]] || grep -qs '^muster-answer ' "$1/$node.out"; do
       read -r -t 0.05 <> <(:) || true

@@ -1,16 +1,15 @@
 #!/usr/bin/env bash
 #
-# Runs beside a launcher, for its own run: asks the nodes now and then whether the run still makes progress.
+# Query the nodes of a run periodically until the run hangs. A launcher runs it in the background.
 #
 # Usage: hang_watch.sh [options] RUN
 #
 #   --python PATH      the interpreter
-#   --timeout SECONDS  without progress after which a run hangs
-#   --certain          silence alone is no hang; see distributed/runs/hang_decision.py
+#   --timeout SECONDS  time without progress after which a run hangs
+#   --certain          require proof that no rank can make progress; see distributed/runs/hang_decision.py
 #
-# A run that makes progress is asked about once per timeout. When it hangs, that is in .hang.json of the run directory,
-# the line "/hang 0" is printed, and this program exits. It exits, too, when its standard input ends: the launcher holds
-# the other end.
+# A run that makes progress is queried once per timeout. When it hangs, this program writes .hang.json in the run
+# directory, prints "/hang 0" and exits. It also exits at the end of its standard input, which the launcher holds open.
 #
 set -euo pipefail
 # shellcheck source=scripts/lib/common.bash
@@ -24,36 +23,35 @@ source "$KIT/scripts/lib/ssh.bash"
 # shellcheck source=scripts/lib/visit.bash
 source "$KIT/scripts/lib/visit.bash"
 
-LATE=5       # seconds that a pause may take longer; after more, the machine or this program was stopped meanwhile
-WATCHED=0    # since then no rank can have been silent: the start, or the end of such a stop
+MAX_DELAY=5     # seconds; when a pause takes longer, the machine or this program was suspended
+WATCHED_SINCE=0 # start of the watch, or end of the last suspension: time before that is not counted
 
 
-# With all of this program's process group, also in the middle of a question. Not by a trap: a signal that comes just
-# before a pause would be handled after it.
+# Kill the process group when the launcher exits, also during a query. A trap would run only after a pause.
 end_with_launcher() {
   {
     read -r _ || true
     kill -TERM -- "-$$"
-    kill -KILL "$$" # where TERM was ignored when the launcher started
+    kill -KILL "$$" # if the launcher was started with SIGTERM ignored
   } <&0 &
 }
 
 
 pause() { # <seconds>
   local before=$SECONDS
-  read -r -t "$1" <> <(:) || true # sleeps without a child: nothing writes there
-  ((SECONDS - before <= $1 + LATE)) || WATCHED=$SECONDS
+  read -r -t "$1" <> <(:) || true # sleep without a child process
+  ((SECONDS - before <= $1 + MAX_DELAY)) || WATCHED_SINCE=$SECONDS
 }
 
 
-# Print what is to be done next: "hung", "stacks" or "wait SECONDS".
+# Print the next step: "hung", "stacks" or "wait SECONDS".
 decide() { # [--stacks]
-  [[ ! $JOB ]] || look_for_job
+  [[ ! $JOB ]] || update_job_state
   local certain=() sample=0
   ((!CERTAIN)) || certain=(--certain)
-  [[ ! ${1-} ]] || sample=$((CERTAIN ? 5 : 1)) # seconds for which the use of the CPU is measured before a run is said to hang
-  ask_nodes "$VISITED" visit_status --seconds "$sample" "$@"
-  kit_python runs.hang_decision --timeout "$TIMEOUT" --watched $((SECONDS - WATCHED)) "${certain[@]}" "$@" "$RUN" "$VISITED"
+  [[ ! ${1-} ]] || sample=$((CERTAIN ? 5 : 1)) # seconds of CPU use
+  run_on_nodes "$VISIT_DIR" visit_status --seconds "$sample" "$@"
+  kit_python runs.hang_decision --timeout "$TIMEOUT" --watched $((SECONDS - WATCHED_SINCE)) "${certain[@]}" "$@" "$RUN" "$VISIT_DIR"
 }
 
 
@@ -61,18 +59,18 @@ main() {
   local decision
   parse_options "$@"
   QUIET=1
-  take_one_argument RUN ''
-  [[ $TIMEOUT && $ARGUMENT ]] || die_usage "--timeout and RUN are missing"
+  parse_one_argument RUN ''
+  [[ $TIMEOUT && $ARGUMENT ]] || die_usage "--timeout and RUN are required"
   end_with_launcher
   pause "$TIMEOUT"
-  pick_python "$ASKED_PYTHON"
+  pick_python "$PYTHON_OPTION"
   open_connections
   find_run "$ARGUMENT"
   while true; do
-    ANSWER_WITHIN=15
+    REPLY_TIMEOUT=15
     decision=$(decide)
     if [[ $decision == stacks ]]; then
-      ANSWER_WITHIN=60
+      REPLY_TIMEOUT=60
       decision=$(decide --stacks)
     fi
     [[ $decision != hung ]] || break

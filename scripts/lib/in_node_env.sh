@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
 #
-# Run a command in the environment that ranks have on this node.
+# Run a command in the environment of the ranks on this node.
 #
 # Usage: in_node_env.sh [--exec|--task] NODE_ENV COMMAND [ARGUMENT...]
 #
 #   NODE_ENV   shell script that is sourced first
-#   --exec     become COMMAND: the caller ends what NODE_ENV has left in the background. Without it, that ends with
-#              COMMAND
-#   --task     the same in a task of srun, which hands on the environment, and whose standard input is for COMMAND alone
+#   --exec     replace this process by COMMAND; the caller ends background processes of NODE_ENV. Without it, they are
+#              ended after COMMAND
+#   --task     as --exec, in a task of srun: srun passes the environment, and standard input is for COMMAND only
 #
-# Standard input begins with NAME=VALUE entries for the environment, each ended by a NUL byte, up to an empty entry: so
-# no value is in a command line. The rest of it is for COMMAND; with --exec that reads from /dev/null.
+# Standard input starts with NAME=VALUE entries, each ended by a NUL byte, up to an empty entry; so no value is in a
+# command line. COMMAND reads the rest of it; with --exec it reads /dev/null.
 #
 set -euo pipefail
 # shellcheck source=scripts/lib/common.bash
@@ -36,19 +36,19 @@ main() {
     shift
   fi
   if [[ $mode == --task ]]; then
-    trap '' USR2 # SLURM sends it to every process of a task when the time limit is near
+    trap '' USR2 # SLURM sends it to all processes of a task before the time limit
     export MUSTER_NODE=$SLURMD_NODENAME
   fi
-  source_node_env "$1" end_background </dev/null >&2
+  source_node_env "$1" kill_background </dev/null >&2
   shift
   [[ $mode != --task ]] || exec "$@"
-  read_environment # not before: by that supervisor.py knows that NODE_ENV has not replaced this shell
+  read_environment # only now: supervisor.py detects by it that NODE_ENV has not replaced this shell
   [[ ! $mode ]] || exec </dev/null
   for entry in "${ENVIRONMENT[@]}"; do
     export "${entry?}"
   done
   [[ ! $mode && $(jobs -pr) ]] || exec "$@"
-  trap end_background EXIT
+  trap kill_background EXIT
   "$@"
 }
 

@@ -1,36 +1,36 @@
 # shellcheck shell=bash
 #
-# The steps that all launches share: is it a call that can work, the run directory, the agent's command line.
+# Steps before the nodes start, shared by all launchers: check the call, make the run directory, build the command line
+# of the agent.
 #
-# Sourced, never run; it needs options.bash and nodes.bash. The nodes are started by ssh.bash, pdsh.bash, slurm.bash or
-# watch.bash alone, and watch.bash waits for them.
+# Sourced, never run; it needs options.bash and nodes.bash. Nodes are started with watch.bash, and ssh.bash, pdsh.bash or
+# slurm.bash.
 
-# shellcheck disable=SC2034 # other files read and set what stands here
-WORK=()                  # what each rank runs: a script, or -m and a module
-SCRIPT_FILE=''           # the file of --script that Python begins with
-WORK_IS_HERE=1           # whether the Python of the ranks, and what it imports, can be looked at from here
-CONFIG_ARGS=()           # --config CONFIG, or nothing
-MASTER_ADDR=''           # where the ranks meet, with MASTER_PORT
-FIRST_RANK=0             # the lowest rank of the first of NODES
-PLAIN_AGENT=torch.distributed.run # with --agent torchrun
-FAST_OPTIONS=()          # of the kit's own agent
-REPLIES=''               # directory with what nodes replied to the preflight
-EARLIER_RUN=''           # directory of the same run before SLURM started the job anew
-SLURM_JOB=()             # number of the job that this launch is in, and its name as an element of an array
+# shellcheck disable=SC2034 # other files use these variables
+WORK=()                  # command of each rank: a script, or -m and a module
+SCRIPT_FILE=''           # the file of --script that Python starts
+PROGRAM_IS_LOCAL=1       # 0: the Python of the ranks and its modules are in a container, and cannot be checked here
+CONFIG_ARGS=()           # --config CONFIG, or empty
+MASTER_ADDR=''           # address of the first node, with MASTER_PORT
+FIRST_RANK=0             # lowest rank of the first of NODES
+PLAIN_AGENT=torch.distributed.run # module for --agent torchrun
+FAST_OPTIONS=()          # options of Muster's own agent
+REPLIES=''               # directory with the replies of the nodes to the preflight
+EARLIER_RUN=''           # run directory of this job before it was requeued
+SLURM_JOB=()             # number of the job of this launch; in an array also its name as an element
 
 
-# ---------------------------------------------------------------- is it a call that can work?
+# ---------------------------------------------------------------- check the call
 
-# Pick the Python of the ranks, and say which one where the user may expect another. check_call finds out whether it
-# works.
+# Set the Python of the ranks, and print it when several are available. check_call finds out whether it works.
 pick_rank_python() {
   local number line=''
-  name_python "$ASKED_PYTHON"
+  resolve_python "$PYTHON_OPTION"
   ((${#PYTHONS[@]} >= 2)) || return 0
   for ((number = 1; number < ${#PYTHONS[@]}; number++)); do
     line+="${line:+, }${PYTHONS[number]} (${PYTHON_ORIGINS[number]})"
   done
-  log "Python: $PYTHON (${PYTHON_ORIGINS[0]}), not $line; --python names another"
+  log "Python: $PYTHON (${PYTHON_ORIGINS[0]}), not $line; --python chooses another"
 }
 
 
@@ -43,23 +43,23 @@ check_script() {
   WORK=("${SCRIPT:-$KIT/train.py}")
   SCRIPT_FILE=${WORK[0]}
   [[ ! -d $SCRIPT_FILE ]] || SCRIPT_FILE+=/__main__.py
-  [[ -e ${WORK[0]} ]] || die_usage "--script '$SCRIPT': there is no such file (looked in $PWD)"
+  [[ -e ${WORK[0]} ]] || die_usage "--script '$SCRIPT': no such file (in $PWD)"
   [[ -e $SCRIPT_FILE ]] || die_usage "--script '$SCRIPT': a directory without a __main__.py"
-  [[ -f $SCRIPT_FILE && -r $SCRIPT_FILE ]] || die_usage "--script '$SCRIPT': cannot be read as a file"
+  [[ -f $SCRIPT_FILE && -r $SCRIPT_FILE ]] || die_usage "--script '$SCRIPT': not a readable file"
 }
 
 
-# CONFIG reaches the script as --config CONFIG; - passes nothing.
+# Set CONFIG_ARGS.
 check_config() {
   [[ $CONFIG != - ]] || return 0
-  [[ -e $CONFIG ]] || die_usage "CONFIG '$CONFIG': there is no such file (looked in $PWD); - stands for none"
-  [[ -f $CONFIG && -r $CONFIG ]] || die_usage "CONFIG '$CONFIG': cannot be read as a file"
+  [[ -e $CONFIG ]] || die_usage "CONFIG '$CONFIG': no such file (in $PWD); use - for none"
+  [[ -f $CONFIG && -r $CONFIG ]] || die_usage "CONFIG '$CONFIG': not a readable file"
   CONFIG_ARGS=(--config "$CONFIG")
 }
 
 
 # CONFIG NPROC NODE...
-take_config_nproc_nodes() {
+parse_config_nproc_nodes() {
   local least=3
   [[ ! $HOSTFILE ]] || least=2
   ((${#POSITIONAL[@]} >= least)) ||
@@ -69,39 +69,39 @@ take_config_nproc_nodes() {
 }
 
 
-# All that Python must find out before anything is started, in one process: see scripts/lib/check_call.py.
-check_call() { # <question of check_call.py...>
+# Check the call before anything is started; scripts/lib/check_call.py does it in one process.
+check_call() { # <option of check_call.py...>
   is_count "$GRACE" || die_usage "MUSTER_GRACE: expected a whole number of seconds, got '$GRACE'"
   pick_rank_python
   check_script
   check_config
-  if ((WORK_IS_HERE)); then
+  if ((PROGRAM_IS_LOCAL)); then
     [[ ! $MODULE ]] || set -- "--module=$MODULE" "$@"
-    # What the kit's own trainer will read is checked to the last key.
+    # For train.py all settings are checked.
     [[ ! ${CONFIG_ARGS[*]-} || $MODULE || $SCRIPT ]] || set -- "--config=$CONFIG" "$@"
   fi
-  ask_python "$@"
+  run_checks "$@"
 }
 
 
-# The same, and set the nodes.
+# As check_call, and set the nodes.
 check_call_on_nodes() { # <node...>
-  node_questions "$NPROC" "$@"
-  check_call "${QUESTIONS[@]}"
-  ENVIRONMENT+=("MUSTER_NODES=${NODES[*]}") # for the agents, which can then name each other
+  set_node_checks "$NPROC" "$@"
+  check_call "${CHECKS[@]}"
+  ENVIRONMENT+=("MUSTER_NODES=${NODES[*]}") # agents print these names
 }
 
 
-# In QUESTIONS, what lets check_call.py read names of nodes, --hostfile and --exclude.
-node_questions() { # <processes on a node that does not say so itself> <node...>
+# Set CHECKS, the options with which check_call.py reads node names, --hostfile and --exclude.
+set_node_checks() { # <processes on a node without its own number> <node...>
   local names=("${@:2}")
-  QUESTIONS=(--nodes "$1" ${HOSTFILE:+"--hostfile=$HOSTFILE"} ${EXCLUDE:+"--exclude=$EXCLUDE"} "${names[@]/#/--node=}")
+  CHECKS=(--nodes "$1" ${HOSTFILE:+"--hostfile=$HOSTFILE"} ${EXCLUDE:+"--exclude=$EXCLUDE"} "${names[@]/#/--node=}")
 }
 
 
-# Ask check_call.py, and take its facts: the nodes, MASTER_ADDR, MASTER_PORT, what SLURM has allocated. Refuses a call
-# that cannot work.
-ask_python() { # <question...>
+# Run check_call.py and set what it prints: the nodes, MASTER_ADDR, MASTER_PORT, the allocation of SLURM. Exits when a
+# check fails.
+run_checks() { # <option of check_call.py...>
   local facts status=0 name value processes
   facts=$(trap '' INT && exec_in_environment "${#ENVIRONMENT[@]}" "${ENVIRONMENT[@]}" \
     "$PYTHON" "$KIT/scripts/lib/check_call.py" "$@" -- "${SCRIPT_ARGS[@]}") || status=$?
@@ -118,15 +118,15 @@ ask_python() { # <question...>
       ok) return ;;
     esac
   done <<<"$facts"
-  check_python # perhaps that is why
+  check_python # the Python may be too old for check_call.py
   exit $((status ? status : 1))
 }
 
 
 # ---------------------------------------------------------------- the run directory
 
-# In COMPARE, what lets the replies of the nodes be compared; nothing where they were not asked.
-compare_arguments() {
+# Set COMPARE, the arguments with which launch.open_run compares the replies of the nodes; empty without a preflight.
+set_compare_arguments() {
   local node
   COMPARE=()
   [[ $REPLIES ]] || return 0
@@ -137,7 +137,7 @@ compare_arguments() {
 }
 
 
-# Compare the replies, choose where the ranks meet, and make the run directory. Sets RUN, MASTER_ADDR and MASTER_PORT.
+# Compare the replies, choose the master address, and make the run directory. Sets RUN, MASTER_ADDR and MASTER_PORT.
 open_run() {
   local node opened places=() name=${MODULE:-${WORK[0]}}
   [[ ! -d $name ]] || name=$(cd -- "$name" && pwd)
@@ -145,14 +145,14 @@ open_run() {
   for node in "${NODES[@]}"; do
     [[ ! ${ADDRESS[$node]-} ]] || places+=("${ADDRESS[$node]}:${NPROC_OF[$node]}")
   done
-  show_call
-  compare_arguments
+  mask_call
+  set_compare_arguments
   opened=$(kit_python launch.open_run "${COMPARE[@]}" \
     create --logs "$(absolute "$LOG_DIR")" --name "${name%.py}" --nproc "$RANKS" \
     --nodes "${NODES[@]}" ${places:+--places "${places[@]}"} --first-rank "$FIRST_RANK" --launcher $$ --grace "$GRACE" \
     ${EARLIER_RUN:+--again "$EARLIER_RUN"} ${SLURM_JOB:+--slurm-job "${SLURM_JOB[@]}"} \
     --script "${MODULE:-${WORK[0]}}" --config "${CONFIG_ARGS[1]:--}" --cwd "$PWD" --python "$PYTHON" \
-    -- "${SHOWN_CALL[@]}") || exit
+    -- "${MASKED_CALL[@]}") || exit
   if [[ $REPLIES ]]; then
     read -r MASTER_ADDR MASTER_PORT <<<"${opened%%$'\n'*}"
     opened=${opened#*$'\n'}
@@ -165,34 +165,34 @@ open_run() {
 }
 
 
-# The launcher's own command line without the values of --env, in SHOWN_CALL.
-show_call() {
+# Set MASKED_CALL to the launcher's command line without the values of --env.
+mask_call() {
   local argument before=''
-  SHOWN_CALL=()
+  MASKED_CALL=()
   for argument in "${CALL[@]}"; do
     if [[ $before != -- && $argument == --env=*=* ]]; then
-      argument=${argument%%=*}=$(name_alone "${argument#*=}")
+      argument=${argument%%=*}=$(mask_value "${argument#*=}")
     elif [[ $before == --env ]]; then
-      argument=$(name_alone "$argument")
+      argument=$(mask_value "$argument")
     fi
-    SHOWN_CALL+=("$argument")
+    MASKED_CALL+=("$argument")
     [[ $before == -- ]] || before=$argument
   done
 }
 
 
-name_alone() { # <NAME=VALUE>
+mask_value() { # <NAME=VALUE>
   printf '%s\n' "${1%%=*}=..."
 }
 
 
-# A command for the eye, without the values of its environment.
-shown() { # <command...>
-  local entry shown=()
+# Print a command line with ENVIRONMENT, without its values.
+masked_command() { # <command...>
+  local entry masked=()
   for entry in "${ENVIRONMENT[@]}"; do
-    shown+=("$(name_alone "$entry")")
+    masked+=("$(mask_value "$entry")")
   done
-  quote ${shown:+env "${shown[@]}"} "$@"
+  quote ${masked:+env "${masked[@]}"} "$@"
 }
 
 
@@ -201,73 +201,73 @@ absolute() { # <path>
 }
 
 
-# What happens, for the person and for launcher.log.
+# Print a message and append it to launcher.log.
 record() { # <message...>
   log "$@"
   printf '%(%F %T)T %s\n' -1 "$*" >>"$RUN/launcher.log" || true
 }
 
 
-# ---------------------------------------------------------------- what runs
+# ---------------------------------------------------------------- the agent's command line
 
-# In AGENT_WORDS, what starts the agent; torchrun's options come between these and SCRIPT_WORDS.
-agent_words() {
-  AGENT_WORDS=("$PYTHON" "$KIT/scripts/lib/agent.py")
+# Set AGENT_PREFIX and AGENT_SUFFIX, the command line of the agent before and after torchrun's options.
+build_agent_parts() {
+  AGENT_PREFIX=("$PYTHON" "$KIT/scripts/lib/agent.py")
   if [[ $AGENT == fast ]]; then
-    AGENT_WORDS+=("${FAST_OPTIONS[@]}")
+    AGENT_PREFIX+=("${FAST_OPTIONS[@]}")
   else
-    AGENT_WORDS+=(--plain "$PLAIN_AGENT")
+    AGENT_PREFIX+=(--plain "$PLAIN_AGENT")
   fi
-  [[ ! $RENDEZVOUS_TIMEOUT ]] || AGENT_WORDS+=(--rdzv-conf "timeout=$RENDEZVOUS_TIMEOUT")
-  # The -- keeps torchrun from taking the script's own arguments for (abbreviated) options.
-  SCRIPT_WORDS=(--tee 3 ${MODULE:+-m} -- "${MODULE:-${WORK[0]}}" "${CONFIG_ARGS[@]}" "${SCRIPT_ARGS[@]}")
+  [[ ! $RENDEZVOUS_TIMEOUT ]] || AGENT_PREFIX+=(--rdzv-conf "timeout=$RENDEZVOUS_TIMEOUT")
+  # Without the --, torchrun would parse the script's arguments as abbreviated options.
+  AGENT_SUFFIX=(--tee 3 ${MODULE:+-m} -- "${MODULE:-${WORK[0]}}" "${CONFIG_ARGS[@]}" "${SCRIPT_ARGS[@]}")
 }
 
 
-# The agent's command line on this machine, in COMMAND.
-agent_command() { # <torchrun's options...>
-  agent_words
-  COMMAND=("${AGENT_WORDS[@]}" "$@" "${SCRIPT_WORDS[@]}")
+# Set COMMAND to the agent's command line.
+build_agent_command() { # <torchrun's options...>
+  build_agent_parts
+  COMMAND=("${AGENT_PREFIX[@]}" "$@" "${AGENT_SUFFIX[@]}")
 }
 
 
-# The same on one of NODES. Static rendezvous: node ranks are as the nodes were given.
-agent_on_node() { # <node rank> <run directory>
+# Set COMMAND for one of NODES, whose order is that of the node ranks.
+build_agent_command_on() { # <node rank> <run directory>
   local node=${NODES[$1]}
-  agent_command --rdzv-id "${2##*/}" --nnodes "${#NODES[@]}" --node-rank "$1" --nproc-per-node "${NPROC_OF[$node]}" \
+  build_agent_command --rdzv-id "${2##*/}" --nnodes "${#NODES[@]}" --node-rank "$1" --nproc-per-node "${NPROC_OF[$node]}" \
     --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" --log-dir "$2/ranks/$node"
 }
 
 
 # For --dry-run.
-show_command() {
-  printf '%s: %s\n' "${NODES[0]}" "$(shown "${COMMAND[@]}")"
+print_command() {
+  printf '%s: %s\n' "${NODES[0]}" "$(masked_command "${COMMAND[@]}")"
 }
 
 
 # For --dry-run.
-show_agents() {
+print_agent_commands() {
   local rank
   MASTER_ADDR=${NODES[0]} MASTER_PORT=${MASTER_PORT:-<a free port of ${NODES[0]}>}
   for rank in "${!NODES[@]}"; do
-    agent_on_node "$rank" "$LOG_DIR/<run>"
-    printf '%s: %s\n' "${NODES[rank]}" "$(shown "${COMMAND[@]}")"
+    build_agent_command_on "$rank" "$LOG_DIR/<run>"
+    printf '%s: %s\n' "${NODES[rank]}" "$(masked_command "${COMMAND[@]}")"
   done
 }
 
 
-# Start this very launcher once more, apart from the terminal, and return when it has a run directory.
+# Start this launcher again without --detach and without a terminal, and return when it has made its run directory.
 detach() {
-  local words=() word out child run_file
-  compare_arguments
-  [[ ! $REPLIES ]] || kit_python launch.open_run "${COMPARE[@]}" >/dev/null || exit # what can be refused, is
-  for word in "${CALL[@]:0:${#CALL[@]}-${#SCRIPT_ARGS[@]}}"; do
-    [[ $word == --detach ]] || words+=("$word")
+  local command=() argument out child run_file
+  set_compare_arguments
+  [[ ! $REPLIES ]] || kit_python launch.open_run "${COMPARE[@]}" >/dev/null || exit # refuse unfit nodes here
+  for argument in "${CALL[@]:0:${#CALL[@]}-${#SCRIPT_ARGS[@]}}"; do
+    [[ $argument == --detach ]] || command+=("$argument")
   done
   mkdir -p -- "$LOG_DIR"
   out=$(mktemp -- "$LOG_DIR/detached-XXXXXX.log")
   run_file=$(mktemp)
-  (exec_in_environment 1 MUSTER_RUN_FILE="$run_file" setsid "${words[@]}" "${SCRIPT_ARGS[@]}" </dev/null >"$out" 2>&1) &
+  (exec_in_environment 1 MUSTER_RUN_FILE="$run_file" setsid "${command[@]}" "${SCRIPT_ARGS[@]}" </dev/null >"$out" 2>&1) &
   child=$!
   until [[ -s $run_file ]] || ! kill -0 "$child" 2>/dev/null; do
     sleep 0.05
@@ -275,6 +275,6 @@ detach() {
   RUN=$(<"$run_file")
   rm -f -- "$run_file"
   [[ $RUN ]] || { cat -- "$out" >&2 && wait "$child"; }
-  log "run ${RUN##*/} goes on in the background, process $child:" \
-    "$KIT/scripts/status.sh $(quote "$RUN") shows it, stop.sh stops it, its output is in $out"
+  log "run ${RUN##*/} started in the background, process $child: output in $out;" \
+    "$KIT/scripts/status.sh $(quote "$RUN") shows its state, stop.sh stops it"
 }

@@ -1,16 +1,15 @@
 # shellcheck shell=bash
 #
-# config/node_env.sh: what a person wants to happen on every node before training, such as modules, conda, NCCL
-# settings.
+# Source config/node_env.sh, the user's setup of each node: modules, conda, NCCL settings.
 #
 # Sourced, never run.
 
 NODE_ENV_FILE=''       # the file that is being sourced
-NODE_ENV_CLEANUP=()    # command to run when this process must end
-NODE_ENV_STDERR=''     # our standard error, which the file may redirect
+NODE_ENV_CLEANUP=()    # command to run before this process exits with a failure
+NODE_ENV_STDERR=''     # copy of standard error, which the file may redirect
 
 
-# config/node_env.sh of the working directory, else of the kit.
+# Print the path of config/node_env.sh, of the working directory or else of Muster.
 node_env() {
   if [[ -e config/node_env.sh ]]; then
     printf '%s\n' "$PWD/config/node_env.sh"
@@ -20,13 +19,12 @@ node_env() {
 }
 
 
-# Source the file. A command of it that fails ends this process with EXIT_UNFIT, by the rules of `set -e`. Failures
-# inside functions and inside other files that it sources do not count: those of conda and Lmod are not
-# written for `set -e`.
-source_node_env() { # <config/node_env.sh> [command to run when this process must end...]
+# Source the file. A failing command in it ends this process with EXIT_UNFIT, by the rules of `set -e`. Failures inside
+# functions and other sourced files are ignored, as those of conda and Lmod are not written for `set -e`.
+source_node_env() { # <config/node_env.sh> [cleanup command...]
   local directory=$PWD status
   NODE_ENV_FILE=$1 NODE_ENV_CLEANUP=("${@:2}")
-  exec {NODE_ENV_STDERR}>&2 # the file may redirect ours
+  exec {NODE_ENV_STDERR}>&2
   trap 'node_env_exited "$?"' EXIT
   trap 'node_env_failed "$?" "$LINENO"' ERR
   set +eu +o pipefail
@@ -35,7 +33,7 @@ source_node_env() { # <config/node_env.sh> [command to run when this process mus
   status=$?
   set -euo pipefail
   [[ $(trap -p ERR) == *node_env_failed* ]] ||
-    node_env_unfit "$NODE_ENV_FILE: sets or removes the trap for ERR, which notices commands that fail; leave that trap alone"
+    node_env_unfit "$NODE_ENV_FILE: changes the ERR trap, which detects failing commands; do not set or remove it"
   trap - ERR EXIT
   ((status == 0)) || check_node_env_syntax
   exec 2>&"$NODE_ENV_STDERR" {NODE_ENV_STDERR}>&-
@@ -43,7 +41,7 @@ source_node_env() { # <config/node_env.sh> [command to run when this process mus
 }
 
 
-# As `source` reads a file that bash cannot read to its end.
+# `source` runs a file up to its first syntax error, and returns a failure only then.
 check_node_env_syntax() {
   local fault
   fault=$(bash -O extglob -n -- "$NODE_ENV_FILE" 2>&1) || node_env_unfit "${fault%%$'\n'*}"
@@ -60,12 +58,12 @@ node_env_failed() { # <exit code> <line>
   ! node_env_may_fail "$2" || return 0
   local command
   command=$(sed -n -e "$2"'{:more' -e '/\\$/{N;s/\\\n[[:blank:]]*//;b more' -e '};s/^[[:blank:]]*//;s/\r$//;p;}' -- "$NODE_ENV_FILE")
-  node_env_unfit "$NODE_ENV_FILE: line $2: '$command' failed with exit code $1; mend it, or write '$command || true'"
+  node_env_unfit "$NODE_ENV_FILE: line $2: '$command' failed with exit code $1; fix it, or write '$command || true'"
 }
 
 
-# Whether `set +e` stands above this line, and no `set -e` behind that. It cannot be seen in $-: there `e` is not set
-# while the file is sourced, as it would end this process in the midst of a function too.
+# Whether the last `set -e` or `set +e` above this line is `set +e`. $- does not show it: `e` is never set while the file
+# is sourced, as it would end this process inside functions too.
 node_env_may_fail() { # <line>
   [[ $(head -n "$1" -- "$NODE_ENV_FILE" | grep -oE '^[[:blank:]]*set [-+]e' | tail -n 1) == *+e ]]
 }
@@ -80,26 +78,26 @@ node_env_unfit() { # <message>
 }
 
 
-end_background() {
-  # shellcheck disable=SC2046 # a word each
-  kill $(left_in_background) 2>/dev/null || true
+kill_background() {
+  # shellcheck disable=SC2046 # split into process ids
+  kill $(background_processes) 2>/dev/null || true
 }
 
 
-# The processes that it has left in the background, with all that they have started: they would keep our output open.
-left_in_background() {
+# Print the background processes of this shell and their descendants, which would hold its output open.
+background_processes() {
   local pid
   for pid in $(jobs -pr); do
-    with_children "$pid"
+    process_tree "$pid"
   done
 }
 
 
-with_children() { # <process id>
+process_tree() { # <process id>
   local children child
   printf '%s\n' "$1"
   read -r -d '' -a children < <(cat "/proc/$1/task/"*/children 2>/dev/null) || true
   for child in "${children[@]}"; do
-    with_children "$child"
+    process_tree "$child"
   done
 }

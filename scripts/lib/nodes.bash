@@ -1,18 +1,18 @@
 # shellcheck shell=bash
 #
-# The nodes of a run, and asking all of them something at once.
+# The nodes of a run; run a function for all of them in parallel.
 #
 # Sourced, never run.
 
-# shellcheck disable=SC2034 # other files read and set what stands here
+# shellcheck disable=SC2034 # other files use these variables
 RUN=''                # run directory
-NODES=()              # names, by node rank
-declare -A ADDRESS=() # of each node that is reached over ssh: [user@]name
-declare -A NPROC_OF=() # of each node: how many ranks
-RANKS=0               # of all nodes
+NODES=()              # names, in the order of node ranks
+declare -A ADDRESS=() # node -> [user@]name for ssh
+declare -A NPROC_OF=() # node -> number of ranks
+RANKS=0               # world size
 
 
-add_node() { # <name> <processes> [how ssh reaches it: [user@]name]
+add_node() { # <name> <processes> [address for ssh: [user@]name]
   NODES+=("$1")
   NPROC_OF[$1]=$2
   RANKS=$((RANKS + $2))
@@ -20,39 +20,39 @@ add_node() { # <name> <processes> [how ssh reaches it: [user@]name]
 }
 
 
-# Run a function for every node at once, and wait for the last one. What NODE prints is in DIRECTORY/NODE.out and
-# NODE.err, and the function's status in NODE.code: distributed.host.replies reads them.
-ask_nodes() { # <directory> <function> [argument...]: runs FUNCTION NODE ARGUMENT...
+# Run FUNCTION NODE ARGUMENT... for all nodes in parallel, and wait for all. The output is in DIRECTORY/NODE.out and
+# NODE.err, the status in NODE.code; distributed.host.replies reads them.
+run_on_nodes() { # <directory> <function> [argument...]
   local node asked=()
   rm -f -- "$1"/*.code
   for node in "${NODES[@]}"; do
-    ask_node "$1" "$node" "${@:2}" &
+    run_on_node "$1" "$node" "${@:2}" &
     asked+=($!)
   done
-  show_waiting "$1" &
+  log_waiting "$1" &
   wait "${asked[@]}" || true
   kill $! 2>/dev/null || true
 }
 
 
-ask_node() { # <directory> <node> <function> [argument...]
+run_on_node() { # <directory> <node> <function> [argument...]
   local code=0
   "$3" "$2" "${@:4}" >"$1/$2.out" 2>"$1/$2.err" || code=$?
   echo "$code" >"$1/$2.code"
 }
 
 
-# Every few seconds: which nodes have not replied yet.
-show_waiting() { # <directory>
-  local node begun=$SECONDS missing
-  while ! read -r -t 5 <> <(:); do # sleeps without a child that would outlive us: nothing writes there
+# Print every 5 seconds which nodes have not replied yet.
+log_waiting() { # <directory>
+  local node start=$SECONDS missing
+  while ! read -r -t 5 <> <(:); do # sleep without a child process, which would outlive this script
     missing=()
     for node in "${NODES[@]}"; do
       [[ -e $1/$node.code ]] || missing+=("$node")
     done
-    # bash lets a background process ignore Ctrl-C: it ends with the script.
+    # Background processes of bash ignore Ctrl-C, so check whether the script still runs.
     ((${#missing[@]})) && kill -0 "$$" 2>/dev/null || return 0
-    log "$((${#NODES[@]} - ${#missing[@]})) of ${#NODES[@]} nodes answered, waiting for ${missing[*]}," \
-      "$((SECONDS - begun)) s"
+    log "$((${#NODES[@]} - ${#missing[@]})) of ${#NODES[@]} nodes replied, waiting for ${missing[*]}," \
+      "$((SECONDS - start)) s"
   done
 }

@@ -1,31 +1,31 @@
 # shellcheck shell=bash
 #
-# The options of all scripts, and the one parser that reads them.
+# Option parser of all scripts.
 #
-# A script has the options that its help shows, which is its opening comment: a line that begins with the option and,
-# where it takes a value, with the name of that value. --help and -h need no line.
+# A script accepts the options listed in its opening comment: lines that begin with the option and, if it takes a value,
+# the name of the value. --help and -h need no line.
 #
 # Sourced, never run.
 
-# shellcheck disable=SC2034 # other files read and set what stands here
-# What the environment has under names that are used here.
-CONFIG_OF_ENVIRONMENT=${CONFIG-} SCRIPT_OF_ENVIRONMENT=${SCRIPT-} PORT_OF_ENVIRONMENT=${MASTER_PORT-}
+# shellcheck disable=SC2034 # other files use these variables
+# Environment variables whose names are used below.
+CONFIG_FROM_ENVIRONMENT=${CONFIG-} SCRIPT_FROM_ENVIRONMENT=${SCRIPT-} PORT_FROM_ENVIRONMENT=${MASTER_PORT-}
 
-declare -A VALUE_OF=()   # of each option of this script: the name of its value; "none" for a flag
-CALL=()                  # the script and its arguments, as they were given
-GIVEN=() GIVEN_VALUES=() # the options among them, and the value of each
-POSITIONAL=()            # the arguments among them
-SCRIPT_ARGS=()           # what stands after --: arguments of the user's script
+declare -A VALUE_NAME=() # option of this script -> name of its value; "none" for a flag
+CALL=()                  # the script and its arguments
+GIVEN_OPTIONS=() GIVEN_VALUES=() # options in CALL and their values
+POSITIONAL=()            # positional arguments in CALL
+SCRIPT_ARGS=()           # arguments after --, for the user's script
 
-SCRIPT='' MODULE=''      # --script, -m: what to train; a file, a directory with a __main__.py, or a module
-ASKED_PYTHON=''          # --python
+SCRIPT='' MODULE=''      # --script (a file, or a directory with a __main__.py), -m
+PYTHON_OPTION=''         # --python
 MASTER_PORT=''           # --master-port
-ENVIRONMENT=()           # --env, --env-file: NAME=VALUE; never part of a command line, which every user can see
+ENVIRONMENT=()           # --env, --env-file: NAME=VALUE; not passed in command lines, which all users can read
 MAX_RESTARTS=0           # --max-restarts
-HANG_TIMEOUT=''          # --hang-timeout: seconds without progress after which a run hangs; 0: never
+HANG_TIMEOUT=''          # --hang-timeout: seconds; 0: never; empty: the default
 LOG_DIR=logs             # --log-dir
 AGENT=fast               # --agent
-RENDEZVOUS_TIMEOUT=''    # --rendezvous-timeout: seconds in which all nodes must have joined; empty: torchrun's own, 600
+RENDEZVOUS_TIMEOUT=''    # --rendezvous-timeout: seconds; empty: torchrun's default, 600
 HOSTFILE='' EXCLUDE=''   # --hostfile, --exclude
 SYNC=0 PREFLIGHT=1 DETACH=0 # --sync, --no-preflight, --detach; --dry-run and --quiet set DRY_RUN and QUIET
 MAX_REQUEUES=100         # --max-requeues
@@ -34,8 +34,8 @@ JSON=0 WATCH=0 STACKS=0 NOW=0 CERTAIN=0 FRESH=0 # --json, --watch, --stacks, --n
 BACKEND=auto MIN_BYTES=1K MAX_BYTES='' SECONDS_FOR_TABLE='' # --backend, --min-bytes, --max-bytes, --seconds
 TIMEOUT=''               # --timeout
 
-GRACE=${MUSTER_GRACE:-8} # seconds that ranks get to write a checkpoint when they are asked to stop
-MAX_NPROC=1024           # on one machine: more is a slip of the finger
+GRACE=${MUSTER_GRACE:-8} # seconds from the stop request to SIGKILL, in which ranks write a checkpoint
+MAX_NPROC=1024           # per machine
 
 
 # Set the variables above from the arguments of the script.
@@ -46,19 +46,19 @@ parse_options() { # <argument...>
     case $1 in
       --help | -h) usage; exit ;;
       --)
-        [[ ${VALUE_OF[--]-} ]] || die_usage "--: unknown option"
+        [[ ${VALUE_NAME[--]-} ]] || die_usage "--: unknown option"
         SCRIPT_ARGS=("${@:2}")
         break
         ;;
       --*=*)
-        [[ ${VALUE_OF[${1%%=*}]-none} != none ]] || refuse_option "$1"
+        [[ ${VALUE_NAME[${1%%=*}]-none} != none ]] || refuse_option "$1"
         set -- "${1%%=*}" "${1#*=}" "${@:2}"
         continue
         ;;
       -[!0-9]*)
-        [[ ${VALUE_OF[$1]-} ]] || refuse_option "$1"
-        GIVEN+=("$1")
-        if [[ ${VALUE_OF[$1]} == none ]]; then
+        [[ ${VALUE_NAME[$1]-} ]] || refuse_option "$1"
+        GIVEN_OPTIONS+=("$1")
+        if [[ ${VALUE_NAME[$1]} == none ]]; then
           GIVEN_VALUES+=('')
           set_flag "$1"
         else
@@ -76,14 +76,14 @@ parse_options() { # <argument...>
 }
 
 
-# In VALUE_OF, the options of this script; `--` among them where its usage line has it.
+# Set VALUE_NAME; it has an entry for `--` if the usage line has one.
 read_help() {
   local line
   while IFS= read -r line; do
     if [[ $line =~ ^\ {2,}(-[a-z]|--[a-z][a-z-]+)(\ ([^ ]+))?($|\ \ ) ]]; then
-      VALUE_OF[${BASH_REMATCH[1]}]=${BASH_REMATCH[3]:-none}
+      VALUE_NAME[${BASH_REMATCH[1]}]=${BASH_REMATCH[3]:-none}
     elif [[ $line == Usage:*'[-- '* ]]; then
-      VALUE_OF[--]=none
+      VALUE_NAME[--]=none
     fi
   done < <(usage)
 }
@@ -110,7 +110,7 @@ set_value() { # <option> <value>
   case $1 in
     --script) SCRIPT=$2 ;;
     -m) MODULE=$2 ;;
-    --python) ASKED_PYTHON=$2 ;;
+    --python) PYTHON_OPTION=$2 ;;
     --master-port) MASTER_PORT=$2 ;;
     --env) add_environment --env "$2" ;;
     --env-file) read_env_file "$2" ;;
@@ -136,15 +136,15 @@ set_value() { # <option> <value>
 
 refuse_option() { # <option>
   local hint=''
-  [[ ! ${VALUE_OF[--]-} ]] || hint="; arguments of the script go after --"
+  [[ ! ${VALUE_NAME[--]-} ]] || hint="; arguments of the script go after --"
   die_usage "$1: unknown option$hint$(suggest_option "$1")"
 }
 
 
-# The option that was meant: it differs from the given one in two letters in one place at most.
+# Print a known option that differs from the given one in at most two adjacent letters.
 suggest_option() { # <unknown option>
   local known given=${1%%=*} same_start same_end
-  for known in "${!VALUE_OF[@]}"; do
+  for known in "${!VALUE_NAME[@]}"; do
     [[ $known == --?* ]] || continue
     same_start=0 same_end=0
     while ((same_start < ${#known})) && [[ ${given:same_start:1} == "${known:same_start:1}" ]]; do
@@ -162,17 +162,17 @@ suggest_option() { # <unknown option>
 
 
 check_options() {
-  [[ ! $SCRIPT || ! $MODULE ]] || die_usage "--script '$SCRIPT' and -m '$MODULE': give one of the two"
+  [[ ! $SCRIPT || ! $MODULE ]] || die_usage "--script '$SCRIPT' and -m '$MODULE' cannot be combined; give one of the two"
   [[ $AGENT == fast || $AGENT == torchrun ]] || die_usage "--agent: expected fast or torchrun, got '$AGENT'"
-  is_count "$MAX_RESTARTS" || die_usage "--max-restarts: expected a whole number, got '$MAX_RESTARTS'"
-  is_count "$MAX_REQUEUES" || die_usage "--max-requeues: expected a whole number, got '$MAX_REQUEUES'"
+  is_count "$MAX_RESTARTS" || die_usage "--max-restarts: expected a non-negative integer, got '$MAX_RESTARTS'"
+  is_count "$MAX_REQUEUES" || die_usage "--max-requeues: expected a non-negative integer, got '$MAX_REQUEUES'"
   [[ ! $HANG_TIMEOUT ]] || is_count "$HANG_TIMEOUT" ||
     die_usage "--hang-timeout: expected a whole number of seconds (0 = off), got '$HANG_TIMEOUT'"
   [[ ! $MASTER_PORT ]] || is_port "$MASTER_PORT" ||
-    die_usage "--master-port '$MASTER_PORT': a port is a number from 1 to 65535"
+    die_usage "--master-port: expected a port from 1 to 65535, got '$MASTER_PORT'"
   [[ ! $RENDEZVOUS_TIMEOUT ]] || { is_count "$RENDEZVOUS_TIMEOUT" && ((RENDEZVOUS_TIMEOUT >= 1)); } ||
     die_usage "--rendezvous-timeout: expected a whole number of seconds, 1 or more, got '$RENDEZVOUS_TIMEOUT'"
-  # Into a pipe Python would keep back what ranks print; the kit's own agent takes care of that itself.
+  # Python buffers output to a pipe; Muster's own agent disables that itself.
   [[ $AGENT == fast ]] || ENVIRONMENT=(PYTHONUNBUFFERED=1 "${ENVIRONMENT[@]}")
 }
 
@@ -192,17 +192,17 @@ is_port() { # <argument>
 }
 
 
-# MASTER_PORT of the environment, where no option names a port. Beside RANK or MUSTER_RUN_DIR it is the port of another
-# launch, of which this shell is a part, or which has left it there.
-take_port_of_environment() {
-  [[ ! $MASTER_PORT && $PORT_OF_ENVIRONMENT && ! ${RANK-}${MUSTER_RUN_DIR-} ]] || return 0
-  is_port "$PORT_OF_ENVIRONMENT" || die_usage "MASTER_PORT='$PORT_OF_ENVIRONMENT' of the environment: expected a port" \
-    "from 1 to 65535; unset it, or name a port with --master-port"
-  MASTER_PORT=$PORT_OF_ENVIRONMENT
+# Use MASTER_PORT from the environment if no option gives a port. With RANK or MUSTER_RUN_DIR set it belongs to another
+# launch and is ignored.
+use_port_from_environment() {
+  [[ ! $MASTER_PORT && $PORT_FROM_ENVIRONMENT && ! ${RANK-}${MUSTER_RUN_DIR-} ]] || return 0
+  is_port "$PORT_FROM_ENVIRONMENT" || die_usage "MASTER_PORT='$PORT_FROM_ENVIRONMENT' of the environment: expected a port" \
+    "from 1 to 65535; unset it, or give a port with --master-port"
+  MASTER_PORT=$PORT_FROM_ENVIRONMENT
 }
 
 
-add_environment() { # <where from> <NAME=VALUE>
+add_environment() { # <origin> <NAME=VALUE>
   [[ $2 =~ ^[A-Za-z_][A-Za-z_0-9]*= ]] || die_usage "$1: expected NAME=VALUE, got '$2'"
   case ${2%%=*} in
     MUSTER_RUN_DIR | MUSTER_METRICS | MUSTER_NODE | MUSTER_NODES | RANK | WORLD_SIZE | LOCAL_RANK | MASTER_ADDR | MASTER_PORT | \
@@ -213,35 +213,35 @@ add_environment() { # <where from> <NAME=VALUE>
 }
 
 
-# One NAME=VALUE a line, taken as it stands; empty lines and lines that begin with # do not count.
+# One NAME=VALUE per line, not expanded; empty lines and lines that begin with # are ignored.
 read_env_file() { # <file>
-  [[ -f $1 && -r $1 ]] || die_usage "--env-file '$1': cannot be read as a file (looked in $PWD)"
+  [[ -f $1 && -r $1 ]] || die_usage "--env-file '$1': not a readable file (in $PWD)"
   local line number=0
   (($(wc -c <"$1") <= 1000000)) || die_usage "--env-file '$1': larger than 1 MB; name a file of NAME=VALUE lines"
-  (($(tr -d '\0' <"$1" | wc -c) == $(wc -c <"$1"))) || die_usage "--env-file '$1': holds a NUL byte: no text file"
+  (($(tr -d '\0' <"$1" | wc -c) == $(wc -c <"$1"))) || die_usage "--env-file '$1': contains a NUL byte; name a text file"
   while IFS= read -r line || [[ $line ]]; do
     number=$((number + 1))
-    [[ $line != *$'\r' ]] || die_usage "--env-file '$1', line $number: ends with a carriage return, as files from" \
-      "Windows have it; without them: tr -d '\\r' <old >new"
+    [[ $line != *$'\r' ]] || die_usage "--env-file '$1', line $number: ends with a carriage return (Windows);" \
+      "remove them with: tr -d '\\r' <old >new"
     [[ ! $line || $line == '#'* ]] || add_environment "--env-file '$1', line $number:" "$line"
   done <"$1"
 }
 
 
-# The one argument of a script that takes one at most, in ARGUMENT.
-take_one_argument() { # <its name> <default, if any>
+# Set ARGUMENT, for scripts with at most one argument.
+parse_one_argument() { # <its name> <default>
   ((${#POSITIONAL[@]} <= 1)) || die_usage "expected one $1, got: $(quote "${POSITIONAL[@]}")"
   ARGUMENT=${POSITIONAL[0]:-$2}
 }
 
 
-# In PASSED_ON, the options as they were given, but for these: for another script.
-pass_on_all_but() { # <option...>
+# Set FORWARDED_OPTIONS to the options in CALL except these.
+forward_options_except() { # <option...>
   local number
-  PASSED_ON=()
-  for number in "${!GIVEN[@]}"; do
-    [[ " $* " != *" ${GIVEN[number]} "* ]] || continue
-    PASSED_ON+=("${GIVEN[number]}")
-    [[ ${VALUE_OF[${GIVEN[number]}]} == none ]] || PASSED_ON+=("${GIVEN_VALUES[number]}")
+  FORWARDED_OPTIONS=()
+  for number in "${!GIVEN_OPTIONS[@]}"; do
+    [[ " $* " != *" ${GIVEN_OPTIONS[number]} "* ]] || continue
+    FORWARDED_OPTIONS+=("${GIVEN_OPTIONS[number]}")
+    [[ ${VALUE_NAME[${GIVEN_OPTIONS[number]}]} == none ]] || FORWARDED_OPTIONS+=("${GIVEN_VALUES[number]}")
   done
 }

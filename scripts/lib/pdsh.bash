@@ -1,22 +1,22 @@
 # shellcheck shell=bash
 #
-# All nodes through one pdsh: one client for all of them, in place of one ssh each.
+# Start all nodes with one pdsh: one client for all nodes instead of one per node.
 #
-# Sourced, never run; it needs nodes.bash, ssh.bash, launch.bash and watch.bash. pdsh gives all nodes the same command,
-# and each its position in the list; so the command holds what differs as lists. It gives them an open standard input
-# for as long as it lives, through which nothing comes: its end is the end of the control channel, but requests and the
-# environment go over ssh.
+# Sourced, never run; it needs nodes.bash, ssh.bash, launch.bash and watch.bash. pdsh runs the same command on all nodes
+# and passes each node its position in the list, so per-node values are passed as lists. pdsh holds the standard input of
+# the nodes open without writing to it: its end closes the control channel; requests and the environment are sent over
+# ssh.
 
-# shellcheck disable=SC2034,SC2153 # other files read and set what stands here
-need_pdsh() {
-  type -P pdsh >/dev/null || die "there is no pdsh on this machine: install it, or use launch_torchrun_auto.sh"
+# shellcheck disable=SC2034,SC2153 # other files use these variables
+require_pdsh() {
+  type -P pdsh >/dev/null || die "pdsh: not found on this machine; install it, or use launch_torchrun_auto.sh"
 }
 
 
 pdsh_start_nodes() {
   local node
-  name_supervisor
-  agent_words
+  set_supervisor
+  build_agent_parts
   for node in "${NODES[@]}"; do
     REACHED_BY["$node"]=ssh_run
   done
@@ -25,28 +25,29 @@ pdsh_start_nodes() {
 }
 
 
-# To a file of each node that nobody else can read. Its supervisor removes it.
+# Write the environment to a file of mode 0600 on each node. The supervisor removes it.
 pdsh_send_environment() {
   local node sending=()
   for node in "${NODES[@]}"; do
-    ssh_call "$node" keep_environment_there "$RUN" "$RUN/node_$node.environment" < <(environment_block) &
+    ssh_call_function "$node" remote_store_environment "$RUN" "$RUN/node_$node.environment" < <(environment_block) &
     sending+=($!)
   done
   wait "${sending[@]}" || true # the supervisor of a node without the file reports that
 }
 
 
-keep_environment_there() { # <run directory> <file>
+remote_store_environment() { # <run directory> <file>
   mkdir -p -- "$1" && umask 077 && cat >"$2"
 }
 
 
-# Runs until all nodes have ended. Requests come on standard input; its end means that the launcher is gone.
+# Run pdsh until all nodes have ended. Requests are read from standard input; end of file means that the launcher has
+# exited.
 run_pdsh() {
   local pdsh status=0 errors reader node addresses=() counts=() supervisor
-  trap '' INT TERM HUP TSTP # it carries the nodes' last output, whatever ends the launcher
+  trap '' INT TERM HUP TSTP # pdsh must survive signals to the launcher, to forward the nodes' last output
   exec 3<&0
-  pipe_into errors read_errors
+  start_with_pipe errors read_errors
   reader=$!
   for node in "${NODES[@]}"; do
     addresses+=("${ADDRESS[$node]}") counts+=("${NPROC_OF[$node]}")
@@ -54,9 +55,9 @@ run_pdsh() {
   supervisor=("${SUPERVISOR[@]}" run --dir "$RUN" --grace "$GRACE" --source "$(node_env)" --sample-usage)
   PDSH_RCMD_TYPE=${PDSH_RCMD_TYPE:-ssh} PDSH_SSH_ARGS_APPEND="${SSH_OPTIONS[*]}" \
     pdsh -S -N -f "${#NODES[@]}" -w "$(IFS=, && printf '%s' "${addresses[*]}")" \
-    "$(for_any_shell "$(declare -f supervise_there)
-      supervise_there \"\$3\" $(quote "$PWD" "$RUN" "$MASTER_ADDR" "$MASTER_PORT" "${#NODES[@]}" "${NODES[@]}" "${counts[@]}" \
-        "${#supervisor[@]}" "${supervisor[@]}" "${#AGENT_WORDS[@]}" "${AGENT_WORDS[@]}" "${SCRIPT_WORDS[@]}")") %n" \
+    "$(quote_for_any_shell "$(declare -f remote_supervise)
+      remote_supervise \"\$3\" $(quote "$PWD" "$RUN" "$MASTER_ADDR" "$MASTER_PORT" "${#NODES[@]}" "${NODES[@]}" "${counts[@]}" \
+        "${#supervisor[@]}" "${supervisor[@]}" "${#AGENT_PREFIX[@]}" "${AGENT_PREFIX[@]}" "${AGENT_SUFFIX[@]}")") %n" \
     </dev/null 2>&"$errors" 3<&- {errors}>&- &
   pdsh=$!
   exec {errors}>&-
@@ -68,8 +69,8 @@ run_pdsh() {
 }
 
 
-# Become the supervisor of the agent. Each list but the last stands behind its length.
-supervise_there() { # <node rank> <working directory> <run directory> <master address> <port> <nodes...> <processes...>
+# Replace this process by the supervisor of the agent. Each list but the last is preceded by its length.
+remote_supervise() { # <node rank> <working directory> <run directory> <master address> <port> <nodes...> <processes...>
   #                   <supervisor...> <agent...> <script...>
   local rank=$1 directory=$2 run=$3 address=$4 port=$5 nodes counts supervisor agent
   shift 5
@@ -86,8 +87,8 @@ supervise_there() { # <node rank> <working directory> <run directory> <master ad
 }
 
 
-# pdsh's standard error, which shows how nodes ended; the first failure stops the others. What pdsh prints about Ctrl-C
-# is left out: that is not for it to handle.
+# Read pdsh's standard error, which has the exit codes of the nodes; the first failure stops the other nodes. Lines of
+# pdsh about Ctrl-C are dropped, as the launcher handles it.
 read_errors() {
   local line first='' stopping='' pid
   while IFS= read -r line; do
@@ -95,12 +96,12 @@ read_errors() {
     printf '%s\n' "$line" >&2 || true
     [[ $line =~ ^pdsh@[^:]*:\ ([^:]+):\ ssh\ exited\ with\ exit\ code\ ([0-9]+)$ ]] || continue
     if ((BASH_REMATCH[2] == 255)) && [[ ! -e $RUN/node_${BASH_REMATCH[1]}.exit ]]; then
-      lost "${BASH_REMATCH[1]}"
+      handle_lost_node "${BASH_REMATCH[1]}"
     fi
     ((BASH_REMATCH[2] == EXIT_STOPPED)) || first=${first:-now}
     if [[ $first == now ]]; then
       first=requested
-      pipe_into stopping stop_all
+      start_with_pipe stopping stop_all
       pid=$!
     fi
   done
@@ -108,31 +109,31 @@ read_errors() {
     exec {stopping}>&-
     wait "$pid" || true
   fi
-  ((${#CLEARING[@]} == 0)) || wait "${CLEARING[@]}" || true
+  ((${#SWEEPS[@]} == 0)) || wait "${SWEEPS[@]}" || true
 }
 
 
-# SIGKILL for those that have not ended in time. When all have, which is the end of standard input, no request may be
-# left on its way: it would reach the next attempt.
+# Send a stop request, and a kill request after STOP_TIMEOUT. Standard input ends when all nodes have ended; the caller
+# waits for this process then, as a late request would reach the next attempt.
 stop_all() {
   local status=0
-  request_all stop
-  read -r -t "$HURRY" _ || status=$?
-  ((status <= 128)) || request_all kill
+  send_request_to_all stop
+  read -r -t "$STOP_TIMEOUT" _ || status=$?
+  ((status <= 128)) || send_request_to_all kill
 }
 
 
 forward_requests() { # <process id of pdsh>
   local request
   while read -r request; do
-    request_all "$request"
+    send_request_to_all "$request"
   done
   kill -KILL "$1"
 }
 
 
-request_all() { # <stop or kill>
-  local node requests=() ANSWER_WITHIN=5
+send_request_to_all() { # <stop or kill>
+  local node requests=() REPLY_TIMEOUT=5
   for node in "${NODES[@]}"; do
     if [[ ! -e $RUN/node_$node.lost ]]; then
       ssh_run "$node" "${SUPERVISOR[@]}" "$1" --dir "$RUN" --name "$node" </dev/null &

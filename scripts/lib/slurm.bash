@@ -1,22 +1,22 @@
 # shellcheck shell=bash
 #
-# A training on the SLURM allocation that this shell is in: on all of its nodes, started by srun.
+# A launch with srun on all nodes of the SLURM allocation of this shell.
 #
 # Sourced, never run; it needs options.bash, nodes.bash, node_env.bash, launch.bash and watch.bash.
 #
-# Settings from the environment: LAUNCHER, srun (one task a rank) or torchrun (one agent a node); CONTAINER, words
-# before Python on the nodes, or options of srun; SRUN_ARGS, more options of srun.
+# Environment variables: LAUNCHER, srun (one task per rank) or torchrun (one agent per node); CONTAINER, a command prefix
+# for Python on the nodes, or options of srun; SRUN_ARGS, more options of srun.
 
-# shellcheck disable=SC2034 # other files read and set what stands here
+# shellcheck disable=SC2034 # other files use these variables
 LAUNCHER=${LAUNCHER:-srun}
-CORES_PER_RANK=0    # 0: there are fewer than ranks
-CORES_PER_NODE=1    # of the node that has the fewest
-IN_CONTAINER=()     # words before Python
-SRUN_OPTIONS=()     # the user's own
+CORES_PER_RANK=0       # 0: fewer cores than ranks
+CORES_PER_NODE=1       # minimum of all nodes
+CONTAINER_COMMAND=()   # command prefix for Python
+SRUN_OPTIONS=()        # from SRUN_ARGS and CONTAINER
 RANK_PYTHON=''
 
 
-# The shell of salloc or a batch script, not a task of srun.
+# Whether this is the shell of salloc or a batch script. Exits in a task of srun.
 in_allocation() {
   [[ ${SLURM_JOB_ID-} ]] || return 1
   [[ ! ${SLURM_STEP_ID-} ]] || ((SLURM_STEP_ID > 4294967000)) ||
@@ -24,8 +24,8 @@ in_allocation() {
 }
 
 
-# Restart the script behind config/node_env.sh, so that what is loaded and activated there chooses the Python. The nodes
-# source it for themselves.
+# Source config/node_env.sh and restart the script, so that modules and environments loaded there determine the Python.
+# Each node sources the file itself.
 enter_node_env() { # <argument of the script...>
   if [[ ${MUSTER_ENTERED-} ]]; then
     unset MUSTER_ENTERED
@@ -33,85 +33,86 @@ enter_node_env() { # <argument of the script...>
   fi
   set -- "$(node_env)" "$PROGRAM_FILE" "$@"
   restore_environment
-  source_node_env "$1" end_background </dev/null >&2
-  end_background
+  source_node_env "$1" kill_background </dev/null >&2
+  kill_background
   MUSTER_ENTERED=1 exec bash "${@:2}"
 }
 
 
-# ---------------------------------------------------------------- what is there
+# ---------------------------------------------------------------- checks
 
 check_slurm_settings() {
   [[ $LAUNCHER == srun || $LAUNCHER == torchrun ]] || die_usage "LAUNCHER: expected srun or torchrun, got '$LAUNCHER'"
   type -P srun >/dev/null || die_usage "srun is not on the PATH; load SLURM's module, or call this on a node of the cluster"
-  [[ ! $RENDEZVOUS_TIMEOUT || $LAUNCHER == torchrun ]] || die_usage "--rendezvous-timeout: only agents wait for each" \
-    "other (LAUNCHER=torchrun); how long ranks wait is the script's own (distributed.timeout of the kit's trainer)"
-  local lines words
-  lines=$(split_words SRUN_ARGS)
+  [[ ! $RENDEZVOUS_TIMEOUT || $LAUNCHER == torchrun ]] || die_usage "--rendezvous-timeout: requires LAUNCHER=torchrun;" \
+    "with srun the script sets the timeout (train.py: distributed.timeout)"
+  local lines arguments
+  lines=$(split_arguments SRUN_ARGS)
   [[ ! $lines ]] || mapfile -t SRUN_OPTIONS <<<"$lines"
-  lines=$(split_words CONTAINER)
-  [[ ! $lines ]] || mapfile -t words <<<"$lines"
+  lines=$(split_arguments CONTAINER)
+  [[ ! $lines ]] || mapfile -t arguments <<<"$lines"
   if [[ $lines == -* ]]; then
-    SRUN_OPTIONS=("${words[@]}" "${SRUN_OPTIONS[@]}")
+    SRUN_OPTIONS=("${arguments[@]}" "${SRUN_OPTIONS[@]}")
   elif [[ $lines ]]; then
-    IN_CONTAINER=("${words[@]}")
+    CONTAINER_COMMAND=("${arguments[@]}")
   fi
 }
 
 
-# Words with quotes as a shell has them, a line each.
-split_words() { # <name of a variable>
+# Split a variable at blanks, except in quotes, and print one argument per line.
+split_arguments() { # <name of a variable>
   local line=${!1-}
-  [[ ! $line ]] || xargs -n 1 printf '%s\n' <<<"$line" 2>/dev/null || die_usage "$1=\"$line\": a quote is not closed; quote as in a shell"
+  [[ ! $line ]] || xargs -n 1 printf '%s\n' <<<"$line" 2>/dev/null ||
+    die_usage "$1=\"$line\": unclosed quote; quote as in a shell"
 }
 
 
-# Set the nodes, the script and what each rank gets. What a container's image holds cannot be looked at from here, and
-# what is here need not be able to train.
+# Set the nodes, the script and the cores per rank. The Python and modules of a container image are not checked; the
+# Python of this machine need not have PyTorch then.
 slurm_check_call() { # <number of ranks; 0: as many as are allocated>
-  local torch=(--torch) asked=$ASKED_PYTHON
-  ((!DETACH)) || die_usage "--detach: inside an allocation the run ends with it; use sbatch to leave the terminal"
+  local torch=(--torch) python=$PYTHON_OPTION
+  ((!DETACH)) || die_usage "--detach: not possible in an allocation, which ends with this shell; use sbatch"
   check_slurm_settings
-  take_port_of_environment
+  use_port_from_environment
   if [[ ${CONTAINER-} ]]; then
-    ASKED_PYTHON='' torch=() WORK_IS_HERE=0
+    PYTHON_OPTION='' torch=() PROGRAM_IS_LOCAL=0
   fi
   check_call "${torch[@]}" --allocation "$1"
   RANK_PYTHON=$PYTHON
-  [[ ! ${CONTAINER-} ]] || RANK_PYTHON=${asked:-python3}
+  [[ ! ${CONTAINER-} ]] || RANK_PYTHON=${python:-python3}
   SLURM_JOB=("$SLURM_JOB_ID")
   [[ ! ${SLURM_ARRAY_JOB_ID-} ]] || SLURM_JOB+=("${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID")
 }
 
 
-# On the node where the ranks meet; this shell may be on another.
+# On the first node, as this shell may be on another machine.
 slurm_choose_port() {
   [[ ! $MASTER_PORT ]] || return 0
   # Without --gres none, the step of a job with --gpus would ask for all of its GPUs on this one node.
   MASTER_PORT=$(srun --overlap --gres none --nodes 1 --ntasks 1 --nodelist "${NODES[0]}" --input none \
     "$PYTHON" "$KIT/scripts/lib/module.py" slurm.allocation "$SLURM_JOB_ID") ||
-    die "${NODES[0]}: cannot be asked for a free port; see what srun says above, or name one with --master-port"
+    die "${NODES[0]}: cannot find a free port; see the messages of srun above, or give one with --master-port"
 }
 
 
-# ---------------------------------------------------------------- what runs
+# ---------------------------------------------------------------- the job step
 
-# srun and all its arguments, in COMMAND.
-srun_command() { # <run directory>
-  local task=("$KIT/scripts/lib/in_node_env.sh" --task "$(node_env)" "${IN_CONTAINER[@]}" "$RANK_PYTHON" -I -S)
+# Set COMMAND to srun and its arguments.
+build_srun_command() { # <run directory>
+  local task=("$KIT/scripts/lib/in_node_env.sh" --task "$(node_env)" "${CONTAINER_COMMAND[@]}" "$RANK_PYTHON" -I -S)
   task+=("$KIT/scripts/lib/srun_task.py")
   local shares always=(srun --export ALL --kill-on-bad-exit=1 --nodes "${#NODES[@]}")
   local node counts=()
   for node in "${NODES[@]}"; do
     counts+=("${NPROC_OF[$node]}")
   done
-  mapfile -t shares < <(shares_of_a_rank)
+  mapfile -t shares < <(rank_resources)
   if [[ $LAUNCHER == torchrun ]]; then
-    PYTHON=$RANK_PYTHON agent_words
+    PYTHON=$RANK_PYTHON build_agent_parts
     COMMAND=(env MASTER_ADDR="${NODES[0]}" MASTER_PORT="$MASTER_PORT"
       "${always[@]}" --ntasks "${#NODES[@]}" --ntasks-per-node 1 --cpus-per-task "$CORES_PER_NODE"
       "${SRUN_OPTIONS[@]}" "${task[@]}" agent "$1" "$GRACE" "$(IFS=, && printf '%s' "${counts[*]}")"
-      "${AGENT_WORDS[@]}" -- "${SCRIPT_WORDS[@]}")
+      "${AGENT_PREFIX[@]}" -- "${AGENT_SUFFIX[@]}")
   else
     COMMAND=(env MASTER_PORT="$MASTER_PORT"
       "${always[@]}" --ntasks "$RANKS" --distribution block "${shares[@]}"
@@ -120,9 +121,9 @@ srun_command() { # <run directory>
 }
 
 
-# What srun does not take over from sbatch. With --cpus-per-task, SLURM binds each task to cores of its own, where the
-# cluster is configured to bind at all.
-shares_of_a_rank() {
+# Print options of sbatch that srun does not inherit. With --cpus-per-task, SLURM binds each task to its own cores if the
+# cluster is configured for that.
+rank_resources() {
   if [[ $(printf '%s\n' "${NPROC_OF[@]}" | sort -u | wc -l) == 1 ]]; then
     printf '%s\n' --ntasks-per-node "${NPROC_OF[${NODES[0]}]}"
   fi
@@ -138,10 +139,10 @@ shares_of_a_rank() {
 
 
 # For --dry-run.
-slurm_show_step() {
+slurm_print_step() {
   MASTER_PORT=${MASTER_PORT:-<a free port of ${NODES[0]}>}
-  srun_command "$LOG_DIR/<run>"
-  shown "${COMMAND[@]}"
+  build_srun_command "$LOG_DIR/<run>"
+  masked_command "${COMMAND[@]}"
 }
 
 
@@ -150,7 +151,7 @@ slurm_start_step() {
   for node in "${NODES[@]}"; do
     [[ $LAUNCHER == srun ]] && tasks+=("$node:${NPROC_OF[$node]}") || tasks+=("$node:1")
   done
-  srun_command "$RUN"
+  build_srun_command "$RUN"
   start_client slurm run_step "$(IFS=, && printf '%s' "${tasks[*]}")" "${COMMAND[@]}"
 }
 
@@ -158,11 +159,11 @@ slurm_start_step() {
 # Runs until all tasks have ended. Standard input is the control channel.
 run_step() { # <node:tasks,...> <command...>
   local status=0
-  trap '' INT TERM HUP TSTP USR2 # the reports of the tasks come through it, also when a signal ends the launcher
-  forget_other_launches
-  unset SLURM_NTASKS_PER_NODE SLURM_GPUS_PER_TASK SLURM_DISTRIBUTION # srun's arguments say what is meant of them
-  # srun hands the environment on.
+  trap '' INT TERM HUP TSTP USR2 # it must survive signals to the launcher, to receive the reports of the tasks
+  clear_launch_environment
+  unset SLURM_NTASKS_PER_NODE SLURM_GPUS_PER_TASK SLURM_DISTRIBUTION # given as arguments
+  # srun passes the environment to the tasks.
   (exec_in_environment "${#ENVIRONMENT[@]}" "${ENVIRONMENT[@]}" \
     "$PYTHON" -I -S "$KIT/scripts/lib/step.py" "$RUN" "$@") || status=$?
-  return $((status == 255 ? EXIT_UNFIT : status)) # 255 would be a lost node
+  return $((status == 255 ? EXIT_UNFIT : status)) # 255 means a lost connection in watch.bash
 }

@@ -1,21 +1,20 @@
 # shellcheck shell=bash
 #
-# A batch job of SLURM, which may be started several times: it requeues itself when its time is up, and SLURM requeues
-# it when a node is lost or another job is more urgent. All starts have one run directory, which logs/slurm-<job> points
-# to.
+# A SLURM batch job and its requeues: it requeues itself at the time limit, and SLURM requeues it after a node failure
+# or preemption. All attempts share one run directory, which logs/slurm-<job> points to.
 #
-# Sourced by the scripts of scripts/slurm, never run; it needs slurm.bash and all that slurm.bash needs.
+# Sourced by the scripts of scripts/slurm, never run; it needs slurm.bash and the files that slurm.bash needs.
 
-# shellcheck disable=SC2034 # other files read and set what stands here
-REQUEUES=${SLURM_RESTART_COUNT:-0} # so far, those by SLURM included
+# shellcheck disable=SC2034 # other files use these variables
+REQUEUES=${SLURM_RESTART_COUNT:-0} # including requeues by SLURM
 
 
-# CONFIG, and the options of the job, from the arguments or from the environment in which sbatch was called.
-take_arguments_of_job() {
+# Set CONFIG and the options of the job, from the arguments or the environment of sbatch.
+parse_job_arguments() {
   CALL=(sbatch "$KIT/scripts/slurm/$PROGRAM" "${CALL[@]:1}")
-  GRACE=${MUSTER_GRACE:-120} # SLURM's own KillWait is mostly shorter, and ends what is left
-  [[ $SCRIPT$MODULE ]] || SCRIPT=$SCRIPT_OF_ENVIRONMENT
-  ((${#POSITIONAL[@]})) || POSITIONAL=("${CONFIG_OF_ENVIRONMENT:-$KIT/config/quickstart.yaml}")
+  GRACE=${MUSTER_GRACE:-120} # SLURM's KillWait, usually shorter, ends the remaining processes
+  [[ $SCRIPT$MODULE ]] || SCRIPT=$SCRIPT_FROM_ENVIRONMENT
+  ((${#POSITIONAL[@]})) || POSITIONAL=("${CONFIG_FROM_ENVIRONMENT:-$KIT/config/quickstart.yaml}")
   choose_config "${POSITIONAL[@]}"
 }
 
@@ -24,10 +23,10 @@ refuse_misplaced_options() { # <argument...>
   while (($#)); do
     case $1 in
       --) return ;;
-      --detach) die_usage "--detach: sbatch leaves the terminal by itself" ;;
+      --detach) die_usage "--detach: batch jobs are always detached; leave it out" ;;
       --nodes* | --ntasks* | --gres* | --gpus* | --time* | --mem* | --cpus-per-task* | --partition* | --account* | --array* | \
         -N* | -n* | -p* | -A* | -t* | -w* | -c*)
-        die_usage "$1: options of sbatch stand before the script: sbatch $1 ... $PROGRAM"
+        die_usage "$1: put options of sbatch before the script: sbatch $1 ... $PROGRAM"
         ;;
     esac
     shift
@@ -35,14 +34,14 @@ refuse_misplaced_options() { # <argument...>
 }
 
 
-# An element of an array has a CONFIG of its own, and its number stands for %a.
+# Choose the CONFIG of this array element, and replace %a by its index.
 choose_config() { # <CONFIG...>
   local number=$((${SLURM_ARRAY_TASK_ID:-0} - ${SLURM_ARRAY_TASK_MIN:-0}))
   if (($# > 1)) && [[ ! ${SLURM_ARRAY_TASK_ID-} ]]; then
-    die_usage "$# CONFIGs are for an array of $# elements: sbatch --array=0-$(($# - 1)) (arguments of the script go after --)"
+    die_usage "$# CONFIGs require an array of $# elements: sbatch --array=0-$(($# - 1)) (arguments of the script go after --)"
   fi
   (($# == 1 || number < $#)) ||
-    die_usage "element $SLURM_ARRAY_TASK_ID has no CONFIG: the array begins at $SLURM_ARRAY_TASK_MIN, and $# are given"
+    die_usage "array element $SLURM_ARRAY_TASK_ID: no CONFIG; the array starts at $SLURM_ARRAY_TASK_MIN and $# CONFIGs are given"
   (($# == 1)) || shift "$number"
   CONFIG=$1
   if [[ ${SLURM_ARRAY_TASK_ID-} ]]; then
@@ -52,12 +51,12 @@ choose_config() { # <CONFIG...>
 }
 
 
-# ---------------------------------------------------------------- before it is submitted
+# ---------------------------------------------------------------- --dry-run
 
-# What sbatch reads; then the allocation becomes just that, so that it can be shown what would run.
-show_submission() {
+# Print the lines for sbatch, and set the variables of an allocation as they request it.
+print_submission() {
   local nodes tasks cores
-  nodes=$(default_of nodes) tasks=$(default_of ntasks-per-node) cores=$(default_of cpus-per-task)
+  nodes=$(sbatch_default nodes) tasks=$(sbatch_default ntasks-per-node) cores=$(sbatch_default cpus-per-task)
   grep '^#SBATCH ' -- "$PROGRAM_FILE"
   [[ $nodes$tasks$cores =~ ^[0-9]+$ ]] || die "$PROGRAM_FILE: expected a number in its #SBATCH lines for --nodes, --ntasks-per-node and --cpus-per-task; correct them"
   export SLURM_JOB_ID=0 SLURM_JOB_NODELIST="node[1-$nodes]" SLURM_TASKS_PER_NODE="$tasks(x$nodes)" \
@@ -65,43 +64,42 @@ show_submission() {
 }
 
 
-default_of() { # <option of sbatch>
+sbatch_default() { # <option of sbatch>
   sed -nE "s/^#SBATCH --$1=([^ ]+).*/\1/p" -- "$PROGRAM_FILE"
 }
 
 
-# ---------------------------------------------------------------- when the job is started again
+# ---------------------------------------------------------------- requeue
 
-# The directory in which the job has left its run, in EARLIER_RUN. A run that has ended well stays so.
+# Set EARLIER_RUN to the run directory of a requeued job. Exits if that run has succeeded.
 find_earlier_run() {
   local before
   ((REQUEUES)) && before=$(readlink -e -- "$LOG_DIR/slurm-$SLURM_JOB_ID") || return 0
-  log "job $SLURM_JOB_ID was requeued $(counted "$REQUEUES" time): going on in ${before##*/}"
+  log "job $SLURM_JOB_ID was requeued $(counted "$REQUEUES" time); resuming in ${before##*/}"
   if grep -qsF '"outcome": "ok"' "$before/verdict.json"; then
-    log "the run has ended well before: nothing is left to do"
+    log "the run has already succeeded; nothing to do"
     exit
   fi
   EARLIER_RUN=$before
 }
 
 
-# When SLURM has stopped the ranks, or a node was lost; not when a person has stopped the launcher, or a rank has
-# failed.
+# Requeue after a stop by SLURM or the loss of a node, not after a stop by the user or the failure of a rank.
 requeue_if_stopped() {
   is_batch_script && { stopped_by_slurm || lost_a_node; } || return 0
   if ((REQUEUES >= MAX_REQUEUES)); then
-    record "requeued $(counted "$REQUEUES" time), and --max-requeues is $MAX_REQUEUES: not requeueing; submit the same job to go on"
-  elif requeued_in_vain; then
-    record "no progress${FURTHEST:+ past step $FURTHEST} in the last $MOST_STALLED turns: not requeueing; submit the same job to go on"
+    record "requeued $(counted "$REQUEUES" time), and --max-requeues is $MAX_REQUEUES; not requeueing: submit the same job to resume"
+  elif requeued_without_progress; then
+    record "no progress${LAST_STEP:+ past step $LAST_STEP} in $MAX_STALLED attempts; not requeueing: submit the same job to resume"
   else
-    record "requeueing job $SLURM_JOB_ID${FURTHEST:+ at step $FURTHEST}, to go on from the newest checkpoint"
-    scontrol requeue "${SLURM_JOB[-1]}" || record "SLURM does not requeue it: submit the same job to go on"
+    record "requeueing job $SLURM_JOB_ID${LAST_STEP:+ at step $LAST_STEP}, to resume from the newest checkpoint"
+    scontrol requeue "${SLURM_JOB[-1]}" || record "scontrol requeue failed: submit the same job to resume"
   fi
 }
 
 
-# The ranks were signalled, not the launcher. Both are when a job is preempted: then ranks without a handler die of it,
-# and ranks that exit with 0 may not have finished.
+# Whether the ranks were signalled but not the launcher. Preemption signals both: then ranks without a handler are
+# killed by SIGTERM, and ranks that exit with 0 may not have finished.
 stopped_by_slurm() {
   if [[ ! $SIGNAL ]] && ((CODE == EXIT_STOPPED)); then
     return
@@ -116,18 +114,18 @@ lost_a_node() {
 }
 
 
-# SLURM runs it as the task of its own that a batch script is; in the shell of salloc there is nothing to requeue.
+# In the shell of salloc, SLURM_TASK_PID is another process.
 is_batch_script() {
   [[ ${SLURM_TASK_PID-} == "$$" ]]
 }
 
 
-# Whether the last starts made no progress, one after the other; counted beside the run.
-requeued_in_vain() {
-  local vain=0
+# Whether the last MAX_STALLED attempts made no progress. turns_in_vain has their number.
+requeued_without_progress() {
+  local stalled=0
   if ! made_progress; then
-    vain=$(($(cat -- "$RUN/turns_in_vain" 2>/dev/null || echo 0) + 1))
+    stalled=$(($(cat -- "$RUN/turns_in_vain" 2>/dev/null || echo 0) + 1))
   fi
-  echo "$vain" >"$RUN/turns_in_vain"
-  ((vain >= MOST_STALLED))
+  echo "$stalled" >"$RUN/turns_in_vain"
+  ((stalled >= MAX_STALLED))
 }

@@ -1,25 +1,24 @@
 # shellcheck shell=bash
 #
-# Nodes that do not share the working directory (--sync): what they need is copied there, what they write is copied
-# back.
+# --sync, for nodes that do not share the working directory: copy it to the nodes, and copy the run directory back.
 #
-# Sourced, never run; it needs nodes.bash and ssh.bash. The functions that run on a node have `there` in their names.
+# Sourced, never run; it needs nodes.bash and ssh.bash. Functions named remote_* run on a node.
 
-# shellcheck disable=SC2034 # other files read and set what stands here
-# Neither what git ignores, nor what runs and checkpoints leave: a copy is what a colleague would get by `git clone`.
-NOT_COPIED=(--exclude=/.git --exclude=/logs --exclude=/checkpoints --filter=':- .gitignore')
-FOLLOW_EVERY=2 # seconds between two copies of what is new in the nodes' logs
-FOLLOWER=''    # the process that copies them, while the nodes run
-FETCHED=()     # nodes whose part of the run directory was copied back
+# shellcheck disable=SC2034 # other files use these variables
+# Files that git ignores, logs and checkpoints are not copied.
+RSYNC_EXCLUDES=(--exclude=/.git --exclude=/logs --exclude=/checkpoints --filter=':- .gitignore')
+FOLLOW_INTERVAL=2 # seconds between two copies of new log lines
+FOLLOWER=''       # process that copies log lines while the nodes run
+FETCHED=()        # nodes whose run directory was copied back
 
 
-# ---------------------------------------------------------------- there
+# ---------------------------------------------------------------- to the nodes
 
-# Copy the working directory, and the kit when it lies elsewhere, to every node that does not see ours. Nothing is
-# deleted.
+# Copy the working directory, and Muster if it is outside of it, to every node that does not share them. Nothing is
+# deleted on the nodes.
 sync_nodes() {
   local directory
-  type -P rsync >/dev/null || die "--sync: there is no rsync on this machine: install it"
+  type -P rsync >/dev/null || die "--sync: rsync: not found on this machine; install it"
   for directory in "$PWD" "$KIT"; do
     [[ $directory == "$KIT" && $PWD/ == "$KIT"/* ]] || sync_directory "$directory"
   done
@@ -28,7 +27,7 @@ sync_nodes() {
 
 sync_directory() { # <directory>
   local node mark copying=() failed=()
-  mark=$(mktemp -- "$1/.muster-XXXXXX") || die "--sync: cannot write into $1"
+  mark=$(mktemp -- "$1/.muster-XXXXXX") || die "--sync: cannot write to $1"
   for node in "${NODES[@]}"; do
     copy_unless_shared "$node" "$1" "${mark##*/}" &
     copying+=($!)
@@ -37,21 +36,21 @@ sync_directory() { # <directory>
     wait "${copying[node]}" || failed+=("${NODES[node]}")
   done
   rm -f -- "$mark"
-  ((${#failed[@]} == 0)) || die_with "$EXIT_UNFIT" "--sync: $1 could not be copied to ${failed[*]}: see the lines above"
+  ((${#failed[@]} == 0)) || die_with "$EXIT_UNFIT" "--sync: $1 could not be copied to ${failed[*]}; see the messages above"
 }
 
 
-copy_unless_shared() { # <node> <directory> <name of a file that is in ours>
+copy_unless_shared() { # <node> <directory> <file in this machine's directory>
   local reply
-  reply=$(ssh_call "$1" is_shared_there "$2" "$3" </dev/null) || return
+  reply=$(ssh_call_function "$1" remote_is_shared "$2" "$3" </dev/null) || return
   [[ $reply != *"shared $3"* ]] || return 0
   log "--sync: copying $2 to $1"
-  rsync --archive --compress --protect-args --exclude="/$3" "${NOT_COPIED[@]}" \
+  rsync --archive --compress --protect-args --exclude="/$3" "${RSYNC_EXCLUDES[@]}" \
     -e "ssh ${SSH_OPTIONS[*]}" -- "$2/" "${ADDRESS[$1]}:$2/" </dev/null
 }
 
 
-is_shared_there() { # <directory> <name of a file>
+remote_is_shared() { # <directory> <name of a file>
   mkdir -p -- "$1" && cd -- "$1" || return
   if [[ -e $2 ]]; then
     echo "shared $2"
@@ -59,23 +58,23 @@ is_shared_there() { # <directory> <name of a file>
 }
 
 
-# ---------------------------------------------------------------- and back
+# ---------------------------------------------------------------- from the nodes
 
-# Copy the logs of the nodes while they run.
+# Start to copy the logs of the nodes while they run.
 follow_logs() {
   ((SYNC)) || return 0
-  pipe_into FOLLOWING append_logs_repeatedly
+  start_with_pipe FOLLOWING append_logs_repeatedly
   FOLLOWER=$!
 }
 
 
-# To the end of the input: then the run, or the launcher, has ended.
+# Until end of file on standard input: then the run has ended, or the launcher has exited.
 append_logs_repeatedly() {
-  local node status ANSWER_WITHIN=3
+  local node status REPLY_TIMEOUT=3
   trap '' INT TERM HUP TSTP PIPE
   close_control_channels
   while true; do
-    read -r -t "$FOLLOW_EVERY" _ && status=0 || status=$?
+    read -r -t "$FOLLOW_INTERVAL" _ && status=0 || status=$?
     ((status > 128)) || return 0
     for node in "${NODES[@]}"; do
       append_log "$node" 2>/dev/null &
@@ -85,21 +84,22 @@ append_logs_repeatedly() {
 }
 
 
-# Append what is new in the log of a node to ours, which holds the same bytes so far.
+# Append the bytes that the log on the node has and the local copy lacks.
 append_log() { # <node>
   local log=$RUN/node_$1.log size=0
   [[ ! -e $log ]] || size=$(stat -c %s -- "$log")
-  ssh_call "$1" print_log_there "$RUN" "node_$1.log" $((size + 1)) </dev/null >>"$log"
+  ssh_call_function "$1" remote_print_log "$RUN" "node_$1.log" $((size + 1)) </dev/null >>"$log"
 }
 
 
-# A node that shares the run directory, and so has run.json, writes our log itself.
-print_log_there() { # <run directory> <log file> <first byte>
+# A node with run.json shares the run directory and writes the log itself.
+remote_print_log() { # <run directory> <log file> <first byte>
   cd -- "$1" && { [[ -e run.json ]] || tail -c +"$3" -- "$2"; }
 }
 
 
-# What is not here yet of each node's part of the run directory; checkpoints stay where they are.
+# Copy the run directory of each node back, without checkpoints. Nodes with an exit code or a .lost file are skipped:
+# they share it, or are unreachable.
 collect_logs() {
   local node fetching=()
   if [[ $FOLLOWER ]]; then
@@ -111,7 +111,7 @@ collect_logs() {
   for node in "${NODES[@]}"; do
     if [[ ! -e $RUN/node_$node.exit && ! -e $RUN/node_$node.lost ]]; then
       FETCHED+=("$node")
-      fetch "$node" &
+      fetch_logs "$node" &
       fetching+=($!)
     fi
   done
@@ -119,29 +119,29 @@ collect_logs() {
 }
 
 
-fetch() { # <node>
-  ((!SYNC)) || append_log "$1" 2>/dev/null || rm -f -- "$RUN/node_$1.log" # then all of it comes with the rest
-  ssh_call "$1" pack_there "$RUN" </dev/null |
+fetch_logs() { # <node>
+  ((!SYNC)) || append_log "$1" 2>/dev/null || rm -f -- "$RUN/node_$1.log" # tar then copies the whole log
+  ssh_call_function "$1" remote_pack "$RUN" </dev/null |
     tar -xf - --keep-newer-files --no-same-owner -C "$RUN" 2>/dev/null ||
-    warn "$1: its part of $RUN could not be copied back; it may still be there"
+    warn "$1: $RUN could not be copied back; look for it on the node"
 }
 
 
-pack_there() { # <run directory>
+remote_pack() { # <run directory>
   cd -- "$1" && tar -cf - --exclude=./checkpoints .
 }
 
 
-# The files of the last attempt make room on the nodes too, so that they are not copied back as the next one's.
+# Archive the last attempt on the nodes too, so that its files are not copied back as those of the next.
 archive_attempt_on_nodes() {
   local node
   for node in "${FETCHED[@]}"; do
-    ssh_call "$node" archive_there "$RUN" "try_$ATTEMPT" </dev/null ||
-      warn "$node: $RUN could not be tidied up there"
+    ssh_call_function "$node" remote_archive "$RUN" "try_$ATTEMPT" </dev/null ||
+      warn "$node: files of the last attempt in $RUN could not be moved"
   done
 }
 
 
-archive_there() { # <run directory> <directory for an earlier attempt>
+remote_archive() { # <run directory> <directory for an earlier attempt>
   cd -- "$1" && mkdir -p -- "$2" && mv errors ranks node_* "$2/"
 }

@@ -1,18 +1,18 @@
 # shellcheck shell=bash
 #
-# The kit's own virtual environment, $KIT/.venv: made when it is missing, filled when the requirements
-# have changed, made anew when an installation was cut short. Sourced after common.bash.
+# Muster's virtual environment, $KIT/.venv: created when missing, updated when the requirements have changed, created
+# again when an installation was interrupted. Sourced after common.bash.
 
-# shellcheck disable=SC2034 # other files read and set what stands here
+# shellcheck disable=SC2034 # other files use these variables
 VENV=$KIT/.venv
 
 
-# After this $VENV holds what the requirement files (names in KIT) ask for, and PYTHON is its Python;
-# in a dry run, where there is no $VENV yet, the one it would be made from.
-provide_venv() { # <value of --python, may be empty> <requirement file...>
+# Install the requirement files (names in KIT) into $VENV and set PYTHON to its Python. In a dry run without $VENV,
+# PYTHON is the one that would create it.
+ensure_venv() { # <value of --python, may be empty> <requirement file...>
   local files=("${@:2}")
   files=("${files[@]/#/--requirement=}")
-  if ! venv_holds "${@:2}"; then
+  if ! venv_is_current "${@:2}"; then
     base_python "$1"
     if [[ ${DRY_RUN:-0} == 1 ]]; then
       show "$PYTHON" -m venv "$VENV"
@@ -25,8 +25,8 @@ provide_venv() { # <value of --python, may be empty> <requirement file...>
 }
 
 
-# Each file that was installed has left a stamp: with which Python, and which checksum it had.
-venv_holds() { # <requirement file...>
+# Each installed file has a stamp with the version of Python and its checksum.
+venv_is_current() { # <requirement file...>
   local file
   [[ -x $VENV/bin/python && ! -e $VENV/unfinished ]] || return
   for file; do
@@ -40,9 +40,9 @@ stamp() { # <requirement file>
 }
 
 
-# Set PYTHON to the one to build on, which is never the one of the environment being built.
+# Set PYTHON to the Python that creates $VENV, never the one in $VENV.
 base_python() { # <value of --python, may be empty>
-  name_python "${1:-python3}"
+  resolve_python "${1:-python3}"
   [[ $1 ]] || PYTHON_ORIGIN=PATH
   check_python
   if [[ ${PYTHON%/*} -ef $VENV/bin ]]; then
@@ -51,23 +51,23 @@ base_python() { # <value of --python, may be empty>
 }
 
 
-# One at a time: the second to come finds the work done. Descriptor 9 holds the lock.
+# Descriptor 9 holds a lock: a concurrent call waits and then has nothing to install.
 build_venv() ( # <requirement file...>
   cd -- "$KIT" || exit
   flock --nonblock 9 || { log "waiting for another installation into $VENV" && flock 9; }
-  if ! venv_holds "$@"; then
+  if ! venv_is_current "$@"; then
     clear_broken_venv
-    make_venv
-    fill_venv "$@"
+    create_venv
+    install_requirements "$@"
   fi
 )
 
 
 clear_broken_venv() {
   if [[ -e $VENV/unfinished ]]; then
-    log "an installation into $VENV was cut short: making it anew"
+    log "$VENV: the last installation was interrupted; creating it again"
   elif [[ -e $VENV || -L $VENV ]] && ! "$VENV/bin/python" --version &>/dev/null; then
-    log "the Python of $VENV does not run any more: making it anew"
+    log "$VENV: its Python does not run; creating it again"
   else
     return 0
   fi
@@ -75,26 +75,26 @@ clear_broken_venv() {
 }
 
 
-# pip comes from ensurepip, which Debian packs apart from Python, or else from a pip that is there.
-make_venv() {
+# pip is installed by ensurepip, which Debian packages separately, or by the pip of $PYTHON.
+create_venv() {
   if [[ -e $VENV ]]; then
     return
   fi
   "$PYTHON" -m ensurepip --version &>/dev/null || "$PYTHON" -m pip --version &>/dev/null ||
-    die_with "$EXIT_UNFIT" "'$PYTHON' has neither ensurepip nor pip to fill a virtual environment with:" \
-      "sudo apt-get install python3-venv (Debian, Ubuntu), then run this again"
+    die_with "$EXIT_UNFIT" "'$PYTHON' has neither ensurepip nor pip;" \
+      "install one (Debian, Ubuntu: sudo apt-get install python3-venv) and run this again"
   run "$PYTHON" -m venv --without-pip "$VENV"
 }
 
 
-# "unfinished" stays behind when the installer is killed: nobody can say then what is half written.
-fill_venv() { # <requirement file...>
+# The file "unfinished" remains when the installer is killed; clear_broken_venv then removes $VENV.
+install_requirements() { # <requirement file...>
   local file install=("$VENV/bin/python" -m pip install "${@/#/--requirement=}")
   trap 'exit "$EXIT_INTERRUPTED"' INT
-  log "installing $*: minutes, the first time (to follow it: tail -f $(quote "$VENV/install.log"))"
+  log "installing $*: takes minutes the first time; output: tail -f $(quote "$VENV/install.log")"
   show "${install[@]}"
   : >"$VENV/unfinished"
-  { provide_pip && "${install[@]}"; } >"$VENV/install.log" 2>&1 || not_installed
+  { ensure_pip && "${install[@]}"; } >"$VENV/install.log" 2>&1 || report_pip_failure
   for file; do
     stamp "$file" >"$VENV/$file.stamp"
   done
@@ -102,14 +102,14 @@ fill_venv() { # <requirement file...>
 }
 
 
-provide_pip() {
+ensure_pip() {
   "$VENV/bin/python" -m pip --version ||
     "$VENV/bin/python" -m ensurepip ||
     "$PYTHON" -m pip --python "$VENV/bin/python" install pip
 }
 
 
-not_installed() {
+report_pip_failure() {
   rm -- "$VENV/unfinished"
   tail -n 20 -- "$VENV/install.log" >&2
   die "pip failed; its last lines are above, all of its output is in $VENV/install.log;" \

@@ -1,63 +1,64 @@
 # shellcheck shell=bash
 #
-# Find a run that was started before, perhaps elsewhere, and ask its nodes.
+# Find an existing run, perhaps started on another machine, and run commands on its nodes.
 #
 #   open_connections
-#   find_run RUN; ask_nodes "$REPLIES" visit_status --seconds 1
+#   find_run RUN; run_on_nodes "$REPLIES" visit_status --seconds 1
 #
 # Sourced, never run; it needs options.bash, nodes.bash and ssh.bash.
 
-# shellcheck disable=SC2034 # other files read and set what stands here
-MARK=''               # the run directory as its processes carry it in MUSTER_RUN_DIR
+# shellcheck disable=SC2034 # other files use these variables
+RUN_MARK=''           # the run directory as in MUSTER_RUN_DIR of its processes
 RUN_PYTHON=''         # interpreter of its ranks
-LAUNCHER_IS=''        # here, gone, elsewhere, or in the job: it is its batch script
-LAUNCHER_HOST='' LAUNCHER_PID=0 LAUNCHER_SINCE='' # where it was started, its process id there, and its start
-RUN_GRACE=0           # seconds that it gives to ranks that are asked to stop
+LAUNCHER_STATE=''     # here, gone, elsewhere, or job: the launcher is the batch script of JOB
+LAUNCHER_HOST='' LAUNCHER_PID=0 LAUNCHER_START='' # host, process id and start time (clock ticks since boot)
+RUN_GRACE=0           # its MUSTER_GRACE, in seconds
 JOB=''                # number of its SLURM job
-JOB_STATE=''          # as squeue has it, with the reason: RUNNING None, PENDING Resources; empty when it is over
+JOB_STATE=''          # state and reason of squeue, such as PENDING Resources; empty when the job has ended
 declare -A FIRST_RANK_OF=() # of each node
-VISITED=''            # directory for what the nodes reply
+VISIT_DIR=''          # directory for the replies of the nodes
 
 
+# Set the variables above, RUN and NODES. Exits when there is no such run.
 find_run() { # <RUN>
-  local words
-  VISITED=$(mktemp -d "$SOCKETS/replies-XXXXXX") # removed when the connections go
-  where_is "$PWD" "$1" || where_is "$(directory_of_job "$1")" "$1" || no_run "$1"
-  mapfile -d '' words <"$VISITED/found"
-  RUN=${words[0]} MARK=${words[1]} RUN_PYTHON=${words[2]}
-  LAUNCHER_IS=${words[3]} LAUNCHER_HOST=${words[4]} LAUNCHER_PID=${words[5]} LAUNCHER_SINCE=${words[6]}
-  RUN_GRACE=${words[7]} JOB=${words[8]}
-  set -- "${words[@]:9}"
+  local found
+  VISIT_DIR=$(mktemp -d "$CONNECTIONS_DIR/replies-XXXXXX")
+  look_up_run "$PWD" "$1" || look_up_run "$(directory_of_job "$1")" "$1" || refuse_missing_run "$1"
+  mapfile -d '' found <"$VISIT_DIR/found"
+  RUN=${found[0]} RUN_MARK=${found[1]} RUN_PYTHON=${found[2]}
+  LAUNCHER_STATE=${found[3]} LAUNCHER_HOST=${found[4]} LAUNCHER_PID=${found[5]} LAUNCHER_START=${found[6]}
+  RUN_GRACE=${found[7]} JOB=${found[8]}
+  set -- "${found[@]:9}"
   while (($#)); do
     add_node "$1" "$3" "$2"
     FIRST_RANK_OF[$1]=$4
     shift 4
   done
-  cd / # a directory that is everywhere: ssh_run goes where we are
-  [[ ! $JOB ]] || look_for_job
+  cd / # ssh_run changes to the working directory, which must exist on every node
+  [[ ! $JOB ]] || update_job_state
 }
 
 
-# The same process, not one that has its number now.
-launcher_lives() {
+# Compares the start time, as the process id may have been reused.
+launcher_is_running() {
   local stat fields
-  [[ $LAUNCHER_IS == here ]] && read -r stat 2>/dev/null <"/proc/$LAUNCHER_PID/stat" || return 1
+  [[ $LAUNCHER_STATE == here ]] && read -r stat 2>/dev/null <"/proc/$LAUNCHER_PID/stat" || return 1
   read -r -a fields <<<"${stat##*) }"
-  [[ ${fields[0]} != Z && ${fields[19]} == "$LAUNCHER_SINCE" ]]
+  [[ ${fields[0]} != Z && ${fields[19]} == "$LAUNCHER_START" ]]
 }
 
 
-where_is() { # <directory where a path begins> <RUN>
-  [[ $1 ]] && kit_python runs.lookup --from "$1" --log-dir "$LOG_DIR" -- "$2" >"$VISITED/found" 2>"$VISITED/why"
+look_up_run() { # <base of relative paths> <RUN>
+  [[ $1 ]] && kit_python runs.lookup --from "$1" --log-dir "$LOG_DIR" -- "$2" >"$VISIT_DIR/found" 2>"$VISIT_DIR/why"
 }
 
 
-# Where it was submitted, perhaps another directory than this one.
+# Print the directory in which the job was submitted.
 directory_of_job() { # <RUN>
-  local shown
-  is_job "$1" && shown=$(scontrol show job --oneliner "$1" 2>/dev/null) || return 0
-  shown=${shown%%$'\n'*} # of an array, there is a line for each element
-  [[ ! $shown =~ \ WorkDir=(.*)\ StdErr= ]] || printf '%s\n' "${BASH_REMATCH[1]}"
+  local job
+  is_job "$1" && job=$(scontrol show job --oneliner "$1" 2>/dev/null) || return 0
+  job=${job%%$'\n'*} # an array has one line per element
+  [[ ! $job =~ \ WorkDir=(.*)\ StdErr= ]] || printf '%s\n' "${BASH_REMATCH[1]}"
 }
 
 
@@ -66,32 +67,32 @@ is_job() { # <RUN>
 }
 
 
-# A job that waits has no run yet, and one that was refused never had.
-no_run() { # <RUN>
-  local shown
+# A pending job has no run directory yet; a job whose call was refused never had one.
+refuse_missing_run() { # <RUN>
+  local job
   if is_job "$1"; then
-    type -P scontrol >/dev/null || die_usage "RUN '$1': no run of job $1 in $LOG_DIR, and there is no SLURM here to be" \
-      "asked; call it where the job was submitted, or name its run directory"
+    type -P scontrol >/dev/null || die_usage "RUN '$1': no run of job $1 in $LOG_DIR, and scontrol is not on this machine;" \
+      "run $PROGRAM where the job was submitted, or name its run directory"
     JOB_STATE=$(state_of_job "$1")
     [[ ! $JOB_STATE ]] || job_without_run "$1"
-    shown=$(scontrol show job --oneliner "$1" 2>&1 || true)
-    [[ ! $shown =~ JobState=([A-Z_]+).*\ ExitCode=([0-9]+).*\ StdErr=(.*)\ StdIn= ]] ||
-      die "job $1 has ended before it had a run (${BASH_REMATCH[1]}, exit code ${BASH_REMATCH[2]}): see ${BASH_REMATCH[3]};" \
-        "where that is missing, so was its directory"
-    die_usage "RUN '$1': no run of job $1 in $LOG_DIR, and SLURM knows of none (${shown##*$'\n'}); of jobs that ended" \
-      "long ago: sacct -j $1"
+    job=$(scontrol show job --oneliner "$1" 2>&1 || true)
+    [[ ! $job =~ JobState=([A-Z_]+).*\ ExitCode=([0-9]+).*\ StdErr=(.*)\ StdIn= ]] ||
+      die "job $1: ended before its run started (${BASH_REMATCH[1]}, exit code ${BASH_REMATCH[2]}); see ${BASH_REMATCH[3]};" \
+        "if that file is missing, its directory did not exist"
+    die_usage "RUN '$1': no run of job $1 in $LOG_DIR, and SLURM has no such job (${job##*$'\n'}); for older" \
+      "jobs: sacct -j $1"
   fi
-  die_usage "$(<"$VISITED/why")"
+  die_usage "$(<"$VISIT_DIR/why")"
 }
 
 
-# A batch script is there as long as its job; and without the job there are no processes that could be asked about.
-look_for_job() {
+# The batch script runs as long as its job; without the job no process of the run exists.
+update_job_state() {
   JOB_STATE=$(state_of_job "$JOB")
   if ! job_runs; then
-    LAUNCHER_IS=gone
-  elif [[ $LAUNCHER_IS == elsewhere && " ${NODES[*]} " == *" $LAUNCHER_HOST "* ]]; then
-    LAUNCHER_IS=job
+    LAUNCHER_STATE=gone
+  elif [[ $LAUNCHER_STATE == elsewhere && " ${NODES[*]} " == *" $LAUNCHER_HOST "* ]]; then
+    LAUNCHER_STATE=job
   fi
 }
 
@@ -106,18 +107,18 @@ job_runs() {
 }
 
 
-# Beside the tasks that are there, however busy the node is.
-in_job() { # <node> <command...>
+# As a job step that shares the resources of the running tasks.
+run_in_job() { # <node> <command...>
   (
-    forget_job
-    exec ${ANSWER_WITHIN:+timeout -s KILL "$ANSWER_WITHIN"} srun --overlap --jobid "$JOB" --nodes 1 --ntasks 1 \
+    clear_slurm_environment
+    exec ${REPLY_TIMEOUT:+timeout -s KILL "$REPLY_TIMEOUT"} srun --overlap --jobid "$JOB" --nodes 1 --ntasks 1 \
       --nodelist "$1" --input none --quiet "${@:2}"
   )
 }
 
 
-# Another one, that this shell may be in.
-forget_job() {
+# Remove the variables of another job, if this shell is in one.
+clear_slurm_environment() {
   local name
   for name in "${!SLURM_@}"; do
     [[ $name == SLURM_CONF ]] || unset "$name"
@@ -125,10 +126,10 @@ forget_job() {
 }
 
 
-# Run a command on a node of the run, wherever that is. What a job has left lies in its directory, which is shared.
-visit() { # <node> <command...>
+# Run a command on a node of the run. Files of an ended job are read here, as its run directory is shared.
+visit_node() { # <node> <command...>
   if [[ $JOB ]] && job_runs; then
-    in_job "$@"
+    run_in_job "$@"
   elif [[ $JOB ]]; then
     "${@:2}"
   elif [[ ${ADDRESS[$1]-} ]]; then
@@ -139,8 +140,8 @@ visit() { # <node> <command...>
 }
 
 
-# For ask_nodes: what a node sees of the run.
-visit_status() { # <node> [more options of runs.node_status...]
-  visit "$1" "$RUN_PYTHON" "$KIT/scripts/lib/module.py" runs.node_status --run "$MARK" --node "$1" \
+# For run_on_nodes: print the state of the run on a node.
+visit_status() { # <node> [option of runs.node_status...]
+  visit_node "$1" "$RUN_PYTHON" "$KIT/scripts/lib/module.py" runs.node_status --run "$RUN_MARK" --node "$1" \
     --count "${NPROC_OF[$1]}" --first-rank "${FIRST_RANK_OF[$1]}" "${@:2}"
 }

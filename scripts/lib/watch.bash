@@ -1,61 +1,60 @@
 # shellcheck shell=bash
 #
-# Nodes while they run: start them, wait for the first failure, stop the others, judge, restart.
+# Nodes while they run: start them, wait for the first failure, stop the others, determine the verdict, restart.
 #
 # Sourced, never run; it needs options.bash, nodes.bash and launch.bash (record). A launcher calls, after open_run:
 #
 #   begin_run
 #   while true; do
-#     start_node FUNCTION NODE COMMAND... for each node; wait_for_nodes; judge
-#     may_restart || break
+#     start_node FUNCTION NODE COMMAND... for each node; wait_for_nodes; report_verdict
+#     should_restart || break
 #     prepare_restart
 #   done
 #   exit "$CODE"
 
-# shellcheck disable=SC2034,SC2153 # other files read and set what stands here
-# Every node has a client: a process that runs the node's supervisor, with ssh the one that is connected to the node.
-# Its standard input is the control channel of the supervisor; its exit code comes through EVENTS.
-declare -A CLIENT=() CONTROL=() # of each node that has not ended: its process, and the control channel
-declare -A REACHED_BY=()        # of each node: the function that runs a command there
-declare -A DEAD=()              # clients that have ended, perhaps with an exit code that is still to come
-declare -A UNSTARTED=()         # nodes on which not even a supervisor could be started, with the exit code
-declare -A SUPERVISED=()        # nodes with a client of their own, and with an exit code in node_NAME.exit
-CLEARING=()                     # processes that end what is left on nodes whose client was lost
-EVENTS=''                       # file descriptor of a pipe, both ends: a client never waits for a reader
-CODE=0                          # of the run, when it is judged
-STATUS=0                        # of the first node that failed
-SIGNAL=''                       # the one that asked us to stop
-DEADLINE='' REQUEST=''          # when nodes that still run get the next request, and which
+# shellcheck disable=SC2034,SC2153 # other files use these variables
+# Each node has a client: a local process that runs the node's supervisor, over ssh if the node is another machine. Its
+# standard input is the control channel of the supervisor; it writes its exit code to EVENTS.
+declare -A CLIENT=() CONTROL=() # of each node that has not ended: process id of the client, control channel
+declare -A REACHED_BY=()        # node -> function that runs a command there
+declare -A DEAD=()              # clients that have exited and whose exit code was not received
+declare -A UNSTARTED=()         # nodes on which the supervisor could not be started -> exit code
+declare -A SUPERVISED=()        # nodes with their own client, whose supervisor writes node_NAME.exit
+SWEEPS=()                       # processes that end the remaining processes on lost nodes
+EVENTS=''                       # file descriptor of a pipe, opened for both directions: writers never block
+CODE=0                          # exit code of the run, set by report_verdict
+STATUS=0                        # exit code of the first node that failed
+SIGNAL=''                       # signal that requested a stop
+DEADLINE='' REQUEST=''          # next request to nodes that still run, and when it is due
 HEARTBEAT_TIMEOUT=''            # seconds without a heartbeat of the launcher after which a node stops its command
 RESTARTS=0                      # so far
-ATTEMPT=0                       # number of the last attempt that was archived
+ATTEMPT=0                       # number of the last archived attempt
 STALLED=0                       # consecutive restarts without progress
-FURTHEST=''                     # the last step that the run has logged
-BEGUN=0                         # when this attempt began, as $SECONDS
-MOST_STALLED=3                  # consecutive restarts without progress before giving up
-MINUTES=300                     # seconds after which a failure is no longer one of the start
-HANG_OF_STEPS=600               # HANG_TIMEOUT of a run that logs steps, without --hang-timeout
-HEARTBEATS=''                   # file descriptor: its end ends the heartbeats
-HANG_WATCHER='' HANG_CHANNEL='' # process that watches for a hang, and the end of its standard input
-HURRY=10                        # seconds between the request to stop and SIGKILL, when a node has failed
+LAST_STEP=''                    # last step that the run has logged
+ATTEMPT_START=0                 # start of this attempt, as $SECONDS
+MAX_STALLED=3                   # consecutive restarts without progress before giving up
+PROGRESS_SECONDS=300            # an attempt that logs no steps has made progress when it ran this long
+DEFAULT_HANG_TIMEOUT=600        # of a run that logs steps, without --hang-timeout
+HEARTBEATS=''                   # file descriptor; closing it stops the heartbeats
+HANG_WATCHER='' HANG_CHANNEL='' # process of hang_watch.sh, file descriptor of its standard input
+STOP_TIMEOUT=10                 # seconds between stop request and SIGKILL when a node has failed
 
 
-# To be called when there is a run directory, and before anything is started.
+# Call it after open_run and before any node is started.
 begin_run() {
-  [[ ! -e $RUN/metrics.jsonl ]] || FURTHEST=$(kit_python metrics "$RUN/metrics.jsonl")
+  [[ ! -e $RUN/metrics.jsonl ]] || LAST_STEP=$(kit_python metrics "$RUN/metrics.jsonl")
   exec {EVENTS}<> <(:)
   watch_signals
 }
 
 
-# Run a command on this machine, in the environment with which the launcher was started. Bash reports nothing of it.
+# Run a command on this machine, in the environment with which the launcher was started.
 run_here() { # <node> <command> [argument...]
   { (exec_in_environment 0 "${@:2}" 2>&9 9>&-); } 9>&2 2>/dev/null
 }
 
 
-# The program that runs commands on nodes, in SUPERVISOR.
-name_supervisor() {
+set_supervisor() {
   SUPERVISOR=("$PYTHON" -I -S "$KIT/scripts/lib/supervisor.py")
 }
 
@@ -63,17 +62,17 @@ name_supervisor() {
 start_node() { # <function that runs a command on a node> <node> <command...>
   local terminal=()
   [[ ! -t 1 || ! -t 2 ]] || terminal=(--terminal)
-  name_supervisor
+  set_supervisor
   REACHED_BY[$2]=$1
   start_client "$2" "$1" "$2" "${SUPERVISOR[@]}" run --dir "$RUN" --name "$2" --grace "$GRACE" --environment - \
     "${terminal[@]}" ${HEARTBEAT_TIMEOUT:+--heartbeat-timeout "$HEARTBEAT_TIMEOUT"} --source "$(node_env)" \
     --sample-usage -- "${@:3}"
   SUPERVISED[$2]=1
-  { environment_block >&"${CONTROL[$2]}"; } 2>/dev/null || true # it may have ended
+  { environment_block >&"${CONTROL[$2]}"; } 2>/dev/null || true # it may have exited
 }
 
 
-# The environment of the ranks as supervisor.py and in_node_env.sh read it. Through a pipe, as others can see arguments.
+# Print ENVIRONMENT for supervisor.py and in_node_env.sh. It is sent through a pipe, as all users can read arguments.
 environment_block() {
   ((${#ENVIRONMENT[@]} == 0)) || printf '%s\0' "${ENVIRONMENT[@]}"
   printf '\0'
@@ -82,9 +81,9 @@ environment_block() {
 
 start_client() { # <its name> <command...>
   local control
-  pipe_into control run_client "$@"
+  start_with_pipe control run_client "$@"
   CLIENT[$1]=$! CONTROL[$1]=$control
-  disown "$!" 2>/dev/null || true # bash would print it when it is killed, as it may have been already
+  disown "$!" 2>/dev/null || true # bash would print a message when it is killed; it may have exited already
 }
 
 
@@ -97,8 +96,7 @@ run_client() { # <its name> <command...>
 }
 
 
-# A process that runs beside the launcher must not hold a control channel: the node would not notice that the launcher
-# is gone.
+# Background processes must not hold control channels: nodes would not notice that the launcher has exited.
 close_control_channels() {
   local control
   for control in "${CONTROL[@]}"; do
@@ -108,32 +106,32 @@ close_control_channels() {
 }
 
 
-# To the end of the last node. The first failure stops all the others.
+# Wait until all nodes have ended. The first failure stops the other nodes.
 wait_for_nodes() {
-  local received begun='' node status
+  local received partial='' node status
   STATUS=0
-  [[ ! $SIGNAL ]] || request stop # it came before there was a node
-  [[ ! $HEARTBEAT_TIMEOUT ]] || pipe_into HEARTBEATS send_heartbeats
+  [[ ! $SIGNAL ]] || send_request stop # received before a node was started
+  [[ ! $HEARTBEAT_TIMEOUT ]] || start_with_pipe HEARTBEATS send_heartbeats
   start_hang_watch
   while ((${#CLIENT[@]})); do
     if IFS= read -r -t 0.5 -u "$EVENTS" received; then
-      read -r node status <<<"$begun$received"
-      begun=''
+      read -r node status <<<"$partial$received"
+      partial=''
       if [[ $node == /hang ]]; then
-        hung
+        handle_hang
       else
-        ended "$node" "$status"
+        handle_exit "$node" "$status"
       fi
     else
-      begun+=$received # the timeout came in the middle of a line
+      partial+=$received # the timeout split a line
       notice_dead_clients
     fi
     if [[ $DEADLINE ]] && ((SECONDS >= DEADLINE)); then
       escalate
     fi
   done
-  ((${#CLEARING[@]} == 0)) || wait "${CLEARING[@]}" || true
-  CLEARING=()
+  ((${#SWEEPS[@]} == 0)) || wait "${SWEEPS[@]}" || true
+  SWEEPS=()
   stop_hang_watch
   [[ ! $HEARTBEATS ]] || exec {HEARTBEATS}>&-
   HEARTBEATS=''
@@ -148,74 +146,74 @@ notice_dead_clients() {
     [[ $stat == *') Z'* ]] || continue
     if [[ ${DEAD[$node]-} ]]; then
       record "$node: process ${CLIENT[$node]}, the launcher's connection to it, was killed"
-      ended "$node" 137
+      handle_exit "$node" 137
     else
-      DEAD[$node]=1 # its exit code may still be on its way
+      DEAD[$node]=1 # its exit code may still be in EVENTS
     fi
   done
 }
 
 
-ended() { # <node> <exit code of its client>
+handle_exit() { # <node> <exit code of its client>
   local control=${CONTROL[$1]} status=$2
   exec {control}>&-
   unset "CLIENT[$1]" "CONTROL[$1]" "DEAD[$1]"
-  if may_be_lost "$1" "$status"; then
-    [[ -e $RUN/node_$1.lost ]] || lost "$1"
+  if is_connection_lost "$1" "$status"; then
+    [[ -e $RUN/node_$1.lost ]] || handle_lost_node "$1"
     ((status != 255)) || status=$EXIT_UNFIT
   elif ((status == 126 || status == 127)); then
     UNSTARTED[$1]=$status
   fi
   if ((status != 0 && STATUS == 0)); then
     STATUS=$status
-    [[ $DEADLINE ]] || schedule $((status == EXIT_STOPPED ? 30 : 0)) stop # checkpoints may still be being written
+    [[ $DEADLINE ]] || schedule_request $((status == EXIT_STOPPED ? 30 : 0)) stop # give the other nodes time for their checkpoints
   fi
 }
 
 
-# The run makes no progress; why, is in .hang.json. Nothing follows from that when the run is ending already.
-hung() {
+# Stop a run that makes no progress, unless it is already ending. The reason is in .hang.json.
+handle_hang() {
   [[ $STATUS == 0 && ! $DEADLINE && -e $RUN/.hang.json ]] || return 0
   mv -- "$RUN/.hang.json" "$RUN/hang.json"
   STATUS=$EXIT_GAVE_UP
   record "the run hangs; stopping it"
-  schedule 0 stop
+  schedule_request 0 stop
 }
 
 
-# Whether this may be the client's own exit code, not the node's: ssh ends with 255 when the connection is lost, and
-# above 128 a signal has ended it. Where the run directory is shared, the node's own is in node_NAME.exit.
-may_be_lost() { # <node> <exit code>
+# Whether the exit code may be the client's own, not the node's: ssh exits with 255 when the connection is lost, and
+# codes above 128 mean that a signal ended it. The supervisor writes the node's own exit code to node_NAME.exit.
+is_connection_lost() { # <node> <exit code>
   [[ ${SUPERVISED[$1]-} && ! -e $RUN/node_$1.exit ]] && (($2 == 255 || ($2 > 128 && !${DEADLINE:-0})))
 }
 
 
-# Without its connection a node stops its command by itself. Wait for that, and for what the node reports of it.
-lost() { # <node>
+# A node that has lost its connection stops its command itself; sweep_lost_node waits for that.
+handle_lost_node() { # <node>
   record "$1: connection to its supervisor lost; stopping the run"
-  clear_node "$1" &
-  CLEARING+=($!)
+  sweep_lost_node "$1" &
+  SWEEPS+=($!)
 }
 
 
-clear_node() { # <node>
+sweep_lost_node() { # <node>
   trap '' INT TERM HUP TSTP
   close_control_channels
-  name_supervisor
-  if ! ANSWER_WITHIN=$((GRACE + HURRY)) "${REACHED_BY[$1]}" "$1" "${SUPERVISOR[@]}" sweep --dir "$RUN" --name "$1" --grace "$GRACE" \
+  set_supervisor
+  if ! REPLY_TIMEOUT=$((GRACE + STOP_TIMEOUT)) "${REACHED_BY[$1]}" "$1" "${SUPERVISOR[@]}" sweep --dir "$RUN" --name "$1" --grace "$GRACE" \
     </dev/null >/dev/null 2>&1; then
     : >"$RUN/node_$1.lost" # for the verdict
   fi
 }
 
 
-# A shell ends with 126 or 127 where there is no interpreter to be started. The verdict reads that where it reads
-# what supervisors write.
-note_unstarted() {
+# The exit code was 126 or 127: the interpreter could not be started. Write the files that a supervisor would have
+# written, for the verdict.
+record_unstarted() {
   local node
   for node in "${!UNSTARTED[@]}"; do
     [[ ! -e $RUN/node_$node.exit ]] || continue
-    printf '%s\n' "$PYTHON: cannot be started on $node; name an interpreter that is there with --python" \
+    printf '%s\n' "$PYTHON: cannot be started on $node; name an interpreter of that node with --python" \
       >>"$RUN/node_$node.log"
     printf '%s\n' "${UNSTARTED[$node]}" >"$RUN/node_$node.exit"
   done
@@ -223,66 +221,65 @@ note_unstarted() {
 }
 
 
-# What the remaining nodes are asked for when the time has come: stop, kill, then nothing more.
-schedule() { # <seconds from now> <request>
+schedule_request() { # <seconds from now> <stop, kill or abandon>
   DEADLINE=$((SECONDS + $1)) REQUEST=$2
 }
 
 
 escalate() {
   case $REQUEST in
-    stop) request stop; schedule "$HURRY" kill ;;
-    kill) request kill; schedule "$HURRY" abandon ;;
-    abandon) abandon ;;
+    stop) send_request stop; schedule_request "$STOP_TIMEOUT" kill ;;
+    kill) send_request kill; schedule_request "$STOP_TIMEOUT" abandon ;;
+    abandon) abandon_nodes ;;
   esac
 }
 
 
-request() { # <stop or kill>
+send_request() { # <stop or kill>
   local control
   for control in "${CONTROL[@]}"; do
-    echo "$1" >&"$control" || true # it may just have ended
+    echo "$1" >&"$control" || true # the client may have exited
   done 2>/dev/null
 }
 
 
-abandon() {
+abandon_nodes() {
   local node
   for node in "${!CLIENT[@]}"; do
-    record "$node does not answer; its processes end without the launcher${HEARTBEAT_TIMEOUT:+ after $HEARTBEAT_TIMEOUT s}"
+    record "$node: no reply to the kill request; giving up${HEARTBEAT_TIMEOUT:+ (its processes exit after $HEARTBEAT_TIMEOUT s without heartbeats)}"
     : >"$RUN/node_$node.lost"
     kill -KILL "${CLIENT[$node]}" 2>/dev/null || true
-    ended "$node" 255
+    handle_exit "$node" 255
   done
 }
 
 
-# A person, or the system, asks the launcher to stop. The nodes are asked to, and asked to kill the second time.
-interrupted() { # <signal>
+# The first signal sends a stop request to the nodes, the second a kill request.
+handle_signal() { # <signal>
   if [[ $SIGNAL ]]; then
-    request kill
-    schedule "$HURRY" abandon
+    send_request kill
+    schedule_request "$STOP_TIMEOUT" abandon
     return
   fi
   SIGNAL=$1
-  [[ $1 != HUP ]] || exec >>"$RUN/launcher.log" 2>&1 # the terminal is gone
-  record "$1: stopping; up to $GRACE s to write a checkpoint, once more $1 to end at once"
-  request stop
-  schedule $((GRACE + HURRY)) abandon # a node keeps the grace itself
+  [[ $1 != HUP ]] || exec >>"$RUN/launcher.log" 2>&1 # the terminal was closed
+  record "$1: stopping; up to $GRACE s to write a checkpoint, $1 again to kill at once"
+  send_request stop
+  schedule_request $((GRACE + STOP_TIMEOUT)) abandon # supervisors send SIGKILL after the grace period
 }
 
 
 watch_signals() {
   local name
-  trap '' PIPE # a node may end while it is asked for something, and a console may be closed
+  trap '' PIPE # a node may exit during a request, and the console may be closed
   for name in INT TERM HUP; do
     # shellcheck disable=SC2064
-    trap "interrupted $name" "$name"
+    trap "handle_signal $name" "$name"
   done
 }
 
 
-# To each node every few seconds, as long as this shell lives. A node that misses them stops its command.
+# Send a heartbeat to each node until this shell exits. A node that misses them stops its command.
 send_heartbeats() {
   local control status
   trap '' INT TERM HUP TSTP PIPE
@@ -296,17 +293,17 @@ send_heartbeats() {
 }
 
 
-# Watch for a hang until stop_hang_watch, or until the launcher is gone. Without --hang-timeout only a run that logs
-# steps can hang, and only when it is certain that nothing will end the silence.
+# Watch for a hang until stop_hang_watch or until the launcher exits. Without --hang-timeout only runs that log steps
+# are watched, and stopped only if no rank can make progress.
 start_hang_watch() {
   [[ $HANG_TIMEOUT != 0 ]] || return 0
-  pipe_into HANG_CHANNEL run_hang_watch
+  start_with_pipe HANG_CHANNEL run_hang_watch
   HANG_WATCHER=$!
 }
 
 
 run_hang_watch() {
-  local options=(--timeout "${HANG_TIMEOUT:-$HANG_OF_STEPS}")
+  local options=(--timeout "${HANG_TIMEOUT:-$DEFAULT_HANG_TIMEOUT}")
   [[ $HANG_TIMEOUT ]] || options+=(--certain)
   trap '' INT HUP TSTP USR2
   close_control_channels
@@ -320,62 +317,60 @@ stop_hang_watch() {
   {
     exec {HANG_CHANNEL}>&-
     join "$HANG_WATCHER" || true
-  } 2>/dev/null # bash would print that it was terminated
+  } 2>/dev/null # bash would print "Terminated"
   rm -f -- "$RUN/.hang.json"
 }
 
 
-# Whose failure came first, the exit code of it all in CODE, and the report.
-judge() {
-  local asked=() verdict
-  note_unstarted
+# Find the first failure, write the report, and set CODE.
+report_verdict() {
+  local options=() verdict
+  record_unstarted
   case $SIGNAL in
-    INT) asked=(--exit-code "$EXIT_INTERRUPTED") ;;
-    TERM | HUP) asked=(--exit-code "$EXIT_TERMINATED") ;;
-    *) asked=(--exit-code "$STATUS") ;;
+    INT) options=(--exit-code "$EXIT_INTERRUPTED") ;;
+    TERM | HUP) options=(--exit-code "$EXIT_TERMINATED") ;;
+    *) options=(--exit-code "$STATUS") ;;
   esac
-  # It writes into a pipe: that this launcher's own console is closed must not change its exit code.
-  verdict=$(kit_python runs.verdict "$RUN" --report "${asked[@]}" 2>&1) && CODE=0 || CODE=$?
+  # Through a pipe, as a closed console must not change the exit code.
+  verdict=$(kit_python runs.verdict "$RUN" --report "${options[@]}" 2>&1) && CODE=0 || CODE=$?
   printf '%s\n' "$verdict" >&2 || true
 }
 
 
 # Whether a restart may help: the call was valid, no stop was requested, and the last restarts made progress.
-may_restart() {
+should_restart() {
   [[ ! $SIGNAL ]] && ((CODE != 0 && CODE != EXIT_USAGE && CODE != EXIT_STOPPED && RESTARTS < MAX_RESTARTS)) || return 1
   if made_progress || ((RESTARTS == 0)); then
     STALLED=0
   else
     STALLED=$((STALLED + 1))
   fi
-  ((STALLED < MOST_STALLED)) && return
-  record "exit code $CODE: no progress${FURTHEST:+ past step $FURTHEST} in $STALLED restarts; giving up"
+  ((STALLED < MAX_STALLED)) && return
+  record "exit code $CODE: no progress${LAST_STEP:+ past step $LAST_STEP} in $STALLED restarts; giving up"
   return 1
 }
 
 
-# By the steps that the script has logged; where it logs none, by its having run for minutes.
+# Whether the attempt logged a new step, or, if it logs no steps, ran for PROGRESS_SECONDS.
 made_progress() {
-  local before=$FURTHEST
-  FURTHEST=$(kit_python metrics "$RUN/metrics.jsonl") || FURTHEST=''
-  if [[ $FURTHEST ]]; then
-    ((FURTHEST > ${before:--1}))
+  local before=$LAST_STEP
+  LAST_STEP=$(kit_python metrics "$RUN/metrics.jsonl") || LAST_STEP=''
+  if [[ $LAST_STEP ]]; then
+    ((LAST_STEP > ${before:--1}))
   else
-    ((SECONDS - BEGUN >= MINUTES))
+    ((SECONDS - ATTEMPT_START >= PROGRESS_SECONDS))
   fi
 }
 
 
-# Keep what the failed attempt left, and make room for the next.
 prepare_restart() {
-  RESTARTS=$((RESTARTS + 1)) DEADLINE='' REQUEST='' BEGUN=$SECONDS
+  RESTARTS=$((RESTARTS + 1)) DEADLINE='' REQUEST='' ATTEMPT_START=$SECONDS
   archive_attempt "$RUN"
   record "exit code $CODE: restart $RESTARTS of $MAX_RESTARTS, from the newest valid checkpoint"
 }
 
 
-# Move what an attempt leaves into the next try_<n>, whose number is then in ATTEMPT. What belongs to the whole run
-# stays.
+# Move the files of an attempt into the next try_<n>, and set ATTEMPT to n. Files of the whole run stay.
 archive_attempt() { # <run directory>
   local file
   ATTEMPT=1

@@ -8,34 +8,35 @@
 # starts the processes, on all nodes at once however many they are, over ssh. With PDSH_RCMD_TYPE set it
 # goes that way; the questions before the start (--no-preflight leaves them out) always go over ssh.
 #
-#   CONFIG               settings file, reaches the script as --config CONFIG; - passes nothing
-#   NPROC                number of processes on each node; one a GPU where there are GPUs
-#   NODE...              node1 user@node2 node[3-8,10] node9:4 (that one's own number of processes);
-#                        their order is the order of node ranks, and the ranks meet at the first
+#   CONFIG               settings file, passed to the script as --config CONFIG; -: none
+#   NPROC                number of processes per node: one per GPU, any number without GPUs
+#   NODE...              node1 user@node2 node[3-8,10] node9:4 (:4 overrides NPROC); node ranks follow this
+#                        order; the first node is the master
 #
-#   --hostfile FILE      lines such as `node1 slots=4` in place of NODE...
-#   --exclude NODES      leave these out
-#   --script PATH        what to run (default: the kit's train.py)
-#   -m MODULE            run a module in its place
-#   --python PATH        default: the active venv or conda environment, .venv here, the kit's .venv, python3;
-#                        on all nodes the same path
-#   --agent fast|torchrun  fast: workers forked from one warm process; torchrun: the plain one
-#   --master-port PORT   default: a free one of the first node
-#   --rendezvous-timeout SECONDS  how long to wait until all nodes have joined (default: 600)
-#   --env NAME=VALUE     environment of the processes, repeatable
-#   --env-file FILE      the same, one NAME=VALUE a line
-#   --max-restarts N     after a failure start again, up to N times (default: 0)
-#   --hang-timeout S     end the run with 124 when it has not written a line or a metric for S seconds;
-#                        0: never (default: 600 for a run that logs steps, when nothing can end the wait)
-#   --log-dir DIR        where the run directory is made (default: logs)
-#   --sync               copy the working directory and the kit to nodes that do not share them
-#   --no-preflight       do not ask the nodes whether they are fit
-#   --detach             run in the background, apart from this terminal
-#   --dry-run            print what would run on which node, and run nothing
-#   --quiet              no lines of the launcher's own
-#   --help               show this
+#   --hostfile FILE      read the nodes from FILE, one per line: `node1 slots=4`
+#   --exclude NODES      exclude these nodes
+#   --script PATH        script to run (default: Muster's train.py)
+#   -m MODULE            run a module instead of a script
+#   --python PATH        default: the active venv or conda environment, ./.venv, Muster's .venv, python3;
+#                        the same path on all nodes
+#   --agent fast|torchrun  fast (default): ranks are forked from a process that has imported PyTorch;
+#                        torchrun: PyTorch's own agent
+#   --master-port PORT   default: a free port of the first node
+#   --rendezvous-timeout SECONDS  how long to wait for all nodes to join (default: 600)
+#   --env NAME=VALUE     set an environment variable for the ranks; repeatable
+#   --env-file FILE      the same from a file, one NAME=VALUE per line
+#   --max-restarts N     restart up to N times after a failure (default: 0)
+#   --hang-timeout S     stop a run without output or metrics for S seconds, with exit code 124; 0: never
+#                        (default: 600 for runs that log steps, and only if no rank can make progress)
+#   --log-dir DIR        directory for run directories (default: logs)
+#   --sync               first copy the working directory and Muster to nodes that do not share them
+#   --no-preflight       skip the checks of the nodes
+#   --detach             run in the background, detached from this terminal
+#   --dry-run            print the command of each node, run nothing
+#   --quiet              print no progress lines of the launcher
+#   --help               show this help
 #
-# ARGUMENTs go to the script untouched. Exit codes are those of launch_torchrun_auto.sh.
+# ARGUMENTs are passed to the script unchanged. Exit codes are those of launch_torchrun_auto.sh.
 #
 #   launch_pdsh_multinode.sh config/large_multinode.yaml 8 'node[1-40]'
 #
@@ -62,11 +63,11 @@ source "$KIT/scripts/lib/pdsh.bash"
 
 main() {
   parse_options "$@"
-  take_config_nproc_nodes
-  need_pdsh
+  parse_config_nproc_nodes
+  require_pdsh
   check_call_on_nodes "${POSITIONAL[@]:2}"
   if [[ ${DRY_RUN:-0} == 1 ]]; then
-    show_agents
+    print_agent_commands
     return
   fi
   open_connections
@@ -83,8 +84,8 @@ main() {
     follow_logs
     wait_for_nodes
     collect_logs
-    judge
-    may_restart || break
+    report_verdict
+    should_restart || break
     prepare_restart
     archive_attempt_on_nodes
   done

@@ -4,29 +4,30 @@
 #
 # Usage: launch_singlenode.sh [options] CONFIG NPROC [-- ARGUMENT...]
 #
-#   CONFIG               settings file, reaches the script as --config CONFIG; - passes nothing
-#   NPROC                number of processes; one a GPU where there are GPUs
-#   ARGUMENT...          go to the script untouched, for the kit's trainer: section.key=value
+#   CONFIG               settings file, passed to the script as --config CONFIG; -: none
+#   NPROC                number of processes: one per GPU, any number without GPUs
+#   ARGUMENT...          passed to the script unchanged; for train.py: section.key=value
 #
-#   --script PATH        what to run (default: the kit's train.py)
-#   -m MODULE            run a module in its place
-#   --python PATH        default: the active venv or conda environment, .venv here, the kit's .venv, python3
-#   --agent fast|torchrun  fast: workers forked from one warm process; torchrun: the plain one
-#   --master-port PORT   default: a free one
-#   --env NAME=VALUE     environment of the processes, repeatable
-#   --env-file FILE      the same, one NAME=VALUE a line
-#   --max-restarts N     after a failure start again, up to N times (default: 0)
-#   --hang-timeout S     end the run with 124 when it has not written a line or a metric for S seconds;
-#                        0: never (default: 600 for a run that logs steps, when nothing can end the wait)
-#   --log-dir DIR        where the run directory is made (default: logs)
-#   --no-preflight       do not check GPUs and port
-#   --detach             run in the background, apart from this terminal
-#   --dry-run            print what would run, and run nothing
-#   --quiet              no lines of the launcher's own
-#   --help               show this
+#   --script PATH        script to run (default: Muster's train.py)
+#   -m MODULE            run a module instead of a script
+#   --python PATH        default: the active venv or conda environment, ./.venv, Muster's .venv, python3
+#   --agent fast|torchrun  fast (default): ranks are forked from a process that has imported PyTorch;
+#                        torchrun: PyTorch's own agent
+#   --master-port PORT   default: a free port
+#   --env NAME=VALUE     set an environment variable for the ranks; repeatable
+#   --env-file FILE      the same from a file, one NAME=VALUE per line
+#   --max-restarts N     restart up to N times after a failure (default: 0)
+#   --hang-timeout S     stop a run without output or metrics for S seconds, with exit code 124; 0: never
+#                        (default: 600 for runs that log steps, and only if no rank can make progress)
+#   --log-dir DIR        directory for run directories (default: logs)
+#   --no-preflight       skip the checks of GPUs and port
+#   --detach             run in the background, detached from this terminal
+#   --dry-run            print the command, run nothing
+#   --quiet              print no progress lines of the launcher
+#   --help               show this help
 #
-# Exit codes: 0 all is well, 2 wrong call or config, 75 stopped with a checkpoint written (run again
-# to go on), 124 hung, 130 Ctrl-C, 143 TERM, otherwise the first failing rank's own.
+# Exit codes: 0 success, 2 wrong call or config, 75 stopped with a checkpoint (run again to resume),
+# 124 hung, 130 SIGINT, 143 SIGTERM, otherwise that of the rank that failed first.
 #
 #   launch_singlenode.sh config/quickstart.yaml 2
 #   launch_singlenode.sh --script my_train.py - 8 -- --lr 3e-4
@@ -46,7 +47,7 @@ source "$KIT/scripts/lib/launch.bash"
 source "$KIT/scripts/lib/watch.bash"
 
 
-take_arguments() {
+parse_arguments() {
   ((${#POSITIONAL[@]} == 2)) || die_usage "expected CONFIG and NPROC, got: $(quote "${POSITIONAL[@]:-nothing}")" \
     "(arguments of the script go after --)"
   CONFIG=${POSITIONAL[0]} NPROC=${POSITIONAL[1]}
@@ -57,22 +58,22 @@ take_arguments() {
 
 # The agent's command line, in COMMAND. Without --master-port torchrun takes a free port itself: a port that is chosen
 # before may be taken meanwhile.
-agent_here() { # <run directory>
+build_local_agent_command() { # <run directory>
   local rendezvous=(--standalone --local-addr 127.0.0.1)
   [[ ! $MASTER_PORT ]] || rendezvous=(--master-addr 127.0.0.1 --master-port "$MASTER_PORT")
-  agent_command "${rendezvous[@]}" --nproc-per-node "$NPROC" --log-dir "$1/ranks/${NODES[0]}"
+  build_agent_command "${rendezvous[@]}" --nproc-per-node "$NPROC" --log-dir "$1/ranks/${NODES[0]}"
 }
 
 
 main() {
   parse_options "$@"
-  take_arguments
-  local questions=(--torch --ranks "$NPROC")
-  ((!PREFLIGHT)) || questions+=(--gpus "$NPROC" ${MASTER_PORT:+--port "$MASTER_PORT"})
-  check_call "${questions[@]}"
+  parse_arguments
+  local checks=(--torch --ranks "$NPROC")
+  ((!PREFLIGHT)) || checks+=(--gpus "$NPROC" ${MASTER_PORT:+--port "$MASTER_PORT"})
+  check_call "${checks[@]}"
   if [[ ${DRY_RUN:-0} == 1 ]]; then
-    agent_here "$LOG_DIR/<run>"
-    show_command
+    build_local_agent_command "$LOG_DIR/<run>"
+    print_command
     return
   fi
   if ((DETACH)); then
@@ -82,11 +83,11 @@ main() {
   open_run
   begin_run
   while true; do
-    agent_here "$RUN"
+    build_local_agent_command "$RUN"
     start_node run_here "${NODES[0]}" "${COMMAND[@]}"
     wait_for_nodes
-    judge
-    may_restart || break
+    report_verdict
+    should_restart || break
     prepare_restart
   done
   exit "$CODE"

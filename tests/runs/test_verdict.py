@@ -519,7 +519,7 @@ def test_error_files_of_torchrun_are_read_from_the_last_launch(run: RunDirectory
 
 def test_a_failed_node_env_is_quoted(run: RunDirectory) -> None:
     run.start("n2")
-    message = "n2: /w/config/node_env.sh: line 3: 'module load cuda' failed with exit code 127; mend it, or write '...'"
+    message = "n2: /w/config/node_env.sh: line 3: 'module load cuda' failed with exit code 127; fix it, or write '...'"
     run.file("node_n2.log", f"/w/config/node_env.sh: line 3: module: command not found\n{message}\nsrun: error\n")
     run.file("node_n2.exit", "69\n")
     found = run.decide(69)
