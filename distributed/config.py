@@ -312,7 +312,7 @@ def _does_not_divide(train: Train, world: int) -> str:
     )
 
 
-def refuse_misfits(settings: Settings, world: int) -> None:
+def check_consistency(settings: Settings, world: int) -> None:
     """Refuse what is right by itself, but not together, or not with so many ranks.
 
     Raises:
@@ -711,7 +711,7 @@ def for_ranks(options: argparse.Namespace, world: int) -> tuple[Settings, Batch]
         ConfigError: the settings are wrong, do not fit each other, or do not fit so many ranks.
     """
     settings = from_options(options)
-    refuse_misfits(settings, world)
+    check_consistency(settings, world)
     cut = batch(settings, world)
     target_windows(settings, cut.size)
     return settings, cut

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-# The topics of the language reference by domain. Those that only repeat a longer one (see said_once) stand
+# The topics of the language reference by domain. Those that only repeat a longer one (see without_repetitions) stand
 # here too: which of two is the longer may change from one Python to the next.
 TOPICS = {
     "special-methods": """
@@ -36,24 +36,24 @@ DOMAINS = tuple(TOPICS)
 OTHER = "execution"  # where the topics go that are not in the table, of Pythons newer than it
 
 
-def said_once(topics: Mapping[str, str]) -> dict[str, str]:
+def without_repetitions(topics: Mapping[str, str]) -> dict[str, str]:
     """The topics without what they repeat.
 
     A fifth of the reference stands in it twice: "try" and "with" are chapters of "compound", word for word.
     Held-out text that is trained on elsewhere would be no held-out text. So a paragraph belongs to the
     longest topic that says it, and a topic with less than half of its text left is left out.
     """
-    heard: set[str] = set()
+    seen: set[str] = set()
     longest_first = sorted(topics, key=lambda topic: (-len(topics[topic]), topic))
-    left = {topic: "\n\n".join(_unheard(topics[topic], heard)) for topic in longest_first}
+    left = {topic: "\n\n".join(_new_paragraphs(topics[topic], seen)) for topic in longest_first}
     return {topic: text for topic, text in left.items() if 2 * len(text) >= len(topics[topic])}
 
 
-def _unheard(text: str, heard: set[str]) -> Iterator[str]:
+def _new_paragraphs(text: str, seen: set[str]) -> Iterator[str]:
     for paragraph in text.split("\n\n"):
         words = " ".join(paragraph.split())
-        if words not in heard:
-            heard.add(words)
+        if words not in seen:
+            seen.add(words)
             yield paragraph
 
 

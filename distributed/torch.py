@@ -29,7 +29,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from distributed.agent.worker import shut_down
 from distributed.exit_codes import STOPPED
-from distributed.world import MASTER, PLACE, SLURM, World, WorldError
+from distributed.world import MASTER_VARIABLES, SLURM_VARIABLES, TORCHRUN_VARIABLES, World, WorldError
 
 log = logging.getLogger(__name__)
 STRATEGIES = ("auto", "single", "dp", "ddp", "fsdp")
@@ -84,11 +84,11 @@ def process_group(
     limit = timedelta(seconds=timeout)
     log.debug(f"rendezvous: {explain(world).rstrip()}")
     start = time.perf_counter()
-    store = _meet(world, limit)
-    _call_the_roll(world, store, limit)
+    store = _rendezvous_store(world, limit)
+    _wait_for_all_ranks(world, store, limit)
     met = time.perf_counter()
     if here.type == "cuda":
-        refuse_shared_devices(_device_owners(world, here, store))
+        check_no_shared_devices(_device_owners(world, here, store))
     dist.init_process_group(
         backend,
         store=dist.PrefixStore("muster", store),
@@ -118,7 +118,7 @@ def leave(code: int | None) -> NoReturn:
     os._exit(shut_down(code or 0))
 
 
-def _meet(world: World, limit: timedelta) -> dist.Store:
+def _rendezvous_store(world: World, limit: timedelta) -> dist.Store:
     """The store at which all ranks meet. torchrun's agent may already be running one."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store, _, _ = next(dist.rendezvous("env://", world.rank, world.size, timeout=limit))
@@ -130,10 +130,10 @@ def _meet(world: World, limit: timedelta) -> dist.Store:
     )
 
 
-def _call_the_roll(world: World, store: dist.Store, limit: timedelta) -> None:
+def _wait_for_all_ranks(world: World, store: dist.Store, limit: timedelta) -> None:
     """Wait until every rank is here, and say who is not: a group that fails to form names nobody."""
-    store.set(f"here/{world.rank}", "")
-    keys = [f"here/{rank}" for rank in range(world.size)]
+    store.set(f"joined/{world.rank}", "")
+    keys = [f"joined/{rank}" for rank in range(world.size)]
     try:
         store.wait(keys, limit)
     except dist.DistStoreError:
@@ -152,7 +152,7 @@ def _device_owners(world: World, here: torch.device, store: dist.Store) -> dict[
     return {rank: (host, identity) for rank, (host, identity) in enumerate(told)}
 
 
-def refuse_shared_devices(owners: Mapping[int, tuple[str, str]]) -> None:
+def check_no_shared_devices(owners: Mapping[int, tuple[str, str]]) -> None:
     """Refuse two ranks on one device.
 
     Args:
@@ -334,9 +334,9 @@ def seed(base: int, rank: int = 0) -> None:
 def explain(world: World, env: Mapping[str, str] = os.environ) -> str:
     """Which rank this is and how that was decided, in a few lines."""
     sources = {
-        "torchrun": (*PLACE, "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "TORCHELASTIC_RUN_ID"),
-        "environment": (*PLACE, "LOCAL_WORLD_SIZE", "NODE_RANK", "NNODES"),
-        "slurm": (*SLURM, *MASTER),
+        "torchrun": (*TORCHRUN_VARIABLES, "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "TORCHELASTIC_RUN_ID"),
+        "environment": (*TORCHRUN_VARIABLES, "LOCAL_WORLD_SIZE", "NODE_RANK", "NNODES"),
+        "slurm": (*SLURM_VARIABLES, *MASTER_VARIABLES),
         "single": (),
     }[world.launcher]
     meeting = f"{world.master_addr}:{world.master_port}" if world.master_addr else "none needed"

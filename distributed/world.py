@@ -16,9 +16,9 @@ from typing import TypeVar
 from distributed.nodelist import NodeListError, expand, tasks_per_node
 
 T = TypeVar("T")
-PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-MASTER = ("MASTER_ADDR", "MASTER_PORT")
-SLURM = (
+TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+MASTER_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
+SLURM_VARIABLES = (
     *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_GTIDS"),
     *("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"),
     *("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"),
@@ -77,11 +77,11 @@ class World:
 
 
 def _read(env: Mapping[str, str]) -> World:
-    given = {name: env[name] for name in PLACE if env.get(name)}
-    missing = [name for name in PLACE if name not in given]
+    given = {name: env[name] for name in TORCHRUN_VARIABLES if env.get(name)}
+    missing = [name for name in TORCHRUN_VARIABLES if name not in given]
     if not missing:
         return _from_torchrun(env) if env.get("TORCHELASTIC_RUN_ID") else _from_complete(env)
-    if not given.keys() - set(MASTER) and _is_task(env):
+    if not given.keys() - set(MASTER_VARIABLES) and _is_task(env):
         return _from_slurm(env)
     if given:
         values = ", ".join(f"{name}={value}" for name, value in given.items())
@@ -171,7 +171,7 @@ def _refuse_stale_ranks(env: Mapping[str, str], rank: int, size: int) -> None:
     if (rank, size) != (task, tasks):
         raise WorldError(
             f"RANK={rank} and WORLD_SIZE={size} are set, but SLURM says task {task} of {tasks}: "
-            f"they are left over from another launch; unset {' '.join(PLACE)} before srun"
+            f"they are left over from another launch; unset {' '.join(TORCHRUN_VARIABLES)} before srun"
         )
 
 

@@ -236,12 +236,12 @@ END
   kill -INT -- "-$LAUNCHER"
   status_of_launcher
   [ "$status" -eq 75 ]
-  grep -q "run again to go on" out
+  grep -q "run the same command to resume" out
   [ "$(left)" -eq 0 ]
   step=$(find "check points" -name 'step_*' -printf '%f' | sed 's/step_0*//')
   run "$LAUNCH" tiny.yaml 2 -- train.steps=$((step + 1))
   [ "$status" -eq 0 ]
-  [[ "$output" == *"going on from"*"step $((step + 1))/$((step + 1))"* ]]
+  [[ "$output" == *"resuming from"*"step $((step + 1))/$((step + 1))"* ]]
   start tiny.yaml 2 -- train.steps=$((step + 2)) logging.sample=1000000
   wait_for_line "step $((step + 2))/$((step + 2))"
   "$KIT/scripts/stop.sh" latest

@@ -36,7 +36,13 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from distributed.checkpoint.checkpoints import CheckpointError, Checkpoints, Found, random_state, set_random_state
+from distributed.checkpoint.checkpoints import (
+    CheckpointError,
+    CheckpointInfo,
+    Checkpoints,
+    random_state,
+    set_random_state,
+)
 from distributed.exit_codes import STOPPED
 from distributed.torch import unwrap
 from distributed.training.preemption import NonFiniteLoss, StatusExchange, StepStatus, stop_signals
@@ -80,14 +86,14 @@ class Checkpointer:
         sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
         self._model, self._optimizer, self._shared, self._per_rank = model, optimizer, shared, per_rank
         self._checkpoints = Checkpoints(Path(directory), keep=keep, rank=rank, size=size, sharded=sharded)
-        self._hosts = self._checkpoints.ranks.everyone(socket.gethostname())
+        self._hosts = self._checkpoints.ranks.all_gather(socket.gethostname())
         self._exchange = StatusExchange(rank, size, parameters[0].device)
         self._stop, self._loss = False, math.nan
         self._signals = ExitStack()
         self._catches_signals = stop_requested is None
         self.stop_requested = stop_requested or threading.Event()
 
-    def restore(self, found: Found | None = None) -> int:
+    def restore(self, found: CheckpointInfo | None = None) -> int:
         """Restore all objects and the random states from the newest checkpoint, or that one.
 
         Returns the step that it was saved with; 0 where there is no checkpoint. With another number of ranks than
@@ -107,18 +113,18 @@ class Checkpointer:
         )  # fmt: skip
         for name, shared in self._shared.items():
             shared.load_state_dict(state[name])
-        if own := self._checkpoints.load_own(found):
-            self._restore_own(own, found)
+        if saved := self._checkpoints.load_per_rank(found):
+            self._restore_per_rank(saved, found)
         return found.step
 
-    def _restore_own(self, own: Mapping[str, Any], found: Found) -> None:
-        set_random_state(own)
+    def _restore_per_rank(self, saved: Mapping[str, Any], found: CheckpointInfo) -> None:
+        set_random_state(saved)
         size = self._checkpoints.ranks.size
         for name, of_rank in self._per_rank.items():
             if found.ranks != size:
                 log.warning(f"{found.path} is of {found.ranks} ranks, now {size}: {name} is not restored")
-            elif name in own.get("objects", {}):
-                of_rank.load_state_dict(own["objects"][name])
+            elif name in saved.get("objects", {}):
+                of_rank.load_state_dict(saved["objects"][name])
             else:
                 raise CheckpointError(f"{found.path} does not fit this training: it has no {name}")
 
@@ -170,7 +176,7 @@ class Checkpointer:
             )
         objects = {name: of_rank.state_dict() for name, of_rank in self._per_rank.items()}
         self._checkpoints.save(
-            step, self._state(), own={**random_state(), "objects": objects}, facts=facts, score=score,
+            step, self._state(), per_rank={**random_state(), "objects": objects}, facts=facts, score=score,
             until=self._optimizer if overlap else None,
         )  # fmt: skip
 
@@ -181,15 +187,15 @@ class Checkpointer:
             **{name: shared.state_dict() for name, shared in self._shared.items()},
         }  # fmt: skip
 
-    def newest(self) -> Found | None:
+    def newest(self) -> CheckpointInfo | None:
         """The newest valid checkpoint, or None. Raises CheckpointError when there are some and none can be used."""
         return self._checkpoints.newest()
 
-    def best(self) -> Found | None:
+    def best(self) -> CheckpointInfo | None:
         """The valid checkpoint with the lowest score, or None; raises as newest() does."""
         return self._checkpoints.best()
 
-    def load(self, found: Found) -> dict[str, Any]:
+    def load(self, found: CheckpointInfo) -> dict[str, Any]:
         """The state in a checkpoint, on the CPU. Where the model is sharded, its shards are overwritten and returned.
 
         Raises CheckpointError when it cannot be read, or does not fit the model and the optimizer.

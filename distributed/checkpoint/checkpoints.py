@@ -40,17 +40,17 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from distributed.checkpoint import directory
-from distributed.checkpoint.directory import CheckpointError, FileNotes, Found
-from distributed.checkpoint.snapshot import Place, Snapshot, name_of
+from distributed.checkpoint.directory import CheckpointError, CheckpointInfo, FileNotes
+from distributed.checkpoint.snapshot import KeyPath, Snapshot, name_of
 from distributed.training.collectives import Ranks
 
 if TYPE_CHECKING:
-    from distributed.checkpoint.sharded import Part
+    from distributed.checkpoint.sharded import ShardWriter
 
 __all__ = [
     "CheckpointError",
+    "CheckpointInfo",
     "Checkpoints",
-    "Found",
     "random_state",
     "set_random_state",
 ]
@@ -87,14 +87,14 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
 
 @dataclass(frozen=True)
-class _Job:
+class _PendingWrite:
     """One checkpoint that is to be written."""
 
     final: Path
     manifest: dict[str, Any]
     files: dict[str, Any]  # name -> what torch.save writes there
     copy: dict[str, Any]
-    part: Part | None  # of a sharded state
+    part: ShardWriter | None  # of a sharded state
     writing: Path | None  # the directory that is written, where planning needed it before
     begun: float  # when save() was called, as time.monotonic() has it
 
@@ -110,7 +110,7 @@ class Checkpoints:
                 state = checkpoints.load(found, {"model": model.state_dict(), ...})
                 model.load_state_dict(state["model"])
                 ...
-            checkpoints.save(step, {"model": model.state_dict(), ...}, own=random_state())
+            checkpoints.save(step, {"model": model.state_dict(), ...}, per_rank=random_state())
 
     `distributed.checkpoint.checkpointer` does this for the objects of a training.
     """
@@ -142,7 +142,7 @@ class Checkpoints:
         self._hooks: dict[Optimizer, RemovableHandle] = {}
         self._leaving = threading.Event()
         self._lock: IO[str] | None = None
-        self.ranks.decide(self._take_over)
+        self.ranks.call_on_rank_0(self._take_over)
         if sharded:
             # It takes half a second: now, and not at the first save.
             importlib.import_module("distributed.checkpoint.sharded")
@@ -157,14 +157,14 @@ class Checkpoints:
         step: int,
         state: Mapping[str, Any],
         *,
-        own: Any = None,
+        per_rank: Any = None,
         facts: Mapping[str, Any] | None = None,
         score: float | None = None,
         until: Optimizer | None = None,
     ) -> None:
         """Copy the state and return; a thread writes the copy. Waits for the write before.
 
-        own: something small that differs between ranks, such as random states; that of every rank is kept.
+        per_rank: a small state that differs between ranks, such as random states; every rank's is saved.
         facts: what made this checkpoint, as JSON: read from the manifest before anything is loaded.
         score: the lowest is the best.
         until: an optimizer, whose tensors are copied after save() has returned, while the next gradients are
@@ -184,24 +184,25 @@ class Checkpoints:
             manifest = json.loads(json.dumps(manifest, allow_nan=False))
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"facts {facts!r} or score {score!r} cannot be written as JSON: {error}") from error
-        owns = self._finish_write(Snapshot().take(own, "own"))
+        states_per_rank = self._finish_write(Snapshot().take(per_rank, "per_rank"))
         if self.ranks.rank != 0 and not self.sharded:
             return
 
         final = directory.final_path(self.path, step)
         writing = part = None
         if self.sharded:
-            from distributed.checkpoint.sharded import Part
+            from distributed.checkpoint.sharded import ShardWriter
 
-            writing = self.ranks.decide(lambda: directory.new_directory(final))
-            part = Part(writing, state, self.ranks)
+            writing = self.ranks.call_on_rank_0(lambda: directory.new_directory(final))
+            part = ShardWriter(writing, state, self.ranks)
         if until is not None and until not in self._hooks:
             self._hooks[until] = until.register_step_pre_hook(lambda *_: self._snapshot.finish())
         copy = self._snapshot.take(state, until=until)
-        files: dict[str, Any] = {"ranks.pt": owns} if self.ranks.rank == 0 else {}
+        files: dict[str, Any] = {"ranks.pt": states_per_rank} if self.ranks.rank == 0 else {}
         if not self.sharded:
             files["state.pt"] = copy
-        self._write = self._thread.submit(self._write_job, _Job(final, manifest, files, copy, part, writing, begun))
+        pending = _PendingWrite(final, manifest, files, copy, part, writing, begun)
+        self._write = self._thread.submit(self._write_job, pending)
         log.debug(f"checkpoint {final.name}: the training went on after {time.monotonic() - begun:.3f} s")
 
     def failed(self) -> BaseException | None:
@@ -212,18 +213,18 @@ class Checkpoints:
         """Until the last save is published, on every rank. Raises CheckpointError with the cause."""
         self._finish_write()
 
-    def _finish_write(self, own: Any = None) -> list[Any]:
-        """wait(), and the `own` of every rank."""
+    def _finish_write(self, per_rank: Any = None) -> list[Any]:
+        """Like wait(); returns the `per_rank` of every rank."""
         write, self._write = self._write, None
         failure = write.exception() if write is not None else None
-        answers = self.ranks.everyone((None if failure is None else str(failure), own))
-        if reason := next(filter(None, (reason for reason, _ in answers)), None):
+        outcomes = self.ranks.all_gather((None if failure is None else str(failure), per_rank))
+        if reason := next(filter(None, (reason for reason, _ in outcomes)), None):
             raise CheckpointError(reason) from failure
-        return [own for _, own in answers]
+        return [state for _, state in outcomes]
 
     # -- on the writing thread
 
-    def _write_job(self, job: _Job) -> None:
+    def _write_job(self, job: _PendingWrite) -> None:
         writing = job.writing
         try:
             self._snapshot.finish()
@@ -243,7 +244,7 @@ class Checkpoints:
                 f"run again to go on from the newest"
             ) from error
 
-    def _write_files(self, job: _Job, writing: Path) -> None:
+    def _write_files(self, job: _PendingWrite, writing: Path) -> None:
         notes: FileNotes = {}
         copied = time.monotonic()
         for name, content in job.files.items():
@@ -271,18 +272,18 @@ class Checkpoints:
 
     # -- resuming
 
-    def newest(self) -> Found | None:
+    def newest(self) -> CheckpointInfo | None:
         """The newest good checkpoint, every byte checked by rank 0, or None when there is none; the same on every rank.
 
         Raises CheckpointError when checkpoints exist and none can be used, or the directory cannot be listed.
         """
-        return self.ranks.decide(lambda: directory.newest(self.path))
+        return self.ranks.call_on_rank_0(lambda: directory.newest(self.path))
 
-    def best(self) -> Found | None:
+    def best(self) -> CheckpointInfo | None:
         """The good checkpoint with the lowest score; otherwise as newest()."""
-        return self.ranks.decide(lambda: directory.best(self.path))
+        return self.ranks.call_on_rank_0(lambda: directory.best(self.path))
 
-    def load(self, found: Found, state: dict[str, Any]) -> dict[str, Any]:
+    def load(self, found: CheckpointInfo, state: dict[str, Any]) -> dict[str, Any]:
         """The state of a checkpoint: on the CPU, or in the sharded tensors of `state`.
 
         state: of the same training as it is now. Its tensors must be in the checkpoint with the same shapes.
@@ -290,7 +291,7 @@ class Checkpoints:
             returned, and the world may have another size than the one that saved.
         Raises CheckpointError when the two do not fit, or the checkpoint cannot be read.
         """
-        found.refuse_other_form(self.sharded)
+        found.check_sharding(self.sharded)
         if self.sharded:
             from distributed.checkpoint import sharded
 
@@ -301,13 +302,13 @@ class Checkpoints:
             raise CheckpointError(f"{found.path} does not fit this training: {misfit}")
         return loaded
 
-    def load_own(self, found: Found) -> Any:
-        """What this rank gave as `own`; None from rank found.ranks on, where a smaller world had saved.
+    def load_per_rank(self, found: CheckpointInfo) -> Any:
+        """What this rank passed as `per_rank`; None for ranks that the saving run did not have.
 
         Raises CheckpointError when it cannot be read.
         """
-        owns = self._load(found.path / "ranks.pt")
-        return owns[self.ranks.rank] if self.ranks.rank < len(owns) else None
+        states_per_rank = self._load(found.path / "ranks.pt")
+        return states_per_rank[self.ranks.rank] if self.ranks.rank < len(states_per_rank) else None
 
     def _load(self, file: Path) -> Any:
         try:
@@ -347,26 +348,26 @@ class Checkpoints:
 
 def _misfits(loaded: Any, state: Any) -> Iterator[str]:
     """The tensors of `state` that `loaded` has not, or in another shape."""
-    for place, tensor in _tensors(state, ("state",)):
+    for path, tensor in _tensors(state, ("state",)):
         saved = loaded
         try:
-            for key in place[1:]:
+            for key in path[1:]:
                 saved = saved[key]
         except (KeyError, IndexError, TypeError):
             saved = None
         if not isinstance(saved, torch.Tensor):
-            yield f"it has no {name_of(place)}"
+            yield f"it has no {name_of(path)}"
         elif saved.shape != tensor.shape:
-            yield f"its {name_of(place)} has the shape {tuple(saved.shape)}, and ours {tuple(tensor.shape)}"
+            yield f"its {name_of(path)} has the shape {tuple(saved.shape)}, and ours {tuple(tensor.shape)}"
 
 
-def _tensors(value: Any, place: Place) -> Iterator[tuple[Place, torch.Tensor]]:
+def _tensors(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
-        yield place, value
+        yield path, value
     elif isinstance(value, Mapping | list | tuple):
         items = value.items() if isinstance(value, Mapping) else enumerate(value)
         for key, item in items:
-            yield from _tensors(item, (*place, key))
+            yield from _tensors(item, (*path, key))
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from distributed.checkpoint.directory import Found
+from distributed.checkpoint.directory import CheckpointInfo
 from distributed.config import BASE_ONLY, FROM_SCRATCH, FULL_FINE_TUNING, TWO_PHASES, ConfigError, Settings
 
 # What may differ between a checkpoint and the run that goes on from it, and what follows.
@@ -28,7 +28,7 @@ CHANGEABLE = {
 }  # fmt: skip
 
 
-def refuse_misfit(found: Found, settings: Settings, vocab_size: int | None) -> None:
+def check_resumable(found: CheckpointInfo, settings: Settings, vocab_size: int | None) -> None:
     """Refuse a checkpoint of another model or fold, or of another strategy; any, where settings exclude resuming.
 
     Args:
@@ -39,7 +39,7 @@ def refuse_misfit(found: Found, settings: Settings, vocab_size: int | None) -> N
     """
     if settings.checkpoint.resume == "never":
         raise ConfigError(f"checkpoint.resume=never, but {found.path} is there: name another checkpoint.dir")
-    found.refuse_other_form(sharded=settings.distributed.strategy == "fsdp")
+    found.check_sharding(sharded=settings.distributed.strategy == "fsdp")
     data, theirs = experiment_of(settings), found.facts  # what is held out now may have been trained on there
     differ = [f"data.{key}={data[key]} (there {theirs.get(key)})" for key in data if data[key] != theirs.get(key)]
     if differ:
@@ -72,7 +72,7 @@ def experiment_of(settings: Settings) -> dict[str, Any]:
     return found
 
 
-def refuse_another_base(found: Found, ours: str | None) -> None:
+def check_base_model(found: CheckpointInfo, ours: str | None) -> None:
     """Refuse a checkpoint of a run that started from another base model. ours: the digest; null is random weights.
 
     Raises:
@@ -91,14 +91,14 @@ def changeable(settings: Settings) -> dict[str, Any]:
     return {name: value for name, value in settings.train.model_dump().items() if name in CHANGEABLE}
 
 
-def changes(found: Found, ours: Mapping[str, Any]) -> Iterator[str]:
+def changes(found: CheckpointInfo, ours: Mapping[str, Any]) -> Iterator[str]:
     """One line for each fact that was another one in the checkpoint, and what follows of it."""
     for name, meaning in CHANGEABLE.items():
         if name in found.facts and found.facts[name] != ours[name]:
             yield f"{name} was {found.facts[name]} in {found.path}, now it is {ours[name]}: {meaning}"
 
 
-def complete(found: Found, steps: int, settings: Settings) -> str:
+def complete(found: CheckpointInfo, steps: int, settings: Settings) -> str:
     """The line for a run that has nothing left to do; empty for any other."""
     if found.step < steps:
         return ""

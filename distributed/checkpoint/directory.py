@@ -52,7 +52,7 @@ class CheckpointError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Found:
+class CheckpointInfo:
     """A checkpoint as its manifest describes it."""
 
     path: Path
@@ -65,7 +65,7 @@ class Found:
     files: Mapping[str, Mapping[str, Any]]  # name -> {"bytes", "sha256"}
 
     @classmethod
-    def read(cls, path: Path) -> Found:
+    def read(cls, path: Path) -> CheckpointInfo:
         """Read the manifest, and no other file. Raises CheckpointError when it is missing, unreadable or damaged."""
         file = path / "manifest.json"
         fields = ("step", "score", "ranks", "sharded", "written", "facts", "files")
@@ -86,7 +86,7 @@ class Found:
         """Of all its files but the manifest."""
         return sum(file["bytes"] for file in self.files.values())
 
-    def refuse_other_form(self, sharded: bool) -> None:
+    def check_sharding(self, sharded: bool) -> None:
         """Raise CheckpointError when it is in shards and this run reads whole ones, or the other way."""
         if self.sharded != sharded:
             was, now = ("in shards", "whole") if self.sharded else ("whole", "in shards")
@@ -111,14 +111,14 @@ class Found:
             return f"{file}: cannot be read: {error.strerror or error}"
         return None
 
-    def refuse_unreadable(self) -> None:
+    def check_readable(self) -> None:
         """Raise OSError when one of its files cannot be opened and read. Reads one byte of each."""
         for name in self.files:
             with (self.path / name).open("rb") as stream:
                 stream.read(1)
 
 
-def newest(directory: Path) -> Found | None:
+def newest(directory: Path) -> CheckpointInfo | None:
     """The newest good checkpoint, every byte checked; None when the directory holds no checkpoint.
 
     Each newer one that is damaged or unreadable is named in a warning.
@@ -127,12 +127,12 @@ def newest(directory: Path) -> Found | None:
     return _first_good(directory, lambda found: -found.step)
 
 
-def best(directory: Path) -> Found | None:
+def best(directory: Path) -> CheckpointInfo | None:
     """The good checkpoint with the lowest score, the newest of equals; otherwise as newest()."""
     return _first_good(directory, _score)
 
 
-def _first_good(directory: Path, order: Callable[[Found], float]) -> Found | None:
+def _first_good(directory: Path, order: Callable[[CheckpointInfo], float]) -> CheckpointInfo | None:
     candidates, faults = _read_all(directory)
     for found in sorted(candidates, key=order):
         fault = found.fault()
@@ -145,7 +145,7 @@ def _first_good(directory: Path, order: Callable[[Found], float]) -> Found | Non
     return None
 
 
-def described(directory: Path) -> list[Found]:
+def described(directory: Path) -> list[CheckpointInfo]:
     """The checkpoints whose manifest is intact, newest first; the others are named in a warning.
 
     Raises CheckpointError when the directory cannot be listed.
@@ -155,12 +155,12 @@ def described(directory: Path) -> list[Found]:
     return found
 
 
-def _read_all(directory: Path) -> tuple[list[Found], dict[Path, str]]:
+def _read_all(directory: Path) -> tuple[list[CheckpointInfo], dict[Path, str]]:
     """The checkpoints with an intact manifest, newest first, and the faults of the others."""
     found, faults = [], {}
     for path in step_directories(directory):
         try:
-            found.append(Found.read(path))
+            found.append(CheckpointInfo.read(path))
         except CheckpointError as error:
             faults[path] = str(error)
     return found, faults
@@ -196,7 +196,7 @@ def step_directories(directory: Path) -> list[Path]:
     return [directory / match[0] for match in sorted(matches, key=lambda match: (-int(match[1]), match[2] is not None))]
 
 
-def _score(found: Found) -> float:
+def _score(found: CheckpointInfo) -> float:
     return float("inf") if found.score is None else found.score
 
 
@@ -298,7 +298,7 @@ def prune(directory: Path, step: int, keep: int) -> None:
     for found in ours[keep:]:
         if found is not best_one:
             try:
-                found.refuse_unreadable()
+                found.check_readable()
                 remove(found.path)
             except OSError as error:
                 log.warning("%s: not removed: %s", found.path, error)
@@ -403,7 +403,7 @@ def main(words: list[str], say: Callable[[str], object] = print) -> int:
     faults = []
     for path in paths:
         try:
-            found = Found.read(path)
+            found = CheckpointInfo.read(path)
             faults.append(found.fault())
             score = "" if found.score is None else f"  score {found.score:g}"
             say(f"{path}  {found.bytes / 1e6:.1f} MB  {found.written}{score}  {faults[-1] or 'good'}")

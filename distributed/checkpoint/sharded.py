@@ -52,12 +52,12 @@ HARMLESS = {
 # ---- saving ----
 
 
-class Part:
+class ShardWriter:
     """This rank's part of one checkpoint: planned with all ranks, written without them."""
 
     def __init__(self, directory: Path, state: Mapping[str, Any], ranks: Ranks) -> None:
         """A collective. `directory` is there already. Raises CheckpointError where a node does not see it."""
-        if unseen := next(filter(None, ranks.everyone(_unseen(directory, ranks.rank))), None):
+        if unseen := next(filter(None, ranks.all_gather(_unseen(directory, ranks.rank))), None):
             raise CheckpointError(unseen)
         self._directory, self._rank = directory, ranks.rank
         self._planner = _PlannerOfCopies()
@@ -66,7 +66,7 @@ class Part:
         self._planner.set_up_planner(dict(state), self._writer.storage_meta(), ranks.rank == 0)
         self._writer.set_up_storage_writer(ranks.rank == 0)
         plans = ranks.gather(self._planner.create_local_plan())
-        self._plan = self._planner.finish_plan(ranks.decide(lambda: self._plan_all(plans))[ranks.rank])
+        self._plan = self._planner.finish_plan(ranks.call_on_rank_0(lambda: self._plan_all(plans))[ranks.rank])
 
     def _plan_all(self, plans: list[SavePlan]) -> list[SavePlan]:
         plans, self._metadata = self._planner.create_global_plan(plans)
@@ -163,7 +163,7 @@ def load(directory: Path, state: dict[str, Any], ranks: Ranks) -> None:
     in the other, or has another shape.
     """
     reader = _SafeReader(directory)
-    if fault := next(filter(None, ranks.everyone(reader.fault(ranks.rank))), None):
+    if fault := next(filter(None, ranks.all_gather(reader.fault(ranks.rank))), None):
         raise CheckpointError(fault)
     try:
         dcp.load(state, storage_reader=reader, planner=_StrictPlanner())

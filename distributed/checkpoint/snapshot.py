@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from distributed.checkpoint.directory import CheckpointError
 
-Place = tuple[object, ...]  # the keys that lead to a value: ("state", "model", "weight")
+KeyPath = tuple[object, ...]  # the keys that lead to a value: ("state", "model", "weight")
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
 
@@ -30,13 +30,13 @@ class Snapshot:
 
     # Of the copy in the making:
     _copies: dict[object, Tensor]  # identity of the original -> its copy
-    _taken: dict[Place, Tensor]  # memory of this copy
+    _taken: dict[KeyPath, Tensor]  # memory of this copy
     _later: set[int]  # addresses of what finish() copies
     _devices: set[torch.device]  # that copy to page-locked memory
 
     def __init__(self, sharded: bool = False) -> None:
         self._sharded = sharded
-        self._memory: dict[Place, Tensor] = {}  # of the copy before
+        self._memory: dict[KeyPath, Tensor] = {}  # of the copy before
         self._rest: list[tuple[Tensor, Tensor, int]] = []  # to copy: from, to, and how often it had been changed
         self._copying = threading.Lock()
         self._changed = False
@@ -77,45 +77,45 @@ class Snapshot:
                 "save without naming one, or change the state after its next step"
             )
 
-    def _copy(self, value: Any, place: Place) -> Any:
+    def _copy(self, value: Any, path: KeyPath) -> Any:
         if isinstance(value, Tensor):
-            return self._copy_of(self._local(value.detach(), place), place)
+            return self._copy_of(self._local(value.detach(), path), path)
         if isinstance(value, Mapping):
-            return {self._key(key, place): self._copy(item, (*place, key)) for key, item in value.items()}
+            return {self._key(key, path): self._copy(item, (*path, key)) for key, item in value.items()}
         if type(value) in (list, tuple):
-            return type(value)(self._copy(item, (*place, i)) for i, item in enumerate(value))
+            return type(value)(self._copy(item, (*path, i)) for i, item in enumerate(value))
         if type(value) in PLAIN:
             return value
         raise CheckpointError(
-            f"{name_of(place)} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be loaded "
+            f"{name_of(path)} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be loaded "
             f"again without running code: save tensors, numbers, strings, and lists and dicts of them"
         )
 
-    def _key(self, key: object, place: Place) -> object:
+    def _key(self, key: object, path: KeyPath) -> object:
         if type(key) is str or (type(key) is int and not self._sharded):
             return key
         wanted = "a string" if self._sharded else "a string or an int"
-        raise CheckpointError(f"{name_of(place)} has the key {key!r}: a key must be {wanted}")
+        raise CheckpointError(f"{name_of(path)} has the key {key!r}: a key must be {wanted}")
 
-    def _local(self, tensor: Tensor, place: Place) -> Tensor:
+    def _local(self, tensor: Tensor, path: KeyPath) -> Tensor:
         if hasattr(tensor, "to_local") and not self._sharded:
-            raise CheckpointError(f"{name_of(place)} is sharded: Checkpoints needs sharded=True for fsdp")
+            raise CheckpointError(f"{name_of(path)} is sharded: Checkpoints needs sharded=True for fsdp")
         return _shard(tensor)
 
-    def _copy_of(self, tensor: Tensor, place: Place) -> Tensor:
+    def _copy_of(self, tensor: Tensor, path: KeyPath) -> Tensor:
         identity = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if identity not in self._copies:
-            memory = self._copies[identity] = self._taken[place] = self._memory_for(tensor, place)
+            memory = self._copies[identity] = self._taken[path] = self._memory_for(tensor, path)
             if tensor.is_cpu and tensor.data_ptr() in self._later:
                 self._rest.append((tensor, memory, tensor._version))
             else:
                 memory.copy_(tensor, non_blocking=True)
         return self._copies[identity]
 
-    def _memory_for(self, tensor: Tensor, place: Place) -> Tensor:
+    def _memory_for(self, tensor: Tensor, path: KeyPath) -> Tensor:
         if tensor.is_cuda:
             self._devices.add(tensor.device)
-        memory = self._memory.get(place)
+        memory = self._memory.get(path)
         if memory is not None and memory.shape == tensor.shape and memory.dtype == tensor.dtype:
             return memory
         return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
@@ -136,6 +136,6 @@ def _shard(tensor: Tensor) -> Tensor:
     return local
 
 
-def name_of(place: Place) -> str:
+def name_of(path: KeyPath) -> str:
     """As it is written in Python: state['model']['weight']."""
-    return f"{place[0]}" + "".join(f"[{key!r}]" for key in place[1:])
+    return f"{path[0]}" + "".join(f"[{key!r}]" for key in path[1:])

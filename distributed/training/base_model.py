@@ -80,7 +80,7 @@ def verify(directory: str, digest: str | None = None) -> Manifest:
     manifest = read_manifest(directory)
     if digest not in (None, manifest["digest"]):
         raise BaseModelError(f"{directory}: holds the base model {manifest['digest']}, expected {digest}")
-    refuse_other_files(directory, manifest)
+    check_files(directory, manifest)
     return manifest
 
 
@@ -104,7 +104,7 @@ def read_manifest(directory: str) -> Manifest:
     return dict(manifest)
 
 
-def refuse_other_files(directory: str, manifest: Mapping[str, Any]) -> None:
+def check_files(directory: str, manifest: Mapping[str, Any]) -> None:
     """Raises BaseModelError where a file is not what a manifest says."""
     for name in FILES:
         path, expected = os.path.join(directory, name), manifest["files"][name]

@@ -88,7 +88,7 @@ def find(settings: Settings, ranks: Ranks) -> Base | None:
     """
     if settings.data.mode != FULL_FINE_TUNING:
         return None
-    return ranks.decide(lambda: _verified(settings.train.base_model or os.environ.get(DIRECTORY)))
+    return ranks.call_on_rank_0(lambda: _verified(settings.train.base_model or os.environ.get(DIRECTORY)))
 
 
 def _verified(named: str | Path | None) -> Base:

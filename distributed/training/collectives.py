@@ -29,7 +29,7 @@ class Ranks:
     rank: int = 0  # 0 .. size-1
     size: int = 1
 
-    def decide(self, function: Callable[[], T]) -> T:
+    def call_on_rank_0(self, function: Callable[[], T]) -> T:
         """What the function returns, or raises, on rank 0, which alone calls it. The same on every rank."""
         if self.size == 1:
             return function()
@@ -53,7 +53,7 @@ class Ranks:
         dist.gather_object(value, values or None)
         return values
 
-    def everyone(self, value: T) -> list[T]:
+    def all_gather(self, value: T) -> list[T]:
         """Every rank's value, in the order of the ranks, on every rank."""
         if self.size == 1:
             return [value]
@@ -76,10 +76,10 @@ class Ranks:
     def _send(self, file: Path, content: io.BytesIO) -> None:
         """Rank 0's file to every rank's memory, piece by piece."""
         device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
-        rest = self.decide(lambda: file.stat().st_size)
+        rest = self.call_on_rank_0(lambda: file.stat().st_size)
         while rest:
             piece = bytearray(min(rest, PIECE))
-            self.decide(partial(_read_at, file, content.tell(), piece))
+            self.call_on_rank_0(partial(_read_at, file, content.tell(), piece))
             here = torch.frombuffer(piece, dtype=torch.uint8)
             there = here.to(device)
             dist.broadcast(there, src=0)

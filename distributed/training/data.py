@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from distributed.fold import participants_in
-from distributed.topics import DOMAINS, by_domain, said_once
+from distributed.topics import DOMAINS, by_domain, without_repetitions
 
 log = logging.getLogger(__name__)
 
@@ -245,11 +245,11 @@ def _byte_vocabulary(asked: int | None) -> int:
 def domain_text(domain: str) -> str:
     """All text of one domain, held-out part included."""
     _chosen([domain], DOMAINS)
-    return GAP.decode().join(by_domain(said_once(_reference()))[domain])
+    return GAP.decode().join(by_domain(without_repetitions(_reference()))[domain])
 
 
 def _embedded(domains: Sequence[str] | None, key: str = "data.domains") -> dict[str, list[bytes]]:
-    texts = by_domain(said_once(_reference()))
+    texts = by_domain(without_repetitions(_reference()))
     chosen = DOMAINS if domains is None else _chosen(domains, DOMAINS, key)
     return {domain: [text.encode() for text in texts[domain]] for domain in chosen}
 
@@ -632,20 +632,20 @@ def loader(
     return DataLoader(
         windows,
         batch_sampler=order,
-        collate_fn=_as_it_is,
+        collate_fn=_identity,
         num_workers=workers,
         persistent_workers=workers > 0,
         pin_memory=pin_memory,
-        worker_init_fn=_until_the_trainer_leaves() if workers else None,
+        worker_init_fn=_worker_init() if workers else None,
         generator=torch.Generator().manual_seed(seed),
     )
 
 
-def _as_it_is(batch: Any) -> Any:
+def _identity(batch: Any) -> Any:
     return batch
 
 
-def _until_the_trainer_leaves() -> Callable[[int], None]:
+def _worker_init() -> Callable[[int], None]:
     """What a worker does first: not to leave on a stop signal that was sent to every process of the job.
 
     Ctrl-C and SLURM signal workers too, and a trainer that loses a worker fails before its last checkpoint.
@@ -653,10 +653,10 @@ def _until_the_trainer_leaves() -> Callable[[int], None]:
     """
     leaving = RawValue("b", 0)
     Finalize(None, setattr, args=(leaving, "value", 1), exitpriority=0)  # runs before those signals are sent
-    return partial(_stay_until, leaving)
+    return partial(_ignore_stop_signals, leaving)
 
 
-def _stay_until(leaving: Any, worker: int) -> None:
+def _ignore_stop_signals(leaving: Any, worker: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0) if leaving.value else None)

@@ -39,7 +39,7 @@ class TrainingData:
             DataError: nothing there to train on, or ranks read different data.
         """
         corpus = _corpus(settings, batch)
-        corpora = ranks.everyone(str(corpus))
+        corpora = ranks.all_gather(str(corpus))
         for rank, other in enumerate(corpora):
             if other != corpora[0]:
                 raise DataError(

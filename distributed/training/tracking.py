@@ -120,7 +120,7 @@ def run_directory(job: Mapping[str, Any], world: World, ranks: Ranks, script: st
             ) from None
         return Path(path)
 
-    return ranks.decide(made)
+    return ranks.call_on_rank_0(made)
 
 
 def _own_run_directory(job: Mapping[str, Any], world: World, script: str) -> str:

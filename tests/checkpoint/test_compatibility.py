@@ -11,11 +11,11 @@ from distributed.checkpoint.compatibility import (
     CHANGEABLE,
     changeable,
     changes,
+    check_base_model,
+    check_resumable,
     complete,
-    refuse_another_base,
-    refuse_misfit,
 )
-from distributed.checkpoint.directory import CheckpointError, Found
+from distributed.checkpoint.directory import CheckpointError, CheckpointInfo
 from distributed.config import ConfigError, Settings
 
 MODEL = {"n_layer": 2, "n_head": 1, "n_embd": 8, "block_size": 16}
@@ -28,18 +28,18 @@ def settings(**sections: dict[str, Any]) -> Settings:
     return Settings.model_validate({"model": MODEL, "train": {"steps": 1, "batch_size": 1}, **sections})
 
 
-def found(sharded: bool = False, **facts: Any) -> Found:
-    return Found(Path("c/step_00000007"), 7, None, 1, sharded, "", {"model": THERE, **facts}, {})
+def found(sharded: bool = False, **facts: Any) -> CheckpointInfo:
+    return CheckpointInfo(Path("c/step_00000007"), 7, None, 1, sharded, "", {"model": THERE, **facts}, {})
 
 
 @pytest.mark.parametrize("vocab_size", [None, 256])
 def test_what_fits_is_taken(vocab_size: int | None) -> None:
-    refuse_misfit(found(), settings(), vocab_size)
-    refuse_misfit(found(**FOLD), settings(data=FOLD), vocab_size)
-    refuse_misfit(found(participant=None, mode=None), settings(), vocab_size)
-    refuse_misfit(found(**TARGET), settings(data=TARGET), vocab_size)
-    refuse_misfit(found(mode="base_only"), settings(data={"mode": "base_only"}), vocab_size)
-    refuse_misfit(found(sharded=True), settings(distributed={"strategy": "fsdp"}), vocab_size)
+    check_resumable(found(), settings(), vocab_size)
+    check_resumable(found(**FOLD), settings(data=FOLD), vocab_size)
+    check_resumable(found(participant=None, mode=None), settings(), vocab_size)
+    check_resumable(found(**TARGET), settings(data=TARGET), vocab_size)
+    check_resumable(found(mode="base_only"), settings(data={"mode": "base_only"}), vocab_size)
+    check_resumable(found(sharded=True), settings(distributed={"strategy": "fsdp"}), vocab_size)
 
 
 @pytest.mark.parametrize(
@@ -78,18 +78,18 @@ def test_what_fits_is_taken(vocab_size: int | None) -> None:
     ],
 )
 def test_what_does_not_is_refused(
-    checkpoint: Found, sections: dict[str, Any], vocab_size: int | None, words: str
+    checkpoint: CheckpointInfo, sections: dict[str, Any], vocab_size: int | None, words: str
 ) -> None:
     with pytest.raises((ConfigError, CheckpointError)) as refused:
-        refuse_misfit(checkpoint, settings(**sections), vocab_size)
+        check_resumable(checkpoint, settings(**sections), vocab_size)
     assert words in str(refused.value)
 
 
 @pytest.mark.parametrize(("there", "now"), [("3f" * 32, "4e" * 32), (None, "4e" * 32), ("3f" * 32, None)])
 def test_a_checkpoint_of_another_base_model_is_refused(there: str | None, now: str | None) -> None:
-    refuse_another_base(found(base_model=there), there)
+    check_base_model(found(base_model=there), there)
     with pytest.raises(ConfigError, match=f"c/step_00000007 was trained from another base model: {now} now, {there} t"):
-        refuse_another_base(found(base_model=there), now)
+        check_base_model(found(base_model=there), now)
 
 
 def test_every_setting_that_changes_is_announced_with_what_follows() -> None:
@@ -130,4 +130,4 @@ def test_a_complete_run_is_told_how_to_go_on(steps: int, length: dict[str, int])
 
 
 def test_a_checkpoint_from_before_base_models_has_none() -> None:
-    refuse_another_base(found(), None)
+    check_base_model(found(), None)

@@ -29,8 +29,8 @@ import pytest
 from distributed.checkpoint import directory
 from distributed.checkpoint.directory import (
     CheckpointError,
+    CheckpointInfo,
     FileNotes,
-    Found,
     best,
     final_path,
     main,
@@ -71,7 +71,7 @@ def keep_a_checkpoint(folder: Path, step: int, life: int = 0, score: float | Non
     return final
 
 
-def is_bit_for_bit(found: Found | None) -> bool:
+def is_bit_for_bit(found: CheckpointInfo | None) -> bool:
     return found is not None and all(
         (found.path / name).read_bytes() == content
         for name, content in content_of(found.step, found.facts["life"]).items()
@@ -147,7 +147,7 @@ def test_a_flipped_bit_is_found_wherever_it_is(tmp_path: Path, name: str, caplog
     keep_a_checkpoint(tmp_path, 1)
     file = keep_a_checkpoint(tmp_path, 2) / name
     sound, source = file.read_bytes(), random.Random(7)
-    whole = Found.read(file.parent)
+    whole = CheckpointInfo.read(file.parent)
     for _ in range(200):
         flip(file, source.random(), source.randrange(8))
         caplog.clear()
@@ -224,7 +224,7 @@ def stub_of_open(*broken: Path, error: int) -> Iterator[None]:
 @pytest.mark.parametrize("find", [newest, best])
 @pytest.mark.parametrize("error", [errno.EACCES, errno.EIO, errno.ESTALE])
 def test_checkpoints_of_which_none_can_be_used_are_an_error_that_names_each(
-    tmp_path: Path, error: int, find: Callable[[Path], Found | None]
+    tmp_path: Path, error: int, find: Callable[[Path], CheckpointInfo | None]
 ) -> None:
     folder = tmp_path / "my checkpoints"
     for step in (1, 2, 3):

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from distributed.checkpoint import directory, sharded
-from distributed.checkpoint.checkpoints import CheckpointError, Checkpoints, Found
+from distributed.checkpoint.checkpoints import CheckpointError, CheckpointInfo, Checkpoints
 
 WIDTHS = (5, 7, 1)  # shared out to 2 or 3 ranks, some have more than others, and some have nothing
 
@@ -89,7 +89,7 @@ def opened(folder: Path, rank: int, size: int, shard_timeout: float = 60.0) -> C
     return Checkpoints(folder, rank=rank, size=size, sharded=True, shard_timeout=shard_timeout)
 
 
-def newest(checkpoints: Checkpoints) -> Found:
+def newest(checkpoints: Checkpoints) -> CheckpointInfo:
     found = checkpoints.newest()
     assert found is not None
     return found
@@ -100,7 +100,7 @@ def save(rank: int, size: int, folder: Path) -> dict[str, Tensor]:
     with opened(folder, rank, size) as checkpoints:
         for step in (1, 2):
             training.learn(step)
-            checkpoints.save(step, training.state(), own=f"rank {rank}", until=training.optimizer)
+            checkpoints.save(step, training.state(), per_rank=f"rank {rank}", until=training.optimizer)
         saved = training.whole()
         training.learn(3)  # while step 2 is written
     return saved
@@ -123,7 +123,7 @@ def load(rank: int, size: int, folder: Path) -> Loaded:
         found = newest(checkpoints)
         state = checkpoints.load(found, training.state())
         training.go_on(state)
-        own = checkpoints.load_own(found)
+        own = checkpoints.load_per_rank(found)
     parameters = dict(training.model.named_parameters(remove_duplicate=False))
     tied, whole = parameters["tied.weight"] is parameters["0.weight"], training.whole()
     training.learn(3)
@@ -357,7 +357,7 @@ def spoil(how: str) -> None:
 
     patch = pytest.MonkeyPatch()  # for this process, which ends with the test
     if how == "silent":
-        patch.setattr(sharded.Part, "_leave_note", lambda *_: None)
+        patch.setattr(sharded.ShardWriter, "_leave_note", lambda *_: None)
     else:
         patch.setattr(directory.HashedFile, "write", full)
     if how == "so full that it cannot say it":

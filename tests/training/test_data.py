@@ -29,7 +29,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distributed.topics import DOMAINS, OTHER, TOPICS, by_domain, said_once
+from distributed.topics import DOMAINS, OTHER, TOPICS, by_domain, without_repetitions
 from distributed.training.data import (
     Corpus,
     DataError,
@@ -104,7 +104,7 @@ def test_what_only_one_topic_says_is_kept_and_what_two_say_goes_to_the_longer() 
         "compound": long,
         "pass": "Nothing  happens.\n\nNothing happens.\n\nYet.",
     }
-    assert said_once(topics) == {"compound": long, "pass": "Nothing  happens.\n\nYet."}
+    assert without_repetitions(topics) == {"compound": long, "pass": "Nothing  happens.\n\nYet."}
 
 
 def test_every_topic_is_in_one_domain() -> None:
