@@ -5,6 +5,7 @@
     scripts/ssh/launch_singlenode.sh config/quickstart.yaml 2              two processes on this machine
     torchrun --nproc-per-node 2 train.py --config config/quickstart.yaml   two processes, started by torchrun
     python train.py --fold 0 --prefix exp1                                 one job of a cross-validation
+    python train.py --fold 0 --mode base_only                              a base model of the other domains
 
 Settings are those of the file, then arguments such as train.steps=100 model.n_layer=6. A run with the same
 checkpoint.dir resumes from the newest checkpoint, and ends with the same weights as a run that was never stopped.

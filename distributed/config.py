@@ -99,9 +99,9 @@ class Data(Section):
     def _exists(cls, path: Path | None) -> Path | None:
         full = path and _absolute(path)
         if full and not _exists(full):
-            raise ValueError(f"there is no such file or folder (looked in {Path.cwd()})")
+            raise ValueError(f"no such file or directory (working directory {Path.cwd()})")
         if full and not (full.is_file() or full.is_dir()):
-            raise ValueError("neither a file nor a folder")
+            raise ValueError("neither a file nor a directory")
         if full and full.is_file() and full.stat().st_size == 0:
             raise ValueError("the file is empty: there is nothing to train on")
         return full
@@ -207,7 +207,7 @@ class Checkpoint(Section):
     def _from_the_callers_folder(cls, path: Path | None) -> Path | None:
         full = path and _absolute(path)
         if full and _exists(full) and not full.is_dir():
-            raise ValueError("not a folder: checkpoints need one of their own")
+            raise ValueError("not a directory; name a directory for checkpoints")
         return full
 
 
@@ -243,14 +243,14 @@ def _absolute(path: Path) -> Path:
     try:
         return path.expanduser().absolute()
     except RuntimeError:
-        raise ValueError(f"there is no user {path.parts[0].removeprefix('~')!r} with a home folder here") from None
+        raise ValueError(f"no home directory of a user {path.parts[0].removeprefix('~')!r} on this machine") from None
 
 
 def _exists(path: Path) -> bool:
     try:
         return path.exists()
     except OSError as error:
-        raise ValueError(f"cannot look there: {error.strerror}; give this user permission, or name another") from None
+        raise ValueError(f"cannot access it: {error.strerror}; grant permission, or use another path") from None
 
 
 def _exactly_one(section: BaseModel, first: str, second: str) -> None:
@@ -361,7 +361,7 @@ class _Loader(yaml.SafeLoader):
         seen: set[str] = set()
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
-                raise yaml.MarkedYAMLError(problem="a key is a name", problem_mark=key.start_mark)
+                raise yaml.MarkedYAMLError(problem="expected a name as key", problem_mark=key.start_mark)
             if key.value in seen:
                 raise yaml.MarkedYAMLError(problem=f"key {key.value!r} is given twice", problem_mark=key.start_mark)
             seen.add(key.value)
@@ -373,7 +373,7 @@ class _Loader(yaml.SafeLoader):
             if isinstance(value, int) and abs(value) >= 10**DIGITS:
                 raise ValueError
         except NOT_A_VALUE:
-            problem = f"{_short(node.value)} is no value of the type {node.tag.rpartition(':')[2]}"
+            problem = f"{_short(node.value)} is not a value of type {node.tag.rpartition(':')[2]}"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from None
         return value
 
@@ -434,9 +434,9 @@ def _read_file(path: Path) -> dict[str, Any]:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise ConfigError(f"{path}{where}: no valid YAML: {error.problem}") from None
+        raise ConfigError(f"{path}{where}: invalid YAML: {error.problem}") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: no valid YAML: {str(error).splitlines()[0]}") from None
+        raise ConfigError(f"{path}: invalid YAML: {str(error).splitlines()[0]}") from None
     except RecursionError:
         raise ConfigError(f"{path}: nested too deeply; write sections that hold keys") from None
     if tree is None:
@@ -531,7 +531,7 @@ ELSEWHERE = {
 } | dict.fromkeys(
     ["world_size", "rank", "local_rank", "nnodes", "num_nodes", "nproc", "nproc_per_node", "gpus", "num_gpus", "n_gpus",
      "master_addr", "master_port", "init_method", "dist_url"],
-    "remove it: the launcher decides it",
+    "remove it; the launcher sets it",
 )  # fmt: skip
 
 

@@ -90,10 +90,10 @@ def exclude(nodes: Iterable[Node], hostlist: str) -> list[Node]:
     names = {node.name for node in nodes}
     unwanted = dict.fromkeys(expand(hostlist))
     for stranger in (name for name in unwanted if name not in names):
-        raise NodeListError(f"{stranger} cannot be excluded: it is not among {fold(nodes)}: check the name")
+        raise NodeListError(f"{stranger} cannot be excluded: not one of {fold(nodes)}: check the name")
     left = [node for node in nodes if node.name not in unwanted]
     if not left:
-        raise NodeListError(f"no node is left without {hostlist!r}: exclude fewer")
+        raise NodeListError(f"no node remains without {hostlist!r}; exclude fewer")
     return left
 
 
@@ -102,7 +102,7 @@ def requested(words: list[str], hostfile: str | None, unwanted: str | None) -> l
     if hostfile is None:
         nodes = parse(words)
     elif words:
-        raise NodeListError("nodes are given both as words and by --hostfile: leave one out")
+        raise NodeListError("nodes are given both as arguments and by --hostfile; use one of them")
     else:
         with open(hostfile, encoding="utf-8-sig", errors="replace") as file:  # a comment may hold anything
             text = file.read(LARGEST_HOSTFILE + 1)
@@ -127,7 +127,7 @@ def tasks_per_node(counts: str) -> list[int]:
     for count in counts.split(","):
         match = _TASKS.fullmatch(count)
         if not match:
-            raise NodeListError(f"{count!r} is no number of tasks: write it as in 2(x3),1")
+            raise NodeListError(f"{count!r} is not a number of tasks: write it as in 2(x3),1")
         times = int(match[2] or 1)
         _refuse_too_many(len(tasks) + times)
         tasks += [int(match[1])] * times
@@ -187,14 +187,13 @@ def _nodes(item: str) -> list[Node]:
     """The nodes of one item, `user@names:slots` with user and slots optional."""
     if item.count(":") > 1:
         raise NodeListError(
-            "an IPv6 address cannot stand here: give the host a name in ~/.ssh/config or /etc/hosts, "
-            "and write that name"
+            "an IPv6 address is not supported: give the host a name in ~/.ssh/config or /etc/hosts, and write that name"
         )
     user, slots, names = None, None, item
     if "@" in item:
         user, _, names = item.partition("@")
         if not _USER.fullmatch(user):
-            raise NodeListError(f"{user!r} is no user name: write it as in user@node1")
+            raise NodeListError(f"{user!r} is not a user name: write it as in user@node1")
     if ":" in names.rpartition("]")[2]:
         names, _, number = names.partition(":")
         slots = _slots(number)
@@ -204,7 +203,7 @@ def _nodes(item: str) -> list[Node]:
 def _slots(number: str) -> int:
     if not re.fullmatch("[1-9][0-9]{0,3}", number) or int(number) > MAX_SLOTS:
         raise NodeListError(
-            f"{number!r} is no number of processes: write 1 to {MAX_SLOTS}, as in node1:4 "
+            f"{number!r} is not a number of processes: write 1 to {MAX_SLOTS}, as in node1:4 "
             "(an ssh port belongs in ~/.ssh/config)"
         )
     return int(number)
@@ -219,7 +218,7 @@ def _names(item: str) -> list[str]:
         raise NodeListError("a host name begins with a letter or a digit: write it as in node1")
     parts = _BRACKET.split(item)  # text and the content of a bracket in turn, text first and last
     if wrong := _NOT_IN_A_NAME.search("".join(parts[::2])):
-        what = "its brackets do not match" if wrong[0] in "[]" else f"{wrong[0]!r} cannot stand in a host name"
+        what = "its brackets do not match" if wrong[0] in "[]" else f"{wrong[0]!r} is not allowed in a host name"
         raise NodeListError(f"{what}: write it as in node1 or node[1-8,10]")
     numbers = [_numbers(content) for content in parts[1::2]]
     _refuse_too_many(math.prod(map(len, numbers)))
@@ -236,7 +235,7 @@ def _numbers(content: str) -> list[str]:
     for piece in content.split(","):
         match = _RANGE.fullmatch(piece)
         if not match:
-            raise NodeListError(f"{piece!r} is no range of numbers: write it as in node[1-8,10]")
+            raise NodeListError(f"{piece!r} is not a range of numbers: write it as in node[1-8,10]")
         low, high = match[1], match[2] or match[1]
         if int(low) > int(high):
             raise NodeListError(f"the range {piece} runs backwards: write {high}-{low}")

@@ -249,9 +249,9 @@ END
   [ "$status" -eq 0 ] || { cat out && false; }
   grep -q "verdict: stopped: stopped on request; all ranks exited with 0" out
   rm -r logs
-  refused "is of another model: model.n_embd=16 (there 8)" tiny.yaml 2 -- model.n_embd=16
+  refused "is of another model: model.n_embd=16 (checkpoint: 8)" tiny.yaml 2 -- model.n_embd=16
   refused "checkpoint.resume=never, but" tiny.yaml 2 -- checkpoint.resume=never
-  refused "was written whole, and this run reads and writes in shards" tiny.yaml 2 -- distributed.strategy=fsdp
+  refused "is unsharded, but this run uses sharded checkpoints" tiny.yaml 2 -- distributed.strategy=fsdp
 }
 
 

@@ -393,7 +393,7 @@ def test_a_rank_waits_for_the_others_to_join_no_longer_than_the_timeout(tmp_path
     with forked.launched(2, wait_for_rank_1, tmp_path, 1, only=[0]) as launch:
         told = launch.told()[0]
     assert told.code == 1
-    assert "WorldError: rank 1 of 2 did not come within 2 s: see in their own output why" in told.err
+    assert "WorldError: rank 1 of 2 did not join within 2 s; read the output of the missing ranks" in told.err
 
 
 FAILING = """

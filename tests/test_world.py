@@ -216,7 +216,7 @@ NO_NUMBER = "is not a number: unset it, or start this process with torchrun or s
         *(({**COMPLETE, "RANK": value}, f"RANK={value!r} {NO_NUMBER}") for value in ("-1", "1.0", " 1", "²", "0x1")),
         ({**COMPLETE, "NODE_RANK": "x"}, f"NODE_RANK='x' {NO_NUMBER}"),
         *(({**STEP, name: "x"}, f"{name}='x' {NO_NUMBER}") for name in ("SLURM_PROCID", "SLURM_NODEID")),
-        ({**STEP, "SLURM_STEP_TASKS_PER_NODE": "2(x"}, "SLURM_STEP_TASKS_PER_NODE: '2(x' is no number of tasks: "),
+        ({**STEP, "SLURM_STEP_TASKS_PER_NODE": "2(x"}, "SLURM_STEP_TASKS_PER_NODE: '2(x' is not a number of tasks: "),
         ({**STEP, "SLURM_STEP_NODELIST": "n[1-"}, "SLURM_STEP_NODELIST: 'n[1-': its brackets do not match: "),
         ({**COMPLETE, "WORLD_SIZE": "0"}, "WORLD_SIZE='0' is not a number from 1 up"),
         ({**COMPLETE, "LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE='0' is not a number from 1 up"),

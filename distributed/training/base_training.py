@@ -67,12 +67,14 @@ class Base:
         except (KeyError, TypeError, ValueError):
             raise ConfigError(f"{file}: not the weights of a base model of train.py; {REMEDY}") from None
         differ = [
-            f"model.{key}={ours} (there {theirs.get(key)})" for key, ours in settings.items() if ours != theirs.get(key)
+            f"model.{key}={ours} (base model: {theirs.get(key)})"
+            for key, ours in settings.items()
+            if ours != theirs.get(key)
         ]
         if differ:
             raise ConfigError(
-                f"{self.directory}: the base model has other settings: {', '.join(differ)}; give these keys its "
-                "values, or name another base model: --base_model DIR"
+                f"{self.directory}: the base model has other settings: {', '.join(differ)}; use the base model's "
+                "values, or another base model: --base_model DIR"
             )
         try:
             model.load_state_dict(weights)

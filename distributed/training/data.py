@@ -228,7 +228,7 @@ def _name_of(path: Path | None) -> str:
     if path is None:
         return f"Python {'.'.join(platform.python_version_tuple()[:2])} language reference"
     if not (path.is_file() or path.is_dir()):
-        what = "neither a file nor a folder" if path.exists() else "it does not exist"
+        what = "neither a file nor a directory" if path.exists() else "it does not exist"
         raise DataError(f"data.path={path}: {what}")
     return str(path)
 

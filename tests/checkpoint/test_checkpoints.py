@@ -232,7 +232,7 @@ def test_a_strangers_code_is_not_run(tmp_path: Path, name: str) -> None:
         with pytest.raises(CheckpointError) as caught:
             checkpoints.load(found, {}) if name == "state.pt" else checkpoints.load_per_rank(found)
     assert str(caught.value) == (
-        f"{final}/{name}: not loaded: it asks for posix.mkdir, which no checkpoint needs: do not trust it"
+        f"{final}/{name}: not loaded: it requests posix.mkdir, which no checkpoint needs; do not trust this file"
     )
     assert not (tmp_path / "boom").exists()
 
@@ -445,13 +445,13 @@ def test_a_full_disk_stops_the_run_and_the_older_checkpoint_stays_good() -> None
             with pytest.raises(CheckpointError) as caught:
                 checkpoints.wait()
         assert str(caught.value) == (
-            f"cannot write {disk}/step_00000002: [Errno 28] No space left on device. The checkpoints before it are "
-            f"whole: mend the cause, and run again to go on from the newest"
+            f"cannot write {disk}/step_00000002: [Errno 28] No space left on device. Earlier checkpoints are intact: "
+            "fix the cause, then run the same command to resume from the newest"
         )
         assert [path.name for path in disk.glob("step_*")] == ["step_00000001"]
         with Checkpoints(disk) as checkpoints:
             assert same(checkpoints.load(newest(checkpoints), {}), small)
-            checkpoints.save(2, small)  # what was half written is gone: there is room again
+            checkpoints.save(2, small)  # the incomplete checkpoint was removed: there is space again
 
 
 def save_for_ever(pipe: Connection, folder: Path) -> None:
@@ -476,7 +476,7 @@ def test_a_run_killed_while_it_saves_goes_on_from_a_good_one(tmp_path: Path) -> 
 
 
 def test_a_wrong_keep_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="keep is 0"):
+    with pytest.raises(ValueError, match="keep: expected 1 or more, got 0"):
         Checkpoints(tmp_path, keep=0)
 
 
@@ -606,7 +606,7 @@ def test_what_rank_0_cannot_read_is_an_error_on_every_rank(tmp_path: Path) -> No
     state, own, manifest = first
     assert f"{tmp_path}/node0/step_00000002/state.pt: cannot be read: [Errno 5] Input/output error" in state
     assert "step_00000002/ranks.pt: cannot be read: [Errno 5] Input/output error" in own
-    assert "checkpoints exist, and none can be used" in manifest
+    assert "checkpoints exist, but none is usable" in manifest
 
 
 def fail_on_ranks(rank: int, size: int, folder: Path) -> list[str]:
@@ -631,4 +631,4 @@ def test_what_fails_on_rank_0_is_told_on_every_rank(tmp_path: Path) -> None:
     first, second = forked.ranks(2, fail_on_ranks, tmp_path / "here")
     assert first == second
     assert "cannot write" in first[0] and "No such file" in first[0]
-    assert "checkpoints cannot be kept here" in first[1]
+    assert "cannot write checkpoints here" in first[1]

@@ -231,7 +231,7 @@ def test_another_model_and_another_strategy_are_refused_on_every_rank(by_two: Sa
     assert "Size mismatch" in shape and "model.1.weight" in shape
     assert "Missing key" in missing and "3.weight" in missing
     assert surplus.endswith("it has model.2.bias, and this training has no such tensor (8 in all)")
-    assert "was written in shards, and this run reads and writes whole: resume with the strategy" in strategy
+    assert "is sharded, but this run uses unsharded checkpoints; resume with the strategy" in strategy
 
 
 def load_what_rank_1_cannot_read(rank: int, size: int, folder: Path) -> list[str]:
@@ -312,7 +312,7 @@ def test_a_strangers_code_is_not_run(by_two: Saved, tmp_path: Path) -> None:
     metadata, item = forked.ranks(1, load_bombs, tmp_path)[0]
     for text in (metadata, item):
         assert "step_0000000" in text
-        assert text.endswith(": not loaded: it asks for posix.mkdir, which no checkpoint needs: do not trust it")
+        assert text.endswith(": not loaded: it requests posix.mkdir, which no checkpoint needs; do not trust this file")
 
 
 class Attribute:
@@ -329,7 +329,7 @@ def test_of_attributes_only_members_of_enumerations_are_read() -> None:
     kind = _MEM_FORMAT_ENCODING
     assert sharded._unpickle(pickle.dumps(Attribute(kind, "TORCH_CHANNELS_LAST"))) is kind.TORCH_CHANNELS_LAST
     for owner, name in ((Metadata, "__init__"), (kind, "__init__"), (torch.Size, "__class__")):
-        with pytest.raises(pickle.UnpicklingError, match=f"it asks for {name} of"):
+        with pytest.raises(pickle.UnpicklingError, match=f"it requests {name} of"):
             sharded._unpickle(pickle.dumps(Attribute(owner, name)))
 
 
@@ -367,7 +367,7 @@ def spoil(how: str) -> None:
 TOLD = {
     "full": "rank 1: [Errno 28] No space left on device",
     "so full that it cannot say it": "rank 1: it could not write its shard",
-    "silent": "rank 1: nothing came of its shard in time",
+    "silent": "rank 1: timed out waiting for its shard",
 }
 
 
@@ -375,7 +375,7 @@ TOLD = {
 def test_a_rank_that_fails_leaves_no_checkpoint_and_every_rank_is_told(tmp_path: Path, how: str, told: str) -> None:
     first, second = forked.ranks(2, fail_on_rank_1, tmp_path, how)
     assert first == second
-    assert first.startswith(f"cannot write {tmp_path}/step_00000002: {told}. The checkpoints before it are whole")
+    assert first.startswith(f"cannot write {tmp_path}/step_00000002: {told}. Earlier checkpoints are intact")
     assert [path.name for path in tmp_path.glob("step_*")] == ["step_00000001"]
 
 

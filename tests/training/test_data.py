@@ -682,7 +682,7 @@ def good_bin(folder: Path) -> Path:
     [
         (empty, {}, r"empty\.txt: no text in this file"),
         (binary, {}, r"a\.zip: no text in this file.*\.bin"),
-        (pipe, {}, "pipe: neither a file nor a folder"),
+        (pipe, {}, "pipe: neither a file nor a directory"),
         (folder_without_text, {}, r"no text among 1 entries.*train\.bin"),
         (folder_with_a_dangling_link, {}, r"cannot read .*gone\.txt: No such file"),
         (lambda folder: folder / "nowhere", {}, "nowhere: it does not exist"),

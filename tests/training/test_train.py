@@ -363,7 +363,7 @@ def test_another_world_size_goes_on_from_the_same_checkpoint(bench: Bench, strat
 
 @pytest.mark.parametrize(
     ("strategy", "wrapped"),
-    [("ddp", "DistributedDataParallel of"), ("fsdp", "gathered in 2 parts; this rank's shards")],
+    [("ddp", "DistributedDataParallel of"), ("fsdp", "2 FSDP units; ")],
 )
 def test_debug_shows_what_decides_a_run(bench: Bench, strategy: str, wrapped: str) -> None:
     ended = bench.run(2, "train.steps=1", f"distributed.strategy={strategy}", "--log-level", "DEBUG")
@@ -498,7 +498,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_keys_that_differ(benc
     assert bench.run(1, "train.steps=2").returncode == 0
     ended = bench.run(1, "model.n_embd=32")
     assert ended.returncode == 2
-    assert "model.n_embd=32 (there 16)" in ended.stderr
+    assert "model.n_embd=32 (checkpoint: 16)" in ended.stderr
     assert found(bench.folder / "checkpoints").step == 2
 
 
@@ -512,7 +512,7 @@ def test_checkpoints_that_cannot_be_used_are_refused_and_stay(bench: Bench, npro
     assert refused.returncode == 2
     for rank in range(nproc):
         name = "train.py" if rank == 0 else f"train.py, rank {rank}"
-        assert f"{name}: {bench.folder}/checkpoints: checkpoints exist, and none can be used:\n" in refused.stderr
+        assert f"{name}: {bench.folder}/checkpoints: checkpoints exist, but none is usable:\n" in refused.stderr
     assert refused.stderr.count("/step_00000002/state.pt: 7 bytes instead of ") == nproc
     assert {path: path.stat().st_mtime_ns for path in bench.folder.glob("checkpoints/step*/**")} == before
 
@@ -639,7 +639,7 @@ def test_a_job_does_not_go_on_from_the_checkpoint_of_another_fold(bench: Bench) 
     assert bench.job(*FOLD, "--steps", "2").returncode == 0
     refused = bench.job(*FOLD, "--steps", "2", "--mode", "single")
     assert refused.returncode == 2
-    assert "is of another fold: data.mode=single (there heldout); name another prefix" in refused.stderr
+    assert "is of another fold: data.mode=single (checkpoint: heldout); set another prefix" in refused.stderr
 
 
 @pytest.mark.parametrize(
