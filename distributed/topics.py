@@ -1,6 +1,6 @@
-"""The embedded text: topics of the Python language reference, by domain, and none of it twice.
+"""The embedded text: topics of the Python language reference by domain, without repetitions.
 
-Standard library only: who starts jobs needs the names of the domains, and not PyTorch.
+Standard library only: the dispatcher of job lists needs the names of the domains without PyTorch.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ TOPICS = {
         imaginary""",
 }
 DOMAINS = tuple(TOPICS)
-OTHER = "execution"  # where the topics go that are not in the table, of Pythons newer than it
+OTHER = "execution"  # domain of topics that are not in the table, in newer versions of Python
 
 
 def without_repetitions(topics: Mapping[str, str]) -> dict[str, str]:
-    """The topics without what they repeat.
+    """Remove paragraphs that several topics share.
 
-    A fifth of the reference stands in it twice: "try" and "with" are chapters of "compound", word for word.
-    Held-out text that is trained on elsewhere would be no held-out text. So a paragraph belongs to the
-    longest topic that says it, and a topic with less than half of its text left is left out.
+    A fifth of the reference appears twice: "try" and "with" are sections of "compound". Without this function, held-out
+    text could also be training text. A paragraph stays in the longest topic that contains it; a topic that loses more
+    than half of its text is dropped.
     """
     seen: set[str] = set()
     longest_first = sorted(topics, key=lambda topic: (-len(topics[topic]), topic))
@@ -58,7 +58,7 @@ def _new_paragraphs(text: str, seen: set[str]) -> Iterator[str]:
 
 
 def by_domain(topics: Mapping[str, str]) -> dict[str, list[str]]:
-    """The texts of each domain, in the order of the table; unknown topics, by name, at the end of OTHER."""
+    """Return the texts of each domain, in the order of the table; unknown topics, by name, at the end of OTHER."""
     table = {domain: names.split() for domain, names in TOPICS.items()}
     table[OTHER] += sorted(set(topics).difference(*table.values()))
     return {domain: [topics[name] for name in names if name in topics] for domain, names in table.items()}

@@ -288,7 +288,7 @@ def test_a_run_that_is_stopped_while_it_samples_has_finished(bench: Bench, strat
         training.signal(signal.SIGTERM, 1)
         stopped = done(training)
     assert stopped.returncode == 0, stopped
-    assert "stop request: all steps are done; no longer sample" in stopped.stdout
+    assert "stop request: all steps are done; sample shortened" in stopped.stdout
     assert "finished: 12 steps" in stopped.stdout
     assert found(bench.folder / "checkpoints").step == 12
 
