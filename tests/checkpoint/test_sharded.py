@@ -366,7 +366,7 @@ def spoil(how: str) -> None:
 
 TOLD = {
     "full": "rank 1: [Errno 28] No space left on device",
-    "so full that it cannot say it": "rank 1: it could not write its shard",
+    "so full that it cannot say it": "rank 1: could not write its shard",
     "silent": "rank 1: timed out waiting for its shard",
 }
 
