@@ -1,21 +1,22 @@
 #!/usr/bin/env python3
-"""Train a GPT on text, on one process or many. Read it top to bottom; copy it and make it yours.
+"""Train a GPT on text, in one process or many. Read it top to bottom; copy and change it.
 
     python train.py --config config/quickstart.yaml                        one process
     scripts/ssh/launch_singlenode.sh config/quickstart.yaml 2              two processes on this machine
-    torchrun --nproc-per-node 2 train.py --config config/quickstart.yaml   the same, by hand
-    python train.py --fold 0 --prefix exp1                                 a job: hold out one domain of the text
+    torchrun --nproc-per-node 2 train.py --config config/quickstart.yaml   two processes, started by torchrun
+    python train.py --fold 0 --prefix exp1                                 one job of a cross-validation
     python train.py --fold 0 --mode base_only                              a base model of the other domains
 
-A participant is a domain of the text, or a text of a directory. --mode says what is trained on: heldout, single and
-pooled train one model (see --help). base_only trains a base model on the participants but the one that is held out, and
-writes best_base_model.pt and three files about it to the run directory. full_fine_tuning starts from a base model and
-trains all its weights on the text of that one participant; from_scratch does the same from random weights. Of each
-batch, --target_batch_pct may be text of that participant and the rest text of the base's participants.
+Settings are those of the file, then arguments such as train.steps=100 model.n_layer=6. A run with the same
+checkpoint.dir resumes from the newest checkpoint, and ends with the same weights as a run that was never stopped.
 
-Every setting of the file can be said again behind it: train.steps=100 model.n_layer=6. Started again with the same
-checkpoint.dir, it goes on where it stopped, and ends with the same weights as if it had never stopped. A job keeps its
-checkpoints in its output directory, here experiments/exp1/fold0_special-methods.
+Cross-validation: a participant is a domain of the embedded text, or one text of a directory. --fold N holds one out.
+--mode selects the training data. heldout, single and pooled train one model (see --help). base_only trains a base model
+on all other participants, and writes best_base_model.pt and three files about it to the run directory.
+full_fine_tuning starts from a base model and trains all its weights on the participant's text; from_scratch does the
+same from random weights. --target_batch_pct is the share of the participant's text in each batch; the rest is text of
+the base model's participants. The checkpoints of a job are in its output directory, here
+experiments/exp1/fold0_special-methods.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from torch.distributed.tensor import DTensor
 
 from distributed.checkpoint import compatibility
 from distributed.checkpoint.checkpointer import Checkpointer
-from distributed.checkpoint.checkpoints import CheckpointError, Found
+from distributed.checkpoint.checkpoints import CheckpointError, CheckpointInfo
 from distributed.config import BASE_ONLY, Batch, ConfigError, Settings, for_ranks, job_of, parser
 from distributed.exit_codes import STOPPED
 from distributed.torch import device, gradient_sync, leave, process_group, resolve, seed, wrap
@@ -55,7 +56,7 @@ log = logging.getLogger("muster")
 
 
 def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
-    """AdamW in one fused kernel; matrices decay, norms and biases do not."""
+    """AdamW in one fused kernel, with weight decay for matrices and none for norms and biases."""
     train = settings.train
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
@@ -66,33 +67,36 @@ def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
 
 
 def learning_rate(step: int, steps: int, settings: Settings) -> float:
-    """Linear warm-up, then half a cosine from learning_rate down to min_learning_rate at the last step."""
+    """Linear warm-up, then half a cosine from learning_rate to min_learning_rate (arXiv:1608.03983, without restarts).
+
+    step: counted from 0. steps: of the whole training.
+    """
     train = settings.train
     if step < train.warmup_steps:
         return train.learning_rate * (step + 1) / train.warmup_steps
-    done = (step - train.warmup_steps) / max(1, steps - train.warmup_steps)
-    height = train.learning_rate - train.min_learning_rate
-    return train.min_learning_rate + height * (1 + math.cos(math.pi * done)) / 2
+    progress = (step - train.warmup_steps) / max(1, steps - train.warmup_steps)  # 0 .. 1
+    decay = (1 + math.cos(math.pi * progress)) / 2  # 1 .. 0
+    return train.min_learning_rate + decay * (train.learning_rate - train.min_learning_rate)
 
 
-def choose_precision(asked: str, here: torch.device) -> torch.dtype:
-    """The type of the matrix products."""
-    if asked == "auto":
+def choose_precision(precision: str, here: torch.device) -> torch.dtype:
+    """The dtype of matrix products: auto is bf16 on a GPU that supports it, otherwise fp32."""
+    if precision == "auto":
         return torch.bfloat16 if here.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
-    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[asked]
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
 
 
 @torch.no_grad()
 def evaluate(
     model: nn.Module, windows: Windows, count: int, batch: Batch, ranks: Ranks, autocast: torch.autocast
 ) -> float:
-    """Held-out loss in nats a token: each of the first `count` windows once, shared by the ranks. Collective."""
+    """Mean held-out loss of the first `count` windows, in nats per token. Collective: ranks split the windows."""
     here = next(model.parameters()).device
     sums = torch.zeros(2, dtype=torch.float64, device=here)
     model.eval()
     with autocast:
         for indices, weights in held_out_batches(count, batch.micro, ranks.rank, ranks.size):
-            inputs, targets = (part.to(here) for part in windows.batch(indices))
+            inputs, targets = (tensor.to(here) for tensor in windows.batch(indices))
             losses, weights = model(inputs, targets).double(), weights.to(here)
             sums += torch.stack([(losses * weights).sum(), weights.sum()])
     model.train()
@@ -102,47 +106,47 @@ def evaluate(
 
 def resume(
     checkpointer: Checkpointer, optimizer: torch.optim.Optimizer, settings: Settings, facts: Mapping[str, Any]
-) -> Found | None:
-    """Restore the newest checkpoint, where there is one that fits. Returns it.
+) -> CheckpointInfo | None:
+    """Restore the newest checkpoint. Returns it, or None when the directory holds none.
 
     Raises:
-        ConfigError, CheckpointError: checkpoints are there and none can be used, or it does not fit.
+        ConfigError, CheckpointError: checkpoints exist and none is usable, or the newest does not fit the settings.
     """
     found = checkpointer.newest()
     if found is None:
         return None
-    compatibility.refuse_misfit(found, settings, facts["model"]["vocab_size"])
-    compatibility.refuse_another_base(found, facts["base_model"])
+    compatibility.check_resumable(found, settings, facts["model"]["vocab_size"])
+    compatibility.check_base_model(found, facts["base_model"])
     for change in compatibility.changes(found, facts):
         log.warning(change)
-    chosen = [(group["weight_decay"], group["betas"]) for group in optimizer.param_groups]
+    configured = [(group["weight_decay"], group["betas"]) for group in optimizer.param_groups]
     checkpointer.restore(found)
-    for group, (weight_decay, betas) in zip(optimizer.param_groups, chosen, strict=True):
-        group.update(weight_decay=weight_decay, betas=betas)  # the checkpoint has those of before
-    log.info(compatibility.complete(found, facts["steps"], settings) or f"going on from {found.path}")
+    for group, (weight_decay, betas) in zip(optimizer.param_groups, configured, strict=True):
+        group.update(weight_decay=weight_decay, betas=betas)  # restore() sets those of the checkpoint
+    log.info(compatibility.complete(found, facts["steps"], settings) or f"resuming from {found.path}")
     return found
 
 
 def train(  # noqa: C901 (one loop, to be read from top to bottom)
     settings: Settings, job: Mapping[str, Any], world: World, batch: Batch, stop: threading.Event
 ) -> int:
-    """Train to the end, or until `stop` is set on any rank. Returns the exit code."""
+    """Train until the last step, or until `stop` is set on any rank. Returns the exit code: 0, or 75 when stopped."""
     ranks, first_rank = Ranks(world.rank, world.size), world.rank == 0
     here = device(world, settings.distributed.backend, settings.distributed.device)
     torch.set_float32_matmul_precision("high")
 
     # ---------------------------------------------------------------- data
 
-    hosts = ranks.everyone(socket.gethostname())
+    hosts = ranks.all_gather(socket.gethostname())
     dataset = TrainingData.open(settings, batch, ranks, hosts)
-    base = base_training.find(settings, ranks)  # the model that full_fine_tuning starts from
+    base = base_training.find(settings, ranks)  # None except in mode full_fine_tuning
     run = tracking.run_directory(job, world, ranks, __file__)
     steps = dataset.steps(settings.train)
     held_out_windows = min(len(dataset.held_out), settings.train.evaluate_windows or len(dataset.held_out))
 
     # ---------------------------------------------------------------- model
 
-    seed(settings.train.seed)  # the same on every rank, so that all begin with the same weights
+    seed(settings.train.seed)  # the same on every rank: all ranks start with the same weights
     model_settings = settings.model.model_dump()
     model_settings["vocab_size"] = settings.model.vocab_size or dataset.corpus.vocab_size or 256
     gpt = GPT(settings.model, model_settings["vocab_size"], settings.train.gradient_checkpointing).to(here)
@@ -161,7 +165,7 @@ def train(  # noqa: C901 (one loop, to be read from top to bottom)
     optimizer = make_optimizer(model, settings)
     autocast = torch.autocast(here.type, dtype, enabled=dtype != torch.float32)
     scaler = torch.amp.GradScaler(here.type, enabled=dtype == torch.float16)
-    seed(settings.train.seed, world.rank)  # from here on ranks draw differently
+    seed(settings.train.seed, world.rank)  # different on every rank: each draws its own dropout masks
 
     # ---------------------------------------------------------------- checkpoint
 
@@ -180,7 +184,7 @@ def train(  # noqa: C901 (one loop, to be read from top to bottom)
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
     step = found.step if found else 0
-    windows_seen: int = found.facts["items"] if found else 0  # by all ranks: the position in the data
+    windows_seen: int = found.facts["items"] if found else 0  # by all ranks together: the position in the data
 
     if first_rank:
         world_facts = {"size": world.size, "nodes": len(set(hosts)), "strategy": strategy,
@@ -195,7 +199,7 @@ def train(  # noqa: C901 (one loop, to be read from top to bottom)
     if base:
         log.info(f"base   {base}")
         if first_rank and base.trained_on(settings.data.participant):
-            log.warning(f"the base model was trained on text of {settings.data.participant}, too, without its end")
+            log.warning(f"base model: its training data includes the training text of {settings.data.participant}")
     log.info(f"batch  {batch}")
     log.info(dataset.describe(steps))
 
@@ -221,12 +225,13 @@ def train(  # noqa: C901 (one loop, to be read from top to bottom)
             for group in optimizer.param_groups:
                 group["lr"] = rate
 
-            # forward and backward; ranks exchange gradients in the backward pass of the last micro-batch
+            # Forward and backward. step_loss = sum over micro-batches of loss / accumulation: this rank's mean.
+            # Ranks average their gradients during the backward pass of the last micro-batch only.
             progress.compute.begin()
             step_loss = torch.zeros((), device=here)
             for micro in range(batch.accumulation):
                 last = micro == batch.accumulation - 1
-                inputs, targets = (part.to(here, non_blocking=True) for part in next(batches))
+                inputs, targets = (tensor.to(here, non_blocking=True) for tensor in next(batches))
                 with gradient_sync(model, on=last):
                     with autocast:
                         loss = model(inputs, targets).mean() / batch.accumulation
@@ -237,21 +242,21 @@ def train(  # noqa: C901 (one loop, to be read from top to bottom)
                         progress.waiting.end()
                 step_loss += loss.detach()
 
-            # clip, and change the weights
+            # Clip the gradients and update the weights.
             scaler.unscale_(optimizer)
             gradient_norm = nn.utils.clip_grad_norm_(model.parameters(), settings.train.grad_clip or math.inf)
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad(set_to_none=True)
             step += 1
-            windows_seen += batch.size
+            windows_seen += batch.size  # micro x accumulation x ranks, for example 12 x 5 x 8 GPUs = 480
 
-            # log, evaluate, save: everything is due after the last step
+            # Log, evaluate and save at their intervals, and all three after the last step.
             log_due, evaluate_due, save_due = (
                 step == steps or (every > 0 and step % every == 0)
                 for every in (settings.logging.every, settings.train.evaluate_every, settings.checkpoint.every)
             )
-            stopping = checkpointer.should_stop(step, step_loss) and step < steps  # the same on all ranks
+            stopping = checkpointer.should_stop(step, step_loss) and step < steps  # the same decision on every rank
             if log_due:
                 progress.log_step(step, checkpointer.mean_loss(), rate, gradient_norm)
             held_out_loss = None
@@ -262,18 +267,18 @@ def train(  # noqa: C901 (one loop, to be read from top to bottom)
                 score = held_out_loss if held_out_loss is not None and math.isfinite(held_out_loss) else None
                 checkpointer.save(step, facts={**facts, "items": windows_seen}, score=score, overlap=True)
                 progress.event(step, "checkpoint")
-            if evaluate_due or save_due or step == first_step:  # the first step allocates and compiles
+            if evaluate_due or save_due or step == first_step:  # the first step allocates memory and compiles
                 progress.restart_clock(step)
 
         checkpointer.wait()
         if stopping:
-            log.info(f"stopped on request at step {step} with a checkpoint written: run again to go on")
+            log.info(f"stopped on request at step {step}, checkpoint written; run the same command to resume")
             progress.event(step, "stop")
             return STOPPED
 
         # ---------------------------------------------------------------- end
 
-        if held_out_loss is None:  # there was no step left
+        if held_out_loss is None:  # the checkpoint was already complete
             held_out_loss = evaluate(model, dataset.held_out, held_out_windows, batch, ranks, autocast)
             progress.log_held_out(step, held_out_loss)
         text = sample(
@@ -293,14 +298,15 @@ def write_base_model(
     run: Path, checkpointer: Checkpointer, dataset: TrainingData, ranks: Ranks, about: Mapping[str, Any],
     settings: Settings, job: Mapping[str, Any],
 ) -> None:  # fmt: skip
-    """Write the weights with the lowest held-out loss, and what is known of them, into the run directory. Collective.
+    """Write the weights with the lowest held-out loss, and their metrics, to the run directory. Collective.
 
     Raises:
         NonFiniteLoss: no held-out loss is finite.
+        OSError: the files cannot be written.
     """
     best, corpus, batch = checkpointer.best(), dataset.corpus, dataset.batch
     if best is None or best.score is None:
-        raise NonFiniteLoss("no checkpoint has a finite held-out loss: there is no base model; lower the learning rate")
+        raise NonFiniteLoss("base model: no checkpoint has a finite held-out loss; lower the learning rate")
     state = checkpointer.load(best)["model"]
     weights = {name: (t.full_tensor() if isinstance(t, DTensor) else t).cpu() for name, t in state.items()}
     metrics = {
@@ -308,12 +314,12 @@ def write_base_model(
         "participants": corpus.domains, "held_out_participant": corpus.participant, "corpus": str(corpus),
         "batch_size": batch.size, "block_size": batch.block,
     }  # fmt: skip
-    ranks.decide(lambda: base_training.write(run, weights, best.facts["model"], metrics, settings, job))
+    ranks.call_on_rank_0(lambda: base_training.write(run, weights, best.facts["model"], metrics, settings, job))
     log.info(f"base model {run / base_training.WEIGHTS}: held-out loss {best.score:.4f} at step {best.step}")
 
 
-def refuse(error: Exception) -> int:
-    """A wrong call: one line a fault. Every rank says its own: a file may be missing on one node. Returns the code."""
+def report_wrong_call(error: Exception) -> int:
+    """Print one line per fault, on every rank: a file may be missing on one node only. Returns the exit code."""
     rank = os.environ.get("RANK", "0")
     name = "train.py" if rank == "0" else f"train.py, rank {rank}"
     sys.stderr.write("".join(f"{name}: {line}\n" for line in str(error).splitlines()))
@@ -322,21 +328,21 @@ def refuse(error: Exception) -> int:
 
 @record
 def main() -> int:
-    """Read the settings, join the others, train. Returns the exit code."""
-    options = parser("Train a GPT on text, on one process or many.").parse_intermixed_args()
+    """Read the settings, join the process group, train. Returns the exit code."""
+    options = parser("Train a GPT on text, in one process or many.").parse_intermixed_args()
     try:
         world = World.from_env()
         settings, batch = for_ranks(options, world.size)
         tracking.check(settings.model_dump())
         level = logging.getLevelName(settings.logging.level.upper()) if world.rank == 0 else logging.ERROR
         logging.basicConfig(format="%(message)s", stream=sys.stdout, level=max(level, logging.INFO))
-        for name in ("muster", "distributed"):  # debug is not for PyTorch and others
+        for name in ("muster", "distributed"):  # level debug applies to these loggers, not to PyTorch's
             logging.getLogger(name).setLevel(level)
-        said = settings.distributed
-        with stop_signals() as stop, process_group(world, said.backend, said.timeout, said.device):
+        group = settings.distributed
+        with stop_signals() as stop, process_group(world, group.backend, group.timeout, group.device):
             return train(settings, job_of(options), world, batch, stop)
     except (ConfigError, WorldError, DataError, tracking.TrackerMissing) as error:
-        return refuse(error)
+        return report_wrong_call(error)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,14 @@
 """How long does saving a checkpoint stop the training?
 
-Checkpoints.save() against torch.save of the same state into the same folder: in turn, medians. The state is
-a model's and its AdamW's, three numbers a parameter. Both write a new file and then remove the one before, as
-anybody must who wants to have one at every moment. Before each timing the disk is brought to rest; the first
-saves, which allocate memory, are not counted.
+Compares Checkpoints.save() with torch.save of the same state to the same directory: alternating, medians. The state is
+that of a model and its AdamW, three numbers per parameter. Both write a new file and then remove the previous one, so
+that one exists at every moment. sync(2) runs before each measurement; the first saves, which allocate memory, are
+discarded.
 
-What to expect. torch.save computes a CRC-32 and copies into the page cache with one thread, while the kernel
-finds the pages. save() reads and writes the state once in memory: on 2 cores that takes
-a tenth to a fifth as long. Told which optimizer's step is the next to change the state, it does even that
-while the next gradients are computed; what counts then is save() and what the step waits. The write behind
-slows the steps beside it, where all cores compute, by about its own processor time.
+Expected: torch.save computes a CRC-32 and copies to the page cache with one thread. save() copies the state once in
+memory, which takes a tenth to a fifth as long on 2 cores. With until=optimizer, it copies while the next gradients are
+computed; the time is then that of save() plus the wait of the optimizer's step. The background write slows concurrent
+steps by about its own CPU time when all cores compute.
 
     python -m benchmarks.checkpoint [--parameters 25] [--turns 15] [--folder FOLDER]
 
@@ -57,7 +56,7 @@ def main() -> int:
 
 
 class Training:
-    """Enough of one to have a state and a step."""
+    """A model and an optimizer."""
 
     def __init__(self, parameters: float) -> None:
         layers = max(1, round(parameters / (8 * WIDTH**2)))
@@ -69,7 +68,7 @@ class Training:
         self.bytes = sum(12 * parameter.numel() for parameter in self.model.parameters())
 
     def step(self) -> float:
-        """A training step; the seconds that the optimizer's step was made to wait."""
+        """Do a training step. Returns the seconds that the optimizer's step waited for the copy."""
         self.model(self.inputs).square().mean().backward()
         before = time.perf_counter()
         begun: list[float] = []
@@ -84,7 +83,7 @@ class Training:
 
 
 def stops(training: Training, checkpoints: Checkpoints, theirs: Path, turns: int) -> float:
-    """How long each stops the training; the ratio of the medians."""
+    """Measure how long each way stops the training. Returns the ratio of the medians."""
     state, optimizer, steps = training.state(), training.optimizer, count()
 
     def until_the_step() -> float:
@@ -117,7 +116,7 @@ def stops(training: Training, checkpoints: Checkpoints, theirs: Path, turns: int
 
 
 def slows(training: Training, checkpoints: Checkpoints) -> None:
-    """How much longer the steps take while a write goes on behind."""
+    """Measure how much longer steps take during a background write."""
     alone, behind, lasted = Timings("a step alone"), Timings("beside the write"), Timings("which lasts")
     extra = Timings("a checkpoint costs the steps beside it")
     for step in range(1000, 1007):
@@ -144,7 +143,7 @@ def timed(call: Callable[[], object]) -> float:
 
 @dataclass
 class Timings:
-    """Of one thing, in seconds."""
+    """Measurements of one kind, in seconds."""
 
     name: str
     seconds: list[float] = field(default_factory=list)

@@ -1,8 +1,8 @@
-"""How many tokens a second does train.py learn, and what share of this device's matrix products is that?
+"""How many tokens per second does train.py process, and what share of the device's peak is that?
 
-The ceiling is measured in the same run: the speed of a large matrix product of the same type. The work of a token is
-counted as 6 N + 12 n_layer n_embd block_size floating point operations for N parameters (PaLM, appendix B), so
-attention counts in full though half of it is masked, and recomputation does not count.
+The peak is measured in the same run: the speed of a large matrix product of the same dtype. A token takes
+6 N + 12 n_layer n_embd block_size floating point operations for N parameters (PaLM, arXiv:2204.02311, appendix B):
+attention is counted in full although half of it is masked, and recomputation is not counted.
 
     python benchmarks/gpt2.py train.batch_size=48 train.accumulation=1     GPT-2 124M, bf16, compiled, on one GPU
     python benchmarks/gpt2.py --config config/quickstart.yaml              the small model, on what there is
@@ -37,7 +37,7 @@ QUIET = (
 
 
 def settle(here: torch.device) -> float:
-    """The time when all that was asked of the device is done."""
+    """Wait for the device, and return the time."""
     if here.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()

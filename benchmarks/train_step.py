@@ -1,8 +1,8 @@
 """How much time does train.py add to a step of a hand-written DDP loop of the same model?
 
-Both train the same GPT with two processes on CPU and gloo, in turns of some steps each, in one run. train.py runs its
-real loop: schedule, accumulation, clipping, agreement on loss and stop, progress lines. The loop by hand is what a
-tutorial shows: forward, backward, clip, step. Its turns take place where train.py asks for its next batch.
+Both train the same GPT with two processes on CPU and gloo in one run, alternating every few steps. train.py runs its
+whole loop: schedule, accumulation, clipping, exchange of loss and stop requests, progress lines. The hand-written loop
+is that of a tutorial: forward, backward, clip, step. It runs when train.py requests its next batch.
 
     python benchmarks/train_step.py [--turns 12] [--steps 10] [--config FILE] [key=value ...]
 """
@@ -40,11 +40,11 @@ QUIET = ("train.evaluate_every=0", "checkpoint.every=0", "logging.level=warning"
 
 
 class Measured(Exception):
-    """All turns are done: train.py is to end here."""
+    """Raised after the last turn, to end train.py."""
 
 
 def by_hand(settings: Settings, world: World) -> Callable[[], None]:
-    """One step as a tutorial shows it."""
+    """Return a function that does one step of a tutorial's loop."""
     here, corpus = device(world), data.load()
     torch.manual_seed(0)
     model = DistributedDataParallel(GPT(settings.model, corpus.vocab_size).to(here))
@@ -65,7 +65,7 @@ def by_hand(settings: Settings, world: World) -> Callable[[], None]:
 
 
 def settle() -> float:
-    """The time when all that was asked of the device is done."""
+    """Wait for the device, and return the time."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
@@ -80,7 +80,7 @@ def measure(options: argparse.Namespace) -> None:
         cut, batches = batch(settings, world.size), TrainingData.batches
 
         def interrupted(self: TrainingData, *args: Any, **more: Any) -> Iterator[Any]:
-            """train.py's batches; after each turn of it comes one of the other."""
+            """Yield train.py's batches; before each turn of train.py, run a turn of the hand-written loop."""
             source = batches(self, *args, **more)
             for turn in range(options.turns + 1):
                 begun = settle()

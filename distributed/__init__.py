@@ -1,1 +1,1 @@
-"""Muster's Python package: place, launch, watch and checkpoint distributed PyTorch training."""
+"""Muster's Python package: launch, monitor and checkpoint distributed PyTorch training."""

@@ -1,9 +1,9 @@
-"""One YAML file and `section.key=value` arguments become checked settings.
+"""Read settings from a YAML file and `section.key=value` arguments, and validate them.
 
     settings = from_options(parser("A trainer.").parse_intermixed_args())  # --config my.yaml train.steps=100
 
-An unknown key, a wrong type or a contradiction is a `ConfigError` whose every line names the place, the key, the
-value and what to do. Paths in the settings are relative to the folder of the caller, not to the file.
+An unknown key, a wrong type or a contradiction raises `ConfigError`; each line names source, key, value and remedy.
+Paths in the settings are relative to the working directory, not to the file.
 
 Try it: python -m distributed.config --nproc 2 --config config/quickstart.yaml train.learning_rate=3e-4
 """
@@ -31,7 +31,7 @@ NOTHING: Mapping[str, Any] = {}
 BASE_ONLY, FULL_FINE_TUNING, FROM_SCRATCH = "base_only", "full_fine_tuning", "from_scratch"  # values of data.mode
 TWO_PHASES = (BASE_ONLY, FULL_FINE_TUNING, FROM_SCRATCH)
 LARGEST_FILE = 10**6  # bytes: more than any settings need, and parsed in seconds
-DIGITS = 100  # of a number; Python converts no more than 4,300, and none is meant
+DIGITS = 100  # limit for a number; Python itself refuses to convert more than 4,300
 NOT_A_VALUE = (
     ValueError,
     LookupError,
@@ -48,7 +48,7 @@ class ConfigError(ValueError):
 
 
 class Section(BaseModel):
-    """What all sections share: nothing unknown, nothing changed later, no True where a number belongs."""
+    """Base of all sections: no unknown keys, immutable, and no booleans as numbers."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, coerce_numbers_to_str=True, allow_inf_nan=False, protected_namespaces=()
@@ -82,9 +82,9 @@ class Model(Section):
 
 
 class Data(Section):
-    """What to train on. Without a path: the Python language reference that ships with the interpreter."""
+    """Training data. Without a path: the Python language reference that ships with the interpreter."""
 
-    path: Path | None = None  # a text file, a folder of text files, a .bin token file, or a folder with train.bin
+    path: Path | None = None  # a text file, a directory of text files, a .bin token file, or a directory with train.bin
     domains: list[str] | None = Field(None, min_length=1)  # of the embedded text, or in the directory; null: all
     participant: str | None = Field(None, min_length=1)  # the domain to hold out (cross-validation); null: none
     mode: Literal["heldout", "single", "pooled", "base_only", "full_fine_tuning", "from_scratch"] = "heldout"
@@ -99,9 +99,9 @@ class Data(Section):
     def _exists(cls, path: Path | None) -> Path | None:
         full = path and _absolute(path)
         if full and not _exists(full):
-            raise ValueError(f"there is no such file or folder (looked in {Path.cwd()})")
+            raise ValueError(f"no such file or directory (working directory {Path.cwd()})")
         if full and not (full.is_file() or full.is_dir()):
-            raise ValueError("neither a file nor a folder")
+            raise ValueError("neither a file nor a directory")
         if full and full.is_file() and full.stat().st_size == 0:
             raise ValueError("the file is empty: there is nothing to train on")
         return full
@@ -130,7 +130,7 @@ class Data(Section):
 
 
 class Train(Section):
-    """How long, in what steps, at what rate."""
+    """Length, batch size, optimizer and evaluation."""
 
     steps: int | None = Field(None, ge=1, le=10**12)
     epochs: float | None = Field(None, gt=0)
@@ -138,7 +138,7 @@ class Train(Section):
     base_model: Path | None = None  # in mode full_fine_tuning: its directory; null: $MUSTER_BASE_MODEL
     batch_size: int | None = Field(None, ge=1)  # windows a step over all ranks
     batch_size_per_device: int | None = Field(None, ge=1)  # windows a step on each rank
-    accumulation: int = Field(1, ge=1)  # micro-batches into which each rank cuts its share
+    accumulation: int = Field(1, ge=1)  # micro-batches per step on each rank
     learning_rate: float = Field(3e-4, gt=0)
     min_learning_rate: float = Field(0.0, ge=0)  # where the cosine ends
     warmup_steps: int = Field(0, ge=0)
@@ -150,7 +150,7 @@ class Train(Section):
     compile: bool = False
     gradient_checkpointing: bool = False
     evaluate_every: int = Field(100, ge=0)  # steps between held-out losses; 0: only at the end
-    evaluate_windows: int | None = Field(None, ge=1)  # at most so many; null: all that is held out
+    evaluate_windows: int | None = Field(None, ge=1)  # at most this many; null: all held-out windows
     seed: int = Field(1337, ge=0, lt=2**63)
 
     @field_validator("base_model")
@@ -171,12 +171,12 @@ class Train(Section):
 
 
 class Distributed(Section):
-    """How the ranks work together."""
+    """Strategy, backend and device of the ranks."""
 
     strategy: Literal["auto", "single", "dp", "ddp", "fsdp"] = "auto"
     backend: Literal["auto", "nccl", "gloo"] = "auto"
-    device: str = "auto"  # cpu, cuda, or cuda:N for this one; auto: a GPU where there is one
-    timeout: float = Field(600.0, gt=0, le=1e8)  # seconds that joining, and each collective, may take
+    device: str = "auto"  # cpu, cuda, or cuda:N for GPU N; auto: a GPU if available
+    timeout: float = Field(600.0, gt=0, le=1e8)  # seconds, for joining and for each collective
     find_unused_parameters: bool = False
 
     @field_validator("device")
@@ -195,28 +195,28 @@ class Distributed(Section):
 
 
 class Checkpoint(Section):
-    """Where the state is kept, how often, and whether to go on from it."""
+    """Where and how often checkpoints are written, and whether a run resumes."""
 
-    dir: Path | None = None  # null: in the folder of the run, so that another launch starts anew
+    dir: Path | None = None  # null: in the run directory, so that another launch starts over
     every: int = Field(100, ge=0)  # steps between checkpoints; 0: only at the end and when stopped
-    keep: int = Field(3, ge=1)  # the newest N stay, and the best one
-    resume: Literal["auto", "never"] = "auto"  # auto: from the newest good one in dir, if there is one
+    keep: int = Field(3, ge=1)  # number of newest checkpoints to keep, in addition to the best one
+    resume: Literal["auto", "never"] = "auto"  # auto: from the newest valid checkpoint in dir, if any
 
     @field_validator("dir")
     @classmethod
     def _from_the_callers_folder(cls, path: Path | None) -> Path | None:
         full = path and _absolute(path)
         if full and _exists(full) and not full.is_dir():
-            raise ValueError("not a folder: checkpoints need one of their own")
+            raise ValueError("not a directory; name a directory for checkpoints")
         return full
 
 
 class Logging(Section):
-    """What rank 0 tells."""
+    """Console output and trackers of rank 0."""
 
     level: Literal["debug", "info", "warning", "error"] = "info"
     every: int = Field(10, ge=1)  # steps between two progress lines
-    sample: int = Field(300, ge=0)  # tokens of text to write at the end
+    sample: int = Field(300, ge=0)  # tokens of text to generate at the end
     tensorboard: bool = False
     wandb: Literal["disabled", "online", "offline"] = "disabled"
     project: str = "muster"  # of wandb
@@ -228,7 +228,7 @@ class Logging(Section):
 
 
 class Settings(Section):
-    """All that a training run can be told."""
+    """All settings of a training run."""
 
     model: Model = Field(default_factory=Model)
     data: Data = Field(default_factory=Data)
@@ -239,18 +239,18 @@ class Settings(Section):
 
 
 def _absolute(path: Path) -> Path:
-    """Of the caller's folder, where it is relative; ~ is the home folder."""
+    """Make a path absolute, relative to the working directory; ~ is the home directory."""
     try:
         return path.expanduser().absolute()
     except RuntimeError:
-        raise ValueError(f"there is no user {path.parts[0].removeprefix('~')!r} with a home folder here") from None
+        raise ValueError(f"no home directory of a user {path.parts[0].removeprefix('~')!r} on this machine") from None
 
 
 def _exists(path: Path) -> bool:
     try:
         return path.exists()
     except OSError as error:
-        raise ValueError(f"cannot look there: {error.strerror}; give this user permission, or name another") from None
+        raise ValueError(f"cannot access it: {error.strerror}; grant permission, or use another path") from None
 
 
 def _exactly_one(section: BaseModel, first: str, second: str) -> None:
@@ -264,7 +264,7 @@ def _exactly_one(section: BaseModel, first: str, second: str) -> None:
 
 @dataclass(frozen=True)
 class Batch:
-    """How the global batch is cut: size = micro x accumulation x world (windows of block tokens)."""
+    """The global batch: size = micro x accumulation x world, in windows of `block` tokens."""
 
     size: int
     micro: int
@@ -274,7 +274,7 @@ class Batch:
 
     @property
     def tokens(self) -> int:
-        """Tokens a step over all ranks."""
+        """Tokens per step over all ranks."""
         return self.size * self.block
 
     def __str__(self) -> str:
@@ -286,10 +286,10 @@ class Batch:
 
 
 def batch(settings: Settings, world: int) -> Batch:
-    """Cut the global batch for a world of that many ranks.
+    """Split the global batch among `world` ranks.
 
     Raises:
-        ConfigError: it does not divide.
+        ConfigError: the batch size is not divisible by ranks x accumulation.
     """
     train = settings.train
     size = train.batch_size or (train.batch_size_per_device or 0) * world
@@ -300,7 +300,7 @@ def batch(settings: Settings, world: int) -> Batch:
 
 
 def _does_not_divide(train: Train, world: int) -> str:
-    """The key that was given, and the two values nearest to its own that do divide."""
+    """Return the error, with the two nearest values that are divisible."""
     key, given, parts, by = "batch_size_per_device", train.batch_size_per_device or 0, train.accumulation, ""
     if train.batch_size:
         key, given, parts, by = "batch_size", train.batch_size, world * parts, f"{world} rank{'s' * (world > 1)} x "
@@ -312,12 +312,8 @@ def _does_not_divide(train: Train, world: int) -> str:
     )
 
 
-def refuse_misfits(settings: Settings, world: int) -> None:
-    """Refuse what is right by itself, but not together, or not with so many ranks.
-
-    Raises:
-        ConfigError: names both settings, or the setting and the world size, and the remedy.
-    """
+def check_consistency(settings: Settings, world: int) -> None:
+    """Raise ConfigError when settings contradict each other, or do not fit the number of ranks."""
     strategy = settings.distributed.strategy
     if strategy in ("single", "dp") and world > 1:
         raise ConfigError(
@@ -337,10 +333,10 @@ def refuse_misfits(settings: Settings, world: int) -> None:
 
 
 def target_windows(settings: Settings, size: int) -> int:
-    """How many windows of a global batch of that size are the participant's own text. All, where none is the base's.
+    """Return how many windows of a global batch of `size` windows are the participant's text.
 
     Raises:
-        ConfigError: not even one.
+        ConfigError: target_batch_pct rounds to no window.
     """
     share = settings.data.target_batch_pct
     if not (windows := round(share * size)):
@@ -355,13 +351,13 @@ def target_windows(settings: Settings, size: int) -> int:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML as people mean it: 3e-4 is a number, 2026-11-21 is a name, and a key given twice is a mistake."""
+    """YAML in which 3e-4 is a number, 2026-11-21 is a string, and a duplicate key is an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
-                raise yaml.MarkedYAMLError(problem="a key is a name", problem_mark=key.start_mark)
+                raise yaml.MarkedYAMLError(problem="expected a name as key", problem_mark=key.start_mark)
             if key.value in seen:
                 raise yaml.MarkedYAMLError(problem=f"key {key.value!r} is given twice", problem_mark=key.start_mark)
             seen.add(key.value)
@@ -373,7 +369,7 @@ class _Loader(yaml.SafeLoader):
             if isinstance(value, int) and abs(value) >= 10**DIGITS:
                 raise ValueError
         except NOT_A_VALUE:
-            problem = f"{_short(node.value)} is no value of the type {node.tag.rpartition(':')[2]}"
+            problem = f"{_short(node.value)} is not a value of type {node.tag.rpartition(':')[2]}"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from None
         return value
 
@@ -388,17 +384,17 @@ _Loader.add_implicit_resolver(
 
 
 def _short(value: object) -> str:
-    """As Python writes it, in at most a few hundred characters."""
+    """Return the repr of a value, at most a few hundred characters."""
     writer = reprlib.Repr()
     writer.maxstring = writer.maxother = writer.maxlong = 200
     return writer.repr(value)
 
 
 def read(path: Path | None, overrides: Sequence[str] = (), job: Mapping[str, Any] = NOTHING) -> Settings:
-    """Read a YAML file, lay the arguments of a job over it, then the `section.key=value` words, and check the whole.
+    """Read a YAML file, override it by the arguments of a job, then by `section.key=value` arguments, and validate.
 
     Raises:
-        ConfigError: each line names the file, argument or word, the key, the value and the remedy.
+        ConfigError: each line names the source, the key, the value and the remedy.
     """
     tree = _read_file(path) if path else copy.deepcopy(JOB_DEFAULTS) if job else {}
     participant = _participant(job)
@@ -434,9 +430,9 @@ def _read_file(path: Path) -> dict[str, Any]:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise ConfigError(f"{path}{where}: no valid YAML: {error.problem}") from None
+        raise ConfigError(f"{path}{where}: invalid YAML: {error.problem}") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: no valid YAML: {str(error).splitlines()[0]}") from None
+        raise ConfigError(f"{path}: invalid YAML: {str(error).splitlines()[0]}") from None
     except RecursionError:
         raise ConfigError(f"{path}: nested too deeply; write sections that hold keys") from None
     if tree is None:
@@ -448,7 +444,7 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 
 def holds_settings(path: Path) -> bool:
-    """Whether a file has any key that is a setting. Raises ConfigError as read() does."""
+    """Return whether a file has any key that is a setting. Raises ConfigError as read() does."""
     tree = _read_file(path)
     return not tree or any(
         isinstance(keys, Mapping) and name in Settings.model_fields and keys.keys() & _section(name).model_fields.keys()
@@ -480,7 +476,7 @@ def _put(tree: dict[str, Any], key: str, value: Any, subject: str) -> None:
 
 
 def _explain(error: ValidationError, source: str, given: Mapping[str, str]) -> Iterator[str]:
-    """One line a fault: where it was said (the source, or what was given over it), the key, what is wrong."""
+    """Yield one line per fault: the source (file, argument or command line), the key, the problem."""
     sections_said_here = {key.partition(".")[0] for key, where in given.items() if where == "command line"}
     for fault in error.errors():
         place = [str(part) for part in fault["loc"]]
@@ -496,7 +492,7 @@ def _explain(error: ValidationError, source: str, given: Mapping[str, str]) -> I
             yield f"{said}: {key}{value}: {fault['msg'].removeprefix('Value error, ')}"
 
 
-# What other training scripts call a setting, or what decides it in place of one.
+# Names of settings in other training scripts, with the remedy.
 ELSEWHERE = {
     other: f"did you mean {key}?"
     for key, others in {
@@ -531,12 +527,12 @@ ELSEWHERE = {
 } | dict.fromkeys(
     ["world_size", "rank", "local_rank", "nnodes", "num_nodes", "nproc", "nproc_per_node", "gpus", "num_gpus", "n_gpus",
      "master_addr", "master_port", "init_method", "dist_url"],
-    "remove it: the launcher decides it",
+    "remove it; the launcher sets it",
 )  # fmt: skip
 
 
 def _unknown(place: Sequence[str], value: Any) -> Iterator[tuple[str, str]]:
-    """An unknown key with the remedy. Of an unknown section, those of its keys that are known elsewhere."""
+    """Yield an unknown key with the remedy; of an unknown section, its keys that exist in other sections."""
     close = _close(place)
     inner = value if isinstance(value, Mapping) and len(place) == 1 and not close else {}
     found = [(f"{place[0]}.{name}", remedy) for name in inner if (remedy := _elsewhere([*place, str(name)]))]
@@ -544,13 +540,13 @@ def _unknown(place: Sequence[str], value: Any) -> Iterator[tuple[str, str]]:
 
 
 def _nearest(place: Sequence[str], close: str) -> str:
-    """What to write in place of an unknown key: the same key of another section, or the most similar of its own."""
+    """Return the remedy for an unknown key: the same key of another section, or the most similar key of its own."""
     own = _own_keys(place)
     return _elsewhere(place) or (f"did you mean {close}?" if close else f"known are {', '.join(own)}")
 
 
 def _elsewhere(place: Sequence[str]) -> str:
-    """The remedy for a key that another section has, or that other training scripts have; empty for any other."""
+    """Return the remedy for a key of another section or of other training scripts; empty for any other key."""
     name = place[-1].lower().replace("-", "_")
     same = [f"{section}.{name}" for section in Settings.model_fields if name in _section(section).model_fields]
     return ELSEWHERE.get(name) or (f"did you mean {' or '.join(same)}?" if same else "")
@@ -562,7 +558,7 @@ def _close(place: Sequence[str]) -> str:
 
 
 def _own_keys(place: Sequence[str]) -> list[str]:
-    """The keys of its section; the sections, where it is none of a known section."""
+    """Return the keys of its section, or all sections when the section is unknown."""
     known = len(place) > 1 and place[0] in Settings.model_fields
     return list(_section(place[0]).model_fields if known else Settings.model_fields)
 
@@ -632,13 +628,13 @@ def _job_arguments(options: argparse.ArgumentParser) -> None:
 
 
 def job_of(options: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of a job that were given."""
+    """Return the arguments of a job that were given, without the others."""
     names = ("fold", "participant", "model", "prefix", *NUMBERS, *TEXTS)
     return {name: value for name in names if (value := getattr(options, name, None)) is not None}
 
 
 def _lay_job(tree: dict[str, Any], job: Mapping[str, Any], participant: str | None) -> dict[str, str]:
-    """Put the arguments of a job into the tree. Returns the argument that each key comes from."""
+    """Write the arguments of a job to the tree. Returns the argument that each key comes from."""
     found: dict[str, tuple[str, Any]] = {}  # key -> argument, value
     if (size := job.get("model")) is not None:
         if size not in MODELS:
@@ -656,7 +652,7 @@ def _lay_job(tree: dict[str, Any], job: Mapping[str, Any], participant: str | No
 
 
 def _participant(job: Mapping[str, Any]) -> str | None:
-    """The one that the job holds out. Raises ConfigError, also when its output directory has no name."""
+    """Return the participant that the job holds out. Raises ConfigError, also for an invalid output directory."""
     try:
         output_directory(job, "job", DEFAULT_PARTICIPANTS)
         if "participants" in job or not {"fold", "participant"} & job.keys():
@@ -678,12 +674,12 @@ def _in_directory(path: str) -> list[str]:
 
 
 def parser(description: str, program: str | None = None) -> argparse.ArgumentParser:
-    """The options that every trainer of the kit takes; errors begin with the program, by default the running one."""
+    """Return the parser of trainer options. program: name in error messages; default: that of the running program."""
     options = argparse.ArgumentParser(program, description=description, allow_abbrev=False)
     options.add_argument("--config", "--config_path", "--config-path", type=Path, metavar="FILE", help="YAML settings")
     options.add_argument("--distributed-backend", metavar="NAME", help="the same as distributed.backend=NAME")
     options.add_argument("--log-level", metavar="LEVEL", help="the same as logging.level=LEVEL")
-    # torch.distributed.launch passes it; the environment says it too, and better.
+    # torch.distributed.launch passes it; it is ignored, as LOCAL_RANK has the same value.
     options.add_argument("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)
     options.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that win over the file")
     _job_arguments(options)
@@ -691,7 +687,7 @@ def parser(description: str, program: str | None = None) -> argparse.ArgumentPar
 
 
 def from_options(options: argparse.Namespace) -> Settings:
-    """The settings that the parsed options of `parser` ask for.
+    """Return the settings for parsed options of parser().
 
     Raises:
         ConfigError: see `read`.
@@ -705,22 +701,24 @@ def from_options(options: argparse.Namespace) -> Settings:
 
 
 def for_ranks(options: argparse.Namespace, world: int) -> tuple[Settings, Batch]:
-    """The settings that the options ask for, and the global batch as so many ranks cut it.
+    """Return the settings for parsed options, and the global batch of `world` ranks.
 
     Raises:
-        ConfigError: the settings are wrong, do not fit each other, or do not fit so many ranks.
+        ConfigError: the settings are invalid, contradict each other, or do not fit the number of ranks.
     """
     settings = from_options(options)
-    refuse_misfits(settings, world)
+    check_consistency(settings, world)
     cut = batch(settings, world)
     target_windows(settings, cut.size)
     return settings, cut
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Check settings without starting anything, and print them whole."""
-    options = parser("Check settings and print them whole.")
-    options.add_argument("--nproc", type=int, default=1, metavar="N", help="ranks to cut the global batch for")
+    """Validate settings without starting anything, and print them with all defaults."""
+    options = parser("Validate settings and print them with all defaults.")
+    options.add_argument(
+        "--nproc", type=int, default=1, metavar="N", help="number of ranks that share the global batch"
+    )
     given = options.parse_intermixed_args(words)
     try:
         if given.nproc < 1:

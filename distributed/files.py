@@ -1,6 +1,6 @@
-"""Files that appear completely or not at all, their locks, and the directory of the kit.
+"""Atomic writes, file locks, and Muster's own directory.
 
-Standard library only. The supervisor imports this before every command, so it imports little, and that late.
+Standard library only. The supervisor imports this module before every command: json and fcntl are imported on use.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ KIT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def write_file(path: str | os.PathLike[str], content: str | bytes) -> None:
-    """Write a file completely or not at all: a reader sees the old one or the new one. Raises OSError."""
+    """Write a temporary file in the same directory and rename it to `path`: readers see the old or the new content.
+
+    Raises OSError.
+    """
     beside = f"{os.fspath(path)}.{os.urandom(4).hex()}"
     try:
         with open(beside, "wb") as file:
@@ -26,11 +29,12 @@ def write_file(path: str | os.PathLike[str], content: str | bytes) -> None:
 
 
 def write_json(path: str | os.PathLike[str], value: object) -> None:
-    """Bytes that are not UTF-8 are kept as escapes (os.fsencode gives them back). Raises OSError."""
+    """Write indented, sorted JSON with write_file(). Raises OSError."""
     write_file(path, to_json(value))
 
 
 def to_json(value: object) -> bytes:
+    """Return indented, sorted JSON. Bytes that are not UTF-8 are written as escapes, which os.fsencode() restores."""
     import json
 
     try:
@@ -41,7 +45,7 @@ def to_json(value: object) -> bytes:
 
 
 def read_json(path: str | os.PathLike[str]) -> dict[str, object]:
-    """The object in a file; empty when there is none that can be read."""
+    """Return the JSON object in a file; {} when the file is missing, unreadable, or holds anything else."""
     import json
 
     try:
@@ -53,7 +57,10 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, object]:
 
 
 def try_lock(file: int, exclusive: bool = True) -> bool:
-    """Lock a file until every process that has this descriptor has closed it. False: another one holds the lock."""
+    """Lock a file without waiting, until all copies of this descriptor are closed. False: another process has the lock.
+
+    On a file system without locks it returns True and locks nothing.
+    """
     import fcntl
 
     try:
@@ -61,6 +68,6 @@ def try_lock(file: int, exclusive: bool = True) -> bool:
     except BlockingIOError:
         return False
     except OSError as error:
-        if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL):  # a file system without locks
+        if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL):
             raise
     return True

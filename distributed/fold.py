@@ -1,11 +1,11 @@
-"""Leave-one-out cross-validation: which participant a job holds out, and where its output goes.
+"""Leave-one-out cross-validation: the participant that a job holds out, and its output directory.
 
     participant_of({"fold": 1, "participants": ["a", "b"]}, None)   -> "b"
     output_directory({"fold": 1, "prefix": "exp1"}, "3fa2b1c09d", DEFAULT_PARTICIPANTS)
                                                                     -> "experiments/exp1/fold1_compound-statements"
 
-train.py and the dispatcher of job lists both call these, so that they agree. Settings are the arguments of a job, as
-JSON has them; a value of null or false is an argument that is not given. Standard library only.
+train.py and the dispatcher of job lists both use this module, so that they agree. Settings are the arguments of a job
+as JSON values; null and false mean that the argument is not given. Standard library only.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ SHOWN = 20  # names in a message
 
 
 def participant_of(settings: Mapping[str, Any], default: Sequence[str] | None) -> str | None:
-    """The participant that a job holds out: its `participant`, else participants[fold]; None when not known.
+    """Return the participant that a job holds out: its `participant`, else participants[fold]; None when unknown.
 
     Args:
-        default: the participants of a job that names none; None when the script has no such list. It does not count
-            for a job with a `data_path`, whose participants are the files there.
+        default: the participants of a job that lists none; None when the script has no such list. Not used for a job
+            with a `data_path`, whose participants are the files of that directory.
 
     Raises:
-        ValueError: the message is subject, problem, value, remedy.
+        ValueError: the fold or participant is not in the list, or the two contradict each other.
     """
     chosen, fold, listed = _name(settings, "participant"), fold_of(settings), _listed(settings)
     if chosen is None and listed is None and default and _given(settings, "data_path") is None:
@@ -52,7 +52,7 @@ def participant_of(settings: Mapping[str, Any], default: Sequence[str] | None) -
 
 
 def output_directory(settings: Mapping[str, Any], job_id: str, default_participants: Sequence[str] | None) -> str:
-    """The output directory of a job, relative to the working directory.
+    """Return the output directory of a job, relative to the working directory.
 
     experiments/{prefix}/fold{N}_{participant} where the job has `prefix` and `fold`, without _{participant} where that
     is not known; else experiments/{prefix}/{job id}, or experiments/{job id}.
@@ -71,7 +71,7 @@ def output_directory(settings: Mapping[str, Any], job_id: str, default_participa
 
 
 def fold_of(settings: Mapping[str, Any]) -> int | None:
-    """The number of the fold. Raises ValueError."""
+    """Return the number of the fold, None when not given. Raises ValueError for anything but an integer from 0 up."""
     fold = _given(settings, "fold")
     if fold is None:
         return None
@@ -81,7 +81,7 @@ def fold_of(settings: Mapping[str, Any]) -> int | None:
 
 
 def participants_in(directory: Path) -> dict[str, Path]:
-    """The participants of a directory of texts, by name: each *.txt file, and each subdirectory. Hidden ones are none.
+    """Return the participants of a directory by name: each *.txt file and subdirectory, except hidden ones.
 
     Raises:
         ValueError: there are none, two have one name, or the directory cannot be read.
@@ -113,7 +113,7 @@ def _name(settings: Mapping[str, Any], name: str) -> str | None:
 
 
 def _text(subject: str, value: Any) -> str:
-    """Numbers too are names, as the script gets them."""
+    """Convert a name to text: numbers are names too."""
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise ValueError(f"{subject}: expected a name, got {_short(value)}; write a string")
     return str(value)
@@ -130,7 +130,7 @@ def _listed(settings: Mapping[str, Any]) -> list[str] | None:
 
 
 def _component(subject: str, part: str, whole: str | None = None) -> str:
-    """The part, when it can be the name of a directory."""
+    """Return the part. Raises ValueError when it cannot be the name of a directory."""
     if part in ("", ".", "..") or "/" in part or not part.isprintable() or len(part.encode()) > LONGEST:
         raise ValueError(
             f"{subject}: cannot be part of a path: got {_short(part if whole is None else whole)}; use printable "

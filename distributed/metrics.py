@@ -1,13 +1,13 @@
-"""The metrics of a training: one JSON object a line, appended to the file that MUSTER_METRICS names.
+"""Training metrics: one JSON object per line, appended to the file that MUSTER_METRICS names.
 
     from distributed import metrics
     metrics.log(step, steps=1200, loss=loss, accuracy=0.93)
 
 The launchers set MUSTER_METRICS to metrics.jsonl in the run directory, job lists to metrics.jsonl in the output
-directory of the job. status.sh, the report, and the decision whether a restart makes progress read that file. A program
-that cannot import this module appends such lines itself: {"step": 10, "loss": 2.31}.
+directory of the job. status.sh and the report read that file; launchers read it to see whether a restart made progress.
+A program that cannot import this module may append lines such as {"step": 10, "loss": 2.31} itself.
 
-Standard library alone.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-RESERVED = ("time", "event", "rank_seconds", "wait_share")  # keys with a meaning of their own
-TAIL = 64 * 1024  # bytes read from either end of a file
-HUGE = 1e100  # beyond it a number is as good as infinite
-MOST = 2**53  # from here on a float is no longer exact, and a reader may round a step
+RESERVED = ("time", "event", "rank_seconds", "wait_share")  # keys that train.py and append() write
+TAIL = 64 * 1024  # bytes read from each end of a file
+HUGE = 1e100  # larger numbers are treated as infinite
+STEP_LIMIT = 2**53  # larger integers are not exact as floats
 
 _warned: set[str] = set()  # files that could not be written
 
 
 def log(step: int, **values: Any) -> None:
-    """Append the values of one step, on rank 0; on other ranks, or without MUSTER_METRICS, nothing is written.
+    """Append the values of one step on rank 0. Does nothing on other ranks, or when MUSTER_METRICS is not set.
 
-    values: numbers, or what has an item() that returns one, such as a tensor of one element. What is NaN or infinite is
-    written as null. `steps` is the number of steps of the whole training. A file that cannot be written is reported
-    once on standard error, and the training goes on.
+    values: numbers, or objects whose item() returns one, such as a tensor of one element. NaN and infinity are written
+    as null. `steps` is the number of steps of the whole training. A write error is printed once on standard error and
+    does not stop the training.
 
     Raises:
-        ValueError: step is no integer from 0 on, a value is no number, or its name is reserved. On all ranks alike.
+        ValueError: step is not an integer of 0 or more, a value is not a number, or its name is reserved. On all ranks.
     """
     step = _step("step", step)
     if "steps" in values:
         values["steps"] = _step("steps", values["steps"])
     for name, value in values.items():
         if name in RESERVED:
-            raise ValueError(f"metrics.log: {name}: this name is reserved; give the value another")
+            raise ValueError(f"metrics.log: {name}: this name is reserved; use another name")
         if not _is_number(value) and not hasattr(value, "item"):
             raise ValueError(f"metrics.log: {name}: expected a number, got {type(value).__name__} {value!r:.60}")
         if (count := math.prod(getattr(value, "shape", ()))) != 1:
@@ -60,7 +60,7 @@ def _step(name: str, step: object) -> int:
         number = operator.index(step)  # type: ignore[arg-type]  # also NumPy's integers
     except TypeError:
         number = -1
-    if isinstance(step, bool) or not 0 <= number < MOST:
+    if isinstance(step, bool) or not 0 <= number < STEP_LIMIT:
         raise ValueError(f"metrics.log: {name}: expected an integer from 0 on, got {step!r:.60}")
     return number
 
@@ -82,7 +82,7 @@ def _number(name: str, value: Any) -> float:
 
 
 def append(path: str | os.PathLike[str], step: int, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Append a line in one write, also with values that log() refuses, and return the values as they were written."""
+    """Append a line in one write, and return the values as written. Accepts any JSON values and reserved names."""
     written = {name: finite_or_none(value) for name, value in values.items()}
     line = json.dumps({"step": step, "time": time.time(), **written}) + "\n"
     try:
@@ -94,22 +94,22 @@ def append(path: str | os.PathLike[str], step: int, values: Mapping[str, Any]) -
     except OSError as error:
         if os.fspath(path) not in _warned:
             _warned.add(os.fspath(path))
-            message = f"metrics: {os.fspath(path)}: {error.strerror}; metrics are lost, the training goes on"
+            message = f"metrics: {os.fspath(path)}: {error.strerror}; metrics are lost, the training continues"
             sys.stderr.write(message + "\n")
     return written
 
 
 def finite_or_none(value: Any) -> Any:
-    """What is NaN or infinite has no JSON."""
+    """Replace NaN and infinity by None, also in lists: JSON has neither."""
     if isinstance(value, list):
-        return [finite_or_none(one) for one in value]
+        return [finite_or_none(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def newest(path: str | os.PathLike[str]) -> dict[str, float | None]:
-    """The newest value of each number in the lines at both ends of a file; None where the newest is not finite.
+    """Return the newest value of each key, from both ends of a file; None for a value that is not finite.
 
-    The beginning is read as its first line may be the only one with the number of steps.
+    The start is read too, as the first line may be the only one with `steps`. {} when the file cannot be read.
     """
     try:
         with open(path, "rb") as file:
@@ -123,7 +123,7 @@ def newest(path: str | os.PathLike[str]) -> dict[str, float | None]:
         try:
             values = json.loads(line)
         except (ValueError, RecursionError):
-            continue  # cut at its begin or end
+            continue  # an incomplete line
         if isinstance(values, dict):
             found.update(
                 (key, value)
@@ -132,21 +132,21 @@ def newest(path: str | os.PathLike[str]) -> dict[str, float | None]:
             )
     found.pop("time", None)
     if (found.get("step") or 0) > (found.get("steps") or math.inf):
-        del found["steps"]  # the number is not that of all steps
+        del found["steps"]  # not the number of steps of the whole training
     return found
 
 
 def furthest(path: str | os.PathLike[str]) -> int | None:
-    """The highest step in a file, of all attempts; None: there is none."""
+    """Return the highest step in a file, over all attempts; None when the file has none."""
     steps = []
     with contextlib.suppress(OSError), open(path, "rb") as file:
         for line in file:
-            # A line that is cut short, or has no step.
+            # Skip incomplete lines, and lines without a step.
             with contextlib.suppress(ValueError, TypeError, KeyError, OverflowError, RecursionError):
                 steps.append(int(json.loads(line)["step"]))
     return max(steps, default=None)
 
 
-if __name__ == "__main__":  # for the launcher, which compares it before and after a restart
+if __name__ == "__main__":  # the launcher compares the step before and after a restart
     found = furthest(sys.argv[1])
     print("" if found is None else found)

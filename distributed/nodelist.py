@@ -1,12 +1,12 @@
-"""Which nodes does the run have? One way of naming them for every launcher, and SLURM's own lists.
+"""Node lists: the syntax of all launchers, hostfiles, and SLURM's lists.
 
     node1   user@node1   node1:4   node[1-8,10]   rack[1-2]-n[08-10]   node[1-3].lan:8
 
-`:4` is the node's own number of processes. The order written is the order kept, and becomes the node
-rank. Brackets are expanded as by `scontrol show hostnames`, which need not be installed. Two differences:
-text may follow the last bracket, and what scontrol would guess at (`node[1-`) is refused.
+`:4` is the node's number of processes. The order of the list is the order of node ranks. Brackets expand as with
+`scontrol show hostnames`, which need not be installed, with two differences: text may follow the last bracket, and
+malformed brackets (`node[1-`) are refused.
 
-An IPv6 address is refused too, since `:` gives the number of processes: it needs a name of its own.
+IPv6 addresses are refused, as `:` precedes the number of processes: such a host needs a name.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-MAX_NODES = 250_000  # names in one list: more is a slip of the finger, and must not fill the memory
-MAX_SLOTS = 1024  # processes on one node: more is an ssh port in the wrong place
+MAX_NODES = 250_000  # names in one list: a typing error must not fill the memory
+MAX_SLOTS = 1024  # processes on one node: a larger number is probably an ssh port
 LARGEST_HOSTFILE = 10**7  # characters: a line for each of MAX_NODES
 SHOWN = 80  # characters of a long item in a message
 
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class NodeListError(ValueError):
-    """A list of nodes that cannot be understood: which item is wrong, and what to write instead."""
+    """A node list is invalid; the message names the item and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,12 @@ class Node:
     """One node, as given to a launcher."""
 
     name: str
-    user: str | None = None  # who logs in there; None: ssh decides
-    slots: int | None = None  # its own number of processes; None: that of the launch
+    user: str | None = None  # login name; None: ssh's configuration decides
+    slots: int | None = None  # number of processes; None: that of the launch
 
     @property
     def address(self) -> str:
-        """As ssh is called: [user@]name."""
+        """The destination for ssh: [user@]name."""
         return self.name if self.user is None else f"{self.user}@{self.name}"
 
     def __str__(self) -> str:
@@ -56,7 +56,7 @@ class Node:
 
 
 def parse(lists: str | Iterable[str]) -> list[Node]:
-    """The nodes that one list or several name, in their order.
+    """Return the nodes of one or more lists, in their order.
 
     Raises NodeListError for what is malformed, for no node at all, and for a node named twice.
     """
@@ -65,7 +65,7 @@ def parse(lists: str | Iterable[str]) -> list[Node]:
 
 
 def parse_hostfile(text: str, name: str = "hostfile") -> list[Node]:
-    """The nodes of a hostfile, in DeepSpeed's style: lines such as `node1 slots=4`, with # comments.
+    """Return the nodes of a hostfile in DeepSpeed's format: lines such as `node1 slots=4`, with # comments.
 
     name: the file's, for messages. Raises NodeListError as parse does, with the line.
     """
@@ -82,38 +82,38 @@ def parse_hostfile(text: str, name: str = "hostfile") -> list[Node]:
 
 
 def exclude(nodes: Iterable[Node], hostlist: str) -> list[Node]:
-    """The nodes without those whose names hostlist gives.
+    """Return the nodes except those that hostlist names.
 
-    Raises NodeListError when one of these is not among the nodes, and when no node is left.
+    Raises NodeListError when hostlist names a node that is not in `nodes`, and when no node remains.
     """
     nodes = list(nodes)
     names = {node.name for node in nodes}
     unwanted = dict.fromkeys(expand(hostlist))
     for stranger in (name for name in unwanted if name not in names):
-        raise NodeListError(f"{stranger} cannot be excluded: it is not among {fold(nodes)}: check the name")
+        raise NodeListError(f"{stranger} cannot be excluded: not one of {fold(nodes)}: check the name")
     left = [node for node in nodes if node.name not in unwanted]
     if not left:
-        raise NodeListError(f"no node is left without {hostlist!r}: exclude fewer")
+        raise NodeListError(f"no node remains without {hostlist!r}; exclude fewer")
     return left
 
 
-def requested(words: list[str], hostfile: str | None, unwanted: str | None) -> list[Node]:
-    """The nodes of the words or of the hostfile, without the unwanted ones. Raises NodeListError and OSError."""
+def requested(lists: list[str], hostfile: str | None, excluded: str | None) -> list[Node]:
+    """Return the nodes of the lists or the hostfile, without the excluded ones. Raises NodeListError and OSError."""
     if hostfile is None:
-        nodes = parse(words)
-    elif words:
-        raise NodeListError("nodes are given both as words and by --hostfile: leave one out")
+        nodes = parse(lists)
+    elif lists:
+        raise NodeListError("nodes are given both as arguments and by --hostfile; use one of them")
     else:
         with open(hostfile, encoding="utf-8-sig", errors="replace") as file:  # a comment may hold anything
             text = file.read(LARGEST_HOSTFILE + 1)
         if len(text) > LARGEST_HOSTFILE:
             raise NodeListError(f"{hostfile}: larger than 10 MB; name a file that lists nodes")
         nodes = parse_hostfile(text, hostfile)
-    return nodes if unwanted is None else exclude(nodes, unwanted)
+    return nodes if excluded is None else exclude(nodes, excluded)
 
 
 def expand(hostlist: str) -> list[str]:
-    """The names that a host list of SLURM stands for, in its order, twice where it has one twice."""
+    """Expand a host list of SLURM to names, in its order; a name listed twice is returned twice."""
     found: list[str] = []
     for _, names in _each_item(hostlist, _names):
         found += names
@@ -122,12 +122,12 @@ def expand(hostlist: str) -> list[str]:
 
 
 def tasks_per_node(counts: str) -> list[int]:
-    """The tasks on each node of SLURM_TASKS_PER_NODE or SLURM_STEP_TASKS_PER_NODE: 2(x3),1 is 2, 2, 2, 1."""
+    """Return the tasks of each node from SLURM_TASKS_PER_NODE or SLURM_STEP_TASKS_PER_NODE: 2(x3),1 is 2, 2, 2, 1."""
     tasks: list[int] = []
     for count in counts.split(","):
         match = _TASKS.fullmatch(count)
         if not match:
-            raise NodeListError(f"{count!r} is no number of tasks: write it as in 2(x3),1")
+            raise NodeListError(f"{count!r} is not a number of tasks: write it as in 2(x3),1")
         times = int(match[2] or 1)
         _refuse_too_many(len(tasks) + times)
         tasks += [int(match[1])] * times
@@ -138,7 +138,7 @@ def tasks_per_node(counts: str) -> list[int]:
 
 
 def _each_item(text: str, read: Callable[[str], list[T]]) -> Iterator[tuple[str, list[T]]]:
-    """Each item of a list, and what it stands for. Errors name the item."""
+    """Yield each item of a list with its values. Errors name the item."""
     items = _ITEM.findall(text)
     if not items or ",".join(items) != text:
         raise NodeListError(f"{_shortened(text)}: a name is missing: write it as in node1,node2 or node[1-8]")
@@ -154,7 +154,7 @@ def _shortened(text: str) -> str:
 
 
 def _hostfile_line(words: list[str]) -> list[Node]:
-    """The nodes of one line: `NODE` or `NODE slots=N`."""
+    """Return the nodes of one line: `NODE` or `NODE slots=N`."""
     nodes = [node for _, some in _each_item(words[0], _nodes) for node in some]
     if len(words) == 1:
         return nodes
@@ -167,7 +167,7 @@ def _hostfile_line(words: list[str]) -> list[Node]:
 
 
 def _each_once(mentions: Iterable[tuple[str, list[Node]]], source: str = "") -> list[Node]:
-    """All nodes mentioned, in order; a node mentioned twice is an error that names both places."""
+    """Return all nodes in order. Raises NodeListError, which names both locations, for a node listed twice."""
     places: dict[str, str] = {}
     found: list[Node] = []
     for place, nodes in mentions:
@@ -187,14 +187,13 @@ def _nodes(item: str) -> list[Node]:
     """The nodes of one item, `user@names:slots` with user and slots optional."""
     if item.count(":") > 1:
         raise NodeListError(
-            "an IPv6 address cannot stand here: give the host a name in ~/.ssh/config or /etc/hosts, "
-            "and write that name"
+            "an IPv6 address is not supported: give the host a name in ~/.ssh/config or /etc/hosts, and write that name"
         )
     user, slots, names = None, None, item
     if "@" in item:
         user, _, names = item.partition("@")
         if not _USER.fullmatch(user):
-            raise NodeListError(f"{user!r} is no user name: write it as in user@node1")
+            raise NodeListError(f"{user!r} is not a user name: write it as in user@node1")
     if ":" in names.rpartition("]")[2]:
         names, _, number = names.partition(":")
         slots = _slots(number)
@@ -204,7 +203,7 @@ def _nodes(item: str) -> list[Node]:
 def _slots(number: str) -> int:
     if not re.fullmatch("[1-9][0-9]{0,3}", number) or int(number) > MAX_SLOTS:
         raise NodeListError(
-            f"{number!r} is no number of processes: write 1 to {MAX_SLOTS}, as in node1:4 "
+            f"{number!r} is not a number of processes: write 1 to {MAX_SLOTS}, as in node1:4 "
             "(an ssh port belongs in ~/.ssh/config)"
         )
     return int(number)
@@ -219,7 +218,7 @@ def _names(item: str) -> list[str]:
         raise NodeListError("a host name begins with a letter or a digit: write it as in node1")
     parts = _BRACKET.split(item)  # text and the content of a bracket in turn, text first and last
     if wrong := _NOT_IN_A_NAME.search("".join(parts[::2])):
-        what = "its brackets do not match" if wrong[0] in "[]" else f"{wrong[0]!r} cannot stand in a host name"
+        what = "its brackets do not match" if wrong[0] in "[]" else f"{wrong[0]!r} is not allowed in a host name"
         raise NodeListError(f"{what}: write it as in node1 or node[1-8,10]")
     numbers = [_numbers(content) for content in parts[1::2]]
     _refuse_too_many(math.prod(map(len, numbers)))
@@ -236,7 +235,7 @@ def _numbers(content: str) -> list[str]:
     for piece in content.split(","):
         match = _RANGE.fullmatch(piece)
         if not match:
-            raise NodeListError(f"{piece!r} is no range of numbers: write it as in node[1-8,10]")
+            raise NodeListError(f"{piece!r} is not a range of numbers: write it as in node[1-8,10]")
         low, high = match[1], match[2] or match[1]
         if int(low) > int(high):
             raise NodeListError(f"the range {piece} runs backwards: write {high}-{low}")
@@ -254,9 +253,9 @@ def _refuse_too_many(count: int) -> None:
 
 
 def fold(nodes: Iterable[Node | str]) -> str:
-    """A short list of these nodes or names, in their order: node[1-3],login,node[7,9].
+    """Return a compact list of nodes or names, in their order: node[1-3],login,node[7,9].
 
-    Neighbours that differ only in their last number share a bracket. parse reads it back.
+    Adjacent nodes that differ only in their last number share a bracket. parse() reads the list back.
     """
 
     named = [Node(node) if isinstance(node, str) else node for node in nodes]

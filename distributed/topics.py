@@ -1,13 +1,13 @@
-"""The embedded text: topics of the Python language reference, by domain, and none of it twice.
+"""The embedded text: topics of the Python language reference by domain, without repetitions.
 
-Standard library only: who starts jobs needs the names of the domains, and not PyTorch.
+Standard library only: the dispatcher of job lists needs the names of the domains without PyTorch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-# The topics of the language reference by domain. Those that only repeat a longer one (see said_once) stand
+# The topics of the language reference by domain. Those that only repeat a longer one (see without_repetitions) stand
 # here too: which of two is the longer may change from one Python to the next.
 TOPICS = {
     "special-methods": """
@@ -33,32 +33,32 @@ TOPICS = {
         imaginary""",
 }
 DOMAINS = tuple(TOPICS)
-OTHER = "execution"  # where the topics go that are not in the table, of Pythons newer than it
+OTHER = "execution"  # domain of topics that are not in the table, in newer versions of Python
 
 
-def said_once(topics: Mapping[str, str]) -> dict[str, str]:
-    """The topics without what they repeat.
+def without_repetitions(topics: Mapping[str, str]) -> dict[str, str]:
+    """Remove paragraphs that several topics share.
 
-    A fifth of the reference stands in it twice: "try" and "with" are chapters of "compound", word for word.
-    Held-out text that is trained on elsewhere would be no held-out text. So a paragraph belongs to the
-    longest topic that says it, and a topic with less than half of its text left is left out.
+    A fifth of the reference appears twice: "try" and "with" are sections of "compound". Without this function, held-out
+    text could also be training text. A paragraph stays in the longest topic that contains it; a topic that loses more
+    than half of its text is dropped.
     """
-    heard: set[str] = set()
+    seen: set[str] = set()
     longest_first = sorted(topics, key=lambda topic: (-len(topics[topic]), topic))
-    left = {topic: "\n\n".join(_unheard(topics[topic], heard)) for topic in longest_first}
+    left = {topic: "\n\n".join(_new_paragraphs(topics[topic], seen)) for topic in longest_first}
     return {topic: text for topic, text in left.items() if 2 * len(text) >= len(topics[topic])}
 
 
-def _unheard(text: str, heard: set[str]) -> Iterator[str]:
+def _new_paragraphs(text: str, seen: set[str]) -> Iterator[str]:
     for paragraph in text.split("\n\n"):
         words = " ".join(paragraph.split())
-        if words not in heard:
-            heard.add(words)
+        if words not in seen:
+            seen.add(words)
             yield paragraph
 
 
 def by_domain(topics: Mapping[str, str]) -> dict[str, list[str]]:
-    """The texts of each domain, in the order of the table; unknown topics, by name, at the end of OTHER."""
+    """Return the texts of each domain, in the order of the table; unknown topics, by name, at the end of OTHER."""
     table = {domain: names.split() for domain, names in TOPICS.items()}
     table[OTHER] += sorted(set(topics).difference(*table.values()))
     return {domain: [topics[name] for name in names if name in topics] for domain, names in table.items()}

@@ -1,4 +1,4 @@
-"""Join the other processes of the run, and make a model train on all of them.
+"""Join the process group, and wrap a model for distributed training.
 
     with process_group() as world:
         model = wrap(model.to(device(world)), "auto", world)
@@ -29,7 +29,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from distributed.agent.worker import shut_down
 from distributed.exit_codes import STOPPED
-from distributed.world import MASTER, PLACE, SLURM, World, WorldError
+from distributed.world import MASTER_VARIABLES, SLURM_VARIABLES, TORCHRUN_VARIABLES, World, WorldError
 
 log = logging.getLogger(__name__)
 STRATEGIES = ("auto", "single", "dp", "ddp", "fsdp")
@@ -39,13 +39,13 @@ STRATEGIES = ("auto", "single", "dp", "ddp", "fsdp")
 
 
 def device(world: World, backend: str = "auto", name: str = "auto") -> torch.device:
-    """The device of this rank: a rank is known by its local rank, its device is that modulo what it can see.
+    """Return the device of this rank: a GPU's index is the local rank modulo the number of visible GPUs.
 
     Args:
-        name: cpu, cuda, or cuda:N for this one; auto is a GPU where there is one and the backend is not gloo.
+        name: cpu, cuda, or cuda:N for GPU N; auto is a GPU if PyTorch sees one and the backend is not gloo.
 
     Raises:
-        WorldError: PyTorch does not see the device that is named.
+        WorldError: PyTorch does not see the named device.
     """
     if name == "cpu" or (name == "auto" and (backend == "gloo" or not torch.cuda.is_available())):
         return torch.device("cpu")
@@ -63,16 +63,18 @@ def process_group(
 ) -> Iterator[World]:
     """Join the default process group, and destroy it at the end of the block.
 
-    After an exception it is not destroyed: that would wait for ranks that are gone, and hide the traceback. Only after
-    sys.exit(75) it is: all ranks stop on request together.
+    After an exception the group is not destroyed: that would wait for ranks that have exited, and hide the traceback.
+    After sys.exit(75) it is destroyed, as all ranks stop on request together.
 
     Args:
-        backend: nccl, gloo, or auto for nccl where the device is a GPU.
-        timeout: seconds that joining, and each collective, may take.
+        world: default: World.from_env().
+        backend: nccl, gloo, or auto: nccl when the device is a GPU, otherwise gloo.
+        timeout: seconds for joining, and for each collective.
         name: of the device, see device().
 
     Raises:
-        WorldError: the environment is unclear, a device is not there, or two ranks share a GPU.
+        WorldError: the environment is incomplete, a device is not available, two ranks share a GPU, or a rank did not
+            join in time.
     """
     world = World.from_env() if world is None else world
     if backend == "nccl" and not torch.cuda.is_available():
@@ -84,11 +86,11 @@ def process_group(
     limit = timedelta(seconds=timeout)
     log.debug(f"rendezvous: {explain(world).rstrip()}")
     start = time.perf_counter()
-    store = _meet(world, limit)
-    _call_the_roll(world, store, limit)
+    store = _rendezvous_store(world, limit)
+    _wait_for_all_ranks(world, store, limit)
     met = time.perf_counter()
     if here.type == "cuda":
-        refuse_shared_devices(_device_owners(world, here, store))
+        check_no_shared_devices(_device_owners(world, here, store))
     dist.init_process_group(
         backend,
         store=dist.PrefixStore("muster", store),
@@ -98,7 +100,8 @@ def process_group(
         device_id=here if backend == "nccl" else None,
     )
     ranks = f"{world.size} rank{'s' * (world.size > 1)}"
-    log.debug(f"rendezvous: {ranks} met in {met - start:.2f} s, joined {backend} in {time.perf_counter() - met:.2f} s")
+    joined = time.perf_counter() - met
+    log.debug(f"rendezvous: {ranks} met in {met - start:.2f} s, joined {backend} in {joined:.2f} s")
     try:
         yield world
     except SystemExit as leaving:
@@ -109,17 +112,16 @@ def process_group(
 
 
 def leave(code: int | None) -> NoReturn:
-    """End the process as sys.exit(code) does, but leave PyTorch in one piece.
+    """Exit like sys.exit(code), but without finalizing the interpreter.
 
-    When the interpreter takes PyTorch apart, a thread of gloo that still holds a tensor aborts the process, also one
-    that has ended well (https://github.com/pytorch/pytorch/pull/179291). Ranks of the kit's agent end in this way
-    whatever they call.
+    During finalization a gloo thread that still holds a tensor aborts the process, even after success
+    (https://github.com/pytorch/pytorch/pull/179291). Ranks of Muster's agent always exit this way.
     """
     os._exit(shut_down(code or 0))
 
 
-def _meet(world: World, limit: timedelta) -> dist.Store:
-    """The store at which all ranks meet. torchrun's agent may already be running one."""
+def _rendezvous_store(world: World, limit: timedelta) -> dist.Store:
+    """Return the rendezvous store: that of torchrun's agent if it runs one, else a new one on rank 0."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store, _, _ = next(dist.rendezvous("env://", world.rank, world.size, timeout=limit))
         return store
@@ -130,17 +132,17 @@ def _meet(world: World, limit: timedelta) -> dist.Store:
     )
 
 
-def _call_the_roll(world: World, store: dist.Store, limit: timedelta) -> None:
-    """Wait until every rank is here, and say who is not: a group that fails to form names nobody."""
-    store.set(f"here/{world.rank}", "")
-    keys = [f"here/{rank}" for rank in range(world.size)]
+def _wait_for_all_ranks(world: World, store: dist.Store, limit: timedelta) -> None:
+    """Wait until every rank has joined. The error names missing ranks, which init_process_group's does not."""
+    store.set(f"joined/{world.rank}", "")
+    keys = [f"joined/{rank}" for rank in range(world.size)]
     try:
         store.wait(keys, limit)
     except dist.DistStoreError:
         missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
         raise WorldError(
-            f"rank{'s' * (len(missing) > 1)} {', '.join(missing)} of {world.size} did not come within "
-            f"{limit.total_seconds():g} s: see in their own output why, and whether they reach "
+            f"rank{'s' * (len(missing) > 1)} {', '.join(missing)} of {world.size} did not join within "
+            f"{limit.total_seconds():g} s; read the output of the missing ranks, and check that they can reach "
             f"{world.master_addr}:{world.master_port}"
         ) from None
 
@@ -148,24 +150,17 @@ def _call_the_roll(world: World, store: dist.Store, limit: timedelta) -> None:
 def _device_owners(world: World, here: torch.device, store: dist.Store) -> dict[int, tuple[str, str]]:
     identity = str(torch.cuda.get_device_properties(here).uuid)
     store.set(f"device/{world.rank}", f"{socket.gethostname()} {identity}")
-    told = (store.get(f"device/{rank}").decode().split(" ", 1) for rank in range(world.size))
-    return {rank: (host, identity) for rank, (host, identity) in enumerate(told)}
+    owners = (store.get(f"device/{rank}").decode().split(" ", 1) for rank in range(world.size))
+    return {rank: (host, identity) for rank, (host, identity) in enumerate(owners)}
 
 
-def refuse_shared_devices(owners: Mapping[int, tuple[str, str]]) -> None:
-    """Refuse two ranks on one device.
-
-    Args:
-        owners: rank -> (host, identity of its device).
-
-    Raises:
-        WorldError: names both ranks, the host and the remedy.
-    """
+def check_no_shared_devices(owners: Mapping[int, tuple[str, str]]) -> None:
+    """Raise WorldError when two ranks use one GPU. owners: rank -> (host, UUID of its GPU)."""
     first: dict[tuple[str, str], int] = {}
-    for rank, place in owners.items():
-        other = first.setdefault(place, rank)
+    for rank, gpu in owners.items():
+        other = first.setdefault(gpu, rank)
         if other != rank:
-            host, identity = place
+            host, identity = gpu
             raise WorldError(
                 f"rank {other} and rank {rank} share one GPU on {host} ({identity}): start no more processes on "
                 f"{host} than it has GPUs, and give each task its own (CUDA_VISIBLE_DEVICES)"
@@ -176,7 +171,7 @@ def refuse_shared_devices(owners: Mapping[int, tuple[str, str]]) -> None:
 
 
 def resolve(strategy: str, world: World) -> str:
-    """The strategy that `auto` stands for, and a refusal of those that do not fit the world."""
+    """Return the strategy, auto resolved to ddp or single. Raises WorldError when it is unknown or does not fit."""
     if strategy not in STRATEGIES:
         raise WorldError(f"strategy {strategy!r} is not one of {', '.join(STRATEGIES)}")
     if strategy == "auto":
@@ -197,20 +192,20 @@ def wrap(
     find_unused_parameters: bool = False,
     dtype: torch.dtype | None = None,
 ) -> nn.Module:
-    """Make the model train on all ranks. It must already be on its device, and inside a process group.
+    """Wrap a model so that it trains on all ranks. It must be on its device, and the process group must exist.
 
-    A process that resumes from a checkpoint sums gradients in the same order as the process that wrote it: on the
-    same number of ranks the next step is the same, bit for bit. For ddp this takes one exchange of gradients of zero
-    at the start; hooks that were registered on parameters before see those gradients. Gradients are exchanged in the
-    reverse order of registration: register the layers of a model in the order in which they are used.
+    A resumed process sums gradients in the same order as the process that wrote the checkpoint: with the same number of
+    ranks the next step is bit-for-bit the same. For ddp this takes one all-reduce of zero gradients in this call, which
+    hooks already registered on parameters will see. Gradients are reduced in the reverse order of registration, so
+    register the layers of a model in the order of their use.
 
     Args:
         strategy: auto (ddp, or single for one process), single, dp (one process, all its GPUs), ddp, fsdp (FSDP2).
         find_unused_parameters: for ddp, when some parameters get no gradient in some steps.
-        dtype: for fsdp, the type in which parameters are gathered and used; gradients are reduced in float32.
+        dtype: for fsdp, the dtype in which parameters are gathered and used; gradients are reduced in float32.
 
     Raises:
-        WorldError: the strategy is unknown, or does not fit the world.
+        WorldError: the strategy is unknown, or does not fit the number of processes.
     """
     strategy = resolve(strategy, world)
     if strategy == "dp":
@@ -227,7 +222,7 @@ def wrap(
 
 
 def _layout(model: nn.Module) -> str:
-    """What wraps a model, and how its parameters are cut."""
+    """Describe the wrapper of a model and its parameters, for the log."""
     parameters = list(model.parameters())
     text = f"{type(model).__name__} of {sum(p.numel() for p in parameters):,} parameters in {len(parameters)} tensors"
     if isinstance(model, DistributedDataParallel):
@@ -235,19 +230,19 @@ def _layout(model: nn.Module) -> str:
     if isinstance(model, FSDPModule):
         units = sum(isinstance(module, FSDPModule) for module in model.modules())
         shard = sum(p.to_local().numel() for p in parameters if isinstance(p, DTensor))
-        return f"{text}, gathered in {units} parts; this rank's shards have {shard:,}"
+        return f"{text}, {units} FSDP units; {shard:,} parameters on this rank"
     return text
 
 
 def _fix_bucket_layout(replicated: DistributedDataParallel) -> None:
-    """Give the gradient buckets the layout that they keep.
+    """Make DDP rebuild its gradient buckets now, so that the first step of a process rounds like any later step.
 
-    DDP sums gradients in buckets. It begins with one bucket, and rebuilds the buckets once, after the first backward
-    pass, in the order in which the gradients were ready. An all-reduce over three or more ranks adds the numbers of an
-    element in an order that depends on the position of the element in its bucket. So the first step of each process
-    would round differently from a later one, and a run that resumes there would not equal one that was never stopped.
-    Here that first backward pass takes place at once, without data: the gradients of all parameters are zero, and
-    become ready in the reverse order of registration. With find_unused_parameters DDP never rebuilds its buckets.
+    DDP starts with one bucket, and rebuilds its buckets after the first backward pass, in the order in which gradients
+    were ready. An all-reduce over three or more ranks adds the values of an element in an order that depends on the
+    element's position in its bucket. Without this function the first step of each process would round differently, and
+    a resumed run would not equal an uninterrupted one. The first backward pass takes place here, without data: all
+    gradients are zero, and become ready in the reverse order of registration. With find_unused_parameters DDP never
+    rebuilds its buckets.
     """
     if replicated.find_unused_parameters:
         return
@@ -263,11 +258,11 @@ def _fix_bucket_layout(replicated: DistributedDataParallel) -> None:
 
 
 class _SumOfParameters(nn.Module):
-    """Uses every trainable parameter of a model. In its backward pass the one registered last is ready first."""
+    """Sums all trainable parameters of a model. In its backward pass the parameter registered last is ready first."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model = model  # DDP looks for its buffers
+        self.model = model  # DDP reads its buffers
         self.trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.sparse = {
             id(module.weight)
@@ -283,7 +278,7 @@ class _SumOfParameters(nn.Module):
         return total
 
     def _used(self, parameter: nn.Parameter) -> torch.Tensor:
-        """DDP expects a sparse gradient from a sparse embedding."""
+        """Use a parameter such that its gradient is sparse if its embedding is: DDP expects that."""
         if id(parameter) not in self.sparse:
             return parameter
         return nn.functional.embedding(
@@ -292,7 +287,7 @@ class _SumOfParameters(nn.Module):
 
 
 def _shard(model: nn.Module, world: World, dtype: torch.dtype | None) -> nn.Module:
-    """Shard each repeated block by itself, so that one block at a time is gathered, then what is left."""
+    """Shard each repeated block as one unit, so that one block at a time is gathered, then all other parameters."""
     mesh = init_device_mesh(next(model.parameters()).device.type, (world.size,))
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
     for module in list(model.modules()):
@@ -304,7 +299,7 @@ def _shard(model: nn.Module, world: World, dtype: torch.dtype | None) -> nn.Modu
 
 
 def gradient_sync(model: nn.Module, on: bool) -> AbstractContextManager[None]:
-    """Exchange gradients in the backward passes inside, or (off) only add them up on this rank."""
+    """Within the block, backward passes reduce gradients over all ranks (on), or only accumulate them locally (off)."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(on)
     elif isinstance(model, DistributedDataParallel) and not on:
@@ -313,7 +308,7 @@ def gradient_sync(model: nn.Module, on: bool) -> AbstractContextManager[None]:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The model as it was before `wrap`."""
+    """Return the model inside a DistributedDataParallel or DataParallel; any other model as it is."""
     return model.module if isinstance(model, (DataParallel, DistributedDataParallel)) else model
 
 
@@ -321,7 +316,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def seed(base: int, rank: int = 0) -> None:
-    """Seed Python, NumPy (where it is loaded) and torch with base + rank: ranks differ, runs repeat."""
+    """Seed Python, NumPy (if imported) and torch with base + rank."""
     random.seed(base + rank)
     torch.manual_seed(base + rank)
     if "numpy" in sys.modules:
@@ -332,11 +327,11 @@ def seed(base: int, rank: int = 0) -> None:
 
 
 def explain(world: World, env: Mapping[str, str] = os.environ) -> str:
-    """Which rank this is and how that was decided, in a few lines."""
+    """Describe this rank, and the environment variables that determined it, in a few lines."""
     sources = {
-        "torchrun": (*PLACE, "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "TORCHELASTIC_RUN_ID"),
-        "environment": (*PLACE, "LOCAL_WORLD_SIZE", "NODE_RANK", "NNODES"),
-        "slurm": (*SLURM, *MASTER),
+        "torchrun": (*TORCHRUN_VARIABLES, "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "TORCHELASTIC_RUN_ID"),
+        "environment": (*TORCHRUN_VARIABLES, "LOCAL_WORLD_SIZE", "NODE_RANK", "NNODES"),
+        "slurm": (*SLURM_VARIABLES, *MASTER_VARIABLES),
         "single": (),
     }[world.launcher]
     meeting = f"{world.master_addr}:{world.master_port}" if world.master_addr else "none needed"
@@ -353,7 +348,7 @@ def explain(world: World, env: Mapping[str, str] = os.environ) -> str:
 
 
 def main() -> int:
-    """Print the place of this process."""
+    """Print this rank and its source."""
     try:
         sys.stdout.write(explain(World.from_env()))
     except WorldError as error:

@@ -1,8 +1,8 @@
-"""Which process of the run am I?
+"""Rank and world size of this process, from environment variables.
 
-torchrun and srun each describe a process by environment variables. `World.from_env` reads the whole environment of
-*one* launcher, never variable by variable: an incomplete environment is an error that names what is missing, never a
-silent guess. Standard library only: a launcher must not import PyTorch to know its place.
+torchrun and srun each describe a process by environment variables. `World.from_env` reads all variables of *one*
+launcher and never mixes two: an incomplete environment is an error that names the missing variables. Standard library
+only, so that launchers need not import PyTorch.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import TypeVar
 from distributed.nodelist import NodeListError, expand, tasks_per_node
 
 T = TypeVar("T")
-PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-MASTER = ("MASTER_ADDR", "MASTER_PORT")
-SLURM = (
+TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+MASTER_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
+SLURM_VARIABLES = (
     *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_GTIDS"),
     *("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"),
     *("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"),
 )
-# SLURM numbers the batch script, the interactive step and the like from here up: they are no job steps.
+# SLURM reserves step IDs from here up for the batch script, the interactive step and others, which srun did not start.
 FIRST_SPECIAL_STEP = 4_294_967_000
 DEFAULT_PORT = 29_500  # torchrun's
 
@@ -34,7 +34,7 @@ class WorldError(RuntimeError):
 
 @dataclass(frozen=True)
 class World:
-    """The place of this process among all processes of the run."""
+    """Rank, local rank and node rank of this process, and the number of processes and nodes."""
 
     rank: int = 0  # 0 .. size-1
     size: int = 1
@@ -45,7 +45,7 @@ class World:
     master_addr: str | None = None  # None: a single process needs no rendezvous
     master_port: int | None = None
     launcher: str = "single"  # the source: torchrun, environment, slurm, single
-    notes: tuple[str, ...] = ()  # assumptions that a person should know of
+    notes: tuple[str, ...] = ()  # assumptions, printed as warnings
 
     def __post_init__(self) -> None:
         for name, value, limit in (
@@ -61,14 +61,13 @@ class World:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] = os.environ) -> World:
-        """Read the place of this process from the environment of the launcher that started it.
+        """Read the world from the variables of the launcher that started this process.
 
         The first that applies: torchrun (also under srun), a complete RANK/WORLD_SIZE/LOCAL_RANK/MASTER_ADDR/
-        MASTER_PORT, a task of srun, a single process. Of this process's own environment, rank 0 prints the notes on
-        stderr, each once.
+        MASTER_PORT, a task of srun, a single process. When env is os.environ, rank 0 prints each note once to stderr.
 
         Raises:
-            WorldError: an incomplete environment, a value that is not a number, or two launchers that contradict.
+            WorldError: the environment is incomplete, a value is not a number, or two launchers contradict each other.
         """
         world = _read(env)
         if env is os.environ and world.rank == 0:
@@ -77,11 +76,11 @@ class World:
 
 
 def _read(env: Mapping[str, str]) -> World:
-    given = {name: env[name] for name in PLACE if env.get(name)}
-    missing = [name for name in PLACE if name not in given]
+    given = {name: env[name] for name in TORCHRUN_VARIABLES if env.get(name)}
+    missing = [name for name in TORCHRUN_VARIABLES if name not in given]
     if not missing:
         return _from_torchrun(env) if env.get("TORCHELASTIC_RUN_ID") else _from_complete(env)
-    if not given.keys() - set(MASTER) and _is_task(env):
+    if not given.keys() - set(MASTER_VARIABLES) and _is_task(env):
         return _from_slurm(env)
     if given:
         values = ", ".join(f"{name}={value}" for name, value in given.items())
@@ -142,7 +141,7 @@ def _from_complete(env: Mapping[str, str]) -> World:
 
 
 def as_env(world: World, run: str) -> dict[str, str]:
-    """All variables that torchrun sets for its ranks, for a run with this id. No torchrun runs a store for them."""
+    """Return the variables that torchrun sets for a rank of the run with this ID, without an agent store."""
     variables = {
         "RANK": world.rank,
         "WORLD_SIZE": world.size,
@@ -164,14 +163,14 @@ def as_env(world: World, run: str) -> dict[str, str]:
 
 
 def _refuse_stale_ranks(env: Mapping[str, str], rank: int, size: int) -> None:
-    """sbatch and srun pass on what the submitting shell exported: then every task has the same rank."""
+    """Raise WorldError for ranks exported by the submitting shell: sbatch and srun pass them to every task."""
     if not in_job_step(env):
         return
     task, tasks = _int(env, "SLURM_PROCID"), _step_size(env)
     if (rank, size) != (task, tasks):
         raise WorldError(
             f"RANK={rank} and WORLD_SIZE={size} are set, but SLURM says task {task} of {tasks}: "
-            f"they are left over from another launch; unset {' '.join(PLACE)} before srun"
+            f"they are left over from another launch; unset {' '.join(TORCHRUN_VARIABLES)} before srun"
         )
 
 
@@ -179,15 +178,15 @@ def _refuse_stale_ranks(env: Mapping[str, str], rank: int, size: int) -> None:
 
 
 def in_job_step(env: Mapping[str, str] = os.environ) -> bool:
-    """Whether srun started this process: the batch script and an salloc shell have a job, but no step."""
+    """Return whether srun started this process. The batch script and an salloc shell have a job, but no step."""
     step = env.get("SLURM_STEP_ID", "")
     return step.isdecimal() and int(step) < FIRST_SPECIAL_STEP and bool(env.get("SLURM_PROCID"))
 
 
 def _is_task(env: Mapping[str, str]) -> bool:
-    """Whether this is a task of srun, also where a wrapper or a container has dropped a part of SLURM's variables.
+    """Return whether this is a task of srun, even if a wrapper or a container removed some of SLURM's variables.
 
-    Outside of a step SLURM sets PROCID, LOCALID and NODEID, all 0, in the batch script alone, beside its JOB_ID.
+    Outside a step, SLURM sets PROCID, LOCALID and NODEID only in the batch script, all to 0, together with JOB_ID.
     """
     numbers = {env[name] for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID") if env.get(name)}
     if numbers - {"0"}:
@@ -201,7 +200,7 @@ def _is_task(env: Mapping[str, str]) -> bool:
 
 
 def _from_slurm(env: Mapping[str, str]) -> World:
-    """The variables of the step come first: inside `srun -N1 -w n9` the others still describe the job."""
+    """Variables of the step take precedence: in `srun -N1 -w n9` the others still describe the job."""
     size, node_rank = _step_size(env), _int(env, "SLURM_NODEID")
     counts = _tasks_of_nodes(env, size)
     if node_rank >= len(counts):
@@ -223,7 +222,7 @@ def _from_slurm(env: Mapping[str, str]) -> World:
 
 
 def _tasks_of_nodes(env: Mapping[str, str], size: int) -> list[int]:
-    """How many tasks each node of the step has."""
+    """Return the number of tasks on each node of the step."""
     counts = _unfold(tasks_per_node, env, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     if sum(counts) != size:
         raise WorldError(
@@ -234,7 +233,7 @@ def _tasks_of_nodes(env: Mapping[str, str], size: int) -> list[int]:
 
 
 def slurm_port(env: Mapping[str, str]) -> int:
-    """A port below the ephemeral range (32768) that two jobs, and two steps of one job, seldom share."""
+    """Return a port from 20000 to 29999, below the ephemeral range, that two jobs or job steps seldom share."""
     if not env.get("SLURM_JOB_ID"):
         return DEFAULT_PORT
     step = _int(env, "SLURM_STEP_ID") if env.get("SLURM_STEP_ID") else 0
@@ -246,12 +245,12 @@ def _step_size(env: Mapping[str, str]) -> int:
 
 
 def _hosts(env: Mapping[str, str]) -> list[str]:
-    """Of the step if SLURM names them, else of the job."""
+    """Return the hosts of the step if SLURM lists them, else of the job."""
     return _unfold(expand, env, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 
 
 def _first_task_host(env: Mapping[str, str], nodes: int) -> str:
-    """The first host of the step, in the order of the job's components if it has several."""
+    """Return the first host of the step, in the order of the job's components if it has several."""
     hosts = _hosts(env)
     if len(hosts) != nodes:
         raise WorldError(
@@ -267,17 +266,17 @@ def _first_task_host(env: Mapping[str, str], nodes: int) -> str:
 
 
 def _hosts_of_components(env: Mapping[str, str]) -> list[str]:
-    """Of a heterogeneous job, whose tasks are numbered component by component; SLURM sorts the step's list."""
+    """Return the hosts of a heterogeneous job by component, the order of its tasks. SLURM sorts the step's list."""
     components = _int(env, "SLURM_HET_SIZE") if env.get("SLURM_HET_SIZE") else 0
     lists = [f"SLURM_JOB_NODELIST_HET_GROUP_{number}" for number in range(components)]
     return [host for name in lists if env.get(name) for host in _unfold(expand, env, name)]
 
 
-def _unfold(unfold: Callable[[str], list[T]], env: Mapping[str, str], *names: str) -> list[T]:
-    """The list that the first of these variables stands for; the last is the one to name when none is set."""
+def _unfold(parse: Callable[[str], list[T]], env: Mapping[str, str], *names: str) -> list[T]:
+    """Parse the first of these variables that is set; when none is, the error names the last."""
     name = next((name for name in names if env.get(name)), names[-1])
     try:
-        return unfold(_value(env, name))
+        return parse(_value(env, name))
     except NodeListError as error:
         raise WorldError(f"{name}: {error}") from None
 

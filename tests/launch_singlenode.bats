@@ -236,12 +236,12 @@ END
   kill -INT -- "-$LAUNCHER"
   status_of_launcher
   [ "$status" -eq 75 ]
-  grep -q "run again to go on" out
+  grep -q "run the same command to resume" out
   [ "$(left)" -eq 0 ]
   step=$(find "check points" -name 'step_*' -printf '%f' | sed 's/step_0*//')
   run "$LAUNCH" tiny.yaml 2 -- train.steps=$((step + 1))
   [ "$status" -eq 0 ]
-  [[ "$output" == *"going on from"*"step $((step + 1))/$((step + 1))"* ]]
+  [[ "$output" == *"resuming from"*"step $((step + 1))/$((step + 1))"* ]]
   start tiny.yaml 2 -- train.steps=$((step + 2)) logging.sample=1000000
   wait_for_line "step $((step + 2))/$((step + 2))"
   "$KIT/scripts/stop.sh" latest
@@ -249,9 +249,9 @@ END
   [ "$status" -eq 0 ] || { cat out && false; }
   grep -q "verdict: stopped: stopped on request; all ranks exited with 0" out
   rm -r logs
-  refused "is of another model: model.n_embd=16 (there 8)" tiny.yaml 2 -- model.n_embd=16
+  refused "is of another model: model.n_embd=16 (checkpoint: 8)" tiny.yaml 2 -- model.n_embd=16
   refused "checkpoint.resume=never, but" tiny.yaml 2 -- checkpoint.resume=never
-  refused "was written whole, and this run reads and writes in shards" tiny.yaml 2 -- distributed.strategy=fsdp
+  refused "is unsharded, but this run uses sharded checkpoints" tiny.yaml 2 -- distributed.strategy=fsdp
 }
 
 

@@ -81,7 +81,7 @@ END
   step=$(find "check points" -name 'step_*' -printf '%f' | sed 's/step_0*//')
   run "$LAUNCH" tiny.yaml 1 "$N1" "$N2" -- train.steps=$((step + 1))
   [ "$status" -eq 0 ]
-  [[ "$output" == *"going on from"*"step $((step + 1))/$((step + 1))"* ]]
+  [[ "$output" == *"resuming from"*"step $((step + 1))/$((step + 1))"* ]]
 }
 
 
@@ -157,10 +157,10 @@ END
     train.batch_size=15 checkpoint.every=1)
   run "${train[@]}"
   [ "$status" -eq 0 ]
-  [[ "$output" == *"going on from"* ]]
+  [[ "$output" == *"resuming from"* ]]
   run "${train[@]}" checkpoint.dir=undisturbed # the file "killed" is there now
   [ "$status" -eq 0 ]
-  [[ "$output" != *"going on from"* ]]
+  [[ "$output" != *"resuming from"* ]]
   cmp undisturbed/step_00000008/state.pt "check points/step_00000008/state.pt"
   cmp undisturbed/step_00000008/ranks.pt "check points/step_00000008/ranks.pt"
 }

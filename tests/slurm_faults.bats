@@ -129,7 +129,7 @@ stepd_on() { # <node>
   scontrol update "nodename=$second" state=down reason=test
   wait_for_line "logs/slurm-$JOB.err" "verdict: failed: $second: connection lost: SLURM says that this node has failed"
   wait_for_requeue 1
-  wait_for_line "logs/slurm-$JOB.out" "going on from"
+  wait_for_line "logs/slurm-$JOB.out" "resuming from"
   [ -e "logs/slurm-$JOB/try_1/verdict.json" ]
   scontrol update "nodename=$second" state=resume
 }
@@ -224,7 +224,7 @@ END
   submit --ntasks-per-node=1 --time=1 --signal=USR2@30 slurm_train.sh tiny.yaml
   wait_for_requeue 1
   shows err "requeueing job $JOB at step"
-  wait_for_line "logs/slurm-$JOB.out" "going on from"
+  wait_for_line "logs/slurm-$JOB.out" "resuming from"
 }
 
 
@@ -234,7 +234,7 @@ END
   wait_for_line "logs/slurm-$JOB.out" "step      3/100000"
   JOBS+=("$(sbatch --parsable --partition=urgent --nodes=3 --exclusive --output=urgent --wrap 'echo here')")
   wait_for_requeue 1
-  wait_for_line "logs/slurm-$JOB.out" "going on from"
+  wait_for_line "logs/slurm-$JOB.out" "resuming from"
   [ -s urgent ]
 }
 
@@ -253,7 +253,7 @@ END
   wait_for_line "logs/slurm-$JOB.out" "step      5/100000"
   scontrol requeue "$JOB" # at an arbitrary moment, while checkpoints are being written
   wait_for_requeue 1
-  wait_for_line "logs/slurm-$JOB.out" "going on from"
+  wait_for_line "logs/slurm-$JOB.out" "resuming from"
   run ! grep -F "nothing good" "logs/slurm-$JOB.err"
 }
 
@@ -279,7 +279,7 @@ enter_background_job() { # <1, 2 or 3>
 
 # Succeed when this attempt has printed four steps: before the first one, SLURM has no job step to signal.
 is_training() { # <attempt> <output of rank 0>
-  [ -e "$2" ] && awk -v "attempt=$1" '/going on from/ { resumed++; steps = 0 } /^step / { steps++ }
+  [ -e "$2" ] && awk -v "attempt=$1" '/resuming from/ { resumed++; steps = 0 } /^step / { steps++ }
     END { exit !(resumed == attempt - 1 && steps >= 4) }' "$2"
 }
 export -f is_training
@@ -317,7 +317,7 @@ END
   JOB=$(<job)
   wait_for_job_exit "$JOB"
   [ "$status" -eq 0 ] || { cat ../five.log logs/slurm-*.err && false; }
-  [ "$(grep -c 'going on from' "logs/slurm-$JOB.out")" -eq 5 ] || { cat ../five.log logs/slurm-"$JOB".* && false; }
+  [ "$(grep -c 'resuming from' "logs/slurm-$JOB.out")" -eq 5 ] || { cat ../five.log logs/slurm-"$JOB".* && false; }
   run -0 "$VIRTUAL_ENV/bin/python" - <<'END'
 import torch
 one, other = (torch.load(f"{directory}/step_00000060/state.pt") for directory in ("unstopped", "stopped"))

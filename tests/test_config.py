@@ -150,7 +150,7 @@ def test_settings_survive_being_written_and_read_again() -> None:
         ),
         (
             "distributed.world_size=2",
-            "command line: distributed.world_size: unknown key; remove it: the launcher decid",
+            "command line: distributed.world_size: unknown key; remove it; the launcher sets",
         ),
         ("zzz.x=3", "command line: zzz: unknown key; known are model, data, train"),
         ("checkpoint.zzzz=3", "command line: checkpoint.zzzz: unknown key; known are dir, every, keep, resume"),
@@ -172,10 +172,10 @@ def test_settings_survive_being_written_and_read_again() -> None:
         ("train.batch_size_per_device=2", "f.yaml: train: both of batch_size and batch_size_per_device given"),
         ("train.min_learning_rate=1", "f.yaml: train: min_learning_rate=1.0 is above learning_rate=0.0003"),
         ("model.n_head=3", "f.yaml: model: n_embd=128 does not divide by n_head=3: change one of them"),
-        ("data.path=/nix", "command line: data.path='/nix': there is no such file or folder (looked in "),
-        ("data.path=/dev/null", "command line: data.path='/dev/null': neither a file nor a folder"),
+        ("data.path=/nix", "command line: data.path='/nix': no such file or directory (working directory "),
+        ("data.path=/dev/null", "command line: data.path='/dev/null': neither a file nor a directory"),
         ("data.domains=[]", "command line: data.domains=[]: List should have at least 1 item"),
-        ("checkpoint.dir=empty", "command line: checkpoint.dir='empty': not a folder: checkpoints need one"),
+        ("checkpoint.dir=empty", "command line: checkpoint.dir='empty': not a directory; name a directory"),
         ("train.seed=99999999999999999999", "command line: train.seed=99999999999999999999: Input should be less than"),
         ("train.steps=99999999999999999999", "command line: train.steps=99999999999999999999: Input should be less"),
         ("distributed.timeout=1e30", "command line: distributed.timeout=1e+30: Input should be less than or equal to"),
@@ -186,7 +186,7 @@ def test_settings_survive_being_written_and_read_again() -> None:
         ("train.steps=" + "[" * 90 + "]" * 90, "command line: train.steps=[[[[[["),
         ("train.steps=!!timestamp x", "command line: train.steps='!!timestamp x': Input should be a valid integer"),
         ("x" * 5000, "'xxxxxxx"),
-        ("checkpoint.dir=~nobody-here/x", "command line: checkpoint.dir='~nobody-here/x': there is no user "),
+        ("checkpoint.dir=~nobody-here/x", "command line: checkpoint.dir='~nobody-here/x': no home directory of a"),
         *(
             (word, f"{word!r}: not understood; write section.key=value, for example train.steps=100")
             for word in ("train.steps", "steps=3", "=3", "train.=3", ".steps=3", "train.steps.x=3", "", "=")
@@ -213,25 +213,25 @@ DOUBLING = "&b0 [x], " + ", ".join(f"&b{n} [*b{n - 1}, *b{n - 1}]" for n in rang
         ("train: 5", "f.yaml: train=5: "),
         ("- train\n- model\n", "f.yaml: holds a list; expected sections: model, data, train, distributed"),
         ("just words", "f.yaml: holds a str; expected sections"),
-        ("train: [1", "f.yaml, line 1, column 10: no valid YAML: expected ',' or ']'"),
-        ("train:\n\tsteps: 1\n", "f.yaml, line 2, column 1: no valid YAML: found character '\\t'"),
-        ("train:\n  steps: 1: 2\n", "f.yaml, line 2, column 11: no valid YAML: mapping values are not allowed here"),
-        (TRAIN + TRAIN, "f.yaml, line 2, column 1: no valid YAML: key 'train' is given twice"),
-        ("train:\n  steps: 1\n  steps: 2\n", "f.yaml, line 3, column 3: no valid YAML: key 'steps' is given twice"),
-        (TRAIN + "[a]: b\n", "f.yaml, line 2, column 1: no valid YAML: a key is a name"),
-        (TRAIN + "? {a: b}\n: c\n", "f.yaml, line 2, column 3: no valid YAML: a key is a name"),
+        ("train: [1", "f.yaml, line 1, column 10: invalid YAML: expected ',' or ']'"),
+        ("train:\n\tsteps: 1\n", "f.yaml, line 2, column 1: invalid YAML: found character '\\t'"),
+        ("train:\n  steps: 1: 2\n", "f.yaml, line 2, column 11: invalid YAML: mapping values are not allowed here"),
+        (TRAIN + TRAIN, "f.yaml, line 2, column 1: invalid YAML: key 'train' is given twice"),
+        ("train:\n  steps: 1\n  steps: 2\n", "f.yaml, line 3, column 3: invalid YAML: key 'steps' is given twice"),
+        (TRAIN + "[a]: b\n", "f.yaml, line 2, column 1: invalid YAML: expected a name as key"),
+        (TRAIN + "? {a: b}\n: c\n", "f.yaml, line 2, column 3: invalid YAML: expected a name as key"),
         (TRAIN + "1: 2\n", "f.yaml: 1=1: Keys should be strings"),
-        (TRAIN + "---\na: b\n", "f.yaml, line 2, column 1: no valid YAML: but found another document"),
-        (TRAIN + "a: !!python/name:os.system\n", "f.yaml, line 2, column 4: no valid YAML: could not determine"),
-        ("train: {steps: " + "9" * 5000 + "}", "f.yaml, line 1, column 16: no valid YAML: '9999"),
-        ("train: {steps: 0x" + "f" * 5000 + "}", "f.yaml, line 1, column 16: no valid YAML: '0xff"),
-        ("train: {steps: !!int x}", "f.yaml, line 1, column 16: no valid YAML: 'x' is no value of the type int"),
-        ("train: {steps: !!bool x}", "f.yaml, line 1, column 16: no valid YAML: 'x' is no value of the type bool"),
+        (TRAIN + "---\na: b\n", "f.yaml, line 2, column 1: invalid YAML: but found another document"),
+        (TRAIN + "a: !!python/name:os.system\n", "f.yaml, line 2, column 4: invalid YAML: could not determine"),
+        ("train: {steps: " + "9" * 5000 + "}", "f.yaml, line 1, column 16: invalid YAML: '9999"),
+        ("train: {steps: 0x" + "f" * 5000 + "}", "f.yaml, line 1, column 16: invalid YAML: '0xff"),
+        ("train: {steps: !!int x}", "f.yaml, line 1, column 16: invalid YAML: 'x' is not a value of type int"),
+        ("train: {steps: !!bool x}", "f.yaml, line 1, column 16: invalid YAML: 'x' is not a value of type bool"),
         ("train: " + "[" * 5000 + "]" * 5000, "f.yaml: nested too deeply; write sections that hold keys"),
         (f"train: [{DOUBLING}]", "f.yaml: train=[['x'], ["),
         ("#" * 2_000_000, "f.yaml: larger than 1 MB; name a YAML file of settings"),
         (b"\xff\xfe\x00", "f.yaml: cannot read it (it is not UTF-8 text); looked in "),
-        (b"\x00\x01", "f.yaml: no valid YAML: unacceptable character"),
+        (b"\x00\x01", "f.yaml: invalid YAML: unacceptable character"),
     ],
 )
 def test_a_wrong_file_is_one_line(text: str | bytes, line: str) -> None:
@@ -312,8 +312,8 @@ def test_a_path_behind_a_directory_without_permission_is_one_line(
 
     monkeypatch.setattr(Path, "exists", stub_of_exists)
     assert fault(f"{setting}=/closed/x") == (
-        f"command line: {setting}='/closed/x': cannot look there: Permission denied; give this user permission, "
-        "or name another"
+        f"command line: {setting}='/closed/x': cannot access it: Permission denied; grant permission, "
+        "or use another path"
     )
 
 
@@ -622,8 +622,8 @@ def test_arguments_win_over_the_file_and_section_key_words_over_both() -> None:
         ("--device tpu", "--device: distributed.device='tpu': unknown device; give cpu, cuda, cuda:N or auto"),
         ("--device cpu distributed.backend=nccl", "settings: distributed: device=cpu contradicts backend=nccl: leave "),
         ("--device cuda:0 distributed.backend=gloo", "settings: distributed: device=cuda:0 contradicts backend=gloo"),
-        ("--data_path nix", "--data_path: data.path='nix': there is no such file or folder (looked in "),
-        ("--data_path ~nobody-here --fold 0", "--data_path: there is no user 'nobody-here' with a home folder here"),
+        ("--data_path nix", "--data_path: data.path='nix': no such file or directory (working directory "),
+        ("--data_path ~nobody-here --fold 0", "--data_path: no home directory of a user 'nobody-here' on this machine"),
         ("--prefix ../x", "prefix: cannot be part of a path: got '../x'; use printable characters, at most 200 bytes"),
         ("--fold 0 train.stepz=3", "command line: train.stepz: unknown key; did you mean train.steps?"),
     ],

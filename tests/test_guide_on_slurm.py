@@ -136,7 +136,7 @@ def follow_job(submission: Command, others: list[Command], cluster: Cluster) -> 
     assert cluster.exit_codes(job) == ({STOPPED} if stopped else {"0:0"}), told
     assert f"verdict: {'stopped' if stopped else 'ok'}" in told
     assert told.count(f"requeueing job {job}") == turns - 1
-    assert cluster.words_of(job, "out").count("going on from") == turns - 1
+    assert cluster.words_of(job, "out").count("resuming from") == turns - 1
     assert not unexplained(cluster.desk / f"logs/slurm-{job}"), "files of a run that the guide does not explain"
 
 

@@ -101,7 +101,7 @@ def test_a_file_that_cannot_be_written_is_reported_once(
     monkeypatch.setenv("MUSTER_METRICS", str(tmp_path / "nowhere" / "metrics.jsonl"))
     metrics.log(1, loss=1.0)
     metrics.log(2, loss=1.0)
-    assert capsys.readouterr().err.count("No such file or directory; metrics are lost, the training goes on") == 1
+    assert capsys.readouterr().err.count("No such file or directory; metrics are lost, the training continues") == 1
 
 
 def test_the_newest_values_stand_at_both_ends_of_a_file(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from distributed import torch as ours
-from distributed.torch import STRATEGIES, process_group, refuse_shared_devices
+from distributed.torch import STRATEGIES, check_no_shared_devices, process_group
 from distributed.world import World, WorldError
 
 KIT = Path(__file__).parents[1]
@@ -132,9 +132,9 @@ def test_a_process_that_leaves_is_not_aborted_by_gloo() -> None:
 
 def test_two_ranks_on_one_gpu_are_refused() -> None:
     """A stub: the identities stand for those of real GPUs."""
-    refuse_shared_devices({0: ("a", "GPU-1"), 1: ("a", "GPU-2"), 2: ("b", "GPU-1")})
+    check_no_shared_devices({0: ("a", "GPU-1"), 1: ("a", "GPU-2"), 2: ("b", "GPU-1")})
     with pytest.raises(WorldError) as refused:
-        refuse_shared_devices({0: ("a", "GPU-1"), 1: ("b", "GPU-2"), 2: ("b", "GPU-3"), 3: ("b", "GPU-2")})
+        check_no_shared_devices({0: ("a", "GPU-1"), 1: ("b", "GPU-2"), 2: ("b", "GPU-3"), 3: ("b", "GPU-2")})
     assert str(refused.value) == (
         "rank 1 and rank 3 share one GPU on b (GPU-2): start no more processes on b than it has GPUs, and give each "
         "task its own (CUDA_VISIBLE_DEVICES)"
@@ -393,7 +393,7 @@ def test_a_rank_waits_for_the_others_to_join_no_longer_than_the_timeout(tmp_path
     with forked.launched(2, wait_for_rank_1, tmp_path, 1, only=[0]) as launch:
         told = launch.told()[0]
     assert told.code == 1
-    assert "WorldError: rank 1 of 2 did not come within 2 s: see in their own output why" in told.err
+    assert "WorldError: rank 1 of 2 did not join within 2 s; read the output of the missing ranks" in told.err
 
 
 FAILING = """

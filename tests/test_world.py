@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distributed.world import PLACE, World, WorldError, as_env, slurm_port
+from distributed.world import TORCHRUN_VARIABLES, World, WorldError, as_env, slurm_port
 
 KIT = Path(__file__).resolve().parents[1]
 RECORDS = json.loads((KIT / "tests/slurm_environments.json").read_text())
@@ -110,7 +110,7 @@ def place(env: Mapping[str, str]) -> tuple[object, ...]:
             without(STEP, "SLURM_STEP_ID"), (5, 7, 1, 2, 2, 4, "n08:24711", "slurm"), id="a step without its number"
         ),
         pytest.param({**FIRST_OF_FOUR, "SLURM_NTASKS": "1"}, (0, 1, 0, 1, 0, 1, None, "single"), id="the only task"),
-        pytest.param(dict.fromkeys(PLACE, ""), (0, 1, 0, 1, 0, 1, None, "single"), id="set, but empty"),
+        pytest.param(dict.fromkeys(TORCHRUN_VARIABLES, ""), (0, 1, 0, 1, 0, 1, None, "single"), id="set, but empty"),
     ],
 )
 def test_the_place_is_that_of_one_launcher(env: Mapping[str, str], expected: tuple[object, ...]) -> None:
@@ -165,12 +165,12 @@ def test_rank_0_prints_a_note_once() -> None:
         assert ended.stderr == "" or ended.stderr.startswith("warning: ")
 
 
-HALVES = [half for size in range(1, len(PLACE)) for half in combinations(PLACE, size)]
+HALVES = [half for size in range(1, len(TORCHRUN_VARIABLES)) for half in combinations(TORCHRUN_VARIABLES, size)]
 
 
 @pytest.mark.parametrize("half", HALVES, ids="+".join)
 def test_half_an_environment_names_the_missing_half(half: tuple[str, ...]) -> None:
-    missing = ", ".join(name for name in PLACE if name not in half)
+    missing = ", ".join(name for name in TORCHRUN_VARIABLES if name not in half)
     message = refusal({name: COMPLETE[name] for name in half})
     assert f"set, but not {missing}: start this process with torchrun or srun, or unset {' '.join(half)}" in message
     assert all(f"{name}={COMPLETE[name]}" in message for name in half)
@@ -216,7 +216,7 @@ NO_NUMBER = "is not a number: unset it, or start this process with torchrun or s
         *(({**COMPLETE, "RANK": value}, f"RANK={value!r} {NO_NUMBER}") for value in ("-1", "1.0", " 1", "²", "0x1")),
         ({**COMPLETE, "NODE_RANK": "x"}, f"NODE_RANK='x' {NO_NUMBER}"),
         *(({**STEP, name: "x"}, f"{name}='x' {NO_NUMBER}") for name in ("SLURM_PROCID", "SLURM_NODEID")),
-        ({**STEP, "SLURM_STEP_TASKS_PER_NODE": "2(x"}, "SLURM_STEP_TASKS_PER_NODE: '2(x' is no number of tasks: "),
+        ({**STEP, "SLURM_STEP_TASKS_PER_NODE": "2(x"}, "SLURM_STEP_TASKS_PER_NODE: '2(x' is not a number of tasks: "),
         ({**STEP, "SLURM_STEP_NODELIST": "n[1-"}, "SLURM_STEP_NODELIST: 'n[1-': its brackets do not match: "),
         ({**COMPLETE, "WORLD_SIZE": "0"}, "WORLD_SIZE='0' is not a number from 1 up"),
         ({**COMPLETE, "LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE='0' is not a number from 1 up"),

@@ -12,7 +12,7 @@
                 if stop:
                     sys.exit(STOPPED)
 
-`distributed.checkpoint.checkpoints` below it saves state dicts, and knows no objects.
+`distributed.checkpoint.checkpoints` is the layer below, which saves state dicts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,13 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from distributed.checkpoint.checkpoints import CheckpointError, Checkpoints, Found, random_state, set_random_state
+from distributed.checkpoint.checkpoints import (
+    CheckpointError,
+    CheckpointInfo,
+    Checkpoints,
+    random_state,
+    set_random_state,
+)
 from distributed.exit_codes import STOPPED
 from distributed.torch import unwrap
 from distributed.training.preemption import NonFiniteLoss, StatusExchange, StepStatus, stop_signals
@@ -48,9 +54,9 @@ NOTHING: Mapping[str, Any] = {}
 class Checkpointer:
     """The checkpoints of one training, and its stop requests.
 
-    All ranks make one and call its methods alike: they are collectives of the default process group. Within its `with`
-    block SIGTERM, SIGINT and SIGUSR2 only request a stop. The block ends when the last checkpoint is published, also
-    after sys.exit(75).
+    Every rank creates one and makes the same calls: all methods are collectives of the default process group. Within
+    its `with` block SIGTERM, SIGINT and SIGUSR2 only request a stop. The end of the block waits until the last
+    checkpoint is published, also after sys.exit(75).
     """
 
     def __init__(
@@ -64,14 +70,14 @@ class Checkpointer:
         stop_requested: threading.Event | None = None,
         **shared: Stateful,
     ) -> None:
-        """Lock the directory. Raises CheckpointError when another run writes its checkpoints there.
+        """Lock the directory. Raises CheckpointError when another run has locked it, ValueError when keep is below 1.
 
         Args:
-            model: as it is trained: plain, in DistributedDataParallel, or sharded by fully_shard (then all nodes must
-                share the directory).
-            keep: how many of the newest checkpoints stay; the one with the lowest score stays besides.
+            model: the model that is trained: plain, in DistributedDataParallel, or sharded by fully_shard, which needs
+                a directory that all nodes share.
+            keep: number of newest checkpoints to keep; the one with the lowest score is kept in addition.
             per_rank: objects whose state differs between ranks, such as the position of a data loader.
-            stop_requested: set by the caller to request a stop, in place of the signals.
+            stop_requested: the caller sets it to request a stop; signals are then left to the caller.
             shared: other objects whose state is the same on all ranks, such as a scheduler or a gradient scaler.
         """
         grouped = dist.is_available() and dist.is_initialized()
@@ -80,20 +86,20 @@ class Checkpointer:
         sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
         self._model, self._optimizer, self._shared, self._per_rank = model, optimizer, shared, per_rank
         self._checkpoints = Checkpoints(Path(directory), keep=keep, rank=rank, size=size, sharded=sharded)
-        self._hosts = self._checkpoints.ranks.everyone(socket.gethostname())
+        self._hosts = self._checkpoints.ranks.all_gather(socket.gethostname())
         self._exchange = StatusExchange(rank, size, parameters[0].device)
         self._stop, self._loss = False, math.nan
         self._signals = ExitStack()
         self._catches_signals = stop_requested is None
         self.stop_requested = stop_requested or threading.Event()
 
-    def restore(self, found: Found | None = None) -> int:
-        """Restore all objects and the random states from the newest checkpoint, or that one.
+    def restore(self, found: CheckpointInfo | None = None) -> int:
+        """Restore all objects and random states from `found`, by default the newest checkpoint.
 
-        Returns the step that it was saved with; 0 where there is no checkpoint. With another number of ranks than
-        before, ranks beyond it keep their random states, and `per_rank` objects stay as they are.
+        Returns the step of the checkpoint; 0 when there is none. With more ranks than the saving run had, the
+        additional ranks keep their random states. With any other number of ranks, `per_rank` objects are not restored.
 
-        Raises CheckpointError when checkpoints exist and none can be used, or it does not fit the objects.
+        Raises CheckpointError when checkpoints exist and none is usable, or the checkpoint does not fit the objects.
         """
         found = found or self.newest()
         if found is None:
@@ -107,28 +113,28 @@ class Checkpointer:
         )  # fmt: skip
         for name, shared in self._shared.items():
             shared.load_state_dict(state[name])
-        if own := self._checkpoints.load_own(found):
-            self._restore_own(own, found)
+        if saved := self._checkpoints.load_per_rank(found):
+            self._restore_per_rank(saved, found)
         return found.step
 
-    def _restore_own(self, own: Mapping[str, Any], found: Found) -> None:
-        set_random_state(own)
+    def _restore_per_rank(self, saved: Mapping[str, Any], found: CheckpointInfo) -> None:
+        set_random_state(saved)
         size = self._checkpoints.ranks.size
         for name, of_rank in self._per_rank.items():
             if found.ranks != size:
                 log.warning(f"{found.path} is of {found.ranks} ranks, now {size}: {name} is not restored")
-            elif name in own.get("objects", {}):
-                of_rank.load_state_dict(own["objects"][name])
+            elif name in saved.get("objects", {}):
+                of_rank.load_state_dict(saved["objects"][name])
             else:
                 raise CheckpointError(f"{found.path} does not fit this training: it has no {name}")
 
     def should_stop(self, step: int, loss: Tensor | None = None) -> bool:
-        """Whether a stop was requested on any rank; the same on all of them. Call it once after each step.
+        """Return whether a stop was requested on any rank; the same on all ranks. Call it once after each step.
 
-        On a GPU the answer is one step late, so that the host does not wait for the GPU. loss: this rank's, a scalar.
+        On a GPU the result is one step late, so that the host does not wait for the GPU. loss: this rank's, a scalar.
 
-        Raises on all ranks: NonFiniteLoss where the loss is NaN or infinite, CheckpointError where the last checkpoint
-        could not be written, and on the other ranks PeerFailed, which names them.
+        Raises NonFiniteLoss on ranks whose loss is NaN or infinite, CheckpointError on ranks whose last checkpoint
+        could not be written, and PeerFailed, which names those ranks, on all others.
         """
         loss = torch.zeros((), device=self._exchange.device) if loss is None else loss.detach()
         failed = self._checkpoints.failed() is not None
@@ -137,7 +143,10 @@ class Checkpointer:
         return self._stop
 
     def mean_loss(self) -> float:
-        """The mean over all ranks of the loss given last to should_stop(); waits for the GPU, and raises as it does."""
+        """Return the mean over all ranks of the last loss passed to should_stop(). Waits for the GPU.
+
+        Raises as should_stop() does.
+        """
         self._read(self._exchange.receive(now=True))
         return self._loss
 
@@ -149,28 +158,29 @@ class Checkpointer:
     def save(
         self, step: int, *, facts: Mapping[str, Any] | None = None, score: float | None = None, overlap: bool = False
     ) -> None:
-        """Copy the state of all objects and return; a thread writes it, and publishes it when it is complete.
+        """Copy the state of all objects and return; a thread writes the copy and publishes it when it is complete.
 
         Args:
-            step: how many steps are done.
-            facts: JSON for the manifest, readable without loading anything.
-            score: the lowest is the best.
-            overlap: copy what the optimizer changes after returning, while the next gradients are computed. Nothing
-                but optimizer.step() may change that before its next call; evaluation with other weights would.
+            step: number of completed steps.
+            facts: JSON values for the manifest, readable without loading tensors.
+            score: lower is better, for example the held-out loss.
+            overlap: copy parameters and optimizer state after save() returns, while the next gradients are computed.
+                Until the next optimizer.step() nothing else may change them, such as an evaluation with other weights.
 
-        Raises CheckpointError when the save before could not be written, or the state could not be loaded again;
-        NonFiniteLoss when the weights are NaN or infinite: the checkpoints before stay the newest.
+        Raises CheckpointError when the previous save failed, or the state holds objects that cannot be loaded safely;
+        NonFiniteLoss when a weight is NaN or infinite: no checkpoint is written.
         """
         self._read(self._exchange.receive(now=True))
-        norm = nn.utils.get_total_norm(self._model.parameters())  # a loss is that of the weights before its step
+        # The loss of this step was computed with the weights before optimizer.step().
+        norm = nn.utils.get_total_norm(self._model.parameters())
         if not math.isfinite(norm.full_tensor() if isinstance(norm, DTensor) else norm):
             raise NonFiniteLoss(
-                f"the weights are not finite (NaN or inf) after step {step}: no checkpoint is written of them. "
-                "Lower the learning rate; started again, it goes on from the newest checkpoint"
+                f"the weights are not finite (NaN or inf) after step {step}; no checkpoint was written. "
+                "Lower the learning rate, and run again to resume from the newest checkpoint"
             )
         objects = {name: of_rank.state_dict() for name, of_rank in self._per_rank.items()}
         self._checkpoints.save(
-            step, self._state(), own={**random_state(), "objects": objects}, facts=facts, score=score,
+            step, self._state(), per_rank={**random_state(), "objects": objects}, facts=facts, score=score,
             until=self._optimizer if overlap else None,
         )  # fmt: skip
 
@@ -181,23 +191,23 @@ class Checkpointer:
             **{name: shared.state_dict() for name, shared in self._shared.items()},
         }  # fmt: skip
 
-    def newest(self) -> Found | None:
-        """The newest valid checkpoint, or None. Raises CheckpointError when there are some and none can be used."""
+    def newest(self) -> CheckpointInfo | None:
+        """Return the newest valid checkpoint, or None. Raises CheckpointError when checkpoints exist, none usable."""
         return self._checkpoints.newest()
 
-    def best(self) -> Found | None:
-        """The valid checkpoint with the lowest score, or None; raises as newest() does."""
+    def best(self) -> CheckpointInfo | None:
+        """Return the valid checkpoint with the lowest score, or None. Raises as newest() does."""
         return self._checkpoints.best()
 
-    def load(self, found: Found) -> dict[str, Any]:
-        """The state in a checkpoint, on the CPU. Where the model is sharded, its shards are overwritten and returned.
+    def load(self, found: CheckpointInfo) -> dict[str, Any]:
+        """Return the state of a checkpoint, on the CPU. When the model is sharded, its shards are overwritten.
 
-        Raises CheckpointError when it cannot be read, or does not fit the model and the optimizer.
+        Raises CheckpointError when the checkpoint cannot be read, or does not fit the model and the optimizer.
         """
         return self._checkpoints.load(found, self._state())
 
     def wait(self) -> None:
-        """Until the last save is published. Raises CheckpointError when it could not be written."""
+        """Wait until the last save is published. Raises CheckpointError when it could not be written."""
         self._checkpoints.wait()
 
     def __enter__(self) -> Checkpointer:
@@ -208,6 +218,6 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        stopped = isinstance(error, SystemExit) and error.code == STOPPED  # all ranks do
+        stopped = isinstance(error, SystemExit) and error.code == STOPPED  # on all ranks at the same step
         with self._signals:
             self._checkpoints.__exit__(None if stopped else kind, error, trace)

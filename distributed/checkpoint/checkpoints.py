@@ -1,19 +1,19 @@
 """Save a training in the background, and resume it.
 
 save() stops the training only while the state is copied (distributed/checkpoint/snapshot.py). A thread writes the copy
-to the disk and publishes it when it is complete (distributed/checkpoint/directory.py); the training is informed when
-that fails. The thread calls no collective: those belong to the thread that trains.
+to disk and publishes it when it is complete (distributed/checkpoint/directory.py); the next call reports a failure.
+The thread calls no collectives: only the training thread does.
 
     step_00000120/
         state.pt               the state, written by rank 0: `torch.load` reads it
-        .metadata, *.distcp    or each rank's shards of it, where FSDP shards (distributed/checkpoint/sharded.py)
-        ranks.pt               what differs between ranks, such as their random states
+        .metadata, *.distcp    or, with FSDP, the shards of each rank (distributed/checkpoint/sharded.py)
+        ranks.pt               state that differs between ranks, such as random states
         manifest.json          step, score, facts about the run, and the checksums of all files
 
-Nothing is loaded that could run code (`weights_only=True`), and what could not be loaded so is not saved.
+Loading never runs code from a file (`weights_only=True`); save() refuses a state that could not be loaded this way.
 
-Every method that reads raises CheckpointError, the same on every rank, when what is there cannot be used: end the
-program then. To train from step 0 is right only when newest() returns None, which means that there is no checkpoint.
+Every method that reads raises CheckpointError, the same on every rank, when checkpoints exist and none is usable. The
+program must then end: training from step 0 is right only when newest() returns None, which means "no checkpoint".
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from distributed.checkpoint import directory
-from distributed.checkpoint.directory import CheckpointError, FileNotes, Found
-from distributed.checkpoint.snapshot import Place, Snapshot, name_of
+from distributed.checkpoint.directory import CheckpointError, CheckpointInfo, FileNotes
+from distributed.checkpoint.snapshot import KeyPath, Snapshot, name_of
 from distributed.training.collectives import Ranks
 
 if TYPE_CHECKING:
-    from distributed.checkpoint.sharded import Part
+    from distributed.checkpoint.sharded import ShardWriter
 
 __all__ = [
     "CheckpointError",
+    "CheckpointInfo",
     "Checkpoints",
-    "Found",
     "random_state",
     "set_random_state",
 ]
@@ -63,7 +63,7 @@ GRACE = 5.0  # seconds that rank 0 waits for other ranks' shards when the run en
 
 
 def random_state() -> dict[str, Any]:
-    """Of all generators that this process uses: Python's, NumPy's where it is imported, torch's, this GPU's."""
+    """Return the states of Python's, torch's and this GPU's generators, and of NumPy's when it is imported."""
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
@@ -74,7 +74,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Bring all generators to a state of random_state(); a GPU's only where there is one."""
+    """Restore all generators from a result of random_state(); the GPU's only on a machine with a GPU."""
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():
@@ -87,30 +87,30 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
 
 @dataclass(frozen=True)
-class _Job:
-    """One checkpoint that is to be written."""
+class _PendingWrite:
+    """One checkpoint that the thread will write."""
 
     final: Path
     manifest: dict[str, Any]
     files: dict[str, Any]  # name -> what torch.save writes there
     copy: dict[str, Any]
-    part: Part | None  # of a sharded state
-    writing: Path | None  # the directory that is written, where planning needed it before
-    begun: float  # when save() was called, as time.monotonic() has it
+    shards: ShardWriter | None  # None: not sharded
+    writing: Path | None  # the unpublished directory; None: the thread makes it
+    begun: float  # time.monotonic() at the call of save()
 
 
 class Checkpoints:
     """The checkpoints of one training in one directory.
 
-    Every rank makes one, and all ranks call its methods alike, on the thread that trains: they are
-    collectives of the default process group. Only failed() is not.
+    Every rank creates one and makes the same calls, on the training thread: all methods except failed() are collectives
+    of the default process group.
 
         with Checkpoints(directory, rank=world.rank, size=world.size) as checkpoints:
             if found := checkpoints.newest():
                 state = checkpoints.load(found, {"model": model.state_dict(), ...})
                 model.load_state_dict(state["model"])
                 ...
-            checkpoints.save(step, {"model": model.state_dict(), ...}, own=random_state())
+            checkpoints.save(step, {"model": model.state_dict(), ...}, per_rank=random_state())
 
     `distributed.checkpoint.checkpointer` does this for the objects of a training.
     """
@@ -126,14 +126,14 @@ class Checkpoints:
     ) -> None:
         """Make the directory, lock it, and remove the unfinished checkpoints of runs that have ended.
 
-        keep: how many of the newest stay; the best one stays besides.
-        sharded: every rank writes its shards, into a directory that all nodes share. Otherwise rank 0 alone
-            writes, and other nodes need not have the directory.
-        shard_timeout: seconds that rank 0, done with its own shards, waits for the other ranks'.
-        Raises CheckpointError when another run writes here.
+        keep: number of newest checkpoints to keep; the best one is kept in addition.
+        sharded: every rank writes its shards, to a directory that all nodes share. Otherwise only rank 0 writes, and
+            other nodes do not need the directory.
+        shard_timeout: seconds that rank 0 waits for the shards of other ranks after writing its own.
+        Raises CheckpointError when another run has locked the directory, ValueError when keep is below 1.
         """
         if keep < 1:
-            raise ValueError(f"keep is {keep}: the newest checkpoint at least must stay: say 1 or more")
+            raise ValueError(f"keep: expected 1 or more, got {keep}")
         self.path, self.keep, self.sharded, self.shard_timeout = Path(path).absolute(), keep, sharded, shard_timeout
         self.ranks = Ranks(rank, size)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -142,9 +142,9 @@ class Checkpoints:
         self._hooks: dict[Optimizer, RemovableHandle] = {}
         self._leaving = threading.Event()
         self._lock: IO[str] | None = None
-        self.ranks.decide(self._take_over)
+        self.ranks.call_on_rank_0(self._take_over)
         if sharded:
-            # It takes half a second: now, and not at the first save.
+            # The import takes half a second, which would otherwise stop the training at the first save.
             importlib.import_module("distributed.checkpoint.sharded")
 
     def _take_over(self) -> None:
@@ -157,19 +157,19 @@ class Checkpoints:
         step: int,
         state: Mapping[str, Any],
         *,
-        own: Any = None,
+        per_rank: Any = None,
         facts: Mapping[str, Any] | None = None,
         score: float | None = None,
         until: Optimizer | None = None,
     ) -> None:
-        """Copy the state and return; a thread writes the copy. Waits for the write before.
+        """Copy the state and return; a thread writes the copy. Waits for the previous write.
 
-        own: something small that differs between ranks, such as random states; that of every rank is kept.
-        facts: what made this checkpoint, as JSON: read from the manifest before anything is loaded.
-        score: the lowest is the best.
-        until: an optimizer, whose tensors are copied after save() has returned, while the next gradients are
-            computed; its next step() waits for that. Nothing else may change them meanwhile.
-        Raises CheckpointError when the write before failed on any rank, or the state could not be loaded again.
+        per_rank: a small state that differs between ranks, such as random states; every rank's is saved.
+        facts: JSON values about the run, readable from the manifest without loading tensors.
+        score: lower is better.
+        until: an optimizer whose tensors are copied after save() returns, while the next gradients are computed; its
+            next step() waits for the copy. Until then nothing else may change them.
+        Raises CheckpointError when the previous write failed on any rank, or the state could not be loaded again.
         """
         begun = time.monotonic()
         manifest = {
@@ -184,46 +184,47 @@ class Checkpoints:
             manifest = json.loads(json.dumps(manifest, allow_nan=False))
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"facts {facts!r} or score {score!r} cannot be written as JSON: {error}") from error
-        owns = self._finish_write(Snapshot().take(own, "own"))
+        states_per_rank = self._finish_write(Snapshot().take(per_rank, "per_rank"))
         if self.ranks.rank != 0 and not self.sharded:
             return
 
         final = directory.final_path(self.path, step)
-        writing = part = None
+        writing = shards = None
         if self.sharded:
-            from distributed.checkpoint.sharded import Part
+            from distributed.checkpoint.sharded import ShardWriter
 
-            writing = self.ranks.decide(lambda: directory.new_directory(final))
-            part = Part(writing, state, self.ranks)
+            writing = self.ranks.call_on_rank_0(lambda: directory.new_directory(final))
+            shards = ShardWriter(writing, state, self.ranks)
         if until is not None and until not in self._hooks:
             self._hooks[until] = until.register_step_pre_hook(lambda *_: self._snapshot.finish())
         copy = self._snapshot.take(state, until=until)
-        files: dict[str, Any] = {"ranks.pt": owns} if self.ranks.rank == 0 else {}
+        files: dict[str, Any] = {"ranks.pt": states_per_rank} if self.ranks.rank == 0 else {}
         if not self.sharded:
             files["state.pt"] = copy
-        self._write = self._thread.submit(self._write_job, _Job(final, manifest, files, copy, part, writing, begun))
-        log.debug(f"checkpoint {final.name}: the training went on after {time.monotonic() - begun:.3f} s")
+        pending = _PendingWrite(final, manifest, files, copy, shards, writing, begun)
+        self._write = self._thread.submit(self._write_job, pending)
+        log.debug(f"checkpoint {final.name}: training resumed after {time.monotonic() - begun:.3f} s")
 
     def failed(self) -> BaseException | None:
-        """Why the last write failed on this rank, or None. Cheap: ask at each step, and stop the run."""
+        """Return the error of the last write on this rank, or None. Cheap enough for every step; not collective."""
         return self._write.exception() if self._write is not None and self._write.done() else None
 
     def wait(self) -> None:
-        """Until the last save is published, on every rank. Raises CheckpointError with the cause."""
+        """Wait until the last save is published, on every rank. Raises CheckpointError with the cause."""
         self._finish_write()
 
-    def _finish_write(self, own: Any = None) -> list[Any]:
-        """wait(), and the `own` of every rank."""
+    def _finish_write(self, per_rank: Any = None) -> list[Any]:
+        """Like wait(); returns the `per_rank` of every rank."""
         write, self._write = self._write, None
         failure = write.exception() if write is not None else None
-        answers = self.ranks.everyone((None if failure is None else str(failure), own))
-        if reason := next(filter(None, (reason for reason, _ in answers)), None):
+        outcomes = self.ranks.all_gather((None if failure is None else str(failure), per_rank))
+        if reason := next(filter(None, (reason for reason, _ in outcomes)), None):
             raise CheckpointError(reason) from failure
-        return [own for _, own in answers]
+        return [state for _, state in outcomes]
 
     # -- on the writing thread
 
-    def _write_job(self, job: _Job) -> None:
+    def _write_job(self, job: _PendingWrite) -> None:
         writing = job.writing
         try:
             self._snapshot.finish()
@@ -231,30 +232,30 @@ class Checkpoints:
             with _without_crc32():
                 self._write_files(job, writing)
         except Exception as error:
-            cause: BaseException = error  # torch.save follows a failed write with an error of its own
+            cause: BaseException = error  # torch.save raises another error after a failed write: find the first
             while (earlier := cause.__cause__ or cause.__context__) is not None:
                 cause = earlier
             if self.ranks.rank == 0 and writing is not None:
                 shutil.rmtree(writing, ignore_errors=True)
-            elif job.part is not None:
-                job.part.give_up(cause)
+            elif job.shards is not None:
+                job.shards.report_failure(cause)
             raise CheckpointError(
-                f"cannot write {job.final}: {cause}. The checkpoints before it are whole: mend the cause, and "
-                f"run again to go on from the newest"
+                f"cannot write {job.final}: {cause}. Earlier checkpoints are intact: fix the cause, then "
+                f"run the same command to resume from the newest"
             ) from error
 
-    def _write_files(self, job: _Job, writing: Path) -> None:
+    def _write_files(self, job: _PendingWrite, writing: Path) -> None:
         notes: FileNotes = {}
         copied = time.monotonic()
         for name, content in job.files.items():
             with directory.written(writing / name, notes) as file:
                 torch.save(content, file)
-        if job.part is not None:
-            job.part.write(job.copy)
+        if job.shards is not None:
+            job.shards.write(job.copy)
             if self.ranks.rank != 0:
                 return
             start = time.monotonic()
-            notes |= job.part.collect(self.ranks.size, late=lambda: self._is_late(start))
+            notes |= job.shards.collect(self.ranks.size, late=lambda: self._is_late(start))
         complete = time.monotonic()
         directory.publish(writing, job.final, {**job.manifest, "files": notes})
         size = sum(note["bytes"] for note in notes.values())
@@ -265,32 +266,33 @@ class Checkpoints:
         directory.prune(self.path, job.manifest["step"], self.keep)
 
     def _is_late(self, start: float) -> bool:
-        """Whether rank 0 has waited long enough for the other ranks."""
+        """Return whether rank 0 must stop waiting for the other ranks."""
         timeout = min(self.shard_timeout, GRACE) if self._leaving.is_set() else self.shard_timeout
         return time.monotonic() - start > timeout
 
     # -- resuming
 
-    def newest(self) -> Found | None:
-        """The newest good checkpoint, every byte checked by rank 0, or None when there is none; the same on every rank.
+    def newest(self) -> CheckpointInfo | None:
+        """Return the newest valid checkpoint, or None when none exists. Rank 0 verifies every byte.
 
-        Raises CheckpointError when checkpoints exist and none can be used, or the directory cannot be listed.
+        Raises CheckpointError, on every rank, when checkpoints exist and none is usable, or the directory cannot be
+        listed.
         """
-        return self.ranks.decide(lambda: directory.newest(self.path))
+        return self.ranks.call_on_rank_0(lambda: directory.newest(self.path))
 
-    def best(self) -> Found | None:
-        """The good checkpoint with the lowest score; otherwise as newest()."""
-        return self.ranks.decide(lambda: directory.best(self.path))
+    def best(self) -> CheckpointInfo | None:
+        """Return the valid checkpoint with the lowest score; otherwise like newest()."""
+        return self.ranks.call_on_rank_0(lambda: directory.best(self.path))
 
-    def load(self, found: Found, state: dict[str, Any]) -> dict[str, Any]:
-        """The state of a checkpoint: on the CPU, or in the sharded tensors of `state`.
+    def load(self, found: CheckpointInfo, state: dict[str, Any]) -> dict[str, Any]:
+        """Return the state of a checkpoint: on the CPU, or in the sharded tensors of `state`.
 
-        state: of the same training as it is now. Its tensors must be in the checkpoint with the same shapes.
-            When sharded (from torch.distributed.checkpoint.state_dict.get_state_dict), it is filled and
-            returned, and the world may have another size than the one that saved.
+        state: the current state of the training. The checkpoint must hold its tensors with the same shapes. When
+            sharded (from torch.distributed.checkpoint.state_dict.get_state_dict), its tensors are overwritten; the
+            number of ranks may differ from that of the saving run.
         Raises CheckpointError when the two do not fit, or the checkpoint cannot be read.
         """
-        found.refuse_other_form(self.sharded)
+        found.check_sharding(self.sharded)
         if self.sharded:
             from distributed.checkpoint import sharded
 
@@ -301,13 +303,13 @@ class Checkpoints:
             raise CheckpointError(f"{found.path} does not fit this training: {misfit}")
         return loaded
 
-    def load_own(self, found: Found) -> Any:
-        """What this rank gave as `own`; None from rank found.ranks on, where a smaller world had saved.
+    def load_per_rank(self, found: CheckpointInfo) -> Any:
+        """What this rank passed as `per_rank`; None for ranks that the saving run did not have.
 
         Raises CheckpointError when it cannot be read.
         """
-        owns = self._load(found.path / "ranks.pt")
-        return owns[self.ranks.rank] if self.ranks.rank < len(owns) else None
+        states_per_rank = self._load(found.path / "ranks.pt")
+        return states_per_rank[self.ranks.rank] if self.ranks.rank < len(states_per_rank) else None
 
     def _load(self, file: Path) -> Any:
         try:
@@ -327,7 +329,7 @@ class Checkpoints:
             self._leave()
 
     def _leave(self) -> None:
-        """Finish this rank's write, and unlock the directory; no collective."""
+        """Finish this rank's write and unlock the directory. Not collective."""
         self._leaving.set()
         self._thread.shutdown(wait=True)
         for hook in self._hooks.values():
@@ -342,36 +344,36 @@ class Checkpoints:
         if kind is None:
             self.close()
         else:
-            self._leave()  # the other ranks may be gone: ask them nothing
+            self._leave()  # other ranks may have exited: no collectives
 
 
 def _misfits(loaded: Any, state: Any) -> Iterator[str]:
-    """The tensors of `state` that `loaded` has not, or in another shape."""
-    for place, tensor in _tensors(state, ("state",)):
+    """Yield one message for each tensor of `state` that `loaded` lacks or holds in another shape."""
+    for path, tensor in _tensors(state, ("state",)):
         saved = loaded
         try:
-            for key in place[1:]:
+            for key in path[1:]:
                 saved = saved[key]
         except (KeyError, IndexError, TypeError):
             saved = None
         if not isinstance(saved, torch.Tensor):
-            yield f"it has no {name_of(place)}"
+            yield f"it has no {name_of(path)}"
         elif saved.shape != tensor.shape:
-            yield f"its {name_of(place)} has the shape {tuple(saved.shape)}, and ours {tuple(tensor.shape)}"
+            yield f"its {name_of(path)} has the shape {tuple(saved.shape)}, expected {tuple(tensor.shape)}"
 
 
-def _tensors(value: Any, place: Place) -> Iterator[tuple[Place, torch.Tensor]]:
+def _tensors(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
-        yield place, value
+        yield path, value
     elif isinstance(value, Mapping | list | tuple):
         items = value.items() if isinstance(value, Mapping) else enumerate(value)
         for key, item in items:
-            yield from _tensors(item, (*place, key))
+            yield from _tensors(item, (*path, key))
 
 
 @contextmanager
 def _without_crc32() -> Iterator[None]:
-    """torch.save without its own checksums, for which it would stop the training's Python."""
+    """Disable torch.save's checksums: it computes them while it holds the GIL, which would stop the training."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:

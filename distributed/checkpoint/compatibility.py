@@ -1,6 +1,6 @@
-"""May a run with these settings go on from that checkpoint?
+"""Check whether a run with these settings may resume from a checkpoint.
 
-Its manifest tells, so it is known before anything is loaded, or even started.
+The manifest of the checkpoint is enough: the check takes place before ranks start or anything is loaded.
 """
 
 from __future__ import annotations
@@ -8,57 +8,63 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from distributed.checkpoint.directory import Found
+from distributed.checkpoint.directory import CheckpointInfo
 from distributed.config import BASE_ONLY, FROM_SCRATCH, FULL_FINE_TUNING, TWO_PHASES, ConfigError, Settings
 
-# What may differ between a checkpoint and the run that goes on from it, and what follows.
-SCHEDULE = "the learning rate follows it from here on"
+# What may differ between a checkpoint and the run that resumes from it, and the consequence.
+SCHEDULE = "the learning rate follows the new value from here on"
+NEW_VALUE = "the new value applies from here on"
 ROUNDING = "sums are rounded differently from here on"
 CHANGEABLE = {
-    "world": "the same data in the same order, sums rounded differently; dropout draws other numbers",
-    "batch": "going on at the same place in the data",
-    "corpus": "going on at that place in other data",
-    "seed": "the data comes in another order from here on",
+    "world": "the same data in the same order; sums are rounded differently, dropout draws other numbers",
+    "batch": "resuming at the same position in the data",
+    "corpus": "resuming at the same position of different data",
+    "seed": "the data is in another order from here on",
     "steps": "the learning rate follows the new length from here on",
     "learning_rate": SCHEDULE, "min_learning_rate": SCHEDULE, "warmup_steps": SCHEDULE,
-    "weight_decay": "it holds from here on", "beta1": "it holds from here on", "beta2": "it holds from here on",
-    "grad_clip": "it holds from here on",
+    "weight_decay": NEW_VALUE, "beta1": NEW_VALUE, "beta2": NEW_VALUE, "grad_clip": NEW_VALUE,
     "accumulation": ROUNDING, "precision": ROUNDING,
-    "evaluate_windows": "held-out losses are not comparable with those before",
+    "evaluate_windows": "held-out losses are not comparable with earlier ones",
 }  # fmt: skip
 
 
-def refuse_misfit(found: Found, settings: Settings, vocab_size: int | None) -> None:
-    """Refuse a checkpoint of another model or fold, or of another strategy; any, where settings exclude resuming.
+def check_resumable(found: CheckpointInfo, settings: Settings, vocab_size: int | None) -> None:
+    """Check that a run with these settings can resume from the checkpoint.
 
     Args:
-        vocab_size: None when it follows from the data, which have not been read yet.
+        vocab_size: None when it follows from the data, which has not been read yet.
 
     Raises:
-        ConfigError, CheckpointError: names the checkpoint, the setting, both values, and what to do.
+        ConfigError: the checkpoint is of another model or fold, or checkpoint.resume is never.
+        CheckpointError: one of the two is sharded (fsdp) and the other is not.
     """
     if settings.checkpoint.resume == "never":
-        raise ConfigError(f"checkpoint.resume=never, but {found.path} is there: name another checkpoint.dir")
-    found.refuse_other_form(sharded=settings.distributed.strategy == "fsdp")
-    data, theirs = experiment_of(settings), found.facts  # what is held out now may have been trained on there
-    differ = [f"data.{key}={data[key]} (there {theirs.get(key)})" for key in data if data[key] != theirs.get(key)]
-    if differ:
-        raise ConfigError(
-            f"{found.path} is of another fold: {', '.join(differ)}; name another prefix, or another checkpoint.dir"
-        )
-    model, theirs = {**settings.model.model_dump(), "vocab_size": vocab_size}, found.facts.get("model", {})
+        raise ConfigError(f"checkpoint.resume=never, but {found.path} exists; set another checkpoint.dir")
+    found.check_sharding(sharded=settings.distributed.strategy == "fsdp")
+    # Another fold may have trained on what this one holds out.
+    if differ := _differences("data", experiment_of(settings), found.facts):
+        raise ConfigError(f"{found.path} is of another fold: {differ}; set another prefix, or another checkpoint.dir")
+    model: dict[str, Any] = settings.model.model_dump()
     if vocab_size is None:
         del model["vocab_size"]
-    differ = [f"model.{key}={model[key]} (there {theirs.get(key)})" for key in model if model[key] != theirs.get(key)]
-    if differ:
+    else:
+        model["vocab_size"] = vocab_size
+    if differ := _differences("model", model, found.facts.get("model", {})):
         raise ConfigError(
-            f"{found.path} is of another model: {', '.join(differ)}; "
-            "give these keys its values, or name another checkpoint.dir"
+            f"{found.path} is of another model: {differ}; use the checkpoint's values, or set another checkpoint.dir"
         )
+
+
+def _differences(section: str, settings: Mapping[str, Any], saved: Mapping[str, Any]) -> str:
+    return ", ".join(
+        f"{section}.{key}={value} (checkpoint: {saved.get(key)})"
+        for key, value in settings.items()
+        if value != saved.get(key)
+    )
 
 
 def experiment_of(settings: Settings) -> dict[str, Any]:
-    """Settings of the data that must be those of the checkpoint from which a run resumes; null: no effect."""
+    """Settings of the data that must not change when a run resumes; None for those without effect in the mode."""
     data = settings.data
     found: dict[str, Any] = {
         "participant": data.participant,
@@ -72,38 +78,37 @@ def experiment_of(settings: Settings) -> dict[str, Any]:
     return found
 
 
-def refuse_another_base(found: Found, ours: str | None) -> None:
-    """Refuse a checkpoint of a run that started from another base model. ours: the digest; null is random weights.
+def check_base_model(found: CheckpointInfo, digest: str | None) -> None:
+    """Raise ConfigError when the run of the checkpoint started from another base model.
 
-    Raises:
-        ConfigError: names the checkpoint, both digests, and what to do.
+    digest: of this run's base model; None: random weights.
     """
-    theirs = found.facts.get("base_model")
-    if ours != theirs:
+    saved = found.facts.get("base_model")
+    if digest != saved:
         raise ConfigError(
-            f"{found.path} was trained from another base model: {ours} now, {theirs} there; name another prefix, or "
-            "another checkpoint.dir, or give the base model of before"
+            f"{found.path} was trained from another base model: now {digest}, checkpoint: {saved}; "
+            "set another prefix, or another checkpoint.dir, or pass the base model of the checkpoint"
         )
 
 
 def changeable(settings: Settings) -> dict[str, Any]:
-    """The settings of train that may change between a checkpoint and the run that goes on from it."""
+    """The settings in section train that may change when a run resumes."""
     return {name: value for name, value in settings.train.model_dump().items() if name in CHANGEABLE}
 
 
-def changes(found: Found, ours: Mapping[str, Any]) -> Iterator[str]:
-    """One line for each fact that was another one in the checkpoint, and what follows of it."""
+def changes(found: CheckpointInfo, facts: Mapping[str, Any]) -> Iterator[str]:
+    """Yield one warning for each fact that differs from the checkpoint's, with the consequence."""
     for name, meaning in CHANGEABLE.items():
-        if name in found.facts and found.facts[name] != ours[name]:
-            yield f"{name} was {found.facts[name]} in {found.path}, now it is {ours[name]}: {meaning}"
+        if name in found.facts and found.facts[name] != facts[name]:
+            yield f"{name} was {found.facts[name]} in {found.path}, now it is {facts[name]}: {meaning}"
 
 
-def complete(found: Found, steps: int, settings: Settings) -> str:
-    """The line for a run that has nothing left to do; empty for any other."""
+def complete(found: CheckpointInfo, steps: int, settings: Settings) -> str:
+    """The message for a run whose last step is done; empty for any other."""
     if found.step < steps:
         return ""
     length = "steps" if settings.train.steps else "epochs"
     return (
-        f"nothing left to do: {found.path} has {found.step:,} of {steps:,} steps; raise train.{length} to go on, or "
-        "name another checkpoint.dir to start anew"
+        f"nothing left to do: {found.path} has {found.step:,} of {steps:,} steps; raise train.{length} to continue, or "
+        "set another checkpoint.dir to start over"
     )

@@ -1,9 +1,9 @@
 """The checkpoints in a directory: write, publish, find, remove.
 
 A checkpoint is a directory, `step_00000120/`. Its manifest.json holds the SHA-256 of every file and of itself.
-It is written as `step_00000120.writing-<host>-<pid>`, synced to the disk, and renamed. So a published checkpoint is
-complete, and the checksums show damage that happened later. A damaged or unreadable checkpoint is skipped while an
-older one is good. Where checkpoints exist and none can be used, that is an error, never "no checkpoint".
+It is written as `step_00000120.writing-<host>-<pid>`, synced to disk, and renamed. So a published checkpoint is
+complete, and the checksums show later damage. A damaged or unreadable checkpoint is skipped if an older one is valid.
+Checkpoints of which none is usable are an error, never "no checkpoint".
 
 Standard library alone.
 
@@ -45,19 +45,19 @@ FileNotes = dict[str, dict[str, Any]]  # file name -> {"bytes", "sha256"}
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written, read or used; the message says which, why, and what to do."""
+    """A checkpoint cannot be written, read or used; the message names it, the cause and the remedy."""
 
 
 # ---- finding ----
 
 
 @dataclass(frozen=True)
-class Found:
+class CheckpointInfo:
     """A checkpoint as its manifest describes it."""
 
     path: Path
     step: int
-    score: float | None  # lower is better: the held-out loss, say
+    score: float | None  # lower is better, for example the held-out loss
     ranks: int  # world size of the run that wrote it
     sharded: bool
     written: str  # ISO 8601 with zone
@@ -65,8 +65,8 @@ class Found:
     files: Mapping[str, Mapping[str, Any]]  # name -> {"bytes", "sha256"}
 
     @classmethod
-    def read(cls, path: Path) -> Found:
-        """Read the manifest, and no other file. Raises CheckpointError when it is missing, unreadable or damaged."""
+    def read(cls, path: Path) -> CheckpointInfo:
+        """Read the manifest only. Raises CheckpointError when it is missing, unreadable or damaged."""
         file = path / "manifest.json"
         fields = ("step", "score", "ranks", "sharded", "written", "facts", "files")
         try:
@@ -83,20 +83,20 @@ class Found:
 
     @property
     def bytes(self) -> int:
-        """Of all its files but the manifest."""
+        """Size of all files except the manifest."""
         return sum(file["bytes"] for file in self.files.values())
 
-    def refuse_other_form(self, sharded: bool) -> None:
-        """Raise CheckpointError when it is in shards and this run reads whole ones, or the other way."""
+    def check_sharding(self, sharded: bool) -> None:
+        """Raise CheckpointError unless the checkpoint is sharded exactly when this run's checkpoints are."""
         if self.sharded != sharded:
-            was, now = ("in shards", "whole") if self.sharded else ("whole", "in shards")
+            was, now = ("sharded", "unsharded") if self.sharded else ("unsharded", "sharded")
             raise CheckpointError(
-                f"{self.path} was written {was}, and this run reads and writes {now}: resume with the strategy "
-                f"that wrote it, or start anew in another directory"
+                f"{self.path} is {was}, but this run uses {now} checkpoints; resume with the strategy "
+                f"that wrote it, or set another checkpoint directory"
             )
 
     def fault(self) -> str | None:
-        """What is wrong with its files, or None. Reads every byte, several files at once."""
+        """Return the first fault of its files, or None. Reads every byte, several files at once."""
         with ThreadPoolExecutor() as pool:
             return next(filter(None, pool.map(self._fault_of, self.files)), None)
 
@@ -111,28 +111,28 @@ class Found:
             return f"{file}: cannot be read: {error.strerror or error}"
         return None
 
-    def refuse_unreadable(self) -> None:
+    def check_readable(self) -> None:
         """Raise OSError when one of its files cannot be opened and read. Reads one byte of each."""
         for name in self.files:
             with (self.path / name).open("rb") as stream:
                 stream.read(1)
 
 
-def newest(directory: Path) -> Found | None:
-    """The newest good checkpoint, every byte checked; None when the directory holds no checkpoint.
+def newest(directory: Path) -> CheckpointInfo | None:
+    """Return the newest valid checkpoint, every byte verified; None when the directory holds no checkpoint.
 
-    Each newer one that is damaged or unreadable is named in a warning.
-    Raises CheckpointError when checkpoints exist and none can be used, or the directory cannot be listed.
+    Logs a warning for each newer one that is damaged or unreadable.
+    Raises CheckpointError when checkpoints exist and none is usable, or the directory cannot be listed.
     """
     return _first_good(directory, lambda found: -found.step)
 
 
-def best(directory: Path) -> Found | None:
-    """The good checkpoint with the lowest score, the newest of equals; otherwise as newest()."""
+def best(directory: Path) -> CheckpointInfo | None:
+    """Return the valid checkpoint with the lowest score, the newest of equals; otherwise like newest()."""
     return _first_good(directory, _score)
 
 
-def _first_good(directory: Path, order: Callable[[Found], float]) -> Found | None:
+def _first_good(directory: Path, order: Callable[[CheckpointInfo], float]) -> CheckpointInfo | None:
     candidates, faults = _read_all(directory)
     for found in sorted(candidates, key=order):
         fault = found.fault()
@@ -145,8 +145,8 @@ def _first_good(directory: Path, order: Callable[[Found], float]) -> Found | Non
     return None
 
 
-def described(directory: Path) -> list[Found]:
-    """The checkpoints whose manifest is intact, newest first; the others are named in a warning.
+def described(directory: Path) -> list[CheckpointInfo]:
+    """Return the checkpoints with an intact manifest, newest first; log a warning for each other one.
 
     Raises CheckpointError when the directory cannot be listed.
     """
@@ -155,12 +155,12 @@ def described(directory: Path) -> list[Found]:
     return found
 
 
-def _read_all(directory: Path) -> tuple[list[Found], dict[Path, str]]:
-    """The checkpoints with an intact manifest, newest first, and the faults of the others."""
+def _read_all(directory: Path) -> tuple[list[CheckpointInfo], dict[Path, str]]:
+    """Return the checkpoints with an intact manifest, newest first, and the faults of the others."""
     found, faults = [], {}
     for path in step_directories(directory):
         try:
-            found.append(Found.read(path))
+            found.append(CheckpointInfo.read(path))
         except CheckpointError as error:
             faults[path] = str(error)
     return found, faults
@@ -174,7 +174,7 @@ def _warn(faults: Mapping[Path, str]) -> None:
 def _none_usable(directory: Path, faults: Mapping[Path, str]) -> str:
     here = shlex.quote(str(directory))
     return "\n".join([
-        f"{directory}: checkpoints exist, and none can be used:",
+        f"{directory}: checkpoints exist, but none is usable:",
         *(f"    {faults[path]}" for path in sorted(faults, reverse=True)),
         "To resume, make one of them readable. To start from step 0, use another checkpoint directory "
         f"(checkpoint.dir=PATH), or move this one: mv {here} {here}.unusable",
@@ -182,7 +182,7 @@ def _none_usable(directory: Path, faults: Mapping[Path, str]) -> str:
 
 
 def step_directories(directory: Path) -> list[Path]:
-    """The published checkpoints, newest first. An `.old` one is the previous version of the same step.
+    """Return the published checkpoints, newest first. `.old` marks the previous version of the same step.
 
     Raises CheckpointError when the directory exists and cannot be listed.
     """
@@ -196,7 +196,7 @@ def step_directories(directory: Path) -> list[Path]:
     return [directory / match[0] for match in sorted(matches, key=lambda match: (-int(match[1]), match[2] is not None))]
 
 
-def _score(found: Found) -> float:
+def _score(found: CheckpointInfo) -> float:
     return float("inf") if found.score is None else found.score
 
 
@@ -216,14 +216,14 @@ def _checksum(manifest: Mapping[str, Any]) -> str:
 
 
 class HashedFile(io.FileIO):
-    """A new file that knows the SHA-256 of what was written to it. After close() it is on the disk."""
+    """A new file that computes the SHA-256 of its content. close() syncs it to disk."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, "xb")
         self._sha256, self._written = hashlib.sha256(), 0
 
     def write(self, data: Any) -> int:
-        """Write all of `data`. Other threads run while it is hashed and written."""
+        """Write all of `data`. Releases the GIL while hashing and writing."""
         rest = memoryview(data).cast("B")
         count = rest.nbytes
         self._sha256.update(rest)
@@ -233,7 +233,7 @@ class HashedFile(io.FileIO):
         return count
 
     def close(self) -> None:
-        """Sync the file to the disk, and close it."""
+        """Sync the file to disk and close it."""
         if not self.closed:
             try:
                 os.fsync(self.fileno())
@@ -247,14 +247,14 @@ class HashedFile(io.FileIO):
 
 @contextmanager
 def written(file: Path, notes: FileNotes) -> Iterator[HashedFile]:
-    """A new file; left well, it is on the disk, and noted."""
+    """Open a new file; when the block succeeds, the file is synced to disk and added to `notes`."""
     with HashedFile(file) as stream:
         yield stream
     notes[file.name] = stream.note()
 
 
 def final_path(directory: Path, step: int) -> Path:
-    """Where the checkpoint of a step is published."""
+    """Return the path of the published checkpoint of a step."""
     return directory / f"step_{step:08d}"
 
 
@@ -267,9 +267,9 @@ def new_directory(final: Path) -> Path:
 
 
 def publish(writing: Path, final: Path, manifest: Mapping[str, Any]) -> None:
-    """Write the manifest and give the directory its final name.
+    """Write the manifest and rename the directory to its final name.
 
-    Where the step was published before, one of the two is found at every moment.
+    When the step was already published, one of the two versions exists at every moment.
     """
     text = json.dumps({**manifest, "sha256": _checksum(manifest)}, indent=2, sort_keys=True)
     with written(writing / "manifest.json", {}) as stream:
@@ -285,9 +285,9 @@ def publish(writing: Path, final: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def prune(directory: Path, step: int, keep: int) -> None:
-    """Remove old checkpoints: the newest `keep` up to this step stay, and the best one.
+    """Remove old checkpoints, except the newest `keep` up to this step and the best one.
 
-    A later step belongs to another run and stays. What cannot be read stays too: it may be readable again.
+    Later steps belong to another run and are kept. Unreadable checkpoints are kept: the cause may be temporary.
     """
     try:
         ours = [found for found in described(directory) if found.step <= step]
@@ -298,14 +298,14 @@ def prune(directory: Path, step: int, keep: int) -> None:
     for found in ours[keep:]:
         if found is not best_one:
             try:
-                found.refuse_unreadable()
+                found.check_readable()
                 remove(found.path)
             except OSError as error:
                 log.warning("%s: not removed: %s", found.path, error)
 
 
 def remove(path: Path) -> None:
-    """Rename, then delete: a partly deleted checkpoint is never found under its name."""
+    """Rename, then delete: a partly deleted checkpoint never has the name of a published one."""
     if path.exists():
         going = path.with_name(f"{path.name.removesuffix('.old')}.removing-{_me()}")
         shutil.rmtree(going, ignore_errors=True)
@@ -337,14 +337,14 @@ def take_over(directory: Path) -> io.TextIOWrapper | None:
         directory.mkdir(parents=True, exist_ok=True)
         lock = _lock(directory)
     except OSError as error:
-        raise CheckpointError(f"{directory}: checkpoints cannot be kept here: {error}") from error
+        raise CheckpointError(f"{directory}: cannot write checkpoints here: {error}") from error
     for leftover in filter(_abandoned, directory.glob("step_*")):
         shutil.rmtree(leftover, ignore_errors=True)
     return lock
 
 
 def _lock(directory: Path) -> io.TextIOWrapper | None:
-    """The kernel releases it when this process ends. Not flock(2): a forked data worker would hold that one too."""
+    """Lock with lockf(3): the kernel releases it when this process ends; forked data workers would hold a flock(2)."""
     lock = (directory / ".lock").open("a+")
     try:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -353,10 +353,10 @@ def _lock(directory: Path) -> io.TextIOWrapper | None:
             if error.errno not in UNSUPPORTED:
                 lock.seek(0)
                 raise CheckpointError(
-                    f"{directory}: another run ({lock.read().strip()}) writes its checkpoints here: "
-                    f"wait for it, stop it, or give this run a directory of its own"
+                    f"{directory}: in use by another run ({lock.read().strip()}); "
+                    f"wait for it, stop it, or set another checkpoint directory"
                 ) from error
-        log.warning("%s: this filesystem has no locks: see to it that no second run writes here", directory)
+        log.warning("%s: this file system has no locks; make sure that no other run writes here", directory)
         return None
     lock.truncate(0)
     lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
@@ -365,7 +365,7 @@ def _lock(directory: Path) -> io.TextIOWrapper | None:
 
 
 def _abandoned(leftover: Path) -> bool:
-    """Whether its process has ended; on another host, whether nothing has changed for ABANDONED_AFTER seconds."""
+    """Return whether its process has exited or, on another host, nothing has changed for ABANDONED_AFTER seconds."""
     match = LEFTOVER.fullmatch(leftover.name)
     if match is None:
         return False
@@ -390,26 +390,27 @@ def _me() -> str:
     return f"{socket.gethostname()}-{os.getpid()}"
 
 
-def main(words: list[str], say: Callable[[str], object] = print) -> int:
-    """List the checkpoints of a directory. 0: all are good; 1: one is not, or there is none; 2: no such directory."""
-    if len(words) != 1 or not Path(words[0]).is_dir():
-        sys.stderr.write(f"no directory {' '.join(words)!r}: python -m distributed.checkpoint.directory DIRECTORY\n")
+def main(arguments: list[str], write: Callable[[str], object] = print) -> int:
+    """List the checkpoints of a directory. Returns 0: all valid; 1: none, or one is not valid; 2: no such directory."""
+    if len(arguments) != 1 or not Path(arguments[0]).is_dir():
+        argument = " ".join(arguments)
+        sys.stderr.write(f"no directory {argument!r}: python -m distributed.checkpoint.directory DIRECTORY\n")
         return 2
     try:
-        paths = step_directories(Path(words[0]))
+        paths = step_directories(Path(arguments[0]))
     except CheckpointError as error:
         sys.stderr.write(f"{error}\n")
         return 2
     faults = []
     for path in paths:
         try:
-            found = Found.read(path)
+            found = CheckpointInfo.read(path)
             faults.append(found.fault())
             score = "" if found.score is None else f"  score {found.score:g}"
-            say(f"{path}  {found.bytes / 1e6:.1f} MB  {found.written}{score}  {faults[-1] or 'good'}")
+            write(f"{path}  {found.bytes / 1e6:.1f} MB  {found.written}{score}  {faults[-1] or 'good'}")
         except CheckpointError as error:
             faults.append(str(error))
-            say(f"{path}  {error}")
+            write(f"{path}  {error}")
     return 0 if faults and not any(faults) else 1
 
 

@@ -1,10 +1,10 @@
-"""A state that FSDP shards, saved and loaded through torch.distributed.checkpoint.
+"""Save and load a state that FSDP shards, through torch.distributed.checkpoint.
 
-All ranks plan together, on the main thread. Then each writes its own file, on a thread that calls no
-collective: a rank that is done says so by a file in the directory that is being written, and rank 0 waits for
-those files. So the nodes must share that directory, as anybody must who is to read all the shards again.
+All ranks plan together, on the main thread. Then each rank writes its own file, on a thread that calls no collectives:
+a rank that is done writes a small file to the unpublished directory, and rank 0 waits for those files. So all nodes
+must share that directory.
 
-The files are torch's own format, and its tools read them; for example, all weights into one file:
+The files have torch's own format, which its tools read; for example, to write all weights to one file:
 
     python -m torch.distributed.checkpoint.format_utils dcp_to_torch step_00000120 all.pt
 """
@@ -32,8 +32,8 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan
 from distributed.checkpoint.directory import CheckpointError, FileNotes, written
 from distributed.training.collectives import Ranks, load_safely, refusal
 
-POLL = 0.05  # seconds between two looks at a file that another rank will write
-SHARED_WITHIN = 10.0  # seconds in which a new directory must be seen on every node
+POLL = 0.05  # seconds between two checks for a file of another rank
+SHARED_WITHIN = 10.0  # seconds within which a new directory must be visible on every node
 
 METADATA = "torch.distributed.checkpoint.metadata"
 HARMLESS = {
@@ -52,12 +52,12 @@ HARMLESS = {
 # ---- saving ----
 
 
-class Part:
-    """This rank's part of one checkpoint: planned with all ranks, written without them."""
+class ShardWriter:
+    """Writes this rank's shards of one checkpoint: planned with all ranks, written without collectives."""
 
     def __init__(self, directory: Path, state: Mapping[str, Any], ranks: Ranks) -> None:
-        """A collective. `directory` is there already. Raises CheckpointError where a node does not see it."""
-        if unseen := next(filter(None, ranks.everyone(_unseen(directory, ranks.rank))), None):
+        """Plan with all ranks. Collective. `directory` must exist; raises CheckpointError when a node cannot see it."""
+        if unseen := next(filter(None, ranks.all_gather(_unseen(directory, ranks.rank))), None):
             raise CheckpointError(unseen)
         self._directory, self._rank = directory, ranks.rank
         self._planner = _PlannerOfCopies()
@@ -66,26 +66,26 @@ class Part:
         self._planner.set_up_planner(dict(state), self._writer.storage_meta(), ranks.rank == 0)
         self._writer.set_up_storage_writer(ranks.rank == 0)
         plans = ranks.gather(self._planner.create_local_plan())
-        self._plan = self._planner.finish_plan(ranks.decide(lambda: self._plan_all(plans))[ranks.rank])
+        self._plan = self._planner.finish_plan(ranks.call_on_rank_0(lambda: self._plan_all(plans))[ranks.rank])
 
     def _plan_all(self, plans: list[SavePlan]) -> list[SavePlan]:
         plans, self._metadata = self._planner.create_global_plan(plans)
         return self._writer.prepare_global_plan(plans)
 
     def write(self, copy: Mapping[str, Any]) -> None:
-        """Write this rank's shards: `copy` is the state that was planned, with its local tensors."""
+        """Write this rank's shards. copy: the planned state, with its local tensors."""
         self._planner.take_from(dict(copy))
         self._results = self._writer.write_data(self._plan, self._planner).wait()
         if self._rank != 0:
             self._leave_note(self._file(self._rank, "done"), (self._files.notes, self._results))
 
-    def give_up(self, cause: BaseException) -> None:
-        """Tell rank 0. On a full disk an empty note must do."""
+    def report_failure(self, cause: BaseException) -> None:
+        """Report the failure to rank 0 through a file, which stays empty on a full disk."""
         with suppress(OSError):
             self._file(self._rank, "failed").write_text(f"rank {self._rank}: {cause}")
 
     def collect(self, size: int, late: Callable[[], bool]) -> FileNotes:
-        """Wait for all ranks, complete the directory, and return its files. For rank 0."""
+        """Wait for all ranks, complete the directory, and return its files. Only on rank 0."""
         noted = [self._note_of(rank, late) for rank in range(1, size)]
         self._writer.finish(self._metadata, [self._results, *(results for _, results in noted)])
         notes = self._files.notes
@@ -99,9 +99,9 @@ class Part:
         done, failed = self._file(rank, "done"), self._file(rank, "failed")
         while not done.exists():
             if failed.exists():
-                raise CheckpointError(failed.read_text() or f"rank {rank}: it could not write its shard")
+                raise CheckpointError(failed.read_text() or f"rank {rank}: could not write its shard")
             if late():
-                raise CheckpointError(f"rank {rank}: nothing came of its shard in time")
+                raise CheckpointError(f"rank {rank}: timed out waiting for its shard")
             time.sleep(POLL)
         notes, results = _unpickle(done.read_bytes())
         return notes, results
@@ -116,7 +116,7 @@ class Part:
 
 
 class _PlannerOfCopies(DefaultSavePlanner):
-    """Plans with the training's tensors, and hands out their copies."""
+    """Plans with the tensors of the training, and writes their copies."""
 
     def take_from(self, copy: dict[str, Any]) -> None:
         flat = DefaultSavePlanner()
@@ -141,12 +141,12 @@ class _HashedFiles(FileSystem):
 
 
 def _unseen(directory: Path, rank: int) -> str | None:
-    """Network filesystems show a new directory late; one that is not shared never does."""
+    """Return an error when `directory` does not appear: network file systems show new directories with a delay."""
     start = time.monotonic()
     while not directory.is_dir():
         if time.monotonic() - start > SHARED_WITHIN:
             return (
-                f"rank {rank} on {socket.gethostname()} does not see {directory}, which rank 0 made: "
+                f"rank {rank} on {socket.gethostname()} does not see {directory}, which rank 0 made; "
                 f"fsdp needs a checkpoint directory that all nodes share"
             )
         time.sleep(POLL)
@@ -157,13 +157,13 @@ def _unseen(directory: Path, rank: int) -> str | None:
 
 
 def load(directory: Path, state: dict[str, Any], ranks: Ranks) -> None:
-    """Fill the state in place, its sharded tensors included, whatever the world size was that saved it.
+    """Load into `state` in place. The number of ranks may differ from that of the saving run. Collective.
 
-    Raises CheckpointError on every rank when one of them cannot read its shards, or when a tensor of either is missing
-    in the other, or has another shape.
+    Raises CheckpointError on every rank when a rank cannot read its shards, or when the tensors of checkpoint and
+    state differ in name or shape.
     """
     reader = _SafeReader(directory)
-    if fault := next(filter(None, ranks.everyone(reader.fault(ranks.rank))), None):
+    if fault := next(filter(None, ranks.all_gather(reader.fault(ranks.rank))), None):
         raise CheckpointError(fault)
     try:
         dcp.load(state, storage_reader=reader, planner=_StrictPlanner())
@@ -177,10 +177,10 @@ def load(directory: Path, state: dict[str, Any], ranks: Ranks) -> None:
 
 
 class _SafeReader(dcp.FileSystemReader):
-    """Reads the metadata, which is a pickle, without running what a pickle could run."""
+    """Reads the metadata, which is a pickle, without running code from it."""
 
     def fault(self, rank: int) -> str | None:
-        """Read the metadata; why that failed on this rank, or None."""
+        """Read the metadata. Returns the error on this rank, or None."""
         file = Path(self.path, ".metadata")
         try:
             self._metadata: Metadata = _unpickle(file.read_bytes())
@@ -197,7 +197,7 @@ class _SafeReader(dcp.FileSystemReader):
 
 
 class _StrictPlanner(DefaultLoadPlanner):
-    """Reads no pickle that could run code, and leaves no saved tensor out."""
+    """Refuses pickles that could run code, and checkpoints with tensors that the state lacks."""
 
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
@@ -208,7 +208,7 @@ class _StrictPlanner(DefaultLoadPlanner):
         return super().create_local_plan()
 
     def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        load_safely(value)  # what this accepts is safe to read as the parent class does
+        load_safely(value)  # raises unless the value is safe for the parent class to load
         value.seek(0)
         super().load_bytes(read_item, value)
 
@@ -223,7 +223,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _member(kind: object, name: str) -> Enum:
-    """In place of getattr, with which Python 3.11.0 to 3.11.3 pickle the members of enumerations."""
+    """Replaces getattr, with which Python 3.11.0 to 3.11.3 pickle members of enumerations."""
     if isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__:
         return kind[name]
     raise pickle.UnpicklingError(refusal(f"{name} of {kind}"))

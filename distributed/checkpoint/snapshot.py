@@ -1,8 +1,8 @@
-"""The copy of a state that a checkpoint is written from.
+"""Copies of a state, from which checkpoints are written.
 
-It is made in CPU memory (page-locked for CUDA tensors), in the same memory each time. What only an optimizer's step
-changes on a CPU, its parameters and moments, may be copied while the training computes the next gradients: the step
-waits until it is done, and helps.
+Copies are in CPU memory (page-locked for CUDA tensors), which is reused. On a CPU, parameters and optimizer state may
+be copied while the training computes the next gradients, as only the optimizer's step changes them: the step copies the
+rest itself, and waits.
 """
 
 from __future__ import annotations
@@ -17,40 +17,40 @@ from torch.optim import Optimizer
 
 from distributed.checkpoint.directory import CheckpointError
 
-Place = tuple[object, ...]  # the keys that lead to a value: ("state", "model", "weight")
+KeyPath = tuple[object, ...]  # the keys that lead to a value: ("state", "model", "weight")
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
 
 
 class Snapshot:
-    """Copies states, each into the memory of the one before.
+    """Copies states, each into the memory of the previous copy.
 
     The first copy allocates that memory, which takes several times as long as a later one.
     """
 
-    # Of the copy in the making:
+    # The current copy:
     _copies: dict[object, Tensor]  # identity of the original -> its copy
-    _taken: dict[Place, Tensor]  # memory of this copy
-    _later: set[int]  # addresses of what finish() copies
-    _devices: set[torch.device]  # that copy to page-locked memory
+    _taken: dict[KeyPath, Tensor]  # its memory
+    _later: set[int]  # addresses of tensors that finish() copies
+    _devices: set[torch.device]  # GPUs with copies in flight
 
     def __init__(self, sharded: bool = False) -> None:
         self._sharded = sharded
-        self._memory: dict[Place, Tensor] = {}  # of the copy before
-        self._rest: list[tuple[Tensor, Tensor, int]] = []  # to copy: from, to, and how often it had been changed
+        self._memory: dict[KeyPath, Tensor] = {}  # of the previous copy
+        self._rest: list[tuple[Tensor, Tensor, int]] = []  # for finish(): source, destination, version of the source
         self._copying = threading.Lock()
         self._changed = False
 
     def take(self, state: Any, name: str = "state", until: Optimizer | None = None) -> Any:
-        """The same nested dicts, lists and scalars, with every tensor copied; tied tensors stay tied.
+        """Return the same nested dicts, lists and scalars with every tensor copied; tied tensors stay tied.
 
-        Of a sharded tensor it holds this rank's shard. Valid until the next copy.
+        A sharded tensor is copied as this rank's shard. The copy is valid until the next take().
 
         Args:
             name: of the state, for errors.
-            until: leave this optimizer's tensors to finish(); its step must not come before.
+            until: leave this optimizer's tensors to finish(), which must run before its next step.
 
-        Raises CheckpointError for what `torch.load(weights_only=True)` would refuse to give back.
+        Raises CheckpointError for objects that `torch.load(weights_only=True)` would refuse.
         """
         self._copies, self._taken, self._devices = {}, {}, set()
         self._rest, self._changed = [], False
@@ -62,9 +62,9 @@ class Snapshot:
         return copy
 
     def finish(self) -> None:
-        """Copy the rest, or wait for the thread that does. On any thread.
+        """Copy the remaining tensors, or wait for the thread that copies them. On any thread.
 
-        Raises CheckpointError when a tensor was changed that was not copied yet.
+        Raises CheckpointError when a tensor was changed before it was copied.
         """
         with self._copying:
             while self._rest:
@@ -73,69 +73,69 @@ class Snapshot:
                 self._changed = self._changed or tensor._version != version
         if self._changed:
             raise CheckpointError(
-                "the state was changed while it was copied, and not by the step of the optimizer that was named: "
-                "save without naming one, or change the state after its next step"
+                "the state was changed while it was copied, other than by the optimizer's step; "
+                "save without overlap, or change the state after the next optimizer.step()"
             )
 
-    def _copy(self, value: Any, place: Place) -> Any:
+    def _copy(self, value: Any, path: KeyPath) -> Any:
         if isinstance(value, Tensor):
-            return self._copy_of(self._local(value.detach(), place), place)
+            return self._copy_of(self._local(value.detach(), path), path)
         if isinstance(value, Mapping):
-            return {self._key(key, place): self._copy(item, (*place, key)) for key, item in value.items()}
+            return {self._key(key, path): self._copy(item, (*path, key)) for key, item in value.items()}
         if type(value) in (list, tuple):
-            return type(value)(self._copy(item, (*place, i)) for i, item in enumerate(value))
+            return type(value)(self._copy(item, (*path, i)) for i, item in enumerate(value))
         if type(value) in PLAIN:
             return value
         raise CheckpointError(
-            f"{name_of(place)} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be loaded "
-            f"again without running code: save tensors, numbers, strings, and lists and dicts of them"
+            f"{name_of(path)} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be loaded "
+            f"again without running code; save tensors, numbers, strings, and lists and dicts of them"
         )
 
-    def _key(self, key: object, place: Place) -> object:
+    def _key(self, key: object, path: KeyPath) -> object:
         if type(key) is str or (type(key) is int and not self._sharded):
             return key
-        wanted = "a string" if self._sharded else "a string or an int"
-        raise CheckpointError(f"{name_of(place)} has the key {key!r}: a key must be {wanted}")
+        expected = "a string" if self._sharded else "a string or an int"
+        raise CheckpointError(f"{name_of(path)} has the key {key!r}: a key must be {expected}")
 
-    def _local(self, tensor: Tensor, place: Place) -> Tensor:
+    def _local(self, tensor: Tensor, path: KeyPath) -> Tensor:
         if hasattr(tensor, "to_local") and not self._sharded:
-            raise CheckpointError(f"{name_of(place)} is sharded: Checkpoints needs sharded=True for fsdp")
+            raise CheckpointError(f"{name_of(path)} is sharded: Checkpoints needs sharded=True for fsdp")
         return _shard(tensor)
 
-    def _copy_of(self, tensor: Tensor, place: Place) -> Tensor:
+    def _copy_of(self, tensor: Tensor, path: KeyPath) -> Tensor:
         identity = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if identity not in self._copies:
-            memory = self._copies[identity] = self._taken[place] = self._memory_for(tensor, place)
+            memory = self._copies[identity] = self._taken[path] = self._memory_for(tensor, path)
             if tensor.is_cpu and tensor.data_ptr() in self._later:
                 self._rest.append((tensor, memory, tensor._version))
             else:
                 memory.copy_(tensor, non_blocking=True)
         return self._copies[identity]
 
-    def _memory_for(self, tensor: Tensor, place: Place) -> Tensor:
+    def _memory_for(self, tensor: Tensor, path: KeyPath) -> Tensor:
         if tensor.is_cuda:
             self._devices.add(tensor.device)
-        memory = self._memory.get(place)
+        memory = self._memory.get(path)
         if memory is not None and memory.shape == tensor.shape and memory.dtype == tensor.dtype:
             return memory
         return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
 
 
 def _addresses(optimizer: Optimizer) -> set[int]:
-    """Of all that the optimizer's step changes, and nothing else does."""
+    """Return the addresses of the optimizer's parameters and state tensors."""
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     moments = (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
     return {_shard(tensor.detach()).data_ptr() for tensors in (parameters, moments) for tensor in tensors}
 
 
 def _shard(tensor: Tensor) -> Tensor:
-    """This rank's part of it, or all of it where it is not sharded."""
+    """Return this rank's shard, or the tensor itself when it is not sharded."""
     if not hasattr(tensor, "to_local"):
         return tensor
     local: Tensor = tensor.to_local()
     return local
 
 
-def name_of(place: Place) -> str:
-    """As it is written in Python: state['model']['weight']."""
-    return f"{place[0]}" + "".join(f"[{key!r}]" for key in place[1:])
+def name_of(path: KeyPath) -> str:
+    """Return the Python expression of a key path: state['model']['weight']."""
+    return f"{path[0]}" + "".join(f"[{key!r}]" for key in path[1:])

@@ -142,7 +142,7 @@ def cached(cwd: Path, verify: bool) -> list[Cached]:
             manifest = base_model.read_manifest(path)
             refuse_other_name(path, manifest)
             if verify:
-                base_model.refuse_other_files(path, manifest)
+                base_model.check_files(path, manifest)
         except BaseModelError as error:
             fault = str(error)
         found.append(Cached(name, fault, manifest))

@@ -463,7 +463,7 @@ class Service:
             base_model.remove_staging(self._cache, digest)
             trained = os.path.join(self.workdir, output)
             with contextlib.suppress(BaseModelError):
-                base_model.refuse_other_files(trained, manifest)
+                base_model.check_files(trained, manifest)
                 base_model.publish(self._cache, digest, base_model.stage(self._cache, trained, manifest))
                 return {"state": "ready"}
             found = os.statvfs(self._cache)

@@ -1,1 +1,1 @@
-"""What train.py is made of: data, what the ranks agree on, signals, trackers, base models."""
+"""Parts of train.py: data, model, collectives, stop signals, progress, trackers, base models."""

@@ -1,12 +1,12 @@
-"""A base model on a disk: one directory that is complete and verified, or is not there.
+"""Base models on disk: each is a directory that is complete and verified, or does not exist.
 
     experiments/base_models/3fa2b1c09d12/      the first characters of its digest
         best_base_model.pt  base_metrics.json  base_losses.json  base_config.json
         manifest.json                          the whole digest; size and SHA-256 of each file
 
-A digest stands for all settings that determine the weights (see jobs/bases.py). A directory is filled beside its
-place, verified against its manifest, and renamed: no reader ever sees a part of it. Standard library only: it runs on
-servers, too.
+A digest identifies all settings that determine the weights (see jobs/bases.py). A directory is filled under a temporary
+name, verified against its manifest, and renamed: no reader sees an incomplete one. Standard library only: it also runs
+on servers.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ Manifest = dict[str, Any]
 
 
 class BaseModelError(Exception):
-    """A base model is missing, incomplete or damaged: subject, problem, value, remedy."""
+    """A base model is missing, incomplete or damaged."""
 
 
 def hash_of(digest: str) -> str:
-    """The name of a base model."""
+    """Return the name of a base model: the first characters of its digest."""
     return digest[:HASH_LENGTH]
 
 
 def manifest_of(directory: str, digest: str, **facts: Any) -> Manifest:
-    """The manifest of the files of a base model in a directory. Raises BaseModelError where one is missing.
+    """Return the manifest of a base model's files. Raises BaseModelError when a file is missing.
 
-    facts: more about it: its `settings`, the `server` and the `seconds` of its training, and when it was `created`.
+    facts: additional keys: `settings`, `server` and `seconds` of the training, and `created`.
     """
     files = {}
     for name in FILES:
@@ -72,20 +72,20 @@ def sha256(path: str) -> str:
 
 
 def verify(directory: str, digest: str | None = None) -> Manifest:
-    """Compare a base model with its manifest, byte by byte. digest: the whole one that it must have; None: any.
+    """Verify all bytes of a base model against its manifest, and return it. digest: the expected one; None: any.
 
     Raises:
-        BaseModelError: it is missing, incomplete, damaged, or another one.
+        BaseModelError: the base model is missing, incomplete, damaged, or has another digest.
     """
     manifest = read_manifest(directory)
     if digest not in (None, manifest["digest"]):
         raise BaseModelError(f"{directory}: holds the base model {manifest['digest']}, expected {digest}")
-    refuse_other_files(directory, manifest)
+    check_files(directory, manifest)
     return manifest
 
 
 def read_manifest(directory: str) -> Manifest:
-    """The manifest of a base model, whose files are not read. Raises BaseModelError."""
+    """Read the manifest of a base model only. Raises BaseModelError when it is missing or damaged."""
     path = os.path.join(directory, MANIFEST)
     try:
         with open(path, "rb") as file:
@@ -104,8 +104,8 @@ def read_manifest(directory: str) -> Manifest:
     return dict(manifest)
 
 
-def refuse_other_files(directory: str, manifest: Mapping[str, Any]) -> None:
-    """Raises BaseModelError where a file is not what a manifest says."""
+def check_files(directory: str, manifest: Mapping[str, Any]) -> None:
+    """Raise BaseModelError when a file differs from the manifest in size or checksum."""
     for name in FILES:
         path, expected = os.path.join(directory, name), manifest["files"][name]
         try:
@@ -118,7 +118,7 @@ def refuse_other_files(directory: str, manifest: Mapping[str, Any]) -> None:
 
 
 def size_of(manifest: Mapping[str, Any]) -> int:
-    """Bytes of all files."""
+    """Return the size of all files in bytes."""
     return sum(each["bytes"] for each in manifest["files"].values())
 
 
@@ -126,7 +126,7 @@ def size_of(manifest: Mapping[str, Any]) -> int:
 
 
 def stage(cache: str, source: str, manifest: Mapping[str, Any]) -> str:
-    """Put copies of the files in a source and a manifest together. Returns the directory, which publish() takes."""
+    """Copy a base model's files and a manifest to a new staging directory, and return its path, for publish()."""
     staging = new_staging(cache, manifest["digest"])
     try:
         for name in FILES:
@@ -139,7 +139,7 @@ def stage(cache: str, source: str, manifest: Mapping[str, Any]) -> str:
 
 
 def new_staging(cache: str, digest: str) -> str:
-    """An empty directory beside the place of a base model; its name is no name of a base model."""
+    """Make an empty staging directory in the cache. Its name is not that of a base model."""
     os.makedirs(cache, exist_ok=True)
     path = os.path.join(cache, f"{staging_prefix(digest)}{secrets.token_hex(4)}")
     os.mkdir(path)  # mkdtemp would make it for this user alone, whatever the umask
@@ -151,18 +151,20 @@ def staging_prefix(digest: str) -> str:
 
 
 def remove_staging(cache: str, digest: str) -> None:
-    """What was left of copies that were cut off; only under the exclusive lock."""
+    """Remove the staging directories of interrupted copies. The caller must hold the exclusive lock."""
     for name in os.listdir(cache):
         if name.startswith(staging_prefix(digest)):
             shutil.rmtree(os.path.join(cache, name), ignore_errors=True)
 
 
 def publish(cache: str, digest: str, staging: str) -> Manifest:
-    """Verify what was put together, and rename it to its name; what is there already stays where it is valid.
+    """Verify a staging directory and rename it to its final name. A valid base model of that name is kept instead.
+
+    The staging directory is removed in any case.
 
     Raises:
-        BaseModelError: it is incomplete or damaged; it is removed.
-        OSError: as on a full disk.
+        BaseModelError: the staging directory is incomplete or damaged.
+        OSError: for example on a full disk.
     """
     target = os.path.join(cache, hash_of(digest))
     try:
@@ -186,7 +188,7 @@ def publish(cache: str, digest: str, staging: str) -> Manifest:
 
 
 def sync(path: str) -> None:
-    """Wait until a file, or the names in a directory, are on the disk."""
+    """Sync a file, or the entries of a directory, to disk."""
     file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)
@@ -195,7 +197,7 @@ def sync(path: str) -> None:
 
 
 def remove(cache: str, name: str) -> None:
-    """Remove a base model: first its name, then its files."""
+    """Remove a base model: rename it, then delete its files."""
     path = os.path.join(cache, name)
     if os.path.lexists(path):
         away = tempfile.mkdtemp(prefix=f".{name}.incomplete-", dir=cache)
@@ -205,15 +207,15 @@ def remove(cache: str, name: str) -> None:
 
 
 def lock(cache: str, digest: str, exclusive: bool) -> int | None:
-    """Lock a base model: exclusively to train, copy or remove it, else to use it. None: another process has it.
+    """Lock a base model: exclusively to train, copy or remove it, otherwise to use it.
 
-    Returns a file that holds the lock until it is closed everywhere. On a file system without locks it holds none.
+    Returns a file descriptor that holds the lock until all its copies are closed; None: another process has the lock.
     """
     os.makedirs(cache, exist_ok=True)
     path = os.path.join(cache, f".{hash_of(digest)}.lock")
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    except PermissionError:  # another user has made it: reading is enough for a lock
+    except PermissionError:  # another user's file: a read-only descriptor is enough for a lock
         file = os.open(path, os.O_RDONLY)
     if try_lock(file, exclusive):
         return file
@@ -222,7 +224,7 @@ def lock(cache: str, digest: str, exclusive: bool) -> int | None:
 
 
 def names_in(cache: str) -> list[str]:
-    """The names of all base models in a cache, valid or not."""
+    """Return the names of all base models in a cache, valid or not."""
     try:
         return sorted(name for name in os.listdir(cache) if HASH.match(name))
     except FileNotFoundError:
@@ -230,7 +232,7 @@ def names_in(cache: str) -> list[str]:
 
 
 def digests_in(cache: str) -> list[str]:
-    """The digests of all base models in a cache, verified or not."""
+    """Return the digests of all base models in a cache, from their manifests alone."""
     found = []
     for name in names_in(cache):
         with contextlib.suppress(BaseModelError):
@@ -239,7 +241,7 @@ def digests_in(cache: str) -> list[str]:
 
 
 def names_of_staging(cache: str) -> list[str]:
-    """The names of base models of which cut-off copies have left something."""
+    """Return the names of base models with staging directories of interrupted copies."""
     try:
         return sorted({name[1 : HASH_LENGTH + 1] for name in os.listdir(cache) if ".incomplete-" in name})
     except FileNotFoundError:
@@ -247,7 +249,7 @@ def names_of_staging(cache: str) -> list[str]:
 
 
 def signature(directory: str) -> list[list[int]]:
-    """What changes when a file of a base model is written: what was verified once need not be read again."""
+    """Return inode, size and times of all files. While they are unchanged, no verification is needed."""
     try:
         found = [os.stat(os.path.join(directory, name)) for name in (*FILES, MANIFEST)]
     except OSError:

@@ -1,6 +1,6 @@
-"""The base model of a training: the one that mode base_only writes, or the one that mode full_fine_tuning starts from.
+"""Write a base model (mode base_only), or load the one to fine-tune (mode full_fine_tuning).
 
-Weights are loaded with weights_only=True, after every byte was compared with the manifest (base_model.py).
+Weights are loaded with weights_only=True, after all bytes were verified against the manifest (base_model.py).
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ class Base:
         return f"{place} (digest {base_model.hash_of(self.digest)}...{score})"
 
     def trained_on(self, participant: str | None) -> bool:
-        """Whether it has seen text of that participant."""
+        """Return whether its training data included text of that participant."""
         known = self.metrics.get("participants")
         return isinstance(known, list) and participant in known
 
     def load_into(self, model: nn.Module, settings: Mapping[str, Any], ranks: Ranks) -> None:
-        """Give its weights to a model. Collective. settings: those of the model, with vocab_size.
+        """Load its weights into a model. Collective. settings: those of the model, with vocab_size.
 
         Raises:
-            ConfigError: they cannot be loaded, or are those of another model. The same on every rank.
+            ConfigError: the weights cannot be loaded, or do not fit the model. The same on every rank.
         """
         file = self.directory / WEIGHTS
         try:
@@ -67,12 +67,14 @@ class Base:
         except (KeyError, TypeError, ValueError):
             raise ConfigError(f"{file}: not the weights of a base model of train.py; {REMEDY}") from None
         differ = [
-            f"model.{key}={ours} (there {theirs.get(key)})" for key, ours in settings.items() if ours != theirs.get(key)
+            f"model.{key}={ours} (base model: {theirs.get(key)})"
+            for key, ours in settings.items()
+            if ours != theirs.get(key)
         ]
         if differ:
             raise ConfigError(
-                f"{self.directory}: the base model has other settings: {', '.join(differ)}; give these keys its "
-                "values, or name another base model: --base_model DIR"
+                f"{self.directory}: the base model has other settings: {', '.join(differ)}; use the base model's "
+                "values, or another base model: --base_model DIR"
             )
         try:
             model.load_state_dict(weights)
@@ -81,14 +83,16 @@ class Base:
 
 
 def find(settings: Settings, ranks: Ranks) -> Base | None:
-    """The base model that the settings or the environment name, verified by rank 0; None in a mode that needs none.
+    """Return the base model of train.base_model or $MUSTER_BASE_MODEL, verified by rank 0; None in other modes.
+
+    Collective.
 
     Raises:
-        ConfigError: none is named, or it is missing, incomplete, damaged or another one. The same on every rank.
+        ConfigError: none is named, or it is missing, incomplete, damaged or has another digest. On every rank.
     """
     if settings.data.mode != FULL_FINE_TUNING:
         return None
-    return ranks.decide(lambda: _verified(settings.train.base_model or os.environ.get(DIRECTORY)))
+    return ranks.call_on_rank_0(lambda: _verified(settings.train.base_model or os.environ.get(DIRECTORY)))
 
 
 def _verified(named: str | Path | None) -> Base:
@@ -102,7 +106,7 @@ def _verified(named: str | Path | None) -> Base:
     try:
         metrics = json.loads((directory / METRICS).read_bytes())
     except ValueError:
-        metrics = {}  # another script may write something else: they are only shown
+        metrics = {}  # another script may write other content, and metrics are only displayed
     return Base(directory, str(found), metrics if isinstance(metrics, dict) else {})
 
 
@@ -117,11 +121,11 @@ def write(
     settings: Settings,
     job: Mapping[str, Any],
 ) -> None:
-    """Write the files of a base model into the run directory, each beside and renamed, the weights last.
+    """Write the files of a base model to the run directory, each atomically, the weights last. Raises OSError.
 
-    Without best_base_model.pt no set is complete: an earlier one is removed first. Raises OSError.
+    Without best_base_model.pt the set is incomplete, so the file of an earlier run is removed first.
 
-    model: its settings, with vocab_size. metrics: what base_metrics.json holds. job: the arguments of the job.
+    model: its settings, with vocab_size. metrics: content of base_metrics.json. job: arguments of the job.
     """
     (run / WEIGHTS).unlink(missing_ok=True)
     curve = history.read_metrics(run / "metrics.jsonl", [])
@@ -138,7 +142,7 @@ def write(
         write_json(str(run / name), value)
     content = {"model": dict(weights), "model_settings": dict(model), "corpus": metrics["corpus"]}
     beside = run / f".{WEIGHTS}.incomplete"
-    with beside.open("wb") as file:  # by its name, torch.save would write the name into the file
+    with beside.open("wb") as file:  # torch.save writes the file name into the file, if it is given a name
         torch.save(content, file)
         file.flush()
         os.fsync(file.fileno())

@@ -1,7 +1,7 @@
-"""Small values that the ranks of a run exchange, and files that rank 0 reads for all.
+"""Collectives for small Python values, and for files that rank 0 reads.
 
-Each method is a collective of the default process group: every rank calls it, in the same order, on the
-thread that the training's own collectives run on. With one rank nothing is sent, and no group is needed.
+Each method is a collective of the default process group: every rank must call it, in the same order, on the training
+thread. With one rank no process group is needed.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ PIECE = 64 * 2**20  # bytes sent at once
 
 @dataclass(frozen=True)
 class Ranks:
-    """This rank among the others."""
+    """The rank of this process, and collectives for Python values."""
 
     rank: int = 0  # 0 .. size-1
     size: int = 1
 
-    def decide(self, function: Callable[[], T]) -> T:
-        """What the function returns, or raises, on rank 0, which alone calls it. The same on every rank."""
+    def call_on_rank_0(self, function: Callable[[], T]) -> T:
+        """Call the function on rank 0 only. Every rank returns its result, or raises its exception."""
         if self.size == 1:
             return function()
         answer: list[Any] = [None, None]
@@ -46,15 +46,15 @@ class Ranks:
         return result
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's value, in the order of the ranks, on rank 0; elsewhere an empty list."""
+        """Return the values of all ranks in rank order on rank 0, and [] on other ranks."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size if self.rank == 0 else []
         dist.gather_object(value, values or None)
         return values
 
-    def everyone(self, value: T) -> list[T]:
-        """Every rank's value, in the order of the ranks, on every rank."""
+    def all_gather(self, value: T) -> list[T]:
+        """Return the values of all ranks in rank order, on every rank."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -62,7 +62,7 @@ class Ranks:
         return values
 
     def load(self, file: Path) -> Any:
-        """Rank 0's file, loaded on the CPU of every rank: other nodes may have no such file, or an older one.
+        """Load rank 0's file on every rank, on the CPU: other nodes may not have the file, or may have an older one.
 
         Raises OSError when rank 0 cannot read the file, and what load_safely() raises; the same on every rank.
         """
@@ -74,12 +74,12 @@ class Ranks:
         return load_safely(content)
 
     def _send(self, file: Path, content: io.BytesIO) -> None:
-        """Rank 0's file to every rank's memory, piece by piece."""
+        """Broadcast rank 0's file to the memory of every rank, in pieces."""
         device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
-        rest = self.decide(lambda: file.stat().st_size)
+        rest = self.call_on_rank_0(lambda: file.stat().st_size)
         while rest:
             piece = bytearray(min(rest, PIECE))
-            self.decide(partial(_read_at, file, content.tell(), piece))
+            self.call_on_rank_0(partial(_read_at, file, content.tell(), piece))
             here = torch.frombuffer(piece, dtype=torch.uint8)
             there = here.to(device)
             dist.broadcast(there, src=0)
@@ -87,19 +87,19 @@ class Ranks:
             rest -= content.write(piece)
 
 
-def _read_at(file: Path, place: int, piece: bytearray) -> None:
-    """Fill the piece with the bytes of the file from that place on."""
+def _read_at(file: Path, offset: int, piece: bytearray) -> None:
+    """Fill the piece with the bytes of the file at the offset."""
     with file.open("rb") as stream:
-        stream.seek(place)
+        stream.seek(offset)
         if stream.readinto(piece) < len(piece):
             raise OSError(f"{file} became shorter while it was read")
 
 
 def load_safely(file: Path | IO[bytes]) -> Any:
-    """What torch.save() wrote, on the CPU.
+    """Load a file of torch.save() on the CPU, without running code from it.
 
-    Raises pickle.UnpicklingError when it is something else, or loading it could run code. PyTorch's own message would
-    advise to load it all the same.
+    Raises pickle.UnpicklingError when the file is anything else, or needs code. PyTorch's own message would suggest
+    loading the file anyway.
     """
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
@@ -107,9 +107,9 @@ def load_safely(file: Path | IO[bytes]) -> Any:
         named = re.search(r"GLOBAL (\S+)", str(error))
         raise pickle.UnpicklingError(refusal(named[1] if named else "code")) from None
     except (EOFError, RuntimeError) as error:
-        raise pickle.UnpicklingError(f"torch.save() has not written this: {error}") from None
+        raise pickle.UnpicklingError(f"not a file that torch.save() wrote: {error}") from None
 
 
 def refusal(what: str) -> str:
-    """Why a pickle that needs that is not loaded."""
-    return f"it asks for {what}, which no checkpoint needs: do not trust it"
+    """Return the message for a pickle that requests such an object."""
+    return f"it requests {what}, which no checkpoint needs; do not trust this file"

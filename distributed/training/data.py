@@ -1,4 +1,4 @@
-"""What is trained on: a corpus, cut into windows, in an order that can be resumed.
+"""A corpus, split into windows, in an order that can be resumed.
 
     corpus = load()                                       # or load(Path("books/"), held_out=0.05)
     windows = Windows(corpus.train, block=128)
@@ -6,7 +6,7 @@
     for inputs, targets in loader(windows, order, workers=2): ...
 
 Without a path the corpus is the Python language reference that ships with the interpreter: a third of a
-megabyte of English, as bytes, in named domains. A path is a text file, a folder of text files, or nanoGPT's
+megabyte of English, as bytes, in named domains. A path is a text file, a directory of text files, or nanoGPT's
 `.bin` token files.
 
 Try it: python -c "from distributed.training.data import load; print(load())"
@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from distributed.fold import participants_in
-from distributed.topics import DOMAINS, by_domain, said_once
+from distributed.topics import DOMAINS, by_domain, without_repetitions
 
 log = logging.getLogger(__name__)
 
@@ -44,26 +44,26 @@ HEAD = 8192  # a file with a NUL among its first bytes is binary, as git has it
 
 
 class DataError(ValueError):
-    """There is nothing to train on, or it is not what the settings say: names file, value and remedy."""
+    """There is no training data, or it does not match the settings; the message names file, value and remedy."""
 
 
-# ---------------------------------------------------------------- what a corpus is
+# ---------------------------------------------------------------- corpus
 
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
-    """A run of token ids: bytes in memory, or 16-bit numbers mapped from a file."""
+    """A sequence of token ids: bytes in memory, or 16-bit numbers mapped from a file."""
 
     ids: Tensor  # [n], uint8 or uint16
-    name: str  # what messages call it
-    vocab_size: int  # every id is below it, which is checked as the ids are read
-    file: Path | None = None  # mapped from here,
-    first: int = 0  # from this token of the file on
-    remedy: str = "change data.held_out"  # where they are too few
+    name: str  # for messages
+    vocab_size: int  # exclusive upper bound of ids, checked when a batch is read
+    file: Path | None = None  # the mapped file
+    first: int = 0  # offset in the mapped file, in tokens
+    remedy: str = "change data.held_out"  # in the message for too few tokens
 
     @classmethod
     def mapped(cls, file: Path, first: int, count: int, name: str, vocab_size: int) -> Tokens:
-        """Tokens of a nanoGPT file (raw uint16, little endian); nothing is read before it is looked at."""
+        """Map tokens of a nanoGPT file (raw uint16, little endian); pages are read on access."""
         whole = torch.from_file(str(file), shared=False, size=first + count, dtype=torch.uint16)
         return cls(whole[first:], name, vocab_size, file, first)
 
@@ -71,7 +71,7 @@ class Tokens:
         return len(self.ids)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A mapped file goes to a worker process as its name, not as its gigabytes."""
+        """Pickle a mapped file by name: worker processes map it themselves."""
         if self.file is None:
             return Tokens, (self.ids, self.name, self.vocab_size)
         return Tokens.mapped, (self.file, self.first, len(self), self.name, self.vocab_size)
@@ -111,7 +111,7 @@ class Corpus:
         return torch.tensor([int(word) for word in words], dtype=torch.long)
 
     def decode(self, ids: Tensor | Sequence[int]) -> str:
-        """The text of the ids; what is no UTF-8, or no byte, shows as U+FFFD."""
+        """Return the text of the ids; invalid UTF-8, and ids above 255, become U+FFFD."""
         numbers = ids.tolist() if isinstance(ids, Tensor) else list(ids)
         if self.kind == "tokens":
             return " ".join(map(str, numbers))
@@ -129,8 +129,8 @@ def load(
 ) -> Corpus:
     """Open a corpus.
 
-    Held out is the end of every topic of the embedded text, of every text file, or of the token file: the
-    same bytes for everybody, whatever domains one trains on. A folder's `val.bin` is held out as it is.
+    The held-out part is the end of every topic of the embedded text, of every text file, or of the token file,
+    independent of the domains that are trained on. The `val.bin` of a directory is held out as a whole.
 
     With a participant, `mode` says what is trained on and what is held out:
         heldout: trained on all text of the other domains, held out all text of the participant.
@@ -146,7 +146,7 @@ def load(
         vocab_size: needed for token files; for text at least 256, and 256 when None.
 
     Raises:
-        DataError: nothing there to train on, or the arguments do not fit it.
+        DataError: there is no training data, or the arguments do not fit it.
     """
     if not 0 < held_out < 1:
         raise DataError(f"data.held_out={held_out}: give a share between 0 and 1, such as 0.1")
@@ -228,7 +228,7 @@ def _name_of(path: Path | None) -> str:
     if path is None:
         return f"Python {'.'.join(platform.python_version_tuple()[:2])} language reference"
     if not (path.is_file() or path.is_dir()):
-        what = "neither a file nor a folder" if path.exists() else "it does not exist"
+        what = "neither a file nor a directory" if path.exists() else "it does not exist"
         raise DataError(f"data.path={path}: {what}")
     return str(path)
 
@@ -245,11 +245,11 @@ def _byte_vocabulary(asked: int | None) -> int:
 def domain_text(domain: str) -> str:
     """All text of one domain, held-out part included."""
     _chosen([domain], DOMAINS)
-    return GAP.decode().join(by_domain(said_once(_reference()))[domain])
+    return GAP.decode().join(by_domain(without_repetitions(_reference()))[domain])
 
 
 def _embedded(domains: Sequence[str] | None, key: str = "data.domains") -> dict[str, list[bytes]]:
-    texts = by_domain(said_once(_reference()))
+    texts = by_domain(without_repetitions(_reference()))
     chosen = DOMAINS if domains is None else _chosen(domains, DOMAINS, key)
     return {domain: [text.encode() for text in texts[domain]] for domain in chosen}
 
@@ -367,7 +367,7 @@ def _texts(path: Path) -> tuple[list[bytes], int]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Every file below the folder, by name; a hidden or linked folder stands for all that is in it."""
+    """Return all files below the directory by name. Hidden and linked directories are listed, but not entered."""
 
     def refuse(fault: OSError) -> None:
         raise DataError(f"cannot read {fault.filename}: {fault.strerror}") from fault
@@ -497,7 +497,7 @@ class Mixture(Dataset[Pair]):
         return torch.cat(inputs), torch.cat(targets)
 
 
-# ---------------------------------------------------------------- in which order
+# ---------------------------------------------------------------- order
 
 
 class Stream:
@@ -626,37 +626,37 @@ def loader(
 ) -> DataLoader[Pair]:
     """A DataLoader of (inputs, targets), LongTensor [n, block] each, in the given order.
 
-    It has a random generator of its own. Without one, each iterator draws a number from the global random
-    state, and a resumed run, which makes one iterator more, would no longer be bit for bit the unbroken one.
+    It has its own random generator: otherwise each iterator would draw from the global generator, and a resumed run,
+    which makes one more iterator, would not be bit-for-bit equal to an uninterrupted one.
     """
     return DataLoader(
         windows,
         batch_sampler=order,
-        collate_fn=_as_it_is,
+        collate_fn=_identity,
         num_workers=workers,
         persistent_workers=workers > 0,
         pin_memory=pin_memory,
-        worker_init_fn=_until_the_trainer_leaves() if workers else None,
+        worker_init_fn=_worker_init() if workers else None,
         generator=torch.Generator().manual_seed(seed),
     )
 
 
-def _as_it_is(batch: Any) -> Any:
+def _identity(batch: Any) -> Any:
     return batch
 
 
-def _until_the_trainer_leaves() -> Callable[[int], None]:
-    """What a worker does first: not to leave on a stop signal that was sent to every process of the job.
+def _worker_init() -> Callable[[int], None]:
+    """Return a worker_init_fn that makes workers ignore stop signals until the trainer exits.
 
-    Ctrl-C and SLURM signal workers too, and a trainer that loses a worker fails before its last checkpoint.
-    But at the trainer's exit multiprocessing sends them SIGTERM and waits: then they must go.
+    Ctrl-C and SLURM signal workers too, and a trainer that loses a worker fails before its last checkpoint. When the
+    trainer exits, multiprocessing sends SIGTERM to workers and waits: then they must exit.
     """
     leaving = RawValue("b", 0)
     Finalize(None, setattr, args=(leaving, "value", 1), exitpriority=0)  # runs before those signals are sent
-    return partial(_stay_until, leaving)
+    return partial(_ignore_stop_signals, leaving)
 
 
-def _stay_until(leaving: Any, worker: int) -> None:
+def _ignore_stop_signals(leaving: Any, worker: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0) if leaving.value else None)

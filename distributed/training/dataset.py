@@ -1,4 +1,4 @@
-"""What the settings of a run train on: its corpus, the windows of it, and their order."""
+"""The training data that the settings select: corpus, windows, and their order."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ log = logging.getLogger("muster")
 
 @dataclass(frozen=True)
 class TrainingData:
-    """Windows of a corpus, and how many of them make a global batch."""
+    """The windows of a corpus, and the composition of a global batch."""
 
     corpus: Corpus
     train: Windows
     held_out: Windows
-    mixture: Mixture | None  # of the windows to train on and those of the base's participants
+    mixture: Mixture | None  # of the training windows and those of the base model's participants
     batch: Batch
-    target_windows: int  # of a global batch; the others of a mixture are those of the base's participants
+    target_windows: int  # per global batch; the rest of a mixture is from the base model's participants
 
     @classmethod
     def open(cls, settings: Settings, batch: Batch, ranks: Ranks, hosts: Sequence[str]) -> TrainingData:
@@ -36,15 +36,15 @@ class TrainingData:
         Ranks that read different data, as they do with two versions of Python, would diverge silently.
 
         Raises:
-            DataError: nothing there to train on, or ranks read different data.
+            DataError: there is no training data, or ranks read different data.
         """
         corpus = _corpus(settings, batch)
-        corpora = ranks.everyone(str(corpus))
+        corpora = ranks.all_gather(str(corpus))
         for rank, other in enumerate(corpora):
             if other != corpora[0]:
                 raise DataError(
-                    f"rank {rank} on {hosts[rank]} reads other data than rank 0 on {hosts[0]}: {other} there, "
-                    f"{corpora[0]} here; give all nodes the same files and the same Python"
+                    f"rank {rank} on {hosts[rank]} reads other data than rank 0 on {hosts[0]}: {other} instead of "
+                    f"{corpora[0]}; give all nodes the same files and the same Python"
                 )
         block = settings.model.block_size
         train, held_out = Windows(corpus.train, block), Windows(corpus.held_out, block)
@@ -52,11 +52,11 @@ class TrainingData:
         return cls(corpus, train, held_out, mixture, batch, config.target_windows(settings, batch.size))
 
     def steps(self, train: config.Train) -> int:
-        """Of the whole training."""
+        """Return the number of steps of the whole training."""
         return train.steps or math.ceil((train.epochs or 0) * len(self.train) / self.target_windows)
 
     def describe(self, steps: int) -> str:
-        """Lines for the console: what a step takes from a mixture, and how many steps there are."""
+        """Return the console lines on the composition of a batch and the number of steps."""
         participant, mix = "", ""
         if self.mixture:
             participant = f" of {self.corpus.participant}"
@@ -68,16 +68,19 @@ class TrainingData:
     def batches(
         self, ranks: Ranks, start: int, *, seed: int, workers: int, pin_memory: bool
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Micro-batches of this rank, without end. start: the windows that all ranks have trained on so far."""
+        """Yield this rank's micro-batches without end: inputs and targets, LongTensor [micro, block] each.
+
+        start: number of windows that all ranks together have trained on so far.
+        """
         log.debug(
             f"data: {len(self.train):,} windows of {self.corpus.name}, order of seed {seed} from position {start:,}"
         )
-        size, place = self.batch.size, {"rank": ranks.rank, "size": ranks.size, "micro": self.batch.micro}
+        size, share = self.batch.size, {"rank": ranks.rank, "size": ranks.size, "micro": self.batch.micro}
         order: Iterable[list[int]]
         if self.mixture:
-            order = data.MixedStream(self.mixture, size, self.target_windows, **place, seed=seed, start=start)
+            order = data.MixedStream(self.mixture, size, self.target_windows, **share, seed=seed, start=start)
         else:
-            order = data.Stream(len(self.train), size, **place, seed=seed, start=start)
+            order = data.Stream(len(self.train), size, **share, seed=seed, start=start)
         windows = self.mixture or self.train
         return iter(data.loader(windows, order, workers=workers, pin_memory=pin_memory, seed=seed))
 

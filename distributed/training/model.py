@@ -1,4 +1,4 @@
-"""The model: a GPT, and the text that it writes."""
+"""The GPT that train.py trains, and text generation."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from distributed.config import Model
 from distributed.training.data import Corpus
 
 log = logging.getLogger("muster")
-SAMPLE_SECONDS = 10.0  # that the sample at the end may take
+SAMPLE_SECONDS = 10.0  # time limit of the sample at the end
 
 
 class Attention(nn.Module):
-    """Causal self-attention of several heads."""
+    """Causal multi-head self-attention."""
 
     def __init__(self, m: Model) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then a feed-forward layer, each behind a normalisation and beside the residual stream."""
+    """Pre-norm transformer block: attention, then a feed-forward layer, each added to the residual stream."""
 
     def __init__(self, m: Model) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A GPT-2 shaped language model with tied input and output embeddings."""
+    """A GPT-2 language model with tied input and output embeddings."""
 
     def __init__(self, m: Model, vocab_size: int, gradient_checkpointing: bool = False) -> None:
         super().__init__()
@@ -69,19 +69,24 @@ class GPT(nn.Module):
         self.head = nn.Linear(m.n_embd, vocab_size, bias=False)
         self.head.weight = self.tokens.weight
         for name, parameter in self.named_parameters():
-            if parameter.dim() > 1:  # the residual stream sums 2 n_layer terms: each begins that much smaller (GPT-2)
+            if (
+                parameter.dim() > 1
+            ):  # the residual stream sums 2 n_layer terms: scale each by 1 / sqrt(2 n_layer), GPT-2
                 residual = name.endswith(("proj.weight", "down.weight"))
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * m.n_layer) if residual else 0.02)
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
 
     def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Logits [batch, time, vocabulary]; with targets, the mean loss of each window [batch] in nats a token."""
+        """inputs, targets: [batch, time]. Returns logits [batch, time, vocabulary].
+
+        With targets, returns the mean loss of each window instead: [batch], in nats per token.
+        """
         x = self.tokens(inputs) + self.positions(torch.arange(inputs.shape[1], device=inputs.device))
         x = F.dropout(x, self.dropout, self.training)
         for block in self.blocks:
-            again = self.gradient_checkpointing and self.training  # compute it again, in place of keeping it
-            x = checkpoint(block, x, use_reentrant=False) if again else block(x)
+            recompute = self.gradient_checkpointing and self.training
+            x = checkpoint(block, x, use_reentrant=False) if recompute else block(x)
         logits: Tensor = self.head(self.norm(x))
         if targets is None:
             return logits
@@ -91,7 +96,7 @@ class GPT(nn.Module):
 
 @torch.no_grad()
 def generate(model: nn.Module, prompt: Tensor, block_size: int, temperature: float = 0.8) -> Iterator[Tensor]:
-    """Continue a prompt [time]: one token [1] after the other, without end."""
+    """Continue a prompt [time]: yield one token [1] at a time, without end."""
     draw = torch.Generator(device=prompt.device).manual_seed(0)
     written = prompt
     while True:
@@ -111,13 +116,14 @@ def sample(
     stop: threading.Event,
     autocast: torch.autocast,
 ) -> str:
-    """A text of the model with a heading; "" on ranks but the first, and where the tokens are no text. Collective.
+    """Return generated text with a heading on the first rank; "" on others, and for token files. Collective.
 
-    All ranks agree after each token whether to go on: for SAMPLE_SECONDS at most, and until `stop` is set on one.
+    After each token all ranks agree whether to continue: at most SAMPLE_SECONDS, or until `stop` is set on any rank.
 
     Args:
         length: in tokens.
-        writes: whether this rank runs the model: one rank is enough where it has all weights.
+        writes: whether this rank runs the model. One rank is enough unless the weights are sharded.
+        first: whether this is rank 0.
     """
     if not length or corpus.kind != "bytes":
         return ""
@@ -137,7 +143,7 @@ def sample(
                 break
     model.train()
     if stopped:
-        log.info("stop request: all steps are done; no longer sample")
+        log.info("stop request: all steps are done; sample shortened")
     if not first:
         return ""
     part = f" ({len(written)} of {length:,} tokens, in {SAMPLE_SECONDS:g} s)" if late and len(written) < length else ""

@@ -1,10 +1,10 @@
-"""Stop on request, on all ranks at the same step.
+"""Stop all ranks at the same step, after a signal or a failure of one rank.
 
-A signal handler only sets a flag: a rank that stops alone leaves the others waiting in a collective. After each step
-the ranks all-reduce a small vector: the loss, whether a stop was requested, whose loss is not finite, who has failed
-outside of the step. All ranks read the same sums, so they decide the same at the same step.
+A signal handler only sets a flag: a rank that stopped alone would leave the others waiting in a collective. After each
+step the ranks all-reduce a small vector: the loss, stop requests, and one flag per rank for a loss that is not finite
+or a failure outside the step. All ranks read the same sums, so all stop at the same step.
 
-`distributed.checkpoint.checkpointer` is built on this; a script uses that.
+Scripts use this module through `distributed.checkpoint.checkpointer`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
-NOT_FINITE, FAILED = 1, 2  # flags of a rank
+NOT_FINITE, FAILED = 1, 2  # bits of a rank's flag
 
 
 class NonFiniteLoss(RuntimeError):
@@ -29,7 +29,7 @@ class NonFiniteLoss(RuntimeError):
 
 
 class PeerFailed(RuntimeError):
-    """Another rank failed, and this one stops with it: never the first cause."""
+    """Another rank failed, so this rank stops too. Never the first cause of a failed run."""
 
 
 @contextmanager
@@ -56,18 +56,21 @@ class StepStatus:
     loss: float  # mean over all ranks, that is over the global batch
     stop: bool  # a stop was requested on some rank
     not_finite: tuple[int, ...]  # ranks whose loss is NaN or infinite
-    failed: tuple[int, ...]  # ranks with a failure outside of the step, such as a checkpoint that cannot be written
+    failed: tuple[int, ...]  # ranks with a failure outside the step, such as a checkpoint that could not be written
 
     def raise_for(self, rank: int, cause: BaseException | None, hosts: list[str]) -> None:
-        """Raise on every rank when one of them cannot go on: its own error there, PeerFailed on the others."""
+        """Raise on every rank when a rank failed: its own error on that rank, PeerFailed on the others.
+
+        rank: this one. cause: this rank's failure outside the step, if any. hosts: of each rank, for the message.
+        """
         if self.failed:
             if cause is not None:
                 raise cause
-            raise PeerFailed(f"{_names(self.failed, hosts)} failed at step {self.step}: stopping with it")
+            raise PeerFailed(f"{_names(self.failed, hosts)} failed at step {self.step}; stopping this rank")
         if self.not_finite:
-            text = f"the loss of {_names(self.not_finite, hosts)} is not finite (NaN or inf) at step {self.step}"
-            remedy = "; no checkpoint was written of this step. Lower the learning rate, or look at that rank's data"
-            raise (NonFiniteLoss if rank in self.not_finite else PeerFailed)(text + remedy)
+            problem = f"the loss of {_names(self.not_finite, hosts)} is not finite (NaN or inf) at step {self.step}"
+            remedy = "; no checkpoint of this step was written. Lower the learning rate, or check that rank's data"
+            raise (NonFiniteLoss if rank in self.not_finite else PeerFailed)(problem + remedy)
 
 
 def _names(ranks: tuple[int, ...], hosts: list[str]) -> str:
@@ -75,15 +78,15 @@ def _names(ranks: tuple[int, ...], hosts: list[str]) -> str:
 
 
 class StatusExchange:
-    """One all-reduce per step. On a GPU its result is read one step late, so that the host does not wait for it."""
+    """One all-reduce per step. On a GPU its result is read one step later, so that the host does not wait for it."""
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
         self.rank, self.size, self.device = rank, size, device
-        self.late = 1 if device.type == "cuda" else 0
+        self.delay = 1 if device.type == "cuda" else 0  # steps
         self._sent: deque[tuple[int, torch.Tensor, torch.cuda.Event | None]] = deque()
 
     def send(self, step: int, loss: torch.Tensor, stop: bool, failed: bool) -> None:
-        """Contribute the state of this rank. Collective. loss: a scalar on the device, the mean of this rank."""
+        """Start the all-reduce of one step. Collective. loss: this rank's mean, a scalar on the device."""
         flags = torch.zeros(2 + self.size, device=self.device)
         flags[0] = loss
         flags[1] = float(stop)
@@ -99,18 +102,18 @@ class StatusExchange:
         self._sent.append((step, copy, copied))
 
     def receive(self, now: bool = False) -> list[StepStatus]:
-        """The steps whose sums are here, oldest first; with `now`, all steps so far. The same on every rank."""
-        keep = 0 if now else self.late
+        """Return the steps whose result is due, oldest first; with `now`, all steps sent. The same on every rank."""
+        keep = 0 if now else self.delay
         return [self._status(*self._sent.popleft()) for _ in range(len(self._sent) - keep)]
 
     def _status(self, step: int, flags: torch.Tensor, copied: torch.cuda.Event | None) -> StepStatus:
         if copied is not None:
             copied.synchronize()
-        loss, stop, *of_ranks = flags.tolist()
+        loss, stop, *rank_flags = flags.tolist()
         return StepStatus(
             step=step,
             loss=loss / self.size,
             stop=stop > 0,
-            not_finite=tuple(rank for rank, flag in enumerate(of_ranks) if int(flag) & NOT_FINITE),
-            failed=tuple(rank for rank, flag in enumerate(of_ranks) if int(flag) & FAILED),
+            not_finite=tuple(rank for rank, flag in enumerate(rank_flags) if int(flag) & NOT_FINITE),
+            failed=tuple(rank for rank, flag in enumerate(rank_flags) if int(flag) & FAILED),
         )

@@ -1,4 +1,4 @@
-"""How a training goes: progress lines on the console of rank 0, and metrics.jsonl."""
+"""Progress lines on the console of rank 0, and metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -25,36 +25,36 @@ log = logging.getLogger("muster")
 
 
 class Stopwatch:
-    """How long a part of each step takes on this rank."""
+    """Measures one section of each step on this rank: by CUDA events on a GPU, by the clock on a CPU."""
 
     def __init__(self, here: torch.device) -> None:
         self.cuda = here.type == "cuda"
         self._spans: list[tuple[Any, Any]] = []
-        self._begun: Any = None
+        self._start: Any = None
 
     def begin(self) -> None:
-        """The part begins now; of several calls in a step the last one counts."""
-        self._begun = self._now()
+        """Start the section. The last call in a step takes effect."""
+        self._start = self._now()
 
     def end(self) -> None:
-        """What belongs to the part is done (or, on a GPU, queued)."""
-        if self._begun is not None:
-            self._spans.append((self._begun, self._now()))
+        """End the section: its work is done or, on a GPU, queued."""
+        if self._start is not None:
+            self._spans.append((self._start, self._now()))
 
-    def forget(self) -> None:
-        """The steps up to here do not count."""
+    def reset(self) -> None:
+        """Discard the measurements since the last mean()."""
         self._spans.clear()
 
     def mean(self) -> float:
-        """Mean seconds a step since the last call; NaN where the part never began."""
+        """Return the mean seconds per step since the last call; NaN when the section never started."""
         if not self._spans:
             return math.nan
         if self.cuda:
             self._spans[-1][1].synchronize()
-            seconds = [begun.elapsed_time(ended) / 1000 for begun, ended in self._spans]
+            seconds = [start.elapsed_time(end) / 1000 for start, end in self._spans]  # milliseconds
         else:
-            seconds = [ended - begun for begun, ended in self._spans]
-        self.forget()
+            seconds = [end - start for start, end in self._spans]
+        self.reset()
         return sum(seconds) / len(seconds)
 
     def _now(self) -> Any:
@@ -66,26 +66,26 @@ class Stopwatch:
 
 
 class Progress:
-    """Measures the steps, and reports them on rank 0. All ranks call it alike: some figures are gathered from all."""
+    """Measures steps and reports them on rank 0. Every rank makes the same calls: log_step() is collective."""
 
     def __init__(
         self, run: Path, settings: Settings, ranks: Ranks, here: torch.device, steps: int, tokens: int
     ) -> None:
-        """steps: of the whole training. tokens: of one step."""
+        """steps: of the whole training. tokens: per step, over all ranks."""
         self._run, self._settings, self._ranks, self._here = run, settings, ranks, here
         self._steps, self._tokens = steps, tokens
         self._timed_steps, self._timed_seconds = 0, 0.0
         self._tracker: Tracker | None = None
         self._stack = ExitStack()
-        # Up to where a rank first waits for others, so that it shows a slow rank.
+        # From the start of a step to the last backward pass, before ranks wait for each other: shows a slow rank.
         self.compute = Stopwatch(here)
-        # From this rank's last gradient to the sum over all ranks. Not measured under fsdp: there ranks wait for each
+        # From this rank's last gradient to the end of the all-reduce. Not measured with fsdp, where ranks wait for each
         # other in every layer.
         self.waiting = Stopwatch(here)
 
     def __enter__(self) -> Progress:
         if self._ranks.rank == 0:
-            if str(self._run) != os.environ.get("MUSTER_RUN_DIR"):  # else the launcher writes it, with the verdict
+            if str(self._run) != os.environ.get("MUSTER_RUN_DIR"):  # otherwise the launcher writes the report
                 self._stack.callback(lambda: log.info(f"report {report.write(self._run)}"))
             self._tracker = self._stack.enter_context(Tracker(self._run, self._settings.model_dump(mode="json")))
         return self
@@ -96,27 +96,27 @@ class Progress:
         self._stack.__exit__(kind, error, trace)
 
     def time_waiting(self, model: nn.Module) -> None:
-        """For ddp: the parameter that is used first gets its gradient last, and there the waiting begins."""
+        """Start `waiting` in each ddp backward pass at the gradient of the first parameter, which comes last."""
         first = next(parameter for parameter in model.parameters() if parameter.requires_grad)
         first.register_post_accumulate_grad_hook(lambda _: self.waiting.begin())
 
     def restart_clock(self, step: int) -> None:
-        """The time up to here is not that of steps."""
+        """Measure steps from here on: the time since the last step is not training time."""
         self._from_step, self._from_time = step, time.perf_counter()
-        self.waiting.forget()
+        self.waiting.reset()
 
     def event(self, step: int, name: str, **values: Any) -> None:
-        """A line of metrics.jsonl for the report."""
+        """Write an event to metrics.jsonl, for the report."""
         if self._tracker:
             self._tracker.log(step, event=name, **values)
 
     def log_step(self, step: int, loss: float, rate: float, norm: Tensor) -> None:
-        """Report the steps since the last call. Collective. rate: the learning rate. norm: of the gradients."""
-        rank_seconds = self._of_all_ranks(self.compute.mean())
+        """Report the steps since the last call. Collective. rate: the learning rate. norm: of all gradients."""
+        rank_seconds = self._gather(self.compute.mean())
         gradient_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         steps = step - self._from_step
         seconds = (time.perf_counter() - self._from_time) / max(steps, 1)
-        wait_share = self._of_all_ranks(self.waiting.mean() / seconds)  # each rank by its own clock
+        wait_share = self._gather(self.waiting.mean() / seconds)  # each rank uses its own clock
         self._timed_steps, self._timed_seconds = self._timed_steps + steps, self._timed_seconds + steps * seconds
         speed = self._tokens / seconds
         minutes, rest = divmod(round(seconds * (self._steps - step)), 60)
@@ -132,20 +132,21 @@ class Progress:
         self.restart_clock(step)
 
     def log_held_out(self, step: int, loss: float) -> None:
-        """The held-out loss, in nats a token."""
+        """Report the held-out loss, in nats per token."""
         log.info(f"held-out loss {loss:.4f} ({loss / math.log(2):.3f} bits a token)")
         if self._tracker:
             self._tracker.log(step, held_out_loss=loss)
 
     def finish(self, step: int, held_out_loss: float) -> None:
-        """All steps are done."""
+        """Report the end of the training."""
         tokens = self._tokens * self._timed_steps
         speed = f"{tokens / self._timed_seconds:,.0f} tokens/s" if tokens else "nothing left to do"
         log.info(f"finished: {step} steps, held-out loss {held_out_loss:.4f}, {speed}")
         self.event(step, "finish", held_out_loss=held_out_loss)
 
-    def _of_all_ranks(self, seconds: float) -> list[float]:
-        every = torch.zeros(self._ranks.size, device=self._here)
-        every[self._ranks.rank] = seconds
-        dist.all_reduce(every)
-        return [round(each, 6) for each in every.tolist()]
+    def _gather(self, value: float) -> list[float]:
+        """Return each rank's value, rounded to six decimals. Collective."""
+        values = torch.zeros(self._ranks.size, device=self._here)
+        values[self._ranks.rank] = value
+        dist.all_reduce(values)
+        return [round(each, 6) for each in values.tolist()]

@@ -1,6 +1,6 @@
-"""The run directory of a training, and what rank 0 writes there: settings.json, metrics.jsonl, trackers when asked.
+"""The run directory, and the files that rank 0 writes there: settings.json, metrics.jsonl, files of trackers.
 
-metrics.jsonl is written as distributed/metrics.py does it for every script.
+The format of metrics.jsonl is that of distributed/metrics.py.
 """
 
 from __future__ import annotations
@@ -29,21 +29,17 @@ Scalars = Mapping[str, float]
 
 
 class TrackerMissing(RuntimeError):
-    """A tracker was asked for whose package is not installed."""
+    """A setting enables a tracker whose package is not installed."""
 
 
 def check(settings: Mapping[str, Any]) -> None:
-    """Refuse, on every rank alike, a tracker that is not installed.
-
-    Raises:
-        TrackerMissing: names the setting, the package and how to install it.
-    """
-    asked = settings["logging"]
-    wanted = {
-        "tensorboard": asked["tensorboard"] and "logging.tensorboard=true",
-        "wandb": asked["wandb"] != "disabled" and f"logging.wandb={asked['wandb']}",
+    """Check that the enabled trackers are installed. Raises TrackerMissing."""
+    logging = settings["logging"]
+    enabled = {
+        "tensorboard": logging["tensorboard"] and "logging.tensorboard=true",
+        "wandb": logging["wandb"] != "disabled" and f"logging.wandb={logging['wandb']}",
     }
-    for package, setting in wanted.items():
+    for package, setting in enabled.items():
         if setting and importlib.util.find_spec(package) is None:
             raise TrackerMissing(
                 f"{setting}, but the package {package} is not installed: "
@@ -52,12 +48,12 @@ def check(settings: Mapping[str, Any]) -> None:
 
 
 class Tracker:
-    """Writes the values of a step to every place that was asked for."""
+    """Writes the values of a step to metrics.jsonl and to the enabled trackers."""
 
     def __init__(self, run: Path, settings: Mapping[str, Any]) -> None:
-        """Open the places: files in the folder `run`; `settings["logging"]` says which trackers."""
+        """Open the trackers that `settings["logging"]` enables; their files are in the directory `run`."""
         self._file = run / "metrics.jsonl"
-        self._ends: list[Callable[[], object]] = []
+        self._closers: list[Callable[[], object]] = []
         self._scalars: list[Callable[[Scalars, int], object]] = []
         if settings["logging"]["tensorboard"]:
             self._open_tensorboard(run)
@@ -65,7 +61,7 @@ class Tracker:
             self._open_wandb(run, settings)
 
     def log(self, step: int, **values: Any) -> None:
-        """Write values of one step; finite numbers go to the trackers too. What is NaN or infinite becomes null."""
+        """Write values of one step to metrics.jsonl, NaN and infinity as null; finite floats also to the trackers."""
         written = metrics.append(self._file, step, values)
         scalars = {name: value for name, value in written.items() if isinstance(value, float)}
         for write in self._scalars:
@@ -75,8 +71,8 @@ class Tracker:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
-        for end in reversed(self._ends):
-            end()
+        for close in reversed(self._closers):
+            close()
 
     def _open_tensorboard(self, run: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -88,27 +84,29 @@ class Tracker:
                 writer.add_scalar(name, value, step)
 
         self._scalars.append(write)
-        self._ends.append(writer.close)
+        self._closers.append(writer.close)
 
     def _open_wandb(self, run: Path, settings: Mapping[str, Any]) -> None:
         import wandb
 
-        asked = settings["logging"]
-        started = wandb.init(
-            project=asked["project"], name=run.name, dir=str(run), mode=asked["wandb"], config=dict(settings)
+        logging = settings["logging"]
+        wandb_run = wandb.init(
+            project=logging["project"], name=run.name, dir=str(run), mode=logging["wandb"], config=dict(settings)
         )
-        self._scalars.append(lambda values, step: started.log(dict(values), step=step))
-        self._ends.append(started.finish)
+        self._scalars.append(lambda values, step: wandb_run.log(dict(values), step=step))
+        self._closers.append(wandb_run.finish)
 
 
 def run_directory(job: Mapping[str, Any], world: World, ranks: Ranks, script: str) -> Path:
-    """$MUSTER_OUTPUT_DIR, else the launcher's directory of this run; without a launcher, rank 0 makes one. Collective.
+    """Return $MUSTER_OUTPUT_DIR, else $MUSTER_RUN_DIR, else a directory that rank 0 makes. Collective.
+
+    job: the arguments of the job, see config.job_of().
 
     Raises:
-        ConfigError: it cannot be made. The same on every rank.
+        ConfigError: the directory cannot be made. The same on every rank.
     """
 
-    def made() -> Path:
+    def make() -> Path:
         given = os.environ.get("MUSTER_OUTPUT_DIR") or os.environ.get("MUSTER_RUN_DIR")
         try:
             path = given or _own_run_directory(job, world, script)
@@ -120,11 +118,14 @@ def run_directory(job: Mapping[str, Any], world: World, ranks: Ranks, script: st
             ) from None
         return Path(path)
 
-    return ranks.decide(made)
+    return ranks.call_on_rank_0(make)
 
 
 def _own_run_directory(job: Mapping[str, Any], world: World, script: str) -> str:
-    """A new one in logs or, with a prefix, in experiments/PREFIX. With a fold too it is always the same: it resumes."""
+    """Make a directory in logs or, with a prefix, in experiments/PREFIX.
+
+    With a prefix and a fold it is the same directory each time, so that the job resumes.
+    """
     output = os.path.abspath(output_directory(job, "job", DEFAULT_PARTICIPANTS))
     return create(
         os.path.dirname(output) if "prefix" in job else "logs", "train", nodes=[socket.gethostname()],
@@ -134,12 +135,12 @@ def _own_run_directory(job: Mapping[str, Any], world: World, script: str) -> str
 
 
 def write_settings(run: Path, settings: Mapping[str, Any], **facts: Mapping[str, Any]) -> None:
-    """Write settings.json: every setting, and the facts (world, model, machine) that figures depend on."""
+    """Write settings.json: every setting, and facts about world, model and machine that the metrics depend on."""
     write_json(run / "settings.json", {"settings": settings, **facts})
 
 
 def describe_machine() -> dict[str, Any]:
-    """What this machine is, as far as figures depend on it; memory in bytes."""
+    """Return the hardware and software of this machine, for settings.json. Memory is in bytes."""
     return {
         "host": socket.gethostname(),
         "cpu": _cpu_name(),

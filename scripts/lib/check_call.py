@@ -134,7 +134,7 @@ def print_master(master: str, node_rank: int) -> None:
 
 def check_settings(config: str, arguments: list[str], ranks: int) -> None:
     """What the kit's trainer would refuse. Its messages, one a fault, go to standard error."""
-    from distributed.checkpoint.compatibility import refuse_misfit
+    from distributed.checkpoint.compatibility import check_resumable
     from distributed.checkpoint.directory import CheckpointError, described
     from distributed.config import ConfigError, for_ranks, holds_settings, parser
 
@@ -144,7 +144,7 @@ def check_settings(config: str, arguments: list[str], ranks: int) -> None:
     try:
         settings, _ = for_ranks(options, ranks)
         for newest in described(settings.checkpoint.dir)[:1] if settings.checkpoint.dir else ():
-            refuse_misfit(newest, settings, settings.model.vocab_size)
+            check_resumable(newest, settings, settings.model.vocab_size)
     except (ConfigError, CheckpointError) as error:
         sys.stderr.write(f"{error}\n")
         try:

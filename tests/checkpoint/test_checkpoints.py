@@ -32,7 +32,13 @@ from test_directory import stub_of_open
 from torch import Tensor, nn
 
 from distributed.checkpoint import directory, snapshot
-from distributed.checkpoint.checkpoints import CheckpointError, Checkpoints, Found, random_state, set_random_state
+from distributed.checkpoint.checkpoints import (
+    CheckpointError,
+    CheckpointInfo,
+    Checkpoints,
+    random_state,
+    set_random_state,
+)
 from distributed.training import collectives
 
 
@@ -70,7 +76,7 @@ def state_of(step: int, size: int = 1000) -> dict[str, Any]:
     return {"model": {"weight": weight, "tied": weight}, "step": step, "moments": [weight * 2, weight * 3]}
 
 
-def newest(checkpoints: Checkpoints) -> Found:
+def newest(checkpoints: Checkpoints) -> CheckpointInfo:
     found = checkpoints.newest()
     assert found is not None
     return found
@@ -122,7 +128,7 @@ def test_what_is_saved_comes_back_to_the_bit(tmp_path: Path, state: dict[str, An
 
 def test_the_file_is_read_by_torch_alone(tmp_path: Path) -> None:
     with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, state_of(1), own="mine", facts={"layers": 2}, score=0.5)
+        checkpoints.save(1, state_of(1), per_rank="mine", facts={"layers": 2}, score=0.5)
     assert same(torch.load(tmp_path / "step_00000001/state.pt", weights_only=True), state_of(1))
     assert same(torch.load(tmp_path / "step_00000001/state.pt", weights_only=True, mmap=True), state_of(1))
 
@@ -154,8 +160,8 @@ def test_what_could_not_be_loaded_is_not_saved(tmp_path: Path, state: dict[str, 
     with Checkpoints(tmp_path) as checkpoints:
         with pytest.raises(CheckpointError, match=message):
             checkpoints.save(1, state)
-        with pytest.raises(CheckpointError, match=message.replace("state", "own")):
-            checkpoints.save(1, {}, own=state)
+        with pytest.raises(CheckpointError, match=message.replace("state", "per_rank")):
+            checkpoints.save(1, {}, per_rank=state)
         checkpoints.wait()
         assert checkpoints.newest() is None
 
@@ -224,9 +230,9 @@ def test_a_strangers_code_is_not_run(tmp_path: Path, name: str) -> None:
     with Checkpoints(tmp_path) as checkpoints:
         found = newest(checkpoints)
         with pytest.raises(CheckpointError) as caught:
-            checkpoints.load(found, {}) if name == "state.pt" else checkpoints.load_own(found)
+            checkpoints.load(found, {}) if name == "state.pt" else checkpoints.load_per_rank(found)
     assert str(caught.value) == (
-        f"{final}/{name}: not loaded: it asks for posix.mkdir, which no checkpoint needs: do not trust it"
+        f"{final}/{name}: not loaded: it requests posix.mkdir, which no checkpoint needs; do not trust this file"
     )
     assert not (tmp_path / "boom").exists()
 
@@ -439,13 +445,13 @@ def test_a_full_disk_stops_the_run_and_the_older_checkpoint_stays_good() -> None
             with pytest.raises(CheckpointError) as caught:
                 checkpoints.wait()
         assert str(caught.value) == (
-            f"cannot write {disk}/step_00000002: [Errno 28] No space left on device. The checkpoints before it are "
-            f"whole: mend the cause, and run again to go on from the newest"
+            f"cannot write {disk}/step_00000002: [Errno 28] No space left on device. Earlier checkpoints are intact: "
+            "fix the cause, then run the same command to resume from the newest"
         )
         assert [path.name for path in disk.glob("step_*")] == ["step_00000001"]
         with Checkpoints(disk) as checkpoints:
             assert same(checkpoints.load(newest(checkpoints), {}), small)
-            checkpoints.save(2, small)  # what was half written is gone: there is room again
+            checkpoints.save(2, small)  # the incomplete checkpoint was removed: there is space again
 
 
 def save_for_ever(pipe: Connection, folder: Path) -> None:
@@ -470,7 +476,7 @@ def test_a_run_killed_while_it_saves_goes_on_from_a_good_one(tmp_path: Path) -> 
 
 
 def test_a_wrong_keep_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="keep is 0"):
+    with pytest.raises(ValueError, match="keep: expected 1 or more, got 0"):
         Checkpoints(tmp_path, keep=0)
 
 
@@ -487,11 +493,11 @@ def draws() -> list[Any]:
 def test_every_generator_goes_on_where_it_was(tmp_path: Path) -> None:
     draws()  # gauss() keeps a second number back
     with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, {}, own=random_state())
+        checkpoints.save(1, {}, per_rank=random_state())
         expected = draws()
         draws()
         checkpoints.wait()
-        set_random_state(checkpoints.load_own(newest(checkpoints)))
+        set_random_state(checkpoints.load_per_rank(newest(checkpoints)))
     assert draws() == expected
 
 
@@ -518,7 +524,7 @@ def train(folder: Path, first: int, last: int) -> dict[str, Any]:
             model.load_state_dict(state["model"])
             optimizer.load_state_dict(state["optimizer"])
             schedule.load_state_dict(state["schedule"])
-            set_random_state(checkpoints.load_own(found))
+            set_random_state(checkpoints.load_per_rank(found))
         for step in range(first, last + 1):
             model(torch.randn(5, 6)).square().mean().backward()
             optimizer.step()
@@ -526,7 +532,7 @@ def train(folder: Path, first: int, last: int) -> dict[str, Any]:
             schedule.step()
             state = {name: thing.state_dict() for name, thing in
                      (("model", model), ("optimizer", optimizer), ("schedule", schedule))}  # fmt: skip
-            checkpoints.save(step, state, own=random_state())
+            checkpoints.save(step, state, per_rank=random_state())
     return {"model": dict(model.state_dict()), "optimizer": optimizer.state_dict(), "draws": draws()}
 
 
@@ -550,7 +556,7 @@ def save_on_ranks(rank: int, size: int, folder: Path) -> None:
     with Checkpoints(folder / f"node{rank}", rank=rank, size=size) as checkpoints:
         for step in (1, 2):
             torch.manual_seed(rank)
-            checkpoints.save(step, state_of(step), own={"draws": torch.randn(3), **random_state()})
+            checkpoints.save(step, state_of(step), per_rank={"draws": torch.randn(3), **random_state()})
         checkpoints.wait()
         assert newest(checkpoints).step == 2
 
@@ -560,7 +566,7 @@ def load_on_ranks(rank: int, size: int, folder: Path) -> tuple[int, int, bool, A
     with Checkpoints(folder / f"node{rank}", rank=rank, size=size) as checkpoints:
         found = newest(checkpoints)
         whole = same(checkpoints.load(found, state_of(0)), state_of(2))
-        own = checkpoints.load_own(found)
+        own = checkpoints.load_per_rank(found)
         if own is not None:
             set_random_state(own)
         return found.step, found.ranks, whole, None if own is None else (own["draws"].tolist(), torch.randn(3).tolist())
@@ -581,7 +587,7 @@ def load_what_rank_0_cannot_read(rank: int, size: int, folder: Path) -> list[str
     errors = []
     with Checkpoints(folder / f"node{rank}", rank=rank, size=size) as checkpoints:
         found = newest(checkpoints)
-        for load in (lambda: checkpoints.load(found, {}), lambda: checkpoints.load_own(found)):
+        for load in (lambda: checkpoints.load(found, {}), lambda: checkpoints.load_per_rank(found)):
             files = [found.path / "state.pt", found.path / "ranks.pt"]
             with stub_of_open(*files, error=errno.EIO), pytest.raises(CheckpointError) as caught:
                 load()
@@ -600,7 +606,7 @@ def test_what_rank_0_cannot_read_is_an_error_on_every_rank(tmp_path: Path) -> No
     state, own, manifest = first
     assert f"{tmp_path}/node0/step_00000002/state.pt: cannot be read: [Errno 5] Input/output error" in state
     assert "step_00000002/ranks.pt: cannot be read: [Errno 5] Input/output error" in own
-    assert "checkpoints exist, and none can be used" in manifest
+    assert "checkpoints exist, but none is usable" in manifest
 
 
 def fail_on_ranks(rank: int, size: int, folder: Path) -> list[str]:
@@ -625,4 +631,4 @@ def test_what_fails_on_rank_0_is_told_on_every_rank(tmp_path: Path) -> None:
     first, second = forked.ranks(2, fail_on_ranks, tmp_path / "here")
     assert first == second
     assert "cannot write" in first[0] and "No such file" in first[0]
-    assert "checkpoints cannot be kept here" in first[1]
+    assert "cannot write checkpoints here" in first[1]

@@ -11,11 +11,11 @@ from distributed.checkpoint.compatibility import (
     CHANGEABLE,
     changeable,
     changes,
+    check_base_model,
+    check_resumable,
     complete,
-    refuse_another_base,
-    refuse_misfit,
 )
-from distributed.checkpoint.directory import CheckpointError, Found
+from distributed.checkpoint.directory import CheckpointError, CheckpointInfo
 from distributed.config import ConfigError, Settings
 
 MODEL = {"n_layer": 2, "n_head": 1, "n_embd": 8, "block_size": 16}
@@ -28,68 +28,68 @@ def settings(**sections: dict[str, Any]) -> Settings:
     return Settings.model_validate({"model": MODEL, "train": {"steps": 1, "batch_size": 1}, **sections})
 
 
-def found(sharded: bool = False, **facts: Any) -> Found:
-    return Found(Path("c/step_00000007"), 7, None, 1, sharded, "", {"model": THERE, **facts}, {})
+def found(sharded: bool = False, **facts: Any) -> CheckpointInfo:
+    return CheckpointInfo(Path("c/step_00000007"), 7, None, 1, sharded, "", {"model": THERE, **facts}, {})
 
 
 @pytest.mark.parametrize("vocab_size", [None, 256])
 def test_what_fits_is_taken(vocab_size: int | None) -> None:
-    refuse_misfit(found(), settings(), vocab_size)
-    refuse_misfit(found(**FOLD), settings(data=FOLD), vocab_size)
-    refuse_misfit(found(participant=None, mode=None), settings(), vocab_size)
-    refuse_misfit(found(**TARGET), settings(data=TARGET), vocab_size)
-    refuse_misfit(found(mode="base_only"), settings(data={"mode": "base_only"}), vocab_size)
-    refuse_misfit(found(sharded=True), settings(distributed={"strategy": "fsdp"}), vocab_size)
+    check_resumable(found(), settings(), vocab_size)
+    check_resumable(found(**FOLD), settings(data=FOLD), vocab_size)
+    check_resumable(found(participant=None, mode=None), settings(), vocab_size)
+    check_resumable(found(**TARGET), settings(data=TARGET), vocab_size)
+    check_resumable(found(mode="base_only"), settings(data={"mode": "base_only"}), vocab_size)
+    check_resumable(found(sharded=True), settings(distributed={"strategy": "fsdp"}), vocab_size)
 
 
 @pytest.mark.parametrize(
-    ("checkpoint", "sections", "vocab_size", "words"),
+    ("checkpoint", "sections", "vocab_size", "message"),
     [
-        (found(), {"checkpoint": {"resume": "never"}}, None, "checkpoint.resume=never, but c/step_00000007 is there"),
-        (found(), {"model": {**MODEL, "n_layer": 3}}, None, "of another model: model.n_layer=3 (there 2); give"),
-        (found(), {}, 300, "of another model: model.vocab_size=300 (there 256); give"),
-        (found(model={}), {}, None, "model.n_layer=2 (there None)"),
-        (found(), {"data": FOLD}, None, "of another fold: data.participant=a (there None), data.mode=heldout (there N"),
-        (found(**FOLD), {}, None, "of another fold: data.participant=None (there a)"),
-        (found(**FOLD | {"mode": "single"}), {"data": FOLD}, None, "of another fold: data.mode=heldout (there single)"),
+        (found(), {"checkpoint": {"resume": "never"}}, None, "checkpoint.resume=never, but c/step_00000007 exists"),
+        (found(), {"model": {**MODEL, "n_layer": 3}}, None, "of another model: model.n_layer=3 (checkpoint: 2); use"),
+        (found(), {}, 300, "of another model: model.vocab_size=300 (checkpoint: 256); use"),
+        (found(model={}), {}, None, "model.n_layer=2 (checkpoint: None)"),
+        (found(), {"data": FOLD}, None, "data.participant=a (checkpoint: None), data.mode=heldout (checkpoint: N"),
+        (found(**FOLD), {}, None, "of another fold: data.participant=None (checkpoint: a)"),
+        (found(**FOLD | {"mode": "single"}), {"data": FOLD}, None, "fold: data.mode=heldout (checkpoint: single)"),
         (
             found(**TARGET),
             {"data": TARGET | {"mode": "from_scratch"}},
             None,
-            "data.mode=from_scratch (there full_fine_tu",
+            "data.mode=from_scratch (checkpoint: full_fine_tu",
         ),
         (
             found(**TARGET),
             {"data": TARGET | {"target_data_pct": 1}},
             None,
-            "data.target_data_pct=1.0 (there 0.5); name a",
+            "data.target_data_pct=1.0 (checkpoint: 0.5); set a",
         ),
-        (found(**TARGET), {"data": TARGET | {"target_batch_pct": 0.5}}, None, "data.target_batch_pct=0.5 (there 1)"),
+        (found(**TARGET), {"data": TARGET | {"target_batch_pct": 0.5}}, None, "target_batch_pct=0.5 (checkpoint: 1)"),
         (
             found(**TARGET | {"base_participants": ["b", "c"]}),
             {"data": TARGET | {"base_participants": ["b"]}},
             None,
-            "data.base_participants=['b'] (there ['b', 'c'])",
+            "data.base_participants=['b'] (checkpoint: ['b', 'c'])",
         ),
-        (found(), {"data": {"mode": "base_only"}}, None, "of another fold: data.mode=base_only (there None)"),
-        (found(mode="base_only"), {}, None, "of another fold: data.mode=None (there base_only)"),
-        (found(sharded=True), {}, None, "was written in shards, and this run reads and writes whole"),
-        (found(), {"distributed": {"strategy": "fsdp"}}, None, "was written whole, and this run reads and writes in"),
+        (found(), {"data": {"mode": "base_only"}}, None, "of another fold: data.mode=base_only (checkpoint: None)"),
+        (found(mode="base_only"), {}, None, "of another fold: data.mode=None (checkpoint: base_only)"),
+        (found(sharded=True), {}, None, "is sharded, but this run uses unsharded checkpoints"),
+        (found(), {"distributed": {"strategy": "fsdp"}}, None, "is unsharded, but this run uses sharded"),
     ],
 )
-def test_what_does_not_is_refused(
-    checkpoint: Found, sections: dict[str, Any], vocab_size: int | None, words: str
+def test_a_checkpoint_that_does_not_fit_is_refused(
+    checkpoint: CheckpointInfo, sections: dict[str, Any], vocab_size: int | None, message: str
 ) -> None:
     with pytest.raises((ConfigError, CheckpointError)) as refused:
-        refuse_misfit(checkpoint, settings(**sections), vocab_size)
-    assert words in str(refused.value)
+        check_resumable(checkpoint, settings(**sections), vocab_size)
+    assert message in str(refused.value)
 
 
 @pytest.mark.parametrize(("there", "now"), [("3f" * 32, "4e" * 32), (None, "4e" * 32), ("3f" * 32, None)])
 def test_a_checkpoint_of_another_base_model_is_refused(there: str | None, now: str | None) -> None:
-    refuse_another_base(found(base_model=there), there)
-    with pytest.raises(ConfigError, match=f"c/step_00000007 was trained from another base model: {now} now, {there} t"):
-        refuse_another_base(found(base_model=there), now)
+    check_base_model(found(base_model=there), there)
+    with pytest.raises(ConfigError, match=f"another base model: now {now}, checkpoint: {there}"):
+        check_base_model(found(base_model=there), now)
 
 
 def test_every_setting_that_changes_is_announced_with_what_follows() -> None:
@@ -108,8 +108,9 @@ def test_every_setting_that_changes_is_announced_with_what_follows() -> None:
     new = settings(train={"steps": 1, "batch_size": 1, "learning_rate": 0.01, "warmup_steps": 5})
     assert list(changes(found(**before), {**before, **changeable(new), "precision": "float32"})) == [
         "steps was 9 in c/step_00000007, now it is 1: the learning rate follows the new length from here on",
-        "learning_rate was 0.0003 in c/step_00000007, now it is 0.01: the learning rate follows it from here on",
-        "warmup_steps was 0 in c/step_00000007, now it is 5: the learning rate follows it from here on",
+        "learning_rate was 0.0003 in c/step_00000007, now it is 0.01: the learning rate follows the new value "
+        "from here on",
+        "warmup_steps was 0 in c/step_00000007, now it is 5: the learning rate follows the new value from here on",
     ]
 
 
@@ -124,10 +125,10 @@ def test_a_complete_run_is_told_how_to_go_on(steps: int, length: dict[str, int])
     now = settings(train={**length, "batch_size": 1})
     assert complete(found(), 8, now) == ""
     assert complete(found(), steps, now) == (
-        f"nothing left to do: c/step_00000007 has 7 of {steps} steps; raise train.{next(iter(length))} to go on, or "
-        "name another checkpoint.dir to start anew"
+        f"nothing left to do: c/step_00000007 has 7 of {steps} steps; raise train.{next(iter(length))} to continue, or "
+        "set another checkpoint.dir to start over"
     )
 
 
 def test_a_checkpoint_from_before_base_models_has_none() -> None:
-    refuse_another_base(found(), None)
+    check_base_model(found(), None)

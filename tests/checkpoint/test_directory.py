@@ -29,8 +29,8 @@ import pytest
 from distributed.checkpoint import directory
 from distributed.checkpoint.directory import (
     CheckpointError,
+    CheckpointInfo,
     FileNotes,
-    Found,
     best,
     final_path,
     main,
@@ -71,7 +71,7 @@ def keep_a_checkpoint(folder: Path, step: int, life: int = 0, score: float | Non
     return final
 
 
-def is_bit_for_bit(found: Found | None) -> bool:
+def is_bit_for_bit(found: CheckpointInfo | None) -> bool:
     return found is not None and all(
         (found.path / name).read_bytes() == content
         for name, content in content_of(found.step, found.facts["life"]).items()
@@ -147,7 +147,7 @@ def test_a_flipped_bit_is_found_wherever_it_is(tmp_path: Path, name: str, caplog
     keep_a_checkpoint(tmp_path, 1)
     file = keep_a_checkpoint(tmp_path, 2) / name
     sound, source = file.read_bytes(), random.Random(7)
-    whole = Found.read(file.parent)
+    whole = CheckpointInfo.read(file.parent)
     for _ in range(200):
         flip(file, source.random(), source.randrange(8))
         caplog.clear()
@@ -224,7 +224,7 @@ def stub_of_open(*broken: Path, error: int) -> Iterator[None]:
 @pytest.mark.parametrize("find", [newest, best])
 @pytest.mark.parametrize("error", [errno.EACCES, errno.EIO, errno.ESTALE])
 def test_checkpoints_of_which_none_can_be_used_are_an_error_that_names_each(
-    tmp_path: Path, error: int, find: Callable[[Path], Found | None]
+    tmp_path: Path, error: int, find: Callable[[Path], CheckpointInfo | None]
 ) -> None:
     folder = tmp_path / "my checkpoints"
     for step in (1, 2, 3):
@@ -234,7 +234,7 @@ def test_checkpoints_of_which_none_can_be_used_are_an_error_that_names_each(
     with stub_of_open(state, manifest, error=error), pytest.raises(CheckpointError) as refused:
         find(folder)
     assert str(refused.value).splitlines() == [
-        f"{folder}: checkpoints exist, and none can be used:",
+        f"{folder}: checkpoints exist, but none is usable:",
         f"    {manifest}: cannot be read: {os.strerror(error)}",
         f"    {state}: cannot be read: {os.strerror(error)}",
         f"    {folder}/step_00000001/state.pt: its checksum does not match: it is damaged",
@@ -437,7 +437,7 @@ def test_a_second_run_is_refused_until_the_first_is_dead(tmp_path: Path) -> None
     with forked.running(hold, tmp_path) as (process, pipe):
         assert pipe.poll(forked.PATIENCE)
         orphan = pipe.recv()
-        with pytest.raises(CheckpointError, match=r"another run .* writes its checkpoints here") as refusal:
+        with pytest.raises(CheckpointError, match=r"in use by another run \(.*\); wait for it") as refusal:
             take_over(tmp_path)
         assert f"process {process.pid} on " in str(refusal.value)
         assert str(tmp_path) in str(refusal.value)
@@ -454,12 +454,12 @@ def test_a_filesystem_without_locks_gets_a_warning(
 
     monkeypatch.setattr(fcntl, "lockf", none_here)
     assert take_over(tmp_path) is None
-    assert f"{tmp_path}: this filesystem has no locks" in caplog.text
+    assert f"{tmp_path}: this file system has no locks" in caplog.text
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match=r"file/checkpoints: checkpoints cannot be kept here: .*Not a dir"):
+    with pytest.raises(CheckpointError, match=r"file/checkpoints: cannot write checkpoints here: .*Not a dir"):
         take_over(tmp_path / "file" / "checkpoints")
 
 

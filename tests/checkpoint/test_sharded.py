@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from distributed.checkpoint import directory, sharded
-from distributed.checkpoint.checkpoints import CheckpointError, Checkpoints, Found
+from distributed.checkpoint.checkpoints import CheckpointError, CheckpointInfo, Checkpoints
 
 WIDTHS = (5, 7, 1)  # shared out to 2 or 3 ranks, some have more than others, and some have nothing
 
@@ -89,7 +89,7 @@ def opened(folder: Path, rank: int, size: int, shard_timeout: float = 60.0) -> C
     return Checkpoints(folder, rank=rank, size=size, sharded=True, shard_timeout=shard_timeout)
 
 
-def newest(checkpoints: Checkpoints) -> Found:
+def newest(checkpoints: Checkpoints) -> CheckpointInfo:
     found = checkpoints.newest()
     assert found is not None
     return found
@@ -100,7 +100,7 @@ def save(rank: int, size: int, folder: Path) -> dict[str, Tensor]:
     with opened(folder, rank, size) as checkpoints:
         for step in (1, 2):
             training.learn(step)
-            checkpoints.save(step, training.state(), own=f"rank {rank}", until=training.optimizer)
+            checkpoints.save(step, training.state(), per_rank=f"rank {rank}", until=training.optimizer)
         saved = training.whole()
         training.learn(3)  # while step 2 is written
     return saved
@@ -123,7 +123,7 @@ def load(rank: int, size: int, folder: Path) -> Loaded:
         found = newest(checkpoints)
         state = checkpoints.load(found, training.state())
         training.go_on(state)
-        own = checkpoints.load_own(found)
+        own = checkpoints.load_per_rank(found)
     parameters = dict(training.model.named_parameters(remove_duplicate=False))
     tied, whole = parameters["tied.weight"] is parameters["0.weight"], training.whole()
     training.learn(3)
@@ -231,7 +231,7 @@ def test_another_model_and_another_strategy_are_refused_on_every_rank(by_two: Sa
     assert "Size mismatch" in shape and "model.1.weight" in shape
     assert "Missing key" in missing and "3.weight" in missing
     assert surplus.endswith("it has model.2.bias, and this training has no such tensor (8 in all)")
-    assert "was written in shards, and this run reads and writes whole: resume with the strategy" in strategy
+    assert "is sharded, but this run uses unsharded checkpoints; resume with the strategy" in strategy
 
 
 def load_what_rank_1_cannot_read(rank: int, size: int, folder: Path) -> list[str]:
@@ -312,7 +312,7 @@ def test_a_strangers_code_is_not_run(by_two: Saved, tmp_path: Path) -> None:
     metadata, item = forked.ranks(1, load_bombs, tmp_path)[0]
     for text in (metadata, item):
         assert "step_0000000" in text
-        assert text.endswith(": not loaded: it asks for posix.mkdir, which no checkpoint needs: do not trust it")
+        assert text.endswith(": not loaded: it requests posix.mkdir, which no checkpoint needs; do not trust this file")
 
 
 class Attribute:
@@ -329,7 +329,7 @@ def test_of_attributes_only_members_of_enumerations_are_read() -> None:
     kind = _MEM_FORMAT_ENCODING
     assert sharded._unpickle(pickle.dumps(Attribute(kind, "TORCH_CHANNELS_LAST"))) is kind.TORCH_CHANNELS_LAST
     for owner, name in ((Metadata, "__init__"), (kind, "__init__"), (torch.Size, "__class__")):
-        with pytest.raises(pickle.UnpicklingError, match=f"it asks for {name} of"):
+        with pytest.raises(pickle.UnpicklingError, match=f"it requests {name} of"):
             sharded._unpickle(pickle.dumps(Attribute(owner, name)))
 
 
@@ -357,7 +357,7 @@ def spoil(how: str) -> None:
 
     patch = pytest.MonkeyPatch()  # for this process, which ends with the test
     if how == "silent":
-        patch.setattr(sharded.Part, "_leave_note", lambda *_: None)
+        patch.setattr(sharded.ShardWriter, "_leave_note", lambda *_: None)
     else:
         patch.setattr(directory.HashedFile, "write", full)
     if how == "so full that it cannot say it":
@@ -366,8 +366,8 @@ def spoil(how: str) -> None:
 
 TOLD = {
     "full": "rank 1: [Errno 28] No space left on device",
-    "so full that it cannot say it": "rank 1: it could not write its shard",
-    "silent": "rank 1: nothing came of its shard in time",
+    "so full that it cannot say it": "rank 1: could not write its shard",
+    "silent": "rank 1: timed out waiting for its shard",
 }
 
 
@@ -375,7 +375,7 @@ TOLD = {
 def test_a_rank_that_fails_leaves_no_checkpoint_and_every_rank_is_told(tmp_path: Path, how: str, told: str) -> None:
     first, second = forked.ranks(2, fail_on_rank_1, tmp_path, how)
     assert first == second
-    assert first.startswith(f"cannot write {tmp_path}/step_00000002: {told}. The checkpoints before it are whole")
+    assert first.startswith(f"cannot write {tmp_path}/step_00000002: {told}. Earlier checkpoints are intact")
     assert [path.name for path in tmp_path.glob("step_*")] == ["step_00000001"]
 
 

@@ -96,7 +96,7 @@ CONSEQUENCES = [
     ("RuntimeError", "wait timeout after 5000ms, keys: /default_pg/0//cpu//0/1"),
     ("RuntimeError", GLOO + "socket.cc:80] connect [127.0.0.1]:1: Connection refused"),
     ("RuntimeError", "Timed out after 3 seconds waiting for clients. 1/2 clients joined."),
-    ("PeerFailed", "rank 1 on n2 failed at step 7: stopping with it"),
+    ("PeerFailed", "rank 1 on n2 failed at step 7; stopping this rank"),
     ("RuntimeError", "DataLoader worker (pid 4711) is killed by signal: Terminated. "),
 ]
 CAUSES = [
@@ -323,7 +323,7 @@ def test_an_agent_whose_ranks_exited_with_0_is_not_the_cause(run: RunDirectory) 
         ("DistBackendError", f"{WATCHDOG}\n\t - To our best knowledge, the lagging/dead/mismatched ranks that caused "
          "the desync are:\n\t   - [0, 1] joined but didn't finish collective #5 (count from 1)\n\t     [3] finished "
          "collective #4, but didn't join collective #5 (count from 1)"),
-        ("PeerFailed", "rank 3 on n2 failed at step 7: stopping with it"),
+        ("PeerFailed", "rank 3 on n2 failed at step 7; stopping this rank"),
         ("PeerFailed", "the loss of rank 3 on n2, rank 5 on n3 is not finite (NaN or inf) at step 7"),
     ],
 )  # fmt: skip

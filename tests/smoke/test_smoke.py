@@ -33,7 +33,7 @@ from distributed.smoke import report as smoke_report
 from distributed.smoke.bandwidth import NodeLink
 from distributed.smoke.report import Fault, Findings, Measurements, Pace
 from distributed.terminal import plain
-from distributed.torch import refuse_shared_devices
+from distributed.torch import check_no_shared_devices
 from distributed.world import World
 
 CPU = torch.device("cpu")
@@ -322,7 +322,7 @@ def shares_its_gpu(rank: int) -> None:
     """Simulates two ranks on one GPU."""
 
     def process_group(*_: Any) -> NoReturn:
-        refuse_shared_devices({0: ("host0", "GPU-5f1c"), 1: ("host0", "GPU-5f1c")})
+        check_no_shared_devices({0: ("host0", "GPU-5f1c"), 1: ("host0", "GPU-5f1c")})
         raise AssertionError("not refused")
 
     checks.process_group = process_group  # type: ignore[attr-defined, assignment]

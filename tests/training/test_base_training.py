@@ -158,7 +158,7 @@ def test_a_base_model_whose_training_was_stopped_is_the_same(bench: Bench) -> No
         assert done(training).returncode == 75
     run, whole = bench.folder / "out", bench.folder / "whole"
     assert not [name for name in FILES if (run / name).exists()]
-    for line in ("going on from", "nothing left to do"):  # it resumes; a job that has ended is started again
+    for line in ("resuming from", "nothing left to do"):  # it resumes; a job that has ended is started again
         ended = bench.job(*BASE, MUSTER_OUTPUT_DIR="out")
         assert ended.returncode == 0, ended.stderr
         assert line in ended.stdout
@@ -218,13 +218,12 @@ def test_fine_tuning_starts_from_the_weights_of_the_base_model(bench: Bench, bas
     assert found(bench.folder / "tuned/checkpoints").facts["base_model"] == DIGEST
 
 
-def test_a_base_model_that_knows_the_target_is_named_in_a_warning(bench: Bench, base: Path) -> None:
+def test_a_base_model_trained_on_the_participant_gives_a_warning(bench: Bench, base: Path) -> None:
     for participant, warned in (("bob", 0), ("ada", 1)):
         ended = bench.job(*TUNE, "--fold", str(int(participant == "bob")), "--steps", "1", "--base_model", str(base))
         assert ended.returncode == 0, ended.stderr
-        assert (
-            ended.stdout.count(f"the base model was trained on text of {participant}, too, without its end") == warned
-        )
+        warning = f"base model: its training data includes the training text of {participant}"
+        assert ended.stdout.count(warning) == warned
 
 
 MIXED = ("--target_batch_pct", "0.5", "--target_data_pct", "0.5")
@@ -343,7 +342,7 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
     "no manifest": (lambda base: (base / MANIFEST).unlink(), "there is no base model; give --base_model DIR"),
     "manifest": (lambda base: (base / MANIFEST).write_text("{"), "manifest.json: damaged; remove"),
     "other content": (lambda base: refill(FILES[0], pickled([]))(base), "not the weights of a base model of train.py"),
-    "code": (lambda base: refill(FILES[0], pickled(Code()))(base), "which no checkpoint needs: do not trust it"),
+    "code": (lambda base: refill(FILES[0], pickled(Code()))(base), "which no checkpoint needs; do not trust this file"),
     "no pickle": (refill(FILES[0], b"no pickle"), "best_base_model.pt: cannot be loaded: "),
 }
 
@@ -380,7 +379,7 @@ def test_the_argument_wins_over_the_environment(bench: Bench, base: Path) -> Non
 
 def test_a_base_model_of_another_size_is_refused_with_the_settings_that_differ(bench: Bench, base: Path) -> None:
     ended = bench.job(*TUNE, "--base_model", str(base), "model.n_embd=32", "model.block_size=16")
-    refused(ended, "other settings: model.n_embd=32 (there 16), model.block_size=16 (there 32); give these keys its")
+    refused(ended, "other settings: model.n_embd=32 (base model: 16), model.block_size=16 (base model: 32); use the")
 
 
 def test_a_base_model_in_another_mode_is_refused(bench: Bench, base: Path) -> None:
@@ -394,10 +393,10 @@ def test_a_resumed_fine_tuning_verifies_its_base_model_and_takes_no_other(
     shorter = (*TUNE, "--steps", "2")
     assert bench.job(*shorter, "--base_model", str(base), MUSTER_OUTPUT_DIR="out").returncode == 0
     other = publish_base(trained, "4e" * 32)
-    message = f"step_00000002 was trained from another base model: {'4e' * 32} now, {DIGEST} there"
+    message = f"step_00000002 was trained from another base model: now {'4e' * 32}, checkpoint: {DIGEST}"
     refused(bench.job(*TUNE, "--base_model", str(other), MUSTER_OUTPUT_DIR="out"), message)
     pct = ("--target_batch_pct", "0.5")
-    message = "data.target_batch_pct=0.5 (there 1.0); name another prefix"
+    message = "data.target_batch_pct=0.5 (checkpoint: 1.0); set another prefix"
     refused(bench.job(*TUNE, *pct, "--base_model", str(base), MUSTER_OUTPUT_DIR="out"), message)
     flip_a_bit(base)
     refused(bench.job(*TUNE, "--base_model", str(base), MUSTER_OUTPUT_DIR="out"), "best_base_model.pt: damaged")

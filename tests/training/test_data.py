@@ -29,7 +29,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distributed.topics import DOMAINS, OTHER, TOPICS, by_domain, said_once
+from distributed.topics import DOMAINS, OTHER, TOPICS, by_domain, without_repetitions
 from distributed.training.data import (
     Corpus,
     DataError,
@@ -104,7 +104,7 @@ def test_what_only_one_topic_says_is_kept_and_what_two_say_goes_to_the_longer() 
         "compound": long,
         "pass": "Nothing  happens.\n\nNothing happens.\n\nYet.",
     }
-    assert said_once(topics) == {"compound": long, "pass": "Nothing  happens.\n\nYet."}
+    assert without_repetitions(topics) == {"compound": long, "pass": "Nothing  happens.\n\nYet."}
 
 
 def test_every_topic_is_in_one_domain() -> None:
@@ -682,7 +682,7 @@ def good_bin(folder: Path) -> Path:
     [
         (empty, {}, r"empty\.txt: no text in this file"),
         (binary, {}, r"a\.zip: no text in this file.*\.bin"),
-        (pipe, {}, "pipe: neither a file nor a folder"),
+        (pipe, {}, "pipe: neither a file nor a directory"),
         (folder_without_text, {}, r"no text among 1 entries.*train\.bin"),
         (folder_with_a_dangling_link, {}, r"cannot read .*gone\.txt: No such file"),
         (lambda folder: folder / "nowhere", {}, "nowhere: it does not exist"),

@@ -78,7 +78,7 @@ STEPS = [
 def exchanged(rank: int, size: int, late: int, dtype: torch.dtype) -> list[list[StepStatus]]:
     """What this rank reads after each of the steps, and at last."""
     exchange = StatusExchange(rank, size, torch.device("cpu"))
-    exchange.late = late
+    exchange.delay = late
     read = []
     for step, (losses, stopping, failing, _) in enumerate(STEPS):
         loss = torch.tensor(losses[rank], dtype=dtype)
@@ -104,8 +104,8 @@ def readable(outcome: StepStatus) -> str:
 
 
 def test_only_a_gpu_is_read_late() -> None:
-    assert StatusExchange(0, 1, torch.device("cpu")).late == 0
-    assert StatusExchange(0, 1, torch.device("cuda")).late == 1
+    assert StatusExchange(0, 1, torch.device("cpu")).delay == 0
+    assert StatusExchange(0, 1, torch.device("cuda")).delay == 1
 
 
 # ---------------------------------------------------------------- who raises what
@@ -120,8 +120,8 @@ DISK = OSError("no space left")
         ((1,), (), 0, None, PeerFailed, "the loss of rank 1 on n1 is not finite (NaN or inf) at step 7; no checkpoint"),
         ((0, 2), (), 2, None, NonFiniteLoss, "the loss of rank 0 on n1, rank 2 on n2 is not finite"),
         ((), (2,), 2, DISK, OSError, "no space left"),
-        ((), (2,), 0, None, PeerFailed, "rank 2 on n2 failed at step 7: stopping with it"),
-        ((), (0, 2), 1, None, PeerFailed, "rank 0 on n1, rank 2 on n2 failed at step 7: stopping with it"),
+        ((), (2,), 0, None, PeerFailed, "rank 2 on n2 failed at step 7; stopping this rank"),
+        ((), (0, 2), 1, None, PeerFailed, "rank 0 on n1, rank 2 on n2 failed at step 7; stopping this rank"),
         ((1,), (2,), 2, DISK, OSError, "no space left"),
         ((1,), (2,), 1, None, PeerFailed, "rank 2 on n2 failed at step 7"),
     ],

@@ -25,7 +25,7 @@ import forked
 import pytest
 import torch
 
-from distributed.checkpoint.directory import Found, newest
+from distributed.checkpoint.directory import CheckpointInfo, newest
 
 KIT = Path(__file__).resolve().parents[2]
 TINY = """
@@ -102,7 +102,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     return Bench(tmp_path)
 
 
-def found(folder: Path) -> Found:
+def found(folder: Path) -> CheckpointInfo:
     checkpoint = newest(folder)
     assert checkpoint is not None
     return checkpoint
@@ -196,7 +196,7 @@ def test_killed_at_any_step_it_ends_as_if_never_stopped(bench: Bench, name: str)
             training.signal(signal.SIGKILL)
     last = bench.run(nproc, *said)
     assert last.returncode == 0, last.stderr
-    assert "going on from" in last.stdout
+    assert "resuming from" in last.stdout
     assert found(bench.folder / "checkpoints").step == 12
     assert weights(bench.folder / "checkpoints") == weights(bench.folder / "whole")
 
@@ -252,7 +252,7 @@ def test_a_run_that_max_restarts_restarted_is_bit_for_bit_one_never_stopped(benc
     ended = subprocess.run(words, env=env, timeout=SECONDS, text=True, capture_output=True, check=False)
     assert ended.returncode == 0, ended.stderr
     assert (bench.folder / "killed").exists()
-    assert "going on from" in ended.stdout
+    assert "resuming from" in ended.stdout
     assert content(bench.folder / "checkpoints") == content(bench.folder / "undisturbed")
 
 
@@ -264,7 +264,7 @@ def test_a_request_to_stop_ends_with_a_checkpoint_and_75(bench: Bench, number: s
         training.signal(number)
         stopped = done(training)
     assert stopped.returncode == 75, stopped
-    assert "run again to go on" in stopped.stdout
+    assert "run the same command to resume" in stopped.stdout
     step = found(bench.folder / "checkpoints").step
     assert 3 <= step < 2000
     again = bench.run(1, "train.steps=2000", f"train.steps={step + 1}")
@@ -288,7 +288,7 @@ def test_a_run_that_is_stopped_while_it_samples_has_finished(bench: Bench, strat
         training.signal(signal.SIGTERM, 1)
         stopped = done(training)
     assert stopped.returncode == 0, stopped
-    assert "stop request: all steps are done; no longer sample" in stopped.stdout
+    assert "stop request: all steps are done; sample shortened" in stopped.stdout
     assert "finished: 12 steps" in stopped.stdout
     assert found(bench.folder / "checkpoints").step == 12
 
@@ -363,7 +363,7 @@ def test_another_world_size_goes_on_from_the_same_checkpoint(bench: Bench, strat
 
 @pytest.mark.parametrize(
     ("strategy", "wrapped"),
-    [("ddp", "DistributedDataParallel of"), ("fsdp", "gathered in 2 parts; this rank's shards")],
+    [("ddp", "DistributedDataParallel of"), ("fsdp", "2 FSDP units; ")],
 )
 def test_debug_shows_what_decides_a_run(bench: Bench, strategy: str, wrapped: str) -> None:
     ended = bench.run(2, "train.steps=1", f"distributed.strategy={strategy}", "--log-level", "DEBUG")
@@ -498,7 +498,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_keys_that_differ(benc
     assert bench.run(1, "train.steps=2").returncode == 0
     ended = bench.run(1, "model.n_embd=32")
     assert ended.returncode == 2
-    assert "model.n_embd=32 (there 16)" in ended.stderr
+    assert "model.n_embd=32 (checkpoint: 16)" in ended.stderr
     assert found(bench.folder / "checkpoints").step == 2
 
 
@@ -512,7 +512,7 @@ def test_checkpoints_that_cannot_be_used_are_refused_and_stay(bench: Bench, npro
     assert refused.returncode == 2
     for rank in range(nproc):
         name = "train.py" if rank == 0 else f"train.py, rank {rank}"
-        assert f"{name}: {bench.folder}/checkpoints: checkpoints exist, and none can be used:\n" in refused.stderr
+        assert f"{name}: {bench.folder}/checkpoints: checkpoints exist, but none is usable:\n" in refused.stderr
     assert refused.stderr.count("/step_00000002/state.pt: 7 bytes instead of ") == nproc
     assert {path: path.stat().st_mtime_ns for path in bench.folder.glob("checkpoints/step*/**")} == before
 
@@ -520,7 +520,7 @@ def test_checkpoints_that_cannot_be_used_are_refused_and_stay(bench: Bench, npro
     subprocess.run(remedy, shell=True, check=True)
     anew = bench.run(nproc, "train.steps=2")
     assert anew.returncode == 0
-    assert "going on from" not in anew.stdout
+    assert "resuming from" not in anew.stdout
 
 
 def test_resume_never_does_not_mix_two_trainings(bench: Bench) -> None:
@@ -592,7 +592,7 @@ def test_a_job_resumes_in_its_output_directory(bench: Bench) -> None:
     again = bench.job(*FOLD, "--steps", "4")
     assert again.returncode == 0, again.stderr
     run = bench.folder / "experiments/exp1/fold1_compound-statements"
-    assert f"going on from {run}/checkpoints/step_00000002" in again.stdout
+    assert f"resuming from {run}/checkpoints/step_00000002" in again.stdout
     assert [(line["step"], line["steps"]) for line in events(run, "start", "resume")] == [(0, 2), (2, 4)]
     assert [line["run"] for line in events(run, "resume")] == [str(run)]
     assert not (bench.folder / "logs").exists()
@@ -639,7 +639,7 @@ def test_a_job_does_not_go_on_from_the_checkpoint_of_another_fold(bench: Bench) 
     assert bench.job(*FOLD, "--steps", "2").returncode == 0
     refused = bench.job(*FOLD, "--steps", "2", "--mode", "single")
     assert refused.returncode == 2
-    assert "is of another fold: data.mode=single (there heldout); name another prefix" in refused.stderr
+    assert "is of another fold: data.mode=single (checkpoint: heldout); set another prefix" in refused.stderr
 
 
 @pytest.mark.parametrize(
