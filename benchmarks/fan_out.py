@@ -25,9 +25,9 @@ ASK = KIT / "benchmarks/ask_nodes.sh"
 def run(*words: str) -> float:
     """Seconds that a command takes."""
     env = os.environ | {"PDSH_RCMD_TYPE": "ssh", "VIRTUAL_ENV": sys.prefix}
-    begun = time.monotonic()
+    started_at = time.monotonic()
     subprocess.run(words, env=env, check=True, stdin=subprocess.DEVNULL, capture_output=True)
-    return time.monotonic() - begun
+    return time.monotonic() - started_at
 
 
 def slowest_ssh(names: list[str]) -> float:

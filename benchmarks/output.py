@@ -40,13 +40,13 @@ def commands(script: Path, lines: int) -> dict[str, list[str]]:
 
 def seconds(command: list[str], folder: Path) -> tuple[float, int]:
     """How long the command takes, and how many lines it prints."""
-    begun = time.perf_counter()
+    started_at = time.perf_counter()
     with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         assert process.stdout
         printed = sum(block.count(b"\n") for block in iter(lambda: process.stdout.read(1 << 16), b""))
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, command)
-    return time.perf_counter() - begun, printed
+    return time.perf_counter() - started_at, printed
 
 
 def main() -> int:

@@ -32,7 +32,7 @@ from benchmarks.pairs import ratio_of
 from benchmarks.startup_slurm import ALLOCATION, STAMP
 
 STEPS = 20  # before the signal
-PATIENCE = 120.0  # seconds for whatever is waited for
+TIMEOUT = 120.0  # seconds for whatever is waited for
 CONFIG = str(KIT / "config/quickstart.yaml")
 WORDS = ["train.steps=100000", "train.evaluate_every=0", "checkpoint.every=0", "logging.every=1", "logging.sample=0"]
 BARE_JOB = """#!/usr/bin/env bash
@@ -41,7 +41,7 @@ srun --cpus-per-task="$SLURM_CPUS_PER_TASK" "$@"
 
 
 @dataclass(frozen=True)
-class Turn:
+class PreemptionSeconds:
     """Seconds."""
 
     first_step: float  # from the start of the batch script
@@ -51,7 +51,7 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class GoingOn:
+class Resumption:
     """What it was to go on."""
 
     first_step: float  # seconds from the start of the batch script to the first new step
@@ -60,10 +60,10 @@ class GoingOn:
 
 def wait_until(holds: Callable[[], bool], what: str) -> None:
     """Look for it ten times a second."""
-    end = time.monotonic() + PATIENCE
+    end = time.monotonic() + TIMEOUT
     while not holds():
         if time.monotonic() > end:
-            sys.exit(f"{what}: not within {PATIENCE:.0f} s")
+            sys.exit(f"{what}: not within {TIMEOUT:.0f} s")
         time.sleep(0.1)
 
 
@@ -82,7 +82,7 @@ def steps(run: Path) -> list[dict[str, Any]]:
     return [record for record in records(run) if "loss" in record]
 
 
-def going_on(run: Path) -> list[dict[str, Any]]:
+def steps_after_resume(run: Path) -> list[dict[str, Any]]:
     """The steps since the run was taken up again."""
     said = records(run)
     begin = next((place for place, record in enumerate(said) if record.get("event") == "resume"), len(said))
@@ -112,9 +112,9 @@ def end_of(files: list[int]) -> float:
         poll.register(file, select.POLLIN)
     left = set(files)
     while left:
-        ended = [file for file, _ in poll.poll(PATIENCE * 1000)]
+        ended = [file for file, _ in poll.poll(TIMEOUT * 1000)]
         if not ended:
-            sys.exit(f"{len(left)} processes of the job have not ended within {PATIENCE:.0f} s")
+            sys.exit(f"{len(left)} processes of the job have not ended within {TIMEOUT:.0f} s")
         for file in ended:
             poll.unregister(file)
             os.close(file)
@@ -125,7 +125,7 @@ def end_of(files: list[int]) -> float:
 # ---------------------------------------------------------------- the two sides
 
 
-class Sides:
+class PreemptionJobs:
     """What is compared, in a folder that all nodes share."""
 
     def __init__(self, folder: Path, env: Mapping[str, str]) -> None:
@@ -136,7 +136,7 @@ class Sides:
         (folder / "stamp.bash").write_text(STAMP)
         (folder / "bare.sh").write_text(BARE_JOB)
 
-    def bare(self) -> Turn:
+    def bare(self) -> PreemptionSeconds:
         """srun and no more."""
         python = [sys.executable, "-u", str(KIT / "train.py"), "--config", CONFIG]
         job = self._submit("bare.sh", *python, *WORDS)
@@ -146,7 +146,7 @@ class Sides:
         wait_for(job, self.env)
         return turn
 
-    def kit(self) -> tuple[Turn, GoingOn]:
+    def kit(self) -> tuple[PreemptionSeconds, Resumption]:
         """slurm_train.sh, and its next turn."""
         job = self._submit(
             str(KIT / "scripts/slurm/slurm_train.sh"), "--quiet", "--python", sys.executable, CONFIG, "--", *WORDS
@@ -154,9 +154,9 @@ class Sides:
         run = self.folder / f"logs/slurm-{job}"
         turn = self._signal(job, run)
         before = steps(run)
-        wait_until(lambda: bool(going_on(run)), "the next turn")
-        new = going_on(run)[0]
-        after = GoingOn(new["time"] - float(self.begun.read_text()), before[-1]["step"] + 1 - new["step"])
+        wait_until(lambda: bool(steps_after_resume(run)), "the next turn")
+        new = steps_after_resume(run)[0]
+        after = Resumption(new["time"] - float(self.begun.read_text()), before[-1]["step"] + 1 - new["step"])
         subprocess.run(["scancel", job], env=self.env, check=True)
         wait_for(job, self.env)
         return turn, after
@@ -172,7 +172,7 @@ class Sides:
     def _runs(self) -> list[Path]:
         return list(self.folder.glob("logs/train-*"))
 
-    def _signal(self, job: str, run: Path) -> Turn:
+    def _signal(self, job: str, run: Path) -> PreemptionSeconds:
         """Once it has done some steps."""
         wait_until(lambda: len(steps(run)) >= STEPS, f"step {STEPS}")
         first = steps(run)[0]["time"] - float(self.begun.read_text())
@@ -181,13 +181,13 @@ class Sides:
         subprocess.run(["scancel", "--signal=USR2", job], env=self.env, check=True)
         tasks_end, others_end = end_of(tasks), end_of(others)
         written = next(self._checkpoints().glob("step_*[0-9]")).stat().st_ctime  # a new name changes it
-        return Turn(first, written - begun, tasks_end - begun, max(tasks_end, others_end) - begun)
+        return PreemptionSeconds(first, written - begun, tasks_end - begun, max(tasks_end, others_end) - begun)
 
 
 # ---------------------------------------------------------------- the whole
 
 
-def report(pairs: list[tuple[Turn, Turn]], turns: list[GoingOn]) -> None:
+def report(pairs: list[tuple[PreemptionSeconds, PreemptionSeconds]], turns: list[Resumption]) -> None:
     """Medians and ratios."""
     names = {
         "checkpoint": "from the signal until the checkpoint is whole",
@@ -211,7 +211,7 @@ def main() -> int:
     os.environ.pop("PYTHONUNBUFFERED", None)
     pairs, turns = [], []
     with slurm(2, gpus=2) as (env, folder):
-        sides = Sides(folder, env)
+        sides = PreemptionJobs(folder, env)
         sides.bare()  # warms the page cache
         for turn in range(count):
             peer = sides.bare() if turn % 2 else None

@@ -55,10 +55,10 @@ def commands(script: Path, ranks: int) -> dict[str, list[str]]:
 
 def measure(command: list[str], folder: Path) -> Seconds:
     """Run the command once."""
-    told = folder / "told"
-    begun = time.time()
-    subprocess.run([*command, str(told)], cwd=folder, check=True, capture_output=True)
-    return Seconds(float(told.read_text()) - begun, time.time() - begun)
+    result = folder / "result"
+    started_at = time.time()
+    subprocess.run([*command, str(result)], cwd=folder, check=True, capture_output=True)
+    return Seconds(float(result.read_text()) - started_at, time.time() - started_at)
 
 
 def row(side: str, turns: Sequence[dict[str, Seconds]]) -> str:

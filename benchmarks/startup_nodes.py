@@ -25,10 +25,10 @@ from benchmarks.startup import SCRIPT
 RANKS = 2  # of each node
 
 
-def by_hand(names: list[str], script: Path, told: Path) -> float:
+def by_hand(names: list[str], script: Path, result: Path) -> float:
     """Seconds with plain torchrun, started on each node over ssh."""
     port = str(random.randint(20_000, 29_999))
-    begun = time.time()
+    started_at = time.time()
     started = []
     for rank, name in enumerate(names):
         torchrun = [
@@ -41,20 +41,20 @@ def by_hand(names: list[str], script: Path, told: Path) -> float:
             str(rank),
         ]
         torchrun += ["--nproc-per-node", str(RANKS), "--master-addr", names[0], "--master-port", port]
-        line = shlex.join(["env", "OMP_NUM_THREADS=1", *torchrun, str(script), str(told)])
+        line = shlex.join(["env", "OMP_NUM_THREADS=1", *torchrun, str(script), str(result)])
         started.append(subprocess.Popen(["ssh", name, line], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
     if any(process.wait() for process in started):
         sys.exit("a torchrun failed")
-    return float(told.read_text()) - begun
+    return float(result.read_text()) - started_at
 
 
-def by_launcher(names: list[str], script: Path, told: Path) -> float:
+def by_launcher(names: list[str], script: Path, result: Path) -> float:
     """Seconds with one command of the kit."""
     launch = [str(KIT / "scripts/ssh/launch_torchrun_auto.sh"), "--quiet", "--python", sys.executable]
-    launch += ["--env", "OMP_NUM_THREADS=1", "--script", str(script), "-", str(RANKS), *names, "--", str(told)]
-    begun = time.time()
+    launch += ["--env", "OMP_NUM_THREADS=1", "--script", str(script), "-", str(RANKS), *names, "--", str(result)]
+    started_at = time.time()
     subprocess.run(launch, cwd=script.parent, check=True, capture_output=True)
-    return float(told.read_text()) - begun
+    return float(result.read_text()) - started_at
 
 
 def main() -> int:
@@ -64,13 +64,13 @@ def main() -> int:
     turns = options.parse_args().turns
     os.environ.pop("PYTHONUNBUFFERED", None)
     with nodes(3) as (names, folder):
-        script, told = folder / "first.py", folder / "told"
+        script, result = folder / "first.py", folder / "result"
         script.write_text(SCRIPT)
-        by_launcher(names, script, told)  # warm the page cache
+        by_launcher(names, script, result)  # warm the page cache
         pairs = []
         for turn in range(turns):
             sides = [by_hand, by_launcher] if turn % 2 else [by_launcher, by_hand]
-            seconds = {side.__name__: side(names, script, told) for side in sides}
+            seconds = {side.__name__: side(names, script, result) for side in sides}
             pairs.append((seconds["by_hand"], seconds["by_launcher"]))
             print(
                 "by hand {:5.2f} s   launcher {:5.2f} s   ratio {:.2f}".format(*pairs[-1], pairs[-1][1] / pairs[-1][0])

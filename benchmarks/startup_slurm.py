@@ -38,54 +38,54 @@ unset BASH_ENV
 
 
 @dataclass(frozen=True)
-class Start:
+class StartupSeconds:
     """Seconds to the first all-reduce."""
 
     from_sbatch: float
     from_batch_script: float
 
 
-class Sides:
+class StartupJobs:
     """What is compared, in a folder that all nodes share."""
 
     def __init__(self, folder: Path, env: Mapping[str, str]) -> None:
         self.folder = folder
-        self.told, self.begun = folder / "told", folder / "begun"
-        self.env = {**env, "BASH_ENV": f"{folder}/stamp.bash", "BEGUN": str(self.begun)}
+        self.result, self.started = folder / "result", folder / "started"
+        self.env = {**env, "BASH_ENV": f"{folder}/stamp.bash", "BEGUN": str(self.started)}
         (folder / "logs").mkdir()
         (folder / "stamp.bash").write_text(STAMP)
         (folder / "first.py").write_text(SCRIPT)
         (folder / "bare.py").write_text(BARE_SCRIPT)
         (folder / "bare.sh").write_text(BARE_JOB)
 
-    def bare(self) -> Start:
+    def bare(self) -> StartupSeconds:
         """A batch script of one line."""
-        return self._submit("bare.sh", sys.executable, "bare.py", str(self.told))
+        return self._submit("bare.sh", sys.executable, "bare.py", str(self.result))
 
-    def srun(self) -> Start:
+    def srun(self) -> StartupSeconds:
         """The kit's, with a task a rank."""
         return self._kit(LAUNCHER="srun")
 
-    def torchrun(self) -> Start:
+    def torchrun(self) -> StartupSeconds:
         """The kit's, with an agent a node."""
         return self._kit(LAUNCHER="torchrun")
 
-    def _kit(self, **env: str) -> Start:
+    def _kit(self, **env: str) -> StartupSeconds:
         script = str(KIT / "scripts/slurm/slurm_train.sh")
-        words = ["--quiet", "--python", sys.executable, "--script", "first.py", "-", "--", str(self.told)]
+        words = ["--quiet", "--python", sys.executable, "--script", "first.py", "-", "--", str(self.result)]
         return self._submit(script, *words, **env)
 
-    def _submit(self, *job: str, **env: str) -> Start:
+    def _submit(self, *job: str, **env: str) -> StartupSeconds:
         files = ["--output=logs/slurm-%j.out", "--error=logs/slurm-%j.out"]
-        self.told.unlink(missing_ok=True)
-        begun = time.time()
+        self.result.unlink(missing_ok=True)
+        started = time.time()
         number = submit([*ALLOCATION, *files, *job], self.folder, {**self.env, **env})
         wait_for(number, self.env)
-        end = float(self.told.read_text())
-        return Start(end - begun, end - float(self.begun.read_text()))
+        end = float(self.result.read_text())
+        return StartupSeconds(end - started, end - float(self.started.read_text()))
 
 
-def report(turns: list[dict[str, Start]]) -> None:
+def report(turns: list[dict[str, StartupSeconds]]) -> None:
     """The kit's two launchers against the bare srun, pair by pair."""
     for what in ("from_batch_script", "from_sbatch"):
         seconds = {side: [vars(turn[side])[what] for turn in turns] for side in turns[0]}
@@ -102,7 +102,7 @@ def main() -> int:
     os.environ.pop("PYTHONUNBUFFERED", None)
     turns = []
     with slurm(2, gpus=2) as (env, folder):
-        sides = Sides(folder, env)
+        sides = StartupJobs(folder, env)
         order = [sides.bare, sides.srun, sides.torchrun]
         for turn in range(count + 1):
             order = order[1:] + order[:1]

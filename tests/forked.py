@@ -22,7 +22,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-PATIENCE = 60.0  # seconds
+TIMEOUT = 60.0  # seconds
 NOTHING: Mapping[str, str] = {}
 
 _context = multiprocessing.get_context("forkserver")
@@ -32,7 +32,7 @@ _context.set_forkserver_preload(["pytest", "hypothesis", "torch", "torch._dynamo
 
 def ranks(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """What `function(rank, size, *args)` returns on each rank of a gloo world; an error there is one here."""
-    end = time.monotonic() + PATIENCE
+    end = time.monotonic() + TIMEOUT
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         store = Path(folder, "store")
         started = [stack.enter_context(running(_as_rank, rank, size, store, function, args)) for rank in range(size)]
@@ -87,7 +87,7 @@ def _as_rank(
 
 
 @dataclass(frozen=True)
-class Told:
+class RankResult:
     """What one rank said, and how it ended."""
 
     code: int | None  # -n for a signal
@@ -96,18 +96,20 @@ class Told:
 
 
 @dataclass(frozen=True)
-class Launch:
+class ForkedRun:
     """Ranks that have been started, and what they say."""
 
     folder: Path
     ranks: dict[int, BaseProcess]
 
-    def told(self, *but: int) -> dict[int, Told]:
+    def results(self, *but: int) -> dict[int, RankResult]:
         """What all have said; waits for them, but for those that are known never to end."""
         for rank, process in self.ranks.items():
             if rank not in but:
                 process.join(150)
-        return {rank: Told(process.exitcode, self.out(rank), self.err(rank)) for rank, process in self.ranks.items()}
+        return {
+            rank: RankResult(process.exitcode, self.out(rank), self.err(rank)) for rank, process in self.ranks.items()
+        }
 
     def out(self, rank: int = 0) -> str:
         """What a rank has said up to now."""
@@ -118,10 +120,10 @@ class Launch:
 
     def wait_for(self, text: str) -> None:
         """Until rank 0 has said that."""
-        end = time.monotonic() + PATIENCE
+        end = time.monotonic() + TIMEOUT
         while text not in self.out():
             assert self.ranks[0].is_alive(), f"it ended without {text!r}: {self.out()}{self.err()}"
-            assert time.monotonic() < end, f"no {text!r} in {PATIENCE} s: {self.out()}{self.err()}"
+            assert time.monotonic() < end, f"no {text!r} in {TIMEOUT} s: {self.out()}{self.err()}"
             time.sleep(0.01)
 
     def signal(self, number: int, *some: int) -> None:
@@ -135,7 +137,7 @@ class Launch:
 @contextmanager
 def launched(
     size: int, function: Callable[..., None], *args: Any, only: Sequence[int] = (), env: Mapping[str, str] = NOTHING
-) -> Iterator[Launch]:
+) -> Iterator[ForkedRun]:
     """Ranks (only these, or all) that call `function(rank, *args)`, in this working folder and with the environment
     that torchrun would give them on one machine. Those that still run are killed when the block is left."""
     port = _free_port()
@@ -146,7 +148,7 @@ def launched(
             begun = running(_as_launched, Path(folder), os.getcwd(), place, function, args)
             started[rank], pipe = stack.enter_context(begun)
             assert pipe.recv() == "ready"
-        yield Launch(Path(folder), started)
+        yield ForkedRun(Path(folder), started)
 
 
 def _as_launched(
@@ -164,10 +166,10 @@ def script(rank: int, name: str, *words: str) -> None:
     """For launched(): be `python NAME WORDS...`, as the kit's agent makes it of a warm process."""
     import torch
 
-    from distributed.agent.worker import Script, work
+    from distributed.agent.worker import Script, run_script
 
     torch.set_num_threads(1)
-    work(Script(name, words, is_module=False, path=tuple(sys.path[1:])))
+    run_script(Script(name, words, is_module=False, path=tuple(sys.path[1:])))
 
 
 def _place(rank: int, size: int, port: int) -> dict[str, str]:

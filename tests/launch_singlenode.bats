@@ -146,8 +146,8 @@ END
   printf '# a comment\nB=from a file $x\n' >env.txt
   make_secret
   watch_command_lines
-  cores=$(cd "$KIT" && "$VIRTUAL_ENV/bin/python" -c 'from distributed.host.resources import look_at_cores
-print(max(1, int(look_at_cores().usable)))')
+  cores=$(cd "$KIT" && "$VIRTUAL_ENV/bin/python" -c 'from distributed.host.resources import read_cores
+print(max(1, int(read_cores().usable)))')
   unset OMP_NUM_THREADS
   run --separate-stderr "$LAUNCH" --agent torchrun --env 'A=1 2' --env-file env.txt --env SEEN=yes \
     --env-file secrets.env -m mod - 1 -- 'x y'

@@ -37,13 +37,13 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.launcher import api as launcher
 
 from distributed.agent import failure_records
-from distributed.agent.fork_server import ForkServer, ForkServerError, Process, signals
-from distributed.agent.membership import End, Membership, RendezvousFailed
+from distributed.agent.fork_server import ForkedProcess, ForkServer, ForkServerError, signals
+from distributed.agent.membership import Membership, RendezvousFailed, RunEnd
 from distributed.agent.rendezvous import Rendezvous, log
-from distributed.agent.worker import Rank, Script
+from distributed.agent.worker import RankSpec, Script
 from distributed.exit_codes import STOPPED
 
-POLL = 0.1  # seconds between two checks of the ranks, when none has exited
+POLL_INTERVAL = 0.1  # seconds between two checks of the ranks, when none has exited
 REPORT_GRACE = 1.0  # seconds between the first failure and SIGTERM, in which other ranks may write their own record
 TERM_GRACE = 3.0  # seconds between SIGTERM and SIGKILL after a failure
 STOP_GRACE = 30.0  # seconds in which the other ranks may save their state, when one has stopped on request
@@ -52,7 +52,7 @@ BLOCK = 1 << 20  # bytes of a rank's output that are read at once
 
 
 @dataclass(frozen=True)
-class Failure:
+class RankFailure:
     """A rank that exited with another code than 0."""
 
     rank: int
@@ -67,13 +67,13 @@ class Failure:
 class Handler:
     """A rank's process with the interface of torchrun's SubprocessHandler."""
 
-    proc: Process
+    proc: ForkedProcess
 
     def close(self, death_sig: signal.Signals) -> None:
         self.proc.signal(death_sig)
 
 
-class Ranks(SubprocessContext):
+class ForkedRanks(SubprocessContext):
     """torchrun's processes of one attempt, forked instead of started."""
 
     server: ForkServer
@@ -81,7 +81,7 @@ class Ranks(SubprocessContext):
 
     def _start(self) -> None:
         ranks = [
-            Rank(self.script, {**os.environ, **self.envs[n]}, self.stdouts[n], self.stderrs[n])
+            RankSpec(self.script, {**os.environ, **self.envs[n]}, self.stdouts[n], self.stderrs[n])
             for n in range(self.nprocs)
         ]
         signals.defer(STOP_SIGNALS)  # torchrun's handlers raise wherever the agent is
@@ -99,8 +99,8 @@ class Agent(LocalElasticAgent):
 
     def __init__(self, spec: WorkerSpec, *args: Any, **options: Any) -> None:
         super().__init__(spec, *args, **options)
-        self.failures: dict[int, Failure] = {}  # by local rank
-        self.ended_well: list[int] = []  # ranks that exited with 0 before any was asked to stop
+        self.failures: dict[int, RankFailure] = {}  # by local rank
+        self.succeeded: list[int] = []  # ranks that exited with 0 before any was asked to stop
         if isinstance(spec.rdzv_handler, StaticTCPRendezvous):
             spec.rdzv_handler = self.rendezvous = Rendezvous(spec.rdzv_handler, self.script)
         Agent.latest = self
@@ -110,7 +110,7 @@ class Agent(LocalElasticAgent):
         """In a run of several nodes."""
         return self.rendezvous.membership if self.rendezvous else None
 
-    def end_of_run(self) -> End | None:
+    def end_of_run(self) -> RunEnd | None:
         """Why the run of several nodes cannot go on, here or elsewhere."""
         return self.membership.end() if self.membership else None
 
@@ -121,32 +121,34 @@ class Agent(LocalElasticAgent):
         first = self._first_failure()
         return first.exit_code if first else 1
 
-    def failed(self) -> int:
+    def exchange_records(self) -> int:
         """Exchange failure records with the other nodes, write theirs, and return the exit code of the run."""
         if self.membership and (end := self.membership.end()):
             self._write_record(end.node if end.lost else None)
             self.membership.leave(self._records(), collect=True)
             for records in self.membership.records.values():
-                failure_records.keep(records)
+                failure_records.write_missing(records)
         return self.exit_code()
 
-    def stopped_by(self, number: int) -> int:
+    def handle_stop_signal(self, number: int) -> int:
         """The agent received this signal, and its ranks have exited: stop the other nodes. Returns the exit code."""
         self.reap_ranks(ended_by_agent=True)
-        if not self.end_of_run() and self._all_ended_well():
+        if not self.end_of_run() and self._all_succeeded():
             return 0
         if self.end_of_run():  # the run was ending already, and the launcher stops what is left of it
-            return self.failed()
-        return self.leave(STOPPED if self.all_stopped() else 128 + number, f"received {signal.Signals(number).name}")
+            return self.exchange_records()
+        return self.end_run(
+            STOPPED if self.all_stopped_on_request() else 128 + number, f"received {signal.Signals(number).name}"
+        )
 
-    def leave(self, code: int, reason: str) -> int:
+    def end_run(self, code: int, reason: str) -> int:
         """End the run on the other nodes, without waiting for their records. Returns the exit code."""
         if self.membership:
-            self.membership.report_end(End(failure_records.node_name(), code, reason))
+            self.membership.report_end(RunEnd(failure_records.node_name(), code, reason))
             self.membership.leave(self._records())
         return code
 
-    def all_stopped(self) -> bool:
+    def all_stopped_on_request(self) -> bool:
         """Whether every rank that failed did so on request, with a checkpoint written."""
         return {failure.exit_code for failure in self.failures.values()} == {STOPPED}
 
@@ -160,10 +162,10 @@ class Agent(LocalElasticAgent):
             rank = self._worker_group.workers[local_rank].global_rank
             if not ended_by_agent and code != STOPPED:
                 sys.stderr.write(f"agent: rank {rank} (pid {process.pid}) ended with exit code {code}\n")
-            self.failures[local_rank] = Failure(rank, local_rank, process.pid, time.time(), code, ended_by_agent)
+            self.failures[local_rank] = RankFailure(rank, local_rank, process.pid, time.time(), code, ended_by_agent)
         if not ended_by_agent:
             workers = zip(self._worker_group.workers, self._processes(), strict=False)
-            self.ended_well = [worker.global_rank for worker, process in workers if process.returncode == 0]
+            self.succeeded = [worker.global_rank for worker, process in workers if process.returncode == 0]
         if self.failures:
             self._write_record()
 
@@ -176,13 +178,13 @@ class Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         with signals.held():
             # An exit is seen when it happens: of two failures a moment apart, the first is known.
-            Ranks.server.wakeup.wait(POLL)
+            ForkedRanks.server.wakeup.wait(POLL_INTERVAL)
             self.reap_ranks()
             if first := self._first_failure():
                 if self.membership:
                     reason = f"rank {first.rank} ended with exit code {first.exit_code}"
-                    self.membership.report_end(End(failure_records.node_name(), first.exit_code, reason))
-                self._stop_ranks(self.all_stopped())
+                    self.membership.report_end(RunEnd(failure_records.node_name(), first.exit_code, reason))
+                self._stop_ranks(self.all_stopped_on_request())
             elif not self.failures and (end := self.end_of_run()):
                 cause = f"{end.node}: connection lost" if end.lost else f"{end.node} ends the run ({end.reason})"
                 log(f"{cause}; stopping the ranks of this node")
@@ -197,7 +199,7 @@ class Agent(LocalElasticAgent):
 
     # -------- ours
 
-    def _all_ended_well(self) -> bool:
+    def _all_succeeded(self) -> bool:
         """Whether all ranks of the run have exited with 0, though this node was asked to stop."""
         processes = self._processes()
         if not processes or any(process.reap() != 0 for process in processes):
@@ -207,20 +209,20 @@ class Agent(LocalElasticAgent):
         except TimeoutError:
             return False
 
-    def _first_failure(self) -> Failure | None:
+    def _first_failure(self) -> RankFailure | None:
         own = [failure for failure in self.failures.values() if not failure.ended_by_agent]
         return min(own, key=lambda failure: failure.time, default=None)
 
     def _records(self) -> failure_records.Records:
-        return failure_records.of_this_node(failure.rank for failure in self.failures.values())
+        return failure_records.read_own_records(failure.rank for failure in self.failures.values())
 
     def _write_record(self, lost: str | None = None) -> None:
         failures = [asdict(failure) for _, failure in sorted(self.failures.items())]
-        failure_records.write_of_node(failures, self.ended_well, lost)
+        failure_records.write_node_record(failures, self.succeeded, lost)
 
-    def _processes(self) -> list[Process]:
+    def _processes(self) -> list[ForkedProcess]:
         context = self._pcontext
-        handlers = context.subprocess_handlers if isinstance(context, Ranks) else {}
+        handlers = context.subprocess_handlers if isinstance(context, ForkedRanks) else {}
         return [handler.proc for handler in handlers.values()]  # type: ignore[misc]
 
     def _stop_ranks(self, on_request: bool) -> None:
@@ -237,7 +239,7 @@ class Agent(LocalElasticAgent):
         """Until all ranks have exited, but no longer than that."""
         end = time.monotonic() + seconds
         while any(process.reap() is None for process in self._processes()) and (left := end - time.monotonic()) > 0:
-            Ranks.server.wakeup.wait(left)
+            ForkedRanks.server.wakeup.wait(left)
             signals.handle()
 
 
@@ -330,10 +332,10 @@ def _replace_in_torchrun(script: Script, server: ForkServer) -> None:
         return lambda *words: launcher.launch_agent(config, script.name, [])
 
     torchrun.elastic_launch = launch  # type: ignore[assignment, misc]
-    Agent.script = Ranks.script = script
-    Ranks.server = server
+    Agent.script = ForkedRanks.script = script
+    ForkedRanks.server = server
     launcher.LocalElasticAgent = Agent  # type: ignore[misc]
-    elastic_multiprocessing.SubprocessContext = Ranks  # type: ignore[misc]
+    elastic_multiprocessing.SubprocessContext = ForkedRanks  # type: ignore[misc]
     tail_log.tail_logfile = follow
     # They would print a failed worker's traceback a second time, and that the agent was asked to stop.
     for name in ("multiprocessing.api", "agent.server.api"):
@@ -345,13 +347,13 @@ def _run(options: argparse.Namespace) -> int:
         torchrun.run(options)
     except SignalException as error:
         _ignore_stop_signals()
-        return Agent.latest.stopped_by(int(error.sigval))
+        return Agent.latest.handle_stop_signal(int(error.sigval))
     except RendezvousFailed as failure:
         log(str(failure))
         return failure.exit_code
     except ForkServerError as error:
         log(str(error))
-        return Agent.latest.leave(1, str(error))
+        return Agent.latest.end_run(1, str(error))
     except ChildFailedError:
         pass
     except DistError:  # the store is gone, because the other nodes have ended
@@ -361,7 +363,7 @@ def _run(options: argparse.Namespace) -> int:
         if not Agent.latest.end_of_run():
             return 0
     _ignore_stop_signals()
-    return Agent.latest.failed()
+    return Agent.latest.exchange_records()
 
 
 def _ignore_stop_signals() -> None:

@@ -27,7 +27,7 @@ def node_name() -> str:
     return os.environ.get("MUSTER_NODE") or socket.gethostname()
 
 
-def write_of_rank(code: int, error: BaseException) -> None:
+def write_rank_record(code: int, error: BaseException) -> None:
     """The record of this rank, which exits with this code because of this error."""
     if not _directory():
         return
@@ -46,19 +46,21 @@ def write_of_rank(code: int, error: BaseException) -> None:
     _write(f"rank_{rank}.json", record)
 
 
-def write_of_node(failures: Sequence[Mapping[str, Any]], ended_well: Sequence[int], lost: str | None = None) -> None:
+def write_node_record(
+    failures: Sequence[Mapping[str, Any]], ended_well: Sequence[int], lost: str | None = None
+) -> None:
     """The record of this node's agent: ranks that failed, ranks that exited with 0, and the node that it lost."""
     record = {"node": node_name(), "deaths": list(failures), "ended_well": list(ended_well), "lost": lost}
     _write(f"node_{node_name()}.json", {name: value for name, value in record.items() if value or name == "deaths"})
 
 
-def of_this_node(ranks: Iterable[int]) -> Records:
+def read_own_records(ranks: Iterable[int]) -> Records:
     """The records of this node and of these ranks of it."""
     names = [f"node_{node_name()}.json", *(f"rank_{rank}.json" for rank in ranks)]
     return {name: record for name in names if (record := _read(name))}
 
 
-def keep(records: Records) -> None:
+def write_missing(records: Records) -> None:
     """Write the records of other nodes, except those that these have written themselves: into a shared directory."""
     for name, record in records.items():
         if not _read(name):

@@ -77,7 +77,7 @@ class Signals:
 signals = Signals()  # of this process
 
 
-class Process:
+class ForkedProcess:
     """A child of this process, with the methods of subprocess.Popen that torchrun calls."""
 
     def __init__(self, pid: int, wakeup: Wakeup) -> None:
@@ -140,7 +140,7 @@ class ForkServer:
     """
 
     def __init__(self, run: Callable[[Any], None]) -> None:
-        self._channel, far_end = Pipe()
+        self._channel, child_end = Pipe()
         self._returncode: int | None = None
         agent = os.getpid()
         gc.freeze()  # no later collection visits what is here already, nor copies the memory that it lies in
@@ -148,25 +148,25 @@ class ForkServer:
             self.pid = os.fork()
             if self.pid == 0:
                 self._channel.close()
-                _serve(far_end, run, agent, mask)
-        far_end.close()
+                _serve(child_end, run, agent, mask)
+        child_end.close()
         self.wakeup = Wakeup()
 
-    def fork(self, orders: Sequence[Any]) -> list[Process]:
-        """Start one process for each order, all or none. Raises ForkServerError."""
+    def fork(self, tasks: Sequence[Any]) -> list[ForkedProcess]:
+        """Start one process for each task, all or none. Raises ForkServerError."""
         adopt_orphans()
         try:
-            self._channel.send(orders)
+            self._channel.send(tasks)
             pids, error = self._channel.recv()
         except (OSError, EOFError):
             raise ForkServerError(self._end()) from None
         finally:
             adopt_orphans(False)
-        processes = [Process(pid, self.wakeup) for pid in pids]
+        processes = [ForkedProcess(pid, self.wakeup) for pid in pids]
         if error:
             for process in processes:
                 process.signal(signal.SIGKILL)
-            wanted = f"{len(orders)} process{'es' * (len(orders) != 1)}"
+            wanted = f"{len(tasks)} process{'es' * (len(tasks) != 1)}"
             raise ForkServerError(f"its fork server (pid {self.pid}) cannot start {wanted}: {error}")
         return processes
 
@@ -199,7 +199,7 @@ def signals_blocked() -> Iterator[set[int]]:
 
 
 def _serve(channel: Connection, run: Callable[[Any], None], agent: int, mask: set[int]) -> NoReturn:
-    """Answer each list of orders with (process ids, error), until the agent has closed the channel."""
+    """Answer each list of tasks with (process ids, error), until the agent has closed the channel."""
     die_with_parent(agent, signal.SIGKILL)
     _close_inherited(channel.fileno())
     with contextlib.suppress(OSError, EOFError):
@@ -217,10 +217,10 @@ def _close_inherited(kept: int) -> None:
 
 
 def _start(
-    orders: Sequence[Any], channel: Connection, run: Callable[[Any], None], agent: int, mask: set[int]
+    tasks: Sequence[Any], channel: Connection, run: Callable[[Any], None], agent: int, mask: set[int]
 ) -> tuple[list[int], str]:
     """Fork the starter, which forks the processes. When it has exited they are the agent's children."""
-    near_end, far_end = Pipe(duplex=False)
+    near_end, child_end = Pipe(duplex=False)
     try:
         starter = os.fork()
     except OSError as error:
@@ -229,18 +229,18 @@ def _start(
         pids: list[int] = []
         refused = ""
         try:
-            for order in orders:
+            for task in tasks:
                 pid = os.fork()
                 if pid == 0:
-                    for end in (channel, near_end, far_end):
+                    for end in (channel, near_end, child_end):
                         end.close()
-                    _become(order, run, agent, mask)
+                    _run_task(task, run, agent, mask)
                 pids.append(pid)
         except OSError as error:
             refused = str(error)
-        far_end.send((pids, refused))
+        child_end.send((pids, refused))
         os._exit(0)
-    far_end.close()
+    child_end.close()
     with near_end:
         try:
             answer: tuple[list[int], str] = near_end.recv()
@@ -250,7 +250,7 @@ def _start(
     return answer
 
 
-def _become(order: Any, run: Callable[[Any], None], agent: int, mask: set[int]) -> NoReturn:
+def _run_task(task: Any, run: Callable[[Any], None], agent: int, mask: set[int]) -> NoReturn:
     """In a new process: a session of its own; the agent's end becomes a request to stop; then `run`."""
     try:
         starter = os.getppid()
@@ -259,7 +259,7 @@ def _become(order: Any, run: Callable[[Any], None], agent: int, mask: set[int]) 
             time.sleep(0.001)
         die_with_parent(agent, signal.SIGTERM)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        run(order)
+        run(task)
     except BaseException:  # noqa: BLE001 (nothing may unwind into the server's frames)
         traceback.print_exc()
     finally:

@@ -30,7 +30,7 @@ NATIVE = re.compile(
     "|TORCH_(ALLOW_TF32_CUBLAS_OVERRIDE|(BLAS|LINALG|ROCM_FA)_PREFER_.*|CPP_LOG_LEVEL|CUSTOM_TERMINATE"
     "|DISTRIBUTED_DEBUG|SHOW_CPP_STACKTRACES|SYMMMEM|VITAL)"
 )
-READERS = ("torch", "numpy")
+READ_ENVIRONMENT_AT_IMPORT = ("torch", "numpy")
 
 
 class Preload:
@@ -43,7 +43,7 @@ class Preload:
         self.read: set[str] = set()  # variables of the environment
 
     @contextmanager
-    def recorded(self) -> Iterator[None]:
+    def record_environment_reads(self) -> Iterator[None]:
         """Record which variables are read inside."""
         kind: Any = type(os.environ)
         read = self.read
@@ -63,7 +63,7 @@ class Preload:
         """Whether a change of this variable comes too late. Those of the system, like HOME, have no underscore."""
         return bool(NATIVE.fullmatch(name)) or (name in self.read and "_" in name.strip("_"))
 
-    def hide(self) -> Hidden:
+    def hide(self) -> HiddenModules:
         """Make sys.modules and warnings.filters those of a fresh interpreter."""
         kept = self.fresh | {"__main__"}
         modules = {
@@ -71,12 +71,12 @@ class Preload:
         }
         added = [entry for entry in warnings.filters if entry not in self.filters]
         warnings.filters[:] = self.filters  # type: ignore[index]
-        hidden = Hidden(self, modules, added)
+        hidden = HiddenModules(self, modules, added)
         sys.meta_path.insert(0, hidden)
         return hidden
 
 
-class Hidden:
+class HiddenModules:
     """A finder of sys.meta_path that gives hidden modules to whoever imports them, in any thread."""
 
     def __init__(self, preload: Preload, modules: dict[str, ModuleType], filters: Sequence[Any]) -> None:
@@ -90,29 +90,33 @@ class Hidden:
         removed = name in self._shown and name not in sys.modules  # by the script, to import it anew
         if module is None or removed or target is not None:  # importlib.reload() has a target
             return None
-        found = self._found_by_others(name, path)
-        if not _is_from(module, found):
+        found = self._find_with_other_finders(name, path)
+        if not _is_same_module(module, found):
             self._forget(name)
             return found
         if found is None:  # its package has made it
             found = ModuleSpec(name, None, is_package=hasattr(module, "__path__"))
-        found.loader = Reuse(self, found.loader)  # type: ignore[assignment]
+        found.loader = HiddenLoader(self, found.loader)  # type: ignore[assignment]
         return found
 
-    def take(self, name: str) -> ModuleType:
+    def load(self, name: str) -> ModuleType:
         """The hidden module, for a script that imports it."""
-        if name in READERS:
+        if name in READ_ENVIRONMENT_AT_IMPORT:
             self._warn_of_changes(name)
         if name == "torch":  # its import brings all of them
             self.reveal()
         module = self._modules[name]
-        self._show(self._family(name))
+        self._show(self._with_submodules(name))
         return module
 
     def reveal(self) -> None:
         """Show all that is hidden."""
         for name, module in list(self._modules.items()):
-            if "." not in name and name not in sys.modules and not _is_from(module, self._found_by_others(name)):
+            if (
+                "." not in name
+                and name not in sys.modules
+                and not _is_same_module(module, self._find_with_other_finders(name))
+            ):
                 self._forget(name)
         self._show(list(self._modules))
         warnings.filters[:0] = self._filters  # type: ignore[index]
@@ -126,7 +130,7 @@ class Hidden:
                 sys.modules.setdefault(name, self._modules[name])
                 self._shown.add(name)
 
-    def _found_by_others(self, name: str, path: Any = None) -> ModuleSpec | None:
+    def _find_with_other_finders(self, name: str, path: Any = None) -> ModuleSpec | None:
         for finder in sys.meta_path:
             find = getattr(finder, "find_spec", None)
             if finder is not self and find and (found := find(name, path, None)):
@@ -134,10 +138,10 @@ class Hidden:
         return None
 
     def _forget(self, name: str) -> None:
-        for member in self._family(name):
+        for member in self._with_submodules(name):
             self._modules.pop(member, None)
 
-    def _family(self, name: str) -> list[str]:
+    def _with_submodules(self, name: str) -> list[str]:
         """With the modules inside of a package, and the second name that multiprocessing gives to __main__."""
         more = "__mp_main__" if name == "multiprocessing" else name
         return [member for member in list(self._modules) if member in (name, more) or member.startswith(f"{name}.")]
@@ -154,17 +158,17 @@ class Hidden:
                 )
 
 
-class Reuse:
+class HiddenLoader:
     """A loader that gives a hidden module. To everybody who only asks about the module it is the module's own."""
 
-    def __init__(self, hidden: Hidden, loader: Any) -> None:
+    def __init__(self, hidden: HiddenModules, loader: Any) -> None:
         self._hidden, self._loader = hidden, loader
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        module = self._hidden.take(spec.name)
+        module = self._hidden.load(spec.name)
         self._spec = getattr(module, "__spec__", None)
         return module
 
@@ -172,7 +176,7 @@ class Reuse:
         module.__spec__ = self._spec  # the import has replaced it
 
 
-def _is_from(module: ModuleType, found: ModuleSpec | None) -> bool:
+def _is_same_module(module: ModuleType, found: ModuleSpec | None) -> bool:
     """Whether the module is the one that was found. One that no finder finds was made by its package."""
     known = getattr(module, "__spec__", None)
     if found is None or known is None or found.origin == known.origin:

@@ -23,12 +23,20 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStore
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from distributed.agent.failure_records import node_name
-from distributed.agent.membership import RUN, Facts, Membership, RendezvousFailed, Run, publish, read_run
+from distributed.agent.membership import (
+    RUN_KEY,
+    MemberFacts,
+    Membership,
+    PublishedRun,
+    RendezvousFailed,
+    publish,
+    read_run,
+)
 from distributed.agent.worker import Script
 
-UNNAMED = "none"  # torchrun's run id when it was given none
-CONNECTING = 5.0  # seconds for one attempt to connect
-OWNER_ANSWERS = 5.0  # seconds in which the owner of a port that is in use may say who it is
+NO_RUN_ID = "none"  # torchrun's run id when it was given none
+CONNECT_TIMEOUT = 5.0  # seconds for one attempt to connect
+OWNER_TIMEOUT = 5.0  # seconds in which the owner of a port that is in use may say who it is
 
 
 class Rendezvous(StaticTCPRendezvous):
@@ -42,8 +50,8 @@ class Rendezvous(StaticTCPRendezvous):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for all nodes. Raises RendezvousFailed when one does not join, or this node is refused."""
-        facts = facts_of_node(self.script, self.world_size)
-        run_name = "" if self.run_id == UNNAMED else self.run_id
+        facts = member_facts(self.script, self.world_size)
+        run_name = "" if self.run_id == NO_RUN_ID else self.run_id
         if self.rank == 0:
             run_name = run_name or Path(os.environ.get("MUSTER_RUN_DIR", "")).name or uuid.uuid4().hex
             self._store = self._store or self._serve()
@@ -56,12 +64,12 @@ class Rendezvous(StaticTCPRendezvous):
             RendezvousStoreInfo(self.master_addr, self.master_port),
         )
 
-    def _gather(self, run_name: str, facts: Facts) -> Run:
+    def _gather(self, run_name: str, facts: MemberFacts) -> PublishedRun:
         if self.membership:  # of the previous attempt
             self.membership.close()
         address, names = f"{self.master_addr}:{self.master_port}", os.environ.get("MUSTER_NODES", "").split()
         self.membership = Membership(self.rank, self.world_size, facts, address, self._connect, run_name, names)
-        return self.membership.gather(self.timeout.total_seconds(), log)
+        return self.membership.wait_for_all(self.timeout.total_seconds(), log)
 
     def _serve(self) -> TCPStore:
         try:
@@ -78,23 +86,23 @@ class Rendezvous(StaticTCPRendezvous):
         if self.rank == 0 and self._store:
             return self._store
         # TCPStore cannot be interrupted while it connects, and prints a long trace when it fails.
-        socket.create_connection((self.master_addr, self.master_port), CONNECTING).close()
+        socket.create_connection((self.master_addr, self.master_port), CONNECT_TIMEOUT).close()
         self._store = self._tcp_store(is_master=False)
         return self._store
 
-    def _owner(self) -> Run | None:
+    def _owner(self) -> PublishedRun | None:
         """The run that listens at this port. A program that is no store may never answer."""
-        found: list[Run | None] = []
+        found: list[PublishedRun | None] = []
 
         def ask() -> None:
             with suppress(RuntimeError):  # it is no store, has just ended, or belongs to no run
                 store = self._tcp_store(is_master=False)
-                store.wait([RUN], timedelta(seconds=OWNER_ANSWERS))  # it may have started just now
+                store.wait([RUN_KEY], timedelta(seconds=OWNER_TIMEOUT))  # it may have started just now
                 found.append(read_run(store))
 
         asking = threading.Thread(target=ask, daemon=True)
         asking.start()
-        asking.join(OWNER_ANSWERS)
+        asking.join(OWNER_TIMEOUT)
         return found[0] if found else None
 
     def _tcp_store(self, is_master: bool) -> TCPStore:
@@ -104,12 +112,12 @@ class Rendezvous(StaticTCPRendezvous):
             self.world_size,
             is_master=is_master,
             timeout=self.timeout,
-            wait_for_workers=False,  # Membership.gather waits, and reports for which nodes
+            wait_for_workers=False,  # Membership.wait_for_all waits, and reports for which nodes
             multi_tenant=True,
         )
 
 
-def facts_of_node(script: Script, nodes: int) -> dict[str, str]:
+def member_facts(script: Script, nodes: int) -> dict[str, str]:
     """The name of this node, and what must be the same on all nodes of a run."""
     facts = {"node": node_name(), "NNODES": str(nodes), "PyTorch": torch.__version__}
     if not script.is_module:

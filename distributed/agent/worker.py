@@ -36,12 +36,12 @@ from types import ModuleType
 from typing import Any, NoReturn, TextIO
 
 from distributed.agent import failure_records
-from distributed.agent.preloaded import Hidden, Preload
+from distributed.agent.preloaded import HiddenModules, Preload
 from distributed.host import stacks
 
 IMPORTLIB = ("<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>")
 LOST_OUTPUT = 120  # exit code of an interpreter that could not write what was printed
-BEFORE_THE_SCRIPT = (__file__, runpy.__file__, "<frozen runpy>", *IMPORTLIB)  # the first frames of a traceback
+LAUNCH_FRAMES = (__file__, runpy.__file__, "<frozen runpy>", *IMPORTLIB)  # the first frames of a traceback
 PR_SET_MM, PR_SET_MM_MAP = 35, 14  # prctl(2)
 
 
@@ -67,7 +67,7 @@ class Script:
 
 
 @dataclass(frozen=True)
-class Rank:
+class RankSpec:
     """A rank that the agent starts."""
 
     script: Script
@@ -76,7 +76,7 @@ class Rank:
     stderr: str
 
 
-def start(preload: Preload, rank: Rank) -> NoReturn:
+def run_rank(preload: Preload, rank: RankSpec) -> NoReturn:
     """Be this rank. To be called in a new process, by the fork server."""
     for path, number in ((rank.stdout, 1), (rank.stderr, 2)):
         if path:
@@ -85,10 +85,10 @@ def start(preload: Preload, rank: Rank) -> NoReturn:
             os.close(file)
     os.environ.clear()
     os.environ.update(rank.environment)
-    work(rank.script, preload, os.path.dirname(rank.stdout))
+    run_script(rank.script, preload, os.path.dirname(rank.stdout))
 
 
-def work(script: Script, preload: Preload | None = None, output: str = "") -> NoReturn:
+def run_script(script: Script, preload: Preload | None = None, output: str = "") -> NoReturn:
     """Be `python script arguments...` in this process, to its end. output: directory of its output files, if any."""
     process = os.getpid()
     inherited = dict(sys.modules)
@@ -121,7 +121,7 @@ def become_main(script: Script) -> None:
     _set_command_line(sys.orig_argv, os.environ)
     first = os.getcwd() if script.is_module else os.path.dirname(os.path.realpath(script.name))
     sys.path[:] = [*([] if getattr(sys.flags, "safe_path", False) else [first]), *script.path]
-    _remove_our_modules()
+    _remove_own_modules()
     multiprocessing.current_process().authkey = os.urandom(32)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
@@ -167,7 +167,7 @@ def _unbuffered(stream: TextIO, number: int) -> TextIO:
     return text
 
 
-def _remove_our_modules() -> None:
+def _remove_own_modules() -> None:
     """With `import distributed` a script may mean Dask's, or another version of ours; and it has its own __main__."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "distributed"]:
         del sys.modules[name]
@@ -224,13 +224,13 @@ def _exit_code(code: object) -> int:
 def _report(error: BaseException, keep: bool) -> int:
     """Print the traceback as the interpreter would, without our frames. keep: also as a failure record."""
     trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename in BEFORE_THE_SCRIPT:
+    while trace is not None and trace.tb_frame.f_code.co_filename in LAUNCH_FRAMES:
         trace = trace.tb_next
     _finish_line()
     sys.excepthook(type(error), error.with_traceback(trace), trace)
     interrupted = isinstance(error, KeyboardInterrupt)
     if keep:  # not that of a fork of the rank
-        failure_records.write_of_rank(128 + signal.SIGINT if interrupted else 1, error)
+        failure_records.write_rank_record(128 + signal.SIGINT if interrupted else 1, error)
     return -signal.SIGINT if interrupted else 1
 
 
@@ -268,12 +268,14 @@ def _finalise(inherited: Mapping[str, ModuleType]) -> None:
     sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__
     for name in ("last_type", "last_value", "last_traceback", "last_exc"):
         vars(sys).pop(name, None)
-    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, Hidden)]  # refers to __main__
+    sys.meta_path[:] = [
+        finder for finder in sys.meta_path if not isinstance(finder, HiddenModules)
+    ]  # refers to __main__
     # As the interpreter does, while everything is still reachable: the next collection then finalises objects from the
     # outer to the inner. In the order of creation a file is closed before its buffer is written.
     gc.collect()
     own = [name for name, module in sys.modules.items() if inherited.get(name) is not module and not _installed(module)]
-    left = [weakref.ref(_Names(vars(sys.modules.pop(name)))) for name in own]
+    left = [weakref.ref(_ModuleNames(vars(sys.modules.pop(name)))) for name in own]
     gc.collect()
     for reference in reversed(left):
         if (found := reference()) is not None:
@@ -281,7 +283,7 @@ def _finalise(inherited: Mapping[str, ModuleType]) -> None:
     gc.collect()
 
 
-class _Names:
+class _ModuleNames:
     """The names of a module, alive as long as they are: a function in a signal handler, or a hook, keeps them alive."""
 
     def __init__(self, names: dict[str, Any]) -> None:

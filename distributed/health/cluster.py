@@ -60,7 +60,7 @@ def facts_of(reply: Reply) -> FullNodeFacts | str:
     """What the node reported, or why there is nothing."""
     value = reply.value()
     if value is None:
-        return reply.why_none()
+        return reply.failure_message()
     try:
         return rebuilt(value)
     except (TypeError, KeyError) as error:

@@ -22,14 +22,14 @@ class Lookup:
 
 
 @dataclass(frozen=True)
-class Names:
+class NameLookups:
     host: str
     outward: str  # the address other machines would see; empty: there is only loopback
     forward: Lookup
     reverse: tuple[Lookup, ...]
 
 
-def look_up_names() -> Names:
+def look_up_names() -> NameLookups:
     """What the host's own name leads to, and what its addresses lead back to, all looked up at once."""
     host, outward = socket.gethostname(), outward_address()
     addresses = dict.fromkeys(address for address in ("127.0.0.1", outward) if address)
@@ -37,7 +37,7 @@ def look_up_names() -> Names:
         {host: lambda: forward_lookup(host)}
         | {address: lambda address=address: reverse_lookup(address) for address in addresses}
     )
-    return Names(host, outward, forward, tuple(reverse))
+    return NameLookups(host, outward, forward, tuple(reverse))
 
 
 def forward_lookup(host: str) -> tuple[str, ...]:

@@ -18,15 +18,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from distributed.host.dns import Names, look_up_names
-from distributed.host.gpus import Gpus, look_at_gpus, owner
+from distributed.host.dns import NameLookups, look_up_names
+from distributed.host.gpus import Gpus, owner, query_gpus
 from distributed.host.identity import user
 from distributed.host.interpreter import (
     Interpreter,
     Package,
     Torch,
-    ask_torch,
     find_shadows,
+    probe_torch,
     required_packages,
     which_python,
 )
@@ -44,16 +44,16 @@ from distributed.host.resources import (
     Limits,
     Memory,
     Space,
-    look_at_cores,
-    look_at_limits,
-    look_at_memory,
-    look_at_space,
+    read_cores,
+    read_limits,
+    read_memory,
+    read_space,
 )
 from distributed.host.system import KIT, PROC, SYS, read, run_program
 
 PROGRAMS = ("ssh", "rsync", "tmux", "pdsh", "srun")
 # What torch, NCCL, gloo, OpenMP and Python's imports listen to, and nothing that could be a secret.
-SPEAKING = re.compile(
+REPORTED_VARIABLES = re.compile(
     r"(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)|NODE_RANK|MASTER_(ADDR|PORT)|OMP_NUM_THREADS|PYTHONPATH"
     r"|(TORCHELASTIC|PET|CUDA|NCCL|TORCH_NCCL|GLOO)_\w+"
 )
@@ -74,7 +74,7 @@ class Clock:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunProcesses:
     folder: str
     pids: tuple[int, ...]
     user: str = ""  # the owner of these processes
@@ -98,13 +98,13 @@ class Facts:
     cores: Cores
     limits: Limits
     port: Port
-    names: Names
+    names: NameLookups
     interfaces: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)  # what speaks to torch, NCCL, gloo, OpenMP
     shadows: tuple[str, ...] = ()  # files that are imported in place of a library
     clock: Clock = Clock(0)
     programs: Mapping[str, str] = field(default_factory=dict)  # name -> path, empty: not here
-    runs: tuple[Run, ...] = ()
+    runs: tuple[RunProcesses, ...] = ()
     user: str = ""  # who asks
 
 
@@ -134,22 +134,22 @@ def gather(folder: Path, logs: Path, port: int, env: Mapping[str, str] = os.envi
         folder=str(folder),
         container=in_container(),
         interpreter=which_python(sys.executable, env),
-        torch=ask_torch(sys.executable),
+        torch=probe_torch(sys.executable),
         packages=required_packages(KIT / "requirements.txt"),
-        gpus=look_at_gpus(),
-        memory=look_at_memory(),
+        gpus=query_gpus(),
+        memory=read_memory(),
         disks=(
-            look_at_space("working folder", folder),
-            look_at_space("logs", logs),
-            look_at_space("/tmp", Path("/tmp")),
+            read_space("working folder", folder),
+            read_space("logs", logs),
+            read_space("/tmp", Path("/tmp")),
         ),
-        shm=look_at_space("/dev/shm", Path("/dev/shm")),
-        cores=look_at_cores(),
-        limits=look_at_limits(),
+        shm=read_space("/dev/shm", Path("/dev/shm")),
+        cores=read_cores(),
+        limits=read_limits(),
         port=Port(port, port_is_free(port), listener(port), ephemeral_range()),
         names=look_up_names(),
         interfaces=tuple(name for _, name in socket.if_nameindex()),
-        environment={name: value for name, value in sorted(env.items()) if SPEAKING.fullmatch(name)},
+        environment={name: value for name, value in sorted(env.items()) if REPORTED_VARIABLES.fullmatch(name)},
         shadows=find_shadows(folder, env.get("PYTHONPATH", "")),
         clock=Clock(time.time(), clock_is_synchronised()),
         programs={name: shutil.which(name) or "" for name in PROGRAMS},
@@ -176,7 +176,7 @@ def clock_is_synchronised() -> bool | None:
     return {"yes": True, "no": False}.get(answer)
 
 
-def find_runs(proc: Path = PROC) -> tuple[Run, ...]:
+def find_runs(proc: Path = PROC) -> tuple[RunProcesses, ...]:
     """Processes of runs of this kit: their launchers gave them MUSTER_RUN_DIR. Our own run is not counted."""
     found: dict[str, list[int]] = {}
     for process in proc.glob("[0-9]*"):
@@ -184,6 +184,8 @@ def find_runs(proc: Path = PROC) -> tuple[Run, ...]:
             found.setdefault(marker[1], []).append(int(process.name))
     found.pop(os.environ.get("MUSTER_RUN_DIR", ""), None)
     return tuple(
-        Run(folder, tuple(sorted(pids)), owner(pids[0], proc), os.path.isfile(os.path.join(folder, "run.json")))
+        RunProcesses(
+            folder, tuple(sorted(pids)), owner(pids[0], proc), os.path.isfile(os.path.join(folder, "run.json"))
+        )
         for folder, pids in sorted(found.items())
     )

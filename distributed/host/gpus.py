@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from distributed.host.system import GIB, MIB, PROC, SYS, Output, read, run_program
+from distributed.host.system import GIB, MIB, PROC, SYS, ProgramOutput, read, run_program
 
 NVIDIA_LIMIT = 20.0  # seconds; a driver without persistence mode takes some for each GPU
 GPU_FIELDS = (
@@ -61,9 +61,9 @@ class Gpus:
 # ---------------------------------------------------------------- nvidia-smi
 
 
-def look_at_gpus(dev: Path = Path("/dev"), sys_folder: Path = SYS) -> Gpus:
+def query_gpus(dev: Path = Path("/dev"), sys_directory: Path = SYS) -> Gpus:
     """The GPUs and who uses them, as nvidia-smi reports."""
-    hardware = nvidia_cards(sys_folder)
+    hardware = nvidia_cards(sys_directory)
     if not shutil.which("nvidia-smi"):
         return Gpus(hardware=hardware, devices=device_files(dev))
     output = query("gpu", GPU_FIELDS)
@@ -80,7 +80,7 @@ def look_at_gpus(dev: Path = Path("/dev"), sys_folder: Path = SYS) -> Gpus:
     )
 
 
-def query(what: str, fields: str) -> Output:
+def query(what: str, fields: str) -> ProgramOutput:
     return run_program(["nvidia-smi", f"--query-{what}={fields}", "--format=csv,noheader,nounits"], NVIDIA_LIMIT)
 
 
@@ -143,9 +143,9 @@ def owner(pid: int, proc: Path = PROC) -> str:
 # ---------------------------------------------------------------- the kernel
 
 
-def nvidia_cards(sys_folder: Path) -> int:
+def nvidia_cards(sys_directory: Path) -> int:
     """NVIDIA's display and compute cards on the PCI bus, whether a driver knows them or not."""
-    devices = sys_folder.glob("bus/pci/devices/*")
+    devices = sys_directory.glob("bus/pci/devices/*")
     return sum(read(card / "vendor") == "0x10de" and read(card / "class").startswith("0x03") for card in devices)
 
 
@@ -169,7 +169,7 @@ def visible(setting: str | None, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
     if setting is not None:
         seen, words = [], [word.strip() for word in setting.split(",")]
         for word in words:
-            if not (gpu := named(word, gpus)):
+            if not (gpu := find_gpu(word, gpus)):
                 break
             seen.append(gpu)
         if len(set(words[: len(seen)])) < len(seen):
@@ -178,7 +178,7 @@ def visible(setting: str | None, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
     return tuple(sliced[:1] or seen)
 
 
-def named(word: str, gpus: Sequence[Gpu]) -> Gpu | None:
+def find_gpu(word: str, gpus: Sequence[Gpu]) -> Gpu | None:
     if word.startswith("MIG-"):
         found = [gpu for gpu in gpus if gpu.mig]
     elif word.startswith("GPU-"):
@@ -190,7 +190,7 @@ def named(word: str, gpus: Sequence[Gpu]) -> Gpu | None:
 
 def main() -> int:
     """Print how many GPUs this shell may use."""
-    gpus = look_at_gpus()
+    gpus = query_gpus()
     if gpus.error:
         sys.stderr.write(f"{gpus.error}\n")
     print(len(visible(os.environ.get("CUDA_VISIBLE_DEVICES"), gpus.devices)))

@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from distributed.host.system import KIT, Output, read, run_program
+from distributed.host.system import KIT, ProgramOutput, read, run_program
 
 TORCH_LIMIT = 120.0  # seconds for `import torch`, which a cold network disk makes long
 
@@ -61,7 +61,7 @@ def which_python(executable: str, env: Mapping[str, str]) -> Interpreter:
     )
 
 
-TORCH_QUESTIONS = """
+TORCH_PROBE = """
 import json, sys, time, warnings
 sys.path[:] = [folder for folder in sys.path if folder]
 warnings.simplefilter("always")
@@ -88,12 +88,12 @@ print(json.dumps({
 """
 
 
-def ask_torch(python: str, limit: float = TORCH_LIMIT) -> Torch:
+def probe_torch(python: str, limit: float = TORCH_LIMIT) -> Torch:
     """What PyTorch says of itself, asked in a process of its own: a broken one is a fact, not a crash."""
     version = installed("torch")
     if not version:
         return Torch()
-    output = run_program([python, "-c", TORCH_QUESTIONS], limit)
+    output = run_program([python, "-c", TORCH_PROBE], limit)
     if output.code != 0:
         return Torch(version, error=import_error(output))
     told: dict[str, Any] = json.loads(output.out.splitlines()[-1])
@@ -101,7 +101,7 @@ def ask_torch(python: str, limit: float = TORCH_LIMIT) -> Torch:
     return Torch(version, **told)
 
 
-def import_error(output: Output) -> str:
+def import_error(output: ProgramOutput) -> str:
     if output.code is not None and output.code < 0:
         return f"Python dies of {signal.Signals(-output.code).name} while importing it"
     return (output.error.strip().splitlines() or [f"Python exits with {output.code}"])[-1]

@@ -17,7 +17,7 @@ from pathlib import Path
 from distributed.host.system import PROC, read
 
 PORTS = range(20_000, 30_000)  # to choose from; below the usual ephemeral ones
-MAX_SHOWN = 100  # characters of a command line in a message
+MAX_COMMAND_LENGTH = 100  # characters of a command line in a message
 SIOCGIFADDR, SIOCGIFMTU = 0x8915, 0x8921  # linux/sockios.h: the address of an interface, and its MTU
 
 
@@ -60,10 +60,11 @@ def listener(port: int, proc: Path = PROC) -> str:
         with suppress(OSError):
             if os.readlink(link) in sockets:
                 process = link.parents[1]
-                words = read(process / "cmdline").replace("\0", " ").strip()
-                command = f"pid {process.name} ({words if len(words) <= MAX_SHOWN else f'{words[:MAX_SHOWN]}...'})"
+                command = read(process / "cmdline").replace("\0", " ").strip()
+                if len(command) > MAX_COMMAND_LENGTH:
+                    command = f"{command[:MAX_COMMAND_LENGTH]}..."
                 run = re.search(r"(?:^|\0)MUSTER_RUN_DIR=[^\0]*?([^/\0]+)/*(?:\0|$)", read(process / "environ"))
-                return f"{command} of run {run[1]}" if run else command
+                return f"pid {process.name} ({command})" + (f" of run {run[1]}" if run else "")
     return ""
 
 
@@ -118,17 +119,17 @@ def interface_to(host: str) -> str:
 
 def address_of_interface(name: str) -> str:
     """Its IPv4 address; empty when it has none."""
-    answer = ask_interface(name, SIOCGIFADDR)
+    answer = interface_ioctl(name, SIOCGIFADDR)
     return socket.inet_ntoa(answer[20:24]) if answer else ""
 
 
 def mtu_of_interface(name: str) -> int:
     """The most bytes that it sends in a packet; 0 when that is not known."""
-    answer = ask_interface(name, SIOCGIFMTU)
+    answer = interface_ioctl(name, SIOCGIFMTU)
     return int(struct.unpack_from("i", answer, 16)[0]) if answer else 0
 
 
-def ask_interface(name: str, question: int) -> bytes:
+def interface_ioctl(name: str, question: int) -> bytes:
     """What the kernel says of it, a struct ifreq; empty when it says nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
         return fcntl.ioctl(probe.fileno(), question, struct.pack("256s", name.encode()[:15]))

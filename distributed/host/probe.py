@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from distributed.host.gpus import Gpus, look_at_gpus, visible
+from distributed.host.gpus import Gpus, query_gpus, visible
 from distributed.host.identity import machine, versions
 from distributed.host.network import (
     address_of,
@@ -24,7 +24,7 @@ from distributed.host.network import (
     own_addresses,
     port_is_free,
 )
-from distributed.host.replies import NodeFacts, framed
+from distributed.host.replies import NodeFacts, format_reply
 from distributed.host.system import KIT
 
 TYPE_CHECKING = False
@@ -49,7 +49,7 @@ def probe(
         files: that the ranks will read.
         gpus: of this machine, where they are known already.
     """
-    gpus = gpus or look_at_gpus()
+    gpus = gpus or query_gpus()
     begun = time.monotonic()
     master = address_of(nodes[0])
     seconds = time.monotonic() - begun
@@ -106,7 +106,7 @@ def main(words: Sequence[str] | None = None) -> int:
         if options.folder
         else probe(options.nodes, options.port or None, options.file)
     )
-    sys.stdout.write(framed(asdict(found)))
+    sys.stdout.write(format_reply(asdict(found)))
     return 0
 
 

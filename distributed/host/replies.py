@@ -75,7 +75,7 @@ class Reply:
         marked = [line for line in self.out.splitlines() if line.startswith(MARK)]
         return json.loads(marked[-1].removeprefix(MARK)) if marked else None
 
-    def why_none(self) -> str:
+    def failure_message(self) -> str:
         """Why there is no value, and the remedy."""
         if self.code == UNFIT and (fault := [line for line in self.err.splitlines() if NODE_ENV in line]):
             return fault[-1]  # in_node_env.sh has added the remedy
@@ -85,7 +85,7 @@ class Reply:
         return message.format(name=self.node, said=said)
 
 
-def framed(value: Any) -> str:
+def format_reply(value: Any) -> str:
     """A reply as a node prints it."""
     return MARK + json.dumps(value) + "\n"
 

@@ -14,7 +14,7 @@ MIB, GIB = 2**20, 2**30  # bytes
 
 
 @dataclass(frozen=True)
-class Output:
+class ProgramOutput:
     """What a program printed, and its exit code."""
 
     code: int | None  # None: the program is not there, or did not end in time
@@ -22,7 +22,7 @@ class Output:
     error: str = ""
 
 
-def run_program(command: Sequence[str], limit: float) -> Output:
+def run_program(command: Sequence[str], limit: float) -> ProgramOutput:
     """Run a program for at most `limit` seconds.
 
     One that waits inside a broken driver cannot be killed: it is left alone.
@@ -32,15 +32,15 @@ def run_program(command: Sequence[str], limit: float) -> Output:
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
     except OSError as error:
-        return Output(None, "", f"{command[0]}: {error.strerror}")
+        return ProgramOutput(None, "", f"{command[0]}: {error.strerror}")
     try:
         out, err = process.communicate(timeout=limit)
     except subprocess.TimeoutExpired:
         process.kill()
         with suppress(subprocess.TimeoutExpired):
             process.communicate(timeout=1)
-        return Output(None, "", f"no answer within {limit:g} s")
-    return Output(process.returncode, out, err)
+        return ProgramOutput(None, "", f"no answer within {limit:g} s")
+    return ProgramOutput(process.returncode, out, err)
 
 
 def read(path: Path) -> str:

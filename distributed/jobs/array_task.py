@@ -107,8 +107,8 @@ def take_order(attempt: str, array: str) -> Facts | None:
 
 def carried(environment: dict[str, str]) -> dict[str, str]:
     """What of the environment of the call a job gets on its node, as a job of sbatch does."""
-    foreign = {os.fsdecode(name) for name in supervisor.FOREIGN} | set(PLACES)
-    prefixes = (*OF_SLURM, *map(os.fsdecode, supervisor.FOREIGN_PREFIXES))
+    foreign = {os.fsdecode(name) for name in supervisor.STALE_VARIABLES} | set(PLACES)
+    prefixes = (*OF_SLURM, *map(os.fsdecode, supervisor.STALE_PREFIXES))
     return {name: value for name, value in environment.items() if name not in foreign and not name.startswith(prefixes)}
 
 
@@ -143,7 +143,7 @@ class SlurmSupervisor(supervisor.Supervisor):
         self._leave = max(1.0, kill_wait - max(2.0, kill_wait / 5))  # so that the exit code can still be written
         self._signalled = False
 
-    def take_signal(self, number: int) -> None:
+    def handle_signal(self, number: int) -> None:
         """SLURM's. It sends SIGKILL itself, also to this process: a second signal does not hasten that."""
         self._signalled = True
         self.stop()
@@ -196,7 +196,7 @@ def run(attempt: str, order: Facts) -> int:
     owner = order.get("owner") or os.path.basename(attempt).rpartition(".")[0]
     host.claim(order["env"]["MUSTER_OUTPUT_DIR"], owner, order["script"])
     words = ["--dir", attempt, "--name", SERVER, "--detach"]
-    options = supervisor.Options([*words, "--", *order["command"]])
+    options = supervisor.SupervisorOptions([*words, "--", *order["command"]])
     os.makedirs(os.path.dirname(options.files.record), exist_ok=True)
     os.chdir(order["workdir"])
     given, own = blocks(order, dict(os.environ))
@@ -279,7 +279,7 @@ def main(words: list[str]) -> int:
         return WRONG_CALL
     try:
         return work(words[0])
-    except supervisor.Refused as refused:
+    except supervisor.SupervisorError as refused:
         message: object = refused.args[1]
     except host.HostError as error:
         message = error

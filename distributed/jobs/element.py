@@ -241,7 +241,7 @@ class Element(host.Attempt):
             self.cancel_at = self.since
         elif not self.has_ended():
             asked = self._ask("kill" if kill else "stop")
-            wait = (0.0 if kill else self.grace) + 2 * supervisor.UNRESPONSIVE if asked else 0.0
+            wait = (0.0 if kill else self.grace) + 2 * supervisor.UNRESPONSIVE_TIMEOUT if asked else 0.0
             self.cancel_at = min(self.cancel_at, time.monotonic() + wait)
 
     def _ask(self, request: str) -> bool:

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed.files import KIT, write_file
-from distributed.host.gpus import look_at_gpus
+from distributed.host.gpus import query_gpus
 from distributed.jobs import config, host
 from distributed.jobs.base_cache import Cache
 from distributed.jobs.dispatcher import Event, NotStarted, Order, Refused, Unreachable
@@ -416,7 +416,7 @@ class LocalServer(HostServer):
 
 def local_server(launch: Launch, slots: int | None, gpus: list[int] | None = None) -> LocalServer:
     """This machine's GPUs or, without any, `slots` CPU slots (default: half as many as cores)."""
-    devices = [gpu.index for gpu in look_at_gpus().devices] if gpus is None else gpus
+    devices = [gpu.index for gpu in query_gpus().devices] if gpus is None else gpus
     cpus = slots or max(1, len(os.sched_getaffinity(0)) // 2)
     said: dict[str, Any] = (
         {"gpu_ids": devices, "slots_per_gpu": slots or 1} if devices else {"gpus": 0, "slots_per_gpu": cpus}

@@ -21,10 +21,10 @@ from pathlib import Path
 
 from distributed.exit_codes import UNFIT
 from distributed.host.network import address_of_interface, address_towards
-from distributed.host.replies import framed, read
+from distributed.host.replies import format_reply, read
 from distributed.nodelist import fold
 
-SECONDS = 3.0  # for a connection: a packet may be lost once
+CONNECT_TIMEOUT = 3.0  # for a connection: a packet may be lost once
 REMEDY = "open TCP between the nodes, on all ports above 1023 (firewall, security group, network policy)"
 
 
@@ -35,7 +35,7 @@ def listen(nodes: Sequence[str], env: Mapping[str, str] = os.environ) -> int:
     """Listen until standard input ends. The reply is the address and the port."""
     address = listening_address(nodes, env)
     with socket.create_server(("", 0), backlog=1024) as server:  # nobody need accept: a connection is the answer
-        sys.stdout.write(framed([address, server.getsockname()[1]]))
+        sys.stdout.write(format_reply([address, server.getsockname()[1]]))
         sys.stdout.flush()
         sys.stdin.read()
     return 0
@@ -51,13 +51,13 @@ def listening_address(nodes: Sequence[str], env: Mapping[str, str]) -> str:
     return next((address for address in ways if address and not address.startswith("127.")), at_ssh)
 
 
-async def try_all(places: Mapping[str, tuple[str, int]], seconds: float = SECONDS) -> dict[str, str]:
+async def connect_to_all(places: Mapping[str, tuple[str, int]], seconds: float = CONNECT_TIMEOUT) -> dict[str, str]:
     """For each of these places why no connection was made; empty when it was."""
-    troubles = await asyncio.gather(*(trouble_to(host, port, seconds) for host, port in places.values()))
-    return dict(zip(places, troubles, strict=True))
+    errors = await asyncio.gather(*(connection_error(host, port, seconds) for host, port in places.values()))
+    return dict(zip(places, errors, strict=True))
 
 
-async def trouble_to(host: str, port: int, seconds: float) -> str:
+async def connection_error(host: str, port: int, seconds: float) -> str:
     try:
         _, connection = await asyncio.wait_for(asyncio.open_connection(host, port), seconds)
     except asyncio.TimeoutError:
@@ -72,51 +72,53 @@ async def trouble_to(host: str, port: int, seconds: float) -> str:
 
 
 @dataclass(frozen=True)
-class Gap:
+class FailedConnection:
     """Nodes that cannot connect to another one, all for the same reason."""
 
     nodes: tuple[str, ...]
     to: str
     address: str
-    trouble: str
+    error: str
 
     def __str__(self) -> str:
-        firewall = ": a firewall between them?" if self.trouble.startswith("no answer") else ""
-        return f"{fold(self.nodes)} cannot connect to {self.to} ({self.address}): {self.trouble}{firewall}"
+        firewall = ": a firewall between them?" if self.error.startswith("no answer") else ""
+        return f"{fold(self.nodes)} cannot connect to {self.to} ({self.address}): {self.error}{firewall}"
 
 
-def gaps(tried: Mapping[str, Mapping[str, str]], places: Mapping[str, tuple[str, int]]) -> list[Gap]:
+def failed_connections(
+    tried: Mapping[str, Mapping[str, str]], places: Mapping[str, tuple[str, int]]
+) -> list[FailedConnection]:
     """Every connection that was not made.
 
     Args:
         tried: node -> the other node -> why no connection was made, empty when it was.
     """
     found: dict[tuple[str, str], tuple[str, ...]] = {}
-    for node, troubles in tried.items():
-        for other, trouble in troubles.items():
-            if trouble and other != node:
-                found[other, trouble] = (*found.get((other, trouble), ()), node)
-    return [Gap(nodes, to, places[to][0], trouble) for (to, trouble), nodes in found.items()]
+    for node, errors in tried.items():
+        for other, error in errors.items():
+            if error and other != node:
+                found[other, error] = (*found.get((other, error), ()), node)
+    return [FailedConnection(nodes, to, places[to][0], error) for (to, error), nodes in found.items()]
 
 
-def read_places(folder: Path, nodes: Sequence[str]) -> dict[str, tuple[str, int]]:
+def read_addresses(folder: Path, nodes: Sequence[str]) -> dict[str, tuple[str, int]]:
     """Where each node that replied listens."""
     values = {node: read(folder, node).value() for node in nodes}
     return {node: (value[0], value[1]) for node, value in values.items() if value}
 
 
-def read_gaps(folder: Path, nodes: Sequence[str]) -> list[Gap]:
-    """The gaps between the nodes that replied: FOLDER/listening and FOLDER/trying hold the replies."""
+def read_failed_connections(folder: Path, nodes: Sequence[str]) -> list[FailedConnection]:
+    """The failed_connections between the nodes that replied: FOLDER/listening and FOLDER/trying hold the replies."""
     tried = {node: read(folder / "trying", node).value() or {} for node in nodes}
-    return gaps(tried, read_places(folder / "listening", nodes))
+    return failed_connections(tried, read_addresses(folder / "listening", nodes))
 
 
 def judge(folder: Path, nodes: Sequence[str]) -> list[str]:
     """Each node that has not replied, with the reason; when all have, each gap."""
     replies = [read(folder / question, node) for node in nodes for question in ("listening", "trying")]
-    if silent := {reply.node: reply.why_none() for reply in reversed(replies) if reply.value() is None}:
+    if silent := {reply.node: reply.failure_message() for reply in reversed(replies) if reply.value() is None}:
         return [f"{node}: {silent[node]}" for node in nodes if node in silent]
-    return [f"{gap}; {REMEDY}" for gap in read_gaps(folder, nodes)]
+    return [f"{gap}; {REMEDY}" for gap in read_failed_connections(folder, nodes)]
 
 
 # ---------------------------------------------------------------- the program
@@ -128,13 +130,13 @@ def main(words: Sequence[str] | None = None) -> int:
     if options.verb == "listen":
         return listen(options.nodes)
     if options.verb == "try":
-        sys.stdout.write(framed(asyncio.run(try_all(dict(options.places)))))
+        sys.stdout.write(format_reply(asyncio.run(connect_to_all(dict(options.places)))))
     elif options.verb == "judge":
         faults = judge(options.folder, options.nodes)
         sys.stderr.write("".join(f"connectivity: {fault}\n" for fault in faults))
         return UNFIT if faults else 0
     else:
-        for node, (address, port) in read_places(options.folder, options.nodes).items():
+        for node, (address, port) in read_addresses(options.folder, options.nodes).items():
             print(f"{node}={address}:{port}")
     return 0
 

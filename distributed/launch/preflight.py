@@ -25,7 +25,7 @@ from distributed.launch.comparison import (
     same_machines,
 )
 
-SLOW = 1.0  # seconds for a look-up
+SLOW_LOOKUP = 1.0  # seconds for a look-up
 
 
 def judge(
@@ -44,11 +44,11 @@ def judge(
         f"{name}: looking up '{master}' took {node.seconds:.1f} s, and every connection asks: mend its resolver, "
         f"or put {master} into /etc/hosts"
         for name, node in nodes.items()
-        if node.seconds > SLOW
+        if node.seconds > SLOW_LOOKUP
     ]
     if len(nodes) < len(replies):
-        return [f"{name}: {replies[name].why_none()}" for name in replies if name not in nodes], warnings, ""
-    faults = [f"{name}: {fault}" for name, fault in misfits(nodes, processes)]
+        return [f"{name}: {replies[name].failure_message()}" for name in replies if name not in nodes], warnings, ""
+    faults = [f"{name}: {fault}" for name, fault in incompatible_nodes(nodes, processes)]
     address = rendezvous_address(nodes)
     if not faults and not address:
         faults.append(f"{master}: {': '.join(no_rendezvous_address(nodes))}")
@@ -60,12 +60,12 @@ def judge(
     return faults, warnings, "" if faults else f"{address} {nodes[master].port}"
 
 
-def misfits(nodes: Mapping[str, NodeFacts], processes: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+def incompatible_nodes(nodes: Mapping[str, NodeFacts], processes: Mapping[str, int]) -> Iterator[tuple[str, str]]:
     """Each node that cannot work with the others, and why."""
     for trait in MUST_BE_SAME:
         for name, value, usual, _ in differences_in(trait, nodes):
             yield name, f"{trait.label}{value}, but {trait.label}{usual} elsewhere: {trait.fix}"
-    yield from other_files(nodes)
+    yield from differing_files(nodes)
     for name, node in nodes.items():
         if node.torch is None:
             yield name, "has no PyTorch: install it for that Python, or name another with --python"
@@ -78,7 +78,7 @@ def misfits(nodes: Mapping[str, NodeFacts], processes: Mapping[str, int]) -> Ite
         yield name, f"is the same machine as {other}: name it once"
 
 
-def other_files(nodes: Mapping[str, NodeFacts]) -> Iterator[tuple[str, str]]:
+def differing_files(nodes: Mapping[str, NodeFacts]) -> Iterator[tuple[str, str]]:
     """Each node that lacks a file that the ranks will read, or has another of that name."""
     for file in next(iter(nodes.values())).files:
         checksums = {name: node.files[file] or "" for name, node in nodes.items()}

@@ -63,23 +63,23 @@ POLL_INTERVAL = 0.5  # seconds between two checks of the file with requests
 KILL_INTERVAL = 0.01  # seconds between two checks of processes that were killed
 SCAN_INTERVAL = 0.1  # seconds between two scans for what the command left behind; sooner when a process ends
 LEFTOVER_GRACE = 1.0  # seconds between SIGTERM and SIGKILL for what the command left behind
-UNKILLABLE = 5.0  # seconds after which a process that outlives SIGKILL is given up
+UNKILLABLE_TIMEOUT = 5.0  # seconds after which a process that outlives SIGKILL is given up
 HEARTBEAT_INTERVAL = 3.0  # seconds between two heartbeats of a detached supervisor
-UNRESPONSIVE = 4.0  # seconds beside the grace after which a supervisor that has not ended is killed
+UNRESPONSIVE_TIMEOUT = 4.0  # seconds beside the grace after which a supervisor that has not ended is killed
 RESERVED = 8  # bytes of the file with the exit code
 GUARD_TIMEOUT = 2.0  # seconds in which the guard of a supervisor that was killed has written the exit code
 WRAPPER = os.path.join(KIT, "scripts", "lib", "in_node_env.sh")
 # What another launch left in the environment: PET_* even changes torchrun's options.
-FOREIGN = (
+STALE_VARIABLES = (
     b"RANK", b"WORLD_SIZE", b"LOCAL_RANK", b"LOCAL_WORLD_SIZE", b"GROUP_RANK", b"NODE_RANK", b"MASTER_ADDR",
     b"MASTER_PORT",
 )  # fmt: skip
-FOREIGN_PREFIXES = (b"PET_", b"TORCHELASTIC_")
+STALE_PREFIXES = (b"PET_", b"TORCHELASTIC_")
 
 Environment = dict[bytes, bytes]
 
 
-class Refused(Exception):
+class SupervisorError(Exception):
     """Nothing was started. The exit code, then the reason."""
 
 
@@ -100,7 +100,7 @@ class Files:
 
     @property
     def mark(self) -> frozenset[bytes]:
-        return process_scan.of_run(self.directory, self.name)
+        return process_scan.environment_mark(self.directory, self.name)
 
 
 def read_code(path: str) -> int | None:
@@ -140,14 +140,14 @@ def boot_id() -> str:
         return file.read().strip()
 
 
-def identity(pid: int) -> dict[str, int]:
+def process_identity(pid: int) -> dict[str, int]:
     """A process that is there, so that none that gets its number later is taken for it."""
     found = process_scan.process(pid)
     return {"pid": pid, "start_time": found.start if found else 0}
 
 
-def same_process(facts: object) -> int:
-    """The id of the process that identity() described; 0 when it has ended."""
+def live_pid(facts: object) -> int:
+    """The id of the process that process_identity() described; 0 when it has ended."""
     if not isinstance(facts, dict):
         return 0
     pid = facts.get("pid")
@@ -158,7 +158,7 @@ def same_process(facts: object) -> int:
 def supervisor_of(files: Files) -> int:
     """The process id of the supervisor that runs here for this command; 0 when there is none."""
     facts = read_json(files.pids)
-    return same_process(facts.get("supervisor")) if facts.get("boot_id") == boot_id() else 0
+    return live_pid(facts.get("supervisor")) if facts.get("boot_id") == boot_id() else 0
 
 
 # ---------------------------------------------------------------- the environment
@@ -174,11 +174,11 @@ def read_block(source: int) -> tuple[bytes, bytes]:
         if end:
             return block + b"\0", rest
         if not (more := os.read(source, BLOCK)):
-            raise Refused(UNFIT, "the environment block ended too early: the launcher is gone")
+            raise SupervisorError(UNFIT, "the environment block ended too early: the launcher is gone")
         received += more
 
 
-def take_block(path: str) -> bytes:
+def read_block_file(path: str) -> bytes:
     """The environment block from a file, which is then removed."""
     try:
         source = os.open(path, os.O_RDONLY)
@@ -188,10 +188,10 @@ def take_block(path: str) -> bytes:
         finally:
             os.close(source)
     except OSError as error:
-        raise Refused(UNFIT, f"--environment '{path}': {error.strerror}") from None
+        raise SupervisorError(UNFIT, f"--environment '{path}': {error.strerror}") from None
 
 
-def entries(block: bytes) -> Environment:
+def parse_environment(block: bytes) -> Environment:
     parts = (entry.partition(b"=") for entry in block.split(b"\0") if entry)
     return {name: value for name, _, value in parts}
 
@@ -199,11 +199,15 @@ def entries(block: bytes) -> Environment:
 def environment(block: bytes, files: Files) -> Environment:
     """Of the command: the supervisor's own, as it was started with, without other launches', and with the block's."""
     with open("/proc/self/environ", "rb") as file:  # Python has changed what os.environ shows
-        env = entries(file.read())
-    env = {name: value for name, value in env.items() if name not in FOREIGN and not name.startswith(FOREIGN_PREFIXES)}
+        env = parse_environment(file.read())
+    env = {
+        name: value
+        for name, value in env.items()
+        if name not in STALE_VARIABLES and not name.startswith(STALE_PREFIXES)
+    }
     env[b"MUSTER_METRICS"] = os.fsencode(os.path.join(files.directory, "metrics.jsonl"))  # a job's block has its own
-    env |= entries(block)
-    env |= entries(b"\0".join(files.mark))
+    env |= parse_environment(block)
+    env |= parse_environment(b"\0".join(files.mark))
     env[b"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = os.fsencode(f"[{files.name}:${{rank}}] ")
     return env
 
@@ -228,7 +232,7 @@ def default_signals(ignored: Sequence[int] = ()) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
 
 
-def become(command: list[str], env: Environment) -> NoReturn:
+def exec_command(command: list[str], env: Environment) -> NoReturn:
     """Replace this process by the command. 127 and 126 mean what they mean in a shell."""
     try:
         os.execvpe(command[0], command, env)
@@ -239,9 +243,9 @@ def become(command: list[str], env: Environment) -> NoReturn:
 
 def kill_all(find: Callable[[], list[int]]) -> None:
     """SIGKILL for what find() finds, until it finds nothing more."""
-    end = time.monotonic() + UNKILLABLE
+    end = time.monotonic() + UNKILLABLE_TIMEOUT
     while (pids := find()) and time.monotonic() < end:
-        send(signal.SIGKILL, pids)
+        send_signal(signal.SIGKILL, pids)
         time.sleep(KILL_INTERVAL)
 
 
@@ -261,7 +265,7 @@ def isolate(kept: int = -1) -> None:
     os.closerange(4 if kept >= 0 else 3, 1 << 16)
 
 
-def send(number: int, pids: Sequence[int]) -> None:
+def send_signal(number: int, pids: Sequence[int]) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
@@ -283,7 +287,7 @@ class Guard:
         if self.pid == 0:
             try:
                 os.close(self._lifeline)
-                _watch(files, source, supervisor)
+                _guard_main(files, source, supervisor)
             finally:
                 os._exit(0)
         os.setpgid(self.pid, self.pid)  # at once: SIGKILL for the group of the supervisor must not reach it
@@ -304,7 +308,7 @@ class Guard:
         os.close(self._lifeline)
 
 
-def _watch(files: Files, lifeline: int, supervisor: int) -> None:
+def _guard_main(files: Files, lifeline: int, supervisor: int) -> None:
     """What the guard does."""
     isolate(lifeline)
     received = b""
@@ -315,7 +319,7 @@ def _watch(files: Files, lifeline: int, supervisor: int) -> None:
     sessions = [int(line.split()[1]) for line in received.splitlines() if line.startswith(b"session ")]
     message = f"process {supervisor} was killed"
     write_record(files, "killed", message)
-    kill_all(lambda: process_scan.living(files.mark, sessions))
+    kill_all(lambda: process_scan.live_processes(files.mark, sessions))
     with contextlib.suppress(OSError), open(files.log, "a") as log:
         print(f"supervisor: {message}; its guard has killed the command", file=log)
     with contextlib.suppress(OSError):
@@ -325,7 +329,7 @@ def _watch(files: Files, lifeline: int, supervisor: int) -> None:
 # ---------------------------------------------------------------- the supervisor
 
 
-class Stream:
+class ConsoleStream:
     """Standard output or standard error: it may be slow, full or closed, and that must not disturb the command."""
 
     def __init__(self, number: int) -> None:
@@ -333,10 +337,10 @@ class Stream:
         self.pending = bytearray()
         self._ready = select.poll()
         self._ready.register(number, select.POLLOUT)
-        self._given_up = False
+        self._is_closed = False
 
     def put(self, data: bytes) -> None:
-        if not self._given_up:
+        if not self._is_closed:
             self.pending += data
             self.flush()
 
@@ -349,17 +353,17 @@ class Stream:
         except BlockingIOError:
             pass
         except OSError:  # closed, or full
-            self.give_up()
+            self.close()
 
-    def give_up(self) -> None:
-        self._given_up = True
+    def close(self) -> None:
+        self._is_closed = True
         self.pending.clear()
 
 
 class Supervisor:
     """One command, from its start to the moment when nothing of it is left."""
 
-    SIGNALS: Sequence[int] = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # that take_signal() handles
+    SIGNALS: Sequence[int] = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # that handle_signal() handles
     IGNORED: Sequence[int] = ()  # signals that the command ignores until it sets a handler
 
     def __init__(
@@ -372,28 +376,28 @@ class Supervisor:
         attached: bool = False,
         terminal: bool = False,
         received: bytes = b"",
-        samples_usage: bool = False,
+        sample_usage: bool = False,
     ) -> None:
         """received: what came through the control channel behind the environment block."""
         self.files, self.grace, self.heartbeat_timeout, self.timeout = files, grace, heartbeat_timeout, timeout
         self._attached, self._detached = attached, not attached  # neither, once the launcher is lost
         self.code: int | None = None  # of the command, when it has ended
         self.ended = 0.0  # when that was, in seconds since the epoch
-        self._samples_usage, self._sampler = samples_usage, 0  # the process that samples, while there is one
+        self._sample_usage, self._sampler = sample_usage, 0  # the process that samples, while there is one
         self.stopping = False
         self._received = received
         self._kill_at = self._stop_at = float("inf")
-        self._swept = False  # nothing of the command is left
+        self._no_process_left = False  # nothing of the command is left
         self._output = -1  # pipe that the command writes to
         self._output_ended = False
         self._log_failed = False
-        self._asked_to_end = False  # what it left behind
+        self._leftovers_signalled = False  # what it left behind
         self._received_at = time.monotonic()
         self._poll_at = self._heartbeat_at = self._scan_at = 0.0
         self._interval = POLL_INTERVAL  # seconds between two checks of the clock, at most
         self._console: Console | None = None
         self._terminal = terminal
-        self._streams = [Stream(1), Stream(2)] if attached else []
+        self._streams = [ConsoleStream(1), ConsoleStream(2)] if attached else []
         self._log = os.open(files.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         self._signals = self._catch_signals()
         self._adopts = process_scan.adopt_orphans()
@@ -418,12 +422,12 @@ class Supervisor:
                 default_signals(self.IGNORED)
                 for number, file in enumerate((self._block, *outputs)):
                     os.dup2(file, number)
-                become(command, env)
+                exec_command(command, env)
             finally:
                 os._exit(126)
         for file in set(outputs):
             os.close(file)
-        if self._samples_usage:
+        if self._sample_usage:
             self._sampler = self._start_sampler(parent)
         self._record_processes()
 
@@ -465,28 +469,28 @@ class Supervisor:
         if self._sampler:
             self._guard.report(f"session {self._sampler}")
         processes = {"supervisor": os.getpid(), "guard": self._guard.pid, "command": self.pid}
-        facts = {name: identity(pid) for name, pid in processes.items()}
+        facts = {name: process_identity(pid) for name, pid in processes.items()}
         try:
             write_json(self.files.pids, {"boot_id": boot_id(), **facts})
         except OSError as error:
-            self._note(f"cannot write {self.files.pids}: {error.strerror}")
+            self._print_message(f"cannot write {self.files.pids}: {error.strerror}")
 
     # ---- watch
 
     def watch(self) -> int:
         """To the end of the command and of all that it left behind. Returns its exit code."""
         self._handle_requests()
-        while not (self._swept and self._output_ended):
+        while not (self._no_process_left and self._output_ended):
             self._wait()
             self._check_clock()
         self.finish()
-        while self.is_needed():
+        while self.must_wait():
             self._wait()
             self._check_clock()
         assert self.code is not None
         return self.code
 
-    def is_needed(self) -> bool:
+    def must_wait(self) -> bool:
         """Whether something is to be done yet when nothing of the command is left."""
         return any(stream.pending for stream in self._streams)
 
@@ -495,7 +499,7 @@ class Supervisor:
         actions = {self._signals: self._read_signals}
         if self._attached:
             actions[0] = self._read_control
-        if self._output >= 0 and self._may_read():
+        if self._output >= 0 and self._can_read():
             actions[self._output] = self._read_output
         poll = select.poll()
         for file in actions:
@@ -504,7 +508,7 @@ class Supervisor:
             if stream.pending:
                 actions[stream.number] = stream.flush
                 poll.register(stream.number, select.POLLOUT)
-        if self._swept:
+        if self._no_process_left:
             due = float("inf")
         elif self.code is None and time.monotonic() < self._kill_at:
             due = self._kill_at
@@ -513,7 +517,7 @@ class Supervisor:
         for file, _ in poll.poll(1000 * max(0.0, min(self._interval, due - time.monotonic()))):
             actions[file]()
 
-    def _may_read(self) -> bool:
+    def _can_read(self) -> bool:
         """A console that does not keep up lets the command wait, but not its end."""
         behind = any(len(stream.pending) > BACKLOG for stream in self._streams)
         return not self._output_ended and (not behind or self.stopping or self.code is not None)
@@ -526,17 +530,17 @@ class Supervisor:
             from distributed.launch.console import without_updates
 
             kept = without_updates(block)
-        self._keep(kept)
+        self._write_log(kept)
         self._show(block, last=not block)
 
-    def _keep(self, block: bytes) -> None:
+    def _write_log(self, block: bytes) -> None:
         try:
             while block:
                 block = block[os.write(self._log, block) :]
         except OSError as error:  # a full disk, most often: the command goes on
             if not self._log_failed:
                 self._log_failed = True
-                self._show_aside(os.fsencode(f"supervisor: {self.files.log}: {error.strerror}: output is lost\n"))
+                self._show_message(os.fsencode(f"supervisor: {self.files.log}: {error.strerror}: output is lost\n"))
 
     def _show(self, block: bytes, last: bool = False) -> None:
         if not self._streams:
@@ -548,15 +552,15 @@ class Supervisor:
         for stream, text in zip(self._streams, self._console.feed(block, last), strict=False):
             stream.put(text)
 
-    def _note(self, message: str) -> None:
-        self._print(f"supervisor: {message}")
+    def _print_message(self, message: str) -> None:
+        self._print_line(f"supervisor: {message}")
 
-    def _print(self, message: str) -> None:
+    def _print_line(self, message: str) -> None:
         line = os.fsencode(f"{message}\n")
-        self._keep(line)
-        self._show_aside(line)
+        self._write_log(line)
+        self._show_message(line)
 
-    def _show_aside(self, line: bytes) -> None:
+    def _show_message(self, line: bytes) -> None:
         for stream in self._streams[1:]:
             stream.put(self._console.aside(line) if self._console else line)
 
@@ -565,9 +569,9 @@ class Supervisor:
             if number == signal.SIGCHLD:
                 self._reap()
             else:
-                self.take_signal(number)
+                self.handle_signal(number)
 
-    def take_signal(self, number: int) -> None:
+    def handle_signal(self, number: int) -> None:
         """One of SIGNALS was received."""
         if self.stopping:
             self.kill()
@@ -579,7 +583,7 @@ class Supervisor:
             self._scan_at = 0.0  # one less may be left
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 if ended[0] == self.pid:
-                    self.code, self.ended = _exit_code(ended[1]) or self._code_of_start(), time.time()
+                    self.code, self.ended = _exit_code(ended[1]) or self._start_failure(), time.time()
                     if self._sampler:
                         usage.stop(self._sampler)
                 elif ended[0] == self._sampler:
@@ -589,13 +593,13 @@ class Supervisor:
                     self._guard = Guard(self.files)
                     self._record_processes()
 
-    def _code_of_start(self) -> int:
+    def _start_failure(self) -> int:
         """UNFIT when config/node_env.sh has replaced the shell of the wrapper, so that the command never started."""
         # The wrapper reads the block, by a file offset that it shares with this process, when it has sourced the file.
         if os.lseek(self._block, 0, os.SEEK_CUR) == os.fstat(self._block).st_size:
             return 0
         message = "exited with code 0, so nothing was started; it is sourced and must neither exit nor exec a command"
-        self._print(f"{self.files.name}: {self._source}: {message}")
+        self._print_line(f"{self.files.name}: {self._source}: {message}")
         return UNFIT
 
     # ---- requests
@@ -621,10 +625,10 @@ class Supervisor:
             self.kill()
 
     def _launcher_lost(self, message: str) -> None:
-        self._give_up_console()
+        self._drop_console()
         if self.code is None and not self.stopping:
             write_record(self.files, "launcher lost", message)
-            self._note(f"{message}; stopping")
+            self._print_message(f"{message}; stopping")
             self.stop()
 
     def stop(self) -> None:
@@ -633,19 +637,19 @@ class Supervisor:
             self.stopping = True
             self._kill_at = min(self._kill_at, time.monotonic() + self.grace)
             if self.code is None:
-                send(signal.SIGTERM, [self.pid])
+                send_signal(signal.SIGTERM, [self.pid])
 
     def kill(self) -> None:
         """Send SIGKILL, and do not wait for a console that is not read."""
         self.stopping = True
         self._kill_at = min(self._kill_at, time.monotonic())
         self._scan_at = 0.0
-        self._give_up_console()
+        self._drop_console()
 
-    def _give_up_console(self) -> None:
+    def _drop_console(self) -> None:
         if self.code is not None:
             for stream in self._streams:
-                stream.give_up()
+                stream.close()
 
     def _check_clock(self) -> None:
         now = time.monotonic()
@@ -658,12 +662,12 @@ class Supervisor:
         if now >= self._stop_at and self.code is None and not self.stopping:
             message = f"the command has run for {self.timeout:g} s (--timeout)"
             write_record(self.files, "timeout", message)
-            self._note(f"{message}; stopping")
+            self._print_message(f"{message}; stopping")
             self.stop()
         if self._detached and now >= self._heartbeat_at:
             self._heartbeat_at = now + HEARTBEAT_INTERVAL
             _touch(self.files.heartbeat)
-        if not self._swept and (self.code is not None or now >= self._kill_at) and now >= self._scan_at:
+        if not self._no_process_left and (self.code is not None or now >= self._kill_at) and now >= self._scan_at:
             self._end_leftovers(now)
 
     # ---- end
@@ -671,28 +675,32 @@ class Supervisor:
     def _end_leftovers(self, now: float) -> None:
         """End what the command left behind: SIGTERM, then SIGKILL. As long as it runs itself, only SIGKILL."""
         self._scan_at = now + SCAN_INTERVAL
-        ours = [self._guard.pid, self._sampler]
-        rest = [] if self._nothing_left(ours) else process_scan.living(self.files.mark, [self.pid], os.getpid(), ours)
+        own = [self._guard.pid, self._sampler]
+        rest = (
+            []
+            if self._no_child_left(own)
+            else process_scan.live_processes(self.files.mark, [self.pid], os.getpid(), own)
+        )
         if now >= self._kill_at:
-            send(signal.SIGKILL, rest)
-            if self.code is not None and now >= self._kill_at + UNKILLABLE:
-                self._note(f"processes {' '.join(map(str, rest))} outlive SIGKILL: the kernel has to end them")
-                self._swept = self._output_ended = True
-        elif rest and not self._asked_to_end:
-            self._asked_to_end = True
-            send(signal.SIGTERM, rest)
+            send_signal(signal.SIGKILL, rest)
+            if self.code is not None and now >= self._kill_at + UNKILLABLE_TIMEOUT:
+                self._print_message(f"processes {' '.join(map(str, rest))} outlive SIGKILL: the kernel has to end them")
+                self._no_process_left = self._output_ended = True
+        elif rest and not self._leftovers_signalled:
+            self._leftovers_signalled = True
+            send_signal(signal.SIGTERM, rest)
             if not self.stopping:
                 self._kill_at = now + LEFTOVER_GRACE
         if self.code is not None and not rest:
-            self._swept = True
+            self._no_process_left = True
 
-    def _nothing_left(self, ours: Sequence[int]) -> bool:
+    def _no_child_left(self, own: Sequence[int]) -> bool:
         """Whether nothing of the command can be left: all that it left behind became a child of this process.
 
         That spares a scan of all processes of the machine.
         """
         found = children()
-        return self._adopts and self.code is not None and found is not None and set(found) <= set(ours)
+        return self._adopts and self.code is not None and found is not None and set(found) <= set(own)
 
     def finish(self) -> None:
         """Nothing of the command is left: write its exit code, last of all."""
@@ -702,7 +710,7 @@ class Supervisor:
             assert self.code is not None
             write_code(self.files, self.code)
         except OSError as error:
-            self._note(f"cannot write {self.files.exit}: {error.strerror}")
+            self._print_message(f"cannot write {self.files.exit}: {error.strerror}")
         self._guard.dismiss()
         if self._sampler:
             with contextlib.suppress(ChildProcessError):
@@ -747,24 +755,26 @@ def _touch(path: str) -> None:
 # ---------------------------------------------------------------- the verbs
 
 
-def run(options: Options) -> int:
+def run(options: SupervisorOptions) -> int:
     """Returns the exit code of the command; 0 with --detach."""
     files = options.files
     block = received = b""
     if options.environment == "-":
         block, received = read_block(0)
     elif options.environment:
-        block = take_block(options.environment)
+        block = read_block_file(options.environment)
     try:
         if options.detach:
             return detached(lambda started: supervise(options, block, started=started))
         return supervise(options, block, received)
     except OSError as error:
         reason = f"{error.filename or files.directory}: {error.strerror}"
-        raise Refused(UNFIT, f"the command was not started: {reason}") from None
+        raise SupervisorError(UNFIT, f"the command was not started: {reason}") from None
 
 
-def supervise(options: Options, block: bytes, received: bytes = b"", started: Callable[[], None] = lambda: None) -> int:
+def supervise(
+    options: SupervisorOptions, block: bytes, received: bytes = b"", started: Callable[[], None] = lambda: None
+) -> int:
     """Run the command to its end. Calls started() when it runs."""
     files = options.files
     os.makedirs(os.path.dirname(files.record), exist_ok=True)
@@ -780,7 +790,7 @@ def supervise(options: Options, block: bytes, received: bytes = b"", started: Ca
         attached=not options.detach,
         terminal=options.terminal,
         received=received,
-        samples_usage=options.sample_usage,
+        sample_usage=options.sample_usage,
     )
     source = os.path.abspath(options.source) if options.source else ""
     supervisor.start(options.command, environment(block, files), block, source)
@@ -794,7 +804,7 @@ def detached(supervise: Callable[[Callable[[], None]], int]) -> int:
     if os.fork():
         os.close(target)
         if error := os.read(source, CHUNK):
-            raise Refused(UNFIT, os.fsdecode(error))
+            raise SupervisorError(UNFIT, os.fsdecode(error))
         return 0
     null = os.open(os.devnull, os.O_RDWR)
     for number in range(3):
@@ -818,15 +828,15 @@ def sweep(files: Files, grace: float) -> int:
     """End what is here of a command, and wait until nothing is left. grace: 0 for SIGKILL at once."""
     if pid := supervisor_of(files):
         request(files, "stop" if grace else "kill")
-        send(signal.SIGCONT, [pid])
-        if not wait_until(lambda: not supervisor_of(files), grace + UNRESPONSIVE):
-            send(signal.SIGKILL, [pid])
-    if grace and (left := process_scan.living(files.mark)):
+        send_signal(signal.SIGCONT, [pid])
+        if not wait_until(lambda: not supervisor_of(files), grace + UNRESPONSIVE_TIMEOUT):
+            send_signal(signal.SIGKILL, [pid])
+    if grace and (left := process_scan.live_processes(files.mark)):
         # Those that none of them has started: an agent ends its ranks itself, ranks may have lost theirs.
         processes = process_scan.table()
-        send(signal.SIGTERM, [pid for pid in left if pid in processes and processes[pid].parent not in left])
-        wait_until(lambda: not process_scan.living(files.mark), grace)
-    kill_all(lambda: process_scan.living(files.mark))
+        send_signal(signal.SIGTERM, [pid for pid in left if pid in processes and processes[pid].parent not in left])
+        wait_until(lambda: not process_scan.live_processes(files.mark), grace)
+    kill_all(lambda: process_scan.live_processes(files.mark))
     if os.path.exists(files.pids) and not wait_until(lambda: os.path.exists(files.exit), GUARD_TIMEOUT):
         write_record(files, "killed", "the supervisor and its guard were killed")
         with contextlib.suppress(OSError):
@@ -858,13 +868,13 @@ def status(files: Files) -> dict[str, object]:
 
 # ---------------------------------------------------------------- the command line
 
-# A field of Options each.
+# A field of SupervisorOptions each.
 FLAGS = ("--detach", "--terminal", "--sample-usage")
 TEXTS = ("--dir", "--name", "--source", "--environment")
 DURATIONS = ("--grace", "--heartbeat-timeout", "--timeout")
 
 
-class Options:
+class SupervisorOptions:
     """The arguments of a call, checked."""
 
     def __init__(self, arguments: Sequence[str]) -> None:
@@ -883,17 +893,17 @@ class Options:
                 setattr(self, field, True)
             elif option in TEXTS + DURATIONS:
                 if not left or not left[0]:
-                    raise Refused(WRONG_CALL, f"{option}: needs a value")
+                    raise SupervisorError(WRONG_CALL, f"{option}: needs a value")
                 value = left.pop(0)
                 setattr(self, field, seconds(option, value) if option in DURATIONS else value)
             else:
-                raise Refused(WRONG_CALL, f"{option}: unknown option")
+                raise SupervisorError(WRONG_CALL, f"{option}: unknown option")
         if not self.dir or not self.name:
-            raise Refused(WRONG_CALL, "--dir and --name are required")
+            raise SupervisorError(WRONG_CALL, "--dir and --name are required")
         if "/" in self.name:
-            raise Refused(WRONG_CALL, f"--name: expected a name without a slash, got '{self.name}'")
+            raise SupervisorError(WRONG_CALL, f"--name: expected a name without a slash, got '{self.name}'")
         if self.source and not os.access(self.source, os.R_OK):
-            raise Refused(WRONG_CALL, f"--source '{self.source}': cannot read it")
+            raise SupervisorError(WRONG_CALL, f"--source '{self.source}': cannot read it")
 
     @property
     def files(self) -> Files:
@@ -902,7 +912,7 @@ class Options:
 
 def seconds(option: str, value: str) -> float:
     if not value.isascii() or not value.isdecimal():
-        raise Refused(WRONG_CALL, f"{option}: expected a whole number of seconds, got '{value}'")
+        raise SupervisorError(WRONG_CALL, f"{option}: expected a whole number of seconds, got '{value}'")
     return float(value)
 
 
@@ -917,7 +927,7 @@ def main(arguments: Sequence[str]) -> int:
     open_standard_files()
     try:
         return _main(arguments)
-    except Refused as refused:
+    except SupervisorError as refused:
         code, message = refused.args
         text = f"supervisor.py: {message}\n" + "Try: supervisor.py --help\n" * (code == WRONG_CALL)
         with contextlib.suppress(OSError):
@@ -931,11 +941,11 @@ def _main(arguments: Sequence[str]) -> int:
         return 0
     verb = arguments[0] if arguments else ""
     if verb not in ("run", "stop", "kill", "sweep", "status"):
-        raise Refused(WRONG_CALL, f"expected run, stop, kill, sweep or status, got '{verb}'")
-    options = Options(arguments[1:])
+        raise SupervisorError(WRONG_CALL, f"expected run, stop, kill, sweep or status, got '{verb}'")
+    options = SupervisorOptions(arguments[1:])
     if verb == "run":
         if not options.command:
-            raise Refused(WRONG_CALL, "there is no command behind --")
+            raise SupervisorError(WRONG_CALL, "there is no command behind --")
         if options.grace < 0:
             options.grace = 8.0
         return run(options)

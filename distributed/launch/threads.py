@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, MutableMapping
 
-from distributed.host.resources import Cores, look_at_cores
+from distributed.host.resources import Cores, read_cores
 from distributed.world import in_job_step
 
 NAME = "OMP_NUM_THREADS"
@@ -50,7 +50,7 @@ def share_cores(
     """
     if env.get(NAME):
         return ""
-    shared = cores_of_ranks(tasks, env, cores or look_at_cores())
+    shared = cores_of_ranks(tasks, env, cores or read_cores())
     env[NAME] = str(max(1, int(shared // ranks)))
     return f"{NAME}={env[NAME]} for each of {_count(ranks, 'rank')} on {_count(shared, 'core')}\n"
 

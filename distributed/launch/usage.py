@@ -9,7 +9,7 @@ node_<name>.samples.jsonl in the run directory:
 The ranks are local ranks, each with its children. cpu: seconds of CPU since its start; memory: bytes, resident; output:
 bytes since its start. Of a GPU (the key is its index on the node): per cent of the time in which a kernel ran, bytes in
 use, and the ranks that compute on it. "gpus" is in few samples, as nvidia-smi is not asked more often than every
-10 seconds. A file never has more than MOST samples: then each two become one, and the interval doubles.
+10 seconds. A file never has more than MAX_SAMPLES samples: then each two become one, and the interval doubles.
 
 The supervisor imports this before every command, so it imports nothing at once that costs milliseconds. Standard
 library alone.
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 INTERVAL = 1.0  # seconds between the first samples
-MOST = 500  # samples in a file
+MAX_SAMPLES = 500  # samples in a file
 GPU_INTERVAL = 10.0  # seconds between two calls of nvidia-smi
 
 Sample = dict[str, "Any"]
@@ -51,23 +51,23 @@ def record(run: str, node: str) -> None:
     """
     time.sleep(INTERVAL)
     path, samples, interval = os.path.join(run, f"node_{node}.samples.jsonl"), list[Sample](), INTERVAL
-    ask_gpus_at = 0.0
+    query_gpus_at = 0.0
     while True:
         due = time.monotonic() + interval
-        gpus = due >= ask_gpus_at
-        if (sample := take(run, node, gpus=gpus))["ranks"]:  # else they have not been started
+        gpus = due >= query_gpus_at
+        if (sample := take_sample(run, node, gpus=gpus))["ranks"]:  # else they have not been started
             samples.append(sample)
             with contextlib.suppress(OSError):  # a full disk, most often
-                if len(samples) < MOST:
+                if len(samples) < MAX_SAMPLES:
                     append(path, sample)
                 else:
-                    samples, interval = thin(samples), 2 * interval
+                    samples, interval = merge_pairs(samples), 2 * interval
                     rewrite(path, samples)
-            ask_gpus_at = due + GPU_INTERVAL if gpus else ask_gpus_at
+            query_gpus_at = due + GPU_INTERVAL if gpus else query_gpus_at
         time.sleep(max(0.0, due - time.monotonic()))
 
 
-def thin(samples: Sequence[Sample]) -> list[Sample]:
+def merge_pairs(samples: Sequence[Sample]) -> list[Sample]:
     """Each two as one: the later one, with the GPUs of the earlier one where only that has some."""
     return [{**one, **other} for one, other in zip(samples[::2], samples[1::2], strict=False)]
 
@@ -85,7 +85,7 @@ def rewrite(path: str, samples: Sequence[Sample]) -> None:
     write_file(path, "".join(json.dumps(sample) + "\n" for sample in samples))
 
 
-def take(run: str, node: str, *, gpus: bool, proc: Path | None = None) -> Sample:
+def take_sample(run: str, node: str, *, gpus: bool, proc: Path | None = None) -> Sample:
     """One sample. gpus: also ask nvidia-smi, which may take seconds."""
     from pathlib import Path
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed.files import write_json
-from distributed.host.stacks import as_traceback
+from distributed.host.stacks import format_traceback
 from distributed.runs.hang_analysis import Activity, Finding, find
 from distributed.runs.lookup import NoRun, read
 from distributed.runs.status import Seen, read_progress, seen
@@ -60,9 +60,9 @@ def record(ranks: Seen, silent: float, finding: Finding, asked: str) -> dict[str
         "node": suspect.node if suspect else None,
         "rank": suspect.rank if suspect else None,
         "time": time.time(),
-        "traceback": as_traceback(suspect.frames) if suspect else "",
+        "traceback": format_traceback(suspect.frames) if suspect else "",
         "others": [
-            {"node": rank.node, "rank": rank.rank, "message": where(rank), "traceback": as_traceback(rank.frames)}
+            {"node": rank.node, "rank": rank.rank, "message": where(rank), "traceback": format_traceback(rank.frames)}
             for rank in ranks.beats
             if rank != suspect
         ],

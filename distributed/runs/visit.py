@@ -38,7 +38,7 @@ def visit(place: Place, answers: Path) -> Visit:
     found = answer.value()
     if found is not None:
         return Visit(place, node_status.from_json(found))
-    return Visit(place, None, "has not answered in time" if answer.code == KILLED else answer.why_none())
+    return Visit(place, None, "has not answered in time" if answer.code == KILLED else answer.failure_message())
 
 
 def left_on(found: node_status.NodeStatus) -> str:

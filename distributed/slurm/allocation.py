@@ -17,8 +17,8 @@ from distributed.host.network import PORTS, port_is_free
 from distributed.host.system import run_program
 from distributed.nodelist import NodeListError, expand, tasks_per_node
 
-STRIDE = 997  # between two ports that a job tries; jobs with neighbouring numbers begin at neighbouring ports
-SCONTROL_LIMIT = 10.0  # seconds
+PORT_STRIDE = 997  # between two ports that a job tries; jobs with neighbouring numbers begin at neighbouring ports
+SCONTROL_TIMEOUT = 10.0  # seconds
 
 
 class AllocationError(ValueError):
@@ -33,7 +33,7 @@ class Allocation:
     nodes: tuple[str, ...]
     tasks: tuple[int, ...]  # ranks on each
     cores: tuple[int, ...]  # on each
-    cores_a_task: int  # 0: fewer than tasks
+    cores_per_task: int  # 0: fewer than tasks
     gpus: tuple[int, ...] = ()  # on each; 0: none
 
     @classmethod
@@ -46,8 +46,8 @@ class Allocation:
             AllocationError: no allocation, or one that these ranks do not fit.
         """
         try:
-            nodes = tuple(expand(_said(env, "SLURM_JOB_NODELIST")))
-            cores = tuple(tasks_per_node(_said(env, "SLURM_JOB_CPUS_PER_NODE")))
+            nodes = tuple(expand(_required(env, "SLURM_JOB_NODELIST")))
+            cores = tuple(tasks_per_node(_required(env, "SLURM_JOB_CPUS_PER_NODE")))
             of_node = gpus_of_nodes(job, env.get("SLURM_JOB_ID", ""))
             first = int(env.get("SLURM_GPUS_ON_NODE") or 0)
             gpus = tuple(of_node.get(node, first) for node in nodes)
@@ -64,7 +64,7 @@ class Allocation:
         share = min(have // need for have, need in zip(cores, tasks, strict=True) if need)
         if ranks in (0, int(env.get("SLURM_NTASKS") or 0)):
             share = int(env.get("SLURM_CPUS_PER_TASK") or share)
-        return cls(int(_said(env, "SLURM_JOB_ID")), nodes, tasks, cores, share, gpus)
+        return cls(int(_required(env, "SLURM_JOB_ID")), nodes, tasks, cores, share, gpus)
 
     def notes(self, env: Mapping[str, str]) -> Iterator[str]:
         """What a person may want to know before it begins."""
@@ -72,7 +72,7 @@ class Allocation:
             if there > count:
                 yield f"{there} GPUs on {node}, and {count} of them used: --ntasks-per-node={there} uses all"
                 break
-        if not self.cores_a_task:
+        if not self.cores_per_task:
             yield "fewer CPU cores are allocated than processes, which have to share them: --cpus-per-task gives more"
         if int(env.get("SLURM_HET_SIZE") or 1) > 1:
             yield f"this job has {env['SLURM_HET_SIZE']} components: only the nodes of the first are used"
@@ -80,7 +80,7 @@ class Allocation:
 
 def read(ranks: int) -> Allocation:
     """The allocation that this process is in; ranks as for from_env. Raises AllocationError."""
-    job = run_program(["scontrol", "show", "job", "--details", os.environ.get("SLURM_JOB_ID", "")], SCONTROL_LIMIT)
+    job = run_program(["scontrol", "show", "job", "--details", os.environ.get("SLURM_JOB_ID", "")], SCONTROL_TIMEOUT)
     return Allocation.from_env(os.environ, ranks, job.out)
 
 
@@ -101,7 +101,7 @@ def gpus_of_nodes(shown: str, job: str) -> dict[str, int]:
 def _layout(env: Mapping[str, str], gpus: Sequence[int], ranks: int) -> tuple[int, ...]:
     """How many ranks on each node: as SLURM has laid them out, else as evenly as can be, the first ones more."""
     given = int(env.get("SLURM_NTASKS") or 0)
-    laid_out = tuple(tasks_per_node(_said(env, "SLURM_TASKS_PER_NODE")))
+    laid_out = tuple(tasks_per_node(_required(env, "SLURM_TASKS_PER_NODE")))
     if given and ranks in (0, given) and sum(laid_out) == given:  # --ntasks with --ntasks-per-node: it may not be so
         return laid_out
     if not ranks and not given:
@@ -115,7 +115,7 @@ def _layout(env: Mapping[str, str], gpus: Sequence[int], ranks: int) -> tuple[in
     return tuple(ranks // nodes + (node < ranks % nodes) for node in range(nodes))
 
 
-def _said(env: Mapping[str, str], name: str) -> str:
+def _required(env: Mapping[str, str], name: str) -> str:
     if not env.get(name):
         raise AllocationError(
             f"{name} is not set: not in a SLURM allocation; call this from a batch script or the shell of salloc"
@@ -125,7 +125,7 @@ def _said(env: Mapping[str, str], name: str) -> str:
 
 def ports(job: int) -> Iterator[int]:
     """Outside the ephemeral range, in an order that no two neighbouring jobs share."""
-    return (PORTS[(job + STRIDE * turn) % len(PORTS)] for turn in itertools.count())
+    return (PORTS[(job + PORT_STRIDE * turn) % len(PORTS)] for turn in itertools.count())
 
 
 def free_port(job: int) -> int:

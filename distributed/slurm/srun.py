@@ -42,7 +42,7 @@ Json = dict[str, Any]
 
 
 @dataclass
-class Node:
+class StepNode:
     """What is known of a node while the step runs."""
 
     name: str
@@ -61,7 +61,7 @@ class Node:
         return next((end["exit_code"] for end in self.ends if end["exit_code"]), 0)
 
 
-class Parser:
+class ReportParser:
     """Parts srun's output into output of the tasks and reports, also where a report is in the middle of a line."""
 
     def __init__(self) -> None:
@@ -91,10 +91,10 @@ def parse_report(line: bytes) -> Json:
     return {}
 
 
-class Step:
+class JobStep:
     """srun and its tasks, until the last one has ended."""
 
-    def __init__(self, run: Path, nodes: Sequence[Node], srun: subprocess.Popen[bytes]) -> None:
+    def __init__(self, run: Path, nodes: Sequence[StepNode], srun: subprocess.Popen[bytes]) -> None:
         """srun: with pipes to all its standard files."""
         self.run = run
         self.nodes = {node.name: node for node in nodes}
@@ -106,7 +106,7 @@ class Step:
         self._partial_line = b""  # of srun's standard error
         self._srun_log = (run / f"node_{SRUN}.log").open("ab", buffering=0)
         self._srun = srun
-        self._parser = Parser()
+        self._parser = ReportParser()
         self._console = Console()
 
     # ---- events
@@ -114,25 +114,25 @@ class Step:
     def watch(self) -> int:
         """To the end of srun. Returns the exit code of the step."""
         with self._srun, self._srun_log, selectors.DefaultSelector() as channels:
-            channels.register(self._srun.stdout, selectors.EVENT_READ, self.take_output)  # type: ignore[arg-type]
-            channels.register(self._srun.stderr, selectors.EVENT_READ, self.take_errors)  # type: ignore[arg-type]
-            channels.register(CONTROL, selectors.EVENT_READ, self.take_requests)
+            channels.register(self._srun.stdout, selectors.EVENT_READ, self.handle_output)  # type: ignore[arg-type]
+            channels.register(self._srun.stderr, selectors.EVENT_READ, self.handle_errors)  # type: ignore[arg-type]
+            channels.register(CONTROL, selectors.EVENT_READ, self.handle_requests)
             threading.Thread(target=self.send_heartbeats, daemon=True).start()
-            while any(key.data != self.take_requests for key in channels.get_map().values()):
+            while any(key.data != self.handle_requests for key in channels.get_map().values()):
                 for key, _ in channels.select(HEARTBEAT_INTERVAL / 4):
                     received = os.read(key.fd, 65536)
                     key.data(received)
                     if not received:
                         channels.unregister(key.fileobj)
                 self.check_clock()
-        return self.settle()
+        return self.record_missing_ends()
 
-    def take_output(self, received: bytes) -> None:
+    def handle_output(self, received: bytes) -> None:
         for part in self._parser.feed(received):
             if isinstance(part, bytes):
                 self.show(part)
             elif part["node"] in self.nodes:
-                self.take_report(self.nodes[part["node"]], part)
+                self.handle_report(self.nodes[part["node"]], part)
         if not received:
             self.show(b"", last=True)
 
@@ -140,7 +140,7 @@ class Step:
         for file, text in zip((1, 2), self._console.feed(output, last), strict=True):
             write_console(file, text)
 
-    def take_errors(self, received: bytes) -> None:
+    def handle_errors(self, received: bytes) -> None:
         """What srun prints. About tasks that have reported their end it prints nothing new."""
         if not all(len(node.ends) == node.tasks for node in self.nodes.values()):
             write_console(2, received)
@@ -150,15 +150,15 @@ class Step:
         for failed in NODE_FAILURE.findall(b"\n".join(lines).decode(errors="replace")):
             for name in expand(failed):
                 if name in self.nodes and not self.nodes[name].ended:
-                    self.lose(self.nodes[name], "SLURM says that this node has failed")
+                    self.mark_lost(self.nodes[name], "SLURM says that this node has failed")
 
-    def take_requests(self, received: bytes) -> None:
+    def handle_requests(self, received: bytes) -> None:
         for request in received.decode().split():
             self.request(request)
         if not received:  # the launcher is gone
             self.close_channel()
 
-    def take_report(self, node: Node, report: Json) -> None:
+    def handle_report(self, node: StepNode, report: Json) -> None:
         node.last_report = time.monotonic()
         self._step = report.get("step") or self._step
         node.tasks = report.get("tasks") or node.tasks  # SLURM may have placed them in another way
@@ -167,7 +167,7 @@ class Step:
             self.task_ended(end["exit_code"])
             if node.ended:
                 self.record_node(node)
-        self.close_channel_when_all_ended()
+        self.close_channel_if_all_ended()
 
     # ---- consequences
 
@@ -178,11 +178,11 @@ class Step:
             if stopping:
                 return
             seconds = CHECKPOINT_GRACE if code == STOPPED else 0.0
-            self.later(seconds, lambda: self.request("stop"))
-            self.later(seconds + STOP_GRACE, lambda: self.request("kill"))
-            self.later(seconds + 2 * STOP_GRACE, self.close_channel)
+            self.schedule(seconds, lambda: self.request("stop"))
+            self.schedule(seconds + STOP_GRACE, lambda: self.request("kill"))
+            self.schedule(seconds + 2 * STOP_GRACE, self.close_channel)
 
-    def later(self, seconds: float, action: Callable[[], None]) -> None:
+    def schedule(self, seconds: float, action: Callable[[], None]) -> None:
         self._due.append((time.monotonic() + seconds, action))
 
     def check_clock(self) -> None:
@@ -196,7 +196,7 @@ class Step:
             if node.last_report is not None and not node.ended:
                 node.last_report += blocked
                 if now - node.last_report > HEARTBEAT_TIMEOUT:
-                    self.lose(node)
+                    self.mark_lost(node)
         if now > self._warn_at:
             self._warn_at = now + (now - self._started)
             self.warn_of_missing(now - self._started)
@@ -207,13 +207,13 @@ class Step:
             joined = f"{len(self.nodes) - len(missing)} of {len(self.nodes)} nodes joined"
             self.print(f"{joined}, waiting for {', '.join(missing)}, {seconds:.0f} s")
 
-    def lose(self, node: Node, reason: str = "") -> None:
+    def mark_lost(self, node: StepNode, reason: str = "") -> None:
         """reason: another one than missing heartbeats."""
         node.lost = True
         write(self.run / f"node_{node.name}.lost", f"{reason}\n")
         self.print(f"{node.name}: {reason or f'no heartbeat for {HEARTBEAT_TIMEOUT:.0f} s'}; stopping the other nodes")
         self.task_ended(UNFIT)
-        self.close_channel_when_all_ended()
+        self.close_channel_if_all_ended()
 
     # ---- control channel of the tasks
 
@@ -229,7 +229,7 @@ class Step:
         with suppress(OSError, ValueError):  # srun has ended, or the channel is closed
             self._srun.stdin.write(f"{request}\n".encode())
 
-    def close_channel_when_all_ended(self) -> None:
+    def close_channel_if_all_ended(self) -> None:
         if all(node.ended for node in self.nodes.values()):
             self.close_channel()
 
@@ -241,10 +241,10 @@ class Step:
                 self._srun.stdin.close()
             if any(node.lost for node in self.nodes.values()):
                 self.cancel()
-                self.later(1.0, self._srun.kill)
+                self.schedule(1.0, self._srun.kill)
             else:
-                self.later(SRUN_GRACE, self.cancel)
-                self.later(2 * SRUN_GRACE, self._srun.kill)
+                self.schedule(SRUN_GRACE, self.cancel)
+                self.schedule(2 * SRUN_GRACE, self._srun.kill)
 
     def cancel(self) -> None:
         if self._step:
@@ -252,7 +252,7 @@ class Step:
 
     # ---- records
 
-    def record_node(self, node: Node) -> None:
+    def record_node(self, node: StepNode) -> None:
         """As agents do: how the ranks of a node ended, when one of the run failed; and the exit code of the node."""
         ranks = [end for end in node.ends if end["rank"] is not None]
         deaths = [end for end in ranks if end["exit_code"]]
@@ -262,7 +262,7 @@ class Step:
             write(self.run / "errors" / f"node_{node.name}.json", record)
         write(self.run / f"node_{node.name}.exit", f"{node.exit_code}\n")
 
-    def settle(self) -> int:
+    def record_missing_ends(self) -> int:
         """After the end of srun: what follows for tasks that have not reported theirs. Returns the exit code."""
         for node in self.nodes.values():
             if self.code and node.ended and not node.lost:  # which ranks ended well matters only now
@@ -279,7 +279,7 @@ class Step:
             if node.ends:
                 self.record_node(node)
             if not self.code or not node.ends:
-                self.lose(node, "srun has ended before its tasks")
+                self.mark_lost(node, "srun has ended before its tasks")
         return self.code
 
     def print(self, message: str) -> None:
@@ -310,4 +310,4 @@ def watch(run: str, nodes: str, srun: subprocess.Popen[bytes]) -> int:
     nodes: name:tasks of each, with commas between. srun: with pipes to all its standard files.
     """
     places = (place.rpartition(":") for place in nodes.split(","))
-    return Step(Path(run), [Node(name, int(tasks)) for name, _, tasks in places], srun).watch()
+    return JobStep(Path(run), [StepNode(name, int(tasks)) for name, _, tasks in places], srun).watch()

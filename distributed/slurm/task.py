@@ -38,7 +38,7 @@ HEARTBEAT_INTERVAL = 3.0  # seconds, in both directions
 HEARTBEAT_TIMEOUT = 4 * HEARTBEAT_INTERVAL  # seconds without a heartbeat after which the other side is lost
 COPY_INTERVAL = 0.05  # seconds between two reads of the files that a rank writes its output to
 REPEAT_INTERVAL = 0.5  # seconds between two attempts to repeat a signal
-ENDED_BY_STOP = (0, 128 + signal.SIGTERM, KILLED)  # exit codes of a rank that does nothing special on SIGTERM
+STOP_EXIT_CODES = (0, 128 + signal.SIGTERM, KILLED)  # exit codes of a rank that does nothing special on SIGTERM
 
 
 class TaskFiles(supervisor.Files):
@@ -59,7 +59,7 @@ class TaskFiles(supervisor.Files):
         return frozenset(os.fsencode(f"{name}={value}") for name, value in self._mark.items())
 
 
-class Lines:
+class LineSplitter:
     """Parts output into whole lines."""
 
     def __init__(self) -> None:
@@ -88,8 +88,8 @@ class Task(supervisor.Supervisor):
             "step": f"{env['SLURM_JOB_ID']}.{env['SLURM_STEP_ID']}",  # as scancel calls it
             "tasks": len(env["SLURM_GTIDS"].split(",")),  # of the step on this node
         }
-        self._outputs: dict[int, Lines] = {}  # the files of a rank, opened for reading
-        self._lines = Lines()  # for the console
+        self._outputs: dict[int, LineSplitter] = {}  # the files of a rank, opened for reading
+        self._lines = LineSplitter()  # for the console
         self._usr2_missed = False  # by the command, which had no handler
         self._repeat_at = 0.0
         os.makedirs(os.path.dirname(self.files.pids), exist_ok=True)
@@ -98,7 +98,7 @@ class Task(supervisor.Supervisor):
             grace=grace,
             heartbeat_timeout=HEARTBEAT_TIMEOUT,
             attached=True,
-            samples_usage=self.local_rank == 0,
+            sample_usage=self.local_rank == 0,
         )
         os.set_blocking(1, False)
         self._streams = self._streams[:1]  # what comes through standard error is taken for srun's own
@@ -124,17 +124,17 @@ class Task(supervisor.Supervisor):
         for path in paths:
             file = os.open(path, os.O_RDONLY)
             os.lseek(file, 0, os.SEEK_END)  # behind the output of an earlier attempt
-            self._outputs[file] = Lines()
+            self._outputs[file] = LineSplitter()
         return stdout, stderr
 
     def _copy_output(self) -> None:
         """What the rank has written since, to the log of its node and to the console."""
-        self._output_ended = self._swept
+        self._output_ended = self._no_process_left
         mark = f"[{self.files.name}:{self.rank}] ".encode()
         for file, lines in self._outputs.items():
             output = b"".join(iter(lambda: os.read(file, supervisor.BLOCK), b""))  # noqa: B023 (called at once)
-            if text := b"".join(mark + line for line in lines.feed(output, last=self._swept)):
-                self._keep(text)
+            if text := b"".join(mark + line for line in lines.feed(output, last=self._no_process_left)):
+                self._write_log(text)
                 self._show(text)
 
     def _show(self, block: bytes, last: bool = False) -> None:
@@ -142,7 +142,7 @@ class Task(supervisor.Supervisor):
 
         self._streams[0].put(without_other_ranks(b"".join(self._lines.feed(block, last))))
 
-    def _show_aside(self, line: bytes) -> None:
+    def _show_message(self, line: bytes) -> None:
         self._streams[0].put(line)
 
     # ---- reports
@@ -173,26 +173,26 @@ class Task(supervisor.Supervisor):
             "pid": self.pid,
             "time": self.ended,
             "exit_code": self.code,
-            "ended_by_agent": self.stopping and self.code in ENDED_BY_STOP,
+            "ended_by_agent": self.stopping and self.code in STOP_EXIT_CODES,
         }
         self._streams[0].put(self._report(end=end))
 
-    def is_needed(self) -> bool:
+    def must_wait(self) -> bool:
         """Until the launcher has received the last report: srun ends the other tasks when one of them fails."""
-        in_time = time.monotonic() < self._kill_at + supervisor.UNKILLABLE
-        return self._attached or (super().is_needed() and in_time)
+        in_time = time.monotonic() < self._kill_at + supervisor.UNKILLABLE_TIMEOUT
+        return self._attached or (super().must_wait() and in_time)
 
     def _launcher_lost(self, message: str) -> None:
         self._attached = False
         super()._launcher_lost(message)
         self.stop()
 
-    def _give_up_console(self) -> None:
+    def _drop_console(self) -> None:
         """Never: reports go the same way, and srun.py reads them to the end."""
 
     # ---- signals
 
-    def take_signal(self, number: int) -> None:
+    def handle_signal(self, number: int) -> None:
         """SLURM signals every process of a task, so the command has received it as well."""
         if number == signal.SIGUSR2 and not self._processes_with_handler():
             self._usr2_missed = True
@@ -201,15 +201,17 @@ class Task(supervisor.Supervisor):
         """As soon as the command has a handler: while it imports PyTorch it has none."""
         if pids := self._processes_with_handler():
             self._usr2_missed = False
-            supervisor.send(signal.SIGUSR2, pids)
+            supervisor.send_signal(signal.SIGUSR2, pids)
 
     def _processes_with_handler(self) -> list[int]:
-        ours = [self._guard.pid, self._sampler]
-        return [pid for pid in process_scan.living(self.files.mark, [self.pid], but=ours) if handles_usr2(pid)]
+        own = [self._guard.pid, self._sampler]
+        return [
+            pid for pid in process_scan.live_processes(self.files.mark, [self.pid], exclude=own) if handles_usr2(pid)
+        ]
 
     def _check_clock(self) -> None:
         super()._check_clock()
-        if self._outputs and self._may_read():
+        if self._outputs and self._can_read():
             self._copy_output()
         if self._usr2_missed and time.monotonic() >= self._repeat_at:
             self._repeat_at = time.monotonic() + REPEAT_INTERVAL

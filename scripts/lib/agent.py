@@ -54,14 +54,14 @@ def main() -> int:
 
     preload = Preload(FRESH)
     gc.disable()  # the import of PyTorch is 5 % faster, and leaves nothing to collect
-    with preload.recorded():
+    with preload.record_environment_reads():
         import torch
     gc.enable()
 
     from distributed.agent.fork_server import ForkServer
-    from distributed.agent.worker import start
+    from distributed.agent.worker import run_rank
 
-    server = ForkServer(partial(start, preload))
+    server = ForkServer(partial(run_rank, preload))
 
     try:
         from distributed.agent import agent

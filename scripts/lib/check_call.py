@@ -29,7 +29,7 @@ KIT = os.path.abspath(f"{__file__}/../../..")
 RANKS_PER_CORE = 4  # more are worth a warning
 
 
-class Refused(Exception):
+class CheckFailed(Exception):
     """`usage` or `unfit`, then the message."""
 
 
@@ -48,10 +48,10 @@ def is_module(name: str) -> bool:
 def check_modules(options: argparse.Namespace) -> None:
     if options.torch and not is_module("torch"):
         remedy = "install it there, or name another Python with --python PATH"
-        raise Refused("usage", f"'{sys.executable}' has no PyTorch; {remedy}")
+        raise CheckFailed("usage", f"'{sys.executable}' has no PyTorch; {remedy}")
     if options.module is not None and not is_module(options.module):
         missing = f"'{sys.executable}' has no such module (looked in {os.getcwd()} too)"
-        raise Refused("usage", f"-m '{options.module}': {missing}")
+        raise CheckFailed("usage", f"-m '{options.module}': {missing}")
 
 
 def print_named_nodes(options: argparse.Namespace) -> int:
@@ -61,9 +61,9 @@ def print_named_nodes(options: argparse.Namespace) -> int:
     try:
         nodes = requested(options.node, options.hostfile, options.exclude)
     except NodeListError as error:
-        raise Refused("usage", str(error)) from None
+        raise CheckFailed("usage", str(error)) from None
     except OSError as error:
-        raise Refused("usage", f"{error.filename}: {error.strerror}: name a hostfile to read") from None
+        raise CheckFailed("usage", f"{error.filename}: {error.strerror}: name a hostfile to read") from None
     for node in nodes:
         print(f"node {node.address} {node.slots or options.nodes}")
     return sum(node.slots or options.nodes for node in nodes)
@@ -76,10 +76,10 @@ def print_allocation(ranks: int) -> int:
     try:
         found = read(ranks)
     except AllocationError as error:
-        raise Refused("usage", str(error)) from None
+        raise CheckFailed("usage", str(error)) from None
     for note in found.notes(os.environ):
         print(f"warning {note}")
-    print(f"cores-per-rank {found.cores_a_task}")
+    print(f"cores-per-rank {found.cores_per_task}")
     print(f"cores-per-node {min(found.cores)}")
     if os.environ.get("SLURMD_NODENAME") == found.nodes[0]:
         print(f"port {free_port(found.job)}")
@@ -97,18 +97,18 @@ def may_have_gpus() -> bool:
 def check_gpus(ranks: int) -> None:
     if ranks <= RANKS_PER_CORE and not may_have_gpus():
         return
-    from distributed.host.gpus import look_at_gpus, visible
-    from distributed.host.resources import look_at_cores
+    from distributed.host.gpus import query_gpus, visible
+    from distributed.host.resources import read_cores
 
-    found = look_at_gpus()
+    found = query_gpus()
     if found.error:
         sys.stderr.write(f"{found.error}\n")
     gpus = len(visible(os.environ.get("CUDA_VISIBLE_DEVICES"), found.devices))
     if 0 < gpus < ranks:
         here = f"{gpus} GPU{'s' * (gpus > 1)}"
-        raise Refused("usage", f"NPROC {ranks}: this machine has {here}, and each process needs its own")
+        raise CheckFailed("usage", f"NPROC {ranks}: this machine has {here}, and each process needs its own")
     if not gpus and ranks > RANKS_PER_CORE:
-        cores = max(1, int(look_at_cores().usable))
+        cores = max(1, int(read_cores().usable))
         if ranks > RANKS_PER_CORE * cores:
             print(f"warning NPROC {ranks}: many for {cores} CPU core{'s' * (cores > 1)}, which they have to share")
 
@@ -119,7 +119,7 @@ def check_port(port: int) -> None:
     if not port_is_free(port):
         holder = listener(port)
         taken = f"in use on this machine{holder and f' by {holder}'}"
-        raise Refused("unfit", f"--master-port {port}: {taken}; choose another, or leave it out")
+        raise CheckFailed("unfit", f"--master-port {port}: {taken}; choose another, or leave it out")
 
 
 def print_master(master: str, node_rank: int) -> None:
@@ -128,7 +128,7 @@ def print_master(master: str, node_rank: int) -> None:
 
     address, fault = check_master(master, node_rank, address_of(master), own_addresses())
     if fault:
-        raise Refused("unfit", fault)
+        raise CheckFailed("unfit", fault)
     print(f"master {address}")
 
 
@@ -183,7 +183,7 @@ def main() -> None:
         if options.master is not None:
             print_master(options.master, options.node_rank)
         print("ok")
-    except Refused as refused:
+    except CheckFailed as refused:
         kind, message = refused.args
         print(kind, " ".join(message.splitlines()))
 

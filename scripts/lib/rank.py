@@ -38,9 +38,9 @@ def become_rank(output: str, words: Sequence[str]) -> NoReturn:
         sys.stderr.write(line)
 
     from distributed.agent.preloaded import Preload
-    from distributed.agent.worker import Script, work
+    from distributed.agent.worker import Script, run_script
 
-    work(Script(name, tuple(rest), is_module, tuple(sys.path[1:])), Preload(FRESH), output)
+    run_script(Script(name, tuple(rest), is_module, tuple(sys.path[1:])), Preload(FRESH), output)
 
 
 def choose_interface(nodes: int, master: str | None) -> None:

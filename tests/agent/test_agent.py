@@ -34,10 +34,10 @@ from hypothesis import strategies as st
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
 from distributed.agent import agent
-from distributed.agent.agent import Agent, Failure, follow
-from distributed.agent.fork_server import Process, Wakeup, signals
+from distributed.agent.agent import Agent, RankFailure, follow
+from distributed.agent.fork_server import ForkedProcess, Wakeup, signals
 from distributed.host.resources import Cores
-from distributed.host.stacks import LEAST_NUMBER
+from distributed.host.stacks import MIN_FILE_DESCRIPTOR
 from distributed.launch import threads
 from distributed.runs import verdict
 
@@ -51,10 +51,10 @@ fresh = frozenset(sys.modules) - {"linecache"}  # of -c
 _, kit, *words = sys.argv
 path, sys.path[0] = tuple(sys.path[1:]), kit
 from distributed.agent.preloaded import Preload
-from distributed.agent.worker import Script, work
+from distributed.agent.worker import Script, run_script
 is_module = words[0] == "-m"
 name, *words = words[1:] if is_module else words
-work(Script(name, tuple(words), is_module, path), Preload(fresh))
+run_script(Script(name, tuple(words), is_module, path), Preload(fresh))
 """
 WORKER = [sys.executable, "-c", WORK, str(KIT)]
 SECONDS = 120  # after which a launch counts as hanging
@@ -195,8 +195,8 @@ def test_a_script_sees_what_it_sees_under_torchrun(looked: tuple[dict[str, Any],
 def test_what_differs_from_torchrun_is_known(looked: tuple[dict[str, Any], dict[str, Any]]) -> None:
     fast, torchrun = looked
     assert (torchrun["gc"][:2], torchrun["gc"][2]) == (fast["gc"][:2], 0)
-    assert fast["finders"] == ["<distributed.agent.preloaded.Hidden object", *torchrun["finders"]]
-    assert set(fast["open files"]) == {*torchrun["open files"], str(LEAST_NUMBER)}
+    assert fast["finders"] == ["<distributed.agent.preloaded.HiddenModules object", *torchrun["finders"]]
+    assert set(fast["open files"]) == {*torchrun["open files"], str(MIN_FILE_DESCRIPTOR)}
 
 
 def test_every_rank_has_random_numbers_of_its_own(looked: tuple[dict[str, Any], dict[str, Any]]) -> None:
@@ -756,7 +756,7 @@ sys.exit(75)
 
 
 def test_who_asks_to_stop_while_the_end_is_told_does_not_change_it() -> None:
-    agent = meddled("Agent.failed", "import os, signal; os.kill(os.getpid(), signal.SIGTERM)")
+    agent = meddled("Agent.exchange_records", "import os, signal; os.kill(os.getpid(), signal.SIGTERM)")
     done = launch(1, "sys.exit(42)", agent)
     assert done.returncode == 42
     assert "SignalException" not in done.stderr
@@ -828,7 +828,7 @@ def test_a_signal_that_comes_while_a_rank_is_reaped_does_not_lose_its_exit_code(
     waitpid = os.waitpid
     ended = subprocess.Popen(["sh", "-c", "exit 3"])
     os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
-    process = Process(ended.pid, cast(Wakeup, None))
+    process = ForkedProcess(ended.pid, cast(Wakeup, None))
     before = signal.signal(signal.SIGUSR1, raising)
     signals.defer([signal.SIGUSR1])
     try:
@@ -1025,9 +1025,9 @@ def test_the_code_of_a_launch_is_that_of_the_first_that_died_by_itself(
     told: list[tuple[float, int, bool]], code: int, stopped: bool
 ) -> None:
     agent = object.__new__(Agent)
-    agent.failures = {rank: Failure(rank, rank, 100 + rank, *death) for rank, death in enumerate(told)}
+    agent.failures = {rank: RankFailure(rank, rank, 100 + rank, *death) for rank, death in enumerate(told)}
     assert agent.exit_code() == code
-    assert agent.all_stopped() == stopped
+    assert agent.all_stopped_on_request() == stopped
 
 
 @pytest.mark.parametrize(
@@ -1049,7 +1049,7 @@ def test_each_rank_gets_its_share_of_the_cores(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     """A stub of a machine with 8 cores."""
-    monkeypatch.setattr(threads, "look_at_cores", lambda: Cores(8, 8))
+    monkeypatch.setattr(threads, "read_cores", lambda: Cores(8, 8))
     monkeypatch.delenv("OMP_NUM_THREADS")
     if before:
         monkeypatch.setenv("OMP_NUM_THREADS", before)

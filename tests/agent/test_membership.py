@@ -30,7 +30,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from distributed.agent import failure_records, membership
 from distributed.agent.agent import Agent
 from distributed.agent.failure_records import Records
-from distributed.agent.membership import End, Membership, RendezvousFailed, keys_of
+from distributed.agent.membership import Membership, RendezvousFailed, RunEnd, membership_store
 from distributed.agent.rendezvous import Rendezvous
 from distributed.agent.worker import Script
 
@@ -75,7 +75,7 @@ def ignore(_: str) -> None:
 
 def gathered(join: Join, size: int = 3) -> list[Membership]:
     members = [join(rank, size) for rank in range(size)]
-    for future in at_once(*(lambda one=one: one.gather(TIMEOUT, ignore) for one in members)):
+    for future in at_once(*(lambda one=one: one.wait_for_all(TIMEOUT, ignore) for one in members)):
         future.result()
     return members
 
@@ -94,7 +94,7 @@ def go_on(members: Sequence[Membership]) -> bool:
 def refused(one: Membership) -> str:
     """Why it was refused."""
     with pytest.raises(RendezvousFailed) as failure:
-        one.gather(TIMEOUT, ignore)
+        one.wait_for_all(TIMEOUT, ignore)
     assert failure.value.exit_code == 69
     return str(failure.value)
 
@@ -108,12 +108,12 @@ def test_all_nodes_gather_and_know_each_others_names(join: Join) -> None:
 
 
 def test_a_node_reports_which_nodes_are_missing_and_gives_up(join: Join, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(membership, "REPORT", 0.1)
+    monkeypatch.setattr(membership, "REPORT_INTERVAL", 0.1)
     lines: list[str] = []
     first = join(0, names=["ada", "bob", "eve"])
     join(2)
     with pytest.raises(RendezvousFailed, match="waiting for bob: gave up after 1 s") as failure:
-        first.gather(1.0, lines.append)
+        first.wait_for_all(1.0, lines.append)
     assert failure.value.exit_code == 124
     assert lines[-1].startswith("2 of 3 nodes joined, waiting for bob, ")
 
@@ -121,26 +121,26 @@ def test_a_node_reports_which_nodes_are_missing_and_gives_up(join: Join, monkeyp
 def test_every_node_reports_missing_nodes_but_where_one_place_shows_all_lines_the_first_alone(
     join: Join, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(membership, "REPORT", 0.1)
+    monkeypatch.setattr(membership, "REPORT_INTERVAL", 0.1)
     join(0)
     lines: dict[str, list[str]] = {"by hand": [], "from one place": []}
     for how, names in (("by hand", ()), ("from one place", ("ada", "bob", "eve"))):
         one = join(1 if how == "by hand" else 2, names=names)
         with pytest.raises(RendezvousFailed):
-            one.gather(1.0, lines[how].append)
+            one.wait_for_all(1.0, lines[how].append)
     assert lines["by hand"][-1].startswith("2 of 3 nodes joined, waiting for node rank 2, ")
     assert lines["from one place"] == []
 
 
 def test_a_node_reports_that_it_does_not_find_the_first_one_and_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(membership, "REPORT_UNJOINED", 0.1)
+    monkeypatch.setattr(membership, "UNJOINED_REPORT_INTERVAL", 0.1)
 
     def connect() -> Store:
         raise ConnectionRefusedError
 
     lines: list[str] = []
     with pytest.raises(RendezvousFailed, match="waiting for the first node at n1:29500; gave up after 1 s") as failure:
-        Membership(1, 2, {"node": "node2"}, "n1:29500", connect).gather(1.0, lines.append)
+        Membership(1, 2, {"node": "node2"}, "n1:29500", connect).wait_for_all(1.0, lines.append)
     assert failure.value.exit_code == 124
     assert lines[-1].startswith("waiting for the first node at n1:29500, ")
 
@@ -165,11 +165,14 @@ def test_a_node_that_does_not_fit_is_refused_and_the_others_wait_for_one_that_do
     assert comes(lambda: 2 in first.members)
     lines: list[str] = []
     with ThreadPoolExecutor() as pool:
-        gathering = [pool.submit(first.gather, TIMEOUT, lines.append), pool.submit(third.gather, TIMEOUT, ignore)]
+        gathering = [
+            pool.submit(first.wait_for_all, TIMEOUT, lines.append),
+            pool.submit(third.wait_for_all, TIMEOUT, ignore),
+        ]
         assert said in refused(join(1, node="node9", **odd))
         assert comes(lambda: lines)
         second = join(1)
-        second.gather(TIMEOUT, ignore)
+        second.wait_for_all(TIMEOUT, ignore)
         for future in gathering:
             future.result()
     assert lines[0].startswith(f"refused node9: {said.partition(';')[0]}; ")
@@ -192,7 +195,7 @@ def test_a_node_of_another_run_is_refused_while_the_nodes_gather_and_later(join:
     assert said.startswith("node1:29500: in use by run healthy (first node node1, started 20")
     assert said.endswith("), not by other; choose another --master-port")
     second = join(1, size=2, run="healthy")
-    for future in at_once(lambda: first.gather(TIMEOUT, ignore), lambda: second.gather(TIMEOUT, ignore)):
+    for future in at_once(lambda: first.wait_for_all(TIMEOUT, ignore), lambda: second.wait_for_all(TIMEOUT, ignore)):
         future.result()
     assert "not by other" in refused(join(1, size=2, run="other", node="node9"))
     assert go_on([first, second])
@@ -201,7 +204,7 @@ def test_a_node_of_another_run_is_refused_while_the_nodes_gather_and_later(join:
 def test_what_a_node_reports_that_has_not_joined_reaches_nobody(join: Join) -> None:
     members = gathered(join, size=2)
     stray = join(1, size=2, node="node9")
-    stray.report_end(End("node9", 143, "received SIGTERM"))
+    stray.report_end(RunEnd("node9", 143, "received SIGTERM"))
     stray.leave()
     assert go_on(members)
 
@@ -215,13 +218,15 @@ def test_a_node_waits_until_the_run_that_ends_has_left_the_port_to_the_next(stor
     facts, place, stores = {"node": "n"}, "n:1", [store]
     old = Membership(0, 2, facts, place, lambda: store, "old")
     assert comes(lambda: old.run)
-    old.report_end(End("n", 1, "rank 0 ended with exit code 1"))
-    assert comes(lambda: keys_of(store, old.run).check(["end"]))  # type: ignore[arg-type]
+    old.report_end(RunEnd("n", 1, "rank 0 ended with exit code 1"))
+    assert comes(lambda: membership_store(store, old.run).check(["end"]))  # type: ignore[arg-type]
     second = Membership(1, 2, facts, place, lambda: stores[-1])
-    assert comes(lambda: "where run old (first node n, started " in second._obstacle)
+    assert comes(lambda: "where run old (first node n, started " in second._waiting_for)
     stores.append(new_store())
     new = Membership(0, 2, facts, place, lambda: stores[-1], "new")
-    assert [f.result().name for f in at_once(*(lambda m=m: m.gather(TIMEOUT, ignore) for m in (new, second)))] == [  # type: ignore[attr-defined]
+    assert [
+        f.result().name for f in at_once(*(lambda m=m: m.wait_for_all(TIMEOUT, ignore) for m in (new, second)))
+    ] == [  # type: ignore[attr-defined]
         "new",
         "new",
     ]
@@ -235,10 +240,10 @@ def test_a_node_that_was_killed_and_comes_again_is_not_refused_by_its_own_trace(
     first, second = gathered(join, size=2)
     second.close()
     again = join(1, size=2)
-    assert comes(lambda: "started 20" in again._obstacle and "): node2 sends no heartbeat" in again._obstacle)
+    assert comes(lambda: "started 20" in again._waiting_for and "): node2 sends no heartbeat" in again._waiting_for)
     monkeypatch.setattr(membership, "HEARTBEAT_TIMEOUT", 1.0)
     assert comes(first.end)
-    assert comes(lambda: "is ending" in again._obstacle)
+    assert comes(lambda: "is ending" in again._waiting_for)
     assert again._refusal is None
 
 
@@ -299,7 +304,7 @@ def serve_a_store_first(place: Connection) -> None:
 def test_a_run_that_has_its_port_but_not_yet_said_who_it_is_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("distributed.agent.rendezvous.OWNER_ANSWERS", TIMEOUT)
+    monkeypatch.setattr("distributed.agent.rendezvous.OWNER_TIMEOUT", TIMEOUT)
     _, other = forked(serve_a_store_first)
     port = other.recv()
     connect = Rendezvous._tcp_store
@@ -319,7 +324,7 @@ def test_a_run_that_has_its_port_but_not_yet_said_who_it_is_is_named(
 def test_a_port_that_another_run_has_is_refused_with_its_name_and_that_run_goes_on(
     tmp_path: Path, nodes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("distributed.agent.rendezvous.OWNER_ANSWERS", TIMEOUT)
+    monkeypatch.setattr("distributed.agent.rendezvous.OWNER_TIMEOUT", TIMEOUT)
     _, other = forked(serve_a_run, tmp_path)
     port = other.recv()
     with pytest.raises(RendezvousFailed) as failure:
@@ -342,7 +347,7 @@ def meet(told: Connection, port: int, script: Path) -> None:
 def test_a_port_that_another_program_has_is_refused_though_it_never_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("distributed.agent.rendezvous.OWNER_ANSWERS", 0.5)
+    monkeypatch.setattr("distributed.agent.rendezvous.OWNER_TIMEOUT", 0.5)
     with socket.create_server(("", 0)) as silent:
         port = silent.getsockname()[1]
         assert (
@@ -356,16 +361,16 @@ def test_a_port_that_another_program_has_is_refused_though_it_never_answers(
 
 def test_the_first_report_of_an_end_counts_on_all_nodes(join: Join) -> None:
     one, two, three = gathered(join)
-    two.report_end(End("node2", 42, "rank 1 ended with exit code 42"))
+    two.report_end(RunEnd("node2", 42, "rank 1 ended with exit code 42"))
     assert comes(lambda: one.end() and three.end())
-    three.report_end(End("node3", 1, "rank 2 lost its connection"))
+    three.report_end(RunEnd("node3", 1, "rank 2 lost its connection"))
     assert [member.end() and member.end().exit_code for member in (one, two, three)] == [42] * 3  # type: ignore[union-attr]
 
 
 def test_the_failure_records_of_each_node_reach_all(join: Join) -> None:
     one, two, three = gathered(join)
     records: list[Records] = [{f"node_node{number}.json": {"deaths": []}} for number in (1, 2, 3)]
-    two.report_end(End("node2", 1, "rank 1 ended with exit code 1"))
+    two.report_end(RunEnd("node2", 1, "rank 1 ended with exit code 1"))
     assert comes(lambda: one.end() and three.end())
     pairs = zip((one, two, three), records, strict=True)
     at_once(*(lambda pair=pair: pair[0].leave(pair[1], collect=True) for pair in pairs))
@@ -379,7 +384,7 @@ def test_records_of_other_nodes_are_kept_but_not_over_those_that_they_wrote_here
     monkeypatch.setenv("MUSTER_RUN_DIR", str(tmp_path))
     (tmp_path / "errors").mkdir()
     (tmp_path / "errors/node_n1.json").write_text('{"node": "n1", "lost": "n3"}')
-    failure_records.keep({"node_n1.json": {"node": "n1"}, "rank_2.json": {"rank": 2}})
+    failure_records.write_missing({"node_n1.json": {"node": "n1"}, "rank_2.json": {"rank": 2}})
     found = {file.name: json.loads(file.read_text()) for file in (tmp_path / "errors").iterdir()}
     assert found == {"node_n1.json": {"node": "n1", "lost": "n3"}, "rank_2.json": {"rank": 2}}
 
@@ -389,7 +394,7 @@ def test_no_node_leaves_before_all_are_done(join: Join, store: TCPStore) -> None
     with ThreadPoolExecutor() as pool:
         early = [pool.submit(one.finish), pool.submit(two.finish)]
         assert one.run
-        keys = keys_of(store, one.run)
+        keys = membership_store(store, one.run)
         assert comes(lambda: keys.check(["done/0", "done/1"]))
         assert not any(future.done() for future in early)
         assert three.finish() is None
@@ -400,7 +405,7 @@ def test_a_node_that_is_asked_to_stop_waits_only_so_long_for_the_others(join: Jo
     one, *_ = gathered(join)
     with pytest.raises(TimeoutError):
         one.finish(0)
-    one.report_end(End("n1", 143, "received SIGTERM"))
+    one.report_end(RunEnd("n1", 143, "received SIGTERM"))
     assert comes(lambda: one.end() is not None)
 
 
@@ -408,7 +413,7 @@ def test_a_failure_after_others_are_done_is_theirs_too(join: Join) -> None:
     one, two, three = gathered(join)
     with ThreadPoolExecutor() as pool:
         early = [pool.submit(one.finish), pool.submit(three.finish)]
-        two.report_end(End("node2", 7, "rank 1 ended with exit code 7"))
+        two.report_end(RunEnd("node2", 7, "rank 1 ended with exit code 7"))
         assert [future.result().exit_code for future in early] == [7, 7]  # type: ignore[union-attr]
 
 
@@ -417,7 +422,7 @@ def test_a_node_without_heartbeats_is_given_up_by_all(join: Join, monkeypatch: p
     monkeypatch.setattr(membership, "HEARTBEAT_TIMEOUT", 4.0)
     two.close()
     assert comes(lambda: one.end() and three.end())
-    assert one.end() == three.end() == End("node2", 69, "connection lost", lost=True)
+    assert one.end() == three.end() == RunEnd("node2", 69, "connection lost", lost=True)
 
 
 def test_an_agent_that_is_stopped_while_it_ends_with_a_lost_node_ends_by_that_cause(
@@ -425,12 +430,12 @@ def test_an_agent_that_is_stopped_while_it_ends_with_a_lost_node_ends_by_that_ca
 ) -> None:
     one, two = gathered(join, size=2)
     agent = Agent.__new__(Agent)
-    agent.failures, agent.ended_well, agent._pcontext = {}, [], None
+    agent.failures, agent.succeeded, agent._pcontext = {}, [], None
     agent.rendezvous = SimpleNamespace(membership=one)  # type: ignore[assignment]
     monkeypatch.setattr(membership, "HEARTBEAT_TIMEOUT", 1.0)
     two.close()
     assert comes(one.end)
-    assert agent.stopped_by(signal.SIGTERM) == 69
+    assert agent.handle_stop_signal(signal.SIGTERM) == 69
 
 
 def host(place: Connection) -> None:
@@ -438,7 +443,7 @@ def host(place: Connection) -> None:
     store = new_store()
     first = Membership(0, 2, {"node": "node1"}, "", lambda: store, "run")
     place.send(store.port)
-    first.gather(TIMEOUT, ignore)
+    first.wait_for_all(TIMEOUT, ignore)
     signal.pause()
 
 
@@ -448,10 +453,10 @@ def test_when_the_first_node_is_gone_the_others_know(how: signal.Signals, monkey
     process, place = forked(host)
     port = place.recv()
     second = Membership(1, 2, {"node": "node2"}, "", lambda: TCPStore("127.0.0.1", port, None, wait_for_workers=False))
-    second.gather(TIMEOUT, ignore)
+    second.wait_for_all(TIMEOUT, ignore)
     os.kill(process.pid or 0, how)
     assert comes(second.end)
-    assert second.end() == End("node1", 69, "connection lost", lost=True)
+    assert second.end() == RunEnd("node1", 69, "connection lost", lost=True)
     second.leave(collect=True)  # returns, though no node reads it
     process.kill()
     process.join()
@@ -478,5 +483,5 @@ def test_a_node_that_has_left_asks_no_more(join: Join, store: TCPStore) -> None:
     one, two = gathered(join, size=2)
     two._store = GoneWhenWeLeave(two._store)  # type: ignore[arg-type, assignment]
     assert one.run
-    keys_of(store, one.run).set("all done", "true")
+    membership_store(store, one.run).set("all done", "true")
     assert two.finish() is None

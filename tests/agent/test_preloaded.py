@@ -31,7 +31,7 @@ fresh = frozenset(sys.modules) - {"linecache"}  # of -c
 sys.path[0] = sys.argv[1]
 from distributed.agent.preloaded import Preload
 preload = Preload(fresh)
-with preload.recorded():
+with preload.record_environment_reads():
     import torch
 del torch
 sys.path[0] = sys.argv[2]

@@ -26,8 +26,8 @@ TASK = """
 import sys
 path = tuple(sys.path[1:])
 sys.path[0] = KIT
-from distributed.agent.worker import Script, work
-work(Script("table.py", (), False, path))
+from distributed.agent.worker import Script, run_script
+run_script(Script("table.py", (), False, path))
 """.replace("KIT", repr(str(KIT)))
 
 PROGRAMS = {

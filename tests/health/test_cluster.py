@@ -18,10 +18,10 @@ from test_gpus import GPUS
 from distributed.health.cluster import Cluster, main, read_cluster, rebuilt, render_cluster
 from distributed.health.differences import compare
 from distributed.host.dns import Lookup
-from distributed.host.facts import Facts, FullNodeFacts, Route, Run
+from distributed.host.facts import Facts, FullNodeFacts, Route, RunProcesses
 from distributed.host.gpus import Gpus
 from distributed.host.interpreter import Torch
-from distributed.host.replies import framed
+from distributed.host.replies import format_reply
 from distributed.host.resources import Memory
 from distributed.host.system import GIB
 from distributed.launch.connectivity import Gap
@@ -165,7 +165,7 @@ def test_a_line_that_names_its_node_is_said_once_too() -> None:
 
 def test_what_is_to_be_pasted_is_said_for_each() -> None:
     nodes = {
-        name: node(number, runs=(Run("/logs/a", (number,), "ada", recorded=False),))
+        name: node(number, runs=(RunProcesses("/logs/a", (number,), "ada", recorded=False),))
         for number, name in enumerate(NODES, 1)
     }
     assert [line.strip() for line in text_of(cluster(nodes)).splitlines() if "$" in line] == [
@@ -216,7 +216,7 @@ def test_an_answer_comes_back_as_it_was_and_an_older_one_is_told() -> None:
 def answered(folder: Path, **said: Any) -> None:
     (folder / "looking").mkdir(exist_ok=True)
     for node, value in said.items():
-        (folder / "looking" / f"{node}.out").write_text(framed(value) if value else "")
+        (folder / "looking" / f"{node}.out").write_text(format_reply(value) if value else "")
         (folder / "looking" / f"{node}.err").write_text("" if value else "ssh: no route")
         (folder / "looking" / f"{node}.code").write_text("0" if value else "255")
 

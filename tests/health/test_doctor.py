@@ -19,16 +19,16 @@ from test_gpus import GPUS
 from distributed.health import checks
 from distributed.health.checks import Finding, judge, numbers
 from distributed.health.doctor import render
-from distributed.host.dns import Lookup, Names
-from distributed.host.facts import Clock, Facts, Port, Run, find_runs
+from distributed.host.dns import Lookup, NameLookups
+from distributed.host.facts import Clock, Facts, Port, RunProcesses, find_runs
 from distributed.host.gpus import GpuProcess, Gpus
 from distributed.host.identity import user
 from distributed.host.interpreter import (
     Interpreter,
     Package,
     Torch,
-    ask_torch,
     find_shadows,
+    probe_torch,
     required_packages,
     which_python,
 )
@@ -37,9 +37,9 @@ from distributed.host.resources import (
     Limits,
     Memory,
     Space,
-    look_at_cores,
-    look_at_limits,
-    look_at_memory,
+    read_cores,
+    read_limits,
+    read_memory,
 )
 from distributed.host.system import GIB, KIT, MIB, run_program
 from distributed.terminal import plain
@@ -70,7 +70,7 @@ HEALTHY = Facts(
     cores=Cores(64, 64),
     limits=Limits(65536, None, None),
     port=Port(29500),
-    names=Names("node1", "10.0.0.5", Lookup("node1", ("10.0.0.5",)), (Lookup("10.0.0.5", ("node1",)),)),
+    names=NameLookups("node1", "10.0.0.5", Lookup("node1", ("10.0.0.5",)), (Lookup("10.0.0.5", ("node1",)),)),
     interfaces=("lo", "eth0", "ib0"),
     clock=Clock(2e9, True),
     programs={"ssh": "/usr/bin/ssh", "pdsh": ""},
@@ -105,9 +105,9 @@ def test_a_good_machine_without_gpus_gets_no_warning() -> None:
 
 BUSY = replace(GPUS[0], memory_used=70 * GIB, processes=(GpuProcess(4711, "bob", "python", 69 * GIB),))
 FULL = tuple(replace(gpu, memory_used=79 * GIB, processes=BUSY.processes) for gpu in GPUS)
-SLOW = Names("node1", "10.0.0.5", Lookup("node1", ("10.0.0.5",)), (Lookup("10.0.0.5", (), 5.01),))
-LOOPBACK = Names("node1", "10.0.0.5", Lookup("node1", ("127.0.1.1",)), ())
-NAMELESS = Names("node1", "10.0.0.5", Lookup("node1", error="Name or service not known"), ())
+SLOW = NameLookups("node1", "10.0.0.5", Lookup("node1", ("10.0.0.5",)), (Lookup("10.0.0.5", (), 5.01),))
+LOOPBACK = NameLookups("node1", "10.0.0.5", Lookup("node1", ("127.0.1.1",)), ())
+NAMELESS = NameLookups("node1", "10.0.0.5", Lookup("node1", error="Name or service not known"), ())
 ROOT = Space("logs", "/data/log s", 900 * GIB, 500 * GIB)
 
 # fmt: off
@@ -210,16 +210,17 @@ BROKEN: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("Dask on the path", {"shadows": ("/opt/dask/distributed",)},
      "warning imports", "'distributed'", "PYTHONPATH"),
     ("clock drifts", {"clock": Clock(2e9, False)}, "warning clock", "not synchronised", "timedatectl"),
-    ("run of ours", {"runs": (Run("/my logs/train-1", (7, 8), "ada"),)},
+    ("run of ours", {"runs": (RunProcesses("/my logs/train-1", (7, 8), "ada"),)},
      "warning runs", "/my logs/train-1 has 2 processes of ada here",
      "to stop it: /opt/muster/scripts/stop.sh '/my logs/train-1'; to see whether it is training: "
      "/opt/muster/scripts/status.sh '/my logs/train-1'"),
-    ("run of ours, started elsewhere", {"runs": (Run("/logs/train-1", (7, 8), "ada", recorded=False),)},
+    ("run of ours, started elsewhere", {"runs": (RunProcesses("/logs/train-1", (7, 8), "ada", recorded=False),)},
      "warning runs", "/logs/train-1", "started from another machine, or by a job list: stop it from there; "
      "its processes: ps -fp 7,8"),
-    ("run of somebody else", {"runs": (Run("/logs/train-1", (7,), "bob"),)},
+    ("run of somebody else", {"runs": (RunProcesses("/logs/train-1", (7,), "bob"),)},
      "warning runs", "/logs/train-1 has 1 process of bob here", "ask bob whether it is still needed"),
-    ("no idle GPU, a run of ours on it", {"gpus__devices": FULL, "runs": (Run("/logs/train-1", (4711,), "bob"),)},
+    ("no idle GPU, a run of ours on it",
+     {"gpus__devices": FULL, "runs": (RunProcesses("/logs/train-1", (4711,), "bob"),)},
      "fault GPU use", "by python of bob (pid 4711, run train-1)", "no GPU is idle: wait, or ask their users"),
 ]
 # fmt: on
@@ -331,9 +332,9 @@ def test_limits_of_version_2_control_groups_bind_from_any_height(tmp_path: Path)
             "fs/cgroup/slurm/pids.max": "300\n",
         },
     )
-    assert look_at_memory(tmp_path, tmp_path) == Memory(64 * GIB, 32 * GIB, 8 * GIB)
-    assert look_at_cores(tmp_path, tmp_path).quota == 2.5
-    assert look_at_limits(tmp_path, tmp_path).processes == 300
+    assert read_memory(tmp_path, tmp_path) == Memory(64 * GIB, 32 * GIB, 8 * GIB)
+    assert read_cores(tmp_path, tmp_path).quota == 2.5
+    assert read_limits(tmp_path, tmp_path).processes == 300
 
 
 def test_limits_of_version_1_control_groups_are_read(tmp_path: Path) -> None:
@@ -349,13 +350,13 @@ def test_limits_of_version_1_control_groups_are_read(tmp_path: Path) -> None:
             "meminfo": "MemTotal:  67108864 kB\n",
         },
     )
-    assert look_at_memory(tmp_path, tmp_path).limit == GIB
-    assert look_at_cores(tmp_path, tmp_path).quota == 4.0
+    assert read_memory(tmp_path, tmp_path).limit == GIB
+    assert read_cores(tmp_path, tmp_path).quota == 4.0
 
 
 def test_a_machine_that_shows_nothing_is_no_crash(tmp_path: Path) -> None:
     nothing = tmp_path / "nothing"
-    assert look_at_memory(nothing, nothing).total == 0
+    assert read_memory(nothing, nothing).total == 0
     assert find_runs(nothing) == ()
     assert required_packages(nothing) == ()
 
@@ -394,7 +395,7 @@ def test_an_active_conda_environment_that_is_not_used_is_a_fact() -> None:
 def test_a_torch_that_cannot_be_imported_is_a_fact_and_not_a_crash(tmp_path: Path, python: str, error: str) -> None:
     (tmp_path / "python").write_text(f"#!/bin/sh\n# Stub: a Python whose torch is broken.\n{python}\n")
     (tmp_path / "python").chmod(0o755)
-    assert error in ask_torch(str(tmp_path / "python"), limit=1).error
+    assert error in probe_torch(str(tmp_path / "python"), limit=1).error
 
 
 def test_required_packages_come_from_requirements_txt(tmp_path: Path) -> None:
@@ -407,7 +408,7 @@ def test_required_packages_come_from_requirements_txt(tmp_path: Path) -> None:
 def test_a_run_is_known_by_its_marker(tmp_path: Path) -> None:
     environ = "HOME=/root\0MUSTER_RUN_DIR=/logs/train-1\0RANK=0\0"
     write(tmp_path, {"12/environ": environ, "7/environ": environ, "8/environ": "NOT_MUSTER_RUN_DIR=/x\0"})
-    assert find_runs(tmp_path) == (Run("/logs/train-1", (7, 12), user(), recorded=False),)
+    assert find_runs(tmp_path) == (RunProcesses("/logs/train-1", (7, 12), user(), recorded=False),)
 
 
 # ---------------------------------------------------------------- this machine

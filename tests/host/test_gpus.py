@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from distributed.host.gpus import Gpu, GpuProcess, look_at_gpus, main, nvidia_cards, owner, visible
+from distributed.host.gpus import Gpu, GpuProcess, main, nvidia_cards, owner, query_gpus, visible
 from distributed.host.system import GIB, MIB
 
 A100 = "NVIDIA A100-SXM4-80GB"
@@ -74,7 +74,7 @@ def path_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_gpus_and_their_users_are_read_from_nvidia_smi(path_folder: Path) -> None:
     stub(path_folder, "nvidia-smi", STUB_NVIDIA_SMI.format(pid=os.getpid()))
-    found = look_at_gpus()
+    found = query_gpus()
     me = owner(os.getpid())
     assert found.driver == "550.54.14"
     users = GpuProcess(os.getpid(), me, "python3", 71000 * MIB), GpuProcess(4194305, "", "a, b", 0)
@@ -90,18 +90,18 @@ def test_a_driver_that_does_not_answer_is_told_in_its_own_words(path_folder: Pat
         "nvidia-smi",
         "#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch'; exit 18\n",
     )
-    assert look_at_gpus().error == "nvidia-smi: Failed to initialize NVML: Driver/library version mismatch"
+    assert query_gpus().error == "nvidia-smi: Failed to initialize NVML: Driver/library version mismatch"
 
 
 def test_no_devices_is_no_error(path_folder: Path) -> None:
     stub(path_folder, "nvidia-smi", "#!/bin/sh\necho No devices were found; exit 6\n")
-    assert look_at_gpus().error == ""
+    assert query_gpus().error == ""
 
 
 def test_without_nvidia_smi_the_device_files_are_counted(path_folder: Path, tmp_path: Path) -> None:
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
-    assert [gpu.index for gpu in look_at_gpus(dev=tmp_path).devices] == [0, 1]
+    assert [gpu.index for gpu in query_gpus(dev=tmp_path).devices] == [0, 1]
 
 
 def test_cards_without_a_driver_are_found_on_the_bus(tmp_path: Path) -> None:

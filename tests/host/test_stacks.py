@@ -55,7 +55,7 @@ def test_a_rank_that_has_registered_says_where_it_is_as_often_as_it_is_asked(tmp
 
 
 def test_a_long_file_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stacks, "MOST_BYTES", 10)
+    monkeypatch.setattr(stacks, "MAX_FILE_BYTES", 10)
     with running(REGISTERS + "wait()", tmp_path) as process:
         sizes = [
             (stacks.stack_of(process.pid, str(tmp_path)), Path(tmp_path, stacks.FILE).stat().st_size)[1] for _ in "123"
@@ -72,7 +72,9 @@ def test_a_process_that_has_not_registered_is_not_signalled(tmp_path: Path) -> N
 
 def test_a_script_that_has_closed_all_files_keeps_its_own_clean(tmp_path: Path) -> None:
     closes = "import os\nos.closerange(3, 1024)\nmine = open(sys.argv[1] + '/mine', 'w')\n"
-    with running(REGISTERS + closes + "os.dup2(mine.fileno(), stacks.LEAST_NUMBER)\nwait()", tmp_path) as process:
+    with running(
+        REGISTERS + closes + "os.dup2(mine.fileno(), stacks.MIN_FILE_DESCRIPTOR)\nwait()", tmp_path
+    ) as process:
         assert stacks.stack_of(process.pid, str(tmp_path)) == ()
     assert Path(tmp_path, "mine").read_text() == ""
 
@@ -80,7 +82,7 @@ def test_a_script_that_has_closed_all_files_keeps_its_own_clean(tmp_path: Path) 
 def test_a_stopped_process_does_not_answer_and_is_not_waited_for_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stacks, "SECONDS", 0.1)
+    monkeypatch.setattr(stacks, "STACK_TIMEOUT", 0.1)
     with running(REGISTERS + "wait()", tmp_path) as process:
         os.kill(process.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, process.pid, os.WSTOPPED)
@@ -133,12 +135,12 @@ FIRST, SECOND = Frame("/x/a b.py", 3, "f"), Frame("/x/b.py", 4, "<module>")
     ],
 )
 def test_what_faulthandler_writes_is_read(dump: str, frames: tuple[Frame, ...]) -> None:
-    assert stacks.frames_in(dump) == frames
+    assert stacks.parse_frames(dump) == frames
 
 
 def test_frames_are_shown_as_python_shows_a_traceback() -> None:
-    assert stacks.as_traceback((FIRST, SECOND)).splitlines()[1:] == [
+    assert stacks.format_traceback((FIRST, SECOND)).splitlines()[1:] == [
         '  File "/x/b.py", line 4, in <module>',
         '  File "/x/a b.py", line 3, in f',
     ]
-    assert stacks.as_traceback(()) == ""
+    assert stacks.format_traceback(()) == ""

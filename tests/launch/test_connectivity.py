@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from distributed.host.replies import framed
-from distributed.launch.connectivity import gaps, listening_address, main, try_all
+from distributed.host.replies import format_reply
+from distributed.launch.connectivity import connect_to_all, failed_connections, listening_address, main
 
 PLACES = {f"node{number}": (f"10.0.0.{number}", 4000) for number in (1, 2, 3)}
 LATE = "no answer within 3 s"
@@ -22,14 +22,14 @@ def test_what_answers_and_what_refuses_are_told_apart() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         places = {"node1": server.getsockname(), "node2": free.getsockname()}
-        assert asyncio.run(try_all(places)) == {"node1": "", "node2": "connection refused"}
+        assert asyncio.run(connect_to_all(places)) == {"node1": "", "node2": "connection refused"}
 
 
 def test_what_does_not_answer_is_given_up() -> None:
     """A listener whose queue is full lets the next one wait, as a firewall does that drops what it does not want."""
     with socket.create_server(("127.0.0.1", 0), backlog=0) as server, socket.socket() as first:
         first.connect(server.getsockname())
-        found = asyncio.run(try_all({"node2": server.getsockname()}, seconds=0.2))
+        found = asyncio.run(connect_to_all({"node2": server.getsockname()}, seconds=0.2))
     assert found == {"node2": "no answer within 0.2 s"}
 
 
@@ -58,7 +58,7 @@ def test_what_does_not_answer_is_given_up() -> None:
 def test_each_connection_that_did_not_come_about_is_said_once(
     tried: dict[str, dict[str, str]], said: list[str]
 ) -> None:
-    assert list(map(str, gaps(tried, PLACES))) == said
+    assert list(map(str, failed_connections(tried, PLACES))) == said
 
 
 def test_ranks_meet_at_the_interface_that_gloo_is_given_else_on_the_way_to_another_node() -> None:
@@ -69,7 +69,7 @@ def test_ranks_meet_at_the_interface_that_gloo_is_given_else_on_the_way_to_anoth
 
 def test_as_a_program_it_says_who_listens_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for node, place in {"node1": ["10.0.0.1", 4000], "node2": ["10.0.0.2", 4000]}.items():
-        (tmp_path / f"{node}.out").write_text(f"Welcome!\n{framed(place)}")
+        (tmp_path / f"{node}.out").write_text(f"Welcome!\n{format_reply(place)}")
     assert main(["places", str(tmp_path), "node1", "node2"]) == 0
     assert capsys.readouterr().out == "node1=10.0.0.1:4000\nnode2=10.0.0.2:4000\n"
 
@@ -84,11 +84,11 @@ def test_a_gap_and_a_node_without_a_reply_make_the_nodes_unfit(
     for question, replies in said.items():
         (tmp_path / question).mkdir()
         for node, reply in replies.items():
-            (tmp_path / question / f"{node}.out").write_text(f"Welcome!\n{framed(reply)}")
+            (tmp_path / question / f"{node}.out").write_text(f"Welcome!\n{format_reply(reply)}")
     words = ["judge", str(tmp_path), "node1", "node2"]
     assert main(words) == 69
     assert capsys.readouterr().err.startswith(f"connectivity: node1 cannot connect to node2 (10.0.0.2): {LATE}")
-    (tmp_path / "trying/node1.out").write_text(framed({"node1": "", "node2": ""}))
+    (tmp_path / "trying/node1.out").write_text(format_reply({"node1": "", "node2": ""}))
     assert main(words) == 0
     (tmp_path / "trying/node2.out").write_text("Welcome!\n")
     (tmp_path / "trying/node2.code").write_text("255\n")

@@ -28,7 +28,7 @@ from distributed.files import read_json
 from distributed.host import process_scan
 from distributed.launch import supervisor
 from distributed.launch.console import Console
-from distributed.launch.supervisor import Files, Options, Refused, read_block
+from distributed.launch.supervisor import Files, SupervisorError, SupervisorOptions, read_block
 
 KIT = Path(__file__).resolve().parents[2]
 SUPERVISOR = [sys.executable, "-I", "-S", str(KIT / "scripts/lib/supervisor.py")]
@@ -37,7 +37,7 @@ FAMILY = "setsid sleep 300 & sleep 300 & echo ready; wait"  # children, one of t
 STUBBORN = "trap '' TERM; echo ready; while true; do sleep 0.1; done"
 
 
-class Run:
+class SupervisedRun:
     """A supervisor as a launcher starts it."""
 
     def __init__(self, directory: Path) -> None:
@@ -45,7 +45,7 @@ class Run:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self, script: str, *options: str, block: bytes | None = None, **how: Any) -> subprocess.Popen[bytes]:
-        """Run a shell script; returns when it has printed "ready"."""
+        """Run a shell script; return when it has printed "ready"."""
         words = [*SUPERVISOR, "run", "--dir", self.files.directory, "--name", "n1", *options]
         words += ["--environment", "-"] * (block is not None)
         words += ["--", "bash", "-c", script]
@@ -74,7 +74,7 @@ class Run:
         return int(read_json(self.files.pids)[name]["pid"])  # type: ignore[index]
 
     def left(self) -> list[int]:
-        return process_scan.living(self.files.mark)
+        return process_scan.live_processes(self.files.mark)
 
     def call(self, verb: str, *options: str) -> str:
         words = [*SUPERVISOR, verb, "--dir", self.files.directory, "--name", "n1", *options]
@@ -93,8 +93,8 @@ def wait_until(condition: Callable[[], object]) -> None:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[Run]:
-    run = Run(tmp_path / "my 'run'")
+def run(tmp_path: Path) -> Iterator[SupervisedRun]:
+    run = SupervisedRun(tmp_path / "my 'run'")
     yield run
     run.call("sweep")
     if run.process:
@@ -116,7 +116,7 @@ def kill(*pids: int, group: bool = False) -> None:
     [("supervisor", "killed"), ("command", None), ("guard supervisor", "killed"), ("guard command", None)],
 )
 def test_whoever_is_killed_nothing_is_left_and_the_end_is_recorded(
-    run: Run, who: str, record: str | None, group: bool
+    run: SupervisedRun, who: str, record: str | None, group: bool
 ) -> None:
     process = run.start(FAMILY)
     for name in who.split():
@@ -133,7 +133,9 @@ def test_whoever_is_killed_nothing_is_left_and_the_end_is_recorded(
         assert f"process {process.pid} was killed" in run.log
 
 
-def test_when_supervisor_and_guard_are_killed_at_once_the_command_dies_and_sweep_does_the_rest(run: Run) -> None:
+def test_when_supervisor_and_guard_are_killed_at_once_the_command_dies_and_sweep_does_the_rest(
+    run: SupervisedRun,
+) -> None:
     process = run.start(FAMILY)
     kill(process.pid, run.pid("guard"))
     wait_until(lambda: not (found := process_scan.process(run.pid("command"))) or not found.alive)
@@ -142,7 +144,7 @@ def test_when_supervisor_and_guard_are_killed_at_once_the_command_dies_and_sweep
     assert (run.code, read_json(run.files.record)["cause"]) == (137, "killed")
 
 
-def test_a_guard_that_is_killed_is_replaced_and_the_command_goes_on(run: Run) -> None:
+def test_a_guard_that_is_killed_is_replaced_and_the_command_goes_on(run: SupervisedRun) -> None:
     process = run.start("trap 'exit 7' TERM; echo ready; while true; do sleep 0.1; done")
     for _ in range(3):
         guard = run.pid("guard")
@@ -153,12 +155,12 @@ def test_a_guard_that_is_killed_is_replaced_and_the_command_goes_on(run: Run) ->
     assert not os.path.exists(run.files.record)
 
 
-def test_a_zombie_is_not_waited_for(run: Run) -> None:
+def test_a_zombie_is_not_waited_for(run: SupervisedRun) -> None:
     """As where process 1 never reaps: the parent of this one is alive, and does not wait for it."""
     process = run.start("sleep 300 & echo ready; exec sleep 300")
     zombie = os.fork()
     if zombie == 0:
-        os.execve("/bin/sh", ["sh", "-c", "exit 0"], supervisor.entries(b"\0".join(run.files.mark)))
+        os.execve("/bin/sh", ["sh", "-c", "exit 0"], supervisor.parse_environment(b"\0".join(run.files.mark)))
     wait_until(lambda: (found := process_scan.process(zombie)) and not found.alive)
     run.control.write(b"kill\n")
     assert process.wait(SECONDS) == 137
@@ -169,7 +171,7 @@ def test_a_zombie_is_not_waited_for(run: Run) -> None:
 # ---------------------------------------------------------------- the launcher, its console and its connection
 
 
-def test_a_supervisor_that_loses_its_launcher_says_why_it_stopped_the_command(run: Run) -> None:
+def test_a_supervisor_that_loses_its_launcher_says_why_it_stopped_the_command(run: SupervisedRun) -> None:
     process = run.start("trap 'exit 75' TERM; echo ready; while true; do sleep 0.1; done")
     run.control.close()
     assert process.wait(SECONDS) == 75
@@ -178,13 +180,13 @@ def test_a_supervisor_that_loses_its_launcher_says_why_it_stopped_the_command(ru
     assert "the control channel was closed" in run.log
 
 
-def test_heartbeats_that_stop_mean_that_the_launcher_is_gone(run: Run) -> None:
+def test_heartbeats_that_stop_mean_that_the_launcher_is_gone(run: SupervisedRun) -> None:
     process = run.start(FAMILY, "--heartbeat-timeout", "1")
     assert process.wait(SECONDS) == 143
     assert "nothing was received from the launcher for 1 s" in str(read_json(run.files.record)["message"])
 
 
-def test_heartbeats_that_wait_to_be_read_are_not_missing(run: Run) -> None:
+def test_heartbeats_that_wait_to_be_read_are_not_missing(run: SupervisedRun) -> None:
     """A disk, here a pipe in place of the log, blocks the supervisor for longer than the timeout."""
     os.makedirs(run.files.directory)
     os.mkfifo(run.files.log)
@@ -207,7 +209,7 @@ def test_heartbeats_that_wait_to_be_read_are_not_missing(run: Run) -> None:
     os.close(log)
 
 
-def test_a_request_to_stop_is_obeyed_while_heartbeats_are_missing_and_once_is_enough(run: Run) -> None:
+def test_a_request_to_stop_is_obeyed_while_heartbeats_are_missing_and_once_is_enough(run: SupervisedRun) -> None:
     process = run.start(STUBBORN, "--grace", "1")
     run.control.write(b"\n\nstop\n")
     assert process.wait(SECONDS) == 137
@@ -221,7 +223,7 @@ def ignore_signals() -> None:
 
 
 @pytest.mark.parametrize("who", ["supervisor", "command"])
-def test_signals_that_were_ignored_at_the_start_reach(run: Run, who: str) -> None:
+def test_signals_that_were_ignored_at_the_start_reach(run: SupervisedRun, who: str) -> None:
     process = run.start("trap 'exit 7' INT TERM; echo ready; while true; do sleep 0.1; done", preexec_fn=ignore_signals)
     os.kill(run.pid(who), signal.SIGINT)
     assert process.wait(SECONDS) == 7
@@ -236,7 +238,7 @@ def streams(name: str, file: IO[bytes] | int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("lost", ["stdout", "stderr"])
 @pytest.mark.parametrize("how", ["closed before", "closed meanwhile", "full"])
-def test_a_console_that_is_lost_changes_neither_log_nor_exit_code(run: Run, lost: str, how: str) -> None:
+def test_a_console_that_is_lost_changes_neither_log_nor_exit_code(run: SupervisedRun, lost: str, how: str) -> None:
     if how == "full":
         with open("/dev/full", "wb") as full:
             process = run.start(LINES, **streams(lost, full))
@@ -251,7 +253,7 @@ def test_a_console_that_is_lost_changes_neither_log_nor_exit_code(run: Run, lost
     assert run.log.count("\n") == 40001
 
 
-def test_a_console_that_nobody_reads_delays_neither_a_request_nor_the_log(run: Run) -> None:
+def test_a_console_that_nobody_reads_delays_neither_a_request_nor_the_log(run: SupervisedRun) -> None:
     source, target = os.pipe()
     process = run.start(f"{LINES}; sleep 300", stdout=target, stderr=target)
     wait_until(lambda: "ready" in run.log)
@@ -263,7 +265,7 @@ def test_a_console_that_nobody_reads_delays_neither_a_request_nor_the_log(run: R
     os.close(target)
 
 
-def test_what_is_shown_is_what_rank_0_and_the_agent_print(run: Run) -> None:
+def test_what_is_shown_is_what_rank_0_and_the_agent_print(run: SupervisedRun) -> None:
     process = run.start(
         "echo '[n1:0] loss 1'; echo '[n1:1] loss 2'; echo '[n1:10] x'; echo plain; printf '[n1:0] no end'",
         stdout=subprocess.PIPE,
@@ -276,7 +278,7 @@ def test_what_is_shown_is_what_rank_0_and_the_agent_print(run: Run) -> None:
 # ---------------------------------------------------------------- the environment
 
 
-def test_values_of_the_environment_reach_the_command_and_no_command_line(run: Run, tmp_path: Path) -> None:
+def test_values_of_the_environment_reach_the_command_and_no_command_line(run: SupervisedRun, tmp_path: Path) -> None:
     env = tmp_path / "node_env.sh"
     env.write_text("export SECRET=of-node-env; SEEN=$OTHER\n")
     block = b"SECRET=s3cr3t 1\nline 2\0OTHER=o\0\0"
@@ -288,7 +290,7 @@ def test_values_of_the_environment_reach_the_command_and_no_command_line(run: Ru
 
 
 @pytest.mark.parametrize("node_env", ["exec true", "trap : EXIT; exit 0"])
-def test_a_node_env_that_replaces_the_shell_ends_with_69(run: Run, tmp_path: Path, node_env: str) -> None:
+def test_a_node_env_that_replaces_the_shell_ends_with_69(run: SupervisedRun, tmp_path: Path, node_env: str) -> None:
     env = tmp_path / "node_env.sh"
     env.write_text(node_env)
     run.start("echo ready", "--source", str(env), block=b"\0")
@@ -299,14 +301,16 @@ def test_a_node_env_that_replaces_the_shell_ends_with_69(run: Run, tmp_path: Pat
 
 
 @pytest.mark.parametrize("block", [b"\0", b"MUSTER_METRICS=/out/metrics.jsonl\0\0"], ids=["of a run", "of a job"])
-def test_the_command_knows_where_its_metrics_go(run: Run, monkeypatch: pytest.MonkeyPatch, block: bytes) -> None:
+def test_the_command_knows_where_its_metrics_go(
+    run: SupervisedRun, monkeypatch: pytest.MonkeyPatch, block: bytes
+) -> None:
     monkeypatch.setenv("MUSTER_METRICS", "/of/another/launch")
     run.start("echo ready $MUSTER_METRICS", block=block)
     asked = f"{run.files.directory}/metrics.jsonl" if block == b"\0" else "/out/metrics.jsonl"
     assert run.log == f"ready {asked}\n"
 
 
-def test_an_environment_from_a_file_is_removed_when_it_was_read(run: Run, tmp_path: Path) -> None:
+def test_an_environment_from_a_file_is_removed_when_it_was_read(run: SupervisedRun, tmp_path: Path) -> None:
     file = tmp_path / "block"
     file.write_bytes(b"A=1\0\0")
     run.start("echo $A ready", "--environment", str(file))
@@ -314,7 +318,7 @@ def test_an_environment_from_a_file_is_removed_when_it_was_read(run: Run, tmp_pa
     assert not file.exists()
 
 
-def test_an_environment_that_does_not_arrive_starts_nothing(run: Run) -> None:
+def test_an_environment_that_does_not_arrive_starts_nothing(run: SupervisedRun) -> None:
     words = [*SUPERVISOR, "run", "--dir", run.files.directory, "--name", "n1", "--environment", "-", "--", "true"]
     answer = subprocess.run(words, input=b"A=1\0", capture_output=True, check=False)
     assert answer.returncode == 69
@@ -341,7 +345,7 @@ def test_a_block_of_the_environment_ends_with_an_empty_entry(received: bytes, bl
 # ---------------------------------------------------------------- detached
 
 
-def test_a_detached_command_outlives_its_caller_and_is_found_again(run: Run) -> None:
+def test_a_detached_command_outlives_its_caller_and_is_found_again(run: SupervisedRun) -> None:
     words = [*SUPERVISOR, "run", "--dir", run.files.directory, "--name", "n1", "--detach", "--environment", "-", "--"]
     assert run.state["state"] == "absent"
     script = "echo $A; trap 'exit 7' TERM; echo ready; while true; do sleep 0.1; done"
@@ -360,7 +364,7 @@ def test_a_detached_command_outlives_its_caller_and_is_found_again(run: Run) -> 
     assert run.state["exit_code"] == 7
 
 
-def test_a_detached_command_that_cannot_be_started_is_reported(run: Run, tmp_path: Path) -> None:
+def test_a_detached_command_that_cannot_be_started_is_reported(run: SupervisedRun, tmp_path: Path) -> None:
     Path(run.files.directory).mkdir()
     Path(run.files.log).mkdir()  # as little to be written as on a full disk
     words = [*SUPERVISOR, "run", "--dir", run.files.directory, "--name", "n1", "--detach", "--", "true"]
@@ -370,7 +374,7 @@ def test_a_detached_command_that_cannot_be_started_is_reported(run: Run, tmp_pat
     assert "Is a directory" in answer.stderr
 
 
-def test_a_detached_supervisor_that_is_killed_leaves_an_exit_code_and_no_process(run: Run) -> None:
+def test_a_detached_supervisor_that_is_killed_leaves_an_exit_code_and_no_process(run: SupervisedRun) -> None:
     words = [*SUPERVISOR, "run", "--dir", run.files.directory, "--name", "n1", "--detach", "--", "bash", "-c", FAMILY]
     subprocess.run(words, timeout=SECONDS, check=True)
     wait_until(lambda: "ready" in run.log)
@@ -379,7 +383,7 @@ def test_a_detached_supervisor_that_is_killed_leaves_an_exit_code_and_no_process
     assert not run.left()
 
 
-def detach(run: Run, *command: str, options: tuple[str, ...] = ()) -> None:
+def detach(run: SupervisedRun, *command: str, options: tuple[str, ...] = ()) -> None:
     """Start a command, and wait for its end."""
     words = [*SUPERVISOR, "run", "--dir", run.files.directory, "--name", "n1", "--detach", *options, "--", *command]
     subprocess.run(words, timeout=SECONDS, check=True)
@@ -392,7 +396,9 @@ ALLOCATE = f"'{sys.executable}' -I -S -c 'x = bytearray(200 << 20)'"  # 200 MiB,
 @pytest.mark.parametrize(
     "script", [f"exec {ALLOCATE}", f"{ALLOCATE}; true", f"{ALLOCATE} & wait", f"({ALLOCATE}); exit 3"]
 )
-def test_a_detached_command_leaves_its_times_and_the_memory_of_its_largest_process(run: Run, script: str) -> None:
+def test_a_detached_command_leaves_its_times_and_the_memory_of_its_largest_process(
+    run: SupervisedRun, script: str
+) -> None:
     before = time.time()
     detach(run, "bash", "-c", script)
     usage: dict[str, Any] = read_json(run.files.usage)
@@ -401,14 +407,14 @@ def test_a_detached_command_leaves_its_times_and_the_memory_of_its_largest_proce
     assert 200 << 20 <= usage["peak_memory"] < 300 << 20  # bytes
 
 
-def test_a_small_command_has_used_little_memory(run: Run) -> None:
+def test_a_small_command_has_used_little_memory(run: SupervisedRun) -> None:
     detach(run, "true")
     peak = read_json(run.files.usage)["peak_memory"]
     assert isinstance(peak, int)
     assert 100_000 < peak < 100 << 20
 
 
-def test_how_long_a_detached_command_took_is_how_long_it_ran(run: Run) -> None:
+def test_how_long_a_detached_command_took_is_how_long_it_ran(run: SupervisedRun) -> None:
     detach(run, "sleep", "0.5")
     usage: dict[str, Any] = read_json(run.files.usage)
     assert 0.4 < usage["ended"] - usage["started"] < SECONDS
@@ -428,7 +434,9 @@ def test_how_long_a_detached_command_took_is_how_long_it_ran(run: Run) -> None:
     ],
     ids=["saves", "sleeps", "succeeds", "stubborn", "family"],
 )
-def test_a_command_that_runs_too_long_is_stopped_and_the_cause_is_recorded(run: Run, script: str, code: int) -> None:
+def test_a_command_that_runs_too_long_is_stopped_and_the_cause_is_recorded(
+    run: SupervisedRun, script: str, code: int
+) -> None:
     process = run.start(script, "--timeout", "1", "--grace", "1")
     assert process.wait(SECONDS) == code
     assert not run.left()
@@ -437,7 +445,7 @@ def test_a_command_that_runs_too_long_is_stopped_and_the_cause_is_recorded(run: 
     assert "supervisor: the command has run for 1 s (--timeout); stopping\n" in run.log
 
 
-def test_a_detached_command_that_runs_too_long_is_stopped(run: Run) -> None:
+def test_a_detached_command_that_runs_too_long_is_stopped(run: SupervisedRun) -> None:
     detach(run, "sleep", "300", options=("--timeout", "1"))
     assert run.code == 143
     assert read_json(run.files.record)["cause"] == "timeout"
@@ -445,14 +453,16 @@ def test_a_detached_command_that_runs_too_long_is_stopped(run: Run) -> None:
     assert 0.9 < usage["ended"] - usage["started"] < SECONDS
 
 
-def test_a_command_that_ends_in_time_has_no_cause_also_when_what_it_left_behind_takes_longer(run: Run) -> None:
+def test_a_command_that_ends_in_time_has_no_cause_also_when_what_it_left_behind_takes_longer(
+    run: SupervisedRun,
+) -> None:
     process = run.start("(trap '' TERM; sleep 300) & echo ready; sleep 0.5", "--timeout", "1")
     assert process.wait(SECONDS) == 0
     assert not run.left()
     assert not os.path.exists(run.files.record)
 
 
-def test_a_command_that_was_asked_to_stop_before_its_time_is_over_has_not_run_too_long(run: Run) -> None:
+def test_a_command_that_was_asked_to_stop_before_its_time_is_over_has_not_run_too_long(run: SupervisedRun) -> None:
     process = run.start("trap 'sleep 1.5; exit 7' TERM; echo ready; while true; do sleep 0.1; done", "--timeout", "1")
     run.control.write(b"stop\n")
     assert process.wait(SECONDS) == 7
@@ -462,16 +472,16 @@ def test_a_command_that_was_asked_to_stop_before_its_time_is_over_has_not_run_to
 # ---------------------------------------------------------------- sweep
 
 
-def test_why_a_command_was_stopped_is_recorded_also_where_nobody_has_made_errors(run: Run) -> None:
+def test_why_a_command_was_stopped_is_recorded_also_where_nobody_has_made_errors(run: SupervisedRun) -> None:
     os.makedirs(run.files.directory)
     words = ["--dir", run.files.directory, "--name", "n1", "--grace", "8", "--timeout", "1", "--detach"]
     if (pid := os.fork()) == 0:  # as the server of a job list does
-        os._exit(supervisor.supervise(Options([*words, "--", "sleep", "300"]), b"") != 128 + signal.SIGTERM)
+        os._exit(supervisor.supervise(SupervisorOptions([*words, "--", "sleep", "300"]), b"") != 128 + signal.SIGTERM)
     assert os.waitpid(pid, 0)[1] == 0
     assert read_json(run.files.record)["cause"] == "timeout"
 
 
-def test_sweep_gives_the_grace_and_touches_nothing_else(run: Run) -> None:
+def test_sweep_gives_the_grace_and_touches_nothing_else(run: SupervisedRun) -> None:
     bystander = subprocess.Popen(["sleep", "300"])
     process = run.start("trap 'echo saved; exit 75' TERM; echo ready; while true; do sleep 0.1; done")
     run.call("sweep", "--grace", "8")
@@ -482,7 +492,7 @@ def test_sweep_gives_the_grace_and_touches_nothing_else(run: Run) -> None:
     bystander.wait()
 
 
-def test_sweep_wakes_a_supervisor_that_is_stopped(run: Run) -> None:
+def test_sweep_wakes_a_supervisor_that_is_stopped(run: SupervisedRun) -> None:
     process = run.start(FAMILY)
     os.kill(process.pid, signal.SIGSTOP)
     run.call("sweep", "--grace", "8")
@@ -563,7 +573,7 @@ def test_without_a_terminal_each_state_of_a_bar_is_a_line() -> None:
     assert Console().feed(BAR) == (b" 10%\n 20%\n100%\nloss 2\n 30%\n40%\n", b"node line\n")
 
 
-def test_the_log_has_of_a_bar_what_nothing_overwrote(run: Run) -> None:
+def test_the_log_has_of_a_bar_what_nothing_overwrote(run: SupervisedRun) -> None:
     printed = BAR.decode().replace("\r", "\\r").replace("\n", "\\n").replace("%", "%%")
     process = run.start(f"printf '{printed}ready\\n'; printf 'raw\\r\\n'")
     process.wait(SECONDS)
@@ -584,6 +594,6 @@ def test_the_log_has_of_a_bar_what_nothing_overwrote(run: Run) -> None:
     ],
 )
 def test_a_wrong_call_names_the_option_and_the_value(arguments: list[str], message: str) -> None:
-    with pytest.raises(Refused) as refused:
-        Options(arguments)
+    with pytest.raises(SupervisorError) as refused:
+        SupervisorOptions(arguments)
     assert refused.value.args == (2, message)

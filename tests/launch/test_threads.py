@@ -9,7 +9,7 @@ import os
 
 import pytest
 
-from distributed.host.resources import Cores, look_at_cores
+from distributed.host.resources import Cores, read_cores
 from distributed.launch.threads import share_cores
 
 STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1"}
@@ -69,4 +69,4 @@ def test_the_users_own_value_stays() -> None:
 def test_cores_are_counted_whatever_openmp_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(12)))
-    assert look_at_cores().affinity == 12
+    assert read_cores().affinity == 12

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from test_node_status import STUB_NVIDIA_SMI, output_of, process
-from test_supervisor import SECONDS, Run, kill, run, wait_until
+from test_supervisor import SECONDS, SupervisedRun, kill, run, wait_until
 
 from distributed.host import process_scan
 from distributed.launch import usage
@@ -37,7 +37,7 @@ def test_a_sample_counts_each_rank_with_its_children(tmp_path: Path, monkeypatch
     (proc / "20/stat").write_text(" ".join(fields))
     monkeypatch.setattr(node_status, "outputs", lambda run, node: {0: [folder, folder / "none"]})
     folder.mkdir()
-    found = usage.take("/x/my logs/train-1", "n1", gpus=False, proc=proc)["ranks"]
+    found = usage.take_sample("/x/my logs/train-1", "n1", gpus=False, proc=proc)["ranks"]
     page = os.sysconf("SC_PAGE_SIZE")
     assert found == {
         "0": {"cpu": 127 / node_status.TICK, "memory": 512 * page, "output": folder.stat().st_size},
@@ -52,7 +52,7 @@ def test_a_gpu_has_the_ranks_that_compute_on_it(tmp_path: Path, monkeypatch: pyt
     smi.write_text(STUB_NVIDIA_SMI)
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    found = usage.take("/x/my logs/train-1", "n1", gpus=True, proc=tmp_path / "proc")["gpus"]
+    found = usage.take_sample("/x/my logs/train-1", "n1", gpus=True, proc=tmp_path / "proc")["gpus"]
     assert found["0"] == {"use": 97, "memory": 71000 * 2**20, "ranks": [0]}
     assert found["1"] == {"use": 0, "memory": 10 * 2**20, "ranks": []}
 
@@ -60,7 +60,7 @@ def test_a_gpu_has_the_ranks_that_compute_on_it(tmp_path: Path, monkeypatch: pyt
 def test_each_two_samples_become_one_that_still_has_the_gpus() -> None:
     gpus = {"0": {"use": 97}}
     samples = [{"time": n, "gpus": gpus} if n in (2, 5) else {"time": n} for n in range(8)]
-    assert usage.thin(samples) == [
+    assert usage.merge_pairs(samples) == [
         {"time": 1},
         {"time": 3, "gpus": gpus},
         {"time": 5, "gpus": gpus},
@@ -78,10 +78,10 @@ def test_a_file_never_has_more_than_so_many_samples(tmp_path: Path, monkeypatch:
         if clock[0] > 100:
             raise TimeoutError
 
-    monkeypatch.setattr(usage, "MOST", 10)
+    monkeypatch.setattr(usage, "MAX_SAMPLES", 10)
     monkeypatch.setattr(time, "sleep", sleep)
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(usage, "take", lambda run, node, gpus: {"time": clock[0], "ranks": {"0": {}}})
+    monkeypatch.setattr(usage, "take_sample", lambda run, node, gpus: {"time": clock[0], "ranks": {"0": {}}})
     with pytest.raises(TimeoutError):
         usage.record(str(tmp_path), "n1")
     times = [json.loads(line)["time"] for line in (tmp_path / "node_n1.samples.jsonl").read_text().splitlines()]
@@ -90,7 +90,7 @@ def test_a_file_never_has_more_than_so_many_samples(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("who", ["command", "supervisor", "nobody"])
-def test_whoever_is_killed_nothing_that_samples_is_left(run: Run, tmp_path: Path, who: str) -> None:
+def test_whoever_is_killed_nothing_that_samples_is_left(run: SupervisedRun, tmp_path: Path, who: str) -> None:
     smi = tmp_path / "bin" / "nvidia-smi"
     smi.parent.mkdir()
     smi.write_text(f"#!/bin/sh\necho $$ $PPID >{tmp_path}/smi; sleep 300 & wait\n")
@@ -109,7 +109,7 @@ def test_whoever_is_killed_nothing_that_samples_is_left(run: Run, tmp_path: Path
     wait_until(lambda: not any((found := process_scan.process(pid)) and found.alive for pid in pids))
 
 
-def test_samples_are_there_while_the_command_runs(run: Run) -> None:
+def test_samples_are_there_while_the_command_runs(run: SupervisedRun) -> None:
     run.start(SCRIPT, "--sample-usage")
     file = Path(run.files.directory, "node_n1.samples.jsonl")
     wait_until(lambda: file.exists() and file.read_text().count("\n") > 1)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from test_hang_analysis import IDLES, LOOPS, SLEEPS, STOPPED, WAITS, WORKS, ranks
 
-from distributed.host.replies import framed
+from distributed.host.replies import format_reply
 from distributed.runs import hang_decision
 from distributed.runs.hang_analysis import Activity, find
 from distributed.runs.hang_decision import decide, record
@@ -107,7 +107,7 @@ LOOK = {
 
 
 def answer(folder: Path, code: int, **facts: Any) -> None:
-    (folder / "n1.out").write_text(framed(LOOK | facts) if code == 0 else "")
+    (folder / "n1.out").write_text(format_reply(LOOK | facts) if code == 0 else "")
     (folder / "n1.err").write_text("")
     (folder / "n1.code").write_text(f"{code}\n")
 

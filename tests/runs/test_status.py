@@ -245,7 +245,7 @@ def test_a_damaged_run_json_is_refused(tmp_path: Path, text: str) -> None:
 
 
 def test_a_launcher_is_known_by_more_than_its_number() -> None:
-    host, machine, since = os.uname().nodename, identity.machine(), process_scan.since(os.getpid())
+    host, machine, since = os.uname().nodename, identity.machine(), process_scan.start_time(os.getpid())
     assert since is not None
     assert seen(host, machine, os.getpid(), since) == HERE
     assert seen(host, machine, os.getpid(), since - 1) == GONE, "another process has its number now"

@@ -12,7 +12,7 @@ import pytest
 
 from distributed.host.network import PORTS
 from distributed.slurm import allocation
-from distributed.slurm.allocation import STRIDE, Allocation, AllocationError, ports
+from distributed.slurm.allocation import PORT_STRIDE, Allocation, AllocationError, ports
 
 EVEN = {
     "SLURM_JOB_ID": "17",
@@ -48,7 +48,7 @@ NO_TASKS = {name: EVEN[name] for name in ("SLURM_JOB_ID", "SLURM_JOB_NODELIST")}
 )
 def test_ranks_are_laid_out_as_allocated(env: dict[str, str], ranks: int, tasks: tuple[int, ...], cores: int) -> None:
     found = Allocation.from_env(env, ranks)
-    assert (found.nodes, found.tasks, found.cores_a_task) == (("n08", "n09"), tasks, cores)
+    assert (found.nodes, found.tasks, found.cores_per_task) == (("n08", "n09"), tasks, cores)
 
 
 @pytest.mark.parametrize(
@@ -127,4 +127,4 @@ def test_a_port_that_somebody_has_is_passed_over(capsys: pytest.CaptureFixture[s
     first = next(ports(job))
     with socket.create_server(("", first)):
         assert allocation.main([str(job)]) == 0
-        assert int(capsys.readouterr().out) == PORTS[(job + STRIDE) % len(PORTS)]
+        assert int(capsys.readouterr().out) == PORTS[(job + PORT_STRIDE) % len(PORTS)]

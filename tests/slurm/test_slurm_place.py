@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from lab.slurm_steps import ALONE, PLACES, STEPS, Observed, Step, places, start
+from lab.slurm_steps import ALONE, PLACES, STEPS, Observed, StepCase, places, start
 
 from distributed.world import World, WorldError
 
@@ -56,7 +56,7 @@ def steps(answer: str | None = None) -> pytest.MarkDecorator:
 
 
 @steps(PLACES)
-def test_every_process_knows_its_place(step: Step, observations: dict[str, Future[list[Observed]]]) -> None:
+def test_every_process_knows_its_place(step: StepCase, observations: dict[str, Future[list[Observed]]]) -> None:
     observed = observations[step.name].result()
     worlds = [asdict(World.from_env(process.environment)) for process in observed]
     expected = [asdict(place) for place in places(observed)]
@@ -64,7 +64,9 @@ def test_every_process_knows_its_place(step: Step, observations: dict[str, Futur
 
 
 @steps(PLACES)
-def test_all_processes_have_the_same_master_port(step: Step, observations: dict[str, Future[list[Observed]]]) -> None:
+def test_all_processes_have_the_same_master_port(
+    step: StepCase, observations: dict[str, Future[list[Observed]]]
+) -> None:
     worlds = [World.from_env(process.environment) for process in observations[step.name].result()]
     assert len({world.master_port for world in worlds}) == 1
     assert 1024 < (worlds[0].master_port or 0) < 65536
@@ -72,7 +74,7 @@ def test_all_processes_have_the_same_master_port(step: Step, observations: dict[
 
 @steps(ALONE)
 def test_python_by_hand_in_a_job_is_one_process_and_is_warned(
-    step: Step, observations: dict[str, Future[list[Observed]]]
+    step: StepCase, observations: dict[str, Future[list[Observed]]]
 ) -> None:
     (process,) = observations[step.name].result()
     world = World.from_env(process.environment)
@@ -82,7 +84,7 @@ def test_python_by_hand_in_a_job_is_one_process_and_is_warned(
 
 
 @steps()
-def test_what_cannot_be_known_is_refused(step: Step, observations: dict[str, Future[list[Observed]]]) -> None:
+def test_what_cannot_be_known_is_refused(step: StepCase, observations: dict[str, Future[list[Observed]]]) -> None:
     observed = observations[step.name].result()
     assert observed
     for process in observed:

@@ -26,7 +26,7 @@ from distributed.files import read_json
 from distributed.host import process_scan
 from distributed.runs import verdict
 from distributed.slurm import srun
-from distributed.slurm.srun import Node, Parser
+from distributed.slurm.srun import ReportParser, StepNode
 from distributed.slurm.task import REPORT, TaskFiles, agent_options
 
 KIT = Path(__file__).resolve().parents[2]
@@ -37,7 +37,7 @@ SAID += REPORT + b'{"node": "n1"}\n' + REPORT + b"no report\n" + REPORT + b"[1]\
 
 @given(st.lists(st.integers(1, len(SAID)), max_size=12))
 def test_reports_are_found_wherever_the_stream_is_cut(cuts: list[int]) -> None:
-    parser, found = Parser(), []
+    parser, found = ReportParser(), []
     places = sorted({0, *cuts, len(SAID)})
     for begin, end in itertools.pairwise(places):
         found += list(parser.feed(SAID[begin:end]))
@@ -48,7 +48,7 @@ def test_reports_are_found_wherever_the_stream_is_cut(cuts: list[int]) -> None:
 
 
 def test_a_node_ends_with_the_code_of_its_first_task_that_ended_badly() -> None:
-    node = Node("n1", tasks=3)
+    node = StepNode("n1", tasks=3)
     for code in (0, 137, 1):
         assert not node.ended
         node.ends.append({"exit_code": code})
@@ -123,8 +123,8 @@ def test_what_slurm_says_of_a_failed_node_may_come_in_pieces(run: Path) -> None:
 @pytest.mark.parametrize(("blocked", "lost"), [(60.0, False), (0.0, True)])
 def test_a_node_is_not_lost_while_a_disk_blocked_the_launcher(run: Path, blocked: float, lost: bool) -> None:
     """Its reports may wait to be read."""
-    node = Node("n1", tasks=1, last_report=time.monotonic() - 60)
-    watched = srun.Step(run, [node], started("true"))
+    node = StepNode("n1", tasks=1, last_report=time.monotonic() - 60)
+    watched = srun.JobStep(run, [node], started("true"))
     with watched._srun, watched._srun_log:
         watched._checked = time.monotonic() - blocked
         watched.check_clock()
@@ -166,7 +166,7 @@ class Started:
             bufsize=0,
             preexec_fn=lambda: signal.signal(signal.SIGUSR2, signal.SIG_IGN),  # as in_node_env.sh --task does
         )
-        self.parser = Parser()
+        self.parser = ReportParser()
         self.output = b""
         self.reports: list[Any] = []
 
@@ -292,7 +292,7 @@ def test_whatever_of_a_task_is_killed_nothing_is_left_and_another_task_goes_on(
         task.process.wait(SECONDS)
     mark = TaskFiles(str(run), ENV | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}).mark
     end = time.monotonic() + SECONDS
-    while (left := process_scan.living(mark, but=[task.process.pid])) and time.monotonic() < end:
+    while (left := process_scan.live_processes(mark, exclude=[task.process.pid])) and time.monotonic() < end:
         time.sleep(0.01)
     assert not left
     assert other.process.poll() is None

@@ -24,7 +24,7 @@ import forked
 import pytest
 import torch
 import torch.distributed as dist
-from forked import Launch, Told
+from forked import ForkedRun, RankResult
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -60,22 +60,22 @@ def well(rank: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def start() -> Iterator[Callable[..., Launch]]:
+def start() -> Iterator[Callable[..., ForkedRun]]:
     """start(size, *words, trouble=..., only=ranks): ranks of one launch, ended when the tests are."""
     with ExitStack() as stack:
 
-        def start(size: int, *words: str, trouble: Trouble = well, only: tuple[int, ...] = ()) -> Launch:
+        def start(size: int, *words: str, trouble: Trouble = well, only: tuple[int, ...] = ()) -> ForkedRun:
             return stack.enter_context(forked.launched(size, as_rank, words, trouble, only=only))
 
         yield start
 
 
-def report_of(told: Told) -> dict[str, Any]:
+def report_of(told: RankResult) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(told.out)
     return found
 
 
-def check_of(told: Told, name: str) -> dict[str, Any]:
+def check_of(told: RankResult, name: str) -> dict[str, Any]:
     return next(check for check in report_of(told)["checks"] if check["name"] == name)
 
 
@@ -99,8 +99,8 @@ def no_pace() -> None:
 # ---------------------------------------------------------------- all is well
 
 
-def test_two_ranks_that_are_well(start: Callable[..., Launch]) -> None:
-    told = start(2, "--json", *QUICK).told()
+def test_two_ranks_that_are_well(start: Callable[..., ForkedRun]) -> None:
+    told = start(2, "--json", *QUICK).results()
     assert [one.code for one in told.values()] == [0, 0], told
     assert told[1].out == "", "one rank speaks"
     report = report_of(told[0])
@@ -117,8 +117,8 @@ def test_two_ranks_that_are_well(start: Callable[..., Launch]) -> None:
     ]
 
 
-def test_the_bandwidths_are_those_of_the_times(start: Callable[..., Launch]) -> None:
-    told = start(3, "--json", *QUICK, trouble=paceless).told()
+def test_the_bandwidths_are_those_of_the_times(start: Callable[..., ForkedRun]) -> None:
+    told = start(3, "--json", *QUICK, trouble=paceless).results()
     speeds = report_of(told[0])["bandwidth"]
     assert {one["collective"] for one in speeds} == set(checks.MOVES)
     assert {one["bytes"] for one in speeds} == {1020, 4092}, "divided among three ranks, in fours"
@@ -132,8 +132,8 @@ def paceless(rank: int) -> None:
     no_pace()
 
 
-def test_one_process_alone_says_what_it_could_not_try(start: Callable[..., Launch]) -> None:
-    told = start(1, *QUICK).told()[0]
+def test_one_process_alone_says_what_it_could_not_try(start: Callable[..., ForkedRun]) -> None:
+    told = start(1, *QUICK).results()[0]
     assert told.code == 0
     assert "skipped point_to_point  needs two ranks" in told.out
     assert "ok      all_reduce " in told.out
@@ -187,9 +187,9 @@ def swaps(rank: int) -> None:
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_a_wrong_result_is_named(
-    start: Callable[..., Launch], trouble: Trouble, check: str, wrong: list[int], case: str
+    start: Callable[..., ForkedRun], trouble: Trouble, check: str, wrong: list[int], case: str
 ) -> None:
-    told = start(2, "--json", *QUICK, trouble=trouble).told()
+    told = start(2, "--json", *QUICK, trouble=trouble).results()
     assert [one.code for one in told.values()] == [1, 1]
     found = check_of(told[0], check)
     assert [(fault["rank"], fault["host"]) for fault in found["faults"]] == [(rank, f"host{rank}") for rank in wrong]
@@ -204,9 +204,9 @@ def walks_through(rank: int) -> None:
     dist.barrier = lambda: None  # type: ignore[assignment, misc]
 
 
-def test_a_barrier_that_holds_nobody_is_named(start: Callable[..., Launch]) -> None:
+def test_a_barrier_that_holds_nobody_is_named(start: Callable[..., ForkedRun]) -> None:
     """Rank 0 is the first to come late, so rank 1 finds the book without its name."""
-    told = start(2, "--json", *QUICK, trouble=walks_through).told()
+    told = start(2, "--json", *QUICK, trouble=walks_through).results()
     assert [one.code for one in told.values()] == [1, 1]
     fault = next(fault for fault in check_of(told[0], "barrier")["faults"] if fault["rank"] == 1)
     assert (fault["expected"], fault["got"]) == ("2", "1 (1 of 1 elements are wrong)")
@@ -235,8 +235,8 @@ def brake(pid: int) -> None:
     assert started.stdout and started.stdout.readline()
 
 
-def test_a_slow_rank_is_named(start: Callable[..., Launch]) -> None:
-    told = start(2, "--json", *QUICK, trouble=is_slowed).told()
+def test_a_slow_rank_is_named(start: Callable[..., ForkedRun]) -> None:
+    told = start(2, "--json", *QUICK, trouble=is_slowed).results()
     assert [one.code for one in told.values()] == [1, 1], told
     found = check_of(told[0], "pace")
     assert [(fault["rank"], fault["host"]) for fault in found["faults"]] == [(1, "host1")]
@@ -274,14 +274,14 @@ def dies(rank: int) -> None:
 class Waits:
     """Runs that wait for somebody in vain, all at the same time."""
 
-    frozen: Launch
-    host_frozen: Launch
-    dead: Launch
-    missing: Launch
+    frozen: ForkedRun
+    host_frozen: ForkedRun
+    dead: ForkedRun
+    missing: ForkedRun
 
 
 @pytest.fixture(scope="module", autouse=True)  # while they wait, other tests work
-def waits(start: Callable[..., Launch]) -> Waits:
+def waits(start: Callable[..., ForkedRun]) -> Waits:
     return Waits(
         frozen=start(3, *IMPATIENT, trouble=freezes),
         host_frozen=start(2, *IMPATIENT, trouble=host_freezes),
@@ -291,7 +291,7 @@ def waits(start: Callable[..., Launch]) -> Waits:
 
 
 def test_a_frozen_rank_is_named_with_the_place_where_it_was_last_seen(waits: Waits) -> None:
-    told = waits.frozen.told(1)
+    told = waits.frozen.results(1)
     assert [told[0].code, told[2].code] == [1, 1]
     (fault,) = check_of(told[0], "answer")["faults"]
     assert (fault["rank"], fault["host"]) == (1, "host1")
@@ -303,7 +303,7 @@ def test_a_frozen_rank_is_named_with_the_place_where_it_was_last_seen(waits: Wai
 
 
 def test_a_rank_that_dies_is_named(waits: Waits) -> None:
-    told = waits.dead.told()
+    told = waits.dead.results()
     assert [told[0].code, told[1].code] == [1, -signal.SIGKILL]
     (fault,) = check_of(told[0], "answer")["faults"]
     assert (fault["rank"], fault["host"]) == (1, "host1")
@@ -311,13 +311,13 @@ def test_a_rank_that_dies_is_named(waits: Waits) -> None:
 
 
 def test_a_frozen_store_ends_the_others_too(waits: Waits) -> None:
-    told = waits.host_frozen.told(0)[1]
+    told = waits.host_frozen.results(0)[1]
     assert told.code == 1
     assert "rank 1 on host1: expected broadcast to end, got no end in 14 s: the store at 127.0.0.1:" in told.err
 
 
 def test_a_rank_that_never_comes_ends_the_others(waits: Waits) -> None:
-    told = waits.missing.told()[0]
+    told = waits.missing.results()[0]
     assert told.code == 1
     (fault,) = check_of(told, "join")["faults"]
     assert fault["expected"] == "2 ranks that meet"
@@ -334,9 +334,9 @@ def shares_its_gpu(rank: int) -> None:
     checks.process_group = process_group  # type: ignore[attr-defined, assignment]
 
 
-def test_two_ranks_on_one_gpu_are_refused(start: Callable[..., Launch], tmp_path: Path) -> None:
+def test_two_ranks_on_one_gpu_are_refused(start: Callable[..., ForkedRun], tmp_path: Path) -> None:
     file = tmp_path / "report.json"
-    told = start(2, "--json-file", str(file), *QUICK, trouble=shares_its_gpu).told()
+    told = start(2, "--json-file", str(file), *QUICK, trouble=shares_its_gpu).results()
     assert [one.code for one in told.values()] == [1, 1]
     assert told[0].out == ""
     report = json.loads(file.read_text())
@@ -367,8 +367,8 @@ def on_a_slow_node(rank: int) -> None:
         dist.batch_isend_irecv = late  # type: ignore[assignment]
 
 
-def test_each_link_between_nodes_is_measured_and_a_slow_node_named(start: Callable[..., Launch]) -> None:
-    told = start(3, "--json", "--max-bytes", "64K", "--seconds", "0.1", trouble=on_a_slow_node).told()
+def test_each_link_between_nodes_is_measured_and_a_slow_node_named(start: Callable[..., ForkedRun]) -> None:
+    told = start(3, "--json", "--max-bytes", "64K", "--seconds", "0.1", trouble=on_a_slow_node).results()
     assert [one.code for one in told.values()] == [1, 1, 1], told
     report = report_of(told[0])
     assert [(one["one"], one["other"]) for one in report["links"]] == [
