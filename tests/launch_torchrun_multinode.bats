@@ -163,7 +163,7 @@ END
     [ "$status" -eq 69 ]
   done
   run_of="in use by run $(grep -o -m1 'my-script-[^ :]*' out.0) (first node $N1, started "
-  grep -F "agent: $N1:$PORT: $run_of" out.2 | grep -q "NODE_RANK 1 is taken by $N2; choose another --master-port for"
+  grep -F "agent: $N1:$PORT: $run_of" out.2 | grep -q "NODE_RANK 1 is taken by $N2; choose another NODE_RANK to join this run"
   grep -F "agent: port $PORT: $run_of" out.3 | grep -q "choose another --master-port"
   : >go
   for number in 0 1; do
@@ -238,7 +238,7 @@ END
   words=(--rendezvous-timeout 1 --no-preflight --script "my script.py" - 1 2 0 127.0.0.1 "$PORT")
   run "$KIT/scripts/ssh/launch_torchrun_multinode.sh" "${words[@]}"
   [ "$status" -eq 124 ]
-  [[ "$output" == *"waiting for node rank 1: gave up after 1 s"* ]]
+  [[ "$output" == *"waiting for node rank 1; gave up after 1 s"* ]]
   run "$KIT/scripts/ssh/launch_torchrun_multinode.sh" --agent torchrun "${words[@]}"
   [ "$status" -eq 1 ]
   [[ "$output" == *"DistStoreError"* ]]

@@ -1,11 +1,11 @@
-"""Modules that a process has imported before its script begins, hidden from the script until it imports them.
+"""Hide modules that a process imported before its script starts, until the script imports them.
 
-A rank is a fork of a process that has imported PyTorch. The script must find a fresh interpreter: sys.modules has only
-what the script has imported, and a module of the script's directory comes before one of Python's with the same name.
-PyTorch has read its environment variables before the script can change them: such a change is detected and reported.
-Standard library only.
+A rank is a fork of a process that has imported PyTorch. Its script must find the state of a fresh interpreter:
+sys.modules has only what the script has imported, and a module in the script's directory precedes a standard module of
+the same name. PyTorch has read its environment variables before the script can change them: such changes are detected
+and reported. Standard library only.
 
-What differs: PyTorch itself uses Python's modules, also where the script's directory has one of that name.
+Known difference: PyTorch itself uses the standard module even if the script's directory has one of the same name.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, cast
 
-# What native libraries read when they are loaded, found by recording getenv(3) during `import torch` (2.10, 2.13 and
-# 2.15, builds with and without CUDA). What they read later (NCCL_*, CUDA_*, TORCH_NCCL_*) may be set by the script.
+# Variables that native libraries read when loaded, found by recording getenv(3) during `import torch` (2.10, 2.13 and
+# 2.15, builds with and without CUDA). The script may set variables that are read later (NCCL_*, CUDA_*, TORCH_NCCL_*).
 NATIVE = re.compile(
     "(OMP|GOMP|KMP|OPENBLAS|GOTO|MKLDNN|NPY)_.*"
     "|MKL_(NUM_THREADS|DOMAIN_NUM_THREADS|DYNAMIC|DISABLE_FAST_MM|FAST_MEMORY_LIMIT|NUM_STRIPES)"
@@ -34,17 +34,17 @@ READ_ENVIRONMENT_AT_IMPORT = ("torch", "numpy")
 
 
 class Preload:
-    """What a process imports for its forks, and what that changed."""
+    """Imports of a process for its forks, and their side effects."""
 
     def __init__(self, fresh: Collection[str]) -> None:
         """fresh: names of the modules that the interpreter itself has imported."""
         self.fresh = frozenset(fresh)
         self.filters, self.stderr = list(warnings.filters), sys.stderr
-        self.read: set[str] = set()  # variables of the environment
+        self.read: set[str] = set()  # names of environment variables
 
     @contextmanager
     def record_environment_reads(self) -> Iterator[None]:
-        """Record which variables are read inside."""
+        """Record which environment variables are read inside the block."""
         kind: Any = type(os.environ)
         read = self.read
 
@@ -60,11 +60,11 @@ class Preload:
             os.environ.__class__ = kind
 
     def is_read(self, name: str) -> bool:
-        """Whether a change of this variable comes too late. Those of the system, like HOME, have no underscore."""
+        """Whether the imports have read this variable. System variables such as HOME, without "_", are ignored."""
         return bool(NATIVE.fullmatch(name)) or (name in self.read and "_" in name.strip("_"))
 
     def hide(self) -> HiddenModules:
-        """Make sys.modules and warnings.filters those of a fresh interpreter."""
+        """Reset sys.modules and warnings.filters to those of a fresh interpreter."""
         kept = self.fresh | {"__main__"}
         modules = {
             name: sys.modules.pop(name) for name, module in list(sys.modules.items()) if module and name not in kept
@@ -77,7 +77,7 @@ class Preload:
 
 
 class HiddenModules:
-    """A finder of sys.meta_path that gives hidden modules to whoever imports them, in any thread."""
+    """A finder for sys.meta_path that returns hidden modules on import, in any thread."""
 
     def __init__(self, preload: Preload, modules: dict[str, ModuleType], filters: Sequence[Any]) -> None:
         self._preload, self._modules, self._filters = preload, modules, filters
@@ -85,39 +85,36 @@ class HiddenModules:
         self._environment = dict(os.environ)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """A specification that leads to the hidden module, unless a fresh interpreter would find another one."""
+        """The spec of the hidden module, unless a fresh interpreter would find another module."""
         module = self._modules.get(name)
-        removed = name in self._shown and name not in sys.modules  # by the script, to import it anew
-        if module is None or removed or target is not None:  # importlib.reload() has a target
+        removed = name in self._shown and name not in sys.modules  # by the script, to import it again
+        if module is None or removed or target is not None:  # importlib.reload() passes a target
             return None
         found = self._find_with_other_finders(name, path)
         if not _is_same_module(module, found):
             self._forget(name)
             return found
-        if found is None:  # its package has made it
+        if found is None:  # its package has created it
             found = ModuleSpec(name, None, is_package=hasattr(module, "__path__"))
         found.loader = HiddenLoader(self, found.loader)  # type: ignore[assignment]
         return found
 
     def load(self, name: str) -> ModuleType:
-        """The hidden module, for a script that imports it."""
+        """Return the hidden module to a script that imports it."""
         if name in READ_ENVIRONMENT_AT_IMPORT:
             self._warn_of_changes(name)
-        if name == "torch":  # its import brings all of them
+        if name == "torch":  # importing it imports all hidden modules
             self.reveal()
         module = self._modules[name]
         self._show(self._with_submodules(name))
         return module
 
     def reveal(self) -> None:
-        """Show all that is hidden."""
+        """Show all hidden modules."""
         for name, module in list(self._modules.items()):
-            if (
-                "." not in name
-                and name not in sys.modules
-                and not _is_same_module(module, self._find_with_other_finders(name))
-            ):
-                self._forget(name)
+            if "." not in name and name not in sys.modules:
+                if not _is_same_module(module, self._find_with_other_finders(name)):
+                    self._forget(name)
         self._show(list(self._modules))
         warnings.filters[:0] = self._filters  # type: ignore[index]
         for handler in [reference() for reference in sys.modules["logging"]._handlerList]:
@@ -142,9 +139,9 @@ class HiddenModules:
             self._modules.pop(member, None)
 
     def _with_submodules(self, name: str) -> list[str]:
-        """With the modules inside of a package, and the second name that multiprocessing gives to __main__."""
-        more = "__mp_main__" if name == "multiprocessing" else name
-        return [member for member in list(self._modules) if member in (name, more) or member.startswith(f"{name}.")]
+        """The hidden modules that are this one or inside it, and __mp_main__, which multiprocessing creates."""
+        extra = "__mp_main__" if name == "multiprocessing" else name
+        return [member for member in list(self._modules) if member in (name, extra) or member.startswith(f"{name}.")]
 
     def _warn_of_changes(self, module: str) -> None:
         before, self._environment = self._environment, dict(os.environ)
@@ -159,7 +156,7 @@ class HiddenModules:
 
 
 class HiddenLoader:
-    """A loader that gives a hidden module. To everybody who only asks about the module it is the module's own."""
+    """A loader that returns a hidden module. Other attributes are those of the module's own loader."""
 
     def __init__(self, hidden: HiddenModules, loader: Any) -> None:
         self._hidden, self._loader = hidden, loader
@@ -173,11 +170,11 @@ class HiddenLoader:
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec  # the import has replaced it
+        module.__spec__ = self._spec  # the import system has replaced it
 
 
 def _is_same_module(module: ModuleType, found: ModuleSpec | None) -> bool:
-    """Whether the module is the one that was found. One that no finder finds was made by its package."""
+    """Whether the module is the found one. A module that no finder finds was created by its package."""
     known = getattr(module, "__spec__", None)
     if found is None or known is None or found.origin == known.origin:
         return True

@@ -118,7 +118,7 @@ def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
 
 
 def adopt_orphans(adopt: bool = True) -> bool:
-    """Make this process the subreaper of its descendants, so that it can find and reap orphans. False: not supported."""
+    """Make this process the subreaper of its descendants, so that it can find and reap orphans. False: unsupported."""
     return prctl(PR_SET_CHILD_SUBREAPER, adopt)
 
 

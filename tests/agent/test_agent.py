@@ -926,13 +926,13 @@ def test_an_attribute_that_torchrun_has_no_longer_is_seen(monkeypatch: pytest.Mo
     [
         ("script.py", {}, ""),
         ("--nproc-per-node 2 --tee 3 -m module --no-python", {}, ""),
-        ("--no-python program", {}, "--no-python runs a program that is not Python"),
-        ("--numa-binding node script.py", {}, "--numa-binding is numactl's work"),
+        ("--no-python program", {}, "--no-python is not supported"),
+        ("--numa-binding node script.py", {}, "--numa-binding is not supported"),
         ("script.py", {"PYTHON_EXEC": sys.executable}, ""),
         (
             "script.py",
             {"PYTHON_EXEC": "/usr/bin/other"},
-            f"PYTHON_EXEC=/usr/bin/other is another Python than {sys.executable}",
+            f"PYTHON_EXEC=/usr/bin/other differs from the agent's Python {sys.executable}",
         ),
     ],
 )
@@ -969,7 +969,7 @@ def test_ranks_do_not_need_the_fork_server_and_a_restart_without_it_says_what_ha
         Path("end").write_text("")
         assert agent.wait(SECONDS) == 1
     said = capfd.readouterr().err.splitlines()
-    assert said[-1] == f"agent: its fork server (pid {server.pid}) was killed by signal 9"
+    assert said[-1] == f"agent: fork server (pid {server.pid}) was killed by signal 9"
     assert "Traceback" not in "".join(said)
 
 

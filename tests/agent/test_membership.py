@@ -112,7 +112,7 @@ def test_a_node_reports_which_nodes_are_missing_and_gives_up(join: Join, monkeyp
     lines: list[str] = []
     first = join(0, names=["ada", "bob", "eve"])
     join(2)
-    with pytest.raises(RendezvousFailed, match="waiting for bob: gave up after 1 s") as failure:
+    with pytest.raises(RendezvousFailed, match="waiting for bob; gave up after 1 s") as failure:
         first.wait_for_all(1.0, lines.append)
     assert failure.value.exit_code == 124
     assert lines[-1].startswith("2 of 3 nodes joined, waiting for bob, ")
@@ -184,7 +184,7 @@ def test_a_node_rank_that_a_living_node_has_is_refused_with_the_run_and_its_firs
     members = gathered(join, size=2)
     said = refused(join(1, size=2, node="node9"))
     assert "node1:29500: in use by run healthy (first node node1, started 20" in said
-    assert "): NODE_RANK 1 is taken by node2; choose another --master-port for another run, another NODE_RANK" in said
+    assert "): NODE_RANK 1 is taken by node2; choose another NODE_RANK to join this run, or another --master" in said
     assert go_on(members)
 
 
@@ -221,7 +221,7 @@ def test_a_node_waits_until_the_run_that_ends_has_left_the_port_to_the_next(stor
     old.report_end(RunEnd("n", 1, "rank 0 ended with exit code 1"))
     assert comes(lambda: membership_store(store, old.run).check(["end"]))  # type: ignore[arg-type]
     second = Membership(1, 2, facts, place, lambda: stores[-1])
-    assert comes(lambda: "where run old (first node n, started " in second._waiting_for)
+    assert comes(lambda: "where run old (first node n, started " in second._status)
     stores.append(new_store())
     new = Membership(0, 2, facts, place, lambda: stores[-1], "new")
     assert [
@@ -240,10 +240,10 @@ def test_a_node_that_was_killed_and_comes_again_is_not_refused_by_its_own_trace(
     first, second = gathered(join, size=2)
     second.close()
     again = join(1, size=2)
-    assert comes(lambda: "started 20" in again._waiting_for and "): node2 sends no heartbeat" in again._waiting_for)
+    assert comes(lambda: "started 20" in again._status and "): node2 sends no heartbeat" in again._status)
     monkeypatch.setattr(membership, "HEARTBEAT_TIMEOUT", 1.0)
     assert comes(first.end)
-    assert comes(lambda: "is ending" in again._waiting_for)
+    assert comes(lambda: "is ending" in again._status)
     assert again._refusal is None
 
 
