@@ -259,7 +259,7 @@ with socket.create_server(("", 29500)):
   : >logs/latest/go
   status_of_launcher
   [ "$status" -eq 0 ]
-  grep -q "verdict: failed: $N2: connection lost: the control channel was closed" out
+  grep -q "verdict: failed: $N2: connection lost: control channel closed" out
   run ! grep -w Killed out # so bash would begin, with the whole command
   grep -q '"exit_code": 69' logs/latest/try_1/verdict.json
 }

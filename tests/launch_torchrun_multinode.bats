@@ -213,9 +213,9 @@ END
   MASTER_PORT=x refused 2 "MASTER_PORT='x' of the environment: expected a port" --script "my script.py" - 1 2 0 "$N1"
   refused 2 "give one of the two" --master-port 1234 --script "my script.py" - 1 2 0 "$N1" 4321
   refused 2 "--sync: unknown option" --sync --script "my script.py" - 1 2 0 "$N1"
-  refused 69 "MASTER_ADDR 'nix': this node finds no address for it" --script "my script.py" - 1 2 0 nix
+  refused 69 "MASTER_ADDR 'nix': cannot be resolved on this node" --script "my script.py" - 1 2 0 nix
   refused 69 "no address of this node" --script "my script.py" - 1 2 0 192.0.2.1
-  refused 69 "is 127.0.0.1, this node itself, but node rank 0 is what it has to name" --script "my script.py" - 1 2 1 localhost
+  refused 69 "127.0.0.1 is this node (node rank 1); give the address of node rank 0" --script "my script.py" - 1 2 1 localhost
 }
 
 

@@ -112,9 +112,9 @@ class HiddenModules:
     def reveal(self) -> None:
         """Show all hidden modules."""
         for name, module in list(self._modules.items()):
-            if "." not in name and name not in sys.modules:
-                if not _is_same_module(module, self._find_with_other_finders(name)):
-                    self._forget(name)
+            is_hidden_package = "." not in name and name not in sys.modules
+            if is_hidden_package and not _is_same_module(module, self._find_with_other_finders(name)):
+                self._forget(name)
         self._show(list(self._modules))
         warnings.filters[:0] = self._filters  # type: ignore[index]
         for handler in [reference() for reference in sys.modules["logging"]._handlerList]:

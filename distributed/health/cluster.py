@@ -24,7 +24,7 @@ from distributed.health.differences import compare
 from distributed.health.doctor import render, render_findings
 from distributed.host.facts import Facts, FullNodeFacts, Route
 from distributed.host.replies import Reply, read
-from distributed.launch.connectivity import REMEDY, Gap, read_gaps
+from distributed.launch.connectivity import REMEDY, FailedConnection, read_failed_connections
 from distributed.nodelist import fold
 
 
@@ -36,7 +36,7 @@ class Cluster:
     facts: Mapping[str, FullNodeFacts]  # of each node that has replied
     ahead: Mapping[str, float]  # seconds by which the clock of each of these is ahead of ours
     silent: Mapping[str, str]  # why a node has not replied
-    gaps: tuple[Gap, ...]
+    gaps: tuple[FailedConnection, ...]
 
 
 # ---------------------------------------------------------------- what came back
@@ -52,7 +52,7 @@ def read_cluster(folder: Path, nodes: Sequence[str]) -> Cluster:
         facts=facts,
         ahead={node: one.now - replies[node].arrived for node, one in facts.items()},
         silent={node: one for node, one in found.items() if isinstance(one, str)},
-        gaps=tuple(read_gaps(folder, tuple(facts))) if (folder / "trying").exists() else (),
+        gaps=tuple(read_failed_connections(folder, tuple(facts))) if (folder / "trying").exists() else (),
     )
 
 

@@ -1,7 +1,7 @@
-"""The node probe: what a node reports about itself, before a launch and for the doctor.
+"""The node probe: print facts of a node before a launch, or for the doctor.
 
-Every node runs it over ssh and prints a reply (host.replies). A launch asks for what it cannot do without, within
-tenths of a second; with --folder the reply also has all facts of the machine, for the doctor.
+Every node runs it over ssh and prints a reply (host.replies). For a launch it collects only required facts, within
+tenths of a second; with --folder the reply has all facts of the machine, for the doctor.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from distributed.host.facts import FullNodeFacts
 
-RUN_BY_RANKS = ("train.py", "distributed/**/*.py", "scripts/lib/*")  # of the kit: must be the same on all nodes
+RUN_BY_RANKS = ("train.py", "distributed/**/*.py", "scripts/lib/*")  # files of Muster, must be equal on all nodes
 
 
 def probe(
@@ -41,18 +41,18 @@ def probe(
     gpus: Gpus | None = None,
     env: Mapping[str, str] = os.environ,
 ) -> NodeFacts:
-    """What a launch needs to know of this node.
+    """The facts that a launch needs.
 
     Args:
         nodes: names of all nodes, by node rank.
-        port: where ranks are to meet on the first one; None for any free port.
-        files: that the ranks will read.
-        gpus: of this machine, where they are known already.
+        port: rendezvous port on the first node; None: any free port.
+        files: files that the ranks will read.
+        gpus: of this machine, if known already.
     """
     gpus = gpus or query_gpus()
-    begun = time.monotonic()
+    start = time.monotonic()
     master = address_of(nodes[0])
-    seconds = time.monotonic() - begun
+    seconds = time.monotonic() - start
     found = versions()
     return NodeFacts(
         python=str(found["python"]),
@@ -71,8 +71,8 @@ def probe(
 
 
 def full_probe(nodes: Sequence[str], port: int, folder: Path, logs: Path) -> FullNodeFacts:
-    """And what the doctor needs to know of it, as a launch from `folder` with logs in `logs` would meet it."""
-    from distributed.host import facts  # its imports would take a third of the time of a launch's probe
+    """The facts that the doctor needs, for a launch from directory `folder` with logs in `logs`."""
+    from distributed.host import facts  # imported late: it would take a third of the time of a launch's probe
 
     own = facts.gather(folder, logs, port)
     kit = sorted(path for pattern in RUN_BY_RANKS for path in KIT.glob(pattern) if path.is_file())
@@ -92,15 +92,15 @@ def checksum(file: Path) -> str | None:
         return None
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Print what this node reports, as a reply."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the facts of this node as a reply."""
     parser = argparse.ArgumentParser(prog="probe", description=str(__doc__).splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--port", type=int, default=0, help="where ranks are to meet; 0: any")
-    parser.add_argument("--file", action="append", default=[], help="that the ranks will read; may be repeated")
-    parser.add_argument("--folder", type=Path, help="report all facts, as a launch from this directory meets them")
-    parser.add_argument("--log-dir", type=Path, help="with --folder: where runs will be logged")
+    parser.add_argument("--port", type=int, default=0, help="rendezvous port; 0: any free port")
+    parser.add_argument("--file", action="append", default=[], help="a file that the ranks will read; repeatable")
+    parser.add_argument("--folder", type=Path, help="report all facts, for a launch from this directory")
+    parser.add_argument("--log-dir", type=Path, help="with --folder: parent of run directories")
     parser.add_argument("nodes", nargs="+", help="names of all nodes, by node rank")
-    options = parser.parse_args(words)
+    options = parser.parse_args(arguments)
     found = (
         full_probe(options.nodes, options.port, options.folder, options.log_dir)
         if options.folder

@@ -1,4 +1,4 @@
-"""Run a program, or read a file of /proc or /sys. Neither ever raises: no answer is an answer too."""
+"""Run a program, or read a file of /proc or /sys, without raising OSError."""
 
 from __future__ import annotations
 
@@ -15,18 +15,15 @@ MIB, GIB = 2**20, 2**30  # bytes
 
 @dataclass(frozen=True)
 class ProgramOutput:
-    """What a program printed, and its exit code."""
+    """Output and exit code of a program."""
 
-    code: int | None  # None: the program is not there, or did not end in time
+    code: int | None  # None: not found, or timed out
     out: str = ""
     error: str = ""
 
 
 def run_program(command: Sequence[str], limit: float) -> ProgramOutput:
-    """Run a program for at most `limit` seconds.
-
-    One that waits inside a broken driver cannot be killed: it is left alone.
-    """
+    """Run a program for at most `limit` seconds, then kill it. A process blocked in a driver is abandoned."""
     try:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -44,7 +41,7 @@ def run_program(command: Sequence[str], limit: float) -> ProgramOutput:
 
 
 def read(path: Path) -> str:
-    """The text of a file of /proc or /sys, empty when it cannot be read."""
+    """The text of a file of /proc or /sys; "" if unreadable."""
     try:
         return path.read_text(errors="replace").strip()
     except OSError:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distributed.host.identity import machine, user
-from distributed.host.process_scan import since
+from distributed.host.process_scan import start_time
 
 HERE, GONE, ELSEWHERE = "here", "gone", "elsewhere"  # where the launcher is, seen from this machine
 IN_JOB = "job"  # it is the batch script of a job that runs
@@ -110,7 +110,7 @@ def read(folder: Path) -> Run:
 def seen(host: str, its_machine: str, pid: int, its_since: int | None) -> str:
     """Where a launcher is. Its number alone is not enough: it may be another process by now."""
     if its_machine == machine():
-        return HERE if its_since is not None and its_since == since(pid) else GONE
+        return HERE if its_since is not None and its_since == start_time(pid) else GONE
     restarted = host == os.uname().nodename and boot(its_machine) != boot(machine())
     return GONE if restarted else ELSEWHERE
 

@@ -23,7 +23,7 @@ import time
 
 from distributed.files import KIT, write_json
 from distributed.host.identity import machine, user, versions
-from distributed.host.process_scan import since
+from distributed.host.process_scan import start_time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # typing itself would cost milliseconds
@@ -105,7 +105,7 @@ def describe(
         "places": _places(nodes, nproc, places, first_rank),
         # By its start and its machine another terminal finds this launcher, and no later process with its number.
         "launcher": {
-            "host": os.uname().nodename, "pid": pid, "since": since(pid), "machine": machine(), "grace": grace,
+            "host": os.uname().nodename, "pid": pid, "since": start_time(pid), "machine": machine(), "grace": grace,
         },
         "slurm_job": slurm_job[0] if slurm_job else None,
         "nproc": nproc,

@@ -221,7 +221,7 @@ def test_a_node_waits_until_the_run_that_ends_has_left_the_port_to_the_next(stor
     old.report_end(RunEnd("n", 1, "rank 0 ended with exit code 1"))
     assert comes(lambda: membership_store(store, old.run).check(["end"]))  # type: ignore[arg-type]
     second = Membership(1, 2, facts, place, lambda: stores[-1])
-    assert comes(lambda: "where run old (first node n, started " in second._status)
+    assert comes(lambda: "waiting for run old (first node n, started " in second._status)
     stores.append(new_store())
     new = Membership(0, 2, facts, place, lambda: stores[-1], "new")
     assert [
@@ -243,7 +243,7 @@ def test_a_node_that_was_killed_and_comes_again_is_not_refused_by_its_own_trace(
     assert comes(lambda: "started 20" in again._status and "): node2 sends no heartbeat" in again._status)
     monkeypatch.setattr(membership, "HEARTBEAT_TIMEOUT", 1.0)
     assert comes(first.end)
-    assert comes(lambda: "is ending" in again._status)
+    assert comes(lambda: again._status.endswith(" at node1:29500 to end"))
     assert again._refusal is None
 
 

@@ -24,7 +24,7 @@ from distributed.host.interpreter import Torch
 from distributed.host.replies import format_reply
 from distributed.host.resources import Memory
 from distributed.host.system import GIB
-from distributed.launch.connectivity import Gap
+from distributed.launch.connectivity import FailedConnection
 from distributed.terminal import plain
 
 WAY = Route("eth0", 9000, 100_000)
@@ -51,7 +51,7 @@ def three(**third: Any) -> dict[str, FullNodeFacts]:
     return {"node1": node(1), "node2": node(2), "node3": node(3, **third)}
 
 
-def cluster(nodes: Mapping[str, FullNodeFacts], gaps: tuple[Gap, ...] = (), **silent: str) -> Cluster:
+def cluster(nodes: Mapping[str, FullNodeFacts], gaps: tuple[FailedConnection, ...] = (), **silent: str) -> Cluster:
     return Cluster((*nodes, *silent), nodes, dict.fromkeys(nodes, 0.0), silent, gaps)
 
 
@@ -67,7 +67,7 @@ def of(name: str, change: dict[str, Any]) -> dict[str, FullNodeFacts]:
 # fmt: off
 # The nodes; who is named; level, topic, words of the fact, words of the remedy.
 ODD = [
-    (three(interpreter__version="3.12.1"), "fault python", "3.12, but 3.11 on node[1-2]", "use the same on all"),
+    (three(interpreter__version="3.12.1"), "fault python", "3.12, but 3.11 on node[1-2]", "use the same version on all nodes"),
     (three(torch__version="2.12.0"), "fault torch", "2.12.0, but 2.13.0 on node[1-2]", "install the same"),
     (three(torch__nccl="2.27.7"), "fault NCCL", "NCCL 2.27.7, but NCCL 2.29.3 on node[1-2]", "same build of torch"),
     (three(gpus=Gpus()), "fault GPUs", "no GPU, but GPUs on node[1-2]", "leave out"),
@@ -115,7 +115,7 @@ def test_where_nobody_finds_the_first_node_nobody_can_meet() -> None:
     nodes = {name: replace(one, master="127.0.1.1", ssh_address="") for name, one in three().items()}
     [(name, line)] = compare(nodes, dict.fromkeys(NODES, 0.0))
     assert (name, line.fix) == ("node1", "correct the names in /etc/hosts or DNS")
-    assert line.fact.startswith("no address at which the others could meet it (for 'node1' node2 finds 127.0.1.1")
+    assert line.fact.startswith("no address that all nodes can use ('node1' resolves to 127.0.1.1 on node2")
 
 
 # ---------------------------------------------------------------- telling
@@ -137,7 +137,7 @@ def test_what_nodes_have_in_common_is_said_once_and_the_worst_stands_last() -> N
         "node2": node(2, **short),
         "node3": node(3, torch__version="2.12.0", **short),
     }
-    gap = Gap(("node1", "node2"), "node3", "10.0.0.3", "no answer within 3 s")
+    gap = FailedConnection(("node1", "node2"), "node3", "10.0.0.3", "no answer within 3 s")
     text = text_of(cluster(nodes, (gap,), node4="cannot be reached (no route); try: ssh node4 true"))
     blocks = [block.splitlines() for block in text.split("\n\n")]
     assert [block[0] for block in blocks[1:-1]] == ["node[1-3]", "node[1-2]", "node3", "node4"]
@@ -182,13 +182,13 @@ def test_the_last_line_counts_the_nodes_that_are_fit() -> None:
 
 def test_on_a_terminal_every_line_fits() -> None:
     nodes = three(route=Route("eth0", 1500, 0), torch__version="2.12.0", gpus__driver="575.1")
-    gap = Gap(("node1", "node2"), "node3", "10.0.0.3", "no answer within 3 s")
+    gap = FailedConnection(("node1", "node2"), "node3", "10.0.0.3", "no answer within 3 s")
     assert max(map(len, text_of(cluster(nodes, (gap,)), width=80).splitlines())) <= 80
 
 
 def test_each_node_that_cannot_be_reached_is_named() -> None:
     """Though the findings of one node differ in nothing but numbers."""
-    gaps = [Gap((node,), to, f"10.0.0.{to[-1]}", "no answer within 3 s") for node, to in
+    gaps = [FailedConnection((node,), to, f"10.0.0.{to[-1]}", "no answer within 3 s") for node, to in
             (("node1", "node2"), ("node1", "node3"), ("node2", "node3"))]  # fmt: skip
     text = text_of(cluster(three(), tuple(gaps)))
     assert "cannot connect to node2 (10.0.0.2)" in text and text.count("cannot connect to node3 (10.0.0.3)") == 1

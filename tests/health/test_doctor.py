@@ -387,8 +387,8 @@ def test_an_active_conda_environment_that_is_not_used_is_a_fact() -> None:
     ("python", "error"),
     [
         ("echo 'ImportError: libcudnn.so.9: cannot open shared object file' >&2; exit 1", "libcudnn.so.9"),
-        ("kill -ILL $$", "Python dies of SIGILL while importing it"),
-        ("exit 3", "Python exits with 3"),
+        ("kill -ILL $$", "Python was killed by SIGILL while importing it"),
+        ("exit 3", "Python exited with 3"),
         ("exec sleep 600", "no answer within 1 s"),
     ],
 )

@@ -94,4 +94,4 @@ def test_a_gap_and_a_node_without_a_reply_make_the_nodes_unfit(
     (tmp_path / "trying/node2.code").write_text("255\n")
     (tmp_path / "trying/node2.err").write_text("Host key verification failed.\n")
     assert main(words) == 69
-    assert capsys.readouterr().err.startswith("connectivity: node2: its host key is not known: log in by hand")
+    assert capsys.readouterr().err.startswith("connectivity: node2: host key unknown; log in once")

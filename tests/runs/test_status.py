@@ -188,8 +188,8 @@ def test_the_proof_has_a_line_for_each_node_and_never_takes_silence_for_good_new
             "cannot be reached (ssh: connect to host n1 port 22: tim",
         ),
         ("137", "", "has not answered in time"),
-        ("127", "bash: line 1: exec: /x/python: not found", "has no such Python"),
-        ("2", "python: can't open file '/k/scripts/lib/module.py'", "does not have the kit"),
+        ("127", "bash: line 1: exec: /x/python: not found", "Python not found"),
+        ("2", "python: can't open file '/k/scripts/lib/module.py'", "Muster not found"),
     ],
 )
 def test_a_node_that_did_not_answer_is_told_of_with_the_reason(tmp_path: Path, code: str, err: str, why: str) -> None:
