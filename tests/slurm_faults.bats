@@ -127,7 +127,7 @@ stepd_on() { # <node>
   second=$(sed -n 's/.*2 processes on .* //p' "logs/slurm-$JOB.err")
   scontrol update "nodename=$second" state=drain reason=test # else it would come back at once, half forgotten
   scontrol update "nodename=$second" state=down reason=test
-  wait_for_line "logs/slurm-$JOB.err" "verdict: failed: $second: connection lost: SLURM says that this node has failed"
+  wait_for_line "logs/slurm-$JOB.err" "verdict: failed: $second: connection lost: node failure reported by SLURM"
   wait_for_turn 1
   wait_for_line "logs/slurm-$JOB.out" "going on from"
   [ -e "logs/slurm-$JOB/try_1/verdict.json" ]

@@ -40,7 +40,7 @@ from distributed.runs.node_log import FATAL, Raised, blocks, exception_of, read_
 
 INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 CLOCK_DOUBT = 1.0  # seconds
-BY_SLURM = "SLURM says that this node has failed"  # and then SLURM itself ends the job
+BY_SLURM = "node failure reported by SLURM"  # and then SLURM itself ends the job
 SHOWN_OTHERS = 3  # ranks of a hang
 SHOWN = 240  # characters of a message in a sentence
 SHOWN_LINES = 8  # of a message or a log

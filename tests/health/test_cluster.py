@@ -67,7 +67,7 @@ def of(name: str, change: dict[str, Any]) -> dict[str, FullNodeFacts]:
 # fmt: off
 # The nodes; who is named; level, topic, words of the fact, words of the remedy.
 ODD = [
-    (three(interpreter__version="3.12.1"), "fault python", "3.12, but 3.11 on node[1-2]", "use the same version on all nodes"),
+    (three(interpreter__version="3.12.1"), "fault python", "3.12, but 3.11 on node[1-2]", "use the same version"),
     (three(torch__version="2.12.0"), "fault torch", "2.12.0, but 2.13.0 on node[1-2]", "install the same"),
     (three(torch__nccl="2.27.7"), "fault NCCL", "NCCL 2.27.7, but NCCL 2.29.3 on node[1-2]", "same build of torch"),
     (three(gpus=Gpus()), "fault GPUs", "no GPU, but GPUs on node[1-2]", "leave out"),

@@ -70,7 +70,10 @@ def test_a_node_that_is_alone_needs_no_address_for_others() -> None:
             [node(1, gpus=8), node(2, gpus=1), node(3, gpus=8)],
             "node2: 2 processes, but 1 GPU; start fewer there (n",
         ),
-        ([node(1, gpus=8), node(2, gpus=8), node(3)], "node3: no GPU, but GPUs elsewhere; leave out the nodes that differ"),
+        (
+            [node(1, gpus=8), node(2, gpus=8), node(3)],
+            "node3: no GPU, but GPUs elsewhere; leave out the nodes that differ",
+        ),
         (
             [node(1, gpus=8), node(2, gpu_error="nvidia-smi: died")],
             "node2: cannot count its GPUs (nvidia-smi: died)",
@@ -100,7 +103,11 @@ def test_what_does_not_fit_is_one_line(nodes: list[Reply], fault: str) -> None:
         (255, "Host key verification failed.", "host key unknown; log in once"),
         (255, "@@@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @@@", "host key has changed, possibly an attack;"),
         (255, "u@node2: Permission denied (publickey,password).", "login without a password refused (u@node2:"),
-        (69, "bash: line 1: cd: /w: No such file or directory", "working directory not found (bash: line 1: cd: /w: No"),
+        (
+            69,
+            "bash: line 1: cd: /w: No such file or directory",
+            "working directory not found (bash: line 1: cd: /w: No",
+        ),
         (127, "bash: line 1: exec: /x/python: not found", "Python not found (bash: line 1: exec: /x/python: not"),
         (127, "bash: line 1: /x/python: No such file or directory", "Python not found (bash: line 1: /x/python: No"),
         (127, "/k/scripts/lib/in_node_env.sh: line 18: /x/python: No such", "Python not found (/k/scripts/lib/in_n"),

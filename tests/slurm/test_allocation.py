@@ -59,8 +59,8 @@ def test_ranks_are_laid_out_as_allocated(env: dict[str, str], ranks: int, tasks:
             0,
             "SLURM_JOB_NODELIST is not set: not in a SLURM allocation; call this from a batch",
         ),
-        (EVEN, 1, "1 process.* for the 2 nodes of the allocation"),
-        (EVEN, 6, r"3 processes on n08, and 2 GPUs allocated there.*--gres=gpu:3.*--ntasks-per-node=2"),
+        (EVEN, 1, "1 process for 2 allocated nodes; request at least 2"),
+        (EVEN, 6, r"n08: 3 processes, but 2 GPUs allocated.*--gres=gpu:3.*--ntasks-per-node=2"),
         (EVEN | {"SLURM_TASKS_PER_NODE": "2(x"}, 0, "SLURM's variables cannot be read: .*2\\(x"),
     ],
 )
@@ -72,9 +72,9 @@ def test_what_does_not_fit_is_refused(env: dict[str, str], ranks: int, fault: st
 @pytest.mark.parametrize(
     ("env", "ranks", "note"),
     [
-        (EVEN, 2, "2 GPUs on n08, and 1 of them used: --ntasks-per-node=2 uses all"),
-        (NO_TASKS, 4, "fewer CPU cores are allocated than processes, which have to share them"),
-        (EVEN | {"SLURM_HET_SIZE": "2"}, 0, "this job has 2 components: only the nodes of the first are used"),
+        (EVEN, 2, "n08: 1 of 2 GPUs used; use all with --ntasks-per-node=2"),
+        (NO_TASKS, 4, "fewer CPU cores than processes allocated; request more with --cpus-per-task"),
+        (EVEN | {"SLURM_HET_SIZE": "2"}, 0, "heterogeneous job with 2 components; only nodes of the first one are used"),
     ],
 )
 def test_what_is_odd_is_told(env: dict[str, str], ranks: int, note: str) -> None:
@@ -111,7 +111,7 @@ def test_what_scontrol_shows_of_gpus_is_read(gres: str, gpus: int) -> None:
 def test_gpus_are_counted_on_every_node() -> None:
     uneven = UNEVEN | {"SLURM_NTASKS": "3", "SLURM_TASKS_PER_NODE": "2,1"}
     assert Allocation.from_env(uneven, job=SHOWN).gpus == (2, 1)
-    with pytest.raises(AllocationError, match=r"2 processes on n09, and 1 GPU allocated there"):
+    with pytest.raises(AllocationError, match=r"n09: 2 processes, but 1 GPU allocated"):
         Allocation.from_env(EVEN, job=SHOWN)
     assert Allocation.from_env(NO_TASKS, job=SHOWN).tasks == (2, 1), "one process for each GPU"
 

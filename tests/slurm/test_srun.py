@@ -96,7 +96,7 @@ def test_an_srun_that_ends_well_without_its_tasks_is_no_success(run: Path) -> No
 def test_the_node_of_a_task_that_has_not_reported_its_end_is_lost(run: Path) -> None:
     report = (REPORT + b'{"node": "n1", "tasks": 1}\n').decode()
     assert step_of(run, "printf", "%s", report) == UNFIT
-    assert (run / "node_n1.lost").read_text() == "srun has ended before its tasks\n"
+    assert (run / "node_n1.lost").read_text() == "srun exited before its tasks\n"
 
 
 def test_a_task_that_ended_with_0_while_others_waited_for_it_is_named(run: Path) -> None:
@@ -117,7 +117,7 @@ def test_a_task_that_ended_with_0_while_others_waited_for_it_is_named(run: Path)
 def test_what_slurm_says_of_a_failed_node_may_come_in_pieces(run: Path) -> None:
     said = "printf 'srun: error: Node fail' >&2; sleep 0.2; echo 'ure on n1' >&2"
     assert step_of(run, "sh", "-c", said) == UNFIT
-    assert (run / "node_n1.lost").read_text() == "SLURM says that this node has failed\n"
+    assert (run / "node_n1.lost").read_text() == "node failure reported by SLURM\n"
 
 
 @pytest.mark.parametrize(("blocked", "lost"), [(60.0, False), (0.0, True)])
