@@ -74,7 +74,7 @@ def test_what_does_not_fit_is_refused(env: dict[str, str], ranks: int, fault: st
     [
         (EVEN, 2, "n08: 1 of 2 GPUs used; use all with --ntasks-per-node=2"),
         (NO_TASKS, 4, "fewer CPU cores than processes allocated; request more with --cpus-per-task"),
-        (EVEN | {"SLURM_HET_SIZE": "2"}, 0, "heterogeneous job with 2 components; only nodes of the first one are used"),
+        (EVEN | {"SLURM_HET_SIZE": "2"}, 0, "heterogeneous job with 2 components; only nodes of the first one"),
     ],
 )
 def test_what_is_odd_is_told(env: dict[str, str], ranks: int, note: str) -> None:
