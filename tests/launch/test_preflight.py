@@ -1,7 +1,7 @@
-"""Before anything starts, the nodes are compared: each fault is one line that names the node, the value and the remedy.
+"""Before a launch the nodes are compared; each fault is one line with the node, the value and the remedy.
 
-What ssh says is what OpenSSH 9.2 said; how a node that cannot be reached is told of over a real sshd, and that a taken
-port is seen there, is held by launch_torchrun_auto.bats.
+Messages of ssh are those of OpenSSH 9.2. launch_torchrun_auto.bats tests unreachable nodes and ports in use over a real
+sshd.
 """
 
 from __future__ import annotations
@@ -22,35 +22,35 @@ GOOD = NodeFacts(
 )  # fmt: skip
 
 
-def node(number: int, code: int = 0, err: str = "", out: str | None = None, **other: object) -> Reply:
-    """node1, node2, ... that replies, differing in some things."""
-    here = f"10.0.0.{number}"
-    found = replace(GOOD, **{"machine": here, "addresses": (here,), "ssh_address": here, **other})  # type: ignore[arg-type]
-    said = f"Welcome!\n{MARK}{json.dumps(asdict(found))}\n" if out is None else out
-    return Reply(f"node{number}", code, said, err)
+def node(number: int, code: int = 0, err: str = "", out: str | None = None, **facts: object) -> Reply:
+    """The reply of node1, node2, ... with facts that differ from GOOD."""
+    own = f"10.0.0.{number}"
+    found = replace(GOOD, **{"machine": own, "addresses": (own,), "ssh_address": own, **facts})  # type: ignore[arg-type]
+    printed = f"Welcome!\n{MARK}{json.dumps(asdict(found))}\n" if out is None else out
+    return Reply(f"node{number}", code, printed, err)
 
 
 def judge(replies: list[Reply], port: int | None = None) -> tuple[list[str], list[str], str]:
-    """Two processes on each."""
-    return preflight.judge({one.node: one for one in replies}, {one.node: 2 for one in replies}, port)
+    """With two processes per node."""
+    return preflight.judge({reply.node: reply for reply in replies}, {reply.node: 2 for reply in replies}, port)
 
 
 def faults(*replies: Reply, port: int | None = None) -> list[str]:
-    found, warnings, place = judge(list(replies), port)
-    assert (not place) == bool(found)
+    found, warnings, rendezvous = judge(list(replies), port)
+    assert (not rendezvous) == bool(found)
     assert warnings == []
     return found
 
 
-def test_nodes_that_are_alike_meet_at_the_address_that_the_others_find_for_the_first() -> None:
+def test_the_rendezvous_address_is_the_one_that_the_other_nodes_resolve() -> None:
     assert judge([node(1), node(2), node(3)]) == ([], [], "10.0.0.1 23456")
 
 
-def test_where_names_say_nothing_they_meet_where_ssh_found_the_first() -> None:
+def test_the_rendezvous_address_is_that_of_the_ssh_connection_if_names_do_not_help() -> None:
     assert judge([node(1, master="127.0.1.1"), node(2, master="")])[2] == "10.0.0.1 23456"
 
 
-def test_a_node_that_is_alone_needs_no_address_for_others() -> None:
+def test_a_single_node_needs_no_address_for_others() -> None:
     assert judge([node(1, master="", ssh_address="127.0.0.1")]) == ([], [], "127.0.0.1 23456")
     assert judge([node(1, master="127.0.1.1"), node(2, master="127.0.1.1")])[2] == "10.0.0.1 23456"
 
@@ -87,7 +87,7 @@ def test_a_node_that_is_alone_needs_no_address_for_others() -> None:
         ),
     ],
 )
-def test_what_does_not_fit_is_one_line(nodes: list[Reply], fault: str) -> None:
+def test_each_incompatibility_is_one_fault(nodes: list[Reply], fault: str) -> None:
     [found] = faults(*nodes, port=29500)
     assert found.startswith(fault)
 
@@ -122,30 +122,30 @@ def test_what_does_not_fit_is_one_line(nodes: list[Reply], fault: str) -> None:
         (1, "", "exit code 1"),
     ],
 )
-def test_why_a_node_did_not_answer(code: int, err: str, fault: str) -> None:
+def test_the_cause_of_a_missing_reply_is_reported(code: int, err: str, fault: str) -> None:
     [found] = faults(node(1), node(2, code=code, err=err, out="Welcome!\n"))
     assert found.startswith(f"node2: {fault}")
 
 
-def test_a_node_that_has_the_file_is_not_the_one_that_differs_where_most_lack_it() -> None:
+def test_nodes_without_a_file_are_at_fault_even_if_they_are_the_majority() -> None:
     lacking = [node(number, files={"a.py": None}) for number in (2, 3)]
     assert [fault.partition(":")[0] for fault in faults(node(1), *lacking)] == ["node2", "node3"]
 
 
-def test_all_that_did_not_answer_are_named_at_once() -> None:
+def test_all_nodes_without_a_reply_are_reported() -> None:
     assert len(faults(*(node(number, code=255, err="ssh: no route", out="") for number in (1, 2, 3)))) == 3
 
 
-def test_a_resolver_that_is_slow_is_a_warning() -> None:
-    found, [warning], place = judge([node(1), node(2, seconds=5.04)])
-    assert found == [] and place
+def test_a_slow_resolver_is_a_warning() -> None:
+    found, [warning], rendezvous = judge([node(1), node(2, seconds=5.04)])
+    assert found == [] and rendezvous
     assert warning.startswith("node2: looking up 'node1' took 5.0 s")
 
 
-def test_as_a_program_it_prints_the_place_or_the_faults(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for one in (node(1), node(2)):
-        for kind, text in {"out": one.out, "err": one.err, "code": str(one.code)}.items():
-            (tmp_path / f"{one.node}.{kind}").write_text(text)
+def test_the_program_prints_the_rendezvous_or_the_faults(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for reply in (node(1), node(2)):
+        for kind, text in {"out": reply.out, "err": reply.err, "code": str(reply.code)}.items():
+            (tmp_path / f"{reply.node}.{kind}").write_text(text)
     assert main([str(tmp_path), "node1:2", "node2:2"]) == 0
     assert capsys.readouterr() == ("10.0.0.1 23456\n", "")
     (tmp_path / "node2.out").write_text("")
