@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from test_node_status import STUB_NVIDIA_SMI, output_of, process
-from test_supervisor import SECONDS, SupervisedRun, kill, run, wait_until
+from test_supervisor import TIMEOUT, SupervisedRun, kill, run, wait_until
 
 from distributed.host import process_scan
 from distributed.launch import usage
@@ -105,7 +105,7 @@ def test_no_sampler_remains_whichever_process_is_killed(run: SupervisedRun, tmp_
     else:
         kill(run.pid(killed))
     wait_until(lambda: run.code is not None)
-    started.wait(SECONDS)
+    started.wait(TIMEOUT)
     wait_until(lambda: not any((found := process_scan.process(pid)) and found.alive for pid in pids))
 
 
