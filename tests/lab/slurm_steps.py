@@ -1,9 +1,9 @@
-"""SLURM's variables of each process, for every way a step may be started: read on a real SLURM, and recorded.
+"""Record SLURM's variables in each process of a step, for all usual ways to start one, on a real SLURM.
 
-Each way is a command that starts tell.sh some times, which writes its host and its environment to a file. Where the
-processes really ran decides what World.from_env must return. Needs SLURM_CONF of lab.sh up 3 --slurm --gpus 2.
+Each command starts processes of tell.sh, which write their host and environment to a file. The hosts determine what
+World.from_env must return. Needs SLURM_CONF of lab.sh up 3 --slurm --gpus 2.
 
-Try it: python tests/lab/slurm_steps.py tests/slurm_environments.json   (records them anew)
+Try it: python tests/lab/slurm_steps.py tests/slurm_environments.json   (replaces the records)
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _OF_A_LAUNCHER = re.compile(
     r"|RANK|WORLD_SIZE|(MASTER|LOCAL|GROUP|ROLE|TORCHELASTIC)_\w+"
 )
 
-# What World.from_env returns: each process's place, one process alone, or (any other text) a refusal.
+# Expected result of World.from_env: positions of ranks, a single process, or (any other text) the error message.
 PLACES, ALONE = "places", "alone"
 
 
 @dataclass(frozen=True)
 class StepCase:
-    """One way to start processes under SLURM, whose nodes are called N1, N2 and N3."""
+    """One way to start processes under SLURM on nodes $N1, $N2 and $N3."""
 
     name: str
     command: str
@@ -98,7 +98,7 @@ STEPS = [
 
 @dataclass(frozen=True)
 class RankPosition:
-    """The place of a process, as the hosts where the processes were found show it."""
+    """The position of a process, derived from the hosts of all processes."""
 
     rank: int
     size: int
@@ -111,19 +111,19 @@ class RankPosition:
 
 @dataclass(frozen=True)
 class Observed:
-    """The environment of one process, and where it ran."""
+    """Host and environment of a process."""
 
     host: str
     environment: dict[str, str]
 
 
 def start(step: StepCase) -> list[Observed]:
-    """Run the step on the SLURM of SLURM_CONF. Returns what was observed of its processes, by rank."""
+    """Run the step on the SLURM of SLURM_CONF. Returns its processes by rank."""
     environment = {name: value for name, value in os.environ.items() if not _OF_A_LAUNCHER.fullmatch(name)}
-    with tempfile.TemporaryDirectory() as folder:
-        files = Path(folder, "files")
+    with tempfile.TemporaryDirectory() as directory:
+        files = Path(directory, "files")
         files.mkdir()
-        tell = Path(folder, "tell.sh")  # a path that stays one argument through the shells of a command
+        tell = Path(directory, "tell.sh")  # a path without spaces, for the nested shells of a command
         tell.symlink_to(TELL)
         subprocess.run(
             ["bash", "-c", step.command.replace("TELL", str(tell))],
@@ -136,7 +136,7 @@ def start(step: StepCase) -> list[Observed]:
 
 
 def names() -> dict[str, str]:
-    """What N1, N2 and so on stand for: the nodes of the SLURM of SLURM_CONF."""
+    """The variables N1, N2 and so on: the nodes of the SLURM of SLURM_CONF."""
     nodes = subprocess.run(
         ["sinfo", "--noheader", "--Node", "--partition=lab", "--format=%N"],
         check=True,
@@ -152,7 +152,7 @@ def _observed(written: str) -> Observed:
 
 
 def places(observed: list[Observed]) -> list[RankPosition]:
-    """Where the processes of a step are, by rank; only the numbering of the ranks is the launcher's own."""
+    """The positions of the processes of a step, which are given by rank."""
     hosts = [process.host for process in observed]
     numbered = list(dict.fromkeys(hosts))
     return [
@@ -180,7 +180,7 @@ _OF_THIS_MACHINE = re.compile(r"SLURM_(TASK_PID|STEP_LAUNCHER_PORT|NODE_ALIASES\
 
 
 def recorded(step: StepCase) -> dict[str, object]:
-    """The step as a record: what is common to its processes once, then what each has besides."""
+    """The step as a record: variables common to all processes, then those of each process."""
     observed = start(step)
     environments = [_worth_keeping(process.environment) for process in observed]
     common = dict(set.intersection(*(set(environment.items()) for environment in environments)))
@@ -194,7 +194,7 @@ def recorded(step: StepCase) -> dict[str, object]:
 
 
 def _worth_keeping(environment: Mapping[str, str]) -> dict[str, str]:
-    """The launchers' variables, without paths, ports, users and the like."""
+    """Variables set by launchers, without paths, ports and other facts of this machine."""
     return {
         name: value
         for name, value in environment.items()
@@ -203,9 +203,9 @@ def _worth_keeping(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def record(path: Path) -> None:
-    beside = path.with_name(path.name + ".new")
-    beside.write_text(json.dumps([recorded(step) for step in STEPS], indent=1, sort_keys=True) + "\n")
-    os.replace(beside, path)
+    new = path.with_name(path.name + ".new")
+    new.write_text(json.dumps([recorded(step) for step in STEPS], indent=1, sort_keys=True) + "\n")
+    os.replace(new, path)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""What SLURM has allocated is read from its variables, as a real one sets them: uneven nodes, GPUs, no -n, a wrong sum.
+"""The allocation is read from SLURM's variables: uneven nodes, GPUs, jobs without --ntasks, inconsistent numbers.
 
-The environments are what SLURM 22.05 gave to batch scripts, but for names of nodes.
+The environments are those of batch scripts under SLURM 22.05, with other node names.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NO_TASKS = {name: EVEN[name] for name in ("SLURM_JOB_ID", "SLURM_JOB_NODELIST")}
         (UNEVEN, 0, (4, 1), 1),
         (UNEVEN, 5, (4, 1), 1),
         (UNEVEN, 2, (1, 1), 1),
-        (EVEN | {"SLURM_NTASKS": "3"}, 0, (2, 1), 2),  # with --ntasks-per-node, SLURM says 2(x2) of 3 tasks
+        (EVEN | {"SLURM_NTASKS": "3"}, 0, (2, 1), 2),  # with --ntasks-per-node, SLURM sets 2(x2) for 3 tasks
         (EVEN, 3, (2, 1), 2),
         (EVEN, 2, (1, 1), 4),
         (NO_TASKS, 0, (1, 1), 1),
@@ -46,7 +46,9 @@ NO_TASKS = {name: EVEN[name] for name in ("SLURM_JOB_ID", "SLURM_JOB_NODELIST")}
         (NO_TASKS, 16, (8, 8), 0),
     ],
 )
-def test_ranks_are_laid_out_as_allocated(env: dict[str, str], ranks: int, tasks: tuple[int, ...], cores: int) -> None:
+def test_ranks_are_distributed_as_allocated(
+    env: dict[str, str], ranks: int, tasks: tuple[int, ...], cores: int
+) -> None:
     found = Allocation.from_env(env, ranks)
     assert (found.nodes, found.tasks, found.cores_per_task) == (("n08", "n09"), tasks, cores)
 
@@ -64,7 +66,7 @@ def test_ranks_are_laid_out_as_allocated(env: dict[str, str], ranks: int, tasks:
         (EVEN | {"SLURM_TASKS_PER_NODE": "2(x"}, 0, "SLURM's variables cannot be read: .*2\\(x"),
     ],
 )
-def test_what_does_not_fit_is_refused(env: dict[str, str], ranks: int, fault: str) -> None:
+def test_an_allocation_that_does_not_fit_is_refused(env: dict[str, str], ranks: int, fault: str) -> None:
     with pytest.raises(AllocationError, match=fault):
         Allocation.from_env(env, ranks)
 
@@ -77,9 +79,9 @@ def test_what_does_not_fit_is_refused(env: dict[str, str], ranks: int, fault: st
         (EVEN | {"SLURM_HET_SIZE": "2"}, 0, "heterogeneous job with 2 components; only nodes of the first one"),
     ],
 )
-def test_what_is_odd_is_told(env: dict[str, str], ranks: int, note: str) -> None:
-    (told,) = Allocation.from_env(env, ranks).notes(env)
-    assert note in told
+def test_unused_and_scarce_resources_are_reported(env: dict[str, str], ranks: int, note: str) -> None:
+    (found,) = Allocation.from_env(env, ranks).notes(env)
+    assert note in found
 
 
 SHOWN = """JobId=16 ArrayJobId=17 ArrayTaskId=1 JobName=wrap
@@ -103,7 +105,7 @@ JobId=17 ArrayJobId=17 ArrayTaskId=2 JobName=wrap
         ("", 0),
     ],
 )
-def test_what_scontrol_shows_of_gpus_is_read(gres: str, gpus: int) -> None:
+def test_gpus_in_the_output_of_scontrol_are_counted(gres: str, gpus: int) -> None:
     shown = f"JobId=17 JobName=wrap\n     Nodes=n[08-09] CPU_IDs=6-7 Mem=0 GRES={gres}\n"
     assert allocation.gpus_of_nodes(shown, "17") == {"n08": gpus, "n09": gpus}
 
@@ -116,13 +118,13 @@ def test_gpus_are_counted_on_every_node() -> None:
     assert Allocation.from_env(NO_TASKS, job=SHOWN).tasks == (2, 1), "one process for each GPU"
 
 
-def test_neighbouring_jobs_try_other_ports_each() -> None:
+def test_jobs_with_consecutive_ids_try_different_ports() -> None:
     tried = [set(itertools.islice(ports(job), 5)) for job in range(9_995, 10_005)]
     assert sum(map(len, tried)) == len(set.union(*tried))
     assert all(port in PORTS for port in set.union(*tried))
 
 
-def test_a_port_that_somebody_has_is_passed_over(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_in_use_is_skipped(capsys: pytest.CaptureFixture[str]) -> None:
     job = 4711
     first = next(ports(job))
     with socket.create_server(("", first)):
