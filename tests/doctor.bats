@@ -52,7 +52,7 @@ stub() { # <name>, its text on standard input
   done
   [[ ${lines[-1]} =~ fit\ for\ training:\ $faults\ fault ]]
   ((status == (faults > 0)))
-  [[ $output == *"disk "*"working folder"* ]]
+  [[ $output == *"disk "*"working directory"* ]]
 }
 
 

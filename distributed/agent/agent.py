@@ -239,8 +239,8 @@ class Agent(LocalElasticAgent):
     def _wait(self, seconds: float) -> None:
         """Wait until all ranks have exited, for at most this long."""
         end = time.monotonic() + seconds
-        while any(process.reap() is None for process in self._processes()) and (left := end - time.monotonic()) > 0:
-            ForkedRanks.server.wakeup.wait(left)
+        while any(process.reap() is None for process in self._processes()) and time.monotonic() < end:
+            ForkedRanks.server.wakeup.wait(max(0.0, end - time.monotonic()))
             signals.handle()
 
 

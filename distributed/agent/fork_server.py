@@ -58,7 +58,7 @@ class Signals:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Defer handlers until the block is left."""
+        """Defer handlers until the end of the block."""
         self._holds += 1
         try:
             yield
@@ -102,9 +102,9 @@ class ForkedProcess:
         """Wait for the exit code. Raises subprocess.TimeoutExpired after `timeout` seconds."""
         end = time.monotonic() + timeout
         while (code := self.reap()) is None:
-            if (left := end - time.monotonic()) <= 0:
+            if (remaining := end - time.monotonic()) <= 0:
                 raise subprocess.TimeoutExpired(str(self.pid), timeout)
-            self._wakeup.wait(left)
+            self._wakeup.wait(remaining)
         return code
 
     def signal(self, number: int) -> None:
@@ -186,7 +186,7 @@ class ForkServer:
 
 @contextlib.contextmanager
 def signals_blocked() -> Iterator[set[int]]:
-    """Block all signals until the block is left. Yields the previously blocked signals."""
+    """Block all signals until the end of the block. Yields the previously blocked signals."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     try:
         signal.pthread_sigmask(signal.SIG_BLOCK, ALL_SIGNALS)  # first calls handlers of pending signals: one may raise

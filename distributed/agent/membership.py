@@ -297,8 +297,8 @@ class Membership:
         if self._coordinator:
             self._coordinator.update()
             self.members = self._coordinator.members
-            left = [f"left/{rank}" for rank in self._live_ranks() - {0}]
-            self._has_left = self._leaving and (not left or self._store.check(left))
+            keys = [f"left/{rank}" for rank in self._live_ranks() - {0}]
+            self._has_left = self._leaving and (not keys or self._store.check(keys))
         if not self._complete:
             self._missing_ranks = read_value(self._store, "absent") or []
         if not self._complete and (members := read_value(self._store, "members")):

@@ -143,15 +143,15 @@ def _set_command_line(command: Sequence[str], environment: Mapping[str, str]) ->
     libc.malloc.restype = libc.sbrk.restype = ctypes.c_void_p
     argv = b"".join(os.fsencode(argument) + b"\0" for argument in command)
     environ = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in environment.items())
-    begin = libc.malloc(ctypes.c_size_t(len(argv) + len(environ)))  # never freed
-    ctypes.memmove(begin, argv + environ, len(argv) + len(environ))
+    start = libc.malloc(ctypes.c_size_t(len(argv) + len(environ)))  # never freed
+    ctypes.memmove(start, argv + environ, len(argv) + len(environ))
     stat = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()  # from its third field on
     fields = (26, 27, 28, 45, 46, 47)  # numbered as in proc(5)
     start_code, end_code, start_stack, start_data, end_data, start_brk = (int(stat[number - 3]) for number in fields)
-    middle = begin + len(argv)
+    middle = start + len(argv)
     addresses = (
         start_code, end_code, start_data, end_data, start_brk, libc.sbrk(0), start_stack,
-        begin, middle, middle, middle + len(environ), 0,
+        start, middle, middle, middle + len(environ), 0,
     )  # fmt: skip
     # struct prctl_mm_map: the addresses, no auxiliary vector, unchanged executable.
     layout = (ctypes.c_uint64 * 13)(*addresses, 0xFFFFFFFF << 32)

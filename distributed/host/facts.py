@@ -127,11 +127,11 @@ class FullNodeFacts(NodeFacts):
     now: float  # Unix seconds at the time of the reply
 
 
-def gather(folder: Path, logs: Path, port: int, env: Mapping[str, str] = os.environ) -> Facts:
-    """All facts of this machine for a launch from directory `folder` with logs in `logs`."""
+def gather(directory: Path, logs: Path, port: int, env: Mapping[str, str] = os.environ) -> Facts:
+    """All facts of this machine for a launch from `directory` with logs in `logs`."""
     return Facts(
         kit=str(KIT),
-        folder=str(folder),
+        folder=str(directory),
         container=in_container(),
         interpreter=which_python(sys.executable, env),
         torch=probe_torch(sys.executable),
@@ -139,7 +139,7 @@ def gather(folder: Path, logs: Path, port: int, env: Mapping[str, str] = os.envi
         gpus=query_gpus(),
         memory=read_memory(),
         disks=(
-            read_space("working folder", folder),
+            read_space("working directory", directory),
             read_space("logs", logs),
             read_space("/tmp", Path("/tmp")),
         ),
@@ -150,7 +150,7 @@ def gather(folder: Path, logs: Path, port: int, env: Mapping[str, str] = os.envi
         names=look_up_names(),
         interfaces=tuple(name for _, name in socket.if_nameindex()),
         environment={name: value for name, value in sorted(env.items()) if REPORTED_VARIABLES.fullmatch(name)},
-        shadows=find_shadows(folder, env.get("PYTHONPATH", "")),
+        shadows=find_shadows(directory, env.get("PYTHONPATH", "")),
         clock=Clock(time.time(), clock_is_synchronised()),
         programs={name: shutil.which(name) or "" for name in PROGRAMS},
         runs=find_runs(),
@@ -184,8 +184,6 @@ def find_runs(proc: Path = PROC) -> tuple[RunProcesses, ...]:
             found.setdefault(marker[1], []).append(int(process.name))
     found.pop(os.environ.get("MUSTER_RUN_DIR", ""), None)
     return tuple(
-        RunProcesses(
-            folder, tuple(sorted(pids)), owner(pids[0], proc), os.path.isfile(os.path.join(folder, "run.json"))
-        )
-        for folder, pids in sorted(found.items())
+        RunProcesses(run, tuple(sorted(pids)), owner(pids[0], proc), os.path.isfile(os.path.join(run, "run.json")))
+        for run, pids in sorted(found.items())
     )

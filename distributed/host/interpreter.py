@@ -120,10 +120,10 @@ def required_packages(requirements: Path) -> tuple[Package, ...]:
     return tuple(Package(name, oldest, installed(name)) for name, oldest in found if name not in ("torch", "-r"))
 
 
-def find_shadows(folder: Path, pythonpath: str) -> tuple[str, ...]:
+def find_shadows(directory: Path, pythonpath: str) -> tuple[str, ...]:
     """Files in the working directory and on PYTHONPATH that Python would import instead of a library."""
     names = {"torch", "numpy", "yaml", *sys.stdlib_module_names}
-    own = [str(path) for path in folder.glob("*.py") if path.stem in names]
+    own = [str(path) for path in directory.glob("*.py") if path.stem in names]
     entries = [Path(entry) for entry in pythonpath.split(os.pathsep) if entry]
     foreign = [str(entry / "distributed") for entry in entries if entry != KIT and (entry / "distributed").is_dir()]
     return tuple(sorted(own) + foreign)

@@ -70,11 +70,11 @@ def probe(
     )
 
 
-def full_probe(nodes: Sequence[str], port: int, folder: Path, logs: Path) -> FullNodeFacts:
-    """The facts that the doctor needs, for a launch from directory `folder` with logs in `logs`."""
+def full_probe(nodes: Sequence[str], port: int, directory: Path, logs: Path) -> FullNodeFacts:
+    """The facts that the doctor needs, for a launch from `directory` with logs in `logs`."""
     from distributed.host import facts  # imported late: it would take a third of the time of a launch's probe
 
-    own = facts.gather(folder, logs, port)
+    own = facts.gather(directory, logs, port)
     kit = sorted(path for pattern in RUN_BY_RANKS for path in KIT.glob(pattern) if path.is_file())
     return facts.FullNodeFacts(
         **vars(probe(nodes, port, [], own.gpus)),

@@ -87,11 +87,11 @@ def descendants(pid: int, processes: dict[int, ProcessStat]) -> set[int]:
     for child, found in processes.items():
         children.setdefault(found.parent, []).append(child)
     found_all: set[int] = set()
-    left = [pid]
-    while left:
-        new = [child for child in children.get(left.pop(), []) if child not in found_all]
+    pending = [pid]
+    while pending:
+        new = [child for child in children.get(pending.pop(), []) if child not in found_all]
         found_all.update(new)
-        left += new
+        pending += new
     return found_all
 
 

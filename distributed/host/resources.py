@@ -79,7 +79,7 @@ def cgroup_directories(controller: str, proc: Path, sys_directory: Path) -> Iter
 
 def cgroup_limit(controller: str, files: Sequence[str], proc: Path, sys_directory: Path) -> int | None:
     """The smallest number in these files; None if all are missing or contain `max` or -1."""
-    texts = [read(folder / name) for folder in cgroup_directories(controller, proc, sys_directory) for name in files]
+    texts = [read(group / name) for group in cgroup_directories(controller, proc, sys_directory) for name in files]
     return min((int(text) for text in texts if text.isdigit()), default=None)
 
 

@@ -54,10 +54,10 @@ def stack_of(pid: int, directory: str) -> tuple[Frame, ...]:
             with open(path, "r+b", buffering=0) as file:
                 if file.seek(0, os.SEEK_END) > MAX_FILE_BYTES:
                     file.truncate(0)
-                begin = file.seek(0, os.SEEK_END)
+                start = file.seek(0, os.SEEK_END)
                 os.kill(pid, SIGNAL)
-                wait_until_complete(file.fileno(), begin)
-                file.seek(begin)
+                wait_until_complete(file.fileno(), start)
+                file.seek(start)
                 return parse_frames(file.read().decode(errors="replace"))
     return ()
 
@@ -81,10 +81,10 @@ def writes_stack_to(pid: int, path: str) -> bool:
     return False
 
 
-def wait_until_complete(file: int, begin: int) -> None:
+def wait_until_complete(file: int, start: int) -> None:
     end = time.monotonic() + STACK_TIMEOUT
-    size, since = begin, time.monotonic()
-    while (now := time.monotonic()) < end and (size == begin or now - since < STABLE_TIME):
+    size, since = start, time.monotonic()
+    while (now := time.monotonic()) < end and (size == start or now - since < STABLE_TIME):
         time.sleep(0.01)
         if (grown := os.fstat(file).st_size) != size:
             size, since = grown, time.monotonic()

@@ -828,10 +828,11 @@ def sweep(files: Files, grace: float) -> int:
         send_signal(signal.SIGCONT, [pid])
         if not wait_until(lambda: not supervisor_of(files), grace + UNRESPONSIVE_TIMEOUT):
             send_signal(signal.SIGKILL, [pid])
-    if grace and (left := process_scan.live_processes(files.mark)):
+    if grace and (remaining := process_scan.live_processes(files.mark)):
         # Only to processes whose parent is not signalled: an agent stops its ranks itself.
         processes = process_scan.table()
-        send_signal(signal.SIGTERM, [pid for pid in left if pid in processes and processes[pid].parent not in left])
+        top = [pid for pid in remaining if pid in processes and processes[pid].parent not in remaining]
+        send_signal(signal.SIGTERM, top)
         wait_until(lambda: not process_scan.live_processes(files.mark), grace)
     kill_all(lambda: process_scan.live_processes(files.mark))
     if os.path.exists(files.pids) and not wait_until(lambda: os.path.exists(files.exit), GUARD_TIMEOUT):
@@ -879,19 +880,19 @@ class SupervisorOptions:
         self.grace, self.heartbeat_timeout, self.timeout = -1.0, float("inf"), float("inf")
         self.detach = self.terminal = self.sample_usage = False
         self.command: list[str] = []
-        left = list(arguments)
-        while left:
-            option = left.pop(0)
+        rest = list(arguments)
+        while rest:
+            option = rest.pop(0)
             if option == "--":
-                self.command = left
+                self.command = rest
                 break
             field = option.removeprefix("--").replace("-", "_")
             if option in FLAGS:
                 setattr(self, field, True)
             elif option in TEXTS + DURATIONS:
-                if not left or not left[0]:
+                if not rest or not rest[0]:
                     raise SupervisorError(WRONG_CALL, f"{option}: needs a value")
-                value = left.pop(0)
+                value = rest.pop(0)
                 setattr(self, field, seconds(option, value) if option in DURATIONS else value)
             else:
                 raise SupervisorError(WRONG_CALL, f"{option}: unknown option")

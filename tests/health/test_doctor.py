@@ -63,7 +63,7 @@ HEALTHY = Facts(
     gpus=Gpus("580.65.06", hardware=4, devices=GPUS),
     memory=Memory(512 * GIB, 500 * GIB),
     disks=(
-        Space("working folder", "/home/ada/project", 900 * GIB, 500 * GIB),
+        Space("working directory", "/home/ada/project", 900 * GIB, 500 * GIB),
         Space("/tmp", "/tmp", 9 * GIB, 5 * GIB),
     ),
     shm=Space("/dev/shm", "/dev/shm", 256 * GIB, 250 * GIB),
