@@ -101,26 +101,6 @@ remaining() {
 }
 
 
-@test "the command is stopped when the launcher is lost" {
-  start -- bash -c 'trap "echo saved; exit 75" TERM; echo ready; while :; do sleep 0.1; done'
-  wait_for_line ready
-  exec {CONTROL}>&-
-  status_of_node
-  [ "$status" -eq 75 ]
-  [ "$(remaining)" -eq 0 ]
-}
-
-
-@test "a command that ignores SIGTERM is killed after the grace time" {
-  start --grace 1 -- bash -c 'trap "" TERM; echo ready; while :; do sleep 0.1; done'
-  wait_for_line ready
-  exec {CONTROL}>&-
-  status_of_node
-  [ "$status" -eq 137 ]
-  [ "$(remaining)" -eq 0 ]
-}
-
-
 @test "a second SIGTERM kills the command at once" {
   start --grace 600 -- bash -c 'trap "echo got it" TERM; echo ready; while :; do sleep 0.1; done'
   wait_for_line ready

@@ -50,6 +50,8 @@ def record(run: str, node: str) -> None:
     Imports nothing before the first sample is due, to not delay the start of the ranks.
     """
     time.sleep(INTERVAL)
+    import json
+
     path, samples, interval = os.path.join(run, f"node_{node}.samples.jsonl"), list[Sample](), INTERVAL
     query_gpus_at = 0.0
     while True:
@@ -59,10 +61,11 @@ def record(run: str, node: str) -> None:
             samples.append(sample)
             with contextlib.suppress(OSError):  # usually a full disk
                 if len(samples) < MAX_SAMPLES:
-                    append(path, sample)
+                    with open(path, "a") as file:
+                        file.write(json.dumps(sample) + "\n")
                 else:
                     samples, interval = merge_pairs(samples), 2 * interval
-                    rewrite(path, samples)
+                    write_file(path, "".join(json.dumps(sample) + "\n" for sample in samples))
             query_gpus_at = due + GPU_INTERVAL if gpus else query_gpus_at
         time.sleep(max(0.0, due - time.monotonic()))
 
@@ -70,19 +73,6 @@ def record(run: str, node: str) -> None:
 def merge_pairs(samples: Sequence[Sample]) -> list[Sample]:
     """Merge each pair: the later sample, with the GPUs of the earlier one if only that has any."""
     return [{**one, **other} for one, other in zip(samples[::2], samples[1::2], strict=False)]
-
-
-def append(path: str, sample: Sample) -> None:
-    import json
-
-    with open(path, "a") as file:
-        file.write(json.dumps(sample) + "\n")
-
-
-def rewrite(path: str, samples: Sequence[Sample]) -> None:
-    import json
-
-    write_file(path, "".join(json.dumps(sample) + "\n" for sample in samples))
 
 
 def take_sample(run: str, node: str, *, gpus: bool, proc: Path | None = None) -> Sample:
