@@ -93,7 +93,7 @@ class ForkedRanks(SubprocessContext):
 
 
 class Agent(LocalElasticAgent):
-    """torchrun's agent that also records failures, stops the other ranks and exchanges both with the other nodes."""
+    """torchrun's agent that also records failed ranks and stops the others, on all nodes of the run."""
 
     latest: Agent  # the instance that torchrun created
     script: Script
@@ -139,9 +139,8 @@ class Agent(LocalElasticAgent):
             return 0
         if self.end_of_run():  # the signal came while the run was already ending: its exit code stays
             return self.exchange_records()
-        return self.end_run(
-            STOPPED if self.all_stopped_on_request() else 128 + number, f"received {signal.Signals(number).name}"
-        )
+        code = STOPPED if self.all_stopped_on_request() else 128 + number
+        return self.end_run(code, f"received {signal.Signals(number).name}")
 
     def end_run(self, code: int, reason: str) -> int:
         """End the run on the other nodes without waiting for their records. Returns the exit code."""
