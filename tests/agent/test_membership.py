@@ -30,7 +30,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from distributed.agent import failure_records, membership
 from distributed.agent.agent import Agent
 from distributed.agent.failure_records import Records
-from distributed.agent.membership import Membership, RendezvousFailed, RunEnd, membership_store
+from distributed.agent.membership import Membership, PublishedRun, RendezvousFailed, RunEnd, membership_store
 from distributed.agent.rendezvous import Rendezvous
 from distributed.agent.worker import Script
 
@@ -226,12 +226,8 @@ def test_a_node_waits_for_an_ending_run_to_release_the_port(store: TCPStore) -> 
     assert becomes_true(lambda: "waiting for run old (first node n, started " in second._status)
     stores.append(new_store())
     new = Membership(0, 2, facts, address, lambda: stores[-1], "new")
-    assert [
-        f.result().name for f in run_concurrently(*(lambda m=m: m.wait_for_all(TIMEOUT, ignore) for m in (new, second)))
-    ] == [  # type: ignore[attr-defined]
-        "new",
-        "new",
-    ]
+    for future in run_concurrently(*(lambda m=m: m.wait_for_all(TIMEOUT, ignore) for m in (new, second))):
+        assert isinstance(run := future.result(), PublishedRun) and run.name == "new"
     assert run_succeeds([new, second])
     old.close()
 
@@ -242,7 +238,9 @@ def test_a_restarted_node_waits_for_the_run_of_its_killed_predecessor_to_end(
     first, second = joined_members(join, size=2)
     second.close()
     again = join(1, size=2)
-    assert becomes_true(lambda: "started 20" in again._status and "): node2 sends no heartbeat" in again._status)
+    assert becomes_true(
+        lambda: "started 20" in again._status and ") to end: node2 sends no heartbeats" in again._status
+    )
     monkeypatch.setattr(membership, "HEARTBEAT_TIMEOUT", 1.0)
     assert becomes_true(first.end)
     assert becomes_true(lambda: again._status.endswith(" at node1:29500 to end"))

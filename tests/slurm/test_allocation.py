@@ -59,7 +59,7 @@ def test_ranks_are_distributed_as_allocated(
         (
             {},
             0,
-            "SLURM_JOB_NODELIST is not set: not in a SLURM allocation; call this from a batch",
+            "SLURM_JOB_NODELIST is not set: not in a SLURM allocation; run this in a batch",
         ),
         (EVEN, 1, "1 process for 2 allocated nodes; request at least 2"),
         (EVEN, 6, r"n08: 3 processes, but 2 GPUs allocated.*--gres=gpu:3.*--ntasks-per-node=2"),
