@@ -1,7 +1,7 @@
-"""What does it cost to ask many nodes at once, against pdsh, and to ask whether they are fit, against a single ssh?
+"""Time to run a command on many nodes, against pdsh, and time of the preflight check, against a single ssh.
 
-Two questions on the laboratory, in turns in one run: `true` on 16 nodes, by the kit's own door to nodes and by pdsh;
-and the preflight of 3 nodes, against the slowest of three single `ssh NODE true`. Needs root.
+Two measurements on laboratory nodes, alternating between both sides: `true` on 16 nodes with Muster's ssh layer and
+with pdsh; and the preflight check of 3 nodes against the slowest of three single `ssh NODE true`. Needs root.
 
     python -m benchmarks.fan_out [--turns 7]
 """
@@ -19,49 +19,49 @@ from functools import partial
 
 from benchmarks.laboratory import KIT, nodes
 
-ASK = KIT / "benchmarks/ask_nodes.sh"
+ASK_NODES = KIT / "benchmarks/ask_nodes.sh"
 
 
-def run(*words: str) -> float:
-    """Seconds that a command takes."""
+def run(*command: str) -> float:
+    """Run a command. Returns its duration in seconds."""
     env = os.environ | {"PDSH_RCMD_TYPE": "ssh", "VIRTUAL_ENV": sys.prefix}
-    begun = time.monotonic()
-    subprocess.run(words, env=env, check=True, stdin=subprocess.DEVNULL, capture_output=True)
-    return time.monotonic() - begun
+    started_at = time.monotonic()
+    subprocess.run(command, env=env, check=True, stdin=subprocess.DEVNULL, capture_output=True)
+    return time.monotonic() - started_at
 
 
 def slowest_ssh(names: list[str]) -> float:
-    """Seconds of the slowest of single ssh calls, one after the other."""
+    """Run one ssh after another. Returns the seconds of the slowest."""
     return max(run("ssh", name, "true") for name in names)
 
 
-def in_turns(turns: int, ours: Callable[[], float], peers: Callable[[], float]) -> list[tuple[float, float]]:
-    """Pairs of seconds, after one turn that does not count."""
+def alternate(turns: int, muster: Callable[[], float], baseline: Callable[[], float]) -> list[tuple[float, float]]:
+    """Returns pairs of seconds (muster, baseline), without the first, which warms caches."""
     pairs = []
     for turn in range(turns + 1):
-        pair = (ours(), peers()) if turn % 2 else tuple(reversed((peers(), ours())))
+        pair = (muster(), baseline()) if turn % 2 else tuple(reversed((baseline(), muster())))
         pairs.append((pair[0], pair[1]))
     return pairs[1:]
 
 
 def main() -> int:
-    """Print the medians and the ratio or difference of the pairs."""
+    """Print the medians, and the median ratio or difference of the pairs."""
     options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     options.add_argument("--turns", type=int, default=7)
     turns = options.parse_args().turns
     with nodes(16) as (names, _):
-        all_at_once = partial(run, str(ASK), "true", *names)
+        muster = partial(run, str(ASK_NODES), "true", *names)
         pdsh = partial(run, "pdsh", "-S", "-f", "16", "-w", ",".join(names), "true")
-        pairs = in_turns(turns, all_at_once, pdsh)
-        ratio = statistics.median(ours / peer for ours, peer in pairs)
-        ours, peer = (statistics.median(side) for side in zip(*pairs, strict=True))
-        print(f"true on 16 nodes: kit {ours:.2f} s, pdsh {peer:.2f} s, ratio {ratio:.2f} (wanted: at most 1.0)")
-        preflight = partial(run, str(ASK), "preflight", *names[:3])
-        pairs = in_turns(turns, preflight, partial(slowest_ssh, names[:3]))
-        over = statistics.median(ours - peer for ours, peer in pairs)
-        ours, peer = (statistics.median(side) for side in zip(*pairs, strict=True))
+        pairs = alternate(turns, muster, pdsh)
+        ratio = statistics.median(own / peer for own, peer in pairs)
+        own, peer = (statistics.median(side) for side in zip(*pairs, strict=True))
+        print(f"true on 16 nodes: Muster {own:.2f} s, pdsh {peer:.2f} s, ratio {ratio:.2f} (target: at most 1.0)")
+        preflight = partial(run, str(ASK_NODES), "preflight", *names[:3])
+        pairs = alternate(turns, preflight, partial(slowest_ssh, names[:3]))
+        excess = statistics.median(own - peer for own, peer in pairs)
+        own, peer = (statistics.median(side) for side in zip(*pairs, strict=True))
         print(
-            f"preflight of 3 nodes: {ours:.2f} s, slowest ssh {peer:.2f} s, over it {over:.2f} s (wanted: at most 0.3)"
+            f"preflight of 3 nodes: {own:.2f} s, slowest ssh {peer:.2f} s, excess {excess:.2f} s (target: at most 0.3)"
         )
     return 0
 

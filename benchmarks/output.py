@@ -1,7 +1,7 @@
-"""How long do many lines of output take: the kit's agent and launcher against plain torchrun?
+"""Time for many lines of output: Muster's agent and launcher against torchrun.
 
-Two ranks print 500,000 lines each, started alternately by torchrun, by the kit's agent alone and by
-launch_singlenode.sh. Time is taken from the command to its end, with standard output read through a pipe.
+Two ranks print 500,000 lines each, started alternately by torchrun, by Muster's agent alone and by
+launch_singlenode.sh. The duration of the command is measured, with standard output read through a pipe.
 
     python benchmarks/output.py [--pairs 5] [--lines 500000]
 """
@@ -28,7 +28,7 @@ for step in range(int(sys.argv[1])):
 
 
 def commands(script: Path, lines: int) -> dict[str, list[str]]:
-    """What is compared: name -> the arguments that start it."""
+    """Returns name -> command line."""
     torchrun = ["--standalone", "--nproc-per-node", str(RANKS), "--tee", "3", "--", str(script), str(lines)]
     launcher = [str(KIT / "scripts/ssh/launch_singlenode.sh"), "--quiet", "--python", sys.executable]
     return {
@@ -38,38 +38,38 @@ def commands(script: Path, lines: int) -> dict[str, list[str]]:
     }
 
 
-def seconds(command: list[str], folder: Path) -> tuple[float, int]:
-    """How long the command takes, and how many lines it prints."""
-    begun = time.perf_counter()
-    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+def measure(command: list[str], directory: Path) -> tuple[float, int]:
+    """Run the command. Returns its duration in seconds and the number of lines printed."""
+    started_at = time.perf_counter()
+    with subprocess.Popen(command, cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         assert process.stdout
         printed = sum(block.count(b"\n") for block in iter(lambda: process.stdout.read(1 << 16), b""))
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, command)
-    return time.perf_counter() - begun, printed
+    return time.perf_counter() - started_at, printed
 
 
 def main() -> int:
-    """Print for each side the ratio to torchrun, pair by pair."""
+    """Print the ratio to torchrun for each side."""
     options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     options.add_argument("--pairs", type=int, default=5)
     options.add_argument("--lines", type=int, default=500_000)
-    given = options.parse_args()
+    arguments = options.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / "lines.py").write_text(SCRIPT)
-        sides = commands(folder / "lines.py", given.lines)
-        taken: dict[str, list[float]] = {side: [] for side in sides}
-        for _ in range(given.pairs):
+        directory = Path(name)
+        (directory / "lines.py").write_text(SCRIPT)
+        sides = commands(directory / "lines.py", arguments.lines)
+        seconds: dict[str, list[float]] = {side: [] for side in sides}
+        for _ in range(arguments.pairs):
             for side, command in sides.items():
-                time_taken, printed = seconds(command, folder)
-                shown = given.lines * (1 if side == "launcher" else RANKS)  # its console shows rank 0 alone
-                if printed < shown and side != "torchrun":  # which loses some up to PyTorch 2.14
-                    raise SystemExit(f"{side}: {printed} lines arrived, expected {shown}")
-                taken[side].append(time_taken)
+                duration, printed = measure(command, directory)
+                expected = arguments.lines * (1 if side == "launcher" else RANKS)  # its console shows only rank 0
+                if printed < expected and side != "torchrun":  # torchrun loses lines up to PyTorch 2.14
+                    raise SystemExit(f"{side}: {printed} lines arrived, expected {expected}")
+                seconds[side].append(duration)
         for side in ("agent", "launcher"):
-            print(f"{side:8}  {ratio_of(taken[side], taken['torchrun'])}")
+            print(f"{side:8}  {ratio_of(seconds[side], seconds['torchrun'])}")
     return 0
 
 

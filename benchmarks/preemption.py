@@ -1,13 +1,12 @@
-"""What does SLURM's word that the time is up cost: until the checkpoint is whole, until all has ended, and to go on?
+"""Cost of a preemption on SLURM: time until the checkpoint is published, until all processes exit, and to resume.
 
-Two nodes of 2 ranks train in turns as a job of the kit's slurm_train.sh and as the peer's, whose batch script is the
-line `srun python -u train.py`: the same train.py, so that what differs is how the signal comes to it and what follows
-its end. At a step SLURM signals both with `scancel --signal=USR2`. Seconds are taken from before scancel to the moment
-at which the checkpoint has its final name, at which the last task has ended, and the last process of the job.
+Two nodes of 2 ranks train alternately as a job of Muster's slurm_train.sh and as a baseline job, whose batch script is
+the line `srun python -u train.py`. Both run the same train.py: the differences are how the signal reaches it and what
+happens after it exits. After some steps, both get `scancel --signal=USR2`. Times are measured from before scancel until
+the checkpoint has its final name, until the last task exits, and until the last process of the job exits.
 
-Then the kit's job requeues itself and goes on. Compared are the steps before and after, of which none should have been
-done twice, and the seconds from the first line of the batch script to the first new step with those to the first step
-of the fresh start. Needs root.
+Then Muster's job requeues itself and resumes. The number of repeated steps is counted, which should be none, and the
+time from the first line of the batch script to the first new step is compared with that of the first start. Needs root.
 
     python -m benchmarks.preemption [--turns 7]
 """
@@ -32,195 +31,202 @@ from benchmarks.pairs import ratio_of
 from benchmarks.startup_slurm import ALLOCATION, STAMP
 
 STEPS = 20  # before the signal
-PATIENCE = 120.0  # seconds for whatever is waited for
+TIMEOUT = 120.0  # seconds for each event
 CONFIG = str(KIT / "config/quickstart.yaml")
-WORDS = ["train.steps=100000", "train.evaluate_every=0", "checkpoint.every=0", "logging.every=1", "logging.sample=0"]
+ARGUMENTS = [
+    "train.steps=100000",
+    "train.evaluate_every=0",
+    "checkpoint.every=0",
+    "logging.every=1",
+    "logging.sample=0",
+]
 BARE_JOB = """#!/usr/bin/env bash
 srun --cpus-per-task="$SLURM_CPUS_PER_TASK" "$@"
 """
 
 
 @dataclass(frozen=True)
-class Turn:
-    """Seconds."""
+class PreemptionSeconds:
+    """Durations in seconds."""
 
     first_step: float  # from the start of the batch script
-    checkpoint: float  # these from the signal
+    checkpoint: float  # from the signal, like the next ones
     tasks: float
     job: float
 
 
 @dataclass(frozen=True)
-class GoingOn:
-    """What it was to go on."""
+class Resumption:
+    """Measurements of a resumed job."""
 
     first_step: float  # seconds from the start of the batch script to the first new step
-    twice: int  # steps that were done twice
+    repeated: int  # steps that were done twice
 
 
-def wait_until(holds: Callable[[], bool], what: str) -> None:
-    """Look for it ten times a second."""
-    end = time.monotonic() + PATIENCE
-    while not holds():
+def wait_until(condition: Callable[[], bool], event: str) -> None:
+    """Check the condition ten times per second; exit after TIMEOUT."""
+    end = time.monotonic() + TIMEOUT
+    while not condition():
         if time.monotonic() > end:
-            sys.exit(f"{what}: not within {PATIENCE:.0f} s")
+            sys.exit(f"{event}: not within {TIMEOUT:.0f} s")
         time.sleep(0.1)
 
 
-# ---------------------------------------------------------------- what a job leaves
+# ---------------------------------------------------------------- metrics of a job
 
 
 def records(run: Path) -> list[dict[str, Any]]:
-    """What rank 0 has written down so far."""
+    """The metrics that rank 0 has written so far."""
     with suppress(OSError):
         return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines() if line.endswith("}")]
     return []
 
 
 def steps(run: Path) -> list[dict[str, Any]]:
-    """One record for each step done."""
+    """One record per step."""
     return [record for record in records(run) if "loss" in record]
 
 
-def going_on(run: Path) -> list[dict[str, Any]]:
-    """The steps since the run was taken up again."""
-    said = records(run)
-    begin = next((place for place, record in enumerate(said) if record.get("event") == "resume"), len(said))
-    return [record for record in said[begin:] if "loss" in record]
+def steps_after_resume(run: Path) -> list[dict[str, Any]]:
+    """The steps since the run was resumed."""
+    found = records(run)
+    start = next((index for index, record in enumerate(found) if record.get("event") == "resume"), len(found))
+    return [record for record in found[start:] if "loss" in record]
 
 
 # ---------------------------------------------------------------- processes
 
 
 def processes(job: str) -> tuple[list[int], list[int]]:
-    """Those of a job, as files that can be read when they have ended: its tasks, and all others."""
+    """Process file descriptors, see pidfd_open(2), of a job's tasks and of its other processes."""
     tasks: list[int] = []
     others: list[int] = []
     for environ in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):
-            words = environ.read_bytes().split(b"\0")
-            if f"SLURM_JOB_ID={job}".encode() in words:
+            entries = environ.read_bytes().split(b"\0")
+            if f"SLURM_JOB_ID={job}".encode() in entries:
                 file = os.pidfd_open(int(environ.parent.name))
-                (tasks if any(word.startswith(b"SLURM_STEP_ID=") for word in words) else others).append(file)
+                (tasks if any(entry.startswith(b"SLURM_STEP_ID=") for entry in entries) else others).append(file)
     return tasks, others
 
 
-def end_of(files: list[int]) -> float:
-    """When the last of these processes has ended."""
+def wait_for_exit(files: list[int]) -> float:
+    """Wait until all processes have exited. Returns the time in Unix seconds."""
     poll = select.poll()
     for file in files:
         poll.register(file, select.POLLIN)
-    left = set(files)
-    while left:
-        ended = [file for file, _ in poll.poll(PATIENCE * 1000)]
-        if not ended:
-            sys.exit(f"{len(left)} processes of the job have not ended within {PATIENCE:.0f} s")
-        for file in ended:
+    running = set(files)
+    while running:
+        exited = [file for file, _ in poll.poll(TIMEOUT * 1000)]
+        if not exited:
+            sys.exit(f"{len(running)} processes of the job have not exited within {TIMEOUT:.0f} s")
+        for file in exited:
             poll.unregister(file)
             os.close(file)
-            left.remove(file)
+            running.remove(file)
     return time.time()
 
 
-# ---------------------------------------------------------------- the two sides
+# ---------------------------------------------------------------- jobs
 
 
-class Sides:
-    """What is compared, in a folder that all nodes share."""
+class PreemptionJobs:
+    """The jobs to compare, in a directory that all nodes share."""
 
-    def __init__(self, folder: Path, env: Mapping[str, str]) -> None:
-        self.folder, self.begun = folder, folder / "begun"
-        self.env = {**env, "BASH_ENV": f"{folder}/stamp.bash", "BEGUN": str(self.begun)}
+    def __init__(self, directory: Path, env: Mapping[str, str]) -> None:
+        self.directory, self.started = directory, directory / "started"
+        self.env = {**env, "BASH_ENV": f"{directory}/stamp.bash", "BEGUN": str(self.started)}
         self.number = 0
-        (folder / "logs").mkdir()
-        (folder / "stamp.bash").write_text(STAMP)
-        (folder / "bare.sh").write_text(BARE_JOB)
+        (directory / "logs").mkdir()
+        (directory / "stamp.bash").write_text(STAMP)
+        (directory / "bare.sh").write_text(BARE_JOB)
 
-    def bare(self) -> Turn:
-        """srun and no more."""
+    def bare(self) -> PreemptionSeconds:
+        """A batch script with one srun line."""
         python = [sys.executable, "-u", str(KIT / "train.py"), "--config", CONFIG]
-        job = self._submit("bare.sh", *python, *WORDS)
+        job = self._submit("bare.sh", *python, *ARGUMENTS)
         before = set(self._runs())
-        wait_until(lambda: bool(set(self._runs()) - before), "the folder of the run")
-        turn = self._signal(job, (set(self._runs()) - before).pop())
+        wait_until(lambda: bool(set(self._runs()) - before), "run directory")
+        seconds = self._signal(job, (set(self._runs()) - before).pop())
         wait_for(job, self.env)
-        return turn
+        return seconds
 
-    def kit(self) -> tuple[Turn, GoingOn]:
-        """slurm_train.sh, and its next turn."""
+    def muster(self) -> tuple[PreemptionSeconds, Resumption]:
+        """slurm_train.sh, until the requeued job has resumed."""
         job = self._submit(
-            str(KIT / "scripts/slurm/slurm_train.sh"), "--quiet", "--python", sys.executable, CONFIG, "--", *WORDS
+            str(KIT / "scripts/slurm/slurm_train.sh"), "--quiet", "--python", sys.executable, CONFIG, "--", *ARGUMENTS
         )
-        run = self.folder / f"logs/slurm-{job}"
-        turn = self._signal(job, run)
+        run = self.directory / f"logs/slurm-{job}"
+        seconds = self._signal(job, run)
         before = steps(run)
-        wait_until(lambda: bool(going_on(run)), "the next turn")
-        new = going_on(run)[0]
-        after = GoingOn(new["time"] - float(self.begun.read_text()), before[-1]["step"] + 1 - new["step"])
+        wait_until(lambda: bool(steps_after_resume(run)), "first step after the requeue")
+        new = steps_after_resume(run)[0]
+        resumption = Resumption(new["time"] - float(self.started.read_text()), before[-1]["step"] + 1 - new["step"])
         subprocess.run(["scancel", job], env=self.env, check=True)
         wait_for(job, self.env)
-        return turn, after
+        return seconds, resumption
 
     def _submit(self, *job: str) -> str:
         self.number += 1
         files = ["--output=logs/slurm-%j.out", "--error=logs/slurm-%j.err", "--open-mode=append"]
-        return submit([*ALLOCATION, *files, *job, f"checkpoint.dir={self._checkpoints()}"], self.folder, self.env)
+        return submit([*ALLOCATION, *files, *job, f"checkpoint.dir={self._checkpoints()}"], self.directory, self.env)
 
     def _checkpoints(self) -> Path:
-        return self.folder / f"checkpoints-{self.number}"
+        return self.directory / f"checkpoints-{self.number}"
 
     def _runs(self) -> list[Path]:
-        return list(self.folder.glob("logs/train-*"))
+        return list(self.directory.glob("logs/train-*"))
 
-    def _signal(self, job: str, run: Path) -> Turn:
-        """Once it has done some steps."""
+    def _signal(self, job: str, run: Path) -> PreemptionSeconds:
+        """Send SIGUSR2 to the job after STEPS steps and measure the durations."""
         wait_until(lambda: len(steps(run)) >= STEPS, f"step {STEPS}")
-        first = steps(run)[0]["time"] - float(self.begun.read_text())
+        first = steps(run)[0]["time"] - float(self.started.read_text())
         tasks, others = processes(job)
-        begun = time.time()
+        signalled = time.time()
         subprocess.run(["scancel", "--signal=USR2", job], env=self.env, check=True)
-        tasks_end, others_end = end_of(tasks), end_of(others)
-        written = next(self._checkpoints().glob("step_*[0-9]")).stat().st_ctime  # a new name changes it
-        return Turn(first, written - begun, tasks_end - begun, max(tasks_end, others_end) - begun)
+        tasks_end, others_end = wait_for_exit(tasks), wait_for_exit(others)
+        published = next(self._checkpoints().glob("step_*[0-9]")).stat().st_ctime  # changed by the rename
+        job_end = max(tasks_end, others_end)
+        return PreemptionSeconds(first, published - signalled, tasks_end - signalled, job_end - signalled)
 
 
-# ---------------------------------------------------------------- the whole
+# ---------------------------------------------------------------- main
 
 
-def report(pairs: list[tuple[Turn, Turn]], turns: list[GoingOn]) -> None:
-    """Medians and ratios."""
+def report(pairs: list[tuple[PreemptionSeconds, PreemptionSeconds]], resumptions: list[Resumption]) -> None:
+    """Print medians and ratios."""
     names = {
-        "checkpoint": "from the signal until the checkpoint is whole",
-        "tasks": "from the signal until the last task has ended",
-        "job": "from the signal until the job has ended",
+        "checkpoint": "from the signal to the published checkpoint",
+        "tasks": "from the signal to the end of the last task",
+        "job": "from the signal to the end of the job",
         "first_step": "from the batch script to the first step",
     }
-    for name, what in names.items():
-        ours, peers = ([vars(turn)[name] for turn in side] for side in zip(*pairs, strict=True))
-        print(f"{what:46} {ratio_of(ours, peers)}")
-    fresh, again = [ours.first_step for ours, _ in pairs], [turn.first_step for turn in turns]
-    print(f"{'the same of the next turn, against the first':46} {ratio_of(again, fresh)}")
-    print(f"steps done twice: {' '.join(str(turn.twice) for turn in turns)} (wanted: 0 or 1)")
+    for name, text in names.items():
+        own, peers = ([vars(seconds)[name] for seconds in side] for side in zip(*pairs, strict=True))
+        print(f"{text:46} {ratio_of(own, peers)}")
+    fresh, resumed = [own.first_step for own, _ in pairs], [one.first_step for one in resumptions]
+    print(f"{'the same after a requeue, against a new job':46} {ratio_of(resumed, fresh)}")
+    print(f"repeated steps: {' '.join(str(one.repeated) for one in resumptions)} (target: 0 or 1)")
 
 
 def main() -> int:
-    """Print every turn, then medians and ratios."""
+    """Print all measurements, then medians and ratios."""
     options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     options.add_argument("--turns", type=int, default=7)
     count = options.parse_args().turns
     os.environ.pop("PYTHONUNBUFFERED", None)
-    pairs, turns = [], []
-    with slurm(2, gpus=2) as (env, folder):
-        sides = Sides(folder, env)
-        sides.bare()  # warms the page cache
+    pairs, resumptions = [], []
+    with slurm(2, gpus=2) as (env, directory):
+        jobs = PreemptionJobs(directory, env)
+        jobs.bare()  # warms the page cache
         for turn in range(count):
-            peer = sides.bare() if turn % 2 else None
-            ours, after = sides.kit()
-            peer = peer or sides.bare()
-            pairs.append((ours, peer))
-            turns.append(after)
-            print(f"kit {ours}\nsrun {peer}\n{after}", flush=True)
-    report(pairs, turns)
+            peer = jobs.bare() if turn % 2 else None
+            own, resumption = jobs.muster()
+            peer = peer or jobs.bare()
+            pairs.append((own, peer))
+            resumptions.append(resumption)
+            print(f"muster {own}\nsrun {peer}\n{resumption}", flush=True)
+    report(pairs, resumptions)
     return 0
 
 

@@ -1,8 +1,8 @@
-"""How long from the command to the first all-reduce, and to the prompt: the kit's agent and launcher against torchrun?
+"""Time from the command to the first all-reduce, and to the prompt: Muster's agent and launcher against torchrun.
 
-The same ten-line script is started in turns by torchrun, by the kit's agent alone, and by launch_singlenode.sh, which
-also checks the call, makes the run directory and judges the run. Times are taken from before the command to the moment
-at which rank 0 has the result of its first all-reduce, and to the command's end. Each turn also imports PyTorch once.
+The same ten-line script is started alternately by torchrun, by Muster's agent alone, and by launch_singlenode.sh, which
+also checks the call, creates the run directory and writes a report. Times are measured from before the command until
+rank 0 has the result of its first all-reduce, and until the command exits. Each turn also imports PyTorch once.
 
     python benchmarks/startup.py [--turns 5] [--ranks 2 8]
 """
@@ -35,14 +35,14 @@ IMPORT = "import sys, time, torch; open(sys.argv[1], 'w').write(str(time.time())
 
 
 class Seconds(NamedTuple):
-    """Since before the command."""
+    """Seconds from before the command."""
 
-    first: float  # to the first all-reduce
-    prompt: float  # to the end of the command
+    first: float  # until the first all-reduce
+    prompt: float  # until the command has exited
 
 
 def commands(script: Path, ranks: int) -> dict[str, list[str]]:
-    """What is compared: name -> the words that start it."""
+    """Returns name -> command line."""
     torchrun = ["--standalone", "--nproc-per-node", str(ranks), "--", str(script)]
     launcher = [str(KIT / "scripts/ssh/launch_singlenode.sh"), "--quiet", "--python", sys.executable]
     return {
@@ -53,16 +53,16 @@ def commands(script: Path, ranks: int) -> dict[str, list[str]]:
     }
 
 
-def measure(command: list[str], folder: Path) -> Seconds:
+def measure(command: list[str], directory: Path) -> Seconds:
     """Run the command once."""
-    told = folder / "told"
-    begun = time.time()
-    subprocess.run([*command, str(told)], cwd=folder, check=True, capture_output=True)
-    return Seconds(float(told.read_text()) - begun, time.time() - begun)
+    result = directory / "result"
+    started_at = time.time()
+    subprocess.run([*command, str(result)], cwd=directory, check=True, capture_output=True)
+    return Seconds(float(result.read_text()) - started_at, time.time() - started_at)
 
 
 def row(side: str, turns: Sequence[dict[str, Seconds]]) -> str:
-    """Medians of the seconds, and of the ratios turn by turn."""
+    """Medians of the seconds, and of the ratios of each turn."""
 
     def median(value: Callable[[dict[str, Seconds]], float]) -> str:
         return f"{statistics.median(map(value, turns)):8.2f}"
@@ -80,22 +80,24 @@ def row(side: str, turns: Sequence[dict[str, Seconds]]) -> str:
 
 
 def main() -> int:
-    """Print a table, the ratios turn by turn."""
+    """Print a table of medians."""
     options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     options.add_argument("--turns", type=int, default=5)
     options.add_argument("--ranks", type=int, nargs="+", default=[2, 8])
-    given = options.parse_args()
+    arguments = options.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     print("              seconds to the first all-reduce       seconds to the prompt")
     print("ranks started by        s  /torchrun   /import         s  /torchrun")
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / "first.py").write_text(SCRIPT)
-        for ranks in given.ranks:
-            sides = commands(folder / "first.py", ranks)
+        directory = Path(name)
+        (directory / "first.py").write_text(SCRIPT)
+        for ranks in arguments.ranks:
+            sides = commands(directory / "first.py", ranks)
             for command in sides.values():
-                measure(command, folder)  # warm the page cache
-            turns = [{side: measure(words, folder) for side, words in sides.items()} for _ in range(given.turns)]
+                measure(command, directory)  # warm the page cache
+            turns = [
+                {side: measure(command, directory) for side, command in sides.items()} for _ in range(arguments.turns)
+            ]
             for side in sides:
                 print(f"{ranks:5} {row(side, turns)}", flush=True)
     return 0

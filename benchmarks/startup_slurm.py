@@ -1,10 +1,10 @@
-"""How long from sbatch to the first all-reduce on 2 nodes of 2 ranks: the kit's batch script against a bare srun?
+"""Time from sbatch to the first all-reduce on 2 nodes of 2 ranks: Muster's batch script against a plain srun.
 
-The peer is what one writes in a minute: a batch script of one srun line, and a script that takes its place from
-SLURM's variables. The kit's slurm_train.sh also checks the call, makes the folder of the run, guards every rank and
-judges the run; with LAUNCHER=srun and with LAUNCHER=torchrun. Time is taken up to the moment at which rank 0 has the
-result of its first all-reduce: from before sbatch, and from the first line of the batch script, for when SLURM starts
-a job is no doing of ours, and changes from job to job. Needs root.
+The baseline is a batch script with one srun line and a script that reads its rank from SLURM's variables. Muster's
+slurm_train.sh also checks the call, creates the run directory, supervises every rank and writes a report; it is
+measured with LAUNCHER=srun and with LAUNCHER=torchrun. Times are measured until rank 0 has the result of its first
+all-reduce: from before sbatch, and from the first line of the batch script, because the time until SLURM starts a job
+varies. Needs root.
 
     python -m benchmarks.startup_slurm [--turns 9]
 """
@@ -38,60 +38,60 @@ unset BASH_ENV
 
 
 @dataclass(frozen=True)
-class Start:
+class StartupSeconds:
     """Seconds to the first all-reduce."""
 
     from_sbatch: float
     from_batch_script: float
 
 
-class Sides:
-    """What is compared, in a folder that all nodes share."""
+class StartupJobs:
+    """The jobs to compare, in a directory that all nodes share."""
 
-    def __init__(self, folder: Path, env: Mapping[str, str]) -> None:
-        self.folder = folder
-        self.told, self.begun = folder / "told", folder / "begun"
-        self.env = {**env, "BASH_ENV": f"{folder}/stamp.bash", "BEGUN": str(self.begun)}
-        (folder / "logs").mkdir()
-        (folder / "stamp.bash").write_text(STAMP)
-        (folder / "first.py").write_text(SCRIPT)
-        (folder / "bare.py").write_text(BARE_SCRIPT)
-        (folder / "bare.sh").write_text(BARE_JOB)
+    def __init__(self, directory: Path, env: Mapping[str, str]) -> None:
+        self.directory = directory
+        self.result, self.started = directory / "result", directory / "started"
+        self.env = {**env, "BASH_ENV": f"{directory}/stamp.bash", "BEGUN": str(self.started)}
+        (directory / "logs").mkdir()
+        (directory / "stamp.bash").write_text(STAMP)
+        (directory / "first.py").write_text(SCRIPT)
+        (directory / "bare.py").write_text(BARE_SCRIPT)
+        (directory / "bare.sh").write_text(BARE_JOB)
 
-    def bare(self) -> Start:
-        """A batch script of one line."""
-        return self._submit("bare.sh", sys.executable, "bare.py", str(self.told))
+    def bare(self) -> StartupSeconds:
+        """A batch script with one srun line."""
+        return self._submit("bare.sh", sys.executable, "bare.py", str(self.result))
 
-    def srun(self) -> Start:
-        """The kit's, with a task a rank."""
-        return self._kit(LAUNCHER="srun")
+    def srun(self) -> StartupSeconds:
+        """slurm_train.sh with one task per rank."""
+        return self._muster(LAUNCHER="srun")
 
-    def torchrun(self) -> Start:
-        """The kit's, with an agent a node."""
-        return self._kit(LAUNCHER="torchrun")
+    def torchrun(self) -> StartupSeconds:
+        """slurm_train.sh with one agent per node."""
+        return self._muster(LAUNCHER="torchrun")
 
-    def _kit(self, **env: str) -> Start:
+    def _muster(self, **env: str) -> StartupSeconds:
         script = str(KIT / "scripts/slurm/slurm_train.sh")
-        words = ["--quiet", "--python", sys.executable, "--script", "first.py", "-", "--", str(self.told)]
-        return self._submit(script, *words, **env)
+        arguments = ["--quiet", "--python", sys.executable, "--script", "first.py", "-", "--", str(self.result)]
+        return self._submit(script, *arguments, **env)
 
-    def _submit(self, *job: str, **env: str) -> Start:
+    def _submit(self, *job: str, **env: str) -> StartupSeconds:
         files = ["--output=logs/slurm-%j.out", "--error=logs/slurm-%j.out"]
-        self.told.unlink(missing_ok=True)
-        begun = time.time()
-        number = submit([*ALLOCATION, *files, *job], self.folder, {**self.env, **env})
+        self.result.unlink(missing_ok=True)
+        started = time.time()
+        number = submit([*ALLOCATION, *files, *job], self.directory, {**self.env, **env})
         wait_for(number, self.env)
-        end = float(self.told.read_text())
-        return Start(end - begun, end - float(self.begun.read_text()))
+        end = float(self.result.read_text())
+        return StartupSeconds(end - started, end - float(self.started.read_text()))
 
 
-def report(turns: list[dict[str, Start]]) -> None:
-    """The kit's two launchers against the bare srun, pair by pair."""
-    for what in ("from_batch_script", "from_sbatch"):
-        seconds = {side: [vars(turn[side])[what] for turn in turns] for side in turns[0]}
+def report(turns: list[dict[str, StartupSeconds]]) -> None:
+    """Print the ratios of Muster's two launchers to the plain srun."""
+    for name in ("from_batch_script", "from_sbatch"):
+        seconds = {side: [vars(turn[side])[name] for turn in turns] for side in turns[0]}
         for side in ("srun", "torchrun"):
-            print(f"{what:18} {side:9} {ratio_of(seconds[side], seconds['bare'])}")
-    print("wanted: with srun at most 1.1")
+            print(f"{name:18} {side:9} {ratio_of(seconds[side], seconds['bare'])}")
+    print("target: with srun at most 1.1")
 
 
 def main() -> int:
@@ -101,14 +101,14 @@ def main() -> int:
     count = options.parse_args().turns
     os.environ.pop("PYTHONUNBUFFERED", None)
     turns = []
-    with slurm(2, gpus=2) as (env, folder):
-        sides = Sides(folder, env)
-        order = [sides.bare, sides.srun, sides.torchrun]
+    with slurm(2, gpus=2) as (env, directory):
+        jobs = StartupJobs(directory, env)
+        order = [jobs.bare, jobs.srun, jobs.torchrun]
         for turn in range(count + 1):
             order = order[1:] + order[:1]
-            starts = {side.__name__: side() for side in order}
+            starts = {job.__name__: job() for job in order}
             if turn:  # the first one warms the page cache
-                turns.append({side: starts[side] for side in ("bare", "srun", "torchrun")})
+                turns.append({name: starts[name] for name in ("bare", "srun", "torchrun")})
                 seconds = [f"{side} {start.from_batch_script:.2f} s" for side, start in turns[-1].items()]
                 print(*seconds, sep="   ", flush=True)
     report(turns)

@@ -82,7 +82,7 @@ smoke_test() { # <argument of test_distributed.sh...>
     "$KIT/scripts/doctor.sh" --python "$BATS_FILE_TMPDIR/bare/bin/python" "$N1" "$N2"
   [ "$status" -eq 69 ]
   [[ $(tr -s ' ' <<<"$output") == *$'\n'"$N2"$'\n'*"config/node_env.sh: line 1: '"*"' failed with exit code 127; fix it, or write '"* ]]
-  [[ $output != *"does not have the kit"* ]]
+  [[ $output != *"Muster not found"* ]]
   run ! grep -lsFxz -- "COMPANION=$PWD" /proc/[0-9]*/environ
 }
 
@@ -100,7 +100,7 @@ smoke_test() { # <argument of test_distributed.sh...>
 for node, found in json.load(open(sys.argv[1])).items(): print(found.get("silent") or found["facts"]["folder"])' \
     "$BATS_TEST_TMPDIR/facts"
   [[ ${lines[0]} == "$PRIVATE/own" && ${lines[1]} == "$PRIVATE/own" ]]
-  [[ ${lines[2]} == "has no such folder as here (bash: line 1: cd: $PRIVATE/own: "*"): share it between the nodes, or launch with --sync" ]]
+  [[ ${lines[2]} == "working directory not found (bash: line 1: cd: $PRIVATE/own: "*"); share it between the nodes, or launch with --sync" ]]
 }
 
 

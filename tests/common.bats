@@ -137,14 +137,14 @@ Usage: do_it.sh [options] WHAT
 }
 
 
-@test "wait_for returns the program's status and lets it read" {
+@test "run_forwarding_signals returns the program's status and lets it read" {
   script <<<'run_forwarding_signals exec sh -c "read -r x; echo got \$x; exit 9" || echo $?-$INTERRUPTED'
   run "$SCRIPT" <<<word
   [ "$output" = $'got word\n9-' ]
 }
 
 
-@test "wait_for hands a TERM on and waits for the answer" {
+@test "run_forwarding_signals hands a TERM on and waits for the answer" {
   mkfifo "$BATS_TEST_TMPDIR/ready"
   script <<'END'
 program='trap "echo saved; exit 75" TERM; echo >"$1"; while :; do sleep 0.01; done'
@@ -158,7 +158,7 @@ END
 }
 
 
-@test "Ctrl-C ends a program that wait_for waits for" {
+@test "Ctrl-C ends a program that run_forwarding_signals waits for" {
   mkfifo "$BATS_TEST_TMPDIR/ready"
   script <<'END'
 run_forwarding_signals exec sh -c 'echo >"$1"; while :; do sleep 0.01; done' - "$1" || echo $?-$INTERRUPTED

@@ -239,7 +239,7 @@ with socket.create_server(("", 29500)):
   : >logs/latest/go
   wait_for_exit "$LAUNCHER"
   [ "$status" -eq 0 ]
-  grep -q "verdict: failed: $N2: connection lost: the control channel was closed" out
+  grep -q "verdict: failed: $N2: connection lost: control channel closed: " out
   run ! grep -w Killed out # bash's own message about the killed job
   grep -q '"exit_code": 69' logs/latest/try_1/verdict.json
 }

@@ -1,7 +1,7 @@
-"""Run things in processes that have PyTorch already: ranks of a world, a training, or one that is to be killed.
+"""Run functions in forked processes that have PyTorch imported: ranks of a world, a script, or a process to be killed.
 
-They are forked from a server that imported it once, and never from pytest itself, whose threads a fork would
-lose. A function must stand at the top of its file.
+They are forked from a server that has imported PyTorch, not from pytest, whose threads a fork would lose. Functions
+must be at the top level of their module, to be picklable.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-PATIENCE = 60.0  # seconds
+TIMEOUT = 60.0  # seconds
 NOTHING: Mapping[str, str] = {}
 
 _context = multiprocessing.get_context("forkserver")
@@ -31,33 +31,33 @@ _context.set_forkserver_preload(["pytest", "hypothesis", "torch", "torch._dynamo
 
 
 def ranks(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """What `function(rank, size, *args)` returns on each rank of a gloo world; an error there is one here."""
-    end = time.monotonic() + PATIENCE
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        store = Path(folder, "store")
+    """Return what `function(rank, size, *args)` returns on each rank of a gloo world. Raises the first error."""
+    end = time.monotonic() + TIMEOUT
+    with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
+        store = Path(directory, "store")
         started = [stack.enter_context(running(_as_rank, rank, size, store, function, args)) for rank in range(size)]
-        answers = [_answer(rank, pipe, end) for rank, (_, pipe) in enumerate(started)]
-    for answer in answers:
-        if isinstance(answer, Exception):
-            raise answer
-    return answers
+        results = [_receive(rank, pipe, end) for rank, (_, pipe) in enumerate(started)]
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    return results
 
 
 @contextmanager
 def running(function: Callable[..., Any], *args: Any) -> Iterator[tuple[BaseProcess, Connection]]:
-    """A process that calls `function(pipe, *args)`, and our end of the pipe; killed when the block is left."""
-    ours, theirs = _context.Pipe()
-    process = _context.Process(target=function, args=(theirs, *args))
+    """A process that calls `function(pipe, *args)`, and the other end of the pipe. Killed when the block is left."""
+    parent_end, child_end = _context.Pipe()
+    process = _context.Process(target=function, args=(child_end, *args))
     process.start()
-    theirs.close()
+    child_end.close()
     try:
-        yield process, ours
+        yield process, parent_end
     finally:
         process.kill()
         process.join()
 
 
-def _answer(rank: int, pipe: Connection, end: float) -> Any:
+def _receive(rank: int, pipe: Connection, end: float) -> Any:
     try:
         in_time = pipe.poll(max(0.0, end - time.monotonic()))
         return pickle.loads(pipe.recv_bytes()) if in_time else AssertionError(f"rank {rank} hangs")
@@ -75,11 +75,11 @@ def _as_rank(
     torch.set_num_threads(1)
     try:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
-        answer = function(rank, size, *args)
+        result = function(rank, size, *args)
         dist.barrier()
         dist.destroy_process_group()
-        pipe.send_bytes(pickle.dumps(answer))  # send() would lend a tensor's memory, which goes with us
-    except Exception:  # noqa: BLE001  # whatever it is, it is the test's to raise
+        pipe.send_bytes(pickle.dumps(result))  # send() would share a tensor's memory, which this process releases
+    except Exception:  # noqa: BLE001  # the test raises it
         pipe.send_bytes(pickle.dumps(AssertionError(f"rank {rank}:\n{traceback.format_exc()}")))
 
 
@@ -87,8 +87,8 @@ def _as_rank(
 
 
 @dataclass(frozen=True)
-class Told:
-    """What one rank said, and how it ended."""
+class RankResult:
+    """Output and exit code of a rank."""
 
     code: int | None  # -n for a signal
     out: str
@@ -96,37 +96,39 @@ class Told:
 
 
 @dataclass(frozen=True)
-class Launch:
-    """Ranks that have been started, and what they say."""
+class ForkedRun:
+    """Started ranks and their output."""
 
-    folder: Path
+    directory: Path  # of the output
     ranks: dict[int, BaseProcess]
 
-    def told(self, *but: int) -> dict[int, Told]:
-        """What all have said; waits for them, but for those that are known never to end."""
+    def results(self, *hanging: int) -> dict[int, RankResult]:
+        """Wait for all ranks except the hanging ones. Returns the results of all."""
         for rank, process in self.ranks.items():
-            if rank not in but:
+            if rank not in hanging:
                 process.join(150)
-        return {rank: Told(process.exitcode, self.out(rank), self.err(rank)) for rank, process in self.ranks.items()}
+        return {
+            rank: RankResult(process.exitcode, self.out(rank), self.err(rank)) for rank, process in self.ranks.items()
+        }
 
     def out(self, rank: int = 0) -> str:
-        """What a rank has said up to now."""
-        return Path(self.folder, f"{rank}.out").read_text()
+        """The output of a rank so far."""
+        return Path(self.directory, f"{rank}.out").read_text()
 
     def err(self, rank: int = 0) -> str:
-        return Path(self.folder, f"{rank}.err").read_text()
+        return Path(self.directory, f"{rank}.err").read_text()
 
     def wait_for(self, text: str) -> None:
-        """Until rank 0 has said that."""
-        end = time.monotonic() + PATIENCE
+        """Wait until rank 0 has printed this text."""
+        end = time.monotonic() + TIMEOUT
         while text not in self.out():
-            assert self.ranks[0].is_alive(), f"it ended without {text!r}: {self.out()}{self.err()}"
-            assert time.monotonic() < end, f"no {text!r} in {PATIENCE} s: {self.out()}{self.err()}"
+            assert self.ranks[0].is_alive(), f"rank 0 exited without {text!r}: {self.out()}{self.err()}"
+            assert time.monotonic() < end, f"no {text!r} in {TIMEOUT} s: {self.out()}{self.err()}"
             time.sleep(0.01)
 
-    def signal(self, number: int, *some: int) -> None:
-        """Send it to these ranks, or to all."""
-        for rank in some or self.ranks:
+    def signal(self, number: int, *ranks: int) -> None:
+        """Send a signal to these ranks, or to all."""
+        for rank in ranks or self.ranks:
             pid = self.ranks[rank].pid
             assert pid is not None
             os.kill(pid, number)
@@ -135,42 +137,44 @@ class Launch:
 @contextmanager
 def launched(
     size: int, function: Callable[..., None], *args: Any, only: Sequence[int] = (), env: Mapping[str, str] = NOTHING
-) -> Iterator[Launch]:
-    """Ranks (only these, or all) that call `function(rank, *args)`, in this working folder and with the environment
-    that torchrun would give them on one machine. Those that still run are killed when the block is left."""
+) -> Iterator[ForkedRun]:
+    """Ranks that call `function(rank, *args)` in this directory, with torchrun's environment for one machine.
+
+    only: start only these ranks. Running ranks are killed when the block is left.
+    """
     port = _free_port()
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+    with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
         started = {}
         for rank in only or range(size):
-            place = {**_place(rank, size, port), **env}
-            begun = running(_as_launched, Path(folder), os.getcwd(), place, function, args)
-            started[rank], pipe = stack.enter_context(begun)
+            rank_env = {**_rank_environment(rank, size, port), **env}
+            process = running(_as_launched, Path(directory), os.getcwd(), rank_env, function, args)
+            started[rank], pipe = stack.enter_context(process)
             assert pipe.recv() == "ready"
-        yield Launch(Path(folder), started)
+        yield ForkedRun(Path(directory), started)
 
 
 def _as_launched(
-    pipe: Connection, folder: Path, cwd: str, env: Mapping[str, str], function: Callable[..., None], args: Sequence[Any]
+    pipe: Connection, output: Path, cwd: str, env: Mapping[str, str], function: Callable[..., None], args: Sequence[Any]
 ) -> None:
     for name, number in (("out", 1), ("err", 2)):
-        os.dup2(os.open(folder / f"{env['RANK']}.{name}", os.O_CREAT | os.O_WRONLY), number)
+        os.dup2(os.open(output / f"{env['RANK']}.{name}", os.O_CREAT | os.O_WRONLY), number)
     os.environ.update(env)
     os.chdir(cwd)
     pipe.send("ready")
     function(int(env["RANK"]), *args)
 
 
-def script(rank: int, name: str, *words: str) -> None:
-    """For launched(): be `python NAME WORDS...`, as the kit's agent makes it of a warm process."""
+def script(rank: int, name: str, *arguments: str) -> None:
+    """For launched(): run `python NAME ARGUMENTS...` as Muster's agent does in a forked process."""
     import torch
 
-    from distributed.agent.worker import Script, work
+    from distributed.agent.worker import Script, run_script
 
     torch.set_num_threads(1)
-    work(Script(name, words, is_module=False, path=tuple(sys.path[1:])))
+    run_script(Script(name, arguments, is_module=False, path=tuple(sys.path[1:])))
 
 
-def _place(rank: int, size: int, port: int) -> dict[str, str]:
+def _rank_environment(rank: int, size: int, port: int) -> dict[str, str]:
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

@@ -146,8 +146,8 @@ END
   printf '# a comment\nB=from a file $x\n' >env.txt
   make_secret
   watch_command_lines
-  cores=$(cd "$KIT" && "$VIRTUAL_ENV/bin/python" -c 'from distributed.host.resources import look_at_cores
-print(max(1, int(look_at_cores().usable)))')
+  cores=$(cd "$KIT" && "$VIRTUAL_ENV/bin/python" -c 'from distributed.host.resources import read_cores
+print(max(1, int(read_cores().usable)))')
   unset OMP_NUM_THREADS
   run --separate-stderr "$LAUNCH" --agent torchrun --env 'A=1 2' --env-file env.txt --env SEEN=yes \
     --env-file secrets.env -m mod - 1 -- 'x y'
@@ -454,7 +454,7 @@ refused() { # <what the line must name> <word...>
   refused "broken.yaml, line" broken.yaml 2
   printf 'model: {name: resnet}\nlr: 1\n' >own.yaml
   refused "did you mean train.learning_rate?" own.yaml 2
-  refused "own.yaml: no setting of the kit's train.py is in this file; for a script of your own, add --script" own.yaml 2
+  refused "own.yaml: contains no setting of Muster's train.py; to run another script, add --script" own.yaml 2
   refused "unknown key; did you mean train.steps?" typo.yaml 2
   [[ "$output" != *"--script"* ]]
   refused "--epochs: unknown option; arguments of the script go after --" --epochs 3 right.yaml 2
@@ -497,7 +497,7 @@ refused() { # <what the line must name> <word...>
   # OpenMP's variables do not change the cores that are there, though nproc obeys them.
   OMP_NUM_THREADS=64 run --separate-stderr taskset --cpu-list 0 "$LAUNCH" --dry-run --script="my script.py" - 5
   [ "$status" -eq 0 ]
-  [[ "$stderr" == *"warning: NPROC 5: many for 1 CPU core, which they have to share"* ]]
+  [[ "$stderr" == *"warning: NPROC 5: more than 4 per CPU core (this machine has 1)"* ]]
 }
 
 

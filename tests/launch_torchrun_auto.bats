@@ -245,7 +245,7 @@ with socket.create_server(("", 29123)):
     time.sleep(60)' >port 3>&- &
   local holder=$!
   timeout 20 grep -q -m1 listening <(tail -n +1 -F port 2>/dev/null)
-  refused 69 "$N2: port 29123 is taken" --master-port 29123 --script "my script.py" - 1 "$N2" "$N1"
+  refused 69 "$N2: port 29123: in use" --master-port 29123 --script "my script.py" - 1 "$N2" "$N1"
   kill "$holder"
 }
 

@@ -163,7 +163,7 @@ END
     [ "$status" -eq 69 ]
   done
   run_of="in use by run $(grep -o -m1 'my-script-[^ :]*' out.0) (first node $N1, started "
-  grep -F "agent: $N1:$PORT: $run_of" out.2 | grep -q "NODE_RANK 1 is taken by $N2; choose another --master-port for"
+  grep -F "agent: $N1:$PORT: $run_of" out.2 | grep -q "NODE_RANK 1 is taken by $N2; choose another NODE_RANK to join this run"
   grep -F "agent: port $PORT: $run_of" out.3 | grep -q "choose another --master-port"
   : >go
   for number in 0 1; do
@@ -213,9 +213,9 @@ END
   MASTER_PORT=x refused 2 "MASTER_PORT='x' of the environment: expected a port" --script "my script.py" - 1 2 0 "$N1"
   refused 2 "give one of the two" --master-port 1234 --script "my script.py" - 1 2 0 "$N1" 4321
   refused 2 "--sync: unknown option" --sync --script "my script.py" - 1 2 0 "$N1"
-  refused 69 "MASTER_ADDR 'nix': this node finds no address for it" --script "my script.py" - 1 2 0 nix
-  refused 69 "no address of this node" --script "my script.py" - 1 2 0 192.0.2.1
-  refused 69 "is 127.0.0.1, this node itself, but node rank 0 is what it has to name" --script "my script.py" - 1 2 1 localhost
+  refused 69 "MASTER_ADDR 'nix': cannot be resolved on this node" --script "my script.py" - 1 2 0 nix
+  refused 69 "is not an address of this node" --script "my script.py" - 1 2 0 192.0.2.1
+  refused 69 "127.0.0.1 is this node (node rank 1); give the address of node rank 0" --script "my script.py" - 1 2 1 localhost
 }
 
 
@@ -238,7 +238,7 @@ END
   words=(--rendezvous-timeout 1 --no-preflight --script "my script.py" - 1 2 0 127.0.0.1 "$PORT")
   run "$KIT/scripts/ssh/launch_torchrun_multinode.sh" "${words[@]}"
   [ "$status" -eq 124 ]
-  [[ "$output" == *"waiting for node rank 1: gave up after 1 s"* ]]
+  [[ "$output" == *"waiting for node rank 1; gave up after 1 s"* ]]
   run "$KIT/scripts/ssh/launch_torchrun_multinode.sh" --agent torchrun "${words[@]}"
   [ "$status" -eq 1 ]
   [[ "$output" == *"DistStoreError"* ]]

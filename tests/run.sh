@@ -138,7 +138,7 @@ activate_venv() {
 # Run a program and set STATUS to its exit code. SIGINT and SIGTERM stop the whole test run.
 run_and_wait() { # <program> [argument...]
   STATUS=0
-  wait_for exec "$@" || STATUS=$?
+  run_forwarding_signals exec "$@" || STATUS=$?
   case $INTERRUPTED in
     INT) stop_pytest INT && exit "$EXIT_INTERRUPTED" ;;
     TERM) stop_pytest TERM && exit "$EXIT_TERMINATED" ;;
@@ -258,7 +258,7 @@ main() {
   parse_arguments "$@"
   cd -- "$KIT"
   install_system_packages
-  provide_venv "$BASE_PYTHON" "${REQUIREMENTS[@]}"
+  ensure_venv "$BASE_PYTHON" "${REQUIREMENTS[@]}"
   activate_venv
   RESULTS=$(mktemp -d)
   # The directory for laboratories. Processes of this test run are found by it in their environment.

@@ -60,7 +60,7 @@ END
   : >none.py
   run -2 timeout 120 salloc -Q -N2 --gpus=3 bash -c '"$0" --dry-run -n 3 --script none.py; "$0" -n 4 --script none.py' \
     "$KIT/scripts/run_ddp.sh"
-  [[ $output == *"srun "*"--ntasks 3 "*"2 processes on $N2, and 1 GPU allocated there: each process needs its own"* ]]
+  [[ $output == *"srun "*"--ntasks 3 "*"$N2: 2 processes, but 1 GPU allocated; request one per process"* ]]
   run -0 timeout 120 salloc -Q -N2 -n3 --gpus=3 "$KIT/scripts/run_ddp.sh" -n 3 --script none.py
   [[ $output == *"verdict: ok"* ]]
 }

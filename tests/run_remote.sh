@@ -23,7 +23,7 @@ through_pdsh() { # <node> <python> <script> [argument...]
   MASTER_ADDR=$1 MASTER_PORT=29500 PYTHON=$2
   AGENT_WORDS=("${@:2:2}") SCRIPT_WORDS=("${@:4}")
   RUN=$(mktemp -d "$SOCKETS/run-XXXXXX")
-  name_supervisor
+  set_supervisor
   pdsh_send_environment
   run_pdsh <> <(:) # open until it ends: end of file would mean that the launcher has exited
 }
@@ -31,7 +31,7 @@ through_pdsh() { # <node> <python> <script> [argument...]
 
 main() { # <ssh, pdsh or login> <node or shell> <command...>
   if [[ $1 == login ]]; then
-    exec "$2" -c "$(for_any_shell "exec $(quote "${@:3}")")"
+    exec "$2" -c "$(quote_for_any_shell "exec $(quote "${@:3}")")"
   fi
   # shellcheck disable=SC2034 # ssh.bash reads it
   ADDRESS=(["$2"]="$2")

@@ -59,7 +59,7 @@ refuses() { # <expected text>
   echo "module load python" >config/node_env.sh
   in_job "$TRAIN" --dry-run -
   [ "$status" -eq 69 ]
-  [[ "$output" == *"$PWD/config/node_env.sh: line 1: 'module load python' failed with exit code 127; mend it, or "* ]]
+  [[ "$output" == *"$PWD/config/node_env.sh: line 1: 'module load python' failed with exit code 127; fix it, or "* ]]
 }
 
 
@@ -110,24 +110,24 @@ refuses() { # <expected text>
 
 @test "fewer processes than nodes are refused" {
   in_job "$KIT/scripts/run_ddp.sh" -n 1 --dry-run
-  refuses "1 process for the 2 nodes of the allocation: each gets at least one, ask for 2"
+  refuses "1 process for 2 allocated nodes; request at least 2, one per node"
 }
 
 
 @test "unused GPUs, too few cores and heterogeneous jobs give a warning" {
   in_job SLURM_GPUS_ON_NODE=4 "$TRAIN" --dry-run -
   [ "$status" -eq 0 ]
-  [[ "$output" == *"warning: 4 GPUs on n1, and 1 of them used: --ntasks-per-node=4 uses all"* ]]
+  [[ "$output" == *"warning: n1: 1 of 4 GPUs used; use all with --ntasks-per-node=4"* ]]
   in_job SLURM_JOB_CPUS_PER_NODE='1(x2)' SLURM_TASKS_PER_NODE='2(x2)' SLURM_NTASKS=4 "$TRAIN" --dry-run -
-  [[ "$output" == *"warning: fewer CPU cores are allocated than processes"*" --overcommit "* ]]
+  [[ "$output" == *"warning: fewer CPU cores than processes allocated"*" --overcommit "* ]]
   in_job SLURM_HET_SIZE=2 "$TRAIN" --dry-run -
-  [[ "$output" == *"warning: this job has 2 components: only the nodes of the first are used"* ]]
+  [[ "$output" == *"warning: heterogeneous job with 2 components; only nodes of the first one are used"* ]]
 }
 
 
 @test "SLURM_JOB_ID without an allocation is refused" {
   run env SLURM_JOB_ID=7 "$KIT/scripts/run_ddp.sh" -n 2
-  refuses "SLURM_JOB_NODELIST is not set: not in a SLURM allocation; call this from a batch script or the shell of salloc"
+  refuses "SLURM_JOB_NODELIST is not set: not in a SLURM allocation; run this in a batch script or in the shell of salloc"
 }
 
 

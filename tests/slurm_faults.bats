@@ -199,7 +199,7 @@ END
   wait_for_job_exit "$JOB"
   [ "$status" -eq 69 ]
   shows err "verdict: failed: $N1: $WORK/config/node_env.sh: line 1: '[[ ! "
-  shows err "|| none' failed with exit code 127; mend it, or write "
+  shows err "|| none' failed with exit code 127; fix it, or write "
 }
 
 

@@ -179,7 +179,7 @@ END
   submit --nodes=1 --ntasks-per-node=3 slurm_train.sh tiny.yaml
   wait_for_job_exit "$JOB"
   [ "$status" -eq 2 ]
-  shows err "3 processes on $N1, and 2 GPUs allocated there"
+  shows err "$N1: 3 processes, but 2 GPUs allocated"
   run -1 "$KIT/scripts/status.sh" "$JOB"
   [[ "$output" == *"job $JOB: ended before its run started (FAILED, exit code 2); see $WORK/logs/slurm-$JOB.err"* ]]
   submit --array=0-2 --nodes=1 slurm_train.sh tiny.yaml tiny.yaml

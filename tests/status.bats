@@ -109,7 +109,7 @@ count_processes() { # <run>
   run -0 "$STATUS" "$one"
   [[ "${lines[0]}" == *": ended after "* ]]
   run -0 "$STOP" "$one"
-  [[ "$output" == *"has ended already"*"$N2: no process of this run remains"* ]]
+  [[ "$output" == *"has already exited"*"$N2: no process of this run remains"* ]]
 
   "$STATUS" --watch >watched 3>&- &
   watcher=$!
@@ -146,7 +146,7 @@ count_processes() { # <run>
   [[ "${lines[0]}" == *": running for "* ]]
   [[ "$output" == *"at work as one"*"the launcher is process "*" on $N1, which this machine cannot check"* ]]
   run -0 "$STOP" latest
-  [[ "$output" == *"its launcher is on $N1"*"$N2: no process of this run remains"* ]]
+  [[ "$output" == *"launcher is on $N1"*"$N2: no process of this run remains"* ]]
   [ -e "saved 0 one" ]
   run -0 "$STATUS"
   [[ "${lines[0]}" == *": ended after "* ]]

@@ -1,8 +1,8 @@
 #!/usr/bin/env bats
 #
-# scripts/lib/supervisor.py: it runs one command, reports how it ended, and leaves nothing behind, whatever happens to
-# the command, to itself, or to the launcher that holds its control channel open. Who is killed in which order is in
-# test_supervisor.py.
+# scripts/lib/supervisor.py runs one command, records how it ended and leaves no process behind, whatever happens to the
+# command, the supervisor or the launcher, which holds the control channel open. test_supervisor.py tests all orders of
+# killed processes.
 
 bats_require_minimum_version 1.5.0
 
@@ -21,7 +21,7 @@ teardown() {
 }
 
 
-# Start a supervisor as a launcher does: it lives as long as CONTROL is open.
+# Start a supervisor as a launcher does. It stops when CONTROL is closed.
 start() { # <argument...>
   "${SUPERVISOR[@]}" run --dir "$RUN" --name n1 "$@" <"$BATS_TEST_TMPDIR/control" >"$BATS_TEST_TMPDIR/out" 2>&1 3>&- &
   NODE=$!
@@ -39,8 +39,8 @@ status_of_node() {
 }
 
 
-# With nothing left of what node_env.sh has started.
-ends_soon() { # <exit code>
+# Wait for the supervisor and check that no process started by node_env.sh remains.
+exits_with() { # <exit code>
   timeout 20 tail -f --pid "$NODE" /dev/null
   status_of_node
   [ "$status" -eq "$1" ]
@@ -49,13 +49,13 @@ ends_soon() { # <exit code>
 }
 
 
-# How many processes carry the mark of this run.
-left() {
+# The number of processes of this run.
+remaining() {
   grep -lsFxz -- "MUSTER_RUN_DIR=$RUN" /proc/[0-9]*/environ | wc -l
 }
 
 
-@test "the status, the output and the log are the command's own" {
+@test "exit code, output and log are those of the command" {
   start -- sh -c 'echo out; echo err >&2; exit 42'
   status_of_node
   [ "$status" -eq 42 ]
@@ -65,16 +65,16 @@ left() {
 }
 
 
-@test "words arrive byte for byte" {
-  words=("a b" "c'd\"e" '$HOME `x`; exit' $'new\nline' 'ünïcode' '' '*')
-  start -- sh -c 'printf "%s\0" "$@" >"$MUSTER_RUN_DIR/words"' sh "${words[@]}"
+@test "arguments arrive byte for byte" {
+  arguments=("a b" "c'd\"e" '$HOME `x`; exit' $'new\nline' 'ünïcode' '' '*')
+  start -- sh -c 'printf "%s\0" "$@" >"$MUSTER_RUN_DIR/arguments"' sh "${arguments[@]}"
   status_of_node
   [ "$status" -eq 0 ]
-  printf '%s\0' "${words[@]}" | cmp - "$RUN/words"
+  printf '%s\0' "${arguments[@]}" | cmp - "$RUN/arguments"
 }
 
 
-@test "what another launch left in the environment does not reach the command" {
+@test "stale variables of another launch do not reach the command" {
   export RANK=3 WORLD_SIZE=8 PET_NNODES=2 TORCHELASTIC_USE_AGENT_STORE=True MASTER_ADDR=old
   start -- sh -c 'env | grep -E "^(RANK|WORLD_SIZE|PET_|MASTER_|TORCHELASTIC_USE)" | sort'
   status_of_node
@@ -82,46 +82,26 @@ left() {
 }
 
 
-@test "children that the command leaves behind are ended, also one that left its process group" {
+@test "leftover children of the command are ended, also in another session" {
   start -- bash -c 'sleep 300 & setsid sleep 300 & exit 0'
   status_of_node
   [ "$status" -eq 0 ]
-  [ "$(left)" -eq 0 ]
+  [ "$(remaining)" -eq 0 ]
 }
 
 
-@test "TERM reaches the command, which may still write a checkpoint and choose its status" {
+@test "SIGTERM reaches the command, which can write a checkpoint and choose its exit code" {
   start -- bash -c 'trap "echo saved; exit 75" TERM; echo ready; while :; do sleep 0.1; done'
   wait_for_line ready
   kill -TERM "$NODE"
   status_of_node
   [ "$status" -eq 75 ]
   grep -qx saved "$RUN/node_n1.log"
-  [ "$(left)" -eq 0 ]
+  [ "$(remaining)" -eq 0 ]
 }
 
 
-@test "when the launcher is gone the command is stopped" {
-  start -- bash -c 'trap "echo saved; exit 75" TERM; echo ready; while :; do sleep 0.1; done'
-  wait_for_line ready
-  exec {CONTROL}>&-
-  status_of_node
-  [ "$status" -eq 75 ]
-  [ "$(left)" -eq 0 ]
-}
-
-
-@test "a command that will not stop is killed when the grace is over" {
-  start --grace 1 -- bash -c 'trap "" TERM; echo ready; while :; do sleep 0.1; done'
-  wait_for_line ready
-  exec {CONTROL}>&-
-  status_of_node
-  [ "$status" -eq 137 ]
-  [ "$(left)" -eq 0 ]
-}
-
-
-@test "asked twice, it does not wait for the grace" {
+@test "a second SIGTERM kills the command at once" {
   start --grace 600 -- bash -c 'trap "echo got it" TERM; echo ready; while :; do sleep 0.1; done'
   wait_for_line ready
   kill -TERM "$NODE"
@@ -129,7 +109,7 @@ left() {
   kill -TERM "$NODE"
   status_of_node
   [ "$status" -eq 137 ]
-  [ "$(left)" -eq 0 ]
+  [ "$(remaining)" -eq 0 ]
 }
 
 
@@ -142,13 +122,13 @@ left() {
 }
 
 
-@test "a node_env.sh that fails is named, and one that goes elsewhere does not take the command along" {
+@test "a failing node_env.sh is reported, and cd in node_env.sh does not affect the command" {
   printf 'true\nmodule load cuda\n' >"$BATS_TEST_TMPDIR/env.sh"
   start --source "$BATS_TEST_TMPDIR/env.sh" -- touch "$RUN/ran"
   status_of_node
   [ "$status" -eq 69 ]
   [ ! -e "$RUN/ran" ]
-  grep -qF "n1: $BATS_TEST_TMPDIR/env.sh: line 2: 'module load cuda' failed with exit code 127; mend it" "$BATS_TEST_TMPDIR/out"
+  grep -qF "n1: $BATS_TEST_TMPDIR/env.sh: line 2: 'module load cuda' failed with exit code 127; fix it" "$BATS_TEST_TMPDIR/out"
   exec {CONTROL}>&-
   echo 'cd /' >"$BATS_TEST_TMPDIR/env.sh"
   cd "$RUN"
@@ -158,15 +138,15 @@ left() {
 }
 
 
-@test "what node_env.sh leaves in the background ends with the command, or with its own exit" {
+@test "background processes of node_env.sh end with the command, or when node_env.sh exits" {
   local background="export COMPANION='$RUN'; while sleep 60; do :; done & setsid sleep 300 & sleep 300 &"
   echo "$background" >"$BATS_TEST_TMPDIR/env.sh"
   start --source "$BATS_TEST_TMPDIR/env.sh" -- sh -c 'exit 42'
-  ends_soon 42
+  exits_with 42
   exec {CONTROL}>&-
   echo "$background exit 3" >"$BATS_TEST_TMPDIR/env.sh"
   start --source "$BATS_TEST_TMPDIR/env.sh" -- true
-  ends_soon 69
+  exits_with 69
 }
 
 
@@ -184,7 +164,7 @@ left() {
 }
 
 
-@test "requests that do not come through the control channel reach the supervisor of that run alone" {
+@test "requests through a file reach only the supervisor of that run" {
   start -- sh -c 'trap "exit 7" TERM; echo up; while true; do sleep 1 & wait $!; done'
   wait_for_line up
   "${SUPERVISOR[@]}" stop --dir "$RUN-2" --name n1
@@ -197,7 +177,7 @@ left() {
 }
 
 
-@test "a run directory that is not there, as on a node that does not share it, is made" {
+@test "a missing run directory is created, as on a node that does not share it" {
   RUN=$BATS_TEST_TMPDIR/not/yet
   start -- true
   status_of_node
@@ -207,7 +187,7 @@ left() {
 }
 
 
-@test "a wrong call is refused with 2 and starts nothing" {
+@test "a wrong call exits with 2 and starts nothing" {
   run -2 "${SUPERVISOR[@]}" run --name n1 -- true
   run -2 "${SUPERVISOR[@]}" run --bad
   run -2 "${SUPERVISOR[@]}" wait --dir "$RUN" --name n1

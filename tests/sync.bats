@@ -43,7 +43,7 @@ END
   touch a.secret .git/index
   run "$LAUNCH" --script "my script.py" - 1 "$N1" "$N2"
   [ "$status" -eq 69 ]
-  [[ "$output" == *"has no such folder as here ("*"or launch with --sync"* ]]
+  [[ "$output" == *"working directory not found ("*"or launch with --sync"* ]]
   run "$LAUNCH" --sync --script "my script.py" - 1 "$N1" "$N2"
   [ "$status" -eq 0 ]
   [[ "$output" == *"--sync: copying $WORK to $N2"* ]]
@@ -87,7 +87,7 @@ wait_for_log() { # <node> <text>
 @test "the doctor and the test of collectives work where nothing is shared" {
   run "$KIT/scripts/doctor.sh" --sync "$N1" "$N2"
   [[ "$output" == *"--sync: copying $WORK to $N2"* ]]
-  [[ "$output" != *"has no such folder"* ]]
+  [[ "$output" != *"working directory not found"* ]]
   run --separate-stderr "$KIT/scripts/test_distributed.sh" --sync --quiet --max-bytes 4K --seconds 0.1 1 "$N1" "$N2"
   [ "$status" -eq 0 ]
   [[ "${lines[-1]}" == "verdict: ok, 2 ranks"* ]]

@@ -99,7 +99,7 @@ END
   chmod +x stub/nvidia-smi
   PATH=$PWD/stub:$PATH run --separate-stderr "$TEST_DISTRIBUTED" 2
   [[ $status == 2 && -z $output ]]
-  [[ $stderr == *"NPROC 2: this machine has 1 GPU, and each process needs its own"* ]]
+  [[ $stderr == *"NPROC 2: this machine has 1 GPU; start at most one process per GPU"* ]]
   [[ ! -e logs ]]
 }
 

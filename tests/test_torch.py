@@ -297,7 +297,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("two_ranks")
     torchruns = {"TORCHELASTIC_RUN_ID": "none", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
     with forked.launched(2, look_around, folder, env=torchruns) as launch:
-        ends = launch.told()
+        ends = launch.results()
     assert [end.code for end in ends.values()] == [0, 0], ends
     return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(2)]
 
@@ -384,14 +384,14 @@ def wait_for_rank_1(rank: int, folder: Path, ranks: int) -> None:
 
 def test_a_rank_waits_in_a_collective_no_longer_than_the_timeout(tmp_path: Path) -> None:
     with forked.launched(2, wait_for_rank_1, tmp_path, 2) as launch:
-        told = launch.told(1)[0]
+        told = launch.results(1)[0]
     assert told.code == 1 and "all_reduce" in told.err
     assert "Timed out waiting 2000ms for recv operation to complete" in told.err
 
 
 def test_a_rank_waits_for_the_others_to_join_no_longer_than_the_timeout(tmp_path: Path) -> None:
     with forked.launched(2, wait_for_rank_1, tmp_path, 1, only=[0]) as launch:
-        told = launch.told()[0]
+        told = launch.results()[0]
     assert told.code == 1
     assert "WorldError: rank 1 of 2 did not join within 2 s; read the output of the missing ranks" in told.err
 
@@ -411,7 +411,7 @@ def test_an_error_inside_the_group_keeps_its_traceback_and_nobody_waits_for_the_
     """With nobody who would end the other one; a collective may take ten minutes."""
     (tmp_path / "failing.py").write_text(FAILING)
     with forked.launched(2, forked.script, str(tmp_path / "failing.py")) as launch:
-        told = launch.told()
+        told = launch.results()
     assert [told[rank].code for rank in range(2)] == [1, 1], told
     error = told[1].err.strip()
     assert re.search(r"line 7, in <module>\n.*\n(\[rank1\]: )?ValueError: the data of rank 1 is broken$", error)

@@ -1,9 +1,11 @@
-"""torchrun's own agent with workers forked from a warm process; it stops fast and records which rank failed first.
+"""torchrun's agent with ranks forked from a warm process. It stops quickly and records which rank failed first.
 
-Options, rendezvous, environment and restarts are torchrun's (`torch.distributed.run`). What differs: workers are forked
-from one process that has imported PyTorch (`distributed.agent.worker`); every rank that fails is recorded with its exit
-code and time in errors/node_<name>.json; the other ranks are stopped within seconds (torchrun: 30), also on the other
-nodes (torchrun: not at all); and the exit code is that of the first rank that failed (torchrun: always 1).
+Options, rendezvous, environment and restarts are torchrun's (`torch.distributed.run`). Differences:
+
+- Ranks are forked from one process that has imported PyTorch (`distributed.agent.worker`).
+- errors/node_<name>.json records the exit code and time of every failed rank.
+- A failure stops the other ranks within seconds (torchrun: 30), also on other nodes (torchrun: not at all).
+- The exit code is that of the first failed rank (torchrun: always 1).
 
 Try it: python scripts/lib/agent.py --nproc-per-node 2 train.py --config config/quickstart.yaml
 """
@@ -37,121 +39,122 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.launcher import api as launcher
 
 from distributed.agent import failure_records
-from distributed.agent.fork_server import ForkServer, ForkServerError, Process, signals
-from distributed.agent.membership import End, Membership, RendezvousFailed
+from distributed.agent.fork_server import ForkedProcess, ForkServer, ForkServerError, signals
+from distributed.agent.membership import Membership, RendezvousFailed, RunEnd
 from distributed.agent.rendezvous import Rendezvous, log
-from distributed.agent.worker import Rank, Script
+from distributed.agent.worker import RankSpec, Script
 from distributed.exit_codes import STOPPED
 
-POLL = 0.1  # seconds between two checks of the ranks, when none has exited
-REPORT_GRACE = 1.0  # seconds between the first failure and SIGTERM, in which other ranks may write their own record
+POLL_INTERVAL = 0.1  # seconds between two checks of the ranks, when none has exited
+REPORT_GRACE = 1.0  # seconds between the first failure and SIGTERM: time for other ranks to write failure records
 TERM_GRACE = 3.0  # seconds between SIGTERM and SIGKILL after a failure
-STOP_GRACE = 30.0  # seconds in which the other ranks may save their state, when one has stopped on request
+STOP_GRACE = 30.0  # seconds for other ranks to write a checkpoint after one has stopped on request
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-BLOCK = 1 << 20  # bytes of a rank's output that are read at once
+BLOCK = 1 << 20  # bytes per read of a rank's output
 
 
 @dataclass(frozen=True)
-class Failure:
-    """A rank that exited with another code than 0."""
+class RankFailure:
+    """A rank that exited with a non-zero code."""
 
     rank: int
     local_rank: int
     pid: int
-    time: float  # unix seconds at which the agent saw it
-    exit_code: int  # 128+n for a signal
-    ended_by_agent: bool  # by SIGTERM or SIGKILL, after another one had failed
+    time: float  # Unix seconds at which the agent reaped it
+    exit_code: int  # 128+n for signal n
+    ended_by_agent: bool  # by SIGTERM or SIGKILL after another rank had failed
 
 
 @dataclass(frozen=True)
 class Handler:
     """A rank's process with the interface of torchrun's SubprocessHandler."""
 
-    proc: Process
+    proc: ForkedProcess
 
     def close(self, death_sig: signal.Signals) -> None:
         self.proc.signal(death_sig)
 
 
-class Ranks(SubprocessContext):
-    """torchrun's processes of one attempt, forked instead of started."""
+class ForkedRanks(SubprocessContext):
+    """torchrun's SubprocessContext with forked processes."""
 
     server: ForkServer
     script: Script
 
     def _start(self) -> None:
         ranks = [
-            Rank(self.script, {**os.environ, **self.envs[n]}, self.stdouts[n], self.stderrs[n])
+            RankSpec(self.script, {**os.environ, **self.envs[n]}, self.stdouts[n], self.stderrs[n])
             for n in range(self.nprocs)
         ]
-        signals.defer(STOP_SIGNALS)  # torchrun's handlers raise wherever the agent is
-        with signals.held():  # a signal is passed on to the ranks once they are known
+        signals.defer(STOP_SIGNALS)  # torchrun's handlers raise at any point of the main thread
+        with signals.held():  # a signal must not arrive before subprocess_handlers is set
             processes = self.server.fork(ranks)
             self.subprocess_handlers = {n: Handler(process) for n, process in enumerate(processes)}  # type: ignore[misc]
 
 
 class Agent(LocalElasticAgent):
-    """torchrun's agent that records failures, stops the other ranks soon, and shares both with the other nodes."""
+    """torchrun's agent that also records failed ranks and stops the others, on all nodes of the run."""
 
-    latest: Agent  # the one that torchrun made
+    latest: Agent  # the instance that torchrun created
     script: Script
     rendezvous: Rendezvous | None = None
 
     def __init__(self, spec: WorkerSpec, *args: Any, **options: Any) -> None:
         super().__init__(spec, *args, **options)
-        self.failures: dict[int, Failure] = {}  # by local rank
-        self.ended_well: list[int] = []  # ranks that exited with 0 before any was asked to stop
+        self.failures: dict[int, RankFailure] = {}  # by local rank
+        self.succeeded: list[int] = []  # ranks that exited with 0 before the agent stopped any
         if isinstance(spec.rdzv_handler, StaticTCPRendezvous):
             spec.rdzv_handler = self.rendezvous = Rendezvous(spec.rdzv_handler, self.script)
         Agent.latest = self
 
     @property
     def membership(self) -> Membership | None:
-        """In a run of several nodes."""
+        """None in a run of one node."""
         return self.rendezvous.membership if self.rendezvous else None
 
-    def end_of_run(self) -> End | None:
-        """Why the run of several nodes cannot go on, here or elsewhere."""
+    def end_of_run(self) -> RunEnd | None:
+        """The end of a run of several nodes, reported by any node."""
         return self.membership.end() if self.membership else None
 
     def exit_code(self) -> int:
-        """Of the first rank that failed by itself, here or elsewhere."""
+        """The exit code of the first rank that the agent did not stop, on any node."""
         if end := self.end_of_run():
             return end.exit_code
         first = self._first_failure()
         return first.exit_code if first else 1
 
-    def failed(self) -> int:
-        """Exchange failure records with the other nodes, write theirs, and return the exit code of the run."""
+    def exchange_records(self) -> int:
+        """Exchange failure records with the other nodes, write theirs and return the exit code of the run."""
         if self.membership and (end := self.membership.end()):
             self._write_record(end.node if end.lost else None)
             self.membership.leave(self._records(), collect=True)
             for records in self.membership.records.values():
-                failure_records.keep(records)
+                failure_records.write_missing(records)
         return self.exit_code()
 
-    def stopped_by(self, number: int) -> int:
-        """The agent received this signal, and its ranks have exited: stop the other nodes. Returns the exit code."""
+    def handle_stop_signal(self, number: int) -> int:
+        """Stop the other nodes after this signal, once the ranks have exited. Returns the exit code."""
         self.reap_ranks(ended_by_agent=True)
-        if not self.end_of_run() and self._all_ended_well():
+        if not self.end_of_run() and self._all_succeeded():
             return 0
-        if self.end_of_run():  # the run was ending already, and the launcher stops what is left of it
-            return self.failed()
-        return self.leave(STOPPED if self.all_stopped() else 128 + number, f"received {signal.Signals(number).name}")
+        if self.end_of_run():  # the signal came while the run was already ending: its exit code stays
+            return self.exchange_records()
+        code = STOPPED if self.all_stopped_on_request() else 128 + number
+        return self.end_run(code, f"received {signal.Signals(number).name}")
 
-    def leave(self, code: int, reason: str) -> int:
-        """End the run on the other nodes, without waiting for their records. Returns the exit code."""
+    def end_run(self, code: int, reason: str) -> int:
+        """End the run on the other nodes without waiting for their records. Returns the exit code."""
         if self.membership:
-            self.membership.report_end(End(failure_records.node_name(), code, reason))
+            self.membership.report_end(RunEnd(failure_records.node_name(), code, reason))
             self.membership.leave(self._records())
         return code
 
-    def all_stopped(self) -> bool:
-        """Whether every rank that failed did so on request, with a checkpoint written."""
+    def all_stopped_on_request(self) -> bool:
+        """Whether every non-zero exit code is STOPPED: the rank stopped on request, with a checkpoint written."""
         return {failure.exit_code for failure in self.failures.values()} == {STOPPED}
 
     def reap_ranks(self, ended_by_agent: bool = False) -> None:
-        """Reap the ranks that have exited, and record those that failed."""
+        """Reap ranks that have exited and record failures."""
         for local_rank, process in enumerate(self._processes()):
             code = process.reap()
             if not code or local_rank in self.failures:
@@ -160,14 +163,14 @@ class Agent(LocalElasticAgent):
             rank = self._worker_group.workers[local_rank].global_rank
             if not ended_by_agent and code != STOPPED:
                 sys.stderr.write(f"agent: rank {rank} (pid {process.pid}) ended with exit code {code}\n")
-            self.failures[local_rank] = Failure(rank, local_rank, process.pid, time.time(), code, ended_by_agent)
+            self.failures[local_rank] = RankFailure(rank, local_rank, process.pid, time.time(), code, ended_by_agent)
         if not ended_by_agent:
             workers = zip(self._worker_group.workers, self._processes(), strict=False)
-            self.ended_well = [worker.global_rank for worker, process in workers if process.returncode == 0]
+            self.succeeded = [worker.global_rank for worker, process in workers if process.returncode == 0]
         if self.failures:
             self._write_record()
 
-    # -------- torchrun's own steps
+    # -------- overridden methods of torchrun
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self.failures.clear()
@@ -175,17 +178,16 @@ class Agent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         with signals.held():
-            # An exit is seen when it happens: of two failures a moment apart, the first is known.
-            Ranks.server.wakeup.wait(POLL)
+            # Waking up on SIGCHLD tells which of two failures milliseconds apart was first.
+            ForkedRanks.server.wakeup.wait(POLL_INTERVAL)
             self.reap_ranks()
             if first := self._first_failure():
                 if self.membership:
                     reason = f"rank {first.rank} ended with exit code {first.exit_code}"
-                    self.membership.report_end(End(failure_records.node_name(), first.exit_code, reason))
-                self._stop_ranks(self.all_stopped())
+                    self.membership.report_end(RunEnd(failure_records.node_name(), first.exit_code, reason))
+                self._stop_ranks(self.all_stopped_on_request())
             elif not self.failures and (end := self.end_of_run()):
-                cause = f"{end.node}: connection lost" if end.lost else f"{end.node} ends the run ({end.reason})"
-                log(f"{cause}; stopping the ranks of this node")
+                log(f"{end.node}: {end.reason}; stopping the ranks of this node")
                 self._stop_ranks(end.exit_code == STOPPED)
             return super()._monitor_workers(worker_group)
 
@@ -195,10 +197,10 @@ class Agent(LocalElasticAgent):
         else:
             super()._exit_barrier()
 
-    # -------- ours
+    # -------- added methods
 
-    def _all_ended_well(self) -> bool:
-        """Whether all ranks of the run have exited with 0, though this node was asked to stop."""
+    def _all_succeeded(self) -> bool:
+        """Whether all ranks of the run have exited with 0 in spite of the stop request."""
         processes = self._processes()
         if not processes or any(process.reap() != 0 for process in processes):
             return False
@@ -207,24 +209,24 @@ class Agent(LocalElasticAgent):
         except TimeoutError:
             return False
 
-    def _first_failure(self) -> Failure | None:
+    def _first_failure(self) -> RankFailure | None:
         own = [failure for failure in self.failures.values() if not failure.ended_by_agent]
         return min(own, key=lambda failure: failure.time, default=None)
 
     def _records(self) -> failure_records.Records:
-        return failure_records.of_this_node(failure.rank for failure in self.failures.values())
+        return failure_records.read_own_records(failure.rank for failure in self.failures.values())
 
     def _write_record(self, lost: str | None = None) -> None:
         failures = [asdict(failure) for _, failure in sorted(self.failures.items())]
-        failure_records.write_of_node(failures, self.ended_well, lost)
+        failure_records.write_node_record(failures, self.succeeded, lost)
 
-    def _processes(self) -> list[Process]:
+    def _processes(self) -> list[ForkedProcess]:
         context = self._pcontext
-        handlers = context.subprocess_handlers if isinstance(context, Ranks) else {}
+        handlers = context.subprocess_handlers if isinstance(context, ForkedRanks) else {}
         return [handler.proc for handler in handlers.values()]  # type: ignore[misc]
 
     def _stop_ranks(self, on_request: bool) -> None:
-        """Wait for their own records, or for what they save on request, then send SIGTERM, then SIGKILL."""
+        """Wait for failure records or, on request, for checkpoints; then send SIGTERM, then SIGKILL."""
         self._wait(STOP_GRACE if on_request else REPORT_GRACE)
         self.reap_ranks()
         for number in (signal.SIGTERM, signal.SIGKILL):
@@ -234,14 +236,14 @@ class Agent(LocalElasticAgent):
         self.reap_ranks(ended_by_agent=True)
 
     def _wait(self, seconds: float) -> None:
-        """Until all ranks have exited, but no longer than that."""
+        """Wait until all ranks have exited, for at most this long."""
         end = time.monotonic() + seconds
-        while any(process.reap() is None for process in self._processes()) and (left := end - time.monotonic()) > 0:
-            Ranks.server.wakeup.wait(left)
+        while any(process.reap() is None for process in self._processes()) and time.monotonic() < end:
+            ForkedRanks.server.wakeup.wait(max(0.0, end - time.monotonic()))
             signals.handle()
 
 
-# What this module replaces or calls inside torchrun: the owner, the name, and the parameters it must have.
+# Names inside torchrun that this module replaces or calls: owner, name, required parameters.
 INTERNALS: list[tuple[Any, str, set[str]]] = [
     (torchrun, "get_args_parser", set()),
     (torchrun, "run", {"args"}),
@@ -255,7 +257,7 @@ INTERNALS: list[tuple[Any, str, set[str]]] = [
     (SubprocessContext, "_start", set()),
     (tail_log, "tail_logfile", {"header", "file", "dst", "finished", "interval_sec", "log_line_filter"}),
 ]
-# The attributes of its objects that this module uses.
+# Attributes of torchrun's objects that this module uses.
 ATTRIBUTES: dict[type, set[str]] = {
     LocalElasticAgent: {"_pcontext", "_worker_group"},
     SubprocessContext: {"nprocs", "envs", "stdouts", "stderrs", "subprocess_handlers", "proc", "close"},
@@ -264,20 +266,20 @@ ATTRIBUTES: dict[type, set[str]] = {
 
 
 def unsupported(options: argparse.Namespace) -> str:
-    """Why torchrun's own agent is to run this command, or an empty string."""
+    """Why torchrun's own agent must run this command; "" when this agent can."""
     if options.no_python:
-        return "--no-python runs a program that is not Python"
+        return "--no-python is not supported"
     if options.numa_binding:
-        return "--numa-binding is numactl's work"
+        return "--numa-binding is not supported"
     python = os.environ.get("PYTHON_EXEC", sys.executable)
     if python != sys.executable:
-        return f"PYTHON_EXEC={python} is another Python than {sys.executable}"
+        return f"PYTHON_EXEC={python} differs from the agent's Python {sys.executable}"
     difference = unexpected()
     return f"PyTorch {torch.__version__}: {difference}" if difference else ""
 
 
 def unexpected() -> str:
-    """What is not inside of torchrun as this module needs it, or an empty string."""
+    """The first difference between torchrun's internals and what this module needs; "" when there is none."""
     for owner, name, parameters in INTERNALS:
         where = f"{owner.__name__} has no {name}"
         found = getattr(owner, name, None)
@@ -296,15 +298,15 @@ def unexpected() -> str:
 
 
 def main(options: argparse.Namespace, server: ForkServer) -> int:
-    """Run torchrun's command line. Returns 0, or the exit code of the first rank that failed."""
-    options.monitor_interval = 0.001  # the agent itself waits, and wakes up when a rank exits
+    """Run torchrun's command line. Returns 0 or the exit code of the first failed rank."""
+    options.monitor_interval = 0.001  # _monitor_workers itself waits, until a rank exits
     if options.standalone:
-        # torchrun waits up to 0.3 s before the rendezvous, so that many nodes do not begin it at the same time.
+        # torchrun waits up to 0.3 s to spread the rendezvous of many nodes over time.
         dynamic_rendezvous._delay = lambda seconds: None
     if options.max_restarts:
-        # With the shared store, recovery seldom works (torch 2.13: 12 of 34 tries; with its own, 23 of 23).
+        # With the shared store, restarts often fail (torch 2.13: 12 of 34 succeeded; with a separate one, 23 of 23).
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    # Of sys.path as Python made it, without the first entry, this program's directory: a worker puts its own there.
+    # Without the first entry, the directory of this program: a rank inserts the directory of its script.
     arguments, path = tuple(options.training_script_args), tuple(sys.path[1:])
     script = Script(options.training_script, arguments, options.module, path, options.pass_local_rank)
     _replace_in_torchrun(script, server)
@@ -314,28 +316,30 @@ def main(options: argparse.Namespace, server: ForkServer) -> int:
         server.close()
 
 
-def parse(words: Sequence[str]) -> argparse.Namespace:
-    """torchrun's command line, with one option more."""
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """torchrun's options and --pass-local-rank."""
     parser = torchrun.get_args_parser()
     parser.add_argument(
-        "--pass-local-rank", action="store_true", help="--local-rank=N before the script's own words, as of old"
+        "--pass-local-rank",
+        action="store_true",
+        help="pass --local-rank=N before the script's arguments, as torch.distributed.launch does",
     )
-    return parser.parse_args(words)
+    return parser.parse_args(arguments)
 
 
 def _replace_in_torchrun(script: Script, server: ForkServer) -> None:
-    """torchrun has no argument for what is launched, by which agent, and how logs are followed: replace these in it."""
+    """Replace the launched program, the agent and the log follower: torchrun has no parameters for them."""
 
     def launch(config: launcher.LaunchConfig, entrypoint: object) -> Any:
-        return lambda *words: launcher.launch_agent(config, script.name, [])
+        return lambda *arguments: launcher.launch_agent(config, script.name, [])
 
     torchrun.elastic_launch = launch  # type: ignore[assignment, misc]
-    Agent.script = Ranks.script = script
-    Ranks.server = server
+    Agent.script = ForkedRanks.script = script
+    ForkedRanks.server = server
     launcher.LocalElasticAgent = Agent  # type: ignore[misc]
-    elastic_multiprocessing.SubprocessContext = Ranks  # type: ignore[misc]
+    elastic_multiprocessing.SubprocessContext = ForkedRanks  # type: ignore[misc]
     tail_log.tail_logfile = follow
-    # They would print a failed worker's traceback a second time, and that the agent was asked to stop.
+    # These would repeat the traceback of a failed rank and log the stop request.
     for name in ("multiprocessing.api", "agent.server.api"):
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
 
@@ -345,27 +349,27 @@ def _run(options: argparse.Namespace) -> int:
         torchrun.run(options)
     except SignalException as error:
         _ignore_stop_signals()
-        return Agent.latest.stopped_by(int(error.sigval))
+        return Agent.latest.handle_stop_signal(int(error.sigval))
     except RendezvousFailed as failure:
         log(str(failure))
         return failure.exit_code
     except ForkServerError as error:
         log(str(error))
-        return Agent.latest.leave(1, str(error))
+        return Agent.latest.end_run(1, str(error))
     except ChildFailedError:
         pass
-    except DistError:  # the store is gone, because the other nodes have ended
+    except DistError:  # the store has closed because the other nodes have exited
         if not Agent.latest.end_of_run():
             raise
     else:
         if not Agent.latest.end_of_run():
             return 0
     _ignore_stop_signals()
-    return Agent.latest.failed()
+    return Agent.latest.exchange_records()
 
 
 def _ignore_stop_signals() -> None:
-    """All ranks have exited: a stop request that comes now must not interrupt the exchange of failure records."""
+    """For the exchange of failure records after all ranks have exited: a stop request must not interrupt it."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
@@ -378,17 +382,17 @@ def follow(
     interval_sec: float,
     log_line_filter: Callable[[str], bool] | None = None,
 ) -> None:
-    """Copy the lines of a rank's output with the header, each when it is complete, until finished.
+    """Copy complete lines of a rank's output to `dst`, each after the header, until finished.
 
-    A line that a carriage return lets the next one overwrite, as progress bars do, ends with a carriage return and a
-    line break: `distributed.launch.console` then shows them in one place.
+    A line that ends with a carriage return (an update of a progress bar) is written with CR LF: the next line
+    overwrites it, see `distributed.launch.console`.
 
-    torchrun copies also unfinished lines: the line of another rank is then appended to it.
+    torchrun's function also copies incomplete lines, to which it then appends the line of another rank.
     """
     while not os.path.exists(file):
-        if finished.wait(interval_sec) and not os.path.exists(file):  # the rank may have begun and ended meanwhile
+        if finished.wait(interval_sec) and not os.path.exists(file):  # the rank may have started and exited meanwhile
             return
-    show, unfinished = log_line_filter or bool, b""
+    show, partial = log_line_filter or bool, b""
     with open(file, "rb") as output:
         while True:
             last = finished.is_set()
@@ -397,21 +401,21 @@ def follow(
                 break
             if not block:
                 finished.wait(interval_sec)
-            lines, unfinished = _complete_lines(unfinished + block)
+            lines, partial = _complete_lines(partial + block)
             _write([f"{header}{line}" for line in lines if show(line)], dst)
-    if unfinished:
-        _write([f"{header}{line}" for line in _complete_lines(unfinished + b"\n")[0] if show(line)], dst)
+    if partial:
+        _write([f"{header}{line}" for line in _complete_lines(partial + b"\n")[0] if show(line)], dst)
 
 
 def _complete_lines(output: bytes) -> tuple[list[str], bytes]:
-    """The complete lines, each with its end, and what follows them. A carriage return ends a line too: with \\r\\n."""
-    end = max(output.rfind(b"\n"), output.rfind(b"\r", 0, -1)) + 1  # a \n may follow a \r that comes last
+    """Split into complete lines, each with its line break, and the rest. A lone CR becomes CR LF."""
+    end = max(output.rfind(b"\n"), output.rfind(b"\r", 0, -1)) + 1  # a final \r may be half of a \r\n
     text = output[:end].decode(errors="replace").replace("\r\n", "\n").replace("\r", "\r\n")
     return [f"{line}\n" for line in text.split("\n")[:-1] if line != "\r"], output[end:]
 
 
 def _write(lines: list[str], dst: TextIO) -> None:
-    """Many lines in one write, but no more than PIPE_BUF bytes: other processes cannot write in between."""
+    """Write many lines at once, at most PIPE_BUF bytes: such a write to a pipe is atomic."""
     text, start = "".join(lines).encode(), 0
     while start < len(text):
         end = text.rfind(b"\n", start, start + select.PIPE_BUF) + 1 or text.index(b"\n", start) + 1

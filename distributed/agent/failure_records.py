@@ -1,13 +1,13 @@
-"""Failure records of a run, for the verdict: files in errors/ in the run directory.
+"""Failure records: files in errors/ of the run directory, from which the verdict is derived.
 
-rank_<rank>.json is written by the rank that fails, with its traceback; node_<name>.json by the agent, with the exit
-codes of its ranks. Nothing is written where there is no run directory (MUSTER_RUN_DIR is not set).
+A failed rank writes rank_<rank>.json with its traceback; the agent writes node_<name>.json with the exit codes of its
+ranks. Without a run directory (MUSTER_RUN_DIR is not set) nothing is written.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json  # here: in a rank, an import inside a function could find a json.py of the script's directory
+import json  # not inside a function: in a rank, that could import a json.py of the script's directory
 import os
 import socket
 import sys
@@ -23,12 +23,12 @@ Records = Mapping[str, Mapping[str, Any]]  # name of a file in errors/ -> its co
 
 
 def node_name() -> str:
-    """The name of this node in logs and verdicts."""
+    """The name of this node in logs and reports."""
     return os.environ.get("MUSTER_NODE") or socket.gethostname()
 
 
-def write_of_rank(code: int, error: BaseException) -> None:
-    """The record of this rank, which exits with this code because of this error."""
+def write_rank_record(code: int, error: BaseException) -> None:
+    """Write the record of this rank, which exits with this code because of this error."""
     if not _directory():
         return
     rank = int(os.environ["RANK"])
@@ -46,20 +46,22 @@ def write_of_rank(code: int, error: BaseException) -> None:
     _write(f"rank_{rank}.json", record)
 
 
-def write_of_node(failures: Sequence[Mapping[str, Any]], ended_well: Sequence[int], lost: str | None = None) -> None:
-    """The record of this node's agent: ranks that failed, ranks that exited with 0, and the node that it lost."""
+def write_node_record(
+    failures: Sequence[Mapping[str, Any]], ended_well: Sequence[int], lost: str | None = None
+) -> None:
+    """Write the record of this node's agent. ended_well: ranks that exited with 0. lost: the node that it lost."""
     record = {"node": node_name(), "deaths": list(failures), "ended_well": list(ended_well), "lost": lost}
     _write(f"node_{node_name()}.json", {name: value for name, value in record.items() if value or name == "deaths"})
 
 
-def of_this_node(ranks: Iterable[int]) -> Records:
-    """The records of this node and of these ranks of it."""
+def read_own_records(ranks: Iterable[int]) -> Records:
+    """The records of this node and of these ranks."""
     names = [f"node_{node_name()}.json", *(f"rank_{rank}.json" for rank in ranks)]
     return {name: record for name in names if (record := _read(name))}
 
 
-def keep(records: Records) -> None:
-    """Write the records of other nodes, except those that these have written themselves: into a shared directory."""
+def write_missing(records: Records) -> None:
+    """Write the records of other nodes unless they exist: in a shared directory the nodes have written them."""
     for name, record in records.items():
         if not _read(name):
             _write(name, record)
@@ -79,7 +81,7 @@ def _read(name: str) -> Mapping[str, Any]:
 
 
 def _write(name: str, record: Mapping[str, Any]) -> None:
-    """A failure to write, such as a full disk, is reported, and nothing else: the rank's exit code must not change."""
+    """Report an error such as a full disk on stderr: it must not change the exit code of the rank."""
     if not (directory := _directory()):
         return
     try:

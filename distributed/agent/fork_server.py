@@ -1,9 +1,9 @@
-"""A server that forks processes from a warm one, and the processes that it has forked.
+"""A server that forks processes which have PyTorch imported, and the forked processes.
 
 The agent imports PyTorch, which takes seconds, and forks the server while it has a single thread: a fork of a process
-with threads can inherit a lock that is never released. The server forks a starter, the starter forks the processes and
-exits. They become children of the agent, which is their subreaper: as under torchrun, it reaps them itself, and they
-do not depend on the server. Standard library only.
+with threads can inherit a lock that is never released. For each request the server forks a starter, which forks the
+processes and exits. They become children of the agent, their subreaper: as under torchrun, the agent reaps them, and
+they do not depend on the server. Standard library only.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class ForkServerError(Exception):
 
 
 class Signals:
-    """Handlers that are called between the steps of the main thread, not within them.
+    """Signal handlers that the main thread can defer.
 
-    To block the signals would not do: where there are other threads, the kernel gives the signal to one of them, and
-    Python calls the handler in the main thread all the same.
+    Blocking the signals is not enough: the kernel delivers them to another thread, and Python then calls the handler
+    in the main thread.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Signals:
         self._waiting: Callable[[], object] | None = None
 
     def defer(self, numbers: Iterable[int]) -> None:
-        """Let the handlers of these signals wait while one is held(). SIG_DFL and SIG_IGN stay."""
+        """Wrap the handlers of these signals so that held() defers them. SIG_DFL and SIG_IGN stay."""
         for number in numbers:
             handler = signal.getsignal(number)
             if callable(handler) and not (isinstance(handler, partial) and handler.func == self._call):
@@ -58,7 +58,7 @@ class Signals:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Handlers wait until the block is left."""
+        """Defer handlers until the end of the block."""
         self._holds += 1
         try:
             yield
@@ -68,16 +68,16 @@ class Signals:
                 self.handle()
 
     def handle(self) -> None:
-        """Call the handler of the newest signal that came while handlers were held."""
+        """Call the deferred handler of the latest signal, if any."""
         waiting, self._waiting = self._waiting, None
         if waiting:
             waiting()
 
 
-signals = Signals()  # of this process
+signals = Signals()
 
 
-class Process:
+class ForkedProcess:
     """A child of this process, with the methods of subprocess.Popen that torchrun calls."""
 
     def __init__(self, pid: int, wakeup: Wakeup) -> None:
@@ -86,29 +86,29 @@ class Process:
         self._wakeup = wakeup
 
     def poll(self) -> int | None:
-        """The exit code, if reap() has seen the end: torchrun learns of no end before the agent."""
+        """The exit code that reap() has found: torchrun must not learn of an exit before the agent."""
         return self.returncode
 
     def reap(self) -> int | None:
-        """The exit code, or None while it runs."""
+        """The exit code, or None while the process runs."""
         if self.returncode is None:
-            with signals.held():  # a handler that raises between these two lines would lose the exit code
+            with signals.held():  # a handler that raises between the next two lines would lose the exit code
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
                 if pid:
                     self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
 
     def wait(self, timeout: float) -> int:
-        """The exit code, once it has ended. Raises subprocess.TimeoutExpired after so many seconds."""
+        """Wait for the exit code. Raises subprocess.TimeoutExpired after `timeout` seconds."""
         end = time.monotonic() + timeout
         while (code := self.reap()) is None:
-            if (left := end - time.monotonic()) <= 0:
+            if (remaining := end - time.monotonic()) <= 0:
                 raise subprocess.TimeoutExpired(str(self.pid), timeout)
-            self._wakeup.wait(left)
+            self._wakeup.wait(remaining)
         return code
 
     def signal(self, number: int) -> None:
-        """Send a signal to its process group, or to the process while it does not lead one yet."""
+        """Send a signal to the process group, or to the process while it does not lead a group yet."""
         if self.reap() is None:
             try:
                 os.killpg(self.pid, number)
@@ -117,7 +117,7 @@ class Process:
 
 
 class Wakeup:
-    """Wakes this process when one of its children ends. For the main thread."""
+    """Wakes the main thread when a child exits."""
 
     def __init__(self) -> None:
         self._read, write = os.pipe()
@@ -128,68 +128,68 @@ class Wakeup:
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
 
     def wait(self, seconds: float) -> None:
-        """Until a child has ended since the last call, but no longer than that. Another signal may end it, too."""
+        """Wait until a child has exited since the last call, for at most this long. Any signal may end the wait."""
         if select.select([self._read], [], [], seconds)[0]:
             os.read(self._read, 4096)
 
 
 class ForkServer:
-    """Forks this process as it is now, later and as often as it is asked to. `run` is called in each new process.
+    """Forks copies of the current state of this process on request and calls `run` in each.
 
-    To be made before this process has threads of its own.
+    Must be created while this process has a single thread.
     """
 
     def __init__(self, run: Callable[[Any], None]) -> None:
-        self._channel, far_end = Pipe()
+        self._channel, child_end = Pipe()
         self._returncode: int | None = None
         agent = os.getpid()
-        gc.freeze()  # no later collection visits what is here already, nor copies the memory that it lies in
+        gc.freeze()  # later collections skip existing objects, whose pages then stay shared
         with signals_blocked() as mask:
             self.pid = os.fork()
             if self.pid == 0:
                 self._channel.close()
-                _serve(far_end, run, agent, mask)
-        far_end.close()
+                _serve(child_end, run, agent, mask)
+        child_end.close()
         self.wakeup = Wakeup()
 
-    def fork(self, orders: Sequence[Any]) -> list[Process]:
-        """Start one process for each order, all or none. Raises ForkServerError."""
+    def fork(self, tasks: Sequence[Any]) -> list[ForkedProcess]:
+        """Start one process for each task, all or none. Raises ForkServerError."""
         adopt_orphans()
         try:
-            self._channel.send(orders)
+            self._channel.send(tasks)
             pids, error = self._channel.recv()
         except (OSError, EOFError):
-            raise ForkServerError(self._end()) from None
+            raise ForkServerError(self._wait_for_exit()) from None
         finally:
             adopt_orphans(False)
-        processes = [Process(pid, self.wakeup) for pid in pids]
+        processes = [ForkedProcess(pid, self.wakeup) for pid in pids]
         if error:
             for process in processes:
                 process.signal(signal.SIGKILL)
-            wanted = f"{len(orders)} process{'es' * (len(orders) != 1)}"
-            raise ForkServerError(f"its fork server (pid {self.pid}) cannot start {wanted}: {error}")
+            count = f"{len(tasks)} process{'es' * (len(tasks) != 1)}"
+            raise ForkServerError(f"fork server (pid {self.pid}): cannot fork {count}: {error}")
         return processes
 
     def close(self) -> None:
-        """End the server. Processes that it has started run on."""
+        """Stop the server. Forked processes continue."""
         self._channel.close()
-        self._end()
+        self._wait_for_exit()
 
-    def _end(self) -> str:
-        """Wait for the server's end. Returns how it ended."""
+    def _wait_for_exit(self) -> str:
+        """Reap the server. Returns how it ended."""
         if self._returncode is None:
             self._returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         if self._returncode < 0:
-            return f"its fork server (pid {self.pid}) was killed by signal {-self._returncode}"
-        return f"its fork server (pid {self.pid}) ended with exit code {self._returncode}"
+            return f"fork server (pid {self.pid}) was killed by signal {-self._returncode}"
+        return f"fork server (pid {self.pid}) ended with exit code {self._returncode}"
 
 
 @contextlib.contextmanager
 def signals_blocked() -> Iterator[set[int]]:
-    """Signals wait until the block is left. Yields those that were blocked before."""
+    """Block all signals until the end of the block. Yields the previously blocked signals."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     try:
-        signal.pthread_sigmask(signal.SIG_BLOCK, ALL_SIGNALS)  # calls the handlers of what came before: one may raise
+        signal.pthread_sigmask(signal.SIG_BLOCK, ALL_SIGNALS)  # first calls handlers of pending signals: one may raise
         yield {int(number) for number in before}
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -199,7 +199,7 @@ def signals_blocked() -> Iterator[set[int]]:
 
 
 def _serve(channel: Connection, run: Callable[[Any], None], agent: int, mask: set[int]) -> NoReturn:
-    """Answer each list of orders with (process ids, error), until the agent has closed the channel."""
+    """Reply to each list of tasks with (process ids, error) until the agent closes the channel."""
     die_with_parent(agent, signal.SIGKILL)
     _close_inherited(channel.fileno())
     with contextlib.suppress(OSError, EOFError):
@@ -208,50 +208,50 @@ def _serve(channel: Connection, run: Callable[[Any], None], agent: int, mask: se
     os._exit(0)
 
 
-def _close_inherited(kept: int) -> None:
-    """Close files that the agent inherited: for the ranks of torchrun, subprocess does it."""
+def _close_inherited(channel: int) -> None:
+    """Close files that the agent inherited, as subprocess does for the ranks of torchrun."""
     for number in map(int, os.listdir("/proc/self/fd")):
-        with contextlib.suppress(OSError):  # the one with which the directory was read
-            if number > 2 and number != kept and os.get_inheritable(number):
+        with contextlib.suppress(OSError):  # listdir has closed its own descriptor
+            if number > 2 and number != channel and os.get_inheritable(number):
                 os.close(number)
 
 
 def _start(
-    orders: Sequence[Any], channel: Connection, run: Callable[[Any], None], agent: int, mask: set[int]
+    tasks: Sequence[Any], channel: Connection, run: Callable[[Any], None], agent: int, mask: set[int]
 ) -> tuple[list[int], str]:
-    """Fork the starter, which forks the processes. When it has exited they are the agent's children."""
-    near_end, far_end = Pipe(duplex=False)
+    """Fork the starter, which forks the processes. They are the agent's children when it has exited."""
+    reader, writer = Pipe(duplex=False)
     try:
         starter = os.fork()
     except OSError as error:
         return [], str(error)
     if starter == 0:
         pids: list[int] = []
-        refused = ""
+        failure = ""
         try:
-            for order in orders:
+            for task in tasks:
                 pid = os.fork()
                 if pid == 0:
-                    for end in (channel, near_end, far_end):
+                    for end in (channel, reader, writer):
                         end.close()
-                    _become(order, run, agent, mask)
+                    _run_task(task, run, agent, mask)
                 pids.append(pid)
         except OSError as error:
-            refused = str(error)
-        far_end.send((pids, refused))
+            failure = str(error)
+        writer.send((pids, failure))
         os._exit(0)
-    far_end.close()
-    with near_end:
+    writer.close()
+    with reader:
         try:
-            answer: tuple[list[int], str] = near_end.recv()
+            reply: tuple[list[int], str] = reader.recv()
         except EOFError:
-            answer = [], "the process that was to start them was killed"
+            reply = [], "its starter process was killed"
     os.waitpid(starter, 0)
-    return answer
+    return reply
 
 
-def _become(order: Any, run: Callable[[Any], None], agent: int, mask: set[int]) -> NoReturn:
-    """In a new process: a session of its own; the agent's end becomes a request to stop; then `run`."""
+def _run_task(task: Any, run: Callable[[Any], None], agent: int, mask: set[int]) -> NoReturn:
+    """In a forked process: start a session, arrange for SIGTERM when the agent dies, then call `run`."""
     try:
         starter = os.getppid()
         os.setsid()
@@ -259,8 +259,8 @@ def _become(order: Any, run: Callable[[Any], None], agent: int, mask: set[int]) 
             time.sleep(0.001)
         die_with_parent(agent, signal.SIGTERM)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        run(order)
-    except BaseException:  # noqa: BLE001 (nothing may unwind into the server's frames)
+        run(task)
+    except BaseException:  # noqa: BLE001 (an exception must not unwind into the server's frames)
         traceback.print_exc()
     finally:
         os._exit(1)

@@ -1,11 +1,11 @@
-"""Modules that a process has imported before its script begins, hidden from the script until it imports them.
+"""Hide modules that a process imported before its script starts, until the script imports them.
 
-A rank is a fork of a process that has imported PyTorch. The script must find a fresh interpreter: sys.modules has only
-what the script has imported, and a module of the script's directory comes before one of Python's with the same name.
-PyTorch has read its environment variables before the script can change them: such a change is detected and reported.
-Standard library only.
+A rank is a fork of a process that has imported PyTorch. Its script must find the state of a fresh interpreter:
+sys.modules has only what the script has imported, and a module in the script's directory precedes a standard module of
+the same name. PyTorch has read its environment variables before the script can change them: such changes are detected
+and reported. Standard library only.
 
-What differs: PyTorch itself uses Python's modules, also where the script's directory has one of that name.
+Known difference: PyTorch itself uses the standard module even if the script's directory has one of the same name.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, cast
 
-# What native libraries read when they are loaded, found by recording getenv(3) during `import torch` (2.10, 2.13 and
-# 2.15, builds with and without CUDA). What they read later (NCCL_*, CUDA_*, TORCH_NCCL_*) may be set by the script.
+# Variables that native libraries read when loaded, found by recording getenv(3) during `import torch` (2.10, 2.13 and
+# 2.15, builds with and without CUDA). The script may set variables that are read later (NCCL_*, CUDA_*, TORCH_NCCL_*).
 NATIVE = re.compile(
     "(OMP|GOMP|KMP|OPENBLAS|GOTO|MKLDNN|NPY)_.*"
     "|MKL_(NUM_THREADS|DOMAIN_NUM_THREADS|DYNAMIC|DISABLE_FAST_MM|FAST_MEMORY_LIMIT|NUM_STRIPES)"
@@ -30,21 +30,21 @@ NATIVE = re.compile(
     "|TORCH_(ALLOW_TF32_CUBLAS_OVERRIDE|(BLAS|LINALG|ROCM_FA)_PREFER_.*|CPP_LOG_LEVEL|CUSTOM_TERMINATE"
     "|DISTRIBUTED_DEBUG|SHOW_CPP_STACKTRACES|SYMMMEM|VITAL)"
 )
-READERS = ("torch", "numpy")
+READ_ENVIRONMENT_AT_IMPORT = ("torch", "numpy")
 
 
 class Preload:
-    """What a process imports for its forks, and what that changed."""
+    """Imports of a process for its forks, and their side effects."""
 
     def __init__(self, fresh: Collection[str]) -> None:
         """fresh: names of the modules that the interpreter itself has imported."""
         self.fresh = frozenset(fresh)
         self.filters, self.stderr = list(warnings.filters), sys.stderr
-        self.read: set[str] = set()  # variables of the environment
+        self.read: set[str] = set()  # names of environment variables
 
     @contextmanager
-    def recorded(self) -> Iterator[None]:
-        """Record which variables are read inside."""
+    def record_environment_reads(self) -> Iterator[None]:
+        """Record which environment variables are read inside the block."""
         kind: Any = type(os.environ)
         read = self.read
 
@@ -60,24 +60,24 @@ class Preload:
             os.environ.__class__ = kind
 
     def is_read(self, name: str) -> bool:
-        """Whether a change of this variable comes too late. Those of the system, like HOME, have no underscore."""
+        """Whether the imports have read this variable. System variables such as HOME, without "_", are ignored."""
         return bool(NATIVE.fullmatch(name)) or (name in self.read and "_" in name.strip("_"))
 
-    def hide(self) -> Hidden:
-        """Make sys.modules and warnings.filters those of a fresh interpreter."""
+    def hide(self) -> HiddenModules:
+        """Reset sys.modules and warnings.filters to those of a fresh interpreter."""
         kept = self.fresh | {"__main__"}
         modules = {
             name: sys.modules.pop(name) for name, module in list(sys.modules.items()) if module and name not in kept
         }
         added = [entry for entry in warnings.filters if entry not in self.filters]
         warnings.filters[:] = self.filters  # type: ignore[index]
-        hidden = Hidden(self, modules, added)
+        hidden = HiddenModules(self, modules, added)
         sys.meta_path.insert(0, hidden)
         return hidden
 
 
-class Hidden:
-    """A finder of sys.meta_path that gives hidden modules to whoever imports them, in any thread."""
+class HiddenModules:
+    """A finder for sys.meta_path that returns hidden modules on import, in any thread."""
 
     def __init__(self, preload: Preload, modules: dict[str, ModuleType], filters: Sequence[Any]) -> None:
         self._preload, self._modules, self._filters = preload, modules, filters
@@ -85,34 +85,35 @@ class Hidden:
         self._environment = dict(os.environ)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """A specification that leads to the hidden module, unless a fresh interpreter would find another one."""
+        """The spec of the hidden module, unless a fresh interpreter would find another module."""
         module = self._modules.get(name)
-        removed = name in self._shown and name not in sys.modules  # by the script, to import it anew
-        if module is None or removed or target is not None:  # importlib.reload() has a target
+        removed = name in self._shown and name not in sys.modules  # by the script, to import it again
+        if module is None or removed or target is not None:  # importlib.reload() passes a target
             return None
-        found = self._found_by_others(name, path)
-        if not _is_from(module, found):
+        found = self._find_with_other_finders(name, path)
+        if not _is_same_module(module, found):
             self._forget(name)
             return found
-        if found is None:  # its package has made it
+        if found is None:  # its package has created it
             found = ModuleSpec(name, None, is_package=hasattr(module, "__path__"))
-        found.loader = Reuse(self, found.loader)  # type: ignore[assignment]
+        found.loader = HiddenLoader(self, found.loader)  # type: ignore[assignment]
         return found
 
-    def take(self, name: str) -> ModuleType:
-        """The hidden module, for a script that imports it."""
-        if name in READERS:
+    def load(self, name: str) -> ModuleType:
+        """Return the hidden module to a script that imports it."""
+        if name in READ_ENVIRONMENT_AT_IMPORT:
             self._warn_of_changes(name)
-        if name == "torch":  # its import brings all of them
+        if name == "torch":  # importing it imports all hidden modules
             self.reveal()
         module = self._modules[name]
-        self._show(self._family(name))
+        self._show(self._with_submodules(name))
         return module
 
     def reveal(self) -> None:
-        """Show all that is hidden."""
+        """Show all hidden modules."""
         for name, module in list(self._modules.items()):
-            if "." not in name and name not in sys.modules and not _is_from(module, self._found_by_others(name)):
+            is_hidden_package = "." not in name and name not in sys.modules
+            if is_hidden_package and not _is_same_module(module, self._find_with_other_finders(name)):
                 self._forget(name)
         self._show(list(self._modules))
         warnings.filters[:0] = self._filters  # type: ignore[index]
@@ -126,7 +127,7 @@ class Hidden:
                 sys.modules.setdefault(name, self._modules[name])
                 self._shown.add(name)
 
-    def _found_by_others(self, name: str, path: Any = None) -> ModuleSpec | None:
+    def _find_with_other_finders(self, name: str, path: Any = None) -> ModuleSpec | None:
         for finder in sys.meta_path:
             find = getattr(finder, "find_spec", None)
             if finder is not self and find and (found := find(name, path, None)):
@@ -134,13 +135,13 @@ class Hidden:
         return None
 
     def _forget(self, name: str) -> None:
-        for member in self._family(name):
+        for member in self._with_submodules(name):
             self._modules.pop(member, None)
 
-    def _family(self, name: str) -> list[str]:
-        """With the modules inside of a package, and the second name that multiprocessing gives to __main__."""
-        more = "__mp_main__" if name == "multiprocessing" else name
-        return [member for member in list(self._modules) if member in (name, more) or member.startswith(f"{name}.")]
+    def _with_submodules(self, name: str) -> list[str]:
+        """The hidden modules that are this one or inside it, and __mp_main__, which multiprocessing creates."""
+        extra = "__mp_main__" if name == "multiprocessing" else name
+        return [member for member in list(self._modules) if member in (name, extra) or member.startswith(f"{name}.")]
 
     def _warn_of_changes(self, module: str) -> None:
         before, self._environment = self._environment, dict(os.environ)
@@ -154,26 +155,26 @@ class Hidden:
                 )
 
 
-class Reuse:
-    """A loader that gives a hidden module. To everybody who only asks about the module it is the module's own."""
+class HiddenLoader:
+    """A loader that returns a hidden module. Other attributes are those of the module's own loader."""
 
-    def __init__(self, hidden: Hidden, loader: Any) -> None:
+    def __init__(self, hidden: HiddenModules, loader: Any) -> None:
         self._hidden, self._loader = hidden, loader
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        module = self._hidden.take(spec.name)
+        module = self._hidden.load(spec.name)
         self._spec = getattr(module, "__spec__", None)
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec  # the import has replaced it
+        module.__spec__ = self._spec  # the import system has replaced it
 
 
-def _is_from(module: ModuleType, found: ModuleSpec | None) -> bool:
-    """Whether the module is the one that was found. One that no finder finds was made by its package."""
+def _is_same_module(module: ModuleType, found: ModuleSpec | None) -> bool:
+    """Whether the module is the found one. A module that no finder finds was created by its package."""
     known = getattr(module, "__spec__", None)
     if found is None or known is None or found.origin == known.origin:
         return True

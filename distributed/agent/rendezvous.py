@@ -1,8 +1,8 @@
-"""torchrun's static rendezvous, with messages and checks.
+"""torchrun's static rendezvous with messages and checks.
 
-torchrun's waits for up to ten minutes without a message, and then raises an error of its store. This one reports which
-nodes are missing, refuses a node that does not fit, names the run that uses the port, and from then on keeps the agents
-in contact (`distributed.agent.membership`).
+torchrun's waits silently for up to ten minutes and then raises an error of its store. This one reports missing nodes,
+refuses incompatible nodes, names the run that uses the port, and starts the heartbeats of
+`distributed.agent.membership`.
 """
 
 from __future__ import annotations
@@ -23,31 +23,39 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStore
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from distributed.agent.failure_records import node_name
-from distributed.agent.membership import RUN, Facts, Membership, RendezvousFailed, Run, publish, read_run
+from distributed.agent.membership import (
+    RUN_KEY,
+    MemberFacts,
+    Membership,
+    PublishedRun,
+    RendezvousFailed,
+    publish,
+    read_run,
+)
 from distributed.agent.worker import Script
 
-UNNAMED = "none"  # torchrun's run id when it was given none
-CONNECTING = 5.0  # seconds for one attempt to connect
-OWNER_ANSWERS = 5.0  # seconds in which the owner of a port that is in use may say who it is
+NO_RUN_ID = "none"  # torchrun's default for --rdzv-id
+CONNECT_TIMEOUT = 5.0  # seconds, for one attempt
+OWNER_TIMEOUT = 5.0  # seconds to ask a store on a port in use for its run
 
 
 class Rendezvous(StaticTCPRendezvous):
-    """A static rendezvous. `membership` is set afterwards, if there are several nodes."""
+    """A static rendezvous. next_rendezvous() sets `membership` when there are several nodes."""
 
-    def __init__(self, plain: StaticTCPRendezvous, script: Script) -> None:
-        seconds = int(plain.timeout.total_seconds())
-        super().__init__(plain.master_addr, plain.master_port, plain.rank, plain.world_size, plain.run_id, seconds)
+    def __init__(self, base: StaticTCPRendezvous, script: Script) -> None:
+        seconds = int(base.timeout.total_seconds())
+        super().__init__(base.master_addr, base.master_port, base.rank, base.world_size, base.run_id, seconds)
         self.script = script
         self.membership: Membership | None = None
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait for all nodes. Raises RendezvousFailed when one does not join, or this node is refused."""
-        facts = facts_of_node(self.script, self.world_size)
-        run_name = "" if self.run_id == UNNAMED else self.run_id
+        """Wait for all nodes. Raises RendezvousFailed when a node is missing or this node is refused."""
+        facts = member_facts(self.script, self.world_size)
+        run_name = "" if self.run_id == NO_RUN_ID else self.run_id
         if self.rank == 0:
             run_name = run_name or Path(os.environ.get("MUSTER_RUN_DIR", "")).name or uuid.uuid4().hex
             self._store = self._store or self._serve()
-        run = self._gather(run_name, facts) if self.world_size > 1 else publish(self._connect(), run_name, facts)
+        run = self._join(run_name, facts) if self.world_size > 1 else publish(self._connect(), run_name, facts)
         assert self._store
         return RendezvousInfo(
             PrefixStore(run.id, self._store),
@@ -56,12 +64,12 @@ class Rendezvous(StaticTCPRendezvous):
             RendezvousStoreInfo(self.master_addr, self.master_port),
         )
 
-    def _gather(self, run_name: str, facts: Facts) -> Run:
+    def _join(self, run_name: str, facts: MemberFacts) -> PublishedRun:
         if self.membership:  # of the previous attempt
             self.membership.close()
         address, names = f"{self.master_addr}:{self.master_port}", os.environ.get("MUSTER_NODES", "").split()
         self.membership = Membership(self.rank, self.world_size, facts, address, self._connect, run_name, names)
-        return self.membership.gather(self.timeout.total_seconds(), log)
+        return self.membership.wait_for_all(self.timeout.total_seconds(), log)
 
     def _serve(self) -> TCPStore:
         try:
@@ -77,24 +85,24 @@ class Rendezvous(StaticTCPRendezvous):
     def _connect(self) -> Store:
         if self.rank == 0 and self._store:
             return self._store
-        # TCPStore cannot be interrupted while it connects, and prints a long trace when it fails.
-        socket.create_connection((self.master_addr, self.master_port), CONNECTING).close()
+        # TCPStore cannot be interrupted while it connects, and prints a long stack trace when it fails.
+        socket.create_connection((self.master_addr, self.master_port), CONNECT_TIMEOUT).close()
         self._store = self._tcp_store(is_master=False)
         return self._store
 
-    def _owner(self) -> Run | None:
-        """The run that listens at this port. A program that is no store may never answer."""
-        found: list[Run | None] = []
+    def _owner(self) -> PublishedRun | None:
+        """The run that listens on this port, if any. In a thread: a program that is not a store may never reply."""
+        found: list[PublishedRun | None] = []
 
-        def ask() -> None:
-            with suppress(RuntimeError):  # it is no store, has just ended, or belongs to no run
+        def query() -> None:
+            with suppress(RuntimeError):  # not a store, just closed, or a store without a run
                 store = self._tcp_store(is_master=False)
-                store.wait([RUN], timedelta(seconds=OWNER_ANSWERS))  # it may have started just now
+                store.wait([RUN_KEY], timedelta(seconds=OWNER_TIMEOUT))  # it may have started just now
                 found.append(read_run(store))
 
-        asking = threading.Thread(target=ask, daemon=True)
-        asking.start()
-        asking.join(OWNER_ANSWERS)
+        thread = threading.Thread(target=query, daemon=True)
+        thread.start()
+        thread.join(OWNER_TIMEOUT)
         return found[0] if found else None
 
     def _tcp_store(self, is_master: bool) -> TCPStore:
@@ -104,17 +112,17 @@ class Rendezvous(StaticTCPRendezvous):
             self.world_size,
             is_master=is_master,
             timeout=self.timeout,
-            wait_for_workers=False,  # Membership.gather waits, and reports for which nodes
+            wait_for_workers=False,  # Membership.wait_for_all waits and reports missing nodes
             multi_tenant=True,
         )
 
 
-def facts_of_node(script: Script, nodes: int) -> dict[str, str]:
-    """The name of this node, and what must be the same on all nodes of a run."""
+def member_facts(script: Script, nodes: int) -> dict[str, str]:
+    """The name of this node ("node") and the facts that must be equal on all nodes of a run."""
     facts = {"node": node_name(), "NNODES": str(nodes), "PyTorch": torch.__version__}
     if not script.is_module:
         facts["the script"] = checksum(script.file)
-    if list(script.arguments[:1]) == ["--config"]:  # as the launchers pass CONFIG on
+    if list(script.arguments[:1]) == ["--config"]:  # as the launchers pass CONFIG
         facts["CONFIG"] = checksum(script.arguments[1])
     return facts
 
@@ -123,7 +131,7 @@ def checksum(file: str) -> str:
     try:
         return f"sha256 {hashlib.sha256(Path(file).read_bytes()).hexdigest()[:12]}"
     except OSError as error:
-        return f"not to be read ({error.strerror})"
+        return f"unreadable ({error.strerror})"
 
 
 def log(line: str) -> None:

@@ -1,12 +1,12 @@
-"""A rank: a process in which a script finds what it finds in a fresh `python script.py`.
+"""Run a script in a forked or prepared process as `python script.py` would run it.
 
 The agent forks ranks from a process that has imported PyTorch (`distributed.agent.fork_server`); a task of srun
-becomes one itself. `become_main` resets the state of the process that it was, and `work` ends it as an interpreter
-ends.
+becomes a rank itself. `become_main` resets the state of the process; `run_script` runs the script and shuts down as
+the interpreter does.
 
-What differs: PyTorch has read its environment variables before the script begins (`distributed.agent.preloaded` detects
-a change), strings have the same hash on all ranks of a node, sys.meta_path has a finder of ours, and where the output
-goes to a file, a real-time signal writes the stack to another one beside it (`distributed.host.stacks`).
+Known differences: PyTorch has read its environment variables before the script starts (`distributed.agent.preloaded`
+detects changes), strings have the same hash on all ranks of a node, sys.meta_path has an additional finder, and if the
+output goes to a file, a real-time signal writes the stack to a file beside it (`distributed.host.stacks`).
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from types import ModuleType
 from typing import Any, NoReturn, TextIO
 
 from distributed.agent import failure_records
-from distributed.agent.preloaded import Hidden, Preload
+from distributed.agent.preloaded import HiddenModules, Preload
 from distributed.host import stacks
 
 IMPORTLIB = ("<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>")
-LOST_OUTPUT = 120  # exit code of an interpreter that could not write what was printed
-BEFORE_THE_SCRIPT = (__file__, runpy.__file__, "<frozen runpy>", *IMPORTLIB)  # the first frames of a traceback
+LOST_OUTPUT = 120  # exit code of an interpreter that could not flush its output
+LAUNCH_FRAMES = (__file__, runpy.__file__, "<frozen runpy>", *IMPORTLIB)  # the first frames of a traceback
 PR_SET_MM, PR_SET_MM_MAP = 35, 14  # prctl(2)
 
 
 @dataclass(frozen=True)
 class Script:
-    """What a rank runs, and with which arguments. Not a string: torchrun would replace ${local_rank} in it."""
+    """The script of a rank and its arguments. Not a string, in which torchrun would replace ${local_rank}."""
 
-    name: str  # a path as the person gave it, or a module
+    name: str  # a path as the user gave it, or a module
     arguments: tuple[str, ...]
     is_module: bool
     path: tuple[str, ...]  # sys.path of a fresh interpreter, without its first entry
@@ -57,27 +57,27 @@ class Script:
 
     @property
     def file(self) -> str:
-        """What Python begins with, of a directory too."""
+        """The file that Python runs, also for a directory."""
         return os.path.join(self.name, "__main__.py") if os.path.isdir(self.name) else self.name
 
     def command(self, interpreter: Sequence[str]) -> list[str]:
-        """The command line of a fresh interpreter that runs it."""
+        """The command line that runs the script in a fresh interpreter."""
         local_rank = [f"--local-rank={os.environ['LOCAL_RANK']}"] if self.pass_local_rank else []
         return [*interpreter, *(["-m"] if self.is_module else []), self.name, *local_rank, *self.arguments]
 
 
 @dataclass(frozen=True)
-class Rank:
-    """A rank that the agent starts."""
+class RankSpec:
+    """How the agent starts a rank."""
 
     script: Script
     environment: Mapping[str, str]
-    stdout: str  # a file, or "" for the agent's own
+    stdout: str  # path of a file; "" for the agent's stdout
     stderr: str
 
 
-def start(preload: Preload, rank: Rank) -> NoReturn:
-    """Be this rank. To be called in a new process, by the fork server."""
+def run_rank(preload: Preload, rank: RankSpec) -> NoReturn:
+    """Become this rank. The fork server calls this in a new process."""
     for path, number in ((rank.stdout, 1), (rank.stderr, 2)):
         if path:
             file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
@@ -85,11 +85,11 @@ def start(preload: Preload, rank: Rank) -> NoReturn:
             os.close(file)
     os.environ.clear()
     os.environ.update(rank.environment)
-    work(rank.script, preload, os.path.dirname(rank.stdout))
+    run_script(rank.script, preload, os.path.dirname(rank.stdout))
 
 
-def work(script: Script, preload: Preload | None = None, output: str = "") -> NoReturn:
-    """Be `python script arguments...` in this process, to its end. output: directory of its output files, if any."""
+def run_script(script: Script, preload: Preload | None = None, output: str = "") -> NoReturn:
+    """Run the script in this process and exit. output: directory of the rank's output files, if any."""
     process = os.getpid()
     inherited = dict(sys.modules)
     _skip_exit_handlers()
@@ -100,10 +100,10 @@ def work(script: Script, preload: Preload | None = None, output: str = "") -> No
         if preload:
             preload.hide()
         _run(script)
-    except SystemExit as leaving:
-        code = _exit_code(leaving.code)
-    except BaseException as error:  # noqa: BLE001 (whatever a script raises)
-        code = _report(error, keep=os.getpid() == process)
+    except SystemExit as request:
+        code = _exit_code(request.code)
+    except BaseException as error:  # noqa: BLE001 (a script may raise anything)
+        code = _report(error, record=os.getpid() == process)
     else:
         code = 0
     code = shut_down(code)
@@ -111,7 +111,7 @@ def work(script: Script, preload: Preload | None = None, output: str = "") -> No
     _exit(code)
 
 
-# ---------------------------------------------------------------- begin as a fresh interpreter begins
+# ---------------------------------------------------------------- start as a fresh interpreter does
 
 
 def become_main(script: Script) -> None:
@@ -121,45 +121,45 @@ def become_main(script: Script) -> None:
     _set_command_line(sys.orig_argv, os.environ)
     first = os.getcwd() if script.is_module else os.path.dirname(os.path.realpath(script.name))
     sys.path[:] = [*([] if getattr(sys.flags, "safe_path", False) else [first]), *script.path]
-    _remove_our_modules()
+    _remove_own_modules()
     multiprocessing.current_process().authkey = os.urandom(32)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
-    if "SLURM_JOB_ID" not in os.environ:  # in a job, a script that does not handle this warning must not die
+    if "SLURM_JOB_ID" not in os.environ:  # in a job, the signal must not kill a script without a handler
         signal.signal(signal.SIGUSR2, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _reseed()
     for name, file in (("stdout", 1), ("stderr", 2)):
-        if (stream := getattr(sys, name)) is not None:  # it was not open when the interpreter started
+        if (stream := getattr(sys, name)) is not None:  # None: not open when the interpreter started
             vars(sys)[name] = vars(sys)[f"__{name}__"] = _unbuffered(stream, file)
 
 
 def _set_command_line(command: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Show this command line and environment in /proc/self, to ps and psutil.
+    """Set the command line and environment in /proc/self, for ps and psutil.
 
-    prctl(2), PR_SET_MM_MAP: a kernel without CONFIG_CHECKPOINT_RESTORE refuses it, and the agent's stay.
+    See prctl(2), PR_SET_MM_MAP. A kernel without CONFIG_CHECKPOINT_RESTORE refuses it: those of the agent remain.
     """
     libc = ctypes.CDLL(None)
     libc.malloc.restype = libc.sbrk.restype = ctypes.c_void_p
     argv = b"".join(os.fsencode(argument) + b"\0" for argument in command)
     environ = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in environment.items())
-    begin = libc.malloc(ctypes.c_size_t(len(argv) + len(environ)))  # never freed
-    ctypes.memmove(begin, argv + environ, len(argv) + len(environ))
+    start = libc.malloc(ctypes.c_size_t(len(argv) + len(environ)))  # never freed
+    ctypes.memmove(start, argv + environ, len(argv) + len(environ))
     stat = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()  # from its third field on
     fields = (26, 27, 28, 45, 46, 47)  # numbered as in proc(5)
     start_code, end_code, start_stack, start_data, end_data, start_brk = (int(stat[number - 3]) for number in fields)
-    middle = begin + len(argv)
+    middle = start + len(argv)
     addresses = (
         start_code, end_code, start_data, end_data, start_brk, libc.sbrk(0), start_stack,
-        begin, middle, middle, middle + len(environ), 0,
+        start, middle, middle, middle + len(environ), 0,
     )  # fmt: skip
-    # struct prctl_mm_map: the addresses, no auxiliary vector, and the executable stays.
+    # struct prctl_mm_map: the addresses, no auxiliary vector, unchanged executable.
     layout = (ctypes.c_uint64 * 13)(*addresses, 0xFFFFFFFF << 32)
     libc.prctl(PR_SET_MM, PR_SET_MM_MAP, ctypes.byref(layout), ctypes.c_ulong(ctypes.sizeof(layout)), ctypes.c_ulong(0))
 
 
 def _unbuffered(stream: TextIO, number: int) -> TextIO:
-    """The same output as `python -u` makes it, and torchrun: what is written has arrived, however the process ends."""
+    """The stream as `python -u` opens it, which torchrun uses: no output is lost if the process is killed."""
     raw = io.FileIO(number, "wb", closefd=False)
     raw.name = stream.name
     text = io.TextIOWrapper(raw, stream.encoding, stream.errors, newline="\n", write_through=True)
@@ -167,20 +167,20 @@ def _unbuffered(stream: TextIO, number: int) -> TextIO:
     return text
 
 
-def _remove_our_modules() -> None:
-    """With `import distributed` a script may mean Dask's, or another version of ours; and it has its own __main__."""
+def _remove_own_modules() -> None:
+    """Remove package `distributed`: the script may import Dask's, or another version. Give it a new __main__."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "distributed"]:
         del sys.modules[name]
     main = ModuleType("__main__")
     vars(main)["__builtins__"] = builtins
     if sys.version_info < (3, 14):
         vars(main)["__annotations__"] = {}
-    # The second name is what spawned processes call a script by, in what they send back.
+    # Objects that spawned processes send back refer to the script as __mp_main__.
     sys.modules["__main__"] = sys.modules["__mp_main__"] = main
 
 
 def _reseed() -> None:
-    """A fork inherits every global generator: with the same numbers all ranks would shuffle alike."""
+    """Reseed the global generators: forks inherit their state, and all ranks would shuffle alike."""
     random.seed()
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
@@ -189,7 +189,7 @@ def _reseed() -> None:
 
 
 def _run(script: Script) -> None:
-    """As Python's own Modules/main.c runs a module, a file, or a directory or zip file with a __main__ in it."""
+    """Run a module, a file, or a directory or zip file with a __main__, as Python's Modules/main.c does."""
     if script.is_module:
         runpy._run_module_as_main(script.name)  # type: ignore[attr-defined]
         return
@@ -210,33 +210,36 @@ def _run(script: Script) -> None:
         exec(source.source_to_code(content, file), names)
 
 
-# ---------------------------------------------------------------- end as an interpreter ends
+# ---------------------------------------------------------------- shut down as the interpreter does
 
 
 def _exit_code(code: object) -> int:
-    """What the interpreter makes of sys.exit(code)."""
+    """The exit code of sys.exit(code). Prints the code if it is neither None nor an integer."""
     if code is None or isinstance(code, int):
         return (code or 0) & 0xFF
     sys.stderr.write(f"{code}\n")
     return 1
 
 
-def _report(error: BaseException, keep: bool) -> int:
-    """Print the traceback as the interpreter would, without our frames. keep: also as a failure record."""
+def _report(error: BaseException, record: bool) -> int:
+    """Print the traceback without the frames of this package. Returns the exit code; -n for signal n.
+
+    record: also write a failure record.
+    """
     trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename in BEFORE_THE_SCRIPT:
+    while trace is not None and trace.tb_frame.f_code.co_filename in LAUNCH_FRAMES:
         trace = trace.tb_next
     _finish_line()
     sys.excepthook(type(error), error.with_traceback(trace), trace)
     interrupted = isinstance(error, KeyboardInterrupt)
-    if keep:  # not that of a fork of the rank
-        failure_records.write_of_rank(128 + signal.SIGINT if interrupted else 1, error)
+    if record:
+        failure_records.write_rank_record(128 + signal.SIGINT if interrupted else 1, error)
     return -signal.SIGINT if interrupted else 1
 
 
 def _finish_line() -> None:
-    """A progress bar leaves its line unfinished in the output file: without a newline it would hide the traceback."""
-    with contextlib.suppress(AttributeError, OSError, ValueError):  # closed, or removed by the script
+    """End the last line of an output file, such as a progress bar, which would hide the traceback."""
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # stderr closed or removed by the script
         sys.stderr.flush()
         if stat.S_ISREG(os.fstat(2).st_mode):
             with open("/proc/self/fd/2", "rb") as output:
@@ -246,7 +249,7 @@ def _finish_line() -> None:
 
 
 def shut_down(code: int) -> int:
-    """Wait for threads, call what is registered, flush. Returns the exit code: another one when output is lost."""
+    """Wait for threads, call atexit handlers, flush. Returns the exit code; LOST_OUTPUT if 0 and a flush fails."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (getattr(sys, "stdout", None), getattr(sys, "stderr", None)):
@@ -259,30 +262,31 @@ def shut_down(code: int) -> int:
 
 
 def _finalise(inherited: Mapping[str, ModuleType]) -> None:
-    """Remove the script and its own modules as the interpreter's finalize_modules does: what they hold is finalised.
+    """Remove the script and its own modules, as the interpreter's finalize_modules does, so that objects are finalised.
 
-    Installed packages stay. To remove PyTorch takes a second, and a thread of it that still holds a tensor then aborts
-    the process, also one that has ended well (https://github.com/pytorch/pytorch/pull/179291).
+    Installed packages stay. Removing PyTorch takes a second, and a PyTorch thread that still holds a tensor then aborts
+    even a successful process (https://github.com/pytorch/pytorch/pull/179291).
     """
-    threading.excepthook = lambda failed: None  # of daemon threads, which would have ended
+    threading.excepthook = lambda failed: None  # of daemon threads, which the interpreter would have ended
     sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stdout__, sys.__stderr__
     for name in ("last_type", "last_value", "last_traceback", "last_exc"):
         vars(sys).pop(name, None)
-    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, Hidden)]  # refers to __main__
-    # As the interpreter does, while everything is still reachable: the next collection then finalises objects from the
-    # outer to the inner. In the order of creation a file is closed before its buffer is written.
+    # The finder refers to __main__.
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, HiddenModules)]
+    # The interpreter also collects while everything is reachable: the next collection then finalises outer objects
+    # before inner ones. In order of creation, a file would be closed before its buffer is written.
     gc.collect()
     own = [name for name, module in sys.modules.items() if inherited.get(name) is not module and not _installed(module)]
-    left = [weakref.ref(_Names(vars(sys.modules.pop(name)))) for name in own]
+    remaining = [weakref.ref(_ModuleNames(vars(sys.modules.pop(name)))) for name in own]
     gc.collect()
-    for reference in reversed(left):
+    for reference in reversed(remaining):
         if (found := reference()) is not None:
             _clear(found.names)
     gc.collect()
 
 
-class _Names:
-    """The names of a module, alive as long as they are: a function in a signal handler, or a hook, keeps them alive."""
+class _ModuleNames:
+    """Refers to a module's __dict__ and lives as long as it does. A function used as a hook keeps the dict alive."""
 
     def __init__(self, names: dict[str, Any]) -> None:
         self.names = names
@@ -298,7 +302,7 @@ def _installed(module: object) -> bool:
 
 
 def _clear(names: dict[str, Any]) -> None:
-    """Names with one underscore first, as a module of Python is cleared."""
+    """Clear names with one leading underscore first, as the interpreter does."""
     for name in [name for name in names if name.startswith("_") and not name.startswith("__")]:
         names[name] = None
     for name in [name for name in names if name != "__builtins__"]:
@@ -306,9 +310,9 @@ def _clear(names: dict[str, Any]) -> None:
 
 
 def _skip_exit_handlers() -> None:
-    """Let exit(3) run the handlers that are registered from now on, flush the streams of C, and end the process.
+    """Let exit(3) run only handlers registered from now on, flush C streams and end the process.
 
-    Handlers of libraries that are loaded already are skipped: PyTorch's would take 0.3 s.
+    Handlers of libraries that are already loaded are skipped: PyTorch's take 0.3 s.
     """
     libc = ctypes.CDLL(None)
     libc.on_exit(libc._exit, None)  # _exit(code): handlers run in reverse order of registration
@@ -316,7 +320,7 @@ def _skip_exit_handlers() -> None:
 
 
 def _exit(code: int) -> NoReturn:
-    """End the process; -n: by signal n."""
+    """End the process with this exit code, or by signal n for -n."""
     if code < 0:
         signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)

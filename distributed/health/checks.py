@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from distributed import terminal
-from distributed.host.facts import Facts, Run
+from distributed.host.facts import Facts, RunProcesses
 from distributed.host.gpus import Gpu, visible
 from distributed.host.interpreter import Torch
 from distributed.host.resources import Space
@@ -243,7 +243,7 @@ def check_gpu_use(facts: Facts) -> Iterator[Finding]:
                 yield Finding(level, "GPU use", fact, "no GPU is idle; wait, or ask the users")
 
 
-def describe_use(gpu: Gpu, runs: Mapping[int, Run]) -> str:
+def describe_use(gpu: Gpu, runs: Mapping[int, RunProcesses]) -> str:
     """runs: process id -> the run it belongs to."""
     users = []
     for user in gpu.processes:
@@ -572,7 +572,7 @@ def check_runs(facts: Facts) -> Iterator[Finding]:
         yield ok("runs", "none on this machine")
 
 
-def how_to_stop(run: Run, facts: Facts) -> tuple[str, str]:
+def how_to_stop(run: RunProcesses, facts: Facts) -> tuple[str, str]:
     """A fix and a command. The run may be training, or another user's, so the command never kills it."""
     if run.user != facts.user:
         return f"ask {run.user} whether it is still needed", ""

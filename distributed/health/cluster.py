@@ -24,7 +24,7 @@ from distributed.health.differences import compare
 from distributed.health.doctor import render, render_findings
 from distributed.host.facts import Facts, FullNodeFacts, Route
 from distributed.host.replies import Reply, read
-from distributed.launch.connectivity import REMEDY, Gap, read_gaps
+from distributed.launch.connectivity import REMEDY, FailedConnection, read_failed_connections
 from distributed.nodelist import fold
 
 
@@ -36,7 +36,7 @@ class ClusterFacts:
     facts: Mapping[str, FullNodeFacts]  # of the nodes that replied
     ahead: Mapping[str, float]  # seconds by which their clocks are ahead of this machine's
     failed: Mapping[str, str]  # node that did not reply -> reason
-    gaps: tuple[Gap, ...]
+    gaps: tuple[FailedConnection, ...]
 
 
 # ---------------------------------------------------------------- the replies
@@ -52,7 +52,7 @@ def read_cluster(replies_dir: Path, nodes: Sequence[str]) -> ClusterFacts:
         facts=facts,
         ahead={node: value.now - replies[node].arrived for node, value in facts.items()},
         failed={node: value for node, value in found.items() if isinstance(value, str)},
-        gaps=tuple(read_gaps(replies_dir, tuple(facts))) if (replies_dir / "trying").exists() else (),
+        gaps=tuple(read_failed_connections(replies_dir, tuple(facts))) if (replies_dir / "trying").exists() else (),
     )
 
 
@@ -60,7 +60,7 @@ def facts_of(reply: Reply) -> FullNodeFacts | str:
     """The facts in a reply, or why it has none."""
     value = reply.value()
     if value is None:
-        return reply.why_none()
+        return reply.failure_message()
     try:
         return from_json(value)
     except (TypeError, KeyError) as error:

@@ -1,1 +1,1 @@
-"""Facts of this machine: what it has, what runs on it, and what another node says when it is asked."""
+"""Facts of this machine, its processes, and the replies of other nodes."""

@@ -1,4 +1,4 @@
-"""What the host's own name leads to, what its addresses lead back to, and how long a resolver takes to say so."""
+"""Forward and reverse lookups of this host's name and addresses, with their duration."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from distributed.host.network import outward_address
 
-LOOKUP_LIMIT = 6.0  # seconds; a resolver that drops one packet answers after 5
+LOOKUP_LIMIT = 6.0  # seconds; after one lost packet a resolver replies after 5
 
 
 @dataclass(frozen=True)
@@ -22,22 +22,22 @@ class Lookup:
 
 
 @dataclass(frozen=True)
-class Names:
+class NameLookups:
     host: str
-    outward: str  # the address other machines would see; empty: there is only loopback
+    outward: str  # the address that other machines see; "": only loopback
     forward: Lookup
     reverse: tuple[Lookup, ...]
 
 
-def look_up_names() -> Names:
-    """What the host's own name leads to, and what its addresses lead back to, all looked up at once."""
+def look_up_names() -> NameLookups:
+    """Look up the host's name and its addresses, all at the same time."""
     host, outward = socket.gethostname(), outward_address()
     addresses = dict.fromkeys(address for address in ("127.0.0.1", outward) if address)
     forward, *reverse = look_up(
         {host: lambda: forward_lookup(host)}
         | {address: lambda address=address: reverse_lookup(address) for address in addresses}
     )
-    return Names(host, outward, forward, tuple(reverse))
+    return NameLookups(host, outward, forward, tuple(reverse))
 
 
 def forward_lookup(host: str) -> tuple[str, ...]:
@@ -49,23 +49,23 @@ def reverse_lookup(address: str) -> tuple[str, ...]:
     return (socket.getnameinfo((address, 0), 0)[0],)
 
 
-def look_up(questions: Mapping[str, Callable[[], tuple[str, ...]]], limit: float = LOOKUP_LIMIT) -> list[Lookup]:
-    """Ask everything at once, in threads that are left alone when they take longer than `limit` seconds."""
+def look_up(queries: Mapping[str, Callable[[], tuple[str, ...]]], limit: float = LOOKUP_LIMIT) -> list[Lookup]:
+    """Run all queries at the same time, in threads that are abandoned after `limit` seconds."""
     done: dict[str, Lookup] = {}
 
-    def answer(query: str, question: Callable[[], tuple[str, ...]]) -> None:
-        begin = time.monotonic()
+    def run(query: str, function: Callable[[], tuple[str, ...]]) -> None:
+        start = time.monotonic()
         try:
-            answers, error = question(), ""
+            answers, error = function(), ""
         except OSError as problem:
             answers, error = (), problem.strerror or str(problem)
-        done[query] = Lookup(query, answers, time.monotonic() - begin, error)
+        done[query] = Lookup(query, answers, time.monotonic() - start, error)
 
-    threads = [threading.Thread(target=answer, args=item, daemon=True) for item in questions.items()]
+    threads = [threading.Thread(target=run, args=item, daemon=True) for item in queries.items()]
     for thread in threads:
         thread.start()
     end = time.monotonic() + limit
     for thread in threads:
         thread.join(max(0.0, end - time.monotonic()))
     late = f"no answer within {limit:g} s"
-    return [done.get(query, Lookup(query, (), limit, late)) for query in questions]
+    return [done.get(query, Lookup(query, (), limit, late)) for query in queries]

@@ -1,7 +1,7 @@
-"""What is true of this machine: the facts that the doctor judges, and that nodes can be compared by.
+"""Collect facts of this machine for the doctor and for the comparison of nodes.
 
-Only looking, no opinion: each function reads one corner of the machine and returns values. What cannot be
-read is empty or None, never an exception.
+Each function reads one kind of facts and returns values without judging them. Unreadable facts are empty or None, never
+an exception.
 
 Try it: python3 -m distributed.health.doctor --json
 """
@@ -18,15 +18,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from distributed.host.dns import Names, look_up_names
-from distributed.host.gpus import Gpus, look_at_gpus, owner
+from distributed.host.dns import NameLookups, look_up_names
+from distributed.host.gpus import Gpus, owner, query_gpus
 from distributed.host.identity import user
 from distributed.host.interpreter import (
     Interpreter,
     Package,
     Torch,
-    ask_torch,
     find_shadows,
+    probe_torch,
     required_packages,
     which_python,
 )
@@ -44,16 +44,16 @@ from distributed.host.resources import (
     Limits,
     Memory,
     Space,
-    look_at_cores,
-    look_at_limits,
-    look_at_memory,
-    look_at_space,
+    read_cores,
+    read_limits,
+    read_memory,
+    read_space,
 )
 from distributed.host.system import KIT, PROC, SYS, read, run_program
 
 PROGRAMS = ("ssh", "rsync", "tmux", "pdsh", "srun")
-# What torch, NCCL, gloo, OpenMP and Python's imports listen to, and nothing that could be a secret.
-SPEAKING = re.compile(
+# Variables read by torch, NCCL, gloo, OpenMP and Python's import system. None of them contains a secret.
+REPORTED_VARIABLES = re.compile(
     r"(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)|NODE_RANK|MASTER_(ADDR|PORT)|OMP_NUM_THREADS|PYTHONPATH"
     r"|(TORCHELASTIC|PET|CUDA|NCCL|TORCH_NCCL|GLOO)_\w+"
 )
@@ -63,30 +63,30 @@ SPEAKING = re.compile(
 class Port:
     number: int
     free: bool = True
-    holder: str = ""  # "pid 12 (python train.py)", where that can be seen
+    holder: str = ""  # "pid 12 (python train.py)" if visible
     ephemeral: tuple[int, int] = (32768, 60999)
 
 
 @dataclass(frozen=True)
 class Clock:
-    now: float  # unix seconds
-    synchronised: bool | None = None  # None: nobody knows
+    now: float  # Unix seconds
+    synchronised: bool | None = None  # None: unknown
 
 
 @dataclass(frozen=True)
-class Run:
-    folder: str
+class RunProcesses:
+    folder: str  # run directory
     pids: tuple[int, ...]
-    user: str = ""  # the owner of these processes
-    recorded: bool = True  # run.json is there: status.sh and stop.sh take this folder
+    user: str = ""  # owner of the processes
+    recorded: bool = True  # run.json exists: status.sh and stop.sh accept this directory
 
 
 @dataclass(frozen=True)
 class Facts:
-    """Everything the checks judge; as JSON, what two nodes can be compared by."""
+    """Input of the health checks; as JSON, input of the comparison of nodes."""
 
-    kit: str
-    folder: str  # the working folder
+    kit: str  # installation directory of Muster
+    folder: str  # working directory
     container: bool
     interpreter: Interpreter
     torch: Torch
@@ -98,59 +98,59 @@ class Facts:
     cores: Cores
     limits: Limits
     port: Port
-    names: Names
+    names: NameLookups
     interfaces: tuple[str, ...]
-    environment: Mapping[str, str] = field(default_factory=dict)  # what speaks to torch, NCCL, gloo, OpenMP
-    shadows: tuple[str, ...] = ()  # files that are imported in place of a library
+    environment: Mapping[str, str] = field(default_factory=dict)  # REPORTED_VARIABLES that are set
+    shadows: tuple[str, ...] = ()  # files that would be imported instead of a library
     clock: Clock = Clock(0)
-    programs: Mapping[str, str] = field(default_factory=dict)  # name -> path, empty: not here
-    runs: tuple[Run, ...] = ()
-    user: str = ""  # who asks
+    programs: Mapping[str, str] = field(default_factory=dict)  # name -> path; "": not found
+    runs: tuple[RunProcesses, ...] = ()
+    user: str = ""  # of this process
 
 
 @dataclass(frozen=True)
 class Route:
-    """The way to the other nodes."""
+    """The route to the other nodes."""
 
-    interface: str  # empty: unknown
+    interface: str  # "": unknown
     mtu: int  # bytes; 0: unknown
-    speed: int  # Mbit/s, as the card has agreed with the switch; 0: unknown
+    speed: int  # Mbit/s, negotiated with the switch; 0: unknown
 
 
 @dataclass(frozen=True)
 class FullNodeFacts(NodeFacts):
-    """A machine as one node among others: what the doctor judges, and what nodes can be compared by."""
+    """The reply of a node to the doctor."""
 
     facts: Facts
-    kit: Mapping[str, str | None]  # of each file of the kit that ranks run: SHA-256
+    kit: Mapping[str, str | None]  # file of Muster that ranks run -> SHA-256
     route: Route
-    now: float  # unix seconds, when it replied
+    now: float  # Unix seconds at the time of the reply
 
 
-def gather(folder: Path, logs: Path, port: int, env: Mapping[str, str] = os.environ) -> Facts:
-    """All facts of this machine, as a launch from `folder` with logs in `logs` would meet them."""
+def gather(directory: Path, logs: Path, port: int, env: Mapping[str, str] = os.environ) -> Facts:
+    """All facts of this machine for a launch from `directory` with logs in `logs`."""
     return Facts(
         kit=str(KIT),
-        folder=str(folder),
+        folder=str(directory),
         container=in_container(),
         interpreter=which_python(sys.executable, env),
-        torch=ask_torch(sys.executable),
+        torch=probe_torch(sys.executable),
         packages=required_packages(KIT / "requirements.txt"),
-        gpus=look_at_gpus(),
-        memory=look_at_memory(),
+        gpus=query_gpus(),
+        memory=read_memory(),
         disks=(
-            look_at_space("working directory", folder),
-            look_at_space("logs", logs),
-            look_at_space("/tmp", Path("/tmp")),
+            read_space("working directory", directory),
+            read_space("logs", logs),
+            read_space("/tmp", Path("/tmp")),
         ),
-        shm=look_at_space("/dev/shm", Path("/dev/shm")),
-        cores=look_at_cores(),
-        limits=look_at_limits(),
+        shm=read_space("/dev/shm", Path("/dev/shm")),
+        cores=read_cores(),
+        limits=read_limits(),
         port=Port(port, port_is_free(port), listener(port), ephemeral_range()),
         names=look_up_names(),
         interfaces=tuple(name for _, name in socket.if_nameindex()),
-        environment={name: value for name, value in sorted(env.items()) if SPEAKING.fullmatch(name)},
-        shadows=find_shadows(folder, env.get("PYTHONPATH", "")),
+        environment={name: value for name, value in sorted(env.items()) if REPORTED_VARIABLES.fullmatch(name)},
+        shadows=find_shadows(directory, env.get("PYTHONPATH", "")),
         clock=Clock(time.time(), clock_is_synchronised()),
         programs={name: shutil.which(name) or "" for name in PROGRAMS},
         runs=find_runs(),
@@ -159,31 +159,31 @@ def gather(folder: Path, logs: Path, port: int, env: Mapping[str, str] = os.envi
 
 
 def route_to(nodes: Sequence[str]) -> Route:
-    """The interface on the way to the first of the other nodes."""
+    """The route to the first of the other nodes that can be resolved."""
     others = (node for node in nodes if node != socket.gethostname() and address_towards(node))
     name = next((found for found in map(interface_to, others) if found and found != "lo"), "")
     speed = read(SYS / "class/net" / name / "speed") if name else ""
-    return Route(name, mtu_of_interface(name), int(speed) if speed.isdigit() else 0)  # -1: the card does not know
+    return Route(name, mtu_of_interface(name), int(speed) if speed.isdigit() else 0)  # -1: unknown to the driver
 
 
 def in_container() -> bool:
-    marks = Path("/.dockerenv"), Path("/run/.containerenv"), Path("/var/run/secrets/kubernetes.io")
-    return "container" in os.environ or any(mark.exists() for mark in marks)
+    files = Path("/.dockerenv"), Path("/run/.containerenv"), Path("/var/run/secrets/kubernetes.io")
+    return "container" in os.environ or any(file.exists() for file in files)
 
 
 def clock_is_synchronised() -> bool | None:
-    answer = run_program(["timedatectl", "show", "--property=NTPSynchronized", "--value"], 3).out.strip()
-    return {"yes": True, "no": False}.get(answer)
+    output = run_program(["timedatectl", "show", "--property=NTPSynchronized", "--value"], 3).out.strip()
+    return {"yes": True, "no": False}.get(output)
 
 
-def find_runs(proc: Path = PROC) -> tuple[Run, ...]:
-    """Processes of runs of this kit: their launchers gave them MUSTER_RUN_DIR. Our own run is not counted."""
+def find_runs(proc: Path = PROC) -> tuple[RunProcesses, ...]:
+    """Processes of Muster's runs, which have MUSTER_RUN_DIR in their environment, except the run of this process."""
     found: dict[str, list[int]] = {}
     for process in proc.glob("[0-9]*"):
         if marker := re.search(r"(?:^|\0)MUSTER_RUN_DIR=([^\0]+)", read(process / "environ")):
             found.setdefault(marker[1], []).append(int(process.name))
     found.pop(os.environ.get("MUSTER_RUN_DIR", ""), None)
     return tuple(
-        Run(folder, tuple(sorted(pids)), owner(pids[0], proc), os.path.isfile(os.path.join(folder, "run.json")))
-        for folder, pids in sorted(found.items())
+        RunProcesses(run, tuple(sorted(pids)), owner(pids[0], proc), os.path.isfile(os.path.join(run, "run.json")))
+        for run, pids in sorted(found.items())
     )

@@ -1,6 +1,6 @@
-"""Which GPUs are here, who uses them, and which of them a process sees.
+"""The GPUs of this machine, the processes that use them, and the GPUs visible to a process.
 
-nvidia-smi reports them; without it the kernel's files show how many there are.
+nvidia-smi reports them; without it, the device files show only their number.
 
 Try it: python3 -m distributed.host.gpus
 """
@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from distributed.host.system import GIB, MIB, PROC, SYS, Output, read, run_program
+from distributed.host.system import GIB, MIB, PROC, SYS, ProgramOutput, read, run_program
 
-NVIDIA_LIMIT = 20.0  # seconds; a driver without persistence mode takes some for each GPU
+NVIDIA_LIMIT = 20.0  # seconds; a driver without persistence mode takes seconds per GPU
 GPU_FIELDS = (
     "index,uuid,driver_version,memory.total,memory.used,persistence_mode,mig.mode.current,"
     "ecc.errors.uncorrected.volatile.total,name"
@@ -28,7 +28,7 @@ APP_FIELDS = "gpu_uuid,pid,used_memory,process_name"
 @dataclass(frozen=True)
 class GpuProcess:
     pid: int
-    user: str  # empty: not visible from here, as when it runs in another container
+    user: str  # "": not visible, for example in another container
     name: str
     memory: int  # bytes
 
@@ -42,7 +42,7 @@ class Gpu:
     memory_used: int  # bytes
     persistence: bool = True
     mig: bool = False
-    ecc_errors: int = 0  # uncorrected, since the driver was loaded
+    ecc_errors: int = 0  # uncorrected errors since the driver was loaded
     processes: tuple[GpuProcess, ...] = ()
 
     @property
@@ -53,17 +53,17 @@ class Gpu:
 @dataclass(frozen=True)
 class Gpus:
     driver: str = ""
-    error: str = ""  # why nvidia-smi does not answer
-    hardware: int = 0  # NVIDIA's cards on the PCI bus, with or without a driver
+    error: str = ""  # error of nvidia-smi
+    hardware: int = 0  # NVIDIA cards on the PCI bus, with or without a driver
     devices: tuple[Gpu, ...] = ()
 
 
 # ---------------------------------------------------------------- nvidia-smi
 
 
-def look_at_gpus(dev: Path = Path("/dev"), sys_folder: Path = SYS) -> Gpus:
-    """The GPUs and who uses them, as nvidia-smi reports."""
-    hardware = nvidia_cards(sys_folder)
+def query_gpus(dev: Path = Path("/dev"), sys_directory: Path = SYS) -> Gpus:
+    """The GPUs and their processes, as reported by nvidia-smi."""
+    hardware = nvidia_cards(sys_directory)
     if not shutil.which("nvidia-smi"):
         return Gpus(hardware=hardware, devices=device_files(dev))
     output = query("gpu", GPU_FIELDS)
@@ -80,12 +80,12 @@ def look_at_gpus(dev: Path = Path("/dev"), sys_folder: Path = SYS) -> Gpus:
     )
 
 
-def query(what: str, fields: str) -> Output:
-    return run_program(["nvidia-smi", f"--query-{what}={fields}", "--format=csv,noheader,nounits"], NVIDIA_LIMIT)
+def query(kind: str, fields: str) -> ProgramOutput:
+    return run_program(["nvidia-smi", f"--query-{kind}={fields}", "--format=csv,noheader,nounits"], NVIDIA_LIMIT)
 
 
 def table(csv: str, fields: str) -> list[dict[str, str]]:
-    """nvidia-smi quotes nothing: the last field is the one that may hold a comma."""
+    """Parse output of nvidia-smi, which is not quoted: only the last field may contain a comma."""
     keys = fields.split(",")
     rows = [line.split(", ", len(keys) - 1) for line in csv.splitlines()]
     return [dict(zip(keys, row, strict=True)) for row in rows if len(row) == len(keys)]
@@ -106,7 +106,7 @@ def gpu_from(row: Mapping[str, str], processes: tuple[GpuProcess, ...]) -> Gpu:
 
 
 def gpu_processes(csv: str) -> dict[str, tuple[GpuProcess, ...]]:
-    """GPU uuid -> its processes."""
+    """Returns GPU uuid -> its processes."""
     found: dict[str, tuple[GpuProcess, ...]] = {}
     for row in table(csv, APP_FIELDS):
         process = GpuProcess(
@@ -119,17 +119,18 @@ def gpu_processes(csv: str) -> dict[str, tuple[GpuProcess, ...]]:
     return found
 
 
-def count(word: str) -> int:
-    """A number of nvidia-smi; 0 for [N/A] and its like."""
-    return int(word) if word.isdigit() else 0
+def count(field: str) -> int:
+    """A number in the output of nvidia-smi; 0 for [N/A] and similar."""
+    return int(field) if field.isdigit() else 0
 
 
-def mebibytes(word: str) -> int:
-    return count(word) * MIB
+def mebibytes(field: str) -> int:
+    """A number of MiB in the output of nvidia-smi, in bytes."""
+    return count(field) * MIB
 
 
 def owner(pid: int, proc: Path = PROC) -> str:
-    """The user of a process; empty when it is not visible from here."""
+    """The user of a process; "" if the process is not visible."""
     try:
         uid = (proc / str(pid)).stat().st_uid
     except OSError:
@@ -143,54 +144,55 @@ def owner(pid: int, proc: Path = PROC) -> str:
 # ---------------------------------------------------------------- the kernel
 
 
-def nvidia_cards(sys_folder: Path) -> int:
-    """NVIDIA's display and compute cards on the PCI bus, whether a driver knows them or not."""
-    devices = sys_folder.glob("bus/pci/devices/*")
+def nvidia_cards(sys_directory: Path) -> int:
+    """The number of NVIDIA display and compute cards on the PCI bus, with or without a driver."""
+    devices = sys_directory.glob("bus/pci/devices/*")
     return sum(read(card / "vendor") == "0x10de" and read(card / "class").startswith("0x03") for card in devices)
 
 
 def device_files(dev: Path) -> tuple[Gpu, ...]:
-    """GPUs without nvidia-smi: the kernel's files show no more than how many there are."""
+    """The GPUs that have a device file, without further facts."""
     numbers = [path.name.removeprefix("nvidia") for path in dev.glob("nvidia*")]
     indices = sorted(int(number) for number in numbers if number.isdigit())
     return tuple(Gpu(index, f"/dev/nvidia{index}", "NVIDIA GPU", 0, 0) for index in indices)
 
 
-# ---------------------------------------------------------------- what a process sees
+# ---------------------------------------------------------------- CUDA_VISIBLE_DEVICES
 
 
 def visible(setting: str | None, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
-    """The GPUs that CUDA_VISIBLE_DEVICES leaves; None when it is not set.
+    """The GPUs that are visible with this value of CUDA_VISIBLE_DEVICES; None: not set.
 
-    As CUDA reads it: numbers or beginnings of a uuid, up to the first that is no GPU; one named twice leaves none.
-    Where MIG is on, a process sees one slice of one GPU.
+    CUDA reads indices or prefixes of a uuid up to the first invalid one; a duplicate makes all GPUs invisible. With
+    MIG, a process sees one slice of one GPU.
     """
     seen = list(gpus)
     if setting is not None:
-        seen, words = [], [word.strip() for word in setting.split(",")]
-        for word in words:
-            if not (gpu := named(word, gpus)):
+        seen, devices = [], [device.strip() for device in setting.split(",")]
+        for device in devices:
+            if not (gpu := find_gpu(device, gpus)):
                 break
             seen.append(gpu)
-        if len(set(words[: len(seen)])) < len(seen):
+        if len(set(devices[: len(seen)])) < len(seen):
             return ()
     sliced = [gpu for gpu in seen if gpu.mig]
     return tuple(sliced[:1] or seen)
 
 
-def named(word: str, gpus: Sequence[Gpu]) -> Gpu | None:
-    if word.startswith("MIG-"):
+def find_gpu(device: str, gpus: Sequence[Gpu]) -> Gpu | None:
+    """device: an entry of CUDA_VISIBLE_DEVICES."""
+    if device.startswith("MIG-"):
         found = [gpu for gpu in gpus if gpu.mig]
-    elif word.startswith("GPU-"):
-        found = [gpu for gpu in gpus if gpu.uuid.startswith(word)]
+    elif device.startswith("GPU-"):
+        found = [gpu for gpu in gpus if gpu.uuid.startswith(device)]
     else:
-        found = [gpu for gpu in gpus if str(gpu.index) == word]
+        found = [gpu for gpu in gpus if str(gpu.index) == device]
     return found[0] if found else None
 
 
 def main() -> int:
-    """Print how many GPUs this shell may use."""
-    gpus = look_at_gpus()
+    """Print the number of GPUs visible to this shell."""
+    gpus = query_gpus()
     if gpus.error:
         sys.stderr.write(f"{gpus.error}\n")
     print(len(visible(os.environ.get("CUDA_VISIBLE_DEVICES"), gpus.devices)))

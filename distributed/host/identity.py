@@ -1,6 +1,6 @@
-"""Which machine, process, user and software is this, so that another node or a later command knows it again?
+"""Identify this machine, user and software, so that another node or a later command can recognise them.
 
-This runs before every launch, so it imports little, and that late.
+This runs before every launch, so it imports few modules, and those late.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ if TYPE_CHECKING:  # typing itself would cost milliseconds
 
 
 def machine() -> str:
-    """The boot, and the network within it: containers and network namespaces are machines of their own."""
+    """An identifier of the boot and the network namespace: containers are separate machines."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         return file.read().strip() + os.readlink("/proc/self/ns/net")
 
 
 def user() -> str:
-    """The name of who runs this; the number where a container knows no names."""
+    """The name of the user of this process; the user id if it has no name, as in some containers."""
     import pwd
 
     try:
@@ -30,14 +30,14 @@ def user() -> str:
 
 
 def versions(path: Sequence[str] | None = None) -> dict[str, str | None]:
-    """Of this interpreter, and of the PyTorch it would import: the name of its dist-info folder says it."""
+    """Versions of this interpreter and of the PyTorch in `path`, from the name of its dist-info directory."""
     return {"python": sys.version.split()[0], "torch": _torch_version(sys.path if path is None else path)}
 
 
 def _torch_version(path: Sequence[str]) -> str | None:
-    for folder in path:
+    for directory in path:
         try:
-            names = sorted(os.listdir(folder or "."))
+            names = sorted(os.listdir(directory or "."))
         except OSError:
             continue  # an entry of sys.path need not exist
         for name in names:
@@ -47,7 +47,7 @@ def _torch_version(path: Sequence[str]) -> str | None:
     return None
 
 
-if __name__ == "__main__":  # runs.run_directory asks another Python
+if __name__ == "__main__":  # runs.run_directory runs this with another Python
     import json
 
     print(json.dumps(versions()))

@@ -1,4 +1,4 @@
-"""Which Python this is, which PyTorch and which packages it has, and what would be imported in their place."""
+"""Facts of this Python: its version, PyTorch, installed packages, and files that shadow libraries."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from distributed.host.system import KIT, Output, read, run_program
+from distributed.host.system import KIT, ProgramOutput, read, run_program
 
-TORCH_LIMIT = 120.0  # seconds for `import torch`, which a cold network disk makes long
+TORCH_LIMIT = 120.0  # seconds; `import torch` is slow from a cold network disk
 
 
 @dataclass(frozen=True)
@@ -23,35 +23,34 @@ class Interpreter:
     path: str
     version: str
     isolated: bool = True  # a virtual or conda environment: packages can be installed
-    unused_conda: str = ""  # an active conda environment that was not picked
+    unused_conda: str = ""  # an active conda environment that is not used
 
 
 @dataclass(frozen=True)
 class Torch:
-    version: str = ""  # from package metadata; empty: not installed
+    version: str = ""  # from package metadata; "": not installed
     error: str = ""  # why it cannot be imported
-    seconds: float = 0.0  # that importing took
-    cuda: str = ""  # version it was built for; empty: built without
+    seconds: float = 0.0  # duration of the import
+    cuda: str = ""  # version it was built for; "": built without CUDA
     hip: str = ""
     nccl: str = ""
     gloo: bool = False
     cuda_available: bool = False
-    complaint: str = ""  # what torch said when it looked for GPUs
-    archs: tuple[str, ...] = ()  # what it has code for, such as sm_90
-    capabilities: tuple[str, ...] = ()  # of the GPUs it sees, such as sm_90
+    complaint: str = ""  # warning of torch.cuda.is_available()
+    archs: tuple[str, ...] = ()  # architectures it has code for, such as sm_90
+    capabilities: tuple[str, ...] = ()  # of the visible GPUs, such as sm_90
 
 
 @dataclass(frozen=True)
 class Package:
     name: str
-    oldest: str  # empty: any
-    installed: str  # empty: not installed
+    oldest: str  # minimum version; "": any
+    installed: str  # "": not installed
 
 
 def which_python(executable: str, env: Mapping[str, str]) -> Interpreter:
-    """Which Python this is."""
     conda = env.get("CONDA_PREFIX", "")
-    base = env.get("CONDA_DEFAULT_ENV") == "base"  # active in every shell: it counts as python3
+    base = env.get("CONDA_DEFAULT_ENV") == "base"  # active in every shell, so it was not chosen on purpose
     in_conda = Path(sys.prefix, "conda-meta").is_dir()
     return Interpreter(
         path=executable,
@@ -61,14 +60,14 @@ def which_python(executable: str, env: Mapping[str, str]) -> Interpreter:
     )
 
 
-TORCH_QUESTIONS = """
+TORCH_PROBE = """
 import json, sys, time, warnings
-sys.path[:] = [folder for folder in sys.path if folder]
+sys.path[:] = [entry for entry in sys.path if entry]
 warnings.simplefilter("always")
-begin = time.monotonic()
-with warnings.catch_warnings(record=True) as said:
+start = time.monotonic()
+with warnings.catch_warnings(record=True) as caught:
     import torch
-    seconds = time.monotonic() - begin
+    seconds = time.monotonic() - start
     available = torch.cuda.is_available()
 dist, nccl = torch.distributed, ()
 if available and dist.is_available() and dist.is_nccl_available():
@@ -81,34 +80,34 @@ print(json.dumps({
     "nccl": ".".join(map(str, nccl)),
     "gloo": dist.is_available() and dist.is_gloo_available(),
     "cuda_available": available,
-    "complaint": str(said[-1].message).splitlines()[0] if said else "",
+    "complaint": str(caught[-1].message).splitlines()[0] if caught else "",
     "archs": torch.cuda.get_arch_list(),
     "capabilities": ["sm_%d%d" % torch.cuda.get_device_capability(gpu) for gpu in gpus],
 }))
 """
 
 
-def ask_torch(python: str, limit: float = TORCH_LIMIT) -> Torch:
-    """What PyTorch says of itself, asked in a process of its own: a broken one is a fact, not a crash."""
+def probe_torch(python: str, limit: float = TORCH_LIMIT) -> Torch:
+    """Query PyTorch in a separate process, which a broken installation may crash."""
     version = installed("torch")
     if not version:
         return Torch()
-    output = run_program([python, "-c", TORCH_QUESTIONS], limit)
+    output = run_program([python, "-c", TORCH_PROBE], limit)
     if output.code != 0:
         return Torch(version, error=import_error(output))
-    told: dict[str, Any] = json.loads(output.out.splitlines()[-1])
-    told |= {name: tuple(told[name]) for name in ("archs", "capabilities")}
-    return Torch(version, **told)
+    found: dict[str, Any] = json.loads(output.out.splitlines()[-1])
+    found |= {name: tuple(found[name]) for name in ("archs", "capabilities")}
+    return Torch(version, **found)
 
 
-def import_error(output: Output) -> str:
+def import_error(output: ProgramOutput) -> str:
     if output.code is not None and output.code < 0:
-        return f"Python dies of {signal.Signals(-output.code).name} while importing it"
-    return (output.error.strip().splitlines() or [f"Python exits with {output.code}"])[-1]
+        return f"Python was killed by {signal.Signals(-output.code).name} while importing it"
+    return (output.error.strip().splitlines() or [f"Python exited with {output.code}"])[-1]
 
 
 def installed(package: str) -> str:
-    """Its version, from the metadata alone."""
+    """The version in the package metadata; "" if not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -116,15 +115,15 @@ def installed(package: str) -> str:
 
 
 def required_packages(requirements: Path) -> tuple[Package, ...]:
-    """What requirements.txt names, apart from torch."""
+    """The packages in requirements.txt, except torch."""
     found = re.findall(r"^([\w.-]+)(?:.*?>=([\w.]+))?", read(requirements), re.MULTILINE)
     return tuple(Package(name, oldest, installed(name)) for name, oldest in found if name not in ("torch", "-r"))
 
 
-def find_shadows(folder: Path, pythonpath: str) -> tuple[str, ...]:
-    """Files that Python may import in place of a library, in the working folder and on PYTHONPATH."""
+def find_shadows(directory: Path, pythonpath: str) -> tuple[str, ...]:
+    """Files in the working directory and on PYTHONPATH that Python would import instead of a library."""
     names = {"torch", "numpy", "yaml", *sys.stdlib_module_names}
-    own = [str(path) for path in folder.glob("*.py") if path.stem in names]
-    places = [Path(word) for word in pythonpath.split(os.pathsep) if word]
-    foreign = [str(place / "distributed") for place in places if place != KIT and (place / "distributed").is_dir()]
+    own = [str(path) for path in directory.glob("*.py") if path.stem in names]
+    entries = [Path(entry) for entry in pythonpath.split(os.pathsep) if entry]
+    foreign = [str(entry / "distributed") for entry in entries if entry != KIT and (entry / "distributed").is_dir()]
     return tuple(sorted(own) + foreign)

@@ -1,4 +1,4 @@
-"""Which ports are free, and by which interface and address this machine speaks to others."""
+"""Free ports of this machine, and the interface and address that it uses to reach others."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from pathlib import Path
 
 from distributed.host.system import PROC, read
 
-PORTS = range(20_000, 30_000)  # to choose from; below the usual ephemeral ones
-MAX_SHOWN = 100  # characters of a command line in a message
-SIOCGIFADDR, SIOCGIFMTU = 0x8915, 0x8921  # linux/sockios.h: the address of an interface, and its MTU
+PORTS = range(20_000, 30_000)  # candidates, below the usual ephemeral range
+MAX_COMMAND_LENGTH = 100  # characters of a command line in a message
+SIOCGIFADDR, SIOCGIFMTU = 0x8915, 0x8921  # linux/sockios.h: address and MTU of an interface
 
 
 # ---------------------------------------------------------------- ports
 
 
 def port_is_free(port: int) -> bool:
-    """Whether a store could listen on it at all addresses, as PyTorch's does."""
+    """Whether PyTorch's store could listen on the port, on all addresses."""
     for family, address in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
         try:
             with socket.socket(family, socket.SOCK_STREAM) as listening:
@@ -41,15 +41,15 @@ def port_is_free(port: int) -> bool:
 
 
 def free_port() -> int:
-    """One of PORTS that is free, outside the range that the kernel gives to connections."""
+    """A free port from PORTS outside the ephemeral range."""
     low, high = ephemeral_range()
-    begin = random.randrange(len(PORTS))
-    ports = itertools.chain(PORTS[begin:], PORTS[:begin])
+    start = random.randrange(len(PORTS))
+    ports = itertools.chain(PORTS[start:], PORTS[:start])
     return next(port for port in ports if not low <= port <= high and port_is_free(port))
 
 
 def listener(port: int, proc: Path = PROC) -> str:
-    """Who listens on the port, as "pid 12 (python train.py)", with its run; empty when nobody that may be seen."""
+    """The process that listens on the port, as "pid 12 (python train.py) of run NAME"; "" if none is visible."""
     sockets = {
         f"socket:[{columns[9]}]"
         for table in ("net/tcp", "net/tcp6")
@@ -60,10 +60,11 @@ def listener(port: int, proc: Path = PROC) -> str:
         with suppress(OSError):
             if os.readlink(link) in sockets:
                 process = link.parents[1]
-                words = read(process / "cmdline").replace("\0", " ").strip()
-                command = f"pid {process.name} ({words if len(words) <= MAX_SHOWN else f'{words[:MAX_SHOWN]}...'})"
+                command = read(process / "cmdline").replace("\0", " ").strip()
+                if len(command) > MAX_COMMAND_LENGTH:
+                    command = f"{command[:MAX_COMMAND_LENGTH]}..."
                 run = re.search(r"(?:^|\0)MUSTER_RUN_DIR=[^\0]*?([^/\0]+)/*(?:\0|$)", read(process / "environ"))
-                return f"{command} of run {run[1]}" if run else command
+                return f"pid {process.name} ({command})" + (f" of run {run[1]}" if run else "")
     return ""
 
 
@@ -83,7 +84,7 @@ def address_of(name: str) -> str:
 
 
 def own_addresses(proc: Path = Path("/proc/net")) -> tuple[str, ...]:
-    """IPv4 and IPv6 addresses of this node, but for loopback."""
+    """IPv4 and IPv6 addresses of this machine, without loopback."""
     found = set()
     try:
         for entry in re.findall(r"\|-- (\S+)\n\s+/32 host LOCAL", (proc / "fib_trie").read_text()):
@@ -96,12 +97,12 @@ def own_addresses(proc: Path = Path("/proc/net")) -> tuple[str, ...]:
 
 
 def outward_address() -> str:
-    """The address other machines see; 192.0.2.1 is nobody's."""
-    return address_towards("192.0.2.1")
+    """The address that other machines see; "" if there is only loopback."""
+    return address_towards("192.0.2.1")  # reserved for documentation (RFC 5737)
 
 
 def address_towards(host: str) -> str:
-    """The IPv4 address of this machine on the way to a host; empty when there is none, or it cannot be told (IPv6)."""
+    """The source IPv4 address of this machine on the route to a host; "" if there is none (IPv6 only)."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host, 9))  # sends nothing
@@ -111,25 +112,25 @@ def address_towards(host: str) -> str:
 
 
 def interface_to(host: str) -> str:
-    """The network interface on the way to a host; empty when there is none, or it cannot be told (IPv6)."""
+    """The network interface on the route to a host; "" if unknown (IPv6 only)."""
     own = address_towards(host)
     return next((name for _, name in socket.if_nameindex() if own and address_of_interface(name) == own), "")
 
 
 def address_of_interface(name: str) -> str:
-    """Its IPv4 address; empty when it has none."""
-    answer = ask_interface(name, SIOCGIFADDR)
-    return socket.inet_ntoa(answer[20:24]) if answer else ""
+    """The IPv4 address of an interface; "" if it has none."""
+    ifreq = interface_ioctl(name, SIOCGIFADDR)
+    return socket.inet_ntoa(ifreq[20:24]) if ifreq else ""
 
 
 def mtu_of_interface(name: str) -> int:
-    """The most bytes that it sends in a packet; 0 when that is not known."""
-    answer = ask_interface(name, SIOCGIFMTU)
-    return int(struct.unpack_from("i", answer, 16)[0]) if answer else 0
+    """The MTU of an interface in bytes; 0 if unknown."""
+    ifreq = interface_ioctl(name, SIOCGIFMTU)
+    return int(struct.unpack_from("i", ifreq, 16)[0]) if ifreq else 0
 
 
-def ask_interface(name: str, question: int) -> bytes:
-    """What the kernel says of it, a struct ifreq; empty when it says nothing."""
+def interface_ioctl(name: str, request: int) -> bytes:
+    """The struct ifreq that the kernel returns; empty on error."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
-        return fcntl.ioctl(probe.fileno(), question, struct.pack("256s", name.encode()[:15]))
+        return fcntl.ioctl(probe.fileno(), request, struct.pack("256s", name.encode()[:15]))
     return b""

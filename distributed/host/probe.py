@@ -1,7 +1,7 @@
-"""The node probe: what a node reports about itself, before a launch and for the doctor.
+"""The node probe: print facts of a node before a launch, or for the doctor.
 
-Every node runs it over ssh and prints a reply (host.replies). A launch asks for what it cannot do without, within
-tenths of a second; with --folder the reply also has all facts of the machine, for the doctor.
+Every node runs it over ssh and prints a reply (host.replies). For a launch it collects only required facts, within
+tenths of a second; with --folder the reply has all facts of the machine, for the doctor.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from distributed.host.gpus import Gpus, look_at_gpus, visible
+from distributed.host.gpus import Gpus, query_gpus, visible
 from distributed.host.identity import machine, versions
 from distributed.host.network import (
     address_of,
@@ -24,14 +24,14 @@ from distributed.host.network import (
     own_addresses,
     port_is_free,
 )
-from distributed.host.replies import NodeFacts, framed
+from distributed.host.replies import NodeFacts, format_reply
 from distributed.host.system import KIT
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from distributed.host.facts import FullNodeFacts
 
-RUN_BY_RANKS = ("train.py", "distributed/**/*.py", "scripts/lib/*")  # of the kit: must be the same on all nodes
+RUN_BY_RANKS = ("train.py", "distributed/**/*.py", "scripts/lib/*")  # files of Muster, must be equal on all nodes
 
 
 def probe(
@@ -41,18 +41,18 @@ def probe(
     gpus: Gpus | None = None,
     env: Mapping[str, str] = os.environ,
 ) -> NodeFacts:
-    """What a launch needs to know of this node.
+    """The facts that a launch needs.
 
     Args:
         nodes: names of all nodes, by node rank.
-        port: where ranks are to meet on the first one; None for any free port.
-        files: that the ranks will read.
-        gpus: of this machine, where they are known already.
+        port: rendezvous port on the first node; None: any free port.
+        files: files that the ranks will read.
+        gpus: of this machine, if known already.
     """
-    gpus = gpus or look_at_gpus()
-    begun = time.monotonic()
+    gpus = gpus or query_gpus()
+    start = time.monotonic()
     master = address_of(nodes[0])
-    seconds = time.monotonic() - begun
+    seconds = time.monotonic() - start
     found = versions()
     return NodeFacts(
         python=str(found["python"]),
@@ -70,11 +70,11 @@ def probe(
     )
 
 
-def full_probe(nodes: Sequence[str], port: int, folder: Path, logs: Path) -> FullNodeFacts:
-    """And what the doctor needs to know of it, as a launch from `folder` with logs in `logs` would meet it."""
-    from distributed.host import facts  # its imports would take a third of the time of a launch's probe
+def full_probe(nodes: Sequence[str], port: int, directory: Path, logs: Path) -> FullNodeFacts:
+    """The facts that the doctor needs, for a launch from `directory` with logs in `logs`."""
+    from distributed.host import facts  # imported late: it would take a third of the time of a launch's probe
 
-    own = facts.gather(folder, logs, port)
+    own = facts.gather(directory, logs, port)
     kit = sorted(path for pattern in RUN_BY_RANKS for path in KIT.glob(pattern) if path.is_file())
     return facts.FullNodeFacts(
         **vars(probe(nodes, port, [], own.gpus)),
@@ -92,21 +92,21 @@ def checksum(file: Path) -> str | None:
         return None
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Print what this node reports, as a reply."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the facts of this node as a reply."""
     parser = argparse.ArgumentParser(prog="probe", description=str(__doc__).splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--port", type=int, default=0, help="where ranks are to meet; 0: any")
-    parser.add_argument("--file", action="append", default=[], help="that the ranks will read; may be repeated")
-    parser.add_argument("--folder", type=Path, help="report all facts, as a launch from this directory meets them")
-    parser.add_argument("--log-dir", type=Path, help="with --folder: where runs will be logged")
+    parser.add_argument("--port", type=int, default=0, help="rendezvous port; 0: any free port")
+    parser.add_argument("--file", action="append", default=[], help="a file that the ranks will read; repeatable")
+    parser.add_argument("--folder", type=Path, help="report all facts, for a launch from this directory")
+    parser.add_argument("--log-dir", type=Path, help="with --folder: parent of run directories")
     parser.add_argument("nodes", nargs="+", help="names of all nodes, by node rank")
-    options = parser.parse_args(words)
+    options = parser.parse_args(arguments)
     found = (
         full_probe(options.nodes, options.port, options.folder, options.log_dir)
         if options.folder
         else probe(options.nodes, options.port or None, options.file)
     )
-    sys.stdout.write(framed(asdict(found)))
+    sys.stdout.write(format_reply(asdict(found)))
     return 0
 
 

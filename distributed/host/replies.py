@@ -1,7 +1,7 @@
-"""The reply of a node that was asked over ssh, or why there is none, and the remedy; what a launch asks it for.
+"""Replies of nodes to a query over ssh, or why a reply is missing, with the remedy.
 
-A node prints one line of JSON behind a mark, because a login shell may print lines of its own. The launching side
-keeps what came back in files: NODE.out, NODE.err and NODE.code.
+A node prints one line of JSON after a mark, because a login shell may print other lines. The launching side stores the
+output in files: NODE.out, NODE.err and NODE.code.
 """
 
 from __future__ import annotations
@@ -18,22 +18,21 @@ if TYPE_CHECKING:  # typing itself would cost every launch milliseconds
     from typing import Any
 
 MARK = "muster-answer "  # before the JSON
-NODE_ENV = "config/node_env.sh: "  # before what is wrong with that file
+NODE_ENV = "config/node_env.sh: "  # prefix of messages about this file
 
-NOT_REACHED = "cannot be reached ({said}); try: ssh {name} true"
-# What ssh, bash and Python print -> the message.
+NOT_REACHED = "cannot be reached ({printed}); try: ssh {name} true"
+# Output of ssh, bash or Python -> message.
 UNREACHED = {
     "REMOTE HOST IDENTIFICATION HAS CHANGED": (
-        "its host key has changed: somebody may be in between. If you know why it has, forget the old one: "
-        "ssh-keygen -R {name}"
+        "host key has changed, possibly an attack; if the change is expected, remove the old key: ssh-keygen -R {name}"
     ),
-    "Host key verification failed": "its host key is not known: log in by hand once, and compare it: ssh {name}",
-    "Permission denied": "does not let you in without a password ({said}); give it your key: ssh-copy-id {name}",
+    "Host key verification failed": "host key unknown; log in once and check its fingerprint: ssh {name}",
+    "Permission denied": "login without a password refused ({printed}); install your key: ssh-copy-id {name}",
 }
-NO_PYTHON = "has no such Python ({said}): name one that all nodes have with --python"
-NO_KIT = "does not have the kit ({said}): share its folder between the nodes, or launch with --sync"
+NO_PYTHON = "Python not found ({printed}); choose one that all nodes have with --python"
+NO_KIT = "Muster not found ({printed}); share its directory between the nodes, or launch with --sync"
 NOT_STARTED = {
-    ": cd: ": "has no such folder as here ({said}): share it between the nodes, or launch with --sync",
+    ": cd: ": "working directory not found ({printed}); share it between the nodes, or launch with --sync",
     "in_node_env.sh: line": NO_PYTHON,
     "in_node_env.sh": NO_KIT,
     "can't open file": NO_KIT,
@@ -44,58 +43,58 @@ NOT_STARTED = {
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """What a launch needs to know of a node."""
+    """The facts of a node that a launch needs."""
 
     python: str
     torch: str | None
-    gpus: int  # that its ranks see
+    gpus: int  # visible to its ranks
     gpu_error: str
-    files: Mapping[str, str | None]  # of each file the ranks will read: SHA-256, None when it cannot be read
-    machine: str  # the same for two names of one machine
-    addresses: tuple[str, ...]  # its own
-    ssh_address: str  # the one at which it was reached; empty when not through ssh
-    master: str  # the address it finds for the first node's name; empty when it finds none
-    seconds: float  # that this took
-    port: int  # the one that was asked for, else a free one
-    holder: str | None  # who has it; None when it is free
+    files: Mapping[str, str | None]  # file that the ranks will read -> SHA-256; None: unreadable
+    machine: str  # equal for two names of one machine
+    addresses: tuple[str, ...]
+    ssh_address: str  # its address in the ssh connection; "": not over ssh
+    master: str  # the address that the first node's name resolves to; "": none
+    seconds: float  # duration of that lookup
+    port: int  # the requested port, or a free one
+    holder: str | None  # the process that listens on the port; None: the port is free
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What came back from a node."""
+    """Output and exit code of a query to a node."""
 
     node: str
     code: int
     out: str
     err: str
-    arrived: float = 0.0  # unix seconds on the launching side, when its last line came
+    arrived: float = 0.0  # Unix seconds on the launching side at which its last line arrived
 
     def value(self) -> Any:
-        """The JSON value; None when there is none."""
+        """The JSON value, or None."""
         marked = [line for line in self.out.splitlines() if line.startswith(MARK)]
         return json.loads(marked[-1].removeprefix(MARK)) if marked else None
 
-    def why_none(self) -> str:
+    def failure_message(self) -> str:
         """Why there is no value, and the remedy."""
         if self.code == UNFIT and (fault := [line for line in self.err.splitlines() if NODE_ENV in line]):
             return fault[-1]  # in_node_env.sh has added the remedy
-        said = " ".join(self.err.split()) or f"exit code {self.code}"
-        signs, otherwise = (UNREACHED, NOT_REACHED) if self.code == 255 else (NOT_STARTED, "{said}")
-        message = next((what for sign, what in signs.items() if sign in said), otherwise)
-        return message.format(name=self.node, said=said)
+        printed = " ".join(self.err.split()) or f"exit code {self.code}"
+        messages, default = (UNREACHED, NOT_REACHED) if self.code == 255 else (NOT_STARTED, "{printed}")
+        message = next((message for pattern, message in messages.items() if pattern in printed), default)
+        return message.format(name=self.node, printed=printed)
 
 
-def framed(value: Any) -> str:
+def format_reply(value: Any) -> str:
     """A reply as a node prints it."""
     return MARK + json.dumps(value) + "\n"
 
 
-def read(folder: Path, node: str) -> Reply:
-    """The reply of a node, as the launching side keeps it. NODE.code is written last: until then the code is 0."""
+def read(directory: Path, node: str) -> Reply:
+    """Read the stored reply of a node. NODE.code is written last; until then the exit code is 0."""
 
     def text(kind: str) -> str:
-        path = folder / f"{node}.{kind}"
+        path = directory / f"{node}.{kind}"
         return path.read_text(errors="replace") if path.exists() else ""
 
-    arrived = (folder / f"{node}.out").stat().st_mtime
+    arrived = (directory / f"{node}.out").stat().st_mtime
     return Reply(node, int(text("code") or 0), text("out"), text("err"), arrived)

@@ -1,4 +1,4 @@
-"""How much memory, disk and computing time a process gets here, and the limits on what it may open."""
+"""Memory, disk space, CPU cores and resource limits of a process on this machine."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from distributed.host.system import PROC, SYS, read
 
 @dataclass(frozen=True)
 class Memory:
-    total: int  # bytes, as all of these
+    total: int  # bytes, like the other fields
     available: int
-    limit: int | None = None  # of the container or job
+    limit: int | None = None  # of the container or job; None: no limit
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,13 @@ class Space:
 @dataclass(frozen=True)
 class Cores:
     present: int
-    affinity: int  # that this process may run on
+    affinity: int  # on which this process may run
     quota: float | None = None  # of the container or job, in cores
     load: float = 0.0  # mean number of running processes in the last minute
 
     @property
     def usable(self) -> float:
-        """In cores; with a quota perhaps less than one."""
+        """Number of cores; with a quota possibly less than one."""
         return min(self.affinity, self.quota or self.affinity)
 
 
@@ -52,10 +52,10 @@ class Limits:
     infiniband: bool = False
 
 
-def look_at_memory(proc: Path = PROC, sys_folder: Path = SYS) -> Memory:
+def read_memory(proc: Path = PROC, sys_directory: Path = SYS) -> Memory:
     table = {name: int(number) * 1024 for name, number in re.findall(r"(\w+):\s+(\d+) kB", read(proc / "meminfo"))}
     total = table.get("MemTotal", 0)
-    limit = cgroup_limit("memory", ("memory.max", "memory.limit_in_bytes"), proc, sys_folder)
+    limit = cgroup_limit("memory", ("memory.max", "memory.limit_in_bytes"), proc, sys_directory)
     return Memory(
         total=total,
         available=table.get("MemAvailable", 0),
@@ -63,67 +63,67 @@ def look_at_memory(proc: Path = PROC, sys_folder: Path = SYS) -> Memory:
     )
 
 
-def cgroup_folders(controller: str, proc: Path, sys_folder: Path) -> Iterator[Path]:
-    """The control groups that bind this process: its own and those above it.
+def cgroup_directories(controller: str, proc: Path, sys_directory: Path) -> Iterator[Path]:
+    """The control groups that limit this process: its own and their parents.
 
-    In /proc/self/cgroup a line is `0::/path` for version 2, `4:memory:/path` for version 1.
+    A line of /proc/self/cgroup is `0::/path` for version 2, `4:memory:/path` for version 1.
     """
     for line in read(proc / "self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
-        root = sys_folder / "fs/cgroup" / (controller if controllers else "")
+        root = sys_directory / "fs/cgroup" / (controller if controllers else "")
         own = root / path.lstrip("/")
-        yield from (folder for folder in (own, *own.parents) if folder.is_relative_to(root))
+        yield from (directory for directory in (own, *own.parents) if directory.is_relative_to(root))
 
 
-def cgroup_limit(controller: str, files: Sequence[str], proc: Path, sys_folder: Path) -> int | None:
-    """The smallest number in these files; None when all say max or -1, or are not there."""
-    texts = [read(folder / name) for folder in cgroup_folders(controller, proc, sys_folder) for name in files]
+def cgroup_limit(controller: str, files: Sequence[str], proc: Path, sys_directory: Path) -> int | None:
+    """The smallest number in these files; None if all are missing or contain `max` or -1."""
+    texts = [read(group / name) for group in cgroup_directories(controller, proc, sys_directory) for name in files]
     return min((int(text) for text in texts if text.isdigit()), default=None)
 
 
-def cpu_quota(proc: Path, sys_folder: Path) -> float | None:
-    """In cores: quota / period, both in microseconds."""
+def cpu_quota(proc: Path, sys_directory: Path) -> float | None:
+    """Number of cores: quota / period, both in microseconds. None: no quota."""
     quotas = []
-    for folder in cgroup_folders("cpu", proc, sys_folder):
-        text = read(folder / "cpu.max") or f"{read(folder / 'cpu.cfs_quota_us')} {read(folder / 'cpu.cfs_period_us')}"
+    for group in cgroup_directories("cpu", proc, sys_directory):
+        text = read(group / "cpu.max") or f"{read(group / 'cpu.cfs_quota_us')} {read(group / 'cpu.cfs_period_us')}"
         if share := re.fullmatch(r"(\d+) (\d+)", text):
             quotas.append(int(share[1]) / int(share[2]))
     return min(quotas, default=None)
 
 
-def look_at_space(purpose: str, path: Path) -> Space:
-    """Room in a folder, or where it would be made."""
-    there = next(folder for folder in (path, *path.parents) if folder.exists())
-    room = os.statvfs(there)
+def read_space(purpose: str, path: Path) -> Space:
+    """Space in a directory, or in the nearest existing parent."""
+    existing = next(directory for directory in (path, *path.parents) if directory.exists())
+    space = os.statvfs(existing)
     return Space(
         purpose=purpose,
         path=str(path),
-        total=room.f_blocks * room.f_frsize,
-        free=room.f_bavail * room.f_frsize,
-        inodes_free=room.f_files == 0 or room.f_favail > 0,
-        writable=os.access(there, os.W_OK | os.X_OK),
+        total=space.f_blocks * space.f_frsize,
+        free=space.f_bavail * space.f_frsize,
+        inodes_free=space.f_files == 0 or space.f_favail > 0,
+        writable=os.access(existing, os.W_OK | os.X_OK),
     )
 
 
-def look_at_cores(proc: Path = PROC, sys_folder: Path = SYS) -> Cores:
+def read_cores(proc: Path = PROC, sys_directory: Path = SYS) -> Cores:
     return Cores(
         present=os.cpu_count() or 1,
         affinity=len(os.sched_getaffinity(0)),
-        quota=cpu_quota(proc, sys_folder),
+        quota=cpu_quota(proc, sys_directory),
         load=os.getloadavg()[0],
     )
 
 
-def look_at_limits(proc: Path = PROC, sys_folder: Path = SYS) -> Limits:
+def read_limits(proc: Path = PROC, sys_directory: Path = SYS) -> Limits:
     of_user = bounded(resource.getrlimit(resource.RLIMIT_NPROC)[0])
-    of_group = cgroup_limit("pids", ("pids.max",), proc, sys_folder)
+    of_group = cgroup_limit("pids", ("pids.max",), proc, sys_directory)
     return Limits(
         open_files=bounded(resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
         locked_memory=bounded(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]),
         processes=min((limit for limit in (of_user, of_group) if limit is not None), default=None),
-        infiniband=any(sys_folder.glob("class/infiniband/*")),
+        infiniband=any(sys_directory.glob("class/infiniband/*")),
     )
 
 

@@ -1,8 +1,8 @@
-"""Where a rank is: the Python stack of its main thread, asked for from outside, without a tool and without its help.
+"""Get the Python stack of a rank's main thread from outside, without a debugger.
 
-A rank registers SIGNAL with faulthandler before its script begins. The signal makes it write the stack to a file beside
-its output; it costs nothing until then, and the script goes on. Only the main thread's: to walk the stacks of threads
-that run is not safe, and the main thread is the one that waits in collectives.
+A rank registers SIGNAL with faulthandler before its script starts. On the signal it writes the stack to a file beside
+its output and continues; until then there is no cost. Only the main thread is dumped: it waits in collectives, and
+walking the stacks of running threads is not safe.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from dataclasses import dataclass
 
 SIGNAL = signal.SIGRTMIN + 9  # a real-time signal that neither Python, NCCL nor SLURM uses
 FILE = "stacks.log"
-LEAST_NUMBER = 500  # of its file descriptor: a script's own files have the numbers of a fresh interpreter
-MOST_BYTES = 1 << 20  # in the file; then it begins anew
-SECONDS = 2.0  # for the stack to come: a process that waits for a disk cannot answer
-STILL = 0.15  # seconds without growth after which it is complete
+MIN_FILE_DESCRIPTOR = 500  # so that the script's files get the same numbers as in a fresh interpreter
+MAX_FILE_BYTES = 1 << 20  # a longer file is truncated
+STACK_TIMEOUT = 2.0  # seconds; a process that waits for a disk cannot reply
+STABLE_TIME = 0.15  # seconds without growth after which the stack is complete
 HEADING = "(most recent call first):"
 FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
@@ -34,77 +34,80 @@ class Frame:
 
 
 def register(directory: str) -> None:
-    """In a rank: let SIGNAL write the stack of the main thread to directory/stacks.log."""
+    """In a rank: make SIGNAL write the stack of the main thread to directory/stacks.log."""
     import faulthandler
 
-    with suppress(OSError):  # a full disk, or few file descriptors: then its stack cannot be asked for
+    with suppress(OSError):  # a full disk, or too few file descriptors: the stack is then not available
         file = os.open(os.path.join(directory, FILE), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            number = fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, LEAST_NUMBER)
+            number = fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, MIN_FILE_DESCRIPTOR)
         finally:
             os.close(file)
         faulthandler.register(SIGNAL, number, all_threads=False, chain=False)
 
 
 def stack_of(pid: int, directory: str) -> tuple[Frame, ...]:
-    """The frames of a rank's main thread, the innermost first; none when it has not registered, or does not answer."""
+    """The frames of a rank's main thread, innermost first; () if it has not registered or does not reply."""
     path = os.path.join(directory, FILE)
     with suppress(OSError):
-        if is_registered(pid, path):
+        if writes_stack_to(pid, path):
             with open(path, "r+b", buffering=0) as file:
-                if file.seek(0, os.SEEK_END) > MOST_BYTES:
+                if file.seek(0, os.SEEK_END) > MAX_FILE_BYTES:
                     file.truncate(0)
-                begin = file.seek(0, os.SEEK_END)
+                start = file.seek(0, os.SEEK_END)
                 os.kill(pid, SIGNAL)
-                wait_until_complete(file.fileno(), begin)
-                file.seek(begin)
-                return frames_in(file.read().decode(errors="replace"))
+                wait_until_complete(file.fileno(), start)
+                file.seek(start)
+                return parse_frames(file.read().decode(errors="replace"))
     return ()
 
 
-def is_registered(pid: int, path: str) -> bool:
-    """Whether SIGNAL makes it write there. It would end a process that has no handler, and one that has closed the file
-    would write into the next that got its number."""
+def writes_stack_to(pid: int, path: str) -> bool:
+    """Whether the process handles SIGNAL and still has this file open.
+
+    Without a handler, the signal would kill it. If it has closed the file, it would write into another file that has
+    the same descriptor.
+    """
     with open(f"/proc/{pid}/status") as status:
         caught = next(line for line in status if line.startswith("SigCgt:"))
     if not int(caught.split()[1], 16) >> (SIGNAL - 1) & 1:
         return False
-    wanted = os.stat(path)
+    expected = os.stat(path)
     for number in os.listdir(f"/proc/{pid}/fd"):
-        if int(number) >= LEAST_NUMBER:
-            with suppress(FileNotFoundError):  # closed meanwhile, or no file
-                if os.path.samestat(os.stat(f"/proc/{pid}/fd/{number}"), wanted):
+        if int(number) >= MIN_FILE_DESCRIPTOR:
+            with suppress(FileNotFoundError):  # closed meanwhile, or not a file
+                if os.path.samestat(os.stat(f"/proc/{pid}/fd/{number}"), expected):
                     return True
     return False
 
 
-def wait_until_complete(file: int, begin: int) -> None:
-    end = time.monotonic() + SECONDS
-    size, since = begin, time.monotonic()
-    while (now := time.monotonic()) < end and (size == begin or now - since < STILL):
+def wait_until_complete(file: int, start: int) -> None:
+    end = time.monotonic() + STACK_TIMEOUT
+    size, since = start, time.monotonic()
+    while (now := time.monotonic()) < end and (size == start or now - since < STABLE_TIME):
         time.sleep(0.01)
         if (grown := os.fstat(file).st_size) != size:
             size, since = grown, time.monotonic()
 
 
-def frames_in(dump: str) -> tuple[Frame, ...]:
-    """Of the first stack that begins in what faulthandler has written, without what is below the script."""
+def parse_frames(dump: str) -> tuple[Frame, ...]:
+    """The frames of the first stack in the output of faulthandler, without those below the script."""
     lines = iter(dump.partition(HEADING)[2].splitlines()[1:])
     found = []
     for line in lines:
         if not (match := FRAME.fullmatch(line)):
             break  # the next stack, or a line that is being written
         found.append(Frame(match[1], int(match[2]), match[3]))
-    return of_the_script(found)
+    return script_frames(found)
 
 
-def of_the_script(frames: Sequence[Frame]) -> tuple[Frame, ...]:
-    """Without those in which the kit runs the script."""
-    ours = [place for place, frame in enumerate(frames) if frame.file.endswith("distributed/agent/worker.py")]
-    return tuple(frames[: ours[0]] if ours else frames)
+def script_frames(frames: Sequence[Frame]) -> tuple[Frame, ...]:
+    """The frames above those of distributed.agent.worker, which runs the script."""
+    below = [index for index, frame in enumerate(frames) if frame.file.endswith("distributed/agent/worker.py")]
+    return tuple(frames[: below[0]] if below else frames)
 
 
-def as_traceback(frames: Sequence[Frame]) -> str:
-    """As Python prints it: the innermost last."""
+def format_traceback(frames: Sequence[Frame]) -> str:
+    """The stack as Python prints it, innermost frame last; "" without frames."""
     lines = [f'  File "{frame.file}", line {frame.line}, in {frame.function}\n' for frame in reversed(frames)]
     return "".join(["Stack (most recent call last):\n", *lines]) if frames else ""

@@ -1,4 +1,4 @@
-"""Run a program, or read a file of /proc or /sys. Neither ever raises: no answer is an answer too."""
+"""Run a program, or read a file of /proc or /sys, without raising OSError."""
 
 from __future__ import annotations
 
@@ -14,37 +14,34 @@ MIB, GIB = 2**20, 2**30  # bytes
 
 
 @dataclass(frozen=True)
-class Output:
-    """What a program printed, and its exit code."""
+class ProgramOutput:
+    """Output and exit code of a program."""
 
-    code: int | None  # None: the program is not there, or did not end in time
+    code: int | None  # None: not found, or timed out
     out: str = ""
     error: str = ""
 
 
-def run_program(command: Sequence[str], limit: float) -> Output:
-    """Run a program for at most `limit` seconds.
-
-    One that waits inside a broken driver cannot be killed: it is left alone.
-    """
+def run_program(command: Sequence[str], limit: float) -> ProgramOutput:
+    """Run a program for at most `limit` seconds, then kill it. A process blocked in a driver is abandoned."""
     try:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
     except OSError as error:
-        return Output(None, "", f"{command[0]}: {error.strerror}")
+        return ProgramOutput(None, "", f"{command[0]}: {error.strerror}")
     try:
         out, err = process.communicate(timeout=limit)
     except subprocess.TimeoutExpired:
         process.kill()
         with suppress(subprocess.TimeoutExpired):
             process.communicate(timeout=1)
-        return Output(None, "", f"no answer within {limit:g} s")
-    return Output(process.returncode, out, err)
+        return ProgramOutput(None, "", f"no answer within {limit:g} s")
+    return ProgramOutput(process.returncode, out, err)
 
 
 def read(path: Path) -> str:
-    """The text of a file of /proc or /sys, empty when it cannot be read."""
+    """The text of a file of /proc or /sys; "" if unreadable."""
     try:
         return path.read_text(errors="replace").strip()
     except OSError:

@@ -107,8 +107,8 @@ def claim_order(attempt: str, array: str) -> Facts | None:
 
 def caller_environment(environment: dict[str, str]) -> dict[str, str]:
     """The part of the dispatcher's environment that jobs get on their nodes, as sbatch passes it on."""
-    foreign = {os.fsdecode(name) for name in supervisor.FOREIGN} | set(NODE_VARIABLES)
-    prefixes = (*FOREIGN_PREFIXES, *map(os.fsdecode, supervisor.FOREIGN_PREFIXES))
+    foreign = {os.fsdecode(name) for name in supervisor.STALE_VARIABLES} | set(NODE_VARIABLES)
+    prefixes = (*FOREIGN_PREFIXES, *map(os.fsdecode, supervisor.STALE_PREFIXES))
     return {name: value for name, value in environment.items() if name not in foreign and not name.startswith(prefixes)}
 
 
@@ -143,7 +143,7 @@ class SlurmSupervisor(supervisor.Supervisor):
         self._grace_in_slurm = max(1.0, kill_wait - max(2.0, kill_wait / 5))  # leaves time to write the exit code
         self._signalled = False
 
-    def take_signal(self, number: int) -> None:
+    def handle_signal(self, number: int) -> None:
         """Stop the command before SLURM sends SIGKILL to this process. Further signals do not shorten the grace."""
         self._signalled = True
         self.stop()
@@ -194,7 +194,7 @@ def run(attempt: str, order: Facts) -> int:
     owner = order.get("owner") or os.path.basename(attempt).rpartition(".")[0]
     host.claim_output(order["env"]["MUSTER_OUTPUT_DIR"], owner, order["script"])
     arguments = ["--dir", attempt, "--name", SERVER, "--detach"]
-    options = supervisor.Options([*arguments, "--", *order["command"]])
+    options = supervisor.SupervisorOptions([*arguments, "--", *order["command"]])
     os.makedirs(os.path.dirname(options.files.record), exist_ok=True)
     os.chdir(order["workdir"])
     given, own = environment_blocks(order, dict(os.environ))
@@ -277,7 +277,7 @@ def main(arguments: list[str]) -> int:
         return WRONG_CALL
     try:
         return work(arguments[0])
-    except supervisor.Refused as refused:
+    except supervisor.SupervisorError as refused:
         message: object = refused.args[1]
     except host.HostError as error:
         message = error

@@ -240,7 +240,7 @@ class Element(host.HostAttempt):
             self.cancel_at = self.changed_at
         elif not self.has_ended():
             asked = self._request_stop("kill" if kill else "stop")
-            wait = (0.0 if kill else self.grace) + 2 * supervisor.UNRESPONSIVE if asked else 0.0
+            wait = (0.0 if kill else self.grace) + 2 * supervisor.UNRESPONSIVE_TIMEOUT if asked else 0.0
             self.cancel_at = min(self.cancel_at, time.monotonic() + wait)
 
     def _request_stop(self, request: str) -> bool:

@@ -42,7 +42,7 @@ with contextlib.suppress(ImportError):  # imported once here for all forked supe
 from distributed import metrics
 from distributed.exit_codes import WRONG_CALL
 from distributed.files import read_json, try_lock, write_file
-from distributed.host.gpus import look_at_gpus
+from distributed.host.gpus import query_gpus
 from distributed.jobs import panes
 from distributed.launch import supervisor
 from distributed.training import base_model
@@ -191,16 +191,16 @@ def lock_list(directory: str) -> int:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
         except BlockingIOError:
-            holder = supervisor.same_process(read_json(path))
+            holder = supervisor.live_pid(read_json(path))
             if time.monotonic() > end:
                 os.close(file)
                 raise HostError(f"{path}: locked by another process; is another machine running this list?") from None
             if holder and not killed and time.monotonic() > end - OLD_SERVICE_TIMEOUT:
                 killed = True
-                supervisor.send(signal.SIGKILL, [holder])
+                supervisor.send_signal(signal.SIGKILL, [holder])
             time.sleep(0.05)
     os.ftruncate(file, 0)
-    os.write(file, json.dumps(supervisor.identity(os.getpid())).encode())
+    os.write(file, json.dumps(supervisor.process_identity(os.getpid())).encode())
     return file
 
 
@@ -376,7 +376,7 @@ class Service:
         else:
             env = defaults | env
         command = [*program(self.python, request["script"], self.workdir), *request["arguments"]]
-        options = supervisor.Options([*arguments, "--", *command])
+        options = supervisor.SupervisorOptions([*arguments, "--", *command])
         block = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in env.items())
         self._fork_supervisor(attempt, options, block)
         self.attempts[attempt.name] = attempt
@@ -389,18 +389,18 @@ class Service:
         attempt = self.attempts.get(request["attempt"])
         if attempt:
             grace = 0.0 if request["kill"] else attempt.grace
-            attempt.kill_at = min(attempt.kill_at, time.monotonic() + grace + supervisor.UNRESPONSIVE)
+            attempt.kill_at = min(attempt.kill_at, time.monotonic() + grace + supervisor.UNRESPONSIVE_TIMEOUT)
             try:
                 supervisor.request(attempt.files, "kill" if request["kill"] else "stop")
             except OSError:  # probably a full disk; SIGTERM also requests a stop, and kill_at a kill
-                supervisor.send(signal.SIGTERM, list(filter(None, [supervisor.supervisor_of(attempt.files)])))
+                supervisor.send_signal(signal.SIGTERM, list(filter(None, [supervisor.supervisor_of(attempt.files)])))
         return {"known": attempt is not None}
 
     def gpus(self, request: Request) -> None:
         """Reply with the memory of the GPUs, in MiB. Runs in a child process, as nvidia-smi may take seconds."""
 
         def read_gpus() -> str:
-            found = look_at_gpus()
+            found = query_gpus()
             devices = [
                 {"index": gpu.index, "memory": gpu.memory >> 20, "used": gpu.memory_used >> 20,
                  "processes": [[process.pid, process.user, process.memory >> 20] for process in gpu.processes]}
@@ -526,7 +526,7 @@ class Service:
     def _threads(self) -> int:
         return max(1, len(os.sched_getaffinity(0)) // max(1, len(self.slots)))
 
-    def _fork_supervisor(self, attempt: HostAttempt, options: supervisor.Options, block: bytes) -> None:
+    def _fork_supervisor(self, attempt: HostAttempt, options: supervisor.SupervisorOptions, block: bytes) -> None:
         lock = os.open(attempt.lock, os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX)
         source, target = os.pipe()
@@ -589,7 +589,7 @@ class Service:
                     self.bases.clear()  # a damaged base model may be the cause: verify each again
                 self.send(event="ended", attempt=attempt.name, **end)
             elif now >= attempt.kill_at or (progress and attempt.state() == "killed"):
-                attempt.kill_at = now + 2 * supervisor.UNRESPONSIVE
+                attempt.kill_at = now + 2 * supervisor.UNRESPONSIVE_TIMEOUT
                 self._in_child(partial(sweep, attempt.files), lambda _: None)
             elif progress and (metrics := read_metrics(attempt.output)) != attempt.metrics:
                 attempt.metrics = metrics

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed.files import KIT, write_file
-from distributed.host.gpus import look_at_gpus
+from distributed.host.gpus import query_gpus
 from distributed.jobs import config, host
 from distributed.jobs.base_cache import Cache
 from distributed.jobs.dispatcher import Event, NotStarted, ServerUnusable, StartRequest, Unreachable
@@ -419,7 +419,7 @@ class LocalServer(HostServer):
 
 def local_server(context: ListContext, slots: int | None, gpus: list[int] | None = None) -> LocalServer:
     """This machine, with `slots` slots per GPU (default: 1) or, without GPUs, CPU slots (default: half the cores)."""
-    devices = [gpu.index for gpu in look_at_gpus().devices] if gpus is None else gpus
+    devices = [gpu.index for gpu in query_gpus().devices] if gpus is None else gpus
     cpus = slots or max(1, len(os.sched_getaffinity(0)) // 2)
     resources: dict[str, Any] = (
         {"gpu_ids": devices, "slots_per_gpu": slots or 1} if devices else {"gpus": 0, "slots_per_gpu": cpus}

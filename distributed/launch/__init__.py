@@ -1,1 +1,1 @@
-"""A launch: are the nodes fit, where do they meet, and one command on each that leaves nothing behind."""
+"""Launch on several nodes: check the nodes, choose the master address, supervise one command on each node."""

@@ -1,7 +1,7 @@
-"""Which nodes differ from most of the others, and at which address can they meet?
+"""Compare nodes: which ones differ from the majority, and which rendezvous address all of them can use.
 
-Before a launch (launch.preflight) what keeps nodes from working together is compared, by the doctor
-(health.differences) also what makes them slow. Values in, values out.
+Before a launch (launch.preflight), traits that prevent a run are compared; the doctor (health.differences) also
+compares those that make it slow.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ if TYPE_CHECKING:  # typing itself would cost every launch milliseconds
 
 @dataclass(frozen=True)
 class Trait:
-    """Something that must, or should, be the same on all nodes."""
+    """A property that must or should be equal on all nodes."""
 
-    level: str  # fault: must; warning: should
+    level: str  # fault: must be equal; warning: should be equal
     topic: str
-    value: Callable[[Any], str]  # from the facts of a node; empty where there is nothing to compare
+    value: Callable[[Any], str]  # from the facts of a node; "": do not compare
     fix: str
-    label: str = ""  # before the value, where it does not say itself what it is
+    label: str = ""  # prefix of the value in messages
 
 
-# A node, its value, the value that most others have, and which these are.
+# Node, its value, the most common value, the nodes that have it.
 Difference = tuple[str, str, str, list[str]]
 
 
 def differences(values: Mapping[str, str]) -> Iterator[Difference]:
-    """Each node that has another value than most. values: of each node; an empty one is not compared."""
+    """The nodes whose value differs from the most common one. values: node -> value; "" is not compared."""
     known = {node: value for node, value in values.items() if value}
     usual = Counter(known.values()).most_common(1)[0][0] if known else ""
     others = [node for node, value in known.items() if value == usual]
@@ -45,7 +45,7 @@ def differences_in(trait: Trait, nodes: Mapping[str, NodeFacts]) -> Iterator[Dif
 
 
 def minor_version(node: NodeFacts) -> str:
-    """3.11 of 3.11.7: the last number may differ."""
+    """3.11 of 3.11.7: patch versions may differ."""
     return ".".join(node.python.split(".")[:2])
 
 
@@ -54,14 +54,14 @@ def any_gpu(node: NodeFacts) -> str:
 
 
 MUST_BE_SAME = (
-    Trait("fault", "python", minor_version, "use the same on all", label="Python "),
-    Trait("fault", "torch", lambda node: node.torch or "", "install the same on all", label="PyTorch "),
-    Trait("fault", "GPUs", any_gpu, "leave out what differs"),
+    Trait("fault", "python", minor_version, "use the same version on all nodes", label="Python "),
+    Trait("fault", "torch", lambda node: node.torch or "", "install the same version on all nodes", label="PyTorch "),
+    Trait("fault", "GPUs", any_gpu, "leave out the nodes that differ"),
 )
 
 
 def same_machines(nodes: Mapping[str, NodeFacts]) -> Iterator[tuple[str, str]]:
-    """Each node that is the same machine as one before it, with the name of that one."""
+    """Pairs of names of the same machine: a node and an earlier one."""
     first: dict[str, str] = {}
     for name, node in nodes.items():
         if (other := first.setdefault(node.machine, name)) != name:
@@ -69,9 +69,9 @@ def same_machines(nodes: Mapping[str, NodeFacts]) -> Iterator[tuple[str, str]]:
 
 
 def rendezvous_address(nodes: Mapping[str, NodeFacts]) -> str:
-    """An address of the first node that all others find for it; else the one at which ssh reached it; or none: empty.
+    """The address of the first node that its name has on all other nodes; else its address in the ssh connection.
 
-    A node that is alone, such as an alias of ssh for this machine, needs none.
+    "" if there is none. A single node, such as an ssh alias of this machine, gets 127.0.0.1.
     """
     first, *others = nodes.values()
     found = {node.master for node in others or [first]}
@@ -83,9 +83,9 @@ def rendezvous_address(nodes: Mapping[str, NodeFacts]) -> str:
 
 
 def no_rendezvous_address(nodes: Mapping[str, NodeFacts]) -> tuple[str, str]:
-    """Why there is no address, and the fix."""
+    """Why there is no rendezvous address, and the fix."""
     master, *others = nodes
-    found = ", ".join(f"{name} finds {nodes[name].master or 'nothing'}" for name in others)
-    own = ", ".join(nodes[master].addresses) or "none but loopback"
-    fact = f"no address at which the others could meet it (for '{master}' {found}; its own are {own})"
-    return fact, "correct the names in /etc/hosts or DNS"
+    found = ", ".join(f"{nodes[name].master or 'nothing'} on {name}" for name in others)
+    own = ", ".join(nodes[master].addresses) or "only loopback"
+    fact = f"no address that all nodes can use ('{master}' resolves to {found}; its own addresses: {own})"
+    return fact, "correct the name in /etc/hosts or DNS"

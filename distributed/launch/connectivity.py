@@ -1,11 +1,11 @@
-"""Can every node connect to every other? Asked before anything is started: ranks that cannot would wait in silence.
+"""Check before a launch that every node can connect to every other: ranks that cannot would wait without a message.
 
-Each node listens at the address at which its ranks will, then each tries to connect to all others at once; the
-launching side reads the replies:
+Each node listens at the address that its ranks will use, then connects to all others at the same time. The launching
+side reads the replies and reports failed connections:
 
     node2 cannot connect to node3 (10.0.0.3): no answer within 3 s: a firewall between them?
 
-scripts/lib/connectivity.bash goes through these steps.
+scripts/lib/connectivity.bash runs these steps.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from pathlib import Path
 
 from distributed.exit_codes import UNFIT
 from distributed.host.network import address_of_interface, address_towards
-from distributed.host.replies import framed, read
+from distributed.host.replies import format_reply, read
 from distributed.nodelist import fold
 
-SECONDS = 3.0  # for a connection: a packet may be lost once
+CONNECT_TIMEOUT = 3.0  # seconds; allows for one lost packet
 REMEDY = "open TCP between the nodes, on all ports above 1023 (firewall, security group, network policy)"
 
 
@@ -32,32 +32,34 @@ REMEDY = "open TCP between the nodes, on all ports above 1023 (firewall, securit
 
 
 def listen(nodes: Sequence[str], env: Mapping[str, str] = os.environ) -> int:
-    """Listen until standard input ends. The reply is the address and the port."""
+    """Listen until end of standard input. The reply is the address and the port."""
     address = listening_address(nodes, env)
-    with socket.create_server(("", 0), backlog=1024) as server:  # nobody need accept: a connection is the answer
-        sys.stdout.write(framed([address, server.getsockname()[1]]))
+    with socket.create_server(("", 0), backlog=1024) as server:  # the kernel completes connections without accept()
+        sys.stdout.write(format_reply([address, server.getsockname()[1]]))
         sys.stdout.flush()
         sys.stdin.read()
     return 0
 
 
 def listening_address(nodes: Sequence[str], env: Mapping[str, str]) -> str:
-    """The address of this node at which ranks meet: of gloo's interface where one is named, else of the one on the
-    way to another node; where the names of nodes lead nowhere, the one at which ssh reached it."""
+    """The address of this node that its ranks will use.
+
+    That of the interface GLOO_SOCKET_IFNAME, else of the route to another node, else of the ssh connection.
+    """
     if found := address_of_interface(env.get("GLOO_SOCKET_IFNAME", "")):
         return found
-    ways = (address_towards(node) for node in nodes if node != socket.gethostname())
-    at_ssh = (env.get("SSH_CONNECTION", "").split() + [""] * 3)[2]
-    return next((address for address in ways if address and not address.startswith("127.")), at_ssh)
+    routed = (address_towards(node) for node in nodes if node != socket.gethostname())
+    of_ssh = (env.get("SSH_CONNECTION", "").split() + [""] * 3)[2]
+    return next((address for address in routed if address and not address.startswith("127.")), of_ssh)
 
 
-async def try_all(places: Mapping[str, tuple[str, int]], seconds: float = SECONDS) -> dict[str, str]:
-    """For each of these places why no connection was made; empty when it was."""
-    troubles = await asyncio.gather(*(trouble_to(host, port, seconds) for host, port in places.values()))
-    return dict(zip(places, troubles, strict=True))
+async def connect_to_all(addresses: Mapping[str, tuple[str, int]], seconds: float = CONNECT_TIMEOUT) -> dict[str, str]:
+    """Connect to all addresses at the same time. Returns the error of each connection; "" if it was made."""
+    errors = await asyncio.gather(*(connection_error(host, port, seconds) for host, port in addresses.values()))
+    return dict(zip(addresses, errors, strict=True))
 
 
-async def trouble_to(host: str, port: int, seconds: float) -> str:
+async def connection_error(host: str, port: int, seconds: float) -> str:
     try:
         _, connection = await asyncio.wait_for(asyncio.open_connection(host, port), seconds)
     except asyncio.TimeoutError:
@@ -72,94 +74,96 @@ async def trouble_to(host: str, port: int, seconds: float) -> str:
 
 
 @dataclass(frozen=True)
-class Gap:
-    """Nodes that cannot connect to another one, all for the same reason."""
+class FailedConnection:
+    """Nodes that cannot connect to another node, all with the same error."""
 
     nodes: tuple[str, ...]
     to: str
     address: str
-    trouble: str
+    error: str
 
     def __str__(self) -> str:
-        firewall = ": a firewall between them?" if self.trouble.startswith("no answer") else ""
-        return f"{fold(self.nodes)} cannot connect to {self.to} ({self.address}): {self.trouble}{firewall}"
+        firewall = ": a firewall between them?" if self.error.startswith("no answer") else ""
+        return f"{fold(self.nodes)} cannot connect to {self.to} ({self.address}): {self.error}{firewall}"
 
 
-def gaps(tried: Mapping[str, Mapping[str, str]], places: Mapping[str, tuple[str, int]]) -> list[Gap]:
-    """Every connection that was not made.
+def failed_connections(
+    results: Mapping[str, Mapping[str, str]], addresses: Mapping[str, tuple[str, int]]
+) -> list[FailedConnection]:
+    """The failed connections, grouped by target and error.
 
     Args:
-        tried: node -> the other node -> why no connection was made, empty when it was.
+        results: node -> other node -> error of the connection; "" if it was made.
     """
     found: dict[tuple[str, str], tuple[str, ...]] = {}
-    for node, troubles in tried.items():
-        for other, trouble in troubles.items():
-            if trouble and other != node:
-                found[other, trouble] = (*found.get((other, trouble), ()), node)
-    return [Gap(nodes, to, places[to][0], trouble) for (to, trouble), nodes in found.items()]
+    for node, errors in results.items():
+        for other, error in errors.items():
+            if error and other != node:
+                found[other, error] = (*found.get((other, error), ()), node)
+    return [FailedConnection(nodes, to, addresses[to][0], error) for (to, error), nodes in found.items()]
 
 
-def read_places(folder: Path, nodes: Sequence[str]) -> dict[str, tuple[str, int]]:
-    """Where each node that replied listens."""
-    values = {node: read(folder, node).value() for node in nodes}
+def read_addresses(directory: Path, nodes: Sequence[str]) -> dict[str, tuple[str, int]]:
+    """The address and port of each node that replied."""
+    values = {node: read(directory, node).value() for node in nodes}
     return {node: (value[0], value[1]) for node, value in values.items() if value}
 
 
-def read_gaps(folder: Path, nodes: Sequence[str]) -> list[Gap]:
-    """The gaps between the nodes that replied: FOLDER/listening and FOLDER/trying hold the replies."""
-    tried = {node: read(folder / "trying", node).value() or {} for node in nodes}
-    return gaps(tried, read_places(folder / "listening", nodes))
+def read_failed_connections(directory: Path, nodes: Sequence[str]) -> list[FailedConnection]:
+    """Failed connections between the nodes that replied. directory: contains the replies in listening/ and trying/."""
+    results = {node: read(directory / "trying", node).value() or {} for node in nodes}
+    return failed_connections(results, read_addresses(directory / "listening", nodes))
 
 
-def judge(folder: Path, nodes: Sequence[str]) -> list[str]:
-    """Each node that has not replied, with the reason; when all have, each gap."""
-    replies = [read(folder / question, node) for node in nodes for question in ("listening", "trying")]
-    if silent := {reply.node: reply.why_none() for reply in reversed(replies) if reply.value() is None}:
-        return [f"{node}: {silent[node]}" for node in nodes if node in silent]
-    return [f"{gap}; {REMEDY}" for gap in read_gaps(folder, nodes)]
+def judge(directory: Path, nodes: Sequence[str]) -> list[str]:
+    """Messages for nodes without a reply; if there are none, for failed connections."""
+    replies = [read(directory / kind, node) for node in nodes for kind in ("listening", "trying")]
+    if missing := {reply.node: reply.failure_message() for reply in reversed(replies) if reply.value() is None}:
+        return [f"{node}: {missing[node]}" for node in nodes if node in missing]
+    return [f"{failure}; {REMEDY}" for failure in read_failed_connections(directory, nodes)]
 
 
-# ---------------------------------------------------------------- the program
+# ---------------------------------------------------------------- command line
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """`listen` and `try` on a node, `places` and `judge` on the launching side. Returns 0, or UNFIT."""
-    options = _parse(words)
+def main(arguments: Sequence[str] | None = None) -> int:
+    """`listen` and `try` run on a node, `places` and `judge` on the launching side. Returns 0 or UNFIT."""
+    options = _parse(arguments)
     if options.verb == "listen":
         return listen(options.nodes)
     if options.verb == "try":
-        sys.stdout.write(framed(asyncio.run(try_all(dict(options.places)))))
+        sys.stdout.write(format_reply(asyncio.run(connect_to_all(dict(options.addresses)))))
     elif options.verb == "judge":
-        faults = judge(options.folder, options.nodes)
+        faults = judge(options.directory, options.nodes)
         sys.stderr.write("".join(f"connectivity: {fault}\n" for fault in faults))
         return UNFIT if faults else 0
     else:
-        for node, (address, port) in read_places(options.folder, options.nodes).items():
+        for node, (address, port) in read_addresses(options.directory, options.nodes).items():
             print(f"{node}={address}:{port}")
     return 0
 
 
-def _place(word: str) -> tuple[str, tuple[str, int]]:
-    """node1=10.0.0.1:4711"""
-    node, _, place = word.partition("=")
-    address, _, port = place.rpartition(":")
+def _node_address(argument: str) -> tuple[str, tuple[str, int]]:
+    """Parse node1=10.0.0.1:4711."""
+    node, _, listening = argument.partition("=")
+    address, _, port = listening.rpartition(":")
     return node, (address, int(port))
 
 
-def _parse(words: Sequence[str] | None) -> argparse.Namespace:
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="connectivity", description=str(__doc__).splitlines()[0], allow_abbrev=False)
     verbs = parser.add_subparsers(dest="verb", required=True)
-    listening = verbs.add_parser("listen", help="reply where this node listens, until standard input ends")
+    listening = verbs.add_parser("listen", help="listen, and print the address, until end of standard input")
     listening.add_argument("nodes", nargs="+", help="names of all nodes")
     trying = verbs.add_parser("try", help="try to connect")
-    trying.add_argument("places", nargs="*", type=_place, help="NAME=ADDRESS:PORT")
-    places = verbs.add_parser("places", help="print where each node listens, as arguments of try")
-    places.add_argument("folder", type=Path, help="holds NODE.out, NODE.err and NODE.code")
+    trying.add_argument("addresses", nargs="*", type=_node_address, help="NAME=ADDRESS:PORT")
+    places = verbs.add_parser("places", help="print the addresses of the nodes, as arguments for try")
+    places.add_argument("directory", type=Path, help="contains NODE.out, NODE.err and NODE.code")
     places.add_argument("nodes", nargs="+")
-    judging = verbs.add_parser("judge", help="print who cannot connect to whom, and nodes without a reply")
-    judging.add_argument("folder", type=Path, help="holds the replies: listening/ and trying/")
+    judging = verbs.add_parser("judge", help="print failed connections, and nodes without a reply")
+    judging.add_argument("directory", type=Path, help="contains the replies: listening/ and trying/")
     judging.add_argument("nodes", nargs="+")
-    return parser.parse_args(words)
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

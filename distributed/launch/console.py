@@ -1,46 +1,46 @@
-"""What of a node's output a person sees while a run goes on; the log has all of it.
+"""Select the part of a node's output that is shown on the console; the log has all of it.
 
-A rank's lines carry its node and its rank, as in `[node1:3] loss 2.5`. One that the rank's next line overwrites, as in
-a progress bar, ends with a carriage return before its line break. Standard library only.
+Lines of a rank have a prefix with node and rank, as in `[node1:3] loss 2.5`. A line that the rank's next line
+overwrites, as in a progress bar, ends with CR LF. Standard library only.
 """
 
 from __future__ import annotations
 
 import re
 
-_RANK_0 = re.compile(rb"\[[^\]: \n]*:0\] ")  # what its lines begin with
+_RANK_0 = re.compile(rb"\[[^\]: \n]*:0\] ")  # prefix of its lines
 _UPDATE = re.compile(rb"^\[[^\]: \n]*:\d+\] [^\n]*\r\n", re.MULTILINE)  # a line that the rank's next one overwrites
-_OF_OTHERS = re.compile(rb"^\[[^\]: \n]*:(?!0\])\d+\] [^\n]*\n", re.MULTILINE)  # a line of a rank that is not rank 0
-_CLEAR = b"\r\x1b[K"  # go to the begin of the line, and empty it
-_CUT, _WRAP = b"\x1b[?7l", b"\x1b[?7h"  # what is wider than the terminal
+_OF_OTHERS = re.compile(rb"^\[[^\]: \n]*:(?!0\])\d+\] [^\n]*\n", re.MULTILINE)  # a line of another rank than 0
+_CLEAR = b"\r\x1b[K"  # move to the start of the line and clear it
+_CUT, _WRAP = b"\x1b[?7l", b"\x1b[?7h"  # cut off or wrap lines wider than the terminal
 
 
 class Console:
-    """Parts output into rank 0's lines, without the prefix, and those that no rank wrote. Other ranks' are left out."""
+    """Splits output into lines of rank 0, without the prefix, and lines of no rank. Drops those of other ranks."""
 
     def __init__(self, terminal: bool = False) -> None:
-        """terminal: both outputs are one, so that a progress bar of rank 0 can stay on one line."""
+        """terminal: stdout and stderr are the same terminal, so a progress bar of rank 0 can stay on one line."""
         self._terminal = terminal
-        self._bar = False  # the line with the cursor is a progress bar
-        self._begun = b""  # a line that is not at its end
+        self._bar = False  # the cursor is on a progress bar
+        self._partial = b""  # an incomplete line
 
     def feed(self, output: bytes, last: bool = False) -> tuple[bytes, bytes]:
-        """What is for standard output and for standard error, in whole lines. last: also a line that has no end."""
-        output = self._begun + output
+        """Returns complete lines for standard output and for standard error. last: also an incomplete line."""
+        output = self._partial + output
         if last and output and not output.endswith(b"\n"):
             output += b"\n"
-        whole, newline, self._begun = output.rpartition(b"\n")
+        complete, newline, self._partial = output.rpartition(b"\n")
         shown: list[bytes] = []
         plain: list[bytes] = []
-        for line in without_other_ranks(whole + newline).split(b"\n")[:-1]:
+        for line in without_other_ranks(complete + newline).split(b"\n")[:-1]:
             if prefix := _RANK_0.match(line):
                 shown.append(line[prefix.end() :])
             else:
                 plain.append(line)
         return self._of_rank_0(shown, last), self._of_no_rank(plain)
 
-    def aside(self, line: bytes) -> bytes:
-        """For standard error: a whole line that is not of the output. No bar stands before it."""
+    def message(self, line: bytes) -> bytes:
+        """A complete line for standard error that is not part of the output. Clears a progress bar first."""
         return self._of_no_rank([line.removesuffix(b"\n")])
 
     def _of_rank_0(self, lines: list[bytes], last: bool) -> bytes:
@@ -57,18 +57,18 @@ class Console:
         return text
 
     def _of_no_rank(self, lines: list[bytes]) -> bytes:
-        clear = _CLEAR if lines and self._bar else b""  # the bar comes again with its next update
+        clear = _CLEAR if lines and self._bar else b""  # its next update prints the bar again
         self._bar = self._bar and not lines
         return clear + _joined(lines)
 
 
 def without_updates(output: bytes) -> bytes:
-    """For a log: the output of ranks without the lines that the next one overwrites, as far as they are whole."""
+    """Remove lines that the rank's next line overwrites, if complete. For the log."""
     return _UPDATE.sub(b"", output)
 
 
 def without_other_ranks(lines: bytes) -> bytes:
-    """For a console elsewhere: whole lines, without those that it would leave out."""
+    """Remove the lines of ranks other than 0. Expects complete lines."""
     return _OF_OTHERS.sub(b"", lines)
 
 

@@ -1,6 +1,6 @@
-"""One node of several, each started by hand: is MASTER_ADDR an address that all of them can use?
+"""Check MASTER_ADDR on a node that was started by hand: can all nodes use this address?
 
-The other nodes are not asked: only what this one knows is checked.
+Only facts of this node are used; other nodes are not contacted.
 """
 
 from __future__ import annotations
@@ -10,26 +10,24 @@ from collections.abc import Sequence
 
 
 def check_master(master: str, node_rank: int, found: str, own: Sequence[str]) -> tuple[str, str]:
-    """MASTER_ADDR as this node is to use it, and the fault; one of the two is empty.
+    """The address to use and the fault; one of the two is "".
 
     Args:
-        found: the address that this node finds for it, empty for none.
+        master: MASTER_ADDR, a name or an address.
+        found: the address that it resolves to on this node; "" for none.
         own: this node's addresses, without loopback.
     """
-    said = f"MASTER_ADDR '{master}'"
+    name, addresses = f"MASTER_ADDR '{master}'", ", ".join(own)
     if not found:
-        return "", f"{said}: this node finds no address for it: mend the name, or give the address of node rank 0"
+        return "", f"{name}: cannot be resolved on this node; correct the name, or give the address of node rank 0"
     here = found in own or ipaddress.ip_address(found).is_loopback
     if node_rank and here:
-        return "", f"{said} is {found}, this node itself, but node rank 0 is what it has to name"
+        return "", f"{name}: {found} is this node (node rank {node_rank}); give the address of node rank 0"
     if not node_rank and not here:
-        return (
-            "",
-            f"{said} is {found}, no address of this node ({', '.join(own)}), but node rank 0 is what it has to name",
-        )
+        return "", f"{name}: {found} is not an address of this node (node rank 0); give one of {addresses}"
     if node_rank or found in own:
         return master, ""
     reachable = [address for address in own if ipaddress.ip_address(address).version == 4]
     if len(reachable) == 1:
-        return reachable[0], ""  # its own name is 127.0.1.1, as Debian has it
-    return "", f"{said} is {found}, where no other node finds it: give an address of this node ({', '.join(own)})"
+        return reachable[0], ""  # Debian resolves the own host name to 127.0.1.1
+    return "", f"{name}: {found} cannot be reached from other nodes; give an address of this node ({addresses})"

@@ -1,8 +1,8 @@
-"""Open a run: compare what the nodes have replied, then make the run directory. One process for both.
+"""Open a run: compare the replies of the nodes, then create the run directory. One process for both saves time.
 
     python -m distributed.launch.open_run [compare ARGUMENT...] [create ARGUMENT...]
 
-The arguments are those of distributed.launch.preflight, which prints where the ranks meet, and of
+The arguments are those of distributed.launch.preflight, which prints the rendezvous address, and of
 distributed.runs.run_directory, which prints the path.
 """
 
@@ -15,13 +15,13 @@ from distributed.launch import preflight
 from distributed.runs import run_directory
 
 
-def main(words: Sequence[str]) -> int:
-    """Returns 0; or UNFIT, when the nodes do not fit together, or 2, and nothing is made."""
-    end = words.index("create") if "create" in words else len(words)
-    if end and (code := preflight.main(words[1:end])):
+def main(arguments: Sequence[str]) -> int:
+    """Returns 0; UNFIT for incompatible nodes or 2 for a wrong call, without creating anything."""
+    end = arguments.index("create") if "create" in arguments else len(arguments)
+    if end and (code := preflight.main(arguments[1:end])):
         return code
     sys.stdout.flush()
-    return run_directory.main(words[end:]) if words[end:] else 0
+    return run_directory.main(arguments[end:]) if arguments[end:] else 0
 
 
 if __name__ == "__main__":

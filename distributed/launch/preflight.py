@@ -1,10 +1,10 @@
-"""Can these nodes train together? Every node is asked at once, before anything is started.
+"""Check before a launch that the nodes can train together.
 
-Each node runs the node probe (host.probe), within tenths of a second; on the launching side `judge` compares the
-replies, names each fault with its remedy, and chooses where the ranks will meet.
+All nodes run the node probe (host.probe) at the same time, within tenths of a second. On the launching side `judge`
+compares the replies, reports each fault with its remedy, and chooses the rendezvous address:
 
-    node1: 2 processes, but 1 GPU: start fewer there (node1:1)
-    node3: PyTorch 2.12.0, but PyTorch 2.13.0 elsewhere: install the same on all
+    node1: 2 processes, but 1 GPU; start fewer there (node1:1)
+    node3: PyTorch 2.12.0, but PyTorch 2.13.0 elsewhere; install the same version on all nodes
 """
 
 from __future__ import annotations
@@ -25,78 +25,77 @@ from distributed.launch.comparison import (
     same_machines,
 )
 
-SLOW = 1.0  # seconds for a look-up
+SLOW_LOOKUP = 1.0  # seconds
 
 
 def judge(
     replies: Mapping[str, Reply], processes: Mapping[str, int], port: int | None
 ) -> tuple[list[str], list[str], str]:
-    """Faults, warnings, and where ranks meet as "ADDRESS PORT", empty when there is a fault.
+    """Faults, warnings, and the rendezvous as "ADDRESS PORT"; "" if there is a fault.
 
     Args:
         replies: node -> its reply, by node rank.
-        processes: node -> how many are to run there.
+        processes: node -> number of its ranks.
     """
     values = {name: reply.value() for name, reply in replies.items()}
     nodes = {name: NodeFacts(**value) for name, value in values.items() if value is not None}
     master = next(iter(replies))
     warnings = [
-        f"{name}: looking up '{master}' took {node.seconds:.1f} s, and every connection asks: mend its resolver, "
-        f"or put {master} into /etc/hosts"
+        f"{name}: looking up '{master}' took {node.seconds:.1f} s, for every connection; repair its DNS resolver, "
+        f"or add {master} to /etc/hosts"
         for name, node in nodes.items()
-        if node.seconds > SLOW
+        if node.seconds > SLOW_LOOKUP
     ]
     if len(nodes) < len(replies):
-        return [f"{name}: {replies[name].why_none()}" for name in replies if name not in nodes], warnings, ""
-    faults = [f"{name}: {fault}" for name, fault in misfits(nodes, processes)]
+        return [f"{name}: {replies[name].failure_message()}" for name in replies if name not in nodes], warnings, ""
+    faults = [f"{name}: {fault}" for name, fault in incompatible_nodes(nodes, processes)]
     address = rendezvous_address(nodes)
     if not faults and not address:
-        faults.append(f"{master}: {': '.join(no_rendezvous_address(nodes))}")
+        faults.append(f"{master}: {'; '.join(no_rendezvous_address(nodes))}")
     if not faults and (holder := nodes[master].holder) is not None:
         faults.append(
-            f"{master}: port {port} is taken{holder and f' by {holder}'}: "
-            "name another with --master-port, or leave it out"
+            f"{master}: port {port}: in use{holder and f' by {holder}'}; choose another --master-port, or leave it out"
         )
     return faults, warnings, "" if faults else f"{address} {nodes[master].port}"
 
 
-def misfits(nodes: Mapping[str, NodeFacts], processes: Mapping[str, int]) -> Iterator[tuple[str, str]]:
-    """Each node that cannot work with the others, and why."""
+def incompatible_nodes(nodes: Mapping[str, NodeFacts], processes: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+    """Each node that cannot train with the others, and the fault."""
     for trait in MUST_BE_SAME:
         for name, value, usual, _ in differences_in(trait, nodes):
-            yield name, f"{trait.label}{value}, but {trait.label}{usual} elsewhere: {trait.fix}"
-    yield from other_files(nodes)
+            yield name, f"{trait.label}{value}, but {trait.label}{usual} elsewhere; {trait.fix}"
+    yield from differing_files(nodes)
     for name, node in nodes.items():
         if node.torch is None:
-            yield name, "has no PyTorch: install it for that Python, or name another with --python"
+            yield name, "PyTorch is not installed; install it for that Python, or choose another with --python"
         if node.gpu_error:
-            yield name, f"its GPUs cannot be counted ({node.gpu_error}): ssh {name} nvidia-smi"
+            yield name, f"cannot count its GPUs ({node.gpu_error}); try: ssh {name} nvidia-smi"
         elif 0 < node.gpus < processes[name]:
             gpus = f"{node.gpus} GPU{'s' * (node.gpus != 1)}"
-            yield name, f"{processes[name]} processes, but {gpus}: start fewer there ({name}:{node.gpus})"
+            yield name, f"{processes[name]} processes, but {gpus}; start fewer there ({name}:{node.gpus})"
     for name, other in same_machines(nodes):
-        yield name, f"is the same machine as {other}: name it once"
+        yield name, f"is the same machine as {other}; list it once"
 
 
-def other_files(nodes: Mapping[str, NodeFacts]) -> Iterator[tuple[str, str]]:
-    """Each node that lacks a file that the ranks will read, or has another of that name."""
+def differing_files(nodes: Mapping[str, NodeFacts]) -> Iterator[tuple[str, str]]:
+    """Each node on which a file that the ranks will read is missing or different."""
     for file in next(iter(nodes.values())).files:
         checksums = {name: node.files[file] or "" for name, node in nodes.items()}
         for name in (name for name, checksum in checksums.items() if not checksum):
-            yield name, f"has no file '{file}' to read: share its folder between the nodes, or launch with --sync"
+            yield name, f"cannot read file '{file}'; share its directory between the nodes, or launch with --sync"
         for name, *_ in differences(checksums):
-            yield name, f"'{file}' differs from that of the other nodes; make them the same, or launch with --sync"
+            yield name, f"'{file}' differs from that on the other nodes; make them equal, or launch with --sync"
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Print the faults, or where ranks meet. Returns 0, or UNFIT."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the faults, or the rendezvous address and port. Returns 0 or UNFIT."""
     parser = argparse.ArgumentParser(prog="preflight", description=str(__doc__).splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--port", type=int, default=0, help="where ranks are to meet; 0: any")
-    parser.add_argument("folder", type=Path, help="holds the replies: NODE.out, NODE.err and NODE.code")
+    parser.add_argument("--port", type=int, default=0, help="of the rendezvous; 0: any free port")
+    parser.add_argument("directory", type=Path, help="contains the replies: NODE.out, NODE.err and NODE.code")
     parser.add_argument("nodes", nargs="+", help="NAME:PROCESSES, by node rank")
-    options = parser.parse_args(words)
-    processes = {name: int(count) for name, _, count in (word.rpartition(":") for word in options.nodes)}
-    replies = {name: read(options.folder, name) for name in processes}
+    options = parser.parse_args(arguments)
+    processes = {name: int(count) for name, _, count in (node.rpartition(":") for node in options.nodes)}
+    replies = {name: read(options.directory, name) for name in processes}
     faults, warnings, rendezvous = judge(replies, processes, options.port or None)
     sys.stderr.write("".join(f"preflight: warning: {line}\n" for line in warnings))
     sys.stderr.write("".join(f"preflight: {line}\n" for line in faults))

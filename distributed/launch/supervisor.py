@@ -1,38 +1,38 @@
-"""Run one command on this node, and leave nothing behind.
+"""Run one command on this node and leave no process behind.
 
 usage: supervisor.py run --dir DIR --name NAME [option...] -- COMMAND [ARGUMENT...]
        supervisor.py stop|kill --dir DIR --name NAME
        supervisor.py sweep --dir DIR --name NAME [--grace SECONDS]
        supervisor.py status --dir DIR --name NAME
 
-run starts COMMAND in a session of its own and waits for its end:
+run starts COMMAND in a new session and waits until it exits:
 
-  --dir DIR          run directory; made where it is not there. Gets node_NAME.log (all output), node_NAME.pid
+  --dir DIR          run directory, created if it does not exist. Files: node_NAME.log (all output), node_NAME.pid
                      (process ids, JSON), node_NAME.exit (exit code, written last), errors/supervisor_NAME.json (why
-                     the supervisor itself ended COMMAND, or died)
+                     the supervisor stopped COMMAND, or was killed)
   --name NAME        name of this node
-  --source FILE      shell script that is sourced before COMMAND starts
-  --environment FROM environment for COMMAND: NAME=VALUE entries, each ended by a NUL byte, then an empty entry. FROM
-                     is - for standard input, or a file that is removed when it has been read
+  --source FILE      shell script to source before COMMAND starts
+  --environment FROM environment of COMMAND: NAME=VALUE entries, each terminated by a NUL byte, then an empty entry.
+                     FROM is - for standard input, or a file, which is removed after reading
   --grace SECONDS    time between SIGTERM and SIGKILL (default: 8)
-  --heartbeat-timeout SECONDS  the launcher is lost when nothing was received for so long (default: never)
-  --terminal         standard output and standard error are one terminal: a progress bar of rank 0 stays on one line
-  --timeout SECONDS  stop COMMAND when it has run for so long (default: never)
-  --sample-usage     record what each rank uses in node_NAME.samples.jsonl; see distributed/launch/usage.py
-  --detach           return when COMMAND has started; do not watch standard input. node_NAME.heartbeat is touched
-                     every 3 seconds; node_NAME.usage (JSON) gets its times and the memory that it used
+  --heartbeat-timeout SECONDS  stop COMMAND after this time without input from the launcher (default: never)
+  --terminal         standard output and standard error are the same terminal: show a progress bar on one line
+  --timeout SECONDS  stop COMMAND after this time (default: never)
+  --sample-usage     record the resource usage of each rank in node_NAME.samples.jsonl; see distributed/launch/usage.py
+  --detach           return when COMMAND has started; do not read standard input. Touch node_NAME.heartbeat every
+                     3 seconds; write the times and peak memory of COMMAND to node_NAME.usage (JSON)
 
-Standard input is the control channel: `stop` means SIGTERM, and SIGKILL after the grace; `kill` means SIGKILL; an
-empty line is a heartbeat; its end means that the launcher is lost: stop. SIGTERM and SIGINT mean stop, a second one
-kill. The file node_NAME.stop, holding `stop` or `kill`, means the same: `stop` and `kill` write it. Rank 0's lines
-are copied to standard output, lines that no rank wrote to standard error; a console that is closed or full is given
-up. The exit code is that of COMMAND, 128+n for signal n.
+Standard input is the control channel. `stop` sends SIGTERM, and SIGKILL after the grace time; `kill` sends SIGKILL; an
+empty line is a heartbeat; end of file means that the launcher is lost, and stops COMMAND. SIGTERM and SIGINT stop
+COMMAND, a second one kills it. The commands `stop` and `kill` do the same through the file node_NAME.stop. Lines of
+rank 0 are copied to standard output, lines of no rank to standard error; errors of a closed or full console are
+ignored. The exit code is that of COMMAND, 128+n for signal n.
 
-A second process, the guard, ends COMMAND when the supervisor is killed. At the end no process is left that COMMAND
-started, wherever it went. sweep ends what is left when both were killed, and waits until nothing is left. status
-prints JSON: "state" is absent, running, ended (with "exit_code") or killed.
+A second process, the guard, kills COMMAND if the supervisor is killed. At the end no process started by COMMAND
+remains, in any session. sweep ends the processes that remain when supervisor and guard were killed, and waits for
+them. status prints JSON: "state" is absent, running, ended (with "exit_code") or killed.
 
-Standard library only. It starts before every command, so it imports little, and that late.
+Standard library only. The supervisor starts before every command, so it imports few modules, and those late.
 """
 
 from __future__ import annotations
@@ -56,41 +56,41 @@ if TYPE_CHECKING:
 
     from distributed.launch.console import Console
 
-BLOCK = 1 << 20  # bytes read at once
-CHUNK = 4096  # bytes that a pipe which is ready takes without blocking
-BACKLOG = 4 << 20  # bytes kept for a console that is slower than the command, which then has to wait
-POLL_INTERVAL = 0.5  # seconds between two checks of the file with requests
-KILL_INTERVAL = 0.01  # seconds between two checks of processes that were killed
-SCAN_INTERVAL = 0.1  # seconds between two scans for what the command left behind; sooner when a process ends
-LEFTOVER_GRACE = 1.0  # seconds between SIGTERM and SIGKILL for what the command left behind
-UNKILLABLE = 5.0  # seconds after which a process that outlives SIGKILL is given up
-HEARTBEAT_INTERVAL = 3.0  # seconds between two heartbeats of a detached supervisor
-UNRESPONSIVE = 4.0  # seconds beside the grace after which a supervisor that has not ended is killed
-RESERVED = 8  # bytes of the file with the exit code
-GUARD_TIMEOUT = 2.0  # seconds in which the guard of a supervisor that was killed has written the exit code
+BLOCK = 1 << 20  # bytes per read
+CHUNK = 4096  # bytes that a writable pipe accepts without blocking
+BACKLOG = 4 << 20  # bytes buffered for a slow console; beyond that the command has to wait
+POLL_INTERVAL = 0.5  # seconds between checks of the request file
+KILL_INTERVAL = 0.01  # seconds between checks of killed processes
+SCAN_INTERVAL = 0.1  # seconds between scans for leftover processes; sooner when a process exits
+LEFTOVER_GRACE = 1.0  # seconds between SIGTERM and SIGKILL for leftover processes
+UNKILLABLE_TIMEOUT = 5.0  # seconds to wait for a process after SIGKILL
+HEARTBEAT_INTERVAL = 3.0  # seconds, of a detached supervisor
+UNRESPONSIVE_TIMEOUT = 4.0  # seconds after the grace time until an unresponsive supervisor is killed
+RESERVED = 8  # bytes of the exit code file
+GUARD_TIMEOUT = 2.0  # seconds for the guard to write the exit code after the supervisor was killed
 WRAPPER = os.path.join(KIT, "scripts", "lib", "in_node_env.sh")
-# What another launch left in the environment: PET_* even changes torchrun's options.
-FOREIGN = (
+# Variables that another launch may have left in the environment. PET_* would change torchrun's options.
+STALE_VARIABLES = (
     b"RANK", b"WORLD_SIZE", b"LOCAL_RANK", b"LOCAL_WORLD_SIZE", b"GROUP_RANK", b"NODE_RANK", b"MASTER_ADDR",
     b"MASTER_PORT",
 )  # fmt: skip
-FOREIGN_PREFIXES = (b"PET_", b"TORCHELASTIC_")
+STALE_PREFIXES = (b"PET_", b"TORCHELASTIC_")
 
 Environment = dict[bytes, bytes]
 
 
-class Refused(Exception):
-    """Nothing was started. The exit code, then the reason."""
+class SupervisorError(Exception):
+    """The command was not started. args: exit code, reason."""
 
 
-# ---------------------------------------------------------------- the files of a command
+# ---------------------------------------------------------------- files
 
 
 class Files:
-    """Every file that a supervisor reads or writes."""
+    """The files that a supervisor reads or writes."""
 
     def __init__(self, directory: str, name: str, stem: str = "") -> None:
-        """stem: what the paths of the files begin with, when it is not node_NAME in the directory."""
+        """stem: common prefix of the files, relative to the directory (default: node_NAME)."""
         self.directory, self.name = os.path.abspath(directory), name
         stem = os.path.join(self.directory, stem or f"node_{name}")
         self.log, self.pids, self.exit = f"{stem}.log", f"{stem}.pid", f"{stem}.exit"
@@ -100,7 +100,7 @@ class Files:
 
     @property
     def mark(self) -> frozenset[bytes]:
-        return process_scan.of_run(self.directory, self.name)
+        return process_scan.environment_mark(self.directory, self.name)
 
 
 def read_code(path: str) -> int | None:
@@ -112,7 +112,7 @@ def read_code(path: str) -> int | None:
 
 
 def reserve_code(files: Files) -> None:
-    """Take the space of the exit code now: the disk may be full when the command ends."""
+    """Allocate the file of the exit code now: the disk may be full when the command exits."""
     with contextlib.suppress(OSError):
         write_file(files.reserved, " " * RESERVED)
 
@@ -129,9 +129,9 @@ def write_code(files: Files, code: int) -> None:
 
 
 def write_record(files: Files, cause: str, message: str) -> None:
-    """Why the command was ended, when neither it nor the launcher decided that: for the verdict."""
+    """Record why the supervisor ended the command without a request, for the verdict."""
     facts = {"node": files.name, "host": os.uname().nodename, "cause": cause, "message": message, "time": time.time()}
-    with contextlib.suppress(OSError):  # the end itself matters more
+    with contextlib.suppress(OSError):  # stopping the command matters more
         write_json(files.record, facts)
 
 
@@ -140,14 +140,14 @@ def boot_id() -> str:
         return file.read().strip()
 
 
-def identity(pid: int) -> dict[str, int]:
-    """A process that is there, so that none that gets its number later is taken for it."""
+def process_identity(pid: int) -> dict[str, int]:
+    """Process id and start time, which together identify a process although ids are reused."""
     found = process_scan.process(pid)
     return {"pid": pid, "start_time": found.start if found else 0}
 
 
-def same_process(facts: object) -> int:
-    """The id of the process that identity() described; 0 when it has ended."""
+def live_pid(facts: object) -> int:
+    """The id of the process that process_identity() described; 0 when it has exited."""
     if not isinstance(facts, dict):
         return 0
     pid = facts.get("pid")
@@ -156,16 +156,16 @@ def same_process(facts: object) -> int:
 
 
 def supervisor_of(files: Files) -> int:
-    """The process id of the supervisor that runs here for this command; 0 when there is none."""
+    """The process id of this command's supervisor on this machine; 0 when there is none."""
     facts = read_json(files.pids)
-    return same_process(facts.get("supervisor")) if facts.get("boot_id") == boot_id() else 0
+    return live_pid(facts.get("supervisor")) if facts.get("boot_id") == boot_id() else 0
 
 
 # ---------------------------------------------------------------- the environment
 
 
 def read_block(source: int) -> tuple[bytes, bytes]:
-    """The environment block from a file descriptor, and what was read behind it."""
+    """Read the environment block from a file descriptor. Returns it and the bytes read after it."""
     received = b""
     while True:
         if received.startswith(b"\0"):
@@ -174,12 +174,12 @@ def read_block(source: int) -> tuple[bytes, bytes]:
         if end:
             return block + b"\0", rest
         if not (more := os.read(source, BLOCK)):
-            raise Refused(UNFIT, "the environment block ended too early: the launcher is gone")
+            raise SupervisorError(UNFIT, "environment block incomplete: connection to the launcher lost")
         received += more
 
 
-def take_block(path: str) -> bytes:
-    """The environment block from a file, which is then removed."""
+def read_block_file(path: str) -> bytes:
+    """Read the environment block from a file and remove the file."""
     try:
         source = os.open(path, os.O_RDONLY)
         os.unlink(path)
@@ -188,22 +188,26 @@ def take_block(path: str) -> bytes:
         finally:
             os.close(source)
     except OSError as error:
-        raise Refused(UNFIT, f"--environment '{path}': {error.strerror}") from None
+        raise SupervisorError(UNFIT, f"--environment '{path}': {error.strerror}") from None
 
 
-def entries(block: bytes) -> Environment:
+def parse_environment(block: bytes) -> Environment:
     parts = (entry.partition(b"=") for entry in block.split(b"\0") if entry)
     return {name: value for name, _, value in parts}
 
 
 def environment(block: bytes, files: Files) -> Environment:
-    """Of the command: the supervisor's own, as it was started with, without other launches', and with the block's."""
+    """The command's environment: that of the supervisor without stale variables, updated with the block."""
     with open("/proc/self/environ", "rb") as file:  # Python has changed what os.environ shows
-        env = entries(file.read())
-    env = {name: value for name, value in env.items() if name not in FOREIGN and not name.startswith(FOREIGN_PREFIXES)}
-    env[b"MUSTER_METRICS"] = os.fsencode(os.path.join(files.directory, "metrics.jsonl"))  # a job's block has its own
-    env |= entries(block)
-    env |= entries(b"\0".join(files.mark))
+        env = parse_environment(file.read())
+    env = {
+        name: value
+        for name, value in env.items()
+        if name not in STALE_VARIABLES and not name.startswith(STALE_PREFIXES)
+    }
+    env[b"MUSTER_METRICS"] = os.fsencode(os.path.join(files.directory, "metrics.jsonl"))  # a job's block overrides it
+    env |= parse_environment(block)
+    env |= parse_environment(b"\0".join(files.mark))
     env[b"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = os.fsencode(f"[{files.name}:${{rank}}] ")
     return env
 
@@ -212,7 +216,7 @@ def environment(block: bytes, files: Files) -> Environment:
 
 
 def children() -> list[int] | None:
-    """The processes whose parent is this one, zombies among them; None where this kernel does not list them."""
+    """The children of this process, including zombies; None if the kernel does not list them."""
     try:
         with open("/proc/thread-self/children") as file:
             return [int(pid) for pid in file.read().split()]
@@ -221,15 +225,15 @@ def children() -> list[int] | None:
 
 
 def default_signals(ignored: Sequence[int] = ()) -> None:
-    """As a fresh process has them, whatever was ignored or blocked when this one started; some are to be ignored."""
+    """Unblock all signals and reset their handlers to the default, except those to ignore."""
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
-        with contextlib.suppress(OSError, ValueError):  # some are the C library's own
+        with contextlib.suppress(OSError, ValueError):  # the C library reserves some
             signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
 
 
-def become(command: list[str], env: Environment) -> NoReturn:
-    """Replace this process by the command. 127 and 126 mean what they mean in a shell."""
+def exec_command(command: list[str], env: Environment) -> NoReturn:
+    """Replace this process with the command. Exits with 127 or 126 as a shell does."""
     try:
         os.execvpe(command[0], command, env)
     except OSError as error:
@@ -238,17 +242,17 @@ def become(command: list[str], env: Environment) -> NoReturn:
 
 
 def kill_all(find: Callable[[], list[int]]) -> None:
-    """SIGKILL for what find() finds, until it finds nothing more."""
-    end = time.monotonic() + UNKILLABLE
+    """Send SIGKILL to the processes that find() returns until it returns none, for at most UNKILLABLE_TIMEOUT."""
+    end = time.monotonic() + UNKILLABLE_TIMEOUT
     while (pids := find()) and time.monotonic() < end:
-        send(signal.SIGKILL, pids)
+        send_signal(signal.SIGKILL, pids)
         time.sleep(KILL_INTERVAL)
 
 
 def isolate(kept: int = -1) -> None:
-    """In a process that helps the supervisor: it takes none of its signals and holds none of its files open.
+    """In a helper process of the supervisor: ignore its signals and close its files.
 
-    kept: a file descriptor that becomes 3.
+    kept: a file descriptor to keep, as 3.
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
@@ -261,7 +265,7 @@ def isolate(kept: int = -1) -> None:
     os.closerange(4 if kept >= 0 else 3, 1 << 16)
 
 
-def send(number: int, pids: Sequence[int]) -> None:
+def send_signal(number: int, pids: Sequence[int]) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
@@ -271,9 +275,9 @@ def send(number: int, pids: Sequence[int]) -> None:
 
 
 class Guard:
-    """A process in a group of its own that outlives the supervisor only to clean up after it.
+    """A process in a separate process group that kills the command if the supervisor is killed.
 
-    It reads from a pipe that the supervisor alone can write to: its end means that the supervisor has died.
+    It reads from a pipe that only the supervisor can write to. End of file means that the supervisor has died.
     """
 
     def __init__(self, files: Files) -> None:
@@ -283,29 +287,28 @@ class Guard:
         if self.pid == 0:
             try:
                 os.close(self._lifeline)
-                _watch(files, source, supervisor)
+                _guard_main(files, source, supervisor)
             finally:
                 os._exit(0)
-        os.setpgid(self.pid, self.pid)  # at once: SIGKILL for the group of the supervisor must not reach it
+        os.setpgid(self.pid, self.pid)  # at once: SIGKILL to the supervisor's group must not reach the guard
         os.close(source)
 
-    def report(self, line: str) -> None:
-        with contextlib.suppress(OSError):  # it has just been killed; another one is started
+    def send(self, line: str) -> None:
+        with contextlib.suppress(OSError):  # it was killed; the supervisor will start another one
             os.write(self._lifeline, line.encode() + b"\n")
 
-    def dismiss(self) -> None:
-        self.report("end")
+    def stop(self) -> None:
+        self.send("end")
         os.close(self._lifeline)
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self.pid, 0)
 
     def close(self) -> None:
-        """It was killed, and has been reaped."""
+        """Close the pipe to a guard that was killed."""
         os.close(self._lifeline)
 
 
-def _watch(files: Files, lifeline: int, supervisor: int) -> None:
-    """What the guard does."""
+def _guard_main(files: Files, lifeline: int, supervisor: int) -> None:
     isolate(lifeline)
     received = b""
     while more := os.read(3, 4096):
@@ -315,7 +318,7 @@ def _watch(files: Files, lifeline: int, supervisor: int) -> None:
     sessions = [int(line.split()[1]) for line in received.splitlines() if line.startswith(b"session ")]
     message = f"process {supervisor} was killed"
     write_record(files, "killed", message)
-    kill_all(lambda: process_scan.living(files.mark, sessions))
+    kill_all(lambda: process_scan.live_processes(files.mark, sessions))
     with contextlib.suppress(OSError), open(files.log, "a") as log:
         print(f"supervisor: {message}; its guard has killed the command", file=log)
     with contextlib.suppress(OSError):
@@ -325,23 +328,23 @@ def _watch(files: Files, lifeline: int, supervisor: int) -> None:
 # ---------------------------------------------------------------- the supervisor
 
 
-class Stream:
-    """Standard output or standard error: it may be slow, full or closed, and that must not disturb the command."""
+class ConsoleStream:
+    """Standard output or standard error. A slow, full or closed console must not affect the command."""
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.pending = bytearray()
         self._ready = select.poll()
         self._ready.register(number, select.POLLOUT)
-        self._given_up = False
+        self._is_closed = False
 
     def put(self, data: bytes) -> None:
-        if not self._given_up:
+        if not self._is_closed:
             self.pending += data
             self.flush()
 
     def flush(self) -> None:
-        """Write what can be written without waiting. Other writers do not break lines: each write ends with one."""
+        """Write without blocking. Each write ends with a line break, so that other writers do not split lines."""
         try:
             while self.pending and self._ready.poll(0):
                 end = self.pending.rfind(b"\n", 0, CHUNK) + 1
@@ -349,17 +352,17 @@ class Stream:
         except BlockingIOError:
             pass
         except OSError:  # closed, or full
-            self.give_up()
+            self.close()
 
-    def give_up(self) -> None:
-        self._given_up = True
+    def close(self) -> None:
+        self._is_closed = True
         self.pending.clear()
 
 
 class Supervisor:
-    """One command, from its start to the moment when nothing of it is left."""
+    """Runs one command until none of its processes remains."""
 
-    SIGNALS: Sequence[int] = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # that take_signal() handles
+    SIGNALS: Sequence[int] = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # passed to handle_signal()
     IGNORED: Sequence[int] = ()  # signals that the command ignores until it sets a handler
 
     def __init__(
@@ -372,28 +375,28 @@ class Supervisor:
         attached: bool = False,
         terminal: bool = False,
         received: bytes = b"",
-        samples_usage: bool = False,
+        sample_usage: bool = False,
     ) -> None:
-        """received: what came through the control channel behind the environment block."""
+        """received: bytes of the control channel that were read after the environment block."""
         self.files, self.grace, self.heartbeat_timeout, self.timeout = files, grace, heartbeat_timeout, timeout
-        self._attached, self._detached = attached, not attached  # neither, once the launcher is lost
-        self.code: int | None = None  # of the command, when it has ended
-        self.ended = 0.0  # when that was, in seconds since the epoch
-        self._samples_usage, self._sampler = samples_usage, 0  # the process that samples, while there is one
+        self._attached, self._detached = attached, not attached  # both False when the launcher is lost
+        self.code: int | None = None  # exit code of the command
+        self.ended = 0.0  # Unix seconds at which the command exited
+        self._sample_usage, self._sampler = sample_usage, 0  # process id of the sampler; 0: none
         self.stopping = False
         self._received = received
         self._kill_at = self._stop_at = float("inf")
-        self._swept = False  # nothing of the command is left
+        self._no_process_left = False
         self._output = -1  # pipe that the command writes to
         self._output_ended = False
         self._log_failed = False
-        self._asked_to_end = False  # what it left behind
+        self._leftovers_signalled = False
         self._received_at = time.monotonic()
         self._poll_at = self._heartbeat_at = self._scan_at = 0.0
-        self._interval = POLL_INTERVAL  # seconds between two checks of the clock, at most
+        self._interval = POLL_INTERVAL  # maximum seconds between checks of the clock
         self._console: Console | None = None
         self._terminal = terminal
-        self._streams = [Stream(1), Stream(2)] if attached else []
+        self._streams = [ConsoleStream(1), ConsoleStream(2)] if attached else []
         self._log = os.open(files.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         self._signals = self._catch_signals()
         self._adopts = process_scan.adopt_orphans()
@@ -402,7 +405,7 @@ class Supervisor:
     # ---- start
 
     def start(self, command: list[str], env: Environment, block: bytes, source: str = "") -> None:
-        """source: shell script to be sourced before. block: environment that counts more than the script's."""
+        """source: shell script to source first. block: environment that overrides the script's."""
         if source:
             command = [WRAPPER, "--exec", source, *command]
         self._source, self._block = source, _memory(block + b"\0") if source else os.open(os.devnull, os.O_RDONLY)
@@ -418,12 +421,12 @@ class Supervisor:
                 default_signals(self.IGNORED)
                 for number, file in enumerate((self._block, *outputs)):
                     os.dup2(file, number)
-                become(command, env)
+                exec_command(command, env)
             finally:
                 os._exit(126)
         for file in set(outputs):
             os.close(file)
-        if self._samples_usage:
+        if self._sample_usage:
             self._sampler = self._start_sampler(parent)
         self._record_processes()
 
@@ -441,7 +444,7 @@ class Supervisor:
         return pid
 
     def open_outputs(self) -> tuple[int, int]:
-        """Standard output and standard error of the command: one pipe, so that lines keep their order."""
+        """Standard output and standard error of the command: the same pipe, to preserve the order of lines."""
         self._output, output = os.pipe()
         with contextlib.suppress(OSError):
             import fcntl
@@ -450,7 +453,7 @@ class Supervisor:
         return output, output
 
     def _catch_signals(self) -> int:
-        """A file descriptor from which the numbers of signals can be read."""
+        """Returns a file descriptor from which signal numbers can be read."""
         source, target = os.pipe()
         os.set_blocking(source, False)
         os.set_blocking(target, False)
@@ -460,42 +463,42 @@ class Supervisor:
         return source
 
     def _record_processes(self) -> None:
-        """Report the process ids to the guard, and write them to node_NAME.pid."""
-        self._guard.report(f"session {self.pid}")
+        """Send the process ids to the guard and write them to node_NAME.pid."""
+        self._guard.send(f"session {self.pid}")
         if self._sampler:
-            self._guard.report(f"session {self._sampler}")
+            self._guard.send(f"session {self._sampler}")
         processes = {"supervisor": os.getpid(), "guard": self._guard.pid, "command": self.pid}
-        facts = {name: identity(pid) for name, pid in processes.items()}
+        facts = {name: process_identity(pid) for name, pid in processes.items()}
         try:
             write_json(self.files.pids, {"boot_id": boot_id(), **facts})
         except OSError as error:
-            self._note(f"cannot write {self.files.pids}: {error.strerror}")
+            self._print_message(f"cannot write {self.files.pids}: {error.strerror}")
 
     # ---- watch
 
     def watch(self) -> int:
-        """To the end of the command and of all that it left behind. Returns its exit code."""
+        """Watch until the command and all leftover processes have exited. Returns the exit code of the command."""
         self._handle_requests()
-        while not (self._swept and self._output_ended):
+        while not (self._no_process_left and self._output_ended):
             self._wait()
             self._check_clock()
         self.finish()
-        while self.is_needed():
+        while self.must_wait():
             self._wait()
             self._check_clock()
         assert self.code is not None
         return self.code
 
-    def is_needed(self) -> bool:
-        """Whether something is to be done yet when nothing of the command is left."""
+    def must_wait(self) -> bool:
+        """Whether watch() has to continue although no process remains."""
         return any(stream.pending for stream in self._streams)
 
     def _wait(self) -> None:
-        """For the next event, but not long, and react to it."""
+        """Wait for the next event or deadline and handle it."""
         actions = {self._signals: self._read_signals}
         if self._attached:
             actions[0] = self._read_control
-        if self._output >= 0 and self._may_read():
+        if self._output >= 0 and self._can_read():
             actions[self._output] = self._read_output
         poll = select.poll()
         for file in actions:
@@ -504,7 +507,7 @@ class Supervisor:
             if stream.pending:
                 actions[stream.number] = stream.flush
                 poll.register(stream.number, select.POLLOUT)
-        if self._swept:
+        if self._no_process_left:
             due = float("inf")
         elif self.code is None and time.monotonic() < self._kill_at:
             due = self._kill_at
@@ -513,30 +516,30 @@ class Supervisor:
         for file, _ in poll.poll(1000 * max(0.0, min(self._interval, due - time.monotonic()))):
             actions[file]()
 
-    def _may_read(self) -> bool:
-        """A console that does not keep up lets the command wait, but not its end."""
-        behind = any(len(stream.pending) > BACKLOG for stream in self._streams)
-        return not self._output_ended and (not behind or self.stopping or self.code is not None)
+    def _can_read(self) -> bool:
+        """Whether to read more output. A slow console makes the command wait, except at its end."""
+        slow = any(len(stream.pending) > BACKLOG for stream in self._streams)
+        return not self._output_ended and (not slow or self.stopping or self.code is not None)
 
     def _read_output(self) -> None:
         block = os.read(self._output, BLOCK)
         self._output_ended = not block
-        kept = block
+        logged = block
         if b"\r\n" in block:
             from distributed.launch.console import without_updates
 
-            kept = without_updates(block)
-        self._keep(kept)
+            logged = without_updates(block)
+        self._write_log(logged)
         self._show(block, last=not block)
 
-    def _keep(self, block: bytes) -> None:
+    def _write_log(self, block: bytes) -> None:
         try:
             while block:
                 block = block[os.write(self._log, block) :]
-        except OSError as error:  # a full disk, most often: the command goes on
+        except OSError as error:  # usually a full disk: the command continues
             if not self._log_failed:
                 self._log_failed = True
-                self._show_aside(os.fsencode(f"supervisor: {self.files.log}: {error.strerror}: output is lost\n"))
+                self._show_message(os.fsencode(f"supervisor: {self.files.log}: {error.strerror}: output is lost\n"))
 
     def _show(self, block: bytes, last: bool = False) -> None:
         if not self._streams:
@@ -548,27 +551,27 @@ class Supervisor:
         for stream, text in zip(self._streams, self._console.feed(block, last), strict=False):
             stream.put(text)
 
-    def _note(self, message: str) -> None:
-        self._print(f"supervisor: {message}")
+    def _print_message(self, message: str) -> None:
+        self._print_line(f"supervisor: {message}")
 
-    def _print(self, message: str) -> None:
+    def _print_line(self, message: str) -> None:
         line = os.fsencode(f"{message}\n")
-        self._keep(line)
-        self._show_aside(line)
+        self._write_log(line)
+        self._show_message(line)
 
-    def _show_aside(self, line: bytes) -> None:
+    def _show_message(self, line: bytes) -> None:
         for stream in self._streams[1:]:
-            stream.put(self._console.aside(line) if self._console else line)
+            stream.put(self._console.message(line) if self._console else line)
 
     def _read_signals(self) -> None:
         for number in os.read(self._signals, 4096):
             if number == signal.SIGCHLD:
                 self._reap()
             else:
-                self.take_signal(number)
+                self.handle_signal(number)
 
-    def take_signal(self, number: int) -> None:
-        """One of SIGNALS was received."""
+    def handle_signal(self, number: int) -> None:
+        """Handle one of SIGNALS."""
         if self.stopping:
             self.kill()
         else:
@@ -576,10 +579,10 @@ class Supervisor:
 
     def _reap(self) -> None:
         with contextlib.suppress(ChildProcessError):
-            self._scan_at = 0.0  # one less may be left
+            self._scan_at = 0.0  # it may have been the last one
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 if ended[0] == self.pid:
-                    self.code, self.ended = _exit_code(ended[1]) or self._code_of_start(), time.time()
+                    self.code, self.ended = _exit_code(ended[1]) or self._start_failure(), time.time()
                     if self._sampler:
                         usage.stop(self._sampler)
                 elif ended[0] == self._sampler:
@@ -589,13 +592,13 @@ class Supervisor:
                     self._guard = Guard(self.files)
                     self._record_processes()
 
-    def _code_of_start(self) -> int:
-        """UNFIT when config/node_env.sh has replaced the shell of the wrapper, so that the command never started."""
-        # The wrapper reads the block, by a file offset that it shares with this process, when it has sourced the file.
+    def _start_failure(self) -> int:
+        """UNFIT when config/node_env.sh has ended or replaced the wrapper's shell, so the command never started."""
+        # The wrapper reads the block after sourcing the file; it shares the file offset with this process.
         if os.lseek(self._block, 0, os.SEEK_CUR) == os.fstat(self._block).st_size:
             return 0
         message = "exited with code 0, so nothing was started; it is sourced and must neither exit nor exec a command"
-        self._print(f"{self.files.name}: {self._source}: {message}")
+        self._print_line(f"{self.files.name}: {self._source}: {message}")
         return UNFIT
 
     # ---- requests
@@ -607,7 +610,7 @@ class Supervisor:
         self._handle_requests()
         if not received:
             self._attached = False
-            self._launcher_lost("the control channel was closed: the launcher, or the connection to it, is gone")
+            self._launcher_lost("control channel closed: the launcher was killed or its connection lost")
 
     def _handle_requests(self) -> None:
         *lines, self._received = self._received.split(b"\n")
@@ -621,31 +624,31 @@ class Supervisor:
             self.kill()
 
     def _launcher_lost(self, message: str) -> None:
-        self._give_up_console()
+        self._drop_console()
         if self.code is None and not self.stopping:
             write_record(self.files, "launcher lost", message)
-            self._note(f"{message}; stopping")
+            self._print_message(f"{message}; stopping")
             self.stop()
 
     def stop(self) -> None:
-        """SIGTERM, so that a checkpoint can be written; SIGKILL when the grace is over."""
+        """Send SIGTERM, and SIGKILL after the grace time, in which the command can write a checkpoint."""
         if not self.stopping:
             self.stopping = True
             self._kill_at = min(self._kill_at, time.monotonic() + self.grace)
             if self.code is None:
-                send(signal.SIGTERM, [self.pid])
+                send_signal(signal.SIGTERM, [self.pid])
 
     def kill(self) -> None:
-        """Send SIGKILL, and do not wait for a console that is not read."""
+        """Send SIGKILL and do not wait for a blocked console."""
         self.stopping = True
         self._kill_at = min(self._kill_at, time.monotonic())
         self._scan_at = 0.0
-        self._give_up_console()
+        self._drop_console()
 
-    def _give_up_console(self) -> None:
+    def _drop_console(self) -> None:
         if self.code is not None:
             for stream in self._streams:
-                stream.give_up()
+                stream.close()
 
     def _check_clock(self) -> None:
         now = time.monotonic()
@@ -654,56 +657,58 @@ class Supervisor:
             self._handle_request(_requested(self.files))
         if self._attached and now - self._received_at > self.heartbeat_timeout and not select.select([0], [], [], 0)[0]:
             self._received_at = float("inf")
-            self._launcher_lost(f"nothing was received from the launcher for {self.heartbeat_timeout:g} s")
+            self._launcher_lost(f"no heartbeat from the launcher for {self.heartbeat_timeout:g} s")
         if now >= self._stop_at and self.code is None and not self.stopping:
             message = f"the command has run for {self.timeout:g} s (--timeout)"
             write_record(self.files, "timeout", message)
-            self._note(f"{message}; stopping")
+            self._print_message(f"{message}; stopping")
             self.stop()
         if self._detached and now >= self._heartbeat_at:
             self._heartbeat_at = now + HEARTBEAT_INTERVAL
             _touch(self.files.heartbeat)
-        if not self._swept and (self.code is not None or now >= self._kill_at) and now >= self._scan_at:
+        if not self._no_process_left and (self.code is not None or now >= self._kill_at) and now >= self._scan_at:
             self._end_leftovers(now)
 
     # ---- end
 
     def _end_leftovers(self, now: float) -> None:
-        """End what the command left behind: SIGTERM, then SIGKILL. As long as it runs itself, only SIGKILL."""
+        """Send SIGTERM, then SIGKILL, to leftover processes. While the command runs, only SIGKILL."""
         self._scan_at = now + SCAN_INTERVAL
-        ours = [self._guard.pid, self._sampler]
-        rest = [] if self._nothing_left(ours) else process_scan.living(self.files.mark, [self.pid], os.getpid(), ours)
+        own = [self._guard.pid, self._sampler]
+        rest = (
+            []
+            if self._no_child_left(own)
+            else process_scan.live_processes(self.files.mark, [self.pid], os.getpid(), own)
+        )
         if now >= self._kill_at:
-            send(signal.SIGKILL, rest)
-            if self.code is not None and now >= self._kill_at + UNKILLABLE:
-                self._note(f"processes {' '.join(map(str, rest))} outlive SIGKILL: the kernel has to end them")
-                self._swept = self._output_ended = True
-        elif rest and not self._asked_to_end:
-            self._asked_to_end = True
-            send(signal.SIGTERM, rest)
+            send_signal(signal.SIGKILL, rest)
+            if self.code is not None and now >= self._kill_at + UNKILLABLE_TIMEOUT:
+                pids = " ".join(map(str, rest))
+                self._print_message(f"processes {pids} survive SIGKILL (blocked in the kernel)")
+                self._no_process_left = self._output_ended = True
+        elif rest and not self._leftovers_signalled:
+            self._leftovers_signalled = True
+            send_signal(signal.SIGTERM, rest)
             if not self.stopping:
                 self._kill_at = now + LEFTOVER_GRACE
         if self.code is not None and not rest:
-            self._swept = True
+            self._no_process_left = True
 
-    def _nothing_left(self, ours: Sequence[int]) -> bool:
-        """Whether nothing of the command can be left: all that it left behind became a child of this process.
-
-        That spares a scan of all processes of the machine.
-        """
+    def _no_child_left(self, own: Sequence[int]) -> bool:
+        """Whether no leftover process can exist, as all would be children of this subreaper. Saves a scan of /proc."""
         found = children()
-        return self._adopts and self.code is not None and found is not None and set(found) <= set(ours)
+        return self._adopts and self.code is not None and found is not None and set(found) <= set(own)
 
     def finish(self) -> None:
-        """Nothing of the command is left: write its exit code, last of all."""
+        """Write the exit code, as the last file, when no process remains."""
         if self._detached:
             self._write_usage()
         try:
             assert self.code is not None
             write_code(self.files, self.code)
         except OSError as error:
-            self._note(f"cannot write {self.files.exit}: {error.strerror}")
-        self._guard.dismiss()
+            self._print_message(f"cannot write {self.files.exit}: {error.strerror}")
+        self._guard.stop()
         if self._sampler:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(self._sampler, 0)
@@ -723,7 +728,7 @@ def _exit_code(status: int) -> int:
 
 
 def _memory(block: bytes) -> int:
-    """A file that only this process and its children can read."""
+    """An anonymous file that only this process and its children can read."""
     file = os.memfd_create("environment")
     os.write(file, block)
     os.lseek(file, 0, os.SEEK_SET)
@@ -744,31 +749,33 @@ def _touch(path: str) -> None:
         os.utime(path)
 
 
-# ---------------------------------------------------------------- the verbs
+# ---------------------------------------------------------------- commands
 
 
-def run(options: Options) -> int:
-    """Returns the exit code of the command; 0 with --detach."""
+def run(options: SupervisorOptions) -> int:
+    """Returns the exit code of the command, or 0 with --detach."""
     files = options.files
     block = received = b""
     if options.environment == "-":
         block, received = read_block(0)
     elif options.environment:
-        block = take_block(options.environment)
+        block = read_block_file(options.environment)
     try:
         if options.detach:
             return detached(lambda started: supervise(options, block, started=started))
         return supervise(options, block, received)
     except OSError as error:
         reason = f"{error.filename or files.directory}: {error.strerror}"
-        raise Refused(UNFIT, f"the command was not started: {reason}") from None
+        raise SupervisorError(UNFIT, f"the command was not started: {reason}") from None
 
 
-def supervise(options: Options, block: bytes, received: bytes = b"", started: Callable[[], None] = lambda: None) -> int:
-    """Run the command to its end. Calls started() when it runs."""
+def supervise(
+    options: SupervisorOptions, block: bytes, received: bytes = b"", started: Callable[[], None] = lambda: None
+) -> int:
+    """Run the command until it exits. Calls started() when it has started. Returns its exit code."""
     files = options.files
     os.makedirs(os.path.dirname(files.record), exist_ok=True)
-    with contextlib.suppress(PermissionError):  # it leads a session already
+    with contextlib.suppress(PermissionError):  # already a session leader
         os.setsid()
     if options.detach:
         reserve_code(files)
@@ -780,7 +787,7 @@ def supervise(options: Options, block: bytes, received: bytes = b"", started: Ca
         attached=not options.detach,
         terminal=options.terminal,
         received=received,
-        samples_usage=options.sample_usage,
+        sample_usage=options.sample_usage,
     )
     source = os.path.abspath(options.source) if options.source else ""
     supervisor.start(options.command, environment(block, files), block, source)
@@ -789,12 +796,12 @@ def supervise(options: Options, block: bytes, received: bytes = b"", started: Ca
 
 
 def detached(supervise: Callable[[Callable[[], None]], int]) -> int:
-    """Let a child supervise, which belongs to no terminal and no connection. Returns when the command runs."""
+    """Call supervise() in a child detached from terminal and connection. Returns when the command has started."""
     source, target = os.pipe()
     if os.fork():
         os.close(target)
         if error := os.read(source, CHUNK):
-            raise Refused(UNFIT, os.fsdecode(error))
+            raise SupervisorError(UNFIT, os.fsdecode(error))
         return 0
     null = os.open(os.devnull, os.O_RDWR)
     for number in range(3):
@@ -808,25 +815,26 @@ def detached(supervise: Callable[[Callable[[], None]], int]) -> int:
 
 
 def request(files: Files, what: str) -> int:
-    """Ask the supervisor that runs here to stop or kill its command; nothing happens where there is none."""
+    """Request the supervisor, if it runs on this machine, to stop or kill its command."""
     if supervisor_of(files):
         write_file(files.request, what + "\n")
     return 0
 
 
 def sweep(files: Files, grace: float) -> int:
-    """End what is here of a command, and wait until nothing is left. grace: 0 for SIGKILL at once."""
+    """End all processes of a command on this machine. grace: seconds between SIGTERM and SIGKILL; 0: only SIGKILL."""
     if pid := supervisor_of(files):
         request(files, "stop" if grace else "kill")
-        send(signal.SIGCONT, [pid])
-        if not wait_until(lambda: not supervisor_of(files), grace + UNRESPONSIVE):
-            send(signal.SIGKILL, [pid])
-    if grace and (left := process_scan.living(files.mark)):
-        # Those that none of them has started: an agent ends its ranks itself, ranks may have lost theirs.
+        send_signal(signal.SIGCONT, [pid])
+        if not wait_until(lambda: not supervisor_of(files), grace + UNRESPONSIVE_TIMEOUT):
+            send_signal(signal.SIGKILL, [pid])
+    if grace and (remaining := process_scan.live_processes(files.mark)):
+        # Only to processes whose parent is not signalled: an agent stops its ranks itself.
         processes = process_scan.table()
-        send(signal.SIGTERM, [pid for pid in left if pid in processes and processes[pid].parent not in left])
-        wait_until(lambda: not process_scan.living(files.mark), grace)
-    kill_all(lambda: process_scan.living(files.mark))
+        top = [pid for pid in remaining if pid in processes and processes[pid].parent not in remaining]
+        send_signal(signal.SIGTERM, top)
+        wait_until(lambda: not process_scan.live_processes(files.mark), grace)
+    kill_all(lambda: process_scan.live_processes(files.mark))
     if os.path.exists(files.pids) and not wait_until(lambda: os.path.exists(files.exit), GUARD_TIMEOUT):
         write_record(files, "killed", "the supervisor and its guard were killed")
         with contextlib.suppress(OSError):
@@ -844,7 +852,7 @@ def wait_until(condition: Callable[[], object], seconds: float) -> bool:
 
 
 def status(files: Files) -> dict[str, object]:
-    """What the files and the processes of this machine show of a command."""
+    """The state of a command according to its files and the processes of this machine."""
     pids, code = read_json(files.pids), read_code(files.exit)
     facts: dict[str, object] = {"name": files.name, "state": "absent"}
     if code is not None:
@@ -856,44 +864,44 @@ def status(files: Files) -> dict[str, object]:
     return facts | pids
 
 
-# ---------------------------------------------------------------- the command line
+# ---------------------------------------------------------------- command line
 
-# A field of Options each.
+# Each is a field of SupervisorOptions.
 FLAGS = ("--detach", "--terminal", "--sample-usage")
 TEXTS = ("--dir", "--name", "--source", "--environment")
 DURATIONS = ("--grace", "--heartbeat-timeout", "--timeout")
 
 
-class Options:
-    """The arguments of a call, checked."""
+class SupervisorOptions:
+    """The parsed command line. Raises SupervisorError."""
 
     def __init__(self, arguments: Sequence[str]) -> None:
         self.dir = self.name = self.source = self.environment = ""
         self.grace, self.heartbeat_timeout, self.timeout = -1.0, float("inf"), float("inf")
         self.detach = self.terminal = self.sample_usage = False
         self.command: list[str] = []
-        left = list(arguments)
-        while left:
-            option = left.pop(0)
+        rest = list(arguments)
+        while rest:
+            option = rest.pop(0)
             if option == "--":
-                self.command = left
+                self.command = rest
                 break
             field = option.removeprefix("--").replace("-", "_")
             if option in FLAGS:
                 setattr(self, field, True)
             elif option in TEXTS + DURATIONS:
-                if not left or not left[0]:
-                    raise Refused(WRONG_CALL, f"{option}: needs a value")
-                value = left.pop(0)
+                if not rest or not rest[0]:
+                    raise SupervisorError(WRONG_CALL, f"{option}: needs a value")
+                value = rest.pop(0)
                 setattr(self, field, seconds(option, value) if option in DURATIONS else value)
             else:
-                raise Refused(WRONG_CALL, f"{option}: unknown option")
+                raise SupervisorError(WRONG_CALL, f"{option}: unknown option")
         if not self.dir or not self.name:
-            raise Refused(WRONG_CALL, "--dir and --name are required")
+            raise SupervisorError(WRONG_CALL, "--dir and --name are required")
         if "/" in self.name:
-            raise Refused(WRONG_CALL, f"--name: expected a name without a slash, got '{self.name}'")
+            raise SupervisorError(WRONG_CALL, f"--name: expected a name without a slash, got '{self.name}'")
         if self.source and not os.access(self.source, os.R_OK):
-            raise Refused(WRONG_CALL, f"--source '{self.source}': cannot read it")
+            raise SupervisorError(WRONG_CALL, f"--source '{self.source}': cannot read file")
 
     @property
     def files(self) -> Files:
@@ -902,12 +910,12 @@ class Options:
 
 def seconds(option: str, value: str) -> float:
     if not value.isascii() or not value.isdecimal():
-        raise Refused(WRONG_CALL, f"{option}: expected a whole number of seconds, got '{value}'")
+        raise SupervisorError(WRONG_CALL, f"{option}: expected a whole number of seconds, got '{value}'")
     return float(value)
 
 
 def open_standard_files() -> None:
-    """Where the caller has closed one, the next file to be opened would take its place."""
+    """Open /dev/null for each closed standard file, whose number the next opened file would get."""
     while (file := os.open(os.devnull, os.O_RDWR)) < 3:
         pass
     os.close(file)
@@ -917,7 +925,7 @@ def main(arguments: Sequence[str]) -> int:
     open_standard_files()
     try:
         return _main(arguments)
-    except Refused as refused:
+    except SupervisorError as refused:
         code, message = refused.args
         text = f"supervisor.py: {message}\n" + "Try: supervisor.py --help\n" * (code == WRONG_CALL)
         with contextlib.suppress(OSError):
@@ -931,11 +939,11 @@ def _main(arguments: Sequence[str]) -> int:
         return 0
     verb = arguments[0] if arguments else ""
     if verb not in ("run", "stop", "kill", "sweep", "status"):
-        raise Refused(WRONG_CALL, f"expected run, stop, kill, sweep or status, got '{verb}'")
-    options = Options(arguments[1:])
+        raise SupervisorError(WRONG_CALL, f"expected run, stop, kill, sweep or status, got '{verb}'")
+    options = SupervisorOptions(arguments[1:])
     if verb == "run":
         if not options.command:
-            raise Refused(WRONG_CALL, "there is no command behind --")
+            raise SupervisorError(WRONG_CALL, "expected a command after --")
         if options.grace < 0:
             options.grace = 8.0
         return run(options)

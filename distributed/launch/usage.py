@@ -1,18 +1,18 @@
-"""What the ranks of one node use over time: CPU, memory, output and GPUs, whatever the script logs itself.
+"""Sample the resource usage of a node's ranks: CPU, memory, output and GPUs.
 
-A child process of the supervisor, with srun of the node's first task, appends one JSON object a sample to
+A child process of the supervisor (with srun, of the node's first task) appends one JSON object per sample to
 node_<name>.samples.jsonl in the run directory:
 
     {"time": 1764000000.5, "ranks": {"0": {"cpu": 41.2, "memory": 1288490188, "output": 5120}},
      "gpus": {"3": {"use": 97, "memory": 17179869184, "ranks": [0]}}}
 
-The ranks are local ranks, each with its children. cpu: seconds of CPU since its start; memory: bytes, resident; output:
-bytes since its start. Of a GPU (the key is its index on the node): per cent of the time in which a kernel ran, bytes in
-use, and the ranks that compute on it. "gpus" is in few samples, as nvidia-smi is not asked more often than every
-10 seconds. A file never has more than MOST samples: then each two become one, and the interval doubles.
+The keys of "ranks" are local ranks; the values include child processes. cpu: CPU seconds since the start; memory:
+resident bytes; output: bytes since the start. The keys of "gpus" are GPU indices on the node. use: percentage of time
+in which a kernel ran; memory: bytes in use; ranks: those with processes on it. "gpus" is in few samples, as nvidia-smi
+is queried at most every 10 seconds. At MAX_SAMPLES samples, pairs are merged into one and the interval doubles.
 
-The supervisor imports this before every command, so it imports nothing at once that costs milliseconds. Standard
-library alone.
+The supervisor imports this module before every command, so it imports modules that take milliseconds late. Standard
+library only.
 """
 
 from __future__ import annotations
@@ -30,63 +30,53 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import Any
 
-INTERVAL = 1.0  # seconds between the first samples
-MOST = 500  # samples in a file
-GPU_INTERVAL = 10.0  # seconds between two calls of nvidia-smi
+INTERVAL = 1.0  # seconds; doubled at MAX_SAMPLES
+MAX_SAMPLES = 500
+GPU_INTERVAL = 10.0  # minimum seconds between calls of nvidia-smi
 
 Sample = dict[str, "Any"]
 
 
 def stop(pid: int) -> None:
-    """SIGKILL for a process that runs record(), and for what it runs."""
-    for kill in (os.kill, os.killpg):  # it may not yet lead a group
+    """Send SIGKILL to a process that runs record(), and to its children."""
+    for kill in (os.kill, os.killpg):  # it may not lead a group yet
         with contextlib.suppress(ProcessLookupError, PermissionError):
             kill(pid, signal.SIGKILL)
 
 
 def record(run: str, node: str) -> None:
-    """Append samples, for ever. To be called in a process that leads a session, in which nvidia-smi then runs.
+    """Append samples until killed. The calling process must be a session leader; nvidia-smi runs in its session.
 
-    Nothing is imported before the first sample is due: the start of the ranks comes first.
+    Imports nothing before the first sample is due, to not delay the start of the ranks.
     """
     time.sleep(INTERVAL)
+    import json
+
     path, samples, interval = os.path.join(run, f"node_{node}.samples.jsonl"), list[Sample](), INTERVAL
-    ask_gpus_at = 0.0
+    query_gpus_at = 0.0
     while True:
         due = time.monotonic() + interval
-        gpus = due >= ask_gpus_at
-        if (sample := take(run, node, gpus=gpus))["ranks"]:  # else they have not been started
+        gpus = due >= query_gpus_at
+        if (sample := take_sample(run, node, gpus=gpus))["ranks"]:  # empty: not started yet
             samples.append(sample)
-            with contextlib.suppress(OSError):  # a full disk, most often
-                if len(samples) < MOST:
-                    append(path, sample)
+            with contextlib.suppress(OSError):  # usually a full disk
+                if len(samples) < MAX_SAMPLES:
+                    with open(path, "a") as file:
+                        file.write(json.dumps(sample) + "\n")
                 else:
-                    samples, interval = thin(samples), 2 * interval
-                    rewrite(path, samples)
-            ask_gpus_at = due + GPU_INTERVAL if gpus else ask_gpus_at
+                    samples, interval = merge_pairs(samples), 2 * interval
+                    write_file(path, "".join(json.dumps(sample) + "\n" for sample in samples))
+            query_gpus_at = due + GPU_INTERVAL if gpus else query_gpus_at
         time.sleep(max(0.0, due - time.monotonic()))
 
 
-def thin(samples: Sequence[Sample]) -> list[Sample]:
-    """Each two as one: the later one, with the GPUs of the earlier one where only that has some."""
+def merge_pairs(samples: Sequence[Sample]) -> list[Sample]:
+    """Merge each pair: the later sample, with the GPUs of the earlier one if only that has any."""
     return [{**one, **other} for one, other in zip(samples[::2], samples[1::2], strict=False)]
 
 
-def append(path: str, sample: Sample) -> None:
-    import json
-
-    with open(path, "a") as file:
-        file.write(json.dumps(sample) + "\n")
-
-
-def rewrite(path: str, samples: Sequence[Sample]) -> None:
-    import json
-
-    write_file(path, "".join(json.dumps(sample) + "\n" for sample in samples))
-
-
-def take(run: str, node: str, *, gpus: bool, proc: Path | None = None) -> Sample:
-    """One sample. gpus: also ask nvidia-smi, which may take seconds."""
+def take_sample(run: str, node: str, *, gpus: bool, proc: Path | None = None) -> Sample:
+    """gpus: also query nvidia-smi, which may take seconds."""
     from pathlib import Path
 
     from distributed.host.system import PROC

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed.files import write_json
-from distributed.host.stacks import as_traceback
+from distributed.host.stacks import format_traceback
 from distributed.runs.hang_analysis import Activity, Stall, find_stall
 from distributed.runs.lookup import RunLookupError, read
 from distributed.runs.status import Observation, observe_ranks, read_progress
@@ -63,9 +63,9 @@ def hang_record(observed: Observation, silent: float, stall: Stall, option: str)
         "node": suspect.node if suspect else None,
         "rank": suspect.rank if suspect else None,
         "time": time.time(),
-        "traceback": as_traceback(suspect.frames) if suspect else "",
+        "traceback": format_traceback(suspect.frames) if suspect else "",
         "others": [
-            {"node": rank.node, "rank": rank.rank, "message": where(rank), "traceback": as_traceback(rank.frames)}
+            {"node": rank.node, "rank": rank.rank, "message": where(rank), "traceback": format_traceback(rank.frames)}
             for rank in observed.ranks
             if rank != suspect
         ],

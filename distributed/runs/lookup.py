@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distributed.host.identity import machine, user
-from distributed.host.process_scan import since
+from distributed.host.process_scan import start_time
 
 HERE, GONE, ELSEWHERE = "here", "gone", "elsewhere"  # running here; has exited; on another machine, so not known
 IN_JOB = "job"  # the launcher is the batch script of a running SLURM job
@@ -110,7 +110,7 @@ def read(directory: Path) -> Run:
 def locate_launcher(host: str, launcher_machine: str, pid: int, started: int | None) -> str:
     """HERE, GONE or ELSEWHERE. The start time is compared, because another process may have its pid now."""
     if launcher_machine == machine():
-        return HERE if started is not None and started == since(pid) else GONE
+        return HERE if started is not None and started == start_time(pid) else GONE
     rebooted = host == os.uname().nodename and boot_id(launcher_machine) != boot_id(machine())
     return GONE if rebooted else ELSEWHERE
 

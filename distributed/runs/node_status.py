@@ -26,8 +26,8 @@ from typing import Any
 
 from distributed.host import process_scan
 from distributed.host.gpus import count, mebibytes, query, table
-from distributed.host.replies import framed
-from distributed.host.stacks import Frame, of_the_script, stack_of
+from distributed.host.replies import format_reply
+from distributed.host.stacks import Frame, script_frames, stack_of
 from distributed.host.system import PROC, read, run_program
 
 TAIL = 8192  # bytes at the end of a rank's output in which to find the last line
@@ -100,7 +100,8 @@ def processes_of(run: str, node: str, proc: Path = PROC) -> list[RunProcess]:
     """All processes on this node that have this run in their environment."""
     output = re.compile(OUTPUT.format(node=re.escape(node)))
     found = []
-    for pid in process_scan.marked(process_scan.of_run(run, node), process_scan.pids(str(proc)), str(proc)):
+    mark = process_scan.environment_mark(run, node)
+    for pid in process_scan.with_mark(mark, process_scan.pids(str(proc)), str(proc)):
         with suppress(OSError):  # it has exited
             found.append(_process(proc / str(pid), output))
     return sorted(found, key=lambda one: one.pid)
@@ -256,7 +257,7 @@ def parse_py_spy(pid: int, dump: str) -> tuple[str, tuple[Frame, ...]] | None:
         # In a container os_thread_id may be unknown.
         main_first = sorted(json.loads(dump), key=lambda one: (one["os_thread_id"] != pid, one["thread_name"] != MAIN))
         stacks = [
-            of_the_script([Frame(one["filename"], one["line"], one["name"]) for one in thread["frames"]])
+            script_frames([Frame(one["filename"], one["line"], one["name"]) for one in thread["frames"]])
             for thread in main_first
         ]
         heads = [
@@ -347,7 +348,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--first-rank", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=0.0, help="duration of the CPU sample")
     parser.add_argument("--stacks", action="store_true", help="also read the stacks of each rank")
-    sys.stdout.write(framed(asdict(observe(**vars(parser.parse_args(arguments))))))
+    sys.stdout.write(format_reply(asdict(observe(**vars(parser.parse_args(arguments))))))
     return 0
 
 

@@ -23,7 +23,7 @@ import time
 
 from distributed.files import KIT, write_json
 from distributed.host.identity import machine, user, versions
-from distributed.host.process_scan import since
+from distributed.host.process_scan import start_time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # importing typing costs milliseconds
@@ -105,7 +105,7 @@ def describe(
         "places": _places(nodes, nproc, places, first_rank),
         # Start time and machine tell this launcher apart from a later process with the same pid.
         "launcher": {
-            "host": os.uname().nodename, "pid": pid, "since": since(pid), "machine": machine(), "grace": grace,
+            "host": os.uname().nodename, "pid": pid, "since": start_time(pid), "machine": machine(), "grace": grace,
         },
         "slurm_job": slurm_job[0] if slurm_job else None,
         "nproc": nproc,

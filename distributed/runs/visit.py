@@ -42,7 +42,7 @@ def read_reply(node: RunNode, directory: Path) -> NodeReply:
     value = reply.value()
     if value is not None:
         return NodeReply(node, node_status.from_json(value))
-    return NodeReply(node, None, "did not reply in time" if reply.code == KILLED else reply.why_none())
+    return NodeReply(node, None, "did not reply in time" if reply.code == KILLED else reply.failure_message())
 
 
 def remaining_processes(status: node_status.NodeStatus) -> str:

@@ -1,1 +1,1 @@
-"""What SLURM has allocated, and job steps."""
+"""SLURM allocations and job steps."""

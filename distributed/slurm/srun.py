@@ -1,9 +1,9 @@
-"""A job step from the launcher's side: it runs srun, and records how the tasks end.
+"""The launcher's side of a job step: run srun, watch its tasks and record how they end.
 
-srun runs as a child, in a session of its own: Ctrl-C is for the launcher to handle. Its standard input is the control
-channel of all tasks, and through its standard output they report (distributed/slurm/task.py). From the reports come the
-files that agents and supervisors write elsewhere: errors/node_<name>.json, node_<name>.exit and, of a node whose
-heartbeats are missing, node_<name>.lost. The first task that fails stops the others. Standard library only.
+srun runs as a child in a separate session, because the launcher handles Ctrl-C. Its standard input is the control
+channel of all tasks; they send reports through its standard output (distributed/slurm/task.py). This module writes the
+files that agents and supervisors write without srun: errors/node_<name>.json, node_<name>.exit and, when heartbeats
+time out, node_<name>.lost. The first failed task stops the others. Standard library only.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from distributed.nodelist import expand
 from distributed.slurm.task import HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT, REPORT
 
 TERMINATED = 128 + signal.SIGTERM
-STOP_GRACE = 5.0  # seconds between the request to stop and the request to kill, when a task has failed
-CHECKPOINT_GRACE = 30.0  # seconds before the request to stop, when a task has stopped with a checkpoint
-SRUN_GRACE = 5.0  # seconds for srun to end after its tasks; for a lost node it would wait as long as SLURM does
-FIRST_WARNING = 10.0  # seconds until nodes that have not joined are named; the interval then doubles
+STOP_GRACE = 5.0  # seconds between stop request and kill request after a failed task
+CHECKPOINT_GRACE = 30.0  # seconds before the stop request after a task has stopped with a checkpoint
+SRUN_GRACE = 5.0  # seconds for srun to exit after its tasks; with a lost node it waits for SLURM's timeout
+FIRST_WARNING = 10.0  # seconds until the first warning about missing nodes; the interval then doubles
 NODE_FAILURE = re.compile(r"Node failure on (\S+)")  # printed by srun
 CONTROL = 0  # file descriptor of the launcher's requests
-SRUN = "srun"  # the node whose log and exit code are srun's own: node_srun.log
+SRUN = "srun"  # name in node_srun.log and node_srun.exit
 
 Json = dict[str, Any]
 
 
 @dataclass
-class Node:
-    """What is known of a node while the step runs."""
+class StepNode:
+    """The state of a node while the step runs."""
 
     name: str
     tasks: int
-    last_report: float | None = None  # None: it has not joined
-    ends: list[Json] = field(default_factory=list)  # of its tasks, in the order of their reports
+    last_report: float | None = None  # time.monotonic(); None: it has not joined
+    ends: list[Json] = field(default_factory=list)  # final reports of its tasks, in order of arrival
     lost: bool = False
 
     @property
@@ -57,12 +57,12 @@ class Node:
 
     @property
     def exit_code(self) -> int:
-        """Of its first task that failed."""
+        """That of its first failed task; 0 if none failed."""
         return next((end["exit_code"] for end in self.ends if end["exit_code"]), 0)
 
 
-class Parser:
-    """Parts srun's output into output of the tasks and reports, also where a report is in the middle of a line."""
+class ReportParser:
+    """Splits srun's output into output of the tasks and reports, which may be in the middle of a line."""
 
     def __init__(self) -> None:
         self._partial = b""
@@ -83,7 +83,7 @@ class Parser:
 
 
 def parse_report(line: bytes) -> Json:
-    """Empty when a rank has printed our mark itself."""
+    """The report; empty if a rank has printed the REPORT character itself."""
     with suppress(ValueError):
         report = json.loads(line)
         if isinstance(report, dict) and "node" in report:
@@ -91,48 +91,48 @@ def parse_report(line: bytes) -> Json:
     return {}
 
 
-class Step:
-    """srun and its tasks, until the last one has ended."""
+class JobStep:
+    """srun and its tasks, until the last one has exited."""
 
-    def __init__(self, run: Path, nodes: Sequence[Node], srun: subprocess.Popen[bytes]) -> None:
-        """srun: with pipes to all its standard files."""
+    def __init__(self, run: Path, nodes: Sequence[StepNode], srun: subprocess.Popen[bytes]) -> None:
+        """srun: the process, with pipes to its three standard files."""
         self.run = run
         self.nodes = {node.name: node for node in nodes}
-        self.code = 0  # of the first task that failed
-        self._step = ""  # its id, as its tasks report it
-        self._due: list[tuple[float, Callable[[], None]]] = []  # actions, and when
-        self._started = self._checked = time.monotonic()  # checked: the clock
+        self.code = 0  # of the first failed task
+        self._step = ""  # step id, as reported by tasks
+        self._due: list[tuple[float, Callable[[], None]]] = []  # scheduled actions
+        self._started = self._checked = time.monotonic()  # _checked: last call of check_clock()
         self._warn_at = self._started + FIRST_WARNING
         self._partial_line = b""  # of srun's standard error
         self._srun_log = (run / f"node_{SRUN}.log").open("ab", buffering=0)
         self._srun = srun
-        self._parser = Parser()
+        self._parser = ReportParser()
         self._console = Console()
 
     # ---- events
 
     def watch(self) -> int:
-        """To the end of srun. Returns the exit code of the step."""
+        """Watch until srun exits. Returns the exit code of the step."""
         with self._srun, self._srun_log, selectors.DefaultSelector() as channels:
-            channels.register(self._srun.stdout, selectors.EVENT_READ, self.take_output)  # type: ignore[arg-type]
-            channels.register(self._srun.stderr, selectors.EVENT_READ, self.take_errors)  # type: ignore[arg-type]
-            channels.register(CONTROL, selectors.EVENT_READ, self.take_requests)
+            channels.register(self._srun.stdout, selectors.EVENT_READ, self.handle_output)  # type: ignore[arg-type]
+            channels.register(self._srun.stderr, selectors.EVENT_READ, self.handle_errors)  # type: ignore[arg-type]
+            channels.register(CONTROL, selectors.EVENT_READ, self.handle_requests)
             threading.Thread(target=self.send_heartbeats, daemon=True).start()
-            while any(key.data != self.take_requests for key in channels.get_map().values()):
+            while any(key.data != self.handle_requests for key in channels.get_map().values()):
                 for key, _ in channels.select(HEARTBEAT_INTERVAL / 4):
                     received = os.read(key.fd, 65536)
                     key.data(received)
                     if not received:
                         channels.unregister(key.fileobj)
                 self.check_clock()
-        return self.settle()
+        return self.record_missing_ends()
 
-    def take_output(self, received: bytes) -> None:
-        for part in self._parser.feed(received):
-            if isinstance(part, bytes):
-                self.show(part)
-            elif part["node"] in self.nodes:
-                self.take_report(self.nodes[part["node"]], part)
+    def handle_output(self, received: bytes) -> None:
+        for item in self._parser.feed(received):
+            if isinstance(item, bytes):
+                self.show(item)
+            elif item["node"] in self.nodes:
+                self.handle_report(self.nodes[item["node"]], item)
         if not received:
             self.show(b"", last=True)
 
@@ -140,8 +140,8 @@ class Step:
         for file, text in zip((1, 2), self._console.feed(output, last), strict=True):
             write_console(file, text)
 
-    def take_errors(self, received: bytes) -> None:
-        """What srun prints. About tasks that have reported their end it prints nothing new."""
+    def handle_errors(self, received: bytes) -> None:
+        """Log and show srun's messages, except those about tasks that have all reported their end."""
         if not all(len(node.ends) == node.tasks for node in self.nodes.values()):
             write_console(2, received)
         with suppress(OSError):
@@ -150,53 +150,53 @@ class Step:
         for failed in NODE_FAILURE.findall(b"\n".join(lines).decode(errors="replace")):
             for name in expand(failed):
                 if name in self.nodes and not self.nodes[name].ended:
-                    self.lose(self.nodes[name], "SLURM says that this node has failed")
+                    self.mark_lost(self.nodes[name], "node failure reported by SLURM")
 
-    def take_requests(self, received: bytes) -> None:
+    def handle_requests(self, received: bytes) -> None:
         for request in received.decode().split():
             self.request(request)
-        if not received:  # the launcher is gone
+        if not received:  # the launcher is lost
             self.close_channel()
 
-    def take_report(self, node: Node, report: Json) -> None:
+    def handle_report(self, node: StepNode, report: Json) -> None:
         node.last_report = time.monotonic()
         self._step = report.get("step") or self._step
-        node.tasks = report.get("tasks") or node.tasks  # SLURM may have placed them in another way
+        node.tasks = report.get("tasks") or node.tasks  # SLURM may have distributed them differently
         if end := report.get("end"):
             node.ends.append(end)
             self.task_ended(end["exit_code"])
             if node.ended:
                 self.record_node(node)
-        self.close_channel_when_all_ended()
+        self.close_channel_if_all_ended()
 
-    # ---- consequences
+    # ---- reactions
 
     def task_ended(self, code: int) -> None:
-        """A task has ended, or its node is lost. SIGTERM is the consequence of another failure."""
+        """Stop the step after a failed task or a lost node. Exit by SIGTERM is the consequence of another failure."""
         if code and self.code in (0, TERMINATED):
             stopping, self.code = self.code, code
             if stopping:
                 return
             seconds = CHECKPOINT_GRACE if code == STOPPED else 0.0
-            self.later(seconds, lambda: self.request("stop"))
-            self.later(seconds + STOP_GRACE, lambda: self.request("kill"))
-            self.later(seconds + 2 * STOP_GRACE, self.close_channel)
+            self.schedule(seconds, lambda: self.request("stop"))
+            self.schedule(seconds + STOP_GRACE, lambda: self.request("kill"))
+            self.schedule(seconds + 2 * STOP_GRACE, self.close_channel)
 
-    def later(self, seconds: float, action: Callable[[], None]) -> None:
+    def schedule(self, seconds: float, action: Callable[[], None]) -> None:
         self._due.append((time.monotonic() + seconds, action))
 
     def check_clock(self) -> None:
         now = time.monotonic()
-        # While a disk or a terminal blocked this process, it received nothing: that is not a fault of the nodes.
+        # Heartbeats are not read while a disk or a terminal blocks this process: extend the timeout.
         blocked, self._checked = max(0.0, now - self._checked - HEARTBEAT_INTERVAL), now
-        due, self._due = [one for one in self._due if one[0] <= now], [one for one in self._due if one[0] > now]
+        due, self._due = [item for item in self._due if item[0] <= now], [item for item in self._due if item[0] > now]
         for _, action in due:
             action()
         for node in self.nodes.values():
             if node.last_report is not None and not node.ended:
                 node.last_report += blocked
                 if now - node.last_report > HEARTBEAT_TIMEOUT:
-                    self.lose(node)
+                    self.mark_lost(node)
         if now > self._warn_at:
             self._warn_at = now + (now - self._started)
             self.warn_of_missing(now - self._started)
@@ -207,18 +207,18 @@ class Step:
             joined = f"{len(self.nodes) - len(missing)} of {len(self.nodes)} nodes joined"
             self.print(f"{joined}, waiting for {', '.join(missing)}, {seconds:.0f} s")
 
-    def lose(self, node: Node, reason: str = "") -> None:
-        """reason: another one than missing heartbeats."""
+    def mark_lost(self, node: StepNode, reason: str = "") -> None:
+        """reason: "" for a heartbeat timeout."""
         node.lost = True
         write(self.run / f"node_{node.name}.lost", f"{reason}\n")
         self.print(f"{node.name}: {reason or f'no heartbeat for {HEARTBEAT_TIMEOUT:.0f} s'}; stopping the other nodes")
         self.task_ended(UNFIT)
-        self.close_channel_when_all_ended()
+        self.close_channel_if_all_ended()
 
     # ---- control channel of the tasks
 
     def send_heartbeats(self) -> None:
-        """A task stops when it misses them. In a thread, as a disk may block the other one."""
+        """A task stops when heartbeats time out. In a thread, as a disk may block the main thread."""
         while not self._srun.stdin.closed:  # type: ignore[union-attr]
             self.request("")
             time.sleep(HEARTBEAT_INTERVAL)
@@ -229,22 +229,22 @@ class Step:
         with suppress(OSError, ValueError):  # srun has ended, or the channel is closed
             self._srun.stdin.write(f"{request}\n".encode())
 
-    def close_channel_when_all_ended(self) -> None:
+    def close_channel_if_all_ended(self) -> None:
         if all(node.ended for node in self.nodes.values()):
             self.close_channel()
 
     def close_channel(self) -> None:
-        """Tasks that have reported their end exit, others stop. srun is ended where it does not end by that."""
+        """Tasks then exit if they have reported their end, or stop. Cancels and kills srun if it does not exit."""
         assert self._srun.stdin
         if not self._srun.stdin.closed:
             with suppress(OSError):
                 self._srun.stdin.close()
             if any(node.lost for node in self.nodes.values()):
                 self.cancel()
-                self.later(1.0, self._srun.kill)
+                self.schedule(1.0, self._srun.kill)
             else:
-                self.later(SRUN_GRACE, self.cancel)
-                self.later(2 * SRUN_GRACE, self._srun.kill)
+                self.schedule(SRUN_GRACE, self.cancel)
+                self.schedule(2 * SRUN_GRACE, self._srun.kill)
 
     def cancel(self) -> None:
         if self._step:
@@ -252,8 +252,8 @@ class Step:
 
     # ---- records
 
-    def record_node(self, node: Node) -> None:
-        """As agents do: how the ranks of a node ended, when one of the run failed; and the exit code of the node."""
+    def record_node(self, node: StepNode) -> None:
+        """Write the exit code of a node and, if the step failed, how its ranks ended, as agents do."""
         ranks = [end for end in node.ends if end["rank"] is not None]
         deaths = [end for end in ranks if end["exit_code"]]
         ended_well = [end["rank"] for end in ranks if not end["exit_code"] and not end.get("ended_by_agent")]
@@ -262,24 +262,24 @@ class Step:
             write(self.run / "errors" / f"node_{node.name}.json", record)
         write(self.run / f"node_{node.name}.exit", f"{node.exit_code}\n")
 
-    def settle(self) -> int:
-        """After the end of srun: what follows for tasks that have not reported theirs. Returns the exit code."""
+    def record_missing_ends(self) -> int:
+        """Record nodes whose tasks have not reported their end when srun exits. Returns the exit code."""
         for node in self.nodes.values():
-            if self.code and node.ended and not node.lost:  # which ranks ended well matters only now
+            if self.code and node.ended and not node.lost:  # successful ranks are recorded only after a failure
                 self.record_node(node)
-        silent = [node for node in self.nodes.values() if not node.ended]
-        if not silent:
+        missing = [node for node in self.nodes.values() if not node.ended]
+        if not missing:
             return self.code
-        if len(silent) == len(self.nodes) and all(node.last_report is None for node in silent):
+        if len(missing) == len(self.nodes) and all(node.last_report is None for node in missing):
             code = self._srun.returncode
             code = (128 - code if code < 0 else code) or UNFIT
             write(self.run / f"node_{SRUN}.exit", f"{code}\n")
             return code
-        for node in silent:
+        for node in missing:
             if node.ends:
                 self.record_node(node)
             if not self.code or not node.ends:
-                self.lose(node, "srun has ended before its tasks")
+                self.mark_lost(node, "srun exited before its tasks")
         return self.code
 
     def print(self, message: str) -> None:
@@ -287,14 +287,14 @@ class Step:
 
 
 def write_console(file: int, text: bytes) -> None:
-    """A console that is closed or full is no reason to end."""
+    """Write to the console; ignore errors of a closed or full one."""
     with suppress(OSError):
         while text:
             text = text[os.write(file, text) :]
 
 
 def write(path: Path, content: str | Json) -> None:
-    """JSON, or text. A full disk is reported, and no reason to end."""
+    """Write text or JSON. Errors such as a full disk are only reported."""
     try:
         if isinstance(content, str):
             write_file(path, content)
@@ -305,9 +305,9 @@ def write(path: Path, content: str | Json) -> None:
 
 
 def watch(run: str, nodes: str, srun: subprocess.Popen[bytes]) -> int:
-    """Watch a job step to the end of srun. Returns the exit code of the first task that failed.
+    """Watch a job step until srun exits. Returns the exit code of the first failed task.
 
-    nodes: name:tasks of each, with commas between. srun: with pipes to all its standard files.
+    nodes: NAME:TASKS,... srun: the process, with pipes to its three standard files.
     """
-    places = (place.rpartition(":") for place in nodes.split(","))
-    return Step(Path(run), [Node(name, int(tasks)) for name, _, tasks in places], srun).watch()
+    places = (node.rpartition(":") for node in nodes.split(","))
+    return JobStep(Path(run), [StepNode(name, int(tasks)) for name, _, tasks in places], srun).watch()

@@ -1,19 +1,20 @@
-"""One task of a job step on its node, under the supervisor: a rank, or the agent that starts all ranks of the node.
+"""Supervise one task of a job step on its node: a rank, or the agent that starts all ranks of the node.
 
 usage: srun_task.py rank RUN GRACE SCRIPT|-m MODULE [ARGUMENT...]
        srun_task.py agent RUN GRACE COUNTS COMMAND [ARGUMENT...] -- [ARGUMENT...]
 
-RUN is the run directory, GRACE the seconds between SIGTERM and SIGKILL, COUNTS the ranks of each node, as in 2,2,1. The
-options of the agent on this node replace the --. SLURM's variables say which task this is.
+RUN is the run directory, GRACE the seconds between SIGTERM and SIGKILL, COUNTS the number of ranks on each node, as in
+2,2,1. The -- is replaced with the options of this node's agent. SLURM's variables identify the task.
 
 The task communicates with distributed/slurm/srun.py, on the launcher's side, through srun:
 
-    standard output   lines for the console, and between them reports: REPORT, one JSON object, a line break
-    standard input    the control channel of the supervisor: stop, kill, or an empty line, which is a heartbeat
+    standard output   lines for the console and reports: REPORT, one JSON object, a line break
+    standard input    the supervisor's control channel: stop, kill, or an empty line as a heartbeat
 
-The first report of a task means that it runs, the last one has its exit code. The first task of each node also sends a
-report as a heartbeat. A task that has ended waits until the control channel is closed, as srun ends the others when one
-fails. Standard library only. It starts before every rank, so it imports little, and that late.
+The first report of a task means that it has started, the last one has its exit code. The first task of each node also
+sends reports as heartbeats. After its command has exited, a task waits until the control channel is closed, because
+srun kills the other tasks when one fails. Standard library only. It starts before every rank, so it imports few
+modules, and those late.
 """
 
 from __future__ import annotations
@@ -33,23 +34,23 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-REPORT = b"\x1e"  # ASCII's record separator, which no program prints
+REPORT = b"\x1e"  # ASCII record separator, which programs do not print
 HEARTBEAT_INTERVAL = 3.0  # seconds, in both directions
-HEARTBEAT_TIMEOUT = 4 * HEARTBEAT_INTERVAL  # seconds without a heartbeat after which the other side is lost
-COPY_INTERVAL = 0.05  # seconds between two reads of the files that a rank writes its output to
-REPEAT_INTERVAL = 0.5  # seconds between two attempts to repeat a signal
-ENDED_BY_STOP = (0, 128 + signal.SIGTERM, KILLED)  # exit codes of a rank that does nothing special on SIGTERM
+HEARTBEAT_TIMEOUT = 4 * HEARTBEAT_INTERVAL  # seconds
+COPY_INTERVAL = 0.05  # seconds between reads of a rank's output files
+REPEAT_INTERVAL = 0.5  # seconds between attempts to repeat a signal
+STOP_EXIT_CODES = (0, 128 + signal.SIGTERM, KILLED)  # of a rank that was stopped and has not saved a checkpoint
 
 
 class TaskFiles(supervisor.Files):
-    """Of one task. The tasks of a node share its log; their other files are beside the output of its ranks."""
+    """The files of one task. Tasks of a node share its log; other files are in the directory of the ranks' output."""
 
     def __init__(self, run: str, env: Mapping[str, str]) -> None:
         node = env["SLURMD_NODENAME"]
         tasks = os.path.join(run, "ranks", node, "slurm")
         super().__init__(run, node, stem=os.path.join(tasks, f"task_{env['SLURM_PROCID']}"))
         self.log = os.path.join(self.directory, f"node_{node}.log")
-        self.request = ""  # requests come through the control channel alone
+        self.request = ""  # requests arrive only through the control channel
         self.output = os.path.join(tasks, "attempt_0", env["SLURM_LOCALID"])  # directory
         self._mark = {name: env[name] for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID")}
         self._mark["MUSTER_RUN_DIR"] = self.directory
@@ -59,14 +60,14 @@ class TaskFiles(supervisor.Files):
         return frozenset(os.fsencode(f"{name}={value}") for name, value in self._mark.items())
 
 
-class Lines:
-    """Parts output into whole lines."""
+class LineSplitter:
+    """Splits output into complete lines."""
 
     def __init__(self) -> None:
         self._partial = b""
 
     def feed(self, output: bytes, last: bool = False) -> list[bytes]:
-        """last: also a line without its line break, which it gets."""
+        """last: complete and return a partial line."""
         *lines, self._partial = (self._partial + output).split(b"\n")
         if last and self._partial:
             lines.append(self._partial)
@@ -77,7 +78,7 @@ class Task(supervisor.Supervisor):
     """The supervisor of one task."""
 
     SIGNALS = (*supervisor.Supervisor.SIGNALS, signal.SIGUSR2)
-    IGNORED = (signal.SIGUSR2,)  # the time limit is near: the default action would kill a rank that does not handle it
+    IGNORED = (signal.SIGUSR2,)  # warns of the time limit; the default action would kill a rank without a handler
 
     def __init__(self, run: str, grace: float, env: Mapping[str, str], is_rank: bool) -> None:
         self.files: TaskFiles = TaskFiles(run, env)
@@ -85,12 +86,12 @@ class Task(supervisor.Supervisor):
         self.local_rank = int(env["SLURM_LOCALID"])
         self._facts = {
             "node": self.files.name,
-            "step": f"{env['SLURM_JOB_ID']}.{env['SLURM_STEP_ID']}",  # as scancel calls it
-            "tasks": len(env["SLURM_GTIDS"].split(",")),  # of the step on this node
+            "step": f"{env['SLURM_JOB_ID']}.{env['SLURM_STEP_ID']}",  # step id for scancel
+            "tasks": len(env["SLURM_GTIDS"].split(",")),  # on this node
         }
-        self._outputs: dict[int, Lines] = {}  # the files of a rank, opened for reading
-        self._lines = Lines()  # for the console
-        self._usr2_missed = False  # by the command, which had no handler
+        self._outputs: dict[int, LineSplitter] = {}  # file descriptors of a rank's output files
+        self._lines = LineSplitter()  # for the console
+        self._usr2_missed = False  # the command had no handler
         self._repeat_at = 0.0
         os.makedirs(os.path.dirname(self.files.pids), exist_ok=True)
         super().__init__(
@@ -98,10 +99,10 @@ class Task(supervisor.Supervisor):
             grace=grace,
             heartbeat_timeout=HEARTBEAT_TIMEOUT,
             attached=True,
-            samples_usage=self.local_rank == 0,
+            sample_usage=self.local_rank == 0,
         )
         os.set_blocking(1, False)
-        self._streams = self._streams[:1]  # what comes through standard error is taken for srun's own
+        self._streams = self._streams[:1]  # the launcher expects only srun's own messages on standard error
 
     def start(self, command: list[str], env: dict[bytes, bytes], block: bytes, source: str = "") -> None:
         super().start(command, env, block, source)
@@ -114,7 +115,7 @@ class Task(supervisor.Supervisor):
     # ---- output
 
     def open_outputs(self) -> tuple[int, int]:
-        """A rank writes to files, so that nothing can delay it; an agent sees to that for its ranks."""
+        """A rank writes to files, so that a slow console cannot block it; an agent opens files for its ranks."""
         if self.rank is None:
             return super().open_outputs()
         self._interval = COPY_INTERVAL
@@ -123,18 +124,18 @@ class Task(supervisor.Supervisor):
         stdout, stderr = (os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666) for path in paths)
         for path in paths:
             file = os.open(path, os.O_RDONLY)
-            os.lseek(file, 0, os.SEEK_END)  # behind the output of an earlier attempt
-            self._outputs[file] = Lines()
+            os.lseek(file, 0, os.SEEK_END)  # skip the output of an earlier attempt
+            self._outputs[file] = LineSplitter()
         return stdout, stderr
 
     def _copy_output(self) -> None:
-        """What the rank has written since, to the log of its node and to the console."""
-        self._output_ended = self._swept
+        """Copy new output of the rank to the log of its node and to the console."""
+        self._output_ended = self._no_process_left
         mark = f"[{self.files.name}:{self.rank}] ".encode()
         for file, lines in self._outputs.items():
             output = b"".join(iter(lambda: os.read(file, supervisor.BLOCK), b""))  # noqa: B023 (called at once)
-            if text := b"".join(mark + line for line in lines.feed(output, last=self._swept)):
-                self._keep(text)
+            if text := b"".join(mark + line for line in lines.feed(output, last=self._no_process_left)):
+                self._write_log(text)
                 self._show(text)
 
     def _show(self, block: bytes, last: bool = False) -> None:
@@ -142,27 +143,27 @@ class Task(supervisor.Supervisor):
 
         self._streams[0].put(without_other_ranks(b"".join(self._lines.feed(block, last))))
 
-    def _show_aside(self, line: bytes) -> None:
+    def _show_message(self, line: bytes) -> None:
         self._streams[0].put(line)
 
     # ---- reports
 
-    def _report(self, **more: object) -> bytes:
+    def _report(self, **facts: object) -> bytes:
         import json
 
-        return REPORT + json.dumps(self._facts | more).encode() + b"\n"
+        return REPORT + json.dumps(self._facts | facts).encode() + b"\n"
 
     def _send_heartbeats(self) -> None:
-        """In a thread: a disk may block the other one."""
+        """Runs in a thread, as a disk may block the main thread."""
         heartbeat = self._report()
         while True:
             time.sleep(HEARTBEAT_INTERVAL)
             try:
                 os.write(1, heartbeat)
             except BlockingIOError:
-                pass  # srun does not keep up
+                pass  # srun is slow
             except OSError:
-                return  # srun has ended
+                return  # srun has exited
 
     def finish(self) -> None:
         super().finish()
@@ -173,43 +174,48 @@ class Task(supervisor.Supervisor):
             "pid": self.pid,
             "time": self.ended,
             "exit_code": self.code,
-            "ended_by_agent": self.stopping and self.code in ENDED_BY_STOP,
+            "ended_by_agent": self.stopping and self.code in STOP_EXIT_CODES,
         }
         self._streams[0].put(self._report(end=end))
 
-    def is_needed(self) -> bool:
-        """Until the launcher has received the last report: srun ends the other tasks when one of them fails."""
-        in_time = time.monotonic() < self._kill_at + supervisor.UNKILLABLE
-        return self._attached or (super().is_needed() and in_time)
+    def must_wait(self) -> bool:
+        """Wait until the launcher has received the last report: srun kills the other tasks when one fails.
+
+        The launcher then closes the control channel.
+        """
+        in_time = time.monotonic() < self._kill_at + supervisor.UNKILLABLE_TIMEOUT
+        return self._attached or (super().must_wait() and in_time)
 
     def _launcher_lost(self, message: str) -> None:
         self._attached = False
         super()._launcher_lost(message)
         self.stop()
 
-    def _give_up_console(self) -> None:
-        """Never: reports go the same way, and srun.py reads them to the end."""
+    def _drop_console(self) -> None:
+        """Do nothing: reports use the same stream, and srun.py reads it to the end."""
 
     # ---- signals
 
-    def take_signal(self, number: int) -> None:
-        """SLURM signals every process of a task, so the command has received it as well."""
+    def handle_signal(self, number: int) -> None:
+        """Note a missed SIGUSR2. SLURM signals every process of a task, so the command has received it, too."""
         if number == signal.SIGUSR2 and not self._processes_with_handler():
             self._usr2_missed = True
 
     def _repeat_usr2(self) -> None:
-        """As soon as the command has a handler: while it imports PyTorch it has none."""
+        """Repeat SIGUSR2 when the command has a handler: it has none while it imports PyTorch."""
         if pids := self._processes_with_handler():
             self._usr2_missed = False
-            supervisor.send(signal.SIGUSR2, pids)
+            supervisor.send_signal(signal.SIGUSR2, pids)
 
     def _processes_with_handler(self) -> list[int]:
-        ours = [self._guard.pid, self._sampler]
-        return [pid for pid in process_scan.living(self.files.mark, [self.pid], but=ours) if handles_usr2(pid)]
+        own = [self._guard.pid, self._sampler]
+        return [
+            pid for pid in process_scan.live_processes(self.files.mark, [self.pid], exclude=own) if handles_usr2(pid)
+        ]
 
     def _check_clock(self) -> None:
         super()._check_clock()
-        if self._outputs and self._may_read():
+        if self._outputs and self._can_read():
             self._copy_output()
         if self._usr2_missed and time.monotonic() >= self._repeat_at:
             self._repeat_at = time.monotonic() + REPEAT_INTERVAL
@@ -220,11 +226,11 @@ def handles_usr2(pid: int) -> bool:
     with contextlib.suppress(OSError, StopIteration), open(f"/proc/{pid}/status") as status:
         caught = next(line for line in status if line.startswith("SigCgt:"))
         return bool(int(caught.split()[1], 16) >> (signal.SIGUSR2 - 1) & 1)
-    return False  # it has ended
+    return False  # it has exited
 
 
 def agent_options(run: str, counts: Sequence[int], env: Mapping[str, str]) -> list[str]:
-    """torchrun's options on this node. counts: the ranks of each node."""
+    """torchrun's options on this node. counts: ranks on each node."""
     node_rank = int(env["SLURM_NODEID"])
     return [
         *("--rdzv-id", os.path.basename(run), "--nnodes", str(len(counts)), "--node-rank", str(node_rank)),
@@ -235,7 +241,7 @@ def agent_options(run: str, counts: Sequence[int], env: Mapping[str, str]) -> li
 
 
 def main(kind: str, run: str, grace: str, *arguments: str) -> int:
-    """The program. Returns the exit code of the command."""
+    """Returns the exit code of the command, or UNFIT if it was not started."""
     env = os.environ
     with open("/proc/self/environ", "rb") as file:  # Python has changed what os.environ shows
         own = file.read()
@@ -252,6 +258,6 @@ def main(kind: str, run: str, grace: str, *arguments: str) -> int:
         task.start(command, environment, b"")
     except OSError as error:
         reason = f"{error.filename}: {error.strerror}"
-        os.write(2, os.fsencode(f"srun_task.py: {env['SLURMD_NODENAME']}: the rank was not started: {reason}\n"))
+        os.write(2, os.fsencode(f"srun_task.py: {env['SLURMD_NODENAME']}: rank not started: {reason}\n"))
         return UNFIT
     return task.watch()

@@ -1,4 +1,4 @@
-"""Start an agent from any directory, with torchrun's options: the kit's own, or with --plain the MODULE of PyTorch.
+"""Start Muster's agent from any directory, with torchrun's options. --plain starts MODULE of PyTorch instead.
 
 Usage: python agent.py [--plain MODULE] --nproc-per-node N [torchrun's other options] SCRIPT|-m MODULE [ARGUMENT...]
 """
@@ -18,13 +18,13 @@ from typing import NoReturn
 
 
 def options_of(arguments: list[str]) -> dict[str, str]:
-    """torchrun's options with their values, as the launchers write them; of an option given twice, the first."""
-    end = arguments.index("--") if "--" in arguments else len(arguments)  # the script follows, with its own arguments
+    """torchrun's options with their values, in the form that the launchers use; for a repeated option, the first."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)  # the script and its arguments follow
     return dict(reversed(list(itertools.pairwise(arguments[:end]))))
 
 
 def choose_threads(options: dict[str, str]) -> None:
-    """Before PyTorch is imported. The first node prints what it has chosen."""
+    """Set OMP_NUM_THREADS before PyTorch is imported. The first node prints it."""
     from distributed.launch.threads import share_cores
 
     ranks = options.get("--nproc-per-node", "")
@@ -34,7 +34,7 @@ def choose_threads(options: dict[str, str]) -> None:
 
 
 def choose_interface(options: dict[str, str]) -> None:
-    """Gloo listens at the address of the node's own name, often 127.0.1.1: on several nodes, name the interface."""
+    """Set gloo's interface on several nodes: by default it uses the address of the host name, often 127.0.1.1."""
     from distributed.host.network import interface_to
 
     master = options.get("--master-addr")
@@ -43,25 +43,25 @@ def choose_interface(options: dict[str, str]) -> None:
 
 
 def main() -> int:
-    """Run the kit's own agent. Returns its exit code."""
+    """Run Muster's agent. Returns its exit code."""
     choose_interface(options_of(sys.argv[1:]))
-    # Into a pipe, Python would write the output of ranks in large blocks only.
+    # By default Python buffers output to a pipe in large blocks.
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell starts its background jobs with it ignored
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # meant for the ranks
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell starts background jobs with SIGINT ignored
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # for the ranks only
 
     from distributed.agent.preloaded import Preload
 
     preload = Preload(FRESH)
-    gc.disable()  # the import of PyTorch is 5 % faster, and leaves nothing to collect
-    with preload.recorded():
+    gc.disable()  # makes the import of PyTorch 5 % faster
+    with preload.record_environment_reads():
         import torch
     gc.enable()
 
     from distributed.agent.fork_server import ForkServer
-    from distributed.agent.worker import start
+    from distributed.agent.worker import run_rank
 
-    server = ForkServer(partial(start, preload))
+    server = ForkServer(partial(run_rank, preload))
 
     try:
         from distributed.agent import agent
@@ -82,9 +82,9 @@ def main() -> int:
 
 
 def become(module: str, arguments: list[str]) -> NoReturn:
-    """Be `python -m module arguments...`, with the signals of a fresh process."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell starts its background jobs with it ignored
-    if "SLURM_JOB_ID" not in os.environ:  # in a job, a script that does not handle this warning must not die
+    """Replace this process with `python -m module arguments...`, with default signal handlers."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell starts background jobs with SIGINT ignored
+    if "SLURM_JOB_ID" not in os.environ:  # in a job, the signal must not kill a script without a handler
         signal.signal(signal.SIGUSR2, signal.SIG_DFL)
     os.environ.setdefault("PYTHONUNBUFFERED", "1")
     os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
@@ -100,4 +100,4 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--plain"]:
         become(sys.argv[2], sys.argv[3:])
     code = main()
-    os._exit(code)  # the interpreter's teardown of PyTorch would take a second
+    os._exit(code)  # normal interpreter shutdown with PyTorch takes a second

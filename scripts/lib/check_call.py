@@ -1,24 +1,24 @@
-"""Can this call of a launcher work? All that Python must find out before anything is started, in one process.
+"""Check a call of a launcher before anything is started. One process makes all checks that need Python.
 
 usage: check_call.py [option...] -- [SCRIPT-ARGUMENT...]
 
-  --torch               is PyTorch installed
-  --module NAME         is there such a module, from this directory
-  --nodes NPROC         the nodes that --node (repeatable) or --hostfile name, without those of --exclude
-  --allocation RANKS    the nodes that SLURM has allocated for so many ranks; 0: as many as SLURM was asked for
-  --gpus NPROC          are there enough GPUs, or cores, for so many ranks on this machine
-  --port PORT           is the port free on this machine
-  --master ADDRESS --node-rank N   can all nodes use this address of node rank 0
-  --config FILE         are these settings, with the arguments behind --, valid for the kit's trainer
-  --ranks N             on so many ranks (default: those of the nodes)
+  --torch               check that PyTorch is installed
+  --module NAME         check that the module exists, seen from this directory
+  --nodes NPROC         print the nodes of --node (repeatable) or --hostfile, without those of --exclude
+  --allocation RANKS    print the nodes that SLURM has allocated for this many ranks; 0: SLURM's number of tasks
+  --gpus NPROC          check that this machine has enough GPUs, or cores, for this many ranks
+  --port PORT           check that the port is free on this machine
+  --master ADDRESS --node-rank N   check that all nodes can use this address of node rank 0
+  --config FILE         check these settings, with the arguments after --, for Muster's train.py
+  --ranks N             number of ranks for --config (default: that of the nodes)
 
-Prints facts, one a line, for check_call in launch.bash. The last one is `ok`, `usage MESSAGE` or `unfit MESSAGE`.
+Prints one fact per line for check_call in launch.bash. The last line is `ok`, `usage MESSAGE` or `unfit MESSAGE`.
 """
 
 import sys
 
 if sys.version_info < (3, 10):  # noqa: UP036
-    sys.exit()  # the launcher notices that `ok` is missing, and asks for the version
+    sys.exit()  # the launcher finds no `ok` and checks the version
 
 import argparse
 import os
@@ -26,60 +26,60 @@ from importlib.machinery import PathFinder
 from importlib.util import find_spec
 
 KIT = os.path.abspath(f"{__file__}/../../..")
-RANKS_PER_CORE = 4  # more are worth a warning
+RANKS_PER_CORE = 4  # more cause a warning
 
 
-class Refused(Exception):
-    """`usage` or `unfit`, then the message."""
+class CheckFailed(Exception):
+    """args: `usage` or `unfit`, message."""
 
 
 def is_module(name: str) -> bool:
-    """Whether `python -m NAME` would find it from this directory. It is not imported: PyTorch takes a second."""
+    """Whether `python -m NAME` works in this directory. Does not import packages: PyTorch takes a second."""
     sys.path[0] = ""
-    first, *inner = name.split(".")
-    found = find_spec(first) if first not in ("", "__main__") else None
+    path, *inner = name.split(".")
+    found = find_spec(path) if path not in ("", "__main__") else None
     for part in inner:
-        first = f"{first}.{part}"
-        found = PathFinder.find_spec(first, found.submodule_search_locations or []) if found else None
+        path = f"{path}.{part}"
+        found = PathFinder.find_spec(path, found.submodule_search_locations or []) if found else None
     sys.path[0] = KIT
     return found is not None
 
 
 def check_modules(options: argparse.Namespace) -> None:
     if options.torch and not is_module("torch"):
-        remedy = "install it there, or name another Python with --python PATH"
-        raise Refused("usage", f"'{sys.executable}' has no PyTorch; {remedy}")
+        remedy = "install it there, or choose another Python with --python PATH"
+        raise CheckFailed("usage", f"'{sys.executable}' has no PyTorch; {remedy}")
     if options.module is not None and not is_module(options.module):
-        missing = f"'{sys.executable}' has no such module (looked in {os.getcwd()} too)"
-        raise Refused("usage", f"-m '{options.module}': {missing}")
+        missing = f"no such module for '{sys.executable}' (also searched in {os.getcwd()})"
+        raise CheckFailed("usage", f"-m '{options.module}': {missing}")
 
 
 def print_named_nodes(options: argparse.Namespace) -> int:
-    """Returns how many ranks there are."""
+    """Returns the number of ranks."""
     from distributed.nodelist import NodeListError, requested
 
     try:
         nodes = requested(options.node, options.hostfile, options.exclude)
     except NodeListError as error:
-        raise Refused("usage", str(error)) from None
+        raise CheckFailed("usage", str(error)) from None
     except OSError as error:
-        raise Refused("usage", f"{error.filename}: {error.strerror}: name a hostfile to read") from None
+        raise CheckFailed("usage", f"hostfile '{error.filename}': {error.strerror}") from None
     for node in nodes:
         print(f"node {node.address} {node.slots or options.nodes}")
     return sum(node.slots or options.nodes for node in nodes)
 
 
 def print_allocation(ranks: int) -> int:
-    """Returns how many ranks there are."""
+    """Returns the number of ranks."""
     from distributed.slurm.allocation import AllocationError, free_port, read
 
     try:
         found = read(ranks)
     except AllocationError as error:
-        raise Refused("usage", str(error)) from None
+        raise CheckFailed("usage", str(error)) from None
     for note in found.notes(os.environ):
         print(f"warning {note}")
-    print(f"cores-per-rank {found.cores_a_task}")
+    print(f"cores-per-rank {found.cores_per_task}")
     print(f"cores-per-node {min(found.cores)}")
     if os.environ.get("SLURMD_NODENAME") == found.nodes[0]:
         print(f"port {free_port(found.job)}")
@@ -89,7 +89,7 @@ def print_allocation(ranks: int) -> int:
 
 
 def may_have_gpus() -> bool:
-    """Whether counting them is worth its imports."""
+    """A quick check that saves the imports for counting GPUs."""
     programs = (os.path.join(directory, "nvidia-smi") for directory in os.environ.get("PATH", "").split(os.pathsep))
     return any(map(os.path.exists, programs)) or any(name.startswith("nvidia") for name in os.listdir("/dev"))
 
@@ -97,20 +97,20 @@ def may_have_gpus() -> bool:
 def check_gpus(ranks: int) -> None:
     if ranks <= RANKS_PER_CORE and not may_have_gpus():
         return
-    from distributed.host.gpus import look_at_gpus, visible
-    from distributed.host.resources import look_at_cores
+    from distributed.host.gpus import query_gpus, visible
+    from distributed.host.resources import read_cores
 
-    found = look_at_gpus()
+    found = query_gpus()
     if found.error:
         sys.stderr.write(f"{found.error}\n")
     gpus = len(visible(os.environ.get("CUDA_VISIBLE_DEVICES"), found.devices))
     if 0 < gpus < ranks:
-        here = f"{gpus} GPU{'s' * (gpus > 1)}"
-        raise Refused("usage", f"NPROC {ranks}: this machine has {here}, and each process needs its own")
+        available = f"{gpus} GPU{'s' * (gpus > 1)}"
+        raise CheckFailed("usage", f"NPROC {ranks}: this machine has {available}; start at most one process per GPU")
     if not gpus and ranks > RANKS_PER_CORE:
-        cores = max(1, int(look_at_cores().usable))
+        cores = max(1, int(read_cores().usable))
         if ranks > RANKS_PER_CORE * cores:
-            print(f"warning NPROC {ranks}: many for {cores} CPU core{'s' * (cores > 1)}, which they have to share")
+            print(f"warning NPROC {ranks}: more than {RANKS_PER_CORE} per CPU core (this machine has {cores})")
 
 
 def check_port(port: int) -> None:
@@ -119,7 +119,7 @@ def check_port(port: int) -> None:
     if not port_is_free(port):
         holder = listener(port)
         taken = f"in use on this machine{holder and f' by {holder}'}"
-        raise Refused("unfit", f"--master-port {port}: {taken}; choose another, or leave it out")
+        raise CheckFailed("unfit", f"--master-port {port}: {taken}; choose another, or leave it out")
 
 
 def print_master(master: str, node_rank: int) -> None:
@@ -128,17 +128,17 @@ def print_master(master: str, node_rank: int) -> None:
 
     address, fault = check_master(master, node_rank, address_of(master), own_addresses())
     if fault:
-        raise Refused("unfit", fault)
+        raise CheckFailed("unfit", fault)
     print(f"master {address}")
 
 
 def check_settings(config: str, arguments: list[str], ranks: int) -> None:
-    """What the kit's trainer would refuse. Its messages, one a fault, go to standard error."""
+    """Exit with 2 if Muster's train.py would refuse the settings. Prints one message per fault on standard error."""
     from distributed.checkpoint.compatibility import check_resumable
     from distributed.checkpoint.directory import CheckpointError, described
     from distributed.config import ConfigError, for_ranks, holds_settings, parser
 
-    if {"--help", "-h"} & set(arguments):  # the trainer itself answers these
+    if {"--help", "-h"} & set(arguments):  # train.py prints its help
         return
     options = parser("", "train.py").parse_intermixed_args(["--config", config, *arguments])
     try:
@@ -152,7 +152,7 @@ def check_settings(config: str, arguments: list[str], ranks: int) -> None:
         except ConfigError:
             foreign = False
         if foreign:
-            hint = "no setting of the kit's train.py is in this file; for a script of your own, add --script FILE"
+            hint = "contains no setting of Muster's train.py; to run another script, add --script FILE"
             sys.stderr.write(f"{config}: {hint}\n")
         sys.exit(2)
 
@@ -183,7 +183,7 @@ def main() -> None:
         if options.master is not None:
             print_master(options.master, options.node_rank)
         print("ok")
-    except Refused as refused:
+    except CheckFailed as refused:
         kind, message = refused.args
         print(kind, " ".join(message.splitlines()))
 

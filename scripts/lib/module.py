@@ -1,6 +1,6 @@
-"""Run a module of the package from any folder, in which `python -m distributed.MODULE` would not find it.
+"""Run a module of the package from any directory; `python -m distributed.MODULE` works only in Muster's.
 
-Usage: python module.py MODULE [WORD...]
+Usage: python module.py MODULE [ARGUMENT...]
 """
 
 import importlib

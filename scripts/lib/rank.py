@@ -1,9 +1,9 @@
-"""Become one rank of a job step: `python SCRIPT` in the environment that torchrun would give it.
+"""Run a script as one rank of a job step, in the environment that torchrun would set.
 
 Usage: python rank.py OUTPUT SCRIPT|-m MODULE [ARGUMENT...]
 
-From SLURM's variables it derives RANK, WORLD_SIZE, MASTER_ADDR and so on, so that a script that was written for
-torchrun runs unchanged. OUTPUT is the directory of the files that its output goes to.
+Derives RANK, WORLD_SIZE, MASTER_ADDR and so on from SLURM's variables, so that a script written for torchrun runs
+unchanged. OUTPUT is the directory of the rank's output files.
 """
 
 # ruff: noqa: E402
@@ -18,9 +18,9 @@ from typing import NoReturn
 KIT = os.path.abspath(f"{__file__}/../../..")
 
 
-def become_rank(output: str, words: Sequence[str]) -> NoReturn:
-    is_module = words[0] == "-m"
-    name, *rest = words[1:] if is_module else words
+def become_rank(output: str, command: Sequence[str]) -> NoReturn:
+    is_module = command[0] == "-m"
+    name, *arguments = command[1:] if is_module else command
 
     from distributed.launch.threads import share_cores
     from distributed.world import World, WorldError, as_env
@@ -38,13 +38,13 @@ def become_rank(output: str, words: Sequence[str]) -> NoReturn:
         sys.stderr.write(line)
 
     from distributed.agent.preloaded import Preload
-    from distributed.agent.worker import Script, work
+    from distributed.agent.worker import Script, run_script
 
-    work(Script(name, tuple(rest), is_module, tuple(sys.path[1:])), Preload(FRESH), output)
+    run_script(Script(name, tuple(arguments), is_module, tuple(sys.path[1:])), Preload(FRESH), output)
 
 
 def choose_interface(nodes: int, master: str | None) -> None:
-    """Gloo listens at the address of the node's own name, often 127.0.1.1: name the interface that others reach."""
+    """Set gloo's interface on several nodes: by default it uses the address of the host name, often 127.0.1.1."""
     from distributed.host.network import interface_to
     from distributed.nodelist import expand
 

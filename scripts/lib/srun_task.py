@@ -1,6 +1,6 @@
 """Run one task of srun under the supervisor; see distributed/slurm/task.py.
 
-Called with `python -I -S`: neither site packages nor the environment can then slow or change its start.
+Run with `python -I -S`, so that site packages and the environment neither slow down nor change its start.
 """
 
 import os

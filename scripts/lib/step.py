@@ -2,7 +2,7 @@
 
 Usage: python -I -S step.py RUN NODE:TASKS,... SRUN [ARGUMENT...]
 
-srun is started first of all: while it asks SLURM for its tasks, the module that watches them is imported.
+srun is started first: while SLURM starts its tasks, the module that watches them is imported.
 """
 
 import os
@@ -15,7 +15,7 @@ sys.path.insert(0, os.path.abspath(f"{__file__}/../../.."))
 
 def main(run: str, nodes: str, *srun: str) -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # requests come through standard input
+        signal.signal(number, signal.SIG_IGN)  # requests arrive on standard input
     started = subprocess.Popen(
         srun,
         stdin=subprocess.PIPE,

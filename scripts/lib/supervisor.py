@@ -1,6 +1,6 @@
-"""Run one command on this node and leave nothing behind; see distributed/launch/supervisor.py, or --help.
+"""Run one command on this node and leave no process behind; see distributed/launch/supervisor.py, or --help.
 
-Called with `python -I -S`: neither site packages nor the environment can then slow or change its start.
+Run with `python -I -S`, so that site packages and the environment neither slow down nor change its start.
 """
 
 import os

@@ -1,9 +1,8 @@
-"""A script must not be able to tell that it was started by the kit's agent, and a launch must end as its ranks did.
+"""Under Muster's agent a script sees what it sees under torchrun, and a launch ends with the exit code of its ranks.
 
-The agent forks its workers from one warm process, which saves seconds and could betray itself in a hundred ways. Held
-here: against a fresh interpreter and against torchrun itself, a script finds the same; its words arrive byte for
-byte; it ends as Python ends; and when a rank dies, its exit code is the agent's, the others are ended, and errors/
-says who died of what.
+The agent forks ranks from one warm process. These tests compare a script's state and exit with a fresh interpreter and
+with torchrun, pass arguments byte for byte, and check what happens when a rank fails: its exit code is the agent's, the
+other ranks are stopped, and errors/ records the failure.
 """
 
 from __future__ import annotations
@@ -34,65 +33,66 @@ from hypothesis import strategies as st
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
 from distributed.agent import agent
-from distributed.agent.agent import Agent, Failure, follow
-from distributed.agent.fork_server import Process, Wakeup, signals
+from distributed.agent.agent import Agent, RankFailure, follow
+from distributed.agent.fork_server import ForkedProcess, Wakeup, signals
 from distributed.host.resources import Cores
-from distributed.host.stacks import LEAST_NUMBER
+from distributed.host.stacks import MIN_FILE_DESCRIPTOR
 from distributed.launch import threads
 from distributed.runs import verdict
 
 KIT = Path(__file__).resolve().parents[2]
-FAST = [sys.executable, str(KIT / "scripts/lib/agent.py"), "--standalone"]
+AGENT = [sys.executable, str(KIT / "scripts/lib/agent.py"), "--standalone"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-# What each of the agent's forks does, in an interpreter without PyTorch: it is quick, and any trace of ours shows.
-WORK = """
+# A rank in an interpreter without PyTorch: fast, and shows every trace of the agent.
+RANK_MAIN = """
 import sys
-fresh = frozenset(sys.modules) - {"linecache"}  # of -c
-_, kit, *words = sys.argv
+fresh = frozenset(sys.modules) - {"linecache"}  # imported by -c
+_, kit, *arguments = sys.argv
 path, sys.path[0] = tuple(sys.path[1:]), kit
 from distributed.agent.preloaded import Preload
-from distributed.agent.worker import Script, work
-is_module = words[0] == "-m"
-name, *words = words[1:] if is_module else words
-work(Script(name, tuple(words), is_module, path), Preload(fresh))
+from distributed.agent.worker import Script, run_script
+is_module = arguments[0] == "-m"
+name, *arguments = arguments[1:] if is_module else arguments
+run_script(Script(name, tuple(arguments), is_module, path), Preload(fresh))
 """
-WORKER = [sys.executable, "-c", WORK, str(KIT)]
-SECONDS = 120  # after which a launch counts as hanging
-PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+RANK = [sys.executable, "-c", RANK_MAIN, str(KIT)]
+TIMEOUT = 120  # seconds until a launch is treated as hanging
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 
 
 @pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _clean_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clean(monkeypatch, tmp_path)
 
 
-def clean(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """What a launcher gives its agent: a working folder, and the environment of no other launch."""
-    monkeypatch.chdir(folder)
-    for name in [name for name in os.environ if name.startswith(("SLURM_", "TORCHELASTIC_", "MUSTER_", *PLACE))]:
+def clean(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
+    """Change to a directory and remove variables of other launches from the environment."""
+    monkeypatch.chdir(directory)
+    stale = ("SLURM_", "TORCHELASTIC_", "MUSTER_", *RANK_VARIABLES)
+    for name in [name for name in os.environ if name.startswith(stale)]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
-def run(*words: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
+def run(*command: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        words, env={**os.environ, **env}, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SECONDS,
+        command, env={**os.environ, **env}, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT,
         check=False,
     )  # fmt: skip
 
 
-# ---------------------------------------------------------------- what a script can see
+# ---------------------------------------------------------------- state that a script sees
 
-LOOK = '''
-"""What a script sees of the way it was started."""
+INSPECT = '''
+"""Record the state that a script sees."""
 names = set(globals())
 import sys
 modules = sorted(sys.modules)
 import faulthandler, gc, json, locale, logging, multiprocessing, os, pickle, random, resource, signal, sys, threading
 import warnings
 
-class Mine:
-    """Is to be found by its name when it is unpickled."""
+class Own:
+    """Unpickling must find it by name."""
 
 def same(value):
     return type(pickle.loads(pickle.dumps(value))) is type(value)
@@ -107,10 +107,10 @@ seen = {
     ],
     "builtins": type(__builtins__).__name__,
     "names": sorted(names), "cwd": os.getcwd(), "environment": sorted(os.environ),
-    "place": {name: os.environ.get(name) for name in PLACE},
+    "rank": {name: os.environ.get(name) for name in RANK_VARIABLES},
     "main": sys.modules["__main__"].__dict__ is globals() and sys.modules["__mp_main__"] is sys.modules["__main__"],
-    "pickled": [same(Mine()), Mine.__module__],
-    "modules": modules, "ours": [name for name in sys.modules if name.partition(".")[0] == "distributed"],
+    "pickled": [same(Own()), Own.__module__],
+    "modules": modules, "own": [name for name in sys.modules if name.partition(".")[0] == "distributed"],
     "process": [process.name, process.daemon, process.pid == os.getpid(), process._identity],
     "parent": str(multiprocessing.parent_process()), "children": multiprocessing.active_children(),
     "start method": multiprocessing.get_start_method(allow_none=True),
@@ -157,51 +157,52 @@ if "torch" in sys.argv:
     seen["modules of torch"] = sorted(sys.modules)
 with open(os.environ["SEEN"] + os.environ.get("RANK", "0"), "w") as file:
     json.dump(seen, file)
-'''.replace("PLACE", repr(PLACE))
+'''.replace("RANK_VARIABLES", repr(RANK_VARIABLES))
 
-# What is known to differ, and why nobody minds.
-EXPLAINED = {
-    "gc": "what was there before the fork is frozen: a collection does not visit it",
-    "finders": "one of ours finds PyTorch",
-    "open files": "faulthandler writes the stack to one, when it is asked for; its number is high, and no child has it",
+# Known harmless differences.
+KNOWN_DIFFERENCES = {
+    "gc": "objects from before the fork are frozen: collections skip them",
+    "finders": "an additional one finds PyTorch",
+    "open files": "faulthandler has one for stacks, with a high number, not inherited by children",
 }
 
 
-def look(prefix: str, *words: str | Path, **env: str) -> dict[str, Any]:
-    """What rank 0 saw, and in "ranks" what all of them drew at random."""
-    Path("look.py").write_text(LOOK)
-    done = run(*words, SEEN=prefix, **env)
+def inspect(prefix: str, *command: str | Path, **env: str) -> dict[str, Any]:
+    """The state that rank 0 sees; in "random" the random numbers of all ranks."""
+    Path("inspect_state.py").write_text(INSPECT)
+    done = run(*command, SEEN=prefix, **env)
     assert done.returncode == 0, done.stderr
     seen: list[dict[str, Any]] = [json.loads(file.read_text()) for file in sorted(Path.cwd().glob(f"{prefix}[0-9]"))]
-    return {**seen[0], "random": [one["random"] for one in seen]}
+    return {**seen[0], "random": [rank["random"] for rank in seen]}
 
 
 @pytest.fixture(scope="module")
-def looked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """What a script saw of the kit's agent, and of torchrun."""
+def states(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """The state that a script sees under Muster's agent and under torchrun."""
     with pytest.MonkeyPatch.context() as patch:
-        clean(patch, tmp_path_factory.mktemp("looked"))
-        words = ("--nproc-per-node", "2", "--tee", "3", "--log-dir", "said", "look.py", "torch", "a b", "")
-        yield look("fast", *FAST, *words), look("torchrun", *TORCHRUN, *words)
+        clean(patch, tmp_path_factory.mktemp("states"))
+        options = ("--nproc-per-node", "2", "--tee", "3", "--log-dir", "output")
+        script = ("inspect_state.py", "torch", "a b", "")
+        yield inspect("agent", *AGENT, *options, *script), inspect("torchrun", *TORCHRUN, *options, *script)
 
 
-def test_a_script_sees_what_it_sees_under_torchrun(looked: tuple[dict[str, Any], dict[str, Any]]) -> None:
-    fast, torchrun = looked
-    assert fast.keys() == torchrun.keys()
-    for fact in torchrun.keys() - EXPLAINED.keys() - {"random"}:
-        assert fast[fact] == torchrun[fact], fact
+def test_a_script_sees_the_same_state_as_under_torchrun(states: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    agent, torchrun = states
+    assert agent.keys() == torchrun.keys()
+    for fact in torchrun.keys() - KNOWN_DIFFERENCES.keys() - {"random"}:
+        assert agent[fact] == torchrun[fact], fact
 
 
-def test_what_differs_from_torchrun_is_known(looked: tuple[dict[str, Any], dict[str, Any]]) -> None:
-    fast, torchrun = looked
-    assert (torchrun["gc"][:2], torchrun["gc"][2]) == (fast["gc"][:2], 0)
-    assert fast["finders"] == ["<distributed.agent.preloaded.Hidden object", *torchrun["finders"]]
-    assert set(fast["open files"]) == {*torchrun["open files"], str(LEAST_NUMBER)}
+def test_differences_from_torchrun_are_the_known_ones(states: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    agent, torchrun = states
+    assert (torchrun["gc"][:2], torchrun["gc"][2]) == (agent["gc"][:2], 0)
+    assert agent["finders"] == ["<distributed.agent.preloaded.HiddenModules object", *torchrun["finders"]]
+    assert set(agent["open files"]) == {*torchrun["open files"], str(MIN_FILE_DESCRIPTOR)}
 
 
-def test_every_rank_has_random_numbers_of_its_own(looked: tuple[dict[str, Any], dict[str, Any]]) -> None:
-    """Of Python, NumPy and PyTorch: with equal ones every rank would shuffle alike and train on the same data."""
-    for seen in looked:
+def test_random_numbers_differ_between_ranks(states: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    """Of Python, NumPy and PyTorch: with equal numbers all ranks would shuffle alike and train on the same data."""
+    for seen in states:
         for generator in zip(*seen["random"], strict=True):
             assert len(set(generator)) == 2, generator
             assert len(generator) == 2
@@ -212,37 +213,44 @@ import random, sys
 import numpy
 for generator in (random, numpy.random):
     generator.seed(1)
-""" + WORK  # fmt: skip
+""" + RANK_MAIN  # fmt: skip
 
 
-def test_generators_that_are_there_before_the_script_start_anew() -> None:
+def test_generators_that_were_seeded_before_the_script_are_reseeded() -> None:
     Path("script.py").write_text("import random, numpy\nprint(random.random(), numpy.random.random())\n")
     draws = [run(sys.executable, "-c", SEEDED, str(KIT), "script.py").stdout.split() for _ in range(2)]
     assert [len(set(generator)) for generator in zip(*draws, strict=True)] == [2, 2]
 
 
-@pytest.mark.parametrize("words", [["look.py"], ["sub/../look.py", "a b", "", "-x"], ["linked.py"], ["-m", "look"]])
-def test_a_script_sees_what_it_sees_in_a_fresh_interpreter(words: list[str]) -> None:
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["inspect_state.py"],
+        ["sub/../inspect_state.py", "a b", "", "-x"],
+        ["linked.py"],
+        ["-m", "inspect_state"],
+    ],
+)
+def test_a_script_sees_the_same_state_as_in_a_fresh_interpreter(command: list[str]) -> None:
     Path("sub").mkdir()
-    Path("elsewhere").mkdir()
-    Path("elsewhere/look.py").write_text(LOOK)
-    Path("linked.py").symlink_to("elsewhere/look.py")
-    worker, fresh = look("worker", *WORKER, *words), look("fresh", sys.executable, "-u", *words)
-    assert_same(worker, fresh)
+    Path("other").mkdir()
+    Path("other/inspect_state.py").write_text(INSPECT)
+    Path("linked.py").symlink_to("other/inspect_state.py")
+    assert_same(inspect("rank", *RANK, *command), inspect("fresh", sys.executable, "-u", *command))
 
 
-def assert_same(worker: dict[str, Any], fresh: dict[str, Any]) -> None:
-    """But for the finder of hidden modules, and for runpy and what that needs where Python itself has imported it."""
-    assert worker["finders"][1:] == fresh["finders"]
-    assert set(worker["modules"]) <= set(fresh["modules"])
-    assert worker["modules"] == fresh["modules"] or "runpy" in fresh["modules"]
+def assert_same(rank: dict[str, Any], fresh: dict[str, Any]) -> None:
+    """Compare, except for the finder of hidden modules, and runpy with its imports if Python itself imported it."""
+    assert rank["finders"][1:] == fresh["finders"]
+    assert set(rank["modules"]) <= set(fresh["modules"])
+    assert rank["modules"] == fresh["modules"] or "runpy" in fresh["modules"]
     for fact in fresh.keys() - {"random", "finders", "modules"}:
-        assert worker[fact] == fresh[fact], fact
+        assert rank[fact] == fresh[fact], fact
 
 
 def directory() -> str:
     Path("program").mkdir()
-    Path("program/__main__.py").write_text(LOOK)
+    Path("program/__main__.py").write_text(INSPECT)
     return "program"
 
 
@@ -252,27 +260,25 @@ def zip_file() -> str:
 
 
 def compiled() -> str:
-    Path("look.py").write_text(LOOK)
-    return py_compile.compile("look.py", "look.pyc", doraise=True) or ""
+    Path("inspect_state.py").write_text(INSPECT)
+    return py_compile.compile("inspect_state.py", "inspect_state.pyc", doraise=True) or ""
 
 
 @pytest.mark.parametrize("program", [directory, zip_file, compiled])
-def test_what_python_runs_besides_files_of_source_sees_what_it_sees_in_a_fresh_interpreter(
-    program: Callable[[], str],
-) -> None:
+def test_a_directory_zip_file_or_pyc_sees_the_same_state_as_in_a_fresh_interpreter(program: Callable[[], str]) -> None:
     name = program()
-    assert_same(look("worker", *WORKER, name), look("fresh", sys.executable, "-u", name))
+    assert_same(inspect("rank", *RANK, name), inspect("fresh", sys.executable, "-u", name))
 
 
-def test_a_script_may_have_a_distributed_of_its_own() -> None:
+def test_a_script_may_import_another_package_named_distributed() -> None:
     """Dask's package has that name."""
     Path("distributed").mkdir()
     Path("distributed/__init__.py").write_text("name = 'not Muster'\n")
     Path("script.py").write_text("import distributed\nprint(distributed.name)\n")
-    assert run(*WORKER, "script.py").stdout == "not Muster\n"
+    assert run(*RANK, "script.py").stdout == "not Muster\n"
 
 
-EARLY = """
+CHANGES_ENVIRONMENT = """
 import os
 os.environ.update(OMP_NUM_THREADS="3", TORCH_DISTRIBUTED_DEBUG="DETAIL", PYTORCH_JIT="0", NCCL_DEBUG="INFO")
 import pprint
@@ -282,17 +288,17 @@ print(pprint.name, input())
 """
 
 
-def test_what_pytorch_has_read_before_the_script_is_named_and_what_the_script_shadows_is_its_own() -> None:
-    Path("pprint.py").write_text("name = 'mine'\n")
-    Path("script.py").write_text(EARLY)
-    command = [*FAST, "--nproc-per-node", "1", "script.py"]
-    done = subprocess.run(command, input="typed\n", capture_output=True, text=True, timeout=SECONDS, check=True)
-    assert done.stdout == "mine typed\n"
+def test_changed_variables_that_pytorch_has_read_are_reported_and_a_shadowing_module_is_imported() -> None:
+    Path("pprint.py").write_text("name = 'own'\n")
+    Path("script.py").write_text(CHANGES_ENVIRONMENT)
+    command = [*AGENT, "--nproc-per-node", "1", "script.py"]
+    done = subprocess.run(command, input="typed\n", capture_output=True, text=True, timeout=TIMEOUT, check=True)
+    assert done.stdout == "own typed\n"
     warned = [line.split(": ")[1] for line in done.stderr.splitlines() if line.startswith("warning: ")]
     assert warned == ["OMP_NUM_THREADS", "PYTORCH_JIT", "TORCH_DISTRIBUTED_DEBUG"]
 
 
-# ---------------------------------------------------------------- what a script does with processes
+# ---------------------------------------------------------------- processes that a script starts
 
 LOADERS = """
 import json, os
@@ -323,17 +329,17 @@ if __name__ == "__main__":
 
 
 def test_data_loaders_work_with_classes_of_the_script() -> None:
-    """Also what a spawned worker sends back: there the script is called __mp_main__."""
+    """Also in objects that a spawned worker returns: there the script is the module __mp_main__."""
     Path("loaders.py").write_text(LOADERS)
-    done = run(*FAST, "--nproc-per-node", "1", "loaders.py")
+    done = run(*AGENT, "--nproc-per-node", "1", "loaders.py")
     assert done.returncode == 0, done.stderr
     batches = [[0, 1, "0"], [4, 9, "0"]]
     assert json.loads(Path("loaded.json").read_text()) == {"spawn": batches, "fork": batches}
 
 
-# ---------------------------------------------------------------- words
+# ---------------------------------------------------------------- arguments
 
-WORDS: list[bytes] = [
+ARGUMENTS: list[bytes] = [
     b"", b" ", b"--", b"-h", b"--help", b"-m", b"--nproc-per-node=3", b"--nnodes", b"${local_rank}", b"${rank}",
     b"`id`", b"$HOME", b"%(prog)s", b"{}", b"{0}", b"@file", b"~", b"*", b"a\nb", b"\r\n", b"\t", b"'", b'"', b"\\",
     b"\\n", "größer".encode(), "🚀".encode(), b"\xff\xfe", b"\x1b[31m", b"a=b", b"#", b"!!", b";", b"&&", b"|",
@@ -343,27 +349,27 @@ WORDS: list[bytes] = [
 
 @settings(max_examples=300, deadline=None, database=None)
 @given(st.one_of(st.binary(), st.text().map(lambda text: text.encode("utf-8", "surrogatepass"))))
-def collect(word: bytes) -> None:
-    WORDS.append(word.replace(b"\0", b""))
+def collect(argument: bytes) -> None:
+    ARGUMENTS.append(argument.replace(b"\0", b""))
 
 
-def test_words_arrive_byte_for_byte() -> None:
-    """Hundreds of strings in one launch, to a module."""
+def test_arguments_arrive_byte_for_byte() -> None:
+    """Hundreds of strings in one launch of a module."""
     collect()
     Path("echo.py").write_text(
         "import os, sys\n"
-        "open('words', 'wb').write(b''.join(os.fsencode(word) + b'\\0' for word in sys.argv[1:]))\n"
-        "open('zeroth', 'w').write(sys.argv[0])\n"
+        "open('arguments', 'wb').write(b''.join(os.fsencode(argument) + b'\\0' for argument in sys.argv[1:]))\n"
+        "open('program', 'w').write(sys.argv[0])\n"
     )  # fmt: skip
-    done = run(*FAST, "--nproc-per-node", "1", "-m", "echo", *map(os.fsdecode, WORDS))
+    done = run(*AGENT, "--nproc-per-node", "1", "-m", "echo", *map(os.fsdecode, ARGUMENTS))
     assert done.returncode == 0, done.stderr
-    assert Path("words").read_bytes().split(b"\0")[:-1] == WORDS
-    assert Path("zeroth").read_text() == str(Path("echo.py").absolute())
+    assert Path("arguments").read_bytes().split(b"\0")[:-1] == ARGUMENTS
+    assert Path("program").read_text() == str(Path("echo.py").absolute())
 
 
-# ---------------------------------------------------------------- ends as Python ends
+# ---------------------------------------------------------------- exit of a script
 
-ENDS = {
+EXITS = {
     "nothing": "",
     "exit 0": "import sys; sys.exit(0)",
     "exit None": "import sys; sys.exit()",
@@ -395,44 +401,44 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("body", ENDS.values(), ids=ENDS.keys())
-def test_a_script_ends_as_in_a_fresh_interpreter(body: str) -> None:
+@pytest.mark.parametrize("body", EXITS.values(), ids=EXITS.keys())
+def test_a_script_exits_as_in_a_fresh_interpreter(body: str) -> None:
     Path("script.py").write_text(body + "\n", encoding="utf-8")
-    ours, fresh = run(*WORKER, "script.py"), run(sys.executable, "script.py")
+    rank, fresh = run(*RANK, "script.py"), run(sys.executable, "script.py")
     # Since 3.13 Python reports a file that cannot be closed, with the frame that has removed it.
-    stderr = re.sub(r'Traceback .*\n  File ".*/distributed/agent/worker.py", .*\n.*\n', "", ours.stderr)
-    assert (ours.returncode, ours.stdout, stderr) == (fresh.returncode, fresh.stdout, fresh.stderr)
+    stderr = re.sub(r'Traceback .*\n  File ".*/distributed/agent/worker.py", .*\n.*\n', "", rank.stderr)
+    assert (rank.returncode, rank.stdout, stderr) == (fresh.returncode, fresh.stdout, fresh.stderr)
 
 
 @pytest.mark.parametrize(("end", "code"), [("", 0), ("import sys; sys.exit(3)", 3), ("1 / 0", 1)])
-def test_what_is_written_into_files_that_are_left_open_is_in_them(end: str, code: int) -> None:
-    """An interpreter closes them at its end; a fork does not come to that end."""
+def test_files_left_open_are_flushed(end: str, code: int) -> None:
+    """The interpreter closes open files at its end; a forked process does not reach that end."""
     lines = ["text = open('text', 'w')", "text.write('a line')", "raw = open('raw', 'wb')", "raw.write(b'bytes')"]
     Path("script.py").write_text("\n".join([*lines, "closed = open('closed', 'w')", "closed.close()", end]) + "\n")
-    assert run(*WORKER, "script.py").returncode == code
+    assert run(*RANK, "script.py").returncode == code
     assert (Path("text").read_text(), Path("raw").read_text()) == ("a line", "bytes")
 
 
 @pytest.mark.parametrize(("printed", "before"), [("\\r 10%\\r 20%", "\r 10%\r 20%\n"), ("100%\\n", "100%\n"), ("", "")])
-def test_a_traceback_does_not_stand_behind_a_progress_bar(printed: str, before: str) -> None:
+def test_a_traceback_starts_on_a_new_line_after_a_progress_bar(printed: str, before: str) -> None:
     Path("script.py").write_text(f"import sys\nsys.stderr.write('{printed}')\n1 / 0\n")
     with open("err", "w") as err:  # as under the agent and srun
-        subprocess.run([*WORKER, "script.py"], stderr=err, timeout=SECONDS, check=False)
+        subprocess.run([*RANK, "script.py"], stderr=err, timeout=TIMEOUT, check=False)
     assert Path("err").read_bytes().decode().startswith(f"{before}Traceback (most recent call last):\n")
 
 
-def test_a_script_that_is_interrupted_ends_by_sigint() -> None:
+def test_a_script_exits_by_sigint_on_keyboard_interrupt() -> None:
     Path("script.py").write_text("raise KeyboardInterrupt\n")
-    assert run(*WORKER, "script.py").returncode == run(sys.executable, "script.py").returncode == -signal.SIGINT
+    assert run(*RANK, "script.py").returncode == run(sys.executable, "script.py").returncode == -signal.SIGINT
 
 
-def test_an_exception_is_kept_for_the_verdict(tmp_path: Path) -> None:
-    """Without PyTorch: the exception may be that it cannot be imported."""
+def test_an_exception_is_written_to_a_failure_record(tmp_path: Path) -> None:
+    """Without PyTorch, as its import may be what fails."""
     Path("errors").mkdir()
     Path("torch.py").write_text("raise ImportError('libcudart.so is missing')\n")
     Path("json.py").write_text("of the script\n")
     Path("script.py").write_text("def f():\n    import torch\nf()\n")
-    done = run(*WORKER, "script.py", MUSTER_RUN_DIR=str(tmp_path), MUSTER_NODE="n7", RANK="3", LOCAL_RANK="1")
+    done = run(*RANK, "script.py", MUSTER_RUN_DIR=str(tmp_path), MUSTER_NODE="n7", RANK="3", LOCAL_RANK="1")
     assert done.returncode == 1
     record = json.loads(Path("errors/rank_3.json").read_text())
     assert (record["rank"], record["local_rank"], record["node"]) == (3, 1, "n7")
@@ -444,13 +450,13 @@ def test_an_exception_is_kept_for_the_verdict(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_a_task_of_srun_is_told_its_place_as_torchrun_tells_it(tmp_path: Path) -> None:
+def test_a_task_of_srun_gets_the_environment_that_torchrun_sets(tmp_path: Path) -> None:
     step = {
         "SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NODEID": "2",
         "SLURM_STEP_NUM_TASKS": "6", "SLURM_STEP_TASKS_PER_NODE": "2(x3)", "SLURM_STEP_NODELIST": "n[08-10]",
         "SLURMD_NODENAME": "n10", "SLURM_GTIDS": "4,5",
     }  # fmt: skip
-    place = {
+    expected = {
         "RANK": "5", "WORLD_SIZE": "6", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "n08",
         "MASTER_PORT": "20001", "GROUP_RANK": "2", "GROUP_WORLD_SIZE": "3", "ROLE_RANK": "5", "ROLE_WORLD_SIZE": "6",
         "ROLE_NAME": "default", "TORCHELASTIC_RUN_ID": tmp_path.name, "TORCHELASTIC_RESTART_COUNT": "0",
@@ -458,42 +464,44 @@ def test_a_task_of_srun_is_told_its_place_as_torchrun_tells_it(tmp_path: Path) -
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     }  # fmt: skip
     Path("errors").mkdir()
-    Path("script.py").write_text(f"import os\nassert {place}.items() <= os.environ.items()\nraise ValueError('boom')\n")
+    Path("script.py").write_text(
+        f"import os\nassert {expected}.items() <= os.environ.items()\nraise ValueError('boom')\n"
+    )
     task = [sys.executable, "-I", "-S", str(KIT / "scripts/lib/srun_task.py"), "rank", str(tmp_path), "8", "script.py"]
     env = {**os.environ, "MUSTER_RUN_DIR": str(tmp_path), "MUSTER_NODE": "n10", **step}
-    with subprocess.Popen(task, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env) as guard:
-        assert guard.stdin and guard.stdout
-        while b'"end"' not in guard.stdout.readline():
+    with subprocess.Popen(task, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env) as process:
+        assert process.stdin and process.stdout
+        while b'"end"' not in process.stdout.readline():
             pass
-        guard.stdin.close()  # its end has been heard
-    assert guard.returncode == 1
+        process.stdin.close()  # the final report has been received
+    assert process.returncode == 1
     assert Path("ranks/n10/slurm/attempt_0/1/stderr.log").read_text().endswith("ValueError: boom\n")
     record = json.loads(Path("errors/rank_5.json").read_text())
     assert (record["rank"], record["local_rank"], record["node"]) == (5, 1, "n10")
 
 
-# ---------------------------------------------------------------- ends of a launch
+# ---------------------------------------------------------------- end of a launch
 
 
 def command(ranks: int, body: str, agent: list[str]) -> list[str]:
-    """The words that start this script in a run folder that is the current one."""
+    """The command line that starts this script; the current directory is the run directory."""
     Path("errors").mkdir()
     Path("script.py").write_text("import os, signal, sys\nrank = int(os.environ['RANK'])\n" + body)
     return [*agent, "--nproc-per-node", str(ranks), "--log-dir", "ranks", "--tee", "3", "script.py"]
 
 
-def launch(ranks: int, body: str, agent: list[str] = FAST) -> subprocess.CompletedProcess[str]:
+def launch(ranks: int, body: str, agent: list[str] = AGENT) -> subprocess.CompletedProcess[str]:
     """A launch of this script by the agent, on node n7."""
     return run(*command(ranks, body, agent), MUSTER_RUN_DIR=os.getcwd(), MUSTER_NODE="n7")
 
 
 @contextmanager
-def started(ranks: int, body: str, agent: list[str] = FAST, **env: str) -> Iterator[subprocess.Popen[bytes]]:
-    """The same, while it runs. Each rank is to write its number into the named pipe `ready` when it is at work."""
+def started(ranks: int, body: str, agent: list[str] = AGENT, **env: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A running launch. Each rank must write its number to the named pipe `ready` when it is ready."""
     os.mkfifo("ready")
     ready = os.open("ready", os.O_RDWR)
-    words = command(ranks, body, agent)
-    with subprocess.Popen(words, env={**os.environ, **env}, stdin=subprocess.PIPE) as process:
+    launch = command(ranks, body, agent)
+    with subprocess.Popen(launch, env={**os.environ, **env}, stdin=subprocess.PIPE) as process:
         try:
             for _ in range(ranks):
                 os.read(ready, 1)
@@ -503,13 +511,13 @@ def started(ranks: int, body: str, agent: list[str] = FAST, **env: str) -> Itera
             os.close(ready)
 
 
-MEDDLED = """
+PATCHED_SOURCE = """
 import functools, runpy, sys
 
-def first(self, *words):
+def first(self, *arguments):
     OWNER.METHOD = method
     ACTION
-    return method(self, *words)
+    return method(self, *arguments)
 
 if __name__ == "__main__":
     sys.path.insert(0, KIT)
@@ -521,16 +529,16 @@ if __name__ == "__main__":
 """
 
 
-def meddled(method: str, action: str) -> list[str]:
-    """The agent, which before its first call of the method does this as well: it makes a moment certain."""
+def patched_agent(method: str, action: str) -> list[str]:
+    """An agent that runs this action before its first call of the method, to control the order of events."""
     owner, _, name = method.partition(".")
     names = {"OWNER": owner, "METHOD": name, "ACTION": action, "KIT": repr(str(KIT))}
-    Path("meddled.py").write_text(re.sub("[A-Z]{3,}", lambda word: names[word[0]], MEDDLED))
-    return [FAST[0], "meddled.py", *FAST[1:]]
+    Path("patched_agent.py").write_text(re.sub("[A-Z]{3,}", lambda match: names[match[0]], PATCHED_SOURCE))
+    return [AGENT[0], "patched_agent.py", *AGENT[1:]]
 
 
 def alive(pid: int) -> bool:
-    """Whether it runs; nobody may have asked yet how it ended."""
+    """Whether the process runs; a zombie does not."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -538,7 +546,7 @@ def alive(pid: int) -> bool:
 
 
 def deaths() -> list[tuple[int, int, bool]]:
-    """(rank, exit code, ended by the agent), as the agent wrote it down."""
+    """(rank, exit code, ended by the agent) in the agent's record."""
     written = json.loads(Path("errors/node_n7.json").read_text())
     assert written.keys() == {"node", "deaths"}
     assert written["node"] == "n7"
@@ -547,7 +555,7 @@ def deaths() -> list[tuple[int, int, bool]]:
     return [(death["rank"], death["exit_code"], death["ended_by_agent"]) for death in written["deaths"]]
 
 
-def test_a_killed_rank_is_reported_with_its_exit_code() -> None:
+def test_a_killed_rank_is_recorded_with_its_exit_code() -> None:
     done = launch(1, "os.kill(os.getpid(), signal.SIGKILL)")
     assert done.returncode == 137
     assert deaths() == [(0, 137, False)]
@@ -555,29 +563,29 @@ def test_a_killed_rank_is_reported_with_its_exit_code() -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_a_rank_that_leaves_without_a_word_has_ended_well() -> None:
-    ends = ["pass", "os._exit(0)", "os.execlp('true', 'true')"]
-    done = launch(3, f"exec({ends}[rank])\n")
+def test_a_rank_that_exits_with_0_by_exit_or_exec_is_a_success() -> None:
+    exits = ["pass", "os._exit(0)", "os.execlp('true', 'true')"]
+    done = launch(3, f"exec({exits}[rank])\n")
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_what_a_rank_said_that_lived_but_a_moment_is_passed_on(tmp_path: Path) -> None:
+def test_output_of_a_rank_that_exits_at_once_is_copied(tmp_path: Path) -> None:
     output, shown = tmp_path / "stdout.log", io.StringIO()
 
-    class Ended(threading.Event):
-        """While somebody waits, the rank begins, speaks, and ends."""
+    class Finished(threading.Event):
+        """During wait() the rank starts, prints and exits."""
 
         def wait(self, timeout: float | None = None) -> bool:
-            output.write_text("last words\n")
+            output.write_text("last line\n")
             self.set()
             return True
 
-    follow("[n1:0] ", str(output), shown, Ended(), 0.1)
-    assert shown.getvalue() == "[n1:0] last words\n"
+    follow("[n1:0] ", str(output), shown, Finished(), 0.1)
+    assert shown.getvalue() == "[n1:0] last line\n"
 
 
-class Writes(io.StringIO):
-    """Counts the writes, each of which reaches a terminal or pipe by itself."""
+class RecordedWrites(io.StringIO):
+    """Records the sizes of writes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -588,17 +596,17 @@ class Writes(io.StringIO):
         return super().write(text)
 
 
-def followed(output: bytes, *options: Any) -> Writes:
-    """What the agent shows of this output of a rank that has ended."""
+def followed(output: bytes, *options: Any) -> RecordedWrites:
+    """What follow() copies of this output of a rank that has exited."""
     Path("stdout.log").write_bytes(output)
-    shown, ended = Writes(), threading.Event()
-    ended.set()
-    follow("[n1:0] ", "stdout.log", shown, ended, 0.1, *options)
+    shown, finished = RecordedWrites(), threading.Event()
+    finished.set()
+    follow("[n1:0] ", "stdout.log", shown, finished, 0.1, *options)
     return shown
 
 
-def test_many_lines_are_shown_in_few_writes_that_a_pipe_takes_whole() -> None:
-    """Beyond PIPE_BUF bytes the lines of another rank could come in between."""
+def test_many_lines_are_copied_in_few_atomic_writes() -> None:
+    """Beyond PIPE_BUF bytes, a pipe may interleave lines of another rank."""
     lines = [f"größe {number}" for number in range(10_000)]
     shown = followed("\n".join(lines).encode())
     assert shown.getvalue() == "".join(f"[n1:0] {line}\n" for line in lines)
@@ -618,16 +626,16 @@ def test_many_lines_are_shown_in_few_writes_that_a_pipe_takes_whole() -> None:
         (b"x" * 10_000 + b"\ny", ["x" * 10_000, "y"]),
     ],
 )
-def test_lines_are_those_that_torchrun_shows_and_updates_of_a_bar_are_marked(output: bytes, lines: list[str]) -> None:
+def test_lines_are_copied_as_by_torchrun_and_progress_updates_end_with_cr_lf(output: bytes, lines: list[str]) -> None:
     assert followed(output).getvalue() == "".join(f"[n1:0] {line}\n" for line in lines)
 
 
-def test_a_block_of_output_may_end_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_may_be_split_at_any_byte(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("distributed.agent.agent.BLOCK", 1)
     assert followed("ö\r\n\rz\n".encode()).getvalue() == "[n1:0] ö\n[n1:0] z\n"
 
 
-def test_lines_are_filtered_for_torchruns_option_duplicate_stdout_filters() -> None:
+def test_torchruns_option_duplicate_stdout_filters_works() -> None:
     assert followed(b"apple\npear\n", lambda line: "apple" in line).getvalue() == "[n1:0] apple\n"
 
 
@@ -638,16 +646,16 @@ def pid_of(rank: int) -> int:
 
 
 SURVIVORS = """
-def at_work(read, write):
-    # Each says so on a pipe with a name; rank 1 goes on when both have.
+def synchronise(read, write):
+    # Rank 1 continues when ranks 0 and 2 have opened their named pipes.
     if rank == 1:
         open(read).read()
     else:
         open(write, "w").close()
 if rank == 0:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-at_work("zero", "zero") if rank != 2 else None
-at_work("two", "two") if rank != 0 else None
+synchronise("zero", "zero") if rank != 2 else None
+synchronise("two", "two") if rank != 0 else None
 if rank == 1:
     os._exit(42)
 while True:
@@ -655,18 +663,18 @@ while True:
 """
 
 
-def test_when_one_dies_the_others_are_ended_and_it_is_told_who_died_of_what() -> None:
+def test_after_a_failure_the_other_ranks_are_stopped_and_all_exit_codes_are_recorded() -> None:
     os.mkfifo("zero")
     os.mkfifo("two")
     done = launch(3, SURVIVORS)
     assert done.returncode == 42
     assert deaths() == [(0, 137, True), (1, 42, False), (2, 143, True)]
-    assert done.stderr.count("ended with exit code") == 1, "only who died by itself is told of"
+    assert done.stderr.count("ended with exit code") == 1, "stopped ranks are not reported"
     assert [file.name for file in Path("errors").iterdir()] == ["node_n7.json"]
     assert not [rank for rank in range(3) if alive(pid_of(rank))]
 
 
-LAST_WORDS = """
+FAILS_AFTER_RANK_1 = """
 if rank:
     os._exit(42)
 open("now").close()
@@ -674,18 +682,18 @@ raise RuntimeError("Connection closed by peer")
 """
 
 
-def test_a_death_wakes_the_agent_and_the_others_get_a_moment_to_say_what_became_of_them() -> None:
-    """A long one here, and the launch ends as soon as all have spoken."""
+def test_a_failure_wakes_the_agent_and_the_other_ranks_have_time_to_write_failure_records() -> None:
+    """The grace time is long here; the launch ends as soon as all ranks have exited."""
     os.mkfifo("now")
-    agent = meddled("Agent._wait", f"open('now', 'w').close(); words = ({SECONDS},)")
-    done = launch(2, LAST_WORDS, [*agent, "--monitor-interval", "3600"])
+    agent = patched_agent("Agent._wait", f"open('now', 'w').close(); arguments = ({TIMEOUT},)")
+    done = launch(2, FAILS_AFTER_RANK_1, [*agent, "--monitor-interval", "3600"])
     assert done.returncode == 42
     assert deaths() == [(0, 1, False), (1, 42, False)]
     assert json.loads(Path("errors/rank_0.json").read_text())["message"] == "Connection closed by peer"
     assert done.stderr.count("RuntimeError: Connection closed by peer") == 1, "torchrun would print it a second time"
 
 
-ENDS_EARLY = """
+EXITS_EARLY = """
 import torch, torch.distributed as dist
 dist.init_process_group("gloo")
 dist.barrier()
@@ -699,8 +707,8 @@ train()
 """
 
 
-def test_a_rank_that_ended_with_0_while_another_one_waited_for_it_is_what_the_verdict_names() -> None:
-    done = launch(2, ENDS_EARLY)
+def test_a_rank_that_exited_with_0_during_a_collective_of_another_is_the_cause_in_the_verdict() -> None:
+    done = launch(2, EXITS_EARLY)
     assert done.returncode == 1
     record = json.loads(Path("errors/node_n7.json").read_text())
     assert ([death["rank"] for death in record["deaths"]], record["ended_well"]) == ([0], [1])
@@ -709,7 +717,7 @@ def test_a_rank_that_ended_with_0_while_another_one_waited_for_it_is_what_the_ve
     )
 
 
-def test_a_rank_that_ends_with_0_when_it_is_asked_to_has_not_left_the_others() -> None:
+def test_a_rank_that_exits_with_0_on_sigterm_is_not_recorded_as_having_exited_early() -> None:
     os.mkfifo("ready")
     done = launch(
         2,
@@ -720,19 +728,19 @@ def test_a_rank_that_ends_with_0_when_it_is_asked_to_has_not_left_the_others() -
     assert deaths() == [(0, 3, False)]
 
 
-DEAD = "import os; os.waitid(os.P_PID, self._processes()[1].pid, os.WEXITED | os.WNOWAIT)"
+RANK_1_EXITED = "import os; os.waitid(os.P_PID, self._processes()[1].pid, os.WEXITED | os.WNOWAIT)"
 
 
-def test_a_rank_that_dies_while_torchrun_looks_is_no_other_case() -> None:
-    """The moment is made certain: the rank goes when torchrun's look begins, which ends when the rank has."""
+def test_a_rank_that_fails_during_torchruns_check_is_recorded_alike() -> None:
+    """The rank exits when torchrun's check starts, and the check waits for that."""
     os.mkfifo("go")
-    agent = meddled("LocalElasticAgent._monitor_workers", "open('go', 'w').close(); " + DEAD)
+    agent = patched_agent("LocalElasticAgent._monitor_workers", "open('go', 'w').close(); " + RANK_1_EXITED)
     done = launch(2, "if rank:\n    open('go').close()\n    os._exit(42)\nsignal.pause()\n", agent)
     assert done.returncode == 42
     assert deaths() == [(0, 143, True), (1, 42, False)]
 
 
-# Rank 1 goes first, and rank 0 when it has gone: were it asked again then, it would count that.
+# Rank 0 exits after rank 1: it would record a second SIGTERM that the agent sent then.
 STOPPED_ON_REQUEST = """
 read, write = os.pipe()
 os.set_blocking(write, False)
@@ -741,22 +749,22 @@ signal.signal(signal.SIGTERM, lambda number, frame: None)
 end = open("end", "w" if rank else "r")
 with open("ready", "w") as ready:
     ready.write(str(rank))
-asked = os.read(read, 1)
+received = os.read(read, 1)
 if not rank:
     end.read()
 os.set_blocking(read, False)
 try:
-    asked += os.read(read, 9)
+    received += os.read(read, 9)
 except BlockingIOError:
     pass
-with open(f"asked_{rank}", "wb") as file:
-    file.write(asked)
+with open(f"signals_{rank}", "wb") as file:
+    file.write(received)
 sys.exit(75)
 """
 
 
-def test_who_asks_to_stop_while_the_end_is_told_does_not_change_it() -> None:
-    agent = meddled("Agent.failed", "import os, signal; os.kill(os.getpid(), signal.SIGTERM)")
+def test_a_stop_signal_during_the_exchange_of_records_does_not_change_the_exit_code() -> None:
+    agent = patched_agent("Agent.exchange_records", "import os, signal; os.kill(os.getpid(), signal.SIGTERM)")
     done = launch(1, "sys.exit(42)", agent)
     assert done.returncode == 42
     assert "SignalException" not in done.stderr
@@ -776,23 +784,23 @@ while not received:  # a signal that comes before a pause() would not end it
 
 
 def is_rank(process: psutil.Process) -> bool:
-    """Whether it runs, and is one."""
+    """Whether it is a running rank."""
     try:
         return "RANK" in process.environ()
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return False
 
 
-def test_a_stop_request_finds_only_the_ranks_that_still_run() -> None:
-    """Rank 0 has ended; its handler, which does not end it, would keep a process that waits for the others."""
+def test_a_stop_signal_succeeds_if_one_rank_has_exited_with_0_and_the_other_then_does() -> None:
+    """No process of rank 0 waits for the other ranks: it would inherit the handler, which does not exit."""
     with started(2, HANDLES_TERM, MUSTER_RUN_DIR=os.getcwd(), MUSTER_NODE="n7") as agent:
         while sum(map(is_rank, psutil.Process(agent.pid).children())) > 1:
             time.sleep(0.001)
         agent.terminate()
-        assert agent.wait(SECONDS) == 0, "all ranks ended with 0"
+        assert agent.wait(TIMEOUT) == 0, "all ranks ended with 0"
 
 
-FAILS_FIRST = """
+FAILS_THEN_WAITS = """
 if rank == 0:
     open("other", "rb").read()  # until rank 1 is ready
 with open("ready", "w") as ready:
@@ -805,18 +813,16 @@ while True:
 """
 
 
-def test_a_signal_that_comes_while_the_agent_looks_at_the_ranks_loses_no_failure() -> None:
-    ended = "os.waitid(os.P_PID, self._processes()[0].pid, os.WEXITED | os.WNOWAIT)"
-    words = meddled("Agent.reap_ranks", f"import os, signal; {ended}; os.kill(os.getpid(), signal.SIGTERM)")
+def test_a_signal_while_the_agent_reaps_ranks_does_not_lose_a_failure() -> None:
+    exited = "os.waitid(os.P_PID, self._processes()[0].pid, os.WEXITED | os.WNOWAIT)"
+    patched = patched_agent("Agent.reap_ranks", f"import os, signal; {exited}; os.kill(os.getpid(), signal.SIGTERM)")
     os.mkfifo("other")
-    with started(2, FAILS_FIRST, words, MUSTER_RUN_DIR=os.getcwd(), MUSTER_NODE="n7") as agent:
-        assert agent.wait(SECONDS) == 143
+    with started(2, FAILS_THEN_WAITS, patched, MUSTER_RUN_DIR=os.getcwd(), MUSTER_NODE="n7") as agent:
+        assert agent.wait(TIMEOUT) == 143
     assert deaths() == [(0, 3, False), (1, 143, True)]
 
 
-def test_a_signal_that_comes_while_a_rank_is_reaped_does_not_lose_its_exit_code(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_signal_during_waitpid_does_not_lose_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     def raising(*_: object) -> None:
         raise InterruptedError
 
@@ -828,7 +834,7 @@ def test_a_signal_that_comes_while_a_rank_is_reaped_does_not_lose_its_exit_code(
     waitpid = os.waitpid
     ended = subprocess.Popen(["sh", "-c", "exit 3"])
     os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
-    process = Process(ended.pid, cast(Wakeup, None))
+    process = ForkedProcess(ended.pid, cast(Wakeup, None))
     before = signal.signal(signal.SIGUSR1, raising)
     signals.defer([signal.SIGUSR1])
     try:
@@ -839,22 +845,22 @@ def test_a_signal_that_comes_while_a_rank_is_reaped_does_not_lose_its_exit_code(
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert process.reap() == 3
-    ended.returncode = 3  # reaped, and not by itself
+    ended.returncode = 3  # reaped by another call
 
 
-def test_a_stop_request_reaches_each_rank_once_and_75_from_all_is_75() -> None:
+def test_each_rank_gets_one_sigterm_and_the_agent_exits_with_75_if_all_do() -> None:
     os.mkfifo("end")
     os.mkfifo("started")
-    words = meddled("Agent._monitor_workers", "open('started', 'w').close()")
-    with started(2, STOPPED_ON_REQUEST, words, MUSTER_RUN_DIR=os.getcwd(), MUSTER_NODE="n7") as agent:
-        Path("started").read_text()  # while it still starts the ranks, it has none yet to hand a signal to
+    patched = patched_agent("Agent._monitor_workers", "open('started', 'w').close()")
+    with started(2, STOPPED_ON_REQUEST, patched, MUSTER_RUN_DIR=os.getcwd(), MUSTER_NODE="n7") as agent:
+        Path("started").read_text()  # before, the agent may not have the ranks' process ids yet
         agent.terminate()
-        assert agent.wait(SECONDS) == 75
-    assert [list(Path(f"asked_{rank}").read_bytes()) for rank in range(2)] == [[signal.SIGTERM]] * 2
+        assert agent.wait(TIMEOUT) == 75
+    assert [list(Path(f"signals_{rank}").read_bytes()) for rank in range(2)] == [[signal.SIGTERM]] * 2
     assert {code for _, code, _ in deaths()} == {75}
 
 
-STUBBORN = """
+IGNORES_SIGNALS = """
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 with open(f"pid_{rank}", "w") as file:
@@ -866,20 +872,20 @@ while True:
 """
 
 
-def test_when_the_agent_is_killed_no_rank_is_left() -> None:
-    """Under the supervisor, as launchers start it, and with ranks that would not end when asked."""
+def test_no_rank_remains_when_the_agent_is_killed() -> None:
+    """Under the supervisor, with ranks that ignore SIGTERM and SIGINT."""
     node = [sys.executable, "-I", "-S", str(KIT / "scripts/lib/supervisor.py")]
     node += ["run", "--dir", os.getcwd(), "--name", "n7", "--"]
-    with started(2, STUBBORN, [*node, *FAST]) as launcher:
+    with started(2, IGNORES_SIGNALS, [*node, *AGENT]) as launcher:
         pids = [int(Path(f"pid_{rank}").read_text()) for rank in range(2)]
         assert all(map(alive, pids))
         os.kill(json.loads(Path("node_n7.pid").read_text())["command"]["pid"], signal.SIGKILL)
-        assert launcher.wait(SECONDS) == 137
+        assert launcher.wait(TIMEOUT) == 137
     while any(map(alive, pids)):  # they have been killed
         time.sleep(0.01)
 
 
-# ---------------------------------------------------------------- torchrun's own agent instead
+# ---------------------------------------------------------------- fallback to torchrun's agent
 
 OTHER_TORCH = """
 import runpy, sys
@@ -889,11 +895,11 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def test_where_torchrun_is_not_as_expected_its_own_agent_runs_the_script() -> None:
-    """Also with the signals of a fresh process, whatever the caller ignores."""
+def test_torchruns_agent_runs_the_script_if_its_internals_are_not_as_expected() -> None:
+    """With default signal handlers even if the caller ignores signals."""
     Path("other_torch.py").write_text(OTHER_TORCH)
     Path("script.py").write_text("import signal, sys\nprint(signal.getsignal(signal.SIGUSR2).name, *sys.argv[1:])\n")
-    agent = [FAST[0], "other_torch.py", FAST[1], "--pass-local-rank", "--standalone"]
+    agent = [AGENT[0], "other_torch.py", AGENT[1], "--pass-local-rank", "--standalone"]
     ignoring = ["env", "--ignore-signal=USR2"]
     done = run(*ignoring, *agent, "--nproc-per-node", "1", "--", "script.py", "--pass-local-rank")
     assert (done.returncode, done.stdout) == (0, "SIG_DFL --local-rank=0 --pass-local-rank\n"), done.stderr
@@ -901,12 +907,12 @@ def test_where_torchrun_is_not_as_expected_its_own_agent_runs_the_script() -> No
     assert f"agent: {reason}; using --agent torchrun\n" in done.stderr
 
 
-def test_torchrun_is_as_expected() -> None:
+def test_torchruns_internals_are_as_expected() -> None:
     assert agent.unexpected() == ""
 
 
 @pytest.mark.parametrize(("owner", "name", "parameters"), agent.INTERNALS)
-def test_a_name_that_torchrun_has_no_longer_is_seen(
+def test_a_missing_name_in_torchrun_is_detected(
     owner: Any, name: str, parameters: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if parameters:
@@ -916,32 +922,32 @@ def test_a_name_that_torchrun_has_no_longer_is_seen(
     assert agent.unexpected() == f"{owner.__name__} has no {name}"
 
 
-def test_an_attribute_that_torchrun_has_no_longer_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_attribute_in_torchrun_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(agent.ATTRIBUTES, SubprocessContext, {"envs", "elsewhere"})
     assert agent.unexpected() == "SubprocessContext has no elsewhere"
 
 
 @pytest.mark.parametrize(
-    ("words", "env", "reason"),
+    ("arguments", "env", "reason"),
     [
         ("script.py", {}, ""),
         ("--nproc-per-node 2 --tee 3 -m module --no-python", {}, ""),
-        ("--no-python program", {}, "--no-python runs a program that is not Python"),
-        ("--numa-binding node script.py", {}, "--numa-binding is numactl's work"),
+        ("--no-python program", {}, "--no-python is not supported"),
+        ("--numa-binding node script.py", {}, "--numa-binding is not supported"),
         ("script.py", {"PYTHON_EXEC": sys.executable}, ""),
         (
             "script.py",
             {"PYTHON_EXEC": "/usr/bin/other"},
-            f"PYTHON_EXEC=/usr/bin/other is another Python than {sys.executable}",
+            f"PYTHON_EXEC=/usr/bin/other differs from the agent's Python {sys.executable}",
         ),
     ],
 )
-def test_what_only_torchruns_agent_can_do_is_left_to_it(
-    words: str, env: dict[str, str], reason: str, monkeypatch: pytest.MonkeyPatch
+def test_unsupported_options_are_left_to_torchruns_agent(
+    arguments: str, env: dict[str, str], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    assert agent.unsupported(agent.parse(words.split())) == reason
+    assert agent.unsupported(agent.parse(arguments.split())) == reason
 
 
 FIRST_ATTEMPT = """
@@ -958,59 +964,59 @@ def server_of(agent: int) -> psutil.Process:
     return server
 
 
-def test_ranks_do_not_need_the_fork_server_and_a_restart_without_it_says_what_has_become_of_it(
+def test_ranks_survive_the_fork_server_and_a_restart_without_it_reports_its_exit(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     os.mkfifo("end")
-    words = [*FAST, "--max-restarts", "1"]
-    with started(1, FIRST_ATTEMPT, words, MUSTER_RUN_DIR=os.getcwd(), MUSTER_NODE="n7") as agent:
+    restarting = [*AGENT, "--max-restarts", "1"]
+    with started(1, FIRST_ATTEMPT, restarting, MUSTER_RUN_DIR=os.getcwd(), MUSTER_NODE="n7") as agent:
         server = server_of(agent.pid)
         server.kill()
         Path("end").write_text("")
-        assert agent.wait(SECONDS) == 1
-    said = capfd.readouterr().err.splitlines()
-    assert said[-1] == f"agent: its fork server (pid {server.pid}) was killed by signal 9"
-    assert "Traceback" not in "".join(said)
+        assert agent.wait(TIMEOUT) == 1
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[-1] == f"agent: fork server (pid {server.pid}) was killed by signal 9"
+    assert "Traceback" not in "".join(lines)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_while_the_agent_starts_ends_it_without_a_traceback(number: signal.Signals) -> None:
-    """Before the ranks are there: when the server is, and the agent imports torchrun."""
-    os.mkfifo("begun")
-    Path("meddled.py").write_text(START.replace("KIT", repr(str(KIT))))
+def test_a_signal_during_the_agents_start_ends_it_without_a_traceback(number: signal.Signals) -> None:
+    """After the fork server has started, while the agent imports torchrun."""
+    os.mkfifo("started")
+    Path("paused_agent.py").write_text(PAUSED_AGENT.replace("KIT", repr(str(KIT))))
     Path("script.py").write_text("")
-    words = [FAST[0], "meddled.py", *FAST[1:], "script.py"]
-    with subprocess.Popen(words, stderr=subprocess.PIPE, start_new_session=True) as agent:
-        with open("begun") as begun:
-            server = psutil.Process(int(begun.read()))
+    command = [AGENT[0], "paused_agent.py", *AGENT[1:], "script.py"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, start_new_session=True) as agent:
+        with open("started") as file:
+            server = psutil.Process(int(file.read()))
         os.killpg(agent.pid, number)
-        assert agent.communicate(timeout=SECONDS)[1] == b""
+        assert agent.communicate(timeout=TIMEOUT)[1] == b""
         assert agent.returncode == -number
-        server.wait(SECONDS)
+        server.wait(TIMEOUT)
 
 
-START = """
+PAUSED_AGENT = """
 import os, runpy, signal, sys
 
-class Slow:
+class PausedImport:
     def find_spec(self, name, path=None, target=None):
         if name == "distributed.agent.agent":
-            with open("begun", "w") as begun:
-                begun.write(open(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read())
+            with open("started", "w") as file:
+                file.write(open(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read())
             signal.pause()
 
 sys.path.insert(0, KIT)
-sys.meta_path.insert(0, Slow())
+sys.meta_path.insert(0, PausedImport())
 del sys.argv[0], sys.path[0]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-# ---------------------------------------------------------------- what is decided without a process
+# ---------------------------------------------------------------- without processes
 
 
 @pytest.mark.parametrize(
-    ("told", "code", "stopped"),
+    ("failures", "code", "stopped"),
     [
         ([], 1, False),
         ([(1.0, 42, False)], 42, False),
@@ -1021,17 +1027,17 @@ runpy.run_path(sys.argv[0], run_name="__main__")
         ([(2.0, 75, False), (1.0, 1, False)], 1, False),
     ],
 )
-def test_the_code_of_a_launch_is_that_of_the_first_that_died_by_itself(
-    told: list[tuple[float, int, bool]], code: int, stopped: bool
+def test_the_exit_code_is_that_of_the_first_failure_not_caused_by_the_agent(
+    failures: list[tuple[float, int, bool]], code: int, stopped: bool
 ) -> None:
     agent = object.__new__(Agent)
-    agent.failures = {rank: Failure(rank, rank, 100 + rank, *death) for rank, death in enumerate(told)}
+    agent.failures = {rank: RankFailure(rank, rank, 100 + rank, *failure) for rank, failure in enumerate(failures)}
     assert agent.exit_code() == code
-    assert agent.all_stopped() == stopped
+    assert agent.all_stopped_on_request() == stopped
 
 
 @pytest.mark.parametrize(
-    ("words", "before", "after", "printed"),
+    ("arguments", "before", "after", "printed"),
     [
         (["--nproc-per-node", "4", "script.py"], None, "2", "OMP_NUM_THREADS=2 for each of 4 ranks on 8 cores\n"),
         (["--nproc-per-node", "3", "--", "x.py", "--nproc-per-node", "1"], None, "2",
@@ -1045,15 +1051,15 @@ def test_the_code_of_a_launch_is_that_of_the_first_that_died_by_itself(
     ],
 )  # fmt: skip
 def test_each_rank_gets_its_share_of_the_cores(
-    words: list[str], before: str | None, after: str | None, printed: str,
+    arguments: list[str], before: str | None, after: str | None, printed: str,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    """A stub of a machine with 8 cores."""
-    monkeypatch.setattr(threads, "look_at_cores", lambda: Cores(8, 8))
+    """On a simulated machine with 8 cores."""
+    monkeypatch.setattr(threads, "read_cores", lambda: Cores(8, 8))
     monkeypatch.delenv("OMP_NUM_THREADS")
     if before:
         monkeypatch.setenv("OMP_NUM_THREADS", before)
     entry = runpy.run_path(str(KIT / "scripts/lib/agent.py"))
-    entry["choose_threads"](entry["options_of"](words))
+    entry["choose_threads"](entry["options_of"](arguments))
     assert os.environ.get("OMP_NUM_THREADS") == after
     assert capsys.readouterr().err == printed

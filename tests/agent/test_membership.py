@@ -1,6 +1,6 @@
-"""The agents of one run know of each other: who has joined, whose heartbeats are missing, how the run ended, and why.
+"""Agents of one run join, exchange heartbeats, learn how the run ended, and exchange failure records.
 
-Here they are threads of one process with a real TCPStore; tests/launch_torchrun_multinode.bats has real agents on
+Here they are threads of one process with a real TCPStore. tests/launch_torchrun_multinode.bats tests real agents on
 several nodes.
 """
 
@@ -30,12 +30,12 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from distributed.agent import failure_records, membership
 from distributed.agent.agent import Agent
 from distributed.agent.failure_records import Records
-from distributed.agent.membership import End, Membership, RendezvousFailed, keys_of
+from distributed.agent.membership import Membership, PublishedRun, RendezvousFailed, RunEnd, membership_store
 from distributed.agent.rendezvous import Rendezvous
 from distributed.agent.worker import Script
 
 Join = Callable[..., Membership]
-TIMEOUT = 20.0  # seconds that a test waits for what should come at once
+TIMEOUT = 20.0  # seconds to wait for an event that should happen at once
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def store() -> TCPStore:
 
 @pytest.fixture
 def join(store: TCPStore) -> Iterator[Join]:
-    """A function by which a node joins a run of 3."""
+    """A function with which a node joins a run of 3 nodes."""
     joined = []
 
     def join(rank: int, size: int = 3, names: Sequence[str] = (), run: str = "", **facts: str) -> Membership:
@@ -63,8 +63,8 @@ def new_store(port: int = 0) -> TCPStore:
     return TCPStore("127.0.0.1", port, None, is_master=True, timeout=timedelta(seconds=10), wait_for_workers=False)
 
 
-def at_once(*calls: Callable[[], object]) -> list[Future[object]]:
-    """Call them all in threads of their own, and wait for their ends."""
+def run_concurrently(*calls: Callable[[], object]) -> list[Future[object]]:
+    """Call all functions in separate threads and wait for them."""
     with ThreadPoolExecutor(len(calls)) as pool:
         return [pool.submit(call) for call in calls]
 
@@ -73,83 +73,83 @@ def ignore(_: str) -> None:
     pass
 
 
-def gathered(join: Join, size: int = 3) -> list[Membership]:
+def joined_members(join: Join, size: int = 3) -> list[Membership]:
     members = [join(rank, size) for rank in range(size)]
-    for future in at_once(*(lambda one=one: one.gather(TIMEOUT, ignore) for one in members)):
+    for future in run_concurrently(*(lambda one=one: one.wait_for_all(TIMEOUT, ignore) for one in members)):
         future.result()
     return members
 
 
-def comes(condition: Callable[[], object]) -> bool:
-    """Whether it becomes true in time."""
+def becomes_true(condition: Callable[[], object]) -> bool:
+    """Whether the condition becomes true within TIMEOUT."""
     tick = threading.Event()
     return any(condition() or tick.wait(0.01) for _ in range(int(TIMEOUT * 100)))
 
 
-def go_on(members: Sequence[Membership]) -> bool:
-    """Whether the run of these nodes goes on to its good end."""
-    return [future.result() for future in at_once(*(one.finish for one in members))] == [None] * len(members)
+def run_succeeds(members: Sequence[Membership]) -> bool:
+    """Whether all nodes can finish the run successfully."""
+    return [future.result() for future in run_concurrently(*(one.finish for one in members))] == [None] * len(members)
 
 
-def refused(one: Membership) -> str:
-    """Why it was refused."""
+def refusal_of(member: Membership) -> str:
+    """Why this node was refused."""
     with pytest.raises(RendezvousFailed) as failure:
-        one.gather(TIMEOUT, ignore)
+        member.wait_for_all(TIMEOUT, ignore)
     assert failure.value.exit_code == 69
     return str(failure.value)
 
 
-# ---------------------------------------------------------------- gathering
+# ---------------------------------------------------------------- joining
 
 
-def test_all_nodes_gather_and_know_each_others_names(join: Join) -> None:
-    for one in gathered(join):
+def test_all_nodes_join_and_know_each_others_names(join: Join) -> None:
+    for one in joined_members(join):
         assert {rank: facts["node"] for rank, facts in one.members.items()} == {0: "node1", 1: "node2", 2: "node3"}
 
 
 def test_a_node_reports_which_nodes_are_missing_and_gives_up(join: Join, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(membership, "REPORT", 0.1)
+    monkeypatch.setattr(membership, "REPORT_INTERVAL", 0.1)
     lines: list[str] = []
     first = join(0, names=["ada", "bob", "eve"])
     join(2)
-    with pytest.raises(RendezvousFailed, match="waiting for bob: gave up after 1 s") as failure:
-        first.gather(1.0, lines.append)
+    with pytest.raises(RendezvousFailed, match="waiting for bob; gave up after 1 s") as failure:
+        first.wait_for_all(1.0, lines.append)
     assert failure.value.exit_code == 124
     assert lines[-1].startswith("2 of 3 nodes joined, waiting for bob, ")
 
 
-def test_every_node_reports_missing_nodes_but_where_one_place_shows_all_lines_the_first_alone(
+def test_all_nodes_report_missing_nodes_but_with_a_launcher_only_the_first_one_does(
     join: Join, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(membership, "REPORT", 0.1)
+    monkeypatch.setattr(membership, "REPORT_INTERVAL", 0.1)
     join(0)
-    lines: dict[str, list[str]] = {"by hand": [], "from one place": []}
-    for how, names in (("by hand", ()), ("from one place", ("ada", "bob", "eve"))):
+    lines: dict[str, list[str]] = {"by hand": [], "by launcher": []}
+    for how, names in (("by hand", ()), ("by launcher", ("ada", "bob", "eve"))):
         one = join(1 if how == "by hand" else 2, names=names)
         with pytest.raises(RendezvousFailed):
-            one.gather(1.0, lines[how].append)
+            one.wait_for_all(1.0, lines[how].append)
     assert lines["by hand"][-1].startswith("2 of 3 nodes joined, waiting for node rank 2, ")
-    assert lines["from one place"] == []
+    assert lines["by launcher"] == []
 
 
-def test_a_node_reports_that_it_does_not_find_the_first_one_and_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(membership, "REPORT_UNJOINED", 0.1)
+def test_a_node_that_cannot_connect_to_the_first_one_reports_that_and_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership, "UNJOINED_REPORT_INTERVAL", 0.1)
 
     def connect() -> Store:
         raise ConnectionRefusedError
 
     lines: list[str] = []
     with pytest.raises(RendezvousFailed, match="waiting for the first node at n1:29500; gave up after 1 s") as failure:
-        Membership(1, 2, {"node": "node2"}, "n1:29500", connect).gather(1.0, lines.append)
+        Membership(1, 2, {"node": "node2"}, "n1:29500", connect).wait_for_all(1.0, lines.append)
     assert failure.value.exit_code == 124
     assert lines[-1].startswith("waiting for the first node at n1:29500, ")
 
 
-# ---------------------------------------------------------------- refusals: the run goes on
+# ---------------------------------------------------------------- refusals: the run continues
 
 
 @pytest.mark.parametrize(
-    ("odd", "said"),
+    ("difference", "message"),
     [
         (
             {"PyTorch": "2.12.0"},
@@ -158,87 +158,92 @@ def test_a_node_reports_that_it_does_not_find_the_first_one_and_gives_up(monkeyp
         ({"size": 4}, "NNODES 4, but 3 on node1"),
     ],
 )
-def test_a_node_that_does_not_fit_is_refused_and_the_others_wait_for_one_that_does(
-    join: Join, odd: dict[str, Any], said: str
+def test_an_incompatible_node_is_refused_and_the_others_wait_for_a_compatible_one(
+    join: Join, difference: dict[str, Any], message: str
 ) -> None:
     first, third = join(0), join(2)
-    assert comes(lambda: 2 in first.members)
+    assert becomes_true(lambda: 2 in first.members)
     lines: list[str] = []
     with ThreadPoolExecutor() as pool:
-        gathering = [pool.submit(first.gather, TIMEOUT, lines.append), pool.submit(third.gather, TIMEOUT, ignore)]
-        assert said in refused(join(1, node="node9", **odd))
-        assert comes(lambda: lines)
+        waiting = [
+            pool.submit(first.wait_for_all, TIMEOUT, lines.append),
+            pool.submit(third.wait_for_all, TIMEOUT, ignore),
+        ]
+        assert message in refusal_of(join(1, node="node9", **difference))
+        assert becomes_true(lambda: lines)
         second = join(1)
-        second.gather(TIMEOUT, ignore)
-        for future in gathering:
+        second.wait_for_all(TIMEOUT, ignore)
+        for future in waiting:
             future.result()
-    assert lines[0].startswith(f"refused node9: {said.partition(';')[0]}; ")
+    assert lines[0].startswith(f"refused node9: {message.partition(';')[0]}; ")
     assert lines[0].endswith("joined, waiting for node rank 1")
-    assert go_on([first, second, third])
+    assert run_succeeds([first, second, third])
 
 
-def test_a_node_rank_that_a_living_node_has_is_refused_with_the_run_and_its_first_node(join: Join) -> None:
-    members = gathered(join, size=2)
-    said = refused(join(1, size=2, node="node9"))
-    assert "node1:29500: in use by run healthy (first node node1, started 20" in said
-    assert "): NODE_RANK 1 is taken by node2; choose another --master-port for another run, another NODE_RANK" in said
-    assert go_on(members)
+def test_a_duplicate_node_rank_is_refused_and_the_message_names_the_run_and_its_first_node(join: Join) -> None:
+    members = joined_members(join, size=2)
+    message = refusal_of(join(1, size=2, node="node9"))
+    assert "node1:29500: in use by run healthy (first node node1, started 20" in message
+    assert "): NODE_RANK 1 is taken by node2; choose another NODE_RANK to join this run, or another --master" in message
+    assert run_succeeds(members)
 
 
-def test_a_node_of_another_run_is_refused_while_the_nodes_gather_and_later(join: Join) -> None:
+def test_a_node_of_another_run_is_refused_while_nodes_join_and_later(join: Join) -> None:
     first = join(0, size=2)
-    assert comes(lambda: first.run)
-    said = refused(join(1, size=2, run="other", node="node9"))
-    assert said.startswith("node1:29500: in use by run healthy (first node node1, started 20")
-    assert said.endswith("), not by other; choose another --master-port")
+    assert becomes_true(lambda: first.run)
+    message = refusal_of(join(1, size=2, run="other", node="node9"))
+    assert message.startswith("node1:29500: in use by run healthy (first node node1, started 20")
+    assert message.endswith("), not by other; choose another --master-port")
     second = join(1, size=2, run="healthy")
-    for future in at_once(lambda: first.gather(TIMEOUT, ignore), lambda: second.gather(TIMEOUT, ignore)):
+    for future in run_concurrently(
+        lambda: first.wait_for_all(TIMEOUT, ignore), lambda: second.wait_for_all(TIMEOUT, ignore)
+    ):
         future.result()
-    assert "not by other" in refused(join(1, size=2, run="other", node="node9"))
-    assert go_on([first, second])
+    assert "not by other" in refusal_of(join(1, size=2, run="other", node="node9"))
+    assert run_succeeds([first, second])
 
 
-def test_what_a_node_reports_that_has_not_joined_reaches_nobody(join: Join) -> None:
-    members = gathered(join, size=2)
+def test_reports_of_a_refused_node_are_ignored(join: Join) -> None:
+    members = joined_members(join, size=2)
     stray = join(1, size=2, node="node9")
-    stray.report_end(End("node9", 143, "received SIGTERM"))
+    stray.report_end(RunEnd("node9", 143, "received SIGTERM"))
     stray.leave()
-    assert go_on(members)
+    assert run_succeeds(members)
 
 
-def test_a_store_that_no_agent_has_opened_is_refused(join: Join, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_without_a_run_is_refused(join: Join, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(membership, "HEARTBEAT_TIMEOUT", 0.5)
-    assert refused(join(1)) == "node1:29500: in use by another program; choose another --master-port"
+    assert refusal_of(join(1)) == "node1:29500: in use by another program; choose another --master-port"
 
 
-def test_a_node_waits_until_the_run_that_ends_has_left_the_port_to_the_next(store: TCPStore) -> None:
-    facts, place, stores = {"node": "n"}, "n:1", [store]
-    old = Membership(0, 2, facts, place, lambda: store, "old")
-    assert comes(lambda: old.run)
-    old.report_end(End("n", 1, "rank 0 ended with exit code 1"))
-    assert comes(lambda: keys_of(store, old.run).check(["end"]))  # type: ignore[arg-type]
-    second = Membership(1, 2, facts, place, lambda: stores[-1])
-    assert comes(lambda: "where run old (first node n, started " in second._obstacle)
+def test_a_node_waits_for_an_ending_run_to_release_the_port(store: TCPStore) -> None:
+    facts, address, stores = {"node": "n"}, "n:1", [store]
+    old = Membership(0, 2, facts, address, lambda: store, "old")
+    assert becomes_true(lambda: old.run)
+    old.report_end(RunEnd("n", 1, "rank 0 ended with exit code 1"))
+    assert becomes_true(lambda: membership_store(store, old.run).check(["end"]))  # type: ignore[arg-type]
+    second = Membership(1, 2, facts, address, lambda: stores[-1])
+    assert becomes_true(lambda: "waiting for run old (first node n, started " in second._status)
     stores.append(new_store())
-    new = Membership(0, 2, facts, place, lambda: stores[-1], "new")
-    assert [f.result().name for f in at_once(*(lambda m=m: m.gather(TIMEOUT, ignore) for m in (new, second)))] == [  # type: ignore[attr-defined]
-        "new",
-        "new",
-    ]
-    assert go_on([new, second])
+    new = Membership(0, 2, facts, address, lambda: stores[-1], "new")
+    for future in run_concurrently(*(lambda m=m: m.wait_for_all(TIMEOUT, ignore) for m in (new, second))):
+        assert isinstance(run := future.result(), PublishedRun) and run.name == "new"
+    assert run_succeeds([new, second])
     old.close()
 
 
-def test_a_node_that_was_killed_and_comes_again_is_not_refused_by_its_own_trace(
+def test_a_restarted_node_waits_for_the_run_of_its_killed_predecessor_to_end(
     join: Join, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second = gathered(join, size=2)
+    first, second = joined_members(join, size=2)
     second.close()
     again = join(1, size=2)
-    assert comes(lambda: "started 20" in again._obstacle and "): node2 sends no heartbeat" in again._obstacle)
+    assert becomes_true(
+        lambda: "started 20" in again._status and ") to end: node2 sends no heartbeats" in again._status
+    )
     monkeypatch.setattr(membership, "HEARTBEAT_TIMEOUT", 1.0)
-    assert comes(first.end)
-    assert comes(lambda: "is ending" in again._obstacle)
+    assert becomes_true(first.end)
+    assert becomes_true(lambda: again._status.endswith(" at node1:29500 to end"))
     assert again._refusal is None
 
 
@@ -246,14 +251,12 @@ JUNK = {"bytes": os.urandom(4096), "HTTP": b"GET / HTTP/1.1\r\nHost: node1\r\n\r
 
 
 @pytest.mark.parametrize("junk", JUNK.values(), ids=JUNK)
-def test_a_run_goes_on_when_a_program_that_is_no_member_writes_to_its_port(
-    join: Join, store: TCPStore, junk: bytes
-) -> None:
-    members = gathered(join)
+def test_a_run_continues_when_another_program_writes_to_its_port(join: Join, store: TCPStore, junk: bytes) -> None:
+    members = joined_members(join)
     for _ in range(3):
         with socket.create_connection(("127.0.0.1", store.port)) as stranger:
             stranger.sendall(junk)
-    assert go_on(members)
+    assert run_succeeds(members)
 
 
 # ---------------------------------------------------------------- the port of the first node
@@ -265,48 +268,48 @@ def rendezvous(port: int, script: Path, nodes: int = 1) -> Rendezvous:
 
 
 def forked(target: Callable[..., None], *arguments: object) -> tuple[BaseProcess, Connection]:
-    """Call it in a process of its own, with a pipe to us before the other arguments."""
-    ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("fork").Process(target=target, args=(theirs, *arguments), daemon=True)
+    """Call target(pipe, *arguments) in a forked process. Returns the process and the other end of the pipe."""
+    parent_end, child_end = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=target, args=(child_end, *arguments), daemon=True)
     gc.collect()
-    gc.freeze()  # the process has our stores without their threads, and must not end them
+    gc.freeze()  # the child inherits stores without their threads and must not finalise them
     process.start()
     gc.unfreeze()
-    theirs.close()
-    return process, ours
+    child_end.close()
+    return process, parent_end
 
 
-def serve_a_run(place: Connection, folder: Path) -> None:
+def serve_a_run(pipe: Connection, directory: Path) -> None:
     with socket.create_server(("", 0)) as free:
         port = free.getsockname()[1]
-    os.environ.update(MUSTER_RUN_DIR=str(folder / "train-1"), MUSTER_NODE="ada")
-    info = rendezvous(port, folder / "train.py").next_rendezvous()
-    place.send(port)
-    place.recv()
-    info.store.set("it goes on", "")
-    place.send("ended well")
+    os.environ.update(MUSTER_RUN_DIR=str(directory / "train-1"), MUSTER_NODE="ada")
+    info = rendezvous(port, directory / "train.py").next_rendezvous()
+    pipe.send(port)
+    pipe.recv()
+    info.store.set("key", "")
+    pipe.send("succeeded")
 
 
-def serve_a_store_first(place: Connection) -> None:
+def serve_a_store_and_publish_later(pipe: Connection) -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, multi_tenant=True)
-    place.send(store.port)
-    place.recv()
-    time.sleep(0.2)  # the question comes first
+    pipe.send(store.port)
+    pipe.recv()
+    time.sleep(0.2)  # the other process waits for the key first
     membership.publish(store, "train-1", {"node": "ada"})
-    place.recv()
+    pipe.recv()
 
 
-def test_a_run_that_has_its_port_but_not_yet_said_who_it_is_is_named(
+def test_a_run_that_publishes_its_name_after_opening_the_port_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("distributed.agent.rendezvous.OWNER_ANSWERS", TIMEOUT)
-    _, other = forked(serve_a_store_first)
+    monkeypatch.setattr("distributed.agent.rendezvous.OWNER_TIMEOUT", TIMEOUT)
+    _, other = forked(serve_a_store_and_publish_later)
     port = other.recv()
     connect = Rendezvous._tcp_store
 
     def connected(self: Rendezvous, is_master: bool) -> TCPStore:
         store = connect(self, is_master)
-        other.send("say who you are")
+        other.send("publish")
         return store
 
     monkeypatch.setattr(Rendezvous, "_tcp_store", connected)
@@ -316,167 +319,167 @@ def test_a_run_that_has_its_port_but_not_yet_said_who_it_is_is_named(
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_a_port_that_another_run_has_is_refused_with_its_name_and_that_run_goes_on(
+def test_a_port_in_use_by_another_run_is_refused_with_its_name_and_that_run_continues(
     tmp_path: Path, nodes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("distributed.agent.rendezvous.OWNER_ANSWERS", TIMEOUT)
+    monkeypatch.setattr("distributed.agent.rendezvous.OWNER_TIMEOUT", TIMEOUT)
     _, other = forked(serve_a_run, tmp_path)
     port = other.recv()
     with pytest.raises(RendezvousFailed) as failure:
         rendezvous(port, tmp_path / "train.py", nodes).next_rendezvous()
     assert failure.value.exit_code == 69
-    said = str(failure.value)
-    assert said.startswith(f"port {port}: in use by run train-1 (first node ada, started 20")
-    assert said.endswith("); choose another --master-port")
-    other.send("go on")
-    assert other.recv() == "ended well"
+    message = str(failure.value)
+    assert message.startswith(f"port {port}: in use by run train-1 (first node ada, started 20")
+    assert message.endswith("); choose another --master-port")
+    other.send("continue")
+    assert other.recv() == "succeeded"
 
 
-def meet(told: Connection, port: int, script: Path) -> None:
+def fail_rendezvous(pipe: Connection, port: int, script: Path) -> None:
     with pytest.raises(RendezvousFailed) as failure:
         rendezvous(port, script).next_rendezvous()
-    told.send(str(failure.value))
-    os._exit(0)  # as a thread still asks
+    pipe.send(str(failure.value))
+    os._exit(0)  # a thread still waits for a reply
 
 
-def test_a_port_that_another_program_has_is_refused_though_it_never_answers(
+def test_a_port_in_use_by_a_program_that_never_replies_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("distributed.agent.rendezvous.OWNER_ANSWERS", 0.5)
-    with socket.create_server(("", 0)) as silent:
-        port = silent.getsockname()[1]
+    monkeypatch.setattr("distributed.agent.rendezvous.OWNER_TIMEOUT", 0.5)
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
         assert (
-            forked(meet, port, tmp_path / "train.py")[1].recv()
+            forked(fail_rendezvous, port, tmp_path / "train.py")[1].recv()
             == f"port {port}: in use by another program; choose another --master-port"
         )
 
 
-# ---------------------------------------------------------------- the end
+# ---------------------------------------------------------------- end of a run
 
 
-def test_the_first_report_of_an_end_counts_on_all_nodes(join: Join) -> None:
-    one, two, three = gathered(join)
-    two.report_end(End("node2", 42, "rank 1 ended with exit code 42"))
-    assert comes(lambda: one.end() and three.end())
-    three.report_end(End("node3", 1, "rank 2 lost its connection"))
+def test_the_first_report_of_an_end_takes_effect_on_all_nodes(join: Join) -> None:
+    one, two, three = joined_members(join)
+    two.report_end(RunEnd("node2", 42, "rank 1 ended with exit code 42"))
+    assert becomes_true(lambda: one.end() and three.end())
+    three.report_end(RunEnd("node3", 1, "rank 2 lost its connection"))
     assert [member.end() and member.end().exit_code for member in (one, two, three)] == [42] * 3  # type: ignore[union-attr]
 
 
-def test_the_failure_records_of_each_node_reach_all(join: Join) -> None:
-    one, two, three = gathered(join)
+def test_each_node_receives_the_failure_records_of_the_others(join: Join) -> None:
+    one, two, three = joined_members(join)
     records: list[Records] = [{f"node_node{number}.json": {"deaths": []}} for number in (1, 2, 3)]
-    two.report_end(End("node2", 1, "rank 1 ended with exit code 1"))
-    assert comes(lambda: one.end() and three.end())
+    two.report_end(RunEnd("node2", 1, "rank 1 ended with exit code 1"))
+    assert becomes_true(lambda: one.end() and three.end())
     pairs = zip((one, two, three), records, strict=True)
-    at_once(*(lambda pair=pair: pair[0].leave(pair[1], collect=True) for pair in pairs))
+    run_concurrently(*(lambda pair=pair: pair[0].leave(pair[1], collect=True) for pair in pairs))
     assert one.records == {1: records[1], 2: records[2]}
     assert three.records == {0: records[0], 1: records[1]}
 
 
-def test_records_of_other_nodes_are_kept_but_not_over_those_that_they_wrote_here(
+def test_records_of_other_nodes_are_written_but_do_not_overwrite_existing_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MUSTER_RUN_DIR", str(tmp_path))
     (tmp_path / "errors").mkdir()
     (tmp_path / "errors/node_n1.json").write_text('{"node": "n1", "lost": "n3"}')
-    failure_records.keep({"node_n1.json": {"node": "n1"}, "rank_2.json": {"rank": 2}})
+    failure_records.write_missing({"node_n1.json": {"node": "n1"}, "rank_2.json": {"rank": 2}})
     found = {file.name: json.loads(file.read_text()) for file in (tmp_path / "errors").iterdir()}
     assert found == {"node_n1.json": {"node": "n1", "lost": "n3"}, "rank_2.json": {"rank": 2}}
 
 
-def test_no_node_leaves_before_all_are_done(join: Join, store: TCPStore) -> None:
-    one, two, three = gathered(join)
+def test_no_node_leaves_before_all_have_finished(join: Join, store: TCPStore) -> None:
+    one, two, three = joined_members(join)
     with ThreadPoolExecutor() as pool:
         early = [pool.submit(one.finish), pool.submit(two.finish)]
         assert one.run
-        keys = keys_of(store, one.run)
-        assert comes(lambda: keys.check(["done/0", "done/1"]))
+        keys = membership_store(store, one.run)
+        assert becomes_true(lambda: keys.check(["done/0", "done/1"]))
         assert not any(future.done() for future in early)
         assert three.finish() is None
         assert [future.result() for future in early] == [None, None]
 
 
-def test_a_node_that_is_asked_to_stop_waits_only_so_long_for_the_others(join: Join) -> None:
-    one, *_ = gathered(join)
+def test_finish_with_a_timeout_does_not_leave_the_run(join: Join) -> None:
+    one, *_ = joined_members(join)
     with pytest.raises(TimeoutError):
         one.finish(0)
-    one.report_end(End("n1", 143, "received SIGTERM"))
-    assert comes(lambda: one.end() is not None)
+    one.report_end(RunEnd("n1", 143, "received SIGTERM"))
+    assert becomes_true(lambda: one.end() is not None)
 
 
-def test_a_failure_after_others_are_done_is_theirs_too(join: Join) -> None:
-    one, two, three = gathered(join)
+def test_a_failure_after_other_nodes_have_finished_reaches_them(join: Join) -> None:
+    one, two, three = joined_members(join)
     with ThreadPoolExecutor() as pool:
         early = [pool.submit(one.finish), pool.submit(three.finish)]
-        two.report_end(End("node2", 7, "rank 1 ended with exit code 7"))
+        two.report_end(RunEnd("node2", 7, "rank 1 ended with exit code 7"))
         assert [future.result().exit_code for future in early] == [7, 7]  # type: ignore[union-attr]
 
 
-def test_a_node_without_heartbeats_is_given_up_by_all(join: Join, monkeypatch: pytest.MonkeyPatch) -> None:
-    one, two, three = gathered(join)
+def test_a_node_without_heartbeats_is_lost_for_all(join: Join, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two, three = joined_members(join)
     monkeypatch.setattr(membership, "HEARTBEAT_TIMEOUT", 4.0)
     two.close()
-    assert comes(lambda: one.end() and three.end())
-    assert one.end() == three.end() == End("node2", 69, "connection lost", lost=True)
+    assert becomes_true(lambda: one.end() and three.end())
+    assert one.end() == three.end() == RunEnd("node2", 69, "connection lost", lost=True)
 
 
-def test_an_agent_that_is_stopped_while_it_ends_with_a_lost_node_ends_by_that_cause(
+def test_a_stop_signal_after_a_node_was_lost_does_not_change_the_exit_code(
     join: Join, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, two = gathered(join, size=2)
+    one, two = joined_members(join, size=2)
     agent = Agent.__new__(Agent)
-    agent.failures, agent.ended_well, agent._pcontext = {}, [], None
+    agent.failures, agent.succeeded, agent._pcontext = {}, [], None
     agent.rendezvous = SimpleNamespace(membership=one)  # type: ignore[assignment]
     monkeypatch.setattr(membership, "HEARTBEAT_TIMEOUT", 1.0)
     two.close()
-    assert comes(one.end)
-    assert agent.stopped_by(signal.SIGTERM) == 69
+    assert becomes_true(one.end)
+    assert agent.handle_stop_signal(signal.SIGTERM) == 69
 
 
-def host(place: Connection) -> None:
-    """The first node's agent, as far as the others see it."""
+def first_node(pipe: Connection) -> None:
+    """The membership of the first node."""
     store = new_store()
     first = Membership(0, 2, {"node": "node1"}, "", lambda: store, "run")
-    place.send(store.port)
-    first.gather(TIMEOUT, ignore)
+    pipe.send(store.port)
+    first.wait_for_all(TIMEOUT, ignore)
     signal.pause()
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_when_the_first_node_is_gone_the_others_know(how: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_the_loss_of_the_first_node_is_detected(number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(membership, "HEARTBEAT_TIMEOUT", 4.0)
-    process, place = forked(host)
-    port = place.recv()
+    process, pipe = forked(first_node)
+    port = pipe.recv()
     second = Membership(1, 2, {"node": "node2"}, "", lambda: TCPStore("127.0.0.1", port, None, wait_for_workers=False))
-    second.gather(TIMEOUT, ignore)
-    os.kill(process.pid or 0, how)
-    assert comes(second.end)
-    assert second.end() == End("node1", 69, "connection lost", lost=True)
-    second.leave(collect=True)  # returns, though no node reads it
+    second.wait_for_all(TIMEOUT, ignore)
+    os.kill(process.pid or 0, number)
+    assert becomes_true(second.end)
+    assert second.end() == RunEnd("node1", 69, "connection lost", lost=True)
+    second.leave(collect=True)  # returns although no node reads the records
     process.kill()
     process.join()
 
 
-class GoneWhenWeLeave:
-    """A store whose node leaves with it as soon as it has seen that we have left."""
+class ClosedAfterLeaving:
+    """A store that closes as soon as this node has left."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
-        self.gone = False
+        self.closed = False
 
     def __getattr__(self, name: str) -> Any:
-        if self.gone:
+        if self.closed:
             raise RuntimeError("Broken pipe")
         return getattr(self.store, name)
 
     def set(self, key: str, value: str) -> None:
         self.__getattr__("set")(key, value)
-        self.gone = key.startswith("left/")
+        self.closed = key.startswith("left/")
 
 
-def test_a_node_that_has_left_asks_no_more(join: Join, store: TCPStore) -> None:
-    one, two = gathered(join, size=2)
-    two._store = GoneWhenWeLeave(two._store)  # type: ignore[arg-type, assignment]
+def test_a_node_that_has_left_does_not_use_the_store(join: Join, store: TCPStore) -> None:
+    one, two = joined_members(join, size=2)
+    two._store = ClosedAfterLeaving(two._store)  # type: ignore[arg-type, assignment]
     assert one.run
-    keys_of(store, one.run).set("all done", "true")
+    membership_store(store, one.run).set("all done", "true")
     assert two.finish() is None

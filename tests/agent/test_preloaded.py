@@ -1,8 +1,8 @@
-"""A script finds the modules that a fresh interpreter would find, although a process has imported some before.
+"""A script finds the same modules as in a fresh interpreter although its process has imported some before.
 
-Held here: what nobody has imported is not there; a script's own module comes before one of Python's that has the same
-name; and what PyTorch has read from the environment too early is named. PyTorch is a stand-in here that does at its
-import what the real one does.
+Modules that the script has not imported are not in sys.modules; a module of the script precedes a standard module of
+the same name; changes of environment variables that PyTorch has read are reported. A fake package replaces PyTorch,
+with the same kinds of side effects at import.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ backends = types.ModuleType("torch.backends")
 sys.modules["torch.made"] = types.ModuleType("torch.made")
 imports = "one"
 """
-# What a rank is: a process that has imported the stand-in, then hides it and runs the script.
+# A rank: a process that imports the fake torch, hides it and runs the script.
 RANK = """
 import sys
-fresh = frozenset(sys.modules) - {"linecache"}  # of -c
+fresh = frozenset(sys.modules) - {"linecache"}  # imported by -c
 sys.path[0] = sys.argv[1]
 from distributed.agent.preloaded import Preload
 preload = Preload(fresh)
-with preload.recorded():
+with preload.record_environment_reads():
     import torch
 del torch
 sys.path[0] = sys.argv[2]
@@ -42,7 +42,7 @@ with open(sys.argv[2] + "/script.py") as script:
 
 
 @pytest.fixture(autouse=True)
-def _with_a_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _fake_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("TORCH_LOGS", "PYTORCH_JIT", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
@@ -54,7 +54,7 @@ def _with_a_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(script: str, *command: str) -> tuple[str, str]:
-    """What it prints on both outputs."""
+    """Returns its stdout and stderr."""
     Path("script.py").write_text(script)
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
@@ -90,12 +90,14 @@ def as_rank(script: str) -> tuple[str, str]:
             "import importlib.util\nfound = importlib.util.find_spec('torch')\n"
             "print(found.name, found.origin, found.submodule_search_locations, found.loader.get_filename('torch'))\n"
             "import sys\nprint('torch' in sys.modules)",
-            id="torch is looked for",
+            id="torch is searched for",
         ),
         pytest.param(
             "import torch, importlib\ntorch.imports = 'two'\nprint(importlib.reload(torch).imports)", id="reload"
         ),
-        pytest.param("import json, sys\nold = sys.modules.pop('json')\nimport json\nprint(old is json)", id="anew"),
+        pytest.param(
+            "import json, sys\nold = sys.modules.pop('json')\nimport json\nprint(old is json)", id="imported again"
+        ),
         pytest.param(
             "import importlib.util, sys\nspec = importlib.util.find_spec('torch')\n"
             "spec.loader = importlib.util.LazyLoader(spec.loader)\n"
@@ -124,7 +126,7 @@ def as_rank(script: str) -> tuple[str, str]:
         ),
         pytest.param(
             "import io, sys\nsys.stderr = io.StringIO()\nimport torch, logging\n"
-            "logging.getLogger('torch').warning('said')\nprint(repr(sys.stderr.getvalue()))",
+            "logging.getLogger('torch').warning('message')\nprint(repr(sys.stderr.getvalue()))",
             id="logging of torch",
         ),
         pytest.param(
@@ -137,7 +139,7 @@ def as_rank(script: str) -> tuple[str, str]:
         ),
     ],
 )
-def test_a_script_finds_what_it_finds_in_a_fresh_interpreter(script: str) -> None:
+def test_imports_behave_as_in_a_fresh_interpreter(script: str) -> None:
     assert without_addresses(as_rank(script)) == without_addresses(run(script, "script.py"))
 
 
@@ -145,17 +147,17 @@ def without_addresses(printed: tuple[str, str]) -> list[str]:
     return [text.partition(" at 0x")[0] for text in printed]
 
 
-@pytest.mark.parametrize("place", ["pprint.py", "pprint/__init__.py", "lib/pprint.py"])
-def test_a_module_of_the_script_comes_before_one_of_python(place: str) -> None:
-    Path(place).parent.mkdir(exist_ok=True)
-    Path(place).write_text("mine = True\n")
-    path = "import sys\nsys.path.insert(0, 'lib')\n" if place.startswith("lib") else ""
+@pytest.mark.parametrize("file", ["pprint.py", "pprint/__init__.py", "lib/pprint.py"])
+def test_a_module_of_the_script_precedes_a_standard_module(file: str) -> None:
+    Path(file).parent.mkdir(exist_ok=True)
+    Path(file).write_text("own = True\n")
+    path = "import sys\nsys.path.insert(0, 'lib')\n" if file.startswith("lib") else ""
     for order in ("import pprint, torch", "import torch, pprint"):
-        assert as_rank(f"{path}{order}\nprint(pprint.mine, torch.imports)") == ("True one\n", "")
+        assert as_rank(f"{path}{order}\nprint(pprint.own, torch.imports)") == ("True one\n", "")
 
 
-def test_a_directory_without_modules_is_no_module() -> None:
-    """Data in a directory named like a module of Python."""
+def test_a_directory_without_modules_is_not_a_module() -> None:
+    """A data directory may have the name of a standard module."""
     Path("json").mkdir()
     assert as_rank("import json\nprint(json.dumps(1))") == ("1\n", "")
 
@@ -177,7 +179,7 @@ WARNING = (
             "environ['OPENBLAS_NUM_THREADS'] = '1'; import numpy",
             ("OPENBLAS_NUM_THREADS", "numpy", "with --env OPENBLAS_NUM_THREADS=1"),
         ),
-        ("environ['OMP_THERE'] = 'yes'", None),  # as it was
+        ("environ['OMP_THERE'] = 'yes'", None),  # unchanged
         ("environ['HOME'] = '/nowhere'", None),
         ("environ['NCCL_DEBUG'] = 'INFO'", None),
         ("environ['CUDA_VISIBLE_DEVICES'] = ''", None),
@@ -185,7 +187,7 @@ WARNING = (
         ("environ['MINE'] = '1'", None),
     ],
 )
-def test_a_variable_that_was_read_too_early_is_named(
+def test_a_change_of_a_variable_that_was_read_at_import_is_reported(
     script: str, warning: tuple[str, str, str] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_THERE", "yes")
@@ -193,5 +195,5 @@ def test_a_variable_that_was_read_too_early_is_named(
     assert as_rank(f"from os import environ\n{script}\nimport torch, numpy, torch.nn\n") == ("", expected)
 
 
-def test_what_is_changed_after_the_import_is_the_scripts_affair() -> None:
+def test_changes_after_the_import_are_not_reported() -> None:
     assert as_rank("import torch, os\nos.environ['OMP_NUM_THREADS'] = '3'\nimport numpy, torch.nn") == ("", "")

@@ -1,7 +1,7 @@
-"""Programs that do what is unusual leave the same files and the same output, however their ranks are started.
+"""Unusual programs create the same files and output with Muster's agent and srun task as with torchrun.
 
-Each program is a few lines. One launch runs all of them, one per rank: with the kit's agent, with torchrun, and, as a
-task of srun does it, in an interpreter of its own. torchrun's result is the right one.
+Each program has a few lines. One launch runs all of them, one per rank: with Muster's agent, with torchrun, and in a
+separate interpreter as a task of srun does. The result under torchrun is the expected one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 from distributed.host import stacks
 
 KIT = Path(__file__).resolve().parents[2]
-SECONDS = 240  # after which a launch counts as hanging
+TIMEOUT = 240  # seconds until a launch is treated as hanging
 AGENTS = {
     "agent": [sys.executable, str(KIT / "scripts/lib/agent.py")],
     "torchrun": [sys.executable, "-m", "torch.distributed.run"],
@@ -26,8 +26,8 @@ TASK = """
 import sys
 path = tuple(sys.path[1:])
 sys.path[0] = KIT
-from distributed.agent.worker import Script, work
-work(Script("table.py", (), False, path))
+from distributed.agent.worker import Script, run_script
+run_script(Script("script.py", (), False, path))
 """.replace("KIT", repr(str(KIT)))
 
 PROGRAMS = {
@@ -71,7 +71,7 @@ PROGRAMS = {
         text.write("a line")
         print("ends")
         """,
-    "a file left open beside a function that a library keeps": """
+    "a file left open beside a function that a library refers to": """
         import copyreg
 
         class Own:
@@ -107,7 +107,7 @@ PROGRAMS = {
         open("removed_at_exit", "w").close()
         libc.__cxa_atexit(libc.unlink, ctypes.c_void_p(libc.strdup(b"removed_at_exit")), None)
         """,
-    "output of a process that dies": """
+    "output of a process that ends with os._exit()": """
         import os, sys
         sys.stdout.write("no line break")
         sys.stdout.buffer.write(b", bytes")
@@ -132,9 +132,9 @@ PROGRAMS = {
         import os, sys
         shown = open("/proc/self/cmdline").read().split("\\0")[:-1]
         print(shown[1:], shown == sys.orig_argv, sys.argv)
-        if "again" not in sys.argv:
-            os.chdir("../..")  # the script was named from there
-            os.execv(sys.executable, [*sys.orig_argv, "again"])
+        if "second" not in sys.argv:
+            os.chdir("../..")  # the path of the script is relative to it
+            os.execv(sys.executable, [*sys.orig_argv, "second"])
         """,
     "a thread that never ends": """
         import threading, time
@@ -144,7 +144,7 @@ PROGRAMS = {
         threading.Thread(target=forever, daemon=True).start()
         print("ends")
         """,
-    "a fork that ends as the program does": """
+    "a fork that exits like the program": """
         import atexit, os
         atexit.register(lambda: print("atexit", flush=True))
         if child := os.fork():
@@ -153,13 +153,13 @@ PROGRAMS = {
         else:
             print("its fork")
         """,
-    "ends, and the next one sees it leave": """
+    "exits, and the next program sees that": """
         import os
         with open("../pid", "w") as file:
             file.write(f"{os.getpid()}\\n")
         print("ends")
         """,
-    "sees the one before leave": """
+    "sees the previous program exit": """
         import os, time
         end = time.monotonic() + 60
         def pid():
@@ -176,99 +176,100 @@ PROGRAMS = {
                 return False
         while runs() and time.monotonic() < end:
             time.sleep(0.01)
-        print("it still runs" if runs() else "it has left")
+        print("still running" if runs() else "exited")
         """,
 }
-TABLE = """
+SCRIPT = """
 import os
 here = os.path.dirname(os.path.realpath(__file__))
-place = os.environ["PROGRAM"].split(",")[int(os.environ["LOCAL_RANK"])]
+number = os.environ["PROGRAM"].split(",")[int(os.environ["LOCAL_RANK"])]
 if __name__ == "__main__":
-    os.chdir(os.path.join(os.environ["RESULTS"], place))
-exec(compile(open(os.path.join(here, place + ".py")).read(), place, "exec"))
+    os.chdir(os.path.join(os.environ["RESULTS"], number))
+exec(compile(open(os.path.join(here, number + ".py")).read(), number, "exec"))
 """
 
 
-def names() -> dict[str, str]:
+def program_numbers() -> dict[str, str]:
     return {name: str(number) for number, name in enumerate(PROGRAMS)}
 
 
-def write(folder: Path) -> None:
-    """The programs, and the script that runs the one of its rank."""
-    folder.joinpath("table.py").write_text(TABLE)
-    folder.joinpath("helper.py").write_text("file = open('helper.txt', 'w')\nfile.write('of a module')\n")
-    for name, number in names().items():
+def write(directory: Path) -> None:
+    """Write the programs and the script that runs the program of its rank."""
+    directory.joinpath("script.py").write_text(SCRIPT)
+    directory.joinpath("helper.py").write_text("file = open('helper.txt', 'w')\nfile.write('of a module')\n")
+    for name, number in program_numbers().items():
         lines = PROGRAMS[name].strip("\n").split("\n")
-        folder.joinpath(f"{number}.py").write_text("".join(line[8:] + "\n" for line in lines))
+        directory.joinpath(f"{number}.py").write_text("".join(line[8:] + "\n" for line in lines))
 
 
-def run(how: str, programs: list[str], folder: Path) -> Mapping[str, Mapping[str, bytes]]:
-    """Run these programs, one per rank. Returns what each has left: file -> content, with its stdout and stderr."""
-    results = folder / how
-    numbers = [names()[program] for program in programs]
+def run(how: str, programs: list[str], directory: Path) -> Mapping[str, Mapping[str, bytes]]:
+    """Run these programs, one per rank. Returns program -> file -> content, including stdout and stderr."""
+    results = directory / how
+    numbers = [program_numbers()[program] for program in programs]
     for number in numbers:
         (results / number).mkdir(parents=True)
-    chosen = {"PROGRAM": ",".join(numbers), "RESULTS": str(results), "OMP_NUM_THREADS": "1"}
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "MUSTER_"))} | chosen
-    words = [
+    own = {"PROGRAM": ",".join(numbers), "RESULTS": str(results), "OMP_NUM_THREADS": "1"}
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "MUSTER_"))} | own
+    options = [
         *("--standalone", "--nproc-per-node", str(len(programs))),
         *("--redirects", "3", "--log-dir", f"{how}-logs"),
     ]
     done = subprocess.run(
-        [*AGENTS[how], *words, "table.py"], cwd=folder, env=env, stdin=subprocess.DEVNULL, capture_output=True,
-        text=True, timeout=SECONDS, check=False,
+        [*AGENTS[how], *options, "script.py"], cwd=directory, env=env, stdin=subprocess.DEVNULL, capture_output=True,
+        text=True, timeout=TIMEOUT, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    logs = next((folder / f"{how}-logs").glob("*/attempt_0"))
+    logs = next((directory / f"{how}-logs").glob("*/attempt_0"))
     return {
         program: contents(results / number) | contents(logs / str(rank))
         for rank, (program, number) in enumerate(zip(programs, numbers, strict=True))
     }
 
 
-def run_as_task(programs: list[str], folder: Path) -> Mapping[str, Mapping[str, bytes]]:
-    """The same, each as a task of srun."""
-    left = {}
+def run_as_task(programs: list[str], directory: Path) -> Mapping[str, Mapping[str, bytes]]:
+    """Run each program as a task of srun does. Returns the same as run()."""
+    found = {}
     for program in programs:
-        number = names()[program]
-        place = folder / "task" / number
-        place.mkdir(parents=True)
-        env = {**os.environ, "PROGRAM": number, "RESULTS": str(folder / "task"), "LOCAL_RANK": "0", "RANK": "0"}
-        with (place / "stdout.log").open("wb") as out, (place / "stderr.log").open("wb") as err:
+        number = program_numbers()[program]
+        results = directory / "task" / number
+        results.mkdir(parents=True)
+        env = {**os.environ, "PROGRAM": number, "RESULTS": str(directory / "task"), "LOCAL_RANK": "0", "RANK": "0"}
+        with (results / "stdout.log").open("wb") as out, (results / "stderr.log").open("wb") as err:
             subprocess.run(
-                [sys.executable, "-c", TASK], cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=err,
-                timeout=SECONDS, check=True, start_new_session=True,
+                [sys.executable, "-c", TASK], cwd=directory, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=err,
+                timeout=TIMEOUT, check=True, start_new_session=True,
             )  # fmt: skip
-        left[program] = contents(place)
-    return left
+        found[program] = contents(results)
+    return found
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in folder.iterdir() if file.name != stacks.FILE}  # ours
+def contents(directory: Path) -> dict[str, bytes]:
+    """Files of a directory, except the one for stacks, which torchrun does not create."""
+    return {file.name: file.read_bytes() for file in directory.iterdir() if file.name != stacks.FILE}
 
 
 @pytest.fixture(scope="module")
-def left(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Mapping[str, Mapping[str, bytes]]]:
-    """What all programs have left: way of launching -> program -> file -> content."""
-    folder = tmp_path_factory.mktemp("table")
-    write(folder)
+def files(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Mapping[str, Mapping[str, bytes]]]:
+    """Launch method -> program -> file -> content."""
+    directory = tmp_path_factory.mktemp("programs")
+    write(directory)
     programs = list(PROGRAMS)
-    by_agent = {how: run(how, programs, folder) for how in AGENTS}
-    return {**by_agent, "task": run_as_task(programs, folder)}
+    by_agent = {how: run(how, programs, directory) for how in AGENTS}
+    return {**by_agent, "task": run_as_task(programs, directory)}
 
 
 @pytest.mark.parametrize("how", ["agent", "task"])
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_a_program_leaves_what_it_leaves_under_torchrun(
-    program: str, how: str, left: Mapping[str, Mapping[str, Mapping[str, bytes]]]
+def test_a_program_creates_the_same_files_as_under_torchrun(
+    program: str, how: str, files: Mapping[str, Mapping[str, Mapping[str, bytes]]]
 ) -> None:
-    assert left[how][program] == left["torchrun"][program]
-    assert any(left[how][program].values())
+    assert files[how][program] == files["torchrun"][program]
+    assert any(files[how][program].values())
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("program", [name for name in PROGRAMS if "leave" not in name])
-def test_a_program_alone_leaves_what_it_leaves_under_torchrun(program: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("program", [name for name in PROGRAMS if "sees" not in name])
+def test_a_program_run_alone_creates_the_same_files_as_under_torchrun(program: str, tmp_path: Path) -> None:
     write(tmp_path)
     agent, torchrun = (run(how, [program], tmp_path)[program] for how in AGENTS)
     assert agent == torchrun

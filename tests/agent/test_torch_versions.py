@@ -1,6 +1,6 @@
-"""The agent replaces names inside torchrun: it must work with every PyTorch that the README promises.
+"""The agent replaces names inside torchrun, so it is tested with the oldest supported PyTorch and with a newer one.
 
-With the oldest and with a newer one than the kit installs, each in an environment of its own, the agent's tests pass.
+Each version has a separate environment, in which the agent's tests must pass.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TESTS = ("tests/agent/test_agent.py", "tests/agent/test_preloaded.py")
 
 
 def requirements(version: str) -> list[str]:
-    """What the agent and its tests need, with this PyTorch."""
+    """Packages for the agent and its tests, with this version of PyTorch."""
     lines = [line for name in ("", "-test") for line in (KIT / f"requirements{name}.txt").read_text().splitlines()]
     needed = [
         line for line in lines if re.match("(numpy|psutil|PyYAML|pydantic|pytest|pytest-timeout|hypothesis)[><=]", line)
@@ -29,19 +29,19 @@ def requirements(version: str) -> list[str]:
 
 
 def environment(version: str) -> Path:
-    """The Python of an environment with this PyTorch. It is installed once: it may bring CUDA along, some gigabytes."""
-    folder = Path(sys.prefix, f"torch-{version}")
-    python, stamp = folder / "bin/python", folder / "installed"
-    wanted = "\n".join(requirements(version))
-    if not stamp.exists() or stamp.read_text() != wanted:
-        shutil.rmtree(folder, ignore_errors=True)
-        subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    """The Python of an environment with this PyTorch. Installed once: packages for CUDA have some gigabytes."""
+    directory = Path(sys.prefix, f"torch-{version}")
+    python, stamp = directory / "bin/python", directory / "installed"
+    expected = "\n".join(requirements(version))
+    if not stamp.exists() or stamp.read_text() != expected:
+        shutil.rmtree(directory, ignore_errors=True)
+        subprocess.run([sys.executable, "-m", "venv", directory], check=True)
         subprocess.run([python, "-m", "pip", "install", "--quiet", *requirements(version)], check=True)
-        stamp.write_text(wanted)
+        stamp.write_text(expected)
     return python
 
 
-def test_the_oldest_is_the_one_that_the_readme_names() -> None:
+def test_the_oldest_version_is_the_one_in_the_readme() -> None:
     assert f"**PyTorch {OLDEST.removesuffix('.0')} or newer.**" in (KIT / "README.md").read_text()
 
 

@@ -205,13 +205,13 @@ def test_the_example_of_the_guide_stops_on_request_and_goes_on(tmp_path: Path, m
     with forked.launched(2, forked.script, str(script)) as training:
         training.wait_for("step 100: loss ")
         training.signal(signal.SIGTERM, 1)
-        told = training.told()
+        told = training.results()
     assert [rank.code for rank in told.values()] == [75, 75], told
     stopped = int(re.findall(r"^step (\d+): loss", told[0].out, re.MULTILINE)[-1])
     assert stopped > 100
     last = (stopped // 100 + 1) * 100
     script.write_text(example().replace("STEPS = 300", f"STEPS = {last}"))
     with forked.launched(2, forked.script, str(script)) as training:
-        told = training.told()
+        told = training.results()
     assert [rank.code for rank in told.values()] == [0, 0], told
     assert re.findall(r"^step (\d+): loss", told[0].out, re.MULTILINE) == [str(last)]

@@ -384,7 +384,7 @@ def try_to_take_over(pipe: Connection, folder: Path) -> None:
 def is_free(folder: Path) -> bool:
     """For another process."""
     with forked.running(try_to_take_over, folder) as (_, pipe):
-        assert pipe.poll(forked.PATIENCE)
+        assert pipe.poll(forked.TIMEOUT)
         return bool(pipe.recv())
 
 
@@ -466,7 +466,7 @@ def test_a_run_killed_while_it_saves_goes_on_from_a_good_one(tmp_path: Path) -> 
     for _ in range(4):
         with forked.running(save_for_ever, tmp_path) as (_, pipe):
             for _ in range(source.randrange(2, 6)):
-                assert pipe.poll(forked.PATIENCE)
+                assert pipe.poll(forked.TIMEOUT)
                 pipe.recv()
             threading.Event().wait(source.random() / 20)  # into the midst of the next write
         with Checkpoints(tmp_path) as checkpoints:

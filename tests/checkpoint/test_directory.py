@@ -129,7 +129,7 @@ def write_more_than_is_allowed(pipe: Connection, file: Path) -> None:
 
 def test_a_write_that_was_cut_short_is_an_error(tmp_path: Path) -> None:
     with forked.running(write_more_than_is_allowed, tmp_path / "file") as (_, pipe):
-        assert pipe.poll(forked.PATIENCE)
+        assert pipe.poll(forked.TIMEOUT)
         assert pipe.recv() == errno.EFBIG
 
 
@@ -275,7 +275,7 @@ def test_a_directory_without_permission_is_not_one_without_checkpoints(memory: P
     folder.chmod(mode)
     try:
         with forked.running(find_as_nobody, folder) as (_, pipe):
-            assert pipe.poll(forked.PATIENCE)
+            assert pipe.poll(forked.TIMEOUT)
             assert expected in str(pipe.recv())
     finally:
         folder.chmod(0o755)
@@ -427,7 +427,7 @@ def hold(pipe: Connection, folder: Path) -> None:
     assert lock is not None
     child = os.fork()
     if child == 0:
-        time.sleep(forked.PATIENCE)
+        time.sleep(forked.TIMEOUT)
         os._exit(0)
     pipe.send(child)
     pipe.recv()
@@ -435,7 +435,7 @@ def hold(pipe: Connection, folder: Path) -> None:
 
 def test_a_second_run_is_refused_until_the_first_is_dead(tmp_path: Path) -> None:
     with forked.running(hold, tmp_path) as (process, pipe):
-        assert pipe.poll(forked.PATIENCE)
+        assert pipe.poll(forked.TIMEOUT)
         orphan = pipe.recv()
         with pytest.raises(CheckpointError, match=r"in use by another run \(.*\); wait for it") as refusal:
             take_over(tmp_path)

@@ -18,13 +18,13 @@ from test_gpus import GPUS
 from distributed.health.cluster import ClusterFacts, from_json, main, read_cluster, render_cluster
 from distributed.health.differences import compare
 from distributed.host.dns import Lookup
-from distributed.host.facts import Facts, FullNodeFacts, Route, Run
+from distributed.host.facts import Facts, FullNodeFacts, Route, RunProcesses
 from distributed.host.gpus import Gpus
 from distributed.host.interpreter import Torch
-from distributed.host.replies import framed
+from distributed.host.replies import format_reply
 from distributed.host.resources import Memory
 from distributed.host.system import GIB
-from distributed.launch.connectivity import Gap
+from distributed.launch.connectivity import FailedConnection
 from distributed.terminal import plain
 
 ROUTE = Route("eth0", 9000, 100_000)
@@ -51,7 +51,7 @@ def three(**third: Any) -> dict[str, FullNodeFacts]:
     return {"node1": node(1), "node2": node(2), "node3": node(3, **third)}
 
 
-def cluster(nodes: Mapping[str, FullNodeFacts], gaps: tuple[Gap, ...] = (), **failed: str) -> ClusterFacts:
+def cluster(nodes: Mapping[str, FullNodeFacts], gaps: tuple[FailedConnection, ...] = (), **failed: str) -> ClusterFacts:
     return ClusterFacts((*nodes, *failed), nodes, dict.fromkeys(nodes, 0.0), failed, gaps)
 
 
@@ -67,7 +67,7 @@ def with_third(**changes: Any) -> dict[str, FullNodeFacts]:
 # fmt: off
 # The nodes, of which node3 differs; level and topic, part of the fact, part of the fix.
 DIFFERENCES = [
-    (three(interpreter__version="3.12.1"), "fault python", "3.12, but 3.11 on node[1-2]", "use the same on all"),
+    (three(interpreter__version="3.12.1"), "fault python", "3.12, but 3.11 on node[1-2]", "use the same version"),
     (three(torch__version="2.12.0"), "fault torch", "2.12.0, but 2.13.0 on node[1-2]", "install the same"),
     (three(torch__nccl="2.27.7"), "fault NCCL", "NCCL 2.27.7, but NCCL 2.29.3 on node[1-2]", "same build of torch"),
     (three(gpus=Gpus()), "fault GPUs", "no GPU, but GPUs on node[1-2]", "leave out"),
@@ -114,8 +114,8 @@ def test_a_missing_torch_is_not_also_reported_as_different() -> None:
 def test_a_first_node_without_a_usable_address_is_a_fault() -> None:
     nodes = {name: replace(facts, master="127.0.1.1", ssh_address="") for name, facts in three().items()}
     [(name, line)] = compare(nodes, dict.fromkeys(NODES, 0.0))
-    assert (name, line.fix) == ("node1", "correct the names in /etc/hosts or DNS")
-    assert line.fact.startswith("no address at which the others could meet it (for 'node1' node2 finds 127.0.1.1")
+    assert (name, line.fix) == ("node1", "correct the name in /etc/hosts or DNS")
+    assert line.fact.startswith("no address that all nodes can use ('node1' resolves to 127.0.1.1 on node2")
 
 
 # ---------------------------------------------------------------- text
@@ -137,7 +137,7 @@ def test_shared_findings_are_printed_once_and_the_worst_last() -> None:
         "node2": node(2, **short),
         "node3": node(3, torch__version="2.12.0", **short),
     }
-    gap = Gap(("node1", "node2"), "node3", "10.0.0.3", "no answer within 3 s")
+    gap = FailedConnection(("node1", "node2"), "node3", "10.0.0.3", "no answer within 3 s")
     text = text_of(cluster(nodes, (gap,), node4="cannot be reached (no route); try: ssh node4 true"))
     blocks = [block.splitlines() for block in text.split("\n\n")]
     assert [block[0] for block in blocks[1:-1]] == ["node[1-3]", "node[1-2]", "node3", "node4"]
@@ -165,7 +165,7 @@ def test_findings_that_differ_only_in_the_name_of_the_node_are_printed_once() ->
 
 def test_each_node_has_its_own_command() -> None:
     nodes = {
-        name: node(number, runs=(Run("/logs/a", (number,), "ada", recorded=False),))
+        name: node(number, runs=(RunProcesses("/logs/a", (number,), "ada", recorded=False),))
         for number, name in enumerate(NODES, 1)
     }
     assert [line.strip() for line in text_of(cluster(nodes)).splitlines() if "$" in line] == [
@@ -182,13 +182,13 @@ def test_the_summary_counts_the_fit_nodes() -> None:
 
 def test_lines_fit_the_width() -> None:
     nodes = three(route=Route("eth0", 1500, 0), torch__version="2.12.0", gpus__driver="575.1")
-    gap = Gap(("node1", "node2"), "node3", "10.0.0.3", "no answer within 3 s")
+    gap = FailedConnection(("node1", "node2"), "node3", "10.0.0.3", "no answer within 3 s")
     assert max(map(len, text_of(cluster(nodes, (gap,)), width=80).splitlines())) <= 80
 
 
 def test_each_pair_that_cannot_connect_is_printed() -> None:
     """Their findings differ only in numbers, but these are names of nodes."""
-    gaps = [Gap((node,), to, f"10.0.0.{to[-1]}", "no answer within 3 s") for node, to in
+    gaps = [FailedConnection((node,), to, f"10.0.0.{to[-1]}", "no answer within 3 s") for node, to in
             (("node1", "node2"), ("node1", "node3"), ("node2", "node3"))]  # fmt: skip
     text = text_of(cluster(three(), tuple(gaps)))
     assert "cannot connect to node2 (10.0.0.2)" in text and text.count("cannot connect to node3 (10.0.0.3)") == 1
@@ -216,7 +216,7 @@ def test_facts_survive_json_and_those_of_another_version_raise() -> None:
 def write_replies(directory: Path, **replies: Any) -> None:
     (directory / "looking").mkdir(exist_ok=True)
     for node, value in replies.items():
-        (directory / "looking" / f"{node}.out").write_text(framed(value) if value else "")
+        (directory / "looking" / f"{node}.out").write_text(format_reply(value) if value else "")
         (directory / "looking" / f"{node}.err").write_text("" if value else "ssh: no route")
         (directory / "looking" / f"{node}.code").write_text("0" if value else "255")
 

@@ -18,16 +18,16 @@ from test_gpus import GPUS
 from distributed.health import checks
 from distributed.health.checks import Finding, judge, numbers
 from distributed.health.doctor import render
-from distributed.host.dns import Lookup, Names
-from distributed.host.facts import Clock, Facts, Port, Run, find_runs
+from distributed.host.dns import Lookup, NameLookups
+from distributed.host.facts import Clock, Facts, Port, RunProcesses, find_runs
 from distributed.host.gpus import GpuProcess, Gpus
 from distributed.host.identity import user
 from distributed.host.interpreter import (
     Interpreter,
     Package,
     Torch,
-    ask_torch,
     find_shadows,
+    probe_torch,
     required_packages,
     which_python,
 )
@@ -36,9 +36,9 @@ from distributed.host.resources import (
     Limits,
     Memory,
     Space,
-    look_at_cores,
-    look_at_limits,
-    look_at_memory,
+    read_cores,
+    read_limits,
+    read_memory,
 )
 from distributed.host.system import GIB, KIT, MIB, run_program
 from distributed.terminal import plain
@@ -69,7 +69,7 @@ HEALTHY = Facts(
     cores=Cores(64, 64),
     limits=Limits(65536, None, None),
     port=Port(29500),
-    names=Names("node1", "10.0.0.5", Lookup("node1", ("10.0.0.5",)), (Lookup("10.0.0.5", ("node1",)),)),
+    names=NameLookups("node1", "10.0.0.5", Lookup("node1", ("10.0.0.5",)), (Lookup("10.0.0.5", ("node1",)),)),
     interfaces=("lo", "eth0", "ib0"),
     clock=Clock(2e9, True),
     programs={"ssh": "/usr/bin/ssh", "pdsh": ""},
@@ -104,9 +104,9 @@ def test_a_healthy_machine_without_gpus_gets_no_warning() -> None:
 
 BUSY = replace(GPUS[0], memory_used=70 * GIB, processes=(GpuProcess(4711, "bob", "python", 69 * GIB),))
 FULL = tuple(replace(gpu, memory_used=79 * GIB, processes=BUSY.processes) for gpu in GPUS)
-SLOW = Names("node1", "10.0.0.5", Lookup("node1", ("10.0.0.5",)), (Lookup("10.0.0.5", (), 5.01),))
-LOOPBACK = Names("node1", "10.0.0.5", Lookup("node1", ("127.0.1.1",)), ())
-NAMELESS = Names("node1", "10.0.0.5", Lookup("node1", error="Name or service not known"), ())
+SLOW = NameLookups("node1", "10.0.0.5", Lookup("node1", ("10.0.0.5",)), (Lookup("10.0.0.5", (), 5.01),))
+LOOPBACK = NameLookups("node1", "10.0.0.5", Lookup("node1", ("127.0.1.1",)), ())
+NAMELESS = NameLookups("node1", "10.0.0.5", Lookup("node1", error="Name or service not known"), ())
 ROOT = Space("logs", "/data/log s", 900 * GIB, 500 * GIB)
 
 # fmt: off
@@ -210,16 +210,16 @@ BROKEN: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("Dask on the path", {"shadows": ("/opt/dask/distributed",)},
      "warning imports", "'distributed'", "PYTHONPATH"),
     ("clock not synchronised", {"clock": Clock(2e9, False)}, "warning clock", "not synchronised", "timedatectl"),
-    ("own run", {"runs": (Run("/my logs/train-1", (7, 8), "ada"),)},
+    ("own run", {"runs": (RunProcesses("/my logs/train-1", (7, 8), "ada"),)},
      "warning runs", "/my logs/train-1 has 2 processes of ada here",
      "to stop it: /opt/muster/scripts/stop.sh '/my logs/train-1'; to see whether it is training: "
      "/opt/muster/scripts/status.sh '/my logs/train-1'"),
-    ("own run, started elsewhere", {"runs": (Run("/logs/train-1", (7, 8), "ada", recorded=False),)},
+    ("own run, started elsewhere", {"runs": (RunProcesses("/logs/train-1", (7, 8), "ada", recorded=False),)},
      "warning runs", "/logs/train-1", "started from another machine or by a job list; stop it there; "
      "its processes: ps -fp 7,8"),
-    ("run of another user", {"runs": (Run("/logs/train-1", (7,), "bob"),)},
+    ("run of another user", {"runs": (RunProcesses("/logs/train-1", (7,), "bob"),)},
      "warning runs", "/logs/train-1 has 1 process of bob here", "ask bob whether it is still needed"),
-    ("no idle GPU, used by a run", {"gpus__devices": FULL, "runs": (Run("/logs/train-1", (4711,), "bob"),)},
+    ("no idle GPU, used by a run", {"gpus__devices": FULL, "runs": (RunProcesses("/logs/train-1", (4711,), "bob"),)},
      "fault GPU use", "by python of bob (pid 4711, run train-1)", "no GPU is idle; wait, or ask the users"),
 ]
 # fmt: on
@@ -331,9 +331,9 @@ def test_limits_of_all_parent_control_groups_version_2_are_read(tmp_path: Path) 
             "fs/cgroup/slurm/pids.max": "300\n",
         },
     )
-    assert look_at_memory(tmp_path, tmp_path) == Memory(64 * GIB, 32 * GIB, 8 * GIB)
-    assert look_at_cores(tmp_path, tmp_path).quota == 2.5
-    assert look_at_limits(tmp_path, tmp_path).processes == 300
+    assert read_memory(tmp_path, tmp_path) == Memory(64 * GIB, 32 * GIB, 8 * GIB)
+    assert read_cores(tmp_path, tmp_path).quota == 2.5
+    assert read_limits(tmp_path, tmp_path).processes == 300
 
 
 def test_limits_of_control_groups_version_1_are_read(tmp_path: Path) -> None:
@@ -349,13 +349,13 @@ def test_limits_of_control_groups_version_1_are_read(tmp_path: Path) -> None:
             "meminfo": "MemTotal:  67108864 kB\n",
         },
     )
-    assert look_at_memory(tmp_path, tmp_path).limit == GIB
-    assert look_at_cores(tmp_path, tmp_path).quota == 4.0
+    assert read_memory(tmp_path, tmp_path).limit == GIB
+    assert read_cores(tmp_path, tmp_path).quota == 4.0
 
 
 def test_missing_files_of_the_system_give_empty_facts(tmp_path: Path) -> None:
     nothing = tmp_path / "nothing"
-    assert look_at_memory(nothing, nothing).total == 0
+    assert read_memory(nothing, nothing).total == 0
     assert find_runs(nothing) == ()
     assert required_packages(nothing) == ()
 
@@ -386,15 +386,15 @@ def test_an_active_conda_environment_that_is_not_used_is_reported() -> None:
     ("python", "error"),
     [
         ("echo 'ImportError: libcudnn.so.9: cannot open shared object file' >&2; exit 1", "libcudnn.so.9"),
-        ("kill -ILL $$", "Python dies of SIGILL while importing it"),
-        ("exit 3", "Python exits with 3"),
+        ("kill -ILL $$", "Python was killed by SIGILL while importing it"),
+        ("exit 3", "Python exited with 3"),
         ("exec sleep 600", "no answer within 1 s"),
     ],
 )
 def test_a_torch_that_cannot_be_imported_is_reported(tmp_path: Path, python: str, error: str) -> None:
     (tmp_path / "python").write_text(f"#!/bin/sh\n# Stub: a Python whose torch is broken.\n{python}\n")
     (tmp_path / "python").chmod(0o755)
-    assert error in ask_torch(str(tmp_path / "python"), limit=1).error
+    assert error in probe_torch(str(tmp_path / "python"), limit=1).error
 
 
 def test_required_packages_come_from_requirements_txt(tmp_path: Path) -> None:
@@ -407,7 +407,7 @@ def test_required_packages_come_from_requirements_txt(tmp_path: Path) -> None:
 def test_runs_are_found_by_the_environment_of_their_processes(tmp_path: Path) -> None:
     environ = "HOME=/root\0MUSTER_RUN_DIR=/logs/train-1\0RANK=0\0"
     write(tmp_path, {"12/environ": environ, "7/environ": environ, "8/environ": "NOT_MUSTER_RUN_DIR=/x\0"})
-    assert find_runs(tmp_path) == (Run("/logs/train-1", (7, 12), user(), recorded=False),)
+    assert find_runs(tmp_path) == (RunProcesses("/logs/train-1", (7, 12), user(), recorded=False),)
 
 
 # ---------------------------------------------------------------- this machine

@@ -1,6 +1,6 @@
-"""How many GPUs there are, who uses them, and which of them CUDA would show to a process.
+"""GPUs, their processes, and the GPUs visible with CUDA_VISIBLE_DEVICES.
 
-nvidia-smi is a stub that answers in the documented form of csv,noheader,nounits.
+nvidia-smi is a stub with the documented output format csv,noheader,nounits.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from distributed.host.gpus import Gpu, GpuProcess, look_at_gpus, main, nvidia_cards, owner, visible
+from distributed.host.gpus import Gpu, GpuProcess, main, nvidia_cards, owner, query_gpus, visible
 from distributed.host.system import GIB, MIB
 
 A100 = "NVIDIA A100-SXM4-80GB"
@@ -33,11 +33,11 @@ GPUS = tuple(Gpu(index, f"GPU-{index}{index}aa-bb", A100, 80 * GIB, 4 * MIB) for
         ("NoDevFiles", []),
     ],
 )
-def test_visible_devices_are_read_as_cuda_reads_them(setting: str | None, seen: list[int]) -> None:
+def test_cuda_visible_devices_is_read_as_by_cuda(setting: str | None, seen: list[int]) -> None:
     assert [gpu.index for gpu in visible(setting, GPUS)] == seen
 
 
-def test_a_process_sees_one_slice_where_mig_is_on() -> None:
+def test_a_process_sees_one_slice_with_mig() -> None:
     sliced = tuple(replace(gpu, mig=True) for gpu in GPUS)
     assert len(visible(None, sliced)) == 1
     assert len(visible("MIG-5c89,MIG-77aa", sliced)) == 1
@@ -45,7 +45,7 @@ def test_a_process_sees_one_slice_where_mig_is_on() -> None:
 
 
 STUB_NVIDIA_SMI = """#!/bin/sh
-# Stub: answers as nvidia-smi does with --format=csv,noheader,nounits.
+# Stub: prints what nvidia-smi does with --format=csv,noheader,nounits.
 case $* in
   *--query-gpu=index,uuid,driver_version,*,name\\ --format=csv,noheader,nounits)
     echo "0, GPU-aa, 550.54.14, 81920, 71680, Enabled, Disabled, 0, NVIDIA A100-SXM4-80GB"
@@ -58,23 +58,23 @@ esac
 """
 
 
-def stub(folder: Path, name: str, text: str) -> None:
-    (folder / name).write_text(text)
-    (folder / name).chmod(0o755)
+def stub(directory: Path, name: str, text: str) -> None:
+    (directory / name).write_text(text)
+    (directory / name).chmod(0o755)
 
 
 @pytest.fixture
-def path_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that comes first on PATH."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
-    return folder
+def path_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The first directory on PATH."""
+    directory = tmp_path / "bin"
+    directory.mkdir()
+    monkeypatch.setenv("PATH", f"{directory}:/usr/bin:/bin")
+    return directory
 
 
-def test_gpus_and_their_users_are_read_from_nvidia_smi(path_folder: Path) -> None:
-    stub(path_folder, "nvidia-smi", STUB_NVIDIA_SMI.format(pid=os.getpid()))
-    found = look_at_gpus()
+def test_gpus_and_their_processes_are_read_from_nvidia_smi(path_directory: Path) -> None:
+    stub(path_directory, "nvidia-smi", STUB_NVIDIA_SMI.format(pid=os.getpid()))
+    found = query_gpus()
     me = owner(os.getpid())
     assert found.driver == "550.54.14"
     users = GpuProcess(os.getpid(), me, "python3", 71000 * MIB), GpuProcess(4194305, "", "a, b", 0)
@@ -84,27 +84,27 @@ def test_gpus_and_their_users_are_read_from_nvidia_smi(path_folder: Path) -> Non
     )
 
 
-def test_a_driver_that_does_not_answer_is_told_in_its_own_words(path_folder: Path) -> None:
+def test_an_error_of_the_driver_is_reported_unchanged(path_directory: Path) -> None:
     stub(
-        path_folder,
+        path_directory,
         "nvidia-smi",
         "#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch'; exit 18\n",
     )
-    assert look_at_gpus().error == "nvidia-smi: Failed to initialize NVML: Driver/library version mismatch"
+    assert query_gpus().error == "nvidia-smi: Failed to initialize NVML: Driver/library version mismatch"
 
 
-def test_no_devices_is_no_error(path_folder: Path) -> None:
-    stub(path_folder, "nvidia-smi", "#!/bin/sh\necho No devices were found; exit 6\n")
-    assert look_at_gpus().error == ""
+def test_a_machine_without_devices_is_not_an_error(path_directory: Path) -> None:
+    stub(path_directory, "nvidia-smi", "#!/bin/sh\necho No devices were found; exit 6\n")
+    assert query_gpus().error == ""
 
 
-def test_without_nvidia_smi_the_device_files_are_counted(path_folder: Path, tmp_path: Path) -> None:
+def test_device_files_are_counted_without_nvidia_smi(path_directory: Path, tmp_path: Path) -> None:
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
-    assert [gpu.index for gpu in look_at_gpus(dev=tmp_path).devices] == [0, 1]
+    assert [gpu.index for gpu in query_gpus(dev=tmp_path).devices] == [0, 1]
 
 
-def test_cards_without_a_driver_are_found_on_the_bus(tmp_path: Path) -> None:
+def test_cards_without_a_driver_are_found_on_the_pci_bus(tmp_path: Path) -> None:
     for name, vendor, kind in (
         ("3b", "0x10de", "0x030200"),
         ("3c", "0x10de", "0x040300"),
@@ -117,10 +117,10 @@ def test_cards_without_a_driver_are_found_on_the_bus(tmp_path: Path) -> None:
     assert nvidia_cards(tmp_path) == 1
 
 
-def test_the_launcher_can_ask_how_many_gpus_there_are(
-    path_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_the_program_prints_the_number_of_visible_gpus(
+    path_directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stub(path_folder, "nvidia-smi", STUB_NVIDIA_SMI.format(pid=os.getpid()))
+    stub(path_directory, "nvidia-smi", STUB_NVIDIA_SMI.format(pid=os.getpid()))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert main() == 0
     for setting in ("1", ""):
@@ -129,9 +129,9 @@ def test_the_launcher_can_ask_how_many_gpus_there_are(
     assert capsys.readouterr() == ("2\n1\n0\n", "")
 
 
-def test_a_driver_that_does_not_answer_counts_as_no_gpu_and_is_not_hidden(
-    path_folder: Path, capsys: pytest.CaptureFixture[str]
+def test_the_program_prints_0_and_the_error_of_the_driver(
+    path_directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stub(path_folder, "nvidia-smi", "#!/bin/sh\necho 'GPU is lost'; exit 15\n")
+    stub(path_directory, "nvidia-smi", "#!/bin/sh\necho 'GPU is lost'; exit 15\n")
     assert main() == 0
     assert capsys.readouterr() == ("0\n", "nvidia-smi: GPU is lost\n")

@@ -1,4 +1,4 @@
-"""A port that is taken, an address that others find, a resolver that is slow: what is known of the network is true."""
+"""Ports in use, addresses, interfaces and slow resolvers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def server() -> Iterator[socket.socket]:
         yield listening
 
 
-def test_a_port_is_taken_by_who_listens_on_it(server: socket.socket) -> None:
+def test_the_process_that_listens_on_a_port_is_found(server: socket.socket) -> None:
     port = server.getsockname()[1]
     assert not port_is_free(port)
     assert f"pid {os.getpid()} (" in listener(port)
@@ -37,7 +37,7 @@ def test_a_port_is_taken_by_who_listens_on_it(server: socket.socket) -> None:
     assert listener(port) == ""
 
 
-def test_a_resolver_that_does_not_answer_is_not_waited_for() -> None:
+def test_lookups_time_out() -> None:
     never = threading.Event()
 
     def refuse() -> tuple[str, ...]:
@@ -54,24 +54,24 @@ def test_a_resolver_that_does_not_answer_is_not_waited_for() -> None:
     assert (late.seconds, late.error) == (0.2, "no answer within 0.2 s")
 
 
-def test_the_interface_on_the_way_to_a_host_is_known() -> None:
+def test_the_interface_of_the_route_to_a_host_is_found() -> None:
     assert interface_to("127.0.0.1") == "lo"
     assert interface_to("no-such-name.invalid") == ""
 
 
-def test_loopback_is_no_address_of_its_own() -> None:
+def test_own_addresses_do_not_include_loopback() -> None:
     assert not [address for address in own_addresses() if address.startswith("127.") or address == "::1"]
 
 
-def test_a_name_that_is_not_known_has_no_address() -> None:
+def test_an_unknown_name_has_no_address() -> None:
     assert address_of("localhost") in ("127.0.0.1", "::1")
     assert address_of("no-such-name.invalid") == ""
 
 
-def test_a_port_is_chosen_below_those_that_the_kernel_gives_away() -> None:
+def test_a_free_port_is_below_the_ephemeral_range() -> None:
     assert 20_000 <= free_port() < 30_000
 
 
-def test_a_machine_that_shows_nothing_is_no_crash(tmp_path: Path) -> None:
+def test_missing_files_in_proc_are_not_an_error(tmp_path: Path) -> None:
     assert ephemeral_range(tmp_path) == (32768, 60999)
     assert listener(29500, tmp_path) == ""

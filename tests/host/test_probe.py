@@ -1,7 +1,7 @@
-"""A node reports what a launch needs to know of it; for the doctor, everything.
+"""The node probe prints the facts that a launch needs, or all facts for the doctor.
 
-What comes of it is held by test_preflight.py and test_cluster.py, and over a real sshd by launch_torchrun_auto.bats and
-across_nodes.bats.
+test_preflight.py and test_cluster.py test the use of the replies; launch_torchrun_auto.bats and across_nodes.bats test
+them over a real sshd.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from distributed.host.probe import main, probe
 from distributed.host.replies import Reply
 
 
-def test_a_node_reports_what_a_launch_needs(tmp_path: Path) -> None:
+def test_a_node_reports_the_facts_that_a_launch_needs(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("pass\n")
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
@@ -31,7 +31,7 @@ def test_a_node_reports_what_a_launch_needs(tmp_path: Path) -> None:
     assert found.python.startswith("3.") and found.torch
 
 
-def test_only_the_doctor_waits_for_all_facts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_only_the_doctor_collects_all_facts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["--file", __file__, "localhost"]) == 0
     quick = Reply("localhost", 0, capsys.readouterr().out, "").value()
     assert "facts" not in quick and list(quick["files"]) == [__file__]
@@ -39,6 +39,6 @@ def test_only_the_doctor_waits_for_all_facts(capsys: pytest.CaptureFixture[str],
     reply = Reply("localhost", 0, capsys.readouterr().out, "")
     full = facts_of(reply)
     assert isinstance(full, FullNodeFacts) and full.facts.folder == str(tmp_path)
-    assert json.loads(json.dumps(asdict(full))) == reply.value(), "it comes back as it was"
+    assert json.loads(json.dumps(asdict(full))) == reply.value(), "the JSON value is unchanged"
     assert full.python == full.facts.interpreter.version and full.port == 29500
     assert full.kit["train.py"] and full.kit["distributed/torch.py"] and full.kit["scripts/lib/module.py"]

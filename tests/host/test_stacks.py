@@ -1,7 +1,7 @@
-"""A rank's stack can be asked for without any tool, and asking changes nothing.
+"""A rank's stack can be read without a debugger and without side effects.
 
-The signal would end a process that has not registered, and would write into a file of the script's own where that has
-closed ours: neither is ever sent it.
+The signal would kill a process that has not registered, and in a process that has closed the file it could write into
+another file: such processes are not signalled.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ REGISTERS = "from distributed.host import stacks\nstacks.register(sys.argv[1])\n
 
 @contextmanager
 def running(body: str, directory: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process that runs this body; ended when the block is left."""
-    words = [sys.executable, "-c", WAITS + body, str(directory)]
-    with subprocess.Popen(words, cwd=KIT, stdout=subprocess.PIPE, text=True) as process:
+    """A process that runs this body; killed when the block is left."""
+    command = [sys.executable, "-c", WAITS + body, str(directory)]
+    with subprocess.Popen(command, cwd=KIT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout
         try:
             assert process.stdout.readline() == "ready\n"
@@ -46,7 +46,7 @@ def running(body: str, directory: Path) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def test_a_rank_that_has_registered_says_where_it_is_as_often_as_it_is_asked(tmp_path: Path) -> None:
+def test_the_stack_of_a_registered_rank_can_be_read_repeatedly(tmp_path: Path) -> None:
     with running(REGISTERS + "wait()", tmp_path) as process:
         for _ in range(2):
             inner, outer = stacks.stack_of(process.pid, str(tmp_path))
@@ -54,8 +54,8 @@ def test_a_rank_that_has_registered_says_where_it_is_as_often_as_it_is_asked(tmp
         assert process.poll() is None
 
 
-def test_a_long_file_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stacks, "MOST_BYTES", 10)
+def test_a_long_file_is_truncated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stacks, "MAX_FILE_BYTES", 10)
     with running(REGISTERS + "wait()", tmp_path) as process:
         sizes = [
             (stacks.stack_of(process.pid, str(tmp_path)), Path(tmp_path, stacks.FILE).stat().st_size)[1] for _ in "123"
@@ -63,24 +63,24 @@ def test_a_long_file_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert sizes[0] == sizes[1] == sizes[2] > 10
 
 
-def test_a_process_that_has_not_registered_is_not_signalled(tmp_path: Path) -> None:
+def test_an_unregistered_process_is_not_signalled(tmp_path: Path) -> None:
     Path(tmp_path, stacks.FILE).touch()
     with running("wait()", tmp_path) as process:
         assert stacks.stack_of(process.pid, str(tmp_path)) == ()
         assert process.poll() is None
 
 
-def test_a_script_that_has_closed_all_files_keeps_its_own_clean(tmp_path: Path) -> None:
+def test_a_process_that_has_closed_the_file_is_not_signalled(tmp_path: Path) -> None:
     closes = "import os\nos.closerange(3, 1024)\nmine = open(sys.argv[1] + '/mine', 'w')\n"
-    with running(REGISTERS + closes + "os.dup2(mine.fileno(), stacks.LEAST_NUMBER)\nwait()", tmp_path) as process:
+    with running(
+        REGISTERS + closes + "os.dup2(mine.fileno(), stacks.MIN_FILE_DESCRIPTOR)\nwait()", tmp_path
+    ) as process:
         assert stacks.stack_of(process.pid, str(tmp_path)) == ()
     assert Path(tmp_path, "mine").read_text() == ""
 
 
-def test_a_stopped_process_does_not_answer_and_is_not_waited_for_long(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(stacks, "SECONDS", 0.1)
+def test_the_stack_of_a_stopped_process_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stacks, "STACK_TIMEOUT", 0.1)
     with running(REGISTERS + "wait()", tmp_path) as process:
         os.kill(process.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, process.pid, os.WSTOPPED)
@@ -88,7 +88,7 @@ def test_a_stopped_process_does_not_answer_and_is_not_waited_for_long(
 
 
 def wait_for_the_other(rank: int, size: int, directory: str) -> None:
-    """Rank 1 comes when it has seen that rank 0 waits for it."""
+    """Rank 1 joins each collective when it has seen rank 0 wait in it."""
     import torch
     import torch.distributed as dist
 
@@ -110,7 +110,7 @@ def wait_for_the_other(rank: int, size: int, directory: str) -> None:
         call()
 
 
-def test_a_rank_that_waits_in_a_collective_is_found_there(tmp_path: Path) -> None:
+def test_the_stack_of_a_rank_in_a_collective_shows_the_collective(tmp_path: Path) -> None:
     forked.ranks(2, wait_for_the_other, str(tmp_path))
 
 
@@ -132,13 +132,13 @@ FIRST, SECOND = Frame("/x/a b.py", 3, "f"), Frame("/x/b.py", 4, "<module>")
         ("Stack (most recent call first):\n  <no Python frame>\n", ()),
     ],
 )
-def test_what_faulthandler_writes_is_read(dump: str, frames: tuple[Frame, ...]) -> None:
-    assert stacks.frames_in(dump) == frames
+def test_output_of_faulthandler_is_parsed(dump: str, frames: tuple[Frame, ...]) -> None:
+    assert stacks.parse_frames(dump) == frames
 
 
-def test_frames_are_shown_as_python_shows_a_traceback() -> None:
-    assert stacks.as_traceback((FIRST, SECOND)).splitlines()[1:] == [
+def test_frames_are_formatted_like_a_traceback_of_python() -> None:
+    assert stacks.format_traceback((FIRST, SECOND)).splitlines()[1:] == [
         '  File "/x/b.py", line 4, in <module>',
         '  File "/x/a b.py", line 3, in f',
     ]
-    assert stacks.as_traceback(()) == ""
+    assert stacks.format_traceback(()) == ""

@@ -324,7 +324,7 @@ def test_every_hostile_word_reaches_a_program_through_any_login_shell(shell: str
 @given(WORDS)
 @settings(max_examples=15, deadline=None)
 def test_the_launchers_in_bash_write_the_same_for_any_shell(words: list[str]) -> None:
-    script = 'source "$1/common.bash"; source "$1/ssh.bash"; for line in "${@:2}"; do for_any_shell "$line"; done'
+    script = 'source "$1/common.bash"; source "$1/ssh.bash"; for line in "${@:2}"; do quote_for_any_shell "$line"; done'
     done = subprocess.run(
         ["bash", "-c", script, "bash", KIT / "scripts/lib", *words], capture_output=True, check=True, text=True
     )

@@ -1,9 +1,9 @@
-"""SLURM's variables of each process, for every way a step may be started: read on a real SLURM, and recorded.
+"""Record SLURM's variables in each process of a step, for all usual ways to start one, on a real SLURM.
 
-Each way is a command that runs record_process.sh in each process, which writes its host and environment to a file.
-Where the processes ran determines what World.from_env must return. Needs SLURM_CONF of lab.sh up 3 --slurm --gpus 2.
+Each command starts processes of record_process.sh, which write their host and environment to a file. The hosts determine what
+World.from_env must return. Needs SLURM_CONF of lab.sh up 3 --slurm --gpus 2.
 
-Try it: python tests/lab/slurm_steps.py tests/slurm_environments.json   (records them anew)
+Try it: python tests/lab/slurm_steps.py tests/slurm_environments.json   (replaces the records)
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _OF_A_LAUNCHER = re.compile(
     r"|RANK|WORLD_SIZE|(MASTER|LOCAL|GROUP|ROLE|TORCHELASTIC)_\w+"
 )
 
-# What World.from_env returns: each process's place, one process alone, or (any other text) a refusal.
+# Expected result of World.from_env: positions of ranks, a single process, or (any other text) the error message.
 PLACES, ALONE = "places", "alone"
 
 
 @dataclass(frozen=True)
-class Step:
-    """One way to start processes under SLURM, whose nodes are called N1, N2 and N3."""
+class StepCase:
+    """One way to start processes under SLURM on nodes $N1, $N2 and $N3."""
 
     name: str
     command: str
@@ -45,60 +45,60 @@ class Step:
 
 
 STEPS = [
-    Step("two tasks on each of three nodes", "srun -N3 --ntasks-per-node=2 TELL"),
-    Step("one task", "srun -n1 TELL"),
-    Step("more tasks on the first node", "srun -N3 -n5 TELL"),
-    Step("cyclic", "srun -N3 --ntasks-per-node=2 -m cyclic TELL"),
-    Step("plane", "srun -N2 --ntasks-per-node=3 -m plane=2 TELL"),
-    Step("nodes named backwards", "srun -w $N3,$N1 -n3 TELL"),
-    Step("one GPU a task", "srun -N2 --ntasks-per-node=2 --gpus-per-task=1 TELL"),
-    Step("all GPUs for each task", "srun -N2 --ntasks-per-node=2 --gres=gpu:2 TELL"),
-    Step("one node of a job", "salloc -Q -N3 --ntasks-per-node=2 srun -N1 -w $N2 -n2 TELL"),
-    Step(
+    StepCase("two tasks on each of three nodes", "srun -N3 --ntasks-per-node=2 TELL"),
+    StepCase("one task", "srun -n1 TELL"),
+    StepCase("more tasks on the first node", "srun -N3 -n5 TELL"),
+    StepCase("cyclic", "srun -N3 --ntasks-per-node=2 -m cyclic TELL"),
+    StepCase("plane", "srun -N2 --ntasks-per-node=3 -m plane=2 TELL"),
+    StepCase("nodes named backwards", "srun -w $N3,$N1 -n3 TELL"),
+    StepCase("one GPU a task", "srun -N2 --ntasks-per-node=2 --gpus-per-task=1 TELL"),
+    StepCase("all GPUs for each task", "srun -N2 --ntasks-per-node=2 --gres=gpu:2 TELL"),
+    StepCase("one node of a job", "salloc -Q -N3 --ntasks-per-node=2 srun -N1 -w $N2 -n2 TELL"),
+    StepCase(
         "the last two nodes of a cyclic job",
         "salloc -Q -N3 --ntasks-per-node=2 -m cyclic srun -N2 -n4 -r1 TELL",
     ),
-    Step("fewer tasks than the job", "salloc -Q -N3 --ntasks-per-node=2 srun -N2 -n3 TELL"),
-    Step("srun in the batch script", "sbatch -Q -W -o /dev/null -N2 -n3 --wrap 'srun TELL'"),
-    Step("srun in an element of an array", "sbatch -Q -W -o /dev/null --array=3 -N2 -n3 --wrap 'srun TELL'"),
-    Step("srun in a batch script without -n", "sbatch -Q -W -o /dev/null -N2 --wrap 'srun TELL'"),
-    Step("two components of a job", "salloc -Q -w $N1 -n2 : -w $N2 -n1 srun --het-group=0,1 TELL"),
-    Step(
+    StepCase("fewer tasks than the job", "salloc -Q -N3 --ntasks-per-node=2 srun -N2 -n3 TELL"),
+    StepCase("srun in the batch script", "sbatch -Q -W -o /dev/null -N2 -n3 --wrap 'srun TELL'"),
+    StepCase("srun in an element of an array", "sbatch -Q -W -o /dev/null --array=3 -N2 -n3 --wrap 'srun TELL'"),
+    StepCase("srun in a batch script without -n", "sbatch -Q -W -o /dev/null -N2 --wrap 'srun TELL'"),
+    StepCase("two components of a job", "salloc -Q -w $N1 -n2 : -w $N2 -n1 srun --het-group=0,1 TELL"),
+    StepCase(
         "two components, the second on earlier nodes",
         "salloc -Q -w $N3 -n2 : -w $N1,$N2 -n3 srun --het-group=0,1 TELL",
     ),
-    Step(
+    StepCase(
         "the last two of three components", "salloc -Q -w $N3 -n1 : -w $N2 -n2 : -w $N1 -n1 srun --het-group=1,2 TELL"
     ),
-    Step("MASTER_ADDR and MASTER_PORT given", "env MASTER_ADDR=$N2 MASTER_PORT=29500 srun -w $N2,$N3 -n2 TELL"),
-    Step("torchrun on each of two nodes", TORCHRUN),
-    Step("arbitrary, on one node", "srun -m arbitrary -w $N3,$N3 -n2 TELL"),
-    Step("arbitrary, by -w", "srun -m arbitrary -w $N3,$N1,$N3 -n3 TELL", "host of task 0 is not known"),
-    Step(
+    StepCase("MASTER_ADDR and MASTER_PORT given", "env MASTER_ADDR=$N2 MASTER_PORT=29500 srun -w $N2,$N3 -n2 TELL"),
+    StepCase("torchrun on each of two nodes", TORCHRUN),
+    StepCase("arbitrary, on one node", "srun -m arbitrary -w $N3,$N3 -n2 TELL"),
+    StepCase("arbitrary, by -w", "srun -m arbitrary -w $N3,$N1,$N3 -n3 TELL", "host of task 0 is not known"),
+    StepCase(
         "arbitrary, in a job that was arbitrary in another order",
         "salloc -Q -m arbitrary -w $N3,$N1 -n2 srun -n2 -m arbitrary -w $N3,$N1 TELL",
         "host of task 0 is not known",
     ),
-    Step(
+    StepCase(
         "block, in a job that was arbitrary",
         "salloc -Q -m arbitrary -w $N3,$N1 -n2 srun -N2 -n2 -m block TELL",
     ),
-    Step("stale ranks exported", f"env {STALE} srun -n2 TELL", "left over from another launch"),
-    Step("a stale RANK exported", "env RANK=0 srun -n2 TELL", "RANK=0 is set, but not"),
-    Step("by hand in salloc", "salloc -Q -N2 -n3 TELL", ALONE),
-    Step(
+    StepCase("stale ranks exported", f"env {STALE} srun -n2 TELL", "left over from another launch"),
+    StepCase("a stale RANK exported", "env RANK=0 srun -n2 TELL", "RANK=0 is set, but not"),
+    StepCase("by hand in salloc", "salloc -Q -N2 -n3 TELL", ALONE),
+    StepCase(
         "by hand in the shell that salloc opens on a node",
         "script -qec 'env SHELL=TELL salloc -Q -N2 -n3' /dev/null </dev/null",
         ALONE,
     ),
-    Step("by hand in the batch script", "sbatch -Q -W -o /dev/null -N2 --wrap TELL", ALONE),
-    Step("by hand in a batch script with -n", "sbatch -Q -W -o /dev/null -N2 -n3 --wrap TELL", ALONE),
+    StepCase("by hand in the batch script", "sbatch -Q -W -o /dev/null -N2 --wrap TELL", ALONE),
+    StepCase("by hand in a batch script with -n", "sbatch -Q -W -o /dev/null -N2 -n3 --wrap TELL", ALONE),
 ]
 
 
 @dataclass(frozen=True)
-class Place:
-    """The place of a process, as the hosts where the processes were found show it."""
+class RankPosition:
+    """The position of a process, derived from the hosts of all processes."""
 
     rank: int
     size: int
@@ -111,19 +111,19 @@ class Place:
 
 @dataclass(frozen=True)
 class Observed:
-    """The environment of one process, and where it ran."""
+    """Host and environment of a process."""
 
     host: str
     environment: dict[str, str]
 
 
-def start(step: Step) -> list[Observed]:
-    """Run the step on the SLURM of SLURM_CONF. Returns what was observed of its processes, by rank."""
+def start(step: StepCase) -> list[Observed]:
+    """Run the step on the SLURM of SLURM_CONF. Returns its processes by rank."""
     environment = {name: value for name, value in os.environ.items() if not _OF_A_LAUNCHER.fullmatch(name)}
-    with tempfile.TemporaryDirectory() as folder:
-        files = Path(folder, "files")
+    with tempfile.TemporaryDirectory() as directory:
+        files = Path(directory, "files")
         files.mkdir()
-        tell = Path(folder, "record.sh")  # a path that stays one argument through the shells of a command
+        tell = Path(directory, "record_process.sh")  # a path without spaces, for the nested shells of a command
         tell.symlink_to(TELL)
         subprocess.run(
             ["bash", "-c", step.command.replace("TELL", str(tell))],
@@ -136,7 +136,7 @@ def start(step: Step) -> list[Observed]:
 
 
 def names() -> dict[str, str]:
-    """What N1, N2 and so on stand for: the nodes of the SLURM of SLURM_CONF."""
+    """The variables N1, N2 and so on: the nodes of the SLURM of SLURM_CONF."""
     nodes = subprocess.run(
         ["sinfo", "--noheader", "--Node", "--partition=lab", "--format=%N"],
         check=True,
@@ -151,12 +151,12 @@ def _observed(written: str) -> Observed:
     return Observed(host, dict(entry.split("=", 1) for entry in environment.split("\0") if entry))
 
 
-def places(observed: list[Observed]) -> list[Place]:
-    """Where the processes of a step are, by rank; only the numbering of the ranks is the launcher's own."""
+def places(observed: list[Observed]) -> list[RankPosition]:
+    """The positions of the processes of a step, which are given by rank."""
     hosts = [process.host for process in observed]
     numbered = list(dict.fromkeys(hosts))
     return [
-        Place(
+        RankPosition(
             rank=rank,
             size=len(hosts),
             local_rank=hosts[:rank].count(host),
@@ -179,8 +179,8 @@ def _rank(process: Observed) -> int:
 _OF_THIS_MACHINE = re.compile(r"SLURM_(TASK_PID|STEP_LAUNCHER_PORT|NODE_ALIASES\w*|\w+_PACK_GROUP_\d)")
 
 
-def recorded(step: Step) -> dict[str, object]:
-    """The step as a record: what is common to its processes once, then what each has besides."""
+def recorded(step: StepCase) -> dict[str, object]:
+    """The step as a record: variables common to all processes, then those of each process."""
     observed = start(step)
     environments = [_worth_keeping(process.environment) for process in observed]
     common = dict(set.intersection(*(set(environment.items()) for environment in environments)))
@@ -194,7 +194,7 @@ def recorded(step: Step) -> dict[str, object]:
 
 
 def _worth_keeping(environment: Mapping[str, str]) -> dict[str, str]:
-    """The launchers' variables, without paths, ports, users and the like."""
+    """Variables set by launchers, without paths, ports and other facts of this machine."""
     return {
         name: value
         for name, value in environment.items()
@@ -203,9 +203,9 @@ def _worth_keeping(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def record(path: Path) -> None:
-    beside = path.with_name(path.name + ".new")
-    beside.write_text(json.dumps([recorded(step) for step in STEPS], indent=1, sort_keys=True) + "\n")
-    os.replace(beside, path)
+    new = path.with_name(path.name + ".new")
+    new.write_text(json.dumps([recorded(step) for step in STEPS], indent=1, sort_keys=True) + "\n")
+    os.replace(new, path)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Who cannot connect to whom is known before a rank waits for it: in which direction, and why.
+"""Failed connections between nodes are reported before a launch, with direction and error.
 
-Connections are real ones of this machine; that a firewall between two nodes is named is held by across_nodes.bats.
+Connections are real ones on this machine. across_nodes.bats tests a firewall between two nodes.
 """
 
 from __future__ import annotations
@@ -11,87 +11,85 @@ from pathlib import Path
 
 import pytest
 
-from distributed.host.replies import framed
-from distributed.launch.connectivity import gaps, listening_address, main, try_all
+from distributed.host.replies import format_reply
+from distributed.launch.connectivity import connect_to_all, failed_connections, listening_address, main
 
-PLACES = {f"node{number}": (f"10.0.0.{number}", 4000) for number in (1, 2, 3)}
-LATE = "no answer within 3 s"
+ADDRESSES = {f"node{number}": (f"10.0.0.{number}", 4000) for number in (1, 2, 3)}
+TIMED_OUT = "no answer within 3 s"
 
 
-def test_what_answers_and_what_refuses_are_told_apart() -> None:
+def test_made_and_refused_connections_are_distinguished() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        places = {"node1": server.getsockname(), "node2": free.getsockname()}
-        assert asyncio.run(try_all(places)) == {"node1": "", "node2": "connection refused"}
+        addresses = {"node1": server.getsockname(), "node2": free.getsockname()}
+        assert asyncio.run(connect_to_all(addresses)) == {"node1": "", "node2": "connection refused"}
 
 
-def test_what_does_not_answer_is_given_up() -> None:
-    """A listener whose queue is full lets the next one wait, as a firewall does that drops what it does not want."""
+def test_a_connection_without_an_answer_times_out() -> None:
+    """A listener with a full queue does not answer, like a firewall that drops packets."""
     with socket.create_server(("127.0.0.1", 0), backlog=0) as server, socket.socket() as first:
         first.connect(server.getsockname())
-        found = asyncio.run(try_all({"node2": server.getsockname()}, seconds=0.2))
+        found = asyncio.run(connect_to_all({"node2": server.getsockname()}, seconds=0.2))
     assert found == {"node2": "no answer within 0.2 s"}
 
 
 @pytest.mark.parametrize(
-    ("tried", "said"),
+    ("results", "messages"),
     [
         ({"node1": {"node1": "", "node2": ""}, "node2": {"node1": ""}}, []),
-        ({"node1": {"node1": "refused"}}, []),  # itself: its own doctor's matter
+        ({"node1": {"node1": "refused"}}, []),  # connections to itself are ignored
         (
-            {"node1": {"node2": "", "node3": ""}, "node2": {"node3": LATE}, "node3": {"node2": ""}},
-            [f"node2 cannot connect to node3 (10.0.0.3): {LATE}: a firewall between them?"],
+            {"node1": {"node2": "", "node3": ""}, "node2": {"node3": TIMED_OUT}, "node3": {"node2": ""}},
+            [f"node2 cannot connect to node3 (10.0.0.3): {TIMED_OUT}: a firewall between them?"],
         ),
         (
             {"node1": {"node3": "no route to host"}, "node2": {"node3": "no route to host"}},
             ["node[1-2] cannot connect to node3 (10.0.0.3): no route to host"],
         ),
         (
-            {"node2": {"node3": LATE}, "node3": {"node2": "connection refused"}},
+            {"node2": {"node3": TIMED_OUT}, "node3": {"node2": "connection refused"}},
             [
-                f"node2 cannot connect to node3 (10.0.0.3): {LATE}: a firewall between them?",
+                f"node2 cannot connect to node3 (10.0.0.3): {TIMED_OUT}: a firewall between them?",
                 "node3 cannot connect to node2 (10.0.0.2): connection refused",
             ],
         ),
     ],
 )
-def test_each_connection_that_did_not_come_about_is_said_once(
-    tried: dict[str, dict[str, str]], said: list[str]
-) -> None:
-    assert list(map(str, gaps(tried, PLACES))) == said
+def test_each_failed_connection_is_reported_once(results: dict[str, dict[str, str]], messages: list[str]) -> None:
+    assert list(map(str, failed_connections(results, ADDRESSES))) == messages
 
 
-def test_ranks_meet_at_the_interface_that_gloo_is_given_else_on_the_way_to_another_node() -> None:
+def test_the_listening_address_is_that_of_gloos_interface_or_of_the_ssh_connection() -> None:
     ssh = {"SSH_CONNECTION": "10.0.0.9 5 10.0.0.1 22"}
     assert listening_address(["localhost"], {"GLOO_SOCKET_IFNAME": "lo"}) == "127.0.0.1"
-    assert listening_address(["no-such-name.invalid", "localhost"], ssh) == "10.0.0.1", "loopback is no way to others"
+    assert listening_address(["no-such-name.invalid", "localhost"], ssh) == "10.0.0.1", "not loopback"
 
 
-def test_as_a_program_it_says_who_listens_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for node, place in {"node1": ["10.0.0.1", 4000], "node2": ["10.0.0.2", 4000]}.items():
-        (tmp_path / f"{node}.out").write_text(f"Welcome!\n{framed(place)}")
+def test_the_program_prints_the_addresses_of_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for node, address in {"node1": ["10.0.0.1", 4000], "node2": ["10.0.0.2", 4000]}.items():
+        (tmp_path / f"{node}.out").write_text(f"Welcome!\n{format_reply(address)}")
     assert main(["places", str(tmp_path), "node1", "node2"]) == 0
     assert capsys.readouterr().out == "node1=10.0.0.1:4000\nnode2=10.0.0.2:4000\n"
 
 
-def test_a_gap_and_a_node_without_a_reply_make_the_nodes_unfit(
+def test_failed_connections_and_missing_replies_exit_with_unfit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said: dict[str, dict[str, object]] = {
+    stored: dict[str, dict[str, object]] = {
         "listening": {"node1": ["10.0.0.1", 4000], "node2": ["10.0.0.2", 4000]},
-        "trying": {"node1": {"node1": "", "node2": LATE}, "node2": {"node1": "", "node2": ""}},
+        "trying": {"node1": {"node1": "", "node2": TIMED_OUT}, "node2": {"node1": "", "node2": ""}},
     }
-    for question, replies in said.items():
-        (tmp_path / question).mkdir()
+    for kind, replies in stored.items():
+        (tmp_path / kind).mkdir()
         for node, reply in replies.items():
-            (tmp_path / question / f"{node}.out").write_text(f"Welcome!\n{framed(reply)}")
-    words = ["judge", str(tmp_path), "node1", "node2"]
-    assert main(words) == 69
-    assert capsys.readouterr().err.startswith(f"connectivity: node1 cannot connect to node2 (10.0.0.2): {LATE}")
-    (tmp_path / "trying/node1.out").write_text(framed({"node1": "", "node2": ""}))
-    assert main(words) == 0
+            (tmp_path / kind / f"{node}.out").write_text(f"Welcome!\n{format_reply(reply)}")
+    arguments = ["judge", str(tmp_path), "node1", "node2"]
+    assert main(arguments) == 69
+    assert capsys.readouterr().err.startswith(f"connectivity: node1 cannot connect to node2 (10.0.0.2): {TIMED_OUT}")
+    (tmp_path / "trying/node1.out").write_text(format_reply({"node1": "", "node2": ""}))
+    assert main(arguments) == 0
     (tmp_path / "trying/node2.out").write_text("Welcome!\n")
     (tmp_path / "trying/node2.code").write_text("255\n")
     (tmp_path / "trying/node2.err").write_text("Host key verification failed.\n")
-    assert main(words) == 69
-    assert capsys.readouterr().err.startswith("connectivity: node2: its host key is not known: log in by hand")
+    assert main(arguments) == 69
+    assert capsys.readouterr().err.startswith("connectivity: node2: host key unknown; log in once")

@@ -1,7 +1,7 @@
-"""Before anything starts, the nodes are compared: each fault is one line that names the node, the value and the remedy.
+"""Before a launch the nodes are compared; each fault is one line with the node, the value and the remedy.
 
-What ssh says is what OpenSSH 9.2 said; how a node that cannot be reached is told of over a real sshd, and that a taken
-port is seen there, is held by launch_torchrun_auto.bats.
+Messages of ssh are those of OpenSSH 9.2. launch_torchrun_auto.bats tests unreachable nodes and ports in use over a real
+sshd.
 """
 
 from __future__ import annotations
@@ -22,35 +22,35 @@ GOOD = NodeFacts(
 )  # fmt: skip
 
 
-def node(number: int, code: int = 0, err: str = "", out: str | None = None, **other: object) -> Reply:
-    """node1, node2, ... that replies, differing in some things."""
-    here = f"10.0.0.{number}"
-    found = replace(GOOD, **{"machine": here, "addresses": (here,), "ssh_address": here, **other})  # type: ignore[arg-type]
-    said = f"Welcome!\n{MARK}{json.dumps(asdict(found))}\n" if out is None else out
-    return Reply(f"node{number}", code, said, err)
+def node(number: int, code: int = 0, err: str = "", out: str | None = None, **facts: object) -> Reply:
+    """The reply of node1, node2, ... with facts that differ from GOOD."""
+    own = f"10.0.0.{number}"
+    found = replace(GOOD, **{"machine": own, "addresses": (own,), "ssh_address": own, **facts})  # type: ignore[arg-type]
+    printed = f"Welcome!\n{MARK}{json.dumps(asdict(found))}\n" if out is None else out
+    return Reply(f"node{number}", code, printed, err)
 
 
 def judge(replies: list[Reply], port: int | None = None) -> tuple[list[str], list[str], str]:
-    """Two processes on each."""
-    return preflight.judge({one.node: one for one in replies}, {one.node: 2 for one in replies}, port)
+    """With two processes per node."""
+    return preflight.judge({reply.node: reply for reply in replies}, {reply.node: 2 for reply in replies}, port)
 
 
 def faults(*replies: Reply, port: int | None = None) -> list[str]:
-    found, warnings, place = judge(list(replies), port)
-    assert (not place) == bool(found)
+    found, warnings, rendezvous = judge(list(replies), port)
+    assert (not rendezvous) == bool(found)
     assert warnings == []
     return found
 
 
-def test_nodes_that_are_alike_meet_at_the_address_that_the_others_find_for_the_first() -> None:
+def test_the_rendezvous_address_is_the_one_that_the_other_nodes_resolve() -> None:
     assert judge([node(1), node(2), node(3)]) == ([], [], "10.0.0.1 23456")
 
 
-def test_where_names_say_nothing_they_meet_where_ssh_found_the_first() -> None:
+def test_the_rendezvous_address_is_that_of_the_ssh_connection_if_names_do_not_help() -> None:
     assert judge([node(1, master="127.0.1.1"), node(2, master="")])[2] == "10.0.0.1 23456"
 
 
-def test_a_node_that_is_alone_needs_no_address_for_others() -> None:
+def test_a_single_node_needs_no_address_for_others() -> None:
     assert judge([node(1, master="", ssh_address="127.0.0.1")]) == ([], [], "127.0.0.1 23456")
     assert judge([node(1, master="127.0.1.1"), node(2, master="127.0.1.1")])[2] == "10.0.0.1 23456"
 
@@ -58,33 +58,36 @@ def test_a_node_that_is_alone_needs_no_address_for_others() -> None:
 @pytest.mark.parametrize(
     ("nodes", "fault"),
     [
-        ([node(1), node(2), node(3, python="3.12.1")], "node3: Python 3.12, but Python 3.11 elsewhere: use the same"),
-        ([node(1), node(2, torch="2.12.0"), node(3)], "node2: PyTorch 2.12.0, but PyTorch 2.13.0 elsewhere: install"),
-        ([node(1, torch=None), node(2), node(3)], "node1: has no PyTorch: install it for that Python"),
-        ([node(1), node(2, files={"a.py": None})], "node2: has no file 'a.py' to read: share its folder"),
+        ([node(1), node(2), node(3, python="3.12.1")], "node3: Python 3.12, but Python 3.11 elsewhere; use the same"),
+        ([node(1), node(2, torch="2.12.0"), node(3)], "node2: PyTorch 2.12.0, but PyTorch 2.13.0 elsewhere; install"),
+        ([node(1, torch=None), node(2), node(3)], "node1: PyTorch is not installed; install it for that Python"),
+        ([node(1), node(2, files={"a.py": None})], "node2: cannot read file 'a.py'; share its directory"),
         (
             [node(1), node(2), node(3, files={"a.py": "22"})],
-            "node3: 'a.py' differs from that of the other nodes; make th",
+            "node3: 'a.py' differs from that on the other nodes; make th",
         ),
         (
             [node(1, gpus=8), node(2, gpus=1), node(3, gpus=8)],
-            "node2: 2 processes, but 1 GPU: start fewer there (n",
+            "node2: 2 processes, but 1 GPU; start fewer there (n",
         ),
-        ([node(1, gpus=8), node(2, gpus=8), node(3)], "node3: no GPU, but GPUs elsewhere: leave out what differs"),
+        (
+            [node(1, gpus=8), node(2, gpus=8), node(3)],
+            "node3: no GPU, but GPUs elsewhere; leave out the nodes that differ",
+        ),
         (
             [node(1, gpus=8), node(2, gpu_error="nvidia-smi: died")],
-            "node2: its GPUs cannot be counted (nvidia-smi: died)",
+            "node2: cannot count its GPUs (nvidia-smi: died)",
         ),
-        ([node(1), node(2, machine="10.0.0.1")], "node2: is the same machine as node1: name it once"),
-        ([node(1, holder="python (pid 7)"), node(2)], "node1: port 29500 is taken by python (pid 7): name another"),
-        ([node(1, holder=""), node(2)], "node1: port 29500 is taken: name another"),
+        ([node(1), node(2, machine="10.0.0.1")], "node2: is the same machine as node1; list it once"),
+        ([node(1, holder="python (pid 7)"), node(2)], "node1: port 29500: in use by python (pid 7); choose another"),
+        ([node(1, holder=""), node(2)], "node1: port 29500: in use; choose another"),
         (
             [node(1, ssh_address=""), node(2, master="127.0.1.1")],
-            "node1: no address at which the others could meet it (for 'node1' node2 finds 127.0.1.1; its own are",
+            "node1: no address that all nodes can use ('node1' resolves to 127.0.1.1 on node2; its own addresses:",
         ),
     ],
 )
-def test_what_does_not_fit_is_one_line(nodes: list[Reply], fault: str) -> None:
+def test_each_incompatibility_is_one_fault(nodes: list[Reply], fault: str) -> None:
     [found] = faults(*nodes, port=29500)
     assert found.startswith(fault)
 
@@ -97,48 +100,52 @@ def test_what_does_not_fit_is_one_line(nodes: list[Reply], fault: str) -> None:
             "ssh: connect to host node2 port 22: Connection refused",
             "cannot be reached (ssh: connect to host",
         ),
-        (255, "Host key verification failed.", "its host key is not known: log in by hand once"),
-        (255, "@@@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @@@", "its host key has changed: somebody may be"),
-        (255, "u@node2: Permission denied (publickey,password).", "does not let you in without a password (u@node2:"),
-        (69, "bash: line 1: cd: /w: No such file or directory", "has no such folder as here (bash: line 1: cd: /w: No"),
-        (127, "bash: line 1: exec: /x/python: not found", "has no such Python (bash: line 1: exec: /x/python: not"),
-        (127, "bash: line 1: /x/python: No such file or directory", "has no such Python (bash: line 1: /x/python: No"),
-        (127, "/k/scripts/lib/in_node_env.sh: line 18: /x/python: No such", "has no such Python (/k/scripts/lib/in_n"),
-        (127, "bash: line 1: /k/scripts/lib/in_node_env.sh: No such file", "does not have the kit (bash: line 1: /k"),
+        (255, "Host key verification failed.", "host key unknown; log in once"),
+        (255, "@@@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @@@", "host key has changed, possibly an attack;"),
+        (255, "u@node2: Permission denied (publickey,password).", "login without a password refused (u@node2:"),
+        (
+            69,
+            "bash: line 1: cd: /w: No such file or directory",
+            "working directory not found (bash: line 1: cd: /w: No",
+        ),
+        (127, "bash: line 1: exec: /x/python: not found", "Python not found (bash: line 1: exec: /x/python: not"),
+        (127, "bash: line 1: /x/python: No such file or directory", "Python not found (bash: line 1: /x/python: No"),
+        (127, "/k/scripts/lib/in_node_env.sh: line 18: /x/python: No such", "Python not found (/k/scripts/lib/in_n"),
+        (127, "bash: line 1: /k/scripts/lib/in_node_env.sh: No such file", "Muster not found (bash: line 1: /k"),
         (
             69,
             "/w/config/node_env.sh: line 1: no\n/w/config/node_env.sh: line 1: 'cd /x' failed with exit code 1",
             "/w/config/node_env.sh: line 1: 'cd /x' failed with exit code 1",
         ),
-        (2, "/x/python: can't open file '/k/scripts/lib/module.py': [Errno 2]", "does not have the kit (/x/python"),
+        (2, "/x/python: can't open file '/k/scripts/lib/module.py': [Errno 2]", "Muster not found (/x/python"),
         (1, "Traceback\n  boom", "Traceback boom"),
         (1, "", "exit code 1"),
     ],
 )
-def test_why_a_node_did_not_answer(code: int, err: str, fault: str) -> None:
+def test_the_cause_of_a_missing_reply_is_reported(code: int, err: str, fault: str) -> None:
     [found] = faults(node(1), node(2, code=code, err=err, out="Welcome!\n"))
     assert found.startswith(f"node2: {fault}")
 
 
-def test_a_node_that_has_the_file_is_not_the_one_that_differs_where_most_lack_it() -> None:
+def test_nodes_without_a_file_are_at_fault_even_if_they_are_the_majority() -> None:
     lacking = [node(number, files={"a.py": None}) for number in (2, 3)]
     assert [fault.partition(":")[0] for fault in faults(node(1), *lacking)] == ["node2", "node3"]
 
 
-def test_all_that_did_not_answer_are_named_at_once() -> None:
+def test_all_nodes_without_a_reply_are_reported() -> None:
     assert len(faults(*(node(number, code=255, err="ssh: no route", out="") for number in (1, 2, 3)))) == 3
 
 
-def test_a_resolver_that_is_slow_is_a_warning() -> None:
-    found, [warning], place = judge([node(1), node(2, seconds=5.04)])
-    assert found == [] and place
+def test_a_slow_resolver_is_a_warning() -> None:
+    found, [warning], rendezvous = judge([node(1), node(2, seconds=5.04)])
+    assert found == [] and rendezvous
     assert warning.startswith("node2: looking up 'node1' took 5.0 s")
 
 
-def test_as_a_program_it_prints_the_place_or_the_faults(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for one in (node(1), node(2)):
-        for kind, text in {"out": one.out, "err": one.err, "code": str(one.code)}.items():
-            (tmp_path / f"{one.node}.{kind}").write_text(text)
+def test_the_program_prints_the_rendezvous_or_the_faults(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for reply in (node(1), node(2)):
+        for kind, text in {"out": reply.out, "err": reply.err, "code": str(reply.code)}.items():
+            (tmp_path / f"{reply.node}.{kind}").write_text(text)
     assert main([str(tmp_path), "node1:2", "node2:2"]) == 0
     assert capsys.readouterr() == ("10.0.0.1 23456\n", "")
     (tmp_path / "node2.out").write_text("")

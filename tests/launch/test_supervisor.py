@@ -1,7 +1,7 @@
-"""Whatever is killed, closed or full around a command: nothing of it is left, and how it ended is recorded.
+"""If processes are killed, or consoles and disks are full, no process of a command remains and its end is recorded.
 
-Real processes; the command is a shell with children of its own. supervisor.bats tests what happens when nothing is
-killed but the command.
+Real processes; the command is a shell with child processes. supervisor.bats has the tests in which only the command is
+killed.
 """
 
 from __future__ import annotations
@@ -28,29 +28,31 @@ from distributed.files import read_json
 from distributed.host import process_scan
 from distributed.launch import supervisor
 from distributed.launch.console import Console
-from distributed.launch.supervisor import Files, Options, Refused, read_block
+from distributed.launch.supervisor import Files, SupervisorError, SupervisorOptions, read_block
 
 KIT = Path(__file__).resolve().parents[2]
 SUPERVISOR = [sys.executable, "-I", "-S", str(KIT / "scripts/lib/supervisor.py")]
-SECONDS = 60.0  # for what takes a moment on a machine that is not busy
-FAMILY = "setsid sleep 300 & sleep 300 & echo ready; wait"  # children, one of them in a session of its own
-STUBBORN = "trap '' TERM; echo ready; while true; do sleep 0.1; done"
+TIMEOUT = 60.0  # seconds for events that take milliseconds on an idle machine
+WITH_CHILDREN = "setsid sleep 300 & sleep 300 & echo ready; wait"  # one child in a separate session
+IGNORES_TERM = "trap '' TERM; echo ready; while true; do sleep 0.1; done"
 
 
-class Run:
-    """A supervisor as a launcher starts it."""
+class SupervisedRun:
+    """A supervisor, started as a launcher does."""
 
     def __init__(self, directory: Path) -> None:
         self.files = Files(str(directory), "n1")
         self.process: subprocess.Popen[bytes] | None = None
 
-    def start(self, script: str, *options: str, block: bytes | None = None, **how: Any) -> subprocess.Popen[bytes]:
-        """Run a shell script; returns when it has printed "ready"."""
-        words = [*SUPERVISOR, "run", "--dir", self.files.directory, "--name", "n1", *options]
-        words += ["--environment", "-"] * (block is not None)
-        words += ["--", "bash", "-c", script]
-        how = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "bufsize": 0} | how
-        process: Any = subprocess.Popen(words, stdin=subprocess.PIPE, **how)
+    def command(self, verb: str, *arguments: str) -> list[str]:
+        return [*SUPERVISOR, verb, "--dir", self.files.directory, "--name", "n1", *arguments]
+
+    def start(self, script: str, *options: str, block: bytes | None = None, **popen: Any) -> subprocess.Popen[bytes]:
+        """Run a shell script; return when it has printed "ready" or exited."""
+        from_stdin = ["--environment", "-"] if block is not None else []
+        command = self.command("run", *options, *from_stdin, "--", "bash", "-c", script)
+        popen = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "bufsize": 0} | popen
+        process: Any = subprocess.Popen(command, stdin=subprocess.PIPE, **popen)
         self.process = process
         if block is not None:
             self.control.write(block)
@@ -73,12 +75,12 @@ class Run:
     def pid(self, name: str) -> int:
         return int(read_json(self.files.pids)[name]["pid"])  # type: ignore[index]
 
-    def left(self) -> list[int]:
-        return process_scan.living(self.files.mark)
+    def remaining(self) -> list[int]:
+        return process_scan.live_processes(self.files.mark)
 
     def call(self, verb: str, *options: str) -> str:
-        words = [*SUPERVISOR, verb, "--dir", self.files.directory, "--name", "n1", *options]
-        return subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True, timeout=SECONDS).stdout
+        command = self.command(verb, *options)
+        return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=TIMEOUT).stdout
 
     @property
     def state(self) -> dict[str, Any]:
@@ -86,20 +88,20 @@ class Run:
 
 
 def wait_until(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + SECONDS
+    end = time.monotonic() + TIMEOUT
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.01)
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[Run]:
-    run = Run(tmp_path / "my 'run'")
+def run(tmp_path: Path) -> Iterator[SupervisedRun]:
+    run = SupervisedRun(tmp_path / "my 'run'")
     yield run
     run.call("sweep")
     if run.process:
         run.control.close()
-        run.process.wait(SECONDS)
+        run.process.wait(TIMEOUT)
 
 
 def kill(*pids: int, group: bool = False) -> None:
@@ -107,91 +109,92 @@ def kill(*pids: int, group: bool = False) -> None:
         (os.killpg if group else os.kill)(pid, signal.SIGKILL)
 
 
-# ---------------------------------------------------------------- who is killed
+# ---------------------------------------------------------------- killed processes
 
 
 @pytest.mark.parametrize("group", [False, True], ids=["alone", "with its group"])
 @pytest.mark.parametrize(
-    ("who", "record"),
+    ("killed", "record"),
     [("supervisor", "killed"), ("command", None), ("guard supervisor", "killed"), ("guard command", None)],
 )
-def test_whoever_is_killed_nothing_is_left_and_the_end_is_recorded(
-    run: Run, who: str, record: str | None, group: bool
+def test_no_process_remains_and_the_end_is_recorded_whichever_process_is_killed(
+    run: SupervisedRun, killed: str, record: str | None, group: bool
 ) -> None:
-    process = run.start(FAMILY)
-    for name in who.split():
+    process = run.start(WITH_CHILDREN)
+    for name in killed.split():
         pid = run.pid(name)
         kill(pid, group=group)
         if name == "guard":
             wait_until(lambda: run.pid("guard") != pid)  # noqa: B023 (called before the next one)
     wait_until(lambda: run.code is not None)
     assert run.code == 137
-    assert not run.left()
-    assert process.wait(SECONDS) in (137, -signal.SIGKILL)
+    assert not run.remaining()
+    assert process.wait(TIMEOUT) in (137, -signal.SIGKILL)
     assert read_json(run.files.record).get("cause") == record
     if record:
         assert f"process {process.pid} was killed" in run.log
 
 
-def test_when_supervisor_and_guard_are_killed_at_once_the_command_dies_and_sweep_does_the_rest(run: Run) -> None:
-    process = run.start(FAMILY)
+def test_sweep_ends_the_rest_when_supervisor_and_guard_are_killed_together(run: SupervisedRun) -> None:
+    process = run.start(WITH_CHILDREN)
     kill(process.pid, run.pid("guard"))
     wait_until(lambda: not (found := process_scan.process(run.pid("command"))) or not found.alive)
     run.call("sweep")
-    assert not run.left()
+    assert not run.remaining()
     assert (run.code, read_json(run.files.record)["cause"]) == (137, "killed")
 
 
-def test_a_guard_that_is_killed_is_replaced_and_the_command_goes_on(run: Run) -> None:
+def test_a_killed_guard_is_replaced_and_the_command_continues(run: SupervisedRun) -> None:
     process = run.start("trap 'exit 7' TERM; echo ready; while true; do sleep 0.1; done")
     for _ in range(3):
         guard = run.pid("guard")
         kill(guard)
         wait_until(lambda: run.pid("guard") != guard)  # noqa: B023 (called before the next one)
     run.control.write(b"stop\n")
-    assert process.wait(SECONDS) == 7
+    assert process.wait(TIMEOUT) == 7
     assert not os.path.exists(run.files.record)
 
 
-def test_a_zombie_is_not_waited_for(run: Run) -> None:
-    """As where process 1 never reaps: the parent of this one is alive, and does not wait for it."""
+def test_a_zombie_is_not_waited_for(run: SupervisedRun) -> None:
+    """As in containers whose process 1 does not reap zombies."""
     process = run.start("sleep 300 & echo ready; exec sleep 300")
     zombie = os.fork()
     if zombie == 0:
-        os.execve("/bin/sh", ["sh", "-c", "exit 0"], supervisor.entries(b"\0".join(run.files.mark)))
+        os.execve("/bin/sh", ["sh", "-c", "exit 0"], supervisor.parse_environment(b"\0".join(run.files.mark)))
     wait_until(lambda: (found := process_scan.process(zombie)) and not found.alive)
     run.control.write(b"kill\n")
-    assert process.wait(SECONDS) == 137
-    assert run.left() == []
+    assert process.wait(TIMEOUT) == 137
+    assert run.remaining() == []
     os.waitpid(zombie, 0)
 
 
-# ---------------------------------------------------------------- the launcher, its console and its connection
+# ---------------------------------------------------------------- launcher, console and connection
 
 
-def test_a_supervisor_that_loses_its_launcher_says_why_it_stopped_the_command(run: Run) -> None:
+def test_a_lost_launcher_is_recorded_and_logged_as_the_cause(run: SupervisedRun) -> None:
     process = run.start("trap 'exit 75' TERM; echo ready; while true; do sleep 0.1; done")
     run.control.close()
-    assert process.wait(SECONDS) == 75
+    assert process.wait(TIMEOUT) == 75
+    assert not run.remaining()
     record = read_json(run.files.record)
     assert (record["node"], record["cause"], record["host"]) == ("n1", "launcher lost", os.uname().nodename)
-    assert "the control channel was closed" in run.log
+    assert "control channel closed" in run.log
 
 
-def test_heartbeats_that_stop_mean_that_the_launcher_is_gone(run: Run) -> None:
-    process = run.start(FAMILY, "--heartbeat-timeout", "1")
-    assert process.wait(SECONDS) == 143
-    assert "nothing was received from the launcher for 1 s" in str(read_json(run.files.record)["message"])
+def test_the_launcher_is_lost_when_heartbeats_time_out(run: SupervisedRun) -> None:
+    process = run.start(WITH_CHILDREN, "--heartbeat-timeout", "1")
+    assert process.wait(TIMEOUT) == 143
+    assert "no heartbeat from the launcher for 1 s" in str(read_json(run.files.record)["message"])
 
 
-def test_heartbeats_that_wait_to_be_read_are_not_missing(run: Run) -> None:
-    """A disk, here a pipe in place of the log, blocks the supervisor for longer than the timeout."""
+def test_unread_heartbeats_prevent_a_timeout(run: SupervisedRun) -> None:
+    """A disk, here a pipe as the log file, blocks the supervisor for longer than the timeout."""
     os.makedirs(run.files.directory)
     os.mkfifo(run.files.log)
     log = os.open(run.files.log, os.O_RDONLY | os.O_NONBLOCK)
-    words = [*SUPERVISOR, "run", "--dir", run.files.directory, "--name", "n1", "--heartbeat-timeout", "1", "--"]
-    command = ["bash", "-c", "head -c 300000 /dev/zero; exec sleep 300"]
-    process = subprocess.Popen([*words, *command], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, bufsize=0)
+    script = "head -c 300000 /dev/zero; exec sleep 300"
+    command = run.command("run", "--heartbeat-timeout", "1", "--", "bash", "-c", script)
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, bufsize=0)
     wait_until(lambda: struct.unpack("i", fcntl.ioctl(log, termios.FIONREAD, bytes(4)))[0] >= 1 << 16)
     assert process.stdin
     for _ in range(3):
@@ -201,82 +204,82 @@ def test_heartbeats_that_wait_to_be_read_are_not_missing(run: Run) -> None:
     os.set_blocking(log, True)
     while os.read(log, 1 << 20):
         pass
-    assert process.wait(SECONDS) == 143
+    assert process.wait(TIMEOUT) == 143
     assert not os.path.exists(run.files.record)
     process.stdin.close()
     os.close(log)
 
 
-def test_a_request_to_stop_is_obeyed_while_heartbeats_are_missing_and_once_is_enough(run: Run) -> None:
-    process = run.start(STUBBORN, "--grace", "1")
+def test_one_stop_request_among_heartbeats_leads_to_sigkill_after_the_grace_time(run: SupervisedRun) -> None:
+    process = run.start(IGNORES_TERM, "--grace", "1")
     run.control.write(b"\n\nstop\n")
-    assert process.wait(SECONDS) == 137
+    assert process.wait(TIMEOUT) == 137
+    assert not run.remaining()
     assert not os.path.exists(run.files.record)
 
 
 def ignore_signals() -> None:
-    """As under nohup, and in the background of a script."""
+    """As nohup does, and a shell script for its background jobs."""
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
 
 
-@pytest.mark.parametrize("who", ["supervisor", "command"])
-def test_signals_that_were_ignored_at_the_start_reach(run: Run, who: str) -> None:
+@pytest.mark.parametrize("target", ["supervisor", "command"])
+def test_signals_that_were_ignored_at_the_start_are_handled(run: SupervisedRun, target: str) -> None:
     process = run.start("trap 'exit 7' INT TERM; echo ready; while true; do sleep 0.1; done", preexec_fn=ignore_signals)
-    os.kill(run.pid(who), signal.SIGINT)
-    assert process.wait(SECONDS) == 7
+    os.kill(run.pid(target), signal.SIGINT)
+    assert process.wait(TIMEOUT) == 7
 
 
 LINES = 'for i in $(seq 20000); do echo "[n1:0] line $i"; echo "agent $i" >&2; done; echo ready'
 
 
-def streams(name: str, file: IO[bytes] | int) -> dict[str, Any]:
-    return {name: file}
-
-
-@pytest.mark.parametrize("lost", ["stdout", "stderr"])
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
 @pytest.mark.parametrize("how", ["closed before", "closed meanwhile", "full"])
-def test_a_console_that_is_lost_changes_neither_log_nor_exit_code(run: Run, lost: str, how: str) -> None:
+def test_a_broken_console_changes_neither_log_nor_exit_code(run: SupervisedRun, stream: str, how: str) -> None:
+    popen: dict[str, Any]
     if how == "full":
         with open("/dev/full", "wb") as full:
-            process = run.start(LINES, **streams(lost, full))
+            popen = {stream: full}
+            process = run.start(LINES, **popen)
     elif how == "closed before":
-        process = run.start(LINES, preexec_fn=lambda: os.close(1 if lost == "stdout" else 2))
+        process = run.start(LINES, preexec_fn=lambda: os.close(1 if stream == "stdout" else 2))
     else:
         source, target = os.pipe()
         os.close(source)
-        process = run.start(LINES, **streams(lost, target))
+        popen = {stream: target}
+        process = run.start(LINES, **popen)
         os.close(target)
-    assert process.wait(SECONDS) == 0
+    assert process.wait(TIMEOUT) == 0
     assert run.log.count("\n") == 40001
 
 
-def test_a_console_that_nobody_reads_delays_neither_a_request_nor_the_log(run: Run) -> None:
+def test_a_blocked_console_delays_neither_requests_nor_the_log(run: SupervisedRun) -> None:
     source, target = os.pipe()
     process = run.start(f"{LINES}; sleep 300", stdout=target, stderr=target)
     wait_until(lambda: "ready" in run.log)
     run.control.write(b"kill\n")
     wait_until(lambda: run.code is not None)
     run.control.write(b"kill\n")
-    assert process.wait(SECONDS) == 137
+    assert process.wait(TIMEOUT) == 137
     os.close(source)
     os.close(target)
 
 
-def test_what_is_shown_is_what_rank_0_and_the_agent_print(run: Run) -> None:
+def test_the_console_shows_output_of_rank_0_and_of_no_rank(run: SupervisedRun) -> None:
     process = run.start(
         "echo '[n1:0] loss 1'; echo '[n1:1] loss 2'; echo '[n1:10] x'; echo plain; printf '[n1:0] no end'",
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
-    assert process.communicate(timeout=SECONDS) == (b"loss 1\nno end\n", b"plain\n")
+    assert process.communicate(timeout=TIMEOUT) == (b"loss 1\nno end\n", b"plain\n")
     assert run.log == "[n1:0] loss 1\n[n1:1] loss 2\n[n1:10] x\nplain\n[n1:0] no end"
 
 
-# ---------------------------------------------------------------- the environment
+# ---------------------------------------------------------------- environment
 
 
-def test_values_of_the_environment_reach_the_command_and_no_command_line(run: Run, tmp_path: Path) -> None:
+def test_environment_values_reach_the_command_but_no_command_line_or_file(run: SupervisedRun, tmp_path: Path) -> None:
     env = tmp_path / "node_env.sh"
     env.write_text("export SECRET=of-node-env; SEEN=$OTHER\n")
     block = b"SECRET=s3cr3t 1\nline 2\0OTHER=o\0\0"
@@ -288,7 +291,9 @@ def test_values_of_the_environment_reach_the_command_and_no_command_line(run: Ru
 
 
 @pytest.mark.parametrize("node_env", ["exec true", "trap : EXIT; exit 0"])
-def test_a_node_env_that_replaces_the_shell_ends_with_69(run: Run, tmp_path: Path, node_env: str) -> None:
+def test_a_node_env_that_exits_or_replaces_the_shell_gives_69(
+    run: SupervisedRun, tmp_path: Path, node_env: str
+) -> None:
     env = tmp_path / "node_env.sh"
     env.write_text(node_env)
     run.start("echo ready", "--source", str(env), block=b"\0")
@@ -299,14 +304,16 @@ def test_a_node_env_that_replaces_the_shell_ends_with_69(run: Run, tmp_path: Pat
 
 
 @pytest.mark.parametrize("block", [b"\0", b"MUSTER_METRICS=/out/metrics.jsonl\0\0"], ids=["of a run", "of a job"])
-def test_the_command_knows_where_its_metrics_go(run: Run, monkeypatch: pytest.MonkeyPatch, block: bytes) -> None:
+def test_the_command_gets_the_path_of_its_metrics(
+    run: SupervisedRun, monkeypatch: pytest.MonkeyPatch, block: bytes
+) -> None:
     monkeypatch.setenv("MUSTER_METRICS", "/of/another/launch")
     run.start("echo ready $MUSTER_METRICS", block=block)
-    asked = f"{run.files.directory}/metrics.jsonl" if block == b"\0" else "/out/metrics.jsonl"
-    assert run.log == f"ready {asked}\n"
+    expected = f"{run.files.directory}/metrics.jsonl" if block == b"\0" else "/out/metrics.jsonl"
+    assert run.log == f"ready {expected}\n"
 
 
-def test_an_environment_from_a_file_is_removed_when_it_was_read(run: Run, tmp_path: Path) -> None:
+def test_an_environment_file_is_removed_after_reading(run: SupervisedRun, tmp_path: Path) -> None:
     file = tmp_path / "block"
     file.write_bytes(b"A=1\0\0")
     run.start("echo $A ready", "--environment", str(file))
@@ -314,11 +321,11 @@ def test_an_environment_from_a_file_is_removed_when_it_was_read(run: Run, tmp_pa
     assert not file.exists()
 
 
-def test_an_environment_that_does_not_arrive_starts_nothing(run: Run) -> None:
-    words = [*SUPERVISOR, "run", "--dir", run.files.directory, "--name", "n1", "--environment", "-", "--", "true"]
-    answer = subprocess.run(words, input=b"A=1\0", capture_output=True, check=False)
-    assert answer.returncode == 69
-    assert b"the environment block ended too early" in answer.stderr
+def test_an_incomplete_environment_block_starts_nothing(run: SupervisedRun) -> None:
+    command = run.command("run", "--environment", "-", "--", "true")
+    done = subprocess.run(command, input=b"A=1\0", capture_output=True, check=False)
+    assert done.returncode == 69
+    assert b"environment block incomplete" in done.stderr
     assert not os.path.exists(run.files.pids)
 
 
@@ -330,7 +337,7 @@ def test_an_environment_that_does_not_arrive_starts_nothing(run: Run) -> None:
         (b"A=1\0B=\n\0\0kill\n\n", b"A=1\0B=\n\0", b"kill\n\n"),
     ],
 )
-def test_a_block_of_the_environment_ends_with_an_empty_entry(received: bytes, block: bytes, rest: bytes) -> None:
+def test_an_environment_block_ends_with_an_empty_entry(received: bytes, block: bytes, rest: bytes) -> None:
     source, target = os.pipe()
     os.write(target, received)
     assert read_block(source) == (block, rest)
@@ -341,18 +348,17 @@ def test_a_block_of_the_environment_ends_with_an_empty_entry(received: bytes, bl
 # ---------------------------------------------------------------- detached
 
 
-def test_a_detached_command_outlives_its_caller_and_is_found_again(run: Run) -> None:
-    words = [*SUPERVISOR, "run", "--dir", run.files.directory, "--name", "n1", "--detach", "--environment", "-", "--"]
+def test_a_detached_command_outlives_its_caller_and_can_be_stopped(run: SupervisedRun) -> None:
     assert run.state["state"] == "absent"
     script = "echo $A; trap 'exit 7' TERM; echo ready; while true; do sleep 0.1; done"
-    # Its pipes would keep the caller waiting for as long as the command runs.
-    words += ["bash", "-c", script]
-    done = subprocess.run(words, input=b"A=1\0\0", capture_output=True, timeout=SECONDS, check=True)
+    command = run.command("run", "--detach", "--environment", "-", "--", "bash", "-c", script)
+    # If the command inherited the pipes, this would wait until it exits.
+    done = subprocess.run(command, input=b"A=1\0\0", capture_output=True, timeout=TIMEOUT, check=True)
     assert (done.stdout, done.stderr) == (b"", b"")
     wait_until(lambda: run.log == "1\nready\n")
     state = run.state
     assert state["state"] == "running"
-    assert abs(time.time() - state["heartbeat"]) < SECONDS
+    assert abs(time.time() - state["heartbeat"]) < TIMEOUT
     assert os.getsid(state["supervisor"]["pid"]) == state["supervisor"]["pid"]
     run.call("stop")
     wait_until(lambda: run.code is not None)
@@ -360,39 +366,36 @@ def test_a_detached_command_outlives_its_caller_and_is_found_again(run: Run) -> 
     assert run.state["exit_code"] == 7
 
 
-def test_a_detached_command_that_cannot_be_started_is_reported(run: Run, tmp_path: Path) -> None:
+def test_a_detached_command_that_cannot_be_started_is_reported(run: SupervisedRun, tmp_path: Path) -> None:
     Path(run.files.directory).mkdir()
-    Path(run.files.log).mkdir()  # as little to be written as on a full disk
-    words = [*SUPERVISOR, "run", "--dir", run.files.directory, "--name", "n1", "--detach", "--", "true"]
-    answer = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert answer.returncode == 69
-    assert "the command was not started: " in answer.stderr
-    assert "Is a directory" in answer.stderr
+    Path(run.files.log).mkdir()  # cannot be written, as on a full disk
+    done = subprocess.run(run.command("run", "--detach", "--", "true"), capture_output=True, text=True, check=False)
+    assert done.returncode == 69
+    assert "the command was not started: " in done.stderr
+    assert "Is a directory" in done.stderr
 
 
-def test_a_detached_supervisor_that_is_killed_leaves_an_exit_code_and_no_process(run: Run) -> None:
-    words = [*SUPERVISOR, "run", "--dir", run.files.directory, "--name", "n1", "--detach", "--", "bash", "-c", FAMILY]
-    subprocess.run(words, timeout=SECONDS, check=True)
+def test_a_killed_detached_supervisor_leaves_an_exit_code_and_no_process(run: SupervisedRun) -> None:
+    subprocess.run(run.command("run", "--detach", "--", "bash", "-c", WITH_CHILDREN), timeout=TIMEOUT, check=True)
     wait_until(lambda: "ready" in run.log)
     kill(run.pid("supervisor"))
     wait_until(lambda: run.code == 137)
-    assert not run.left()
+    assert not run.remaining()
 
 
-def detach(run: Run, *command: str, options: tuple[str, ...] = ()) -> None:
-    """Start a command, and wait for its end."""
-    words = [*SUPERVISOR, "run", "--dir", run.files.directory, "--name", "n1", "--detach", *options, "--", *command]
-    subprocess.run(words, timeout=SECONDS, check=True)
+def detach(run: SupervisedRun, *command: str, options: tuple[str, ...] = ()) -> None:
+    """Run a detached command and wait until it has exited."""
+    subprocess.run(run.command("run", "--detach", *options, "--", *command), timeout=TIMEOUT, check=True)
     wait_until(lambda: run.code is not None)
 
 
-ALLOCATE = f"'{sys.executable}' -I -S -c 'x = bytearray(200 << 20)'"  # 200 MiB, all of it written to
+ALLOCATE = f"'{sys.executable}' -I -S -c 'x = bytearray(200 << 20)'"  # uses 200 MiB
 
 
 @pytest.mark.parametrize(
     "script", [f"exec {ALLOCATE}", f"{ALLOCATE}; true", f"{ALLOCATE} & wait", f"({ALLOCATE}); exit 3"]
 )
-def test_a_detached_command_leaves_its_times_and_the_memory_of_its_largest_process(run: Run, script: str) -> None:
+def test_the_times_and_peak_memory_of_a_detached_command_are_recorded(run: SupervisedRun, script: str) -> None:
     before = time.time()
     detach(run, "bash", "-c", script)
     usage: dict[str, Any] = read_json(run.files.usage)
@@ -401,17 +404,11 @@ def test_a_detached_command_leaves_its_times_and_the_memory_of_its_largest_proce
     assert 200 << 20 <= usage["peak_memory"] < 300 << 20  # bytes
 
 
-def test_a_small_command_has_used_little_memory(run: Run) -> None:
+def test_the_peak_memory_of_a_small_command_is_small(run: SupervisedRun) -> None:
     detach(run, "true")
     peak = read_json(run.files.usage)["peak_memory"]
     assert isinstance(peak, int)
     assert 100_000 < peak < 100 << 20
-
-
-def test_how_long_a_detached_command_took_is_how_long_it_ran(run: Run) -> None:
-    detach(run, "sleep", "0.5")
-    usage: dict[str, Any] = read_json(run.files.usage)
-    assert 0.4 < usage["ended"] - usage["started"] < SECONDS
 
 
 # ---------------------------------------------------------------- timeout
@@ -423,74 +420,77 @@ def test_how_long_a_detached_command_took_is_how_long_it_ran(run: Run) -> None:
         ("trap 'exit 75' TERM; echo ready; while true; do sleep 0.1; done", 75),
         ("echo ready; sleep 300", 143),
         ("trap 'exit 0' TERM; echo ready; while true; do sleep 0.1; done", 0),
-        (STUBBORN, 137),
-        (FAMILY, 143),
+        (IGNORES_TERM, 137),
+        (WITH_CHILDREN, 143),
     ],
-    ids=["saves", "sleeps", "succeeds", "stubborn", "family"],
+    ids=["saves", "sleeps", "succeeds", "ignores SIGTERM", "with children"],
 )
-def test_a_command_that_runs_too_long_is_stopped_and_the_cause_is_recorded(run: Run, script: str, code: int) -> None:
+def test_a_command_that_exceeds_its_timeout_is_stopped_and_the_cause_is_recorded(
+    run: SupervisedRun, script: str, code: int
+) -> None:
     process = run.start(script, "--timeout", "1", "--grace", "1")
-    assert process.wait(SECONDS) == code
-    assert not run.left()
+    assert process.wait(TIMEOUT) == code
+    assert not run.remaining()
     record = read_json(run.files.record)
     assert (record["cause"], record["message"]) == ("timeout", "the command has run for 1 s (--timeout)")
     assert "supervisor: the command has run for 1 s (--timeout); stopping\n" in run.log
 
 
-def test_a_detached_command_that_runs_too_long_is_stopped(run: Run) -> None:
+def test_a_detached_command_that_exceeds_its_timeout_is_stopped(run: SupervisedRun) -> None:
     detach(run, "sleep", "300", options=("--timeout", "1"))
     assert run.code == 143
     assert read_json(run.files.record)["cause"] == "timeout"
     usage: dict[str, Any] = read_json(run.files.usage)
-    assert 0.9 < usage["ended"] - usage["started"] < SECONDS
+    assert 0.9 < usage["ended"] - usage["started"] < TIMEOUT
 
 
-def test_a_command_that_ends_in_time_has_no_cause_also_when_what_it_left_behind_takes_longer(run: Run) -> None:
+def test_leftover_processes_do_not_count_for_the_timeout(run: SupervisedRun) -> None:
     process = run.start("(trap '' TERM; sleep 300) & echo ready; sleep 0.5", "--timeout", "1")
-    assert process.wait(SECONDS) == 0
-    assert not run.left()
+    assert process.wait(TIMEOUT) == 0
+    assert not run.remaining()
     assert not os.path.exists(run.files.record)
 
 
-def test_a_command_that_was_asked_to_stop_before_its_time_is_over_has_not_run_too_long(run: Run) -> None:
+def test_a_timeout_after_a_stop_request_is_not_recorded(run: SupervisedRun) -> None:
     process = run.start("trap 'sleep 1.5; exit 7' TERM; echo ready; while true; do sleep 0.1; done", "--timeout", "1")
     run.control.write(b"stop\n")
-    assert process.wait(SECONDS) == 7
+    assert process.wait(TIMEOUT) == 7
     assert not os.path.exists(run.files.record)
 
 
 # ---------------------------------------------------------------- sweep
 
 
-def test_why_a_command_was_stopped_is_recorded_also_where_nobody_has_made_errors(run: Run) -> None:
+def test_the_cause_is_recorded_although_directory_errors_does_not_exist(run: SupervisedRun) -> None:
     os.makedirs(run.files.directory)
-    words = ["--dir", run.files.directory, "--name", "n1", "--grace", "8", "--timeout", "1", "--detach"]
+    arguments = ["--dir", run.files.directory, "--name", "n1", "--grace", "8", "--timeout", "1", "--detach"]
+    options = SupervisorOptions([*arguments, "--", "sleep", "300"])
     if (pid := os.fork()) == 0:  # as the server of a job list does
-        os._exit(supervisor.supervise(Options([*words, "--", "sleep", "300"]), b"") != 128 + signal.SIGTERM)
+        os._exit(supervisor.supervise(options, b"") != 128 + signal.SIGTERM)
     assert os.waitpid(pid, 0)[1] == 0
     assert read_json(run.files.record)["cause"] == "timeout"
 
 
-def test_sweep_gives_the_grace_and_touches_nothing_else(run: Run) -> None:
+def test_sweep_respects_the_grace_time_and_leaves_other_processes_alone(run: SupervisedRun) -> None:
     bystander = subprocess.Popen(["sleep", "300"])
     process = run.start("trap 'echo saved; exit 75' TERM; echo ready; while true; do sleep 0.1; done")
     run.call("sweep", "--grace", "8")
-    assert process.wait(SECONDS) == 75
+    assert process.wait(TIMEOUT) == 75
     assert "saved" in run.log
     assert bystander.poll() is None
     bystander.kill()
     bystander.wait()
 
 
-def test_sweep_wakes_a_supervisor_that_is_stopped(run: Run) -> None:
-    process = run.start(FAMILY)
+def test_sweep_continues_a_supervisor_stopped_by_sigstop(run: SupervisedRun) -> None:
+    process = run.start(WITH_CHILDREN)
     os.kill(process.pid, signal.SIGSTOP)
     run.call("sweep", "--grace", "8")
-    assert not run.left()
-    assert process.wait(SECONDS) == 143
+    assert not run.remaining()
+    assert process.wait(TIMEOUT) == 143
 
 
-# ---------------------------------------------------------------- what is decided without a process
+# ---------------------------------------------------------------- without processes
 
 TEXT = st.lists(
     st.sampled_from(
@@ -500,13 +500,13 @@ TEXT = st.lists(
 
 
 @given(TEXT, st.integers(1, 9))
-def test_the_console_is_the_same_however_the_output_is_cut(parts: list[bytes], size: int) -> None:
-    output = b"".join(parts)
-    whole = Console().feed(output, last=True)
+def test_the_console_does_not_depend_on_how_output_is_split(lines: list[bytes], size: int) -> None:
+    output = b"".join(lines)
+    expected = Console().feed(output, last=True)
     console = Console()
-    pieces = [console.feed(output[start : start + size]) for start in range(0, len(output), size)]
-    pieces.append(console.feed(b"", last=True))
-    assert tuple(b"".join(texts) for texts in zip(*pieces, strict=True)) == whole
+    shown = [console.feed(output[start : start + size]) for start in range(0, len(output), size)]
+    shown.append(console.feed(b"", last=True))
+    assert tuple(b"".join(texts) for texts in zip(*shown, strict=True)) == expected
 
 
 @pytest.mark.parametrize(
@@ -520,9 +520,11 @@ def test_the_console_is_the_same_however_the_output_is_cut(parts: list[bytes], s
         (b"a [n1:0] b\n", b"", b"a [n1:0] b\n"),
     ],
 )
-def test_a_line_belongs_to_rank_0_to_another_or_to_none(line: bytes, shown: bytes, plain: bytes) -> None:
+def test_lines_of_rank_0_of_other_ranks_and_of_no_rank_are_distinguished(
+    line: bytes, shown: bytes, plain: bytes
+) -> None:
     assert Console().feed(line) == (shown, plain)
-    assert Console().feed(b"[n1:0] \n[n1:12] \n" + line) == (b"\n" + shown, plain)  # prefixes that it has met
+    assert Console().feed(b"[n1:0] \n[n1:12] \n" + line) == (b"\n" + shown, plain)
 
 
 BAR = (
@@ -531,7 +533,7 @@ BAR = (
 
 
 def on_a_terminal(output: bytes) -> list[str]:
-    """The lines that a person sees in the end."""
+    """The final lines on a terminal."""
     console, screen, column = Console(terminal=True), [""], 0
     for line in output.splitlines(keepends=True):
         for part in re.findall(rb"\r|\n|\x1b\[[?0-9]*[a-zA-Z]|[^\r\n\x1b]+", b"".join(console.feed(line))):
@@ -551,22 +553,22 @@ def test_a_progress_bar_of_rank_0_stays_on_one_line_of_a_terminal() -> None:
     assert on_a_terminal(BAR) == ["100%", "loss 2", "node line", "40%"]
 
 
-def test_a_line_of_the_supervisor_does_not_stand_behind_a_progress_bar() -> None:
+def test_a_message_of_the_supervisor_replaces_a_progress_bar() -> None:
     console = Console(terminal=True)
-    assert console.aside(b"stopping\n") == b"stopping\n"
+    assert console.message(b"stopping\n") == b"stopping\n"
     console.feed(b"[n1:0]  10%\r\n[n1:0]  20")
-    assert console.aside(b"stopping\n") == b"\r\x1b[Kstopping\n"
-    assert console.feed(b"%\n")[0] == b" 20%\n", "the bar is no longer there, and a line that had begun goes on"
+    assert console.message(b"stopping\n") == b"\r\x1b[Kstopping\n"
+    assert console.feed(b"%\n")[0] == b" 20%\n", "the bar was cleared, and the partial line is completed"
 
 
-def test_without_a_terminal_each_state_of_a_bar_is_a_line() -> None:
+def test_without_a_terminal_each_update_of_a_progress_bar_is_a_line() -> None:
     assert Console().feed(BAR) == (b" 10%\n 20%\n100%\nloss 2\n 30%\n40%\n", b"node line\n")
 
 
-def test_the_log_has_of_a_bar_what_nothing_overwrote(run: Run) -> None:
+def test_the_log_has_no_overwritten_updates_of_a_progress_bar(run: SupervisedRun) -> None:
     printed = BAR.decode().replace("\r", "\\r").replace("\n", "\\n").replace("%", "%%")
     process = run.start(f"printf '{printed}ready\\n'; printf 'raw\\r\\n'")
-    process.wait(SECONDS)
+    process.wait(TIMEOUT)
     assert Path(run.files.log).read_bytes() == (b"[n1:1] other\n[n1:0] 100%\n[n1:0] loss 2\nnode line\nready\nraw\r\n")
 
 
@@ -579,11 +581,11 @@ def test_the_log_has_of_a_bar_what_nothing_overwrote(run: Run) -> None:
         (["--dir", "d", "--name", "n", "--grace", "-1"], "--grace: expected a whole number of seconds, got '-1'"),
         (["--dir", "d", "--name", "n", "--timeout", "1.5"], "--timeout: expected a whole number of seconds, got '1.5'"),
         (["--dir", "d", "--name", "n", "--timeout"], "--timeout: needs a value"),
-        (["--dir", "d", "--name", "n", "--source", "/nix"], "--source '/nix': cannot read it"),
+        (["--dir", "d", "--name", "n", "--source", "/nix"], "--source '/nix': cannot read file"),
         (["--bad"], "--bad: unknown option"),
     ],
 )
 def test_a_wrong_call_names_the_option_and_the_value(arguments: list[str], message: str) -> None:
-    with pytest.raises(Refused) as refused:
-        Options(arguments)
+    with pytest.raises(SupervisorError) as refused:
+        SupervisorOptions(arguments)
     assert refused.value.args == (2, message)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from test_hang_analysis import IDLES, LOOPS, SLEEPS, STOPPED, WAITS, WORKS, ranks
 
-from distributed.host.replies import framed
+from distributed.host.replies import format_reply
 from distributed.runs import hang_decision
 from distributed.runs.hang_analysis import Activity, find_stall
 from distributed.runs.hang_decision import decide, hang_record
@@ -105,7 +105,7 @@ NODE_STATUS = {
 
 
 def write_reply(directory: Path, code: int, **facts: Any) -> None:
-    (directory / "n1.out").write_text(framed(NODE_STATUS | facts) if code == 0 else "")
+    (directory / "n1.out").write_text(format_reply(NODE_STATUS | facts) if code == 0 else "")
     (directory / "n1.err").write_text("")
     (directory / "n1.code").write_text(f"{code}\n")
 

@@ -209,8 +209,8 @@ def test_remaining_processes_are_reported_for_each_node() -> None:
             "cannot be reached (ssh: connect to host n1 port 22: tim",
         ),
         ("137", "", "did not reply in time"),
-        ("127", "bash: line 1: exec: /x/python: not found", "has no such Python"),
-        ("2", "python: can't open file '/k/scripts/lib/module.py'", "does not have the kit"),
+        ("127", "bash: line 1: exec: /x/python: not found", "Python not found"),
+        ("2", "python: can't open file '/k/scripts/lib/module.py'", "Muster not found"),
     ],
 )
 def test_a_node_without_a_reply_has_a_reason(tmp_path: Path, code: str, err: str, why: str) -> None:
@@ -266,7 +266,7 @@ def test_a_damaged_run_json_is_refused(tmp_path: Path, text: str) -> None:
 
 
 def test_a_launcher_is_identified_by_pid_and_start_time() -> None:
-    host, machine, since = os.uname().nodename, identity.machine(), process_scan.since(os.getpid())
+    host, machine, since = os.uname().nodename, identity.machine(), process_scan.start_time(os.getpid())
     assert since is not None
     assert locate_launcher(host, machine, os.getpid(), since) == HERE
     assert locate_launcher(host, machine, os.getpid(), since - 1) == GONE, "another process has its pid now"

@@ -1,6 +1,6 @@
-"""What SLURM has allocated is read from its variables, as a real one sets them: uneven nodes, GPUs, no -n, a wrong sum.
+"""The allocation is read from SLURM's variables: uneven nodes, GPUs, jobs without --ntasks, inconsistent numbers.
 
-The environments are what SLURM 22.05 gave to batch scripts, but for names of nodes.
+The environments are those of batch scripts under SLURM 22.05, with other node names.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 
 from distributed.host.network import PORTS
 from distributed.slurm import allocation
-from distributed.slurm.allocation import STRIDE, Allocation, AllocationError, ports
+from distributed.slurm.allocation import PORT_STRIDE, Allocation, AllocationError, ports
 
 EVEN = {
     "SLURM_JOB_ID": "17",
@@ -38,7 +38,7 @@ NO_TASKS = {name: EVEN[name] for name in ("SLURM_JOB_ID", "SLURM_JOB_NODELIST")}
         (UNEVEN, 0, (4, 1), 1),
         (UNEVEN, 5, (4, 1), 1),
         (UNEVEN, 2, (1, 1), 1),
-        (EVEN | {"SLURM_NTASKS": "3"}, 0, (2, 1), 2),  # with --ntasks-per-node, SLURM says 2(x2) of 3 tasks
+        (EVEN | {"SLURM_NTASKS": "3"}, 0, (2, 1), 2),  # with --ntasks-per-node, SLURM sets 2(x2) for 3 tasks
         (EVEN, 3, (2, 1), 2),
         (EVEN, 2, (1, 1), 4),
         (NO_TASKS, 0, (1, 1), 1),
@@ -46,9 +46,11 @@ NO_TASKS = {name: EVEN[name] for name in ("SLURM_JOB_ID", "SLURM_JOB_NODELIST")}
         (NO_TASKS, 16, (8, 8), 0),
     ],
 )
-def test_ranks_are_laid_out_as_allocated(env: dict[str, str], ranks: int, tasks: tuple[int, ...], cores: int) -> None:
+def test_ranks_are_distributed_as_allocated(
+    env: dict[str, str], ranks: int, tasks: tuple[int, ...], cores: int
+) -> None:
     found = Allocation.from_env(env, ranks)
-    assert (found.nodes, found.tasks, found.cores_a_task) == (("n08", "n09"), tasks, cores)
+    assert (found.nodes, found.tasks, found.cores_per_task) == (("n08", "n09"), tasks, cores)
 
 
 @pytest.mark.parametrize(
@@ -57,14 +59,14 @@ def test_ranks_are_laid_out_as_allocated(env: dict[str, str], ranks: int, tasks:
         (
             {},
             0,
-            "SLURM_JOB_NODELIST is not set: not in a SLURM allocation; call this from a batch",
+            "SLURM_JOB_NODELIST is not set: not in a SLURM allocation; run this in a batch",
         ),
-        (EVEN, 1, "1 process.* for the 2 nodes of the allocation"),
-        (EVEN, 6, r"3 processes on n08, and 2 GPUs allocated there.*--gres=gpu:3.*--ntasks-per-node=2"),
+        (EVEN, 1, "1 process for 2 allocated nodes; request at least 2"),
+        (EVEN, 6, r"n08: 3 processes, but 2 GPUs allocated.*--gres=gpu:3.*--ntasks-per-node=2"),
         (EVEN | {"SLURM_TASKS_PER_NODE": "2(x"}, 0, "SLURM's variables cannot be read: .*2\\(x"),
     ],
 )
-def test_what_does_not_fit_is_refused(env: dict[str, str], ranks: int, fault: str) -> None:
+def test_an_allocation_that_does_not_fit_is_refused(env: dict[str, str], ranks: int, fault: str) -> None:
     with pytest.raises(AllocationError, match=fault):
         Allocation.from_env(env, ranks)
 
@@ -72,14 +74,14 @@ def test_what_does_not_fit_is_refused(env: dict[str, str], ranks: int, fault: st
 @pytest.mark.parametrize(
     ("env", "ranks", "note"),
     [
-        (EVEN, 2, "2 GPUs on n08, and 1 of them used: --ntasks-per-node=2 uses all"),
-        (NO_TASKS, 4, "fewer CPU cores are allocated than processes, which have to share them"),
-        (EVEN | {"SLURM_HET_SIZE": "2"}, 0, "this job has 2 components: only the nodes of the first are used"),
+        (EVEN, 2, "n08: 1 of 2 GPUs used; use all with --ntasks-per-node=2"),
+        (NO_TASKS, 4, "fewer CPU cores than processes allocated; request more with --cpus-per-task"),
+        (EVEN | {"SLURM_HET_SIZE": "2"}, 0, "heterogeneous job with 2 components; only nodes of the first one"),
     ],
 )
-def test_what_is_odd_is_told(env: dict[str, str], ranks: int, note: str) -> None:
-    (told,) = Allocation.from_env(env, ranks).notes(env)
-    assert note in told
+def test_unused_and_scarce_resources_are_reported(env: dict[str, str], ranks: int, note: str) -> None:
+    (found,) = Allocation.from_env(env, ranks).notes(env)
+    assert note in found
 
 
 SHOWN = """JobId=16 ArrayJobId=17 ArrayTaskId=1 JobName=wrap
@@ -103,7 +105,7 @@ JobId=17 ArrayJobId=17 ArrayTaskId=2 JobName=wrap
         ("", 0),
     ],
 )
-def test_what_scontrol_shows_of_gpus_is_read(gres: str, gpus: int) -> None:
+def test_gpus_in_the_output_of_scontrol_are_counted(gres: str, gpus: int) -> None:
     shown = f"JobId=17 JobName=wrap\n     Nodes=n[08-09] CPU_IDs=6-7 Mem=0 GRES={gres}\n"
     assert allocation.gpus_of_nodes(shown, "17") == {"n08": gpus, "n09": gpus}
 
@@ -111,20 +113,20 @@ def test_what_scontrol_shows_of_gpus_is_read(gres: str, gpus: int) -> None:
 def test_gpus_are_counted_on_every_node() -> None:
     uneven = UNEVEN | {"SLURM_NTASKS": "3", "SLURM_TASKS_PER_NODE": "2,1"}
     assert Allocation.from_env(uneven, job=SHOWN).gpus == (2, 1)
-    with pytest.raises(AllocationError, match=r"2 processes on n09, and 1 GPU allocated there"):
+    with pytest.raises(AllocationError, match=r"n09: 2 processes, but 1 GPU allocated"):
         Allocation.from_env(EVEN, job=SHOWN)
     assert Allocation.from_env(NO_TASKS, job=SHOWN).tasks == (2, 1), "one process for each GPU"
 
 
-def test_neighbouring_jobs_try_other_ports_each() -> None:
+def test_jobs_with_consecutive_ids_try_different_ports() -> None:
     tried = [set(itertools.islice(ports(job), 5)) for job in range(9_995, 10_005)]
     assert sum(map(len, tried)) == len(set.union(*tried))
     assert all(port in PORTS for port in set.union(*tried))
 
 
-def test_a_port_that_somebody_has_is_passed_over(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_in_use_is_skipped(capsys: pytest.CaptureFixture[str]) -> None:
     job = 4711
     first = next(ports(job))
     with socket.create_server(("", first)):
         assert allocation.main([str(job)]) == 0
-        assert int(capsys.readouterr().out) == PORTS[(job + STRIDE) % len(PORTS)]
+        assert int(capsys.readouterr().out) == PORTS[(job + PORT_STRIDE) % len(PORTS)]

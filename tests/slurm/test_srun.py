@@ -1,6 +1,6 @@
-"""What comes through srun is parted into output and reports, however it is cut; and an srun that fails has a verdict.
+"""srun's output is split into output and reports; failures of srun have a verdict; tasks report how they end.
 
-The rest of a step is shown on a real SLURM: tests/slurm_train.bats, tests/slurm_faults.bats.
+tests/slurm_train.bats and tests/slurm_faults.bats test complete steps on a real SLURM.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ from distributed.files import read_json
 from distributed.host import process_scan
 from distributed.runs import verdict
 from distributed.slurm import srun
-from distributed.slurm.srun import Node, Parser
+from distributed.slurm.srun import ReportParser, StepNode
 from distributed.slurm.task import REPORT, TaskFiles, agent_options
 
 KIT = Path(__file__).resolve().parents[2]
 
-SAID = b"step 1\nstep 2 is cut amid " + REPORT + b'{"node": "n2", "end": {"exit_code": 0}}\n' + b"its line\n"
-SAID += REPORT + b'{"node": "n1"}\n' + REPORT + b"no report\n" + REPORT + b"[1]\n" + b"the end\n"
+OUTPUT = b"step 1\nstep 2 is split amid " + REPORT + b'{"node": "n2", "end": {"exit_code": 0}}\n' + b"its line\n"
+OUTPUT += REPORT + b'{"node": "n1"}\n' + REPORT + b"no report\n" + REPORT + b"[1]\n" + b"the end\n"
 
 
-@given(st.lists(st.integers(1, len(SAID)), max_size=12))
-def test_reports_are_found_wherever_the_stream_is_cut(cuts: list[int]) -> None:
-    parser, found = Parser(), []
-    places = sorted({0, *cuts, len(SAID)})
-    for begin, end in itertools.pairwise(places):
-        found += list(parser.feed(SAID[begin:end]))
-    assert b"".join(word for word in found if isinstance(word, bytes)) == (
-        b"step 1\nstep 2 is cut amid its line\n" + REPORT + b"no report\n" + REPORT + b"[1]\nthe end\n"
+@given(st.lists(st.integers(1, len(OUTPUT)), max_size=12))
+def test_reports_are_found_wherever_the_stream_is_split(splits: list[int]) -> None:
+    parser, found = ReportParser(), []
+    positions = sorted({0, *splits, len(OUTPUT)})
+    for start, end in itertools.pairwise(positions):
+        found += list(parser.feed(OUTPUT[start:end]))
+    assert b"".join(item for item in found if isinstance(item, bytes)) == (
+        b"step 1\nstep 2 is split amid its line\n" + REPORT + b"no report\n" + REPORT + b"[1]\nthe end\n"
     )
-    assert [word["node"] for word in found if isinstance(word, dict)] == ["n2", "n1"]
+    assert [item["node"] for item in found if isinstance(item, dict)] == ["n2", "n1"]
 
 
-def test_a_node_ends_with_the_code_of_its_first_task_that_ended_badly() -> None:
-    node = Node("n1", tasks=3)
+def test_the_exit_code_of_a_node_is_that_of_its_first_failed_task() -> None:
+    node = StepNode("n1", tasks=3)
     for code in (0, 137, 1):
         assert not node.ended
         node.ends.append({"exit_code": code})
@@ -61,45 +61,45 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "errors").mkdir()
     places = [{"node": "n1", "address": "n1", "processes": 1, "first_rank": 0}]
     (tmp_path / "run.json").write_text(json.dumps({"places": places}))
-    reading, writing = os.pipe()  # nobody sends requests
-    monkeypatch.setattr("distributed.slurm.srun.CONTROL", reading)
+    reader, writer = os.pipe()  # without requests
+    monkeypatch.setattr("distributed.slurm.srun.CONTROL", reader)
     yield tmp_path
-    os.close(reading)
-    os.close(writing)
+    os.close(reader)
+    os.close(writer)
 
 
-def started(*words: str) -> subprocess.Popen[bytes]:
-    """What stands in for srun."""
+def fake_srun(*command: str) -> subprocess.Popen[bytes]:
+    """Start a command in place of srun."""
     pipe = subprocess.PIPE
-    return subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0)
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0)
 
 
-def step_of(run: Path, *words: str) -> int:
-    """The exit code of a step of one task."""
-    return srun.watch(str(run), "n1:1", started(*words))
+def run_step(run: Path, *command: str) -> int:
+    """Watch a step of one task with this command in place of srun. Returns the exit code of the step."""
+    return srun.watch(str(run), "n1:1", fake_srun(*command))
 
 
-def test_an_srun_that_starts_nothing_is_named_with_what_it_says(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert step_of(run, "sh", "-c", "echo srun: error: no such node >&2; exit 3") == 3
+def test_an_srun_that_starts_no_task_is_reported_with_its_message(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run_step(run, "sh", "-c", "echo srun: error: no such node >&2; exit 3") == 3
     assert "srun: error: no such node" in capfd.readouterr().err
     judged = verdict.decide(run, 3)
     assert (judged.outcome, judged.exit_code) == ("failed", 3)
     assert "srun ended with: srun: error: no such node" in judged.cause
 
 
-def test_an_srun_that_ends_well_without_its_tasks_is_no_success(run: Path) -> None:
-    """As when the allocation is revoked."""
-    assert step_of(run, "true") == UNFIT
+def test_an_srun_that_exits_with_0_before_its_tasks_is_a_failure(run: Path) -> None:
+    """For example when the allocation is revoked."""
+    assert run_step(run, "true") == UNFIT
     assert verdict.decide(run, UNFIT).outcome == "failed"
 
 
 def test_the_node_of_a_task_that_has_not_reported_its_end_is_lost(run: Path) -> None:
     report = (REPORT + b'{"node": "n1", "tasks": 1}\n').decode()
-    assert step_of(run, "printf", "%s", report) == UNFIT
-    assert (run / "node_n1.lost").read_text() == "srun has ended before its tasks\n"
+    assert run_step(run, "printf", "%s", report) == UNFIT
+    assert (run / "node_n1.lost").read_text() == "srun exited before its tasks\n"
 
 
-def test_a_task_that_ended_with_0_while_others_waited_for_it_is_named(run: Path) -> None:
+def test_a_task_that_exited_with_0_during_a_collective_is_the_cause_in_the_verdict(run: Path) -> None:
     (run / "errors/rank_0.json").write_text(
         json.dumps(
             {"node": "n1", "rank": 0, "pid": 1, "exception": "RuntimeError", "message": "Connection reset by peer"}
@@ -109,22 +109,22 @@ def test_a_task_that_ended_with_0_while_others_waited_for_it_is_named(run: Path)
     reports = [
         {"node": f"n{2 - k}", "tasks": 1, "end": {"pid": 1, "time": 1.0 + k, **end}} for k, end in enumerate(ends)
     ]
-    said = "".join(f"{REPORT.decode()}{json.dumps(report)}\n" for report in reports)
-    assert srun.watch(str(run), "n1:1,n2:1", started("printf", "%s", said)) == 1
+    output = "".join(f"{REPORT.decode()}{json.dumps(report)}\n" for report in reports)
+    assert srun.watch(str(run), "n1:1,n2:1", fake_srun("printf", "%s", output)) == 1
     assert verdict.decide(run, 1).cause == "rank 1 on n2 ended with exit code 0 while rank 0 on n1 was in a collective"
 
 
-def test_what_slurm_says_of_a_failed_node_may_come_in_pieces(run: Path) -> None:
-    said = "printf 'srun: error: Node fail' >&2; sleep 0.2; echo 'ure on n1' >&2"
-    assert step_of(run, "sh", "-c", said) == UNFIT
-    assert (run / "node_n1.lost").read_text() == "SLURM says that this node has failed\n"
+def test_a_node_failure_message_may_arrive_in_parts(run: Path) -> None:
+    script = "printf 'srun: error: Node fail' >&2; sleep 0.2; echo 'ure on n1' >&2"
+    assert run_step(run, "sh", "-c", script) == UNFIT
+    assert (run / "node_n1.lost").read_text() == "node failure reported by SLURM\n"
 
 
 @pytest.mark.parametrize(("blocked", "lost"), [(60.0, False), (0.0, True)])
 def test_a_node_is_not_lost_while_a_disk_blocked_the_launcher(run: Path, blocked: float, lost: bool) -> None:
-    """Its reports may wait to be read."""
-    node = Node("n1", tasks=1, last_report=time.monotonic() - 60)
-    watched = srun.Step(run, [node], started("true"))
+    """Its reports may be unread."""
+    node = StepNode("n1", tasks=1, last_report=time.monotonic() - 60)
+    watched = srun.JobStep(run, [node], fake_srun("true"))
     with watched._srun, watched._srun_log:
         watched._checked = time.monotonic() - blocked
         watched.check_clock()
@@ -146,63 +146,63 @@ ENV = {
     "MASTER_PORT": "20017",
     "OMP_NUM_THREADS": "1",
 }
-SECONDS = 60.0  # for what takes a moment on a machine that is not busy
+TIMEOUT = 60.0  # seconds for events that take milliseconds on an idle machine
 
 
-class Started:
-    """A task as srun starts it: with a pipe to each of its standard files."""
+class StartedTask:
+    """A task, started as srun does, with pipes to its standard files."""
 
     def __init__(self, run: Path, script: str, rank: int = 3, grace: int = 8, agent: bool = False) -> None:
-        """script: in Python; of an agent in bash."""
+        """script: in Python; with `agent`, in bash."""
         (run / f"script_{rank}.py").write_text(f"import os, signal, sys, time\n{script}")
         env = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank % 2), "MUSTER_RUN_DIR": str(run)}
-        words = [sys.executable, "-I", "-S", str(KIT / "scripts/lib/srun_task.py"), "agent" if agent else "rank"]
+        task = [sys.executable, "-I", "-S", str(KIT / "scripts/lib/srun_task.py"), "agent" if agent else "rank"]
         command = ["2,4", "bash", "-c", script, "bash", "--"] if agent else [str(run / f"script_{rank}.py")]
         self.process: Any = subprocess.Popen(
-            [*words, str(run), str(grace), *command],
+            [*task, str(run), str(grace), *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | ENV | env | {"MUSTER_NODE": "n2"},
             bufsize=0,
             preexec_fn=lambda: signal.signal(signal.SIGUSR2, signal.SIG_IGN),  # as in_node_env.sh --task does
         )
-        self.parser = Parser()
+        self.parser = ReportParser()
         self.output = b""
         self.reports: list[Any] = []
 
     def read_until(self, condition: Callable[[], object]) -> None:
-        end = time.monotonic() + SECONDS
+        end = time.monotonic() + TIMEOUT
         while not condition():
             assert select.select([self.process.stdout], [], [], end - time.monotonic())[0]
             received = os.read(self.process.stdout.fileno(), 65536)
             assert received
-            for part in self.parser.feed(received):
-                if isinstance(part, bytes):
-                    self.output += part
+            for item in self.parser.feed(received):
+                if isinstance(item, bytes):
+                    self.output += item
                 else:
-                    self.reports.append(part)
+                    self.reports.append(item)
 
     def end(self) -> dict[str, Any]:
-        """Its last report."""
+        """Wait for the final report."""
         self.read_until(lambda: self.reports and "end" in self.reports[-1])
         return dict(self.reports[-1]["end"])
 
     def close(self) -> int:
-        """Close the control channel, as srun.py does when it has all reports. Returns the exit code."""
+        """Close the control channel, as srun.py does after all final reports. Returns the exit code."""
         self.process.stdin.close()
         self.process.stdout.close()
-        return int(self.process.wait(SECONDS))
+        return int(self.process.wait(TIMEOUT))
 
 
-Start = Callable[..., Started]
+Start = Callable[..., StartedTask]
 
 
 @pytest.fixture
 def start(run: Path) -> Iterator[Start]:
-    tasks: list[Started] = []
+    tasks: list[StartedTask] = []
 
-    def start(*arguments: Any, **options: Any) -> Started:
-        tasks.append(Started(run, *arguments, **options))
+    def start(*arguments: Any, **options: Any) -> StartedTask:
+        tasks.append(StartedTask(run, *arguments, **options))
         return tasks[-1]
 
     yield start
@@ -212,22 +212,22 @@ def start(run: Path) -> Iterator[Start]:
         task.close()
 
 
-AT_WORK = "print('at work', flush=True)\ntime.sleep(300)\n"
+READY = "print('ready', flush=True)\ntime.sleep(300)\n"
 
 
-def test_the_console_has_rank_0_and_the_log_has_all(run: Path, start: Start) -> None:
+def test_the_console_shows_rank_0_and_the_log_has_all_ranks(run: Path, start: Start) -> None:
     for rank in (0, 3):
         task = start("print(f'rank {os.environ[\"RANK\"]}')\nsys.stdout.write('last')\nsys.exit(5)\n", rank)
         end = task.end()
         assert (end["rank"], end["exit_code"], end["ended_by_agent"]) == (rank, 5, False)
         assert task.output == (b"[n2:0] rank 0\n[n2:0] last\n" if rank == 0 else b"")
-        assert task.process.poll() is None  # else srun would end the others
+        assert task.process.poll() is None  # otherwise srun would kill the other tasks
         assert task.close() == 5
     assert (run / "node_n2.log").read_text() == "".join(f"[n2:{n}] rank {n}\n[n2:{n}] last\n" for n in (0, 3))
     assert (run / "ranks/n2/slurm/attempt_0/1/stdout.log").read_text() == "rank 3\nlast"
 
 
-def test_of_an_agent_the_console_has_what_no_other_rank_prints_and_the_log_has_all(run: Path, start: Start) -> None:
+def test_the_console_hides_other_ranks_of_an_agent_and_the_log_has_all(run: Path, start: Start) -> None:
     task = start(
         r"printf '[n2:0] a\n[n2:1] b\nagent\n[n2:0] 10%%\r\n[n2:0] 20%%\n'; echo $6 $MASTER_ADDR", rank=0, agent=True
     )
@@ -235,11 +235,11 @@ def test_of_an_agent_the_console_has_what_no_other_rank_prints_and_the_log_has_a
     assert (end["rank"], end["exit_code"], task.close()) == (None, 0, 0)
     assert task.output == b"[n2:0] a\nagent\n[n2:0] 10%\r\n[n2:0] 20%\n1\n"
     assert (run / "node_n2.log").read_bytes() == b"[n2:0] a\n[n2:1] b\nagent\n[n2:0] 20%\n1\n"
-    assert not list(run.glob("ranks/n2/slurm/attempt_*")), "its ranks' output is elsewhere"
+    assert not list(run.glob("ranks/n2/slurm/attempt_*")), "the agent chooses the directory of its ranks' output"
 
 
 def test_the_first_task_of_a_node_sends_heartbeats(start: Start) -> None:
-    task = start(AT_WORK, rank=0)
+    task = start(READY, rank=0)
     task.read_until(lambda: len(task.reports) > 1)
     assert task.reports == [{"node": "n2", "step": "17.0", "tasks": 2}] * 2
     task.process.stdin.write(b"kill\n")
@@ -251,50 +251,48 @@ def test_the_first_task_of_a_node_sends_heartbeats(start: Start) -> None:
     ("handler", "code", "by_agent"),
     [("", 143, True), ("signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\n", 75, False)],
 )
-def test_a_rank_that_is_asked_to_stop_is_recorded_as_such(
+def test_a_stopped_rank_is_recorded_as_ended_by_the_agent_unless_it_saved_a_checkpoint(
     run: Path, start: Start, handler: str, code: int, by_agent: bool
 ) -> None:
-    task = start(handler + AT_WORK, rank=0)
-    task.read_until(lambda: b"at work" in task.output)
+    task = start(handler + READY, rank=0)
+    task.read_until(lambda: b"ready" in task.output)
     task.process.stdin.write(b"stop\n")
     end = task.end()
     assert (end["exit_code"], end["ended_by_agent"]) == (code, by_agent)
     assert task.close() == code
 
 
-def test_a_rank_is_killed_when_the_grace_is_over(start: Start) -> None:
-    task = start("signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + AT_WORK, rank=0, grace=1)
-    task.read_until(lambda: b"at work" in task.output)
+def test_a_rank_is_killed_after_the_grace_time(start: Start) -> None:
+    task = start("signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + READY, rank=0, grace=1)
+    task.read_until(lambda: b"ready" in task.output)
     task.process.stdin.write(b"stop\n")
     assert (task.end()["exit_code"], task.close()) == (137, 137)
 
 
-def test_a_task_whose_launcher_is_gone_stops_and_ends(start: Start) -> None:
-    task = start(AT_WORK, rank=0)
-    task.read_until(lambda: b"at work" in task.output)
+def test_a_task_stops_when_its_launcher_is_lost(start: Start) -> None:
+    task = start(READY, rank=0)
+    task.read_until(lambda: b"ready" in task.output)
     task.process.stdin.close()
     assert task.end()["exit_code"] == 143
     assert task.close() == 143
 
 
-@pytest.mark.parametrize("who", ["supervisor", "command"])
-def test_whatever_of_a_task_is_killed_nothing_is_left_and_another_task_goes_on(
-    run: Path, start: Start, who: str
-) -> None:
+@pytest.mark.parametrize("killed", ["supervisor", "command"])
+def test_no_process_of_a_killed_task_remains_and_other_tasks_continue(run: Path, start: Start, killed: str) -> None:
     script = "import subprocess\nsubprocess.Popen(['sleep', '300'], start_new_session=True)\n"
-    task, other = start(script + AT_WORK, rank=0), start(AT_WORK, rank=3)
-    task.read_until(lambda: b"at work" in task.output)
+    task, other = start(script + READY, rank=0), start(READY, rank=3)
+    task.read_until(lambda: b"ready" in task.output)
     facts: Any = read_json(run / "ranks/n2/slurm/task_0.pid")
-    os.kill(facts[who]["pid"], signal.SIGKILL)
-    if who == "command":
+    os.kill(facts[killed]["pid"], signal.SIGKILL)
+    if killed == "command":
         assert task.end()["exit_code"] == 137
     else:
-        task.process.wait(SECONDS)
+        task.process.wait(TIMEOUT)
     mark = TaskFiles(str(run), ENV | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}).mark
-    end = time.monotonic() + SECONDS
-    while (left := process_scan.living(mark, but=[task.process.pid])) and time.monotonic() < end:
+    end = time.monotonic() + TIMEOUT
+    while (remaining := process_scan.live_processes(mark, exclude=[task.process.pid])) and time.monotonic() < end:
         time.sleep(0.01)
-    assert not left
+    assert not remaining
     assert other.process.poll() is None
     other.process.stdin.write(b"kill\n")
     assert (other.end()["exit_code"], other.close()) == (137, 137)
@@ -303,8 +301,8 @@ def test_whatever_of_a_task_is_killed_nothing_is_left_and_another_task_goes_on(
 
 def test_a_signal_before_its_handler_is_set_is_repeated(run: Path, start: Start) -> None:
     handler = "signal.signal(signal.SIGUSR2, lambda *_: sys.exit(75))\n"
-    task = start(f"print('at work', flush=True)\ntime.sleep(1)\n{handler}time.sleep(300)\n", rank=0)
-    task.read_until(lambda: b"at work" in task.output)
+    task = start(f"print('ready', flush=True)\ntime.sleep(1)\n{handler}time.sleep(300)\n", rank=0)
+    task.read_until(lambda: b"ready" in task.output)
     facts: Any = read_json(run / "ranks/n2/slurm/task_0.pid")
     for name in ("supervisor", "guard", "command"):  # as SLURM does
         os.kill(facts[name]["pid"], signal.SIGUSR2)
@@ -312,8 +310,8 @@ def test_a_signal_before_its_handler_is_set_is_repeated(run: Path, start: Start)
 
 
 def test_an_agent_gets_the_options_of_its_node() -> None:
-    words = agent_options("/logs/train-1", [2, 4], ENV)
-    options: dict[str, Any] = dict(zip(words[::2], words[1::2], strict=True))
+    arguments = agent_options("/logs/train-1", [2, 4], ENV)
+    options: dict[str, Any] = dict(zip(arguments[::2], arguments[1::2], strict=True))
     assert options == {
         "--rdzv-id": "train-1",
         "--nnodes": "2",

@@ -23,7 +23,7 @@ import forked
 import pytest
 import torch
 import torch.distributed as dist
-from forked import Launch, Told
+from forked import ForkedRun, RankResult
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -58,23 +58,23 @@ def no_trouble(rank: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def start() -> Iterator[Callable[..., Launch]]:
+def start() -> Iterator[Callable[..., ForkedRun]]:
     """start(size, *arguments, trouble=..., only=ranks): the ranks of a launch, killed after the tests."""
     with ExitStack() as stack:
 
-        def start(size: int, *arguments: str, trouble: Trouble = no_trouble, only: tuple[int, ...] = ()) -> Launch:
+        def start(size: int, *arguments: str, trouble: Trouble = no_trouble, only: tuple[int, ...] = ()) -> ForkedRun:
             return stack.enter_context(forked.launched(size, run_rank, arguments, trouble, only=only))
 
         yield start
 
 
-def report_of(told: Told) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(told.out)
+def report_of(results: RankResult) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(results.out)
     return found
 
 
-def check_of(told: Told, name: str) -> dict[str, Any]:
-    return next(check for check in report_of(told)["checks"] if check["name"] == name)
+def check_of(results: RankResult, name: str) -> dict[str, Any]:
+    return next(check for check in report_of(results)["checks"] if check["name"] == name)
 
 
 def at(step: str, act: Callable[[], None]) -> None:
@@ -97,11 +97,11 @@ def no_pace(rank: int = 0) -> None:
 # ---------------------------------------------------------------- no faults
 
 
-def test_two_ranks_pass(start: Callable[..., Launch]) -> None:
-    told = start(2, "--json", *QUICK).told()
-    assert [one.code for one in told.values()] == [0, 0], told
-    assert told[1].out == "", "one rank prints the report"
-    report = report_of(told[0])
+def test_two_ranks_pass(start: Callable[..., ForkedRun]) -> None:
+    results = start(2, "--json", *QUICK).results()
+    assert [one.code for one in results.values()] == [0, 0], results
+    assert results[1].out == "", "one rank prints the report"
+    report = report_of(results[0])
     assert set(report) == {"verdict", "world", "checks", "bandwidth", "links", "ranks"}
     assert report["verdict"] == "ok"
     assert report["world"] == {
@@ -115,9 +115,9 @@ def test_two_ranks_pass(start: Callable[..., Launch]) -> None:
     ]
 
 
-def test_bandwidths_follow_from_the_times(start: Callable[..., Launch]) -> None:
-    told = start(3, "--json", *QUICK, trouble=no_pace).told()
-    speeds = report_of(told[0])["bandwidth"]
+def test_bandwidths_follow_from_the_times(start: Callable[..., ForkedRun]) -> None:
+    results = start(3, "--json", *QUICK, trouble=no_pace).results()
+    speeds = report_of(results[0])["bandwidth"]
     assert {one["collective"] for one in speeds} == set(checks.COLLECTIVES)
     assert {one["bytes"] for one in speeds} == {1020, 4092}, "float32, divisible by three ranks"
     for one in speeds:
@@ -126,12 +126,12 @@ def test_bandwidths_follow_from_the_times(start: Callable[..., Launch]) -> None:
         assert one["bus_gb_per_second"] == pytest.approx(factor * one["algorithm_gb_per_second"])
 
 
-def test_a_single_rank_skips_what_needs_two(start: Callable[..., Launch]) -> None:
-    told = start(1, *QUICK).told()[0]
-    assert told.code == 0
-    assert "skipped point_to_point  needs two ranks" in told.out
-    assert "ok      all_reduce " in told.out
-    assert told.out.splitlines()[-1] == "verdict: ok, 1 rank passed all checks"
+def test_a_single_rank_skips_what_needs_two(start: Callable[..., ForkedRun]) -> None:
+    results = start(1, *QUICK).results()[0]
+    assert results.code == 0
+    assert "skipped point_to_point  needs two ranks" in results.out
+    assert "ok      all_reduce " in results.out
+    assert results.out.splitlines()[-1] == "verdict: ok, 1 rank passed all checks"
 
 
 # ---------------------------------------------------------------- wrong results
@@ -181,28 +181,28 @@ def swaps(rank: int) -> None:
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_a_wrong_result_is_reported(
-    start: Callable[..., Launch], trouble: Trouble, check: str, wrong: list[int], case: str
+    start: Callable[..., ForkedRun], trouble: Trouble, check: str, wrong: list[int], case: str
 ) -> None:
-    told = start(2, "--json", *QUICK, trouble=trouble).told()
-    assert [one.code for one in told.values()] == [1, 1]
-    found = check_of(told[0], check)
+    results = start(2, "--json", *QUICK, trouble=trouble).results()
+    assert [one.code for one in results.values()] == [1, 1]
+    found = check_of(results[0], check)
     assert [(fault["rank"], fault["host"]) for fault in found["faults"]] == [(rank, f"host{rank}") for rank in wrong]
     fault = found["faults"][0]
     assert fault["case"] == case
     assert fault["expected"] != fault["got"].split()[0]
-    assert check_of(told[0], "broadcast")["status"] == "ok", "other collectives are still checked"
-    assert check_of(told[0], "bandwidth")["status"] == "skipped", "measuring relies on correct collectives"
+    assert check_of(results[0], "broadcast")["status"] == "ok", "other collectives are still checked"
+    assert check_of(results[0], "bandwidth")["status"] == "skipped", "measuring relies on correct collectives"
 
 
 def skips_barriers(rank: int) -> None:
     dist.barrier = lambda: None  # type: ignore[assignment, misc]
 
 
-def test_a_barrier_that_does_not_wait_is_reported(start: Callable[..., Launch]) -> None:
+def test_a_barrier_that_does_not_wait_is_reported(start: Callable[..., ForkedRun]) -> None:
     """Rank 0 is the first that is late, so rank 1 passes before it has arrived."""
-    told = start(2, "--json", *QUICK, trouble=skips_barriers).told()
-    assert [one.code for one in told.values()] == [1, 1]
-    fault = next(fault for fault in check_of(told[0], "barrier")["faults"] if fault["rank"] == 1)
+    results = start(2, "--json", *QUICK, trouble=skips_barriers).results()
+    assert [one.code for one in results.values()] == [1, 1]
+    fault = next(fault for fault in check_of(results[0], "barrier")["faults"] if fault["rank"] == 1)
     assert (fault["expected"], fault["got"]) == ("2", "1 (1 of 1 elements are wrong)")
 
 
@@ -229,12 +229,12 @@ def slow_down(pid: int) -> None:
     assert started.stdout and started.stdout.readline()
 
 
-def test_a_slow_rank_is_reported(start: Callable[..., Launch]) -> None:
-    told = start(2, "--json", *QUICK, trouble=is_slowed).told()
-    assert [one.code for one in told.values()] == [1, 1], told
-    found = check_of(told[0], "pace")
+def test_a_slow_rank_is_reported(start: Callable[..., ForkedRun]) -> None:
+    results = start(2, "--json", *QUICK, trouble=is_slowed).results()
+    assert [one.code for one in results.values()] == [1, 1], results
+    found = check_of(results[0], "pace")
     assert [(fault["rank"], fault["host"]) for fault in found["faults"]] == [(1, "host1")]
-    ranks = report_of(told[0])["ranks"]
+    ranks = report_of(results[0])["ranks"]
     assert [one["slow"] for one in ranks] == [False, True]
     assert ranks[1]["factor"] > 2
 
@@ -268,14 +268,14 @@ def dies(rank: int) -> None:
 class WaitingLaunches:
     """Launches with ranks that wait until the timeout, at the same time."""
 
-    frozen: Launch
-    host_frozen: Launch
-    dead: Launch
-    missing: Launch
+    frozen: ForkedRun
+    host_frozen: ForkedRun
+    dead: ForkedRun
+    missing: ForkedRun
 
 
 @pytest.fixture(scope="module", autouse=True)  # other tests run while they wait
-def waiting(start: Callable[..., Launch]) -> WaitingLaunches:
+def waiting(start: Callable[..., ForkedRun]) -> WaitingLaunches:
     return WaitingLaunches(
         frozen=start(3, *SHORT_TIMEOUT, trouble=freezes),
         host_frozen=start(2, *SHORT_TIMEOUT, trouble=host_freezes),
@@ -285,37 +285,37 @@ def waiting(start: Callable[..., Launch]) -> WaitingLaunches:
 
 
 def test_a_frozen_rank_is_reported_with_its_last_step(waiting: WaitingLaunches) -> None:
-    told = waiting.frozen.told(1)
-    assert [told[0].code, told[2].code] == [1, 1]
-    (fault,) = check_of(told[0], "answer")["faults"]
+    results = waiting.frozen.results(1)
+    assert [results[0].code, results[2].code] == [1, 1]
+    (fault,) = check_of(results[0], "answer")["faults"]
     assert (fault["rank"], fault["host"]) == (1, "host1")
     assert fault["got"] == "none in 10 s; last step: broadcast"
-    assert check_of(told[0], "pace") == {
+    assert check_of(results[0], "pace") == {
         "name": "pace", "status": "skipped", "summary": "an earlier check failed",
         "remedy": None, "faults": [],
     }  # fmt: skip
 
 
 def test_a_rank_that_dies_is_reported(waiting: WaitingLaunches) -> None:
-    told = waiting.dead.told()
-    assert [told[0].code, told[1].code] == [1, -signal.SIGKILL]
-    (fault,) = check_of(told[0], "answer")["faults"]
+    results = waiting.dead.results()
+    assert [results[0].code, results[1].code] == [1, -signal.SIGKILL]
+    (fault,) = check_of(results[0], "answer")["faults"]
     assert (fault["rank"], fault["host"]) == (1, "host1")
     assert fault["got"].endswith("last step: all_gather")
 
 
 def test_a_frozen_store_is_reported_by_other_ranks(waiting: WaitingLaunches) -> None:
-    told = waiting.host_frozen.told(0)[1]
-    assert told.code == 1
-    assert "rank 1 on host1: expected broadcast to finish, got no result in 14 s: the store at 127.0.0.1:" in told.err
+    result = waiting.host_frozen.results(0)[1]
+    assert result.code == 1
+    assert "rank 1 on host1: expected broadcast to finish, got no result in 14 s: the store at 127.0.0.1:" in result.err
 
 
 def test_a_rank_that_does_not_start_is_reported(waiting: WaitingLaunches) -> None:
-    told = waiting.missing.told()[0]
-    assert told.code == 1
-    (fault,) = check_of(told, "join")["faults"]
+    results = waiting.missing.results()[0]
+    assert results.code == 1
+    (fault,) = check_of(results, "join")["faults"]
     assert fault["expected"] == "2 ranks"
-    assert "rank 1 of 2 did not come" in fault["got"]
+    assert "rank 1 of 2 did not join" in fault["got"]
 
 
 def shares_its_gpu(rank: int) -> None:
@@ -328,11 +328,11 @@ def shares_its_gpu(rank: int) -> None:
     checks.process_group = process_group  # type: ignore[attr-defined, assignment]
 
 
-def test_two_ranks_on_one_gpu_are_refused(start: Callable[..., Launch], tmp_path: Path) -> None:
+def test_two_ranks_on_one_gpu_are_refused(start: Callable[..., ForkedRun], tmp_path: Path) -> None:
     file = tmp_path / "report.json"
-    told = start(2, "--json-file", str(file), *QUICK, trouble=shares_its_gpu).told()
-    assert [one.code for one in told.values()] == [1, 1]
-    assert told[0].out == ""
+    results = start(2, "--json-file", str(file), *QUICK, trouble=shares_its_gpu).results()
+    assert [one.code for one in results.values()] == [1, 1]
+    assert results[0].out == ""
     report = json.loads(file.read_text())
     assert report["verdict"] == "fault"
     (fault,) = report["checks"][0]["faults"]
@@ -361,16 +361,16 @@ def on_a_slow_node(rank: int) -> None:
         dist.batch_isend_irecv = late  # type: ignore[assignment]
 
 
-def test_links_between_nodes_are_measured_and_a_slow_node_is_reported(start: Callable[..., Launch]) -> None:
-    told = start(3, "--json", "--max-bytes", "64K", "--seconds", "0.1", trouble=on_a_slow_node).told()
-    assert [one.code for one in told.values()] == [1, 1, 1], told
-    report = report_of(told[0])
+def test_links_between_nodes_are_measured_and_a_slow_node_is_reported(start: Callable[..., ForkedRun]) -> None:
+    results = start(3, "--json", "--max-bytes", "64K", "--seconds", "0.1", trouble=on_a_slow_node).results()
+    assert [one.code for one in results.values()] == [1, 1, 1], results
+    report = report_of(results[0])
     assert [(one["one"], one["other"]) for one in report["links"]] == [
         ("host0", "host1"), ("host0", "host2"), ("host1", "host2"),
     ]  # fmt: skip
-    (fault,) = check_of(told[0], "links")["faults"]
+    (fault,) = check_of(results[0], "links")["faults"]
     assert (fault["rank"], fault["host"]) == (2, "host2")
-    assert check_of(told[0], "bandwidth")["status"] == "ok", "bandwidth is still measured"
+    assert check_of(results[0], "bandwidth")["status"] == "ok", "bandwidth is still measured"
 
 
 def test_the_json_file_is_in_the_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

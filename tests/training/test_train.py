@@ -72,7 +72,7 @@ class Bench:
         with forked.launched(nproc, forked.script, *words, env=env) as training:
             return done(training)
 
-    def start(self, nproc: int, *words: str, wrapper: str = "", **env: str) -> AbstractContextManager[forked.Launch]:
+    def start(self, nproc: int, *words: str, wrapper: str = "", **env: str) -> AbstractContextManager[forked.ForkedRun]:
         """Its ranks as the kit's agent forks them, from a process that has PyTorch already."""
         return forked.launched(nproc, forked.script, *self.script(*words, wrapper=wrapper), env=env)
 
@@ -89,8 +89,8 @@ class Bench:
         return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
 
-def done(training: forked.Launch) -> Done:
-    told = training.told()
+def done(training: forked.ForkedRun) -> Done:
+    told = training.results()
     (code,) = {rank.code for rank in told.values()}
     assert code is not None, "it hangs"
     return Done(code, told[0].out, "".join(rank.err for rank in told.values()))
