@@ -202,7 +202,7 @@ fill() { # <directory>: until nothing more fits
   [ "$status" -eq 0 ]
   holds 'r["totals"]["done"] == 3 and len(began) == 4 and began.count("'"$lost"'") == 2'
   holds '[each["failure"] for each in job["'"$lost"'"]["attempts"]] == ["server lost", ""]'
-  grep -q "$N3: was lost; what ran there may still run" out
+  grep -q "$N3: lost; its jobs may still be running" out
   lab up "$NODES" --prefix "$PREFIX" --private "$APART" >/dev/null
   furnish "$N3"
   run -0 list cancel all

@@ -142,7 +142,7 @@ def test_results_of_one_script_do_not_come_over_those_of_another(a_list: List) -
     assert " of job.sh; move it away, or give this job another prefix" in printed
     a_list.jobs({"write": "first", "prefix": "q", "fold": 0})
     code, printed = a_list.call(*other)
-    assert (code, "was begun with the script job.sh; use another --log-file" in printed) == (2, True), printed
+    assert (code, "was started with the script job.sh; use another --log-file" in printed) == (2, True), printed
     assert a_list.starts() == 1
 
 
@@ -159,7 +159,7 @@ def test_cancel_all_means_also_what_was_to_be_tried_again(a_list: List) -> None:
     a_list.jobs({"n": 1, "exit": 3, "_retries": 0}, {"n": 2})
     assert a_list.call(*RUN)[0] == 1
     code, printed = a_list.call("retry", "failed")
-    assert (code, printed.startswith("1 job to run again; to start: ")) == (0, True), printed
+    assert (code, printed.startswith("requeued 1 job; to start: ")) == (0, True), printed
     code, printed = a_list.call("cancel", "all")
     assert (code, "1 of 2 done, 1 cancelled" in printed) == (0, True), printed
     assert a_list.call("resume")[0] == 1
@@ -190,7 +190,7 @@ def test_the_plan_of_a_list_that_has_begun_is_what_is_left(a_list: List) -> None
     code, printed = a_list.call(*RUN, "--plan")
     assert code == 0
     assert "1 job on 2 slots of 1 server" in printed
-    assert "1 job of the list: already done, failed or cancelled" in printed
+    assert "not planned: 1 job, already done, failed or cancelled" in printed
     assert a_list.starts() == 1
 
 
@@ -205,7 +205,7 @@ def test_status_and_why_name_the_servers_that_get_no_jobs_and_why(a_list: List) 
     reason = "localhost-1: unreachable: ssh: connect to host localhost port 1: Connection refused"
     assert reason in a_list.call("status")[1]
     printed = a_list.call("why", a_list.results()["jobs"][0]["id"])[1]
-    assert "waits for a free slot; 1 job of the list before it" in printed, "the third one has a higher priority"
+    assert "waits for a free slot, after 1 job of the list" in printed, "the third one has a higher priority"
     assert reason in printed
     printed = a_list.call("why", a_list.results()["jobs"][1]["id"])[1]
     assert "needs a server with the labels x" in printed
@@ -239,7 +239,7 @@ def test_a_printed_command_can_be_pasted_where_the_kit_is_in_a_directory_with_a_
     run = subprocess.run(
         [sys.executable, program, *RUN], cwd=directory, capture_output=True, text=True, timeout=SECONDS
     )
-    line = next(line for line in run.stdout.splitlines() if line.startswith("see the output:"))
+    line = next(line for line in run.stdout.splitlines() if line.startswith("show the cause:"))
     pasted = ["bash", "-c", line.partition(":")[2].replace("python", shlex.quote(sys.executable), 1)]
     why = subprocess.run(pasted, cwd=directory, capture_output=True, text=True, timeout=SECONDS)
     assert (why.returncode, "exit code 1" in why.stdout) == (0, True), why

@@ -101,7 +101,7 @@ def test_a_list_that_was_not_begun_cannot_be_resumed(tmp_path: Path, forked: Dis
     assert forked.run(call) == -9
     for words in (("resume",), ("status",), ("cancel", "all"), ("retry", "failed"), ("why", "x"), ("logs", "x")):
         assert forked.run(Call(call.directory, words)) == 2
-    assert call.printed.count("results.journal: there is no list of jobs in it; give the call that was to begin") == 6
+    assert call.printed.count("results.journal: contains no job list; run the command that was to start") == 6
 
 
 def test_a_dispatcher_that_is_killed_again_and_again_gets_there(tmp_path: Path, forked: Dispatchers) -> None:
