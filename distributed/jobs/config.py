@@ -140,7 +140,7 @@ class Cluster(StrictModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _with_defaults(cls, tree: Any) -> Any:
+    def _fill_defaults(cls, tree: Any) -> Any:
         """Fill in the defaults of each server."""
         if not isinstance(tree, dict) or not isinstance(tree.get("servers"), list):
             return tree
@@ -335,9 +335,9 @@ def _json_hint(error: json.JSONDecodeError) -> str:
     """A remedy for common mistakes; empty for others."""
     before, after = error.doc[: error.pos].rstrip(), error.doc[error.pos :].lstrip()
     if after.startswith(("//", "/*", "#")):
-        return "; JSON allows no comments: remove it"
+        return "; JSON allows no comments; remove them"
     if (before.endswith(",") and after.startswith(("]", "}"))) or "trailing comma" in error.msg:
-        return "; JSON allows no trailing comma: remove it"
+        return "; JSON allows no trailing comma; remove it"
     if after.startswith("'"):
         return '; write strings in double quotes: "..."'
     if after.startswith(("True", "False", "None")):
