@@ -1,7 +1,7 @@
 #!/usr/bin/env bats
 #
 # Job lists over SSH on the laboratory: results are recorded and copied back, unusable servers are reported, and a list
-# can be watched, interrupted, cancelled and resumed. jobs_faults.bats tests killed programs, lost connections and servers.
+# can be watched, interrupted, cancelled and resumed. Faults of programs, connections and servers: jobs_faults.bats.
 
 # bats file_tags=laboratory
 bats_require_minimum_version 1.5.0
@@ -14,12 +14,12 @@ source "$BATS_TEST_DIRNAME/lab/secrets.bash"
 
 
 setup_file() {
-  raise_servers 3
+  start_servers 3
 }
 
 
 teardown_file() {
-  lower_servers
+  stop_servers
 }
 
 
@@ -148,7 +148,7 @@ END
   job_list <<END
 {"name": "fails", "exit": 1, "_retries": 0}
 {"name": "slow", "seconds": 60, "_timeout": 1, "_retries": 0}
-{"name": "deaf", "seconds": 60, "deaf": true, "_timeout": 1, "_retries": 0}
+{"name": "ignores", "seconds": 60, "ignore_sigterm": true, "_timeout": 1, "_retries": 0}
 {"name": "killed", "signal": "SIGKILL", "_retries": 0}
 {"name": "fault", "signal": "segfault", "_retries": 0}
 {"name": "daemon", "daemon": true}
@@ -159,15 +159,15 @@ END
   holds '{name for name in job if job[name]["state"] == "done"} == {"daemon", "large", "moves"}'
   holds 'last["fails"]["failure"] == "exit code" and last["fails"]["exit_code"] == 1'
   holds 'last["fails"]["last_lines"][-1] == "fails gives up" and "fails gives up" in job["fails"]["reason"]'
-  holds 'last["slow"]["failure"] == last["deaf"]["failure"] == "timeout"'
-  holds 'last["slow"]["signal"] == "SIGTERM" and last["deaf"]["signal"] == "SIGKILL"'
-  holds '1 <= last["slow"]["seconds"] < 5 and 4 <= last["deaf"]["seconds"] < 15'
+  holds 'last["slow"]["failure"] == last["ignores"]["failure"] == "timeout"'
+  holds 'last["slow"]["signal"] == "SIGTERM" and last["ignores"]["signal"] == "SIGKILL"'
+  holds '1 <= last["slow"]["seconds"] < 5 and 4 <= last["ignores"]["seconds"] < 15'
   holds 'last["killed"]["failure"] == "signal" and last["killed"]["signal"] == "SIGKILL"'
   holds 'last["fault"]["failure"] == "signal" and last["fault"]["signal"] == "SIGSEGV"'
   holds 'last["large"]["peak_memory"] > 80 * 2**20 > last["daemon"]["peak_memory"]'
   holds '[each["exit_code"] for each in job["moves"]["attempts"]] == [3, 0]'
   holds 'job["moves"]["attempts"][0]["server"] != last["moves"]["server"]'
-  nothing_left
+  no_process_left
   [[ "$output" == *"show the cause:  "*"run_distributed_training.py"*" why "*"run them again:  "*"run_distributed_training.py"*" retry failed"* ]]
   run list why slow
   [ "$status" -eq 2 ] # a job without prefix has no name
@@ -248,7 +248,7 @@ END
     "$output" == *"$N1: not used: workdir $WORK: no such directory on $N1; set workdir, or use --sync"* ]]
   [ "$status" -eq 75 ]
   start_list --sync
-  begun b
+  wait_until_started b
   run -0 list logs "[p]/fold0" # uses the same connection, and must not close it
   [[ "$output" == *"b-tick-1"* ]]
   lab ssh "$N1" touch "$PWD/go"
@@ -346,12 +346,12 @@ END
   start_list --log-file a.json
   first=$LAUNCHER
   wait_for_line out "$N2: connected"
-  begun a
+  wait_until_started a
   mv out out.a
   job_list <<<"{\"name\": \"b\", \"until\": \"$PWD/go.b\"}"
   start_list --log-file b.json
   wait_for_line out "$N1: connected; watch: ssh -t $N1 tmux attach -t ml_training_2"
-  begun b
+  wait_until_started b
   : >go.b
   status_of "$LAUNCHER"
   [ "$status" -eq 0 ]
@@ -441,8 +441,8 @@ END
   enter_work
   write_job_script
   mkdir -p home/.ssh
-  furnish "$N2" "$(type -P fish)"
-  furnish "$N3" "$(type -P tcsh)"
+  set_up_home "$N2" "$(type -P fish)"
+  set_up_home "$N3" "$(type -P tcsh)"
   echo 'echo "a noisy .bashrc"; echo {}; echo muster >&2' >>"$HOMES/$N1/.bashrc"
   cat >home/.ssh/config <<END
 Host *
@@ -460,9 +460,9 @@ END
 {"name": "c", "seconds": 1, "big": 1}
 END
   run with_home timeout 100 "${DISPATCH[@]}" --cluster-config cluster.json --jobs-config jobs.json --sync
-  furnish "$N1"
-  furnish "$N2"
-  furnish "$N3"
+  set_up_home "$N1"
+  set_up_home "$N2"
+  set_up_home "$N3"
   echo "$output"
   [ "$status" -eq 0 ]
   holds 'sorted(each["server"] for each in last.values()) == ["'"$N1"'", "'"$N2"'", "'"$N3"'"]'
@@ -537,8 +537,8 @@ END
 {"name": "b", "until": "$PWD/go", "prefix": "x", "fold": 1}
 END
   start_list
-  begun a
-  begun b
+  wait_until_started a
+  wait_until_started b
   run -2 dispatch
   [[ "$output" == *"a dispatcher is working on this list already"* ]]
   run -0 list status
@@ -571,7 +571,7 @@ END
 END
   "${DISPATCH[@]}" --cluster-config cluster.json --jobs-config jobs.json > >(head -n 1 >first) 2>&1 3>&- &
   LAUNCHER=$!
-  begun a
+  wait_until_started a
   list logs fold0 --follow >followed 3>&- &
   follower=$!
   eventually grep -q a-tick-3 followed
@@ -592,9 +592,9 @@ END
   sed -i "s/{\"host\": \"$N1\"/&, \"gpus\": 2, \"slots_per_gpu\": 1/" cluster.json
   job_list <<END
 {"name": "a", "until": "$PWD/go"}
-{"name": "b", "until": "$PWD/go", "deaf": true}
-{"name": "c", "until": "$PWD/go", "polite": true}
-{"name": "d", "until": "$PWD/go", "deaf": true}
+{"name": "b", "until": "$PWD/go", "ignore_sigterm": true}
+{"name": "c", "until": "$PWD/go", "exit_on_sigterm": true}
+{"name": "d", "until": "$PWD/go", "ignore_sigterm": true}
 {"name": "e", "until": "$PWD/go"}
 {"name": "f", "until": "$PWD/go"}
 END
@@ -605,7 +605,7 @@ END
   [ "$(grep -c '^cancelled: ' <<<"$output")" -eq 6 ]
   [[ "$output" == *"cancelled on request; no process of it is left; GPU 0: 5 MiB in use"* ]]
   [ "$(grep -c 'no process of it is left' <<<"$output")" -eq 4 ]
-  nothing_left
+  no_process_left
   status_of "$LAUNCHER"
   [ "$status" -eq 1 ]
   grep -q "cancelled: 0 of 6 done, 6 cancelled" out
@@ -621,18 +621,18 @@ END
 @test "cancel stops jobs when no dispatcher runs" {
   cluster "$N1" "$N2"
   job_list <<END
-{"name": "a", "until": "$PWD/go", "deaf": true}
+{"name": "a", "until": "$PWD/go", "ignore_sigterm": true}
 {"name": "b", "until": "$PWD/go"}
 END
   start_list
-  begun a
-  begun b
+  wait_until_started a
+  wait_until_started b
   kill -KILL "$LAUNCHER"
   eventually supervised supervisor a
   kill -STOP "$(supervised supervisor a)"
   run -0 list cancel all
   echo "$output"
-  nothing_left
+  no_process_left
   [[ "$output" == *"cancelled: 0 of 2 done, 2 cancelled"* ]]
   holds 'r["state"] == "cancelled" and len(began) == 2'
 }

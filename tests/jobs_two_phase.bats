@@ -12,12 +12,12 @@ source "$BATS_TEST_DIRNAME/lab/job_lists.bash"
 
 
 setup_file() {
-  raise_servers 3
+  start_servers 3
 }
 
 
 teardown_file() {
-  lower_servers
+  stop_servers
 }
 
 
@@ -96,8 +96,8 @@ all_valid() { # <node...>
 
 @test "without shared files each base model is trained once and copied once to each server" {
   enter_private_workdir
-  furnish "$N2" "$(type -P fish)"
-  furnish "$N3" "$(type -P tcsh)"
+  set_up_home "$N2" "$(type -P fish)"
+  set_up_home "$N3" "$(type -P tcsh)"
   two_phase_cluster "$N1:2" "$N2:2" "$N3:2"
   { experiments 9 '"base_mb": 1'; experiments 6 '"base_mb": 2' | sed 's/"e/"f/g'; } | job_list
   start_list --sync --evict-after-copy
@@ -119,8 +119,8 @@ all_valid() { # <node...>
   start_list --log-file again.json
   status_of "$LAUNCHER"
   [ "$status" -eq 0 ]
-  furnish "$N2"
-  furnish "$N3"
+  set_up_home "$N2"
+  set_up_home "$N3"
   [ "$(trainings)" -eq 2 ]
   [ "$(copies)" -eq 0 ]
 }

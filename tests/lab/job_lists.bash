@@ -2,7 +2,7 @@
 #
 # Job lists on the laboratory, for bats files. Sourced after nodes.bash, never run.
 #
-# A bats file calls raise_servers N in setup_file, lower_servers in teardown_file, enter_list in setup and leave_list in
+# A bats file calls start_servers N in setup_file, stop_servers in teardown_file, enter_list in setup and leave_list in
 # teardown. A test writes a list with `cluster` and `job_list`, runs it with `dispatch` and checks results with `holds`.
 # The jobs run job.py, whose settings are:
 #
@@ -11,8 +11,7 @@
 #   until     a file: run until it exists
 #   exit      exit code; with exit_once only if that file does not exist, else 0
 #   signal    the signal that it sends to itself; "segfault" reads from address 0
-#   deaf      ignore SIGTERM
-#   polite    exit with 0 on SIGTERM
+#   ignore_sigterm, exit_on_sigterm   ignore SIGTERM, or exit with 0
 #   alone     write "overlap" to STARTED if another such job runs on the node
 #   daemon    start a process in a separate session that ignores SIGTERM, and do not wait for it
 #   memory    MiB to allocate
@@ -28,14 +27,14 @@
 # shellcheck disable=SC2034,SC2153,SC2154 # the tests read what it sets, and it reads what bats sets
 
 
-raise_servers() { # <number of servers>
+start_servers() { # <number of servers>
   local node
   export APART=$BATS_FILE_TMPDIR/apart HOMES=$BATS_FILE_TMPDIR/homes NODES=$1
   mkdir "$APART" "$HOMES"
   mkdir -p "$TMUX_SOCKETS" && chmod 700 "$TMUX_SOCKETS"
   raise_nodes "$1" --private "$APART"
   for node in $(all_nodes); do
-    furnish "$node"
+    set_up_home "$node"
   done
 }
 
@@ -43,7 +42,7 @@ raise_servers() { # <number of servers>
 TMUX_SOCKETS=/tmp/tmux-$(id -u)
 
 
-lower_servers() {
+stop_servers() {
   lower_nodes
 }
 
@@ -57,7 +56,7 @@ all_nodes() {
 
 
 # Give a node a separate home and directory of tmux sockets. To be called again after the node was restarted.
-furnish() { # <node> [login shell]
+set_up_home() { # <node> [login shell]
   local home=$HOMES/$1
   mkdir -p "$home/bin" "$home/tmux"
   chmod 700 "$home/tmux"
@@ -192,7 +191,7 @@ eventually() { # <command...>: repeat it until it succeeds, for a minute at most
 }
 
 
-begun() { # <name>: wait until the job has started
+wait_until_started() { # <name>: wait until the job has started
   wait_for_line "$STARTED" "begin $1 "
 }
 
@@ -222,7 +221,7 @@ alive() { # <process id>
 
 
 # No process of any attempt of this test remains.
-nothing_left() {
+no_process_left() {
   ! grep -qszF -e "STARTED=$STARTED" /proc/[0-9]*/environ
 }
 
@@ -273,9 +272,9 @@ def metrics(**values):
             file.write(json.dumps(values) + "\n")
 
 
-if job.get("deaf"):
+if job.get("ignore_sigterm"):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-if job.get("polite"):
+if job.get("exit_on_sigterm"):
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 if job.get("alone"):
     try:
