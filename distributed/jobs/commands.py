@@ -36,8 +36,7 @@ are not run again, and jobs added to the list are started.
 JOB is an id, the start of an id, a name, or a part of a name that only one job has.
 
 Exit codes: 0 all jobs are done; 1 a job failed or was cancelled; 2 wrong call or configuration; 75 the list was paused
-or interrupted, continue it with `resume`; 130 Ctrl-C, 143 SIGTERM: running jobs continue, continue the list with
-`resume`.
+or interrupted; 130 Ctrl-C; 143 SIGTERM. After 75, 130 and 143, running jobs continue, and `resume` continues the list.
 """
 
 from __future__ import annotations
