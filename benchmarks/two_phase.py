@@ -1,16 +1,16 @@
-"""What do shared base models save, and are they copied more often than needed?
+"""Measure what shared base models save, and whether they are copied more often than needed.
 
-Experiments on three servers of two slots that share no files, each list in three ways, one after the other:
+Experiments run on three servers with two slots each that share no files. Each list runs three times:
 
-  two phases   each base model is trained once, and every experiment starts as soon as its own is there
+  two phases   each base model is trained once; an experiment starts when its base model is copied
   barrier      the same, but no experiment starts before all base models are trained (--barrier)
   alone        each experiment trains its base model itself
 
-The lists: 15 experiments on 1 base model, and 12 experiments on 4 base models of different length. Training is
-`sleep`, and leaves a file of --mb MiB. Predicted is what the plan predicts: the base trainings avoided, times their
-seconds. Measured is the difference of the seconds in which slots were used. Bytes are all that the network interfaces
-of the servers have sent and received, over those of (base models times servers that ran an experiment of each): what
-the server that has trained one sends here counts as its copy. Needs root.
+The lists are 15 experiments on 1 base model, and 12 experiments on 4 base models of different training times. Training
+is `sleep`, and writes a file of --mb MiB. "predicted" is the number of avoided base trainings times their seconds, as
+in the plan; "measured" is the difference of used slot seconds. "copied" is the traffic of all network interfaces of the
+servers, relative to one copy of each base model per server that ran one of its experiments; the transfer from the
+server that trained it counts as its copy. Needs root.
 
     python -m benchmarks.two_phase [--mb 20] [--base 8] [--experiment 2]
 """
@@ -54,12 +54,12 @@ esac
 
 
 @dataclass(frozen=True)
-class Turn:
-    """One list, run in one way."""
+class Measurement:
+    """The figures of one run of a list."""
 
-    seconds: float  # from the command to its end
+    seconds: float  # wall time of the command
     results: dict[str, Any]
-    sent: int  # bytes that the servers have sent and received
+    traffic: int  # bytes that the servers sent and received
 
     @property
     def slot_seconds(self) -> float:
@@ -67,7 +67,7 @@ class Turn:
 
 
 def jobs_of(lengths: list[float], count: int, seconds: float, mb: int, mode: str) -> list[dict[str, Any]]:
-    """Experiments in turn on base models that take so many seconds each."""
+    """Experiments that use the base models in turn. lengths: training seconds of each base model."""
     return [
         {"n": number, "mode": mode, "base_seconds": lengths[number % len(lengths)], "seconds": seconds, "mb": mb,
          "base_participants": ["a"], "prefix": f"{mode}{number}"}
@@ -76,7 +76,7 @@ def jobs_of(lengths: list[float], count: int, seconds: float, mb: int, mode: str
 
 
 def traffic(names: list[str]) -> int:
-    """Bytes that the interfaces of these nodes have sent and received so far."""
+    """Bytes that the interfaces of these nodes have sent and received since boot."""
     found = 0
     for name in names:
         shown = subprocess.run(["ssh", name, "cat /proc/net/dev"], check=True, capture_output=True, text=True).stdout
@@ -87,59 +87,59 @@ def traffic(names: list[str]) -> int:
     return found
 
 
-def run(names: list[str], directory: Path, jobs: list[dict[str, Any]], *options: str) -> Turn:
-    """One list, from the command to its end."""
+def run(names: list[str], directory: Path, jobs: list[dict[str, Any]], *options: str) -> Measurement:
     servers = [{"host": name, "gpus": 0, "slots_per_gpu": SLOTS, "workdir": str(directory)} for name in names]
     base_models = {"base": ["base_seconds", "mb"], "experiment": ["n", "seconds"]}
     cluster = {"servers": servers, "script_path": "job.sh", "base_models": base_models}
     (directory / "cluster.json").write_text(json.dumps(cluster))
     (directory / "jobs.json").write_text(json.dumps(jobs))
-    words = [sys.executable, str(JOBS / "run_two_phase_training.py"), "--cluster-config", "cluster.json"]
-    words += ["--jobs-config", "jobs.json", "--no-tmux", *options]
-    before, begun = traffic(names), time.monotonic()
-    subprocess.run(words, cwd=directory, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    taken = time.monotonic() - begun
+    command = [sys.executable, str(JOBS / "run_two_phase_training.py"), "--cluster-config", "cluster.json"]
+    command += ["--jobs-config", "jobs.json", "--no-tmux", *options]
+    before, start = traffic(names), time.monotonic()
+    subprocess.run(command, cwd=directory, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    seconds = time.monotonic() - start
     results = json.loads((directory / "results.json").read_text())
     if results["totals"]["done"] != results["totals"]["jobs"]:
         sys.exit(f"{results['totals']['done']} of {results['totals']['jobs']} jobs are done")
-    return Turn(taken, results, traffic(names) - before)
+    return Measurement(seconds, results, traffic(names) - before)
 
 
-def copied(turn: Turn, mb: int) -> str:
-    """Bytes that were copied over the bytes that had to be."""
-    experiments = [job for job in turn.results["jobs"] if "base_model_hash" in job["options"]]
+def copied(measurement: Measurement, mb: int) -> str:
+    """The bytes copied, relative to the bytes needed."""
+    experiments = [job for job in measurement.results["jobs"] if "base_model_hash" in job["options"]]
     needed = {(job["options"]["base_model_hash"], job["attempts"][-1]["server"]) for job in experiments}
-    return f"{turn.sent / 2**20:.0f} MiB of {len(needed) * mb} MiB, ratio {turn.sent / 2**20 / (len(needed) * mb):.2f}"
+    mib, needed_mib = measurement.traffic / 2**20, len(needed) * mb
+    return f"{mib:.0f} MiB of {needed_mib} MiB, ratio {mib / needed_mib:.2f}"
 
 
 @contextmanager
 def servers() -> Iterator[tuple[list[str], Path]]:
-    """The names of three servers, and their working directory, of which each has its own."""
+    """The names of three servers, and the path of their private working directories."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name, "work")
         directory.mkdir()
         sockets = Path(f"/tmp/tmux-{os.getuid()}")
         sockets.mkdir(mode=0o700, exist_ok=True)
-        own = [word for path in (sockets, directory) for word in ("--private", str(path))]
-        with nodes(3, *own, prefix="jbench") as (names, folder):
+        private = [option for path in (sockets, directory) for option in ("--private", str(path))]
+        with nodes(3, *private, prefix="jbench") as (names, laboratory):
             (directory / "job.sh").write_text(SCRIPT)
             (directory / "job.sh").chmod(0o755)
             for server in names:
-                (folder / f"lab/{server}/private{sockets}").chmod(0o700)
-                shutil.copy(directory / "job.sh", folder / f"lab/{server}/private{directory}")
+                (laboratory / f"lab/{server}/private{sockets}").chmod(0o700)
+                shutil.copy(directory / "job.sh", laboratory / f"lab/{server}/private{directory}")
             yield names, directory
 
 
 def measure(title: str, lengths: list[float], count: int, given: argparse.Namespace) -> None:
-    """Print what one list takes in each way. Every way has new servers: no base model is there before."""
-    turns: dict[str, Turn] = {}
-    for way, mode, options in (
+    """Print the figures of one list. Each run has new servers without base models."""
+    runs: dict[str, Measurement] = {}
+    for name, mode, options in (
         ("two phases", "full_fine_tuning", []), ("barrier", "full_fine_tuning", ["--barrier"]), ("alone", "alone", []),
     ):  # fmt: skip
         with servers() as (names, directory):
-            turns[way] = run(names, directory, jobs_of(lengths, count, given.experiment, given.mb, mode), *options)
+            runs[name] = run(names, directory, jobs_of(lengths, count, given.experiment, given.mb, mode), *options)
             assert (directory / CACHE).is_dir() == (mode != "alone")
-    two, barrier, alone = turns.values()
+    two, barrier, alone = runs.values()
     predicted = sum(lengths[number % len(lengths)] for number in range(count)) - sum(lengths)
     print(f"{title}: {two.seconds:.1f} s; with a barrier {barrier.seconds:.1f} s; alone {alone.seconds:.1f} s")
     print(f"  ratio to alone {two.seconds / alone.seconds:.2f}, to a barrier {two.seconds / barrier.seconds:.2f}")

@@ -1,8 +1,7 @@
 #!/usr/bin/env bats
 #
-# Job lists over ssh on the laboratory: every slot is busy until the list is done, what a job does and how it ends is
-# recorded, its results come home, a server that cannot be used is named with the remedy, and a person can watch, stop,
-# cancel and go on at any time. What happens when programs, connections and servers die is in jobs_faults.bats.
+# Job lists over SSH on the laboratory: results are recorded and copied back, unusable servers are reported, and a list
+# can be watched, interrupted, cancelled and resumed. Faults of programs, connections and servers: jobs_faults.bats.
 
 # bats file_tags=laboratory
 bats_require_minimum_version 1.5.0
@@ -15,12 +14,12 @@ source "$BATS_TEST_DIRNAME/lab/secrets.bash"
 
 
 setup_file() {
-  raise_servers 3
+  start_servers 3
 }
 
 
 teardown_file() {
-  lower_servers
+  stop_servers
 }
 
 
@@ -34,23 +33,22 @@ teardown() {
 }
 
 
-# ssh finds what is a user's by /etc/passwd, and what is included by HOME: this command alone sees another home.
-at_home() { # <command...>
+# Run a command with the home directory ./home: ssh takes it from /etc/passwd, and included files from HOME.
+with_home() { # <command...>
   sed "s#^\(root:.*:\)[^:]*\(:[^:]*\)#\1$PWD/home\2#" /etc/passwd >passwd
   unshare --mount -- sh -c 'mount --bind passwd /etc/passwd && HOME=$PWD/home exec "$@"' sh "$@" 3>&-
 }
 
 
-second_sshd() { # <node> <port> <option...>
+start_second_sshd() { # <node> <port> <option of sshd...>
   on "$1" "$(type -P sshd || echo /usr/sbin/sshd)" -f "$MUSTER_LAB/sshd_config" -h "$MUSTER_LAB/$1/host_key" -p "$2" \
     -o PidFile=none "${@:3}"
-  # It has gone into the background before it listens.
+  # sshd goes into the background before it listens.
   on "$1" timeout 20 bash -c 'until (exec 3<>"/dev/tcp/127.0.0.1/$1") 2>/dev/null; do sleep 0.05; done' bash "$2"
 }
 
 
-# A stub: what Muster asks of nvidia-smi, about as many GPUs as the file ~/gpus has lines. Each has the memory in MiB that
-# somebody else uses; a job of job.py uses 9000 more.
+# Install a stub of nvidia-smi. A line of ~/gpus is a GPU: MiB in use by other processes. A job of job.py adds 9000 MiB.
 stub_nvidia_smi() { # <node> <MiB of each GPU...>
   printf '%s\n' "${@:2}" >"$HOMES/$1/gpus"
   cat >"$HOMES/$1/bin/nvidia-smi" <<'END'
@@ -67,12 +65,12 @@ END
 }
 
 
-panes() { # <node> <format>: of the session, a line each
+panes() { # <node> <format>: a line for each pane of the session
   lab ssh "$1" tmux list-panes -s -t "=ml_training" -F "$2"
 }
 
 
-pane_shows() { # <node> <pane's number> <text>: or one that begins with it
+pane_shows() { # <node> <index of the pane> <text>
   lab ssh "$1" tmux capture-pane -p -t "$(panes "$1" '#{pane_id}' | sed -n "$(($2 + 1))p")" | grep -qF -- "$3"
 }
 
@@ -81,7 +79,7 @@ pane_shows() { # <node> <pane's number> <text>: or one that begins with it
 
 
 # bats test_tags=quick
-@test "nine jobs on three servers: each runs once, and results, table, log and page tell what came of it" {
+@test "nine jobs on three servers run once each, and results, status, log and page show them" {
   cluster "$N1:2" "$N2:1" "$N3:1"
   for fold in 0 1 2 3 4 5 6 7 8; do
     echo "{\"name\": \"f$fold\", \"fold\": $fold, \"prefix\": \"exp1\", \"seconds\": 0.5, \"words\": [\"it's\", \"\$x;\"]}"
@@ -106,12 +104,12 @@ pane_shows() { # <node> <pane's number> <text>: or one that begins with it
   [[ "$output" == *"f3-tick-1"* ]]
   run -0 list why fold3
   [[ "$output" == *"exp1/fold3: done"*"attempt 1 on $PREFIX"*": done"* ]]
-  run -0 list resume # there is nothing to do
+  run -0 list resume # all jobs are done
   holds 'len(began) == 9'
 }
 
 
-@test "each job has GPUs of its own, one in use by somebody else is waited for, and _gpus 2 are of one server" {
+@test "each job has separate GPUs, a GPU used by another process is not used, and _gpus 2 are on one server" {
   stub_nvidia_smi "$N1" 0 0 70000 0
   stub_nvidia_smi "$N2" 0 0
   cluster "$N1" "$N2" "$N3"
@@ -145,12 +143,12 @@ END
 }
 
 
-@test "a failure is recorded with its class and last lines, tried again on another server, and leaves nothing behind" {
+@test "a failed job is recorded with class and last lines, retried on another server, and leaves no process" {
   cluster "$N1:4" "$N2:4"
   job_list <<END
 {"name": "fails", "exit": 1, "_retries": 0}
 {"name": "slow", "seconds": 60, "_timeout": 1, "_retries": 0}
-{"name": "deaf", "seconds": 60, "deaf": true, "_timeout": 1, "_retries": 0}
+{"name": "ignores", "seconds": 60, "ignore_sigterm": true, "_timeout": 1, "_retries": 0}
 {"name": "killed", "signal": "SIGKILL", "_retries": 0}
 {"name": "fault", "signal": "segfault", "_retries": 0}
 {"name": "daemon", "daemon": true}
@@ -161,24 +159,24 @@ END
   holds '{name for name in job if job[name]["state"] == "done"} == {"daemon", "large", "moves"}'
   holds 'last["fails"]["failure"] == "exit code" and last["fails"]["exit_code"] == 1'
   holds 'last["fails"]["last_lines"][-1] == "fails gives up" and "fails gives up" in job["fails"]["reason"]'
-  holds 'last["slow"]["failure"] == last["deaf"]["failure"] == "timeout"'
-  holds 'last["slow"]["signal"] == "SIGTERM" and last["deaf"]["signal"] == "SIGKILL"'
-  holds '1 <= last["slow"]["seconds"] < 5 and 4 <= last["deaf"]["seconds"] < 15'
+  holds 'last["slow"]["failure"] == last["ignores"]["failure"] == "timeout"'
+  holds 'last["slow"]["signal"] == "SIGTERM" and last["ignores"]["signal"] == "SIGKILL"'
+  holds '1 <= last["slow"]["seconds"] < 5 and 4 <= last["ignores"]["seconds"] < 15'
   holds 'last["killed"]["failure"] == "signal" and last["killed"]["signal"] == "SIGKILL"'
   holds 'last["fault"]["failure"] == "signal" and last["fault"]["signal"] == "SIGSEGV"'
   holds 'last["large"]["peak_memory"] > 80 * 2**20 > last["daemon"]["peak_memory"]'
   holds '[each["exit_code"] for each in job["moves"]["attempts"]] == [3, 0]'
   holds 'job["moves"]["attempts"][0]["server"] != last["moves"]["server"]'
-  nothing_left
-  [[ "$output" == *"see the output:  "*"run_distributed_training.py"*" why "*"run them again:  "*"run_distributed_training.py"*" retry failed"* ]]
+  no_process_left
+  [[ "$output" == *"show the cause:  "*"run_distributed_training.py"*" why "*"run them again:  "*"run_distributed_training.py"*" retry failed"* ]]
   run list why slow
-  [ "$status" -eq 2 ] # no name of a job, as it has no prefix
+  [ "$status" -eq 2 ] # a job without prefix has no name
   run -0 list why "$(tell '[job["fault"]["id"]]')"
   [[ "$output" == *": failed"*"attempt 1 on "*": signal: killed by SIGSEGV"* ]]
 }
 
 
-@test "jobs write no other job's results, and their words arrive byte for byte" {
+@test "a job cannot overwrite results of another job, and arguments arrive byte for byte" {
   cluster "$N1"
   cat >job.py <<'END'
 import os, sys
@@ -201,20 +199,20 @@ END
   run -2 dispatch --log-file other.json
   [[ "$output" == *"holds the results of job 0123456789 of job.py; move it away"* ]]
   [ ! -e experiments/p/fold0/words ] && [ ! -e other.json ]
-  rm experiments/p/fold0/result # nothing but the mark of a job that has written nothing
+  rm experiments/p/fold0/result # only the mark of a job without results remains
   run -0 dispatch --log-file other.json
   [ -e experiments/p/fold0/words ]
 }
 
 
-@test "a secret of _env reaches the job, and is in no command line, no journal and no result" {
+@test "a value of _env reaches the job, and is in no command line, journal or result" {
   make_secret
   watch_command_lines
   cluster "$N1"
   cat >job.py <<'END'
 import os, time
 assert os.environ["SECRET"] == open("secret").read()
-time.sleep(0.5)  # so that its command line is seen
+time.sleep(0.5)  # until its command line was read
 END
   printf '[{"seen": "=yes", "_env": {"SECRET": "%s"}}]\n' "$(<secret)" >jobs.json
   sed -i 's/SEEN=yes/--seen/' patterns
@@ -227,8 +225,8 @@ END
 }
 
 
-@test "results come home from servers that share no files, and a job goes on elsewhere with what it has written" {
-  WORK="$APART/my 'work' [k]" # both this and the prefix "[p]" are wildcards for a shell and for rsync
+@test "results are copied back from servers without shared files, and a retry on another server continues from them" {
+  WORK="$APART/my 'work' [k]" # like the prefix "[p]", a wildcard for shells and rsync
   enter_workdir
   write_job_script
   cat >>job.py <<'END'
@@ -249,8 +247,8 @@ END
     "$output" == *"$N1: not used: workdir $WORK: no such directory on $N1; set workdir, or use --sync"* ]]
   [ "$status" -eq 75 ]
   start_list --sync
-  begun b
-  run -0 list logs "[p]/fold0" # it uses the same connection, and must leave it as it is
+  wait_until_started b
+  run -0 list logs "[p]/fold0" # uses the same connection, and must not close it
   [[ "$output" == *"b-tick-1"* ]]
   lab ssh "$N1" touch "$PWD/go"
   lab ssh "$N2" touch "$PWD/go"
@@ -264,7 +262,7 @@ END
 }
 
 
-@test "--sync copies to ~/ml-customization where that is there, as jobs run there" {
+@test "--sync copies to ~/ml-customization if it exists" {
   local usual="$HOMES/$N1/ml-customization"
   WORK="$APART/usual"
   enter_workdir
@@ -280,19 +278,19 @@ END
   [[ "$synced" == *job.py* && "$synced" == *experiments* ]]
   run ! lab ssh "$N1" test -e "$WORK/job.py"
   holds 'job["a"]["state"] == "done"'
-  grep -q arguments experiments/*/result || grep -q arguments logs/jobs/*/*/node_*.log # came home
+  grep -q arguments experiments/*/result || grep -q arguments logs/jobs/*/*/node_*.log # copied back
 }
 
 
 # ---------------------------------------------------------------- tmux
 
 
-@test "tmux shows each slot in a pane with its job's name, live, to whoever calls the command that is printed" {
+@test "the printed tmux command shows a live pane with the job's name for each slot" {
   cluster "$N1:8" "$N2:16"
   sed -i "s#{\"host\": \"$N1\"#&, \"labels\": [\"eight\"]#" cluster.json
-  for number in {1..12}; do # one at least on each server, whichever is connected first
-    there=$([ "$number" -gt 1 ] || echo ', "_labels": ["eight"], "_priority": 1')
-    echo "{\"name\": \"job$number\", \"prefix\": \"p$number\", \"fold\": 0, \"until\": \"$PWD/go\"$there}"
+  for number in {1..12}; do # at least one on each server, whichever connects first
+    options=$([ "$number" -gt 1 ] || echo ', "_labels": ["eight"], "_priority": 1')
+    echo "{\"name\": \"job$number\", \"prefix\": \"p$number\", \"fold\": 0, \"until\": \"$PWD/go\"$options}"
   done | job_list
   start_list
   wait_for_line out "$N1: connected; watch: ssh -t $N1 tmux attach -t ml_training"
@@ -312,11 +310,11 @@ END
   : >go
   wait_for_exit "$LAUNCHER"
   [ "$status" -eq 0 ]
-  run ! panes "$N1" x # it ends with the list
+  run ! panes "$N1" x # the session ends with the list
 }
 
 
-@test "tmux is a view only: when it is killed jobs go on, and a session of somebody else is left alone" {
+@test "jobs continue when tmux is killed, and an existing session is not touched" {
   lab ssh "$N1" tmux new-session -d -s ml_training -x 80 -y 24 "sleep 600"
   theirs=$(panes "$N1" '#{pane_pid} #{session_created} #{pane_width}')
   cluster "$N1" "$N2"
@@ -326,7 +324,7 @@ END
 {"name": "c", "until": "$PWD/go"}
 END
   start_list
-  wait_for_line out "$N1: connected; watch: ssh -t $N1 tmux attach -t ml_training_2; a tmux session ml_training of"
+  wait_for_line out "$N1: connected; watch: ssh -t $N1 tmux attach -t ml_training_2; tmux session ml_training is in use; this one is ml_training_2"
   eventually holds 'len(began) == 3'
   [ "$theirs" = "$(panes "$N1" '#{pane_pid} #{session_created} #{pane_width}')" ]
   lab ssh "$N2" tmux kill-server
@@ -341,18 +339,18 @@ END
 }
 
 
-@test "two lists on the same servers at once do not disturb each other" {
+@test "two concurrent lists on the same servers do not interfere" {
   cluster "$N1" "$N2"
   job_list <<<"{\"name\": \"a\", \"until\": \"$PWD/go.a\"}"
   start_list --log-file a.json
   first=$LAUNCHER
   wait_for_line out "$N2: connected"
-  begun a
+  wait_until_started a
   mv out out.a
   job_list <<<"{\"name\": \"b\", \"until\": \"$PWD/go.b\"}"
   start_list --log-file b.json
   wait_for_line out "$N1: connected; watch: ssh -t $N1 tmux attach -t ml_training_2"
-  begun b
+  wait_until_started b
   : >go.b
   wait_for_exit "$LAUNCHER"
   [ "$status" -eq 0 ]
@@ -368,12 +366,12 @@ END
 # ---------------------------------------------------------------- servers that cannot be used
 
 
-@test "what is wrong with a server is told at the start with the remedy, no password is asked, and the others go on" {
-  WORK="$APART/unfit 'work'"
+@test "unusable servers are reported with a remedy, no password is asked for, and other servers are used" {
+  WORK="$APART/unusable 'work'"
   enter_workdir
   write_job_script
   mkdir -p home/.ssh
-  second_sshd "$N2" 2222 -o PubkeyAuthentication=no -o PasswordAuthentication=yes
+  start_second_sshd "$N2" 2222 -o PubkeyAuthentication=no -o PasswordAuthentication=yes
   ssh-keygen -q -t ed25519 -N '' -f home/other
   : >home/unknown
   sed "s/^$N3,[^ ]*/changed/" "$MUSTER_LAB/known_hosts" >home/changed
@@ -413,7 +411,7 @@ END
 END
   job_list <<<'{"name": "a", "seconds": 0.2}'
   SECONDS=0
-  run at_home "${DISPATCH[@]}" --cluster-config cluster.json --jobs-config jobs.json < <(yes yes)
+  run with_home "${DISPATCH[@]}" --cluster-config cluster.json --jobs-config jobs.json < <(yes yes)
   ((SECONDS <= 20))
   on "$N1" umount "$(type -P tmux)"
   on "$N3" umount "$(type -P rsync)"
@@ -437,13 +435,13 @@ END
 }
 
 
-@test "fish and tcsh as login shells will do, a .bashrc may print, and RemoteCommand and RequestTTY disturb nothing" {
+@test "fish and tcsh work as login shells, .bashrc may print, and RemoteCommand and RequestTTY have no effect" {
   WORK="$APART/loud"
   enter_workdir
   write_job_script
   mkdir -p home/.ssh
-  furnish "$N2" "$(type -P fish)"
-  furnish "$N3" "$(type -P tcsh)"
+  set_up_home "$N2" "$(type -P fish)"
+  set_up_home "$N3" "$(type -P tcsh)"
   echo 'echo "a noisy .bashrc"; echo {}; echo muster >&2' >>"$HOMES/$N1/.bashrc"
   cat >home/.ssh/config <<END
 Host *
@@ -460,10 +458,10 @@ END
 {"name": "b", "seconds": 1, "big": 1}
 {"name": "c", "seconds": 1, "big": 1}
 END
-  run at_home timeout 100 "${DISPATCH[@]}" --cluster-config cluster.json --jobs-config jobs.json --sync
-  furnish "$N1"
-  furnish "$N2"
-  furnish "$N3"
+  run with_home timeout 100 "${DISPATCH[@]}" --cluster-config cluster.json --jobs-config jobs.json --sync
+  set_up_home "$N1"
+  set_up_home "$N2"
+  set_up_home "$N3"
   echo "$output"
   [ "$status" -eq 0 ]
   holds 'sorted(each["server"] for each in last.values()) == ["'"$N1"'", "'"$N2"'", "'"$N3"'"]'
@@ -475,18 +473,18 @@ END
 # ---------------------------------------------------------------- failures that stop a list
 
 
-@test "five early failures in a row pause the list; --max-failures and --fail-fast stop it sooner" {
+@test "five consecutive early failures pause the list; --max-failures and --fail-fast stop it earlier" {
   cluster "$N1:1"
   for number in {1..9}; do
     echo "{\"name\": \"j$number\", \"exit\": 1, \"_retries\": 0}"
   done | job_list
   run -75 dispatch
-  [[ "$output" == *"paused: 5 attempts in a row failed within 30 s, the last: exit code 1: "*"gives up; fix the cause"* ]]
-  [[ "$output" == *"paused: 0 of 9 done, 5 failed, 4 waiting"*"to go on: "*"run_distributed_training.py"*" resume"* ]]
+  [[ "$output" == *"paused: 5 attempts in a row failed within 30 s, the last: exit code 1: "*"gives up; mend the cause"* ]]
+  [[ "$output" == *"paused: 0 of 9 done, 5 failed, 4 waiting"*"continue: "*"run_distributed_training.py"*" resume"* ]]
   holds 'len(began) == 5 and r["state"] == "paused"'
   run list status
-  [[ "$output" == *"no dispatcher runs; to go on"* ]]
-  sed -i 's/"exit": 1/"exit": 0/' jobs.json # other jobs, which have other ids
+  [[ "$output" == *"no dispatcher runs; to continue"* ]]
+  sed -i 's/"exit": 1/"exit": 0/' jobs.json # other settings have other ids
   run -2 dispatch
   [[ "$output" == *"none of them in this list; use another --log-file"* ]]
   sed -i 's/"exit": 0/"exit": 1/' jobs.json
@@ -497,11 +495,11 @@ END
 }
 
 
-@test "a paused list goes on when the cause is mended: failed jobs again, finished ones not, new ones added" {
+@test "a paused list resumes after the cause is fixed: failed jobs rerun, finished jobs do not, new jobs are added" {
   cluster "$N1:1"
   cat >>job.py <<END
-if job.get("needs") and not os.path.exists("$PWD/mended"):
-    sys.exit("not mended")
+if job.get("needs") and not os.path.exists("$PWD/fixed"):
+    sys.exit("not fixed")
 END
   {
     echo '{"name": "good"}'
@@ -511,7 +509,7 @@ END
   } | job_list
   run -75 dispatch
   holds 'job["good"]["state"] == "done" and len(began) == 6'
-  : >mended
+  : >fixed
   "$VIRTUAL_ENV/bin/python" -I - "$STARTED" <<'END'
 import json, sys
 jobs = [each for each in json.load(open("jobs.json")) if each["name"] != "j5"]
@@ -519,7 +517,7 @@ jobs.append({"name": "new", "_env": {"STARTED": sys.argv[1]}})
 json.dump(jobs, open("jobs.json", "w"))
 END
   run -0 list retry failed
-  [[ "$output" == *" to run again; to start: "*"run_distributed_training.py"*" resume" ]]
+  [[ "$output" == "requeued "*"; to start: "*"run_distributed_training.py"*" resume" ]]
   run -0 list resume
   holds 'began.count("good") == 1 and began.count("new") == 1'
   holds 'all(began.count(f"j{number}") == 2 for number in range(1, 5)) and began.count("j6") == 1'
@@ -528,35 +526,35 @@ END
 }
 
 
-# ---------------------------------------------------------------- a person at the console
+# ---------------------------------------------------------------- interactive use
 
 
-@test "Ctrl-C detaches and tells how to go on; logs and status work meanwhile; a second dispatcher is refused" {
+@test "Ctrl-C stops only the dispatcher; logs and status work; a second dispatcher is refused" {
   cluster "$N1" "$N2"
   job_list <<END
 {"name": "a", "until": "$PWD/go", "prefix": "x", "fold": 0}
 {"name": "b", "until": "$PWD/go", "prefix": "x", "fold": 1}
 END
   start_list
-  begun a
-  begun b
+  wait_until_started a
+  wait_until_started b
   run -2 dispatch
   [[ "$output" == *"a dispatcher already runs this list"* ]]
   run -0 list status
-  [[ "$output" == *"x/fold0"*" running "*"a dispatcher works on this list"* ]]
+  [[ "$output" == *"x/fold0"*" running "*"a dispatcher runs this list"* ]]
   run -0 list logs fold0
   [[ "$output" == *"a-tick-1"* ]]
   kill -INT -- "-$LAUNCHER"
   wait_for_exit "$LAUNCHER"
   [ "$status" -eq 130 ]
-  grep -q "interrupted: 0 of 2 done; 2 still running, and not disturbed by this" out
-  grep -q "to go on:  .*run_distributed_training.py.* resume" out
-  grep -q "to end the list: .*run_distributed_training.py.* cancel all" out
+  grep -q "interrupted: 0 of 2 done; 2 still running" out
+  grep -q "continue: .*run_distributed_training.py.* resume" out
+  grep -q "cancel the list: .*run_distributed_training.py.* cancel all" out
   alive "$(pid_of_job a)"
   run -0 list why fold1
-  [[ "$output" == *"no dispatcher runs: nothing is started or noticed until"* ]]
+  [[ "$output" == *"no dispatcher runs; to continue: "* ]]
   cd /
-  start_command resume --log-file "$WORK/results.json" # from anywhere
+  start_command resume --log-file "$WORK/results.json" # from another directory
   cd "$WORK"
   : >go
   wait_for_exit "$LAUNCHER"
@@ -565,14 +563,14 @@ END
 }
 
 
-@test "the log of a job is followed to its end, and a console that is closed does not end the list" {
+@test "logs --follow prints a log to its end, and a closed output does not stop the list" {
   cluster "$N1"
   job_list <<END
 {"name": "a", "until": "$PWD/go", "prefix": "x", "fold": 0}
 END
   "${DISPATCH[@]}" --cluster-config cluster.json --jobs-config jobs.json > >(head -n 1 >first) 2>&1 3>&- &
   LAUNCHER=$!
-  begun a
+  wait_until_started a
   list logs fold0 --follow >followed 3>&- &
   follower=$!
   eventually grep -q a-tick-3 followed
@@ -587,15 +585,15 @@ END
 }
 
 
-@test "cancel all from another terminal ends every job, deaf ones and daemons too, and proves it" {
+@test "cancel all from another terminal stops all jobs, also those that ignore SIGTERM, and verifies it" {
   stub_nvidia_smi "$N1" 5 5
   cluster "$N1" "$N2"
   sed -i "s/{\"host\": \"$N1\"/&, \"gpus\": 2, \"slots_per_gpu\": 1/" cluster.json
   job_list <<END
 {"name": "a", "until": "$PWD/go"}
-{"name": "b", "until": "$PWD/go", "deaf": true}
-{"name": "c", "until": "$PWD/go", "polite": true}
-{"name": "d", "until": "$PWD/go", "deaf": true}
+{"name": "b", "until": "$PWD/go", "ignore_sigterm": true}
+{"name": "c", "until": "$PWD/go", "exit_on_sigterm": true}
+{"name": "d", "until": "$PWD/go", "ignore_sigterm": true}
 {"name": "e", "until": "$PWD/go"}
 {"name": "f", "until": "$PWD/go"}
 END
@@ -604,9 +602,9 @@ END
   run -0 list cancel all
   echo "$output"
   [ "$(grep -c '^cancelled: ' <<<"$output")" -eq 6 ]
-  [[ "$output" == *"cancelled on request; no process remains; GPU 0: 5 MiB in use"* ]]
-  [ "$(grep -c 'no process remains' <<<"$output")" -eq 4 ]
-  nothing_left
+  [[ "$output" == *"cancelled on request; no process of it is left; GPU 0: 5 MiB in use"* ]]
+  [ "$(grep -c 'no process of it is left' <<<"$output")" -eq 4 ]
+  no_process_left
   wait_for_exit "$LAUNCHER"
   [ "$status" -eq 1 ]
   grep -q "cancelled: 0 of 6 done, 6 cancelled" out
@@ -619,21 +617,21 @@ END
 }
 
 
-@test "cancel without a dispatcher ends the jobs, too" {
+@test "cancel stops jobs when no dispatcher runs" {
   cluster "$N1" "$N2"
   job_list <<END
-{"name": "a", "until": "$PWD/go", "deaf": true}
+{"name": "a", "until": "$PWD/go", "ignore_sigterm": true}
 {"name": "b", "until": "$PWD/go"}
 END
   start_list
-  begun a
-  begun b
+  wait_until_started a
+  wait_until_started b
   kill -KILL "$LAUNCHER"
   eventually supervised supervisor a
   kill -STOP "$(supervised supervisor a)"
   run -0 list cancel all
   echo "$output"
-  nothing_left
+  no_process_left
   [[ "$output" == *"cancelled: 0 of 2 done, 2 cancelled"* ]]
   holds 'r["state"] == "cancelled" and len(began) == 2'
 }

@@ -12,12 +12,12 @@ source "$BATS_TEST_DIRNAME/lab/job_lists.bash"
 
 
 setup_file() {
-  raise_servers 3
+  start_servers 3
 }
 
 
 teardown_file() {
-  lower_servers
+  stop_servers
 }
 
 
@@ -46,9 +46,9 @@ END
 start_three_jobs() { # [option...]
   three_jobs
   start_list "$@"
-  begun a
-  begun b
-  begun c
+  wait_until_started a
+  wait_until_started b
+  wait_until_started c
   eventually holds 'len(last) == 3' # also in the results
 }
 
@@ -93,9 +93,9 @@ fill() { # <directory>: fill its file system
   three_jobs
   sed -i "s#\"name\": \"c\", \"until\": \"$PWD/go\"#\"name\": \"c\", \"until\": \"$PWD/go.c\"#" jobs.json
   start_list
-  begun a
-  begun b
-  begun c
+  wait_until_started a
+  wait_until_started b
+  wait_until_started c
   kill -KILL "$LAUNCHER"
   : >go.c
   wait_for_line "$STARTED" "end c"
@@ -113,7 +113,7 @@ fill() { # <directory>: fill its file system
   cluster "$N1:1" "$(address "$N1"):1"
   job_list <<<"{\"name\": \"a\", \"until\": \"$PWD/go\"}"
   start_list --lost-after 1
-  begun a
+  wait_until_started a
   for again in 1 2 3; do
     wait_for_line out ": not used: is the same machine as"
     kill -KILL "$LAUNCHER"
@@ -153,9 +153,9 @@ fill() { # <directory>: fill its file system
   sed -i 's/}]$/},/' jobs.json
   printf '{"_env": {"STARTED": "%s"}, "name": "later", "_priority": -1}]\n' "$STARTED" >>jobs.json
   start_list
-  begun a
-  begun b
-  begun c
+  wait_until_started a
+  wait_until_started b
+  wait_until_started c
   pid=$(pid_of_job "$(job_on "$N3")")
   lab cut "$N3"
   wait_for_line out "$N3: unreachable: "
@@ -174,8 +174,8 @@ fill() { # <directory>: fill its file system
   lab freeze "$N2"
   three_jobs
   start_list
-  begun a
-  begun b
+  wait_until_started a
+  wait_until_started b
   wait_for_line out "$N2: unreachable: "
   lab freeze "$N3"
   wait_for_line out "$N3: unreachable: "
@@ -183,7 +183,7 @@ fill() { # <directory>: fill its file system
   wait_for_line out "still runs"
   lab heal "$N2"
   wait_for_line out "$N2: connected"
-  begun c
+  wait_until_started c
   : >go
   undisturbed
 }
@@ -202,9 +202,9 @@ fill() { # <directory>: fill its file system
   [ "$status" -eq 0 ]
   holds 'r["totals"]["done"] == 3 and len(began) == 4 and began.count("'"$lost"'") == 2'
   holds '[each["failure"] for each in job["'"$lost"'"]["attempts"]] == ["server lost", ""]'
-  grep -q "$N3: was lost; what ran there may still run" out
+  grep -q "$N3: lost; its jobs may still be running" out
   lab up "$NODES" --prefix "$PREFIX" --private "$APART" >/dev/null
-  furnish "$N3"
+  set_up_home "$N3"
   run -0 list cancel all
   echo "$output"
   run -0 list cancel all
@@ -218,23 +218,23 @@ fill() { # <directory>: fill its file system
   sed -i -e 's/"_retries": 0/"alone": true, &/' -e 's/}]$/},/' jobs.json
   printf '{"_env": {"STARTED": "%s"}, "name": "later", "alone": true, "_priority": -1}]\n' "$STARTED" >>jobs.json
   start_list --lost-after 2
-  begun a
-  begun b
-  begun c
+  wait_until_started a
+  wait_until_started b
+  wait_until_started c
   lost=$(job_on "$N3")
   pid=$(pid_of_job "$lost")
   lab cut "$N3"
   wait_for_line out "retry: " # waits for a slot
   lab heal "$N3"
   wait_for_line out "still runs after it was given up; stopping it"
-  begun later # on that server, as the others are busy
+  wait_until_started later # on that server, as the others are busy
   run ! alive "$pid"
   : >go
   wait_for_exit "$LAUNCHER"
   [ "$status" -eq 0 ]
   [ "$(node_of_job later)" = "$N3" ]
   holds 'r["totals"]["done"] == 4 and len(began) == 5 and not [words for words in started if words[0] == "overlap"]'
-  nothing_left
+  no_process_left
 }
 
 
@@ -254,7 +254,7 @@ fill() { # <directory>: fill its file system
   lab heal "$N3"
   run -0 list cancel all
   eventually eval '! alive "$pid"'
-  nothing_left
+  no_process_left
 }
 
 
@@ -274,8 +274,8 @@ fill() { # <directory>: fill its file system
 {"name": "f", "_labels": ["small"]}
 END
   start_list
-  begun stays
-  begun ends
+  wait_until_started stays
+  wait_until_started ends
   wait_for_line out "no space left on the disk with its log"
   : >full
   wait_for_line out "$N2: gets no more jobs: "
@@ -336,7 +336,7 @@ END
   WORK=$BATS_TEST_TMPDIR/small
   cd "$WORK"
   start "$BATS_TEST_TMPDIR/out" "${DISPATCH[@]}" --cluster-config cluster.json --jobs-config jobs.json
-  begun a
+  wait_until_started a
   fill .
   lab ssh "$N1" touch "$APART/go"
   wait_for_line "$BATS_TEST_TMPDIR/out" "results.journal: No space left on device; no new jobs start until"
@@ -349,7 +349,7 @@ END
   head -c 3500000 /dev/zero >fill
   wait_for_line "$BATS_TEST_TMPDIR/out" "results.journal: writable again"
   wait_for_line "$BATS_TEST_TMPDIR/out" "cannot copy results: rsync: "
-  begun b20
+  wait_until_started b20
   rm fill
   wait_for_exit "$LAUNCHER"
   [ "$status" -eq 0 ]
@@ -365,7 +365,7 @@ END
   cluster "$N1:1"
   job_list <<<'{"name": "a", "big": 2, "prefix": "p", "fold": 0, "until": "'"$PWD/go"'"}'
   start_list --sync
-  begun a
+  wait_until_started a
   lab slow "$N1" 2000
   lab ssh "$N1" touch "$PWD/go"
   eventually eval 'compgen -G "experiments/p/fold0/.big.*"'
@@ -389,7 +389,7 @@ END
   cluster "$N3:1" "$N1:1"
   job_list <<<'{"name": "a", "big": 2, "prefix": "p", "fold": 0, "until": "'"$PWD/go"'", "_retries": 0}'
   start_list --sync --lost-after 3
-  begun a
+  wait_until_started a
   first=$(node_of_job a)
   lab slow "$first" 1000
   lab ssh "$first" touch "$PWD/go"
@@ -401,7 +401,7 @@ END
   done
   wait_for_exit "$LAUNCHER"
   lab up "$NODES" --prefix "$PREFIX" --private "$APART" >/dev/null
-  furnish "$first"
+  set_up_home "$first"
   [ "$status" -eq 0 ]
   holds 'began == ["a", "a"] and job["a"]["state"] == "done" and last["a"]["server"] != "'"$first"'"'
   [ "$(stat -c %s experiments/p/fold0/big)" -eq $((2 << 20)) ]

@@ -120,7 +120,7 @@ node_of_job() { # <name>: the node of its newest start
 }
 
 
-nothing_left() {
+no_process_left() {
   ! grep -qszF -e "STARTED=$STARTED" /proc/[0-9]*/environ
 }
 
@@ -283,7 +283,7 @@ END
   holds 'job["daemon"]["state"] == "done" and began.count("once") == 2 and len(began) == 6'
   holds 'all(words[4] == "-" for words in started if words[0] == "begin")' # no GPU
   grep -qh "arguments --name fails --exit 7 --device cpu" logs/jobs/*/*/node_slurm.log
-  nothing_left
+  no_process_left
   no_order_left
 }
 
@@ -297,7 +297,7 @@ END
   run -1 dispatch
   holds 'all(each["failure"] == "timeout" and "(_timeout)" in each["reason"] for each in last.values())'
   holds 'last["deaf"]["signal"] == "SIGKILL" and len(began) == 2'
-  nothing_left
+  no_process_left
   no_order_left
 }
 
@@ -343,7 +343,7 @@ END
 END
   sed -i 's/^print("arguments"/print(os.environ.get("FROM_SETUP"), flush=True)\n&/' job.py
   start_list
-  begun c
+  wait_until_started c
   eventually holds 'job["waits"]["reason"] == "in SLURM'"'"'s queue"'
   run list status
   [[ "$output" == *"in SLURM's queue"* ]]
@@ -372,8 +372,8 @@ END
 {"name": "waits-too", "seconds": 600}
 END
   start_list
-  begun c
-  begun deaf
+  wait_until_started c
+  wait_until_started deaf
   eventually holds 'job["waits"]["reason"] == "in SLURM'"'"'s queue"'
   run -0 list cancel "$(holds 'print(job["waits"]["id"]) or True')"
   [[ "$output" == *"cancelled: "*"no process remains"* ]]
@@ -384,7 +384,7 @@ END
   holds 'all(each["state"] == "cancelled" and each["reason"].startswith("cancelled on request") for each in r["jobs"])'
   holds 'last["deaf"]["signal"] == "SIGKILL" and len(began) == 4'
   queue_is_empty
-  nothing_left
+  no_process_left
   no_order_left
 }
 
@@ -393,12 +393,12 @@ END
   cluster '"gpus": 0' --exclusive
   printf '{"name": "%s", "seconds": 600}\n' a b c d e f | job_list
   start_list
-  begun c
+  wait_until_started c
   kill_dispatcher
   run -0 list cancel all
   holds 'all(each["state"] == "cancelled" for each in r["jobs"]) and len(began) == 4'
   queue_is_empty
-  nothing_left
+  no_process_left
   no_order_left
 }
 
@@ -414,7 +414,7 @@ END
     echo '{"name": "h", "exit": 3, "_retries": 0}'
   } | job_list
   start_list
-  begun b
+  wait_until_started b
   kill_dispatcher # some jobs run, some wait
   eventually grep -q '^begin g ' "$STARTED" # SLURM starts further jobs
   start_list
@@ -474,9 +474,9 @@ END
   eventually [ -e called ]
   kill_dispatcher
   PATH=$PWD/bin:$PATH start_list
-  begun a
-  begun b
-  begun c
+  wait_until_started a
+  wait_until_started b
+  wait_until_started c
   : >submit
   eventually two_arrays
   : >go
@@ -506,7 +506,7 @@ two_arrays() {
     echo '{"name": "last"}'
   } | job_list
   start_list
-  begun c
+  wait_until_started c
   eventually holds '"queue" in job["waits"]["reason"]'
   scancel "$(element_of a)" "$(element_of waits)"
   eventually holds 'job["a"]["state"] == job["waits"]["state"] == "failed"'
@@ -525,13 +525,13 @@ two_arrays() {
   cluster '"gpus": 0' --time=5
   echo '{"name": "a", "seconds": 600, "_retries": 0}' | job_list
   start_list
-  begun a
+  wait_until_started a
   eventually scontrol update "jobid=$(element_of a)" EndTime=now # fails in the second of its start
   wait_for_exit "$LAUNCHER"
   [ "$status" -eq 1 ]
   LAUNCHER=''
   holds 'last["a"]["failure"] == "timeout" and "SLURM'"'"'s time limit" in last["a"]["reason"]'
-  nothing_left
+  no_process_left
 }
 
 
@@ -539,7 +539,7 @@ two_arrays() {
   cluster '"gpus": 0' --exclusive
   echo "{\"name\": \"a\", \"until\": \"$PWD/go\", \"_retries\": 0}" | job_list
   start_list
-  begun a
+  wait_until_started a
   sbatch --partition=urgent --nodes=4 --exclusive --output=urgent --wrap 'echo here'
   wait_for_line out "preempted: SLURM gave its node to a job of higher priority"
   begins_again a
@@ -557,7 +557,7 @@ two_arrays() {
   cluster '"gpus": 0'
   echo "{\"name\": \"a\", \"until\": \"$PWD/go\", \"_retries\": 0}" | job_list
   start_list
-  begun a
+  wait_until_started a
   node=$(node_of_job a)
   scontrol update "nodename=$node" state=drain reason=test
   scontrol update "nodename=$node" state=down reason=test
@@ -595,8 +595,8 @@ slurm_marks_nodes_down_after() { # <seconds>
   cluster '"gpus": 0' --exclusive
   printf '{"name": "%s", "until": "'"$PWD"'/go", "_retries": 0}\n' a b | job_list
   start_list
-  begun a
-  begun b
+  wait_until_started a
+  wait_until_started b
   lost=$(node_of_job a) unreachable=$(node_of_job b)
   slurm_marks_nodes_down_after 8
   lab kill "$lost"
@@ -625,12 +625,12 @@ slurm_marks_nodes_down_after() { # <seconds>
     echo "{\"name\": \"c\", \"until\": \"$PWD/go\"}"
   } | job_list
   start_list
-  begun c
+  wait_until_started c
   kill "$(pid_of_slurmctld)" # not SIGKILL: it would lose its state, and SLURM itself would start jobs twice
   wait_for_line out "slurm: unreachable: "
   grep -q "Unable to contact slurm controller" out
   : >go
-  begun a
+  wait_until_started a
   start_slurmctld
   wait_for_exit "$LAUNCHER"
   [ "$status" -eq 0 ]
@@ -644,7 +644,7 @@ slurm_marks_nodes_down_after() { # <seconds>
   cluster '"gpus": 0'
   echo "{\"name\": \"a\", \"until\": \"$PWD/go\", \"_retries\": 0}" | job_list
   start_list
-  begun a
+  wait_until_started a
   pid=$("$VIRTUAL_ENV/bin/python" -c 'import json, sys; print(json.load(open(sys.argv[1]))["supervisor"]["pid"])' \
     logs/jobs/*/*/node_slurm.pid)
   kill -KILL "$pid"
@@ -672,7 +672,7 @@ slurm_marks_nodes_down_after() { # <seconds>
   watch_command_lines
   SEEN=yes OF_THE_CALL=$(<secret) start_list
   for name in a b c d; do
-    begun "$name"
+    wait_until_started "$name"
   done
   eventually holds '"queue" in job["waits"]["reason"]'
   [ "$(stat -c %a "$(find logs -name 'order.*')")" = 600 ]
@@ -720,7 +720,7 @@ waiting_for_base() { # <number>: so many experiments wait in SLURM's queue for t
 @test "experiments wait in SLURM's queue for their base model, and start without a dispatcher" {
   three_experiments
   start_list
-  begun base
+  wait_until_started base
   eventually waiting_for_base 3
   eventually holds 'all(job[name]["reason"].endswith("queue: Dependency") for name in ("e1", "e2", "e3"))'
   kill_dispatcher
@@ -738,7 +738,7 @@ waiting_for_base() { # <number>: so many experiments wait in SLURM's queue for t
 @test "experiments leave SLURM's queue if their base model fails, are queued for its retry, and fail with it" {
   three_experiments "\"base_exit\": 3, \"base_exit_once\": \"$WORK/tried\""
   start_list
-  begun base
+  wait_until_started base
   eventually waiting_for_base 3
   : >go
   wait_for_exit "$LAUNCHER"

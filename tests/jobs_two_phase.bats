@@ -1,7 +1,7 @@
 #!/usr/bin/env bats
 #
-# Base models on real servers: each is trained once and copied once to each server that needs it, whatever dies on the
-# way, and no experiment ever runs from a part of one.
+# Base models on real servers: each is trained once and copied once to each server that needs it, also when processes
+# are killed, and no experiment starts from an incomplete base model.
 
 # bats file_tags=laboratory
 bats_require_minimum_version 1.5.0
@@ -12,12 +12,12 @@ source "$BATS_TEST_DIRNAME/lab/job_lists.bash"
 
 
 setup_file() {
-  raise_servers 3
+  start_servers 3
 }
 
 
 teardown_file() {
-  lower_servers
+  stop_servers
 }
 
 
@@ -33,15 +33,15 @@ teardown() {
 }
 
 
-# From here on the working directory is one that the servers do not share with this machine, nor with one another.
-apart() {
+# Change to a working directory that is private on this machine and on each server.
+enter_private_workdir() {
   WORK="$APART/my $BATS_TEST_NUMBER work"
   enter_workdir
   write_job_script
 }
 
 
-# As cluster, with the settings of job.py classified: those of base models begin with base_.
+# Like cluster, with classes for the settings of job.py: those of base models start with base_.
 two_phase_cluster() { # <node[:slots]...>
   cluster "$@"
   local base='["base_seconds", "base_until", "base_exit", "base_exit_once", "base_mb"]'
@@ -50,7 +50,7 @@ two_phase_cluster() { # <node[:slots]...>
 }
 
 
-experiments() { # <count> [settings of their base model]: named e1, e2, ...; without one they share it
+experiments() { # <count> [settings of their base model]: print jobs e1, e2, ... that share a base model
   local number
   for ((number = 1; number <= $1; number++)); do
     echo "{\"name\": \"e$number\", \"mode\": \"full_fine_tuning\", \"participants\": [\"a\", \"b\"], \"fold\": 0, \
@@ -59,29 +59,29 @@ experiments() { # <count> [settings of their base model]: named e1, e2, ...; wit
 }
 
 
-trainings() { # how many have begun
+trainings() { # print how many base trainings have started
   grep -c '^begin base ' "$STARTED" || true
 }
 
 
-copies() { # how many were made, as the dispatcher says
+copies() { # print how many copies the dispatcher reported
   grep -c ' copied there ' out || true
 }
 
 
-all_done() {
+wait_until_done() {
   wait_for_exit "$LAUNCHER"
   [ "$status" -eq 0 ] || { cat out && return 1; }
   holds 'r["totals"]["done"] == len(job) + len([each for each in r["jobs"] if "name" not in each["settings"]]) - 1'
 }
 
 
-hash() { # of the only base model
+hash() { # print the hash of the only base model
   ls "$CACHE"
 }
 
 
-# Every base model that has its name, there as well as here, is valid.
+# Verify all published base models, on this machine and on these nodes.
 all_valid() { # <node...>
   local node
   run -0 list cache verify
@@ -94,14 +94,14 @@ all_valid() { # <node...>
 # ---------------------------------------------------------------- without faults
 
 
-@test "experiments on servers that share no files: each base model is trained once, and copied once to each server" {
-  apart
-  furnish "$N2" "$(type -P fish)"
-  furnish "$N3" "$(type -P tcsh)"
+@test "without shared files each base model is trained once and copied once to each server" {
+  enter_private_workdir
+  set_up_home "$N2" "$(type -P fish)"
+  set_up_home "$N3" "$(type -P tcsh)"
   two_phase_cluster "$N1:2" "$N2:2" "$N3:2"
   { experiments 9 '"base_mb": 1'; experiments 6 '"base_mb": 2' | sed 's/"e/"f/g'; } | job_list
   start_list --sync --evict-after-copy
-  all_done
+  wait_until_done
   [ "$(trainings)" -eq 2 ]
   holds 'len(began) == 17 and len(r["jobs"]) == 17'
   all_valid "$N1" "$N2" "$N3"
@@ -109,24 +109,24 @@ all_valid() { # <node...>
     run ! on "$node" sh -c "ls -A $(printf %q "$WORK/experiments/base_training") | grep ."
   done
   [ "$(find experiments/base_training -mindepth 1 -maxdepth 1 | wc -l)" -eq 2 ]
-  # A server that has trained a base model needs no copy of it.
+  # The server that trained a base model needs no copy.
   for base in "$CACHE"/*; do
     [ "$(grep -c "base ${base##*/} copied there" out)" -le 2 ]
   done
   grep -q '"held_out_loss"' phase1_base_models.json || grep -q '"state": "done"' phase1_base_models.json
   [ "$(grep -c '"id"' phase2_experiments.json)" -eq 15 ]
-  # Again, in another list: nothing is trained, nothing is copied.
+  # Another list trains and copies nothing.
   start_list --log-file again.json
   wait_for_exit "$LAUNCHER"
   [ "$status" -eq 0 ]
-  furnish "$N2"
-  furnish "$N3"
+  set_up_home "$N2"
+  set_up_home "$N3"
   [ "$(trainings)" -eq 2 ]
   [ "$(copies)" -eq 0 ]
 }
 
 
-@test "servers that share their files get one copy, and experiments start when their own base model is there" {
+@test "servers with shared files need no copies, and experiments wait only for their own base model" {
   WORK=$APART/shared
   mkdir -p "$BATS_TEST_TMPDIR/shared"
   enter_workdir
@@ -141,17 +141,17 @@ all_valid() { # <node...>
   wait_for_line "$STARTED" "end e6"
   run ! grep "begin f1" "$STARTED"
   lab ssh "$N1" touch "$WORK/go"
-  all_done
+  wait_until_done
   [ "$(trainings)" -eq 2 ]
-  [ "$(copies)" -eq 0 ] # the server that has trained it has put it where the others find it
+  [ "$(copies)" -eq 0 ] # the server that trained it published it in the shared cache
   for node in "$N1" "$N2" "$N3"; do
     on "$node" umount "$WORK"
   done
 }
 
 
-@test "two dispatchers that want one base model at the same moment: one training, one copy to a server" {
-  apart
+@test "two concurrent dispatchers train a base model once and copy it once to each server" {
+  enter_private_workdir
   two_phase_cluster "$N1:1"
   experiments 2 "\"base_until\": \"$WORK/go\"" | job_list
   start_list --sync
@@ -176,8 +176,8 @@ all_valid() { # <node...>
 # ---------------------------------------------------------------- faults
 
 
-@test "a copy that is killed, on either side, is never seen as a base model" {
-  apart
+@test "a copy that is killed on either side is never used as a base model" {
+  enter_private_workdir
   two_phase_cluster "$N1:1"
   experiments 1 '"base_mb": 1' | job_list
   dispatch --sync
@@ -188,7 +188,7 @@ all_valid() { # <node...>
     lab slow "$N2" 2000
     start_list --sync --log-file "$side.json"
     eventually copied 50
-    ! on "$N2" test -e "$WORK/$base" || all_valid "$N2" # on a busy machine it may be complete by now
+    ! on "$N2" test -e "$WORK/$base" || all_valid "$N2" # on a busy machine the copy may be complete
     kill_rsync "$side"
     lab heal "$N2"
     wait_for_exit "$LAUNCHER"
@@ -202,14 +202,14 @@ all_valid() { # <node...>
 }
 
 
-copied() { # <percent>: so much of the base model is on the second node, or all of it
+copied() { # <percent>: at least this part of the base model is on the second node
   local size
   size=$(on "$N2" sh -c "du -sb $(printf %q "$WORK/$CACHE")/.*.incomplete-* 2>/dev/null" | sort -n | tail -n 1 | cut -f 1)
   [ "${size:-0}" -ge $(($1 * 10486)) ] || on "$N2" test -e "$WORK/$base"
 }
 
 
-kill_rsync() { # <here or there>: the one that sends, or the one that receives
+kill_rsync() { # <here or there>: here the sender, there the receiver
   local file role=sender
   while read -r file; do
     tr '\0' ' ' <"$file" | grep -q -- '--server' && role=there || role=here
@@ -218,8 +218,8 @@ kill_rsync() { # <here or there>: the one that sends, or the one that receives
 }
 
 
-@test "a bit that is flipped in a base model is noticed: there it is copied again, here it is trained again" {
-  apart
+@test "a damaged base model is copied again on a server, and trained again on this machine" {
+  enter_private_workdir
   two_phase_cluster "$N1:1"
   experiments 1 | job_list
   dispatch --sync
@@ -250,8 +250,8 @@ kill_rsync() { # <here or there>: the one that sends, or the one that receives
 }
 
 
-@test "a server whose disk has no room for a base model gets no experiment that needs it" {
-  apart
+@test "a server without space for a base model gets no experiment that needs it" {
+  enter_private_workdir
   two_phase_cluster "$N1:1"
   experiments 1 '"base_mb": 4' | job_list
   dispatch --sync
@@ -268,7 +268,7 @@ kill_rsync() { # <here or there>: the one that sends, or the one that receives
 }
 
 
-@test "a base model that fails twice and then succeeds; one that fails for good fails its experiments alone" {
+@test "a failed base training is retried; one that keeps failing fails only its experiments" {
   two_phase_cluster "$N1:2" "$N2:1"
   {
     experiments 2 "\"base_exit\": 3, \"base_exit_once\": \"$WORK/tried\""
@@ -277,16 +277,16 @@ kill_rsync() { # <here or there>: the one that sends, or the one that receives
   run -1 dispatch --retries 1
   holds '[job[name]["state"] for name in ("e1", "e2", "f1", "f2")] == ["done", "done", "failed", "failed"]'
   holds 'job["f1"]["reason"].startswith("base ") and job["f1"]["reason"].endswith(" failed") and not job["f1"]["attempts"]'
-  sed -i '/^job, out, node/a job.pop("base_exit", None)' job.py # what has failed is mended
+  sed -i '/^job, out, node/a job.pop("base_exit", None)' job.py # fix the failure
   run -0 list retry failed
-  [[ "$output" == *"3 jobs to run again"* ]]
+  [[ "$output" == "requeued 3 jobs"* ]]
   run -0 list resume
   holds 'r["totals"]["done"] == 6'
 }
 
 
-@test "the dispatcher is killed while a base model is trained, and while it is copied: resume trains and copies no second" {
-  apart
+@test "resume after SIGKILL during a base training and during a copy trains no second base model" {
+  enter_private_workdir
   two_phase_cluster "$N1:1" "$N2:1"
   experiments 2 "\"base_mb\": 4, \"base_until\": \"$WORK/go\"" | job_list
   start_list --sync
@@ -307,7 +307,7 @@ kill_rsync() { # <here or there>: the one that sends, or the one that receives
   lab heal "$N1"
   lab heal "$N2"
   start_command resume
-  all_done
+  wait_until_done
   [ "$(trainings)" -eq 1 ]
   all_valid "$N1" "$N2"
 }

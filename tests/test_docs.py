@@ -420,7 +420,7 @@ def test_the_tables_of_the_program_for_job_lists_agree_with_its_help() -> None:
 @pytest.mark.parametrize(
     ("heading", "first", "kind"),
     [
-        ("jobs_config.json", "option", jobs_config.JobOptions),
+        ("jobs_config.json", "option", jobs_config.OptionKeys),
         ("cluster_config.json", "key", jobs_config.Cluster),
         ("cluster_config.json", "key of a server", jobs_config.Server),
     ],
@@ -431,7 +431,7 @@ def test_the_tables_of_configs_for_job_lists_agree_with_the_models(
     _, _, rest = text_of("LAUNCH_GUIDE.md").partition(f"\n### {heading}\n")
     rows = rest.partition(f"| {first} | default | meaning |\n")[2].partition("\n\n")[0].splitlines()[1:]
     listed = {unquoted(row.split("|")[1].strip()): unquoted(row.split("|")[2].strip()) for row in rows}
-    sign = "_" if kind is jobs_config.JobOptions else ""
+    sign = "_" if kind is jobs_config.OptionKeys else ""
     assert set(listed) == {sign + name for name in kind.model_fields}
     for name, field in kind.model_fields.items():
         default = listed[sign + name]

@@ -1,4 +1,4 @@
-"""What a person sees while a job list runs: a live table on a terminal, plain lines elsewhere."""
+"""The output while a job list runs: messages, and on a terminal a live table."""
 
 from __future__ import annotations
 
@@ -21,76 +21,76 @@ from distributed.jobs.state import Attempt, JobState, ListState
 from distributed.runs.page import duration
 from distributed.terminal import GAP, columns, cut, pad
 
-BACKLOG = 1 << 20  # bytes kept for an output that does not take them
-CHUNK = 4096  # bytes written at once
-FULL = 1.0  # seconds between two tries to write to a full disk
-PATIENCE = 3.0  # seconds that the output has for what is left at the end
+MAX_BUFFERED = 1 << 20  # bytes
+CHUNK = 4096  # bytes per write
+DISK_FULL_DELAY = 1.0  # seconds before writing to a full disk is retried
+FLUSH_TIMEOUT = 3.0  # seconds at the end
 STYLES = {"done": "green", "failed": "red", "paused": "yellow", "retry": "yellow", "cancelled": "yellow"}
 LONGEST_SLOT = 24  # columns
-# The columns behind `slot` and `job`, each as wide as what it mostly holds.
-NUMBERS = {"step": 11, "loss": 6, "held-out": 8, "time": 7, "left": 7}
-LOSSES = {"loss": "loss", "held-out": "held_out_loss"}  # columns, and the metrics in them
-AROUND = 5  # lines beside the slots: empty, headings, those that do not fit, totals, the cursor
+# Widths of the columns after `slot` and `job`.
+COLUMN_WIDTHS = {"step": 11, "loss": 6, "held-out": 8, "time": 7, "left": 7}
+LOSSES = {"loss": "loss", "held-out": "held_out_loss"}  # column -> metric
+OTHER_LINES = 5  # lines other than slots: empty line, header, "and N more", totals, cursor
 
 
-class Output(io.TextIOBase):
-    """Standard output, written by a thread: one that is slow, stopped (Ctrl-S), closed or full holds nothing up.
+class BufferedOutput(io.TextIOBase):
+    """Standard output, written by a thread, so that a slow, stopped (Ctrl-S) or closed output never blocks the caller.
 
-    What a full disk does not take is kept, but not more than BACKLOG: then lines are lost, and the results have all.
+    Writing to a full disk is retried. Lines beyond MAX_BUFFERED are dropped.
     """
 
     def __init__(self) -> None:
-        self._file = sys.stdout  # before rich takes its place
-        self._pending = b""
+        self._file = sys.stdout  # before rich replaces it
+        self._buffer = b""
         self._changed = threading.Condition()
         self._ending = False
         threading.Thread(target=self._run, daemon=True).start()
 
     @property
-    def behind(self) -> bool:
-        """Whether something is not written yet."""
-        return bool(self._pending)
+    def pending(self) -> bool:
+        """Whether the buffer is not empty."""
+        return bool(self._buffer)
 
     def isatty(self) -> bool:
         """See io.IOBase."""
         return bool(self._file and self._file.isatty())
 
     def write(self, text: str) -> int:
-        """Returns at once."""
+        """Add a text to the buffer. Does not block."""
         with self._changed:
-            if len(self._pending) < BACKLOG:
-                self._pending += text.encode(getattr(self._file, "encoding", None) or "utf-8", "replace")
+            if len(self._buffer) < MAX_BUFFERED:
+                self._buffer += text.encode(getattr(self._file, "encoding", None) or "utf-8", "replace")
             self._changed.notify()
         return len(text)
 
-    def end(self, seconds: float) -> None:
-        """Wait until all is written, but not longer."""
+    def drain(self, timeout: float) -> None:
+        """Wait until the buffer is empty, for `timeout` seconds at most."""
         with self._changed:
             self._ending = True
-            self._changed.wait_for(lambda: not self._pending, seconds)
+            self._changed.wait_for(lambda: not self._buffer, timeout)
 
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._pending)
-                block = self._pending[:CHUNK]
+                self._changed.wait_for(lambda: self._buffer)
+                block = self._buffer[:CHUNK]
             try:
                 written = os.write(self._file.fileno(), block)
-            except (OSError, ValueError, AttributeError) as error:  # closed, or not there
+            except (OSError, ValueError, AttributeError) as error:  # closed, or sys.stdout is None
                 full = getattr(error, "errno", 0) == errno.ENOSPC and not self._ending
                 written = 0 if full else len(block)
             with self._changed:
-                self._pending = self._pending[written:]
+                self._buffer = self._buffer[written:]
                 self._changed.notify_all()
             if not written:
-                time.sleep(FULL)
+                time.sleep(DISK_FULL_DELAY)
 
 
-class Screen:
-    """Lines, and below them, on a terminal, the table. Output that is slow, closed or full disturbs nothing."""
+class ListConsole:
+    """Prints messages and, on a terminal, a live table below them."""
 
     def __init__(self, state: ListState, links: Mapping[str, ServerLink]) -> None:
-        self._output = Output()
+        self._output = BufferedOutput()
         self._console = Console(file=cast("IO[str]", self._output), highlight=False, soft_wrap=True)
         self._state, self._links = state, links
         self._live: Live | None = None
@@ -98,12 +98,12 @@ class Screen:
             self._live = Live(
                 get_renderable=self._table,
                 console=self._console,
-                auto_refresh=False,  # it would draw in a thread of its own, while the state changes
+                auto_refresh=False,  # its thread would draw while the state changes
                 transient=True,
                 vertical_overflow="crop",
             )
 
-    def __enter__(self) -> Screen:
+    def __enter__(self) -> ListConsole:
         if self._live:
             self._live.start(refresh=True)
         return self
@@ -113,26 +113,26 @@ class Screen:
             self._live.stop()
 
     def refresh(self) -> None:
-        """Draw the table again."""
-        if self._live and not self._output.behind:
+        """Redraw the table."""
+        if self._live and not self._output.pending:
             self._live.refresh()
 
-    def say(self, line: str) -> None:
-        """One line for people."""
+    def log(self, line: str) -> None:
+        """Print a message with the time."""
         kind = line.partition(":")[0]
         stamp = time.strftime("%H:%M:%S")
         if self._live:
             self._console.print(Text.assemble((stamp + "  ", "dim"), (line, STYLES.get(kind, ""))))
         else:
-            self.put(f"{stamp}  {line}")
+            self.write_line(f"{stamp}  {line}")
 
-    def put(self, line: str) -> None:
-        """One line of plain text."""
+    def write_line(self, line: str) -> None:
+        """Print a line without the time."""
         self._output.write(line + "\n")
 
-    def end(self) -> None:
-        """Write what is left, or give it up."""
-        self._output.end(PATIENCE)
+    def flush(self) -> None:
+        """Wait until all lines are written, for FLUSH_TIMEOUT at most."""
+        self._output.drain(FLUSH_TIMEOUT)
 
     def _table(self) -> RenderableType:
         return Group(*overview(self._state, self._links, *self._console.size))
@@ -142,31 +142,31 @@ class Screen:
 
 
 @dataclass(frozen=True)
-class Row:
-    """A slot, or a server that cannot be used."""
+class SlotRow:
+    """A row of the table: a slot, or a server that cannot be used."""
 
-    kind: str  # trouble, running or idle
-    where: str
+    kind: str  # unusable, running or idle
+    slot: str
     job: str
     numbers: Sequence[str] = ()
 
 
 def overview(state: ListState, links: Mapping[str, ServerLink], width: int, height: int) -> list[Text]:
-    """A row for each slot, as many as fit into so many columns and lines, and a line of totals."""
-    every = list(rows(state, links))
-    shown, rest = fitting(every, height - AROUND)
-    slot = max([len("slot"), *(columns(row.where) for row in every)])
-    sizes = shown_numbers(state)
-    job = max(10, width - slot - sum(sizes.values()) - len(GAP) * (len(sizes) + 1))
-    lines = [Text(), Text(laid_out("slot", "job", list(NUMBERS), slot, job, sizes), style="dim")]
+    """The lines of the table: header, slots, totals. width, height: columns and lines of the terminal."""
+    all_rows = list(rows(state, links))
+    shown, hidden = select_rows(all_rows, height - OTHER_LINES)
+    slot_width = max([len("slot"), *(columns(row.slot) for row in all_rows)])
+    widths = shown_columns(state)
+    job_width = max(10, width - slot_width - sum(widths.values()) - len(GAP) * (len(widths) + 1))
+    lines = [Text(), Text(format_row("slot", "job", list(COLUMN_WIDTHS), slot_width, job_width, widths), style="dim")]
     for row in shown:
         if row.numbers:
-            lines.append(Text(laid_out(row.where, row.job, row.numbers, slot, job, sizes)))
+            lines.append(Text(format_row(row.slot, row.job, row.numbers, slot_width, job_width, widths)))
         else:
-            style = "yellow" if row.kind == "trouble" else "dim"
-            lines.append(Text(pad(row.where, slot) + GAP + row.job, style=style))
-    if rest:
-        lines.append(Text(f"and {rest}", style="dim"))
+            style = "yellow" if row.kind == "unusable" else "dim"
+            lines.append(Text(pad(row.slot, slot_width) + GAP + row.job, style=style))
+    if hidden:
+        lines.append(Text(f"and {hidden}", style="dim"))
     usable = sum(len(link.server.pool.slots) for link in links.values() if link.state == "ready")
     lines.append(Text(totals(state, usable), style="bold"))
     for line in lines:
@@ -174,62 +174,64 @@ def overview(state: ListState, links: Mapping[str, ServerLink], width: int, heig
     return lines
 
 
-def shown_numbers(state: ListState) -> dict[str, int]:
-    """NUMBERS without losses that no job of the list has reported yet: a column appears once, and stays."""
+def shown_columns(state: ListState) -> dict[str, int]:
+    """COLUMN_WIDTHS without losses that no job has reported yet."""
     reported = {name for name, key in LOSSES.items() if any(key in job.metrics for job in state.jobs.values())}
-    return {name: size for name, size in NUMBERS.items() if name not in LOSSES or name in reported}
+    return {name: size for name, size in COLUMN_WIDTHS.items() if name not in LOSSES or name in reported}
 
 
-def rows(state: ListState, links: Mapping[str, ServerLink]) -> Iterator[Row]:
-    """In the order of the servers."""
+def rows(state: ListState, links: Mapping[str, ServerLink]) -> Iterator[SlotRow]:
+    """All rows, in the order of the servers."""
     running = {(each.server, slot): each for each in state.open.values() for slot in each.slots}
-    called = short_names(list(links))
+    shown = short_names(list(links))
     for name, link in links.items():
         if link.state != "ready" or not link.usable:
-            yield Row("trouble", called[name], f"{link.state}: {link.reason}" if link.reason else link.state)
+            yield SlotRow("unusable", shown[name], f"{link.state}: {link.reason}" if link.reason else link.state)
         for slot in link.server.pool.slots:
-            where = f"{called[name]}:{slot.index if slot.gpu is None else slot.gpu}"
+            label = f"{shown[name]}:{slot.index if slot.gpu is None else slot.gpu}"
             attempt = running.get((name, slot.index))
             if attempt:
                 job = state.jobs[attempt.job]
-                yield Row("running", where, job.job.name, numbers(job, attempt))
+                yield SlotRow("running", label, job.job.name, numbers(job, attempt))
             elif link.state == "ready" and link.usable:
                 blocked = slot.gpu in link.server.pool.blocked
-                yield Row("idle", where, "used by somebody else" if blocked else "idle")
+                yield SlotRow("idle", label, "in use by another process" if blocked else "idle")
 
 
 def short_names(names: Sequence[str]) -> dict[str, str]:
-    """Without their domain where they differ without it, and not longer than a column may be."""
+    """Server names without domain, if they remain distinct, truncated to the width of the column."""
     short = {name: name if name.replace(".", "").isdecimal() else name.partition(".")[0] for name in names}
     if len(set(short.values())) < len(names):
         short = {name: name for name in names}
     return {name: cut(each, LONGEST_SLOT - 4) for name, each in short.items()}
 
 
-def fitting(every: Sequence[Row], most: int) -> tuple[list[Row], str]:
-    """The rows that fit, those that say most before the others; and what the others are."""
-    shown = list(every)
-    left_out = []
-    for kind in ("idle", "running", "trouble"):
-        if len(shown) > most:
-            before = [row for row in shown if row.kind == kind]
-            keep = max(0, most - (len(shown) - len(before)))
-            gone = {id(row) for row in before[keep:]}
-            shown = [row for row in shown if id(row) not in gone]
-            if gone:
-                left_out.append(plural(len(gone), "more server") if kind == "trouble" else f"{len(gone)} more {kind}")
-    return shown, ", ".join(left_out)
+def select_rows(all_rows: Sequence[SlotRow], count: int) -> tuple[list[SlotRow], str]:
+    """The first `count` rows, after dropping idle, then running, then unusable ones; a text counts the dropped rows."""
+    shown = list(all_rows)
+    hidden = []
+    for kind in ("idle", "running", "unusable"):
+        if len(shown) > count:
+            candidates = [row for row in shown if row.kind == kind]
+            keep = max(0, count - (len(shown) - len(candidates)))
+            dropped = {id(row) for row in candidates[keep:]}
+            shown = [row for row in shown if id(row) not in dropped]
+            if dropped:
+                number = len(dropped)
+                hidden.append(plural(number, "more server") if kind == "unusable" else f"{number} more {kind}")
+    return shown, ", ".join(hidden)
 
 
-def laid_out(
-    where: str, job: str, numbers: Sequence[str], slot_width: int, job_width: int, sizes: Mapping[str, int]
+def format_row(
+    slot: str, job: str, numbers: Sequence[str], slot_width: int, job_width: int, widths: Mapping[str, int]
 ) -> str:
-    right = [pad(text, sizes[name], right=True) for name, text in zip(NUMBERS, numbers, strict=True) if name in sizes]
-    return GAP.join([pad(where, slot_width), pad(cut(job, job_width), job_width), *right])
+    named = zip(COLUMN_WIDTHS, numbers, strict=True)
+    cells = [pad(text, widths[name], right=True) for name, text in named if name in widths]
+    return GAP.join([pad(slot, slot_width), pad(cut(job, job_width), job_width), *cells])
 
 
 def numbers(job: JobState, attempt: Attempt) -> list[str]:
-    """Step, loss, held-out loss, time, time left."""
+    """The cells of COLUMN_WIDTHS."""
     if attempt.state == "starting":
         return ["starting", "", "", "", ""]
     if not attempt.process:
@@ -239,14 +241,14 @@ def numbers(job: JobState, attempt: Attempt) -> list[str]:
 
 
 def measured(job: JobState) -> list[str]:
-    """Step, loss, held-out loss; empty where the job tells none."""
+    """Step, loss and held-out loss; an empty string if the job has not reported it."""
     step, steps = job.metrics.get("step"), job.metrics.get("steps")
-    said = "" if step is None else f"{step:,.0f}" + (f"/{steps:,.0f}" if steps else "")
-    return [said, *(figure(job.metrics[name]) if name in job.metrics else "" for name in LOSSES.values())]
+    progress = "" if step is None else f"{step:,.0f}" + (f"/{steps:,.0f}" if steps else "")
+    return [progress, *(figure(job.metrics[name]) if name in job.metrics else "" for name in LOSSES.values())]
 
 
 def figure(value: float) -> str:
-    """With three decimals, so that the points of a column stand one below the other; tiny and large ones with e."""
+    """Three decimals, so that a column is aligned at the decimal points; exponential for small and large values."""
     return f"{value:.3f}" if value == 0 or 0.01 <= abs(value) < 1000 else f"{value:.2g}"
 
 
@@ -257,7 +259,7 @@ def clock(seconds: float) -> str:
 
 
 def remaining(job: JobState, attempt: Attempt) -> float | None:
-    """Seconds until the job ends, by its steps or by what its list says."""
+    """Estimated seconds until the job ends, from its steps, else from _expected_seconds; None if unknown."""
     passed = time.time() - attempt.start
     step, steps = job.metrics.get("step"), job.metrics.get("steps")
     if step and steps and passed > 0:
@@ -270,11 +272,11 @@ def remaining(job: JobState, attempt: Attempt) -> float | None:
 
 
 def totals(state: ListState, slots: int = 0) -> str:
-    """12 of 40 done, 1 failed, 8 running, 19 waiting; about 12 min left. slots: 0 for no guess of the time."""
+    """12 of 40 done, 1 failed, 8 running, 19 waiting; about 12 min left. slots: 0 omits the time left."""
     counts = state.counts
     parts = [f"{counts['done']} of {len(state.jobs)} done"]
-    going = {**counts, "running": counts["running"] + counts["ending"]}
-    parts += [f"{going[name]} {name}" for name in ("failed", "cancelled", "running", "waiting") if going[name]]
+    counts = {**counts, "running": counts["running"] + counts["ending"]}
+    parts += [f"{counts[name]} {name}" for name in ("failed", "cancelled", "running", "waiting") if counts[name]]
     left = list_remaining(state, slots) if slots else None
     return ", ".join(parts) + (f"; about {duration(max(1.0, round(left)))} left" if left else "") + (
         f"; paused: {state.paused}" if state.paused else ""
@@ -282,17 +284,17 @@ def totals(state: ListState, slots: int = 0) -> str:
 
 
 def list_remaining(state: ListState, slots: int) -> float | None:
-    """Seconds until the list has ended, by the mean time of jobs that are done."""
-    took = [job.last.seconds for job in state.jobs.values() if job.state == "done" and job.last and job.last.seconds]
-    mean = sum(took) / len(took) if took else None
-    every = longest = 0.0
+    """Estimated seconds until all jobs have ended; None if unknown. Uses the mean time of finished jobs."""
+    done = [job.last.seconds for job in state.jobs.values() if job.state == "done" and job.last and job.last.seconds]
+    mean = sum(done) / len(done) if done else None
+    total = longest = 0.0
     for job in state.unfinished():
         known = remaining(job, job.last) if job.state == "running" and job.last else job.job.options.expected_seconds
         known = mean if known is None else known
         if known is None:
             return None
-        every, longest = every + known, max(longest, known)
-    return max(longest, every / max(1, slots))
+        total, longest = total + known, max(longest, known)
+    return max(longest, total / max(1, slots))
 
 
 def plural(number: int, noun: str) -> str:

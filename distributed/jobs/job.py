@@ -1,4 +1,4 @@
-"""One job: its settings, its options, the command that runs it, and where its output goes. Pure."""
+"""A job: its settings, options, arguments and output directory. Pure functions."""
 
 from __future__ import annotations
 
@@ -12,51 +12,52 @@ from typing import Any
 from distributed.fold import output_directory
 from distributed.training.base_model import hash_of
 
-ID_LENGTH = 10  # hexadecimal digits: 2^40 ids; two jobs of one list with the same id are refused
-LONGEST = 131_071  # bytes of one argument or variable that Linux passes on (MAX_ARG_STRLEN without the final NUL)
-DEVICE = "device"  # set by the dispatcher
+ID_LENGTH = 10  # hexadecimal digits: 2^40 ids; a list with two equal ids is refused
+LONGEST = 131_071  # bytes of an argument or variable in Linux (MAX_ARG_STRLEN without the final NUL)
+DEVICE = "device"  # argument that the dispatcher sets
 
 
 class JobError(ValueError):
-    """A job that cannot be run: subject, problem, value, remedy."""
+    """An invalid job."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the dispatcher is told about a job: the keys that start with `_`."""
+    """Options of a job for the dispatcher: its keys that start with `_`."""
 
     priority: int = 0  # higher first
-    timeout: float | None = None  # seconds that an attempt may take
-    retries: int = 1  # attempts after the first that failed
+    timeout: float | None = None  # seconds, of each attempt
+    retries: int = 1  # attempts after the first failure
     gpus: int = 1  # of one server
     labels: tuple[str, ...] = ()  # that a server must have
-    env: Mapping[str, str] = field(default_factory=dict)  # never written to a file
+    env: Mapping[str, str] = field(default_factory=dict)  # values are never written to a file
     expected_seconds: float | None = None
     base_model_hash: str | None = None  # of the base model that the job starts from
 
     def seconds(self, usual: float) -> float:
-        """How long the job is expected to take. usual: for a job that does not say."""
+        """Expected seconds. usual: the default for a job without _expected_seconds."""
         return usual if self.expected_seconds is None else self.expected_seconds
 
     def public(self) -> dict[str, Any]:
-        """What may be written down: of the environment only the names."""
-        said = {
+        """The options that differ from their defaults, as JSON; only the names of environment variables."""
+        found = {
             "priority": self.priority, "timeout": self.timeout, "retries": self.retries, "gpus": self.gpus,
             "labels": list(self.labels), "env": sorted(self.env), "expected_seconds": self.expected_seconds,
             "base_model_hash": self.base_model_hash,
         }  # fmt: skip
-        plain = Options()
-        return {name: value for name, value in said.items() if value != getattr(plain, name) and value != []}
+        default = Options()
+        return {name: value for name, value in found.items() if value != getattr(default, name) and value != []}
 
     @classmethod
-    def of_public(cls, said: Mapping[str, Any]) -> Options:
-        """What public() gave; the values of the environment are lost."""
-        return cls(**{**said, "labels": tuple(said.get("labels", ())), "env": dict.fromkeys(said.get("env", ()), "")})
+    def of_public(cls, public: Mapping[str, Any]) -> Options:
+        """The inverse of public(); values of environment variables are empty."""
+        env = dict.fromkeys(public.get("env", ()), "")
+        return cls(**{**public, "labels": tuple(public.get("labels", ())), "env": env})
 
 
 @dataclass(frozen=True)
 class Job:
-    """Settings are arguments of the script. The id is a hash of them alone, without options and place in the list."""
+    """A job. Its settings are the arguments of the script; its id is a hash of the settings only."""
 
     id: str
     settings: Mapping[str, Any]
@@ -67,20 +68,20 @@ class Job:
 
     @property
     def name(self) -> str:
-        """For people: the output directory without `experiments/`."""
+        """The name in messages: the output directory without `experiments/`."""
         return self.output.removeprefix("experiments/")
 
     @property
     def owner(self) -> str:
-        """How its output directory is marked: results from another base model are those of another job."""
+        """The mark in its output directory; it differs for each base model."""
         return f"{self.id} from base {hash_of(self.base)}" if self.base else self.id
 
 
 def job_of(settings: Mapping[str, Any], options: Options, participants: Sequence[str] | None = None) -> Job:
-    """The job with these settings. participants: the script's own default list, where it is known.
+    """The job with these settings. participants: the default of the script, if known.
 
     Raises:
-        JobError: the settings cannot be arguments, or name no output directory.
+        JobError: a setting cannot be an argument or part of the output directory.
     """
     if DEVICE in settings:
         raise JobError(f"device={settings[DEVICE]!r}: the device is set by the dispatcher; remove it")
@@ -91,38 +92,38 @@ def job_of(settings: Mapping[str, Any], options: Options, participants: Sequence
         raise JobError(str(error)) from None
     job = Job(identifier, dict(settings), options, output)
     if len(os_bytes(document(job))) + len("MUSTER_JOB=") > LONGEST:
-        raise JobError(f"too long: as JSON it has more than {LONGEST:,} bytes, the most that Linux passes to a process")
+        raise JobError(f"too long: more than {LONGEST:,} bytes as JSON, the limit of Linux for an environment variable")
     arguments(job, DEVICE)
     return job
 
 
 def job_id(settings: Mapping[str, Any]) -> str:
-    """Of the settings as canonical JSON (sorted keys): 64 and 64.0 are two jobs, as they are two arguments."""
+    """A hash of the settings as JSON with sorted keys. 64 and 64.0 differ, as they are different arguments."""
     try:
         text = json.dumps(settings, sort_keys=True, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     except ValueError:
-        raise JobError("a number that is not finite; write a finite one") from None
+        raise JobError("contains a number that is not finite; write a finite number") from None
     return hashlib.sha256(os_bytes(text)).hexdigest()[:ID_LENGTH]
 
 
 def os_bytes(text: str) -> bytes:
-    """As the kernel gets it; raises JobError for what it cannot get."""
+    """UTF-8. Raises JobError for a lone surrogate."""
     try:
         return text.encode()
     except UnicodeEncodeError:
-        raise JobError(f"{text[:60]!r}: half a character (a lone surrogate); write whole characters") from None
+        raise JobError(f"{text[:60]!r}: contains a lone surrogate; write complete characters") from None
 
 
 def document(job: Job) -> str:
-    """The job as JSON, for MUSTER_JOB: its settings, and its id where no setting has that name."""
+    """The value of MUSTER_JOB: the settings as JSON, and the id unless a setting has that name."""
     return json.dumps({"id": job.id, **job.settings}, sort_keys=True, ensure_ascii=False)
 
 
 def arguments(job: Job, device: str) -> list[str]:
-    """`--key value` for each key: a list as several values, true as a flag, false and null not at all.
+    """`--key value` for each setting: a list as several values, true as a flag, false and null omitted.
 
-    A value that begins with a dash is passed as it is, too: argparse takes `--lr -5`, but refuses `--name -x`, which a
-    script that must take it finds in MUSTER_JOB.
+    Values that start with a dash are passed unchanged. argparse accepts `--lr -5` but refuses `--name -x`; a script
+    that needs such a value can read it from MUSTER_JOB.
 
     Raises:
         JobError: a key or value that cannot be an argument.
@@ -130,7 +131,7 @@ def arguments(job: Job, device: str) -> list[str]:
     found: list[str] = []
     for key, value in {**job.settings, DEVICE: device}.items():
         if not key or key.startswith("-") or any(letter.isspace() or letter in "=\0" for letter in key):
-            raise JobError(f"key {key!r}: cannot be the name of an argument; use letters, digits and _")
+            raise JobError(f"key {key!r}: not a valid argument name; use letters, digits and _")
         if value is None or value is False:
             continue
         found.append(f"--{key}")
@@ -138,19 +139,17 @@ def arguments(job: Job, device: str) -> list[str]:
             found += [text(key, each) for each in (value if isinstance(value, list) else [value])]
     for argument in found:
         if len(os_bytes(argument)) > LONGEST:
-            raise JobError(
-                f"{argument[:60]!r}...: longer than {LONGEST:,} bytes, the most that Linux passes to a process"
-            )
+            raise JobError(f"{argument[:60]!r}...: longer than {LONGEST:,} bytes, the limit of Linux for an argument")
     return found
 
 
 def text(key: str, value: Any) -> str:
-    """One value as the argument that the script gets."""
+    """The argument for one value. Raises JobError."""
     if isinstance(value, bool) or value is None:
-        raise JobError(f"{key}: true, false or null inside a list cannot be an argument; write a string")
+        raise JobError(f"{key}: true, false and null are not allowed in a list; write a string")
     if isinstance(value, str):
         if "\0" in value:
-            raise JobError(f"{key}: holds a NUL character, which no argument can have; remove it")
+            raise JobError(f"{key}: contains a NUL character; remove it")
         return value
     if isinstance(value, (int, float)):
         if isinstance(value, float) and not math.isfinite(value):

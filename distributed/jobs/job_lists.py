@@ -1,6 +1,6 @@
-"""Write lists of jobs: grids, products, and names that no two jobs share.
+"""Generate lists of jobs.
 
-from distributed_train_helper import *          # with scripts/jobs on the path of Python
+from distributed_train_helper import *          # with scripts/jobs in PYTHONPATH
 
 jobs = grid(fold=range(3), target_batch_pct=[0.1, 0.29, 0.5, 0.75, 1.0], mode="full_fine_tuning")
 jobs = named(jobs, "batch{target_batch_pct:%}")                  # prefix: batch10, batch29, batch50, ...
@@ -24,9 +24,9 @@ Settings = dict[str, Any]
 
 
 def grid(**values: Any) -> list[Settings]:
-    """One job for each combination of values. A string or a number stands for itself, an iterable for its values.
+    """One job for each combination of values. An iterable is a list of values, a string or a number is one value.
 
-    A value that is a list itself, as that of participants, stands in a list: participants=[["a", "b"]].
+    Put a value that is itself a list, such as participants, into a list: participants=[["a", "b"]].
     """
     axes = [list(value) if isinstance(value, Iterable) and not isinstance(value, str | Mapping) else [value]
             for value in values.values()]  # fmt: skip
@@ -34,10 +34,10 @@ def grid(**values: Any) -> list[Settings]:
 
 
 def product(*lists: Iterable[Mapping[str, Any]]) -> list[Settings]:
-    """One job for each combination of jobs, whose settings are laid together.
+    """One job for each combination of jobs, with the settings of all of them.
 
     Raises:
-        ValueError: a setting has two values.
+        ValueError: a setting has different values in a combination.
     """
     found = []
     for parts in itertools.product(*map(list, lists)):
@@ -45,18 +45,18 @@ def product(*lists: Iterable[Mapping[str, Any]]) -> list[Settings]:
         for part in parts:
             for key, value in part.items():
                 if job.setdefault(key, value) != value:
-                    raise ValueError(f"{key}: has the values {job[key]!r} and {value!r} in one job; leave one out")
+                    raise ValueError(f"{key}: has the values {job[key]!r} and {value!r} in one job; remove one")
         found.append(job)
     return found
 
 
 def percent(share: float) -> int:
-    """A share as a whole number of percent, rounded: 0.29 is 29, where int(100 * 0.29) is 28."""
+    """A share in percent, rounded: 0.29 is 29, although int(100 * 0.29) is 28."""
     return round(100 * share)
 
 
-class Names(string.Formatter):
-    """As str.format(); `:%` gives percent() of a share."""
+class PrefixFormatter(string.Formatter):
+    """str.format() with percent() for `:%`."""
 
     def format_field(self, value: Any, format_spec: str) -> str:
         """See string.Formatter."""
@@ -64,25 +64,25 @@ class Names(string.Formatter):
 
 
 def named(jobs: Iterable[Mapping[str, Any]], pattern: str) -> list[Settings]:
-    """The jobs with a prefix that is made of their settings: named(jobs, "lr{lr}-batch{target_batch_pct:%}").
+    """The jobs with a prefix made from their settings: named(jobs, "lr{lr}-batch{target_batch_pct:%}").
 
     Raises:
-        ValueError: a job has no setting that the pattern names.
+        ValueError: a job lacks a setting of the pattern.
     """
     found = []
     for number, job in enumerate(jobs):
         try:
-            found.append({**job, "prefix": Names().vformat(pattern, (), job)})
+            found.append({**job, "prefix": PrefixFormatter().vformat(pattern, (), job)})
         except KeyError as error:
-            raise ValueError(f"job {number}: has no setting {error}, which {pattern!r} names") from None
+            raise ValueError(f"job {number}: no setting {error}, used in {pattern!r}") from None
     return found
 
 
 def write(jobs: Sequence[Mapping[str, Any]], path: str | Path, script: str = "train.py") -> None:
-    """Check the jobs and write them, a line each. script: the one that they are for.
+    """Check the jobs and write them, one per line. script: the script of the jobs.
 
     Raises:
-        ConfigError: a job cannot be run, or two jobs are the same or would write the same directory.
+        ConfigError: an invalid job, two equal jobs, or two jobs that would write the same directory.
     """
     lines = ",\n".join(f"  {json.dumps(dict(job), ensure_ascii=False)}" for job in jobs)
     text = f"[\n{lines}\n]\n"

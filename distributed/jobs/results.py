@@ -1,7 +1,7 @@
-"""results.json: what has come of a job list, complete at every moment, and results.html beside it.
+"""Write results.json and results.html of a job list.
 
-A list may have many thousand jobs, of which few change between two writes: the text of the others is kept. The page
-takes seconds then, so a process of its own writes it while the list runs.
+Both files are replaced atomically. A list may have many thousand jobs, few of which change between two writes, so the
+JSON text of each job is cached. The page of such a list takes seconds; a child process writes it while the list runs.
 """
 
 from __future__ import annotations
@@ -22,24 +22,22 @@ from distributed.jobs.dispatcher import ServerLink
 from distributed.jobs.state import Attempt, JobState, ListState, signal_name
 from distributed.training.base_model import CACHE, hash_of
 
-EVERY = 1.0  # seconds between two writes of results.json, and 20 times as long as one takes
-PAGE_EVERY = 30.0  # the same of results.html
-
-
-PAGE = Path(KIT, "scripts", "lib", "module.py")  # its first argument is a module
-NO_JOBS = '\n  "jobs": []'  # in the text of a document without its jobs, and only once: they are in the outer object
+WRITE_INTERVAL = 1.0  # minimum seconds between two writes of results.json; at least 20 times the time of a write
+PAGE_INTERVAL = 30.0  # minimum seconds between two writes of results.html; at least 50 times the time of a write
+RUN_MODULE = Path(KIT, "scripts", "lib", "module.py")
+NO_JOBS = '\n  "jobs": []'  # once in the text of document(): deeper objects are indented further
 
 
 def document(state: ListState, links: Mapping[str, ServerLink], outcome: str, reason: str = "") -> dict[str, Any]:
-    """All of results.json but its jobs. outcome: running, paused, finished, interrupted or cancelled.
+    """results.json without its jobs. outcome: running, paused, finished, interrupted or cancelled.
 
-    The seconds of the list are from its creation until now; where nothing runs any more, until the last attempt ended.
+    totals.seconds is the time since the creation of the list or, if no job runs, until the end of the last attempt.
     """
     now = time.time()
     attempts = [attempt for job in state.jobs.values() for attempt in job.attempts]
     used = sum((attempt.end or now) - attempt.start for attempt in attempts for _ in attempt.slots)
-    going = outcome == "running" or state.open
-    until = now if going else max([state.created, *(attempt.end for attempt in attempts if attempt.end)])
+    active = outcome == "running" or state.open
+    until = now if active else max([state.created, *(attempt.end for attempt in attempts if attempt.end)])
     counts = state.counts
     totals = {
         "jobs": len(state.jobs), "waiting": counts["waiting"], "running": counts["running"] + counts["ending"],
@@ -82,48 +80,48 @@ def attempt_entry(attempt: Attempt) -> dict[str, Any]:
 
 
 def base_entry(digest: str, trainer: JobState | None, jobs: list[str]) -> dict[str, Any]:
-    """Of one base model. trainer: the job that trains it; None: it was to be in the cache. jobs: that start from it."""
+    """One base model. trainer: the job that trains it; None if it was in the cache. jobs: ids of its experiments."""
     name = hash_of(digest)
     found = {"hash": name, "digest": digest, "path": f"{CACHE}/{name}", "experiments": jobs}
     return found | (entry(trainer) if trainer else {"state": "done", "reason": "in the cache"})
 
 
 def phase_files(results: Path) -> tuple[Path, Path]:
-    """Of base models and of experiments. Several lists may have their results in one directory."""
+    """The files of base models and of experiments; their names differ for each list in a directory."""
     start = "" if results.stem == "results" else f"{results.stem}."
     return results.with_name(f"{start}phase1_base_models.json"), results.with_name(f"{start}phase2_experiments.json")
 
 
 def jobs_text(jobs: Sequence[str]) -> str:
-    """In place of NO_JOBS."""
+    """The replacement of NO_JOBS."""
     lines = ",\n".join(jobs)
     return f'\n  "jobs": [\n{lines}\n  ]'
 
 
 class Results:
-    """Writes both files, now and then."""
+    """Writes the results of a list, and the page."""
 
     def __init__(self, path: Path, state: ListState, links: Mapping[str, ServerLink]) -> None:
         self.path, self.state, self.links = path, state, links
         self.changed = True
-        self.trouble = ""  # why they could not be written
-        self._texts: dict[str, tuple[tuple[str, str, int], str]] = {}  # of jobs: what it was made from, and the text
+        self.error = ""  # why results.json could not be written
+        self._texts: dict[str, tuple[tuple[str, str, int], str]] = {}  # job id -> (cache key, text)
         self._next = self._next_page = 0.0
         self._page: subprocess.Popen[bytes] | None = None  # writes results.html
-        self._page_began = 0.0
+        self._page_start = 0.0
 
     def write(self, outcome: str = "running", reason: str = "", last: bool = False) -> None:
-        """When something has changed and it is time; last: in any case."""
+        """Write the results if they changed and WRITE_INTERVAL has passed. last: always, and wait for the page."""
         start = time.monotonic()
         if last or (self.changed and start >= self._next):
             try:
                 write_file(str(self.path), self._text(outcome, reason))
                 if any(job.job.base for job in self.state.jobs.values()):
                     self._write_phases(outcome)
-                self.changed, self.trouble = False, ""
+                self.changed, self.error = False, ""
             except OSError as error:
-                self.trouble = f"{self.path}: {error.strerror}"
-            self._next = start + max(EVERY, 20 * (time.monotonic() - start))
+                self.error = f"{self.path}: {error.strerror}"
+            self._next = start + max(WRITE_INTERVAL, 20 * (time.monotonic() - start))
         if last:
             if self._page:
                 self._page.wait()
@@ -138,7 +136,7 @@ class Results:
         return around.replace(NO_JOBS, jobs_text(jobs), 1) + "\n"
 
     def _write_phases(self, outcome: str) -> None:
-        """Base models and experiments in files of their own."""
+        """Write the files of base models and of experiments."""
         using: dict[str, list[str]] = {}
         for job in self.state.jobs.values():
             if job.job.base:
@@ -153,24 +151,24 @@ class Results:
             write_file(str(path), text)
 
     def _job(self, job: JobState) -> str:
-        """The text of one job; that of one which does not run stays the same until it does."""
-        made_from = (job.state, job.reason, len(job.attempts))
-        kept, text = self._texts.get(job.job.id, (None, ""))
-        if kept != made_from or job.state in ("running", "ending"):
+        """The JSON text of one job. The text of a job that is not running is cached."""
+        key = (job.state, job.reason, len(job.attempts))
+        cached_key, text = self._texts.get(job.job.id, (None, ""))
+        if cached_key != key or job.state in ("running", "ending"):
             text = textwrap.indent(encoded(entry(job)), "    ")
-            self._texts[job.job.id] = made_from, text
+            self._texts[job.job.id] = key, text
         return text
 
     def _write_page(self) -> None:
-        """Start a process that writes the page, when none does and it is time."""
+        """Start a process that writes the page, if none is running and PAGE_INTERVAL has passed."""
         now = time.monotonic()
         if self._page and self._page.poll() is not None:
             self._page = None
-            self._next_page = now + max(PAGE_EVERY, 50 * (now - self._page_began))
+            self._next_page = now + max(PAGE_INTERVAL, 50 * (now - self._page_start))
         if not self._page and now >= self._next_page:
             with contextlib.suppress(OSError):
-                self._page_began = now
+                self._page_start = now
                 self._page = subprocess.Popen(
-                    [sys.executable, str(PAGE), "jobs.page", str(self.path)], stdin=subprocess.DEVNULL,
+                    [sys.executable, str(RUN_MODULE), "jobs.page", str(self.path)], stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
                 )  # fmt: skip

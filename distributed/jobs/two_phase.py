@@ -1,40 +1,41 @@
-"""Train the base models of a job list once, then run every experiment from its own.
+"""Train each base model of a job list once, then run the experiments that start from it.
 
 usage: run_two_phase_training.py --cluster-config FILE --jobs-config FILE [option...]
        run_two_phase_training.py cache list|verify|prune [option...]
        run_two_phase_training.py status|logs|why|cancel|retry|resume ...
 
-  --cluster-config FILE    the servers (JSON), and in `base_models` which settings determine a base model
-  --jobs-config FILE       the jobs (JSON); those with mode full_fine_tuning start from a base model
+  --cluster-config FILE    servers (JSON); its section base_models lists the settings that determine a base model
+  --jobs-config FILE       jobs (JSON); those with mode full_fine_tuning start from a base model
   --script-path PATH       script to run (default: script_path of the cluster config, or train.py)
-  --skip-phase1            train no base model; all must be in the cache
+  --skip-phase1            train no base models; all of them must be in the cache
   --barrier                start no experiment before all base models are trained
-  --allow-shared-held-out  also where a base model was trained on the participant that an experiment holds out
-  --evict-after-copy       remove the output directory of a base training on its server, once the base model is in the
+  --allow-shared-held-out  allow experiments whose base model is trained on the participant that they hold out
+  --evict-after-copy       remove the output directory of a base training from its server when the base model is in the
                            cache and on that server
-  --base-models FILE       the section base_models in a file of its own
+  --base-models FILE       a file with the section base_models, used instead of that of the cluster config
   --plan                   print the base models, and where and when each job would run; start nothing
-  --help                   show this
+  --help                   show this help
 
-All options of run_distributed_training.py are understood, too; its --help names them.
+All options of run_distributed_training.py are accepted; see its --help.
 
-A job with mode base_only trains each base model; it is published in experiments/base_models/HASH, complete and
-verified. An experiment starts as soon as its base model is there, after that was copied once to its server. The script
-finds it in $MUSTER_BASE_MODEL, and its whole digest in $MUSTER_BASE_MODEL_DIGEST.
+A job with mode base_only trains each base model, which is verified and published in experiments/base_models/HASH. An
+experiment starts when its base model is published and copied to its server; each server gets one copy. The script
+reads it from the directory $MUSTER_BASE_MODEL; $MUSTER_BASE_MODEL_DIGEST is its full digest.
 
-  cache list               the base models in experiments/base_models
-  cache verify             compare every byte with the checksums
+  cache list               list the base models in experiments/base_models
+  cache verify             compare all their files with their checksums
   cache prune --keep-used --jobs-config FILE [--cluster-config FILE]
-                           remove those that no job of the list needs; without --keep-used, only those that are
-                           damaged, and what copies that were cut off have left
+                           remove base models that no job of the list needs; without --keep-used, only damaged ones and
+                           incomplete copies
 
-Beside the results stand phase1_base_models.json and phase2_experiments.json.
-Exit codes: those of run_distributed_training.py; `cache list` and `cache verify` end with 1 when a base model is
+Also writes phase1_base_models.json and phase2_experiments.json to the directory of the results.
+Exit codes: those of run_distributed_training.py; `cache list` and `cache verify` exit with 1 if a base model is
 damaged.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import time
@@ -46,83 +47,85 @@ from distributed import terminal
 from distributed.fold import DEFAULT_PARTICIPANTS
 from distributed.jobs import base_cache, bases, commands, console
 from distributed.jobs.base_cache import Cached
-from distributed.jobs.commands import CallError, Parser
+from distributed.jobs.commands import CallError, CommandParser
 from distributed.jobs.config import read_cluster, read_jobs
 from distributed.jobs.job import Job
+from distributed.jobs.job_lists import write
 from distributed.training.base_model import CACHE
 
 PROGRAM = "run_two_phase_training.py"
 HELPER = "distributed_train_helper.py"
-SHOWN = 4  # jobs that are named of those with one fault
-NUMBERS = 30  # columns for the numbers of the jobs of a base model
+SHOWN = 4  # jobs or base models listed in one message
+NUMBERS_WIDTH = 30  # columns for the numbers of the jobs of a base model
 
-HELPER_HELP = """What base models the jobs of a list share, and what that saves.
+HELPER_HELP = """Show which jobs of a list share a base model, and what sharing saves.
 
 usage: distributed_train_helper.py JOBS [option...]
        distributed_train_helper.py JOBS explain A B
 
   JOBS                   jobs_config.json
-  explain A B            which setting makes two jobs need different base models; A and B are numbers in the list,
-                         counted from 0, ids, names, or parts of names
-  --cluster-config FILE  has the section base_models (default: cluster_config.json beside JOBS, where it is there)
-  --base-models FILE     the section base_models in a file of its own
+  explain A B            show in which settings two jobs differ, and whether they need different base models; A and B
+                         are positions in the list, counted from 0, ids, names, or parts of names
+  --cluster-config FILE  file with the section base_models (default: cluster_config.json in the directory of JOBS, if it
+                         exists)
+  --base-models FILE     a file with the section base_models, used instead of that of the cluster config
   --script-path PATH     the script of the jobs (default: script_path of the cluster config, or train.py)
   --write FILE           write the jobs with their _base_model_hash
-  --help                 show this
+  --help                 show this help
 
 Exit codes: 0; 1 a job holds out a participant that its base model is trained on; 2 wrong call or configuration.
 
 In Python, with this directory on sys.path: from distributed_train_helper import *
-  grid(fold=range(3), lr=[1e-3, 3e-3])   one job for each combination
-  product(jobs, others)                  one job for each combination of jobs
-  named(jobs, "lr{lr}-{share:%}")        prefixes made of settings; :% rounds a share to percent
-  write(jobs, "jobs_config.json")        check, and write; script="PATH": for another script than train.py
+  grid(fold=range(3), lr=[1e-3, 3e-3])   one job per combination of values
+  product(jobs, others)                  one job per combination of jobs
+  named(jobs, "lr{lr}-{share:%}")        set prefixes from settings; :% prints a share as percent, rounded
+  write(jobs, "jobs_config.json")        check and write the jobs; script="PATH": for another script than train.py
 """
 
 
 # ---------------------------------------------------------------- run_two_phase_training.py
 
 
-def main(words: Sequence[str]) -> int:
-    """Run the call. Returns the exit code."""
-    return commands.main(words, call)
+def main(arguments: Sequence[str]) -> int:
+    """Run the program and return its exit code."""
+    return commands.main(arguments, execute_command)
 
 
-def call(words: list[str]) -> int:
-    if words[:1] == ["cache"]:
-        return cache_call(words[1:])
-    if "--help" in words or "-h" in words:
+def execute_command(arguments: list[str]) -> int:
+    if arguments[:1] == ["cache"]:
+        return execute_cache_command(arguments[1:])
+    if "--help" in arguments or "-h" in arguments:
         sys.stdout.write(__doc__ or "")
         return 0
-    if (found := commands.list_call(words)) is not None:
-        return found
-    given = commands.run_parser(two_phase=True).parse_args(words)
-    if given.plan:
-        asked = commands.checked(given)
-        rules = commands.base_rules(given, asked.cluster, asked.script)
-        plan = bases.plan_of([job for job in asked.jobs if not job.trains], rules)
-        servers = len(asked.cluster.servers) if asked.cluster else 1
-        print("\n".join([*report(plan, rules, cached_names(), servers), ""]))
-    return commands.run(given)
+    if (code := commands.execute_subcommand(arguments)) is not None:
+        return code
+    options = commands.run_parser(two_phase=True).parse_args(arguments)
+    if options.plan:
+        config = commands.read_config(options)
+        rules = commands.base_rules(options, config.cluster, config.script)
+        plan = bases.plan_of([job for job in config.jobs if not job.trains], rules)
+        servers = len(config.cluster.servers) if config.cluster else 1
+        print("\n".join([*report(plan, rules, cached_by_name(), servers), ""]))
+    return commands.run(options)
 
 
-def cache_call(words: list[str]) -> int:
-    """What is in the cache of the working directory."""
-    parser = Parser(prog=f"{PROGRAM} cache", add_help=False, allow_abbrev=False)
+def execute_cache_command(arguments: list[str]) -> int:
+    """List, verify or prune the cache of the working directory. Returns the exit code."""
+    parser = CommandParser(prog=f"{PROGRAM} cache", add_help=False, allow_abbrev=False)
     parser.add_argument("what", choices=("list", "verify", "prune"))
     parser.add_argument("--keep-used", action="store_true")
     for name in ("--jobs-config", "--cluster-config", "--base-models"):
         parser.add_argument(name, type=Path)
     parser.add_argument("--script-path")
-    given = parser.parse_args(words)
-    if given.what == "prune":
-        return prune(given)
-    found = base_cache.cached(Path.cwd(), verify=given.what == "verify")
-    forms = [bases.readable(settings_in(each)) for each in found]
+    options = parser.parse_args(arguments)
+    if options.what == "prune":
+        return prune(options)
+    found = base_cache.cached(Path.cwd(), verify=options.what == "verify")
+    settings = [bases.readable(settings_of(each)) for each in found]
     table = [
         (each.name, megabytes(each.size), trained_at(each), loss_of(each), "damaged" if each.fault else "ok",
-         text_of(form))
-        for each, form in zip(found, differing_from_all(forms), strict=True)
+         text_of(shown))
+        for each, shown in zip(found, without_common(settings), strict=True)
     ]  # fmt: skip
     if table:
         commands.show([("base", "size", "trained", "held-out loss", "state", "settings"), *table])
@@ -144,105 +147,105 @@ def loss_of(base: Cached) -> str:
     return console.figure(loss) if isinstance(loss, int | float) else "-"
 
 
-def settings_in(base: Cached) -> dict[str, Any]:
-    """Of the job that has trained it."""
-    said = base.manifest.get("settings")
-    return bases.without(said, *bases.BASE_ONLY) if isinstance(said, dict) else {}
+def settings_of(base: Cached) -> dict[str, Any]:
+    """The settings of the job that trained it, without its mode."""
+    settings = base.manifest.get("settings")
+    return bases.without(settings, *bases.BASE_ONLY) if isinstance(settings, dict) else {}
 
 
-def prune(given: Any) -> int:
-    if given.keep_used and not given.jobs_config:
-        raise CallError("--keep-used: needs --jobs-config FILE, whose jobs use base models")
-    if given.jobs_config and not given.keep_used:
-        raise CallError("--jobs-config: only with --keep-used; add it to remove what the list does not need")
+def prune(options: argparse.Namespace) -> int:
+    if options.keep_used and not options.jobs_config:
+        raise CallError("--keep-used: needs --jobs-config FILE")
+    if options.jobs_config and not options.keep_used:
+        raise CallError("--jobs-config: only with --keep-used; add --keep-used to remove what the list does not need")
     keep = None
-    if given.keep_used:
-        jobs, rules = read(given)
+    if options.keep_used:
+        jobs, rules = read(options)
         keep = [base.name for base in bases.plan_of(jobs, rules).bases.values()]
         cached = [each.name for each in base_cache.cached(Path.cwd(), verify=False)]
         if cached and not set(keep) & set(cached):
             raise CallError(
-                f"{given.jobs_config}: needs none of the {len(cached)} base models in the cache; give base_models as "
-                "they were, or remove the directory by hand"
+                f"{options.jobs_config}: needs none of the {len(cached)} base models in the cache; restore "
+                f"base_models, or remove {CACHE}"
             )
     removed, used = base_cache.prune(Path.cwd(), keep)
     for name in removed:
         print(f"removed: {name}")
     for name in used:
-        print(f"in use, kept: {name}")
+        print(f"kept, in use: {name}")
     left = base_cache.cached(Path.cwd(), verify=False)
     print(f"{console.plural(len(removed), 'base model')} removed, {len(left)} left")
     return 0
 
 
-def read(given: Any) -> tuple[list[Job], bases.Rules]:
-    """The jobs, and the rules of their base models. Raises ConfigError."""
-    if not given.cluster_config and (beside := given.jobs_config.parent / "cluster_config.json").is_file():
-        given.cluster_config = beside
-    cluster = read_cluster(given.cluster_config) if given.cluster_config else None
-    script = given.script_path or (cluster.script_path if cluster else "train.py")
-    jobs = read_jobs(given.jobs_config, DEFAULT_PARTICIPANTS if Path(script).name == "train.py" else None)
-    return jobs, commands.base_rules(given, cluster, script)
+def read(options: argparse.Namespace) -> tuple[list[Job], bases.Rules]:
+    """The jobs and the rules for their base models. Sets the default of --cluster-config. Raises ConfigError."""
+    if not options.cluster_config and (default := options.jobs_config.parent / "cluster_config.json").is_file():
+        options.cluster_config = default
+    cluster = read_cluster(options.cluster_config) if options.cluster_config else None
+    script = options.script_path or (cluster.script_path if cluster else "train.py")
+    jobs = read_jobs(options.jobs_config, DEFAULT_PARTICIPANTS if Path(script).name == "train.py" else None)
+    return jobs, commands.base_rules(options, cluster, script)
 
 
 # ---------------------------------------------------------------- distributed_train_helper.py
 
 
-def helper(words: Sequence[str]) -> int:
-    """Run the call of the helper. Returns the exit code."""
-    return commands.main(words, helper_call)
+def helper(arguments: Sequence[str]) -> int:
+    """Run the helper and return its exit code."""
+    return commands.main(arguments, execute_helper)
 
 
-def helper_call(words: list[str]) -> int:
-    if "--help" in words or "-h" in words:
+def execute_helper(arguments: list[str]) -> int:
+    if "--help" in arguments or "-h" in arguments:
         sys.stdout.write(HELPER_HELP)
         return 0
-    parser = Parser(prog=HELPER, add_help=False, allow_abbrev=False)
-    parser.add_argument("words", nargs="*")
+    parser = CommandParser(prog=HELPER, add_help=False, allow_abbrev=False)
+    parser.add_argument("operands", nargs="*")
     for name in ("--cluster-config", "--base-models", "--write"):
         parser.add_argument(name, type=Path)
     parser.add_argument("--script-path")
-    given = parser.parse_intermixed_args(words)
-    if not given.words:
-        raise CallError("no list of jobs; name its file, such as jobs_config.json")
-    if given.words[1:] and (len(given.words) != 4 or given.words[1] != "explain"):
-        raise CallError(f"{' '.join(given.words[1:])}: not understood; expected explain A B")
-    given.jobs_config = Path(given.words[0])
-    jobs, rules = read(given)
-    if given.words[1:]:
-        one, other = (job_named(jobs, word) for word in given.words[2:])
+    options = parser.parse_intermixed_args(arguments)
+    if not options.operands:
+        raise CallError("JOBS: missing; give the JSON file with the jobs")
+    if options.operands[1:] and (len(options.operands) != 4 or options.operands[1] != "explain"):
+        raise CallError(f"unknown arguments: {' '.join(options.operands[1:])}; expected explain A B")
+    options.jobs_config = Path(options.operands[0])
+    jobs, rules = read(options)
+    if options.operands[1:]:
+        one, other = (find_job(jobs, selector) for selector in options.operands[2:])
         print("\n".join(explain(one, other, rules)))
         return 0
     plan = bases.plan_of(jobs, rules)
-    servers = len(read_cluster(given.cluster_config).servers) if given.cluster_config else None
-    print("\n".join(report(plan, rules, cached_names(), servers)))
-    if given.write:
-        write_with_hashes(plan, rules, given.jobs_config, given.write)
-        print(f"\nwritten: {given.write}")
+    servers = len(read_cluster(options.cluster_config).servers) if options.cluster_config else None
+    print("\n".join(report(plan, rules, cached_by_name(), servers)))
+    if options.write:
+        write_with_hashes(plan, rules, options.jobs_config, options.write)
+        print(f"\nwritten: {options.write}")
     return 1 if bases.leaks(plan, rules) else 0
 
 
-def job_named(jobs: Sequence[Job], word: str) -> Job:
-    """By its number, its id, its name, or a part of it. Raises CallError."""
+def find_job(jobs: Sequence[Job], selector: str) -> Job:
+    """The only job with this position, id, name or part of a name. Raises CallError."""
     numbers = f"a number from 0 to {len(jobs) - 1}"
-    found = [job for job in jobs if word in (job.id, job.name)]
-    if word.isdecimal():  # a number is never a part of a name
-        found = found or list(jobs[int(word) : int(word) + 1])
+    found = [job for job in jobs if selector in (job.id, job.name)]
+    if selector.isdecimal():  # a position, never a part of a name
+        found = found or list(jobs[int(selector) : int(selector) + 1])
     else:
-        found = found or [job for job in jobs if word in job.name]
+        found = found or [job for job in jobs if selector in job.name]
     if len(found) == 1:
         return found[0]
     if not found:
-        raise CallError(f"{word}: no job has this name; give {numbers}, an id, or a part of a name")
+        raise CallError(f"{selector}: no such job; give {numbers}, an id, or a part of a name")
     names = ", ".join(job.name for job in found[:SHOWN]) + (", ..." if found[SHOWN:] else "")
-    raise CallError(f"{word}: {len(found)} jobs have this in their names ({names}); give more of it, or {numbers}")
+    raise CallError(f"{selector}: matches {len(found)} jobs ({names}); give a longer part of the name, or {numbers}")
 
 
 def explain(one: Job, other: Job, rules: bases.Rules) -> list[str]:
-    """Whether two jobs need one base model, and in what they differ. Raises ConfigError as plan_of() does."""
+    """Whether two jobs share a base model, and the settings in which they differ. Raises ConfigError as plan_of()."""
     plan = bases.plan_of([one, other], rules)
     if unused := [job.name for job in plan.jobs if not job.base]:
-        return [f"{name}: starts from no base model: {no_base(rules)}" for name in unused]
+        return [f"{name}: uses no base model: {no_base_reason(rules)}" for name in unused]
     names = [base.name for base in plan.bases.values()]
     answer = f"one base model: {names[0]}" if len(names) == 1 else f"two base models: {names[0]} and {names[1]}"
     found = bases.differences(one, other, rules)
@@ -250,37 +253,37 @@ def explain(one: Job, other: Job, rules: bases.Rules) -> list[str]:
     return [answer, "", *terminal.table(table)] if found else [answer]
 
 
-def no_base(rules: bases.Rules) -> str:
+def no_base_reason(rules: bases.Rules) -> str:
     return f"its mode is not {' or '.join(rules.modes or ())}; see modes in base_models"
 
 
-def cached_names() -> dict[str, Cached]:
-    """The base models in the cache that seem to be valid."""
+def cached_by_name() -> dict[str, Cached]:
+    """The valid base models in the cache; their weights are not read."""
     return {each.name: each for each in base_cache.cached(Path.cwd(), verify=False) if not each.fault}
 
 
-def report(plan: bases.Plan, rules: bases.Rules, cached: Mapping[str, Cached], servers: int | None) -> list[str]:
-    """The plan in lines. servers: how many; None: not known."""
+def report(plan: bases.BasePlan, rules: bases.Rules, cached: Mapping[str, Cached], servers: int | None) -> list[str]:
+    """The lines of the report. servers: their number; None if unknown."""
     found, leaks, unknown = list(plan.bases.values()), bases.leaks(plan, rules), bases.not_checked(plan, rules)
     starting = sum(len(base.jobs) for base in found)
     if not found:
-        return [f"{console.plural(len(plan.jobs), 'job')}; none starts from a base model: {no_base(rules)}"]
-    there = sum(base.name in cached for base in found)
+        return [f"{console.plural(len(plan.jobs), 'job')}; none starts from a base model: {no_base_reason(rules)}"]
+    in_cache = sum(base.name in cached for base in found)
     start = "all start" if starting == len(plan.jobs) else f"{starting} of them start"
     lines = terminal.table([
         ("jobs", f"{len(plan.jobs)}; {start} from a base model"),
-        ("base models", f"{len(found)}; {there} in the cache, {len(found) - there} to train"),
-        ("trainings avoided", f"{bases.avoided(plan)} by sharing ({saved(plan, rules)}), {there} by the cache"),
+        ("base models", f"{len(found)}; {in_cache} in the cache, {len(found) - in_cache} to train"),
+        ("trainings avoided", f"{bases.avoided(plan)} by sharing ({saved(plan, rules)}), {in_cache} by the cache"),
         ("disk", disk(found, rules, cached)),
-        ("copies", "not known: give --cluster-config" if servers is None else
+        ("copies", "unknown; give --cluster-config" if servers is None else
          f"at most {bases.copies(found, servers)}, to {console.plural(servers, 'server')}"),
-        ("output collisions", "none"),  # else the list is refused
-        ("leaks", console.plural(len(leaks), "job") if leaks else "not known, see below" if unknown else "none"),
+        ("output collisions", "none"),  # read_jobs() refuses lists with collisions
+        ("leaks", console.plural(len(leaks), "job") if leaks else "unknown, see below" if unknown else "none"),
     ])  # fmt: skip
     lines += ["", *base_table(plan, cached)]
     if unknown:
         names = ", ".join(base.name for base in unknown[:SHOWN]) + (", ..." if unknown[SHOWN:] else "")
-        lines += ["", f"not checked for leaks, as their participants are not known here: {names}"]
+        lines += ["", f"not checked for leaks, participants unknown on this machine: {names}"]
     if leaks:
         lines += ["", f"{console.plural(len(leaks), 'job')} would be evaluated on training data of the base model:"]
         lines += [f"  {leak}" for leak in leaks[:SHOWN]]
@@ -289,51 +292,52 @@ def report(plan: bases.Plan, rules: bases.Rules, cached: Mapping[str, Cached], s
     return lines
 
 
-def saved(plan: bases.Plan, rules: bases.Rules) -> str:
+def saved(plan: bases.BasePlan, rules: bases.Rules) -> str:
     hours = bases.gpu_hours_saved(plan, rules)
     if hours is None:
-        return "GPU hours not known: give _expected_seconds in options of base_models"
+        return "GPU hours unknown; set _expected_seconds in options of base_models"
     return f"{hours:,.1f} GPU hours" if hours >= 1 else f"{60 * hours:.1f} GPU minutes"
 
 
-def disk(found: Sequence[bases.Base], rules: bases.Rules, cached: Mapping[str, Cached]) -> str:
-    """What a cache with these base models takes."""
+def disk(found: Sequence[bases.SharedBase], rules: bases.Rules, cached: Mapping[str, Cached]) -> str:
+    """The disk space for these base models."""
     sizes = [cached[base.name].size for base in found if base.name in cached]
     size = max(sizes, default=0) or (rules.expected_mb or 0.0) * 1e6
     if not size:
-        return "not known: give expected_mb in base_models"
-    return f"{megabytes(len(found) * size)} here, and at most as much on each server ({megabytes(size)} a base model)"
+        return "unknown; set expected_mb in base_models"
+    total = megabytes(len(found) * size)
+    return f"{total} on this machine, at most {total} on each server; {megabytes(size)} per base model"
 
 
-def base_table(plan: bases.Plan, cached: Mapping[str, Cached]) -> list[str]:
-    """Which jobs share which base model, and in what base models differ."""
+def base_table(plan: bases.BasePlan, cached: Mapping[str, Cached]) -> list[str]:
+    """A table of the base models, their jobs, and the settings in which they differ."""
     found = list(plan.bases.values())
     numbers = {job.id: number for number, job in enumerate(plan.jobs)}
-    forms = [bases.readable(base.settings) for base in found]
+    settings = [bases.readable(base.settings) for base in found]
     table = [("base", "cached", "jobs", "numbers", "first job", "settings")]
-    for base, form in zip(found, differing_from_all(forms), strict=True):
+    for base, shown in zip(found, without_common(settings), strict=True):
         table.append((
             base.name, "yes" if base.name in cached else "no", str(len(base.jobs)),
-            ranges([numbers[job.id] for job in base.jobs]), base.jobs[0].name, text_of(form),
+            ranges([numbers[job.id] for job in base.jobs]), base.jobs[0].name, text_of(shown),
         ))  # fmt: skip
     if len(found) == 1:
-        return [*terminal.table([row[:-1] for row in table]), "", f"settings: {text_of(forms[0])}"]
-    same = {key: value for key, value in forms[0].items() if all(form.get(key) == value for form in forms)}
-    return [*terminal.table(table), "", f"settings of all: {text_of(same)}"]
+        return [*terminal.table([row[:-1] for row in table]), "", f"settings: {text_of(settings[0])}"]
+    common = {key: value for key, value in settings[0].items() if all(each.get(key) == value for each in settings)}
+    return [*terminal.table(table), "", f"settings of all: {text_of(common)}"]
 
 
-def differing_from_all(forms: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Each without what is the same in all; one alone is as it was."""
-    if len(forms) == 1:
-        return [dict(forms[0])]
+def without_common(settings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The settings without those that are equal in all; unchanged if there is only one."""
+    if len(settings) == 1:
+        return [dict(settings[0])]
     return [
-        {key: value for key, value in form.items() if any(other.get(key) != value for other in forms)}
-        for form in forms
+        {key: value for key, value in each.items() if any(other.get(key) != value for other in settings)}
+        for each in settings
     ]  # fmt: skip
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """0-4,7,9-11; cut where it is long."""
+    """0-4,7,9-11; truncated to NUMBERS_WIDTH."""
     found: list[list[int]] = []
     for number in numbers:
         if found and number == found[-1][-1] + 1:
@@ -341,7 +345,7 @@ def ranges(numbers: Sequence[int]) -> str:
         else:
             found.append([number])
     text = ",".join("-".join(map(str, each)) for each in found)
-    return text if len(text) <= NUMBERS else f"{text[:NUMBERS].rpartition(',')[0]},..."
+    return text if len(text) <= NUMBERS_WIDTH else f"{text[:NUMBERS_WIDTH].rpartition(',')[0]},..."
 
 
 def text_of(settings: Mapping[str, Any]) -> str:
@@ -355,11 +359,9 @@ def megabytes(size: float) -> str:
     return f"{size / 1e6:,.1f} MB"
 
 
-def write_with_hashes(plan: bases.Plan, rules: bases.Rules, source: Path, target: Path) -> None:
-    """The list as it was, each job with its _base_model_hash."""
-    from distributed.jobs.job_lists import write
-
+def write_with_hashes(plan: bases.BasePlan, rules: bases.Rules, source: Path, target: Path) -> None:
+    """Write the jobs of `source` with their _base_model_hash."""
     entries = json.loads(source.read_text(encoding="utf-8-sig"))
     hashes = [job.options.base_model_hash for job in plan.jobs]
-    write([entry | ({"_base_model_hash": name} if name else {}) for entry, name in zip(entries, hashes, strict=True)],
-          target, rules.script)  # fmt: skip
+    jobs = [entry | ({"_base_model_hash": name} if name else {}) for entry, name in zip(entries, hashes, strict=True)]
+    write(jobs, target, rules.script)

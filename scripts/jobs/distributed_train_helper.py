@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What base models the jobs of a list share; also a module for writing such lists.
+"""Show which jobs of a list share a base model; also a module that generates lists.
 
 See --help, distributed/jobs/two_phase.py and distributed/jobs/job_lists.py.
 """
@@ -10,19 +10,19 @@ import sys
 KIT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
 
 if __name__ == "__main__":
-    if sys.getfilesystemencoding() != "utf-8":  # paths are the same here and on every server
+    if sys.getfilesystemencoding() != "utf-8":  # so that paths are equal on all servers
         os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.argv])
     del sys.path[0]
-sys.path.insert(0, KIT)  # before an installed Dask, whose package is named `distributed`, too
+sys.path.insert(0, KIT)  # precedes the package `distributed` of Dask
 try:
     from distributed.jobs.job_lists import grid, named, percent, product, write
 except ModuleNotFoundError as error:
-    own = f"{KIT}/.venv/bin/python"
-    use = f"use {own}" if os.path.exists(own) else f"{KIT}/scripts/quickstart.sh installs what is needed"
-    sys.stderr.write(f"distributed_train_helper.py: {error.name}: not installed for {sys.executable}; {use}\n")
+    python = f"{KIT}/.venv/bin/python"
+    remedy = f"use {python}" if os.path.exists(python) else f"run {KIT}/scripts/quickstart.sh to install it"
+    sys.stderr.write(f"distributed_train_helper.py: {error.name}: not installed for {sys.executable}; {remedy}\n")
     sys.exit(69)
 finally:
-    sys.path.remove(KIT)  # a module of the user may be named as one of ours, such as train
+    sys.path.remove(KIT)  # a module of the user may have the same name as one of Muster, such as train
 
 __all__ = ["grid", "named", "percent", "product", "write"]
 

@@ -140,7 +140,7 @@ def test_results_of_one_script_do_not_overwrite_those_of_another(job_list: JobLi
     assert " of job.sh; move it away, or give this job another prefix" in printed
     job_list.jobs({"write": "first", "prefix": "q", "fold": 0})
     code, printed = job_list.call(*other)
-    assert (code, "was begun with the script job.sh; use another --log-file" in printed) == (2, True), printed
+    assert (code, "was started with the script job.sh; use another --log-file" in printed) == (2, True), printed
     assert job_list.starts() == 1
 
 
@@ -157,7 +157,7 @@ def test_cancel_all_also_cancels_pending_retries(job_list: JobList) -> None:
     job_list.jobs({"n": 1, "exit": 3, "_retries": 0}, {"n": 2})
     assert job_list.call(*RUN)[0] == 1
     code, printed = job_list.call("retry", "failed")
-    assert (code, printed.startswith("1 job to run again; to start: ")) == (0, True), printed
+    assert (code, printed.startswith("requeued 1 job; to start: ")) == (0, True), printed
     code, printed = job_list.call("cancel", "all")
     assert (code, "1 of 2 done, 1 cancelled" in printed) == (0, True), printed
     assert job_list.call("resume")[0] == 1
@@ -188,7 +188,7 @@ def test_the_plan_of_a_started_list_contains_the_remaining_jobs(job_list: JobLis
     code, printed = job_list.call(*RUN, "--plan")
     assert code == 0
     assert "1 job on 2 slots of 1 server" in printed
-    assert "1 job of the list: already done, failed or cancelled" in printed
+    assert "not planned: 1 job, already done, failed or cancelled" in printed
     assert job_list.starts() == 1
 
 
@@ -203,7 +203,7 @@ def test_status_and_why_show_unusable_servers_with_reasons(job_list: JobList) ->
     reason = "localhost-1: unreachable: ssh: connect to host localhost port 1: Connection refused"
     assert reason in job_list.call("status")[1]
     printed = job_list.call("why", job_list.results()["jobs"][0]["id"])[1]
-    assert "waits for a free slot; 1 job of the list before it" in printed, "the third one has a higher priority"
+    assert "waits for a free slot, after 1 job of the list" in printed, "the third one has a higher priority"
     assert reason in printed
     printed = job_list.call("why", job_list.results()["jobs"][1]["id"])[1]
     assert "needs a server with the labels x" in printed
@@ -237,7 +237,7 @@ def test_a_printed_command_can_be_pasted_if_the_installation_path_contains_a_spa
     run = subprocess.run(
         [sys.executable, program, *RUN], cwd=directory, capture_output=True, text=True, timeout=SECONDS
     )
-    line = next(line for line in run.stdout.splitlines() if line.startswith("see the output:"))
+    line = next(line for line in run.stdout.splitlines() if line.startswith("show the cause:"))
     pasted = ["bash", "-c", line.partition(":")[2].replace("python", shlex.quote(sys.executable), 1)]
     why = subprocess.run(pasted, cwd=directory, capture_output=True, text=True, timeout=SECONDS)
     assert (why.returncode, "exit code 1" in why.stdout) == (0, True), why

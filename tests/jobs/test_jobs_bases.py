@@ -1,7 +1,6 @@
-"""Which jobs of a list share a base model: never two that need different ones, and no leak without a word.
+"""Which jobs of a list share a base model, and which base models leak the held-out participant.
 
-Guarded here: what changes the weights changes the digest and nothing else does; each key is classified, and no result
-is made with a base model that knows the held-out participant unless a person has asked for it.
+Settings that change the weights change the digest, and others do not. Unclassified keys are refused. Leaks are found.
 """
 
 from __future__ import annotations
@@ -17,7 +16,17 @@ from hypothesis import strategies as st
 
 from distributed.fold import DEFAULT_PARTICIPANTS
 from distributed.jobs import bases
-from distributed.jobs.bases import BASE, EXPERIMENT, Base, Plan, Rules, leaks, not_checked, plan_of, training_job
+from distributed.jobs.bases import (
+    BASE,
+    EXPERIMENT,
+    BasePlan,
+    Rules,
+    SharedBase,
+    leaks,
+    not_checked,
+    plan_of,
+    training_job,
+)
 from distributed.jobs.config import BaseModels, ConfigError, read_base_models, read_cluster, read_entries
 from distributed.jobs.job import Job, JobError, Options
 
@@ -25,34 +34,34 @@ FULL = {"mode": "full_fine_tuning"}
 ABC = ["a", "b", "c"]
 
 
-def rules(script: str = "train.py", **said: Any) -> Rules:
-    return Rules.of(BaseModels(**said), script)
+def rules(script: str = "train.py", **section: Any) -> Rules:
+    return Rules.of(BaseModels(**section), script)
 
 
 def jobs_of(*entries: dict[str, Any], script: str = "train.py", plain: bool = False) -> list[Job]:
-    """A list of jobs that start from a base model, each with a prefix of its own. plain: just as they are."""
+    """Jobs that start from a base model, each with its own prefix. plain: without these two additions."""
     known = DEFAULT_PARTICIPANTS if Path(script).name == "train.py" else None
     listed = [each if plain else {"prefix": f"p{number}", **FULL, **each} for number, each in enumerate(entries)]
     return read_entries(listed, "jobs.json", known)
 
 
-def plan(*entries: dict[str, Any], script: str = "train.py", **said: Any) -> Plan:
-    return plan_of(jobs_of(*entries, script=script), rules(script, **said))
+def plan(*entries: dict[str, Any], script: str = "train.py", **section: Any) -> BasePlan:
+    return plan_of(jobs_of(*entries, script=script), rules(script, **section))
 
 
-def digests(*entries: dict[str, Any], script: str = "train.py", **said: Any) -> list[str]:
-    return [job.base for job in plan(*entries, script=script, **said).jobs]
+def digests(*entries: dict[str, Any], script: str = "train.py", **section: Any) -> list[str]:
+    return [job.base for job in plan(*entries, script=script, **section).jobs]
 
 
-def refusal(*entries: dict[str, Any], **said: Any) -> list[str]:
+def refusal(*entries: dict[str, Any], **section: Any) -> list[str]:
     with pytest.raises(ConfigError) as refused:
-        plan(*entries, **said)
+        plan(*entries, **section)
     return str(refused.value).splitlines()
 
 
 # ---------------------------------------------------------------- one base model, or two
 
-ONE: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
+SHARED: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ({"participants": ["b", "a"]}, {"participants": ["a", "b"]}, {}),
     ({"base_participants": ["b", "a"]}, {"base_participants": ["a", "b"]}, {}),
     ({"participants": "a"}, {"participants": ["a"]}, {}),
@@ -80,7 +89,7 @@ ONE: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ({"participants": ABC}, {}, {"defaults": {"participants": ["c", "b", "a"]}}),
     ({"data_path": "d", "participants": ABC}, {"data_path": "d"}, {"defaults": {"participants": ABC}}),
     ({"config": "c.yaml", "lr": 0.5}, {"config": "c.yaml"}, {"defaults": {"lr": 0.5}}),
-    # The fold is a number in the order of the list that the job names.
+    # fold is a position in the participants of the job.
     ({"fold": 0, "participants": ABC}, {"fold": 2, "participants": ABC[::-1]}, {"base": ["fold"]}),
     ({"fold": 1, "participants": ABC}, {"participant": "b", "participants": ABC[::-1]}, {"base": ["fold"]}),
     ({"fold": 1, "participants": ABC}, {"fold": "1", "participant": "b", "participants": ABC}, {"base": ["fold"]}),
@@ -91,16 +100,16 @@ ONE: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("one", "other", "said"), ONE)
-def test_jobs_that_need_one_base_model(one: dict[str, Any], other: dict[str, Any], said: dict[str, Any]) -> None:
-    first, second = digests(one, other, **said)
+@pytest.mark.parametrize(("one", "other", "section"), SHARED)
+def test_jobs_share_a_base_model(one: dict[str, Any], other: dict[str, Any], section: dict[str, Any]) -> None:
+    first, second = digests(one, other, **section)
     assert first == second
 
 
-TWO: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
+DIFFERENT: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ({"participants": ["a", "b"]}, {"participants": ["a", "b", "c"]}, {}),
     ({"participants": ["a", "b"]}, {}, {}),
-    ({"participants": [1]}, {"participants": [1.0]}, {}),  # names: the script gets other arguments
+    ({"participants": [1]}, {"participants": [1.0]}, {}),  # these are names, and the arguments differ
     ({"base_participants": ["a"]}, {}, {}),
     ({"model": "medium"}, {}, {}),
     ({"batch_size": 64}, {"batch_size": 65}, {}),
@@ -108,14 +117,14 @@ TWO: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ({"lr": 3e-4}, {"lr": 3.0000001e-4}, {}),
     ({"augmentation": True}, {}, {}),
     ({"augmentation": True}, {"augmentation": 1}, {}),
-    ({"augmentation": ["flip", "crop"]}, {"augmentation": ["crop", "flip"]}, {}),  # an order that may matter
+    ({"augmentation": ["flip", "crop"]}, {"augmentation": ["crop", "flip"]}, {}),  # the order may matter
     ({"seed": 1}, {"seed": 2}, {}),
     ({"base_steps": 10}, {}, {}),
     ({"data_path": "d"}, {}, {}),
     ({"data_path": "d"}, {"data_path": "e"}, {}),
     ({"data_path": "d", "participants": ABC}, {"data_path": "d"}, {}),
     ({"config": "c.yaml"}, {}, {}),
-    ({"config": "c.yaml"}, {"config": "c.yaml", "lr": 3e-3}, {}),  # the file may say something else
+    ({"config": "c.yaml"}, {"config": "c.yaml", "lr": 3e-3}, {}),  # the file may set lr
     ({"a": 1}, {"a": 2}, {"base": ["a"]}),
     ({"a": 1}, {}, {"base": ["a"]}),
     ({"steps": 1}, {"steps": 2}, {"base": ["steps"]}),
@@ -129,13 +138,13 @@ TWO: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("one", "other", "said"), TWO)
-def test_jobs_that_need_two_base_models(one: dict[str, Any], other: dict[str, Any], said: dict[str, Any]) -> None:
-    first, second = digests(one, other, **said)
+@pytest.mark.parametrize(("one", "other", "section"), DIFFERENT)
+def test_jobs_need_different_base_models(one: dict[str, Any], other: dict[str, Any], section: dict[str, Any]) -> None:
+    first, second = digests(one, other, **section)
     assert first != second
 
 
-def test_another_version_script_or_order_of_defaults_is_another_base_model() -> None:
+def test_version_and_script_are_part_of_the_digest() -> None:
     found = [
         *digests({}), *digests({}, version=2), *digests({}, script="other/train.py"), *digests({}, script="mine.py"),
     ]  # fmt: skip
@@ -143,7 +152,7 @@ def test_another_version_script_or_order_of_defaults_is_another_base_model() -> 
     assert digests({}, script="./train.py") == digests({})
 
 
-def test_an_edited_settings_file_is_another_base_model(tmp_path: Path) -> None:
+def test_the_content_of_a_settings_file_is_part_of_the_digest(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     found = set()
     for content in ("model: small", "model: medium"):
@@ -153,21 +162,21 @@ def test_an_edited_settings_file_is_another_base_model(tmp_path: Path) -> None:
     assert len(found) == 2
 
 
-def test_a_script_of_ones_own_has_no_defaults_but_those_that_are_declared() -> None:
+def test_another_script_has_only_declared_defaults() -> None:
     assert plan({}, script="mine.py").bases[digests({}, script="mine.py")[0]].settings == {}
     declared = {"base": ["config"], "defaults": {"depth": 4, "config": "x"}}
     made = plan({}, script="mine.py", **{**declared, "base": ["depth"]})
     assert [dict(base.settings) for base in made.bases.values()] == [{"config": "x", "depth": 4}]
 
 
-def test_declared_data_replaces_the_participants_of_train_py() -> None:
+def test_a_declared_data_path_replaces_the_default_participants() -> None:
     base = next(iter(plan({}, defaults={"data_path": "d"}).bases.values()))
     assert "participants" not in base.settings
     assert base.settings["data_path"] == "d"
 
 
-def test_the_digest_of_the_default_settings_is_this_one() -> None:
-    """When this fails, base models of all users would be trained again: raise FORM where the form has changed."""
+def test_digests_are_stable_between_versions() -> None:
+    """If this fails, all users would train their base models again. Increment FORM if the canonical form changed."""
     assert bases.FORM == 1
     assert digests({}, {"fold": 1, "lr": 0.01, "model": "medium"}) == [
         "e5d65e26323121548ba79638dcb8f91417ccb32553261737a024a8fe3860bf82",
@@ -187,13 +196,13 @@ KEYS = [key for key in BASE if "participants" not in key]
 SETTINGS = st.dictionaries(st.sampled_from(KEYS), VALUES)
 
 
-def digest(settings: dict[str, Any], **said: Any) -> str:
-    made = rules(**said)
+def digest(settings: dict[str, Any], **section: Any) -> str:
+    made = rules(**section)
     return made.digest(made.settings(Job("", {**settings, **FULL}, Options(), "")))
 
 
 @given(settings=SETTINGS, names=NAMES, data=st.data())
-def test_the_order_of_keys_and_participants_changes_nothing(
+def test_the_order_of_keys_and_participants_has_no_effect(
     settings: dict[str, Any], names: list[str], data: st.DataObject
 ) -> None:
     given_names = data.draw(st.permutations(names))
@@ -203,7 +212,7 @@ def test_the_order_of_keys_and_participants_changes_nothing(
 
 
 @given(names=NAMES, data=st.data())
-def test_the_held_out_participant_and_not_its_number_is_what_counts(names: list[str], data: st.DataObject) -> None:
+def test_the_digest_depends_on_the_held_out_participant_not_its_position(names: list[str], data: st.DataObject) -> None:
     other = data.draw(st.permutations(names))
     fold, second = (data.draw(st.integers(0, len(names) - 1)) for _ in range(2))
     first = digest({"participants": names, "fold": fold}, base=["fold"])
@@ -212,9 +221,7 @@ def test_the_held_out_participant_and_not_its_number_is_what_counts(names: list[
 
 
 @given(settings=SETTINGS, key=st.sampled_from(KEYS), one=VALUES, other=VALUES)
-def test_another_value_of_a_base_key_is_another_base_model(
-    settings: dict[str, Any], key: str, one: Any, other: Any
-) -> None:
+def test_every_value_of_a_base_key_has_its_own_digest(settings: dict[str, Any], key: str, one: Any, other: Any) -> None:
     same = type(one) is type(other) or (type(one) in (int, float) and type(other) in (int, float))
     assume(not (same and one == other) and [] not in (one, other))
     assert digest({**settings, key: one}) != digest({**settings, key: other})
@@ -223,11 +230,11 @@ def test_another_value_of_a_base_key_is_another_base_model(
 # ---------------------------------------------------------------- classes of keys
 
 
-def test_a_key_that_is_not_classified_is_refused_once_by_name_with_the_remedy() -> None:
+def test_an_unclassified_key_is_refused_once() -> None:
     many = [{"fold": fold, "prefix": "x", "dropout": 0.1} for fold in range(8)]
     assert refusal(*many) == [
         f"key 'dropout' of job x/fold0_{DEFAULT_PARTICIPANTS[0]} and 7 more: not classified; list it in base_models: "
-        "under base when base models depend on it, else under experiment or ignored"
+        "under base if base models depend on it, else under experiment or ignored"
     ]
     assert plan(*many, experiment=["dropout"]).bases
     assert "did you mean 'batch_size'? Otherwise list it in base_models" in refusal({"batchsize": 3})[0]
@@ -240,26 +247,27 @@ def test_keys_of_jobs_without_a_base_model_need_no_class() -> None:
     assert refusal({"dropout": 1}, modes=None)
 
 
-def test_jobs_start_from_a_base_model_by_their_mode() -> None:
+def test_modes_select_the_jobs_with_a_base_model() -> None:
     listed = jobs_of({"prefix": "a"}, {"prefix": "b", "mode": "tune"}, FULL, plain=True)
     assert [bool(job.base) for job in plan_of(listed, rules()).jobs] == [False, False, True]
     assert [bool(job.base) for job in plan_of(listed, rules(modes=["tune"])).jobs] == [False, True, False]
     assert [bool(job.base) for job in plan_of(listed, rules(modes=None)).jobs] == [True, True, True]
 
 
-def test_a_key_that_is_named_leaves_the_class_it_has_by_default() -> None:
-    assert {rules().kinds[key] for key in BASE} == {"base"}
-    assert {rules().kinds[key] for key in EXPERIMENT} == {"experiment"}
+def test_a_listed_key_does_not_keep_its_default_class() -> None:
+    assert {rules().key_classes[key] for key in BASE} == {"base"}
+    assert {rules().key_classes[key] for key in EXPERIMENT} == {"experiment"}
     made = rules(base=["steps"], experiment=["lr"], ignored=["seed", "name"])
-    assert [made.kinds[key] for key in ("steps", "lr", "seed", "name")] == ["base", "experiment", "ignored", "ignored"]
+    assert (made.key_classes["steps"], made.key_classes["lr"]) == ("base", "experiment")
+    assert (made.key_classes["seed"], made.key_classes["name"]) == ("ignored", "ignored")
 
 
 @pytest.mark.parametrize(("one", "other"), [("fold", "participant"), ("participant", "fold")])
-def test_fold_and_participant_are_of_one_class_unless_both_are_named(one: str, other: str) -> None:
-    assert rules(base=[one]).kinds[other] == "base"
-    assert rules(base=[one], experiment=[other]).kinds[other] == "experiment"
-    assert rules(base=[one], ignored=[other]).kinds[other] == "ignored"
-    assert rules(ignored=[one]).kinds[other] == "experiment"
+def test_fold_and_participant_have_the_same_class_unless_both_are_listed(one: str, other: str) -> None:
+    assert rules(base=[one]).key_classes[other] == "base"
+    assert rules(base=[one], experiment=[other]).key_classes[other] == "experiment"
+    assert rules(base=[one], ignored=[other]).key_classes[other] == "ignored"
+    assert rules(ignored=[one]).key_classes[other] == "experiment"
 
 
 @pytest.mark.parametrize(
@@ -267,19 +275,19 @@ def test_fold_and_participant_are_of_one_class_unless_both_are_named(one: str, o
     [
         ({"bases": ["x"]}, "bases: unknown key; did you mean base?"),
         ({"experiments": ["x"]}, "experiments: unknown key; did you mean experiment?"),
-        ({"xyz": 1}, "xyz: unknown key; known are base, experiment, ignored, defaults, modes, version, options, "),
+        ({"xyz": 1}, "xyz: unknown key; known keys: base, experiment, ignored, defaults, modes, version, options, "),
         ({"base": ["lr"], "ignored": ["lr"]}, "lr is listed 2 times; list it in one of base, experiment, ignored"),
         ({"base": ["lr", "lr"]}, "lr is listed 2 times"),
         ({"base": "lr"}, 'base="lr": Input should be a valid list'),
         ({"version": "2"}, 'version="2": Input should be a valid integer'),
         ({"expected_mb": 0}, "expected_mb=0: Input should be greater than 0"),
-        ({"options": {"timeout": 5}}, "timeout: an option begins with _: did you mean _timeout?"),
+        ({"options": {"timeout": 5}}, "timeout: unknown key; did you mean _timeout?"),
         ({"options": {"_timeuot": 5}}, "_timeuot: unknown key; did you mean _timeout?"),
         ({"options": {"_gpus": 0}}, "_gpus=0: Input should be greater than or equal to 1"),
-        ({"options": {"_base_model_hash": "0" * 12}}, "_base_model_hash: a job that trains a base model starts from"),
+        ({"options": {"_base_model_hash": "0" * 12}}, "_base_model_hash: not for jobs that train base models"),
     ],
 )
-def test_a_wrong_section_is_refused_with_the_remedy(section: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_an_invalid_section_is_refused(section: dict[str, Any], message: str, tmp_path: Path) -> None:
     own, cluster = tmp_path / "base_models.json", tmp_path / "cluster.json"
     own.write_text(json.dumps(section))
     cluster.write_text(json.dumps({"servers": [{"host": "a"}], "base_models": section}))
@@ -291,13 +299,13 @@ def test_a_wrong_section_is_refused_with_the_remedy(section: dict[str, Any], mes
     assert str(refused.value).startswith(f"{cluster}: base_models")
 
 
-def test_a_section_that_is_no_object_is_refused(tmp_path: Path) -> None:
+def test_a_section_that_is_not_an_object_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text("[]")
-    with pytest.raises(ConfigError, match=r"x.json: holds a list; expected an object with base, experiment, ignored"):
+    with pytest.raises(ConfigError, match=r"x.json: contains a list; expected an object with base, experiment"):
         read_base_models(tmp_path / "x.json")
 
 
-def test_a_hash_that_is_not_that_of_the_settings_is_refused_and_the_right_one_is_not() -> None:
+def test_a_hash_that_does_not_match_the_settings_is_refused() -> None:
     right = digests({})[0][:12]
     assert digests({"_base_model_hash": right}) == digests({})
     assert plan({}).jobs[0].options.base_model_hash == right
@@ -306,7 +314,7 @@ def test_a_hash_that_is_not_that_of_the_settings_is_refused_and_the_right_one_is
     )
 
 
-def test_settings_that_contradict_each_other_are_refused_by_the_name_of_the_job(tmp_path: Path) -> None:
+def test_contradictory_settings_are_refused_with_the_name_of_the_job(tmp_path: Path) -> None:
     (tmp_path / "a.txt").touch()
     message = "p0/fold3: fold: out of range for 1 participants: got 3; give 0 to 0"
     assert refusal({"fold": 3, "data_path": str(tmp_path)}) == [message]
@@ -318,12 +326,12 @@ def test_settings_that_contradict_each_other_are_refused_by_the_name_of_the_job(
 # ---------------------------------------------------------------- leaks
 
 
-def leaking(*entries: dict[str, Any], script: str = "train.py", **said: Any) -> list[str]:
-    made = plan(*entries, script=script, **said)
-    return leaks(made, rules(script, **said))
+def leaking(*entries: dict[str, Any], script: str = "train.py", **section: Any) -> list[str]:
+    made = plan(*entries, script=script, **section)
+    return leaks(made, rules(script, **section))
 
 
-def test_a_held_out_participant_that_the_base_model_is_trained_on_is_a_leak() -> None:
+def test_a_held_out_participant_in_the_training_data_is_a_leak() -> None:
     name = next(iter(plan({}).bases.values())).name
     assert leaking({"fold": 1}, {}, {"participant": "types"}) == [
         f"p0/fold1_compound-statements: holds out compound-statements, and its base model {name} is trained on it",
@@ -333,7 +341,7 @@ def test_a_held_out_participant_that_the_base_model_is_trained_on_is_a_leak() ->
 
 
 @pytest.mark.parametrize(
-    ("entry", "said", "leak"),
+    ("entry", "section", "leak"),
     [
         ({"fold": 0, "participants": ABC}, {}, "a"),
         ({"fold": 0}, {"base": ["fold"]}, None),
@@ -349,10 +357,10 @@ def test_a_held_out_participant_that_the_base_model_is_trained_on_is_a_leak() ->
         ({"fold": 0}, {"defaults": {"participants": ABC, "base_participants": ["b"]}}, None),
     ],
 )
-def test_leaks_are_found_and_nothing_else(entry: dict[str, Any], said: dict[str, Any], leak: str | None) -> None:
-    found = leaking(entry, script="mine.py", **said)
+def test_leaks_are_found_and_only_leaks(entry: dict[str, Any], section: dict[str, Any], leak: str | None) -> None:
+    found = leaking(entry, script="mine.py", **section)
     assert [line.partition("holds out ")[2].partition(",")[0] for line in found] == ([leak] if leak else [])
-    assert not not_checked(plan(entry, script="mine.py", **said), rules("mine.py", **said))
+    assert not not_checked(plan(entry, script="mine.py", **section), rules("mine.py", **section))
 
 
 def test_leaks_are_found_in_the_files_of_a_data_path(tmp_path: Path) -> None:
@@ -367,7 +375,7 @@ def test_leaks_are_found_in_the_files_of_a_data_path(tmp_path: Path) -> None:
     assert leaking({**where, "fold": 1, "participants": ["a", "c"]})[0].startswith("p0/fold1_c: holds out c")
 
 
-def test_a_data_path_that_is_not_here_is_not_checked_and_said_so(tmp_path: Path) -> None:
+def test_a_base_model_with_unknown_participants_is_reported_as_not_checked(tmp_path: Path) -> None:
     entry = {"data_path": str(tmp_path / "none"), "fold": 0}
     made = plan(entry)
     assert leaks(made, rules()) == []
@@ -375,14 +383,14 @@ def test_a_data_path_that_is_not_here_is_not_checked_and_said_so(tmp_path: Path)
     known = plan({**entry, "participants": ABC})
     assert not not_checked(known, rules())
     assert not_checked(plan({"fold": 0}, script="mine.py"), rules("mine.py"))
-    assert not not_checked(plan({"data_path": entry["data_path"]}), rules())  # it holds nothing out
+    assert not not_checked(plan({"data_path": entry["data_path"]}), rules())  # no held-out participant
     assert not not_checked(plan(entry, base=["fold"]), rules(base=["fold"]))
 
 
 # ---------------------------------------------------------------- the jobs that train base models
 
 
-def only(made: Plan) -> Base:
+def only(made: BasePlan) -> SharedBase:
     assert len(made.bases) == 1
     return next(iter(made.bases.values()))
 
@@ -402,11 +410,11 @@ def test_a_base_model_is_trained_with_exactly_the_settings_of_its_digest() -> No
     assert training_job(only(plan({}, version=2)), rules(version=2)).id != training_job(only(plan({})), rules()).id
 
 
-def test_a_base_key_named_mode_is_still_base_only() -> None:
+def test_a_base_training_has_mode_base_only_even_if_mode_is_a_base_key() -> None:
     assert training_job(only(plan({}, base=["mode"])), rules(base=["mode"])).settings["mode"] == "base_only"
 
 
-def test_options_of_a_base_training_are_its_own_else_those_of_its_first_job() -> None:
+def test_options_of_a_base_training_default_to_those_of_its_first_job() -> None:
     entries: list[dict[str, Any]] = [
         {"_gpus": 2, "_labels": ["x"], "_env": {"A": "1"}, "_timeout": 5, "_retries": 7, "_priority": -1},
         {"_gpus": 4, "_priority": 3, "_expected_seconds": 9},
@@ -416,23 +424,23 @@ def test_options_of_a_base_training_are_its_own_else_those_of_its_first_job() ->
     assert (inherited.timeout, inherited.retries, inherited.priority) == (None, 2, 3)
     assert (inherited.expected_seconds, inherited.base_model_hash) == (None, None)
     plain = {"_gpus": 1, "_labels": [], "_env": {}, "_timeout": 8, "_retries": 0, "_priority": 0}
-    said: dict[str, Any] = {"options": {**plain, "_expected_seconds": 60}}
-    own = training_job(only(plan(*entries, **said)), rules(**said), retries=2).options
+    section: dict[str, Any] = {"options": {**plain, "_expected_seconds": 60}}
+    own = training_job(only(plan(*entries, **section)), rules(**section), retries=2).options
     assert (own.gpus, own.labels, own.env, own.timeout, own.retries, own.priority) == (1, (), {}, 8, 0, 0)
     assert own.expected_seconds == 60
     assert training_job(only(plan(*entries)), rules()).options.retries == 1
 
 
 def test_a_default_that_cannot_be_an_argument_is_refused() -> None:
-    said: dict[str, Any] = {"defaults": {"augmentation": {"flip": 1}}}
+    section: dict[str, Any] = {"defaults": {"augmentation": {"flip": 1}}}
     with pytest.raises(JobError, match="augmentation: expected a string, a number"):
-        training_job(only(plan({}, **said)), rules(**said))
+        training_job(only(plan({}, **section)), rules(**section))
 
 
 # ---------------------------------------------------------------- what jobs differ in, and what sharing saves
 
 
-def test_differences_name_first_what_needs_two_base_models() -> None:
+def test_differences_list_base_keys_first() -> None:
     one, other = jobs_of({"fold": 0, "lr": 0.1}, {"fold": 1, "batch_size": 16, "steps": 5, "participants": None})
     assert bases.differences(one, other, rules(base=["fold"])) == [
         ("held-out", "base", '"special-methods"', '"compound-statements"'),
@@ -444,11 +452,11 @@ def test_differences_name_first_what_needs_two_base_models() -> None:
 
 
 def test_trainings_gpu_hours_and_copies() -> None:
-    said: dict[str, Any] = {"options": {"_expected_seconds": 1800}}
-    made = plan({"_gpus": 4}, {}, {}, {"lr": 1}, {"lr": 1}, {"lr": 2}, **said)
+    section: dict[str, Any] = {"options": {"_expected_seconds": 1800}}
+    made = plan({"_gpus": 4}, {}, {}, {"lr": 1}, {"lr": 1}, {"lr": 2}, **section)
     assert [len(base.jobs) for base in made.bases.values()] == [3, 2, 1]
     assert bases.avoided(made) == 3
-    assert bases.gpu_hours_saved(made, rules(**said)) == 2 * 4 * 0.5 + 1 * 1 * 0.5
+    assert bases.gpu_hours_saved(made, rules(**section)) == 2 * 4 * 0.5 + 1 * 1 * 0.5
     assert bases.gpu_hours_saved(made, rules()) is None
     assert [bases.copies(made.bases.values(), servers) for servers in (1, 2, 9)] == [3, 5, 6]
     assert bases.avoided(plan_of([], rules())) == bases.copies([], 3) == 0
@@ -456,12 +464,12 @@ def test_trainings_gpu_hours_and_copies() -> None:
 
 @pytest.mark.parametrize("prefix", ["base_models", "base_models/3fa2b1c09d12", "base_training/3fa2b1c09d12"])
 @pytest.mark.parametrize("mode", ["full_fine_tuning", "single"])
-def test_a_job_does_not_write_where_base_models_are(prefix: str, mode: str) -> None:
+def test_a_job_cannot_write_to_the_directories_of_base_models(prefix: str, mode: str) -> None:
     [line] = refusal({"prefix": prefix, "mode": mode, "fold": 1}, base=["fold"])
-    assert line.endswith(" is a directory of base models; give the job another prefix")
+    assert line.endswith(" is reserved for base models; change the prefix of the job")
 
 
 @pytest.mark.parametrize("key", ["lrr", "steps", "_timeout"])
-def test_a_default_of_what_is_no_base_key_is_refused(key: str) -> None:
+def test_a_default_of_a_non_base_key_is_refused(key: str) -> None:
     [line] = refusal({}, defaults={key: 1})
-    assert line.startswith(f"base_models: defaults: {key}: no base key")
+    assert line.startswith(f"base_models: defaults: {key}: not a base key")

@@ -1,4 +1,4 @@
-"""The calls of run_distributed_training.py: a wrong one is refused in one line, and has changed nothing."""
+"""Wrong calls of run_distributed_training.py are refused with a message and have no effect."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from distributed.jobs import commands, config, host, servers
 
-HERE = {"--backend": "local", "--slots": "2", "--jobs-config": "jobs.json"}
+LOCAL = {"--backend": "local", "--slots": "2", "--jobs-config": "jobs.json"}
 
 
 @pytest.fixture(autouse=True)
@@ -19,79 +19,79 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "jobs.json").write_text(json.dumps([{"a": 1}, {"a": 2, "_labels": ["x"]}, {"a": 3, "_gpus": 1000}]))
     (tmp_path / "train.py").touch()
     (tmp_path / "one.json").write_text(json.dumps([{"a": 1}]))
-    (tmp_path / "taken.json").write_text(json.dumps([{"prefix": "p", "fold": 0, "participants": ["a"]}]))
+    (tmp_path / "foreign.json").write_text(json.dumps([{"prefix": "p", "fold": 0, "participants": ["a"]}]))
     (tmp_path / "page.html").touch()
-    taken = tmp_path / "experiments" / "p" / "fold0_a"
-    taken.mkdir(parents=True)
-    (taken / host.OWNER).write_text(host.owner_mark("abc", "train.py"))
-    (taken / "result").touch()
+    foreign = tmp_path / "experiments" / "p" / "fold0_a"
+    foreign.mkdir(parents=True)
+    (foreign / host.OWNER).write_text(host.owner_mark("abc", "train.py"))
+    (foreign / "result").touch()
     (tmp_path / "servers.json").write_text(json.dumps({"servers": [{"host": "a", "ssh_key": "no_such_key"}]}))
     return tmp_path
 
 
-def words(**said: Any) -> list[str]:
-    """A call on this machine with some of its options changed."""
-    options = {**HERE, **{f"--{name.replace('_', '-')}": value for name, value in said.items()}}
-    return [word for name, value in options.items() if value is not None for word in (name, value)]
+def arguments(**changes: Any) -> list[str]:
+    """The arguments of a call with --backend local. changes: options to change, None to remove one."""
+    options = {**LOCAL, **{f"--{name.replace('_', '-')}": value for name, value in changes.items()}}
+    return [part for name, value in options.items() if value is not None for part in (name, value)]
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "message"),
     [
-        ([], "--jobs-config: missing; name the file with the jobs"),
+        ([], "--jobs-config: missing; give the JSON file with the jobs"),
         (["--no-such"], "unrecognized arguments: --no-such"),
-        (["run"], "run: unknown command; known are status, logs, why, cancel, retry, resume"),
-        ([*words(), "--no-such"], "unrecognized arguments: --no-such"),
-        (words(backend="ssh", slots=None), "--cluster-config: missing; name the file with the servers, or"),
-        (words(backend="pbs"), "argument --backend: invalid choice: 'pbs' (choose from "),
-        (words(slots="0"), "argument --slots: expected a whole number of at least 1, got '0'"),
-        (words(retries="-1"), "argument --retries: expected a whole number of at least 0, got '-1'"),
-        (words(lost_after="1.5"), "argument --lost-after: expected a whole number of at least 0, got '1.5'"),
-        (words(jobs_config="none.json"), "none.json: cannot read it (No such file or directory); looked in "),
-        (words(jobs_config="one.json", log_file="page.json"),
-         "--log-file page.json: page.html is there already, and its journal (page.journal) is not: move it away, or"),
-        (words(log_file="lr0.1"), "--log-file: expected the name of a file such as results.json, got 'lr0.1'"),
-        ([*words(), "--sync"], "--sync: only for --backend ssh; with --backend local nothing is copied"),
-        (words(jobs_config="taken.json"), "experiments/p/fold0_a holds the results of job abc of train.py; move it"),
-        ([*words(jobs_config="taken.json"), "--plan"], "experiments/p/fold0_a holds the results of job abc of"),
-        (words(log_file="no/results.json"), "--log-file no/results.json: there is no directory no"),
-        (words(backend="ssh", cluster_config="servers.json"), "--slots: only for --backend local; servers have slots"),
-        (words(backend="ssh", cluster_config="servers.json", slots=None, jobs_config="one.json"),
-         "servers.json: a: ssh_key=no_such_key: there is no such file"),
-        (words(), "no server has the labels x"),
-        (words(jobs_config="one.json", log_file="one.json"),
-         "--log-file one.json: one.json is there already, and its journal (one.journal) is not: move it away, or"),
-        (["status"], "results.json: there is no list of jobs (results.journal is missing); name its results"),
-        (["resume", "--log-file", "x.json"], "x.json: there is no list of jobs (x.journal is missing)"),
+        (["run"], "run: unknown command; known commands: status, logs, why, cancel, retry, resume"),
+        ([*arguments(), "--no-such"], "unrecognized arguments: --no-such"),
+        (arguments(backend="ssh", slots=None), "--cluster-config: missing; give the JSON file with the servers, or"),
+        (arguments(backend="pbs"), "argument --backend: invalid choice: 'pbs' (choose from "),
+        (arguments(slots="0"), "argument --slots: expected a positive integer, got '0'"),
+        (arguments(retries="-1"), "argument --retries: expected a non-negative integer, got '-1'"),
+        (arguments(lost_after="1.5"), "argument --lost-after: expected a non-negative integer, got '1.5'"),
+        (arguments(jobs_config="none.json"), "none.json: cannot read it (No such file or directory); the working "),
+        (arguments(jobs_config="one.json", log_file="page.json"),
+         "--log-file page.json: page.html exists, but not its journal (page.journal); move it away, or give another"),
+        (arguments(log_file="lr0.1"), "--log-file: expected a file name that ends with .json, got 'lr0.1'"),
+        ([*arguments(), "--sync"], "--sync: only for --backend ssh; with --backend local nothing is copied"),
+        (arguments(jobs_config="foreign.json"), "experiments/p/fold0_a holds the results of job abc of train.py"),
+        ([*arguments(jobs_config="foreign.json"), "--plan"], "experiments/p/fold0_a holds the results of job abc of"),
+        (arguments(log_file="no/results.json"), "--log-file no/results.json: no such directory: no; create it"),
+        (arguments(backend="ssh", cluster_config="servers.json"), "--slots: only for --backend local; set slots_per_"),
+        (arguments(backend="ssh", cluster_config="servers.json", slots=None, jobs_config="one.json"),
+         "servers.json: a: ssh_key=no_such_key: no such file"),
+        (arguments(), "no server has the labels x"),
+        (arguments(jobs_config="one.json", log_file="one.json"),
+         "--log-file one.json: one.json exists, but not its journal (one.journal); move it away, or give another"),
+        (["status"], "results.json: no job list (results.journal is missing); give its results with"),
+        (["resume", "--log-file", "x.json"], "x.json: no job list (x.journal is missing)"),
         (["cancel"], "the following arguments are required: jobs"),
-        (["logs", "a", "--attempt", "0"], "argument --attempt: expected a whole number of at least 1, got '0'"),
+        (["logs", "a", "--attempt", "0"], "argument --attempt: expected a positive integer, got '0'"),
     ],
 )  # fmt: skip
-def test_a_wrong_call_is_refused_and_changes_nothing(
-    call: list[str], said: str, directory: Path, capsys: pytest.CaptureFixture[str]
+def test_a_wrong_call_is_refused_and_has_no_effect(
+    call: list[str], message: str, directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = sorted(directory.rglob("*"))
     assert commands.main(call) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert said in printed.err
+    assert message in printed.err
     assert all(line.startswith(("run_distributed_training.py: ", "Try: ")) for line in printed.err.splitlines())
     assert sorted(directory.rglob("*")) == before
 
 
-def test_all_jobs_that_no_server_could_take_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert commands.main(words()) == 2
-    assert "_gpus=1000, but no server that fits has more than " in capsys.readouterr().err
+def test_every_job_without_a_matching_server_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    assert commands.main(arguments()) == 2
+    assert "_gpus=1000: no matching server has more than " in capsys.readouterr().err
 
 
-def test_a_plan_starts_nothing_and_leaves_nothing(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_starts_no_job_and_writes_no_file(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = sorted(directory.rglob("*"))
-    assert commands.main([*words(jobs_config="one.json"), "--plan"]) == 0
+    assert commands.main([*arguments(jobs_config="one.json"), "--plan"]) == 0
     assert capsys.readouterr().out.endswith("nothing was started\n")
     assert sorted(directory.rglob("*")) == before
 
 
-def test_sockets_are_put_only_where_no_other_user_can_write(directory: Path) -> None:
+def test_a_socket_directory_writable_by_other_users_is_refused(directory: Path) -> None:
     path = directory / "sockets" / "a.conf"
     servers.write_ssh_config(path, config.Server(host="a"))
     assert path.parent.stat().st_mode & 0o777 == 0o700

@@ -1,7 +1,7 @@
-"""cluster_config.json and jobs_config.json: what is wrong is refused before anything is contacted.
+"""cluster_config.json and jobs_config.json: faults are refused before a server is contacted.
 
-Guarded here: each fault is one line that names the file, the place and the value, no line shows a secret, defaults lie
-under what a server says, and no two jobs share a directory.
+Each fault is one line with file, position and value, and shows no secret. Servers override defaults. No two jobs share
+a directory.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ A = {"host": "a"}
 SECRET = "s3cr3t"
 
 
-def written(directory: Path, tree: Any) -> Path:
-    """A configuration; a string is taken as it is."""
+def write_json(directory: Path, tree: Any) -> Path:
+    """Write a configuration as JSON; a string is write_json unchanged."""
     path = directory / "config.json"
     path.write_text(tree if isinstance(tree, str) else json.dumps(tree))
     return path
 
 
-def refusal(path: Path, read: Any, **how: Any) -> list[str]:
-    """The faults, without the file's name, which each of them begins with."""
+def refusal(path: Path, read: Any, **options: Any) -> list[str]:
+    """The faults, without the path at the start of each."""
     with pytest.raises(ConfigError) as refused:
-        read(path, **how)
+        read(path, **options)
     lines = str(refused.value).splitlines()
     assert all(line.startswith((f"{path}: ", f"{path}, line ")) for line in lines), lines
     return [line.removeprefix(f"{path}").removeprefix(": ") for line in lines]
 
 
 def cluster_of(directory: Path, *servers: Any, **more: Any) -> Cluster:
-    return read_cluster(written(directory, {"servers": list(servers), **more}))
+    return read_cluster(write_json(directory, {"servers": list(servers), **more}))
 
 
-def jobs_of(directory: Path, *jobs: Any, **how: Any) -> list[Job]:
-    return read_jobs(written(directory, list(jobs)), **how)
+def jobs_of(directory: Path, *jobs: Any, **options: Any) -> list[Job]:
+    return read_jobs(write_json(directory, list(jobs)), **options)
 
 
-# ---------------------------------------------------------------- files that hold no configuration
+# ---------------------------------------------------------------- invalid files
 
 
 @pytest.mark.parametrize(
@@ -69,15 +69,16 @@ def jobs_of(directory: Path, *jobs: Any, **how: Any) -> list[Job]:
     ids=["empty", "comma", "twice", "NaN", "deep"],
 )
 @pytest.mark.parametrize("read", [read_cluster, read_jobs])
-def test_what_is_no_json_is_refused_with_its_place(tmp_path: Path, read: Any, text: str, fault: str) -> None:
-    assert refusal(written(tmp_path, text), read) == [fault]
+def test_invalid_json_is_refused_with_its_position(tmp_path: Path, read: Any, text: str, fault: str) -> None:
+    assert refusal(write_json(tmp_path, text), read) == [fault]
 
 
 @pytest.mark.parametrize("read", [read_cluster, read_jobs])
-def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, read: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_file_is_refused(tmp_path: Path, read: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert refusal(tmp_path / "none", read) == [f"cannot read it (No such file or directory); looked in {tmp_path}"]
-    assert refusal(tmp_path, read) == [f"cannot read it (Is a directory); looked in {tmp_path}"]
+    remedy = f"the working directory is {tmp_path}"
+    assert refusal(tmp_path / "none", read) == [f"cannot read it (No such file or directory); {remedy}"]
+    assert refusal(tmp_path, read) == [f"cannot read it (Is a directory); {remedy}"]
     (tmp_path / "latin").write_bytes('[{"a": "é"}]'.encode("latin-1"))
     assert refusal(tmp_path / "latin", read) == ["not UTF-8 text; save it as UTF-8"]
     with (tmp_path / "large").open("wb") as file:
@@ -85,8 +86,8 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, read: Any, monkey
     assert refusal(tmp_path / "large", read) == ["larger than 50 MB; split the list"]
 
 
-def test_a_byte_order_mark_is_no_fault(tmp_path: Path) -> None:
-    assert len(read_jobs(written(tmp_path, "\ufeff" + '[{"a": 1}]'))) == 1
+def test_a_byte_order_mark_is_accepted(tmp_path: Path) -> None:
+    assert len(read_jobs(write_json(tmp_path, "\ufeff" + '[{"a": 1}]'))) == 1
 
 
 # ---------------------------------------------------------------- servers
@@ -95,8 +96,8 @@ def test_a_byte_order_mark_is_no_fault(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tree", "faults"),
     [
-        ([], ["holds a list; expected an object with servers"]),
-        (None, ["holds null; expected an object with servers"]),
+        ([], ["contains a list; expected an object with servers"]),
+        (None, ["contains null; expected an object with servers"]),
         ({}, ["servers: missing; add it"]),
         ({"servers": []}, ["servers: List should have at least 1 item after validation, not 0"]),
         ({"servers": A}, ["servers: Input should be a valid list"]),
@@ -107,7 +108,7 @@ def test_a_byte_order_mark_is_no_fault(tmp_path: Path) -> None:
          ["defaults: Input should be a valid dictionary or instance of ServerOptions"]),
         (
             {"servers": [A], "defaults": {"host": "b"}},
-            ["defaults.host: unknown key; known are user, gpus, ssh_key, port, workdir, python, setup, gpu_ids, "
+            ["defaults.host: unknown key; known keys: user, gpus, ssh_key, port, workdir, python, setup, gpu_ids, "
              "slots_per_gpu, labels"],
         ),
         ({"servers": [A], "defaults": {"gpu": 1}}, ["servers.0.gpu: unknown key; did you mean gpus?",
@@ -119,16 +120,16 @@ def test_a_byte_order_mark_is_no_fault(tmp_path: Path) -> None:
          ["servers.1.gpus=-1: Input should be greater than or equal to 0"]),
     ],
 )  # fmt: skip
-def test_a_cluster_that_is_wrong_is_refused(tmp_path: Path, tree: Any, faults: list[str]) -> None:
-    assert refusal(written(tmp_path, tree), read_cluster) == faults
+def test_an_invalid_cluster_is_refused(tmp_path: Path, tree: Any, faults: list[str]) -> None:
+    assert refusal(write_json(tmp_path, tree), read_cluster) == faults
 
 
 @pytest.mark.parametrize(
-    ("said", "fault"),
+    ("keys", "fault"),
     [
-        ({"host": "-oProxyCommand=id"}, 'host="-oProxyCommand=id": expected a host name, an address or a Host of ssh'),
-        ({"host": "a b"}, 'host="a b": expected a host name, an address or a Host of ssh_config'),
-        ({"host": "u@a"}, 'host="u@a": expected a host name, an address or a Host of ssh_config'),
+        ({"host": "-oProxyCommand=id"}, 'host="-oProxyCommand=id": expected a host name, an IP address or a Host of'),
+        ({"host": "a b"}, 'host="a b": expected a host name, an IP address or a Host of ssh_config'),
+        ({"host": "u@a"}, 'host="u@a": expected a host name, an IP address or a Host of ssh_config'),
         ({"host": "a\n"}, 'host="a\\n": String should match pattern'),
         ({"user": "-l"}, 'user="-l": expected a user name'),
         ({"user": "a b"}, 'user="a b": expected a user name'),
@@ -136,9 +137,9 @@ def test_a_cluster_that_is_wrong_is_refused(tmp_path: Path, tree: Any, faults: l
         ({"gpus": "2"}, 'gpus="2": Input should be a valid integer'),
         ({"gpus": True}, "gpus=true: Input should be a valid integer"),
         ({"gpus": 1025}, "gpus=1025: Input should be less than or equal to 1024"),
-        ({"gpu_ids": [0, 0]}, "gpu_ids: expected different non-negative numbers"),
-        ({"gpu_ids": [-1]}, "gpu_ids: expected different non-negative numbers"),
-        ({"gpu_ids": [0], "gpus": 2}, "gpus=2, but gpu_ids has 1; give one of the two"),
+        ({"gpu_ids": [0, 0]}, "gpu_ids: expected distinct non-negative integers"),
+        ({"gpu_ids": [-1]}, "gpu_ids: expected distinct non-negative integers"),
+        ({"gpu_ids": [0], "gpus": 2}, "gpus=2, but gpu_ids has 1; remove one of the two"),
         ({"port": 0}, "port=0: Input should be greater than or equal to 1"),
         ({"port": "22"}, 'port="22": Input should be a valid integer'),
         ({"slots_per_gpu": 0}, "slots_per_gpu=0: Input should be greater than or equal to 1"),
@@ -147,16 +148,16 @@ def test_a_cluster_that_is_wrong_is_refused(tmp_path: Path, tree: Any, faults: l
         ({"ssh_key": "a\0"}, 'ssh_key="a\\u0000": String should match pattern'),
         ({"workdir": ""}, 'workdir="": String should have at least 1 character'),
         ({"labels": [1]}, "labels.0=1: Input should be a valid string"),
-        ({"slots": 2}, "slots: unknown key; known are "),
+        ({"slots": 2}, "slots: unknown key; known keys: "),
         ({"portt": 22}, "portt: unknown key; did you mean port?"),
     ],
 )
-def test_a_server_that_is_wrong_is_refused(tmp_path: Path, said: dict[str, Any], fault: str) -> None:
-    (line,) = refusal(written(tmp_path, {"servers": [{**A, **said}]}), read_cluster)
+def test_an_invalid_server_is_refused(tmp_path: Path, keys: dict[str, Any], fault: str) -> None:
+    (line,) = refusal(write_json(tmp_path, {"servers": [{**A, **keys}]}), read_cluster)
     assert line.removeprefix("servers.0").lstrip(".: ").startswith(fault)
 
 
-def test_defaults_lie_under_what_a_server_says(tmp_path: Path) -> None:
+def test_keys_of_a_server_override_defaults(tmp_path: Path) -> None:
     defaults = {"user": "me", "gpus": 8, "port": 2222, "labels": ["x"], "setup": ["one"]}
     plain, own = cluster_of(
         tmp_path, A, {"host": "b", "user": "you", "labels": [], "gpus": 2}, defaults=defaults
@@ -166,14 +167,14 @@ def test_defaults_lie_under_what_a_server_says(tmp_path: Path) -> None:
     assert server_name(own) == "b-2222"
 
 
-def test_gpus_and_gpu_ids_of_a_server_displace_those_of_the_defaults(tmp_path: Path) -> None:
+def test_gpus_and_gpu_ids_of_a_server_override_both_defaults(tmp_path: Path) -> None:
     a, b = cluster_of(tmp_path, {**A, "gpu_ids": [3, 1]}, {"host": "b"}, defaults={"gpus": 4}).servers
     assert (a.devices, b.devices) == ([3, 1], [0, 1, 2, 3])
     a, b = cluster_of(tmp_path, {**A, "gpus": 0}, {"host": "b"}, defaults={"gpu_ids": [5]}).servers
     assert (a.devices, b.devices) == ([], [5])
 
 
-def test_one_host_on_two_ports_is_two_servers(tmp_path: Path) -> None:
+def test_a_host_with_two_ports_is_two_servers(tmp_path: Path) -> None:
     servers = cluster_of(tmp_path, {**A, "port": 22}, {**A, "port": 23}, {"host": "[::1]"}).servers
     assert [server_name(server) for server in servers] == ["a-22", "a-23", "--1"]
 
@@ -184,27 +185,27 @@ def test_one_host_on_two_ports_is_two_servers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tree", "fault"),
     [
-        ({}, "holds an object; expected a list of jobs: [{...}, ...]"),
-        ([], "holds an empty list; expected a list of jobs: [{...}, ...]"),
-        ("null", "holds null; expected a list of jobs: [{...}, ...]"),
-        (3, "holds a number; expected a list of jobs: [{...}, ...]"),
-        ('"x"', "holds a string; expected a list of jobs: [{...}, ...]"),
-        ([1], "job 0: holds a number; expected an object of arguments"),
-        ([[]], "job 0: holds a list; expected an object of arguments"),
+        ({}, "contains an object; expected a list of jobs: [{...}, ...]"),
+        ([], "contains an empty list; expected a list of jobs: [{...}, ...]"),
+        ("null", "contains null; expected a list of jobs: [{...}, ...]"),
+        (3, "contains a number; expected a list of jobs: [{...}, ...]"),
+        ('"x"', "contains a string; expected a list of jobs: [{...}, ...]"),
+        ([1], "job 0: contains a number; expected an object of arguments"),
+        ([[]], "job 0: contains a list; expected an object of arguments"),
         ([{"device": "cuda:1"}], "job 0: device='cuda:1': the device is set by the dispatcher; remove it"),
         ([{"a": 1}, {"b": {}}], "job 1: b: expected a string, a number, true, false, null or a list of them, got dict"),
         ([{"a": [[1]]}], "job 0: a: expected a string, a number, true, false, null or a list of them, got list"),
-        ([{"a": [None]}], "job 0: a: true, false or null inside a list cannot be an argument; write a string"),
-        ([{"a": "x\0"}], "job 0: a: holds a NUL character, which no argument can have; remove it"),
-        ('[{"a": 1e999}]', "job 0: a number that is not finite; write a finite one"),
+        ([{"a": [None]}], "job 0: a: true, false and null are not allowed in a list; write a string"),
+        ([{"a": "x\0"}], "job 0: a: contains a NUL character; remove it"),
+        ('[{"a": 1e999}]', "job 0: contains a number that is not finite; write a finite number"),
         ('[{"a": "\\ud800"}]',
-         "job 0: '{\"a\":\"\\ud800\"}': half a character (a lone surrogate); write whole characters"),
-        ([{"": 1}], "job 0: key '': cannot be the name of an argument; use letters, digits and _"),
-        ([{"--a": 1}], "job 0: key '--a': cannot be the name of an argument; use letters, digits and _"),
-        ([{"a=b": 1}], "job 0: key 'a=b': cannot be the name of an argument; use letters, digits and _"),
-        ([{"a\nb": 1}], "job 0: key 'a\\nb': cannot be the name of an argument; use letters, digits and _"),
+         "job 0: '{\"a\":\"\\ud800\"}': contains a lone surrogate; write complete characters"),
+        ([{"": 1}], "job 0: key '': not a valid argument name; use letters, digits and _"),
+        ([{"--a": 1}], "job 0: key '--a': not a valid argument name; use letters, digits and _"),
+        ([{"a=b": 1}], "job 0: key 'a=b': not a valid argument name; use letters, digits and _"),
+        ([{"a\nb": 1}], "job 0: key 'a\\nb': not a valid argument name; use letters, digits and _"),
         ([{"a": "x" * 140_000}],
-         "job 0: too long: as JSON it has more than 131,071 bytes, the most that Linux passes to a process"),
+         "job 0: too long: more than 131,071 bytes as JSON, the limit of Linux for an environment variable"),
         ([{"prefix": "../a"}],
          "job 0: prefix: cannot be part of a path: got '../a'; use printable characters, at most 200 bytes, without "
          '"." and ".."'),
@@ -213,12 +214,12 @@ def test_one_host_on_two_ports_is_two_servers(tmp_path: Path) -> None:
         ([{"a": 1}, {"a": 1, "_priority": 1}], "job 1 is the same as job 0; remove one of them"),
         ([{"prefix": "a", "fold": 0, "lr": 1}, {"prefix": "a", "fold": 0, "lr": 2}],
          "job 1 would write the same directory as job 0: experiments/a/fold0; give one of them another prefix, or "
-         "leave out fold"),
+         "remove fold"),
         ([{"prefix": "a", "fold": 0}, {"prefix": "a/fold0", "fold": 1}],
          "job 1 would write into experiments/a/fold0, the directory of job 0; change prefix"),
         ([{"_prio": 1}], "job 0: _prio: unknown key; did you mean _priority?"),
         ([{"_x": 1}],
-         "job 0: _x: unknown key; known are _priority, _timeout, _retries, _gpus, _labels, _env, _expected_seconds, "
+         "job 0: _x: unknown key; known keys: _priority, _timeout, _retries, _gpus, _labels, _env, _expected_seconds, "
          "_base_model_hash"),
         ([{"_timeout": 0}], "job 0: _timeout=0: Input should be greater than 0"),
         ([{"_timeout": "1h"}], 'job 0: _timeout="1h": Input should be a valid number'),
@@ -229,8 +230,8 @@ def test_one_host_on_two_ports_is_two_servers(tmp_path: Path) -> None:
         ([{"_expected_seconds": -1}], "job 0: _expected_seconds=-1: Input should be greater than or equal to 0"),
     ],
 )  # fmt: skip
-def test_a_job_that_is_wrong_is_refused(tmp_path: Path, tree: Any, fault: str) -> None:
-    assert refusal(written(tmp_path, tree), read_jobs) == [fault]
+def test_an_invalid_job_is_refused(tmp_path: Path, tree: Any, fault: str) -> None:
+    assert refusal(write_json(tmp_path, tree), read_jobs) == [fault]
 
 
 @pytest.mark.parametrize(
@@ -240,42 +241,42 @@ def test_a_job_that_is_wrong_is_refused(tmp_path: Path, tree: Any, fault: str) -
         ([SECRET], "_env: Input should be a valid dictionary"),
         ({"TOKEN": 31337}, "_env.TOKEN: Input should be a valid string"),
         ({"TOKEN": [SECRET]}, "_env.TOKEN: Input should be a valid string"),
-        ({"a b": SECRET}, "_env: 'a b' is no name of a variable"),
+        ({"a b": SECRET}, "_env: 'a b' is not a valid variable name; use letters, digits and _"),
         ({"CUDA_VISIBLE_DEVICES": SECRET}, "_env: CUDA_VISIBLE_DEVICES is set by the dispatcher; remove it"),
         ({"MUSTER_JOB": SECRET}, "_env: MUSTER_JOB is set by the dispatcher; remove it"),
-        ({"TOKEN": f"{SECRET}\0"}, "_env: the value of TOKEN holds a NUL character; remove it"),
+        ({"TOKEN": f"{SECRET}\0"}, "_env: the value of TOKEN contains a NUL character; remove it"),
     ],
 )
-def test_no_message_shows_a_value_of_the_environment(tmp_path: Path, env: Any, fault: str) -> None:
-    (line,) = refusal(written(tmp_path, [{"_env": env}]), read_jobs)
+def test_messages_show_no_values_of_environment_variables(tmp_path: Path, env: Any, fault: str) -> None:
+    (line,) = refusal(write_json(tmp_path, [{"_env": env}]), read_jobs)
     assert line == f"job 0: {fault}"
     assert SECRET not in line
     assert "31337" not in line
 
 
-def test_the_faults_of_all_jobs_are_told_at_once_but_not_more_than_twenty(tmp_path: Path) -> None:
-    faults = refusal(written(tmp_path, [{"a": number, "device": "cpu"} for number in range(30)]), read_jobs)
+def test_at_most_twenty_faults_are_reported_at_once(tmp_path: Path) -> None:
+    faults = refusal(write_json(tmp_path, [{"a": number, "device": "cpu"} for number in range(30)]), read_jobs)
     assert [line.partition(":")[0] for line in faults[:20]] == [f"job {number}" for number in range(20)]
     assert faults[20:] == ["and 10 more faults"]
 
 
-def test_options_and_settings_of_a_job_are_told_apart_by_the_underscore(tmp_path: Path) -> None:
+def test_keys_with_an_underscore_are_options(tmp_path: Path) -> None:
     (job,) = jobs_of(tmp_path, {"lr": 1, "_timeout": 5, "_labels": ["x"], "_env": {"A": "1"}, "_gpus": 2})
     assert job.settings == {"lr": 1}
     assert job.options == Options(timeout=5.0, labels=("x",), env={"A": "1"}, gpus=2)
 
 
-def test_retries_of_the_call_are_those_of_jobs_that_say_nothing(tmp_path: Path) -> None:
+def test_retries_is_the_default_of_jobs_without_retries(tmp_path: Path) -> None:
     jobs = jobs_of(tmp_path, {"a": 1}, {"a": 2, "_retries": 0}, retries=3)
     assert [job.options.retries for job in jobs] == [3, 0]
 
 
-def test_participants_of_the_script_name_the_directory(tmp_path: Path) -> None:
+def test_the_directory_name_uses_the_participants_of_the_script(tmp_path: Path) -> None:
     (job,) = jobs_of(tmp_path, {"fold": 1, "prefix": "e"}, participants=["x", "y"])
     assert (job.output, job.name) == ("experiments/e/fold1_y", "e/fold1_y")
 
 
-# ---------------------------------------------------------------- whatever is written there
+# ---------------------------------------------------------------- arbitrary content
 
 KEYS = st.sampled_from(
     ["a", "fold", "prefix", "participant", "participants", "device", "id", "_env", "_timeout", "_labels", "_gpus", "_x",
@@ -293,8 +294,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("config")
 
 
-def taken(path: Path, read: Any) -> Any:
-    """What was read; None when it was refused, in lines that name the file."""
+def read_or_refused(path: Path, read: Any) -> Any:
+    """The configuration; None if it was refused with lines that start with the path."""
     try:
         return read(path)
     except ConfigError as refused:
@@ -304,8 +305,8 @@ def taken(path: Path, read: Any) -> Any:
 
 
 @given(st.lists(st.dictionaries(KEYS, VALUES, max_size=4), min_size=1, max_size=4) | VALUES)
-def test_any_list_of_jobs_is_taken_or_refused_in_lines(directory: Path, tree: Any) -> None:
-    jobs = taken(written(directory, json.dumps(tree)), read_jobs)
+def test_any_list_of_jobs_is_accepted_or_refused_in_lines(directory: Path, tree: Any) -> None:
+    jobs = read_or_refused(write_json(directory, json.dumps(tree)), read_jobs)
     if jobs is not None:
         assert len({job.id for job in jobs}) == len({job.output for job in jobs}) == len(tree)
 
@@ -313,8 +314,8 @@ def test_any_list_of_jobs_is_taken_or_refused_in_lines(directory: Path, tree: An
 @given(st.dictionaries(KEYS, VALUES, max_size=4) | st.lists(st.dictionaries(KEYS, VALUES), max_size=2).map(
     lambda servers: {"servers": servers}
 ))  # fmt: skip
-def test_any_cluster_is_taken_or_refused_in_lines(directory: Path, tree: Any) -> None:
-    cluster = taken(written(directory, json.dumps(tree)), read_cluster)
+def test_any_cluster_is_accepted_or_refused_in_lines(directory: Path, tree: Any) -> None:
+    cluster = read_or_refused(write_json(directory, json.dumps(tree)), read_cluster)
     if cluster is not None:
         assert all(isinstance(server, Server) for server in cluster.servers)
 
@@ -323,11 +324,11 @@ OUTPUTS = st.lists(st.sampled_from("ab"), min_size=1, max_size=3).map("/".join)
 
 
 @given(st.lists(OUTPUTS, max_size=5))
-def test_directories_collide_when_they_are_equal_or_one_is_inside_the_other(outputs: list[str]) -> None:
+def test_directories_collide_if_equal_or_nested(outputs: list[str]) -> None:
     jobs = {number: Job(str(number), {}, Options(), output) for number, output in enumerate(outputs)}
-    apart = all(
+    disjoint = all(
         one != other and not one.startswith(f"{other}/") and not other.startswith(f"{one}/")
         for number, one in enumerate(outputs)
         for other in outputs[:number]
     )
-    assert (not list(collisions(jobs))) == apart
+    assert (not list(collisions(jobs))) == disjoint

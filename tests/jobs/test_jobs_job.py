@@ -1,7 +1,7 @@
-"""One job: an id that is a hash of its settings, and arguments that nothing changes on the way to the script.
+"""The id, output directory and arguments of a job.
 
-Guarded here: what the script is given, byte for byte, with real supervisors, with setup lines, in every locale and
-through every login shell.
+Arguments reach the script byte for byte: through real supervisors, with setup lines, in another locale and through
+every login shell.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def made(settings: Mapping[str, Any], **options: Any) -> Job:
 # ---------------------------------------------------------------- the id and the output directory
 
 
-def test_the_id_is_of_the_settings_alone_whatever_their_order() -> None:
+def test_the_id_depends_only_on_the_settings_and_not_on_their_order() -> None:
     one, other = made({"a": 1, "b": [1, 2]}), made({"b": [1, 2], "a": 1}, priority=3, env={"A": "1"})
     assert one.id == other.id
     assert len(one.id) == 10
@@ -64,17 +64,17 @@ def test_the_id_is_of_the_settings_alone_whatever_their_order() -> None:
         ({"a": "b"}, {"A": "b"}),
     ],
 )
-def test_settings_that_differ_in_anything_are_two_jobs(one: dict[str, Any], other: dict[str, Any]) -> None:
+def test_any_difference_of_settings_changes_the_id(one: dict[str, Any], other: dict[str, Any]) -> None:
     assert made(one).id != made(other).id
 
 
-def test_the_id_stays_what_it_is() -> None:
-    """A list that was begun by an older version is found again."""
+def test_ids_are_stable_between_versions() -> None:
+    """A list started by an older version can be resumed."""
     assert job_id({"fold": 0, "lr": 3e-4, "model": "médium", "flags": [True, None]}) == "315800652d"
 
 
 @pytest.mark.parametrize(
-    ("said", "output"),
+    ("values", "output"),
     [
         ({"fold": 1, "prefix": "e"}, "experiments/e/fold1"),
         ({"fold": 1, "prefix": "e", "participants": ["x", "y"]}, "experiments/e/fold1_y"),
@@ -84,18 +84,18 @@ def test_the_id_stays_what_it_is() -> None:
         ({}, "experiments/{id}"),
     ],
 )
-def test_the_output_directory_follows_from_the_settings(said: dict[str, Any], output: str) -> None:
-    job = made(said)
+def test_the_output_directory_is_derived_from_the_settings(values: dict[str, Any], output: str) -> None:
+    job = made(values)
     assert job.output == output.format(id=job.id)
     assert job.name == job.output.removeprefix("experiments/")
 
 
-def test_participants_that_the_script_knows_itself_name_the_directory() -> None:
+def test_the_output_directory_uses_the_default_participants_of_the_script() -> None:
     job = job_of({"fold": 1, "prefix": "e"}, Options(), DEFAULT_PARTICIPANTS)
     assert job.output == f"experiments/e/fold1_{DEFAULT_PARTICIPANTS[1]}"
 
 
-def test_of_the_environment_only_the_names_are_written_down() -> None:
+def test_only_names_of_environment_variables_are_stored() -> None:
     options = Options(priority=2, timeout=5.0, labels=("x",), env={"TOKEN": "s3cr3t"}, expected_seconds=1.5)
     public = json.loads(json.dumps(options.public()))
     assert public == {"priority": 2, "timeout": 5.0, "labels": ["x"], "env": ["TOKEN"], "expected_seconds": 1.5}
@@ -129,7 +129,7 @@ def test_of_the_environment_only_the_names_are_written_down() -> None:
         (["x", 1, ""], ["--a", "x", "1", ""]),
     ],
 )
-def test_a_value_becomes_words(value: Any, words: list[str]) -> None:
+def test_a_value_is_converted_to_arguments(value: Any, words: list[str]) -> None:
     assert arguments(made({"a": value}), "cpu") == [*words, "--device", "cpu"]
 
 
@@ -142,15 +142,15 @@ def longest(key: str) -> str:
     return "x" * (LONGEST - len("MUSTER_JOB=") - len(document(made({key: ""}))))
 
 
-def test_what_is_too_long_for_linux_is_refused() -> None:
+def test_a_job_too_long_for_linux_is_refused() -> None:
     made({"a": longest("a")})
-    with pytest.raises(JobError, match="too long: as JSON it has more than 131,071 bytes"):
+    with pytest.raises(JobError, match="too long: more than 131,071 bytes as JSON"):
         made({"a": longest("a") + "x"})
     with pytest.raises(JobError, match="too long"):
         made({"a": ["x" * 1000] * 140})
 
 
-# ---------------------------------------------------------------- nothing is changed on the way
+# ---------------------------------------------------------------- arguments arrive unchanged
 
 HOSTILE = [
     "", " ", "-5", "--x", "-", "--", "'", '"', "''", "\\", "\\'", "$HOME", "$(touch x)", "`id`", "${a}", "a;b", "a&&b",
@@ -158,29 +158,29 @@ HOSTILE = [
     "x\n", "\r", "a\r\nb", "\t", "\x01", "\x18", "\x7f", "\x1b[31m", "\u2028", "é", "e\u0301", "日本語", "😀", "\ufeff",
     "=", "a=b", "=41", "\\x41", "x" * 100_000, "é'$\n" * 15_000,
 ]  # fmt: skip
-LETTERS = st.characters(exclude_categories=["Cs"], exclude_characters="\0")  # no half characters
+LETTERS = st.characters(exclude_categories=["Cs"], exclude_characters="\0")  # no lone surrogates
 TEXT = st.sampled_from(HOSTILE) | st.text(LETTERS, max_size=20)
 SCALARS = TEXT | st.integers(-(10**12), 10**12) | st.floats(allow_nan=False, allow_infinity=False)
-# Some keys mean something: they name the output directory.
-MEANT = {"fold", "prefix", "participant", "participants", "device", "data_path"}
+# Keys that determine the output directory.
+RESERVED = {"fold", "prefix", "participant", "participants", "device", "data_path"}
 KEYS = st.sampled_from(["lr", "id", "é", "a.b", "a'b", "$a", "a;b", "x" * 300]) | st.text(
     st.characters(exclude_categories=["Cs", "Zs", "Zl", "Zp", "Cc"], exclude_characters="="), min_size=1, max_size=8
-).filter(lambda key: key[0] not in "-_" and key not in MEANT)
+).filter(lambda key: key[0] not in "-_" and key not in RESERVED)
 
 
-def fits(said: dict[str, Any]) -> bool:
-    """Whether it is short enough; for no other reason may one of these be refused."""
+def fits(values: dict[str, Any]) -> bool:
+    """Whether a job with these settings is short enough; it must not be refused for another reason."""
     with contextlib.suppress(JobError):
-        made(said)
+        made(values)
         return True
     with pytest.raises(JobError, match="too long"):
-        made(said)
+        made(values)
     return False
 
 
 SETTINGS = st.dictionaries(KEYS, SCALARS | st.booleans() | st.none() | st.lists(SCALARS, max_size=3), max_size=3)
-LISTS = st.lists(SETTINGS.filter(fits), min_size=10, max_size=20, unique_by=lambda said: job_id(said))
-# Byte for byte what it was given, in no locale.
+LISTS = st.lists(SETTINGS.filter(fits), min_size=10, max_size=20, unique_by=lambda values: job_id(values))
+# Copies its arguments and environment byte for byte, independent of the locale.
 SCRIPT = """\
 import os, shutil
 for name in ("cmdline", "environ"):
@@ -188,9 +188,9 @@ for name in ("cmdline", "environ"):
 """
 
 
-def words_of(said: Mapping[str, Any]) -> Iterator[str]:
-    """Written by hand, as the subject is not to be its own judge."""
-    for key, value in said.items():
+def expected_arguments(values: Mapping[str, Any]) -> Iterator[str]:
+    """The expected arguments, independent of arguments()."""
+    for key, value in values.items():
         if value is None or value is False:
             continue
         yield f"--{key}"
@@ -198,20 +198,20 @@ def words_of(said: Mapping[str, Any]) -> Iterator[str]:
             yield each if isinstance(each, str) else json.dumps(each)
 
 
-def check_arrived(directory: Path, said: Mapping[str, Any]) -> None:
-    output = directory / made(said).output
+def check_arrived(directory: Path, values: Mapping[str, Any]) -> None:
+    output = directory / made(values).output
     words = (output / "cmdline").read_bytes().split(b"\0")[:-1]
     assert words[-2:] in ([b"--device", b"cpu"], [b"--device", b"cuda:0"])
-    assert words[2:-2] == [word.encode() for word in words_of(said)]
+    assert words[2:-2] == [word.encode() for word in expected_arguments(values)]
     env = dict(entry.partition(b"=")[::2] for entry in (output / "environ").read_bytes().split(b"\0"))
-    assert json.loads(env[b"MUSTER_JOB"]) == {"id": made(said).id, **said}
+    assert json.loads(env[b"MUSTER_JOB"]) == {"id": made(values).id, **values}
     assert env[b"MUSTER_OUTPUT_DIR"] == os.fsencode(output)
 
 
 def prepared(directory: Path, jobs: list[dict[str, Any]]) -> list[str]:
-    (directory / "words.py").write_text(SCRIPT)
+    (directory / "args.py").write_text(SCRIPT)
     (directory / "jobs.json").write_text(json.dumps(jobs))
-    return ["--backend", "local", "--slots", "4", "--no-tmux", "--script", "words.py", "--jobs-config", "jobs.json"]
+    return ["--backend", "local", "--slots", "4", "--no-tmux", "--script", "args.py", "--jobs-config", "jobs.json"]
 
 
 @pytest.fixture(scope="module")
@@ -221,45 +221,45 @@ def forked() -> Iterator[Dispatchers]:
 
 
 @given(LISTS)
-# Without making a failing example smaller, which would take a run each time.
+# Failing examples are not shrunk, as each step would run a list.
 @settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
 def test_an_argument_is_not_changed_on_the_way(forked: Dispatchers, jobs: list[dict[str, Any]]) -> None:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name).resolve()
         call = DispatcherCall(directory, tuple(prepared(directory, jobs)))
         assert forked.run(call) == 0, call.printed
-        for said in jobs:
-            check_arrived(directory, said)
+        for values in jobs:
+            check_arrived(directory, values)
 
 
-def test_every_hostile_value_and_the_longest_one_arrive(forked: Dispatchers, tmp_path: Path) -> None:
+def test_hostile_values_and_the_longest_value_arrive(forked: Dispatchers, tmp_path: Path) -> None:
     jobs: list[dict[str, Any]] = [{"all": [word for word in HOSTILE if len(word) < 1000]}, {"a": longest("a")}]
     jobs += [{"long": word} for word in HOSTILE if len(word) > 1000] + [{"id": "mine", "flag": True, "none": None}]
     call = DispatcherCall(tmp_path, tuple(prepared(tmp_path, jobs)))
     assert forked.run(call) == 0, call.printed
-    for said in jobs:
-        check_arrived(tmp_path, said)
+    for values in jobs:
+        check_arrived(tmp_path, values)
 
 
 def test_an_argument_is_not_changed_by_a_server_with_setup_lines(tmp_path: Path) -> None:
-    """They are sourced by bash, which then becomes the script."""
+    """bash sources the setup lines and then execs the script."""
     jobs: list[dict[str, Any]] = [{"all": [word for word in HOSTILE if len(word) < 1000]}]
     jobs += [{"a": word} for word in HOSTILE[-3:]]
     secret = "a'\n$x\r é"
 
     async def run() -> None:
         prepared(tmp_path, jobs)
-        context = ListContext("abc", tmp_path, "words.py", grace=5.0, panes=False)
+        context = ListContext("abc", tmp_path, "args.py", grace=5.0, panes=False)
         setup = ["export SETUP='of the server' OMP_NUM_THREADS=37 SECRET=no", "unset NOTHING", "none", "cd /"]
         server = LocalServer("local", config.Server(host="localhost", gpus=0, setup=setup), context)
         ended: asyncio.Queue[Event] = asyncio.Queue()
         await server.connect(lambda event: ended.put_nowait(event) if event.kind == "ended" else None)
         try:
-            for said in jobs:
-                job = made(said, env={"SECRET": secret})
+            for values in jobs:
+                job = made(values, env={"SECRET": secret})
                 assert (await server.query({f"{job.id}.1": job.output}))[f"{job.id}.1"] == {"state": "absent"}
-                order = StartRequest(f"{job.id}.1", job, [0], [], arguments(job, "cpu"), "title")
-                await server.start(order)
+                request = StartRequest(f"{job.id}.1", job, [0], [], arguments(job, "cpu"), "title")
+                await server.start(request)
             for _ in jobs:
                 event = await asyncio.wait_for(ended.get(), SECONDS)
                 assert event.facts["code"] == 0, event.facts
@@ -267,9 +267,9 @@ def test_an_argument_is_not_changed_by_a_server_with_setup_lines(tmp_path: Path)
             await server.close(finished=True)
 
     asyncio.run(run())
-    for said in jobs:
-        check_arrived(tmp_path, said)
-        environ = (tmp_path / made(said).output / "environ").read_bytes().split(b"\0")
+    for values in jobs:
+        check_arrived(tmp_path, values)
+        environ = (tmp_path / made(values).output / "environ").read_bytes().split(b"\0")
         assert f"SECRET={secret}".encode() in environ
         assert {b"SETUP=of the server", b"OMP_NUM_THREADS=37", b"PYTHONUNBUFFERED=1"} <= set(environ)
 
@@ -278,12 +278,12 @@ def test_an_argument_is_not_changed_in_another_locale(tmp_path: Path) -> None:
     locales = tmp_path / "locales"
     locales.mkdir()
     if not shutil.which("localedef"):
-        pytest.skip("localedef, which makes a locale, is not here")
-    made_one = subprocess.run(
+        pytest.skip("localedef is not installed")
+    compiled = subprocess.run(
         ["localedef", "-i", "de_DE", "-f", "ISO-8859-1", locales / "de_DE.ISO-8859-1"], capture_output=True, check=False
     )
-    if made_one.returncode:
-        pytest.skip("the parts of a locale are not installed here")
+    if compiled.returncode:
+        pytest.skip("the sources of locales are not installed")
     env = {name: value for name, value in os.environ.items() if not name.startswith(("LC_", "LANG", "PYTHON"))}
     env |= {"LOCPATH": str(locales), "LC_ALL": "de_DE.ISO-8859-1"}
     encoding = [sys.executable, "-c", "import sys; print(sys.getfilesystemencoding())"]
@@ -295,8 +295,8 @@ def test_an_argument_is_not_changed_in_another_locale(tmp_path: Path) -> None:
         [sys.executable, PROGRAM, *prepared(directory, jobs)], cwd=directory, env=env, capture_output=True, check=False
     )
     assert done.returncode == 0, done
-    for said in jobs:
-        check_arrived(directory, said)
+    for values in jobs:
+        check_arrived(directory, values)
 
 
 # ---------------------------------------------------------------- login shells
@@ -308,14 +308,14 @@ WORDS = st.lists(TEXT.filter(lambda word: len(word.encode()) < 20_000), min_size
 @pytest.mark.parametrize("shell", SHELLS)
 @given(WORDS)
 @settings(max_examples=15, deadline=None)
-def test_words_reach_a_program_through_any_login_shell(shell: str, words: list[str]) -> None:
+def test_arguments_reach_a_program_through_any_login_shell(shell: str, words: list[str]) -> None:
     line = "printf '%s\\0' " + shlex.join(words)
     done = subprocess.run([shell, "-c", for_any_shell(line)], capture_output=True, check=True)
     assert done.stdout == b"".join(word.encode() + b"\0" for word in words)
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_every_hostile_word_reaches_a_program_through_any_login_shell(shell: str) -> None:
+def test_hostile_arguments_reach_a_program_through_any_login_shell(shell: str) -> None:
     words = [word for word in HOSTILE if len(word) < 20_000]
     done = subprocess.run([shell, "-c", for_any_shell("printf '%s\\0' " + shlex.join(words))], capture_output=True)
     assert done.stdout == b"".join(word.encode() + b"\0" for word in words)
@@ -323,7 +323,7 @@ def test_every_hostile_word_reaches_a_program_through_any_login_shell(shell: str
 
 @given(WORDS)
 @settings(max_examples=15, deadline=None)
-def test_the_launchers_in_bash_write_the_same_for_any_shell(words: list[str]) -> None:
+def test_the_quoting_in_bash_equals_that_in_python(words: list[str]) -> None:
     script = 'source "$1/common.bash"; source "$1/ssh.bash"; for line in "${@:2}"; do quote_for_any_shell "$line"; done'
     done = subprocess.run(
         ["bash", "-c", script, "bash", KIT / "scripts/lib", *words], capture_output=True, check=True, text=True

@@ -1,4 +1,4 @@
-"""Lists of jobs that are written by Python: each combination once, and nothing written that could not be run."""
+"""Lists of jobs generated in Python: each combination occurs once, and invalid lists are not written."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from distributed.jobs.job_lists import grid, named, percent, product, write
 KIT = Path(__file__).resolve().parents[2]
 
 
-def test_a_grid_has_each_combination_once_the_last_key_first() -> None:
+def test_a_grid_has_each_combination_once_varying_the_last_key_fastest() -> None:
     assert grid(fold=range(2), lr=[0.1, 0.2], mode="x", n=3, flag=None) == [
         {"fold": fold, "lr": lr, "mode": "x", "n": 3, "flag": None} for fold in (0, 1) for lr in (0.1, 0.2)
     ]
@@ -31,16 +31,16 @@ def test_a_grid_has_each_combination_once_the_last_key_first() -> None:
     assert grid(fold=[]) == []
 
 
-def test_a_product_lays_jobs_together_and_refuses_two_values_of_one_setting() -> None:
+def test_a_product_merges_jobs_and_refuses_different_values_of_a_setting() -> None:
     assert product(grid(a=[1, 2]), [{"b": 3, "c": 4}, {"b": 5}]) == [
         {"a": 1, "b": 3, "c": 4}, {"a": 1, "b": 5}, {"a": 2, "b": 3, "c": 4}, {"a": 2, "b": 5},
     ]  # fmt: skip
     assert product([{"a": 1}], [{"a": 1}]) == [{"a": 1}]
-    with pytest.raises(ValueError, match="a: has the values 1 and 2 in one job; leave one out"):
+    with pytest.raises(ValueError, match="a: has the values 1 and 2 in one job; remove one"):
         product(grid(a=[1]), grid(a=[1, 2]))
 
 
-def test_a_product_does_not_change_its_lists() -> None:
+def test_a_product_does_not_change_its_arguments() -> None:
     one, other = [{"a": 1}], [{"b": 2}]
     product(one, other)[0]["c"] = 3
     assert (one, other) == ([{"a": 1}], [{"b": 2}])
@@ -52,21 +52,21 @@ def test_a_share_is_rounded_to_percent(share: float, expected: int) -> None:
 
 
 @given(st.integers(0, 1000))
-def test_each_whole_percent_keeps_its_number(number: int) -> None:
+def test_whole_percents_are_exact(number: int) -> None:
     assert percent(number / 100) == number
 
 
-def test_names_are_made_of_settings() -> None:
+def test_prefixes_are_made_from_settings() -> None:
     jobs = grid(target_batch_pct=[0.29, 1.0], lr=3e-4, model="small")
     assert [job["prefix"] for job in named(jobs, "{model}/lr{lr:.0e}-batch{target_batch_pct:%}")] == [
         "small/lr3e-04-batch29", "small/lr3e-04-batch100",
     ]  # fmt: skip
     assert "prefix" not in jobs[0]
-    with pytest.raises(ValueError, match=r"job 1: has no setting 'lr', which 'x\{lr\}' names"):
+    with pytest.raises(ValueError, match=r"job 1: no setting 'lr', used in 'x\{lr\}'"):
         named([{"lr": 1}, {}], "x{lr}")
 
 
-def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
+def test_a_written_list_can_be_read(tmp_path: Path) -> None:
     jobs = named(grid(fold=range(3), target_batch_pct=[0.1, 0.29], note="größe"), "batch{target_batch_pct:%}")
     write(jobs, tmp_path / "jobs.json")
     text = (tmp_path / "jobs.json").read_text()
@@ -84,12 +84,12 @@ def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
         (grid(fold=0, prefix="a", lr=[1, 2]), "job 1 would write the same directory as job 0: experiments/a/fold0_"),
         (named(grid(fold=0, share=[0.29, 0.294]), "s{share:%}"), "job 1 would write the same directory as job 0"),
         (grid(fold=99), "job 0: fold: out of range for 8 participants: got 99"),
-        (grid(lr=float("nan")), "job 0: a number that is not finite"),
+        (grid(lr=float("nan")), "job 0: contains a number that is not finite"),
         (grid(_gpu=1), "job 0: _gpu: unknown key; did you mean _gpus?"),
-        ([], "holds an empty list; expected a list of jobs"),
+        ([], "contains an empty list; expected a list of jobs"),
     ],
 )
-def test_a_list_that_cannot_be_run_is_not_written(jobs: list[dict[str, Any]], message: str, tmp_path: Path) -> None:
+def test_an_invalid_list_is_not_written(jobs: list[dict[str, Any]], message: str, tmp_path: Path) -> None:
     path = tmp_path / "jobs.json"
     path.write_text("before")
     with pytest.raises(ConfigError) as refused:
@@ -100,7 +100,7 @@ def test_a_list_that_cannot_be_run_is_not_written(jobs: list[dict[str, Any]], me
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_list_for_another_script_has_participants_of_its_own(tmp_path: Path) -> None:
+def test_a_list_for_another_script_has_no_default_participants(tmp_path: Path) -> None:
     write(grid(fold=[99], prefix="x"), tmp_path / "jobs.json", script="mine.py")
     assert read_jobs(tmp_path / "jobs.json")[0].name == "x/fold99"
 
@@ -108,25 +108,25 @@ def test_a_list_for_another_script_has_participants_of_its_own(tmp_path: Path) -
 SCRIPT = """
 from distributed_train_helper import *
 import train, distributed
-assert train.OF_THE_USER, "the kit's train.py is not found in its place"
+assert train.OF_THE_USER, "Muster's train.py must not be imported"
 jobs = named(grid(fold=range(2), share=[0.1, 0.29]), "s{share:%}")
 write(product(jobs, [{"mode": "full_fine_tuning"}]), "my jobs.json")
 print(percent(0.29), len(jobs), distributed.__file__)
 """
 
 
-def test_the_helper_is_a_module_for_scripts_in_any_directory(tmp_path: Path) -> None:
-    here = tmp_path / "my lists"
-    here.mkdir()
-    (here / "train.py").write_text("OF_THE_USER = True\n")
-    (here / "distributed.py").write_text("raise AssertionError('found in place of the package of the kit')\n")
-    (here / "make.py").write_text(SCRIPT)
+def test_the_helper_can_be_imported_from_any_directory(tmp_path: Path) -> None:
+    directory = tmp_path / "my lists"
+    directory.mkdir()
+    (directory / "train.py").write_text("OF_THE_USER = True\n")
+    (directory / "distributed.py").write_text("raise AssertionError('imported instead of the package of Muster')\n")
+    (directory / "make.py").write_text(SCRIPT)
     env = {**os.environ, "PYTHONPATH": str(KIT / "scripts/jobs")}
-    answer = subprocess.run(
-        [sys.executable, "make.py"], cwd=here, env=env, capture_output=True, text=True, check=False, timeout=60
+    result = subprocess.run(
+        [sys.executable, "make.py"], cwd=directory, env=env, capture_output=True, text=True, check=False, timeout=60
     )
-    assert (answer.returncode, answer.stderr) == (0, "")
-    assert answer.stdout == f"29 4 {KIT}/distributed/__init__.py\n"
-    assert [job.name for job in read_jobs(here / "my jobs.json")] == [
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout == f"29 4 {KIT}/distributed/__init__.py\n"
+    assert [job.name for job in read_jobs(directory / "my jobs.json")] == [
         "s10/fold0", "s29/fold0", "s10/fold1", "s29/fold1",
     ]  # fmt: skip

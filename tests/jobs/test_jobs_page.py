@@ -1,8 +1,7 @@
-"""The results of a job list on one page: what a person reads there must be what is in results.json.
+"""The HTML page of a job list shows the content of results.json.
 
-Guarded here: figures, failures and settings are those of the files, every attempt is on the timeline, nothing on it
-covers a label, no text of a person becomes markup, a list of 1,000 jobs has a page soon, and whatever is missing or
-absurd in the files, there is a page.
+Numbers, failures and settings equal those of the files. Every attempt is on the timeline, and labels do not overlap.
+All text is escaped. A page of 1,000 jobs is written quickly. Missing or invalid content never prevents a page.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ def job(n: int, state: str = "done", attempts: Iterable[Json] = (), **changes: A
 
 
 def results(jobs: Iterable[Json], slots: int = 2, **changes: Any) -> Json:
-    """A results.json as the launcher of a list writes it, without totals: they are counted."""
+    """results.json of a list, without totals."""
     return {
         "list": "sweep-3f9a",
         "created": BEGIN,
@@ -96,14 +95,14 @@ def server(name: str, slots: int, **changes: Any) -> Json:
 
 
 def sample(servers: int, slots: int, jobs: int, seed: int = 1) -> Json:
-    """A list in which some jobs fail, a server is lost, and the last jobs still run or wait."""
+    """A list with failed jobs, a lost server, and running and waiting jobs."""
     dice = random.Random(seed)
     free = {(f"gpu{s}", n): 0.0 for s in range(1, servers + 1) for n in range(slots)}
     made = []
     for n in range(jobs):
         attempts: list[Json] = []
         for number in (1, 2):
-            name, slot = min(free, key=lambda place: (free[place], dice.random()))
+            name, slot = min(free, key=lambda slot: (free[slot], dice.random()))
             seconds, luck = dice.uniform(100, 500), dice.random()
             start, where = free[name, slot], {"server": name, "slots": [slot], "gpus": [slot]}
             if luck < 0.06:
@@ -147,14 +146,14 @@ def curves_of(made: Json, steps: int = 30) -> dict[str, History]:
     return {one["id"]: curve(metrics(steps, offset=n / 50)) for n, one in enumerate(made["jobs"])}
 
 
-def written(place: Path, made: Json | str, lines: Iterable[str] = ()) -> Path:
-    """A results.json in a directory, with the same metrics.jsonl for each of its jobs."""
+def written(directory: Path, made: Json | str, lines: Iterable[str] = ()) -> Path:
+    """Write results.json, and the same metrics.jsonl for each job."""
     text = "".join(line + "\n" for line in lines)
     if text and isinstance(made, dict):
         for one in made["jobs"]:
-            (place / one["output"]).mkdir(parents=True)
-            (place / one["output"] / "metrics.jsonl").write_text(text, encoding="utf-8")
-    path = place / "results.json"
+            (directory / one["output"]).mkdir(parents=True)
+            (directory / one["output"] / "metrics.jsonl").write_text(text, encoding="utf-8")
+    path = directory / "results.json"
     path.write_text(made if isinstance(made, str) else json.dumps(made), encoding="utf-8")
     return path
 
@@ -166,7 +165,7 @@ def seen(made: Json, curves: dict[str, History] | None = None) -> Reader:
 
 
 def tiles(reader: Reader) -> dict[str, tuple[str, str]]:
-    """The figures at the top: name -> (value, note); a note may be missing."""
+    """The tiles: name -> (value, note or empty)."""
     names = ("Done", "Failed", "Waiting", "Wall time", "Slot utilisation", "Slots", "Attempts", "Best held-out loss",
              "Best training loss")  # fmt: skip
     heads = [n for n, text in enumerate(reader.texts) if text in names][:8]
@@ -174,7 +173,7 @@ def tiles(reader: Reader) -> dict[str, tuple[str, str]]:
 
 
 def rows(text: str) -> list[list[str]]:
-    """The table of jobs as the texts of its cells, the header first."""
+    """The cells of the table of jobs as text, header first."""
     table = re.search(r'<table class="jobs">.*?</table>', text, re.DOTALL)
     assert table
     found = re.findall(r"<tr>(.*?)</tr>", table[0])
@@ -184,7 +183,7 @@ def rows(text: str) -> list[list[str]]:
 # ---------------------------------------------------------------- figures
 
 
-def test_the_figures_are_those_of_the_results() -> None:
+def test_tiles_show_the_numbers_of_the_results() -> None:
     made = results(
         [
             job(1, attempts=[failed(), attempt(2, 25, 60)]),
@@ -209,7 +208,7 @@ def test_the_figures_are_those_of_the_results() -> None:
     assert {"sweep-3f9a", "finished, 1 failed", "train.py", "backend ssh"} <= set(reader.texts)
 
 
-def test_totals_of_the_file_are_believed() -> None:
+def test_totals_in_the_file_have_precedence() -> None:
     totals = {"jobs": 9, "done": 7, "failed": 1, "waiting": 1, "running": 0, "cancelled": 0, "attempts": 11,
               "seconds": 50.0, "slot_seconds": 25.0}  # fmt: skip
     found = tiles(seen(results([job(1)], totals=totals)))
@@ -217,7 +216,7 @@ def test_totals_of_the_file_are_believed() -> None:
     assert (found["Wall time"][0], found["Slot utilisation"]) == ("50 s", ("25 %", "25 s of slots used"))
 
 
-def test_the_best_loss_is_that_of_any_step_and_job() -> None:
+def test_the_best_loss_is_the_lowest_of_all_steps_and_jobs() -> None:
     made = results([job(n, metrics={}) for n in (1, 2)])
     lines = [{"step": 1, "held_out_loss": 1.5}, {"step": 2, "held_out_loss": 1.7}]
     curves = {made["jobs"][1]["id"]: curve(lines), made["jobs"][0]["id"]: curve([{"step": 1, "held_out_loss": 1.6}])}
@@ -226,7 +225,7 @@ def test_the_best_loss_is_that_of_any_step_and_job() -> None:
     assert tiles(seen(made, training))["Best training loss"] == ("4.000", "exp1/fold1_data")
 
 
-def test_a_running_list_shows_as_of_when() -> None:
+def test_a_running_list_shows_the_time_of_the_results() -> None:
     reader = seen(sample(2, 2, 6))
     assert "running" in reader.texts
     assert any(text.startswith("As of 2023-11-1") for text in reader.texts)
@@ -243,7 +242,7 @@ def test_a_running_list_shows_as_of_when() -> None:
         ("", "", None),
     ],
 )
-def test_a_server_that_gets_no_jobs_is_named_with_its_reason(state: str, reason: str, text: str | None) -> None:
+def test_a_server_without_jobs_is_shown_with_its_reason(state: str, reason: str, text: str | None) -> None:
     servers = {"gpu1": server("gpu1", 1), "gpu2": server("gpu2", 0, state=state, reason=reason)}
     found = page.page(results([job(1)], servers=servers), {})
     assert re.findall(r'<p class="warning">(.*)</p>', found) == ([text] if text else [])
@@ -252,7 +251,7 @@ def test_a_server_that_gets_no_jobs_is_named_with_its_reason(state: str, reason:
 # ---------------------------------------------------------------- failures
 
 
-def test_failures_are_named_with_place_cause_and_last_lines() -> None:
+def test_failures_show_location_reason_and_last_lines() -> None:
     killed = failed(1, failure="signal", signal="SIGKILL", exit_code=None, server="gpu2", gpus=[0, 1, 2], reason="oom")
     made = results(
         [
@@ -278,14 +277,14 @@ def test_failures_are_named_with_place_cause_and_last_lines() -> None:
         assert texts[at : at + len(part)] == part
 
 
-def test_without_a_failure_there_is_no_section_of_failures() -> None:
+def test_without_failures_the_section_is_missing() -> None:
     assert "Failures" not in seen(results([job(1, attempts=[attempt()])])).texts
 
 
-def test_of_many_failures_some_have_their_last_lines_and_the_rest_is_counted() -> None:
+def test_failures_beyond_the_limit_are_counted() -> None:
     text = page.page(results([job(n, "failed", [failed(last_lines=["x" * 9999] * 999)]) for n in range(120)]), {})
-    assert text.count('<aside class="failure">') == page.FAILURES
-    assert f"{120 - page.FAILURES} more failed jobs" in text
+    assert text.count('<aside class="failure">') == page.MAX_FAILURES
+    assert f"{120 - page.MAX_FAILURES} more failed jobs" in text
     assert len(text) < 2_000_000
 
 
@@ -311,12 +310,12 @@ def test_an_attempt_is_coloured_by_its_outcome(facts: Json, state: str, outcome:
     assert text.count(f'<i class="{outcome}">') == (outcome is not None)
 
 
-def test_an_attempt_on_several_slots_is_in_each_of_their_rows() -> None:
+def test_an_attempt_with_several_slots_is_in_the_row_of_each() -> None:
     text = page.page(results([job(1, attempts=[attempt(slots=[0, 1], gpus=[0, 1])])]), {})
     assert text.count("<title>exp1/fold1_data, attempt 1, gpu1:0-1, 1 min 0 s, done</title>") == 2
 
 
-def test_a_slot_that_only_an_attempt_names_has_a_row() -> None:
+def test_a_slot_known_only_from_an_attempt_has_a_row() -> None:
     made = results([job(1, attempts=[attempt(server="gpu10", slots=[7])]), job(2, attempts=[attempt(slots=[])])])
     found = page.tracks(made, page.jobs_of(made), BEGIN)
     assert [(track.group, track.name, len(track.spans)) for track in found] == [
@@ -324,7 +323,7 @@ def test_a_slot_that_only_an_attempt_names_has_a_row() -> None:
     ]  # fmt: skip
 
 
-def test_an_attempt_without_an_end_goes_on_until_now() -> None:
+def test_an_attempt_without_an_end_is_drawn_until_now() -> None:
     made = results([job(1, "running", [attempt(1, 10, None)])])
     (track, _) = page.tracks(made, page.jobs_of(made), BEGIN + 100)
     assert [(span.start - BEGIN, span.end - BEGIN, span.ended) for span in track.spans] == [(10, 100, False)]
@@ -341,7 +340,7 @@ def test_an_attempt_without_an_end_goes_on_until_now() -> None:
         (86400 * 30, ["0", "5 d", "10 d", "15 d", "20 d", "25 d", "30 d"]),
     ],
 )
-def test_times_are_round(seconds: float, texts: list[str]) -> None:
+def test_time_ticks_are_round(seconds: float, texts: list[str]) -> None:
     assert [text for _, text in charts.time_ticks(seconds, 6)] == texts
 
 
@@ -357,7 +356,7 @@ Rectangle = tuple[float, float, float, float]  # left, top, right, bottom
 
 
 def boxes(drawing: str, style: str) -> list[Rectangle]:
-    """The room of each text of a class, as wide as a usual font makes it."""
+    """The bounding box of each text of a class, for the width of a common font."""
     found = re.findall(rf'<text x="([-\d.]+)" y="([-\d.]+)" class="{style}">([^<]*)<', drawing)
     out = []
     for x, y, text in found:
@@ -373,7 +372,7 @@ def overlaps(found: list[Rectangle]) -> list[tuple[Rectangle, Rectangle]]:
 
 
 @pytest.mark.parametrize(("servers", "slots", "jobs"), [(1, 1, 1), (1, 1, 40), (3, 8, 200), (16, 8, 1000), (70, 1, 99)])
-def test_nothing_on_a_timeline_covers_a_label(servers: int, slots: int, jobs: int) -> None:
+def test_labels_of_a_timeline_do_not_overlap(servers: int, slots: int, jobs: int) -> None:
     made = sample(servers, slots, jobs)
     drawing = draw_tracks(page.tracks(made, page.jobs_of(made), made["updated"]))
     width, height = map(float, re.findall(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', drawing)[0])
@@ -394,7 +393,7 @@ def test_nothing_on_a_timeline_covers_a_label(servers: int, slots: int, jobs: in
     assert bars or arrows
 
 
-def test_a_bar_is_where_its_time_is() -> None:
+def test_bars_are_at_the_position_of_their_time() -> None:
     track = Track("gpu1", "0", [Span(100, 150, "done", "a"), Span(150, 200, "failed", "b")])
     drawing = draw_tracks([track])
     (done, wide), (bad, _) = [
@@ -408,7 +407,7 @@ def test_a_bar_is_where_its_time_is() -> None:
     assert wide == pytest.approx((last - zero) / 2 - 1, abs=0.2)
 
 
-def test_a_label_is_written_only_where_it_fits() -> None:
+def test_a_label_is_drawn_only_if_it_fits() -> None:
     spans = [
         Span(0, 80, "done", "", "wide/enough"),
         Span(80, 83, "done", "", "too narrow"),
@@ -420,7 +419,7 @@ def test_a_label_is_written_only_where_it_fits() -> None:
     assert 'class="inside"' not in draw_tracks(many)
 
 
-def test_of_a_crowded_timeline_failures_stay_visible_and_it_stays_small() -> None:
+def test_a_crowded_timeline_is_small_and_shows_failures() -> None:
     def spans(row: int) -> list[Span]:
         return [Span(n, n + 0.9, "failed" if n % 97 == row % 97 else "done", "title", "name") for n in range(1000)]
 
@@ -428,18 +427,18 @@ def test_of_a_crowded_timeline_failures_stay_visible_and_it_stays_small() -> Non
     drawing = draw_tracks([Track(f"gpu{row // 8}", str(row % 8), spans(row)) for row in range(128)])
     assert time.process_time() - begin < 5
     assert len(drawing) < 400_000
-    assert re.findall(r'class="periods (\w+)"', drawing) == ["done", "failed"]  # failures over the rest
+    assert re.findall(r'class="periods (\w+)"', drawing) == ["done", "failed"]  # failures on top
     bad = re.search(r'class="periods failed"[^>]* d="([^"]*)"', drawing)
     assert bad and bad[1].count("M") >= 128 * 10
 
 
-def test_of_short_attempts_the_rare_ones_are_drawn_last() -> None:
+def test_rare_styles_are_drawn_last() -> None:
     styles = ["done", "failed", "done", "done"]
     drawing = draw_tracks([Track("gpu1", "0", [Span(n, n + 1, style, "") for n, style in enumerate(styles)])])
     assert re.findall(r'class="period (\w+)"', drawing) == ["done", "done", "done", "failed"]
 
 
-def test_nothing_started_is_said_and_not_drawn() -> None:
+def test_a_timeline_without_attempts_is_a_sentence() -> None:
     text = page.page(results([job(1, "waiting")]), {})
     assert "Nothing has started yet." in text and 'svg class="timeline' not in text
 
@@ -447,7 +446,7 @@ def test_nothing_started_is_said_and_not_drawn() -> None:
 # ---------------------------------------------------------------- table
 
 
-def test_settings_that_differ_are_columns_and_the_rest_is_one_sentence() -> None:
+def test_differing_settings_are_columns_and_equal_ones_a_sentence() -> None:
     first, second = job(1, attempts=[attempt()]), job(2, attempts=[failed(), attempt(2, 25, 30)])
     second["settings"] = {"fold": 2, "epochs": 10, "extra": "a"}
     text = page.page(results([first, second]), {})
@@ -457,17 +456,17 @@ def test_settings_that_differ_are_columns_and_the_rest_is_one_sentence() -> None
         ["exp1/fold1_data", "done", "1", "–", "gpu1:0", "1", "1 min 0 s", "3.0 GiB", "100 of 200", "2.010", "2.510"],
         ["exp1/fold2_data", "done", "2", "a", "gpu1:0", "2", "30 s", "3.0 GiB", "100 of 200", "2.020", "2.520"],
     ]  # fmt: skip
-    assert "The same in all jobs: epochs 10" in text
+    assert "Settings of all jobs: epochs 10" in text
 
 
-def test_a_metric_that_is_called_as_a_setting_has_a_column_of_its_own_name() -> None:
+def test_a_metric_with_the_name_of_a_setting_has_its_own_column() -> None:
     made = [job(n, settings={"lr": n, "loss": "mse"}, metrics={"loss": 2.5, "lr": 0.125}) for n in (1, 2)]
     titles, first, _ = rows(page.page(results(made), {}))
     assert titles[2:] == ["lr", "server:GPU", "attempts", "duration", "peak memory", "last loss", "last lr"]
     assert (first[2], first[-2:]) == ("1", ["2.500", "0.125"])
 
 
-def test_metrics_that_the_results_lack_are_those_of_the_curve() -> None:
+def test_metrics_missing_in_the_results_are_read_from_the_curve() -> None:
     made = results([job(1, metrics={})])
     found = rows(
         page.page(
@@ -482,14 +481,14 @@ def test_metrics_that_the_results_lack_are_those_of_the_curve() -> None:
     assert [row[-3:] for row in found] == [["step", "loss", "held_out_loss"], ["8", "not finite", "1.500"]]
 
 
-def test_too_many_settings_are_named_and_not_columns() -> None:
+def test_settings_beyond_the_limit_are_a_sentence() -> None:
     made = results([job(n, settings={f"key{k}": n for k in range(30)}) for n in (1, 2)])
     text = page.page(made, {})
-    assert len([title for title in rows(text)[0] if title.startswith("key")]) == page.COLUMNS
-    assert f"Other settings that differ: {', '.join(f'key{k}' for k in range(page.COLUMNS, 30))}." in text
+    assert len([title for title in rows(text)[0] if title.startswith("key")]) == page.MAX_COLUMNS
+    assert f"Other settings that differ: {', '.join(f'key{k}' for k in range(page.MAX_COLUMNS, 30))}." in text
 
 
-def test_a_long_table_is_folded_and_the_style_sheet_knows_where() -> None:
+def test_a_long_table_is_folded_at_the_row_in_the_style_sheet() -> None:
     text = page.page(results([job(n) for n in range(page.FOLD + 1)]), {})
     assert f"tr:nth-child(n+{page.FOLD + 1}) {{ display: none; }}" in text
     assert f"Show all {page.FOLD + 1} jobs, not only {page.FOLD}" in text
@@ -510,7 +509,7 @@ globalThis.document = { querySelectorAll: () => [table] };
 
 
 @pytest.mark.skipif(not shutil.which("node"), reason="needs a JavaScript engine: node")
-def test_a_click_on_a_header_sorts_and_a_second_one_reverses() -> None:
+def test_clicking_a_header_sorts_and_clicking_again_reverses() -> None:
     cells = [["9", "9"], ["", ""], ["100", "100"], ["auto", None], ["20", "20"], ["all", None]]
     script = (
         SORT
@@ -529,7 +528,7 @@ for (let n = 0; n < 2; n++) {
 # ---------------------------------------------------------------- loss curves
 
 
-def test_each_job_has_its_chart_and_its_name_leads_there() -> None:
+def test_each_job_has_a_chart_linked_from_its_name() -> None:
     made = results([job(n) for n in (1, 2, 3)])
     curves = curves_of(made)
     del curves[made["jobs"][1]["id"]]
@@ -539,11 +538,11 @@ def test_each_job_has_its_chart_and_its_name_leads_there() -> None:
     assert "held-out loss of 2 jobs" in text
 
 
-def test_of_many_jobs_the_best_have_a_chart() -> None:
+def test_of_many_jobs_only_the_best_have_charts() -> None:
     made = results([job(n) for n in range(70)])
     text = page.page(made, dict(reversed(curves_of(made).items())))
-    assert re.findall(r'id="curve-(\d+)"', text) == [str(n) for n in range(1, page.CURVES + 1)]
-    assert "Of 70 jobs with metrics, the 60 with the lowest last losses have a chart of their own." in text
+    assert re.findall(r'id="curve-(\d+)"', text) == [str(n) for n in range(1, page.MAX_CHARTS + 1)]
+    assert "Of 70 jobs with metrics, the 60 with the lowest last losses have their own chart." in text
     assert text.count('class="line crowd"') == 69 and text.count('class="label train"') == 1
 
 
@@ -552,7 +551,7 @@ def test_of_many_jobs_the_best_have_a_chart() -> None:
     [
         ([2, 2, 0], [2, 2, 2], "held-out loss of 2 jobs"),
         ([2, 0, 0], [2, 2, 2], "training loss of 3 jobs"),
-        ([1, 1, 1], [2, 2, 2], "training loss of 3 jobs"),  # measured at the end alone
+        ([1, 1, 1], [2, 2, 2], "training loss of 3 jobs"),  # measured only at the end
         ([1, 1, 1], [2, 2, 1], "training loss of 2 jobs"),
         ([2, 0, 0], [2, 0, 0], None),
         ([1, 1, 1], [1, 1, 1], None),
@@ -575,7 +574,7 @@ def test_jobs_are_compared_by_the_losses_of_which_they_have_curves(
 
 
 @pytest.mark.parametrize("loss", [math.nan, None, "low", [], 1e200, True])
-def test_losses_that_are_not_finite_have_a_page(loss: Any) -> None:
+def test_non_finite_losses_are_accepted(loss: Any) -> None:
     made = results([job(n, metrics={"loss": loss, "held_out_loss": loss}) for n in (1, 2)])
     lines = [{"step": 1, "loss": loss, "held_out_loss": loss}]
     assert "No finite value was logged." in seen(made, {one["id"]: curve(lines) for one in made["jobs"]}).texts
@@ -584,7 +583,7 @@ def test_losses_that_are_not_finite_have_a_page(loss: Any) -> None:
 # ---------------------------------------------------------------- files
 
 
-def test_the_page_stands_beside_the_results_with_the_curves_that_were_copied_back(tmp_path: Path) -> None:
+def test_the_page_is_written_next_to_the_results_with_the_curves_of_its_jobs(tmp_path: Path) -> None:
     made = results([job(n) for n in (1, 2)])
     path = written(tmp_path, made, map(json.dumps, metrics(30)))
     (tmp_path / "lists").mkdir()
@@ -594,7 +593,7 @@ def test_the_page_stands_beside_the_results_with_the_curves_that_were_copied_bac
     assert Reader(path.with_suffix(".html").read_text()).tags.count("figure") == 4
 
 
-def test_without_results_above_it_outputs_are_those_of_the_working_directory(
+def test_without_outputs_above_the_results_the_current_directory_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = results([job(1)])
@@ -614,10 +613,10 @@ def test_a_corrupt_metrics_file_is_a_note(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", "null", '{"jobs": [{"id": "a", "att', '{"jobs": 7}', "[" * 10**5])
-def test_half_a_file_has_a_page(tmp_path: Path, text: str) -> None:
+def test_a_truncated_file_has_a_page(tmp_path: Path, text: str) -> None:
     reader = Reader(page.write(written(tmp_path, text)).read_text())
     assert reader.faults == []
-    assert ("results.json cannot be read" in reader.text) == (text != '{"jobs": 7}')
+    assert ("cannot read results.json" in reader.text) == (text != '{"jobs": 7}')
     assert "The list has no jobs." in reader.texts
 
 
@@ -628,11 +627,11 @@ def test_an_empty_list_has_a_page() -> None:
 
 
 @pytest.mark.parametrize("output", ["\0", "x" * 5000, "/", "..", 7, None, ["a"], "\ud800"])
-def test_an_output_that_is_no_directory_of_a_job_is_left_out(tmp_path: Path, output: Any) -> None:
+def test_an_invalid_output_directory_is_skipped(tmp_path: Path, output: Any) -> None:
     assert Reader(page.write(written(tmp_path, results([job(1, output=output)]))).read_text()).faults == []
 
 
-def test_text_of_people_stays_text() -> None:
+def test_text_is_escaped() -> None:
     def made(text: str) -> tuple[Json, dict[str, History]]:
         facts = {"server": text, "failure": text, "reason": text, "last_lines": [text], "signal": text, "number": text}
         jobs = [
@@ -650,16 +649,16 @@ def test_text_of_people_stays_text() -> None:
     assert hostile.text.count(HOSTILE) >= 50
 
 
-def test_the_page_needs_no_network_and_serves_light_dark_and_paper() -> None:
+def test_the_page_needs_no_network_and_supports_dark_mode_and_print() -> None:
     made = sample(2, 2, 9)
-    text = page.page(made, curves_of(made)).replace("http://www.w3.org/2000/svg", "")  # a name, not an address
+    text = page.page(made, curves_of(made)).replace("http://www.w3.org/2000/svg", "")  # a namespace, not a link
     assert not re.search(r"https?:|//[a-z]|\bsrc=|url\(|@import|<link|<img|<iframe", text)
     assert "default-src 'none'" in text
     used, known = (set(re.findall(pattern, text)) for pattern in (r"var\((--[\w-]+)\)", r"(--[\w-]+):"))
     assert used == known
 
 
-def test_huge_texts_make_a_small_page() -> None:
+def test_long_texts_are_truncated() -> None:
     huge = "x" * 10**6
     facts = attempt(server=huge, reason=huge, failure=huge, last_lines=[huge] * 99, signal=huge) | {"number": huge}
     one = job(1, huge, [facts], name=huge, reason=huge, settings={huge: huge}, metrics={huge: huge})
@@ -669,18 +668,18 @@ def test_huge_texts_make_a_small_page() -> None:
     assert len(page.page(made, {}, [huge] * 99)) < 250_000
 
 
-def test_a_thousand_jobs_have_a_page_soon(tmp_path: Path) -> None:
+def test_the_page_of_a_thousand_jobs_is_written_quickly(tmp_path: Path) -> None:
     made = sample(16, 8, 1000)
     path = written(tmp_path, made, map(json.dumps, metrics(200)))
     begin = time.process_time()
     text = page.write(path).read_text()
-    assert time.process_time() - begin < 10  # of an idle core two
+    assert time.process_time() - begin < 10  # 2 s on an idle core
     assert len(text) < 5_000_000
     assert Reader(text).faults == []
 
 
-def test_of_long_metrics_files_a_part_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page, "LINES", 1000)
+def test_long_metrics_files_are_read_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page, "MAX_LINES", 1000)
     lines = [*metrics(5000, held_out_every=100), {"step": 5000, "event": "finish"}]
     path = written(tmp_path, results([job(n, metrics={}) for n in (1, 2)]), map(json.dumps, lines))
     text = page.write(path).read_text()
@@ -725,9 +724,9 @@ LINE = st.fixed_dictionaries(
 
 @settings(max_examples=100, deadline=None)
 @given(made=LISTS, lines=st.lists(LINE, max_size=6))
-def test_whatever_the_results_hold_there_is_a_page(made: Json, lines: list[Json]) -> None:
-    with tempfile.TemporaryDirectory() as place:
-        path = Path(place, "results.json")
+def test_any_content_of_the_results_has_a_page(made: Json, lines: list[Json]) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory, "results.json")
         path.write_text(json.dumps(made), encoding="utf-8")
         assert Reader(page.write(path).read_text(encoding="utf-8")).faults == []
     ids = [one.id for one in page.jobs_of(made)]
@@ -755,14 +754,14 @@ def test_a_wrong_call_exits_2(arguments: list[str]) -> None:
     assert "page: error:" in done.stderr
 
 
-def test_a_page_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+def test_a_failed_write_is_an_error(tmp_path: Path) -> None:
     path = written(tmp_path, results([]))
     (tmp_path / "results.html").mkdir()
     done = program(str(path))
     assert done.returncode == 1 and "cannot write the page" in done.stderr
 
 
-def test_base_models_have_a_table_of_their_own_and_are_never_the_best_job() -> None:
+def test_base_models_have_their_own_table_and_are_never_the_best_job() -> None:
     results = {
         "list": "abc", "state": "finished",
         "jobs": [
@@ -776,6 +775,6 @@ def test_base_models_have_a_table_of_their_own_and_are_never_the_best_job() -> N
     models, _, jobs = shown.partition("<h2>Base models</h2>")[2].partition("<h2>Jobs</h2>")
     assert "base_training/0123456789ab" in models and "exp/fold0" not in models
     assert "exp/fold0" in jobs and "base_training/" not in jobs
-    assert "0123456789ab</td>" in jobs, "which one it starts from"
-    assert "base_only" not in jobs, "settings of base models are no columns of the experiments"
+    assert "0123456789ab</td>" in jobs, "the base model that it starts from"
+    assert "base_only" not in jobs, "settings of base models are not columns of the experiments"
     assert ">2.0" in shown.partition("Best held-out loss")[2][:200]

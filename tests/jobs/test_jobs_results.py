@@ -1,6 +1,6 @@
-"""results.json: complete at every moment, with all that people and programs need, and without a secret.
+"""results.json is valid whenever it is read, and contains all facts but no values of environment variables.
 
-Real lists with --backend local; while one runs, results.json is read over and over.
+Runs real lists with --backend local and reads results.json repeatedly while they run.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def is_number(value: object) -> bool:
 
 
 def check_contract(found: dict[str, Any]) -> None:
-    """Names and types, as the guide describes them."""
+    """Check names and types against LAUNCH_GUIDE.md."""
     assert sorted(found) == sorted(
         ["list", "created", "updated", "state", "reason", "script", "backend", "totals", "servers", "jobs"]
     )
@@ -109,9 +109,9 @@ def check_attempt(attempt: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def seen(forked: Dispatchers, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]], list[str]]:
-    """A list that has run to its end: its directory, what results.json was meanwhile, and command lines meanwhile.
+    """A finished list: its directory, and all versions of results.json and command lines read while it ran.
 
-    Its first job goes on to its end when results.json has shown it at work.
+    Its first job waits until results.json has shown it as running.
     """
     directory = prepared(tmp_path_factory.mktemp("list"), JOBS)
     path = directory / "results.json"
@@ -123,15 +123,15 @@ def seen(forked: Dispatchers, tmp_path_factory: pytest.TempPathFactory) -> tuple
             if path.exists():
                 documents.append(json.loads(path.read_text()))
                 lines |= set(command_lines())
-                if any("job.sh" in line and "good" in line for line in lines) and at_work(documents[-1]):
+                if any("job.sh" in line and "good" in line for line in lines) and running_jobs(documents[-1]):
                     (directory / "go").touch()
-    assert running.result() == 1  # some have failed
+    assert running.result() == 1  # some jobs failed
     documents.append(json.loads(path.read_text()))
     return directory, documents, sorted(lines)
 
 
-def at_work(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """Jobs that run."""
+def running_jobs(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """The running jobs."""
     return [job for job in found["jobs"] if job["state"] == "running" and job["attempts"]]
 
 
@@ -140,7 +140,7 @@ def command_lines() -> Iterator[str]:
         if entry.name.isdecimal():
             try:
                 yield (entry / "cmdline").read_bytes().decode(errors="replace")
-            except OSError:  # it has just ended
+            except OSError:  # it exited meanwhile
                 continue
 
 
@@ -150,7 +150,7 @@ Seen = tuple[Path, list[dict[str, Any]], list[str]]
 # ---------------------------------------------------------------- while it runs
 
 
-def test_results_are_complete_whenever_they_are_read(seen: Seen) -> None:
+def test_results_are_valid_whenever_they_are_read(seen: Seen) -> None:
     _, documents, _ = seen
     for found in documents:
         check_contract(found)
@@ -160,9 +160,9 @@ def test_results_are_complete_whenever_they_are_read(seen: Seen) -> None:
     assert updated == sorted(updated)
 
 
-def test_a_running_job_is_shown_with_its_progress(seen: Seen) -> None:
+def test_a_running_job_is_in_the_results(seen: Seen) -> None:
     _, documents, _ = seen
-    running = [job for found in documents for job in at_work(found)]
+    running = [job for found in documents for job in running_jobs(found)]
     assert running
     assert all(attempt["end"] is None for job in running[:1] for attempt in job["attempts"])
 
@@ -171,21 +171,21 @@ def test_no_value_of_the_environment_is_in_a_file_or_a_command_line(seen: Seen) 
     directory, documents, lines = seen
     assert documents[-1]["jobs"][0]["options"]["env"] == ["TOKEN"]
     output = directory / documents[-1]["jobs"][0]["output"]
-    assert (output / "token").read_text().split()[0] == hashlib.sha256(TOKEN.encode()).hexdigest()  # it did arrive
-    assert any("job.sh" in line and "good" in line for line in lines)  # they were looked at while it ran
+    assert (output / "token").read_text().split()[0] == hashlib.sha256(TOKEN.encode()).hexdigest()  # it reached the job
+    assert any("job.sh" in line and "good" in line for line in lines)  # command lines were read while it ran
     assert not [line for line in lines if TOKEN[:12] in line]
     files = [path for path in directory.rglob("*") if path.is_file() and path.name != "jobs.json"]
     assert len(files) > 20
     assert not [path for path in files if TOKEN[:12].encode() in path.read_bytes()]
 
 
-# ---------------------------------------------------------------- what is in them
+# ---------------------------------------------------------------- content
 
 
-def test_each_job_is_there_with_its_settings_state_and_output(seen: Seen) -> None:
+def test_each_job_has_its_settings_state_and_output(seen: Seen) -> None:
     _, documents, _ = seen
-    for said, job in zip(JOBS, documents[-1]["jobs"], strict=True):
-        settings = {key: value for key, value in said.items() if not key.startswith("_")}
+    for entry, job in zip(JOBS, documents[-1]["jobs"], strict=True):
+        settings = {key: value for key, value in entry.items() if not key.startswith("_")}
         made = job_of(settings, Options())
         assert (job["id"], job["settings"], job["output"], job["name"]) == (made.id, settings, made.output, made.name)
     states = {job["settings"]["kind"]: job["state"] for job in documents[-1]["jobs"]}
@@ -195,11 +195,11 @@ def test_each_job_is_there_with_its_settings_state_and_output(seen: Seen) -> Non
     assert documents[-1]["servers"]["local"]["state"] == "ready"
 
 
-def test_each_attempt_is_there_with_how_it_ended(seen: Seen) -> None:
+def test_each_attempt_has_its_failure(seen: Seen) -> None:
     _, documents, _ = seen
     attempts = {job["settings"]["kind"]: job["attempts"] for job in documents[-1]["jobs"]}
-    kept = ("number", "server", "exit_code", "signal", "failure", "reason", "last_lines")
-    ended = {kind: [tuple(each[name] for name in kept) for each in found] for kind, found in attempts.items()}
+    fields = ("number", "server", "exit_code", "signal", "failure", "reason", "last_lines")
+    ended = {kind: [tuple(each[name] for name in fields) for each in found] for kind, found in attempts.items()}
     assert ended["good"] == [(1, "local", 0, None, "", "", [])]
     bad = ("local", 3, None, "exit code", "exit code 3: two", ["one", "two"])
     assert ended["bad"] == [(1, *bad), (2, *bad)]
@@ -216,7 +216,7 @@ def test_each_attempt_is_there_with_how_it_ended(seen: Seen) -> None:
     assert 1.0 <= attempts["slow"][0]["seconds"] < SECONDS
 
 
-def test_totals_are_of_all_attempts(seen: Seen) -> None:
+def test_totals_include_all_attempts(seen: Seen) -> None:
     directory, documents, _ = seen
     totals = documents[-1]["totals"]
     assert (totals["jobs"], totals["done"], totals["failed"], totals["attempts"]) == (5, 1, 4, 6)
@@ -228,13 +228,11 @@ def test_totals_are_of_all_attempts(seen: Seen) -> None:
     assert (directory / "results.html").stat().st_size > 1000
 
 
-def test_a_call_for_a_list_that_has_ended_changes_neither_its_figures_nor_its_page(
-    forked: Dispatchers, tmp_path: Path
-) -> None:
+def test_resuming_a_finished_list_does_not_change_its_totals_and_page(forked: Dispatchers, tmp_path: Path) -> None:
     directory = prepared(tmp_path, [{"kind": "quick"}])
     documents = []
-    for words in (RUN, ("resume",)):
-        assert forked.run(DispatcherCall(directory, words)) == 0
+    for arguments in (RUN, ("resume",)):
+        assert forked.run(DispatcherCall(directory, arguments)) == 0
         documents.append(json.loads((directory / "results.json").read_text()))
     first, second = documents
     assert second["updated"] > first["updated"]
@@ -252,14 +250,14 @@ ENDED = {"event": "ended", "time": 1e9 + 40, "attempt": ATTEMPT, "failure": "", 
     [
         ("running", [], 100),
         ("running", [START, ENDED], 100),
-        ("interrupted", [START], 100),  # the job goes on
+        ("interrupted", [START], 100),  # the job continues
         ("interrupted", [START, ENDED], 40),
         ("paused", [START, ENDED], 40),
         ("finished", [START, ENDED], 40),
         ("cancelled", [], 0),
     ],
 )
-def test_the_wall_time_counts_to_the_last_end_where_nothing_runs(
+def test_the_wall_time_ends_with_the_last_attempt_if_nothing_runs(
     outcome: str, records: list[dict[str, Any]], seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(time, "time", lambda: 1e9 + 100)
@@ -279,7 +277,7 @@ def state() -> ListState:
     return made
 
 
-def test_results_are_written_when_something_has_changed_and_not_too_often(tmp_path: Path, state: ListState) -> None:
+def test_results_are_written_after_changes_with_a_minimum_interval(tmp_path: Path, state: ListState) -> None:
     path = tmp_path / "results.json"
     results = Results(path, state, {})
     results.write()
@@ -293,7 +291,7 @@ def test_results_are_written_when_something_has_changed_and_not_too_often(tmp_pa
     assert [entry.name for entry in sorted(tmp_path.iterdir())] == ["results.html", "results.json"]
 
 
-def test_results_that_cannot_be_written_are_written_later_and_the_old_ones_stay(
+def test_a_failed_write_keeps_the_old_results_and_is_retried(
     tmp_path: Path, state: ListState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "results.json"
@@ -307,13 +305,13 @@ def test_results_that_cannot_be_written_are_written_later_and_the_old_ones_stay(
     with monkeypatch.context() as patched:
         patched.setattr("distributed.jobs.results.write_file", full)
         results.write("finished", last=True)
-    assert results.trouble == f"{path}: No space left on device"
+    assert results.error == f"{path}: No space left on device"
     assert path.read_text() == before
     results.write("finished", last=True)
-    assert (results.trouble, json.loads(path.read_text())["state"]) == ("", "finished")
+    assert (results.error, json.loads(path.read_text())["state"]) == ("", "finished")
 
 
-def test_a_page_that_cannot_be_written_does_not_end_the_list(
+def test_a_failed_write_of_the_page_does_not_stop_the_list(
     tmp_path: Path, state: ListState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(path: Path) -> None:

@@ -1,7 +1,6 @@
-"""What people read about base models: what a list shares and saves, why two jobs need two, what the cache holds.
+"""distributed_train_helper.py and `cache`: what a list shares and saves, how jobs differ, what is in the cache.
 
-Guarded here: the numbers and names in it are those of the plan, each remedy is there, and nothing is changed by a call
-that only looks, or is wrong.
+Numbers and names are those of the plan, faults have a remedy, and read-only and wrong calls change nothing.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ KIT = Path(__file__).resolve().parents[2]
 HELPER = KIT / "scripts/jobs/distributed_train_helper.py"
 PROGRAM = KIT / "scripts/jobs/run_two_phase_training.py"
 PER_FOLD = {"base": ["fold"], "options": {"_expected_seconds": 1800, "_gpus": 2}, "expected_mb": 42}
-Answer = tuple[int, str, str]
-Call = Callable[..., Answer]
+Result = tuple[int, str, str]  # exit code, standard output, standard error
+Call = Callable[..., Result]
 
 
 def fifteen() -> list[Settings]:
@@ -47,10 +46,10 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def helper(capsys: pytest.CaptureFixture[str]) -> Call:
-    """A call of the helper: (exit code, standard output, standard error)."""
+    """Call the helper."""
 
-    def call(*words: str) -> Answer:
-        code = two_phase.helper(words)
+    def call(*arguments: str) -> Result:
+        code = two_phase.helper(arguments)
         printed = capsys.readouterr()
         return code, printed.out, printed.err
 
@@ -62,9 +61,9 @@ def cluster(base_models: dict[str, Any], servers: int = 3, name: str = "cluster_
     Path(name).write_text(json.dumps({"servers": listed, "base_models": base_models}))
 
 
-def digests(**said: Any) -> list[str]:
+def digests(**section: Any) -> list[str]:
     jobs = read_jobs(Path("jobs.json"), DEFAULT_PARTICIPANTS)
-    return list(plan_of(jobs, Rules.of(BaseModels(**said), "train.py")).bases)
+    return list(plan_of(jobs, Rules.of(BaseModels(**section), "train.py")).bases)
 
 
 def train(digest: str, **facts: Any) -> Path:
@@ -81,14 +80,14 @@ def facts(text: str) -> dict[str, str]:
     """The lines before the first empty one."""
     lines = text.split("\n\n")[0].splitlines()
     start = max(len(line.partition("  ")[0]) for line in lines) + 2
-    assert all(line[start - 1] == " " and line[start] != " " for line in lines), "they are aligned"
+    assert all(line[start - 1] == " " and line[start] != " " for line in lines), "values must be aligned"
     return {line[:start].strip(): line[start:] for line in lines}
 
 
 # ---------------------------------------------------------------- what a list shares and saves
 
 
-def test_fifteen_jobs_on_three_base_models(helper: Call) -> None:
+def test_the_report_of_fifteen_jobs_on_three_base_models(helper: Call) -> None:
     cluster(PER_FOLD)
     names = [digest[:12] for digest in digests(**PER_FOLD)]
     code, out, err = helper("jobs.json")
@@ -97,7 +96,7 @@ def test_fifteen_jobs_on_three_base_models(helper: Call) -> None:
         "jobs": "15; all start from a base model",
         "base models": "3; 0 in the cache, 3 to train",
         "trainings avoided": "12 by sharing (12.0 GPU hours), 0 by the cache",
-        "disk": "126.0 MB here, and at most as much on each server (42.0 MB a base model)",
+        "disk": "126.0 MB on this machine, at most 126.0 MB on each server; 42.0 MB per base model",
         "copies": "at most 9, to 3 servers",
         "output collisions": "none",
         "leaks": "none",
@@ -111,31 +110,29 @@ def test_fifteen_jobs_on_three_base_models(helper: Call) -> None:
     assert "settings of all: base_steps=300 batch_size=16 lr=0.003 model=small participants=" in out
 
 
-def test_what_is_cached_need_not_be_trained(helper: Call) -> None:
+def test_cached_base_models_are_not_counted_as_trainings(helper: Call) -> None:
     cluster(PER_FOLD)
     for digest in digests(**PER_FOLD):
         train(digest)
     _, out, _ = helper("jobs.json")
     assert facts(out)["base models"] == "3; 3 in the cache, 0 to train"
     assert facts(out)["trainings avoided"] == "12 by sharing (12.0 GPU hours), 3 by the cache"
-    assert facts(out)["disk"].startswith("3.0 MB here")  # as it is, not as was expected
+    assert facts(out)["disk"].startswith("3.0 MB on this machine")  # the actual size, not expected_mb
     assert out.count("  yes     5 ") == 3
     Path(CACHE, digests(**PER_FOLD)[0][:12], "manifest.json").unlink()
     assert facts(helper("jobs.json")[1])["base models"] == "3; 2 in the cache, 1 to train"
 
 
-def test_what_is_not_known_is_said_with_what_to_give(helper: Call) -> None:
+def test_unknown_numbers_name_the_missing_setting(helper: Call) -> None:
     code, out, _ = helper("jobs.json")
     assert code == 1
     known = facts(out)
-    assert known["trainings avoided"].startswith(
-        "14 by sharing (GPU hours not known: give _expected_seconds in options"
-    )
-    assert known["disk"] == "not known: give expected_mb in base_models"
-    assert known["copies"] == "not known: give --cluster-config"
+    assert known["trainings avoided"].startswith("14 by sharing (GPU hours unknown; set _expected_seconds in options")
+    assert known["disk"] == "unknown; set expected_mb in base_models"
+    assert known["copies"] == "unknown; give --cluster-config"
 
 
-def test_leaks_are_counted_shown_and_come_with_the_remedy(helper: Call) -> None:
+def test_leaks_are_counted_and_listed_with_the_remedy(helper: Call) -> None:
     code, out, _ = helper("jobs.json")
     name = digests()[0][:12]
     assert code == 1
@@ -149,15 +146,15 @@ def test_leaks_are_counted_shown_and_come_with_the_remedy(helper: Call) -> None:
     assert len(below) == two_phase.SHOWN + 3
 
 
-def test_a_data_path_that_is_not_here_is_not_checked_for_leaks(helper: Call) -> None:
+def test_a_missing_data_path_is_reported_as_not_checked(helper: Call) -> None:
     write([{**job, "data_path": "/no/such"} for job in fifteen()], "jobs.json")
     code, out, _ = helper("jobs.json")
     assert code == 0
     name = digests()[0][:12]
-    assert f"\nnot checked for leaks, as their participants are not known here: {name}\n" in out
+    assert f"\nnot checked for leaks, participants unknown on this machine: {name}\n" in out
 
 
-def test_a_list_that_cannot_be_checked_for_leaks_runs_only_when_they_are_allowed(
+def test_a_list_that_cannot_be_checked_for_leaks_needs_allow_shared_held_out(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     Path("my.sh").touch()
@@ -165,12 +162,12 @@ def test_a_list_that_cannot_be_checked_for_leaks_runs_only_when_they_are_allowed
     call = ["--backend", "local", "--slots", "1", "--script", "my.sh", "--jobs-config", "jobs.json", "--plan"]
     assert two_phase.main(call) == 2
     refused = capsys.readouterr().err
-    assert "of 2 jobs, the first a/fold0: its participants are not known here, so leaks cannot be found; " in refused
+    assert "of 2 jobs, the first a/fold0: its participants are unknown on this machine, cannot check for" in refused
     assert two_phase.main([*call, "--allow-shared-held-out"]) == 0
-    assert "not known, see below" in facts(capsys.readouterr().out)["leaks"]
+    assert "unknown, see below" in facts(capsys.readouterr().out)["leaks"]
 
 
-def test_a_plan_has_no_training_of_what_is_cached(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_contains_no_training_of_cached_base_models(capsys: pytest.CaptureFixture[str]) -> None:
     Path("train.py").touch()
     Path("base.json").write_text(json.dumps({**PER_FOLD, "options": {"_expected_seconds": 60}}))
     first, *others = digests(**PER_FOLD)
@@ -192,14 +189,14 @@ def test_a_list_without_base_models(helper: Call) -> None:
     )
 
 
-def test_a_list_with_other_jobs_beside_them(helper: Call) -> None:
+def test_a_list_with_jobs_with_and_without_base_models(helper: Call) -> None:
     write([*grid(fold=range(2), prefix="scratch", mode="from_scratch"), *fifteen()], "jobs.json")
     _, out, _ = helper("jobs.json")
     assert facts(out)["jobs"] == "17; 15 of them start from a base model"
     assert "  15    2-16     batch10/" in out
 
 
-def test_three_hundred_jobs_on_forty_base_models_are_a_line_each(helper: Call) -> None:
+def test_the_report_of_forty_base_models_has_a_line_for_each(helper: Call) -> None:
     rates = [round(0.001 * number, 3) for number in range(1, 41)]
     write(named(grid(fold=range(8), lr=rates, mode="full_fine_tuning"), "lr{lr}"), "jobs.json")
     _, out, _ = helper("jobs.json")
@@ -218,11 +215,11 @@ def test_three_hundred_jobs_on_forty_base_models_are_a_line_each(helper: Call) -
         (range(0, 2000, 2), "0,2,4,6,8,10,12,14,16,18,20,..."),
     ],
 )  # fmt: skip
-def test_numbers_of_jobs_are_ranges(numbers: list[int], text: str) -> None:
+def test_numbers_of_jobs_are_shown_as_ranges(numbers: list[int], text: str) -> None:
     assert two_phase.ranges(numbers) == text
 
 
-def test_output_collisions_and_unclassified_keys_are_refused_by_name(helper: Call) -> None:
+def test_output_collisions_and_unclassified_keys_are_refused(helper: Call) -> None:
     Path("jobs.json").write_text(json.dumps([fifteen()[0], {**fifteen()[0], "lr": 0.1}]))
     code, out, err = helper("jobs.json")
     assert (code, out) == (2, "")
@@ -237,7 +234,7 @@ def test_output_collisions_and_unclassified_keys_are_refused_by_name(helper: Cal
     assert helper("jobs.json", "--base-models", "own.json")[0] == 0
 
 
-def test_a_cluster_config_beside_the_list_is_used_unless_another_is_named(helper: Call) -> None:
+def test_the_cluster_config_in_the_directory_of_the_list_is_the_default(helper: Call) -> None:
     cluster({"base": ["fold"]})
     cluster({}, servers=1, name="other.json")
     assert facts(helper("jobs.json")[1])["copies"] == "at most 9, to 3 servers"
@@ -247,7 +244,7 @@ def test_a_cluster_config_beside_the_list_is_used_unless_another_is_named(helper
 # ---------------------------------------------------------------- explain
 
 
-def test_explain_shows_in_what_two_jobs_differ(helper: Call) -> None:
+def test_explain_shows_the_differences_of_two_jobs(helper: Call) -> None:
     cluster(PER_FOLD)
     first, second, _ = (digest[:12] for digest in digests(**PER_FOLD))
     code, out, _ = helper("jobs.json", "explain", "0", "6")
@@ -265,65 +262,64 @@ def test_explain_shows_in_what_two_jobs_differ(helper: Call) -> None:
 
 
 @pytest.mark.parametrize("other", ["1", "batch29/fold0_special-methods", "29/fold0"])
-def test_a_job_is_named_by_its_number_its_name_or_a_part_of_it(other: str, helper: Call) -> None:
+def test_explain_finds_a_job_by_number_name_or_part_of_its_name(other: str, helper: Call) -> None:
     code, out, _ = helper("jobs.json", "explain", "0", other)
     assert code == 0
     assert "  batch29/fold0_special-methods\n" in out
 
 
-def test_a_job_is_named_by_its_id(helper: Call) -> None:
+def test_explain_finds_a_job_by_its_id(helper: Call) -> None:
     job = read_jobs(Path("jobs.json"), DEFAULT_PARTICIPANTS)[1]
     assert f"  {job.name}\n" in helper("jobs.json", "explain", "0", job.id)[1]
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         (["jobs.json", "explain", "0", "fold1"],
-         "fold1: 5 jobs have this in their names (batch10/fold1_compound-statements, "
+         "fold1: matches 5 jobs (batch10/fold1_compound-statements, "
          "batch29/fold1_compound-statements, batch50/fold1_compound-statements, batch75/fold1_compound-statements, "
-         "...); give more of it, or a number from 0 to 14"),
-        (["jobs.json", "explain", "0", "15"], "15: no job has this name; give a number from 0 to 14, an id, or a part"),
-        (["jobs.json", "explain", "0"], "explain 0: not understood; expected explain A B"),
-        (["jobs.json", "compare", "0", "1"], "compare 0 1: not understood; expected explain A B"),
-        ([], "no list of jobs; name its file, such as jobs_config.json"),
+         "...); give a longer part of the name, or a number from 0 to 14"),
+        (["jobs.json", "explain", "0", "15"], "15: no such job; give a number from 0 to 14, an id, or a part"),
+        (["jobs.json", "explain", "0"], "unknown arguments: explain 0; expected explain A B"),
+        (["jobs.json", "compare", "0", "1"], "unknown arguments: compare 0 1; expected explain A B"),
+        ([], "JOBS: missing; give the JSON file with the jobs"),
         (["--no-such"], "unrecognized arguments: --no-such"),
-        (["none.json"], "none.json: cannot read it (No such file or directory); looked in "),
+        (["none.json"], "none.json: cannot read it (No such file or directory); the working "),
         (["jobs.json", "--cluster-config", "none.json"], "none.json: cannot read it (No such file or directory)"),
         (["jobs.json", "--base-models", "none.json"], "none.json: cannot read it (No such file or directory)"),
-        (["jobs.json", "--base-models", "jobs.json"], "jobs.json: holds a list; expected an object with base, "),
+        (["jobs.json", "--base-models", "jobs.json"], "jobs.json: contains a list; expected an object with base, "),
     ],
 )  # fmt: skip
-def test_a_wrong_call_of_the_helper_is_refused_and_changes_nothing(
-    words: list[str], message: str, helper: Call, directory: Path
+def test_a_wrong_call_of_the_helper_is_refused_and_has_no_effect(
+    arguments: list[str], message: str, helper: Call, directory: Path
 ) -> None:
     before = sorted(directory.rglob("*"))
-    code, out, err = helper(*words)
+    code, out, err = helper(*arguments)
     assert (code, out) == (2, "")
     assert message in err
     assert sorted(directory.rglob("*")) == before
 
 
-def test_a_number_beyond_the_list_is_no_part_of_a_name(helper: Call) -> None:
-    """The folds are named fold0 to fold2, and the shares batch10 and more: 29 is a part of three names."""
+def test_a_number_is_never_matched_with_a_part_of_a_name(helper: Call) -> None:
+    """29 is a part of three names: batch29/fold0, batch29/fold1, batch29/fold2."""
     for number in ("29", "15"):
         code, out, err = helper("jobs.json", "explain", "0", number)
         assert (code, out) == (2, "")
-        assert f"{number}: no job has this name; give a number from 0 to 14" in err
+        assert f"{number}: no such job; give a number from 0 to 14" in err
 
 
-def test_explain_of_a_job_without_a_base_model_says_so(helper: Call) -> None:
+def test_explain_reports_a_job_without_a_base_model(helper: Call) -> None:
     write([{"mode": "from_scratch", "prefix": "x", "fold": 0}, *fifteen()], "jobs.json")
     assert helper("jobs.json", "explain", "1", "0")[1] == (
-        "x/fold0_special-methods: starts from no base model: its mode is not full_fine_tuning; see modes in "
-        "base_models\n"
+        "x/fold0_special-methods: uses no base model: its mode is not full_fine_tuning; see modes in base_models\n"
     )
 
 
 # ---------------------------------------------------------------- --write
 
 
-def test_a_list_is_written_with_the_hashes_of_its_base_models(helper: Call) -> None:
+def test_write_adds_the_hashes_of_base_models(helper: Call) -> None:
     cluster({"base": ["fold"]})
     listed = [{"prefix": "x", "mode": "from_scratch", "_priority": 3}, *fifteen()]
     write(listed, "jobs.json")
@@ -347,7 +343,7 @@ def own_rules() -> str:
     return "own.json"
 
 
-def test_a_list_for_another_script_is_written_too(helper: Call) -> None:
+def test_write_supports_another_script(helper: Call) -> None:
     write(grid(fold=[99], prefix="x", mode="full_fine_tuning"), "jobs.json", script="mine.py")
     assert helper("jobs.json", "--script-path", "mine.py", "--write", "out.json")[0] == 0
     assert json.loads(Path("out.json").read_text())[0]["_base_model_hash"]
@@ -356,20 +352,20 @@ def test_a_list_for_another_script_is_written_too(helper: Call) -> None:
 # ---------------------------------------------------------------- the programs themselves
 
 
-def real(program: Path, *words: str, cwd: Path) -> Answer:
-    call = [sys.executable, str(program), *words]
-    answer = subprocess.run(call, cwd=cwd, capture_output=True, text=True, check=False, timeout=60)
-    return answer.returncode, answer.stdout, answer.stderr
+def run_program(program: Path, *arguments: str, cwd: Path) -> Result:
+    call = [sys.executable, str(program), *arguments]
+    result = subprocess.run(call, cwd=cwd, capture_output=True, text=True, check=False, timeout=60)
+    return result.returncode, result.stdout, result.stderr
 
 
-def test_the_helper_is_called_from_another_directory_with_blanks_in_paths(directory: Path) -> None:
+def test_the_helper_works_from_another_directory_with_spaces_in_paths(directory: Path) -> None:
     lists, elsewhere = directory / "my lists", directory / "else where"
     lists.mkdir()
     elsewhere.mkdir()
     (elsewhere / "distributed.py").write_text("raise AssertionError")
     Path("jobs.json").rename(lists / "my jobs.json")
     cluster(PER_FOLD, name="my lists/cluster_config.json")
-    code, out, err = real(HELPER, "../my lists/my jobs.json", "--write", "with hashes.json", cwd=elsewhere)
+    code, out, err = run_program(HELPER, "../my lists/my jobs.json", "--write", "with hashes.json", cwd=elsewhere)
     assert (code, err) == (0, "")
     assert "\nbase models        3; 0 in the cache, 3 to train\n" in out
     assert len(read_jobs(elsewhere / "with hashes.json", DEFAULT_PARTICIPANTS)) == 15
@@ -379,7 +375,7 @@ def test_the_cache_is_listed_verified_and_pruned(directory: Path) -> None:
     known = {"model": "small", "mode": "base_only"}
     first = train(digests()[0], created=10**9, held_out_loss=1.25, settings={**known, "lr": 0.1})
     second = train("e" * 64, created=10**9, held_out_loss=1.25, settings={**known, "lr": 0.2})
-    code, out, _ = real(PROGRAM, "cache", "list", cwd=directory)
+    code, out, _ = run_program(PROGRAM, "cache", "list", cwd=directory)
     assert code == 0
     rows = [line.split() for line in out.splitlines()]
     assert rows[0] == ["base", "size", "trained", "held-out", "loss", "state", "settings"]
@@ -387,29 +383,29 @@ def test_the_cache_is_listed_verified_and_pruned(directory: Path) -> None:
         [(first.name, "1.0", "1.250", "ok", "lr=0.1"), (second.name, "1.0", "1.250", "ok", "lr=0.2")]
     )
     assert out.splitlines()[-1] == "2 base models, 2.0 MB, in experiments/base_models"
-    assert real(PROGRAM, "cache", "verify", cwd=directory)[0] == 0
+    assert run_program(PROGRAM, "cache", "verify", cwd=directory)[0] == 0
 
     damaged = bytearray((second / WEIGHTS).read_bytes())
     damaged[1000] ^= 4
     (second / WEIGHTS).write_bytes(damaged)
-    assert real(PROGRAM, "cache", "list", cwd=directory)[0] == 0  # it reads no weights
-    code, out, _ = real(PROGRAM, "cache", "verify", cwd=directory)
+    assert run_program(PROGRAM, "cache", "list", cwd=directory)[0] == 0  # it reads no weights
+    code, out, _ = run_program(PROGRAM, "cache", "verify", cwd=directory)
     assert code == 1
     assert out.splitlines()[-1].startswith("damaged: ")
     assert out.splitlines()[-1].endswith(
         f"{second.name}/{WEIGHTS}: damaged: its checksum is not the one in manifest.json"
     )
 
-    assert real(PROGRAM, "cache", "prune", cwd=directory) == (
+    assert run_program(PROGRAM, "cache", "prune", cwd=directory) == (
         0, f"removed: {second.name}\n1 base model removed, 1 left\n", "",
     )  # fmt: skip
-    assert real(PROGRAM, "cache", "prune", "--keep-used", "--jobs-config", "jobs.json", cwd=directory) == (
+    assert run_program(PROGRAM, "cache", "prune", "--keep-used", "--jobs-config", "jobs.json", cwd=directory) == (
         0, "0 base models removed, 1 left\n", "",
     )  # fmt: skip
     assert first.exists()
 
 
-def test_prune_removes_what_no_job_of_the_list_needs_and_nothing_in_use(capsys: pytest.CaptureFixture[str]) -> None:
+def test_prune_removes_unneeded_base_models_unless_in_use(capsys: pytest.CaptureFixture[str]) -> None:
     needed = train(digests()[0])
     used, other = train("d" * 64), train("e" * 64)
     base_model.new_staging(CACHE, digests()[0])
@@ -418,7 +414,7 @@ def test_prune_removes_what_no_job_of_the_list_needs_and_nothing_in_use(capsys: 
     call = ["cache", "prune", "--keep-used", "--jobs-config", "jobs.json"]
     assert two_phase.main(call) == 0
     assert capsys.readouterr().out == (
-        f"removed: {other.name}\nin use, kept: {used.name}\n1 base model removed, 2 left\n"
+        f"removed: {other.name}\nkept, in use: {used.name}\n1 base model removed, 2 left\n"
     )
     assert base_model.names_of_staging(CACHE) == []
     assert needed.exists() and used.exists()
@@ -427,7 +423,7 @@ def test_prune_removes_what_no_job_of_the_list_needs_and_nothing_in_use(capsys: 
     assert not used.exists()
 
 
-def test_the_base_models_of_a_list_are_those_of_its_cluster_config(capsys: pytest.CaptureFixture[str]) -> None:
+def test_prune_uses_the_base_models_section_of_the_cluster_config(capsys: pytest.CaptureFixture[str]) -> None:
     cluster({"version": 2}, name="c.json")
     old, new = train(digests()[0]), train(digests(version=2)[0])
     call = ["cache", "prune", "--keep-used", "--jobs-config", "jobs.json", "--cluster-config", "c.json"]
@@ -436,7 +432,7 @@ def test_the_base_models_of_a_list_are_those_of_its_cluster_config(capsys: pytes
 
 
 @pytest.mark.parametrize("what", ["list", "verify", "prune"])
-def test_a_cache_that_is_not_there_is_empty_and_is_not_made(what: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_cache_is_empty_and_not_created(what: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert two_phase.main(["cache", what]) == 0
     expected = "0 base models removed, 0 left" if what == "prune" else f"0 base models, 0.0 MB, in {CACHE}"
     assert capsys.readouterr().out == expected + "\n"
@@ -444,29 +440,29 @@ def test_a_cache_that_is_not_there_is_empty_and_is_not_made(what: str, capsys: p
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         ([], "the following arguments are required: what"),
         (["clean"], "argument what: invalid choice: 'clean' (choose from "),
-        (["prune", "--keep-used"], "--keep-used: needs --jobs-config FILE, whose jobs use base models"),
+        (["prune", "--keep-used"], "--keep-used: needs --jobs-config FILE"),
         (["prune", "--jobs-config", "jobs.json"], "--jobs-config: only with --keep-used"),
         (["prune", "--keep-used", "--jobs-config", "none.json"], "none.json: cannot read it"),
         (["prune", "--keep-used", "--jobs-config", "jobs.json", "--base-models", "jobs.json"], "jobs.json: "),
         (["list", "--verify"], "unrecognized arguments: --verify"),
     ],
 )
-def test_a_wrong_call_about_the_cache_is_refused_and_removes_nothing(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+def test_a_wrong_cache_call_is_refused_and_removes_nothing(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kept = train("d" * 64)
-    assert two_phase.main(["cache", *words]) == 2
+    assert two_phase.main(["cache", *arguments]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert message in printed.err
     assert kept.exists()
 
 
-def test_a_manifest_that_says_something_else_is_listed_as_damaged(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unusual_manifests_are_listed_and_invalid_ones_are_damaged(capsys: pytest.CaptureFixture[str]) -> None:
     path = train("d" * 64, created="yesterday", settings=[1])
     train("e" * 64, settings={"participants": ["a"], "fold": 7}, held_out_loss="low")
     assert two_phase.main(["cache", "list"]) == 0

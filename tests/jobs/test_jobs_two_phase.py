@@ -19,7 +19,7 @@ from test_jobs_dispatcher import UNTIL_ENDED, ListRun, Outcome, SimulatedServer,
 
 from distributed.jobs import dispatcher, journal
 from distributed.jobs.base_cache import Cache
-from distributed.jobs.commands import other_base
+from distributed.jobs.commands import base_conflict
 from distributed.jobs.dispatcher import NotStarted, StartRequest
 from distributed.jobs.job import Job, Options, job_id
 from distributed.jobs.state import Attempt
@@ -430,10 +430,10 @@ def test_an_experiment_that_has_run_is_never_said_to_have_run_from_another_base_
         async with run:
             await run.wait_until(lambda: run.job_state(1).state == ("done" if ended else "running"))
         kept = run.job_state(1 if ended else 2)
-        fault = other_base(kept, replace(kept.job, base=B))
+        fault = base_conflict(kept, replace(kept.job, base=B))
         assert bool(fault) == refused
-        assert not refused or f"has run from base {hash_of(A)}, and would now run from base {hash_of(B)}" in fault
-        assert not other_base(kept, kept.job)
+        assert not refused or f"has run from base {hash_of(A)}, but would now run from base {hash_of(B)}" in fault
+        assert not base_conflict(kept, kept.job)
 
     asyncio.run(scenario())
 

@@ -1,40 +1,40 @@
 # shellcheck shell=bash
 #
-# Job lists on the laboratory, for bats files. Sourced behind nodes.bash, never run.
+# Job lists on the laboratory, for bats files. Sourced after nodes.bash, never run.
 #
-# A bats file calls raise_servers N in setup_file, lower_servers in teardown_file, enter_list in setup and leave_list in
-# teardown. A test then writes a list with `cluster` and `job_list`, runs it with `dispatch`, and looks at what came of it
-# with `holds`. The jobs run job.py, which does what their settings say:
+# A bats file calls start_servers N in setup_file, stop_servers in teardown_file, enter_list in setup and leave_list in
+# teardown. A test writes a list with `cluster` and `job_list`, runs it with `dispatch` and checks results with `holds`.
+# The jobs run job.py, whose settings are:
 #
 #   name      its name in `holds`, and in the file STARTED: "begin NAME NODE PID CUDA_VISIBLE_DEVICES", and "end NAME"
-#   seconds   how long it takes
-#   until     a file: it takes until that is there
-#   exit      its exit code; with exit_once only where this file is not there yet, and otherwise 0
+#   seconds   run time
+#   until     a file: run until it exists
+#   exit      exit code; with exit_once only if that file does not exist, else 0
 #   signal    the signal that it sends to itself; "segfault" reads from address 0
-#   deaf      it ignores SIGTERM
-#   polite    it exits with 0 on SIGTERM
-#   alone     it notes "overlap" when another such job runs on the same node
-#   daemon    it leaves a process behind, in a session of its own, that ignores SIGTERM
-#   memory    MiB that it allocates
-#   fill      a directory that it writes into until the disk is full, and then fails; not on a disk of 10 MB or more
-#   big       MiB of its results
-#   quiet     it writes nothing into its output directory
+#   ignore_sigterm, exit_on_sigterm   ignore SIGTERM, or exit with 0
+#   alone     write "overlap" to STARTED if another such job runs on the node
+#   daemon    start a process in a separate session that ignores SIGTERM, and do not wait for it
+#   memory    MiB to allocate
+#   fill      a directory: write to it until the disk is full, then fail; ignored on a disk of 10 MB or more
+#   big       MiB of results
+#   quiet     write nothing to the output directory
 #
-# With mode base_only, its settings are those that begin with base_, its name is base, and it writes the files of a base
-# model; `mb` are the MiB of its weights. An experiment notes "base NAME weights" when it can read its base model.
+# With mode base_only, the settings are those that start with base_, the name is base, and the job writes the files of a
+# base model; `mb` is the size of its weights in MiB. An experiment writes "base NAME weights" to STARTED if it can read
+# its base model.
 #
-# All nodes share the files of this machine but for a home, a directory of tmux's sockets, and APART.
-# shellcheck disable=SC2034,SC2153,SC2154 # what it sets is for the tests, and what run sets for it
+# Nodes share all files with this machine except their home, the directory of tmux sockets, and APART.
+# shellcheck disable=SC2034,SC2153,SC2154 # the tests read what it sets, and it reads what bats sets
 
 
-raise_servers() { # <how many>
+start_servers() { # <number of servers>
   local node
   export APART=$BATS_FILE_TMPDIR/apart HOMES=$BATS_FILE_TMPDIR/homes NODES=$1
   mkdir "$APART" "$HOMES"
   mkdir -p "$TMUX_SOCKETS" && chmod 700 "$TMUX_SOCKETS"
   start_lab "$1" --private "$APART"
   for node in $(all_nodes); do
-    furnish "$node"
+    set_up_home "$node"
   done
 }
 
@@ -42,7 +42,7 @@ raise_servers() { # <how many>
 TMUX_SOCKETS=/tmp/tmux-$(id -u)
 
 
-lower_servers() {
+stop_servers() {
   stop_lab
 }
 
@@ -55,8 +55,8 @@ all_nodes() {
 }
 
 
-# Give a node a home of its own, without a place where tmux would meet that of other nodes. Again when it was killed.
-furnish() { # <node> [login shell]
+# Give a node a separate home and directory of tmux sockets. To be called again after the node was restarted.
+set_up_home() { # <node> [login shell]
   local home=$HOMES/$1
   mkdir -p "$home/bin" "$home/tmux"
   chmod 700 "$home/tmux"
@@ -67,7 +67,7 @@ furnish() { # <node> [login shell]
 }
 
 
-on() { # <node> <command...>: in its network and with its files
+on() { # <node> <command...>: run a command in the namespaces of a node
   nsenter --target "$(<"$MUSTER_LAB/$1/sshd.pid")" --net --uts --mount -- "${@:2}" 3>&-
 }
 
@@ -87,7 +87,7 @@ enter_list() {
 }
 
 
-# Whatever a failed test has left: the marks of the product are not to be trusted here. Other files run meanwhile.
+# Kill all processes of this test, found by STARTED in their environment and not by the means of the product.
 leave_list() {
   local node file
   [ -n "${BATS_TEST_COMPLETED-}" ] || tail -n 50 "$WORK/out" "$BATS_TEST_TMPDIR/out" 2>/dev/null || true
@@ -104,7 +104,7 @@ leave_list() {
 
 # ---- a list
 
-cluster() { # <node[:slots]...>: servers without GPUs, with so many slots (default: 2)
+cluster() { # <node[:slots]...>: write cluster.json; servers have no GPUs, and 2 slots by default
   local node comma=''
   {
     printf '{"script_path": "job.py", "defaults": {"gpus": 0, "slots_per_gpu": 2, "python": "%s"}, "servers": [' \
@@ -119,7 +119,7 @@ cluster() { # <node[:slots]...>: servers without GPUs, with so many slots (defau
 }
 
 
-job_list() { # on standard input: objects without the comma between them, a line each; each gets STARTED as a variable
+job_list() { # write jobs.json from JSON objects on standard input, one per line; each gets STARTED as a variable
   sed -e "s#^{#{\"_env\": {\"STARTED\": \"$STARTED\"}, #" -e '1s/^/[/' -e '$!s/$/,/' -e '$s/$/]/' >jobs.json
 }
 
@@ -129,36 +129,38 @@ dispatch() { # [option...]
 }
 
 
-list() { # <command> [word...]
+list() { # <subcommand> [argument...]
   "${DISPATCH[@]}" "$@" 3>&-
 }
 
 
-# In the background, as a terminal would: LAUNCHER is the dispatcher, "out" what it prints.
+# Start the list in the background, in its own process group. LAUNCHER is the dispatcher; it prints to "out".
 start_list() { # [option...]
   start "$WORK/out" "${DISPATCH[@]}" --cluster-config cluster.json --jobs-config jobs.json --grace 3 "$@"
 }
 
 
-start_command() { # <command> [word...]
+start_command() { # <subcommand> [argument...]: in the background, like start_list
   start "$WORK/out" "${DISPATCH[@]}" "$@"
 }
 
 
-# ---- what came of it
+# ---- results
 
-holds() { # <Python expression: r is results.json, job its jobs by name, last their last attempts, and began are all
-  # names that stand in STARTED, started its lines>
-  look holds "$1"
+# Variables of a Python expression: r is results.json, job its jobs by name, last their last attempts; started are the
+# lines of STARTED, began the names of started jobs.
+
+holds() { # <Python expression>: succeeds if it is true
+  evaluate holds "$1"
 }
 
 
-tell() { # <Python expression of several values>
-  look tell "$1"
+tell() { # <Python expression of several values>: print them
+  evaluate tell "$1"
 }
 
 
-look() { # <holds or tell> <expression>
+evaluate() { # <holds or tell> <Python expression>
   "$VIRTUAL_ENV/bin/python" -I - "$STARTED" "$@" <<'END'
 import json, sys
 r = json.load(open("results.json"))
@@ -166,17 +168,17 @@ job = {each["settings"].get("name"): each for each in r["jobs"]}
 last = {name: each["attempts"][-1] for name, each in job.items() if each["attempts"]}
 started = [line.split() for line in open(sys.argv[1])]
 began = [words[1] for words in started if words[0] == "begin"]
-found = eval(sys.argv[3])
+value = eval(sys.argv[3])
 if sys.argv[2] == "tell":
-    print(*found)
-elif not found:
+    print(*value)
+elif not value:
     print(json.dumps(r, indent=1), *map(" ".join, started), f"does not hold: {sys.argv[3]}", sep="\n")
     sys.exit(1)
 END
 }
 
 
-eventually() { # <command...>: it succeeds within a minute
+eventually() { # <command...>: repeat it until it succeeds, for a minute at most
   local end=$((SECONDS + 60))
   until "$@" >"$BATS_TEST_TMPDIR/eventually" 2>&1; do
     if ((SECONDS >= end)); then
@@ -189,12 +191,12 @@ eventually() { # <command...>: it succeeds within a minute
 }
 
 
-begun() { # <name>: the job has begun
+wait_until_started() { # <name>: wait until the job has started
   wait_for_line "$STARTED" "begin $1 "
 }
 
 
-pid_of_job() { # <name>, of its newest start
+pid_of_job() { # <name>: of its newest attempt
   awk -v name="$1" '$1 == "begin" && $2 == name { pid = $4 } END { print pid }' "$STARTED"
 }
 
@@ -204,7 +206,7 @@ node_of_job() { # <name>
 }
 
 
-supervised() { # <supervisor, guard or command> <name of a job>: process id
+supervised() { # <supervisor, guard or command> <name of a job>: print the process id
   "$VIRTUAL_ENV/bin/python" -I - "$1" "$(pid_of_job "$2")" <<'END'
 import glob, json, sys
 found = [json.load(open(path)) for path in glob.glob("logs/jobs/*/*/node_*.pid")]
@@ -218,13 +220,13 @@ alive() { # <process id>
 }
 
 
-# Processes of any attempt of this test, wherever they have gone.
-nothing_left() {
+# No process of any attempt of this test remains.
+no_process_left() {
   ! grep -qszF -e "STARTED=$STARTED" /proc/[0-9]*/environ
 }
 
 
-# A pseudo terminal shows what the text is in, as a person would see it who calls this command.
+# A command shows a text in a terminal. Sends Ctrl-b d afterwards.
 shows_on_terminal() { # <text> <command...>
   "$VIRTUAL_ENV/bin/python" -I - "$@" 3>&- <<'END'
 import fcntl, os, pty, select, struct, sys, termios, time
@@ -242,7 +244,7 @@ try:
     os.write(terminal, b"\x02d")  # C-b d
     while time.monotonic() < end:
         seen += os.read(terminal, 65536)
-except OSError:  # it has ended
+except OSError:  # the command exited
     pass
 sys.exit(sys.argv[1].encode() not in seen and repr(seen[-3000:]))
 END
@@ -270,9 +272,9 @@ def metrics(**values):
             file.write(json.dumps(values) + "\n")
 
 
-if job.get("deaf"):
+if job.get("ignore_sigterm"):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-if job.get("polite"):
+if job.get("exit_on_sigterm"):
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 if job.get("alone"):
     try:
@@ -281,7 +283,7 @@ if job.get("alone"):
     except BlockingIOError:
         note("overlap", name, node)
 note("begin", name, node, os.getpid(), gpus or "-")
-for gpu in filter(None, gpus.split(",")):  # for the stub of nvidia-smi, and a job that has the same GPU
+for gpu in filter(None, gpus.split(",")):  # read by the stub of nvidia-smi, and by other jobs on this GPU
     used = os.path.expanduser(f"~/gpu_{gpu}")
     if os.path.exists(used) and os.path.exists("/proc/" + open(used).read().strip()):
         note("overlap", name, node, gpu)

@@ -1,7 +1,7 @@
 """Record SLURM's variables in each process of a step, for all usual ways to start one, on a real SLURM.
 
-Each command starts processes of record_process.sh, which write their host and environment to a file. The hosts determine what
-World.from_env must return. Needs SLURM_CONF of lab.sh up 3 --slurm --gpus 2.
+Each command starts processes of record_process.sh, which write their host and environment to a file. The hosts
+determine what World.from_env must return. Needs SLURM_CONF of lab.sh up 3 --slurm --gpus 2.
 
 Try it: python tests/lab/slurm_steps.py tests/slurm_environments.json   (replaces the records)
 """
