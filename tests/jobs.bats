@@ -479,7 +479,7 @@ END
     echo "{\"name\": \"j$number\", \"exit\": 1, \"_retries\": 0}"
   done | job_list
   run -75 dispatch
-  [[ "$output" == *"paused: 5 attempts in a row failed within 30 s, the last: exit code 1: "*"gives up; mend the cause"* ]]
+  [[ "$output" == *"paused: 5 attempts in a row failed within 30 s, the last: exit code 1: "*"gives up; fix the cause"* ]]
   [[ "$output" == *"paused: 0 of 9 done, 5 failed, 4 waiting"*"continue: "*"run_distributed_training.py"*" resume"* ]]
   holds 'len(began) == 5 and r["state"] == "paused"'
   run list status
@@ -602,8 +602,8 @@ END
   run -0 list cancel all
   echo "$output"
   [ "$(grep -c '^cancelled: ' <<<"$output")" -eq 6 ]
-  [[ "$output" == *"cancelled on request; no process of it is left; GPU 0: 5 MiB in use"* ]]
-  [ "$(grep -c 'no process of it is left' <<<"$output")" -eq 4 ]
+  [[ "$output" == *"cancelled on request; no process remains; GPU 0: 5 MiB in use"* ]]
+  [ "$(grep -c 'no process remains' <<<"$output")" -eq 4 ]
   no_process_left
   wait_for_exit "$LAUNCHER"
   [ "$status" -eq 1 ]

@@ -73,7 +73,7 @@ refuses() { # <expected text>
   in_job SLURM_JOB_NUM_NODES=2 MASTER_PORT=29999 "$KIT/scripts/test_distributed.sh" --dry-run 1
   [[ "$output" == "env MASTER_PORT=29999 srun "* ]]
   in_job MASTER_PORT=abc "$TRAIN" --dry-run -
-  refuses "MASTER_PORT='abc' of the environment: expected a port from 1 to 65535; unset it, or name a port with --master-port"
+  refuses "MASTER_PORT='abc' of the environment: expected a port from 1 to 65535; unset it, or give a port with --master-port"
 }
 
 
@@ -153,5 +153,5 @@ refuses() { # <expected text>
   done
   touch shown
   wait $!
-  [[ "$(<out)" == "stop.sh: waiting for job 7, which is COMPLETING, to end: "*" s, at most 120 s"$'\n'"job 7 has ended"* ]]
+  [[ "$(<out)" == "stop.sh: waiting for job 7 (COMPLETING) to end: "*" s, at most 120 s"$'\n'"job 7 has ended"* ]]
 }
