@@ -21,8 +21,8 @@ done
 through_pdsh() { # <node> <python> <script> [argument...]
   add_node "$1" 1 "$1"
   MASTER_ADDR=$1 MASTER_PORT=29500 PYTHON=$2
-  AGENT_WORDS=("${@:2:2}") SCRIPT_WORDS=("${@:4}")
-  RUN=$(mktemp -d "$SOCKETS/run-XXXXXX")
+  AGENT_PREFIX=("${@:2:2}") AGENT_SUFFIX=("${@:4}")
+  RUN=$(mktemp -d "$CONNECTIONS_DIR/run-XXXXXX")
   set_supervisor
   pdsh_send_environment
   run_pdsh <> <(:) # open until it ends: end of file would mean that the launcher has exited
