@@ -139,7 +139,7 @@ END
   echo "$output"
   [ "$status" -eq 69 ]
   [[ "$output" == *"unknown: host key unknown"*"ssh unknown"* ]]
-  [[ "$output" == *"changed: its host key has changed"*"ssh-keygen -R changed"* ]]
+  [[ "$output" == *"changed: host key has changed"*"ssh-keygen -R changed"* ]]
   [[ "$output" == *"password: login without a password refused"*"ssh-copy-id password"* ]]
   [[ "$output" == *"someone: login without a password refused (nobody@"* ]]
   [[ "$output" == *"refuses: cannot be reached ("*"Connection refused"* ]]
