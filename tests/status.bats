@@ -204,7 +204,7 @@ on_screen() { # <extended regular expression for a line>
   run -2 "$STATUS"
   [[ "$output" == *"RUN 'latest': no such run and no runs in $WORK/logs"* ]]
   run -2 "$STOP"
-  [[ "$output" == *"RUN is missing"* ]]
+  [[ "$output" == *"RUN: missing"* ]]
   mkdir -p logs/train-1
   run -2 "$STOP" logs/train-1
   [[ "$output" == *"not a run directory: no run.json in it"* ]]
