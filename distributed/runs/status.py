@@ -37,7 +37,7 @@ from distributed.runs.visit import NodeReply, read_replies, remaining_processes
 from distributed.terminal import BOLD, DIM, GREEN, RED, YELLOW, paint
 
 FALLBACK = (120, 40)  # columns and lines without a terminal
-STATES = {"R": "running", "S": "sleeping", "D": "disk", "T": "STOPPED", "t": "STOPPED", "I": "sleeping", "W": "sleeping"}
+STATES = {"R": "running", "D": "disk", "T": "STOPPED", "t": "STOPPED"} | dict.fromkeys("SIW", "sleeping")
 COLUMNS = ("node", "rank", "pid", "state", "cpu", "memory", "gpu", "quiet", "last line")
 RIGHT_ALIGNED = ("rank", "pid", "cpu", "memory", "quiet")
 WIDE = 100  # columns; on narrower terminals the pid is left out, for the last line
