@@ -127,7 +127,7 @@ stepd_on() { # <node>
   second=$(sed -n 's/.*2 processes on .* //p' "logs/slurm-$JOB.err")
   scontrol update "nodename=$second" state=drain reason=test # without drain it would return to service at once
   scontrol update "nodename=$second" state=down reason=test
-  wait_for_line "logs/slurm-$JOB.err" "verdict: failed: $second: connection lost: SLURM says that this node has failed"
+  wait_for_line "logs/slurm-$JOB.err" "verdict: failed: $second: connection lost: node failure reported by SLURM"
   wait_for_requeue 1
   wait_for_line "logs/slurm-$JOB.out" "resuming from"
   [ -e "logs/slurm-$JOB/try_1/verdict.json" ]
@@ -148,7 +148,7 @@ END
   scancel --signal=USR2 "$JOB"
   wait_for_job_exit "$JOB"
   [ "$status" -eq 75 ]
-  shows err "and --max-requeues is 0: not requeueing"
+  shows err "and --max-requeues is 0; not requeueing"
 }
 
 
@@ -334,7 +334,7 @@ END
   enter_background_job 1
   wait_for_job_exit "$JOB"
   [ "$status" -eq 75 ]
-  shows err "requeued 1 time, and --max-requeues is 1: not requeueing"
+  shows err "requeued 1 time, and --max-requeues is 1; not requeueing"
   enter_background_job 2
   wait_for_job_exit "$JOB"
   [ "$status" -eq 75 ]

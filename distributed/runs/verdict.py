@@ -39,7 +39,7 @@ from distributed.runs.node_log import FATAL, LoggedException, parse_exception, r
 
 INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 CLOCK_TOLERANCE = 1.0  # seconds between failures on two nodes that may have happened in either order
-BY_SLURM = "SLURM says that this node has failed"  # message of a lost node; SLURM then ends the job
+BY_SLURM = "node failure reported by SLURM"  # message of a lost node; SLURM then ends the job
 SHOWN_OTHERS = 3  # other ranks of a hang
 SHOWN = 240  # characters of a message in a sentence
 SHOWN_LINES = 8  # lines of a message or a log

@@ -70,7 +70,7 @@ split_arguments() { # <name of a variable>
 # Set the nodes, the script and the cores per rank. The Python and modules of a container image are not checked; the
 # Python of this machine need not have PyTorch then.
 slurm_check_call() { # <number of ranks; 0: as many as are allocated>
-  local torch=(--torch) python=$PYTHON_OPTION
+  local torch=(--torch) asked=$PYTHON_OPTION
   ((!DETACH)) || die_usage "--detach: not possible in an allocation, which ends with this shell; use sbatch"
   check_slurm_settings
   use_port_from_environment
@@ -79,7 +79,7 @@ slurm_check_call() { # <number of ranks; 0: as many as are allocated>
   fi
   check_call "${torch[@]}" --allocation "$1"
   RANK_PYTHON=$PYTHON
-  [[ ! ${CONTAINER-} ]] || RANK_PYTHON=${python:-python3}
+  [[ ! ${CONTAINER-} ]] || RANK_PYTHON=${asked:-python3}
   SLURM_JOB=("$SLURM_JOB_ID")
   [[ ! ${SLURM_ARRAY_JOB_ID-} ]] || SLURM_JOB+=("${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID")
 }
