@@ -1,7 +1,7 @@
-"""Base models in a job list: each is trained once, and no experiment runs without its own.
+"""Base models in a job list: each is trained once, and every experiment starts from its own.
 
-Servers are simulated as in test_jobs_dispatcher.py; the cache of base models is real. The dispatcher that is killed at
-each of its records runs real jobs.
+Servers are simulated as in test_jobs_dispatcher.py; the cache of base models is real. The test that kills a dispatcher
+at each of its records runs real jobs.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ def experiment(number: int, digest: str, **options: Any) -> Job:
 
 
 class Server(SimulatedServer):
-    """A job that trains a base model leaves its files, unless the test forbids it."""
+    """A simulated server whose base trainings write the files in `leaves`."""
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         self.leaves: tuple[str, ...] = FILES
-        self.refuses_base: list[NotStarted] = []  # one a call
+        self.refuses_base: list[NotStarted] = []  # one per call
 
     async def fetch_results(self, attempt: Attempt, job: Job) -> None:
         await super().fetch_results(attempt, job)
@@ -76,27 +76,27 @@ def leave(output: Path, names: tuple[str, ...] = FILES) -> None:
 
 
 def publish(digest: str) -> None:
-    """Into the cache, as an earlier list did."""
+    """Publish a base model, as an earlier list would."""
     source = Path("earlier")
     leave(source)
     base_model.publish(CACHE, digest, base_model.stage(CACHE, str(source), base_model.manifest_of(str(source), digest)))
 
 
 def trains(outcome: Outcome, otherwise: Outcome = 0) -> Callable[[StartRequest], Outcome]:
-    """How the jobs end that train base models, and the others."""
+    """A script in which base trainings have one outcome, and other jobs another."""
     return lambda request: outcome if request.job.trains else otherwise
 
 
 def started(*servers: SimulatedServer) -> list[str]:
-    """The jobs in the order in which they were started: the letter of a base model, or the number of an experiment."""
+    """The jobs in start order: the letter of a base model, or the number of an experiment."""
     orders = [request for server in servers for request in server.requests]
     return [request.job.trains[:1] or str(request.job.settings["n"]) for request in orders]
 
 
-# ---------------------------------------------------------------- who waits for whom
+# ---------------------------------------------------------------- order of starts
 
 
-def test_a_base_model_is_trained_once_and_then_every_experiment_runs_from_it(tmp_path: Path) -> None:
+def test_a_base_model_is_trained_once_for_all_its_experiments(tmp_path: Path) -> None:
     async def scenario() -> None:
         one = Server("one", 3)
         jobs = [trainer(A), *(experiment(number, A) for number in range(4))]
@@ -114,7 +114,7 @@ def test_a_base_model_is_trained_once_and_then_every_experiment_runs_from_it(tmp
 
 
 @pytest.mark.parametrize("barrier", [False, True])
-def test_an_experiment_starts_as_soon_as_its_own_base_model_is_there_or_all_are(tmp_path: Path, barrier: bool) -> None:
+def test_an_experiment_waits_for_its_base_model_or_with_a_barrier_for_all(tmp_path: Path, barrier: bool) -> None:
     async def scenario() -> None:
         one = Server("one", 3)
         one.outcome_of = lambda request: UNTIL_ENDED if request.job.trains == B else 0
@@ -132,8 +132,8 @@ def test_an_experiment_starts_as_soon_as_its_own_base_model_is_there_or_all_are(
     asyncio.run(scenario())
 
 
-def test_training_goes_before_experiments_that_could_start(tmp_path: Path) -> None:
-    """Otherwise the experiments that wait for it would be the end of the list."""
+def test_base_trainings_start_before_other_jobs(tmp_path: Path) -> None:
+    """Otherwise the experiments that wait for it would run last, and the list would take longer."""
 
     async def scenario() -> None:
         one = Server("one", 1)
@@ -147,7 +147,7 @@ def test_training_goes_before_experiments_that_could_start(tmp_path: Path) -> No
     asyncio.run(scenario())
 
 
-def test_a_server_that_has_the_base_model_is_preferred(tmp_path: Path) -> None:
+def test_a_server_with_the_base_model_is_preferred(tmp_path: Path) -> None:
     async def scenario() -> None:
         one, two = Server("one", 4), Server("two", 4, labels=["x"])
         one.outcome_of = two.outcome_of = trains(0, UNTIL_ENDED)
@@ -165,7 +165,7 @@ def test_a_server_that_has_the_base_model_is_preferred(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- base models that fail
 
 
-def test_a_failed_base_model_fails_its_experiments_alone_and_a_retry_runs_them(tmp_path: Path) -> None:
+def test_a_failed_base_model_fails_only_its_experiments_until_a_retry(tmp_path: Path) -> None:
     async def scenario() -> None:
         one = Server("one", 2)
         one.outcome_of = lambda request: 3 if request.job.trains == A else 0
@@ -189,7 +189,7 @@ def test_a_failed_base_model_fails_its_experiments_alone_and_a_retry_runs_them(t
     asyncio.run(scenario())
 
 
-def test_experiments_that_fail_with_their_base_model_count_for_max_failures(tmp_path: Path) -> None:
+def test_experiments_of_a_failed_base_model_count_for_max_failures(tmp_path: Path) -> None:
     async def scenario() -> None:
         one = Server("one", 4)
         one.outcome_of = lambda request: 3 if request.job.trains == A else UNTIL_ENDED
@@ -205,12 +205,12 @@ def test_experiments_that_fail_with_their_base_model_count_for_max_failures(tmp_
     asyncio.run(scenario())
 
 
-def test_results_from_another_base_model_are_those_of_another_job() -> None:
+def test_the_owner_of_an_output_directory_includes_the_base_model() -> None:
     owners = {each.owner for each in (experiment(1, A), experiment(1, B), job(1))}
     assert len(owners) == 3
 
 
-def test_a_base_model_that_fails_twice_and_then_succeeds(tmp_path: Path) -> None:
+def test_a_failed_base_training_is_retried(tmp_path: Path) -> None:
     async def scenario() -> None:
         one = Server("one")
         one.outcome_of = exits(3, 3, 0)
@@ -223,7 +223,7 @@ def test_a_base_model_that_fails_twice_and_then_succeeds(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("missing", FILES)
-def test_a_training_that_does_not_leave_its_files_has_failed(tmp_path: Path, missing: str) -> None:
+def test_a_base_training_without_its_files_has_failed(tmp_path: Path, missing: str) -> None:
     async def scenario() -> None:
         one = Server("one")
         one.leaves = tuple(name for name in FILES if name != missing)
@@ -238,7 +238,7 @@ def test_a_training_that_does_not_leave_its_files_has_failed(tmp_path: Path, mis
     asyncio.run(scenario())
 
 
-def test_a_cancelled_training_ends_what_waits_for_it(tmp_path: Path) -> None:
+def test_a_cancelled_base_training_fails_the_waiting_experiments(tmp_path: Path) -> None:
     async def scenario() -> None:
         one = Server("one")
         one.outcome_of = trains(UNTIL_ENDED)
@@ -252,7 +252,7 @@ def test_a_cancelled_training_ends_what_waits_for_it(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_experiments_that_wait_for_their_base_model_can_be_cancelled(tmp_path: Path) -> None:
+def test_waiting_experiments_can_be_cancelled(tmp_path: Path) -> None:
     async def scenario() -> None:
         one = Server("one")
         one.outcome_of = trains(UNTIL_ENDED)
@@ -270,7 +270,7 @@ def test_experiments_that_wait_for_their_base_model_can_be_cancelled(tmp_path: P
 # ---------------------------------------------------------------- the cache
 
 
-def test_a_base_model_of_the_cache_is_not_trained(tmp_path: Path) -> None:
+def test_a_cached_base_model_is_not_trained(tmp_path: Path) -> None:
     async def scenario() -> None:
         publish(A)
         one = Server("one")
@@ -296,7 +296,7 @@ def test_a_damaged_base_model_is_trained_again(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_a_base_model_that_is_damaged_while_the_list_runs_is_trained_again(tmp_path: Path) -> None:
+def test_a_base_model_damaged_while_the_list_runs_is_trained_again(tmp_path: Path) -> None:
     async def scenario() -> None:
         one = Server("one", 2)
 
@@ -318,8 +318,8 @@ def test_a_base_model_that_is_damaged_while_the_list_runs_is_trained_again(tmp_p
     asyncio.run(scenario())
 
 
-def test_a_missing_base_model_that_nothing_trains_fails_its_experiments(tmp_path: Path) -> None:
-    """As with --skip-phase1, when it disappears behind the check at the start."""
+def test_a_missing_base_model_without_training_fails_its_experiments(tmp_path: Path) -> None:
+    """With --skip-phase1, when it is removed after the check at the start."""
 
     async def scenario() -> None:
         one = Server("one")
@@ -331,7 +331,7 @@ def test_a_missing_base_model_that_nothing_trains_fails_its_experiments(tmp_path
     asyncio.run(scenario())
 
 
-def test_two_dispatchers_that_want_one_base_model_train_it_once(tmp_path: Path) -> None:
+def test_two_dispatchers_train_a_shared_base_model_once(tmp_path: Path) -> None:
     async def scenario() -> None:
         one, two = Server("one"), Server("two")
         one.outcome_of = trains(UNTIL_ENDED)
@@ -353,7 +353,7 @@ def test_two_dispatchers_that_want_one_base_model_train_it_once(tmp_path: Path) 
     asyncio.run(scenario())
 
 
-def test_a_list_whose_training_is_given_up_leaves_it_to_the_other(tmp_path: Path) -> None:
+def test_a_failed_training_of_one_list_is_run_by_another_list(tmp_path: Path) -> None:
     async def scenario() -> None:
         one, two = Server("one"), Server("two")
         one.outcome_of = trains(UNTIL_ENDED)
@@ -374,8 +374,8 @@ def test_a_list_whose_training_is_given_up_leaves_it_to_the_other(tmp_path: Path
     asyncio.run(scenario())
 
 
-def test_what_was_trained_is_published_only_when_no_other_list_writes_the_same_directory(tmp_path: Path) -> None:
-    """As after `kill -9` of its dispatcher: another list has taken the lock, and trains it again."""
+def test_a_base_model_is_not_published_while_another_list_holds_its_lock(tmp_path: Path) -> None:
+    """After SIGKILL of its dispatcher, another list locked the base model and trains it again."""
 
     async def scenario() -> None:
         one = Server("one")
@@ -383,7 +383,7 @@ def test_what_was_trained_is_published_only_when_no_other_list_writes_the_same_d
         run = ListRun(tmp_path, one, jobs=[trainer(A), experiment(1, A)])
         async with run:
             await run.wait_until(one.running)
-        run.cache.release(A)  # as the end of its process does
+        run.cache.release(A)  # as the exit of its process does
         other = Cache(tmp_path)
         assert other.claim(A) == "train"
         one.outcome_of = trains(0)
@@ -401,27 +401,27 @@ def test_what_was_trained_is_published_only_when_no_other_list_writes_the_same_d
 
 
 def other_files(cache: Path) -> list[str]:
-    """All but locks."""
+    """All files other than locks."""
     return [path.name for path in cache.iterdir() if path.suffix != ".lock"]
 
 
-def test_with_eviction_the_output_of_a_training_leaves_its_server(tmp_path: Path) -> None:
+def test_eviction_removes_the_output_of_a_training_from_its_server(tmp_path: Path) -> None:
     async def scenario() -> None:
         one = Server("one")
         async with ListRun(tmp_path, one, jobs=[trainer(A), experiment(1, A)], evict=True) as run:
             await run.finished()
         assert one.removed == [f"{TRAINING}/{hash_of(A)}"]
-        assert one.bases == [A, A], "its server takes the base model over before"
+        assert one.bases == [A, A], "its server copies the base model to its cache first"
         assert run.states() == ["done", "done"]
 
     asyncio.run(scenario())
 
 
 @pytest.mark.parametrize(("ended", "refused"), [(True, True), (False, False)])
-def test_an_experiment_that_has_run_is_never_said_to_have_run_from_another_base_model(
+def test_an_experiment_that_has_run_cannot_change_its_base_model(
     tmp_path: Path, ended: bool, refused: bool
 ) -> None:
-    """As after a change of base_models: version 2."""
+    """After a change of base_models, such as of version."""
 
     async def scenario() -> None:
         one = Server("one")
@@ -429,16 +429,16 @@ def test_an_experiment_that_has_run_is_never_said_to_have_run_from_another_base_
         run = ListRun(tmp_path, one, jobs=[trainer(A), experiment(1, A), *([] if ended else [experiment(2, A)])])
         async with run:
             await run.wait_until(lambda: run.job_state(1).state == ("done" if ended else "running"))
-        kept = run.job_state(1 if ended else 2)
-        fault = base_conflict(kept, replace(kept.job, base=B))
+        known = run.job_state(1 if ended else 2)
+        fault = base_conflict(known, replace(known.job, base=B))
         assert bool(fault) == refused
         assert not refused or f"has run from base {hash_of(A)}, but would now run from base {hash_of(B)}" in fault
-        assert not base_conflict(kept, kept.job)
+        assert not base_conflict(known, known.job)
 
     asyncio.run(scenario())
 
 
-def test_a_server_with_no_room_for_its_base_model_keeps_the_output_of_the_training(tmp_path: Path) -> None:
+def test_eviction_keeps_the_output_if_the_server_has_no_space_for_the_base_model(tmp_path: Path) -> None:
     async def scenario() -> None:
         one = Server("one")
         one.refuses_base = [NotStarted("no room")]
@@ -450,18 +450,18 @@ def test_a_server_with_no_room_for_its_base_model_keeps_the_output_of_the_traini
     asyncio.run(scenario())
 
 
-# ---------------------------------------------------------------- a server that has a queue of its own
+# ---------------------------------------------------------------- a server with a queue
 
 
 def queue_server(training: Outcome) -> Server:
-    """As SLURM: it takes experiments whose base model is still trained. training: how that ends."""
+    """Like SLURM, it accepts experiments whose base model is still being trained. training: outcome of the training."""
     one = Server("one", 8)
     one.queues_dependents = True
     one.outcome_of = trains(training, UNTIL_ENDED)
     return one
 
 
-def test_experiments_wait_in_the_queue_of_a_server_behind_their_base_model(tmp_path: Path) -> None:
+def test_experiments_wait_in_the_queue_of_a_server_for_their_base_model(tmp_path: Path) -> None:
     async def scenario() -> None:
         one = queue_server(UNTIL_ENDED)
         jobs = [trainer(A), experiment(1, A), experiment(2, A)]
@@ -472,13 +472,13 @@ def test_experiments_wait_in_the_queue_of_a_server_behind_their_base_model(tmp_p
                 one.end(name)
             await run.finished()
         assert run.states() == ["done"] * 3
-        assert one.bases == [], "the server itself sees to it"
+        assert one.bases == [], "the server copies it itself"
 
     asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("seen", ["first", "last"])
-def test_experiments_whose_base_model_fails_in_the_queue_come_again(tmp_path: Path, seen: str) -> None:
+def test_experiments_of_a_base_model_that_failed_in_the_queue_are_requeued(tmp_path: Path, seen: str) -> None:
     async def scenario() -> None:
         one = queue_server(UNTIL_ENDED)
         jobs = [trainer(A), experiment(1, A)]
@@ -497,11 +497,11 @@ def test_experiments_whose_base_model_fails_in_the_queue_come_again(tmp_path: Pa
     asyncio.run(scenario())
 
 
-# ---------------------------------------------------------------- a dispatcher that ends, and goes on
+# ---------------------------------------------------------------- resuming
 
 
 @pytest.mark.parametrize("moment", ["training", "experiment"])
-def test_a_list_that_was_interrupted_goes_on_and_trains_nothing_twice(tmp_path: Path, moment: str) -> None:
+def test_an_interrupted_list_resumes_without_a_second_training(tmp_path: Path, moment: str) -> None:
     async def scenario() -> None:
         one = Server("one")
         one.outcome_of = trains(UNTIL_ENDED) if moment == "training" else trains(0, UNTIL_ENDED)
@@ -510,7 +510,7 @@ def test_a_list_that_was_interrupted_goes_on_and_trains_nothing_twice(tmp_path: 
             await run.wait_until(lambda: [name for name in one.running() if (name in run.state.open) and
                                       started(one)[-1] == ("a" if moment == "training" else "1")])  # fmt: skip
         one.outcome_of = trains(0)
-        run.cache.release(A)  # as the end of its process does
+        run.cache.release(A)  # as the exit of its process does
         async with run:
             one.end(one.running()[0])
             await run.finished()
@@ -520,7 +520,7 @@ def test_a_list_that_was_interrupted_goes_on_and_trains_nothing_twice(tmp_path: 
     asyncio.run(scenario())
 
 
-def test_a_base_model_that_disappears_between_two_dispatchers_is_trained_again(tmp_path: Path) -> None:
+def test_a_base_model_removed_between_two_dispatchers_is_trained_again(tmp_path: Path) -> None:
     async def scenario() -> None:
         one = Server("one")
         one.outcome_of = trains(0, UNTIL_ENDED)
@@ -528,7 +528,7 @@ def test_a_base_model_that_disappears_between_two_dispatchers_is_trained_again(t
         async with run:
             await run.wait_until(lambda: "1" in started(one))
         base_model.remove(CACHE, hash_of(A))
-        run.cache.release(A)  # as the end of its process does
+        run.cache.release(A)  # as the exit of its process does
         one.outcome_of = trains(0)
         async with run:
             one.end(one.running()[0])
@@ -542,7 +542,7 @@ def test_a_base_model_that_disappears_between_two_dispatchers_is_trained_again(t
 
 # ---------------------------------------------------------------- a dispatcher that is killed
 
-AT_ONCE = 13  # lists that run at the same time; they sleep most of it
+CONCURRENT = 13  # lists that run at the same time; they mostly sleep
 SCRIPT = """#!/bin/sh
 echo start >>"$MUSTER_OUTPUT_DIR/starts"
 sleep 0.2
@@ -575,7 +575,7 @@ def prepared(directory: Path) -> Path:
 
 
 def outcome(directory: Path) -> list[Any]:
-    """Of each job its state, and how often it was started; then the base models, verified."""
+    """The state and the number of starts of each job, the number of valid base models, and incomplete copies."""
     found = json.loads((directory / "results.json").read_text())["jobs"]
     starts = [(directory / job["output"] / "starts").read_text().splitlines() for job in found]
     models = [base_model.verify(str(path)) for path in directory.glob(f"{CACHE}/[!.]*")]
@@ -583,26 +583,26 @@ def outcome(directory: Path) -> list[Any]:
     return [[job["state"] for job in found], [len(lines) for lines in starts], len(models), left]
 
 
-def test_a_dispatcher_that_is_killed_at_any_record_trains_its_base_model_once(
+def test_a_dispatcher_killed_at_any_record_trains_its_base_model_once(
     tmp_path: Path, forked: Dispatchers
 ) -> None:
     undisturbed = prepared(tmp_path / "undisturbed")
     assert forked.run(DispatcherCall(undisturbed, RUN, two_phase=True)) == 0
-    wanted = [["done"] * 3, [2, 1, 1], 1, []]
-    assert outcome(undisturbed) == wanted
+    expected = [["done"] * 3, [2, 1, 1], 1, []]
+    assert outcome(undisturbed) == expected
     records = len(journal.read(undisturbed / "results.journal")[0])
     assert records == 17  # list; start, running, ended, settle of four attempts
     kills = [(moment, number) for number in range(1, records + 1) for moment in MOMENTS]
-    for first in range(0, len(kills), AT_ONCE):
-        killed = {kill: prepared(tmp_path / f"{kill[0]}-{kill[1]}") for kill in kills[first : first + AT_ONCE]}
+    for first in range(0, len(kills), CONCURRENT):
+        killed = {kill: prepared(tmp_path / f"{kill[0]}-{kill[1]}") for kill in kills[first : first + CONCURRENT]}
         chains = [[DispatcherCall(path, RUN, kill, two_phase=True), DispatcherCall(path, RUN, two_phase=True)]
                   for kill, path in killed.items()]  # fmt: skip
         for kill, codes, (call, _) in zip(killed, forked.run_all(chains), chains, strict=True):
             assert (kill, codes, call.printed) == (kill, [-9, 0], call.printed)
-            assert (kill, outcome(call.directory)) == (kill, wanted)
+            assert (kill, outcome(call.directory)) == (kill, expected)
 
 
-def test_a_job_with_the_hash_of_a_base_model_runs_without_the_two_phases(tmp_path: Path, forked: Dispatchers) -> None:
+def test_a_job_with_a_base_model_hash_runs_without_run_two_phase_training(tmp_path: Path, forked: Dispatchers) -> None:
     directory = prepared(tmp_path / "list")
     (directory / "jobs.json").write_text(json.dumps([{"prefix": "p", "fold": 0, "_base_model_hash": hash_of(A)}]))
     call = DispatcherCall(directory, RUN)
@@ -615,7 +615,7 @@ def test_a_job_with_the_hash_of_a_base_model_runs_without_the_two_phases(tmp_pat
     assert "finished: 1 of 1 done" in call.printed
 
 
-def test_the_story_of_a_wait_is_in_the_state(tmp_path: Path) -> None:
+def test_the_state_shows_the_training_that_a_job_waits_for(tmp_path: Path) -> None:
     async def scenario() -> None:
         one = Server("one")
         one.outcome_of = trains(UNTIL_ENDED)
