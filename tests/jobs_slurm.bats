@@ -110,7 +110,7 @@ eventually() { # <command...>: retried until it succeeds, for 90 s
 }
 
 
-begun() { # <name>: wait until the job has started
+wait_until_started() { # <name>: wait until the job has started
   wait_for_line "$STARTED" "begin $1 "
 }
 
