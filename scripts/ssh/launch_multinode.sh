@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 #
-# Start this node's part of a training on several nodes, for scripts that want --local-rank=N.
+# Start the processes of this node in a multi-node training, for scripts that require --local-rank=N.
 #
-# As launch_torchrun_multinode.sh, but each process gets the word --local-rank=N before all others, as
-# from torch.distributed.launch, which torchrun has replaced.
+# As launch_torchrun_multinode.sh, but each process gets --local-rank=N as its first argument, as with
+# torch.distributed.launch, the predecessor of torchrun.
 #
 # Usage: launch_multinode.sh [options] CONFIG NPROC NNODES NODE_RANK MASTER_ADDR [MASTER_PORT] [-- ARGUMENT...]
 #

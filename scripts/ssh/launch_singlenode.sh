@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 #
-# Start one training on this machine, with NPROC processes.
+# Start a training on this machine, with NPROC processes.
 #
 # Usage: launch_singlenode.sh [options] CONFIG NPROC [-- ARGUMENT...]
 #

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 #
-# Start this node's part of a training on several nodes, by hand on each of them.
+# Start the processes of this node in a multi-node training; run it on each node by hand.
 #
 # Usage: launch_torchrun_multinode.sh [options] CONFIG NPROC NNODES NODE_RANK MASTER_ADDR [MASTER_PORT] [-- ARGUMENT...]
 #
