@@ -1,8 +1,8 @@
-"""A script of one's own resumes bit for bit and stops on request, with three calls.
+"""Checkpointer: a user's script resumes bit for bit and stops on request.
 
-Held here: restored objects continue as if they had never stopped, with DDP, FSDP2 and one process; every rank reads a
-stop request at the same step; weights that are not finite are not saved; what a checkpoint lacks is named; the example
-of LAUNCH_GUIDE.md, stopped by a signal, ends with 75 and its checkpoint, and goes on from it.
+Restored objects continue as if never stopped, with DDP, FSDP2 and one process. Every rank reads a stop request at the
+same step. Non-finite weights are not save_on_rank. Objects missing from a checkpoint are named. The example of
+LAUNCH_GUIDE.md writes a checkpoint and exits with 75 when it receives a signal, and resumes from that checkpoint.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ KIT = Path(__file__).resolve().parents[2]
 
 
 class Loader:
-    """Draws the samples of one rank, and knows how far it is."""
+    """Yields the samples of one rank; its state is the position."""
 
     def __init__(self, rank: int) -> None:
         self.rank, self.position = rank, 0
@@ -47,7 +47,7 @@ class Loader:
 
 
 class Training:
-    """A model with dropout in one of the wrappers, AdamW, a scheduler, a loader."""
+    """A model with dropout, plain or wrapped in DDP or FSDP2, with AdamW, a scheduler and a loader."""
 
     def __init__(self, kind: str, rank: int) -> None:
         torch.manual_seed(0)
@@ -83,7 +83,7 @@ class Training:
 # ---------------------------------------------------------------- resume
 
 
-def resumed(rank: int, size: int, kind: str, path: Path) -> bool:
+def resumes_bit_for_bit(rank: int, size: int, kind: str, path: Path) -> bool:
     never_stopped = Training(kind, rank)
     for _ in range(6):
         never_stopped.learn()
@@ -106,15 +106,15 @@ def resumed(rank: int, size: int, kind: str, path: Path) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_objects_that_are_restored_continue_bit_for_bit(tmp_path: Path, kind: str) -> None:
-    assert forked.ranks(2, resumed, kind, tmp_path) == [True, True]
+def test_restored_objects_continue_bit_for_bit(tmp_path: Path, kind: str) -> None:
+    assert forked.ranks(2, resumes_bit_for_bit, kind, tmp_path) == [True, True]
 
 
 def test_one_process_needs_no_process_group(tmp_path: Path) -> None:
-    assert resumed(0, 1, "plain", tmp_path)
+    assert resumes_bit_for_bit(0, 1, "plain", tmp_path)
 
 
-def test_what_a_checkpoint_lacks_is_named(tmp_path: Path) -> None:
+def test_restore_names_the_objects_missing_from_the_checkpoint(tmp_path: Path) -> None:
     training = Training("plain", 0)
     with Checkpointer(tmp_path, training.model, training.optimizer) as checkpointer:
         checkpointer.save(1)
@@ -128,13 +128,15 @@ def test_what_a_checkpoint_lacks_is_named(tmp_path: Path) -> None:
         only_per_rank.restore()
 
 
-def saved(rank: int, size: int, path: Path) -> None:
+def save_on_rank(rank: int, size: int, path: Path) -> None:
     with Training("ddp", rank).checkpointer(path) as checkpointer:
         checkpointer.save(1)
 
 
-def test_per_rank_objects_stay_with_another_number_of_ranks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    forked.ranks(2, saved, tmp_path)
+def test_per_rank_objects_are_not_restored_on_another_number_of_ranks(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    forked.ranks(2, save_on_rank, tmp_path)
     training = Training("plain", 0)
     training.loader.position = 7
     with training.checkpointer(tmp_path) as checkpointer, caplog.at_level(logging.WARNING):
@@ -146,8 +148,8 @@ def test_per_rank_objects_stay_with_another_number_of_ranks(tmp_path: Path, capl
 # ---------------------------------------------------------------- stop
 
 
-def answers(rank: int, size: int, path: Path) -> list[bool]:
-    """One rank of three gets a signal after its second step."""
+def should_stop_on_rank(rank: int, size: int, path: Path) -> list[bool]:
+    """Return should_stop() after each step; rank 1 receives SIGTERM before step 3."""
     training = Training("ddp", rank)
     with training.checkpointer(path) as checkpointer:
         found = []
@@ -158,11 +160,11 @@ def answers(rank: int, size: int, path: Path) -> list[bool]:
         return found
 
 
-def test_all_ranks_learn_of_a_stop_request_at_the_same_step(tmp_path: Path) -> None:
-    assert forked.ranks(3, answers, tmp_path) == [[False, False, True, True]] * 3
+def test_all_ranks_report_a_stop_request_at_the_same_step(tmp_path: Path) -> None:
+    assert forked.ranks(3, should_stop_on_rank, tmp_path) == [[False, False, True, True]] * 3
 
 
-def test_the_mean_loss_is_that_of_all_ranks(tmp_path: Path) -> None:
+def test_mean_loss_averages_over_all_ranks(tmp_path: Path) -> None:
     assert forked.ranks(2, mean_loss, tmp_path) == [1.5, 1.5]
 
 
@@ -172,7 +174,7 @@ def mean_loss(rank: int, size: int, path: Path) -> float:
         return checkpointer.mean_loss()
 
 
-def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
+def test_non_finite_weights_are_not_saved(tmp_path: Path) -> None:
     training = Training("plain", 0)
     with training.checkpointer(tmp_path) as checkpointer:
         nn.init.constant_(next(training.model.parameters()), float("nan"))
@@ -181,7 +183,7 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
         assert checkpointer.newest() is None
 
 
-def test_a_process_does_not_exit_with_75_when_its_checkpoint_could_not_be_written(
+def test_a_failed_checkpoint_write_replaces_exit_code_75_by_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def publish(*_: object) -> None:
@@ -197,7 +199,7 @@ def test_a_process_does_not_exit_with_75_when_its_checkpoint_could_not_be_writte
         stop()
 
 
-def test_the_example_of_the_guide_stops_on_request_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_guide_example_stops_on_request_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "distributed").symlink_to(KIT / "distributed")
     script = tmp_path / "my_train.py"
@@ -205,13 +207,13 @@ def test_the_example_of_the_guide_stops_on_request_and_goes_on(tmp_path: Path, m
     with forked.launched(2, forked.script, str(script)) as training:
         training.wait_for("step 100: loss ")
         training.signal(signal.SIGTERM, 1)
-        told = training.results()
-    assert [rank.code for rank in told.values()] == [75, 75], told
-    stopped = int(re.findall(r"^step (\d+): loss", told[0].out, re.MULTILINE)[-1])
+        results = training.results()
+    assert [rank.code for rank in results.values()] == [75, 75], results
+    stopped = int(re.findall(r"^step (\d+): loss", results[0].out, re.MULTILINE)[-1])
     assert stopped > 100
     last = (stopped // 100 + 1) * 100
     script.write_text(example().replace("STEPS = 300", f"STEPS = {last}"))
     with forked.launched(2, forked.script, str(script)) as training:
-        told = training.results()
-    assert [rank.code for rank in told.values()] == [0, 0], told
-    assert re.findall(r"^step (\d+): loss", told[0].out, re.MULTILINE) == [str(last)]
+        results = training.results()
+    assert [rank.code for rank in results.values()] == [0, 0], results
+    assert re.findall(r"^step (\d+): loss", results[0].out, re.MULTILINE) == [str(last)]

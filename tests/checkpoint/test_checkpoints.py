@@ -1,9 +1,8 @@
-"""Saving does not change what is trained, does not hold it up, and is never silently lost.
+"""Checkpoints: saving neither changes nor blocks the training, and a failed write is never ignored.
 
-A state that is trained on while it is written must be saved as it was. A write that fails behind the
-training's back must stop it, and leave the older checkpoint as it is. What was saved must come back to the
-bit, on every rank, without running a stranger's code, and a run that resumes must not be told from one that
-was never stopped.
+A state that changes while it is written is saved as it was at save(). A failed background write stops the training and
+leaves older checkpoints intact. States are loaded bit for bit on every rank, without running code from the file, and
+a resumed run equals one never stopped.
 """
 
 from __future__ import annotations
@@ -42,18 +41,18 @@ from distributed.checkpoint.checkpoints import (
 from distributed.training import collectives
 
 
-def same(ours: Any, theirs: Any) -> bool:
+def same(first: Any, second: Any) -> bool:
     """Equal to the bit, with the same types and shapes."""
-    if type(ours) is not type(theirs):
+    if type(first) is not type(second):
         return False
-    if isinstance(ours, Tensor):
-        alike = (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
-        return alike and torch.equal(bits(ours), bits(theirs))
-    if isinstance(ours, dict):
-        return ours.keys() == theirs.keys() and all(same(ours[key], theirs[key]) for key in ours)
-    if isinstance(ours, list | tuple):
-        return len(ours) == len(theirs) and all(map(same, ours, theirs))
-    return pickle.dumps(ours) == pickle.dumps(theirs)
+    if isinstance(first, Tensor):
+        alike = (first.dtype, first.shape) == (second.dtype, second.shape)
+        return alike and torch.equal(bits(first), bits(second))
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(same(first[key], second[key]) for key in first)
+    if isinstance(first, list | tuple):
+        return len(first) == len(second) and all(map(same, first, second))
+    return pickle.dumps(first) == pickle.dumps(second)
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -61,7 +60,7 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def plain(value: Any) -> Any:
-    """As a checkpoint gives it back: parameters are tensors, ordered dicts are dicts."""
+    """Convert to the loaded form: parameters become tensors, ordered dicts become dicts."""
     if isinstance(value, Tensor):
         return value.detach()
     if isinstance(value, dict):
@@ -83,8 +82,8 @@ def newest(checkpoints: Checkpoints) -> CheckpointInfo:
 
 
 @contextmanager
-def held_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """The thread behind does nothing before the event is set."""
+def blocked_writer(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """The writer thread waits until the event is set."""
     go, write = threading.Event(), Checkpoints._write_job
     monkeypatch.setattr(Checkpoints, "_write_job", lambda *job: (go.wait(), write(*job)))
     try:
@@ -93,10 +92,10 @@ def held_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
         go.set()
 
 
-# ---- what is saved comes back ----
+# ---- save and load ----
 
 DTYPES = (torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool, torch.complex64)
-ODD = {
+STATES = {
     "plain numbers": {"a": 1, "b": -2.5, "c": float("inf"), "d": True, "e": None, "f": "größer", "g": b"\0"},
     "nested": {"a": [1, (2, [3.0, {"b": ()}])], "c": {"d": {}}, "e": []},
     "numbers as keys": {"state": {0: {"step": torch.tensor(3.0)}, 11: {}}},
@@ -114,8 +113,8 @@ ODD = {
 }
 
 
-@pytest.mark.parametrize("state", ODD.values(), ids=ODD)
-def test_what_is_saved_comes_back_to_the_bit(tmp_path: Path, state: dict[str, Any]) -> None:
+@pytest.mark.parametrize("state", STATES.values(), ids=STATES)
+def test_a_state_is_loaded_bit_for_bit(tmp_path: Path, state: dict[str, Any]) -> None:
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(7, state)
         checkpoints.wait()
@@ -126,7 +125,7 @@ def test_what_is_saved_comes_back_to_the_bit(tmp_path: Path, state: dict[str, An
     )
 
 
-def test_the_file_is_read_by_torch_alone(tmp_path: Path) -> None:
+def test_the_file_can_be_read_with_torch_load(tmp_path: Path) -> None:
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, state_of(1), per_rank="mine", facts={"layers": 2}, score=0.5)
     assert same(torch.load(tmp_path / "step_00000001/state.pt", weights_only=True), state_of(1))
@@ -142,12 +141,12 @@ def test_tied_tensors_stay_tied_and_are_stored_once(tmp_path: Path) -> None:
     assert newest(checkpoints).bytes < 1.1 * shared.nbytes
 
 
-class Own:
+class Custom:
     pass
 
 
 REFUSED: dict[str, tuple[dict[Any, Any], str]] = {
-    "an object": ({"a": {"b": [Own()]}}, r"state\['a'\]\['b'\]\[0\] is a test_checkpoints.Own, which cannot"),
+    "an object": ({"a": {"b": [Custom()]}}, r"state\['a'\]\['b'\]\[0\] is a test_checkpoints.Custom, which cannot"),
     "a function": ({"a": print}, r"state\['a'\] is a builtins.builtin_function_or_method"),
     "a set": ({"a": {1, 2}}, r"state\['a'\] is a builtins.set"),
     "a key": ({"a": {(1, 2): 3}}, r"state\['a'\] has the key \(1, 2\): a key must be a string or an int"),
@@ -156,7 +155,7 @@ REFUSED: dict[str, tuple[dict[Any, Any], str]] = {
 
 
 @pytest.mark.parametrize(("state", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_could_not_be_loaded_is_not_saved(tmp_path: Path, state: dict[str, Any], message: str) -> None:
+def test_a_state_that_cannot_be_loaded_is_not_saved(tmp_path: Path, state: dict[str, Any], message: str) -> None:
     with Checkpoints(tmp_path) as checkpoints:
         with pytest.raises(CheckpointError, match=message):
             checkpoints.save(1, state)
@@ -166,13 +165,13 @@ def test_what_could_not_be_loaded_is_not_saved(tmp_path: Path, state: dict[str, 
         assert checkpoints.newest() is None
 
 
-@pytest.mark.parametrize(("facts", "score"), [({"a": Own()}, None), ({}, float("nan"))])
+@pytest.mark.parametrize(("facts", "score"), [({"a": Custom()}, None), ({}, float("nan"))])
 def test_facts_and_score_must_be_json(tmp_path: Path, facts: dict[str, Any], score: float | None) -> None:
     with Checkpoints(tmp_path) as checkpoints, pytest.raises(CheckpointError, match="cannot be written as JSON"):
         checkpoints.save(1, {}, facts=facts, score=score)
 
 
-def test_facts_are_read_before_anything_is_loaded(tmp_path: Path) -> None:
+def test_facts_are_read_without_loading_the_state(tmp_path: Path) -> None:
     with Checkpoints(tmp_path, keep=1) as checkpoints:
         checkpoints.save(1, state_of(1), facts={"layers": (1, 2)}, score=0.1)
         checkpoints.save(2, state_of(2), facts={"layers": (1, 2)}, score=0.9)
@@ -184,7 +183,7 @@ def test_facts_are_read_before_anything_is_loaded(tmp_path: Path) -> None:
     assert (found.step, found.score, found.ranks, found.facts) == (1, 0.1, 1, {"layers": [1, 2]})
 
 
-NOT_OURS = {
+MISFITS = {
     "another shape": ({"model": {"weight": torch.zeros(7)}}, r"its state\['model'\]\['weight'\] has .* \(1000,\)"),
     "one more": ({"model": {"bias": torch.zeros(1)}}, r"it has no state\['model'\]\['bias'\]"),
     "a list": ({"moments": [torch.zeros(1000)] * 3}, r"it has no state\['moments'\]\[2\]"),
@@ -192,7 +191,7 @@ NOT_OURS = {
 }
 
 
-@pytest.mark.parametrize(("state", "message"), NOT_OURS.values(), ids=NOT_OURS)
+@pytest.mark.parametrize(("state", "message"), MISFITS.values(), ids=MISFITS)
 def test_a_state_that_does_not_fit_is_refused(tmp_path: Path, state: dict[str, Any], message: str) -> None:
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, state_of(1))
@@ -209,17 +208,17 @@ def test_a_fresh_optimizer_without_moments_fits(tmp_path: Path) -> None:
 
 
 class Bomb:
-    """What a stranger puts in a file: it makes a folder when it is unpickled."""
+    """Malicious content of a file: creates a directory when it is unpickled."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, checkpoint_dir: Path) -> None:
+        self.checkpoint_dir = checkpoint_dir
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
-        return os.mkdir, (str(self.folder),)
+        return os.mkdir, (str(self.checkpoint_dir),)
 
 
 @pytest.mark.parametrize("name", ["state.pt", "ranks.pt"])
-def test_a_strangers_code_is_not_run(tmp_path: Path, name: str) -> None:
+def test_code_in_a_checkpoint_is_not_run(tmp_path: Path, name: str) -> None:
     final, notes = tmp_path / "step_00000001", directory.FileNotes()
     writing = directory.new_directory(final)
     for file in ("state.pt", "ranks.pt"):
@@ -237,12 +236,12 @@ def test_a_strangers_code_is_not_run(tmp_path: Path, name: str) -> None:
     assert not (tmp_path / "boom").exists()
 
 
-# ---- behind the training's back ----
+# ---- background writes ----
 
 
-def test_training_goes_on_while_the_state_is_written_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changes_during_the_write_are_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = state_of(1)
-    with held_back(monkeypatch) as go, Checkpoints(tmp_path) as checkpoints:
+    with blocked_writer(monkeypatch) as go, Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, state)
         assert checkpoints.failed() is None
         state["model"]["weight"].zero_()
@@ -253,8 +252,8 @@ def test_training_goes_on_while_the_state_is_written_as_it_was(tmp_path: Path, m
         assert same(checkpoints.load(newest(checkpoints), {}), state_of(1))
 
 
-class Small:
-    """A training that is small, and its state: the optimizer's, a buffer, and an average of the weights."""
+class SmallTraining:
+    """A small training whose state has an optimizer, buffers, an average and a transposed view."""
 
     def __init__(self) -> None:
         self.linear = nn.Linear(2, 3)
@@ -276,9 +275,9 @@ class Small:
         }
 
 
-def test_the_step_of_an_optimizer_waits_for_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    training = Small()
-    with held_back(monkeypatch) as go, Checkpoints(tmp_path) as checkpoints:
+def test_the_optimizer_step_waits_for_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = SmallTraining()
+    with blocked_writer(monkeypatch) as go, Checkpoints(tmp_path) as checkpoints:
         for step in (1, 2):
             before = copy.deepcopy(plain(training.state()))
             go.clear()
@@ -295,8 +294,8 @@ def test_the_step_of_an_optimizer_waits_for_the_copy(tmp_path: Path, monkeypatch
     assert not training.optimizer._optimizer_step_pre_hooks
 
 
-def test_the_step_waits_for_what_another_thread_is_copying(monkeypatch: pytest.MonkeyPatch) -> None:
-    training, copies, copy_ = Small(), snapshot.Snapshot(), torch.Tensor.copy_
+def test_the_step_waits_for_a_copy_in_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    training, copies, copy_ = SmallTraining(), snapshot.Snapshot(), torch.Tensor.copy_
     taken, go, stepped = threading.Event(), threading.Event(), threading.Event()
 
     def slowly(memory: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
@@ -306,8 +305,8 @@ def test_the_step_waits_for_what_another_thread_is_copying(monkeypatch: pytest.M
 
     copies.take({"a": training.linear.weight}, until=training.optimizer)
     monkeypatch.setattr(torch.Tensor, "copy_", slowly)
-    behind = threading.Thread(target=copies.finish)
-    behind.start()
+    writer = threading.Thread(target=copies.finish)
+    writer.start()
     taken.wait()
 
     def wait_and_step() -> None:
@@ -318,22 +317,22 @@ def test_the_step_waits_for_what_another_thread_is_copying(monkeypatch: pytest.M
     step.start()
     waited = not stepped.wait(0.05)
     go.set()
-    behind.join()
+    writer.join()
     step.join()
     assert waited
 
 
-def test_without_another_step_the_copy_is_made_behind(tmp_path: Path) -> None:
-    training = Small()
+def test_without_another_step_the_writer_thread_copies(tmp_path: Path) -> None:
+    training = SmallTraining()
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, training.state(), until=training.optimizer)
         checkpoints.wait()
         assert same(checkpoints.load(newest(checkpoints), {}), plain(training.state()))
 
 
-def test_a_change_that_is_no_step_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    training = Small()
-    with held_back(monkeypatch) as go, Checkpoints(tmp_path) as checkpoints:
+def test_a_change_outside_an_optimizer_step_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = SmallTraining()
+    with blocked_writer(monkeypatch) as go, Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, training.state(), until=training.optimizer)
         with torch.no_grad():
             training.linear.bias.zero_()
@@ -343,7 +342,7 @@ def test_a_change_that_is_no_step_is_not_saved(tmp_path: Path, monkeypatch: pyte
         assert checkpoints.newest() is None
 
 
-def test_what_a_refused_state_left_is_not_copied_into_the_next() -> None:
+def test_a_refused_state_does_not_affect_the_next_snapshot() -> None:
     copies, state = snapshot.Snapshot(), {"a": torch.zeros(3)}
     with pytest.raises(CheckpointError):
         copies.take({**state, "b": {1, 2}})
@@ -351,7 +350,7 @@ def test_what_a_refused_state_left_is_not_copied_into_the_next() -> None:
     assert same(copies.take(state), {"a": torch.ones(3)})
 
 
-def test_leaving_waits_for_the_last_save_also_after_an_error(tmp_path: Path) -> None:
+def test_exit_waits_for_the_last_save_also_after_an_error(tmp_path: Path) -> None:
     def save_and_fail() -> None:
         with Checkpoints(tmp_path) as checkpoints:
             checkpoints.save(1, state_of(1))
@@ -363,9 +362,9 @@ def test_leaving_waits_for_the_last_save_also_after_an_error(tmp_path: Path) -> 
     assert found is not None and found.step == 1
 
 
-def test_leaving_tells_of_a_write_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exit_raises_the_error_of_a_failed_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def save_and_leave() -> None:
-        with held_back(monkeypatch) as go, Checkpoints(tmp_path / "here") as checkpoints:
+        with blocked_writer(monkeypatch) as go, Checkpoints(tmp_path / "here") as checkpoints:
             checkpoints.save(1, state_of(1))
             (tmp_path / "here").rename(tmp_path / "gone")
             go.set()
@@ -374,27 +373,27 @@ def test_leaving_tells_of_a_write_that_failed(tmp_path: Path, monkeypatch: pytes
         save_and_leave()
 
 
-def try_to_take_over(pipe: Connection, folder: Path) -> None:
+def send_whether_free(pipe: Connection, checkpoint_dir: Path) -> None:
     try:
-        pipe.send(directory.take_over(folder) is not None)
+        pipe.send(directory.take_over(checkpoint_dir) is not None)
     except CheckpointError:
         pipe.send(False)
 
 
-def is_free(folder: Path) -> bool:
-    """For another process."""
-    with forked.running(try_to_take_over, folder) as (_, pipe):
+def is_free(checkpoint_dir: Path) -> bool:
+    """Return whether another process can lock the directory."""
+    with forked.running(send_whether_free, checkpoint_dir) as (_, pipe):
         assert pipe.poll(forked.TIMEOUT)
         return bool(pipe.recv())
 
 
-def test_the_folder_is_given_back_on_leaving(tmp_path: Path) -> None:
+def test_the_directory_lock_is_released_on_exit(tmp_path: Path) -> None:
     with Checkpoints(tmp_path):
         assert not is_free(tmp_path)
     assert is_free(tmp_path)
 
 
-def test_the_memory_of_a_snapshot_is_used_again() -> None:
+def test_snapshots_reuse_their_memory() -> None:
     copies = snapshot.Snapshot()
     first = copies.take(state_of(1))
     place = first["model"]["weight"].data_ptr(), first["moments"][1].data_ptr()
@@ -404,10 +403,10 @@ def test_the_memory_of_a_snapshot_is_used_again() -> None:
     assert same(copies.take(state_of(3, size=10)), state_of(3, size=10))
 
 
-def test_a_failed_write_is_told_at_the_next_step_and_the_next_save(
+def test_a_failed_write_is_reported_at_the_next_step_and_the_next_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with held_back(monkeypatch) as go, Checkpoints(tmp_path / "here") as checkpoints:
+    with blocked_writer(monkeypatch) as go, Checkpoints(tmp_path / "here") as checkpoints:
         checkpoints.save(1, state_of(1))
         (tmp_path / "here").rename(tmp_path / "gone")
         go.set()
@@ -419,24 +418,26 @@ def test_a_failed_write_is_told_at_the_next_step_and_the_next_save(
             checkpoints.save(2, state_of(2))
         assert caught.value.__cause__ is failure
         (tmp_path / "gone").rename(tmp_path / "here")
-        checkpoints.save(3, state_of(3))  # told once: whoever mends the cause may go on
+        checkpoints.save(3, state_of(3))  # the error is raised once; saving works when the cause is fixed
 
 
 @contextmanager
 def small_disk(size: str) -> Iterator[Path]:
-    """A filesystem of its own, which only root can make."""
-    with tempfile.TemporaryDirectory() as folder:
-        mount = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], capture_output=True)
+    """A separate file system; mounting it needs root."""
+    with tempfile.TemporaryDirectory() as checkpoint_dir:
+        mount = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", checkpoint_dir], capture_output=True
+        )
         if mount.returncode != 0 and "CI" not in os.environ:
             pytest.skip("a small disk needs root")
         assert mount.returncode == 0, mount.stderr
         try:
-            yield Path(folder)
+            yield Path(checkpoint_dir)
         finally:
-            subprocess.run(["umount", folder], check=True)
+            subprocess.run(["umount", checkpoint_dir], check=True)
 
 
-def test_a_full_disk_stops_the_run_and_the_older_checkpoint_stays_good() -> None:
+def test_a_full_disk_stops_the_run_and_keeps_the_older_checkpoint() -> None:
     with small_disk("8m") as disk:
         small = state_of(1, size=200_000)
         with Checkpoints(disk) as checkpoints:
@@ -454,21 +455,21 @@ def test_a_full_disk_stops_the_run_and_the_older_checkpoint_stays_good() -> None
             checkpoints.save(2, small)  # the incomplete checkpoint was removed: there is space again
 
 
-def save_for_ever(pipe: Connection, folder: Path) -> None:
-    with Checkpoints(folder, keep=2) as checkpoints:
+def save_endlessly(pipe: Connection, checkpoint_dir: Path) -> None:
+    with Checkpoints(checkpoint_dir, keep=2) as checkpoints:
         for step in range(1, 10**6):
             checkpoints.save(step, state_of(step, size=100_000))
             pipe.send(step)
 
 
-def test_a_run_killed_while_it_saves_goes_on_from_a_good_one(tmp_path: Path) -> None:
+def test_a_run_killed_during_a_save_resumes_from_a_valid_checkpoint(tmp_path: Path) -> None:
     source = random.Random(3)
     for _ in range(4):
-        with forked.running(save_for_ever, tmp_path) as (_, pipe):
+        with forked.running(save_endlessly, tmp_path) as (_, pipe):
             for _ in range(source.randrange(2, 6)):
                 assert pipe.poll(forked.TIMEOUT)
                 pipe.recv()
-            threading.Event().wait(source.random() / 20)  # into the midst of the next write
+            threading.Event().wait(source.random() / 20)  # so that the kill hits the next write
         with Checkpoints(tmp_path) as checkpoints:
             found = newest(checkpoints)
             assert same(checkpoints.load(found, {}), state_of(found.step, size=100_000))
@@ -480,7 +481,7 @@ def test_a_wrong_keep_is_refused(tmp_path: Path) -> None:
         Checkpoints(tmp_path, keep=0)
 
 
-# ---- random states, and a run that goes on ----
+# ---- random states and resumed runs ----
 
 
 def draws() -> list[Any]:
@@ -490,8 +491,8 @@ def draws() -> list[Any]:
     return drawn
 
 
-def test_every_generator_goes_on_where_it_was(tmp_path: Path) -> None:
-    draws()  # gauss() keeps a second number back
+def test_every_random_generator_is_restored(tmp_path: Path) -> None:
+    draws()  # gauss() buffers a second number
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, {}, per_rank=random_state())
         expected = draws()
@@ -501,24 +502,24 @@ def test_every_generator_goes_on_where_it_was(tmp_path: Path) -> None:
     assert draws() == expected
 
 
-def test_numpy_is_asked_only_where_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numpy_state_is_saved_only_when_numpy_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "numpy", raising=False)
     assert "numpy" not in random_state()
-    told: list[Any] = []
+    restored: list[Any] = []
     keys = SimpleNamespace(tolist=lambda: [1, 2])
-    generator = SimpleNamespace(get_state=lambda: ("MT19937", keys, 2, 0, 0.5), set_state=told.append)
+    generator = SimpleNamespace(get_state=lambda: ("MT19937", keys, 2, 0, 0.5), set_state=restored.append)
     monkeypatch.setitem(sys.modules, "numpy", SimpleNamespace(random=generator))
     set_random_state(random_state())
-    assert told == [("MT19937", [1, 2], 2, 0, 0.5)]
+    assert restored == [("MT19937", [1, 2], 2, 0, 0.5)]
 
 
-def train(folder: Path, first: int, last: int) -> dict[str, Any]:
-    """A small training with dropout, from its newest checkpoint, saved after each step."""
+def train(checkpoint_dir: Path, first: int, last: int) -> dict[str, Any]:
+    """Train a small model with dropout from its newest checkpoint, saving after each step."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
-    with Checkpoints(folder) as checkpoints:
+    with Checkpoints(checkpoint_dir) as checkpoints:
         if found := checkpoints.newest():
             state = checkpoints.load(found, {"model": model.state_dict()})
             model.load_state_dict(state["model"])
@@ -537,7 +538,7 @@ def train(folder: Path, first: int, last: int) -> dict[str, Any]:
 
 
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*")
-def test_a_run_that_goes_on_is_not_told_from_one_never_stopped(tmp_path: Path) -> None:
+def test_a_resumed_run_is_bit_for_bit_one_never_stopped(tmp_path: Path) -> None:
     random.seed(0)
     whole = train(tmp_path / "whole", 1, 6)
     random.seed(0)
@@ -551,9 +552,9 @@ def test_a_run_that_goes_on_is_not_told_from_one_never_stopped(tmp_path: Path) -
 # ---- several ranks ----
 
 
-def save_on_ranks(rank: int, size: int, folder: Path) -> None:
-    """Each rank has a folder of its own, as nodes that share none; rank 0 writes."""
-    with Checkpoints(folder / f"node{rank}", rank=rank, size=size) as checkpoints:
+def save_on_ranks(rank: int, size: int, checkpoint_dir: Path) -> None:
+    """Each rank has a separate directory, like nodes without shared storage; rank 0 writes."""
+    with Checkpoints(checkpoint_dir / f"node{rank}", rank=rank, size=size) as checkpoints:
         for step in (1, 2):
             torch.manual_seed(rank)
             checkpoints.save(step, state_of(step), per_rank={"draws": torch.randn(3), **random_state()})
@@ -561,9 +562,9 @@ def save_on_ranks(rank: int, size: int, folder: Path) -> None:
         assert newest(checkpoints).step == 2
 
 
-def load_on_ranks(rank: int, size: int, folder: Path) -> tuple[int, int, bool, Any]:
+def load_on_ranks(rank: int, size: int, checkpoint_dir: Path) -> tuple[int, int, bool, Any]:
     collectives.PIECE = 1000  # sent in many pieces
-    with Checkpoints(folder / f"node{rank}", rank=rank, size=size) as checkpoints:
+    with Checkpoints(checkpoint_dir / f"node{rank}", rank=rank, size=size) as checkpoints:
         found = newest(checkpoints)
         whole = same(checkpoints.load(found, state_of(0)), state_of(2))
         own = checkpoints.load_per_rank(found)
@@ -572,7 +573,7 @@ def load_on_ranks(rank: int, size: int, folder: Path) -> tuple[int, int, bool, A
         return found.step, found.ranks, whole, None if own is None else (own["draws"].tolist(), torch.randn(3).tolist())
 
 
-def test_rank_0_writes_and_every_rank_gets_it_and_its_own(tmp_path: Path) -> None:
+def test_every_rank_gets_the_state_of_rank_0_and_its_per_rank_state(tmp_path: Path) -> None:
     forked.ranks(2, save_on_ranks, tmp_path)
     assert not (tmp_path / "node1").exists()
     expected = []
@@ -582,10 +583,10 @@ def test_rank_0_writes_and_every_rank_gets_it_and_its_own(tmp_path: Path) -> Non
     assert forked.ranks(3, load_on_ranks, tmp_path) == [*expected, (2, 2, True, None)]
 
 
-def load_what_rank_0_cannot_read(rank: int, size: int, folder: Path) -> list[str]:
+def load_what_rank_0_cannot_read(rank: int, size: int, checkpoint_dir: Path) -> list[str]:
     collectives.PIECE = 1000
     errors = []
-    with Checkpoints(folder / f"node{rank}", rank=rank, size=size) as checkpoints:
+    with Checkpoints(checkpoint_dir / f"node{rank}", rank=rank, size=size) as checkpoints:
         found = newest(checkpoints)
         for load in (lambda: checkpoints.load(found, {}), lambda: checkpoints.load_per_rank(found)):
             files = [found.path / "state.pt", found.path / "ranks.pt"]
@@ -599,7 +600,7 @@ def load_what_rank_0_cannot_read(rank: int, size: int, folder: Path) -> list[str
     return errors
 
 
-def test_what_rank_0_cannot_read_is_an_error_on_every_rank(tmp_path: Path) -> None:
+def test_a_read_error_on_rank_0_is_raised_on_every_rank(tmp_path: Path) -> None:
     forked.ranks(1, save_on_ranks, tmp_path)
     first, *others = forked.ranks(3, load_what_rank_0_cannot_read, tmp_path)
     assert [first] * 2 == others
@@ -609,25 +610,25 @@ def test_what_rank_0_cannot_read_is_an_error_on_every_rank(tmp_path: Path) -> No
     assert "checkpoints exist, but none is usable" in manifest
 
 
-def fail_on_ranks(rank: int, size: int, folder: Path) -> list[str]:
-    told = []
-    with Checkpoints(folder, rank=rank, size=size) as checkpoints:
+def fail_on_ranks(rank: int, size: int, checkpoint_dir: Path) -> list[str]:
+    messages = []
+    with Checkpoints(checkpoint_dir, rank=rank, size=size) as checkpoints:
         if rank == 0:
-            folder.rename(folder.with_name("gone"))
+            checkpoint_dir.rename(checkpoint_dir.with_name("gone"))
         checkpoints.save(1, state_of(1))
         with pytest.raises(CheckpointError) as caught:
             checkpoints.save(2, state_of(2))
-        told.append(str(caught.value))
+        messages.append(str(caught.value))
         if rank == 0:
-            folder.with_name("gone").rename(folder)
+            checkpoint_dir.with_name("gone").rename(checkpoint_dir)
         assert checkpoints.newest() is None
-    (folder / "file").touch()
+    (checkpoint_dir / "file").touch()
     with pytest.raises(CheckpointError) as caught:
-        Checkpoints(folder / "file" / "checkpoints", rank=rank, size=size)
-    return [*told, str(caught.value)]
+        Checkpoints(checkpoint_dir / "file" / "checkpoints", rank=rank, size=size)
+    return [*messages, str(caught.value)]
 
 
-def test_what_fails_on_rank_0_is_told_on_every_rank(tmp_path: Path) -> None:
+def test_a_write_error_on_rank_0_is_raised_on_every_rank(tmp_path: Path) -> None:
     first, second = forked.ranks(2, fail_on_ranks, tmp_path / "here")
     assert first == second
     assert "cannot write" in first[0] and "No such file" in first[0]

@@ -1,4 +1,4 @@
-"""A checkpoint that the settings do not want, or cannot use, is known by its manifest."""
+"""The manifest alone shows whether a checkpoint fits the settings of a run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from distributed.config import ConfigError, Settings
 MODEL = {"n_layer": 2, "n_head": 1, "n_embd": 8, "block_size": 16}
 FOLD: dict[str, Any] = {"participant": "a", "mode": "heldout"}
 TARGET: dict[str, Any] = {"participant": "a", "mode": "full_fine_tuning", "target_data_pct": 0.5, "target_batch_pct": 1}
-THERE = {**Settings(model=MODEL, train={"steps": 1, "batch_size": 1}).model.model_dump(), "vocab_size": 256}
+SAVED_MODEL = {**Settings(model=MODEL, train={"steps": 1, "batch_size": 1}).model.model_dump(), "vocab_size": 256}
 
 
 def settings(**sections: dict[str, Any]) -> Settings:
@@ -29,11 +29,11 @@ def settings(**sections: dict[str, Any]) -> Settings:
 
 
 def found(sharded: bool = False, **facts: Any) -> CheckpointInfo:
-    return CheckpointInfo(Path("c/step_00000007"), 7, None, 1, sharded, "", {"model": THERE, **facts}, {})
+    return CheckpointInfo(Path("c/step_00000007"), 7, None, 1, sharded, "", {"model": SAVED_MODEL, **facts}, {})
 
 
 @pytest.mark.parametrize("vocab_size", [None, 256])
-def test_what_fits_is_taken(vocab_size: int | None) -> None:
+def test_a_compatible_checkpoint_is_accepted(vocab_size: int | None) -> None:
     check_resumable(found(), settings(), vocab_size)
     check_resumable(found(**FOLD), settings(data=FOLD), vocab_size)
     check_resumable(found(participant=None, mode=None), settings(), vocab_size)
@@ -77,7 +77,7 @@ def test_what_fits_is_taken(vocab_size: int | None) -> None:
         (found(), {"distributed": {"strategy": "fsdp"}}, None, "is unsharded, but this run uses sharded"),
     ],
 )
-def test_a_checkpoint_that_does_not_fit_is_refused(
+def test_an_incompatible_checkpoint_is_refused(
     checkpoint: CheckpointInfo, sections: dict[str, Any], vocab_size: int | None, message: str
 ) -> None:
     with pytest.raises((ConfigError, CheckpointError)) as refused:
@@ -85,14 +85,14 @@ def test_a_checkpoint_that_does_not_fit_is_refused(
     assert message in str(refused.value)
 
 
-@pytest.mark.parametrize(("there", "now"), [("3f" * 32, "4e" * 32), (None, "4e" * 32), ("3f" * 32, None)])
-def test_a_checkpoint_of_another_base_model_is_refused(there: str | None, now: str | None) -> None:
-    check_base_model(found(base_model=there), there)
-    with pytest.raises(ConfigError, match=f"another base model: now {now}, checkpoint: {there}"):
-        check_base_model(found(base_model=there), now)
+@pytest.mark.parametrize(("saved", "now"), [("3f" * 32, "4e" * 32), (None, "4e" * 32), ("3f" * 32, None)])
+def test_a_checkpoint_of_another_base_model_is_refused(saved: str | None, now: str | None) -> None:
+    check_base_model(found(base_model=saved), saved)
+    with pytest.raises(ConfigError, match=f"another base model: now {now}, checkpoint: {saved}"):
+        check_base_model(found(base_model=saved), now)
 
 
-def test_every_setting_that_changes_is_announced_with_what_follows() -> None:
+def test_every_changed_setting_is_reported_with_its_effect() -> None:
     before = {
         **changeable(settings()),
         "precision": "float32",
@@ -114,14 +114,14 @@ def test_every_setting_that_changes_is_announced_with_what_follows() -> None:
     ]
 
 
-def test_every_setting_of_the_training_is_announced_refused_or_without_effect_on_it() -> None:
-    without = {"base_steps", "base_model", "epochs", "compile", "gradient_checkpointing", "evaluate_every"}
+def test_every_training_setting_is_reported_or_has_no_effect_on_the_result() -> None:
+    no_effect = {"base_steps", "base_model", "epochs", "compile", "gradient_checkpointing", "evaluate_every"}
     as_batch = {"batch_size", "batch_size_per_device"}
-    assert type(settings().train).model_fields.keys() - without - as_batch <= CHANGEABLE.keys()
+    assert type(settings().train).model_fields.keys() - no_effect - as_batch <= CHANGEABLE.keys()
 
 
 @pytest.mark.parametrize(("steps", "length"), [(7, {"steps": 7}), (5, {"epochs": 1})])
-def test_a_complete_run_is_told_how_to_go_on(steps: int, length: dict[str, int]) -> None:
+def test_a_complete_run_gets_a_message_with_the_remedy(steps: int, length: dict[str, int]) -> None:
     now = settings(train={**length, "batch_size": 1})
     assert complete(found(), 8, now) == ""
     assert complete(found(), steps, now) == (
@@ -130,5 +130,5 @@ def test_a_complete_run_is_told_how_to_go_on(steps: int, length: dict[str, int])
     )
 
 
-def test_a_checkpoint_from_before_base_models_has_none() -> None:
+def test_a_checkpoint_without_a_base_model_entry_has_no_base_model() -> None:
     check_base_model(found(), None)

@@ -1,7 +1,7 @@
-"""A sharded state is whole again on any number of ranks, or the checkpoint is not there.
+"""Sharded checkpoints: the full state is loaded on any number of ranks, or no checkpoint is published.
 
-Every rank writes, and one of them may fail, be late, or sit on a node that does not see the folder. Shards
-are uneven where a size does not divide. And torch's own reader would run a stranger's code: ours does not.
+Every rank writes. One may fail, be late, or run on a node that does not share the directory. Shards are uneven when a
+size is not divisible. Unlike the reader of PyTorch, loading runs no code from the file.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from distributed.checkpoint import directory, sharded
 from distributed.checkpoint.checkpoints import CheckpointError, CheckpointInfo, Checkpoints
 
-WIDTHS = (5, 7, 1)  # shared out to 2 or 3 ranks, some have more than others, and some have nothing
+WIDTHS = (5, 7, 1)  # sharded over 2 or 3 ranks: shards are uneven, some are empty
 
 
 class Training:
@@ -70,13 +70,13 @@ class Training:
             "more": {"list": [1, {"a": 2.5}], "pair": (1, "x"), "none": None},
         }
 
-    def go_on(self, state: dict[str, Any]) -> None:
+    def restore(self, state: dict[str, Any]) -> None:
         from torch.distributed.checkpoint.state_dict import set_state_dict
 
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
-    def whole(self) -> dict[str, Tensor]:
-        """Every tensor of the state, unsharded, by its place."""
+    def unsharded(self) -> dict[str, Tensor]:
+        """Return every tensor of the state, unsharded, by name."""
         state = self.state()
         tensors = dict(state["model"])
         for name, moments in state["optimizer"]["state"].items():
@@ -85,8 +85,8 @@ class Training:
                 for name, tensor in tensors.items()}  # fmt: skip
 
 
-def opened(folder: Path, rank: int, size: int, shard_timeout: float = 60.0) -> Checkpoints:
-    return Checkpoints(folder, rank=rank, size=size, sharded=True, shard_timeout=shard_timeout)
+def opened(checkpoint_dir: Path, rank: int, size: int, shard_timeout: float = 60.0) -> Checkpoints:
+    return Checkpoints(checkpoint_dir, rank=rank, size=size, sharded=True, shard_timeout=shard_timeout)
 
 
 def newest(checkpoints: Checkpoints) -> CheckpointInfo:
@@ -95,148 +95,150 @@ def newest(checkpoints: Checkpoints) -> CheckpointInfo:
     return found
 
 
-def save(rank: int, size: int, folder: Path) -> dict[str, Tensor]:
+def save(rank: int, size: int, checkpoint_dir: Path) -> dict[str, Tensor]:
     training = Training()
-    with opened(folder, rank, size) as checkpoints:
+    with opened(checkpoint_dir, rank, size) as checkpoints:
         for step in (1, 2):
             training.learn(step)
             checkpoints.save(step, training.state(), per_rank=f"rank {rank}", until=training.optimizer)
-        saved = training.whole()
+        saved = training.unsharded()
         training.learn(3)  # while step 2 is written
     return saved
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a rank that goes on from step 2 has, and has one step later."""
+    """State of a resumed rank at step 2 and one step later."""
 
-    whole: dict[str, Tensor]
+    unsharded: dict[str, Tensor]
     more: dict[str, Any]
     own: str | None
     tied: bool
     step_later: dict[str, Tensor]
 
 
-def load(rank: int, size: int, folder: Path) -> Loaded:
+def load(rank: int, size: int, checkpoint_dir: Path) -> Loaded:
     training = Training()
-    with opened(folder, rank, size) as checkpoints:
+    with opened(checkpoint_dir, rank, size) as checkpoints:
         found = newest(checkpoints)
         state = checkpoints.load(found, training.state())
-        training.go_on(state)
+        training.restore(state)
         own = checkpoints.load_per_rank(found)
     parameters = dict(training.model.named_parameters(remove_duplicate=False))
-    tied, whole = parameters["tied.weight"] is parameters["0.weight"], training.whole()
+    tied, unsharded = parameters["tied.weight"] is parameters["0.weight"], training.unsharded()
     training.learn(3)
-    return Loaded(whole, state["more"], own, tied, training.whole())
+    return Loaded(unsharded, state["more"], own, tied, training.unsharded())
 
 
-def train_on(rank: int, size: int) -> dict[str, Tensor]:
+def train_without_stop(rank: int, size: int) -> dict[str, Tensor]:
     training = Training()
     for step in (1, 2, 3):
         training.learn(step)
-    return training.whole()
+    return training.unsharded()
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A folder with steps 1 and 2 of a world, and every tensor of step 2."""
+    """A directory with the checkpoints of steps 1 and 2, and every tensor of step 2."""
 
-    folder: Path
-    whole: dict[str, Tensor]
+    checkpoint_dir: Path
+    unsharded: dict[str, Tensor]
 
 
 @pytest.fixture(scope="module")
-def by_two(tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    folder = tmp_path_factory.mktemp("by_two")
-    return Saved(folder, forked.ranks(2, save, folder)[0])
+def saved_by_two(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    checkpoint_dir = tmp_path_factory.mktemp("saved_by_two")
+    return Saved(checkpoint_dir, forked.ranks(2, save, checkpoint_dir)[0])
 
 
-def alike(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+def equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
 def check_loaded(saved: Saved, before: int, after: int) -> None:
-    for rank, loaded in enumerate(forked.ranks(after, load, saved.folder)):
-        assert alike(loaded.whole, saved.whole)
+    for rank, loaded in enumerate(forked.ranks(after, load, saved.checkpoint_dir)):
+        assert equal(loaded.unsharded, saved.unsharded)
         assert loaded.more == {"list": [1, {"a": 2.5}], "pair": (1, "x"), "none": None}
         assert loaded.own == (f"rank {rank}" if rank < before else None)
         assert loaded.tied
 
 
-def test_what_two_ranks_saved_has_every_tensor(by_two: Saved) -> None:
+def test_a_checkpoint_of_two_ranks_has_every_tensor(saved_by_two: Saved) -> None:
     parameters = ["0.weight", "1.weight", "1.bias", "2.weight", "2.bias"]
     moments = [f"{name} {moment}" for name in parameters for moment in ("step", "exp_avg", "exp_avg_sq")]
-    assert sorted(by_two.whole) == sorted(["seen", "tied.weight", *parameters, *moments])
-    assert sorted(path.name for path in (by_two.folder / "step_00000002").iterdir()) == [
+    assert sorted(saved_by_two.unsharded) == sorted(["seen", "tied.weight", *parameters, *moments])
+    assert sorted(path.name for path in (saved_by_two.checkpoint_dir / "step_00000002").iterdir()) == [
         ".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json", "ranks.pt",
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_what_two_ranks_saved_is_whole_on_fewer_or_more(by_two: Saved, ranks: int) -> None:
-    check_loaded(by_two, before=2, after=ranks)
+def test_a_checkpoint_of_two_ranks_is_loaded_on_fewer_or_more(saved_by_two: Saved, ranks: int) -> None:
+    check_loaded(saved_by_two, before=2, after=ranks)
 
 
-def test_what_one_rank_saved_is_whole_on_two(tmp_path: Path) -> None:
+def test_a_checkpoint_of_one_rank_is_loaded_on_two(tmp_path: Path) -> None:
     check_loaded(Saved(tmp_path, forked.ranks(1, save, tmp_path)[0]), before=1, after=2)
 
 
-def test_a_run_that_goes_on_is_not_told_from_one_never_stopped(by_two: Saved) -> None:
-    went_on = forked.ranks(2, load, by_two.folder)[0]
-    assert alike(went_on.step_later, forked.ranks(2, train_on)[0])
+def test_a_resumed_run_is_bit_for_bit_one_never_stopped(saved_by_two: Saved) -> None:
+    went_on = forked.ranks(2, load, saved_by_two.checkpoint_dir)[0]
+    assert equal(went_on.step_later, forked.ranks(2, train_without_stop)[0])
 
 
-def test_torchs_own_tool_reads_it(by_two: Saved, tmp_path: Path) -> None:
-    dcp_to_torch_save(by_two.folder / "step_00000002", tmp_path / "all.pt")
+def test_dcp_to_torch_save_reads_a_checkpoint(saved_by_two: Saved, tmp_path: Path) -> None:
+    dcp_to_torch_save(saved_by_two.checkpoint_dir / "step_00000002", tmp_path / "all.pt")
     read = torch.load(tmp_path / "all.pt", weights_only=True)
-    assert torch.equal(read["model"]["1.weight"], by_two.whole["1.weight"])
+    assert torch.equal(read["model"]["1.weight"], saved_by_two.unsharded["1.weight"])
 
 
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "__1_0.distcp", "ranks.pt", "manifest.json"])
-def test_damage_to_any_file_is_found(by_two: Saved, tmp_path: Path, name: str) -> None:
-    shutil.copytree(by_two.folder, tmp_path, dirs_exist_ok=True)
+def test_damage_to_any_file_is_detected(saved_by_two: Saved, tmp_path: Path, name: str) -> None:
+    shutil.copytree(saved_by_two.checkpoint_dir, tmp_path, dirs_exist_ok=True)
     file = tmp_path / "step_00000002" / name
-    sound = file.read_bytes()
-    for place in range(0, len(sound), len(sound) // 7):
-        for damaged in (sound[:place], sound[:place] + bytes([sound[place] ^ 4]) + sound[place + 1 :]):
+    intact = file.read_bytes()
+    for position in range(0, len(intact), len(intact) // 7):
+        for damaged in (intact[:position], intact[:position] + bytes([intact[position] ^ 4]) + intact[position + 1 :]):
             file.write_bytes(damaged)
             found = directory.newest(tmp_path)
-            assert found is not None and found.step == 1, place
-    file.write_bytes(sound)
+            assert found is not None and found.step == 1, position
+    file.write_bytes(intact)
     found = directory.newest(tmp_path)
     assert found is not None and found.step == 2
 
 
-# ---- what does not fit ----
+# ---- incompatible states ----
 
 
-def load_misfits(rank: int, size: int, folder: Path) -> list[str]:
-    told = []
-    with opened(folder, rank, size) as checkpoints:
+def load_misfits(rank: int, size: int, checkpoint_dir: Path) -> list[str]:
+    messages = []
+    with opened(checkpoint_dir, rank, size) as checkpoints:
         for widths, extra in (((5, 6, 1), False), (WIDTHS, True), ((5, 1), False)):
             state = Training(widths, extra).state()
             with pytest.raises(CheckpointError) as caught:
                 checkpoints.load(newest(checkpoints), state)
-            told.append(str(caught.value))
-    with Checkpoints(folder, rank=rank, size=size) as whole, pytest.raises(CheckpointError) as caught:
-        whole.load(newest(whole), {})
-    return [*told, str(caught.value)]
+            messages.append(str(caught.value))
+    with Checkpoints(checkpoint_dir, rank=rank, size=size) as unsharded, pytest.raises(CheckpointError) as caught:
+        unsharded.load(newest(unsharded), {})
+    return [*messages, str(caught.value)]
 
 
-def test_another_model_and_another_strategy_are_refused_on_every_rank(by_two: Saved) -> None:
-    first, second = forked.ranks(2, load_misfits, by_two.folder)
+def test_another_model_and_another_strategy_are_refused_on_every_rank(saved_by_two: Saved) -> None:
+    first, second = forked.ranks(2, load_misfits, saved_by_two.checkpoint_dir)
     shape, missing, surplus, strategy = first
     assert first == second
-    assert all(f"{by_two.folder}/step_00000002 does not fit this training: " in told for told in first[:3])
+    assert all(
+        f"{saved_by_two.checkpoint_dir}/step_00000002 does not fit this training: " in message for message in first[:3]
+    )
     assert "Size mismatch" in shape and "model.1.weight" in shape
     assert "Missing key" in missing and "3.weight" in missing
     assert surplus.endswith("it has model.2.bias, and this training has no such tensor (8 in all)")
     assert "is sharded, but this run uses unsharded checkpoints; resume with the strategy" in strategy
 
 
-def load_what_rank_1_cannot_read(rank: int, size: int, folder: Path) -> list[str]:
+def load_what_rank_1_cannot_read(rank: int, size: int, checkpoint_dir: Path) -> list[str]:
     errors = []
-    with opened(folder, rank, size) as checkpoints:
+    with opened(checkpoint_dir, rank, size) as checkpoints:
         found = newest(checkpoints)
         for name in (".metadata", "__0_0.distcp"):
             broken = [found.path / name] if rank == 1 else []
@@ -247,68 +249,74 @@ def load_what_rank_1_cannot_read(rank: int, size: int, folder: Path) -> list[str
     return errors
 
 
-def test_what_one_rank_cannot_read_is_refused_on_every_rank(by_two: Saved) -> None:
-    first, second = forked.ranks(2, load_what_rank_1_cannot_read, by_two.folder)
+def test_a_read_error_on_one_rank_is_raised_on_every_rank(saved_by_two: Saved) -> None:
+    first, second = forked.ranks(2, load_what_rank_1_cannot_read, saved_by_two.checkpoint_dir)
     assert first == second
     assert all("cannot be read on rank 1: [Errno 116] Stale file handle" in error for error in first)
 
 
-def save_keys_that_are_numbers(rank: int, size: int, folder: Path) -> None:
-    with opened(folder, rank, size) as checkpoints, pytest.raises(CheckpointError, match="a key must be a string"):
+def save_keys_that_are_numbers(rank: int, size: int, checkpoint_dir: Path) -> None:
+    with (
+        opened(checkpoint_dir, rank, size) as checkpoints,
+        pytest.raises(CheckpointError, match="a key must be a string"),
+    ):
         checkpoints.save(1, {"a": {1: torch.ones(2)}})
 
 
-def test_keys_are_strings_because_torch_makes_them_so(tmp_path: Path) -> None:
+def test_keys_must_be_strings(tmp_path: Path) -> None:
     forked.ranks(1, save_keys_that_are_numbers, tmp_path)
 
 
-def save_shards_as_a_whole(rank: int, size: int, folder: Path) -> None:
-    with Checkpoints(folder) as checkpoints, pytest.raises(CheckpointError, match=r"is sharded: .* sharded=True"):
+def save_shards_as_a_whole(rank: int, size: int, checkpoint_dir: Path) -> None:
+    with (
+        Checkpoints(checkpoint_dir) as checkpoints,
+        pytest.raises(CheckpointError, match=r"is sharded: .* sharded=True"),
+    ):
         checkpoints.save(1, Training().state())
 
 
-def test_shards_are_not_taken_for_the_whole(tmp_path: Path) -> None:
+def test_an_unsharded_checkpoint_refuses_shards(tmp_path: Path) -> None:
     forked.ranks(1, save_shards_as_a_whole, tmp_path)
 
 
-# ---- a stranger's code ----
+# ---- untrusted files ----
 
 
 class Bomb:
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, checkpoint_dir: Path) -> None:
+        self.checkpoint_dir = checkpoint_dir
 
     def __reduce__(self) -> tuple[Any, tuple[str]]:
-        return os.mkdir, (str(self.folder),)
+        return os.mkdir, (str(self.checkpoint_dir),)
 
 
-def load_bombs(rank: int, size: int, folder: Path) -> list[str]:
-    told = []
-    with opened(folder, rank, size) as checkpoints:
+def load_bombs(rank: int, size: int, checkpoint_dir: Path) -> list[str]:
+    messages = []
+    with opened(checkpoint_dir, rank, size) as checkpoints:
         found = newest(checkpoints)
         metadata = found.path / ".metadata"
-        sound = metadata.read_bytes()
-        metadata.write_bytes(pickle.dumps(Bomb(folder / "boom")))
+        intact = metadata.read_bytes()
+        metadata.write_bytes(pickle.dumps(Bomb(checkpoint_dir / "boom")))
         with pytest.raises(CheckpointError) as caught:
             checkpoints.load(found, Training().state())
-        told.append(str(caught.value))
-        metadata.write_bytes(sound)
+        messages.append(str(caught.value))
+        metadata.write_bytes(intact)
         checkpoints.load(found, Training().state())
-    with opened(folder / "numbers", rank, size) as checkpoints:
-        checkpoints.save(1, {"more": {"number": 1.5}})  # no tensor, which torch reads with care
+    with opened(checkpoint_dir / "numbers", rank, size) as checkpoints:
+        checkpoints.save(1, {"more": {"number": 1.5}})  # not a tensor: PyTorch reads tensors with weights_only
         checkpoints.wait()
-        bomb = folder / "bomb.pt"
-        torch.save(Bomb(folder / "boom"), bomb)
+        bomb = checkpoint_dir / "bomb.pt"
+        torch.save(Bomb(checkpoint_dir / "boom"), bomb)
         pytest.MonkeyPatch().setattr(FileSystemReader, "_slice_file", lambda *_: bomb.open("rb"))
         with pytest.raises(CheckpointError) as caught:
             checkpoints.load(newest(checkpoints), {"more": {"number": 0.0}})
-        told.append(str(caught.value))
-    assert not (folder / "boom").exists()
-    return told
+        messages.append(str(caught.value))
+    assert not (checkpoint_dir / "boom").exists()
+    return messages
 
 
-def test_a_strangers_code_is_not_run(by_two: Saved, tmp_path: Path) -> None:
-    shutil.copytree(by_two.folder, tmp_path, dirs_exist_ok=True)
+def test_code_in_a_checkpoint_is_not_run(saved_by_two: Saved, tmp_path: Path) -> None:
+    shutil.copytree(saved_by_two.checkpoint_dir, tmp_path, dirs_exist_ok=True)
     metadata, item = forked.ranks(1, load_bombs, tmp_path)[0]
     for text in (metadata, item):
         assert "step_0000000" in text
@@ -318,14 +326,14 @@ def test_a_strangers_code_is_not_run(by_two: Saved, tmp_path: Path) -> None:
 class Attribute:
     """Pickled as Python 3.11.0 to 3.11.3 pickle the member of an enumeration."""
 
-    def __init__(self, *words: object) -> None:
-        self.words = words
+    def __init__(self, *arguments: object) -> None:
+        self.arguments = arguments
 
     def __reduce__(self) -> tuple[Any, tuple[object, ...]]:
-        return getattr, self.words
+        return getattr, self.arguments
 
 
-def test_of_attributes_only_members_of_enumerations_are_read() -> None:
+def test_getattr_in_a_pickle_reads_only_enumeration_members() -> None:
     kind = _MEM_FORMAT_ENCODING
     assert sharded._unpickle(pickle.dumps(Attribute(kind, "TORCH_CHANNELS_LAST"))) is kind.TORCH_CHANNELS_LAST
     for owner, name in ((Metadata, "__init__"), (kind, "__init__"), (torch.Size, "__class__")):
@@ -336,14 +344,14 @@ def test_of_attributes_only_members_of_enumerations_are_read() -> None:
 # ---- a rank that fails ----
 
 
-def fail_on_rank_1(rank: int, size: int, folder: Path, how: str) -> str:
+def fail_on_rank_1(rank: int, size: int, checkpoint_dir: Path, failure: str) -> str:
     training = Training()
-    with opened(folder, rank, size, shard_timeout=0.5) as checkpoints:
+    with opened(checkpoint_dir, rank, size, shard_timeout=0.5) as checkpoints:
         training.learn(1)
         checkpoints.save(1, training.state())
         checkpoints.wait()
         if rank == 1:
-            spoil(how)
+            break_writes(failure)
         checkpoints.save(2, training.state())
         with pytest.raises(CheckpointError) as caught:
             checkpoints.wait()
@@ -351,45 +359,45 @@ def fail_on_rank_1(rank: int, size: int, folder: Path, how: str) -> str:
     return str(caught.value)
 
 
-def spoil(how: str) -> None:
+def break_writes(failure: str) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    patch = pytest.MonkeyPatch()  # for this process, which ends with the test
-    if how == "silent":
+    patch = pytest.MonkeyPatch()  # never undone: this process exits with the test
+    if failure == "silent":
         patch.setattr(sharded.ShardWriter, "_leave_note", lambda *_: None)
     else:
         patch.setattr(directory.HashedFile, "write", full)
-    if how == "so full that it cannot say it":
+    if failure == "full also for the note":
         patch.setattr(Path, "write_text", lambda self, _: self.touch())
 
 
-TOLD = {
+FAILURES = {
     "full": "rank 1: [Errno 28] No space left on device",
-    "so full that it cannot say it": "rank 1: could not write its shard",
+    "full also for the note": "rank 1: could not write its shard",
     "silent": "rank 1: timed out waiting for its shard",
 }
 
 
-@pytest.mark.parametrize(("how", "told"), TOLD.items(), ids=TOLD)
-def test_a_rank_that_fails_leaves_no_checkpoint_and_every_rank_is_told(tmp_path: Path, how: str, told: str) -> None:
-    first, second = forked.ranks(2, fail_on_rank_1, tmp_path, how)
+@pytest.mark.parametrize(("failure", "message"), FAILURES.items(), ids=FAILURES)
+def test_a_failed_rank_leaves_no_checkpoint_and_every_rank_raises(tmp_path: Path, failure: str, message: str) -> None:
+    first, second = forked.ranks(2, fail_on_rank_1, tmp_path, failure)
     assert first == second
-    assert first.startswith(f"cannot write {tmp_path}/step_00000002: {told}. Earlier checkpoints are intact")
+    assert first.startswith(f"cannot write {tmp_path}/step_00000002: {message}. Earlier checkpoints are intact")
     assert [path.name for path in tmp_path.glob("step_*")] == ["step_00000001"]
 
 
-def save_where_rank_1_does_not_see_it(rank: int, size: int, folder: Path) -> str:
+def save_where_rank_1_does_not_see_it(rank: int, size: int, checkpoint_dir: Path) -> str:
     sharded.SHARED_WITHIN = 0.2
     if rank == 1:
         pytest.MonkeyPatch().setattr(Path, "is_dir", lambda _: False)
-    with opened(folder, rank, size) as checkpoints:
+    with opened(checkpoint_dir, rank, size) as checkpoints:
         with pytest.raises(CheckpointError) as caught:
             checkpoints.save(1, Training().state())
         return str(caught.value)
 
 
-def test_a_node_that_does_not_share_the_folder_is_named(tmp_path: Path) -> None:
+def test_the_error_names_a_node_that_does_not_share_the_directory(tmp_path: Path) -> None:
     first, second = forked.ranks(2, save_where_rank_1_does_not_see_it, tmp_path)
     assert first == second
     assert first.startswith("rank 1 on ") and "fsdp needs a checkpoint directory that all nodes share" in first
