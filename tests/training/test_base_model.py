@@ -1,7 +1,7 @@
-"""A base model on a disk is complete and verified, or it is not there.
+"""The cache of base models: a published base model is complete and verified.
 
-Guarded here: every damage is found, a copy is never visible before it is complete, also when its process is killed at
-any moment; one process trains a base model however many want it, and none that is in use is removed.
+Every damage is detected. A copy is visible only when complete, also after SIGKILL at any time. One process trains a
+base model when several claim it. A base model in use is not removed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DIGEST = "ab" * 32
 NAME = DIGEST[:12]
 SAME_NAME = NAME + "cd" * 26  # another digest, whose first characters are the same
 OTHER = "ef" * 32
-PATIENCE = 60.0  # seconds
+TIMEOUT = 60.0  # seconds
 
 _context = multiprocessing.get_context("spawn")  # pytest has threads, which a fork would lose
 
@@ -53,8 +53,8 @@ def published(cache: Path, digest: str = DIGEST, text: str = "weights") -> Path:
     return cache / base_model.hash_of(digest)
 
 
-def hidden(cache: Path) -> list[str]:
-    """What incomplete copies have left."""
+def staging_directories(cache: Path) -> list[str]:
+    """Return the names of incomplete copies."""
     return [path.name for path in cache.iterdir() if ".incomplete-" in path.name]
 
 
@@ -83,14 +83,14 @@ def test_a_manifest_holds_the_digest_the_size_and_the_checksum_of_each_file_and_
 
 
 @pytest.mark.parametrize("missing", FILES)
-def test_a_training_that_has_left_a_file_out_is_refused_by_its_name(missing: str, tmp_path: Path) -> None:
+def test_an_output_directory_without_a_file_is_refused_and_the_file_named(missing: str, tmp_path: Path) -> None:
     source = Path(trained(tmp_path / "out"))
     (source / missing).unlink()
     with pytest.raises(BaseModelError, match=f"{missing}: No such file or directory: a job with mode base_only must"):
         base_model.manifest_of(str(source), DIGEST)
 
 
-def cut(path: Path) -> None:
+def truncated(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
@@ -113,31 +113,31 @@ def as_link_to_nothing(directory: Path) -> None:
     directory.symlink_to("nowhere")
 
 
-# A damage to one file, and what is said about it.
-OF_A_FILE: list[tuple[Callable[[Path], Any], str]] = [
+# Damage to one file, and the message.
+FILE_DAMAGES: list[tuple[Callable[[Path], Any], str]] = [
     (Path.unlink, "cannot be read: No such file or directory"),
     (lambda path: path.write_bytes(b""), r"damaged: it has 0 bytes, expected 5\d\d"),
-    (cut, r"damaged: it has 5\d\d bytes, expected 5\d\d"),
+    (truncated, r"damaged: it has 5\d\d bytes, expected 5\d\d"),
     (lengthened, r"damaged: it has 5\d\d bytes, expected 5\d\d"),
     (lambda path: flip(path, 0), "damaged: its checksum is not the one in manifest.json"),
     (lambda path: flip(path, -1, 7), "damaged: its checksum is not the one in manifest.json"),
     (as_directory, "damaged: it has|cannot be read"),
 ]
-OF_ALL: list[tuple[Callable[[Path], Any], str]] = [
+DIRECTORY_DAMAGES: list[tuple[Callable[[Path], Any], str]] = [
     (shutil.rmtree, "there is no base model"),
     (as_file, "cannot be read: Not a directory"),
     (lambda path: (path / MANIFEST).unlink(), "there is no base model"),
     (lambda path: as_directory(path / MANIFEST), "cannot be read: Is a directory"),
 ]
-DAMAGES = OF_ALL + [
+DAMAGES = DIRECTORY_DAMAGES + [
     (lambda directory, name=name, change=change: change(directory / name), message)
     for name in FILES
-    for change, message in OF_A_FILE
+    for change, message in FILE_DAMAGES
 ]
 
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGES)
-def test_every_damage_is_found_and_named(damage: Callable[[Path], Any], message: str, cache: Path) -> None:
+def test_every_damage_is_detected_and_named(damage: Callable[[Path], Any], message: str, cache: Path) -> None:
     directory = published(cache)
     damage(directory)
     with pytest.raises(BaseModelError, match=message) as refused:
@@ -162,7 +162,7 @@ def manifest(**changed: Any) -> str:
         manifest(files={name: {"bytes": 1, "sha256": None} for name in FILES}),
     ],
 )  # fmt: skip
-def test_a_manifest_that_is_rubbish_is_a_damage(text: str, cache: Path) -> None:
+def test_an_invalid_manifest_is_a_damage(text: str, cache: Path) -> None:
     directory = published(cache)
     (directory / MANIFEST).write_text(text, encoding="latin-1")
     with pytest.raises(BaseModelError, match=f"damaged; remove {directory} and train the base model again"):
@@ -170,7 +170,7 @@ def test_a_manifest_that_is_rubbish_is_a_damage(text: str, cache: Path) -> None:
     assert base_model.digests_in(str(cache)) == []
 
 
-def test_a_digest_that_begins_with_the_same_characters_is_another_base_model(cache: Path) -> None:
+def test_a_digest_with_the_same_prefix_is_another_base_model(cache: Path) -> None:
     directory = published(cache)
     with pytest.raises(BaseModelError, match=f"holds the base model {DIGEST}, expected {SAME_NAME}"):
         base_model.verify(str(directory), SAME_NAME)
@@ -178,7 +178,7 @@ def test_a_digest_that_begins_with_the_same_characters_is_another_base_model(cac
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(position=st.integers(0, 10_000), bit=st.integers(0, 7))
-def test_one_flipped_bit_of_the_manifest_is_found_or_changes_nothing_that_matters(
+def test_a_flipped_bit_in_the_manifest_is_detected_or_changes_neither_digest_nor_files(
     position: int, bit: int, tmp_path: Path
 ) -> None:
     directory = tmp_path / "cache" / NAME
@@ -245,7 +245,7 @@ def test_publishing_over_a_valid_base_model_keeps_it(cache: Path) -> None:
     before = published(cache, text="first").stat().st_ino
     assert published(cache, text="second").stat().st_ino == before
     assert "first" in (cache / NAME / WEIGHTS).read_text()
-    assert hidden(cache) == []
+    assert staging_directories(cache) == []
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_publishing_over_a_damaged_base_model_replaces_it(damage: Callable[[Path
     damage(published(cache))
     published(cache)
     base_model.verify(str(cache / NAME), DIGEST)
-    assert hidden(cache) == []
+    assert staging_directories(cache) == []
 
 
 def test_a_full_disk_leaves_nothing(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,11 +279,11 @@ def test_a_full_disk_leaves_nothing(cache: Path, tmp_path: Path, monkeypatch: py
     assert list(cache.iterdir()) == []
 
 
-def test_remove_takes_a_base_model_away_and_nothing_else(cache: Path) -> None:
+def test_remove_deletes_only_the_named_base_model(cache: Path) -> None:
     published(cache)
     published(cache, OTHER)
     base_model.remove(str(cache), NAME)
-    base_model.remove(str(cache), NAME)  # it is not there
+    base_model.remove(str(cache), NAME)  # it does not exist
     assert [path.name for path in cache.iterdir()] == [OTHER[:12]]
     base_model.verify(str(cache / OTHER[:12]), OTHER)
 
@@ -295,23 +295,23 @@ def test_staging_directories_of_one_base_model_are_removed(cache: Path) -> None:
     assert base_model.names_of_staging(str(cache)) == [OTHER[:12]]
 
 
-def test_a_cache_that_is_not_there_holds_nothing(cache: Path) -> None:
+def test_a_missing_cache_is_empty(cache: Path) -> None:
     assert base_model.names_in(str(cache)) == base_model.names_of_staging(str(cache)) == []
     assert base_model.digests_in(str(cache)) == []
     assert base_model.signature(str(cache / NAME)) == []
 
 
-# ---------------------------------------------------------------- processes that are killed, or at once
+# ---------------------------------------------------------------- killed and concurrent processes
 
 
 def in_process(function: Callable[..., Any], *args: Any) -> Any:
-    """What a function returns in a process that may fork."""
+    """Return the result of the function in a process that may fork."""
     with _context.Pool(1) as pool:
-        return pool.apply_async(function, args).get(PATIENCE)
+        return pool.apply_async(function, args).get(TIMEOUT)
 
 
 def forked(work: Callable[[], object], kill_at: int | None = None) -> int:
-    """Start a child. kill_at: it is killed at so many events (files opened, directories made, names changed, ...)."""
+    """Start a child. kill_at: SIGKILL at this audit event (file opened, directory created, renamed, ...)."""
     child = os.fork()
     if child:
         return child
@@ -335,7 +335,7 @@ def code_of(child: int) -> int:
 
 
 def publish_and_be_killed(cache: Path, before: str) -> tuple[int, list[str]]:
-    """(how often the child was killed, faults). before: what is there: nothing, valid or damaged."""
+    """Return (number of kills, faults). before: state of the cache: nothing, valid or damaged."""
     faults = []
     for number in itertools.count():
         shutil.rmtree(cache, ignore_errors=True)
@@ -358,8 +358,8 @@ def publish_and_be_killed(cache: Path, before: str) -> tuple[int, list[str]]:
             return number, faults + ([] if code == 0 and state == "valid" else [f"exit code {code}"])
         work()  # as the next process does
         base_model.remove_staging(str(cache), DIGEST)
-        if state_of(cache) != "valid" or hidden(cache):
-            faults.append(f"killed at {number}: afterwards {state_of(cache)}, left {hidden(cache)}")
+        if state_of(cache) != "valid" or staging_directories(cache):
+            faults.append(f"killed at {number}: afterwards {state_of(cache)}, left {staging_directories(cache)}")
     raise AssertionError
 
 
@@ -381,7 +381,7 @@ def test_a_process_killed_at_any_event_leaves_nothing_or_a_valid_base_model(befo
 
 
 def publish_large_and_be_killed(cache: Path, seconds: float) -> tuple[str, str]:
-    """(what is there after a kill, what is there after another process has published it)."""
+    """Return the state after the kill, and after another process has published."""
     source = trained(cache.parent / "out")
     Path(source, WEIGHTS).write_bytes(os.urandom(1 << 20) * 24)
     known = base_model.manifest_of(source, DIGEST)
@@ -403,12 +403,12 @@ def test_a_process_killed_while_it_copies_leaves_nothing_or_a_valid_base_model(c
         for milliseconds in (0, 2, 5, 10, 20, 40, 80):
             shutil.rmtree(cache, ignore_errors=True)
             call = pool.apply_async(publish_large_and_be_killed, (cache, milliseconds / 1000))
-            after, again = call.get(PATIENCE)
+            after, again = call.get(TIMEOUT)
             assert after in ("nothing", "valid")
             assert again == "valid"
 
 
-def publish_at_once(cache: Path) -> list[int]:
+def publish_concurrently(cache: Path) -> list[int]:
     codes = []
     sources = [trained(cache.parent / f"out{number}") for number in range(3)]
     for _ in range(20):
@@ -418,7 +418,7 @@ def publish_at_once(cache: Path) -> list[int]:
 
         def work(staging: str, ready: int = ready, go: int = go) -> None:
             os.close(go)
-            os.read(ready, 1)  # until all are there
+            os.read(ready, 1)  # until all have started
             base_model.publish(str(cache), DIGEST, staging)
 
         children = [forked(lambda staging=staging: work(staging)) for staging in staged]  # type: ignore[misc]
@@ -426,16 +426,16 @@ def publish_at_once(cache: Path) -> list[int]:
         os.close(ready)
         codes += [code_of(child) for child in children]
         base_model.verify(str(cache / NAME), DIGEST)
-        codes += [len(hidden(cache))]
+        codes += [len(staging_directories(cache))]
     return codes
 
 
-def test_processes_that_publish_at_once_leave_one_valid_base_model(cache: Path) -> None:
-    assert not any(in_process(publish_at_once, cache))
+def test_concurrent_publishing_leaves_one_valid_base_model(cache: Path) -> None:
+    assert not any(in_process(publish_concurrently, cache))
 
 
-def claim_at_once(cwd: Path) -> list[int]:
-    """How often each of some rounds has trained."""
+def claim_concurrently(cwd: Path) -> list[int]:
+    """Return the number of trainings in each round."""
     output = trained(cwd / "out")
     rounds = []
     for number in range(5):
@@ -457,15 +457,15 @@ def claim_at_once(cwd: Path) -> list[int]:
     return rounds
 
 
-def test_of_processes_that_want_one_base_model_at_once_one_trains_it(tmp_path: Path) -> None:
-    assert in_process(claim_at_once, tmp_path) == [1] * 5
+def test_concurrent_claims_train_a_base_model_once(tmp_path: Path) -> None:
+    assert in_process(claim_concurrently, tmp_path) == [1] * 5
 
 
 # ---------------------------------------------------------------- locks
 
 
-class Other:
-    """Another process, with a cache of its own over the same files."""
+class OtherProcess:
+    """A process with a separate Cache on the same directory."""
 
     def __init__(self, cwd: Path) -> None:
         self._pipe, theirs = _context.Pipe()
@@ -475,7 +475,7 @@ class Other:
 
     def __call__(self, method: str, *args: Any) -> Any:
         self._pipe.send((method, args))
-        assert self._pipe.poll(PATIENCE)
+        assert self._pipe.poll(TIMEOUT)
         return self._pipe.recv()
 
     def kill(self) -> None:
@@ -492,8 +492,8 @@ def serve(pipe: Connection, cwd: Path) -> None:
 
 
 @pytest.fixture
-def other(tmp_path: Path) -> Iterator[Other]:
-    started = Other(tmp_path)
+def other(tmp_path: Path) -> Iterator[OtherProcess]:
+    started = OtherProcess(tmp_path)
     yield started
     started.kill()
 
@@ -515,7 +515,7 @@ def test_a_lock_is_shared_by_users_and_exclusive_to_one(cache: Path) -> None:
     os.close(free)
 
 
-def test_one_trains_the_others_wait_and_then_all_use_it_and_none_removes_it(tmp_path: Path, other: Other) -> None:
+def test_one_process_trains_and_prune_keeps_a_base_model_in_use(tmp_path: Path, other: OtherProcess) -> None:
     own, output = Cache(tmp_path), trained(tmp_path / "out")
     assert own.claim(DIGEST) == "train"
     assert own.claim(DIGEST) == "train"
@@ -542,7 +542,7 @@ def test_the_permissions_of_a_base_model_are_those_of_the_umask(mask: int, cache
 
 
 def test_a_base_model_of_another_user_can_be_locked(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Root may write everything: so the refusal is simulated."""
+    """The refusal is simulated, because root may write to any file."""
     os.close(base_model.lock(str(cache), DIGEST, exclusive=True) or -1)
     real = os.open
 
@@ -557,7 +557,7 @@ def test_a_base_model_of_another_user_can_be_locked(cache: Path, monkeypatch: py
     os.close(file)
 
 
-def test_a_lock_ends_with_its_process(tmp_path: Path, other: Other) -> None:
+def test_a_lock_is_released_when_its_process_exits(tmp_path: Path, other: OtherProcess) -> None:
     own = Cache(tmp_path)
     assert other("claim", DIGEST) == "train"
     assert own.claim(DIGEST) == "busy"
@@ -565,9 +565,7 @@ def test_a_lock_ends_with_its_process(tmp_path: Path, other: Other) -> None:
     assert own.claim(DIGEST) == "train"
 
 
-def test_a_damaged_base_model_is_removed_by_the_one_who_trains_it_and_not_while_it_is_used(
-    tmp_path: Path, other: Other
-) -> None:
+def test_a_damaged_base_model_is_removed_for_training_but_not_while_in_use(tmp_path: Path, other: OtherProcess) -> None:
     own, path = Cache(tmp_path), published(tmp_path / CACHE)
     base_model.new_staging(own.directory, DIGEST)  # of a process that was killed
     assert other("claim", DIGEST) == own.claim(DIGEST) == "ready"
@@ -577,10 +575,12 @@ def test_a_damaged_base_model_is_removed_by_the_one_who_trains_it_and_not_while_
     other.kill()
     assert own.claim(DIGEST) == "train"
     assert not path.exists()
-    assert hidden(path.parent) == []
+    assert staging_directories(path.parent) == []
 
 
-def test_publishing_what_is_there_already_keeps_it_and_shares_the_lock(tmp_path: Path, other: Other) -> None:
+def test_publishing_over_an_existing_base_model_keeps_it_and_shares_the_lock(
+    tmp_path: Path, other: OtherProcess
+) -> None:
     own = Cache(tmp_path)
     assert own.claim(DIGEST) == "train"
     before = published(tmp_path / CACHE, text="first").stat().st_ino
@@ -589,7 +589,7 @@ def test_publishing_what_is_there_already_keeps_it_and_shares_the_lock(tmp_path:
     assert other("claim", DIGEST) == own.claim(DIGEST) == "ready"
 
 
-def test_a_training_that_has_left_a_file_out_publishes_nothing_and_keeps_the_lock(tmp_path: Path) -> None:
+def test_publishing_without_a_file_fails_and_keeps_the_lock(tmp_path: Path) -> None:
     own, output = Cache(tmp_path), trained(tmp_path / "out")
     Path(output, FILES[2]).unlink()
     assert own.claim(DIGEST) == "train"
@@ -599,7 +599,7 @@ def test_a_training_that_has_left_a_file_out_publishes_nothing_and_keeps_the_loc
     assert base_model.names_in(own.directory) == []
 
 
-# ---------------------------------------------------------------- what was verified, and what is in a cache
+# ---------------------------------------------------------------- verification and the list of a cache
 
 
 def test_a_base_model_is_read_again_only_when_it_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -656,14 +656,14 @@ def test_a_list_of_a_cache_names_what_is_damaged_and_finds_flipped_bits_when_it_
     assert found["2" * 12].size == 0
 
 
-def test_prune_keeps_what_it_is_to_keep_unless_it_is_damaged(tmp_path: Path) -> None:
+def test_prune_keeps_the_named_base_models_unless_damaged(tmp_path: Path) -> None:
     cache = tmp_path / CACHE
     for digest in (DIGEST, OTHER, "1" * 64):
         published(cache, digest)
     base_model.new_staging(str(cache), OTHER)
     base_model.new_staging(str(cache), "2" * 64)
     assert prune(tmp_path) == ([], [])
-    assert hidden(cache) == []
+    assert staging_directories(cache) == []
     flip(cache / NAME / WEIGHTS, 3)
     assert prune(tmp_path) == ([NAME], [])
     assert prune(tmp_path, keep=["1" * 12, "3" * 12]) == ([OTHER[:12]], [])

@@ -1,7 +1,7 @@
-"""Ranks stop together or not at all: one that leaves alone lets the others wait for ever.
+"""Ranks stop at the same step: one that exits alone makes the others wait for ever.
 
-Held here: a signal sets a flag, does nothing else, and gives back what was there before; all ranks read the same of
-one step, whoever was asked to stop, got NaN or failed; and each of them raises what is its own to raise.
+A signal only sets a flag, and the previous handlers are restored. All ranks receive the same status of a step when any
+rank gets a stop request, has a non-finite loss or fails. The failed rank raises its cause, the others PeerFailed.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ def test_a_signal_only_sets_the_flag(number: signal.Signals) -> None:
         assert not requested.is_set()
         signal.raise_signal(number)
         assert requested.is_set()
-        signal.raise_signal(number)  # a second one is no more than the first
+        signal.raise_signal(number)  # a second signal has no further effect
     assert requested.is_set()
 
 
 @pytest.mark.parametrize("error", [None, ValueError, KeyboardInterrupt])
-def test_afterwards_signals_mean_what_they_meant_before(error: type[BaseException] | None) -> None:
+def test_the_previous_signal_handlers_are_restored(error: type[BaseException] | None) -> None:
     before = signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     handlers = [signal.getsignal(number) for number in STOP_SIGNALS]
     try:
@@ -54,15 +54,15 @@ def test_afterwards_signals_mean_what_they_meant_before(error: type[BaseExceptio
     signal.signal(signal.SIGUSR2, before)
 
 
-def test_the_launchers_stop_signals_are_all_caught() -> None:
-    """USR2 before the time of a SLURM job is over, TERM from SLURM and from launchers, INT from a terminal."""
+def test_all_stop_signals_of_the_launchers_are_handled() -> None:
+    """USR2 before the time limit of a SLURM job, TERM from SLURM and from launchers, INT from a terminal."""
     assert set(STOP_SIGNALS) == {signal.SIGUSR2, signal.SIGTERM, signal.SIGINT}
 
 
-# ---------------------------------------------------------------- what three ranks read of one another
+# ---------------------------------------------------------------- status exchange of three ranks
 
 NAN, INF = math.nan, math.inf
-# Of each step: the loss on each rank, who is asked to stop, who has failed; and what all are to read.
+# Of each step: loss of each rank, ranks with a stop request, failed ranks; expected status on all ranks.
 STEPS = [
     ((1.0, 2.0, 6.0), (), (), StepStatus(0, 3.0, stop=False, not_finite=(), failed=())),
     ((1.0, 2.0, 6.0), (1,), (), StepStatus(1, 3.0, stop=True, not_finite=(), failed=())),
@@ -75,42 +75,44 @@ STEPS = [
 ]
 
 
-def exchanged(rank: int, size: int, late: int, dtype: torch.dtype) -> list[list[StepStatus]]:
-    """What this rank reads after each of the steps, and at last."""
+def received_statuses(rank: int, size: int, delay: int, dtype: torch.dtype) -> list[list[StepStatus]]:
+    """Return the statuses received after each step and at the end."""
     exchange = StatusExchange(rank, size, torch.device("cpu"))
-    exchange.delay = late
-    read = []
+    exchange.delay = delay
+    received = []
     for step, (losses, stopping, failing, _) in enumerate(STEPS):
         loss = torch.tensor(losses[rank], dtype=dtype)
         exchange.send(step, loss, stop=rank in stopping, failed=rank in failing)
-        read.append(exchange.receive())
-    return [*read, exchange.receive(now=True), exchange.receive(now=True)]
+        received.append(exchange.receive())
+    return [*received, exchange.receive(now=True), exchange.receive(now=True)]
 
 
-@pytest.mark.parametrize(("late", "dtype"), [(0, torch.bfloat16), (1, torch.float32)], ids=["at once", "a step late"])
-def test_all_ranks_read_the_same_of_every_step(late: int, dtype: torch.dtype) -> None:
-    """A step late is how a GPU is read without making it wait; here the CPU is."""
+@pytest.mark.parametrize(
+    ("delay", "dtype"), [(0, torch.bfloat16), (1, torch.float32)], ids=["no delay", "one step delay"]
+)
+def test_all_ranks_receive_the_same_status_of_every_step(delay: int, dtype: torch.dtype) -> None:
+    """On a GPU the status is received one step later to avoid a synchronization; here the CPU simulates it."""
     expected: list[list[StepStatus]] = [[outcome] for *_, outcome in STEPS]
-    expected = [*([[]] * late), *expected, *([[]] * (2 - late))]
-    for read in forked.ranks(3, exchanged, late, dtype):
-        assert [list(map(readable, outcomes)) for outcomes in read] == [
-            list(map(readable, outcomes)) for outcomes in expected
+    expected = [*([[]] * delay), *expected, *([[]] * (2 - delay))]
+    for received in forked.ranks(3, received_statuses, delay, dtype):
+        assert [list(map(as_text, outcomes)) for outcomes in received] == [
+            list(map(as_text, outcomes)) for outcomes in expected
         ]
 
 
-def readable(outcome: StepStatus) -> str:
-    """As text: NaN is equal to nothing, not even to itself."""
+def as_text(outcome: StepStatus) -> str:
+    """Convert to text for comparison, because NaN != NaN."""
     return str(asdict(outcome))
 
 
-def test_only_a_gpu_is_read_late() -> None:
+def test_only_on_a_gpu_the_status_is_delayed() -> None:
     assert StatusExchange(0, 1, torch.device("cpu")).delay == 0
     assert StatusExchange(0, 1, torch.device("cuda")).delay == 1
 
 
-# ---------------------------------------------------------------- who raises what
+# ---------------------------------------------------------------- errors of each rank
 
-DISK = OSError("no space left")
+DISK_FULL = OSError("no space left")
 
 
 @pytest.mark.parametrize(
@@ -119,14 +121,14 @@ DISK = OSError("no space left")
         ((1,), (), 1, None, NonFiniteLoss, "the loss of rank 1 on n1 is not finite (NaN or inf) at step 7; no check"),
         ((1,), (), 0, None, PeerFailed, "the loss of rank 1 on n1 is not finite (NaN or inf) at step 7; no checkpoint"),
         ((0, 2), (), 2, None, NonFiniteLoss, "the loss of rank 0 on n1, rank 2 on n2 is not finite"),
-        ((), (2,), 2, DISK, OSError, "no space left"),
+        ((), (2,), 2, DISK_FULL, OSError, "no space left"),
         ((), (2,), 0, None, PeerFailed, "rank 2 on n2 failed at step 7; stopping this rank"),
         ((), (0, 2), 1, None, PeerFailed, "rank 0 on n1, rank 2 on n2 failed at step 7; stopping this rank"),
-        ((1,), (2,), 2, DISK, OSError, "no space left"),
+        ((1,), (2,), 2, DISK_FULL, OSError, "no space left"),
         ((1,), (2,), 1, None, PeerFailed, "rank 2 on n2 failed at step 7"),
     ],
 )
-def test_the_culprit_raises_its_cause_and_the_others_name_it(
+def test_the_failed_rank_raises_its_cause_and_the_others_name_it(
     not_finite: tuple[int, ...], failed: tuple[int, ...], rank: int, cause: OSError | None, error: type[Exception],
     message: str,
 ) -> None:  # fmt: skip
@@ -139,5 +141,5 @@ def test_the_culprit_raises_its_cause_and_the_others_name_it(
 
 
 @pytest.mark.parametrize("stop", [False, True])
-def test_nobody_raises_when_all_is_well_or_a_stop_was_asked_for(stop: bool) -> None:
+def test_no_rank_raises_without_a_failure_or_on_a_stop_request(stop: bool) -> None:
     StepStatus(7, 1.0, stop, (), ()).raise_for(0, None, HOSTS)

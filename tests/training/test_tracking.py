@@ -1,8 +1,7 @@
-"""What a run writes down is the only thing left of it.
+"""metrics.jsonl, trackers and settings.json of a run.
 
-Held here: every line of metrics.jsonl is valid JSON and whole while it grows, also with NaN; TensorBoard and
-Weights & Biases (offline) really hold the values, read back with their own readers; a tracker that is not installed
-is refused before the training starts, with the remedy.
+Every line of metrics.jsonl is complete and valid JSON, also with NaN. The readers of TensorBoard and Weights & Biases
+(offline) return the logged values. A tracker that is not installed is refused before the training starts.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from distributed.training.tracking import Tracker, TrackerMissing, check, descri
 KIT = Path(__file__).resolve().parents[2]
 
 
-def asked(**logging: Any) -> dict[str, Any]:
+def logging_settings(**logging: Any) -> dict[str, Any]:
     return {"logging": {"tensorboard": False, "wandb": "disabled", "project": "muster", **logging}}
 
 
-def strictly(line: str) -> dict[str, Any]:
-    """Parsed as JSON alone allows; Python would take NaN as well."""
+def parse_strict_json(line: str) -> dict[str, Any]:
+    """Parse strict JSON; Python by default accepts NaN too."""
 
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is no JSON")
@@ -41,47 +40,47 @@ def strictly(line: str) -> dict[str, Any]:
 # ---------------------------------------------------------------- metrics.jsonl
 
 
-def test_a_line_is_whole_as_soon_as_it_is_logged(tmp_path: Path) -> None:
+def test_a_line_is_complete_as_soon_as_it_is_logged(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
-    with Tracker(tmp_path, asked()) as tracker:
+    with Tracker(tmp_path, logging_settings()) as tracker:
         for step in range(3):
             tracker.log(step, loss=step / 2, event="über")
             lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
             assert len(lines) == step + 1
             assert lines[-1].endswith("\n")
-            found = strictly(lines[-1])
+            found = parse_strict_json(lines[-1])
             assert (found["step"], found["loss"], found["event"]) == (step, step / 2, "über")
             assert isinstance(found["time"], float)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_is_null(tmp_path: Path, value: float) -> None:
-    with Tracker(tmp_path, asked()) as tracker:
+def test_non_finite_values_are_null(tmp_path: Path, value: float) -> None:
+    with Tracker(tmp_path, logging_settings()) as tracker:
         tracker.log(1, loss=value, lr=0.5, rank_seconds=[0.25, value])
-    found = strictly((tmp_path / "metrics.jsonl").read_text())
+    found = parse_strict_json((tmp_path / "metrics.jsonl").read_text())
     assert (found["loss"], found["lr"], found["rank_seconds"]) == (None, 0.5, [0.25, None])
 
 
 def test_a_resumed_run_appends(tmp_path: Path) -> None:
     for step in (1, 2):
-        with Tracker(tmp_path, asked()) as tracker:
+        with Tracker(tmp_path, logging_settings()) as tracker:
             tracker.log(step, loss=1.0)
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert [strictly(line)["step"] for line in lines] == [1, 2]
+    assert [parse_strict_json(line)["step"] for line in lines] == [1, 2]
 
 
-def test_the_end_of_a_failed_run_is_written_too(tmp_path: Path) -> None:
+def test_the_last_event_of_a_failed_run_is_written(tmp_path: Path) -> None:
     def train() -> None:
-        with Tracker(tmp_path, asked()) as tracker:
+        with Tracker(tmp_path, logging_settings()) as tracker:
             tracker.log(1, event="fail", ranks=[1])
             raise ValueError("boom")
 
     with pytest.raises(ValueError, match="boom"):
         train()
-    assert strictly((tmp_path / "metrics.jsonl").read_text())["event"] == "fail"
+    assert parse_strict_json((tmp_path / "metrics.jsonl").read_text())["event"] == "fail"
 
 
-# ---------------------------------------------------------------- the trackers that are asked for
+# ---------------------------------------------------------------- trackers
 
 WRITE_AND_READ = """
 import json, struct, sys
@@ -126,7 +125,7 @@ print(json.dumps({"tensorboard": board, "wandb": history, "name": name, "steps":
 """
 
 
-def test_both_trackers_hold_what_was_logged(tmp_path: Path) -> None:
+def test_both_trackers_record_the_logged_values(tmp_path: Path) -> None:
     run = tmp_path / "train-1"
     run.mkdir()
     done = subprocess.run(
@@ -154,29 +153,29 @@ def test_a_tracker_that_is_not_installed_is_refused_with_the_remedy(
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else object())
     with pytest.raises(TrackerMissing) as refused:
-        check(asked(**logging))
+        check(logging_settings(**logging))
     assert str(refused.value) == (
         f"{setting}, but the package {package} is not installed: python -m pip install -r requirements-trackers.txt"
     )
     assert f"\n{package}>=" in (KIT / "requirements-trackers.txt").read_text()
 
 
-def test_a_tracker_that_nobody_asked_for_need_not_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disabled_tracker_need_not_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    check(asked())
+    check(logging_settings())
 
 
-def test_trackers_that_are_installed_are_no_fault() -> None:
-    check(asked(tensorboard=True, wandb="offline"))
+def test_installed_trackers_are_accepted() -> None:
+    check(logging_settings(tensorboard=True, wandb="offline"))
 
 
 # ---------------------------------------------------------------- settings.json
 
 
-def test_settings_and_facts_are_written_whole(tmp_path: Path) -> None:
+def test_settings_and_facts_are_written(tmp_path: Path) -> None:
     write_settings(tmp_path, {"train": {"steps": 2}, "data": {"path": str(tmp_path)}}, model={"parameters": 3})
     text = (tmp_path / "settings.json").read_text()
-    assert strictly(text) == {
+    assert parse_strict_json(text) == {
         "settings": {"data": {"path": str(tmp_path)}, "train": {"steps": 2}}, "model": {"parameters": 3},
     }  # fmt: skip
     assert re.match(r'\{\n  "model": \{\n    "parameters": 3\n', text), "indented and sorted"
