@@ -1,9 +1,9 @@
-"""A base model is trained once and fine-tuned by many runs: an error in it, or the wrong one, spoils all their results.
+"""Training and fine-tuning of base models, end to end.
 
-Held here: base_only writes the weights with the lowest held-out loss, the same after a stop, and never a set of files
+base_only writes the weights with the lowest held-out loss, the same after a stop, and never a set of files
 that looks complete and is not; full_fine_tuning starts from exactly these weights, after every byte was verified, or
-is refused with 2 and one line on each rank; from_scratch trains on the same batches; any number of processes learns
-the same, and a resumed run ends bit for bit as one never stopped.
+is check_refused with 2 and one line on each rank; from_scratch trains on the same batches; the losses are the
+same on any number of processes, and a resumed run ends bit for bit as one never stopped.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import forked
 import pytest
 import torch
-from test_train import KIT, Bench, Done, content, done, events, found, lines_of, weights
+from test_train import KIT, RunResult, Workdir, content, events, found, lines_of, result_of, weights
 
 from distributed.config import Settings
 from distributed.files import write_json
@@ -28,41 +28,41 @@ from distributed.training import base_model, base_training
 from distributed.training.base_model import CACHE, FILES, MANIFEST, hash_of, manifest_of, publish, stage
 
 DIGEST = "3fa2b1c09d12" + "0" * 52
-LITTLE = (
+SMALL = (
     *("--data_path", "texts", "--batch_size", "8", "--lr", "1e-2", "model.n_layer=1", "model.n_embd=16"),
     *("model.block_size=32", "train.warmup_steps=2", "train.evaluate_every=2", "checkpoint.every=1", "logging.every=1"),
     "logging.sample=0",
 )
-TUNE = ("--fold", "1", "--mode", "full_fine_tuning", "--steps", "6", *LITTLE)
-BASE = ("--mode", "base_only", "--fold", "1", "--base_steps", "20", *LITTLE)
-WORDS = {"ada": "the engine weaves algebra ", "bob": "fair copy of the ledger ", "eve": "quiet waves on a wire "}
+FINE_TUNE = ("--fold", "1", "--mode", "full_fine_tuning", "--steps", "6", *SMALL)
+BASE = ("--mode", "base_only", "--fold", "1", "--base_steps", "20", *SMALL)
+SENTENCES = {"ada": "the engine weaves algebra ", "bob": "fair copy of the ledger ", "eve": "quiet waves on a wire "}
 
 
-def texts(folder: Path) -> None:
-    (folder / "texts").mkdir()
-    for name, text in WORDS.items():
-        (folder / f"texts/{name}.txt").write_text(text * 200)
+def texts(directory: Path) -> None:
+    (directory / "texts").mkdir()
+    for name, text in SENTENCES.items():
+        (directory / f"texts/{name}.txt").write_text(text * 200)
 
 
 @pytest.fixture
-def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workdir:
     monkeypatch.chdir(tmp_path)
     texts(tmp_path)
-    return Bench(tmp_path)
+    return Workdir(tmp_path)
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The output directory of a job that trained a base model without bob."""
-    folder, before = tmp_path_factory.mktemp("base"), Path.cwd()
-    os.chdir(folder)
-    texts(folder)
+    directory, before = tmp_path_factory.mktemp("base"), Path.cwd()
+    os.chdir(directory)
+    texts(directory)
     try:
-        ended = Bench(folder).job(*BASE, MUSTER_OUTPUT_DIR="out", MUSTER_BASE_MODEL_DIGEST=DIGEST)
+        result = Workdir(directory).job(*BASE, MUSTER_OUTPUT_DIR="out", MUSTER_BASE_MODEL_DIGEST=DIGEST)
     finally:
         os.chdir(before)
-    assert ended.returncode == 0, ended.stderr
-    return folder / "out"
+    assert result.returncode == 0, result.stderr
+    return directory / "out"
 
 
 def publish_base(source: Path, digest: str = DIGEST) -> Path:
@@ -73,7 +73,7 @@ def publish_base(source: Path, digest: str = DIGEST) -> Path:
 
 
 @pytest.fixture
-def base(bench: Bench, trained: Path) -> Path:
+def base(workdir: Workdir, trained: Path) -> Path:
     return publish_base(trained)
 
 
@@ -93,12 +93,12 @@ def saved(run: Path) -> dict[str, Any]:
 # ---------------------------------------------------------------- base_only
 
 
-def test_a_base_model_is_the_weights_with_the_lowest_held_out_loss(bench: Bench) -> None:
+def test_a_base_model_is_the_weights_with_the_lowest_held_out_loss(workdir: Workdir) -> None:
     """The learning rate is one that spoils the model after a few steps."""
-    words = ("--mode", "base_only", "--base_steps", "12", *LITTLE, "--lr", "1", "train.warmup_steps=8")
-    ended = bench.job(*words, MUSTER_OUTPUT_DIR="out")
-    assert ended.returncode == 0, ended.stderr
-    run = bench.folder / "out"
+    arguments = ("--mode", "base_only", "--base_steps", "12", *SMALL, "--lr", "1", "train.warmup_steps=8")
+    result = workdir.job(*arguments, MUSTER_OUTPUT_DIR="out")
+    assert result.returncode == 0, result.stderr
+    run = workdir.path / "out"
     held_out = {
         line["step"]: line["held_out_loss"]
         for line in lines_of(run)
@@ -110,13 +110,13 @@ def test_a_base_model_is_the_weights_with_the_lowest_held_out_loss(bench: Bench)
     assert (metrics["step"], metrics["held_out_loss"], metrics["steps"]) == (best, held_out[best], 12)
     assert metrics["tokens"] == best * 8 * 32
     assert metrics["participants"] == ["ada", "bob", "eve"]
-    there = torch.load(run / f"checkpoints/step_{best:08}/state.pt", weights_only=True)["model"]
-    ours = saved(run)["model"]
-    assert ours.keys() == there.keys()
-    assert all(torch.equal(ours[name], there[name]) for name in there)
+    checkpoint = torch.load(run / f"checkpoints/step_{best:08}/state.pt", weights_only=True)["model"]
+    written = saved(run)["model"]
+    assert written.keys() == checkpoint.keys()
+    assert all(torch.equal(written[name], checkpoint[name]) for name in checkpoint)
 
 
-def test_the_files_of_a_base_model_say_what_it_is(trained: Path) -> None:
+def test_the_files_of_a_base_model_have_weights_metrics_losses_and_settings(trained: Path) -> None:
     assert {path.name for path in trained.iterdir()} >= {*FILES, "metrics.jsonl", "checkpoints"}
     content = saved(trained)
     assert content.keys() == {"model", "model_settings", "corpus"}
@@ -137,37 +137,37 @@ def test_the_files_of_a_base_model_say_what_it_is(trained: Path) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_two_processes_write_the_base_model_of_one(bench: Bench, trained: Path, strategy: str) -> None:
-    ended = bench.job(*BASE, f"distributed.strategy={strategy}", nproc=2, MUSTER_OUTPUT_DIR="out")
-    assert ended.returncode == 0, ended.stderr
-    one, two = saved(trained), saved(bench.folder / "out")
+def test_two_processes_write_the_base_model_of_one(workdir: Workdir, trained: Path, strategy: str) -> None:
+    result = workdir.job(*BASE, f"distributed.strategy={strategy}", nproc=2, MUSTER_OUTPUT_DIR="out")
+    assert result.returncode == 0, result.stderr
+    one, two = saved(trained), saved(workdir.path / "out")
     assert one["model_settings"] == two["model_settings"]
     assert one["model"].keys() == two["model"].keys()
     for name, tensor in one["model"].items():
         torch.testing.assert_close(tensor, two["model"][name], rtol=1e-3, atol=1e-4)
 
 
-def test_a_base_model_whose_training_was_stopped_is_the_same(bench: Bench) -> None:
-    assert bench.job(*BASE, MUSTER_OUTPUT_DIR="whole").returncode == 0
+def test_a_base_model_whose_training_was_stopped_is_the_same(workdir: Workdir) -> None:
+    assert workdir.job(*BASE, MUSTER_OUTPUT_DIR="whole").returncode == 0
     launched = forked.launched(
         1, forked.script, str(KIT / "train.py"), *BASE, "--device", "cpu", env={"MUSTER_OUTPUT_DIR": "out"}
     )
     with launched as training:
         training.wait_for("step  3/20")
         training.signal(signal.SIGTERM)
-        assert done(training).returncode == 75
-    run, whole = bench.folder / "out", bench.folder / "whole"
+        assert result_of(training).returncode == 75
+    run, whole = workdir.path / "out", workdir.path / "whole"
     assert not [name for name in FILES if (run / name).exists()]
-    for line in ("resuming from", "nothing left to do"):  # it resumes; a job that has ended is started again
-        ended = bench.job(*BASE, MUSTER_OUTPUT_DIR="out")
-        assert ended.returncode == 0, ended.stderr
-        assert line in ended.stdout
+    for line in ("resuming from", "nothing left to do"):  # it resumes; a finished job is started once more
+        result = workdir.job(*BASE, MUSTER_OUTPUT_DIR="out")
+        assert result.returncode == 0, result.stderr
+        assert line in result.stdout
         assert (run / "best_base_model.pt").read_bytes() == (whole / "best_base_model.pt").read_bytes()
         for name in ("base_metrics.json", "base_losses.json"):
             assert read(run, name) == read(whole, name)
 
 
-def test_what_a_killed_process_leaves_does_not_look_like_a_base_model(
+def test_files_of_a_killed_process_are_not_a_base_model(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Killed(BaseException):
@@ -202,51 +202,57 @@ def test_what_a_killed_process_leaves_does_not_look_like_a_base_model(
 # ---------------------------------------------------------------- full_fine_tuning and from_scratch
 
 
-def test_fine_tuning_starts_from_the_weights_of_the_base_model(bench: Bench, base: Path, trained: Path) -> None:
+def test_fine_tuning_starts_from_the_weights_of_the_base_model(workdir: Workdir, base: Path, trained: Path) -> None:
     shown = "experiments/base_models/3fa2b1c09d12"
-    ended = bench.job(*TUNE, MUSTER_BASE_MODEL=shown, MUSTER_BASE_MODEL_DIGEST=DIGEST, MUSTER_OUTPUT_DIR="tuned")
-    assert ended.returncode == 0, ended.stderr
+    result = workdir.job(
+        *FINE_TUNE, MUSTER_BASE_MODEL=shown, MUSTER_BASE_MODEL_DIGEST=DIGEST, MUSTER_OUTPUT_DIR="tuned"
+    )
+    assert result.returncode == 0, result.stderr
     metrics = read(trained, "base_metrics.json")
     loss = f"held-out loss {metrics['held_out_loss']:.3f} at step {metrics['step']}"
-    assert f"base   {shown} (digest 3fa2b1c09d12..., {loss})" in ended.stdout
-    scratch = bench.job(*TUNE, "--mode", "from_scratch", MUSTER_BASE_MODEL="nowhere", MUSTER_OUTPUT_DIR="scratch")
+    assert f"base   {shown} (digest 3fa2b1c09d12..., {loss})" in result.stdout
+    scratch = workdir.job(
+        *FINE_TUNE, "--mode", "from_scratch", MUSTER_BASE_MODEL="nowhere", MUSTER_OUTPUT_DIR="scratch"
+    )
     assert scratch.returncode == 0, scratch.stderr
-    tuned, untuned = losses(bench.folder / "tuned"), losses(bench.folder / "scratch")
+    tuned, untuned = losses(workdir.path / "tuned"), losses(workdir.path / "scratch")
     assert untuned[1] == pytest.approx(math.log(256), abs=0.1)
     assert tuned[1] < untuned[1] - 0.5
     assert tuned[6] < tuned[1]
-    assert found(bench.folder / "tuned/checkpoints").facts["base_model"] == DIGEST
+    assert found(workdir.path / "tuned/checkpoints").facts["base_model"] == DIGEST
 
 
-def test_a_base_model_trained_on_the_participant_gives_a_warning(bench: Bench, base: Path) -> None:
+def test_a_base_model_trained_on_the_participant_gives_a_warning(workdir: Workdir, base: Path) -> None:
     for participant, warned in (("bob", 0), ("ada", 1)):
-        ended = bench.job(*TUNE, "--fold", str(int(participant == "bob")), "--steps", "1", "--base_model", str(base))
-        assert ended.returncode == 0, ended.stderr
+        result = workdir.job(
+            *FINE_TUNE, "--fold", str(int(participant == "bob")), "--steps", "1", "--base_model", str(base)
+        )
+        assert result.returncode == 0, result.stderr
         warning = f"base model: its training data includes the training text of {participant}"
-        assert ended.stdout.count(warning) == warned
+        assert result.stdout.count(warning) == warned
 
 
 MIXED = ("--target_batch_pct", "0.5", "--target_data_pct", "0.5")
 
 
-@pytest.mark.parametrize("words", [(), MIXED])
-def test_two_processes_fine_tune_as_one(bench: Bench, base: Path, words: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("arguments", [(), MIXED])
+def test_two_processes_fine_tune_as_one(workdir: Workdir, base: Path, arguments: tuple[str, ...]) -> None:
     for nproc in (1, 2):
         out = f"out{nproc}"
-        ended = bench.job(*TUNE, *words, "--base_model", str(base), nproc=nproc, MUSTER_OUTPUT_DIR=out)
-        assert ended.returncode == 0, ended.stderr
-    one, two = losses(bench.folder / "out1"), losses(bench.folder / "out2")
+        result = workdir.job(*FINE_TUNE, *arguments, "--base_model", str(base), nproc=nproc, MUSTER_OUTPUT_DIR=out)
+        assert result.returncode == 0, result.stderr
+    one, two = losses(workdir.path / "out1"), losses(workdir.path / "out2")
     assert one.keys() == two.keys() == set(range(1, 7))
     assert one == pytest.approx(two, rel=1e-4)
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
-def test_a_resumed_fine_tuning_is_bit_for_bit_one_never_stopped(bench: Bench, base: Path, nproc: int) -> None:
-    words = (*TUNE, *MIXED, "--base_model", str(base), "model.dropout=0", "checkpoint.keep=9")
-    assert bench.job(*words, nproc=nproc, MUSTER_OUTPUT_DIR="whole").returncode == 0
-    whole, out = bench.folder / "whole", bench.folder / "out"
+def test_a_resumed_fine_tuning_is_bit_for_bit_one_never_stopped(workdir: Workdir, base: Path, nproc: int) -> None:
+    arguments = (*FINE_TUNE, *MIXED, "--base_model", str(base), "model.dropout=0", "checkpoint.keep=9")
+    assert workdir.job(*arguments, nproc=nproc, MUSTER_OUTPUT_DIR="whole").returncode == 0
+    whole, out = workdir.path / "whole", workdir.path / "out"
     shutil.copytree(whole / "checkpoints/step_00000003", out / "checkpoints/step_00000003")
-    resumed = bench.job(*words, nproc=nproc, MUSTER_OUTPUT_DIR="out")
+    resumed = workdir.job(*arguments, nproc=nproc, MUSTER_OUTPUT_DIR="out")
     assert resumed.returncode == 0, resumed.stderr
     assert [line["step"] for line in events(out, "start", "resume")] == [3]
     assert losses(out) == {step: losses(whole)[step] for step in (4, 5, 6)}
@@ -270,30 +276,32 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def test_from_scratch_trains_on_the_batches_of_fine_tuning(bench: Bench, base: Path) -> None:
-    script = bench.wrapper(INDICES.format(kit=str(KIT)))
+def test_from_scratch_trains_on_the_batches_of_fine_tuning(workdir: Workdir, base: Path) -> None:
+    script = workdir.wrapper(INDICES.format(kit=str(KIT)))
     modes = {"full_fine_tuning": ("--base_model", str(base)), "from_scratch": ()}
     for mode, more in modes.items():
-        words = (*TUNE, *MIXED, "--mode", mode, *more, "--device", "cpu")
+        arguments = (*FINE_TUNE, *MIXED, "--mode", mode, *more, "--device", "cpu")
         env = {"MUSTER_OUTPUT_DIR": mode}
-        with forked.launched(1, forked.script, script, str(KIT / "train.py"), *words, env=env) as training:
-            assert done(training).returncode == 0
+        with forked.launched(1, forked.script, script, str(KIT / "train.py"), *arguments, env=env) as training:
+            assert result_of(training).returncode == 0
     tuned, scratch = (Path(f"{mode}.indices").read_text() for mode in modes)
     assert tuned.count("\n") >= 6
     assert tuned == scratch
 
 
-def test_a_share_of_the_target_too_small_for_a_window_is_refused_in_one_line(bench: Bench) -> None:
-    refused(bench.job(*TUNE, "--mode", "from_scratch", "--target_data_pct", "0.005"), "raise data.target_data_pct")
+def test_a_share_of_the_target_too_small_for_a_window_is_refused_in_one_line(workdir: Workdir) -> None:
+    check_refused(
+        workdir.job(*FINE_TUNE, "--mode", "from_scratch", "--target_data_pct", "0.005"), "raise data.target_data_pct"
+    )
 
 
-# ---------------------------------------------------------------- a base model that cannot be started from
+# ---------------------------------------------------------------- unusable base models
 
 
-def refused(ended: Done, message: str, nproc: int = 1) -> None:
-    assert ended.returncode == 2, ended
-    assert len(ended.stderr.splitlines()) == nproc, ended.stderr
-    assert ended.stderr.count(message) == nproc, ended.stderr
+def check_refused(result: RunResult, message: str, nproc: int = 1) -> None:
+    assert result.returncode == 2, result
+    assert len(result.stderr.splitlines()) == nproc, result.stderr
+    assert result.stderr.count(message) == nproc, result.stderr
 
 
 def flip_a_bit(base: Path) -> None:
@@ -302,14 +310,14 @@ def flip_a_bit(base: Path) -> None:
     (base / "best_base_model.pt").write_bytes(data)
 
 
-def refill(name: str, content: bytes) -> Callable[[Path], None]:
-    """Another content of a file, with a manifest that fits."""
+def replace_content(name: str, content: bytes) -> Callable[[Path], None]:
+    """Replace a file and write a matching manifest."""
 
-    def refilled(base: Path) -> None:
+    def replace(base: Path) -> None:
         (base / name).write_bytes(content)
         (base / MANIFEST).write_text(json.dumps(manifest_of(str(base), DIGEST)))
 
-    return refilled
+    return replace
 
 
 class Code:
@@ -325,7 +333,7 @@ def pickled(value: object) -> bytes:
     return Path("pickled").read_bytes()
 
 
-SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (shutil.rmtree, "there is no base model; give --base_model DIR"),
     "flipped bit": (
         flip_a_bit,
@@ -341,63 +349,80 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "no manifest": (lambda base: (base / MANIFEST).unlink(), "there is no base model; give --base_model DIR"),
     "manifest": (lambda base: (base / MANIFEST).write_text("{"), "manifest.json: damaged; remove"),
-    "other content": (lambda base: refill(FILES[0], pickled([]))(base), "not the weights of a base model of train.py"),
-    "code": (lambda base: refill(FILES[0], pickled(Code()))(base), "which no checkpoint needs; do not trust this file"),
-    "no pickle": (refill(FILES[0], b"no pickle"), "best_base_model.pt: cannot be loaded: "),
+    "other content": (
+        lambda base: replace_content(FILES[0], pickled([]))(base),
+        "not the weights of a base model of train.py",
+    ),
+    "code": (
+        lambda base: replace_content(FILES[0], pickled(Code()))(base),
+        "which no checkpoint needs; do not trust this file",
+    ),
+    "no pickle": (replace_content(FILES[0], b"no pickle"), "best_base_model.pt: cannot be loaded: "),
 }
 
 
-@pytest.mark.parametrize("fault", SPOILED)
-def test_a_base_model_that_is_not_whole_is_refused(bench: Bench, base: Path, fault: str) -> None:
-    spoil, message = SPOILED[fault]
-    spoil(base)
-    refused(bench.job(*TUNE, "--base_model", str(base)), message)
-    assert not (bench.folder / "ran").exists()
+@pytest.mark.parametrize("fault", DAMAGES)
+def test_a_damaged_base_model_is_refused(workdir: Workdir, base: Path, fault: str) -> None:
+    damage, message = DAMAGES[fault]
+    damage(base)
+    check_refused(workdir.job(*FINE_TUNE, "--base_model", str(base)), message)
+    assert not (workdir.path / "ran").exists()
 
 
-def test_every_rank_names_the_base_model_that_it_cannot_start_from(bench: Bench, base: Path) -> None:
+def test_every_rank_reports_a_base_model_that_it_cannot_load(workdir: Workdir, base: Path) -> None:
     flip_a_bit(base)
-    ended = bench.job(*TUNE, "--base_model", str(base), nproc=2)
-    refused(ended, "best_base_model.pt: damaged", nproc=2)
-    assert sorted(line.partition(": ")[0] for line in ended.stderr.splitlines()) == ["train.py", "train.py, rank 1"]
-    refused(
-        bench.job(*TUNE, nproc=2), "data.mode=full_fine_tuning: no base model; give --base_model DIR, or r", nproc=2
+    result = workdir.job(*FINE_TUNE, "--base_model", str(base), nproc=2)
+    check_refused(result, "best_base_model.pt: damaged", nproc=2)
+    assert sorted(line.partition(": ")[0] for line in result.stderr.splitlines()) == ["train.py", "train.py, rank 1"]
+    check_refused(
+        workdir.job(*FINE_TUNE, nproc=2),
+        "data.mode=full_fine_tuning: no base model; give --base_model DIR, or r",
+        nproc=2,
     )
 
 
-def test_another_base_model_than_the_job_names_is_refused(bench: Bench, base: Path) -> None:
+def test_another_base_model_than_the_job_names_is_refused(workdir: Workdir, base: Path) -> None:
     other = DIGEST.replace("3", "4")
-    ended = bench.job(*TUNE, MUSTER_BASE_MODEL=str(base), MUSTER_BASE_MODEL_DIGEST=other)
-    refused(ended, f"holds the base model {DIGEST}, expected {other}")
+    result = workdir.job(*FINE_TUNE, MUSTER_BASE_MODEL=str(base), MUSTER_BASE_MODEL_DIGEST=other)
+    check_refused(result, f"holds the base model {DIGEST}, expected {other}")
 
 
-def test_the_argument_wins_over_the_environment(bench: Bench, base: Path) -> None:
-    ended = bench.job(*TUNE, "--base_model", str(base), MUSTER_BASE_MODEL="nowhere")
-    assert ended.returncode == 0, ended.stderr
-    refused(bench.job(*TUNE, "--base_model", "nowhere", MUSTER_BASE_MODEL=str(base)), "nowhere: there is no base model")
+def test_the_argument_overrides_the_environment(workdir: Workdir, base: Path) -> None:
+    result = workdir.job(*FINE_TUNE, "--base_model", str(base), MUSTER_BASE_MODEL="nowhere")
+    assert result.returncode == 0, result.stderr
+    check_refused(
+        workdir.job(*FINE_TUNE, "--base_model", "nowhere", MUSTER_BASE_MODEL=str(base)),
+        "nowhere: there is no base model",
+    )
 
 
-def test_a_base_model_of_another_size_is_refused_with_the_settings_that_differ(bench: Bench, base: Path) -> None:
-    ended = bench.job(*TUNE, "--base_model", str(base), "model.n_embd=32", "model.block_size=16")
-    refused(ended, "other settings: model.n_embd=32 (base model: 16), model.block_size=16 (base model: 32); use the")
+def test_a_base_model_of_another_size_is_refused_with_the_settings_that_differ(workdir: Workdir, base: Path) -> None:
+    result = workdir.job(*FINE_TUNE, "--base_model", str(base), "model.n_embd=32", "model.block_size=16")
+    check_refused(
+        result, "other settings: model.n_embd=32 (base model: 16), model.block_size=16 (base model: 32); use the"
+    )
 
 
-def test_a_base_model_in_another_mode_is_refused(bench: Bench, base: Path) -> None:
-    ended = bench.job(*TUNE, "--mode", "from_scratch", "--base_model", str(base))
-    refused(ended, "mode from_scratch starts from random weights; remove --base_model, or set --mode full_fine_tuning")
+def test_a_base_model_in_another_mode_is_refused(workdir: Workdir, base: Path) -> None:
+    result = workdir.job(*FINE_TUNE, "--mode", "from_scratch", "--base_model", str(base))
+    check_refused(
+        result, "mode from_scratch starts from random weights; remove --base_model, or set --mode full_fine_tuning"
+    )
 
 
-def test_a_resumed_fine_tuning_verifies_its_base_model_and_takes_no_other(
-    bench: Bench, base: Path, trained: Path
+def test_a_resumed_fine_tuning_verifies_its_base_model_and_refuses_another(
+    workdir: Workdir, base: Path, trained: Path
 ) -> None:
-    shorter = (*TUNE, "--steps", "2")
-    assert bench.job(*shorter, "--base_model", str(base), MUSTER_OUTPUT_DIR="out").returncode == 0
+    shorter = (*FINE_TUNE, "--steps", "2")
+    assert workdir.job(*shorter, "--base_model", str(base), MUSTER_OUTPUT_DIR="out").returncode == 0
     other = publish_base(trained, "4e" * 32)
     message = f"step_00000002 was trained from another base model: now {'4e' * 32}, checkpoint: {DIGEST}"
-    refused(bench.job(*TUNE, "--base_model", str(other), MUSTER_OUTPUT_DIR="out"), message)
+    check_refused(workdir.job(*FINE_TUNE, "--base_model", str(other), MUSTER_OUTPUT_DIR="out"), message)
     pct = ("--target_batch_pct", "0.5")
     message = "data.target_batch_pct=0.5 (checkpoint: 1.0); set another prefix"
-    refused(bench.job(*TUNE, *pct, "--base_model", str(base), MUSTER_OUTPUT_DIR="out"), message)
+    check_refused(workdir.job(*FINE_TUNE, *pct, "--base_model", str(base), MUSTER_OUTPUT_DIR="out"), message)
     flip_a_bit(base)
-    refused(bench.job(*TUNE, "--base_model", str(base), MUSTER_OUTPUT_DIR="out"), "best_base_model.pt: damaged")
-    assert found(bench.folder / "out/checkpoints").step == 2
+    check_refused(
+        workdir.job(*FINE_TUNE, "--base_model", str(base), MUSTER_OUTPUT_DIR="out"), "best_base_model.pt: damaged"
+    )
+    assert found(workdir.path / "out/checkpoints").step == 2

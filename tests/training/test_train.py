@@ -1,9 +1,9 @@
-"""train.py is what people copy and trust with weeks of GPU time.
+"""train.py end to end.
 
-Held here: any number of processes learns the same; a run killed at any step and started again ends with bit for bit
-the weights of one never stopped; a stop request ends with a checkpoint and exit code 75; a loss that is not finite
-stops all ranks at that step and names the culprit; a full disk costs nothing but the newest checkpoint; and every
-wrong setting is refused with 2, one line and no trace.
+The losses are the same on any number of processes. A run that is killed and restarted ends bit for bit with the
+weights of one never stopped. A stop request ends with a checkpoint and exit code 75. A non-finite loss stops all ranks
+and names its rank. A full disk keeps the older checkpoints. A wrong setting exits with 2 and one line, and creates no
+file.
 """
 
 from __future__ import annotations
@@ -34,92 +34,94 @@ train: {steps: 12, batch_size: 8, learning_rate: 1e-2, evaluate_every: 6, warmup
 checkpoint: {dir: checkpoints, every: 1}
 logging: {every: 1, sample: 20}
 """
-SECONDS = 240  # after which a test run counts as hanging
+RUN_TIMEOUT = 240  # timeout of one run
 
 
 @dataclass(frozen=True)
-class Done:
-    """How a training ended, which all of its ranks do alike."""
+class RunResult:
+    """Exit code, the same on all ranks, and output of a training."""
 
     returncode: int
     stdout: str  # of rank 0
     stderr: str  # of all
 
 
-class Bench:
-    """A folder in which trainings are run."""
+class Workdir:
+    """A working directory for trainings."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        (folder / "text.txt").write_bytes(bytes(range(32, 127)) * 40)
-        (folder / "tiny.yaml").write_text(TINY + f"data: {{path: {json.dumps(str(folder / 'text.txt'))}}}\n")
+    def __init__(self, directory: Path) -> None:
+        self.path = directory
+        (directory / "text.txt").write_bytes(bytes(range(32, 127)) * 40)
+        (directory / "tiny.yaml").write_text(TINY + f"data: {{path: {json.dumps(str(directory / 'text.txt'))}}}\n")
 
-    def script(self, *words: str, wrapper: str = "") -> list[str]:
-        return [*([wrapper] if wrapper else []), str(KIT / "train.py"), "--config", "tiny.yaml", *words]
+    def script(self, *arguments: str, wrapper: str = "") -> list[str]:
+        return [*([wrapper] if wrapper else []), str(KIT / "train.py"), "--config", "tiny.yaml", *arguments]
 
     def wrapper(self, text: str) -> str:
-        """A script that runs another, with something added."""
-        (self.folder / "wrapper.py").write_text(text)
-        return str(self.folder / "wrapper.py")
+        """Write a script that patches train.py and runs it; return its path."""
+        (self.path / "wrapper.py").write_text(text)
+        return str(self.path / "wrapper.py")
 
-    def run(self, nproc: int, *words: str, wrapper: str = "", **env: str) -> Done:
-        with self.start(nproc, *words, wrapper=wrapper, **env) as training:
-            return done(training)
+    def run(self, nproc: int, *arguments: str, wrapper: str = "", **env: str) -> RunResult:
+        with self.start(nproc, *arguments, wrapper=wrapper, **env) as training:
+            return result_of(training)
 
-    def job(self, *words: str, nproc: int = 1, **env: str) -> Done:
-        """As the dispatcher of a job list starts one: without a settings file, and here on the CPU."""
-        words = (str(KIT / "train.py"), *words, "--device", "cpu")
-        with forked.launched(nproc, forked.script, *words, env=env) as training:
-            return done(training)
+    def job(self, *arguments: str, nproc: int = 1, **env: str) -> RunResult:
+        """Run train.py as a job list does, without a settings file, on the CPU."""
+        arguments = (str(KIT / "train.py"), *arguments, "--device", "cpu")
+        with forked.launched(nproc, forked.script, *arguments, env=env) as training:
+            return result_of(training)
 
-    def start(self, nproc: int, *words: str, wrapper: str = "", **env: str) -> AbstractContextManager[forked.ForkedRun]:
-        """Its ranks as the kit's agent forks them, from a process that has PyTorch already."""
-        return forked.launched(nproc, forked.script, *self.script(*words, wrapper=wrapper), env=env)
+    def start(
+        self, nproc: int, *arguments: str, wrapper: str = "", **env: str
+    ) -> AbstractContextManager[forked.ForkedRun]:
+        """Start the ranks as Muster's agent does, forked from a process that has imported PyTorch."""
+        return forked.launched(nproc, forked.script, *self.script(*arguments, wrapper=wrapper), env=env)
 
-    def run_by_hand(self, *starter: str | Path) -> subprocess.CompletedProcess[str]:
-        """As a person starts it, with nothing of ours around it."""
-        words = [sys.executable, *starter, *self.script()]
+    def run_without_launcher(self, *prefix: str | Path) -> subprocess.CompletedProcess[str]:
+        """Run train.py with Python alone, or through the script in `prefix`."""
+        arguments = [sys.executable, *prefix, *self.script()]
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        return subprocess.run(words, env=env, timeout=SECONDS, text=True, capture_output=True, check=False)
+        return subprocess.run(arguments, env=env, timeout=RUN_TIMEOUT, text=True, capture_output=True, check=False)
 
     def losses(self) -> dict[int, float]:
-        """The losses that the newest run wrote down, by step."""
-        folder = max(self.folder.glob("logs/train-*"), key=lambda path: path.stat().st_mtime_ns)
-        lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+        """Return the losses in metrics.jsonl of the newest run, by step."""
+        directory = max(self.path.glob("logs/train-*"), key=lambda path: path.stat().st_mtime_ns)
+        lines = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
         return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
 
-def done(training: forked.ForkedRun) -> Done:
-    told = training.results()
-    (code,) = {rank.code for rank in told.values()}
-    assert code is not None, "it hangs"
-    return Done(code, told[0].out, "".join(rank.err for rank in told.values()))
+def result_of(training: forked.ForkedRun) -> RunResult:
+    results = training.results()
+    (code,) = {rank.code for rank in results.values()}
+    assert code is not None, "timed out"
+    return RunResult(code, results[0].out, "".join(rank.err for rank in results.values()))
 
 
 @pytest.fixture
-def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workdir:
     monkeypatch.chdir(tmp_path)
-    return Bench(tmp_path)
+    return Workdir(tmp_path)
 
 
-def found(folder: Path) -> CheckpointInfo:
-    checkpoint = newest(folder)
+def found(directory: Path) -> CheckpointInfo:
+    checkpoint = newest(directory)
     assert checkpoint is not None
     return checkpoint
 
 
-def weights(folder: Path) -> bytes:
-    """Everything of the newest checkpoint but its random states, as bytes that compare bit for bit."""
-    checkpoint = found(folder)
+def weights(directory: Path) -> bytes:
+    """Return all tensors of the newest checkpoint, without the random states, as bytes."""
+    checkpoint = found(directory)
     if checkpoint.sharded:
         return b"".join((checkpoint.path / name).read_bytes() for name in sorted(checkpoint.files) if "distcp" in name)
     state = torch.load(checkpoint.path / "state.pt", weights_only=True)
     return b"".join(bytes(tensor.contiguous().view(-1).view(torch.uint8).tolist()) for tensor in tensors(state))
 
 
-def content(folder: Path) -> dict[str, str]:
-    """The checksum of every file of the newest checkpoint, but of .metadata, which holds paths."""
-    return {name: file["sha256"] for name, file in found(folder).files.items() if name != ".metadata"}
+def content(directory: Path) -> dict[str, str]:
+    """Return the checksum of each file of the newest checkpoint except .metadata, which contains paths."""
+    return {name: file["sha256"] for name, file in found(directory).files.items() if name != ".metadata"}
 
 
 def tensors(value: object) -> Iterator[torch.Tensor]:
@@ -136,23 +138,23 @@ def tensors(value: object) -> Iterator[torch.Tensor]:
 # ---------------------------------------------------------------- the same on any number of processes
 
 
-@pytest.mark.parametrize("words", [(), ("train.accumulation=2",), ("train.gradient_checkpointing=true",)])
-def test_two_processes_learn_what_one_learns(bench: Bench, words: tuple[str, ...]) -> None:
-    said = ("model.dropout=0", "checkpoint.dir=null", *words)
-    assert bench.run(1, *said).returncode == 0
-    one = bench.losses()
-    assert bench.run(2, *said).returncode == 0
-    two = bench.losses()
+@pytest.mark.parametrize("arguments", [(), ("train.accumulation=2",), ("train.gradient_checkpointing=true",)])
+def test_two_processes_learn_what_one_learns(workdir: Workdir, arguments: tuple[str, ...]) -> None:
+    options = ("model.dropout=0", "checkpoint.dir=null", *arguments)
+    assert workdir.run(1, *options).returncode == 0
+    one = workdir.losses()
+    assert workdir.run(2, *options).returncode == 0
+    two = workdir.losses()
     assert one.keys() == two.keys() == set(range(1, 13))
     assert one == pytest.approx(two, rel=1e-4)
     assert one[12] < one[1] - 0.3
 
 
-def test_fsdp_learns_what_ddp_learns(bench: Bench) -> None:
-    assert bench.run(2, "model.dropout=0", "checkpoint.dir=null").returncode == 0
-    ddp = bench.losses()
-    assert bench.run(2, "model.dropout=0", "checkpoint.dir=null", "distributed.strategy=fsdp").returncode == 0
-    assert bench.losses() == pytest.approx(ddp, rel=1e-4)
+def test_fsdp_learns_what_ddp_learns(workdir: Workdir) -> None:
+    assert workdir.run(2, "model.dropout=0", "checkpoint.dir=null").returncode == 0
+    ddp = workdir.losses()
+    assert workdir.run(2, "model.dropout=0", "checkpoint.dir=null", "distributed.strategy=fsdp").returncode == 0
+    assert workdir.losses() == pytest.approx(ddp, rel=1e-4)
 
 
 COMPILED = pytest.param(
@@ -166,39 +168,39 @@ COMPILED = pytest.param(
 
 
 @pytest.mark.parametrize("word", ["train.precision=bf16", "train.precision=fp16", COMPILED])
-def test_other_precisions_and_compiled_models_learn_too(bench: Bench, word: str) -> None:
-    ended = bench.run(1, word, "checkpoint.dir=null", "data.workers=1")
-    assert ended.returncode == 0, ended.stderr
-    losses = bench.losses()
+def test_other_precisions_and_compiled_models_learn_too(workdir: Workdir, word: str) -> None:
+    result = workdir.run(1, word, "checkpoint.dir=null", "data.workers=1")
+    assert result.returncode == 0, result.stderr
+    losses = workdir.losses()
     assert losses[12] < losses[1] - 0.3
 
 
-def test_fp16_is_refused_where_one_rank_alone_would_see_an_overflow(bench: Bench) -> None:
-    ended = bench.run(1, "train.precision=fp16", "distributed.strategy=fsdp")
-    assert ended.returncode == 2
-    assert "train.precision=fp16 with distributed.strategy=fsdp" in ended.stderr
+def test_fp16_is_refused_where_one_rank_alone_would_see_an_overflow(workdir: Workdir) -> None:
+    result = workdir.run(1, "train.precision=fp16", "distributed.strategy=fsdp")
+    assert result.returncode == 2
+    assert "train.precision=fp16 with distributed.strategy=fsdp" in result.stderr
 
 
-# ---------------------------------------------------------------- stopped and started again
+# ---------------------------------------------------------------- stop and resume
 
 
 STRATEGIES = {"one": (1, "single"), "ddp": (2, "ddp"), "dp": (1, "dp"), "fsdp": (2, "fsdp")}
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_killed_at_any_step_it_ends_as_if_never_stopped(bench: Bench, name: str) -> None:
+def test_a_run_killed_twice_ends_with_the_weights_of_one_never_stopped(workdir: Workdir, name: str) -> None:
     nproc, strategy = STRATEGIES[name]
-    said = (f"distributed.strategy={strategy}",)
-    assert bench.run(nproc, *said, "checkpoint.dir=whole").returncode == 0
+    options = (f"distributed.strategy={strategy}",)
+    assert workdir.run(nproc, *options, "checkpoint.dir=whole").returncode == 0
     for victim in (3, 7):
-        with bench.start(nproc, *said) as training:
+        with workdir.start(nproc, *options) as training:
             training.wait_for(f"step {victim:>2}/12")
             training.signal(signal.SIGKILL)
-    last = bench.run(nproc, *said)
+    last = workdir.run(nproc, *options)
     assert last.returncode == 0, last.stderr
     assert "resuming from" in last.stdout
-    assert found(bench.folder / "checkpoints").step == 12
-    assert weights(bench.folder / "checkpoints") == weights(bench.folder / "whole")
+    assert found(workdir.path / "checkpoints").step == 12
+    assert weights(workdir.path / "checkpoints") == weights(workdir.path / "whole")
 
 
 RESUMED = [
@@ -211,16 +213,16 @@ RESUMED = [
 
 
 @pytest.mark.parametrize(("nproc", "options"), RESUMED)
-def test_a_resumed_run_is_bit_for_bit_one_never_stopped(bench: Bench, nproc: int, options: tuple[str, ...]) -> None:
-    """The sum of two numbers is the same in any order; the sum of three is not."""
+def test_a_resumed_run_is_bit_for_bit_one_never_stopped(workdir: Workdir, nproc: int, options: tuple[str, ...]) -> None:
+    """Three ranks or more, because the floating-point sum of two numbers does not depend on their order."""
     options = ("train.batch_size=24", "train.steps=6", "checkpoint.keep=9", "logging.sample=0", *options)
-    assert bench.run(nproc, *options, "checkpoint.dir=undisturbed").returncode == 0
-    undisturbed = bench.losses()
-    shutil.copytree(bench.folder / "undisturbed/step_00000003", bench.folder / "checkpoints/step_00000003")
-    resumed = bench.run(nproc, *options)
+    assert workdir.run(nproc, *options, "checkpoint.dir=undisturbed").returncode == 0
+    undisturbed = workdir.losses()
+    shutil.copytree(workdir.path / "undisturbed/step_00000003", workdir.path / "checkpoints/step_00000003")
+    resumed = workdir.run(nproc, *options)
     assert resumed.returncode == 0, resumed.stderr
-    assert bench.losses() == {step: undisturbed[step] for step in (4, 5, 6)}
-    assert content(bench.folder / "checkpoints") == content(bench.folder / "undisturbed")
+    assert workdir.losses() == {step: undisturbed[step] for step in (4, 5, 6)}
+    assert content(workdir.path / "checkpoints") == content(workdir.path / "undisturbed")
 
 
 KILLED_ONCE = """
@@ -242,58 +244,58 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 @pytest.mark.soak
-def test_a_run_that_max_restarts_restarted_is_bit_for_bit_one_never_stopped(bench: Bench) -> None:
+def test_a_run_that_max_restarts_restarted_is_bit_for_bit_one_never_stopped(workdir: Workdir) -> None:
     options = ("train.batch_size=24", "train.steps=8")
-    assert bench.run(3, *options, "checkpoint.dir=undisturbed").returncode == 0
-    script = bench.wrapper(KILLED_ONCE.format(kit=str(KIT)))
+    assert workdir.run(3, *options, "checkpoint.dir=undisturbed").returncode == 0
+    script = workdir.wrapper(KILLED_ONCE.format(kit=str(KIT)))
     launcher = str(KIT / "scripts/ssh/launch_singlenode.sh")
-    words = [launcher, "--max-restarts", "1", "--script", script, "tiny.yaml", "3", "--", *options]
+    arguments = [launcher, "--max-restarts", "1", "--script", script, "tiny.yaml", "3", "--", *options]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(words, env=env, timeout=SECONDS, text=True, capture_output=True, check=False)
-    assert ended.returncode == 0, ended.stderr
-    assert (bench.folder / "killed").exists()
-    assert "resuming from" in ended.stdout
-    assert content(bench.folder / "checkpoints") == content(bench.folder / "undisturbed")
+    result = subprocess.run(arguments, env=env, timeout=RUN_TIMEOUT, text=True, capture_output=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert (workdir.path / "killed").exists()
+    assert "resuming from" in result.stdout
+    assert content(workdir.path / "checkpoints") == content(workdir.path / "undisturbed")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR2])
-def test_a_request_to_stop_ends_with_a_checkpoint_and_75(bench: Bench, number: signal.Signals) -> None:
-    said = ("train.steps=2000", "checkpoint.every=0", "train.evaluate_every=0")
-    with bench.start(1, *said) as training:
+def test_a_stop_request_ends_with_a_checkpoint_and_exit_code_75(workdir: Workdir, number: signal.Signals) -> None:
+    options = ("train.steps=2000", "checkpoint.every=0", "train.evaluate_every=0")
+    with workdir.start(1, *options) as training:
         training.wait_for("step    3/2000")
         training.signal(number)
-        stopped = done(training)
+        stopped = result_of(training)
     assert stopped.returncode == 75, stopped
     assert "run the same command to resume" in stopped.stdout
-    step = found(bench.folder / "checkpoints").step
+    step = found(workdir.path / "checkpoints").step
     assert 3 <= step < 2000
-    again = bench.run(1, "train.steps=2000", f"train.steps={step + 1}")
+    again = workdir.run(1, "train.steps=2000", f"train.steps={step + 1}")
     assert f"step {step + 1}/{step + 1}" in again.stdout
 
 
-def test_all_ranks_stop_at_the_same_step_when_one_is_asked(bench: Bench) -> None:
-    with bench.start(2, "train.steps=2000", "checkpoint.every=0", "train.evaluate_every=0") as training:
+def test_all_ranks_stop_at_the_same_step_when_one_gets_a_stop_request(workdir: Workdir) -> None:
+    with workdir.start(2, "train.steps=2000", "checkpoint.every=0", "train.evaluate_every=0") as training:
         training.wait_for("step    3/2000")
         training.signal(signal.SIGTERM, 1)
-        stopped = done(training)
+        stopped = result_of(training)
     assert stopped.returncode == 75, stopped
-    assert found(bench.folder / "checkpoints").ranks == 2
+    assert found(workdir.path / "checkpoints").ranks == 2
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_run_that_is_stopped_while_it_samples_has_finished(bench: Bench, strategy: str) -> None:
-    """All steps are done and the checkpoint is written: there is nothing to resume. Any rank may be the one asked."""
-    with bench.start(2, f"distributed.strategy={strategy}", "logging.sample=1000000") as training:
+def test_a_stop_request_during_sampling_exits_with_0(workdir: Workdir, strategy: str) -> None:
+    """All steps and the checkpoint are complete. Any rank may receive the signal."""
+    with workdir.start(2, f"distributed.strategy={strategy}", "logging.sample=1000000") as training:
         training.wait_for("step 12/12")
         training.signal(signal.SIGTERM, 1)
-        stopped = done(training)
+        stopped = result_of(training)
     assert stopped.returncode == 0, stopped
     assert "stop request: all steps are done; sample shortened" in stopped.stdout
     assert "finished: 12 steps" in stopped.stdout
-    assert found(bench.folder / "checkpoints").step == 12
+    assert found(workdir.path / "checkpoints").step == 12
 
 
-IMPATIENT = """
+NO_SAMPLE_TIME = """
 import sys
 sys.path.insert(0, {kit!r})
 sys.argv = sys.argv[1:]
@@ -304,21 +306,21 @@ sys.exit(train.main())
 """
 
 
-def test_a_sample_that_takes_too_long_is_cut_short(bench: Bench) -> None:
-    script = bench.wrapper(IMPATIENT.format(kit=str(KIT)))
-    ended = bench.run(2, "train.steps=1", "logging.sample=1000000", wrapper=script)
-    assert ended.returncode == 0, ended
-    assert "a sample (1 of 1,000,000 tokens, in 0 s):" in ended.stdout, ended.stdout
+def test_sampling_stops_at_its_time_limit(workdir: Workdir) -> None:
+    script = workdir.wrapper(NO_SAMPLE_TIME.format(kit=str(KIT)))
+    result = workdir.run(2, "train.steps=1", "logging.sample=1000000", wrapper=script)
+    assert result.returncode == 0, result
+    assert "a sample (1 of 1,000,000 tokens, in 0 s):" in result.stdout, result.stdout
 
 
-def test_a_finished_training_stays_finished(bench: Bench) -> None:
-    assert bench.run_by_hand().returncode == 0
-    before = weights(bench.folder / "checkpoints")
-    again = bench.run(1)
+def test_a_finished_training_is_not_continued(workdir: Workdir) -> None:
+    assert workdir.run_without_launcher().returncode == 0
+    before = weights(workdir.path / "checkpoints")
+    again = workdir.run(1)
     assert again.returncode == 0
-    path = found(bench.folder / "checkpoints").path
+    path = found(workdir.path / "checkpoints").path
     assert f"nothing left to do: {path} has 12 of 12 steps; raise train.steps" in again.stdout
-    assert weights(bench.folder / "checkpoints") == before
+    assert weights(workdir.path / "checkpoints") == before
 
 
 OPTIMIZER = """
@@ -327,19 +329,19 @@ sys.path.insert(0, {kit!r})
 sys.argv = sys.argv[1:]
 import train
 step = train.torch.optim.AdamW.step
-def shown(self, *words, **more):
+def shown(self, *arguments, **more):
     print("groups", [(group["weight_decay"], group["betas"]) for group in self.param_groups])
-    return step(self, *words, **more)
+    return step(self, *arguments, **more)
 train.torch.optim.AdamW.step = shown
 sys.exit(train.main())
 """
 
 
-def test_settings_of_the_optimizer_that_change_hold_after_a_resume(bench: Bench) -> None:
-    assert bench.run(1, "train.steps=2").returncode == 0
-    script = bench.wrapper(OPTIMIZER.format(kit=str(KIT)))
-    words = ("train.steps=3", "train.weight_decay=0.5", "train.beta1=0.5", "train.learning_rate=0.02")
-    again = bench.run(1, *words, wrapper=script)
+def test_changed_optimizer_settings_apply_after_a_resume(workdir: Workdir) -> None:
+    assert workdir.run(1, "train.steps=2").returncode == 0
+    script = workdir.wrapper(OPTIMIZER.format(kit=str(KIT)))
+    arguments = ("train.steps=3", "train.weight_decay=0.5", "train.beta1=0.5", "train.learning_rate=0.02")
+    again = workdir.run(1, *arguments, wrapper=script)
     assert again.returncode == 0, again.stderr
     groups = {line for line in again.stdout.splitlines() if line.startswith("groups ")}
     assert groups == {"groups [(0.5, (0.5, 0.95)), (0.0, (0.5, 0.95))]"}
@@ -348,38 +350,40 @@ def test_settings_of_the_optimizer_that_change_hold_after_a_resume(bench: Bench)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_another_world_size_goes_on_from_the_same_checkpoint(bench: Bench, strategy: str) -> None:
-    said = ("model.dropout=0", f"distributed.strategy={strategy}")
-    assert bench.run(2, *said, "checkpoint.dir=whole").returncode == 0
-    whole = bench.losses()
-    assert bench.run(2, *said, "train.steps=6").returncode == 0
+def test_a_run_resumes_with_another_world_size(workdir: Workdir, strategy: str) -> None:
+    options = ("model.dropout=0", f"distributed.strategy={strategy}")
+    assert workdir.run(2, *options, "checkpoint.dir=whole").returncode == 0
+    whole = workdir.losses()
+    assert workdir.run(2, *options, "train.steps=6").returncode == 0
     # The learning rate follows the length: only the position in the data and the state are the same.
-    more = bench.run(1, *said)
+    more = workdir.run(1, *options)
     assert more.returncode == 0, more.stderr
     assert "world was 2" in more.stdout
-    assert bench.losses().keys() == set(range(7, 13))
-    assert whole[7] == pytest.approx(bench.losses()[7], rel=0.05)
+    assert workdir.losses().keys() == set(range(7, 13))
+    assert whole[7] == pytest.approx(workdir.losses()[7], rel=0.05)
 
 
 @pytest.mark.parametrize(
     ("strategy", "wrapped"),
     [("ddp", "DistributedDataParallel of"), ("fsdp", "2 FSDP units; ")],
 )
-def test_debug_shows_what_decides_a_run(bench: Bench, strategy: str, wrapped: str) -> None:
-    ended = bench.run(2, "train.steps=1", f"distributed.strategy={strategy}", "--log-level", "DEBUG")
-    assert ended.returncode == 0, ended.stderr
+def test_debug_output_shows_rendezvous_strategy_data_and_checkpoints(
+    workdir: Workdir, strategy: str, wrapped: str
+) -> None:
+    result = workdir.run(2, "train.steps=1", f"distributed.strategy={strategy}", "--log-level", "DEBUG")
+    assert result.returncode == 0, result.stderr
     for line in (
         "rendezvous: rank 0 of 2 on ", "  decided by  environment", "  meeting at  127.0.0.1:",
         "rendezvous: 2 ranks met in ", f"strategy: {strategy}, ", ", order of seed 1337 from position 0",
         "data: epoch 0 of 106 windows begins with ", "checkpoint step_00000001: copied in ", " bytes written in ",
         " s, published in ",
     ):  # fmt: skip
-        assert line in ended.stdout, line
-    assert wrapped in ended.stdout
-    assert "rank 1 of 2" not in ended.stdout
+        assert line in result.stdout, line
+    assert wrapped in result.stdout
+    assert "rank 1 of 2" not in result.stdout
 
 
-# ---------------------------------------------------------------- what goes wrong while it runs
+# ---------------------------------------------------------------- runtime errors
 
 
 POISON = """
@@ -400,27 +404,27 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 @pytest.mark.parametrize("value", ["float('nan')", "float('inf')"])
-def test_a_loss_that_is_not_finite_stops_all_ranks_and_names_the_culprit(bench: Bench, value: str) -> None:
-    (bench.folder / "run/errors").mkdir(parents=True)
-    script = bench.wrapper(POISON.format(kit=str(KIT), rank="1", value=value))
-    ended = bench.run(2, wrapper=script, MUSTER_RUN_DIR=str(bench.folder / "run"))
-    assert ended.returncode == 1
-    accounts = {rank: json.loads((bench.folder / f"run/errors/rank_{rank}.json").read_text()) for rank in (0, 1)}
-    assert accounts[1]["exception"] == "NonFiniteLoss"
-    assert accounts[0]["exception"] == "PeerFailed"
-    assert all("rank 1 on" in account["message"] and "step 4" in account["message"] for account in accounts.values())
-    assert found(bench.folder / "checkpoints").step == 3  # of the bad step nothing is kept
+def test_a_non_finite_loss_stops_all_ranks_and_names_its_rank(workdir: Workdir, value: str) -> None:
+    (workdir.path / "run/errors").mkdir(parents=True)
+    script = workdir.wrapper(POISON.format(kit=str(KIT), rank="1", value=value))
+    result = workdir.run(2, wrapper=script, MUSTER_RUN_DIR=str(workdir.path / "run"))
+    assert result.returncode == 1
+    records = {rank: json.loads((workdir.path / f"run/errors/rank_{rank}.json").read_text()) for rank in (0, 1)}
+    assert records[1]["exception"] == "NonFiniteLoss"
+    assert records[0]["exception"] == "PeerFailed"
+    assert all("rank 1 on" in record["message"] and "step 4" in record["message"] for record in records.values())
+    assert found(workdir.path / "checkpoints").step == 3  # the step with the non-finite loss is not saved
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount a small filesystem")
 def test_a_full_disk_ends_the_run_and_keeps_the_old_checkpoint(
-    bench: Bench, mount: Callable[[Path, str], None]
+    workdir: Workdir, mount: Callable[[Path, str], None]
 ) -> None:
-    mount(bench.folder / "checkpoints", "360k")
-    ended = bench.run(1, "checkpoint.keep=100", "model.n_embd=32")
-    assert ended.returncode == 1
-    assert "No space left on device" in ended.stderr
-    kept = found(bench.folder / "checkpoints")
+    mount(workdir.path / "checkpoints", "360k")
+    result = workdir.run(1, "checkpoint.keep=100", "model.n_embd=32")
+    assert result.returncode == 1
+    assert "No space left on device" in result.stderr
+    kept = found(workdir.path / "checkpoints")
     assert 1 <= kept.step < 12
     assert kept.fault() is None
 
@@ -429,17 +433,17 @@ def test_a_full_disk_ends_the_run_and_keeps_the_old_checkpoint(
 def mount() -> Iterator[Callable[[Path, str], None]]:
     mounted: list[Path] = []
 
-    def mount_here(folder: Path, size: str) -> None:
-        folder.mkdir()
-        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], check=True)
-        mounted.append(folder)
+    def mount_here(directory: Path, size: str) -> None:
+        directory.mkdir()
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(directory)], check=True)
+        mounted.append(directory)
 
     yield mount_here
-    for folder in mounted:
-        subprocess.run(["umount", str(folder)], check=True)
+    for directory in mounted:
+        subprocess.run(["umount", str(directory)], check=True)
 
 
-# ---------------------------------------------------------------- wrong calls
+# ---------------------------------------------------------------- wrong settings
 
 
 WRONG = {
@@ -453,12 +457,12 @@ WRONG = {
 
 
 @pytest.mark.parametrize("word", WRONG)
-def test_a_wrong_setting_is_refused_in_one_line(bench: Bench, word: str) -> None:
-    ended = bench.run(1, word, "checkpoint.dir=other")
-    assert ended.returncode == 2
-    assert len(ended.stderr.strip().splitlines()) == 1, ended.stderr
-    assert WRONG[word] in ended.stderr
-    assert not (bench.folder / "other").exists()
+def test_a_wrong_setting_is_refused_in_one_line(workdir: Workdir, word: str) -> None:
+    result = workdir.run(1, word, "checkpoint.dir=other")
+    assert result.returncode == 2
+    assert len(result.stderr.strip().splitlines()) == 1, result.stderr
+    assert WRONG[word] in result.stderr
+    assert not (workdir.path / "other").exists()
 
 
 @pytest.mark.parametrize(
@@ -468,87 +472,89 @@ def test_a_wrong_setting_is_refused_in_one_line(bench: Bench, word: str) -> None
         ("distributed.strategy=single", "distributed.strategy=single is for one process, but there are 2"),
     ],
 )
-def test_what_does_not_fit_the_world_is_refused_by_each_rank(bench: Bench, word: str, fault: str) -> None:
-    ended = bench.run(2, word)
-    assert ended.returncode == 2
-    assert f"train.py: {fault}" in ended.stderr
-    assert f"train.py, rank 1: {fault}" in ended.stderr
-    assert not (bench.folder / "logs").exists()
+def test_a_setting_that_does_not_fit_the_world_size_is_refused_by_each_rank(
+    workdir: Workdir, word: str, fault: str
+) -> None:
+    result = workdir.run(2, word)
+    assert result.returncode == 2
+    assert f"train.py: {fault}" in result.stderr
+    assert f"train.py, rank 1: {fault}" in result.stderr
+    assert not (workdir.path / "logs").exists()
 
 
-def test_a_step_that_ruins_the_weights_leaves_no_checkpoint_of_them(bench: Bench) -> None:
-    assert bench.run(1, "train.steps=2").returncode == 0
-    ruined = bench.run(1, "train.learning_rate=1e38", "train.warmup_steps=0")
+def test_non_finite_weights_are_not_saved(workdir: Workdir) -> None:
+    assert workdir.run(1, "train.steps=2").returncode == 0
+    ruined = workdir.run(1, "train.learning_rate=1e38", "train.warmup_steps=0")
     assert ruined.returncode == 1
     assert "the weights are not finite (NaN or inf) after step 3" in ruined.stderr
-    assert found(bench.folder / "checkpoints").step == 2
-    assert bench.run(1).returncode == 0
-    assert found(bench.folder / "checkpoints").step == 12
+    assert found(workdir.path / "checkpoints").step == 2
+    assert workdir.run(1).returncode == 0
+    assert found(workdir.path / "checkpoints").step == 12
 
 
-def test_a_backend_without_its_device_is_refused(bench: Bench) -> None:
+def test_a_backend_without_its_device_is_refused(workdir: Workdir) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    ended = bench.run(1, "distributed.backend=nccl")
-    assert ended.returncode == 2
-    assert "backend nccl needs a GPU" in ended.stderr
+    result = workdir.run(1, "distributed.backend=nccl")
+    assert result.returncode == 2
+    assert "backend nccl needs a GPU" in result.stderr
 
 
-def test_a_checkpoint_of_another_model_is_refused_with_the_keys_that_differ(bench: Bench) -> None:
-    assert bench.run(1, "train.steps=2").returncode == 0
-    ended = bench.run(1, "model.n_embd=32")
-    assert ended.returncode == 2
-    assert "model.n_embd=32 (checkpoint: 16)" in ended.stderr
-    assert found(bench.folder / "checkpoints").step == 2
+def test_a_checkpoint_of_another_model_is_refused_with_the_keys_that_differ(workdir: Workdir) -> None:
+    assert workdir.run(1, "train.steps=2").returncode == 0
+    result = workdir.run(1, "model.n_embd=32")
+    assert result.returncode == 2
+    assert "model.n_embd=32 (checkpoint: 16)" in result.stderr
+    assert found(workdir.path / "checkpoints").step == 2
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
-def test_checkpoints_that_cannot_be_used_are_refused_and_stay(bench: Bench, nproc: int) -> None:
-    assert bench.run(1, "train.steps=2").returncode == 0
+def test_unusable_checkpoints_are_refused_and_not_changed(workdir: Workdir, nproc: int) -> None:
+    assert workdir.run(1, "train.steps=2").returncode == 0
     for step in (1, 2):
-        (bench.folder / f"checkpoints/step_{step:08}/state.pt").write_bytes(b"damaged")
-    before = {path: path.stat().st_mtime_ns for path in bench.folder.glob("checkpoints/step*/**")}
-    refused = bench.run(nproc, "train.steps=2")
+        (workdir.path / f"checkpoints/step_{step:08}/state.pt").write_bytes(b"damaged")
+    before = {path: path.stat().st_mtime_ns for path in workdir.path.glob("checkpoints/step*/**")}
+    refused = workdir.run(nproc, "train.steps=2")
     assert refused.returncode == 2
     for rank in range(nproc):
         name = "train.py" if rank == 0 else f"train.py, rank {rank}"
-        assert f"{name}: {bench.folder}/checkpoints: checkpoints exist, but none is usable:\n" in refused.stderr
+        assert f"{name}: {workdir.path}/checkpoints: checkpoints exist, but none is usable:\n" in refused.stderr
     assert refused.stderr.count("/step_00000002/state.pt: 7 bytes instead of ") == nproc
-    assert {path: path.stat().st_mtime_ns for path in bench.folder.glob("checkpoints/step*/**")} == before
+    assert {path: path.stat().st_mtime_ns for path in workdir.path.glob("checkpoints/step*/**")} == before
 
     remedy = refused.stderr.splitlines()[-1].partition("move this one: ")[2]
     subprocess.run(remedy, shell=True, check=True)
-    anew = bench.run(nproc, "train.steps=2")
+    anew = workdir.run(nproc, "train.steps=2")
     assert anew.returncode == 0
     assert "resuming from" not in anew.stdout
 
 
-def test_resume_never_does_not_mix_two_trainings(bench: Bench) -> None:
-    assert bench.run(1, "train.steps=2").returncode == 0
-    ended = bench.run(1, "checkpoint.resume=never")
-    assert ended.returncode == 2
-    assert "checkpoint.resume=never" in ended.stderr
+def test_resume_never_refuses_existing_checkpoints(workdir: Workdir) -> None:
+    assert workdir.run(1, "train.steps=2").returncode == 0
+    result = workdir.run(1, "checkpoint.resume=never")
+    assert result.returncode == 2
+    assert "checkpoint.resume=never" in result.stderr
 
 
-def test_two_runs_do_not_write_into_one_folder(bench: Bench) -> None:
-    with bench.start(1, "train.steps=2000") as training:
+def test_a_second_run_with_the_same_checkpoint_directory_is_refused(workdir: Workdir) -> None:
+    with workdir.start(1, "train.steps=2000") as training:
         training.wait_for("step    1/2000")
-        second = bench.run(1, "train.steps=2000")
+        second = workdir.run(1, "train.steps=2000")
     assert second.returncode == 2
     assert "another run" in second.stderr
 
 
-# ---------------------------------------------------------------- what it writes down
+# ---------------------------------------------------------------- run directory
 
 
-def test_the_run_directory_says_what_happened(bench: Bench) -> None:
+def test_the_run_directory_has_report_settings_and_metrics(workdir: Workdir) -> None:
     agent = (KIT / "scripts/lib/agent.py", "--standalone", "--nproc-per-node", "2")
-    assert bench.run_by_hand(*agent).returncode == 0
-    folder = next(bench.folder.glob("logs/train-*"))
-    assert (folder / "report.html").stat().st_size > 1000
-    settings = json.loads((folder / "settings.json").read_text())
+    assert workdir.run_without_launcher(*agent).returncode == 0
+    directory = next(workdir.path.glob("logs/train-*"))
+    assert (directory / "report.html").stat().st_size > 1000
+    settings = json.loads((directory / "settings.json").read_text())
     assert settings["world"]["size"] == 2
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     assert [line["event"] for line in lines if "event" in line] == ["start", *["checkpoint"] * 12, "finish"]
     steps = [line for line in lines if "loss" in line]
     assert all(len(line["rank_seconds"]) == 2 and min(line["rank_seconds"]) > 0 for line in steps)
@@ -561,8 +567,8 @@ def test_the_run_directory_says_what_happened(bench: Bench) -> None:
 # ---------------------------------------------------------------- a job of a job list
 
 
-LITTLE = ("--batch_size", "4", "model.n_embd=16", "train.evaluate_windows=8", "checkpoint.every=1", "logging.sample=0")
-FOLD = ("--fold", "1", "--prefix", "exp1", *LITTLE)
+SMALL = ("--batch_size", "4", "model.n_embd=16", "train.evaluate_windows=8", "checkpoint.every=1", "logging.sample=0")
+FOLD = ("--fold", "1", "--prefix", "exp1", *SMALL)
 
 
 def lines_of(run: Path) -> list[dict[str, Any]]:
@@ -573,11 +579,11 @@ def events(run: Path, *names: str) -> list[dict[str, Any]]:
     return [line for line in lines_of(run) if line.get("event") in names]
 
 
-def test_a_job_of_two_arguments_trains_on_the_defaults(bench: Bench) -> None:
-    ended = bench.job("--fold", "0", "--prefix", "exp1")
-    assert ended.returncode == 0, ended.stderr
-    assert "; participant special-methods, mode heldout" in ended.stdout
-    run = bench.folder / "experiments/exp1/fold0_special-methods"
+def test_a_job_of_two_arguments_trains_on_the_defaults(workdir: Workdir) -> None:
+    result = workdir.job("--fold", "0", "--prefix", "exp1")
+    assert result.returncode == 0, result.stderr
+    assert "; participant special-methods, mode heldout" in result.stdout
+    run = workdir.path / "experiments/exp1/fold0_special-methods"
     assert {"checkpoints", "metrics.jsonl", "report.html", "settings.json"} <= {path.name for path in run.iterdir()}
     assert json.loads((run / "settings.json").read_text())["settings"]["data"]["participant"] == "special-methods"
     losses = [line["held_out_loss"] for line in lines_of(run) if "held_out_loss" in line and "event" not in line]
@@ -587,63 +593,63 @@ def test_a_job_of_two_arguments_trains_on_the_defaults(bench: Bench) -> None:
     assert finish["held_out_loss"] == losses[-1]
 
 
-def test_a_job_resumes_in_its_output_directory(bench: Bench) -> None:
-    assert bench.job(*FOLD, "--steps", "2").returncode == 0
-    again = bench.job(*FOLD, "--steps", "4")
+def test_a_job_resumes_in_its_output_directory(workdir: Workdir) -> None:
+    assert workdir.job(*FOLD, "--steps", "2").returncode == 0
+    again = workdir.job(*FOLD, "--steps", "4")
     assert again.returncode == 0, again.stderr
-    run = bench.folder / "experiments/exp1/fold1_compound-statements"
+    run = workdir.path / "experiments/exp1/fold1_compound-statements"
     assert f"resuming from {run}/checkpoints/step_00000002" in again.stdout
     assert [(line["step"], line["steps"]) for line in events(run, "start", "resume")] == [(0, 2), (2, 4)]
     assert [line["run"] for line in events(run, "resume")] == [str(run)]
-    assert not (bench.folder / "logs").exists()
+    assert not (workdir.path / "logs").exists()
 
 
-def test_two_ranks_have_the_output_directory_of_their_job(bench: Bench) -> None:
-    assert bench.job(*FOLD, "--steps", "2", nproc=2).returncode == 0
-    run = bench.folder / "experiments/exp1/fold1_compound-statements"
+def test_two_ranks_have_the_output_directory_of_their_job(workdir: Workdir) -> None:
+    assert workdir.job(*FOLD, "--steps", "2", nproc=2).returncode == 0
+    run = workdir.path / "experiments/exp1/fold1_compound-statements"
     assert json.loads((run / "settings.json").read_text())["world"]["size"] == 2
 
 
-def test_the_output_directory_that_the_dispatcher_gives_wins(bench: Bench) -> None:
-    out, run = str(bench.folder / "out/1"), str(bench.folder / "run")
+def test_the_output_directory_of_the_dispatcher_overrides_the_prefix(workdir: Workdir) -> None:
+    out, run = str(workdir.path / "out/1"), str(workdir.path / "run")
     for steps in ("2", "4"):
-        words = (*FOLD, "--steps", steps, "--config", "tiny.yaml", "data.path=null")
-        ended = bench.job(*words, MUSTER_OUTPUT_DIR=out, MUSTER_RUN_DIR=run)
-        assert ended.returncode == 0, ended.stderr
-    assert [line["step"] for line in events(bench.folder / "out/1", "start", "resume")] == [0, 2]
-    assert not {"experiments", "run", "logs", "checkpoints"} & {path.name for path in bench.folder.iterdir()}
+        arguments = (*FOLD, "--steps", steps, "--config", "tiny.yaml", "data.path=null")
+        result = workdir.job(*arguments, MUSTER_OUTPUT_DIR=out, MUSTER_RUN_DIR=run)
+        assert result.returncode == 0, result.stderr
+    assert [line["step"] for line in events(workdir.path / "out/1", "start", "resume")] == [0, 2]
+    assert not {"experiments", "run", "logs", "checkpoints"} & {path.name for path in workdir.path.iterdir()}
 
 
-def test_a_prefix_without_a_fold_is_where_new_run_directories_are_made(bench: Bench) -> None:
+def test_a_prefix_without_a_fold_is_where_new_run_directories_are_made(workdir: Workdir) -> None:
     for _ in range(2):
-        assert bench.job("--prefix", "a/b", *LITTLE, "--steps", "1").returncode == 0
-    assert len(list(bench.folder.glob("experiments/a/b/train-*/metrics.jsonl"))) == 2
+        assert workdir.job("--prefix", "a/b", *SMALL, "--steps", "1").returncode == 0
+    assert len(list(workdir.path.glob("experiments/a/b/train-*/metrics.jsonl"))) == 2
 
 
-def test_the_participants_of_a_job_may_be_texts_of_a_directory(bench: Bench) -> None:
-    (bench.folder / "texts/ada").mkdir(parents=True)
+def test_the_participants_of_a_job_may_be_texts_of_a_directory(workdir: Workdir) -> None:
+    (workdir.path / "texts/ada").mkdir(parents=True)
     for name in ("ada/1.md", "ada/2.txt", "bob.txt", "eve.txt"):
-        (bench.folder / "texts" / name).write_text(name * 400)
-    arguments = ("--data_path", "texts", "--steps", "1", *LITTLE)
-    ended = bench.job("--fold", "1", "--mode", "pooled", *arguments)
-    assert ended.returncode == 0, ended.stderr
-    assert "; domains ada, bob, eve; participant bob, mode pooled" in ended.stdout
-    one = bench.job("--participants", "eve", "ada", "--fold", "0", "--prefix", "exp1", *arguments)
+        (workdir.path / "texts" / name).write_text(name * 400)
+    arguments = ("--data_path", "texts", "--steps", "1", *SMALL)
+    result = workdir.job("--fold", "1", "--mode", "pooled", *arguments)
+    assert result.returncode == 0, result.stderr
+    assert "; domains ada, bob, eve; participant bob, mode pooled" in result.stdout
+    one = workdir.job("--participants", "eve", "ada", "--fold", "0", "--prefix", "exp1", *arguments)
     assert one.returncode == 0, one.stderr
     assert "; domains ada, eve; participant eve, mode heldout" in one.stdout
-    assert (bench.folder / "experiments/exp1/fold0_eve/metrics.jsonl").exists()
+    assert (workdir.path / "experiments/exp1/fold0_eve/metrics.jsonl").exists()
 
 
-def test_a_job_does_not_go_on_from_the_checkpoint_of_another_fold(bench: Bench) -> None:
-    """What it is to be evaluated on may have been trained on."""
-    assert bench.job(*FOLD, "--steps", "2").returncode == 0
-    refused = bench.job(*FOLD, "--steps", "2", "--mode", "single")
+def test_a_job_does_not_resume_from_the_checkpoint_of_another_fold(workdir: Workdir) -> None:
+    """That checkpoint may have been trained on the held-out text of this fold."""
+    assert workdir.job(*FOLD, "--steps", "2").returncode == 0
+    refused = workdir.job(*FOLD, "--steps", "2", "--mode", "single")
     assert refused.returncode == 2
     assert "is of another fold: data.mode=single (checkpoint: heldout); set another prefix" in refused.stderr
 
 
 @pytest.mark.parametrize(
-    ("words", "fault"),
+    ("arguments", "fault"),
     [
         ("--fold 8", "fold: out of range for 8 participants: got 8; give 0 to 7"),
         ("--participants strngs types --fold 1", "data.domains: no domain 'strngs', did you mean 'strings'?"),
@@ -652,28 +658,28 @@ def test_a_job_does_not_go_on_from_the_checkpoint_of_another_fold(bench: Bench) 
         ("--fold 0 --prefix text.txt/x", "/text.txt/x: cannot make the run directory: Not a directory; give another"),
     ],
 )
-def test_a_wrong_argument_of_a_job_is_refused_in_one_line(bench: Bench, words: str, fault: str) -> None:
-    (bench.folder / "experiments").mkdir()
-    (bench.folder / "experiments/text.txt").touch()
-    ended = bench.job("--prefix", "exp1", *words.split())
-    assert ended.returncode == 2
-    assert len(ended.stderr.strip().splitlines()) == 1, ended.stderr
-    assert fault in ended.stderr
-    assert not (bench.folder / "experiments/exp1").exists()
+def test_a_wrong_argument_of_a_job_is_refused_in_one_line(workdir: Workdir, arguments: str, fault: str) -> None:
+    (workdir.path / "experiments").mkdir()
+    (workdir.path / "experiments/text.txt").touch()
+    result = workdir.job("--prefix", "exp1", *arguments.split())
+    assert result.returncode == 2
+    assert len(result.stderr.strip().splitlines()) == 1, result.stderr
+    assert fault in result.stderr
+    assert not (workdir.path / "experiments/exp1").exists()
 
 
-def test_a_device_that_is_not_there_is_refused_in_one_line(bench: Bench) -> None:
-    ended = bench.run(1, "--device", "cuda:99")
-    assert ended.returncode == 2
-    assert ended.stderr.startswith("train.py: device cuda:99: not available: PyTorch sees ")
-    assert len(ended.stderr.splitlines()) == 1
-    assert not (bench.folder / "logs").exists()
+def test_a_missing_device_is_refused_in_one_line(workdir: Workdir) -> None:
+    result = workdir.run(1, "--device", "cuda:99")
+    assert result.returncode == 2
+    assert result.stderr.startswith("train.py: device cuda:99: not available: PyTorch sees ")
+    assert len(result.stderr.splitlines()) == 1
+    assert not (workdir.path / "logs").exists()
 
 
-def test_the_held_out_loss_is_the_same_on_any_number_of_ranks(bench: Bench) -> None:
+def test_the_held_out_loss_is_the_same_on_any_number_of_ranks(workdir: Workdir) -> None:
     scores = []
     for nproc in (1, 2, 3):
-        ended = bench.run(nproc, "train.steps=1", "train.batch_size=6", "model.dropout=0", "checkpoint.dir=null")
-        assert ended.returncode == 0, ended.stderr
-        scores.append(next(line for line in ended.stdout.splitlines() if line.startswith("held-out loss")))
+        result = workdir.run(nproc, "train.steps=1", "train.batch_size=6", "model.dropout=0", "checkpoint.dir=null")
+        assert result.returncode == 0, result.stderr
+        scores.append(next(line for line in result.stdout.splitlines() if line.startswith("held-out loss")))
     assert scores[0] == scores[1] == scores[2]
