@@ -1,8 +1,7 @@
-"""Nothing held out is trained on, nothing is seen twice or left out, and a resumed run goes on where it was.
+"""Training data: held-out text is not trained on, each epoch has every window once, and a resumed run continues.
 
-These are the mistakes that no loss curve shows: text that stands in both halves, an epoch that drops its
-rest, two ranks that read the same windows, a resume that begins the epoch again, a loader that draws from the
-global random state. The order is held for any number of windows, batch, ranks and start.
+No loss curve shows these faults: text in both parts, an epoch that drops its last windows, two ranks with the same
+windows, a resume that restarts the epoch, a loader that uses the global random state.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def counted(count: int) -> Tokens:
-    """Tokens 0, 1, 2, ... so that a window says where it is from."""
+    """Tokens 0, 1, 2, ... so that a window shows its position."""
     return Tokens(torch.arange(count, dtype=torch.int32).to(torch.uint16), "counted", 65536)
 
 
@@ -87,7 +86,7 @@ def test_the_embedded_text_is_the_language_reference_in_domains_of_like_size() -
     assert "comprehension" in corpus.decode(corpus.train.ids)
 
 
-def test_no_paragraph_stands_twice_so_none_is_both_held_out_and_trained_on() -> None:
+def test_no_paragraph_of_the_embedded_text_is_duplicated() -> None:
     paragraphs = Counter(
         " ".join(paragraph.split())
         for domain in DOMAINS
@@ -97,7 +96,7 @@ def test_no_paragraph_stands_twice_so_none_is_both_held_out_and_trained_on() -> 
     assert [paragraph for paragraph, times in paragraphs.items() if times > 1] == []
 
 
-def test_what_only_one_topic_says_is_kept_and_what_two_say_goes_to_the_longer() -> None:
+def test_a_paragraph_of_two_topics_is_kept_in_the_longer_one() -> None:
     long = "Compound\n\nThe if statement.\n\nThe try statement.\n\nThe end."
     topics = {
         "try": "Try\n\nThe try statement.",
@@ -114,7 +113,7 @@ def test_every_topic_is_in_one_domain() -> None:
     assert sorted(chain.from_iterable(by_domain(texts).values())) == sorted(names)
 
 
-def test_the_table_knows_the_topics_of_this_python() -> None:
+def test_the_table_has_all_topics_of_this_python() -> None:
     from pydoc_data.topics import topics
 
     strangers = set(topics) - set(" ".join(TOPICS.values()).split())
@@ -151,7 +150,7 @@ TEXTS = {"a": b"A" * 40, "b": b"B" * 40, "c": b"C" * 40}
         ("pooled", {"A": 30, "B": 30, "C": 30}, {"B": 10}),
     ],
 )
-def test_a_mode_says_what_is_trained_on_and_what_is_held_out(
+def test_the_mode_selects_training_and_held_out_text(
     mode: str, trained: dict[str, int], kept: dict[str, int], tmp_path: Path
 ) -> None:
     for name, text in TEXTS.items():
@@ -162,10 +161,10 @@ def test_a_mode_says_what_is_trained_on_and_what_is_held_out(
     assert str(corpus).endswith(f"; domains {'b' if mode == 'single' else 'a, b, c'}; participant b, mode {mode}")
 
 
-def write_texts(folder: Path) -> Path:
+def write_texts(directory: Path) -> Path:
     for name, text in TEXTS.items():
-        (folder / f"{name}.txt").write_bytes(text)
-    return folder
+        (directory / f"{name}.txt").write_bytes(text)
+    return directory
 
 
 def letters(tokens: Tokens | None) -> dict[str, int]:
@@ -173,7 +172,7 @@ def letters(tokens: Tokens | None) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("mode", "said", "trained", "kept", "of_base"),
+    ("mode", "arguments", "trained", "kept", "of_base"),
     [
         ("base_only", {}, {"A": 30, "B": 30, "C": 30}, {"A": 10, "B": 10, "C": 10}, {}),
         ("base_only", {"participant": "b"}, {"A": 30, "C": 30}, {"A": 10, "C": 10}, {}),
@@ -196,15 +195,15 @@ def letters(tokens: Tokens | None) -> dict[str, int]:
         ),
     ],
 )  # fmt: skip
-def test_a_base_and_a_target_never_train_on_the_ends_or_on_each_others_text(
+def test_base_and_target_train_neither_on_held_out_text_nor_on_each_others_text(
     mode: str,
-    said: dict[str, Any],
+    arguments: dict[str, Any],
     trained: dict[str, int],
     kept: dict[str, int],
     of_base: dict[str, int],
     tmp_path: Path,
 ) -> None:
-    corpus = load_two_phases(write_texts(tmp_path), mode=mode, held_out=0.25, **said)
+    corpus = load_two_phases(write_texts(tmp_path), mode=mode, held_out=0.25, **arguments)
     assert (letters(corpus.train), letters(corpus.held_out), letters(corpus.base)) == (trained, kept, of_base)
 
 
@@ -222,7 +221,7 @@ def test_the_base_of_a_fold_trains_on_what_is_mixed_into_its_fine_tuning(mode: s
 
 
 @pytest.mark.parametrize(
-    ("said", "says"),
+    ("arguments", "message"),
     [
         ({"mode": "base_only", "domains": ["b"], "participant": "b"}, "there is no domain but b to train the base on"),
         (
@@ -242,12 +241,14 @@ def test_the_base_of_a_fold_trains_on_what_is_mixed_into_its_fine_tuning(mode: s
         ({"mode": "from_scratch", "participant": "x", "base_participants": ["a"]}, "data.participant: no domain 'x'"),
     ],
 )
-def test_a_base_or_a_target_that_cannot_be(said: dict[str, Any], says: str, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=says):
-        load_two_phases(write_texts(tmp_path), **said)
+def test_invalid_base_or_target_participants_are_refused(
+    arguments: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError, match=message):
+        load_two_phases(write_texts(tmp_path), **arguments)
 
 
-def test_a_share_of_the_target_too_small_for_a_window_says_so(tmp_path: Path) -> None:
+def test_a_target_share_too_small_for_a_window_is_refused(tmp_path: Path) -> None:
     corpus = load_two_phases(write_texts(tmp_path), mode="from_scratch", participant="a", target_share=0.1)
     with pytest.raises(
         DataError, match=r"first 0.1 of what is trained on of a has 4 tokens, .*raise data.target_data_pct"
@@ -256,7 +257,7 @@ def test_a_share_of_the_target_too_small_for_a_window_says_so(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("participant", DOMAINS)
-def test_of_a_held_out_domain_nothing_is_trained_on(participant: str) -> None:
+def test_a_held_out_domain_is_not_in_the_training_text(participant: str) -> None:
     corpus, paragraphs = load(participant=participant), domain_text(participant).encode().split(b"\n\n")
     assert text_of(corpus.held_out) == domain_text(participant).encode()
     assert len(corpus.train) > 0.7 * len(load().train)
@@ -293,7 +294,7 @@ def test_a_text_file_is_held_out_at_its_end(tmp_path: Path) -> None:
     assert text_of(corpus.held_out) == b"fghij" + b"abcdefghij" * 2
 
 
-def test_a_folder_is_read_in_the_order_of_names_each_file_held_out_at_its_end(tmp_path: Path) -> None:
+def test_a_directory_is_read_in_name_order_and_each_file_held_out_at_its_end(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     (tmp_path / ".git").mkdir()
     for name, content in {
@@ -306,7 +307,7 @@ def test_a_folder_is_read_in_the_order_of_names_each_file_held_out_at_its_end(tm
         "empty": b"",
     }.items():
         (tmp_path / name).write_bytes(content)
-    os.mkfifo(tmp_path / "pipe")  # reading it would wait for ever
+    os.mkfifo(tmp_path / "pipe")  # reading it would block
     (tmp_path / "b" / "loop").symlink_to(tmp_path)
     corpus = load(tmp_path, held_out=0.25)
     assert text_of(corpus.train) == b"aaa\n\n\nbbb\n\n\nccc"
@@ -315,7 +316,7 @@ def test_a_folder_is_read_in_the_order_of_names_each_file_held_out_at_its_end(tm
     assert str(corpus).endswith("skipped what is hidden, binary or empty: 6")
 
 
-def test_a_hidden_file_that_is_asked_for_is_read(tmp_path: Path) -> None:
+def test_a_hidden_file_named_explicitly_is_read(tmp_path: Path) -> None:
     (tmp_path / ".notes").write_text("abcd")
     assert text_of(load(tmp_path / ".notes", held_out=0.25).train) == b"abc"
 
@@ -346,14 +347,14 @@ def test_ids_of_token_files_are_written_and_read_as_numbers(tmp_path: Path) -> N
 
 
 @given(ids=st.lists(st.integers(0, 65535), min_size=20, max_size=60))
-def test_a_token_file_comes_back_token_by_token(ids: list[int], tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_token_file_is_loaded_unchanged(ids: list[int], tmp_path_factory: pytest.TempPathFactory) -> None:
     corpus = load(write_bin(tmp_path_factory.mktemp("bin") / "tokens.bin", ids), vocab_size=65536)
     kept = int(len(ids) * 0.1)
     assert corpus.train.ids.tolist() == ids[: len(ids) - kept]
     assert corpus.held_out.ids.tolist() == ids[len(ids) - kept :]
 
 
-def test_a_folder_with_train_and_val_holds_out_val(tmp_path: Path) -> None:
+def test_a_directory_with_train_and_val_holds_out_val(tmp_path: Path) -> None:
     write_bin(tmp_path / "train.bin", [1, 2, 3, 4])
     write_bin(tmp_path / "val.bin", [5, 6])
     (tmp_path / "input.txt").write_text("what the tokens were made of")
@@ -375,7 +376,7 @@ def test_a_token_file_is_mapped_not_read(tmp_path: Path) -> None:
     assert grown < 200_000
 
 
-def test_a_mapped_file_travels_to_a_worker_as_its_name(tmp_path: Path) -> None:
+def test_a_mapped_file_is_pickled_as_its_path(tmp_path: Path) -> None:
     windows = Windows(load(write_bin(tmp_path / "t.bin", list(range(50_000))), vocab_size=50_000).held_out, 100)
     parcel = pickle.dumps(windows)
     assert len(parcel) < 1000
@@ -402,7 +403,7 @@ def test_a_token_outside_the_vocabulary_is_named_with_file_value_and_position(tm
 
 
 @given(count=st.integers(2, 200), block=st.integers(1, 50))
-def test_windows_lie_side_by_side_and_targets_are_one_token_on(count: int, block: int) -> None:
+def test_windows_are_adjacent_and_targets_are_shifted_by_one_token(count: int, block: int) -> None:
     if count <= block:
         with pytest.raises(DataError, match="too few for one window"):
             Windows(counted(count), block)
@@ -416,7 +417,7 @@ def test_windows_lie_side_by_side_and_targets_are_one_token_on(count: int, block
     assert 0 <= count - 1 - len(windows) * block < block
 
 
-def test_a_batch_is_the_windows_asked_for_in_that_order() -> None:
+def test_a_batch_has_the_requested_windows_in_order() -> None:
     windows = Windows(counted(50), 10)
     inputs, targets = windows.batch([3, 1])
     assert inputs[:, 0].tolist() == [30, 10]
@@ -431,18 +432,24 @@ def test_a_batch_is_the_windows_asked_for_in_that_order() -> None:
 LAYOUTS = st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 4))  # ranks, micro-batch, micro-batches
 
 
-def seen(windows: int, batch: int, steps: int, ranks: int = 1, micro: int = 1, **more: int) -> list[int]:
-    """The windows of so many steps, in each step rank by rank, of each rank its micro-batches in order."""
+def windows_of_steps(windows: int, batch: int, steps: int, ranks: int = 1, micro: int = 1, **more: int) -> list[int]:
+    """Return the windows of `steps` steps: in each step rank by rank, the micro-batches of a rank in order."""
     streams = [iter(Stream(windows, batch, rank=r, size=ranks, micro=micro, **more)) for r in range(ranks)]
-    pieces = batch // ranks // micro
-    return [window for _ in range(steps) for stream in streams for piece in islice(stream, pieces) for window in piece]
+    micro_batches = batch // ranks // micro
+    return [
+        window
+        for _ in range(steps)
+        for stream in streams
+        for piece in islice(stream, micro_batches)
+        for window in piece
+    ]
 
 
 @given(windows=st.integers(1, 40), layout=LAYOUTS, seed=st.integers(0, 2**40))
 def test_every_epoch_shows_every_window_exactly_once(windows: int, layout: tuple[int, int, int], seed: int) -> None:
-    ranks, micro, pieces = layout
-    batch = ranks * micro * pieces  # often greater than the windows of an epoch
-    shown = seen(windows, batch, -(-3 * windows // batch), ranks, micro, seed=seed)
+    ranks, micro, micro_batches = layout
+    batch = ranks * micro * micro_batches  # often greater than the windows of an epoch
+    shown = windows_of_steps(windows, batch, -(-3 * windows // batch), ranks, micro, seed=seed)
     for epoch in range(3):
         assert sorted(shown[epoch * windows : (epoch + 1) * windows]) == list(range(windows))
 
@@ -451,39 +458,39 @@ def test_every_epoch_shows_every_window_exactly_once(windows: int, layout: tuple
 def test_many_processes_see_the_global_batches_of_one(
     windows: int, layout: tuple[int, int, int], start: int, seed: int
 ) -> None:
-    ranks, micro, pieces = layout
-    batch = ranks * micro * pieces
-    together = seen(windows, batch, 5, ranks, micro, seed=seed, start=start)
-    assert together == seen(windows, batch, 5, seed=seed, start=start)
+    ranks, micro, micro_batches = layout
+    batch = ranks * micro * micro_batches
+    together = windows_of_steps(windows, batch, 5, ranks, micro, seed=seed, start=start)
+    assert together == windows_of_steps(windows, batch, 5, seed=seed, start=start)
 
 
 @given(windows=st.integers(1, 40), start=st.integers(0, 200), before=st.integers(1, 7), layout=LAYOUTS)
-def test_a_resumed_stream_goes_on_where_it_was_also_in_another_world(
+def test_a_resumed_stream_continues_also_with_another_world_size(
     windows: int, start: int, before: int, layout: tuple[int, int, int]
 ) -> None:
-    ranks, micro, pieces = layout
-    batch = ranks * micro * pieces
-    unbroken = seen(windows, before, -(-(start + 3 * batch) // before), seed=5)
-    resumed = seen(windows, batch, 3, ranks, micro, seed=5, start=start)
+    ranks, micro, micro_batches = layout
+    batch = ranks * micro * micro_batches
+    unbroken = windows_of_steps(windows, before, -(-(start + 3 * batch) // before), seed=5)
+    resumed = windows_of_steps(windows, batch, 3, ranks, micro, seed=5, start=start)
     assert resumed == unbroken[start : start + 3 * batch]
 
 
 def test_each_micro_batch_has_its_size_and_each_rank_its_own_windows() -> None:
-    pieces = [list(islice(Stream(100, 12, rank=rank, size=2, micro=3), 2)) for rank in range(2)]
-    assert [[len(piece) for piece in of_rank] for of_rank in pieces] == [[3, 3], [3, 3]]
-    assert len({window for of_rank in pieces for piece in of_rank for window in piece}) == 12
+    micro_batches = [list(islice(Stream(100, 12, rank=rank, size=2, micro=3), 2)) for rank in range(2)]
+    assert [[len(piece) for piece in of_rank] for of_rank in micro_batches] == [[3, 3], [3, 3]]
+    assert len({window for of_rank in micro_batches for piece in of_rank for window in piece}) == 12
 
 
-def seen_mixed(
+def mixed_windows_of_steps(
     target: int, base: int, of_target: int, batch: int, steps: int, ranks: int = 1, micro: int = 1, **more: int
 ) -> list[list[int]]:
-    """The windows of each of so many global batches."""
+    """Return the windows of each of `steps` global batches."""
     windows = Mixture(Windows(counted(target + 1), 1), Windows(counted(base + 1), 1))
     streams = [
         iter(MixedStream(windows, batch, of_target, rank=r, size=ranks, micro=micro, **more)) for r in range(ranks)
     ]
-    pieces = batch // ranks // micro
-    return [[w for stream in streams for piece in islice(stream, pieces) for w in piece] for _ in range(steps)]
+    micro_batches = batch // ranks // micro
+    return [[w for stream in streams for piece in islice(stream, micro_batches) for w in piece] for _ in range(steps)]
 
 
 MIXED = LAYOUTS.filter(lambda layout: layout[0] * layout[1] * layout[2] > 1)
@@ -493,17 +500,17 @@ MIXED = LAYOUTS.filter(lambda layout: layout[0] * layout[1] * layout[2] > 1)
 def test_each_global_batch_mixes_the_same_windows_on_any_number_of_ranks_and_resumed(
     target: int, base: int, layout: tuple[int, int, int], start: int, data: st.DataObject
 ) -> None:
-    ranks, micro, pieces = layout
-    batch = ranks * micro * pieces
+    ranks, micro, micro_batches = layout
+    batch = ranks * micro * micro_batches
     of_target = data.draw(st.integers(1, batch - 1))
-    unbroken = seen_mixed(target, base, of_target, batch, start + 3, seed=7)
+    unbroken = mixed_windows_of_steps(target, base, of_target, batch, start + 3, seed=7)
     for step, windows in enumerate(unbroken):
         of_base = [window - target for window in windows if window >= target]
-        assert [window for window in windows if window < target] == seen(
+        assert [window for window in windows if window < target] == windows_of_steps(
             target, of_target, 1, seed=7, start=step * of_target
         )
-        assert of_base == seen(base, batch - of_target, 1, seed=7, start=step * (batch - of_target))
-    resumed = seen_mixed(target, base, of_target, batch, 3, ranks, micro, seed=7, start=start * batch)
+        assert of_base == windows_of_steps(base, batch - of_target, 1, seed=7, start=step * (batch - of_target))
+    resumed = mixed_windows_of_steps(target, base, of_target, batch, 3, ranks, micro, seed=7, start=start * batch)
     assert resumed == unbroken[start:]
 
 
@@ -517,10 +524,10 @@ def test_a_mixture_numbers_the_bases_windows_on_from_the_targets() -> None:
     assert windows.__getitems__([5])[0].tolist() == [[0, 1]]
 
 
-def test_epochs_and_seeds_each_have_an_order_of_their_own() -> None:
+def test_each_epoch_and_seed_has_a_different_order() -> None:
     orders = [tuple(permutation(50, seed, epoch).tolist()) for seed in range(4) for epoch in range(4)]
     assert len(set(orders)) == 16
-    assert seen(50, 50, 3, seed=3) == [*orders[12], *orders[13], *orders[14]]
+    assert windows_of_steps(50, 50, 3, seed=3) == [*orders[12], *orders[13], *orders[14]]
 
 
 @pytest.mark.parametrize(
@@ -569,7 +576,7 @@ def first_batches(workers: int, count: int = 12) -> list[torch.Tensor]:
     return [torch.cat(pair) for pair in islice(loader(windows, Stream(len(windows), 8), workers=workers), count)]
 
 
-def test_workers_bring_the_same_batches_in_the_same_order() -> None:
+def test_workers_return_the_same_batches_in_the_same_order() -> None:
     here, there = first_batches(workers=0), first_batches(workers=2)
     assert len(here) == len(there) == 12
     assert all(torch.equal(one, other) for one, other in zip(here, there, strict=True))
@@ -582,7 +589,7 @@ def test_the_global_random_state_is_left_alone() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_fault_found_by_a_worker_reaches_the_trainer_with_its_words(tmp_path: Path) -> None:
+def test_an_error_in_a_worker_is_raised_in_the_trainer(tmp_path: Path) -> None:
     corpus = load(write_bin(tmp_path / "t.bin", [50] * 100), vocab_size=50)
     windows = Windows(corpus.train, 10)
     with pytest.raises(DataError, match="token 50 at position"):
@@ -590,7 +597,7 @@ def test_a_fault_found_by_a_worker_reaches_the_trainer_with_its_words(tmp_path: 
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])  # Python's defaults before and since 3.14
-def test_a_worker_stays_through_stop_signals_that_are_sent_to_all(method: str) -> None:
+def test_a_worker_ignores_stop_signals(method: str) -> None:
     others = set(multiprocessing.active_children())
     windows = Windows(counted(1000), 10)
     data = loader(windows, Stream(len(windows), 2), workers=1)
@@ -604,12 +611,12 @@ def test_a_worker_stays_through_stop_signals_that_are_sent_to_all(method: str) -
     assert worker.is_alive()
 
 
-LEAVES = """
+TRAINER = """
 import multiprocessing, sys
 from distributed.training.data import Stream, Windows, load, loader
 
 def train():
-    global batches  # still there at the exit, as when a traceback holds it
+    global batches  # referenced until exit, as by a traceback
     windows = Windows(load().train, 64)
     batches = iter(loader(windows, Stream(len(windows), 8), workers=2))
     next(batches)
@@ -618,7 +625,7 @@ def train():
 
 if sys.argv[1] == "trainer":
     train()
-agent = multiprocessing.get_context("fork")  # whose processes run no atexit functions
+agent = multiprocessing.get_context("fork")  # its processes run no atexit functions
 trainer = agent.Process(target=train)
 trainer.start()
 trainer.join()
@@ -626,9 +633,11 @@ sys.exit(trainer.exitcode)
 """
 
 
-@pytest.mark.parametrize("who", ["trainer", "trainer of an agent"])
-def test_workers_leave_with_the_trainer(who: str) -> None:
-    done = subprocess.run([sys.executable, "-c", LEAVES, who], cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=120)
+@pytest.mark.parametrize("parent", ["trainer", "trainer of an agent"])
+def test_workers_exit_with_the_trainer(parent: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", TRAINER, parent], cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=120
+    )
     workers = done.stdout.split()
     assert done.returncode == 3
     assert len(workers) == 2
@@ -638,54 +647,54 @@ def test_workers_leave_with_the_trainer(who: str) -> None:
 # ---------------------------------------------------------------- refusals
 
 
-def empty(folder: Path) -> Path:
-    (folder / "empty.txt").touch()
-    return folder / "empty.txt"
+def empty(directory: Path) -> Path:
+    (directory / "empty.txt").touch()
+    return directory / "empty.txt"
 
 
-def binary(folder: Path) -> Path:
-    (folder / "a.zip").write_bytes(b"PK\0\0")
-    return folder / "a.zip"
+def binary(directory: Path) -> Path:
+    (directory / "a.zip").write_bytes(b"PK\0\0")
+    return directory / "a.zip"
 
 
-def pipe(folder: Path) -> Path:
-    os.mkfifo(folder / "pipe")
-    return folder / "pipe"
+def pipe(directory: Path) -> Path:
+    os.mkfifo(directory / "pipe")
+    return directory / "pipe"
 
 
-def folder_without_text(folder: Path) -> Path:
-    binary(folder)
-    return folder
+def directory_without_text(directory: Path) -> Path:
+    binary(directory)
+    return directory
 
 
-def folder_with_a_dangling_link(folder: Path) -> Path:
-    (folder / "gone.txt").symlink_to(folder / "nowhere")
-    return folder
+def directory_with_a_dangling_link(directory: Path) -> Path:
+    (directory / "gone.txt").symlink_to(directory / "nowhere")
+    return directory
 
 
-def empty_bin(folder: Path) -> Path:
-    (folder / "t.bin").touch()
-    return folder / "t.bin"
+def empty_bin(directory: Path) -> Path:
+    (directory / "t.bin").touch()
+    return directory / "t.bin"
 
 
-def odd_bin(folder: Path) -> Path:
-    (folder / "t.bin").write_bytes(b"123")
-    return folder / "t.bin"
+def odd_bin(directory: Path) -> Path:
+    (directory / "t.bin").write_bytes(b"123")
+    return directory / "t.bin"
 
 
-def good_bin(folder: Path) -> Path:
-    return write_bin(folder / "t.bin", [1, 2, 3])
+def good_bin(directory: Path) -> Path:
+    return write_bin(directory / "t.bin", [1, 2, 3])
 
 
 @pytest.mark.parametrize(
-    ("make", "arguments", "says"),
+    ("make", "arguments", "message"),
     [
         (empty, {}, r"empty\.txt: no text in this file"),
         (binary, {}, r"a\.zip: no text in this file.*\.bin"),
         (pipe, {}, "pipe: neither a file nor a directory"),
-        (folder_without_text, {}, r"no text among 1 entries.*train\.bin"),
-        (folder_with_a_dangling_link, {}, r"cannot read .*gone\.txt: No such file"),
-        (lambda folder: folder / "nowhere", {}, "nowhere: it does not exist"),
+        (directory_without_text, {}, r"no text among 1 entries.*train\.bin"),
+        (directory_with_a_dangling_link, {}, r"cannot read .*gone\.txt: No such file"),
+        (lambda directory: directory / "nowhere", {}, "nowhere: it does not exist"),
         (empty_bin, {"vocab_size": 9}, r"t\.bin is empty"),
         (odd_bin, {"vocab_size": 9}, r"t\.bin has 3 bytes, an odd number"),
         (good_bin, {}, r"t\.bin holds token ids.*set model\.vocab_size"),
@@ -693,15 +702,15 @@ def good_bin(folder: Path) -> Path:
         (empty, {"participant": "a"}, "cannot list participants: Not a directory; give a directory"),
     ],
 )
-def test_a_path_that_cannot_be_trained_on(
-    make: Callable[[Path], Path], arguments: dict[str, Any], says: str, tmp_path: Path
+def test_a_path_without_usable_text_is_refused(
+    make: Callable[[Path], Path], arguments: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(DataError, match=says):
+    with pytest.raises(DataError, match=message):
         load(make(tmp_path), **arguments)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         ({"held_out": 0.0}, r"data\.held_out=0\.0: give a share between 0 and 1"),
         ({"held_out": 1.0}, r"data\.held_out=1\.0"),
@@ -715,12 +724,12 @@ def test_a_path_that_cannot_be_trained_on(
         ({"vocab_size": 255}, r"model\.vocab_size=255: text is read as bytes and needs 256"),
     ],
 )
-def test_settings_that_fit_no_corpus(arguments: dict[str, Any], says: str) -> None:
-    with pytest.raises(DataError, match=says):
+def test_invalid_corpus_settings_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
         load(**arguments)
 
 
-def test_a_held_out_part_too_short_for_a_window_says_so(tmp_path: Path) -> None:
+def test_a_held_out_part_too_short_for_a_window_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "short.txt"
     file.write_text("x" * 100)
     with pytest.raises(DataError, match=r"held-out part of .*short\.txt has 10 tokens, too few .* 16"):
@@ -736,7 +745,7 @@ def test_a_python_without_the_reference_names_the_remedy(monkeypatch: pytest.Mon
 
 @contextmanager
 def unprivileged() -> Iterator[None]:
-    """Be nobody for a while, for root may read everything."""
+    """Drop root privileges temporarily, because root may read any file."""
     user = os.geteuid()
     if user == 0:
         os.seteuid(65534)
@@ -747,8 +756,8 @@ def unprivileged() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("make", [Path.touch, Path.mkdir])
-def test_what_may_not_be_read_is_named_not_skipped(make: Callable[[Path], None]) -> None:
-    with tempfile.TemporaryDirectory(dir="/tmp") as name:  # nobody cannot reach into tmp_path
+def test_an_unreadable_entry_is_an_error_and_not_skipped(make: Callable[[Path], None]) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:  # user nobody has no access to tmp_path
         Path(name).chmod(0o755)
         Path(name, "plain.txt").write_text("text")
         secret = Path(name, "secret")
