@@ -10,7 +10,7 @@ memory, which takes a tenth to a fifth as long on 2 cores. With until=optimizer,
 computed; the time is then that of save() plus the wait of the optimizer's step. The background write slows concurrent
 steps by about its own CPU time when all cores compute.
 
-    python -m benchmarks.checkpoint [--parameters 25] [--turns 15] [--folder FOLDER]
+    python -m benchmarks.checkpoint [--parameters 25] [--turns 15] [--directory DIRECTORY]
 
 Exit code 1 when saving as train.py does stops the training for more than a tenth of torch.save.
 """
@@ -44,14 +44,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="How long does saving a checkpoint stop the training?")
     parser.add_argument("--parameters", type=float, default=25, help="of the model, in millions")
     parser.add_argument("--turns", type=int, default=15, help="timings of each")
-    parser.add_argument("--folder", type=Path, help="a folder on the disk in question (default: a temporary one)")
-    said = parser.parse_args()
-    training = Training(said.parameters * 1e6)
-    with tempfile.TemporaryDirectory(dir=said.folder) as folder:
-        print(f"{training.bytes / 1e6:.0f} MB of state, {torch.get_num_threads()} threads, {folder}")
-        with Checkpoints(Path(folder, "ours"), keep=1) as checkpoints:
-            ratio = stops(training, checkpoints, Path(folder), said.turns)
-            slows(training, checkpoints)
+    parser.add_argument("--directory", type=Path, help="a directory on the disk to measure (default: a temporary one)")
+    arguments = parser.parse_args()
+    training = Training(arguments.parameters * 1e6)
+    with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
+        print(f"{training.bytes / 1e6:.0f} MB of state, {torch.get_num_threads()} threads, {directory}")
+        with Checkpoints(Path(directory, "muster"), keep=1) as checkpoints:
+            ratio = measure_stops(training, checkpoints, Path(directory), arguments.turns)
+            measure_slowdown(training, checkpoints)
     return 0 if ratio <= TARGET else 1
 
 
@@ -71,36 +71,36 @@ class Training:
         """Do a training step. Returns the seconds that the optimizer's step waited for the copy."""
         self.model(self.inputs).square().mean().backward()
         before = time.perf_counter()
-        begun: list[float] = []
-        begins = self.optimizer.register_step_pre_hook(lambda *_: begun.append(time.perf_counter()))
+        started: list[float] = []
+        hook = self.optimizer.register_step_pre_hook(lambda *_: started.append(time.perf_counter()))
         self.optimizer.step()
-        begins.remove()
+        hook.remove()
         self.optimizer.zero_grad()
-        return begun[0] - before
+        return started[0] - before
 
     def state(self) -> dict[str, Any]:
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
 
-def stops(training: Training, checkpoints: Checkpoints, theirs: Path, turns: int) -> float:
+def measure_stops(training: Training, checkpoints: Checkpoints, directory: Path, turns: int) -> float:
     """Measure how long each way stops the training. Returns the ratio of the medians."""
     state, optimizer, steps = training.state(), training.optimizer, count()
 
-    def until_the_step() -> float:
+    def until_optimizer() -> float:
         return timed(lambda: checkpoints.save(next(steps), state, until=optimizer)) + training.step()
 
     def at_once() -> float:
         return timed(lambda: checkpoints.save(next(steps), state))
 
     def torch_save() -> float:
-        file = theirs / f"{next(steps)}.pt"
+        file = directory / f"{next(steps)}.pt"
         seconds = timed(lambda: torch.save(state, file))
-        for other in theirs.glob("*.pt"):
+        for other in directory.glob("*.pt"):
             if other != file:
                 other.unlink()
         return seconds
 
-    ways = {"save(until=optimizer)": until_the_step, "save()": at_once, "torch.save()": torch_save}
+    ways = {"save(until=optimizer)": until_optimizer, "save()": at_once, "torch.save()": torch_save}
     timings = {name: Timings(name) for name in ways}
     for turn in range(turns + WARM_UP):
         for name, way in ways.items() if turn % 2 else reversed(ways.items()):
@@ -109,16 +109,17 @@ def stops(training: Training, checkpoints: Checkpoints, theirs: Path, turns: int
             checkpoints.wait()
             if turn >= WARM_UP:
                 timings[name].seconds.append(seconds)
-    until, once, theirs_took = (timing.median for timing in timings.values())
-    print(f"stops the training:  {',  '.join(map(str, timings.values()))}")
-    print(f"ratio to torch.save: {until / theirs_took:.3f} (target {TARGET} at most), {once / theirs_took:.3f}")
-    return until / theirs_took
+    until, at_once_median, torch_save_median = (timing.median for timing in timings.values())
+    print(f"training stopped: {',  '.join(map(str, timings.values()))}")
+    ratio, at_once_ratio = until / torch_save_median, at_once_median / torch_save_median
+    print(f"ratio to torch.save: {ratio:.3f} (target {TARGET} at most), {at_once_ratio:.3f}")
+    return ratio
 
 
-def slows(training: Training, checkpoints: Checkpoints) -> None:
+def measure_slowdown(training: Training, checkpoints: Checkpoints) -> None:
     """Measure how much longer steps take during a background write."""
-    alone, behind, lasted = Timings("a step alone"), Timings("beside the write"), Timings("which lasts")
-    extra = Timings("a checkpoint costs the steps beside it")
+    alone, during, write = Timings("a step alone"), Timings("during a write"), Timings("duration of a write")
+    extra = Timings("extra time of all steps during a write")
     for step in range(1000, 1007):
         os.sync()
         usual = [timed(training.step) for _ in range(10)]
@@ -126,13 +127,13 @@ def slows(training: Training, checkpoints: Checkpoints) -> None:
         start, slowed = time.perf_counter(), []
         while not final_path(checkpoints.path, step).exists():
             slowed.append(timed(training.step))
-        lasted.seconds.append(time.perf_counter() - start)
+        write.seconds.append(time.perf_counter() - start)
         alone.seconds += usual
-        behind.seconds += slowed
+        during.seconds += slowed
         extra.seconds.append(sum(slowed) - len(slowed) * median(usual))
         checkpoints.wait()
-    print(f"slows the training:  {alone},  {behind},  {lasted}")
-    print(f"{extra} in all")
+    print(f"training slowed: {alone},  {during},  {write}")
+    print(extra)
 
 
 def timed(call: Callable[[], object]) -> float:
@@ -153,7 +154,7 @@ class Timings:
         return median(self.seconds)
 
     def __str__(self) -> str:
-        low, middle, high = (f"{1e3 * of(self.seconds):.1f}" for of in (min, median, max))
+        low, middle, high = (f"{1e3 * value(self.seconds):.1f}" for value in (min, median, max))
         return f"{self.name} {middle} ms ({low} to {high})"
 
 

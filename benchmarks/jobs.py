@@ -81,7 +81,7 @@ def run(command: list[str], directory: Path) -> None:
 
 @contextmanager
 def servers(copied: bool) -> Iterator[tuple[list[str], Path]]:
-    """Raise three servers; yield their names, and the script of the jobs in their working directory."""
+    """Start three servers; yield their names, and the script of the jobs in their working directory."""
     with tempfile.TemporaryDirectory() as name:
         script = Path(name, "job")
         script.write_text(SCRIPT if copied else "#!/bin/true\n")
@@ -104,15 +104,15 @@ def main() -> int:
     options.add_argument("--jobs", type=int, default=1000)
     options.add_argument("--pairs", type=int, default=3)
     options.add_argument("--copied", action="store_true", help="the servers share no files")
-    given = options.parse_args()
+    arguments = options.parse_args()
     if not shutil.which("parallel"):
         sys.exit("no program 'parallel': apt-get install parallel")
     pairs: list[tuple[float, float]] = []
-    with servers(given.copied) as (names, script):
+    with servers(arguments.copied) as (names, script):
         job_list = partial(by_list, names, script)
-        parallel = partial(by_parallel, names, script, given.copied)
-        for round_number in range(given.pairs + 1):
-            jobs = given.jobs if round_number else WARM_UP
+        parallel = partial(by_parallel, names, script, arguments.copied)
+        for round_number in range(arguments.pairs + 1):
+            jobs = arguments.jobs if round_number else WARM_UP
             sides = [job_list, parallel] if round_number % 2 else [parallel, job_list]
             seconds = {side: side(jobs, round_number) for side in sides}
             if round_number:
@@ -122,7 +122,7 @@ def main() -> int:
                 print(
                     f"job list {list_ms:6.1f} ms per job, parallel {parallel_ms:6.1f} ms, ratio {ratio:.2f}", flush=True
                 )
-    print(f"{given.jobs} jobs: {ratio_of(*zip(*pairs, strict=True))} (target: at most 1.0)")
+    print(f"{arguments.jobs} jobs: {ratio_of(*zip(*pairs, strict=True))} (target: at most 1.0)")
     return 0
 
 

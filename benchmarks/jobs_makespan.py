@@ -122,17 +122,17 @@ def main() -> int:
     options.add_argument("--lost-after", type=int, default=10, help="see run_distributed_training.py (default: 10)")
     options.add_argument(
         "--only",
-        choices=("told", "untold", "lost"),
+        choices=("estimated", "unestimated", "lost"),
         help="run one list: with or without _expected_seconds, or with a lost server",
     )
-    given = options.parse_args()
-    seconds = lengths(given.jobs, given.mean)
+    arguments = options.parse_args()
+    seconds = lengths(arguments.jobs, arguments.mean)
     with tempfile.TemporaryDirectory() as name, nodes(3, prefix="jbench") as (names, directory):
-        for kind in [given.only] if given.only else ["told", "untold"]:
+        for kind in [arguments.only] if arguments.only else ["estimated", "unestimated"]:
             if kind != "lost":
-                undisturbed(names, Path(name, kind), seconds, with_expected=kind == "told")
-        if given.only in (None, "lost"):
-            with_loss(names, Path(name, "lost"), seconds, given.lose - 1, directory / "lab", given.lost_after)
+                undisturbed(names, Path(name, kind), seconds, with_expected=kind == "estimated")
+        if arguments.only in (None, "lost"):
+            with_loss(names, Path(name, "lost"), seconds, arguments.lose - 1, directory / "lab", arguments.lost_after)
     return 0
 
 

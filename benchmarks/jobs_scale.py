@@ -154,14 +154,14 @@ def job_list(count: int, seconds: float) -> list[dict[str, Any]]:
 
 def dispatch(jobs: list[Job], servers: list[SimulatedServer], monitor: LoopMonitor) -> float:
     """Run the list; return its CPU seconds."""
-    with Journal.open(Path("results.journal")) as book:
+    with Journal.open(Path("results.journal")) as journal:
         state = ListState()
-        about = {"list": "0123456789", "cwd": str(Path.cwd()), "script": "train.py", "backend": "ssh"}
-        state.apply(book.add("list", **about, jobs=job_records(jobs)))
-        book.commit()
+        fields = {"list": "0123456789", "cwd": str(Path.cwd()), "script": "train.py", "backend": "ssh"}
+        state.apply(journal.add("list", **fields, jobs=job_records(jobs)))
+        journal.commit()
         start = cpu_seconds()
         with monitored(monitor):
-            code = commands.dispatch(book, state, jobs, servers, Policy(), Path("results.json"))
+            code = commands.dispatch(journal, state, jobs, servers, Policy(), Path("results.json"))
         spent = cpu_seconds() - start
     if code or state.counts["done"] != len(jobs):
         sys.exit(f"exit code {code}: {state.counts}")
@@ -176,32 +176,32 @@ def main() -> int:
     options.add_argument("--jobs", type=int, default=10_000)
     options.add_argument("--seconds", type=float, default=1.5, help="mean length of a job")
     options.add_argument("--directory", type=Path, default=Path(), help="where the journal is written, on a real disk")
-    given = options.parse_args()
-    with tempfile.TemporaryDirectory(dir=os.path.abspath(given.directory)) as directory:
+    arguments = options.parse_args()
+    with tempfile.TemporaryDirectory(dir=os.path.abspath(arguments.directory)) as directory:
         os.chdir(directory)
-        Path("jobs.json").write_text(json.dumps(job_list(given.jobs, given.seconds)))
+        Path("jobs.json").write_text(json.dumps(job_list(arguments.jobs, arguments.seconds)))
         before, start = peak_memory(), cpu_seconds()
         jobs = read_jobs(Path("jobs.json"))
         reading = cpu_seconds() - start
-        servers = [SimulatedServer(f"gpu{number}", given.slots) for number in range(given.servers)]
+        servers = [SimulatedServer(f"gpu{number}", arguments.slots) for number in range(arguments.servers)]
         monitor, wall = LoopMonitor(), time.monotonic()
         spent = dispatch(jobs, servers, monitor)
         wall = time.monotonic() - wall
         used, size = peak_memory(), Path("results.journal").stat().st_size
         gc.collect()
         start = cpu_seconds()
-        with Journal.open(Path("results.journal")) as book:
-            ListState.of(book.records)
-        again = cpu_seconds() - start
+        with Journal.open(Path("results.journal")) as journal:
+            ListState.of(journal.records)
+        replay = cpu_seconds() - start
         os.chdir("/")
-    slots = given.servers * given.slots
+    slots = arguments.servers * arguments.slots
     least = sum(job.settings["seconds"] for job in jobs) / slots
-    print(f"{given.jobs:,} jobs on {given.servers} servers of {given.slots} slots, journal in {given.directory}:")
-    print(f"  dispatcher: {1000 * spent / given.jobs:.2f} ms of CPU per job (target: at most 1)")
+    print(f"{arguments.jobs:,} jobs on {arguments.servers} servers, {slots} slots; journal in {arguments.directory}:")
+    print(f"  dispatcher: {1000 * spent / arguments.jobs:.2f} ms of CPU per job (target: at most 1)")
     print(f"  peak memory: {used:.0f} MB, of which {used - before:.0f} MB since before the list was read")
     print(f"  wall: {wall:.1f} s, of which the jobs need {least:.1f} s")
     print(f"  event loop blocked for at most {monitor.longest:.2f} s")
-    print(f"  list read in {reading:.2f} s of CPU; journal of {size / 1e6:.1f} MB read again in {again:.2f} s")
+    print(f"  list read in {reading:.2f} s of CPU; journal of {size / 1e6:.1f} MB replayed in {replay:.2f} s")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Nodes for benchmarks, raised on this one machine for the time of a measurement (tests/lab/lab.sh). Needs root."""
+"""Simulated nodes on this machine for benchmarks (tests/lab/lab.sh). Needs root."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ LAB = KIT / "tests/lab/lab.sh"
 
 @contextmanager
 def nodes(count: int, *options: str, prefix: str = "bench") -> Iterator[tuple[list[str], Path]]:
-    """The names of so many nodes, and a folder that they share. options: more of the laboratory's."""
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # by way of `finally`
+    """Start nodes; yield their names and a directory that they share. options: of lab.sh up."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # runs `finally`
     with tempfile.TemporaryDirectory() as name:
         env = os.environ | {"MUSTER_LAB": f"{name}/lab"}
-        words = [str(LAB), "up", str(count), "--prefix", prefix, *options]
-        subprocess.run(words, env=env, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        command = [str(LAB), "up", str(count), "--prefix", prefix, *options]
+        subprocess.run(command, env=env, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
             yield [f"{prefix}{number}" for number in range(1, count + 1)], Path(name)
         finally:
@@ -32,18 +32,20 @@ def nodes(count: int, *options: str, prefix: str = "bench") -> Iterator[tuple[li
 
 @contextmanager
 def slurm(count: int, gpus: int) -> Iterator[tuple[dict[str, str], Path]]:
-    """The environment in which sbatch reaches a SLURM on so many nodes with so many GPUs each, and a shared folder."""
-    with nodes(count, "--slurm", "--gpus", str(gpus)) as (_, folder):
-        yield os.environ | {"SLURM_CONF": f"{folder}/lab/slurm.conf", "OMP_NUM_THREADS": "1"}, folder
+    """Start SLURM on nodes with `gpus` GPUs each; yield the environment for sbatch and a shared directory."""
+    with nodes(count, "--slurm", "--gpus", str(gpus)) as (_, directory):
+        yield os.environ | {"SLURM_CONF": f"{directory}/lab/slurm.conf", "OMP_NUM_THREADS": "1"}, directory
 
 
-def submit(words: list[str], folder: Path, env: Mapping[str, str]) -> str:
-    """Call sbatch in the folder. Returns the number of the job."""
-    answer = subprocess.run(["sbatch", "--parsable", *words], cwd=folder, env=env, check=True, stdout=subprocess.PIPE)
-    return answer.stdout.decode().strip()
+def submit(arguments: list[str], directory: Path, env: Mapping[str, str]) -> str:
+    """Call sbatch in the directory. Returns the job ID."""
+    result = subprocess.run(
+        ["sbatch", "--parsable", *arguments], cwd=directory, env=env, check=True, stdout=subprocess.PIPE
+    )
+    return result.stdout.decode().strip()
 
 
 def wait_for(job: str, env: Mapping[str, str]) -> None:
-    """To the end of a job (`sbatch --wait` looks after 10 s, and then half a minute later)."""
+    """Wait until a job has ended. `sbatch --wait` checks only after 10 s, and again 30 s later."""
     while subprocess.run(["squeue", "--noheader", "--jobs", job], env=env, stdout=subprocess.PIPE, check=True).stdout:
         time.sleep(0.2)

@@ -1,4 +1,4 @@
-"""What pairs of measurements say: two sides that took turns, so that whatever slows the machine slows both."""
+"""Statistics of paired measurements. Both sides alternate, so a slower machine affects both."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import statistics
 from collections.abc import Sequence
 
 
-def ratio_of(ours: Sequence[float], peers: Sequence[float]) -> str:
-    """Both medians in seconds, and the median of the pairs' ratios with the range of the middle half of them."""
-    ratios = [our / peer for our, peer in zip(ours, peers, strict=True)]
+def ratio_of(muster: Sequence[float], peers: Sequence[float]) -> str:
+    """Describe both medians in seconds, and the median and quartiles of the ratios."""
+    ratios = [own / peer for own, peer in zip(muster, peers, strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4)
     return (
-        f"{statistics.median(ours):6.2f} s against {statistics.median(peers):6.2f} s: "
+        f"{statistics.median(muster):6.2f} s against {statistics.median(peers):6.2f} s: "
         f"ratio {middle:.2f} (half of the pairs {low:.2f} to {high:.2f}, all {min(ratios):.2f} to {max(ratios):.2f})"
     )

@@ -40,22 +40,22 @@ QUIET = ("train.evaluate_every=0", "checkpoint.every=0", "logging.level=warning"
 
 
 class Measured(Exception):
-    """Raised after the last turn, to end train.py."""
+    """Raised after the last turn to stop train.py."""
 
 
 def by_hand(settings: Settings, world: World) -> Callable[[], None]:
     """Return a function that does one step of a tutorial's loop."""
-    here, corpus = device(world), data.load()
+    target, corpus = device(world), data.load()
     torch.manual_seed(0)
-    model = DistributedDataParallel(GPT(settings.model, corpus.vocab_size).to(here))
+    model = DistributedDataParallel(GPT(settings.model, corpus.vocab_size).to(target))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), fused=True)
     windows = data.Windows(corpus.train, settings.model.block_size)
-    share = batch(settings, world.size).micro
-    draw = torch.Generator().manual_seed(world.rank)
+    batch_size = batch(settings, world.size).micro
+    generator = torch.Generator().manual_seed(world.rank)
 
     def step() -> None:
-        inputs, targets = windows.batch(torch.randint(len(windows), (share,), generator=draw))
-        loss = model(inputs.to(here), targets.to(here)).mean()
+        inputs, targets = windows.batch(torch.randint(len(windows), (batch_size,), generator=generator))
+        loss = model(inputs.to(target), targets.to(target)).mean()
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -64,8 +64,8 @@ def by_hand(settings: Settings, world: World) -> Callable[[], None]:
     return step
 
 
-def settle() -> float:
-    """Wait for the device, and return the time."""
+def synchronized_time() -> float:
+    """Wait for the device. Returns the time in seconds."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
@@ -77,52 +77,52 @@ def measure(options: argparse.Namespace) -> None:
     times: dict[str, list[float]] = {"by hand": [], "train.py": []}
     with process_group() as world:
         step = by_hand(settings, world)
-        cut, batches = batch(settings, world.size), TrainingData.batches
+        split, batches = batch(settings, world.size), TrainingData.batches
 
-        def interrupted(self: TrainingData, *args: Any, **more: Any) -> Iterator[Any]:
+        def interleaved(self: TrainingData, *args: Any, **kwargs: Any) -> Iterator[Any]:
             """Yield train.py's batches; before each turn of train.py, run a turn of the hand-written loop."""
-            source = batches(self, *args, **more)
+            source = batches(self, *args, **kwargs)
             for turn in range(options.turns + 1):
-                begun = settle()
+                start = synchronized_time()
                 for _ in range(options.steps):
                     step()
-                theirs = settle() - begun
-                begun = settle()
-                for _ in range(options.steps * cut.accumulation):
-                    yield next(source)  # it comes back for the next batch when it has done the step
-                ours = settle() - begun
+                by_hand_seconds = synchronized_time() - start
+                start = synchronized_time()
+                for _ in range(options.steps * split.accumulation):
+                    yield next(source)  # train.py requests the next batch after the step
+                train_seconds = synchronized_time() - start
                 if turn:  # the first turn warms up
-                    times["by hand"].append(theirs / options.steps)
-                    times["train.py"].append(ours / options.steps)
+                    times["by hand"].append(by_hand_seconds / options.steps)
+                    times["train.py"].append(train_seconds / options.steps)
             raise Measured
 
-        TrainingData.batches = interrupted  # type: ignore[method-assign]
+        TrainingData.batches = interleaved  # type: ignore[method-assign]
         with contextlib.suppress(Measured):
-            train.train(settings, {}, world, cut, threading.Event())
+            train.train(settings, {}, world, split, threading.Event())
         if world.rank == 0:
-            ratios = [ours / theirs for ours, theirs in zip(times["train.py"], times["by hand"], strict=True)]
+            ratios = [own / peer for own, peer in zip(times["train.py"], times["by hand"], strict=True)]
             for name, seconds in times.items():
-                print(f"{name:9} {statistics.median(seconds) * 1000:8.2f} ms a step")
+                print(f"{name:9} {statistics.median(seconds) * 1000:8.2f} ms per step")
             print(f"ratio     {statistics.median(ratios):8.3f}  ({min(ratios):.3f} to {max(ratios):.3f})")
 
 
 def main() -> int:
-    """Start the ranks, or be one."""
+    """Start the ranks; in a rank, measure."""
     options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     options.add_argument("--turns", type=int, default=12)
     options.add_argument("--steps", type=int, default=10)
     options.add_argument("--config", type=Path, default=KIT / "config/quickstart.yaml")
     options.add_argument("--nproc", type=int, default=2)
     options.add_argument("overrides", nargs="*")
-    given = options.parse_intermixed_args()
+    arguments = options.parse_intermixed_args()
     if "RANK" in os.environ:
-        measure(given)
+        measure(arguments)
         return 0
     with tempfile.TemporaryDirectory() as run:
-        agent = [str(KIT / "scripts/lib/agent.py"), "--standalone", "--nproc-per-node", str(given.nproc), "--"]
-        words = [str(Path(__file__).resolve()), *sys.argv[1:], f"checkpoint.dir={run}/checkpoints"]
+        agent = [str(KIT / "scripts/lib/agent.py"), "--standalone", "--nproc-per-node", str(arguments.nproc), "--"]
+        command = [str(Path(__file__).resolve()), *sys.argv[1:], f"checkpoint.dir={run}/checkpoints"]
         env = {**os.environ, "MUSTER_OUTPUT_DIR": run}
-        return subprocess.run([sys.executable, *agent, *words], env=env, check=False).returncode
+        return subprocess.run([sys.executable, *agent, *command], env=env, check=False).returncode
 
 
 if __name__ == "__main__":

@@ -130,21 +130,23 @@ def servers() -> Iterator[tuple[list[str], Path]]:
             yield names, directory
 
 
-def measure(title: str, lengths: list[float], count: int, given: argparse.Namespace) -> None:
+def measure(title: str, lengths: list[float], count: int, arguments: argparse.Namespace) -> None:
     """Print the figures of one list. Each run has new servers without base models."""
     runs: dict[str, Measurement] = {}
     for name, mode, options in (
         ("two phases", "full_fine_tuning", []), ("barrier", "full_fine_tuning", ["--barrier"]), ("alone", "alone", []),
     ):  # fmt: skip
         with servers() as (names, directory):
-            runs[name] = run(names, directory, jobs_of(lengths, count, given.experiment, given.mb, mode), *options)
+            runs[name] = run(
+                names, directory, jobs_of(lengths, count, arguments.experiment, arguments.mb, mode), *options
+            )
             assert (directory / CACHE).is_dir() == (mode != "alone")
     two, barrier, alone = runs.values()
     predicted = sum(lengths[number % len(lengths)] for number in range(count)) - sum(lengths)
     print(f"{title}: {two.seconds:.1f} s; with a barrier {barrier.seconds:.1f} s; alone {alone.seconds:.1f} s")
     print(f"  ratio to alone {two.seconds / alone.seconds:.2f}, to a barrier {two.seconds / barrier.seconds:.2f}")
     print(f"  saved: predicted {predicted:.0f} s of slots, measured {alone.slot_seconds - two.slot_seconds:.0f} s")
-    print(f"  copied: {copied(two, given.mb)} (expected: 1.00)", flush=True)
+    print(f"  copied: {copied(two, arguments.mb)} (expected: 1.00)", flush=True)
 
 
 def main() -> int:
@@ -153,10 +155,10 @@ def main() -> int:
     options.add_argument("--mb", type=int, default=20, help="MiB of a base model")
     options.add_argument("--base", type=float, default=8.0, help="seconds of a base training")
     options.add_argument("--experiment", type=float, default=2.0, help="seconds of an experiment")
-    given = options.parse_args()
-    measure("15 experiments on 1 base model", [given.base], 15, given)
-    lengths = [given.base * share for share in (0.5, 1.0, 1.5, 2.0)]
-    measure("12 experiments on 4 base models", lengths, 12, given)
+    arguments = options.parse_args()
+    measure("15 experiments on 1 base model", [arguments.base], 15, arguments)
+    lengths = [arguments.base * share for share in (0.5, 1.0, 1.5, 2.0)]
+    measure("12 experiments on 4 base models", lengths, 12, arguments)
     return 0
 
 

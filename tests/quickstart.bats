@@ -1,9 +1,9 @@
 #!/usr/bin/env bats
 #
-# scripts/quickstart.sh: a newcomer's first command. What it installs, it installs once; what breaks on
-# the way, the next call repairs; and it leaves nothing behind where it had to refuse.
+# Tests of scripts/quickstart.sh. Packages are installed once; the next call repairs an interrupted installation; a
+# refused call writes nothing.
 #
-# A stand-in for Python notes what it is asked for, so that nothing is downloaded here.
+# A stub of Python records its command lines, so nothing is downloaded.
 
 bats_require_minimum_version 1.5.0
 
@@ -16,15 +16,15 @@ setup() {
   cp "$BATS_TEST_DIRNAME"/../scripts/lib/{common,options,venv}.bash "$KIT/scripts/lib"
   cp "$BATS_TEST_DIRNAME"/../scripts/quickstart.sh "$KIT/scripts"
   echo 'torch==2.13.0' >"$KIT/requirements.txt"
-  stand_in_python "$BATS_TEST_TMPDIR/bin/python3"
-  stand_in_launcher "$KIT/scripts/ssh/launch_singlenode.sh"
+  stub_python "$BATS_TEST_TMPDIR/bin/python3"
+  stub_launcher "$KIT/scripts/ssh/launch_singlenode.sh"
   PATH="$BATS_TEST_TMPDIR/bin:$PATH"
   unset VIRTUAL_ENV
 }
 
 
-# VERSION, GPUS, PIP_FAILS, NO_PIP and PIP_WAITS=FIFO in the environment make it an awkward one.
-stand_in_python() { # <path>
+# Its behavior is set by VERSION, GPUS, PIP_FAILS, NO_PIP and PIP_WAITS=FIFO in the environment.
+stub_python() { # <path>
   cat >"$1" <<'END'
 #!/usr/bin/env bash
 printf '%s\n' "$*" >>"$CALLS"
@@ -35,7 +35,7 @@ case "$*" in
   "-m pip install "*)
     if [[ ${PIP_WAITS-} ]]; then
       trap 'exit 1' INT
-      echo begun >"$PIP_WAITS"
+      echo started >"$PIP_WAITS"
       read -r _ <"$PIP_WAITS.go"
     fi
     [[ ! ${PIP_FAILS-} ]] || { echo "ERROR: no matching distribution"; exit 1; }
@@ -48,13 +48,13 @@ END
 }
 
 
-stand_in_launcher() { # <path>
+stub_launcher() { # <path>
   cat >"$1" <<'END'
 #!/usr/bin/env bash
 printf 'launch'; printf ' <%s>' "$@"; printf ' in <%s>\n' "$PWD"
 if [[ ${LAUNCH_WAITS-} ]]; then
   trap 'echo "the launcher got TERM"; exit 75' TERM
-  echo begun >"$LAUNCH_WAITS"
+  echo started >"$LAUNCH_WAITS"
   sleep 60 & wait; kill $!
 fi
 exit "${LAUNCH_EXIT:-0}"
@@ -73,7 +73,7 @@ installations() {
 }
 
 
-@test "the first call makes .venv, installs, trains with two processes and says what to do next" {
+@test "the first call makes .venv, installs, trains with two processes and prints the next commands" {
   quickstart
   [ "$status" -eq 0 ]
   [ "$(grep -v -e --version -e distributed.host.gpus "$CALLS")" = "\
@@ -93,7 +93,7 @@ installations() {
 }
 
 
-@test "changed requirements are installed into the .venv that is there" {
+@test "changed requirements are installed into the existing .venv" {
   quickstart
   echo 'rich' >>"$KIT/requirements.txt"
   quickstart
@@ -102,7 +102,7 @@ installations() {
 }
 
 
-@test "an installer that was killed leaves a .venv that the next call makes anew" {
+@test "after SIGKILL during the installation the next call creates .venv again" {
   export PIP_WAITS="$BATS_TEST_TMPDIR/pip"
   mkfifo "$PIP_WAITS" "$PIP_WAITS.go"
   setsid "$KIT/scripts/quickstart.sh" 2>/dev/null 3>&- &
@@ -117,7 +117,7 @@ installations() {
 }
 
 
-@test "Ctrl-C during the installation ends it, and the next call makes .venv anew" {
+@test "Ctrl-C stops the installation, and the next call creates .venv again" {
   export PIP_WAITS="$BATS_TEST_TMPDIR/pip"
   mkfifo "$PIP_WAITS" "$PIP_WAITS.go"
   setsid env --default-signal=INT "$KIT/scripts/quickstart.sh" >"$BATS_TEST_TMPDIR/out" 2>&1 3>&- &
@@ -133,7 +133,7 @@ installations() {
 }
 
 
-@test "a failed installation shows pip's last words, and the next call tries again" {
+@test "a failed installation shows pip's last lines, and the next call installs again" {
   PIP_FAILS=1 quickstart
   [ "$status" -eq 1 ]
   [[ "$stderr" == *"ERROR: no matching distribution"*"pip failed; its last lines are above, all of its output is in $KIT/.venv/install.log"* ]]
@@ -144,7 +144,7 @@ installations() {
 }
 
 
-@test "a .venv whose Python is gone is made anew" {
+@test "a .venv whose Python does not exist is created again" {
   quickstart
   rm "$KIT/.venv/bin/python"
   ln -s /nowhere/python3.9 "$KIT/.venv/bin/python"
@@ -163,7 +163,7 @@ installations() {
   read -r _ <"$PIP_WAITS"
   "$KIT/scripts/quickstart.sh" 2>"$BATS_TEST_TMPDIR/second" >/dev/null 3>&- &
   second=$!
-  exec 4<>"$BATS_TEST_TMPDIR/second" # keeps it open when we have read enough
+  exec 4<>"$BATS_TEST_TMPDIR/second" # stays open after the last line that is read here
   until [[ "$line" == *"waiting for another installation"* ]]; do read -r line <&4; done
   echo >"$PIP_WAITS.go"
   wait "$first"
@@ -172,7 +172,7 @@ installations() {
 }
 
 
-@test "a Python without ensurepip and pip is refused with the command that mends it" {
+@test "a Python without ensurepip and pip is refused with the command that installs them" {
   NO_PIP=1 quickstart
   [ "$status" -eq 69 ]
   [[ "$stderr" == *"neither ensurepip nor pip"*"apt-get install python3-venv"* ]]
@@ -188,21 +188,21 @@ installations() {
 }
 
 
-@test "when the training ends badly its exit code is ours and no next step is named" {
+@test "a failed training gives its exit code and no next command" {
   LAUNCH_EXIT=139 quickstart
   [ "$status" -eq 139 ]
   [[ "$output" != *"What to do next"* && "$stderr" != *"to resume"* ]]
 }
 
 
-@test "a training that was stopped is gone on with, also one that was begun with --fresh" {
+@test "after a stop the command to resume is printed, also with --fresh" {
   LAUNCH_EXIT=75 quickstart --fresh
   [ "$status" -eq 75 ]
   [[ "${stderr_lines[-1]}" == *"to resume: "*"launch_singlenode.sh"*" checkpoint.dir=checkpoints/"* ]]
 }
 
 
-@test "a TERM reaches the launcher, whose answer is ours" {
+@test "SIGTERM is passed to the launcher, whose exit code is returned" {
   quickstart
   export LAUNCH_WAITS="$BATS_TEST_TMPDIR/launch"
   mkfifo "$LAUNCH_WAITS"
@@ -215,26 +215,26 @@ installations() {
 }
 
 
-@test "one process a GPU, with a batch that divides by them" {
+@test "one process per GPU, with a batch size that divides by their number" {
   GPUS=3 quickstart
   [[ "$output" == *"<config/quickstart.yaml> <3> <--> <train.batch_size=48>"* ]]
 }
 
 
-@test "GPUs that cannot be counted are not taken for none" {
+@test "an unknown number of GPUs is an error" {
   GPUS=unknown quickstart
   [ "$status" -eq 1 ]
   [[ "$output" != *launch* ]]
 }
 
 
-@test "--fresh names a checkpoint folder of its own, and settings pass through untouched" {
+@test "--fresh uses a new checkpoint directory, and settings are passed on unchanged" {
   quickstart --fresh -- "data.path=a b's" train.steps=3
   [[ "$output" == *" <--> <checkpoint.dir=checkpoints/"*"> <data.path=a b's> <train.steps=3>"* ]]
 }
 
 
-@test "the next commands work from where the caller is, with the Python he has active" {
+@test "the next commands fit the caller's working directory and active Python" {
   cd "$KIT"
   quickstart
   [[ "$output" != *"  cd "* && "$output" != *activate* ]]
@@ -249,7 +249,7 @@ installations() {
 }
 
 
-@test "to train on is to train longer than this time" {
+@test "the next command trains for more steps than the last" {
   quickstart
   [[ "$output" == *"quickstart.yaml 2 -- train.steps=3000"$'\n'* ]]
   quickstart -- train.steps=50
@@ -259,7 +259,7 @@ installations() {
 }
 
 
-@test "--dry-run shows everything and writes nothing" {
+@test "--dry-run prints all commands and writes nothing" {
   quickstart --dry-run
   [[ "$stderr" == *"+ $(printf %q "$KIT/.venv/bin/python") -m pip install --requirement=requirements.txt"$'\n'* ]]
   [ "$status" -eq 0 ]
@@ -269,16 +269,16 @@ installations() {
 }
 
 
-@test "it can be called through a symbolic link from another folder" {
-  ln -s "$KIT/scripts/quickstart.sh" "$BATS_TEST_TMPDIR/begin"
+@test "a call through a symbolic link from another directory works" {
+  ln -s "$KIT/scripts/quickstart.sh" "$BATS_TEST_TMPDIR/link"
   cd /
-  run --separate-stderr "$BATS_TEST_TMPDIR/begin"
+  run --separate-stderr "$BATS_TEST_TMPDIR/link"
   [ "$status" -eq 0 ]
   [[ "$output" == *" in <$KIT>"* ]]
 }
 
 
-@test "an argument that is not one is refused" {
+@test "an unknown argument and an option without value are refused" {
   quickstart train.steps=3
   [ "$status" -eq 2 ]
   [[ "$stderr" == *"'train.steps=3': unknown argument"*"Try: quickstart.sh --help" ]]

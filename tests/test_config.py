@@ -1,8 +1,8 @@
-"""Settings are checked whole before anything starts.
+"""Tests of the settings.
 
-Held here: what a person means is what is read (3e-4 is a number, 2026-11-21 the name of a folder, ~ the home
-folder); whatever is wrong is one line that names the place, the value and the remedy, with exit code 2 and never a
-trace; the global batch is cut without a rest, and what is proposed instead does divide.
+Values are read as intended: 3e-4 is a number, 2026-11-21 a directory name, ~ the home directory. Each error is one line
+that names the key, the value and the remedy, with exit code 2 and without a traceback. The global batch is split
+without a remainder, and the sizes that an error proposes divide.
 """
 
 from __future__ import annotations
@@ -39,34 +39,34 @@ from distributed.config import (
 )
 
 KIT = Path(__file__).resolve().parents[1]
-patient = hypothesis_settings(deadline=None)
+no_deadline = hypothesis_settings(deadline=None)
 TRAIN = "train: {steps: 1, batch_size: 4}\n"
 
 
 @pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _in_temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("empty").touch()
 
 
 def settings(*overrides: str, file: str | bytes = TRAIN) -> Settings:
-    """What is read from a file f.yaml with this text, and these words over it."""
+    """Read a file f.yaml with this content and command-line overrides."""
     Path("f.yaml").write_bytes(file if isinstance(file, bytes) else file.encode())
     return read(Path("f.yaml"), overrides)
 
 
-def fault(*overrides: str, file: str | bytes = TRAIN) -> str:
-    """The message with which it is refused."""
-    with pytest.raises(ConfigError) as refused:
+def error_message(*overrides: str, file: str | bytes = TRAIN) -> str:
+    """Return the message of the ConfigError."""
+    with pytest.raises(ConfigError) as error:
         settings(*overrides, file=file)
-    return str(refused.value)
+    return str(error.value)
 
 
-# ---------------------------------------------------------------- what a person means
+# ---------------------------------------------------------------- values
 
 
 @pytest.mark.parametrize(
-    ("word", "value"),
+    ("override", "value"),
     [
         ("train.learning_rate=3e-4", 3e-4),
         ("train.learning_rate=3E-4", 3e-4),
@@ -95,48 +95,48 @@ def fault(*overrides: str, file: str | bytes = TRAIN) -> str:
         ("data.domains=", None),
     ],
 )
-def test_a_word_means_what_it_says(word: str, value: object) -> None:
-    section, name = word.partition("=")[0].split(".")
-    assert getattr(getattr(settings(word), section), name) == value
+def test_overrides_are_parsed_as_intended(override: str, value: object) -> None:
+    section, name = override.partition("=")[0].split(".")
+    assert getattr(getattr(settings(override), section), name) == value
 
 
-def test_a_word_wins_over_the_file_and_the_last_word_over_all() -> None:
+def test_overrides_take_precedence_over_the_file_and_later_ones_over_earlier_ones() -> None:
     assert settings("train.steps=2", "train.steps=3").train.steps == 3
     assert settings("train.epochs=2", "train.steps=null").train.epochs == 2.0
 
 
-def test_words_alone_are_enough() -> None:
+def test_overrides_without_a_file_are_enough() -> None:
     assert read(None, ["train.steps=1", "train.batch_size=4"]) == settings()
 
 
 @pytest.mark.parametrize("text", ["checkpoint:\n", "checkpoint: {}\n", "checkpoint: null\n", "# checkpoint:\n"])
-def test_a_section_with_nothing_in_it_is_its_defaults(text: str) -> None:
+def test_an_empty_section_has_its_defaults(text: str) -> None:
     assert settings(file=TRAIN + text) == settings()
     assert settings("checkpoint.every=7", file=TRAIN + text).checkpoint.every == 7
 
 
-def test_paths_are_of_the_callers_folder_and_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_are_relative_to_the_working_directory_or_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "home").mkdir()
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere/f.yaml").write_text(TRAIN + "data: {path: f.txt}\ncheckpoint: {dir: 2026-11-21}\n")
     (tmp_path / "f.txt").write_text("x")
-    read_from_here = read(Path("elsewhere/f.yaml"))
-    assert read_from_here.data.path == tmp_path / "f.txt"
-    assert read_from_here.checkpoint.dir == tmp_path / "2026-11-21"
-    assert settings("checkpoint.dir=~/kept").checkpoint.dir == tmp_path / "home/kept"
+    found = read(Path("elsewhere/f.yaml"))
+    assert found.data.path == tmp_path / "f.txt"
+    assert found.checkpoint.dir == tmp_path / "2026-11-21"
+    assert settings("checkpoint.dir=~/saved").checkpoint.dir == tmp_path / "home/saved"
 
 
-def test_settings_survive_being_written_and_read_again() -> None:
+def test_settings_are_the_same_after_a_round_trip_through_yaml() -> None:
     first = settings("data.domains=[a]", "checkpoint.dir=x")
     assert settings(file=yaml.safe_dump(first.model_dump(mode="json"))) == first
 
 
-# ---------------------------------------------------------------- what is wrong, and what to do
+# ---------------------------------------------------------------- errors
 
 
 @pytest.mark.parametrize(
-    ("word", "line"),
+    ("override", "line"),
     [
         ("train.stepz=3", "command line: train.stepz: unknown key; did you mean train.steps?"),
         ("trian.steps=3", "command line: trian: unknown key; did you mean train?"),
@@ -188,19 +188,19 @@ def test_settings_survive_being_written_and_read_again() -> None:
         ("x" * 5000, "'xxxxxxx"),
         ("checkpoint.dir=~nobody-here/x", "command line: checkpoint.dir='~nobody-here/x': no home directory of a"),
         *(
-            (word, f"{word!r}: not understood; write section.key=value, for example train.steps=100")
-            for word in ("train.steps", "steps=3", "=3", "train.=3", ".steps=3", "train.steps.x=3", "", "=")
+            (override, f"{override!r}: not understood; write section.key=value, for example train.steps=100")
+            for override in ("train.steps", "steps=3", "=3", "train.=3", ".steps=3", "train.steps.x=3", "", "=")
         ),
     ],
 )
-def test_a_wrong_word_is_one_line(word: str, line: str) -> None:
-    message = fault(word)
+def test_the_error_of_an_invalid_override_is_one_line(override: str, line: str) -> None:
+    message = error_message(override)
     assert message.startswith(line)
     assert "\n" not in message
     assert len(message) < 1000
 
 
-# Each list holds the one before twice: the last one would be written out as 2^40 letters.
+# Each list holds the previous one twice: written out, the last one has 2^40 characters.
 DOUBLING = "&b0 [x], " + ", ".join(f"&b{n} [*b{n - 1}, *b{n - 1}]" for n in range(1, 41))
 
 
@@ -234,8 +234,8 @@ DOUBLING = "&b0 [x], " + ", ".join(f"&b{n} [*b{n - 1}, *b{n - 1}]" for n in rang
         (b"\x00\x01", "f.yaml: invalid YAML: unacceptable character"),
     ],
 )
-def test_a_wrong_file_is_one_line(text: str | bytes, line: str) -> None:
-    message = fault(file=text)
+def test_the_error_of_an_invalid_file_is_one_line(text: str | bytes, line: str) -> None:
+    message = error_message(file=text)
     assert message.startswith(line)
     assert "\n" not in message
     assert len(message) < 1000
@@ -263,40 +263,40 @@ def test_a_wrong_file_is_one_line(text: str | bytes, line: str) -> None:
         ("optimizer: {zzz: 1}", "optimizer: unknown key; known are model, data, train"),
     ],
 )
-def test_a_key_of_another_training_script_is_told_what_it_is_called_here(text: str, line: str) -> None:
-    message = fault(file=TRAIN + text)
+def test_the_error_of_a_key_of_another_training_script_names_the_setting(text: str, line: str) -> None:
+    message = error_message(file=TRAIN + text)
     assert message.startswith(f"f.yaml: {line}")
     assert "\n" not in message
 
 
-def test_every_name_of_another_training_script_leads_to_a_setting() -> None:
+def test_every_remedy_for_a_foreign_key_names_existing_settings() -> None:
     keys = {f"{section}.{name}" for section, keys in settings() for name in type(keys).model_fields}
     for other, remedy in ELSEWHERE.items():
         assert {word.rstrip("?") for word in remedy.split() if "." in word} <= keys, other
 
 
 @pytest.mark.parametrize(
-    ("text", "ours"),
+    ("text", "expected"),
     [("lr: 1", False), ("model: {name: x}\ndata: [a]", False), ("train: {stepz: 1, steps: 2}", True), ("", True)],
 )
-def test_a_file_of_another_program_is_told_from_one_with_a_mistake(tmp_path: Path, text: str, ours: bool) -> None:
+def test_holds_settings_is_false_for_a_file_of_another_program(tmp_path: Path, text: str, expected: bool) -> None:
     (tmp_path / "f.yaml").write_text(text)
-    assert holds_settings(tmp_path / "f.yaml") is ours
+    assert holds_settings(tmp_path / "f.yaml") is expected
 
 
-def test_every_fault_has_its_line() -> None:
-    message = fault("train.steps=x", "model.layers=3", file=TRAIN + "logging: {every: 0}\n")
-    said = ["command line: model.layers", "command line: train.steps", "f.yaml: logging.every"]
-    assert re.findall(r"^([\w. ]+: [\w.]+)", message, re.MULTILINE) == said
+def test_each_error_has_its_own_line() -> None:
+    message = error_message("train.steps=x", "model.layers=3", file=TRAIN + "logging: {every: 0}\n")
+    expected = ["command line: model.layers", "command line: train.steps", "f.yaml: logging.every"]
+    assert re.findall(r"^([\w. ]+: [\w.]+)", message, re.MULTILINE) == expected
 
 
 def test_a_section_that_holds_no_keys_cannot_be_overridden() -> None:
-    assert fault("data.workers=3", file=TRAIN + "data: [1]\n") == (
+    assert error_message("data.workers=3", file=TRAIN + "data: [1]\n") == (
         "'data.workers=3': section 'data' of the file holds [1], not keys"
     )
 
 
-def test_a_file_that_cannot_be_read_names_why_and_where(tmp_path: Path) -> None:
+def test_the_error_of_an_unreadable_file_names_reason_and_directory(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"^nix.yaml: cannot read it \\(No such file or directory\\).*{tmp_path}"):
         read(Path("nix.yaml"))
     with pytest.raises(ConfigError, match=r"cannot read it \(Is a directory\)"):
@@ -304,27 +304,25 @@ def test_a_file_that_cannot_be_read_names_why_and_where(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("setting", ["data.path", "checkpoint.dir"])
-def test_a_path_behind_a_directory_without_permission_is_one_line(
-    setting: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_path_without_permission_is_one_line(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def stub_of_exists(path: Path) -> bool:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
     monkeypatch.setattr(Path, "exists", stub_of_exists)
-    assert fault(f"{setting}=/closed/x") == (
+    assert error_message(f"{setting}=/closed/x") == (
         f"command line: {setting}='/closed/x': cannot access it: Permission denied; grant permission, "
         "or use another path"
     )
 
 
-SCRAPS = st.lists(
+FRAGMENTS = st.lists(
     st.sampled_from([*"[]{}:,-&*!?|>'\"#%@`\n\t =.~<0a", ": ", "- ", "train", "<<: ", "1e9", "2026-11-31"])
 )
 
 
-@patient
-@given(st.one_of(st.binary(max_size=60), SCRAPS.map(lambda scraps: "".join(scraps).encode())))
-def test_no_file_whatsoever_brings_a_trace(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+@no_deadline
+@given(st.one_of(st.binary(max_size=60), FRAGMENTS.map(lambda fragments: "".join(fragments).encode())))
+def test_random_content_raises_config_error(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
     file = tmp_path_factory.getbasetemp() / "any.yaml"
     file.write_bytes(content)
     with pytest.raises(ConfigError):
@@ -336,45 +334,45 @@ def test_no_file_whatsoever_brings_a_trace(tmp_path_factory: pytest.TempPathFact
 numbers = st.integers(1, 300)
 
 
-def cut(world: int, **train: int) -> Batch:
+def batch_of(world: int, **train: int) -> Batch:
     return batch(Settings.model_validate({"train": {"steps": 1, **train}}), world)
 
 
-@patient
+@no_deadline
 @given(size=numbers, world=numbers, accumulation=st.integers(1, 20))
-def test_the_global_batch_is_cut_without_a_rest(size: int, world: int, accumulation: int) -> None:
+def test_the_global_batch_is_split_without_a_remainder(size: int, world: int, accumulation: int) -> None:
     try:
-        found = cut(world, batch_size=size, accumulation=accumulation)
+        found = batch_of(world, batch_size=size, accumulation=accumulation)
     except ConfigError as error:
         assert size % (world * accumulation)
         for proposed in proposals(error, f"train.batch_size={size}"):
-            assert cut(world, batch_size=proposed, accumulation=accumulation).size == proposed
+            assert batch_of(world, batch_size=proposed, accumulation=accumulation).size == proposed
     else:
         assert found.size == size == found.micro * found.accumulation * found.world
         assert (found.world, found.accumulation) == (world, accumulation)
 
 
-@patient
+@no_deadline
 @given(share=numbers, world=numbers, accumulation=st.integers(1, 20))
-def test_a_batch_size_for_each_device_is_cut_without_a_rest(share: int, world: int, accumulation: int) -> None:
+def test_a_batch_size_per_device_is_split_without_a_remainder(share: int, world: int, accumulation: int) -> None:
     try:
-        found = cut(world, batch_size_per_device=share, accumulation=accumulation)
+        found = batch_of(world, batch_size_per_device=share, accumulation=accumulation)
     except ConfigError as error:
         assert share % accumulation
         for proposed in proposals(error, f"train.batch_size_per_device={share}"):
-            assert cut(world, batch_size_per_device=proposed, accumulation=accumulation).size == proposed * world
+            assert batch_of(world, batch_size_per_device=proposed, accumulation=accumulation).size == proposed * world
     else:
         assert found.size == share * world == found.micro * found.accumulation * found.world
 
 
 def proposals(error: ConfigError, start: str) -> list[int]:
-    """The nearest sizes below (where there is one) and above, of which the message speaks."""
+    """The nearest smaller and larger size that the message proposes."""
     found = re.fullmatch(rf"{re.escape(start)} does not divide by .*: (\d+) or (\d+) would(; .*)?", str(error))
     assert found
     return [int(number) for number in found.groups()[:2]]
 
 
-def test_the_arithmetic_can_be_read() -> None:
+def test_a_batch_prints_its_arithmetic() -> None:
     assert str(Batch(480, 12, 5, 8, 1024)) == (
         "12 windows x 5 micro-batches x 8 ranks = 480 windows a step x 1024 tokens = 491,520 tokens a step"
     )
@@ -386,18 +384,18 @@ def test_the_arithmetic_can_be_read() -> None:
 # ---------------------------------------------------------------- the command line
 
 
-def options(*words: str) -> argparse.Namespace:
-    return parser("A trainer.").parse_intermixed_args(words)
+def options(*arguments: str) -> argparse.Namespace:
+    return parser("A trainer.").parse_intermixed_args(arguments)
 
 
 @pytest.mark.parametrize("option", ["--config", "--config_path", "--config-path"])
-def test_the_file_has_three_names(option: str) -> None:
+def test_the_config_option_has_three_names(option: str) -> None:
     Path("f.yaml").write_text(TRAIN)
     assert from_options(options(option, "f.yaml")) == settings()
     assert from_options(options(f"{option}=f.yaml")) == settings()
 
 
-def test_what_other_trainers_and_launchers_pass_is_understood() -> None:
+def test_options_of_other_trainers_and_launchers_are_accepted() -> None:
     Path("f.yaml").write_text(TRAIN)
     file = ("--config", "f.yaml")
     assert from_options(options(*file, "--distributed-backend", "gloo")).distributed.backend == "gloo"
@@ -407,18 +405,18 @@ def test_what_other_trainers_and_launchers_pass_is_understood() -> None:
     assert from_options(options(*file, "--local_rank", "1")) == settings()
 
 
-def test_settings_stand_anywhere_between_the_options() -> None:
+def test_overrides_and_options_can_be_mixed() -> None:
     Path("f.yaml").write_text(TRAIN)
     found = from_options(options("train.steps=5", "--config", "f.yaml", "logging.every=3", "--log-level=debug"))
     assert (found.train.steps, found.logging.every, found.logging.level) == (5, 3, "debug")
 
 
-def test_an_option_wins_over_the_file() -> None:
+def test_an_option_takes_precedence_over_the_file() -> None:
     Path("f.yaml").write_text(TRAIN + "distributed: {backend: nccl}\n")
     assert from_options(options("--config", "f.yaml", "--distributed-backend", "gloo")).distributed.backend == "gloo"
 
 
-def test_what_is_checked_is_printed_whole(capsys: pytest.CaptureFixture[str]) -> None:
+def test_main_prints_the_complete_settings(capsys: pytest.CaptureFixture[str]) -> None:
     Path("f.yaml").write_text(TRAIN)
     assert main(["--config", "f.yaml", "--nproc", "2", "train.learning_rate=1e-3"]) == 0
     text = capsys.readouterr().out
@@ -427,7 +425,7 @@ def test_what_is_checked_is_printed_whole(capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.parametrize(
-    ("words", "line"),
+    ("arguments", "line"),
     [
         (["--nproc", "3"], "train.batch_size=4 does not divide by 3 ranks x 1 micro-batch "),
         (["--nproc", "0"], "--nproc: expected a number of ranks, 1 or more, got 0"),
@@ -438,10 +436,10 @@ def test_what_is_checked_is_printed_whole(capsys: pytest.CaptureFixture[str]) ->
     ],
 )
 def test_a_wrong_call_exits_with_2_and_one_line(
-    words: list[str], line: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("f.yaml").write_text(TRAIN)
-    assert main(["--config", "f.yaml", *words]) == 2
+    assert main(["--config", "f.yaml", *arguments]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith(line)
@@ -451,8 +449,8 @@ def test_a_wrong_call_exits_with_2_and_one_line(
 # ---------------------------------------------------------------- the arguments of a job
 
 
-def job(*words: str) -> Settings:
-    return from_options(options(*words))
+def job(*arguments: str) -> Settings:
+    return from_options(options(*arguments))
 
 
 def test_a_job_needs_no_settings_file() -> None:
@@ -496,7 +494,7 @@ def test_every_argument_of_a_base_model_is_a_setting(tmp_path: Path) -> None:
     assert (plain.train.base_model, plain.train.base_steps) == (None, None)
 
 
-def test_the_steps_of_a_base_model_are_those_of_the_training_only_in_mode_base_only() -> None:
+def test_base_steps_are_the_steps_only_in_mode_base_only() -> None:
     assert job("--mode", "base_only").train.steps == 300
     assert job("--mode", "base_only", "--steps", "5").train.steps == 5
     assert job("--mode", "base_only", "--steps", "5", "--base_steps", "7").train.steps == 7
@@ -507,29 +505,29 @@ def test_the_steps_of_a_base_model_are_those_of_the_training_only_in_mode_base_o
 
 
 @pytest.mark.parametrize(("share", "size", "windows"), [("1", 8, 8), ("0.5", 8, 4), ("0.06", 10, 1), ("0.3", 4, 1)])
-def test_a_share_of_each_batch_is_the_participants(share: str, size: int, windows: int) -> None:
+def test_target_batch_pct_gives_the_windows_of_the_participant(share: str, size: int, windows: int) -> None:
     found = job("--fold", "0", "--mode", "from_scratch", "--target_batch_pct", share)
     assert target_windows(found, size) == windows
 
 
-def test_the_base_of_a_fine_tuning_may_have_been_trained_on_the_participant() -> None:
-    """A base model that several folds share: a job list refuses it without --allow-shared-held-out."""
-    words = ("--fold", "0", "--base_participants", "types", "special-methods", "--mode")
+def test_the_base_model_of_an_experiment_may_be_trained_on_the_participant() -> None:
+    """Several folds can share a base model; a job list refuses this without --allow-shared-held-out."""
+    arguments = ("--fold", "0", "--base_participants", "types", "special-methods", "--mode")
     for mode in ("full_fine_tuning", "from_scratch"):
-        assert job(*words, mode).data.base_participants == ["types", "special-methods"]
+        assert job(*arguments, mode).data.base_participants == ["types", "special-methods"]
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_batch_without_a_window_of_the_participant_is_refused_and_what_is_proposed_is_not(world: int) -> None:
-    words = ("--fold", "0", "--mode", "from_scratch", "--batch_size")
-    with pytest.raises(ConfigError) as refused:
-        for_ranks(options(*words, "16", "--target_batch_pct", "0.03"), world)
-    assert str(refused.value) == (
+def test_a_batch_without_a_window_of_the_participant_is_refused_and_the_remedy_is_accepted(world: int) -> None:
+    arguments = ("--fold", "0", "--mode", "from_scratch", "--batch_size")
+    with pytest.raises(ConfigError) as error:
+        for_ranks(options(*arguments, "16", "--target_batch_pct", "0.03"), world)
+    assert str(error.value) == (
         "data.target_batch_pct=0.03: less than one of the 16 windows a step; set it to 0.0625 or more, or "
         "train.batch_size to 34 or more"
     )
-    for_ranks(options(*words, "16", "--target_batch_pct", "0.0625"), world)
-    for_ranks(options(*words, "34", "--target_batch_pct", "0.03"), world)
+    for_ranks(options(*arguments, "16", "--target_batch_pct", "0.0625"), world)
+    for_ranks(options(*arguments, "34", "--target_batch_pct", "0.03"), world)
 
 
 def test_a_base_model_in_a_mode_that_starts_from_random_weights_is_refused() -> None:
@@ -541,11 +539,11 @@ def test_a_base_model_in_a_mode_that_starts_from_random_weights_is_refused() -> 
 
 
 @pytest.mark.parametrize("size", MODELS)
-def test_every_size_of_model_is_one_that_can_be(size: str) -> None:
+def test_every_model_size_is_valid(size: str) -> None:
     assert job("--model", size).model.model_dump(include=set(MODELS[size])) == MODELS[size]
 
 
-def test_arguments_win_over_the_file_and_section_key_words_over_both() -> None:
+def test_arguments_take_precedence_over_the_file_and_overrides_over_both() -> None:
     Path("f.yaml").write_text("train: {epochs: 2, batch_size_per_device: 4, beta1: 0}\ncheckpoint: {dir: here}\n")
     file = ("--config", "f.yaml")
     assert job(*file).checkpoint.dir is not None
@@ -553,12 +551,12 @@ def test_arguments_win_over_the_file_and_section_key_words_over_both() -> None:
     assert (found.train.steps, found.train.epochs) == (5, None)
     assert (found.train.batch_size, found.train.batch_size_per_device) == (8, None)
     assert (found.train.learning_rate, found.train.beta1, found.model.n_embd) == (1e-3, 0, 128)
-    assert found.checkpoint.dir is None, "jobs with one settings file do not share its checkpoints"
+    assert found.checkpoint.dir is None, "jobs with the same settings file do not share its checkpoints"
     assert job(*file, "--fold", "0", "checkpoint.dir=there").checkpoint.dir == Path.cwd() / "there"
 
 
 @pytest.mark.parametrize(
-    ("words", "line"),
+    ("arguments", "line"),
     [
         ("--fold 8", "fold: out of range for 8 participants: got 8; give 0 to 7"),
         ("--fold -1", "fold: expected a whole number from 0 on, got '-1'"),
@@ -628,29 +626,29 @@ def test_arguments_win_over_the_file_and_section_key_words_over_both() -> None:
         ("--fold 0 train.stepz=3", "command line: train.stepz: unknown key; did you mean train.steps?"),
     ],
 )
-def test_a_wrong_argument_of_a_job_is_one_line(words: str, line: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        job(*words.split())
-    assert str(refused.value).startswith(line)
-    assert "\n" not in str(refused.value)
+def test_the_error_of_a_wrong_argument_of_a_job_is_one_line(arguments: str, line: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        job(*arguments.split())
+    assert str(error.value).startswith(line)
+    assert "\n" not in str(error.value)
 
 
-def test_the_participants_of_a_directory_that_cannot_be_listed_are_named(tmp_path: Path) -> None:
+def test_the_error_of_an_unlistable_data_path_names_it(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"--data_path: {re.escape(str(tmp_path))}/nix: cannot list participants: No"):
         job("--data_path", "nix", "--fold", "0")
 
 
-def program(*words: str) -> subprocess.CompletedProcess[str]:
+def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *words],
+        [sys.executable, *arguments],
         env={**os.environ, "PYTHONPATH": str(KIT)}, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
 
 
-def test_as_a_program_it_exits_with_2_and_one_line() -> None:
-    answer = program("-m", "distributed.config", "train.steps=1", "train.batch=4")
-    assert (answer.returncode, answer.stdout) == (2, "")
-    assert answer.stderr == "command line: train.batch: unknown key; did you mean train.batch_size?\n"
+def test_the_module_exits_with_2_and_one_line() -> None:
+    result = run_python("-m", "distributed.config", "train.steps=1", "train.batch=4")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == "command line: train.batch: unknown key; did you mean train.batch_size?\n"
 
 
 @pytest.mark.parametrize(
@@ -663,26 +661,26 @@ def test_as_a_program_it_exits_with_2_and_one_line() -> None:
         (["--quiet"], 2, "train.py: error: unrecognized arguments"),
     ],
 )
-def test_the_launchers_check_takes_the_trainers_arguments_and_no_others(
+def test_the_launchers_check_accepts_exactly_the_trainers_arguments(
     tmp_path: Path, arguments: list[str], code: int, message: str
 ) -> None:
     (tmp_path / "tiny.yaml").write_text("train: {steps: 1, batch_size: 4}")
     check = [str(KIT / "scripts/lib/check_call.py"), "--ranks", "2", "--config", str(tmp_path / "tiny.yaml"), "--"]
-    answer = program(*check, *arguments)
-    assert (answer.returncode, answer.stdout) == (code, "ok\n" * (code == 0))
-    assert message in answer.stderr
+    result = run_python(*check, *arguments)
+    assert (result.returncode, result.stdout) == (code, "ok\n" * (code == 0))
+    assert message in result.stderr
 
 
-# ---------------------------------------------------------------- the kit's own
+# ---------------------------------------------------------------- config/
 
 
 @pytest.mark.parametrize("file", sorted((KIT / "config").glob("*.yaml")), ids=lambda file: file.name)
-def test_the_kits_own_settings_are_valid_for_the_ranks_they_speak_of(file: Path) -> None:
+def test_the_files_in_config_are_valid_for_the_number_of_ranks_in_their_comments(file: Path) -> None:
     text = file.read_text()
     tree: dict[str, Any] = yaml.safe_load(text)
     if "path" in tree.get("data", {}):
         Path(tree["data"]["path"]).mkdir(parents=True)
     ranks = re.search(r"x (\d+) ranks", text) or re.search(rf"{re.escape(file.name)} (\d+)\n", text)
-    assert ranks, "its opening comment says for how many ranks it is"
+    assert ranks, "the opening comment must state the number of ranks"
     found = batch(read(file), int(ranks[1]))
-    assert "windows x" not in text or str(found) in text, "the arithmetic of its opening comment is this one"
+    assert "windows x" not in text or str(found) in text, "the arithmetic in the opening comment is wrong"

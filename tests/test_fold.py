@@ -1,7 +1,7 @@
-"""Which participant a fold holds out, and where a job writes, is one answer for the trainer and for the dispatcher.
+"""Tests of the held-out participant and the output directory, which trainer and dispatcher both derive from settings.
 
-Held here: the table of the contract; a wrong fold, participant or prefix is one line that names the value and the
-remedy; whatever the settings hold, an output directory lies below experiments/.
+An invalid fold, participant or prefix is an error of one line that names the value and the remedy. An output directory
+is always below experiments/.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ ABC = ("a", "b", "c")
         ({"participant": "y", "participants": ["x", "y"]}, ABC, "y"),
         ({"participant": 2, "participants": [1, 2, 3]}, None, "2"),
         ({"fold": 1, "participant": "y", "participants": ["x", "y"]}, None, "y"),
-        ({"fold": 0, "participant": "p"}, ABC, "p"),  # the script may know more than its default list
+        ({"fold": 0, "participant": "p"}, ABC, "p"),  # the script may accept more than the default list
         ({"fold": 1, "data_path": "books"}, ABC, None),
         ({"fold": 1, "data_path": "books", "participants": ["x", "y"]}, ABC, "y"),
         ({"fold": 1, "participant": None, "participants": False, "data_path": None}, ABC, "b"),
         ({"fold": None, "participant": False}, ABC, None),
     ],
 )
-def test_the_participant_is_the_one_named_or_the_one_of_the_fold(
+def test_the_participant_is_the_named_one_or_that_of_the_fold(
     settings: dict[str, Any], default: tuple[str, ...] | None, expected: str | None
 ) -> None:
     assert participant_of(settings, default) == expected
@@ -70,7 +70,7 @@ def test_the_participant_is_the_one_named_or_the_one_of_the_fold(
         ({}, None, "experiments/3fa2b1c09d"),
     ],
 )
-def test_the_output_directory_is_that_of_the_fold_or_of_the_job(
+def test_the_output_directory_is_named_after_the_fold_or_the_job(
     settings: dict[str, Any], default: tuple[str, ...] | None, expected: str
 ) -> None:
     assert output_directory(settings, "3fa2b1c09d", default) == expected
@@ -106,24 +106,24 @@ def test_the_output_directory_is_that_of_the_fold_or_of_the_job(
         ({"prefix": {"x" * 500: 1}}, "prefix: expected a name, got {'xxxx"),
     ],
 )
-def test_a_wrong_value_is_refused_in_one_line_with_the_remedy(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)) as refused:
+def test_the_error_of_an_invalid_value_is_one_line(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
         output_directory(settings, "3fa2b1c09d", ABC)
-    assert "\n" not in str(refused.value)
-    assert len(str(refused.value)) < 300
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 300
 
 
 UNSAFE = ["", ".", "..", "a\0b", "a\nb", "\x1b[0m", "\u202ex", "\ud800", "x" * 201, "ß" * 101]
 
 
 @pytest.mark.parametrize("name", [*UNSAFE, "a/b", "/a", "a/", "../x"])
-def test_a_participant_that_is_no_name_of_a_directory_is_refused(name: str) -> None:
+def test_a_participant_that_cannot_name_a_directory_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="participant: cannot be part of a path: got "):
         output_directory({"fold": 0, "prefix": "p", "participant": name}, "id", None)
 
 
 @pytest.mark.parametrize("prefix", [*UNSAFE, "/a", "a/", "a//b", "../x", "a/../b", "a/..", "./a"])
-def test_a_prefix_that_leaves_experiments_or_is_no_path_is_refused(prefix: str) -> None:
+def test_a_prefix_outside_experiments_or_that_cannot_be_a_path_is_refused(prefix: str) -> None:
     with pytest.raises(ValueError, match="prefix: cannot be part of a path: got "):
         output_directory({"prefix": prefix}, "id", None)
 
@@ -133,7 +133,7 @@ values = st.none() | st.booleans() | st.integers() | st.floats() | texts | st.li
 
 
 @given(prefix=values, fold=values, participant=values, participants=values, job=texts)
-def test_whatever_the_settings_hold_the_output_lies_below_experiments(
+def test_any_output_directory_is_below_experiments(
     prefix: Any, fold: Any, participant: Any, participants: Any, job: str
 ) -> None:
     settings = {"prefix": prefix, "fold": fold, "participant": participant, "participants": participants}
@@ -176,6 +176,6 @@ def test_a_directory_without_participants_is_refused(tmp_path: Path) -> None:
 
 def test_the_default_participants_are_known_without_pytorch() -> None:
     code = "import sys, distributed.fold as f; print(*f.DEFAULT_PARTICIPANTS); assert 'torch' not in sys.modules"
-    answer = subprocess.run([sys.executable, "-c", code], cwd=KIT, capture_output=True, text=True, check=True)
-    assert answer.stdout.split() == list(DEFAULT_PARTICIPANTS)
+    result = subprocess.run([sys.executable, "-c", code], cwd=KIT, capture_output=True, text=True, check=True)
+    assert result.stdout.split() == list(DEFAULT_PARTICIPANTS)
     assert DEFAULT_PARTICIPANTS[0] == "special-methods"

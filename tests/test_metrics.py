@@ -1,7 +1,7 @@
-"""A script reports its metrics by one call, or by appending lines: whatever goes wrong with the file, it trains on.
+"""Tests of metrics.log() and of reading metrics.jsonl.
 
-Held here: what is logged is a line of strict JSON at once, on rank 0 alone; a wrong call raises on all ranks alike; a
-file that cannot be written is reported once; the newest values are found in a file of any length.
+Each call appends one line of strict JSON, only on rank 0. An invalid call raises on all ranks. A file that cannot be
+written is reported once, and does not stop the training. The newest values are found in a file of any size.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ KIT = Path(__file__).resolve().parents[1]
 
 
 class Tensor:
-    """As far as a script's tensor matters here."""
+    """The part of torch.Tensor that metrics.log() uses."""
 
     def __init__(self, *values: Any) -> None:
         self.values = values
@@ -40,25 +40,25 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "metrics.jsonl"
 
 
-def refuse(constant: str) -> None:
-    raise AssertionError(f"{constant} is no JSON")
+def reject_constant(constant: str) -> None:
+    raise AssertionError(f"{constant} is not JSON")
 
 
 def test_each_call_appends_a_line(file: Path) -> None:
     metrics.log(1, steps=9, loss=2.5)
     metrics.log(step=2, loss=Tensor(math.nan), accuracy=Tensor(0.5))
-    first, second = (json.loads(line, parse_constant=refuse) for line in file.read_text().splitlines())
+    first, second = (json.loads(line, parse_constant=reject_constant) for line in file.read_text().splitlines())
     assert isinstance(first.pop("time"), float) and second.pop("time") > 0
     assert (first, second) == ({"step": 1, "steps": 9, "loss": 2.5}, {"step": 2, "loss": None, "accuracy": 0.5})
 
 
 def test_other_ranks_and_a_script_without_a_launcher_write_nothing(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Unasked:
+    class UnreadTensor:
         def item(self) -> float:
-            raise AssertionError("a rank that writes nothing need not wait for its GPU")
+            raise AssertionError("a rank that writes nothing must not wait for its GPU")
 
     monkeypatch.setenv("RANK", "1")
-    metrics.log(1, loss=Unasked())
+    metrics.log(1, loss=UnreadTensor())
     monkeypatch.setenv("RANK", "0")
     monkeypatch.delenv("MUSTER_METRICS")
     metrics.log(1, loss=2.5)
@@ -79,7 +79,7 @@ def test_other_ranks_and_a_script_without_a_launcher_write_nothing(file: Path, m
         (1, {"time": 3.0}, "time: this name is reserved"),
     ],
 )
-def test_a_wrong_call_is_refused_on_every_rank(
+def test_an_invalid_call_raises_on_every_rank(
     file: Path, monkeypatch: pytest.MonkeyPatch, rank: str, step: Any, values: dict[str, Any], message: str
 ) -> None:
     monkeypatch.setenv("RANK", rank)
@@ -89,7 +89,7 @@ def test_a_wrong_call_is_refused_on_every_rank(
 
 
 @pytest.mark.parametrize("value", [Tensor(1.0, 2.0), Tensor("low")])
-def test_what_is_not_one_number_is_refused(file: Path, value: Tensor) -> None:
+def test_a_tensor_that_is_not_one_number_is_refused(file: Path, value: Tensor) -> None:
     with pytest.raises(ValueError, match="loss: expected"):
         metrics.log(1, loss=value)
 
@@ -104,14 +104,14 @@ def test_a_file_that_cannot_be_written_is_reported_once(
     assert capsys.readouterr().err.count("No such file or directory; metrics are lost, the training continues") == 1
 
 
-def test_the_newest_values_stand_at_both_ends_of_a_file(tmp_path: Path) -> None:
+def test_newest_reads_the_start_and_the_end_of_the_file(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     assert metrics.newest(path) == {}
     path.write_text('{"step": 1, "steps": 9, "loss": 3.0}\n[1]\n{"step": 2, "loss": null, "x": "y"}\n{"step": 3, "lo')
     assert metrics.newest(path) == {"step": 2, "steps": 9, "loss": None}
     many = range(3, 20_000)
     path.write_text('{"step": 1, "steps": 9}\n' + "".join(f'{{"step": {n}, "loss": {n / 2}}}\n' for n in many))
-    assert metrics.newest(path) == {"step": 19_999, "loss": 19_999 / 2}, "it is beyond the number of steps"
+    assert metrics.newest(path) == {"step": 19_999, "loss": 19_999 / 2}, "steps is left out: step is beyond it"
     path.write_text('{"step": 1, "steps": 20000}\n' + "".join(f'{{"step": {n}, "loss": {n / 2}}}\n' for n in many))
     assert metrics.newest(path) == {"step": 19_999, "steps": 20_000, "loss": 19_999 / 2}
     path.write_text('{"step": null, "steps": 9}\n{"steps": null}\n')
@@ -123,17 +123,19 @@ def test_the_newest_values_stand_at_both_ends_of_a_file(tmp_path: Path) -> None:
     [
         (None, None),
         ("", None),
-        ('{"step": 3}\n{"step": 12}\n{"step": 4}\n', 12),  # the second try began anew
+        ('{"step": 3}\n{"step": 12}\n{"step": 4}\n', 12),  # the second attempt started from the beginning
         ('{"loss": 1}\n{"step": "x"}\n[1]\n{"step": null}\n', None),
         ('{"step": 7}\n{"step": 8', 7),
         ('{"step": 7}\n' + "[" * 100_000 + '\n{"step": 1e999}\n{"step": ' + "9" * 5000 + "}", 7),
         (b'{"step": 5}\n\xff\xfe{"step": 6}\n', 5),
     ],
 )
-def test_the_furthest_step_of_all_attempts(tmp_path: Path, text: str | bytes | None, step: int | None) -> None:
+def test_furthest_is_the_highest_step_of_all_attempts(
+    tmp_path: Path, text: str | bytes | None, step: int | None
+) -> None:
     file = tmp_path / "metrics.jsonl"
     if text is not None:
         file.write_bytes(text if isinstance(text, bytes) else text.encode())
     assert metrics.furthest(file) == step
-    program = [sys.executable, "-m", "distributed.metrics", str(file)]
-    assert subprocess.check_output(program, cwd=KIT, text=True) == f"{'' if step is None else step}\n"
+    command = [sys.executable, "-m", "distributed.metrics", str(file)]
+    assert subprocess.check_output(command, cwd=KIT, text=True) == f"{'' if step is None else step}\n"

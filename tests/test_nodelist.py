@@ -1,8 +1,7 @@
-"""A launch goes to the nodes a person or SLURM named, in that order, and to no other.
+"""Tests of node lists.
 
-A list that unfolds to the wrong names trains on the wrong machines, and one that unfolds in another order
-than SLURM's gives two nodes the same rank. So scontrol itself is asked about thousands of lists, and what
-cannot be understood is refused, with the item that is wrong.
+Wrong names would start a launch on the wrong machines; an order other than SLURM's would give two nodes the same rank.
+Thousands of lists are therefore compared with scontrol. Invalid lists are errors that name the invalid item.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from distributed.nodelist import (
     tasks_per_node,
 )
 
-# --- what SLURM means ----------------------------------------------------------------------------------
+# --- SLURM's lists -------------------------------------------------------------------------------------
 
 SLURM_LISTS = {
     "n1": ["n1"],
@@ -50,24 +49,24 @@ SLURM_LISTS = {
 
 
 class Scontrol:
-    """The real scontrol, asked about many lists in one process. It needs no cluster, only a configuration."""
+    """The real scontrol: one process expands many lists. It needs no cluster, only a configuration."""
 
-    def __init__(self, folder: Path) -> None:
-        self._conf = folder / "slurm.conf"
+    def __init__(self, directory: Path) -> None:
+        self._conf = directory / "slurm.conf"
         self._conf.write_text("ClusterName=none\nSlurmctldHost=localhost\nNodeName=localhost\n")
 
     def hostnames(self, lists: Iterable[str]) -> list[list[str]]:
-        """For each list what `scontrol show hostnames` prints; nothing where it refuses."""
-        questions = "".join(f"show hostnames {text}\nshow hostnames next-list\n" for text in lists)
-        answer = subprocess.run(
+        """Output of `scontrol show hostnames` for each list; an invalid list gives no names."""
+        commands = "".join(f"show hostnames {text}\nshow hostnames next-list\n" for text in lists)
+        result = subprocess.run(
             ["scontrol"],
-            input=questions,
+            input=commands,
             capture_output=True,
             text=True,
             check=True,
             env={**os.environ, "SLURM_CONF": str(self._conf), "TERM": "dumb", "COLUMNS": "100000"},
         )
-        lines = (line for line in answer.stdout.splitlines() if not line.startswith("scontrol:"))
+        lines = (line for line in result.stdout.splitlines() if not line.startswith("scontrol:"))
         names = "\n".join(line for line in lines if not line.startswith("Invalid hostlist"))
         return [part.split() for part in names.split("next-list")[:-1]]
 
@@ -78,52 +77,52 @@ def scontrol(tmp_path_factory: pytest.TempPathFactory) -> Scontrol:
 
 
 @pytest.mark.parametrize(("hostlist", "names"), SLURM_LISTS.items())
-def test_a_list_of_slurm_unfolds_in_its_order(hostlist: str, names: list[str]) -> None:
+def test_a_slurm_list_expands_in_order(hostlist: str, names: list[str]) -> None:
     assert expand(hostlist) == names
 
 
-def test_the_table_is_what_scontrol_says(scontrol: Scontrol) -> None:
+def test_scontrol_expands_the_table_in_the_same_way(scontrol: Scontrol) -> None:
     assert scontrol.hostnames(SLURM_LISTS) == list(SLURM_LISTS.values())
 
 
-def some_range(chance: random.Random) -> str:
-    low = chance.choice([0, 1, 7, 9, 95, 998])
-    high = low + chance.choice([0, 1, 3, 12])
-    width = chance.randrange(5)
+def random_range(generator: random.Random) -> str:
+    low = generator.choice([0, 1, 7, 9, 95, 998])
+    high = low + generator.choice([0, 1, 3, 12])
+    width = generator.randrange(5)
     padded = f"{low:0{width}d}"
-    return padded if high == low else f"{padded}-{high:0{chance.choice([0, len(padded)])}d}"
+    return padded if high == low else f"{padded}-{high:0{generator.choice([0, len(padded)])}d}"
 
 
-def some_item(chance: random.Random) -> str:
-    """A name with any number of brackets, the last of which ends it, or with none."""
-    words = ["n", "rack", "gpu-", "a.b", "x_", "7", "-", "0"]
-    brackets = chance.choices([0, 1, 2, 3, 4], weights=[3, 6, 3, 2, 1])[0]
-    item = chance.choice(words[:4])
-    for place in range(brackets):
-        inner = ",".join(some_range(chance) for _ in range(chance.randint(1, 3)))
-        item += ("" if place == 0 else chance.choice([*words, ""])) + f"[{inner}]"
+def random_item(generator: random.Random) -> str:
+    """A name with up to four brackets, without text after the last."""
+    stems = ["n", "rack", "gpu-", "a.b", "x_", "7", "-", "0"]
+    brackets = generator.choices([0, 1, 2, 3, 4], weights=[3, 6, 3, 2, 1])[0]
+    item = generator.choice(stems[:4])
+    for position in range(brackets):
+        inner = ",".join(random_range(generator) for _ in range(generator.randint(1, 3)))
+        item += ("" if position == 0 else generator.choice([*stems, ""])) + f"[{inner}]"
     return item
 
 
-def test_thousands_of_random_lists_unfold_as_scontrol_unfolds_them(scontrol: Scontrol) -> None:
-    chance = random.Random(2)
-    lists = [",".join(some_item(chance) for _ in range(chance.randint(1, 3))) for _ in range(3000)]
+def test_random_lists_expand_as_by_scontrol(scontrol: Scontrol) -> None:
+    generator = random.Random(2)
+    lists = [",".join(random_item(generator) for _ in range(generator.randint(1, 3))) for _ in range(3000)]
     lists = [text for text in lists if len(expand(text)) <= 300]
     assert len(lists) > 2000
     for text, names in zip(lists, scontrol.hostnames(lists), strict=True):
         assert expand(text) == names, text
 
 
-def test_what_is_accepted_of_random_scribble_scontrol_reads_the_same_way(scontrol: Scontrol) -> None:
-    chance = random.Random(3)
-    scribbles = ["".join(chance.choices("n12[]-,0", k=chance.randint(1, 9))) for _ in range(20_000)]
-    accepted = [text for text in scribbles if not refused(text) and not re.search(r"\][^,\[]", text)]
+def test_accepted_random_strings_expand_as_by_scontrol(scontrol: Scontrol) -> None:
+    generator = random.Random(3)
+    strings = ["".join(generator.choices("n12[]-,0", k=generator.randint(1, 9))) for _ in range(20_000)]
+    accepted = [text for text in strings if not is_refused(text) and not re.search(r"\][^,\[]", text)]
     assert len(accepted) > 1000
     for text, names in zip(accepted, scontrol.hostnames(accepted), strict=True):
         assert expand(text) == names, text
 
 
-def refused(hostlist: str) -> bool:
+def is_refused(hostlist: str) -> bool:
     try:
         expand(hostlist)
     except NodeListError:
@@ -150,16 +149,16 @@ def test_tasks_per_node_of_slurm(counts: str, tasks: list[int]) -> None:
         ("1(x" + "9" * 5000, "is not a number of tasks"),
     ],
 )
-def test_tasks_per_node_that_slurm_would_not_write(counts: str, message: str) -> None:
+def test_invalid_tasks_per_node_are_refused(counts: str, message: str) -> None:
     with pytest.raises(NodeListError, match=re.escape(message)):
         tasks_per_node(counts)
 
 
-# --- what a person writes ------------------------------------------------------------------------------
+# --- node arguments ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("words", "nodes"),
+    ("arguments", "nodes"),
     [
         ("node1", [Node("node1")]),
         ("user@node1", [Node("node1", user="user")]),
@@ -172,16 +171,16 @@ def test_tasks_per_node_that_slurm_would_not_write(counts: str, message: str) ->
         (["node9", "node[1-2]", "a"], [Node("node9"), Node("node1"), Node("node2"), Node("a")]),
     ],
 )
-def test_words_name_nodes_in_their_order(words: str | list[str], nodes: list[Node]) -> None:
-    assert parse(words) == nodes
+def test_arguments_name_nodes_in_order(arguments: str | list[str], nodes: list[Node]) -> None:
+    assert parse(arguments) == nodes
 
 
-@pytest.mark.parametrize("word", ["node1", "user@node1", "node1:4", "user@node1:4"])
-def test_a_node_is_written_as_the_word_that_names_it(word: str) -> None:
-    assert [str(node) for node in parse(word)] == [word]
+@pytest.mark.parametrize("argument", ["node1", "user@node1", "node1:4", "user@node1:4"])
+def test_str_of_a_node_is_its_argument(argument: str) -> None:
+    assert [str(node) for node in parse(argument)] == [argument]
 
 
-MALFORMED = [  # list, the item that is wrong, what the message must say
+MALFORMED = [  # list, invalid item, part of the message
     ("", "", "a name is missing"),
     (",a", ",a", "a name is missing"),
     ("a,,b", "a,,b", "a name is missing"),
@@ -230,58 +229,58 @@ MALFORMED = [  # list, the item that is wrong, what the message must say
 
 
 @pytest.mark.parametrize(("text", "item", "message"), MALFORMED)
-def test_a_malformed_item_is_refused_and_named(text: str, item: str, message: str) -> None:
-    with pytest.raises(NodeListError, match=re.escape(message)) as caught:
+def test_the_error_of_a_malformed_item_names_it(text: str, item: str, message: str) -> None:
+    with pytest.raises(NodeListError, match=re.escape(message)) as error:
         parse(["good", text])
-    assert str(caught.value).startswith(f"{item!r}: ")
+    assert str(error.value).startswith(f"{item!r}: ")
 
 
-def test_a_message_is_one_short_line() -> None:
+def test_a_message_about_a_long_list_is_one_short_line() -> None:
     long = ",".join(f"n{number}" for number in range(10_000))
     for text, item in ((f"{long},here[\n,{long}", "here[\\n"), (f"{long},,{long}", "n0,n1,n2")):
-        with pytest.raises(NodeListError) as caught:
+        with pytest.raises(NodeListError) as error:
             parse(text)
-        message = str(caught.value)
+        message = str(error.value)
         assert message.startswith(f"'{item}")
         assert len(message) < 250
         assert len(message.splitlines()) == 1
 
 
-def test_a_list_for_slurm_has_names_alone() -> None:
-    for word in ("user@node1", "node1:4"):
+def test_a_slurm_list_has_neither_users_nor_slots() -> None:
+    for item in ("user@node1", "node1:4"):
         with pytest.raises(NodeListError, match="is not allowed in a host name"):
-            expand(word)
+            expand(item)
 
 
-def test_no_word_at_all_is_no_node() -> None:
+def test_an_empty_list_of_arguments_is_refused() -> None:
     with pytest.raises(NodeListError, match="no node is named"):
         parse([])
 
 
 @pytest.mark.parametrize(
-    ("words", "places"),
+    ("arguments", "items"),
     [
         (["a", "b", "a"], ("'a'", "'a'")),
         (["node[1-3],x", "u@node2:4"], ("'node[1-3]'", "'u@node2:4'")),
         (["n[1,1]"], ("'n[1,1]'", "'n[1,1]'")),
     ],
 )
-def test_a_node_named_twice_is_an_error_that_names_both_places(words: list[str], places: tuple[str, str]) -> None:
-    with pytest.raises(NodeListError, match="is named twice") as caught:
-        parse(words)
-    assert f"in {places[0]} and in {places[1]}" in str(caught.value)
+def test_the_error_of_a_repeated_node_names_both_items(arguments: list[str], items: tuple[str, str]) -> None:
+    with pytest.raises(NodeListError, match="is named twice") as error:
+        parse(arguments)
+    assert f"in {items[0]} and in {items[1]}" in str(error.value)
 
 
-def test_every_name_of_a_hundred_thousand_is_there() -> None:
+def test_a_list_of_100_000_names_is_expanded_completely() -> None:
     assert expand("n[1-100000]") == [f"n{number}" for number in range(1, 100_001)]
     assert expand("n[1-1000]x[1-100]") == [f"n{n}x{x}" for n in range(1, 1001) for x in range(1, 101)]
 
 
-def test_too_many_names_are_refused_in_several_words_too() -> None:
-    words = [f"n{number}x[1-100000]" for number in range(3)]
-    for too_many in (lambda: parse(words), lambda: expand(",".join(words))):
+def test_the_limit_of_names_applies_to_all_items_together() -> None:
+    items = [f"n{number}x[1-100000]" for number in range(3)]
+    for call in (lambda: parse(items), lambda: expand(",".join(items))):
         with pytest.raises(NodeListError, match="more than 250,000 names"):
-            too_many()
+            call()
 
 
 # --- a hostfile ----------------------------------------------------------------------------------------
@@ -296,7 +295,7 @@ node5:8\r
 """
 
 
-def test_a_hostfile_in_the_style_of_deepspeed() -> None:
+def test_a_hostfile_in_deepspeeds_format() -> None:
     assert parse_hostfile(HOSTFILE) == [
         Node("node1", slots=4),
         Node("node2", slots=2),
@@ -324,16 +323,16 @@ def test_a_hostfile_in_the_style_of_deepspeed() -> None:
         ("", "hosts: no node is named"),
     ],
 )
-def test_a_hostfile_is_refused_with_its_line(text: str, message: str) -> None:
-    with pytest.raises(NodeListError) as caught:
+def test_the_error_of_a_hostfile_names_the_line(text: str, message: str) -> None:
+    with pytest.raises(NodeListError) as error:
         parse_hostfile(text, "hosts")
-    assert str(caught.value).startswith(message)
+    assert str(error.value).startswith(message)
 
 
-# --- leaving nodes out ---------------------------------------------------------------------------------
+# --- excluding nodes -----------------------------------------------------------------------------------
 
 
-def test_excluded_nodes_are_left_out_and_the_order_stays() -> None:
+def test_exclude_removes_nodes_and_keeps_the_order() -> None:
     nodes = parse(["u@n3:2", "n[1-2]", "n4"])
     assert exclude(nodes, "n[1,4]") == [Node("n3", "u", 2), Node("n2")]
 
@@ -346,7 +345,7 @@ def test_excluded_nodes_are_left_out_and_the_order_stays() -> None:
         ("n[1", "its brackets do not match"),
     ],
 )
-def test_an_exclusion_that_cannot_be_meant_is_refused(hostlist: str, message: str) -> None:
+def test_an_exclusion_of_unknown_or_all_nodes_is_refused(hostlist: str, message: str) -> None:
     with pytest.raises(NodeListError, match=re.escape(message)):
         exclude(parse("n[1-3]"), hostlist)
 
@@ -375,20 +374,20 @@ FOLDED = [
 
 
 @pytest.mark.parametrize(("nodes", "folded"), FOLDED)
-def test_neighbours_fold_into_a_range(nodes: list[Node | str], folded: str) -> None:
+def test_consecutive_names_fold_into_a_range(nodes: list[Node | str], folded: str) -> None:
     assert fold(nodes) == folded
 
 
-# Few words and few numbers, so that names are often neighbours.
-words = st.sampled_from(["n", "rack", "-", ".lan", "x_"])
+# Few stems and few numbers, so that names are often consecutive.
+stems = st.sampled_from(["n", "rack", "-", ".lan", "x_"])
 numbers = st.one_of(st.integers(0, 12).map(str), st.sampled_from(["08", "09", "010", "000"]))
-scattered = st.lists(st.one_of(words, numbers), max_size=5).map(lambda parts: "n" + "".join(parts))
-in_a_grid = st.tuples(*[st.integers(1, 3)] * 3).map("r{0[0]}-n{0[1]}.{0[2]}".format)
-names = st.one_of(scattered, in_a_grid)
+random_names = st.lists(st.one_of(stems, numbers), max_size=5).map(lambda parts: "n" + "".join(parts))
+grid_names = st.tuples(*[st.integers(1, 3)] * 3).map("r{0[0]}-n{0[1]}.{0[2]}".format)
+names = st.one_of(random_names, grid_names)
 
 
 @given(st.lists(names, min_size=1, max_size=30, unique=True))
-def test_what_was_folded_unfolds_to_the_same(names: list[str]) -> None:
+def test_folded_names_expand_to_the_same_names(names: list[str]) -> None:
     assert expand(fold(names)) == names
     assert len(fold(names).split(",")) <= len(names)
 
@@ -398,32 +397,32 @@ def test_what_was_folded_unfolds_to_the_same(names: list[str]) -> None:
     st.integers(1, 20),
     st.sampled_from(["n", "r1-"]),
 )
-def test_a_run_of_numbers_folds_into_one_range(low: int, more: int, stem: str) -> None:
-    high = low + more
-    run = [f"{stem}{number:03d}" for number in range(low, high + 1)]
-    assert fold(run) == f"{stem}[{low:03d}-{high:03d}]"
+def test_consecutive_numbers_fold_into_one_range(low: int, length: int, stem: str) -> None:
+    high = low + length
+    names = [f"{stem}{number:03d}" for number in range(low, high + 1)]
+    assert fold(names) == f"{stem}[{low:03d}-{high:03d}]"
 
 
 @given(st.lists(st.builds(Node, names, st.sampled_from([None, "u"]), st.sampled_from([None, 2])), min_size=1))
-def test_nodes_that_were_folded_are_parsed_to_the_same(nodes: list[Node]) -> None:
+def test_folded_nodes_are_parsed_to_the_same_nodes(nodes: list[Node]) -> None:
     nodes = list({node.name: node for node in nodes}.values())
     assert parse(fold(nodes)) == nodes
 
 
-def test_scontrol_reads_what_was_folded(scontrol: Scontrol) -> None:
-    chance = random.Random(4)
+def test_scontrol_expands_folded_names(scontrol: Scontrol) -> None:
+    generator = random.Random(4)
     stems = ["n", "gpu0", "rack1-n", "rack2-n"]
-    many = [
-        [f"{stem}{number:0{chance.choice([1, 3])}d}" for stem in chance.sample(stems, 3) for number in range(8)]
+    lists = [
+        [f"{stem}{number:0{generator.choice([1, 3])}d}" for stem in generator.sample(stems, 3) for number in range(8)]
         for _ in range(500)
     ]
-    assert scontrol.hostnames(fold(names) for names in many) == many
+    assert scontrol.hostnames(fold(names) for names in lists) == lists
 
 
-# --- what a launcher was given -------------------------------------------------------------------------
+# --- nodes of a launcher -------------------------------------------------------------------------------
 
 
-def test_a_hostfile_is_read_whatever_its_comments_hold(tmp_path: Path) -> None:
+def test_comments_of_a_hostfile_need_not_be_utf_8(tmp_path: Path) -> None:
     hosts = tmp_path / "hosts"
     hosts.write_bytes("\ufeffn1 slots=2 # ".encode() + b"caf\xe9\nn2\n")
     assert requested([], str(hosts), None) == [Node("n1", slots=2), Node("n2")]
@@ -431,14 +430,16 @@ def test_a_hostfile_is_read_whatever_its_comments_hold(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "hostfile", "message"),
+    ("arguments", "hostfile", "message"),
     [
         ([], None, "no node is named: give at least one, as in node1 or node[1-8]"),
         ([], "/dev/zero", "/dev/zero: larger than 10 MB; name a file that lists nodes"),
         (["a"], "/no", "nodes are given both as arguments and by --hostfile; use one of them"),
     ],
 )
-def test_no_nodes_too_many_or_twice_are_refused(words: list[str], hostfile: str | None, message: str) -> None:
-    with pytest.raises(NodeListError) as caught:
-        requested(words, hostfile, None)
-    assert str(caught.value) == message
+def test_no_nodes_a_huge_hostfile_and_two_sources_are_refused(
+    arguments: list[str], hostfile: str | None, message: str
+) -> None:
+    with pytest.raises(NodeListError) as error:
+        requested(arguments, hostfile, None)
+    assert str(error.value) == message
