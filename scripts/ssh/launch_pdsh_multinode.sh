@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 #
-# Start one training on several nodes with pdsh, from one place.
+# Start one training on several nodes with pdsh, from one machine.
 #
 # Usage: launch_pdsh_multinode.sh [options] CONFIG NPROC NODE... [-- ARGUMENT...]
 #
-# As launch_torchrun_auto.sh, with the same options, for users of pdsh: it alone
-# starts the processes, on all nodes at once however many they are, over ssh. With PDSH_RCMD_TYPE set it
-# goes that way; the questions before the start (--no-preflight leaves them out) always go over ssh.
+# Like launch_torchrun_auto.sh, with the same options, but pdsh starts the processes on all nodes. pdsh uses
+# ssh, or the transport in PDSH_RCMD_TYPE. Probes before the start (unless --no-preflight) and stop requests
+# always use ssh.
 #
 #   CONFIG               settings file, passed to the script as --config CONFIG; -: none
 #   NPROC                number of processes per node: one per GPU, any number without GPUs

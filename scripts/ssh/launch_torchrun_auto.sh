@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 #
-# Start one training on several nodes over SSH, from one place.
+# Start one training on several nodes over SSH, from one machine.
 #
 # Usage: launch_torchrun_auto.sh [options] CONFIG NPROC NODE... [-- ARGUMENT...]
 #
@@ -32,9 +32,8 @@
 #   --quiet              print no progress lines of the launcher
 #   --help               show this help
 #
-# ARGUMENTs are passed to the script unchanged. The nodes see this directory and the kit's under the same
-# names: they share them, or get a copy by --sync. Your own ssh_config decides how they are reached;
-# nothing is asked on the way.
+# ARGUMENTs are passed to the script unchanged. Nodes need the working directory and Muster under the
+# same paths: on a shared file system, or copied by --sync. Your ~/.ssh/config applies; ssh must not prompt.
 #
 # Exit codes: 0 success, 2 wrong call or config, 69 a node is unreachable or unfit, 75 stopped with a
 # checkpoint (run again to resume), 124 hung or not all nodes joined in time, 130 SIGINT, 143 SIGTERM,
