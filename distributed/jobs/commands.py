@@ -7,7 +7,7 @@ usage: run_distributed_training.py --cluster-config FILE --jobs-config FILE [opt
   --jobs-config FILE     jobs (JSON): a list of objects; each key is an argument of the script
   --log-file FILE        results (default: results.json); the journal (.journal) and an HTML page (.html) are written to
                          the same directory
-  --backend NAME         ssh (default), local (this machine, without SSH) or slurm (one sbatch array)
+  --backend NAME         ssh (default), local (this machine, without SSH) or slurm (sbatch arrays)
   --script PATH          script to run (default: script_path of the cluster config, or train.py)
   --slots N              local: concurrent jobs per GPU (default: 1); without GPUs, concurrent jobs (default: half the
                          number of cores)
@@ -35,8 +35,9 @@ are not run again, and jobs added to the list are started.
 
 JOB is an id, the start of an id, a name, or a part of a name that only one job has.
 
-Exit codes: 0 all jobs are done; 1 a job failed or was cancelled; 2 wrong call or configuration; 75 the list was paused
-or interrupted; 130 Ctrl-C; 143 SIGTERM. After 75, 130 and 143, running jobs continue, and `resume` continues the list.
+Exit codes: 0 all jobs are done; 1 a job failed or was cancelled; 2 wrong call or configuration; 69 a package is
+missing; 75 the list was paused or interrupted; 129 SIGHUP; 130 Ctrl-C; 143 SIGTERM. After 75, 129, 130 and 143, running
+jobs continue, and `resume` continues the list.
 """
 
 from __future__ import annotations

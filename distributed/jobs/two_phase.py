@@ -18,7 +18,7 @@ usage: run_two_phase_training.py --cluster-config FILE --jobs-config FILE [optio
 
 All options of run_distributed_training.py are accepted; see its --help.
 
-A job with mode base_only trains each base model, which is verified and published in experiments/base_models/HASH. An
+Each base model is trained by a job with mode base_only, verified, and published in experiments/base_models/HASH. An
 experiment starts when its base model is published and copied to its server; each server gets one copy. The script
 reads it from the directory $MUSTER_BASE_MODEL; $MUSTER_BASE_MODEL_DIGEST is its full digest.
 
@@ -28,7 +28,8 @@ reads it from the directory $MUSTER_BASE_MODEL; $MUSTER_BASE_MODEL_DIGEST is its
                            remove base models that no job of the list needs; without --keep-used, only damaged ones and
                            incomplete copies
 
-Also writes phase1_base_models.json and phase2_experiments.json to the directory of the results.
+Also writes phase1_base_models.json and phase2_experiments.json next to the results, with the name of the log file as
+prefix if it is not results.json.
 Exit codes: those of run_distributed_training.py; `cache list` and `cache verify` exit with 1 if a base model is
 damaged.
 """

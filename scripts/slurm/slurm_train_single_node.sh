@@ -22,7 +22,7 @@
 #                        (default: 600 for runs that log steps, and only if no rank can make progress)
 #   --log-dir DIR        directory for run directories (default: logs)
 #   --rendezvous-timeout SECONDS  with LAUNCHER=torchrun: how long to wait for the agent (default: 600)
-#   --max-requeues N     how often the job may requeue itself when its time is up (default: 100)
+#   --max-requeues N     how often the job may requeue itself (default: 100)
 #   --dry-run            print what would be submitted and run, submit nothing; works on a login node
 #   --quiet              print no progress lines of the launcher
 #   --help               show this help

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 #
-# Start the processes of this node in a multi-node training, for scripts that require --local-rank=N.
+# Start this node's part of a training on several nodes, for scripts that require --local-rank=N.
 #
-# As launch_torchrun_multinode.sh, but each process gets --local-rank=N as its first argument, as with
-# torch.distributed.launch, the predecessor of torchrun.
+# Like launch_torchrun_multinode.sh, but the first argument of each rank is --local-rank=N, as with
+# torch.distributed.launch, which torchrun has replaced.
 #
 # Usage: launch_multinode.sh [options] CONFIG NPROC NNODES NODE_RANK MASTER_ADDR [MASTER_PORT] [-- ARGUMENT...]
 #

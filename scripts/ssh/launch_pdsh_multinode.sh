@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 #
-# Start a training on several nodes with pdsh, from one machine.
+# Start one training on several nodes with pdsh, from one machine.
 #
 # Usage: launch_pdsh_multinode.sh [options] CONFIG NPROC NODE... [-- ARGUMENT...]
 #
-# As launch_torchrun_auto.sh, with the same options, but one pdsh starts all nodes in parallel. pdsh uses ssh,
-# or the transport in PDSH_RCMD_TYPE; preflight checks, the environment and stop requests always use ssh.
+# Like launch_torchrun_auto.sh, with the same options, but pdsh starts the processes on all nodes. pdsh uses
+# ssh, or the transport in PDSH_RCMD_TYPE. Probes before the start (unless --no-preflight) and stop requests
+# always use ssh.
 #
 #   CONFIG               settings file, passed to the script as --config CONFIG; -: none
 #   NPROC                number of processes per node: one per GPU, any number without GPUs

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 #
-# Start a training on several nodes over SSH, from one machine.
+# Start one training on several nodes over SSH, from one machine.
 #
 # Usage: launch_torchrun_auto.sh [options] CONFIG NPROC NODE... [-- ARGUMENT...]
 #
@@ -32,9 +32,8 @@
 #   --quiet              print no progress lines of the launcher
 #   --help               show this help
 #
-# ARGUMENTs are passed to the script unchanged. Nodes need the working directory and Muster's directory under
-# the same paths: on a shared file system, or copied by --sync. Nodes are reached with your ssh_config; login
-# must work without a password prompt.
+# ARGUMENTs are passed to the script unchanged. Nodes need the working directory and Muster under the
+# same paths: on a shared file system, or copied by --sync. Your ~/.ssh/config applies; ssh must not prompt.
 #
 # Exit codes: 0 success, 2 wrong call or config, 69 a node is unreachable or unfit, 75 stopped with a
 # checkpoint (run again to resume), 124 hung or not all nodes joined in time, 130 SIGINT, 143 SIGTERM,
