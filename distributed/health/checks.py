@@ -338,14 +338,16 @@ def check_disk(disk: Space) -> Iterator[Finding]:
 
 
 def check_shm(facts: Facts) -> Iterator[Finding]:
-    """NCCL and data loader workers exchange data through /dev/shm. When it is full, they die of SIGBUS."""
+    """NCCL and data loader workers exchange data through /dev/shm. When it is full, they are killed by SIGBUS."""
     shm = facts.shm
     if facts.container:
         fix, command = "start the container with --shm-size=8g or --ipc=host", ""
     else:
         fix, command = "", "sudo mount -o remount,size=50% /dev/shm"
     if shm.total <= 64 * MIB:
-        yield fault("/dev/shm", f"only {size(shm.total)}: NCCL and data loader workers die of SIGBUS", fix, command)
+        yield fault(
+            "/dev/shm", f"only {size(shm.total)}: NCCL and data loader workers are killed by SIGBUS", fix, command
+        )
     elif shm.free < 64 * MIB:
         yield fault(
             "/dev/shm",

@@ -75,7 +75,7 @@ class RankStatus:
     gpus: tuple[GpuUsage, ...] = ()
     silent: float | None = None  # seconds since its last output; None: not started
     line: str = ""  # last line of its output
-    stands: str = ""  # its stacks as text, if requested
+    stack_text: str = ""  # its stacks as text, if requested
     frames: tuple[Frame, ...] = ()  # of its main thread, innermost first, if stacks were requested
 
 
@@ -319,7 +319,7 @@ def observe(run: str, node: str, *, count: int, first_rank: int, seconds: float,
             gpus=gpus_of(processes, gpus, users),
             silent=silent,
             line=line,
-            stands=text,
+            stack_text=text,
             frames=frames,
         )
 

@@ -308,10 +308,10 @@ def notes_on(status: Status) -> Iterator[str]:
 def stacks(status: Status) -> Iterator[str]:
     for reply in status.replies:
         for rank in reply.status.ranks if reply.status else ():
-            if rank.stands:
+            if rank.stack_text:
                 yield ""
                 yield paint(f"rank {rank.rank} on {reply.name}, process {rank.pid}", BOLD)
-                yield from (f"  {line}".rstrip() for line in rank.stands.splitlines())
+                yield from (f"  {line}".rstrip() for line in rank.stack_text.splitlines())
 
 
 def duration(seconds: float) -> str:

@@ -357,7 +357,7 @@ def spoil(how: str) -> None:
 
     patch = pytest.MonkeyPatch()  # for this process, which ends with the test
     if how == "silent":
-        patch.setattr(sharded.ShardWriter, "_leave_note", lambda *_: None)
+        patch.setattr(sharded.ShardWriter, "_write_note", lambda *_: None)
     else:
         patch.setattr(directory.HashedFile, "write", full)
     if how == "so full that it cannot say it":
@@ -380,7 +380,7 @@ def test_a_rank_that_fails_leaves_no_checkpoint_and_every_rank_is_told(tmp_path:
 
 
 def save_where_rank_1_does_not_see_it(rank: int, size: int, folder: Path) -> str:
-    sharded.SHARED_WITHIN = 0.2
+    sharded.VISIBILITY_TIMEOUT = 0.2
     if rank == 1:
         pytest.MonkeyPatch().setattr(Path, "is_dir", lambda _: False)
     with opened(folder, rank, size) as checkpoints:

@@ -170,7 +170,7 @@ BROKEN: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("no inodes", {"disks": (replace(ROOT, inodes_free=False),)},
      "fault disk", "inodes", "df -i '/data/log s'"),
     ("docker's shm", {"shm": Space("/dev/shm", "/dev/shm", 64 * MIB, 64 * MIB), "container": True},
-     "fault /dev/shm", "only 64 MiB: NCCL and data loader workers die of SIGBUS", "--shm-size=8g or --ipc=host"),
+     "fault /dev/shm", "only 64 MiB: NCCL and data loader workers are killed by SIGBUS", "--shm-size=8g or --ipc=host"),
     ("small shm without a container", {"shm": Space("/dev/shm", "/dev/shm", 512 * MIB, 512 * MIB)},
      "warning /dev/shm", "only 512 MiB", "mount -o remount,size=50% /dev/shm"),
     ("full shm", {"shm__free": MIB}, "fault /dev/shm", "1 MiB of 256.0 GiB free", "ls -lt /dev/shm"),
