@@ -275,8 +275,8 @@ def _render_frame(frame: Frame) -> str:
 
 
 def path_of_py_spy() -> str | None:
-    beside = Path(sys.executable).parent / "py-spy"
-    return str(beside) if os.access(beside, os.X_OK) else shutil.which("py-spy")
+    installed = Path(sys.executable).parent / "py-spy"
+    return str(installed) if os.access(installed, os.X_OK) else shutil.which("py-spy")
 
 
 def _kernel_threads(process: RunProcess, proc: Path = PROC) -> str:

@@ -200,7 +200,7 @@ def render(status: Status, width: int, with_stacks: bool = True) -> str:
     colour = RED if state.wrong else GREEN if state.name == "ended" else YELLOW
     lines = [headline(status), *wrapped(state.more, width, colour)]
     lines += [f"  $ {state.remedy}"] * bool(state.remedy)
-    lines += wrapped(diagnosis.words, width, RED if diagnosis.hung else YELLOW)
+    lines += wrapped(diagnosis.text, width, RED if diagnosis.hung else YELLOW)
     lines += [f"  $ {diagnosis.remedy}"] * bool(diagnosis.remedy)
     lines += ["", *table(status, width)]
     notes = [line for note in notes_on(status) for line in wrapped(note, width, YELLOW)]

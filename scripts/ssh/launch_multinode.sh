@@ -2,8 +2,8 @@
 #
 # Start this node's part of a training on several nodes, for scripts that want --local-rank=N.
 #
-# As launch_torchrun_multinode.sh, but each process gets the word --local-rank=N before all others, as
-# from torch.distributed.launch, which torchrun has replaced.
+# As launch_torchrun_multinode.sh, but each process gets --local-rank=N as its first argument, as from
+# torch.distributed.launch, the predecessor of torchrun.
 #
 # Usage: launch_multinode.sh [options] CONFIG NPROC NNODES NODE_RANK MASTER_ADDR [MASTER_PORT] [-- ARGUMENT...]
 #

@@ -1,12 +1,11 @@
 #!/usr/bin/env bash
 #
-# Start one training on several nodes with pdsh, from one place.
+# Start a training on several nodes with pdsh, from one machine.
 #
 # Usage: launch_pdsh_multinode.sh [options] CONFIG NPROC NODE... [-- ARGUMENT...]
 #
-# As launch_torchrun_auto.sh, with the same options, for users of pdsh: it alone
-# starts the processes, on all nodes at once however many they are, over ssh. With PDSH_RCMD_TYPE set it
-# goes that way; the questions before the start (--no-preflight leaves them out) always go over ssh.
+# As launch_torchrun_auto.sh, with the same options, but one pdsh process starts the processes of all
+# nodes, over ssh or as PDSH_RCMD_TYPE sets. The preflight (--no-preflight skips it) always uses ssh.
 #
 #   CONFIG               settings file, passed to the script as --config CONFIG; -: none
 #   NPROC                number of processes per node: one per GPU, any number without GPUs

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 #
-# Start one training on several nodes over SSH, from one place.
+# Start one training on several nodes over SSH, from one machine.
 #
 # Usage: launch_torchrun_auto.sh [options] CONFIG NPROC NODE... [-- ARGUMENT...]
 #
