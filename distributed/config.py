@@ -31,13 +31,9 @@ NOTHING: Mapping[str, Any] = {}
 BASE_ONLY, FULL_FINE_TUNING, FROM_SCRATCH = "base_only", "full_fine_tuning", "from_scratch"  # values of data.mode
 TWO_PHASES = (BASE_ONLY, FULL_FINE_TUNING, FROM_SCRATCH)
 LARGEST_FILE = 10**6  # bytes: more than any settings need, and parsed in seconds
-DIGITS = 100  # limit for a number; Python itself refuses to convert more than 4,300
-NOT_A_VALUE = (
-    ValueError,
-    LookupError,
-    AttributeError,
-    TypeError,
-)  # from PyYAML: `!!int x`, `!!bool x`, `!!timestamp x`
+DIGITS = 100  # limit for an integer; Python refuses to convert more than 4,300
+# Raised by PyYAML for `!!int x`, `!!bool x`, `!!timestamp x`.
+CONVERSION_ERRORS = (ValueError, LookupError, AttributeError, TypeError)
 
 
 class ConfigError(ValueError):
@@ -56,7 +52,7 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _no_truth_as_number(cls, value: Any, info: Any) -> Any:
+    def _refuse_boolean_as_number(cls, value: Any, info: Any) -> Any:
         numbers = (int, float, int | None, float | None)
         if isinstance(value, bool) and cls.model_fields[info.field_name].annotation in numbers:
             raise ValueError("expected a number, not true or false")
@@ -96,7 +92,7 @@ class Data(Section):
 
     @field_validator("path")
     @classmethod
-    def _exists(cls, path: Path | None) -> Path | None:
+    def _file_or_directory(cls, path: Path | None) -> Path | None:
         full = path and _absolute(path)
         if full and not _exists(full):
             raise ValueError(f"no such file or directory (working directory {Path.cwd()})")
@@ -108,7 +104,7 @@ class Data(Section):
 
     @field_validator("target_data_pct", "target_batch_pct")
     @classmethod
-    def _share_above_0(cls, share: float) -> float:
+    def _share_in_range(cls, share: float) -> float:
         if not 0 < share <= 1:
             example = f"{share / 100:g}" if 1 < share <= 100 else "0.25"
             raise ValueError(f"expected a share from 0 to 1: write {example}")
@@ -155,11 +151,11 @@ class Train(Section):
 
     @field_validator("base_model")
     @classmethod
-    def _from_the_callers_folder(cls, path: Path | None) -> Path | None:
+    def _absolute_path(cls, path: Path | None) -> Path | None:
         return path and _absolute(path)
 
     @model_validator(mode="after")
-    def _one_way_to_say_it(self) -> Train:
+    def _no_contradictions(self) -> Train:
         _exactly_one(self, "steps", "epochs")
         _exactly_one(self, "batch_size", "batch_size_per_device")
         if self.min_learning_rate > self.learning_rate:
@@ -181,7 +177,7 @@ class Distributed(Section):
 
     @field_validator("device")
     @classmethod
-    def _device_is_one(cls, device: str) -> str:
+    def _known_device(cls, device: str) -> str:
         if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", device):
             raise ValueError("unknown device; give cpu, cuda, cuda:N or auto")
         return device
@@ -204,7 +200,7 @@ class Checkpoint(Section):
 
     @field_validator("dir")
     @classmethod
-    def _from_the_callers_folder(cls, path: Path | None) -> Path | None:
+    def _directory(cls, path: Path | None) -> Path | None:
         full = path and _absolute(path)
         if full and _exists(full) and not full.is_dir():
             raise ValueError("not a directory; name a directory for checkpoints")
@@ -223,7 +219,7 @@ class Logging(Section):
 
     @field_validator("level", mode="before")
     @classmethod
-    def _level_in_any_case(cls, level: Any) -> Any:
+    def _lower_case_level(cls, level: Any) -> Any:
         return level.lower() if isinstance(level, str) else level
 
 
@@ -295,11 +291,11 @@ def batch(settings: Settings, world: int) -> Batch:
     size = train.batch_size or (train.batch_size_per_device or 0) * world
     parts = world * train.accumulation
     if size % parts:
-        raise ConfigError(_does_not_divide(train, world))
+        raise ConfigError(_indivisible_message(train, world))
     return Batch(size, size // parts, train.accumulation, world, settings.model.block_size)
 
 
-def _does_not_divide(train: Train, world: int) -> str:
+def _indivisible_message(train: Train, world: int) -> str:
     """Return the error, with the two nearest values that are divisible."""
     key, given, parts, by = "batch_size_per_device", train.batch_size_per_device or 0, train.accumulation, ""
     if train.batch_size:
@@ -368,7 +364,7 @@ class _Loader(yaml.SafeLoader):
             value = super().construct_object(node, deep)
             if isinstance(value, int) and abs(value) >= 10**DIGITS:
                 raise ValueError
-        except NOT_A_VALUE:
+        except CONVERSION_ERRORS:
             problem = f"{_short(node.value)} is not a value of type {node.tag.rpartition(':')[2]}"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from None
         return value
@@ -398,17 +394,17 @@ def read(path: Path | None, overrides: Sequence[str] = (), job: Mapping[str, Any
     """
     tree = _read_file(path) if path else copy.deepcopy(JOB_DEFAULTS) if job else {}
     participant = _participant(job)
-    given = _lay_job(tree, job, participant) if job else {}
-    for word in overrides:
-        _override(tree, word)
-        given[word.partition("=")[0]] = "command line"
+    given = _apply_job(tree, job, participant) if job else {}
+    for argument in overrides:
+        _override(tree, argument)
+        given[argument.partition("=")[0]] = "command line"
     try:
         settings = Settings.model_validate(tree)
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(error, str(path or "settings"), given))) from None
     if participant not in (None, settings.data.participant):
-        theirs = settings.data.participant
-        raise ConfigError(f"data.participant={theirs}: contradicts --fold or --participant ({participant}); give one")
+        other = settings.data.participant
+        raise ConfigError(f"data.participant={other}: contradicts --fold or --participant ({participant}); give one")
     if "mode" in job and settings.data.participant is None and settings.data.mode != BASE_ONLY:
         raise ConfigError(f"--mode {job['mode']}: no participant to hold out; add --fold N or --participant NAME")
     if settings.data.mode == BASE_ONLY and (steps := settings.train.base_steps):
@@ -452,12 +448,12 @@ def holds_settings(path: Path) -> bool:
     )
 
 
-def _override(tree: dict[str, Any], word: str) -> None:
-    key, equals, text = word.partition("=")
+def _override(tree: dict[str, Any], argument: str) -> None:
+    key, equals, text = argument.partition("=")
     section, dot, name = key.partition(".")
     if not (equals and dot and section and name) or "." in name:
-        raise ConfigError(f"{_short(word)}: not understood; write section.key=value, for example train.steps=100")
-    _put(tree, key, _value(text), repr(word))
+        raise ConfigError(f"{_short(argument)}: not understood; write section.key=value, for example train.steps=100")
+    _put(tree, key, _value(text), repr(argument))
 
 
 def _value(text: str) -> Any:
@@ -477,23 +473,23 @@ def _put(tree: dict[str, Any], key: str, value: Any, subject: str) -> None:
 
 def _explain(error: ValidationError, source: str, given: Mapping[str, str]) -> Iterator[str]:
     """Yield one line per fault: the source (file, argument or command line), the key, the problem."""
-    sections_said_here = {key.partition(".")[0] for key, where in given.items() if where == "command line"}
+    overridden_sections = {key.partition(".")[0] for key, origin in given.items() if origin == "command line"}
     for fault in error.errors():
-        place = [str(part) for part in fault["loc"]]
-        key = ".".join(place) or "settings"
+        path = [str(part) for part in fault["loc"]]
+        key = ".".join(path) or "settings"
         unknown = fault["type"] == "extra_forbidden"
-        said = given.get(key) or ("command line" if unknown and key in sections_said_here else source)
+        origin = given.get(key) or ("command line" if unknown and key in overridden_sections else source)
         if unknown:
-            yield from (f"{said}: {name}: unknown key; {remedy}" for name, remedy in _unknown(place, fault["input"]))
+            yield from (f"{origin}: {name}: unknown key; {remedy}" for name, remedy in _unknown(path, fault["input"]))
         elif fault["type"] == "missing":
-            yield f"{said}: {key}: missing; add it (see config/quickstart.yaml)"
+            yield f"{origin}: {key}: missing; add it (see config/quickstart.yaml)"
         else:
             value = "" if isinstance(fault["input"], (Mapping, BaseModel)) else f"={_short(fault['input'])}"
-            yield f"{said}: {key}{value}: {fault['msg'].removeprefix('Value error, ')}"
+            yield f"{origin}: {key}{value}: {fault['msg'].removeprefix('Value error, ')}"
 
 
 # Names of settings in other training scripts, with the remedy.
-ELSEWHERE = {
+ALIASES = {
     other: f"did you mean {key}?"
     for key, others in {
         "model.n_layer": "n_layers num_layers num_hidden_layers layers",
@@ -531,36 +527,36 @@ ELSEWHERE = {
 )  # fmt: skip
 
 
-def _unknown(place: Sequence[str], value: Any) -> Iterator[tuple[str, str]]:
-    """Yield an unknown key with the remedy; of an unknown section, its keys that exist in other sections."""
-    close = _close(place)
-    inner = value if isinstance(value, Mapping) and len(place) == 1 and not close else {}
-    found = [(f"{place[0]}.{name}", remedy) for name in inner if (remedy := _elsewhere([*place, str(name)]))]
-    yield from found or [(".".join(place), _nearest(place, close))]
+def _unknown(path: Sequence[str], value: Any) -> Iterator[tuple[str, str]]:
+    """Yield an unknown key with the remedy; for an unknown section, its keys that other sections have."""
+    similar = _similar_key(path)
+    inner = value if isinstance(value, Mapping) and len(path) == 1 and not similar else {}
+    found = [(f"{path[0]}.{name}", remedy) for name in inner if (remedy := _known_remedy([*path, str(name)]))]
+    yield from found or [(".".join(path), _remedy(path, similar))]
 
 
-def _nearest(place: Sequence[str], close: str) -> str:
-    """Return the remedy for an unknown key: the same key of another section, or the most similar key of its own."""
-    own = _own_keys(place)
-    return _elsewhere(place) or (f"did you mean {close}?" if close else f"known are {', '.join(own)}")
+def _remedy(path: Sequence[str], similar: str) -> str:
+    """Return the remedy for an unknown key: the same key in another section, or the most similar key in this one."""
+    own = _own_keys(path)
+    return _known_remedy(path) or (f"did you mean {similar}?" if similar else f"known are {', '.join(own)}")
 
 
-def _elsewhere(place: Sequence[str]) -> str:
+def _known_remedy(path: Sequence[str]) -> str:
     """Return the remedy for a key of another section or of other training scripts; empty for any other key."""
-    name = place[-1].lower().replace("-", "_")
+    name = path[-1].lower().replace("-", "_")
     same = [f"{section}.{name}" for section in Settings.model_fields if name in _section(section).model_fields]
-    return ELSEWHERE.get(name) or (f"did you mean {' or '.join(same)}?" if same else "")
+    return ALIASES.get(name) or (f"did you mean {' or '.join(same)}?" if same else "")
 
 
-def _close(place: Sequence[str]) -> str:
-    close = difflib.get_close_matches(place[-1], _own_keys(place), n=1)
-    return ".".join([*place[:-1], *close]) if close else ""
+def _similar_key(path: Sequence[str]) -> str:
+    similar = difflib.get_close_matches(path[-1], _own_keys(path), n=1)
+    return ".".join([*path[:-1], *similar]) if similar else ""
 
 
-def _own_keys(place: Sequence[str]) -> list[str]:
+def _own_keys(path: Sequence[str]) -> list[str]:
     """Return the keys of its section, or all sections when the section is unknown."""
-    known = len(place) > 1 and place[0] in Settings.model_fields
-    return list(_section(place[0]).model_fields if known else Settings.model_fields)
+    known = len(path) > 1 and path[0] in Settings.model_fields
+    return list(_section(path[0]).model_fields if known else Settings.model_fields)
 
 
 def _section(name: str) -> type[BaseModel]:
@@ -590,7 +586,8 @@ TEXTS = {
     "participants": "data.domains", "data_path": "data.path", "mode": "data.mode",
     "base_participants": "data.base_participants", "base_model": "train.base_model", "device": "distributed.device",
 }  # fmt: skip
-INSTEAD_OF = {"batch_size": "train.batch_size_per_device", "steps": "train.epochs"}  # of which a file may give one
+# Keys of the file that an argument replaces.
+REPLACED_KEYS = {"batch_size": "train.batch_size_per_device", "steps": "train.epochs"}
 
 
 def _job_arguments(options: argparse.ArgumentParser) -> None:
@@ -633,7 +630,7 @@ def job_of(options: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name in names if (value := getattr(options, name, None)) is not None}
 
 
-def _lay_job(tree: dict[str, Any], job: Mapping[str, Any], participant: str | None) -> dict[str, str]:
+def _apply_job(tree: dict[str, Any], job: Mapping[str, Any], participant: str | None) -> dict[str, str]:
     """Write the arguments of a job to the tree. Returns the argument that each key comes from."""
     found: dict[str, tuple[str, Any]] = {}  # key -> argument, value
     if (size := job.get("model")) is not None:
@@ -641,7 +638,7 @@ def _lay_job(tree: dict[str, Any], job: Mapping[str, Any], participant: str | No
             raise ConfigError(f"--model: unknown size {size!r}; give {', '.join(MODELS)}")
         found |= {f"model.{key}": ("--model", value) for key, value in MODELS[size].items()}
     found |= {key: (f"--{name}", job[name]) for name, key in TEXTS.items() if name in job}
-    found |= {key: (f"--{name}", None) for name, key in INSTEAD_OF.items() if name in job}
+    found |= {key: (f"--{name}", None) for name, key in REPLACED_KEYS.items() if name in job}
     found |= {key: (f"--{name}", _value(job[name])) for name, key in NUMBERS.items() if name in job}
     if participant is not None:
         found["data.participant"] = "--fold", participant
@@ -708,27 +705,27 @@ def for_ranks(options: argparse.Namespace, world: int) -> tuple[Settings, Batch]
     """
     settings = from_options(options)
     check_consistency(settings, world)
-    cut = batch(settings, world)
-    target_windows(settings, cut.size)
-    return settings, cut
+    global_batch = batch(settings, world)
+    target_windows(settings, global_batch.size)
+    return settings, global_batch
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Validate settings without starting anything, and print them with all defaults."""
     options = parser("Validate settings and print them with all defaults.")
     options.add_argument(
         "--nproc", type=int, default=1, metavar="N", help="number of ranks that share the global batch"
     )
-    given = options.parse_intermixed_args(words)
+    given = options.parse_intermixed_args(arguments)
     try:
         if given.nproc < 1:
             raise ConfigError(f"--nproc: expected a number of ranks, 1 or more, got {given.nproc}")
-        settings, cut = for_ranks(given, given.nproc)
+        settings, global_batch = for_ranks(given, given.nproc)
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return 2
     text = yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-    sys.stdout.write(f"# {cut}\n{text}")
+    sys.stdout.write(f"# {global_batch}\n{text}")
     return 0
 
 

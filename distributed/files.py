@@ -17,14 +17,14 @@ def write_file(path: str | os.PathLike[str], content: str | bytes) -> None:
 
     Raises OSError.
     """
-    beside = f"{os.fspath(path)}.{os.urandom(4).hex()}"
+    temporary = f"{os.fspath(path)}.{os.urandom(4).hex()}"
     try:
-        with open(beside, "wb") as file:
+        with open(temporary, "wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
-        os.replace(beside, path)
+        os.replace(temporary, path)
     except OSError:
         with contextlib.suppress(OSError):
-            os.unlink(beside)
+            os.unlink(temporary)
         raise
 
 

@@ -168,14 +168,14 @@ def _hostfile_line(words: list[str]) -> list[Node]:
 
 def _each_once(mentions: Iterable[tuple[str, list[Node]]], source: str = "") -> list[Node]:
     """Return all nodes in order. Raises NodeListError, which names both locations, for a node listed twice."""
-    places: dict[str, str] = {}
+    locations: dict[str, str] = {}
     found: list[Node] = []
-    for place, nodes in mentions:
+    for location, nodes in mentions:
         for node in nodes:
-            if node.name in places:
-                both = f"in {places[node.name]} and in {place}"
+            if node.name in locations:
+                both = f"in {locations[node.name]} and in {location}"
                 raise NodeListError(f"{node.name} is named twice, {both}: leave one out")
-            places[node.name] = place
+            locations[node.name] = location
         found += nodes
         _refuse_too_many(len(found))
     if not found:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-# The topics of the language reference by domain. Those that only repeat a longer one (see without_repetitions) stand
-# here too: which of two is the longer may change from one Python to the next.
+# The topics of the language reference by domain. Topics that only repeat a longer one (see without_repetitions) are
+# listed too: which of two topics is longer may change between versions of Python.
 TOPICS = {
     "special-methods": """
         specialnames customization attribute-access sequence-types numeric-types callable-types

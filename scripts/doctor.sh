@@ -64,7 +64,8 @@ check_this_machine() {
     find_python
   fi
   pick_python "$PYTHON_OPTION"
-  set -- health.doctor "${OUTPUT_OPTIONS[@]}" --folder "$PWD" --log-dir "$LOG_DIR" --master-port "${MASTER_PORT:-29500}"
+  set -- health.doctor "${OUTPUT_OPTIONS[@]}" --directory "$PWD" --log-dir "$LOG_DIR" \
+    --master-port "${MASTER_PORT:-29500}"
   if [[ ${DRY_RUN:-0} == 1 ]]; then
     quote "$PYTHON" -m "distributed.$1" "${@:2}"
   else
@@ -93,7 +94,7 @@ check_nodes() {
   pick_python "$PYTHON_OPTION"
   set_node_checks 1 "${POSITIONAL[@]}"
   run_checks "${CHECKS[@]}"
-  build_module_command host.probe --folder "$PWD" --log-dir "$LOG_DIR" --port "${MASTER_PORT:-29500}" -- "${NODES[@]}"
+  build_module_command host.probe --directory "$PWD" --log-dir "$LOG_DIR" --port "${MASTER_PORT:-29500}" -- "${NODES[@]}"
   if [[ ${DRY_RUN:-0} == 1 ]]; then
     printf '%s: %s\n' "${NODES[*]}" "$(quote "${COMMAND[@]}")"
     return

@@ -81,7 +81,7 @@ STUB
 
 @test "--json prints the facts" {
   "$DOCTOR" --json --log-dir runs > facts.json
-  run -0 python3 -c 'import json; facts = json.load(open("facts.json")); print(facts["folder"], facts["disks"][1]["path"])'
+  run -0 python3 -c 'import json; facts = json.load(open("facts.json")); print(facts["directory"], facts["disks"][1]["path"])'
   [[ $output == "$PROJECT $PROJECT/runs" ]]
 }
 

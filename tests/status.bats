@@ -160,7 +160,7 @@ count_processes() { # <run>
   run -69 "$STATUS"
   [[ "$output" == *"$N3: cannot be reached ("*"ssh $N3 true"* ]]
   run -69 "$STOP" latest
-  [[ "$output" == *"$N1: no process of this run remains"*"$N3: cannot be reached ("*"exit when heartbeats time out: ask again"* ]]
+  [[ "$output" == *"$N1: no process of this run remains"*"$N3: cannot be reached ("*"exit when heartbeats time out; then check again"* ]]
   lab heal "$N3"
   timeout 20 sh -c 'while grep -qsFxz -- "MUSTER_RUN_DIR=$1" /proc/[0-9]*/environ; do sleep 0.1; done' sh "$RUN"
   run -0 "$STOP" latest

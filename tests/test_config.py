@@ -23,7 +23,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from distributed.config import (
-    ELSEWHERE,
+    ALIASES,
     MODELS,
     Batch,
     ConfigError,
@@ -271,7 +271,7 @@ def test_the_error_of_a_key_of_another_training_script_names_the_setting(text: s
 
 def test_every_remedy_for_a_foreign_key_names_existing_settings() -> None:
     keys = {f"{section}.{name}" for section, keys in settings() for name in type(keys).model_fields}
-    for other, remedy in ELSEWHERE.items():
+    for other, remedy in ALIASES.items():
         assert {word.rstrip("?") for word in remedy.split() if "." in word} <= keys, other
 
 

@@ -178,7 +178,7 @@ class Agent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         with signals.held():
-            # Waking up on SIGCHLD tells which of two failures milliseconds apart was first.
+            # Waking up on SIGCHLD preserves the order of failures that are milliseconds apart.
             ForkedRanks.server.wakeup.wait(POLL_INTERVAL)
             self.reap_ranks()
             if first := self._first_failure():

@@ -49,7 +49,7 @@ def write_rank_record(code: int, error: BaseException) -> None:
 def write_node_record(
     failures: Sequence[Mapping[str, Any]], ended_well: Sequence[int], lost: str | None = None
 ) -> None:
-    """Write the record of this node's agent. ended_well: ranks that exited with 0. lost: the node that it lost."""
+    """Write the record of this node's agent. ended_well: ranks that exited with 0. lost: an unreachable node."""
     record = {"node": node_name(), "deaths": list(failures), "ended_well": list(ended_well), "lost": lost}
     _write(f"node_{node_name()}.json", {name: value for name, value in record.items() if value or name == "deaths"})
 

@@ -36,7 +36,7 @@ from distributed.agent.worker import Script
 
 NO_RUN_ID = "none"  # torchrun's default for --rdzv-id
 CONNECT_TIMEOUT = 5.0  # seconds, for one attempt
-OWNER_TIMEOUT = 5.0  # seconds to ask a store on a port in use for its run
+OWNER_TIMEOUT = 5.0  # seconds to query which run uses a port
 
 
 class Rendezvous(StaticTCPRendezvous):

@@ -95,7 +95,7 @@ class _PendingWrite:
     files: dict[str, Any]  # name -> what torch.save writes there
     copy: dict[str, Any]
     shards: ShardWriter | None  # None: not sharded
-    writing: Path | None  # the unpublished directory; None: the thread makes it
+    writing: Path | None  # the unpublished directory; None: the thread creates it
     begun: float  # time.monotonic() at the call of save()
 
 
@@ -124,7 +124,7 @@ class Checkpoints:
         sharded: bool = False,
         shard_timeout: float = 600.0,
     ) -> None:
-        """Make the directory, lock it, and remove the unfinished checkpoints of runs that have ended.
+        """Create the directory, lock it, and remove the unfinished checkpoints of runs that have ended.
 
         keep: number of newest checkpoints to keep; the best one is kept in addition.
         sharded: every rank writes its shards, to a directory that all nodes share. Otherwise only rank 0 writes, and
@@ -148,7 +148,7 @@ class Checkpoints:
             importlib.import_module("distributed.checkpoint.sharded")
 
     def _take_over(self) -> None:
-        self._lock = directory.take_over(self.path)  # only on rank 0, and not sent to the others
+        self._lock = directory.take_over(self.path)  # only on rank 0
 
     # -- saving
 
@@ -169,7 +169,7 @@ class Checkpoints:
         score: lower is better.
         until: an optimizer whose tensors are copied after save() returns, while the next gradients are computed; its
             next step() waits for the copy. Until then nothing else may change them.
-        Raises CheckpointError when the previous write failed on any rank, or the state could not be loaded again.
+        Raises CheckpointError when the previous write failed on any rank, or load() would refuse the state.
         """
         begun = time.monotonic()
         manifest = {
@@ -299,8 +299,8 @@ class Checkpoints:
             sharded.load(found.path, state, self.ranks)
             return state
         loaded: dict[str, Any] = self._load(found.path / "state.pt")
-        if misfit := next(_misfits(loaded, state), None):
-            raise CheckpointError(f"{found.path} does not fit this training: {misfit}")
+        if mismatch := next(_mismatches(loaded, state), None):
+            raise CheckpointError(f"{found.path} does not fit this training: {mismatch}")
         return loaded
 
     def load_per_rank(self, found: CheckpointInfo) -> Any:
@@ -347,7 +347,7 @@ class Checkpoints:
             self._leave()  # other ranks may have exited: no collectives
 
 
-def _misfits(loaded: Any, state: Any) -> Iterator[str]:
+def _mismatches(loaded: Any, state: Any) -> Iterator[str]:
     """Yield one message for each tensor of `state` that `loaded` lacks or holds in another shape."""
     for path, tensor in _tensors(state, ("state",)):
         saved = loaded

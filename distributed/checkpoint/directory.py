@@ -290,12 +290,12 @@ def prune(directory: Path, step: int, keep: int) -> None:
     Later steps belong to another run and are kept. Unreadable checkpoints are kept: the cause may be temporary.
     """
     try:
-        ours = [found for found in described(directory) if found.step <= step]
+        candidates = [found for found in described(directory) if found.step <= step]
     except CheckpointError as error:
         log.warning("old checkpoints are not removed: %s", error)
         return
-    best_one = min((found for found in ours if found.score is not None), key=_score, default=None)
-    for found in ours[keep:]:
+    best_one = min((found for found in candidates if found.score is not None), key=_score, default=None)
+    for found in candidates[keep:]:
         if found is not best_one:
             try:
                 found.check_readable()

@@ -32,11 +32,11 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan
 from distributed.checkpoint.directory import CheckpointError, FileNotes, written
 from distributed.training.collectives import Ranks, load_safely, refusal
 
-POLL = 0.05  # seconds between two checks for a file of another rank
-SHARED_WITHIN = 10.0  # seconds within which a new directory must be visible on every node
+POLL_INTERVAL = 0.05  # seconds between two checks for a file of another rank
+VISIBILITY_TIMEOUT = 10.0  # seconds within which a new directory must be visible on every node
 
 METADATA = "torch.distributed.checkpoint.metadata"
-HARMLESS = {
+SAFE_CLASSES = {
     *((METADATA, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")),
     *((METADATA, f"{name}StorageMetadata") for name in ("Bytes", "Chunk", "Tensor")),
     (METADATA, "TensorProperties"),
@@ -57,10 +57,10 @@ class ShardWriter:
 
     def __init__(self, directory: Path, state: Mapping[str, Any], ranks: Ranks) -> None:
         """Plan with all ranks. Collective. `directory` must exist; raises CheckpointError when a node cannot see it."""
-        if unseen := next(filter(None, ranks.all_gather(_unseen(directory, ranks.rank))), None):
-            raise CheckpointError(unseen)
+        if error := next(filter(None, ranks.all_gather(_visibility_error(directory, ranks.rank))), None):
+            raise CheckpointError(error)
         self._directory, self._rank = directory, ranks.rank
-        self._planner = _PlannerOfCopies()
+        self._planner = _CopyPlanner()
         self._writer = dcp.FileSystemWriter(directory, thread_count=1, per_thread_copy_ahead=0, sync_files=False)
         self._writer.fs = self._files = _HashedFiles()
         self._planner.set_up_planner(dict(state), self._writer.storage_meta(), ranks.rank == 0)
@@ -77,7 +77,7 @@ class ShardWriter:
         self._planner.take_from(dict(copy))
         self._results = self._writer.write_data(self._plan, self._planner).wait()
         if self._rank != 0:
-            self._leave_note(self._file(self._rank, "done"), (self._files.notes, self._results))
+            self._write_note(self._file(self._rank, "done"), (self._files.notes, self._results))
 
     def report_failure(self, cause: BaseException) -> None:
         """Report the failure to rank 0 through a file, which stays empty on a full disk."""
@@ -86,37 +86,37 @@ class ShardWriter:
 
     def collect(self, size: int, late: Callable[[], bool]) -> FileNotes:
         """Wait for all ranks, complete the directory, and return its files. Only on rank 0."""
-        noted = [self._note_of(rank, late) for rank in range(1, size)]
-        self._writer.finish(self._metadata, [self._results, *(results for _, results in noted)])
+        collected = [self._wait_for_rank(rank, late) for rank in range(1, size)]
+        self._writer.finish(self._metadata, [self._results, *(results for _, results in collected)])
         notes = self._files.notes
-        for rank, (theirs, _) in enumerate(noted, start=1):
-            notes |= theirs
+        for rank, (rank_notes, _) in enumerate(collected, start=1):
+            notes |= rank_notes
             self._file(rank, "done").unlink()
         notes[".metadata"] = notes.pop(".metadata.tmp")
         return notes
 
-    def _note_of(self, rank: int, late: Callable[[], bool]) -> tuple[FileNotes, list[Any]]:
+    def _wait_for_rank(self, rank: int, late: Callable[[], bool]) -> tuple[FileNotes, list[Any]]:
         done, failed = self._file(rank, "done"), self._file(rank, "failed")
         while not done.exists():
             if failed.exists():
                 raise CheckpointError(failed.read_text() or f"rank {rank}: could not write its shard")
             if late():
                 raise CheckpointError(f"rank {rank}: timed out waiting for its shard")
-            time.sleep(POLL)
+            time.sleep(POLL_INTERVAL)
         notes, results = _unpickle(done.read_bytes())
         return notes, results
 
-    def _leave_note(self, file: Path, content: object) -> None:
-        beside = file.with_suffix(".half")
-        beside.write_bytes(pickle.dumps(content))
-        os.rename(beside, file)
+    def _write_note(self, file: Path, content: object) -> None:
+        incomplete = file.with_suffix(".half")
+        incomplete.write_bytes(pickle.dumps(content))
+        os.rename(incomplete, file)
 
     def _file(self, rank: int, outcome: str) -> Path:
         return self._directory / f"rank_{rank}.{outcome}"
 
 
-class _PlannerOfCopies(DefaultSavePlanner):
-    """Plans with the tensors of the training, and writes their copies."""
+class _CopyPlanner(DefaultSavePlanner):
+    """Plans with the tensors of the training; writes their copies."""
 
     def take_from(self, copy: dict[str, Any]) -> None:
         flat = DefaultSavePlanner()
@@ -140,16 +140,16 @@ class _HashedFiles(FileSystem):
             yield stream
 
 
-def _unseen(directory: Path, rank: int) -> str | None:
-    """Return an error when `directory` does not appear: network file systems show new directories with a delay."""
+def _visibility_error(directory: Path, rank: int) -> str | None:
+    """Return an error if `directory` does not become visible: network file systems show it with a delay."""
     start = time.monotonic()
     while not directory.is_dir():
-        if time.monotonic() - start > SHARED_WITHIN:
+        if time.monotonic() - start > VISIBILITY_TIMEOUT:
             return (
                 f"rank {rank} on {socket.gethostname()} does not see {directory}, which rank 0 made; "
                 f"fsdp needs a checkpoint directory that all nodes share"
             )
-        time.sleep(POLL)
+        time.sleep(POLL_INTERVAL)
     return None
 
 
@@ -203,8 +203,8 @@ class _StrictPlanner(DefaultLoadPlanner):
         assert self.metadata is not None
         saved = self.metadata.state_dict_metadata.items()
         tensors = {name for name, kind in saved if isinstance(kind, TensorStorageMetadata)}
-        if surplus := sorted(tensors - set(self.state_dict)):
-            raise ValueError(f"it has {surplus[0]}, and this training has no such tensor ({len(surplus)} in all)")
+        if unknown := sorted(tensors - set(self.state_dict)):
+            raise ValueError(f"it has {unknown[0]}, and this training has no such tensor ({len(unknown)} in all)")
         return super().create_local_plan()
 
     def load_bytes(self, read_item: ReadItem, value: Any) -> None:
@@ -215,7 +215,8 @@ class _StrictPlanner(DefaultLoadPlanner):
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in HARMLESS or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if (module, name) in SAFE_CLASSES or is_dtype:
             return super().find_class(module, name)
         if (module, name) == ("builtins", "getattr"):
             return _member

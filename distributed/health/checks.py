@@ -247,7 +247,7 @@ def describe_use(gpu: Gpu, runs: Mapping[int, RunProcesses]) -> str:
     """runs: process id -> the run it belongs to."""
     users = []
     for user in gpu.processes:
-        run = f", run {Path(runs[user.pid].folder).name}" if user.pid in runs else ""
+        run = f", run {Path(runs[user.pid].directory).name}" if user.pid in runs else ""
         users.append(f"{user.name} of {user.user or 'an unknown user'} (pid {user.pid}{run})")
     by = ", ".join(users) or "a process that is not visible here"
     return f"GPU {gpu.index}: {size(gpu.memory_used)} of {size(gpu.memory)} by {by}"
@@ -338,14 +338,16 @@ def check_disk(disk: Space) -> Iterator[Finding]:
 
 
 def check_shm(facts: Facts) -> Iterator[Finding]:
-    """NCCL and data loader workers exchange data through /dev/shm. When it is full, they die of SIGBUS."""
+    """NCCL and data loader workers exchange data through /dev/shm. When it is full, they are killed by SIGBUS."""
     shm = facts.shm
     if facts.container:
         fix, command = "start the container with --shm-size=8g or --ipc=host", ""
     else:
         fix, command = "", "sudo mount -o remount,size=50% /dev/shm"
     if shm.total <= 64 * MIB:
-        yield fault("/dev/shm", f"only {size(shm.total)}: NCCL and data loader workers die of SIGBUS", fix, command)
+        yield fault(
+            "/dev/shm", f"only {size(shm.total)}: NCCL and data loader workers are killed by SIGBUS", fix, command
+        )
     elif shm.free < 64 * MIB:
         yield fault(
             "/dev/shm",
@@ -537,7 +539,7 @@ def check_shadows(facts: Facts) -> Iterator[Finding]:
             "fault" if name == "torch" else "warning",
             "imports",
             f"{path} shadows the library {name!r}",
-            "rename it" if Path(path).parent == Path(facts.folder) else "remove its directory from PYTHONPATH",
+            "rename it" if Path(path).parent == Path(facts.directory) else "remove its directory from PYTHONPATH",
         )
 
 
@@ -567,7 +569,7 @@ def check_runs(facts: Facts) -> Iterator[Finding]:
     """Runs that have processes here, with or without a launcher."""
     for run in facts.runs:
         count = f"{len(run.pids)} process{'es' * (len(run.pids) > 1)}"
-        yield warning("runs", f"{run.folder} has {count} of {run.user} here", *how_to_stop(run, facts))
+        yield warning("runs", f"{run.directory} has {count} of {run.user} here", *how_to_stop(run, facts))
     if not facts.runs:
         yield ok("runs", "none on this machine")
 
@@ -579,7 +581,7 @@ def how_to_stop(run: RunProcesses, facts: Facts) -> tuple[str, str]:
     if not run.recorded:
         pids = ",".join(map(str, run.pids))
         return "started from another machine or by a job list; stop it there; its processes:", f"ps -fp {pids}"
-    scripts, directory = f"{facts.kit}/scripts", shlex.quote(run.folder)
+    scripts, directory = f"{facts.kit}/scripts", shlex.quote(run.directory)
     status, stop = (f"{shlex.quote(f'{scripts}/{name}.sh')} {directory}" for name in ("status", "stop"))
     return f"to stop it: {stop}; to see whether it is training:", status
 

@@ -198,7 +198,7 @@ def summary(cluster: ClusterFacts, found: Mapping[str, Sequence[Finding]]) -> st
 def as_json(cluster: ClusterFacts) -> str:
     """The facts of every node; of a node that did not reply, the reason."""
     facts = {
-        node: {"silent": cluster.failed[node]}
+        node: {"error": cluster.failed[node]}
         if node in cluster.failed
         else asdict(cluster.facts[node]) | {"unreached": [str(gap) for gap in cluster.gaps if node in gap.nodes]}
         for node in cluster.nodes

@@ -62,11 +62,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Return 0 when the machine is fit, 1 when there is a fault, 2 for a wrong call."""
     parser = argparse.ArgumentParser(prog="doctor", description=str(__doc__).splitlines()[0], allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help="print the facts as JSON and judge nothing")
-    parser.add_argument("--folder", type=Path, default=Path.cwd(), help="working directory of the launch")
+    parser.add_argument("--directory", type=Path, default=Path.cwd(), help="working directory of the launch")
     parser.add_argument("--log-dir", type=Path, help="default: logs in the working directory")
     parser.add_argument("--master-port", type=int, default=29500, help="default: 29500")
     options = parser.parse_args(arguments)
-    facts = gather(options.folder, options.log_dir or options.folder / "logs", options.master_port)
+    facts = gather(options.directory, options.log_dir or options.directory / "logs", options.master_port)
     if options.json:
         print(json.dumps(asdict(facts), indent=2, sort_keys=True))
         return 0

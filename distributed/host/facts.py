@@ -75,7 +75,7 @@ class Clock:
 
 @dataclass(frozen=True)
 class RunProcesses:
-    folder: str  # run directory
+    directory: str  # run directory
     pids: tuple[int, ...]
     user: str = ""  # owner of the processes
     recorded: bool = True  # run.json exists: status.sh and stop.sh accept this directory
@@ -86,7 +86,7 @@ class Facts:
     """Input of the health checks; as JSON, input of the comparison of nodes."""
 
     kit: str  # installation directory of Muster
-    folder: str  # working directory
+    directory: str  # working directory
     container: bool
     interpreter: Interpreter
     torch: Torch
@@ -131,7 +131,7 @@ def gather(directory: Path, logs: Path, port: int, env: Mapping[str, str] = os.e
     """All facts of this machine for a launch from `directory` with logs in `logs`."""
     return Facts(
         kit=str(KIT),
-        folder=str(directory),
+        directory=str(directory),
         container=in_container(),
         interpreter=which_python(sys.executable, env),
         torch=probe_torch(sys.executable),

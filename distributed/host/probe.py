@@ -1,7 +1,7 @@
 """The node probe: print facts of a node before a launch, or for the doctor.
 
 Every node runs it over ssh and prints a reply (host.replies). For a launch it collects only required facts, within
-tenths of a second; with --folder the reply has all facts of the machine, for the doctor.
+tenths of a second; with --directory the reply has all facts of the machine, for the doctor.
 """
 
 from __future__ import annotations
@@ -97,13 +97,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="probe", description=str(__doc__).splitlines()[0], allow_abbrev=False)
     parser.add_argument("--port", type=int, default=0, help="rendezvous port; 0: any free port")
     parser.add_argument("--file", action="append", default=[], help="a file that the ranks will read; repeatable")
-    parser.add_argument("--folder", type=Path, help="report all facts, for a launch from this directory")
-    parser.add_argument("--log-dir", type=Path, help="with --folder: parent of run directories")
+    parser.add_argument("--directory", type=Path, help="report all facts, for a launch from this directory")
+    parser.add_argument("--log-dir", type=Path, help="with --directory: parent of run directories")
     parser.add_argument("nodes", nargs="+", help="names of all nodes, by node rank")
     options = parser.parse_args(arguments)
     found = (
-        full_probe(options.nodes, options.port, options.folder, options.log_dir)
-        if options.folder
+        full_probe(options.nodes, options.port, options.directory, options.log_dir)
+        if options.directory
         else probe(options.nodes, options.port or None, options.file)
     )
     sys.stdout.write(format_reply(asdict(found)))

@@ -1,7 +1,7 @@
 """Get the Python stack of a rank's main thread from outside, without a debugger.
 
-A rank registers SIGNAL with faulthandler before its script starts. On the signal it writes the stack to a file beside
-its output and continues; until then there is no cost. Only the main thread is dumped: it waits in collectives, and
+A rank registers SIGNAL with faulthandler before its script starts. On the signal it writes the stack to a file next to
+its output and continues. Only the main thread is dumped: it waits in collectives, and
 walking the stacks of running threads is not safe.
 """
 

@@ -35,7 +35,7 @@ from distributed.jobs.state import (
 from distributed.training.base_model import BaseModelError, hash_of
 
 POLL_INTERVAL = 0.5  # seconds between checks of timeouts and of the journal
-EARLY_FAILURE_SECONDS = 30.0  # an earlier failure suggests a fault of the whole list, such as a missing package
+EARLY_FAILURE_SECONDS = 30.0  # a failure within this time suggests a fault of the whole list, such as a missing package
 MAX_EARLY_FAILURES = 5  # consecutive early failures that pause the list
 RETRY_DELAYS = (1.0, 2.0, 5.0, 10.0, 15.0)  # seconds before connecting, or copying results, is retried
 MAX_REFUSED_STARTS = 3  # consecutive refused starts after which a server gets no more jobs
@@ -101,7 +101,7 @@ class JobServer(Protocol):
         """Return the state of attempts (name -> output directory), and monitor the running ones."""
 
     async def start(self, request: StartRequest) -> dict[str, Any]:
-        """Start an attempt; return what is known of it. Raises NotStarted."""
+        """Start an attempt; return its state. Raises NotStarted."""
 
     async def stop(self, attempt: str, kill: bool) -> None:
         """Ask an attempt to stop; the event `ended` follows. kill: without a grace period."""
@@ -155,7 +155,7 @@ class Policy:
 
 @dataclass
 class ServerLink:
-    """The connection to a server, and what the dispatcher knows of it."""
+    """The connection to a server, and its state in the dispatcher."""
 
     server: JobServer
     state: str = "connecting"  # connecting, ready, unreachable, refused
@@ -202,7 +202,7 @@ class Dispatcher:
         self._placing = True  # a job may be able to start since the last call of _place()
         self._starting: set[str] = set()  # attempts being started; a server's reply about them may be outdated
         self._stopping: set[str] = set()  # attempts that were asked to stop
-        self._slot_holders: defaultdict[str, dict[str, Attempt]] = defaultdict(dict)  # by server, then attempt
+        self._slot_holders: defaultdict[str, dict[str, Attempt]] = defaultdict(dict)  # by server, then by name
         self._cancelling = True  # a waiting job may have to be cancelled
         self.cache = cache
         self._claiming: set[str] = set()  # digests of base models that are being locked
@@ -393,15 +393,16 @@ class Dispatcher:
             return
         if attempt.state == "lost":  # given up while the server was unreachable
             if found["state"] == "running":
-                self._log(f"{link.server.name}: {self._name(attempt)} still runs after it was given up; stopping it")
+                self._log(
+                    f"{link.server.name}: {self._job_name(attempt)} still runs after it was given up; stopping it"
+                )
                 self._stop(attempt, kill=True)
             else:
                 self._record_gone(attempt)
         elif found["state"] == "running":
             self._note_running(attempt, found)
-            self._log(
-                f"{link.server.name}: {self._name(attempt)} still {'runs' if attempt.process else 'waits in the queue'}"
-            )
+            state = "runs" if attempt.process else "waits in the queue"
+            self._log(f"{link.server.name}: {self._job_name(attempt)} still {state}")
             self._stopping.discard(name)  # an earlier request may not have reached the server
             if self.state.jobs[attempt.job].cancel:
                 self._stop(attempt)
@@ -499,7 +500,7 @@ class Dispatcher:
             if any(earlier.server != attempt.server for earlier in self.state.jobs[job.id].attempts):
                 try:
                     await server.send_results(job.output)
-                except Unreachable as error:  # it was certainly not started
+                except Unreachable as error:  # the attempt was not started
                     raise NotStarted(str(error)) from None
             if job.base and not attempt.after:
                 await self._ensure_base(server, job.base)
@@ -509,7 +510,7 @@ class Dispatcher:
         except OSError as error:
             self.post(Event("not_started", attempt.server, NotStarted(str(error)).facts(attempt.name)))
         except Unreachable:
-            pass  # after the reconnect, the server is asked whether it was started
+            pass  # the query after the reconnect shows whether it was started
         else:
             self.post(Event("started", attempt.server, {"attempt": attempt.name, **found}))
 
@@ -550,7 +551,7 @@ class Dispatcher:
         self._record("not_started", attempt=attempt.name, reason=f"{event.server}: {reason}")
         self._cancelling = True
         if kind != "busy" or job.job.id not in self._busy_logged:
-            self._log(f"{event.server}: {self._name(attempt)} was not started: {reason}")
+            self._log(f"{event.server}: {self._job_name(attempt)} was not started: {reason}")
         if kind == "busy":
             self._busy_logged.add(job.job.id)
             self._spawn(self._enqueue_later(job))
@@ -661,7 +662,7 @@ class Dispatcher:
     async def _fetch_results(self, job: JobState, attempt: Attempt) -> None:
         link = self.links.get(attempt.server)
         logged = proof = fault = ""
-        tries = 0
+        failures = 0
         while job.state == "ending" and job.last is attempt:
             if not link:
                 await asyncio.sleep(1.0)
@@ -683,9 +684,9 @@ class Dispatcher:
                 except (Unreachable, OSError) as error:
                     if str(error) != logged:
                         logged = str(error)
-                        self._log(f"{self._name(attempt)}: cannot copy results: {logged}; retrying")
-                await asyncio.sleep(RETRY_DELAYS[min(tries, len(RETRY_DELAYS) - 1)])
-                tries += 1
+                        self._log(f"{self._job_name(attempt)}: cannot copy results: {logged}; retrying")
+                await asyncio.sleep(RETRY_DELAYS[min(failures, len(RETRY_DELAYS) - 1)])
+                failures += 1
             else:
                 await asyncio.sleep(1.0)
         facts = {"job": job.job.id, "attempt": attempt.name, "proof": proof, "fault": fault}
@@ -737,7 +738,7 @@ class Dispatcher:
         return "waiting", reason
 
     def _count_failure(self, job: JobState, attempt: Attempt) -> None:
-        """Count a failure; pause or cancel the list if the policy says so. Called before the slot is reused."""
+        """Count a failure; pause or cancel the list if the policy requires it. Called before the slot is reused."""
         fails = self._verdict(job, attempt)[0] == "failed"
         if fails:
             self._failing.add(job.job.id)
@@ -763,10 +764,10 @@ class Dispatcher:
 
     def _too_many_failures(self, failed: int) -> bool:
         """Pause the list when --max-failures is reached; return whether it was."""
-        most = self.policy.max_failures
-        if most is None or failed < most or self.state.paused:
+        limit = self.policy.max_failures
+        if limit is None or failed < limit or self.state.paused:
             return False
-        self._pause(f"--max-failures {most}: {failed} job{'s' * (failed != 1)} failed")
+        self._pause(f"--max-failures {limit}: {failed} job{'s' * (failed != 1)} failed")
         return True
 
     def _pause(self, reason: str) -> None:
@@ -1031,7 +1032,7 @@ class Dispatcher:
 
     # ---------------------------------------------------------------- names
 
-    def _name(self, attempt: Attempt) -> str:
+    def _job_name(self, attempt: Attempt) -> str:
         return self.state.jobs[attempt.job].job.name
 
     def _location(self, attempt: Attempt) -> str:
@@ -1040,4 +1041,4 @@ class Dispatcher:
     def _title(self, attempt: Attempt) -> str:
         device = f"GPU {','.join(map(str, attempt.gpus))}" if attempt.gpus else f"slot {attempt.slots[0]}"
         retry = f", attempt {attempt.number}" if attempt.number > 1 else ""
-        return f"{self._name(attempt)} ({device}{retry})"
+        return f"{self._job_name(attempt)} ({device}{retry})"

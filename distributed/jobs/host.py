@@ -259,7 +259,7 @@ class Service:
                     return False
                 *lines, self._received = (self._received + block).split(b"\n")
                 for line in lines:
-                    self._answer(line)
+                    self._handle_line(line)
             elif file == self._signals[0]:
                 os.read(file, 4096)
                 with contextlib.suppress(ChildProcessError):
@@ -269,7 +269,7 @@ class Service:
                 self._read_child(file)
         return True
 
-    def _answer(self, line: bytes) -> None:
+    def _handle_line(self, line: bytes) -> None:
         if not line.strip():
             self.send(event="heartbeat")
             return
@@ -318,7 +318,7 @@ class Service:
         }  # fmt: skip
 
     def exists(self, request: Request) -> dict[str, Any]:
-        """Whether a file exists in the working directory; the dispatcher detects a shared file system by it."""
+        """Whether a file exists in the working directory: the dispatcher's test for a shared file system."""
         return {"exists": os.path.exists(os.path.join(self.workdir, request["path"]))}
 
     def query(self, request: Request) -> dict[str, Any]:
@@ -425,8 +425,8 @@ class Service:
         """Reply with the state of a base model: ready, busy (another process copies or trains it), damaged, or copy.
 
         copy: this process has locked it; the dispatcher copies it to the directory `staging`, then sends publish_base.
-        It is taken from the output directory of its training instead, if that was here. With `shared`, the cache is
-        the dispatcher's own, and nothing is copied. Runs in a child process, as verification may take seconds.
+        If it was trained on this server, it is published from that output directory instead. With `shared`, the cache
+        is that of the dispatcher, and nothing is copied. Runs in a child process, as verification may take seconds.
         """
         digest, manifest = request["digest"], request["manifest"]
         signature = base_model.signature(self._base_path(digest))
@@ -447,7 +447,7 @@ class Service:
                 return json.dumps({"state": "damaged" if request["shared"] else "busy", "reason": reason})
             return json.dumps(self._prepare_copy(digest, manifest, request["output"]))
 
-        def then(text: str) -> None:
+        def handle_result(text: str) -> None:
             found = json.loads(text or '{"state": "failed", "reason": "the base model could not be read"}')
             if found["state"] == "ready":
                 self.bases[digest] = base_model.signature(self._base_path(digest))
@@ -455,10 +455,10 @@ class Service:
                 os.close(self.base_locks.pop(digest))
             self.send(reply=request["id"], **found)
 
-        self._in_child(verify, then)
+        self._in_child(verify, handle_result)
 
     def _prepare_copy(self, digest: str, manifest: dict[str, Any], output: str) -> dict[str, Any]:
-        """Publish a base model from the output directory of its training, if that was here, else prepare a copy."""
+        """Publish a base model that was trained on this server, or else prepare a copy."""
         try:
             base_model.remove_staging(self._cache, digest)
             trained = os.path.join(self.workdir, output)
@@ -492,7 +492,7 @@ class Service:
                 return json.dumps({"state": "failed", "reason": f"{error.filename}: {error.strerror}"})
             return json.dumps({"state": "ready"})
 
-        def then(text: str) -> None:
+        def handle_result(text: str) -> None:
             if (file := self.base_locks.pop(digest, None)) is not None:
                 os.close(file)
             self.send(
@@ -500,7 +500,7 @@ class Service:
                 **json.loads(text or '{"state": "failed", "reason": "the base model could not be published"}'),
             )
 
-        self._in_child(publish, then)
+        self._in_child(publish, handle_result)
 
     def remove_output(self, request: Request) -> None:
         """Remove the output directory of an ended job."""
@@ -555,7 +555,7 @@ class Service:
             with contextlib.suppress(OSError):
                 os.close(file)
 
-    def _in_child(self, work: Callable[[], str], then: Callable[[str], None]) -> None:
+    def _in_child(self, work: Callable[[], str], handle_result: Callable[[str], None]) -> None:
         source, target = os.pipe()
         if os.fork() == 0:
             try:
@@ -566,7 +566,7 @@ class Service:
             finally:
                 os._exit(0)
         os.close(target)
-        self._children[source], self._child_output[source] = then, b""
+        self._children[source], self._child_output[source] = handle_result, b""
 
     def _read_child(self, file: int) -> None:
         block = os.read(file, 1 << 16)
@@ -602,7 +602,7 @@ def sweep(files: supervisor.Files) -> str:
 
 
 def read_until_closed(file: int, seconds: float) -> bytes:
-    """Read a pipe until its writers have closed it, for at most so many seconds; then close it."""
+    """Read a pipe until its writers have closed it, or for `seconds`; then close it."""
     text, end = b"", time.monotonic() + seconds
     poll = select.poll()
     poll.register(file, select.POLLIN)
@@ -635,8 +635,8 @@ def home() -> str:
 def find_workdir(requested: str, default: str) -> str:
     """The absolute working directory: the requested one, else an existing ~/ml-customization, else the default."""
     if not requested:
-        usual = os.path.join(home(), "ml-customization")
-        requested = usual if os.path.isdir(usual) else default
+        conventional = os.path.join(home(), "ml-customization")
+        requested = conventional if os.path.isdir(conventional) else default
     found = os.path.join(home(), os.path.expanduser(requested))
     if not os.path.isdir(found):
         raise HostError(f"workdir {requested}: no such directory on {os.uname().nodename}; set workdir, or use --sync")

@@ -76,8 +76,8 @@ def ensure(directory: str, slots: list[str]) -> tuple[str, str]:
                     if "duplicate session" in str(error):  # created by another process since
                         continue
                     raise
-                other = "" if number == 1 else f"tmux session {SESSION} is in use; this one is {name}"
-                return name, other
+                note = "" if number == 1 else f"tmux session {SESSION} is in use; this one is {name}"
+                return name, note
         return "", f"all {MAX_NAMES} session names after {SESSION} are in use; no live view of its slots"
     except TmuxError as error:
         return "", f"tmux: {error}; no live view of its slots"
@@ -102,9 +102,9 @@ def abandoned(directory: str) -> bool:
     """Whether neither a serve process nor a job of this list runs on this server."""
     if not os.path.isabs(directory):
         return False
-    above, server = os.path.dirname(os.path.dirname(directory)), os.path.basename(directory)
+    list_directory, server = os.path.dirname(os.path.dirname(directory)), os.path.basename(directory)
     try:
-        with os.scandir(above) as entries:
+        with os.scandir(list_directory) as entries:
             attempts = [entry.path for entry in entries if os.path.exists(f"{entry.path}/node_{server}.pid")]
         return not any(is_locked(path) for path in (f"{directory}/serve", *(f"{each}/lock" for each in attempts)))
     except FileNotFoundError:
@@ -176,19 +176,19 @@ def view(directory: str, slot: int) -> int:
     for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGTSTP):  # keys pressed in the pane
         signal.signal(number, signal.SIG_IGN)
     shown: dict[str, object] = {}
-    position, ended = 0, True
+    position, end_shown = 0, True
     set_title(f"slot {slot}: idle")
     while True:
         found = read_json(slot_file(directory, slot))
         if found and found != shown:
-            shown, ended = found, False
+            shown, end_shown = found, False
             set_title(str(found["title"]))
             position = start_position(str(found["log"]))
             write(f"\n--- {found['title']}\n".encode())
-        over = bool(shown) and os.path.exists(str(shown["end"]))
+        ended = bool(shown) and os.path.exists(str(shown["end"]))
         position = print_new(str(shown["log"]), position) if shown else 0
-        if over and not ended:
-            ended = True
+        if ended and not end_shown:
+            end_shown = True
             set_title(f"slot {slot}: idle")
             write(f"--- ended with exit code {supervisor.read_code(str(shown['end']))}\n".encode())
         time.sleep(POLL_INTERVAL)

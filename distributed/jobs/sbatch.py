@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from distributed.jobs.config import ConfigError
 
-# Variables for SLURM's programs. Those of jobs are in their orders: SLURM stores and shows the environment of sbatch.
+# Variables for SLURM's programs. Variables of jobs are in order files, as SLURM stores and shows sbatch's environment.
 PASSED_VARIABLES = (
     "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "LD_LIBRARY_PATH", "SLURM_CONF", "SLURM_JWT",
     "KRB5CCNAME",
@@ -106,7 +106,7 @@ def with_gpu_count(option: str, count: int) -> str:
         kind, colon, _ = value.rpartition(":")
         return f"{name}{equals}{kind}{colon}{count}"
     parts = [part.split(":") for part in value.split(",")]
-    kinds = [[word for word in part[1:2] if not word.isdecimal()] if part[0] == "gpu" else None for part in parts]
+    kinds = [[item for item in part[1:2] if not item.isdecimal()] if part[0] == "gpu" else None for part in parts]
     changed = [part if kind is None else ["gpu", *kind, str(count)] for part, kind in zip(parts, kinds, strict=True)]
     return f"--gres={','.join(':'.join(part) for part in changed)}"
 
@@ -144,8 +144,8 @@ def error_message(text: str) -> str:
     return "; ".join(dict.fromkeys(lines[-3:]))
 
 
-def contains_any(signs: Iterable[str], text: str) -> bool:
-    return any(sign.lower() in text.lower() for sign in signs)
+def contains_any(patterns: Iterable[str], text: str) -> bool:
+    return any(pattern.lower() in text.lower() for pattern in patterns)
 
 
 def slurm_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -209,10 +209,10 @@ def setting(config: str, name: str) -> str:
     return ""
 
 
-def leading_number(text: str, otherwise: int) -> int:
+def leading_number(text: str, default: int) -> int:
     """The number at the beginning of a setting such as `30 sec`, or a default."""
     first = text.split()[:1]
-    return int(first[0]) if first and first[0].isdecimal() else otherwise
+    return int(first[0]) if first and first[0].isdecimal() else default
 
 
 def end_without_code(

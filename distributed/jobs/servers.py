@@ -42,7 +42,7 @@ from distributed.training.base_model import TRAINING, BaseModelError, hash_of
 HEARTBEAT_INTERVAL = 4.0  # seconds
 HEARTBEAT_TIMEOUT = 15.0  # seconds without a heartbeat after which a connection is lost
 CONNECT_TIMEOUT = 60.0  # seconds
-MAX_COPIES = 3  # of a base model whose copy was damaged
+MAX_COPIES = 3  # attempts to copy a base model, if copies are damaged
 COPY_POLL_INTERVAL = 0.2  # seconds between checks whether another process has finished copying a base model
 MAX_RSYNCS = 2  # concurrent rsyncs with a server, in each direction
 MAX_ATTEMPTS_PER_RSYNC = 100
@@ -63,7 +63,7 @@ KIT_FILES = (
     "scripts/lib/jobs_host.py", "scripts/lib/in_node_env.sh", "scripts/lib/common.bash",
     "scripts/lib/node_env.bash",
 )  # fmt: skip
-# Neither ignored files nor results: --sync copies what `git clone` would.
+# Excluded: ignored files and results. --sync copies the files that `git clone` would.
 NOT_COPIED = (
     "--exclude=/.git",
     "--exclude=/logs",
@@ -98,7 +98,7 @@ class ListContext:
 
 
 def slots_of(server: config.ServerOptions) -> tuple[Slot, ...]:
-    """slots_per_gpu slots for each GPU in turn; without GPUs slots_per_gpu CPU slots."""
+    """The slots of each GPU, slots_per_gpu each; without GPUs, slots_per_gpu CPU slots."""
     gpus: list[int | None] = []
     if isinstance(server, config.Server):
         gpus += [gpu for gpu in server.devices for _ in range(server.slots_per_gpu)]
@@ -119,7 +119,7 @@ class Channel:
     async def hello(self) -> dict[str, Any]:
         """Return the first message of host.py. Skips the output of a login shell.
 
-        Raises Unreachable, and EOFError with the output if host.py did not start.
+        Raises EOFError with the output if host.py did not start.
         """
         assert self._process.stdout
         printed: list[str] = []
@@ -174,8 +174,8 @@ class Channel:
             with contextlib.suppress(OSError):
                 self._process.stdin.write(b"\n")
             await asyncio.sleep(HEARTBEAT_INTERVAL)
-            if (silence := time.monotonic() - self._last_received) > HEARTBEAT_TIMEOUT:
-                self._end(f"no heartbeat for {silence:.0f} s")
+            if (elapsed := time.monotonic() - self._last_received) > HEARTBEAT_TIMEOUT:
+                self._end(f"no heartbeat for {elapsed:.0f} s")
 
     def _end(self, reason: str) -> None:
         if not self.closed.done():
@@ -513,9 +513,9 @@ class SshServer(HostServer):
         # As find_workdir() in host.py: without a setting, an existing ~/ml-customization is used.
         default = "" if self.settings.workdir else f"[ ! -d ~/ml-customization ] || exit {DEFAULT_WORKDIR_EXISTS}; "
         line = f"command -v rsync >/dev/null || exit {NO_RSYNC}; {default}mkdir -p -- {quoted_path(target)}"
-        self._refuse_without_rsync(there=True)
+        self._refuse_without_rsync(on_server=True)
         code, stderr = await self._run([*self.ssh, "--", self.settings.host, for_any_shell(line)])
-        self._refuse_without_rsync(there=code != NO_RSYNC)
+        self._refuse_without_rsync(on_server=code != NO_RSYNC)
         if code == DEFAULT_WORKDIR_EXISTS:
             target = "ml-customization"
         elif code:
@@ -527,10 +527,10 @@ class SshServer(HostServer):
     async def _after_open(self, opened: Mapping[str, Any]) -> None:
         self.shared = await self._shares_files()
         if not self.shared:
-            self._refuse_without_rsync(there=opened["rsync"])
+            self._refuse_without_rsync(on_server=opened["rsync"])
 
-    def _refuse_without_rsync(self, there: bool) -> None:
-        if not there:
+    def _refuse_without_rsync(self, on_server: bool) -> None:
+        if not on_server:
             raise ServerUnusable("rsync is not installed there; install it (apt-get install rsync)")
         if not shutil.which("rsync"):
             raise ServerUnusable("rsync is not installed on this machine; install it (apt-get install rsync)")
@@ -556,7 +556,7 @@ class SshServer(HostServer):
         return f"watch: ssh -t{port}{key} {user}{self.settings.host} tmux attach -t {self.session}"
 
     def follow_command(self, attempt: Attempt, once: bool = False) -> list[str]:
-        """See HostServer."""
+        """See dispatcher.JobServer."""
         write_ssh_config(self._config, self.settings)
         default = f'w=~/ml-customization; [ -d "$w" ] || w={shlex.quote(str(self.context.cwd))}'
         workdir = f"w={quoted_path(self.settings.workdir)}" if self.settings.workdir else default

@@ -86,7 +86,7 @@ Facts = dict[str, Any]
 
 
 class AnyLabels(frozenset[str]):
-    """A superset of any labels: SLURM itself refuses features that no node has."""
+    """A set that contains every label: SLURM itself refuses features that no node has."""
 
     def __ge__(self, other: object) -> bool:
         return True

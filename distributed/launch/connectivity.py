@@ -127,7 +127,7 @@ def judge(directory: Path, nodes: Sequence[str]) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """`listen` and `try` run on a node, `places` and `judge` on the launching side. Returns 0 or UNFIT."""
+    """`listen` and `try` run on a node, `addresses` and `judge` on the launching side. Returns 0 or UNFIT."""
     options = _parse(arguments)
     if options.verb == "listen":
         return listen(options.nodes)
@@ -157,9 +157,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     listening.add_argument("nodes", nargs="+", help="names of all nodes")
     trying = verbs.add_parser("try", help="try to connect")
     trying.add_argument("addresses", nargs="*", type=_node_address, help="NAME=ADDRESS:PORT")
-    places = verbs.add_parser("places", help="print the addresses of the nodes, as arguments for try")
-    places.add_argument("directory", type=Path, help="contains NODE.out, NODE.err and NODE.code")
-    places.add_argument("nodes", nargs="+")
+    addresses = verbs.add_parser("addresses", help="print the addresses of the nodes, as arguments for try")
+    addresses.add_argument("directory", type=Path, help="contains NODE.out, NODE.err and NODE.code")
+    addresses.add_argument("nodes", nargs="+")
     judging = verbs.add_parser("judge", help="print failed connections, and nodes without a reply")
     judging.add_argument("directory", type=Path, help="contains the replies: listening/ and trying/")
     judging.add_argument("nodes", nargs="+")

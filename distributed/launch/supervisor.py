@@ -61,7 +61,7 @@ CHUNK = 4096  # bytes that a writable pipe accepts without blocking
 BACKLOG = 4 << 20  # bytes buffered for a slow console; beyond that the command has to wait
 POLL_INTERVAL = 0.5  # seconds between checks of the request file
 KILL_INTERVAL = 0.01  # seconds between checks of killed processes
-SCAN_INTERVAL = 0.1  # seconds between scans for leftover processes; sooner when a process exits
+SCAN_INTERVAL = 0.1  # maximum seconds between scans for leftover processes; also scans when a process exits
 LEFTOVER_GRACE = 1.0  # seconds between SIGTERM and SIGKILL for leftover processes
 UNKILLABLE_TIMEOUT = 5.0  # seconds to wait for a process after SIGKILL
 HEARTBEAT_INTERVAL = 3.0  # seconds, of a detached supervisor
@@ -277,7 +277,7 @@ def send_signal(number: int, pids: Sequence[int]) -> None:
 class Guard:
     """A process in a separate process group that kills the command if the supervisor is killed.
 
-    It reads from a pipe that only the supervisor can write to. End of file means that the supervisor has died.
+    It reads from a pipe that only the supervisor can write to. End of file means that the supervisor was killed.
     """
 
     def __init__(self, files: Files) -> None:
@@ -294,7 +294,7 @@ class Guard:
         os.close(source)
 
     def send(self, line: str) -> None:
-        with contextlib.suppress(OSError):  # it was killed; the supervisor will start another one
+        with contextlib.suppress(OSError):  # the guard was killed; the supervisor starts another one
             os.write(self._lifeline, line.encode() + b"\n")
 
     def stop(self) -> None:
@@ -408,7 +408,7 @@ class Supervisor:
         """source: shell script to source first. block: environment that overrides the script's."""
         if source:
             command = [WRAPPER, "--exec", source, *command]
-        self._source, self._block = source, _memory(block + b"\0") if source else os.open(os.devnull, os.O_RDONLY)
+        self._source, self._block = source, _memory_file(block + b"\0") if source else os.open(os.devnull, os.O_RDONLY)
         outputs = self.open_outputs()
         parent = os.getpid()
         self._stop_at = time.monotonic() + self.timeout
@@ -579,7 +579,7 @@ class Supervisor:
 
     def _reap(self) -> None:
         with contextlib.suppress(ChildProcessError):
-            self._scan_at = 0.0  # it may have been the last one
+            self._scan_at = 0.0  # the process may have been the last one
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 if ended[0] == self.pid:
                     self.code, self.ended = _exit_code(ended[1]) or self._start_failure(), time.time()
@@ -727,7 +727,7 @@ def _exit_code(status: int) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _memory(block: bytes) -> int:
+def _memory_file(block: bytes) -> int:
     """An anonymous file that only this process and its children can read."""
     file = os.memfd_create("environment")
     os.write(file, block)

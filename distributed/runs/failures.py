@@ -127,10 +127,10 @@ def _merge(cause: Failure, end: Failure) -> Failure:
 def _ranks_of_nodes(facts: Json) -> dict[str, range]:
     """From run.json."""
     ranks = {}
-    for place in map(mapping, listed(facts.get("places"))):
-        if node := text(place.get("node")):
-            first = integer(place.get("first_rank")) or 0
-            ranks[node] = range(first, first + min(integer(place.get("processes")) or 0, MAX_RANKS))
+    for entry in map(mapping, listed(facts.get("places"))):
+        if node := text(entry.get("node")):
+            first = integer(entry.get("first_rank")) or 0
+            ranks[node] = range(first, first + min(integer(entry.get("processes")) or 0, MAX_RANKS))
     return ranks
 
 
@@ -240,8 +240,8 @@ def _exceptions_in_logs(logs: Logs, ends: Failures) -> Iterator[Failure]:
 
 def _supervisor_records(run: Path, facts: Json, warnings: list[str]) -> Iterator[Failure]:
     """Read errors/supervisor_<name>.json of supervisors that were killed or lost their launcher."""
-    places = map(mapping, listed(facts.get("places")))
-    without_ssh = {text(place.get("node")) for place in places if not place.get("address")}
+    entries = map(mapping, listed(facts.get("places")))
+    without_ssh = {text(entry.get("node")) for entry in entries if not entry.get("address")}
     for path in sorted(run.glob("errors/supervisor_*.json")):
         record = read_object(path, warnings)
         node, time = path.name[11:-5], _seconds(record.get("time"))

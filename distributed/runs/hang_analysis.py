@@ -91,7 +91,7 @@ class Stall:
 @dataclass(frozen=True)
 class Diagnosis:
     hung: bool  # false: progress, as far as known
-    words: str = ""  # the evidence as text; empty when there is nothing to report
+    text: str = ""  # the evidence as text; empty when there is nothing to report
     remedy: str = ""  # a command to run on the node of the rank
 
 

@@ -1,7 +1,7 @@
 """The status of a run on this node: its processes and ranks, what they use, and their last output.
 
 Processes of a run have its directory and the name of their node in their environment. A process is identified as a
-rank by its output file, ranks/<node>/.../attempt_<n>/<local rank>/stdout.log. Its environment does not tell: workers of
+rank by its output file, ranks/<node>/.../attempt_<n>/<local rank>/stdout.log. Its environment has no rank: workers of
 Muster's agent are forks, and /proc shows the environment from before they became a rank.
 
 Reads /proc, the run directory and nvidia-smi. Standard library only.
@@ -75,7 +75,7 @@ class RankStatus:
     gpus: tuple[GpuUsage, ...] = ()
     silent: float | None = None  # seconds since its last output; None: not started
     line: str = ""  # last line of its output
-    stands: str = ""  # its stacks as text, if requested
+    stack_text: str = ""  # its stacks as text, if requested
     frames: tuple[Frame, ...] = ()  # of its main thread, innermost first, if stacks were requested
 
 
@@ -233,7 +233,7 @@ def read_stacks(process: RunProcess, output: str) -> tuple[str, tuple[Frame, ...
     """The stacks as text, and the frames of the main thread, innermost first.
 
     py-spy reads the stacks of all threads. Without it the rank itself writes that of its main thread; if it does not,
-    the kernel tells what each thread waits for. output: the directory of the rank's output.
+    the kernel shows what each thread waits for. output: the directory of the rank's output.
     """
     stopped = process.state in ("T", "t")
     if py_spy := path_of_py_spy():
@@ -275,8 +275,8 @@ def _render_frame(frame: Frame) -> str:
 
 
 def path_of_py_spy() -> str | None:
-    beside = Path(sys.executable).parent / "py-spy"
-    return str(beside) if os.access(beside, os.X_OK) else shutil.which("py-spy")
+    installed = Path(sys.executable).parent / "py-spy"
+    return str(installed) if os.access(installed, os.X_OK) else shutil.which("py-spy")
 
 
 def _kernel_threads(process: RunProcess, proc: Path = PROC) -> str:
@@ -319,7 +319,7 @@ def observe(run: str, node: str, *, count: int, first_rank: int, seconds: float,
             gpus=gpus_of(processes, gpus, users),
             silent=silent,
             line=line,
-            stands=text,
+            stack_text=text,
             frames=frames,
         )
 

@@ -76,12 +76,12 @@ def comparison(ranks: Sequence[RankTiming]) -> str:
         slowest = max(ranks, key=lambda rank: rank.median)
         return f"No straggler: the slowest, {slowest.name}, takes {times(slowest.ratio)} as long as the median."
     hosts = sorted({rank.host for rank in slow if rank.host})
-    place = f" ({', '.join(hosts)})" if 0 < len(hosts) <= 3 else ""
+    on_hosts = f" ({', '.join(hosts)})" if 0 < len(hosts) <= 3 else ""
     numbers, factor = ranges(sorted(rank.rank for rank in slow)), times(slow[0].ratio)
     if len(slow) == 1:
-        return f"Rank {numbers}{place} is {factor} slower than the median; every step waits for it."
+        return f"Rank {numbers}{on_hosts} is {factor} slower than the median; every step waits for it."
     factor = f"{times(slow[-1].ratio)} to {factor}"
-    return f"Ranks {numbers}{place} are {factor} slower than the median; every step waits for {slow[0].name}."
+    return f"Ranks {numbers}{on_hosts} are {factor} slower than the median; every step waits for {slow[0].name}."
 
 
 def times(ratio: float) -> str:

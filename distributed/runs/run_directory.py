@@ -186,13 +186,13 @@ def link_to(directory: str, nodes: Sequence[str], slurm_job: Sequence[str] = ())
         if os.path.lexists(link) and not os.path.islink(link):
             errors.append(f"{link}: not a symbolic link; move it away to let it point to the newest run")
             continue
-        beside = f"{link}.{os.urandom(4).hex()}"
+        temporary = f"{link}.{os.urandom(4).hex()}"
         try:
-            os.symlink(target, beside)
-            os.replace(beside, link)
+            os.symlink(target, temporary)
+            os.replace(temporary, link)
         except OSError as error:
-            if os.path.lexists(beside):
-                os.unlink(beside)
+            if os.path.lexists(temporary):
+                os.unlink(temporary)
             errors.append(f"{link}: cannot create this link ({error.strerror}); the run is in {target}")
     return errors
 

@@ -200,7 +200,7 @@ def render(status: Status, width: int, with_stacks: bool = True) -> str:
     colour = RED if state.wrong else GREEN if state.name == "ended" else YELLOW
     lines = [headline(status), *wrapped(state.more, width, colour)]
     lines += [f"  $ {state.remedy}"] * bool(state.remedy)
-    lines += wrapped(diagnosis.words, width, RED if diagnosis.hung else YELLOW)
+    lines += wrapped(diagnosis.text, width, RED if diagnosis.hung else YELLOW)
     lines += [f"  $ {diagnosis.remedy}"] * bool(diagnosis.remedy)
     lines += ["", *table(status, width)]
     notes = [line for note in notes_on(status) for line in wrapped(note, width, YELLOW)]
@@ -308,10 +308,10 @@ def notes_on(status: Status) -> Iterator[str]:
 def stacks(status: Status) -> Iterator[str]:
     for reply in status.replies:
         for rank in reply.status.ranks if reply.status else ():
-            if rank.stands:
+            if rank.stack_text:
                 yield ""
                 yield paint(f"rank {rank.rank} on {reply.name}, process {rank.pid}", BOLD)
-                yield from (f"  {line}".rstrip() for line in rank.stands.splitlines())
+                yield from (f"  {line}".rstrip() for line in rank.stack_text.splitlines())
 
 
 def duration(seconds: float) -> str:

@@ -61,7 +61,9 @@ def report_remaining(run: Run, node_replies: Sequence[NodeReply]) -> tuple[list[
     lines = []
     for reply in node_replies:
         if reply.status is None:
-            until = "" if run.launcher.where == HERE else "; its processes exit when heartbeats time out: ask again"
+            until = (
+                "" if run.launcher.where == HERE else "; its processes exit when heartbeats time out; then check again"
+            )
             lines.append(f"{reply.name}: {reply.error}{until}")
         elif reply.status.processes:
             lines.append(f"{reply.name}: still has {remaining_processes(reply.status)}")

@@ -309,5 +309,5 @@ def watch(run: str, nodes: str, srun: subprocess.Popen[bytes]) -> int:
 
     nodes: NAME:TASKS,... srun: the process, with pipes to its three standard files.
     """
-    places = (node.rpartition(":") for node in nodes.split(","))
-    return JobStep(Path(run), [StepNode(name, int(tasks)) for name, _, tasks in places], srun).watch()
+    fields = (node.rpartition(":") for node in nodes.split(","))
+    return JobStep(Path(run), [StepNode(name, int(tasks)) for name, _, tasks in fields], srun).watch()

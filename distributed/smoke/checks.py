@@ -282,8 +282,8 @@ def first_fault(name: str, context: RankContext) -> Fault | None:
         context.synchronize()
         wrong = difference(got, expected)
         if wrong and not found:
-            index, wanted, actual = wrong
-            found = Fault(name, context.world.rank, context.host, wanted, actual, f"{case}, element {index}")
+            index, expected_value, actual = wrong
+            found = Fault(name, context.world.rank, context.host, expected_value, actual, f"{case}, element {index}")
     return found
 
 
@@ -459,7 +459,7 @@ def seconds_of_products(count: int, matrix: Tensor, context: RankContext) -> flo
 NEED_TWO_RANKS = ("point_to_point", "links", "bandwidth", "pace")
 # All checks in order -> the summary when there is no fault.
 SUMMARIES = {
-    "answer": "all ranks joined, finished and reported",
+    "reply": "all ranks joined, finished and reported",
     **dict.fromkeys(CHECKS, f"{', '.join(map(dtype_name, FACTOR))}; {COUNTS[0]} to {COUNTS[-1]:,} elements"),
     "barrier": "no rank passed it early",
     "links": "no slow node and no slow link between nodes",
@@ -470,7 +470,7 @@ SUMMARIES = {
 
 def run_checks(context: RankContext, sizes: Sequence[int], seconds: float) -> tuple[Findings, Measurements]:
     """Check and measure until a collective raises: then the process group cannot be used any more."""
-    findings = Findings(context.world.rank, context.host, device_label(context.device), done=["answer"])
+    findings = Findings(context.world.rank, context.host, device_label(context.device), done=["reply"])
     measured = Measurements()
     try:
         for name in CHECKS:
@@ -494,7 +494,7 @@ def run_checks(context: RankContext, sizes: Sequence[int], seconds: float) -> tu
 
 def all_correct(context: RankContext, findings: Findings) -> bool:
     """Whether no rank has found a fault: measuring relies on correct collectives."""
-    context.begin("answer")
+    context.begin("reply")
     keys = [f"correct/{rank}" for rank in range(context.world.size)]
     context.store.set(keys[findings.rank], str(not findings.faults))
     context.store.wait(keys, timedelta(seconds=context.timeout))
@@ -555,7 +555,7 @@ def missing_replies(context: RankContext, replies: Mapping[int, Findings]) -> li
 
     return [
         Fault(
-            "answer", rank, stored(f"host/{rank}"), "a reply",
+            "reply", rank, stored(f"host/{rank}"), "a reply",
             f"none in {context.timeout:g} s; last step: {stored(f'at/{rank}')}",
         )
         for rank in range(context.world.size)
@@ -657,7 +657,7 @@ class Reporter:
 
     def time_out(self, step: str, seconds: float) -> NoReturn:
         got = f"no result in {seconds:g} s: {self.rendezvous} or its host is frozen or disconnected"
-        self.fail("answer", f"{step} to finish", got)
+        self.fail("reply", f"{step} to finish", got)
 
 
 def run_in_group(context: RankContext, reporter: Reporter) -> int:
@@ -698,4 +698,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             return run_in_group(RankContext(world, where, host, store, options.timeout, watchdog), reporter)
         except dist.DistError as error:
-            reporter.fail("answer", reporter.rendezvous, brief(error))
+            reporter.fail("reply", reporter.rendezvous, brief(error))

@@ -22,7 +22,7 @@ from distributed.smoke.bandwidth import NodeLink, bandwidth_label, find_bottlene
 
 REMEDIES = {
     "join": "check that every rank was started and can reach the master address and port",
-    "answer": "read the output of that rank: it may have died, be stopped, or be waiting for its GPU or a disk",
+    "reply": "read the output of that rank: it may have died, be stopped, or be waiting for its GPU or a disk",
     "bandwidth": "read the output of the ranks, and check the network between the nodes",
     "links": "check cable, switch port and MTU of that node, and which interface NCCL uses (NCCL_DEBUG=INFO)",
     "pace": "check what else runs there (top, nvidia-smi), clock speeds and temperature, or leave that node out",
@@ -43,11 +43,11 @@ class Fault:
     expected: str
     got: str
     case: str = ""  # "float32, 1009 elements, element 3"
-    said: str = ""  # the complete text, if it is not that of __str__
+    text: str = ""  # the complete text, if it is not that of __str__
 
     def __str__(self) -> str:
-        if self.said:
-            return self.said
+        if self.text:
+            return self.text
         case = f" ({self.case})" if self.case else ""
         return f"rank {self.rank} on {self.host}{case}: expected {self.expected}, got {self.got}"
 
@@ -183,7 +183,7 @@ def slow_links(measured: Measurements, replies: Mapping[int, Findings]) -> list[
             host=one.node,
             expected=bandwidth_label(one.expected),
             got=bandwidth_label(one.got),
-            said=one.text,
+            text=one.text,
         )
         for one in find_bottlenecks(measured.links)
         if one.node in first_rank

@@ -29,7 +29,7 @@ REMEDY = "give --base_model DIR, or run the list with scripts/jobs/run_two_phase
 WEIGHTS, METRICS, LOSSES, CONFIG = base_model.FILES
 
 
-# ---------------------------------------------------------------- the one to start from
+# ---------------------------------------------------------------- loading
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,10 @@ class Base:
 
     def __str__(self) -> str:
         here = Path.cwd()
-        place = self.directory.relative_to(here) if self.directory.is_relative_to(here) else self.directory
+        path = self.directory.relative_to(here) if self.directory.is_relative_to(here) else self.directory
         loss, step = self.metrics.get("held_out_loss"), self.metrics.get("step")
         score = f", held-out loss {loss:.3f} at step {step}" if isinstance(loss, float) else ""
-        return f"{place} (digest {base_model.hash_of(self.digest)}...{score})"
+        return f"{path} (digest {base_model.hash_of(self.digest)}...{score})"
 
     def trained_on(self, participant: str | None) -> bool:
         """Return whether its training data included text of that participant."""
@@ -61,15 +61,15 @@ class Base:
         file = self.directory / WEIGHTS
         try:
             content = ranks.load(file)
-            theirs, weights = dict(content["model_settings"]), dict(content["model"])
+            saved, weights = dict(content["model_settings"]), dict(content["model"])
         except (pickle.UnpicklingError, OSError) as error:
             raise ConfigError(f"{file}: cannot be loaded: {error}; {REMEDY}") from None
         except (KeyError, TypeError, ValueError):
             raise ConfigError(f"{file}: not the weights of a base model of train.py; {REMEDY}") from None
         differ = [
-            f"model.{key}={ours} (base model: {theirs.get(key)})"
-            for key, ours in settings.items()
-            if ours != theirs.get(key)
+            f"model.{key}={value} (base model: {saved.get(key)})"
+            for key, value in settings.items()
+            if value != saved.get(key)
         ]
         if differ:
             raise ConfigError(
@@ -110,7 +110,7 @@ def _verified(named: str | Path | None) -> Base:
     return Base(directory, str(found), metrics if isinstance(metrics, dict) else {})
 
 
-# ---------------------------------------------------------------- the one that was trained
+# ---------------------------------------------------------------- writing
 
 
 def write(
@@ -141,12 +141,12 @@ def write(
     for name, value in ((METRICS, metrics), (LOSSES, losses), (CONFIG, config)):
         write_json(str(run / name), value)
     content = {"model": dict(weights), "model_settings": dict(model), "corpus": metrics["corpus"]}
-    beside = run / f".{WEIGHTS}.incomplete"
-    with beside.open("wb") as file:  # torch.save writes the file name into the file, if it is given a name
+    incomplete = run / f".{WEIGHTS}.incomplete"
+    with incomplete.open("wb") as file:  # a file object: given a name, torch.save writes it into the file
         torch.save(content, file)
         file.flush()
         os.fsync(file.fileno())
-    beside.replace(run / WEIGHTS)
+    incomplete.replace(run / WEIGHTS)
 
 
 def _finite_or_none(value: float) -> float | None:

@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 BYTES = 256  # the vocabulary of text: one token is one byte
 GAP = b"\n\n\n"  # between two topics, or two files
-HEAD = 8192  # a file with a NUL among its first bytes is binary, as git has it
+HEAD = 8192  # bytes; a file with a NUL among the first ones is binary, as in git
 
 
 class DataError(ValueError):
@@ -88,9 +88,9 @@ class Corpus:
     vocab_size: int
     base: Tokens | None = None  # text of the base's participants, mixed into each batch
     domains: tuple[str, ...] = ()  # of the embedded text, or of a directory
-    participant: str | None = None  # the domain that is held out, where one is
-    mode: str = "heldout"  # how, see load()
-    skipped: int = 0  # entries of a folder that are hidden, binary, empty, or no files of its own
+    participant: str | None = None  # the held-out domain, if any
+    mode: str = "heldout"  # selects training and held-out text; see load()
+    skipped: int = 0  # hidden, binary, empty or linked entries of a directory
 
     def __str__(self) -> str:
         parts = f"{len(self.train):,} {self.kind} to train on, {len(self.held_out):,} held out"
@@ -102,13 +102,13 @@ class Corpus:
         return f"{self.name}: {parts}{domains}{skipped}"
 
     def encode(self, text: str) -> Tensor:
-        """LongTensor [n]: the bytes of the text. Token files bring no tokenizer: there, decimal ids."""
+        """LongTensor [n]: the bytes of the text. For token files, which contain no tokenizer, decimal ids."""
         if self.kind == "bytes":
             return torch.tensor(list(text.encode()), dtype=torch.long)
-        words = text.split()
-        if not all(word.isdecimal() for word in words):
+        numbers = text.split()
+        if not all(number.isdecimal() for number in numbers):
             raise DataError(f"{text!r}: {self.name} comes without a tokenizer; write ids such as '15496 995'")
-        return torch.tensor([int(word) for word in words], dtype=torch.long)
+        return torch.tensor([int(number) for number in numbers], dtype=torch.long)
 
     def decode(self, ids: Tensor | Sequence[int]) -> str:
         """Return the text of the ids; invalid UTF-8, and ids above 255, become U+FFFD."""
@@ -129,24 +129,24 @@ def load(
 ) -> Corpus:
     """Open a corpus.
 
-    The held-out part is the end of every topic of the embedded text, of every text file, or of the token file,
-    independent of the domains that are trained on. The `val.bin` of a directory is held out as a whole.
+    The held-out text is the end of every topic of the embedded text, of every text file, or of the token file, for any
+    selection of domains. If a directory has a `val.bin`, all of it is held out.
 
-    With a participant, `mode` says what is trained on and what is held out:
-        heldout: trained on all text of the other domains, held out all text of the participant.
-        single: the participant's text alone, and the end of it.
-        pooled: trained on all domains without their ends, held out the end of the participant's text.
+    With a participant, `mode` selects the training text and the held-out text:
+        heldout: train on all text of the other domains; hold out all text of the participant.
+        single: train on the participant's text only; hold out its end.
+        pooled: train on all domains without their ends; hold out the end of the participant's text.
 
     Args:
-        path: a text file, a folder of them, a `.bin` token file, or a folder with `train.bin` (and
-            `val.bin`); None is the embedded text. Text is read into memory, token files are mapped.
-        domains: which domains of the embedded text, or which of `participants_in(path)`; None is all of them.
+        path: a text file, a directory of text files, a `.bin` token file, or a directory with `train.bin` (and
+            `val.bin`); None: the embedded text. Text is read into memory, token files are mapped.
+        domains: domains of the embedded text, or of `participants_in(path)`; None: all.
         participant: the domain to hold out.
         held_out: share, between 0 and 1.
-        vocab_size: needed for token files; for text at least 256, and 256 when None.
+        vocab_size: required for token files; for text 256 or more (default: 256).
 
     Raises:
-        DataError: there is no training data, or the arguments do not fit it.
+        DataError: there is no training data, or it does not match the arguments.
     """
     if not 0 < held_out < 1:
         raise DataError(f"data.held_out={held_out}: give a share between 0 and 1, such as 0.1")
@@ -176,22 +176,22 @@ def load_two_phases(
     held_out: float = 0.1,
     vocab_size: int | None = None,
 ) -> Corpus:
-    """Open the corpus of a base model, or of a participant on which one is fine-tuned.
+    """Open the corpus for training a base model, or for fine-tuning on a participant.
 
-    The end of every text is held out, as load() does it. `mode` says which texts:
-        base_only: those of the base's participants.
-        full_fine_tuning, from_scratch: the participant's; trained on is the first `target_share` of each without its
-            end. When `mixed`, what base_only trains on is there as `base`, without texts of the participant.
+    The end of every text is held out, as in load(). `mode` selects the texts:
+        base_only: those of the base model's participants.
+        full_fine_tuning, from_scratch: those of the participant. The training text is the first `target_share` of each
+            text without its end. `mixed` adds `base`: the training text of base_only, without the participant's.
 
     Args:
-        path: a directory, whose participants are `participants_in(path)`; None is the embedded text.
-        domains: the participants; None is all of them.
-        participant: the one of them that no base is trained on.
-        base_participants: None is all of `domains` but the participant.
+        path: a directory, whose participants are `participants_in(path)`; None: the embedded text.
+        domains: the participants; None: all.
+        participant: the participant that base models are not trained on.
+        base_participants: None: all of `domains` except the participant.
         held_out, vocab_size: see load().
 
     Raises:
-        DataError: nothing there to train on, or the arguments do not fit it.
+        DataError: there is no training data, or it does not match the arguments.
     """
     name, vocabulary = _name_of(path), _byte_vocabulary(vocab_size)
     texts, skipped = ({}, 0) if base_participants and mode == "base_only" else _texts_of(path, domains)
@@ -233,10 +233,10 @@ def _name_of(path: Path | None) -> str:
     return str(path)
 
 
-def _byte_vocabulary(asked: int | None) -> int:
-    if asked is not None and asked < BYTES:
-        raise DataError(f"model.vocab_size={asked}: text is read as bytes and needs {BYTES}; leave it out")
-    return asked or BYTES
+def _byte_vocabulary(requested: int | None) -> int:
+    if requested is not None and requested < BYTES:
+        raise DataError(f"model.vocab_size={requested}: text is read as bytes and needs {BYTES}; leave it out")
+    return requested or BYTES
 
 
 # ---------------------------------------------------------------- the embedded text
@@ -254,16 +254,16 @@ def _embedded(domains: Sequence[str] | None, key: str = "data.domains") -> dict[
     return {domain: [text.encode() for text in texts[domain]] for domain in chosen}
 
 
-def _chosen(asked: Sequence[str], known: Sequence[str], key: str = "data.domains") -> tuple[str, ...]:
-    """The domains in the order in which they are known, whatever order they were asked for in."""
-    for domain in asked:
+def _chosen(requested: Sequence[str], known: Sequence[str], key: str = "data.domains") -> tuple[str, ...]:
+    """The domains in the order of `known`. Raises DataError for unknown or repeated names."""
+    for domain in requested:
         if domain not in known:
             near = difflib.get_close_matches(domain, known, 1, 0.4)
             guess = f", did you mean {near[0]!r}?" if near else "."
             raise DataError(f"{key}: no domain {domain!r}{guess} There are {', '.join(known)}")
-    if not asked or len(set(asked)) < len(asked):
-        raise DataError(f"{key}={list(asked)}: name some, each once, or leave it out for all")
-    return tuple(domain for domain in known if domain in asked)
+    if not requested or len(set(requested)) < len(requested):
+        raise DataError(f"{key}={list(requested)}: name some, each once, or leave it out for all")
+    return tuple(domain for domain in known if domain in requested)
 
 
 def _reference() -> Mapping[str, str]:
@@ -281,7 +281,7 @@ def _reference() -> Mapping[str, str]:
 
 
 def split(data: bytes, share: float) -> tuple[bytes, bytes]:
-    """What is trained on, and the last `share` of it, which is held out."""
+    """Split a text into training text and held-out text, its last `share`."""
     cut = len(data) - int(len(data) * share)
     return data[:cut], data[cut:]
 
@@ -295,7 +295,7 @@ def _domains_corpus(
     vocab_size: int,
     **more: Any,
 ) -> Corpus:
-    """Cut the texts of domains as load() says of `mode`."""
+    """Split the texts of domains according to `mode`; see load()."""
     if participant is not None:
         _chosen([participant], list(texts), "data.participant")
         if mode == "single":
@@ -338,7 +338,7 @@ def _text_files(path: Path, share: float, vocab_size: int) -> Corpus:
 def _texts_of(
     path: Path | None, domains: Sequence[str] | None, key: str = "data.domains"
 ) -> tuple[dict[str, list[bytes]], int]:
-    """The texts of each participant, and how many entries were skipped. key: the setting that names the domains."""
+    """The texts of each participant, and the number of skipped entries. key: the setting that names the domains."""
     if path is None:
         return _embedded(domains, key), 0
     try:
@@ -353,7 +353,7 @@ def _texts_of(
 
 
 def _texts(path: Path) -> tuple[list[bytes], int]:
-    """The text file, or all below the directory, and how many entries were skipped."""
+    """The text of a file, or of all files below a directory, and the number of skipped entries."""
     files = _files(path) if path.is_dir() else [path]
     shown = [file for file in files if file == path or not file.name.startswith(".")]
     texts = [text for text in map(_text, shown) if text]
@@ -366,22 +366,22 @@ def _texts(path: Path) -> tuple[list[bytes], int]:
     return texts, len(files) - len(texts)
 
 
-def _files(folder: Path) -> list[Path]:
+def _files(directory: Path) -> list[Path]:
     """Return all files below the directory by name. Hidden and linked directories are listed, but not entered."""
 
     def refuse(fault: OSError) -> None:
         raise DataError(f"cannot read {fault.filename}: {fault.strerror}") from fault
 
     found = []
-    for here, folders, files in os.walk(folder, onerror=refuse):
-        closed = [name for name in folders if name.startswith(".") or Path(here, name).is_symlink()]
-        folders[:] = [name for name in folders if name not in closed]
-        found += [Path(here, name) for name in files + closed]
+    for parent, directories, files in os.walk(directory, onerror=refuse):
+        skipped = [name for name in directories if name.startswith(".") or Path(parent, name).is_symlink()]
+        directories[:] = [name for name in directories if name not in skipped]
+        found += [Path(parent, name) for name in files + skipped]
     return sorted(found)
 
 
 def _text(file: Path) -> bytes:
-    """The bytes of a text file; nothing for what is binary, empty, or no file (a pipe, a linked folder)."""
+    """The bytes of a text file; empty if it is binary or not a regular file (a pipe, a linked directory)."""
     if file.exists() and not file.is_file():
         return b""
     try:
@@ -394,7 +394,7 @@ def _text(file: Path) -> bytes:
 def _token_files(path: Path, train: Path, share: float, vocab_size: int | None) -> Corpus:
     if vocab_size is None:
         raise DataError(
-            f"data.path={path} holds token ids, and a file of them does not tell the vocabulary: set "
+            f"data.path={path} holds token ids, and a token file does not record the vocabulary size: set "
             "model.vocab_size to that of the tokenizer that wrote it (50257 for GPT-2)"
         )
     count, val = _count(train), train.with_name("val.bin")
@@ -409,7 +409,7 @@ def _token_files(path: Path, train: Path, share: float, vocab_size: int | None) 
 
 
 def _count(file: Path) -> int:
-    """How many 16-bit tokens are in the file: at least one."""
+    """The number of 16-bit tokens in a file, at least 1."""
     try:
         with file.open("rb") as opened:
             size = opened.seek(0, os.SEEK_END)
@@ -427,9 +427,9 @@ Pair = tuple[Tensor, Tensor]
 
 
 class Windows(Dataset[Pair]):
-    """Windows of `block` tokens side by side; each window's target is its input one token on.
+    """Consecutive windows of `block` tokens; the targets of a window are its inputs shifted by one token.
 
-    A rest of up to `block` tokens at the end makes no window.
+    Up to `block` tokens at the end belong to no window.
     """
 
     def __init__(self, tokens: Tokens, block: int) -> None:
@@ -449,15 +449,15 @@ class Windows(Dataset[Pair]):
         return inputs[0], targets[0]
 
     def __getitems__(self, indices: list[int]) -> Pair:
-        """What a DataLoader asks for: a whole batch at once."""
+        """A batch, in one call of the DataLoader."""
         return self.batch(indices)
 
     def batch(self, indices: list[int] | Tensor) -> Pair:
         """Inputs and targets, LongTensor [n, block] each.
 
         Raises:
-            DataError: a token outside the vocabulary. It is looked for here, in what is read anyway: to look
-                through a file of ten gigabytes at the start would take longer than many a training.
+            DataError: a token is outside the vocabulary. Checked here, as a scan of a file of 10 GB at the start would
+                take longer than many trainings.
         """
         rows = self.tokens.ids.unfold(0, self.block + 1, self.block)[indices].long()  # [n, block + 1]
         if rows.max() >= self.tokens.vocab_size:
@@ -474,7 +474,7 @@ class Windows(Dataset[Pair]):
 
 
 class Mixture(Dataset[Pair]):
-    """Windows of a target, and numbered on from them those of a base."""
+    """The windows of a target, followed by those of a base: base windows are numbered from len(target)."""
 
     def __init__(self, target: Windows, base: Windows) -> None:
         self.target, self.base = target, base
@@ -487,7 +487,7 @@ class Mixture(Dataset[Pair]):
         return self.target[index] if index < len(self.target) else self.base[index - len(self.target)]
 
     def __getitems__(self, indices: list[int]) -> Pair:
-        """What a DataLoader asks for: inputs and targets, LongTensor [n, block] each, the target's windows first."""
+        """A batch: inputs and targets, LongTensor [n, block] each, the target's windows first."""
         first = len(self.target)
         chosen = [
             (self.target, [index for index in indices if index < first]),
@@ -503,15 +503,15 @@ class Mixture(Dataset[Pair]):
 class Stream:
     """The endless order of windows, as one rank's micro-batches: a batch sampler for a DataLoader.
 
-    Epochs are laid end to end, each a permutation of all windows drawn from (seed, epoch). Global batch s is
-    stream[s * batch : (s + 1) * batch]. It may reach over the end of an epoch, so nothing is dropped or
-    padded and an epoch shows each window exactly once. Of a global batch each rank takes its own stretch, cut
-    into micro-batches, so that it holds the same windows whatever the number of processes:
+    The stream is a sequence of epochs, each a permutation of all windows drawn from (seed, epoch). Global batch s is
+    stream[s * batch : (s + 1) * batch]. A batch may span two epochs, so no window is dropped or padded, and each epoch
+    contains each window exactly once. Each rank takes a contiguous part of the global batch, split into micro-batches,
+    so the windows of a global batch do not depend on the number of ranks:
 
         batch 8, 2 ranks, micro 2:   rank 0 [0 1] [2 3]   rank 1 [4 5] [6 7]
 
-    To resume, also with another batch or another world, `start` is the number of windows that all ranks
-    together have trained on. It is not what this sampler has handed out: workers read ahead.
+    To resume, also with another batch size or number of ranks, `start` is the number of windows that all ranks
+    together have trained on. The number of windows that this sampler has yielded is higher: workers read ahead.
 
     An epoch's permutation is held in memory, 8 bytes a window: 100 million windows take 0.8 GB and seconds.
     """
@@ -528,26 +528,28 @@ class Stream:
         start: int = 0,
     ) -> None:
         if min(windows, batch, size) < 1 or start < 0 or not 0 <= rank < size or batch % size:
-            raise ValueError(f"no stream of {windows=} {batch=} {rank=} {size=} {start=}: batch divides by size")
+            raise ValueError(
+                f"no stream of {windows=} {batch=} {rank=} {size=} {start=}: batch must be a multiple of size"
+            )
         share = batch // size
         micro = share if micro is None else micro
         if micro < 1 or share % micro:
-            raise ValueError(f"{micro=}: a rank's share of {share} windows does not divide into it")
+            raise ValueError(f"{micro=}: a rank's share of {share} windows is not divisible by it")
         self.windows, self.batch, self.share, self.micro = windows, batch, share, micro
         self.seed, self.first = seed, start + rank * share
         self._epoch, self._order = -1, torch.empty(0, dtype=torch.long)
 
     def __iter__(self) -> Iterator[list[int]]:
-        """This rank's micro-batches from `start` on, without end; iterating again begins at `start` again."""
+        """Yield this rank's micro-batches from `start` on, endlessly; each new iterator begins at `start`."""
         for first in itertools.count(self.first, self.batch):
-            for place in range(first, first + self.share, self.micro):
-                yield self._stretch(place, self.micro)
+            for position in range(first, first + self.share, self.micro):
+                yield self._slice(position, self.micro)
 
-    def _stretch(self, place: int, count: int) -> list[int]:
-        """stream[place : place + count]"""
+    def _slice(self, position: int, count: int) -> list[int]:
+        """stream[position : position + count]"""
         taken: list[int] = []
         while len(taken) < count:
-            epoch, offset = divmod(place + len(taken), self.windows)
+            epoch, offset = divmod(position + len(taken), self.windows)
             taken += self._permutation(epoch)[offset : offset + count - len(taken)].tolist()
         return taken
 
@@ -565,7 +567,7 @@ class MixedStream:
 
         batch 8, of_target 2, 2 ranks, micro 2:   rank 0 [T T] [B B]   rank 1 [B B] [B B]
 
-    start: the number of windows that all ranks together have trained on, as for Stream. It says how far both are.
+    start: the number of windows that all ranks together have trained on, as for Stream; both streams resume.
     """
 
     def __init__(
@@ -580,37 +582,37 @@ class MixedStream:
         seed: int = 0,
         start: int = 0,
     ) -> None:
-        taken = start * of_target // batch  # of the target, exact where the batch was always this one
+        taken = start * of_target // batch  # of the target; exact unless the batch size has changed
         self.target = Stream(len(windows.target), of_target, seed=seed, start=taken)
         self.base = Stream(len(windows.base), batch - of_target, seed=seed, start=start - taken)
-        self.cut = Stream(batch, batch, rank=rank, size=size, micro=micro)  # refuses what does not divide
-        self.first = len(windows.target)  # window of the base
+        self.cut = Stream(batch, batch, rank=rank, size=size, micro=micro)  # checks divisibility
+        self.first = len(windows.target)  # the first window of the base
 
     def __iter__(self) -> Iterator[list[int]]:
-        """This rank's micro-batches from `start` on, without end; iterating again begins at `start` again."""
+        """Yield this rank's micro-batches from `start` on, endlessly; each new iterator begins at `start`."""
         begin, end = self.cut.first, self.cut.first + self.cut.share
         for target, base in zip(self.target, self.base, strict=True):
             whole = target + [self.first + window for window in base]
-            for place in range(begin, end, self.cut.micro):
-                yield whole[place : place + self.cut.micro]
+            for position in range(begin, end, self.cut.micro):
+                yield whole[position : position + self.cut.micro]
 
 
 def permutation(windows: int, seed: int, epoch: int) -> Tensor:
     """All windows in the order of one epoch: LongTensor [windows]."""
-    # Hashed, because by seed + epoch the second epoch of seed 0 would be the first of seed 1.
+    # Hashed: with seed + epoch, the second epoch of seed 0 would equal the first epoch of seed 1.
     mixed = hashlib.blake2b(f"{seed} {epoch}".encode(), digest_size=8).digest()
     return torch.randperm(windows, generator=torch.Generator().manual_seed(int.from_bytes(mixed, "big")))
 
 
 def held_out_batches(windows: int, batch: int, rank: int = 0, size: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
-    """Every window exactly once over all ranks, in equally many equal batches, as collectives need them.
+    """Yield each window exactly once over all ranks, in the same number of equal batches on every rank.
 
-    Yields (indices, weights), [batch] each: a window that only fills a batch up weighs 0, every other 1. The
-    held-out loss is the sum of weight x loss over the sum of weights, both summed over all ranks.
+    Yields (indices, weights), [batch] each: padding has weight 0, every other window 1. The held-out loss is
+    sum(weight x loss) / sum(weight), both summed over all ranks.
     """
     for first in range(0, windows, batch * size):
-        places = first + rank + size * torch.arange(batch)
-        yield places.clamp(max=windows - 1), (places < windows).float()
+        indices = first + rank + size * torch.arange(batch)
+        yield indices.clamp(max=windows - 1), (indices < windows).float()
 
 
 # ---------------------------------------------------------------- loading

@@ -8,11 +8,11 @@
 
 # The results are in DIRECTORY/trying, the addresses of the listeners in DIRECTORY/listening.
 connect_all_pairs() { # <new directory>
-  local places
+  local addresses
   mkdir -p -- "$1/listening" "$1/trying"
   start_listeners "$1/listening"
-  mapfile -t places < <(kit_python launch.connectivity places "$1/listening" "${NODES[@]}")
-  build_module_command launch.connectivity try "${places[@]}"
+  mapfile -t addresses < <(kit_python launch.connectivity addresses "$1/listening" "${NODES[@]}")
+  build_module_command launch.connectivity try "${addresses[@]}"
   run_on_nodes "$1/trying" ssh_probe "$(remote_command_line "${COMMAND[@]}")"
   exec {LISTENING}>&- # the listeners read end of file and exit
   wait

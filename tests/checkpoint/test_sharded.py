@@ -365,7 +365,7 @@ def break_writes(failure: str) -> None:
 
     patch = pytest.MonkeyPatch()  # never undone: this process exits with the test
     if failure == "silent":
-        patch.setattr(sharded.ShardWriter, "_leave_note", lambda *_: None)
+        patch.setattr(sharded.ShardWriter, "_write_note", lambda *_: None)
     else:
         patch.setattr(directory.HashedFile, "write", full)
     if failure == "full also for the note":
@@ -388,7 +388,7 @@ def test_a_failed_rank_leaves_no_checkpoint_and_every_rank_raises(tmp_path: Path
 
 
 def save_where_rank_1_does_not_see_it(rank: int, size: int, checkpoint_dir: Path) -> str:
-    sharded.SHARED_WITHIN = 0.2
+    sharded.VISIBILITY_TIMEOUT = 0.2
     if rank == 1:
         pytest.MonkeyPatch().setattr(Path, "is_dir", lambda _: False)
     with opened(checkpoint_dir, rank, size) as checkpoints:

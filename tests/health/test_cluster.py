@@ -242,4 +242,4 @@ def test_exit_codes_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert main(["--json", str(tmp_path), *NODES]) == 69
     facts = json.loads(capsys.readouterr().out)
     assert facts["node2"]["facts"]["torch"]["version"] == "2.12.0"
-    assert facts["node3"] == {"silent": "cannot be reached (ssh: no route); try: ssh node3 true"}
+    assert facts["node3"] == {"error": "cannot be reached (ssh: no route); try: ssh node3 true"}

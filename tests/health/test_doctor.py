@@ -45,7 +45,7 @@ from distributed.terminal import plain
 
 HEALTHY = Facts(
     kit="/opt/muster",
-    folder="/home/ada/project",
+    directory="/home/ada/project",
     container=False,
     interpreter=Interpreter("/home/ada/project/.venv/bin/python", "3.11.2"),
     torch=Torch(
@@ -170,7 +170,7 @@ BROKEN: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("no inodes", {"disks": (replace(ROOT, inodes_free=False),)},
      "fault disk", "inodes", "df -i '/data/log s'"),
     ("docker's shm", {"shm": Space("/dev/shm", "/dev/shm", 64 * MIB, 64 * MIB), "container": True},
-     "fault /dev/shm", "only 64 MiB: NCCL and data loader workers die of SIGBUS", "--shm-size=8g or --ipc=host"),
+     "fault /dev/shm", "only 64 MiB: NCCL and data loader workers are killed by SIGBUS", "--shm-size=8g or --ipc=host"),
     ("small shm without a container", {"shm": Space("/dev/shm", "/dev/shm", 512 * MIB, 512 * MIB)},
      "warning /dev/shm", "only 512 MiB", "mount -o remount,size=50% /dev/shm"),
     ("full shm", {"shm__free": MIB}, "fault /dev/shm", "1 MiB of 256.0 GiB free", "ls -lt /dev/shm"),
@@ -427,7 +427,7 @@ def run_doctor(
 
 
 def test_the_exit_code_agrees_with_the_findings_of_this_machine(tmp_path: Path) -> None:
-    reply = run_doctor("--folder", str(tmp_path))
+    reply = run_doctor("--directory", str(tmp_path))
     levels = [row.split()[0] for row in reply.stdout.splitlines()[:-2] if row[:1].strip()]
     assert reply.stderr == ""
     assert set(levels) <= set(checks.LEVELS)
@@ -437,13 +437,13 @@ def test_the_exit_code_agrees_with_the_findings_of_this_machine(tmp_path: Path) 
 
 
 def test_a_python_without_packages_can_run_the_doctor(tmp_path: Path) -> None:
-    reply = run_doctor("--folder", str(tmp_path), python=(sys.executable, "-E", "-S"))
+    reply = run_doctor("--directory", str(tmp_path), python=(sys.executable, "-E", "-S"))
     assert "PyTorch is not installed" in reply.stdout, reply.stderr
     assert reply.returncode == 1
 
 
 def test_json_has_every_fact_and_no_secret_variable(tmp_path: Path) -> None:
-    facts = json.loads(run_doctor("--folder", str(tmp_path), "--json", MASTER_ADDR="n1", SECRET_TOKEN="s").stdout)
+    facts = json.loads(run_doctor("--directory", str(tmp_path), "--json", MASTER_ADDR="n1", SECRET_TOKEN="s").stdout)
     assert set(facts) == {part.name for part in fields(Facts)}
     assert facts["torch"]["gloo"] is True
     assert facts["environment"]["MASTER_ADDR"] == "n1"

@@ -35,10 +35,10 @@ def test_only_the_doctor_collects_all_facts(capsys: pytest.CaptureFixture[str], 
     assert main(["--file", __file__, "localhost"]) == 0
     quick = Reply("localhost", 0, capsys.readouterr().out, "").value()
     assert "facts" not in quick and list(quick["files"]) == [__file__]
-    main(["--folder", str(tmp_path), "--log-dir", str(tmp_path), "--port", "29500", "localhost"])
+    main(["--directory", str(tmp_path), "--log-dir", str(tmp_path), "--port", "29500", "localhost"])
     reply = Reply("localhost", 0, capsys.readouterr().out, "")
     full = facts_of(reply)
-    assert isinstance(full, FullNodeFacts) and full.facts.folder == str(tmp_path)
+    assert isinstance(full, FullNodeFacts) and full.facts.directory == str(tmp_path)
     assert json.loads(json.dumps(asdict(full))) == reply.value(), "the JSON value is unchanged"
     assert full.python == full.facts.interpreter.version and full.port == 29500
     assert full.kit["train.py"] and full.kit["distributed/torch.py"] and full.kit["scripts/lib/module.py"]

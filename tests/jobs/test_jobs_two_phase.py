@@ -418,9 +418,7 @@ def test_eviction_removes_the_output_of_a_training_from_its_server(tmp_path: Pat
 
 
 @pytest.mark.parametrize(("ended", "refused"), [(True, True), (False, False)])
-def test_an_experiment_that_has_run_cannot_change_its_base_model(
-    tmp_path: Path, ended: bool, refused: bool
-) -> None:
+def test_an_experiment_that_has_run_cannot_change_its_base_model(tmp_path: Path, ended: bool, refused: bool) -> None:
     """After a change of base_models, such as of version."""
 
     async def scenario() -> None:
@@ -583,9 +581,7 @@ def outcome(directory: Path) -> list[Any]:
     return [[job["state"] for job in found], [len(lines) for lines in starts], len(models), left]
 
 
-def test_a_dispatcher_killed_at_any_record_trains_its_base_model_once(
-    tmp_path: Path, forked: Dispatchers
-) -> None:
+def test_a_dispatcher_killed_at_any_record_trains_its_base_model_once(tmp_path: Path, forked: Dispatchers) -> None:
     undisturbed = prepared(tmp_path / "undisturbed")
     assert forked.run(DispatcherCall(undisturbed, RUN, two_phase=True)) == 0
     expected = [["done"] * 3, [2, 1, 1], 1, []]

@@ -68,7 +68,7 @@ def test_the_listening_address_is_that_of_gloos_interface_or_of_the_ssh_connecti
 def test_the_program_prints_the_addresses_of_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for node, address in {"node1": ["10.0.0.1", 4000], "node2": ["10.0.0.2", 4000]}.items():
         (tmp_path / f"{node}.out").write_text(f"Welcome!\n{format_reply(address)}")
-    assert main(["places", str(tmp_path), "node1", "node2"]) == 0
+    assert main(["addresses", str(tmp_path), "node1", "node2"]) == 0
     assert capsys.readouterr().out == "node1=10.0.0.1:4000\nnode2=10.0.0.2:4000\n"
 
 

@@ -65,8 +65,8 @@ def ranks(*activities: Activity) -> list[Activity]:
 )
 def test_the_diagnosis_without_stacks(activities: list[Activity], silent: float, words: str) -> None:
     diagnosis = diagnose(ranks(*activities), 1.0, silent)
-    assert words in diagnosis.words and bool(words) == bool(diagnosis.words)
-    assert diagnosis.hung == diagnosis.words.startswith("looks hung")
+    assert words in diagnosis.text and bool(words) == bool(diagnosis.text)
+    assert diagnosis.hung == diagnosis.text.startswith("looks hung")
     assert diagnosis.hung == (words != "" and "but ranks are busy" not in words)
 
 
@@ -159,7 +159,7 @@ def test_the_others_wait_for_a_rank_that_has_exited() -> None:
 def test_with_stacks_the_timeout_is_the_same() -> None:
     activities = ranks(WAITS, LOOPS)
     assert not diagnose(activities, 1.0, 119.0).hung
-    assert diagnose(activities, 1.0, 130.0).words.startswith(
+    assert diagnose(activities, 1.0, 130.0).text.startswith(
         "looks hung: no output for 130 s; rank 1 on n2 is not in a coll"
     )
 

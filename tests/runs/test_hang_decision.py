@@ -96,7 +96,7 @@ def run_directory(logs: Path) -> Path:
 
 RANK_STATUS = {
     "rank": 0, "local_rank": 0, "pid": 7, "state": "S", "cpu": 0.0, "memory": 0, "gpus": [], "silent": 900.0,
-    "line": "", "stands": "", "frames": [],
+    "line": "", "stack_text": "", "frames": [],
 }  # fmt: skip
 NODE_STATUS = {
     "host": "n1", "seconds": 1.0, "ranks": [RANK_STATUS], "processes": [], "line": "", "gpus": [], "gpu_error": "",

@@ -39,7 +39,7 @@ from distributed.world import World
 CPU = torch.device("cpu")
 
 QUICK = ("--max-bytes", "4K", "--seconds", "0.1", "--timeout", "120")
-NAMES = ["answer", *checks.CHECKS, "links", "bandwidth", "pace"]
+NAMES = ["reply", *checks.CHECKS, "links", "bandwidth", "pace"]
 
 
 # ---------------------------------------------------------------- ranks
@@ -287,7 +287,7 @@ def waiting(start: Callable[..., ForkedRun]) -> WaitingLaunches:
 def test_a_frozen_rank_is_reported_with_its_last_step(waiting: WaitingLaunches) -> None:
     results = waiting.frozen.results(1)
     assert [results[0].code, results[2].code] == [1, 1]
-    (fault,) = check_of(results[0], "answer")["faults"]
+    (fault,) = check_of(results[0], "reply")["faults"]
     assert (fault["rank"], fault["host"]) == (1, "host1")
     assert fault["got"] == "none in 10 s; last step: broadcast"
     assert check_of(results[0], "pace") == {
@@ -299,7 +299,7 @@ def test_a_frozen_rank_is_reported_with_its_last_step(waiting: WaitingLaunches) 
 def test_a_rank_that_dies_is_reported(waiting: WaitingLaunches) -> None:
     results = waiting.dead.results()
     assert [results[0].code, results[1].code] == [1, -signal.SIGKILL]
-    (fault,) = check_of(results[0], "answer")["faults"]
+    (fault,) = check_of(results[0], "reply")["faults"]
     assert (fault["rank"], fault["host"]) == (1, "host1")
     assert fault["got"].endswith("last step: all_gather")
 
