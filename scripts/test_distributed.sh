@@ -5,9 +5,8 @@
 # Usage: test_distributed.sh [options] N [NODE...]
 #
 #   N                    number of processes per node: one per GPU, any number without GPUs
-#   NODE...              node1 user@node2 node[3-8,10] node9:4 (:4 overrides N), over SSH. Without NODE...: the
-#                        SLURM allocation of this shell, with N times its number of nodes as processes, else
-#                        this machine
+#   NODE...              node1 user@node2 node[3-8,10] node9:4 (:4 overrides N), over SSH. Without NODE...: in a
+#                        SLURM allocation all its nodes, with N processes on each, else this machine
 #
 # It checks the result of each collective on every rank (all_reduce, broadcast, all_gather, reduce_scatter,
 # all_to_all, point to point, barrier), measures the bus bandwidth by message size as nccl-tests do,

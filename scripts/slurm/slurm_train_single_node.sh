@@ -37,7 +37,7 @@
 #   MUSTER_KIT           Muster's directory, for a copy of this script outside of it
 #
 # The lines below are defaults: change them, or override them with options of sbatch. The whole allocation is
-# used: one process per task.
+# used: one rank per task.
 #
 #SBATCH --job-name=train
 #SBATCH --nodes=1                       # for more nodes use slurm_train.sh
@@ -45,7 +45,7 @@
 #SBATCH --gres=gpu:2                    # GPUs; none: for a cluster without GPUs
 #SBATCH --cpus-per-task=2               # cores per process, its data workers included
 #SBATCH --mem=8G                        # memory; 0: all of the node
-#SBATCH --time=1-00:00:00               # days-hours:minutes:seconds; after that the job requeues itself and resumes
+#SBATCH --time=1-00:00:00               # days-hours:minutes:seconds; shortly before, it requeues itself and resumes
 ##SBATCH --partition=gpu                # sinfo lists the partitions
 ##SBATCH --account=project              # account to charge, if the cluster requires one
 #SBATCH --output=logs/slurm-%j.out      # the directory must exist; %j is the job number

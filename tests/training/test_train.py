@@ -529,7 +529,7 @@ def test_unusable_checkpoints_are_refused_and_not_changed(workdir: Workdir, npro
     assert "resuming from" not in anew.stdout
 
 
-def test_resume_never_refuses_existing_checkpoints(workdir: Workdir) -> None:
+def test_existing_checkpoints_are_refused_with_resume_never(workdir: Workdir) -> None:
     assert workdir.run(1, "train.steps=2").returncode == 0
     result = workdir.run(1, "checkpoint.resume=never")
     assert result.returncode == 2
