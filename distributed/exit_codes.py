@@ -1,4 +1,4 @@
-"""Exit codes of launchers and ranks. scripts/lib/common.bash defines the same.
+"""Exit codes of launchers and ranks. scripts/lib/common.bash has those that launchers use, under EXIT_... names.
 
 A launcher passes on any other exit code of the first failed rank: 128+n for signal n.
 """

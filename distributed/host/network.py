@@ -97,7 +97,7 @@ def own_addresses(proc: Path = Path("/proc/net")) -> tuple[str, ...]:
 
 
 def outward_address() -> str:
-    """The address that other machines see; "" if there is only loopback."""
+    """The source IPv4 address of the default route; "" if there is none."""
     return address_towards("192.0.2.1")  # reserved for documentation (RFC 5737)
 
 

@@ -84,7 +84,7 @@ class StartRequest:
 
 
 class JobServer(Protocol):
-    """A server that runs jobs. Every method raises Unreachable when the connection is lost."""
+    """A server that runs jobs. Requests raise Unreachable when the connection is lost."""
 
     name: str
     pool: SlotPool
@@ -214,7 +214,10 @@ class Dispatcher:
     # ---------------------------------------------------------------- event loop
 
     async def run(self) -> None:
-        """Run until no job is left to run, the list is paused and no job runs, or interrupt() is called."""
+        """Run until no job is left to run, or a paused list has no running job, or interrupt() is called.
+
+        With drain, also until all cancel requests are done.
+        """
         for attempt in self._unended_attempts():
             self._occupy_slots(attempt)
         for job in list(self.state.unfinished()):

@@ -24,7 +24,7 @@ Settings = dict[str, Any]
 
 
 def grid(**values: Any) -> list[Settings]:
-    """One job for each combination of values. An iterable is a list of values, a string or a number is one value.
+    """One job for each combination of values. An iterable lists values; a string, number or mapping is one.
 
     Put a value that is itself a list, such as participants, into a list: participants=[["a", "b"]].
     """

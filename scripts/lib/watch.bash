@@ -13,13 +13,13 @@
 #   exit "$CODE"
 
 # shellcheck disable=SC2034,SC2153 # other files use these variables
-# Each node has a client: a local process that runs the node's supervisor, over ssh if the node is another machine. Its
-# standard input is the control channel of the supervisor; it writes its exit code to EVENTS.
+# A client is a local process that runs a node's supervisor, over ssh if the node is another machine; pdsh and SLURM
+# have one for all nodes. Its standard input is the control channel of the supervisor; its exit code goes to EVENTS.
 declare -A CLIENT=() CONTROL=() # of each node that has not ended: process id of the client, control channel
 declare -A REACHED_BY=()        # node -> function that runs a command there
 declare -A DEAD=()              # clients that have exited and whose exit code was not received
 declare -A UNSTARTED=()         # nodes on which the supervisor could not be started -> exit code
-declare -A SUPERVISED=()        # nodes with their own client, whose supervisor writes node_NAME.exit
+declare -A SUPERVISED=()        # nodes started by start_node: each has its own client
 SWEEPS=()                       # processes that end the remaining processes on lost nodes
 EVENTS=''                       # file descriptor of a pipe, opened for both directions: writers never block
 CODE=0                          # exit code of the run, set by report_verdict
@@ -337,7 +337,8 @@ report_verdict() {
 }
 
 
-# Whether a restart may help: the call was valid, no stop was requested, and the last restarts made progress.
+# Whether a restart may help: the call was valid, no stop was requested, the limit of restarts is
+# not reached, and not all of the last restarts were without progress. Counts those in STALLED.
 should_restart() {
   [[ ! $SIGNAL ]] && ((CODE != 0 && CODE != EXIT_USAGE && CODE != EXIT_STOPPED && RESTARTS < MAX_RESTARTS)) || return 1
   if made_progress || ((RESTARTS == 0)); then
