@@ -52,50 +52,50 @@ UP = [one.text for one in COMMANDS if one.needs == "# Needs root, and the progra
 class Cluster:
     """The laboratory, and the project directory of its user."""
 
-    desk: Path
+    project: Path
     env: dict[str, str]
 
     def call(self, text: str, typed: str = "") -> str:
         """Run a command line, with `typed` as its standard input. Return the output; fail when it fails."""
         done = subprocess.run(
-            ["bash", "-c", text], cwd=self.desk, env=self.env, input=typed, timeout=SECONDS,
+            ["bash", "-c", text], cwd=self.project, env=self.env, input=typed, timeout=SECONDS,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
         )  # fmt: skip
         assert done.returncode == 0, f"{text}\n{done.stdout}"
         return done.stdout
 
-    def words_of(self, job: str, ending: str) -> str:
+    def output_of(self, job: str, ending: str) -> str:
         """Return the output so far of a job, or of all elements of an array; ending is out or err."""
-        return "".join(path.read_text() for path in sorted(self.desk.glob(f"logs/slurm-{job}[._]*{ending}")))
+        return "".join(path.read_text() for path in sorted(self.project.glob(f"logs/slurm-{job}[._]*{ending}")))
 
-    def is_at_work(self, job: str, turn: int) -> bool:
-        """The trainer has said what it is about to do."""
-        return self.words_of(job, "out").count("\nsteps ") == turn
+    def is_training(self, job: str, attempt: int) -> bool:
+        """The trainer has printed what it is about to do."""
+        return self.output_of(job, "out").count("\nsteps ") == attempt
 
     def exit_codes(self, job: str) -> set[str]:
         """Empty while it goes on."""
-        said = self.call(f"scontrol show job {job}")
-        goes_on = re.search(r"JobState=(?!COMPLETED|FAILED|CANCELLED|TIMEOUT|NODE_FAIL)", said)
-        return set() if goes_on else set(re.findall(r" ExitCode=(\S+)", said))
+        printed = self.call(f"scontrol show job {job}")
+        unfinished = re.search(r"JobState=(?!COMPLETED|FAILED|CANCELLED|TIMEOUT|NODE_FAIL)", printed)
+        return set() if unfinished else set(re.findall(r" ExitCode=(\S+)", printed))
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Started with the commands of the guide."""
-    desk = make_project(tmp_path_factory.mktemp("project"))
-    (desk / "logs").mkdir()
-    (desk / "my_job.sh").write_bytes((KIT / "scripts/slurm/slurm_train.sh").read_bytes())
+    project = make_project(tmp_path_factory.mktemp("project"))
+    (project / "logs").mkdir()
+    (project / "my_job.sh").write_bytes((KIT / "scripts/slurm/slurm_train.sh").read_bytes())
     inherited = {
         name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_", "MUSTER_"))
     }
-    activated = {"VIRTUAL_ENV": f"{desk}/.venv", "PATH": f"{desk}/.venv/bin:{inherited['PATH']}"}
+    activated = {"VIRTUAL_ENV": f"{project}/.venv", "PATH": f"{project}/.venv/bin:{inherited['PATH']}"}
     # Like a login shell: SHELL is set, which salloc starts, and OMP_NUM_THREADS is not.
     inherited.pop("OMP_NUM_THREADS", None)
-    login = {"SHELL": "/bin/bash", "MUSTER_LAB": f"{desk}/lab"}
+    login = {"SHELL": "/bin/bash", "MUSTER_LAB": f"{project}/lab"}
     env = inherited | activated | login
     try:
-        conf = Cluster(desk, env).call("\n".join(["set -e", *UP, "printenv SLURM_CONF"])).splitlines()[-1]
-        yield Cluster(desk, env | {"SLURM_CONF": conf})
+        conf = Cluster(project, env).call("\n".join(["set -e", *UP, "printenv SLURM_CONF"])).splitlines()[-1]
+        yield Cluster(project, env | {"SLURM_CONF": conf})
     finally:
         subprocess.run([LAB, "down"], env=env, check=True)
 
@@ -105,7 +105,7 @@ def wait_until(condition: Callable[..., object], cluster: Cluster, job: str, *ar
     while not condition(cluster, job, *arguments):
         if time.monotonic() > end:
             state = cluster.call(f"scontrol show job {job}; squeue; sinfo; ps -eo pid,ppid,stat,etime,wchan:20,args")
-            output = cluster.words_of(job, "out") + cluster.words_of(job, "err")
+            output = cluster.output_of(job, "out") + cluster.output_of(job, "err")
             pytest.fail(f"{condition.__name__} {arguments}: not within {SECONDS} s\n{state}\n{output}")
         time.sleep(0.2)
 
@@ -124,20 +124,20 @@ def test_a_command_for_slurm_succeeds(group: list[Command], cluster: Cluster) ->
 
 def follow_job(submission: Command, others: list[Command], cluster: Cluster) -> None:
     job = cluster.call(submission.text).split()[-1]
-    turns = 1
+    attempts = 1
     for one in others:
-        wait_until(Cluster.is_at_work, cluster, job, turns)
-        said = cluster.call(one.text.replace(JOB, job))
-        assert one.words[0] == "scancel" or job in said, f"{one}\n{said}"
-        turns += "--signal=USR2" in one.words
+        wait_until(Cluster.is_training, cluster, job, attempts)
+        printed = cluster.call(one.text.replace(JOB, job))
+        assert one.words[0] == "scancel" or job in printed, f"{one}\n{printed}"
+        attempts += "--signal=USR2" in one.words
     wait_until(Cluster.exit_codes, cluster, job)
-    told = cluster.words_of(job, "err")
+    errors = cluster.output_of(job, "err")
     stopped = any(one.script == "scripts/stop.sh" for one in others)
-    assert cluster.exit_codes(job) == ({STOPPED} if stopped else {"0:0"}), told
-    assert f"verdict: {'stopped' if stopped else 'ok'}" in told
-    assert told.count(f"requeueing job {job}") == turns - 1
-    assert cluster.words_of(job, "out").count("resuming from") == turns - 1
-    assert not unexplained(cluster.desk / f"logs/slurm-{job}"), "files of a run that the guide does not explain"
+    assert cluster.exit_codes(job) == ({STOPPED} if stopped else {"0:0"}), errors
+    assert f"verdict: {'stopped' if stopped else 'ok'}" in errors
+    assert errors.count(f"requeueing job {job}") == attempts - 1
+    assert cluster.output_of(job, "out").count("resuming from") == attempts - 1
+    assert not unexplained(cluster.project / f"logs/slurm-{job}"), "files of a run that the guide does not explain"
 
 
 def test_the_guide_has_commands_for_slurm() -> None:

@@ -25,7 +25,7 @@ EVENTS=''                       # file descriptor of a pipe, opened for both dir
 CODE=0                          # exit code of the run, set by report_verdict
 STATUS=0                        # exit code of the first node that failed
 SIGNAL=''                       # signal that requested a stop
-DEADLINE='' REQUEST=''          # next request to nodes that still run, and when it is due
+DEADLINE='' REQUEST=''          # when nodes that still run get the next request, and which
 HEARTBEAT_TIMEOUT=''            # seconds without a heartbeat of the launcher after which a node stops its command
 RESTARTS=0                      # so far
 ATTEMPT=0                       # number of the last archived attempt

@@ -453,7 +453,7 @@ repair() {
 
 # ---- processes and state of a node ----
 
-processes_of() { # <node>; all in its network namespace, whoever started them
+processes_of() { # <node>; prints all processes in its network namespace
   local link
   for link in /proc/[0-9]*/ns/net; do
     if [[ $link -ef $LAB/$1/net ]]; then

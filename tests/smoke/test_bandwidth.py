@@ -1,4 +1,4 @@
-"""A slow node is told apart from slow links of all others, a slow link from two slow nodes, and noise from both."""
+"""Distinguish a slow node from slow links of all others, a slow link from two slow nodes, and noise from both."""
 
 from __future__ import annotations
 
