@@ -2,8 +2,8 @@
 
 They come from failure records of workers (errors/rank_<rank>.json), of Muster's agents (errors/node_<name>.json) and of
 supervisors that were killed or lost their launcher (errors/supervisor_<name>.json), from hang.json, which the launcher
-writes when it stops a hung run, from torchrun's error files (ranks/), and from the exit codes and logs of the nodes.
-Any of these files may be missing, incomplete or damaged.
+writes when it stops a hung run, and from the exit codes and logs of the nodes. Any of these files may be missing,
+incomplete or damaged.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 from distributed.exit_codes import STOPPED, UNFIT
 from distributed.runs.node_log import Log, LoggedException, last_exception, read_log
-from distributed.runs.records import integer, listed, mapping, read_object, text
+from distributed.runs.records import integer, listed, mapping, number, read_object, text
 
 STOP_CODES = (STOPPED, 128 + signal.SIGHUP, 128 + signal.SIGINT, 128 + signal.SIGTERM)  # of ranks that were stopped
 NODE_ENV = "config/node_env.sh: "  # prefix of a node's messages about that file
@@ -36,7 +36,6 @@ class Failure:
 
     node: str
     rank: int | None = None  # None: another program, or the node as a whole
-    local_rank: int | None = None
     pid: int | None = None
     time: float | None = None  # Unix seconds
     exit_code: int | None = None  # 128+n for a signal; None for an agent that recorded nothing
@@ -68,34 +67,28 @@ def gather(run: Path) -> Evidence:
     """Read all records in a run directory, and merge those about the same rank."""
     warnings: list[str] = []
     facts = read_object(run / "run.json", warnings)
-    records = []  # of Muster's agents
+    agents = []  # records of Muster's agents
     for path in sorted(run.glob("errors/node_*.json")):
         record = read_object(path, warnings)
-        records.append(record | {"node": text(record.get("node")) or path.name[5:-5]})
+        agents.append(record | {"node": text(record.get("node")) or path.name[5:-5]})
+    succeeded = ((integer(rank), agent["node"]) for agent in agents for rank in listed(agent.get("ended_well")))
     known = Evidence(
         exits=_exit_codes(run, warnings),
         ranks=_ranks_of_nodes(facts),
-        succeeded={
-            rank: record["node"]
-            for record in records
-            for value in listed(record.get("ended_well"))
-            if (rank := integer(value)) is not None
-        },
+        succeeded={rank: node for rank, node in succeeded if rank is not None},
         hang=read_object(run / "hang.json", warnings),
     )
     logs = {path.name[5:-4]: read_log(path, path.name[5:-4]) for path in sorted(run.glob("node_*.log"))}
+    deaths = [_from_record(one, agent["node"]) for agent in agents for one in listed(agent.get("deaths"))]
+    of_workers = [_from_record(read_object(path, warnings), "?") for path in sorted(run.glob("errors/rank_*.json"))]
     # Of two records about a rank the right one, which is more reliable, replaces the left one.
-    ends = _by_rank(_torchrun_summaries(logs)) | _by_rank(_deaths(records))
-    causes = (
-        _by_rank(_exceptions_in_logs(logs, ends))
-        | _by_rank(_torchrun_records(run, ends, known, warnings))
-        | _by_rank(_worker_records(run, warnings))
-    )
+    ends = _by_rank(_torchrun_summaries(logs)) | _by_rank(deaths)
+    causes = _by_rank(_exceptions_in_logs(logs, ends)) | _by_rank(of_workers)
     failures = [_merge(causes[key], ends[key]) for key in sorted(causes.keys() & ends.keys())]
     failures += [(causes | ends)[key] for key in sorted(causes.keys() ^ ends.keys())]
     failures += _supervisor_records(run, facts, warnings)
     failures += _failed_agents(known, logs, recorded={failure.node for failure in failures})
-    failures += _lost_nodes(run, known, failures, records)
+    failures += _lost_nodes(run, known, failures, agents)
     return replace(known, failures=tuple(failures), warnings=tuple(warnings))
 
 
@@ -113,7 +106,6 @@ def _merge(cause: Failure, end: Failure) -> Failure:
         code = 1 if cause.exception and cause.traceback and (end.exit_code or 0) > 128 else end.exit_code
     return replace(
         cause,
-        local_rank=end.local_rank,
         pid=end.pid,
         time=end.time if cause.time is None else cause.time,
         exit_code=code,
@@ -127,7 +119,7 @@ def _merge(cause: Failure, end: Failure) -> Failure:
 def _ranks_of_nodes(facts: Json) -> dict[str, range]:
     """From run.json."""
     ranks = {}
-    for entry in map(mapping, listed(facts.get("places"))):
+    for entry in map(mapping, listed(facts.get("layout"))):
         if node := text(entry.get("node")):
             first = integer(entry.get("first_rank")) or 0
             ranks[node] = range(first, first + min(integer(entry.get("processes")) or 0, MAX_RANKS))
@@ -147,30 +139,12 @@ def _exit_codes(run: Path, warnings: list[str]) -> dict[str, int]:
 # ---------------------------------------------------------------- records about ranks
 
 
-def _worker_records(run: Path, warnings: list[str]) -> Iterator[Failure]:
-    """Read errors/rank_<rank>.json, which workers write."""
-    for path in sorted(run.glob("errors/rank_*.json")):
-        if failure := _from_record(read_object(path, warnings), node="?"):
-            yield failure
-
-
-def _deaths(records: Iterable[Json]) -> Iterator[Failure]:
-    """The ranks whose end Muster's agents recorded."""
-    for record in records:
-        for death in listed(record.get("deaths")):
-            if failure := _from_record(mapping(death), record["node"]):
-                yield failure
-
-
-def _from_record(record: Mapping[str, Any], node: str) -> Failure | None:
-    """None when the record has no rank."""
-    rank = integer(record.get("rank"))
-    if rank is None:
-        return None
+def _from_record(value: object, node: str) -> Failure:
+    """A rank that a worker or an agent recorded. node: where it ran, unless the record names its node."""
+    record = mapping(value)
     return Failure(
         node=text(record.get("node")) or node,
-        rank=rank,
-        local_rank=integer(record.get("local_rank")),
+        rank=integer(record.get("rank")),
         pid=integer(record.get("pid")),
         time=_seconds(record.get("time")),
         exit_code=_exit_code(record.get("exit_code")),
@@ -181,49 +155,24 @@ def _from_record(record: Mapping[str, Any], node: str) -> Failure | None:
     )
 
 
-def _torchrun_records(run: Path, ends: Failures, known: Evidence, warnings: list[str]) -> Iterator[Failure]:
-    """Read ranks/<node>/<...>/attempt_<k>/<local rank>/error.json of each node's last attempt."""
-    for directory in sorted(run.glob("ranks/*")):
-        node, attempts = directory.name, sorted(directory.glob("**/attempt_*"), key=_attempt_order)
-        for path in sorted(attempts[-1].glob("*/error.json")) if attempts else []:
-            local_rank = int(path.parent.name) if path.parent.name.isdecimal() else 0
-            same = (one.rank for (name, _), one in ends.items() if name == node and one.local_rank == local_rank)
-            rank = next(same, known.ranks.get(node, range(0)).start + local_rank)
-            record = read_object(path, warnings)
-            message = record.get("message")
-            if isinstance(message, str):
-                yield Failure(node, rank, local_rank, message=message, time=_seconds(record.get("timestamp")))
-            elif isinstance(message, dict):
-                extra = mapping(message.get("extraInfo"))
-                name, _, error = text(message.get("message")).partition(": ")
-                raised = LoggedException(name, error, text(extra.get("py_callstack")))
-                yield Failure(node, rank, local_rank, time=_seconds(extra.get("timestamp")), **raised._asdict())
-
-
-def _attempt_order(attempt: Path) -> tuple[float, int]:
-    """The sort key: by launch, then by number (attempt_10 after attempt_9)."""
-    number = attempt.name.removeprefix("attempt_")
-    return attempt.parent.stat().st_mtime, int(number) if number.isdecimal() else -1
-
-
 _SUMMARY = re.compile(
-    r"time +: (\S+)\n.*\n +rank +: (\d{1,9}) \(local_rank: (\d{1,9})\)"
+    r"time +: (\S+)\n.*\n +rank +: (\d{1,9}) \(local_rank: \d{1,9}\)"
     r"\n +exitcode +: (-?\d{1,9}) \(pid: (\d{1,9})\)"
 )
 
 
 def _torchrun_summaries(logs: Logs) -> Iterator[Failure]:
-    """Parse the list of failures that torchrun's agent prints when it exits."""
+    """Parse the list of failures that PyTorch's own agent (--agent torchrun) prints when it exits."""
     for node, log in logs.items():
         output = "\n".join(line.text for line in log.get(None, []))
         ended = {int(pid) for pid in re.findall(r"Sending process (\d{1,9}) closing signal", output)}
         for when, *numbers in _SUMMARY.findall(output[output.rfind("\nFailures:") :]):
-            rank, local_rank, code, pid = map(int, numbers)
+            rank, code, pid = map(int, numbers)
             try:  # 2025-01-02_03:04:05 in the node's time zone, assumed to be that of this machine
                 time = datetime.fromisoformat(when.replace("_", "T")).timestamp()
             except (ValueError, OverflowError):
                 time = None
-            yield Failure(node, rank, local_rank, pid, time, _exit_code(code), ended_by_agent=pid in ended)
+            yield Failure(node, rank, pid, time, _exit_code(code), ended_by_agent=pid in ended)
 
 
 def _exceptions_in_logs(logs: Logs, ends: Failures) -> Iterator[Failure]:
@@ -240,7 +189,7 @@ def _exceptions_in_logs(logs: Logs, ends: Failures) -> Iterator[Failure]:
 
 def _supervisor_records(run: Path, facts: Json, warnings: list[str]) -> Iterator[Failure]:
     """Read errors/supervisor_<name>.json of supervisors that were killed or lost their launcher."""
-    entries = map(mapping, listed(facts.get("places")))
+    entries = map(mapping, listed(facts.get("layout")))
     without_ssh = {text(entry.get("node")) for entry in entries if not entry.get("address")}
     for path in sorted(run.glob("errors/supervisor_*.json")):
         record = read_object(path, warnings)
@@ -259,47 +208,37 @@ def _failed_agents(known: Evidence, logs: Logs, recorded: set[str]) -> Iterator[
         if not code or node in recorded or node in known.succeeded.values():
             continue
         log = logs.get(node, {})
-        of_ranks = {rank: last_exception(lines) for rank, lines in log.items() if rank is not None}
-        yield from (
-            Failure(node, rank, exit_code=code, **raised._asdict()) for rank, raised in of_ranks.items() if raised
-        )
-        if any(of_ranks.values()):
+        raised = {rank: last_exception(lines) for rank, lines in log.items()}
+        of_ranks = {rank: one for rank, one in raised.items() if one and rank is not None}
+        for rank, one in of_ranks.items():
+            yield Failure(node, rank, exit_code=code, **one._asdict())
+        if of_ranks:
             continue
-        lines = log.get(None, [])
-        raised = last_exception(lines)
-        if raised is None:
-            texts = [line.text for line in lines if line.text.strip()]
-            # srun prints more lines after a message about node_env.sh.
-            texts = [text for text in texts if code == UNFIT and NODE_ENV in text] or texts
-            raised = LoggedException(None, texts[-1] if texts and code < 128 else "", "")
-        yield Failure(node, exit_code=code, **raised._asdict())
+        texts = [line.text for line in log.get(None, []) if line.text.strip()]
+        # srun prints more lines after a message about node_env.sh.
+        texts = [text for text in texts if code == UNFIT and NODE_ENV in text] or texts
+        last = LoggedException(None, texts[-1] if texts and code < 128 else "", "")
+        yield Failure(node, exit_code=code, **(raised.get(None) or last)._asdict())
 
 
-def _lost_nodes(run: Path, known: Evidence, failures: Sequence[Failure], records: Sequence[Json]) -> list[Failure]:
+def _lost_nodes(run: Path, known: Evidence, failures: Sequence[Failure], agents: Sequence[Json]) -> list[Failure]:
     """Nodes without any file while others have some, and nodes whose connection or heartbeats were lost."""
     started = known.exits and SRUN not in known.exits
     recorded = {*known.exits, *(failure.node for failure in failures)}
     nodes = {node for node in known.ranks if started and node not in recorded}
-    messages = {path.name[5:-5]: _first_line(path) for path in run.glob("node_*.lost")}  # the launcher writes them
-    if lost_by_launcher := messages.keys() & set(known.ranks):
-        nodes |= lost_by_launcher
+    lost_by_launcher = {path.name[5:-5]: path.read_text(errors="replace") for path in run.glob("node_*.lost")}
+    if reported := lost_by_launcher.keys() & known.ranks.keys():
+        nodes |= reported
     else:
         # Agents record whose heartbeats timed out. When the network splits, each side misses the other: the node that
         # most agents miss is lost; of two, the later one.
-        missed = Counter(lost for record in records if (lost := text(record.get("lost"))))
+        missed = Counter(lost for agent in agents if (lost := text(agent.get("lost"))))
         order = {node: n for n, node in enumerate(known.ranks)}
         likely = max(missed, key=lambda node: (missed[node], order.get(node, 0)), default="")
         # A disconnected node stops its ranks. Any other exit code means that it failed before its heartbeats stopped.
         if likely and known.exits.get(likely, UNFIT) in (UNFIT, *STOP_CODES):
             nodes.add(likely)
-    return [Failure(node, message=messages.get(node, "")) for node in sorted(nodes)]
-
-
-def _first_line(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace").partition("\n")[0]
-    except OSError:
-        return ""
+    return [Failure(node, message=lost_by_launcher.get(node, "").partition("\n")[0]) for node in sorted(nodes)]
 
 
 def _exit_code(value: object) -> int | None:
@@ -309,8 +248,5 @@ def _exit_code(value: object) -> int | None:
 
 
 def _seconds(value: object) -> float | None:
-    try:
-        seconds = float(value) if isinstance(value, int | float | str) else math.nan
-    except (ValueError, OverflowError):
-        return None
+    seconds = number(value)
     return seconds if math.isfinite(seconds) else None

@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"{error}\n")
         return 2
     replies = read_replies(run, options.replies)
-    progress = read_progress(run.folder, time.time())
+    progress = read_progress(run.directory, time.time())
     observed = observe_ranks(replies, progress, options.watched)
     silent = min(observed.silent, options.watched)
     logs_metrics = progress.silent is not None or any(
@@ -98,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         decision = decide(observed, options.timeout, silent, stall, options.certain)
         if stall and decision == HUNG:
             option = "" if options.certain else f" (--hang-timeout {options.timeout:.0f})"
-            write_json(str(run.folder / HANG_FILE), hang_record(observed, silent, stall, option))
+            write_json(str(run.directory / HANG_FILE), hang_record(observed, silent, stall, option))
     sys.stdout.write(f"{decision}\n")
     return 0
 

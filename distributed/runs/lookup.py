@@ -1,7 +1,7 @@
 """Find a run: its directory, its nodes, and whether its launcher still runs.
 
-A run is given as its directory, its name in logs, or the number of its SLURM job. Everything else is in run.json, so a
-run can be found from any machine that shares the directory. Standard library only.
+A run is given as its directory, its name in logs, or the number of its SLURM job. run.json has everything else: a run
+can be found from any machine that shares the directory. Standard library only.
 
 Try it: python -m distributed.runs.lookup --from "$PWD" logs/latest | tr '\\0' '\\n'
 """
@@ -14,7 +14,8 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from itertools import chain
 from pathlib import Path
 
 from distributed.host.identity import machine, user
@@ -51,14 +52,14 @@ class Launcher:
 
 @dataclass(frozen=True)
 class Run:
-    folder: Path
+    directory: Path
     mark: str  # MUSTER_RUN_DIR of its processes: the directory at the time of the launch
     python: str  # the interpreter of the ranks
     user: str
     started: str
     command: tuple[str, ...]
     launcher: Launcher
-    places: tuple[RunNode, ...]
+    nodes: tuple[RunNode, ...]
     job: str = ""  # number of its SLURM job
 
 
@@ -86,23 +87,20 @@ def read(directory: Path) -> Run:
         facts = json.loads((directory / "run.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise RunLookupError(f"{directory}/run.json: cannot be read ({error})") from None
-    if not isinstance(facts, dict) or not {"folder", "launcher", "places", "python"} <= facts.keys():
+    if not isinstance(facts, dict) or not {"directory", "launcher", "layout", "python"} <= facts.keys():
         raise RunLookupError(f"{directory}/run.json: incomplete, or written by an older version of Muster")
     launcher = facts["launcher"]
     where = locate_launcher(launcher["host"], launcher["machine"], launcher["pid"], launcher["since"])
     home = launcher["host"] if where == ELSEWHERE else ""
-    places = [
-        RunNode(one["node"], one["address"] or home, one["processes"], one["first_rank"]) for one in facts["places"]
-    ]
     return Run(
-        folder=directory,
-        mark=facts["folder"],
+        directory=directory,
+        mark=facts["directory"],
         python=facts["python"],
         user=facts["user"],
         started=facts["started"],
         command=tuple(facts["command"]),
         launcher=Launcher(launcher["host"], launcher["pid"], launcher["since"], where, launcher["grace"]),
-        places=tuple(places),
+        nodes=tuple(RunNode(**one | {"address": one["address"] or home}) for one in facts["layout"]),
         job=facts.get("slurm_job") or "",
     )
 
@@ -137,10 +135,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"{error}\n")
         return 2
     launcher = run.launcher
-    fields = [run.folder, run.mark, run.python, launcher.where, launcher.host, launcher.pid, launcher.since]
-    fields += [launcher.grace, run.job]
-    for place in run.places:
-        fields += [place.node, place.address, place.processes, place.first_rank]
+    fields = [run.directory, run.mark, run.python, launcher.where, launcher.host, launcher.pid, launcher.since]
+    fields += [launcher.grace, run.job, *chain.from_iterable(map(astuple, run.nodes))]
     sys.stdout.buffer.write(b"".join(os.fsencode(str(field)) + b"\0" for field in fields))
     return 0
 
@@ -148,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def refuse_other_users(run: Run, caller: str, uid: int) -> None:
     if uid != 0 and run.user != caller:
         raise RunLookupError(
-            f"{run.folder}: started by {run.user}, and you are {caller}, who cannot inspect processes of other users"
+            f"{run.directory}: started by {run.user}, and you are {caller}, who cannot inspect processes of other users"
         )
 
 

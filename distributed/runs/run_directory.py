@@ -80,7 +80,7 @@ def describe(
     cwd: str,
     python: str,
     command: Sequence[str],
-    places: Sequence[str] = (),
+    addresses: Sequence[str] = (),
     first_rank: int = 0,
     launcher: int = 0,
     grace: int = 8,
@@ -89,20 +89,25 @@ def describe(
     """The content of run.json.
 
     nproc: number of processes on all nodes. config: None when the script gets no settings file. python: interpreter of
-    the ranks. places: [user@]host:processes for each node that is reached over ssh; empty when all are on this machine.
+    the ranks. addresses: [user@]host:processes of each node, reached over ssh; empty when all are on this machine.
     first_rank: the lowest rank of the first node; not 0 when other nodes have their own run directories. launcher: its
     pid; default: the parent process. grace: seconds from a stop request to SIGKILL. slurm_job: the job number and, for
     an element of an array, also ARRAY_INDEX, such as 17_3.
     """
+    layout = []
+    for node, address in zip(nodes, addresses or [f":{nproc}"] * len(nodes), strict=True):
+        host, _, count = address.rpartition(":")
+        layout.append({"node": node, "address": host or None, "processes": int(count), "first_rank": first_rank})
+        first_rank += int(count)
     pid = launcher or os.getppid()
     zone = time.strftime("%z")
     return {
         "run": os.path.basename(directory),
-        "folder": directory,  # MUSTER_RUN_DIR of its processes
+        "directory": directory,  # MUSTER_RUN_DIR of its processes
         "command": list(command),
         "started": f"{time.strftime('%Y-%m-%dT%H:%M:%S')}{zone[:3]}:{zone[3:]}",
         "nodes": list(nodes),
-        "places": _places(nodes, nproc, places, first_rank),
+        "layout": layout,  # address: None for this machine
         # Start time and machine tell this launcher apart from a later process with the same pid.
         "launcher": {
             "host": os.uname().nodename, "pid": pid, "since": start_time(pid), "machine": machine(), "grace": grace,
@@ -117,17 +122,6 @@ def describe(
         "versions": _versions(python),
         "git": _git(cwd),
     }  # fmt: skip
-
-
-def _places(nodes: Sequence[str], nproc: int, places: Sequence[str], first_rank: int) -> list[dict[str, object]]:
-    """Name, ssh address (None: this machine), number of processes and first rank of each node."""
-    found: list[dict[str, object]] = []
-    for node, place in zip(nodes, places or [f":{nproc}"] * len(nodes), strict=True):
-        address, _, processes = place.rpartition(":")
-        ssh = address if places else None
-        found.append({"node": node, "address": ssh, "processes": int(processes), "first_rank": first_rank})
-        first_rank += int(processes)
-    return found
 
 
 def _versions(python: str) -> dict[str, str | None]:
@@ -237,7 +231,7 @@ def _parse(arguments: Sequence[str]) -> dict[str, Any]:
     parser.add_argument("--nodes", required=True, nargs="+", metavar="NODE", type=node)
     parser.add_argument("--nproc", required=True, type=int, metavar="N", help="number of processes on all nodes")
     parser.add_argument("--first-rank", type=int, metavar="N", default=0, help="of the first node")
-    parser.add_argument("--places", nargs="+", metavar="ADDRESS:N", default=(), help="of each node over ssh")
+    parser.add_argument("--addresses", nargs="+", metavar="ADDRESS:N", default=(), help="of each node over ssh")
     parser.add_argument("--launcher", type=int, metavar="PID", default=0, help="default: the caller")
     parser.add_argument("--grace", type=int, metavar="SECONDS", default=8)
     parser.add_argument("--again", metavar="RUN", help="use the existing directory of this requeued run")

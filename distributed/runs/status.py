@@ -114,11 +114,11 @@ def state_of(run: Run, replies: Sequence[NodeReply], verdict: Mapping[str, Any])
     if run.launcher.where in (HERE, IN_JOB) or (run.launcher.where == ELSEWHERE and nodes):
         return state_with_launcher(replies, verdict)
     if nodes:
-        stop = f"{KIT}/scripts/stop.sh {shlex.quote(str(run.folder))}"
+        stop = f"{KIT}/scripts/stop.sh {shlex.quote(str(run.directory))}"
         return RunState("left", f"the launcher has exited, but processes remain on {', '.join(nodes)}", True, stop)
     if verdict:
         return RunState("ended", verdict_text(verdict), verdict.get("outcome") == "failed")
-    command = f"cd {shlex.quote(KIT)} && python -m distributed.runs.verdict {shlex.quote(str(run.folder))}"
+    command = f"cd {shlex.quote(KIT)} && python -m distributed.runs.verdict {shlex.quote(str(run.directory))}"
     return RunState("unknown", "no process of the run was found, and it has no verdict; to get one:", True, command)
 
 
@@ -228,7 +228,7 @@ def headline(status: Status) -> str:
     state = status.state
     healthy = state.name in ("running", "ended") and not status.diagnosis.hung
     how = paint(HEADLINES[state.name], RED if state.wrong else GREEN if healthy else YELLOW)
-    text = f"{paint(status.run.folder.name, BOLD)}: {how} {duration(status.seconds)}"
+    text = f"{paint(status.run.directory.name, BOLD)}: {how} {duration(status.seconds)}"
     text += " ago" if state.name == "waiting" else ""
     progress = status.progress
     if progress.step is not None:
@@ -346,13 +346,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"{error}\n")
         return 2
     replies = read_replies(run, options.replies)
-    path = run.folder / "verdict.json"
+    path = run.directory / "verdict.json"
     if verdict := read_object(path, []):
         verdict["written"] = path.stat().st_mtime
     elif run.launcher.where == GONE:
-        decided = decide(run.folder)  # the launcher was killed before it wrote verdict.json
+        decided = decide(run.directory)  # the launcher was killed before it wrote verdict.json
         verdict = asdict(decided) | {"written": decided.time or now}
-    status = judge(run, replies, verdict, read_progress(run.folder, now), now, options.job_state)
+    status = judge(run, replies, verdict, read_progress(run.directory, now), now, options.job_state)
     if options.first and status.needs_stacks:
         options.state.write_text(NEEDS_STACKS + "\n")
         return 0

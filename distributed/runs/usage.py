@@ -45,8 +45,8 @@ def read_usage(run: Path) -> Usage:
     usage = Usage()
     attempts = sorted(run.glob("try_*"), key=lambda path: (len(path.name), path.name))
     for attempt in [*attempts, run]:
-        places = map(mapping, listed(read_object(attempt / "run.json", []).get("places")))
-        first_ranks = {str(place.get("node")): number(place.get("first_rank")) for place in places}
+        layout = map(mapping, listed(read_object(attempt / "run.json", []).get("layout")))
+        first_ranks = {str(one.get("node")): number(one.get("first_rank")) for one in layout}
         times = []
         for path in sorted(attempt.glob("node_*.samples.jsonl")):
             node = path.name.removeprefix("node_").removesuffix(".samples.jsonl")

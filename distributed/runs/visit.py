@@ -34,7 +34,7 @@ class NodeReply:
 
 
 def read_replies(run: Run, directory: Path) -> list[NodeReply]:
-    return [read_reply(node, directory) for node in run.places]
+    return [read_reply(node, directory) for node in run.nodes]
 
 
 def read_reply(node: RunNode, directory: Path) -> NodeReply:

@@ -139,18 +139,18 @@ set_compare_arguments() {
 
 # Compare the replies, choose the master address, and make the run directory. Sets RUN, MASTER_ADDR and MASTER_PORT.
 open_run() {
-  local node opened places=() name=${MODULE:-${WORK[0]}}
+  local node opened addresses=() name=${MODULE:-${WORK[0]}}
   [[ ! -d $name ]] || name=$(cd -- "$name" && pwd)
   name=${name##*/}
   for node in "${NODES[@]}"; do
-    [[ ! ${ADDRESS[$node]-} ]] || places+=("${ADDRESS[$node]}:${NPROC_OF[$node]}")
+    [[ ! ${ADDRESS[$node]-} ]] || addresses+=("${ADDRESS[$node]}:${NPROC_OF[$node]}")
   done
   mask_call
   set_compare_arguments
   opened=$(kit_python launch.open_run "${COMPARE[@]}" \
     create --logs "$(absolute "$LOG_DIR")" --name "${name%.py}" --nproc "$RANKS" \
-    --nodes "${NODES[@]}" ${places:+--places "${places[@]}"} --first-rank "$FIRST_RANK" --launcher $$ --grace "$GRACE" \
-    ${EARLIER_RUN:+--again "$EARLIER_RUN"} ${SLURM_JOB:+--slurm-job "${SLURM_JOB[@]}"} \
+    --nodes "${NODES[@]}" ${addresses:+--addresses "${addresses[@]}"} --first-rank "$FIRST_RANK" \
+    --launcher $$ --grace "$GRACE" ${EARLIER_RUN:+--again "$EARLIER_RUN"} ${SLURM_JOB:+--slurm-job "${SLURM_JOB[@]}"} \
     --script "${MODULE:-${WORK[0]}}" --config "${CONFIG_ARGS[1]:--}" --cwd "$PWD" --python "$PYTHON" \
     -- "${MASKED_CALL[@]}") || exit
   if [[ $REPLIES ]]; then

@@ -421,8 +421,8 @@ def sample(time: float, *ranks: tuple[float, int, int], gpus: Json | None = None
 def attempt(directory: Path, *samples: Json, node: str = "node2", tail: str = "") -> Path:
     directory.mkdir(exist_ok=True)
     (directory / f"node_{node}.samples.jsonl").write_text("".join(json.dumps(one) + "\n" for one in samples) + tail)
-    places = [{"node": "node1", "first_rank": 0}, {"node": "node2", "first_rank": 2}]
-    return write_run(directory, run=about(places=places))
+    layout = [{"node": "node1", "first_rank": 0}, {"node": "node2", "first_rank": 2}]
+    return write_run(directory, run=about(layout=layout))
 
 
 def test_resource_usage_is_drawn_for_all_attempts(tmp_path: Path) -> None:

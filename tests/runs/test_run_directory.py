@@ -147,7 +147,7 @@ def test_links_point_to_the_newest_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["latest", "node_n1.log"])
-@pytest.mark.parametrize("kind", ["file", "folder"])
+@pytest.mark.parametrize("kind", ["file", "directory"])
 def test_a_file_or_directory_is_not_replaced_by_a_link(tmp_path: Path, name: str, kind: str) -> None:
     if kind == "file":
         (tmp_path / name).write_text("mine")

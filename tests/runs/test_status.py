@@ -229,7 +229,8 @@ def test_a_node_without_a_reply_has_a_reason(tmp_path: Path, code: str, err: str
 
 
 def create_run(logs: Path, **changes: Any) -> Path:
-    facts: dict[str, Any] = {"nodes": ["n1", "n2"], "nproc": 3, "places": ["ada@n1:1", "n2:2"], "launcher": os.getpid()}
+    facts: dict[str, Any] = {"nodes": ["n1", "n2"], "nproc": 3, "addresses": ["ada@n1:1", "n2:2"]}
+    facts["launcher"] = os.getpid()
     fixed: dict[str, Any] = {"script": "t.py", "config": None, "cwd": "/", "python": "/p/python", "command": ["t"]}
     return Path(run_directory.create(str(logs), "train", **fixed, **facts | changes))
 
@@ -239,8 +240,8 @@ def test_a_run_is_found_with_its_nodes_and_its_launcher(tmp_path: Path) -> None:
     run_directory.link_to(str(directory), [])
     for argument in (str(directory), directory.name, "latest", "my logs/latest"):
         found = lookup.read(lookup.find(argument, tmp_path, tmp_path / "my logs"))
-        assert (found.folder, found.mark) == (directory, str(directory))
-    assert found.places == (RunNode("n1", "ada@n1", 1, 0), RunNode("n2", "n2", 2, 1))
+        assert (found.directory, found.mark) == (directory, str(directory))
+    assert found.nodes == (RunNode("n1", "ada@n1", 1, 0), RunNode("n2", "n2", 2, 1))
     assert (found.launcher.where, found.launcher.pid) == (HERE, os.getpid())
 
 
@@ -248,20 +249,20 @@ def test_a_run_directory_that_was_moved_keeps_the_mark_of_its_processes(tmp_path
     directory = create_run(tmp_path / "logs")
     moved = (tmp_path / "logs").rename(tmp_path / "old")
     found = lookup.read(moved / directory.name)
-    assert (found.folder, found.mark) == (moved / directory.name, str(directory))
+    assert (found.directory, found.mark) == (moved / directory.name, str(directory))
 
 
 def test_from_elsewhere_a_node_without_an_address_is_the_host_of_the_launcher(tmp_path: Path) -> None:
-    directory = create_run(tmp_path, nodes=["n1"], places=[])
-    assert lookup.read(directory).places == (RunNode("n1", "", 3, 0),)
+    directory = create_run(tmp_path, nodes=["n1"], addresses=[])
+    assert lookup.read(directory).nodes == (RunNode("n1", "", 3, 0),)
     facts = json.loads((directory / "run.json").read_text())
     facts["launcher"] |= {"machine": "another", "host": "far"}
     (directory / "run.json").write_text(json.dumps(facts))
     found = lookup.read(directory)
-    assert (found.launcher.where, found.places) == (ELSEWHERE, (RunNode("n1", "far", 3, 0),))
+    assert (found.launcher.where, found.nodes) == (ELSEWHERE, (RunNode("n1", "far", 3, 0),))
 
 
-@pytest.mark.parametrize("text", ["", "{", "[" * 100_000, '{"folder": ' + "9" * 5000 + "}"])
+@pytest.mark.parametrize("text", ["", "{", "[" * 100_000, '{"directory": ' + "9" * 5000 + "}"])
 def test_a_damaged_run_json_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "run.json").write_text(text)
     with pytest.raises(RunLookupError, match=r"run.json: cannot be read"):

@@ -409,8 +409,8 @@ class RunDirectory:
         return path
 
     def start(self, *nodes: str, nproc: int = 2) -> None:
-        places = [{"node": n, "first_rank": k * nproc, "processes": nproc} for k, n in enumerate(nodes)]
-        self.file("run.json", {"places": places})
+        layout = [{"node": n, "first_rank": k * nproc, "processes": nproc} for k, n in enumerate(nodes)]
+        self.file("run.json", {"layout": layout})
 
     def rank(self, rank: int, exception: str, message: str, node: str = "n1", **more: Any) -> None:
         facts = {"rank": rank, "local_rank": rank, "node": node, "pid": 100 + rank, "time": TIME, "exit_code": 1}
@@ -425,10 +425,6 @@ class RunDirectory:
             for rank, (code, by_agent) in codes.items()
         ]
         self.file(f"errors/node_{node}.json", {"node": node, "deaths": found, "ended_well": list(ended_well)})
-
-    def torchrun(self, place: str, exception: str, message: str, seconds: int = int(TIME)) -> None:
-        extra = {"py_callstack": trace((exception, message)), "timestamp": str(seconds)}
-        self.file(f"ranks/{place}/error.json", {"message": {"message": f"{exception}: {message}", "extraInfo": extra}})
 
     def decide(self, launcher: int | None = None) -> verdict.Verdict:
         return verdict.decide(self.path, launcher)
@@ -495,26 +491,6 @@ def test_records_of_earlier_attempts_are_ignored(run: RunDirectory) -> None:
     found = run.decide()
     assert (found.rank, found.exit_code) == (0, 137)
     assert found.collateral == ({"node": "n1", "rank": 1, "message": "was stopped with the others (SIGTERM)"},)
-
-
-def test_error_files_of_torchrun_are_read_from_the_last_attempt(run: RunDirectory) -> None:
-    run.start("n1", "n2")
-    run.torchrun("n2/none_ab/attempt_9/0", "KeyError", "'an earlier attempt'")
-    run.torchrun("n2/none_ab/attempt_10/1", "ValueError", "bad: really", seconds=int(TIME) + 3)
-    run.torchrun("n2/none_ab/attempt_10/0", "RuntimeError", CLOSED)
-    run.torchrun("n1/none_ab/attempt_10/0", "RuntimeError", RESET)
-    found = run.decide()
-    assert (found.node, found.rank, found.exception, found.message) == ("n2", 3, "ValueError", "bad: really")
-    assert (found.exit_code, found.time) == (1, float(int(TIME) + 3))
-    assert {one["rank"] for one in found.collateral} == {0, 2}
-
-
-def test_error_files_of_torchrun_are_read_from_the_last_launch(run: RunDirectory) -> None:
-    run.torchrun("n1/none_old/attempt_5/0", "KeyError", "'old'")
-    run.torchrun("n1/none_new/attempt_0/1", "ValueError", "new")
-    os.utime(run.path / "ranks/n1/none_old", (TIME, TIME))
-    os.utime(run.path / "ranks/n1/none_new", (TIME + 60, TIME + 60))
-    assert run.decide().exception == "ValueError"
 
 
 def test_a_failed_node_env_is_quoted(run: RunDirectory) -> None:
@@ -587,7 +563,7 @@ def test_ranks_that_stop_after_a_lost_connection_did_not_stop_on_request(
     ],
 )
 def test_without_ssh_a_lost_launcher_was_killed(run: RunDirectory, address: str | None, code: int, cause: str) -> None:
-    run.file("run.json", {"places": [{"node": "n1", "address": address, "first_rank": 0, "processes": 2}]})
+    run.file("run.json", {"layout": [{"node": "n1", "address": address, "first_rank": 0, "processes": 2}]})
     run.deaths("n1", r0=(143, True), r1=(143, True))
     lost = {"node": "n1", "time": TIME, "cause": "launcher lost", "message": "the control channel was closed"}
     run.file("errors/supervisor_n1.json", lost)
@@ -642,10 +618,7 @@ _keys = st.sampled_from(
         "deaths",
         "ended_well",
         "ended_by_agent",
-        "extraInfo",
-        "timestamp",
-        "py_callstack",
-        "places",
+        "layout",
         "processes",
         "first_rank",
     ]
@@ -660,8 +633,6 @@ _files = st.sampled_from(
         "run.json",
         "errors/rank_0.json",
         "errors/node_n1.json",
-        "ranks/n1/r/attempt_0/1/error.json",
-        "ranks/n1/attempt_x/y/error.json",
         "node_n1.log",
         "node_n1.exit",
     ]
@@ -757,8 +728,7 @@ def test_an_exception_wins_over_the_abort_that_torchrun_reports(run: RunDirector
 
 def test_of_two_records_of_a_rank_the_more_reliable_one_is_used(run: RunDirectory) -> None:
     run.file("node_n1.log", RAISED_IN_LOG + TORCHRUN)
-    run.torchrun("n1/none_ab/attempt_0/1", "ValueError", "from torchrun's file")
-    assert (run.decide().rank, run.decide().message, run.decide().exit_code) == (1, "from torchrun's file", 42)
+    assert (run.decide().rank, run.decide().exit_code) == (1, 42)
     run.deaths("n1", r1=(3, False))
     assert run.decide().exit_code == 3
     run.rank(1, "ValueError", "from the rank's file", exit_code=4)
@@ -1023,7 +993,7 @@ main()
 
 
 def test_a_killed_rank_under_torchrun_is_the_cause(run: RunDirectory) -> None:
-    """Rank 0 writes an error file; only the log shows that rank 1 was killed."""
+    """Only the log shows that rank 1 was killed."""
     run.start("n1")
     agent = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--tee", "3"]
     options = ["--log-dir", str(run.path / "ranks" / "n1"), str(run.file("crash.py", SCRIPT))]

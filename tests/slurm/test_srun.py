@@ -59,8 +59,8 @@ def test_the_exit_code_of_a_node_is_that_of_its_first_failed_task() -> None:
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "errors").mkdir()
-    places = [{"node": "n1", "address": "n1", "processes": 1, "first_rank": 0}]
-    (tmp_path / "run.json").write_text(json.dumps({"places": places}))
+    layout = [{"node": "n1", "address": "n1", "processes": 1, "first_rank": 0}]
+    (tmp_path / "run.json").write_text(json.dumps({"layout": layout}))
     reader, writer = os.pipe()  # without requests
     monkeypatch.setattr("distributed.slurm.srun.CONTROL", reader)
     yield tmp_path
