@@ -35,8 +35,8 @@ MAIN = "MainThread"  # name of the main thread in py-spy
 STACK_TIMEOUT = 15.0  # seconds for py-spy, which stops a process while it reads its stacks
 TICK = os.sysconf("SC_CLK_TCK")
 GPU_FIELDS = "index,uuid,utilization.gpu,power.draw,memory.used,memory.total,name"
-LOCAL_RANK = re.compile(rb"(?:^|\0)LOCAL_RANK=(?P<local_rank>\d+)(?:\0|$)")
-OUTPUT = r"/ranks/{node}/[^/]+/attempt_(?P<attempt>\d+)/(?P<local_rank>\d+)/std(?:out|err)\.log$"
+LOCAL_RANK = re.compile(rb"(?:^|\0)LOCAL_RANK=(\d+)(?:\0|$)")
+OUTPUT = r"/ranks/{node}/[^/]+/attempt_\d+/(\d+)/std(?:out|err)\.log$"
 
 
 @dataclass(frozen=True)
@@ -93,14 +93,10 @@ class NodeStatus:
     metrics: float | None = None  # seconds since metrics.jsonl was written to; None: no such file
 
 
-# ---------------------------------------------------------------- processes
-
-
 def processes_of(run: str, node: str, proc: Path = PROC) -> list[RunProcess]:
     """All processes on this node that have this run in their environment."""
     output = re.compile(OUTPUT.format(node=re.escape(node)))
-    found = []
-    mark = process_scan.environment_mark(run, node)
+    found, mark = [], process_scan.environment_mark(run, node)
     for pid in process_scan.with_mark(mark, process_scan.pids(str(proc)), str(proc)):
         with suppress(OSError):  # it has exited
             found.append(_process(proc / str(pid), output))
@@ -111,6 +107,12 @@ def _process(directory: Path, output: re.Pattern[str]) -> RunProcess:
     """Raises OSError when the process has exited."""
     state, *fields = (directory / "stat").read_bytes().rpartition(b")")[2].decode().split()
     command = (directory / "cmdline").read_bytes().rstrip(b"\0").replace(b"\0", b" ").decode(errors="replace")
+    rank = None
+    with suppress(OSError):  # the script may have redirected both streams
+        rank = LOCAL_RANK.search((directory / "environ").read_bytes())
+    for stream in ("2", "1"):
+        with suppress(OSError):
+            rank = output.search(os.readlink(directory / "fd" / stream)) or rank
     return RunProcess(
         pid=int(directory.name),
         parent=int(fields[0]),
@@ -119,20 +121,9 @@ def _process(directory: Path, output: re.Pattern[str]) -> RunProcess:
         ticks=int(fields[10]) + int(fields[11]),
         memory=int(fields[20]) * os.sysconf("SC_PAGE_SIZE"),
         threads=int(fields[16]),
-        local_rank=_local_rank(directory, output),
+        local_rank=int(rank[1]) if rank else None,
         ticks_of_ended=int(fields[12]) + int(fields[13]),
     )
-
-
-def _local_rank(directory: Path, output: re.Pattern[str]) -> int | None:
-    for stream in ("1", "2"):  # the script may have redirected one of them
-        with suppress(OSError):
-            if found := output.search(os.readlink(directory / "fd" / stream)):
-                return int(found["local_rank"])
-    with suppress(OSError):  # or both
-        if in_environment := LOCAL_RANK.search((directory / "environ").read_bytes()):
-            return int(in_environment["local_rank"])
-    return None
 
 
 def processes_by_rank(processes: Sequence[RunProcess]) -> dict[int, list[RunProcess]]:
@@ -154,9 +145,6 @@ def cores_used(before: Sequence[RunProcess], after: Sequence[RunProcess], second
     return used / TICK / max(seconds, 1 / TICK)
 
 
-# ---------------------------------------------------------------- output
-
-
 def output_files(run: Path, node: str) -> dict[int, list[Path]]:
     """The output files of each local rank in the newest attempt."""
     attempts = sorted(run.glob(f"ranks/{glob.escape(node)}/*/attempt_*"), key=lambda path: int(path.name[8:]))
@@ -168,13 +156,13 @@ def output_files(run: Path, node: str) -> dict[int, list[Path]]:
 
 def last_output(files: Sequence[Path], now: float) -> tuple[float | None, str]:
     """Seconds since the newest of these files was written to, and the last line."""
-    times = {}
+    written = []
     for file in files:
         with suppress(OSError):
-            times[file] = file.stat().st_mtime
-    newest = sorted(times, key=lambda file: times[file], reverse=True)
-    line = next(filter(None, map(last_line, newest)), "")
-    return (max(0.0, now - times[newest[0]]) if newest else None), line
+            written.append((file.stat().st_mtime, file))
+    written.sort(reverse=True)
+    line = next(filter(None, (last_line(file) for _, file in written)), "")
+    return (max(0.0, now - written[0][0]) if written else None), line
 
 
 def last_line(file: Path) -> str:
@@ -190,9 +178,6 @@ def last_line(file: Path) -> str:
         if shown := "".join(character if character.isprintable() else " " for character in line).strip():
             return shown
     return ""
-
-
-# ---------------------------------------------------------------- GPUs
 
 
 def query_gpus() -> tuple[dict[str, GpuUsage], list[tuple[str, int]], str]:
@@ -237,10 +222,9 @@ def read_stacks(process: RunProcess, output: str) -> tuple[str, tuple[Frame, ...
     """
     stopped = process.state in ("T", "t")
     if py_spy := path_of_py_spy():
-        # py-spy must not stop a stopped process again.
-        options = ["--nonblocking"] if stopped else []
-        dump = [py_spy, "dump", "--json", "--full-filenames", "--pid", str(process.pid), *options]
-        reply = run_program(dump, STACK_TIMEOUT)
+        command = [py_spy, "dump", "--json", "--full-filenames", "--pid", str(process.pid)]
+        command += ["--nonblocking"] * stopped  # py-spy must not stop a stopped process again
+        reply = run_program(command, STACK_TIMEOUT)
         if reply.code == 0 and (found := parse_py_spy(process.pid, reply.out)):
             return found
         note = f"py-spy: {' '.join((reply.error or reply.out).split())}"
@@ -253,20 +237,18 @@ def read_stacks(process: RunProcess, output: str) -> tuple[str, tuple[Frame, ...
 
 def parse_py_spy(pid: int, dump: str) -> tuple[str, tuple[Frame, ...]] | None:
     """The result of read_stacks() from py-spy's JSON; None when it cannot be parsed."""
+    lines, stacks = [], []
     try:
         # In a container os_thread_id may be unknown.
         main_first = sorted(json.loads(dump), key=lambda one: (one["os_thread_id"] != pid, one["thread_name"] != MAIN))
-        stacks = [
-            script_frames([Frame(one["filename"], one["line"], one["name"]) for one in thread["frames"]])
-            for thread in main_first
-        ]
-        heads = [
-            f'Thread {one["os_thread_id"]} ({"active" if one["active"] else "idle"}): "{one["thread_name"]}"'
-            for one in main_first
-        ]
+        for thread in main_first:
+            frames = script_frames([Frame(one["filename"], one["line"], one["name"]) for one in thread["frames"]])
+            state = "active" if thread["active"] else "idle"
+            lines.append(f'Thread {thread["os_thread_id"]} ({state}): "{thread["thread_name"]}"')
+            lines += map(_render_frame, frames)
+            stacks.append(frames)
     except (ValueError, KeyError, TypeError):
         return None
-    lines = [line for head, frames in zip(heads, stacks, strict=True) for line in (head, *map(_render_frame, frames))]
     return ("\n".join(lines), stacks[0]) if stacks else None
 
 
@@ -279,20 +261,16 @@ def path_of_py_spy() -> str | None:
     return str(installed) if os.access(installed, os.X_OK) else shutil.which("py-spy")
 
 
-def _kernel_threads(process: RunProcess, proc: Path = PROC) -> str:
+def _kernel_threads(process: RunProcess) -> str:
     """A line for each thread: its state, and the kernel function in which it waits."""
     lines = []
-    for directory in sorted(proc.glob(f"{process.pid}/task/[0-9]*"), key=lambda path: int(path.name)):
+    for directory in sorted(PROC.glob(f"{process.pid}/task/[0-9]*"), key=lambda path: int(path.name)):
         state = read(directory / "stat").rpartition(")")[2][1:2]
         waits = read(directory / "wchan").strip("0")
         main = "main thread" if directory.name == str(process.pid) else "thread"
-        lines.append(
-            f"{main} {directory.name} {read(directory / 'comm')}: {state}{f', waits in {waits}' if waits else ''}"
-        )
+        text = f"{main} {directory.name} {read(directory / 'comm')}: {state}"
+        lines.append(text + (f", waits in {waits}" if waits else ""))
     return "\n".join(lines)
-
-
-# ---------------------------------------------------------------- the status of this node
 
 
 def observe(run: str, node: str, *, count: int, first_rank: int, seconds: float, stacks: bool) -> NodeStatus:
@@ -332,12 +310,16 @@ def observe(run: str, node: str, *, count: int, first_rank: int, seconds: float,
 
 def from_json(facts: dict[str, Any]) -> NodeStatus:
     """The inverse of asdict(), for the reply of a node."""
+
+    def gpus_from(values: Sequence[Mapping[str, Any]]) -> tuple[GpuUsage, ...]:
+        return tuple(GpuUsage(**gpu) for gpu in values)
+
     ranks = []
     for rank in facts["ranks"]:
-        gpus, frames = [GpuUsage(**gpu) for gpu in rank["gpus"]], [Frame(**frame) for frame in rank["frames"]]
-        ranks.append(RankStatus(**rank | {"gpus": tuple(gpus), "frames": tuple(frames)}))
-    processes, gpus = [RunProcess(**one) for one in facts["processes"]], [GpuUsage(**gpu) for gpu in facts["gpus"]]
-    return NodeStatus(**facts | {"ranks": tuple(ranks), "processes": tuple(processes), "gpus": tuple(gpus)})
+        frames = tuple(Frame(**frame) for frame in rank["frames"])
+        ranks.append(RankStatus(**rank | {"gpus": gpus_from(rank["gpus"]), "frames": frames}))
+    processes = tuple(RunProcess(**one) for one in facts["processes"])
+    return NodeStatus(**facts | {"ranks": tuple(ranks), "processes": processes, "gpus": gpus_from(facts["gpus"])})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -30,7 +30,7 @@ from distributed.exit_codes import UNFIT
 from distributed.files import KIT
 from distributed.runs.hang_analysis import Activity, Diagnosis, diagnose, needs_stacks
 from distributed.runs.lookup import ELSEWHERE, GONE, HERE, IN_JOB, Run, RunLookupError, read
-from distributed.runs.node_status import GpuUsage, RankStatus
+from distributed.runs.node_status import GpuUsage
 from distributed.runs.records import read_object
 from distributed.runs.verdict import decide
 from distributed.runs.visit import NodeReply, read_replies, remaining_processes
@@ -110,33 +110,26 @@ def judge(
 
 
 def state_of(run: Run, replies: Sequence[NodeReply], verdict: Mapping[str, Any]) -> RunState:
-    nodes = [reply.name for reply in replies if reply.status and reply.status.processes]
+    statuses = [(reply.name, reply.status) for reply in replies if reply.status]
+    nodes = [name for name, status in statuses if status.processes]
+    text = f"verdict: {verdict.get('outcome')}: {verdict.get('cause')}"
     if run.launcher.where in (HERE, IN_JOB) or (run.launcher.where == ELSEWHERE and nodes):
-        return state_with_launcher(replies, verdict)
+        if verdict:
+            return RunState("ending", text)
+        ranks = [(rank, name) for name, status in statuses for rank in status.ranks]
+        missing = [f"rank {rank.rank} on {name}" for rank, name in ranks if rank.pid is None]
+        if ranks and len(missing) == len(ranks):
+            started = any(rank.silent is not None for rank, _ in ranks)
+            return RunState("ending", "all ranks have exited") if started else RunState("starting")
+        names = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
+        return RunState("running", f"not running: {names}" if missing else "")
     if nodes:
         stop = f"{KIT}/scripts/stop.sh {shlex.quote(str(run.directory))}"
         return RunState("left", f"the launcher has exited, but processes remain on {', '.join(nodes)}", True, stop)
     if verdict:
-        return RunState("ended", verdict_text(verdict), verdict.get("outcome") == "failed")
+        return RunState("ended", text, verdict.get("outcome") == "failed")
     command = f"cd {shlex.quote(KIT)} && python -m distributed.runs.verdict {shlex.quote(str(run.directory))}"
     return RunState("unknown", "no process of the run was found, and it has no verdict; to get one:", True, command)
-
-
-def state_with_launcher(replies: Sequence[NodeReply], verdict: Mapping[str, Any]) -> RunState:
-    """The state of a run whose launcher still runs."""
-    ranks = [(rank, reply.name) for reply in replies if reply.status for rank in reply.status.ranks]
-    missing = [f"rank {rank.rank} on {node}" for rank, node in ranks if rank.pid is None]
-    if verdict:
-        return RunState("ending", verdict_text(verdict))
-    if ranks and len(missing) == len(ranks):
-        started = any(rank.silent is not None for rank, _ in ranks)
-        return RunState("ending", "all ranks have exited") if started else RunState("starting")
-    names = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
-    return RunState("running", f"not running: {names}" if missing else "")
-
-
-def verdict_text(verdict: Mapping[str, Any]) -> str:
-    return f"verdict: {verdict.get('outcome')}: {verdict.get('cause')}"
 
 
 @dataclass(frozen=True)
@@ -197,20 +190,19 @@ def read_progress(directory: Path, now: float) -> RunProgress:
 def render(status: Status, width: int, with_stacks: bool = True) -> str:
     """The status as text. The table fits the width; commands and stacks are not wrapped."""
     state, diagnosis = status.state, status.diagnosis
-    colour = RED if state.wrong else GREEN if state.name == "ended" else YELLOW
-    lines = [headline(status), *wrapped(state.more, width, colour)]
-    lines += [f"  $ {state.remedy}"] * bool(state.remedy)
-    lines += wrapped(diagnosis.text, width, RED if diagnosis.hung else YELLOW)
-    lines += [f"  $ {diagnosis.remedy}"] * bool(diagnosis.remedy)
+
+    def paragraph(text: str, colour: str, command: str = "") -> list[str]:
+        lines = [paint(line, colour) for line in terminal.wrap(text, width, indent="  ")]
+        return [*lines, f"  $ {command}"] if command else lines
+
+    lines = [headline(status)]
+    lines += paragraph(state.more, RED if state.wrong else GREEN if state.name == "ended" else YELLOW, state.remedy)
+    lines += paragraph(diagnosis.text, RED if diagnosis.hung else YELLOW, diagnosis.remedy)
     lines += ["", *table(status, width)]
-    notes = [line for note in notes_on(status) for line in wrapped(note, width, YELLOW)]
+    notes = [line for note in notes_on(status) for line in paragraph(note, YELLOW)]
     lines += [""] * bool(notes) + notes
     lines += stacks(status) if with_stacks else []
     return "".join(f"{line}\n" for line in lines)
-
-
-def wrapped(text: str, width: int, colour: str) -> list[str]:
-    return [paint(line, colour) for line in terminal.wrap(text, width, indent="  ")]
 
 
 HEADLINES = {
@@ -252,34 +244,24 @@ def rows_of(reply: NodeReply, state: RunState) -> Iterator[dict[str, str]]:
     name = reply.name
     if reply.status is None:
         first, last = reply.node.first_rank, reply.node.first_rank + reply.node.processes - 1
-        yield {
-            "node": name,
-            "rank": f"{first}-{last}" if first < last else f"{first}",
-            "state": paint("no reply", YELLOW),
-        }
+        ranks = f"{first}-{last}" if first < last else f"{first}"
+        yield {"node": name, "rank": ranks, "state": paint("no reply", YELLOW)}
         return
     for rank in reply.status.ranks:
-        yield {"node": name, **row_of(rank, state)}
+        row = {"node": name, "rank": str(rank.rank), "last line": rank.line}
+        row["gpu"] = " ".join(map(gpu_text, rank.gpus))
+        if rank.pid is not None:
+            text = STATES.get(rank.state, rank.state)
+            row["state"] = paint(text, RED) if text.isupper() else text
+            row |= {"pid": str(rank.pid), "cpu": f"{rank.cpu:.0%}", "memory": size(rank.memory)}
+        elif state.name in ("ended", "ending", "waiting"):
+            row["state"] = paint("ended", DIM)
+        else:
+            row["state"] = paint("exited", RED) if rank.silent is not None else paint("not started", YELLOW)
+        if rank.silent is not None and state.name != "ended":
+            row["quiet"] = duration(rank.silent)
+        yield row
         name = ""
-
-
-def row_of(rank: RankStatus, state: RunState) -> dict[str, str]:
-    row = {"rank": str(rank.rank), "state": rank_state_text(rank, state), "last line": rank.line}
-    row["gpu"] = " ".join(map(gpu_text, rank.gpus))
-    if rank.pid is not None:
-        row |= {"pid": str(rank.pid), "cpu": f"{rank.cpu:.0%}", "memory": size(rank.memory)}
-    if rank.silent is not None and state.name != "ended":
-        row["quiet"] = duration(rank.silent)
-    return row
-
-
-def rank_state_text(rank: RankStatus, state: RunState) -> str:
-    if rank.pid is not None:
-        text = STATES.get(rank.state, rank.state)
-        return paint(text, RED) if text.isupper() else text
-    if state.name in ("ended", "ending", "waiting"):
-        return paint("ended", DIM)
-    return paint("exited", RED) if rank.silent is not None else paint("not started", YELLOW)
 
 
 def gpu_text(gpu: GpuUsage) -> str:
@@ -382,10 +364,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def as_json(status: Status) -> str:
     facts = asdict(status) | {"exit_code": status.exit_code}
-    facts["pulse"] = facts.pop("diagnosis")
-    facts["nodes"] = [
-        reply["node"] | {"look": reply["status"], "why": reply["error"]} for reply in facts.pop("replies")
-    ]
+    facts["pulse"], replies = facts.pop("diagnosis"), facts.pop("replies")
+    facts["nodes"] = [reply["node"] | {"look": reply["status"], "why": reply["error"]} for reply in replies]
     return json.dumps(facts, indent=2, sort_keys=True, default=str) + "\n"
 
 

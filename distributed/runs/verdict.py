@@ -124,14 +124,10 @@ def kind_of(failure: Failure) -> Kind:
         return Kind.OWN_ERROR
     if failure.rank is None and failure.exit_code is None:
         return Kind.LOST_NODE
-    if failure.exception or failure.message:
-        return _kind_by_exception(failure)
-    if failure.ended_by_agent or failure.exit_code in (128 + signal.SIGHUP, *INTERRUPTED):
-        return Kind.TERMINATED
-    return Kind.UNCLEAR if failure.rank is None or failure.exit_code == 1 else Kind.OWN_ERROR
-
-
-def _kind_by_exception(failure: Failure) -> Kind:
+    if not failure.exception and not failure.message:
+        if failure.ended_by_agent or failure.exit_code in (128 + signal.SIGHUP, *INTERRUPTED):
+            return Kind.TERMINATED
+        return Kind.UNCLEAR if failure.rank is None or failure.exit_code == 1 else Kind.OWN_ERROR
     if failure.exception in _TERMINATED:
         return Kind.TERMINATED
     kinds = [_kind_of_exception(raised) for raised in exception_chain(failure)]
@@ -180,46 +176,44 @@ def _order(failure: Failure) -> tuple[Kind, float, str, int]:
 
 def missing_ranks(evidence: Evidence) -> Iterator[Failure]:
     """The ranks for which others waited, though they recorded no failure."""
-    waited = [
-        failure for failure in evidence.failures if failure.rank is not None and kind_of(failure) is Kind.COLLATERAL
-    ]
+    waited = [one for one in evidence.failures if one.rank is not None and kind_of(one) is Kind.COLLATERAL]
     if waited and evidence.succeeded:
         first, rank, more = first_failure(waited), min(evidence.succeeded), len(evidence.succeeded) - 1
         others = f"and {more} more rank{'s' * (more > 1)} " if more else ""
-        witness = f"{others}ended with exit code 0 while {name_of(first)} was in a collective{_at(first)}"
+        witness = f"{others}ended with exit code 0 while {name_of(first)} was in a collective{_location(first)}"
         yield replace(first, rank=rank, node=evidence.succeeded[rank], witness=witness)
         return
+
+    def missing(rank: int, witness: Failure, why: str) -> Failure:
+        by_failure = (failure.node for failure in evidence.failures if failure.rank == rank)
+        by_ranks = (node for node, ranks in evidence.ranks.items() if rank in ranks)
+        why = f"was missing from a collective{why}{name_of(witness)} reports: {_short(describe(witness))}"
+        return replace(witness, rank=rank, node=next(by_failure, next(by_ranks, "?")), witness=why)
+
     for failure in evidence.failures:
         if names := _NAMES_A_RANK.search(failure.message):
-            rank = int(next(filter(None, names.groups())))
-            witness = f"was missing from a collective; {name_of(failure)} reports: {_short(describe(failure))}"
-            yield replace(failure, rank=rank, node=_node_of(rank, evidence), witness=witness)
+            yield missing(int(next(filter(None, names.groups()))), failure, "; ")
     # All ranks but one lost a connection or timed out, and that one recorded nothing.
-    kinds = {
-        failure.rank: kind
-        for failure in evidence.failures
-        if failure.rank is not None and (kind := kind_of(failure)) is not Kind.TERMINATED
-    }
-    size = sum(map(len, evidence.ranks.values()))
-    if set(kinds.values()) == {Kind.COLLATERAL} and len(kinds) == size - 1 and max(kinds) < size:
-        missing, first = sum(range(size)) - sum(kinds), first_failure(waited)
-        witness = (
-            "was missing from a collective: only this rank reported nothing; "
-            f"{name_of(first)} reports: {_short(describe(first))}"
-        )
-        yield replace(first, rank=missing, node=_node_of(missing, evidence), witness=witness)
-
-
-def _node_of(rank: int, evidence: Evidence) -> str:
-    by_failure = (failure.node for failure in evidence.failures if failure.rank == rank)
-    by_ranks = (node for node, ranks in evidence.ranks.items() if rank in ranks)
-    return next(by_failure, next(by_ranks, "?"))
+    active = [one for one in evidence.failures if one.rank is not None and kind_of(one) is not Kind.TERMINATED]
+    recorded, size = {one.rank or 0 for one in waited}, sum(map(len, evidence.ranks.values()))
+    if waited and active == waited and len(recorded) == size - 1 and max(recorded) < size:
+        yield missing(sum(range(size)) - sum(recorded), first_failure(waited), ": only this rank reported nothing; ")
 
 
 def judge(evidence: Evidence, launcher_code: int | None = None) -> Verdict:
     """The verdict on this evidence. launcher_code: the launcher's own exit code."""
-    if evidence.hang:
-        return _hung(evidence.hang)
+    if hang := evidence.hang:  # failures of ranks are ignored: the launcher stopped them
+        others = [{key: one.get(key) for key in ("node", "rank", "message")} for one in hang.get("others", [])]
+        return Verdict(
+            outcome="failed",
+            exit_code=TIMED_OUT,
+            cause=hang.get("cause", "hung"),
+            node=hang.get("node"),
+            rank=hang.get("rank"),
+            time=hang.get("time"),
+            traceback=hang.get("traceback", ""),
+            collateral=tuple(others),
+        )
     failures = sorted([*evidence.failures, *missing_ranks(evidence)], key=_order)
     if not failures or (_all_succeeded(evidence) and (not launcher_code or launcher_code in INTERRUPTED)):
         return _nothing_failed(evidence, launcher_code)
@@ -243,21 +237,6 @@ def judge(evidence: Evidence, launcher_code: int | None = None) -> Verdict:
         message=raised.message,
         traceback=cause.traceback,
         collateral=_collateral(one for one in failures if (one.node, one.rank) != (cause.node, cause.rank)),
-    )
-
-
-def _hung(hang: Json) -> Verdict:
-    """Failures of ranks are ignored: they ended because the launcher stopped them."""
-    others = [{name: one.get(name) for name in ("node", "rank", "message")} for one in hang.get("others", [])]
-    return Verdict(
-        outcome="failed",
-        exit_code=TIMED_OUT,
-        cause=hang.get("cause", "hung"),
-        node=hang.get("node"),
-        rank=hang.get("rank"),
-        time=hang.get("time"),
-        traceback=hang.get("traceback", ""),
-        collateral=tuple(others),
     )
 
 
@@ -295,27 +274,23 @@ _WHY_LOST = "the node lost power or network, or all its processes were killed"
 
 
 def _sentence(failure: Failure) -> str:
-    name, kind = name_of(failure), kind_of(failure)
+    name, problem = name_of(failure), _short(describe(failure))
     how = f"{name} {_short(describe(failure, 'raised '))}"
-    if kind is Kind.OWN_ERROR:
-        return how
-    if kind is Kind.AGENT:
-        return f"{name} failed: {_short(describe(failure))}"
-    if kind is Kind.LOST_NODE:
-        return f"{failure.node}: connection lost: {failure.message or _WHY_LOST}"
-    if kind is Kind.MISSING_RANK:
-        return f"{name} {failure.witness}"
-    if kind is Kind.COLLATERAL:
-        return f"the cause was not recorded; {name} was the first to lose the others: {_short(describe(failure))}"
-    if kind is Kind.STOPPED:
-        return "stopped on request, checkpoint written; run the same command again to resume"
-    if kind is Kind.TERMINATED:
-        return f"{how}; no rank had failed before"
+    unclear = f"{how}; no clearer cause was recorded"
     if failure.rank is None and failure.message.startswith(_AGENT_PREFIX):
-        return f"{name} failed: {_short(failure.message.removeprefix(_AGENT_PREFIX))}"
-    if failure.rank is None and NODE_ENV in failure.message:  # the agent was not started
-        return failure.message
-    return f"{how}; no clearer cause was recorded"
+        unclear = f"{name} failed: {_short(failure.message.removeprefix(_AGENT_PREFIX))}"
+    elif failure.rank is None and NODE_ENV in failure.message:  # the agent was not started
+        unclear = failure.message
+    return {
+        Kind.OWN_ERROR: how,
+        Kind.AGENT: f"{name} failed: {problem}",
+        Kind.LOST_NODE: f"{failure.node}: connection lost: {failure.message or _WHY_LOST}",
+        Kind.UNCLEAR: unclear,
+        Kind.MISSING_RANK: f"{name} {failure.witness}",
+        Kind.COLLATERAL: f"the cause was not recorded; {name} was the first to lose the others: {problem}",
+        Kind.STOPPED: "stopped on request, checkpoint written; run the same command again to resume",
+        Kind.TERMINATED: f"{how}; no rank had failed before",
+    }[kind_of(failure)]
 
 
 def name_of(failure: Failure) -> str:
@@ -341,7 +316,7 @@ def describe(failure: Failure, verb: str = "") -> str:
     return f"died of {name}" if name else f"exited with code {code}"
 
 
-def _at(failure: Failure) -> str:
+def _location(failure: Failure) -> str:
     """The innermost frame of the user's code in the traceback; empty when there is none."""
     frames = list(_FRAME.finditer(decisive_exception(failure).traceback))
     own = [frame for frame in frames if not _LIBRARY.search(frame[0])] or frames
@@ -473,18 +448,13 @@ def main(arguments: Sequence[str]) -> int:
     sys.stderr.write("".join(f"verdict: warning: {warning}\n" for warning in evidence.warnings))
     sys.stderr.write(render(verdict, options.run))
     if options.report:
-        sys.stderr.write(_write_report(options.run))
+        from distributed.runs import report  # not at the top: status imports this module and needs no report
+
+        try:
+            sys.stderr.write(f"report {report.write(options.run)}\n")
+        except Exception as error:  # noqa: BLE001 - the exit code of a run must not depend on its report
+            sys.stderr.write(f"verdict: warning: cannot write {options.run}/report.html: {error}\n")
     return verdict.exit_code
-
-
-def _write_report(run: Path) -> str:
-    """Write report.html. Returns a line with its path, or with the reason why it cannot be written."""
-    from distributed.runs import report  # not at the top: status imports this module and needs no report
-
-    try:
-        return f"report {report.write(run)}\n"
-    except Exception as error:  # noqa: BLE001 - the exit code of a run must not depend on its report
-        return f"verdict: warning: cannot write {run}/report.html: {error}\n"
 
 
 if __name__ == "__main__":
