@@ -2,8 +2,6 @@
 
 A chart is a string of SVG for a page. Colours and fonts come from CSS classes in report.css, for light and dark screens
 and for print. Standard library only.
-
-Try it: python -c "from distributed.runs.charts import *; print(lines([Line('loss', [(1, 3.2), (2, 2.9)], 'train')]))"
 """
 
 from __future__ import annotations
@@ -57,17 +55,6 @@ def _short_exponent(text: str) -> str:
     return f"{mantissa}e{int(exponent)}" if mark else text
 
 
-def _tick_text(value: float, step: float) -> str:
-    """The label of a tick, with the decimals that the step needs."""
-    if value == 0:
-        return "0"
-    if abs(value) >= 1e6:
-        return compact(value)
-    if step < 1e-4:
-        return _short_exponent(f"{value:.3g}")
-    return f"{value:,.{max(0, -math.floor(math.log10(step) + 1e-9))}f}"
-
-
 # ---------------------------------------------------------------- scales
 
 
@@ -87,9 +74,19 @@ class Scale:
         return self.start + (inside - self.low) / (self.high - self.low) * (self.end - self.start)
 
     def ticks(self) -> list[tuple[float, str]]:
-        """The multiples of `step` from low to high, and their labels."""
-        numbers = range(math.ceil(self.low / self.step - 1e-9), math.floor(self.high / self.step + 1e-9) + 1)
-        return [(n * self.step, _tick_text(n * self.step, self.step)) for n in numbers]
+        """The multiples of `step` from low to high, and their labels with the decimals that the step needs."""
+        decimals = max(0, -math.floor(math.log10(self.step) + 1e-9))
+        found = []
+        for number in range(math.ceil(self.low / self.step - 1e-9), math.floor(self.high / self.step + 1e-9) + 1):
+            value = number * self.step
+            if abs(value) >= 1e6:
+                text = compact(value)
+            elif value and self.step < 1e-4:
+                text = _short_exponent(f"{value:.3g}")
+            else:
+                text = f"{value:,.{decimals if value else 0}f}"
+            found.append((value, text))
+        return found
 
 
 def nice_step(span: float, count: int) -> float:
@@ -132,9 +129,7 @@ def _tick_count(start: float, end: float) -> int:
 
 def value_scale(ys: Iterable[float], start: float, end: float, *, zero: bool, count: int) -> Scale:
     """A scale with about `count` ticks, from the first to the last tick. zero: include zero."""
-    low, high = _extent(ys)
-    if zero:
-        low, high = min(low, 0.0), max(high, 0.0)
+    low, high = _extent([*ys, 0.0] if zero else ys)
     if not _apart(low, high):
         low, high = low - (abs(low) / 10 or 1) * (not zero), high + (abs(high) / 10 or 1)
     step = nice_step(high - low, count)
@@ -176,11 +171,10 @@ def smooth(points: Sequence[Point], columns: int = COLUMNS) -> list[Point]:
     means = [_mean(column) for column in _columns(points, columns)]
     means[0], means[-1] = (points[0][0], means[0][1]), (points[-1][0], means[-1][1])
     widest = max(2, len(means) // 40)
-    smoothed = []
-    for n, (x, y) in enumerate(means):
-        half = min(n, widest)
-        smoothed.append((x, _mean(means[n - half : n + half + 1])[1] if math.isfinite(y) else math.nan))
-    return smoothed
+    windows = (means[n - min(n, widest) : n + min(n, widest) + 1] for n in range(len(means)))
+    return [
+        (x, _mean(window)[1] if math.isfinite(y) else math.nan) for (x, y), window in zip(means, windows, strict=True)
+    ]
 
 
 def _finite(points: Iterable[Point]) -> list[Point]:
@@ -272,9 +266,6 @@ def spread(positions: Sequence[float], gap: float, low: float, high: float) -> l
         moved[n] = min(moved[n], ceiling)
         ceiling = moved[n] - gap
     return moved
-
-
-# ---------------------------------------------------------------- lines over steps
 
 
 @dataclass(frozen=True)

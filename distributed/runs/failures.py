@@ -113,9 +113,6 @@ def _merge(cause: Failure, end: Failure) -> Failure:
     )
 
 
-# ---------------------------------------------------------------- facts about nodes
-
-
 def _ranks_of_nodes(facts: Json) -> dict[str, range]:
     """From run.json."""
     ranks = {}
@@ -134,9 +131,6 @@ def _exit_codes(run: Path, warnings: list[str]) -> dict[str, int]:
         except (OSError, ValueError, IndexError) as error:
             warnings.append(f"{path}: ignored: no exit code in it ({error})")
     return codes
-
-
-# ---------------------------------------------------------------- records about ranks
 
 
 def _from_record(value: object, node: str) -> Failure:
@@ -182,9 +176,6 @@ def _exceptions_in_logs(logs: Logs, ends: Failures) -> Iterator[Failure]:
         raised = None if killed or end.exit_code == STOPPED else last_exception(logs.get(node, {}).get(rank, []))
         if raised:
             yield Failure(node, rank, **raised._asdict())
-
-
-# ---------------------------------------------------------------- supervisors, agents and nodes
 
 
 def _supervisor_records(run: Path, facts: Json, warnings: list[str]) -> Iterator[Failure]:

@@ -202,9 +202,6 @@ def _one_differs(ranks: Sequence[Activity], used: str) -> str:
     )
 
 
-# ---------------------------------------------------------------- parts of a text
-
-
 def _list(ranks: Sequence[Activity], text: Callable[[Activity], str], separator: str = ", ") -> str:
     """The texts of the first ranks, and "..." for more."""
     return separator.join([*map(text, ranks[:SHOWN]), *["..."] * (len(ranks) > SHOWN)])

@@ -100,9 +100,6 @@ def _step(line: MetricsLine) -> float:
     return float(line["step"])
 
 
-# ---------------------------------------------------------------- reading
-
-
 def read_metrics(path: Path, notes: list[str], most: int = 0) -> History:
     """Read metrics.jsonl; appends a note about lines that cannot be read to `notes`.
 

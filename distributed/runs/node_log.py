@@ -52,9 +52,6 @@ def read_log(path: Path, node: str) -> Log:
     return log
 
 
-# ---------------------------------------------------------------- exceptions
-
-
 class LoggedException(NamedTuple):
     """An exception in a log or a failure record."""
 

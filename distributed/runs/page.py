@@ -66,9 +66,6 @@ def folded(title: str, text: str) -> str:
     return f"<details><summary>{title}</summary><pre>{escape(text)}</pre></details>" if text.strip() else ""
 
 
-# ---------------------------------------------------------------- values as text
-
-
 def plain(value: Any) -> str:
     """A value as text: a string unchanged, others as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

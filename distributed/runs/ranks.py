@@ -61,9 +61,6 @@ def stragglers(ranks: Iterable[RankTiming]) -> list[RankTiming]:
     return sorted((rank for rank in ranks if rank.slow), key=lambda rank: -rank.ratio)
 
 
-# ---------------------------------------------------------------- text
-
-
 def warning(ranks: Sequence[RankTiming]) -> str:
     """A paragraph for the top of the page that names the stragglers; empty without one."""
     return f'<p class="warning"><a href="#ranks">{escape(comparison(ranks))}</a></p>' if stragglers(ranks) else ""
@@ -87,9 +84,6 @@ def comparison(ranks: Sequence[RankTiming]) -> str:
 def times(ratio: float) -> str:
     """1.8×; small ratios with two digits: 1.17×."""
     return f"{ratio:.2f}×" if ratio < 1.25 else f"{ratio:,.1f}×"
-
-
-# ---------------------------------------------------------------- charts
 
 
 def compute_chart(rows: RankValues, ranks: Sequence[RankTiming], events: Sequence[Mark]) -> str:

@@ -7,6 +7,7 @@ or of any content. scripts/report.sh runs this module. Standard library only.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import shlex
 import statistics
@@ -18,7 +19,7 @@ from datetime import datetime, timezone
 from html import escape
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from distributed.files import write_file
 from distributed.runs import charts, ranks
@@ -26,7 +27,7 @@ from distributed.runs.charts import Line, Mark, compact, figure
 from distributed.runs.history import History, Point, read_metrics
 from distributed.runs.lookup import RunLookupError, find
 from distributed.runs.page import Tile, card, document, duration, folded, loss_text, plain, section, spans, tile_list
-from distributed.runs.records import is_time, listed, mapping, number, read_object
+from distributed.runs.records import is_time, listed, mapping, number, read_object, text
 from distributed.runs.usage import Usage, read_usage
 
 MAX_CHARTS = 24  # of other values that a script has logged
@@ -38,9 +39,6 @@ def write(run: Path) -> Path:
     target = run / "report.html"
     write_file(target, page(read(run)).encode(errors="replace"))
     return target
-
-
-# ---------------------------------------------------------------- the files of a run
 
 
 @dataclass(frozen=True)
@@ -85,22 +83,12 @@ def read(directory: Path) -> RunRecords:
     about, setup, verdict = (read_object(directory / f"{name}.json", notes) for name in ("run", "settings", "verdict"))
     history = read_metrics(directory / "metrics.jsonl", notes)
     history.earlier[:0] = _resumed_from(directory, history)
-    try:
+    started = None
+    with contextlib.suppress(ValueError):
         started = datetime.fromisoformat(str(about.get("started")))
         started = started if started.tzinfo else started.replace(tzinfo=timezone.utc)
-    except ValueError:
-        started = None
-    return RunRecords(
-        name=about["run"] if isinstance(about.get("run"), str) and about["run"] else directory.name,
-        about=about,
-        setup=setup,
-        verdict=verdict,
-        history=history,
-        usage=read_usage(directory),
-        notes=notes,
-        nodes=[*map(str, listed(about.get("nodes")))],
-        started=started,
-    )
+    name, nodes = text(about.get("run")) or directory.name, [*map(str, listed(about.get("nodes")))]
+    return RunRecords(name, about, setup, verdict, history, read_usage(directory), notes, nodes, started)
 
 
 def _resumed_from(directory: Path, history: History) -> list[History]:
@@ -117,9 +105,6 @@ def _resumed_from(directory: Path, history: History) -> list[History]:
         history = read_metrics(directory / "metrics.jsonl", [])
         found[:0] = [*history.earlier, history]
     return found
-
-
-# ---------------------------------------------------------------- the page
 
 
 def page(run: RunRecords) -> str:
@@ -145,91 +130,74 @@ def page(run: RunRecords) -> str:
     return document(run.name, parts)
 
 
-# ---------------------------------------------------------------- outcome
-
-
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """How a run ended, if it has ended."""
 
     kind: str  # finished, stopped, failed, open
-    text: str
-    sentence: str
+    sentence: str = ""
 
 
 def outcome_of(run: RunRecords) -> Outcome:
     """The outcome by the verdict; without a verdict by the last event."""
-    outcome = run.verdict.get("outcome")
+    outcome, cause = run.verdict.get("outcome"), run.verdict.get("cause")
     event = run.history.last_event("finish", "stop", "nonfinite", "fail", "resume", "start") or {}
     last = event.get("event")
     if outcome == "ok" or (not outcome and last == "finish"):
-        return Outcome("finished", "finished", "")
+        return Outcome("finished")
     if outcome == "stopped" or (not outcome and last == "stop"):
-        sentence = "Stopped on request, checkpoint written. Run the same command again to resume."
-        return Outcome("stopped", "stopped", sentence)
-    if outcome or last in ("nonfinite", "fail"):
-        return Outcome("failed", "failed", cause(run))
-    return Outcome("open", "no end recorded", "Still running, or killed before it recorded its end.")
-
-
-def cause(run: RunRecords) -> str:
-    """The cause in the verdict; without a verdict the last event of a failure."""
-    if run.verdict.get("cause"):
-        return str(run.verdict["cause"])
-    event = run.history.last_event("nonfinite", "fail")
-    if not event:
-        return "No cause was recorded."
+        return Outcome("stopped", "Stopped on request, checkpoint written. Run the same command again to resume.")
+    if not outcome and last not in ("nonfinite", "fail"):
+        return Outcome("open", "Still running, or killed before it recorded its end.")
+    if cause:
+        return Outcome("failed", str(cause))
+    if not (event := run.history.last_event("nonfinite", "fail") or {}):
+        return Outcome("failed", "No cause was recorded.")
     more = ", ".join(f"{key} {plain(value)}" for key, value in event.items() if key not in ("step", "time", "event"))
     problem = "Loss not finite" if event["event"] == "nonfinite" else "Failure"
-    return f"{problem} at step {figure(event['step'])}" + (f": {more}" if more else ".")
+    return Outcome("failed", f"{problem} at step {figure(event['step'])}" + (f": {more}" if more else "."))
 
 
 def heading(run: RunRecords) -> str:
     """Name, outcome, start, nodes and user."""
-    outcome = outcome_of(run)
+    kind, sentence = outcome_of(run)
     nodes = run.nodes if len(run.nodes) <= 3 else [run.nodes[0], "…", run.nodes[-1]]
     started = f"started {moment(run.start, run)}" if is_time(run.start) else ""
     facts = [started, ", ".join(nodes), f"by {run.about['user']}" if run.about.get("user") else ""]
-    shown = outcome.sentence and outcome.kind != "failed"
-    sentence = f'<p class="sentence">{escape(outcome.sentence)}</p>\n' if shown else ""
+    text = "no end recorded" if kind == "open" else kind
+    below = f'<p class="sentence">{escape(sentence)}</p>\n' if sentence and kind != "failed" else ""
     return (
         f'<header>\n<p class="eyebrow">Training run</p>\n<h1>{escape(run.name)}</h1>\n'
-        f'<p class="facts"><span class="state {outcome.kind}">{outcome.text}</span>{spans(facts)}</p>\n'
-        f"{sentence}</header>"
+        f'<p class="facts"><span class="state {kind}">{text}</span>{spans(facts)}</p>\n{below}</header>'
     )
 
 
 def failure(run: RunRecords) -> str:
     """Cause, location and traceback of a failure; empty for other outcomes."""
-    outcome, verdict = outcome_of(run), run.verdict
-    if outcome.kind != "failed":
+    (kind, sentence), verdict = outcome_of(run), run.verdict
+    if kind != "failed":
         return ""
-    time = number(verdict.get("time"))
-    facts = [
-        *_location(verdict),
-        f"exit code {plain(verdict['exit_code'])}" if verdict.get("exit_code") is not None else "",
-        moment(time, run) if is_time(time) else "",
-    ]
+
+    def location(failed: Mapping[str, Any]) -> list[str]:
+        known = (("rank", failed.get("rank")), ("on", failed.get("node")))
+        return [f"{prefix} {plain(value)}" for prefix, value in known if value is not None]
+
+    code, time = verdict.get("exit_code"), number(verdict.get("time"))
+    facts = [*location(verdict), "" if code is None else f"exit code {plain(code)}"]
+    facts += [moment(time, run)] if is_time(time) else []
     error = ": ".join(str(verdict[key]) for key in ("exception", "message") if verdict.get(key))
     others = []
     for value in listed(verdict.get("collateral")):
         other = mapping(value)
         message = f": {plain(other['message'])}" if other.get("message") else ""
-        others.append(" ".join(_location(other)) + message if other else plain(value))
+        others.append(" ".join(location(other)) + message if other else plain(value))
     parts = [
-        f'<p class="cause">{escape(outcome.sentence)}</p>',
+        f'<p class="cause">{escape(sentence)}</p>',
         f'<p class="facts">{spans(facts)}</p>',
-        f"<pre>{escape(error)}</pre>" if error and error not in outcome.sentence else "",
+        f"<pre>{escape(error)}</pre>" if error and error not in sentence else "",
         folded("Traceback", str(verdict.get("traceback") or "")),
         folded("Other failures", "\n".join(others)),
     ]
-    return f'<aside class="failure">\n{"".join(filter(None, parts))}\n</aside>'
-
-
-def _location(failure: Mapping[str, Any]) -> list[str]:
-    """["rank 3", "on node2"], as far as known."""
-    known = (("rank", failure.get("rank")), ("on", failure.get("node")))
-    return [f"{prefix} {plain(value)}" for prefix, value in known if value is not None]
+    return f'<aside class="failure">\n{"".join(parts)}\n</aside>'
 
 
 def moment(seconds: float, run: RunRecords) -> str:
@@ -462,9 +430,6 @@ def command(run: RunRecords) -> str:
     facts = [f"in {plain(cwd)}" if cwd else "", f"commit {plain(git['commit'])}{changed}" if git.get("commit") else ""]
     text = escape(shlex.join(map(plain, arguments)))
     return f'<pre class="command card">{text}</pre><p class="facts">{spans(facts)}</p>'
-
-
-# ---------------------------------------------------------------- the program
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -191,9 +191,6 @@ def link_to(directory: str, nodes: Sequence[str], slurm_job: Sequence[str] = ())
     return errors
 
 
-# ---------------------------------------------------------------- the program
-
-
 def main(arguments: Sequence[str]) -> int:
     """Create a run directory and print its path. Returns 2 when it cannot be created."""
     options = _parse(arguments)

@@ -82,9 +82,6 @@ class Status:
         return UNFIT if any(reply.status is None for reply in self.replies) else 0
 
 
-# ---------------------------------------------------------------- judge
-
-
 def judge(
     run: Run,
     replies: Sequence[NodeReply],
@@ -309,9 +306,6 @@ def duration(seconds: float) -> str:
 def size(amount: int) -> str:
     gib = amount / 2**30
     return f"{gib:.0f}G" if gib >= 10 else f"{gib:.1f}G" if gib >= 1 else f"{amount >> 20}M"
-
-
-# ---------------------------------------------------------------- the program
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -161,9 +161,6 @@ def decisive_exception(failure: Failure) -> LoggedException:
     return chain[0] if first is Kind.OWN_ERROR and last is not Kind.OWN_ERROR else chain[-1]
 
 
-# ---------------------------------------------------------------- which was first
-
-
 def first_failure(failures: Iterable[Failure]) -> Failure:
     """The earliest failure of the likeliest kind. failures: one or more, in any order."""
     return min(failures, key=_order)
@@ -425,9 +422,6 @@ def _last_frames(verdict: Verdict) -> Iterator[str]:
     yield from "".join(own[-SHOWN_FRAMES:]).splitlines()
     if verdict.exception:
         yield from f"{verdict.exception}: {verdict.message}".splitlines()[:SHOWN_LINES]
-
-
-# ---------------------------------------------------------------- the program
 
 
 def main(arguments: Sequence[str]) -> int:
