@@ -1,7 +1,7 @@
 """Draw line charts over steps or seconds as SVG.
 
 A chart is a string of SVG for a page. Colours and fonts come from CSS classes in report.css, for light and dark screens
-and for print. Standard library only.
+and for print.
 """
 
 from __future__ import annotations

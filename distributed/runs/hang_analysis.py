@@ -2,7 +2,6 @@
 
 "looks hung" is printed with the evidence: a stopped rank; ranks in a collective and others that are not; or no rank
 that used CPU or GPU. Only stacks show which ranks are in a collective; without them the text names all possibilities.
-Standard library only.
 """
 
 from __future__ import annotations
@@ -62,11 +61,6 @@ class Activity:
     @property
     def in_collective(self) -> bool:
         return bool(self.frames and COLLECTIVE.fullmatch(self.frames[0].file))
-
-    @property
-    def may_wait(self) -> bool:
-        """Whether it may be waiting in PyTorch for other ranks, or computing: the stack does not show which."""
-        return bool(self.frames) and (self.gpu_busy or (self.frames[0].function == BACKWARD and self.idle))
 
     @property
     def line(self) -> str:
@@ -152,7 +146,9 @@ def _find_by_stacks(ranks: Sequence[Activity], exited: Sequence[str]) -> Stall |
     others = [rank for rank in ranks if not rank.in_collective]
     if not waiting:
         return None
-    if suspects := [rank for rank in others if rank.frames and not rank.may_wait]:
+    # In the backward pass, or with a busy GPU, the stack does not show whether a rank waits or computes.
+    backward = [rank for rank in others if rank.frames and rank.frames[0].function == BACKWARD and rank.idle]
+    if suspects := [rank for rank in others if rank.frames and not rank.gpu_busy and rank not in backward]:
         text = f"{_names(suspects)} not in a collective"
     elif suspects := [rank for rank in others if not rank.frames]:
         text = f"{_names(suspects)} not known to be in a collective (no stack)"

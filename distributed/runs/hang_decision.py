@@ -2,8 +2,7 @@
 
 With --hang-timeout a run hangs when it has had no output and no metric for that time. By default that is not enough,
 because a long evaluation has no output either: the rank that the others wait for must also use neither CPU nor GPU, or
-all ranks must wait in a collective. The cause is written to .hang.json in the run directory, for the verdict. Standard
-library only.
+all ranks must wait in a collective. The cause is written to .hang.json in the run directory, for the verdict.
 """
 
 from __future__ import annotations
@@ -74,36 +73,6 @@ def hang_record(observed: Observation, silent: float, stall: Stall, option: str)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the decision. Returns 2 when there is no such run."""
-    options = parse(arguments)
-    try:
-        run = read(options.run)
-    except RunLookupError as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
-    replies = read_replies(run, options.replies)
-    progress = read_progress(run.directory, time.time())
-    observed = observe_ranks(replies, progress, options.watched)
-    silent = min(observed.silent, options.watched)
-    logs_metrics = progress.silent is not None or any(
-        reply.status and reply.status.metrics is not None for reply in replies
-    )
-    if any(reply.status is None for reply in replies):  # a node that does not reply need not hang
-        decision = wait(min(options.timeout, RECHECK))
-    elif options.certain and not logs_metrics:
-        decision = wait(options.timeout)
-    else:
-        stall = (
-            find_stall(observed.ranks, observed.seconds, observed.exited) if options.stacks and observed.ranks else None
-        )
-        decision = decide(observed, options.timeout, silent, stall, options.certain)
-        if stall and decision == HUNG:
-            option = "" if options.certain else f" (--hang-timeout {options.timeout:.0f})"
-            write_json(str(run.directory / HANG_FILE), hang_record(observed, silent, stall, option))
-    sys.stdout.write(f"{decision}\n")
-    return 0
-
-
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="hang_decision", description=str(__doc__).splitlines()[0], allow_abbrev=False)
     parser.add_argument("run", type=Path, metavar="RUN")
     parser.add_argument("replies", type=Path, metavar="DIRECTORY", help="has NODE.out, NODE.err and NODE.code")
@@ -111,7 +80,32 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--watched", type=float, required=True, metavar="SECONDS", help="time since the watch started")
     parser.add_argument("--certain", action="store_true", help="only when the run logs metrics and cannot continue")
     parser.add_argument("--stacks", action="store_true", help="the replies have stacks")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    try:
+        run = read(options.run)
+    except RunLookupError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    replies = read_replies(run, options.replies)
+    statuses = [reply.status for reply in replies if reply.status]
+    progress = read_progress(run.directory, time.time())
+    observed = observe_ranks(replies, progress, options.watched)
+    silent = min(observed.silent, options.watched)
+    logs_metrics = progress.silent is not None or any(status.metrics is not None for status in statuses)
+    if len(statuses) < len(replies):  # a node that does not reply need not hang
+        decision = wait(min(options.timeout, RECHECK))
+    elif options.certain and not logs_metrics:
+        decision = wait(options.timeout)
+    else:
+        stall = None
+        if options.stacks and observed.ranks:
+            stall = find_stall(observed.ranks, observed.seconds, observed.exited)
+        decision = decide(observed, options.timeout, silent, stall, options.certain)
+        if stall and decision == HUNG:
+            option = "" if options.certain else f" (--hang-timeout {options.timeout:.0f})"
+            write_json(run.directory / HANG_FILE, hang_record(observed, silent, stall, option))
+    sys.stdout.write(f"{decision}\n")
+    return 0
 
 
 if __name__ == "__main__":

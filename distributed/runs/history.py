@@ -1,10 +1,6 @@
 """Read metrics.jsonl, without the lines of steps that a restart or a resumed run has repeated.
 
-    history = read_metrics(Path("logs/latest/metrics.jsonl"), notes)
-    history.series("loss")    ->  [(10.0, 2.31), (20.0, 2.2), ...]
-
-The file may be missing, incomplete or of any content: lines that cannot be read are ignored and counted in `notes`.
-Standard library only.
+The file may be missing, incomplete or of any content.
 """
 
 from __future__ import annotations

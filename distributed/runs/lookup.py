@@ -1,7 +1,7 @@
 """Find a run: its directory, its nodes, and whether its launcher still runs.
 
 A run is given as its directory, its name in logs, or the number of its SLURM job. run.json has everything else: a run
-can be found from any machine that shares the directory. Standard library only.
+can be found from any machine that shares the directory.
 
 Try it: python -m distributed.runs.lookup --from "$PWD" logs/latest | tr '\\0' '\\n'
 """

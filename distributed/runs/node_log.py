@@ -1,4 +1,4 @@
-"""Read the end of a node's log: the lines of each rank, and their last exception. Standard library only."""
+"""Read the end of a node's log: the lines of each rank, and their last exception."""
 
 from __future__ import annotations
 

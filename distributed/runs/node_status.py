@@ -4,7 +4,7 @@ Processes of a run have its directory and the name of their node in their enviro
 rank by its output file, ranks/<node>/.../attempt_<n>/<local rank>/stdout.log. Its environment has no rank: workers of
 Muster's agent are forks, and /proc shows the environment from before they became a rank.
 
-Reads /proc, the run directory and nvidia-smi. Standard library only.
+Reads /proc, the run directory and nvidia-smi.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Parts of an HTML page without external resources, for light and dark screens and for print.
 
-Used for the report of a run and the results of a job list. Standard library only.
+Used for the report of a run and the results of a job list.
 """
 
 from __future__ import annotations
@@ -72,7 +72,6 @@ def plain(value: Any) -> str:
 
 
 def loss_text(loss: float) -> str:
-    """A loss with three decimals."""
     return f"{loss:.3f}" if 0.01 <= abs(loss) < 1000 else figure(loss)
 
 

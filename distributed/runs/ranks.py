@@ -1,4 +1,4 @@
-"""Compare the compute time of a run's ranks: find slow ranks and draw charts. Standard library only."""
+"""Compare the compute time of a run's ranks: find slow ranks and draw charts."""
 
 from __future__ import annotations
 
@@ -43,15 +43,13 @@ def compare(rows: RankValues, nodes: Sequence[str]) -> list[RankTiming]:
     The host of a rank is known only if all nodes have the same number of ranks.
     """
     by_rank = [[*filter(math.isfinite, values)] for values in zip(*(values for _, values in rows), strict=True)]
-    medians = [statistics.median(seconds) for seconds in by_rank if seconds]
+    medians = {rank: statistics.median(seconds) for rank, seconds in enumerate(by_rank) if seconds}
     each, rest = divmod(len(by_rank), len(nodes)) if nodes else (0, 0)
     found = []
-    for rank, seconds in enumerate(by_rank):
-        if not seconds:
-            continue
-        median, usual = statistics.median(seconds), statistics.median_low(medians)
+    for rank, median in medians.items():
+        usual = statistics.median_low(medians.values())
+        slow = median > SLOW_FACTOR * statistics.median(medians.values()) > 0
         host = nodes[rank // each] if each and not rest else None
-        slow = median > SLOW_FACTOR * statistics.median(medians) > 0
         found.append(RankTiming(rank, host, median, median / usual if usual > 0 else math.nan, slow))
     return found
 

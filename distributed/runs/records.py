@@ -1,4 +1,4 @@
-"""Read JSON files of a run that may be missing, incomplete or of any content. Standard library only."""
+"""Read JSON files of a run that may be missing, incomplete or of any content."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Write RUN/report.html, a page with the outcome, charts and settings of a run.
 
 The page can be written at any time, also while the run continues or after a failure: files may be missing, incomplete
-or of any content. scripts/report.sh runs this module. Standard library only.
+or of any content. scripts/report.sh runs this module.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import shlex
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from html import escape
@@ -117,7 +117,7 @@ def page(run: RunRecords) -> str:
     parts = [
         heading(run),
         failure(run),
-        tile_list([*training_tiles(run), *run_tiles(run), *usage_tiles(run)]),
+        tile_list([*training_tiles(run), *run_tiles(run)]),
         ranks.warning(compared),
         section("Training", training_charts(run, all_marks, events)),
         section("Ranks", ranks.compute_chart(compute, compared, events) + waiting_chart(waits, events)),
@@ -206,74 +206,62 @@ def moment(seconds: float, run: RunRecords) -> str:
     return datetime.fromtimestamp(seconds, zone).strftime("%Y-%m-%d %H:%M:%S %Z")
 
 
-# ---------------------------------------------------------------- tiles, without those whose value is not known
-
-
-def training_tiles(run: RunRecords) -> list[Tile]:
-    """Losses, throughput and steps."""
-    tiles: list[Tile] = []
-    if losses := run.history.series("loss"):
+def training_tiles(run: RunRecords) -> Iterator[Tile]:
+    """A tile for each value that is known: losses, throughput and steps."""
+    history = run.history
+    if losses := history.series("loss"):
         step, loss = losses[-1]
         shown = next((point for point in reversed(losses) if math.isfinite(point[1])), None)
         if shown and not math.isfinite(loss):
-            tiles.append(("Training loss", "not finite", f"{loss_text(shown[1])} at step {figure(shown[0])}"))
+            yield "Training loss", "not finite", f"{loss_text(shown[1])} at step {figure(shown[0])}"
         else:
-            tiles.append(("Training loss", loss_text(loss), f"at step {figure(step)}"))
-    if losses := run.history.held_out_losses():
+            yield "Training loss", loss_text(loss), f"at step {figure(step)}"
+    if losses := history.held_out_losses():
         step, loss = losses[-1]
         best, when = min(((loss, step) for step, loss in losses if math.isfinite(loss)), default=(loss, step))
         note = f"best {loss_text(best)} at step {figure(when)}" if best < loss else f"at step {figure(step)}"
-        tiles.append(("Held-out loss", loss_text(loss), note))
-    if rates := finite(run.history.series("tokens_per_second")):
+        yield "Held-out loss", loss_text(loss), note
+    if rates := finite(history.series("tokens_per_second")):
         rate = statistics.median(rates)
         note = f"{compact(rate / run.size)} per rank" if run.size > 1 else "median of the run"
-        tiles.append(("Tokens per second", compact(rate), note))
-    if lines := run.history.steps:
+        yield "Tokens per second", compact(rate), note
+    if lines := history.steps:
         step = lines[-1]["step"]
         planned = next((number(line["steps"]) for line in reversed(lines) if "steps" in line), math.nan)
         planned = planned if math.isfinite(planned) else number(run.setting("train", "steps"))
-        tiles.append(("Steps", figure(step), f"of {figure(planned)}" if step <= planned < math.inf else "done"))
-    return tiles
+        yield "Steps", figure(step), f"of {figure(planned)}" if step <= planned < math.inf else "done"
 
 
-def run_tiles(run: RunRecords) -> list[Tile]:
-    """Time, ranks and model size."""
-    tiles: list[Tile] = []
-    times = [run.start, number(run.verdict.get("time")), *run.history.times(), *run.usage.attempts, run.usage.last]
+def run_tiles(run: RunRecords) -> Iterator[Tile]:
+    """A tile for each value that is known: time, ranks, model and resource usage."""
+    history, usage = run.history, run.usage
+    times = [run.start, number(run.verdict.get("time")), *history.times(), *usage.attempts, usage.last]
     if len(times := [time for time in times if is_time(time)]) > 1:
-        steps = finite(run.history.series("step_seconds"))
-        note = f"{duration(statistics.median(steps))} per step" if steps else ""
-        tiles.append(("Wall time", duration(max(times) - min(times)), note))
+        seconds = finite(history.series("step_seconds"))
+        note = f"{duration(statistics.median(seconds))} per step" if seconds else ""
+        yield "Wall time", duration(max(times) - min(times)), note
     if run.size:
         nodes = number(run.fact("world", "nodes"))
         count = int(nodes) if nodes > 0 else len(run.nodes)
         nodes_text = f"on {count} node{'s' * (count != 1)}" if count else ""
         world = [plain(run.fact("world", key)) for key in ("strategy", "backend", "device") if run.fact("world", key)]
-        tiles.append(("Ranks", figure(run.size), ", ".join(filter(None, [nodes_text, *world]))))
+        yield "Ranks", figure(run.size), ", ".join(filter(None, [nodes_text, *world]))
     parameters = number(run.fact("model", "parameters"))
     if math.isfinite(parameters):
         layers, width = run.setting("model", "n_layer"), run.setting("model", "n_embd")
         shape = f"{plain(layers)} layers, width {plain(width)}" if layers and width else ""
-        tiles.append(("Parameters", compact(parameters), shape))
-    return tiles
-
-
-def usage_tiles(run: RunRecords) -> list[Tile]:
-    """Waiting time, GPU or CPU use, and the largest memory of a rank."""
-    tiles: list[Tile] = []
-    if waits := [value for _, row in run.history.by_rank("wait_share") for value in row if math.isfinite(value)]:
-        tiles.append(("Waiting", f"{statistics.fmean(waits):.0%}", "of a step, for gradients of other ranks"))
-    gpu, cpu = (finite(chain(*run.usage.of(kind).values())) for kind in ("gpu", "cpu"))
+        yield "Parameters", compact(parameters), shape
+    if waits := [value for _, row in history.by_rank("wait_share") for value in row if math.isfinite(value)]:
+        yield "Waiting", f"{statistics.fmean(waits):.0%}", "of a step, for gradients of other ranks"
+    gpu, cpu = (finite(chain(*usage.of(kind).values())) for kind in ("gpu", "cpu"))
     if gpu:
-        tiles.append(("GPU use", f"{statistics.fmean(gpu):.0%}", "mean of all samples"))
+        yield "GPU use", f"{statistics.fmean(gpu):.0%}", "mean of all samples"
     elif cpu:
-        tiles.append(("CPU", f"{statistics.fmean(cpu):.2f} cores", "per rank, mean of all samples"))
+        yield "CPU", f"{statistics.fmean(cpu):.2f} cores", "per rank, mean of all samples"
     for kind, title in (("memory", "Memory"), ("gpu_memory", "GPU memory")):
-        peaks = {name: max(known) for name, points in run.usage.of(kind).items() if (known := finite(points))}
-        if peaks:
+        if peaks := {name: max(known) for name, points in usage.of(kind).items() if (known := finite(points))}:
             largest = max(peaks, key=lambda name: peaks[name])
-            tiles.append((title, memory(peaks[largest]), f"largest sample, {largest}"))
-    return tiles
+            yield title, memory(peaks[largest]), f"largest sample, {largest}"
 
 
 def finite(points: Iterable[Point]) -> list[float]:

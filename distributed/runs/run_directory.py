@@ -9,7 +9,7 @@
     logs/node_<name>.log  -> the node's log in the newest run
     logs/slurm-<job>      -> the run of this SLURM job
 
-Every launch runs this module, so it avoids slow imports. Standard library only.
+Every launch runs this module, so it avoids slow imports.
 
 Try it: python -m distributed.runs.run_directory create --logs /tmp/logs --name train --nodes "$(hostname)" \
             --nproc 2 --script train.py --config - --cwd "$PWD" --python "$(command -v python3)" -- train.py
@@ -193,22 +193,6 @@ def link_to(directory: str, nodes: Sequence[str], slurm_job: Sequence[str] = ())
 
 def main(arguments: Sequence[str]) -> int:
     """Create a run directory and print its path. Returns 2 when it cannot be created."""
-    options = _parse(arguments)
-    try:
-        directory = create(**options)
-    except OSError as error:
-        path = error.filename or options["logs"]
-        message = f"cannot create a run directory: {path}: {error.strerror}; choose another directory with --log-dir"
-        sys.stderr.write(f"run_directory: {message}\n")
-        return 2
-    for message in link_to(directory, options["nodes"], options["slurm_job"]):
-        sys.stderr.write(f"run_directory: {message}\n")
-    sys.stdout.buffer.write(os.fsencode(directory) + b"\n")
-    return 0
-
-
-def _parse(arguments: Sequence[str]) -> dict[str, Any]:
-    """The arguments of create()."""
     import argparse
 
     def node(name: str) -> str:
@@ -241,7 +225,17 @@ def _parse(arguments: Sequence[str]) -> dict[str, Any]:
     options = vars(parser.parse_args(arguments[:end])) | {"command": arguments[end + 1 :]}
     options["config"] = None if options["config"] == "-" else options["config"]
     del options["create"]
-    return options
+    try:
+        directory = create(**options)
+    except OSError as error:
+        path = error.filename or options["logs"]
+        message = f"cannot create a run directory: {path}: {error.strerror}; choose another directory with --log-dir"
+        sys.stderr.write(f"run_directory: {message}\n")
+        return 2
+    for message in link_to(directory, options["nodes"], options["slurm_job"]):
+        sys.stderr.write(f"run_directory: {message}\n")
+    sys.stdout.buffer.write(os.fsencode(directory) + b"\n")
+    return 0
 
 
 if __name__ == "__main__":

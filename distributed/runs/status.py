@@ -8,7 +8,7 @@
     node1     0  sleeps     1%    1.2G   40 s  step  120/1200  loss 2.3125 ...
     node2     1  STOPPED    0%    1.2G   41 s
 
-scripts/status.sh queries the nodes; this module judges and renders their replies. Standard library only.
+scripts/status.sh queries the nodes; this module judges and renders their replies.
 """
 
 from __future__ import annotations

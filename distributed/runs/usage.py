@@ -1,6 +1,6 @@
 """Read the resource usage of a run's ranks over time, in all attempts, from node_<name>.samples.jsonl.
 
-distributed/launch/usage.py writes the samples. Samples that cannot be read are ignored. Standard library only.
+distributed/launch/usage.py writes the samples. Samples that cannot be read are ignored.
 """
 
 from __future__ import annotations

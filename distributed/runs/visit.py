@@ -1,11 +1,12 @@
 """Read the replies of a run's nodes, and report which processes of the run remain.
 
-scripts/lib/visit.bash queries all nodes at once and writes their replies to files. Standard library only.
+scripts/lib/visit.bash queries all nodes at once and writes their replies to files.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from distributed.exit_codes import KILLED, UNFIT
 from distributed.host import replies
 from distributed.runs import node_status
 from distributed.runs.lookup import HERE, Run, RunLookupError, RunNode, read
+from distributed.terminal import cut
 
 SHOWN = 3  # processes of a node
 SHOWN_CHARACTERS = 40  # of a command
@@ -39,8 +41,7 @@ def read_replies(run: Run, directory: Path) -> list[NodeReply]:
 
 def read_reply(node: RunNode, directory: Path) -> NodeReply:
     reply = replies.read(directory, node.node)
-    value = reply.value()
-    if value is not None:
+    if (value := reply.value()) is not None:
         return NodeReply(node, node_status.from_json(value))
     return NodeReply(node, None, "did not reply in time" if reply.code == KILLED else reply.failure_message())
 
@@ -50,8 +51,8 @@ def remaining_processes(status: node_status.NodeStatus) -> str:
     count, shown = len(status.processes), []
     for process in status.processes[:SHOWN]:
         program, blank, arguments = process.command.partition(" ")
-        text = f"{program.rpartition('/')[2]}{blank}{arguments}".strip()
-        shown.append(f"{process.pid} {text if len(text) <= SHOWN_CHARACTERS else f'{text[: SHOWN_CHARACTERS - 1]}…'}")
+        command = cut(f"{os.path.basename(program)}{blank}{arguments}".strip(), SHOWN_CHARACTERS)
+        shown.append(f"{process.pid} {command}")
     shown += ["..."] * (count > SHOWN)
     return f"{count} {'process' if count == 1 else 'processes'} of this run: {', '.join(shown)}"
 
@@ -61,14 +62,13 @@ def report_remaining(run: Run, node_replies: Sequence[NodeReply]) -> tuple[list[
     lines = []
     for reply in node_replies:
         if reply.status is None:
-            until = (
-                "" if run.launcher.where == HERE else "; its processes exit when heartbeats time out; then check again"
-            )
-            lines.append(f"{reply.name}: {reply.error}{until}")
+            until = "; its processes exit when heartbeats time out; then check again"
+            text = reply.error + (until if run.launcher.where != HERE else "")
         elif reply.status.processes:
-            lines.append(f"{reply.name}: still has {remaining_processes(reply.status)}")
+            text = f"still has {remaining_processes(reply.status)}"
         else:
-            lines.append(f"{reply.name}: no process of this run remains")
+            text = "no process of this run remains"
+        lines.append(f"{reply.name}: {text}")
     if any(reply.status and reply.status.processes for reply in node_replies):
         return lines, 1
     return lines, UNFIT if any(reply.status is None for reply in node_replies) else 0
