@@ -6,8 +6,6 @@
 The launchers set MUSTER_METRICS to metrics.jsonl in the run directory, job lists to metrics.jsonl in the output
 directory of the job. status.sh and the report read that file; launchers read it to see whether a restart made progress.
 A program that cannot import this module may append lines such as {"step": 10, "loss": 2.31} itself.
-
-Standard library only.
 """
 
 from __future__ import annotations
@@ -70,10 +68,8 @@ def _is_number(value: object) -> bool:
 
 
 def _number(name: str, value: Any) -> float:
-    if _is_number(value):
-        return value
     try:
-        number = value.item()
+        number = value if _is_number(value) else value.item()
     except (RuntimeError, TypeError, ValueError) as error:
         raise ValueError(f"metrics.log: {name}: expected one number: {error}") from None
     if not _is_number(number):
@@ -86,16 +82,12 @@ def append(path: str | os.PathLike[str], step: int, values: Mapping[str, Any]) -
     written = {name: finite_or_none(value) for name, value in values.items()}
     line = json.dumps({"step": step, "time": time.time(), **written}) + "\n"
     try:
-        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-        try:
-            os.write(file, line.encode())
-        finally:
-            os.close(file)
+        with open(path, "ab", buffering=0) as file:
+            file.write(line.encode())
     except OSError as error:
-        if os.fspath(path) not in _warned:
-            _warned.add(os.fspath(path))
-            message = f"metrics: {os.fspath(path)}: {error.strerror}; metrics are lost, the training continues"
-            sys.stderr.write(message + "\n")
+        if (name := os.fspath(path)) not in _warned:
+            _warned.add(name)
+            sys.stderr.write(f"metrics: {name}: {error.strerror}; metrics are lost, the training continues\n")
     return written
 
 
@@ -124,12 +116,9 @@ def newest(path: str | os.PathLike[str]) -> dict[str, float | None]:
             values = json.loads(line)
         except (ValueError, RecursionError):
             continue  # an incomplete line
-        if isinstance(values, dict):
-            found.update(
-                (key, value)
-                for key, value in values.items()
-                if value is None or (_is_number(value) and abs(value) < HUGE)
-            )
+        for key, value in values.items() if isinstance(values, dict) else ():
+            if value is None or (_is_number(value) and abs(value) < HUGE):
+                found[key] = value
     found.pop("time", None)
     if (found.get("step") or 0) > (found.get("steps") or math.inf):
         del found["steps"]  # not the number of steps of the whole training

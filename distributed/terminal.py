@@ -1,7 +1,7 @@
 """Tables, colours and line wrapping for terminals.
 
-Texts contain colours; `show` removes them in a pipe, with NO_COLOR and in a dumb terminal. Standard library only:
-rich is not installed on every node.
+Texts contain colours; `show` removes them in a pipe, with NO_COLOR and in a dumb terminal. It does not use rich, which
+is not installed on every node.
 """
 
 from __future__ import annotations

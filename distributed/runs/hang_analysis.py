@@ -188,10 +188,9 @@ def _one_differs(ranks: Sequence[Activity], used: str) -> str:
         return ""
     idle_text = f"{idle[0].name} uses" if len(idle) == 1 else f"the {len(idle)} others use"
     busy_text = f"{busy[0].name} is" if len(busy) == 1 else f"the {len(busy)} others are"
-    if len(idle) > 1:
-        wait = "they wait for that rank"
-    else:
-        wait = "it waits for the other" if len(busy) == 1 else "it waits for the others"
+    wait = "they wait for that rank"
+    if len(idle) == 1:
+        wait = f"it waits for the other{'s' * (len(busy) > 1)}"
     return (
         f"{idle_text} no {used}, and {busy_text} busy: either {wait} in a collective, or for something "
         "else, such as a disk, a lock or a download"

@@ -30,7 +30,7 @@ from distributed.exit_codes import UNFIT
 from distributed.files import KIT
 from distributed.runs.hang_analysis import Activity, Diagnosis, diagnose, needs_stacks
 from distributed.runs.lookup import ELSEWHERE, GONE, HERE, IN_JOB, Run, RunLookupError, read
-from distributed.runs.node_status import GpuUsage
+from distributed.runs.node_status import GpuUsage, RankStatus
 from distributed.runs.records import read_object
 from distributed.runs.verdict import decide
 from distributed.runs.visit import NodeReply, read_replies, remaining_processes
@@ -107,14 +107,13 @@ def judge(
 
 
 def state_of(run: Run, replies: Sequence[NodeReply], verdict: Mapping[str, Any]) -> RunState:
-    statuses = [(reply.name, reply.status) for reply in replies if reply.status]
-    nodes = [name for name, status in statuses if status.processes]
+    nodes = [reply.name for reply in replies if reply.status and reply.status.processes]
     text = f"verdict: {verdict.get('outcome')}: {verdict.get('cause')}"
     if run.launcher.where in (HERE, IN_JOB) or (run.launcher.where == ELSEWHERE and nodes):
         if verdict:
             return RunState("ending", text)
-        ranks = [(rank, name) for name, status in statuses for rank in status.ranks]
-        missing = [f"rank {rank.rank} on {name}" for rank, name in ranks if rank.pid is None]
+        ranks = ranks_of(replies)
+        missing = [f"rank {rank.rank} on {node}" for rank, node in ranks if rank.pid is None]
         if ranks and len(missing) == len(ranks):
             started = any(rank.silent is not None for rank, _ in ranks)
             return RunState("ending", "all ranks have exited") if started else RunState("starting")
@@ -127,6 +126,11 @@ def state_of(run: Run, replies: Sequence[NodeReply], verdict: Mapping[str, Any])
         return RunState("ended", text, verdict.get("outcome") == "failed")
     command = f"cd {shlex.quote(KIT)} && python -m distributed.runs.verdict {shlex.quote(str(run.directory))}"
     return RunState("unknown", "no process of the run was found, and it has no verdict; to get one:", True, command)
+
+
+def ranks_of(replies: Sequence[NodeReply]) -> list[tuple[RankStatus, str]]:
+    """The ranks of all nodes that replied, each with the name of its node."""
+    return [(rank, reply.name) for reply in replies if reply.status for rank in reply.status.ranks]
 
 
 @dataclass(frozen=True)
@@ -142,7 +146,7 @@ class Observation:
 
 def observe_ranks(replies: Sequence[NodeReply], progress: RunProgress, running: float) -> Observation:
     """running: seconds since the start, for ranks without any output."""
-    ranks = [(rank, reply.name) for reply in replies if reply.status for rank in reply.status.ranks]
+    ranks = ranks_of(replies)
     activities = tuple(
         Activity(
             rank=rank.rank,
@@ -285,12 +289,11 @@ def notes_on(status: Status) -> Iterator[str]:
 
 
 def stacks(status: Status) -> Iterator[str]:
-    for reply in status.replies:
-        for rank in reply.status.ranks if reply.status else ():
-            if rank.stack_text:
-                yield ""
-                yield paint(f"rank {rank.rank} on {reply.name}, process {rank.pid}", BOLD)
-                yield from (f"  {line}".rstrip() for line in rank.stack_text.splitlines())
+    for rank, node in ranks_of(status.replies):
+        if rank.stack_text:
+            yield ""
+            yield paint(f"rank {rank.rank} on {node}, process {rank.pid}", BOLD)
+            yield from (f"  {line}".rstrip() for line in rank.stack_text.splitlines())
 
 
 def duration(seconds: float) -> str:
@@ -336,8 +339,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.state.write_text(status.state.name + "\n")
     if options.json:
         sys.stdout.write(as_json(status))
-    else:
-        show(status, options.in_place, options.stacks)
+        return status.exit_code
+    width, height = shutil.get_terminal_size(FALLBACK)
+    text = render(status, width, options.stacks)
+    if options.in_place:
+        lines = text.splitlines()[: height - 1]
+        text = "\x1b[H" + "".join(f"{line}\x1b[K\n" for line in lines) + "\x1b[J"
+    terminal.show(text)
     return status.exit_code
 
 
@@ -361,15 +369,6 @@ def as_json(status: Status) -> str:
     facts["pulse"], replies = facts.pop("diagnosis"), facts.pop("replies")
     facts["nodes"] = [reply["node"] | {"look": reply["status"], "why": reply["error"]} for reply in replies]
     return json.dumps(facts, indent=2, sort_keys=True, default=str) + "\n"
-
-
-def show(status: Status, in_place: bool, with_stacks: bool) -> None:
-    width, height = shutil.get_terminal_size(FALLBACK)
-    text = render(status, width, with_stacks)
-    if in_place:
-        lines = text.splitlines()[: height - 1]
-        text = "\x1b[H" + "".join(f"{line}\x1b[K\n" for line in lines) + "\x1b[J"
-    terminal.show(text)
 
 
 if __name__ == "__main__":

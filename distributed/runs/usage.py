@@ -87,8 +87,8 @@ def _add_ranks(usage: Usage, node: str, first_rank: float, samples: Sequence[Map
         usage.add("memory", name, [(time, number(one.get("memory"))) for time, one in values])
         for kind in ("cpu", "output"):
             counts = [(time, number(one.get(kind))) for time, one in values]
-            rates = [(b, (y - x) / (b - a)) for (a, x), (b, y) in pairwise(counts)]
-            rates = [(time, 0.0 if rate < 0 else rate) for time, rate in rates]  # negative after a child has exited
+            # A count falls when a child exits.
+            rates = [(b, 0.0 if y < x else (y - x) / (b - a)) for (a, x), (b, y) in pairwise(counts)]
             if rates:
                 usage.add(kind, name, rates)
 

@@ -257,21 +257,18 @@ def _nothing_failed(evidence: Evidence, launcher_code: int | None) -> Verdict:
 
 
 def _collateral(failures: Iterable[Failure]) -> tuple[Json, ...]:
-    return tuple(
-        {"node": failure.node, "rank": failure.rank, "message": _short(describe(failure))}
-        for failure in failures
-        if not failure.witness
-    )
+    seen = (one for one in failures if not one.witness)
+    return tuple({"node": one.node, "rank": one.rank, "message": _short(describe(one))} for one in seen)
 
 
 # ---------------------------------------------------------------- in one sentence
 
 _AGENT_PREFIX = "agent: "  # of the agent's own lines; the last of them is why it exited
-_WHY_LOST = "the node lost power or network, or all its processes were killed"
 
 
 def _sentence(failure: Failure) -> str:
     name, problem = name_of(failure), _short(describe(failure))
+    lost = failure.message or "the node lost power or network, or all its processes were killed"
     how = f"{name} {_short(describe(failure, 'raised '))}"
     unclear = f"{how}; no clearer cause was recorded"
     if failure.rank is None and failure.message.startswith(_AGENT_PREFIX):
@@ -281,7 +278,7 @@ def _sentence(failure: Failure) -> str:
     return {
         Kind.OWN_ERROR: how,
         Kind.AGENT: f"{name} failed: {problem}",
-        Kind.LOST_NODE: f"{failure.node}: connection lost: {failure.message or _WHY_LOST}",
+        Kind.LOST_NODE: f"{failure.node}: connection lost: {lost}",
         Kind.UNCLEAR: unclear,
         Kind.MISSING_RANK: f"{name} {failure.witness}",
         Kind.COLLATERAL: f"the cause was not recorded; {name} was the first to lose the others: {problem}",
