@@ -39,7 +39,6 @@ class Activity:
     state: str  # in /proc
     cpu: float  # cores used
     gpu: int | None  # per cent of the time; None: it uses no GPU
-    silent: float  # seconds since its last output
     frames: tuple[Frame, ...] = ()  # of its main thread, innermost first; empty: not requested, or not known
 
     @property

@@ -28,50 +28,15 @@ from distributed.host.process_scan import start_time
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # importing typing costs milliseconds
     from collections.abc import Sequence
-    from typing import Any
 
 GIT_TIMEOUT = 2.0  # seconds; a repository on a slow disk must not delay a launch
 PYTHON_TIMEOUT = 10.0  # seconds
 MAX_NAME = 100  # bytes of the script's name in the name of a run
 
 
-def create(logs: str, name: str, *, again: str | None = None, **launch: Any) -> str:
-    """Create a run directory in `logs` and return its absolute path.
-
-    again: the existing directory of a run that SLURM requeued. launch: the arguments of describe().
-    Raises OSError when the directory cannot be written, and removes an incomplete directory.
-    """
-    directory = again or _create_directory(os.path.abspath(logs), name)
-    try:
-        for part in ("errors", "ranks"):
-            os.makedirs(os.path.join(directory, part), exist_ok=bool(again))
-        write_json(os.path.join(directory, "run.json"), describe(directory, **launch))
-    except OSError:
-        if not again:
-            import shutil
-
-            shutil.rmtree(directory, ignore_errors=True)
-        raise
-    return directory
-
-
-def _create_directory(logs: str, name: str) -> str:
-    """mkdir fails when another launch took the name, so that no two launches share a directory."""
-    os.makedirs(logs, exist_ok=True)
-    # Letters and digits of any script, and . _ -, so that the name needs no quotes.
-    plain = "".join(c if c.isalnum() or c in "._-" else "-" for c in name).lstrip(".-")
-    plain = plain.encode()[:MAX_NAME].decode(errors="ignore") or "run"
-    while True:
-        directory = os.path.join(logs, f"{plain}-{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}")
-        try:
-            os.mkdir(directory)
-        except FileExistsError:
-            continue
-        return directory
-
-
-def describe(
-    directory: str,
+def create(
+    logs: str,
+    name: str,
     *,
     nodes: Sequence[str],
     nproc: int,
@@ -85,23 +50,26 @@ def describe(
     launcher: int = 0,
     grace: int = 8,
     slurm_job: Sequence[str] = (),
-) -> dict[str, object]:
-    """The content of run.json.
+    again: str | None = None,
+) -> str:
+    """Create a run directory in `logs`, write its run.json, and return its absolute path.
 
     nproc: number of processes on all nodes. config: None when the script gets no settings file. python: interpreter of
     the ranks. addresses: [user@]host:processes of each node, reached over ssh; empty when all are on this machine.
     first_rank: the lowest rank of the first node; not 0 when other nodes have their own run directories. launcher: its
     pid; default: the parent process. grace: seconds from a stop request to SIGKILL. slurm_job: the job number and, for
-    an element of an array, also ARRAY_INDEX, such as 17_3.
+    an element of an array, also ARRAY_INDEX, such as 17_3. again: the existing directory of a run that SLURM requeued.
+
+    Raises OSError when the directory cannot be written, and removes an incomplete directory.
     """
     layout = []
     for node, address in zip(nodes, addresses or [f":{nproc}"] * len(nodes), strict=True):
         host, _, count = address.rpartition(":")
         layout.append({"node": node, "address": host or None, "processes": int(count), "first_rank": first_rank})
         first_rank += int(count)
-    pid = launcher or os.getppid()
-    zone = time.strftime("%z")
-    return {
+    pid, zone = launcher or os.getppid(), time.strftime("%z")
+    directory = again or _create_directory(os.path.abspath(logs), name)
+    facts = {
         "run": os.path.basename(directory),
         "directory": directory,  # MUSTER_RUN_DIR of its processes
         "command": list(command),
@@ -113,15 +81,34 @@ def describe(
             "host": os.uname().nodename, "pid": pid, "since": start_time(pid), "machine": machine(), "grace": grace,
         },
         "slurm_job": slurm_job[0] if slurm_job else None,
-        "nproc": nproc,
-        "script": script,
-        "config": config,
-        "cwd": cwd,
-        "python": python,
-        "user": user(),
-        "versions": _versions(python),
-        "git": _git(cwd),
+        "nproc": nproc, "script": script, "config": config, "cwd": cwd, "python": python,
+        "user": user(), "versions": _versions(python), "git": _git(cwd),
     }  # fmt: skip
+    try:
+        for part in ("errors", "ranks"):
+            os.makedirs(os.path.join(directory, part), exist_ok=bool(again))
+        write_json(os.path.join(directory, "run.json"), facts)
+    except OSError:
+        if not again:
+            import shutil
+
+            shutil.rmtree(directory, ignore_errors=True)
+        raise
+    return directory
+
+
+def _create_directory(logs: str, name: str) -> str:
+    os.makedirs(logs, exist_ok=True)
+    # Letters and digits of any script, and . _ -, so that the name needs no quotes.
+    plain = "".join(c if c.isalnum() or c in "._-" else "-" for c in name).lstrip(".-")
+    plain = plain.encode()[:MAX_NAME].decode(errors="ignore") or "run"
+    while True:
+        directory = os.path.join(logs, f"{plain}-{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}")
+        try:
+            os.mkdir(directory)
+        except FileExistsError:  # another launch took the name: two launches never share a directory
+            continue
+        return directory
 
 
 def _versions(python: str) -> dict[str, str | None]:

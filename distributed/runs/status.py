@@ -155,19 +155,19 @@ def observe_ranks(replies: Sequence[NodeReply], progress: RunProgress, running: 
             state=rank.state,
             cpu=rank.cpu,
             gpu=max(gpu.use for gpu in rank.gpus) if rank.gpus else None,
-            silent=running if rank.silent is None else rank.silent,
             frames=rank.frames,
         )
         for rank, node in ranks
         if rank.pid is not None
     )
     statuses = [reply.status for reply in replies if reply.status]
-    ages = [progress.silent, *(status.metrics for status in statuses), *(rank.silent for rank in activities)]
-    exited = [f"rank {rank.rank} on {node}" for rank, node in ranks if rank.pid is None and rank.silent is not None]
+    silences = [running if rank.silent is None else rank.silent for rank, _ in ranks if rank.pid is not None]
+    ages = [progress.silent, *(status.metrics for status in statuses), *silences]
+    not_running = [(f"rank {rank.rank} on {node}", rank.silent) for rank, node in ranks if rank.pid is None]
     return Observation(
         ranks=activities,
-        exited=tuple(exited),
-        not_started=len([rank for rank, _ in ranks if rank.pid is None and rank.silent is None]),
+        exited=tuple(name for name, silent in not_running if silent is not None),
+        not_started=sum(silent is None for _, silent in not_running),
         seconds=max((status.seconds for status in statuses), default=0.0),
         silent=min((age for age in ages if age is not None), default=0.0),
     )

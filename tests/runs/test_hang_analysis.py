@@ -12,7 +12,7 @@ import pytest
 from distributed.host.stacks import Frame
 from distributed.runs.hang_analysis import Activity, diagnose, find_stall, needs_stacks
 
-WORKS = Activity(rank=0, node="n1", pid=100, state="R", cpu=1.0, gpu=None, silent=0.0)
+WORKS = Activity(rank=0, node="n1", pid=100, state="R", cpu=1.0, gpu=None)
 SLEEPS = replace(WORKS, state="S", cpu=0.0)
 STOPPED = replace(SLEEPS, state="T")
 ON_GPU = replace(SLEEPS, gpu=97)
