@@ -45,7 +45,6 @@ def compact(value: float) -> str:
 
 
 def cut(text: str, length: int) -> str:
-    """The text, cut to a length."""
     return text if len(text) <= length else text[: length - 1] + "…"
 
 
@@ -270,8 +269,6 @@ def spread(positions: Sequence[float], gap: float, low: float, high: float) -> l
 
 @dataclass(frozen=True)
 class Line:
-    """Values over steps."""
-
     name: str  # in the read-out of the pointer
     points: Sequence[Point]  # by rising x
     style: str  # CSS class of the colour
@@ -284,9 +281,7 @@ Band = Sequence[tuple[float, float, float]]  # x, low, high: a shaded area
 
 @dataclass(frozen=True)
 class Mark:
-    """An event at a step."""
-
-    x: float
+    x: float  # the step, or seconds, of an event
     text: str
     style: str = "event"  # or "bad" or "checkpoint"
 

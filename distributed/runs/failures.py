@@ -81,7 +81,7 @@ def gather(run: Path) -> Evidence:
     logs = {path.name[5:-4]: read_log(path, path.name[5:-4]) for path in sorted(run.glob("node_*.log"))}
     deaths = [_from_record(one, agent["node"]) for agent in agents for one in listed(agent.get("deaths"))]
     of_workers = [_from_record(read_object(path, warnings), "?") for path in sorted(run.glob("errors/rank_*.json"))]
-    # Of two records about a rank the right one, which is more reliable, replaces the left one.
+    # The right operand of each | has the more reliable record of a rank.
     ends = _by_rank(_torchrun_summaries(logs)) | _by_rank(deaths)
     causes = _by_rank(_exceptions_in_logs(logs, ends)) | _by_rank(of_workers)
     failures = [_merge(causes[key], ends[key]) for key in sorted(causes.keys() & ends.keys())]

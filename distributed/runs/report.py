@@ -95,7 +95,7 @@ def _resumed_from(directory: Path, history: History) -> list[History]:
     """The histories of the runs from whose checkpoints this run resumed, the oldest first."""
     found: list[History] = []
     seen = {directory}
-    while event := next((event for event in history.events if event.get("event") == "resume"), None):
+    while event := next((event for event in history.events if event["event"] == "resume"), None):
         path = Path(str(event.get("run")))  # the directory of all runs may have been moved since
         found_at = (one.resolve() for one in (path, directory.parent / path.name) if one.is_dir())
         directory = next(found_at, directory)
@@ -265,7 +265,6 @@ def run_tiles(run: RunRecords) -> Iterator[Tile]:
 
 
 def finite(points: Iterable[Point]) -> list[float]:
-    """The finite values."""
     return [value for _, value in points if math.isfinite(value)]
 
 
@@ -386,12 +385,11 @@ def machine_tables(run: RunRecords) -> str:
     machine["memory"] = memory(number(machine.pop("memory_bytes", None)))
     machine["gpus"] = ", ".join(f"{n} × {name}" for name, n in Counter(map(plain, listed(machine.get("gpus")))).items())
     machine = {**mapping(run.about.get("versions")), **machine}
-    groups = {
+    return tables({
         "machine of rank 0": {key: value for key, value in machine.items() if value not in (None, "")},
         "ranks": {**mapping(run.setup.get("world")), **({"node names": ", ".join(run.nodes)} if run.nodes else {})},
         "model": mapping(run.setup.get("model")),
-    }
-    return tables(groups)
+    })  # fmt: skip
 
 
 def tables(groups: Mapping[str, Mapping[str, Any]]) -> str:

@@ -10,9 +10,6 @@
     logs/slurm-<job>      -> the run of this SLURM job
 
 Every launch runs this module, so it avoids slow imports.
-
-Try it: python -m distributed.runs.run_directory create --logs /tmp/logs --name train --nodes "$(hostname)" \
-            --nproc 2 --script train.py --config - --cwd "$PWD" --python "$(command -v python3)" -- train.py
 """
 
 from __future__ import annotations
@@ -113,9 +110,7 @@ def _create_directory(logs: str, name: str) -> str:
 
 def _versions(python: str) -> dict[str, str | None]:
     """versions() of the ranks' interpreter; None for each when it does not reply."""
-    # The same interpreter has the same directory and the same target: two environments may link to one file.
-    names = (os.path.abspath(python), os.path.abspath(sys.executable))
-    if len({os.path.dirname(name) for name in names}) == len({os.path.realpath(name) for name in names}) == 1:
+    if os.path.abspath(python) == os.path.abspath(sys.executable):
         return versions()
     import json
     import subprocess
