@@ -87,7 +87,8 @@ def append(path: str | os.PathLike[str], step: int, values: Mapping[str, Any]) -
     except OSError as error:
         if (name := os.fspath(path)) not in _warned:
             _warned.add(name)
-            sys.stderr.write(f"metrics: {name}: {error.strerror}; metrics are lost, the training continues\n")
+            message = f"metrics: {name}: {error.strerror}; metrics are lost, the training continues"
+            sys.stderr.write(message + "\n")
     return written
 
 

@@ -107,7 +107,7 @@ def _process(directory: Path, output: re.Pattern[str]) -> RunProcess:
     """Raises OSError when the process has exited."""
     state, *fields = (directory / "stat").read_bytes().rpartition(b")")[2].decode().split()
     command = (directory / "cmdline").read_bytes().rstrip(b"\0").replace(b"\0", b" ").decode(errors="replace")
-    rank = None
+    rank: re.Match[Any] | None = None
     with suppress(OSError):  # the script may have redirected both streams
         rank = LOCAL_RANK.search((directory / "environ").read_bytes())
     for stream in ("2", "1"):

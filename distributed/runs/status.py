@@ -316,14 +316,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     With --first, and when stacks are needed, prints nothing and writes NEEDS_STACKS as the state.
     """
-    options = parse(arguments)
+    parser = argparse.ArgumentParser(prog="status", description=str(__doc__).splitlines()[0], allow_abbrev=False)
+    parser.add_argument("run", type=Path, metavar="RUN_DIRECTORY")
+    parser.add_argument("replies", type=Path, metavar="DIRECTORY", help="has NODE.out, NODE.err and NODE.code")
+    where = (HERE, GONE, ELSEWHERE, IN_JOB)
+    parser.add_argument("--launcher", choices=where, required=True, help="where it was before the nodes were queried")
+    parser.add_argument("--job-state", default="", help="state and reason of its SLURM job in squeue")
+    parser.add_argument("--first", action="store_true", help="print nothing when stacks are needed")
+    parser.add_argument("--stacks", action="store_true", help="print the stacks, too")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--in-place", action="store_true", help="overwrite the screen of the terminal")
+    parser.add_argument("--state", type=Path, metavar="FILE", help="write the name of the state to this file")
+    options = parser.parse_args(arguments)
     now = time.time()
     try:
         run = read(options.run)
-        run = replace(run, launcher=replace(run.launcher, where=options.launcher or run.launcher.where))
     except RunLookupError as error:
         sys.stderr.write(f"{error}\n")
         return 2
+    run = replace(run, launcher=replace(run.launcher, where=options.launcher))
     replies = read_replies(run, options.replies)
     path = run.directory / "verdict.json"
     if verdict := read_object(path, []):
@@ -347,21 +358,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         text = "\x1b[H" + "".join(f"{line}\x1b[K\n" for line in lines) + "\x1b[J"
     terminal.show(text)
     return status.exit_code
-
-
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="status", description=str(__doc__).splitlines()[0], allow_abbrev=False)
-    parser.add_argument("run", type=Path, metavar="RUN_DIRECTORY")
-    parser.add_argument("replies", type=Path, metavar="DIRECTORY", help="has NODE.out, NODE.err and NODE.code")
-    where = (HERE, GONE, ELSEWHERE, IN_JOB)
-    parser.add_argument("--launcher", choices=where, help="where it was before the nodes were queried")
-    parser.add_argument("--job-state", default="", help="state and reason of its SLURM job in squeue")
-    parser.add_argument("--first", action="store_true", help="print nothing when stacks are needed")
-    parser.add_argument("--stacks", action="store_true", help="print the stacks, too")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--in-place", action="store_true", help="overwrite the screen of the terminal")
-    parser.add_argument("--state", type=Path, metavar="FILE", help="write the name of the state to this file")
-    return parser.parse_args(arguments)
 
 
 def as_json(status: Status) -> str:
