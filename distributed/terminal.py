@@ -81,9 +81,8 @@ def wrap(text: str, most: int | None, indent: str = "") -> list[str]:
 def table(rows: Sequence[Sequence[str]], right: Collection[int] = (), most: int | None = None) -> list[str]:
     """The rows as lines with aligned cells.
 
-    Args:
-        right: indices of cells that are aligned to the right.
-        most: maximal columns of a line; the last cell, which must have no colours then, is cut.
+    right: indices of cells that are aligned to the right. most: maximal columns of a line; the last cell, which must
+    have no colours then, is cut.
     """
     if not rows:
         return []

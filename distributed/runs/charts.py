@@ -115,8 +115,8 @@ def _time_text(seconds: float) -> str:
 
 def step_scale(xs: Iterable[float], start: float, end: float) -> Scale:
     """A scale from the first to the last step."""
-    low, high = _extent(xs)
-    if not _apart(low, high):
+    low, high, apart = _extent(xs)
+    if not apart:
         low, high = low - 1, high + 1
     return Scale(low, high, start, end, max(1.0, nice_step(high - low, _tick_count(start, end))))
 
@@ -128,20 +128,18 @@ def _tick_count(start: float, end: float) -> int:
 
 def value_scale(ys: Iterable[float], start: float, end: float, *, zero: bool, count: int) -> Scale:
     """A scale with about `count` ticks, from the first to the last tick. zero: include zero."""
-    low, high = _extent([*ys, 0.0] if zero else ys)
-    if not _apart(low, high):
+    low, high, apart = _extent([*ys, 0.0] if zero else ys)
+    if not apart:
         low, high = low - (abs(low) / 10 or 1) * (not zero), high + (abs(high) / 10 or 1)
     step = nice_step(high - low, count)
     return Scale(math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step, start, end, step)
 
 
-def _extent(values: Iterable[float]) -> Point:
+def _extent(values: Iterable[float]) -> tuple[float, float, bool]:
+    """The lowest and the highest finite value, and whether they differ."""
     finite = [value for value in values if math.isfinite(value)]
-    return min(finite), max(finite)
-
-
-def _apart(low: float, high: float) -> bool:
-    return high - low > max(TINY, 1e-9 * max(abs(low), abs(high)))
+    low, high = min(finite), max(finite)
+    return low, high, high - low > max(TINY, 1e-9 * max(abs(low), abs(high)))
 
 
 # ---------------------------------------------------------------- reducing the number of points

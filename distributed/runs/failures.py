@@ -140,7 +140,7 @@ def _from_record(value: object, node: str) -> Failure:
         node=text(record.get("node")) or node,
         rank=integer(record.get("rank")),
         pid=integer(record.get("pid")),
-        time=_seconds(record.get("time")),
+        time=_seconds(record),
         exit_code=_exit_code(record.get("exit_code")),
         exception=text(record.get("exception")) or None,
         message=text(record.get("message")),
@@ -184,7 +184,7 @@ def _supervisor_records(run: Path, facts: Json, warnings: list[str]) -> Iterator
     without_ssh = {text(entry.get("node")) for entry in entries if not entry.get("address")}
     for path in sorted(run.glob("errors/supervisor_*.json")):
         record = read_object(path, warnings)
-        node, time = path.name[11:-5], _seconds(record.get("time"))
+        node, time = path.name[11:-5], _seconds(record)
         if record.get("cause") == "killed":
             yield Failure(node, time=time, exit_code=128 + signal.SIGKILL, program="supervisor")
         elif record.get("cause") == "launcher lost" and node in without_ssh:  # not a lost connection: there is none
@@ -238,6 +238,6 @@ def _exit_code(value: object) -> int | None:
     return code if code is None else (128 - code if code < 0 else code) & 0xFF
 
 
-def _seconds(value: object) -> float | None:
-    seconds = number(value)
+def _seconds(record: Mapping[str, Any]) -> float | None:
+    seconds = number(record.get("time"))
     return seconds if math.isfinite(seconds) else None

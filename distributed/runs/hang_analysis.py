@@ -91,10 +91,8 @@ class Diagnosis:
 def diagnose(ranks: Sequence[Activity], seconds: float, silent: float, exited: Sequence[str] = ()) -> Diagnosis:
     """Whether the run hangs.
 
-    Args:
-        seconds: duration of the sample of CPU and GPU.
-        silent: seconds since the last output of the run.
-        exited: names of ranks that have exited.
+    seconds: duration of the sample of CPU and GPU. silent: seconds since the last output of the run. exited: names of
+    ranks that have exited.
     """
     if not ranks:
         return Diagnosis(False)

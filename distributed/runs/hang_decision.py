@@ -30,10 +30,8 @@ HUNG, STACKS = "hung", "stacks"
 def decide(observed: Observation, timeout: float, silent: float, stall: Stall | None, certain: bool) -> str:
     """What hang_watch.sh does next: report the hang, query the nodes again with stacks, or wait.
 
-    Args:
-        silent: seconds without output.
-        stall: None when stacks were not requested yet.
-        certain: whether missing output alone does not suffice.
+    silent: seconds without output. stall: None when stacks were not requested yet. certain: whether missing output
+    alone does not suffice.
     """
     if not observed.ranks or observed.not_started:
         return wait(timeout)  # the run is starting or ending

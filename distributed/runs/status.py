@@ -90,7 +90,10 @@ def judge(
     now: float,
     job_state: str = "",
 ) -> Status:
-    """verdict: verdict.json with its time as "written", or empty. job_state: state and reason in squeue."""
+    """The status of a run at a time.
+
+    verdict: verdict.json with its time as "written", or empty. job_state: state and reason in squeue.
+    """
     job, _, reason = job_state.partition(" ")
     if job == "PENDING":
         state = RunState("waiting", f"job {run.job} is requeued and pending ({reason})")
