@@ -211,9 +211,6 @@ def gpus_of(
     return tuple(gpu for uuid, gpu in gpus.items() if uuid in found)
 
 
-# ---------------------------------------------------------------- stacks
-
-
 def read_stacks(process: RunProcess, output: str) -> tuple[str, tuple[Frame, ...]]:
     """The stacks as text, and the frames of the main thread, innermost first.
 
@@ -310,16 +307,12 @@ def observe(run: str, node: str, *, count: int, first_rank: int, seconds: float,
 
 def from_json(facts: dict[str, Any]) -> NodeStatus:
     """The inverse of asdict(), for the reply of a node."""
-
-    def gpus_from(values: Sequence[Mapping[str, Any]]) -> tuple[GpuUsage, ...]:
-        return tuple(GpuUsage(**gpu) for gpu in values)
-
     ranks = []
     for rank in facts["ranks"]:
-        frames = tuple(Frame(**frame) for frame in rank["frames"])
-        ranks.append(RankStatus(**rank | {"gpus": gpus_from(rank["gpus"]), "frames": frames}))
-    processes = tuple(RunProcess(**one) for one in facts["processes"])
-    return NodeStatus(**facts | {"ranks": tuple(ranks), "processes": processes, "gpus": gpus_from(facts["gpus"])})
+        gpus, frames = [GpuUsage(**gpu) for gpu in rank["gpus"]], [Frame(**frame) for frame in rank["frames"]]
+        ranks.append(RankStatus(**rank | {"gpus": tuple(gpus), "frames": tuple(frames)}))
+    processes, gpus = [RunProcess(**one) for one in facts["processes"]], [GpuUsage(**gpu) for gpu in facts["gpus"]]
+    return NodeStatus(**facts | {"ranks": tuple(ranks), "processes": tuple(processes), "gpus": tuple(gpus)})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -108,7 +108,7 @@ def _resumed_from(directory: Path, history: History) -> list[History]:
 
 
 def page(run: RunRecords) -> str:
-    compute, waits = run.history.by_rank("rank_seconds"), run.history.by_rank("wait_share")
+    compute = run.history.by_rank("rank_seconds")
     compared = ranks.compare(compute, run.nodes)
     all_marks = event_marks(run.history)
     events = [mark for mark in all_marks if mark.style != "checkpoint"]
@@ -120,7 +120,7 @@ def page(run: RunRecords) -> str:
         tile_list([*training_tiles(run), *run_tiles(run)]),
         ranks.warning(compared),
         section("Training", training_charts(run, all_marks, events)),
-        section("Ranks", ranks.compute_chart(compute, compared, events) + waiting_chart(waits, events)),
+        section("Ranks", ranks.compute_chart(compute, compared, events) + waiting_chart(run.history, events)),
         section("Usage", usage_charts(run)),
         section("Settings", settings_tables(run)),
         section("Machine", machine_tables(run)),
@@ -338,8 +338,9 @@ def earlier_lines(history: History, key: str) -> list[Line]:
     return [line for line in found if line.points]
 
 
-def waiting_chart(waits: Sequence[tuple[float, Sequence[float]]], events: Sequence[Mark]) -> str:
+def waiting_chart(history: History, events: Sequence[Mark]) -> str:
     """The share of a step that each rank waits; empty if not measured."""
+    waits = history.by_rank("wait_share")
     if not any(math.isfinite(value) for _, row in waits for value in row):
         return ""
     by_rank = {
