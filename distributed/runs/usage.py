@@ -43,7 +43,7 @@ class Usage:
 def read_usage(run: Path) -> Usage:
     """The usage in all attempts of a run, the oldest first."""
     usage = Usage()
-    attempts = sorted(run.glob("try_*"), key=lambda path: (len(path.name), path.name))
+    attempts = sorted(run.glob("attempt_*"), key=lambda path: (len(path.name), path.name))
     for attempt in [*attempts, run]:
         places = map(mapping, listed(read_object(attempt / "run.json", []).get("places")))
         first_ranks = {str(place.get("node")): number(place.get("first_rank")) for place in places}
