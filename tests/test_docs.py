@@ -421,7 +421,7 @@ def test_the_tables_of_the_program_for_job_lists_agree_with_its_help() -> None:
     ("heading", "first", "kind"),
     [
         ("jobs_config.json", "option", jobs_config.OptionKeys),
-        ("cluster_config.json", "key", jobs_config.Cluster),
+        ("cluster_config.json", "key", jobs_config.ClusterConfig),
         ("cluster_config.json", "key of a server", jobs_config.Server),
     ],
 )

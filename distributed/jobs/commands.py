@@ -66,7 +66,7 @@ from distributed.jobs import bases, console, host, journal, servers
 from distributed.jobs.base_cache import Cache
 from distributed.jobs.config import (
     BaseModels,
-    Cluster,
+    ClusterConfig,
     ConfigError,
     raise_faults,
     read_base_models,
@@ -84,7 +84,7 @@ from distributed.jobs.state import (
     Attempt,
     JobState,
     ListState,
-    find_job,
+    find_job_id,
     job_records,
     select_jobs,
     unhandled_requests,
@@ -262,7 +262,7 @@ class ListConfig:
     """The options of a call and the configurations that they name, checked."""
 
     options: argparse.Namespace
-    cluster: Cluster | None
+    cluster: ClusterConfig | None
     jobs: list[Job]
     cache: Cache
 
@@ -271,7 +271,7 @@ class ListConfig:
         return script_of(self.options, self.cluster)
 
 
-def script_of(options: argparse.Namespace, cluster: Cluster | None) -> str:
+def script_of(options: argparse.Namespace, cluster: ClusterConfig | None) -> str:
     return str(options.script or (cluster.script_path if cluster else "train.py"))
 
 
@@ -300,7 +300,7 @@ def read_config(options: argparse.Namespace) -> ListConfig:
     return ListConfig(options, cluster, [with_digest(job, cache) for job in jobs], cache)
 
 
-def base_rules(options: argparse.Namespace, cluster: Cluster | None, script: str) -> bases.Rules:
+def base_rules(options: argparse.Namespace, cluster: ClusterConfig | None, script: str) -> bases.Rules:
     """The rules of --base-models, else of the cluster config. Raises ConfigError."""
     if options.base_models:
         return bases.Rules.of(read_base_models(options.base_models), script)
@@ -706,7 +706,7 @@ def location_of(attempt: Attempt) -> str:
 def why(options: argparse.Namespace, path: Path) -> int:
     """Print the state, the attempts and the reason of one job."""
     state = state_of(path)
-    job = state.jobs[find_job(state, options.job)]
+    job = state.jobs[find_job_id(state, options.job)]
     repeated = any(job.reason.endswith(attempt.failure_text) for attempt in job.attempts if attempt.failure)
     print(f"{job.job.id}  {job.job.name}: {job.state}" + (f": {job.reason}" if job.reason and not repeated else ""))
     print(f"  output: {job.job.output}")
@@ -756,7 +756,7 @@ def logs(options: argparse.Namespace, path: Path) -> int:
     """Print the output of an attempt."""
     path = path.absolute()
     state = state_of(path)
-    job = state.jobs[find_job(state, options.job)]
+    job = state.jobs[find_job_id(state, options.job)]
     attempt = job.last if options.attempt is None else state.attempt(f"{job.job.id}.{options.attempt}")
     if attempt is None:
         if not job.attempts:

@@ -128,7 +128,7 @@ class BaseModels(StrictModel):
         return options
 
 
-class Cluster(StrictModel):
+class ClusterConfig(StrictModel):
     """cluster_config.json."""
 
     servers: list[Server] = Field(min_length=1)
@@ -151,7 +151,7 @@ class Cluster(StrictModel):
         return {**tree, "servers": servers}
 
     @model_validator(mode="after")
-    def _check_duplicates(self) -> Cluster:
+    def _check_duplicates(self) -> ClusterConfig:
         names = [server_name(server) for server in self.servers]
         for name in names:
             if names.count(name) > 1:
@@ -209,13 +209,13 @@ class OptionKeys(StrictModel):
 # ---------------------------------------------------------------- reading
 
 
-def read_cluster(path: Path) -> Cluster:
+def read_cluster(path: Path) -> ClusterConfig:
     """Raises ConfigError."""
     tree = _parse(path)
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: contains {_kind(tree)}; expected an object with servers")
     try:
-        return Cluster.model_validate(tree)
+        return ClusterConfig.model_validate(tree)
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(error, str(path)))) from None
 
@@ -385,7 +385,7 @@ def _suggestion(location: Sequence[str], sign: str) -> str:
     if sign:
         model: type[BaseModel] = OptionKeys
     elif len(location) == 1:
-        model = Cluster
+        model = ClusterConfig
     elif location[0] == "base_models":
         model = BaseModels
     else:

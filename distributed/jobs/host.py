@@ -6,8 +6,8 @@ usage: jobs_host.py serve
 
 serve reads requests from standard input and writes replies and events to standard output, one JSON object per line; the
 first is HELLO. At the end of standard input, the dispatcher exited or the connection was lost: serve exits, and jobs
-continue under their own supervisors. A server runs one serve process per job list: a new process stops an older one
-whose connection is lost.
+continue under their own supervisors. A server runs one serve process per job list: a new process kills an older one
+that receives no heartbeats, and exits if the older one does.
 
 WORKDIR/logs/jobs/LIST/ATTEMPT/ holds the files of an attempt's supervisor, and `lock`, which is locked from before the
 fork of the supervisor until it exits: so a later serve knows whether the attempt was started. Servers may share files,
@@ -51,7 +51,7 @@ from distributed.training.base_model import BaseModelError
 HELLO = "muster-jobs-host"
 POLL_INTERVAL = 0.2  # seconds between checks of running attempts
 PROGRESS_INTERVAL = 2.0  # seconds between reads of the metrics of running jobs
-OLD_SERVICE_TIMEOUT = 3.0  # seconds after which an older serve process is killed
+CONNECTION_TIMEOUT = 10.0  # seconds without a heartbeat after which an older serve process is killed
 START_TIMEOUT = 30.0  # seconds in which a supervisor must start its command
 LAST_LINES = 20  # of the output of a failed attempt
 TAIL = 16 * 1024  # bytes read from the end of a file
@@ -133,7 +133,7 @@ class HostAttempt:
         boot = read_json(self.files.pids).get("boot_id", supervisor.boot_id())
         return {
             "code": code,
-            "asked": os.path.exists(self.files.request),  # whether it was asked to stop
+            "stop_requested": os.path.exists(self.files.request),  # whether it was asked to stop
             "started": usage.get("started") or modification_time(self.files.pids),
             "ended": ended,
             "peak_memory": usage.get("peak_memory"),
@@ -180,25 +180,28 @@ def read_metrics(output: str) -> dict[str, Any]:
 
 
 def lock_list(directory: str) -> int:
-    """Become the only serve process of this list on this server. Returns the locked file. Raises HostError."""
+    """Become the only serve process of this list on this server. Returns the locked file.
+
+    An older process, whose dispatcher may be unreachable, is killed if it has received no heartbeat for
+    CONNECTION_TIMEOUT. Raises HostError if it receives them, or runs on another machine.
+    """
     os.makedirs(directory, exist_ok=True)
     path = os.path.join(directory, "serve")
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    end = time.monotonic() + 2 * OLD_SERVICE_TIMEOUT
-    killed = False
+    end = time.monotonic() + CONNECTION_TIMEOUT + 2.0
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
         except BlockingIOError:
-            holder = supervisor.live_pid(read_json(path))
-            if time.monotonic() > end:
-                os.close(file)
-                raise HostError(f"{path}: locked by another process; is another machine running this list?") from None
-            if holder and not killed and time.monotonic() > end - OLD_SERVICE_TIMEOUT:
-                killed = True
-                supervisor.send_signal(signal.SIGKILL, [holder])
-            time.sleep(0.05)
+            pass
+        if time.monotonic() > end:
+            os.close(file)
+            raise HostError(f"{path}: locked by another process; is another machine running this list?")
+        holder = supervisor.live_pid(read_json(path))
+        if holder and time.time() - os.fstat(file).st_mtime > CONNECTION_TIMEOUT:
+            supervisor.send_signal(signal.SIGKILL, [holder])
+        time.sleep(0.05)
     os.ftruncate(file, 0)
     os.write(file, json.dumps(supervisor.process_identity(os.getpid())).encode())
     return file
@@ -271,6 +274,9 @@ class Service:
 
     def _handle_line(self, line: bytes) -> None:
         if not line.strip():
+            if self.list_lock >= 0:
+                now = time.time()
+                os.utime(self.list_lock, (now, now))  # for lock_list() in another process
             self.send(event="heartbeat")
             return
         request = json.loads(line)
@@ -422,11 +428,12 @@ class Service:
         return os.path.join(self._cache, base_model.hash_of(digest))
 
     def base(self, request: Request) -> None:
-        """Reply with the state of a base model: ready, busy (another process copies or trains it), damaged, or copy.
+        """Reply with the state of a base model: ready, busy, copy, damaged, or failed (with the reason).
 
-        copy: this process has locked it; the dispatcher copies it to the directory `staging`, then sends publish_base.
-        If it was trained on this server, it is published from that output directory instead. With `shared`, the cache
-        is that of the dispatcher, and nothing is copied. Runs in a child process, as verification may take seconds.
+        busy: another process copies or trains it. copy: this process has locked it; the dispatcher copies it to the
+        directory `staging`, then sends publish_base. If it was trained on this server, it is published from that output
+        directory instead. With `shared`, the cache is that of the dispatcher: nothing is copied, and an invalid base
+        model is damaged. Runs in a child process, as verification may take seconds.
         """
         digest, manifest = request["digest"], request["manifest"]
         signature = base_model.signature(self._base_path(digest))

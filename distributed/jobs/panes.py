@@ -63,7 +63,7 @@ def ensure(directory: str, slots: list[str]) -> tuple[str, str]:
     try:
         for number in range(1, MAX_NAMES):
             name = SESSION if number == 1 else f"{SESSION}_{number}"
-            owner = owner_of(name)
+            owner = session_directory(name)
             if owner == directory and panes_of(name) == len(slots):
                 return name, ""
             if owner == directory or (owner and abandoned(owner)):
@@ -83,7 +83,7 @@ def ensure(directory: str, slots: list[str]) -> tuple[str, str]:
         return "", f"tmux: {error}; no live view of its slots"
 
 
-def owner_of(name: str) -> str | None:
+def session_directory(name: str) -> str | None:
     """The directory that a session's option @muster names; "" without the option, None if no session has this name."""
     try:
         tmux("has-session", "-t", f"={name}")
@@ -154,7 +154,7 @@ def remove(directory: str) -> None:
     """Kill the session of this list and server."""
     with contextlib.suppress(TmuxError):
         for line in tmux("list-sessions", "-F", "#{session_name}").splitlines():
-            if line.startswith(SESSION) and owner_of(line) == directory:
+            if line.startswith(SESSION) and session_directory(line) == directory:
                 tmux("kill-session", "-t", f"={line}")
 
 

@@ -36,7 +36,7 @@ from typing import Any
 from distributed.files import KIT, write_file
 from distributed.jobs import array_task, host
 from distributed.jobs.array_task import SERVER, SETUP
-from distributed.jobs.config import Cluster, ConfigError
+from distributed.jobs.config import ClusterConfig, ConfigError
 from distributed.jobs.dispatcher import Event, NotStarted, ServerUnusable, StartRequest, Unreachable
 from distributed.jobs.element import (
     Element,
@@ -47,7 +47,7 @@ from distributed.jobs.element import (
     resources_of,
     unstarted_end,
 )
-from distributed.jobs.job import Job, arguments, document
+from distributed.jobs.job import Job, arguments, muster_job
 from distributed.jobs.placement import Slot, SlotPool
 from distributed.jobs.sbatch import (
     IN_QUEUE,
@@ -127,7 +127,7 @@ def group_by_resources(starts: Iterable[PendingStart]) -> list[tuple[ResourceReq
 class SlurmServer:
     """A SLURM cluster as a server; see dispatcher.JobServer."""
 
-    def __init__(self, cluster: Cluster, context: ListContext, slots_needed: int) -> None:
+    def __init__(self, cluster: ClusterConfig, context: ListContext, slots_needed: int) -> None:
         """slots_needed: of all jobs of the list. Raises ConfigError."""
         self.name, self.context = SERVER, context
         self.settings, self._has_more_servers = cluster.servers[0], len(cluster.servers) > 1
@@ -354,7 +354,7 @@ class SlurmServer:
             "needs": [resources.gpus, resources.minutes, list(resources.labels), resources.after],
             "trains": job.trains, "cache": self.context.cache.directory, "settings": dict(job.settings),
             "call": array_task.caller_environment(dict(os.environ)),
-            "env": {**job.options.env, **self._base_variables(job), "MUSTER_JOB": document(job),
+            "env": {**job.options.env, **self._base_variables(job), "MUSTER_JOB": muster_job(job),
                     "MUSTER_OUTPUT_DIR": element.output,
                     "MUSTER_METRICS": os.path.join(element.output, "metrics.jsonl")},
         }  # fmt: skip

@@ -214,7 +214,7 @@ def execute_helper(arguments: list[str]) -> int:
     options.jobs_config = Path(options.operands[0])
     jobs, rules = read(options)
     if options.operands[1:]:
-        one, other = (find_job(jobs, selector) for selector in options.operands[2:])
+        one, other = (job_named(jobs, selector) for selector in options.operands[2:])
         print("\n".join(explain(one, other, rules)))
         return 0
     plan = bases.plan_of(jobs, rules)
@@ -226,7 +226,7 @@ def execute_helper(arguments: list[str]) -> int:
     return 1 if bases.leaks(plan, rules) else 0
 
 
-def find_job(jobs: Sequence[Job], selector: str) -> Job:
+def job_named(jobs: Sequence[Job], selector: str) -> Job:
     """The only job with this position, id, name or part of a name. Raises CallError."""
     numbers = f"a number from 0 to {len(jobs) - 1}"
     found = [job for job in jobs if selector in (job.id, job.name)]
