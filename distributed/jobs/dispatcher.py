@@ -258,13 +258,13 @@ class Dispatcher:
         self._events.put_nowait(event)
 
     async def _wait_for_events(self) -> None:
+        events = []
         with contextlib.suppress(asyncio.TimeoutError):
-            self._handle(await asyncio.wait_for(self._events.get(), POLL_INTERVAL))
+            events.append(await asyncio.wait_for(self._events.get(), POLL_INTERVAL))
         while not self._events.empty():
-            self._handle(self._events.get_nowait())
-
-    def _handle(self, event: Event) -> None:
-        getattr(self, f"_on_{event.kind}")(event)
+            events.append(self._events.get_nowait())
+        for event in events:
+            getattr(self, f"_on_{event.kind}")(event)
 
     def _on_wake(self, event: Event) -> None:
         pass
@@ -447,24 +447,19 @@ class Dispatcher:
     def _on_gpus(self, event: Event) -> None:
         link = self.links[event.server]
         used = {slot.gpu for slot in link.server.pool.slots if slot.index not in link.server.pool.free}
-        blocked = {gpu["index"] for gpu in event.facts["gpus"] if gpu["index"] not in used and self._is_used(gpu)}
-        if blocked != link.server.pool.blocked:
-            self._log_gpus(link, blocked)
-            link.server.pool.blocked = frozenset(blocked)
+        limit = self.policy.gpu_free_mib
+        blocked = {
+            gpu["index"] for gpu in event.facts["gpus"] if gpu["index"] not in used
+            and (gpu["used"] > GPU_IN_USE_MIB if limit is None else gpu["memory"] - gpu["used"] < limit)
+        }  # fmt: skip
+        listed = {slot.gpu for slot in link.server.pool.slots if slot.gpu is not None}
+        if new := sorted((blocked - link.server.pool.blocked) & listed):
+            self._log(f"{event.server}: GPU {', '.join(map(str, new))}: in use by another process; waiting")
+        if freed := sorted((link.server.pool.blocked - blocked) & listed):
+            self._log(f"{event.server}: GPU {', '.join(map(str, freed))}: free again")
+        link.server.pool.blocked = frozenset(blocked)
         link.gpus_known = True
         self._update_pool(link)
-
-    def _is_used(self, gpu: Mapping[str, Any]) -> bool:
-        if self.policy.gpu_free_mib is not None:
-            return bool(gpu["memory"] - gpu["used"] < self.policy.gpu_free_mib)
-        return bool(gpu["used"] > GPU_IN_USE_MIB)
-
-    def _log_gpus(self, link: ServerLink, blocked: set[int]) -> None:
-        usable = {slot.gpu for slot in link.server.pool.slots if slot.gpu is not None}
-        if new := sorted((blocked - link.server.pool.blocked) & usable):
-            self._log(f"{link.server.name}: GPU {', '.join(map(str, new))}: in use by another process; waiting")
-        if freed := sorted((link.server.pool.blocked - blocked) & usable):
-            self._log(f"{link.server.name}: GPU {', '.join(map(str, freed))}: free again")
 
     def _update_pool(self, link: ServerLink) -> None:
         ready = link.state == "ready" and link.usable and time.monotonic() >= link.paused_until
@@ -490,18 +485,14 @@ class Dispatcher:
     async def _start(self, attempt: Attempt) -> None:
         if attempt.name not in self.state.open:  # withdrawn while the journal could not be written
             return
-        self._starting.add(attempt.name)
-        try:
-            await self._start_on_server(attempt)
-        finally:
-            self._starting.discard(attempt.name)
-
-    async def _start_on_server(self, attempt: Attempt) -> None:
         server, job = self.links[attempt.server].server, self.jobs[attempt.job]
+        device = f"GPU {','.join(map(str, attempt.gpus))}" if attempt.gpus else f"slot {attempt.slots[0]}"
+        retry = f", attempt {attempt.number}" if attempt.number > 1 else ""
         request = StartRequest(
-            attempt.name, job, attempt.slots, attempt.gpus,
-            arguments(job, "cuda:0" if attempt.gpus else "cpu"), self._title(attempt), attempt.after,
+            attempt.name, job, attempt.slots, attempt.gpus, arguments(job, "cuda:0" if attempt.gpus else "cpu"),
+            f"{job.name} ({device}{retry})", attempt.after,
         )  # fmt: skip
+        self._starting.add(attempt.name)
         try:
             if any(earlier.server != attempt.server for earlier in self.state.jobs[job.id].attempts):
                 try:
@@ -519,6 +510,8 @@ class Dispatcher:
             pass  # the query after the reconnect shows whether it was started
         else:
             self.post(Event("started", attempt.server, {"attempt": attempt.name, **found}))
+        finally:
+            self._starting.discard(attempt.name)
 
     def _on_started(self, event: Event) -> None:
         attempt = self.state.open.get(event.facts["attempt"])
@@ -785,15 +778,15 @@ class Dispatcher:
     def _log_outcome(self, job: JobState, attempt: Attempt, state: str, reason: str) -> None:
         took = f" after {attempt.seconds:.1f} s" if attempt.seconds is not None else ""
         if state == "done":
-            self._log(f"done: {job.job.name} on {self._location(attempt)}{took}")
+            self._log(f"done: {job.job.name} on {attempt.location}{took}")
         elif state == "waiting":
             self._log(
                 f"retry: {job.job.name}: attempt {attempt.number} on {attempt.server}{took}: {attempt.failure_text}"
             )
         elif state == "cancelled":
-            self._log(f"cancelled: {job.job.name} on {self._location(attempt)}{took}: {reason}")
+            self._log(f"cancelled: {job.job.name} on {attempt.location}{took}: {reason}")
         else:
-            self._log(f"failed: {job.job.name} on {self._location(attempt)}{took}: {attempt.failure_text}")
+            self._log(f"failed: {job.job.name} on {attempt.location}{took}: {attempt.failure_text}")
 
     # ---------------------------------------------------------------- cancelling
 
@@ -1044,11 +1037,3 @@ class Dispatcher:
 
     def _job_name(self, attempt: Attempt) -> str:
         return self.state.jobs[attempt.job].job.name
-
-    def _location(self, attempt: Attempt) -> str:
-        return f"{attempt.server}:{','.join(map(str, attempt.gpus or attempt.slots))}"
-
-    def _title(self, attempt: Attempt) -> str:
-        device = f"GPU {','.join(map(str, attempt.gpus))}" if attempt.gpus else f"slot {attempt.slots[0]}"
-        retry = f", attempt {attempt.number}" if attempt.number > 1 else ""
-        return f"{self._job_name(attempt)} ({device}{retry})"

@@ -372,7 +372,8 @@ class Service:
         }
         if base := request.get("base"):
             env["MUSTER_BASE_MODEL"] = self._base_path(base)
-        defaults = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(self._threads())}
+        threads = max(1, len(os.sched_getaffinity(0)) // max(1, len(self.slots)))
+        defaults = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(threads)}
         defaults = {name: value for name, value in defaults.items() if name not in os.environ}
         if request.get("setup"):
             setup = os.path.join(attempt.directory, "setup.sh")
@@ -529,9 +530,6 @@ class Service:
     def _attempt(self, name: str, output: str, grace: float) -> HostAttempt:
         directory = os.path.join(self.directory, name)
         return HostAttempt(directory, self.server, os.path.join(self.workdir, output), grace)
-
-    def _threads(self) -> int:
-        return max(1, len(os.sched_getaffinity(0)) // max(1, len(self.slots)))
 
     def _fork_supervisor(self, attempt: HostAttempt, options: supervisor.SupervisorOptions, block: bytes) -> None:
         lock = os.open(attempt.lock, os.O_RDWR | os.O_CREAT, 0o600)

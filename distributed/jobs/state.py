@@ -48,6 +48,11 @@ class Attempt:
         return f"{self.job}.{self.number}"
 
     @property
+    def location(self) -> str:
+        """Server and GPUs, else slots: gpu1:0,1."""
+        return f"{self.server}:{','.join(map(str, self.gpus or self.slots))}"
+
+    @property
     def open(self) -> bool:
         """Whether it may be running."""
         return self.state in ("starting", "running")
