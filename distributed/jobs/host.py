@@ -41,7 +41,7 @@ with contextlib.suppress(ImportError):  # imported once here for all forked supe
 
 from distributed import metrics
 from distributed.exit_codes import WRONG_CALL
-from distributed.files import read_json, try_lock, write_file
+from distributed.files import is_locked, read_json, try_lock, write_file
 from distributed.host.gpus import query_gpus
 from distributed.jobs import panes
 from distributed.launch import supervisor
@@ -95,17 +95,7 @@ class HostAttempt:
 
     def locked(self) -> bool:
         """Whether a supervisor runs, or is being started."""
-        try:
-            file = os.open(self.lock, os.O_RDWR)
-        except FileNotFoundError:
-            return False
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        finally:
-            os.close(file)
-        return False
+        return is_locked(self.lock)
 
     def state(self) -> str:
         """absent (never started), running, ended, or killed (the supervisor died without writing an exit code)."""

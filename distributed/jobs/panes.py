@@ -10,7 +10,6 @@ Standard library only.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import shutil
@@ -19,7 +18,7 @@ import subprocess
 import sys
 import time
 
-from distributed.files import KIT, read_json, write_file
+from distributed.files import KIT, is_locked, read_json, write_file
 from distributed.launch import supervisor
 
 SESSION = "ml_training"
@@ -111,21 +110,6 @@ def abandoned(directory: str) -> bool:
         return True
     except OSError:
         return False
-
-
-def is_locked(path: str) -> bool:
-    """Whether a process holds a lock on this file."""
-    try:
-        file = os.open(path, os.O_RDONLY)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(file)
-    return False
 
 
 def create(name: str, directory: str, slots: list[str]) -> None:
