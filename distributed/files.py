@@ -71,3 +71,20 @@ def try_lock(file: int, exclusive: bool = True) -> bool:
         if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL):
             raise
     return True
+
+
+def is_locked(path: str | os.PathLike[str]) -> bool:
+    """Whether a process holds an exclusive lock on a file. Raises OSError if the file system has no locks."""
+    import fcntl
+
+    try:
+        file = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(file)
+    return False

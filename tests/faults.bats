@@ -241,7 +241,7 @@ with socket.create_server(("", 29500)):
   [ "$status" -eq 0 ]
   grep -q "verdict: failed: $N2: connection lost: control channel closed: " out
   run ! grep -w Killed out # bash's own message about the killed job
-  grep -q '"exit_code": 69' logs/latest/try_1/verdict.json
+  grep -q '"exit_code": 69' logs/latest/attempt_1/verdict.json
 }
 
 

@@ -296,11 +296,11 @@ for number in range(20000):
   [ "$(<code)" -eq 0 ]
   [ -s shown ]
   [ "$(grep -c "line 19999" logs/latest/node_*.log)" -eq 2 ]
-  [ ! -e logs/latest/try_1 ]
+  [ ! -e logs/latest/attempt_1 ]
   "$LAUNCH" --max-restarts 3 --script "my script.py" - 2 >&- 2>/dev/full
   [ "$(grep -c "line 19999" logs/latest/node_*.log)" -eq 2 ]
   grep -q '"outcome": "ok"' logs/latest/verdict.json
-  [ ! -e logs/latest/try_1 ]
+  [ ! -e logs/latest/attempt_1 ]
 }
 
 
@@ -315,7 +315,7 @@ print("second try")'
   run "$LAUNCH" --max-restarts 2 --script "my script.py" - 1
   [ "$status" -eq 0 ]
   [[ "$output" == *"restart 1 of 2"*"second try"* ]]
-  grep -q '"exit_code": 3' logs/latest/try_1/verdict.json
+  grep -q '"exit_code": 3' logs/latest/attempt_1/verdict.json
   [ -s logs/latest/report.html ]
   run "${LAUNCH%/ssh/*}/status.sh"
   [[ "$output" == *"step 5 of 9"* ]]
@@ -335,13 +335,13 @@ print("second try")'
 @test "--max-restarts gives up when three restarts have made no progress" {
   script <<<'
 run = os.environ["MUSTER_RUN_DIR"]
-tries = len([name for name in os.listdir(run) if name.startswith("try_")])
-print("{\"step\": %d}" % min(5 + tries, 6), file=open(run + "/metrics.jsonl", "a"))
+earlier = len([name for name in os.listdir(run) if name.startswith("attempt_")])
+print("{\"step\": %d}" % min(5 + earlier, 6), file=open(run + "/metrics.jsonl", "a"))
 sys.exit(3)'
   run "$LAUNCH" --max-restarts 9 --script "my script.py" - 1
   [ "$status" -eq 3 ]
   [[ "$output" == *"exit code 3: no progress past step 6 in 3 restarts; giving up"* ]]
-  [ -e logs/latest/try_4 ] && [ ! -e logs/latest/try_5 ]
+  [ -e logs/latest/attempt_4 ] && [ ! -e logs/latest/attempt_5 ]
 }
 
 
@@ -386,8 +386,8 @@ leave_py_spy_out() {
   [ "$status" -eq 124 ]
   [[ "$output" == *"the run hangs; stopping it"*"exit code 124: restart 1 of 1"*"the run hangs; stopping it"* ]]
   [[ "$output" == *"verdict: failed: hung: no output for "*" s (--hang-timeout 3); rank 1 on "*" is not in a collective"*", in main"* ]]
-  grep -q '"exit_code": 124' logs/latest/try_1/verdict.json
-  [ -e logs/latest/try_1/hang.json ] && [ -e logs/latest/hang.json ] && [ ! -e logs/latest/.hang.json ]
+  grep -q '"exit_code": 124' logs/latest/attempt_1/verdict.json
+  [ -e logs/latest/attempt_1/hang.json ] && [ -e logs/latest/hang.json ] && [ ! -e logs/latest/.hang.json ]
   run ! pgrep -f "hang_watch.sh .*$(basename -- "$(readlink logs/latest)")"
 }
 

@@ -130,7 +130,7 @@ stepd_on() { # <node>
   wait_for_line "logs/slurm-$JOB.err" "verdict: failed: $second: connection lost: node failure reported by SLURM"
   wait_for_requeue 1
   wait_for_line "logs/slurm-$JOB.out" "resuming from"
-  [ -e "logs/slurm-$JOB/try_1/verdict.json" ]
+  [ -e "logs/slurm-$JOB/attempt_1/verdict.json" ]
   scontrol update "nodename=$second" state=resume
 }
 

@@ -112,10 +112,10 @@ END
   run "${LAUNCH/torchrun_auto/pdsh_multinode}" --sync --max-restarts 1 --script "my script.py" - 1 "$N1" "$N2"
   [ "$status" -eq 1 ]
   [ "$(grep -c "verdict: failed: rank 1 on $N2 raised ValueError: boom 0" <<<"$output")" -eq 2 ]
-  [ -e logs/latest/try_1/errors/rank_1.json ]
+  [ -e logs/latest/attempt_1/errors/rank_1.json ]
   grep -q boom logs/latest/node_"$N2".log
   [ "$(cat logs/latest/metrics.jsonl)" = $'{"step": 1}\n{"step": 1}' ]
-  compgen -G "logs/latest/try_1/node_$N2.samples.jsonl" && compgen -G "logs/latest/node_$N2.samples.jsonl"
+  compgen -G "logs/latest/attempt_1/node_$N2.samples.jsonl" && compgen -G "logs/latest/node_$N2.samples.jsonl"
   grep -q 'attempt 2' logs/latest/report.html
 }
 

@@ -421,7 +421,7 @@ def test_the_tables_of_the_program_for_job_lists_agree_with_its_help() -> None:
     ("heading", "first", "kind"),
     [
         ("jobs_config.json", "option", jobs_config.OptionKeys),
-        ("cluster_config.json", "key", jobs_config.Cluster),
+        ("cluster_config.json", "key", jobs_config.ClusterConfig),
         ("cluster_config.json", "key of a server", jobs_config.Server),
     ],
 )
@@ -508,7 +508,7 @@ def test_the_table_of_files_lists_the_files_of_a_run(project: Path) -> None:
     found = [path.name for path in run.iterdir()]
     missing = {name for name, pattern in files_of_a_run().items() if not any(map(pattern.fullmatch, found))}
     optional = {"checkpoints", "hang.json", "node_<name>.lost", "node_<name>.stop", "smoke.json"}
-    optional |= {"tensorboard", "wandb", "try_<n>"}
+    optional |= {"tensorboard", "wandb", "attempt_<n>"}
     of_slurm = {"node_srun.log", "node_srun.exit", "turns_in_vain"}
     assert missing == optional | of_slurm
 

@@ -66,7 +66,7 @@ from distributed.jobs import bases, console, host, journal, servers
 from distributed.jobs.base_cache import Cache
 from distributed.jobs.config import (
     BaseModels,
-    Cluster,
+    ClusterConfig,
     ConfigError,
     raise_faults,
     read_base_models,
@@ -84,7 +84,7 @@ from distributed.jobs.state import (
     Attempt,
     JobState,
     ListState,
-    find_job,
+    find_job_id,
     job_records,
     select_jobs,
     unhandled_requests,
@@ -103,12 +103,7 @@ BASE_OPTIONS = {
     "base_models": None, "skip_phase1": False, "barrier": False, "allow_shared_held_out": False,
     "evict_after_copy": False,
 }  # fmt: skip
-# Options that `resume` restores from the last call that ran the list.
-STORED_OPTIONS = (
-    "cluster_config", "jobs_config", "backend", "script", "slots", "sync", "retries", "max_failures", "fail_fast",
-    "gpu_free_mib", "lost_after", "grace", "no_tmux", "two_phase", "base_models", "skip_phase1", "barrier",
-    "allow_shared_held_out", "evict_after_copy",
-)  # fmt: skip
+NOT_STORED = ("plan", "log_file")  # all other options of the last call are restored by `resume`
 
 
 def command_line(arguments: str, log_file: Path) -> str:
@@ -262,34 +257,24 @@ class ListConfig:
     """The options of a call and the configurations that they name, checked."""
 
     options: argparse.Namespace
-    cluster: Cluster | None
+    cluster: ClusterConfig | None
+    script: str
     jobs: list[Job]
     cache: Cache
-
-    @property
-    def script(self) -> str:
-        return script_of(self.options, self.cluster)
-
-
-def script_of(options: argparse.Namespace, cluster: Cluster | None) -> str:
-    return str(options.script or (cluster.script_path if cluster else "train.py"))
 
 
 def read_config(options: argparse.Namespace) -> ListConfig:
     """Read both configurations. Raises ConfigError and CallError."""
     if options.jobs_config is None:
         raise CallError("--jobs-config: missing; give the JSON file with the jobs")
-    if options.backend == "local":
-        cluster = read_cluster(options.cluster_config) if options.cluster_config else None
-    elif options.cluster_config is None:
+    if options.cluster_config is None and options.backend != "local":
         raise CallError("--cluster-config: missing; give the JSON file with the servers, or use --backend local")
-    else:
-        cluster = read_cluster(options.cluster_config)
+    cluster = read_cluster(options.cluster_config) if options.cluster_config else None
     if options.slots and options.backend != "local":
         raise CallError("--slots: only for --backend local; set slots_per_gpu of the servers")
     if options.sync and options.backend != "ssh":
         raise CallError(f"--sync: only for --backend ssh; with --backend {options.backend} nothing is copied")
-    script = script_of(options, cluster)
+    script = options.script or (cluster.script_path if cluster else "train.py")
     if options.backend == "local" and not Path(script).is_file():
         raise ConfigError(f"script {script}: no such file in {Path.cwd()}; give its path with --script")
     known = DEFAULT_PARTICIPANTS if Path(script).name == "train.py" else None
@@ -297,10 +282,10 @@ def read_config(options: argparse.Namespace) -> ListConfig:
     cache = Cache(Path.cwd())
     if options.two_phase:
         jobs = with_base_models(options, base_rules(options, cluster, script), jobs, cache)
-    return ListConfig(options, cluster, [with_digest(job, cache) for job in jobs], cache)
+    return ListConfig(options, cluster, script, [with_digest(job, cache) for job in jobs], cache)
 
 
-def base_rules(options: argparse.Namespace, cluster: Cluster | None, script: str) -> bases.Rules:
+def base_rules(options: argparse.Namespace, cluster: ClusterConfig | None, script: str) -> bases.Rules:
     """The rules of --base-models, else of the cluster config. Raises ConfigError."""
     if options.base_models:
         return bases.Rules.of(read_base_models(options.base_models), script)
@@ -403,8 +388,10 @@ def run(options: argparse.Namespace) -> int:
         refuse_other_list(state, config)
         list_id = state.id or secrets.token_hex(5)
         made = make_servers(config, list_id)
-        about = {name: getattr(options, name) for name in STORED_OPTIONS}
-        about = {name: str(value) if isinstance(value, Path) else value for name, value in about.items()}
+        about = {
+            name: str(value) if isinstance(value, Path) else value
+            for name, value in vars(options).items() if name not in NOT_STORED
+        }  # fmt: skip
         record = book.add(
             "list", list=list_id, cwd=str(Path.cwd()), pid=os.getpid(), host=os.uname().nodename, call=about,
             backend=options.backend, script=config.script, jobs=job_records(config.jobs),
@@ -595,7 +582,11 @@ def show_plan(config: ListConfig) -> int:
         f"{console.plural(len(pools), 'server')}; no two jobs write the same directory"
     )
     end = max((start + jobs[job_id].options.seconds(usual) for start, job_id, _, _ in steps), default=0.0)
-    print(expected_duration(end, unknown, len(jobs)))
+    if unknown == len(jobs):
+        print("expected duration: unknown; set _expected_seconds of the jobs")
+    else:
+        note = f" ({console.plural(unknown, 'job')} without _expected_seconds: assuming the mean)" if unknown else ""
+        print(f"expected duration: {duration(end)}{note}")
     if ended := len(config.jobs) - len(jobs):
         print(f"not planned: {console.plural(ended, 'job')}, already done, failed or cancelled")
     existing = [job.output for job in jobs.values() if host.owner_of(job.output)]
@@ -613,14 +604,6 @@ def in_cache(cache: Cache, digest: str) -> bool:
     except BaseModelError:
         return False
     return True
-
-
-def expected_duration(end: float, unknown: int, jobs: int) -> str:
-    """end: seconds. unknown: number of jobs without _expected_seconds."""
-    if unknown == jobs:
-        return "expected duration: unknown; set _expected_seconds of the jobs"
-    note = f" ({console.plural(unknown, 'job')} without _expected_seconds: assuming the mean)" if unknown else ""
-    return f"expected duration: {duration(end)}{note}"
 
 
 # ---------------------------------------------------------------- subcommands
@@ -648,7 +631,7 @@ def status(options: argparse.Namespace, path: Path) -> int:
     for job in state.jobs.values():
         last = job.last
         took = "" if last is None else console.clock((last.end or time.time()) - last.start)
-        location = location_of(last) if last else ""
+        location = last.location if last else ""
         table.append((job.job.id, job.job.name, shown_state(job, requested), location, took, *console.measured(job)))
     reasons = [f"            {reason}" if (reason := reason_of(state, job)) else "" for job in state.jobs.values()]
     show(table, ["", *reasons])
@@ -699,14 +682,10 @@ def shown_state(job: JobState, requested: Mapping[str, str]) -> str:
     return {"ending": "copying results"}.get(job.state, job.state) + attempt
 
 
-def location_of(attempt: Attempt) -> str:
-    return f"{attempt.server}:{','.join(map(str, attempt.gpus or attempt.slots))}"
-
-
 def why(options: argparse.Namespace, path: Path) -> int:
     """Print the state, the attempts and the reason of one job."""
     state = state_of(path)
-    job = state.jobs[find_job(state, options.job)]
+    job = state.jobs[find_job_id(state, options.job)]
     repeated = any(job.reason.endswith(attempt.failure_text) for attempt in job.attempts if attempt.failure)
     print(f"{job.job.id}  {job.job.name}: {job.state}" + (f": {job.reason}" if job.reason and not repeated else ""))
     print(f"  output: {job.job.output}")
@@ -724,7 +703,7 @@ def attempt_line(attempt: Attempt) -> str:
     took = f", {duration(attempt.seconds)}" if attempt.seconds is not None else ""
     end = attempt.state if attempt.open else attempt.failure_text if attempt.failure else "done"
     host = f" ({attempt.process['host']})" if attempt.process.get("host") else ""
-    return f"attempt {attempt.number} on {location_of(attempt)}{host}, {start}{took}: {end}"
+    return f"attempt {attempt.number} on {attempt.location}{host}, {start}{took}: {end}"
 
 
 def explanation(state: ListState, job: JobState, log_file: Path) -> list[str]:
@@ -756,7 +735,7 @@ def logs(options: argparse.Namespace, path: Path) -> int:
     """Print the output of an attempt."""
     path = path.absolute()
     state = state_of(path)
-    job = state.jobs[find_job(state, options.job)]
+    job = state.jobs[find_job_id(state, options.job)]
     attempt = job.last if options.attempt is None else state.attempt(f"{job.job.id}.{options.attempt}")
     if attempt is None:
         if not job.attempts:
@@ -769,11 +748,9 @@ def logs(options: argparse.Namespace, path: Path) -> int:
         server = next((each for each in make_servers(config, state.id) if each.name == attempt.server), None)
         if server is None:
             raise ValueError(f"{attempt.server}: not in the cluster config; cannot read the log of the attempt")
-        command = server.follow_command(attempt)
-        if not options.follow:
-            command = server.follow_command(attempt, once=True)
         try:
-            return 0 if subprocess.call(command) in (0, -signal.SIGINT) else 1
+            code = subprocess.call(server.follow_command(attempt, once=not options.follow))
+            return 0 if code in (0, -signal.SIGINT) else 1
         finally:
             if not journal.dispatcher_runs(path):  # a dispatcher uses the same sockets
                 servers.remove_sockets(state.id)
@@ -792,7 +769,8 @@ def stored_config(state: ListState) -> ListConfig:
         stored[name] = Path(stored[name]) if stored.get(name) else None
     options = argparse.Namespace(**stored, plan=False)
     cluster = read_cluster(options.cluster_config) if options.cluster_config else None
-    return ListConfig(options, cluster, [job.job for job in state.jobs.values()], Cache(Path.cwd()))
+    jobs = [job.job for job in state.jobs.values()]
+    return ListConfig(options, cluster, state.about["script"], jobs, Cache(Path.cwd()))
 
 
 def cancel(options: argparse.Namespace, path: Path) -> int:

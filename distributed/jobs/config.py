@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator, model_validator
 
@@ -128,7 +128,7 @@ class BaseModels(StrictModel):
         return options
 
 
-class Cluster(StrictModel):
+class ClusterConfig(StrictModel):
     """cluster_config.json."""
 
     servers: list[Server] = Field(min_length=1)
@@ -151,7 +151,7 @@ class Cluster(StrictModel):
         return {**tree, "servers": servers}
 
     @model_validator(mode="after")
-    def _check_duplicates(self) -> Cluster:
+    def _check_duplicates(self) -> ClusterConfig:
         names = [server_name(server) for server in self.servers]
         for name in names:
             if names.count(name) > 1:
@@ -209,27 +209,27 @@ class OptionKeys(StrictModel):
 # ---------------------------------------------------------------- reading
 
 
-def read_cluster(path: Path) -> Cluster:
+def read_cluster(path: Path) -> ClusterConfig:
     """Raises ConfigError."""
-    tree = _parse(path)
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: contains {_kind(tree)}; expected an object with servers")
-    try:
-        return Cluster.model_validate(tree)
-    except ValidationError as error:
-        raise ConfigError("\n".join(_explain(error, str(path)))) from None
+    return _read_model(path, ClusterConfig, "servers")
 
 
 def read_base_models(path: Path) -> BaseModels:
     """Read a file that contains only the section base_models. Raises ConfigError."""
+    return _read_model(path, BaseModels, ", ".join(BaseModels.model_fields), within="base_models")
+
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def _read_model(path: Path, model: type[Model], keys: str, within: str = "") -> Model:
     tree = _parse(path)
     if not isinstance(tree, dict):
-        keys = ", ".join(BaseModels.model_fields)
         raise ConfigError(f"{path}: contains {_kind(tree)}; expected an object with {keys}")
     try:
-        return BaseModels.model_validate(tree)
+        return model.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError("\n".join(_explain(error, str(path), within="base_models"))) from None
+        raise ConfigError("\n".join(_explain(error, str(path), within=within))) from None
 
 
 def read_jobs(path: Path, participants: Sequence[str] | None = None, retries: int | None = None) -> list[Job]:
@@ -385,7 +385,7 @@ def _suggestion(location: Sequence[str], sign: str) -> str:
     if sign:
         model: type[BaseModel] = OptionKeys
     elif len(location) == 1:
-        model = Cluster
+        model = ClusterConfig
     elif location[0] == "base_models":
         model = BaseModels
     else:

@@ -98,7 +98,7 @@ class JobServer(Protocol):
         """Return the reason when the connection is lost."""
 
     async def query(self, attempts: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-        """Return the state of attempts (name -> output directory), and monitor the running ones."""
+        """Return the state of each attempt, and monitor the running ones. attempts: name -> output directory."""
 
     async def start(self, request: StartRequest) -> dict[str, Any]:
         """Start an attempt; return its state. Raises NotStarted."""
@@ -113,7 +113,7 @@ class JobServer(Protocol):
         """
 
     async def remove_output(self, output: str) -> None:
-        """Remove the server's copy of an output directory. Raises OSError."""
+        """Remove the server's copy of an output directory."""
 
     async def fetch_results(self, attempt: Attempt, job: Job) -> None:
         """Copy the results of an attempt to this machine. Raises OSError."""
@@ -160,7 +160,7 @@ class ServerLink:
     server: JobServer
     state: str = "connecting"  # connecting, ready, unreachable, refused
     reason: str = ""
-    since: float = field(default_factory=time.monotonic)  # when it entered this state; monotonic clock
+    disconnected_at: float = field(default_factory=time.monotonic)  # end of the last connection, or start; monotonic
     refused_starts: int = 0
     paused_until: float = 0.0
     gpus_known: bool = False
@@ -193,17 +193,17 @@ class Dispatcher:
         self._actions: list[Callable[[], Coroutine[Any, Any, None]]] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._started_at = time.monotonic()
-        self._connecting: list[ServerLink] = []  # to servers with jobs of an earlier dispatcher
-        self._unlisted: set[str] = set()  # servers of running jobs that were removed from the cluster config
+        self._first_links: list[ServerLink] = []  # to servers that already run jobs of this list; connected first
+        self._unlisted_servers: set[str] = set()  # servers of running jobs that were removed from the cluster config
         self._early_failures = 0  # consecutive ones
         self._failing: set[str] = set()  # failed jobs whose results are not copied yet
         self._mean_seconds = mean_seconds(jobs)
         self._avoided: dict[str, frozenset[str]] = {}  # job -> servers on which it failed
-        self._placing = True  # a job may be able to start since the last call of _place()
+        self._placement_due = True  # whether _place() may find a job that can start
         self._starting: set[str] = set()  # attempts being started; a server's reply about them may be outdated
         self._stopping: set[str] = set()  # attempts that were asked to stop
         self._slot_holders: defaultdict[str, dict[str, Attempt]] = defaultdict(dict)  # by server, then by name
-        self._cancelling = True  # a waiting job may have to be cancelled
+        self._cancellation_due = True  # whether _cancel_waiting() may find a job to cancel
         self.cache = cache
         self._claiming: set[str] = set()  # digests of base models that are being locked
         self._claimed: dict[str, str] = {}  # digest -> ready (in the cache) or train (this list trains it)
@@ -229,15 +229,17 @@ class Dispatcher:
                 self._count_failure(job, job.last)
                 self._after_end(job, job.last)
         self._handle_requests()
-        self._unlisted = self._unlisted_servers()
-        for server in sorted(self._unlisted):
+        busy = {each.server for each in self.state.open.values()}
+        busy |= {job.last.server for job in self.state.unfinished() if job.state == "ending" and job.last}
+        self._unlisted_servers = busy - set(self.links)
+        for server in sorted(self._unlisted_servers):
             self._log(
                 f"{server}: no longer in the cluster config; its jobs run elsewhere in {self.policy.lost_after:.0f} s"
             )
-        busy = {attempt.server for attempt in self._unended_attempts()}
-        self._connecting = [link for name, link in self.links.items() if name in busy]
+        unended = {attempt.server for attempt in self._unended_attempts()}
+        self._first_links = [link for name, link in self.links.items() if name in unended]
         for link in self.links.values():
-            self._spawn(self._keep_connected(link, first=link in self._connecting))
+            self._spawn(self._keep_connected(link, first=link in self._first_links))
         try:
             while not self._finished():
                 self._step()
@@ -256,13 +258,13 @@ class Dispatcher:
         self._events.put_nowait(event)
 
     async def _wait_for_events(self) -> None:
+        events = []
         with contextlib.suppress(asyncio.TimeoutError):
-            self._handle(await asyncio.wait_for(self._events.get(), POLL_INTERVAL))
+            events.append(await asyncio.wait_for(self._events.get(), POLL_INTERVAL))
         while not self._events.empty():
-            self._handle(self._events.get_nowait())
-
-    def _handle(self, event: Event) -> None:
-        getattr(self, f"_on_{event.kind}")(event)
+            events.append(self._events.get_nowait())
+        for event in events:
+            getattr(self, f"_on_{event.kind}")(event)
 
     def _on_wake(self, event: Event) -> None:
         pass
@@ -273,7 +275,7 @@ class Dispatcher:
         self._check_timeouts()
         self._cancel_waiting()
         self._check_waiting_for_base()
-        if self._placing and not (self.state.paused or self.policy.drain or self.interrupted):
+        if self._placement_due and not (self.state.paused or self.policy.drain or self.interrupted):
             self._place()
         self._commit()
 
@@ -344,7 +346,7 @@ class Dispatcher:
         one that already runs jobs of this list.
         """
         server, failures = link.server, 0
-        while not first and any(each.state == "connecting" for each in self._connecting):
+        while not first and any(each.state == "connecting" for each in self._first_links):
             await asyncio.sleep(0.1)
         while True:
             try:
@@ -381,7 +383,7 @@ class Dispatcher:
 
     def _on_connected(self, event: Event) -> None:
         link = self.links[event.server]
-        link.state, link.reason, link.since, link.refused_starts = "ready", "", time.monotonic(), 0
+        link.state, link.reason, link.refused_starts = "ready", "", 0
         link.note = event.facts["note"]
         self._log(f"{event.server}: connected" + (f"; {link.note}" if link.note else ""))
         for name, found in event.facts["attempts"].items():
@@ -394,14 +396,14 @@ class Dispatcher:
         attempt = self.state.attempt(name)
         if attempt is None or attempt.state == "ended":  # already reported by an event
             return
-        if attempt.state == "lost":  # given up while the server was unreachable
+        if attempt.state == "lost":  # by _give_up_server()
             if found["state"] == "running":
                 self._log(
                     f"{link.server.name}: {self._job_name(attempt)} still runs after it was given up; stopping it"
                 )
                 self._stop(attempt, kill=True)
             else:
-                self._record_gone(attempt)
+                self._record_lost_ended(attempt)
         elif found["state"] == "running":
             self._note_running(attempt, found)
             state = "runs" if attempt.process else "waits in the queue"
@@ -419,17 +421,18 @@ class Dispatcher:
             self._enqueue(self.state.jobs[attempt.job])
         else:
             self._lose(attempt, "server lost", f"its files were removed from {link.server.name}")
-            self._record_gone(attempt)
+            self._record_lost_ended(attempt)
 
-    def _record_gone(self, attempt: Attempt) -> None:
-        self._record("gone", attempt=attempt.name)
+    def _record_lost_ended(self, attempt: Attempt) -> None:
+        self._record("lost_ended", attempt=attempt.name)
         self._free_slots(attempt)
 
     def _on_unreachable(self, event: Event) -> None:
         link = self.links[event.server]
         if link.state != "unreachable":
             self._log(f"{event.server}: unreachable: {event.facts['reason']}; retrying")
-            link.since = time.monotonic() if link.state == "ready" else link.since
+        if link.state == "ready":
+            link.disconnected_at = time.monotonic()
         link.state, link.reason, link.gpus_known = "unreachable", event.facts["reason"], False
         self._update_pool(link)
         self._on_change()
@@ -444,35 +447,30 @@ class Dispatcher:
     def _on_gpus(self, event: Event) -> None:
         link = self.links[event.server]
         used = {slot.gpu for slot in link.server.pool.slots if slot.index not in link.server.pool.free}
-        blocked = {gpu["index"] for gpu in event.facts["gpus"] if gpu["index"] not in used and self._is_used(gpu)}
-        if blocked != link.server.pool.blocked:
-            self._log_gpus(link, blocked)
-            link.server.pool.blocked = frozenset(blocked)
+        limit = self.policy.gpu_free_mib
+        blocked = {
+            gpu["index"] for gpu in event.facts["gpus"] if gpu["index"] not in used
+            and (gpu["used"] > GPU_IN_USE_MIB if limit is None else gpu["memory"] - gpu["used"] < limit)
+        }  # fmt: skip
+        listed = {slot.gpu for slot in link.server.pool.slots if slot.gpu is not None}
+        if new := sorted((blocked - link.server.pool.blocked) & listed):
+            self._log(f"{event.server}: GPU {', '.join(map(str, new))}: in use by another process; waiting")
+        if freed := sorted((link.server.pool.blocked - blocked) & listed):
+            self._log(f"{event.server}: GPU {', '.join(map(str, freed))}: free again")
+        link.server.pool.blocked = frozenset(blocked)
         link.gpus_known = True
         self._update_pool(link)
-
-    def _is_used(self, gpu: Mapping[str, Any]) -> bool:
-        if self.policy.gpu_free_mib is not None:
-            return bool(gpu["memory"] - gpu["used"] < self.policy.gpu_free_mib)
-        return bool(gpu["used"] > GPU_IN_USE_MIB)
-
-    def _log_gpus(self, link: ServerLink, blocked: set[int]) -> None:
-        usable = {slot.gpu for slot in link.server.pool.slots if slot.gpu is not None}
-        if new := sorted((blocked - link.server.pool.blocked) & usable):
-            self._log(f"{link.server.name}: GPU {', '.join(map(str, new))}: in use by another process; waiting")
-        if freed := sorted((link.server.pool.blocked - blocked) & usable):
-            self._log(f"{link.server.name}: GPU {', '.join(map(str, freed))}: free again")
 
     def _update_pool(self, link: ServerLink) -> None:
         ready = link.state == "ready" and link.usable and time.monotonic() >= link.paused_until
         link.server.pool.open = ready and (link.gpus_known or not link.server.watches_gpus)
-        self._placing = True
+        self._placement_due = True
         self._update_avoided_servers()
 
     # ---------------------------------------------------------------- starting
 
     def _place(self) -> None:
-        self._placing = False
+        self._placement_due = False
         for job_id, server, slots in self.queue.place(self.pools):
             job = self.state.jobs[job_id]
             self._avoided.pop(job_id, None)
@@ -487,18 +485,14 @@ class Dispatcher:
     async def _start(self, attempt: Attempt) -> None:
         if attempt.name not in self.state.open:  # withdrawn while the journal could not be written
             return
-        self._starting.add(attempt.name)
-        try:
-            await self._start_on_server(attempt)
-        finally:
-            self._starting.discard(attempt.name)
-
-    async def _start_on_server(self, attempt: Attempt) -> None:
         server, job = self.links[attempt.server].server, self.jobs[attempt.job]
+        device = f"GPU {','.join(map(str, attempt.gpus))}" if attempt.gpus else f"slot {attempt.slots[0]}"
+        retry = f", attempt {attempt.number}" if attempt.number > 1 else ""
         request = StartRequest(
-            attempt.name, job, attempt.slots, attempt.gpus,
-            arguments(job, "cuda:0" if attempt.gpus else "cpu"), self._title(attempt), attempt.after,
+            attempt.name, job, attempt.slots, attempt.gpus, arguments(job, "cuda:0" if attempt.gpus else "cpu"),
+            f"{job.name} ({device}{retry})", attempt.after,
         )  # fmt: skip
+        self._starting.add(attempt.name)
         try:
             if any(earlier.server != attempt.server for earlier in self.state.jobs[job.id].attempts):
                 try:
@@ -516,6 +510,8 @@ class Dispatcher:
             pass  # the query after the reconnect shows whether it was started
         else:
             self.post(Event("started", attempt.server, {"attempt": attempt.name, **found}))
+        finally:
+            self._starting.discard(attempt.name)
 
     def _on_started(self, event: Event) -> None:
         attempt = self.state.open.get(event.facts["attempt"])
@@ -552,7 +548,7 @@ class Dispatcher:
             self._after_end(job, attempt)
             return
         self._record("not_started", attempt=attempt.name, reason=f"{event.server}: {reason}")
-        self._cancelling = True
+        self._cancellation_due = True
         if kind != "busy" or job.job.id not in self._busy_logged:
             self._log(f"{event.server}: {self._job_name(attempt)} was not started: {reason}")
         if kind == "busy":
@@ -590,15 +586,15 @@ class Dispatcher:
         if job.job.id not in self.jobs:
             self._record("settle", job=job.job.id, state="cancelled", reason=UNLISTED)
             return
-        self._cancelling |= job.cancel
+        self._cancellation_due |= job.cancel
         avoid = self._servers_to_avoid(job)
         if job.attempts:
             self._avoided[job.job.id] = avoid
         listed = self.jobs[job.job.id]
-        if self._waits_for_base_model(listed):
+        if self._hold_for_base_model(listed):
             return
         self.queue.put(listed, job.number, self._mean_seconds, avoid)
-        self._placing = True
+        self._placement_due = True
 
     def _servers_to_avoid(self, job: JobState) -> frozenset[str]:
         """Servers on which a job failed; empty if no other server can run it."""
@@ -625,7 +621,7 @@ class Dispatcher:
         if attempt is None:
             return
         if attempt.state == "lost":
-            self._record_gone(attempt)
+            self._record_lost_ended(attempt)
         elif attempt.open:
             self._end(attempt, event.facts)
 
@@ -650,7 +646,7 @@ class Dispatcher:
         self._after_end(job, attempt)
 
     def _lose(self, attempt: Attempt, failure: str, reason: str) -> None:
-        """Mark an attempt as lost. Its slots stay occupied until its server confirms that it ended."""
+        """Mark an attempt as lost. If it was running, its slots stay occupied until its server reports its end."""
         known = {"ended": attempt.end, "code": attempt.code, "peak_memory": attempt.peak_memory, "lines": attempt.lines}
         self._record("lost", attempt=attempt.name, failure=failure, reason=reason, **known)
         self._after_end(self.state.jobs[attempt.job], attempt)
@@ -664,7 +660,7 @@ class Dispatcher:
 
     async def _fetch_results(self, job: JobState, attempt: Attempt) -> None:
         link = self.links.get(attempt.server)
-        logged = proof = fault = ""
+        logged = remains = fault = ""
         failures = 0
         while job.state == "ending" and job.last is attempt:
             if not link:
@@ -679,7 +675,7 @@ class Dispatcher:
                     if publishes:
                         await self._publish(link.server, job, attempt)
                     if attempt.failure == "cancelled":
-                        proof = await self._cleanup_proof(link.server, attempt)
+                        remains = await self._cancellation_result(link.server, attempt)
                     break
                 except BaseModelError as error:
                     fault = str(error)
@@ -692,11 +688,11 @@ class Dispatcher:
                 failures += 1
             else:
                 await asyncio.sleep(1.0)
-        facts = {"job": job.job.id, "attempt": attempt.name, "proof": proof, "fault": fault}
+        facts = {"job": job.job.id, "attempt": attempt.name, "remains": remains, "fault": fault}
         self.post(Event("results_fetched", attempt.server, facts))
 
-    async def _cleanup_proof(self, server: JobServer, attempt: Attempt) -> str:
-        """The result of a cancellation; the supervisor exits only after all processes of its attempt."""
+    async def _cancellation_result(self, server: JobServer, attempt: Attempt) -> str:
+        """What remains of a cancelled attempt: no process, as its supervisor has exited; the memory of its GPUs."""
         if not (attempt.gpus and server.watches_gpus):
             return "no process remains"
         used = {gpu["index"]: gpu["used"] for gpu in await server.query_gpus()}
@@ -707,19 +703,20 @@ class Dispatcher:
         job = self.state.jobs[event.facts["job"]]
         if job.state == "ending" and job.last and job.last.name == event.facts["attempt"]:
             if event.facts["fault"]:
-                self._record("unfit", attempt=job.last.name, failure="no base model", reason=event.facts["fault"])
+                facts = {"failure": "no base model", "reason": event.facts["fault"]}
+                self._record("base_rejected", attempt=job.last.name, **facts)
                 self._count_failure(job, job.last)
-            self._settle(job, job.last, event.facts["proof"])
+            self._settle(job, job.last, event.facts["remains"])
 
-    def _settle(self, job: JobState, attempt: Attempt, proof: str = "") -> None:
+    def _settle(self, job: JobState, attempt: Attempt, remains: str = "") -> None:
         state, reason = self._verdict(job, attempt)
-        if proof:
-            reason = f"{reason}; {proof}"
+        if remains:
+            reason = f"{reason}; {remains}"
         self._record("settle", job=job.job.id, state=state, reason=reason)
         self._log_outcome(job, attempt, state, reason)
         if state == "waiting":
             self._enqueue(job)
-        self._cancelling |= job.cancel
+        self._cancellation_due |= job.cancel
         self._failing.discard(job.job.id)
 
     def _verdict(self, job: JobState, attempt: Attempt) -> tuple[str, str]:
@@ -741,7 +738,10 @@ class Dispatcher:
         return "waiting", reason
 
     def _count_failure(self, job: JobState, attempt: Attempt) -> None:
-        """Count a failure; pause or cancel the list if the policy requires it. Called before the slot is reused."""
+        """Count an attempt if it failed; pause the list, or cancel its other jobs, if the policy requires it.
+
+        An ended attempt is counted before its results are copied, so that no other job starts meanwhile.
+        """
         fails = self._verdict(job, attempt)[0] == "failed"
         if fails:
             self._failing.add(job.job.id)
@@ -752,26 +752,23 @@ class Dispatcher:
             self._early_failures = 0
         if self.state.paused:
             return
-        failed = self.state.counts["failed"] + len(self._failing)
         if self.policy.fail_fast and fails:
             self._pause(f"--fail-fast: {job.job.name} failed")
             others = [each.job.id for each in self.state.unfinished() if each is not job]
             self._apply_request("--fail-fast", "cancel", others)
-        elif fails and self._too_many_failures(failed):
-            pass
-        elif self._early_failures >= MAX_EARLY_FAILURES:
+        elif fails:
+            self._pause_at_max_failures()
+        if self._early_failures >= MAX_EARLY_FAILURES:
             self._pause(
                 f"{self._early_failures} attempts in a row failed within {EARLY_FAILURE_SECONDS:.0f} s, the last: "
                 f"{attempt.failure_text}; fix the cause, then run `retry failed` and `resume`"
             )
 
-    def _too_many_failures(self, failed: int) -> bool:
-        """Pause the list when --max-failures is reached; return whether it was."""
-        limit = self.policy.max_failures
-        if limit is None or failed < limit or self.state.paused:
-            return False
-        self._pause(f"--max-failures {limit}: {failed} job{'s' * (failed != 1)} failed")
-        return True
+    def _pause_at_max_failures(self) -> None:
+        """Pause the list if --max-failures is reached and it is not paused yet."""
+        limit, failed = self.policy.max_failures, self.state.counts["failed"] + len(self._failing)
+        if limit is not None and failed >= limit and not self.state.paused:
+            self._pause(f"--max-failures {limit}: {failed} job{'s' * (failed != 1)} failed")
 
     def _pause(self, reason: str) -> None:
         self._record("pause", reason=reason)
@@ -781,15 +778,15 @@ class Dispatcher:
     def _log_outcome(self, job: JobState, attempt: Attempt, state: str, reason: str) -> None:
         took = f" after {attempt.seconds:.1f} s" if attempt.seconds is not None else ""
         if state == "done":
-            self._log(f"done: {job.job.name} on {self._location(attempt)}{took}")
+            self._log(f"done: {job.job.name} on {attempt.location}{took}")
         elif state == "waiting":
             self._log(
                 f"retry: {job.job.name}: attempt {attempt.number} on {attempt.server}{took}: {attempt.failure_text}"
             )
         elif state == "cancelled":
-            self._log(f"cancelled: {job.job.name} on {self._location(attempt)}{took}: {reason}")
+            self._log(f"cancelled: {job.job.name} on {attempt.location}{took}: {reason}")
         else:
-            self._log(f"failed: {job.job.name} on {self._location(attempt)}{took}: {attempt.failure_text}")
+            self._log(f"failed: {job.job.name} on {attempt.location}{took}: {attempt.failure_text}")
 
     # ---------------------------------------------------------------- cancelling
 
@@ -808,19 +805,19 @@ class Dispatcher:
         """Cancel unfinished jobs, or retry failed and cancelled ones."""
         jobs = self._with_bases(jobs) if what == "retry" else jobs
         final = {job for job in jobs if self.state.jobs[job].state in FINAL}
-        self._record("asked", request=request, what=what, jobs=jobs)
+        self._record("request_handled", request=request, what=what, jobs=jobs)
         for job in map(self.state.jobs.__getitem__, jobs):
             if what == "retry" and job.job.id in final and job.state == "waiting":
                 self._enqueue(job)
             elif what == "cancel" and job.cancel:
-                self._cancelling = True
+                self._cancellation_due = True
                 for attempt in [each for each in job.attempts if each.state == "running"]:
                     self._stop(attempt)
 
     def _cancel_waiting(self) -> None:
-        if not self._cancelling:
+        if not self._cancellation_due:
             return
-        self._cancelling = False
+        self._cancellation_due = False
         for job in [each for each in self.state.unfinished() if each.cancel and each.state == "waiting"]:
             self.queue.remove(job.job.id)
             self._record("settle", job=job.job.id, state="cancelled", reason="cancelled on request")
@@ -839,8 +836,12 @@ class Dispatcher:
 
     # ---------------------------------------------------------------- base models
 
-    def _waits_for_base_model(self, job: Job) -> bool:
-        """Whether a job must wait: for its base model, or, if it trains one, for the lock."""
+    def _hold_for_base_model(self, job: Job) -> bool:
+        """Keep a job out of the queue until it may start; return whether it must wait.
+
+        It waits for its base model or, if it trains one, for the lock; _check_waiting_for_base() or _on_claimed()
+        queues it.
+        """
         digest = job.trains or job.base
         if not digest:
             return False
@@ -908,7 +909,7 @@ class Dispatcher:
             self._record("settle", job=trainer.job.id, state="done", reason="its base model was in the cache")
             self._log(f"done: {trainer.job.name}: its base model was in the cache")
         elif found == "train" and trainer.state == "done":
-            self._record("again", job=trainer.job.id, reason="its base model is missing or damaged")
+            self._record("requeued", job=trainer.job.id, reason="its base model is missing or damaged")
             self._log(f"base {hash_of(digest)}: missing or damaged; retraining it")
             self._enqueue(trainer)
         elif found == "train" and trainer.state == "waiting":
@@ -941,7 +942,7 @@ class Dispatcher:
         for job in self._pop_waiting_for(digest):
             self._record("settle", job=job.job.id, state="failed", reason=reason)
             self._log(f"failed: {job.job.name}: {reason}")
-        self._too_many_failures(self.state.counts["failed"] + len(self._failing))
+        self._pause_at_max_failures()
 
     def _with_bases(self, jobs: list[str]) -> list[str]:
         """Add the failed trainings of the jobs' base models, and the jobs that failed because of these trainings."""
@@ -988,29 +989,28 @@ class Dispatcher:
             if link.state == "ready" and 0 < link.paused_until <= now:
                 link.paused_until = 0.0
                 self._update_pool(link)
-            if link.state in ("unreachable", "refused") and now - link.since > self.policy.lost_after:
-                self._give_up_server(link.server.name, f"could not be reached for {now - link.since:.0f} s")
-        if self._unlisted and now - self._started_at > self.policy.lost_after:
-            for server in self._unlisted:
+            seconds = now - link.disconnected_at
+            if link.state in ("unreachable", "refused") and seconds > self.policy.lost_after:
+                fault = f"could not be reached for {seconds:.0f} s"
+                if link.state == "refused":
+                    fault = f"could not be used for {seconds:.0f} s"
+                self._give_up_server(link.server.name, fault, f": {link.reason}")
+        if self._unlisted_servers and now - self._started_at > self.policy.lost_after:
+            for server in self._unlisted_servers:
                 self._give_up_server(server, "is no longer in the cluster config")
-            self._unlisted = set()
+            self._unlisted_servers = set()
         self._pause_without_servers()
 
-    def _give_up_server(self, server: str, reason: str) -> None:
+    def _give_up_server(self, server: str, fault: str, cause: str = "") -> None:
         """Restart the jobs of a lost server elsewhere, also finished ones whose results were not copied."""
         for attempt in [each for each in self.state.open.values() if each.server == server]:
-            self._lose(attempt, "server lost", f"{server} {reason}")
+            self._lose(attempt, "server lost", f"{server} {fault}{cause}")
         for job in [each for each in self.state.unfinished() if each.state == "ending"]:
             last = job.last
             if last and last.server == server and last.failure:
                 self._settle(job, last)
             elif last and last.server == server:
-                self._lose(last, "server lost", f"{server} {reason} before its results were copied")
-
-    def _unlisted_servers(self) -> set[str]:
-        busy = {each.server for each in self.state.open.values()}
-        busy |= {job.last.server for job in self.state.unfinished() if job.state == "ending" and job.last}
-        return busy - set(self.links)
+                self._lose(last, "server lost", f"{server} {fault} before its results were copied{cause}")
 
     def _pause_without_servers(self) -> None:
         if self.state.paused or self.policy.drain or not self.state.counts["waiting"]:
@@ -1031,17 +1031,9 @@ class Dispatcher:
         if holders.pop(attempt.name, None) and (pool := self.pools.get(attempt.server)):
             others = [pool.slots_of(each.slots, each.gpus) for each in holders.values()]
             pool.free |= pool.slots_of(attempt.slots, attempt.gpus).difference(*others)
-        self._placing = True
+        self._placement_due = True
 
     # ---------------------------------------------------------------- names
 
     def _job_name(self, attempt: Attempt) -> str:
         return self.state.jobs[attempt.job].job.name
-
-    def _location(self, attempt: Attempt) -> str:
-        return f"{attempt.server}:{','.join(map(str, attempt.gpus or attempt.slots))}"
-
-    def _title(self, attempt: Attempt) -> str:
-        device = f"GPU {','.join(map(str, attempt.gpus))}" if attempt.gpus else f"slot {attempt.slots[0]}"
-        retry = f", attempt {attempt.number}" if attempt.number > 1 else ""
-        return f"{self._job_name(attempt)} ({device}{retry})"

@@ -6,8 +6,8 @@ usage: jobs_host.py serve
 
 serve reads requests from standard input and writes replies and events to standard output, one JSON object per line; the
 first is HELLO. At the end of standard input, the dispatcher exited or the connection was lost: serve exits, and jobs
-continue under their own supervisors. A server runs one serve process per job list: a new process stops an older one
-whose connection is lost.
+continue under their own supervisors. A server runs one serve process per job list: a new process kills an older one
+that receives no heartbeats, and exits if the older one does.
 
 WORKDIR/logs/jobs/LIST/ATTEMPT/ holds the files of an attempt's supervisor, and `lock`, which is locked from before the
 fork of the supervisor until it exits: so a later serve knows whether the attempt was started. Servers may share files,
@@ -41,7 +41,7 @@ with contextlib.suppress(ImportError):  # imported once here for all forked supe
 
 from distributed import metrics
 from distributed.exit_codes import WRONG_CALL
-from distributed.files import read_json, try_lock, write_file
+from distributed.files import is_locked, read_json, try_lock, write_file
 from distributed.host.gpus import query_gpus
 from distributed.jobs import panes
 from distributed.launch import supervisor
@@ -51,7 +51,7 @@ from distributed.training.base_model import BaseModelError
 HELLO = "muster-jobs-host"
 POLL_INTERVAL = 0.2  # seconds between checks of running attempts
 PROGRESS_INTERVAL = 2.0  # seconds between reads of the metrics of running jobs
-OLD_SERVICE_TIMEOUT = 3.0  # seconds after which an older serve process is killed
+CONNECTION_TIMEOUT = 10.0  # seconds without a heartbeat after which an older serve process is killed
 START_TIMEOUT = 30.0  # seconds in which a supervisor must start its command
 LAST_LINES = 20  # of the output of a failed attempt
 TAIL = 16 * 1024  # bytes read from the end of a file
@@ -95,17 +95,7 @@ class HostAttempt:
 
     def locked(self) -> bool:
         """Whether a supervisor runs, or is being started."""
-        try:
-            file = os.open(self.lock, os.O_RDWR)
-        except FileNotFoundError:
-            return False
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        finally:
-            os.close(file)
-        return False
+        return is_locked(self.lock)
 
     def state(self) -> str:
         """absent (never started), running, ended, or killed (the supervisor died without writing an exit code)."""
@@ -133,7 +123,7 @@ class HostAttempt:
         boot = read_json(self.files.pids).get("boot_id", supervisor.boot_id())
         return {
             "code": code,
-            "asked": os.path.exists(self.files.request),  # whether it was asked to stop
+            "stop_requested": os.path.exists(self.files.request),  # whether it was asked to stop
             "started": usage.get("started") or modification_time(self.files.pids),
             "ended": ended,
             "peak_memory": usage.get("peak_memory"),
@@ -180,25 +170,28 @@ def read_metrics(output: str) -> dict[str, Any]:
 
 
 def lock_list(directory: str) -> int:
-    """Become the only serve process of this list on this server. Returns the locked file. Raises HostError."""
+    """Become the only serve process of this list on this server. Returns the locked file.
+
+    An older process, whose dispatcher may be unreachable, is killed if it has received no heartbeat for
+    CONNECTION_TIMEOUT. Raises HostError if it receives them, or runs on another machine.
+    """
     os.makedirs(directory, exist_ok=True)
     path = os.path.join(directory, "serve")
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    end = time.monotonic() + 2 * OLD_SERVICE_TIMEOUT
-    killed = False
+    end = time.monotonic() + CONNECTION_TIMEOUT + 2.0
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
         except BlockingIOError:
-            holder = supervisor.live_pid(read_json(path))
-            if time.monotonic() > end:
-                os.close(file)
-                raise HostError(f"{path}: locked by another process; is another machine running this list?") from None
-            if holder and not killed and time.monotonic() > end - OLD_SERVICE_TIMEOUT:
-                killed = True
-                supervisor.send_signal(signal.SIGKILL, [holder])
-            time.sleep(0.05)
+            pass
+        if time.monotonic() > end:
+            os.close(file)
+            raise HostError(f"{path}: locked by another process; is another machine running this list?")
+        holder = supervisor.live_pid(read_json(path))
+        if holder and time.time() - os.fstat(file).st_mtime > CONNECTION_TIMEOUT:
+            supervisor.send_signal(signal.SIGKILL, [holder])
+        time.sleep(0.05)
     os.ftruncate(file, 0)
     os.write(file, json.dumps(supervisor.process_identity(os.getpid())).encode())
     return file
@@ -271,6 +264,9 @@ class Service:
 
     def _handle_line(self, line: bytes) -> None:
         if not line.strip():
+            if self.list_lock >= 0:
+                now = time.time()
+                os.utime(self.list_lock, (now, now))  # for lock_list() in another process
             self.send(event="heartbeat")
             return
         request = json.loads(line)
@@ -366,7 +362,8 @@ class Service:
         }
         if base := request.get("base"):
             env["MUSTER_BASE_MODEL"] = self._base_path(base)
-        defaults = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(self._threads())}
+        threads = max(1, len(os.sched_getaffinity(0)) // max(1, len(self.slots)))
+        defaults = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(threads)}
         defaults = {name: value for name, value in defaults.items() if name not in os.environ}
         if request.get("setup"):
             setup = os.path.join(attempt.directory, "setup.sh")
@@ -422,11 +419,12 @@ class Service:
         return os.path.join(self._cache, base_model.hash_of(digest))
 
     def base(self, request: Request) -> None:
-        """Reply with the state of a base model: ready, busy (another process copies or trains it), damaged, or copy.
+        """Reply with the state of a base model: ready, busy, copy, damaged, or failed (with the reason).
 
-        copy: this process has locked it; the dispatcher copies it to the directory `staging`, then sends publish_base.
-        If it was trained on this server, it is published from that output directory instead. With `shared`, the cache
-        is that of the dispatcher, and nothing is copied. Runs in a child process, as verification may take seconds.
+        busy: another process copies or trains it. copy: this process has locked it; the dispatcher copies it to the
+        directory `staging`, then sends publish_base. If it was trained on this server, it is published from that output
+        directory instead. With `shared`, the cache is that of the dispatcher: nothing is copied, and an invalid base
+        model is damaged. Runs in a child process, as verification may take seconds.
         """
         digest, manifest = request["digest"], request["manifest"]
         signature = base_model.signature(self._base_path(digest))
@@ -522,9 +520,6 @@ class Service:
     def _attempt(self, name: str, output: str, grace: float) -> HostAttempt:
         directory = os.path.join(self.directory, name)
         return HostAttempt(directory, self.server, os.path.join(self.workdir, output), grace)
-
-    def _threads(self) -> int:
-        return max(1, len(os.sched_getaffinity(0)) // max(1, len(self.slots)))
 
     def _fork_supervisor(self, attempt: HostAttempt, options: supervisor.SupervisorOptions, block: bytes) -> None:
         lock = os.open(attempt.lock, os.O_RDWR | os.O_CREAT, 0o600)

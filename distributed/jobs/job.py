@@ -91,7 +91,7 @@ def job_of(settings: Mapping[str, Any], options: Options, participants: Sequence
     except ValueError as error:
         raise JobError(str(error)) from None
     job = Job(identifier, dict(settings), options, output)
-    if len(os_bytes(document(job))) + len("MUSTER_JOB=") > LONGEST:
+    if len(os_bytes(muster_job(job))) + len("MUSTER_JOB=") > LONGEST:
         raise JobError(f"too long: more than {LONGEST:,} bytes as JSON, the limit of Linux for an environment variable")
     arguments(job, DEVICE)
     return job
@@ -114,7 +114,7 @@ def os_bytes(text: str) -> bytes:
         raise JobError(f"{text[:60]!r}: contains a lone surrogate; write complete characters") from None
 
 
-def document(job: Job) -> str:
+def muster_job(job: Job) -> str:
     """The value of MUSTER_JOB: the settings as JSON, and the id unless a setting has that name."""
     return json.dumps({"id": job.id, **job.settings}, sort_keys=True, ensure_ascii=False)
 

@@ -21,6 +21,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from distributed.files import is_locked
+
 REQUESTS = ("cancel", "retry")
 TRUNCATED = b"\x18"  # the last character of a truncated line; never part of JSON
 LOCK_TIMEOUT = 0.5  # seconds
@@ -184,14 +186,4 @@ def request(path: Path, event: str, jobs: Sequence[str]) -> None:
 
 def dispatcher_runs(path: Path) -> bool:
     """Whether a dispatcher runs this list."""
-    try:
-        file = os.open(path, os.O_RDONLY)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(file)
-    return False
+    return is_locked(path)

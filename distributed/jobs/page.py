@@ -1,7 +1,7 @@
 """Write results.html, a page of the results of a job list, next to results.json.
 
 The page is one file that needs no network, supports light and dark mode, and can be printed. It can be written while
-the list runs, and from incomplete or damaged files.
+the list runs. Metrics and settings are those of the user: any value is accepted.
 
 Usage: python -m distributed.jobs.page RESULTS_JSON
 
@@ -30,7 +30,7 @@ from distributed.runs import charts
 from distributed.runs.charts import Line, cut, figure
 from distributed.runs.history import History, read_metrics
 from distributed.runs.page import Tile, card, document, duration, folded, loss_text, plain, ranges, section, tile_list
-from distributed.runs.records import is_time, listed, mapping, number
+from distributed.runs.records import number
 
 FOLD = 200  # rows of the table shown at first; report.css hides the rest
 MAX_FAILURES = 50  # failed jobs shown with their last lines
@@ -44,21 +44,20 @@ MIN_LINES = 200  # read from each metrics file
 MAX_NOTES = 20
 LABEL_LENGTH = 24  # characters of a job's name at its curve
 
-STATES = ("done", "failed", "running", "waiting", "cancelled")
 LEGEND = {"done": "done", "failed": "failed", "lost": "server lost", "cancelled": "cancelled or no end recorded",
           "running": "running"}  # fmt: skip
 STATE_STYLES = {"finished": "finished", "running": "open", "paused": "stopped", "interrupted": "stopped",
-         "cancelled": "stopped"}  # fmt: skip
+                "cancelled": "stopped"}  # fmt: skip
 
 
-# ---------------------------------------------------------------- parsing results.json
+# ---------------------------------------------------------------- reading and writing
 
 
 @dataclass(frozen=True)
 class AttemptEntry:
     """An attempt in results.json. Times are Unix seconds; unknown numbers are NaN."""
 
-    number: str
+    number: int
     server: str
     slots: tuple[int, ...]
     location: str  # server and GPUs: gpu1:0-3
@@ -94,118 +93,49 @@ class JobEntry:
 
 
 def jobs_of(results: Mapping[str, Any]) -> list[JobEntry]:
-    """The jobs of results.json in their order; entries that are not objects are skipped."""
-    found = [mapping(job) for job in listed(results.get("jobs"))]
-    return [_job(n, job) for n, job in enumerate(filter(None, found), 1)]
+    """The jobs of results.json in their order."""
+    return [
+        JobEntry(
+            position, job["id"], job["name"], job["state"], job["reason"], job["output"], job["settings"],
+            job["metrics"], tuple(_attempt(attempt, job["state"]) for attempt in job["attempts"]),
+            job["options"].get("base_model_hash", ""), job.get("trains_base_model", ""),
+        )
+        for position, job in enumerate(results["jobs"], 1)
+    ]  # fmt: skip
 
 
-def _job(position: int, facts: Mapping[str, Any]) -> JobEntry:
-    state = as_text(facts.get("state"))
-    attempts = [mapping(attempt) for attempt in listed(facts.get("attempts"))]
-    return JobEntry(
-        position,
-        as_text(facts.get("id")),
-        as_text(facts.get("name")) or as_text(facts.get("id")) or f"job {position}",
-        state,
-        as_text(facts.get("reason")),
-        as_text(facts.get("output")),
-        mapping(facts.get("settings")),
-        mapping(facts.get("metrics")),
-        tuple(_attempt(n, attempt, state) for n, attempt in enumerate(filter(None, attempts), 1)),
-        as_text(mapping(facts.get("options")).get("base_model_hash")),
-        as_text(facts.get("trains_base_model")),
-    )
-
-
-def _attempt(position: int, facts: Mapping[str, Any], state: str) -> AttemptEntry:
-    server, gpus = as_text(facts.get("server")), whole_numbers(facts.get("gpus"))
-    start, end, seconds = (number(facts.get(key)) for key in ("start", "end", "seconds"))
-    if not is_time(start):
-        start = math.nan
-    if not is_time(end):
-        end = start + seconds
+def _attempt(facts: Mapping[str, Any], state: str) -> AttemptEntry:
+    failure = facts["failure"]
+    if failure == "signal":
+        failure = facts["signal"]
+    elif failure == "exit code":
+        failure = f"exit code {facts['exit_code']}"
+    if facts["failure"] in ("cancelled", "server lost"):
+        outcome = "lost" if failure == "server lost" else "cancelled"
+    elif failure:
+        outcome = "failed"
+    elif facts["end"] is None:
+        outcome = "running" if state == "running" else "cancelled"
+    else:
+        outcome = "done"
     return AttemptEntry(
-        as_text(facts.get("number")) or str(position),
-        server,
-        whole_numbers(facts.get("slots")),
-        ":".join(filter(None, [server, ranges(sorted(set(gpus))) if gpus else ""])),
-        start,
-        end,
-        seconds if seconds >= 0 else end - start,
-        number(facts.get("peak_memory")),
-        _failure(facts),
-        as_text(facts.get("reason")),
-        tuple(as_text(line) for line in listed(facts.get("last_lines"))[-LAST_LINES:]),
-        _outcome(facts, state, math.isfinite(end)),
-    )
-
-
-def _failure(facts: Mapping[str, Any]) -> str:
-    """The failure of an attempt; empty if it did not fail."""
-    failure, code, signal = as_text(facts.get("failure")), facts.get("exit_code"), as_text(facts.get("signal"))
-    if failure in ("signal", "") and signal:
-        return signal
-    if failure in ("exit code", "") and code not in (None, 0):
-        return f"exit code {as_text(code)}"
-    return failure
-
-
-def _outcome(facts: Mapping[str, Any], state: str, ended: bool) -> str:
-    """A key of LEGEND."""
-    failure = as_text(facts.get("failure"))
-    if failure in ("cancelled", "server lost"):
-        return "lost" if failure == "server lost" else "cancelled"
-    if _failure(facts):
-        return "failed"
-    if not ended and facts.get("exit_code") is None:
-        return "running" if state == "running" else "cancelled"
-    return "done"
-
-
-def as_text(value: Any) -> str:
-    """A value as text; empty for None."""
-    return "" if value is None else plain(value)
-
-
-def whole_numbers(value: Any) -> tuple[int, ...]:
-    """The elements of a list that can be indices of slots or GPUs."""
-    return tuple(n for n in listed(value) if isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 10**6)
-
-
-def latest(results: Mapping[str, Any], jobs: Iterable[JobEntry]) -> float:
-    """When the results were written, in Unix seconds; else the latest time of an attempt; NaN if there is none."""
-    updated = number(results.get("updated"))
-    if is_time(updated):
-        return updated
-    times = [time for job in jobs for attempt in job.attempts for time in (attempt.start, attempt.end)]
-    return max(filter(math.isfinite, times), default=math.nan)
-
-
-# ---------------------------------------------------------------- reading and writing
+        facts["number"], facts["server"], tuple(facts["slots"]),
+        ":".join(filter(None, [facts["server"], ranges(sorted(facts["gpus"]))])),
+        facts["start"], number(facts["end"]), number(facts["seconds"]), number(facts["peak_memory"]),
+        failure, facts["reason"], tuple(facts["last_lines"][-LAST_LINES:]), outcome,
+    )  # fmt: skip
 
 
 def write(results: Path) -> Path:
-    """Write results.html next to results.json and return its path. Raises OSError."""
+    """Write results.html next to results.json and return its path. Raises OSError, and ValueError for another file."""
     notes: list[str] = []
-    facts = read_results(results, notes)
+    facts = json.loads(results.read_text(encoding="utf-8"))
+    if not isinstance(facts, dict) or not facts.keys() >= {"list", "totals", "servers", "jobs"}:
+        raise ValueError("not the results of a job list")
     curves = read_curves(results, jobs_of(facts), notes)
     target = results.with_suffix(".html")
     write_file(target, page(facts, curves, notes).encode(errors="replace"))
     return target
-
-
-def read_results(path: Path, notes: list[str]) -> Mapping[str, Any]:
-    """The object in results.json; if it is damaged, an empty object, and a note. Raises OSError."""
-    text = path.read_text(encoding="utf-8", errors="replace")
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        notes.append(f"cannot read {path.name}: {error}")
-        return {}
-    if not isinstance(value, dict):
-        notes.append(f"cannot read {path.name}: expected an object, got a {type(value).__name__}")
-        return {}
-    return value
 
 
 def read_curves(results: Path, jobs: Sequence[JobEntry], notes: list[str]) -> dict[str, History]:
@@ -214,7 +144,7 @@ def read_curves(results: Path, jobs: Sequence[JobEntry], notes: list[str]) -> di
     limit = max(MIN_LINES, MAX_LINES // max(1, len(jobs)))
     for job in jobs:
         path = os.path.join(root, job.output, "metrics.jsonl")
-        if job.output and job.id not in curves and os.path.isfile(path):
+        if os.path.isfile(path):
             found: list[str] = []
             curves[job.id] = read_metrics(Path(path), found, limit)
             notes += [f"{job.output}/{note}" for note in found]
@@ -226,7 +156,7 @@ def working_directory(results: Path, jobs: Iterable[JobEntry]) -> Path:
 
     If there is none, the current directory.
     """
-    outputs = [job.output for job in jobs if job.output]
+    outputs = [job.output for job in jobs]
     parents = results.absolute().parents
     return next((path for path in parents if any(os.path.isdir(path / output) for output in outputs)), Path())
 
@@ -239,13 +169,13 @@ def page(results: Mapping[str, Any], curves: Mapping[str, History], notes: Seque
     jobs = jobs_of(results)
     charted = with_charts(jobs, curves)
     anchors = {job.position for job in charted}
-    now = latest(results, jobs)
+    now = results["updated"]
     training, others = [job for job in jobs if job.trains], [job for job in jobs if not job.trains]
     script = Path(__file__).with_name("page.js").read_text(encoding="utf-8")
     parts = [
-        heading(results, jobs, now),
+        heading(results),
         servers(results),
-        tiles(results, jobs, curves, now),
+        tiles(results, jobs, curves),
         section("Failures", failures(jobs, anchors)),
         section("Timeline", timeline(results, jobs, now)),
         section("Base models", job_table(training, curves, anchors, now) if training else ""),
@@ -253,31 +183,23 @@ def page(results: Mapping[str, Any], curves: Mapping[str, History], notes: Seque
         section("Loss curves", loss_curves(jobs, curves, charted)),
         footer(notes),
     ]
-    return document(cut(list_name(results), 200), parts, script)
+    return document(cut(results["list"], 200), parts, script)
 
 
-def list_name(results: Mapping[str, Any]) -> str:
-    return as_text(results.get("list")) or "Job list"
-
-
-def heading(results: Mapping[str, Any], jobs: Sequence[JobEntry], now: float) -> str:
+def heading(results: Mapping[str, Any]) -> str:
     """Id, state, time, script and backend of the list."""
-    state, failed = as_text(results.get("state")) or "no state recorded", count(results, jobs, "failed")
-    style, created = STATE_STYLES.get(state, "open"), number(results.get("created"))
+    state, failed = results["state"], results["totals"]["failed"]
+    style = STATE_STYLES[state]
     if state == "finished" and failed:
         style, state = "failed", f"finished, {failed:,} failed"
-    facts = [
-        moment(created) if is_time(created) else "",
-        as_text(results.get("script")),
-        f"backend {as_text(results.get('backend'))}" if results.get("backend") else "",
-    ]
-    sentences = [as_text(results.get("reason"))]
-    if results.get("state") == "running" and is_time(now):
-        sentences.append(f"As of {moment(now)}. The page is updated while the list runs.")
+    facts = [moment(results["created"]), results["script"], f"backend {results['backend']}"]
+    sentences = [results["reason"]]
+    if state == "running":
+        sentences.append(f"As of {moment(results['updated'])}. The page is updated while the list runs.")
     return (
-        f'<header>\n<p class="eyebrow">Job list</p>\n<h1>{escape(cut(list_name(results), 200))}</h1>\n'
-        f'<p class="facts"><span class="state {style}">{escape(cut(state, 60))}</span>'
-        f"{''.join(f'<span>{escape(cut(fact, 200))}</span>' for fact in facts if fact)}</p>\n"
+        f'<header>\n<p class="eyebrow">Job list</p>\n<h1>{escape(cut(results["list"], 200))}</h1>\n'
+        f'<p class="facts"><span class="state {style}">{escape(state)}</span>'
+        f"{''.join(f'<span>{escape(cut(fact, 200))}</span>' for fact in facts)}</p>\n"
         + "".join(f'<p class="sentence">{escape(cut(text, 1000))}</p>\n' for text in sentences if text)
         + "</header>"
     )
@@ -286,10 +208,10 @@ def heading(results: Mapping[str, Any], jobs: Sequence[JobEntry], now: float) ->
 def servers(results: Mapping[str, Any]) -> str:
     """The servers that get no jobs, and why."""
     texts = []
-    for name, facts in mapping(results.get("servers")).items():
-        state, why = (as_text(mapping(facts).get(key)) for key in ("state", "reason"))
+    for name, facts in results["servers"].items():
+        state, why = facts["state"], facts["reason"]
         if why or state in ("unreachable", "refused"):  # a ready server with a reason gets no more jobs
-            subject = cut(name, 100) + ("" if state == "ready" else f" {cut(state, 60)}")
+            subject = cut(name, 100) + ("" if state == "ready" else f" {state}")
             texts.append(subject + (f": {cut(why, 300)}" if why else ""))
     if len(texts) > MAX_NOTES:
         texts[MAX_NOTES:] = [f"{len(texts) - MAX_NOTES:,} more servers cannot be used."]
@@ -299,68 +221,23 @@ def servers(results: Mapping[str, Any]) -> str:
 # ---------------------------------------------------------------- tiles
 
 
-def tiles(results: Mapping[str, Any], jobs: Sequence[JobEntry], curves: Mapping[str, History], now: float) -> str:
-    """The tiles at the top; unknown numbers have none."""
-    total = count(results, jobs, "jobs")
-    done, failed, waiting, running, cancelled = (
-        count(results, jobs, state) for state in ("done", "failed", "waiting", "running", "cancelled")
-    )
-    attempts = count(results, jobs, "attempts")
-    repeated = attempts - sum(1 for job in jobs if job.attempts)
+def tiles(results: Mapping[str, Any], jobs: Sequence[JobEntry], curves: Mapping[str, History]) -> str:
+    """The tiles at the top."""
+    totals, running = results["totals"], results["state"] == "running"
+    slots = sum(len(server["slots"]) for server in results["servers"].values())
+    wall, used = totals["seconds"], totals["slot_seconds"]
+    repeated = totals["attempts"] - sum(bool(job.attempts) for job in jobs)
     return tile_list([
-        ("Done", f"{done:,}", f"of {total:,} jobs"),
-        ("Failed", f"{failed:,}", f"{cancelled:,} cancelled" if cancelled else ""),
-        ("Waiting", f"{waiting:,}", f"{running:,} running"),
-        time_tile(results, now),
-        utilisation_tile(results, jobs, now),
-        slots_tile(results),
-        ("Attempts", f"{attempts:,}", f"{repeated:,} repeated" if repeated > 0 else ""),
+        ("Done", f"{totals['done']:,}", f"of {totals['jobs']:,} jobs"),
+        ("Failed", f"{totals['failed']:,}", f"{totals['cancelled']:,} cancelled" if totals["cancelled"] else ""),
+        ("Waiting", f"{totals['waiting']:,}", f"{totals['running']:,} running"),
+        ("Wall time", duration(wall), "so far" if running else ""),
+        ("Slot utilisation", f"{100 * used / (slots * wall):.3g} %", f"{duration(used)} of slots used")
+        if slots and wall > 0 else None,
+        ("Slots", f"{slots:,}", f"on {len(results['servers']):,} server{'s' * (len(results['servers']) != 1)}"),
+        ("Attempts", f"{totals['attempts']:,}", f"{repeated:,} repeated" if repeated else ""),
         best_tile([job for job in jobs if not job.trains], curves),
     ])  # fmt: skip
-
-
-def count(results: Mapping[str, Any], jobs: Sequence[JobEntry], key: str) -> int:
-    """A number of the totals, counted if it is missing. key: "jobs", "attempts" or a state of jobs."""
-    known = number(mapping(results.get("totals")).get(key))
-    if known >= 0:
-        return int(known)
-    if key == "attempts":
-        return sum(len(job.attempts) for job in jobs)
-    return len(jobs) if key == "jobs" else sum(job.state == key for job in jobs)
-
-
-def wall_seconds(results: Mapping[str, Any], now: float) -> float:
-    """Seconds that the list has run; NaN if unknown."""
-    known = number(mapping(results.get("totals")).get("seconds"))
-    return known if known >= 0 else now - number(results.get("created"))
-
-
-def time_tile(results: Mapping[str, Any], now: float) -> Tile | None:
-    seconds = wall_seconds(results, now)
-    if not seconds >= 0:
-        return None
-    return "Wall time", duration(seconds), "so far" if results.get("state") == "running" else ""
-
-
-def slot_count(results: Mapping[str, Any]) -> int:
-    return sum(len(listed(mapping(server).get("slots"))) for server in mapping(results.get("servers")).values())
-
-
-def utilisation_tile(results: Mapping[str, Any], jobs: Sequence[JobEntry], now: float) -> Tile | None:
-    """The time for which slots had a job, relative to the wall time of all slots."""
-    slots, wall = slot_count(results), wall_seconds(results, now)
-    used = number(mapping(results.get("totals")).get("slot_seconds"))
-    if not used >= 0:
-        times = [attempt.seconds * max(1, len(attempt.slots)) for job in jobs for attempt in job.attempts]
-        used = math.fsum(time for time in times if time > 0)
-    if not slots or not wall > 0:
-        return None
-    return "Slot utilisation", f"{100 * used / (slots * wall):.3g} %", f"{duration(used)} of slots used"
-
-
-def slots_tile(results: Mapping[str, Any]) -> Tile | None:
-    slots, hosts = slot_count(results), len(mapping(results.get("servers")))
-    return ("Slots", f"{slots:,}", f"on {hosts:,} server{'s' * (hosts != 1)}") if hosts else None
 
 
 def best_tile(jobs: Sequence[JobEntry], curves: Mapping[str, History]) -> Tile | None:
@@ -418,8 +295,8 @@ def failures(jobs: Sequence[JobEntry], anchors: Container[int]) -> str:
 def summary(failed: Sequence[JobEntry]) -> str:
     """How many jobs failed, how, and on which servers."""
     last = [job.last for job in failed if job.last]
-    causes = Counter(cut(attempt.failure, 60) or "no cause recorded" for attempt in last)
-    servers = Counter(cut(attempt.server, 60) for attempt in last if attempt.server)
+    causes = Counter(cut(attempt.failure, 60) for attempt in last)
+    servers = Counter(cut(attempt.server, 60) for attempt in last)
     parts = [f"{len(failed):,} jobs failed"]
     for counted in (causes, servers):
         common = [f"{name}: {n:,}" for name, n in counted.most_common(6)]
@@ -445,13 +322,12 @@ def failure(job: JobEntry, anchors: Container[int]) -> str:
 
 def attempt_of(job: JobEntry, attempt: AttemptEntry) -> str:
     """attempt 2 of 3."""
-    return f"attempt {cut(attempt.number, 20)}" + (f" of {len(job.attempts)}" if len(job.attempts) > 1 else "")
+    return f"attempt {attempt.number}" + (f" of {len(job.attempts)}" if len(job.attempts) > 1 else "")
 
 
 def attempt_line(job: JobEntry, attempt: AttemptEntry) -> str:
     """exp1/fold0, attempt 1 of 2 on gpu1:0: SIGKILL: reason."""
-    location = f" on {cut(attempt.location, 60)}" if attempt.location else ""
-    subject = f"{cut(job.name, 100)}, {attempt_of(job, attempt)}{location}"
+    subject = f"{cut(job.name, 100)}, {attempt_of(job, attempt)} on {cut(attempt.location, 60)}"
     return ": ".join(filter(None, [subject, cut(attempt.failure, 60), cut(attempt.reason, 200)]))
 
 
@@ -479,19 +355,15 @@ def timeline(results: Mapping[str, Any], jobs: Sequence[JobEntry], now: float) -
 
 def tracks(results: Mapping[str, Any], jobs: Iterable[JobEntry], now: float) -> list[Track]:
     """A track for each slot of a server, and for slots that occur only in attempts."""
-    names: dict[tuple[str, int], str] = {}
-    for server, facts in mapping(results.get("servers")).items():
-        for n, slot in enumerate(listed(mapping(facts).get("slots"))):
-            name = as_text(mapping(slot).get("name")) or str(n)
-            names[str(server), n] = name.removeprefix(f"{server}:")
-    spans: dict[tuple[str, int], list[Span]] = {slot: [] for slot in names}
+    spans: dict[tuple[str, int], list[Span]] = {
+        (server, n): [] for server, facts in results["servers"].items() for n in range(len(facts["slots"]))
+    }
     for job in jobs:
         for attempt in job.attempts:
-            if math.isfinite(attempt.start):
-                for slot in attempt.slots or (-1,):
-                    spans.setdefault((attempt.server, slot), []).append(span(job, attempt, now))
+            for slot in attempt.slots:
+                spans.setdefault((attempt.server, slot), []).append(span(job, attempt, now))
     order = sorted(spans, key=lambda slot: (natural_key(slot[0]), slot[1]))
-    return [Track(server, names.get((server, n), str(n) if n >= 0 else ""), spans[server, n]) for server, n in order]
+    return [Track(server, str(n), spans[server, n]) for server, n in order]
 
 
 def natural_key(name: str) -> list[tuple[int, str]]:
@@ -501,7 +373,7 @@ def natural_key(name: str) -> list[tuple[int, str]]:
 
 def span(job: JobEntry, attempt: AttemptEntry, now: float) -> Span:
     ended = math.isfinite(attempt.end)
-    end = max(attempt.start, attempt.end if ended else now if math.isfinite(now) else attempt.start)
+    end = max(attempt.start, attempt.end if ended else now)
     name = cut(job.name, 120)
     known = {"done": "done", "running": "running", "failed": f"failed: {cut(attempt.failure, 60)}"}
     outcome = known.get(attempt.outcome) or cut(attempt.failure, 60) or "no end recorded"
@@ -525,7 +397,7 @@ def job_table(jobs: Sequence[JobEntry], curves: Mapping[str, History], anchors: 
     bases: list[tuple[str, list[Cell]]] = [("base model", [(escape(cut(job.base, 20)), None) for job in jobs])]
     columns: list[tuple[str, list[Cell]]] = [
         ("job", [(link(job, anchors), None) for job in jobs]),
-        ("state", [state_cell(job) for job in jobs]),
+        ("state", [(f'<span class="{job.state}">{job.state}</span>', None) for job in jobs]),
         *(bases if any(job.base for job in jobs) else []),
         *((key, [setting_cell(job.settings, key) for job in jobs]) for key in differing[:MAX_COLUMNS]),
         ("server:GPU", [(escape(cut(job.last.location, 60)) if job.last else "", None) for job in jobs]),
@@ -603,11 +475,6 @@ def setting_cell(settings: Mapping[str, Any], key: str) -> Cell:
         return NOTHING
     value = number(settings[key])
     return escape(cut(plain(settings[key]), 60)), value if math.isfinite(value) else None
-
-
-def state_cell(job: JobEntry) -> Cell:
-    style = job.state if job.state in STATES else ""
-    return f'<span class="{style}">{escape(cut(job.state, 40))}</span>', None
 
 
 def duration_cell(attempt: AttemptEntry | None, now: float) -> Cell:
@@ -723,7 +590,7 @@ def job_chart(job: JobEntry, history: History) -> str:
     lines = charts.smoothed(Line("training", history.series("loss"), "train"))
     lines.append(Line("held-out", history.held_out_losses(), "held-out"))
     drawing = charts.lines(lines, width=314, height=190)
-    return card(cut(job.name, 80), job.state if job.state in STATES else "", drawing, f"curve-{job.position}")
+    return card(cut(job.name, 80), job.state, drawing, f"curve-{job.position}")
 
 
 def footer(notes: Sequence[str]) -> str:
@@ -755,7 +622,7 @@ def main(arguments: Sequence[str]) -> int:
         parser.error(f"RESULTS_JSON: expected the results.json of a job list, got {str(results)!r}")
     try:
         print(write(results))
-    except OSError as error:
+    except (OSError, ValueError) as error:
         print(f"page: {results}: cannot write the page: {error}", file=sys.stderr)
         return 1
     return 0

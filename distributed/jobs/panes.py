@@ -10,7 +10,6 @@ Standard library only.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import shutil
@@ -19,7 +18,7 @@ import subprocess
 import sys
 import time
 
-from distributed.files import KIT, read_json, write_file
+from distributed.files import KIT, is_locked, read_json, write_file
 from distributed.launch import supervisor
 
 SESSION = "ml_training"
@@ -63,7 +62,7 @@ def ensure(directory: str, slots: list[str]) -> tuple[str, str]:
     try:
         for number in range(1, MAX_NAMES):
             name = SESSION if number == 1 else f"{SESSION}_{number}"
-            owner = owner_of(name)
+            owner = session_directory(name)
             if owner == directory and panes_of(name) == len(slots):
                 return name, ""
             if owner == directory or (owner and abandoned(owner)):
@@ -83,7 +82,7 @@ def ensure(directory: str, slots: list[str]) -> tuple[str, str]:
         return "", f"tmux: {error}; no live view of its slots"
 
 
-def owner_of(name: str) -> str | None:
+def session_directory(name: str) -> str | None:
     """The directory that a session's option @muster names; "" without the option, None if no session has this name."""
     try:
         tmux("has-session", "-t", f"={name}")
@@ -113,21 +112,6 @@ def abandoned(directory: str) -> bool:
         return False
 
 
-def is_locked(path: str) -> bool:
-    """Whether a process holds a lock on this file."""
-    try:
-        file = os.open(path, os.O_RDONLY)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(file)
-    return False
-
-
 def create(name: str, directory: str, slots: list[str]) -> None:
     """Create a session with a pane for each slot, of equal size, with titles."""
     commands = [view_command(directory, number) for number in range(len(slots))]
@@ -154,7 +138,7 @@ def remove(directory: str) -> None:
     """Kill the session of this list and server."""
     with contextlib.suppress(TmuxError):
         for line in tmux("list-sessions", "-F", "#{session_name}").splitlines():
-            if line.startswith(SESSION) and owner_of(line) == directory:
+            if line.startswith(SESSION) and session_directory(line) == directory:
                 tmux("kill-session", "-t", f"={line}")
 
 

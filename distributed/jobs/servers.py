@@ -33,7 +33,7 @@ from distributed.host.gpus import query_gpus
 from distributed.jobs import config, host
 from distributed.jobs.base_cache import Cache
 from distributed.jobs.dispatcher import Event, NotStarted, ServerUnusable, StartRequest, Unreachable
-from distributed.jobs.job import Job, document
+from distributed.jobs.job import Job, muster_job
 from distributed.jobs.panes import PLAIN_PYTHON
 from distributed.jobs.placement import Slot, SlotPool
 from distributed.jobs.state import Attempt
@@ -331,7 +331,7 @@ class HostServer:
                 "start", attempt=request.attempt, job=request.job.owner, output=request.job.output,
                 slots=list(request.slots), title=request.title, script=self.context.script,
                 arguments=list(request.arguments), setup=self.settings.setup,
-                env={**env, "MUSTER_JOB": document(request.job)}, timeout=options.timeout, grace=self.context.grace,
+                env={**env, "MUSTER_JOB": muster_job(request.job)}, timeout=options.timeout, grace=self.context.grace,
                 base=request.job.base,
             )  # fmt: skip
         except HostReplyError as error:

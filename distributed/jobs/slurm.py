@@ -36,7 +36,7 @@ from typing import Any
 from distributed.files import KIT, write_file
 from distributed.jobs import array_task, host
 from distributed.jobs.array_task import SERVER, SETUP
-from distributed.jobs.config import Cluster, ConfigError
+from distributed.jobs.config import ClusterConfig, ConfigError
 from distributed.jobs.dispatcher import Event, NotStarted, ServerUnusable, StartRequest, Unreachable
 from distributed.jobs.element import (
     Element,
@@ -47,7 +47,7 @@ from distributed.jobs.element import (
     resources_of,
     unstarted_end,
 )
-from distributed.jobs.job import Job, arguments, document
+from distributed.jobs.job import Job, arguments, muster_job
 from distributed.jobs.placement import Slot, SlotPool
 from distributed.jobs.sbatch import (
     IN_QUEUE,
@@ -127,12 +127,17 @@ def group_by_resources(starts: Iterable[PendingStart]) -> list[tuple[ResourceReq
 class SlurmServer:
     """A SLURM cluster as a server; see dispatcher.JobServer."""
 
-    def __init__(self, cluster: Cluster, context: ListContext, slots_needed: int) -> None:
+    def __init__(self, cluster: ClusterConfig, context: ListContext, slots_needed: int) -> None:
         """slots_needed: of all jobs of the list. Raises ConfigError."""
         self.name, self.context = SERVER, context
         self.settings, self._has_more_servers = cluster.servers[0], len(cluster.servers) > 1
         self._options = checked_options(cluster.sbatch)
-        self._check_workdir()
+        workdir = self.settings.workdir
+        if workdir and os.path.realpath(os.path.expanduser(workdir)) != os.path.realpath(context.cwd):
+            raise ConfigError(
+                f"workdir {workdir}: with --backend slurm jobs run in the current directory, {context.cwd}; "
+                "run the command in workdir, or remove workdir"
+            )
         slots = tuple(Slot(index, None) for index in range(max(1, min(cluster.max_queued, slots_needed))))
         self.pool = SlotPool(SERVER, slots, AnyLabels())
         self.watches_gpus = False
@@ -157,14 +162,6 @@ class SlurmServer:
         self._ready = False  # whether self._elements is complete
         self._closing = False
 
-    def _check_workdir(self) -> None:
-        workdir = self.settings.workdir
-        if workdir and os.path.realpath(os.path.expanduser(workdir)) != os.path.realpath(self.context.cwd):
-            raise ConfigError(
-                f"workdir {workdir}: with --backend slurm jobs run in the current directory, {self.context.cwd}; "
-                "run the command in workdir, or remove workdir"
-            )
-
     # ---- connecting
 
     async def connect(self, post: Callable[[Event], None]) -> str:
@@ -172,7 +169,11 @@ class SlurmServer:
         self._ready = False
         await self._end_tasks()
         self._post = post
-        self._check_programs()
+        for program in PROGRAMS:
+            if not shutil.which(program):
+                raise ServerUnusable(f"{program}: not found; run this on a login node of the cluster")
+        if not os.path.isfile(os.path.join(self.context.cwd, self.context.script)):
+            raise ServerUnusable(f"script {self.context.script}: not in {self.context.cwd}; copy it there")
         try:
             self._python = await asyncio.to_thread(self._find_python)
             os.makedirs(self.directory, exist_ok=True)
@@ -187,13 +188,6 @@ class SlurmServer:
         version = setting(config, "SLURM_VERSION")
         more = "; only the first of the servers is used" if self._has_more_servers else ""
         return f"SLURM {version}, up to {len(self.pool.slots)} jobs in its queue; watch: squeue --me{more}"
-
-    def _check_programs(self) -> None:
-        for program in PROGRAMS:
-            if not shutil.which(program):
-                raise ServerUnusable(f"{program}: not found; run this on a login node of the cluster")
-        if not os.path.isfile(os.path.join(self.context.cwd, self.context.script)):
-            raise ServerUnusable(f"script {self.context.script}: not in {self.context.cwd}; copy it there")
 
     def _find_python(self) -> list[str]:
         """The interpreter for scripts; it must have the same path on the compute nodes."""
@@ -345,6 +339,9 @@ class SlurmServer:
         job, element, resources = start.request.job, start.element, start.resources
         device = "cuda:0" if resources.gpus else "cpu"
         cwd = str(self.context.cwd)
+        base = {"MUSTER_BASE_MODEL": self.context.cache.path(job.base)} if job.base else {}
+        if digest := job.base or job.trains:
+            base["MUSTER_BASE_MODEL_DIGEST"] = digest
         return {
             "command": [*host.program(self._python, self.context.script, cwd), *arguments(job, device)],
             "script": self.context.script, "owner": job.owner,
@@ -354,15 +351,10 @@ class SlurmServer:
             "needs": [resources.gpus, resources.minutes, list(resources.labels), resources.after],
             "trains": job.trains, "cache": self.context.cache.directory, "settings": dict(job.settings),
             "call": array_task.caller_environment(dict(os.environ)),
-            "env": {**job.options.env, **self._base_variables(job), "MUSTER_JOB": document(job),
+            "env": {**job.options.env, **base, "MUSTER_JOB": muster_job(job),
                     "MUSTER_OUTPUT_DIR": element.output,
                     "MUSTER_METRICS": os.path.join(element.output, "metrics.jsonl")},
         }  # fmt: skip
-
-    def _base_variables(self, job: Job) -> dict[str, str]:
-        found = {"MUSTER_BASE_MODEL": self.context.cache.path(job.base)} if job.base else {}
-        digest = job.base or job.trains
-        return {**found, "MUSTER_BASE_MODEL_DIGEST": digest} if digest else found
 
     async def ensure_base(self, digest: str) -> int:
         """See dispatcher.JobServer. Copies nothing: the compute nodes share the cache."""

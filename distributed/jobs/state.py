@@ -48,6 +48,11 @@ class Attempt:
         return f"{self.job}.{self.number}"
 
     @property
+    def location(self) -> str:
+        """Server and GPUs, else slots: gpu1:0,1."""
+        return f"{self.server}:{','.join(map(str, self.gpus or self.slots))}"
+
+    @property
     def open(self) -> bool:
         """Whether it may be running."""
         return self.state in ("starting", "running")
@@ -143,7 +148,7 @@ class ListState:
     # ---- records
 
     def apply(self, record: Record) -> None:
-        """Apply a record. Requests take effect by the record `asked` that a dispatcher writes for each."""
+        """Apply a record. Requests take effect by the record `request_handled` that a dispatcher writes for each."""
         event = record["event"]
         if event not in REQUESTS:
             getattr(self, f"_apply_{event}", self._apply_unknown)(record)
@@ -238,18 +243,18 @@ class ListState:
         attempt.failure, attempt.reason = record["failure"], record["reason"]
         attempt.lines = record.get("lines", [])
 
-    def _apply_unfit(self, record: Record) -> None:
+    def _apply_base_rejected(self, record: Record) -> None:
         """An attempt exited with 0 but did not write a valid base model."""
         if attempt := self.attempt(record["attempt"]):
             attempt.failure, attempt.reason = record["failure"], record["reason"]
 
-    def _apply_again(self, record: Record) -> None:
+    def _apply_requeued(self, record: Record) -> None:
         """The base model that a finished job trained is missing or damaged: run the job again."""
         job = self.jobs[record["job"]]
         job.attempts_before_retry = len(job.attempts)
         self._move(job, "waiting", record["reason"])
 
-    def _apply_gone(self, record: Record) -> None:
+    def _apply_lost_ended(self, record: Record) -> None:
         """A lost attempt was confirmed to have ended."""
         if attempt := self.attempt(record["attempt"]):
             attempt.state = "ended"
@@ -260,7 +265,7 @@ class ListState:
         if record["state"] in FINAL:
             job.cancel = False
 
-    def _apply_asked(self, record: Record) -> None:
+    def _apply_request_handled(self, record: Record) -> None:
         self.handled_requests.add(record["request"])
         for job in map(self.jobs.__getitem__, record["jobs"]):
             if record["what"] == "cancel" and job.state not in FINAL:
@@ -306,11 +311,11 @@ def select_jobs(state: ListState, what: str, selectors: Iterable[str]) -> list[s
         elif selector == "failed":
             found += [job for job, each in state.jobs.items() if each.state == "failed"]
         else:
-            found.append(find_job(state, selector))
+            found.append(find_job_id(state, selector))
     return list(dict.fromkeys(found))
 
 
-def find_job(state: ListState, selector: str) -> str:
+def find_job_id(state: ListState, selector: str) -> str:
     """The id of the only job with this id, prefix of an id, or part of a name. Raises ValueError."""
     if not selector:
         raise ValueError("job: expected an id or a name, got an empty string")
@@ -332,7 +337,7 @@ def classify_end(end: Mapping[str, Any], cancelled: bool) -> tuple[str, str]:
     end: the result of host.HostAttempt.end().
     """
     code, cause, message = end.get("code"), end.get("cause", ""), end.get("message", "")
-    if code == 0 and not cause and not (cancelled and end.get("asked")):
+    if code == 0 and not cause and not (cancelled and end.get("stop_requested")):
         return "", ""
     if cancelled:
         return "cancelled", "cancelled on request"

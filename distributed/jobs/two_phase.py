@@ -52,6 +52,7 @@ from distributed.jobs.commands import CallError, CommandParser
 from distributed.jobs.config import read_cluster, read_jobs
 from distributed.jobs.job import Job
 from distributed.jobs.job_lists import write
+from distributed.runs.page import ranges
 from distributed.training.base_model import CACHE
 
 PROGRAM = "run_two_phase_training.py"
@@ -319,7 +320,7 @@ def base_table(plan: bases.BasePlan, cached: Mapping[str, Cached]) -> list[str]:
     for base, shown in zip(found, without_common(settings), strict=True):
         table.append((
             base.name, "yes" if base.name in cached else "no", str(len(base.jobs)),
-            ranges([numbers[job.id] for job in base.jobs]), base.jobs[0].name, text_of(shown),
+            short_ranges([numbers[job.id] for job in base.jobs]), base.jobs[0].name, text_of(shown),
         ))  # fmt: skip
     if len(found) == 1:
         return [*terminal.table([row[:-1] for row in table]), "", f"settings: {text_of(settings[0])}"]
@@ -337,15 +338,9 @@ def without_common(settings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
     ]  # fmt: skip
 
 
-def ranges(numbers: Sequence[int]) -> str:
+def short_ranges(numbers: Sequence[int]) -> str:
     """0-4,7,9-11; truncated to NUMBERS_WIDTH."""
-    found: list[list[int]] = []
-    for number in numbers:
-        if found and number == found[-1][-1] + 1:
-            found[-1][1:] = [number]
-        else:
-            found.append([number])
-    text = ",".join("-".join(map(str, each)) for each in found)
+    text = ranges(numbers).replace(" ", "")
     return text if len(text) <= NUMBERS_WIDTH else f"{text[:NUMBERS_WIDTH].rpartition(',')[0]},..."
 
 

@@ -43,7 +43,7 @@ class Usage:
 def read_usage(run: Path) -> Usage:
     """The usage in all attempts of a run, the oldest first."""
     usage = Usage()
-    attempts = sorted(run.glob("try_*"), key=lambda path: (len(path.name), path.name))
+    attempts = sorted(run.glob("attempt_*"), key=lambda path: (len(path.name), path.name))
     for attempt in [*attempts, run]:
         layout = map(mapping, listed(read_object(attempt / "run.json", []).get("layout")))
         first_ranks = {str(one.get("node")): number(one.get("first_rank")) for one in layout}

@@ -136,7 +136,7 @@ remote_pack() { # <run directory>
 archive_attempt_on_nodes() {
   local node
   for node in "${FETCHED[@]}"; do
-    ssh_call_function "$node" remote_archive "$RUN" "try_$ATTEMPT" </dev/null ||
+    ssh_call_function "$node" remote_archive "$RUN" "attempt_$ATTEMPT" </dev/null ||
       warn "$node: files of the last attempt in $RUN could not be moved"
   done
 }

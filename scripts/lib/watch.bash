@@ -371,17 +371,17 @@ prepare_restart() {
 }
 
 
-# Move the files of an attempt into the next try_<n>, and set ATTEMPT to n. Files of the whole run stay.
+# Move the files of an attempt into the next attempt_<n>, and set ATTEMPT to n. Files of the whole run stay.
 archive_attempt() { # <run directory>
   local file
   ATTEMPT=1
-  while [[ -e $1/try_$ATTEMPT ]]; do
+  while [[ -e $1/attempt_$ATTEMPT ]]; do
     ATTEMPT=$((ATTEMPT + 1))
   done
-  mkdir -- "$1/try_$ATTEMPT"
-  cp -p -- "$1/run.json" "$1/try_$ATTEMPT/"
+  mkdir -- "$1/attempt_$ATTEMPT"
+  cp -p -- "$1/run.json" "$1/attempt_$ATTEMPT/"
   for file in "$1"/{errors,ranks,verdict.json,hang.json} "$1"/node_*; do
-    [[ ! -e $file ]] || mv -- "$file" "$1/try_$ATTEMPT/"
+    [[ ! -e $file ]] || mv -- "$file" "$1/attempt_$ATTEMPT/"
   done
   mkdir -- "$1/errors" "$1/ranks"
 }

@@ -174,7 +174,7 @@ def test_an_interrupted_cancel_does_not_report_success(job_list: JobList, beside
         assert one.interrupt() == 128 + signal.SIGINT
     cancel = job_list.start_call("cancel", "all")
     journal = job_list.directory / "results.journal"
-    wait_until(lambda: any(json.loads(line)["event"] == "asked" for line in journal.read_text().splitlines()))
+    wait_until(lambda: any(json.loads(line)["event"] == "request_handled" for line in journal.read_text().splitlines()))
     assert cancel.interrupt() == 128 + signal.SIGINT
     assert "Traceback" not in cancel.printed
     (job_list.directory / "go").touch()  # the job ignores SIGTERM

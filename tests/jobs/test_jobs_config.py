@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from distributed.jobs.config import (
     LARGEST_FILE,
-    Cluster,
+    ClusterConfig,
     ConfigError,
     Server,
     collisions,
@@ -46,7 +46,7 @@ def refusal(path: Path, read: Any, **options: Any) -> list[str]:
     return [line.removeprefix(f"{path}").removeprefix(": ") for line in lines]
 
 
-def cluster_of(directory: Path, *servers: Any, **more: Any) -> Cluster:
+def cluster_of(directory: Path, *servers: Any, **more: Any) -> ClusterConfig:
     return read_cluster(write_json(directory, {"servers": list(servers), **more}))
 
 

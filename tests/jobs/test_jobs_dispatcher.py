@@ -136,7 +136,7 @@ class SimulatedServer:
         self._call()
         self.stops.append((attempt, kill))
         if self.stops_on_request and attempt in self.running():
-            self.end(attempt, 137 if kill else 143, asked=True)
+            self.end(attempt, 137 if kill else 143, stop_requested=True)
 
     async def fetch_results(self, attempt: Attempt, job: Job) -> None:
         self._call()
@@ -379,8 +379,8 @@ def test_a_server_that_refuses_starts_gets_no_more_jobs_and_its_running_jobs_con
             one.end(one.running()[0])
             await run.wait_until(lambda: one.name in run.state.paused or not run.dispatcher.links["one"].usable)
             await run.wait_until(lambda: run.state.counts["done"] == 1)
-            since = run.dispatcher.links["one"].since
-            await run.wait_until(lambda: asyncio.get_running_loop().time() - since > 0.6)  # longer than lost_after
+            begin = asyncio.get_running_loop().time()
+            await run.wait_until(lambda: asyncio.get_running_loop().time() - begin > 0.6)  # longer than lost_after
             one.end(one.running()[0])
             await run.wait_until(lambda: run.state.counts["done"] == 2)
         assert run.states().count("waiting") == 2
@@ -476,7 +476,7 @@ def test_the_end_of_an_attempt_is_classified(end: dict[str, Any], verdict: tuple
 def test_an_attempt_that_ends_after_a_cancel_is_cancelled_unless_it_succeeded() -> None:
     assert classify_end({"code": 143}, cancelled=True) == ("cancelled", "cancelled on request")
     assert classify_end({"code": 0}, cancelled=True) == ("", "")
-    assert classify_end({"code": 0, "asked": True}, cancelled=True) == ("cancelled", "cancelled on request")
+    assert classify_end({"code": 0, "stop_requested": True}, cancelled=True) == ("cancelled", "cancelled on request")
 
 
 def test_infrastructure_failures_do_not_count_as_retries(tmp_path: Path) -> None:
@@ -624,6 +624,25 @@ def test_after_lost_after_seconds_a_job_runs_elsewhere(tmp_path: Path) -> None:
         lost, done = run.job_state().attempts
         assert (lost.state, lost.failure, lost.server, done.server) == ("lost", "server lost", "one", "two")
         assert lost.reason.startswith("one could not be reached for ")
+        assert run.states() == ["done"]
+
+    asyncio.run(scenario())
+
+
+def test_the_jobs_of_a_server_that_refuses_a_reconnect_run_elsewhere(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        one, two = SimulatedServer("one"), SimulatedServer("two")
+        one.outcome_of, two.reachable = exits(UNTIL_ENDED), False
+        async with ListRun(tmp_path, one, two, jobs=[job(0, retries=0)], lost_after=60.0) as run:
+            await run.wait_until(lambda: one.running())
+            one.refusal = "Permission denied (publickey)"
+            two.reconnect()
+            one.disconnect()
+            await run.wait_until(lambda: run.dispatcher.links["one"].state == "refused")
+            run.dispatcher.policy = dataclasses.replace(run.dispatcher.policy, lost_after=0.05)
+            await run.finished()
+        reason = run.job_state().attempts[0].reason
+        assert reason.startswith("one could not be used for ") and reason.endswith(f" s: {one.refusal}")
         assert run.states() == ["done"]
 
     asyncio.run(scenario())
@@ -901,7 +920,7 @@ def test_fail_fast_cancels_all_jobs_and_records_it(tmp_path: Path) -> None:
         assert run.states() == ["cancelled", "failed", "cancelled", "cancelled"]
         assert one.stops == [(f"{run.jobs[0].id}.1", False)]
         assert len(one.requests) == 2
-        first = [record for record in journal.read(run.path)[0] if record["event"] == "asked"]
+        first = [record for record in journal.read(run.path)[0] if record["event"] == "request_handled"]
         assert [(record["what"], len(record["jobs"])) for record in first] == [("cancel", 3)]
 
     asyncio.run(scenario())
@@ -1097,8 +1116,8 @@ def test_a_handled_request_is_not_handled_by_the_next_dispatcher(tmp_path: Path)
             one.end(one.running()[0])
             await run.finished()
         assert (run.states(), run.failures()) == (["done"], ["cancelled", ""])
-        asked = [record["what"] for record in journal.read(run.path)[0] if record["event"] == "asked"]
-        assert asked == ["cancel", "retry"]
+        handled = [record["what"] for record in journal.read(run.path)[0] if record["event"] == "request_handled"]
+        assert handled == ["cancel", "retry"]
 
     asyncio.run(scenario())
 

@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 from distributed.fold import DEFAULT_PARTICIPANTS
 from distributed.jobs import config
 from distributed.jobs.dispatcher import Event, StartRequest
-from distributed.jobs.job import LONGEST, Job, JobError, Options, arguments, document, job_id, job_of
+from distributed.jobs.job import LONGEST, Job, JobError, Options, arguments, job_id, job_of, muster_job
 from distributed.jobs.servers import ListContext, LocalServer, for_any_shell
 
 KIT = Path(__file__).resolve().parents[2]
@@ -139,7 +139,7 @@ def test_arguments_have_the_order_of_the_settings() -> None:
 
 def longest(key: str) -> str:
     """The longest value of this key that a job can have."""
-    return "x" * (LONGEST - len("MUSTER_JOB=") - len(document(made({key: ""}))))
+    return "x" * (LONGEST - len("MUSTER_JOB=") - len(muster_job(made({key: ""}))))
 
 
 def test_a_job_too_long_for_linux_is_refused() -> None:

@@ -312,8 +312,8 @@ JOBS = [job_of({"n": number}, Options(retries=number % 3, labels=("x",) * (numbe
 COMMANDS = st.lists(
     st.tuples(
         st.sampled_from(
-            ["start", "running", "not_started", "ended", "lost", "gone", "settle", "asked", "pause", "list", "unknown",
-             "cancel"]
+            ["start", "running", "not_started", "ended", "lost", "lost_ended", "settle", "request_handled", "pause",
+             "list", "unknown", "cancel"]
         ),
         st.integers(0, 3), st.integers(0, 9), st.sampled_from(["", "exit code", "server lost", "cancelled"]),
     ),
@@ -333,7 +333,7 @@ def possible(state: ListState, which: int, number: int, failure: str) -> dict[st
     if not job:
         return found
     jobs = select_jobs(state, "cancel", [job.job.id])
-    found["asked"] = {"request": f"r{number}", "what": "cancel" if number % 2 else "retry", "jobs": jobs}
+    found["request_handled"] = {"request": f"r{number}", "what": "cancel" if number % 2 else "retry", "jobs": jobs}
     verdict = ["done", "failed", "waiting", "cancelled"][number % 4]
     if job.state == "ending" or (job.state == "waiting" and verdict == "cancelled"):
         found["settle"] = {"job": job.job.id, "state": verdict, "reason": failure}
@@ -347,7 +347,7 @@ def possible(state: ListState, which: int, number: int, failure: str) -> dict[st
         if job.last.state == "starting":
             found["not_started"] = about | {"reason": failure}
     elif job.last and job.last.state == "lost":
-        found["gone"] = {"attempt": job.last.name}
+        found["lost_ended"] = {"attempt": job.last.name}
     return found
 
 

@@ -62,7 +62,7 @@ def steps(state: ListState) -> list[Any]:
         lambda: refuse(state, 1, 2, "its GPU has failed"),  # between two writes
         lambda: start(state, 1, attempt=3),
         lambda: end(state, 1, "failed", attempt=3, failure="exit code", lines=["one", "two"]),
-        lambda: state.apply({"event": "asked", "request": "r", "what": "retry", "jobs": [JOBS[1].id]}),
+        lambda: state.apply({"event": "request_handled", "request": "r", "what": "retry", "jobs": [JOBS[1].id]}),
         lambda: start(state, 1, attempt=4),
         lambda: state.apply(
             {"event": "lost", "time": 4e9, "attempt": f"{JOBS[1].id}.4", "failure": "server lost", "reason": "cut"}

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from distributed.files import write_file, write_json
 from distributed.jobs import array_task, element, host
 from distributed.jobs.array_task import order_path, taken_path, write_order
-from distributed.jobs.config import Cluster, ConfigError
+from distributed.jobs.config import ClusterConfig, ConfigError
 from distributed.jobs.dispatcher import Event, NotStarted, StartRequest, Unreachable
 from distributed.jobs.element import Element, assign_orders, job_path
 from distributed.jobs.job import Options, job_of
@@ -652,7 +652,7 @@ def test_a_later_dispatcher_finds_the_state_of_an_attempt(list_directory: Path) 
 
 def slurm_server(tmp_path: Path, wanted: int = 9, **cluster: Any) -> SlurmServer:
     tree = {"servers": [{"host": "slurm", "gpus": 2}], **cluster}
-    return SlurmServer(Cluster.model_validate(tree), ListContext("ab", tmp_path, "train.py"), wanted)
+    return SlurmServer(ClusterConfig.model_validate(tree), ListContext("ab", tmp_path, "train.py"), wanted)
 
 
 def test_the_number_of_slots_is_limited_by_jobs_and_max_queued(tmp_path: Path) -> None:

@@ -216,7 +216,7 @@ def test_the_report_of_forty_base_models_has_a_line_for_each(helper: Call) -> No
     ],
 )  # fmt: skip
 def test_numbers_of_jobs_are_shown_as_ranges(numbers: list[int], text: str) -> None:
-    assert two_phase.ranges(numbers) == text
+    assert two_phase.short_ranges(numbers) == text
 
 
 def test_output_collisions_and_unclassified_keys_are_refused(helper: Call) -> None:

@@ -533,7 +533,7 @@ def test_a_base_model_removed_between_two_dispatchers_is_trained_again(tmp_path:
             await run.finished()
         assert run.states() == ["done"] * 3
         assert started(one) == ["a", "1", "a", "2"]
-        assert [each["event"] for each in journal.read(run.path)[0]].count("again") == 1
+        assert [each["event"] for each in journal.read(run.path)[0]].count("requeued") == 1
 
     asyncio.run(scenario())
 

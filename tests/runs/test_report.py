@@ -426,7 +426,7 @@ def attempt(directory: Path, *samples: Json, node: str = "node2", tail: str = ""
 
 
 def test_resource_usage_is_drawn_for_all_attempts(tmp_path: Path) -> None:
-    attempt(tmp_path / "try_1", sample(0, (1, 8, 0)), sample(2, (4, 9, 100)), sample(4, (5, 9, 100)))
+    attempt(tmp_path / "attempt_1", sample(0, (1, 8, 0)), sample(2, (4, 9, 100)), sample(4, (5, 9, 100)))
     attempt(tmp_path, sample(9, (0, 7, 0), (0, 1, 0)), sample(10, (2, 7, 50), (0, 1, 0)), tail='{"time": 1')
     usage = report.read(tmp_path).usage
     assert (usage.attempts, usage.last) == ([1.7e9, 1.7e9 + 9], 1.7e9 + 10)
