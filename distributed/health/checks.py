@@ -1,4 +1,7 @@
-"""Health checks of one machine: each takes its facts and yields findings (ok, warning or fault) with a fix."""
+"""Health checks of one machine: each takes its facts and yields findings: ok, or a warning or fault with its fix.
+
+A finding that is ok counts only if the same check finds no problem.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import re
 import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +17,6 @@ from distributed import terminal
 from distributed.host.facts import Facts, RunProcesses
 from distributed.host.gpus import Gpu, visible
 from distributed.host.interpreter import Torch
-from distributed.host.resources import Space
 from distributed.host.system import GIB, MIB
 
 OLDEST_PYTHON = (3, 10)
@@ -24,10 +26,10 @@ OLDEST_TORCH = (2, 10)  # below it a checkpoint can run code: CVE-2025-32434, CV
 @dataclass(frozen=True)
 class Finding:
     level: str  # ok, warning, fault
-    topic: str
     fact: str
     fix: str = ""  # a sentence
     command: str = ""  # a shell command
+    topic: str = ""  # "": that of the check in CHECKS
 
 
 ok, warning, fault = partial(Finding, "ok"), partial(Finding, "warning"), partial(Finding, "fault")
@@ -41,47 +43,42 @@ def check_python(facts: Facts) -> Iterator[Finding]:
     python = facts.interpreter
     if numbers(python.version) < OLDEST_PYTHON:
         yield fault(
-            "python",
             f"{python.version} is older than 3.10: {python.path}",
             "install Python 3.10 or newer, or choose another with --python PATH",
         )
     elif python.unused_conda:
         yield warning(
-            "python",
             f"{python.version} of {python.path}, not the active conda {python.unused_conda}",
             "to use the Python of that environment:",
             f"scripts/doctor.sh --python {shlex.quote(python.unused_conda + '/bin/python')}",
         )
     else:
-        yield ok("python", f"{python.version}: {python.path}")
+        yield ok(f"{python.version}: {python.path}")
 
 
 def check_torch(facts: Facts) -> Iterator[Finding]:
     torch = facts.torch
     if not torch.version:
-        yield fault("torch", "PyTorch is not installed", command=install_command(facts))
+        yield fault("PyTorch is not installed", command=install_command(facts))
         return
     if numbers(torch.version) < OLDEST_TORCH:
         yield fault(
-            "torch",
             f"{torch.version} is older than 2.10: loading a checkpoint can run arbitrary code (CVE-2025-32434, "
             "CVE-2026-24747)",
             command=f"{shlex.quote(facts.interpreter.path)} -m pip install --upgrade 'torch>=2.10'",
         )
     if torch.error:
         yield fault(
-            "torch",
             f"{torch.version} is installed, but cannot be imported: {torch.error}",
             command=f"{shlex.quote(facts.interpreter.path)} -m pip install --force-reinstall torch",
         )
     elif torch.seconds > 20:
         yield warning(
-            "torch",
             f"{torch.version} takes {torch.seconds:.0f} s to import, at every start",
             "move the virtual environment from the network to a local disk",
         )
-    elif numbers(torch.version) >= OLDEST_TORCH:
-        yield ok("torch", f"{torch.version} for {built_for(torch)}, imported in {torch.seconds:.1f} s")
+    else:
+        yield ok(f"{torch.version} for {built_for(torch)}, imported in {torch.seconds:.1f} s")
 
 
 def built_for(torch: Torch) -> str:
@@ -102,20 +99,18 @@ def check_packages(facts: Facts) -> Iterator[Finding]:
     ]
     if missing:
         fact = f"not installed: {', '.join(missing)}; train.py and job lists need requirements.txt"
-        yield warning("packages", fact, command=install_command(facts))
+        yield warning(fact, command=install_command(facts))
     if old:
         fact = f"older than requirements.txt requires: {', '.join(old)}"
-        yield warning("packages", fact, command=install_command(facts))
-    if not missing and not old:
-        yield ok("packages", f"{len(facts.packages)} more of requirements.txt installed")
+        yield warning(fact, command=install_command(facts))
+    yield ok(f"{len(facts.packages)} more of requirements.txt installed")
 
 
 def install_command(facts: Facts) -> str:
     """pip install, in a new virtual environment where pip refuses to change the distribution's Python."""
-    requirements = shlex.quote(f"{facts.kit}/requirements.txt")
+    python, requirements = map(shlex.quote, (facts.interpreter.path, f"{facts.kit}/requirements.txt"))
     if facts.interpreter.isolated:
-        return f"{shlex.quote(facts.interpreter.path)} -m pip install -r {requirements}"
-    python = shlex.quote(facts.interpreter.path)
+        return f"{python} -m pip install -r {requirements}"
     return f"{python} -m venv .venv && .venv/bin/python -m pip install -r {requirements}"
 
 
@@ -126,7 +121,6 @@ def check_cuda(facts: Facts) -> Iterator[Finding]:
         return
     if not torch.cuda and not torch.hip:
         yield fault(
-            "cuda",
             f"torch {torch.version} is built without CUDA, but the machine has {count}",
             "install the build for your driver: https://pytorch.org/get-started/locally",
         )
@@ -134,7 +128,6 @@ def check_cuda(facts: Facts) -> Iterator[Finding]:
         yield from check_architecture(torch)
     elif visible(facts.environment.get("CUDA_VISIBLE_DEVICES"), gpus.devices):
         yield fault(
-            "cuda",
             f"nvidia-smi shows {count}, torch sees none" + (torch.complaint and f": {torch.complaint}"),
             "start a container with --gpus all; otherwise restart the machine or update the driver",
         )
@@ -145,12 +138,14 @@ def check_architecture(torch: Torch) -> Iterator[Finding]:
     missing = sorted({gpu for gpu in torch.capabilities if not has_code(torch.archs, gpu)})
     if missing:
         yield fault(
-            "cuda",
             f"torch {torch.version} has no code for {', '.join(missing)}, only for {', '.join(torch.archs)}",
             "install a build for these GPUs: https://pytorch.org/get-started/locally",
         )
     elif not torch.nccl and not torch.hip:
-        yield warning("cuda", f"torch {torch.version} is built without NCCL: GPUs communicate through gloo, slowly")
+        yield warning(
+            f"torch {torch.version} is built without NCCL: GPUs communicate through gloo, slowly",
+            "install a build with NCCL: https://pytorch.org/get-started/locally",
+        )
 
 
 def has_code(archs: Sequence[str], gpu: str) -> bool:
@@ -173,27 +168,24 @@ def check_gpus(facts: Facts) -> Iterator[Finding]:
     gpus, setting = facts.gpus, facts.environment.get("CUDA_VISIBLE_DEVICES")
     if gpus.error:
         yield fault(
-            "GPUs",
             gpus.error,
             "restart the machine or reinstall NVIDIA's driver; if permission is denied, ask for access to /dev/nvidia* "
             "(ls -l /dev/nvidia*)",
         )
     elif not gpus.devices and gpus.hardware:
         yield warning(
-            "GPUs",
             f"{gpus.hardware} NVIDIA cards, but no driver: training runs on the CPU",
             "install NVIDIA's driver (Ubuntu: sudo ubuntu-drivers install), then restart",
         )
     elif not gpus.devices:
-        yield ok("GPUs", "none: training runs on the CPU with gloo")
+        yield ok("none: training runs on the CPU with gloo")
     elif not gpus.driver:
         yield warning(
-            "GPUs",
             f"{len(gpus.devices)}, but no nvidia-smi on PATH: processes that use them are not shown",
             "install NVIDIA's utilities; in a container, set NVIDIA_DRIVER_CAPABILITIES=compute,utility",
         )
     elif setting is None:
-        yield ok("GPUs", f"{describe(gpus.devices)}, driver {gpus.driver}")
+        yield ok(f"{describe(gpus.devices)}, driver {gpus.driver}")
     else:
         yield from check_visible(setting, facts)
 
@@ -205,20 +197,18 @@ def check_visible(setting: str, facts: Facts) -> Iterator[Finding]:
     entries = [entry for entry in setting.split(",") if entry.strip()]
     if not seen:
         yield warning(
-            "GPUs",
             f"CUDA_VISIBLE_DEVICES={shlex.quote(setting)} hides {'the GPU' if count == 1 else f'all {count} GPUs'}: "
             "training runs on the CPU",
             command="unset CUDA_VISIBLE_DEVICES",
         )
     elif len(seen) < len(entries) and not setting.startswith("MIG-"):
         yield fault(
-            "GPUs",
             f"CUDA_VISIBLE_DEVICES={setting} lists {terminal.plural(len(entries), 'GPU')}, but CUDA uses {len(seen)}: "
             f"it ignores the list from the first unknown GPU on, and this machine has GPUs 0 to {count - 1}",
             command="unset CUDA_VISIBLE_DEVICES",
         )
     else:
-        yield ok("GPUs", f"CUDA_VISIBLE_DEVICES={setting} of {count}: {describe(seen)}, driver {gpus.driver}")
+        yield ok(f"CUDA_VISIBLE_DEVICES={setting} of {count}: {describe(seen)}, driver {gpus.driver}")
 
 
 def describe(gpus: Sequence[Gpu]) -> str:
@@ -232,15 +222,13 @@ def check_gpu_use(facts: Facts) -> Iterator[Finding]:
     full = [gpu for gpu in seen if gpu.busy and gpu.memory_used > 0.9 * gpu.memory]
     shared = [gpu for gpu in seen if gpu.busy and gpu not in full]
     runs = {pid: run for run in facts.runs for pid in run.pids}
+    fix: tuple[str, ...] = ("no GPU is idle; wait, or ask the users",)
+    if idle:  # nvidia-smi counts by PCI bus, CUDA by speed unless CUDA_DEVICE_ORDER is set
+        indices = ",".join(str(gpu.index) for gpu in idle)
+        fix = ("use the idle GPUs:", f"export CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES={indices}")
     for level, gpus in (("warning", shared), ("fault", full)):
         if gpus:
-            fact = "; ".join(describe_use(gpu, runs) for gpu in gpus)
-            if idle:  # nvidia-smi counts by PCI bus, CUDA by speed unless CUDA_DEVICE_ORDER is set
-                indices = ",".join(str(gpu.index) for gpu in idle)
-                command = f"export CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES={indices}"
-                yield Finding(level, "GPU use", fact, "use the idle GPUs:", command)
-            else:
-                yield Finding(level, "GPU use", fact, "no GPU is idle; wait, or ask the users")
+            yield Finding(level, "; ".join(describe_use(gpu, runs) for gpu in gpus), *fix)
 
 
 def describe_use(gpu: Gpu, runs: Mapping[int, RunProcesses]) -> str:
@@ -258,17 +246,17 @@ def check_gpu_health(facts: Facts) -> Iterator[Finding]:
         topic = f"GPU {gpu.index}"
         if gpu.ecc_errors:
             yield fault(
-                topic,
                 f"{gpu.ecc_errors} uncorrected memory errors since the driver was loaded",
                 "stop its processes and reset it; if errors recur, have the card replaced",
                 f"sudo nvidia-smi --gpu-reset --id={gpu.index}",
+                topic,
             )
         if gpu.mig:
             yield warning(
-                topic,
                 "MIG is enabled: a process sees one instance, and NCCL cannot connect instances",
                 "to use the whole GPU, stop its processes, then:",
                 f"sudo nvidia-smi --id={gpu.index} --multi-instance-gpu=0",
+                topic,
             )
 
 
@@ -276,12 +264,13 @@ def check_gpu_host(facts: Facts) -> Iterator[Finding]:
     gpus = facts.gpus.devices
     if gpus and not all(gpu.persistence for gpu in gpus):
         yield warning(
-            "GPUs",
             "persistence mode is off: every start initialises the driver again, for seconds per GPU",
             command="sudo nvidia-smi --persistence-mode=1",
         )
     if len({gpu.name for gpu in gpus}) > 1:
-        yield warning("GPUs", "different models: every step waits for the slowest")
+        yield warning(
+            "different models: every step waits for the slowest", "hide the slower ones with CUDA_VISIBLE_DEVICES"
+        )
 
 
 # ---------------------------------------------------------------- memory, disk, cores, limits
@@ -294,71 +283,48 @@ def check_memory(facts: Facts) -> Iterator[Finding]:
     bound = ", the limit of this container or job" if total < memory.total else ""
     fact = f"{size(available)} of {size(total)} free{bound}"
     if available < GIB:
-        yield fault("memory", f"{fact}: not enough for two ranks", "find what uses it:", "ps aux --sort=-rss | head")
+        yield fault(f"{fact}: not enough for two ranks", "find what uses it:", "ps aux --sort=-rss | head")
     elif available < 4 * GIB:
-        yield warning(
-            "memory", f"{fact}: each rank needs about 0.5 GiB besides the model", "", "ps aux --sort=-rss | head"
-        )
+        yield warning(f"{fact}: each rank needs about 0.5 GiB besides the model", "", "ps aux --sort=-rss | head")
     else:
-        yield ok("memory", fact)
+        yield ok(fact)
 
 
 def check_disks(facts: Facts) -> Iterator[Finding]:
-    problems = [finding for disk in facts.disks for finding in check_disk(disk)]
-    yield from problems
-    if not problems:
-        yield ok("disk", "free: " + ", ".join(f"{disk.purpose} {size(disk.free)}" for disk in facts.disks))
-
-
-def check_disk(disk: Space) -> Iterator[Finding]:
-    path = shlex.quote(disk.path)
-    if not disk.writable:
-        yield fault(
-            "disk",
-            f"{disk.purpose}: {disk.path} cannot be written",
-            "choose another directory, or change its permissions:",
-            f"ls -ld {path}",
-        )
-    elif not disk.inodes_free:
-        yield fault("disk", f"{disk.purpose}: no free inodes in {disk.path}", "", f"df -i {path}")
-    elif disk.free < GIB:
-        yield fault(
-            "disk",
-            f"{disk.purpose}: {size(disk.free)} free in {disk.path}",
-            "free some space:",
-            f"du -xh {path} | sort -h | tail",
-        )
-    elif disk.free < 10 * GIB and disk.purpose != "/tmp":
-        yield warning(
-            "disk",
-            f"{disk.purpose}: {size(disk.free)} free in {disk.path}; a checkpoint takes 12 bytes per parameter",
-            "free some space:",
-            f"du -xh {path} | sort -h | tail",
-        )
+    for disk in facts.disks:
+        path, free = shlex.quote(disk.path), f"{disk.purpose}: {size(disk.free)} free in {disk.path}"
+        free_space = "free some space:", f"du -xh {path} | sort -h | tail"
+        if not disk.writable:
+            yield fault(
+                f"{disk.purpose}: {disk.path} cannot be written",
+                "choose another directory, or change its permissions:",
+                f"ls -ld {path}",
+            )
+        elif not disk.inodes_free:
+            yield fault(f"{disk.purpose}: no free inodes in {disk.path}", "", f"df -i {path}")
+        elif disk.free < GIB:
+            yield fault(free, *free_space)
+        elif disk.free < 10 * GIB and disk.purpose != "/tmp":
+            yield warning(f"{free}; a checkpoint takes 12 bytes per parameter", *free_space)
+    yield ok("free: " + ", ".join(f"{disk.purpose} {size(disk.free)}" for disk in facts.disks))
 
 
 def check_shm(facts: Facts) -> Iterator[Finding]:
     """NCCL and data loader workers exchange data through /dev/shm. When it is full, they are killed by SIGBUS."""
     shm = facts.shm
+    enlarge = ("", "sudo mount -o remount,size=50% /dev/shm")
     if facts.container:
-        fix, command = "start the container with --shm-size=8g or --ipc=host", ""
-    else:
-        fix, command = "", "sudo mount -o remount,size=50% /dev/shm"
+        enlarge = ("start the container with --shm-size=8g or --ipc=host", "")
     if shm.total <= 64 * MIB:
-        yield fault(
-            "/dev/shm", f"only {size(shm.total)}: NCCL and data loader workers are killed by SIGBUS", fix, command
-        )
+        yield fault(f"only {size(shm.total)}: NCCL and data loader workers are killed by SIGBUS", *enlarge)
     elif shm.free < 64 * MIB:
         yield fault(
-            "/dev/shm",
-            f"{size(shm.free)} of {size(shm.total)} free",
-            "remove the files of dead processes:",
-            "ls -lt /dev/shm",
+            f"{size(shm.free)} of {size(shm.total)} free", "remove the files of dead processes:", "ls -lt /dev/shm"
         )
     elif shm.total < GIB:
-        yield warning("/dev/shm", f"only {size(shm.total)}: may be too small for data loader workers", fix, command)
+        yield warning(f"only {size(shm.total)}: may be too small for data loader workers", *enlarge)
     else:
-        yield ok("/dev/shm", f"{size(shm.free)} of {size(shm.total)} free")
+        yield ok(f"{size(shm.free)} of {size(shm.total)} free")
 
 
 def check_cores(facts: Facts) -> Iterator[Finding]:
@@ -368,49 +334,35 @@ def check_cores(facts: Facts) -> Iterator[Finding]:
     fact = f"{usable:g} of {cores.present} usable, load {cores.load:.1f}"
     if usable < cores.affinity:
         yield warning(
-            "cores",
             f"{fact}: CPU quota of this container or job; OpenMP would start {cores.affinity} threads per rank",
             "divide by the number of ranks:",
             f"export OMP_NUM_THREADS={max(1, int(usable))}",
         )
     elif cores.load > 1.5 * usable:
-        yield warning("cores", f"{fact}: other processes use them", "", "ps aux --sort=-%cpu | head")
+        yield warning(f"{fact}: other processes use them", "", "ps aux --sort=-%cpu | head")
     else:
-        yield ok("cores", fact)
+        yield ok(fact)
 
 
 def check_limits(facts: Facts) -> Iterator[Finding]:
-    limits, problems = facts.limits, []
+    limits = facts.limits
     if limits.open_files is not None and limits.open_files < 1024:
-        problems.append(
-            warning(
-                "limits",
-                f"{limits.open_files} open files: too few for ranks and data loader workers",
-                "if this is refused, raise nofile in /etc/security/limits.conf and log in again:",
-                "ulimit -n 65536",
-            )
+        yield warning(
+            f"{limits.open_files} open files: too few for ranks and data loader workers",
+            "if this is refused, raise nofile in /etc/security/limits.conf and log in again:",
+            "ulimit -n 65536",
         )
     if limits.processes is not None and limits.processes < 2048:
-        problems.append(
-            warning(
-                "limits",
-                f"{limits.processes} processes and threads: a rank needs one per core and some more",
-                "raise nproc in /etc/security/limits.conf; in a container, --pids-limit",
-            )
+        yield warning(
+            f"{limits.processes} processes and threads: a rank needs one per core and some more",
+            "raise nproc in /etc/security/limits.conf; in a container, --pids-limit",
         )
     if limits.infiniband and limits.locked_memory is not None and limits.locked_memory < GIB:
-        problems.append(
-            warning(
-                "limits",
-                f"{size(limits.locked_memory)} of locked memory: too little for InfiniBand",
-                "set memlock to unlimited in /etc/security/limits.conf; in a container, --ulimit memlock=-1",
-            )
+        yield warning(
+            f"{size(limits.locked_memory)} of locked memory: too little for InfiniBand",
+            "set memlock to unlimited in /etc/security/limits.conf; in a container, --ulimit memlock=-1",
         )
-    yield from problems
-    if not problems:
-        yield ok(
-            "limits", f"{limits.open_files or 'unlimited'} open files, {limits.processes or 'unlimited'} processes"
-        )
+    yield ok(f"{limits.open_files or 'unlimited'} open files, {limits.processes or 'unlimited'} processes")
 
 
 # ---------------------------------------------------------------- network and shell
@@ -420,20 +372,18 @@ def check_port(facts: Facts) -> Iterator[Finding]:
     port, (low, high) = facts.port, facts.port.ephemeral
     if not port.free:
         yield fault(
-            "port",
             f"{port.number} is in use" + (port.holder and f" by {port.holder}"),
             "choose another with --master-port",
             "" if port.holder else f"sudo ss -ltnp 'sport = :{port.number}'",
         )
     elif low <= port.number <= high:
         yield warning(
-            "port",
             f"{port.number} is free, but in the ephemeral range {low}-{high}: any connection may use it",
             "choose one outside with --master-port, or reserve it:",
             f"sudo sysctl net.ipv4.ip_local_reserved_ports={port.number}",
         )
     else:
-        yield ok("port", f"{port.number} is free and outside the ephemeral range {low}-{high}")
+        yield ok(f"{port.number} is free and outside the ephemeral range {low}-{high}")
 
 
 def check_names(facts: Facts) -> Iterator[Finding]:
@@ -442,19 +392,17 @@ def check_names(facts: Facts) -> Iterator[Finding]:
     entry = f"{names.outward or '127.0.0.1'} {names.host}"
     if forward.error:
         yield warning(
-            "names",
             f"the host's own name {names.host} does not resolve: {forward.error}",
             "add it to /etc/hosts:",
             f"echo {shlex.quote(entry)} | sudo tee -a /etc/hosts",
         )
     elif names.outward and all(address.startswith("127.") or address == "::1" for address in forward.answers):
         yield warning(
-            "names",
             f"{names.host} is {', '.join(forward.answers)}: works on one machine, not across several",
             f"in /etc/hosts, map {names.host} to {names.outward}",
         )
     elif forward.seconds < 0.5:
-        yield ok("names", f"{names.host} is {', '.join(forward.answers)}")
+        yield ok(f"{names.host} is {', '.join(forward.answers)}")
 
 
 def check_resolver(facts: Facts) -> Iterator[Finding]:
@@ -465,7 +413,6 @@ def check_resolver(facts: Facts) -> Iterator[Finding]:
     worst = max(slow, key=lambda lookup: lookup.seconds)
     yield Finding(
         "fault" if worst.seconds >= 3 else "warning",
-        "resolver",
         "; ".join(f"looking up {lookup.query} takes {lookup.seconds:.1f} s" for lookup in slow)
         + ": each rank waits that long several times",
         "add all nodes to /etc/hosts, or a working resolver to /etc/resolv.conf",
@@ -474,32 +421,28 @@ def check_resolver(facts: Facts) -> Iterator[Finding]:
 
 def check_environment(facts: Facts) -> Iterator[Finding]:
     """Variables that an earlier launch or a shell profile set."""
-    problems = [*check_leftover_variables(facts), *check_interfaces(facts), *check_slow_settings(facts)]
-    yield from problems
-    if not problems:
-        yield ok("shell", "no variables of another launch in the environment")
-
-
-def check_leftover_variables(facts: Facts) -> Iterator[Finding]:
-    env = facts.environment
+    env, cores = facts.environment, facts.cores.affinity
     of_rank = [
         name for name in env if re.fullmatch(r"((LOCAL_|GROUP_)?(RANK|WORLD_SIZE)|NODE_RANK|MASTER_(ADDR|PORT))", name)
     ]
-    of_agent = [name for name in env if name.startswith(("TORCHELASTIC_", "PET_"))]
     if of_rank == ["MASTER_PORT"]:  # alone it is a setting of the launchers
         of_rank = []
+    left_over = of_rank + [name for name in env if name.startswith(("TORCHELASTIC_", "PET_"))]
+    unset = f"unset {' '.join(left_over)}"
     if env.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        yield fault(
-            "shell",
-            "TORCHELASTIC_USE_AGENT_STORE=True: a process started by hand waits for a store that no agent runs",
-            command=f"unset {' '.join(of_rank + of_agent)}",
-        )
-    elif of_rank or of_agent:
-        yield warning(
-            "shell",
-            f"left over from a launch: {', '.join(f'{name}={env[name]}' for name in of_rank + of_agent)}",
-            command=f"unset {' '.join(of_rank + of_agent)}",
-        )
+        fact = "TORCHELASTIC_USE_AGENT_STORE=True: a process started by hand waits for a store that no agent runs"
+        yield fault(fact, command=unset)
+    elif left_over:
+        yield warning(f"left over from a launch: {', '.join(f'{name}={env[name]}' for name in left_over)}", "", unset)
+    yield from check_interfaces(facts)
+    threads = env.get("OMP_NUM_THREADS", "1").split(",")[0].strip()
+    if not threads.isdigit() or not 1 <= int(threads) <= cores:
+        fact = f"OMP_NUM_THREADS={env['OMP_NUM_THREADS']} with {cores} cores"
+        yield warning(fact, command="unset OMP_NUM_THREADS")
+    for name in ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE"):
+        if facts.gpus.devices and env.get(name) == "1":
+            yield warning(f"{name}=1 slows communication between GPUs", command=f"unset {name}")
+    yield ok("no variables of another launch in the environment")
 
 
 def check_interfaces(facts: Facts) -> Iterator[Finding]:
@@ -510,25 +453,8 @@ def check_interfaces(facts: Facts) -> Iterator[Finding]:
         exact = variable.startswith("GLOO") or value.startswith("=")
         found = [name for name in names if any(i == name if exact else i.startswith(name) for i in facts.interfaces)]
         if not value.startswith("^") and names and (not found or (exact and len(found) < len(names))):
-            yield fault(
-                "shell",
-                f"{variable}={value}: no such network interface; this machine has {', '.join(facts.interfaces)}",
-                command=f"unset {variable}",
-            )
-
-
-def check_slow_settings(facts: Facts) -> Iterator[Finding]:
-    env, cores = facts.environment, facts.cores.affinity
-    threads = env.get("OMP_NUM_THREADS", "1").split(",")[0].strip()
-    if not threads.isdigit() or not 1 <= int(threads) <= cores:
-        yield warning(
-            "shell",
-            f"OMP_NUM_THREADS={env['OMP_NUM_THREADS']} with {cores} cores",
-            command="unset OMP_NUM_THREADS",
-        )
-    for name in ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE"):
-        if facts.gpus.devices and env.get(name) == "1":
-            yield warning("shell", f"{name}=1 slows communication between GPUs", command=f"unset {name}")
+            fact = f"{variable}={value}: no such network interface; this machine has {', '.join(facts.interfaces)}"
+            yield fault(fact, command=f"unset {variable}")
 
 
 def check_shadows(facts: Facts) -> Iterator[Finding]:
@@ -537,7 +463,6 @@ def check_shadows(facts: Facts) -> Iterator[Finding]:
         name = Path(path).stem
         yield Finding(
             "fault" if name == "torch" else "warning",
-            "imports",
             f"{path} shadows the library {name!r}",
             "rename it" if Path(path).parent == Path(facts.directory) else "remove its directory from PYTHONPATH",
         )
@@ -548,30 +473,24 @@ def check_clock(facts: Facts) -> Iterator[Finding]:
     clock = facts.clock
     now = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(clock.now))
     if clock.synchronised is False and not facts.container:
-        yield warning(
-            "clock",
-            f"{now}, not synchronised: times in logs of several nodes will differ",
-            "",
-            "sudo timedatectl set-ntp true",
-        )
-    else:
-        yield ok("clock", now + (", synchronised" if clock.synchronised else ""))
+        fact = f"{now}, not synchronised: times in logs of several nodes will differ"
+        yield warning(fact, command="sudo timedatectl set-ntp true")
+    yield ok(now + (", synchronised" if clock.synchronised else ""))
 
 
 def check_programs(facts: Facts) -> Iterator[Finding]:
     """Only some launchers need these programs, so a missing one is no fault."""
     found = [name for name, path in facts.programs.items() if path]
     missing = [name for name, path in facts.programs.items() if not path]
-    yield ok("programs", ", ".join(found) + ("; not installed: " + ", ".join(missing) if missing else ""))
+    yield ok(", ".join(found) + ("; not installed: " + ", ".join(missing) if missing else ""))
 
 
 def check_runs(facts: Facts) -> Iterator[Finding]:
     """Runs that have processes here, with or without a launcher."""
     for run in facts.runs:
         count = f"{len(run.pids)} process{'es' * (len(run.pids) > 1)}"
-        yield warning("runs", f"{run.directory} has {count} of {run.user} here", *how_to_stop(run, facts))
-    if not facts.runs:
-        yield ok("runs", "none on this machine")
+        yield warning(f"{run.directory} has {count} of {run.user} here", *how_to_stop(run, facts))
+    yield ok("none on this machine")
 
 
 def how_to_stop(run: RunProcesses, facts: Facts) -> tuple[str, str]:
@@ -586,33 +505,38 @@ def how_to_stop(run: RunProcesses, facts: Facts) -> tuple[str, str]:
     return f"to stop it: {stop}; to see whether it is training:", status
 
 
-CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
-    check_python,
-    check_torch,
-    check_packages,
-    check_gpus,
-    check_cuda,
-    check_gpu_use,
-    check_gpu_health,
-    check_gpu_host,
-    check_memory,
-    check_disks,
-    check_shm,
-    check_cores,
-    check_limits,
-    check_port,
-    check_names,
-    check_resolver,
-    check_environment,
-    check_shadows,
-    check_clock,
-    check_programs,
-    check_runs,
+CHECKS: tuple[tuple[str, Callable[[Facts], Iterator[Finding]]], ...] = (
+    ("python", check_python),
+    ("torch", check_torch),
+    ("packages", check_packages),
+    ("GPUs", check_gpus),
+    ("cuda", check_cuda),
+    ("GPU use", check_gpu_use),
+    ("GPU", check_gpu_health),
+    ("GPUs", check_gpu_host),
+    ("memory", check_memory),
+    ("disk", check_disks),
+    ("/dev/shm", check_shm),
+    ("cores", check_cores),
+    ("limits", check_limits),
+    ("port", check_port),
+    ("names", check_names),
+    ("resolver", check_resolver),
+    ("shell", check_environment),
+    ("imports", check_shadows),
+    ("clock", check_clock),
+    ("programs", check_programs),
+    ("runs", check_runs),
 )
 
 
 def judge(facts: Facts) -> list[Finding]:
-    return [finding for check in CHECKS for finding in check(facts)]
+    """The problems that each check finds; of a check without problems, what is ok."""
+    judged = []
+    for topic, check in CHECKS:
+        findings = [replace(finding, topic=finding.topic or topic) for finding in check(facts)]
+        judged += [finding for finding in findings if finding.level != "ok"] or findings
+    return judged
 
 
 def numbers(version: str) -> tuple[int, ...]:

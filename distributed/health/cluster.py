@@ -13,7 +13,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -87,14 +87,16 @@ def from_json_as(kind: Any, value: Any) -> Any:
 
 def judge_cluster(cluster: ClusterFacts) -> dict[str, list[Finding]]:
     """The warnings and faults of each node: of its own, and compared with the others."""
-    found = {node: [fault("ssh", cluster.failed[node])] if node in cluster.failed else [] for node in cluster.nodes}
+    found = {
+        node: [fault(cluster.failed[node], topic="ssh")] if node in cluster.failed else [] for node in cluster.nodes
+    }
     for node, node_facts in cluster.facts.items():
         own = [finding for finding in judge(node_facts.facts) if finding.level != "ok"]
         # Only the first node listens on the master port.
         found[node] += [finding for finding in own if finding.topic != "port" or node == cluster.nodes[0]]
     for gap in cluster.gaps:
         for node in gap.nodes:
-            found[node].append(fault("reach", str(gap).removeprefix(f"{fold(gap.nodes)} "), REMEDY))
+            found[node].append(fault(str(gap).removeprefix(f"{fold(gap.nodes)} "), REMEDY, topic="reach"))
     for node, finding in compare(cluster.facts, cluster.ahead) if len(cluster.facts) > 1 else ():
         found[node].append(finding)
     return found
@@ -136,7 +138,7 @@ def without_numbers(finding: Finding, node: str) -> Finding:
     if finding.topic == "reach":
         return finding
     fact, fix = (re.sub(r"[\d.]+", "0", text.replace(node, "")) for text in (finding.fact, finding.fix))
-    return Finding(finding.level, finding.topic, fact, fix, finding.command)
+    return replace(finding, fact=fact, fix=fix)
 
 
 # ---------------------------------------------------------------- text

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from statistics import median
 
-from distributed.health.checks import Finding, describe, size
+from distributed.health.checks import Finding, describe, fault, size, warning
 from distributed.host.facts import FullNodeFacts
 from distributed.launch.comparison import (
     MUST_BE_SAME,
@@ -85,7 +85,7 @@ TRAITS = (
 def compare_traits(nodes: Nodes) -> NodeFindings:
     for trait in TRAITS:
         for name, value, usual, others in differences_in(trait, nodes):
-            yield name, Finding(trait.level, trait.topic, f"{value}, but {usual} on {fold(others)}", trait.fix)
+            yield name, Finding(trait.level, f"{value}, but {usual} on {fold(others)}", trait.fix, topic=trait.topic)
 
 
 # ---------------------------------------------------------------- nearly equal
@@ -97,7 +97,7 @@ def compare_memory(nodes: Nodes) -> NodeFindings:
         others = median(other for other_name, other in total.items() if other_name != name)
         if own < (1 - MEMORY_TOLERANCE) * others:
             fact = f"{size(own)}, but {size(int(others))} on the others"
-            yield name, Finding("warning", "memory", fact, "a job must fit into the smallest node")
+            yield name, warning(fact, "a job must fit into the smallest node", topic="memory")
 
 
 def compare_clocks(ahead: Mapping[str, float]) -> NodeFindings:
@@ -108,7 +108,7 @@ def compare_clocks(ahead: Mapping[str, float]) -> NodeFindings:
         if abs(apart) > CLOCK_TOLERANCE:
             fact = f"{abs(apart):.0f} s {'ahead of' if apart > 0 else 'behind'} the others"
             fix = "verdicts may name the wrong node; synchronise the clock:"
-            yield name, Finding("warning", "clock", fact, fix, "sudo timedatectl set-ntp true")
+            yield name, warning(fact, fix, "sudo timedatectl set-ntp true", "clock")
 
 
 # ---------------------------------------------------------------- installation and names
@@ -123,15 +123,15 @@ def compare_installations(nodes: Nodes) -> NodeFindings:
     for name, files in differing.items():
         more = f" and {len(files) - SHOWN} more" if len(files) > SHOWN else ""
         fact = f"differs from the other nodes: {', '.join(files[:SHOWN])}{more} in {nodes[name].facts.kit}"
-        yield name, Finding("fault", "Muster", fact, "use the same files: a shared directory, or rsync")
+        yield name, fault(fact, "use the same files: a shared directory, or rsync", topic="Muster")
 
 
 def compare_names(nodes: Nodes) -> NodeFindings:
     """Each name must be another machine, and the first node must have an address that the others can use."""
     for name, other in same_machines(nodes):
-        yield name, Finding("fault", "names", f"is the same machine as {other}", "name it once")
+        yield name, fault(f"is the same machine as {other}", "name it once", topic="names")
     if not rendezvous_address(nodes):
-        yield next(iter(nodes)), Finding("fault", "names", *no_rendezvous_address(nodes))
+        yield next(iter(nodes)), fault(*no_rendezvous_address(nodes), topic="names")
 
 
 def compare(nodes: Nodes, ahead: Mapping[str, float]) -> list[tuple[str, Finding]]:

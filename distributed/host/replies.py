@@ -20,9 +20,9 @@ if TYPE_CHECKING:  # typing itself would cost every launch milliseconds
 MARK = "muster-answer "  # before the JSON
 NODE_ENV = "config/node_env.sh: "  # prefix of messages about this file
 
-NOT_REACHED = "cannot be reached ({printed}); try: ssh {name} true"
-# Output of ssh, bash or Python -> message.
-UNREACHED = {
+UNREACHABLE = "cannot be reached ({printed}); try: ssh {name} true"
+# Output of ssh -> message.
+SSH_FAILURES = {
     "REMOTE HOST IDENTIFICATION HAS CHANGED": (
         "host key has changed, possibly an attack; if the change is expected, remove the old key: ssh-keygen -R {name}"
     ),
@@ -31,7 +31,8 @@ UNREACHED = {
 }
 NO_PYTHON = "Python not found ({printed}); choose one that all nodes have with --python"
 NO_KIT = "Muster not found ({printed}); share its directory between the nodes, or launch with --sync"
-NOT_STARTED = {
+# Output of bash or Python on the node -> message.
+START_FAILURES = {
     ": cd: ": "working directory not found ({printed}); share it between the nodes, or launch with --sync",
     "in_node_env.sh: line": NO_PYTHON,
     "in_node_env.sh": NO_KIT,
@@ -79,7 +80,7 @@ class Reply:
         if self.code == UNFIT and (fault := [line for line in self.err.splitlines() if NODE_ENV in line]):
             return fault[-1]  # in_node_env.sh has added the remedy
         printed = " ".join(self.err.split()) or f"exit code {self.code}"
-        messages, default = (UNREACHED, NOT_REACHED) if self.code == 255 else (NOT_STARTED, "{printed}")
+        messages, default = (SSH_FAILURES, UNREACHABLE) if self.code == 255 else (START_FAILURES, "{printed}")
         message = next((message for pattern, message in messages.items() if pattern in printed), default)
         return message.format(name=self.node, printed=printed)
 

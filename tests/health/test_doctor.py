@@ -135,7 +135,7 @@ BROKEN: list[tuple[str, dict[str, Any], str, str, str]] = [
      "fault cuda", "torch sees none: CUDA unknown error", "--gpus all"),
     ("GPU too old for this torch", {"torch__capabilities": ("sm_70",)},
      "fault cuda", "no code for sm_70", "install a build"),
-    ("no NCCL", {"torch__nccl": ""}, "warning cuda", "without NCCL", ""),
+    ("no NCCL", {"torch__nccl": ""}, "warning cuda", "without NCCL", "install a build with NCCL"),
     ("driver mismatch", {"gpus": Gpus(error="nvidia-smi: Driver/library version mismatch", hardware=4)},
      "fault GPUs", "version mismatch", "restart the machine"),
     ("no driver", {"gpus": Gpus(hardware=2)}, "warning GPUs", "2 NVIDIA cards", "install NVIDIA's driver"),
@@ -157,7 +157,7 @@ BROKEN: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("no persistence mode", {"gpus__devices": tuple(replace(gpu, persistence=False) for gpu in GPUS)},
      "warning GPUs", "persistence mode is off", "--persistence-mode=1"),
     ("mixed GPUs", {"gpus__devices": (*GPUS[:3], replace(GPUS[3], name="NVIDIA T4"))},
-     "warning GPUs", "different models", ""),
+     "warning GPUs", "different models", "CUDA_VISIBLE_DEVICES"),
     ("no memory", {"memory__available": 400 * MIB}, "fault memory", "400 MiB of 512.0 GiB", "ps aux"),
     ("job's memory limit", {"memory__limit": 2 * GIB},
      "warning memory", "2.0 GiB free, the limit of this", "ps aux"),
@@ -280,7 +280,11 @@ def test_versions_are_compared_by_their_numbers(version: str, found: tuple[int, 
 
 
 def test_the_worst_finding_is_last_above_the_counts() -> None:
-    lines = [checks.fault("torch", "is missing"), checks.ok("port", "29500"), checks.warning("cores", "few")]
+    lines = [
+        checks.fault("is missing", topic="torch"),
+        checks.ok("29500", topic="port"),
+        checks.warning("few", topic="cores"),
+    ]
     assert plain(render(lines, "node1")).splitlines() == [
         "ok       port   29500",
         "",
@@ -292,7 +296,7 @@ def test_the_worst_finding_is_last_above_the_counts() -> None:
 
 
 def test_text_is_wrapped_at_the_width_and_commands_are_not() -> None:
-    line = checks.warning("disk", "so little room " * 9, "make some " * 9, f"du {'/long' * 30}")
+    line = checks.warning("so little room " * 9, "make some " * 9, f"du {'/long' * 30}", "disk")
     *table, command, _, _ = plain(render([line], "node1", width=80)).splitlines()
     assert len(table) > 3
     assert max(map(len, table)) <= 80
