@@ -78,7 +78,7 @@ def gather(run: Path) -> Evidence:
         succeeded={
             rank: record["node"]
             for record in records
-            for value in listed(record.get("ended_well"))
+            for value in listed(record.get("succeeded"))
             if (rank := integer(value)) is not None
         },
         hang=read_object(run / "hang.json", warnings),
@@ -157,7 +157,7 @@ def _worker_records(run: Path, warnings: list[str]) -> Iterator[Failure]:
 def _deaths(records: Iterable[Json]) -> Iterator[Failure]:
     """The ranks whose end Muster's agents recorded."""
     for record in records:
-        for death in listed(record.get("deaths")):
+        for death in listed(record.get("failures")):
             if failure := _from_record(mapping(death), record["node"]):
                 yield failure
 

@@ -424,7 +424,7 @@ class RunDirectory:
             | {"exit_code": code, "ended_by_agent": by_agent}
             for rank, (code, by_agent) in codes.items()
         ]
-        self.file(f"errors/node_{node}.json", {"node": node, "deaths": found, "ended_well": list(ended_well)})
+        self.file(f"errors/node_{node}.json", {"node": node, "failures": found, "succeeded": list(ended_well)})
 
     def torchrun(self, place: str, exception: str, message: str, seconds: int = int(TIME)) -> None:
         extra = {"py_callstack": trace((exception, message)), "timestamp": str(seconds)}
@@ -552,7 +552,7 @@ def test_the_node_whose_heartbeats_most_agents_miss_is_lost(
 ) -> None:
     run.start(*missed)
     for node, other in missed.items():
-        run.file(f"errors/node_{node}.json", json.dumps({"node": node, "deaths": [], "lost": other}))
+        run.file(f"errors/node_{node}.json", json.dumps({"node": node, "failures": [], "lost": other}))
         run.file(f"node_{node}.exit", "69\n")
     found = run.decide()
     assert (found.outcome, found.node, found.exit_code) == ("failed", lost, 69)
@@ -573,7 +573,7 @@ def test_ranks_that_stop_after_a_lost_connection_did_not_stop_on_request(
     if seen_by == "the launcher":
         run.file("node_n2.lost", "")
     else:
-        run.file("errors/node_n1.json", json.dumps({"node": "n1", "deaths": [], "lost": "n2"}))
+        run.file("errors/node_n1.json", json.dumps({"node": "n1", "failures": [], "lost": "n2"}))
     found = run.decide(69)
     assert (found.outcome, found.node, found.exit_code) == ("failed", "n2", 69)
     assert found.cause.startswith("n2: connection lost")
@@ -639,8 +639,8 @@ _keys = st.sampled_from(
         "exception",
         "message",
         "traceback",
-        "deaths",
-        "ended_well",
+        "failures",
+        "succeeded",
         "ended_by_agent",
         "extraInfo",
         "timestamp",
