@@ -106,8 +106,8 @@ launch() { # <argument of LAUNCH...>
 detected_within() { # <seconds> <node>
   python3 -c '
 import json, sys
-deaths = json.load(open(f"logs/latest/errors/node_{sys.argv[2]}.json"))["deaths"]
-took = min(death["time"] for death in deaths) - float(open("logs/latest/failed_at").read())
+failures = json.load(open(f"logs/latest/errors/node_{sys.argv[2]}.json"))["failures"]
+took = min(failure["time"] for failure in failures) - float(open("logs/latest/failed_at").read())
 sys.exit(0 if took <= float(sys.argv[1]) else f"detected after {took:.2f} s")' "$@"
 }
 

@@ -55,7 +55,7 @@ BLOCK = 1 << 20  # bytes per read of a rank's output
 
 @dataclass(frozen=True)
 class RankFailure:
-    """A rank that exited with a non-zero code."""
+    """A rank that exited with a non-zero code, as it is stored in the agent's record."""
 
     rank: int
     local_rank: int
@@ -86,7 +86,7 @@ class ForkedRanks(SubprocessContext):
             RankSpec(self.script, {**os.environ, **self.envs[n]}, self.stdouts[n], self.stderrs[n])
             for n in range(self.nprocs)
         ]
-        signals.defer(STOP_SIGNALS)  # torchrun's handlers raise at any point of the main thread
+        signals.make_deferrable(STOP_SIGNALS)  # torchrun's handlers raise at any point of the main thread
         with signals.held():  # a signal must not arrive before subprocess_handlers is set
             processes = self.server.fork(ranks)
             self.subprocess_handlers = {n: Handler(process) for n, process in enumerate(processes)}  # type: ignore[misc]
@@ -257,12 +257,6 @@ INTERNALS: list[tuple[Any, str, set[str]]] = [
     (SubprocessContext, "_start", set()),
     (tail_log, "tail_logfile", {"header", "file", "dst", "finished", "interval_sec", "log_line_filter"}),
 ]
-# Attributes of torchrun's objects that this module uses.
-ATTRIBUTES: dict[type, set[str]] = {
-    LocalElasticAgent: {"_pcontext", "_worker_group"},
-    SubprocessContext: {"nprocs", "envs", "stdouts", "stderrs", "subprocess_handlers", "proc", "close"},
-    StaticTCPRendezvous: {"master_addr", "master_port", "rank", "world_size", "run_id", "timeout", "_store"},
-}
 
 
 def unsupported(options: argparse.Namespace) -> str:
@@ -287,13 +281,6 @@ def unexpected() -> str:
             return where
         if missing := parameters - inspect.signature(found).parameters.keys():
             return f"{where}({', '.join(sorted(missing))})"
-    for kind, names in ATTRIBUTES.items():
-        members = [
-            inspect.unwrap(member) for base in kind.__mro__ for member in vars(base).values() if callable(member)
-        ]
-        used = {name for member in members if inspect.isfunction(member) for name in member.__code__.co_names}
-        if names - used:
-            return f"{kind.__name__} has no {', '.join(sorted(names - used))}"
     return ""
 
 
@@ -369,7 +356,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _ignore_stop_signals() -> None:
-    """For the exchange of failure records after all ranks have exited: a stop request must not interrupt it."""
+    """After all ranks have exited, a stop request must not interrupt the exchange of failure records."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 

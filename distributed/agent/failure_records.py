@@ -29,7 +29,7 @@ def node_name() -> str:
 
 def write_rank_record(code: int, error: BaseException) -> None:
     """Write the record of this rank, which exits with this code because of this error."""
-    if not _directory():
+    if not os.environ.get("MUSTER_RUN_DIR"):
         return
     rank = int(os.environ["RANK"])
     record = {
@@ -46,12 +46,10 @@ def write_rank_record(code: int, error: BaseException) -> None:
     _write(f"rank_{rank}.json", record)
 
 
-def write_node_record(
-    failures: Sequence[Mapping[str, Any]], ended_well: Sequence[int], lost: str | None = None
-) -> None:
-    """Write the record of this node's agent. ended_well: ranks that exited with 0. lost: an unreachable node."""
-    record = {"node": node_name(), "deaths": list(failures), "ended_well": list(ended_well), "lost": lost}
-    _write(f"node_{node_name()}.json", {name: value for name, value in record.items() if value or name == "deaths"})
+def write_node_record(failures: Sequence[Mapping[str, Any]], succeeded: Sequence[int], lost: str | None) -> None:
+    """Write the record of this node's agent. succeeded: ranks that exited with 0. lost: an unreachable node."""
+    record = {"node": node_name(), "failures": failures, "succeeded": succeeded, "lost": lost}
+    _write(f"node_{node_name()}.json", {name: value for name, value in record.items() if value or name == "failures"})
 
 
 def read_own_records(ranks: Iterable[int]) -> Records:
@@ -67,25 +65,20 @@ def write_missing(records: Records) -> None:
             _write(name, record)
 
 
-def _directory() -> str | None:
-    run = os.environ.get("MUSTER_RUN_DIR")
-    return os.path.join(run, "errors") if run else None
-
-
 def _read(name: str) -> Mapping[str, Any]:
-    directory = _directory()
+    run = os.environ.get("MUSTER_RUN_DIR")
     try:
-        return json.loads(Path(directory, name).read_bytes()) if directory else {}
+        return json.loads(Path(run, "errors", name).read_bytes()) if run else {}
     except (OSError, ValueError):
         return {}
 
 
 def _write(name: str, record: Mapping[str, Any]) -> None:
     """Report an error such as a full disk on stderr: it must not change the exit code of the rank."""
-    if not (directory := _directory()):
+    if not (run := os.environ.get("MUSTER_RUN_DIR")):
         return
     try:
-        write_file(Path(directory, name), json.dumps(record, indent=2, sort_keys=True) + "\n")
+        write_file(f"{run}/errors/{name}", json.dumps(record, indent=2, sort_keys=True) + "\n")
     except OSError as error:
         with contextlib.suppress(OSError):  # stderr may go to the same disk
-            sys.stderr.write(f"cannot write {directory}/{name}: {error.strerror}\n")
+            sys.stderr.write(f"cannot write {run}/errors/{name}: {error.strerror}\n")

@@ -43,7 +43,7 @@ class Signals:
         self._holds = 0
         self._waiting: Callable[[], object] | None = None
 
-    def defer(self, numbers: Iterable[int]) -> None:
+    def make_deferrable(self, numbers: Iterable[int]) -> None:
         """Wrap the handlers of these signals so that held() defers them. SIG_DFL and SIG_IGN stay."""
         for number in numbers:
             handler = signal.getsignal(number)
@@ -201,19 +201,15 @@ def signals_blocked() -> Iterator[set[int]]:
 def _serve(channel: Connection, run: Callable[[Any], None], agent: int, mask: set[int]) -> NoReturn:
     """Reply to each list of tasks with (process ids, error) until the agent closes the channel."""
     die_with_parent(agent, signal.SIGKILL)
-    _close_inherited(channel.fileno())
+    # Close files that the agent inherited, as subprocess does for the ranks of torchrun.
+    for number in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):  # listdir has closed its own descriptor
+            if number > 2 and number != channel.fileno() and os.get_inheritable(number):
+                os.close(number)
     with contextlib.suppress(OSError, EOFError):
         while True:
             channel.send(_start(channel.recv(), channel, run, agent, mask))
     os._exit(0)
-
-
-def _close_inherited(channel: int) -> None:
-    """Close files that the agent inherited, as subprocess does for the ranks of torchrun."""
-    for number in map(int, os.listdir("/proc/self/fd")):
-        with contextlib.suppress(OSError):  # listdir has closed its own descriptor
-            if number > 2 and number != channel and os.get_inheritable(number):
-                os.close(number)
 
 
 def _start(

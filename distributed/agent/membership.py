@@ -6,8 +6,8 @@ the first agent that must stop reports the end of the run. The others read it wi
 HEARTBEAT_TIMEOUT without heartbeats. At the end the agents exchange failure records, so that each node has the first
 failure.
 
-The keys of a run have its id as a prefix. A refused node writes no key that members act upon: it exits, and the run
-continues.
+The keys of a run have its id as a prefix. A refused node writes at most "refused", which the first node logs: it exits,
+and the run continues.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class RunEnd:
 
 
 class RendezvousFailed(Exception):
-    """Not all nodes joined, or this node was refused."""
+    """Not all nodes joined, this node was refused, or another node ended the run while nodes joined."""
 
     def __init__(self, reason: str, exit_code: int = UNFIT) -> None:
         super().__init__(reason)
@@ -122,7 +122,10 @@ class Membership:
     # ---------------------------------------------------------------- called by the agent
 
     def wait_for_all(self, timeout: float, log: Callable[[str], None]) -> PublishedRun:
-        """Wait until all nodes have joined. Raises RendezvousFailed after `timeout` seconds or when refused."""
+        """Wait until all nodes have joined.
+
+        Raises RendezvousFailed after `timeout` seconds, when this node is refused, or when another node ends the run.
+        """
         reported = started = time.monotonic()
         refused = ""
         while not self._complete:
@@ -162,7 +165,7 @@ class Membership:
         self._send("end", asdict(end))
 
     def finish(self, timeout: float = math.inf) -> RunEnd | None:
-        """Report that the ranks of this node succeeded, and wait until those of all nodes have or the run has failed.
+        """Report that the ranks of this node succeeded. Wait for all nodes, or for the end of the run, then leave.
 
         Raises TimeoutError after `timeout` seconds, without leaving.
         """
@@ -177,8 +180,10 @@ class Membership:
         return self._end
 
     def leave(self, records: Records | None = None, collect: bool = False) -> None:
-        """Send this node's failure records and leave, within LEAVE_TIMEOUT.
+        """Send this node's failure records and leave.
 
+        Takes up to LEAVE_TIMEOUT; on the first node 2 * HEARTBEAT_INTERVAL more when others have not left. Then close()
+        takes up to CLOSE_TIMEOUT.
         collect: first wait up to RECORDS_TIMEOUT for the records of the others.
         """
         self._leaving = True

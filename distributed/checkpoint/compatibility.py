@@ -35,15 +35,18 @@ def check_resumable(found: CheckpointInfo, settings: Settings, vocab_size: int |
         vocab_size: None when it follows from the data, which has not been read yet.
 
     Raises:
-        ConfigError: the checkpoint is of another model or fold, or checkpoint.resume is never.
+        ConfigError: the checkpoint is of another model or with other data settings, or checkpoint.resume is never.
         CheckpointError: one of the two is sharded (fsdp) and the other is not.
     """
     if settings.checkpoint.resume == "never":
         raise ConfigError(f"checkpoint.resume=never, but {found.path} exists; set another checkpoint.dir")
     found.check_sharding(sharded=settings.distributed.strategy == "fsdp")
-    # Another fold may have trained on what this one holds out.
+    # With another participant or mode, the checkpoint may have trained on text that this run holds out.
     if differ := _differences("data", experiment_of(settings), found.facts):
-        raise ConfigError(f"{found.path} is of another fold: {differ}; set another prefix, or another checkpoint.dir")
+        raise ConfigError(
+            f"{found.path} was written with other data settings: {differ}; "
+            "set another prefix, or another checkpoint.dir"
+        )
     model: dict[str, Any] = settings.model.model_dump()
     if vocab_size is None:
         del model["vocab_size"]

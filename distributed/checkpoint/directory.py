@@ -370,20 +370,10 @@ def _abandoned(leftover: Path) -> bool:
     if match is None:
         return False
     if match["host"] == socket.gethostname():
-        return int(match["pid"]) == os.getpid() or not _alive(int(match["pid"]))
+        return int(match["pid"]) == os.getpid() or not os.path.exists(f"/proc/{match['pid']}")
     with suppress(FileNotFoundError):
         return max(path.stat().st_mtime for path in (leftover, *leftover.iterdir())) < time.time() - ABANDONED_AFTER
     return False
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def _me() -> str:

@@ -71,7 +71,7 @@ def gather(run: Path) -> Evidence:
     for path in sorted(run.glob("errors/node_*.json")):
         record = read_object(path, warnings)
         agents.append(record | {"node": text(record.get("node")) or path.name[5:-5]})
-    succeeded = ((integer(rank), agent["node"]) for agent in agents for rank in listed(agent.get("ended_well")))
+    succeeded = ((integer(rank), agent["node"]) for agent in agents for rank in listed(agent.get("succeeded")))
     known = Evidence(
         exits=_exit_codes(run, warnings),
         ranks=_ranks_of_nodes(facts),
@@ -79,10 +79,10 @@ def gather(run: Path) -> Evidence:
         hang=read_object(run / "hang.json", warnings),
     )
     logs = {path.name[5:-4]: read_log(path, path.name[5:-4]) for path in sorted(run.glob("node_*.log"))}
-    deaths = [_from_record(one, agent["node"]) for agent in agents for one in listed(agent.get("deaths"))]
+    ended = [_from_record(one, agent["node"]) for agent in agents for one in listed(agent.get("failures"))]
     of_workers = [_from_record(read_object(path, warnings), "?") for path in sorted(run.glob("errors/rank_*.json"))]
     # The right operand of each | has the more reliable record of a rank.
-    ends = _by_rank(_torchrun_summaries(logs)) | _by_rank(deaths)
+    ends = _by_rank(_torchrun_summaries(logs)) | _by_rank(ended)
     causes = _by_rank(_exceptions_in_logs(logs, ends)) | _by_rank(of_workers)
     failures = [_merge(causes[key], ends[key]) for key in sorted(causes.keys() & ends.keys())]
     failures += [(causes | ends)[key] for key in sorted(causes.keys() ^ ends.keys())]

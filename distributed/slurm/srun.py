@@ -255,10 +255,10 @@ class JobStep:
     def record_node(self, node: StepNode) -> None:
         """Write the exit code of a node and, if the step failed, how its ranks ended, as agents do."""
         ranks = [end for end in node.ends if end["rank"] is not None]
-        deaths = [end for end in ranks if end["exit_code"]]
-        ended_well = [end["rank"] for end in ranks if not end["exit_code"] and not end.get("ended_by_agent")]
-        if self.code and (deaths or ended_well):
-            record = {"node": node.name, "deaths": deaths, "ended_well": ended_well}
+        failures = [end for end in ranks if end["exit_code"]]
+        succeeded = [end["rank"] for end in ranks if not end["exit_code"] and not end.get("ended_by_agent")]
+        if self.code and (failures or succeeded):
+            record = {"node": node.name, "failures": failures, "succeeded": succeeded}
             write(self.run / "errors" / f"node_{node.name}.json", record)
         write(self.run / f"node_{node.name}.exit", f"{node.exit_code}\n")
 

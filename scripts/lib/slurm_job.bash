@@ -120,12 +120,12 @@ is_batch_script() {
 }
 
 
-# Whether the last MAX_STALLED attempts made no progress. turns_in_vain has their number.
+# Whether the last MAX_STALLED attempts made no progress. stalled_attempts has their number.
 requeued_without_progress() {
   local stalled=0
   if ! made_progress; then
-    stalled=$(($(cat -- "$RUN/turns_in_vain" 2>/dev/null || echo 0) + 1))
+    stalled=$(($(cat -- "$RUN/stalled_attempts" 2>/dev/null || echo 0) + 1))
   fi
-  echo "$stalled" >"$RUN/turns_in_vain"
+  echo "$stalled" >"$RUN/stalled_attempts"
   ((stalled >= MAX_STALLED))
 }

@@ -367,7 +367,7 @@ def test_the_first_report_of_an_end_takes_effect_on_all_nodes(join: Join) -> Non
 
 def test_each_node_receives_the_failure_records_of_the_others(join: Join) -> None:
     one, two, three = joined_members(join)
-    records: list[Records] = [{f"node_node{number}.json": {"deaths": []}} for number in (1, 2, 3)]
+    records: list[Records] = [{f"node_node{number}.json": {"failures": []}} for number in (1, 2, 3)]
     two.report_end(RunEnd("node2", 1, "rank 1 ended with exit code 1"))
     assert becomes_true(lambda: one.end() and three.end())
     pairs = zip((one, two, three), records, strict=True)

@@ -284,8 +284,8 @@ def test_a_rank_that_exited_with_0_while_others_waited_for_it_is_named(run: RunD
     run.rank(0, "RuntimeError", "[Rank 0]: Ranks 3, 5 failed to pass monitoredBarrier in 2000 ms")
     run.rank(1, "RuntimeError", CLOSED, time=TIME + 1)
     run.rank(2, "RuntimeError", RESET, node="n2", time=TIME + 1)
-    run.deaths("n1", r0=(1, False), r1=(1, False))
-    run.deaths("n2", r2=(1, False), ended_well=[3])
+    run.ranks_ended("n1", r0=(1, False), r1=(1, False))
+    run.ranks_ended("n2", r2=(1, False), succeeded=[3])
     found = run.decide()
     waits = "rank 0 on n1 was in a collective at train.py:3 in step()"
     assert (found.node, found.rank, found.exit_code) == ("n2", 3, 1)
@@ -293,12 +293,12 @@ def test_a_rank_that_exited_with_0_while_others_waited_for_it_is_named(run: RunD
     run.rank(1, "ValueError", "own", time=TIME + 1)
     assert run.decide().rank == 1, "an error of a rank wins over the early exit of another"
     (run.path / "errors/rank_1.json").unlink()
-    run.deaths("n1", r0=(1, False), ended_well=[1])
+    run.ranks_ended("n1", r0=(1, False), succeeded=[1])
     assert run.decide().cause == f"rank 1 on n1 and 1 more rank ended with exit code 0 while {waits}"
     (run.path / "errors/rank_0.json").unlink()
-    run.deaths("n1", r0=(75, False), ended_well=[1])
+    run.ranks_ended("n1", r0=(75, False), succeeded=[1])
     (run.path / "errors/rank_2.json").unlink()
-    run.deaths("n2", r2=(75, False), ended_well=[3])
+    run.ranks_ended("n2", r2=(75, False), succeeded=[3])
     assert run.decide().outcome == "stopped", "no rank waited"
 
 
@@ -306,8 +306,8 @@ def test_an_agent_whose_ranks_exited_with_0_is_not_the_cause(run: RunDirectory) 
     """It exits with the code of the run."""
     run.start("n1", "n2", nproc=1)
     run.rank(0, "RuntimeError", RESET)
-    run.deaths("n1", r0=(1, False))
-    run.deaths("n2", ended_well=[1])
+    run.ranks_ended("n1", r0=(1, False))
+    run.ranks_ended("n2", succeeded=[1])
     for node in ("n1", "n2"):
         run.file(f"node_{node}.exit", "1\n")
     assert (run.decide().node, run.decide().rank) == ("n2", 1)
@@ -417,14 +417,14 @@ class RunDirectory:
         error = {"exception": exception, "message": message, "traceback": trace((exception, message))}
         self.file(f"errors/rank_{rank}.json", facts | error | more)
 
-    def deaths(self, node: str, ended_well: Sequence[int] = (), **codes: tuple[int, bool]) -> None:
-        """r0=(137, False): rank 0 died of SIGKILL, not sent by the agent. ended_well: ranks that exited with 0."""
+    def ranks_ended(self, node: str, succeeded: Sequence[int] = (), **codes: tuple[int, bool]) -> None:
+        """r0=(137, False): rank 0 died of SIGKILL, not sent by the agent. succeeded: ranks that exited with 0."""
         found = [
             {"rank": int(rank[1:]), "local_rank": int(rank[1:]), "pid": 100 + int(rank[1:]), "time": TIME + 0.1}
             | {"exit_code": code, "ended_by_agent": by_agent}
             for rank, (code, by_agent) in codes.items()
         ]
-        self.file(f"errors/node_{node}.json", {"node": node, "deaths": found, "ended_well": list(ended_well)})
+        self.file(f"errors/node_{node}.json", {"node": node, "failures": found, "succeeded": list(succeeded)})
 
     def decide(self, launcher: int | None = None) -> verdict.Verdict:
         return verdict.decide(self.path, launcher)
@@ -437,7 +437,7 @@ def run(tmp_path: Path) -> RunDirectory:
 
 def test_a_killed_rank_wins_over_recorded_consequences(run: RunDirectory) -> None:
     run.rank(0, "RuntimeError", RESET, time=TIME - 0.2)
-    run.deaths("n1", r0=(1, False), r1=(137, False))
+    run.ranks_ended("n1", r0=(1, False), r1=(137, False))
     found = run.decide()
     assert (found.rank, found.exit_code, found.cause) == (1, 137, "rank 1 on n1 died of SIGKILL")
     assert [one["rank"] for one in found.collateral] == [0]
@@ -449,7 +449,7 @@ def test_a_hang_wins_over_all_other_failures(run: RunDirectory) -> None:
     hang = {"cause": "hung: no output", "node": "n2", "rank": 1, "time": TIME, "traceback": stack, "others": [other]}
     run.file("hang.json", hang)
     run.rank(0, "RuntimeError", RESET, time=TIME - 0.2)
-    run.deaths("n2", r1=(137, False))
+    run.ranks_ended("n2", r1=(137, False))
     found = run.decide(124)
     assert (found.outcome, found.exit_code, found.cause, found.rank) == ("failed", 124, "hung: no output", 1)
     assert verdict.render(found, run.path).splitlines() == [
@@ -465,7 +465,7 @@ def test_the_records_of_a_rank_and_of_its_agent_are_merged(run: RunDirectory) ->
     """PyTorch's threads may abort a process that exits after an exception: then 134 is not its exit code."""
     run.rank(1, "ValueError", "bad", time=TIME)
     run.rank(0, "RuntimeError", CLOSED, time=TIME - 0.1)
-    run.deaths("n1", r1=(134, False), r0=(134, False))
+    run.ranks_ended("n1", r1=(134, False), r0=(134, False))
     found = run.decide()
     assert (found.rank, found.exception, found.message, found.exit_code, found.time) == (
         1,
@@ -480,14 +480,14 @@ def test_the_records_of_a_rank_and_of_its_agent_are_merged(run: RunDirectory) ->
 def test_a_rank_that_raised_and_then_hung_until_the_agent_killed_it(run: RunDirectory) -> None:
     run.rank(1, "ValueError", "bad")
     run.rank(0, "RuntimeError", CLOSED)
-    run.deaths("n1", r0=(1, False), r1=(137, True))
+    run.ranks_ended("n1", r0=(1, False), r1=(137, True))
     assert (run.decide().rank, run.decide().exit_code) == (1, 1)
 
 
 def test_records_of_earlier_attempts_are_ignored(run: RunDirectory) -> None:
     """The agent restarted rank 1, and then rank 0 was killed."""
     run.rank(1, "ValueError", "bad", pid=7, time=TIME - 60)
-    run.deaths("n1", r0=(137, False), r1=(143, True))
+    run.ranks_ended("n1", r0=(137, False), r1=(143, True))
     found = run.decide()
     assert (found.rank, found.exit_code) == (0, 137)
     assert found.collateral == ({"node": "n1", "rank": 1, "message": "was stopped with the others (SIGTERM)"},)
@@ -505,7 +505,7 @@ def test_a_failed_node_env_is_quoted(run: RunDirectory) -> None:
 def test_a_node_without_any_file_is_lost(run: RunDirectory) -> None:
     run.start("n1", "n2")
     run.rank(0, "RuntimeError", RESET)
-    run.deaths("n1", r0=(1, False), r1=(143, True))
+    run.ranks_ended("n1", r0=(1, False), r1=(143, True))
     run.file("node_n1.exit", "1\n")
     found = run.decide()
     assert (found.node, found.rank, found.exit_code) == ("n2", None, 69)
@@ -528,7 +528,7 @@ def test_the_node_whose_heartbeats_most_agents_miss_is_lost(
 ) -> None:
     run.start(*missed)
     for node, other in missed.items():
-        run.file(f"errors/node_{node}.json", json.dumps({"node": node, "deaths": [], "lost": other}))
+        run.file(f"errors/node_{node}.json", json.dumps({"node": node, "failures": [], "lost": other}))
         run.file(f"node_{node}.exit", "69\n")
     found = run.decide()
     assert (found.outcome, found.node, found.exit_code) == ("failed", lost, 69)
@@ -542,14 +542,14 @@ def test_ranks_that_stop_after_a_lost_connection_did_not_stop_on_request(
     run: RunDirectory, code: int, seen_by: str
 ) -> None:
     run.start("n1", "n2")
-    run.deaths("n1", r0=(code, True), r1=(code, True))
-    run.deaths("n2", r2=(code, True), r3=(code, True))
+    run.ranks_ended("n1", r0=(code, True), r1=(code, True))
+    run.ranks_ended("n2", r2=(code, True), r3=(code, True))
     for node in ("n1", "n2"):
         run.file(f"node_{node}.exit", f"{code}\n")
     if seen_by == "the launcher":
         run.file("node_n2.lost", "")
     else:
-        run.file("errors/node_n1.json", json.dumps({"node": "n1", "deaths": [], "lost": "n2"}))
+        run.file("errors/node_n1.json", json.dumps({"node": "n1", "failures": [], "lost": "n2"}))
     found = run.decide(69)
     assert (found.outcome, found.node, found.exit_code) == ("failed", "n2", 69)
     assert found.cause.startswith("n2: connection lost")
@@ -564,7 +564,7 @@ def test_ranks_that_stop_after_a_lost_connection_did_not_stop_on_request(
 )
 def test_without_ssh_a_lost_launcher_was_killed(run: RunDirectory, address: str | None, code: int, cause: str) -> None:
     run.file("run.json", {"layout": [{"node": "n1", "address": address, "first_rank": 0, "processes": 2}]})
-    run.deaths("n1", r0=(143, True), r1=(143, True))
+    run.ranks_ended("n1", r0=(143, True), r1=(143, True))
     lost = {"node": "n1", "time": TIME, "cause": "launcher lost", "message": "the control channel was closed"}
     run.file("errors/supervisor_n1.json", lost)
     found = run.decide()
@@ -583,7 +583,7 @@ def test_the_last_line_of_an_agent_is_why_it_failed(run: RunDirectory) -> None:
 
 def test_ranks_that_stopped_because_the_launcher_exited_with_69_did_not_stop_on_request(run: RunDirectory) -> None:
     run.start("n1")
-    run.deaths("n1", r0=(75, False), r1=(75, False))
+    run.ranks_ended("n1", r0=(75, False), r1=(75, False))
     run.file("node_n1.exit", "75\n")
     assert (run.decide(75).outcome, run.decide(75).exit_code) == ("stopped", 75)
     assert (run.decide(69).outcome, run.decide(69).exit_code) == ("failed", 69)
@@ -597,7 +597,7 @@ def test_damaged_and_incomplete_files_are_ignored_with_a_warning(run: RunDirecto
     run.file("errors/node_n2.json", "[1, 2]")
     run.file("node_n2.exit", "")
     run.file("run.json", "")
-    run.deaths("n1", r0=(139, False))
+    run.ranks_ended("n1", r0=(139, False))
     evidence = gather(run.path)
     assert [failure.rank for failure in evidence.failures] == [0]
     for name in ("rank_5.json", "rank_6.json", "node_n2.json", "node_n2.exit", "run.json"):
@@ -615,8 +615,8 @@ _keys = st.sampled_from(
         "exception",
         "message",
         "traceback",
-        "deaths",
-        "ended_well",
+        "failures",
+        "succeeded",
         "ended_by_agent",
         "layout",
         "processes",
@@ -729,7 +729,7 @@ def test_an_exception_wins_over_the_abort_that_torchrun_reports(run: RunDirector
 def test_of_two_records_of_a_rank_the_more_reliable_one_is_used(run: RunDirectory) -> None:
     run.file("node_n1.log", RAISED_IN_LOG + TORCHRUN)
     assert (run.decide().rank, run.decide().exit_code) == (1, 42)
-    run.deaths("n1", r1=(3, False))
+    run.ranks_ended("n1", r1=(3, False))
     assert run.decide().exit_code == 3
     run.rank(1, "ValueError", "from the rank's file", exit_code=4)
     assert (run.decide().message, run.decide().exit_code) == ("from the rank's file", 4)
@@ -752,7 +752,7 @@ def test_chained_exceptions_in_the_log_are_read_from_the_first(run: RunDirectory
     lines = trace(("ValueError", "own"), ("RuntimeError", WAITED)).splitlines()
     marked = "".join(f"[n1:1] [rank1]: {line}\n" if line else "[n1:1] \n" for line in lines)
     run.file("node_n1.log", LOST_IN_LOG + "[n1:1] step 19\n" + marked)
-    run.deaths("n1", r0=(1, False), r1=(1, False))
+    run.ranks_ended("n1", r0=(1, False), r1=(1, False))
     found = run.decide()
     assert (found.rank, found.exception, found.message, found.traceback) == (1, "ValueError", "own", "\n".join(lines))
 
@@ -770,7 +770,7 @@ def test_an_abort_by_the_watchdog_of_nccl_is_not_the_cause(run: RunDirectory) ->
     before = "terminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc\n"
     log = "".join(f"[n1:0] {line}\n" for line in (before + thrown).splitlines())
     run.file("node_n1.log", log + "[n1:0] frame #0: c10::Error::Error (libc10.so)\n")
-    run.deaths("n1", r0=(134, False), r1=(139, False))
+    run.ranks_ended("n1", r0=(134, False), r1=(139, False))
     found = run.decide()
     assert (found.rank, found.exit_code) == (1, 139)
     assert found.collateral[0]["message"].startswith("DistBackendError: [Rank 0] Watchdog caught")
@@ -778,17 +778,17 @@ def test_an_abort_by_the_watchdog_of_nccl_is_not_the_cause(run: RunDirectory) ->
 
 def test_an_exception_that_was_logged_long_before_is_not_the_cause(run: RunDirectory) -> None:
     run.file("node_n1.log", RAISED_IN_LOG + "[n1:1] step\n" * 40)
-    run.deaths("n1", r1=(3, False))
+    run.ranks_ended("n1", r1=(3, False))
     assert run.decide().exception is None
     run.file("node_n1.log", RAISED_IN_LOG)
-    run.deaths("n1", r1=(137, False))
+    run.ranks_ended("n1", r1=(137, False))
     assert run.decide().exception is None, "nor that of a rank that was killed"
 
 
 def test_the_stack_that_faulthandler_logs_is_the_traceback(run: RunDirectory) -> None:
     fault = 'Fatal Python error: Segmentation fault\n\nCurrent thread 0x1:\n  File "a.py", line 3 in f'
     run.file("node_n1.log", "".join(f"[n1:0] {line}\n" for line in fault.splitlines()))
-    run.deaths("n1", r0=(139, False))
+    run.ranks_ended("n1", r0=(139, False))
     found = run.decide()
     assert (found.cause, found.traceback) == ("rank 0 on n1 died of SIGSEGV", fault)
     assert '  File "a.py", line 3 in f\n' in verdict.render(found, run.path)
@@ -919,7 +919,7 @@ def call(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_program_writes_verdict_json_and_exits_with_the_code_of_the_cause(run: RunDirectory) -> None:
-    run.deaths("n1", r1=(137, False))
+    run.ranks_ended("n1", r1=(137, False))
     run.file("errors/rank_5.json", "{")
     done = call(run.path)
     assert (done.returncode, done.stdout) == (137, "")
@@ -943,14 +943,14 @@ def test_the_program_writes_verdict_json_and_exits_with_the_code_of_the_cause(ru
 def test_an_interrupted_launcher_determines_the_exit_code(
     run: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run.deaths("n1", r0=(143, True))
+    run.ranks_ended("n1", r0=(143, True))
     for code, how in ((130, "Ctrl-C"), (143, "SIGTERM")):
         assert verdict.main([str(run.path), "--exit-code", f"{code}"]) == code
         assert capsys.readouterr().err == f"verdict: stopped: interrupted ({how}); no rank had failed\n"
 
 
 def test_the_verdict_of_a_stopped_run_says_how_to_resume(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
-    run.deaths("n1", r0=(75, False), r1=(75, True))
+    run.ranks_ended("n1", r0=(75, False), r1=(75, True))
     assert verdict.main([str(run.path)]) == 75
     assert "run the same command again to resume" in capsys.readouterr().err
 
@@ -958,7 +958,7 @@ def test_the_verdict_of_a_stopped_run_says_how_to_resume(run: RunDirectory, caps
 def test_a_full_disk_does_not_prevent_the_printed_verdict(
     run: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run.deaths("n1", r0=(139, False))
+    run.ranks_ended("n1", r0=(139, False))
     (run.path / "verdict.json").mkdir()  # cannot be written, as on a full disk
     assert verdict.main([str(run.path)]) == 139
     found = capsys.readouterr().err

@@ -640,12 +640,13 @@ def test_the_participants_of_a_job_may_be_texts_of_a_directory(workdir: Workdir)
     assert (workdir.path / "experiments/exp1/fold0_eve/metrics.jsonl").exists()
 
 
-def test_a_job_does_not_resume_from_the_checkpoint_of_another_fold(workdir: Workdir) -> None:
-    """That checkpoint may have been trained on the held-out text of this fold."""
+def test_a_job_does_not_resume_from_a_checkpoint_with_other_data_settings(workdir: Workdir) -> None:
+    """With another mode the checkpoint may have been trained on text that this run holds out."""
     assert workdir.job(*FOLD, "--steps", "2").returncode == 0
     refused = workdir.job(*FOLD, "--steps", "2", "--mode", "single")
     assert refused.returncode == 2
-    assert "is of another fold: data.mode=single (checkpoint: heldout); set another prefix" in refused.stderr
+    message = "was written with other data settings: data.mode=single (checkpoint: heldout); set another prefix"
+    assert message in refused.stderr
 
 
 @pytest.mark.parametrize(
