@@ -67,19 +67,12 @@ if [[ ! -e $kit/scripts/lib/slurm_job.bash ]]; then
 fi
 # shellcheck source=scripts/lib/common.bash
 source "$kit/scripts/lib/common.bash"
-# shellcheck source=scripts/lib/options.bash
 source "$KIT/scripts/lib/options.bash"
-# shellcheck source=scripts/lib/node_env.bash
 source "$KIT/scripts/lib/node_env.bash"
-# shellcheck source=scripts/lib/nodes.bash
 source "$KIT/scripts/lib/nodes.bash"
-# shellcheck source=scripts/lib/launch.bash
 source "$KIT/scripts/lib/launch.bash"
-# shellcheck source=scripts/lib/watch.bash
 source "$KIT/scripts/lib/watch.bash"
-# shellcheck source=scripts/lib/slurm.bash
 source "$KIT/scripts/lib/slurm.bash"
-# shellcheck source=scripts/lib/slurm_job.bash
 source "$KIT/scripts/lib/slurm_job.bash"
 
 
