@@ -86,7 +86,8 @@ check_nodes() {
   pick_python "$PYTHON_OPTION"
   set_node_checks 1 "${POSITIONAL[@]}"
   run_checks "${CHECKS[@]}"
-  build_module_command host.probe --directory "$PWD" --log-dir "$LOG_DIR" --port "${MASTER_PORT:-29500}" -- "${NODES[@]}"
+  build_module_command host.probe --directory "$PWD" --log-dir "$LOG_DIR" \
+    --port "${MASTER_PORT:-29500}" -- "${NODES[@]}"
   if [[ ${DRY_RUN:-0} == 1 ]]; then
     printf '%s: %s\n' "${NODES[*]}" "$(quote "${COMMAND[@]}")"
     return

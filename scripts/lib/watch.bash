@@ -203,7 +203,8 @@ sweep_lost_node() { # <node>
   close_control_channels
   set_supervisor
   REPLY_TIMEOUT=$((GRACE + STOP_TIMEOUT))
-  "${REACHED_BY[$1]}" "$1" "${SUPERVISOR[@]}" sweep --dir "$RUN" --name "$1" --grace "$GRACE" </dev/null >/dev/null 2>&1 ||
+  "${REACHED_BY[$1]}" "$1" "${SUPERVISOR[@]}" sweep --dir "$RUN" --name "$1" --grace "$GRACE" \
+    </dev/null >/dev/null 2>&1 ||
     : >"$RUN/node_$1.lost" # for the verdict
 }
 
