@@ -37,21 +37,13 @@
 set -euo pipefail
 # shellcheck source=scripts/lib/common.bash
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/lib/common.bash"
-# shellcheck source=scripts/lib/options.bash
 source "$KIT/scripts/lib/options.bash"
-# shellcheck source=scripts/lib/node_env.bash
 source "$KIT/scripts/lib/node_env.bash"
-# shellcheck source=scripts/lib/nodes.bash
 source "$KIT/scripts/lib/nodes.bash"
-# shellcheck source=scripts/lib/launch.bash
 source "$KIT/scripts/lib/launch.bash"
-# shellcheck source=scripts/lib/watch.bash
 source "$KIT/scripts/lib/watch.bash"
-# shellcheck source=scripts/lib/ssh.bash
 source "$KIT/scripts/lib/ssh.bash"
-# shellcheck source=scripts/lib/sync.bash
 source "$KIT/scripts/lib/sync.bash"
-# shellcheck source=scripts/lib/connectivity.bash
 source "$KIT/scripts/lib/connectivity.bash"
 
 OUTPUT_OPTIONS=()  # of the program that prints the findings
@@ -94,7 +86,8 @@ check_nodes() {
   pick_python "$PYTHON_OPTION"
   set_node_checks 1 "${POSITIONAL[@]}"
   run_checks "${CHECKS[@]}"
-  build_module_command host.probe --directory "$PWD" --log-dir "$LOG_DIR" --port "${MASTER_PORT:-29500}" -- "${NODES[@]}"
+  build_module_command host.probe --directory "$PWD" --log-dir "$LOG_DIR" \
+    --port "${MASTER_PORT:-29500}" -- "${NODES[@]}"
   if [[ ${DRY_RUN:-0} == 1 ]]; then
     printf '%s: %s\n' "${NODES[*]}" "$(quote "${COMMAND[@]}")"
     return

@@ -18,9 +18,7 @@
 set -euo pipefail
 # shellcheck source=scripts/lib/common.bash
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/lib/common.bash"
-# shellcheck source=scripts/lib/options.bash
 source "$KIT/scripts/lib/options.bash"
-# shellcheck source=scripts/lib/venv.bash
 source "$KIT/scripts/lib/venv.bash"
 
 LAUNCH=scripts/ssh/launch_singlenode.sh

@@ -12,14 +12,13 @@
 #   --script PATH        script to run (default: Muster's train.py)
 #   -m MODULE            run a module instead of a script
 #   --python PATH        default: the active venv or conda environment, ./.venv, Muster's .venv, python3
-#   --agent fast|torchrun  fast (default): ranks are forked from a process that has imported PyTorch;
-#                        torchrun: PyTorch's own agent
+#   --agent fast|torchrun  fast (default): Muster's agent, which imports PyTorch once; torchrun: PyTorch's own
 #   --master-port PORT   default: a free port; in an allocation $MASTER_PORT, if set
 #   --env NAME=VALUE     set an environment variable for the ranks; repeatable
 #   --env-file FILE      the same from a file, one NAME=VALUE per line
 #   --max-restarts N     restart up to N times after a failure (default: 0)
-#   --hang-timeout S     stop a run without output or metrics for S seconds, with exit code 124; 0: never
-#                        (default: 600 for runs that log steps, and only if no rank can make progress)
+#   --hang-timeout S     stop a run that writes no output or metrics for S seconds, with exit code 124; 0: never.
+#                        Default: 600 s, for runs that log steps, and only if no rank can make progress
 #   --log-dir DIR        directory for run directories (default: logs)
 #   --rendezvous-timeout SECONDS  with LAUNCHER=torchrun: how long to wait for all nodes to join (default: 600)
 #   --no-preflight       skip the checks of GPUs and port
@@ -37,17 +36,11 @@
 set -euo pipefail
 # shellcheck source=scripts/lib/common.bash
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/lib/common.bash"
-# shellcheck source=scripts/lib/options.bash
 source "$KIT/scripts/lib/options.bash"
-# shellcheck source=scripts/lib/node_env.bash
 source "$KIT/scripts/lib/node_env.bash"
-# shellcheck source=scripts/lib/nodes.bash
 source "$KIT/scripts/lib/nodes.bash"
-# shellcheck source=scripts/lib/launch.bash
 source "$KIT/scripts/lib/launch.bash"
-# shellcheck source=scripts/lib/watch.bash
 source "$KIT/scripts/lib/watch.bash"
-# shellcheck source=scripts/lib/slurm.bash
 source "$KIT/scripts/lib/slurm.bash"
 
 
@@ -58,7 +51,8 @@ parse_arguments() {
   [[ $NPROC =~ ^[1-9][0-9]{0,8}$ ]] || die_usage "-n: expected a number of processes, 1 or more, got '$NPROC'"
   CONFIG=${CONFIG:-$KIT/config/quickstart.yaml}
   [[ $LEVEL ]] || return 0
-  [[ ${LEVEL,,} =~ ^(debug|info|warning|error)$ ]] || die_usage "-l: expected debug, info, warning or error, got '$LEVEL'"
+  [[ ${LEVEL,,} =~ ^(debug|info|warning|error)$ ]] ||
+    die_usage "-l: expected debug, info, warning or error, got '$LEVEL'"
   [[ ! $SCRIPT$MODULE || $SCRIPT -ef $KIT/train.py ]] ||
     die_usage "-l '$LEVEL': only for Muster's train.py; pass arguments of your own script after --," \
       "such as -- --log-level ${LEVEL,,}"
@@ -72,7 +66,8 @@ main() {
   if ! in_allocation; then
     [[ ! $RENDEZVOUS_TIMEOUT ]] || die_usage "--rendezvous-timeout: there is only one node; leave it out"
     forward_options_except -n -c -l
-    exec_in_environment 0 "$KIT/scripts/ssh/launch_singlenode.sh" "${FORWARDED_OPTIONS[@]}" "$CONFIG" "$NPROC" -- "${SCRIPT_ARGS[@]}"
+    exec_in_environment 0 "$KIT/scripts/ssh/launch_singlenode.sh" "${FORWARDED_OPTIONS[@]}" \
+      "$CONFIG" "$NPROC" -- "${SCRIPT_ARGS[@]}"
   fi
   enter_node_env "$@"
   slurm_check_call "$NPROC"

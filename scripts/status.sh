@@ -23,13 +23,9 @@
 set -euo pipefail
 # shellcheck source=scripts/lib/common.bash
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/lib/common.bash"
-# shellcheck source=scripts/lib/options.bash
 source "$KIT/scripts/lib/options.bash"
-# shellcheck source=scripts/lib/nodes.bash
 source "$KIT/scripts/lib/nodes.bash"
-# shellcheck source=scripts/lib/ssh.bash
 source "$KIT/scripts/lib/ssh.bash"
-# shellcheck source=scripts/lib/visit.bash
 source "$KIT/scripts/lib/visit.bash"
 
 REFRESH_INTERVAL=2 # seconds

@@ -23,13 +23,9 @@
 set -euo pipefail
 # shellcheck source=scripts/lib/common.bash
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/lib/common.bash"
-# shellcheck source=scripts/lib/options.bash
 source "$KIT/scripts/lib/options.bash"
-# shellcheck source=scripts/lib/nodes.bash
 source "$KIT/scripts/lib/nodes.bash"
-# shellcheck source=scripts/lib/ssh.bash
 source "$KIT/scripts/lib/ssh.bash"
-# shellcheck source=scripts/lib/visit.bash
 source "$KIT/scripts/lib/visit.bash"
 
 SUMMARY=''          # one sentence: which processes remain, if any
@@ -56,7 +52,8 @@ stop_from_launcher_host() {
   ((!NOW)) || command+=(--now)
   [[ ${QUIET:-0} == 0 ]] || command+=(--quiet)
   log "$RUN: launcher is on $LAUNCHER_HOST; stopping it from there"
-  ssh_client -- "$LAUNCHER_HOST" "$(quote_for_any_shell "exec $(quote "${command[@]}" "$RUN_MARK")")" </dev/null || status=$?
+  ssh_client -- "$LAUNCHER_HOST" \
+    "$(quote_for_any_shell "exec $(quote "${command[@]}" "$RUN_MARK")")" </dev/null || status=$?
   case $status in
     0 | 1 | "$EXIT_UNFIT") exit "$status" ;;
   esac
@@ -208,8 +205,8 @@ main() {
   stop_launcher
   stop_nodes
   if [[ $LAUNCHER_STATE == elsewhere ]]; then
-    die_with "$EXIT_UNFIT" "$LAUNCHER_HOST: cannot be reached; the launcher (process $LAUNCHER_PID) may still run there" \
-      "and, with --max-restarts, restart the run"
+    die_with "$EXIT_UNFIT" "$LAUNCHER_HOST: cannot be reached;" \
+      "the launcher (process $LAUNCHER_PID) may still run there and, with --max-restarts, restart the run"
   fi
 }
 

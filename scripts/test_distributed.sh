@@ -24,8 +24,7 @@
 #   --seconds S          time for the bandwidth table (default: 10)
 #   --timeout S          how long a rank waits for the others (default: 60)
 #   --python PATH        default: the active venv or conda environment, ./.venv, Muster's .venv, python3
-#   --agent fast|torchrun  fast (default): ranks are forked from a process that has imported PyTorch;
-#                        torchrun: PyTorch's own agent
+#   --agent fast|torchrun  fast (default): Muster's agent, which imports PyTorch once; torchrun: PyTorch's own
 #   --master-port PORT   default: a free port
 #   --rendezvous-timeout SECONDS  how long to wait for all nodes to join (default: 600)
 #   --env NAME=VALUE     set an environment variable for the ranks; repeatable
@@ -46,23 +45,14 @@
 set -euo pipefail
 # shellcheck source=scripts/lib/common.bash
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/lib/common.bash"
-# shellcheck source=scripts/lib/options.bash
 source "$KIT/scripts/lib/options.bash"
-# shellcheck source=scripts/lib/node_env.bash
 source "$KIT/scripts/lib/node_env.bash"
-# shellcheck source=scripts/lib/nodes.bash
 source "$KIT/scripts/lib/nodes.bash"
-# shellcheck source=scripts/lib/launch.bash
 source "$KIT/scripts/lib/launch.bash"
-# shellcheck source=scripts/lib/watch.bash
 source "$KIT/scripts/lib/watch.bash"
-# shellcheck source=scripts/lib/ssh.bash
 source "$KIT/scripts/lib/ssh.bash"
-# shellcheck source=scripts/lib/sync.bash
 source "$KIT/scripts/lib/sync.bash"
-# shellcheck source=scripts/lib/connectivity.bash
 source "$KIT/scripts/lib/connectivity.bash"
-# shellcheck source=scripts/lib/slurm.bash
 source "$KIT/scripts/lib/slurm.bash"
 
 LAUNCHER_ARGUMENTS=()
@@ -160,7 +150,8 @@ test_connections() {
 # Run the launcher with its output on standard error, and print the report.
 test_ranks() {
   local code=0 run
-  run_forwarding_signals exec_in_environment 1 MUSTER_RUN_FILE="$SCRATCH/run" "$LAUNCHER_FILE" "${LAUNCHER_ARGUMENTS[@]}" >&2 || code=$?
+  run_forwarding_signals exec_in_environment 1 MUSTER_RUN_FILE="$SCRATCH/run" \
+    "$LAUNCHER_FILE" "${LAUNCHER_ARGUMENTS[@]}" >&2 || code=$?
   [[ -s $SCRATCH/run ]] || exit "$code" # the launcher has made no run directory
   run=$(<"$SCRATCH/run")
   if [[ -e $run/smoke.json ]]; then
@@ -185,8 +176,10 @@ main() {
   check_smoke
   ((!JSON)) || OUTPUT_OPTIONS=(--json)
   LOG_DIR=$(absolute "$LOG_DIR")
-  forward_options_except --json --backend --min-bytes --max-bytes --seconds --timeout --python --log-dir --master-port --dry-run
-  LAUNCHER_ARGUMENTS+=("${FORWARDED_OPTIONS[@]}" --python "$PYTHON" --log-dir "$LOG_DIR" --script "$KIT/scripts/lib/smoke.py")
+  forward_options_except --json --backend --min-bytes --max-bytes --seconds --timeout \
+    --python --log-dir --master-port --dry-run
+  LAUNCHER_ARGUMENTS+=("${FORWARDED_OPTIONS[@]}" --python "$PYTHON" --log-dir "$LOG_DIR"
+    --script "$KIT/scripts/lib/smoke.py")
   if uses_allocation; then
     LAUNCHER_ARGUMENTS+=(-c - -n $((NPROC * SLURM_JOB_NUM_NODES)))
   else

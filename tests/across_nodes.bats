@@ -69,7 +69,7 @@ smoke_test() { # <argument of test_distributed.sh...>
   # Other findings about this machine change the width of columns.
   [[ $(tr -s ' ' <<<"$output") == *$'\n'"$N2"$'\n'*"warning MTU 1400 bytes, but 1500 bytes on ${PREFIX}[1,3]"$'\n'* ]]
   [[ $(tr -s ' ' <<<"$output") == *$'\n'"$N3"$'\n'*"warning NCCL NCCL_IB_DISABLE=1 is set, but nothing is set on ${PREFIX}[1-2]"$'\n'* ]]
-  [[ $(tr -s ' ' <<<"$output") == *"fault reach cannot connect to $N2 ("*"): no answer within 3 s: a firewall between them?"* ]]
+  [[ $(tr -s ' ' <<<"$output") == *"fault reach cannot connect to $N2 ("*"): no reply within 3 s: a firewall between them?"* ]]
   [[ $output == *$'\n'"nowhere"$'\n'"fault    ssh  cannot be reached (ssh: Could not resolve hostname nowhere: "* ]]
   [[ ${lines[-1]} == "4 nodes: none fit for training; ${PREFIX}[1-3],nowhere are not" ]]
 }
@@ -108,7 +108,7 @@ for node, found in json.load(open(sys.argv[1])).items(): print(found.get("error"
   block_connections_from_3_to_2
   run --separate-stderr smoke_test 1 "${PREFIX}[1-3]"
   [ "$status" -eq 69 ]
-  [[ $stderr == *"connectivity: $N3 cannot connect to $N2 ("*"): no answer within 3 s: a firewall between them?; open TCP "* ]]
+  [[ $stderr == *"connectivity: $N3 cannot connect to $N2 ("*"): no reply within 3 s: a firewall between them?; open TCP "* ]]
   [[ -z $output ]]
   [ ! -e logs ]
   run --separate-stderr smoke_test 1 "$N1" nowhere

@@ -26,7 +26,6 @@
 set -euo pipefail
 # shellcheck source=scripts/lib/common.bash
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/../scripts/lib/common.bash"
-# shellcheck source=scripts/lib/venv.bash
 source "$KIT/scripts/lib/venv.bash"
 
 # Programs that the tests call, each with its Debian package.

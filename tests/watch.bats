@@ -1,6 +1,6 @@
 #!/usr/bin/env bats
 #
-# scripts/lib/watch.bash, where no launch would show it: what is reported of a node's end arrives whole.
+# Events in scripts/lib/watch.bash whose timing a launch cannot control.
 
 bats_require_minimum_version 1.5.0
 
@@ -20,11 +20,11 @@ record() { # <message...>
 KIT=$(readlink -f "$BATS_TEST_DIRNAME/..")
 
 
-# As an attempt begins, with a client for each node; what is said to the nodes goes nowhere.
+# The state at the start of an attempt. Requests to the nodes are discarded.
 setup() {
   cd "$BATS_TEST_TMPDIR" || return
   # shellcheck disable=SC2034 # for wait_for_nodes
-  DEADLINE='' REQUEST='' HANG_TIMEOUT=0
+  NEXT_REQUEST='' NEXT_REQUEST_TIME='' HANG_TIMEOUT=0
   RUN=$PWD
   declare -gA CLIENT=() CONTROL=() DEAD=()
   exec {EVENTS}<> <(:)
@@ -46,7 +46,7 @@ teardown() {
 }
 
 
-@test "the word of a node's end may come in pieces, with time between them" {
+@test "an exit code may arrive in several pieces" {
   give_client node1
   give_client node2
   local clients=("${CLIENT[@]}")
@@ -58,49 +58,49 @@ teardown() {
 }
 
 
-@test "a client that was killed has said nothing, and is not waited for" {
+@test "the launcher does not wait for the exit code of a killed client" {
   give_client node1
   local client=${CLIENT[node1]}
   kill -KILL "$client"
   wait_for_nodes
   [ "$(<recorded)" = "node1: process $client, the launcher's connection to it, was killed" ]
   [ "$STATUS" -eq 137 ]
-  [ ${#DEAD[@]} -eq 0 ] # else the next try's client would have no time for its word
+  [ ${#DEAD[@]} -eq 0 ] # or the client of the next attempt would have no time to report
 }
 
 
-@test "a hang ends the run with 124, unless it is ending already or the hang was that of an attempt before" {
-  # shellcheck disable=SC2034 # hung reads it
+@test "a hang ends the run with 124, unless the run is already ending or the hang was in an earlier attempt" {
+  # shellcheck disable=SC2034 # handle_hang reads it
   EXIT_GAVE_UP=124
   give_client node1
-  printf '%s\n' "/hang 0" "node1 0" >&"$EVENTS"
+  printf '%s\n' "/hang_watch 0" "node1 0" >&"$EVENTS"
   wait_for_nodes
   [ "$STATUS" -eq 0 ]
   [ ! -s recorded ]
 
   give_client node1
   echo '{}' >.hang.json
-  printf '%s\n' "/hang 0" "node1 143" >&"$EVENTS"
+  printf '%s\n' "/hang_watch 0" "node1 143" >&"$EVENTS"
   wait_for_nodes
   [ "$STATUS" -eq 124 ]
   [ -e hang.json ] && [ ! -e .hang.json ]
   [ "$(<recorded)" = "the run hangs; stopping it" ]
   rm hang.json
 
-  STATUS=0 DEADLINE=''
+  STATUS=0 NEXT_REQUEST=''
   give_client node1
   give_client node2
   echo '{}' >.hang.json
-  printf '%s\n' "node1 1" "/hang 0" "node2 1" >&"$EVENTS"
+  printf '%s\n' "node1 1" "/hang_watch 0" "node2 1" >&"$EVENTS"
   wait_for_nodes
   [ "$STATUS" -eq 1 ]
   [ ! -e hang.json ]
 }
 
 
-@test "what watches for a hang ends with the launcher, whatever it is doing" {
+@test "hang_watch.sh exits with the launcher, also during a query" {
   mkfifo launcher
-  trap '' TERM # as by who starts the launcher
+  trap '' TERM # as a parent of the launcher may have set it
   setsid "$KIT/scripts/lib/hang_watch.sh" --python python3 --timeout 1000 nowhere <launcher 3>&- &
   local watcher=$! control
   trap - TERM
@@ -112,7 +112,7 @@ teardown() {
 }
 
 
-# In a shell of its own: bash prints such lines only in a script.
+# In a separate shell, as bash prints such lines only in a script.
 @test "when a client or its command is killed, the console shows no command of the launcher" {
   cat >launcher.sh <<'END'
 for part in common options nodes watch; do

@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # typing itself would cost every launch milliseconds
     from collections.abc import Mapping
     from typing import Any
 
-MARK = "muster-answer "  # before the JSON
+MARK = "muster-reply "  # before the JSON
 NODE_ENV = "config/node_env.sh: "  # prefix of messages about this file
 
 UNREACHABLE = "cannot be reached ({printed}); try: ssh {name} true"

@@ -36,7 +36,7 @@ def run_program(command: Sequence[str], limit: float) -> ProgramOutput:
         process.kill()
         with suppress(subprocess.TimeoutExpired):
             process.communicate(timeout=1)
-        return ProgramOutput(None, "", f"no answer within {limit:g} s")
+        return ProgramOutput(None, "", f"no reply within {limit:g} s")
     return ProgramOutput(process.returncode, out, err)
 
 

@@ -650,7 +650,7 @@ def find_python(requested: str, workdir: str) -> list[str]:
     except OSError as error:
         raise HostError(f"python {path}: {error.strerror}; set python for this server") from None
     except subprocess.TimeoutExpired:
-        raise HostError(f"python {path}: no answer within 30 s; set python for this server") from None
+        raise HostError(f"python {path}: no reply within 30 s; set python for this server") from None
     if version.returncode:
         raise HostError(f"python {path}: exits with code {version.returncode}; set python for this server")
     return [path]

@@ -250,7 +250,7 @@ class SlurmServer:
                 process.kill()
             if isinstance(error, asyncio.CancelledError):
                 raise
-            raise Unreachable(f"{command[0]}: no answer within {limit:.0f} s") from None
+            raise Unreachable(f"{command[0]}: no reply within {limit:.0f} s") from None
         return process.returncode or 0, out.decode(errors="replace"), err.decode(errors="replace")
 
     async def _call(self, command: Sequence[str]) -> str:

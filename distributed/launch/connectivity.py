@@ -3,7 +3,7 @@
 Each node listens at the address that its ranks will use, then connects to all others at the same time. The launching
 side reads the replies and reports failed connections:
 
-    node2 cannot connect to node3 (10.0.0.3): no answer within 3 s: a firewall between them?
+    node2 cannot connect to node3 (10.0.0.3): no reply within 3 s: a firewall between them?
 
 scripts/lib/connectivity.bash runs these steps.
 """
@@ -63,7 +63,7 @@ async def connection_error(host: str, port: int, seconds: float) -> str:
     try:
         _, connection = await asyncio.wait_for(asyncio.open_connection(host, port), seconds)
     except asyncio.TimeoutError:
-        return f"no answer within {seconds:g} s"
+        return f"no reply within {seconds:g} s"
     except OSError as error:
         return os.strerror(error.errno).lower() if error.errno and error.errno > 0 else str(error)
     connection.close()
@@ -83,7 +83,7 @@ class FailedConnection:
     error: str
 
     def __str__(self) -> str:
-        firewall = ": a firewall between them?" if self.error.startswith("no answer") else ""
+        firewall = ": a firewall between them?" if self.error.startswith("no reply") else ""
         return f"{fold(self.nodes)} cannot connect to {self.to} ({self.address}): {self.error}{firewall}"
 
 

@@ -162,7 +162,8 @@ resolve_python() { # [value of --python]
   local python=${1:-${PYTHONS[0]:-python3}}
   PYTHON_ORIGIN=${PYTHON_ORIGINS[0]:-PATH}
   [[ ! ${1-} ]] || PYTHON_ORIGIN=--python
-  PYTHON=$(type -P -- "$python") || die_usage "no Python at '$python' (from $PYTHON_ORIGIN); choose another with --python PATH"
+  PYTHON=$(type -P -- "$python") ||
+    die_usage "no Python at '$python' (from $PYTHON_ORIGIN); choose another with --python PATH"
   # The symbolic link is not resolved: Python finds its virtual environment by it.
   [[ $PYTHON == /* ]] || PYTHON=$PWD/$PYTHON
 }

@@ -30,7 +30,7 @@ start_listeners() { # <directory for the replies>
   done
   exec {LISTENING}>"$1/until" # opened after the forks, so that no child holds the writing end
   for node in "${NODES[@]}"; do
-    until [[ -e $1/$node.code ]] || grep -qs '^muster-answer ' "$1/$node.out"; do
+    until [[ -e $1/$node.code ]] || grep -qs '^muster-reply ' "$1/$node.out"; do
       read -r -t 0.05 <> <(:) || true
     done
   done

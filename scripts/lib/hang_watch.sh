@@ -9,18 +9,15 @@
 #   --certain          require proof that no rank can make progress; see distributed/runs/hang_decision.py
 #
 # A run that makes progress is queried once per timeout. When it hangs, this program writes .hang.json in the run
-# directory, prints "/hang 0" and exits. It also exits at the end of its standard input, which the launcher holds open.
+# directory, prints "/hang_watch 0" (an event for watch.bash) and exits. It also exits at the end of its standard input,
+# which the launcher holds open.
 #
 set -euo pipefail
 # shellcheck source=scripts/lib/common.bash
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/common.bash"
-# shellcheck source=scripts/lib/options.bash
 source "$KIT/scripts/lib/options.bash"
-# shellcheck source=scripts/lib/nodes.bash
 source "$KIT/scripts/lib/nodes.bash"
-# shellcheck source=scripts/lib/ssh.bash
 source "$KIT/scripts/lib/ssh.bash"
-# shellcheck source=scripts/lib/visit.bash
 source "$KIT/scripts/lib/visit.bash"
 
 MAX_DELAY=5     # seconds; when a pause takes longer, the machine or this program was suspended
@@ -51,7 +48,8 @@ decide() { # [--stacks]
   ((!CERTAIN)) || certain=(--certain)
   [[ ! ${1-} ]] || sample=$((CERTAIN ? 5 : 1)) # seconds of CPU use
   run_on_nodes "$VISIT_DIR" visit_status --seconds "$sample" "$@"
-  kit_python runs.hang_decision --timeout "$TIMEOUT" --watched $((SECONDS - WATCHED_SINCE)) "${certain[@]}" "$@" "$RUN" "$VISIT_DIR"
+  kit_python runs.hang_decision --timeout "$TIMEOUT" --watched $((SECONDS - WATCHED_SINCE)) "${certain[@]}" "$@" \
+    "$RUN" "$VISIT_DIR"
 }
 
 
@@ -76,7 +74,7 @@ main() {
     [[ $decision != hung ]] || break
     pause "${decision#wait }"
   done
-  echo "/hang 0"
+  echo "/hang_watch 0"
 }
 
 main "$@"

@@ -15,7 +15,6 @@
 set -euo pipefail
 # shellcheck source=scripts/lib/common.bash
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/common.bash"
-# shellcheck source=scripts/lib/node_env.bash
 source "$KIT/scripts/lib/node_env.bash"
 
 

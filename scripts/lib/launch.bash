@@ -3,8 +3,8 @@
 # Steps before the nodes start, shared by all launchers: check the call, make the run directory, build the command line
 # of the agent.
 #
-# Sourced, never run; it needs options.bash and nodes.bash. Nodes are started with watch.bash, and ssh.bash, pdsh.bash or
-# slurm.bash.
+# Sourced, never run; it needs options.bash and nodes.bash. watch.bash, with ssh.bash,
+# pdsh.bash or slurm.bash, starts the nodes.
 
 # shellcheck disable=SC2034 # other files use these variables
 WORK=()                  # command of each rank: a script, or -m and a module
@@ -234,8 +234,9 @@ build_agent_command() { # <torchrun's options...>
 # Set COMMAND for one of NODES, whose order is that of the node ranks.
 build_agent_command_on() { # <node rank> <run directory>
   local node=${NODES[$1]}
-  build_agent_command --rdzv-id "${2##*/}" --nnodes "${#NODES[@]}" --node-rank "$1" --nproc-per-node "${NPROC_OF[$node]}" \
-    --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" --log-dir "$2/ranks/$node"
+  build_agent_command --rdzv-id "${2##*/}" --nnodes "${#NODES[@]}" --node-rank "$1" \
+    --nproc-per-node "${NPROC_OF[$node]}" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" \
+    --log-dir "$2/ranks/$node"
 }
 
 
@@ -267,7 +268,8 @@ detach() {
   mkdir -p -- "$LOG_DIR"
   out=$(mktemp -- "$LOG_DIR/detached-XXXXXX.log")
   run_file=$(mktemp)
-  (exec_in_environment 1 MUSTER_RUN_FILE="$run_file" setsid "${command[@]}" "${SCRIPT_ARGS[@]}" </dev/null >"$out" 2>&1) &
+  (exec_in_environment 1 MUSTER_RUN_FILE="$run_file" setsid "${command[@]}" "${SCRIPT_ARGS[@]}" \
+    </dev/null >"$out" 2>&1) &
   child=$!
   until [[ -s $run_file ]] || ! kill -0 "$child" 2>/dev/null; do
     sleep 0.05

@@ -49,7 +49,8 @@ check_node_env_syntax() {
 
 
 node_env_exited() { # <exit code>
-  node_env_unfit "$NODE_ENV_FILE: exited with code $1, so nothing was started; it is sourced and must neither exit nor exec a command"
+  node_env_unfit "$NODE_ENV_FILE: exited with code $1, so nothing was started;" \
+    "it is sourced and must neither exit nor exec a command"
 }
 
 
@@ -57,7 +58,8 @@ node_env_failed() { # <exit code> <line>
   [[ ${BASH_SOURCE[1]} == "$NODE_ENV_FILE" && ${FUNCNAME[1]} == source ]] || return 0
   ! node_env_may_fail "$2" || return 0
   local command
-  command=$(sed -n -e "$2"'{:more' -e '/\\$/{N;s/\\\n[[:blank:]]*//;b more' -e '};s/^[[:blank:]]*//;s/\r$//;p;}' -- "$NODE_ENV_FILE")
+  command=$(sed -n -e "$2"'{:more' -e '/\\$/{N;s/\\\n[[:blank:]]*//;b more' \
+    -e '};s/^[[:blank:]]*//;s/\r$//;p;}' -- "$NODE_ENV_FILE")
   node_env_unfit "$NODE_ENV_FILE: line $2: '$command' failed with exit code $1; fix it, or write '$command || true'"
 }
 
@@ -69,10 +71,10 @@ node_env_may_fail() { # <line>
 }
 
 
-node_env_unfit() { # <message>
+node_env_unfit() { # <message...>
   trap - ERR EXIT
   exec 2>&"$NODE_ENV_STDERR"
-  printf '%s\n' "${MUSTER_NODE:+$MUSTER_NODE: }$1" >&2
+  printf '%s\n' "${MUSTER_NODE:+$MUSTER_NODE: }$*" >&2
   "${NODE_ENV_CLEANUP[@]}"
   exit "$EXIT_UNFIT"
 }

@@ -162,7 +162,8 @@ suggest_option() { # <unknown option>
 
 
 check_options() {
-  [[ ! $SCRIPT || ! $MODULE ]] || die_usage "--script '$SCRIPT' and -m '$MODULE' cannot be combined; give one of the two"
+  [[ ! $SCRIPT || ! $MODULE ]] ||
+    die_usage "--script '$SCRIPT' and -m '$MODULE' cannot be combined; give one of the two"
   [[ $AGENT == fast || $AGENT == torchrun ]] || die_usage "--agent: expected fast or torchrun, got '$AGENT'"
   is_count "$MAX_RESTARTS" || die_usage "--max-restarts: expected a non-negative integer, got '$MAX_RESTARTS'"
   is_count "$MAX_REQUEUES" || die_usage "--max-requeues: expected a non-negative integer, got '$MAX_REQUEUES'"
@@ -196,8 +197,9 @@ is_port() { # <argument>
 # launch and is ignored.
 use_port_from_environment() {
   [[ ! $MASTER_PORT && $PORT_FROM_ENVIRONMENT && ! ${RANK-}${MUSTER_RUN_DIR-} ]] || return 0
-  is_port "$PORT_FROM_ENVIRONMENT" || die_usage "MASTER_PORT='$PORT_FROM_ENVIRONMENT' of the environment: expected a port" \
-    "from 1 to 65535; unset it, or give a port with --master-port"
+  is_port "$PORT_FROM_ENVIRONMENT" ||
+    die_usage "MASTER_PORT='$PORT_FROM_ENVIRONMENT' of the environment: expected a port" \
+      "from 1 to 65535; unset it, or give a port with --master-port"
   MASTER_PORT=$PORT_FROM_ENVIRONMENT
 }
 
@@ -205,8 +207,8 @@ use_port_from_environment() {
 add_environment() { # <origin> <NAME=VALUE>
   [[ $2 =~ ^[A-Za-z_][A-Za-z_0-9]*= ]] || die_usage "$1: expected NAME=VALUE, got '$2'"
   case ${2%%=*} in
-    MUSTER_RUN_DIR | MUSTER_METRICS | MUSTER_NODE | MUSTER_NODES | RANK | WORLD_SIZE | LOCAL_RANK | MASTER_ADDR | MASTER_PORT | \
-      TORCHELASTIC_* | PET_*)
+    MUSTER_RUN_DIR | MUSTER_METRICS | MUSTER_NODE | MUSTER_NODES | RANK | WORLD_SIZE | LOCAL_RANK | \
+      MASTER_ADDR | MASTER_PORT | TORCHELASTIC_* | PET_*)
       die_usage "$1 '${2%%=*}': the launcher sets it; leave it out" ;;
   esac
   ENVIRONMENT+=("$2")
@@ -218,7 +220,8 @@ read_env_file() { # <file>
   [[ -f $1 && -r $1 ]] || die_usage "--env-file '$1': not a readable file (in $PWD)"
   local line number=0
   (($(wc -c <"$1") <= 1000000)) || die_usage "--env-file '$1': larger than 1 MB; name a file of NAME=VALUE lines"
-  (($(tr -d '\0' <"$1" | wc -c) == $(wc -c <"$1"))) || die_usage "--env-file '$1': contains a NUL byte; name a text file"
+  (($(tr -d '\0' <"$1" | wc -c) == $(wc -c <"$1"))) ||
+    die_usage "--env-file '$1': contains a NUL byte; name a text file"
   while IFS= read -r line || [[ $line ]]; do
     number=$((number + 1))
     [[ $line != *$'\r' ]] || die_usage "--env-file '$1', line $number: ends with a carriage return (Windows);" \

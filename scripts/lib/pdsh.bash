@@ -82,8 +82,9 @@ remote_supervise() { # <node rank> <working directory> <run directory> <master a
   shift $(($1 + 1))
   cd -- "$directory" || exit 69
   exec "${supervisor[@]}" --name "${nodes[rank]}" --environment "$run/node_${nodes[rank]}.environment" -- \
-    "${agent[@]}" --rdzv-id "${run##*/}" --nnodes "${#nodes[@]}" --node-rank "$rank" --nproc-per-node "${counts[rank]}" \
-    --master-addr "$address" --master-port "$port" --log-dir "$run/ranks/${nodes[rank]}" "$@"
+    "${agent[@]}" --rdzv-id "${run##*/}" --nnodes "${#nodes[@]}" --node-rank "$rank" \
+    --nproc-per-node "${counts[rank]}" --master-addr "$address" --master-port "$port" \
+    --log-dir "$run/ranks/${nodes[rank]}" "$@"
 }
 
 

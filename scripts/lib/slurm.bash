@@ -20,7 +20,8 @@ RANK_PYTHON=''
 in_allocation() {
   [[ ${SLURM_JOB_ID-} ]] || return 1
   [[ ! ${SLURM_STEP_ID-} ]] || ((SLURM_STEP_ID > 4294967000)) ||
-    die_usage "this is task ${SLURM_PROCID-} of a job step: call it from the salloc shell or the batch script, not through srun"
+    die_usage "this is task ${SLURM_PROCID-} of a job step:" \
+      "call it from the salloc shell or the batch script, not through srun"
 }
 
 
@@ -43,9 +44,11 @@ enter_node_env() { # <argument of the script...>
 
 check_slurm_settings() {
   [[ $LAUNCHER == srun || $LAUNCHER == torchrun ]] || die_usage "LAUNCHER: expected srun or torchrun, got '$LAUNCHER'"
-  type -P srun >/dev/null || die_usage "srun is not on the PATH; load SLURM's module, or call this on a node of the cluster"
-  [[ ! $RENDEZVOUS_TIMEOUT || $LAUNCHER == torchrun ]] || die_usage "--rendezvous-timeout: requires LAUNCHER=torchrun;" \
-    "with srun the script sets the timeout (train.py: distributed.timeout)"
+  type -P srun >/dev/null ||
+    die_usage "srun is not on the PATH; load SLURM's module, or call this on a node of the cluster"
+  [[ ! $RENDEZVOUS_TIMEOUT || $LAUNCHER == torchrun ]] ||
+    die_usage "--rendezvous-timeout: requires LAUNCHER=torchrun;" \
+      "with srun the script sets the timeout (train.py: distributed.timeout)"
   local lines arguments
   lines=$(split_arguments SRUN_ARGS)
   [[ ! $lines ]] || mapfile -t SRUN_OPTIONS <<<"$lines"

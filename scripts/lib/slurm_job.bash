@@ -24,8 +24,8 @@ refuse_misplaced_options() { # <argument...>
     case $1 in
       --) return ;;
       --detach) die_usage "--detach: batch jobs are always detached; leave it out" ;;
-      --nodes* | --ntasks* | --gres* | --gpus* | --time* | --mem* | --cpus-per-task* | --partition* | --account* | --array* | \
-        -N* | -n* | -p* | -A* | -t* | -w* | -c*)
+      --nodes* | --ntasks* | --gres* | --gpus* | --time* | --mem* | --cpus-per-task* | \
+        --partition* | --account* | --array* | -N* | -n* | -p* | -A* | -t* | -w* | -c*)
         die_usage "$1: put options of sbatch before the script: sbatch $1 ... $PROGRAM"
         ;;
     esac
@@ -38,10 +38,12 @@ refuse_misplaced_options() { # <argument...>
 choose_config() { # <CONFIG...>
   local number=$((${SLURM_ARRAY_TASK_ID:-0} - ${SLURM_ARRAY_TASK_MIN:-0}))
   if (($# > 1)) && [[ ! ${SLURM_ARRAY_TASK_ID-} ]]; then
-    die_usage "$# CONFIGs require an array of $# elements: sbatch --array=0-$(($# - 1)) (arguments of the script go after --)"
+    die_usage "$# CONFIGs require an array of $# elements: sbatch --array=0-$(($# - 1))" \
+      "(arguments of the script go after --)"
   fi
   (($# == 1 || number < $#)) ||
-    die_usage "array element $SLURM_ARRAY_TASK_ID: no CONFIG; the array starts at $SLURM_ARRAY_TASK_MIN and $# CONFIGs are given"
+    die_usage "array element $SLURM_ARRAY_TASK_ID: no CONFIG;" \
+      "the array starts at $SLURM_ARRAY_TASK_MIN and $# CONFIGs are given"
   (($# == 1)) || shift "$number"
   CONFIG=$1
   if [[ ${SLURM_ARRAY_TASK_ID-} ]]; then
@@ -58,7 +60,9 @@ print_submission() {
   local nodes tasks cores
   nodes=$(sbatch_default nodes) tasks=$(sbatch_default ntasks-per-node) cores=$(sbatch_default cpus-per-task)
   grep '^#SBATCH ' -- "$PROGRAM_FILE"
-  [[ $nodes$tasks$cores =~ ^[0-9]+$ ]] || die "$PROGRAM_FILE: expected a number in its #SBATCH lines for --nodes, --ntasks-per-node and --cpus-per-task; correct them"
+  [[ $nodes$tasks$cores =~ ^[0-9]+$ ]] ||
+    die "$PROGRAM_FILE: expected a number in its #SBATCH lines for --nodes," \
+      "--ntasks-per-node and --cpus-per-task; correct them"
   export SLURM_JOB_ID=0 SLURM_JOB_NODELIST="node[1-$nodes]" SLURM_TASKS_PER_NODE="$tasks(x$nodes)" \
     SLURM_JOB_CPUS_PER_NODE="$((tasks * cores))(x$nodes)" SLURM_NTASKS=$((nodes * tasks)) SLURM_CPUS_PER_TASK=$cores
 }
@@ -88,9 +92,11 @@ find_earlier_run() {
 requeue_if_stopped() {
   is_batch_script && { stopped_by_slurm || lost_a_node; } || return 0
   if ((REQUEUES >= MAX_REQUEUES)); then
-    record "requeued $(counted "$REQUEUES" time), and --max-requeues is $MAX_REQUEUES; not requeueing: submit the same job to resume"
+    record "requeued $(counted "$REQUEUES" time), and --max-requeues is $MAX_REQUEUES;" \
+      "not requeueing: submit the same job to resume"
   elif requeued_without_progress; then
-    record "no progress${LAST_STEP:+ past step $LAST_STEP} in $MAX_STALLED attempts; not requeueing: submit the same job to resume"
+    record "no progress${LAST_STEP:+ past step $LAST_STEP} in $MAX_STALLED attempts;" \
+      "not requeueing: submit the same job to resume"
   else
     record "requeueing job $SLURM_JOB_ID${LAST_STEP:+ at step $LAST_STEP}, to resume from the newest checkpoint"
     scontrol requeue "${SLURM_JOB[-1]}" || record "scontrol requeue failed: submit the same job to resume"

@@ -36,7 +36,8 @@ sync_directory() { # <directory>
     wait "${copying[node]}" || failed+=("${NODES[node]}")
   done
   rm -f -- "$mark"
-  ((${#failed[@]} == 0)) || die_with "$EXIT_UNFIT" "--sync: $1 could not be copied to ${failed[*]}; see the messages above"
+  ((${#failed[@]} == 0)) ||
+    die_with "$EXIT_UNFIT" "--sync: $1 could not be copied to ${failed[*]}; see the messages above"
 }
 
 

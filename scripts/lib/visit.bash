@@ -71,13 +71,15 @@ is_job() { # <RUN>
 refuse_missing_run() { # <RUN>
   local job
   if is_job "$1"; then
-    type -P scontrol >/dev/null || die_usage "RUN '$1': no run of job $1 in $LOG_DIR, and scontrol is not on this machine;" \
-      "run $PROGRAM where the job was submitted, or name its run directory"
+    type -P scontrol >/dev/null ||
+      die_usage "RUN '$1': no run of job $1 in $LOG_DIR, and scontrol is not on this machine;" \
+        "run $PROGRAM where the job was submitted, or name its run directory"
     JOB_STATE=$(state_of_job "$1")
     [[ ! $JOB_STATE ]] || job_without_run "$1"
     job=$(scontrol show job --oneliner "$1" 2>&1 || true)
     [[ ! $job =~ JobState=([A-Z_]+).*\ ExitCode=([0-9]+).*\ StdErr=(.*)\ StdIn= ]] ||
-      die "job $1: ended before its run started (${BASH_REMATCH[1]}, exit code ${BASH_REMATCH[2]}); see ${BASH_REMATCH[3]};" \
+      die "job $1: ended before its run started (${BASH_REMATCH[1]}, exit code ${BASH_REMATCH[2]});" \
+        "see ${BASH_REMATCH[3]};" \
         "if that file is missing, its directory did not exist"
     die_usage "RUN '$1': no run of job $1 in $LOG_DIR, and SLURM has no such job (${job##*$'\n'}); for older" \
       "jobs: sacct -j $1"

@@ -25,7 +25,8 @@ EVENTS=''                       # file descriptor of a pipe, opened for both dir
 CODE=0                          # exit code of the run, set by report_verdict
 STATUS=0                        # exit code of the first node that failed
 SIGNAL=''                       # signal that requested a stop
-DEADLINE='' REQUEST=''          # when nodes that still run get the next request, and which
+NEXT_REQUEST=''                 # what escalate does next: stop, kill or abandon
+NEXT_REQUEST_TIME=''            # when, as $SECONDS; empty: no stop is in progress
 HEARTBEAT_TIMEOUT=''            # seconds without a heartbeat of the launcher after which a node stops its command
 RESTARTS=0                      # so far
 ATTEMPT=0                       # number of the last archived attempt
@@ -108,25 +109,25 @@ close_control_channels() {
 
 # Wait until all nodes have ended. The first failure stops the other nodes.
 wait_for_nodes() {
-  local received partial='' node status
+  local received partial='' client status
   STATUS=0
   [[ ! $SIGNAL ]] || send_request stop # received before a node was started
   [[ ! $HEARTBEAT_TIMEOUT ]] || start_with_pipe HEARTBEATS send_heartbeats
   start_hang_watch
   while ((${#CLIENT[@]})); do
     if IFS= read -r -t 0.5 -u "$EVENTS" received; then
-      read -r node status <<<"$partial$received"
+      read -r client status <<<"$partial$received"
       partial=''
-      if [[ $node == /hang ]]; then
+      if [[ $client == /hang_watch ]]; then # no node name contains a slash
         handle_hang
       else
-        handle_exit "$node" "$status"
+        handle_exit "$client" "$status"
       fi
     else
       partial+=$received # the timeout split a line
       notice_dead_clients
     fi
-    if [[ $DEADLINE ]] && ((SECONDS >= DEADLINE)); then
+    if [[ $NEXT_REQUEST ]] && ((SECONDS >= NEXT_REQUEST_TIME)); then
       escalate
     fi
   done
@@ -166,14 +167,15 @@ handle_exit() { # <node> <exit code of its client>
   fi
   if ((status != 0 && STATUS == 0)); then
     STATUS=$status
-    [[ $DEADLINE ]] || schedule_request $((status == EXIT_STOPPED ? 30 : 0)) stop # give the other nodes time for their checkpoints
+    # After a checkpoint the other nodes get time for theirs.
+    [[ $NEXT_REQUEST ]] || schedule_request $((status == EXIT_STOPPED ? 30 : 0)) stop
   fi
 }
 
 
 # Stop a run that makes no progress, unless it is already ending. The reason is in .hang.json.
 handle_hang() {
-  [[ $STATUS == 0 && ! $DEADLINE && -e $RUN/.hang.json ]] || return 0
+  [[ $STATUS == 0 && ! $NEXT_REQUEST && -e $RUN/.hang.json ]] || return 0
   mv -- "$RUN/.hang.json" "$RUN/hang.json"
   STATUS=$EXIT_GAVE_UP
   record "the run hangs; stopping it"
@@ -184,7 +186,7 @@ handle_hang() {
 # Whether the exit code may be the client's own, not the node's: ssh exits with 255 when the connection is lost, and
 # codes above 128 mean that a signal ended it. The supervisor writes the node's own exit code to node_NAME.exit.
 is_connection_lost() { # <node> <exit code>
-  [[ ${SUPERVISED[$1]-} && ! -e $RUN/node_$1.exit ]] && (($2 == 255 || ($2 > 128 && !${DEADLINE:-0})))
+  [[ ${SUPERVISED[$1]-} && ! -e $RUN/node_$1.exit ]] && (($2 == 255 || ($2 > 128 && !${NEXT_REQUEST_TIME:-0})))
 }
 
 
@@ -200,10 +202,10 @@ sweep_lost_node() { # <node>
   trap '' INT TERM HUP TSTP
   close_control_channels
   set_supervisor
-  if ! REPLY_TIMEOUT=$((GRACE + STOP_TIMEOUT)) "${REACHED_BY[$1]}" "$1" "${SUPERVISOR[@]}" sweep --dir "$RUN" --name "$1" --grace "$GRACE" \
-    </dev/null >/dev/null 2>&1; then
+  REPLY_TIMEOUT=$((GRACE + STOP_TIMEOUT))
+  "${REACHED_BY[$1]}" "$1" "${SUPERVISOR[@]}" sweep --dir "$RUN" --name "$1" --grace "$GRACE" \
+    </dev/null >/dev/null 2>&1 ||
     : >"$RUN/node_$1.lost" # for the verdict
-  fi
 }
 
 
@@ -222,12 +224,12 @@ record_unstarted() {
 
 
 schedule_request() { # <seconds from now> <stop, kill or abandon>
-  DEADLINE=$((SECONDS + $1)) REQUEST=$2
+  NEXT_REQUEST_TIME=$((SECONDS + $1)) NEXT_REQUEST=$2
 }
 
 
 escalate() {
-  case $REQUEST in
+  case $NEXT_REQUEST in
     stop) send_request stop; schedule_request "$STOP_TIMEOUT" kill ;;
     kill) send_request kill; schedule_request "$STOP_TIMEOUT" abandon ;;
     abandon) abandon_nodes ;;
@@ -244,9 +246,10 @@ send_request() { # <stop or kill>
 
 
 abandon_nodes() {
-  local node
+  local node note=''
+  [[ ! $HEARTBEAT_TIMEOUT ]] || note=" (its processes exit after $HEARTBEAT_TIMEOUT s without heartbeats)"
   for node in "${!CLIENT[@]}"; do
-    record "$node: no reply to the kill request; giving up${HEARTBEAT_TIMEOUT:+ (its processes exit after $HEARTBEAT_TIMEOUT s without heartbeats)}"
+    record "$node: still running after the stop request; giving up$note"
     : >"$RUN/node_$node.lost"
     kill -KILL "${CLIENT[$node]}" 2>/dev/null || true
     handle_exit "$node" 255
@@ -337,8 +340,8 @@ report_verdict() {
 }
 
 
-# Whether a restart may help: the call was valid, no stop was requested, the limit of restarts is
-# not reached, and not all of the last restarts were without progress. Counts those in STALLED.
+# Whether a restart may help: the call was valid, no stop was requested, the limit of restarts is not reached, and one
+# of the last MAX_STALLED restarts made progress.
 should_restart() {
   [[ ! $SIGNAL ]] && ((CODE != 0 && CODE != EXIT_USAGE && CODE != EXIT_STOPPED && RESTARTS < MAX_RESTARTS)) || return 1
   if made_progress || ((RESTARTS == 0)); then
@@ -365,7 +368,7 @@ made_progress() {
 
 
 prepare_restart() {
-  RESTARTS=$((RESTARTS + 1)) DEADLINE='' REQUEST='' ATTEMPT_START=$SECONDS
+  RESTARTS=$((RESTARTS + 1)) NEXT_REQUEST='' NEXT_REQUEST_TIME='' ATTEMPT_START=$SECONDS
   archive_attempt "$RUN"
   record "exit code $CODE: restart $RESTARTS of $MAX_RESTARTS, from the newest valid checkpoint"
 }

@@ -12,14 +12,13 @@
 #   --script PATH        script to run (default: $SCRIPT, else Muster's train.py)
 #   -m MODULE            run a module instead of a script
 #   --python PATH        default: the active venv or conda environment, ./.venv, Muster's .venv, python3
-#   --agent fast|torchrun  with LAUNCHER=torchrun. fast (default): ranks are forked from a process that has
-#                        imported PyTorch
+#   --agent fast|torchrun  with LAUNCHER=torchrun: fast (default) imports PyTorch once; torchrun: PyTorch's own
 #   --master-port PORT   default: $MASTER_PORT, else a free port of the first node
 #   --env NAME=VALUE     set an environment variable for the ranks; repeatable
 #   --env-file FILE      the same from a file, one NAME=VALUE per line
 #   --max-restarts N     restart up to N times within the job after a failure (default: 0)
-#   --hang-timeout S     stop a run without output or metrics for S seconds, with exit code 124; 0: never
-#                        (default: 600 for runs that log steps, and only if no rank can make progress)
+#   --hang-timeout S     stop a run that writes no output or metrics for S seconds, with exit code 124; 0: never.
+#                        Default: 600 s, for runs that log steps, and only if no rank can make progress
 #   --log-dir DIR        directory for run directories (default: logs)
 #   --rendezvous-timeout SECONDS  with LAUNCHER=torchrun: how long to wait for the agent (default: 600)
 #   --max-requeues N     how often the job may requeue itself (default: 100)
@@ -67,19 +66,12 @@ if [[ ! -e $kit/scripts/lib/slurm_job.bash ]]; then
 fi
 # shellcheck source=scripts/lib/common.bash
 source "$kit/scripts/lib/common.bash"
-# shellcheck source=scripts/lib/options.bash
 source "$KIT/scripts/lib/options.bash"
-# shellcheck source=scripts/lib/node_env.bash
 source "$KIT/scripts/lib/node_env.bash"
-# shellcheck source=scripts/lib/nodes.bash
 source "$KIT/scripts/lib/nodes.bash"
-# shellcheck source=scripts/lib/launch.bash
 source "$KIT/scripts/lib/launch.bash"
-# shellcheck source=scripts/lib/watch.bash
 source "$KIT/scripts/lib/watch.bash"
-# shellcheck source=scripts/lib/slurm.bash
 source "$KIT/scripts/lib/slurm.bash"
-# shellcheck source=scripts/lib/slurm_job.bash
 source "$KIT/scripts/lib/slurm_job.bash"
 
 

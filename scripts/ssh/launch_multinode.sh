@@ -17,9 +17,8 @@
 #   --script PATH        script to run (default: Muster's train.py)
 #   -m MODULE            run a module instead of a script
 #   --python PATH        default: the active venv or conda environment, ./.venv, Muster's .venv, python3
-#   --agent fast|torchrun  fast (default): ranks are forked from a process that has imported PyTorch;
-#                        torchrun: torch.distributed.launch, which does not notice failures of other
-#                        nodes
+#   --agent fast|torchrun  fast (default): Muster's agent, which imports PyTorch once; torchrun:
+#                        torch.distributed.launch, which does not notice failures of other nodes
 #   --master-port PORT   the same as MASTER_PORT
 #   --rendezvous-timeout SECONDS  how long to wait for all nodes to join (default: 600)
 #   --env NAME=VALUE     set an environment variable for the ranks; repeatable
@@ -47,17 +46,11 @@
 set -euo pipefail
 # shellcheck source=scripts/lib/common.bash
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/../lib/common.bash"
-# shellcheck source=scripts/lib/options.bash
 source "$KIT/scripts/lib/options.bash"
-# shellcheck source=scripts/lib/node_env.bash
 source "$KIT/scripts/lib/node_env.bash"
-# shellcheck source=scripts/lib/nodes.bash
 source "$KIT/scripts/lib/nodes.bash"
-# shellcheck source=scripts/lib/launch.bash
 source "$KIT/scripts/lib/launch.bash"
-# shellcheck source=scripts/lib/watch.bash
 source "$KIT/scripts/lib/watch.bash"
-# shellcheck source=scripts/lib/by_hand.bash
 source "$KIT/scripts/lib/by_hand.bash"
 
 
@@ -77,7 +70,8 @@ main() {
     return
   fi
   open_run
-  ((!NODE_RANK)) || log "rank 0 prints on the first node; for the output of this node: tail -f $RUN/node_${NODES[0]}.log"
+  ((!NODE_RANK)) ||
+    log "rank 0 prints on the first node; for the output of this node: tail -f $RUN/node_${NODES[0]}.log"
   begin_run
   while true; do
     build_manual_agent_command "$RUN"

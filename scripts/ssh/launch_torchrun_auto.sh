@@ -15,15 +15,14 @@
 #   -m MODULE            run a module instead of a script
 #   --python PATH        default: the active venv or conda environment, ./.venv, Muster's .venv, python3;
 #                        the same path on all nodes
-#   --agent fast|torchrun  fast (default): ranks are forked from a process that has imported PyTorch;
-#                        torchrun: PyTorch's own agent
+#   --agent fast|torchrun  fast (default): Muster's agent, which imports PyTorch once; torchrun: PyTorch's own
 #   --master-port PORT   default: a free port of the first node
 #   --rendezvous-timeout SECONDS  how long to wait for all nodes to join (default: 600)
 #   --env NAME=VALUE     set an environment variable for the ranks; repeatable
 #   --env-file FILE      the same from a file, one NAME=VALUE per line
 #   --max-restarts N     restart up to N times after a failure (default: 0)
-#   --hang-timeout S     stop a run without output or metrics for S seconds, with exit code 124; 0: never
-#                        (default: 600 for runs that log steps, and only if no rank can make progress)
+#   --hang-timeout S     stop a run that writes no output or metrics for S seconds, with exit code 124; 0: never.
+#                        Default: 600 s, for runs that log steps, and only if no rank can make progress
 #   --log-dir DIR        directory for run directories (default: logs)
 #   --sync               first copy the working directory and Muster to nodes that do not share them
 #   --no-preflight       skip the checks of the nodes
@@ -45,19 +44,12 @@
 set -euo pipefail
 # shellcheck source=scripts/lib/common.bash
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/../lib/common.bash"
-# shellcheck source=scripts/lib/options.bash
 source "$KIT/scripts/lib/options.bash"
-# shellcheck source=scripts/lib/node_env.bash
 source "$KIT/scripts/lib/node_env.bash"
-# shellcheck source=scripts/lib/nodes.bash
 source "$KIT/scripts/lib/nodes.bash"
-# shellcheck source=scripts/lib/launch.bash
 source "$KIT/scripts/lib/launch.bash"
-# shellcheck source=scripts/lib/watch.bash
 source "$KIT/scripts/lib/watch.bash"
-# shellcheck source=scripts/lib/ssh.bash
 source "$KIT/scripts/lib/ssh.bash"
-# shellcheck source=scripts/lib/sync.bash
 source "$KIT/scripts/lib/sync.bash"
 
 

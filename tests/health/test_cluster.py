@@ -137,13 +137,13 @@ def test_shared_findings_are_printed_once_and_the_worst_last() -> None:
         "node2": node(2, **short),
         "node3": node(3, torch__version="2.12.0", **short),
     }
-    gap = FailedConnection(("node1", "node2"), "node3", "10.0.0.3", "no answer within 3 s")
+    gap = FailedConnection(("node1", "node2"), "node3", "10.0.0.3", "no reply within 3 s")
     text = text_of(cluster(nodes, (gap,), node4="cannot be reached (no route); try: ssh node4 true"))
     blocks = [block.splitlines() for block in text.split("\n\n")]
     assert [block[0] for block in blocks[1:-1]] == ["node[1-3]", "node[1-2]", "node3", "node4"]
     assert text.count("/dev/shm  1 MiB of 256.0 GiB free") == 1
     assert blocks[2][1] == (
-        "fault    reach  cannot connect to node3 (10.0.0.3): no answer within 3 s: a firewall between them?"
+        "fault    reach  cannot connect to node3 (10.0.0.3): no reply within 3 s: a firewall between them?"
     )
     assert blocks[3][1] == "fault    torch  2.12.0, but 2.13.0 on node[1-2]"
     assert blocks[-1] == ["4 nodes: none fit for training; node[1-4] are not"]
@@ -182,13 +182,13 @@ def test_the_summary_counts_the_fit_nodes() -> None:
 
 def test_lines_fit_the_width() -> None:
     nodes = three(route=Route("eth0", 1500, 0), torch__version="2.12.0", gpus__driver="575.1")
-    gap = FailedConnection(("node1", "node2"), "node3", "10.0.0.3", "no answer within 3 s")
+    gap = FailedConnection(("node1", "node2"), "node3", "10.0.0.3", "no reply within 3 s")
     assert max(map(len, text_of(cluster(nodes, (gap,)), width=80).splitlines())) <= 80
 
 
 def test_each_pair_that_cannot_connect_is_printed() -> None:
     """Their findings differ only in numbers, but these are names of nodes."""
-    gaps = [FailedConnection((node,), to, f"10.0.0.{to[-1]}", "no answer within 3 s") for node, to in
+    gaps = [FailedConnection((node,), to, f"10.0.0.{to[-1]}", "no reply within 3 s") for node, to in
             (("node1", "node2"), ("node1", "node3"), ("node2", "node3"))]  # fmt: skip
     text = text_of(cluster(three(), tuple(gaps)))
     assert "cannot connect to node2 (10.0.0.2)" in text and text.count("cannot connect to node3 (10.0.0.3)") == 1

@@ -309,7 +309,7 @@ def test_text_is_wrapped_at_the_width_and_commands_are_not() -> None:
 def test_a_program_that_hangs_is_killed_after_the_limit() -> None:
     reply = run_program([sys.executable, "-c", "import sys; sys.stdin = None; __import__('time').sleep(600)"], 0.2)
     assert reply.code is None
-    assert "no answer within" in reply.error
+    assert "no reply within" in reply.error
 
 
 def test_a_missing_program_has_no_exit_code() -> None:
@@ -392,7 +392,7 @@ def test_an_active_conda_environment_that_is_not_used_is_reported() -> None:
         ("echo 'ImportError: libcudnn.so.9: cannot open shared object file' >&2; exit 1", "libcudnn.so.9"),
         ("kill -ILL $$", "Python was killed by SIGILL while importing it"),
         ("exit 3", "Python exited with 3"),
-        ("exec sleep 600", "no answer within 1 s"),
+        ("exec sleep 600", "no reply within 1 s"),
     ],
 )
 def test_a_torch_that_cannot_be_imported_is_reported(tmp_path: Path, python: str, error: str) -> None:

@@ -51,7 +51,7 @@ def test_lookups_time_out() -> None:
     never.set()
     assert good.answers == ("10.0.0.1",)
     assert bad.error == "Name or service not known"
-    assert (late.seconds, late.error) == (0.2, "no answer within 0.2 s")
+    assert (late.seconds, late.error) == (0.2, "no reply within 0.2 s")
 
 
 def test_the_interface_of_the_route_to_a_host_is_found() -> None:

@@ -15,7 +15,7 @@ from distributed.host.replies import format_reply
 from distributed.launch.connectivity import connect_to_all, failed_connections, listening_address, main
 
 ADDRESSES = {f"node{number}": (f"10.0.0.{number}", 4000) for number in (1, 2, 3)}
-TIMED_OUT = "no answer within 3 s"
+TIMED_OUT = "no reply within 3 s"
 
 
 def test_made_and_refused_connections_are_distinguished() -> None:
@@ -30,7 +30,7 @@ def test_a_connection_without_an_answer_times_out() -> None:
     with socket.create_server(("127.0.0.1", 0), backlog=0) as server, socket.socket() as first:
         first.connect(server.getsockname())
         found = asyncio.run(connect_to_all({"node2": server.getsockname()}, seconds=0.2))
-    assert found == {"node2": "no answer within 0.2 s"}
+    assert found == {"node2": "no reply within 0.2 s"}
 
 
 @pytest.mark.parametrize(
