@@ -531,57 +531,41 @@ JOB_DEFAULTS: dict[str, dict[str, Any]] = {
     "model": {**MODELS["small"], "block_size": 64},
     "train": {"steps": 300, "batch_size": 16, "learning_rate": 3e-3, "warmup_steps": 20},
 }
-NUMBERS = {
-    "target_data_pct": "data.target_data_pct", "target_batch_pct": "data.target_batch_pct",
-    "batch_size": "train.batch_size", "lr": "train.learning_rate", "steps": "train.steps",
-    "base_steps": "train.base_steps", "seed": "train.seed",
+# Each argument with the setting that it gives ("" if none), its metavar and its help.
+JOB_ARGUMENTS = {
+    "fold": ("", "N", "hold out participant N, counted from 0"),
+    "participants": ("data.domains", "NAME", f"default: {' '.join(DEFAULT_PARTICIPANTS)}"),
+    "participant": ("", "NAME", "hold out this participant"),
+    "mode": ("data.mode", "MODE", "heldout (default): train on the others, evaluate on the one held out; single: train "
+        "and evaluate on that one alone; pooled: train on all, evaluate on the end of that one; base_only: train a "
+        "base model on the base's participants; full_fine_tuning: train all weights of a base model on that one; "
+        "from_scratch: the same from random weights"),
+    "base_participants": ("data.base_participants", "NAME", "of the base model (default: all participants without the "
+        "one held out)"),
+    "base_model": ("train.base_model", "DIR", "full_fine_tuning: the base model (default: $MUSTER_BASE_MODEL)"),
+    "target_data_pct": ("data.target_data_pct", "SHARE", "full_fine_tuning, from_scratch: the share of the "
+        "participant's training text to train on, above 0 to 1 (default: 1)"),
+    "target_batch_pct": ("data.target_batch_pct", "SHARE", "full_fine_tuning, from_scratch: the share of each global "
+        "batch that is the participant's text; the rest is text of the base's participants (default: 1)"),
+    "data_path": ("data.path", "DIR", "directory whose *.txt files and subdirectories are the participants"),
+    "model": ("", "SIZE", f"{', '.join(MODELS)} (default: small)"),
+    "batch_size": ("train.batch_size", "N", "windows a step (default: 16)"),
+    "lr": ("train.learning_rate", "RATE", "learning rate (default: 3e-3)"),
+    "steps": ("train.steps", "N", "steps in all (default: 300)"),
+    "base_steps": ("train.base_steps", "N", "steps in all in mode base_only, where it wins over --steps; no effect in "
+        "other modes (default: as --steps)"),
+    "seed": ("train.seed", "N", "default: 1337"),
+    "prefix": ("", "NAME", "write to experiments/NAME/foldN_PARTICIPANT; started again, the job resumes"),
+    "device": ("distributed.device", "DEVICE", "cpu, cuda or cuda:N (default: a GPU where there is one)"),
 }  # fmt: skip
-TEXTS = {
-    "participants": "data.domains", "data_path": "data.path", "mode": "data.mode",
-    "base_participants": "data.base_participants", "base_model": "train.base_model", "device": "distributed.device",
-}  # fmt: skip
+NUMERIC = ("N", "SHARE", "RATE")  # metavars of numbers, which are read as YAML; other values are taken as they are
 # Keys of the file that an argument replaces.
 REPLACED_KEYS = {"batch_size": "train.batch_size_per_device", "steps": "train.epochs"}
 
 
-def _job_arguments(options: argparse.ArgumentParser) -> None:
-    group = options.add_argument_group(
-        "arguments of a job",
-        "Leave-one-out cross-validation over participants: the domains of the text, or the texts of a directory. With "
-        "one of these arguments, and without --config, every other setting has a default. They win over the file, and "
-        "section.key=value wins over them.",
-    )
-    add = group.add_argument
-    add("--fold", metavar="N", help="hold out participant N, counted from 0")
-    add("--participants", nargs="+", metavar="NAME", help=f"default: {' '.join(DEFAULT_PARTICIPANTS)}")
-    add("--participant", metavar="NAME", help="hold out this participant")
-    add("--mode", help="heldout (default): train on the others, evaluate on the one held out; single: train and "
-        "evaluate on that one alone; pooled: train on all, evaluate on the end of that one; base_only: train a base "
-        "model on the base's participants; full_fine_tuning: train all weights of a base model on that one; "
-        "from_scratch: the same from random weights")  # fmt: skip
-    add("--base_participants", nargs="+", metavar="NAME", help="of the base model (default: all participants without "
-        "the one held out)")  # fmt: skip
-    add("--base_model", metavar="DIR", help="full_fine_tuning: the base model (default: $MUSTER_BASE_MODEL)")
-    add("--target_data_pct", metavar="SHARE", help="full_fine_tuning, from_scratch: the share of the participant's "
-        "training text to train on, above 0 to 1 (default: 1)")  # fmt: skip
-    add("--target_batch_pct", metavar="SHARE", help="full_fine_tuning, from_scratch: the share of each global batch "
-        "that is the participant's text; the rest is text of the base's participants (default: 1)")  # fmt: skip
-    add("--data_path", metavar="DIR", help="directory whose *.txt files and subdirectories are the participants")
-    add("--model", metavar="SIZE", help=f"{', '.join(MODELS)} (default: small)")
-    add("--batch_size", metavar="N", help="windows a step (default: 16)")
-    add("--lr", metavar="RATE", help="learning rate (default: 3e-3)")
-    add("--steps", metavar="N", help="steps in all (default: 300)")
-    add("--base_steps", metavar="N", help="steps in all in mode base_only, where it wins over --steps; no effect in "
-        "other modes (default: as --steps)")  # fmt: skip
-    add("--seed", metavar="N", help="default: 1337")
-    add("--prefix", metavar="NAME", help="write to experiments/NAME/foldN_PARTICIPANT; started again, the job resumes")
-    add("--device", help="cpu, cuda or cuda:N (default: a GPU where there is one)")
-
-
 def job_of(options: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments of a job that were given, without the others."""
-    names = ("fold", "participant", "model", "prefix", *NUMBERS, *TEXTS)
-    return {name: value for name in names if (value := getattr(options, name, None)) is not None}
+    return {name: value for name in JOB_ARGUMENTS if (value := getattr(options, name, None)) is not None}
 
 
 def _apply_job(tree: dict[str, Any], job: Mapping[str, Any], participant: str | None) -> dict[str, str]:
@@ -591,9 +575,10 @@ def _apply_job(tree: dict[str, Any], job: Mapping[str, Any], participant: str | 
         if size not in MODELS:
             raise ConfigError(f"--model: unknown size {size!r}; give {', '.join(MODELS)}")
         found |= {f"model.{key}": ("--model", value) for key, value in MODELS[size].items()}
-    found |= {key: (f"--{name}", job[name]) for name, key in TEXTS.items() if name in job}
     found |= {key: (f"--{name}", None) for name, key in REPLACED_KEYS.items() if name in job}
-    found |= {key: (f"--{name}", _value(job[name])) for name, key in NUMBERS.items() if name in job}
+    for name, (key, metavar, _) in JOB_ARGUMENTS.items():
+        if key and name in job:
+            found[key] = f"--{name}", _value(job[name]) if metavar in NUMERIC else job[name]
     if participant is not None:
         found["data.participant"] = "--fold", participant
     for key, (argument, value) in found.items():
@@ -633,7 +618,15 @@ def parser(description: str, program: str | None = None) -> argparse.ArgumentPar
     # torch.distributed.launch passes it; it is ignored, as LOCAL_RANK has the same value.
     options.add_argument("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)
     options.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that win over the file")
-    _job_arguments(options)
+    group = options.add_argument_group(
+        "arguments of a job",
+        "Leave-one-out cross-validation over participants: the domains of the text, or the texts of a directory. With "
+        "one of these arguments, and without --config, every other setting has a default. They win over the file, and "
+        "section.key=value wins over them.",
+    )
+    for name, (_, metavar, text) in JOB_ARGUMENTS.items():
+        nargs = "+" if name.endswith("participants") else None
+        group.add_argument(f"--{name}", nargs=nargs, metavar=metavar, help=text)
     return options
 
 
