@@ -96,7 +96,7 @@ def evaluate(
     model.eval()
     with autocast:
         for indices, weights in held_out_batches(count, batch.micro, ranks.rank, ranks.size):
-            inputs, targets = (tensor.to(here) for tensor in windows.batch(indices))
+            inputs, targets = (tensor.to(here) for tensor in windows[indices])
             losses, weights = model(inputs, targets).double(), weights.to(here)
             sums += torch.stack([(losses * weights).sum(), weights.sum()])
     model.train()

@@ -54,7 +54,7 @@ def by_hand(settings: Settings, world: World) -> Callable[[], None]:
     generator = torch.Generator().manual_seed(world.rank)
 
     def step() -> None:
-        inputs, targets = windows.batch(torch.randint(len(windows), (batch_size,), generator=generator))
+        inputs, targets = windows[torch.randint(len(windows), (batch_size,), generator=generator)]
         loss = model(inputs.to(target), targets.to(target)).mean()
         optimizer.zero_grad()
         loss.backward()

@@ -2,7 +2,7 @@
 
     settings = from_options(parser("A trainer.").parse_intermixed_args())  # --config my.yaml train.steps=100
 
-An unknown key, a wrong type or a contradiction raises `ConfigError`; each line names source, key, value and remedy.
+An unknown key, a wrong type or a contradiction raises `ConfigError`; each line names source, key, value and problem.
 Paths in the settings are relative to the working directory, not to the file.
 
 Try it: python -m distributed.config --nproc 2 --config config/quickstart.yaml train.learning_rate=3e-4
@@ -20,27 +20,50 @@ import sys
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from distributed.fold import DEFAULT_PARTICIPANTS, output_directory, participant_of, participants_in
 
+# What PyYAML raises for `!!int x`, `!!bool x`, `!!timestamp x`, and for an integer of more than 4,300 digits.
+PYYAML_ERRORS = (ValueError, LookupError, AttributeError, TypeError)
 NOTHING: Mapping[str, Any] = {}
 BASE_ONLY, FULL_FINE_TUNING, FROM_SCRATCH = "base_only", "full_fine_tuning", "from_scratch"  # values of data.mode
 TWO_PHASES = (BASE_ONLY, FULL_FINE_TUNING, FROM_SCRATCH)
-LARGEST_FILE = 10**6  # bytes: more than any settings need, and parsed in seconds
-DIGITS = 100  # limit for an integer; Python refuses to convert more than 4,300
-# Raised by PyYAML for `!!int x`, `!!bool x`, `!!timestamp x`.
-CONVERSION_ERRORS = (ValueError, LookupError, AttributeError, TypeError)
 
 
 class ConfigError(ValueError):
-    """The settings are wrong; each line of the message is one fault with its remedy."""
+    """The settings are wrong; each line of the message is one fault."""
 
 
 # ---------------------------------------------------------------- the settings
+
+
+def _absolute(path: Path) -> Path:
+    """Make a path absolute, relative to the working directory; ~ is the home directory."""
+    try:
+        return path.expanduser().absolute()
+    except RuntimeError:
+        raise ValueError(f"no home directory of a user {path.parts[0].removeprefix('~')!r} on this machine") from None
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError as error:
+        raise ValueError(f"cannot access it: {error.strerror}; grant permission, or use another path") from None
+
+
+def _share(value: float) -> float:
+    if not 0 < value <= 1:
+        raise ValueError("expected a share, above 0 and at most 1 (a quarter: 0.25)")
+    return value
+
+
+AbsolutePath = Annotated[Path, AfterValidator(_absolute)]
+Share = Annotated[float, AfterValidator(_share)]
 
 
 class Section(BaseModel):
@@ -80,35 +103,27 @@ class Model(Section):
 class Data(Section):
     """Training data. Without a path: the Python language reference that ships with the interpreter."""
 
-    path: Path | None = None  # a text file, a directory of text files, a .bin token file, or a directory with train.bin
+    # A participant is a domain of the text. Cross-validation holds one out. The evaluation part of a text is its end.
+    path: AbsolutePath | None = None  # a text file, a directory of them, a .bin token file, or one with train.bin
     domains: list[str] | None = Field(None, min_length=1)  # of the embedded text, or in the directory; null: all
-    participant: str | None = Field(None, min_length=1)  # the domain to hold out (cross-validation); null: none
+    participant: str | None = Field(None, min_length=1)  # the one to hold out; null: none
     mode: Literal["heldout", "single", "pooled", "base_only", "full_fine_tuning", "from_scratch"] = "heldout"
     base_participants: list[str] | None = Field(None, min_length=1)  # of the base model; null: all but the participant
-    target_data_pct: float = 1.0  # share of the participant's training text that is trained on
-    target_batch_pct: float = 1.0  # share of each global batch that is the participant's text; the rest is the base's
-    held_out: float = Field(0.1, gt=0.0, lt=1.0)  # share kept for the held-out loss
+    target_data_pct: Share = 1.0  # share of the participant's training text that is trained on
+    target_batch_pct: Share = 1.0  # share of each global batch that is the participant's text; the rest is the base's
+    held_out: float = Field(0.1, gt=0.0, lt=1.0)  # share of each text that is its evaluation part
     workers: int = Field(0, ge=0)  # data loading processes a rank
 
     @field_validator("path")
     @classmethod
     def _file_or_directory(cls, path: Path | None) -> Path | None:
-        full = path and _absolute(path)
-        if full and not _exists(full):
+        if path and not _exists(path):
             raise ValueError(f"no such file or directory (working directory {Path.cwd()})")
-        if full and not (full.is_file() or full.is_dir()):
+        if path and not (path.is_file() or path.is_dir()):
             raise ValueError("neither a file nor a directory")
-        if full and full.is_file() and full.stat().st_size == 0:
+        if path and path.is_file() and path.stat().st_size == 0:
             raise ValueError("the file is empty: there is nothing to train on")
-        return full
-
-    @field_validator("target_data_pct", "target_batch_pct")
-    @classmethod
-    def _share_in_range(cls, share: float) -> float:
-        if not 0 < share <= 1:
-            example = f"{share / 100:g}" if 1 < share <= 100 else "0.25"
-            raise ValueError(f"expected a share from 0 to 1: write {example}")
-        return share
+        return path
 
     @model_validator(mode="after")
     def _mode_fits(self) -> Data:
@@ -131,7 +146,7 @@ class Train(Section):
     steps: int | None = Field(None, ge=1, le=10**12)
     epochs: float | None = Field(None, gt=0)
     base_steps: int | None = Field(None, ge=1, le=10**12)  # in mode base_only: in place of steps and epochs
-    base_model: Path | None = None  # in mode full_fine_tuning: its directory; null: $MUSTER_BASE_MODEL
+    base_model: AbsolutePath | None = None  # in mode full_fine_tuning: its directory; null: $MUSTER_BASE_MODEL
     batch_size: int | None = Field(None, ge=1)  # windows a step over all ranks
     batch_size_per_device: int | None = Field(None, ge=1)  # windows a step on each rank
     accumulation: int = Field(1, ge=1)  # micro-batches per step on each rank
@@ -148,11 +163,6 @@ class Train(Section):
     evaluate_every: int = Field(100, ge=0)  # steps between held-out losses; 0: only at the end
     evaluate_windows: int | None = Field(None, ge=1)  # at most this many; null: all held-out windows
     seed: int = Field(1337, ge=0, lt=2**63)
-
-    @field_validator("base_model")
-    @classmethod
-    def _absolute_path(cls, path: Path | None) -> Path | None:
-        return path and _absolute(path)
 
     @model_validator(mode="after")
     def _no_contradictions(self) -> Train:
@@ -193,7 +203,7 @@ class Distributed(Section):
 class Checkpoint(Section):
     """Where and how often checkpoints are written, and whether a run resumes."""
 
-    dir: Path | None = None  # null: in the run directory, so that another launch starts over
+    dir: AbsolutePath | None = None  # null: in the run directory, so that another launch starts over
     every: int = Field(100, ge=0)  # steps between checkpoints; 0: only at the end and when stopped
     keep: int = Field(3, ge=1)  # number of newest checkpoints to keep, in addition to the best one
     resume: Literal["auto", "never"] = "auto"  # auto: from the newest valid checkpoint in dir, if any
@@ -201,10 +211,9 @@ class Checkpoint(Section):
     @field_validator("dir")
     @classmethod
     def _directory(cls, path: Path | None) -> Path | None:
-        full = path and _absolute(path)
-        if full and _exists(full) and not full.is_dir():
+        if path and _exists(path) and not path.is_dir():
             raise ValueError("not a directory; name a directory for checkpoints")
-        return full
+        return path
 
 
 class Logging(Section):
@@ -232,21 +241,6 @@ class Settings(Section):
     distributed: Distributed = Field(default_factory=Distributed)
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
     logging: Logging = Field(default_factory=Logging)
-
-
-def _absolute(path: Path) -> Path:
-    """Make a path absolute, relative to the working directory; ~ is the home directory."""
-    try:
-        return path.expanduser().absolute()
-    except RuntimeError:
-        raise ValueError(f"no home directory of a user {path.parts[0].removeprefix('~')!r} on this machine") from None
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError as error:
-        raise ValueError(f"cannot access it: {error.strerror}; grant permission, or use another path") from None
 
 
 def _exactly_one(section: BaseModel, first: str, second: str) -> None:
@@ -290,21 +284,18 @@ def batch(settings: Settings, world: int) -> Batch:
     train = settings.train
     size = train.batch_size or (train.batch_size_per_device or 0) * world
     parts = world * train.accumulation
-    if size % parts:
-        raise ConfigError(_indivisible_message(train, world))
-    return Batch(size, size // parts, train.accumulation, world, settings.model.block_size)
-
-
-def _indivisible_message(train: Train, world: int) -> str:
-    """Return the error, with the two nearest values that are divisible."""
-    key, given, parts, by = "batch_size_per_device", train.batch_size_per_device or 0, train.accumulation, ""
+    if size % parts == 0:
+        return Batch(size, size // parts, train.accumulation, world, settings.model.block_size)
+    key, given, by, remedy = "batch_size_per_device", train.batch_size_per_device or 0, "", ""
     if train.batch_size:
-        key, given, parts, by = "batch_size", train.batch_size, world * parts, f"{world} rank{'s' * (world > 1)} x "
+        key, given, by = "batch_size", size, f"{world} rank{'s' * (world > 1)} x "
+        remedy = f"; for {size} on each rank: train.batch_size_per_device={size}"
+    else:
+        parts = train.accumulation
     near = max(given // parts, 1) * parts
-    return (
+    raise ConfigError(
         f"train.{key}={given} does not divide by {by}{train.accumulation} "
-        f"micro-batch{'es' * (train.accumulation > 1)} (train.accumulation): {near} or {near + parts} would"
-        + (f"; for {given} on each rank: train.batch_size_per_device={given}" if train.batch_size else "")
+        f"micro-batch{'es' * (train.accumulation > 1)} (train.accumulation): {near} or {near + parts} would{remedy}"
     )
 
 
@@ -332,7 +323,7 @@ def target_windows(settings: Settings, size: int) -> int:
     """Return how many windows of a global batch of `size` windows are the participant's text.
 
     Raises:
-        ConfigError: target_batch_pct rounds to no window.
+        ConfigError: the share target_batch_pct rounds to no window.
     """
     share = settings.data.target_batch_pct
     if not (windows := round(share * size)):
@@ -359,17 +350,6 @@ class _Loader(yaml.SafeLoader):
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 
-    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        try:
-            value = super().construct_object(node, deep)
-            if isinstance(value, int) and abs(value) >= 10**DIGITS:
-                raise ValueError
-        except CONVERSION_ERRORS:
-            problem = f"{_short(node.value)} is not a value of type {node.tag.rpartition(':')[2]}"
-            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from None
-        return value
-
-
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
@@ -379,25 +359,27 @@ _Loader.add_implicit_resolver(
 )
 
 
-def _short(value: object) -> str:
-    """Return the repr of a value, at most a few hundred characters."""
-    writer = reprlib.Repr()
-    writer.maxstring = writer.maxother = writer.maxlong = 200
-    return writer.repr(value)
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = _REPR.maxlong = 200
+_short = _REPR.repr  # the repr of a value, at most a few hundred characters
 
 
 def read(path: Path | None, overrides: Sequence[str] = (), job: Mapping[str, Any] = NOTHING) -> Settings:
     """Read a YAML file, override it by the arguments of a job, then by `section.key=value` arguments, and validate.
 
     Raises:
-        ConfigError: each line names the source, the key, the value and the remedy.
+        ConfigError: each line names the source, the key, the value and the problem.
     """
     tree = _read_file(path) if path else copy.deepcopy(JOB_DEFAULTS) if job else {}
     participant = _participant(job)
     given = _apply_job(tree, job, participant) if job else {}
     for argument in overrides:
-        _override(tree, argument)
-        given[argument.partition("=")[0]] = "command line"
+        key, equals, text = argument.partition("=")
+        if not equals or not re.fullmatch(r"[^.]+\.[^.]+", key):
+            example = "section.key=value, for example train.steps=100"
+            raise ConfigError(f"{_short(argument)}: not understood; write {example}")
+        _put(tree, key, _value(text), repr(argument))
+        given[key] = "command line"
     try:
         settings = Settings.model_validate(tree)
     except ValidationError as error:
@@ -415,11 +397,7 @@ def read(path: Path | None, overrides: Sequence[str] = (), job: Mapping[str, Any
 
 def _read_file(path: Path) -> dict[str, Any]:
     try:
-        with path.open("rb") as file:
-            content = file.read(LARGEST_FILE + 1)
-        if len(content) > LARGEST_FILE:
-            raise ConfigError(f"{path}: larger than {LARGEST_FILE // 10**6} MB; name a YAML file of settings")
-        tree = yaml.load(content.decode(), _Loader)
+        tree = yaml.load(path.read_bytes().decode(), _Loader)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"{path}: cannot read it ({reason}); looked in {Path.cwd()}") from None
@@ -427,7 +405,7 @@ def _read_file(path: Path) -> dict[str, Any]:
         mark = error.problem_mark
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         raise ConfigError(f"{path}{where}: invalid YAML: {error.problem}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, *PYYAML_ERRORS) as error:
         raise ConfigError(f"{path}: invalid YAML: {str(error).splitlines()[0]}") from None
     except RecursionError:
         raise ConfigError(f"{path}: nested too deeply; write sections that hold keys") from None
@@ -441,25 +419,16 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 def holds_settings(path: Path) -> bool:
     """Return whether a file has any key that is a setting. Raises ConfigError as read() does."""
-    tree = _read_file(path)
-    return not tree or any(
-        isinstance(keys, Mapping) and name in Settings.model_fields and keys.keys() & _section(name).model_fields.keys()
-        for name, keys in tree.items()
+    return any(
+        isinstance(keys, Mapping) and name in Settings.model_fields and keys.keys() & _keys_of(name)
+        for name, keys in _read_file(path).items()
     )
-
-
-def _override(tree: dict[str, Any], argument: str) -> None:
-    key, equals, text = argument.partition("=")
-    section, dot, name = key.partition(".")
-    if not (equals and dot and section and name) or "." in name:
-        raise ConfigError(f"{_short(argument)}: not understood; write section.key=value, for example train.steps=100")
-    _put(tree, key, _value(text), repr(argument))
 
 
 def _value(text: str) -> Any:
     try:
         return yaml.load(text, _Loader)
-    except (yaml.YAMLError, RecursionError):
+    except (yaml.YAMLError, RecursionError, *PYYAML_ERRORS):
         return text
 
 
@@ -529,40 +498,25 @@ ALIASES = {
 
 def _unknown(path: Sequence[str], value: Any) -> Iterator[tuple[str, str]]:
     """Yield an unknown key with the remedy; for an unknown section, its keys that other sections have."""
-    similar = _similar_key(path)
+    known = _keys_of(path[0]) if len(path) > 1 and path[0] in Settings.model_fields else [*Settings.model_fields]
+    similar = difflib.get_close_matches(path[-1], known, n=1)
     inner = value if isinstance(value, Mapping) and len(path) == 1 and not similar else {}
-    found = [(f"{path[0]}.{name}", remedy) for name in inner if (remedy := _known_remedy([*path, str(name)]))]
-    yield from found or [(".".join(path), _remedy(path, similar))]
+    found = [(f"{path[0]}.{name}", remedy) for name in inner if (remedy := _setting_named(str(name)))]
+    near = f"did you mean {'.'.join([*path[:-1], *similar])}?" if similar else f"known are {', '.join(known)}"
+    yield from found or [(".".join(path), _setting_named(path[-1]) or near)]
 
 
-def _remedy(path: Sequence[str], similar: str) -> str:
-    """Return the remedy for an unknown key: the same key in another section, or the most similar key in this one."""
-    own = _own_keys(path)
-    return _known_remedy(path) or (f"did you mean {similar}?" if similar else f"known are {', '.join(own)}")
-
-
-def _known_remedy(path: Sequence[str]) -> str:
+def _setting_named(name: str) -> str:
     """Return the remedy for a key of another section or of other training scripts; empty for any other key."""
-    name = path[-1].lower().replace("-", "_")
-    same = [f"{section}.{name}" for section in Settings.model_fields if name in _section(section).model_fields]
+    name = name.lower().replace("-", "_")
+    same = [f"{section}.{name}" for section in Settings.model_fields if name in _keys_of(section)]
     return ALIASES.get(name) or (f"did you mean {' or '.join(same)}?" if same else "")
 
 
-def _similar_key(path: Sequence[str]) -> str:
-    similar = difflib.get_close_matches(path[-1], _own_keys(path), n=1)
-    return ".".join([*path[:-1], *similar]) if similar else ""
-
-
-def _own_keys(path: Sequence[str]) -> list[str]:
-    """Return the keys of its section, or all sections when the section is unknown."""
-    known = len(path) > 1 and path[0] in Settings.model_fields
-    return list(_section(path[0]).model_fields if known else Settings.model_fields)
-
-
-def _section(name: str) -> type[BaseModel]:
-    kind = Settings.model_fields[name].annotation
+def _keys_of(section: str) -> list[str]:
+    kind = Settings.model_fields[section].annotation
     assert isinstance(kind, type) and issubclass(kind, BaseModel)
-    return kind
+    return list(kind.model_fields)
 
 
 # ---------------------------------------------------------------- the arguments of a job
@@ -577,57 +531,41 @@ JOB_DEFAULTS: dict[str, dict[str, Any]] = {
     "model": {**MODELS["small"], "block_size": 64},
     "train": {"steps": 300, "batch_size": 16, "learning_rate": 3e-3, "warmup_steps": 20},
 }
-NUMBERS = {
-    "target_data_pct": "data.target_data_pct", "target_batch_pct": "data.target_batch_pct",
-    "batch_size": "train.batch_size", "lr": "train.learning_rate", "steps": "train.steps",
-    "base_steps": "train.base_steps", "seed": "train.seed",
+# Each argument with the setting that it gives ("" if none), its metavar and its help.
+JOB_ARGUMENTS = {
+    "fold": ("", "N", "hold out participant N, counted from 0"),
+    "participants": ("data.domains", "NAME", f"default: {' '.join(DEFAULT_PARTICIPANTS)}"),
+    "participant": ("", "NAME", "hold out this participant"),
+    "mode": ("data.mode", "MODE", "heldout (default): train on the others, evaluate on the one held out; single: train "
+        "and evaluate on that one alone; pooled: train on all, evaluate on the end of that one; base_only: train a "
+        "base model on the base's participants; full_fine_tuning: train all weights of a base model on that one; "
+        "from_scratch: the same from random weights"),
+    "base_participants": ("data.base_participants", "NAME", "of the base model (default: all participants without the "
+        "one held out)"),
+    "base_model": ("train.base_model", "DIR", "full_fine_tuning: the base model (default: $MUSTER_BASE_MODEL)"),
+    "target_data_pct": ("data.target_data_pct", "SHARE", "full_fine_tuning, from_scratch: the share of the "
+        "participant's training text to train on, above 0 to 1 (default: 1)"),
+    "target_batch_pct": ("data.target_batch_pct", "SHARE", "full_fine_tuning, from_scratch: the share of each global "
+        "batch that is the participant's text; the rest is text of the base's participants (default: 1)"),
+    "data_path": ("data.path", "DIR", "directory whose *.txt files and subdirectories are the participants"),
+    "model": ("", "SIZE", f"{', '.join(MODELS)} (default: small)"),
+    "batch_size": ("train.batch_size", "N", "windows a step (default: 16)"),
+    "lr": ("train.learning_rate", "RATE", "learning rate (default: 3e-3)"),
+    "steps": ("train.steps", "N", "steps in all (default: 300)"),
+    "base_steps": ("train.base_steps", "N", "steps in all in mode base_only, where it wins over --steps; no effect in "
+        "other modes (default: as --steps)"),
+    "seed": ("train.seed", "N", "default: 1337"),
+    "prefix": ("", "NAME", "write to experiments/NAME/foldN_PARTICIPANT; started again, the job resumes"),
+    "device": ("distributed.device", "DEVICE", "cpu, cuda or cuda:N (default: a GPU where there is one)"),
 }  # fmt: skip
-TEXTS = {
-    "participants": "data.domains", "data_path": "data.path", "mode": "data.mode",
-    "base_participants": "data.base_participants", "base_model": "train.base_model", "device": "distributed.device",
-}  # fmt: skip
+NUMERIC = ("N", "SHARE", "RATE")  # metavars of numbers, which are read as YAML; other values are taken as they are
 # Keys of the file that an argument replaces.
 REPLACED_KEYS = {"batch_size": "train.batch_size_per_device", "steps": "train.epochs"}
 
 
-def _job_arguments(options: argparse.ArgumentParser) -> None:
-    group = options.add_argument_group(
-        "arguments of a job",
-        "Leave-one-out cross-validation over participants: the domains of the text, or the texts of a directory. With "
-        "one of these arguments, and without --config, every other setting has a default. They win over the file, and "
-        "section.key=value wins over them.",
-    )
-    add = group.add_argument
-    add("--fold", metavar="N", help="hold out participant N, counted from 0")
-    add("--participants", nargs="+", metavar="NAME", help=f"default: {' '.join(DEFAULT_PARTICIPANTS)}")
-    add("--participant", metavar="NAME", help="hold out this participant")
-    add("--mode", help="heldout (default): train on the others, evaluate on the one held out; single: train and "
-        "evaluate on that one alone; pooled: train on all, evaluate on the end of that one; base_only: train a base "
-        "model on the base's participants; full_fine_tuning: train all weights of a base model on that one; "
-        "from_scratch: the same from random weights")  # fmt: skip
-    add("--base_participants", nargs="+", metavar="NAME", help="of the base model (default: all participants without "
-        "the one held out)")  # fmt: skip
-    add("--base_model", metavar="DIR", help="full_fine_tuning: the base model (default: $MUSTER_BASE_MODEL)")
-    add("--target_data_pct", metavar="SHARE", help="full_fine_tuning, from_scratch: the share of the participant's "
-        "training text to train on, above 0 to 1 (default: 1)")  # fmt: skip
-    add("--target_batch_pct", metavar="SHARE", help="full_fine_tuning, from_scratch: the share of each global batch "
-        "that is the participant's text; the rest is text of the base's participants (default: 1)")  # fmt: skip
-    add("--data_path", metavar="DIR", help="directory whose *.txt files and subdirectories are the participants")
-    add("--model", metavar="SIZE", help=f"{', '.join(MODELS)} (default: small)")
-    add("--batch_size", metavar="N", help="windows a step (default: 16)")
-    add("--lr", metavar="RATE", help="learning rate (default: 3e-3)")
-    add("--steps", metavar="N", help="steps in all (default: 300)")
-    add("--base_steps", metavar="N", help="steps in all in mode base_only, where it wins over --steps; no effect in "
-        "other modes (default: as --steps)")  # fmt: skip
-    add("--seed", metavar="N", help="default: 1337")
-    add("--prefix", metavar="NAME", help="write to experiments/NAME/foldN_PARTICIPANT; started again, the job resumes")
-    add("--device", help="cpu, cuda or cuda:N (default: a GPU where there is one)")
-
-
 def job_of(options: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments of a job that were given, without the others."""
-    names = ("fold", "participant", "model", "prefix", *NUMBERS, *TEXTS)
-    return {name: value for name in names if (value := getattr(options, name, None)) is not None}
+    return {name: value for name in JOB_ARGUMENTS if (value := getattr(options, name, None)) is not None}
 
 
 def _apply_job(tree: dict[str, Any], job: Mapping[str, Any], participant: str | None) -> dict[str, str]:
@@ -637,9 +575,10 @@ def _apply_job(tree: dict[str, Any], job: Mapping[str, Any], participant: str | 
         if size not in MODELS:
             raise ConfigError(f"--model: unknown size {size!r}; give {', '.join(MODELS)}")
         found |= {f"model.{key}": ("--model", value) for key, value in MODELS[size].items()}
-    found |= {key: (f"--{name}", job[name]) for name, key in TEXTS.items() if name in job}
     found |= {key: (f"--{name}", None) for name, key in REPLACED_KEYS.items() if name in job}
-    found |= {key: (f"--{name}", _value(job[name])) for name, key in NUMBERS.items() if name in job}
+    for name, (key, metavar, _) in JOB_ARGUMENTS.items():
+        if key and name in job:
+            found[key] = f"--{name}", _value(job[name]) if metavar in NUMERIC else job[name]
     if participant is not None:
         found["data.participant"] = "--fold", participant
     for key, (argument, value) in found.items():
@@ -679,7 +618,15 @@ def parser(description: str, program: str | None = None) -> argparse.ArgumentPar
     # torch.distributed.launch passes it; it is ignored, as LOCAL_RANK has the same value.
     options.add_argument("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)
     options.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that win over the file")
-    _job_arguments(options)
+    group = options.add_argument_group(
+        "arguments of a job",
+        "Leave-one-out cross-validation over participants: the domains of the text, or the texts of a directory. With "
+        "one of these arguments, and without --config, every other setting has a default. They win over the file, and "
+        "section.key=value wins over them.",
+    )
+    for name, (_, metavar, text) in JOB_ARGUMENTS.items():
+        nargs = "+" if name.endswith("participants") else None
+        group.add_argument(f"--{name}", nargs=nargs, metavar=metavar, help=text)
     return options
 
 

@@ -5,9 +5,8 @@
     order = Stream(len(windows), batch=64, rank=rank, size=size, micro=16, seed=1337, start=consumed)
     for inputs, targets in loader(windows, order, workers=2): ...
 
-Without a path the corpus is the Python language reference that ships with the interpreter: a third of a
-megabyte of English, as bytes, in named domains. A path is a text file, a directory of text files, or nanoGPT's
-`.bin` token files.
+Without a path the corpus is the Python language reference that ships with the interpreter: a third of a megabyte of
+English, as bytes, in named domains. A path is a text file, a directory of text files, or nanoGPT's `.bin` token files.
 
 Try it: python -c "from distributed.training.data import load; print(load())"
 """
@@ -21,7 +20,7 @@ import logging
 import os
 import platform
 import signal
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.sharedctypes import RawValue
@@ -33,6 +32,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from distributed.config import BASE_ONLY, TWO_PHASES
 from distributed.fold import participants_in
 from distributed.topics import DOMAINS, by_domain, without_repetitions
 
@@ -79,7 +79,7 @@ class Tokens:
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Tokens to train on and tokens never trained on."""
+    """Training text, and held-out text for evaluation, which is never trained on."""
 
     name: str
     kind: Literal["bytes", "tokens"]
@@ -88,86 +88,31 @@ class Corpus:
     vocab_size: int
     base: Tokens | None = None  # text of the base's participants, mixed into each batch
     domains: tuple[str, ...] = ()  # of the embedded text, or of a directory
-    participant: str | None = None  # the held-out domain, if any
+    participant: str | None = None
     mode: str = "heldout"  # selects training and held-out text; see load()
     skipped: int = 0  # hidden, binary, empty or linked entries of a directory
 
     def __str__(self) -> str:
+        """Describe the corpus. Checkpoints record this text."""
         parts = f"{len(self.train):,} {self.kind} to train on, {len(self.held_out):,} held out"
         parts += f", {len(self.base):,} of the base's participants" if self.base else ""
         domains = f"; domains {', '.join(self.domains)}" if self.domains else ""
-        domains += f"; participant {self.participant}, mode {self.mode}" if self.participant else ""
-        domains += f"; mode {self.mode}" if self.mode == "base_only" and not self.participant else ""
+        if self.participant or self.mode == BASE_ONLY:
+            domains += f"; participant {self.participant}, mode" if self.participant else "; mode"
+            domains += f" {self.mode}"
         skipped = f"; skipped what is hidden, binary or empty: {self.skipped}" if self.skipped else ""
         return f"{self.name}: {parts}{domains}{skipped}"
 
-    def encode(self, text: str) -> Tensor:
-        """LongTensor [n]: the bytes of the text. For token files, which contain no tokenizer, decimal ids."""
-        if self.kind == "bytes":
-            return torch.tensor(list(text.encode()), dtype=torch.long)
-        numbers = text.split()
-        if not all(number.isdecimal() for number in numbers):
-            raise DataError(f"{text!r}: {self.name} comes without a tokenizer; write ids such as '15496 995'")
-        return torch.tensor([int(number) for number in numbers], dtype=torch.long)
 
-    def decode(self, ids: Tensor | Sequence[int]) -> str:
-        """Return the text of the ids; invalid UTF-8, and ids above 255, become U+FFFD."""
-        numbers = ids.tolist() if isinstance(ids, Tensor) else list(ids)
-        if self.kind == "tokens":
-            return " ".join(map(str, numbers))
-        return bytes(min(number, 255) for number in numbers).decode(errors="replace")  # 255 is never UTF-8
+def decode(ids: Tensor) -> str:
+    """Return the text of bytes; invalid UTF-8, and ids above 255, become U+FFFD."""
+    return bytes(ids.clamp(max=255).tolist()).decode(errors="replace")  # 255 is never UTF-8
 
 
 def load(
     path: Path | None = None,
     *,
-    domains: Sequence[str] | None = None,
-    participant: str | None = None,
     mode: str = "heldout",
-    held_out: float = 0.1,
-    vocab_size: int | None = None,
-) -> Corpus:
-    """Open a corpus.
-
-    The held-out text is the end of every topic of the embedded text, of every text file, or of the token file, for any
-    selection of domains. If a directory has a `val.bin`, all of it is held out.
-
-    With a participant, `mode` selects the training text and the held-out text:
-        heldout: train on all text of the other domains; hold out all text of the participant.
-        single: train on the participant's text only; hold out its end.
-        pooled: train on all domains without their ends; hold out the end of the participant's text.
-
-    Args:
-        path: a text file, a directory of text files, a `.bin` token file, or a directory with `train.bin` (and
-            `val.bin`); None: the embedded text. Text is read into memory, token files are mapped.
-        domains: domains of the embedded text, or of `participants_in(path)`; None: all.
-        participant: the domain to hold out.
-        held_out: share, between 0 and 1.
-        vocab_size: required for token files; for text 256 or more (default: 256).
-
-    Raises:
-        DataError: there is no training data, or it does not match the arguments.
-    """
-    if not 0 < held_out < 1:
-        raise DataError(f"data.held_out={held_out}: give a share between 0 and 1, such as 0.1")
-    name = _name_of(path)
-    if path is None:
-        texts = _embedded(domains)
-        return _domains_corpus(name, texts, participant, mode, held_out, _byte_vocabulary(vocab_size))
-    if domains is not None or participant is not None:
-        texts, skipped = _texts_of(path, domains)
-        vocabulary = _byte_vocabulary(vocab_size)
-        return _domains_corpus(name, texts, participant, mode, held_out, vocabulary, skipped=skipped)
-    train = path / "train.bin" if path.is_dir() else path
-    if train.suffix == ".bin" and train.is_file():
-        return _token_files(path, train, held_out, vocab_size)
-    return _text_files(path, held_out, _byte_vocabulary(vocab_size))
-
-
-def load_two_phases(
-    path: Path | None = None,
-    *,
-    mode: str,
     domains: Sequence[str] | None = None,
     participant: str | None = None,
     base_participants: Sequence[str] | None = None,
@@ -176,126 +121,60 @@ def load_two_phases(
     held_out: float = 0.1,
     vocab_size: int | None = None,
 ) -> Corpus:
-    """Open the corpus for training a base model, or for fine-tuning on a participant.
+    """Open a corpus.
 
-    The end of every text is held out, as in load(). `mode` selects the texts:
-        base_only: those of the base model's participants.
-        full_fine_tuning, from_scratch: those of the participant. The training text is the first `target_share` of each
-            text without its end. `mixed` adds `base`: the training text of base_only, without the participant's.
+    The end of every text (topic of the embedded text, or file) and of a token file is for evaluation, whichever domains
+    are selected. If a directory has a `val.bin`, all of it is for evaluation, and all of `train.bin` for training.
+
+    With a participant, or in a mode of two phases, `mode` selects the training text and the held-out text:
+        heldout: train on all text of the other domains; hold out all text of the participant.
+        single: train on the participant's text only; hold out its end.
+        pooled: train on all domains without their ends; hold out the end of the participant's text.
+        base_only: train on the base's participants; hold out their ends.
+        full_fine_tuning, from_scratch: as single, on the first `target_share` of each text without its end. `mixed`
+            adds `base`: the training text of base_only.
 
     Args:
-        path: a directory, whose participants are `participants_in(path)`; None: the embedded text.
-        domains: the participants; None: all.
-        participant: the participant that base models are not trained on.
-        base_participants: None: all of `domains` except the participant.
-        held_out, vocab_size: see load().
+        path: a text file, a directory of text files, a `.bin` token file, or a directory with `train.bin` (and
+            `val.bin`); None: the embedded text. Text is read into memory, token files are mapped.
+        domains: domains of the embedded text, or of `participants_in(path)`; None: all.
+        base_participants: the domains of the base; None: `domains`. The participant is never one of them.
+        held_out: share of a text that is its end, between 0 and 1.
+        vocab_size: required for token files; for text 256 or more (default: 256).
 
     Raises:
         DataError: there is no training data, or it does not match the arguments.
     """
-    name, vocabulary = _name_of(path), _byte_vocabulary(vocab_size)
-    texts, skipped = ({}, 0) if base_participants and mode == "base_only" else _texts_of(path, domains)
-    if texts and (mode != "base_only" or participant is not None):
-        _chosen([participant or ""], list(texts), "data.participant")
-    base: dict[str, list[bytes]] = {}
-    if mixed or mode == "base_only":
-        base, more = _texts_of(path, base_participants, "data.base_participants") if base_participants else (texts, 0)
-        skipped = skipped or more
-        if base_participants and mode == "base_only" and participant in base:
-            raise DataError(f"data.base_participants: {participant} is the participant that is held out; remove it")
-        base = {domain: each for domain, each in base.items() if domain != participant}
-        if not base:
-            raise DataError(f"data.mode={mode}: there is no domain but {participant} to train the base on; name more")
-    of_base = [split(text, held_out) for each in base.values() for text in each]
-    about: dict[str, Any] = {"participant": participant, "mode": mode, "skipped": skipped}
-    if mode == "base_only":
-        return _byte_corpus(name, of_base, vocabulary, domains=tuple(base), **about)
-
-    of_target = [split(text, held_out) for text in texts[str(participant)]]
-    of_target = [(trained[: round(len(trained) * target_share)], kept) for trained, kept in of_target]
-    about["domains"] = tuple(base) if mixed else (participant,)
-    corpus = _byte_corpus(name, of_target, vocabulary, **about)
-    if target_share < 1:
-        part = f"the first {target_share:.4g} of what is trained on of {participant}"
-        corpus = replace(corpus, train=replace(corpus.train, name=part, remedy="raise data.target_data_pct"))
-    if mixed:
-        trained = _tensor([trained for trained, _ in of_base if trained])
-        corpus = replace(corpus, base=Tokens(trained, f"the text of the base's participants in {name}", vocabulary))
-    return corpus
-
-
-def _name_of(path: Path | None) -> str:
-    if path is None:
-        return f"Python {'.'.join(platform.python_version_tuple()[:2])} language reference"
-    if not (path.is_file() or path.is_dir()):
+    if not 0 < held_out < 1:
+        raise DataError(f"data.held_out={held_out}: give a share between 0 and 1, such as 0.1")
+    if path is not None and not (path.is_file() or path.is_dir()):
         what = "neither a file nor a directory" if path.exists() else "it does not exist"
         raise DataError(f"data.path={path}: {what}")
-    return str(path)
+    whole = path if mode not in TWO_PHASES and domains is None and participant is None else None
+    if whole:
+        train = whole / "train.bin" if whole.is_dir() else whole
+        if train.suffix == ".bin" and train.is_file():
+            return _token_files(whole, train, held_out, vocab_size)
+    version = ".".join(platform.python_version_tuple()[:2])
+    name = str(path) if path else f"Python {version} language reference"
+    corpus = partial(_byte_corpus, name, BYTES if vocab_size is None else vocab_size)
+    if whole:
+        texts, skipped = _texts(whole)
+        return corpus([split(text, held_out) for text in texts], skipped=skipped)
+    if mode in TWO_PHASES:
+        return _two_phases(corpus, path, mode, domains, participant, base_participants, target_share, mixed, held_out)
+    return _one_phase(corpus, path, mode, domains, participant, held_out)
 
 
-def _byte_vocabulary(requested: int | None) -> int:
-    if requested is not None and requested < BYTES:
-        raise DataError(f"model.vocab_size={requested}: text is read as bytes and needs {BYTES}; leave it out")
-    return requested or BYTES
-
-
-# ---------------------------------------------------------------- the embedded text
-
-
-def domain_text(domain: str) -> str:
-    """All text of one domain, held-out part included."""
-    _chosen([domain], DOMAINS)
-    return GAP.decode().join(by_domain(without_repetitions(_reference()))[domain])
-
-
-def _embedded(domains: Sequence[str] | None, key: str = "data.domains") -> dict[str, list[bytes]]:
-    texts = by_domain(without_repetitions(_reference()))
-    chosen = DOMAINS if domains is None else _chosen(domains, DOMAINS, key)
-    return {domain: [text.encode() for text in texts[domain]] for domain in chosen}
-
-
-def _chosen(requested: Sequence[str], known: Sequence[str], key: str = "data.domains") -> tuple[str, ...]:
-    """The domains in the order of `known`. Raises DataError for unknown or repeated names."""
-    for domain in requested:
-        if domain not in known:
-            near = difflib.get_close_matches(domain, known, 1, 0.4)
-            guess = f", did you mean {near[0]!r}?" if near else "."
-            raise DataError(f"{key}: no domain {domain!r}{guess} There are {', '.join(known)}")
-    if not requested or len(set(requested)) < len(requested):
-        raise DataError(f"{key}={list(requested)}: name some, each once, or leave it out for all")
-    return tuple(domain for domain in known if domain in requested)
-
-
-def _reference() -> Mapping[str, str]:
-    try:
-        from pydoc_data.topics import topics
-    except ImportError as missing:
-        raise DataError(
-            "this Python comes without pydoc_data, the language reference that is the embedded text: install "
-            "the whole standard library (Debian, Ubuntu: apt-get install python3), or set data.path to a text"
-        ) from missing
-    return topics
-
-
-# ---------------------------------------------------------------- files
-
-
-def split(data: bytes, share: float) -> tuple[bytes, bytes]:
-    """Split a text into training text and held-out text, its last `share`."""
-    cut = len(data) - int(len(data) * share)
-    return data[:cut], data[cut:]
-
-
-def _domains_corpus(
-    name: str,
-    texts: Mapping[str, Sequence[bytes]],
-    participant: str | None,
+def _one_phase(
+    corpus: Callable[..., Corpus],
+    path: Path | None,
     mode: str,
+    domains: Sequence[str] | None,
+    participant: str | None,
     share: float,
-    vocab_size: int,
-    **more: Any,
 ) -> Corpus:
-    """Split the texts of domains according to `mode`; see load()."""
+    texts, skipped = _texts_of(path, domains)
     if participant is not None:
         _chosen([participant], list(texts), "data.participant")
         if mode == "single":
@@ -311,52 +190,122 @@ def _domains_corpus(
             elif participant is not None and domain != participant:
                 kept = b""
             parts.append((trained, kept))
-    about = {"domains": tuple(texts), "participant": participant, "mode": mode}
-    return _byte_corpus(name, parts, vocab_size, **about, **more)
+    return corpus(parts, domains=tuple(texts), participant=participant, mode=mode, skipped=skipped)
 
 
-def _byte_corpus(name: str, parts: Sequence[tuple[bytes, bytes]], vocab_size: int, **more: Any) -> Corpus:
-    train = Tokens(_tensor([trained for trained, _ in parts if trained]), name, vocab_size)
-    held_out = Tokens(_tensor([kept for _, kept in parts if kept]), _held_out_part(name), vocab_size)
+def _two_phases(
+    corpus: Callable[..., Corpus],
+    path: Path | None,
+    mode: str,
+    domains: Sequence[str] | None,
+    participant: str | None,
+    base_participants: Sequence[str] | None,
+    target_share: float,
+    mixed: bool,
+    share: float,
+) -> Corpus:
+    texts, skipped = ({}, 0) if base_participants and mode == BASE_ONLY else _texts_of(path, domains)
+    if texts and participant is not None:
+        _chosen([participant], list(texts), "data.participant")
+    base: dict[str, list[bytes]] = {}
+    if mixed or mode == BASE_ONLY:
+        base, more = _texts_of(path, base_participants, "data.base_participants") if base_participants else (texts, 0)
+        skipped = skipped or more
+        base = {domain: each for domain, each in base.items() if domain != participant}
+        if not base:
+            raise DataError(f"data.mode={mode}: there is no domain but {participant} to train the base on; name more")
+    of_base = [split(text, share) for each in base.values() for text in each]
+    about: dict[str, Any] = {"participant": participant, "mode": mode, "skipped": skipped}
+    if mode == BASE_ONLY:
+        return corpus(of_base, domains=tuple(base), **about)
+
+    of_target = [split(text, share) for text in texts[str(participant)]]
+    of_target = [(trained[: round(len(trained) * target_share)], kept) for trained, kept in of_target]
+    found = corpus(of_target, domains=tuple(base) if mixed else (participant,), **about)
+    if target_share < 1:
+        part = f"the first {target_share:.4g} of what is trained on of {participant}"
+        found = replace(found, train=replace(found.train, name=part, remedy="raise data.target_data_pct"))
+    if mixed:
+        trained = _tensor([trained for trained, _ in of_base])
+        name = f"the text of the base's participants in {found.name}"
+        found = replace(found, base=Tokens(trained, name, found.vocab_size))
+    return found
+
+
+def split(data: bytes, share: float) -> tuple[bytes, bytes]:
+    """Split a text into training text and held-out text, its last `share`."""
+    cut = len(data) - int(len(data) * share)
+    return data[:cut], data[cut:]
+
+
+def _byte_corpus(name: str, vocab_size: int, parts: Sequence[tuple[bytes, bytes]], **more: Any) -> Corpus:
+    if vocab_size < BYTES:
+        raise DataError(f"model.vocab_size={vocab_size}: text is read as bytes and needs {BYTES}; leave it out")
+    train = Tokens(_tensor([trained for trained, _ in parts]), name, vocab_size)
+    held_out = Tokens(_tensor([kept for _, kept in parts]), f"the held-out part of {name}", vocab_size)
     return Corpus(name, "bytes", train, held_out, vocab_size, **more)
 
 
-def _held_out_part(name: str | Path) -> str:
-    return f"the held-out part of {name}"
-
-
-def _tensor(parts: Sequence[bytes]) -> Tensor:
-    joined = bytearray(GAP).join(parts)
+def _tensor(texts: Iterable[bytes]) -> Tensor:
+    joined = bytearray(GAP).join(filter(None, texts))
     return torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.empty(0, dtype=torch.uint8)
 
 
-def _text_files(path: Path, share: float, vocab_size: int) -> Corpus:
-    texts, skipped = _texts(path)
-    return _byte_corpus(str(path), [split(text, share) for text in texts], vocab_size, skipped=skipped)
+# ---------------------------------------------------------------- the embedded text
+
+
+def domain_text(domain: str) -> str:
+    """All text of one domain, held-out part included."""
+    return GAP.decode().join(_reference()[domain])
+
+
+def _reference() -> dict[str, list[str]]:
+    try:
+        from pydoc_data.topics import topics
+    except ImportError as missing:
+        raise DataError(
+            "this Python comes without pydoc_data, the language reference that is the embedded text: install "
+            "the whole standard library (Debian, Ubuntu: apt-get install python3), or set data.path to a text"
+        ) from missing
+    return by_domain(without_repetitions(topics))
+
+
+def _chosen(requested: Sequence[str], known: Sequence[str], key: str) -> tuple[str, ...]:
+    """The domains in the order of `known`. Raises DataError for unknown or repeated names."""
+    for domain in requested:
+        if domain not in known:
+            near = difflib.get_close_matches(domain, known, 1, 0.4)
+            guess = f", did you mean {near[0]!r}?" if near else "."
+            raise DataError(f"{key}: no domain {domain!r}{guess} There are {', '.join(known)}")
+    if not requested or len(set(requested)) < len(requested):
+        raise DataError(f"{key}={list(requested)}: name some, each once, or leave it out for all")
+    return tuple(domain for domain in known if domain in requested)
+
+
+# ---------------------------------------------------------------- files
 
 
 def _texts_of(
     path: Path | None, domains: Sequence[str] | None, key: str = "data.domains"
 ) -> tuple[dict[str, list[bytes]], int]:
-    """The texts of each participant, and the number of skipped entries. key: the setting that names the domains."""
+    """The texts of each domain, and the number of skipped entries. key: the setting that names the domains."""
     if path is None:
-        return _embedded(domains, key), 0
+        reference = _reference()
+        chosen = DOMAINS if domains is None else _chosen(domains, DOMAINS, key)
+        return {domain: [text.encode() for text in reference[domain]] for domain in chosen}, 0
     try:
         known = participants_in(path)
     except ValueError as error:
         raise DataError(str(error)) from None
-    texts, skipped = {}, 0
-    for name in known if domains is None else _chosen(domains, list(known), key):
-        texts[name], more = _texts(known[name])
-        skipped += more
-    return texts, skipped
+    names = known if domains is None else _chosen(domains, list(known), key)
+    found = {name: _texts(known[name]) for name in names}
+    return {name: texts for name, (texts, _) in found.items()}, sum(skipped for _, skipped in found.values())
 
 
 def _texts(path: Path) -> tuple[list[bytes], int]:
     """The text of a file, or of all files below a directory, and the number of skipped entries."""
     files = _files(path) if path.is_dir() else [path]
-    shown = [file for file in files if file == path or not file.name.startswith(".")]
-    texts = [text for text in map(_text, shown) if text]
+    texts = [text for file in files if file == path or not file.name.startswith(".") if (text := _text(file))]
     if not texts:
         what = f"no text among {len(files)} entries" if path.is_dir() else "no text in this file"
         raise DataError(
@@ -403,7 +352,7 @@ def _token_files(path: Path, train: Path, share: float, vocab_size: int | None) 
     else:
         kept = int(count * share)
         count -= kept
-        held_out = Tokens.mapped(train, count, kept, _held_out_part(train), vocab_size)
+        held_out = Tokens.mapped(train, count, kept, f"the held-out part of {train}", vocab_size)
     trained = Tokens.mapped(train, 0, count, str(train), vocab_size)
     return Corpus(str(path), "tokens", trained, held_out, vocab_size)
 
@@ -443,17 +392,8 @@ class Windows(Dataset[Pair]):
     def __len__(self) -> int:
         return (len(self.tokens) - 1) // self.block
 
-    def __getitem__(self, index: int) -> Pair:
-        """One window: inputs and targets, LongTensor [block] each."""
-        inputs, targets = self.batch([index])
-        return inputs[0], targets[0]
-
-    def __getitems__(self, indices: list[int]) -> Pair:
-        """A batch, in one call of the DataLoader."""
-        return self.batch(indices)
-
-    def batch(self, indices: list[int] | Tensor) -> Pair:
-        """Inputs and targets, LongTensor [n, block] each.
+    def __getitem__(self, indices: list[int] | Tensor) -> Pair:
+        """Return a batch of windows: inputs and targets, LongTensor [n, block] each.
 
         Raises:
             DataError: a token is outside the vocabulary. Checked here, as a scan of a file of 10 GB at the start would
@@ -461,16 +401,13 @@ class Windows(Dataset[Pair]):
         """
         rows = self.tokens.ids.unfold(0, self.block + 1, self.block)[indices].long()  # [n, block + 1]
         if rows.max() >= self.tokens.vocab_size:
-            raise self._outside(torch.as_tensor(indices), rows)
+            row, column = (rows >= self.tokens.vocab_size).nonzero()[0].tolist()
+            position = self.tokens.first + int(indices[row]) * self.block + column
+            raise DataError(
+                f"{self.tokens.name}: token {int(rows[row, column])} at position {position}, but "
+                f"model.vocab_size={self.tokens.vocab_size}: set it to that of the tokenizer that wrote the file"
+            )
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
-
-    def _outside(self, indices: Tensor, rows: Tensor) -> DataError:
-        row, column = (rows >= self.tokens.vocab_size).nonzero()[0].tolist()
-        position = self.tokens.first + int(indices[row]) * self.block + column
-        return DataError(
-            f"{self.tokens.name}: token {int(rows[row, column])} at position {position}, but "
-            f"model.vocab_size={self.tokens.vocab_size}: set it to that of the tokenizer that wrote the file"
-        )
 
 
 class Mixture(Dataset[Pair]):
@@ -482,19 +419,17 @@ class Mixture(Dataset[Pair]):
     def __len__(self) -> int:
         return len(self.target) + len(self.base)
 
-    def __getitem__(self, index: int) -> Pair:
-        """One window: inputs and targets, LongTensor [block] each."""
-        return self.target[index] if index < len(self.target) else self.base[index - len(self.target)]
-
-    def __getitems__(self, indices: list[int]) -> Pair:
-        """A batch: inputs and targets, LongTensor [n, block] each, the target's windows first."""
+    def __getitem__(self, indices: list[int]) -> Pair:
+        """Return a batch: inputs and targets, LongTensor [n, block] each, the target's windows first."""
         first = len(self.target)
-        chosen = [
-            (self.target, [index for index in indices if index < first]),
-            (self.base, [index - first for index in indices if index >= first]),
-        ]
-        inputs, targets = zip(*(windows.batch(each) for windows, each in chosen if each), strict=True)
-        return torch.cat(inputs), torch.cat(targets)
+        of_target = [index for index in indices if index < first]
+        of_base = [index - first for index in indices if index >= first]
+        if not of_base:
+            return self.target[of_target]
+        if not of_target:
+            return self.base[of_base]
+        (inputs, targets), (more_inputs, more_targets) = self.target[of_target], self.base[of_base]
+        return torch.cat([inputs, more_inputs]), torch.cat([targets, more_targets])
 
 
 # ---------------------------------------------------------------- order
@@ -633,18 +568,14 @@ def loader(
     """
     return DataLoader(
         windows,
-        batch_sampler=order,
-        collate_fn=_identity,
+        sampler=order,  # of whole batches, so that no batch is collated
+        batch_size=None,
         num_workers=workers,
         persistent_workers=workers > 0,
         pin_memory=pin_memory,
         worker_init_fn=_worker_init() if workers else None,
         generator=torch.Generator().manual_seed(seed),
     )
-
-
-def _identity(batch: Any) -> Any:
-    return batch
 
 
 def _worker_init() -> Callable[[int], None]:

@@ -38,7 +38,12 @@ class TrainingData:
         Raises:
             DataError: there is no training data, or ranks read different data.
         """
-        corpus = _corpus(settings, batch)
+        chosen, target_windows = settings.data, config.target_windows(settings, batch.size)
+        corpus = data.load(
+            chosen.path, mode=chosen.mode, domains=chosen.domains, participant=chosen.participant,
+            base_participants=chosen.base_participants, target_share=chosen.target_data_pct,
+            mixed=target_windows < batch.size, held_out=chosen.held_out, vocab_size=settings.model.vocab_size,
+        )  # fmt: skip
         corpora = ranks.all_gather(str(corpus))
         for rank, other in enumerate(corpora):
             if other != corpora[0]:
@@ -49,7 +54,7 @@ class TrainingData:
         block = settings.model.block_size
         train, held_out = Windows(corpus.train, block), Windows(corpus.held_out, block)
         mixture = Mixture(train, Windows(corpus.base, block)) if corpus.base is not None else None
-        return cls(corpus, train, held_out, mixture, batch, config.target_windows(settings, batch.size))
+        return cls(corpus, train, held_out, mixture, batch, target_windows)
 
     def steps(self, train: config.Train) -> int:
         """Return the number of steps of the whole training."""
@@ -83,18 +88,3 @@ class TrainingData:
             order = data.Stream(len(self.train), size, **share, seed=seed, start=start)
         windows = self.mixture or self.train
         return iter(data.loader(windows, order, workers=workers, pin_memory=pin_memory, seed=seed))
-
-
-def _corpus(settings: Settings, batch: Batch) -> Corpus:
-    said, vocab_size = settings.data, settings.model.vocab_size
-    if said.mode in config.TWO_PHASES:
-        return data.load_two_phases(
-            said.path, mode=said.mode, domains=said.domains, participant=said.participant,
-            base_participants=said.base_participants, target_share=said.target_data_pct,
-            mixed=config.target_windows(settings, batch.size) < batch.size, held_out=said.held_out,
-            vocab_size=vocab_size,
-        )  # fmt: skip
-    return data.load(
-        said.path, domains=said.domains, participant=said.participant, mode=said.mode, held_out=said.held_out,
-        vocab_size=vocab_size,
-    )  # fmt: skip

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from distributed.config import Model
-from distributed.training.data import Corpus
+from distributed.training.data import Corpus, decode
 
 log = logging.getLogger("muster")
 SAMPLE_SECONDS = 10.0  # time limit of the sample at the end
@@ -69,9 +69,8 @@ class GPT(nn.Module):
         self.head = nn.Linear(m.n_embd, vocab_size, bias=False)
         self.head.weight = self.tokens.weight
         for name, parameter in self.named_parameters():
-            if (
-                parameter.dim() > 1
-            ):  # the residual stream sums 2 n_layer terms: scale each by 1 / sqrt(2 n_layer), GPT-2
+            if parameter.dim() > 1:
+                # As in GPT-2: the residual stream sums 2 n_layer terms, each is scaled by 1 / sqrt(2 n_layer).
                 residual = name.endswith(("proj.weight", "down.weight"))
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * m.n_layer) if residual else 0.02)
             elif name.endswith("bias"):
@@ -128,7 +127,7 @@ def sample(
     if not length or corpus.kind != "bytes":
         return ""
     device = next(model.parameters()).device
-    prompt = corpus.encode("\n").to(device)
+    prompt = torch.tensor([ord("\n")], device=device)
     tokens, written = generate(model, prompt, model.block_size), list[Tensor]()
     model.eval()
     start = time.perf_counter()
@@ -147,5 +146,5 @@ def sample(
     if not first:
         return ""
     part = f" ({len(written)} of {length:,} tokens, in {SAMPLE_SECONDS:g} s)" if late and len(written) < length else ""
-    text = corpus.decode(torch.cat(written)).strip()
+    text = decode(torch.cat(written)).strip()
     return f"a sample{part}:\n\n" + "".join(f"    {line}\n" for line in text.splitlines())
