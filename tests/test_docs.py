@@ -17,7 +17,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -717,53 +717,3 @@ def test_a_config_shows_its_command_arithmetic_and_expected_result(
 
 def number(text: str) -> int:
     return int(text.replace(",", ""))
-
-
-# ---------------------------------------------------------------- transcripts
-
-# In line 9, as in the guides.
-FAILING = """\
-import os
-
-import torch.distributed as dist
-
-dist.init_process_group("gloo")
-for step in range(1, 9):
-    dist.barrier()
-    if os.environ["RANK"] == "1" and step == 5:
-        raise ValueError(f"bad sample at step {step}")
-"""
-VARYING = r"\.\.\.|\d{8}-\d{6}-[0-9a-f]{4}|(?<=pid )\d+|(?<=pair\.cc:)\d+|(?<=\]:)\d+"
-
-
-def not_printed(transcript: Iterable[str], output: str) -> list[str]:
-    """Return the lines of a transcript that are not in the output; `...`, run names, pids and ports match any text."""
-    return [
-        line
-        for line in transcript
-        if not re.search(rf"^{'.*'.join(map(re.escape, re.split(VARYING, line)))}$", output, re.MULTILINE)
-    ]
-
-
-@pytest.mark.slow
-def test_a_failed_run_prints_the_transcripts_of_the_guides(tmp_path: Path) -> None:
-    (tmp_path / "scripts").symlink_to(KIT / "scripts")
-    (tmp_path / "my_train.py").write_text(FAILING)
-    shown = {one.file: one for one in every_command(*RUN) if "bad sample" in "".join(one.output)}
-    assert set(shown) == set(RUN)
-    assert len({one.text for one in shown.values()}) == 1
-    done = call(tmp_path, shown["LAUNCH_GUIDE.md"].words)
-    assert done.returncode == shown["LAUNCH_GUIDE.md"].exit_code
-    printed = (done.stdout + done.stderr).replace(str(tmp_path), "/home/ada/project")
-    printed = re.sub(rf"\b{re.escape(os.uname().nodename)}\b", "node1", printed)
-    assert not [line for one in shown.values() for line in not_printed(one.output, printed)], printed
-
-
-def test_a_plan_is_printed_as_in_the_guide(tmp_path: Path) -> None:
-    for name in ("scripts", "config", "train.py"):
-        (tmp_path / name).symlink_to(KIT / name)
-    plans = [one for one in every_command("LAUNCH_GUIDE.md") if "--plan" in one.words and one.output]
-    assert plans
-    for one in plans:
-        done = call(tmp_path, one.words)
-        assert not not_printed(one.output, done.stdout), done.stdout

@@ -5,8 +5,11 @@ tests/test_docs.py parses the commands, and runs those that need only one machin
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +19,7 @@ from pathlib import Path
 import pytest
 import yaml
 from test_docs import RUN, Command, every_command, example
+from test_transcripts import not_printed, output_with
 
 KIT = Path(__file__).resolve().parents[1]
 LAB = KIT / "tests/lab/lab.sh"
@@ -107,6 +111,48 @@ def test_the_guide_has_commands_for_nodes() -> None:
     }
     assert scripts >= {"doctor.sh", "test_distributed.sh"}
     assert len(LABORATORY) >= 5
+
+
+def test_the_refusal_of_an_unreachable_node_is_printed_as_in_the_guide(project: Path) -> None:
+    [command] = [one for one in COMMANDS if one.exit_code == 69]
+    process = start(command, project)
+    output, _ = process.communicate(timeout=SECONDS)
+    assert process.returncode == 69, output
+    # Without a name server the resolver says so.
+    output = output.replace("Temporary failure in name resolution", "Name or service not known")
+    assert not not_printed(command.output, output), output
+
+
+def test_a_run_with_a_stopped_rank_is_shown_as_in_the_guide(project: Path) -> None:
+    launch = "scripts/ssh/launch_torchrun_auto.sh config/quickstart.yaml 2 node1 node2"
+    run = start(Command("", 0, launch), project)
+    assert run.stdout
+    next(line for line in run.stdout if line.startswith("step "))
+    document = subprocess.run(
+        [project / "scripts/status.sh", "--json"], cwd=project, capture_output=True, text=True, check=True
+    ).stdout
+    ranks = [rank for one in json.loads(document)["nodes"] for rank in one["look"]["ranks"]]
+    os.kill(next(rank["pid"] for rank in ranks if rank["rank"] == 2), signal.SIGSTOP)
+    status = subprocess.run(
+        [project / "scripts/status.sh"], cwd=project, capture_output=True, text=True, env=os.environ | {"COLUMNS": "100"}
+    )
+    stop = subprocess.run([project / "scripts/stop.sh", "--now", "latest"], cwd=project, capture_output=True, text=True)
+    run.communicate(timeout=SECONDS)
+    assert status.returncode == 1, status
+    assert stop.returncode == 0, stop
+    shown = output_with("is stopped (state T)")
+    assert columns_of(status.stdout.splitlines()) == columns_of(shown)
+
+
+def columns_of(lines: list[str]) -> list[str]:
+    """Return the lines with every measured value replaced by 0, every wait by "0 s", and one blank between columns."""
+    text = "\n".join(lines)
+    text = re.sub(r"train-\d{8}-\d{6}-[0-9a-f]{4}|quickstart-\S+(?=:)", "RUN", text)
+    text = re.sub(r"(?<!rank )(?<!node)\b\d[\d.,]*", "0", text)
+    text = re.sub(r"\b0 (s|min|h)\b", "0 s", re.sub(r"\b0[KMG]\b", "0G", text))
+    text = re.sub(r"\b(running|sleeping)(?= +0%)", "running", text)
+    text = re.sub(r"(?<=step)( +\S+)+", " ...", text)
+    return [" ".join(line.split()) for line in text.splitlines()]
 
 
 def test_the_laboratory_of_the_guide(project: Path) -> None:
