@@ -42,6 +42,7 @@ from distributed.host import stacks
 IMPORTLIB = ("<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>")
 LOST_OUTPUT = 120  # exit code of an interpreter that could not flush its output
 LAUNCH_FRAMES = (__file__, runpy.__file__, "<frozen runpy>", *IMPORTLIB)  # the first frames of a traceback
+EXIT_TIMEOUT = 60  # seconds for exit handlers of libraries
 PR_SET_MM, PR_SET_MM_MAP = 35, 14  # prctl(2)
 
 
@@ -324,5 +325,15 @@ def _exit(code: int) -> NoReturn:
     if code < 0:
         signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
+
+    # An exit handler of a library may wait for a thread that needs the GIL, for ever. A handler in C runs also then.
+    @ctypes.CFUNCTYPE(None, ctypes.c_int)
+    def abandon_handlers(_: int) -> None:
+        os.write(2, f"an exit handler of a library has not ended within {EXIT_TIMEOUT} s; abandoned\n".encode())
+        os._exit(code)
+
+    ctypes.CDLL(None).signal(signal.SIGALRM, abandon_handlers)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
+    signal.alarm(EXIT_TIMEOUT)
     ctypes.PyDLL(None).exit(code)  # with the GIL: PyTorch's thread-local caches (DTensor) release Python objects
     raise AssertionError

@@ -460,6 +460,7 @@ class Supervisor:
         signal.set_wakeup_fd(target, warn_on_full_buffer=False)
         for number in (*self.SIGNALS, signal.SIGCHLD):
             signal.signal(number, lambda *_: None)
+        signal.pthread_sigmask(signal.SIG_SETMASK, [])  # the parent may have blocked them
         return source
 
     def _record_processes(self) -> None:

@@ -112,19 +112,32 @@ class JobStep:
     # ---- events
 
     def watch(self) -> int:
-        """Watch until srun exits. Returns the exit code of the step."""
+        """Watch until srun exits. Returns the exit code of the step.
+
+        The end of srun's output is not its exit: srun may continue without output, and a child of srun may keep the
+        pipes open after it.
+        """
         with self._srun, self._srun_log, selectors.DefaultSelector() as channels:
             channels.register(self._srun.stdout, selectors.EVENT_READ, self.handle_output)  # type: ignore[arg-type]
             channels.register(self._srun.stderr, selectors.EVENT_READ, self.handle_errors)  # type: ignore[arg-type]
             channels.register(CONTROL, selectors.EVENT_READ, self.handle_requests)
             threading.Thread(target=self.send_heartbeats, daemon=True).start()
-            while any(key.data != self.handle_requests for key in channels.get_map().values()):
-                for key, _ in channels.select(HEARTBEAT_INTERVAL / 4):
+            outputs, silent = 2, False  # silent: srun has written nothing since the last iteration
+            while self._srun.poll() is None or not silent:
+                silent = True
+                if not outputs:
+                    with suppress(subprocess.TimeoutExpired):
+                        self._srun.wait(HEARTBEAT_INTERVAL / 4)
+                for key, _ in channels.select(HEARTBEAT_INTERVAL / 4 if outputs else 0):
                     received = os.read(key.fd, 65536)
                     key.data(received)
-                    if not received:
+                    if received:
+                        silent = False
+                    else:
                         channels.unregister(key.fileobj)
+                        outputs -= key.data != self.handle_requests
                 self.check_clock()
+            self.show(b"", last=True)
         return self.record_missing_ends()
 
     def handle_output(self, received: bytes) -> None:
@@ -133,8 +146,6 @@ class JobStep:
                 self.show(item)
             elif item["node"] in self.nodes:
                 self.handle_report(self.nodes[item["node"]], item)
-        if not received:
-            self.show(b"", last=True)
 
     def show(self, output: bytes, last: bool = False) -> None:
         for file, text in zip((1, 2), self._console.feed(output, last), strict=True):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -273,3 +274,29 @@ def test_a_program_run_alone_creates_the_same_files_as_under_torchrun(program: s
     write(tmp_path)
     agent, torchrun = (run(how, [program], tmp_path)[program] for how in AGENTS)
     assert agent == torchrun
+
+
+# A library whose exit handler waits for a thread that needs the GIL, as a thread that releases a tensor does.
+WAITING_LIBRARY = """
+#include <Python.h>
+#include <atomic>
+#include <thread>
+std::atomic<bool> ending;
+struct Owner {
+  std::thread thread{[] {
+    while (!ending) std::this_thread::yield();
+    if (Py_IsInitialized()) PyGILState_Release(PyGILState_Ensure());
+  }};
+  ~Owner() { ending = true; thread.join(); }
+} owner;
+"""
+
+
+def test_an_exit_handler_that_waits_for_the_gil_does_not_stop_a_rank_from_exiting(tmp_path: Path) -> None:
+    (tmp_path / "waits.cpp").write_text(WAITING_LIBRARY)
+    compiler = ["g++", "-shared", "-fPIC", "-pthread", f"-I{sysconfig.get_path('include')}", "waits.cpp"]
+    subprocess.run([*compiler, "-o", "waits.so"], cwd=tmp_path, check=True)
+    exits = "import ctypes; from distributed.agent import worker; worker.EXIT_TIMEOUT = 1; ctypes.CDLL('./waits.so'); "
+    env = os.environ | {"PYTHONPATH": str(KIT)}
+    done = subprocess.run([sys.executable, "-c", exits + "worker._exit(7)"], cwd=tmp_path, env=env, timeout=60)
+    assert done.returncode == 7

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,31 @@ def test_a_task_that_exited_with_0_during_a_collective_is_the_cause_in_the_verdi
     output = "".join(f"{REPORT.decode()}{json.dumps(report)}\n" for report in reports)
     assert srun.watch(str(run), "n1:1,n2:1", fake_srun("printf", "%s", output)) == 1
     assert verdict.decide(run, 1).cause == "rank 1 on n2 ended with exit code 0 while rank 0 on n1 was in a collective"
+
+
+END = (REPORT + b'{"node": "n1", "tasks": 1, "end": {"rank": 0, "exit_code": 0}}\n').decode()
+
+
+@pytest.mark.parametrize(
+    ("script", "code"),
+    [
+        ('printf %s "$1"; sleep 300 & echo $! >"$2"', 0),  # a child of srun has inherited its output
+        ('printf %s "$1"; echo $$ >"$2"; exec >&- 2>&-; exec sleep 300', 0),  # srun remains, without output
+    ],
+)
+def test_a_step_ends_although(
+    run: Path, tmp_path: Path, script: str, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """srun's exit ends the step, not the end of its output; an srun that does not exit is killed."""
+    monkeypatch.setattr("distributed.slurm.srun.SRUN_GRACE", 0.2)
+    begin = time.monotonic()
+    try:
+        assert run_step(run, "sh", "-c", script, "sh", END, str(tmp_path / "pid")) == code
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+    assert time.monotonic() - begin < 60
+    assert (run / "node_n1.exit").read_text() == "0\n"
 
 
 def test_a_node_failure_message_may_arrive_in_parts(run: Path) -> None:
