@@ -88,7 +88,7 @@ def process_group(
     start = time.perf_counter()
     store = _rendezvous_store(world, limit)
     _wait_for_all_ranks(world, store, limit)
-    met = time.perf_counter()
+    complete = time.perf_counter()
     if here.type == "cuda":
         check_no_shared_devices(_device_owners(world, here, store))
     dist.init_process_group(
@@ -100,8 +100,8 @@ def process_group(
         device_id=here if backend == "nccl" else None,
     )
     ranks = f"{world.size} rank{'s' * (world.size > 1)}"
-    joined = time.perf_counter() - met
-    log.debug(f"rendezvous: {ranks} met in {met - start:.2f} s, joined {backend} in {joined:.2f} s")
+    joined = time.perf_counter() - complete
+    log.debug(f"rendezvous: {ranks} joined in {complete - start:.2f} s, {backend} initialized in {joined:.2f} s")
     try:
         yield world
     except SystemExit as leaving:
@@ -334,13 +334,13 @@ def explain(world: World, env: Mapping[str, str] = os.environ) -> str:
         "slurm": (*SLURM_VARIABLES, *MASTER_VARIABLES),
         "single": (),
     }[world.launcher]
-    meeting = f"{world.master_addr}:{world.master_port}" if world.master_addr else "none needed"
+    rendezvous = f"{world.master_addr}:{world.master_port}" if world.master_addr else "none needed"
     lines = [
         f"rank {world.rank} of {world.size} on {socket.gethostname()}: "
         f"local rank {world.local_rank} of {world.local_size}, node {world.node_rank} of {world.nodes}",
         f"  decided by  {world.launcher}",
         f"  from        {' '.join(f'{name}={env[name]}' for name in sources if env.get(name)) or 'nothing set'}",
-        f"  meeting at  {meeting}",
+        f"  rendezvous  {rendezvous}",
         f"  device      {device(world)}",
         *(f"  note        {note}" for note in world.notes),
     ]

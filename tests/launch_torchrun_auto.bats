@@ -142,14 +142,14 @@ import os, runpy, signal, sys
 sys.path.insert(0, "$KIT")
 sys.argv[0] = "$KIT/train.py"
 from distributed.training import data
-fetch, count = data.Windows.__getitems__, [0]
+fetch, count = data.Windows.__getitem__, [0]
 def killed_once(self, indices):
     count[0] += 1
     if os.environ["RANK"] == "1" and count[0] == 5 and not os.path.exists("killed"):
         open("killed", "w").close()
         os.kill(os.getpid(), signal.SIGKILL)
     return fetch(self, indices)
-data.Windows.__getitems__ = killed_once
+data.Windows.__getitem__ = killed_once
 runpy.run_path(sys.argv[0], run_name="__main__")
 END
   endless_settings >tiny.yaml

@@ -56,12 +56,12 @@ def test_the_rank_and_its_source_are_printed(
         "  decided by  torchrun",
         "  from        RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 MASTER_ADDR=n1 MASTER_PORT=29500 LOCAL_WORLD_SIZE=2 "
         "GROUP_RANK=1 GROUP_WORLD_SIZE=2 TORCHELASTIC_RUN_ID=none",
-        "  meeting at  n1:29500",
+        "  rendezvous  n1:29500",
     ]
     assert run_main(monkeypatch, JOB) == 0
     assert "  note        inside SLURM job 4711, but not started by srun" in capsys.readouterr().out
     assert run_main(monkeypatch, {}) == 0
-    assert "  from        nothing set\n  meeting at  none needed\n" in capsys.readouterr().out
+    assert "  from        nothing set\n  rendezvous  none needed\n" in capsys.readouterr().out
 
 
 def test_an_error_is_one_line_and_exit_code_2(

@@ -5,8 +5,6 @@ Weights are loaded with weights_only=True, after all bytes were verified against
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import pickle
 from collections.abc import Mapping
@@ -17,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from distributed import metrics
 from distributed.config import FULL_FINE_TUNING, ConfigError, Settings
-from distributed.files import write_json
+from distributed.files import read_json, write_json
 from distributed.runs import history
 from distributed.training import base_model
 from distributed.training.base_model import BaseModelError
@@ -103,11 +102,7 @@ def _verified(named: str | Path | None) -> Base:
         found = base_model.verify(str(directory), os.environ.get(DIGEST) or None)["digest"]
     except BaseModelError as error:
         raise ConfigError(f"{error}; {REMEDY}") from None
-    try:
-        metrics = json.loads((directory / METRICS).read_bytes())
-    except ValueError:
-        metrics = {}  # another script may write other content, and metrics are only displayed
-    return Base(directory, str(found), metrics if isinstance(metrics, dict) else {})
+    return Base(directory, str(found), read_json(directory / METRICS))  # only displayed; {} for any other content
 
 
 # ---------------------------------------------------------------- writing
@@ -117,7 +112,7 @@ def write(
     run: Path,
     weights: Mapping[str, Tensor],
     model: Mapping[str, Any],
-    metrics: Mapping[str, Any],
+    facts: Mapping[str, Any],
     settings: Settings,
     job: Mapping[str, Any],
 ) -> None:
@@ -125,29 +120,23 @@ def write(
 
     Without best_base_model.pt the set is incomplete, so the file of an earlier run is removed first.
 
-    model: its settings, with vocab_size. metrics: content of base_metrics.json. job: arguments of the job.
+    model: its settings, with vocab_size. facts: content of base_metrics.json. job: arguments of the job.
     """
     (run / WEIGHTS).unlink(missing_ok=True)
     curve = history.read_metrics(run / "metrics.jsonl", [])
     losses = {
-        "loss": [{"step": int(step), "loss": _finite_or_none(loss)} for step, loss in curve.series("loss")],
-        "held_out_loss": [
-            {"step": int(step), "held_out_loss": _finite_or_none(loss)} for step, loss in curve.held_out_losses()
-        ],
+        name: [{"step": int(step), name: metrics.finite_or_none(loss)} for step, loss in series]
+        for name, series in (("loss", curve.series("loss")), ("held_out_loss", curve.held_out_losses()))
     }
     config = {
         "settings": settings.model_dump(mode="json"), "arguments": dict(job), "digest": os.environ.get(DIGEST) or None,
     }  # fmt: skip
-    for name, value in ((METRICS, metrics), (LOSSES, losses), (CONFIG, config)):
+    for name, value in ((METRICS, facts), (LOSSES, losses), (CONFIG, config)):
         write_json(str(run / name), value)
-    content = {"model": dict(weights), "model_settings": dict(model), "corpus": metrics["corpus"]}
+    content = {"model": dict(weights), "model_settings": dict(model), "corpus": facts["corpus"]}
     incomplete = run / f".{WEIGHTS}.incomplete"
     with incomplete.open("wb") as file:  # a file object: given a name, torch.save writes it into the file
         torch.save(content, file)
         file.flush()
         os.fsync(file.fileno())
     incomplete.replace(run / WEIGHTS)
-
-
-def _finite_or_none(value: float) -> float | None:
-    return value if math.isfinite(value) else None

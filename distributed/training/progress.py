@@ -8,7 +8,6 @@ import os
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -90,10 +89,8 @@ class Progress:
             self._tracker = self._stack.enter_context(Tracker(self._run, self._settings.model_dump(mode="json")))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
 
     def time_waiting(self, model: nn.Module) -> None:
         """Start `waiting` in each ddp backward pass at the gradient of the first parameter, which comes last."""

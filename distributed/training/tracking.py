@@ -12,7 +12,6 @@ import socket
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -70,7 +69,7 @@ class Tracker:
     def __enter__(self) -> Tracker:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         for close in reversed(self._closers):
             close()
 

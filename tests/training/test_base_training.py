@@ -266,12 +266,12 @@ from pathlib import Path
 sys.path.insert(0, {kit!r})
 sys.argv = sys.argv[1:]
 from distributed.training import data
-fetch = data.Mixture.__getitems__
+fetch = data.Mixture.__getitem__
 def noted(self, indices):
     with Path(os.environ["MUSTER_OUTPUT_DIR"] + ".indices").open("a") as file:
         file.write(str(indices) + "\\n")
     return fetch(self, indices)
-data.Mixture.__getitems__ = noted
+data.Mixture.__getitem__ = noted
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 

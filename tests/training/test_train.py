@@ -231,14 +231,14 @@ from pathlib import Path
 sys.path.insert(0, {kit!r})
 sys.argv[0] = {kit!r} + "/train.py"
 from distributed.training import data
-fetch, count = data.Windows.__getitems__, [0]
+fetch, count = data.Windows.__getitem__, [0]
 def killed_once(self, indices):
     count[0] += 1
     if os.environ["RANK"] == "1" and count[0] == 5 and not Path("killed").exists():
         Path("killed").touch()
         os.kill(os.getpid(), signal.SIGKILL)
     return fetch(self, indices)
-data.Windows.__getitems__ = killed_once
+data.Windows.__getitem__ = killed_once
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
@@ -373,8 +373,8 @@ def test_debug_output_shows_rendezvous_strategy_data_and_checkpoints(
     result = workdir.run(2, "train.steps=1", f"distributed.strategy={strategy}", "--log-level", "DEBUG")
     assert result.returncode == 0, result.stderr
     for line in (
-        "rendezvous: rank 0 of 2 on ", "  decided by  environment", "  meeting at  127.0.0.1:",
-        "rendezvous: 2 ranks met in ", f"strategy: {strategy}, ", ", order of seed 1337 from position 0",
+        "rendezvous: rank 0 of 2 on ", "  decided by  environment", "  rendezvous  127.0.0.1:",
+        "rendezvous: 2 ranks joined in ", f"strategy: {strategy}, ", ", order of seed 1337 from position 0",
         "data: epoch 0 of 106 windows begins with ", "checkpoint step_00000001: copied in ", " bytes written in ",
         " s, published in ",
     ):  # fmt: skip
@@ -392,13 +392,13 @@ import torch
 sys.path.insert(0, {kit!r})
 sys.argv = sys.argv[1:]
 from distributed.training import data
-fetch, count, loss_of = data.Windows.__getitems__, [0], torch.nn.functional.cross_entropy
+fetch, count, loss_of = data.Windows.__getitem__, [0], torch.nn.functional.cross_entropy
 def poisoned(self, indices):
     count[0] += 1
     if os.environ["RANK"] == {rank!r} and count[0] == 4:
         torch.nn.functional.cross_entropy = lambda *a, **k: loss_of(*a, **k) * {value}
     return fetch(self, indices)
-data.Windows.__getitems__ = poisoned
+data.Windows.__getitem__ = poisoned
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
