@@ -29,6 +29,7 @@ from distributed.fold import DEFAULT_PARTICIPANTS, output_directory, participant
 
 # What PyYAML raises for `!!int x`, `!!bool x`, `!!timestamp x`, and for an integer of more than 4,300 digits.
 PYYAML_ERRORS = (ValueError, LookupError, AttributeError, TypeError)
+LARGEST_FILE = 10**6  # bytes; --config may name a checkpoint by mistake
 NOTHING: Mapping[str, Any] = {}
 BASE_ONLY, FULL_FINE_TUNING, FROM_SCRATCH = "base_only", "full_fine_tuning", "from_scratch"  # values of data.mode
 TWO_PHASES = (BASE_ONLY, FULL_FINE_TUNING, FROM_SCRATCH)
@@ -397,10 +398,16 @@ def read(path: Path | None, overrides: Sequence[str] = (), job: Mapping[str, Any
 
 def _read_file(path: Path) -> dict[str, Any]:
     try:
-        tree = yaml.load(path.read_bytes().decode(), _Loader)
+        with path.open("rb") as file:
+            content = file.read(LARGEST_FILE + 1)
+        if len(content) > LARGEST_FILE:
+            raise ConfigError(f"{path}: larger than {LARGEST_FILE // 10**6} MB; name a YAML file of settings")
+        text = content.decode()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"{path}: cannot read it ({reason}); looked in {Path.cwd()}") from None
+    try:
+        tree = yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""

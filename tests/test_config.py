@@ -227,6 +227,7 @@ DOUBLING = "&b0 [x], " + ", ".join(f"&b{n} [*b{n - 1}, *b{n - 1}]" for n in rang
         ("train: {steps: !!bool x}", "f.yaml: invalid YAML: 'x'"),
         ("train: " + "[" * 5000 + "]" * 5000, "f.yaml: nested too deeply; write sections that hold keys"),
         (f"train: [{DOUBLING}]", "f.yaml: train=[['x'], ["),
+        ("#" * 2_000_000, "f.yaml: larger than 1 MB; name a YAML file of settings"),
         (b"\xff\xfe\x00", "f.yaml: cannot read it (it is not UTF-8 text); looked in "),
         (b"\x00\x01", "f.yaml: invalid YAML: unacceptable character"),
     ],

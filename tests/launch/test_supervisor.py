@@ -234,7 +234,7 @@ def test_signals_that_were_ignored_at_the_start_are_handled(run: SupervisedRun, 
 def test_signals_that_were_blocked_at_the_start_are_handled(run: SupervisedRun) -> None:
     blocked = {signal.SIGCHLD, signal.SIGINT}
     process = run.start(
-        "trap 'exit 7' INT; echo ready; while true; do sleep 0.1; done",
+        "trap 'exit 7' INT TERM; echo ready; while true; do sleep 0.1; done",
         preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, blocked),
     )
     os.kill(run.pid("supervisor"), signal.SIGINT)
