@@ -45,7 +45,7 @@ python() { # <path> <answer to --version>
 }
 
 
-@test "sourcing it says nothing and runs nothing" {
+@test "sourcing it prints nothing and runs nothing" {
   script </dev/null
   run "$SCRIPT"
   [ "$status" -eq 0 ]
@@ -76,7 +76,7 @@ Usage: do_it.sh [options] WHAT
 }
 
 
-@test "a person hears of it on standard error, and log is silent with QUIET=1" {
+@test "messages go to standard error, and log prints nothing with QUIET=1" {
   script <<<'log said; warn warned'
   run --separate-stderr "$SCRIPT"
   [ -z "$output" ]
@@ -86,7 +86,7 @@ Usage: do_it.sh [options] WHAT
 }
 
 
-@test "die ends with 1, die_with with its code, and a wrong call with 2 and where to look" {
+@test "die exits with 1, die_with with its code, and a wrong call with 2 and a hint" {
   script <<<'die "node7: gone"; echo still here'
   run -1 --separate-stderr "$SCRIPT"
   [ "$stderr" = 'do_it.sh: node7: gone' ]
@@ -99,7 +99,7 @@ Usage: do_it.sh [options] WHAT
 }
 
 
-@test "an option that came last without its value is refused" {
+@test "a last option without its value is refused" {
   script <<<'need_value "$@"; echo "$2"'
   run -2 "$SCRIPT" --python ''
   run -2 "$SCRIPT" --python
@@ -107,7 +107,7 @@ Usage: do_it.sh [options] WHAT
 }
 
 
-@test "a quoted command is read back as the same words" {
+@test "a quoted command is parsed to the same arguments" {
   script <<<'quote "$@"'
   local words=(plain 'a b' "it's" '"' '$HOME' '`id`' '*' '' '~' 'a\b' $'two\nlines' 'ends in blank ')
   words+=('#x' '!' 'ü' '&&' -n)
@@ -144,7 +144,7 @@ Usage: do_it.sh [options] WHAT
 }
 
 
-@test "run_forwarding_signals hands a TERM on and waits for the answer" {
+@test "run_forwarding_signals forwards SIGTERM and waits for the exit" {
   mkfifo "$BATS_TEST_TMPDIR/ready"
   script <<'END'
 program='trap "echo saved; exit 75" TERM; echo >"$1"; while :; do sleep 0.01; done'
@@ -193,7 +193,7 @@ END
 }
 
 
-@test "all Pythons that could be meant are listed once, with where they come from" {
+@test "all candidate Pythons are listed once, with their origin" {
   script <<<'pick_python "${1-}"; ((!${#PYTHONS[@]})) || printf "%s\n" "${PYTHON_ORIGINS[@]}"'
   cd "$KIT"
   python .venv/bin/python 'Python 3.10.1'
@@ -208,7 +208,7 @@ END
 }
 
 
-@test "the link of a virtual environment is not followed, for it is what makes it one" {
+@test "the symbolic link of a virtual environment is not resolved" {
   script <<<'pick_python; printf "%s\n" "$PYTHON"'
   cd "$BATS_TEST_TMPDIR/elsewhere"
   python "$BATS_TEST_TMPDIR/real/python" 'Python 3.12.1'

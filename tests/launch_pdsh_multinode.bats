@@ -34,7 +34,7 @@ teardown() {
 
 
 # bats test_tags=quick
-@test "pdsh starts all nodes at once, each with its own number of processes, and the words arrive" {
+@test "pdsh starts all nodes at once, each with its own number of processes and unchanged arguments" {
   write_script <<'END'
 assert os.environ["SECRET"] == open("secret").read()
 total = torch.tensor(rank)
@@ -62,7 +62,7 @@ END
 }
 
 
-@test "torchrun's own agents know nothing of each other: the first node that ends badly ends the others" {
+@test "--agent torchrun: the first node that fails stops the others" {
   write_script <<'END'
 dist.barrier()
 if rank == 2:
@@ -90,7 +90,7 @@ END
 }
 
 
-@test "SIGKILL of the launcher takes pdsh along, and leaves nothing on any node" {
+@test "SIGKILL of the launcher ends pdsh, and leaves no process on any node" {
   write_endless_script
   start_endless_script - 1 "$N1" "$N2" "$N3"
   [ "$(pgrep -cf "pdsh -S .*$N1")" -eq 1 ]
@@ -102,7 +102,7 @@ END
 
 # The agents notice it, as with ssh.
 # bats test_tags=soak
-@test "a node that is cut off ends the run with 69, and its own processes by itself" {
+@test "a disconnected node stops the run with 69, and its own processes" {
   write_endless_script
   start_endless_script - 1 "$N1" "$N2" "$N3"
   lab cut "$N3"
@@ -116,7 +116,7 @@ END
 }
 
 
-@test "without pdsh the launcher says so, and what to use" {
+@test "a missing pdsh is reported with an alternative" {
   mkdir bin
   for tool in bash dirname readlink env; do
     ln -s "$(type -P "$tool")" bin/

@@ -42,7 +42,7 @@ by_hand() { # <node> <launcher> <NODE_RANK> <word...> - the words hold NODE_RANK
 
 
 # bats test_tags=quick
-@test "by hand on three nodes: who is missing is told, and the words arrive" {
+@test "by hand on three nodes: missing nodes are reported, and arguments are unchanged" {
   write_script <<'END'
 total = torch.tensor(rank)
 dist.all_reduce(total)
@@ -63,7 +63,7 @@ END
 }
 
 
-@test "a rank that fails on one node ends all, and every node tells the same verdict and code" {
+@test "a rank that fails on one node stops all nodes, with the same verdict and exit code" {
   write_script <<'END'
 dist.barrier()
 if rank == 2:
@@ -84,7 +84,7 @@ END
 }
 
 
-@test "a node that is cut off is named by the others, ends its own ranks, and all end with 69" {
+@test "the others report a disconnected node, its own ranks stop, and all nodes exit with 69" {
   write_endless_script
   words=(--script "my script.py" - 1 3 NODE_RANK "$N1" "$PORT")
   for number in 0 1 2; do

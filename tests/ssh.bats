@@ -151,7 +151,7 @@ END
 }
 
 
-@test "another PyTorch, another script and a slow resolver are told, by node" {
+@test "another PyTorch, another script and a slow resolver are reported, by node" {
   # Of PyTorch there is only what says which it is: nobody gets as far as to run it.
   "$VIRTUAL_ENV/bin/python" -m venv --without-pip env
   packages=$(echo "$PWD"/env/lib/python3*/site-packages)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bats
 #
-# Nodes that share no folder with the launcher: --sync takes there what they need and nothing else, and what they write
-# comes home, also of a failed run, so that the verdict knows who failed first.
+# Nodes that share no directory with the launcher: --sync copies the working directory to them and the run directory back,
+# also of a failed run, so that the verdict has the first failure.
 
 # bats file_tags=laboratory
 bats_require_minimum_version 1.5.0
@@ -32,7 +32,7 @@ teardown() {
 }
 
 
-@test "what is needed is copied, what git ignores is not, and the run's folder comes home whole" {
+@test "the working directory is copied without files that git ignores, and the run directory is copied back" {
   write_script <<'END'
 dist.barrier()
 open(os.path.join(os.environ["MUSTER_RUN_DIR"], f"of rank {rank}"), "w").write(open("da ta/it").read())
@@ -55,7 +55,7 @@ END
 }
 
 
-@test "the log of a node comes home while the run goes on, and is the node's own byte for byte at the end" {
+@test "the log of a node is copied back during the run, and is identical to the node's own at the end" {
   write_script <<'END'
 print("one line")
 while not os.path.exists(f"go on {rank}"):
@@ -84,7 +84,7 @@ wait_for_log() { # <node> <text>
 }
 
 
-@test "the doctor and the test of collectives work where nothing is shared" {
+@test "doctor.sh and test_distributed.sh work without shared files" {
   run "$KIT/scripts/doctor.sh" --sync "$N1" "$N2"
   [[ "$output" == *"--sync: copying $WORK to $N2"* ]]
   [[ "$output" != *"working directory not found"* ]]
@@ -96,7 +96,7 @@ wait_for_log() { # <node> <text>
 }
 
 
-@test "a rank that fails there is named with its traceback, also in the second try, and words arrive through pdsh" {
+@test "a rank that fails is reported with its traceback, also after a restart, and pdsh passes arguments unchanged" {
   write_script <<'END'
 run, node = os.environ["MUSTER_RUN_DIR"], os.environ["MUSTER_NODE"]
 if rank == 0:
@@ -120,7 +120,7 @@ END
 }
 
 
-@test "a shared folder is not copied" {
+@test "a shared directory is not copied" {
   cd "$BATS_TEST_TMPDIR"
   echo 'print("ran")' >plain.py
   run "$LAUNCH" --sync --script plain.py - 1 "$N1"
@@ -129,7 +129,7 @@ END
 }
 
 
-@test "a node on which the folder cannot be made is named, and nothing starts" {
+@test "a node on which the directory cannot be created is reported, and nothing starts" {
   lab ssh "$N2" touch "$APART/in the way"
   mkdir -p "$APART/in the way/work"
   cd "$APART/in the way/work"
