@@ -133,9 +133,8 @@ def test_a_run_with_a_stopped_rank_is_shown_as_in_the_guide(project: Path) -> No
     ).stdout
     ranks = [rank for one in json.loads(document)["nodes"] for rank in one["look"]["ranks"]]
     os.kill(next(rank["pid"] for rank in ranks if rank["rank"] == 2), signal.SIGSTOP)
-    status = subprocess.run(
-        [project / "scripts/status.sh"], cwd=project, capture_output=True, text=True, env=os.environ | {"COLUMNS": "100"}
-    )
+    wide = os.environ | {"COLUMNS": "100"}
+    status = subprocess.run([project / "scripts/status.sh"], cwd=project, capture_output=True, text=True, env=wide)
     stop = subprocess.run([project / "scripts/stop.sh", "--now", "latest"], cwd=project, capture_output=True, text=True)
     run.communicate(timeout=SECONDS)
     assert status.returncode == 1, status
