@@ -95,8 +95,8 @@ check_nodes() {
   open_connections
   ((!SYNC)) || sync_nodes
   replies=$CONNECTIONS_DIR/replies
-  mkdir -p -- "$replies/looking"
-  run_on_nodes "$replies/looking" ssh_probe "$(remote_command_line "${COMMAND[@]}")"
+  mkdir -p -- "$replies/facts"
+  run_on_nodes "$replies/facts" ssh_probe "$(remote_command_line "${COMMAND[@]}")"
   check_connections "$replies"
   kit_python health.cluster "${OUTPUT_OPTIONS[@]}" "$replies" "${NODES[@]}"
 }
@@ -105,7 +105,7 @@ check_nodes() {
 check_connections() { # <directory of the replies>
   local node reachable=()
   for node in "${NODES[@]}"; do
-    (($(<"$1/looking/$node.code") != 0)) || reachable+=("$node")
+    (($(<"$1/facts/$node.code") != 0)) || reachable+=("$node")
   done
   if ((${#reachable[@]} > 1)); then
     local NODES=("${reachable[@]}")

@@ -61,7 +61,7 @@ start_run() { # <name> <number of ranks> <argument...>
 pid_of() { # <rank> <run>
   "$STATUS" --json "$2" | "$VIRTUAL_ENV/bin/python" -c '
 import json, sys
-ranks = [rank for one in json.load(sys.stdin)["nodes"] for rank in one["look"]["ranks"]]
+ranks = [rank for one in json.load(sys.stdin)["nodes"] for rank in one["status"]["ranks"]]
 print(next(rank["pid"] for rank in ranks if rank["rank"] == int(sys.argv[1])))' "$1"
 }
 

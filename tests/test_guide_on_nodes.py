@@ -131,7 +131,7 @@ def test_a_run_with_a_stopped_rank_is_shown_as_in_the_guide(project: Path) -> No
     document = subprocess.run(
         [project / "scripts/status.sh", "--json"], cwd=project, capture_output=True, text=True, check=True
     ).stdout
-    ranks = [rank for one in json.loads(document)["nodes"] for rank in one["look"]["ranks"]]
+    ranks = [rank for one in json.loads(document)["nodes"] for rank in one["status"]["ranks"]]
     os.kill(next(rank["pid"] for rank in ranks if rank["rank"] == 2), signal.SIGSTOP)
     wide = os.environ | {"COLUMNS": "100"}
     status = subprocess.run([project / "scripts/status.sh"], cwd=project, capture_output=True, text=True, env=wide)

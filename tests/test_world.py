@@ -284,23 +284,23 @@ def test_any_environment_gives_a_valid_rank_or_an_error(base: dict[str, str], ex
 def test_recorded_slurm_environments_give_the_recorded_ranks(record: dict[str, Any]) -> None:
     environments = [{**record["common"], **process["environment"]} for process in record["processes"]]
     assert environments
-    if record["answer"] == "places":
+    if record["expected"] == "positions":
         for env, process in zip(environments, record["processes"], strict=True):
             world = World.from_env(env)
-            assert {name: getattr(world, name) for name in process["place"]} == process["place"]
+            assert {name: getattr(world, name) for name in process["position"]} == process["position"]
         assert len({World.from_env(env).master_port for env in environments}) == 1
-    elif record["answer"] == "alone":
+    elif record["expected"] == "single process":
         (world,) = map(World.from_env, environments)
         assert (world.size, world.launcher, len(world.notes)) == (1, "single", 1)
     else:
-        assert all(record["answer"] in error_message(env) for env in environments)
+        assert all(record["expected"] in error_message(env) for env in environments)
 
 
 TASKS = [
-    ({**record["common"], **process["environment"]}, process["place"])
+    ({**record["common"], **process["environment"]}, process["position"])
     for record in RECORDS
     for process in record["processes"]
-    if record["answer"] == "places" and "TORCHELASTIC_RUN_ID" not in record["common"]
+    if record["expected"] == "positions" and "TORCHELASTIC_RUN_ID" not in record["common"]
 ]
 
 

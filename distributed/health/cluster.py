@@ -43,8 +43,8 @@ class ClusterFacts:
 
 
 def read_cluster(replies_dir: Path, nodes: Sequence[str]) -> ClusterFacts:
-    """Read looking/ (facts) and, if there are any, listening/ and trying/ (connections) in the replies directory."""
-    replies = {node: read(replies_dir / "looking", node) for node in nodes}
+    """Read facts/ (facts) and, if there are any, listening/ and connecting/ (connections) in the replies directory."""
+    replies = {node: read(replies_dir / "facts", node) for node in nodes}
     found = {node: facts_of(reply) for node, reply in replies.items()}
     facts = {node: value for node, value in found.items() if isinstance(value, FullNodeFacts)}
     return ClusterFacts(
@@ -52,7 +52,7 @@ def read_cluster(replies_dir: Path, nodes: Sequence[str]) -> ClusterFacts:
         facts=facts,
         ahead={node: value.now - replies[node].arrived for node, value in facts.items()},
         failed={node: value for node, value in found.items() if isinstance(value, str)},
-        gaps=tuple(read_failed_connections(replies_dir, tuple(facts))) if (replies_dir / "trying").exists() else (),
+        gaps=tuple(read_failed_connections(replies_dir, tuple(facts))) if (replies_dir / "connecting").exists() else (),
     )
 
 
@@ -215,7 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Return 0 when all nodes are fit, 1 when there is a fault, UNFIT when a node did not reply."""
     parser = argparse.ArgumentParser(prog="cluster", description=str(__doc__).splitlines()[0], allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help="print the facts as JSON and judge nothing")
-    parser.add_argument("replies", type=Path, help="directory with looking/, listening/ and trying/")
+    parser.add_argument("replies", type=Path, help="directory with facts/, listening/ and connecting/")
     parser.add_argument("nodes", nargs="+", help="names, by node rank")
     options = parser.parse_args(arguments)
     cluster = read_cluster(options.replies, options.nodes)

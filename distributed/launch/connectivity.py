@@ -110,14 +110,14 @@ def read_addresses(directory: Path, nodes: Sequence[str]) -> dict[str, tuple[str
 
 
 def read_failed_connections(directory: Path, nodes: Sequence[str]) -> list[FailedConnection]:
-    """Failed connections between the nodes that replied. directory: contains the replies in listening/ and trying/."""
-    results = {node: read(directory / "trying", node).value() or {} for node in nodes}
+    """Failed connections between the nodes that replied. directory: contains listening/ and connecting/."""
+    results = {node: read(directory / "connecting", node).value() or {} for node in nodes}
     return failed_connections(results, read_addresses(directory / "listening", nodes))
 
 
 def judge(directory: Path, nodes: Sequence[str]) -> list[str]:
     """Messages for nodes without a reply; if there are none, for failed connections."""
-    replies = [read(directory / kind, node) for node in nodes for kind in ("listening", "trying")]
+    replies = [read(directory / kind, node) for node in nodes for kind in ("listening", "connecting")]
     if missing := {reply.node: reply.failure_message() for reply in reversed(replies) if reply.value() is None}:
         return [f"{node}: {missing[node]}" for node in nodes if node in missing]
     return [f"{failure}; {REMEDY}" for failure in read_failed_connections(directory, nodes)]
@@ -155,13 +155,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     verbs = parser.add_subparsers(dest="verb", required=True)
     listening = verbs.add_parser("listen", help="listen, and print the address, until end of standard input")
     listening.add_argument("nodes", nargs="+", help="names of all nodes")
-    trying = verbs.add_parser("try", help="try to connect")
-    trying.add_argument("addresses", nargs="*", type=_node_address, help="NAME=ADDRESS:PORT")
+    connecting = verbs.add_parser("try", help="try to connect")
+    connecting.add_argument("addresses", nargs="*", type=_node_address, help="NAME=ADDRESS:PORT")
     addresses = verbs.add_parser("addresses", help="print the addresses of the nodes, as arguments for try")
     addresses.add_argument("directory", type=Path, help="contains NODE.out, NODE.err and NODE.code")
     addresses.add_argument("nodes", nargs="+")
     judging = verbs.add_parser("judge", help="print failed connections, and nodes without a reply")
-    judging.add_argument("directory", type=Path, help="contains the replies: listening/ and trying/")
+    judging.add_argument("directory", type=Path, help="contains the replies: listening/ and connecting/")
     judging.add_argument("nodes", nargs="+")
     return parser.parse_args(arguments)
 

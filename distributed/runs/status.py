@@ -365,8 +365,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def as_json(status: Status) -> str:
     facts = asdict(status) | {"exit_code": status.exit_code}
-    facts["pulse"], replies = facts.pop("diagnosis"), facts.pop("replies")
-    facts["nodes"] = [reply["node"] | {"look": reply["status"], "why": reply["error"]} for reply in replies]
+    replies = facts.pop("replies")
+    facts["nodes"] = [reply["node"] | {"status": reply["status"], "error": reply["error"]} for reply in replies]
     return json.dumps(facts, indent=2, sort_keys=True, default=str) + "\n"
 
 

@@ -6,14 +6,14 @@
 
 # shellcheck disable=SC2153 # other files use these variables
 
-# The results are in DIRECTORY/trying, the addresses of the listeners in DIRECTORY/listening.
+# The results are in DIRECTORY/connecting, the addresses of the listeners in DIRECTORY/listening.
 connect_all_pairs() { # <new directory>
   local addresses
-  mkdir -p -- "$1/listening" "$1/trying"
+  mkdir -p -- "$1/listening" "$1/connecting"
   start_listeners "$1/listening"
   mapfile -t addresses < <(kit_python launch.connectivity addresses "$1/listening" "${NODES[@]}")
   build_module_command launch.connectivity try "${addresses[@]}"
-  run_on_nodes "$1/trying" ssh_probe "$(remote_command_line "${COMMAND[@]}")"
+  run_on_nodes "$1/connecting" ssh_probe "$(remote_command_line "${COMMAND[@]}")"
   exec {LISTENING}>&- # the listeners read end of file and exit
   wait
 }

@@ -214,11 +214,11 @@ def test_facts_survive_json_and_those_of_another_version_raise() -> None:
 
 
 def write_replies(directory: Path, **replies: Any) -> None:
-    (directory / "looking").mkdir(exist_ok=True)
+    (directory / "facts").mkdir(exist_ok=True)
     for node, value in replies.items():
-        (directory / "looking" / f"{node}.out").write_text(format_reply(value) if value else "")
-        (directory / "looking" / f"{node}.err").write_text("" if value else "ssh: no route")
-        (directory / "looking" / f"{node}.code").write_text("0" if value else "255")
+        (directory / "facts" / f"{node}.out").write_text(format_reply(value) if value else "")
+        (directory / "facts" / f"{node}.err").write_text("" if value else "ssh: no route")
+        (directory / "facts" / f"{node}.code").write_text("0" if value else "255")
 
 
 def test_nodes_without_a_usable_reply_have_a_reason(tmp_path: Path) -> None:
@@ -231,7 +231,7 @@ def test_nodes_without_a_usable_reply_have_a_reason(tmp_path: Path) -> None:
 
 def test_exit_codes_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_replies(tmp_path, node1=asdict(node(1)), node2=asdict(node(2, torch__version="2.12.0")), node3=None)
-    now = (tmp_path / "looking").stat().st_mtime
+    now = (tmp_path / "facts").stat().st_mtime
     write_replies(tmp_path, **{f"node{number}": asdict(replace(node(number), now=now)) for number in (1, 4)})
     assert main([str(tmp_path), "node1", "node4"]) == 0
     assert main([str(tmp_path), "node1", "node2"]) == 1

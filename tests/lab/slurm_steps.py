@@ -32,7 +32,7 @@ _OF_A_LAUNCHER = re.compile(
 )
 
 # Expected result of World.from_env: positions of ranks, a single process, or (any other text) the error message.
-PLACES, ALONE = "places", "alone"
+POSITIONS, SINGLE = "positions", "single process"
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class StepCase:
 
     name: str
     command: str
-    answer: str = PLACES
+    expected: str = POSITIONS
 
 
 STEPS = [
@@ -85,14 +85,14 @@ STEPS = [
     ),
     StepCase("stale ranks exported", f"env {STALE} srun -n2 TELL", "left over from another launch"),
     StepCase("a stale RANK exported", "env RANK=0 srun -n2 TELL", "RANK=0 is set, but not"),
-    StepCase("by hand in salloc", "salloc -Q -N2 -n3 TELL", ALONE),
+    StepCase("by hand in salloc", "salloc -Q -N2 -n3 TELL", SINGLE),
     StepCase(
         "by hand in the shell that salloc opens on a node",
         "script -qec 'env SHELL=TELL salloc -Q -N2 -n3' /dev/null </dev/null",
-        ALONE,
+        SINGLE,
     ),
-    StepCase("by hand in the batch script", "sbatch -Q -W -o /dev/null -N2 --wrap TELL", ALONE),
-    StepCase("by hand in a batch script with -n", "sbatch -Q -W -o /dev/null -N2 -n3 --wrap TELL", ALONE),
+    StepCase("by hand in the batch script", "sbatch -Q -W -o /dev/null -N2 --wrap TELL", SINGLE),
+    StepCase("by hand in a batch script with -n", "sbatch -Q -W -o /dev/null -N2 -n3 --wrap TELL", SINGLE),
 ]
 
 
@@ -151,7 +151,7 @@ def _observed(written: str) -> Observed:
     return Observed(host, dict(entry.split("=", 1) for entry in environment.split("\0") if entry))
 
 
-def places(observed: list[Observed]) -> list[RankPosition]:
+def positions(observed: list[Observed]) -> list[RankPosition]:
     """The positions of the processes of a step, which are given by rank."""
     hosts = [process.host for process in observed]
     numbered = list(dict.fromkeys(hosts))
@@ -186,10 +186,10 @@ def recorded(step: StepCase) -> dict[str, object]:
     common = dict(set.intersection(*(set(environment.items()) for environment in environments)))
     processes = [
         {"environment": {name: value for name, value in environment.items() if name not in common}}
-        | ({"place": asdict(place)} if step.answer == PLACES else {})
-        for environment, place in zip(environments, places(observed), strict=True)
+        | ({"position": asdict(position)} if step.expected == POSITIONS else {})
+        for environment, position in zip(environments, positions(observed), strict=True)
     ]
-    described = {"name": step.name, "command": step.command, "answer": step.answer}
+    described = {"name": step.name, "command": step.command, "expected": step.expected}
     return {**described, "common": common, "processes": processes}
 
 

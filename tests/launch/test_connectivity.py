@@ -77,7 +77,7 @@ def test_failed_connections_and_missing_replies_exit_with_unfit(
 ) -> None:
     stored: dict[str, dict[str, object]] = {
         "listening": {"node1": ["10.0.0.1", 4000], "node2": ["10.0.0.2", 4000]},
-        "trying": {"node1": {"node1": "", "node2": TIMED_OUT}, "node2": {"node1": "", "node2": ""}},
+        "connecting": {"node1": {"node1": "", "node2": TIMED_OUT}, "node2": {"node1": "", "node2": ""}},
     }
     for kind, replies in stored.items():
         (tmp_path / kind).mkdir()
@@ -86,10 +86,10 @@ def test_failed_connections_and_missing_replies_exit_with_unfit(
     arguments = ["judge", str(tmp_path), "node1", "node2"]
     assert main(arguments) == 69
     assert capsys.readouterr().err.startswith(f"connectivity: node1 cannot connect to node2 (10.0.0.2): {TIMED_OUT}")
-    (tmp_path / "trying/node1.out").write_text(format_reply({"node1": "", "node2": ""}))
+    (tmp_path / "connecting/node1.out").write_text(format_reply({"node1": "", "node2": ""}))
     assert main(arguments) == 0
-    (tmp_path / "trying/node2.out").write_text("Welcome!\n")
-    (tmp_path / "trying/node2.code").write_text("255\n")
-    (tmp_path / "trying/node2.err").write_text("Host key verification failed.\n")
+    (tmp_path / "connecting/node2.out").write_text("Welcome!\n")
+    (tmp_path / "connecting/node2.code").write_text("255\n")
+    (tmp_path / "connecting/node2.err").write_text("Host key verification failed.\n")
     assert main(arguments) == 69
     assert capsys.readouterr().err.startswith("connectivity: node2: host key unknown; log in once")

@@ -113,7 +113,7 @@ def test_json_has_each_node() -> None:
     [one, two] = json.loads(status.as_json(judge(RUN, [reply("n1", RANK), no_reply("n2")], {}, RunProgress(), START)))[
         "nodes"
     ]
-    assert (one["node"], one["look"]["ranks"][0]["pid"], two["look"], two["address"]) == ("n1", 100, None, "ada@n2")
+    assert (one["node"], one["status"]["ranks"][0]["pid"], two["status"], two["address"]) == ("n1", 100, None, "ada@n2")
 
 
 def test_a_run_that_has_ended_lasted_until_its_verdict_and_does_not_hang() -> None:

@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from lab.slurm_steps import ALONE, PLACES, STEPS, Observed, StepCase, places, start
+from lab.slurm_steps import POSITIONS, SINGLE, STEPS, Observed, StepCase, positions, start
 
 from distributed.world import World, WorldError
 
@@ -48,21 +48,22 @@ def observations(slurm: None) -> Iterator[dict[str, Future[list[Observed]]]]:
         yield {step.name: pool.submit(start, step) for step in STEPS}
 
 
-def steps(answer: str | None = None) -> pytest.MarkDecorator:
-    """All steps with this answer; without one, all that must be refused."""
-    chosen = [step for step in STEPS if (step.answer == answer if answer else step.answer not in (PLACES, ALONE))]
+def steps(expected: str | None = None) -> pytest.MarkDecorator:
+    """All steps with this expectation; without one, all that must be refused."""
+    refused = [step for step in STEPS if step.expected not in (POSITIONS, SINGLE)]
+    chosen = [step for step in STEPS if step.expected == expected] if expected else refused
     return pytest.mark.parametrize("step", chosen, ids=lambda step: step.name)
 
 
-@steps(PLACES)
+@steps(POSITIONS)
 def test_every_process_determines_its_position(step: StepCase, observations: dict[str, Future[list[Observed]]]) -> None:
     observed = observations[step.name].result()
     worlds = [asdict(World.from_env(process.environment)) for process in observed]
-    expected = [asdict(place) for place in places(observed)]
+    expected = [asdict(position) for position in positions(observed)]
     assert [{key: world[key] for key in expected[0]} for world in worlds] == expected
 
 
-@steps(PLACES)
+@steps(POSITIONS)
 def test_all_processes_have_the_same_master_port(
     step: StepCase, observations: dict[str, Future[list[Observed]]]
 ) -> None:
@@ -71,7 +72,7 @@ def test_all_processes_have_the_same_master_port(
     assert 1024 < (worlds[0].master_port or 0) < 65536
 
 
-@steps(ALONE)
+@steps(SINGLE)
 def test_python_without_srun_in_a_job_is_a_single_process_with_a_warning(
     step: StepCase, observations: dict[str, Future[list[Observed]]]
 ) -> None:
@@ -87,15 +88,15 @@ def test_ambiguous_environments_are_refused(step: StepCase, observations: dict[s
     observed = observations[step.name].result()
     assert observed
     for process in observed:
-        with pytest.raises(WorldError, match=step.answer):
+        with pytest.raises(WorldError, match=step.expected):
             World.from_env(process.environment)
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: record["name"])
-def test_each_record_has_the_current_command_and_answer(record: dict[str, object]) -> None:
+def test_each_record_has_the_current_command_and_expectation(record: dict[str, object]) -> None:
     (step,) = (step for step in STEPS if step.name == record["name"])
     assert record["command"] == step.command.replace(sys.executable, "python")
-    assert record["answer"] == step.answer
+    assert record["expected"] == step.expected
 
 
 def test_every_step_is_recorded() -> None:
