@@ -327,12 +327,12 @@ def _exit(code: int) -> NoReturn:
         os.kill(os.getpid(), -code)
 
     # An exit handler of a library may wait for a thread that needs the GIL, for ever. A handler in C runs also then.
-    @ctypes.CFUNCTYPE(None, ctypes.c_int)
     def abandon_handlers(_: int) -> None:
         os.write(2, f"an exit handler of a library has not ended within {EXIT_TIMEOUT} s; abandoned\n".encode())
         os._exit(code)
 
-    ctypes.CDLL(None).signal(signal.SIGALRM, abandon_handlers)
+    handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(abandon_handlers)
+    ctypes.CDLL(None).signal(signal.SIGALRM, handler)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
     signal.alarm(EXIT_TIMEOUT)
     ctypes.PyDLL(None).exit(code)  # with the GIL: PyTorch's thread-local caches (DTensor) release Python objects
