@@ -563,8 +563,10 @@ unlimit() { # <network> <device>
 }
 
 
+# All processes end at once, as without power: one that outlived another by a millisecond could record its death.
 kill_node() { # <node>
   cut "$1"
+  freeze "$1"
   power_off "$1"
 }
 
@@ -575,11 +577,9 @@ power_off() { # <node>
 }
 
 
-# All at once, as without power: a process that outlived another by a millisecond could record its death.
 kill_processes() { # <node>; succeeds when there was none
   local processes
   processes=$(processes_of "$1")
-  signal STOP "$processes"
   signal KILL "$processes"
   [[ ! $processes ]]
 }
