@@ -174,9 +174,9 @@ def test_the_end_of_a_job_list_with_a_failed_job(project: Path) -> None:
 
 
 def test_a_finding_of_the_doctor() -> None:
-    """Facts of four nodes made by hand: one machine has no second version of PyTorch."""
-    nodes = {f"node{number}": node(number) for number in (1, 2, 4)} | {"node3": node(3, torch__version="2.12.0")}
-    printed = text_of(cluster(dict(sorted(nodes.items()))))
+    """Facts of three nodes made by hand: one machine has no second version of PyTorch."""
+    nodes = {f"node{number}": node(number) for number in (1, 2)} | {"node3": node(3, torch__version="2.12.0")}
+    printed = text_of(cluster(nodes))
     assert "\n".join(output_with("2.12.0, but 2.13.0")) in printed, printed
 
 
