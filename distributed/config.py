@@ -27,8 +27,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from distributed.fold import DEFAULT_PARTICIPANTS, output_directory, participant_of, participants_in
 
-# What PyYAML raises for `!!int x`, `!!bool x`, `!!timestamp x`, and for an integer of more than 4,300 digits.
-PYYAML_ERRORS = (ValueError, LookupError, AttributeError, TypeError)
+DIGITS = 100  # limit for an integer; Python refuses to convert more than 4,300
+# Raised by PyYAML for `!!int x`, `!!bool x`, `!!timestamp x`.
+CONVERSION_ERRORS = (ValueError, LookupError, AttributeError, TypeError)
 LARGEST_FILE = 10**6  # bytes; --config may name a checkpoint by mistake
 NOTHING: Mapping[str, Any] = {}
 BASE_ONLY, FULL_FINE_TUNING, FROM_SCRATCH = "base_only", "full_fine_tuning", "from_scratch"  # values of data.mode
@@ -105,7 +106,8 @@ class Data(Section):
     """Training data. Without a path: the Python language reference that ships with the interpreter."""
 
     # A participant is a domain of the text. Cross-validation holds one out. The evaluation part of a text is its end.
-    path: AbsolutePath | None = None  # a text file, a directory of them, a .bin token file, or one with train.bin
+    # A text file, a directory of text files, a .bin token file, or a directory with train.bin.
+    path: AbsolutePath | None = None
     domains: list[str] | None = Field(None, min_length=1)  # of the embedded text, or in the directory; null: all
     participant: str | None = Field(None, min_length=1)  # the one to hold out; null: none
     mode: Literal["heldout", "single", "pooled", "base_only", "full_fine_tuning", "from_scratch"] = "heldout"
@@ -351,6 +353,17 @@ class _Loader(yaml.SafeLoader):
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            value = super().construct_object(node, deep)
+            if isinstance(value, int) and abs(value) >= 10**DIGITS:
+                raise ValueError
+        except CONVERSION_ERRORS:
+            problem = f"{_short(node.value)} is not a value of type {node.tag.rpartition(':')[2]}"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from None
+        return value
+
+
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
@@ -412,7 +425,7 @@ def _read_file(path: Path) -> dict[str, Any]:
         mark = error.problem_mark
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         raise ConfigError(f"{path}{where}: invalid YAML: {error.problem}") from None
-    except (yaml.YAMLError, *PYYAML_ERRORS) as error:
+    except yaml.YAMLError as error:
         raise ConfigError(f"{path}: invalid YAML: {str(error).splitlines()[0]}") from None
     except RecursionError:
         raise ConfigError(f"{path}: nested too deeply; write sections that hold keys") from None
@@ -435,7 +448,7 @@ def holds_settings(path: Path) -> bool:
 def _value(text: str) -> Any:
     try:
         return yaml.load(text, _Loader)
-    except (yaml.YAMLError, RecursionError, *PYYAML_ERRORS):
+    except (yaml.YAMLError, RecursionError):
         return text
 
 

@@ -20,7 +20,7 @@ import pytest
 from test_cluster import cluster, node, text_of
 from test_docs import KIT, RUN, Command, blocks, call, every_command
 
-# Of text that matches, two lines are equal. `...` in a guide matches any text.
+# Text that may differ between a guide and an output. `...` in a guide stands for any text.
 VARYING = (
     r"\.\.\.|\d{8}-\d{6}-[0-9a-f]{4}|(?<=pid )\d+|(?<=pair\.cc:)\d+|(?<=\]:)\d+|(?<=step_)\d{8}"
     r"|\b[0-9a-f]{10}\b|\d+\.\d+ MB|\d{4}-\d\d-\d\dT[\d:+]+|(?<=no output for )\d+|(?<=--hang-timeout )\d+"
@@ -181,7 +181,7 @@ def test_a_finding_of_the_doctor() -> None:
 
 
 def test_every_output_of_the_guides_is_compared() -> None:
-    """An output added to the guides needs a test; its first words stand here."""
+    """An output added to the guides needs a test, and here some words of it."""
     compared = {
         "bad sample", "verdict: failed: hung", "resuming from", "good", "start  expected", "8 of 9 done",
         "2.12.0, but", "nod2: cannot be reached", "looks hung: rank 2 on node2", "leaks", "two base models",

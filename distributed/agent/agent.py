@@ -257,6 +257,12 @@ INTERNALS: list[tuple[Any, str, set[str]]] = [
     (SubprocessContext, "_start", set()),
     (tail_log, "tail_logfile", {"header", "file", "dst", "finished", "interval_sec", "log_line_filter"}),
 ]
+# Attributes of torchrun's objects that this module uses.
+ATTRIBUTES: dict[type, set[str]] = {
+    LocalElasticAgent: {"_pcontext", "_worker_group"},
+    SubprocessContext: {"nprocs", "envs", "stdouts", "stderrs", "subprocess_handlers", "proc", "close"},
+    StaticTCPRendezvous: {"master_addr", "master_port", "rank", "world_size", "run_id", "timeout", "_store"},
+}
 
 
 def unsupported(options: argparse.Namespace) -> str:
@@ -281,6 +287,13 @@ def unexpected() -> str:
             return where
         if missing := parameters - inspect.signature(found).parameters.keys():
             return f"{where}({', '.join(sorted(missing))})"
+    for kind, names in ATTRIBUTES.items():
+        members = [
+            inspect.unwrap(member) for base in kind.__mro__ for member in vars(base).values() if callable(member)
+        ]
+        used = {name for member in members if inspect.isfunction(member) for name in member.__code__.co_names}
+        if names - used:
+            return f"{kind.__name__} has no {', '.join(sorted(names - used))}"
     return ""
 
 

@@ -326,7 +326,8 @@ def _exit(code: int) -> NoReturn:
         signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
 
-    # An exit handler of a library may wait for a thread that needs the GIL, for ever. A handler in C runs also then.
+    # An exit handler of a library may wait for ever, for a thread that needs the GIL. Python's own signal handlers do
+    # not run in it; a handler in C does.
     def abandon_handlers(_: int) -> None:
         os.write(2, f"an exit handler of a library has not ended within {EXIT_TIMEOUT} s; abandoned\n".encode())
         os._exit(code)

@@ -43,7 +43,7 @@ class ClusterFacts:
 
 
 def read_cluster(replies_dir: Path, nodes: Sequence[str]) -> ClusterFacts:
-    """Read facts/ (facts) and, if there are any, listening/ and connecting/ (connections) in the replies directory."""
+    """Read facts/ and, where connections were tested, listening/ and connecting/ in the replies directory."""
     replies = {node: read(replies_dir / "facts", node) for node in nodes}
     found = {node: facts_of(reply) for node, reply in replies.items()}
     facts = {node: value for node, value in found.items() if isinstance(value, FullNodeFacts)}

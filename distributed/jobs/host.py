@@ -266,7 +266,7 @@ class Service:
         if not line.strip():
             if self.list_lock >= 0:
                 now = time.time()
-                os.utime(self.list_lock, (now, now))  # for lock_list() in another process
+                os.utime(self.list_lock, (now, now))  # read by lock_list() of another process on this machine
             self.send(event="heartbeat")
             return
         request = json.loads(line)

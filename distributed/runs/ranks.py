@@ -45,10 +45,12 @@ def compare(rows: RankValues, nodes: Sequence[str]) -> list[RankTiming]:
     by_rank = [[*filter(math.isfinite, values)] for values in zip(*(values for _, values in rows), strict=True)]
     medians = {rank: statistics.median(seconds) for rank, seconds in enumerate(by_rank) if seconds}
     each, rest = divmod(len(by_rank), len(nodes)) if nodes else (0, 0)
+    if not medians:
+        return []
+    usual, limit = statistics.median_low(medians.values()), SLOW_FACTOR * statistics.median(medians.values())
     found = []
     for rank, median in medians.items():
-        usual = statistics.median_low(medians.values())
-        slow = median > SLOW_FACTOR * statistics.median(medians.values()) > 0
+        slow = median > limit > 0
         host = nodes[rank // each] if each and not rest else None
         found.append(RankTiming(rank, host, median, median / usual if usual > 0 else math.nan, slow))
     return found

@@ -59,11 +59,6 @@ def create(
 
     Raises OSError when the directory cannot be written, and removes an incomplete directory.
     """
-    layout = []
-    for node, address in zip(nodes, addresses or [f":{nproc}"] * len(nodes), strict=True):
-        host, _, count = address.rpartition(":")
-        layout.append({"node": node, "address": host or None, "processes": int(count), "first_rank": first_rank})
-        first_rank += int(count)
     pid, zone = launcher or os.getppid(), time.strftime("%z")
     directory = again or _create_directory(os.path.abspath(logs), name)
     facts = {
@@ -72,7 +67,7 @@ def create(
         "command": list(command),
         "started": f"{time.strftime('%Y-%m-%dT%H:%M:%S')}{zone[:3]}:{zone[3:]}",
         "nodes": list(nodes),
-        "layout": layout,  # address: None for this machine
+        "layout": _layout(nodes, addresses or [f":{nproc}"] * len(nodes), first_rank),
         # Start time and machine tell this launcher apart from a later process with the same pid.
         "launcher": {
             "host": os.uname().nodename, "pid": pid, "since": start_time(pid), "machine": machine(), "grace": grace,
@@ -92,6 +87,16 @@ def create(
             shutil.rmtree(directory, ignore_errors=True)
         raise
     return directory
+
+
+def _layout(nodes: Sequence[str], addresses: Sequence[str], first_rank: int) -> list[dict[str, object]]:
+    """Where the ranks of each node run. address: None for this machine."""
+    found: list[dict[str, object]] = []
+    for node, address in zip(nodes, addresses, strict=True):
+        host, _, count = address.rpartition(":")
+        found.append({"node": node, "address": host or None, "processes": int(count), "first_rank": first_rank})
+        first_rank += int(count)
+    return found
 
 
 def _create_directory(logs: str, name: str) -> str:

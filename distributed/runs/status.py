@@ -5,7 +5,7 @@
       $ kill -CONT 4711
 
     node   rank  state     cpu  memory  quiet  last line
-    node1     0  sleeps     1%    1.2G   40 s  step  120/1200  loss 2.3125 ...
+    node1     0  sleeping   1%    1.2G   40 s  step  120/1200  loss 2.3125 ...
     node2     1  STOPPED    0%    1.2G   41 s
 
 scripts/status.sh queries the nodes; this module judges and renders their replies.

@@ -122,7 +122,8 @@ class JobStep:
             channels.register(self._srun.stderr, selectors.EVENT_READ, self.handle_errors)  # type: ignore[arg-type]
             channels.register(CONTROL, selectors.EVENT_READ, self.handle_requests)
             threading.Thread(target=self.send_heartbeats, daemon=True).start()
-            outputs, silent = 2, False  # silent: srun has written nothing since the last iteration
+            outputs = {self._srun.stdout, self._srun.stderr}  # that are still open
+            silent = False  # whether the last iteration has read nothing
             while self._srun.poll() is None or not silent:
                 silent = True
                 if not outputs:
@@ -135,7 +136,7 @@ class JobStep:
                         silent = False
                     else:
                         channels.unregister(key.fileobj)
-                        outputs -= key.data != self.handle_requests
+                        outputs.discard(key.fileobj)
                 self.check_clock()
             self.show(b"", last=True)
         return self.record_missing_ends()

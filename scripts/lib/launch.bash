@@ -3,8 +3,8 @@
 # Steps before the nodes start, shared by all launchers: check the call, make the run directory, build the command line
 # of the agent.
 #
-# Sourced, never run; it needs options.bash and nodes.bash. watch.bash, with ssh.bash,
-# pdsh.bash or slurm.bash, starts the nodes.
+# Sourced, never run; it needs options.bash and nodes.bash. watch.bash, with ssh.bash, pdsh.bash or slurm.bash, starts
+# the nodes.
 
 # shellcheck disable=SC2034 # other files use these variables
 WORK=()                  # command of each rank: a script, or -m and a module

@@ -30,6 +30,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
 from distributed.agent import agent
 from distributed.agent.agent import Agent, RankFailure, follow
@@ -919,6 +920,11 @@ def test_a_missing_name_in_torchrun_is_detected(
         assert agent.unexpected().startswith(f"{owner.__name__} has no {name}(")
     monkeypatch.setattr(owner, name, None)
     assert agent.unexpected() == f"{owner.__name__} has no {name}"
+
+
+def test_a_missing_attribute_in_torchrun_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(agent.ATTRIBUTES, SubprocessContext, {"envs", "elsewhere"})
+    assert agent.unexpected() == "SubprocessContext has no elsewhere"
 
 
 @pytest.mark.parametrize(
