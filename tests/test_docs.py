@@ -447,7 +447,7 @@ def test_the_tables_of_base_models_agree_with_the_model() -> None:
     for name, field in jobs_config.BaseModels.model_fields.items():
         if listed[name] != "none":
             assert json.loads(listed[name]) == field.get_default(call_default_factory=True), name
-    _, _, rest = text_of("LAUNCH_GUIDE.md").partition("| class | keys without the section | what it means |\n")
+    _, _, rest = text_of("LAUNCH_GUIDE.md").partition("| class | built-in keys | what it means |\n")
     rows = [row.split("|") for row in rest.partition("\n\n")[0].splitlines()[1:]]
     classes = {unquoted(row[1].strip()): re.findall(r"`(\w+)`", row[2]) for row in rows}
     assert classes == {"base": list(bases.BASE), "experiment": list(bases.EXPERIMENT), "ignored": []}
