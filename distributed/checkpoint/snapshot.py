@@ -7,8 +7,10 @@ rest itself, and waits.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from distributed.checkpoint.directory import CheckpointError
 
 KeyPath = tuple[object, ...]  # the keys that lead to a value: ("state", "model", "weight")
 
+THREADS = min(4, len(os.sched_getaffinity(0)))  # these are enough to use all memory bandwidth of a socket
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
 
 
@@ -31,7 +34,7 @@ class Snapshot:
     # The current copy:
     _copies: dict[object, Tensor]  # identity of the original -> its copy
     _taken: dict[KeyPath, Tensor]  # its memory
-    _later: set[int]  # addresses of tensors that finish() copies
+    _later: set[int] | None  # addresses of the CPU tensors that are copied last; None: of all
     _devices: set[torch.device]  # GPUs with copies in flight
 
     def __init__(self, sharded: bool = False) -> None:
@@ -54,8 +57,12 @@ class Snapshot:
         """
         self._copies, self._taken, self._devices = {}, {}, set()
         self._rest, self._changed = [], False
-        self._later = set() if until is None else _addresses(until)
+        self._later = None if until is None else _addresses(until)
         copy = self._copy(state, (name,))
+        if until is None:
+            with ThreadPoolExecutor(THREADS) as threads:
+                list(threads.map(lambda each: each[1].copy_(each[0]), self._rest))
+            self._rest = []
         for device in self._devices:
             torch.cuda.synchronize(device)
         self._memory = self._taken
@@ -106,7 +113,7 @@ class Snapshot:
         identity = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if identity not in self._copies:
             memory = self._copies[identity] = self._taken[path] = self._memory_for(tensor, path)
-            if tensor.is_cpu and tensor.data_ptr() in self._later:
+            if tensor.is_cpu and (self._later is None or tensor.data_ptr() in self._later):
                 self._rest.append((tensor, memory, tensor._version))
             else:
                 memory.copy_(tensor, non_blocking=True)

@@ -7,10 +7,10 @@ overwrites, as in a progress bar, ends with CR LF. Standard library only.
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
-_RANK_0 = re.compile(rb"\[[^\]: \n]*:0\] ")  # prefix of its lines
+_PREFIX = re.compile(rb"\[[^\]: \n]*:(\d+)")  # of a line of a rank, without the "] " that ends it
 _UPDATE = re.compile(rb"^\[[^\]: \n]*:\d+\] [^\n]*\r\n", re.MULTILINE)  # a line that the rank's next one overwrites
-_OF_OTHERS = re.compile(rb"^\[[^\]: \n]*:(?!0\])\d+\] [^\n]*\n", re.MULTILINE)  # a line of another rank than 0
 _CLEAR = b"\r\x1b[K"  # move to the start of the line and clear it
 _CUT, _WRAP = b"\x1b[?7l", b"\x1b[?7h"  # cut off or wrap lines wider than the terminal
 
@@ -32,11 +32,13 @@ class Console:
         complete, newline, self._partial = output.rpartition(b"\n")
         shown: list[bytes] = []
         plain: list[bytes] = []
-        for line in without_other_ranks(complete + newline).split(b"\n")[:-1]:
-            if prefix := _RANK_0.match(line):
-                shown.append(line[prefix.end() :])
-            else:
+        for line in (complete + newline).split(b"\n")[:-1]:
+            prefix, bracket, text = line.partition(b"] ")
+            rank = rank_of(prefix) if bracket else None
+            if rank is None:
                 plain.append(line)
+            elif rank == 0:
+                shown.append(text)
         return self._of_rank_0(shown, last), self._of_no_rank(plain)
 
     def message(self, line: bytes) -> bytes:
@@ -67,9 +69,11 @@ def without_updates(output: bytes) -> bytes:
     return _UPDATE.sub(b"", output)
 
 
-def without_other_ranks(lines: bytes) -> bytes:
-    """Remove the lines of ranks other than 0. Expects complete lines."""
-    return _OF_OTHERS.sub(b"", lines)
+@lru_cache(maxsize=1024)  # a match takes several times as long
+def rank_of(prefix: bytes) -> int | None:
+    """The rank in a line's text before "] "; None if it is not the prefix of a rank."""
+    found = _PREFIX.fullmatch(prefix)
+    return int(found[1]) if found else None
 
 
 def _joined(lines: list[bytes]) -> bytes:

@@ -139,9 +139,10 @@ class Task(supervisor.Supervisor):
                 self._show(text)
 
     def _show(self, block: bytes, last: bool = False) -> None:
-        from distributed.launch.console import without_other_ranks
+        from distributed.launch.console import rank_of
 
-        self._streams[0].put(without_other_ranks(b"".join(self._lines.feed(block, last))))
+        lines = self._lines.feed(block, last)
+        self._streams[0].put(b"".join(line for line in lines if not rank_of(line.partition(b"] ")[0])))
 
     def _show_message(self, line: bytes) -> None:
         self._streams[0].put(line)
