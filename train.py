@@ -5,18 +5,17 @@
     scripts/ssh/launch_singlenode.sh config/quickstart.yaml 2              two processes on this machine
     torchrun --nproc-per-node 2 train.py --config config/quickstart.yaml   two processes, started by torchrun
     python train.py --fold 0 --prefix exp1                                 one job of a cross-validation
-    python train.py --fold 0 --mode base_only                              a base model of the other domains
+    python train.py --fold 0 --mode base_only                              a base model, trained on the other domains
 
-Settings are those of the file, then arguments such as train.steps=100 model.n_layer=6. A run with the same
-checkpoint.dir resumes from the newest checkpoint, and ends with the same weights as a run that was never stopped.
+Arguments such as train.steps=100 model.n_layer=6 override settings of the file. A run with the same checkpoint.dir
+resumes from the newest checkpoint, and ends with the weights of a run that was never stopped.
 
-Cross-validation: a participant is a domain of the embedded text, or one text of a directory. --fold N holds one out.
---mode selects the training data. heldout, single and pooled train one model (see --help). base_only trains a base model
-on all other participants, and writes best_base_model.pt and three files about it to the run directory.
-full_fine_tuning starts from a base model and trains all its weights on the participant's text; from_scratch does the
-same from random weights. --target_batch_pct is the share of the participant's text in each batch; the rest is text of
-the base model's participants. The checkpoints of a job are in its output directory, here
-experiments/exp1/fold0_special-methods.
+Cross-validation: a participant is a domain of Python's language reference, or one text of a directory; --fold N selects
+the target. --mode selects the training data. heldout, single and pooled train one model (see --help). base_only trains
+a base model on all other participants, and writes best_base_model.pt and three files about it to the run directory.
+full_fine_tuning starts from a base model and trains all its weights on the target's text; from_scratch does the same
+from random weights. --target_batch_pct is the share of the target's text in each batch; the rest is text of the base
+participants. The checkpoints of a job are in its output directory, here experiments/exp1/fold0_special-methods.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
 def learning_rate(step: int, steps: int, settings: Settings) -> float:
     """Linear warm-up, then half a cosine from learning_rate to min_learning_rate (arXiv:1608.03983, without restarts).
 
-    step: counted from 0. steps: of the whole training.
+    step: counted from 0. steps: in total.
     """
     train = settings.train
     if step < train.warmup_steps:

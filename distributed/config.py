@@ -90,7 +90,7 @@ class Model(Section):
     n_layer: int = Field(4, ge=1)
     n_head: int = Field(4, ge=1)
     n_embd: int = Field(128, ge=1)
-    block_size: int = Field(128, ge=1)  # tokens a window; the longest context
+    block_size: int = Field(128, ge=1)  # tokens per window; the longest context
     vocab_size: int | None = Field(None, ge=2)  # null: 256 for text; must be given for .bin token files
     dropout: float = Field(0.0, ge=0.0, lt=1.0)
     bias: bool = False
@@ -105,17 +105,18 @@ class Model(Section):
 class Data(Section):
     """Training data. Without a path: the Python language reference that ships with the interpreter."""
 
-    # A participant is a domain of the text. Cross-validation holds one out. The evaluation part of a text is its end.
+    # A participant is a domain of the text; one is the target of cross-validation. The evaluation part of a text is its
+    # end.
     # A text file, a directory of text files, a .bin token file, or a directory with train.bin.
     path: AbsolutePath | None = None
-    domains: list[str] | None = Field(None, min_length=1)  # of the embedded text, or in the directory; null: all
-    participant: str | None = Field(None, min_length=1)  # the one to hold out; null: none
+    domains: list[str] | None = Field(None, min_length=1)  # of the text, or of the directory; null: all
+    participant: str | None = Field(None, min_length=1)  # the target; null: none
     mode: Literal["heldout", "single", "pooled", "base_only", "full_fine_tuning", "from_scratch"] = "heldout"
-    base_participants: list[str] | None = Field(None, min_length=1)  # of the base model; null: all but the participant
-    target_data_pct: Share = 1.0  # share of the participant's training text that is trained on
-    target_batch_pct: Share = 1.0  # share of each global batch that is the participant's text; the rest is the base's
+    base_participants: list[str] | None = Field(None, min_length=1)  # of the base model; null: all but the target
+    target_data_pct: Share = 1.0  # share of the target's training text that is trained on
+    target_batch_pct: Share = 1.0  # share of each global batch that is the target's text; the rest is the base's
     held_out: float = Field(0.1, gt=0.0, lt=1.0)  # share of each text that is its evaluation part
-    workers: int = Field(0, ge=0)  # data loading processes a rank
+    workers: int = Field(0, ge=0)  # data loading processes per rank
 
     @field_validator("path")
     @classmethod
@@ -131,9 +132,9 @@ class Data(Section):
     @model_validator(mode="after")
     def _mode_fits(self) -> Data:
         if self.mode not in ("heldout", BASE_ONLY) and self.participant is None:
-            raise ValueError(f"mode={self.mode}: no participant to hold out; set data.participant, or give --fold N")
+            raise ValueError(f"mode={self.mode}: no target; set data.participant, or give --fold N")
         if self.mode == BASE_ONLY and self.participant in (self.base_participants or ()):
-            raise ValueError(f"base_participants: {self.participant} is the participant that is held out; remove it")
+            raise ValueError(f"base_participants: {self.participant} is the target; remove it")
         for name, share in (("target_data_pct", self.target_data_pct), ("target_batch_pct", self.target_batch_pct)):
             if share != 1 and self.mode not in (FULL_FINE_TUNING, FROM_SCRATCH):
                 raise ValueError(
@@ -150,11 +151,11 @@ class Train(Section):
     epochs: float | None = Field(None, gt=0)
     base_steps: int | None = Field(None, ge=1, le=10**12)  # in mode base_only: in place of steps and epochs
     base_model: AbsolutePath | None = None  # in mode full_fine_tuning: its directory; null: $MUSTER_BASE_MODEL
-    batch_size: int | None = Field(None, ge=1)  # windows a step over all ranks
-    batch_size_per_device: int | None = Field(None, ge=1)  # windows a step on each rank
+    batch_size: int | None = Field(None, ge=1)  # windows per step, over all ranks
+    batch_size_per_device: int | None = Field(None, ge=1)  # windows per step and rank
     accumulation: int = Field(1, ge=1)  # micro-batches per step on each rank
     learning_rate: float = Field(3e-4, gt=0)
-    min_learning_rate: float = Field(0.0, ge=0)  # where the cosine ends
+    min_learning_rate: float = Field(0.0, ge=0)  # end of the cosine
     warmup_steps: int = Field(0, ge=0)
     weight_decay: float = Field(0.1, ge=0)
     beta1: float = Field(0.9, ge=0, lt=1)
@@ -248,8 +249,10 @@ class Settings(Section):
 
 def _exactly_one(section: BaseModel, first: str, second: str) -> None:
     given = [name for name in (first, second) if getattr(section, name) is not None]
-    if len(given) != 1:
-        raise ValueError(f"{'both' if given else 'none'} of {first} and {second} given: give one of the two")
+    if len(given) == 2:
+        raise ValueError(f"both {first} and {second} given; set one")
+    if not given:
+        raise ValueError(f"neither {first} nor {second} given; set one")
 
 
 # ---------------------------------------------------------------- global batch arithmetic
@@ -273,8 +276,8 @@ class Batch:
     def __str__(self) -> str:
         return (
             f"{self.micro} windows x {self.accumulation} micro-batch{'es' * (self.accumulation > 1)} x "
-            f"{self.world} rank{'s' * (self.world > 1)} = {self.size} windows a step "
-            f"x {self.block} tokens = {self.tokens:,} tokens a step"
+            f"{self.world} rank{'s' * (self.world > 1)} = {self.size} windows per step "
+            f"x {self.block} tokens = {self.tokens:,} tokens per step"
         )
 
 
@@ -323,7 +326,7 @@ def check_consistency(settings: Settings, world: int) -> None:
 
 
 def target_windows(settings: Settings, size: int) -> int:
-    """Return how many windows of a global batch of `size` windows are the participant's text.
+    """Return how many windows of a global batch of `size` windows are the target's text.
 
     Raises:
         ConfigError: the share target_batch_pct rounds to no window.
@@ -331,7 +334,7 @@ def target_windows(settings: Settings, size: int) -> int:
     share = settings.data.target_batch_pct
     if not (windows := round(share * size)):
         raise ConfigError(
-            f"data.target_batch_pct={share}: less than one of the {size} windows a step; set it to {1 / size:.3g} or "
+            f"data.target_batch_pct={share}: less than one of the {size} windows per step; set it to {1 / size:.3g} or "
             f"more, or train.batch_size to {math.ceil(1 / share)} or more"
         )
     return windows
@@ -402,7 +405,7 @@ def read(path: Path | None, overrides: Sequence[str] = (), job: Mapping[str, Any
         other = settings.data.participant
         raise ConfigError(f"data.participant={other}: contradicts --fold or --participant ({participant}); give one")
     if "mode" in job and settings.data.participant is None and settings.data.mode != BASE_ONLY:
-        raise ConfigError(f"--mode {job['mode']}: no participant to hold out; add --fold N or --participant NAME")
+        raise ConfigError(f"--mode {job['mode']}: no target; add --fold N or --participant NAME")
     if settings.data.mode == BASE_ONLY and (steps := settings.train.base_steps):
         train = settings.train.model_copy(update={"steps": steps, "epochs": None})
         settings = settings.model_copy(update={"train": train})
@@ -553,29 +556,29 @@ JOB_DEFAULTS: dict[str, dict[str, Any]] = {
 }
 # Each argument with the setting that it gives ("" if none), its metavar and its help.
 JOB_ARGUMENTS = {
-    "fold": ("", "N", "hold out participant N, counted from 0"),
+    "fold": ("", "N", "target: participant N, counted from 0"),
     "participants": ("data.domains", "NAME", f"default: {' '.join(DEFAULT_PARTICIPANTS)}"),
-    "participant": ("", "NAME", "hold out this participant"),
-    "mode": ("data.mode", "MODE", "heldout (default): train on the others, evaluate on the one held out; single: train "
-        "and evaluate on that one alone; pooled: train on all, evaluate on the end of that one; base_only: train a "
-        "base model on the base's participants; full_fine_tuning: train all weights of a base model on that one; "
-        "from_scratch: the same from random weights"),
-    "base_participants": ("data.base_participants", "NAME", "of the base model (default: all participants without the "
-        "one held out)"),
+    "participant": ("", "NAME", "target, by name"),
+    "mode": ("data.mode", "MODE", "heldout (default): train on the others, evaluate on the target; single: train and "
+        "evaluate on the target; pooled: train on all, evaluate on the target; base_only: train a base model on the "
+        "base participants; full_fine_tuning: train all weights of a base model on the target; from_scratch: the same "
+        "from random weights"),
+    "base_participants": ("data.base_participants", "NAME", "participants of the base model (default: all but the "
+        "target)"),
     "base_model": ("train.base_model", "DIR", "full_fine_tuning: the base model (default: $MUSTER_BASE_MODEL)"),
     "target_data_pct": ("data.target_data_pct", "SHARE", "full_fine_tuning, from_scratch: the share of the "
-        "participant's training text to train on, above 0 to 1 (default: 1)"),
+        "target's training text to train on, above 0 to 1 (default: 1)"),
     "target_batch_pct": ("data.target_batch_pct", "SHARE", "full_fine_tuning, from_scratch: the share of each global "
-        "batch that is the participant's text; the rest is text of the base's participants (default: 1)"),
+        "batch that is the target's text; the rest is text of the base participants (default: 1)"),
     "data_path": ("data.path", "DIR", "directory whose *.txt files and subdirectories are the participants"),
     "model": ("", "SIZE", f"{', '.join(MODELS)} (default: small)"),
-    "batch_size": ("train.batch_size", "N", "windows a step (default: 16)"),
+    "batch_size": ("train.batch_size", "N", "windows per step (default: 16)"),
     "lr": ("train.learning_rate", "RATE", "learning rate (default: 3e-3)"),
-    "steps": ("train.steps", "N", "steps in all (default: 300)"),
-    "base_steps": ("train.base_steps", "N", "steps in all in mode base_only, where it wins over --steps; no effect in "
-        "other modes (default: as --steps)"),
+    "steps": ("train.steps", "N", "total steps (default: 300)"),
+    "base_steps": ("train.base_steps", "N", "total steps in mode base_only, overrides --steps; no effect in other "
+        "modes (default: --steps)"),
     "seed": ("train.seed", "N", "default: 1337"),
-    "prefix": ("", "NAME", "write to experiments/NAME/foldN_PARTICIPANT; started again, the job resumes"),
+    "prefix": ("", "NAME", "without a launcher: write to experiments/NAME/foldN_PARTICIPANT, and resume there"),
     "device": ("distributed.device", "DEVICE", "cpu, cuda or cuda:N (default: a GPU where there is one)"),
 }  # fmt: skip
 NUMERIC = ("N", "SHARE", "RATE")  # metavars of numbers, which are read as YAML; other values are taken as they are
@@ -608,7 +611,7 @@ def _apply_job(tree: dict[str, Any], job: Mapping[str, Any], participant: str | 
 
 
 def _participant(job: Mapping[str, Any]) -> str | None:
-    """Return the participant that the job holds out. Raises ConfigError, also for an invalid output directory."""
+    """Return the job's target. Raises ConfigError, also for an invalid output directory."""
     try:
         output_directory(job, "job", DEFAULT_PARTICIPANTS)
         if "participants" in job or not {"fold", "participant"} & job.keys():
@@ -637,12 +640,12 @@ def parser(description: str, program: str | None = None) -> argparse.ArgumentPar
     options.add_argument("--log-level", metavar="LEVEL", help="the same as logging.level=LEVEL")
     # torch.distributed.launch passes it; it is ignored, as LOCAL_RANK has the same value.
     options.add_argument("--local-rank", "--local_rank", type=int, help=argparse.SUPPRESS)
-    options.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that win over the file")
+    options.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that override the file")
     group = options.add_argument_group(
         "arguments of a job",
-        "Leave-one-out cross-validation over participants: the domains of the text, or the texts of a directory. With "
-        "one of these arguments, and without --config, every other setting has a default. They win over the file, and "
-        "section.key=value wins over them.",
+        "Leave-one-out cross-validation over participants: the domains of the text, or the texts of a directory. The "
+        "target is the participant of --fold or --participant. With one of these arguments, without --config, every "
+        "other setting has a default. These arguments override the file; section.key=value overrides them.",
     )
     for name, (_, metavar, text) in JOB_ARGUMENTS.items():
         nargs = "+" if name.endswith("participants") else None

@@ -1,4 +1,4 @@
-"""Leave-one-out cross-validation: the participant that a job holds out, and its output directory.
+"""Leave-one-out cross-validation: the target of a job (one of the participants), and its output directory.
 
     participant_of({"fold": 1, "participants": ["a", "b"]}, None)   -> "b"
     output_directory({"fold": 1, "prefix": "exp1"}, "3fa2b1c09d", DEFAULT_PARTICIPANTS)
@@ -18,13 +18,13 @@ from typing import Any
 
 from distributed.topics import DOMAINS
 
-DEFAULT_PARTICIPANTS = DOMAINS  # of train.py: the domains of the embedded text, in the order of the table
+DEFAULT_PARTICIPANTS = DOMAINS  # of train.py: the domains of Python's language reference
 LONGEST = 200  # bytes of a path component: file systems take 255, and fold<N>_ comes before it
 SHOWN = 20  # names in a message
 
 
 def participant_of(settings: Mapping[str, Any], default: Sequence[str] | None) -> str | None:
-    """Return the participant that a job holds out: its `participant`, else participants[fold]; None when unknown.
+    """Return the target of a job: its `participant`, else participants[fold]; None when unknown.
 
     Args:
         default: the participants of a job that lists none; None when the script has no such list. Not used for a job
@@ -39,14 +39,14 @@ def participant_of(settings: Mapping[str, Any], default: Sequence[str] | None) -
     if listed is None or (chosen is None and fold is None):
         return chosen
     if chosen is not None and chosen not in listed:
-        raise ValueError(f"participant: not one of the participants: got {chosen!r}; {_nearest(chosen, listed)}")
+        raise ValueError(f"participant: expected one of the participants, got {chosen!r}; {_nearest(chosen, listed)}")
     if fold is None:
         return chosen
     if fold >= len(listed):
         raise ValueError(f"fold: out of range for {len(listed)} participants: got {fold}; give 0 to {len(listed) - 1}")
     if chosen not in (None, listed[fold]):
         raise ValueError(
-            f"participant: contradicts fold {fold}, which is {listed[fold]!r}: got {chosen!r}; give one of the two"
+            f"participant: contradicts fold {fold}, which is {listed[fold]!r}: got {chosen!r}; set only one of them"
         )
     return listed[fold]
 
@@ -71,12 +71,15 @@ def output_directory(settings: Mapping[str, Any], job_id: str, default_participa
 
 
 def fold_of(settings: Mapping[str, Any]) -> int | None:
-    """Return the number of the fold, None when not given. Raises ValueError for anything but an integer from 0 up."""
+    """Return the number of the fold; None when not given.
+
+    Raises ValueError for anything but an integer, or its digits, from 0 to 999,999,999.
+    """
     fold = _given(settings, "fold")
     if fold is None:
         return None
     if isinstance(fold, bool) or not isinstance(fold, int | str) or not re.fullmatch(r"[0-9]{1,9}", str(fold)):
-        raise ValueError(f"fold: expected a whole number from 0 on, got {_short(fold)}; the first participant is 0")
+        raise ValueError(f"fold: expected a non-negative integer, got {_short(fold)}; the first participant is 0")
     return int(fold)
 
 
@@ -84,7 +87,7 @@ def participants_in(directory: Path) -> dict[str, Path]:
     """Return the participants of a directory by name: each *.txt file and subdirectory, except hidden ones.
 
     Raises:
-        ValueError: there are none, two have one name, or the directory cannot be read.
+        ValueError: there are none, two have the same name, or the directory cannot be read.
     """
     found: dict[str, Path] = {}
     try:
@@ -130,7 +133,7 @@ def _listed(settings: Mapping[str, Any]) -> list[str] | None:
 
 
 def _component(subject: str, part: str, whole: str | None = None) -> str:
-    """Return the part. Raises ValueError when it cannot be the name of a directory."""
+    """Return `part` unchanged. Raises ValueError when it cannot be the name of a directory."""
     if part in ("", ".", "..") or "/" in part or not part.isprintable() or len(part.encode()) > LONGEST:
         raise ValueError(
             f"{subject}: cannot be part of a path: got {_short(part if whole is None else whole)}; use printable "

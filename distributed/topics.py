@@ -1,4 +1,4 @@
-"""The embedded text: topics of the Python language reference by domain, without repetitions.
+"""Topics of Python's language reference by domain, without repetitions.
 
 Standard library only: the dispatcher of job lists needs the names of the domains without PyTorch.
 """
@@ -33,7 +33,7 @@ TOPICS = {
         imaginary""",
 }
 DOMAINS = tuple(TOPICS)
-OTHER = "execution"  # domain of topics that are not in the table, in newer versions of Python
+OTHER = "execution"  # domain of topics of newer Python versions, which are not in TOPICS
 
 
 def without_repetitions(topics: Mapping[str, str]) -> dict[str, str]:
@@ -41,7 +41,7 @@ def without_repetitions(topics: Mapping[str, str]) -> dict[str, str]:
 
     A fifth of the reference appears twice: "try" and "with" are sections of "compound". Without this function, held-out
     text could also be training text. A paragraph stays in the longest topic that contains it; a topic that loses more
-    than half of its text is dropped.
+    than half of its text is left out.
     """
     seen: set[str] = set()
     longest_first = sorted(topics, key=lambda topic: (-len(topics[topic]), topic))
@@ -58,7 +58,7 @@ def _new_paragraphs(text: str, seen: set[str]) -> Iterator[str]:
 
 
 def by_domain(topics: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return the texts of each domain, in the order of the table; unknown topics, by name, at the end of OTHER."""
+    """Return the texts of each domain, in the order of TOPICS; other topics are sorted by name at the end of OTHER."""
     table = {domain: names.split() for domain, names in TOPICS.items()}
     table[OTHER] += sorted(set(topics).difference(*table.values()))
     return {domain: [topics[name] for name in names if name in topics] for domain, names in table.items()}

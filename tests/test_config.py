@@ -166,10 +166,10 @@ def test_settings_are_the_same_after_a_round_trip_through_yaml() -> None:
         ("train.compile=maybe", "command line: train.compile='maybe': Input should be a valid boolean"),
         ("logging.level=loud", "command line: logging.level='loud': Input should be 'debug', 'info', 'warning' "),
         ("logging.project={a: b}", "command line: logging.project: Input should be a valid string"),
-        ("train.epochs=2", "f.yaml: train: both of steps and epochs given: give one of the two"),
-        ("train.steps=null", "f.yaml: train: none of steps and epochs given: give one of the two"),
-        ("train.batch_size=null", "f.yaml: train: none of batch_size and batch_size_per_device given"),
-        ("train.batch_size_per_device=2", "f.yaml: train: both of batch_size and batch_size_per_device given"),
+        ("train.epochs=2", "f.yaml: train: both steps and epochs given; set one"),
+        ("train.steps=null", "f.yaml: train: neither steps nor epochs given; set one"),
+        ("train.batch_size=null", "f.yaml: train: neither batch_size nor batch_size_per_device given"),
+        ("train.batch_size_per_device=2", "f.yaml: train: both batch_size and batch_size_per_device given"),
         ("train.min_learning_rate=1", "f.yaml: train: min_learning_rate=1.0 is above learning_rate=0.0003"),
         ("model.n_head=3", "f.yaml: model: n_embd=128 does not divide by n_head=3: change one of them"),
         ("data.path=/nix", "command line: data.path='/nix': no such file or directory (working directory "),
@@ -209,7 +209,7 @@ DOUBLING = "&b0 [x], " + ", ".join(f"&b{n} [*b{n - 1}, *b{n - 1}]" for n in rang
     [
         ("", "f.yaml: train: missing; add it (see config/quickstart.yaml)"),
         ("# nothing yet\n", "f.yaml: train: missing"),
-        ("train:\n", "f.yaml: train: none of steps and epochs given"),
+        ("train:\n", "f.yaml: train: neither steps nor epochs given"),
         ("train: 5", "f.yaml: train=5: "),
         ("- train\n- model\n", "f.yaml: holds a list; expected sections: model, data, train, distributed"),
         ("just words", "f.yaml: holds a str; expected sections"),
@@ -374,10 +374,10 @@ def proposals(error: ConfigError, start: str) -> list[int]:
 
 def test_a_batch_prints_its_arithmetic() -> None:
     assert str(Batch(480, 12, 5, 8, 1024)) == (
-        "12 windows x 5 micro-batches x 8 ranks = 480 windows a step x 1024 tokens = 491,520 tokens a step"
+        "12 windows x 5 micro-batches x 8 ranks = 480 windows per step x 1024 tokens = 491,520 tokens per step"
     )
     assert str(Batch(4, 4, 1, 1, 128)) == (
-        "4 windows x 1 micro-batch x 1 rank = 4 windows a step x 128 tokens = 512 tokens a step"
+        "4 windows x 1 micro-batch x 1 rank = 4 windows per step x 128 tokens = 512 tokens per step"
     )
 
 
@@ -420,7 +420,7 @@ def test_main_prints_the_complete_settings(capsys: pytest.CaptureFixture[str]) -
     Path("f.yaml").write_text(TRAIN)
     assert main(["--config", "f.yaml", "--nproc", "2", "train.learning_rate=1e-3"]) == 0
     text = capsys.readouterr().out
-    assert text.startswith("# 2 windows x 1 micro-batch x 2 ranks = 4 windows a step")
+    assert text.startswith("# 2 windows x 1 micro-batch x 2 ranks = 4 windows per step")
     assert settings(file=text) == settings("train.learning_rate=1e-3")
 
 
@@ -523,7 +523,7 @@ def test_a_batch_without_a_window_of_the_participant_is_refused_and_the_remedy_i
     with pytest.raises(ConfigError) as error:
         for_ranks(options(*arguments, "16", "--target_batch_pct", "0.03"), world)
     assert str(error.value) == (
-        "data.target_batch_pct=0.03: less than one of the 16 windows a step; set it to 0.0625 or more, or "
+        "data.target_batch_pct=0.03: less than one of the 16 windows per step; set it to 0.0625 or more, or "
         "train.batch_size to 34 or more"
     )
     for_ranks(options(*arguments, "16", "--target_batch_pct", "0.0625"), world)
@@ -559,29 +559,35 @@ def test_arguments_take_precedence_over_the_file_and_overrides_over_both() -> No
     ("arguments", "line"),
     [
         ("--fold 8", "fold: out of range for 8 participants: got 8; give 0 to 7"),
-        ("--fold -1", "fold: expected a whole number from 0 on, got '-1'"),
+        ("--fold -1", "fold: expected a non-negative integer, got '-1'"),
         ("--fold 2 --participants a b", "fold: out of range for 2 participants: got 2; give 0 to 1"),
-        ("--participant strngs", "participant: not one of the participants: got 'strngs'; did you mean 'strings'? "),
-        ("--participant c --participants a b", "participant: not one of the participants: got 'c'; there are a, b"),
+        (
+            "--participant strngs",
+            "participant: expected one of the participants, got 'strngs'; did you mean 'strings'? ",
+        ),
+        (
+            "--participant c --participants a b",
+            "participant: expected one of the participants, got 'c'; there are a, b",
+        ),
         ("--fold 0 --participant types", "participant: contradicts fold 0, which is 'special-methods': got 'types'; "),
         ("--fold 0 data.participant=types", "data.participant=types: contradicts --fold or --participant (special-m"),
-        ("--mode single", "settings: data: mode=single: no participant to hold out; set data.participant, or give "),
-        ("--mode heldout", "--mode heldout: no participant to hold out; add --fold N or --participant NAME"),
+        ("--mode single", "settings: data: mode=single: no target; set data.participant, or give "),
+        ("--mode heldout", "--mode heldout: no target; add --fold N or --participant NAME"),
         (
             "--fold 0 --mode each",
             "--mode: data.mode='each': Input should be 'heldout', 'single', 'pooled', 'base_only'",
         ),
         (
             "--mode full_fine_tuning",
-            "settings: data: mode=full_fine_tuning: no participant to hold out; set data.parti",
+            "settings: data: mode=full_fine_tuning: no target; set data.parti",
         ),
         (
             "--mode from_scratch",
-            "settings: data: mode=from_scratch: no participant to hold out; set data.participant, ",
+            "settings: data: mode=from_scratch: no target; set data.participant, ",
         ),
         (
             "--fold 0 --mode base_only --base_participants types special-methods",
-            "settings: data: base_participants: special-methods is the participant that is held out; remove it",
+            "settings: data: base_participants: special-methods is the target; remove it",
         ),
         (
             "--fold 0 --mode from_scratch --target_data_pct 25",

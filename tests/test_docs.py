@@ -515,7 +515,7 @@ def test_the_table_of_files_lists_the_files_of_a_run(project: Path) -> None:
 
 @pytest.mark.parametrize("script", SLURM)
 def test_the_table_of_lines_for_sbatch_agrees_with_the_script(script: str) -> None:
-    listed = [unquoted(row[0]) for row in table("LAUNCH_GUIDE.md", "Lines for sbatch")]
+    listed = [unquoted(row[0]) for row in table("LAUNCH_GUIDE.md", "#SBATCH lines")]
     assert listed == re.findall(r"^##?SBATCH (--[a-z-]+)", text_of(script), re.MULTILINE)
 
 

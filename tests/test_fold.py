@@ -82,21 +82,21 @@ def test_the_output_directory_is_named_after_the_fold_or_the_job(
         ({"fold": 3}, "fold: out of range for 3 participants: got 3; give 0 to 2"),
         ({"fold": 2, "participants": ["x", "y"]}, "fold: out of range for 2 participants: got 2; give 0 to 1"),
         *(
-            ({"fold": fold}, f"fold: expected a whole number from 0 on, got {fold!r}; the first participant is 0")
+            ({"fold": fold}, f"fold: expected a non-negative integer, got {fold!r}; the first participant is 0")
             for fold in (-1, "-1", 1.0, True, "x", "", "٣", "1e3", [0], "1" * 10)
         ),
         (
             {"participant": "bb", "participants": list(ABC)},
-            "participant: not one of the participants: got 'bb'; did you mean 'b'? There are a, b, c",
+            "participant: expected one of the participants, got 'bb'; did you mean 'b'? There are a, b, c",
         ),
         (
             {"participant": "zz", "participants": [f"n{i:02}" for i in range(30)]},
-            "participant: not one of the participants: got 'zz'; there are n00, n01, n02, n03, n04, n05, n06, n07, "
-            "n08, n09, n10, n11, n12, n13, n14, n15, n16, n17, n18, n19 and 10 more",
+            "participant: expected one of the participants, got 'zz'; there are n00, n01, n02, n03, n04, n05, n06, "
+            "n07, n08, n09, n10, n11, n12, n13, n14, n15, n16, n17, n18, n19 and 10 more",
         ),
         (
             {"fold": 0, "participant": "b", "participants": list(ABC)},
-            "participant: contradicts fold 0, which is 'a': got 'b'; give one of the two",
+            "participant: contradicts fold 0, which is 'a': got 'b'; set only one of them",
         ),
         ({"fold": 0, "participants": []}, "participants: expected at least one name, got []; leave it out for the "),
         ({"fold": 0, "participants": [None]}, "participants: expected a name, got None; write a string"),

@@ -85,7 +85,7 @@ def verify(directory: str, digest: str | None = None) -> Manifest:
 
 
 def read_manifest(directory: str) -> Manifest:
-    """Read the manifest of a base model only. Raises BaseModelError when it is missing or damaged."""
+    """Read only the manifest of a base model. Raises BaseModelError when it is missing or damaged."""
     path = os.path.join(directory, MANIFEST)
     try:
         with open(path, "rb") as file:
@@ -142,7 +142,7 @@ def new_staging(cache: str, digest: str) -> str:
     """Make an empty staging directory in the cache. Its name is not that of a base model."""
     os.makedirs(cache, exist_ok=True)
     path = os.path.join(cache, f"{staging_prefix(digest)}{secrets.token_hex(4)}")
-    os.mkdir(path)  # mkdtemp would make it for this user alone, whatever the umask
+    os.mkdir(path)  # with the user's umask, unlike mkdtemp
     return path
 
 

@@ -52,7 +52,7 @@ class Base:
         return isinstance(known, list) and participant in known
 
     def load_into(self, model: nn.Module, settings: Mapping[str, Any], ranks: Ranks) -> None:
-        """Load its weights into a model. Collective. settings: those of the model, with vocab_size.
+        """Load the weights into a model. Collective. settings: of the model, with vocab_size.
 
         Raises:
             ConfigError: the weights cannot be loaded, or do not fit the model. The same on every rank.
@@ -87,7 +87,8 @@ def find(settings: Settings, ranks: Ranks) -> Base | None:
     Collective.
 
     Raises:
-        ConfigError: none is named, or it is missing, incomplete, damaged or has another digest. On every rank.
+        ConfigError: no base model is named, or it is missing, incomplete, damaged or has another digest. The same on
+            every rank.
     """
     if settings.data.mode != FULL_FINE_TUNING:
         return None
@@ -116,11 +117,11 @@ def write(
     settings: Settings,
     job: Mapping[str, Any],
 ) -> None:
-    """Write the files of a base model to the run directory, each atomically, the weights last. Raises OSError.
+    """Write the files of a base model to the run directory, each atomically. Raises OSError.
 
-    Without best_base_model.pt the set is incomplete, so the file of an earlier run is removed first.
+    The weights of an earlier run are removed first, and the new ones written last: a set without weights is incomplete.
 
-    model: its settings, with vocab_size. facts: content of base_metrics.json. job: arguments of the job.
+    model: the model's settings, with vocab_size. facts: content of base_metrics.json. job: arguments of the job.
     """
     (run / WEIGHTS).unlink(missing_ok=True)
     curve = history.read_metrics(run / "metrics.jsonl", [])
@@ -135,7 +136,7 @@ def write(
         write_json(str(run / name), value)
     content = {"model": dict(weights), "model_settings": dict(model), "corpus": facts["corpus"]}
     incomplete = run / f".{WEIGHTS}.incomplete"
-    with incomplete.open("wb") as file:  # a file object: given a name, torch.save writes it into the file
+    with incomplete.open("wb") as file:  # a file object: torch.save would write a file name into the file
         torch.save(content, file)
         file.flush()
         os.fsync(file.fileno())

@@ -98,8 +98,8 @@ def _read_at(file: Path, offset: int, piece: bytearray) -> None:
 def load_safely(file: Path | IO[bytes]) -> Any:
     """Load a file of torch.save() on the CPU, without running code from it.
 
-    Raises pickle.UnpicklingError when the file is anything else, or needs code. PyTorch's own message would suggest
-    loading the file anyway.
+    Raises pickle.UnpicklingError when the file is anything else, or needs code. Its message replaces PyTorch's, which
+    suggests loading the file anyway.
     """
     try:
         return torch.load(file, map_location="cpu", weights_only=True)

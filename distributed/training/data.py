@@ -5,7 +5,7 @@
     order = Stream(len(windows), batch=64, rank=rank, size=size, micro=16, seed=1337, start=consumed)
     for inputs, targets in loader(windows, order, workers=2): ...
 
-Without a path the corpus is the Python language reference that ships with the interpreter: a third of a megabyte of
+Without a path the corpus is Python's language reference, which ships with the interpreter: a third of a megabyte of
 English, as bytes, in named domains. A path is a text file, a directory of text files, or nanoGPT's `.bin` token files.
 
 Try it: python -c "from distributed.training.data import load; print(load())"
@@ -86,8 +86,8 @@ class Corpus:
     train: Tokens
     held_out: Tokens
     vocab_size: int
-    base: Tokens | None = None  # text of the base's participants, mixed into each batch
-    domains: tuple[str, ...] = ()  # of the embedded text, or of a directory
+    base: Tokens | None = None  # text of the base participants, mixed into each batch
+    domains: tuple[str, ...] = ()  # of Python's language reference, or of a directory
     participant: str | None = None
     mode: str = "heldout"  # selects training and held-out text; see load()
     skipped: int = 0  # hidden, binary, empty or linked entries of a directory
@@ -123,21 +123,22 @@ def load(
 ) -> Corpus:
     """Open a corpus.
 
-    The end of every text (topic of the embedded text, or file) and of a token file is for evaluation, whichever domains
-    are selected. If a directory has a `val.bin`, all of it is for evaluation, and all of `train.bin` for training.
+    The end of every text (a file, or a topic of Python's language reference) and of a token file is for evaluation,
+    whichever domains are selected. If a directory has a `val.bin`, all of it is for evaluation, and all of `train.bin`
+    for training.
 
     With a participant, or in a mode of two phases, `mode` selects the training text and the held-out text:
         heldout: train on all text of the other domains; hold out all text of the participant.
         single: train on the participant's text only; hold out its end.
         pooled: train on all domains without their ends; hold out the end of the participant's text.
-        base_only: train on the base's participants; hold out their ends.
+        base_only: train on the base participants; hold out their ends.
         full_fine_tuning, from_scratch: as single, on the first `target_share` of each text without its end. `mixed`
             adds `base`: the training text of base_only.
 
     Args:
         path: a text file, a directory of text files, a `.bin` token file, or a directory with `train.bin` (and
-            `val.bin`); None: the embedded text. Text is read into memory, token files are mapped.
-        domains: domains of the embedded text, or of `participants_in(path)`; None: all.
+            `val.bin`); None: Python's language reference. Text is read into memory, token files are mapped.
+        domains: of Python's language reference, or of `participants_in(path)`; None: all.
         base_participants: the domains of the base; None: `domains`. The participant is never one of them.
         held_out: share of a text that is its end, between 0 and 1.
         vocab_size: required for token files; for text 256 or more (default: 256).
@@ -161,75 +162,72 @@ def load(
     if whole:
         texts, skipped = _texts(whole)
         return corpus([split(text, held_out) for text in texts], skipped=skipped)
-    if mode in TWO_PHASES:
-        return _two_phases(corpus, path, mode, domains, participant, base_participants, target_share, mixed, held_out)
-    return _one_phase(corpus, path, mode, domains, participant, held_out)
+    selection = _Selection(corpus, path, mode, domains, participant, base_participants, target_share, mixed, held_out)
+    return selection.two_phases() if mode in TWO_PHASES else selection.one_phase()
 
 
-def _one_phase(
-    corpus: Callable[..., Corpus],
-    path: Path | None,
-    mode: str,
-    domains: Sequence[str] | None,
-    participant: str | None,
-    share: float,
-) -> Corpus:
-    texts, skipped = _texts_of(path, domains)
-    if participant is not None:
-        _chosen([participant], list(texts), "data.participant")
-        if mode == "single":
-            texts = {participant: texts[participant]}
-        elif len(texts) == 1:
-            raise DataError(f"data.mode={mode}: there is no domain but {participant}; name more, or use mode single")
-    parts = []
-    for domain, each in texts.items():
-        for text in each:
-            trained, kept = split(text, share)
-            if participant is not None and mode == "heldout":
-                trained, kept = (b"", text) if domain == participant else (text, b"")
-            elif participant is not None and domain != participant:
-                kept = b""
-            parts.append((trained, kept))
-    return corpus(parts, domains=tuple(texts), participant=participant, mode=mode, skipped=skipped)
+@dataclass(frozen=True)
+class _Selection:
+    """The arguments of load() that select texts."""
 
+    corpus: Callable[..., Corpus]  # makes a corpus of (training text, held-out text) pairs
+    path: Path | None
+    mode: str
+    domains: Sequence[str] | None
+    participant: str | None
+    base_participants: Sequence[str] | None
+    target_share: float
+    mixed: bool
+    held_out: float
 
-def _two_phases(
-    corpus: Callable[..., Corpus],
-    path: Path | None,
-    mode: str,
-    domains: Sequence[str] | None,
-    participant: str | None,
-    base_participants: Sequence[str] | None,
-    target_share: float,
-    mixed: bool,
-    share: float,
-) -> Corpus:
-    texts, skipped = ({}, 0) if base_participants and mode == BASE_ONLY else _texts_of(path, domains)
-    if texts and participant is not None:
-        _chosen([participant], list(texts), "data.participant")
-    base: dict[str, list[bytes]] = {}
-    if mixed or mode == BASE_ONLY:
-        base, more = _texts_of(path, base_participants, "data.base_participants") if base_participants else (texts, 0)
-        skipped = skipped or more
-        base = {domain: each for domain, each in base.items() if domain != participant}
-        if not base:
-            raise DataError(f"data.mode={mode}: there is no domain but {participant} to train the base on; name more")
-    of_base = [split(text, share) for each in base.values() for text in each]
-    about: dict[str, Any] = {"participant": participant, "mode": mode, "skipped": skipped}
-    if mode == BASE_ONLY:
-        return corpus(of_base, domains=tuple(base), **about)
+    def one_phase(self) -> Corpus:
+        texts, skipped = _texts_of(self.path, self.domains)
+        target, mode = self.participant, self.mode
+        if target is not None:
+            _chosen([target], list(texts), "data.participant")
+            if mode == "single":
+                texts = {target: texts[target]}
+            elif len(texts) == 1:
+                raise DataError(f"data.mode={mode}: there is no domain but {target}; name more, or use mode single")
+        parts = []
+        for domain, each in texts.items():
+            for text in each:
+                trained, kept = split(text, self.held_out)
+                if target is not None and mode == "heldout":
+                    trained, kept = (b"", text) if domain == target else (text, b"")
+                elif target is not None and domain != target:
+                    kept = b""
+                parts.append((trained, kept))
+        return self.corpus(parts, domains=tuple(texts), participant=target, mode=mode, skipped=skipped)
 
-    of_target = [split(text, share) for text in texts[str(participant)]]
-    of_target = [(trained[: round(len(trained) * target_share)], kept) for trained, kept in of_target]
-    found = corpus(of_target, domains=tuple(base) if mixed else (participant,), **about)
-    if target_share < 1:
-        part = f"the first {target_share:.4g} of what is trained on of {participant}"
-        found = replace(found, train=replace(found.train, name=part, remedy="raise data.target_data_pct"))
-    if mixed:
-        trained = _tensor([trained for trained, _ in of_base])
-        name = f"the text of the base's participants in {found.name}"
-        found = replace(found, base=Tokens(trained, name, found.vocab_size))
-    return found
+    def two_phases(self) -> Corpus:
+        target, mode, named = self.participant, self.mode, self.base_participants
+        texts, skipped = ({}, 0) if named and mode == BASE_ONLY else _texts_of(self.path, self.domains)
+        if texts and target is not None:
+            _chosen([target], list(texts), "data.participant")
+        base: dict[str, list[bytes]] = {}
+        if self.mixed or mode == BASE_ONLY:
+            base, more = _texts_of(self.path, named, "data.base_participants") if named else (texts, 0)
+            skipped = skipped or more
+            base = {domain: each for domain, each in base.items() if domain != target}
+            if not base:
+                raise DataError(f"data.mode={mode}: there is no domain but {target} to train the base on; name more")
+        of_base = [split(text, self.held_out) for each in base.values() for text in each]
+        about: dict[str, Any] = {"participant": target, "mode": mode, "skipped": skipped}
+        if mode == BASE_ONLY:
+            return self.corpus(of_base, domains=tuple(base), **about)
+
+        of_target = [split(text, self.held_out) for text in texts[str(target)]]
+        of_target = [(trained[: round(len(trained) * self.target_share)], kept) for trained, kept in of_target]
+        found = self.corpus(of_target, domains=tuple(base) if self.mixed else (target,), **about)
+        if self.target_share < 1:
+            part = f"the first {self.target_share:.4g} of the training text of {target}"
+            found = replace(found, train=replace(found.train, name=part, remedy="raise data.target_data_pct"))
+        if self.mixed:
+            trained = _tensor([trained for trained, _ in of_base])
+            name = f"the text of the base participants in {found.name}"
+            found = replace(found, base=Tokens(trained, name, found.vocab_size))
+        return found
 
 
 def split(data: bytes, share: float) -> tuple[bytes, bytes]:
@@ -251,7 +249,7 @@ def _tensor(texts: Iterable[bytes]) -> Tensor:
     return torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.empty(0, dtype=torch.uint8)
 
 
-# ---------------------------------------------------------------- the embedded text
+# ---------------------------------------------------------------- Python's language reference
 
 
 def domain_text(domain: str) -> str:
@@ -264,7 +262,7 @@ def _reference() -> dict[str, list[str]]:
         from pydoc_data.topics import topics
     except ImportError as missing:
         raise DataError(
-            "this Python comes without pydoc_data, the language reference that is the embedded text: install "
+            "this Python comes without pydoc_data, the language reference: install "
             "the whole standard library (Debian, Ubuntu: apt-get install python3), or set data.path to a text"
         ) from missing
     return by_domain(without_repetitions(topics))

@@ -25,15 +25,15 @@ class TrainingData:
     corpus: Corpus
     train: Windows
     held_out: Windows
-    mixture: Mixture | None  # of the training windows and those of the base model's participants
+    mixture: Mixture | None  # of the training windows and those of the base participants
     batch: Batch
-    target_windows: int  # per global batch; the rest of a mixture is from the base model's participants
+    target_windows: int  # per global batch; the rest of a mixture is from the base participants
 
     @classmethod
     def open(cls, settings: Settings, batch: Batch, ranks: Ranks, hosts: Sequence[str]) -> TrainingData:
-        """Open the corpus of the mode. Collective. hosts: of each rank.
+        """Open the corpus that the settings select. Collective. hosts: the host name of each rank.
 
-        Ranks that read different data, as they do with two versions of Python, would diverge silently.
+        All ranks must read the same data: otherwise, as with two versions of Python, they would diverge silently.
 
         Raises:
             DataError: there is no training data, or ranks read different data.
@@ -57,7 +57,7 @@ class TrainingData:
         return cls(corpus, train, held_out, mixture, batch, target_windows)
 
     def steps(self, train: config.Train) -> int:
-        """Return the number of steps of the whole training."""
+        """Return the total number of steps."""
         return train.steps or math.ceil((train.epochs or 0) * len(self.train) / self.target_windows)
 
     def describe(self, steps: int) -> str:
@@ -66,7 +66,7 @@ class TrainingData:
         if self.mixture:
             participant = f" of {self.corpus.participant}"
             of_base = self.batch.size - self.target_windows
-            mix = f"mix    {self.target_windows} windows a step{participant}, {of_base} of the base's participants\n"
+            mix = f"mix    {self.target_windows} windows per step{participant}, {of_base} of the base participants\n"
         epochs = steps * self.target_windows / len(self.train)
         return f"{mix}steps  {steps:,} ({epochs:.1f} epochs of {len(self.train):,} windows{participant})"
 

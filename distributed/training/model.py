@@ -115,7 +115,7 @@ def sample(
     stop: threading.Event,
     autocast: torch.autocast,
 ) -> str:
-    """Return generated text with a heading on the first rank; "" on others, and for token files. Collective.
+    """Return generated text with a heading on the first rank; "" on other ranks, and for token files. Collective.
 
     After each token all ranks agree whether to continue: at most SAMPLE_SECONDS, or until `stop` is set on any rank.
 

@@ -25,7 +25,7 @@ NOT_FINITE, FAILED = 1, 2  # bits of a rank's flag
 
 
 class NonFiniteLoss(RuntimeError):
-    """This rank's loss became NaN or infinite."""
+    """This rank's loss, or a weight, became NaN or infinite."""
 
 
 class PeerFailed(RuntimeError):
@@ -61,7 +61,7 @@ class StepStatus:
     def raise_for(self, rank: int, cause: BaseException | None, hosts: list[str]) -> None:
         """Raise on every rank when a rank failed: its own error on that rank, PeerFailed on the others.
 
-        rank: this one. cause: this rank's failure outside the step, if any. hosts: of each rank, for the message.
+        rank: this rank. cause: its failure outside the step, if any. hosts: the host name of each rank.
         """
         if self.failed:
             if cause is not None:
@@ -86,7 +86,7 @@ class StatusExchange:
         self._sent: deque[tuple[int, torch.Tensor, torch.cuda.Event | None]] = deque()
 
     def send(self, step: int, loss: torch.Tensor, stop: bool, failed: bool) -> None:
-        """Start the all-reduce of one step. Collective. loss: this rank's mean, a scalar on the device."""
+        """Start the all-reduce of one step. Collective. loss: the mean loss of this rank, a scalar on the device."""
         flags = torch.zeros(2 + self.size, device=self.device)
         flags[0] = loss
         flags[1] = float(stop)
@@ -102,7 +102,10 @@ class StatusExchange:
         self._sent.append((step, copy, copied))
 
     def receive(self, now: bool = False) -> list[StepStatus]:
-        """Return the steps whose result is due, oldest first; with `now`, all steps sent. The same on every rank."""
+        """Return the status of each step that is due, oldest first; with `now`, of all steps that were sent.
+
+        The same on every rank.
+        """
         keep = 0 if now else self.delay
         return [self._status(*self._sent.popleft()) for _ in range(len(self._sent) - keep)]
 

@@ -32,7 +32,7 @@ class Stopwatch:
         self._start: Any = None
 
     def begin(self) -> None:
-        """Start the section. The last call in a step takes effect."""
+        """Start the section. A second call in a step replaces the first."""
         self._start = self._now()
 
     def end(self) -> None:
@@ -70,7 +70,7 @@ class Progress:
     def __init__(
         self, run: Path, settings: Settings, ranks: Ranks, here: torch.device, steps: int, tokens: int
     ) -> None:
-        """steps: of the whole training. tokens: per step, over all ranks."""
+        """steps: in total. tokens: per step, over all ranks."""
         self._run, self._settings, self._ranks, self._here = run, settings, ranks, here
         self._steps, self._tokens = steps, tokens
         self._timed_steps, self._timed_seconds = 0, 0.0
@@ -98,7 +98,7 @@ class Progress:
         first.register_post_accumulate_grad_hook(lambda _: self.waiting.begin())
 
     def restart_clock(self, step: int) -> None:
-        """Measure steps from here on: the time since the last step is not training time."""
+        """Start to measure here: the time since the last step was not spent on training."""
         self._from_step, self._from_time = step, time.perf_counter()
         self.waiting.reset()
 
@@ -130,7 +130,7 @@ class Progress:
 
     def log_held_out(self, step: int, loss: float) -> None:
         """Report the held-out loss, in nats per token."""
-        log.info(f"held-out loss {loss:.4f} ({loss / math.log(2):.3f} bits a token)")
+        log.info(f"held-out loss {loss:.4f} ({loss / math.log(2):.3f} bits per token)")
         if self._tracker:
             self._tracker.log(step, held_out_loss=loss)
 

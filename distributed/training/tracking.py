@@ -28,7 +28,7 @@ Scalars = Mapping[str, float]
 
 
 class TrackerMissing(RuntimeError):
-    """A setting enables a tracker whose package is not installed."""
+    """The settings enable a tracker whose package is not installed."""
 
 
 def check(settings: Mapping[str, Any]) -> None:
@@ -50,7 +50,7 @@ class Tracker:
     """Writes the values of a step to metrics.jsonl and to the enabled trackers."""
 
     def __init__(self, run: Path, settings: Mapping[str, Any]) -> None:
-        """Open the trackers that `settings["logging"]` enables; their files are in the directory `run`."""
+        """Open the trackers that `settings["logging"]` enables; they write to the directory `run`."""
         self._file = run / "metrics.jsonl"
         self._closers: list[Callable[[], object]] = []
         self._scalars: list[Callable[[Scalars, int], object]] = []
@@ -123,7 +123,7 @@ def run_directory(job: Mapping[str, Any], world: World, ranks: Ranks, script: st
 def _own_run_directory(job: Mapping[str, Any], world: World, script: str) -> str:
     """Make a directory in logs or, with a prefix, in experiments/PREFIX.
 
-    With a prefix and a fold it is the same directory each time, so that the job resumes.
+    A job with a prefix and a fold gets the same directory each time, so that it resumes.
     """
     output = os.path.abspath(output_directory(job, "job", DEFAULT_PARTICIPANTS))
     return create(
@@ -134,7 +134,7 @@ def _own_run_directory(job: Mapping[str, Any], world: World, script: str) -> str
 
 
 def write_settings(run: Path, settings: Mapping[str, Any], **facts: Mapping[str, Any]) -> None:
-    """Write settings.json: every setting, and facts about world, model and machine that the metrics depend on."""
+    """Write settings.json: all settings, and facts about world, model and machine that affect the metrics."""
     write_json(run / "settings.json", {"settings": settings, **facts})
 
 

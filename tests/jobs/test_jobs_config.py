@@ -210,7 +210,7 @@ def test_a_host_with_two_ports_is_two_servers(tmp_path: Path) -> None:
          "job 0: prefix: cannot be part of a path: got '../a'; use printable characters, at most 200 bytes, without "
          '"." and ".."'),
         ([{"prefix": "a", "fold": -1}],
-         "job 0: fold: expected a whole number from 0 on, got -1; the first participant is 0"),
+         "job 0: fold: expected a non-negative integer, got -1; the first participant is 0"),
         ([{"a": 1}, {"a": 1, "_priority": 1}], "job 1 is the same as job 0; remove one of them"),
         ([{"prefix": "a", "fold": 0, "lr": 1}, {"prefix": "a", "fold": 0, "lr": 2}],
          "job 1 would write the same directory as job 0: experiments/a/fold0; give one of them another prefix, or "

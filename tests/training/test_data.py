@@ -71,7 +71,7 @@ def text_of(tokens: Tokens) -> bytes:
     return bytes(tokens.ids.tolist())
 
 
-# ---------------------------------------------------------------- the embedded text
+# ---------------------------------------------------------------- Python's language reference
 
 
 def test_the_embedded_text_is_the_language_reference_in_domains_of_like_size() -> None:
@@ -248,7 +248,7 @@ def test_invalid_base_or_target_participants_are_refused(
 def test_a_target_share_too_small_for_a_window_is_refused(tmp_path: Path) -> None:
     corpus = load(write_texts(tmp_path), mode="from_scratch", participant="a", target_share=0.1)
     with pytest.raises(
-        DataError, match=r"first 0.1 of what is trained on of a has 4 tokens, .*raise data.target_data_pct"
+        DataError, match=r"first 0.1 of the training text of a has 4 tokens, .*raise data.target_data_pct"
     ):
         Windows(corpus.train, 8)
 
