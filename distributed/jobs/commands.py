@@ -193,10 +193,16 @@ def non_negative(text: str) -> int:
     return int(text)
 
 
-def main(arguments: Sequence[str], execute: Callable[[list[str]], int] | None = None) -> int:
-    """Run a program and return its exit code. execute: the function of another program than this one."""
+def main(
+    arguments: Sequence[str], execute: Callable[[list[str]], int] | None = None, help_text: str | None = __doc__
+) -> int:
+    """Run a program and return its exit code. execute, help_text: those of another program."""
     try:
-        code = (execute or execute_command)(list(arguments))
+        if "--help" in arguments or "-h" in arguments:
+            code = 0
+            sys.stdout.write(help_text or "")
+        else:
+            code = (execute or execute_command)(list(arguments))
         if sys.stdout:  # None if it was closed before Python started
             sys.stdout.flush()
         return code
@@ -220,9 +226,6 @@ def refuse(message: str) -> int:
 
 
 def execute_command(arguments: list[str]) -> int:
-    if "--help" in arguments or "-h" in arguments:
-        sys.stdout.write(__doc__ or "")
-        return 0
     code = execute_subcommand(arguments)
     return run(run_parser().parse_args(arguments)) if code is None else code
 

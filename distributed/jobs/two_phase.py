@@ -38,7 +38,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -90,15 +89,12 @@ In Python, with this directory on sys.path: from distributed_train_helper import
 
 def main(arguments: Sequence[str]) -> int:
     """Run the program and return its exit code."""
-    return commands.main(arguments, execute_command)
+    return commands.main(arguments, execute_command, __doc__)
 
 
 def execute_command(arguments: list[str]) -> int:
     if arguments[:1] == ["cache"]:
         return execute_cache_command(arguments[1:])
-    if "--help" in arguments or "-h" in arguments:
-        sys.stdout.write(__doc__ or "")
-        return 0
     if (code := commands.execute_subcommand(arguments)) is not None:
         return code
     options = commands.run_parser(two_phase=True).parse_args(arguments)
@@ -195,13 +191,10 @@ def read(options: argparse.Namespace) -> tuple[list[Job], bases.Rules]:
 
 def helper(arguments: Sequence[str]) -> int:
     """Run the helper and return its exit code."""
-    return commands.main(arguments, execute_helper)
+    return commands.main(arguments, execute_helper, HELPER_HELP)
 
 
 def execute_helper(arguments: list[str]) -> int:
-    if "--help" in arguments or "-h" in arguments:
-        sys.stdout.write(HELPER_HELP)
-        return 0
     parser = CommandParser(prog=HELPER, add_help=False, allow_abbrev=False)
     parser.add_argument("operands", nargs="*")
     for name in ("--cluster-config", "--base-models", "--write"):
