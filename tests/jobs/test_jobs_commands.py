@@ -24,7 +24,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "page.html").touch()
     foreign = tmp_path / "experiments" / "p" / "fold0_a"
     foreign.mkdir(parents=True)
-    (foreign / host.OWNER).write_text(host.owner_mark("abc", "train.py"))
+    (foreign / host.OWNER).write_text(host.owner_name("abc", "train.py"))
     (foreign / "result").touch()
     (tmp_path / "servers.json").write_text(json.dumps({"servers": [{"host": "a", "ssh_key": "no_such_key"}]}))
     return tmp_path
