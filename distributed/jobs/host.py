@@ -59,7 +59,8 @@ OWNER = ".muster_job"  # file in an output directory with the name of its job; l
 MIN_PYTHON = (3, 10)
 CHILD_KILLED = "a child process of jobs_host.py was killed; check the memory of the server"
 
-Request = Reply = dict[str, Any]
+Request = dict[str, Any]
+Reply = dict[str, Any]
 
 
 class HostError(Exception):
