@@ -20,16 +20,16 @@ All options of run_distributed_training.py are accepted; see its --help.
 
 Each base model is trained by a job with mode base_only, verified, and published in experiments/base_models/HASH. An
 experiment starts when its base model is published and copied to its server; each server gets one copy. The script
-reads it from the directory $MUSTER_BASE_MODEL; $MUSTER_BASE_MODEL_DIGEST is its full digest.
+reads the base model from the directory $MUSTER_BASE_MODEL; $MUSTER_BASE_MODEL_DIGEST is its full digest.
 
   cache list               list the base models in experiments/base_models
-  cache verify             compare all their files with their checksums
+  cache verify             compare all files of the base models with their checksums
   cache prune --keep-used --jobs-config FILE [--cluster-config FILE]
                            remove base models that no job of the list needs; without --keep-used, only damaged ones and
                            incomplete copies
 
-Also writes phase1_base_models.json and phase2_experiments.json next to the results, with the name of the log file as
-prefix if it is not results.json.
+Also writes phase1_base_models.json and phase2_experiments.json next to the results. With another --log-file than
+results.json, their names start with its name.
 Exit codes: those of run_distributed_training.py; `cache list` and `cache verify` exit with 1 if a base model is
 damaged.
 """
@@ -56,7 +56,7 @@ from distributed.training.base_model import CACHE
 
 PROGRAM = "run_two_phase_training.py"
 HELPER = "distributed_train_helper.py"
-SHOWN = 4  # jobs or base models listed in one message
+SHOWN = 4  # maximum number of jobs or base models listed in one message
 NUMBERS_WIDTH = 30  # columns for the numbers of the jobs of a base model
 
 HELPER_HELP = """Show which jobs of a list share a base model, and what sharing saves.
@@ -146,7 +146,7 @@ def loss_of(base: Cached) -> str:
 
 
 def settings_of(base: Cached) -> dict[str, Any]:
-    """The settings of the job that trained it, without its mode."""
+    """The settings of the job that trained a base model, without its mode."""
     settings = base.manifest.get("settings")
     return bases.without(settings, *bases.BASE_ONLY) if isinstance(settings, dict) else {}
 
