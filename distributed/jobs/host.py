@@ -9,8 +9,8 @@ The first one has the protocol HELLO. serve exits at the end of standard input, 
 connection is lost; jobs continue under their own supervisors. A server runs one serve process per job list: a new
 process kills an older one that receives no heartbeats, otherwise the new one replies to `open` with an error.
 
-WORKDIR/logs/jobs/LIST/ATTEMPT/ holds the files of an attempt's supervisor, and `lock`. This file is locked before the
-supervisor is forked and until it exits, so a later serve process knows whether the attempt was started. Servers may
+WORKDIR/logs/jobs/LIST/ATTEMPT/ holds the files of an attempt's supervisor, and `lock`. This file is locked from before
+the supervisor is forked until it exits, so a later serve process knows whether the attempt was started. Servers may
 share a file system, so the files of each server are in LIST/servers/NAME/.
 
 Standard library only: it runs on servers without packages.
@@ -544,7 +544,7 @@ class Service:
         self._in_child(work, reply)
 
     def _in_child(self, work: Callable[[], Any], handle_result: Callable[[Any], None]) -> None:
-        """Call a function in a child process, as it may take seconds; later call handle_result with its result."""
+        """Call `work` in a child process, as it may take seconds; pass its result, or its error, to handle_result."""
         source, target = os.pipe()
         if os.fork() == 0:
             try:
