@@ -61,6 +61,7 @@ CHILD_KILLED = "a child process of jobs_host.py was killed; check the memory of 
 
 Request = dict[str, Any]
 Reply = dict[str, Any]
+ResultHandler = Callable[[Reply], None]
 
 
 class HostError(Exception):
@@ -213,7 +214,7 @@ class Service:
         self.list_lock = -1
         self.bases: dict[str, list[list[int]]] = {}  # digest of a verified base model -> its signature
         self.base_locks: dict[str, int] = {}  # digest of a base model being verified or copied -> locked file
-        self._children: dict[int, Callable[[Reply], None]] = {}  # pipe from a child process -> callback for its result
+        self._children: dict[int, tuple[Request | None, ResultHandler]] = {}  # by the pipe from the child process
         self._child_output: dict[int, bytes] = {}
         self._received = b""
         self._progress_at = 0.0
@@ -407,7 +408,7 @@ class Service:
             ]  # fmt: skip
             return {"gpus": devices, "problem": found.error}
 
-        self._reply_from_child(request, read_gpus)
+        self._in_child(read_gpus, request)
 
     # ---- base models
 
@@ -449,7 +450,7 @@ class Service:
             if file is not None and found["state"] != "copy":
                 os.close(self.base_locks.pop(digest))
 
-        self._reply_from_child(request, verify, handle_result)
+        self._in_child(verify, request, handle_result)
         return None
 
     def _prepare_copy(self, digest: str, manifest: dict[str, Any], output: str) -> Reply:
@@ -481,7 +482,7 @@ class Service:
             if (file := self.base_locks.pop(digest, None)) is not None:
                 os.close(file)
 
-        self._reply_from_child(request, publish, unlock)
+        self._in_child(publish, request, unlock)
 
     def remove_output(self, request: Request) -> None:
         """Remove the output directory of an ended job."""
@@ -490,7 +491,7 @@ class Service:
             shutil.rmtree(os.path.join(self.workdir, request["output"]), ignore_errors=True)
             return {}
 
-        self._reply_from_child(request, remove)
+        self._in_child(remove, request)
 
     def close(self, request: Request) -> Reply:
         """Remove the tmux session of the finished list."""
@@ -532,19 +533,10 @@ class Service:
             with contextlib.suppress(OSError):
                 os.close(file)
 
-    def _reply_from_child(
-        self, request: Request, work: Callable[[], Reply], handle_result: Callable[[Reply], None] = lambda _: None
+    def _in_child(
+        self, work: Callable[[], Any], request: Request | None = None, handle_result: ResultHandler = lambda _: None
     ) -> None:
-        """Reply with the result of `work`, after handle_result(result)."""
-
-        def reply(result: Reply) -> None:
-            handle_result(result)
-            self.send(reply=request["id"], **result)
-
-        self._in_child(work, reply)
-
-    def _in_child(self, work: Callable[[], Any], handle_result: Callable[[Any], None]) -> None:
-        """Call `work` in a child process, as it may take seconds; pass its result, or its error, to handle_result."""
+        """Call `work` in a child process, as it may take seconds. Later handle its result, and reply to the request."""
         source, target = os.pipe()
         if os.fork() == 0:
             try:
@@ -561,7 +553,7 @@ class Service:
             finally:
                 os._exit(0)
         os.close(target)
-        self._children[source], self._child_output[source] = handle_result, b""
+        self._children[source], self._child_output[source] = (request, handle_result), b""
 
     def _read_child(self, file: int) -> None:
         block = os.read(file, 1 << 16)
@@ -572,7 +564,10 @@ class Service:
                 result = json.loads(self._child_output.pop(file))
             except ValueError:  # the output is empty or truncated
                 result = {"state": "failed", "reason": CHILD_KILLED, "gpus": [], "problem": CHILD_KILLED}
-            self._children.pop(file)(result)
+            request, handle_result = self._children.pop(file)
+            handle_result(result)
+            if request:
+                self.send(reply=request["id"], **result)
 
     def _report(self) -> None:
         """Report ended attempts and, every PROGRESS_INTERVAL, the metrics of running ones."""
@@ -590,7 +585,7 @@ class Service:
             elif now >= attempt.kill_at or (progress and attempt.state() == "killed"):
                 attempt.kill_at = now + 2 * supervisor.UNRESPONSIVE_TIMEOUT
                 # Kills remaining processes of the attempt, then writes its exit code.
-                self._in_child(partial(supervisor.sweep, attempt.files, 0), lambda _: None)
+                self._in_child(partial(supervisor.sweep, attempt.files, 0))
             elif progress and (metrics := read_metrics(attempt.output)) != attempt.metrics:
                 attempt.metrics = metrics
                 self.send(event="progress", attempt=attempt.name, metrics=metrics)
