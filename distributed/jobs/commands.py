@@ -463,9 +463,9 @@ def base_conflict(known: JobState | None, job: Job) -> str:
 
 def dispatch(
     book: Journal, state: ListState, jobs: Sequence[Job], made: Sequence[JobServer], policy: Policy, log_file: Path,
-    cache: Cache,
+    cache: Cache | None = None,
 ) -> int:  # fmt: skip
-    """Run a dispatcher until it returns. Returns the exit code."""
+    """Run a dispatcher until it returns. Returns the exit code. cache: see Dispatcher."""
     results: Results
     dispatcher = Dispatcher(
         book, state, jobs, made, policy, log=lambda line: screen.log(line),
