@@ -4,8 +4,8 @@
     cache.claim(digest)           "ready" to use, "train" it in this list, or "busy": another process has locked it
     cache.publish(digest, output, facts)
 
-Users of a base model hold a shared lock, its trainer an exclusive one. So two dispatchers never both train it, and
-`cache prune` removes none that is in use. Locks end with their process.
+A dispatcher holds a shared lock on each base model that it uses, and an exclusive one while it trains the base model.
+So two dispatchers never train the same one, and `cache prune` removes none in use. Locks end with their process.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Cache:
             manifest = base_model.manifest_of(output, digest, **facts)
             staging = base_model.stage(self.directory, output, manifest)
             manifest = base_model.publish(self.directory, digest, staging)
-        # flock() releases the lock for a moment. A process that locks it then finds a valid base model and shares it.
+        # flock() first releases the exclusive lock. A process that locks it finds a valid base model and shares it.
         while digest in self._locks and not try_lock(self._locks[digest], exclusive=False):
             time.sleep(0.01)
         self._training.discard(digest)
@@ -156,10 +156,10 @@ def refuse_other_name(path: str, manifest: Manifest) -> None:
 
 
 def prune(cwd: Path, keep: Iterable[str] | None = None) -> tuple[list[str], list[str]]:
-    """Remove damaged base models, incomplete copies, and all base models but those to keep.
+    """Remove damaged base models, incomplete copies, and base models that are not to be kept.
 
-    keep: names; None: all valid ones. Returns the names of removed base models, and of those not removed because they
-    are in use.
+    keep: names; None: all valid ones. Returns the names of removed base models, and the names of base models in use,
+    which are not removed.
     """
     directory, kept = str(cwd / CACHE), None if keep is None else set(keep)
     removed, used = [], []

@@ -5,8 +5,8 @@
     leaks(plan, rules)                              jobs whose held-out participant their base model is trained on
 
 A base model is identified by the SHA-256 of the canonical form of the settings that determine it. The job that trains
-it gets exactly these settings, so no other setting can change its weights. The only files that are read are the names
-of the participants in data_path, and the settings file of a job (config).
+it gets exactly these settings, so no other setting can change its weights. Only the names of the participants in
+data_path and the settings file of a job (config) are read from disk.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from distributed.jobs.config import BaseModels, options_of, raise_faults
 from distributed.jobs.job import DEVICE, Job, Options, arguments, job_id
 from distributed.training.base_model import CACHE, TRAINING, hash_of
 
-FORM = 1  # version of the canonical form; part of every digest
+FORM = 1  # version of the canonical form; every digest depends on it
 BASE_ONLY = {"mode": "base_only"}
 LEAK_REMEDY = "list fold under base in base_models, set base_participants, or use --allow-shared-held-out"
 BASE = (
@@ -53,7 +53,7 @@ class Rules:
 
     script: str
     key_classes: Mapping[str, str]  # key -> base, experiment or ignored
-    defaults: Mapping[str, Any]  # those of the section base_models
+    defaults: Mapping[str, Any]  # defaults of the section base_models
     script_defaults: Mapping[str, Any]
     modes: Sequence[str] | None
     version: int

@@ -17,7 +17,7 @@ usage: run_distributed_training.py --cluster-config FILE --jobs-config FILE [opt
   --fail-fast            cancel all jobs when one fails
   --gpu-free-mib N       use GPUs with at least N MiB of free memory (default: GPUs of which other processes use less
                          than 1000 MiB)
-  --lost-after SECONDS   ssh: run the jobs of a server elsewhere after it was unreachable for this time (default: 600)
+  --lost-after SECONDS   ssh: time without connection after which the jobs of a server run elsewhere (default: 600)
   --grace SECONDS        time between SIGTERM and SIGKILL (default: 30)
   --no-tmux              start no tmux sessions on the servers
   --plan                 print where and when each job would run; start nothing
@@ -33,7 +33,7 @@ are not run again, and jobs added to the list are started.
   retry failed|JOB...    run failed or cancelled jobs again
   resume                 continue the list
 
-JOB is an id, the start of an id, a name, or a part of a name that only one job has.
+JOB is an id or a name, or the start of an id or a part of a name that matches only one job.
 
 Exit codes: 0 all jobs are done; 1 a job failed or was cancelled; 2 wrong call or configuration; 69 a package is
 missing; 75 the list was paused or interrupted; 129 SIGHUP; 130 Ctrl-C; 143 SIGTERM. After 75, 129, 130 and 143, running
@@ -99,7 +99,7 @@ SUBCOMMANDS = ("status", "logs", "why", "cancel", "retry", "resume")
 BACKENDS = ("ssh", "local", "slurm")
 SHOWN = 10  # failed jobs listed at the end, and leaks in one message
 WRITE_INTERVAL = 0.5  # seconds between checks whether to write the results, and between updates of the table
-BASE_OPTIONS = {
+BASE_OPTIONS = {  # options of run_two_phase_training.py, with their defaults
     "base_models": None, "skip_phase1": False, "barrier": False, "allow_shared_held_out": False,
     "evict_after_copy": False,
 }  # fmt: skip
@@ -135,7 +135,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def run_parser(two_phase: bool = False) -> CommandParser:
-    """The options for running a list. two_phase: with those for base models."""
+    """The options for running a list. two_phase: also those of run_two_phase_training.py."""
     parser = CommandParser(prog=PROGRAM, add_help=False, allow_abbrev=False)
     parser.set_defaults(two_phase=two_phase, **BASE_OPTIONS)
     if two_phase:
@@ -193,36 +193,39 @@ def non_negative(text: str) -> int:
     return int(text)
 
 
-def main(arguments: Sequence[str], execute: Callable[[list[str]], int] | None = None) -> int:
-    """Run a program and return its exit code. execute: the function of another program than this one."""
+def main(
+    arguments: Sequence[str], execute: Callable[[list[str]], int] | None = None, help_text: str | None = __doc__
+) -> int:
+    """Run a program and return its exit code. execute, help_text: those of another program."""
     try:
-        code = (execute or execute_command)(list(arguments))
+        if "--help" in arguments or "-h" in arguments:
+            code = 0
+            sys.stdout.write(help_text or "")
+        else:
+            code = (execute or execute_command)(list(arguments))
         if sys.stdout:  # None if it was closed before Python started
             sys.stdout.flush()
         return code
     except CallError as error:
-        return refuse(f"{error}\nTry: {program_name()} --help")
-    except (ConfigError, JournalError, ValueError) as error:
-        return refuse(str(error))
+        return report_error(f"{error}\nTry: {program_name()} --help")
+    except (JournalError, ValueError) as error:
+        return report_error(str(error))
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except BrokenPipeError:  # the reader closed the pipe, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 128 + signal.SIGPIPE
     except OSError as error:
-        return refuse(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+        return report_error(f"{error.filename}: {error.strerror}" if error.filename else str(error))
 
 
-def refuse(message: str) -> int:
+def report_error(message: str) -> int:
     for line in message.splitlines():
         sys.stderr.write(line + "\n" if line.startswith("Try: ") else f"{program_name()}: {line}\n")
     return WRONG_CALL
 
 
 def execute_command(arguments: list[str]) -> int:
-    if "--help" in arguments or "-h" in arguments:
-        sys.stdout.write(__doc__ or "")
-        return 0
     code = execute_subcommand(arguments)
     return run(run_parser().parse_args(arguments)) if code is None else code
 
@@ -235,7 +238,7 @@ def execute_subcommand(arguments: list[str]) -> int | None:
         if not path.exists():
             raise CallError(f"{options.log_file}: no job list ({path} is missing); give its results with --log-file")
         if not journal.has_list(path):
-            raise CallError(f"{path}: contains no job list; run the command that was to start the list again")
+            raise CallError(f"{path}: contains no job list; rerun the command that starts the list")
         subcommands = {"status": status, "logs": logs, "why": why, "cancel": cancel, "retry": retry, "resume": resume}
         return subcommands[arguments[0]](options, path)
     if arguments and not arguments[0].startswith("-"):
@@ -254,7 +257,7 @@ def journal_of(results: Path) -> Path:
 
 @dataclass(frozen=True)
 class ListConfig:
-    """The options of a call and the configurations that they name, checked."""
+    """The options of a call, and the contents of the configurations that they name, checked."""
 
     options: argparse.Namespace
     cluster: ClusterConfig | None
@@ -293,11 +296,11 @@ def base_rules(options: argparse.Namespace, cluster: ClusterConfig | None, scrip
 
 
 def with_base_models(options: argparse.Namespace, rules: bases.Rules, jobs: Sequence[Job], cache: Cache) -> list[Job]:
-    """The jobs that train base models, followed by the jobs, each with its base model.
+    """The jobs that train base models, followed by the given jobs, each with its base model.
 
     Raises:
-        ConfigError: the base model of a job is trained on the participant that the job holds out, or, with
-            --skip-phase1, is missing.
+        ConfigError: the base model of a job is trained on the participant that the job holds out, or its participants
+            are unknown, or with --skip-phase1 no valid copy of it is in the cache.
     """
     plan = bases.plan_of(jobs, rules)
     if not options.allow_shared_held_out:
@@ -340,27 +343,27 @@ def with_digest(job: Job, cache: Cache) -> Job:
 
 
 def make_servers(config: ListConfig, list_id: str) -> list[JobServer]:
-    """Raises ConfigError."""
+    """The servers of a list. Raises ConfigError if a file named by ssh_key does not exist."""
     options = config.options
-    launch = servers.ListContext(
+    context = servers.ListContext(
         list_id, Path.cwd(), config.script, grace=float(options.grace), panes=not options.no_tmux, sync=options.sync,
         sockets=servers.sockets_directory(list_id), cache=config.cache,
     )  # fmt: skip
     if options.backend == "local":
-        return [servers.local_server(launch, options.slots)]
+        return [servers.local_server(context, options.slots)]
     assert config.cluster
     if options.backend == "slurm":
         from distributed.jobs.slurm import SlurmServer
 
-        return [SlurmServer(config.cluster, launch, sum(job.options.gpus for job in config.jobs))]
+        return [SlurmServer(config.cluster, context, sum(job.options.gpus for job in config.jobs))]
     for server in config.cluster.servers:
         if server.ssh_key and not Path(server.ssh_key).expanduser().is_file():
             raise ConfigError(f"{options.cluster_config}: {server.host}: ssh_key={server.ssh_key}: no such file")
-    return [servers.SshServer(server_name(server), server, launch) for server in config.cluster.servers]
+    return [servers.SshServer(server_name(server), server, context) for server in config.cluster.servers]
 
 
 def refuse_unplaceable_jobs(jobs: Sequence[Job], made: Sequence[JobServer]) -> None:
-    """Raises ConfigError if no server has the labels or the number of GPUs of a job."""
+    """Raises ConfigError if no server has the labels of a job and enough GPUs for it."""
     pools = [server.pool for server in made]
     faults = []
     for job in jobs:
@@ -411,7 +414,7 @@ def policy_of(options: argparse.Namespace, drain: bool = False) -> Policy:
 
 
 def refuse_existing_results(options: argparse.Namespace) -> None:
-    """Raises CallError if a file that is not the results of a list would be overwritten."""
+    """Raises CallError if a file would be overwritten that does not belong to a list."""
     book = journal_of(options.log_file)
     phases = phase_files(options.log_file) if options.two_phase else ()
     for path in (options.log_file, options.log_file.with_suffix(".html"), *phases):
@@ -434,7 +437,7 @@ def refuse_foreign_outputs(config: ListConfig) -> None:
 
 
 def refuse_other_list(state: ListState, config: ListConfig) -> None:
-    """Raises ConfigError if the journal is that of another list."""
+    """Raises ConfigError if the journal belongs to another list."""
     if not state.id:
         return
     log_file, remedy = config.options.log_file, "use another --log-file for another list"
@@ -622,7 +625,7 @@ def state_of(path: Path) -> ListState:
 
 
 def status(options: argparse.Namespace, path: Path) -> int:
-    """Print a row for each job, and under it the reason for its state."""
+    """Print a row for each job, followed by the reason for its state."""
     records, dispatcher_runs = journal.read(path)[0], journal.dispatcher_runs(path)
     state = ListState.of(records)
     read_metrics(state, options.log_file)
@@ -708,11 +711,12 @@ def attempt_line(attempt: Attempt) -> str:
 
 def explanation(state: ListState, job: JobState, log_file: Path) -> list[str]:
     """What a job waits for, or the command that runs it again."""
+    if job.state == "done":
+        return []
     if job.state in FINAL:
-        trainer = None if job.state == "done" else state.waits_for(job)
+        trainer = state.waits_for(job)
         why_base = [f"its base model: {command_line(f'why {trainer.job.id}', log_file)}"] if trainer else []
-        again = f"to retry: {command_line(f'retry {job.job.id}', log_file)}"
-        return [] if job.state == "done" else [*why_base, again]
+        return [*why_base, f"to retry: {command_line(f'retry {job.job.id}', log_file)}"]
     paused = [f"the list is paused: {state.paused}"] if state.paused and job.state == "waiting" else []
     if not journal.dispatcher_runs(journal_of(log_file)):
         return [*paused, f"no dispatcher runs; to continue: {command_line('resume', log_file)}"]
@@ -774,7 +778,7 @@ def stored_config(state: ListState) -> ListConfig:
 
 
 def cancel(options: argparse.Namespace, path: Path) -> int:
-    """Request the dispatcher to cancel jobs; if none runs, run one that does only that."""
+    """Request the dispatcher to cancel jobs. If no dispatcher runs, run one that only cancels them."""
     records = journal.read(path)[0]
     state = ListState.of(records)
     jobs = select_jobs(state, "cancel", options.jobs)
@@ -805,7 +809,7 @@ def cancel_exit_code(state: ListState, jobs: Sequence[str]) -> int:
 
 
 def wait_until_final(path: Path, jobs: Sequence[str]) -> int:
-    """Print the end of each of these jobs until all have ended. Returns the exit code of `cancel`."""
+    """Wait until these jobs have ended, and print how each one ended. Returns the exit code of `cancel`."""
     printed: set[str] = set()
     while True:
         records = journal.read(path)[0]

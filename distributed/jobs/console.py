@@ -207,7 +207,7 @@ def short_names(names: Sequence[str]) -> dict[str, str]:
 
 
 def select_rows(all_rows: Sequence[SlotRow], count: int) -> tuple[list[SlotRow], str]:
-    """The first `count` rows, after dropping idle, then running, then unusable ones; a text counts the dropped rows."""
+    """At most `count` rows, and a text with the numbers of dropped ones: first idle, then running, then unusable."""
     shown = list(all_rows)
     hidden = []
     for kind in ("idle", "running", "unusable"):
@@ -241,7 +241,7 @@ def numbers(job: JobState, attempt: Attempt) -> list[str]:
 
 
 def measured(job: JobState) -> list[str]:
-    """Step, loss and held-out loss; an empty string if the job has not reported it."""
+    """Step, loss and held-out loss; each is empty until the job reports it."""
     step, steps = job.metrics.get("step"), job.metrics.get("steps")
     progress = "" if step is None else f"{step:,.0f}" + (f"/{steps:,.0f}" if steps else "")
     return [progress, *(figure(job.metrics[name]) if name in job.metrics else "" for name in LOSSES.values())]

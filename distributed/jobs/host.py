@@ -4,14 +4,14 @@ usage: jobs_host.py serve
        jobs_host.py view DIR SLOT       show the output of a slot; see panes.py
        jobs_host.py follow LOG EXIT     print LOG, and lines added to it, until the file EXIT exists
 
-serve reads requests from standard input and writes replies and events to standard output, one JSON object per line; the
-first is HELLO. At the end of standard input, the dispatcher exited or the connection was lost: serve exits, and jobs
-continue under their own supervisors. A server runs one serve process per job list: a new process kills an older one
-that receives no heartbeats, and exits if the older one does.
+serve reads requests from standard input and writes replies and events to standard output, one JSON object per line.
+The first one has the protocol HELLO. serve exits at the end of standard input, when the dispatcher has exited or the
+connection is lost; jobs continue under their own supervisors. A server runs one serve process per job list: a new
+process kills an older one that receives no heartbeats, otherwise the new one replies to `open` with an error.
 
-WORKDIR/logs/jobs/LIST/ATTEMPT/ holds the files of an attempt's supervisor, and `lock`, which is locked from before the
-fork of the supervisor until it exits: so a later serve knows whether the attempt was started. Servers may share files,
-so the files of one server are in LIST/servers/NAME/.
+WORKDIR/logs/jobs/LIST/ATTEMPT/ holds the files of an attempt's supervisor, and `lock`. This file is locked from before
+the supervisor is forked until it exits, so a later serve process knows whether the attempt was started. Servers may
+share a file system, so the files of each server are in LIST/servers/NAME/.
 
 Standard library only: it runs on servers without packages.
 """
@@ -52,19 +52,22 @@ HELLO = "muster-jobs-host"
 POLL_INTERVAL = 0.2  # seconds between checks of running attempts
 PROGRESS_INTERVAL = 2.0  # seconds between reads of the metrics of running jobs
 CONNECTION_TIMEOUT = 10.0  # seconds without a heartbeat after which an older serve process is killed
-START_TIMEOUT = 30.0  # seconds in which a supervisor must start its command
+START_TIMEOUT = 30.0  # maximum seconds to wait for an error of a supervisor that starts its command
 LAST_LINES = 20  # of the output of a failed attempt
 TAIL = 16 * 1024  # bytes read from the end of a file
-OWNER = ".muster_job"  # in an output directory: names its job; locked while an attempt writes there
+OWNER = ".muster_job"  # file in an output directory with the name of its job; locked while an attempt writes there
 MIN_PYTHON = (3, 10)
+CHILD_KILLED = "a child process of jobs_host.py was killed; check the memory of the server"
 
 Request = dict[str, Any]
+Reply = dict[str, Any]
+ResultHandler = Callable[[Reply], None]
 
 
 class HostError(Exception):
     """A request failed. The message states problem and remedy."""
 
-    kind = "server"  # of dispatcher.NotStarted
+    kind = "server"  # see dispatcher.NotStarted
 
 
 class JobRefused(HostError):
@@ -86,7 +89,7 @@ class HostAttempt:
         self.directory, self.output, self.grace = directory, output, grace
         self.name = os.path.basename(directory)
         self.files = supervisor.Files(directory, server)
-        self.kill_at = float("inf")  # when a supervisor that was asked to stop is killed; monotonic clock
+        self.kill_at = float("inf")  # monotonic time at which the supervisor is killed if it ignores a stop request
         self.metrics: dict[str, Any] = {}
 
     @property
@@ -123,7 +126,7 @@ class HostAttempt:
         boot = read_json(self.files.pids).get("boot_id", supervisor.boot_id())
         return {
             "code": code,
-            "stop_requested": os.path.exists(self.files.request),  # whether it was asked to stop
+            "stop_requested": os.path.exists(self.files.request),
             "started": usage.get("started") or modification_time(self.files.pids),
             "ended": ended,
             "peak_memory": usage.get("peak_memory"),
@@ -152,7 +155,7 @@ def tail(path: str) -> bytes:
 
 
 def last_lines(path: str) -> list[str]:
-    """The last lines of a log, and a note if its disk is full: the job's own messages may be missing."""
+    """The last lines of a log. A full disk is noted in the last one, as messages of the job may be missing."""
     lines = [line[:500] for line in tail(path).decode(errors="replace").splitlines()[-LAST_LINES:]]
     with contextlib.suppress(OSError):
         if not os.statvfs(os.path.dirname(path)).f_bavail:
@@ -172,8 +175,8 @@ def read_metrics(output: str) -> dict[str, Any]:
 def lock_list(directory: str) -> int:
     """Become the only serve process of this list on this server. Returns the locked file.
 
-    An older process, whose dispatcher may be unreachable, is killed if it has received no heartbeat for
-    CONNECTION_TIMEOUT. Raises HostError if it receives them, or runs on another machine.
+    An older process is killed if it has received no heartbeat for CONNECTION_TIMEOUT. Raises HostError if the older
+    process receives heartbeats or runs on another machine.
     """
     os.makedirs(directory, exist_ok=True)
     path = os.path.join(directory, "serve")
@@ -211,7 +214,7 @@ class Service:
         self.list_lock = -1
         self.bases: dict[str, list[list[int]]] = {}  # digest of a verified base model -> its signature
         self.base_locks: dict[str, int] = {}  # digest of a base model being verified or copied -> locked file
-        self._children: dict[int, Callable[[str], None]] = {}  # pipe from a child process -> callback for its output
+        self._children: dict[int, tuple[Request | None, ResultHandler]] = {}  # by the pipe from the child process
         self._child_output: dict[int, bytes] = {}
         self._received = b""
         self._progress_at = 0.0
@@ -270,7 +273,7 @@ class Service:
             self.send(event="heartbeat")
             return
         request = json.loads(line)
-        handlers: dict[str, Callable[[Request], dict[str, Any] | None]] = {
+        handlers: dict[str, Callable[[Request], Reply | None]] = {
             "open": self.open, "query": self.query, "start": self.start, "stop": self.stop, "gpus": self.gpus,
             "exists": self.exists, "close": self.close, "base": self.base, "publish_base": self.publish_base,
             "remove_output": self.remove_output,
@@ -288,7 +291,7 @@ class Service:
 
     # ---- requests
 
-    def open(self, request: Request) -> dict[str, Any]:
+    def open(self, request: Request) -> Reply:
         """Find the working directory, check the requirements of jobs, and lock the list."""
         if sys.version_info[:2] < MIN_PYTHON:
             raise HostError(f"Python {sys.version.split()[0]}: 3.10 or newer required; set python for this server")
@@ -313,11 +316,11 @@ class Service:
             "bases": base_model.digests_in(self._cache),
         }  # fmt: skip
 
-    def exists(self, request: Request) -> dict[str, Any]:
+    def exists(self, request: Request) -> Reply:
         """Whether a file exists in the working directory: the dispatcher's test for a shared file system."""
         return {"exists": os.path.exists(os.path.join(self.workdir, request["path"]))}
 
-    def query(self, request: Request) -> dict[str, Any]:
+    def query(self, request: Request) -> Reply:
         """Return the state of these attempts, and monitor the running ones from now on."""
         found: dict[str, Any] = {}
         for name, output in request["attempts"].items():
@@ -334,7 +337,7 @@ class Service:
                 os.rename(attempt.directory, f"{attempt.directory}.unused-{os.getpid()}-{time.time_ns()}")
         return {"attempts": found}
 
-    def start(self, request: Request) -> dict[str, Any] | None:
+    def start(self, request: Request) -> Reply:
         """Start an attempt once; if its directory exists already, reply with its state."""
         attempt = self._attempt(request["attempt"], request["output"], request["grace"])
         try:
@@ -351,7 +354,7 @@ class Service:
         finally:
             os.close(output_lock)  # the supervisor has inherited it
 
-    def _start(self, attempt: HostAttempt, request: Request) -> dict[str, Any]:
+    def _start(self, attempt: HostAttempt, request: Request) -> Reply:
         grace = f"{request['grace']:.0f}"
         arguments = ["--dir", attempt.directory, "--name", self.server, "--grace", grace, "--detach"]
         if request.get("timeout"):
@@ -381,7 +384,7 @@ class Service:
             panes.show(self.server_directory, slot, request["title"], attempt.files.log, attempt.files.exit)
         return {"state": "running", **attempt.facts()}
 
-    def stop(self, request: Request) -> dict[str, Any]:
+    def stop(self, request: Request) -> Reply:
         """Ask the supervisor of an attempt to stop it; the event `ended` follows when no process remains."""
         attempt = self.attempts.get(request["attempt"])
         if attempt:
@@ -389,25 +392,23 @@ class Service:
             attempt.kill_at = min(attempt.kill_at, time.monotonic() + grace + supervisor.UNRESPONSIVE_TIMEOUT)
             try:
                 supervisor.request(attempt.files, "kill" if request["kill"] else "stop")
-            except OSError:  # probably a full disk; SIGTERM also requests a stop, and kill_at a kill
+            except OSError:  # probably a full disk; SIGTERM also requests a stop, and after kill_at it is killed
                 supervisor.send_signal(signal.SIGTERM, list(filter(None, [supervisor.supervisor_of(attempt.files)])))
         return {"known": attempt is not None}
 
     def gpus(self, request: Request) -> None:
-        """Reply with the memory of the GPUs, in MiB. Runs in a child process, as nvidia-smi may take seconds."""
+        """Reply with the memory of the GPUs, in MiB."""
 
-        def read_gpus() -> str:
+        def read_gpus() -> Reply:
             found = query_gpus()
             devices = [
                 {"index": gpu.index, "memory": gpu.memory >> 20, "used": gpu.memory_used >> 20,
                  "processes": [[process.pid, process.user, process.memory >> 20] for process in gpu.processes]}
                 for gpu in found.devices
             ]  # fmt: skip
-            return json.dumps({"gpus": devices, "problem": found.error})
+            return {"gpus": devices, "problem": found.error}
 
-        self._in_child(
-            read_gpus, lambda text: self.send(reply=request["id"], **json.loads(text or '{"gpus": [], "problem": ""}'))
-        )
+        self._in_child(read_gpus, request)
 
     # ---- base models
 
@@ -418,100 +419,82 @@ class Service:
     def _base_path(self, digest: str) -> str:
         return os.path.join(self._cache, base_model.hash_of(digest))
 
-    def base(self, request: Request) -> None:
-        """Reply with the state of a base model: ready, busy, copy, damaged, or failed (with the reason).
+    def base(self, request: Request) -> Reply | None:
+        """Reply with the state of a base model: ready, busy, copy, damaged or failed.
 
-        busy: another process copies or trains it. copy: this process has locked it; the dispatcher copies it to the
-        directory `staging`, then sends publish_base. If it was trained on this server, it is published from that output
-        directory instead. With `shared`, the cache is that of the dispatcher: nothing is copied, and an invalid base
-        model is damaged. Runs in a child process, as verification may take seconds.
+        busy: another process has locked the base model. copy: this process has locked it; the dispatcher copies the
+        base model to the directory `staging`, then sends publish_base. A base model that was trained on this server is
+        published from its output directory instead. With `shared`, the cache is that of the dispatcher: nothing is
+        copied, and the state of an invalid base model is damaged.
         """
         digest, manifest = request["digest"], request["manifest"]
         signature = base_model.signature(self._base_path(digest))
         if signature and self.bases.get(digest) == signature:
-            self.send(reply=request["id"], state="ready")
-            return
+            return {"state": "ready"}
         file = None if request["shared"] else base_model.lock(self._cache, digest, exclusive=True)
         if file is not None:
             self.base_locks[digest] = file
 
-        def verify() -> str:
+        def verify() -> Reply:
             try:
                 base_model.verify(self._base_path(digest), digest)
-                return json.dumps({"state": "ready"})
+                return {"state": "ready"}
             except BaseModelError as error:
-                reason = str(error)
-            if file is None:
-                return json.dumps({"state": "damaged" if request["shared"] else "busy", "reason": reason})
-            return json.dumps(self._prepare_copy(digest, manifest, request["output"]))
+                if file is None:
+                    return {"state": "damaged" if request["shared"] else "busy", "reason": str(error)}
+            return self._prepare_copy(digest, manifest, request["output"])
 
-        def handle_result(text: str) -> None:
-            found = json.loads(text or '{"state": "failed", "reason": "the base model could not be read"}')
+        def handle_result(found: Reply) -> None:
             if found["state"] == "ready":
                 self.bases[digest] = base_model.signature(self._base_path(digest))
             if file is not None and found["state"] != "copy":
                 os.close(self.base_locks.pop(digest))
-            self.send(reply=request["id"], **found)
 
-        self._in_child(verify, handle_result)
+        self._in_child(verify, request, handle_result)
+        return None
 
-    def _prepare_copy(self, digest: str, manifest: dict[str, Any], output: str) -> dict[str, Any]:
-        """Publish a base model that was trained on this server, or else prepare a copy."""
-        try:
-            base_model.remove_staging(self._cache, digest)
-            trained = os.path.join(self.workdir, output)
-            with contextlib.suppress(BaseModelError):
-                base_model.check_files(trained, manifest)
-                base_model.publish(self._cache, digest, base_model.stage(self._cache, trained, manifest))
-                return {"state": "ready"}
-            found = os.statvfs(self._cache)
-            free, size = found.f_bavail * found.f_frsize, base_model.size_of(manifest)
-            if size > free:
-                return {"state": "failed", "reason": f"{self._cache}: {free >> 20} MiB free, {size >> 20} MiB needed"}
-            staging = base_model.new_staging(self._cache, digest)
-            return {"state": "copy", "staging": os.path.relpath(staging, self.workdir)}
-        except OSError as error:
-            return {"state": "failed", "reason": f"{error.filename}: {error.strerror}"}
+    def _prepare_copy(self, digest: str, manifest: dict[str, Any], output: str) -> Reply:
+        """Publish a base model that was trained on this server; otherwise create a directory to copy it to."""
+        base_model.remove_staging(self._cache, digest)
+        trained = os.path.join(self.workdir, output)
+        with contextlib.suppress(BaseModelError):
+            base_model.check_files(trained, manifest)
+            base_model.publish(self._cache, digest, base_model.stage(self._cache, trained, manifest))
+            return {"state": "ready"}
+        found = os.statvfs(self._cache)
+        free, size = found.f_bavail * found.f_frsize, base_model.size_of(manifest)
+        if size > free:
+            return {"state": "failed", "reason": f"{self._cache}: {free >> 20} MiB free, {size >> 20} MiB needed"}
+        staging = base_model.new_staging(self._cache, digest)
+        return {"state": "copy", "staging": os.path.relpath(staging, self.workdir)}
 
     def publish_base(self, request: Request) -> None:
-        """Publish a complete copy of a base model, or with `failed` remove it."""
+        """Publish a base model from the directory `staging`; with `failed`, remove this directory."""
         digest, staging = request["digest"], os.path.join(self.workdir, request["staging"])
 
-        def publish() -> str:
-            try:
-                if request["failed"]:
-                    shutil.rmtree(staging, ignore_errors=True)
-                else:
-                    size = base_model.size_of(base_model.publish(self._cache, digest, staging))
-                    return json.dumps({"state": "ready", "bytes": size})
-            except BaseModelError as error:
-                return json.dumps({"state": "damaged", "reason": str(error)})
-            except OSError as error:
-                return json.dumps({"state": "failed", "reason": f"{error.filename}: {error.strerror}"})
-            return json.dumps({"state": "ready"})
+        def publish() -> Reply:
+            if request["failed"]:
+                shutil.rmtree(staging, ignore_errors=True)
+                return {}
+            return {"state": "ready", "bytes": base_model.size_of(base_model.publish(self._cache, digest, staging))}
 
-        def handle_result(text: str) -> None:
+        def unlock(_: Reply) -> None:
             if (file := self.base_locks.pop(digest, None)) is not None:
                 os.close(file)
-            self.send(
-                reply=request["id"],
-                **json.loads(text or '{"state": "failed", "reason": "the base model could not be published"}'),
-            )
 
-        self._in_child(publish, handle_result)
+        self._in_child(publish, request, unlock)
 
     def remove_output(self, request: Request) -> None:
         """Remove the output directory of an ended job."""
-        output = os.path.join(self.workdir, request["output"])
 
-        def remove() -> str:
-            shutil.rmtree(output, ignore_errors=True)
-            return "{}"
+        def remove() -> Reply:
+            shutil.rmtree(os.path.join(self.workdir, request["output"]), ignore_errors=True)
+            return {}
 
-        self._in_child(remove, lambda text: self.send(reply=request["id"]))
+        self._in_child(remove, request)
 
-    def close(self, request: Request) -> dict[str, Any]:
-        """Remove the tmux session of the list, which has ended."""
+    def close(self, request: Request) -> Reply:
+        """Remove the tmux session of the finished list."""
         panes.remove(self.server_directory)
         return {}
 
@@ -541,7 +524,7 @@ class Service:
             raise HostError(os.fsdecode(failed))
 
     def _close_inherited(self, *files: int) -> None:
-        """In a child: close the files of serve, so that its connection and locks end when serve exits."""
+        """Close the files of serve in a child process, so that the connection and locks of serve end when it exits."""
         null = os.open(os.devnull, os.O_RDWR)
         for number in range(3):
             os.dup2(null, number)
@@ -550,25 +533,41 @@ class Service:
             with contextlib.suppress(OSError):
                 os.close(file)
 
-    def _in_child(self, work: Callable[[], str], handle_result: Callable[[str], None]) -> None:
+    def _in_child(
+        self, work: Callable[[], Any], request: Request | None = None, handle_result: ResultHandler = lambda _: None
+    ) -> None:
+        """Call `work` in a child process, as it may take seconds. Later handle its result, and reply to the request."""
         source, target = os.pipe()
         if os.fork() == 0:
             try:
                 self._close_inherited(source)
-                text = work().encode()
+                try:
+                    result = work()
+                except BaseModelError as error:
+                    result = {"state": "damaged", "reason": str(error)}
+                except OSError as error:
+                    result = {"state": "failed", "reason": f"{error.filename}: {error.strerror}"}
+                text = json.dumps(result).encode()
                 while text:
                     text = text[os.write(target, text) :]
             finally:
                 os._exit(0)
         os.close(target)
-        self._children[source], self._child_output[source] = handle_result, b""
+        self._children[source], self._child_output[source] = (request, handle_result), b""
 
     def _read_child(self, file: int) -> None:
         block = os.read(file, 1 << 16)
         self._child_output[file] += block
         if not block:
             os.close(file)
-            self._children.pop(file)(self._child_output.pop(file).decode())
+            try:
+                result = json.loads(self._child_output.pop(file))
+            except ValueError:  # the output is empty or truncated
+                result = {"state": "failed", "reason": CHILD_KILLED, "gpus": [], "problem": CHILD_KILLED}
+            request, handle_result = self._children.pop(file)
+            handle_result(result)
+            if request:
+                self.send(reply=request["id"], **result)
 
     def _report(self) -> None:
         """Report ended attempts and, every PROGRESS_INTERVAL, the metrics of running ones."""
@@ -585,15 +584,11 @@ class Service:
                 self.send(event="ended", attempt=attempt.name, **end)
             elif now >= attempt.kill_at or (progress and attempt.state() == "killed"):
                 attempt.kill_at = now + 2 * supervisor.UNRESPONSIVE_TIMEOUT
-                self._in_child(partial(sweep, attempt.files), lambda _: None)
+                # Kills remaining processes of the attempt, then writes its exit code.
+                self._in_child(partial(supervisor.sweep, attempt.files, 0))
             elif progress and (metrics := read_metrics(attempt.output)) != attempt.metrics:
                 attempt.metrics = metrics
                 self.send(event="progress", attempt=attempt.name, metrics=metrics)
-
-
-def sweep(files: supervisor.Files) -> str:
-    """Kill the remaining processes of an attempt, then write its exit code."""
-    return str(supervisor.sweep(files, 0))
 
 
 def read_until_closed(file: int, seconds: float) -> bytes:
@@ -628,7 +623,10 @@ def home() -> str:
 
 
 def find_workdir(requested: str, default: str) -> str:
-    """The absolute working directory: the requested one, else an existing ~/ml-customization, else the default."""
+    """The absolute working directory: the requested one, else ~/ml-customization if it exists, else the default.
+
+    Raises HostError.
+    """
     if not requested:
         conventional = os.path.join(home(), "ml-customization")
         requested = conventional if os.path.isdir(conventional) else default
@@ -662,28 +660,28 @@ def program(python: list[str], script: str, workdir: str) -> list[str]:
 
 
 def owner_of(output: str) -> str:
-    """The job whose results are in a directory, as owner_mark() names it; empty if there are none."""
+    """The job whose results are in a directory, as owner_name() returns it; empty if there are no results."""
     try:
-        with open(os.path.join(output, OWNER)) as mark:
-            owner = mark.read().strip()
+        with open(os.path.join(output, OWNER)) as file:
+            owner = file.read().strip()
     except FileNotFoundError:
         return ""
     return owner if set(os.listdir(output)) - {OWNER} else ""
 
 
-def owner_mark(job: str, script: str) -> str:
+def owner_name(job: str, script: str) -> str:
     return f"{job} of {os.path.normpath(script)}"
 
 
 def refuse_other_owner(output: str, job: str, script: str) -> None:
     """Raise JobRefused if a directory holds the results of another job."""
     owner = owner_of(output)
-    if owner and owner != owner_mark(job, script):
+    if owner and owner != owner_name(job, script):
         raise JobRefused(f"{output} holds the results of job {owner}; move it away, or give this job another prefix")
 
 
 def claim_output(output: str, job: str, script: str) -> int:
-    """Lock an output directory for an attempt, and mark it as the job's.
+    """Lock an output directory for an attempt, and write the name of its job to OWNER.
 
     Returns a file that stays locked as long as any process has it open. Raises JobRefused and Busy.
     """
@@ -693,7 +691,7 @@ def claim_output(output: str, job: str, script: str) -> int:
         if not try_lock(file):
             raise Busy(f"{output}: another attempt writes there; retrying when it ends")
         refuse_other_owner(output, job, script)
-        os.ftruncate(file, os.write(file, f"{owner_mark(job, script)}\n".encode()))  # write first: the disk may be full
+        os.ftruncate(file, os.write(file, f"{owner_name(job, script)}\n".encode()))  # write first: the disk may be full
     except (HostError, OSError):
         os.close(file)
         raise

@@ -39,8 +39,8 @@ MAX_CHARTS = 60  # jobs with their own chart
 MAX_TRACKS = 256  # slots on the timeline
 MAX_COLUMNS = 12  # settings, and metrics, in the table
 MAX_POINTS = 20_000  # in the chart of all jobs
-MAX_LINES = 100_000  # read from all metrics files together, of each kind
-MIN_LINES = 200  # read from each metrics file
+MAX_LINES = 100_000  # lines of each kind read from all metrics files together
+MIN_LINES = 200  # lines of each kind read from each metrics file, even if MAX_LINES is then exceeded
 MAX_NOTES = 20
 LABEL_LENGTH = 24  # characters of a job's name at its curve
 
@@ -259,7 +259,7 @@ def held_out_losses(job: JobEntry, curves: Mapping[str, History]) -> list[float]
 
 
 def final(job: JobEntry, curves: Mapping[str, History]) -> dict[str, Any]:
-    """The last metrics of a job: those of the results, and metrics that only its curve has."""
+    """The last metrics of a job: those in the results, and the losses and step of its curve that they lack."""
     known: dict[str, Any] = {}
     if history := curves.get(job.id):
         for lines, key in ((history.steps, "loss"), (history.held_out, "held_out_loss")):

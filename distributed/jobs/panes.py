@@ -56,7 +56,7 @@ def server_directory(directory: str, server: str) -> str:
 
 
 def ensure(directory: str, slots: list[str]) -> tuple[str, str]:
-    """Create the session for these slots, unless it exists. Returns (name, note); no name: the note says why."""
+    """Create the session for these slots, unless it exists. Returns (name, note), or ("", why there is no session)."""
     if not shutil.which("tmux"):
         return "", "tmux is not installed; no live view of its slots; install it (apt-get install tmux)"
     try:

@@ -25,7 +25,7 @@ from distributed.training.base_model import CACHE, hash_of
 WRITE_INTERVAL = 1.0  # minimum seconds between two writes of results.json; at least 20 times the time of a write
 PAGE_INTERVAL = 30.0  # minimum seconds between two writes of results.html; at least 50 times the time of a write
 RUN_MODULE = Path(KIT, "scripts", "lib", "module.py")
-NO_JOBS = '\n  "jobs": []'  # once in the text of document(): deeper objects are indented further
+NO_JOBS = '\n  "jobs": []'  # occurs once in the text of document(), as deeper objects are indented further
 
 
 def document(state: ListState, links: Mapping[str, ServerLink], outcome: str, reason: str = "") -> dict[str, Any]:
@@ -141,8 +141,7 @@ class Results:
         for job in self.state.jobs.values():
             if job.job.base:
                 using.setdefault(job.job.base, []).append(job.job.id)
-        trainers = {digest: self.state.trainers.get(digest) for digest in using}
-        models = [base_entry(digest, trainers[digest], jobs) for digest, jobs in using.items()]
+        models = [base_entry(digest, self.state.trainers.get(digest), jobs) for digest, jobs in using.items()]
         experiments = [self._job(job) for job in self.state.jobs.values() if not job.job.trains]
         around = {"list": self.state.id, "state": outcome, "updated": time.time()}
         first = encoded({**around, "base_models": models}) + "\n"

@@ -1,7 +1,7 @@
 """Servers of a job list: a channel to the program `host.py` on each server, over ssh, or on this machine.
 
-The channel and rsync share one OpenSSH connection per server. The dispatcher copies host.py and its modules to each
-server once (~/.cache/muster/), so a server needs only ssh, bash, tar and Python 3.10.
+The channel and rsync share one OpenSSH connection per server. The dispatcher copies host.py and the modules that it
+imports to ~/.cache/muster/ of each server, so a server needs only ssh, bash, tar and Python 3.10.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ HEARTBEAT_INTERVAL = 4.0  # seconds
 HEARTBEAT_TIMEOUT = 15.0  # seconds without a heartbeat after which a connection is lost
 CONNECT_TIMEOUT = 60.0  # seconds
 MAX_COPIES = 3  # attempts to copy a base model, if copies are damaged
-COPY_POLL_INTERVAL = 0.2  # seconds between checks whether another process has finished copying a base model
+COPY_POLL_INTERVAL = 0.2  # seconds between checks whether another process has unlocked a base model
 MAX_RSYNCS = 2  # concurrent rsyncs with a server, in each direction
 MAX_ATTEMPTS_PER_RSYNC = 100
 ENTRY = "scripts/lib/jobs_host.py"
 RSYNC_SHELL = "scripts/lib/rsync_shell.py"
-NOT_INSTALLED = "muster-upload"  # printed by a server without Muster
-NO_PYTHON = "muster-no-python"
+NOT_INSTALLED = "muster-upload"  # printed by a server without the files of KIT_FILES
+NO_PYTHON = "muster-no-python"  # printed by a server without Python 3.10 or newer
 DEFAULT_WORKDIR_EXISTS, NO_RSYNC = 3, 4  # exit codes: ~/ml-customization exists; rsync is missing
-# The files that jobs/host.py and its supervisors need on a server. They do not sample usage.
+# The files that jobs/host.py and its supervisors need on a server. Supervisors of jobs do not sample usage.
 KIT_FILES = (
     "distributed/__init__.py", "distributed/exit_codes.py", "distributed/files.py", "distributed/metrics.py",
     "distributed/host/__init__.py", "distributed/host/gpus.py", "distributed/host/system.py",
@@ -63,7 +63,7 @@ KIT_FILES = (
     "scripts/lib/jobs_host.py", "scripts/lib/in_node_env.sh", "scripts/lib/common.bash",
     "scripts/lib/node_env.bash",
 )  # fmt: skip
-# Excluded: ignored files and results. --sync copies the files that `git clone` would.
+# --sync copies neither results nor files that .gitignore excludes.
 NOT_COPIED = (
     "--exclude=/.git",
     "--exclude=/logs",
@@ -84,7 +84,7 @@ REMEDIES = {
 
 @dataclass(frozen=True)
 class ListContext:
-    """What all servers of a list have in common."""
+    """The settings that all servers of a list share."""
 
     list_id: str
     cwd: Path
@@ -214,8 +214,8 @@ class HostServer:
         self.watches_gpus = any(slot.gpu is not None for slot in self.pool.slots)
         self.queues_dependents = False
         self.shared = True  # whether it shares the working directory with this machine
-        self.session = ""  # of tmux
-        self.directory = self.workdir = ""  # on the server: of the list, and of the jobs
+        self.session = ""  # name of the tmux session; empty without one
+        self.directory = self.workdir = ""  # paths on the server: files of the list, working directory of its jobs
         self._channel: Channel | None = None
 
     # ---- connecting
@@ -280,7 +280,7 @@ class HostServer:
             )
 
     def _refuse_same_machine(self, hello: Mapping[str, Any]) -> None:
-        """Raise ServerUnusable if the machine is already used by another name: its slots would be used twice."""
+        """Raise ServerUnusable if another server of the list is the same machine: its slots would be used twice."""
         other = self.context.machines.setdefault((hello["host"], hello["boot_id"]), self.name)
         if other != self.name:
             raise ServerUnusable(f"is the same machine as {other}; list it once")
@@ -362,7 +362,7 @@ class HostServer:
         raise NotStarted(f"base {hash_of(digest)}: {found['reason']}", kind)
 
     async def _request_base(self, digest: str) -> dict[str, Any]:
-        """The reply of base() in host.py, once no other process is copying the base model."""
+        """The reply of base() in host.py, as soon as it is not busy."""
         manifest = await cached_manifest(self.context.cache, digest)
         output = f"{TRAINING}/{hash_of(digest)}"
         while True:
@@ -390,12 +390,10 @@ class HostServer:
 
     def follow_command(self, attempt: Attempt, once: bool = False) -> list[str]:
         """See dispatcher.JobServer."""
-        stem = os.path.join(self._list_directory(), attempt.name, f"node_{self.name}")
+        directory = self.directory or os.path.join(self.context.cwd, "logs", "jobs", self.context.list_id)
+        stem = os.path.join(directory, attempt.name, f"node_{self.name}")
         end = "/" if once else f"{stem}.exit"
         return [sys.executable, *PLAIN_PYTHON, f"{KIT}/{ENTRY}", "follow", f"{stem}.log", end]
-
-    def _list_directory(self) -> str:
-        return self.directory or os.path.join(self.context.cwd, "logs", "jobs", self.context.list_id)
 
 
 class LocalServer(HostServer):
@@ -417,9 +415,9 @@ class LocalServer(HostServer):
         return channel
 
 
-def local_server(context: ListContext, slots: int | None, gpus: list[int] | None = None) -> LocalServer:
+def local_server(context: ListContext, slots: int | None) -> LocalServer:
     """This machine, with `slots` slots per GPU (default: 1) or, without GPUs, CPU slots (default: half the cores)."""
-    devices = [gpu.index for gpu in query_gpus().devices] if gpus is None else gpus
+    devices = [gpu.index for gpu in query_gpus().devices]
     cpus = slots or max(1, len(os.sched_getaffinity(0)) // 2)
     resources: dict[str, Any] = (
         {"gpu_ids": devices, "slots_per_gpu": slots or 1} if devices else {"gpus": 0, "slots_per_gpu": cpus}
@@ -439,13 +437,12 @@ class SshServer(HostServer):
         self._fetching, self._sending = asyncio.Semaphore(MAX_RSYNCS), asyncio.Semaphore(MAX_RSYNCS)
         self._to_fetch: list[tuple[list[str], asyncio.Future[None]]] = []  # directories to copy
         self._synced = not context.sync
-        self._kit = kit_archive()
+        self._archive_name, self._archive = kit_archive()
         self._config = context.sockets / f"{name}.conf"
 
-    @property
-    def ssh(self) -> list[str]:
-        """The ssh command for this server."""
-        return ["ssh", "-F", str(self._config)]
+    def _ssh(self, line: str) -> list[str]:
+        """The ssh command that runs a line of bash on the server."""
+        return ["ssh", "-F", str(self._config), "--", self.settings.host, for_any_shell(line)]
 
     async def _prepare(self) -> None:
         write_ssh_config(self._config, self.settings)
@@ -454,9 +451,8 @@ class SshServer(HostServer):
 
     async def _open_channel(self, post: Callable[[Event], None]) -> Channel:
         for attempt in range(2):
-            command = for_any_shell(f"cd; {self._host_program('serve')}")
             process = await asyncio.create_subprocess_exec(
-                *self.ssh, "--", self.settings.host, command, stdin=asyncio.subprocess.PIPE,
+                *self._ssh(f"cd; {self._host_program('serve')}"), stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, limit=1 << 24, start_new_session=True,
             )  # fmt: skip
             channel = Channel(process, self.name, post)
@@ -481,7 +477,7 @@ class SshServer(HostServer):
         raise ServerUnusable("cannot copy Muster to it")
 
     def _host_program(self, arguments: str) -> str:
-        """A line of bash, for the home directory: run host.py, or print NOT_INSTALLED or NO_PYTHON."""
+        """A line of bash that runs host.py, or prints NOT_INSTALLED or NO_PYTHON. Must run in the home directory."""
         workdir = self.settings.workdir or "~/ml-customization"
         own = [self.settings.python] if self.settings.python else []
         own += [f"{base}/{path}" for path in own for base in (workdir, self.context.cwd) if path[0] not in "~/"]
@@ -490,7 +486,7 @@ class SshServer(HostServer):
         plain = " ".join(PLAIN_PYTHON)
         newer = shlex.quote("import sys; sys.exit(sys.version_info < (3, 10))")
         return (
-            f'd="${{XDG_CACHE_HOME:-$HOME/.cache}}/muster/jobs-{self._kit[0]}"; '
+            f'd="${{XDG_CACHE_HOME:-$HOME/.cache}}/muster/jobs-{self._archive_name}"; '
             f'[ -e "$d/complete" ] || {{ echo {NOT_INSTALLED}; exit 0; }}; '
             f"for p in {pythons}; do "
             f'if "$p" {plain} -c {newer} 2>/dev/null; then exec "$p" {plain} "$d/{ENTRY}" {arguments}; fi; done; '
@@ -501,9 +497,9 @@ class SshServer(HostServer):
         line = (
             f'd="${{XDG_CACHE_HOME:-$HOME/.cache}}/muster"; mkdir -p "$d" && t=$(mktemp -d "$d/new-XXXXXX") && '
             f'tar -xf - -C "$t" && touch "$t/complete" && '
-            f'{{ mv -T "$t" "$d/jobs-{self._kit[0]}" 2>/dev/null || rm -rf "$t"; }}'
+            f'{{ mv -T "$t" "$d/jobs-{self._archive_name}" 2>/dev/null || rm -rf "$t"; }}'
         )
-        code, stderr = await self._run([*self.ssh, "--", self.settings.host, for_any_shell(line)], self._kit[1])
+        code, stderr = await self._run(self._ssh(line), self._archive)
         if code:
             raise ssh_error(stderr, code, self.settings.host)
 
@@ -514,7 +510,7 @@ class SshServer(HostServer):
         default = "" if self.settings.workdir else f"[ ! -d ~/ml-customization ] || exit {DEFAULT_WORKDIR_EXISTS}; "
         line = f"command -v rsync >/dev/null || exit {NO_RSYNC}; {default}mkdir -p -- {quoted_path(target)}"
         self._refuse_without_rsync(on_server=True)
-        code, stderr = await self._run([*self.ssh, "--", self.settings.host, for_any_shell(line)])
+        code, stderr = await self._run(self._ssh(line))
         self._refuse_without_rsync(on_server=code != NO_RSYNC)
         if code == DEFAULT_WORKDIR_EXISTS:
             target = "ml-customization"
@@ -536,7 +532,7 @@ class SshServer(HostServer):
             raise ServerUnusable("rsync is not installed on this machine; install it (apt-get install rsync)")
 
     async def _shares_files(self) -> bool:
-        """Whether the server sees a file that is created in the working directory on this machine."""
+        """Whether a file created in the working directory on this machine exists in that of the server."""
         try:
             file, path = tempfile.mkstemp(prefix=".muster-", dir=self.context.cwd)
         except OSError:
@@ -563,7 +559,7 @@ class SshServer(HostServer):
         log = f'"$w"/{shlex.quote(f"logs/jobs/{self.context.list_id}/{attempt.name}/node_{self.name}")}'
         end = "/" if once else f"{log}.exit"
         line = f"cd; {workdir}; {self._host_program(f'follow {log}.log {end}')}"
-        return [*self.ssh, "--", self.settings.host, for_any_shell(line)]
+        return self._ssh(line)
 
     # ---- results
 
@@ -585,13 +581,13 @@ class SshServer(HostServer):
         await asyncio.shield(fetched)
 
     async def _fetch(self, batch: Sequence[tuple[list[str], asyncio.Future[None]]]) -> None:
-        """Copy a batch of results with one rsync: short jobs may end faster than one rsync each would take."""
+        """Copy a batch of results with one rsync: short jobs may end faster than one rsync per job could copy."""
         directories = [directory for several, _ in batch for directory in several]
         try:
             if directories:
                 await self._copy(directories, f"server:{rsync_literal(self.workdir)}/", f"{self.context.cwd}/")
         except (Unreachable, OSError) as error:
-            if isinstance(error, OSError) and len(batch) > 1:  # the error may affect only one of them
+            if isinstance(error, OSError) and len(batch) > 1:  # the error may concern only one attempt
                 for each in batch:
                     await self._fetch([each])
                 return
@@ -602,7 +598,7 @@ class SshServer(HostServer):
                 fetched.set_result(None)
 
     async def _copy_base(self, digest: str, staging: str) -> dict[str, Any]:
-        """Copy a base model to a staging directory on the server, which host.py then verifies and renames."""
+        """Copy a base model to a staging directory on the server. host.py then verifies the copy and renames it."""
         failed = True
         try:
             async with self._sending:
@@ -675,7 +671,7 @@ def last_line(text: str) -> str:
 
 def ssh_error(stderr: str, code: int, name: str) -> Exception:
     """The exception for a failed ssh command: ServerUnusable if a retry is useless, otherwise Unreachable."""
-    if "Temporary failure in name resolution" in stderr:  # perhaps this machine has no network: retry
+    if "Temporary failure in name resolution" in stderr:  # this machine may have no network: retry
         return Unreachable(last_line(stderr))
     for sign, remedy in REMEDIES.items():
         if sign in stderr:
@@ -694,13 +690,14 @@ def rsync_literal(path: str) -> str:
     return re.sub(r"([*?\[\\])", r"\\\1", path) if set("*?[") & set(path) else path
 
 
+# Characters that for_any_shell() does not encode.
 PLAIN = frozenset(b'ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_./:,+@{}()[];$&|<>"*?~#^ -')
 
 
 def for_any_shell(line: str) -> str:
-    """A command that any login shell passes to bash unchanged: special characters are encoded as =XX.
+    """A command that runs this line in bash, for any login shell: special characters are encoded as =XX.
 
-    The same as for_any_shell in scripts/lib/ssh.bash.
+    The same as quote_for_any_shell in scripts/lib/ssh.bash.
     """
     encoded = "".join(chr(byte) if byte in PLAIN else f"={byte:02X}" for byte in os.fsencode(line))
     return f"exec bash -c 'eval \"$(printf %b \"${{1//=/$2}}\")\"' bash '{encoded}' '\\x'"
@@ -734,7 +731,7 @@ def sockets_directory(list_id: str) -> Path:
 
 
 def remove_sockets(list_id: str) -> None:
-    """Close the connections of a list; each stays open until its last session ends."""
+    """Close the SSH connections of a list, each when its last session has ended, and remove their sockets."""
     directory = sockets_directory(list_id)
     with contextlib.suppress(OSError):
         for path in directory.iterdir():

@@ -20,16 +20,16 @@ All options of run_distributed_training.py are accepted; see its --help.
 
 Each base model is trained by a job with mode base_only, verified, and published in experiments/base_models/HASH. An
 experiment starts when its base model is published and copied to its server; each server gets one copy. The script
-reads it from the directory $MUSTER_BASE_MODEL; $MUSTER_BASE_MODEL_DIGEST is its full digest.
+reads the base model from the directory $MUSTER_BASE_MODEL; $MUSTER_BASE_MODEL_DIGEST is its full digest.
 
   cache list               list the base models in experiments/base_models
-  cache verify             compare all their files with their checksums
+  cache verify             compare all files of the base models with their checksums
   cache prune --keep-used --jobs-config FILE [--cluster-config FILE]
                            remove base models that no job of the list needs; without --keep-used, only damaged ones and
                            incomplete copies
 
-Also writes phase1_base_models.json and phase2_experiments.json next to the results, with the name of the log file as
-prefix if it is not results.json.
+Also writes phase1_base_models.json and phase2_experiments.json next to the results. With another --log-file than
+results.json, their names start with its name.
 Exit codes: those of run_distributed_training.py; `cache list` and `cache verify` exit with 1 if a base model is
 damaged.
 """
@@ -38,7 +38,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -57,7 +56,7 @@ from distributed.training.base_model import CACHE
 
 PROGRAM = "run_two_phase_training.py"
 HELPER = "distributed_train_helper.py"
-SHOWN = 4  # jobs or base models listed in one message
+SHOWN = 4  # maximum number of jobs or base models listed in one message
 NUMBERS_WIDTH = 30  # columns for the numbers of the jobs of a base model
 
 HELPER_HELP = """Show which jobs of a list share a base model, and what sharing saves.
@@ -90,15 +89,12 @@ In Python, with this directory on sys.path: from distributed_train_helper import
 
 def main(arguments: Sequence[str]) -> int:
     """Run the program and return its exit code."""
-    return commands.main(arguments, execute_command)
+    return commands.main(arguments, execute_command, __doc__)
 
 
 def execute_command(arguments: list[str]) -> int:
     if arguments[:1] == ["cache"]:
         return execute_cache_command(arguments[1:])
-    if "--help" in arguments or "-h" in arguments:
-        sys.stdout.write(__doc__ or "")
-        return 0
     if (code := commands.execute_subcommand(arguments)) is not None:
         return code
     options = commands.run_parser(two_phase=True).parse_args(arguments)
@@ -150,7 +146,7 @@ def loss_of(base: Cached) -> str:
 
 
 def settings_of(base: Cached) -> dict[str, Any]:
-    """The settings of the job that trained it, without its mode."""
+    """The settings of the job that trained a base model, without its mode."""
     settings = base.manifest.get("settings")
     return bases.without(settings, *bases.BASE_ONLY) if isinstance(settings, dict) else {}
 
@@ -195,13 +191,10 @@ def read(options: argparse.Namespace) -> tuple[list[Job], bases.Rules]:
 
 def helper(arguments: Sequence[str]) -> int:
     """Run the helper and return its exit code."""
-    return commands.main(arguments, execute_helper)
+    return commands.main(arguments, execute_helper, HELPER_HELP)
 
 
 def execute_helper(arguments: list[str]) -> int:
-    if "--help" in arguments or "-h" in arguments:
-        sys.stdout.write(HELPER_HELP)
-        return 0
     parser = CommandParser(prog=HELPER, add_help=False, allow_abbrev=False)
     parser.add_argument("operands", nargs="*")
     for name in ("--cluster-config", "--base-models", "--write"):

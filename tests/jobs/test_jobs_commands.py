@@ -1,14 +1,15 @@
-"""Wrong calls of run_distributed_training.py are refused with a message and have no effect."""
+"""Wrong calls of run_distributed_training.py are refused with a message and have no effect; --help works everywhere."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from distributed.jobs import commands, config, host, servers
+from distributed.jobs import commands, config, host, servers, two_phase
 
 LOCAL = {"--backend": "local", "--slots": "2", "--jobs-config": "jobs.json"}
 
@@ -23,7 +24,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "page.html").touch()
     foreign = tmp_path / "experiments" / "p" / "fold0_a"
     foreign.mkdir(parents=True)
-    (foreign / host.OWNER).write_text(host.owner_mark("abc", "train.py"))
+    (foreign / host.OWNER).write_text(host.owner_name("abc", "train.py"))
     (foreign / "result").touch()
     (tmp_path / "servers.json").write_text(json.dumps({"servers": [{"host": "a", "ssh_key": "no_such_key"}]}))
     return tmp_path
@@ -77,6 +78,20 @@ def test_a_wrong_call_is_refused_and_has_no_effect(
     assert message in printed.err
     assert all(line.startswith(("run_distributed_training.py: ", "Try: ")) for line in printed.err.splitlines())
     assert sorted(directory.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("program", "name"),
+    [(commands.main, commands.PROGRAM), (two_phase.main, two_phase.PROGRAM), (two_phase.helper, two_phase.HELPER)],
+)
+@pytest.mark.parametrize("before", ["", "status", "logs a", "cache", "cache list", "cache verify", "cache prune"])
+@pytest.mark.parametrize("option", ["--help", "-h"])
+def test_help_is_printed_after_any_subcommand(
+    option: str, before: str, program: Callable[[list[str]], int], name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert program([*before.split(), option]) == 0
+    printed = capsys.readouterr()
+    assert (printed.out.count(f"usage: {name} "), printed.err) == (1, "")
 
 
 def test_every_job_without_a_matching_server_is_reported(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,20 +1,22 @@
-"""The program on a server: a new serve process replaces an older one only if that one receives no heartbeats."""
+"""The program on a server: one serve process per list, and replies of its child processes."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, Any, cast
 
 import pytest
 
 from distributed.files import KIT
 from distributed.jobs import host, panes
+from distributed.training import base_model
 
 
 @pytest.fixture
@@ -40,6 +42,14 @@ def send(process: subprocess.Popen[bytes], data: bytes) -> None:
     assert process.stdin
     process.stdin.write(data)
     process.stdin.flush()
+
+
+def call(process: subprocess.Popen[bytes], verb: str, **facts: Any) -> dict[str, Any]:
+    """Send a request and return the reply."""
+    send(process, json.dumps({"id": 2, "do": verb, **facts}).encode() + b"\n")
+    reply: dict[str, Any] = json.loads(cast("IO[bytes]", process.stdout).readline())
+    assert reply.pop("reply") == 2
+    return reply
 
 
 def test_a_serve_process_that_receives_heartbeats_is_not_killed(
@@ -70,3 +80,38 @@ def test_a_serve_process_that_receives_no_heartbeats_is_killed(
     monkeypatch.setattr(host, "CONNECTION_TIMEOUT", 0.2)
     assert host.lock_list(str(tmp_path / "logs/jobs/abc/servers/one")) > 2
     assert serve.wait(10) == -9
+
+
+@pytest.fixture
+def killing_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An nvidia-smi that kills the process that calls it."""
+    program = tmp_path / "bin/nvidia-smi"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\nkill -9 $PPID\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+
+
+@pytest.mark.usefixtures("killing_nvidia_smi")
+def test_a_killed_child_process_is_reported(serve: subprocess.Popen[bytes]) -> None:
+    assert call(serve, "gpus")["problem"] == host.CHILD_KILLED
+
+
+def test_a_copied_base_model_is_published_unless_it_is_damaged(serve: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    source, digest = tmp_path / "source", "d" * 64
+    source.mkdir()
+    for name in base_model.FILES:
+        (source / name).write_text("x" * 10)
+    manifest = base_model.manifest_of(str(source), digest)
+    base = {"digest": digest, "manifest": manifest, "output": "never_trained", "shared": False}
+    damaged = call(serve, "base", **base)
+    assert damaged["state"] == "copy"
+    reply = call(serve, "publish_base", digest=digest, staging=damaged["staging"], failed=False)
+    assert (reply["state"], reply["reason"]) == ("damaged", f"{tmp_path / damaged['staging']}: there is no base model")
+    failed = call(serve, "base", **base)["staging"]
+    assert call(serve, "publish_base", digest=digest, staging=failed, failed=True) == {}
+    assert not (tmp_path / failed).exists()
+    large = {**base, "manifest": {"files": {name: {"bytes": 1 << 60} for name in base_model.FILES}}}
+    assert "MiB needed" in call(serve, "base", **large)["reason"]
+    assert call(serve, "base", **{**base, "output": "source"}) == {"state": "ready"}
+    assert call(serve, "base", **base) == {"state": "ready"}

@@ -105,7 +105,7 @@ def test_a_list_whose_dispatcher_was_killed_before_its_first_record_cannot_be_re
     assert forked.run(call) == -9
     for command in (("resume",), ("status",), ("cancel", "all"), ("retry", "failed"), ("why", "x"), ("logs", "x")):
         assert forked.run(DispatcherCall(call.directory, command)) == 2
-    assert call.printed.count("results.journal: contains no job list; run the command that was to start") == 6
+    assert call.printed.count("results.journal: contains no job list; rerun the command that starts the list") == 6
 
 
 def test_a_list_finishes_after_repeated_kills_of_its_dispatcher(tmp_path: Path, forked: Dispatchers) -> None:
