@@ -144,7 +144,9 @@ def outcome_of(run: RunRecords) -> Outcome:
     last = event.get("event")
     if outcome == "ok" or (not outcome and last == "finish"):
         return Outcome("finished")
-    if outcome == "stopped" or (not outcome and last == "stop"):
+    if outcome == "stopped":
+        return Outcome("stopped", str(cause or ""))
+    if not outcome and last == "stop":
         return Outcome("stopped", "Stopped on request, checkpoint written. Run the same command again to resume.")
     if not outcome and last not in ("nonfinite", "fail"):
         return Outcome("open", "Still running, or killed before it recorded its end.")
