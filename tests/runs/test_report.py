@@ -57,7 +57,7 @@ def event(step: int, name: Any, **more: Any) -> Json:
     return {"step": step, "time": 1.7e9 + step, "event": name, **more}
 
 
-def about(**changes: Any) -> Json:
+def run_json(**changes: Any) -> Json:
     return {
         "run": "train-20250102-030405-9f3a",
         "command": ["train.py", "--config", "my config.yaml"],
@@ -71,7 +71,7 @@ def about(**changes: Any) -> Json:
     } | changes
 
 
-def setup(**changes: Any) -> Json:
+def settings_json(**changes: Any) -> Json:
     return {
         "settings": {
             "model": {"n_layer": 6, "n_embd": 384, "vocab_size": None},
@@ -157,7 +157,7 @@ def parsed(run: Path) -> Reader:
 def test_the_tiles_have_the_values_of_the_files(tmp_path: Path) -> None:
     lines = [*(step_line(step) for step in range(10, 501, 10)), held_out(300, 2.9), held_out(500, 3.0)]
     verdict = {"outcome": "ok", "exit_code": 0, "time": None}
-    run = write_run(tmp_path, lines, run=about(started=None), settings=setup(), verdict=verdict)
+    run = write_run(tmp_path, lines, run=run_json(started=None), settings=settings_json(), verdict=verdict)
     reader = parsed(run)
     assert reader.tiles() == {
         "Training loss": ("3.500", "at step 500"),
@@ -172,7 +172,7 @@ def test_the_tiles_have_the_values_of_the_files(tmp_path: Path) -> None:
 
 
 def test_all_settings_and_the_machine_are_shown(tmp_path: Path) -> None:
-    texts = parsed(write_run(tmp_path, run=about(), settings=setup())).texts
+    texts = parsed(write_run(tmp_path, run=run_json(), settings=settings_json())).texts
     pairs = set(pairwise(texts))
     assert pairs >= {
         ("vocab_size", "not set"), ("n_layer", "6"), ("min_learning_rate", "3e-05"), ("cpu", "EPYC"),
@@ -212,7 +212,7 @@ def test_a_failed_run_shows_rank_cause_and_traceback(tmp_path: Path) -> None:
         "traceback": "Traceback (most recent call last):\n  File \"train.py\"",
         "collateral": [{"node": "node1", "rank": 3, "message": "Connection closed by peer"}],
     }  # fmt: skip
-    reader = parsed(write_run(tmp_path, [step_line(10), event(10, "finish")], run=about(), verdict=verdict))
+    reader = parsed(write_run(tmp_path, [step_line(10), event(10, "finish")], run=run_json(), verdict=verdict))
     for text in (
         "failed", "rank 11 on node2 ran out of memory", "rank 11", "on node2", "exit code 134",
         "OutOfMemoryError: tried 2 GiB", 'Traceback (most recent call last):\n  File "train.py"',
@@ -355,7 +355,7 @@ def test_events_are_marked(tmp_path: Path) -> None:
 def ranks_of(directory: Path, *seconds: float, nodes: Iterable[str] = ("node1",)) -> list[ranks.RankTiming]:
     nodes = list(nodes)
     lines = [step_line(step, seconds) for step in (10, 20, 30)]
-    run = report.read(write_run(directory, lines, run=about(nodes=nodes, nproc=len(seconds))))
+    run = report.read(write_run(directory, lines, run=run_json(nodes=nodes, nproc=len(seconds))))
     return ranks.compare(run.history.by_rank("rank_seconds"), run.nodes)
 
 
@@ -387,7 +387,8 @@ def test_the_host_of_a_straggler_is_named(tmp_path: Path) -> None:
 def test_any_number_of_ranks_has_a_chart(tmp_path: Path, size: int) -> None:
     slow = size // 2
     seconds = [0.1 * (1.5 if rank == slow and size > 1 else 1) for rank in range(size)]
-    text = page(write_run(tmp_path, [step_line(step, seconds) for step in range(10, 200, 10)], run=about(nproc=size)))
+    lines = [step_line(step, seconds) for step in range(10, 200, 10)]
+    text = page(write_run(tmp_path, lines, run=run_json(nproc=size)))
     reader = Reader(text)
     assert reader.faults == []
     assert f"rank {slow}" in reader.texts
@@ -424,7 +425,7 @@ def attempt(directory: Path, *samples: Json, node: str = "node2", tail: str = ""
     directory.mkdir(exist_ok=True)
     (directory / f"node_{node}.samples.jsonl").write_text("".join(json.dumps(one) + "\n" for one in samples) + tail)
     layout = [{"node": "node1", "first_rank": 0}, {"node": "node2", "first_rank": 2}]
-    return write_run(directory, run=about(layout=layout))
+    return write_run(directory, run=run_json(layout=layout))
 
 
 def test_resource_usage_is_drawn_for_all_attempts(tmp_path: Path) -> None:
@@ -592,16 +593,23 @@ def test_text_is_escaped(tmp_path: Path) -> None:
 def full(directory: Path, text: str) -> Path:
     """A run in which every name is this text."""
     lines = [step_line(10), event(10, text), event(15, {text: text}), step_line(20)]
-    who = {"node": text, "rank": text, "message": text}
+    rank = {"node": text, "rank": text, "message": text}
     sections = {"model": {text: text}, text: {"a": [text], "b": {text: None}}, "loose": text}
     machine = {"host": text, "cpu": text, "cores": text, "gpus": [text], "platform": text, "python": text}
     world = {"size": 2, "nodes": 1, "strategy": text, "backend": text, text: text}
     return write_run(
         directory,
         lines,
-        run=about(run=text, nodes=[text], user=text, cwd=text, command=[text], git={"commit": text}),
+        run=run_json(run=text, nodes=[text], user=text, cwd=text, command=[text], git={"commit": text}),
         settings={"settings": sections, "world": world, "machine": machine, "model": {"parameters": text}},
-        verdict={"outcome": text, "cause": text, "exception": text, "traceback": text, "collateral": [who, text]} | who,
+        verdict={
+            "outcome": text,
+            "cause": text,
+            "exception": text,
+            "traceback": text,
+            "collateral": [rank, text],
+            **rank,
+        },
     )
 
 

@@ -247,7 +247,7 @@ def test_without_a_cause_the_first_consequence_is_named() -> None:
     )
     assert (found.rank, found.exit_code) == (1, 1)
     assert found.cause == (
-        "the cause was not recorded; rank 1 on n1 was the first to lose the others: "
+        "the cause was not recorded; rank 1 on n1 was affected first: "
         "RuntimeError: Connection closed by peer [127.0.0.1]:2955."
     )
 
