@@ -13,10 +13,7 @@ KIT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def write_file(path: str | os.PathLike[str], content: str | bytes) -> None:
-    """Write a temporary file and rename it to `path`: readers see the old content or the new content.
-
-    Raises OSError.
-    """
+    """Write a temporary file and rename it to `path`: readers see the old or the new content. Raises OSError."""
     temporary = f"{os.fspath(path)}.{os.urandom(4).hex()}"
     try:
         with open(temporary, "wb") as file:
@@ -59,7 +56,7 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, object]:
 def try_lock(file: int, exclusive: bool = True) -> bool:
     """Lock a file without waiting. Returns False if another process has the lock.
 
-    The lock lasts until all copies of this descriptor are closed. A file system without locks: True, without a lock.
+    The lock lasts until all copies of this descriptor are closed. On a file system without locks, nothing is locked.
     """
     import fcntl
 
@@ -74,10 +71,7 @@ def try_lock(file: int, exclusive: bool = True) -> bool:
 
 
 def is_locked(path: str | os.PathLike[str]) -> bool:
-    """Whether a process holds an exclusive lock on a file; False if there is no such file.
-
-    Raises OSError if the file cannot be opened, or its file system has no locks.
-    """
+    """Whether a process holds an exclusive lock on a file; False without a file. Raises OSError if that is unknown."""
     import fcntl
 
     try:

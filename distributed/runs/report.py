@@ -131,6 +131,9 @@ def page(run: RunRecords) -> str:
     return document(run.name, parts)
 
 
+OUTCOMES = {"finish": "ok", "stop": "stopped", "nonfinite": "failed", "fail": "failed"}  # event -> outcome
+
+
 class Outcome(NamedTuple):
     """How a run ended."""
 
@@ -140,17 +143,15 @@ class Outcome(NamedTuple):
 
 def outcome_of(run: RunRecords) -> Outcome:
     """Return the outcome according to the verdict; without a verdict, according to the last event."""
-    outcome, cause = run.verdict.get("outcome"), run.verdict.get("cause")
-    event = run.history.last_event("finish", "stop", "nonfinite", "fail", "resume", "start") or {}
-    last = event.get("event")
-    if outcome == "ok" or (not outcome and last == "finish"):
+    event = run.history.last_event(*OUTCOMES, "resume", "start") or {}
+    outcome, cause = run.verdict.get("outcome") or OUTCOMES.get(event.get("event", "")), run.verdict.get("cause")
+    if outcome == "ok":
         return Outcome("finished")
     if outcome == "stopped":
-        return Outcome("stopped", str(cause or ""))
-    if not outcome and last == "stop":
-        return Outcome("stopped", "Stopped on request, checkpoint written. Run the same command again to resume.")
-    if not outcome and last not in ("nonfinite", "fail"):
-        return Outcome("open", "Still running, or killed before it recorded its end.")
+        resume = "stopped on request, checkpoint written; run the same command again to resume"
+        return Outcome("stopped", str(cause or resume))
+    if not outcome:
+        return Outcome("open", "still running, or killed before it recorded its end")
     if cause:
         return Outcome("failed", str(cause))
     if not (event := run.history.last_event("nonfinite", "fail") or {}):
@@ -389,13 +390,11 @@ def machine_tables(run: RunRecords) -> str:
     machine["memory"] = memory(number(machine.pop("memory_bytes", None)))
     machine["gpus"] = ", ".join(f"{n} × {name}" for name, n in Counter(map(plain, listed(machine.get("gpus")))).items())
     machine = {**mapping(run.run_json.get("versions")), **machine}
-    world = dict(mapping(run.settings_json.get("world")))
-    if run.nodes:
-        world["node names"] = ", ".join(run.nodes)
+    world, model = (mapping(run.settings_json.get(key)) for key in ("world", "model"))
     return tables({
         "machine of rank 0": {key: value for key, value in machine.items() if value not in (None, "")},
-        "ranks": world,
-        "model": mapping(run.settings_json.get("model")),
+        "ranks": {**world, **({"node names": ", ".join(run.nodes)} if run.nodes else {})},
+        "model": model,
     })  # fmt: skip
 
 

@@ -101,12 +101,13 @@ def judge(
         state = state_of(run, replies, verdict)
     end = verdict.get("written", now) if state.name == "ended" else now
     seconds = max(0.0, end - datetime.fromisoformat(run.started).timestamp())
+    status = Status(run, state, Diagnosis(False), progress, seconds, tuple(replies))
     if state.name not in ("running", "left", "unknown"):
-        return Status(run, state, Diagnosis(False), progress, seconds, tuple(replies))
+        return status
     observed = observe_ranks(replies, progress, seconds)
     diagnosis = diagnose(observed.ranks, observed.seconds, observed.silent, observed.exited)
     stacks = needs_stacks(observed.ranks, observed.silent) and not any(rank.stopped for rank in observed.ranks)
-    return Status(run, state, diagnosis, progress, seconds, tuple(replies), stacks)
+    return replace(status, diagnosis=diagnosis, needs_stacks=stacks)
 
 
 def state_of(run: Run, replies: Sequence[NodeReply], verdict: Mapping[str, Any]) -> RunState:
@@ -348,11 +349,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         decided = decide(run.directory)  # the launcher was killed before it wrote verdict.json
         verdict = asdict(decided) | {"written": decided.time or now}
     status = judge(run, replies, verdict, read_progress(run.directory, now), now, options.job_state)
-    if options.first and status.needs_stacks:
-        options.state.write_text(NEEDS_STACKS + "\n")
-        return 0
+    query_again = options.first and status.needs_stacks
     if options.state:
-        options.state.write_text(status.state.name + "\n")
+        options.state.write_text(f"{NEEDS_STACKS if query_again else status.state.name}\n")
+    if query_again:
+        return 0
     if options.json:
         sys.stdout.write(as_json(status))
         return status.exit_code

@@ -180,11 +180,11 @@ def missing_ranks(evidence: Evidence) -> Iterator[Failure]:
         yield replace(first, rank=rank, node=evidence.succeeded[rank], witness=witness)
         return
 
-    def missing(rank: int, witness: Failure, why: str) -> Failure:
+    def missing(rank: int, reporter: Failure, detail: str) -> Failure:
         by_failure = (failure.node for failure in evidence.failures if failure.rank == rank)
         by_ranks = (node for node, ranks in evidence.ranks.items() if rank in ranks)
-        why = f"was missing from a collective{why}{name_of(witness)} reports: {_short(describe(witness))}"
-        return replace(witness, rank=rank, node=next(by_failure, next(by_ranks, "?")), witness=why)
+        witness = f"was missing from a collective{detail}{name_of(reporter)} reports: {_short(describe(reporter))}"
+        return replace(reporter, rank=rank, node=next(by_failure, next(by_ranks, "?")), witness=witness)
 
     for failure in evidence.failures:
         if names := _NAMES_A_RANK.search(failure.message):

@@ -244,7 +244,7 @@ def test_the_outcome_is_that_of_the_verdict_or_the_last_event(
 
 
 def test_a_stopped_run_says_how_to_resume_if_a_checkpoint_was_written(tmp_path: Path) -> None:
-    assert "Run the same command again to resume." in parsed(write_run(tmp_path, [event(9, "stop")])).text
+    assert "run the same command again to resume" in parsed(write_run(tmp_path, [event(9, "stop")])).text
     interrupted = {"outcome": "stopped", "exit_code": 130, "cause": "interrupted (Ctrl-C); no rank had failed"}
     text = parsed(write_run(tmp_path, verdict=interrupted)).text
     assert interrupted["cause"] in text and "checkpoint written" not in text
@@ -594,6 +594,7 @@ def full(directory: Path, text: str) -> Path:
     """A run in which every name is this text."""
     lines = [step_line(10), event(10, text), event(15, {text: text}), step_line(20)]
     rank = {"node": text, "rank": text, "message": text}
+    verdict = dict.fromkeys(("outcome", "cause", "exception", "traceback"), text) | rank
     sections = {"model": {text: text}, text: {"a": [text], "b": {text: None}}, "loose": text}
     machine = {"host": text, "cpu": text, "cores": text, "gpus": [text], "platform": text, "python": text}
     world = {"size": 2, "nodes": 1, "strategy": text, "backend": text, text: text}
@@ -602,14 +603,7 @@ def full(directory: Path, text: str) -> Path:
         lines,
         run=run_json(run=text, nodes=[text], user=text, cwd=text, command=[text], git={"commit": text}),
         settings={"settings": sections, "world": world, "machine": machine, "model": {"parameters": text}},
-        verdict={
-            "outcome": text,
-            "cause": text,
-            "exception": text,
-            "traceback": text,
-            "collateral": [rank, text],
-            **rank,
-        },
+        verdict=verdict | {"collateral": [rank, text]},
     )
 
 

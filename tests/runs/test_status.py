@@ -127,7 +127,7 @@ def test_new_metrics_are_output() -> None:
     assert not judge(RUN, [idle], {}, RunProgress(silent=3.0), START + 600).diagnosis.hung
 
 
-def test_ranks_run_have_exited_or_have_not_started() -> None:
+def test_running_exited_and_unstarted_ranks_are_distinguished() -> None:
     found = status.observe_ranks(
         [reply("n1", RANK, replace(ENDED, rank=1)), reply("n2", replace(NOT_STARTED, rank=2))], RunProgress(), 60.0
     )
@@ -192,11 +192,8 @@ def test_remaining_processes_are_reported_for_each_node() -> None:
     run = run_with_launcher(EXITED)
     assert visit.report_remaining(run, [reply("n1", ENDED)]) == (["n1: no process of this run remains"], 0)
     lines, code = visit.report_remaining(run, [reply("n1", ENDED), no_reply("n2")])
-    assert (
-        code == 69
-        and "n2: cannot be reached" in lines[1]
-        and lines[1].endswith("heartbeats time out; then check again")
-    )
+    assert code == 69 and "n2: cannot be reached" in lines[1]
+    assert lines[1].endswith("heartbeats time out; then check again")
     lines, code = visit.report_remaining(run, [reply("n1", RANK, processes=4), no_reply("n2")])
     assert code == 1
     assert lines[0].startswith("n1: still has 4 processes of this run: 100 python my script.py, 100 ")
@@ -205,11 +202,7 @@ def test_remaining_processes_are_reported_for_each_node() -> None:
 @pytest.mark.parametrize(
     ("code", "err", "why"),
     [
-        (
-            "255",
-            "ssh: connect to host n1 port 22: timed out",
-            "cannot be reached (ssh: connect to host n1 port 22: tim",
-        ),
+        ("255", "ssh: connect to host n1 port 22: timed out", "cannot be reached (ssh: connect to host n1 port 22:"),
         ("137", "", "did not reply in time"),
         ("127", "bash: line 1: exec: /x/python: not found", "Python not found"),
         ("2", "python: can't open file '/k/scripts/lib/module.py'", "Muster not found"),
@@ -250,7 +243,7 @@ def test_a_run_directory_that_was_moved_keeps_the_mark_of_its_processes(tmp_path
     assert (found.directory, found.mark) == (moved / directory.name, str(directory))
 
 
-def test_from_elsewhere_a_node_without_an_address_is_the_host_of_the_launcher(tmp_path: Path) -> None:
+def test_on_another_machine_a_node_without_an_address_is_the_host_of_the_launcher(tmp_path: Path) -> None:
     directory = create_run(tmp_path, nodes=["n1"], addresses=[])
     assert lookup.read(directory).nodes == (RunNode("n1", "", 3, 0),)
     facts = json.loads((directory / "run.json").read_text())
