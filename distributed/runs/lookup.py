@@ -110,12 +110,9 @@ def state_of_launcher(host: str, launcher_machine: str, pid: int, started: int |
     """Return RUNNING, EXITED or REMOTE. A later process with the same pid has another start time."""
     if launcher_machine == machine():
         return RUNNING if started is not None and started == start_time(pid) else EXITED
-    rebooted = host == os.uname().nodename and boot_id(launcher_machine) != boot_id(machine())
+    boot_id, earlier_boot_id = (identifier.partition("net:")[0] for identifier in (machine(), launcher_machine))
+    rebooted = host == os.uname().nodename and boot_id != earlier_boot_id
     return EXITED if rebooted else REMOTE
-
-
-def boot_id(machine_id: str) -> str:
-    return machine_id.partition("net:")[0]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

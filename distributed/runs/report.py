@@ -30,7 +30,7 @@ from distributed.runs.page import Tile, card, document, duration, folded, loss_t
 from distributed.runs.records import is_time, listed, mapping, number, read_object, text
 from distributed.runs.usage import Usage, read_usage
 
-MAX_CHARTS = 24  # charts of values with names that only the script knows
+MAX_CHARTS = 24  # charts of values that a script has logged under its own names
 MAX_RUNS = 20  # earlier runs of a run that was resumed several times
 
 
@@ -43,7 +43,7 @@ def write(run: Path) -> Path:
 
 @dataclass(frozen=True)
 class RunRecords:
-    """The content of a run directory. Files that cannot be read are empty."""
+    """The content of a run directory. Files that cannot be read count as empty."""
 
     name: str
     run_json: Mapping[str, Any]

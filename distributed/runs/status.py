@@ -111,9 +111,9 @@ def judge(
 
 
 def state_of(run: Run, replies: Sequence[NodeReply], verdict: Mapping[str, Any]) -> RunState:
-    active_nodes = [reply.name for reply in replies if reply.status and reply.status.processes]
+    active = [reply.name for reply in replies if reply.status and reply.status.processes]
     text = f"verdict: {verdict.get('outcome')}: {verdict.get('cause')}"
-    if run.launcher.state in (RUNNING, IN_JOB) or (run.launcher.state == REMOTE and active_nodes):
+    if run.launcher.state in (RUNNING, IN_JOB) or (run.launcher.state == REMOTE and active):
         if verdict:
             return RunState("ending", text)
         ranks = ranks_of(replies)
@@ -123,11 +123,9 @@ def state_of(run: Run, replies: Sequence[NodeReply], verdict: Mapping[str, Any])
             return RunState("ending", "all ranks have exited") if started else RunState("starting")
         names = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
         return RunState("running", f"not running: {names}" if missing else "")
-    if active_nodes:
+    if active:
         stop = f"{KIT}/scripts/stop.sh {shlex.quote(str(run.directory))}"
-        return RunState(
-            "left", f"the launcher has exited, but processes remain on {', '.join(active_nodes)}", True, stop
-        )
+        return RunState("left", f"the launcher has exited, but processes remain on {', '.join(active)}", True, stop)
     if verdict:
         return RunState("ended", text, verdict.get("outcome") == "failed")
     command = f"cd {shlex.quote(KIT)} && python -m distributed.runs.verdict {shlex.quote(str(run.directory))}"
@@ -195,7 +193,7 @@ def read_progress(directory: Path, now: float) -> RunProgress:
 
 
 def render(status: Status, width: int, with_stacks: bool = True) -> str:
-    """The status as text. Text and table fit the width; commands and stacks do not."""
+    """The status as text. Text and table fit the width; commands and stacks are not wrapped."""
     state, diagnosis = status.state, status.diagnosis
 
     def paragraph(text: str, colour: str, command: str = "") -> list[str]:

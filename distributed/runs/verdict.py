@@ -33,7 +33,8 @@ from pathlib import Path
 
 from distributed.exit_codes import STOPPED, TIMED_OUT, UNFIT
 from distributed.files import write_json
-from distributed.runs.failures import NODE_ENV, SRUN, Evidence, Failure, Json, gather
+from distributed.host.replies import NODE_ENV
+from distributed.runs.failures import SRUN, Evidence, Failure, Json, gather
 from distributed.runs.node_log import FATAL, LoggedException, parse_exception, read_log, split_chain
 
 INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)

@@ -245,9 +245,9 @@ def test_the_outcome_is_that_of_the_verdict_or_the_last_event(
 
 def test_a_stopped_run_says_how_to_resume_if_a_checkpoint_was_written(tmp_path: Path) -> None:
     assert "run the same command again to resume" in parsed(write_run(tmp_path, [event(9, "stop")])).text
-    interrupted = {"outcome": "stopped", "exit_code": 130, "cause": "interrupted (Ctrl-C); no rank had failed"}
-    text = parsed(write_run(tmp_path, verdict=interrupted)).text
-    assert interrupted["cause"] in text and "checkpoint written" not in text
+    cause = "interrupted (Ctrl-C); no rank had failed"
+    text = parsed(write_run(tmp_path, verdict={"outcome": "stopped", "exit_code": 130, "cause": cause})).text
+    assert cause in text and "checkpoint written" not in text
 
 
 def test_without_a_verdict_the_event_of_a_loss_that_is_not_finite_is_the_cause(tmp_path: Path) -> None:
