@@ -36,8 +36,8 @@ def log(step: int, **values: Any) -> None:
     does not stop the training.
 
     Raises:
-        ValueError: step is not an integer from 0 to 2**53 - 1, a value is not a number, or a name is reserved. The same
-            on all ranks, but only rank 0 calls item().
+        ValueError: a step is not an integer from 0 to 2**53 - 1, a value is not a number (item() is called on rank 0
+            only), or a name is reserved.
     """
     step = _step("step", step)
     if "steps" in values:

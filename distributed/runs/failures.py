@@ -59,7 +59,7 @@ class Evidence:
     ranks: Mapping[str, range] = field(default_factory=dict)  # node -> its ranks, in the order of node ranks
     warnings: tuple[str, ...] = ()
     succeeded: Mapping[int, str] = field(default_factory=dict)  # rank that exited with 0 -> its node
-    hang: Json = field(default_factory=dict)  # hang.json; empty when the run did not hang
+    hang: Json = field(default_factory=dict)  # hang.json; empty if the run did not hang
 
 
 Failures = dict[tuple[str, int], Failure]  # by node and rank
@@ -165,7 +165,7 @@ def _torchrun_summaries(logs: Logs) -> Iterator[Failure]:
         ended = {int(pid) for pid in re.findall(r"Sending process (\d{1,9}) closing signal", output)}
         for when, *numbers in _SUMMARY.findall(output[output.rfind("\nFailures:") :]):
             rank, code, pid = map(int, numbers)
-            try:  # 2025-01-02_03:04:05 in the node's time zone, assumed to be that of this machine
+            try:  # 2025-01-02_03:04:05 in the node's time zone, assumed to be the same as here
                 time = datetime.fromisoformat(when.replace("_", "T")).timestamp()
             except (ValueError, OverflowError):
                 time = None

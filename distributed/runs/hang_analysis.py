@@ -63,7 +63,7 @@ class Activity:
 
     @property
     def line(self) -> str:
-        """The innermost frame of the user's code as text; empty when it is not known."""
+        """The innermost frame of the user's code as text; empty if it is not known."""
         if not self.frames:
             return ""
         frame = next((frame for frame in self.frames if not LIBRARY.match(frame.file)), self.frames[0])

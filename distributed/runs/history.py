@@ -19,8 +19,6 @@ Point = tuple[float, float]  # step, value; the value is NaN if it was not a num
 RankValues = list[tuple[float, list[float]]]  # step, a value of each rank
 MetricsLine = dict[str, Any]
 
-NO_VALUES = {"step", "steps", *RESERVED}  # keys that are not logged values
-
 
 @dataclass
 class History:
@@ -63,7 +61,9 @@ class History:
 
     def names(self) -> list[str]:
         """The names of all logged values, in the order of their first line."""
-        return list(dict.fromkeys(key for line in self.steps for key in line if key not in NO_VALUES))
+        return list(
+            dict.fromkeys(key for line in self.steps for key in line if key not in ("step", "steps", *RESERVED))
+        )
 
     def series(self, key: str) -> list[Point]:
         """The values of one key over steps."""

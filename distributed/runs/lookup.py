@@ -21,8 +21,7 @@ from pathlib import Path
 from distributed.host.identity import machine, user
 from distributed.host.process_scan import start_time
 
-# The states of a launcher. REMOTE: it was started on another machine, and its state is not known. IN_JOB: it is the
-# batch script of a running SLURM job.
+# States of a launcher. REMOTE: on another machine, so not known. IN_JOB: the batch script of a running SLURM job.
 RUNNING, EXITED, REMOTE, IN_JOB = "running", "exited", "remote", "job"
 NEWEST = 5  # number of runs listed in an error
 JOB = re.compile(r"\d+(_\d+)?")  # number of a SLURM job, such as 17, or of an array element, such as 17_3

@@ -104,7 +104,7 @@ def processes_of(run: str, node: str, proc: Path = PROC) -> list[RunProcess]:
 
 
 def _process(directory: Path, output: re.Pattern[str]) -> RunProcess:
-    """Raises OSError when the process has exited."""
+    """Raises OSError if the process has exited."""
     state, *fields = (directory / "stat").read_bytes().rpartition(b")")[2].decode().split()
     command = (directory / "cmdline").read_bytes().rstrip(b"\0").replace(b"\0", b" ").decode(errors="replace")
     rank: re.Match[Any] | None = None

@@ -80,16 +80,15 @@ def read(directory: Path) -> RunRecords:
     """Read a run directory. Raises OSError if it does not exist."""
     directory = directory.resolve(strict=True)
     notes: list[str] = []
-    names = ("run", "settings", "verdict")
-    run_json, settings, verdict = (read_object(directory / f"{name}.json", notes) for name in names)
+    run, settings, verdict = (read_object(directory / f"{name}.json", notes) for name in ("run", "settings", "verdict"))
     history = read_metrics(directory / "metrics.jsonl", notes)
     history.earlier[:0] = _resumed_from(directory, history)
     started = None
     with contextlib.suppress(ValueError):
-        started = datetime.fromisoformat(str(run_json.get("started")))
+        started = datetime.fromisoformat(str(run.get("started")))
         started = started if started.tzinfo else started.replace(tzinfo=timezone.utc)
-    name, nodes = text(run_json.get("run")) or directory.name, [*map(str, listed(run_json.get("nodes")))]
-    return RunRecords(name, run_json, settings, verdict, history, read_usage(directory), notes, nodes, started)
+    name, nodes = text(run.get("run")) or directory.name, [*map(str, listed(run.get("nodes")))]
+    return RunRecords(name, run, settings, verdict, history, read_usage(directory), notes, nodes, started)
 
 
 def _resumed_from(directory: Path, history: History) -> list[History]:

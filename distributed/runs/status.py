@@ -76,7 +76,7 @@ class Status:
 
     @property
     def exit_code(self) -> int:
-        """1 for a failure or a hang, else UNFIT when a node did not reply, else 0."""
+        """1 for a failure or a hang; otherwise UNFIT if a node did not reply; otherwise 0."""
         if self.state.wrong or self.diagnosis.hung:
             return 1
         return UNFIT if any(reply.status is None for reply in self.replies) else 0

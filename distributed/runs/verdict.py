@@ -310,7 +310,7 @@ def describe(failure: Failure, verb: str = "") -> str:
 
 
 def _location(failure: Failure) -> str:
-    """The innermost frame of the user's code in the traceback; empty when there is none."""
+    """The innermost frame of the user's code in the traceback; empty if there is none."""
     frames = list(_FRAME.finditer(decisive_exception(failure).traceback))
     own = [frame for frame in frames if not _LIBRARY.search(frame[0])] or frames
     if not own:

@@ -113,7 +113,7 @@ def test_the_last_output_is_that_of_the_newest_file(tmp_path: Path) -> None:
     assert node_status.last_output([], 0.0) == (None, "")
 
 
-def test_output_files_are_those_of_the_newest_attempt(tmp_path: Path) -> None:
+def test_output_files_are_taken_from_the_newest_attempt(tmp_path: Path) -> None:
     for attempt in (0, 2, 10):
         (tmp_path / f"ranks/n[1]/abc/attempt_{attempt}/0").mkdir(parents=True)
         (tmp_path / f"ranks/n[1]/abc/attempt_{attempt}/0/stdout.log").touch()
@@ -131,7 +131,7 @@ esac
 """
 
 
-def test_the_gpus_of_a_rank_are_those_that_it_uses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_has_the_gpus_that_its_processes_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "nvidia-smi").write_text(STUB_NVIDIA_SMI)
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")

@@ -1,6 +1,6 @@
 """The report of a run has correct content for any content of the run directory.
 
-Values are those of the files, lines that a resumed run replaced are left out, slow and failed ranks are named, text is
+Values come from the files, lines that a resumed run replaced are left out, slow and failed ranks are named, text is
 escaped, the page needs no network, and missing, incomplete or invalid files still give a page.
 """
 
@@ -583,10 +583,10 @@ def test_the_readout_has_the_values_of_the_chart() -> None:
 
 
 def test_text_is_escaped(tmp_path: Path) -> None:
-    calm = Reader(page(full(tmp_path, "calm")))
+    harmless = Reader(page(full(tmp_path, "harmless")))
     hostile = Reader(page(full(tmp_path, HOSTILE)))
     assert hostile.faults == []
-    assert hostile.tags == calm.tags
+    assert hostile.tags == harmless.tags
     assert hostile.text.count(HOSTILE) >= 15
 
 
@@ -608,7 +608,7 @@ def full(directory: Path, text: str) -> Path:
 
 
 def test_the_page_needs_no_network(tmp_path: Path) -> None:
-    text = page(full(tmp_path, "calm")).replace("http://www.w3.org/2000/svg", "")  # a name, not an address
+    text = page(full(tmp_path, "harmless")).replace("http://www.w3.org/2000/svg", "")  # a name, not an address
     assert not re.search(r"https?:|//[a-z]|\bsrc=|url\(|@import|<link|<img|<iframe", text)
     assert "default-src 'none'" in text
 

@@ -205,7 +205,7 @@ def test_the_version_of_torch_is_read_without_importing_it(tmp_path: Path) -> No
     assert versions([plain])["torch"] is None
 
 
-def test_the_versions_are_those_of_the_ranks_interpreter(tmp_path: Path) -> None:
+def test_the_versions_are_read_from_the_ranks_interpreter(tmp_path: Path) -> None:
     """A virtual environment without torch, linked to the interpreter of this test."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"], check=True)
     found = run_json(create(tmp_path, python=str(tmp_path / "env" / "bin" / "python")))

@@ -170,11 +170,11 @@ def test_empty_columns_are_left_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "words"),
+    ("seconds", "text"),
     [(0.4, "0 s"), (99.4, "99 s"), (100, "2 min"), (5900, "98 min"), (6000, "2 h"), (1e6, "12 days")],
 )
-def test_a_duration_is_short(seconds: float, words: str) -> None:
-    assert status.duration(seconds) == words
+def test_a_duration_is_short(seconds: float, text: str) -> None:
+    assert status.duration(seconds) == text
 
 
 def test_progress_is_the_newest_values_in_metrics_jsonl(tmp_path: Path) -> None:

@@ -507,7 +507,7 @@ def test_a_node_without_any_file_is_lost(run: RunDirectory) -> None:
     assert (found.node, found.rank, found.exit_code) == ("n2", None, 69)
     assert found.cause == "n2: connection lost: the node lost power or network, or all its processes were killed"
     (run.path / "node_n1.exit").unlink()
-    assert run.decide().rank == 0, "when no node has an exit code, none of them is lost"
+    assert run.decide().rank == 0, "if no node has an exit code, no node is lost"
 
 
 @pytest.mark.parametrize(
@@ -755,7 +755,7 @@ def test_an_exception_that_was_logged_long_before_is_not_the_cause(run: RunDirec
     assert run.decide().exception is None
     run.file("node_n1.log", RAISED_IN_LOG)
     run.ranks_ended("n1", r1=(137, False))
-    assert run.decide().exception is None, "nor that of a rank that was killed"
+    assert run.decide().exception is None, "a killed rank did not end because of an exception"
 
 
 def test_the_stack_that_faulthandler_logs_is_the_traceback(run: RunDirectory) -> None:
