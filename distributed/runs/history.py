@@ -61,9 +61,8 @@ class History:
 
     def names(self) -> list[str]:
         """The names of all logged values, in the order of their first line."""
-        return list(
-            dict.fromkeys(key for line in self.steps for key in line if key not in ("step", "steps", *RESERVED))
-        )
+        keys = dict.fromkeys(key for line in self.steps for key in line)
+        return [key for key in keys if key not in ("step", "steps", *RESERVED)]
 
     def series(self, key: str) -> list[Point]:
         """The values of one key over steps."""
