@@ -1,6 +1,6 @@
 """Atomic writes, file locks, and Muster's own directory.
 
-Standard library only. The supervisor imports this module before every command: json and fcntl are imported on use.
+Standard library only. The supervisor imports this module before every command, so json and fcntl are imported on use.
 """
 
 from __future__ import annotations
@@ -13,10 +13,7 @@ KIT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def write_file(path: str | os.PathLike[str], content: str | bytes) -> None:
-    """Write a temporary file in the same directory and rename it to `path`: readers see the old or the new content.
-
-    Raises OSError.
-    """
+    """Write a temporary file and rename it to `path`: readers see the old or the new content. Raises OSError."""
     temporary = f"{os.fspath(path)}.{os.urandom(4).hex()}"
     try:
         with open(temporary, "wb") as file:
@@ -34,7 +31,7 @@ def write_json(path: str | os.PathLike[str], value: object) -> None:
 
 
 def to_json(value: object) -> bytes:
-    """Return indented, sorted JSON. Bytes that are not UTF-8 are written as escapes, which os.fsencode() restores."""
+    """Return indented, sorted JSON. Bytes that are not UTF-8 become escapes; os.fsencode() restores the bytes."""
     import json
 
     try:
@@ -45,7 +42,7 @@ def to_json(value: object) -> bytes:
 
 
 def read_json(path: str | os.PathLike[str]) -> dict[str, object]:
-    """Return the JSON object in a file; {} when the file is missing, unreadable, or holds anything else."""
+    """Return the JSON object in a file; {} if the file is missing, unreadable or not a JSON object."""
     import json
 
     try:
@@ -57,9 +54,9 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, object]:
 
 
 def try_lock(file: int, exclusive: bool = True) -> bool:
-    """Lock a file without waiting, until all copies of this descriptor are closed. False: another process has the lock.
+    """Lock a file without waiting. Returns False if another process has the lock.
 
-    On a file system without locks it returns True and locks nothing.
+    The lock lasts until all copies of this descriptor are closed. On a file system without locks, nothing is locked.
     """
     import fcntl
 
@@ -74,7 +71,7 @@ def try_lock(file: int, exclusive: bool = True) -> bool:
 
 
 def is_locked(path: str | os.PathLike[str]) -> bool:
-    """Whether a process holds an exclusive lock on a file. Raises OSError if the file system has no locks."""
+    """Whether a process holds an exclusive lock on a file; False without a file. Raises OSError if that is unknown."""
     import fcntl
 
     try:

@@ -22,21 +22,22 @@ from typing import Any
 
 RESERVED = ("time", "event", "rank_seconds", "wait_share")  # keys that train.py and append() write
 TAIL = 64 * 1024  # bytes read from each end of a file
-HUGE = 1e100  # larger numbers are treated as infinite
+HUGE = 1e100  # readers ignore larger numbers, so that sums and scales stay finite
 STEP_LIMIT = 2**53  # larger integers are not exact as floats
 
-_warned: set[str] = set()  # files that could not be written
+_warned: set[str] = set()  # files whose write error was printed
 
 
 def log(step: int, **values: Any) -> None:
-    """Append the values of one step on rank 0. Does nothing on other ranks, or when MUSTER_METRICS is not set.
+    """On rank 0, append the values of one step. On other ranks, or without MUSTER_METRICS, only check the arguments.
 
     values: numbers, or objects whose item() returns one, such as a tensor of one element. NaN and infinity are written
     as null. `steps` is the number of steps of the whole training. A write error is printed once on standard error and
     does not stop the training.
 
     Raises:
-        ValueError: step is not an integer of 0 or more, a value is not a number, or its name is reserved. On all ranks.
+        ValueError: a step is not an integer from 0 to 2**53 - 1, a value is not a number (item() is called on rank 0
+            only), or a name is reserved.
     """
     step = _step("step", step)
     if "steps" in values:
@@ -59,7 +60,7 @@ def _step(name: str, step: object) -> int:
     except TypeError:
         number = -1
     if isinstance(step, bool) or not 0 <= number < STEP_LIMIT:
-        raise ValueError(f"metrics.log: {name}: expected an integer from 0 on, got {step!r:.60}")
+        raise ValueError(f"metrics.log: {name}: expected an integer from 0 to 2**53 - 1, got {step!r:.60}")
     return number
 
 
@@ -78,7 +79,7 @@ def _number(name: str, value: Any) -> float:
 
 
 def append(path: str | os.PathLike[str], step: int, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Append a line in one write, and return the values as written. Accepts any JSON values and reserved names."""
+    """Append a line in one write. Return the values as written. Any JSON values and reserved names are allowed."""
     written = {name: finite_or_none(value) for name, value in values.items()}
     line = json.dumps({"step": step, "time": time.time(), **written}) + "\n"
     try:
@@ -93,16 +94,16 @@ def append(path: str | os.PathLike[str], step: int, values: Mapping[str, Any]) -
 
 
 def finite_or_none(value: Any) -> Any:
-    """Replace NaN and infinity by None, also in lists: JSON has neither."""
+    """Replace NaN and infinity, which JSON does not have, by None, also in lists."""
     if isinstance(value, list):
         return [finite_or_none(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def newest(path: str | os.PathLike[str]) -> dict[str, float | None]:
-    """Return the newest value of each key, from both ends of a file; None for a value that is not finite.
+    """Return the newest value of each key, from both ends of a file; None for null (NaN or infinity).
 
-    The start is read too, as the first line may be the only one with `steps`. {} when the file cannot be read.
+    The start is read too, as the first line may be the only one with `steps`. {} if the file cannot be read.
     """
     try:
         with open(path, "rb") as file:
@@ -127,7 +128,7 @@ def newest(path: str | os.PathLike[str]) -> dict[str, float | None]:
 
 
 def furthest(path: str | os.PathLike[str]) -> int | None:
-    """Return the highest step in a file, over all attempts; None when the file has none."""
+    """Return the highest step in a file, over all attempts; None if the file has no step."""
     steps = []
     with contextlib.suppress(OSError), open(path, "rb") as file:
         for line in file:

@@ -1,7 +1,7 @@
 """Tables, colours and line wrapping for terminals.
 
-Texts contain colours; `show` removes them in a pipe, with NO_COLOR and in a dumb terminal. It does not use rich, which
-is not installed on every node.
+Texts contain colours; show() removes them in a pipe, with NO_COLOR and in a dumb terminal. This module does not use
+rich, which is not installed on every node.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def width() -> int | None:
 
 
 def columns(text: str) -> int:
-    """The number of columns that a terminal uses for the text."""
+    """The number of columns that the text has in a terminal."""
     return sum(
         0 if unicodedata.combining(character) else 2 if unicodedata.east_asian_width(character) in "WF" else 1
         for character in plain(text)
@@ -53,7 +53,7 @@ def columns(text: str) -> int:
 
 
 def cut(text: str, most: int) -> str:
-    """The text, cut to at most this many columns. It must have no colours."""
+    """The text, cut to at most this many columns. It must not contain colours."""
     if columns(text) <= most:
         return text
     kept, used = "", 1  # for the ellipsis
@@ -72,7 +72,7 @@ def pad(text: str, to: int, right: bool = False) -> str:
 
 
 def wrap(text: str, most: int | None, indent: str = "") -> list[str]:
-    """Lines of at most this many columns, the second and later ones indented. Long words are not broken."""
+    """Lines of at most this many characters; all but the first are indented. Long words are not broken."""
     if most is None:
         return [text]
     return textwrap.wrap(text, most, break_long_words=False, break_on_hyphens=False, subsequent_indent=indent)
@@ -81,8 +81,8 @@ def wrap(text: str, most: int | None, indent: str = "") -> list[str]:
 def table(rows: Sequence[Sequence[str]], right: Collection[int] = (), most: int | None = None) -> list[str]:
     """The rows as lines with aligned cells.
 
-    right: indices of cells that are aligned to the right. most: maximal columns of a line; the last cell, which must
-    have no colours then, is cut.
+    right: indices of cells that are aligned to the right. most: maximum columns of a line: the last cell is cut, and
+    must not contain colours.
     """
     if not rows:
         return []

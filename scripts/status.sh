@@ -50,7 +50,7 @@ show_status() {
 query_status() { # <--first, --stacks, or nothing: read the stacks without showing them>
   local options=(--seconds "$SAMPLE_SECONDS")
   [[ $1 == --first ]] || options+=(--stacks)
-  [[ $LAUNCHER_STATE != here ]] || launcher_is_running || LAUNCHER_STATE=gone
+  [[ $LAUNCHER_STATE != running ]] || launcher_is_running || LAUNCHER_STATE=exited
   [[ ! $JOB ]] || update_job_state
   run_on_nodes "$VISIT_DIR" visit_status "${options[@]}"
   kit_python runs.status "${TABLE_OPTIONS[@]}" ${1:+"$1"} --launcher "$LAUNCHER_STATE" --job-state "$JOB_STATE" \

@@ -197,14 +197,14 @@ main() {
     stop_job
     return
   fi
-  [[ $LAUNCHER_STATE != elsewhere ]] || stop_from_launcher_host
+  [[ $LAUNCHER_STATE != remote ]] || stop_from_launcher_host
   lock_run
-  if [[ $LAUNCHER_STATE == gone ]]; then
+  if [[ $LAUNCHER_STATE == exited ]]; then
     log "$RUN: its launcher has already exited"
   fi
   stop_launcher
   stop_nodes
-  if [[ $LAUNCHER_STATE == elsewhere ]]; then
+  if [[ $LAUNCHER_STATE == remote ]]; then
     die_with "$EXIT_UNFIT" "$LAUNCHER_HOST: cannot be reached;" \
       "the launcher (process $LAUNCHER_PID) may still run there and, with --max-restarts, restart the run"
   fi

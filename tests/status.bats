@@ -144,7 +144,7 @@ count_processes() { # <run>
   timeout 120 grep -qF -m1 "at work" <(tail -n +1 -F "out one" 2>/dev/null)
   run -0 "$STATUS"
   [[ "${lines[0]}" == *": running for "* ]]
-  [[ "$output" == *"at work as one"*"the launcher is process "*" on $N1, which this machine cannot check"* ]]
+  [[ "$output" == *"at work as one"*"the launcher is process "*" on $N1; this machine cannot check whether it runs"* ]]
   run -0 "$STOP" latest
   [[ "$output" == *"launcher is on $N1"*"$N2: no process of this run remains"* ]]
   [ -e "saved 0 one" ]

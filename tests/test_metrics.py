@@ -69,13 +69,13 @@ def test_other_ranks_and_a_script_without_a_launcher_write_nothing(file: Path, m
 @pytest.mark.parametrize(
     ("step", "values", "message"),
     [
-        (1.5, {"loss": 1.0}, "step: expected an integer from 0 on, got 1.5"),
-        (-1, {"loss": 1.0}, "step: expected an integer from 0 on, got -1"),
-        (True, {"loss": 1.0}, "step: expected an integer from 0 on, got True"),
+        (1.5, {"loss": 1.0}, r"step: expected an integer from 0 to 2\*\*53 - 1, got 1.5"),
+        (-1, {"loss": 1.0}, r"step: expected an integer from 0 to 2\*\*53 - 1, got -1"),
+        (True, {"loss": 1.0}, r"step: expected an integer from 0 to 2\*\*53 - 1, got True"),
         (1, {"loss": "low"}, "loss: expected a number, got str 'low'"),
         (1, {"loss": None}, "loss: expected a number, got NoneType None"),
         (1, {"loss": Tensor(1.0, 2.0, 3.0)}, "loss: expected one number, got 3"),
-        (1, {"steps": -5}, "steps: expected an integer from 0 on, got -5"),
+        (1, {"steps": -5}, r"steps: expected an integer from 0 to 2\*\*53 - 1, got -5"),
         (1, {"time": 3.0}, "time: this name is reserved"),
     ],
 )

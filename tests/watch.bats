@@ -71,7 +71,7 @@ teardown() {
 
 @test "a hang ends the run with 124, unless the run is already ending or the hang was in an earlier attempt" {
   # shellcheck disable=SC2034 # handle_hang reads it
-  EXIT_GAVE_UP=124
+  EXIT_TIMED_OUT=124
   give_client node1
   printf '%s\n' "/hang_watch 0" "node1 0" >&"$EVENTS"
   wait_for_nodes

@@ -27,10 +27,11 @@ from typing import Any
 from distributed.files import write_file
 from distributed.jobs.timeline import Span, Track, draw_tracks
 from distributed.runs import charts
-from distributed.runs.charts import Line, cut, figure
+from distributed.runs.charts import Line, figure
 from distributed.runs.history import History, read_metrics
 from distributed.runs.page import Tile, card, document, duration, folded, loss_text, plain, ranges, section, tile_list
 from distributed.runs.records import number
+from distributed.terminal import cut
 
 FOLD = 200  # rows of the table shown at first; report.css hides the rest
 MAX_FAILURES = 50  # failed jobs shown with their last lines

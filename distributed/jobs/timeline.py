@@ -10,7 +10,8 @@ from html import escape
 from itertools import pairwise
 from unicodedata import east_asian_width
 
-from distributed.runs.charts import LETTER, Box, Point, Scale, cut, px, svg, text_at, time_ticks
+from distributed.runs.charts import LETTER, Box, Point, Scale, px, svg, text_at, time_ticks
+from distributed.terminal import cut
 
 NARROW = 3.0  # pixels; narrower bars of a crowded timeline share one path
 CROWDED = 4000  # a timeline with more bars is crowded

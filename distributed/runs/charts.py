@@ -15,12 +15,14 @@ from html import escape
 from itertools import groupby
 from operator import itemgetter
 
+from distributed.terminal import cut
+
 Point = tuple[float, float]  # x, y; NaN as y is a gap
 
 COLUMNS = 400  # a long line is drawn with about two points per column
-MANY = 60  # lines with at least this many points are smoothed
+MANY = 60  # a line with at least this many points is smoothed
 TINY = 1e-100  # smaller values are drawn as zero
-LETTER = 6.2  # width of a letter in labels, pixels
+LETTER = 6.2  # width of a letter in a label, pixels
 
 
 # ---------------------------------------------------------------- numbers as text
@@ -37,15 +39,11 @@ def figure(value: float) -> str:
 
 
 def compact(value: float) -> str:
-    """12,346; from a million on 10.8 M, 1.5 G, 2 T."""
+    """12,346  10.8 M  1.5 G  2 T."""
     for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
         if size <= abs(value) < 1e15:
             return f"{value / size:,.3g} {letter}"
     return figure(value)
-
-
-def cut(text: str, length: int) -> str:
-    return text if len(text) <= length else text[: length - 1] + "…"
 
 
 def _short_exponent(text: str) -> str:
@@ -89,7 +87,7 @@ class Scale:
 
 
 def nice_step(span: float, count: int) -> float:
-    """The smallest of 1, 2, 5 x 10^n that divides a span into at most `count` parts."""
+    """The smallest 1, 2 or 5 x 10^n that divides a span into at most `count` parts."""
     power = 10.0 ** math.floor(math.log10(span / count))
     return next(m * power for m in (1, 2, 5, 10, 20) if m * power * count >= span * (1 - 1e-9))
 
@@ -98,7 +96,7 @@ TIME_STEPS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 108
 
 
 def time_ticks(seconds: float, count: int) -> list[tuple[float, str]]:
-    """About `count` times from 0 on and their labels: 0, 30 s, 1 min, 1 min 30 s."""
+    """About `count` times, starting at 0, and their labels: 0, 30 s, 1 min, 1 min 30 s."""
     days = 86400 * max(1.0, nice_step(seconds / 86400, count))
     step = next((step for step in TIME_STEPS if step * count >= seconds), days)
     return [(n * step, _time_text(n * step)) for n in range(math.floor(seconds / step + 1e-9) + 1)]
@@ -146,7 +144,7 @@ def _extent(values: Iterable[float]) -> tuple[float, float, bool]:
 
 
 def thin(points: Sequence[Point], columns: int = COLUMNS) -> list[Point]:
-    """Fewer points that look the same: minimum, maximum and one gap of each column, and both ends."""
+    """Fewer points that look the same: both ends, and the minimum, the maximum and one gap of each column."""
     if len(points) <= 2 * columns:
         return list(points)
     kept = [points[0]]
@@ -159,9 +157,9 @@ def thin(points: Sequence[Point], columns: int = COLUMNS) -> list[Point]:
 
 
 def smooth(points: Sequence[Point], columns: int = COLUMNS) -> list[Point]:
-    """The running mean of many points; fewer than MANY are returned unchanged.
+    """The running mean of the points; fewer than MANY points are returned unchanged.
 
-    The window is smaller near the first point, so that a steep start stays steep.
+    The window shrinks towards the first point, so that a steep start stays steep.
     """
     if len(points) < MANY:
         return list(points)
@@ -184,7 +182,7 @@ def _mean(points: Sequence[Point]) -> Point:
 
 
 def _columns(points: Sequence[Point], columns: int) -> Iterator[list[Point]]:
-    """The points of each column of equal width; with few points, each is a column."""
+    """The points of each column; columns have the same width. Few points have a column each."""
     if len(points) <= columns:
         yield from ([point] for point in points)
         return
@@ -237,7 +235,7 @@ def text_at(x: float, y: float, text: str, style: str) -> str:
 
 
 def _x_axis(box: Box, x: Scale, seconds: bool) -> Iterator[str]:
-    """The x axis of steps, or of seconds from 0 on."""
+    """The x axis of steps, or of seconds that start at 0."""
     if seconds:
         ticks = time_ticks(x.high, _tick_count(box.left, box.end))
     else:
@@ -247,7 +245,7 @@ def _x_axis(box: Box, x: Scale, seconds: bool) -> Iterator[str]:
     for value, text in ticks:
         at = x(value)
         yield f'<path class="axis" d="M{px(at)} {px(box.floor)}v4"/>'
-        if at > box.end - 20:  # the last one
+        if at > box.end - 20:  # the last label must not leave the chart
             yield text_at(min(at + 8, box.width - 2), box.floor + 17, text, "tick end")
         else:
             yield text_at(at, box.floor + 17, text, "tick mid")
@@ -267,11 +265,11 @@ def spread(positions: Sequence[float], gap: float, low: float, high: float) -> l
 
 @dataclass(frozen=True)
 class Line:
-    name: str  # in the read-out of the pointer
+    name: str  # shown in the read-out
     points: Sequence[Point]  # by rising x
     style: str  # CSS class of the colour
     label: str = ""  # at the end of the line
-    raw: bool = False  # the faint raw values behind a smoothed line
+    raw: bool = False  # faint raw values behind a smoothed line
 
 
 Band = Sequence[tuple[float, float, float]]  # x, low, high: a shaded area
@@ -285,7 +283,7 @@ class Mark:
 
 
 def smoothed(line: Line) -> list[Line]:
-    """The line; if it has many points, the faint raw line and its running mean."""
+    """The line; if it has many points, a faint raw line and its running mean."""
     if len(line.points) < MANY:
         return [line]
     mean = replace(line, name=f"{line.name}, smoothed", points=smooth(line.points))
@@ -305,8 +303,8 @@ def lines(
 ) -> str:
     """A chart as SVG with the data for its read-out; a paragraph if no value is finite.
 
-    zero: the y axis includes zero. notes: print the texts of marks, which otherwise are tooltips. seconds: the x axis
-    has seconds from 0 on instead of steps, and values that are not finite are unknown.
+    zero: the y axis includes zero. notes: print the texts of marks, not only as tooltips. seconds: the x axis has
+    seconds that start at 0 instead of steps, and values that are not finite are gaps without a mark.
     """
     drawn = [replace(line, points=thin(line.points, min(COLUMNS, width // 2))) for line in drawn if line.points]
     values = [y for line in drawn for _, y in _finite(line.points)] + [y for _, *pair in band for y in pair]
@@ -333,7 +331,7 @@ def lines(
 
 
 def _line(line: Line, x: Scale, y: Scale, box: Box, seconds: bool) -> Iterator[str]:
-    """The finite parts of a line, dots for single points and sparse held-out losses, wedges for other values."""
+    """The finite parts of a line, dots for single points and sparse held-out losses, wedges where it is not finite."""
     runs = [list(run) for finite, run in groupby(line.points, lambda p: math.isfinite(p[1])) if finite]
     path = "".join("M" + " ".join(f"{px(x(a))},{px(y(b))}" for a, b in run) for run in runs if len(run) > 1)
     if path:
@@ -361,7 +359,7 @@ def _end_labels(drawn: Sequence[Line], y: Scale, box: Box) -> Iterator[str]:
 
 
 def _marks(box: Box, x: Scale, marks: Sequence[Mark], notes: bool, seconds: bool) -> Iterator[str]:
-    """A vertical line for each event. notes: with its text, if that does not overlap the previous one."""
+    """A vertical line for each event. notes: also its text, unless it would overlap the previous text."""
     inside = sorted((mark for mark in marks if x.low <= mark.x <= x.high), key=lambda mark: mark.x)
     free = box.left
     for (at, style), group in groupby(inside, key=lambda mark: (round(x(mark.x) / 3) * 3, mark.style)):
@@ -381,7 +379,7 @@ def _marks(box: Box, x: Scale, marks: Sequence[Mark], notes: bool, seconds: bool
 
 
 def _readout(drawn: Sequence[Line], x: Scale, y: Scale, seconds: bool) -> str:
-    """The data for report.js to show the values under the pointer, without NaN."""
+    """The data with which report.js shows the values under the pointer, without NaN."""
     facts = {
         "x": [x.low, x.high, x.start, x.end],
         "y": [y.low, y.high, y.start, y.end],

@@ -1,9 +1,12 @@
-"""Collect the failures of a run: one Failure for each rank, agent, supervisor and node that failed.
+"""Collect the failures of a run: one Failure for each rank, agent, supervisor, launcher and node that failed.
 
-They come from failure records of workers (errors/rank_<rank>.json), of Muster's agents (errors/node_<name>.json) and of
-supervisors that were killed or lost their launcher (errors/supervisor_<name>.json), from hang.json, which the launcher
-writes when it stops a hung run, and from the exit codes and logs of the nodes. Any of these files may be missing,
-incomplete or damaged.
+    errors/rank_<rank>.json        exceptions, recorded by ranks
+    errors/node_<name>.json        exit codes of ranks, recorded by Muster's agents
+    errors/supervisor_<name>.json  a supervisor was killed, or lost its launcher
+    hang.json                      the launcher stopped the run because it hung
+    node_<name>.exit .log .lost    exit code and log of a node; the launcher lost the connection to it
+
+Any of these files may be missing, incomplete or damaged.
 """
 
 from __future__ import annotations
@@ -19,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from distributed.exit_codes import STOPPED, UNFIT
+from distributed.host.replies import NODE_ENV
 from distributed.runs.node_log import Log, LoggedException, last_exception, read_log
 from distributed.runs.records import integer, listed, mapping, number, read_object, text
 
 STOP_CODES = (STOPPED, 128 + signal.SIGHUP, 128 + signal.SIGINT, 128 + signal.SIGTERM)  # of ranks that were stopped
-NODE_ENV = "config/node_env.sh: "  # prefix of a node's messages about that file
-SRUN = "srun"  # when srun starts nothing, its output is in the files of a node of this name
+SRUN = "srun"  # name of the "node" whose files have the output of srun
 MAX_RANKS = 1 << 20  # per node; larger numbers in run.json are not valid
 
 Json = dict[str, Any]
@@ -32,19 +35,19 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Failure:
-    """How a rank, an agent or a node ended."""
+    """The failure of a rank, another program or a node."""
 
     node: str
-    rank: int | None = None  # None: another program, or the node as a whole
+    rank: int | None = None  # None: `program` failed, or the node as a whole
     pid: int | None = None
     time: float | None = None  # Unix seconds
-    exit_code: int | None = None  # 128+n for a signal; None for an agent that recorded nothing
+    exit_code: int | None = None  # 128+n for a signal; None: not recorded
     exception: str | None = None  # name of its class
     message: str = ""
     traceback: str = ""
     ended_by_agent: bool = False  # the agent sent it SIGTERM or SIGKILL after another failure
-    witness: str = ""  # when other ranks waited for it: the evidence
-    program: str = "agent"  # without a rank: agent, supervisor or launcher
+    witness: str = ""  # if other ranks waited for this rank: what they reported
+    program: str = "agent"  # if rank is None: agent, supervisor or launcher
 
 
 @dataclass(frozen=True)
@@ -53,10 +56,10 @@ class Evidence:
 
     failures: tuple[Failure, ...] = ()
     exits: Mapping[str, int] = field(default_factory=dict)  # node -> exit code of its agent
-    ranks: Mapping[str, range] = field(default_factory=dict)  # of each node, by node rank
+    ranks: Mapping[str, range] = field(default_factory=dict)  # node -> its ranks, in the order of node ranks
     warnings: tuple[str, ...] = ()
-    succeeded: Mapping[int, str] = field(default_factory=dict)  # rank -> node, of ranks that exited with 0
-    hang: Json = field(default_factory=dict)  # hang.json; empty when the run did not hang
+    succeeded: Mapping[int, str] = field(default_factory=dict)  # rank that exited with 0 -> its node
+    hang: Json = field(default_factory=dict)  # hang.json; empty if the run did not hang
 
 
 Failures = dict[tuple[str, int], Failure]  # by node and rank
@@ -64,7 +67,7 @@ Logs = dict[str, Log]
 
 
 def gather(run: Path) -> Evidence:
-    """Read all records in a run directory, and merge those about the same rank."""
+    """Read all records in a run directory. Merge records about the same rank."""
     warnings: list[str] = []
     facts = read_object(run / "run.json", warnings)
     agents = []  # records of Muster's agents
@@ -97,12 +100,12 @@ def _by_rank(failures: Iterable[Failure]) -> Failures:
 
 
 def _merge(cause: Failure, end: Failure) -> Failure:
-    """The exception that a rank recorded, with the exit code that its agent recorded."""
+    """Combine the exception that a rank recorded with the exit code that its agent recorded."""
     if cause.pid and end.pid and cause.pid != end.pid:
         return end  # the exception is from an earlier attempt
     code = cause.exit_code
     if code is None:
-        # An exception ends Python with 1; when PyTorch's threads abort the process after it, that is no cause.
+        # After an exception Python exits with 1. A signal means that PyTorch's threads aborted it meanwhile.
         code = 1 if cause.exception and cause.traceback and (end.exit_code or 0) > 128 else end.exit_code
     return replace(
         cause,
@@ -114,7 +117,7 @@ def _merge(cause: Failure, end: Failure) -> Failure:
 
 
 def _ranks_of_nodes(facts: Json) -> dict[str, range]:
-    """From run.json."""
+    """Return the ranks of each node. facts: the content of run.json."""
     ranks = {}
     for entry in map(mapping, listed(facts.get("layout"))):
         if node := text(entry.get("node")):
@@ -134,7 +137,7 @@ def _exit_codes(run: Path, warnings: list[str]) -> dict[str, int]:
 
 
 def _from_record(value: object, node: str) -> Failure:
-    """A rank that a worker or an agent recorded. node: where it ran, unless the record names its node."""
+    """Parse the record that a rank or an agent wrote. node: the node of the rank, unless the record names it."""
     record = mapping(value)
     return Failure(
         node=text(record.get("node")) or node,
@@ -162,7 +165,7 @@ def _torchrun_summaries(logs: Logs) -> Iterator[Failure]:
         ended = {int(pid) for pid in re.findall(r"Sending process (\d{1,9}) closing signal", output)}
         for when, *numbers in _SUMMARY.findall(output[output.rfind("\nFailures:") :]):
             rank, code, pid = map(int, numbers)
-            try:  # 2025-01-02_03:04:05 in the node's time zone, assumed to be that of this machine
+            try:  # 2025-01-02_03:04:05 in the node's time zone, assumed to be the same as here
                 time = datetime.fromisoformat(when.replace("_", "T")).timestamp()
             except (ValueError, OverflowError):
                 time = None
@@ -170,7 +173,7 @@ def _torchrun_summaries(logs: Logs) -> Iterator[Failure]:
 
 
 def _exceptions_in_logs(logs: Logs, ends: Failures) -> Iterator[Failure]:
-    """The last exception in the log of each rank, unless the rank was killed or stopped on request."""
+    """The last exception in the log of each failed rank that was neither killed nor stopped on request."""
     for (node, rank), end in ends.items():
         killed = end.exit_code == 128 + signal.SIGKILL and not end.ended_by_agent
         raised = None if killed or end.exit_code == STOPPED else last_exception(logs.get(node, {}).get(rank, []))
@@ -187,14 +190,14 @@ def _supervisor_records(run: Path, facts: Json, warnings: list[str]) -> Iterator
         node, time = path.name[11:-5], _seconds(record)
         if record.get("cause") == "killed":
             yield Failure(node, time=time, exit_code=128 + signal.SIGKILL, program="supervisor")
-        elif record.get("cause") == "launcher lost" and node in without_ssh:  # not a lost connection: there is none
+        elif record.get("cause") == "launcher lost" and node in without_ssh:  # there is no connection to lose
             yield Failure(node, time=time, exit_code=128 + signal.SIGKILL, program="launcher")
         elif message := text(record.get("message")):
             yield Failure(node, time=time, message=message)
 
 
 def _failed_agents(known: Evidence, logs: Logs, recorded: set[str]) -> Iterator[Failure]:
-    """Read the logs of nodes whose agents failed without a failure record."""
+    """Read the log of each node that has an exit code but no failure record."""
     for node, code in known.exits.items():
         if not code or node in recorded or node in known.succeeded.values():
             continue
@@ -213,7 +216,7 @@ def _failed_agents(known: Evidence, logs: Logs, recorded: set[str]) -> Iterator[
 
 
 def _lost_nodes(run: Path, known: Evidence, failures: Sequence[Failure], agents: Sequence[Json]) -> list[Failure]:
-    """Nodes without any file while others have some, and nodes whose connection or heartbeats were lost."""
+    """Nodes without a record while others have an exit code, and nodes whose connection or heartbeats were lost."""
     started = known.exits and SRUN not in known.exits
     recorded = {*known.exits, *(failure.node for failure in failures)}
     nodes = {node for node in known.ranks if started and node not in recorded}
@@ -221,19 +224,19 @@ def _lost_nodes(run: Path, known: Evidence, failures: Sequence[Failure], agents:
     if reported := lost_by_launcher.keys() & known.ranks.keys():
         nodes |= reported
     else:
-        # Agents record whose heartbeats timed out. When the network splits, each side misses the other: the node that
-        # most agents miss is lost; of two, the later one.
+        # Agents record whose heartbeats timed out. If the network splits, each side misses the other: the node that
+        # most agents miss is lost; if two are missed equally, the later one.
         missed = Counter(lost for agent in agents if (lost := text(agent.get("lost"))))
         order = {node: n for n, node in enumerate(known.ranks)}
-        likely = max(missed, key=lambda node: (missed[node], order.get(node, 0)), default="")
+        most_missed = max(missed, key=lambda node: (missed[node], order.get(node, 0)), default="")
         # A disconnected node stops its ranks. Any other exit code means that it failed before its heartbeats stopped.
-        if likely and known.exits.get(likely, UNFIT) in (UNFIT, *STOP_CODES):
-            nodes.add(likely)
+        if most_missed and known.exits.get(most_missed, UNFIT) in (UNFIT, *STOP_CODES):
+            nodes.add(most_missed)
     return [Failure(node, message=lost_by_launcher.get(node, "").partition("\n")[0]) for node in sorted(nodes)]
 
 
 def _exit_code(value: object) -> int | None:
-    """The exit code as a shell reports it: 137 for a process killed by signal 9 (-9 in Python)."""
+    """The exit code as a shell reports it: 137 for a process killed by signal 9, which is -9 in Python."""
     code = integer(value)
     return code if code is None else (128 - code if code < 0 else code) & 0xFF
 

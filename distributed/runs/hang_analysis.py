@@ -1,7 +1,7 @@
-"""Find out whether a run hangs and which rank the others wait for, from the status of its ranks.
+"""Find out from the status of a run's ranks whether the run hangs, and which rank the others wait for.
 
-"looks hung" is printed with the evidence: a stopped rank; ranks in a collective and others that are not; or no rank
-that used CPU or GPU. Only stacks show which ranks are in a collective; without them the text names all possibilities.
+"looks hung" is printed with the evidence: a stopped rank; a rank that is not in a collective while others are; or idle
+ranks. Only stacks show which ranks are in a collective; without stacks, the text names all possibilities.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from dataclasses import dataclass, replace
 from distributed.files import KIT
 from distributed.host.stacks import Frame
 
-# Seconds without output after which a run looks hung. Healthy runs are quiet during evaluations and checkpoints, too.
-IDLE_TIMEOUT = 60.0  # all ranks are idle
-MIXED_TIMEOUT = 120.0  # some ranks are busy, others wait for them
-BUSY_TIMEOUT = 600.0  # all ranks are busy: PyTorch's default timeout of a collective
-IDLE, BUSY = 0.02, 0.5  # cores
-GPU_IDLE = 5  # per cent of the time
+# Seconds without output. Healthy runs are also quiet during evaluations and checkpoints.
+IDLE_TIMEOUT = 60.0  # a run whose ranks are all idle looks hung
+MIXED_TIMEOUT = 120.0  # a run in which some ranks are busy and others wait looks hung
+BUSY_TIMEOUT = 600.0  # a run whose ranks are all busy is reported; PyTorch's default timeout of a collective
+IDLE, BUSY = 0.02, 0.5  # cores: a rank that uses less is idle, one that uses more is busy
+GPU_IDLE = 5  # percentage of time: a GPU that is used less is idle
 SHOWN = 4  # ranks listed in a text
 
-# Modules in which PyTorch waits for other ranks. Those in subpackages, such as checkpoint and tensor, do not wait.
+# Modules in which PyTorch waits for other ranks. Modules of subpackages, such as checkpoint and tensor, do not wait.
 COLLECTIVE = re.compile(r".*/torch/(distributed/[^/]+|nn/parallel/distributed)\.py")
-BACKWARD = "_engine_run_backward"  # in it, DDP waits for other ranks in C++
+BACKWARD = "_engine_run_backward"  # in this function, DDP waits for other ranks, in C++
 LIBRARY = re.compile(rf"<|.*/(site-packages|dist-packages|lib/python3[.\d]*)/|{re.escape(KIT)}/distributed/")
 
 
@@ -38,8 +38,8 @@ class Activity:
     pid: int
     state: str  # in /proc
     cpu: float  # cores used
-    gpu: int | None  # per cent of the time; None: it uses no GPU
-    frames: tuple[Frame, ...] = ()  # of its main thread, innermost first; empty: not requested, or not known
+    gpu: int | None  # percentage of time; None: it uses no GPU
+    frames: tuple[Frame, ...] = ()  # stack of its main thread, innermost frame first; empty: not known
 
     @property
     def name(self) -> str:
@@ -63,7 +63,7 @@ class Activity:
 
     @property
     def line(self) -> str:
-        """The innermost frame of the user's code as text; empty when it is not known."""
+        """The innermost frame of the user's code as text; empty if it is not known."""
         if not self.frames:
             return ""
         frame = next((frame for frame in self.frames if not LIBRARY.match(frame.file)), self.frames[0])
@@ -73,26 +73,26 @@ class Activity:
 
 @dataclass(frozen=True)
 class Stall:
-    """Why a run makes no progress, if it has had no output for `timeout` seconds."""
+    """The reason why a run makes no progress; valid if it has had no output for `timeout` seconds."""
 
     text: str
     suspects: tuple[Activity, ...] = ()  # the ranks that the others wait for
     timeout: float = math.inf  # seconds without output after which the run looks hung
-    permanent: bool = False  # cannot end by itself: the suspects are idle, or all ranks wait for each other
+    permanent: bool = False  # does not end by itself: the suspects or all ranks are idle, or all ranks wait
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    hung: bool  # false: progress, as far as known
-    text: str = ""  # the evidence as text; empty when there is nothing to report
-    remedy: str = ""  # a command to run on the node of the rank
+    hung: bool  # False: the run makes progress, as far as known
+    text: str = ""  # the evidence; empty if there is nothing to report
+    remedy: str = ""  # a command to run on the nodes of the stopped ranks
 
 
 def diagnose(ranks: Sequence[Activity], seconds: float, silent: float, exited: Sequence[str] = ()) -> Diagnosis:
-    """Whether the run hangs.
+    """Find out whether the run hangs.
 
-    seconds: duration of the sample of CPU and GPU. silent: seconds since the last output of the run. exited: names of
-    ranks that have exited.
+    seconds: duration of the sample of CPU and GPU use. silent: seconds since the last output of the run. exited: names
+    of ranks that have exited.
     """
     if not ranks:
         return Diagnosis(False)
@@ -108,12 +108,12 @@ def diagnose(ranks: Sequence[Activity], seconds: float, silent: float, exited: S
 
 
 def needs_stacks(ranks: Sequence[Activity], silent: float) -> bool:
-    """Whether the run has been without output for so long that stacks are needed for a diagnosis."""
+    """Whether the run has had no output for so long that a diagnosis needs stacks."""
     return silent >= (IDLE_TIMEOUT if ranks and all(rank.idle for rank in ranks) else MIXED_TIMEOUT)
 
 
 def find_stall(ranks: Sequence[Activity], seconds: float, exited: Sequence[str] = ()) -> Stall:
-    """What these ranks, one or more, wait for. seconds, exited: as for diagnose()."""
+    """Find out what these ranks wait for; there must be at least one. seconds, exited: see diagnose()."""
     if stopped := [rank for rank in ranks if rank.stopped]:
         return Stall(f"{_names(stopped)} stopped (state T)", tuple(stopped), timeout=0.0)
     all_idle = all(rank.idle for rank in ranks)
@@ -138,12 +138,12 @@ def find_stall(ranks: Sequence[Activity], seconds: float, exited: Sequence[str] 
 
 
 def _find_by_stacks(ranks: Sequence[Activity], exited: Sequence[str]) -> Stall | None:
-    """Ranks in a collective wait for those that are not. None when no stack shows a collective."""
+    """Ranks in a collective wait for the ranks that are not. None if no stack shows a collective."""
     waiting = [rank for rank in ranks if rank.in_collective]
     others = [rank for rank in ranks if not rank.in_collective]
     if not waiting:
         return None
-    # In the backward pass, or with a busy GPU, the stack does not show whether a rank waits or computes.
+    # In the backward pass, or if the GPU is busy, the stack does not show whether a rank waits or computes.
     backward = [rank for rank in others if rank.frames and rank.frames[0].function == BACKWARD and rank.idle]
     if suspects := [rank for rank in others if rank.frames and not rank.gpu_busy and rank not in backward]:
         text = f"{_names(suspects)} not in a collective"
@@ -151,7 +151,7 @@ def _find_by_stacks(ranks: Sequence[Activity], exited: Sequence[str]) -> Stall |
         text = f"{_names(suspects)} not known to be in a collective (no stack)"
     elif suspects := [rank for rank in others if rank.gpu_busy]:
         text = f"{_names(suspects)} using the GPU, in a computation or in a collective"
-    else:  # the others are idle in the backward pass, so they wait, too
+    else:  # all others are idle in the backward pass, so they also wait
         return Stall(_all_wait(ranks, exited), permanent=True)
     if len(waiting) + len(suspects) < len(ranks):
         wait = "others wait"
@@ -162,7 +162,7 @@ def _find_by_stacks(ranks: Sequence[Activity], exited: Sequence[str]) -> Stall |
 
 
 def _all_wait(ranks: Sequence[Activity], exited: Sequence[str]) -> str:
-    """The text for ranks that are all in a collective."""
+    """The text if all ranks wait in a collective."""
     first, alone = ranks[0], len(ranks) == 1
     if exited:
         wait = f"{first.name} waits in a collective at {first.line}" if alone else "the others wait in a collective"
@@ -178,7 +178,7 @@ def _all_wait(ranks: Sequence[Activity], exited: Sequence[str]) -> str:
 
 
 def _one_differs(ranks: Sequence[Activity], used: str) -> str:
-    """The text when one rank is idle and the others are busy, or the reverse; else empty."""
+    """The text if one rank is idle and the others are busy, or the reverse; otherwise empty."""
     idle = [rank for rank in ranks if rank.idle]
     busy = [rank for rank in ranks if rank.cpu >= BUSY]
     if min(len(idle), len(busy)) != 1 or len(idle) + len(busy) != len(ranks):
@@ -195,7 +195,7 @@ def _one_differs(ranks: Sequence[Activity], used: str) -> str:
 
 
 def _list(ranks: Sequence[Activity], text: Callable[[Activity], str], separator: str = ", ") -> str:
-    """The texts of the first ranks, and "..." for more."""
+    """The texts of the first ranks; "..." stands for the remaining ranks."""
     return separator.join([*map(text, ranks[:SHOWN]), *["..."] * (len(ranks) > SHOWN)])
 
 
@@ -204,12 +204,12 @@ def _names(ranks: Sequence[Activity]) -> str:
 
 
 def _exited(exited: Sequence[str]) -> str:
-    """Their exit code is 0: a rank that fails ends the run."""
+    """The text for ranks that have exited. Their exit code is 0, because a failed rank ends the run."""
     return f"{', '.join(exited[:SHOWN])}{', ...' * (len(exited) > SHOWN)} ended with exit code 0"
 
 
 def _locations(ranks: Sequence[Activity], only: str = "it") -> str:
-    """The current lines of the ranks, to be appended to a text. only: the subject for a single rank."""
+    """The current line of each rank, to be appended to a text. only: the subject if there is a single rank."""
     known = [rank for rank in ranks if rank.frames]
     if not known:
         return ""

@@ -1,8 +1,8 @@
 """Decide whether a run hangs, from the replies of its nodes to scripts/lib/hang_watch.sh.
 
-With --hang-timeout a run hangs when it has had no output and no metric for that time. By default that is not enough,
-because a long evaluation has no output either: the rank that the others wait for must also use neither CPU nor GPU, or
-all ranks must wait in a collective. The cause is written to .hang.json in the run directory, for the verdict.
+With --hang-timeout, a run hangs if it has had no output and no metric for that time. By default this is not enough,
+because a long evaluation has no output either: in addition, the rank that the others wait for must use neither CPU nor
+GPU, or all ranks must be idle or wait in a collective. The cause is written to .hang.json in the run directory.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from distributed.runs.status import Observation, observe_ranks, read_progress
 from distributed.runs.visit import read_replies
 
 HANG_FILE = ".hang.json"  # in the run directory; the launcher accepts it by renaming it to hang.json
-RECHECK = 60.0  # seconds until a run without output that may still make progress is checked again
+RECHECK = 60.0  # seconds until the next check of a run that has no output, but may make progress
 HUNG, STACKS = "hung", "stacks"
 
 
 def decide(observed: Observation, timeout: float, silent: float, stall: Stall | None, certain: bool) -> str:
     """What hang_watch.sh does next: report the hang, query the nodes again with stacks, or wait.
 
-    silent: seconds without output. stall: None when stacks were not requested yet. certain: whether missing output
-    alone does not suffice.
+    silent: seconds without output. stall: None if stacks have not been requested yet. certain: report only a stall that
+    is permanent.
     """
     if not observed.ranks or observed.not_started:
         return wait(timeout)  # the run is starting or ending
@@ -47,7 +47,7 @@ def wait(seconds: float) -> str:
 
 
 def hang_record(observed: Observation, silent: float, stall: Stall, option: str) -> dict[str, Any]:
-    """The content of hang.json: the suspect with its stack, and all other ranks. option: appended to the duration."""
+    """The content of hang.json: the suspect with its stack, and all other ranks. option: follows the duration."""
 
     def where(rank: Activity) -> str:
         if not rank.frames:
@@ -70,13 +70,13 @@ def hang_record(observed: Observation, silent: float, stall: Stall, option: str)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the decision. Returns 2 when there is no such run."""
+    """Print the decision. Returns 2 if there is no such run."""
     parser = argparse.ArgumentParser(prog="hang_decision", description=str(__doc__).splitlines()[0], allow_abbrev=False)
     parser.add_argument("run", type=Path, metavar="RUN")
     parser.add_argument("replies", type=Path, metavar="DIRECTORY", help="has NODE.out, NODE.err and NODE.code")
     parser.add_argument("--timeout", type=float, required=True, metavar="SECONDS", help="without output or metric")
     parser.add_argument("--watched", type=float, required=True, metavar="SECONDS", help="time since the watch started")
-    parser.add_argument("--certain", action="store_true", help="only when the run logs metrics and cannot continue")
+    parser.add_argument("--certain", action="store_true", help="only a run that logs metrics and cannot continue")
     parser.add_argument("--stacks", action="store_true", help="the replies have stacks")
     options = parser.parse_args(arguments)
     try:
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     observed = observe_ranks(replies, progress, options.watched)
     silent = min(observed.silent, options.watched)
     logs_metrics = progress.silent is not None or any(status.metrics is not None for status in statuses)
-    if len(statuses) < len(replies):  # a node that does not reply need not hang
+    if len(statuses) < len(replies):  # the missing node may make progress
         decision = wait(min(options.timeout, RECHECK))
     elif options.certain and not logs_metrics:
         decision = wait(options.timeout)

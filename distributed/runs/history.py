@@ -1,4 +1,4 @@
-"""Read metrics.jsonl, without the lines of steps that a restart or a resumed run has repeated.
+"""Read metrics.jsonl. Lines of steps that a restart or a resumed run has repeated are kept apart.
 
 The file may be missing, incomplete or of any content.
 """
@@ -12,23 +12,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from distributed.metrics import RESERVED, STEP_LIMIT
 from distributed.runs.records import is_time, listed, number
 
 Point = tuple[float, float]  # step, value; the value is NaN if it was not a number
 RankValues = list[tuple[float, list[float]]]  # step, a value of each rank
 MetricsLine = dict[str, Any]
 
-NO_VALUES = {"step", "time", "steps", "event", "rank_seconds", "wait_share"}  # keys that are not logged values
-
 
 @dataclass
 class History:
-    """The valid lines of metrics.jsonl, each kind by rising step."""
+    """The valid lines of metrics.jsonl, sorted by step."""
 
     steps: list[MetricsLine] = field(default_factory=list)
     held_out: list[MetricsLine] = field(default_factory=list)
-    events: list[MetricsLine] = field(default_factory=list)  # in the order of the file
-    earlier: list[History] = field(default_factory=list)  # steps that later attempts repeated; runs resumed from
+    events: list[MetricsLine] = field(default_factory=list)  # not sorted: in the order of the file
+    earlier: list[History] = field(default_factory=list)  # replaced lines, and runs from which this run resumed
 
     def add(self, line: MetricsLine) -> None:
         """Add the next line of the file. A run that resumes at a step replaces the lines after that step."""
@@ -48,7 +47,7 @@ class History:
                 self._go_back_to(step)
             same = bisect_left(self.steps, step, key=_step)
             self.steps[same:] = [one for one in self.steps[same:] if one["step"] > step or keys.isdisjoint(one)]
-            insort(self.steps, line, key=_step)  # another program may log an earlier step later
+            insort(self.steps, line, key=_step)  # another program may log an earlier step
 
     def _go_back_to(self, step: float) -> None:
         undone = History()
@@ -62,7 +61,8 @@ class History:
 
     def names(self) -> list[str]:
         """The names of all logged values, in the order of their first line."""
-        return list(dict.fromkeys(key for line in self.steps for key in line if key not in NO_VALUES))
+        keys = dict.fromkeys(key for line in self.steps for key in line)
+        return [key for key in keys if key not in ("step", "steps", *RESERVED)]
 
     def series(self, key: str) -> list[Point]:
         """The values of one key over steps."""
@@ -73,10 +73,10 @@ class History:
         return [(line["step"], number(line["held_out_loss"])) for line in self.held_out]
 
     def by_rank(self, key: str) -> RankValues:
-        """A value of each rank over steps. Steps with another number of ranks than the last are left out.
+        """A value of each rank over steps. Steps with another number of ranks than the last step are left out.
 
-        key: "rank_seconds", the compute seconds of each rank; "wait_share", the share of a step in which it waits for
-        the gradients of other ranks.
+        key: "rank_seconds", the seconds that a rank computes in a step; "wait_share", the share of a step in which it
+        waits for the gradients of other ranks.
         """
         lines = [(line["step"], values) for line in self.steps if (values := listed(line.get(key)))]
         size = len(lines[-1][1]) if lines else 0
@@ -97,9 +97,9 @@ def _step(line: MetricsLine) -> float:
 
 
 def read_metrics(path: Path, notes: list[str], most: int = 0) -> History:
-    """Read metrics.jsonl; appends a note about lines that cannot be read to `notes`.
+    """Read metrics.jsonl. Appends notes about skipped lines and read errors to `notes`.
 
-    most: if not 0, read at most about that many lines of each kind (steps, held-out losses, events), evenly spaced.
+    most: if not 0, read at most about this many lines of each kind (steps, held-out losses, events), evenly spaced.
     """
     history, invalid, incomplete = History(), 0, False
     try:
@@ -119,7 +119,7 @@ def read_metrics(path: Path, notes: list[str], most: int = 0) -> History:
 
 
 def _select(lines: list[str], most: int, name: str, notes: list[str]) -> list[str]:
-    """At most about `most` lines of each kind, including the last of each."""
+    """At most about `most` lines of each kind, including the last line of each kind."""
     if len(lines) <= most:
         return lines
     kinds: dict[tuple[bool, ...], list[int]] = {}
@@ -132,13 +132,13 @@ def _select(lines: list[str], most: int, name: str, notes: list[str]) -> list[st
 
 
 def _parse(text: str) -> MetricsLine | None:
-    """The line with its step as a float; empty for a line with only the number of planned steps; None if invalid."""
+    """The line with its step as a float; {} if it has `steps` but no `step`; None if it is invalid."""
     try:
         line = json.loads(text)
     except (ValueError, RecursionError):
         return None
     if isinstance(line, dict) and "steps" in line and "step" not in line:
         return {}
-    if not isinstance(line, dict) or not abs(step := number(line.get("step"))) < 2**53:
+    if not isinstance(line, dict) or not abs(step := number(line.get("step"))) < STEP_LIMIT:
         return None
     return line | {"step": step}

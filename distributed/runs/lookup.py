@@ -1,7 +1,7 @@
 """Find a run: its directory, its nodes, and whether its launcher still runs.
 
-A run is given as its directory, its name in logs, or the number of its SLURM job. run.json has everything else: a run
-can be found from any machine that shares the directory.
+RUN is a run directory, its name in logs, or the number of its SLURM job. run.json has all other facts: a run is found
+from any machine that shares the directory.
 
 Try it: python -m distributed.runs.lookup --from "$PWD" logs/latest | tr '\\0' '\\n'
 """
@@ -21,10 +21,10 @@ from pathlib import Path
 from distributed.host.identity import machine, user
 from distributed.host.process_scan import start_time
 
-HERE, GONE, ELSEWHERE = "here", "gone", "elsewhere"  # running here; has exited; on another machine, so not known
-IN_JOB = "job"  # the launcher is the batch script of a running SLURM job
-NEWEST = 5  # runs named in an error
-JOB = re.compile(r"\d+(_\d+)?")  # number of a SLURM job or of an array's element
+# States of a launcher. REMOTE: on another machine, so not known. IN_JOB: the batch script of a running SLURM job.
+RUNNING, EXITED, REMOTE, IN_JOB = "running", "exited", "remote", "job"
+NEWEST = 5  # number of runs listed in an error
+JOB = re.compile(r"\d+(_\d+)?")  # number of a SLURM job, such as 17, or of an array element, such as 17_3
 
 
 class RunLookupError(ValueError):
@@ -45,15 +45,15 @@ class RunNode:
 class Launcher:
     host: str
     pid: int
-    since: int | None  # start time in clock ticks of its machine
-    where: str  # HERE, GONE, ELSEWHERE or IN_JOB
+    since: int | None  # start time, in clock ticks since boot
+    state: str  # RUNNING, EXITED, REMOTE or IN_JOB
     grace: int  # seconds from a stop request to SIGKILL
 
 
 @dataclass(frozen=True)
 class Run:
     directory: Path
-    mark: str  # MUSTER_RUN_DIR of its processes: the directory at the time of the launch
+    mark: str  # MUSTER_RUN_DIR of its processes: the path of the directory at launch
     python: str  # the interpreter of the ranks
     user: str
     started: str
@@ -64,9 +64,9 @@ class Run:
 
 
 def find(argument: str, cwd: Path, logs: Path) -> Path:
-    """The directory of a run. argument: a path, a name in logs, or the number of a SLURM job.
+    """Return the directory of a run. argument: a path, a name in logs, or the number of a SLURM job.
 
-    Raises RunLookupError, with the newest runs, when there is no such run.
+    Raises RunLookupError if there is no such run; the message may list the newest runs.
     """
     jobs = [logs / f"slurm-{argument}"] if JOB.fullmatch(argument) else []
     for directory in (cwd / argument, logs / argument, *jobs):
@@ -82,7 +82,7 @@ def find(argument: str, cwd: Path, logs: Path) -> Path:
 
 
 def read(directory: Path) -> Run:
-    """Read run.json and check where the launcher is. Raises RunLookupError when run.json cannot be used."""
+    """Read run.json and check whether the launcher still runs. Raises RunLookupError if run.json cannot be used."""
     try:
         facts = json.loads((directory / "run.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -90,8 +90,8 @@ def read(directory: Path) -> Run:
     if not isinstance(facts, dict) or not {"directory", "launcher", "layout", "python"} <= facts.keys():
         raise RunLookupError(f"{directory}/run.json: incomplete, or written by an older version of Muster")
     launcher = facts["launcher"]
-    where = locate_launcher(launcher["host"], launcher["machine"], launcher["pid"], launcher["since"])
-    home = launcher["host"] if where == ELSEWHERE else ""
+    state = state_of_launcher(launcher["host"], launcher["machine"], launcher["pid"], launcher["since"])
+    local = launcher["host"] if state == REMOTE else ""  # address of the nodes that are the launcher's machine
     return Run(
         directory=directory,
         mark=facts["directory"],
@@ -99,29 +99,26 @@ def read(directory: Path) -> Run:
         user=facts["user"],
         started=facts["started"],
         command=tuple(facts["command"]),
-        launcher=Launcher(launcher["host"], launcher["pid"], launcher["since"], where, launcher["grace"]),
-        nodes=tuple(RunNode(**one | {"address": one["address"] or home}) for one in facts["layout"]),
+        launcher=Launcher(launcher["host"], launcher["pid"], launcher["since"], state, launcher["grace"]),
+        nodes=tuple(RunNode(**one | {"address": one["address"] or local}) for one in facts["layout"]),
         job=facts.get("slurm_job") or "",
     )
 
 
-def locate_launcher(host: str, launcher_machine: str, pid: int, started: int | None) -> str:
-    """HERE, GONE or ELSEWHERE. The start time is compared, because another process may have its pid now."""
+def state_of_launcher(host: str, launcher_machine: str, pid: int, started: int | None) -> str:
+    """Return RUNNING, EXITED or REMOTE. A later process with the same pid has another start time."""
     if launcher_machine == machine():
-        return HERE if started is not None and started == start_time(pid) else GONE
-    rebooted = host == os.uname().nodename and boot_id(launcher_machine) != boot_id(machine())
-    return GONE if rebooted else ELSEWHERE
-
-
-def boot_id(machine_id: str) -> str:
-    return machine_id.partition("net:")[0]
+        return RUNNING if started is not None and started == start_time(pid) else EXITED
+    boot_id, earlier_boot_id = (identifier.partition("net:")[0] for identifier in (machine(), launcher_machine))
+    rebooted = host == os.uname().nodename and boot_id != earlier_boot_id
+    return EXITED if rebooted else REMOTE
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print, each followed by a NUL: directory, mark, python, the launcher's where, host, pid, since and grace, job;
-    then for each node its name, address, number of ranks and first rank.
+    """Print NUL-terminated fields: directory, mark and python of the run; state, host, pid, since and grace of its
+    launcher; the job; then name, address, number of ranks and first rank of each node.
 
-    Returns 2 when there is no such run, or another user started it.
+    Returns 2 if there is no such run, its run.json cannot be used, or another user started it.
     """
     parser = argparse.ArgumentParser(prog="lookup", description=str(__doc__).splitlines()[0], allow_abbrev=False)
     parser.add_argument("--from", type=Path, required=True, dest="cwd", metavar="DIR", help="base of relative paths")
@@ -135,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"{error}\n")
         return 2
     launcher = run.launcher
-    fields = [run.directory, run.mark, run.python, launcher.where, launcher.host, launcher.pid, launcher.since]
+    fields = [run.directory, run.mark, run.python, launcher.state, launcher.host, launcher.pid, launcher.since]
     fields += [launcher.grace, run.job, *chain.from_iterable(map(astuple, run.nodes))]
     sys.stdout.buffer.write(b"".join(os.fsencode(str(field)) + b"\0" for field in fields))
     return 0
@@ -144,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def refuse_other_users(run: Run, caller: str, uid: int) -> None:
     if uid != 0 and run.user != caller:
         raise RunLookupError(
-            f"{run.directory}: started by {run.user}, and you are {caller}, who cannot inspect processes of other users"
+            f"{run.directory}: started by {run.user}; you are {caller} and cannot inspect processes of other users"
         )
 
 

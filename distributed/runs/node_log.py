@@ -1,4 +1,4 @@
-"""Read the end of a node's log: the lines of each rank, and their last exception."""
+"""Read the end of a node's log: the lines of each rank, and its last exception."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 LOG_TAIL = 1 << 20  # bytes read from the end of a log
-LAST_LINES = 30  # a traceback followed by more lines of its rank is not why the rank ended
+LAST_LINES = 30  # a rank that printed more lines after a traceback did not end because of it
 FATAL = "Fatal Python error: "
 TRACEBACK = "Traceback (most recent call last):"
 
@@ -32,7 +32,7 @@ Log = dict[int | None, list[LogLine]]  # rank -> its lines; None -> lines withou
 
 
 def read_log(path: Path, node: str) -> Log:
-    """The end of a node's log, by rank; empty when the log cannot be read."""
+    """The lines at the end of a node's log, by rank; empty if the log cannot be read."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -61,12 +61,12 @@ class LoggedException(NamedTuple):
 
 
 def split_chain(traceback: str) -> list[str]:
-    """The tracebacks of chained exceptions, in the order in which these were raised."""
+    """The tracebacks of chained exceptions, the first raised exception first."""
     return _CHAIN.split(traceback)
 
 
 def parse_exception(block: str) -> LoggedException:
-    """The exception at the end of one traceback, where `Class: message` follows the last frame."""
+    """Parse the exception of one traceback: `Class: message` after the last frame."""
     lines = block.splitlines()
     frames = [number for number, line in enumerate(lines) if line.startswith('  File "')]
     rest = lines[frames[-1] + 1 :] if frames else lines
@@ -77,11 +77,12 @@ def parse_exception(block: str) -> LoggedException:
 
 
 def last_exception(lines: Sequence[LogLine]) -> LoggedException | None:
-    """The exception of Python or native code with which these lines end; None when there is none."""
+    """The last Python exception, unless many lines follow it; else the last C++ exception or fatal error; else None."""
     starts = [number for number, line in enumerate(lines) if line.text == TRACEBACK]
     if starts:
         begin = starts.pop()
-        end, marked = begin + 1, lines[begin].marked  # the message ends with the marked lines, else at an empty line
+        # A marked message ends before the first unmarked line, any other message at an empty line.
+        end, marked = begin + 1, lines[begin].marked
         while end < len(lines) and lines[end].marked == marked and (marked or lines[end].text):
             end += 1
         if len(lines) - end <= LAST_LINES:

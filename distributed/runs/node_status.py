@@ -1,8 +1,8 @@
-"""The status of a run on this node: its processes and ranks, what they use, and their last output.
+"""The status of a run on this node: its processes and ranks, their resource usage, and their last output.
 
-Processes of a run have its directory and the name of their node in their environment. A process is identified as a
-rank by its output file, ranks/<node>/.../attempt_<n>/<local rank>/stdout.log. Its environment has no rank: workers of
-Muster's agent are forks, and /proc shows the environment from before they became a rank.
+Processes of a run have its directory and the name of their node in their environment. The rank of a process is in the
+path of its output file, ranks/<node>/.../attempt_<n>/<local rank>/stdout.log. Its environment need not have the rank:
+workers of Muster's agent are forks, and /proc shows their environment from before they became ranks.
 
 Reads /proc, the run directory and nvidia-smi.
 """
@@ -50,7 +50,7 @@ class RunProcess:
     ticks: int  # clock ticks of CPU used since its start
     memory: int  # resident bytes
     threads: int
-    local_rank: int | None  # of the rank, or of the rank whose child it is
+    local_rank: int | None  # of this process, or of the rank that started it; None: neither is known
     ticks_of_ended: int = 0  # clock ticks of CPU used by children that have exited
 
 
@@ -58,25 +58,25 @@ class RunProcess:
 class GpuUsage:
     index: int
     name: str
-    use: int  # per cent of the time in which a kernel ran
+    use: int  # percentage of time in which a kernel ran
     watts: float
     memory_used: int  # bytes
-    memory: int
+    memory: int  # total bytes
 
 
 @dataclass(frozen=True)
 class RankStatus:
     rank: int
     local_rank: int
-    pid: int | None  # None: not started, or has exited
+    pid: int | None  # None: has not started, or has exited
     state: str = ""
-    cpu: float = 0.0  # cores used while sampled, with its children
-    memory: int = 0  # bytes, with its children
+    cpu: float = 0.0  # cores used during the sample, including child processes
+    memory: int = 0  # bytes, including child processes
     gpus: tuple[GpuUsage, ...] = ()
     silent: float | None = None  # seconds since its last output; None: not started
     line: str = ""  # last line of its output
     stack_text: str = ""  # its stacks as text, if requested
-    frames: tuple[Frame, ...] = ()  # of its main thread, innermost first, if stacks were requested
+    frames: tuple[Frame, ...] = ()  # stack of its main thread, innermost frame first, if requested
 
 
 @dataclass(frozen=True)
@@ -90,11 +90,11 @@ class NodeStatus:
     line: str = ""  # last line of the node's log
     gpus: tuple[GpuUsage, ...] = ()
     gpu_error: str = ""
-    metrics: float | None = None  # seconds since metrics.jsonl was written to; None: no such file
+    metrics: float | None = None  # seconds since the last write to metrics.jsonl; None: no such file
 
 
 def processes_of(run: str, node: str, proc: Path = PROC) -> list[RunProcess]:
-    """All processes on this node that have this run in their environment."""
+    """All processes that have this run and node in their environment."""
     output = re.compile(OUTPUT.format(node=re.escape(node)))
     found, mark = [], process_scan.environment_mark(run, node)
     for pid in process_scan.with_mark(mark, process_scan.pids(str(proc)), str(proc)):
@@ -104,11 +104,11 @@ def processes_of(run: str, node: str, proc: Path = PROC) -> list[RunProcess]:
 
 
 def _process(directory: Path, output: re.Pattern[str]) -> RunProcess:
-    """Raises OSError when the process has exited."""
+    """Raises OSError if the process has exited."""
     state, *fields = (directory / "stat").read_bytes().rpartition(b")")[2].decode().split()
     command = (directory / "cmdline").read_bytes().rstrip(b"\0").replace(b"\0", b" ").decode(errors="replace")
     rank: re.Match[Any] | None = None
-    with suppress(OSError):  # the script may have redirected both streams
+    with suppress(OSError):  # used if the script has redirected both streams
         rank = LOCAL_RANK.search((directory / "environ").read_bytes())
     for stream in ("2", "1"):
         with suppress(OSError):
@@ -127,7 +127,7 @@ def _process(directory: Path, output: re.Pattern[str]) -> RunProcess:
 
 
 def processes_by_rank(processes: Sequence[RunProcess]) -> dict[int, list[RunProcess]]:
-    """The processes of each local rank, the rank itself first (its parent is none of the others)."""
+    """The processes of each local rank. The rank itself is first: its parent is not among them."""
     found: dict[int, list[RunProcess]] = {}
     for process in processes:
         if process.local_rank is not None:
@@ -155,7 +155,7 @@ def output_files(run: Path, node: str) -> dict[int, list[Path]]:
 
 
 def last_output(files: Sequence[Path], now: float) -> tuple[float | None, str]:
-    """Seconds since the newest of these files was written to, and the last line."""
+    """Seconds since the last write to any of these files, None without files; and the last line."""
     written = []
     for file in files:
         with suppress(OSError):
@@ -166,7 +166,7 @@ def last_output(files: Sequence[Path], now: float) -> tuple[float | None, str]:
 
 
 def last_line(file: Path) -> str:
-    """The last line that is not empty, or the last state of a progress bar; without control sequences."""
+    """The last line that is not empty, or the last state of a progress bar, without control sequences."""
     try:
         with file.open("rb") as content:
             content.seek(-min(TAIL, os.fstat(content.fileno()).st_size), os.SEEK_END)
@@ -181,7 +181,7 @@ def last_line(file: Path) -> str:
 
 
 def query_gpus() -> tuple[dict[str, GpuUsage], list[tuple[str, int]], str]:
-    """GPUs by uuid, pairs of uuid and pid of a process that uses it, and an error. Without nvidia-smi all are empty."""
+    """Return GPUs by UUID, (UUID, pid) of each process that uses one, and an error; all empty without nvidia-smi."""
     if not shutil.which("nvidia-smi"):
         return {}, [], ""
     reply = query("gpu", GPU_FIELDS)
@@ -205,17 +205,17 @@ def query_gpus() -> tuple[dict[str, GpuUsage], list[tuple[str, int]], str]:
 def gpus_of(
     processes: Sequence[RunProcess], gpus: Mapping[str, GpuUsage], users: Sequence[tuple[str, int]]
 ) -> tuple[GpuUsage, ...]:
-    """The GPUs that one of these processes uses. In a container nvidia-smi may show other pids, which do not match."""
+    """The GPUs used by these processes; none in a container in which nvidia-smi shows the pids of the host."""
     pids = {process.pid for process in processes}
     found = {uuid for uuid, pid in users if pid in pids}
     return tuple(gpu for uuid, gpu in gpus.items() if uuid in found)
 
 
 def read_stacks(process: RunProcess, output: str) -> tuple[str, tuple[Frame, ...]]:
-    """The stacks as text, and the frames of the main thread, innermost first.
+    """Return the stacks as text, and the frames of the main thread, innermost first.
 
-    py-spy reads the stacks of all threads. Without it the rank itself writes that of its main thread; if it does not,
-    the kernel shows what each thread waits for. output: the directory of the rank's output.
+    py-spy reads the stacks of all threads. If it fails, the rank writes the stack of its main thread itself. If the
+    rank does not reply, the text has the kernel function in which each thread waits. output: directory of its output.
     """
     stopped = process.state in ("T", "t")
     if py_spy := path_of_py_spy():
@@ -226,14 +226,14 @@ def read_stacks(process: RunProcess, output: str) -> tuple[str, tuple[Frame, ...
             return found
         note = f"py-spy: {' '.join((reply.error or reply.out).split())}"
     else:
-        note = f"for all threads: '{sys.executable}' -m pip install py-spy"
+        note = f"for the stacks of all threads: '{sys.executable}' -m pip install py-spy"
     frames = () if stopped else stack_of(process.pid, output)
     text = "\n".join(["main thread", *map(_render_frame, frames)]) if frames else _kernel_threads(process)
     return f"{text}\n{note}", frames
 
 
 def parse_py_spy(pid: int, dump: str) -> tuple[str, tuple[Frame, ...]] | None:
-    """The result of read_stacks() from py-spy's JSON; None when it cannot be parsed."""
+    """Return the result of read_stacks() from the JSON of py-spy; None if it cannot be parsed."""
     lines, stacks = [], []
     try:
         # In a container os_thread_id may be unknown.
@@ -306,7 +306,7 @@ def observe(run: str, node: str, *, count: int, first_rank: int, seconds: float,
 
 
 def from_json(facts: dict[str, Any]) -> NodeStatus:
-    """The inverse of asdict(), for the reply of a node."""
+    """Parse the reply of a node: the inverse of asdict()."""
     ranks = []
     for rank in facts["ranks"]:
         gpus, frames = [GpuUsage(**gpu) for gpu in rank["gpus"]], [Frame(**frame) for frame in rank["frames"]]

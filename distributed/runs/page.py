@@ -17,7 +17,7 @@ Tile = tuple[str, str, str]  # name, value, note
 
 
 def document(title: str, parts: Iterable[str], script: str = "") -> str:
-    """The page with these parts, without empty ones. script: JavaScript in addition to report.js."""
+    """A page with these parts; empty parts are left out. script: JavaScript in addition to report.js."""
     style, code = (Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("report.css", "report.js"))
     policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
     return (
@@ -32,13 +32,13 @@ def document(title: str, parts: Iterable[str], script: str = "") -> str:
 
 
 def section(title: str, content: str) -> str:
-    """A section with a heading; empty if there is no content."""
+    """A section with a heading; empty without content."""
     name = title.lower().replace(" ", "-")
     return f'<section id="{name}">\n<h2>{title}</h2>\n{content}\n</section>' if content else ""
 
 
 def card(title: str, unit: str, drawing: str, anchor: str = "") -> str:
-    """A chart with a title and an empty read-out for report.js. anchor: its id, for links."""
+    """A chart with a title and an empty read-out that report.js fills. anchor: its id, for links."""
     name = f' id="{escape(anchor)}"' if anchor else ""
     return (
         f'<figure class="card"{name}>\n<figcaption><b>{escape(title)}</b> <span>{escape(unit)}</span>'
@@ -47,7 +47,7 @@ def card(title: str, unit: str, drawing: str, anchor: str = "") -> str:
 
 
 def tile_list(tiles: Sequence[Tile | None]) -> str:
-    """Tiles side by side, without those that are None."""
+    """Tiles side by side; None is left out."""
     rows = [
         f'<div class="tile"><dt>{label}</dt><dd class="value">{escape(value)}</dd>'
         f'<dd class="note">{escape(note)}</dd></div>'
@@ -57,17 +57,17 @@ def tile_list(tiles: Sequence[Tile | None]) -> str:
 
 
 def spans(texts: Iterable[str]) -> str:
-    """Texts side by side, without empty ones."""
+    """Texts side by side; empty texts are left out."""
     return "".join(f"<span>{escape(text)}</span>" for text in texts if text)
 
 
 def folded(title: str, text: str) -> str:
-    """A collapsed block of text; empty if there is no text."""
+    """A collapsed block of text; empty without text."""
     return f"<details><summary>{title}</summary><pre>{escape(text)}</pre></details>" if text.strip() else ""
 
 
 def plain(value: Any) -> str:
-    """A value as text: a string unchanged, others as JSON."""
+    """A value as text: a string unchanged, any other value as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 

@@ -15,21 +15,21 @@ from distributed.runs.history import Point, RankValues
 from distributed.runs.page import card, ranges
 
 SLOW_FACTOR = 1.15  # a straggler takes more than this many times the median of all ranks
-MAX_LINES = 16  # with more ranks the chart shows median and range instead of a line for each
-MAX_COLOURED = 4  # with more ranks the lines have no own colours and labels
-MAX_STRAGGLERS = 3  # that have a line among many ranks
-COLUMNS = 120  # of the charts of many ranks
-SMALL = 314  # pixels: the width of one of three charts side by side
+MAX_LINES = 16  # with more ranks, a chart shows their median and range instead of a line for each rank
+MAX_COLOURED = 4  # with more ranks, all lines have the same colour and no labels
+MAX_STRAGGLERS = 3  # number of stragglers with a line among more than MAX_LINES ranks
+COLUMNS = 120  # of a chart of more than MAX_LINES ranks
+SMALL = 314  # width in pixels of a chart, three of which fit side by side
 
 
 @dataclass(frozen=True)
 class RankTiming:
-    """The seconds that a rank computes in a step, without waiting for other ranks."""
+    """The seconds that a rank computes in a step, without the time in which it waits for other ranks."""
 
     rank: int
     host: str | None
     median: float  # seconds, over all logged steps
-    ratio: float  # its median / the lower median of all ranks (of two ranks, the faster one)
+    ratio: float  # its median / the lower median of all ranks (the faster one of two ranks)
     slow: bool  # a straggler
 
     @property
@@ -38,9 +38,9 @@ class RankTiming:
 
 
 def compare(rows: RankValues, nodes: Sequence[str]) -> list[RankTiming]:
-    """The timings of the ranks that have a finite time. rows: see History.by_rank.
+    """Return the timing of each rank that has a finite time. rows: see History.by_rank.
 
-    The host of a rank is known only if all nodes have the same number of ranks.
+    The host of a rank is known only if the ranks can be divided equally among the nodes.
     """
     by_rank = [[*filter(math.isfinite, values)] for values in zip(*(values for _, values in rows), strict=True)]
     medians = {rank: statistics.median(seconds) for rank, seconds in enumerate(by_rank) if seconds}
@@ -62,12 +62,12 @@ def stragglers(ranks: Iterable[RankTiming]) -> list[RankTiming]:
 
 
 def warning(ranks: Sequence[RankTiming]) -> str:
-    """A paragraph for the top of the page that names the stragglers; empty without one."""
+    """A paragraph for the top of the page that names the stragglers; empty without stragglers."""
     return f'<p class="warning"><a href="#ranks">{escape(comparison(ranks))}</a></p>' if stragglers(ranks) else ""
 
 
 def comparison(ranks: Sequence[RankTiming]) -> str:
-    """A sentence that names the stragglers."""
+    """A sentence that names the stragglers, or the slowest rank if there is no straggler."""
     slow = stragglers(ranks)
     if not slow:
         slowest = max(ranks, key=lambda rank: rank.median)
@@ -110,9 +110,9 @@ def chart_of_ranks(
     width: int = 1032,
     seconds: bool = False,
 ) -> str:
-    """A line for each rank; for many ranks their median, their range, and the stragglers.
+    """A line for each rank; for many ranks their median, their range, and lines for stragglers only.
 
-    slow: the stragglers, which are red and labelled, the slowest first. width: pixels. seconds: as for charts.lines.
+    slow: names of the stragglers, the slowest first; their lines are red and labelled. seconds: see charts.lines.
     """
     band: charts.Band = []
     drawn = []

@@ -1,4 +1,4 @@
-"""Read JSON files of a run that may be missing, incomplete or of any content."""
+"""Read the JSON files of a run, which may be missing, incomplete or of any content."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-HUGE = 1e100  # larger numbers are treated as infinite, so that sums and scales stay finite
+from distributed.metrics import HUGE
 
 
 def read_object(path: Path, notes: list[str]) -> dict[str, Any]:
-    """The JSON object in a file; empty when it cannot be read, with a note unless the file is missing."""
+    """Return the JSON object in a file; {} if it cannot be read. Appends why to `notes`, unless the file is missing."""
     try:
         value = json.loads(path.read_text(encoding="utf-8", errors="replace"))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
-        notes.append(f"{path}: ignored: incomplete or damaged ({error})")
+        notes.append(f"{path}: ignored: unreadable, incomplete or damaged ({error})")
         return {}
     if not isinstance(value, dict):
         notes.append(f"{path}: ignored: expected a JSON object, got a {type(value).__name__}")
@@ -27,7 +27,7 @@ def read_object(path: Path, notes: list[str]) -> dict[str, Any]:
 
 
 def number(value: object) -> float:
-    """The value as a float; NaN when it is no number, infinite or HUGE."""
+    """The value as a float; NaN if it is not a number, not finite, or at least HUGE."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return math.nan
     return float(value) if -HUGE < value < HUGE else math.nan
@@ -54,5 +54,5 @@ def listed(value: object) -> list[Any]:
 
 
 def is_time(value: float) -> bool:
-    """Whether datetime can represent these Unix seconds."""
+    """Whether these are positive Unix seconds that datetime can represent."""
     return math.isfinite(value) and 0 < value < 253_000_000_000

@@ -1,7 +1,7 @@
 """Write RUN/report.html, a page with the outcome, charts and settings of a run.
 
-The page can be written at any time, also while the run continues or after a failure: files may be missing, incomplete
-or of any content. scripts/report.sh runs this module.
+The page can be written at any time, also during the run or after a failure: files may be missing, incomplete or of any
+content. scripts/report.sh runs this module.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from distributed.runs.page import Tile, card, document, duration, folded, loss_t
 from distributed.runs.records import is_time, listed, mapping, number, read_object, text
 from distributed.runs.usage import Usage, read_usage
 
-MAX_CHARTS = 24  # of other values that a script has logged
-MAX_RUNS = 20  # in a chain of runs of which each resumed from the previous one
+MAX_CHARTS = 24  # charts of values that a script has logged under its own names
+MAX_RUNS = 20  # earlier runs of a run that was resumed several times
 
 
 def write(run: Path) -> Path:
@@ -43,12 +43,12 @@ def write(run: Path) -> Path:
 
 @dataclass(frozen=True)
 class RunRecords:
-    """The content of a run directory."""
+    """The content of a run directory. Files that cannot be read count as empty."""
 
     name: str
-    about: Mapping[str, Any]  # run.json
-    setup: Mapping[str, Any]  # settings.json
-    verdict: Mapping[str, Any]
+    run_json: Mapping[str, Any]
+    settings_json: Mapping[str, Any]
+    verdict: Mapping[str, Any]  # verdict.json
     history: History
     usage: Usage
     notes: Sequence[str]  # about files that could not be read
@@ -57,7 +57,7 @@ class RunRecords:
 
     def fact(self, section: str, key: str) -> Any:
         """A value of settings.json, or None."""
-        return mapping(self.setup.get(section)).get(key)
+        return mapping(self.settings_json.get(section)).get(key)
 
     def setting(self, section: str, key: str) -> Any:
         """A value of the settings, or None."""
@@ -72,31 +72,31 @@ class RunRecords:
     @property
     def size(self) -> int:
         """The number of ranks; 0 if not recorded."""
-        known = number(self.fact("world", "size")), number(self.about.get("nproc"))
+        known = number(self.fact("world", "size")), number(self.run_json.get("nproc"))
         return next((int(size) for size in known if size > 0), 0)
 
 
 def read(directory: Path) -> RunRecords:
-    """Read a run directory. Raises OSError when it does not exist."""
+    """Read a run directory. Raises OSError if it does not exist."""
     directory = directory.resolve(strict=True)
     notes: list[str] = []
-    about, setup, verdict = (read_object(directory / f"{name}.json", notes) for name in ("run", "settings", "verdict"))
+    run, settings, verdict = (read_object(directory / f"{name}.json", notes) for name in ("run", "settings", "verdict"))
     history = read_metrics(directory / "metrics.jsonl", notes)
     history.earlier[:0] = _resumed_from(directory, history)
     started = None
     with contextlib.suppress(ValueError):
-        started = datetime.fromisoformat(str(about.get("started")))
+        started = datetime.fromisoformat(str(run.get("started")))
         started = started if started.tzinfo else started.replace(tzinfo=timezone.utc)
-    name, nodes = text(about.get("run")) or directory.name, [*map(str, listed(about.get("nodes")))]
-    return RunRecords(name, about, setup, verdict, history, read_usage(directory), notes, nodes, started)
+    name, nodes = text(run.get("run")) or directory.name, [*map(str, listed(run.get("nodes")))]
+    return RunRecords(name, run, settings, verdict, history, read_usage(directory), notes, nodes, started)
 
 
 def _resumed_from(directory: Path, history: History) -> list[History]:
-    """The histories of the runs from whose checkpoints this run resumed, the oldest first."""
+    """The histories of the runs from which this run resumed, directly or indirectly, the oldest first."""
     found: list[History] = []
     seen = {directory}
     while event := next((event for event in history.events if event["event"] == "resume"), None):
-        path = Path(str(event.get("run")))  # the directory of all runs may have been moved since
+        path = Path(str(event.get("run")))  # the directory of all runs may have been moved
         found_at = (one.resolve() for one in (path, directory.parent / path.name) if one.is_dir())
         directory = next(found_at, directory)
         if directory in seen or len(seen) > MAX_RUNS:
@@ -130,24 +130,27 @@ def page(run: RunRecords) -> str:
     return document(run.name, parts)
 
 
-class Outcome(NamedTuple):
-    """How a run ended, if it has ended."""
+OUTCOMES = {"finish": "ok", "stop": "stopped", "nonfinite": "failed", "fail": "failed"}  # event -> outcome
 
-    kind: str  # finished, stopped, failed, open
+
+class Outcome(NamedTuple):
+    """How a run ended."""
+
+    kind: str  # finished, stopped, failed; open: no end is recorded
     sentence: str = ""
 
 
 def outcome_of(run: RunRecords) -> Outcome:
-    """The outcome by the verdict; without a verdict by the last event."""
-    outcome, cause = run.verdict.get("outcome"), run.verdict.get("cause")
-    event = run.history.last_event("finish", "stop", "nonfinite", "fail", "resume", "start") or {}
-    last = event.get("event")
-    if outcome == "ok" or (not outcome and last == "finish"):
+    """Return the outcome according to the verdict; without a verdict, according to the last event."""
+    event = run.history.last_event(*OUTCOMES, "resume", "start") or {}
+    outcome, cause = run.verdict.get("outcome") or OUTCOMES.get(event.get("event", "")), run.verdict.get("cause")
+    if outcome == "ok":
         return Outcome("finished")
-    if outcome == "stopped" or (not outcome and last == "stop"):
-        return Outcome("stopped", "Stopped on request, checkpoint written. Run the same command again to resume.")
-    if not outcome and last not in ("nonfinite", "fail"):
-        return Outcome("open", "Still running, or killed before it recorded its end.")
+    if outcome == "stopped":
+        resume = "stopped on request, checkpoint written; run the same command again to resume"
+        return Outcome("stopped", str(cause or resume))
+    if not outcome:
+        return Outcome("open", "still running, or killed before it recorded its end")
     if cause:
         return Outcome("failed", str(cause))
     if not (event := run.history.last_event("nonfinite", "fail") or {}):
@@ -162,7 +165,7 @@ def heading(run: RunRecords) -> str:
     kind, sentence = outcome_of(run)
     nodes = run.nodes if len(run.nodes) <= 3 else [run.nodes[0], "…", run.nodes[-1]]
     started = f"started {moment(run.start, run)}" if is_time(run.start) else ""
-    facts = [started, ", ".join(nodes), f"by {run.about['user']}" if run.about.get("user") else ""]
+    facts = [started, ", ".join(nodes), f"by {run.run_json['user']}" if run.run_json.get("user") else ""]
     text = "no end recorded" if kind == "open" else kind
     below = f'<p class="sentence">{escape(sentence)}</p>\n' if sentence and kind != "failed" else ""
     return (
@@ -207,7 +210,7 @@ def moment(seconds: float, run: RunRecords) -> str:
 
 
 def training_tiles(run: RunRecords) -> Iterator[Tile]:
-    """A tile for each value that is known: losses, throughput and steps."""
+    """A tile for each known value: losses, throughput and steps."""
     history = run.history
     if losses := history.series("loss"):
         step, loss = losses[-1]
@@ -233,7 +236,7 @@ def training_tiles(run: RunRecords) -> Iterator[Tile]:
 
 
 def run_tiles(run: RunRecords) -> Iterator[Tile]:
-    """A tile for each value that is known: time, ranks, model and resource usage."""
+    """A tile for each known value: time, ranks, model and resource usage."""
     history, usage = run.history, run.usage
     times = [run.start, number(run.verdict.get("time")), *history.times(), *usage.attempts, usage.last]
     if len(times := [time for time in times if is_time(time)]) > 1:
@@ -275,7 +278,7 @@ def memory(size: float) -> str:
 
 # ---------------------------------------------------------------- charts
 
-EVENTS = {
+EVENTS = {  # event -> text and style of its mark
     "resume": ("resumed", "event"),
     "stop": ("stopped", "event"),
     "checkpoint": ("checkpoint", "checkpoint"),
@@ -297,7 +300,7 @@ USAGE = {  # quantity -> title, unit, factor
 
 
 def event_marks(history: History) -> list[Mark]:
-    """Marks for all events but start and finish."""
+    """A mark for each event except start and finish."""
     known = [event for event in history.events if event["event"] not in ("start", "finish")]
     return [Mark(event["step"], *EVENTS.get(name := plain(event["event"]), (name, "event"))) for event in known]
 
@@ -306,7 +309,7 @@ def training_charts(run: RunRecords, all_marks: Sequence[Mark], events: Sequence
     """A wide chart of the losses, then small charts of the other values."""
     history = run.history
     earlier = [*earlier_lines(history, "loss"), *earlier_lines(history, "held_out_loss")]
-    notes = ["nats per token"] if run.setup else []
+    notes = ["nats per token"] if run.settings_json else []
     notes += ["dashed: earlier attempts"] if earlier else []
     notes += ["ticks on the axis: checkpoints"] if len(all_marks) > len(events) else []
     losses = earlier + charts.smoothed(Line("training", history.series("loss"), "train", "training"))
@@ -330,7 +333,7 @@ def training_charts(run: RunRecords, all_marks: Sequence[Mark], events: Sequence
 
 
 def earlier_lines(history: History, key: str) -> list[Line]:
-    """Lines of earlier attempts, and of runs from which this run resumed."""
+    """The lines of earlier attempts, and of runs from which this run resumed."""
     found = []
     for n, earlier in enumerate(history.earlier, 1):
         points = earlier.held_out_losses() if key == "held_out_loss" else earlier.series(key)
@@ -375,26 +378,27 @@ def side_by_side(cards: Sequence[str]) -> str:
 
 def settings_tables(run: RunRecords) -> str:
     """A table of settings for each section."""
-    settings = mapping(run.setup.get("settings"))
+    settings = mapping(run.settings_json.get("settings"))
     sections = {key: value for key, value in settings.items() if isinstance(value, Mapping)}
     return tables(sections | {"": {key: value for key, value in settings.items() if key not in sections}})
 
 
 def machine_tables(run: RunRecords) -> str:
     """Machine, versions, ranks and model."""
-    machine = dict(mapping(run.setup.get("machine")))
+    machine = dict(mapping(run.settings_json.get("machine")))
     machine["memory"] = memory(number(machine.pop("memory_bytes", None)))
     machine["gpus"] = ", ".join(f"{n} × {name}" for name, n in Counter(map(plain, listed(machine.get("gpus")))).items())
-    machine = {**mapping(run.about.get("versions")), **machine}
+    machine = {**mapping(run.run_json.get("versions")), **machine}
+    world, model = (mapping(run.settings_json.get(key)) for key in ("world", "model"))
     return tables({
         "machine of rank 0": {key: value for key, value in machine.items() if value not in (None, "")},
-        "ranks": {**mapping(run.setup.get("world")), **({"node names": ", ".join(run.nodes)} if run.nodes else {})},
-        "model": mapping(run.setup.get("model")),
+        "ranks": {**world, **({"node names": ", ".join(run.nodes)} if run.nodes else {})},
+        "model": model,
     })  # fmt: skip
 
 
 def tables(groups: Mapping[str, Mapping[str, Any]]) -> str:
-    """A table of names and values for each caption; values that are not set are faint."""
+    """A table of names and values for each caption; "not set" stands for None."""
     found = []
     for title, rows in groups.items():
         lines = ""
@@ -409,10 +413,10 @@ def tables(groups: Mapping[str, Mapping[str, Any]]) -> str:
 
 def command(run: RunRecords) -> str:
     """The command line, quoted for a shell, with its working directory and commit."""
-    arguments = listed(run.about.get("command"))
+    arguments = listed(run.run_json.get("command"))
     if not arguments:
         return ""
-    cwd, git = run.about.get("cwd"), mapping(run.about.get("git"))
+    cwd, git = run.run_json.get("cwd"), mapping(run.run_json.get("git"))
     changed = ", with uncommitted changes" if git.get("dirty") else ""
     facts = [f"in {plain(cwd)}" if cwd else "", f"commit {plain(git['commit'])}{changed}" if git.get("commit") else ""]
     text = escape(shlex.join(map(plain, arguments)))
@@ -420,7 +424,7 @@ def command(run: RunRecords) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the report and print its path. Returns 2 when there is no such run, 1 when it cannot be written."""
+    """Write the report and print its path. Returns 2 if there is no such run, 1 if the report cannot be written."""
     parser = argparse.ArgumentParser(
         prog="report.sh", allow_abbrev=False, description="Write RUN/report.html, a page about the run."
     )

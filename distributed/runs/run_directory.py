@@ -51,13 +51,14 @@ def create(
 ) -> str:
     """Create a run directory in `logs`, write its run.json, and return its absolute path.
 
-    nproc: number of processes on all nodes. config: None when the script gets no settings file. python: interpreter of
-    the ranks. addresses: [user@]host:processes of each node, reached over ssh; empty when all are on this machine.
-    first_rank: the lowest rank of the first node; not 0 when other nodes have their own run directories. launcher: its
+    nproc: number of processes on all nodes. config: None if the script gets no settings file. python: interpreter of
+    the ranks. addresses: [user@]host:processes of each node, reached over ssh; empty if all are on this machine.
+    first_rank: the lowest rank of the first node; not 0 if other nodes have their own run directories. launcher: its
     pid; default: the parent process. grace: seconds from a stop request to SIGKILL. slurm_job: the job number and, for
-    an element of an array, also ARRAY_INDEX, such as 17_3. again: the existing directory of a run that SLURM requeued.
+    an element of an array, also ARRAY_INDEX, such as 17_3. again: an existing directory to use instead of a new one,
+    for a run that SLURM requeued or a job that resumes.
 
-    Raises OSError when the directory cannot be written, and removes an incomplete directory.
+    Raises OSError if the directory cannot be written; an incomplete new directory is removed.
     """
     pid, zone = launcher or os.getppid(), time.strftime("%z")
     directory = again or _create_directory(os.path.abspath(logs), name)
@@ -68,7 +69,7 @@ def create(
         "started": f"{time.strftime('%Y-%m-%dT%H:%M:%S')}{zone[:3]}:{zone[3:]}",
         "nodes": list(nodes),
         "layout": _layout(nodes, addresses or [f":{nproc}"] * len(nodes), first_rank),
-        # Start time and machine tell this launcher apart from a later process with the same pid.
+        # Start time and machine distinguish this launcher from a later process with the same pid.
         "launcher": {
             "host": os.uname().nodename, "pid": pid, "since": start_time(pid), "machine": machine(), "grace": grace,
         },
@@ -90,7 +91,7 @@ def create(
 
 
 def _layout(nodes: Sequence[str], addresses: Sequence[str], first_rank: int) -> list[dict[str, object]]:
-    """Where the ranks of each node run. address: None for this machine."""
+    """The address and ranks of each node. address: None for this machine."""
     found: list[dict[str, object]] = []
     for node, address in zip(nodes, addresses, strict=True):
         host, _, count = address.rpartition(":")
@@ -101,20 +102,20 @@ def _layout(nodes: Sequence[str], addresses: Sequence[str], first_rank: int) -> 
 
 def _create_directory(logs: str, name: str) -> str:
     os.makedirs(logs, exist_ok=True)
-    # Letters and digits of any script, and . _ -, so that the name needs no quotes.
+    # Keep letters and digits of all alphabets, and . _ -, so that the name needs no quotes.
     plain = "".join(c if c.isalnum() or c in "._-" else "-" for c in name).lstrip(".-")
     plain = plain.encode()[:MAX_NAME].decode(errors="ignore") or "run"
     while True:
         directory = os.path.join(logs, f"{plain}-{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}")
         try:
             os.mkdir(directory)
-        except FileExistsError:  # another launch took the name: two launches never share a directory
+        except FileExistsError:  # created by another launch: two launches never share a directory
             continue
         return directory
 
 
 def _versions(python: str) -> dict[str, str | None]:
-    """versions() of the ranks' interpreter; None for each when it does not reply."""
+    """versions() of the ranks' interpreter; None for each if it fails."""
     if os.path.abspath(python) == os.path.abspath(sys.executable):
         return versions()
     import json
@@ -130,16 +131,16 @@ def _versions(python: str) -> dict[str, str | None]:
 
 
 def _git(cwd: str) -> dict[str, object] | None:
-    """The commit, and whether a tracked file differs from it. None without a commit or when git is too slow."""
-    above = directory = os.path.abspath(cwd)
+    """The commit, and whether a tracked file differs from it. None without a commit, or if git fails or is too slow."""
+    directory = os.path.abspath(cwd)
     while not os.path.exists(os.path.join(directory, ".git")):  # faster than starting git
-        directory, above = os.path.dirname(directory), directory
-        if directory == above:
+        if directory == os.path.dirname(directory):
             return None
+        directory = os.path.dirname(directory)
     import subprocess
 
     command = ["git", "-C", cwd, "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
-    # In a git hook these variables name another repository. A lock of the index could make a commit fail.
+    # In a git hook, these variables name another repository. A lock on the index could make a concurrent commit fail.
     env = _environment_without("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE") | {"GIT_OPTIONAL_LOCKS": "0"}
     try:
         done = subprocess.run(command, env=env, capture_output=True, timeout=GIT_TIMEOUT, check=True)
@@ -157,7 +158,7 @@ def _environment_without(*names: str) -> dict[str, str]:
 
 
 def link_to(directory: str, nodes: Sequence[str], slurm_job: Sequence[str] = ()) -> list[str]:
-    """Point logs/latest, logs/node_<name>.log and logs/slurm-<job> to this run. Returns an error for each failure."""
+    """Point logs/latest, logs/node_<name>.log and logs/slurm-<job> to this run. Returns a message for each failure."""
     logs, run = os.path.split(directory)
     targets = {"latest": run} | {f"slurm-{job}": run for job in slurm_job}
     targets |= {f"node_{node}.log": os.path.join(run, f"node_{node}.log") for node in nodes}
@@ -174,12 +175,12 @@ def link_to(directory: str, nodes: Sequence[str], slurm_job: Sequence[str] = ())
         except OSError as error:
             if os.path.lexists(temporary):
                 os.unlink(temporary)
-            errors.append(f"{link}: cannot create this link ({error.strerror}); the run is in {target}")
+            errors.append(f"{link}: cannot create this link to {target}: {error.strerror}")
     return errors
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Create a run directory and print its path. Returns 2 when it cannot be created."""
+    """Create a run directory and print its path. Returns 2 if it cannot be created."""
     import argparse
 
     def node(name: str) -> str:

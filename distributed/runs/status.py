@@ -29,7 +29,7 @@ from distributed import metrics, terminal
 from distributed.exit_codes import UNFIT
 from distributed.files import KIT
 from distributed.runs.hang_analysis import Activity, Diagnosis, diagnose, needs_stacks
-from distributed.runs.lookup import ELSEWHERE, GONE, HERE, IN_JOB, Run, RunLookupError, read
+from distributed.runs.lookup import EXITED, IN_JOB, REMOTE, RUNNING, Run, RunLookupError, read
 from distributed.runs.node_status import GpuUsage, RankStatus
 from distributed.runs.records import read_object
 from distributed.runs.verdict import decide
@@ -41,7 +41,7 @@ STATES = {"R": "running", "D": "disk", "T": "STOPPED", "t": "STOPPED"} | dict.fr
 COLUMNS = ("node", "rank", "pid", "state", "cpu", "memory", "gpu", "quiet", "last line")
 RIGHT_ALIGNED = ("rank", "pid", "cpu", "memory", "quiet")
 WIDE = 100  # columns; on narrower terminals the pid is left out, for the last line
-NEEDS_STACKS = "needs-stacks"  # instead of a state's name
+NEEDS_STACKS = "needs-stacks"  # written instead of the name of a state
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class RunProgress:
     step: int | None = None
     steps: int | None = None  # planned
     loss: float | None = None
-    silent: float | None = None  # seconds since the file was written; None: no such file
+    silent: float | None = None  # seconds since the last write to the file; None: no such file
 
 
 @dataclass(frozen=True)
@@ -72,11 +72,11 @@ class Status:
     progress: RunProgress
     seconds: float  # from the start until now, or until the end
     replies: tuple[NodeReply, ...]
-    needs_stacks: bool = False  # for a diagnosis
+    needs_stacks: bool = False  # the diagnosis needs stacks
 
     @property
     def exit_code(self) -> int:
-        """1 for a failure or a hang, else UNFIT when a node did not reply, else 0."""
+        """1 for a failure or a hang; otherwise UNFIT if a node did not reply; otherwise 0."""
         if self.state.wrong or self.diagnosis.hung:
             return 1
         return UNFIT if any(reply.status is None for reply in self.replies) else 0
@@ -90,9 +90,9 @@ def judge(
     now: float,
     job_state: str = "",
 ) -> Status:
-    """The status of a run at a time.
+    """Return the status of a run at the time `now`.
 
-    verdict: verdict.json with its time as "written", or empty. job_state: state and reason in squeue.
+    verdict: verdict.json with its modification time as "written", or empty. job_state: state and reason from squeue.
     """
     job, _, reason = job_state.partition(" ")
     if job == "PENDING":
@@ -101,18 +101,19 @@ def judge(
         state = state_of(run, replies, verdict)
     end = verdict.get("written", now) if state.name == "ended" else now
     seconds = max(0.0, end - datetime.fromisoformat(run.started).timestamp())
+    status = Status(run, state, Diagnosis(False), progress, seconds, tuple(replies))
     if state.name not in ("running", "left", "unknown"):
-        return Status(run, state, Diagnosis(False), progress, seconds, tuple(replies))
+        return status
     observed = observe_ranks(replies, progress, seconds)
     diagnosis = diagnose(observed.ranks, observed.seconds, observed.silent, observed.exited)
     stacks = needs_stacks(observed.ranks, observed.silent) and not any(rank.stopped for rank in observed.ranks)
-    return Status(run, state, diagnosis, progress, seconds, tuple(replies), stacks)
+    return replace(status, diagnosis=diagnosis, needs_stacks=stacks)
 
 
 def state_of(run: Run, replies: Sequence[NodeReply], verdict: Mapping[str, Any]) -> RunState:
-    nodes = [reply.name for reply in replies if reply.status and reply.status.processes]
+    active = [reply.name for reply in replies if reply.status and reply.status.processes]
     text = f"verdict: {verdict.get('outcome')}: {verdict.get('cause')}"
-    if run.launcher.where in (HERE, IN_JOB) or (run.launcher.where == ELSEWHERE and nodes):
+    if run.launcher.state in (RUNNING, IN_JOB) or (run.launcher.state == REMOTE and active):
         if verdict:
             return RunState("ending", text)
         ranks = ranks_of(replies)
@@ -122,9 +123,9 @@ def state_of(run: Run, replies: Sequence[NodeReply], verdict: Mapping[str, Any])
             return RunState("ending", "all ranks have exited") if started else RunState("starting")
         names = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
         return RunState("running", f"not running: {names}" if missing else "")
-    if nodes:
+    if active:
         stop = f"{KIT}/scripts/stop.sh {shlex.quote(str(run.directory))}"
-        return RunState("left", f"the launcher has exited, but processes remain on {', '.join(nodes)}", True, stop)
+        return RunState("left", f"the launcher has exited, but processes remain on {', '.join(active)}", True, stop)
     if verdict:
         return RunState("ended", text, verdict.get("outcome") == "failed")
     command = f"cd {shlex.quote(KIT)} && python -m distributed.runs.verdict {shlex.quote(str(run.directory))}"
@@ -138,17 +139,17 @@ def ranks_of(replies: Sequence[NodeReply]) -> list[tuple[RankStatus, str]]:
 
 @dataclass(frozen=True)
 class Observation:
-    """The ranks of all nodes."""
+    """The ranks of all nodes that replied."""
 
-    ranks: tuple[Activity, ...]  # the ranks that run
+    ranks: tuple[Activity, ...]  # the running ranks
     exited: tuple[str, ...]  # names of the ranks that have exited
     not_started: int  # number of ranks that have not started
     seconds: float  # duration of the sample
-    silent: float  # seconds since the last output or metric of any rank
+    silent: float  # seconds since the last metric, or the last output of a running rank
 
 
 def observe_ranks(replies: Sequence[NodeReply], progress: RunProgress, running: float) -> Observation:
-    """running: seconds since the start, for ranks without any output."""
+    """running: seconds since the start; the time without output of a rank that has not written any."""
     ranks = ranks_of(replies)
     activities = tuple(
         Activity(
@@ -192,7 +193,7 @@ def read_progress(directory: Path, now: float) -> RunProgress:
 
 
 def render(status: Status, width: int, with_stacks: bool = True) -> str:
-    """The status as text. The table fits the width; commands and stacks are not wrapped."""
+    """The status as text. Text and table fit the width; commands and stacks are not wrapped."""
     state, diagnosis = status.state, status.diagnosis
 
     def paragraph(text: str, colour: str, command: str = "") -> list[str]:
@@ -283,12 +284,12 @@ def notes_on(status: Status) -> Iterator[str]:
         if node.gpu_error:
             yield f"{reply.name}: {node.gpu_error}"
         if node.gpus and not any(rank.gpus for rank in node.ranks):
-            yield f"{reply.name}: all its GPUs, with any processes: {', '.join(map(gpu_text, node.gpus))}"
+            yield f"{reply.name}: GPU use by all processes: {', '.join(map(gpu_text, node.gpus))}"
         if node.line and all(rank.silent is None for rank in node.ranks):
             yield f"{reply.name}: last line of its log: {node.line}"
     launcher = status.run.launcher
-    if launcher.where == ELSEWHERE:
-        yield f"the launcher is process {launcher.pid} on {launcher.host}, which this machine cannot check"
+    if launcher.state == REMOTE:
+        yield f"the launcher is process {launcher.pid} on {launcher.host}; this machine cannot check whether it runs"
 
 
 def stacks(status: Status) -> Iterator[str]:
@@ -315,18 +316,18 @@ def size(amount: int) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the status. Returns Status.exit_code, or 2 when there is no such run.
+    """Print the status. Returns Status.exit_code, or 2 if there is no such run.
 
-    With --first, and when stacks are needed, prints nothing and writes NEEDS_STACKS as the state.
+    With --first, if stacks are needed: print nothing, write NEEDS_STACKS as the state and return 0.
     """
     parser = argparse.ArgumentParser(prog="status", description=str(__doc__).splitlines()[0], allow_abbrev=False)
     parser.add_argument("run", type=Path, metavar="RUN_DIRECTORY")
     parser.add_argument("replies", type=Path, metavar="DIRECTORY", help="has NODE.out, NODE.err and NODE.code")
-    where = (HERE, GONE, ELSEWHERE, IN_JOB)
-    parser.add_argument("--launcher", choices=where, required=True, help="where it was before the nodes were queried")
+    states = (RUNNING, EXITED, REMOTE, IN_JOB)
+    parser.add_argument("--launcher", choices=states, required=True, help="its state before the nodes were queried")
     parser.add_argument("--job-state", default="", help="state and reason of its SLURM job in squeue")
-    parser.add_argument("--first", action="store_true", help="print nothing when stacks are needed")
-    parser.add_argument("--stacks", action="store_true", help="print the stacks, too")
+    parser.add_argument("--first", action="store_true", help="print nothing if stacks are needed")
+    parser.add_argument("--stacks", action="store_true", help="also print the stacks")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--in-place", action="store_true", help="overwrite the screen of the terminal")
     parser.add_argument("--state", type=Path, metavar="FILE", help="write the name of the state to this file")
@@ -337,20 +338,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RunLookupError as error:
         sys.stderr.write(f"{error}\n")
         return 2
-    run = replace(run, launcher=replace(run.launcher, where=options.launcher))
+    run = replace(run, launcher=replace(run.launcher, state=options.launcher))
     replies = read_replies(run, options.replies)
     path = run.directory / "verdict.json"
     if verdict := read_object(path, []):
         verdict["written"] = path.stat().st_mtime
-    elif run.launcher.where == GONE:
+    elif run.launcher.state == EXITED:
         decided = decide(run.directory)  # the launcher was killed before it wrote verdict.json
         verdict = asdict(decided) | {"written": decided.time or now}
     status = judge(run, replies, verdict, read_progress(run.directory, now), now, options.job_state)
-    if options.first and status.needs_stacks:
-        options.state.write_text(NEEDS_STACKS + "\n")
-        return 0
+    query_again = options.first and status.needs_stacks
     if options.state:
-        options.state.write_text(status.state.name + "\n")
+        options.state.write_text(f"{NEEDS_STACKS if query_again else status.state.name}\n")
+    if query_again:
+        return 0
     if options.json:
         sys.stdout.write(as_json(status))
         return status.exit_code
@@ -365,6 +366,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def as_json(status: Status) -> str:
     facts = asdict(status) | {"exit_code": status.exit_code}
+    facts["run"]["launcher"]["where"] = facts["run"]["launcher"].pop("state")  # the published key
     replies = facts.pop("replies")
     facts["nodes"] = [reply["node"] | {"status": reply["status"], "error": reply["error"]} for reply in replies]
     return json.dumps(facts, indent=2, sort_keys=True, default=str) + "\n"

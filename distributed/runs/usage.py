@@ -1,4 +1,4 @@
-"""Read the resource usage of a run's ranks over time, in all attempts, from node_<name>.samples.jsonl.
+"""Read the resource usage of ranks over time, in all attempts of a run, from node_<name>.samples.jsonl.
 
 distributed/launch/usage.py writes the samples. Samples that cannot be read are ignored.
 """
@@ -35,7 +35,7 @@ class Usage:
         return self.series.get(kind, {})
 
     def add(self, kind: str, name: str, points: Sequence[Point]) -> None:
-        """Append the points of an attempt, after a gap."""
+        """Append the points of an attempt, separated by a gap."""
         line = self.series.setdefault(kind, {}).setdefault(name, [])
         line += [(points[0][0], math.nan)] * bool(line and points) + [*points]
 
@@ -61,7 +61,7 @@ def read_usage(run: Path) -> Usage:
 
 
 def _samples(path: Path) -> list[Mapping[str, Any]]:
-    """The samples that have a time, at most about SAMPLES, evenly spaced."""
+    """The samples with rising times, at most about SAMPLES, evenly spaced."""
     found: list[Mapping[str, Any]] = []
     with contextlib.suppress(OSError):
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -87,14 +87,14 @@ def _add_ranks(usage: Usage, node: str, first_rank: float, samples: Sequence[Map
         usage.add("memory", name, [(time, number(one.get("memory"))) for time, one in values])
         for kind in ("cpu", "output"):
             counts = [(time, number(one.get(kind))) for time, one in values]
-            # A count falls when a child exits.
+            # The count of a rank falls when a child process exits.
             rates = [(b, 0.0 if y < x else (y - x) / (b - a)) for (a, x), (b, y) in pairwise(counts)]
             if rates:
                 usage.add(kind, name, rates)
 
 
 def _add_gpus(usage: Usage, node: str, first_rank: float, samples: Sequence[Mapping[str, Any]]) -> None:
-    """A GPU belongs to the ranks that use it. When none is known on this node, GPUs have their own names."""
+    """Add each GPU to the ranks that use it. If no rank of any GPU of the node is known, GPUs have their own names."""
     gpus = [
         (sample["time"], index, mapping(gpu), listed(mapping(gpu).get("ranks")))
         for sample in samples

@@ -1,20 +1,19 @@
 """Find the first failure of a run and write verdict.json.
 
-When a rank dies, the others lose their connection to it and often report that before its agent notices the death. So
-failures are ordered by kind first, causes before consequences, and by time second:
+When a rank dies, the others lose their connection to it, and often report that before its agent notices the death.
+Failures are therefore ordered by kind, causes before consequences, and then by time:
 
     a hang for which the launcher stopped the run
     a rank that raised an error, died of a signal or exited by itself; a supervisor or launcher that was killed
     an agent that failed although no rank of its node had failed
     a node to which the connection was lost
-    failures that may be causes or consequences: exit code 1 without output, a lost connection that is not PyTorch's
-    a rank that exited with 0 while others waited for it, that another rank names as missing, or that is the only one
-    without a record while all others waited
+    failures that may be causes or consequences: exit code 1 without a message, a lost connection that is not PyTorch's
+    a missing rank: it exited with 0 while others waited, another rank names it, or all ranks but this one waited
     a rank that lost its connection to others or timed out waiting for them: the cause was not recorded
     a rank that was stopped on request or terminated
 
 The earliest failure of the first kind is the cause. Clocks of nodes differ by up to a second, and torchrun records
-whole seconds: when another failure of the same kind is as close as that, the verdict names both.
+whole seconds: if two ranks raised errors within that time, the verdict names both.
 
 Try it: python -m distributed.runs.verdict logs/latest
 """
@@ -34,16 +33,17 @@ from pathlib import Path
 
 from distributed.exit_codes import STOPPED, TIMED_OUT, UNFIT
 from distributed.files import write_json
-from distributed.runs.failures import NODE_ENV, SRUN, Evidence, Failure, Json, gather
+from distributed.host.replies import NODE_ENV
+from distributed.runs.failures import SRUN, Evidence, Failure, Json, gather
 from distributed.runs.node_log import FATAL, LoggedException, parse_exception, read_log, split_chain
 
 INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 CLOCK_TOLERANCE = 1.0  # seconds between failures on two nodes that may have happened in either order
-BY_SLURM = "node failure reported by SLURM"  # message of a lost node; SLURM then ends the job
+BY_SLURM = "node failure reported by SLURM"  # message of a lost node, after which SLURM ends the job
 SHOWN_OTHERS = 3  # other ranks of a hang
 SHOWN = 240  # characters of a message in a sentence
 SHOWN_LINES = 8  # lines of a message or a log
-SHOWN_FRAMES = 3
+SHOWN_FRAMES = 3  # frames of a traceback
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Verdict:
 
 
 def decide(run: Path, launcher_code: int | None = None) -> Verdict:
-    """The verdict on the run in this directory, without writing it. launcher_code: the launcher's own exit code."""
+    """Return the verdict on the run in this directory. launcher_code: the launcher's own exit code."""
     return judge(gather(run), launcher_code)
 
 
@@ -83,7 +83,7 @@ class Kind(IntEnum):
     TERMINATED = 8
 
 
-# Messages of ranks that lost another one: observed in torch 2.13, or found in its source.
+# Messages of ranks that lost their connection to another rank, or timed out: from torch 2.13 or its source.
 _LOST_PEER = re.compile(
     r"""
       [Cc]onnection\ closed\ by\ (remote\ )?peer | [Cc]onnection\ reset\ by\ peer | [Cc]onnection\ refused
@@ -99,7 +99,7 @@ _LOST_PEER = re.compile(
     """,
     re.VERBOSE,
 )
-# In an exception of another class such a message may be about any connection, such as one to a file server.
+# With an exception of another class, the connection may be any, such as one to a file server.
 _OF_TORCH = re.compile(r"RuntimeError|Dist\w*Error|Rendezvous\w*Error")
 _ALWAYS_COLLATERAL = ("DistStoreError", "PeerFailed", "RendezvousConnectionError", "RendezvousTimeoutError")
 _TERMINATED = ("KeyboardInterrupt", "SignalException")
@@ -115,7 +115,7 @@ _NOISE = re.compile(
 
 
 def kind_of(failure: Failure) -> Kind:
-    """The kind by exception or message; without them by the exit code."""
+    """Return the kind, from the exception or message if there is one, otherwise from the exit code."""
     if failure.witness:
         return Kind.MISSING_RANK
     if failure.exit_code == STOPPED:
@@ -135,7 +135,7 @@ def kind_of(failure: Failure) -> Kind:
         return kinds[0]
     if failure.rank is None:
         return Kind.AGENT if failure.exception else Kind.UNCLEAR
-    # The script may have handled the first exception before a later one, or the agent, ended the rank.
+    # The script may have handled the first exception; then a later one, or the agent, ended the rank.
     return Kind.UNCLEAR if failure.ended_by_agent or kinds[-1] is not Kind.OWN_ERROR else Kind.OWN_ERROR
 
 
@@ -155,7 +155,7 @@ def exception_chain(failure: Failure) -> list[LoggedException]:
 
 
 def decisive_exception(failure: Failure) -> LoggedException:
-    """The exception to show: the last of the chain, unless that is a consequence of the first."""
+    """The exception to show: the last of the chain, or the first if the last is only a consequence of it."""
     chain = exception_chain(failure)
     first, last = _kind_of_exception(chain[0]), _kind_of_exception(chain[-1])
     return chain[0] if first is Kind.OWN_ERROR and last is not Kind.OWN_ERROR else chain[-1]
@@ -172,7 +172,7 @@ def _order(failure: Failure) -> tuple[Kind, float, str, int]:
 
 
 def missing_ranks(evidence: Evidence) -> Iterator[Failure]:
-    """The ranks for which others waited, though they recorded no failure."""
+    """Yield a failure for each rank that others waited for; its witness is what these others reported."""
     waited = [one for one in evidence.failures if one.rank is not None and kind_of(one) is Kind.COLLATERAL]
     if waited and evidence.succeeded:
         first, rank, more = first_failure(waited), min(evidence.succeeded), len(evidence.succeeded) - 1
@@ -181,16 +181,16 @@ def missing_ranks(evidence: Evidence) -> Iterator[Failure]:
         yield replace(first, rank=rank, node=evidence.succeeded[rank], witness=witness)
         return
 
-    def missing(rank: int, witness: Failure, why: str) -> Failure:
+    def missing(rank: int, reporter: Failure, detail: str) -> Failure:
         by_failure = (failure.node for failure in evidence.failures if failure.rank == rank)
         by_ranks = (node for node, ranks in evidence.ranks.items() if rank in ranks)
-        why = f"was missing from a collective{why}{name_of(witness)} reports: {_short(describe(witness))}"
-        return replace(witness, rank=rank, node=next(by_failure, next(by_ranks, "?")), witness=why)
+        witness = f"was missing from a collective{detail}{name_of(reporter)} reports: {_short(describe(reporter))}"
+        return replace(reporter, rank=rank, node=next(by_failure, next(by_ranks, "?")), witness=witness)
 
     for failure in evidence.failures:
         if names := _NAMES_A_RANK.search(failure.message):
             yield missing(int(next(filter(None, names.groups()))), failure, "; ")
-    # All ranks but one lost a connection or timed out, and that one recorded nothing.
+    # All ranks but one lost a connection or timed out; the remaining rank recorded nothing.
     active = [one for one in evidence.failures if one.rank is not None and kind_of(one) is not Kind.TERMINATED]
     recorded, size = {one.rank or 0 for one in waited}, sum(map(len, evidence.ranks.values()))
     if waited and active == waited and len(recorded) == size - 1 and max(recorded) < size:
@@ -198,7 +198,7 @@ def missing_ranks(evidence: Evidence) -> Iterator[Failure]:
 
 
 def judge(evidence: Evidence, launcher_code: int | None = None) -> Verdict:
-    """The verdict on this evidence. launcher_code: the launcher's own exit code."""
+    """Return the verdict on this evidence. launcher_code: the launcher's own exit code."""
     if hang := evidence.hang:  # failures of ranks are ignored: the launcher stopped them
         others = [{key: one.get(key) for key in ("node", "rank", "message")} for one in hang.get("others", [])]
         return Verdict(
@@ -214,12 +214,11 @@ def judge(evidence: Evidence, launcher_code: int | None = None) -> Verdict:
     failures = sorted([*evidence.failures, *missing_ranks(evidence)], key=_order)
     if not failures or (_all_succeeded(evidence) and (not launcher_code or launcher_code in INTERRUPTED)):
         return _nothing_failed(evidence, launcher_code)
-    cause = first_failure(failures)
-    kind = kind_of(cause)
+    cause, kind = failures[0], kind_of(failures[0])
     if kind is Kind.STOPPED and launcher_code != UNFIT:
         return Verdict("stopped", STOPPED, _sentence(cause))
     interrupted = launcher_code in INTERRUPTED and kind is not Kind.OWN_ERROR and BY_SLURM not in cause.message
-    if kind is Kind.STOPPED or interrupted:  # the launcher stopped the ranks, for a reason that is not among failures
+    if kind is Kind.STOPPED or interrupted:  # the launcher stopped the ranks, and no failure is the reason
         return replace(_nothing_failed(evidence, launcher_code), collateral=_collateral(failures))
     codes = [failure.exit_code for failure in failures if failure.exit_code and kind_of(failure) < Kind.STOPPED]
     raised = decisive_exception(cause)
@@ -238,7 +237,7 @@ def judge(evidence: Evidence, launcher_code: int | None = None) -> Verdict:
 
 
 def _all_succeeded(evidence: Evidence) -> bool:
-    """Whether every agent exited with 0: then all failures are those of earlier attempts."""
+    """Whether every agent exited with 0; then all failures are of earlier attempts."""
     return bool(evidence.exits) and {evidence.exits.get(node) for node in (*evidence.exits, *evidence.ranks)} == {0}
 
 
@@ -257,13 +256,13 @@ def _nothing_failed(evidence: Evidence, launcher_code: int | None) -> Verdict:
 
 
 def _collateral(failures: Iterable[Failure]) -> tuple[Json, ...]:
-    seen = (one for one in failures if not one.witness)
-    return tuple({"node": one.node, "rank": one.rank, "message": _short(describe(one))} for one in seen)
+    recorded = (one for one in failures if not one.witness)
+    return tuple({"node": one.node, "rank": one.rank, "message": _short(describe(one))} for one in recorded)
 
 
 # ---------------------------------------------------------------- in one sentence
 
-_AGENT_PREFIX = "agent: "  # of the agent's own lines; the last of them is why it exited
+_AGENT_PREFIX = "agent: "  # prefix of the agent's own lines; the last such line is the reason why it exited
 
 
 def _sentence(failure: Failure) -> str:
@@ -281,7 +280,7 @@ def _sentence(failure: Failure) -> str:
         Kind.LOST_NODE: f"{failure.node}: connection lost: {lost}",
         Kind.UNCLEAR: unclear,
         Kind.MISSING_RANK: f"{name} {failure.witness}",
-        Kind.COLLATERAL: f"the cause was not recorded; {name} was the first to lose the others: {problem}",
+        Kind.COLLATERAL: f"the cause was not recorded; {name} was affected first: {problem}",
         Kind.STOPPED: "stopped on request, checkpoint written; run the same command again to resume",
         Kind.TERMINATED: f"{how}; no rank had failed before",
     }[kind_of(failure)]
@@ -296,7 +295,7 @@ def name_of(failure: Failure) -> str:
 
 
 def describe(failure: Failure, verb: str = "") -> str:
-    """The exception or message; without them the exit code. verb: put before an exception."""
+    """The exception or message; if there is neither, the exit code. verb: precedes an exception."""
     raised, code = decisive_exception(failure), failure.exit_code
     if raised.exception:
         return f"{verb}{raised.exception}" + (f": {raised.message}" if raised.message else "")
@@ -311,7 +310,7 @@ def describe(failure: Failure, verb: str = "") -> str:
 
 
 def _location(failure: Failure) -> str:
-    """The innermost frame of the user's code in the traceback; empty when there is none."""
+    """The innermost frame of the user's code in the traceback; empty if there is none."""
     frames = list(_FRAME.finditer(decisive_exception(failure).traceback))
     own = [frame for frame in frames if not _LIBRARY.search(frame[0])] or frames
     if not own:
@@ -321,7 +320,7 @@ def _location(failure: Failure) -> str:
 
 
 def signal_name(code: int) -> str | None:
-    """SIGKILL for 137; None when the exit code is not that of a signal."""
+    """SIGKILL for 137; None if the exit code is not 128 + a signal."""
     try:
         return signal.Signals(code - 128).name
     except ValueError:
@@ -329,20 +328,20 @@ def signal_name(code: int) -> str | None:
 
 
 def _short(text: str) -> str:
-    """One line of at most SHOWN characters, without gloo's file names and advice."""
+    """The text as one line of at most SHOWN characters, without the file names and advice of gloo."""
     line = " ".join(_NOISE.sub("", text).split())
     return line if len(line) <= SHOWN else line[: SHOWN - 3] + "..."
 
 
 def _remarks(cause: Failure, evidence: Evidence) -> str:
-    """Other failures that are the same as the cause, or so close in time that they may have been first."""
+    """Mention other errors of ranks: the same error, or one so close in time that it may have been first."""
     others = [one for one in evidence.failures if one != cause and kind_of(one) is kind_of(cause) is Kind.OWN_ERROR]
     if same := len([one for one in others if describe(one) == describe(cause)]):
         return f"; the same on {same} more rank{'s' * (same > 1)}"
     for other in others:
         if other.time is not None and cause.time is not None:
-            coarse = other.node != cause.node or other.time.is_integer() or cause.time.is_integer()
-            if abs(other.time - cause.time) > CLOCK_TOLERANCE * coarse:
+            inexact = other.node != cause.node or other.time.is_integer() or cause.time.is_integer()
+            if abs(other.time - cause.time) > CLOCK_TOLERANCE * inexact:
                 continue
         return f"; too close in time to tell which was first: {_sentence(other)}"
     return ""
@@ -350,7 +349,7 @@ def _remarks(cause: Failure, evidence: Evidence) -> str:
 
 # ---------------------------------------------------------------- the printed verdict
 
-# Pattern of a message or signal name -> its likely cause and a remedy.
+# Pattern in a message or signal name -> the likely cause and a remedy.
 _HINTS = {
     r"SIGKILL|killed by signal: Killed": "often the kernel's OOM killer: check `dmesg -T | grep -i oom` on {node}; use "
     "fewer ranks per node, a smaller batch or fewer data loader workers",
@@ -372,7 +371,7 @@ _LIBRARY = re.compile(r'File "(<frozen |.*/(site-packages|dist-packages|lib/pyth
 
 
 def render(verdict: Verdict, run: Path) -> str:
-    """The verdict as text: the cause, hints, the traceback, and where the log is."""
+    """The verdict as text: the cause, hints, the traceback, and the path of the log."""
     lines = [f"verdict: {verdict.outcome}: {verdict.cause}"]
     if verdict.outcome == "failed":
         lines += [f"  {line}" for line in _details(verdict, run)]
@@ -383,9 +382,9 @@ def _details(verdict: Verdict, run: Path) -> Iterator[str]:
     name = signal_name(verdict.exit_code)
     if f"code {verdict.exit_code}" not in verdict.cause:
         yield f"exit code {verdict.exit_code}" + (f" ({name})" if name else "")
-    about = f"{name} {verdict.exception} {verdict.message}"
+    searched = f"{name} {verdict.exception} {verdict.message}"
     for pattern, hint in _HINTS.items():
-        if verdict.node and re.search(pattern, about):
+        if verdict.node and re.search(pattern, searched):
             yield hint.format(node=verdict.node, stack="" if verdict.traceback else _NO_STACK)
     log = run / f"node_{verdict.node}.log"
     if verdict.traceback:
@@ -422,7 +421,7 @@ def _last_frames(verdict: Verdict) -> Iterator[str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Judge a run, write verdict.json and print the verdict to stderr. Returns the exit code for the launcher."""
+    """Write verdict.json and print the verdict to stderr. Returns the exit code for the launcher."""
     parser = argparse.ArgumentParser(prog="verdict", description=str(__doc__).splitlines()[0], allow_abbrev=False)
     parser.add_argument("run", type=Path, metavar="RUN_DIRECTORY")
     parser.add_argument("--report", action="store_true", help="also write report.html")
@@ -439,7 +438,7 @@ def main(arguments: Sequence[str]) -> int:
     sys.stderr.write("".join(f"verdict: warning: {warning}\n" for warning in evidence.warnings))
     sys.stderr.write(render(verdict, options.run))
     if options.report:
-        from distributed.runs import report  # not at the top: status imports this module and needs no report
+        from distributed.runs import report  # not at the top: status imports this module, but needs no report
 
         try:
             sys.stderr.write(f"report {report.write(options.run)}\n")

@@ -15,7 +15,7 @@ from pathlib import Path
 from distributed.exit_codes import KILLED, UNFIT
 from distributed.host import replies
 from distributed.runs import node_status
-from distributed.runs.lookup import HERE, Run, RunLookupError, RunNode, read
+from distributed.runs.lookup import RUNNING, Run, RunLookupError, RunNode, read
 from distributed.terminal import cut
 
 SHOWN = 3  # processes of a node
@@ -47,7 +47,7 @@ def read_reply(node: RunNode, directory: Path) -> NodeReply:
 
 
 def remaining_processes(status: node_status.NodeStatus) -> str:
-    """The processes on a node as text; commands without the directories of their programs."""
+    """The processes on a node as text; programs are shown without their directories."""
     count, shown = len(status.processes), []
     for process in status.processes[:SHOWN]:
         program, blank, arguments = process.command.partition(" ")
@@ -58,12 +58,12 @@ def remaining_processes(status: node_status.NodeStatus) -> str:
 
 
 def report_remaining(run: Run, node_replies: Sequence[NodeReply]) -> tuple[list[str], int]:
-    """A line for each node, and the exit code: 0 no process remains, 1 some remain, UNFIT a node did not reply."""
+    """A line for each node, and the exit code: 1 processes remain, else UNFIT a node did not reply, else 0."""
     lines = []
     for reply in node_replies:
         if reply.status is None:
-            until = "; its processes exit when heartbeats time out; then check again"
-            text = reply.error + (until if run.launcher.where != HERE else "")
+            later = "; its processes exit when heartbeats time out; then check again"
+            text = reply.error + (later if run.launcher.state != RUNNING else "")
         elif reply.status.processes:
             text = f"still has {remaining_processes(reply.status)}"
         else:

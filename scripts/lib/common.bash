@@ -14,10 +14,10 @@
 # All other exit codes are those of the rank that failed first.
 # shellcheck disable=SC2034  # used by files that source this one
 {
-  EXIT_USAGE=2         # wrong call or wrong config
+  EXIT_WRONG_CALL=2    # wrong call or wrong config
   EXIT_UNFIT=69        # a node is unreachable or unfit
   EXIT_STOPPED=75      # stopped on request with a checkpoint: run again to resume
-  EXIT_GAVE_UP=124     # timed out
+  EXIT_TIMED_OUT=124   # timed out
   EXIT_INTERRUPTED=130 # SIGINT
   EXIT_TERMINATED=143  # SIGTERM
 }
@@ -64,7 +64,7 @@ die_with() { # <exit code> <message...>
 
 die_usage() { # <message...>
   printf '%s: %s\nTry: %s --help\n' "$PROGRAM" "$*" "$PROGRAM" >&2
-  exit "$EXIT_USAGE"
+  exit "$EXIT_WRONG_CALL"
 }
 
 

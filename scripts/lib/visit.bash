@@ -10,7 +10,7 @@
 # shellcheck disable=SC2034 # other files use these variables
 RUN_MARK=''           # the run directory as in MUSTER_RUN_DIR of its processes
 RUN_PYTHON=''         # interpreter of its ranks
-LAUNCHER_STATE=''     # here, gone, elsewhere, or job: the launcher is the batch script of JOB
+LAUNCHER_STATE=''     # running, exited, remote (not known), or job: the launcher is the batch script of JOB
 LAUNCHER_HOST='' LAUNCHER_PID=0 LAUNCHER_START='' # host, process id and start time (clock ticks since boot)
 RUN_GRACE=0           # its MUSTER_GRACE, in seconds
 JOB=''                # number of its SLURM job
@@ -42,7 +42,7 @@ find_run() { # <RUN>
 # Compares the start time, as the process id may have been reused.
 launcher_is_running() {
   local stat fields
-  [[ $LAUNCHER_STATE == here ]] && read -r stat 2>/dev/null <"/proc/$LAUNCHER_PID/stat" || return 1
+  [[ $LAUNCHER_STATE == running ]] && read -r stat 2>/dev/null <"/proc/$LAUNCHER_PID/stat" || return 1
   read -r -a fields <<<"${stat##*) }"
   [[ ${fields[0]} != Z && ${fields[19]} == "$LAUNCHER_START" ]]
 }
@@ -92,8 +92,8 @@ refuse_missing_run() { # <RUN>
 update_job_state() {
   JOB_STATE=$(state_of_job "$JOB")
   if ! job_runs; then
-    LAUNCHER_STATE=gone
-  elif [[ $LAUNCHER_STATE == elsewhere && " ${NODES[*]} " == *" $LAUNCHER_HOST "* ]]; then
+    LAUNCHER_STATE=exited
+  elif [[ $LAUNCHER_STATE == remote && " ${NODES[*]} " == *" $LAUNCHER_HOST "* ]]; then
     LAUNCHER_STATE=job
   fi
 }

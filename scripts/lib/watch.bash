@@ -177,7 +177,7 @@ handle_exit() { # <node> <exit code of its client>
 handle_hang() {
   [[ $STATUS == 0 && ! $NEXT_REQUEST && -e $RUN/.hang.json ]] || return 0
   mv -- "$RUN/.hang.json" "$RUN/hang.json"
-  STATUS=$EXIT_GAVE_UP
+  STATUS=$EXIT_TIMED_OUT
   record "the run hangs; stopping it"
   schedule_request 0 stop
 }
@@ -343,7 +343,8 @@ report_verdict() {
 # Whether a restart may help: the call was valid, no stop was requested, the limit of restarts is not reached, and one
 # of the last MAX_STALLED restarts made progress.
 should_restart() {
-  [[ ! $SIGNAL ]] && ((CODE != 0 && CODE != EXIT_USAGE && CODE != EXIT_STOPPED && RESTARTS < MAX_RESTARTS)) || return 1
+  [[ ! $SIGNAL ]] && ((CODE != 0 && CODE != EXIT_WRONG_CALL && CODE != EXIT_STOPPED)) || return 1
+  ((RESTARTS < MAX_RESTARTS)) || return 1
   if made_progress || ((RESTARTS == 0)); then
     STALLED=0
   else

@@ -21,14 +21,14 @@ DISK = replace(SLEEPS, state="D")
 
 
 def ranks(*activities: Activity) -> list[Activity]:
-    """The activities as those of ranks 0, 1, ... on n1, n2, ..."""
+    """The activities, with ranks 0, 1, ... on nodes n1, n2, ..."""
     return [
         replace(activity, rank=rank, node=f"n{rank + 1}", pid=100 + rank) for rank, activity in enumerate(activities)
     ]
 
 
 @pytest.mark.parametrize(
-    ("activities", "silent", "words"),
+    ("activities", "silent", "text"),
     [
         ([], 1e6, ""),
         ([WORKS, WORKS], 599.0, ""),
@@ -63,11 +63,11 @@ def ranks(*activities: Activity) -> list[Activity]:
         ([replace(WORKS, cpu=0.1), SLEEPS, SLEEPS], 130.0, ""),  # neither idle nor busy
     ],
 )
-def test_the_diagnosis_without_stacks(activities: list[Activity], silent: float, words: str) -> None:
+def test_the_diagnosis_without_stacks(activities: list[Activity], silent: float, text: str) -> None:
     diagnosis = diagnose(ranks(*activities), 1.0, silent)
-    assert words in diagnosis.text and bool(words) == bool(diagnosis.text)
+    assert text in diagnosis.text and bool(text) == bool(diagnosis.text)
     assert diagnosis.hung == diagnosis.text.startswith("looks hung")
-    assert diagnosis.hung == (words != "" and "but ranks are busy" not in words)
+    assert diagnosis.hung == (text != "" and "but ranks are busy" not in text)
 
 
 def test_a_stopped_rank_has_a_command_that_continues_it() -> None:

@@ -1,7 +1,7 @@
-"""When a launcher stops its run as hung: after --hang-timeout without output, or by default only when no rank can
-continue.
+"""A launcher stops its run as hung after --hang-timeout without output, or by default only if no rank can continue.
 
-A run that starts or ends, or whose nodes do not reply, does not hang; status.bats and faults.bats have real runs.
+A run that is starting or ending, or with a node that does not reply, does not hang; status.bats and faults.bats test
+real runs.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def decision_on(
         ([], 1e6, "wait 100"),
     ],
 )
-def test_nodes_are_queried_about_once_per_timeout_and_for_stacks_after_it(
+def test_nodes_are_queried_about_once_per_timeout_and_then_for_stacks(
     activities: list[Activity], silent: float, decision: str
 ) -> None:
     assert decision_on(activities, silent, stacks=False) == decision

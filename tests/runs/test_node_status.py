@@ -1,6 +1,6 @@
-"""The status of a run on a node: its processes and no others, which of them is which rank, and their last output.
+"""The status of a run on a node: only processes of this run, their ranks, and their last output.
 
-/proc and the run directory are made by hand here, and nvidia-smi is a stub; status.bats tests real runs.
+These tests write /proc and the run directory, and nvidia-smi is a stub; status.bats tests real runs.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def test_the_last_output_is_that_of_the_newest_file(tmp_path: Path) -> None:
     assert node_status.last_output([], 0.0) == (None, "")
 
 
-def test_output_files_are_those_of_the_newest_attempt(tmp_path: Path) -> None:
+def test_output_files_are_taken_from_the_newest_attempt(tmp_path: Path) -> None:
     for attempt in (0, 2, 10):
         (tmp_path / f"ranks/n[1]/abc/attempt_{attempt}/0").mkdir(parents=True)
         (tmp_path / f"ranks/n[1]/abc/attempt_{attempt}/0/stdout.log").touch()
@@ -131,7 +131,7 @@ esac
 """
 
 
-def test_the_gpus_of_a_rank_are_those_that_it_uses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_has_the_gpus_that_its_processes_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "nvidia-smi").write_text(STUB_NVIDIA_SMI)
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
@@ -172,7 +172,7 @@ def test_stacks_of_py_spy_are_cut_to_frames_of_the_script() -> None:
 
 
 def test_without_py_spy_a_rank_writes_its_own_stack(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """When it does not, the kernel tells where its threads wait."""
+    """If it does not, the text shows where its threads wait in the kernel."""
     monkeypatch.setattr(node_status, "path_of_py_spy", lambda: None)
     me = RunProcess(os.getpid(), 1, "R", "", 0, 0, 1, 0)
     text, frames = node_status.read_stacks(me, str(tmp_path))

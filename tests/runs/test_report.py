@@ -1,6 +1,6 @@
 """The report of a run has correct content for any content of the run directory.
 
-Values are those of the files, lines that a resumed run replaced are left out, slow and failed ranks are named, text is
+Values come from the files, lines that a resumed run replaced are left out, slow and failed ranks are named, text is
 escaped, the page needs no network, and missing, incomplete or invalid files still give a page.
 """
 
@@ -57,7 +57,7 @@ def event(step: int, name: Any, **more: Any) -> Json:
     return {"step": step, "time": 1.7e9 + step, "event": name, **more}
 
 
-def about(**changes: Any) -> Json:
+def run_json(**changes: Any) -> Json:
     return {
         "run": "train-20250102-030405-9f3a",
         "command": ["train.py", "--config", "my config.yaml"],
@@ -71,7 +71,7 @@ def about(**changes: Any) -> Json:
     } | changes
 
 
-def setup(**changes: Any) -> Json:
+def settings_json(**changes: Any) -> Json:
     return {
         "settings": {
             "model": {"n_layer": 6, "n_embd": 384, "vocab_size": None},
@@ -157,7 +157,7 @@ def parsed(run: Path) -> Reader:
 def test_the_tiles_have_the_values_of_the_files(tmp_path: Path) -> None:
     lines = [*(step_line(step) for step in range(10, 501, 10)), held_out(300, 2.9), held_out(500, 3.0)]
     verdict = {"outcome": "ok", "exit_code": 0, "time": None}
-    run = write_run(tmp_path, lines, run=about(started=None), settings=setup(), verdict=verdict)
+    run = write_run(tmp_path, lines, run=run_json(started=None), settings=settings_json(), verdict=verdict)
     reader = parsed(run)
     assert reader.tiles() == {
         "Training loss": ("3.500", "at step 500"),
@@ -172,7 +172,7 @@ def test_the_tiles_have_the_values_of_the_files(tmp_path: Path) -> None:
 
 
 def test_all_settings_and_the_machine_are_shown(tmp_path: Path) -> None:
-    texts = parsed(write_run(tmp_path, run=about(), settings=setup())).texts
+    texts = parsed(write_run(tmp_path, run=run_json(), settings=settings_json())).texts
     pairs = set(pairwise(texts))
     assert pairs >= {
         ("vocab_size", "not set"), ("n_layer", "6"), ("min_learning_rate", "3e-05"), ("cpu", "EPYC"),
@@ -212,7 +212,7 @@ def test_a_failed_run_shows_rank_cause_and_traceback(tmp_path: Path) -> None:
         "traceback": "Traceback (most recent call last):\n  File \"train.py\"",
         "collateral": [{"node": "node1", "rank": 3, "message": "Connection closed by peer"}],
     }  # fmt: skip
-    reader = parsed(write_run(tmp_path, [step_line(10), event(10, "finish")], run=about(), verdict=verdict))
+    reader = parsed(write_run(tmp_path, [step_line(10), event(10, "finish")], run=run_json(), verdict=verdict))
     for text in (
         "failed", "rank 11 on node2 ran out of memory", "rank 11", "on node2", "exit code 134",
         "OutOfMemoryError: tried 2 GiB", 'Traceback (most recent call last):\n  File "train.py"',
@@ -243,9 +243,11 @@ def test_the_outcome_is_that_of_the_verdict_or_the_last_event(
     assert report.outcome_of(run).kind == kind
 
 
-def test_a_stopped_run_says_how_to_resume(tmp_path: Path) -> None:
-    run = write_run(tmp_path, run=about(), verdict={"outcome": "stopped", "exit_code": 75})
-    assert "Run the same command again to resume." in parsed(run).text
+def test_a_stopped_run_says_how_to_resume_if_a_checkpoint_was_written(tmp_path: Path) -> None:
+    assert "run the same command again to resume" in parsed(write_run(tmp_path, [event(9, "stop")])).text
+    cause = "interrupted (Ctrl-C); no rank had failed"
+    text = parsed(write_run(tmp_path, verdict={"outcome": "stopped", "exit_code": 130, "cause": cause})).text
+    assert cause in text and "checkpoint written" not in text
 
 
 def test_without_a_verdict_the_event_of_a_loss_that_is_not_finite_is_the_cause(tmp_path: Path) -> None:
@@ -353,7 +355,7 @@ def test_events_are_marked(tmp_path: Path) -> None:
 def ranks_of(directory: Path, *seconds: float, nodes: Iterable[str] = ("node1",)) -> list[ranks.RankTiming]:
     nodes = list(nodes)
     lines = [step_line(step, seconds) for step in (10, 20, 30)]
-    run = report.read(write_run(directory, lines, run=about(nodes=nodes, nproc=len(seconds))))
+    run = report.read(write_run(directory, lines, run=run_json(nodes=nodes, nproc=len(seconds))))
     return ranks.compare(run.history.by_rank("rank_seconds"), run.nodes)
 
 
@@ -385,7 +387,8 @@ def test_the_host_of_a_straggler_is_named(tmp_path: Path) -> None:
 def test_any_number_of_ranks_has_a_chart(tmp_path: Path, size: int) -> None:
     slow = size // 2
     seconds = [0.1 * (1.5 if rank == slow and size > 1 else 1) for rank in range(size)]
-    text = page(write_run(tmp_path, [step_line(step, seconds) for step in range(10, 200, 10)], run=about(nproc=size)))
+    lines = [step_line(step, seconds) for step in range(10, 200, 10)]
+    text = page(write_run(tmp_path, lines, run=run_json(nproc=size)))
     reader = Reader(text)
     assert reader.faults == []
     assert f"rank {slow}" in reader.texts
@@ -422,7 +425,7 @@ def attempt(directory: Path, *samples: Json, node: str = "node2", tail: str = ""
     directory.mkdir(exist_ok=True)
     (directory / f"node_{node}.samples.jsonl").write_text("".join(json.dumps(one) + "\n" for one in samples) + tail)
     layout = [{"node": "node1", "first_rank": 0}, {"node": "node2", "first_rank": 2}]
-    return write_run(directory, run=about(layout=layout))
+    return write_run(directory, run=run_json(layout=layout))
 
 
 def test_resource_usage_is_drawn_for_all_attempts(tmp_path: Path) -> None:
@@ -580,31 +583,32 @@ def test_the_readout_has_the_values_of_the_chart() -> None:
 
 
 def test_text_is_escaped(tmp_path: Path) -> None:
-    calm = Reader(page(full(tmp_path, "calm")))
+    harmless = Reader(page(full(tmp_path, "harmless")))
     hostile = Reader(page(full(tmp_path, HOSTILE)))
     assert hostile.faults == []
-    assert hostile.tags == calm.tags
+    assert hostile.tags == harmless.tags
     assert hostile.text.count(HOSTILE) >= 15
 
 
 def full(directory: Path, text: str) -> Path:
     """A run in which every name is this text."""
     lines = [step_line(10), event(10, text), event(15, {text: text}), step_line(20)]
-    who = {"node": text, "rank": text, "message": text}
+    rank = {"node": text, "rank": text, "message": text}
+    verdict = dict.fromkeys(("outcome", "cause", "exception", "traceback"), text) | rank
     sections = {"model": {text: text}, text: {"a": [text], "b": {text: None}}, "loose": text}
     machine = {"host": text, "cpu": text, "cores": text, "gpus": [text], "platform": text, "python": text}
     world = {"size": 2, "nodes": 1, "strategy": text, "backend": text, text: text}
     return write_run(
         directory,
         lines,
-        run=about(run=text, nodes=[text], user=text, cwd=text, command=[text], git={"commit": text}),
+        run=run_json(run=text, nodes=[text], user=text, cwd=text, command=[text], git={"commit": text}),
         settings={"settings": sections, "world": world, "machine": machine, "model": {"parameters": text}},
-        verdict={"outcome": text, "cause": text, "exception": text, "traceback": text, "collateral": [who, text]} | who,
+        verdict=verdict | {"collateral": [rank, text]},
     )
 
 
 def test_the_page_needs_no_network(tmp_path: Path) -> None:
-    text = page(full(tmp_path, "calm")).replace("http://www.w3.org/2000/svg", "")  # a name, not an address
+    text = page(full(tmp_path, "harmless")).replace("http://www.w3.org/2000/svg", "")  # a name, not an address
     assert not re.search(r"https?:|//[a-z]|\bsrc=|url\(|@import|<link|<img|<iframe", text)
     assert "default-src 'none'" in text
 

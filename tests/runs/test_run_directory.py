@@ -74,12 +74,8 @@ def test_run_json_describes_the_launch(tmp_path: Path) -> None:
     directory = create(tmp_path, nodes=["n2", "n1"], config="a.yaml", cwd="/")
     found = run_json(directory)
     assert found["run"] == directory.name
-    assert (found["nodes"], found["nproc"], found["config"], found["script"]) == (
-        ["n2", "n1"],
-        2,
-        "a.yaml",
-        "train.py",
-    )
+    assert (found["nodes"], found["nproc"]) == (["n2", "n1"], 2)
+    assert (found["config"], found["script"]) == ("a.yaml", "train.py")
     assert found["git"] is None and found["cwd"] == "/"
     started = datetime.datetime.fromisoformat(found["started"])
     assert abs(started - datetime.datetime.now(datetime.timezone.utc)) < datetime.timedelta(hours=1)
@@ -142,8 +138,8 @@ def test_links_point_to_the_newest_run(tmp_path: Path) -> None:
         (directory / "node_n2.log").write_text(directory.name)
         assert os.readlink(tmp_path / "latest") == directory.name
         assert (tmp_path / "node_n2.log").read_text() == directory.name
-    strangers = [name for name in os.listdir(tmp_path) if not name.startswith(("train-", "latest", "node_n"))]
-    assert strangers == []
+    unexpected = [name for name in os.listdir(tmp_path) if not name.startswith(("train-", "latest", "node_n"))]
+    assert unexpected == []
 
 
 @pytest.mark.parametrize("name", ["latest", "node_n1.log"])
@@ -185,19 +181,7 @@ def test_a_full_disk_is_one_line_and_leaves_no_incomplete_directory(tmp_path: Pa
 
 @pytest.mark.parametrize("node", ["", "a/b"])
 def test_a_node_name_that_cannot_be_part_of_a_file_name_is_refused(tmp_path: Path, node: str) -> None:
-    arguments = [
-        "create",
-        "--logs",
-        str(tmp_path),
-        "--name",
-        "x",
-        "--nodes",
-        node,
-        "--nproc",
-        "1",
-        "--script",
-        "x",
-    ]
+    arguments = ["create", "--logs", str(tmp_path), "--name", "x", "--nodes", node, "--nproc", "1", "--script", "x"]
     with pytest.raises(SystemExit) as refused:
         run_directory.main([*arguments, "--config", "-", "--cwd", "/", "--python", "x", "--"])
     assert refused.value.code == 2 and os.listdir(tmp_path) == []
@@ -221,7 +205,7 @@ def test_the_version_of_torch_is_read_without_importing_it(tmp_path: Path) -> No
     assert versions([plain])["torch"] is None
 
 
-def test_the_versions_are_those_of_the_ranks_interpreter(tmp_path: Path) -> None:
+def test_the_versions_are_read_from_the_ranks_interpreter(tmp_path: Path) -> None:
     """A virtual environment without torch, linked to the interpreter of this test."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"], check=True)
     found = run_json(create(tmp_path, python=str(tmp_path / "env" / "bin" / "python")))
