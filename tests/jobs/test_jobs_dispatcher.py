@@ -363,7 +363,7 @@ def test_a_job_that_no_server_can_start_fails_and_the_others_continue(tmp_path: 
             await run.finished()
         assert (run.states(), run.failures()) == (["failed", "done"], ["refused"])
         assert run.job_state().attempts[0].reason == "the directory is taken"
-        assert run.dispatcher.links["one"].refused_starts == 0
+        assert run.dispatcher.links["one"].failed_starts == 0
 
     asyncio.run(scenario())
 
@@ -412,7 +412,7 @@ def test_a_job_whose_output_directory_is_busy_waits_and_its_server_gets_other_jo
         async with ListRun(tmp_path, one, jobs=[first, job(1)]) as run:
             await run.finished()
         assert (run.states(), run.failures()) == (["done", "done"], [""])
-        assert run.dispatcher.links["one"].refused_starts == 0
+        assert run.dispatcher.links["one"].failed_starts == 0
         assert sum("another attempt writes there" in line for line in run.log) == 1
 
     asyncio.run(scenario())
@@ -638,7 +638,7 @@ def test_the_jobs_of_a_server_that_refuses_a_reconnect_run_elsewhere(tmp_path: P
             one.refusal = "Permission denied (publickey)"
             two.reconnect()
             one.disconnect()
-            await run.wait_until(lambda: run.dispatcher.links["one"].state == "refused")
+            await run.wait_until(lambda: run.dispatcher.links["one"].state == "unusable")
             run.dispatcher.policy = dataclasses.replace(run.dispatcher.policy, lost_after=0.05)
             await run.finished()
         reason = run.job_state().attempts[0].reason
@@ -873,7 +873,7 @@ def test_five_consecutive_early_failures_pause_the_list(tmp_path: Path) -> None:
         async with run:
             await run.finished()
         assert run.states() == ["failed"] * 5 + ["waiting"] * 4
-        assert run.state.paused.startswith("5 attempts in a row failed within 30 s, the last: exit code 1; fix")
+        assert run.state.paused.startswith("5 attempts in a row failed within 30 s each; the last: exit code 1; fix")
         one.outcome_of = exits()
         async with run:  # resuming ends the pause
             await run.finished()
