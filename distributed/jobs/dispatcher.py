@@ -161,7 +161,7 @@ class ServerLink:
     server: JobServer
     state: str = "connecting"  # connecting, ready, unreachable, or unusable (it failed a check)
     reason: str = ""
-    disconnected_at: float = field(default_factory=time.monotonic)  # before the first connection: time of creation
+    disconnected_at: float = field(default_factory=time.monotonic)  # end of the last connection, else time of creation
     failed_starts: int = 0  # consecutive ones
     paused_until: float = 0.0  # monotonic; no new jobs before
     gpus_known: bool = False
@@ -333,9 +333,7 @@ class Dispatcher:
             servers = {each.server for each in self.state.lost_attempts()} & set(self.links)
             ending = any(self.links[server].state in ("connecting", "ready") for server in servers)
             return not ending and not any(job.cancel for job in self.state.unfinished())
-        if not counts["waiting"] and not busy:
-            return True
-        return bool(self.state.paused) and not busy
+        return not busy and (bool(self.state.paused) or not counts["waiting"])
 
     # ---------------------------------------------------------------- servers
 
@@ -658,40 +656,37 @@ class Dispatcher:
             self._actions.append(lambda: self._fetch_results(job, attempt))
 
     async def _fetch_results(self, job: JobState, attempt: Attempt) -> None:
-        link = self.links.get(attempt.server)
+        link, publishes = self.links.get(attempt.server), bool(job.job.trains and not attempt.failure)
         logged = remains = fault = ""
         failures = 0
         while job.state == "ending" and job.last is attempt:
-            if not link:
+            if not link or link.state != "ready":
                 await asyncio.sleep(1.0)
-            elif link.state == "ready":
-                try:
-                    publishes = bool(job.job.trains and not attempt.failure)
-                    if publishes and job.job.trains not in self._claimed:  # another list may be training it
-                        await asyncio.sleep(POLL_INTERVAL)
-                        continue
-                    await link.server.fetch_results(attempt, job.job)
-                    if publishes:
-                        await self._publish(link.server, job, attempt)
-                    if attempt.failure == "cancelled":
-                        remains = await self._cancellation_result(link.server, attempt)
-                    break
-                except BaseModelError as error:
-                    fault = str(error)
-                    break
-                except (Unreachable, OSError) as error:
-                    if str(error) != logged:
-                        logged = str(error)
-                        self._log(f"{self._job_name(attempt)}: cannot copy results: {logged}; retrying")
-                await asyncio.sleep(RETRY_DELAYS[min(failures, len(RETRY_DELAYS) - 1)])
-                failures += 1
-            else:
-                await asyncio.sleep(1.0)
+                continue
+            if publishes and job.job.trains not in self._claimed:  # another list may be training it
+                await asyncio.sleep(POLL_INTERVAL)
+                continue
+            try:
+                await link.server.fetch_results(attempt, job.job)
+                if publishes:
+                    await self._publish(link.server, job, attempt)
+                if attempt.failure == "cancelled":
+                    remains = await self._cancellation_result(link.server, attempt)
+                break
+            except BaseModelError as error:
+                fault = str(error)
+                break
+            except (Unreachable, OSError) as error:
+                if str(error) != logged:
+                    logged = str(error)
+                    self._log(f"{self._job_name(attempt)}: cannot copy results: {logged}; retrying")
+            await asyncio.sleep(RETRY_DELAYS[min(failures, len(RETRY_DELAYS) - 1)])
+            failures += 1
         facts = {"job": job.job.id, "attempt": attempt.name, "remains": remains, "fault": fault}
         self.post(Event("results_fetched", attempt.server, facts))
 
     async def _cancellation_result(self, server: JobServer, attempt: Attempt) -> str:
-        """Describe what is left of a cancelled attempt: no process, as its supervisor has exited; GPU memory in use."""
+        """Describe what a cancelled attempt left: no process, as its supervisor has exited; the GPU memory in use."""
         if not (attempt.gpus and server.watches_gpus):
             return "no process remains"
         used = {gpu["index"]: gpu["used"] for gpu in await server.query_gpus()}
@@ -863,7 +858,7 @@ class Dispatcher:
         return last.name if waits and not trainer.cancel else ""
 
     def _base_training_failed(self, attempt: Attempt, end: Mapping[str, Any]) -> bool:
-        """Whether an attempt never ran because the training of its base model failed, even if not recorded yet."""
+        """Whether an attempt never ran because its base model was not trained; that end may not be recorded yet."""
         training = self.state.attempt(attempt.after) if attempt.after else None
         never_ran = end.get("code") is None and not attempt.process
         return training is not None and never_ran and (training.open or bool(training.failure))

@@ -29,7 +29,7 @@ import secrets
 import shutil
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,14 +114,6 @@ class PendingStart:
             reply.set_exception(error)
             reply.exception()
         return reply is not None
-
-
-def group_by_resources(starts: Iterable[PendingStart]) -> list[tuple[ResourceRequest, list[PendingStart]]]:
-    """Group starts by their resources."""
-    groups: dict[ResourceRequest, list[PendingStart]] = {}
-    for start in starts:
-        groups.setdefault(start.resources, []).append(start)
-    return list(groups.items())
 
 
 class SlurmServer:
@@ -293,11 +285,9 @@ class SlurmServer:
     def _find(self, name: str, output: str) -> tuple[Element, str, Facts]:
         element = self._element_of(name, output)
         state = element.find()
-        if state == "ended":
-            return element, state, {"state": "ended", **element.end()}
         if state == "absent":
             return element, state, {"state": "absent"}
-        facts: Facts = {"state": "running", **element.process()}
+        facts = {"state": "ended", **element.end()} if state == "ended" else {"state": "running", **element.process()}
         return element, state, facts
 
     def _orphaned_elements(self) -> list[str]:
@@ -394,10 +384,13 @@ class SlurmServer:
                 new = [start for start in starts if start.request and start.reply]
                 errors = await asyncio.to_thread(lambda new=new: [self._prepare(start) for start in new])  # type: ignore[misc]
                 refused = {id(start): error for start, error in zip(new, errors, strict=True) if error}
+                groups: dict[ResourceRequest, list[PendingStart]] = {}
                 for start in starts:
                     if error := refused.get(id(start)):
                         self._refuse(start, error)
-                for resources, group in group_by_resources(start for start in starts if id(start) not in refused):
+                    else:
+                        groups.setdefault(start.resources, []).append(start)
+                for resources, group in groups.items():
                     for index in range(0, len(group), self._max_array):
                         await self._submit(resources, group[index : index + self._max_array])
         finally:

@@ -344,7 +344,7 @@ def executed(list_directory: Path) -> list[str]:
         return []
 
 
-def test_an_element_executes_its_order_and_writes_the_files_of_a_supervisor(list_directory: Path) -> None:
+def test_an_element_runs_its_job_specification_and_writes_the_files_of_a_supervisor(list_directory: Path) -> None:
     attempts = [make_spec(list_directory, "j.1"), make_spec(list_directory, "k.1")]
     assert run_element(in_array(list_directory, *attempts), 1, SLURMD_NODENAME="node7")[0] == 0
     assert executed(list_directory) == ["k.1"]
@@ -355,7 +355,7 @@ def test_an_element_executes_its_order_and_writes_the_files_of_a_supervisor(list
     assert not attempts[0].has_ended()
 
 
-def test_an_order_is_private_and_removed_after_its_execution(list_directory: Path) -> None:
+def test_a_job_specification_is_private_and_does_not_remain(list_directory: Path) -> None:
     attempt = make_spec(list_directory)
     assert os.stat(spec_path(attempt.directory)).st_mode & 0o777 == 0o600
     path = in_array(list_directory, attempt)
@@ -374,7 +374,7 @@ def test_an_attempt_that_is_submitted_and_started_many_times_at_once_runs_once(l
     assert sum("nothing to do" in text for text in printed) == 5
 
 
-def test_a_withdrawn_order_is_not_executed(list_directory: Path) -> None:
+def test_a_withdrawn_job_specification_is_not_executed(list_directory: Path) -> None:
     attempt = make_spec(list_directory)
     path = in_array(list_directory, attempt)
     assert attempt.withdraw()
@@ -384,7 +384,7 @@ def test_a_withdrawn_order_is_not_executed(list_directory: Path) -> None:
     assert not attempt.withdraw()
 
 
-def test_an_order_that_was_reassigned_is_not_executed_by_the_first_array(list_directory: Path) -> None:
+def test_a_reassigned_job_specification_is_not_executed_by_the_first_array(list_directory: Path) -> None:
     attempt = make_spec(list_directory)
     path = in_array(list_directory, attempt)
     os.rename(spec_path(attempt.directory, ARRAY), spec_path(attempt.directory))
@@ -413,11 +413,11 @@ def test_a_withdrawn_attempt_is_not_started_by_a_late_element(
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "0")
     path = in_array(list_directory, attempt)
 
-    def given_up_now(*arguments: Any) -> None:
+    def withdraw_now(*arguments: Any) -> None:
         write_json(*arguments)
         attempt.delete_spec()
 
-    monkeypatch.setattr(array_task, "write_json", given_up_now)
+    monkeypatch.setattr(array_task, "write_json", withdraw_now)
     assert array_task.main([str(path)]) == 0
     assert executed(list_directory) == []
 
@@ -485,7 +485,7 @@ def test_a_missing_array_or_index_is_reported(list_directory: Path) -> None:
 def events_of(
     attempt: Element, state: str = "", *, now: float = 0.0, began: float | None = None
 ) -> list[tuple[str, Any]]:
-    """Poll an element while SLURM shows this state, or without a state does not list it."""
+    """Poll an element while SLURM shows this state or, if the state is empty, does not list it."""
     entries = {(ARRAY, 0): QueueEntry("12_0", state, "Resources", "node7")} if state else {}
     queue = SlurmQueue(time.monotonic() if began is None else began, entries)
     return list(attempt.poll(queue, now, progress=False))
@@ -531,8 +531,8 @@ def test_an_element_that_left_the_queue_unstarted_cannot_start_later(
     assert executed(Path(submitted.directory).parent) == []
 
 
-def test_an_order_whose_array_slurm_never_accepted_is_released(submitted: Element) -> None:
-    os.unlink(job_path(str(Path(submitted.directory).parent / f"array-{ARRAY}")))  # the dispatcher was killed before
+def test_a_job_specification_whose_array_slurm_never_accepted_is_released(submitted: Element) -> None:
+    os.unlink(job_path(str(Path(submitted.directory).parent / f"array-{ARRAY}")))  # not written before a kill
     assert kinds(events_of(submitted, "")) == ["held"]
     assert os.path.exists(spec_path(submitted.directory))
     assert (submitted.array, submitted.find()) == ("", "held")
@@ -597,7 +597,7 @@ def test_slurm_s_state_is_accepted_after_a_heartbeat_timeout(submitted: Element)
     assert kinds(events_of(submitted, "NODE_FAIL", now=102.0 + element.EXIT_CODE_DELAY)) == ["ended"]
 
 
-def test_an_element_that_returns_to_the_queue_is_not_given_up(submitted: Element) -> None:
+def test_an_element_that_returns_to_the_queue_is_not_treated_as_ended(submitted: Element) -> None:
     mark_started(submitted)
     assert kinds(events_of(submitted, "COMPLETED", now=0.0)) == ["started"]
     assert events_of(submitted, "RUNNING", now=0.9 * element.HEARTBEAT_TIMEOUT) == []
@@ -605,7 +605,7 @@ def test_an_element_that_returns_to_the_queue_is_not_given_up(submitted: Element
     assert kinds(events_of(submitted, "COMPLETED", now=2.9 * element.HEARTBEAT_TIMEOUT)) == ["ended"]
 
 
-def test_stopping_a_waiting_element_withdraws_its_order_and_waits_for_slurm(
+def test_stopping_a_waiting_element_withdraws_its_job_specification_and_waits_for_slurm(
     submitted: Element,
 ) -> None:
     submitted.stop(kill=False)
@@ -690,7 +690,7 @@ def submit(server: SlurmServer, count: int, reply: tuple[int, str, str]) -> tupl
     return asyncio.run(submit()), events
 
 
-def test_an_accepted_array_is_registered_with_its_number(tmp_path: Path) -> None:
+def test_an_accepted_array_is_registered_with_its_job_id(tmp_path: Path) -> None:
     server = slurm_server(tmp_path)
     os.makedirs(server.directory)
     found, _ = submit(server, 2, (0, "4711;cluster\n", "sbatch: info: be nice\n"))
@@ -699,7 +699,7 @@ def test_an_accepted_array_is_registered_with_its_number(tmp_path: Path) -> None
     assert [(each.array, each.index) for each in server._elements.values()] == [(ARRAY, 0), (ARRAY, 1)]
 
 
-def test_a_refusal_of_slurm_is_reported_and_removes_the_orders(tmp_path: Path) -> None:
+def test_a_refusal_of_slurm_is_reported_and_removes_the_job_specifications(tmp_path: Path) -> None:
     server = slurm_server(tmp_path)
     os.makedirs(server.directory)
     found, _ = submit(server, 2, (1, "", SBATCH_ERRORS["partition"]))
@@ -708,7 +708,7 @@ def test_a_refusal_of_slurm_is_reported_and_removes_the_orders(tmp_path: Path) -
     assert not list(Path(server.directory).glob("*/order*"))
 
 
-def test_without_a_reply_of_slurm_the_orders_are_kept(tmp_path: Path) -> None:
+def test_without_a_reply_of_slurm_the_job_specifications_are_kept(tmp_path: Path) -> None:
     server = slurm_server(tmp_path)
     os.makedirs(server.directory)
     found, _ = submit(server, 2, (1, "", SBATCH_ERRORS["slow"]))
@@ -733,7 +733,7 @@ def test_an_attempt_that_exceeds_a_limit_is_held_and_can_be_cancelled(tmp_path: 
     assert not list(Path(server.directory).glob("*/order*"))
 
 
-def test_an_order_contains_the_arguments_and_only_it_the_secrets(
+def test_only_the_job_specification_contains_the_secrets_of_a_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
