@@ -237,7 +237,7 @@ def take_lock(attempt: str) -> bool:
     """Lock the attempt until this process exits. False: another process holds the lock."""
     file = os.open(host.HostAttempt(attempt, SERVER, "", 0.0).lock, os.O_RDWR | os.O_CREAT, 0o600)
     end = time.monotonic() + LOCK_TIMEOUT
-    while not try_lock(file):  # always succeeds without support for locks: claiming still ensures a single run
+    while not try_lock(file):  # succeeds if locks are not supported; claiming still ensures a single run
         if time.monotonic() > end:
             return False
         time.sleep(0.1)

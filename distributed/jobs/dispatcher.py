@@ -206,7 +206,7 @@ class Dispatcher:
         self._slot_holders: defaultdict[str, dict[str, Attempt]] = defaultdict(dict)  # by server, then by name
         self._cancellation_due = True  # whether _cancel_waiting() may find a job to cancel
         self.cache = cache
-        self._claiming: set[str] = set()  # digests of base models that are being locked
+        self._claiming: set[str] = set()  # digests of base models that are being claimed
         self._claimed: dict[str, str] = {}  # digest -> ready (in the cache) or train (this list trains it)
         # Jobs that wait for a base model, by its digest, then by job id.
         self._waiting_for_base: defaultdict[str, dict[str, JobState]] = defaultdict(dict)
@@ -312,7 +312,7 @@ class Dispatcher:
         self._on_change()
 
     async def _close(self) -> None:
-        """Disconnect. All decisions are in the journal."""
+        """Commit the last decisions, if the journal is writable, and disconnect."""
         with contextlib.suppress(OSError):
             self.journal.commit()
         for task in list(self._tasks):
@@ -774,9 +774,8 @@ class Dispatcher:
         if state == "done":
             self._log(f"done: {job.job.name} on {attempt.location}{took}")
         elif state == "waiting":
-            self._log(
-                f"retry: {job.job.name}: attempt {attempt.number} on {attempt.server}{took}: {attempt.failure_text}"
-            )
+            where = f"attempt {attempt.number} on {attempt.server}"
+            self._log(f"retry: {job.job.name}: {where}{took}: {attempt.failure_text}")
         elif state == "cancelled":
             self._log(f"cancelled: {job.job.name} on {attempt.location}{took}: {reason}")
         else:
@@ -854,11 +853,11 @@ class Dispatcher:
         if not trainer or not trainer.last or self._claimed.get(job.base) == "ready" or self.policy.barrier:
             return ""
         last, link = trainer.last, self.links.get(trainer.last.server)
-        waits = last.state == "running" and link is not None and link.server.queues_dependents
-        return last.name if waits and not trainer.cancel else ""
+        queues = last.state == "running" and link is not None and link.server.queues_dependents
+        return last.name if queues and not trainer.cancel else ""
 
     def _base_training_failed(self, attempt: Attempt, end: Mapping[str, Any]) -> bool:
-        """Whether an attempt never ran because its base model was not trained; that end may not be recorded yet."""
+        """Whether an attempt never ran because the training of its base model failed, perhaps not recorded yet."""
         training = self.state.attempt(attempt.after) if attempt.after else None
         never_ran = end.get("code") is None and not attempt.process
         return training is not None and never_ran and (training.open or bool(training.failure))

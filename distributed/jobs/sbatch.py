@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from distributed.jobs.config import ConfigError
 
-# Variables for SLURM's programs. SLURM stores and shows sbatch's environment, so job specifications hold those of jobs.
+# For SLURM's programs. Variables of jobs are in job specifications, as SLURM stores and shows sbatch's environment.
 PASSED_VARIABLES = (
     "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "LD_LIBRARY_PATH", "SLURM_CONF", "SLURM_JWT",
     "KRB5CCNAME",
@@ -122,7 +122,7 @@ def sbatch_command(
     options: Sequence[str], resources: ResourceRequest, *, name: str, count: int, directory: str, output: str,
     script: Sequence[str],
 ) -> list[str]:  # fmt: skip
-    """The command that submits an array of `count` elements. directory: of the jobs. output: of each element."""
+    """The command that submits an array of `count` elements. directory: working directory. output: file per element."""
     command = with_gpus(options, resources.gpus) if resources.gpus else list(options)
     if resources.labels:
         command.append(f"--constraint={'&'.join([*constraint(options), *resources.labels])}")
